@@ -1,0 +1,38 @@
+# The library: the two INTERFACE targets, how they are installed and found again.
+# Not here: anything that compiles (NsaTargets.cmake).
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+add_library(nsa INTERFACE)
+add_library(nsa::nsa ALIAS nsa)
+target_include_directories(nsa INTERFACE
+    "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/nsa>"
+    "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}/nsa>")
+if(UNIX)
+    target_link_libraries(nsa INTERFACE m)
+endif()
+
+add_library(nsa_cuda INTERFACE)
+add_library(nsa::cuda ALIAS nsa_cuda)
+set_target_properties(nsa_cuda PROPERTIES EXPORT_NAME cuda)
+target_link_libraries(nsa_cuda INTERFACE nsa)
+
+# A parent that embeds the project installs what it likes; it does not get our files by surprise.
+# Nothing is compiled, so both package files lie under share/, the same on every machine.
+if(PROJECT_IS_TOP_LEVEL)
+    set(nsa_config_dir "${CMAKE_INSTALL_DATADIR}/cmake/nsa")
+    set(nsa_pc_dir "${CMAKE_INSTALL_DATADIR}/pkgconfig")
+    install(DIRECTORY nsa/ DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/nsa"
+        FILES_MATCHING PATTERN "*.h" PATTERN "*.cuh")
+    install(TARGETS nsa nsa_cuda EXPORT nsa)
+    install(EXPORT nsa NAMESPACE nsa:: FILE nsa-config.cmake DESTINATION "${nsa_config_dir}")
+    write_basic_package_version_file("${PROJECT_BINARY_DIR}/nsa-config-version.cmake"
+        COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
+    install(FILES "${PROJECT_BINARY_DIR}/nsa-config-version.cmake"
+        DESTINATION "${nsa_config_dir}")
+
+    # pkg-config finds the prefix from where nsa.pc itself lies, so that the tree can be moved.
+    file(RELATIVE_PATH nsa_include_from_pc "/${nsa_pc_dir}" "/${CMAKE_INSTALL_INCLUDEDIR}/nsa")
+    configure_file(cmake/nsa.pc.in nsa.pc @ONLY)
+    install(FILES "${PROJECT_BINARY_DIR}/nsa.pc" DESTINATION "${nsa_pc_dir}")
+endif()
