@@ -7,6 +7,7 @@ set(CMAKE_C_STANDARD_REQUIRED ON)
 set(CMAKE_CXX_STANDARD 17)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin")
 
 # nsa_warnings: the strict set. Errors only where CMAKE_COMPILE_WARNING_AS_ERROR says so (the ci
 # preset); CMake itself knows that variable from 3.24 on, so older ones are helped.
