@@ -1,6 +1,7 @@
-# What this machine has: OpenMP, CBLAS, libyaml, MPI, CUDA. Each part becomes an INTERFACE target
-# (nsa_openmp, nsa_blas, nsa_yaml, nsa_mpi) that exists always and is empty where the part is
-# missing, and a variable NSA_HAVE_<PART>. nsa_report() says what was found and what was left out.
+# What this machine has: OpenMP, CBLAS, MPI, CUDA and the trainers' libraries. Each part becomes an
+# INTERFACE target (nsa_openmp, nsa_blas, nsa_yaml ...) that exists always and is empty where the
+# part is missing, and a variable NSA_HAVE_<PART>; NSA_HAVE_TRAINERS says that all is there that the
+# trainers need. nsa_report() says what was found and what was left out.
 set(NSA_PARTS "")
 
 # An option with the values AUTO (use it where it is), ON (fail without it) and OFF.
@@ -72,17 +73,31 @@ else()
     endif()
 endif()
 
-add_library(nsa_yaml INTERFACE)
-find_path(NSA_YAML_INCLUDE yaml.h)
-find_library(NSA_YAML_LIBRARY yaml)
-mark_as_advanced(NSA_YAML_INCLUDE NSA_YAML_LIBRARY)
-if(NSA_YAML_INCLUDE AND NSA_YAML_LIBRARY)
-    target_include_directories(nsa_yaml SYSTEM INTERFACE "${NSA_YAML_INCLUDE}")
-    target_link_libraries(nsa_yaml INTERFACE "${NSA_YAML_LIBRARY}")
-    nsa_part(YAML ON "${NSA_YAML_LIBRARY}")
-else()
-    nsa_part(YAML OFF "no libyaml: the trainers are left out (Debian, Ubuntu: libyaml-dev)")
-endif()
+# What the trainers read and write with. Each is a C library that every distribution has; without
+# any one of them the trainers are left out, and the library and its tests are not.
+function(nsa_trainer_library name header library package use)
+    string(TOLOWER "nsa_${name}" target)
+    add_library(${target} INTERFACE)
+    find_path(NSA_${name}_INCLUDE ${header})
+    find_library(NSA_${name}_LIBRARY ${library})
+    mark_as_advanced(NSA_${name}_INCLUDE NSA_${name}_LIBRARY)
+    if(NSA_${name}_INCLUDE AND NSA_${name}_LIBRARY)
+        target_include_directories(${target} SYSTEM INTERFACE "${NSA_${name}_INCLUDE}")
+        target_link_libraries(${target} INTERFACE "${NSA_${name}_LIBRARY}")
+        nsa_part(${name} ON "${NSA_${name}_LIBRARY}")
+    else()
+        nsa_part(${name} OFF "no ${use}: no trainers (Debian, Ubuntu: ${package})")
+        set(NSA_HAVE_TRAINERS OFF PARENT_SCOPE)
+    endif()
+    set(NSA_HAVE_${name} ${NSA_HAVE_${name}} PARENT_SCOPE)
+    set(NSA_PARTS "${NSA_PARTS}" PARENT_SCOPE)
+endfunction()
+
+set(NSA_HAVE_TRAINERS ON)
+nsa_trainer_library(YAML yaml.h yaml libyaml-dev "libyaml, for configs")
+nsa_trainer_library(JANSSON jansson.h jansson libjansson-dev "Jansson, for JSON")
+nsa_trainer_library(PCRE2 pcre2.h pcre2-8 libpcre2-dev "PCRE2, for the GPT-2 tokenizer")
+nsa_trainer_library(XXHASH xxhash.h xxhash libxxhash-dev "xxHash, for checksums")
 
 add_library(nsa_mpi INTERFACE)
 if(NSA_MPI STREQUAL "OFF")
