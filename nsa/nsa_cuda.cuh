@@ -1,0 +1,167 @@
+/* nsa_cuda.cuh - Native Sparse Attention on CUDA: the functions of nsa.h that touch tensors, on
+   device memory.
+   Twin: nsa.h. nsa_cuda_X does what nsa_X does and means the same by every struct, option, status.
+   Not here: the maths (nsa.h has it), the kernels (kernels/), anything that allocates or waits.
+
+   Include it anywhere, from C99 on, for the declarations; they need neither nvcc nor a CUDA header.
+   In one .cu file do
+
+       #define NSA_CUDA_IMPLEMENTATION
+       #include "nsa_cuda.cuh"
+
+   and give that file to nvcc, for compute capability 8.0 or later. nsa.h's own implementation must
+   be in the program too (in a C file, or in this one): it holds what no GPU is needed for.
+
+   WHAT DIFFERS FROM THE CPU
+
+   - The data of every view, desc.begins, positions and the workspace are device pointers. The desc
+     and the structs are the host's, and so is what *_workspace_size returns.
+   - A call only launches, on the stream given: no allocation, no wait, no copy between host and
+     device; it can be captured in a CUDA graph. NSA_OK says that the launches were accepted,
+     NSA_ERROR_CUDA that the runtime refused one: cudaGetLastError says why.
+   - What lies on the device is not checked on the host: begins and block lists may hold anything,
+     and no kernel leaves its views' rows for it (packed rows end at begins[B], which is trusted).
+     nsa_cuda_check_blocks leaves its verdict in device memory.
+   - Sums are f32 whatever NSA_REAL is; f64 tensors are refused (NSA_ERROR_DTYPE); lse is f32.
+   - dim, dim_v, a compress's hidden and rope's dim are multiples of 8 (else NSA_ERROR_SIZE),
+     slc_block is a multiple of 16 in 16 .. 128 (NSA_ERROR_SLC_BLOCK). Rows that are read in bulk
+   (q, k, v, out, cmp, slc, win, x, parameters, their gradients) start at multiples of 16 bytes:
+   data (NSA_ERROR_ALIGNMENT) and strides (NSA_ERROR_STRIDE). lse, logits, block lists and positions
+     need their element's alignment only.
+   - The tensors of an attention, a selection or an mlp have one dtype; gradients have that or f32.
+     Rope, gate, mean and conv take any mixture.
+   - desc.threads and desc.isa are not used.
+
+   CONFIGURATION (define before the include in the file with the implementation; what is left out is
+   not compiled, and refused at run time by NSA_ERROR_DTYPE or NSA_ERROR_SIZE)
+
+     NSA_CUDA_NO_F32, NSA_CUDA_NO_BF16, NSA_CUDA_NO_F16
+                         leave a dtype out of attention, selection and mlp
+     NSA_CUDA_MAX_DIM    the largest dim and dim_v: 64, 128, 192 or 256 (the default)
+*/
+#ifndef NSA_CUDA_CUH
+#define NSA_CUDA_CUH
+
+#include "nsa.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct CUstream_st;
+/* The runtime's cudaStream_t under a name that needs no CUDA header; NULL is the default stream. */
+typedef struct CUstream_st *nsa_cuda_stream;
+
+/* ---- Block index. The arrays lie on the device. ---------------------------------------------- */
+
+nsa_status nsa_cuda_block_map(const nsa_desc *d, int tokens, int32_t *indptr, int32_t *indices,
+                              float *weights, nsa_cuda_stream stream);
+nsa_status nsa_cuda_cmp_begins(const nsa_desc *d, int32_t *cmp_begins, nsa_cuda_stream stream);
+
+/* ---- RoPE ------------------------------------------------------------------------------------ */
+
+nsa_status nsa_cuda_rope_forward(const nsa_rope *x, const nsa_desc *d, nsa_cuda_stream stream);
+nsa_status nsa_cuda_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d,
+                                  nsa_cuda_stream stream);
+
+/* ---- Compression ----------------------------------------------------------------------------- */
+
+size_t nsa_cuda_compress_forward_workspace_size(const nsa_compress *x, const nsa_desc *d);
+nsa_status nsa_cuda_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
+                                     size_t bytes, nsa_cuda_stream stream);
+size_t nsa_cuda_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d);
+nsa_status nsa_cuda_compress_backward(const nsa_compress *dx, const nsa_compress *x,
+                                      const nsa_desc *d, void *workspace, size_t bytes,
+                                      nsa_cuda_stream stream);
+
+/* ---- Attention over few keys. A block that is no candidate of its query is passed over by slc. */
+
+size_t nsa_cuda_attend_cmp_forward_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_attend_cmp_forward(const nsa_attend *x, const nsa_desc *d, void *workspace,
+                                       size_t bytes, nsa_cuda_stream stream);
+size_t nsa_cuda_attend_cmp_backward_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_attend_cmp_backward(const nsa_attend *dx, const nsa_attend *x,
+                                        const nsa_desc *d, void *workspace, size_t bytes,
+                                        nsa_cuda_stream stream);
+
+size_t nsa_cuda_attend_slc_forward_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_attend_slc_forward(const nsa_attend *x, const nsa_desc *d, void *workspace,
+                                       size_t bytes, nsa_cuda_stream stream);
+size_t nsa_cuda_attend_slc_backward_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_attend_slc_backward(const nsa_attend *dx, const nsa_attend *x,
+                                        const nsa_desc *d, void *workspace, size_t bytes,
+                                        nsa_cuda_stream stream);
+
+size_t nsa_cuda_attend_win_forward_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_attend_win_forward(const nsa_attend *x, const nsa_desc *d, void *workspace,
+                                       size_t bytes, nsa_cuda_stream stream);
+size_t nsa_cuda_attend_win_backward_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_attend_win_backward(const nsa_attend *dx, const nsa_attend *x,
+                                        const nsa_desc *d, void *workspace, size_t bytes,
+                                        nsa_cuda_stream stream);
+
+size_t nsa_cuda_attend_dense_forward_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_attend_dense_forward(const nsa_attend *x, const nsa_desc *d, void *workspace,
+                                         size_t bytes, nsa_cuda_stream stream);
+size_t nsa_cuda_attend_dense_backward_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_attend_dense_backward(const nsa_attend *dx, const nsa_attend *x,
+                                          const nsa_desc *d, void *workspace, size_t bytes,
+                                          nsa_cuda_stream stream);
+
+/* ---- Selection ------------------------------------------------------------------------------- */
+
+size_t nsa_cuda_select_blocks_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                  size_t bytes, nsa_cuda_stream stream);
+
+/* scores and list lie on the device. */
+nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const nsa_desc *d, int32_t *list,
+                                nsa_cuda_stream stream);
+
+/* nsa_block_fault for device memory: its reason is a number, and nsa_cuda_block_reason has the
+   words. All zeros: the lists are in the form of nsa_select_blocks. */
+typedef struct nsa_cuda_block_verdict {
+    int32_t reason; /* 0: no fault; the other fields are of the first fault */
+    int32_t batch, query, kv_head, slot;
+    int32_t value;
+} nsa_cuda_block_verdict;
+
+const char *nsa_cuda_block_reason(int reason); /* the text of nsa_block_fault.reason; "" for 0 */
+
+nsa_status nsa_cuda_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
+                                 nsa_cuda_block_verdict *verdict, nsa_cuda_stream stream);
+nsa_status nsa_cuda_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d,
+                                     nsa_cuda_stream stream);
+
+/* ---- Gate ------------------------------------------------------------------------------------ */
+
+nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d, nsa_cuda_stream stream);
+nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d,
+                                  nsa_cuda_stream stream);
+
+/* ---- The whole ------------------------------------------------------------------------------- */
+
+size_t nsa_cuda_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d);
+nsa_status nsa_cuda_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
+                                      size_t bytes, nsa_cuda_stream stream);
+size_t nsa_cuda_attention_backward_workspace_size(const nsa_attention *dx, const nsa_attention *x,
+                                                  const nsa_desc *d);
+nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const nsa_attention *x,
+                                       const nsa_desc *d, void *workspace, size_t bytes,
+                                       nsa_cuda_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* NSA_CUDA_CUH */
+
+/* ==== Implementation ========================================================================== */
+#if defined(NSA_CUDA_IMPLEMENTATION) && !defined(NSA__CUDA_IMPLEMENTED)
+#define NSA__CUDA_IMPLEMENTED
+
+#ifndef NSA_CUDA_MAX_DIM
+#define NSA_CUDA_MAX_DIM 256
+#endif
+
+#endif
