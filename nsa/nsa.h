@@ -1,4 +1,5 @@
-/* nsa.h - Native Sparse Attention (arXiv 2502.11089) in one C header: forward and backward, on the CPU.
+/* nsa.h - Native Sparse Attention (arXiv 2502.11089) in one C header: forward and backward, on the
+   CPU.
 
    Do this in one file of your program:
 
@@ -18,7 +19,8 @@
            enum { T = 256, H = 4, D = 32 };
            static float q[T][H][D], k[T][1][D], v[T][1][D], out[T][H][D], lse[T][H];
            for (int i = 0; i < T * H * D; i++) (&q[0][0][0])[i] = (float)(i * 37 % 101) / 101;
-           for (int i = 0; i < T * D; i++) (&k[0][0][0])[i] = (&v[0][0][0])[i] = (float)(i * 53 % 97) / 97;
+           for (int i = 0; i < T * D; i++) (&k[0][0][0])[i] = (&v[0][0][0])[i] = (float)(i * 53 %
+   97) / 97;
 
            nsa_desc d = nsa_desc_default(1, T, H, 1, D);
            d.window = 64;
@@ -39,56 +41,62 @@
 
    THE ALGORITHM ON ONE PAGE
 
-   B sequences of T tokens; H query heads share Hk key-value heads, G = H / Hk to a group. A query t reads
-   keys through three branches, each a softmax attention over few keys, and a gate adds the three up:
+   B sequences of T tokens; H query heads share Hk key-value heads, G = H / Hk to a group. A query t
+   reads keys through three branches, each a softmax attention over few keys, and a gate adds the
+   three up:
 
-     compress   k_cmp[i] = phi(k[i d .. i d + l)), v_cmp likewise            (Eq. 7)  nsa_compress_forward
-     cmp        attention over the compressed blocks that lie before t               nsa_attend_cmp_forward
-     select     p_cmp = softmax(q k_cmp)                                     (Eq. 8)
-                p_slc[j] = sum of p_cmp[i] weighted by how far block i
-                overlaps block j, summed over the heads of a group      (Eq. 9, 10)
-                the n best blocks j of l' tokens                       (Eq. 11, 12)  nsa_select_blocks
-     slc        attention over the tokens of those blocks                            nsa_attend_slc_forward
-     win        attention over the last w tokens                                     nsa_attend_win_forward
-     gate       out = g_cmp out_cmp + g_slc out_slc + g_win out_win          (Eq. 5)  nsa_gate_forward
+     compress   k_cmp[i] = phi(k[i d .. i d + l)), v_cmp likewise            (Eq. 7)
+   nsa_compress_forward cmp        attention over the compressed blocks that lie before t
+   nsa_attend_cmp_forward select     p_cmp = softmax(q k_cmp) (Eq. 8) p_slc[j] = sum of p_cmp[i]
+   weighted by how far block i overlaps block j, summed over the heads of a group      (Eq. 9, 10)
+                the n best blocks j of l' tokens                       (Eq. 11, 12)
+   nsa_select_blocks slc        attention over the tokens of those blocks nsa_attend_slc_forward win
+   attention over the last w tokens                                     nsa_attend_win_forward gate
+   out = g_cmp out_cmp + g_slc out_slc + g_win out_win          (Eq. 5)  nsa_gate_forward
 
-   nsa_attention_forward runs all of it. nsa_rope_forward rotates q and k before anything else sees them.
-   Each function but select has a backward of the same shape beside it.
+   nsa_attention_forward runs all of it. nsa_rope_forward rotates q and k before anything else sees
+   them. Each function but select has a backward of the same shape beside it.
 
    CONVENTIONS
 
    - Tensors are views: pointer, dtype, and element strides for batch, token and head; the innermost
      dimension is packed. (B,T,H,D), (B,H,T,D) and slices of a fused qkv projection need no copy.
      In comments a shape is written (B, T, H, D) whatever the strides.
-   - Query rows first .. first + count - 1 of `tokens` keys may be computed alone. Every view on the query's side
-     (q, out, lse, blocks, gate logits, and their gradients) then starts at row `first`: its row 0 is query `first`.
-   - Variable length: `begins` holds B + 1 offsets into packed rows; sequence b is rows begins[b] .. begins[b + 1] - 1,
-     `tokens` the longest length; batch strides are not used. first and count then speak of every sequence alike
-     (rows that a sequence does not have are skipped). Compressed rows are packed in the same order from row 0,
-     nsa_cmp_count(desc, length) for each sequence. A sequence's results equal those of it alone, bit for bit.
-   - Forward overwrites its outputs. Backward ADDS to its gradients: zero them first, or let branches share one.
-     A gradient struct has the type of its primitive: dx.q is the gradient of x.q; dx.out is the incoming gradient of
-     x.out. A gradient whose data is NULL is not computed. A gradient may be of the real dtype whatever its tensor's is.
-   - Positions are 0-based and causal: query t reads nothing after token t. A query without keys gives out = 0,
-     lse = -inf, gradients 0.
-   - A non-finite value in a row of q, k, v or dout is no error. Every query that reads the row gets NaN, and no other;
-     this holds under -ffast-math too.
-   - The same bits from run to run and for any number of threads; a query's bits depend on its own keys alone.
-   - The library allocates nothing, prints nothing, never aborts and keeps no global state. Workspace is the caller's,
-     of any alignment, sized by the *_workspace_size function of the call; its content means nothing between calls.
-     A workspace size of 0 is returned for a descriptor that nsa_desc_check refuses, and where none is needed.
-   - Arguments are checked once, before anything is written: a call that does not return NSA_OK has touched nothing.
+   - Query rows first .. first + count - 1 of `tokens` keys may be computed alone. Every view on the
+   query's side (q, out, lse, blocks, gate logits, and their gradients) then starts at row `first`:
+   its row 0 is query `first`.
+   - Variable length: `begins` holds B + 1 offsets into packed rows; sequence b is rows begins[b] ..
+   begins[b + 1] - 1, `tokens` the longest length; batch strides are not used. first and count then
+   speak of every sequence alike (rows that a sequence does not have are skipped). Compressed rows
+   are packed in the same order from row 0, nsa_cmp_count(desc, length) for each sequence. A
+   sequence's results equal those of it alone, bit for bit.
+   - Forward overwrites its outputs. Backward ADDS to its gradients: zero them first, or let
+   branches share one. A gradient struct has the type of its primitive: dx.q is the gradient of x.q;
+   dx.out is the incoming gradient of x.out. A gradient whose data is NULL is not computed. A
+   gradient may be of the real dtype whatever its tensor's is.
+   - Positions are 0-based and causal: query t reads nothing after token t. A query without keys
+   gives out = 0, lse = -inf, gradients 0.
+   - A non-finite value in a row of q, k, v or dout is no error. Every query that reads the row gets
+   NaN, and no other; this holds under -ffast-math too.
+   - The same bits from run to run and for any number of threads; a query's bits depend on its own
+   keys alone.
+   - The library allocates nothing, prints nothing, never aborts and keeps no global state.
+   Workspace is the caller's, of any alignment, sized by the *_workspace_size function of the call;
+   its content means nothing between calls. A workspace size of 0 is returned for a descriptor that
+   nsa_desc_check refuses, and where none is needed.
+   - Arguments are checked once, before anything is written: a call that does not return NSA_OK has
+   touched nothing.
 
-   What it does not do: dropout, attention biases, cross attention, double backward, key-value caches of several layers,
-   quantised keys.
+   What it does not do: dropout, attention biases, cross attention, double backward, key-value
+   caches of several layers, quantised keys.
 
    CONFIGURATION (define before the include, the same in every file)
 
      NSA_IMPLEMENTATION   the implementation too, in one file
-     NSA_STATIC           every function is static: a private copy in each file that includes the implementation
-     NSA_REAL             float (default) or double: what is accumulated in. double also makes lse f64 and admits
-                          f64 tensors: the same source becomes its own f64 oracle. Do not mix the two in one program
-                          without NSA_STATIC.
+     NSA_STATIC           every function is static: a private copy in each file that includes the
+   implementation NSA_REAL             float (default) or double: what is accumulated in. double
+   also makes lse f64 and admits f64 tensors: the same source becomes its own f64 oracle. Do not mix
+   the two in one program without NSA_STATIC.
 */
 #ifndef NSA_H
 #define NSA_H
@@ -118,7 +126,7 @@
 extern "C" {
 #endif
 
-/* ---- Types ------------------------------------------------------------------------------------------------------ */
+/* ---- Types --------------------------------------------------------------------------------- */
 
 /* What sums are accumulated in, and what lse holds. */
 typedef NSA_REAL nsa_real;
@@ -133,8 +141,9 @@ typedef enum nsa_dtype {
 
 #define NSA_REAL_DTYPE (sizeof(nsa_real) == sizeof(double) ? NSA_F64 : NSA_F32)
 
-/* A view of rows. Row (b, t, h) starts batch * b + token * t + head * h elements after data. Strides are >= 0; those of
-   an output must keep its rows apart. data is aligned to the element's size. */
+/* A view of rows. Row (b, t, h) starts batch * b + token * t + head * h elements after data.
+   Strides are >= 0; those of an output must keep its rows apart. data is aligned to the element's
+   size. */
 typedef struct nsa_tensor {
     void *data;
     nsa_dtype dtype;
@@ -145,8 +154,9 @@ typedef struct nsa_tensor {
 NSA_API nsa_tensor nsa_tensor_bthd(void *data, nsa_dtype dtype, int tokens, int heads, int width);
 NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int heads, int width);
 
-/* What a call returns: 0, or a kind of error and the field that it is about. Compare nsa_status_kind(s) with the
-   constants below; show a person nsa_status_where(s) and nsa_status_text(s). */
+/* What a call returns: 0, or a kind of error and the field that it is about. Compare
+   nsa_status_kind(s) with the constants below; show a person nsa_status_where(s) and
+   nsa_status_text(s). */
 typedef int nsa_status;
 
 enum {
@@ -160,22 +170,24 @@ enum {
     NSA_ERROR_HEADS,      /* heads is not a multiple of kv_heads, or gate_heads is neither */
     NSA_ERROR_CMP_STRIDE, /* cmp_stride does not divide cmp_block */
     NSA_ERROR_SLC_BLOCK,  /* cmp_stride does not divide slc_block, or slc_block < cmp_block */
-    NSA_ERROR_SLC_COUNT,  /* slc_init + slc_local > slc_count, with forced blocks inside the count */
-    NSA_ERROR_SLC_LOCAL,  /* slc_local < 1, with forced blocks inside the count */
-    NSA_ERROR_RANGE,      /* first < 0, count < 0 or first + count > tokens */
-    NSA_ERROR_BEGINS,     /* begins descends, starts below 0, or holds a sequence longer than tokens */
-    NSA_ERROR_OPTION,     /* an option that is no value of its enum */
-    NSA_ERROR_SCALE,      /* scale is not finite */
-    NSA_ERROR_ISA,        /* this machine, or this build, has no such instruction set */
-    NSA_ERROR_BLOCKS,     /* a block list that nsa_check_blocks refuses */
-    NSA_ERROR_WORKSPACE,  /* the workspace is null or smaller than its size query said */
-    NSA_ERROR_CUDA        /* the CUDA runtime refused a launch (nsa_cuda_ functions only) */
+    NSA_ERROR_SLC_COUNT, /* slc_init + slc_local > slc_count, with forced blocks inside the count */
+    NSA_ERROR_SLC_LOCAL, /* slc_local < 1, with forced blocks inside the count */
+    NSA_ERROR_RANGE,     /* first < 0, count < 0 or first + count > tokens */
+    NSA_ERROR_BEGINS, /* begins descends, starts below 0, or holds a sequence longer than tokens */
+    NSA_ERROR_OPTION, /* an option that is no value of its enum */
+    NSA_ERROR_SCALE,  /* scale is not finite */
+    NSA_ERROR_ISA,    /* this machine, or this build, has no such instruction set */
+    NSA_ERROR_BLOCKS, /* a block list that nsa_check_blocks refuses */
+    NSA_ERROR_WORKSPACE, /* the workspace is null or smaller than its size query said */
+    NSA_ERROR_CUDA       /* the CUDA runtime refused a launch (nsa_cuda_ functions only) */
 };
 
 NSA_API int nsa_status_kind(nsa_status s);
-NSA_API const char *nsa_status_name(nsa_status s);  /* "NSA_ERROR_DTYPE" */
-NSA_API const char *nsa_status_text(nsa_status s);  /* what is wrong and what is allowed, one sentence */
-NSA_API const char *nsa_status_where(nsa_status s); /* the field: "q", "dx.k", "cmp_stride"; "" where there is none */
+NSA_API const char *nsa_status_name(nsa_status s); /* "NSA_ERROR_DTYPE" */
+NSA_API const char *
+nsa_status_text(nsa_status s); /* what is wrong and what is allowed, one sentence */
+NSA_API const char *
+nsa_status_where(nsa_status s); /* the field: "q", "dx.k", "cmp_stride"; "" where there is none */
 
 /* Instruction sets of the tile kernels. */
 typedef enum nsa_isa {
@@ -190,10 +202,11 @@ typedef enum nsa_isa {
 NSA_API int nsa_isa_available(nsa_isa isa);
 NSA_API const char *nsa_isa_name(nsa_isa isa);
 
-/* How forced blocks count. docs/algorithm.md says which public implementation uses which value of these options. */
+/* How forced blocks count. docs/algorithm.md says which public implementation uses which value of
+ * these options. */
 typedef enum nsa_forced {
     NSA_FORCED_INSIDE = 0, /* slc_count includes the forced blocks (the paper) */
-    NSA_FORCED_ON_TOP      /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
+    NSA_FORCED_ON_TOP /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
 } nsa_forced;
 
 /* How p_cmp of the compressed blocks becomes the score of a selection block. */
@@ -236,43 +249,53 @@ typedef struct nsa_desc {
     nsa_window_rule window_rule;
     nsa_gate_kind gate;
     int gate_heads; /* H, or Hk: then one gate serves a group */
-    int threads;    /* 0: what OpenMP offers when the workspace is sized; a call uses no more than its workspace holds */
+    int threads; /* 0: what OpenMP offers when the workspace is sized; a call uses no more than its
+                    workspace holds */
     nsa_isa isa;
 } nsa_desc;
 
-/* The paper's l 32, d 16, l' 64, n 16 (1 first and 2 local blocks among them), w 512; dim_v = dim, all query rows, a
-   sigmoid gate per query head. */
+/* The paper's l 32, d 16, l' 64, n 16 (1 first and 2 local blocks among them), w 512; dim_v = dim,
+   all query rows, a sigmoid gate per query head. */
 NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim);
 
-/* NSA_OK, or the first rule that the descriptor breaks. Every function checks it; this is for asking early. */
+/* NSA_OK, or the first rule that the descriptor breaks. Every function checks it; this is for
+ * asking early. */
 NSA_API nsa_status nsa_desc_check(const nsa_desc *d);
 
-/* ---- Block index: which blocks there are, and which a query may see ------------------------------------------------
-   Closed forms, for a descriptor that nsa_desc_check accepts. Compressed block i covers tokens [i d, i d + l); selection
-   block j covers [j l', (j + 1) l'). */
+/* ---- Block index: which blocks there are, and which a query may see ---------------------------
+   Closed forms, for a descriptor that nsa_desc_check accepts. Compressed block i covers tokens [i
+   d, i d + l); selection block j covers [j l', (j + 1) l'). */
 
-NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens);     /* N(T): compressed blocks of T tokens */
-NSA_API int nsa_cmp_visible(const nsa_desc *d, int query);    /* N(t + 1): those that lie wholly at or before t */
-NSA_API int nsa_slc_count(const nsa_desc *d, int tokens);     /* selection blocks of T tokens, the last may be short */
-NSA_API int nsa_slc_candidates(const nsa_desc *d, int query); /* t / l' + 1: blocks that t may select */
-NSA_API int nsa_window_begin(const nsa_desc *d, int query);   /* the first token of t's window */
+NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens); /* N(T): compressed blocks of T tokens */
+NSA_API int nsa_cmp_visible(const nsa_desc *d,
+                            int query); /* N(t + 1): those that lie wholly at or before t */
+NSA_API int nsa_slc_count(const nsa_desc *d,
+                          int tokens); /* selection blocks of T tokens, the last may be short */
+NSA_API int nsa_slc_candidates(const nsa_desc *d,
+                               int query); /* t / l' + 1: blocks that t may select */
+NSA_API int nsa_window_begin(const nsa_desc *d, int query); /* the first token of t's window */
 
 /* M(i, j) of Eq. 9: tokens shared by compressed block i and selection block j, in strides. */
 NSA_API int nsa_block_overlap(const nsa_desc *d, int cmp, int slc);
-/* The compressed blocks *begin .. *end - 1 that overlap selection block `slc`, of N(tokens) in all. */
+/* The compressed blocks *begin .. *end - 1 that overlap selection block `slc`, of N(tokens) in all.
+ */
 NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int *begin, int *end);
 
-/* The map M as CSR for `tokens` tokens: a row for each selection block, a column for each compressed block. The arrays are
-   the caller's: indptr holds nsa_slc_count(d, tokens) + 1 entries, indices and weights nsa_block_map_size(d, tokens). */
+/* The map M as CSR for `tokens` tokens: a row for each selection block, a column for each
+   compressed block. The arrays are the caller's: indptr holds nsa_slc_count(d, tokens) + 1 entries,
+   indices and weights nsa_block_map_size(d, tokens). */
 NSA_API int64_t nsa_block_map_size(const nsa_desc *d, int tokens);
-NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr, int32_t *indices, nsa_real *weights);
+NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr, int32_t *indices,
+                                 nsa_real *weights);
 
-/* Variable length: where each sequence's compressed rows begin; B + 1 entries. Without begins: b N(T). */
+/* Variable length: where each sequence's compressed rows begin; B + 1 entries. Without begins: b
+ * N(T). */
 NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins);
 
-/* ---- RoPE: rotary positions, per head -------------------------------------------------------------------------------
-   out = R(position) x, R a rotation of the plane of each pair (x[a], x[b]) by position * frequency. Pair i of D/2 has
-   frequency base^(-2i/D), changed by `scaling`. All on rows first .. first + count of each sequence. */
+/* ---- RoPE: rotary positions, per head ---------------------------------------------------------
+   out = R(position) x, R a rotation of the plane of each pair (x[a], x[b]) by position * frequency.
+   Pair i of D/2 has frequency base^(-2i/D), changed by `scaling`. All on rows first .. first +
+   count of each sequence. */
 
 typedef enum nsa_rope_pairs {
     NSA_ROPE_INTERLEAVED = 0, /* (x[2i], x[2i + 1]) */
@@ -283,30 +306,35 @@ typedef enum nsa_rope_scaling {
     NSA_ROPE_SCALING_NONE = 0,
     NSA_ROPE_SCALING_LINEAR, /* positions / factor */
     NSA_ROPE_SCALING_NTK,    /* base * factor^(D / (D - 2)) */
-    NSA_ROPE_SCALING_YARN    /* slow pairs as linear, fast ones unchanged, a ramp between; out * (0.1 ln factor + 1) */
+    NSA_ROPE_SCALING_YARN /* slow pairs as linear, fast ones unchanged, a ramp between; out * (0.1
+                             ln factor + 1) */
 } nsa_rope_scaling;
 
 typedef struct nsa_rope {
     nsa_tensor x;         /* (B, count, heads, dim) */
     nsa_tensor out;       /* as x; may be x itself */
-    nsa_tensor positions; /* (B, count) i32, head stride unused; data NULL: the row's place in its sequence */
+    nsa_tensor positions; /* (B, count) i32, head stride unused; data NULL: the row's place in its
+                             sequence */
     int heads;            /* H for q, Hk for k */
     int dim;              /* even, 2 .. 256 */
     double base;          /* 0 means 10000 */
     nsa_rope_pairs pairs;
     nsa_rope_scaling scaling;
-    double factor;           /* >= 1: context now / context trained; used by the scalings */
-    int trained_context;     /* YaRN: tokens the model was trained with */
-    double fast, slow;       /* YaRN: turns over trained_context where the ramp ends and begins; 0 means 32 and 1 */
+    double factor;       /* >= 1: context now / context trained; used by the scalings */
+    int trained_context; /* YaRN: tokens the model was trained with */
+    double fast, slow;   /* YaRN: turns over trained_context where the ramp ends and begins; 0 means
+                            32 and 1 */
 } nsa_rope;
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d);
-/* dx.x += R^T dx.out. Options, positions, heads and dim are read from x; in-place gradients are not allowed. */
+/* dx.x += R^T dx.out. Options, positions, heads and dim are read from x; in-place gradients are not
+ * allowed. */
 NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d);
 
-/* ---- Compression: phi, Eq. 7 --------------------------------------------------------------------------------------------
-   out[i] = phi(x[i d], .., x[i d + l - 1]) for the N(T) blocks of every sequence and kv head; first and count are not used.
-   Called once for k (rotated) and once for v, each with its own parameters. */
+/* ---- Compression: phi, Eq. 7 ------------------------------------------------------------------
+   out[i] = phi(x[i d], .., x[i d + l - 1]) for the N(T) blocks of every sequence and kv head; first
+   and count are not used. Called once for k (rotated) and once for v, each with its own parameters.
+ */
 
 typedef enum nsa_phi {
     NSA_PHI_MEAN = 0, /* the average of the l rows */
@@ -314,8 +342,8 @@ typedef enum nsa_phi {
     NSA_PHI_MLP       /* out = w2 silu(w1 flatten(x + pos) + b1) + b2 */
 } nsa_phi;
 
-/* Parameters are (Hk, rows, columns): `head` strides over kv heads (0: all share one), `token` over rows, batch is not used.
-   Where `optional` is said data may be NULL. */
+/* Parameters are (Hk, rows, columns): `head` strides over kv heads (0: all share one), `token` over
+   rows, batch is not used. Where `optional` is said data may be NULL. */
 typedef struct nsa_compress {
     nsa_phi phi;
     int dim;        /* D: width of x and out, 1 .. 256 */
@@ -330,21 +358,25 @@ typedef struct nsa_compress {
 } nsa_compress;
 
 NSA_API size_t nsa_compress_forward_workspace_size(const nsa_compress *x, const nsa_desc *d);
-NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace, size_t bytes);
-/* dx.out in; adds to dx.x, dx.pos, dx.w1, dx.b1, dx.w2, dx.b2. A head stride of 0 in dx sums over the heads. */
+NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
+                                        size_t bytes);
+/* dx.out in; adds to dx.x, dx.pos, dx.w1, dx.b1, dx.w2, dx.b2. A head stride of 0 in dx sums over
+ * the heads. */
 NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d);
-NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d, void *workspace,
-                                         size_t bytes);
+NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compress *x,
+                                         const nsa_desc *d, void *workspace, size_t bytes);
 
-/* ---- Attention over few keys -----------------------------------------------------------------------------------------------
-   out[t] = sum_s p[s] v[s],  p = softmax over the keys s that t sees of scale q[t] k[s],  lse = ln sum_s exp(scale q[t] k[s]).
+/* ---- Attention over few keys ------------------------------------------------------------------
+   out[t] = sum_s p[s] v[s],  p = softmax over the keys s that t sees of scale q[t] k[s],  lse = ln
+   sum_s exp(scale q[t] k[s]).
 
-     cmp    keys are the compressed rows 0 .. nsa_cmp_visible(t) - 1: k and v hold N(T) rows, from nsa_compress_forward
-     slc    keys are the tokens s <= t of the blocks that `blocks` lists for t, lists in the form of nsa_select_blocks
-     win    keys are nsa_window_begin(t) .. t
-     dense  keys are 0 .. t: causal attention, the baseline and the fall-back
+     cmp    keys are the compressed rows 0 .. nsa_cmp_visible(t) - 1: k and v hold N(T) rows, from
+   nsa_compress_forward slc    keys are the tokens s <= t of the blocks that `blocks` lists for t,
+   lists in the form of nsa_select_blocks win    keys are nsa_window_begin(t) .. t dense  keys are 0
+   .. t: causal attention, the baseline and the fall-back
 
-   Backward recomputes p from lse: x.q, x.k, x.v, x.out, x.lse (and x.blocks) must be what forward read and wrote. */
+   Backward recomputes p from lse: x.q, x.k, x.v, x.out, x.lse (and x.blocks) must be what forward
+   read and wrote. */
 typedef struct nsa_attend {
     nsa_tensor q;      /* (B, count, H, Dk) */
     nsa_tensor k;      /* (B, T, Hk, Dk); cmp: (B, N, Hk, Dk) */
@@ -355,65 +387,78 @@ typedef struct nsa_attend {
 } nsa_attend;
 
 NSA_API size_t nsa_attend_cmp_forward_workspace_size(const nsa_desc *d);
-NSA_API nsa_status nsa_attend_cmp_forward(const nsa_attend *x, const nsa_desc *d, void *workspace, size_t bytes);
-/* dx.out in; adds to dx.q, dx.k, dx.v (dx.lse and dx.blocks are not used). With dx.k and dx.v NULL only dx.q is computed
-   and the other way round. Slices by batch and kv head, and for dx.q by queries, never add to the same row. */
+NSA_API nsa_status nsa_attend_cmp_forward(const nsa_attend *x, const nsa_desc *d, void *workspace,
+                                          size_t bytes);
+/* dx.out in; adds to dx.q, dx.k, dx.v (dx.lse and dx.blocks are not used). With dx.k and dx.v NULL
+   only dx.q is computed and the other way round. Slices by batch and kv head, and for dx.q by
+   queries, never add to the same row. */
 NSA_API size_t nsa_attend_cmp_backward_workspace_size(const nsa_desc *d);
-NSA_API nsa_status nsa_attend_cmp_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d, void *workspace,
-                                           size_t bytes);
+NSA_API nsa_status nsa_attend_cmp_backward(const nsa_attend *dx, const nsa_attend *x,
+                                           const nsa_desc *d, void *workspace, size_t bytes);
 
 NSA_API size_t nsa_attend_slc_forward_workspace_size(const nsa_desc *d);
-NSA_API nsa_status nsa_attend_slc_forward(const nsa_attend *x, const nsa_desc *d, void *workspace, size_t bytes);
+NSA_API nsa_status nsa_attend_slc_forward(const nsa_attend *x, const nsa_desc *d, void *workspace,
+                                          size_t bytes);
 NSA_API size_t nsa_attend_slc_backward_workspace_size(const nsa_desc *d);
-NSA_API nsa_status nsa_attend_slc_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d, void *workspace,
-                                           size_t bytes);
+NSA_API nsa_status nsa_attend_slc_backward(const nsa_attend *dx, const nsa_attend *x,
+                                           const nsa_desc *d, void *workspace, size_t bytes);
 
 NSA_API size_t nsa_attend_win_forward_workspace_size(const nsa_desc *d);
-NSA_API nsa_status nsa_attend_win_forward(const nsa_attend *x, const nsa_desc *d, void *workspace, size_t bytes);
+NSA_API nsa_status nsa_attend_win_forward(const nsa_attend *x, const nsa_desc *d, void *workspace,
+                                          size_t bytes);
 NSA_API size_t nsa_attend_win_backward_workspace_size(const nsa_desc *d);
-NSA_API nsa_status nsa_attend_win_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d, void *workspace,
-                                           size_t bytes);
+NSA_API nsa_status nsa_attend_win_backward(const nsa_attend *dx, const nsa_attend *x,
+                                           const nsa_desc *d, void *workspace, size_t bytes);
 
 NSA_API size_t nsa_attend_dense_forward_workspace_size(const nsa_desc *d);
-NSA_API nsa_status nsa_attend_dense_forward(const nsa_attend *x, const nsa_desc *d, void *workspace, size_t bytes);
+NSA_API nsa_status nsa_attend_dense_forward(const nsa_attend *x, const nsa_desc *d, void *workspace,
+                                            size_t bytes);
 NSA_API size_t nsa_attend_dense_backward_workspace_size(const nsa_desc *d);
-NSA_API nsa_status nsa_attend_dense_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d, void *workspace,
-                                             size_t bytes);
+NSA_API nsa_status nsa_attend_dense_backward(const nsa_attend *dx, const nsa_attend *x,
+                                             const nsa_desc *d, void *workspace, size_t bytes);
 
-/* ---- Selection, Eq. 8 to 12 -----------------------------------------------------------------------------------------------
-   For each query and kv head: p_cmp = exp(scale q k_cmp - lse_cmp) over the visible compressed blocks, mapped to selection
-   blocks (score_map), summed over the G heads of the group; then the forced blocks and the best of the rest. Equal scores: the lower index wins.
-   NaN ranks last. It has no gradient. */
+/* ---- Selection, Eq. 8 to 12 -------------------------------------------------------------------
+   For each query and kv head: p_cmp = exp(scale q k_cmp - lse_cmp) over the visible compressed
+   blocks, mapped to selection blocks (score_map), summed over the G heads of the group; then the
+   forced blocks and the best of the rest. Equal scores: the lower index wins. NaN ranks last. It
+   has no gradient. */
 typedef struct nsa_select {
     nsa_tensor q;      /* (B, count, H, Dk) */
     nsa_tensor k;      /* (B, N, Hk, Dk): compressed keys */
     nsa_tensor lse;    /* (B, count, H): of nsa_attend_cmp_forward */
-    nsa_tensor blocks; /* out: (B, count, Hk, nsa_block_list_width) i32: ascending, no duplicates, -1 behind the last */
+    nsa_tensor blocks; /* out: (B, count, Hk, nsa_block_list_width) i32: ascending, no duplicates,
+                          -1 behind the last */
 } nsa_select;
 
 /* Entries of a list: slc_count, and with NSA_FORCED_ON_TOP slc_init + slc_local more. */
 NSA_API int nsa_block_list_width(const nsa_desc *d);
 
 NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d);
-NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace, size_t bytes);
+NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                     size_t bytes);
 
-/* The ranking alone, for scores from elsewhere: scores[j] of blocks j = 0 .. nsa_slc_candidates(query) - 1, list of
-   nsa_block_list_width entries. */
-NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d, int32_t *list);
+/* The ranking alone, for scores from elsewhere: scores[j] of blocks j = 0 ..
+   nsa_slc_candidates(query) - 1, list of nsa_block_list_width entries. */
+NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
+                                   int32_t *list);
 
 /* What is wrong with a list, and where. */
 typedef struct nsa_block_fault {
     int batch, query, kv_head, slot; /* query counts from 0 in its sequence */
     int32_t value;
-    const char *reason; /* "not a candidate of its query", "not ascending", "duplicate", "entry behind a -1" */
+    const char *reason; /* "not a candidate of its query", "not ascending", "duplicate", "entry
+                           behind a -1" */
 } nsa_block_fault;
 
-/* NSA_OK, or NSA_ERROR_BLOCKS and *fault (which may be NULL) the first fault. slc refuses what this refuses. */
-NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d, nsa_block_fault *fault);
-/* Brings any lists into the form: sorts, drops duplicates and what is no candidate of its query, pads with -1. */
+/* NSA_OK, or NSA_ERROR_BLOCKS and *fault (which may be NULL) the first fault. slc refuses what this
+ * refuses. */
+NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
+                                    nsa_block_fault *fault);
+/* Brings any lists into the form: sorts, drops duplicates and what is no candidate of its query,
+ * pads with -1. */
 NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d);
 
-/* ---- Gate, Eq. 5 ---------------------------------------------------------------------------------------------------------------
+/* ---- Gate, Eq. 5 ------------------------------------------------------------------------------
    out = g[0] cmp + g[1] slc + g[2] win, g from the logits by desc.gate, per token and gate head. */
 typedef struct nsa_gate {
     nsa_tensor logits;        /* (B, count, gate_heads, 3): cmp, slc, win */
@@ -425,31 +470,35 @@ NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d);
 /* dx.out in; adds to dx.logits, dx.cmp, dx.slc, dx.win. x.out is not read. */
 NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d);
 
-/* ---- The whole ---------------------------------------------------------------------------------------------------------------
-   compress, cmp, select, slc, win, gate. Each branch has its own keys and values, or shares them: give the same view.
-   What backward needs again is a named output. k_cmp.dim is dim, v_cmp.dim is dim_v. */
+/* ---- The whole --------------------------------------------------------------------------------
+   compress, cmp, select, slc, win, gate. Each branch has its own keys and values, or shares them:
+   give the same view. What backward needs again is a named output. k_cmp.dim is dim, v_cmp.dim is
+   dim_v. */
 typedef struct nsa_attention {
-    nsa_tensor q;                       /* (B, count, H, Dk) */
-    nsa_compress k_cmp, v_cmp;          /* x: what cmp compresses; out: the compressed rows, an output */
-    nsa_tensor k_slc, v_slc;            /* (B, T, Hk, Dk), (B, T, Hk, Dv) */
-    nsa_tensor k_win, v_win;            /* likewise */
-    nsa_tensor gates;                   /* (B, count, gate_heads, 3): logits, or g with NSA_GATE_NONE */
-    nsa_tensor blocks;                  /* out: (B, count, Hk, nsa_block_list_width) i32 */
+    nsa_tensor q;              /* (B, count, H, Dk) */
+    nsa_compress k_cmp, v_cmp; /* x: what cmp compresses; out: the compressed rows, an output */
+    nsa_tensor k_slc, v_slc;   /* (B, T, Hk, Dk), (B, T, Hk, Dv) */
+    nsa_tensor k_win, v_win;   /* likewise */
+    nsa_tensor gates;          /* (B, count, gate_heads, 3): logits, or g with NSA_GATE_NONE */
+    nsa_tensor blocks;         /* out: (B, count, Hk, nsa_block_list_width) i32 */
     nsa_tensor out_cmp, out_slc, out_win; /* out: (B, count, H, Dv) */
     nsa_tensor lse_cmp, lse_slc, lse_win; /* out: (B, count, H) of dtype NSA_REAL_DTYPE */
-    nsa_tensor out;                     /* out: (B, count, H, Dv) */
+    nsa_tensor out;                       /* out: (B, count, H, Dv) */
 } nsa_attention;
 
 NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d);
-NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace, size_t bytes);
-/* dx.out in; adds to dx.q, the x and parameters of dx.k_cmp and dx.v_cmp, dx.k_slc .. dx.v_win, dx.gates. The sums of the
-   branches are taken in the real dtype and rounded once. The other fields of dx are not used. The size depends on both
-   structs: which gradients are asked for, of which dtype, and which of them share memory. */
-NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx, const nsa_attention *x, const nsa_desc *d);
-NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x, const nsa_desc *d, void *workspace,
-                                          size_t bytes);
+NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
+                                         size_t bytes);
+/* dx.out in; adds to dx.q, the x and parameters of dx.k_cmp and dx.v_cmp, dx.k_slc .. dx.v_win,
+   dx.gates. The sums of the branches are taken in the real dtype and rounded once. The other fields
+   of dx are not used. The size depends on both structs: which gradients are asked for, of which
+   dtype, and which of them share memory. */
+NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
+                                                     const nsa_attention *x, const nsa_desc *d);
+NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x,
+                                          const nsa_desc *d, void *workspace, size_t bytes);
 
-/* ---- Numbers --------------------------------------------------------------------------------------------------------------- */
+/* ---- Numbers ------------------------------------------------------------------------------- */
 
 NSA_API float nsa_bf16_to_f32(uint16_t x);
 NSA_API uint16_t nsa_f32_to_bf16(float x); /* to nearest, ties to even; NaN stays NaN */
@@ -461,3 +510,3132 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
 #endif
 
 #endif /* NSA_H */
+
+/* ==== Implementation
+   =================================================================================
+
+   Rows and numbers - checks - workspace and threads - tiles - block index - rope - compress -
+   attend - select - gate - attention. Below the public functions' checks every argument is trusted.
+ */
+#if defined(NSA_IMPLEMENTATION) && !defined(NSA__IMPLEMENTED)
+#define NSA__IMPLEMENTED
+
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Rows and numbers: the one place that knows dtypes ------------------------------------- */
+
+#define NSA__MAX_DIM 256
+#define NSA__LOG2E   1.4426950408889634074
+#define NSA__LN2     0.69314718055994530942
+/* Stands for "no maximum yet". Finite, so that no difference of two maxima is inf - inf. */
+#define NSA__LOWEST ((nsa_real)(sizeof(nsa_real) == sizeof(double) ? -DBL_MAX : -FLT_MAX))
+
+static float nsa__float_from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static uint32_t nsa__float_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static uint64_t nsa__double_bits(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* By their bits: -ffast-math folds isnan and isinf to 0. */
+static int nsa__is_finite(nsa_real x) {
+    return (nsa__double_bits((double)x) >> 52 & 0x7ff) != 0x7ff;
+}
+static int nsa__is_nan(nsa_real x) {
+    return (nsa__double_bits((double)x) & 0x7fffffffffffffffu) > 0x7ff0000000000000u;
+}
+static nsa_real nsa__nan(void) {
+    return (nsa_real)nsa__float_from_bits(0x7fc00000u);
+}
+static nsa_real nsa__minus_infinity(void) {
+    return (nsa_real)nsa__float_from_bits(0xff800000u);
+}
+
+NSA_API float nsa_bf16_to_f32(uint16_t x) {
+    return nsa__float_from_bits((uint32_t)x << 16);
+}
+
+NSA_API uint16_t nsa_f32_to_bf16(float x) {
+    uint32_t bits = nsa__float_bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40); /* a quiet NaN */
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+NSA_API float nsa_f16_to_f32(uint16_t x) {
+    uint32_t sign = (uint32_t)(x & 0x8000u) << 16, exponent = x >> 10 & 31, mantissa = x & 0x3ffu;
+    if (exponent == 31) return nsa__float_from_bits(sign | 0x7f800000u | mantissa << 13);
+    if (exponent == 0) { /* zero and subnormals: mantissa * 2^-24 is exact */
+        float value = (float)mantissa * 5.9604644775390625e-8f;
+        return sign ? -value : value;
+    }
+    return nsa__float_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+NSA_API uint16_t nsa_f32_to_f16(float x) {
+    uint32_t bits = nsa__float_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to 65536 or beyond */
+    if (magnitude < 0x33000000u) return (uint16_t)sign; /* below half a subnormal step */
+    int shift = 13;
+    uint32_t mantissa = magnitude;
+    if (magnitude < 0x38800000u) { /* subnormal: count in units of 2^-24 */
+        shift = 126 - (int)(magnitude >> 23);
+        mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+    } else {
+        mantissa = magnitude - (112u << 23);
+    }
+    uint32_t half = 1u << (shift - 1), rest = mantissa & ((1u << shift) - 1);
+    uint32_t rounded = mantissa >> shift;
+    if (rest > half || (rest == half && (rounded & 1))) rounded++;
+    return (uint16_t)(sign | rounded);
+}
+
+static size_t nsa__dtype_bytes(nsa_dtype dtype) {
+    switch (dtype) {
+    case NSA_BF16:
+    case NSA_F16:
+        return 2;
+    case NSA_F64:
+        return 8;
+    case NSA_F32:
+    case NSA_I32:
+        break;
+    }
+    return 4;
+}
+
+static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t head) {
+    int64_t element = x->batch * batch + x->token * row + x->head * head;
+    return (char *)x->data + (ptrdiff_t)element * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
+}
+
+static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
+    const uint16_t *half = (const uint16_t *)row;
+    switch (dtype) {
+    case NSA_F32:
+        for (int i = 0; i < n; i++) to[i] = (nsa_real)((const float *)row)[i];
+        break;
+    case NSA_F64:
+        for (int i = 0; i < n; i++) to[i] = (nsa_real)((const double *)row)[i];
+        break;
+    case NSA_BF16:
+        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa_bf16_to_f32(half[i]);
+        break;
+    case NSA_F16:
+        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa_f16_to_f32(half[i]);
+        break;
+    case NSA_I32:
+        break;
+    }
+}
+
+static void nsa__store(nsa_dtype dtype, void *row, const nsa_real *from, int n) {
+    uint16_t *half = (uint16_t *)row;
+    switch (dtype) {
+    case NSA_F32:
+        for (int i = 0; i < n; i++) ((float *)row)[i] = (float)from[i];
+        break;
+    case NSA_F64:
+        for (int i = 0; i < n; i++) ((double *)row)[i] = (double)from[i];
+        break;
+    case NSA_BF16:
+        for (int i = 0; i < n; i++) half[i] = nsa_f32_to_bf16((float)from[i]);
+        break;
+    case NSA_F16:
+        for (int i = 0; i < n; i++) half[i] = nsa_f32_to_f16((float)from[i]);
+        break;
+    case NSA_I32:
+        break;
+    }
+}
+
+/* row += factor * from, summed in the real dtype and rounded once. */
+static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor, const nsa_real *from, int n) {
+    nsa_real sum[NSA__MAX_DIM];
+    for (int at = 0; at < n; at += NSA__MAX_DIM) {
+        int part = n - at < NSA__MAX_DIM ? n - at : NSA__MAX_DIM;
+        void *to = (char *)row + (size_t)at * nsa__dtype_bytes(dtype);
+        nsa__load(sum, dtype, to, part);
+        for (int i = 0; i < part; i++) sum[i] += factor * from[at + i];
+        nsa__store(dtype, to, sum, part);
+    }
+}
+
+static int nsa__all_finite(const nsa_real *x, int n) {
+    int finite = 1;
+    for (int i = 0; i < n; i++) finite &= nsa__is_finite(x[i]);
+    return finite;
+}
+
+/* Loads a row; one with a non-finite value comes as zeros and 0 is returned. No NaN enters a tile:
+   its readers are marked instead, so that it can reach nobody else and no kernel has to be careful.
+ */
+static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
+    nsa__load(to, dtype, row, n);
+    if (nsa__all_finite(to, n)) return 1;
+    memset(to, 0, (size_t)n * sizeof *to);
+    return 0;
+}
+
+static nsa_real nsa__sigmoid(nsa_real x) {
+    return (nsa_real)(1 / (1 + exp(-(double)x)));
+}
+
+static int64_t nsa__min(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+static int64_t nsa__max(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+static int64_t nsa__ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+NSA_API nsa_tensor nsa_tensor_bthd(void *data, nsa_dtype dtype, int tokens, int heads, int width) {
+    nsa_tensor x;
+    x.data = data;
+    x.dtype = dtype;
+    x.head = width;
+    x.token = (int64_t)heads * width;
+    x.batch = x.token * tokens;
+    return x;
+}
+
+NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int heads, int width) {
+    nsa_tensor x;
+    x.data = data;
+    x.dtype = dtype;
+    x.token = width;
+    x.head = (int64_t)tokens * width;
+    x.batch = x.head * heads;
+    return x;
+}
+
+/* ---- Checks -------------------------------------------------------------------------------- */
+
+/* Every kind of error once: its name and its sentence. */
+#define NSA__STATUSES(X)                                                                          \
+    X(NSA_OK, "success")                                                                          \
+    X(NSA_ERROR_NULL, "a pointer that is needed is null")                                         \
+    X(NSA_ERROR_ALIGNMENT, "data must be aligned to the size of its element")                     \
+    X(NSA_ERROR_DTYPE, "this dtype is not allowed here: tensors are f32, bf16 or f16 (f64 where " \
+                       "NSA_REAL is double), lse is of "                                          \
+                       "NSA_REAL_DTYPE, blocks and positions are i32, a gradient has its "        \
+                       "tensor's dtype or NSA_REAL_DTYPE")                                        \
+    X(NSA_ERROR_STRIDE, "strides must be >= 0, and those of an output must keep its rows apart")  \
+    X(NSA_ERROR_OVERFLOW, "the product of these sizes passes the address space")                  \
+    X(NSA_ERROR_SIZE, "out of range: batch, heads, blocks, strides, window and hidden are >= 1, " \
+                      "tokens >= 0, dims 1..256 (even for "                                       \
+                      "rope), a factor >= 1; in a chain k_cmp.dim is dim and v_cmp.dim is dim_v") \
+    X(NSA_ERROR_HEADS,                                                                            \
+      "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads")               \
+    X(NSA_ERROR_CMP_STRIDE, "cmp_stride must divide cmp_block")                                   \
+    X(NSA_ERROR_SLC_BLOCK, "slc_block must be a multiple of cmp_stride and at least cmp_block")   \
+    X(NSA_ERROR_SLC_COUNT,                                                                        \
+      "slc_init + slc_local must not exceed slc_count (or use NSA_FORCED_ON_TOP)")                \
+    X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP)")                \
+    X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens")               \
+    X(NSA_ERROR_BEGINS,                                                                           \
+      "begins must ascend from 0 or more, and no sequence may be longer than tokens")             \
+    X(NSA_ERROR_OPTION, "not a value of this option's enum")                                      \
+    X(NSA_ERROR_SCALE, "must be finite")                                                          \
+    X(NSA_ERROR_ISA, "this machine or this build has no such instruction set")                    \
+    X(NSA_ERROR_BLOCKS, "a block list must hold candidates of its query, ascending, no "          \
+                        "duplicates, -1 behind the last; "                                        \
+                        "nsa_check_blocks says which fails, nsa_normalize_blocks mends them")     \
+    X(NSA_ERROR_WORKSPACE, "the workspace is null or smaller than its size query says")           \
+    X(NSA_ERROR_CUDA, "the CUDA runtime refused; cudaGetLastError says why")
+
+/* Every field that a status can name. The fields of a compress stand three times, in the same
+ * order. */
+#define NSA__COMPRESS_FIELDS(X, id, prefix) \
+    X(id##phi, prefix "phi")                \
+    X(id##dim, prefix "dim")                \
+    X(id##hidden, prefix "hidden")          \
+    X(id##x, prefix "x")                    \
+    X(id##out, prefix "out")                \
+    X(id##pos, prefix "pos")                \
+    X(id##w1, prefix "w1")                  \
+    X(id##b1, prefix "b1")                  \
+    X(id##w2, prefix "w2")                  \
+    X(id##b2, prefix "b2")
+#define NSA__FIELDS(X)                        \
+    X(none, "")                               \
+    X(arguments, "arguments")                 \
+    X(desc, "desc")                           \
+    X(workspace, "workspace")                 \
+    X(batch, "batch")                         \
+    X(tokens, "tokens")                       \
+    X(heads, "heads")                         \
+    X(kv_heads, "kv_heads")                   \
+    X(gate_heads, "gate_heads")               \
+    X(dim_v, "dim_v")                         \
+    X(first, "first")                         \
+    X(count, "count")                         \
+    X(begins, "begins")                       \
+    X(cmp_block, "cmp_block")                 \
+    X(cmp_stride, "cmp_stride")               \
+    X(slc_block, "slc_block")                 \
+    X(slc_count, "slc_count")                 \
+    X(slc_init, "slc_init")                   \
+    X(slc_local, "slc_local")                 \
+    X(window, "window")                       \
+    X(scale, "scale")                         \
+    X(forced, "forced")                       \
+    X(score_map, "score_map")                 \
+    X(window_rule, "window_rule")             \
+    X(gate, "gate")                           \
+    X(threads, "threads")                     \
+    X(isa, "isa")                             \
+    X(positions, "positions")                 \
+    X(base, "base")                           \
+    X(pairs, "pairs")                         \
+    X(scaling, "scaling")                     \
+    X(factor, "factor")                       \
+    X(trained_context, "trained_context")     \
+    X(fast, "fast")                           \
+    X(query, "query")                         \
+    X(scores, "scores")                       \
+    X(q, "q")                                 \
+    X(k, "k")                                 \
+    X(v, "v")                                 \
+    X(lse, "lse")                             \
+    X(blocks, "blocks")                       \
+    X(logits, "logits")                       \
+    X(cmp, "cmp")                             \
+    X(slc, "slc")                             \
+    X(win, "win")                             \
+    X(k_slc, "k_slc")                         \
+    X(v_slc, "v_slc")                         \
+    X(k_win, "k_win")                         \
+    X(v_win, "v_win")                         \
+    X(gates, "gates")                         \
+    X(out_cmp, "out_cmp")                     \
+    X(out_slc, "out_slc")                     \
+    X(out_win, "out_win")                     \
+    X(lse_cmp, "lse_cmp")                     \
+    X(lse_slc, "lse_slc")                     \
+    X(lse_win, "lse_win")                     \
+    NSA__COMPRESS_FIELDS(X, , "")             \
+    NSA__COMPRESS_FIELDS(X, k_cmp_, "k_cmp.") \
+    NSA__COMPRESS_FIELDS(X, v_cmp_, "v_cmp.")
+
+#define NSA__FIELD_ID(id, text) NSA__AT_##id,
+enum { NSA__FIELDS(NSA__FIELD_ID) NSA__AT_END, NSA__GRADIENT = 1 << 16 };
+#undef NSA__FIELD_ID
+
+static nsa_status nsa__error(int kind, int field) {
+    return kind | field << 8;
+}
+
+NSA_API int nsa_status_kind(nsa_status s) {
+    return s & 0xff;
+}
+
+NSA_API const char *nsa_status_name(nsa_status s) {
+    switch (nsa_status_kind(s)) {
+#define NSA__NAME(id, text) \
+    case id:                \
+        return #id;
+        NSA__STATUSES(NSA__NAME)
+#undef NSA__NAME
+    default:
+        return "not a status";
+    }
+}
+
+NSA_API const char *nsa_status_text(nsa_status s) {
+    switch (nsa_status_kind(s)) {
+#define NSA__TEXT(id, text) \
+    case id:                \
+        return text;
+        NSA__STATUSES(NSA__TEXT)
+#undef NSA__TEXT
+    default:
+        return "not a status of this library";
+    }
+}
+
+NSA_API const char *nsa_status_where(nsa_status s) {
+    int gradient = ((s >> 8) & NSA__GRADIENT) != 0;
+    switch ((s >> 8) & ~NSA__GRADIENT) {
+#define NSA__WHERE(id, text) \
+    case NSA__AT_##id:       \
+        return gradient ? "dx." text : text;
+        NSA__FIELDS(NSA__WHERE)
+#undef NSA__WHERE
+    default:
+        return "";
+    }
+}
+
+NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim) {
+    nsa_desc d;
+    memset(&d, 0, sizeof d);
+    d.batch = batch;
+    d.tokens = d.count = tokens;
+    d.heads = d.gate_heads = heads;
+    d.kv_heads = kv_heads;
+    d.dim = d.dim_v = dim;
+    d.cmp_block = 32;
+    d.cmp_stride = 16;
+    d.slc_block = 64;
+    d.slc_count = 16;
+    d.slc_init = 1;
+    d.slc_local = 2;
+    d.window = 512;
+    return d;
+}
+
+/* 1 if the product of the sizes, each >= 0, in elements of up to 8 bytes, fits the address space.
+ */
+static int nsa__fits(int64_t a, int64_t b, int64_t c, int64_t e) {
+    const double limit =
+        sizeof(size_t) >= 8 ? 1152921504606846976.0 /* 2^60 */ : (double)(SIZE_MAX / 16);
+    return (double)a * (double)b * (double)c * (double)e < limit;
+}
+
+static nsa_status nsa__check_sizes(const nsa_desc *d) {
+    const struct {
+        int value, least, most, field;
+    } sizes[] = {
+        {d->batch, 1, INT_MAX, NSA__AT_batch},
+        {d->tokens, 0, INT_MAX, NSA__AT_tokens},
+        {d->heads, 1, INT_MAX, NSA__AT_heads},
+        {d->kv_heads, 1, INT_MAX, NSA__AT_kv_heads},
+        {d->gate_heads, 1, INT_MAX, NSA__AT_gate_heads},
+        {d->dim, 1, NSA__MAX_DIM, NSA__AT_dim},
+        {d->dim_v, 1, NSA__MAX_DIM, NSA__AT_dim_v},
+        {d->cmp_block, 1, INT_MAX, NSA__AT_cmp_block},
+        {d->cmp_stride, 1, INT_MAX, NSA__AT_cmp_stride},
+        {d->slc_block, 1, INT_MAX, NSA__AT_slc_block},
+        {d->slc_count, 1, INT_MAX / 4, NSA__AT_slc_count},
+        {d->slc_init, 0, INT_MAX / 4, NSA__AT_slc_init},
+        {d->slc_local, 0, INT_MAX / 4, NSA__AT_slc_local},
+        {d->window, 1, INT_MAX, NSA__AT_window},
+        {d->threads, 0, 1 << 16, NSA__AT_threads},
+    };
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i].value < sizes[i].least || sizes[i].value > sizes[i].most)
+            return nsa__error(NSA_ERROR_SIZE, sizes[i].field);
+    return NSA_OK;
+}
+
+static nsa_status nsa__check_options(const nsa_desc *d) {
+    if ((unsigned)d->forced > NSA_FORCED_ON_TOP)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_forced);
+    if ((unsigned)d->score_map > NSA_SCORE_OVERLAP_MAX)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_score_map);
+    if ((unsigned)d->window_rule > NSA_WINDOW_BEFORE_SELF)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_window_rule);
+    if ((unsigned)d->gate > NSA_GATE_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_gate);
+    if ((unsigned)d->isa > NSA_ISA_NEON) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
+    if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
+    if (nsa__double_bits(d->scale) >> 52 == 0x7ff || nsa__double_bits(d->scale) >> 52 == 0xfff)
+        return nsa__error(NSA_ERROR_SCALE, NSA__AT_scale);
+    return NSA_OK;
+}
+
+/* `begins` is read here, so this part is the CPU's alone: a CUDA caller's begins lie on the device.
+ */
+static nsa_status nsa__check_begins(const nsa_desc *d) {
+    if (!d->begins) return NSA_OK;
+    if (d->begins[0] < 0) return nsa__error(NSA_ERROR_BEGINS, NSA__AT_begins);
+    for (int b = 0; b < d->batch; b++) {
+        int64_t length = (int64_t)d->begins[b + 1] - d->begins[b];
+        if (length < 0 || length > d->tokens) return nsa__error(NSA_ERROR_BEGINS, NSA__AT_begins);
+    }
+    return NSA_OK;
+}
+
+static nsa_status nsa__check_geometry(const nsa_desc *d) {
+    if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
+    nsa_status s = nsa__check_sizes(d);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__check_options(d)) != NSA_OK) return s;
+    if (d->heads % d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_heads);
+    if (d->gate_heads != d->heads && d->gate_heads != d->kv_heads)
+        return nsa__error(NSA_ERROR_HEADS, NSA__AT_gate_heads);
+    if (d->cmp_block % d->cmp_stride) return nsa__error(NSA_ERROR_CMP_STRIDE, NSA__AT_cmp_stride);
+    if (d->slc_block % d->cmp_stride || d->slc_block < d->cmp_block)
+        return nsa__error(NSA_ERROR_SLC_BLOCK, NSA__AT_slc_block);
+    if (d->forced == NSA_FORCED_INSIDE) {
+        if (d->slc_local < 1) return nsa__error(NSA_ERROR_SLC_LOCAL, NSA__AT_slc_local);
+        if (d->slc_init + d->slc_local > d->slc_count)
+            return nsa__error(NSA_ERROR_SLC_COUNT, NSA__AT_slc_count);
+    }
+    if (d->first < 0 || d->first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
+    if (d->count < 0 || d->count > d->tokens - d->first)
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
+    if (!nsa__fits(d->batch, d->tokens, d->heads, NSA__MAX_DIM) ||
+        !nsa__fits(d->batch, d->tokens, d->kv_heads, nsa_block_list_width(d)))
+        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_desc_check(const nsa_desc *d) {
+    nsa_status s = nsa__check_geometry(d);
+    return s != NSA_OK ? s : nsa__check_begins(d);
+}
+
+/* The rows that a view must have, as its strides see them. */
+typedef struct nsa__shape {
+    int64_t batch, rows, heads, width;
+} nsa__shape;
+
+static nsa__shape nsa__shape_of(const nsa_desc *d, int64_t rows, int64_t packed_rows, int64_t heads,
+                                int64_t width) {
+    nsa__shape shape = {d->batch, rows, heads, width};
+    if (d->begins) {
+        shape.batch = 1;
+        shape.rows = nsa__max(packed_rows, 0);
+    }
+    return shape;
+}
+
+static int64_t nsa__packed_tokens(const nsa_desc *d) {
+    return d->begins ? d->begins[d->batch] : 0;
+}
+
+static int64_t nsa__packed_cmp(const nsa_desc *d) {
+    int64_t rows = 0;
+    for (int b = 0; d->begins && b < d->batch; b++)
+        rows += nsa_cmp_count(d, d->begins[b + 1] - d->begins[b]);
+    return rows;
+}
+
+static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t width) {
+    /* The last row that is touched: a sequence's row count - 1, seen from the view's row 0, which
+     * is row `first`. */
+    int64_t packed = 0;
+    for (int b = 0; d->begins && b < d->batch; b++) {
+        int64_t length = d->begins[b + 1] - d->begins[b];
+        int64_t rows = nsa__min(length - d->first, d->count);
+        if (rows > 0) packed = d->begins[b] + rows;
+    }
+    return nsa__shape_of(d, d->count, packed, heads, width);
+}
+
+static nsa__shape nsa__key_shape(const nsa_desc *d, int64_t width) {
+    return nsa__shape_of(d, d->tokens, nsa__packed_tokens(d), d->kv_heads, width);
+}
+
+static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
+    return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__packed_cmp(d), d->kv_heads, width);
+}
+
+static nsa__shape nsa__parameter_shape(const nsa_desc *d, int64_t rows, int64_t width) {
+    nsa__shape shape = {1, rows, d->kv_heads, width};
+    return shape;
+}
+
+typedef struct nsa__axis {
+    int64_t stride, extent;
+} nsa__axis;
+
+/* 1 if no two rows of the shape share an element. */
+static int nsa__rows_apart(const nsa_tensor *x, nsa__shape shape) {
+    nsa__axis axes[3] = {{x->batch, shape.batch}, {x->token, shape.rows}, {x->head, shape.heads}};
+    for (int i = 1; i < 3; i++) /* ascending strides */
+        for (int j = i; j > 0 && axes[j].stride < axes[j - 1].stride; j--) {
+            nsa__axis swap = axes[j];
+            axes[j] = axes[j - 1];
+            axes[j - 1] = swap;
+        }
+    int64_t covered = shape.width;
+    for (int i = 0; i < 3; i++) {
+        if (axes[i].extent <= 1) continue;
+        if (axes[i].stride < covered) return 0;
+        covered += axes[i].stride * (axes[i].extent - 1);
+    }
+    return 1;
+}
+
+enum { NSA__FLOATS = 1 << NSA_F32 | 1 << NSA_BF16 | 1 << NSA_F16, NSA__INTS = 1 << NSA_I32 };
+
+static unsigned nsa__floats(void) {
+    return NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1u << NSA_F64 : 0u);
+}
+static unsigned nsa__real_dtypes(void) {
+    return 1u << NSA_REAL_DTYPE;
+}
+
+static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigned dtypes,
+                                  int writes, int field) {
+    if (shape.batch == 0 || shape.rows == 0 || shape.heads == 0)
+        return NSA_OK; /* nothing will be touched */
+    if (!x->data) return nsa__error(NSA_ERROR_NULL, field);
+    if ((unsigned)x->dtype > NSA_I32 || !(dtypes >> x->dtype & 1))
+        return nsa__error(NSA_ERROR_DTYPE, field);
+    if ((uintptr_t)x->data % nsa__dtype_bytes(x->dtype))
+        return nsa__error(NSA_ERROR_ALIGNMENT, field);
+    int64_t batch = shape.batch > 1 ? x->batch : 0, token = shape.rows > 1 ? x->token : 0;
+    int64_t head = shape.heads > 1 ? x->head : 0;
+    if (batch < 0 || token < 0 || head < 0) return nsa__error(NSA_ERROR_STRIDE, field);
+    if (!nsa__fits(batch, shape.batch, 4, 1) || !nsa__fits(token, shape.rows, 4, 1) ||
+        !nsa__fits(head, shape.heads, 4, 1) || !nsa__fits(shape.width, 4, 1, 1))
+        return nsa__error(NSA_ERROR_OVERFLOW, field);
+    if (writes && !nsa__rows_apart(x, shape)) return nsa__error(NSA_ERROR_STRIDE, field);
+    return NSA_OK;
+}
+
+/* A gradient that is asked for: of its tensor's dtype, or of the real one. */
+static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x, nsa__shape shape,
+                                      int field) {
+    if (!dx->data) return NSA_OK;
+    return nsa__check_view(dx, shape, nsa__real_dtypes() | 1u << x->dtype, 1,
+                           field | NSA__GRADIENT);
+}
+
+/* ---- Sequences, workspace, threads --------------------------------------------------------- */
+
+/* One sequence of the batch. Walk with nsa__seq_begin and nsa__seq_next: packed compressed rows add
+ * up. */
+typedef struct nsa__seq {
+    int index;       /* b */
+    int64_t batch;   /* what batch strides multiply: b, or 0 where sequences are packed */
+    int64_t row;     /* the view's row of token 0; on the query's side of query `first` */
+    int64_t cmp_row; /* the row of compressed block 0 */
+    int tokens, cmp_tokens;
+    int first, count; /* the queries to compute that it has */
+} nsa__seq;
+
+static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
+    if (s->index >= d->batch) return;
+    s->batch = d->begins ? 0 : s->index;
+    s->row = d->begins ? d->begins[s->index] : 0;
+    s->tokens = d->begins ? d->begins[s->index + 1] - d->begins[s->index] : d->tokens;
+    s->cmp_tokens = nsa_cmp_count(d, s->tokens);
+    s->first = d->first;
+    s->count = (int)nsa__max(0, nsa__min(d->count, (int64_t)s->tokens - d->first));
+}
+
+static nsa__seq nsa__seq_begin(const nsa_desc *d) {
+    nsa__seq s;
+    memset(&s, 0, sizeof s);
+    nsa__seq_set(d, &s);
+    return s;
+}
+
+static void nsa__seq_next(const nsa_desc *d, nsa__seq *s) {
+    if (d->begins) s->cmp_row += s->cmp_tokens;
+    s->index++;
+    nsa__seq_set(d, s);
+}
+
+/* The caller's workspace, dealt out from its start. With base NULL it only counts: a size query is
+   the same code as the call itself. `used` saturates. */
+typedef struct nsa__arena {
+    char *base;
+    size_t used;
+} nsa__arena;
+
+enum { NSA__ALIGN = 64 };
+
+static void *nsa__take(nsa__arena *a, int64_t count, size_t size) {
+    char *at = a->base ? a->base + a->used : NULL;
+    if ((uint64_t)count > (SIZE_MAX - a->used - NSA__ALIGN) / size) {
+        a->used = SIZE_MAX - NSA__ALIGN;
+        return at;
+    }
+    a->used += ((size_t)count * size + NSA__ALIGN - 1) / NSA__ALIGN * NSA__ALIGN;
+    return at;
+}
+
+static nsa_real *nsa__take_reals(nsa__arena *a, int64_t count) {
+    return (nsa_real *)nsa__take(a, count, sizeof(nsa_real));
+}
+
+static nsa__arena nsa__arena_at(void *workspace) {
+    uintptr_t skew = (NSA__ALIGN - (uintptr_t)workspace % NSA__ALIGN) % NSA__ALIGN;
+    nsa__arena a = {workspace ? (char *)workspace + skew : NULL, 0};
+    return a;
+}
+
+static int nsa__threads(const nsa_desc *d) {
+#ifdef _OPENMP
+    return d->threads ? d->threads : omp_get_max_threads();
+#else
+    (void)d;
+    return 1;
+#endif
+}
+
+/* Bytes of a workspace: what all share, a scratch for each thread, and slack to align its start. */
+static size_t nsa__workspace_bytes(const nsa_desc *d, size_t shared, size_t scratch) {
+    nsa__arena total = {NULL, shared};
+    nsa__take(&total, (int64_t)nsa__threads(d), scratch ? scratch : 1);
+    return total.used + NSA__ALIGN;
+}
+
+/* How a call runs its loops. */
+typedef struct nsa__team {
+    int threads;
+    char *scratch;
+    size_t scratch_bytes;
+} nsa__team;
+
+/* Checks the workspace and splits it. Where `threads` is 0 the workspace decides how many threads
+ * the call uses. */
+static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *workspace, size_t bytes,
+                                 size_t shared, size_t scratch) {
+    size_t least = shared + (d->threads ? (size_t)nsa__threads(d) : 1) * scratch + NSA__ALIGN;
+    if (!workspace || bytes < least) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    size_t room = scratch ? (bytes - NSA__ALIGN - shared) / scratch : (size_t)nsa__threads(d);
+    team->threads = (int)nsa__min((int64_t)nsa__min((int64_t)room, INT_MAX), nsa__threads(d));
+    team->scratch = nsa__arena_at(workspace).base + shared;
+    team->scratch_bytes = scratch;
+    return NSA_OK;
+}
+
+typedef void nsa__task(const void *context, int64_t index, void *scratch);
+
+/* Tasks 0 .. tasks - 1, in any order and by any thread: no two of them write the same row. */
+static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, const void *context) {
+#ifdef _OPENMP
+    int threads = (int)nsa__max(1, nsa__min(team->threads, tasks));
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+    for (int64_t i = 0; i < tasks; i++)
+        task(context, i, team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num());
+#else
+    for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
+#endif
+}
+
+/* ---- Tiles: where the time goes ---------------------------------------------------------------
+   All arithmetic on rows of keys. The bits of a row of the result depend on that row's operands
+   alone, never on how many rows there are or where it stands: every sum runs over k in ascending
+   order. */
+
+NSA_API int nsa_isa_available(nsa_isa isa) {
+    return isa == NSA_ISA_DETECT || isa == NSA_ISA_PLAIN;
+}
+
+NSA_API const char *nsa_isa_name(nsa_isa isa) {
+    static const char *const names[] = {"detect", "plain", "SSE2", "AVX2", "AVX-512", "NEON"};
+    return (unsigned)isa < sizeof names / sizeof *names ? names[isa] : "not an instruction set";
+}
+
+/* c[m][n] += a[m][k] b[k][n] */
+static void nsa__gemm_nn(int m, int n, int k, const nsa_real *a, int lda, const nsa_real *b,
+                         int ldb, nsa_real *c, int ldc) {
+    for (int i = 0; i < m; i++)
+        for (int p = 0; p < k; p++) {
+            const nsa_real factor = a[(ptrdiff_t)i * lda + p], *row = b + (ptrdiff_t)p * ldb;
+            nsa_real *to = c + (ptrdiff_t)i * ldc;
+            for (int j = 0; j < n; j++) to[j] += factor * row[j];
+        }
+}
+
+/* c[m][n] += a[k][m]^T b[k][n] */
+static void nsa__gemm_tn(int m, int n, int k, const nsa_real *a, int lda, const nsa_real *b,
+                         int ldb, nsa_real *c, int ldc) {
+    for (int p = 0; p < k; p++)
+        for (int i = 0; i < m; i++) {
+            const nsa_real factor = a[(ptrdiff_t)p * lda + i], *row = b + (ptrdiff_t)p * ldb;
+            nsa_real *to = c + (ptrdiff_t)i * ldc;
+            for (int j = 0; j < n; j++) to[j] += factor * row[j];
+        }
+}
+
+static nsa_real nsa__exp2(nsa_real x) {
+    return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
+}
+
+/* One tile of scores into the running softmax of its row: s becomes p = 2^(c s - m), not yet
+   divided by the sum; m and l move on; *shrink is what all earlier p of the row are to be
+   multiplied by. Masked keys get p = 0; a row that is all masked keeps its state to the bit. */
+static void nsa__softmax_row(int tile, uint64_t mask, nsa_real c, nsa_real *s, nsa_real *m,
+                             nsa_real *l, nsa_real *shrink) {
+    nsa_real most = *m, sum = 0;
+    for (int j = 0; j < tile; j++)
+        if (mask >> j & 1 && s[j] * c > most) most = s[j] * c;
+    for (int j = 0; j < tile; j++) {
+        s[j] = mask >> j & 1 ? nsa__exp2(s[j] * c - most) : 0;
+        sum += s[j];
+    }
+    *shrink = nsa__exp2(*m - most);
+    *l = *l * *shrink + sum;
+    *m = most;
+}
+
+/* s becomes p = 2^(c s - lse2), 0 where masked. */
+static void nsa__probability_row(int tile, uint64_t mask, nsa_real c, nsa_real lse2, nsa_real *s) {
+    for (int j = 0; j < tile; j++) s[j] = mask >> j & 1 ? nsa__exp2(s[j] * c - lse2) : 0;
+}
+
+/* dp becomes ds = p (dp - delta), 0 where masked. */
+static void nsa__score_gradient_row(int tile, uint64_t mask, nsa_real delta, const nsa_real *p,
+                                    nsa_real *dp) {
+    for (int j = 0; j < tile; j++) dp[j] = mask >> j & 1 ? p[j] * (dp[j] - delta) : 0;
+}
+
+/* Bits begin .. end - 1 of a tile's mask. */
+static uint64_t nsa__bits(int begin, int end) {
+    int n = end - begin;
+    return n <= 0 ? 0 : (n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1) << begin;
+}
+
+/* ---- Block index --------------------------------------------------------------------------- */
+
+NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens) {
+    return tokens < d->cmp_block ? 0 : (tokens - d->cmp_block) / d->cmp_stride + 1;
+}
+
+NSA_API int nsa_cmp_visible(const nsa_desc *d, int query) {
+    return query < d->cmp_block - 1 ? 0 : (query - (d->cmp_block - 1)) / d->cmp_stride + 1;
+}
+
+NSA_API int nsa_slc_count(const nsa_desc *d, int tokens) {
+    return (int)nsa__ceil_div(tokens, d->slc_block);
+}
+
+NSA_API int nsa_slc_candidates(const nsa_desc *d, int query) {
+    return query / d->slc_block + 1;
+}
+
+NSA_API int nsa_window_begin(const nsa_desc *d, int query) {
+    int64_t before = (int64_t)d->window - (d->window_rule == NSA_WINDOW_COUNTS_SELF);
+    return (int)nsa__max(0, query - before);
+}
+
+NSA_API int nsa_block_overlap(const nsa_desc *d, int cmp, int slc) {
+    int64_t cmp_begin = (int64_t)cmp * d->cmp_stride, slc_begin = (int64_t)slc * d->slc_block;
+    int64_t begin = nsa__max(cmp_begin, slc_begin);
+    int64_t end = nsa__min(cmp_begin + d->cmp_block, slc_begin + d->slc_block);
+    return (int)(nsa__max(0, end - begin) / d->cmp_stride);
+}
+
+NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int *begin, int *end) {
+    int64_t slc_begin = (int64_t)slc * d->slc_block, count = nsa_cmp_count(d, tokens);
+    int64_t reach =
+        d->cmp_block / d->cmp_stride - 1; /* blocks that start before slc_begin and reach into it */
+    *begin = (int)nsa__min(count, nsa__max(0, slc_begin / d->cmp_stride - reach));
+    *end = (int)nsa__min(count, (slc_begin + d->slc_block) / d->cmp_stride);
+}
+
+NSA_API int64_t nsa_block_map_size(const nsa_desc *d, int tokens) {
+    int64_t entries = 0;
+    for (int j = 0; j < nsa_slc_count(d, tokens); j++) {
+        int begin, end;
+        nsa_block_overlap_range(d, tokens, j, &begin, &end);
+        entries += end - begin;
+    }
+    return entries;
+}
+
+NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr, int32_t *indices,
+                                 nsa_real *weights) {
+    nsa_status s = nsa__check_geometry(d);
+    if (s != NSA_OK) return s;
+    if (tokens < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_tokens);
+    int64_t entries = nsa_block_map_size(d, tokens);
+    if (entries > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+    if (!indptr || (entries && (!indices || !weights)))
+        return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    int32_t at = 0;
+    for (int j = 0; j < nsa_slc_count(d, tokens); j++) {
+        int begin, end;
+        nsa_block_overlap_range(d, tokens, j, &begin, &end);
+        indptr[j] = at;
+        for (int i = begin; i < end; i++, at++) {
+            indices[at] = i;
+            weights[at] = (nsa_real)nsa_block_overlap(d, i, j);
+        }
+    }
+    indptr[nsa_slc_count(d, tokens)] = at;
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins) {
+    nsa_status status = nsa_desc_check(d);
+    if (status != NSA_OK) return status;
+    if (!cmp_begins) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    int64_t at = 0;
+    for (int b = 0; b <= d->batch;
+         b++) { /* twice: nothing is written before the last sum is known to fit */
+        int tokens = b == d->batch ? 0 : d->begins ? d->begins[b + 1] - d->begins[b] : d->tokens;
+        at += nsa_cmp_count(d, tokens);
+    }
+    if (at > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+    cmp_begins[0] = 0;
+    for (int b = 0; b < d->batch; b++) {
+        int tokens = d->begins ? d->begins[b + 1] - d->begins[b] : d->tokens;
+        cmp_begins[b + 1] = cmp_begins[b] + nsa_cmp_count(d, tokens);
+    }
+    return NSA_OK;
+}
+
+/* ---- RoPE ---------------------------------------------------------------------------------- */
+
+typedef struct nsa__rope_pass {
+    const nsa_rope *x, *dx;
+    const nsa_desc *d;
+    nsa__seq seq;
+    double frequency[NSA__MAX_DIM / 2];
+    double magnitude; /* YaRN's factor on the result */
+} nsa__rope_pass;
+
+/* The pair, as a fractional number, that turns `turns` times over the trained context. */
+static double nsa__rope_pair_of(const nsa_rope *x, double base, double turns) {
+    return x->dim * log(x->trained_context / (turns * 6.283185307179586)) / (2 * log(base));
+}
+
+static void nsa__rope_frequencies(nsa__rope_pass *p) {
+    const nsa_rope *x = p->x;
+    double base = x->base != 0 ? x->base : 10000, factor = x->factor;
+    double low = 0, high = 0;
+    p->magnitude = 1;
+    if (x->scaling == NSA_ROPE_SCALING_NTK && x->dim > 2)
+        base *= pow(factor, (double)x->dim / (x->dim - 2));
+    if (x->scaling == NSA_ROPE_SCALING_YARN) {
+        p->magnitude = 0.1 * log(factor) + 1;
+        low = floor(nsa__rope_pair_of(x, base, x->fast != 0 ? x->fast : 32));
+        high = ceil(nsa__rope_pair_of(x, base, x->slow != 0 ? x->slow : 1));
+        low = low < 0 ? 0 : low;
+        high = high > x->dim - 1 ? x->dim - 1 : high;
+        if (high <= low) high = low + 0.001;
+    }
+    for (int i = 0; i < x->dim / 2; i++) {
+        double frequency = pow(base, -2.0 * i / x->dim), slowed = frequency / factor;
+        if (x->scaling == NSA_ROPE_SCALING_LINEAR) frequency = slowed;
+        if (x->scaling == NSA_ROPE_SCALING_YARN) {
+            double ramp = (i - low) / (high - low);
+            ramp = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
+            frequency += ramp * (slowed - frequency);
+        }
+        p->frequency[i] = frequency;
+    }
+}
+
+/* Rotates one row by the angles whose cosines and sines are given; sign -1 rotates back. */
+static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const double *sine,
+                             double sign, nsa_real *row) {
+    int step = x->pairs == NSA_ROPE_HALVES ? 1 : 2,
+        other = x->pairs == NSA_ROPE_HALVES ? x->dim / 2 : 1;
+    for (int i = 0; i < x->dim / 2; i++) {
+        double a = (double)row[step * i], b = (double)row[step * i + other];
+        row[step * i] = (nsa_real)(a * cosine[i] - sign * b * sine[i]);
+        row[step * i + other] = (nsa_real)(b * cosine[i] + sign * a * sine[i]);
+    }
+}
+
+enum { NSA__ROPE_TOKENS = 16 }; /* tokens of a task */
+
+static void nsa__rope_task(const void *context, int64_t index, void *scratch) {
+    const nsa__rope_pass *p = (const nsa__rope_pass *)context;
+    const nsa_rope *x = p->x;
+    double cosine[NSA__MAX_DIM / 2], sine[NSA__MAX_DIM / 2];
+    nsa_real row[NSA__MAX_DIM];
+    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__ROPE_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__ROPE_TOKENS; t < end; t++) {
+        double position = (double)(p->seq.first + t);
+        if (x->positions.data)
+            position = *(const int32_t *)nsa__row(&x->positions, p->seq.batch, p->seq.row + t, 0);
+        for (int i = 0; i < x->dim / 2; i++) {
+            cosine[i] = p->magnitude * cos(position * p->frequency[i]);
+            sine[i] = p->magnitude * sin(position * p->frequency[i]);
+        }
+        for (int h = 0; h < x->heads; h++) {
+            const nsa_tensor *from = p->dx ? &p->dx->out : &x->x;
+            nsa__load(row, from->dtype, nsa__row(from, p->seq.batch, p->seq.row + t, h), x->dim);
+            nsa__rope_rotate(x, cosine, sine, p->dx ? -1 : 1, row);
+            const nsa_tensor *to = p->dx ? &p->dx->x : &x->out;
+            void *at = nsa__row(to, p->seq.batch, p->seq.row + t, h);
+            if (p->dx)
+                nsa__add(to->dtype, at, 1, row, x->dim);
+            else
+                nsa__store(to->dtype, at, row, x->dim);
+        }
+    }
+}
+
+static nsa_status nsa__rope_check(const nsa_rope *x, const nsa_desc *d) {
+    nsa_status s = nsa_desc_check(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (x->heads < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_heads);
+    if (x->dim < 2 || x->dim > NSA__MAX_DIM || x->dim % 2)
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
+    if ((unsigned)x->pairs > NSA_ROPE_HALVES) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pairs);
+    if ((unsigned)x->scaling > NSA_ROPE_SCALING_YARN)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_scaling);
+    if (!(x->base == 0 || (x->base > 1 && x->base < 1e300)))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_base);
+    if (x->scaling != NSA_ROPE_SCALING_NONE && !(x->factor >= 1 && x->factor < 1e300))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_factor);
+    if (x->scaling == NSA_ROPE_SCALING_YARN) {
+        if (x->trained_context < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_trained_context);
+        if (!(x->fast >= 0 && x->slow >= 0 && x->fast < 1e300 && x->slow < 1e300))
+            return nsa__error(NSA_ERROR_SIZE, NSA__AT_fast);
+    }
+    if (!nsa__fits(d->batch, d->tokens, x->heads, x->dim))
+        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_heads);
+    if (!x->positions.data) return NSA_OK;
+    return nsa__check_view(&x->positions, nsa__query_shape(d, 1, 1), NSA__INTS, 0,
+                           NSA__AT_positions);
+}
+
+static void nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
+    nsa__rope_pass p;
+    nsa__team team = {nsa__threads(d), NULL, 0};
+    p.x = x;
+    p.dx = dx;
+    p.d = d;
+    nsa__rope_frequencies(&p);
+    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
+        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__ROPE_TOKENS), nsa__rope_task, &p);
+}
+
+NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {
+    nsa_status s = nsa__rope_check(x, d);
+    if (s != NSA_OK) return s;
+    nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
+    if ((s = nsa__check_view(&x->x, shape, nsa__floats(), 0, NSA__AT_x)) != NSA_OK) return s;
+    if ((s = nsa__check_view(&x->out, shape, nsa__floats(), 1, NSA__AT_out)) != NSA_OK) return s;
+    nsa__rope_run(NULL, x, d);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
+    nsa_status s = nsa__rope_check(x, d);
+    if (s != NSA_OK) return s;
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
+    s = nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__check_gradient(&dx->x, &x->x, shape, NSA__AT_x)) != NSA_OK) return s;
+    if (dx->x.data) nsa__rope_run(dx, x, d);
+    return NSA_OK;
+}
+
+/* ---- Gate ---------------------------------------------------------------------------------- */
+
+typedef struct nsa__gate_pass {
+    const nsa_gate *x, *dx;
+    const nsa_desc *d;
+    nsa__seq seq;
+} nsa__gate_pass;
+
+static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
+    if (kind == NSA_GATE_SIGMOID)
+        for (int i = 0; i < 3; i++) g[i] = nsa__sigmoid(g[i]);
+    if (kind == NSA_GATE_SOFTMAX) {
+        nsa_real most = g[0] > g[1] ? g[0] : g[1], sum = 0;
+        most = most > g[2] ? most : g[2];
+        for (int i = 0; i < 3; i++) sum += g[i] = (nsa_real)exp((double)(g[i] - most));
+        for (int i = 0; i < 3; i++) g[i] /= sum;
+    }
+}
+
+enum { NSA__GATE_TOKENS = 16 };
+
+static void nsa__gate_forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__gate_pass *p = (const nsa__gate_pass *)context;
+    const nsa_desc *d = p->d;
+    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
+    int sharers = d->heads / d->gate_heads;
+    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    nsa_real g[3], row[NSA__MAX_DIM], out[NSA__MAX_DIM];
+    (void)scratch;
+    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+        for (int h = 0; h < d->heads; h++) {
+            int64_t at = p->seq.row + t;
+            nsa__load(g, p->x->logits.dtype, nsa__row(&p->x->logits, p->seq.batch, at, h / sharers),
+                      3);
+            nsa__gate_weights(d->gate, g);
+            memset(out, 0, sizeof out);
+            for (int i = 0; i < 3; i++) {
+                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
+                          d->dim_v);
+                for (int c = 0; c < d->dim_v; c++) out[c] += g[i] * row[c];
+            }
+            nsa__store(p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, at, h), out, d->dim_v);
+        }
+}
+
+/* dg of the logits of one token and gate head, and the branches' gradients of its query heads:
+   out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout,  dg[i] = sum over heads and c of dout
+   branch[i]. */
+static void nsa__gate_backward_head(const nsa__gate_pass *p, int64_t at, int gate_head,
+                                    const nsa_real g[3], nsa_real dg[3]) {
+    const nsa_desc *d = p->d;
+    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
+    const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
+    int sharers = d->heads / d->gate_heads;
+    nsa_real row[NSA__MAX_DIM], dout[NSA__MAX_DIM];
+    dg[0] = dg[1] = dg[2] = 0;
+    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
+        nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
+        for (int i = 0; i < 3; i++) {
+            if (p->dx->logits.data) {
+                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
+                          d->dim_v);
+                for (int c = 0; c < d->dim_v; c++) dg[i] += dout[c] * row[c];
+            }
+            if (dbranch[i]->data)
+                nsa__add(dbranch[i]->dtype, nsa__row(dbranch[i], p->seq.batch, at, h), g[i], dout,
+                         d->dim_v);
+        }
+    }
+}
+
+static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__gate_pass *p = (const nsa__gate_pass *)context;
+    const nsa_desc *d = p->d;
+    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    nsa_real g[3], dg[3];
+    (void)scratch;
+    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+        for (int h = 0; h < d->gate_heads; h++) {
+            int64_t at = p->seq.row + t;
+            nsa__load(g, p->x->logits.dtype, nsa__row(&p->x->logits, p->seq.batch, at, h), 3);
+            nsa__gate_weights(d->gate, g);
+            nsa__gate_backward_head(p, at, h, g, dg);
+            nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
+            for (int i = 0; i < 3; i++) {
+                if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
+                if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
+            }
+            if (p->dx->logits.data)
+                nsa__add(p->dx->logits.dtype, nsa__row(&p->dx->logits, p->seq.batch, at, h), 1, dg,
+                         3);
+        }
+}
+
+static void nsa__gate_run(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    nsa__gate_pass p;
+    nsa__team team = {nsa__threads(d), NULL, 0};
+    p.x = x;
+    p.dx = dx;
+    p.d = d;
+    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
+        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
+                 dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
+}
+
+/* Which fields a status names: the chain's views have other names than its primitives'. */
+typedef struct nsa__gate_fields {
+    int logits, cmp, slc, win, out;
+} nsa__gate_fields;
+
+static const nsa__gate_fields nsa__gate_names = {NSA__AT_logits, NSA__AT_cmp, NSA__AT_slc,
+                                                 NSA__AT_win, NSA__AT_out};
+
+static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
+                                  const nsa__gate_fields *at) {
+    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
+               logits = nsa__query_shape(d, d->gate_heads, 3);
+    nsa_status s = nsa__check_view(&x->logits, logits, nsa__floats(), 0, at->logits);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__check_view(&x->cmp, shape, nsa__floats(), 0, at->cmp)) != NSA_OK) return s;
+    if ((s = nsa__check_view(&x->slc, shape, nsa__floats(), 0, at->slc)) != NSA_OK) return s;
+    if ((s = nsa__check_view(&x->win, shape, nsa__floats(), 0, at->win)) != NSA_OK) return s;
+    return forward ? nsa__check_view(&x->out, shape, nsa__floats(), 1, at->out) : NSA_OK;
+}
+
+NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
+    nsa_status s = nsa_desc_check(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if ((s = nsa__gate_check(x, d, 1, &nsa__gate_names)) != NSA_OK) return s;
+    nsa__gate_run(NULL, x, d);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    nsa_status s = nsa_desc_check(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    if ((s = nsa__gate_check(x, d, 0, &nsa__gate_names)) != NSA_OK) return s;
+    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
+               logits = nsa__query_shape(d, d->gate_heads, 3);
+    s = nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__check_gradient(&dx->logits, &x->logits, logits, NSA__AT_logits)) != NSA_OK)
+        return s;
+    if ((s = nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp)) != NSA_OK) return s;
+    if ((s = nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc)) != NSA_OK) return s;
+    if ((s = nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win)) != NSA_OK) return s;
+    nsa__gate_run(dx, x, d);
+    return NSA_OK;
+}
+
+/* ---- Attention over spans of keys -------------------------------------------------------------
+   The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
+   one core. It walks tiles of up to 64 keys that lie at absolute positions, so that a query's sums
+   do not depend on who is computed beside it; which keys of a tile a query sees is a mask of 64
+   bits, and a tile that it does not see at all leaves its state as it is, to the bit. One sequence
+   and kv head at a time: its keys are packed once, then tasks of neighbouring queries (forward, dq)
+   or of one key tile (dk, dv) run side by side.               */
+
+typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
+
+enum { NSA__TILE = 64, NSA__TASK_ROWS = 64 };
+
+typedef struct nsa__pass {
+    const nsa_attend *x, *dx;
+    const nsa_desc *d;
+    nsa__branch branch;
+    int group;              /* G */
+    int tile;               /* keys of a tile */
+    int task_queries;       /* queries of a task: about NSA__TASK_ROWS rows */
+    nsa_real scale, scale2; /* of q k, for e and for 2 as the base */
+    /* of the sequence and kv head at hand */
+    nsa__seq seq;
+    int kv_head, keys;
+    int64_t key_row;
+    int tile_begin, tile_end; /* the tiles that any of the queries can see */
+    /* its keys, packed by tile: rows as they are and transposed; `bad` marks rows with a non-finite
+     * value, packed as zeros */
+    nsa_real *k, *k_t, *v, *v_t;
+    uint64_t *bad;
+    /* backward, of each query row: delta = dout . out, lse in base 2, and whether the row is NaN's
+     */
+    nsa_real *delta, *lse2;
+    unsigned char *bad_row;
+    /* backward of slc: the queries that read tile i are readers[reader_begin[i] .. reader_begin[i +
+     * 1]), ascending */
+    int64_t *reader_begin;
+    int32_t *readers;
+    /* select */
+    const nsa_select *select;
+    nsa_real *stencil;
+} nsa__pass;
+
+static const int32_t *nsa__block_list(const nsa__pass *p, int query) {
+    return (const int32_t *)nsa__row(&p->x->blocks, p->seq.batch, p->seq.row + query - p->seq.first,
+                                     p->kv_head);
+}
+
+/* Span `number` of the keys that `query` sees; spans ascend. 0 where there is none left. */
+static int nsa__span(const nsa__pass *p, int query, int number, int *begin, int *end) {
+    const nsa_desc *d = p->d;
+    *begin = 0;
+    *end = query + 1;
+    switch (p->branch) {
+    case NSA__CMP:
+        *end = nsa_cmp_visible(d, query);
+        break;
+    case NSA__WIN:
+        *begin = nsa_window_begin(d, query);
+        break;
+    case NSA__SLC: {
+        const int32_t *list = nsa__block_list(p, query);
+        if (number >= nsa_block_list_width(d) || list[number] < 0) return 0;
+        *begin = list[number] * d->slc_block;
+        *end = (int)nsa__min((int64_t)*begin + d->slc_block, query + 1);
+        return 1;
+    }
+    case NSA__DENSE:
+        break;
+    }
+    return number == 0 && *begin < *end;
+}
+
+/* Of tile keys tile_begin .. tile_begin + tile - 1, those that `query` sees. */
+static uint64_t nsa__visible(const nsa__pass *p, int query, int tile_begin) {
+    int begin, end;
+    int64_t tile_end = (int64_t)tile_begin + p->tile;
+    uint64_t mask = 0;
+    for (int number = 0; nsa__span(p, query, number, &begin, &end) && begin < tile_end; number++)
+        mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
+                          (int)nsa__min(end, tile_end) - tile_begin);
+    return mask;
+}
+
+/* slc's tiles divide its blocks where they can, so that a tile holds keys of one block. */
+static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
+    if (branch == NSA__SLC)
+        for (int tile = NSA__TILE; tile >= 16; tile /= 2)
+            if (d->slc_block % tile == 0) return tile;
+    return NSA__TILE;
+}
+
+static int nsa__max_keys(const nsa__pass *p) {
+    return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
+}
+
+static void nsa__pass_init(nsa__pass *p, const nsa_desc *d, nsa__branch branch) {
+    memset(p, 0, sizeof *p);
+    p->d = d;
+    p->branch = branch;
+    p->group = d->heads / d->kv_heads;
+    p->tile = nsa__tile_size(d, branch);
+    p->task_queries = (int)nsa__max(1, NSA__TASK_ROWS / p->group);
+    double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
+    p->scale = (nsa_real)scale;
+    p->scale2 = (nsa_real)(scale * NSA__LOG2E);
+}
+
+/* Workspace that the threads share: packed keys of one sequence and kv head. */
+static void nsa__pass_take_keys(nsa__pass *p, nsa__arena *a, int rows, int transposed_values) {
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
+    p->bad = (uint64_t *)nsa__take(a, tiles, sizeof *p->bad);
+    p->k_t = nsa__take_reals(a, size * p->d->dim);
+    if (rows) p->k = nsa__take_reals(a, size * p->d->dim);
+    if (transposed_values) p->v_t = nsa__take_reals(a, size * p->d->dim_v);
+}
+
+/* Fills a tile's rows and their transpose from n rows of x; rows behind them, and non-finite ones,
+   are zeros. Returns the mask of the non-finite ones. Either target may be NULL. */
+static uint64_t nsa__pack_rows(const nsa__pass *p, const nsa_tensor *x, int tile_begin, int n,
+                               int width, nsa_real *rows, nsa_real *transposed) {
+    nsa_real row[NSA__MAX_DIM];
+    uint64_t bad = 0;
+    for (int r = 0; r < p->tile; r++) {
+        if (r < n) {
+            const void *from = nsa__row(x, p->seq.batch, p->key_row + tile_begin + r, p->kv_head);
+            if (!nsa__load_finite(row, x->dtype, from, width)) bad |= (uint64_t)1 << r;
+        } else {
+            memset(row, 0, (size_t)width * sizeof *row);
+        }
+        if (rows) memcpy(rows + (ptrdiff_t)r * width, row, (size_t)width * sizeof *row);
+        for (int c = 0; transposed && c < width; c++)
+            transposed[(ptrdiff_t)c * p->tile + r] = row[c];
+    }
+    return bad;
+}
+
+static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = (const nsa__pass *)context;
+    ptrdiff_t tile = p->tile_begin + (ptrdiff_t)index, key = tile * p->tile;
+    int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)p->keys - begin);
+    int dim = p->d->dim, dim_v = p->d->dim_v;
+    (void)scratch;
+    uint64_t bad = nsa__pack_rows(p, &p->x->k, begin, n, dim, p->k ? p->k + key * dim : NULL,
+                                  p->k_t + key * dim);
+    if (p->v || p->v_t)
+        bad |= nsa__pack_rows(p, &p->x->v, begin, n, dim_v, p->v ? p->v + key * dim_v : NULL,
+                              p->v_t ? p->v_t + key * dim_v : NULL);
+    p->bad[tile] = bad;
+}
+
+/* Turns to a sequence and kv head: finds the tiles that its queries can see and packs them. */
+static void nsa__pass_turn_to(nsa__pass *p, const nsa__team *team, int kv_head) {
+    int begin = 0, end = 0, last = p->seq.first + p->seq.count - 1;
+    p->kv_head = kv_head;
+    p->keys = p->branch == NSA__CMP ? p->seq.cmp_tokens : p->seq.tokens;
+    p->key_row = p->branch == NSA__CMP ? p->seq.cmp_row : p->seq.row;
+    if (p->branch == NSA__WIN) begin = nsa_window_begin(p->d, p->seq.first);
+    end = p->branch == NSA__CMP ? nsa_cmp_visible(p->d, last) : last + 1;
+    p->tile_begin = begin / p->tile;
+    p->tile_end = (int)nsa__ceil_div(end, p->tile);
+    nsa__run(team, p->tile_end - p->tile_begin, nsa__pack_task, p);
+}
+
+/* A place in the spans of one query. */
+typedef struct nsa__cursor {
+    int begin, end, number; /* what is left of the span at hand; begin is INT_MAX behind the last */
+} nsa__cursor;
+
+static void nsa__cursor_next(const nsa__pass *p, int query, nsa__cursor *c) {
+    if (!nsa__span(p, query, c->number++, &c->begin, &c->end)) c->begin = INT_MAX;
+}
+
+/* The query's keys in the tile, and the cursor moves behind it. */
+static uint64_t nsa__cursor_pass(const nsa__pass *p, int query, nsa__cursor *c, int tile_begin) {
+    uint64_t mask = 0;
+    int64_t tile_end = (int64_t)tile_begin + p->tile;
+    while (c->begin < tile_end) {
+        mask |= nsa__bits(c->begin - tile_begin, (int)nsa__min(c->end, tile_end) - tile_begin);
+        if (c->end > tile_end) {
+            c->begin = (int)tile_end;
+            break;
+        }
+        nsa__cursor_next(p, query, c);
+    }
+    return mask;
+}
+
+/* A task's queries on their walk over key tiles. Rows are query-major: row a G + g is head g of
+ * query a. */
+typedef struct nsa__walk {
+    int first, queries; /* positions first .. first + queries - 1 */
+    nsa__cursor *cursor;
+    int tile, tile_begin; /* the tile at hand */
+    int readers;          /* how many queries see any of it: */
+    int *reader;          /* which, ascending */
+    uint64_t *mask;       /* and what each of them sees */
+} nsa__walk;
+
+static void nsa__walk_take(nsa__walk *w, const nsa__pass *p, nsa__arena *a) {
+    w->cursor = (nsa__cursor *)nsa__take(a, p->task_queries, sizeof *w->cursor);
+    w->reader = (int *)nsa__take(a, p->task_queries, sizeof *w->reader);
+    w->mask = (uint64_t *)nsa__take(a, p->task_queries, sizeof *w->mask);
+}
+
+static void nsa__walk_begin(nsa__walk *w, const nsa__pass *p, int64_t task) {
+    w->first = p->seq.first + (int)task * p->task_queries;
+    w->queries = (int)nsa__min(p->task_queries, p->seq.first + p->seq.count - (int64_t)w->first);
+    for (int a = 0; a < w->queries; a++) {
+        w->cursor[a].number = 0;
+        nsa__cursor_next(p, w->first + a, &w->cursor[a]);
+    }
+}
+
+/* Moves to the next tile that any of the queries sees; 0 behind the last. */
+static int nsa__walk_next(nsa__walk *w, const nsa__pass *p) {
+    int begin = INT_MAX;
+    for (int a = 0; a < w->queries; a++)
+        if (w->cursor[a].begin < begin) begin = w->cursor[a].begin;
+    if (begin == INT_MAX) return 0;
+    w->tile = begin / p->tile;
+    w->tile_begin = w->tile * p->tile;
+    w->readers = 0;
+    for (int a = 0; a < w->queries; a++) {
+        uint64_t mask = nsa__cursor_pass(p, w->first + a, &w->cursor[a], w->tile_begin);
+        if (!mask) continue;
+        w->reader[w->readers] = a;
+        w->mask[w->readers++] = mask;
+    }
+    return 1;
+}
+
+/* The readers' rows of `all`, side by side: `all` itself where everybody reads. `width` is that of
+ * a query's rows. */
+static nsa_real *nsa__gather(const nsa__walk *w, nsa_real *all, nsa_real *some, int width) {
+    if (w->readers == w->queries) return all;
+    for (int a = 0; a < w->readers; a++)
+        memcpy(some + (ptrdiff_t)a * width, all + (ptrdiff_t)w->reader[a] * width,
+               (size_t)width * sizeof *all);
+    return some;
+}
+
+static void nsa__scatter(const nsa__walk *w, nsa_real *all, const nsa_real *some, int width) {
+    if (w->readers == w->queries) return;
+    for (int a = 0; a < w->readers; a++)
+        memcpy(all + (ptrdiff_t)w->reader[a] * width, some + (ptrdiff_t)a * width,
+               (size_t)width * sizeof *all);
+}
+
+/* Loads the rows of a query's heads; bad[g] is set for those with a non-finite value, which come as
+ * zeros. */
+static void nsa__load_query(const nsa__pass *p, const nsa_tensor *x, int query, int width,
+                            nsa_real *to, unsigned char *bad) {
+    for (int g = 0; g < p->group; g++) {
+        const void *row =
+            nsa__row(x, p->seq.batch, p->seq.row + query - p->seq.first, p->kv_head * p->group + g);
+        if (!nsa__load_finite(to + (ptrdiff_t)g * width, x->dtype, row, width) && bad) bad[g] = 1;
+    }
+}
+
+/* -- forward -- */
+
+typedef struct nsa__forward {
+    nsa__walk walk;
+    nsa_real *q, *out, *m, *l;                     /* of every row */
+    nsa_real *some_q, *some_out, *some_m, *some_l; /* of the readers' rows */
+    nsa_real *s, *shrink;
+    unsigned char *bad;
+} nsa__forward;
+
+static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group;
+    nsa__walk_take(&f->walk, p, a);
+    f->q = nsa__take_reals(a, rows * p->d->dim);
+    f->some_q = nsa__take_reals(a, rows * p->d->dim);
+    f->out = nsa__take_reals(a, rows * p->d->dim_v);
+    f->some_out = nsa__take_reals(a, rows * p->d->dim_v);
+    f->m = nsa__take_reals(a, rows);
+    f->some_m = nsa__take_reals(a, rows);
+    f->l = nsa__take_reals(a, rows);
+    f->some_l = nsa__take_reals(a, rows);
+    f->shrink = nsa__take_reals(a, rows);
+    f->s = nsa__take_reals(a, rows * p->tile);
+    f->bad = (unsigned char *)nsa__take(a, rows, 1);
+}
+
+static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task) {
+    nsa__walk_begin(&f->walk, p, task);
+    int rows = f->walk.queries * p->group;
+    memset(f->bad, 0, (size_t)rows);
+    memset(f->out, 0, (size_t)rows * (size_t)p->d->dim_v * sizeof *f->out);
+    for (int r = 0; r < rows; r++) {
+        f->m[r] = NSA__LOWEST;
+        f->l[r] = 0;
+    }
+    for (int a = 0; a < f->walk.queries; a++)
+        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim,
+                        f->q + (ptrdiff_t)a * p->group * p->d->dim,
+                        f->bad + (ptrdiff_t)a * p->group);
+}
+
+/* s = q k^T; p = softmax so far; out = out * shrink + p v */
+static void nsa__forward_tile(nsa__forward *f, const nsa__pass *p) {
+    const nsa__walk *w = &f->walk;
+    int G = p->group, dim = p->d->dim, dim_v = p->d->dim_v, rows = w->readers * G, tile = p->tile;
+    ptrdiff_t key = (ptrdiff_t)w->tile_begin;
+    nsa_real *q = nsa__gather(w, f->q, f->some_q, G * dim),
+             *out = nsa__gather(w, f->out, f->some_out, G * dim_v);
+    nsa_real *m = nsa__gather(w, f->m, f->some_m, G), *l = nsa__gather(w, f->l, f->some_l, G);
+    memset(f->s, 0, (size_t)rows * (size_t)tile * sizeof *f->s);
+    nsa__gemm_nn(rows, tile, dim, q, dim, p->k_t + key * dim, tile, f->s, tile);
+    for (int r = 0; r < rows; r++) {
+        nsa__softmax_row(tile, w->mask[r / G], p->scale2, f->s + (ptrdiff_t)r * tile, &m[r], &l[r],
+                         &f->shrink[r]);
+        for (int c = 0; c < dim_v; c++) out[(ptrdiff_t)r * dim_v + c] *= f->shrink[r];
+    }
+    nsa__gemm_nn(rows, dim_v, tile, f->s, tile, p->v + key * dim_v, dim_v, out, dim_v);
+    nsa__scatter(w, f->out, out, G * dim_v);
+    nsa__scatter(w, f->m, m, G);
+    nsa__scatter(w, f->l, l, G);
+    for (int a = 0; a < w->readers; a++)
+        if (w->mask[a] & p->bad[w->tile])
+            memset(f->bad + (ptrdiff_t)w->reader[a] * G, 1, (size_t)G);
+}
+
+/* out / l and lse; a row that saw no key has l = 0. */
+static void nsa__forward_end(nsa__forward *f, const nsa__pass *p) {
+    int dim_v = p->d->dim_v;
+    for (int r = 0; r < f->walk.queries * p->group; r++) {
+        int64_t row = p->seq.row + f->walk.first - p->seq.first + r / p->group;
+        int head = p->kv_head * p->group + r % p->group;
+        nsa_real *out = f->out + (ptrdiff_t)r * dim_v, lse = nsa__minus_infinity();
+        if (f->l[r] != 0) {
+            nsa_real inverse = f->bad[r] ? nsa__nan() : 1 / f->l[r];
+            for (int c = 0; c < dim_v; c++) out[c] = f->bad[r] ? inverse : out[c] * inverse;
+            lse = f->bad[r] ? inverse
+                            : (nsa_real)(((double)f->m[r] + log2((double)f->l[r])) * NSA__LN2);
+        }
+        nsa__store(p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, row, head), out, dim_v);
+        nsa__store(p->x->lse.dtype, nsa__row(&p->x->lse, p->seq.batch, row, head), &lse, 1);
+    }
+}
+
+static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = (const nsa__pass *)context;
+    nsa__forward f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__forward_take(&f, p, &a);
+    nsa__forward_begin(&f, p, index);
+    while (nsa__walk_next(&f.walk, p)) nsa__forward_tile(&f, p);
+    nsa__forward_end(&f, p);
+}
+
+/* -- backward --
+   With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
+     dv[s] = sum_t p dout[t],   ds = p (dout . v[s] - delta),   dq[t] = scale sum_s ds k[s],   dk[s]
+   = scale sum_t ds q[t]. */
+
+enum { NSA__DELTA_QUERIES = 16 };
+
+static void nsa__delta_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = (const nsa__pass *)context;
+    nsa_real row[NSA__MAX_DIM], out[NSA__MAX_DIM], lse;
+    int dim_v = p->d->dim_v;
+    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__DELTA_QUERIES);
+    (void)scratch;
+    for (int64_t t = index * NSA__DELTA_QUERIES; t < end; t++)
+        for (int g = 0; g < p->group; g++) {
+            int64_t at = p->seq.row + t, r = t * p->group + g;
+            int head = p->kv_head * p->group + g;
+            nsa__load(&lse, p->x->lse.dtype, nsa__row(&p->x->lse, p->seq.batch, at, head), 1);
+            nsa__load(out, p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, at, head), dim_v);
+            const void *q = nsa__row(&p->x->q, p->seq.batch, at, head);
+            int finite = nsa__load_finite(row, p->x->q.dtype, q, p->d->dim);
+            const void *dout = nsa__row(&p->dx->out, p->seq.batch, at, head);
+            finite &= nsa__load_finite(row, p->dx->out.dtype, dout, dim_v) & nsa__is_finite(lse);
+            p->bad_row[r] = (unsigned char)!finite;
+            p->lse2[r] = finite ? (nsa_real)((double)lse * NSA__LOG2E) : 0;
+            p->delta[r] = 0;
+            for (int c = 0; finite && c < dim_v; c++) p->delta[r] += row[c] * out[c];
+        }
+}
+
+typedef struct nsa__query_gradient {
+    nsa__walk walk;
+    nsa_real *q, *dout, *dq, *lse2, *delta;
+    nsa_real *some_q, *some_dout, *some_dq, *some_lse2, *some_delta;
+    nsa_real *p, *ds;
+    unsigned char *reads; /* of every query: whether it saw any key */
+} nsa__query_gradient;
+
+static void nsa__query_gradient_take(nsa__query_gradient *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group;
+    nsa__walk_take(&f->walk, p, a);
+    f->q = nsa__take_reals(a, rows * p->d->dim);
+    f->some_q = nsa__take_reals(a, rows * p->d->dim);
+    f->dq = nsa__take_reals(a, rows * p->d->dim);
+    f->some_dq = nsa__take_reals(a, rows * p->d->dim);
+    f->dout = nsa__take_reals(a, rows * p->d->dim_v);
+    f->some_dout = nsa__take_reals(a, rows * p->d->dim_v);
+    f->some_lse2 = nsa__take_reals(a, rows);
+    f->some_delta = nsa__take_reals(a, rows);
+    f->p = nsa__take_reals(a, rows * p->tile);
+    f->ds = nsa__take_reals(a, rows * p->tile);
+    f->reads = (unsigned char *)nsa__take(a, p->task_queries, 1);
+}
+
+static void nsa__query_gradient_begin(nsa__query_gradient *f, const nsa__pass *p, int64_t task) {
+    int G = p->group;
+    nsa__walk_begin(&f->walk, p, task);
+    ptrdiff_t row = (ptrdiff_t)(f->walk.first - p->seq.first) * G;
+    f->lse2 = p->lse2 + row;
+    f->delta = p->delta + row;
+    memset(f->reads, 0, (size_t)f->walk.queries);
+    memset(f->dq, 0, (size_t)f->walk.queries * (size_t)(G * p->d->dim) * sizeof *f->dq);
+    for (int a = 0; a < f->walk.queries; a++) {
+        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim,
+                        f->q + (ptrdiff_t)a * G * p->d->dim, NULL);
+        nsa__load_query(p, &p->dx->out, f->walk.first + a, p->d->dim_v,
+                        f->dout + (ptrdiff_t)a * G * p->d->dim_v, NULL);
+    }
+}
+
+/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta) for rows against one key tile. */
+static void nsa__tile_gradient(const nsa__pass *p, int tile, int rows, const uint64_t *mask,
+                               const nsa_real *q, const nsa_real *dout, const nsa_real *lse2,
+                               const nsa_real *delta, nsa_real *prob, nsa_real *ds) {
+    int width = p->tile, dim = p->d->dim, dim_v = p->d->dim_v;
+    ptrdiff_t key = (ptrdiff_t)tile * width;
+    memset(prob, 0, (size_t)rows * (size_t)width * sizeof *prob);
+    memset(ds, 0, (size_t)rows * (size_t)width * sizeof *ds);
+    nsa__gemm_nn(rows, width, dim, q, dim, p->k_t + key * dim, width, prob, width);
+    nsa__gemm_nn(rows, width, dim_v, dout, dim_v, p->v_t + key * dim_v, width, ds, width);
+    for (int r = 0; r < rows; r++) {
+        uint64_t seen = mask[r / p->group];
+        nsa__probability_row(width, seen, p->scale2, lse2[r], prob + (ptrdiff_t)r * width);
+        nsa__score_gradient_row(width, seen, delta[r], prob + (ptrdiff_t)r * width,
+                                ds + (ptrdiff_t)r * width);
+    }
+}
+
+static void nsa__query_gradient_tile(nsa__query_gradient *f, const nsa__pass *p) {
+    const nsa__walk *w = &f->walk;
+    int G = p->group, dim = p->d->dim, dim_v = p->d->dim_v, rows = w->readers * G;
+    nsa_real *dq = nsa__gather(w, f->dq, f->some_dq, G * dim);
+    nsa__tile_gradient(p, w->tile, rows, w->mask, nsa__gather(w, f->q, f->some_q, G * dim),
+                       nsa__gather(w, f->dout, f->some_dout, G * dim_v),
+                       nsa__gather(w, f->lse2, f->some_lse2, G),
+                       nsa__gather(w, f->delta, f->some_delta, G), f->p, f->ds);
+    nsa__gemm_nn(rows, dim, p->tile, f->ds, p->tile, p->k + (ptrdiff_t)w->tile_begin * dim, dim, dq,
+                 dim);
+    nsa__scatter(w, f->dq, dq, G * dim);
+    for (int a = 0; a < w->readers; a++) f->reads[w->reader[a]] = 1;
+}
+
+static void nsa__query_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = (const nsa__pass *)context;
+    nsa__query_gradient f;
+    nsa__arena a = {(char *)scratch, 0};
+    int dim = p->d->dim;
+    nsa__query_gradient_take(&f, p, &a);
+    nsa__query_gradient_begin(&f, p, index);
+    while (nsa__walk_next(&f.walk, p)) nsa__query_gradient_tile(&f, p);
+    for (int r = 0; r < f.walk.queries * p->group; r++) {
+        int64_t query = f.walk.first - p->seq.first + r / p->group;
+        nsa_real *dq = f.dq + (ptrdiff_t)r * dim;
+        if (!f.reads[r / p->group]) continue;
+        for (int c = 0; p->bad_row[query * p->group + r % p->group] && c < dim; c++)
+            dq[c] = nsa__nan();
+        void *to = nsa__row(&p->dx->q, p->seq.batch, p->seq.row + query,
+                            p->kv_head * p->group + r % p->group);
+        nsa__add(p->dx->q.dtype, to, p->scale, dq, dim);
+    }
+}
+
+typedef struct nsa__key_gradient {
+    int queries; /* gathered so far, of task_queries */
+    uint64_t *mask;
+    nsa_real *q, *dout, *lse2, *delta, *p, *ds;
+    nsa_real *dk, *dv;
+    uint64_t bad; /* keys that a NaN row reads */
+} nsa__key_gradient;
+
+static void nsa__key_gradient_take(nsa__key_gradient *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group;
+    f->mask = (uint64_t *)nsa__take(a, p->task_queries, sizeof *f->mask);
+    f->q = nsa__take_reals(a, rows * p->d->dim);
+    f->dout = nsa__take_reals(a, rows * p->d->dim_v);
+    f->lse2 = nsa__take_reals(a, rows);
+    f->delta = nsa__take_reals(a, rows);
+    f->p = nsa__take_reals(a, rows * p->tile);
+    f->ds = nsa__take_reals(a, rows * p->tile);
+    f->dk = nsa__take_reals(a, (int64_t)p->tile * p->d->dim);
+    f->dv = nsa__take_reals(a, (int64_t)p->tile * p->d->dim_v);
+}
+
+/* dv += p^T dout and dk += ds^T q for the queries gathered. */
+static void nsa__key_gradient_flush(nsa__key_gradient *f, const nsa__pass *p, int tile) {
+    int rows = f->queries * p->group, dim = p->d->dim, dim_v = p->d->dim_v;
+    nsa__tile_gradient(p, tile, rows, f->mask, f->q, f->dout, f->lse2, f->delta, f->p, f->ds);
+    nsa__gemm_tn(p->tile, dim_v, rows, f->p, p->tile, f->dout, dim_v, f->dv, dim_v);
+    nsa__gemm_tn(p->tile, dim, rows, f->ds, p->tile, f->q, dim, f->dk, dim);
+    f->queries = 0;
+}
+
+static void nsa__key_gradient_gather(nsa__key_gradient *f, const nsa__pass *p, int query,
+                                     uint64_t mask) {
+    int G = p->group;
+    ptrdiff_t to = (ptrdiff_t)f->queries * G, from = (ptrdiff_t)(query - p->seq.first) * G;
+    nsa__load_query(p, &p->x->q, query, p->d->dim, f->q + to * p->d->dim, NULL);
+    nsa__load_query(p, &p->dx->out, query, p->d->dim_v, f->dout + to * p->d->dim_v, NULL);
+    memcpy(f->lse2 + to, p->lse2 + from, (size_t)G * sizeof *f->lse2);
+    memcpy(f->delta + to, p->delta + from, (size_t)G * sizeof *f->delta);
+    for (int g = 0; g < G; g++)
+        if (p->bad_row[from + g]) f->bad |= mask;
+    f->mask[f->queries++] = mask;
+}
+
+/* Where to look for the readers of a tile: queries, or for slc places in `readers`. Both ascend. */
+static void nsa__reader_range(const nsa__pass *p, int tile, int64_t *begin, int64_t *end) {
+    const nsa_desc *d = p->d;
+    int64_t key = (int64_t)tile * p->tile, last = p->seq.first + p->seq.count;
+    *begin = key;
+    *end = last;
+    if (p->branch == NSA__SLC) {
+        *begin = p->reader_begin[tile];
+        *end = p->reader_begin[tile + 1];
+        return;
+    }
+    if (p->branch == NSA__CMP) *begin = key * d->cmp_stride + d->cmp_block - 1;
+    if (p->branch == NSA__WIN) *end = nsa__min(last, key + p->tile + d->window);
+    *begin = nsa__max(*begin, p->seq.first);
+}
+
+static void nsa__key_gradient_add(const nsa__key_gradient *f, const nsa__pass *p,
+                                  const nsa_tensor *to, int tile, nsa_real factor, nsa_real *rows,
+                                  int width) {
+    int64_t begin = (int64_t)tile * p->tile;
+    for (int r = 0; to->data && r < p->tile && begin + r < p->keys; r++) {
+        nsa_real *row = rows + (ptrdiff_t)r * width;
+        for (int c = 0; f->bad >> r & 1 && c < width; c++) row[c] = nsa__nan();
+        nsa__add(to->dtype, nsa__row(to, p->seq.batch, p->key_row + begin + r, p->kv_head), factor,
+                 row, width);
+    }
+}
+
+static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = (const nsa__pass *)context;
+    nsa__key_gradient f;
+    nsa__arena a = {(char *)scratch, 0};
+    int tile = p->tile_begin + (int)index;
+    int64_t begin, end;
+    nsa__key_gradient_take(&f, p, &a);
+    memset(f.dk, 0, (size_t)(p->tile * p->d->dim) * sizeof *f.dk);
+    memset(f.dv, 0, (size_t)(p->tile * p->d->dim_v) * sizeof *f.dv);
+    f.queries = 0;
+    f.bad = 0;
+    nsa__reader_range(p, tile, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        int query = p->branch == NSA__SLC ? p->readers[i] : (int)i;
+        uint64_t mask = nsa__visible(p, query, tile * p->tile);
+        if (!mask) continue;
+        nsa__key_gradient_gather(&f, p, query, mask);
+        if (f.queries == p->task_queries) nsa__key_gradient_flush(&f, p, tile);
+    }
+    if (f.queries) nsa__key_gradient_flush(&f, p, tile);
+    nsa__key_gradient_add(&f, p, &p->dx->k, tile, p->scale, f.dk, p->d->dim);
+    nsa__key_gradient_add(&f, p, &p->dx->v, tile, 1, f.dv, p->d->dim_v);
+}
+
+/* The inverse of the block lists: which queries read each tile. A counting sort, so that readers
+ * ascend. */
+static void nsa__invert_blocks(nsa__pass *p) {
+    int64_t *at = p->reader_begin;
+    int begin, end;
+    memset(at, 0, (size_t)(p->tile_end + 1) * sizeof *at);
+    for (int fill = 0; fill < 2; fill++) {
+        for (int query = p->seq.first; query < p->seq.first + p->seq.count; query++) {
+            int next = 0; /* the first tile that this query has not been counted for */
+            for (int number = 0; nsa__span(p, query, number, &begin, &end); number++) {
+                int tile = (int)nsa__max(next, begin / p->tile);
+                for (next = (int)nsa__max(next, (end - 1) / p->tile + 1); tile < next; tile++) {
+                    if (fill) p->readers[at[tile]] = query;
+                    at[tile]++;
+                }
+            }
+        }
+        /* counts to begins; after the fill each begin stands where the next one was */
+        int64_t sum = 0;
+        for (int tile = 0; !fill && tile <= p->tile_end; tile++) {
+            int64_t count = at[tile];
+            at[tile] = sum;
+            sum += count;
+        }
+    }
+    memmove(at + 1, at, (size_t)p->tile_end * sizeof *at);
+    at[0] = 0;
+}
+
+/* -- doors -- */
+
+static size_t nsa__forward_plan(nsa__pass *p, nsa__arena *shared) {
+    nsa__forward f;
+    nsa__arena scratch = {NULL, 0};
+    nsa__pass_take_keys(p, shared, 0, 0);
+    p->v =
+        nsa__take_reals(shared, nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile * p->d->dim_v);
+    nsa__forward_take(&f, p, &scratch);
+    return scratch.used;
+}
+
+static size_t nsa__backward_plan(nsa__pass *p, nsa__arena *shared) {
+    nsa__query_gradient query;
+    nsa__key_gradient key;
+    nsa__arena scratch = {NULL, 0}, other = {NULL, 0};
+    int64_t rows = (int64_t)p->d->count * p->group;
+    nsa__pass_take_keys(p, shared, 1, 1);
+    p->delta = nsa__take_reals(shared, rows);
+    p->lse2 = nsa__take_reals(shared, rows);
+    p->bad_row = (unsigned char *)nsa__take(shared, rows, 1);
+    if (p->branch == NSA__SLC) {
+        int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
+        int64_t tiles_of_block = p->d->slc_block / p->tile + (p->d->slc_block % p->tile ? 2 : 0);
+        int64_t tiles_of_query = nsa__min(nsa_block_list_width(p->d) * tiles_of_block, tiles);
+        p->reader_begin = (int64_t *)nsa__take(shared, tiles + 1, sizeof *p->reader_begin);
+        p->readers = (int32_t *)nsa__take(shared, p->d->count * tiles_of_query, sizeof *p->readers);
+    }
+    nsa__query_gradient_take(&query, p, &scratch);
+    nsa__key_gradient_take(&key, p, &other);
+    return scratch.used > other.used ? scratch.used : other.used;
+}
+
+static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
+    nsa__pass p;
+    nsa__arena shared = {NULL, 0};
+    if (nsa_desc_check(d) != NSA_OK) return 0;
+    nsa__pass_init(&p, d, branch);
+    size_t scratch = backward ? nsa__backward_plan(&p, &shared) : nsa__forward_plan(&p, &shared);
+    return nsa__workspace_bytes(d, shared.used, scratch);
+}
+
+static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d,
+                                          nsa__branch branch, void *workspace, size_t bytes) {
+    nsa__pass p;
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    nsa__pass_init(&p, d, branch);
+    p.x = x;
+    size_t scratch = nsa__forward_plan(&p, &shared);
+    nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
+    if (s != NSA_OK) return s;
+    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
+        for (int head = 0; p.seq.count && head < d->kv_heads; head++) {
+            nsa__pass_turn_to(&p, &team, head);
+            nsa__run(&team, nsa__ceil_div(p.seq.count, p.task_queries), nsa__forward_task, &p);
+        }
+    return NSA_OK;
+}
+
+static nsa_status nsa__attend_backward_run(const nsa_attend *dx, const nsa_attend *x,
+                                           const nsa_desc *d, nsa__branch branch, void *workspace,
+                                           size_t bytes) {
+    nsa__pass p;
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    nsa__pass_init(&p, d, branch);
+    p.x = x;
+    p.dx = dx;
+    size_t scratch = nsa__backward_plan(&p, &shared);
+    nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
+    if (s != NSA_OK) return s;
+    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
+        for (int head = 0; p.seq.count && head < d->kv_heads; head++) {
+            nsa__pass_turn_to(&p, &team, head);
+            nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__DELTA_QUERIES), nsa__delta_task, &p);
+            if (dx->q.data)
+                nsa__run(&team, nsa__ceil_div(p.seq.count, p.task_queries),
+                         nsa__query_gradient_task, &p);
+            if (!dx->k.data && !dx->v.data) continue;
+            if (branch == NSA__SLC) nsa__invert_blocks(&p);
+            nsa__run(&team, p.tile_end - p.tile_begin, nsa__key_gradient_task, &p);
+        }
+    return NSA_OK;
+}
+
+typedef struct nsa__attend_fields {
+    int q, k, v, out, lse, blocks;
+} nsa__attend_fields;
+
+static const nsa__attend_fields nsa__attend_names = {NSA__AT_q,   NSA__AT_k,   NSA__AT_v,
+                                                     NSA__AT_out, NSA__AT_lse, NSA__AT_blocks};
+
+static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
+    return branch == NSA__CMP ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
+}
+
+/* `lists` 0: blocks are an output of the chain, not there yet. */
+static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
+                                    int forward, int lists, const nsa__attend_fields *at) {
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               lse = nsa__query_shape(d, d->heads, 1);
+    nsa_status s =
+        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__check_view(&x->k, nsa__branch_shape(d, branch, d->dim), nsa__floats(), 0,
+                             at->k)) != NSA_OK)
+        return s;
+    if ((s = nsa__check_view(&x->v, nsa__branch_shape(d, branch, d->dim_v), nsa__floats(), 0,
+                             at->v)) != NSA_OK)
+        return s;
+    if ((s = nsa__check_view(&x->out, out, nsa__floats(), forward, at->out)) != NSA_OK) return s;
+    if ((s = nsa__check_view(&x->lse, lse, nsa__real_dtypes(), forward, at->lse)) != NSA_OK)
+        return s;
+    if (branch != NSA__SLC || !lists) return NSA_OK;
+    s = nsa_check_blocks(&x->blocks, d, NULL);
+    return s == NSA_OK ? s : nsa__error(nsa_status_kind(s), at->blocks);
+}
+
+static nsa_status nsa__attend_gradient_check(const nsa_attend *dx, const nsa_attend *x,
+                                             const nsa_desc *d, nsa__branch branch,
+                                             const nsa__attend_fields *at) {
+    nsa__shape dout = nsa__query_shape(d, d->heads, d->dim_v);
+    nsa_status s = nsa__check_view(&dx->out, dout, nsa__floats(), 0, at->out | NSA__GRADIENT);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__check_gradient(&dx->q, &x->q, nsa__query_shape(d, d->heads, d->dim), at->q)) !=
+        NSA_OK)
+        return s;
+    if ((s = nsa__check_gradient(&dx->k, &x->k, nsa__branch_shape(d, branch, d->dim), at->k)) !=
+        NSA_OK)
+        return s;
+    return nsa__check_gradient(&dx->v, &x->v, nsa__branch_shape(d, branch, d->dim_v), at->v);
+}
+
+static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
+                                      void *workspace, size_t bytes) {
+    nsa_status s = nsa_desc_check(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if ((s = nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names)) != NSA_OK) return s;
+    return nsa__attend_forward_run(x, d, branch, workspace, bytes);
+}
+
+static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
+                                       nsa__branch branch, void *workspace, size_t bytes) {
+    nsa_status s = nsa_desc_check(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    if ((s = nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names)) != NSA_OK) return s;
+    if ((s = nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names)) != NSA_OK) return s;
+    return nsa__attend_backward_run(dx, x, d, branch, workspace, bytes);
+}
+
+/* The four public functions of each branch. */
+#define NSA__ATTEND_DOORS(name, branch)                                                        \
+    NSA_API size_t nsa_attend_##name##_forward_workspace_size(const nsa_desc *d) {             \
+        return nsa__attend_bytes(d, branch, 0);                                                \
+    }                                                                                          \
+    NSA_API nsa_status nsa_attend_##name##_forward(const nsa_attend *x, const nsa_desc *d,     \
+                                                   void *workspace, size_t bytes) {            \
+        return nsa__attend_forward(x, d, branch, workspace, bytes);                            \
+    }                                                                                          \
+    NSA_API size_t nsa_attend_##name##_backward_workspace_size(const nsa_desc *d) {            \
+        return nsa__attend_bytes(d, branch, 1);                                                \
+    }                                                                                          \
+    NSA_API nsa_status nsa_attend_##name##_backward(const nsa_attend *dx, const nsa_attend *x, \
+                                                    const nsa_desc *d, void *workspace,        \
+                                                    size_t bytes) {                            \
+        return nsa__attend_backward(dx, x, d, branch, workspace, bytes);                       \
+    }
+
+NSA__ATTEND_DOORS(cmp, NSA__CMP)
+NSA__ATTEND_DOORS(slc, NSA__SLC)
+NSA__ATTEND_DOORS(win, NSA__WIN)
+NSA__ATTEND_DOORS(dense, NSA__DENSE)
+#undef NSA__ATTEND_DOORS
+
+/* ---- Selection ----------------------------------------------------------------------------- */
+
+NSA_API int nsa_block_list_width(const nsa_desc *d) {
+    return d->forced == NSA_FORCED_ON_TOP ? d->slc_count + d->slc_init + d->slc_local
+                                          : d->slc_count;
+}
+
+/* A number that orders as scores do, NaN below all; by bits, for -ffast-math knows neither NaN nor
+ * its order. */
+static uint64_t nsa__score_key(nsa_real score) {
+    const uint64_t sign = (uint64_t)1 << 63;
+    uint64_t bits = nsa__double_bits((double)score);
+    if (nsa__is_nan(score)) return 0;
+    if (bits == sign) bits = 0; /* -0 equals 0 */
+    return bits & sign ? ~bits : bits | sign;
+}
+
+static int nsa__is_forced(const nsa_desc *d, int candidates, int block) {
+    return block < d->slc_init || block >= candidates - d->slc_local;
+}
+
+/* Ascending order by insertion: lists are short, and nearly in order. */
+static void nsa__sort_blocks(int32_t *list, int n) {
+    for (int i = 1; i < n; i++) {
+        int32_t block = list[i];
+        int at = i;
+        for (; at > 0 && list[at - 1] > block; at--) list[at] = list[at - 1];
+        list[at] = block;
+    }
+}
+
+/* Forced blocks and the best of the rest: sorted by (score, lower index) while they are found. */
+static void nsa__rank(const nsa_real *scores, int query, const nsa_desc *d, int32_t *list) {
+    int candidates = nsa_slc_candidates(d, query), width = nsa_block_list_width(d), forced = 0,
+        n = 0;
+    for (int j = 0; j < candidates; j++) forced += nsa__is_forced(d, candidates, j);
+    int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
+    for (int j = 0; j < candidates; j++) {
+        uint64_t key = nsa__score_key(scores[j]);
+        if (nsa__is_forced(d, candidates, j)) continue;
+        if (n == room) {
+            if (room == 0 || key <= nsa__score_key(scores[list[n - 1]])) continue;
+            n--;
+        }
+        int at = n++;
+        for (; at > 0 && nsa__score_key(scores[list[at - 1]]) < key; at--) list[at] = list[at - 1];
+        list[at] = j;
+    }
+    for (int j = 0; j < candidates; j++)
+        if (nsa__is_forced(d, candidates, j)) list[n++] = j;
+    nsa__sort_blocks(list, n);
+    while (n < width) list[n++] = -1;
+}
+
+NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
+                                   int32_t *list) {
+    nsa_status s = nsa__check_geometry(d);
+    if (s != NSA_OK) return s;
+    if (!scores || !list)
+        return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
+    if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
+    nsa__rank(scores, query, d, list);
+    return NSA_OK;
+}
+
+/* The first slot that breaks the form, or -1. */
+static int nsa__list_fault(const nsa_desc *d, int query, const int32_t *list, const char **reason) {
+    int candidates = nsa_slc_candidates(d, query);
+    for (int i = 0; i < nsa_block_list_width(d); i++) {
+        *reason = NULL;
+        if (list[i] < -1 || list[i] >= candidates) *reason = "not a candidate of its query";
+        if (i > 0 && list[i] >= 0) {
+            if (list[i - 1] < 0)
+                *reason = "entry behind a -1";
+            else if (list[i - 1] == list[i])
+                *reason = "duplicate";
+            else if (list[i - 1] > list[i])
+                *reason = "not ascending";
+        }
+        if (*reason) return i;
+    }
+    return -1;
+}
+
+NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
+                                    nsa_block_fault *fault) {
+    nsa_status s = nsa_desc_check(d);
+    if (s != NSA_OK) return s;
+    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    s = nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d)),
+                        NSA__INTS, 0, NSA__AT_blocks);
+    if (s != NSA_OK) return s;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int t = 0; t < seq.count; t++)
+            for (int head = 0; head < d->kv_heads; head++) {
+                const int32_t *list =
+                    (const int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
+                const char *reason;
+                int slot = nsa__list_fault(d, seq.first + t, list, &reason);
+                if (slot < 0) continue;
+                if (fault) {
+                    fault->batch = seq.index;
+                    fault->query = seq.first + t;
+                    fault->kv_head = head;
+                    fault->slot = slot;
+                    fault->value = list[slot];
+                    fault->reason = reason;
+                }
+                return nsa__error(NSA_ERROR_BLOCKS, NSA__AT_blocks);
+            }
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
+    nsa_status s = nsa_desc_check(d);
+    if (s != NSA_OK) return s;
+    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    int width = nsa_block_list_width(d);
+    s = nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, width), NSA__INTS, 1,
+                        NSA__AT_blocks);
+    if (s != NSA_OK) return s;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int t = 0; t < seq.count; t++)
+            for (int head = 0; head < d->kv_heads; head++) {
+                int32_t *list = (int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
+                int candidates = nsa_slc_candidates(d, seq.first + t), n = 0, kept = 0;
+                for (int i = 0; i < width; i++)
+                    if (list[i] >= 0 && list[i] < candidates) list[n++] = list[i];
+                nsa__sort_blocks(list, n);
+                for (int i = 0; i < n; i++)
+                    if (kept == 0 || list[kept - 1] != list[i]) list[kept++] = list[i];
+                while (kept < width) list[kept++] = -1;
+            }
+    return NSA_OK;
+}
+
+/* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
+ * size - 1. */
+static int nsa__stencil_lead(const nsa_desc *d) {
+    return d->cmp_block / d->cmp_stride - 1;
+}
+static int nsa__stencil_size(const nsa_desc *d) {
+    return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
+}
+
+typedef struct nsa__scoring {
+    nsa__walk walk;
+    nsa_real *q, *some_q, *s, *lse2, *some_lse2;
+    unsigned char *bad;   /* of every row */
+    nsa_real *p_cmp;      /* of every query: summed over the group's heads */
+    nsa_real *scores;     /* of one query */
+    int64_t p_cmp_stride; /* a query's row of p_cmp */
+} nsa__scoring;
+
+static void nsa__scoring_take(nsa__scoring *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group;
+    nsa__walk_take(&f->walk, p, a);
+    f->p_cmp_stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile;
+    f->q = nsa__take_reals(a, rows * p->d->dim);
+    f->some_q = nsa__take_reals(a, rows * p->d->dim);
+    f->s = nsa__take_reals(a, rows * p->tile);
+    f->lse2 = nsa__take_reals(a, rows);
+    f->some_lse2 = nsa__take_reals(a, rows);
+    f->bad = (unsigned char *)nsa__take(a, rows, 1);
+    f->p_cmp = nsa__take_reals(a, p->task_queries * f->p_cmp_stride);
+    f->scores = nsa__take_reals(a, nsa_slc_count(p->d, p->d->tokens));
+}
+
+static void nsa__scoring_begin(nsa__scoring *f, const nsa__pass *p, int64_t task) {
+    nsa__walk_begin(&f->walk, p, task);
+    memset(f->bad, 0, (size_t)(f->walk.queries * p->group));
+    for (int a = 0; a < f->walk.queries; a++)
+        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim,
+                        f->q + (ptrdiff_t)a * p->group * p->d->dim,
+                        f->bad + (ptrdiff_t)a * p->group);
+    for (int r = 0; r < f->walk.queries * p->group; r++) {
+        int64_t row = p->seq.row + f->walk.first - p->seq.first + r / p->group;
+        nsa_real lse;
+        nsa__load(&lse, p->x->lse.dtype,
+                  nsa__row(&p->x->lse, p->seq.batch, row, p->kv_head * p->group + r % p->group), 1);
+        f->lse2[r] = nsa__is_finite(lse) ? (nsa_real)((double)lse * NSA__LOG2E) : 0;
+        if (!nsa__is_finite(lse)) f->bad[r] = 1;
+    }
+}
+
+/* p_cmp = exp(scale q k_cmp - lse) for one tile, summed over the heads of each query. */
+static void nsa__scoring_tile(nsa__scoring *f, const nsa__pass *p) {
+    const nsa__walk *w = &f->walk;
+    int G = p->group, dim = p->d->dim, tile = p->tile, rows = w->readers * G;
+    const nsa_real *q = nsa__gather(w, f->q, f->some_q, G * dim),
+                   *lse2 = nsa__gather(w, f->lse2, f->some_lse2, G);
+    memset(f->s, 0, (size_t)rows * (size_t)tile * sizeof *f->s);
+    nsa__gemm_nn(rows, tile, dim, q, dim, p->k_t + (ptrdiff_t)w->tile_begin * dim, tile, f->s,
+                 tile);
+    for (int a = 0; a < w->readers; a++) {
+        nsa_real *sum = f->p_cmp + w->reader[a] * f->p_cmp_stride + w->tile_begin;
+        memset(sum, 0, (size_t)tile * sizeof *sum);
+        for (int g = 0; g < G; g++) {
+            nsa_real *s = f->s + ((ptrdiff_t)a * G + g) * tile;
+            nsa__probability_row(tile, w->mask[a], p->scale2, lse2[(ptrdiff_t)a * G + g], s);
+            for (int j = 0; j < tile; j++) sum[j] += s[j];
+        }
+    }
+}
+
+/* Scores of the candidates of one query from its p_cmp. */
+static void nsa__scores(const nsa__pass *p, int query, const nsa_real *p_cmp, nsa_real *scores) {
+    const nsa_desc *d = p->d;
+    int visible = nsa_cmp_visible(d, query), size = nsa__stencil_size(d),
+        lead = nsa__stencil_lead(d);
+    for (int j = 0; j < nsa_slc_candidates(d, query); j++) {
+        int64_t first = (int64_t)j * (d->slc_block / d->cmp_stride) - lead;
+        int from = (int)nsa__max(0, -first), to = (int)nsa__min(size, visible - first);
+        nsa_real score = 0;
+        for (int u = from; u < to; u++) {
+            nsa_real value = p_cmp[first + u];
+            if (d->score_map == NSA_SCORE_OVERLAP_SUM)
+                score += p->stencil[u] * value;
+            else if (value > score)
+                score = value;
+        }
+        scores[j] = score;
+    }
+}
+
+static void nsa__select_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = (const nsa__pass *)context;
+    nsa__scoring f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__scoring_take(&f, p, &a);
+    nsa__scoring_begin(&f, p, index);
+    while (nsa__walk_next(&f.walk, p)) nsa__scoring_tile(&f, p);
+    for (int i = 0; i < f.walk.queries; i++) {
+        int query = f.walk.first + i, bad = 0;
+        for (int g = 0; g < p->group; g++) bad |= f.bad[i * p->group + g];
+        nsa__scores(p, query, f.p_cmp + i * f.p_cmp_stride, f.scores);
+        for (int j = 0; bad && j < nsa_slc_candidates(p->d, query); j++) f.scores[j] = nsa__nan();
+        int64_t row = p->seq.row + query - p->seq.first;
+        nsa__rank(f.scores, query, p->d,
+                  (int32_t *)nsa__row(&p->select->blocks, p->seq.batch, row, p->kv_head));
+    }
+}
+
+static size_t nsa__select_plan(nsa__pass *p, nsa__arena *shared) {
+    nsa__scoring f;
+    nsa__arena scratch = {NULL, 0};
+    nsa__pass_take_keys(p, shared, 0, 0);
+    p->stencil = nsa__take_reals(shared, nsa__stencil_size(p->d));
+    nsa__scoring_take(&f, p, &scratch);
+    return scratch.used;
+}
+
+static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                  size_t bytes) {
+    nsa__pass p;
+    nsa__team team;
+    nsa_attend attend;
+    nsa__arena shared = nsa__arena_at(workspace);
+    memset(&attend, 0, sizeof attend);
+    attend.q = x->q;
+    attend.k = x->k;
+    attend.lse = x->lse;
+    nsa__pass_init(&p, d, NSA__CMP);
+    p.x = &attend;
+    p.select = x;
+    size_t scratch = nsa__select_plan(&p, &shared);
+    nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
+    if (s != NSA_OK) return s;
+    /* block j + lead / stride has all of its stencil inside the sequence */
+    int inner = (int)nsa__ceil_div(nsa__stencil_lead(d), d->slc_block / d->cmp_stride);
+    for (int u = 0; u < nsa__stencil_size(d); u++)
+        p.stencil[u] = (nsa_real)nsa_block_overlap(
+            d, inner * (d->slc_block / d->cmp_stride) - nsa__stencil_lead(d) + u, inner);
+    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
+        for (int head = 0; p.seq.count && head < d->kv_heads; head++) {
+            nsa__pass_turn_to(&p, &team, head);
+            nsa__run(&team, nsa__ceil_div(p.seq.count, p.task_queries), nsa__select_task, &p);
+        }
+    return NSA_OK;
+}
+
+NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
+    nsa__pass p;
+    nsa__arena shared = {NULL, 0};
+    if (nsa_desc_check(d) != NSA_OK) return 0;
+    nsa__pass_init(&p, d, NSA__CMP);
+    size_t scratch = nsa__select_plan(&p, &shared);
+    return nsa__workspace_bytes(d, shared.used, scratch);
+}
+
+static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
+                                    const nsa__attend_fields *at) {
+    nsa__shape lists = nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d));
+    nsa_status s =
+        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__check_view(&x->k, nsa__cmp_shape(d, d->dim), nsa__floats(), 0, at->k)) != NSA_OK)
+        return s;
+    s = nsa__check_view(&x->lse, nsa__query_shape(d, d->heads, 1), nsa__real_dtypes(), 0, at->lse);
+    return s != NSA_OK ? s : nsa__check_view(&x->blocks, lists, NSA__INTS, 1, at->blocks);
+}
+
+NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                     size_t bytes) {
+    nsa_status s = nsa_desc_check(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if ((s = nsa__select_check(x, d, &nsa__attend_names)) != NSA_OK) return s;
+    return nsa__select_run(x, d, workspace, bytes);
+}
+
+/* ---- Compression --------------------------------------------------------------------------- */
+
+typedef struct nsa__compress_pass {
+    const nsa_compress *x, *dx;
+    const nsa_desc *d;
+    nsa__seq seq;
+    int head;
+    /* mlp: the parameters of `head`, packed: w1 (hidden, l D), w2 (D, hidden), and their transposes
+     */
+    nsa_real *w1, *w1_t, *w2, *w2_t;
+    /* mlp backward, of every compressed row of `head`: silu(h) and dh; rows of `seq` begin at row
+     */
+    nsa_real *act, *dh;
+    int64_t rows, row;
+    /* sums of the parameter gradients */
+    nsa_real *dpos, *dw1, *db1, *dw2, *db2, *dh_sum;
+} nsa__compress_pass;
+
+enum { NSA__CMP_ROWS = 64, NSA__CMP_TOKENS = 64 };
+
+static void *nsa__parameter_row(const nsa_tensor *x, int head, int64_t row) {
+    return nsa__row(x, 0, row, head);
+}
+
+/* Row `row` of a parameter, or zeros where it is optional and absent. */
+static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int64_t row, int n) {
+    if (x->data)
+        nsa__load(to, x->dtype, nsa__parameter_row(x, head, row), n);
+    else
+        memset(to, 0, (size_t)n * sizeof *to);
+}
+
+/* mean and conv: out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean */
+
+static void nsa__load_taps(const nsa__compress_pass *p, nsa_real *w, int j) {
+    if (p->x->phi == NSA_PHI_CONV)
+        nsa__load_parameter(w, &p->x->w1, p->head, j, p->x->dim);
+    else
+        for (int c = 0; c < p->x->dim; c++) w[c] = (nsa_real)(1.0 / p->d->cmp_block);
+}
+
+static void nsa__filter_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa_compress *x = p->x;
+    nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
+    int64_t begin = index * NSA__CMP_ROWS, end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
+    for (int64_t i = begin; i < end; i++) {
+        memset(out + (i - begin) * x->dim, 0, (size_t)x->dim * sizeof *out);
+        if (x->phi == NSA_PHI_CONV)
+            nsa__load_parameter(out + (i - begin) * x->dim, &x->b1, p->head, 0, x->dim);
+    }
+    for (int j = 0; j < p->d->cmp_block; j++) {
+        nsa__load_taps(p, w, j);
+        for (int64_t i = begin; i < end; i++) {
+            int64_t token = p->seq.row + i * p->d->cmp_stride + j;
+            nsa__load(row, x->x.dtype, nsa__row(&x->x, p->seq.batch, token, p->head), x->dim);
+            for (int c = 0; c < x->dim; c++) out[(i - begin) * x->dim + c] += w[c] * row[c];
+        }
+    }
+    for (int64_t i = begin; i < end; i++)
+        nsa__store(x->out.dtype, nsa__row(&x->out, p->seq.batch, p->seq.cmp_row + i, p->head),
+                   out + (i - begin) * x->dim, x->dim);
+}
+
+/* The compressed blocks *begin .. *end - 1 that cover a token. */
+static void nsa__covering(const nsa__compress_pass *p, int64_t token, int64_t *begin,
+                          int64_t *end) {
+    int l = p->d->cmp_block, stride = p->d->cmp_stride;
+    *begin = token < l ? 0 : (token - l) / stride + 1;
+    *end = nsa__min(p->seq.cmp_tokens, token / stride + 1);
+}
+
+/* dx[t][c] = sum over the blocks i that cover t of w[t - i d][c] dout[i][c]: gathered by token, so
+   that no two tasks add to one row. */
+static void nsa__filter_input_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa_tensor *dout = &p->dx->out, *to = &p->dx->x;
+    nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], sum[NSA__MAX_DIM];
+    int dim = p->x->dim;
+    int64_t last = nsa__min(p->seq.tokens, (index + 1) * NSA__CMP_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__CMP_TOKENS; t < last; t++) {
+        int64_t begin, end;
+        nsa__covering(p, t, &begin, &end);
+        if (begin >= end) continue;
+        memset(sum, 0, sizeof sum);
+        for (int64_t i = begin; i < end; i++) {
+            nsa__load_taps(p, w, (int)(t - i * p->d->cmp_stride));
+            nsa__load(row, dout->dtype, nsa__row(dout, p->seq.batch, p->seq.cmp_row + i, p->head),
+                      dim);
+            for (int c = 0; c < dim; c++) sum[c] += w[c] * row[c];
+        }
+        nsa__add(to->dtype, nsa__row(to, p->seq.batch, p->seq.row + t, p->head), 1, sum, dim);
+    }
+}
+
+/* Task j: dw[j][c] += sum_i dout[i][c] x[i d + j][c]; task l: db[c] += sum_i dout[i][c]. */
+static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
+    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa_tensor *dout = &p->dx->out;
+    nsa_real row[NSA__MAX_DIM], grad[NSA__MAX_DIM];
+    int dim = p->x->dim, bias = j == p->d->cmp_block;
+    nsa_real *sum = bias ? p->db1 : p->dw1 + j * dim;
+    (void)scratch;
+    for (int64_t i = 0; i < p->seq.cmp_tokens; i++) {
+        nsa__load(grad, dout->dtype, nsa__row(dout, p->seq.batch, p->seq.cmp_row + i, p->head),
+                  dim);
+        if (!bias) {
+            int64_t token = p->seq.row + i * p->d->cmp_stride + j;
+            nsa__load(row, p->x->x.dtype, nsa__row(&p->x->x, p->seq.batch, token, p->head), dim);
+        }
+        for (int c = 0; c < dim; c++) sum[c] += bias ? grad[c] : grad[c] * row[c];
+    }
+}
+
+/* mlp: h = w1 flatten(x + pos) + b1, out = w2 silu(h) + b2 */
+
+static void nsa__transpose(nsa_real *to, const nsa_real *from, int rows, int columns) {
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            to[(ptrdiff_t)c * rows + r] = from[(ptrdiff_t)r * columns + c];
+}
+
+static int nsa__flat(const nsa__compress_pass *p) {
+    return p->d->cmp_block * p->x->dim;
+}
+
+static void nsa__mlp_take_weights(nsa__compress_pass *p, nsa__arena *a) {
+    int64_t w1 = (int64_t)p->x->hidden * nsa__flat(p), w2 = (int64_t)p->x->hidden * p->x->dim;
+    p->w1 = nsa__take_reals(a, w1);
+    p->w1_t = nsa__take_reals(a, w1);
+    p->w2 = nsa__take_reals(a, w2);
+    p->w2_t = nsa__take_reals(a, w2);
+}
+
+static void nsa__mlp_load_weights(const nsa__compress_pass *p) {
+    int flat = nsa__flat(p), hidden = p->x->hidden, dim = p->x->dim;
+    for (int r = 0; r < hidden; r++)
+        nsa__load_parameter(p->w1 + (ptrdiff_t)r * flat, &p->x->w1, p->head, r, flat);
+    for (int r = 0; r < dim; r++)
+        nsa__load_parameter(p->w2 + (ptrdiff_t)r * hidden, &p->x->w2, p->head, r, hidden);
+    nsa__transpose(p->w1_t, p->w1, hidden, flat);
+    nsa__transpose(p->w2_t, p->w2, dim, hidden);
+}
+
+/* One tap of the flattened input: row i of `to` is x[(begin + i) d + j] + pos[j]. */
+static void nsa__mlp_load_tap(const nsa__compress_pass *p, int64_t begin, int n, int j,
+                              nsa_real *to, int ld) {
+    nsa_real pos[NSA__MAX_DIM];
+    const nsa_tensor *x = &p->x->x;
+    int dim = p->x->dim;
+    nsa__load_parameter(pos, &p->x->pos, p->head, j, dim);
+    for (int i = 0; i < n; i++) {
+        int64_t token = p->seq.row + (begin + i) * p->d->cmp_stride + j;
+        nsa__load(to + (ptrdiff_t)i * ld, x->dtype, nsa__row(x, p->seq.batch, token, p->head), dim);
+        for (int c = 0; c < dim; c++) to[(ptrdiff_t)i * ld + c] += pos[c];
+    }
+}
+
+typedef struct nsa__mlp_rows {
+    nsa_real *tap, *h, *out;
+} nsa__mlp_rows;
+
+static void nsa__mlp_rows_take(nsa__mlp_rows *f, const nsa__compress_pass *p, nsa__arena *a) {
+    f->tap = nsa__take_reals(a, NSA__CMP_ROWS * p->x->dim);
+    f->h = nsa__take_reals(a, (int64_t)NSA__CMP_ROWS * p->x->hidden);
+    f->out = nsa__take_reals(a, NSA__CMP_ROWS * p->x->dim);
+}
+
+/* h of blocks begin .. begin + n - 1, before the SiLU. */
+static void nsa__mlp_hidden(const nsa__compress_pass *p, nsa__mlp_rows *f, int64_t begin, int n) {
+    int hidden = p->x->hidden, dim = p->x->dim;
+    for (int i = 0; i < n; i++)
+        nsa__load_parameter(f->h + (ptrdiff_t)i * hidden, &p->x->b1, p->head, 0, hidden);
+    for (int j = 0; j < p->d->cmp_block; j++) {
+        nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
+        nsa__gemm_nn(n, hidden, dim, f->tap, dim, p->w1_t + (ptrdiff_t)j * dim * hidden, hidden,
+                     f->h, hidden);
+    }
+}
+
+static void nsa__mlp_forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__mlp_rows f;
+    int hidden = p->x->hidden, dim = p->x->dim;
+    int64_t begin = index * NSA__CMP_ROWS;
+    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
+    nsa__mlp_rows_take(&f, p, &a);
+    nsa__mlp_hidden(p, &f, begin, n);
+    for (int i = 0; i < n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
+    for (int i = 0; i < n; i++)
+        nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
+    nsa__gemm_nn(n, dim, hidden, f.h, hidden, p->w2_t, dim, f.out, dim);
+    for (int i = 0; i < n; i++)
+        nsa__store(p->x->out.dtype,
+                   nsa__row(&p->x->out, p->seq.batch, p->seq.cmp_row + begin + i, p->head),
+                   f.out + (ptrdiff_t)i * dim, dim);
+}
+
+/* act = silu(h);  dact = dout w2,  dh = dact silu'(h),  silu'(h) = sigmoid(h) (1 + h (1 -
+ * sigmoid(h))) */
+static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa_tensor *dout = &p->dx->out;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__mlp_rows f;
+    int hidden = p->x->hidden, dim = p->x->dim;
+    int64_t begin = index * NSA__CMP_ROWS;
+    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
+    nsa_real *act = p->act + (p->row + begin) * hidden, *dh = p->dh + (p->row + begin) * hidden;
+    nsa__mlp_rows_take(&f, p, &a);
+    nsa__mlp_hidden(p, &f, begin, n);
+    for (int i = 0; i < n; i++)
+        nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
+                  nsa__row(dout, p->seq.batch, p->seq.cmp_row + begin + i, p->head), dim);
+    memset(dh, 0, (size_t)n * (size_t)hidden * sizeof *dh);
+    nsa__gemm_nn(n, hidden, dim, f.out, dim, p->w2, hidden, dh, hidden);
+    for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
+        nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
+        act[i] = h * sigmoid;
+        dh[i] *= sigmoid * (1 + h * (1 - sigmoid));
+    }
+}
+
+/* dx[i d + j] += dh[i] w1[:, j], gathered by chunks of tokens: of block i's tap j the chunk's own
+ * tokens only. */
+static void nsa__mlp_input_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    nsa_real *sum = (nsa_real *)scratch;
+    int hidden = p->x->hidden, dim = p->x->dim, stride = p->d->cmp_stride;
+    int64_t chunk = (int64_t)NSA__CMP_ROWS * stride, begin = index * chunk;
+    int64_t end = nsa__min(p->seq.tokens, begin + chunk);
+    memset(sum, 0, (size_t)(end - begin) * (size_t)dim * sizeof *sum);
+    for (int j = 0; j < p->d->cmp_block; j++) {
+        int64_t from = nsa__max(0, nsa__ceil_div(nsa__max(0, begin - j), stride));
+        int64_t to = nsa__min(p->seq.cmp_tokens, nsa__ceil_div(nsa__max(0, end - j), stride));
+        if (from >= to) continue;
+        nsa__gemm_nn((int)(to - from), dim, hidden, p->dh + (p->row + from) * hidden, hidden,
+                     p->w1 + (ptrdiff_t)j * dim, nsa__flat(p),
+                     sum + (from * stride + j - begin) * dim, stride * dim);
+    }
+    for (int64_t t = begin; t < end; t++)
+        nsa__add(p->dx->x.dtype, nsa__row(&p->dx->x, p->seq.batch, p->seq.row + t, p->head), 1,
+                 sum + (t - begin) * dim, dim);
+}
+
+/* Task j < l: dw1[:, j] += dh^T (x + pos)[j]. Task l: dw2 += dout^T act, db2 += sum dout, db1 +=
+ * sum dh. */
+static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
+    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa_tensor *dout = &p->dx->out;
+    nsa_real *rows = (nsa_real *)scratch;
+    int hidden = p->x->hidden, dim = p->x->dim, flat = nsa__flat(p);
+    for (int64_t begin = 0; begin < p->seq.cmp_tokens; begin += NSA__CMP_ROWS) {
+        int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
+        const nsa_real *dh = p->dh + (p->row + begin) * hidden,
+                       *act = p->act + (p->row + begin) * hidden;
+        if (j < p->d->cmp_block) {
+            nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
+            nsa__gemm_tn(hidden, dim, n, dh, hidden, rows, dim, p->dw1 + j * dim, flat);
+            continue;
+        }
+        for (int i = 0; i < n; i++) {
+            nsa_real *row = rows + (ptrdiff_t)i * dim;
+            nsa__load(row, dout->dtype,
+                      nsa__row(dout, p->seq.batch, p->seq.cmp_row + begin + i, p->head), dim);
+            for (int c = 0; c < dim; c++) p->db2[c] += row[c];
+            for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
+        }
+        nsa__gemm_tn(dim, hidden, n, rows, dim, act, hidden, p->dw2, hidden);
+    }
+}
+
+/* -- sums of the parameter gradients, and the doors -- */
+
+static void nsa__compress_take_sums(nsa__compress_pass *p, nsa__arena *a) {
+    int64_t flat = nsa__flat(p), hidden = p->x->phi == NSA_PHI_MLP ? p->x->hidden : 1;
+    if (p->x->phi == NSA_PHI_MEAN) return;
+    p->dw1 = nsa__take_reals(a, hidden * flat);
+    p->db1 = nsa__take_reals(a, p->x->phi == NSA_PHI_MLP ? hidden : p->x->dim);
+    if (p->x->phi == NSA_PHI_CONV) return;
+    p->dpos = nsa__take_reals(a, flat);
+    p->dw2 = nsa__take_reals(a, hidden * p->x->dim);
+    p->db2 = nsa__take_reals(a, p->x->dim);
+    p->dh_sum = nsa__take_reals(a, hidden);
+    p->act = nsa__take_reals(a, p->rows * hidden);
+    p->dh = nsa__take_reals(a, p->rows * hidden);
+}
+
+/* The parameters as a table: shape, sum of the gradient, view. The one list of them. */
+typedef struct nsa__parameter {
+    const nsa_tensor *x, *dx;
+    nsa_real *sum;
+    int64_t rows;
+    int width, optional, field;
+} nsa__parameter;
+
+static int nsa__parameters(const nsa__compress_pass *p, nsa__parameter list[5]) {
+    const nsa_compress *x = p->x, *dx = p->dx ? p->dx : x;
+    const int flat = nsa__flat(p), l = p->d->cmp_block;
+    const nsa__parameter conv[2] = {{&x->w1, &dx->w1, p->dw1, l, x->dim, 0, NSA__AT_w1},
+                                    {&x->b1, &dx->b1, p->db1, 1, x->dim, 1, NSA__AT_b1}};
+    const nsa__parameter mlp[5] = {{&x->pos, &dx->pos, p->dpos, l, x->dim, 1, NSA__AT_pos},
+                                   {&x->w1, &dx->w1, p->dw1, x->hidden, flat, 0, NSA__AT_w1},
+                                   {&x->b1, &dx->b1, p->db1, 1, x->hidden, 1, NSA__AT_b1},
+                                   {&x->w2, &dx->w2, p->dw2, x->dim, x->hidden, 0, NSA__AT_w2},
+                                   {&x->b2, &dx->b2, p->db2, 1, x->dim, 1, NSA__AT_b2}};
+    if (x->phi == NSA_PHI_CONV) memcpy(list, conv, sizeof conv);
+    if (x->phi == NSA_PHI_MLP) memcpy(list, mlp, sizeof mlp);
+    return x->phi == NSA_PHI_MLP ? 5 : x->phi == NSA_PHI_CONV ? 2 : 0;
+}
+
+static void nsa__compress_forward_plan(nsa__compress_pass *p, nsa__arena *shared,
+                                       nsa__arena *scratch) {
+    nsa__mlp_rows f;
+    if (p->x->phi == NSA_PHI_MLP) {
+        nsa__mlp_take_weights(p, shared);
+        nsa__mlp_rows_take(&f, p, scratch);
+    } else {
+        nsa__take_reals(scratch, NSA__CMP_ROWS * p->x->dim);
+    }
+}
+
+static void nsa__compress_backward_plan(nsa__compress_pass *p, nsa__arena *shared,
+                                        nsa__arena *scratch) {
+    nsa__mlp_rows f;
+    p->rows = p->d->begins ? nsa__packed_cmp(p->d)
+                           : (int64_t)p->d->batch * nsa_cmp_count(p->d, p->d->tokens);
+    nsa__compress_take_sums(p, shared);
+    if (p->x->phi != NSA_PHI_MLP) return;
+    nsa__arena other = {NULL, 0};
+    nsa__mlp_take_weights(p, shared);
+    nsa__mlp_rows_take(&f, p, scratch);
+    nsa__take_reals(&other, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride * p->x->dim);
+    if (other.used > scratch->used) scratch->used = other.used;
+}
+
+static void nsa__compress_forward_run(nsa__compress_pass *p, const nsa__team *team) {
+    for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
+        if (p->x->phi == NSA_PHI_MLP) nsa__mlp_load_weights(p);
+        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
+             nsa__seq_next(p->d, &p->seq))
+            nsa__run(team, nsa__ceil_div(p->seq.cmp_tokens, NSA__CMP_ROWS),
+                     p->x->phi == NSA_PHI_MLP ? nsa__mlp_forward_task : nsa__filter_task, p);
+    }
+}
+
+/* The gradients of one sequence and head, those of the parameters into their sums. */
+static void nsa__compress_backward_sequence(nsa__compress_pass *p, const nsa__team *team,
+                                            int parameters) {
+    int mlp = p->x->phi == NSA_PHI_MLP;
+    if (p->seq.cmp_tokens == 0) return;
+    if (mlp)
+        nsa__run(team, nsa__ceil_div(p->seq.cmp_tokens, NSA__CMP_ROWS),
+                 nsa__mlp_hidden_gradient_task, p);
+    if (p->dx->x.data && mlp)
+        nsa__run(team, nsa__ceil_div(p->seq.tokens, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride),
+                 nsa__mlp_input_gradient_task, p);
+    if (p->dx->x.data && !mlp)
+        nsa__run(team, nsa__ceil_div(p->seq.tokens, NSA__CMP_TOKENS),
+                 nsa__filter_input_gradient_task, p);
+    if (parameters)
+        nsa__run(team, p->d->cmp_block + 1,
+                 mlp ? nsa__mlp_parameter_gradient_task : nsa__conv_parameter_gradient_task, p);
+}
+
+/* db1 = sum dh and, as pos is added to every block alike, dpos = (sum dh) w1: into their sums. */
+static void nsa__mlp_finish_sums(const nsa__compress_pass *p) {
+    nsa__gemm_nn(1, nsa__flat(p), p->x->hidden, p->dh_sum, p->x->hidden, p->w1, nsa__flat(p),
+                 p->dpos, nsa__flat(p));
+    for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
+}
+
+static void nsa__compress_backward_run(nsa__compress_pass *p, const nsa__team *team) {
+    nsa__parameter list[5];
+    int count = nsa__parameters(p, list), wanted = 0;
+    for (int i = 0; i < count; i++) wanted |= list[i].dx->data != NULL;
+    for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
+        for (int i = 0; i < count; i++) /* a head stride of 0: the sum runs on over the heads */
+            if (p->head == 0 || list[i].dx->head != 0)
+                memset(list[i].sum, 0,
+                       (size_t)list[i].rows * (size_t)list[i].width * sizeof *list[i].sum);
+        if (p->x->phi == NSA_PHI_MLP) {
+            nsa__mlp_load_weights(p);
+            memset(p->dh_sum, 0, (size_t)p->x->hidden * sizeof *p->dh_sum);
+        }
+        p->row = 0;
+        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
+             nsa__seq_next(p->d, &p->seq)) {
+            nsa__compress_backward_sequence(p, team, wanted);
+            p->row += p->seq.cmp_tokens;
+        }
+        if (p->x->phi == NSA_PHI_MLP) nsa__mlp_finish_sums(p);
+        for (int i = 0; i < count; i++) {
+            if (!list[i].dx->data || (p->head + 1 < p->d->kv_heads && list[i].dx->head == 0))
+                continue;
+            for (int64_t r = 0; r < list[i].rows; r++)
+                nsa__add(list[i].dx->dtype, nsa__parameter_row(list[i].dx, p->head, r), 1,
+                         list[i].sum + r * list[i].width, list[i].width);
+        }
+    }
+}
+
+static nsa_status nsa__compress_check_sizes(const nsa_compress *x, const nsa_desc *d, int base) {
+    nsa_status s = nsa_desc_check(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if ((unsigned)x->phi > NSA_PHI_MLP) return nsa__error(NSA_ERROR_OPTION, base + NSA__AT_phi);
+    if (x->dim < 1 || x->dim > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_dim);
+    if (x->phi == NSA_PHI_MLP && x->hidden < 1)
+        return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_hidden);
+    int64_t hidden = x->phi == NSA_PHI_MLP ? x->hidden : 1;
+    if ((int64_t)d->cmp_block * x->dim > INT_MAX / 64 ||
+        !nsa__fits(hidden, d->cmp_block, x->dim, 8) ||
+        !nsa__fits(hidden, d->batch, nsa_cmp_count(d, d->tokens), 8) || hidden > INT_MAX / 64)
+        return nsa__error(NSA_ERROR_OVERFLOW, base + NSA__AT_hidden);
+    return NSA_OK;
+}
+
+/* `base` is what the chain adds to the names of the fields. A parameter with head stride 0 is one
+ * for all heads. */
+static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
+                                      int base) {
+    nsa__compress_pass p;
+    nsa__parameter list[5];
+    nsa_status s = nsa__compress_check_sizes(x, d, base);
+    if (s != NSA_OK) return s;
+    memset(&p, 0, sizeof p);
+    p.x = x;
+    p.d = d;
+    int reads = forward || x->phi != NSA_PHI_MEAN;
+    if (reads && (s = nsa__check_view(&x->x, nsa__key_shape(d, x->dim), nsa__floats(), 0,
+                                      base + NSA__AT_x)) != NSA_OK)
+        return s;
+    if (forward && (s = nsa__check_view(&x->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 1,
+                                        base + NSA__AT_out)) != NSA_OK)
+        return s;
+    for (int i = 0, count = nsa__parameters(&p, list); i < count; i++) {
+        if (list[i].optional && !list[i].x->data) continue;
+        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
+        if ((s = nsa__check_view(list[i].x, shape, nsa__floats(), 0, base + list[i].field)) !=
+            NSA_OK)
+            return s;
+    }
+    return NSA_OK;
+}
+
+static nsa_status nsa__compress_gradient_check(const nsa_compress *dx, const nsa_compress *x,
+                                               const nsa_desc *d, int base) {
+    nsa__compress_pass p;
+    nsa__parameter list[5];
+    memset(&p, 0, sizeof p);
+    p.x = x;
+    p.dx = dx;
+    p.d = d;
+    nsa_status s = nsa__check_gradient(&dx->x, &x->x, nsa__key_shape(d, x->dim), base + NSA__AT_x);
+    for (int i = 0, count = nsa__parameters(&p, list); s == NSA_OK && i < count; i++) {
+        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
+        if (list[i].dx->head == 0) shape.heads = 1;
+        s = nsa__check_gradient(list[i].dx, list[i].x, shape, base + list[i].field);
+    }
+    return s;
+}
+
+static void nsa__compress_init(nsa__compress_pass *p, const nsa_compress *dx, const nsa_compress *x,
+                               const nsa_desc *d) {
+    memset(p, 0, sizeof *p);
+    p->x = x;
+    p->dx = dx;
+    p->d = d;
+}
+
+static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
+                                   void *workspace, size_t bytes) {
+    nsa__compress_pass p;
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
+    nsa__compress_init(&p, dx, x, d);
+    (dx ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
+    nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used);
+    if (s != NSA_OK) return s;
+    (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
+    return NSA_OK;
+}
+
+static size_t nsa__compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward) {
+    nsa__compress_pass p;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    if (nsa__compress_check_sizes(x, d, 0) != NSA_OK) return 0;
+    nsa__compress_init(&p, NULL, x, d);
+    (backward ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
+    return nsa__workspace_bytes(d, shared.used, scratch.used);
+}
+
+NSA_API size_t nsa_compress_forward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
+    return nsa__compress_bytes(x, d, 0);
+}
+
+NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
+                                        size_t bytes) {
+    nsa_status s = nsa__compress_check(x, d, 1, 0);
+    return s != NSA_OK ? s : nsa__compress_go(NULL, x, d, workspace, bytes);
+}
+
+NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
+    return nsa__compress_bytes(x, d, 1);
+}
+
+NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compress *x,
+                                         const nsa_desc *d, void *workspace, size_t bytes) {
+    nsa_status s = nsa__compress_check(x, d, 0, 0);
+    if (s != NSA_OK) return s;
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    s = nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
+                        NSA__AT_out | NSA__GRADIENT);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__compress_gradient_check(dx, x, d, 0)) != NSA_OK) return s;
+    return nsa__compress_go(dx, x, d, workspace, bytes);
+}
+
+/* ---- The whole ----------------------------------------------------------------------------- */
+
+static const nsa__attend_fields nsa__chain_cmp = {NSA__AT_q,         NSA__AT_k_cmp_out,
+                                                  NSA__AT_v_cmp_out, NSA__AT_out_cmp,
+                                                  NSA__AT_lse_cmp,   NSA__AT_blocks};
+static const nsa__attend_fields nsa__chain_slc = {NSA__AT_q,       NSA__AT_k_slc,   NSA__AT_v_slc,
+                                                  NSA__AT_out_slc, NSA__AT_lse_slc, NSA__AT_blocks};
+static const nsa__attend_fields nsa__chain_win = {NSA__AT_q,       NSA__AT_k_win,   NSA__AT_v_win,
+                                                  NSA__AT_out_win, NSA__AT_lse_win, NSA__AT_blocks};
+static const nsa__gate_fields nsa__chain_gate = {NSA__AT_gates, NSA__AT_out_cmp, NSA__AT_out_slc,
+                                                 NSA__AT_out_win, NSA__AT_out};
+
+/* The chain's views as its primitives see them; for a gradient struct, their gradients. */
+typedef struct nsa__chain {
+    nsa_attend cmp, slc, win;
+    nsa_select select;
+    nsa_gate gate;
+} nsa__chain;
+
+static nsa_attend nsa__chain_attend(const nsa_attention *x, nsa_tensor k, nsa_tensor v,
+                                    nsa_tensor out, nsa_tensor lse) {
+    nsa_attend branch;
+    branch.q = x->q;
+    branch.k = k;
+    branch.v = v;
+    branch.out = out;
+    branch.lse = lse;
+    branch.blocks = x->blocks;
+    return branch;
+}
+
+static nsa__chain nsa__chain_of(const nsa_attention *x) {
+    nsa__chain c;
+    c.cmp = nsa__chain_attend(x, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp);
+    c.slc = nsa__chain_attend(x, x->k_slc, x->v_slc, x->out_slc, x->lse_slc);
+    c.win = nsa__chain_attend(x, x->k_win, x->v_win, x->out_win, x->lse_win);
+    c.select.q = x->q;
+    c.select.k = x->k_cmp.out;
+    c.select.lse = x->lse_cmp;
+    c.select.blocks = x->blocks;
+    c.gate.logits = x->gates;
+    c.gate.cmp = x->out_cmp;
+    c.gate.slc = x->out_slc;
+    c.gate.win = x->out_win;
+    c.gate.out = x->out;
+    return c;
+}
+
+enum {
+    NSA__TO_K_CMP = NSA__AT_k_cmp_phi - NSA__AT_phi,
+    NSA__TO_V_CMP = NSA__AT_v_cmp_phi - NSA__AT_phi
+};
+
+static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
+    nsa_status s = nsa_desc_check(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if ((s = nsa__compress_check_sizes(&x->k_cmp, d, NSA__TO_K_CMP)) != NSA_OK) return s;
+    if ((s = nsa__compress_check_sizes(&x->v_cmp, d, NSA__TO_V_CMP)) != NSA_OK) return s;
+    if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
+    return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
+}
+
+static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
+    nsa_status s = nsa__attention_check_sizes(x, d);
+    if (s != NSA_OK) return s;
+    nsa__chain c = nsa__chain_of(x);
+    if ((s = nsa__compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP)) != NSA_OK) return s;
+    if ((s = nsa__compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP)) != NSA_OK) return s;
+    if ((s = nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, &nsa__chain_cmp)) != NSA_OK)
+        return s;
+    if ((s = nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, &nsa__chain_slc)) != NSA_OK)
+        return s;
+    if ((s = nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, &nsa__chain_win)) != NSA_OK)
+        return s;
+    if (forward && (s = nsa__select_check(&c.select, d, &nsa__chain_cmp)) != NSA_OK) return s;
+    return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
+}
+
+NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
+    if (nsa__attention_check_sizes(x, d) != NSA_OK) return 0;
+    const size_t parts[] = {nsa_compress_forward_workspace_size(&x->k_cmp, d),
+                            nsa_compress_forward_workspace_size(&x->v_cmp, d),
+                            nsa_attend_cmp_forward_workspace_size(d),
+                            nsa_select_blocks_workspace_size(d),
+                            nsa_attend_slc_forward_workspace_size(d),
+                            nsa_attend_win_forward_workspace_size(d)};
+    size_t most = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        most = parts[i] > most ? parts[i] : most;
+    return most;
+}
+
+NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
+                                         size_t bytes) {
+    nsa_status s = nsa__attention_check(x, d, 1);
+    if (s != NSA_OK) return s;
+    nsa__chain c = nsa__chain_of(x);
+    nsa_desc one = *d; /* the least that any part runs in: then no part fails behind another that
+                          has written */
+    if (!one.threads) one.threads = 1;
+    if (!workspace || bytes < nsa_attention_forward_workspace_size(x, &one))
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    if ((s = nsa__compress_go(NULL, &x->k_cmp, d, workspace, bytes)) != NSA_OK) return s;
+    if ((s = nsa__compress_go(NULL, &x->v_cmp, d, workspace, bytes)) != NSA_OK) return s;
+    if ((s = nsa__attend_forward_run(&c.cmp, d, NSA__CMP, workspace, bytes)) != NSA_OK) return s;
+    if ((s = nsa__select_run(&c.select, d, workspace, bytes)) != NSA_OK) return s;
+    if ((s = nsa__attend_forward_run(&c.slc, d, NSA__SLC, workspace, bytes)) != NSA_OK) return s;
+    if ((s = nsa__attend_forward_run(&c.win, d, NSA__WIN, workspace, bytes)) != NSA_OK) return s;
+    nsa__gate_run(NULL, &c.gate, d);
+    return NSA_OK;
+}
+
+/* A gradient that several branches add to. Where its view is not of the real dtype the sum is taken
+   in workspace and added to the view once; views of the same memory share the sum. */
+enum {
+    NSA__SUM_Q,
+    NSA__SUM_K_CMP,
+    NSA__SUM_V_CMP,
+    NSA__SUM_K_SLC,
+    NSA__SUM_V_SLC,
+    NSA__SUM_K_WIN,
+    NSA__SUM_V_WIN,
+    NSA__SUMS
+};
+
+typedef struct nsa__sum {
+    const nsa_tensor *to; /* the caller's view */
+    nsa_tensor view;      /* what the primitives add to */
+    int heads, width;
+    int owner; /* this sum holds the memory, and flushes it */
+} nsa__sum;
+
+typedef struct nsa__chain_gradient {
+    nsa__sum sum[NSA__SUMS];
+    nsa_tensor dbranch;        /* dout of the branch at hand */
+    nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows */
+    void *rest;                /* the primitives' workspace */
+    size_t own;                /* bytes before it */
+} nsa__chain_gradient;
+
+static nsa_tensor nsa__take_tensor(nsa__arena *a, nsa__shape shape) {
+    nsa_tensor x;
+    x.dtype = NSA_REAL_DTYPE;
+    x.head = shape.width;
+    x.token = shape.width * shape.heads;
+    x.batch = x.token * shape.rows;
+    x.data = nsa__take(a, x.batch * shape.batch, sizeof(nsa_real));
+    return x;
+}
+
+static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape) {
+    memset(x->data, 0, (size_t)(x->batch * shape.batch) * sizeof(nsa_real));
+}
+
+static nsa__shape nsa__sum_shape(const nsa_desc *d, int i, const nsa__sum *sum) {
+    return i == NSA__SUM_Q ? nsa__query_shape(d, sum->heads, sum->width)
+                           : nsa__key_shape(d, sum->width);
+}
+
+static void nsa__chain_gradient_plan(nsa__chain_gradient *g, const nsa_attention *dx,
+                                     const nsa_desc *d, nsa__arena *a) {
+    const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
+                                       &dx->v_slc, &dx->k_win,   &dx->v_win};
+    for (int i = 0; i < NSA__SUMS; i++) {
+        nsa__sum *sum = &g->sum[i];
+        sum->to = to[i];
+        sum->view = *to[i];
+        sum->owner = 0;
+        sum->heads = i == NSA__SUM_Q ? d->heads : d->kv_heads;
+        sum->width =
+            i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
+        if (!to[i]->data || to[i]->dtype == NSA_REAL_DTYPE) continue;
+        int same = 1; /* q has rows of its own; of the keys the first that adds to this memory holds
+                         the sum */
+        while (same < i && (i == NSA__SUM_Q || to[same]->data != to[i]->data)) same++;
+        if (i != NSA__SUM_Q && same < i) {
+            sum->view = g->sum[same].view;
+            continue;
+        }
+        sum->owner = 1;
+        sum->view = nsa__take_tensor(a, nsa__sum_shape(d, i, sum));
+    }
+    g->dbranch = nsa__take_tensor(a, nsa__query_shape(d, d->heads, d->dim_v));
+    g->dk_cmp = nsa__take_tensor(a, nsa__cmp_shape(d, d->dim));
+    g->dv_cmp = nsa__take_tensor(a, nsa__cmp_shape(d, d->dim_v));
+    g->own = a->used;
+    g->rest = a->base ? a->base + a->used : NULL;
+}
+
+static size_t nsa__chain_backward_rest(const nsa_attention *x, const nsa_desc *d) {
+    const size_t parts[] = {nsa_compress_backward_workspace_size(&x->k_cmp, d),
+                            nsa_compress_backward_workspace_size(&x->v_cmp, d),
+                            nsa_attend_cmp_backward_workspace_size(d),
+                            nsa_attend_slc_backward_workspace_size(d),
+                            nsa_attend_win_backward_workspace_size(d)};
+    size_t most = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        most = parts[i] > most ? parts[i] : most;
+    return most;
+}
+
+NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
+                                                     const nsa_attention *x, const nsa_desc *d) {
+    nsa__chain_gradient g;
+    nsa__arena a = {NULL, 0};
+    if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
+    nsa__chain_gradient_plan(&g, dx, d, &a);
+    return g.own + nsa__chain_backward_rest(x, d) + NSA__ALIGN;
+}
+
+static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const nsa_attention *x,
+                                                const nsa_desc *d) {
+    nsa__shape keys = nsa__key_shape(d, d->dim), values = nsa__key_shape(d, d->dim_v);
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               queries = nsa__query_shape(d, d->heads, d->dim);
+    nsa_status s = nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__check_gradient(&dx->q, &x->q, queries, NSA__AT_q)) != NSA_OK) return s;
+    if ((s = nsa__compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP)) != NSA_OK)
+        return s;
+    if ((s = nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP)) != NSA_OK)
+        return s;
+    if ((s = nsa__check_gradient(&dx->k_slc, &x->k_slc, keys, NSA__AT_k_slc)) != NSA_OK) return s;
+    if ((s = nsa__check_gradient(&dx->v_slc, &x->v_slc, values, NSA__AT_v_slc)) != NSA_OK) return s;
+    if ((s = nsa__check_gradient(&dx->k_win, &x->k_win, keys, NSA__AT_k_win)) != NSA_OK) return s;
+    if ((s = nsa__check_gradient(&dx->v_win, &x->v_win, values, NSA__AT_v_win)) != NSA_OK) return s;
+    nsa__shape logits = nsa__query_shape(d, d->gate_heads, 3);
+    return nsa__check_gradient(&dx->gates, &x->gates, logits, NSA__AT_gates);
+}
+
+/* One branch: its share of dout from the gate, then its own backward. */
+static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa__chain *c,
+                                             const nsa_attention *dx, const nsa_desc *d,
+                                             nsa__branch branch, nsa_tensor dk, nsa_tensor dv,
+                                             size_t bytes) {
+    const nsa_attend *x = branch == NSA__CMP ? &c->cmp : branch == NSA__SLC ? &c->slc : &c->win;
+    nsa_gate dgate;
+    nsa_attend dattend;
+    memset(&dgate, 0, sizeof dgate);
+    memset(&dattend, 0, sizeof dattend);
+    nsa__zero_tensor(&g->dbranch, nsa__query_shape(d, d->heads, d->dim_v));
+    dgate.out = dx->out;
+    *(branch == NSA__CMP ? &dgate.cmp : branch == NSA__SLC ? &dgate.slc : &dgate.win) = g->dbranch;
+    nsa__gate_run(&dgate, &c->gate, d);
+    dattend.out = g->dbranch;
+    dattend.q = g->sum[NSA__SUM_Q].view;
+    dattend.k = dk;
+    dattend.v = dv;
+    return nsa__attend_backward_run(&dattend, x, d, branch, g->rest, bytes);
+}
+
+static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
+    for (int i = 0; i < NSA__SUMS; i++) {
+        const nsa__sum *sum = &g->sum[i];
+        if (!sum->owner) continue;
+        for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+            for (int64_t t = 0; t < (i == NSA__SUM_Q ? seq.count : seq.tokens); t++)
+                for (int h = 0; h < sum->heads; h++)
+                    nsa__add(sum->to->dtype, nsa__row(sum->to, seq.batch, seq.row + t, h), 1,
+                             (const nsa_real *)nsa__row(&sum->view, seq.batch, seq.row + t, h),
+                             sum->width);
+    }
+}
+
+static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa_compress *x,
+                                               const nsa_desc *d, nsa_tensor dout, nsa_tensor to,
+                                               void *workspace, size_t bytes) {
+    nsa_compress gradient = *dx;
+    gradient.out = dout;
+    gradient.x = to;
+    return nsa__compress_go(&gradient, x, d, workspace, bytes);
+}
+
+static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
+                                              const nsa_attention *x, const nsa_desc *d,
+                                              size_t bytes) {
+    const nsa__sum *sum = g->sum;
+    nsa__chain c = nsa__chain_of(x);
+    nsa_gate dlogits;
+    nsa_status s;
+    memset(&dlogits, 0, sizeof dlogits);
+    dlogits.out = dx->out;
+    dlogits.logits = dx->gates;
+    if (dx->gates.data) nsa__gate_run(&dlogits, &c.gate, d);
+    for (int i = 0; i < NSA__SUMS; i++)
+        if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]));
+    nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim));
+    nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v));
+    s = nsa__chain_branch_backward(g, &c, dx, d, NSA__CMP, g->dk_cmp, g->dv_cmp, bytes);
+    if (s != NSA_OK) return s;
+    s = nsa__chain_branch_backward(g, &c, dx, d, NSA__SLC, sum[NSA__SUM_K_SLC].view,
+                                   sum[NSA__SUM_V_SLC].view, bytes);
+    if (s != NSA_OK) return s;
+    s = nsa__chain_branch_backward(g, &c, dx, d, NSA__WIN, sum[NSA__SUM_K_WIN].view,
+                                   sum[NSA__SUM_V_WIN].view, bytes);
+    if (s != NSA_OK) return s;
+    s = nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp, sum[NSA__SUM_K_CMP].view,
+                                     g->rest, bytes);
+    if (s != NSA_OK) return s;
+    s = nsa__chain_compress_backward(&dx->v_cmp, &x->v_cmp, d, g->dv_cmp, sum[NSA__SUM_V_CMP].view,
+                                     g->rest, bytes);
+    if (s == NSA_OK) nsa__chain_flush(g, d);
+    return s;
+}
+
+NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x,
+                                          const nsa_desc *d, void *workspace, size_t bytes) {
+    nsa__chain_gradient g;
+    nsa_status s = nsa__attention_check(x, d, 0);
+    if (s != NSA_OK) return s;
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    if ((s = nsa__attention_gradient_check(dx, x, d)) != NSA_OK) return s;
+    nsa_desc one = *d;
+    if (!one.threads) one.threads = 1;
+    if (!workspace || bytes < nsa_attention_backward_workspace_size(dx, x, &one))
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    nsa__arena a = nsa__arena_at(workspace);
+    nsa__chain_gradient_plan(&g, dx, d, &a);
+    return nsa__attention_backward_run(&g, dx, x, d,
+                                       bytes - (size_t)((char *)g.rest - (char *)workspace));
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* NSA_IMPLEMENTATION */
+
+/* MIT License
+
+   Copyright (c) 2026 The nsa authors
+
+   Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
+   associated documentation files (the "Software"), to deal in the Software without restriction,
+   including without limitation the rights to use, copy, modify, merge, publish, distribute,
+   sublicense, and/or sell copies of the Software, and to permit persons to whom the Software is
+   furnished to do so, subject to the following conditions:
+
+   The above copyright notice and this permission notice shall be included in all copies or
+   substantial portions of the Software.
+
+   THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT
+   NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
+   NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM,
+   DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+   OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */
