@@ -209,10 +209,11 @@ typedef enum nsa_forced {
     NSA_FORCED_ON_TOP /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
 } nsa_forced;
 
-/* How p_cmp of the compressed blocks becomes the score of a selection block. */
+/* How p_cmp of the compressed blocks, summed over the heads of a group, becomes the score of a
+   selection block. */
 typedef enum nsa_score_map {
     NSA_SCORE_OVERLAP_SUM = 0, /* sum of p_cmp[i] * overlap(i, j) / stride: Eq. 9 */
-    NSA_SCORE_OVERLAP_MAX      /* the largest p_cmp[i] among blocks i that overlap block j */
+    NSA_SCORE_OVERLAP_MAX      /* the largest p_cmp[i] of the blocks i that overlap block j */
 } nsa_score_map;
 
 /* Which keys a window of w holds. */
