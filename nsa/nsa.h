@@ -1,5 +1,5 @@
 /* nsa.h - Native Sparse Attention (arXiv 2502.11089) in one C header: forward and backward, on the
-   CPU.
+   CPU. Its twin for GPUs is nsa_cuda.cuh.
 
    Do this in one file of your program:
 
@@ -8,7 +8,7 @@
 
    and only `#include "nsa.h"` everywhere else. Link with -lm; compile with -fopenmp to use threads.
 
-   A complete program (examples/embed holds it, with its output):
+   A complete program (examples/embed/window.c; embed.c beside it is the whole chain):
 
        #define NSA_IMPLEMENTATION
        #include "nsa.h"
@@ -17,10 +17,9 @@
 
        int main(void) {
            enum { T = 256, H = 4, D = 32 };
-           static float q[T][H][D], k[T][1][D], v[T][1][D], out[T][H][D], lse[T][H];
-           for (int i = 0; i < T * H * D; i++) (&q[0][0][0])[i] = (float)(i * 37 % 101) / 101;
-           for (int i = 0; i < T * D; i++) (&k[0][0][0])[i] = (&v[0][0][0])[i] = (float)(i * 53 %
-   97) / 97;
+           static float q[T * H * D], k[T * D], v[T * D], out[T * H * D], lse[T * H];
+           for (int i = 0; i < T * H * D; i++) q[i] = (float)(i * 37 % 101) / 101;
+           for (int i = 0; i < T * D; i++) k[i] = v[i] = (float)(i * 53 % 97) / 97;
 
            nsa_desc d = nsa_desc_default(1, T, H, 1, D);
            d.window = 64;
@@ -34,10 +33,12 @@
            size_t bytes = nsa_attend_win_forward_workspace_size(&d);
            void *workspace = malloc(bytes);
            nsa_status s = nsa_attend_win_forward(&x, &d, workspace, bytes);
-           printf("%s: out[255][3][0] = %.4f\n", nsa_status_name(s), (double)out[255][3][0]);
+           printf("%s: out[255][3][0] = %.4f\n", nsa_status_name(s), (double)out[(255 * H + 3) * D]);
            free(workspace);
            return s != NSA_OK;
        }
+
+   It prints "NSA_OK: out[255][3][0] = 0.5034".
 
    THE ALGORITHM ON ONE PAGE
 
@@ -45,14 +46,15 @@
    reads keys through three branches, each a softmax attention over few keys, and a gate adds the
    three up:
 
-     compress   k_cmp[i] = phi(k[i d .. i d + l)), v_cmp likewise            (Eq. 7)
-   nsa_compress_forward cmp        attention over the compressed blocks that lie before t
-   nsa_attend_cmp_forward select     p_cmp = softmax(q k_cmp) (Eq. 8) p_slc[j] = sum of p_cmp[i]
-   weighted by how far block i overlaps block j, summed over the heads of a group      (Eq. 9, 10)
-                the n best blocks j of l' tokens                       (Eq. 11, 12)
-   nsa_select_blocks slc        attention over the tokens of those blocks nsa_attend_slc_forward win
-   attention over the last w tokens                                     nsa_attend_win_forward gate
-   out = g_cmp out_cmp + g_slc out_slc + g_win out_win          (Eq. 5)  nsa_gate_forward
+     compress  k_cmp[i] = phi(k[i d .. i d + l)), v_cmp likewise       Eq. 7   nsa_compress_forward
+     cmp       attention over the compressed blocks before t                 nsa_attend_cmp_forward
+     select    p_cmp = softmax(q k_cmp)                                Eq. 8
+               p_slc[j] = sum of p_cmp[i], weighted by how far
+               block i overlaps block j, over the heads of a group     Eq. 9, 10
+               the n best blocks j of l' tokens                        Eq. 11, 12  nsa_select_blocks
+     slc       attention over the tokens of those blocks                     nsa_attend_slc_forward
+     win       attention over the last w tokens                              nsa_attend_win_forward
+     gate      out = g_cmp out_cmp + g_slc out_slc + g_win out_win     Eq. 5       nsa_gate_forward
 
    nsa_attention_forward runs all of it. nsa_rope_forward rotates q and k before anything else sees
    them. Each function but select has a backward of the same shape beside it.
@@ -63,40 +65,41 @@
      dimension is packed. (B,T,H,D), (B,H,T,D) and slices of a fused qkv projection need no copy.
      In comments a shape is written (B, T, H, D) whatever the strides.
    - Query rows first .. first + count - 1 of `tokens` keys may be computed alone. Every view on the
-   query's side (q, out, lse, blocks, gate logits, and their gradients) then starts at row `first`:
-   its row 0 is query `first`.
+     query's side (q, out, lse, blocks, gate logits, and their gradients) then starts at row
+     `first`: its row 0 is query `first`.
    - Variable length: `begins` holds B + 1 offsets into packed rows; sequence b is rows begins[b] ..
-   begins[b + 1] - 1, `tokens` the longest length; batch strides are not used. first and count then
-   speak of every sequence alike (rows that a sequence does not have are skipped). Compressed rows
-   are packed in the same order from row 0, nsa_cmp_count(desc, length) for each sequence. A
-   sequence's results equal those of it alone, bit for bit.
-   - Forward overwrites its outputs. Backward ADDS to its gradients: zero them first, or let
-   branches share one. A gradient struct has the type of its primitive: dx.q is the gradient of x.q;
-   dx.out is the incoming gradient of x.out. A gradient whose data is NULL is not computed. A
-   gradient may be of the real dtype whatever its tensor's is.
+     begins[b + 1] - 1, `tokens` the longest length; batch strides are not used. first and count
+     then speak of every sequence alike (rows that a sequence does not have are skipped). Compressed
+     rows are packed in the same order from row 0, nsa_cmp_count(desc, length) for each sequence. A
+     sequence's results equal those of it alone, bit for bit.
+   - Forward overwrites its outputs. Backward ADDS to its gradients: zero them first, or let branches
+     share one. A gradient struct has the type of its primitive: dx.q is the gradient of x.q; dx.out
+     is the incoming gradient of x.out. A gradient whose data is NULL is not computed. A gradient may
+     be of the real dtype whatever its tensor's is.
    - Positions are 0-based and causal: query t reads nothing after token t. A query without keys
-   gives out = 0, lse = -inf, gradients 0.
+     gives out = 0, lse = -inf, gradients 0.
    - A non-finite value in a row of q, k, v or dout is no error. Every query that reads the row gets
-   NaN, and no other; this holds under -ffast-math too.
+     NaN, and no other; this holds under -ffast-math too.
    - The same bits from run to run and for any number of threads; a query's bits depend on its own
-   keys alone.
-   - The library allocates nothing, prints nothing, never aborts and keeps no global state.
-   Workspace is the caller's, of any alignment, sized by the *_workspace_size function of the call;
-   its content means nothing between calls. A workspace size of 0 is returned for a descriptor that
-   nsa_desc_check refuses, and where none is needed.
+     keys alone.
+   - The library allocates nothing, prints nothing, never aborts and keeps no global state. Workspace
+     is the caller's, of any alignment, sized by the *_workspace_size function of the call; its
+     content means nothing between calls. A workspace size of 0 is returned for a descriptor that
+     nsa_desc_check refuses, and where none is needed.
    - Arguments are checked once, before anything is written: a call that does not return NSA_OK has
-   touched nothing.
+     touched nothing.
 
-   What it does not do: dropout, attention biases, cross attention, double backward, key-value
-   caches of several layers, quantised keys.
+   What it does not do: dropout, attention biases, cross attention, double backward, key-value caches
+   of several layers, quantised keys.
 
    CONFIGURATION (define before the include, the same in every file)
 
-     NSA_IMPLEMENTATION   the implementation too, in one file
-     NSA_STATIC           every function is static: a private copy in each file that includes the
-   implementation NSA_REAL             float (default) or double: what is accumulated in. double
-   also makes lse f64 and admits f64 tensors: the same source becomes its own f64 oracle. Do not mix
-   the two in one program without NSA_STATIC.
+     NSA_IMPLEMENTATION  the implementation too, in one file
+     NSA_STATIC          every function is static: a private copy in each file that includes the
+                         implementation
+     NSA_REAL            float (default) or double: what is accumulated in. double also makes lse f64
+                         and admits f64 tensors: the same source becomes its own f64 oracle. Do not
+                         mix the two in one program without NSA_STATIC.
 */
 #ifndef NSA_H
 #define NSA_H
