@@ -1301,6 +1301,12 @@ static uint64_t nsa__bits(int begin, int end) {
     return n <= 0 ? 0 : (n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1) << begin;
 }
 
+static int nsa__bit_count(uint64_t mask) {
+    int n = 0;
+    for (; mask; mask &= mask - 1) n++;
+    return n;
+}
+
 /* ---- Block index --------------------------------------------------------------------------- */
 
 NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens) {
@@ -1712,11 +1718,14 @@ typedef struct nsa__pass {
     nsa__seq seq;
     int kv_head, keys;
     int64_t key_row;
+    int ring; /* a decoding cache's window: key s lies in row s % ring; 0 where rows are straight */
     int tile_begin, tile_end; /* the tiles that any of the queries can see */
     /* its keys, packed by tile: rows as they are and transposed; `bad` marks rows with a non-finite
      * value, packed as zeros */
     nsa_real *k, *k_t, *v, *v_t;
     uint64_t *bad;
+    unsigned char *wanted; /* slc: the tiles that are in a list, others are not packed */
+    int64_t *reads; /* NULL, or of each query: how many keys it has read, summed over kv heads */
     /* backward, of each query row: delta = dout . out, lse in base 2, and whether the row is NaN's
      */
     nsa_real *delta, *lse2;
@@ -1799,6 +1808,7 @@ static void nsa__pass_init(nsa__pass *p, const nsa_desc *d, nsa__branch branch) 
 static void nsa__pass_take_keys(nsa__pass *p, nsa__arena *a, int rows, int transposed_values) {
     int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
     p->bad = (uint64_t *)nsa__take(a, tiles, sizeof *p->bad);
+    if (p->branch == NSA__SLC) p->wanted = (unsigned char *)nsa__take(a, tiles, 1);
     p->k_t = nsa__take_reals(a, size * p->d->dim);
     if (rows) p->k = nsa__take_reals(a, size * p->d->dim);
     if (transposed_values) p->v_t = nsa__take_reals(a, size * p->d->dim_v);
@@ -1812,7 +1822,8 @@ static uint64_t nsa__pack_rows(const nsa__pass *p, const nsa_tensor *x, int tile
     uint64_t bad = 0;
     for (int r = 0; r < p->tile; r++) {
         if (r < n) {
-            const void *from = nsa__row(x, p->seq.batch, p->key_row + tile_begin + r, p->kv_head);
+            int64_t key = p->ring ? (tile_begin + r) % p->ring : tile_begin + r;
+            const void *from = nsa__row(x, p->seq.batch, p->key_row + key, p->kv_head);
             if (!nsa__load_finite(row, x->dtype, from, width)) bad |= (uint64_t)1 << r;
         } else {
             memset(row, 0, (size_t)width * sizeof *row);
@@ -1830,12 +1841,23 @@ static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
     int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)p->keys - begin);
     int dim = p->d->dim, dim_v = p->d->dim_v;
     (void)scratch;
+    if (p->wanted && !p->wanted[tile]) return;
     uint64_t bad = nsa__pack_rows(p, &p->x->k, begin, n, dim, p->k ? p->k + key * dim : NULL,
                                   p->k_t + key * dim);
     if (p->v || p->v_t)
         bad |= nsa__pack_rows(p, &p->x->v, begin, n, dim_v, p->v ? p->v + key * dim_v : NULL,
                               p->v_t ? p->v_t + key * dim_v : NULL);
     p->bad[tile] = bad;
+}
+
+/* Marks the tiles that are in any list: a few queries of a long cache read few of them. */
+static void nsa__mark_wanted(const nsa__pass *p) {
+    int begin, end;
+    memset(p->wanted, 0, (size_t)p->tile_end);
+    for (int query = p->seq.first; query < p->seq.first + p->seq.count; query++)
+        for (int number = 0; nsa__span(p, query, number, &begin, &end); number++)
+            memset(p->wanted + begin / p->tile, 1,
+                   (size_t)((end - 1) / p->tile - begin / p->tile + 1));
 }
 
 /* Turns to a sequence and kv head: finds the tiles that its queries can see and packs them. */
@@ -1848,6 +1870,7 @@ static void nsa__pass_turn_to(nsa__pass *p, const nsa__team *team, int kv_head) 
     end = p->branch == NSA__CMP ? nsa_cmp_visible(p->d, last) : last + 1;
     p->tile_begin = begin / p->tile;
     p->tile_end = (int)nsa__ceil_div(end, p->tile);
+    if (p->wanted) nsa__mark_wanted(p);
     nsa__run(team, p->tile_end - p->tile_begin, nsa__pack_task, p);
 }
 
@@ -2007,6 +2030,8 @@ static void nsa__forward_tile(nsa__forward *f, const nsa__pass *p) {
     nsa__scatter(w, f->out, out, G * dim_v);
     nsa__scatter(w, f->m, m, G);
     nsa__scatter(w, f->l, l, G);
+    for (int a = 0; p->reads && a < w->readers; a++)
+        p->reads[w->first - p->seq.first + w->reader[a]] += nsa__bit_count(w->mask[a]);
     for (int a = 0; a < w->readers; a++)
         if (w->mask[a] & p->bad[w->tile])
             memset(f->bad + (ptrdiff_t)w->reader[a] * G, 1, (size_t)G);
