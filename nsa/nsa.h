@@ -33,12 +33,12 @@
            size_t bytes = nsa_attend_win_forward_workspace_size(&d);
            void *workspace = malloc(bytes);
            nsa_status s = nsa_attend_win_forward(&x, &d, workspace, bytes);
-           printf("%s: out[255][3][0] = %.4f\n", nsa_status_name(s), (double)out[(255 * H + 3) * D]);
+           printf("%s: %.4f\n", nsa_status_name(s), (double)out[(255 * H + 3) * D]);
            free(workspace);
            return s != NSA_OK;
        }
 
-   It prints "NSA_OK: out[255][3][0] = 0.5034".
+   It prints "NSA_OK: 0.5034".
 
    THE ALGORITHM ON ONE PAGE
 
@@ -72,34 +72,34 @@
      then speak of every sequence alike (rows that a sequence does not have are skipped). Compressed
      rows are packed in the same order from row 0, nsa_cmp_count(desc, length) for each sequence. A
      sequence's results equal those of it alone, bit for bit.
-   - Forward overwrites its outputs. Backward ADDS to its gradients: zero them first, or let branches
-     share one. A gradient struct has the type of its primitive: dx.q is the gradient of x.q; dx.out
-     is the incoming gradient of x.out. A gradient whose data is NULL is not computed. A gradient may
-     be of the real dtype whatever its tensor's is.
+   - Forward overwrites its outputs. Backward ADDS to its gradients: zero them first, or let
+     branches share one. A gradient struct has the type of its primitive: dx.q is the gradient of
+     x.q; dx.out is the incoming gradient of x.out. A gradient whose data is NULL is not computed. A
+     gradient may be of the real dtype whatever its tensor's is.
    - Positions are 0-based and causal: query t reads nothing after token t. A query without keys
      gives out = 0, lse = -inf, gradients 0.
    - A non-finite value in a row of q, k, v or dout is no error. Every query that reads the row gets
      NaN, and no other; this holds under -ffast-math too.
    - The same bits from run to run and for any number of threads; a query's bits depend on its own
      keys alone.
-   - The library allocates nothing, prints nothing, never aborts and keeps no global state. Workspace
-     is the caller's, of any alignment, sized by the *_workspace_size function of the call; its
-     content means nothing between calls. A workspace size of 0 is returned for a descriptor that
-     nsa_desc_check refuses, and where none is needed.
+   - The library allocates nothing, prints nothing, never aborts and keeps no global state.
+     Workspace is the caller's, of any alignment, sized by the *_workspace_size function of the
+     call; its content means nothing between calls. A workspace size of 0 is returned for a
+     descriptor that nsa_desc_check refuses, and where none is needed.
    - Arguments are checked once, before anything is written: a call that does not return NSA_OK has
      touched nothing.
 
-   What it does not do: dropout, attention biases, cross attention, double backward, key-value caches
-   of several layers, quantised keys.
+   What it does not do: dropout, attention biases, cross attention, double backward, key-value
+   caches of several layers, quantised keys.
 
    CONFIGURATION (define before the include, the same in every file)
 
      NSA_IMPLEMENTATION  the implementation too, in one file
      NSA_STATIC          every function is static: a private copy in each file that includes the
                          implementation
-     NSA_REAL            float (default) or double: what is accumulated in. double also makes lse f64
-                         and admits f64 tensors: the same source becomes its own f64 oracle. Do not
-                         mix the two in one program without NSA_STATIC.
+     NSA_REAL            float (default) or double: what is accumulated in. double also makes lse
+                         f64 and admits f64 tensors: the same source becomes its own f64 oracle. Do
+                         not mix the two in one program without NSA_STATIC.
 */
 #ifndef NSA_H
 #define NSA_H
@@ -186,11 +186,11 @@ enum {
 };
 
 NSA_API int nsa_status_kind(nsa_status s);
-NSA_API const char *nsa_status_name(nsa_status s); /* "NSA_ERROR_DTYPE" */
-NSA_API const char *
-nsa_status_text(nsa_status s); /* what is wrong and what is allowed, one sentence */
-NSA_API const char *
-nsa_status_where(nsa_status s); /* the field: "q", "dx.k", "cmp_stride"; "" where there is none */
+/* "NSA_ERROR_DTYPE"; what is wrong and what is allowed, one sentence; the field: "q", "dx.k",
+   "cmp_stride", or "" where there is none. */
+NSA_API const char *nsa_status_name(nsa_status s);
+NSA_API const char *nsa_status_text(nsa_status s);
+NSA_API const char *nsa_status_where(nsa_status s);
 
 /* Instruction sets of the tile kernels. */
 typedef enum nsa_isa {
@@ -206,7 +206,7 @@ NSA_API int nsa_isa_available(nsa_isa isa);
 NSA_API const char *nsa_isa_name(nsa_isa isa);
 
 /* How forced blocks count. docs/algorithm.md says which public implementation uses which value of
- * these options. */
+   these options. */
 typedef enum nsa_forced {
     NSA_FORCED_INSIDE = 0, /* slc_count includes the forced blocks (the paper) */
     NSA_FORCED_ON_TOP /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
@@ -263,26 +263,25 @@ typedef struct nsa_desc {
 NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim);
 
 /* NSA_OK, or the first rule that the descriptor breaks. Every function checks it; this is for
- * asking early. */
+   asking early. */
 NSA_API nsa_status nsa_desc_check(const nsa_desc *d);
 
 /* ---- Block index: which blocks there are, and which a query may see ---------------------------
-   Closed forms, for a descriptor that nsa_desc_check accepts. Compressed block i covers tokens [i
-   d, i d + l); selection block j covers [j l', (j + 1) l'). */
+   Closed forms, for a descriptor that nsa_desc_check accepts. Compressed block i covers tokens
+   [i d, i d + l); selection block j covers [j l', (j + 1) l'). */
 
-NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens); /* N(T): compressed blocks of T tokens */
-NSA_API int nsa_cmp_visible(const nsa_desc *d,
-                            int query); /* N(t + 1): those that lie wholly at or before t */
-NSA_API int nsa_slc_count(const nsa_desc *d,
-                          int tokens); /* selection blocks of T tokens, the last may be short */
-NSA_API int nsa_slc_candidates(const nsa_desc *d,
-                               int query); /* t / l' + 1: blocks that t may select */
-NSA_API int nsa_window_begin(const nsa_desc *d, int query); /* the first token of t's window */
+/* N(T): compressed blocks of T tokens; and N(t + 1): those that lie wholly at or before t. */
+NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens);
+NSA_API int nsa_cmp_visible(const nsa_desc *d, int query);
+/* Selection blocks of T tokens, the last may be short; and t / l' + 1: those that t may select. */
+NSA_API int nsa_slc_count(const nsa_desc *d, int tokens);
+NSA_API int nsa_slc_candidates(const nsa_desc *d, int query);
+/* The first token of t's window. */
+NSA_API int nsa_window_begin(const nsa_desc *d, int query);
 
 /* M(i, j) of Eq. 9: tokens shared by compressed block i and selection block j, in strides. */
 NSA_API int nsa_block_overlap(const nsa_desc *d, int cmp, int slc);
-/* The compressed blocks *begin .. *end - 1 that overlap selection block `slc`, of N(tokens) in all.
- */
+/* The compressed blocks *begin .. *end - 1, of N(tokens), that overlap selection block `slc`. */
 NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int *begin, int *end);
 
 /* The map M as CSR for `tokens` tokens: a row for each selection block, a column for each
@@ -292,8 +291,8 @@ NSA_API int64_t nsa_block_map_size(const nsa_desc *d, int tokens);
 NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr, int32_t *indices,
                                  nsa_real *weights);
 
-/* Variable length: where each sequence's compressed rows begin; B + 1 entries. Without begins: b
- * N(T). */
+/* Variable length: where each sequence's compressed rows begin; B + 1 entries. Without begins:
+   b N(T). */
 NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins);
 
 /* ---- RoPE: rotary positions, per head ---------------------------------------------------------
@@ -310,8 +309,8 @@ typedef enum nsa_rope_scaling {
     NSA_ROPE_SCALING_NONE = 0,
     NSA_ROPE_SCALING_LINEAR, /* positions / factor */
     NSA_ROPE_SCALING_NTK,    /* base * factor^(D / (D - 2)) */
-    NSA_ROPE_SCALING_YARN /* slow pairs as linear, fast ones unchanged, a ramp between; out * (0.1
-                             ln factor + 1) */
+    NSA_ROPE_SCALING_YARN    /* slow pairs as linear, fast ones unchanged, a ramp between;
+                                out * (0.1 ln factor + 1) */
 } nsa_rope_scaling;
 
 typedef struct nsa_rope {
@@ -332,13 +331,13 @@ typedef struct nsa_rope {
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d);
 /* dx.x += R^T dx.out. Options, positions, heads and dim are read from x; in-place gradients are not
- * allowed. */
+   allowed. */
 NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d);
 
 /* ---- Compression: phi, Eq. 7 ------------------------------------------------------------------
    out[i] = phi(x[i d], .., x[i d + l - 1]) for the N(T) blocks of every sequence and kv head; first
-   and count are not used. Called once for k (rotated) and once for v, each with its own parameters.
- */
+   and count are not used. Called once for k (rotated) and once for v, each with its own
+   parameters. */
 
 typedef enum nsa_phi {
     NSA_PHI_MEAN = 0, /* the average of the l rows */
@@ -365,19 +364,21 @@ NSA_API size_t nsa_compress_forward_workspace_size(const nsa_compress *x, const 
 NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
                                         size_t bytes);
 /* dx.out in; adds to dx.x, dx.pos, dx.w1, dx.b1, dx.w2, dx.b2. A head stride of 0 in dx sums over
- * the heads. */
+   the heads. */
 NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d);
 NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compress *x,
                                          const nsa_desc *d, void *workspace, size_t bytes);
 
 /* ---- Attention over few keys ------------------------------------------------------------------
-   out[t] = sum_s p[s] v[s],  p = softmax over the keys s that t sees of scale q[t] k[s],  lse = ln
-   sum_s exp(scale q[t] k[s]).
+   out[t] = sum_s p[s] v[s], p = softmax of scale q[t] k[s] over the keys s that t sees,
+   lse = ln sum_s exp(scale q[t] k[s]).
 
      cmp    keys are the compressed rows 0 .. nsa_cmp_visible(t) - 1: k and v hold N(T) rows, from
-   nsa_compress_forward slc    keys are the tokens s <= t of the blocks that `blocks` lists for t,
-   lists in the form of nsa_select_blocks win    keys are nsa_window_begin(t) .. t dense  keys are 0
-   .. t: causal attention, the baseline and the fall-back
+            nsa_compress_forward
+     slc    keys are the tokens s <= t of the blocks that `blocks` lists for t, lists in the form of
+            nsa_select_blocks
+     win    keys are nsa_window_begin(t) .. t
+     dense  keys are 0 .. t: causal attention, the baseline and the fall-back
 
    Backward recomputes p from lse: x.q, x.k, x.v, x.out, x.lse (and x.blocks) must be what forward
    read and wrote. */
@@ -450,16 +451,16 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
 typedef struct nsa_block_fault {
     int batch, query, kv_head, slot; /* query counts from 0 in its sequence */
     int32_t value;
-    const char *reason; /* "not a candidate of its query", "not ascending", "duplicate", "entry
-                           behind a -1" */
+    const char *reason; /* "not a candidate of its query", "not ascending", "duplicate",
+                           "entry behind a -1" */
 } nsa_block_fault;
 
 /* NSA_OK, or NSA_ERROR_BLOCKS and *fault (which may be NULL) the first fault. slc refuses what this
- * refuses. */
+   refuses. */
 NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                                     nsa_block_fault *fault);
 /* Brings any lists into the form: sorts, drops duplicates and what is no candidate of its query,
- * pads with -1. */
+   pads with -1. */
 NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d);
 
 /* ---- Gate, Eq. 5 ------------------------------------------------------------------------------
@@ -515,12 +516,11 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
 
 #endif /* NSA_H */
 
-/* ==== Implementation
-   =================================================================================
+/* ==== Implementation ============================================================================
 
    Rows and numbers - checks - workspace and threads - tiles - block index - rope - compress -
-   attend - select - gate - attention. Below the public functions' checks every argument is trusted.
- */
+   attend - select - gate - attention. Below the public functions' checks every argument is
+   trusted. */
 #if defined(NSA_IMPLEMENTATION) && !defined(NSA__IMPLEMENTED)
 #define NSA__IMPLEMENTED
 
@@ -693,8 +693,8 @@ static int nsa__all_finite(const nsa_real *x, int n) {
 }
 
 /* Loads a row; one with a non-finite value comes as zeros and 0 is returned. No NaN enters a tile:
-   its readers are marked instead, so that it can reach nobody else and no kernel has to be careful.
- */
+   its readers are marked instead, so that it can reach nobody else and no kernel has to be
+   careful. */
 static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
     nsa__load(to, dtype, row, n);
     if (nsa__all_finite(to, n)) return 1;
@@ -772,7 +772,7 @@ NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int 
     X(NSA_ERROR_CUDA, "the CUDA runtime refused; cudaGetLastError says why")
 
 /* Every field that a status can name. The fields of a compress stand three times, in the same
- * order. */
+   order. */
 #define NSA__COMPRESS_FIELDS(X, id, prefix) \
     X(id##phi, prefix "phi")                \
     X(id##dim, prefix "dim")                \
@@ -912,8 +912,8 @@ NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads
     return d;
 }
 
-/* 1 if the product of the sizes, each >= 0, in elements of up to 8 bytes, fits the address space.
- */
+/* 1 if the product of the sizes, each >= 0, in elements of up to 8 bytes, fits the address
+   space. */
 static int nsa__fits(int64_t a, int64_t b, int64_t c, int64_t e) {
     const double limit =
         sizeof(size_t) >= 8 ? 1152921504606846976.0 /* 2^60 */ : (double)(SIZE_MAX / 16);
@@ -961,8 +961,8 @@ static nsa_status nsa__check_options(const nsa_desc *d) {
     return NSA_OK;
 }
 
-/* `begins` is read here, so this part is the CPU's alone: a CUDA caller's begins lie on the device.
- */
+/* `begins` is read here, so this part is the CPU's alone: a CUDA caller's begins lie on the
+   device. */
 static nsa_status nsa__check_begins(const nsa_desc *d) {
     if (!d->begins) return NSA_OK;
     if (d->begins[0] < 0) return nsa__error(NSA_ERROR_BEGINS, NSA__AT_begins);
@@ -1115,7 +1115,7 @@ static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x,
 /* ---- Sequences, workspace, threads --------------------------------------------------------- */
 
 /* One sequence of the batch. Walk with nsa__seq_begin and nsa__seq_next: packed compressed rows add
- * up. */
+   up. */
 typedef struct nsa__seq {
     int index;       /* b */
     int64_t batch;   /* what batch strides multiply: b, or 0 where sequences are packed */
@@ -1201,7 +1201,7 @@ typedef struct nsa__team {
 } nsa__team;
 
 /* Checks the workspace and splits it. Where `threads` is 0 the workspace decides how many threads
- * the call uses. */
+   the call uses. */
 static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *workspace, size_t bytes,
                                  size_t shared, size_t scratch) {
     size_t least = shared + (d->threads ? (size_t)nsa__threads(d) : 1) * scratch + NSA__ALIGN;
@@ -1700,7 +1700,7 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
    do not depend on who is computed beside it; which keys of a tile a query sees is a mask of 64
    bits, and a tile that it does not see at all leaves its state as it is, to the bit. One sequence
    and kv head at a time: its keys are packed once, then tasks of neighbouring queries (forward, dq)
-   or of one key tile (dk, dv) run side by side.               */
+   or of one key tile (dk, dv) run side by side. */
 
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
 
@@ -1726,8 +1726,8 @@ typedef struct nsa__pass {
     uint64_t *bad;
     unsigned char *wanted; /* slc: the tiles that are in a list, others are not packed */
     int64_t *reads; /* NULL, or of each query: how many keys it has read, summed over kv heads */
-    /* backward, of each query row: delta = dout . out, lse in base 2, and whether the row is NaN's
-     */
+    /* backward, of each query row: delta = dout . out, lse in base 2, and whether the row is
+       NaN's */
     nsa_real *delta, *lse2;
     unsigned char *bad_row;
     /* backward of slc: the queries that read tile i are readers[reader_begin[i] .. reader_begin[i +
@@ -1899,7 +1899,7 @@ static uint64_t nsa__cursor_pass(const nsa__pass *p, int query, nsa__cursor *c, 
 }
 
 /* A task's queries on their walk over key tiles. Rows are query-major: row a G + g is head g of
- * query a. */
+   query a. */
 typedef struct nsa__walk {
     int first, queries; /* positions first .. first + queries - 1 */
     nsa__cursor *cursor;
@@ -1943,7 +1943,7 @@ static int nsa__walk_next(nsa__walk *w, const nsa__pass *p) {
 }
 
 /* The readers' rows of `all`, side by side: `all` itself where everybody reads. `width` is that of
- * a query's rows. */
+   a query's rows. */
 static nsa_real *nsa__gather(const nsa__walk *w, nsa_real *all, nsa_real *some, int width) {
     if (w->readers == w->queries) return all;
     for (int a = 0; a < w->readers; a++)
@@ -1960,7 +1960,7 @@ static void nsa__scatter(const nsa__walk *w, nsa_real *all, const nsa_real *some
 }
 
 /* Loads the rows of a query's heads; bad[g] is set for those with a non-finite value, which come as
- * zeros. */
+   zeros. */
 static void nsa__load_query(const nsa__pass *p, const nsa_tensor *x, int query, int width,
                             nsa_real *to, unsigned char *bad) {
     for (int g = 0; g < p->group; g++) {
@@ -2283,7 +2283,7 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
 }
 
 /* The inverse of the block lists: which queries read each tile. A counting sort, so that readers
- * ascend. */
+   ascend. */
 static void nsa__invert_blocks(nsa__pass *p) {
     int64_t *at = p->reader_begin;
     int begin, end;
@@ -2497,7 +2497,7 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
 }
 
 /* A number that orders as scores do, NaN below all; by bits, for -ffast-math knows neither NaN nor
- * its order. */
+   its order. */
 static uint64_t nsa__score_key(nsa_real score) {
     const uint64_t sign = (uint64_t)1 << 63;
     uint64_t bits = nsa__double_bits((double)score);
@@ -2626,7 +2626,7 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
 }
 
 /* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
- * size - 1. */
+   size - 1. */
 static int nsa__stencil_lead(const nsa_desc *d) {
     return d->cmp_block / d->cmp_stride - 1;
 }
@@ -2807,11 +2807,11 @@ typedef struct nsa__compress_pass {
     const nsa_desc *d;
     nsa__seq seq;
     int head;
-    /* mlp: the parameters of `head`, packed: w1 (hidden, l D), w2 (D, hidden), and their transposes
-     */
+    /* mlp: the parameters of `head`, packed: w1 (hidden, l D), w2 (D, hidden), and their
+       transposes */
     nsa_real *w1, *w1_t, *w2, *w2_t;
-    /* mlp backward, of every compressed row of `head`: silu(h) and dh; rows of `seq` begin at row
-     */
+    /* mlp backward, of every compressed row of `head`: silu(h) and dh; rows of `seq` begin at
+       row */
     nsa_real *act, *dh;
     int64_t rows, row;
     /* sums of the parameter gradients */
@@ -3001,7 +3001,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
 }
 
 /* act = silu(h);  dact = dout w2,  dh = dact silu'(h),  silu'(h) = sigmoid(h) (1 + h (1 -
- * sigmoid(h))) */
+   sigmoid(h))) */
 static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, void *scratch) {
     const nsa__compress_pass *p = (const nsa__compress_pass *)context;
     const nsa_tensor *dout = &p->dx->out;
@@ -3026,7 +3026,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
 }
 
 /* dx[i d + j] += dh[i] w1[:, j], gathered by chunks of tokens: of block i's tap j the chunk's own
- * tokens only. */
+   tokens only. */
 static void nsa__mlp_input_gradient_task(const void *context, int64_t index, void *scratch) {
     const nsa__compress_pass *p = (const nsa__compress_pass *)context;
     nsa_real *sum = (nsa_real *)scratch;
@@ -3048,7 +3048,7 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t index, voi
 }
 
 /* Task j < l: dw1[:, j] += dh^T (x + pos)[j]. Task l: dw2 += dout^T act, db2 += sum dout, db1 +=
- * sum dh. */
+   sum dh. */
 static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
     const nsa__compress_pass *p = (const nsa__compress_pass *)context;
     const nsa_tensor *dout = &p->dx->out;
@@ -3221,7 +3221,7 @@ static nsa_status nsa__compress_check_sizes(const nsa_compress *x, const nsa_des
 }
 
 /* `base` is what the chain adds to the names of the fields. A parameter with head stride 0 is one
- * for all heads. */
+   for all heads. */
 static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
                                       int base) {
     nsa__compress_pass p;
