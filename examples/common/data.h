@@ -34,6 +34,7 @@ typedef struct data_batch {
         *begins;          /* isolate_documents: documents + 1 offsets into rows * seq_len tokens, */
     int64_t documents;    /* a row's start always among them; else NULL and 0 */
     int64_t max_document; /* tokens of the longest */
+    int64_t labelled;     /* labels that are tokens */
     int64_t sample, epoch; /* of the first row of the global micro-batch */
     data_position next;    /* where the data stand once this batch is used */
 } data_batch;
@@ -45,6 +46,7 @@ typedef struct data_options {
     int64_t seq_len, batch_size; /* batch_size: the global micro-batch, a multiple of world */
     uint64_t seed;
     int64_t rank, world;
+    int64_t val_batches;         /* wanted for an evaluation */
     int input;                   /* the descriptor that "-" reads: 0 in a program */
     const data_position *resume; /* NULL: from the start */
     listener notes;
@@ -60,9 +62,9 @@ void data_close(data *d);
    end of a pipe, unless synthetic_on_fail; the fault says which. */
 bool data_next(data *d, data_batch *batch, fault *f);
 
-/* Validation micro-batch k, the same at each call; data_val_batches says how many there are (0:
-   none fits), at most `most`. Its rows never appear in training. Valid until the next call. */
-int64_t data_val_batches(const data *d, int64_t most);
+/* Validation micro-batch k of data_val_batches (0: the data are too short for one), the same at
+   each call, spread over all that is set aside. Its tokens never appear in training. */
+int64_t data_val_batches(const data *d);
 bool data_val(data *d, int64_t k, data_batch *batch, fault *f);
 
 typedef struct data_stats {
