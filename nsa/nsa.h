@@ -516,6 +516,166 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
 
 #endif /* NSA_H */
 
+/* ==== Private, shared with nsa_cuda.cuh =========================================================
+
+   What a status can name, and the check of one view. */
+#if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__VIEW_CHECKS)
+#define NSA__VIEW_CHECKS
+
+/* Every field that a status can name. The fields of a compress stand three times, in the same
+   order. */
+#define NSA__COMPRESS_FIELDS(X, id, prefix) \
+    X(id##phi, prefix "phi")                \
+    X(id##dim, prefix "dim")                \
+    X(id##hidden, prefix "hidden")          \
+    X(id##x, prefix "x")                    \
+    X(id##out, prefix "out")                \
+    X(id##pos, prefix "pos")                \
+    X(id##w1, prefix "w1")                  \
+    X(id##b1, prefix "b1")                  \
+    X(id##w2, prefix "w2")                  \
+    X(id##b2, prefix "b2")
+#define NSA__FIELDS(X)                        \
+    X(none, "")                               \
+    X(arguments, "arguments")                 \
+    X(desc, "desc")                           \
+    X(workspace, "workspace")                 \
+    X(batch, "batch")                         \
+    X(tokens, "tokens")                       \
+    X(heads, "heads")                         \
+    X(kv_heads, "kv_heads")                   \
+    X(gate_heads, "gate_heads")               \
+    X(dim_v, "dim_v")                         \
+    X(first, "first")                         \
+    X(count, "count")                         \
+    X(begins, "begins")                       \
+    X(cmp_block, "cmp_block")                 \
+    X(cmp_stride, "cmp_stride")               \
+    X(slc_block, "slc_block")                 \
+    X(slc_count, "slc_count")                 \
+    X(slc_init, "slc_init")                   \
+    X(slc_local, "slc_local")                 \
+    X(window, "window")                       \
+    X(scale, "scale")                         \
+    X(forced, "forced")                       \
+    X(score_map, "score_map")                 \
+    X(window_rule, "window_rule")             \
+    X(gate, "gate")                           \
+    X(threads, "threads")                     \
+    X(isa, "isa")                             \
+    X(positions, "positions")                 \
+    X(base, "base")                           \
+    X(pairs, "pairs")                         \
+    X(scaling, "scaling")                     \
+    X(factor, "factor")                       \
+    X(trained_context, "trained_context")     \
+    X(fast, "fast")                           \
+    X(query, "query")                         \
+    X(scores, "scores")                       \
+    X(q, "q")                                 \
+    X(k, "k")                                 \
+    X(v, "v")                                 \
+    X(lse, "lse")                             \
+    X(blocks, "blocks")                       \
+    X(logits, "logits")                       \
+    X(cmp, "cmp")                             \
+    X(slc, "slc")                             \
+    X(win, "win")                             \
+    X(k_slc, "k_slc")                         \
+    X(v_slc, "v_slc")                         \
+    X(k_win, "k_win")                         \
+    X(v_win, "v_win")                         \
+    X(gates, "gates")                         \
+    X(out_cmp, "out_cmp")                     \
+    X(out_slc, "out_slc")                     \
+    X(out_win, "out_win")                     \
+    X(lse_cmp, "lse_cmp")                     \
+    X(lse_slc, "lse_slc")                     \
+    X(lse_win, "lse_win")                     \
+    NSA__COMPRESS_FIELDS(X, , "")             \
+    NSA__COMPRESS_FIELDS(X, k_cmp_, "k_cmp.") \
+    NSA__COMPRESS_FIELDS(X, v_cmp_, "v_cmp.")
+
+#define NSA__FIELD_ID(id, text) NSA__AT_##id,
+enum { NSA__FIELDS(NSA__FIELD_ID) NSA__AT_END, NSA__GRADIENT = 1 << 16 };
+#undef NSA__FIELD_ID
+
+static nsa_status nsa__error(int kind, int field) {
+    return kind | field << 8;
+}
+
+static size_t nsa__dtype_bytes(nsa_dtype dtype) {
+    switch (dtype) {
+    case NSA_BF16:
+    case NSA_F16:
+        return 2;
+    case NSA_F64:
+        return 8;
+    case NSA_F32:
+    case NSA_I32:
+        break;
+    }
+    return 4;
+}
+
+/* 1 if the product of the sizes, each >= 0, in elements of up to 8 bytes, fits the address
+   space. */
+static int nsa__fits(int64_t a, int64_t b, int64_t c, int64_t e) {
+    const double limit =
+        sizeof(size_t) >= 8 ? 1152921504606846976.0 /* 2^60 */ : (double)(SIZE_MAX / 16);
+    return (double)a * (double)b * (double)c * (double)e < limit;
+}
+
+/* The rows that a view must have, as its strides see them. */
+typedef struct nsa__shape {
+    int64_t batch, rows, heads, width;
+} nsa__shape;
+
+typedef struct nsa__axis {
+    int64_t stride, extent;
+} nsa__axis;
+
+/* 1 if no two rows of the shape share an element. */
+static int nsa__rows_apart(const nsa_tensor *x, nsa__shape shape) {
+    nsa__axis axes[3] = {{x->batch, shape.batch}, {x->token, shape.rows}, {x->head, shape.heads}};
+    for (int i = 1; i < 3; i++) /* ascending strides */
+        for (int j = i; j > 0 && axes[j].stride < axes[j - 1].stride; j--) {
+            nsa__axis swap = axes[j];
+            axes[j] = axes[j - 1];
+            axes[j - 1] = swap;
+        }
+    int64_t covered = shape.width;
+    for (int i = 0; i < 3; i++) {
+        if (axes[i].extent <= 1) continue;
+        if (axes[i].stride < covered) return 0;
+        covered += axes[i].stride * (axes[i].extent - 1);
+    }
+    return 1;
+}
+
+enum { NSA__FLOATS = 1 << NSA_F32 | 1 << NSA_BF16 | 1 << NSA_F16, NSA__INTS = 1 << NSA_I32 };
+
+static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigned dtypes,
+                                  int writes, int field) {
+    if (shape.batch == 0 || shape.rows == 0 || shape.heads == 0)
+        return NSA_OK; /* nothing will be touched */
+    if (!x->data) return nsa__error(NSA_ERROR_NULL, field);
+    if ((unsigned)x->dtype > NSA_I32 || !(dtypes >> x->dtype & 1))
+        return nsa__error(NSA_ERROR_DTYPE, field);
+    if ((uintptr_t)x->data % nsa__dtype_bytes(x->dtype))
+        return nsa__error(NSA_ERROR_ALIGNMENT, field);
+    int64_t batch = shape.batch > 1 ? x->batch : 0, token = shape.rows > 1 ? x->token : 0;
+    int64_t head = shape.heads > 1 ? x->head : 0;
+    if (batch < 0 || token < 0 || head < 0) return nsa__error(NSA_ERROR_STRIDE, field);
+    if (!nsa__fits(batch, shape.batch, 4, 1) || !nsa__fits(token, shape.rows, 4, 1) ||
+        !nsa__fits(head, shape.heads, 4, 1) || !nsa__fits(shape.width, 4, 1, 1))
+        return nsa__error(NSA_ERROR_OVERFLOW, field);
+    if (writes && !nsa__rows_apart(x, shape)) return nsa__error(NSA_ERROR_STRIDE, field);
+    return NSA_OK;
+}
+
+#endif /* NSA__VIEW_CHECKS */
+
 /* ==== Implementation ============================================================================
 
    Rows and numbers - checks - workspace and threads - tiles - block index - rope - compress -
@@ -613,20 +773,6 @@ NSA_API uint16_t nsa_f32_to_f16(float x) {
     uint32_t rounded = mantissa >> shift;
     if (rest > half || (rest == half && (rounded & 1))) rounded++;
     return (uint16_t)(sign | rounded);
-}
-
-static size_t nsa__dtype_bytes(nsa_dtype dtype) {
-    switch (dtype) {
-    case NSA_BF16:
-    case NSA_F16:
-        return 2;
-    case NSA_F64:
-        return 8;
-    case NSA_F32:
-    case NSA_I32:
-        break;
-    }
-    return 4;
 }
 
 static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t head) {
@@ -739,119 +885,42 @@ NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int 
 /* ---- Checks -------------------------------------------------------------------------------- */
 
 /* Every kind of error once: its name and its sentence. */
-#define NSA__STATUSES(X)                                                                          \
-    X(NSA_OK, "success")                                                                          \
-    X(NSA_ERROR_NULL, "a pointer that is needed is null")                                         \
-    X(NSA_ERROR_ALIGNMENT, "data must be aligned to the size of its element")                     \
-    X(NSA_ERROR_DTYPE, "this dtype is not allowed here: tensors are f32, bf16 or f16 (f64 where " \
-                       "NSA_REAL is double), lse is of "                                          \
-                       "NSA_REAL_DTYPE, blocks and positions are i32, a gradient has its "        \
-                       "tensor's dtype or NSA_REAL_DTYPE")                                        \
-    X(NSA_ERROR_STRIDE, "strides must be >= 0, and those of an output must keep its rows apart")  \
-    X(NSA_ERROR_OVERFLOW, "the product of these sizes passes the address space")                  \
-    X(NSA_ERROR_SIZE, "out of range: batch, heads, blocks, strides, window and hidden are >= 1, " \
-                      "tokens >= 0, dims 1..256 (even for "                                       \
-                      "rope), a factor >= 1; in a chain k_cmp.dim is dim and v_cmp.dim is dim_v") \
-    X(NSA_ERROR_HEADS,                                                                            \
-      "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads")               \
-    X(NSA_ERROR_CMP_STRIDE, "cmp_stride must divide cmp_block")                                   \
-    X(NSA_ERROR_SLC_BLOCK, "slc_block must be a multiple of cmp_stride and at least cmp_block")   \
-    X(NSA_ERROR_SLC_COUNT,                                                                        \
-      "slc_init + slc_local must not exceed slc_count (or use NSA_FORCED_ON_TOP)")                \
-    X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP)")                \
-    X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens")               \
-    X(NSA_ERROR_BEGINS,                                                                           \
-      "begins must ascend from 0 or more, and no sequence may be longer than tokens")             \
-    X(NSA_ERROR_OPTION, "not a value of this option's enum")                                      \
-    X(NSA_ERROR_SCALE, "must be finite")                                                          \
-    X(NSA_ERROR_ISA, "this machine or this build has no such instruction set")                    \
-    X(NSA_ERROR_BLOCKS, "a block list must hold candidates of its query, ascending, no "          \
-                        "duplicates, -1 behind the last; "                                        \
-                        "nsa_check_blocks says which fails, nsa_normalize_blocks mends them")     \
-    X(NSA_ERROR_WORKSPACE, "the workspace is null or smaller than its size query says")           \
+#define NSA__STATUSES(X)                                                                           \
+    X(NSA_OK, "success")                                                                           \
+    X(NSA_ERROR_NULL, "a pointer that is needed is null")                                          \
+    X(NSA_ERROR_ALIGNMENT, "data must be aligned to the size of its element, on CUDA to 16 bytes") \
+    X(NSA_ERROR_DTYPE,                                                                             \
+      "this dtype is not allowed here: tensors are f32, bf16 or f16 (f64 where "                   \
+      "NSA_REAL is double), lse is of NSA_REAL_DTYPE, blocks and positions are "                   \
+      "i32, a gradient has its tensor's dtype or NSA_REAL_DTYPE; on CUDA all are "                 \
+      "of one dtype, lse is f32, and the dtype is one that was compiled in")                       \
+    X(NSA_ERROR_STRIDE, "strides must be >= 0, on CUDA multiples of 16 bytes, and those of an "    \
+                        "output must keep its rows apart")                                         \
+    X(NSA_ERROR_OVERFLOW, "the product of these sizes passes the address space")                   \
+    X(NSA_ERROR_SIZE, "out of range: batch, heads, blocks, strides, window and hidden are >= 1, "  \
+                      "tokens >= 0, dims 1..256 (even for rope), a factor >= 1; in a chain "       \
+                      "k_cmp.dim is dim and v_cmp.dim is dim_v; on CUDA dims and hidden are "      \
+                      "multiples of 8 and dims at most NSA_CUDA_MAX_DIM")                          \
+    X(NSA_ERROR_HEADS,                                                                             \
+      "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads")                \
+    X(NSA_ERROR_CMP_STRIDE, "cmp_stride must divide cmp_block")                                    \
+    X(NSA_ERROR_SLC_BLOCK,                                                                         \
+      "slc_block must be a multiple of cmp_stride and at least cmp_block, on "                     \
+      "CUDA a multiple of 16 in 16..128")                                                          \
+    X(NSA_ERROR_SLC_COUNT,                                                                         \
+      "slc_init + slc_local must not exceed slc_count (or use NSA_FORCED_ON_TOP)")                 \
+    X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP)")                 \
+    X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens")                \
+    X(NSA_ERROR_BEGINS,                                                                            \
+      "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
+    X(NSA_ERROR_OPTION, "not a value of this option's enum")                                       \
+    X(NSA_ERROR_SCALE, "must be finite")                                                           \
+    X(NSA_ERROR_ISA, "this machine or this build has no such instruction set")                     \
+    X(NSA_ERROR_BLOCKS, "a block list must hold candidates of its query, ascending, no "           \
+                        "duplicates, -1 behind the last; "                                         \
+                        "nsa_check_blocks says which fails, nsa_normalize_blocks mends them")      \
+    X(NSA_ERROR_WORKSPACE, "the workspace is null or smaller than its size query says")            \
     X(NSA_ERROR_CUDA, "the CUDA runtime refused; cudaGetLastError says why")
-
-/* Every field that a status can name. The fields of a compress stand three times, in the same
-   order. */
-#define NSA__COMPRESS_FIELDS(X, id, prefix) \
-    X(id##phi, prefix "phi")                \
-    X(id##dim, prefix "dim")                \
-    X(id##hidden, prefix "hidden")          \
-    X(id##x, prefix "x")                    \
-    X(id##out, prefix "out")                \
-    X(id##pos, prefix "pos")                \
-    X(id##w1, prefix "w1")                  \
-    X(id##b1, prefix "b1")                  \
-    X(id##w2, prefix "w2")                  \
-    X(id##b2, prefix "b2")
-#define NSA__FIELDS(X)                        \
-    X(none, "")                               \
-    X(arguments, "arguments")                 \
-    X(desc, "desc")                           \
-    X(workspace, "workspace")                 \
-    X(batch, "batch")                         \
-    X(tokens, "tokens")                       \
-    X(heads, "heads")                         \
-    X(kv_heads, "kv_heads")                   \
-    X(gate_heads, "gate_heads")               \
-    X(dim_v, "dim_v")                         \
-    X(first, "first")                         \
-    X(count, "count")                         \
-    X(begins, "begins")                       \
-    X(cmp_block, "cmp_block")                 \
-    X(cmp_stride, "cmp_stride")               \
-    X(slc_block, "slc_block")                 \
-    X(slc_count, "slc_count")                 \
-    X(slc_init, "slc_init")                   \
-    X(slc_local, "slc_local")                 \
-    X(window, "window")                       \
-    X(scale, "scale")                         \
-    X(forced, "forced")                       \
-    X(score_map, "score_map")                 \
-    X(window_rule, "window_rule")             \
-    X(gate, "gate")                           \
-    X(threads, "threads")                     \
-    X(isa, "isa")                             \
-    X(positions, "positions")                 \
-    X(base, "base")                           \
-    X(pairs, "pairs")                         \
-    X(scaling, "scaling")                     \
-    X(factor, "factor")                       \
-    X(trained_context, "trained_context")     \
-    X(fast, "fast")                           \
-    X(query, "query")                         \
-    X(scores, "scores")                       \
-    X(q, "q")                                 \
-    X(k, "k")                                 \
-    X(v, "v")                                 \
-    X(lse, "lse")                             \
-    X(blocks, "blocks")                       \
-    X(logits, "logits")                       \
-    X(cmp, "cmp")                             \
-    X(slc, "slc")                             \
-    X(win, "win")                             \
-    X(k_slc, "k_slc")                         \
-    X(v_slc, "v_slc")                         \
-    X(k_win, "k_win")                         \
-    X(v_win, "v_win")                         \
-    X(gates, "gates")                         \
-    X(out_cmp, "out_cmp")                     \
-    X(out_slc, "out_slc")                     \
-    X(out_win, "out_win")                     \
-    X(lse_cmp, "lse_cmp")                     \
-    X(lse_slc, "lse_slc")                     \
-    X(lse_win, "lse_win")                     \
-    NSA__COMPRESS_FIELDS(X, , "")             \
-    NSA__COMPRESS_FIELDS(X, k_cmp_, "k_cmp.") \
-    NSA__COMPRESS_FIELDS(X, v_cmp_, "v_cmp.")
-
-#define NSA__FIELD_ID(id, text) NSA__AT_##id,
-enum { NSA__FIELDS(NSA__FIELD_ID) NSA__AT_END, NSA__GRADIENT = 1 << 16 };
-#undef NSA__FIELD_ID
-
-static nsa_status nsa__error(int kind, int field) {
-    return kind | field << 8;
-}
 
 NSA_API int nsa_status_kind(nsa_status s) {
     return s & 0xff;
@@ -910,14 +979,6 @@ NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads
     d.slc_local = 2;
     d.window = 512;
     return d;
-}
-
-/* 1 if the product of the sizes, each >= 0, in elements of up to 8 bytes, fits the address
-   space. */
-static int nsa__fits(int64_t a, int64_t b, int64_t c, int64_t e) {
-    const double limit =
-        sizeof(size_t) >= 8 ? 1152921504606846976.0 /* 2^60 */ : (double)(SIZE_MAX / 16);
-    return (double)a * (double)b * (double)c * (double)e < limit;
 }
 
 static nsa_status nsa__check_sizes(const nsa_desc *d) {
@@ -1003,11 +1064,6 @@ NSA_API nsa_status nsa_desc_check(const nsa_desc *d) {
     return s != NSA_OK ? s : nsa__check_begins(d);
 }
 
-/* The rows that a view must have, as its strides see them. */
-typedef struct nsa__shape {
-    int64_t batch, rows, heads, width;
-} nsa__shape;
-
 static nsa__shape nsa__shape_of(const nsa_desc *d, int64_t rows, int64_t packed_rows, int64_t heads,
                                 int64_t width) {
     nsa__shape shape = {d->batch, rows, heads, width};
@@ -1054,54 +1110,11 @@ static nsa__shape nsa__parameter_shape(const nsa_desc *d, int64_t rows, int64_t 
     return shape;
 }
 
-typedef struct nsa__axis {
-    int64_t stride, extent;
-} nsa__axis;
-
-/* 1 if no two rows of the shape share an element. */
-static int nsa__rows_apart(const nsa_tensor *x, nsa__shape shape) {
-    nsa__axis axes[3] = {{x->batch, shape.batch}, {x->token, shape.rows}, {x->head, shape.heads}};
-    for (int i = 1; i < 3; i++) /* ascending strides */
-        for (int j = i; j > 0 && axes[j].stride < axes[j - 1].stride; j--) {
-            nsa__axis swap = axes[j];
-            axes[j] = axes[j - 1];
-            axes[j - 1] = swap;
-        }
-    int64_t covered = shape.width;
-    for (int i = 0; i < 3; i++) {
-        if (axes[i].extent <= 1) continue;
-        if (axes[i].stride < covered) return 0;
-        covered += axes[i].stride * (axes[i].extent - 1);
-    }
-    return 1;
-}
-
-enum { NSA__FLOATS = 1 << NSA_F32 | 1 << NSA_BF16 | 1 << NSA_F16, NSA__INTS = 1 << NSA_I32 };
-
 static unsigned nsa__floats(void) {
     return NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1u << NSA_F64 : 0u);
 }
 static unsigned nsa__real_dtypes(void) {
     return 1u << NSA_REAL_DTYPE;
-}
-
-static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigned dtypes,
-                                  int writes, int field) {
-    if (shape.batch == 0 || shape.rows == 0 || shape.heads == 0)
-        return NSA_OK; /* nothing will be touched */
-    if (!x->data) return nsa__error(NSA_ERROR_NULL, field);
-    if ((unsigned)x->dtype > NSA_I32 || !(dtypes >> x->dtype & 1))
-        return nsa__error(NSA_ERROR_DTYPE, field);
-    if ((uintptr_t)x->data % nsa__dtype_bytes(x->dtype))
-        return nsa__error(NSA_ERROR_ALIGNMENT, field);
-    int64_t batch = shape.batch > 1 ? x->batch : 0, token = shape.rows > 1 ? x->token : 0;
-    int64_t head = shape.heads > 1 ? x->head : 0;
-    if (batch < 0 || token < 0 || head < 0) return nsa__error(NSA_ERROR_STRIDE, field);
-    if (!nsa__fits(batch, shape.batch, 4, 1) || !nsa__fits(token, shape.rows, 4, 1) ||
-        !nsa__fits(head, shape.heads, 4, 1) || !nsa__fits(shape.width, 4, 1, 1))
-        return nsa__error(NSA_ERROR_OVERFLOW, field);
-    if (writes && !nsa__rows_apart(x, shape)) return nsa__error(NSA_ERROR_STRIDE, field);
-    return NSA_OK;
 }
 
 /* A gradient that is asked for: of its tensor's dtype, or of the real one. */

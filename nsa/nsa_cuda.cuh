@@ -160,8 +160,9 @@ nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const nsa_attent
 #if defined(NSA_CUDA_IMPLEMENTATION) && !defined(NSA__CUDA_IMPLEMENTED)
 #define NSA__CUDA_IMPLEMENTED
 
-#ifndef NSA_CUDA_MAX_DIM
-#define NSA_CUDA_MAX_DIM 256
-#endif
+#include "kernels/common.cuh"
+#include "kernels/checks.cuh"
+#include "kernels/rows.cuh"
+#include "kernels/block_index.cuh"
 
 #endif

@@ -1,0 +1,151 @@
+/* block_index.cuh: which rows a sequence has, which blocks there are, which of them a query sees.
+   Twin: nsa.h, Block index and Sequences. The closed forms stand here again because device code
+   cannot call the host's.
+   Not here: scores of blocks (select_blocks.cuh). */
+#ifndef NSA_BLOCK_INDEX_CUH
+#define NSA_BLOCK_INDEX_CUH
+
+#include "checks.cuh"
+#include "rows.cuh"
+
+NSA__DEVICE int nsa__cmp_count(const nsa_desc &d, int tokens) {
+    return tokens < d.cmp_block ? 0 : (tokens - d.cmp_block) / d.cmp_stride + 1;
+}
+NSA__DEVICE int nsa__cmp_visible(const nsa_desc &d, int query) {
+    return query < d.cmp_block - 1 ? 0 : (query - (d.cmp_block - 1)) / d.cmp_stride + 1;
+}
+NSA__DEVICE int nsa__slc_count(const nsa_desc &d, int tokens) {
+    return (tokens - 1) / d.slc_block + (tokens > 0);
+}
+NSA__DEVICE int nsa__slc_candidates(const nsa_desc &d, int query) {
+    return query / d.slc_block + 1;
+}
+NSA__DEVICE int nsa__window_begin(const nsa_desc &d, int query) {
+    const int before = d.window - (d.window_rule == NSA_WINDOW_COUNTS_SELF);
+    return before >= query ? 0 : query - before;
+}
+
+/* The stencil of a selection block: the compressed blocks nsa__stencil_begin(j) + u, u = 0 ..
+   nsa__stencil_size - 1, overlap it in nsa__stencil_weight(u) strides. Those below 0 do not exist. */
+NSA__DEVICE int nsa__stencil_lead(const nsa_desc &d) {
+    return d.cmp_block / d.cmp_stride - 1;
+}
+NSA__DEVICE int nsa__stencil_size(const nsa_desc &d) {
+    return d.slc_block / d.cmp_stride + nsa__stencil_lead(d);
+}
+NSA__DEVICE int nsa__stencil_begin(const nsa_desc &d, int slc) {
+    return slc * (d.slc_block / d.cmp_stride) - nsa__stencil_lead(d);
+}
+NSA__DEVICE int nsa__stencil_weight(const nsa_desc &d, int u) {
+    return min(min(u + 1, nsa__stencil_size(d) - u), d.cmp_block / d.cmp_stride);
+}
+
+/* One sequence of the batch. */
+struct nsa__sequence {
+    int64_t batch; /* what batch strides multiply: b, or 0 where sequences are packed */
+    int64_t row;   /* the view's row of token 0; on the query's side of query `first` */
+    int tokens;
+    int first, count; /* the queries to compute that it has */
+};
+
+/* Whatever begins holds, rows stay inside 0 .. begins[B] - 1 and lengths inside 0 .. tokens. */
+NSA__DEVICE nsa__sequence nsa__sequence_of(const nsa_desc &d, int b) {
+    nsa__sequence s = {b, 0, d.tokens, d.first, d.count};
+    if (d.begins) {
+        const int end = max(d.begins[d.batch], 0);
+        const int begin = min(max(d.begins[b], 0), end);
+        s.batch = 0;
+        s.row = begin;
+        s.tokens = min(min(max(d.begins[b + 1], begin), end) - begin, d.tokens);
+        s.count = min(d.count, max(s.tokens - d.first, 0));
+    }
+    return s;
+}
+
+/* The row of a sequence's compressed block 0; cmp_begins is read where sequences are packed. */
+NSA__DEVICE int64_t nsa__cmp_row(const nsa_desc &d, const int32_t *cmp_begins, int b) {
+    return d.begins ? cmp_begins[b] : 0;
+}
+
+/* ---- The map M as CSR ----------------------------------------------------------------------- */
+
+/* Entries of rows 0 .. slc - 1: row j holds blocks max(0, j r - lead) .. (j + 1) r - 1 of `count`,
+   r strides to a selection block; both ends are sums of an arithmetic series up to `count`. */
+NSA__DEVICE int64_t nsa__block_map_begin(const nsa_desc &d, int64_t count, int64_t slc) {
+    const int64_t r = d.slc_block / d.cmp_stride, lead = nsa__stencil_lead(d);
+    const int64_t ends = min(slc, count / r);
+    const int64_t begins = min(max(slc - 1, int64_t(0)), (count + lead) / r);
+    const int64_t sum_ends = r * ends * (ends + 1) / 2 + (slc - ends) * count;
+    const int64_t sum_begins =
+        r * begins * (begins + 1) / 2 - lead * begins + max(slc - 1 - begins, int64_t(0)) * count;
+    return sum_ends - sum_begins;
+}
+
+static __global__ void nsa__block_map_kernel(nsa_desc d, int tokens, int32_t *indptr,
+                                             int32_t *indices, float *weights) {
+    const int j = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    const int rows = nsa__slc_count(d, tokens), count = nsa__cmp_count(d, tokens);
+    if (j > rows) return;
+    int64_t at = nsa__block_map_begin(d, count, j);
+    indptr[j] = static_cast<int32_t>(at);
+    if (j == rows) return;
+    const int first = nsa__stencil_begin(d, j), size = nsa__stencil_size(d);
+    for (int u = max(0, -first); u < size && first + u < count; u++, at++) {
+        indices[at] = first + u;
+        weights[at] = static_cast<float>(nsa__stencil_weight(d, u));
+    }
+}
+
+/* ---- Where compressed rows begin ------------------------------------------------------------ */
+
+/* One warp: a running sum over 32 sequences at a time. */
+static __global__ void nsa__cmp_begins_kernel(nsa_desc d, int32_t *cmp_begins) {
+    const int lane = static_cast<int>(threadIdx.x);
+    int sum = 0;
+    for (int b0 = 0; b0 < d.batch; b0 += 32) {
+        const int b = b0 + lane;
+        int end = b < d.batch ? nsa__cmp_count(d, nsa__sequence_of(d, b).tokens) : 0;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int left = __shfl_up_sync(0xffffffffu, end, step);
+            if (lane >= step) end += left;
+        }
+        if (b < d.batch) cmp_begins[b + 1] = sum + end;
+        sum += __shfl_sync(0xffffffffu, end, 31);
+    }
+    if (lane == 0) cmp_begins[0] = 0;
+}
+
+static nsa_status nsa__cuda_cmp_begins(const nsa_desc *d, int32_t *cmp_begins,
+                                       cudaStream_t stream) {
+    return nsa__cuda_status(
+        NSA_LAUNCH(nsa__cmp_begins_kernel, dim3(1), dim3(32), 0, stream, *d, cmp_begins));
+}
+
+/* ---- Doors ---------------------------------------------------------------------------------- */
+
+extern "C" nsa_status nsa_cuda_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
+                                         int32_t *indices, float *weights, cudaStream_t stream) {
+    nsa_status s = nsa__cuda_check_desc(d);
+    if (s != NSA_OK) return s;
+    if (tokens < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_tokens);
+    const int64_t entries = nsa_block_map_size(d, tokens);
+    if (entries > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+    if (!indptr || (entries && (!indices || !weights)))
+        return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    const dim3 grid(static_cast<unsigned>(nsa_slc_count(d, tokens) / 128 + 1));
+    return nsa__cuda_status(NSA_LAUNCH(nsa__block_map_kernel, grid, dim3(128), 0, stream, *d,
+                                       tokens, indptr, indices, weights));
+}
+
+extern "C" nsa_status nsa_cuda_cmp_begins(const nsa_desc *d, int32_t *cmp_begins,
+                                          cudaStream_t stream) {
+    nsa_status s = nsa__cuda_check_desc(d);
+    if (s != NSA_OK) return s;
+    if (!cmp_begins) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    const int64_t rows = static_cast<int64_t>(d->batch) * nsa_cmp_count(d, d->tokens);
+    if (!d->begins && rows > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+    return nsa__cuda_cmp_begins(d, cmp_begins, stream);
+}
+
+#endif

@@ -1,0 +1,135 @@
+/* checks.cuh: what every nsa_cuda_ function asks before it launches; all of it host code.
+   Twin: nsa.h, Checks and workspace. The geometry's rules are nsa_desc_check's; here are CUDA's own.
+   Not here: anything that reads device memory (begins, block lists). */
+#ifndef NSA_CHECKS_CUH
+#define NSA_CHECKS_CUH
+
+#include "common.cuh"
+
+#ifndef NSA_CUDA_MAX_DIM
+#define NSA_CUDA_MAX_DIM 256
+#endif
+
+/* The dtypes that attention, selection and mlp are compiled for, as a set. */
+enum {
+    NSA__CUDA_DTYPES = 0
+#ifndef NSA_CUDA_NO_F32
+                       | 1 << NSA_F32
+#endif
+#ifndef NSA_CUDA_NO_BF16
+                       | 1 << NSA_BF16
+#endif
+#ifndef NSA_CUDA_NO_F16
+                       | 1 << NSA_F16
+#endif
+};
+
+static inline nsa_status nsa__cuda_status(cudaError_t error) {
+    return error == cudaSuccess ? NSA_OK : nsa__error(NSA_ERROR_CUDA, NSA__AT_none);
+}
+
+/* begins lie on the device: nsa_desc_check sees a batch of full length instead. */
+static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
+    if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
+    nsa_desc host = *d;
+    host.begins = NULL;
+    host.isa = NSA_ISA_DETECT;
+    const nsa_status s = nsa_desc_check(&host);
+    if (s != NSA_OK) return s;
+    if (d->dim % 8 || d->dim > NSA_CUDA_MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
+    if (d->dim_v % 8 || d->dim_v > NSA_CUDA_MAX_DIM)
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim_v);
+    if (d->slc_block % 16 || d->slc_block > 128)
+        return nsa__error(NSA_ERROR_SLC_BLOCK, NSA__AT_slc_block);
+    return NSA_OK;
+}
+
+/* Of packed sequences the host knows neither the rows in all nor the last: two rows stand for them. */
+static inline nsa__shape nsa__cuda_shape(const nsa_desc *d, int64_t rows, int64_t heads,
+                                         int64_t width) {
+    nsa__shape shape = {d->batch, rows, heads, width};
+    if (d->begins) {
+        shape.batch = 1;
+        shape.rows = rows < 2 ? rows : 2;
+    }
+    return shape;
+}
+static inline nsa__shape nsa__cuda_query_shape(const nsa_desc *d, int64_t heads, int64_t width) {
+    return nsa__cuda_shape(d, d->count, heads, width);
+}
+static inline nsa__shape nsa__cuda_key_shape(const nsa_desc *d, int64_t width) {
+    return nsa__cuda_shape(d, d->tokens, d->kv_heads, width);
+}
+static inline nsa__shape nsa__cuda_cmp_shape(const nsa_desc *d, int64_t width) {
+    return nsa__cuda_shape(d, nsa_cmp_count(d, d->tokens), d->kv_heads, width);
+}
+
+/* A view whose rows are read 16 bytes at a time. */
+static inline nsa_status nsa__cuda_check_rows(const nsa_tensor *x, nsa__shape shape,
+                                              unsigned dtypes, int writes, int field) {
+    const nsa_status s = nsa__check_view(x, shape, dtypes, writes, field);
+    if (s != NSA_OK || shape.batch == 0 || shape.rows == 0 || shape.heads == 0) return s;
+    const int64_t piece = 16 / static_cast<int64_t>(nsa__dtype_bytes(x->dtype));
+    if (reinterpret_cast<uintptr_t>(x->data) % 16) return nsa__error(NSA_ERROR_ALIGNMENT, field);
+    if ((shape.batch > 1 && x->batch % piece) || (shape.rows > 1 && x->token % piece) ||
+        (shape.heads > 1 && x->head % piece))
+        return nsa__error(NSA_ERROR_STRIDE, field);
+    return NSA_OK;
+}
+
+/* A gradient that is asked for: of its tensor's dtype, or f32. */
+static inline nsa_status nsa__cuda_check_gradient(const nsa_tensor *dx, const nsa_tensor *x,
+                                                  nsa__shape shape, int field) {
+    if (!dx->data) return NSA_OK;
+    return nsa__cuda_check_rows(dx, shape, 1u << NSA_F32 | 1u << x->dtype, 1,
+                                field | NSA__GRADIENT);
+}
+
+/* The caller's workspace, dealt out from its start; with base NULL it only counts, so that a size
+   query is the code of the call itself. `used` saturates. */
+struct nsa__cuda_arena {
+    char *base;
+    size_t used;
+};
+
+enum { NSA__CUDA_ALIGN = 256 };
+
+static inline nsa__cuda_arena nsa__cuda_arena_at(void *workspace) {
+    const uintptr_t skew = (0 - reinterpret_cast<uintptr_t>(workspace)) % NSA__CUDA_ALIGN;
+    nsa__cuda_arena a = {workspace ? static_cast<char *>(workspace) + skew : NULL, 0};
+    return a;
+}
+
+template <typename T> static inline T *nsa__cuda_take(nsa__cuda_arena *a, int64_t count) {
+    char *at = a->base ? a->base + a->used : NULL;
+    if (static_cast<uint64_t>(count) > (SIZE_MAX - a->used - 2 * NSA__CUDA_ALIGN) / sizeof(T))
+        a->used = SIZE_MAX - 2 * NSA__CUDA_ALIGN;
+    else
+        a->used += (static_cast<size_t>(count) * sizeof(T) + NSA__CUDA_ALIGN - 1) /
+                   NSA__CUDA_ALIGN * NSA__CUDA_ALIGN;
+    return reinterpret_cast<T *>(at);
+}
+
+/* What a size query returns for an arena that only counted, and the check of what a caller gave. */
+static inline size_t nsa__cuda_arena_bytes(const nsa__cuda_arena *a) {
+    return a->used ? a->used + NSA__CUDA_ALIGN : 0;
+}
+static inline nsa_status nsa__cuda_check_workspace(size_t needed, const void *workspace,
+                                                   size_t bytes) {
+    return needed && (!workspace || bytes < needed)
+               ? nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace)
+               : NSA_OK;
+}
+
+/* A launch's grid of `blocks` in one dimension. */
+static inline nsa_status nsa__cuda_grid(int64_t blocks, dim3 *grid) {
+    if (blocks > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+    *grid = dim3(static_cast<unsigned>(blocks));
+    return NSA_OK;
+}
+
+static inline int64_t nsa__cuda_ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+#endif
