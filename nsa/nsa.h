@@ -2138,7 +2138,7 @@ static void nsa__query_gradient_begin(nsa__query_gradient *f, const nsa__pass *p
     ptrdiff_t row = (ptrdiff_t)(f->walk.first - p->seq.first) * G;
     f->lse2 = p->lse2 + row;
     f->delta = p->delta + row;
-    memset(f->reads, 0, (size_t)f->walk.queries);
+    memset(f->reads, 0, (size_t)p->task_queries);
     memset(f->dq, 0, (size_t)f->walk.queries * (size_t)(G * p->d->dim) * sizeof *f->dq);
     for (int a = 0; a < f->walk.queries; a++) {
         nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim,

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# embed.sh WAY BUILD DIR: examples/embed as a project of somebody else, who takes nsa in that way:
+# bare, add_subdirectory, fetch_content, find_package or pkg_config. BUILD is a configured build
+# folder of this project; the last two install from it and move what was installed.
+set -euo pipefail
+
+way=$1
+build=$2
+dir=$3
+root=$(cd "$(dirname "$0")/../.." && pwd)
+rm -rf "$dir"
+mkdir -p "$dir"
+cp "$root"/examples/embed/embed.c "$root"/examples/embed/embed.cpp "$dir"
+cp "$root"/tests/package/consumer/CMakeLists.txt "$dir"
+
+install_and_move() {
+    cmake --install "$build" --prefix "$dir/first" >/dev/null
+    mv "$dir/first" "$dir/moved"
+    if grep -rn "$dir/first\|$root" "$dir/moved"; then
+        echo "the installed files hold the path that they were installed to or built from"
+        return 1
+    fi
+}
+
+check() { "$1" | diff "$root/examples/embed/expected.txt" -; }
+
+cd "$dir"
+case $way in
+bare)
+    cc embed.c -I"$root/nsa" -lm -o embed
+    check ./embed
+    ;;
+pkg_config)
+    install_and_move
+    export PKG_CONFIG_PATH=$dir/moved/share/pkgconfig
+    version=$(sed -n 's/^#define NSA_VERSION_[A-Z]* *//p' "$root/nsa/nsa.h" | paste -sd.)
+    [ "$(pkg-config --modversion nsa)" = "$version" ]
+    # shellcheck disable=SC2046 # lists of words
+    cc embed.c $(pkg-config --cflags --libs nsa) -o embed
+    check ./embed
+    ;;
+add_subdirectory | fetch_content | find_package)
+    [ "$way" != find_package ] || install_and_move
+    cmake -S . -B build -DWAY="$way" -DNSA_ROOT="$root" -DCMAKE_PREFIX_PATH="$dir/moved" >log 2>&1 ||
+        { cat log && exit 1; }
+    cmake --build build >log 2>&1 || { cat log && exit 1; }
+    check build/embed
+    check build/embed_cpp
+    [ "$(cd build && ctest -N | grep -c 'Test *#')" -eq 0 ] || {
+        echo "the tests of nsa have become tests of the project that embeds it"
+        exit 1
+    }
+    ;;
+*)
+    echo "embed.sh: WAY is bare, add_subdirectory, fetch_content, find_package or pkg_config"
+    exit 2
+    ;;
+esac

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# names.sh CC DIR: what nsa.h adds to a program. Every symbol, static or not, begins with nsa_, every
+# macro with NSA_; no writable data (no global state); and nothing is called but arithmetic and
+# memory moves of the C library: nothing allocates, prints or aborts.
+set -euo pipefail
+
+cc=$1
+dir=$2
+nsa=$(cd "$(dirname "$0")/../../nsa" && pwd)
+mkdir -p "$dir"
+failures=0
+
+# expect_none WHAT FILE: the file lists offenders and must be empty.
+expect_none() {
+    [ -s "$2" ] || return 0
+    echo "$1:"
+    sed 's/^/  /' "$2"
+    failures=$((failures + 1))
+}
+
+cat >"$dir/implementation.c" <<'TEXT'
+#define NSA_IMPLEMENTATION
+#include "nsa.h"
+TEXT
+
+for options in "-O0 -fno-builtin" -O2 "-O0 -DNSA_REAL=double" "-O0 -DNSA_STATIC" "-O1 -fopenmp"; do
+    # shellcheck disable=SC2086 # a list of words
+    "$cc" -std=c99 -fno-pic $options -I "$nsa" -c "$dir/implementation.c" -o "$dir/implementation.o"
+    nm "$dir/implementation.o" >"$dir/symbols"
+    # Compilers number their copies of constants and functions with a dot; such names cannot clash.
+    awk '$1 != "U" && $2 != "U" { print $NF }' "$dir/symbols" |
+        grep -vE '^(nsa_|\.L|[A-Za-z_]+\.[0-9]+$)' >"$dir/leaks" || true
+    expect_none "symbols that do not begin with nsa_ ($options)" "$dir/leaks"
+    awk '$2 ~ /^[bBdDcC]$/ { print $NF }' "$dir/symbols" >"$dir/state"
+    expect_none "writable data ($options)" "$dir/state"
+    awk '$1 == "U" { print $2 }' "$dir/symbols" | sort -u |
+        grep -vE '^(mem(cpy|move|set|cmp)|(exp|exp2|log|log2|sqrt|pow|sin|cos|sincos|floor|ceil|fabs|fmax|fmin|ldexp|frexp)f?|__cpu_(model|indicator_init)|(omp|GOMP)_[a-z_]+|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail)$' \
+            >"$dir/calls" || true
+    expect_none "functions that it may not call ($options)" "$dir/calls"
+done
+
+# Macros: with the header minus with the system headers that it includes.
+for mode in "" -DNSA_IMPLEMENTATION; do
+    # shellcheck disable=SC2086 # one word or none
+    "$cc" -std=c99 $mode -I "$nsa" -H -fsyntax-only "$nsa/nsa.h" 2>"$dir/includes" || true
+    grep -E '^\. ' "$dir/includes" | awk -F/ '{ print "#include <" $NF ">" }' >"$dir/system.c"
+    "$cc" -std=c99 $mode -dM -E "$dir/system.c" | sort >"$dir/macros.system"
+    "$cc" -std=c99 $mode -I "$nsa" -dM -E -x c "$nsa/nsa.h" | sort >"$dir/macros.nsa"
+    comm -13 "$dir/macros.system" "$dir/macros.nsa" | awk '{ print $2 }' |
+        grep -v '^NSA_' >"$dir/leaks" || true
+    expect_none "macros that do not begin with NSA_ ($mode)" "$dir/leaks"
+    [ "$(comm -13 "$dir/macros.system" "$dir/macros.nsa" | grep -c 'NSA_')" -gt 3 ] || {
+        echo "this check sees no macros of nsa.h at all ($mode)"
+        failures=$((failures + 1))
+    }
+done
+exit "$failures"
