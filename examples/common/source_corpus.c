@@ -369,13 +369,13 @@ static void close_corpus(source *s) {
 static void describe(corpus *c, const char *path, bool is_bin) {
     const data_options *o = c->base.options;
     c->base.documents = (int64_t)c->count;
-    snprintf(
-        c->base.description, sizeof c->base.description,
-        "%.250s: %zu %s%s, %lld tokens; %lld windows of %lld an epoch; %lld tokens in %lld stretches "
-        "set aside for validation",
-        path, c->count, is_bin ? "shard" : "text file", c->count == 1 ? "" : "s",
-        (long long)c->tokens, (long long)c->windows, (long long)o->seq_len,
-        (long long)(c->stretch * c->stretches), (long long)(c->stretch ? c->stretches : 0));
+    snprintf(c->base.description, sizeof c->base.description,
+             "%.250s: %zu %s%s, %lld tokens; %lld windows of %lld an epoch; %lld tokens in %lld "
+             "stretches "
+             "set aside for validation",
+             path, c->count, is_bin ? "shard" : "text file", c->count == 1 ? "" : "s",
+             (long long)c->tokens, (long long)c->windows, (long long)o->seq_len,
+             (long long)(c->stretch * c->stretches), (long long)(c->stretch ? c->stretches : 0));
 }
 
 source *source_corpus_open(const data_options *o, const char *path, bool is_bin, int64_t val_rows,

@@ -1,0 +1,14 @@
+/* signals.h - what signals do to a run. SIGTERM, SIGINT and SIGHUP ask it to save and end, which it
+   looks at after each step; a second one ends it at once. SIGPIPE and SIGXFSZ are ignored, so that a
+   write that cannot be done fails with a message. Twin: signals.c. */
+#ifndef SIGNALS_H
+#define SIGNALS_H
+
+/* Also for signals that a program dies of (a second SIGTERM, SIGSEGV, SIGABRT and the like): `last`
+   is called first, and may do only what is safe in a signal handler. NULL: nothing. */
+void signals_install(void (*last)(int number));
+
+int signals_stop_requested(void); /* the signal's number, or 0 */
+const char *signals_name(int number);
+
+#endif
