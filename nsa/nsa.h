@@ -182,7 +182,9 @@ enum {
     NSA_ERROR_ISA,    /* this machine, or this build, has no such instruction set */
     NSA_ERROR_BLOCKS, /* a block list that nsa_check_blocks refuses */
     NSA_ERROR_WORKSPACE, /* the workspace is null or smaller than its size query said */
-    NSA_ERROR_CUDA       /* the CUDA runtime refused a launch (nsa_cuda_ functions only) */
+    NSA_ERROR_CUDA,      /* the CUDA runtime refused a launch (nsa_cuda_ functions only) */
+    NSA_ERROR_CACHE,     /* a cache without room for the new tokens, or of another geometry */
+    NSA_ERROR_REWIND     /* a length that the cache no longer, or not yet, holds */
 };
 
 NSA_API int nsa_status_kind(nsa_status s);
@@ -503,6 +505,53 @@ NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
 NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x,
                                           const nsa_desc *d, void *workspace, size_t bytes);
 
+/* ---- Decoding ---------------------------------------------------------------------------------
+   A cache of one layer for B sequences, each of its own length, in the caller's memory. It holds k
+   and v of slc; the last window of win and the last rows that phi may still need, as rings; the
+   compressed rows. nsa_decode appends tokens and attends from them: one at a time, a prompt in
+   chunks, or some at once to check a guess. The blocks it selects and the bits of its outputs are
+   those of nsa_attention_forward over the whole sequence; the work for one token is that of its own
+   keys and, every cmp_stride tokens, of one compressed row. */
+typedef struct nsa_cache {
+    nsa_desc desc;  /* batch: sequences; tokens: room of each; first, count, begins are not used */
+    int max_rewind; /* r: how far a sequence can be taken back; r + 1 tokens at once at most */
+    int32_t *lengths; /* B: tokens held. To be read; nsa_decode and the functions below write */
+    int32_t *newest;  /* B: the greatest length since the sequence began: the rings hold what
+                             led to it */
+    nsa_tensor k_slc, v_slc; /* (B, tokens, Hk, D) */
+    nsa_tensor k_win, v_win; /* (B, window's keys + r, Hk, D), token t in row t % rows */
+    nsa_tensor k_raw, v_raw; /* (B, l + r, Hk, D), likewise */
+    nsa_tensor k_cmp, v_cmp; /* (B, N(tokens), Hk, D) */
+} nsa_cache;
+
+/* Bytes for nsa_cache_init; 0 for arguments that it refuses. */
+NSA_API size_t nsa_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind);
+/* Lays an empty cache out in memory of any alignment, which lives as long as the cache is used. */
+NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype,
+                                  int max_rewind, void *memory, size_t bytes);
+/* Takes a sequence back to `length` tokens, at most max_rewind below its newest length; to 0 it may
+   always go, and begins anew. */
+NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length);
+/* Makes a sequence the copy of another's first `length` tokens, of the same or another cache of the
+   same geometry. Copies: sharing a prefix's memory is up to the owner of the memory. */
+NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
+                                  int from_sequence, int length);
+
+/* Keys that a step has read in a sequence, counted as they are read, summed over its new tokens and
+   kv heads. */
+typedef struct nsa_reads {
+    int64_t cmp, slc, win;
+} nsa_reads;
+
+/* Appends `count` tokens to every sequence, or counts[b] <= count to sequence b, and attends from
+   them. The views of x hold the new rows only, `count` of each sequence: q, k_cmp.x .. v_win in;
+   out, the branches' out and lse, and blocks out. k_cmp.out and v_cmp.out are the cache's and not
+   used here. `reads` is NULL or of B entries. Nothing is appended unless all sequences have room. */
+NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache, int count);
+NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,
+                              const int32_t *counts, nsa_reads *reads, void *workspace,
+                              size_t bytes);
+
 /* ---- Numbers ------------------------------------------------------------------------------- */
 
 NSA_API float nsa_bf16_to_f32(uint16_t x);
@@ -570,6 +619,11 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     X(factor, "factor")                       \
     X(trained_context, "trained_context")     \
     X(fast, "fast")                           \
+    X(cache, "cache")                         \
+    X(counts, "counts")                       \
+    X(length, "length")                       \
+    X(sequence, "sequence")                   \
+    X(max_rewind, "max_rewind")               \
     X(query, "query")                         \
     X(scores, "scores")                       \
     X(q, "q")                                 \
@@ -920,7 +974,12 @@ NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int 
                         "duplicates, -1 behind the last; "                                         \
                         "nsa_check_blocks says which fails, nsa_normalize_blocks mends them")      \
     X(NSA_ERROR_WORKSPACE, "the workspace is null or smaller than its size query says")            \
-    X(NSA_ERROR_CUDA, "the CUDA runtime refused; cudaGetLastError says why")
+    X(NSA_ERROR_CUDA, "the CUDA runtime refused; cudaGetLastError says why")                       \
+    X(NSA_ERROR_CACHE,                                                                             \
+      "the cache has no room for these tokens (its desc.tokens in all, max_rewind + 1 at once), "  \
+      "or is of another geometry")                                                                 \
+    X(NSA_ERROR_REWIND, "the cache does not hold this length: at most its newest length, at "      \
+                        "least that - max_rewind")
 
 NSA_API int nsa_status_kind(nsa_status s) {
     return s & 0xff;
@@ -2366,13 +2425,17 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
     return nsa__workspace_bytes(d, shared.used, scratch);
 }
 
+/* `ring` and `reads` are a decoding cache's: see nsa__pass. */
 static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d,
-                                          nsa__branch branch, void *workspace, size_t bytes) {
+                                          nsa__branch branch, int ring, int64_t *reads,
+                                          void *workspace, size_t bytes) {
     nsa__pass p;
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     nsa__pass_init(&p, d, branch);
     p.x = x;
+    p.ring = ring;
+    p.reads = reads;
     size_t scratch = nsa__forward_plan(&p, &shared);
     nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
     if (s != NSA_OK) return s;
@@ -2464,7 +2527,7 @@ static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, ns
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if ((s = nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names)) != NSA_OK) return s;
-    return nsa__attend_forward_run(x, d, branch, workspace, bytes);
+    return nsa__attend_forward_run(x, d, branch, 0, NULL, workspace, bytes);
 }
 
 static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
@@ -2820,6 +2883,8 @@ typedef struct nsa__compress_pass {
     const nsa_desc *d;
     nsa__seq seq;
     int head;
+    int ring;      /* a decoding cache's raw rows: token t lies in row t % ring; 0: straight */
+    int cmp_first; /* the first block to compute: those before it are in the cache */
     /* mlp: the parameters of `head`, packed: w1 (hidden, l D), w2 (D, hidden), and their
        transposes */
     nsa_real *w1, *w1_t, *w2, *w2_t;
@@ -2845,6 +2910,11 @@ static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int
         memset(to, 0, (size_t)n * sizeof *to);
 }
 
+static const void *nsa__compress_input(const nsa__compress_pass *p, int64_t token) {
+    if (p->ring) token %= p->ring;
+    return nsa__row(&p->x->x, p->seq.batch, p->seq.row + token, p->head);
+}
+
 /* mean and conv: out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean */
 
 static void nsa__load_taps(const nsa__compress_pass *p, nsa_real *w, int j) {
@@ -2858,7 +2928,8 @@ static void nsa__filter_task(const void *context, int64_t index, void *scratch) 
     const nsa__compress_pass *p = (const nsa__compress_pass *)context;
     const nsa_compress *x = p->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
-    int64_t begin = index * NSA__CMP_ROWS, end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
+    int64_t begin = p->cmp_first + index * NSA__CMP_ROWS;
+    int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
     for (int64_t i = begin; i < end; i++) {
         memset(out + (i - begin) * x->dim, 0, (size_t)x->dim * sizeof *out);
         if (x->phi == NSA_PHI_CONV)
@@ -2867,8 +2938,7 @@ static void nsa__filter_task(const void *context, int64_t index, void *scratch) 
     for (int j = 0; j < p->d->cmp_block; j++) {
         nsa__load_taps(p, w, j);
         for (int64_t i = begin; i < end; i++) {
-            int64_t token = p->seq.row + i * p->d->cmp_stride + j;
-            nsa__load(row, x->x.dtype, nsa__row(&x->x, p->seq.batch, token, p->head), x->dim);
+            nsa__load(row, x->x.dtype, nsa__compress_input(p, i * p->d->cmp_stride + j), x->dim);
             for (int c = 0; c < x->dim; c++) out[(i - begin) * x->dim + c] += w[c] * row[c];
         }
     }
@@ -2920,10 +2990,8 @@ static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, vo
     for (int64_t i = 0; i < p->seq.cmp_tokens; i++) {
         nsa__load(grad, dout->dtype, nsa__row(dout, p->seq.batch, p->seq.cmp_row + i, p->head),
                   dim);
-        if (!bias) {
-            int64_t token = p->seq.row + i * p->d->cmp_stride + j;
-            nsa__load(row, p->x->x.dtype, nsa__row(&p->x->x, p->seq.batch, token, p->head), dim);
-        }
+        if (!bias)
+            nsa__load(row, p->x->x.dtype, nsa__compress_input(p, i * p->d->cmp_stride + j), dim);
         for (int c = 0; c < dim; c++) sum[c] += bias ? grad[c] : grad[c] * row[c];
     }
 }
@@ -2962,12 +3030,11 @@ static void nsa__mlp_load_weights(const nsa__compress_pass *p) {
 static void nsa__mlp_load_tap(const nsa__compress_pass *p, int64_t begin, int n, int j,
                               nsa_real *to, int ld) {
     nsa_real pos[NSA__MAX_DIM];
-    const nsa_tensor *x = &p->x->x;
     int dim = p->x->dim;
     nsa__load_parameter(pos, &p->x->pos, p->head, j, dim);
     for (int i = 0; i < n; i++) {
-        int64_t token = p->seq.row + (begin + i) * p->d->cmp_stride + j;
-        nsa__load(to + (ptrdiff_t)i * ld, x->dtype, nsa__row(x, p->seq.batch, token, p->head), dim);
+        const void *row = nsa__compress_input(p, (begin + i) * p->d->cmp_stride + j);
+        nsa__load(to + (ptrdiff_t)i * ld, p->x->x.dtype, row, dim);
         for (int c = 0; c < dim; c++) to[(ptrdiff_t)i * ld + c] += pos[c];
     }
 }
@@ -2999,7 +3066,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
     nsa__arena a = {(char *)scratch, 0};
     nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = index * NSA__CMP_ROWS;
+    int64_t begin = p->cmp_first + index * NSA__CMP_ROWS;
     int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
     nsa__mlp_rows_take(&f, p, &a);
     nsa__mlp_hidden(p, &f, begin, n);
@@ -3156,7 +3223,7 @@ static void nsa__compress_forward_run(nsa__compress_pass *p, const nsa__team *te
         if (p->x->phi == NSA_PHI_MLP) nsa__mlp_load_weights(p);
         for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
              nsa__seq_next(p->d, &p->seq))
-            nsa__run(team, nsa__ceil_div(p->seq.cmp_tokens, NSA__CMP_ROWS),
+            nsa__run(team, nsa__ceil_div(p->seq.cmp_tokens - p->cmp_first, NSA__CMP_ROWS),
                      p->x->phi == NSA_PHI_MLP ? nsa__mlp_forward_task : nsa__filter_task, p);
     }
 }
@@ -3286,12 +3353,15 @@ static void nsa__compress_init(nsa__compress_pass *p, const nsa_compress *dx, co
     p->d = d;
 }
 
+/* `ring` and `cmp_first` are a decoding cache's: see nsa__compress_pass. */
 static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                                   void *workspace, size_t bytes) {
+                                   int ring, int cmp_first, void *workspace, size_t bytes) {
     nsa__compress_pass p;
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
     nsa__compress_init(&p, dx, x, d);
+    p.ring = ring;
+    p.cmp_first = cmp_first;
     (dx ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
     nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used);
     if (s != NSA_OK) return s;
@@ -3315,7 +3385,7 @@ NSA_API size_t nsa_compress_forward_workspace_size(const nsa_compress *x, const 
 NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
                                         size_t bytes) {
     nsa_status s = nsa__compress_check(x, d, 1, 0);
-    return s != NSA_OK ? s : nsa__compress_go(NULL, x, d, workspace, bytes);
+    return s != NSA_OK ? s : nsa__compress_go(NULL, x, d, 0, 0, workspace, bytes);
 }
 
 NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
@@ -3331,7 +3401,7 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
                         NSA__AT_out | NSA__GRADIENT);
     if (s != NSA_OK) return s;
     if ((s = nsa__compress_gradient_check(dx, x, d, 0)) != NSA_OK) return s;
-    return nsa__compress_go(dx, x, d, workspace, bytes);
+    return nsa__compress_go(dx, x, d, 0, 0, workspace, bytes);
 }
 
 /* ---- The whole ----------------------------------------------------------------------------- */
@@ -3437,12 +3507,15 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     if (!one.threads) one.threads = 1;
     if (!workspace || bytes < nsa_attention_forward_workspace_size(x, &one))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    if ((s = nsa__compress_go(NULL, &x->k_cmp, d, workspace, bytes)) != NSA_OK) return s;
-    if ((s = nsa__compress_go(NULL, &x->v_cmp, d, workspace, bytes)) != NSA_OK) return s;
-    if ((s = nsa__attend_forward_run(&c.cmp, d, NSA__CMP, workspace, bytes)) != NSA_OK) return s;
+    if ((s = nsa__compress_go(NULL, &x->k_cmp, d, 0, 0, workspace, bytes)) != NSA_OK) return s;
+    if ((s = nsa__compress_go(NULL, &x->v_cmp, d, 0, 0, workspace, bytes)) != NSA_OK) return s;
+    if ((s = nsa__attend_forward_run(&c.cmp, d, NSA__CMP, 0, NULL, workspace, bytes)) != NSA_OK)
+        return s;
     if ((s = nsa__select_run(&c.select, d, workspace, bytes)) != NSA_OK) return s;
-    if ((s = nsa__attend_forward_run(&c.slc, d, NSA__SLC, workspace, bytes)) != NSA_OK) return s;
-    if ((s = nsa__attend_forward_run(&c.win, d, NSA__WIN, workspace, bytes)) != NSA_OK) return s;
+    if ((s = nsa__attend_forward_run(&c.slc, d, NSA__SLC, 0, NULL, workspace, bytes)) != NSA_OK)
+        return s;
+    if ((s = nsa__attend_forward_run(&c.win, d, NSA__WIN, 0, NULL, workspace, bytes)) != NSA_OK)
+        return s;
     nsa__gate_run(NULL, &c.gate, d);
     return NSA_OK;
 }
@@ -3605,7 +3678,7 @@ static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa
     nsa_compress gradient = *dx;
     gradient.out = dout;
     gradient.x = to;
-    return nsa__compress_go(&gradient, x, d, workspace, bytes);
+    return nsa__compress_go(&gradient, x, d, 0, 0, workspace, bytes);
 }
 
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
@@ -3655,6 +3728,351 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
     nsa__chain_gradient_plan(&g, dx, d, &a);
     return nsa__attention_backward_run(&g, dx, x, d,
                                        bytes - (size_t)((char *)g.rest - (char *)workspace));
+}
+
+/* ---- Decoding ------------------------------------------------------------------------------ */
+
+/* The cache's arrays once: what they hold, how many rows, how they are indexed. */
+typedef struct nsa__cache_part {
+    nsa_tensor *rows;
+    int64_t count; /* rows of a sequence */
+    int width;
+    int ring; /* rows of a ring, 0 for straight arrays */
+} nsa__cache_part;
+
+enum {
+    NSA__PART_K_SLC,
+    NSA__PART_V_SLC,
+    NSA__PART_K_WIN,
+    NSA__PART_V_WIN,
+    NSA__PART_K_RAW,
+    NSA__PART_V_RAW,
+    NSA__PART_K_CMP,
+    NSA__PART_V_CMP,
+    NSA__PARTS
+};
+
+/* Rows of a ring that always holds the last `needed` rows and max_rewind before them. */
+static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
+    return (int)nsa__max(1, nsa__min(needed + max_rewind, d->tokens));
+}
+
+static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
+    const nsa_desc *d = &c->desc;
+    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
+    int win = nsa__ring_rows(d, window, c->max_rewind);
+    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
+    int cmp = nsa_cmp_count(d, d->tokens);
+    const nsa__cache_part table[NSA__PARTS] = {
+        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
+        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
+        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
+        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
+    memcpy(parts, table, sizeof table);
+}
+
+static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+    nsa_status s = nsa__check_geometry(d);
+    if (s != NSA_OK) return s;
+    if ((unsigned)dtype > NSA_I32 || !(nsa__floats() >> dtype & 1))
+        return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
+    return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
+}
+
+/* Sets every pointer of the cache; with a base of NULL only counts. */
+static void nsa__cache_lay_out(nsa_cache *c, nsa_dtype dtype, nsa__arena *a) {
+    nsa__cache_part parts[NSA__PARTS];
+    int batch = c->desc.batch, heads = c->desc.kv_heads;
+    c->lengths = (int32_t *)nsa__take(a, batch, sizeof *c->lengths);
+    c->newest = (int32_t *)nsa__take(a, batch, sizeof *c->newest);
+    nsa__cache_parts(c, parts);
+    for (int i = 0; i < NSA__PARTS; i++) {
+        int rows = (int)parts[i].count;
+        *parts[i].rows = nsa_tensor_bthd(NULL, dtype, rows, heads, parts[i].width);
+        parts[i].rows->data = nsa__take(a, parts[i].rows->batch * batch, nsa__dtype_bytes(dtype));
+    }
+}
+
+NSA_API size_t nsa_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+    nsa_cache cache;
+    nsa__arena a = {NULL, 0};
+    if (nsa__cache_check(d, dtype, max_rewind) != NSA_OK) return 0;
+    cache.desc = *d;
+    cache.max_rewind = max_rewind;
+    nsa__cache_lay_out(&cache, dtype, &a);
+    return a.used + NSA__ALIGN;
+}
+
+NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype,
+                                  int max_rewind, void *memory, size_t bytes) {
+    nsa_status s = nsa__cache_check(d, dtype, max_rewind);
+    if (s != NSA_OK) return s;
+    if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (!memory || bytes < nsa_cache_size(d, dtype, max_rewind))
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_cache);
+    nsa__arena a = nsa__arena_at(memory);
+    cache->desc = *d;
+    cache->desc.first = 0;
+    cache->desc.count = 0;
+    cache->desc.begins = NULL;
+    cache->max_rewind = max_rewind;
+    nsa__cache_lay_out(cache, dtype, &a);
+    memset(cache->lengths, 0, (size_t)d->batch * sizeof *cache->lengths);
+    memset(cache->newest, 0, (size_t)d->batch * sizeof *cache->newest);
+    return NSA_OK;
+}
+
+/* 1 if the sequence can be taken back to `length`: the rings still hold what leads to it. */
+static nsa_status nsa__check_length(const nsa_cache *c, int sequence, int length) {
+    if (!c) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (sequence < 0 || sequence >= c->desc.batch)
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    int64_t least = (int64_t)c->newest[sequence] - c->max_rewind;
+    if (length < 0 || length > c->lengths[sequence] || (length != 0 && length < least))
+        return nsa__error(NSA_ERROR_REWIND, NSA__AT_length);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length) {
+    nsa_status s = nsa__check_length(cache, sequence, length);
+    if (s != NSA_OK) return s;
+    cache->lengths[sequence] = length;
+    if (length == 0) cache->newest[sequence] = 0;
+    return NSA_OK;
+}
+
+static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
+    const nsa_desc *x = &a->desc, *y = &b->desc;
+    return x->kv_heads == y->kv_heads && x->dim == y->dim && x->dim_v == y->dim_v &&
+           x->cmp_block == y->cmp_block && x->cmp_stride == y->cmp_stride &&
+           a->k_slc.dtype == b->k_slc.dtype && a->max_rewind == b->max_rewind &&
+           a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
+}
+
+NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
+                                  int from_sequence, int length) {
+    nsa__cache_part source[NSA__PARTS], target[NSA__PARTS];
+    nsa_cache copy;
+    nsa_status s = nsa__check_length(from, from_sequence, length);
+    if (s != NSA_OK) return s;
+    if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (to_sequence < 0 || to_sequence >= to->desc.batch)
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    if (!nsa__same_geometry(to, from) || length > to->desc.tokens)
+        return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
+    copy = *from;
+    nsa__cache_parts(&copy, source);
+    nsa__cache_parts(to, target);
+    for (int i = 0; i < NSA__PARTS && length; i++) {
+        int compressed = i == NSA__PART_K_CMP || i == NSA__PART_V_CMP;
+        int64_t rows = source[i].ring ? source[i].count
+                       : compressed   ? nsa_cmp_count(&from->desc, length)
+                                      : length;
+        memmove(nsa__row(target[i].rows, to_sequence, 0, 0),
+                nsa__row(source[i].rows, from_sequence, 0, 0),
+                (size_t)(rows * target[i].rows->token) * nsa__dtype_bytes(target[i].rows->dtype));
+    }
+    to->newest[to_sequence] = length ? from->newest[from_sequence] : 0;
+    to->lengths[to_sequence] = length;
+    return NSA_OK;
+}
+
+typedef struct nsa__decode_pass {
+    const nsa_attention *x;
+    nsa_cache *cache;
+    int count;
+    const int32_t *counts;
+    nsa_reads *reads;
+    size_t bytes; /* of one sequence's workspace */
+    int threads;  /* of one sequence */
+} nsa__decode_pass;
+
+static nsa_tensor nsa__of_batch(nsa_tensor x, int batch) {
+    if (x.data) x.data = nsa__row(&x, batch, 0, 0);
+    return x;
+}
+
+/* The geometry of one sequence, its new tokens as the queries. */
+static nsa_desc nsa__decode_desc(const nsa_cache *cache, int length, int count, int threads) {
+    nsa_desc d = cache->desc;
+    d.batch = 1;
+    d.tokens = length + count;
+    d.first = length;
+    d.count = count;
+    d.threads = threads;
+    return d;
+}
+
+/* x as sequence b of the batch, over the cache's keys. */
+static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b) {
+    nsa_attention one = *x;
+    nsa_tensor *views[] = {&one.q,       &one.gates,   &one.blocks,  &one.out_cmp, &one.out_slc,
+                           &one.out_win, &one.lse_cmp, &one.lse_slc, &one.lse_win, &one.out};
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++)
+        *views[i] = nsa__of_batch(*views[i], b);
+    one.k_slc = nsa__of_batch(cache->k_slc, b);
+    one.v_slc = nsa__of_batch(cache->v_slc, b);
+    one.k_win = nsa__of_batch(cache->k_win, b);
+    one.v_win = nsa__of_batch(cache->v_win, b);
+    one.k_cmp.x = nsa__of_batch(cache->k_raw, b);
+    one.v_cmp.x = nsa__of_batch(cache->v_raw, b);
+    one.k_cmp.out = nsa__of_batch(cache->k_cmp, b);
+    one.v_cmp.out = nsa__of_batch(cache->v_cmp, b);
+    return one;
+}
+
+/* The new rows of x in the order of the cache's first six parts. */
+static void nsa__decode_inputs(const nsa_attention *x, const nsa_tensor *inputs[6]) {
+    inputs[NSA__PART_K_SLC] = &x->k_slc;
+    inputs[NSA__PART_V_SLC] = &x->v_slc;
+    inputs[NSA__PART_K_WIN] = &x->k_win;
+    inputs[NSA__PART_V_WIN] = &x->v_win;
+    inputs[NSA__PART_K_RAW] = &x->k_cmp.x;
+    inputs[NSA__PART_V_RAW] = &x->v_cmp.x;
+}
+
+static void nsa__decode_append(const nsa__decode_pass *p, int b, int length, int count) {
+    nsa__cache_part parts[NSA__PARTS];
+    const nsa_tensor *inputs[6];
+    nsa_real row[NSA__MAX_DIM];
+    nsa__cache_parts(p->cache, parts);
+    nsa__decode_inputs(p->x, inputs);
+    for (int i = 0; i < 6; i++)
+        for (int t = 0; t < count; t++)
+            for (int h = 0; h < p->cache->desc.kv_heads; h++) {
+                int64_t at = parts[i].ring ? (length + t) % parts[i].ring : length + t;
+                nsa__load(row, inputs[i]->dtype, nsa__row(inputs[i], b, t, h), parts[i].width);
+                nsa__store(parts[i].rows->dtype, nsa__row(parts[i].rows, b, at, h), row,
+                           parts[i].width);
+            }
+}
+
+/* The chain over one sequence's cache: nsa_attention_forward's steps with the new tokens as its
+   queries, and phi for the blocks that they complete. Every argument has been checked. */
+static void nsa__decode_attend(const nsa_attention *one, const nsa_cache *cache, const nsa_desc *d,
+                               int64_t *reads, void *workspace, size_t bytes) {
+    nsa__cache_part parts[NSA__PARTS];
+    nsa_cache copy = *cache;
+    nsa__chain c = nsa__chain_of(one);
+    int begin = nsa_cmp_count(d, d->first), end = nsa_cmp_count(d, d->tokens);
+    nsa__cache_parts(&copy, parts);
+    int raw = parts[NSA__PART_K_RAW].ring, win = parts[NSA__PART_K_WIN].ring;
+    if (begin < end) {
+        nsa__compress_go(NULL, &one->k_cmp, d, raw, begin, workspace, bytes);
+        nsa__compress_go(NULL, &one->v_cmp, d, raw, begin, workspace, bytes);
+    }
+    nsa__attend_forward_run(&c.cmp, d, NSA__CMP, 0, reads, workspace, bytes);
+    nsa__select_run(&c.select, d, workspace, bytes);
+    nsa__attend_forward_run(&c.slc, d, NSA__SLC, 0, reads + d->count, workspace, bytes);
+    nsa__attend_forward_run(&c.win, d, NSA__WIN, win, reads + 2 * d->count, workspace, bytes);
+    nsa__gate_run(NULL, &c.gate, d);
+}
+
+static void nsa__decode_task(const void *context, int64_t index, void *scratch) {
+    const nsa__decode_pass *p = (const nsa__decode_pass *)context;
+    int b = (int)index, length = p->cache->lengths[b];
+    int count = p->counts ? p->counts[b] : p->count;
+    nsa__arena a = nsa__arena_at(scratch);
+    int64_t *reads = (int64_t *)nsa__take(&a, 3 * (int64_t)count, sizeof *reads),
+            sum[3] = {0, 0, 0};
+    if (count) {
+        nsa_desc d = nsa__decode_desc(p->cache, length, count, p->threads);
+        nsa_attention one = nsa__decode_views(p->x, p->cache, b);
+        memset(reads, 0, 3 * (size_t)count * sizeof *reads);
+        nsa__decode_append(p, b, length, count);
+        nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used,
+                           p->bytes - (size_t)(a.base + a.used - (char *)scratch));
+        for (int i = 0; i < 3 * count; i++) sum[i / count] += reads[i];
+        p->cache->lengths[b] = length + count;
+        if (p->cache->newest[b] < length + count) p->cache->newest[b] = length + count;
+    }
+    if (p->reads) {
+        p->reads[b].cmp = sum[0];
+        p->reads[b].slc = sum[1];
+        p->reads[b].win = sum[2];
+    }
+}
+
+/* A sequence alone is worked on by all threads; of several, each by one. */
+static size_t nsa__decode_bytes(const nsa_attention *x, const nsa_cache *cache, int count) {
+    const nsa_desc *all = &cache->desc;
+    count = (int)nsa__min(count, all->tokens);
+    nsa_desc d =
+        nsa__decode_desc(cache, all->tokens - count, count, all->batch > 1 ? 1 : all->threads);
+    nsa__arena a = {NULL, 0};
+    nsa__take(&a, 3 * (int64_t)count, sizeof(int64_t));
+    return a.used + nsa_attention_forward_workspace_size(x, &d) + NSA__ALIGN;
+}
+
+NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache,
+                                         int count) {
+    if (!x || !cache || count < 0) return 0;
+    size_t one = nsa__decode_bytes(x, cache, count);
+    return cache->desc.batch > 1 ? nsa__workspace_bytes(&cache->desc, 0, one) : one;
+}
+
+static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cache *cache,
+                                          int count) {
+    static const int fields[6] = {NSA__AT_k_slc, NSA__AT_v_slc,   NSA__AT_k_win,
+                                  NSA__AT_v_win, NSA__AT_k_cmp_x, NSA__AT_v_cmp_x};
+    const nsa_tensor *inputs[6];
+    nsa_desc d = cache->desc;
+    d.count = (int)nsa__min(count, d.tokens);
+    nsa_attention all = nsa__decode_views(x, cache, 0);
+    nsa__chain c = nsa__chain_of(&all);
+    nsa_status s = nsa__compress_check(&all.k_cmp, &d, 1, NSA__TO_K_CMP);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__compress_check(&all.v_cmp, &d, 1, NSA__TO_V_CMP)) != NSA_OK) return s;
+    if ((s = nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, &nsa__chain_cmp)) != NSA_OK) return s;
+    if ((s = nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, &nsa__chain_slc)) != NSA_OK) return s;
+    if ((s = nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, &nsa__chain_win)) != NSA_OK) return s;
+    if ((s = nsa__select_check(&c.select, &d, &nsa__chain_cmp)) != NSA_OK) return s;
+    if ((s = nsa__gate_check(&c.gate, &d, 1, &nsa__chain_gate)) != NSA_OK) return s;
+    nsa__decode_inputs(x, inputs);
+    for (int i = 0; i < 6; i++) {
+        nsa__shape shape = {d.batch, d.count, d.kv_heads, i % 2 ? d.dim_v : d.dim};
+        if ((s = nsa__check_view(inputs[i], shape, nsa__floats(), 0, fields[i])) != NSA_OK)
+            return s;
+    }
+    return NSA_OK;
+}
+
+static nsa_status nsa__decode_check(const nsa_attention *x, const nsa_cache *cache, int count,
+                                    const int32_t *counts) {
+    if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    nsa_status s = nsa__attention_check_sizes(x, &cache->desc);
+    if (s != NSA_OK) return s;
+    if (count < 0) return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
+    for (int b = 0; b < cache->desc.batch; b++) {
+        int64_t more = counts ? counts[b] : count;
+        if (more < 0 || more > count) return nsa__error(NSA_ERROR_RANGE, NSA__AT_counts);
+        if (cache->lengths[b] + more > cache->desc.tokens || more - 1 > cache->max_rewind)
+            return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
+    }
+    return nsa__decode_check_views(x, cache, count);
+}
+
+NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,
+                              const int32_t *counts, nsa_reads *reads, void *workspace,
+                              size_t bytes) {
+    nsa__decode_pass p = {x, cache, count, counts, reads, 0, 1};
+    nsa__team team = {1, (char *)workspace, 0};
+    nsa_status s = nsa__decode_check(x, cache, count, counts);
+    if (s != NSA_OK) return s;
+    nsa_desc least = cache->desc; /* a sequence alone in the fewest threads that may be used */
+    if (!least.threads) least.threads = 1;
+    nsa_cache narrow = *cache;
+    narrow.desc = least;
+    p.bytes = nsa__decode_bytes(x, &narrow, count);
+    if (!workspace || bytes < p.bytes) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    if (cache->desc.batch == 1) {
+        p.threads = cache->desc.threads;
+        p.bytes = bytes;
+    } else if ((s = nsa__team_make(&team, &cache->desc, workspace, bytes, 0, p.bytes)) != NSA_OK) {
+        return s;
+    }
+    nsa__run(&team, cache->desc.batch, nsa__decode_task, &p);
+    return NSA_OK;
 }
 
 #ifdef __cplusplus

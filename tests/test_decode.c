@@ -1,0 +1,341 @@
+/* test_decode.c - the decoding cache: random schedules of append, chunk, guess, rewind and fork give the
+   bits of the whole sequence's forward.
+   Twin: section Decoding of nsa.h. Not here: whether that forward is right (test_attention.c). */
+#include "check.h"
+#include "nsa.h"
+
+enum { CONTENTS = 3, SEQUENCES = 3, INPUTS = 8 };
+
+/* One sequence's rows, and what the whole forward makes of them. */
+typedef struct content {
+    nsa_attention x;
+    void *memory[40];
+    int used;
+} content;
+
+typedef struct geometry {
+    const char *name;
+    int heads, kv_heads, dim, dim_v, l, d, slc, n, w, max_rewind;
+    nsa_phi phi;
+    nsa_dtype dtype;
+    nsa_window_rule window_rule;
+} geometry;
+
+static const geometry geometries[] = {
+    {"mean, f32", 4, 2, 16, 16, 8, 4, 16, 4, 20, 9, NSA_PHI_MEAN, NSA_F32, NSA_WINDOW_COUNTS_SELF},
+    {"conv, bf16, w + 1", 3, 1, 24, 8, 8, 8, 8, 3, 5, 3, NSA_PHI_CONV, NSA_BF16,
+     NSA_WINDOW_BEFORE_SELF},
+    {"mlp, f16, l = l'", 2, 2, 8, 12, 12, 4, 12, 3, 33, 17, NSA_PHI_MLP, NSA_F16,
+     NSA_WINDOW_COUNTS_SELF},
+    {"one token at a time, no rewind", 16, 1, 16, 16, 4, 2, 8, 5, 7, 0, NSA_PHI_MLP, NSA_F32,
+     NSA_WINDOW_COUNTS_SELF},
+    {"window and room beyond all", 2, 1, 16, 16, 16, 4, 64, 9, 1000, 130, NSA_PHI_CONV, NSA_F32,
+     NSA_WINDOW_COUNTS_SELF},
+};
+
+enum { TOKENS = 120 };
+
+static nsa_desc describe(const geometry *g, int batch) {
+    nsa_desc d = nsa_desc_default(batch, TOKENS, g->heads, g->kv_heads, g->dim);
+    d.dim_v = g->dim_v;
+    d.cmp_block = g->l;
+    d.cmp_stride = g->d;
+    d.slc_block = g->slc;
+    d.slc_count = g->n;
+    d.window = g->w;
+    d.window_rule = g->window_rule;
+    d.gate_heads = g->kv_heads;
+    return d;
+}
+
+/* A tensor of the content, random where a seed is given. */
+static nsa_tensor rows_of(content *c, nsa_dtype dtype, int rows, int heads, int width,
+                          uint64_t seed) {
+    size_t n = (size_t)rows * (size_t)heads * (size_t)width;
+    void *data = calloc(n ? n : 1, sizeof(double));
+    c->memory[c->used++] = data;
+    for (size_t i = 0; seed && i < n; i++) {
+        float value = (float)check_normal(seed, i);
+        if (dtype == NSA_F32) ((float *)data)[i] = value;
+        if (dtype == NSA_BF16) ((uint16_t *)data)[i] = nsa_f32_to_bf16(value);
+        if (dtype == NSA_F16) ((uint16_t *)data)[i] = nsa_f32_to_f16(value);
+    }
+    return nsa_tensor_bthd(data, dtype, rows, heads, width);
+}
+
+static nsa_compress phi_of(content *c, const geometry *g, int dim, uint64_t seed) {
+    nsa_compress x;
+    memset(&x, 0, sizeof x);
+    x.phi = g->phi;
+    x.dim = dim;
+    x.hidden = 10;
+    if (g->phi == NSA_PHI_CONV) x.w1 = rows_of(c, g->dtype, g->l, g->kv_heads, dim, seed);
+    if (g->phi == NSA_PHI_MLP) {
+        x.pos = rows_of(c, g->dtype, g->l, g->kv_heads, dim, seed);
+        x.w1 = rows_of(c, g->dtype, x.hidden, g->kv_heads, g->l * dim, seed + 1);
+        x.b1 = rows_of(c, g->dtype, 1, g->kv_heads, x.hidden, seed + 2);
+        x.w2 = rows_of(c, g->dtype, dim, g->kv_heads, x.hidden, seed + 3);
+    }
+    return x;
+}
+
+/* Room for `rows` tokens of everything; inputs random. Parameters do not depend on `id`. */
+static void make_content(content *c, const geometry *g, const nsa_desc *d, int rows, uint64_t id) {
+    nsa_attention *x = &c->x;
+    uint64_t seed = 100 * id + 1;
+    int cmp = nsa_cmp_count(d, rows);
+    memset(c, 0, sizeof *c);
+    x->k_cmp = phi_of(c, g, g->dim, 91001);
+    x->v_cmp = phi_of(c, g, g->dim_v, 92001);
+    x->q = rows_of(c, g->dtype, rows, g->heads, g->dim, seed);
+    x->k_slc = rows_of(c, g->dtype, rows, g->kv_heads, g->dim, seed + 1);
+    x->v_slc = rows_of(c, g->dtype, rows, g->kv_heads, g->dim_v, seed + 2);
+    x->k_win = rows_of(c, g->dtype, rows, g->kv_heads, g->dim, seed + 3);
+    x->v_win = rows_of(c, g->dtype, rows, g->kv_heads, g->dim_v, seed + 4);
+    x->k_cmp.x = rows_of(c, g->dtype, rows, g->kv_heads, g->dim, seed + 5);
+    x->v_cmp.x = rows_of(c, g->dtype, rows, g->kv_heads, g->dim_v, seed + 6);
+    x->gates = rows_of(c, NSA_F32, rows, d->gate_heads, 3, seed + 7);
+    x->k_cmp.out = rows_of(c, g->dtype, cmp, g->kv_heads, g->dim, 0);
+    x->v_cmp.out = rows_of(c, g->dtype, cmp, g->kv_heads, g->dim_v, 0);
+    x->out_cmp = rows_of(c, g->dtype, rows, g->heads, g->dim_v, 0);
+    x->out_slc = rows_of(c, g->dtype, rows, g->heads, g->dim_v, 0);
+    x->out_win = rows_of(c, g->dtype, rows, g->heads, g->dim_v, 0);
+    x->out = rows_of(c, g->dtype, rows, g->heads, g->dim_v, 0);
+    x->lse_cmp = rows_of(c, NSA_REAL_DTYPE, rows, g->heads, 1, 0);
+    x->lse_slc = rows_of(c, NSA_REAL_DTYPE, rows, g->heads, 1, 0);
+    x->lse_win = rows_of(c, NSA_REAL_DTYPE, rows, g->heads, 1, 0);
+    x->blocks = rows_of(c, NSA_I32, rows, g->kv_heads, nsa_block_list_width(d), 0);
+}
+
+static void free_content(content *c) {
+    for (int i = 0; i < c->used; i++) free(c->memory[i]);
+}
+
+typedef struct world {
+    const geometry *g;
+    nsa_desc d;
+    content whole[CONTENTS], step;
+    nsa_cache cache;
+    int holds[SEQUENCES]; /* which content a sequence holds, up to its length */
+    void *memory, *workspace;
+    size_t bytes;
+    uint64_t seed, draws;
+} world;
+
+static int draw(world *w, int n) {
+    return check_below(n, w->seed, w->draws++);
+}
+
+static size_t row_bytes(const nsa_tensor *x) {
+    return (size_t)x->token * (x->dtype == NSA_F32 || x->dtype == NSA_I32 ? 4
+                               : x->dtype == NSA_F64                      ? 8
+                                                                          : 2);
+}
+
+static char *row_at(const nsa_tensor *x, int batch_rows, int b, int t) {
+    return (char *)x->data + ((size_t)b * (size_t)batch_rows + (size_t)t) * row_bytes(x);
+}
+
+/* The input views of an attention in one order. */
+static void inputs_of(nsa_attention *x, nsa_tensor *list[INPUTS]) {
+    nsa_tensor *all[INPUTS] = {&x->q,     &x->k_slc,   &x->v_slc,   &x->k_win,
+                               &x->v_win, &x->k_cmp.x, &x->v_cmp.x, &x->gates};
+    memcpy(list, all, sizeof all);
+}
+
+/* Appends counts[b] tokens: of the sequence's own content, or of another one as a wrong guess. */
+static void append(world *w, const int *counts, int wrong) {
+    int most = 0;
+    nsa_reads reads[SEQUENCES];
+    nsa_tensor *from[INPUTS], *to[INPUTS];
+    for (int b = 0; b < SEQUENCES; b++) most = counts[b] > most ? counts[b] : most;
+    nsa_attention x = w->step.x;
+    inputs_of(&x, to);
+    for (int b = 0; b < SEQUENCES; b++) {
+        inputs_of(&w->whole[(w->holds[b] + wrong) % CONTENTS].x, from);
+        for (int i = 0; i < INPUTS; i++)
+            memcpy(row_at(to[i], TOKENS, b, 0), row_at(from[i], TOKENS, 0, w->cache.lengths[b]),
+                   (size_t)counts[b] * row_bytes(to[i]));
+    }
+    int before[SEQUENCES];
+    memcpy(before, w->cache.lengths, sizeof before);
+    size_t bytes = nsa_decode_workspace_size(&x, &w->cache, most);
+    CHECK(bytes <= w->bytes, "workspace of %d tokens is within that of the most", most);
+    nsa_status s = nsa_decode(&x, &w->cache, most, counts, reads, w->workspace, bytes);
+    CHECK(s == NSA_OK, "decode: %s %s", nsa_status_name(s), nsa_status_where(s));
+    if (wrong) return;
+    for (int b = 0; b < SEQUENCES; b++) {
+        nsa_attention *whole = &w->whole[w->holds[b]].x;
+        const nsa_tensor *outs[] = {&x.out,     &x.out_cmp, &x.out_slc, &x.out_win,
+                                    &x.lse_cmp, &x.lse_slc, &x.lse_win, &x.blocks};
+        const nsa_tensor *want[] = {&whole->out,     &whole->out_cmp, &whole->out_slc,
+                                    &whole->out_win, &whole->lse_cmp, &whole->lse_slc,
+                                    &whole->lse_win, &whole->blocks};
+        for (int i = 0; i < 8; i++)
+            CHECK_BITS("row of a decoded token", row_at(outs[i], TOKENS, b, 0),
+                       row_at(want[i], TOKENS, 0, before[b]),
+                       (size_t)counts[b] * row_bytes(outs[i]), row_bytes(outs[i]));
+        int64_t cmp = 0, win = 0;
+        for (int t = before[b]; t < before[b] + counts[b]; t++) {
+            cmp += nsa_cmp_visible(&w->d, t);
+            win += t + 1 - nsa_window_begin(&w->d, t);
+        }
+        CHECK(reads[b].cmp == cmp * w->g->kv_heads, "keys read by cmp");
+        CHECK(reads[b].win == win * w->g->kv_heads, "keys read by win");
+    }
+}
+
+static void random_append(world *w, int wrong) {
+    int counts[SEQUENCES];
+    for (int b = 0; b < SEQUENCES; b++) {
+        int room = TOKENS - w->cache.lengths[b], most = w->g->max_rewind + 1 - wrong;
+        counts[b] = draw(w, (room < most ? room : most) + 1);
+    }
+    append(w, counts, wrong);
+    for (int b = 0; wrong && b < SEQUENCES; b++) /* the guesses were wrong: take them back */
+        CHECK(nsa_cache_rewind(&w->cache, b, w->cache.lengths[b] - counts[b]) == NSA_OK, "rewind");
+}
+
+/* The shortest length that the sequence can be taken back to, 0 apart. */
+static int least_length(const world *w, int b) {
+    int least = w->cache.newest[b] - w->g->max_rewind;
+    return least < 0 ? 0 : least;
+}
+
+static void random_rewind(world *w) {
+    int b = draw(w, SEQUENCES), least = least_length(w, b), length = w->cache.lengths[b];
+    if (least > 1)
+        CHECK(nsa_status_kind(nsa_cache_rewind(&w->cache, b, least - 1)) == NSA_ERROR_REWIND,
+              "one further back is refused");
+    CHECK(nsa_cache_rewind(&w->cache, b, least + draw(w, length - least + 1)) == NSA_OK, "rewind");
+}
+
+static void random_fork(world *w) {
+    int from = draw(w, SEQUENCES), to = draw(w, SEQUENCES);
+    int least = least_length(w, from), length = w->cache.lengths[from];
+    int prefix = least + draw(w, length - least + 1);
+    CHECK(nsa_cache_fork(&w->cache, to, &w->cache, from, prefix) == NSA_OK, "fork");
+    w->holds[to] = w->holds[from];
+}
+
+static void begin(world *w, const geometry *g, int threads) {
+    memset(w, 0, sizeof *w);
+    w->g = g;
+    w->d = describe(g, 1);
+    w->d.threads = threads;
+    for (int i = 0; i < CONTENTS; i++) {
+        make_content(&w->whole[i], g, &w->d, TOKENS, (uint64_t)i + 1);
+        size_t bytes = nsa_attention_forward_workspace_size(&w->whole[i].x, &w->d);
+        void *workspace = malloc(bytes);
+        CHECK(nsa_attention_forward(&w->whole[i].x, &w->d, workspace, bytes) == NSA_OK, "whole");
+        free(workspace);
+    }
+    nsa_desc d = describe(g, SEQUENCES);
+    d.threads = threads;
+    make_content(&w->step, g, &d, TOKENS * SEQUENCES, 0);
+    nsa_tensor *views[] = {
+        &w->step.x.q,       &w->step.x.k_slc,   &w->step.x.v_slc,   &w->step.x.k_win,
+        &w->step.x.v_win,   &w->step.x.k_cmp.x, &w->step.x.v_cmp.x, &w->step.x.gates,
+        &w->step.x.out,     &w->step.x.out_cmp, &w->step.x.out_slc, &w->step.x.out_win,
+        &w->step.x.lse_cmp, &w->step.x.lse_slc, &w->step.x.lse_win, &w->step.x.blocks};
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++)
+        views[i]->batch = TOKENS * views[i]->token;
+    size_t size = nsa_cache_size(&d, g->dtype, g->max_rewind);
+    w->memory = malloc(size);
+    memset(w->memory, 0xff, size); /* NaN in every format: what was not written is not read */
+    CHECK(nsa_cache_init(&w->cache, &d, g->dtype, g->max_rewind, w->memory, size - 1) != NSA_OK,
+          "a byte too few");
+    CHECK(nsa_cache_init(&w->cache, &d, g->dtype, g->max_rewind, w->memory, size) == NSA_OK,
+          "cache");
+    w->bytes = nsa_decode_workspace_size(&w->step.x, &w->cache, TOKENS);
+    w->workspace = malloc(w->bytes);
+    for (int b = 0; b < SEQUENCES; b++) w->holds[b] = b % CONTENTS;
+}
+
+static void end(world *w) {
+    for (int i = 0; i < CONTENTS; i++) free_content(&w->whole[i]);
+    free_content(&w->step);
+    free(w->memory);
+    free(w->workspace);
+}
+
+static void test_schedules(world *w, int schedules) {
+    for (int s = 0; s < schedules; s++) {
+        check_case("%s, schedule %d", w->g->name, s);
+        w->seed = (uint64_t)s + 7;
+        w->draws = 0;
+        for (int b = 0; b < SEQUENCES; b++) nsa_cache_rewind(&w->cache, b, 0);
+        for (int i = 0; i < 24; i++) {
+            int kind = draw(w, 8);
+            if (kind < 4)
+                random_append(w, 0);
+            else if (kind < 6)
+                random_append(w, 1);
+            else if (kind < 7)
+                random_rewind(w);
+            else
+                random_fork(w);
+        }
+    }
+}
+
+static void test_refusals(world *w) {
+    check_case("%s, refusals", w->g->name);
+    int32_t before[SEQUENCES], counts[SEQUENCES] = {0, 0, 0};
+    for (int b = 0; b < SEQUENCES; b++) nsa_cache_rewind(&w->cache, b, 0);
+    memcpy(before, w->cache.lengths, sizeof before);
+    const nsa_attention *x = &w->step.x;
+    int most = w->g->max_rewind + 1;
+    nsa_status s = nsa_decode(x, &w->cache, most + 1, NULL, NULL, w->workspace, w->bytes);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "more at once than max_rewind + 1: %d", s);
+    counts[0] = 2;
+    s = nsa_decode(x, &w->cache, 1, counts, NULL, w->workspace, w->bytes);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_RANGE, "counts beyond count: %d", s);
+    size_t bytes = nsa_decode_workspace_size(x, &w->cache, 1);
+    s = nsa_decode(x, &w->cache, 1, NULL, NULL, w->workspace, bytes - 1);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_WORKSPACE, "a byte short: %d", s);
+    CHECK(nsa_status_kind(nsa_cache_rewind(&w->cache, 0, 1)) == NSA_ERROR_REWIND, "not held yet");
+    CHECK(nsa_status_kind(nsa_cache_rewind(&w->cache, 9, 0)) == NSA_ERROR_RANGE, "no sequence 9");
+    CHECK(nsa_status_kind(nsa_decode(x, NULL, 1, NULL, NULL, w->workspace, bytes)) ==
+              NSA_ERROR_NULL,
+          "null cache");
+    CHECK(!memcmp(before, w->cache.lengths, sizeof before), "a refused call changes no length");
+    nsa_desc d = describe(w->g, SEQUENCES);
+    d.dim = w->g->dim + 8;
+    size_t size = nsa_cache_size(&d, w->g->dtype, w->g->max_rewind);
+    void *memory = malloc(size);
+    nsa_cache other;
+    CHECK(nsa_cache_init(&other, &d, w->g->dtype, w->g->max_rewind, memory, size) == NSA_OK, "");
+    s = nsa_cache_fork(&other, 0, &w->cache, 0, 0);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "a cache of another geometry: %d", s);
+    s = nsa_decode(x, &other, 1, NULL, NULL, w->workspace, w->bytes);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_SIZE, "views of another geometry: %d", s);
+    free(memory);
+}
+
+static void test_full(world *w) {
+    check_case("%s, a full cache", w->g->name);
+    int counts[SEQUENCES];
+    for (int b = 0; b < SEQUENCES; b++) nsa_cache_rewind(&w->cache, b, 0);
+    for (int t = 0; t < TOKENS; t++) {
+        for (int b = 0; b < SEQUENCES; b++) counts[b] = 1;
+        append(w, counts, 0);
+    }
+    nsa_status s = nsa_decode(&w->step.x, &w->cache, 1, NULL, NULL, w->workspace, w->bytes);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "full: %d", s);
+    CHECK(w->cache.lengths[0] == TOKENS, "the cache is unchanged");
+}
+
+int main(int argc, char **argv) {
+    int schedules = argc > 1 ? atoi(argv[1]) : 12;
+    for (size_t i = 0; i < sizeof geometries / sizeof *geometries; i++)
+        for (int threads = 1; threads <= 2; threads++) {
+            world w;
+            begin(&w, &geometries[i], threads);
+            test_schedules(&w, schedules);
+            test_refusals(&w);
+            test_full(&w);
+            end(&w);
+        }
+    return check_done("test_decode");
+}
