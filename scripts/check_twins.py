@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Checks that everything has its twins of the same name (CONTRIBUTING.md, habit 1).
+
+A primitive X is what nsa.h declares as nsa_X_forward, or as nsa_X with a workspace of its own. Each
+needs: nsa_X_backward beside nsa_X_forward; a definition in nsa.h's implementation; a test
+tests/test_X.c (tests/test_attend.c serves every attend_...); a heading of docs/algorithm.md that
+names it. And nothing on the CUDA side may be without its twin here: neither nsa_cuda_X in
+nsa_cuda.cuh nor a file kernels/X.cuh (twin of a primitive, or of a section of the implementation).
+
+Exit code: the number of findings, at most 99.
+"""
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SWITCH = "common"  # kernels/common.cuh tells nvcc from the host; the CPU has no need of it
+
+
+def read(path):
+    """The text of a file of the tree, empty where there is none."""
+    return (ROOT / path).read_text() if (ROOT / path).is_file() else ""
+
+
+def primitives(declarations):
+    """Every X, and whether it has a forward (what has none has no backward either)."""
+    names = set(re.findall(r"\bnsa_(\w+)_workspace_size\(", declarations))
+    names |= set(re.findall(r"\bnsa_(\w+)_forward\(", declarations))
+    names = {re.sub(r"_(forward|backward)$", "", name) for name in names}
+    return {name: f"nsa_{name}_forward(" in declarations for name in sorted(names)}
+
+
+def definitions():
+    """Names of the public functions that the implementation defines, macros expanded."""
+    command = ["cc", "-E", "-P", "-DNSA_IMPLEMENTATION", "-xc", "nsa/nsa.h"]
+    text = subprocess.run(command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE).stdout
+    return re.findall(r"\bextern [^;{}()]*?(nsa_\w+)\([^;{}()]*\)\s*{", text)
+
+
+def has_test(name):
+    """Whether a test program of that name exists; the branches may share one."""
+    files = [f"tests/test_{name}.c", "tests/test_attend.c" if name.startswith("attend_") else ""]
+    return any(file and (ROOT / file).is_file() for file in files)
+
+
+def check_primitive(name, has_forward, defined, declarations, headings):
+    calls = [f"nsa_{name}_forward", f"nsa_{name}_backward"] if has_forward else [f"nsa_{name}"]
+    for call in calls:
+        if f"{call}(" not in declarations:
+            yield f"nsa/nsa.h declares no {call}"
+        elif defined.count(call) != 1:
+            yield f"nsa/nsa.h does not define {call} exactly once"
+    if not has_test(name):
+        yield f"tests/test_{name}.c is missing"
+    if not any(re.search(rf"`nsa_{name}(_forward)?`", heading) for heading in headings):
+        yield f"docs/algorithm.md has no heading that names nsa_{name}"
+
+
+def check_cuda(names, functions, sections):
+    cuda = read("nsa/nsa_cuda.cuh")
+    for call in sorted(set(re.findall(r"\bnsa_cuda_(\w+)\(", cuda))):
+        known = f"nsa_{call}" in functions or call == "check_blocks"
+        if re.search(r"_(forward|backward)$", call) and not known:
+            yield f"nsa/nsa_cuda.cuh has nsa_cuda_{call}, nsa/nsa.h no nsa_{call}"
+    for path in sorted((ROOT / "nsa/kernels").glob("*.cuh")):
+        words = path.stem.replace("_", " ")
+        # The section may bear a longer form of the name: attend, Attention; decode, Decoding.
+        section = any(title.lower().startswith(words[:5]) for title in sections)
+        if path.stem not in names and not section and path.stem != SWITCH:
+            yield f"nsa/kernels/{path.name} is the twin of no primitive and of no section of nsa.h"
+
+
+def main():
+    header = read("nsa/nsa.h")
+    declarations = header[:header.index("#endif /* NSA_H */")] if "#endif /* NSA_H */" in header else header
+    functions = set(re.findall(r"\bnsa_\w+(?=\()", declarations))
+    headings = [line for line in read("docs/algorithm.md").splitlines() if line.startswith("#")]
+    names = primitives(declarations)
+    sections = re.findall(r"^/\* ---- ([^-:]+)", header, re.M)
+    defined, findings = definitions(), []
+    for name, has_forward in names.items():
+        findings += check_primitive(name, has_forward, defined, declarations, headings)
+    findings += check_cuda(names, functions, sections)
+    for finding in findings:
+        print(finding)
+    print(f"{len(names)} primitives checked ({', '.join(names)}), {len(findings)} findings")
+    return min(len(findings), 99) if names else 99
+
+
+if __name__ == "__main__":
+    sys.exit(main())
