@@ -567,9 +567,13 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
 
 /* ==== Private, shared with nsa_cuda.cuh =========================================================
 
-   What a status can name, and the check of one view. */
-#if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__VIEW_CHECKS)
-#define NSA__VIEW_CHECKS
+   Host code that both need: what a status can name, the check of one view, RoPE's frequencies. */
+#if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_PARTS)
+#define NSA__SHARED_PARTS
+
+#include <math.h>
+
+#define NSA__MAX_DIM 256
 
 /* Every field that a status can name. The fields of a compress stand three times, in the same
    order. */
@@ -728,7 +732,58 @@ static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigne
     return NSA_OK;
 }
 
-#endif /* NSA__VIEW_CHECKS */
+static nsa_status nsa__rope_check_options(const nsa_rope *x) {
+    if (x->heads < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_heads);
+    if (x->dim < 2 || x->dim > NSA__MAX_DIM || x->dim % 2)
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
+    if ((unsigned)x->pairs > NSA_ROPE_HALVES) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pairs);
+    if ((unsigned)x->scaling > NSA_ROPE_SCALING_YARN)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_scaling);
+    if (!(x->base == 0 || (x->base > 1 && x->base < 1e300)))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_base);
+    if (x->scaling != NSA_ROPE_SCALING_NONE && !(x->factor >= 1 && x->factor < 1e300))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_factor);
+    if (x->scaling == NSA_ROPE_SCALING_YARN) {
+        if (x->trained_context < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_trained_context);
+        if (!(x->fast >= 0 && x->slow >= 0 && x->fast < 1e300 && x->slow < 1e300))
+            return nsa__error(NSA_ERROR_SIZE, NSA__AT_fast);
+    }
+    return NSA_OK;
+}
+
+/* The pair, as a fractional number, that turns `turns` times over the trained context. */
+static double nsa__rope_pair_of(const nsa_rope *x, double base, double turns) {
+    return x->dim * log(x->trained_context / (turns * 6.283185307179586)) / (2 * log(base));
+}
+
+/* What pair i turns by from one position to the next, and YaRN's factor on the result. */
+static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], double *magnitude) {
+    double base = x->base != 0 ? x->base : 10000, factor = x->factor;
+    double low = 0, high = 0;
+    *magnitude = 1;
+    if (x->scaling == NSA_ROPE_SCALING_NTK && x->dim > 2)
+        base *= pow(factor, (double)x->dim / (x->dim - 2));
+    if (x->scaling == NSA_ROPE_SCALING_YARN) {
+        *magnitude = 0.1 * log(factor) + 1;
+        low = floor(nsa__rope_pair_of(x, base, x->fast != 0 ? x->fast : 32));
+        high = ceil(nsa__rope_pair_of(x, base, x->slow != 0 ? x->slow : 1));
+        low = low < 0 ? 0 : low;
+        high = high > x->dim - 1 ? x->dim - 1 : high;
+        if (high <= low) high = low + 0.001;
+    }
+    for (int i = 0; i < x->dim / 2; i++) {
+        double frequency = pow(base, -2.0 * i / x->dim), slowed = frequency / factor;
+        if (x->scaling == NSA_ROPE_SCALING_LINEAR) frequency = slowed;
+        if (x->scaling == NSA_ROPE_SCALING_YARN) {
+            double ramp = (i - low) / (high - low);
+            ramp = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
+            frequency += ramp * (slowed - frequency);
+        }
+        frequency_of[i] = frequency;
+    }
+}
+
+#endif /* NSA__SHARED_PARTS */
 
 /* ==== Implementation ============================================================================
 
@@ -752,9 +807,8 @@ extern "C" {
 
 /* ---- Rows and numbers: the one place that knows dtypes ------------------------------------- */
 
-#define NSA__MAX_DIM 256
-#define NSA__LOG2E   1.4426950408889634074
-#define NSA__LN2     0.69314718055994530942
+#define NSA__LOG2E 1.4426950408889634074
+#define NSA__LN2   0.69314718055994530942
 /* Stands for "no maximum yet". Finite, so that no difference of two maxima is inf - inf. */
 #define NSA__LOWEST ((nsa_real)(sizeof(nsa_real) == sizeof(double) ? -DBL_MAX : -FLT_MAX))
 
@@ -1479,38 +1533,6 @@ typedef struct nsa__rope_pass {
     double magnitude; /* YaRN's factor on the result */
 } nsa__rope_pass;
 
-/* The pair, as a fractional number, that turns `turns` times over the trained context. */
-static double nsa__rope_pair_of(const nsa_rope *x, double base, double turns) {
-    return x->dim * log(x->trained_context / (turns * 6.283185307179586)) / (2 * log(base));
-}
-
-static void nsa__rope_frequencies(nsa__rope_pass *p) {
-    const nsa_rope *x = p->x;
-    double base = x->base != 0 ? x->base : 10000, factor = x->factor;
-    double low = 0, high = 0;
-    p->magnitude = 1;
-    if (x->scaling == NSA_ROPE_SCALING_NTK && x->dim > 2)
-        base *= pow(factor, (double)x->dim / (x->dim - 2));
-    if (x->scaling == NSA_ROPE_SCALING_YARN) {
-        p->magnitude = 0.1 * log(factor) + 1;
-        low = floor(nsa__rope_pair_of(x, base, x->fast != 0 ? x->fast : 32));
-        high = ceil(nsa__rope_pair_of(x, base, x->slow != 0 ? x->slow : 1));
-        low = low < 0 ? 0 : low;
-        high = high > x->dim - 1 ? x->dim - 1 : high;
-        if (high <= low) high = low + 0.001;
-    }
-    for (int i = 0; i < x->dim / 2; i++) {
-        double frequency = pow(base, -2.0 * i / x->dim), slowed = frequency / factor;
-        if (x->scaling == NSA_ROPE_SCALING_LINEAR) frequency = slowed;
-        if (x->scaling == NSA_ROPE_SCALING_YARN) {
-            double ramp = (i - low) / (high - low);
-            ramp = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
-            frequency += ramp * (slowed - frequency);
-        }
-        p->frequency[i] = frequency;
-    }
-}
-
 /* Rotates one row by the angles whose cosines and sines are given; sign -1 rotates back. */
 static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const double *sine,
                              double sign, nsa_real *row) {
@@ -1558,21 +1580,7 @@ static nsa_status nsa__rope_check(const nsa_rope *x, const nsa_desc *d) {
     nsa_status s = nsa_desc_check(d);
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (x->heads < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_heads);
-    if (x->dim < 2 || x->dim > NSA__MAX_DIM || x->dim % 2)
-        return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
-    if ((unsigned)x->pairs > NSA_ROPE_HALVES) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pairs);
-    if ((unsigned)x->scaling > NSA_ROPE_SCALING_YARN)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_scaling);
-    if (!(x->base == 0 || (x->base > 1 && x->base < 1e300)))
-        return nsa__error(NSA_ERROR_SIZE, NSA__AT_base);
-    if (x->scaling != NSA_ROPE_SCALING_NONE && !(x->factor >= 1 && x->factor < 1e300))
-        return nsa__error(NSA_ERROR_SIZE, NSA__AT_factor);
-    if (x->scaling == NSA_ROPE_SCALING_YARN) {
-        if (x->trained_context < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_trained_context);
-        if (!(x->fast >= 0 && x->slow >= 0 && x->fast < 1e300 && x->slow < 1e300))
-            return nsa__error(NSA_ERROR_SIZE, NSA__AT_fast);
-    }
+    if ((s = nsa__rope_check_options(x)) != NSA_OK) return s;
     if (!nsa__fits(d->batch, d->tokens, x->heads, x->dim))
         return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_heads);
     if (!x->positions.data) return NSA_OK;
@@ -1586,7 +1594,7 @@ static void nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc 
     p.x = x;
     p.dx = dx;
     p.d = d;
-    nsa__rope_frequencies(&p);
+    nsa__rope_frequencies(x, p.frequency, &p.magnitude);
     for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
         nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__ROPE_TOKENS), nsa__rope_task, &p);
 }

@@ -164,5 +164,7 @@ nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const nsa_attent
 #include "kernels/checks.cuh"
 #include "kernels/rows.cuh"
 #include "kernels/block_index.cuh"
+#include "kernels/rope.cuh"
+#include "kernels/gate.cuh"
 
 #endif

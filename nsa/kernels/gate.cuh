@@ -1,0 +1,181 @@
+/* gate.cuh: out = g[0] cmp + g[1] slc + g[2] win.
+   Twin: nsa.h, Gate. Bound by memory: each row is read once and written once.
+   Not here: the projection that makes the logits. */
+#ifndef NSA_GATE_CUH
+#define NSA_GATE_CUH
+
+#include "block_index.cuh"
+
+enum { NSA__GATE_THREADS = 128 };
+
+/* g of a logit row; the same in every thread that needs it. */
+NSA__DEVICE void nsa__gate_weights(nsa_gate_kind kind, const nsa_tensor &logits, int64_t b,
+                                   int64_t t, int64_t h, float (&g)[3]) {
+    const void *row = nsa__row_at(logits, b, t, h);
+#pragma unroll
+    for (int i = 0; i < 3; i++) g[i] = nsa__load1(logits.dtype, row, i);
+    if (kind == NSA_GATE_SIGMOID)
+#pragma unroll
+        for (int i = 0; i < 3; i++) g[i] = 1.0f / (1.0f + expf(-g[i]));
+    if (kind == NSA_GATE_SOFTMAX) {
+        const float most = fmaxf(g[0], fmaxf(g[1], g[2]));
+#pragma unroll
+        for (int i = 0; i < 3; i++) g[i] = expf(g[i] - most);
+        const float scale = 1.0f / (g[0] + g[1] + g[2]);
+#pragma unroll
+        for (int i = 0; i < 3; i++) g[i] *= scale;
+    }
+}
+
+/* The team of threads that shares a row, eight elements each: a power of two. */
+static inline int nsa__gate_team(int dim_v) {
+    int team = 1;
+    while (team * 8 < dim_v) team *= 2;
+    return team;
+}
+
+/* Which row (t, h) of which sequence a team works on: teams count through (b, t, h). */
+struct nsa__gate_place {
+    nsa__sequence s;
+    int64_t row;
+    int head, c; /* of `heads`; the thread's first element */
+    bool mine;
+};
+
+NSA__DEVICE nsa__gate_place nsa__gate_place_of(const nsa_desc &d, int heads, int team) {
+    const int blocks = static_cast<int>(gridDim.x) / d.batch;
+    const int64_t item =
+        static_cast<int64_t>(blockIdx.x % blocks) * (NSA__GATE_THREADS / team) + threadIdx.x / team;
+    nsa__gate_place p;
+    p.s = nsa__sequence_of(d, static_cast<int>(blockIdx.x) / blocks);
+    p.row = item / heads;
+    p.head = static_cast<int>(item % heads);
+    p.c = static_cast<int>(threadIdx.x) % team * 8;
+    p.mine = p.row < p.s.count;
+    return p;
+}
+
+static __global__ void nsa__gate_forward_kernel(nsa_desc d, nsa_gate x, int team) {
+    const nsa__gate_place p = nsa__gate_place_of(d, d.heads, team);
+    if (!p.mine || p.c >= d.dim_v) return;
+    const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
+    const int64_t t = p.s.row + p.row;
+    float g[3], out[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    nsa__gate_weights(d.gate, x.logits, p.s.batch, t, p.head / (d.heads / d.gate_heads), g);
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        float row[8];
+        nsa__load8(row, branch[i]->dtype, nsa__row_at(*branch[i], p.s.batch, t, p.head), p.c);
+#pragma unroll
+        for (int c = 0; c < 8; c++) out[c] += g[i] * row[c];
+    }
+    nsa__store8(x.out.dtype, nsa__row_at(x.out, p.s.batch, t, p.head), p.c, out);
+}
+
+/* out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout, and over the heads that share the gate
+   dg[i] = sum_h sum_c dout branch[i]; then through the gate's kind to the logits. */
+static __global__ void nsa__gate_backward_kernel(nsa_desc d, nsa_gate x, nsa_gate dx, int team) {
+    const nsa__gate_place p = nsa__gate_place_of(d, d.gate_heads, team);
+    const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
+    const nsa_tensor *dbranch[3] = {&dx.cmp, &dx.slc, &dx.win};
+    const int64_t t = p.s.row + p.row;
+    const int sharers = d.heads / d.gate_heads;
+    float g[3] = {0, 0, 0}, dg[3] = {0, 0, 0};
+    if (p.mine) nsa__gate_weights(d.gate, x.logits, p.s.batch, t, p.head, g);
+    for (int h = p.head * sharers; p.mine && p.c < d.dim_v && h < (p.head + 1) * sharers; h++) {
+        float dout[8];
+        nsa__load8(dout, dx.out.dtype, nsa__row_at(dx.out, p.s.batch, t, h), p.c);
+#pragma unroll
+        for (int i = 0; i < 3; i++) {
+            if (dbranch[i]->data)
+                nsa__add8(dbranch[i]->dtype, nsa__row_at(*dbranch[i], p.s.batch, t, h), p.c, g[i],
+                          dout);
+            if (!dx.logits.data) continue;
+            float row[8];
+            nsa__load8(row, branch[i]->dtype, nsa__row_at(*branch[i], p.s.batch, t, h), p.c);
+#pragma unroll
+            for (int c = 0; c < 8; c++) dg[i] += dout[c] * row[c];
+        }
+    }
+    if (!dx.logits.data) return;
+    for (int step = team / 2; step > 0; step /= 2)
+#pragma unroll
+        for (int i = 0; i < 3; i++) dg[i] += __shfl_xor_sync(0xffffffffu, dg[i], step);
+    if (!p.mine || p.c != 0) return;
+    const float mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
+    void *row = nsa__row_at(dx.logits, p.s.batch, t, p.head);
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        if (d.gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1.0f - g[i]);
+        if (d.gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
+        nsa__store1(dx.logits.dtype, row, i, nsa__load1(dx.logits.dtype, row, i) + dg[i]);
+    }
+}
+
+/* Which fields a status names: the chain's views have other names than its primitives'. */
+struct nsa__cuda_gate_fields {
+    int logits, cmp, slc, win, out;
+};
+
+static const nsa__cuda_gate_fields nsa__cuda_gate_names = {NSA__AT_logits, NSA__AT_cmp, NSA__AT_slc,
+                                                           NSA__AT_win, NSA__AT_out};
+
+static nsa_status nsa__cuda_gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
+                                       const nsa__cuda_gate_fields *at) {
+    const nsa__shape shape = nsa__cuda_query_shape(d, d->heads, d->dim_v);
+    const nsa__shape logits = nsa__cuda_query_shape(d, d->gate_heads, 3);
+    nsa_status s = nsa__check_view(&x->logits, logits, NSA__FLOATS, 0, at->logits);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__cuda_check_rows(&x->cmp, shape, NSA__FLOATS, 0, at->cmp)) != NSA_OK) return s;
+    if ((s = nsa__cuda_check_rows(&x->slc, shape, NSA__FLOATS, 0, at->slc)) != NSA_OK) return s;
+    if ((s = nsa__cuda_check_rows(&x->win, shape, NSA__FLOATS, 0, at->win)) != NSA_OK) return s;
+    return forward ? nsa__cuda_check_rows(&x->out, shape, NSA__FLOATS, 1, at->out) : NSA_OK;
+}
+
+static nsa_status nsa__cuda_gate_grid(const nsa_desc *d, int heads, int team, dim3 *grid) {
+    return nsa__cuda_grid(d->batch * nsa__cuda_ceil_div(static_cast<int64_t>(d->count) * heads,
+                                                        NSA__GATE_THREADS / team),
+                          grid);
+}
+
+extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d,
+                                            cudaStream_t stream) {
+    nsa_status s = nsa__cuda_check_desc(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if ((s = nsa__cuda_gate_check(x, d, 1, &nsa__cuda_gate_names)) != NSA_OK) return s;
+    if (d->count == 0) return NSA_OK;
+    const int team = nsa__gate_team(d->dim_v);
+    dim3 grid;
+    if ((s = nsa__cuda_gate_grid(d, d->heads, team, &grid)) != NSA_OK) return s;
+    return nsa__cuda_status(NSA_LAUNCH(nsa__gate_forward_kernel, grid, dim3(NSA__GATE_THREADS), 0,
+                                       stream, *d, *x, team));
+}
+
+extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate *x,
+                                             const nsa_desc *d, cudaStream_t stream) {
+    nsa_status s = nsa__cuda_check_desc(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    if ((s = nsa__cuda_gate_check(x, d, 0, &nsa__cuda_gate_names)) != NSA_OK) return s;
+    const nsa__shape shape = nsa__cuda_query_shape(d, d->heads, d->dim_v);
+    const nsa__shape logits = nsa__cuda_query_shape(d, d->gate_heads, 3);
+    s = nsa__cuda_check_rows(&dx->out, shape, NSA__FLOATS, 0, NSA__AT_out | NSA__GRADIENT);
+    if (s != NSA_OK) return s;
+    if (dx->logits.data &&
+        (s = nsa__check_view(&dx->logits, logits, 1u << NSA_F32 | 1u << x->logits.dtype, 1,
+                             NSA__AT_logits | NSA__GRADIENT)) != NSA_OK)
+        return s;
+    if ((s = nsa__cuda_check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp)) != NSA_OK) return s;
+    if ((s = nsa__cuda_check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc)) != NSA_OK) return s;
+    if ((s = nsa__cuda_check_gradient(&dx->win, &x->win, shape, NSA__AT_win)) != NSA_OK) return s;
+    if (d->count == 0) return NSA_OK;
+    const int team = nsa__gate_team(d->dim_v);
+    dim3 grid;
+    if ((s = nsa__cuda_gate_grid(d, d->gate_heads, team, &grid)) != NSA_OK) return s;
+    return nsa__cuda_status(NSA_LAUNCH(nsa__gate_backward_kernel, grid, dim3(NSA__GATE_THREADS), 0,
+                                       stream, *d, *x, *dx, team));
+}
+
+#endif
