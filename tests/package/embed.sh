@@ -31,6 +31,7 @@ bare)
     check ./embed
     ;;
 pkg_config)
+    "$root/tests/package/need.sh" pkg-config || exit $?
     install_and_move
     export PKG_CONFIG_PATH=$dir/moved/share/pkgconfig
     version=$(sed -n 's/^#define NSA_VERSION_[A-Z]* *//p' "$root/nsa/nsa.h" | paste -sd.)

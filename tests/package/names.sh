@@ -7,6 +7,7 @@ set -euo pipefail
 cc=$1
 dir=$2
 nsa=$(cd "$(dirname "$0")/../../nsa" && pwd)
+"$(dirname "$0")/need.sh" "$cc" nm || exit $?
 mkdir -p "$dir"
 failures=0
 
@@ -27,31 +28,37 @@ for options in "-O0 -fno-builtin" -O2 "-O0 -DNSA_REAL=double" "-O0 -DNSA_STATIC"
     # shellcheck disable=SC2086 # a list of words
     "$cc" -std=c99 -fno-pic $options -I "$nsa" -c "$dir/implementation.c" -o "$dir/implementation.o"
     nm "$dir/implementation.o" >"$dir/symbols"
-    # Compilers number their copies of constants and functions with a dot; such names cannot clash.
+    # Names that compilers make up hold a dot, so they cannot clash with anybody's.
     awk '$1 != "U" && $2 != "U" { print $NF }' "$dir/symbols" |
-        grep -vE '^(nsa_|\.L|[A-Za-z_]+\.[0-9]+$)' >"$dir/leaks" || true
+        grep -vE '^(nsa_|\.|[A-Za-z_]+\.[0-9]+$)' >"$dir/leaks" || true
     expect_none "symbols that do not begin with nsa_ ($options)" "$dir/leaks"
     awk '$2 ~ /^[bBdDcC]$/ { print $NF }' "$dir/symbols" >"$dir/state"
     expect_none "writable data ($options)" "$dir/state"
     awk '$1 == "U" { print $2 }' "$dir/symbols" | sort -u |
-        grep -vE '^(mem(cpy|move|set|cmp)|(exp|exp2|log|log2|sqrt|pow|sin|cos|sincos|floor|ceil|fabs|fmax|fmin|ldexp|frexp)f?|__cpu_(model|indicator_init)|(omp|GOMP)_[a-z_]+|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail)$' \
+        grep -vE '^(mem(cpy|move|set|cmp)|(exp|exp2|log|log2|sqrt|pow|sin|cos|sincos|floor|ceil|fabs|fmax|fmin|ldexp|frexp)f?|__cpu_(model|indicator_init)|(omp|GOMP|__kmpc)_[a-z_0-9]+|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail)$' \
             >"$dir/calls" || true
     expect_none "functions that it may not call ($options)" "$dir/calls"
 done
 
-# Macros: with the header minus with the system headers that it includes.
-for mode in "" -DNSA_IMPLEMENTATION; do
-    # shellcheck disable=SC2086 # one word or none
-    "$cc" -std=c99 $mode -I "$nsa" -H -fsyntax-only "$nsa/nsa.h" 2>"$dir/includes" || true
-    grep -E '^\. ' "$dir/includes" | awk -F/ '{ print "#include <" $NF ">" }' >"$dir/system.c"
-    "$cc" -std=c99 $mode -dM -E "$dir/system.c" | sort >"$dir/macros.system"
-    "$cc" -std=c99 $mode -I "$nsa" -dM -E -x c "$nsa/nsa.h" | sort >"$dir/macros.nsa"
-    comm -13 "$dir/macros.system" "$dir/macros.nsa" | awk '{ print $2 }' |
-        grep -v '^NSA_' >"$dir/leaks" || true
-    expect_none "macros that do not begin with NSA_ ($mode)" "$dir/leaks"
-    [ "$(comm -13 "$dir/macros.system" "$dir/macros.nsa" | grep -c 'NSA_')" -gt 3 ] || {
-        echo "this check sees no macros of nsa.h at all ($mode)"
+# Macros: those with the header minus those with the system headers that it includes.
+# macros HEADER OPTION...
+macros() {
+    local header=$1
+    shift
+    "$cc" -std=c99 "$@" -I "$nsa" -H -fsyntax-only -xc "$nsa/$header" 2>"$dir/includes"
+    awk '/^\.+ \/usr/ && /include\/[^\/]*$/ { n = split($2, part, "/"); print "#include <" part[n] ">" }' \
+        "$dir/includes" >"$dir/system.c"
+    "$cc" -std=c99 "$@" -dM -E "$dir/system.c" | sort >"$dir/macros.system"
+    "$cc" -std=c99 "$@" -I "$nsa" -dM -E -xc "$nsa/$header" | sort >"$dir/macros.nsa"
+    comm -13 "$dir/macros.system" "$dir/macros.nsa" | awk '{ print $2 }' >"$dir/macros"
+    grep -v '^NSA_' "$dir/macros" >"$dir/leaks" || true
+    expect_none "macros that do not begin with NSA_ ($*)" "$dir/leaks"
+    [ "$(grep -c '^NSA_' "$dir/macros")" -gt 3 ] || {
+        echo "this check sees no macros of $header at all ($*)"
         failures=$((failures + 1))
     }
-done
+}
+macros nsa.h
+macros nsa.h -DNSA_IMPLEMENTATION
+macros nsa_cuda.cuh
 exit "$failures"
