@@ -1,0 +1,107 @@
+/* async.cpp: cp.async. A copy lands at the wait that demands it and not before, or at once where
+   settings.early says so; a right kernel cannot tell. Twin: the sm_80 copy unit.
+   Not here: bulk copies (hopper.cpp). */
+#include "async.h"
+
+#include "checker.h"
+#include "machine.h"
+#include "memory.h"
+
+#include <deque>
+#include <vector>
+
+namespace simt {
+namespace {
+
+struct copy {
+    void *to;
+    const void *from;
+    int bytes, valid;
+    site at;
+};
+
+struct queue {
+    std::vector<copy> open;               /* not yet committed */
+    std::deque<std::vector<copy>> groups; /* committed, oldest first */
+};
+queue queues[max_threads];
+
+void land(const copy &c) {
+    check_async_land(c.to, static_cast<size_t>(c.bytes), c.at);
+    memcpy(c.to, c.from, static_cast<size_t>(c.valid));
+    memset(static_cast<unsigned char *>(c.to) + c.valid, 0, static_cast<size_t>(c.bytes - c.valid));
+}
+
+std::string hex_address(const void *p) {
+    return text("%p", p);
+}
+
+void check_copy(const copy &c) {
+    const size_t bytes = static_cast<size_t>(c.bytes), valid = static_cast<size_t>(c.valid);
+    if (c.valid < 0 || c.valid > c.bytes)
+        fail(c.at, text("cp.async of %d bytes, %d of them valid", c.bytes, c.valid));
+    if (reinterpret_cast<size_t>(c.to) % bytes != 0)
+        fail(c.at, text("cp.async: shared address is not a multiple of %d", c.bytes));
+    if (!shared_owns(c.to, bytes))
+        fail(c.at, "cp.async writes outside shared memory: " + describe(c.to));
+    if (valid == 0) return;
+    if (reinterpret_cast<size_t>(c.from) % bytes != 0)
+        fail(c.at, text("cp.async: global address %s is not a multiple of %d",
+                        hex_address(c.from).c_str(), c.bytes));
+    if (!device_owns(c.from, valid))
+        fail(c.at, "cp.async reads outside device memory: " + describe(c.from));
+}
+
+} // namespace
+
+void cp_async(void *shared, const void *global, int bytes, int valid, site at) {
+    require_thread("cp.async", at);
+    const copy c = {shared, global, bytes, valid, at};
+    check_copy(c);
+    check_async_issue(shared, static_cast<size_t>(bytes), global, static_cast<size_t>(valid), at);
+    the.counted.async_bytes += static_cast<uint64_t>(valid);
+    if (config().early)
+        land(c);
+    else
+        queues[the.current->number].open.push_back(c);
+}
+
+void cp_async_commit(site at) {
+    require_thread("cp.async.commit_group", at);
+    queue &q = queues[the.current->number];
+    q.groups.emplace_back(std::move(q.open));
+    q.open.clear();
+}
+
+void cp_async_wait(int pending, site at) {
+    require_thread("cp.async.wait_group", at);
+    queue &q = queues[the.current->number];
+    while (q.groups.size() > static_cast<size_t>(pending)) {
+        for (const copy &c : q.groups.front()) land(c);
+        q.groups.pop_front();
+    }
+}
+
+void async_begin() {
+    for (queue &q : queues) {
+        q.open.clear();
+        q.groups.clear();
+    }
+}
+
+bool async_progress() {
+    return false;
+}
+
+void async_end() {
+    for (int i = 0; i < the.thread_count; i++) {
+        const queue &q = queues[i];
+        for (const auto &group : q.groups)
+            if (!group.empty())
+                note(place(group[0].at) + text(": cp.async of thread %d was never waited for", i));
+        if (!q.open.empty())
+            note(place(q.open[0].at) + text(": cp.async of thread %d was never committed", i));
+    }
+}
+
+} // namespace simt

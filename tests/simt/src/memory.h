@@ -1,0 +1,31 @@
+/* memory.h: device memory and a block's shared memory, with red zones and NaN fill.
+   Twin: DRAM and the shared-memory arena. Not here: who may touch which byte when (checker.h). */
+#ifndef SIMT_MEMORY_H
+#define SIMT_MEMORY_H
+
+#include "nsa_simt.h"
+
+#include <string>
+
+namespace simt {
+
+enum class region { none, global, shared };
+
+/* Device allocations. Addresses are never reused while fresh ones are left. */
+void *device_allocate(size_t bytes);                 /* nullptr: none left */
+bool device_free(void *pointer);                     /* false: not the start of an allocation */
+bool device_owns(const void *address, size_t bytes); /* all bytes inside one live allocation */
+region region_of(const void *address);
+std::string describe(const void *address); /* "12 bytes after the 4096 bytes allocated ..." */
+
+/* Shared memory of the block under way. */
+void shared_begin(size_t dynamic_bytes);
+bool shared_end(std::string *damage); /* false: a red zone was written */
+bool shared_owns(const void *address, size_t bytes);
+bool global_red_zones(std::string *damage);
+
+size_t shared_limit_per_block(); /* of the chosen architecture, opt-in */
+
+} // namespace simt
+
+#endif
