@@ -1,0 +1,111 @@
+/* model.c - TinyLM as a whole: embedding, layers, loss, and back. Twin: model.h. */
+#include "model.h"
+
+#include <string.h>
+
+/* ---- Passes -------------------------------------------------------------------------------- */
+
+static bool begin_pass(model *m, const model_batch *b, fault *f) {
+    const ops *o = m->o;
+    int64_t rows = (int64_t)b->batch * b->tokens_each;
+    if (rows < 1 || rows > (int64_t)m->options.batch * m->options.tokens)
+        return fault_set(f, "model: a batch of %d x %d tokens: between 1 and %d x %d", b->batch,
+                         b->tokens_each, m->options.batch, m->options.tokens);
+    m->batch = b->batch;
+    m->tokens_each = b->tokens_each;
+    m->rows = (int)rows;
+    m->documents = b->begins ? b->documents : 0;
+    m->longest = b->longest;
+    o->upload(o, m->tokens, b->tokens, (size_t)rows * sizeof *b->tokens);
+    if (b->labels) o->upload(o, m->labels, b->labels, (size_t)rows * sizeof *b->labels);
+    if (b->begins)
+        o->upload(o, m->begins, b->begins, ((size_t)b->documents + 1) * sizeof *b->begins);
+    return true;
+}
+
+static void forward(model *m) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    o->embed_forward(o, m->x[0], model_weight(m, m->embed), m->tokens, m->rows, c->dim);
+    for (int i = 0; i < c->n_layers; i++) layer_forward(m, i);
+    o->rmsnorm_forward(o, m->scratch.norm, m->scratch.rstd, m->x[c->n_layers],
+                       model_weight(m, m->norm), m->rows, c->dim);
+}
+
+/* Logits exist for `chunk` rows at a time: loss, their gradient and what follows from it are done
+   before the next rows. */
+static void head(model *m, double scale) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    scratch *s = &m->scratch;
+    const void *w = model_weight(m, m->head);
+    for (int first = 0; first < m->rows; first += m->chunk) {
+        int rows = m->rows - first < m->chunk ? m->rows - first : m->chunk;
+        size_t offset = (size_t)first * (size_t)c->dim * m->element;
+        const char *norm = (const char *)s->norm + offset;
+        o->linear_forward(o, s->logits, norm, w, NULL, rows, c->dim, c->vocab);
+        o->cross_entropy(o, m->state, s->logits, m->labels + first, rows, c->vocab, scale);
+        if (scale == 0) continue;
+        o->linear_backward_weight(o, model_gradient(m, m->head), s->logits, norm, rows, c->dim,
+                                  c->vocab);
+        o->linear_backward_input(o, (char *)s->dnorm + offset, s->logits, w, rows, c->dim,
+                                 c->vocab);
+    }
+}
+
+/* With checkpointing the layers share one set of activations, which holds the last layer's. */
+static void backward(model *m) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    scratch *s = &m->scratch;
+    o->zero(o, s->dx, (size_t)m->rows * (size_t)c->dim * m->element);
+    o->rmsnorm_backward(o, s->dx, model_gradient(m, m->norm), s->dnorm, m->x[c->n_layers],
+                        model_weight(m, m->norm), s->rstd, m->rows, c->dim);
+    for (int i = c->n_layers - 1; i >= 0; i--) {
+        if (m->options.checkpointing && i < c->n_layers - 1) layer_recompute(m, i);
+        layer_backward(m, i);
+    }
+    o->embed_backward(o, model_gradient(m, m->embed), s->dx, m->tokens, m->rows, c->dim);
+}
+
+bool model_evaluate(model *m, const model_batch *b, fault *f) {
+    if (!begin_pass(m, b, f)) return false;
+    forward(m);
+    head(m, 0);
+    return !m->o->failed(m->o, f);
+}
+
+bool model_train(model *m, const model_batch *b, double scale, fault *f) {
+    if (!begin_pass(m, b, f)) return false;
+    forward(m);
+    head(m, scale);
+    backward(m);
+    return !m->o->failed(m->o, f);
+}
+
+bool model_next(model *m, const int32_t *tokens, int count, real *logits, fault *f) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    model_batch b = {.tokens = tokens, .batch = 1, .tokens_each = count};
+    if (!begin_pass(m, &b, f)) return false;
+    forward(m);
+    size_t last = (size_t)(count - 1) * (size_t)c->dim * m->element;
+    o->linear_forward(o, m->scratch.logits, (char *)m->scratch.norm + last,
+                      model_weight(m, m->head), NULL, 1, c->dim, c->vocab);
+    o->download(o, logits, m->scratch.logits, (size_t)c->vocab * m->element);
+    return !o->failed(o, f);
+}
+
+/* ---- State --------------------------------------------------------------------------------- */
+
+step_state model_state(const model *m) {
+    step_state s;
+    m->o->download(m->o, &s, m->state, sizeof s);
+    return s;
+}
+
+void model_zero_state(model *m) { m->o->zero(m->o, m->state, sizeof *m->state); }
+
+void model_zero_gradients(model *m) {
+    m->o->zero(m->o, m->params.grad, (size_t)m->params.elements * sizeof(real));
+}

@@ -1,0 +1,319 @@
+/* model_layout.c - TinyLM's parameters and memory. Twin: model.h. Nothing here computes. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "model.h"
+
+/* Attention's logits and gate stay near their middle at the start, yet every path has a gradient. */
+static const double INIT_STD = 0.02, GATE_STD = 0.01;
+
+model_config tinylm(int vocab, int dim, int n_layers, int n_heads, int n_kv_groups, int d_k,
+                    int d_v, int l, int d, int l_sel, int n_sel, int w) {
+    model_config c = {.vocab = vocab,
+                      .dim = dim,
+                      .n_layers = n_layers,
+                      .n_heads = n_heads,
+                      .n_kv_groups = n_kv_groups,
+                      .d_k = d_k,
+                      .d_v = d_v,
+                      .l = l,
+                      .d = d,
+                      .l_sel = l_sel,
+                      .n_sel = n_sel,
+                      .w = w,
+                      .phi = NSA_PHI_MEAN,
+                      .gate = NSA_GATE_SIGMOID,
+                      .rope_base = 10000,
+                      .rope_factor = 1};
+    return c;
+}
+
+/* ---- The table of parameters --------------------------------------------------------------- */
+
+typedef struct builder {
+    model *m;
+    int layer;
+    bool ok;
+} builder;
+
+static int add(builder *b, param_spec spec) {
+    int place = params_add(&b->m->params, b->layer, &spec);
+    if (place < 0) b->ok = false;
+    return place;
+}
+
+static int add_matrix(builder *b, const char *name, int64_t rows, int64_t cols, double std) {
+    return add(b, (param_spec){name, {rows, cols}, 0, std, true, false});
+}
+
+static int add_constant(builder *b, const char *name, int64_t size, double value) {
+    return add(b, (param_spec){name, {size}, value, 0, false, false});
+}
+
+/* W_Q and the k and v of each branch; returns the place of the first, at which all of them can be
+   read as one matrix. */
+static int add_projections(builder *b) {
+    static const char *const sparse[] = {"attn.W_K_cmp.weight", "attn.W_K_slc.weight",
+                                         "attn.W_K_win.weight", "attn.W_V_cmp.weight",
+                                         "attn.W_V_slc.weight", "attn.W_V_win.weight"};
+    static const char *const dense[] = {"attn.W_K.weight", "attn.W_V.weight"};
+    const model_config *c = &b->m->config;
+    const char *const *names = c->full ? dense : sparse;
+    int pairs = c->full ? 1 : BRANCHES;
+    int first = add_matrix(b, "attn.W_Q.weight", (int64_t)c->n_heads * c->d_k, c->dim, INIT_STD);
+    for (int i = 0; i < 2 * pairs; i++) {
+        int64_t rows = (int64_t)c->n_kv_groups * (i < pairs ? c->d_k : c->d_v);
+        add(b, (param_spec){names[i], {rows, c->dim}, 0, INIT_STD, true, true});
+    }
+    return first;
+}
+
+/* phi of k or v: per kv group; conv begins as the mean, the MLP's layers keep the variance. */
+static void add_phi(builder *b, int *slots, const char *const names[PHI_TENSORS], int width) {
+    const model_config *c = &b->m->config;
+    int64_t groups = c->n_kv_groups, block = c->l;
+    if (c->phi == NSA_PHI_CONV) {
+        slots[PHI_W1] = add(
+            b, (param_spec){names[PHI_W1], {groups, block, width}, 1 / (double)block, 0, 0, 0});
+        slots[PHI_B1] = add(b, (param_spec){names[PHI_B1], {groups, width}, 0, 0, false, false});
+    }
+    if (c->phi == NSA_PHI_MLP) {
+        double std1 = 1 / sqrt((double)block * width), std2 = 1 / sqrt((double)width);
+        slots[PHI_POS] =
+            add(b, (param_spec){names[PHI_POS], {groups, block, width}, 0, INIT_STD, 0, 0});
+        slots[PHI_W1] = add(
+            b, (param_spec){names[PHI_W1], {groups, width, block * width}, 0, std1, true, false});
+        slots[PHI_B1] = add(b, (param_spec){names[PHI_B1], {groups, width}, 0, 0, false, false});
+        slots[PHI_W2] =
+            add(b, (param_spec){names[PHI_W2], {groups, width, width}, 0, std2, true, false});
+        slots[PHI_B2] = add(b, (param_spec){names[PHI_B2], {groups, width}, 0, 0, false, false});
+    }
+}
+
+static void add_gate(builder *b, int *slots) {
+    static const char *const k_names[] = {"attn.phi_k.pos", "attn.phi_k.w1", "attn.phi_k.b1",
+                                          "attn.phi_k.w2", "attn.phi_k.b2"};
+    static const char *const v_names[] = {"attn.phi_v.pos", "attn.phi_v.w1", "attn.phi_v.b1",
+                                          "attn.phi_v.w2", "attn.phi_v.b2"};
+    const model_config *c = &b->m->config;
+    int width = b->m->gate_width;
+    add_phi(b, slots + PHI_K, k_names, c->d_k);
+    add_phi(b, slots + PHI_V, v_names, c->d_v);
+    slots[GATE_W1] = add_matrix(b, "attn.gate.fc1.weight", width, c->d_k, INIT_STD);
+    slots[GATE_B1] = add_constant(b, "attn.gate.fc1.bias", width, 0);
+    slots[GATE_W2] = add_matrix(b, "attn.gate.fc2.weight", BRANCHES, width, GATE_STD);
+    slots[GATE_B2] = add_constant(b, "attn.gate.fc2.bias", BRANCHES, 0);
+}
+
+static void add_layer(builder *b, int layer, int *slots) {
+    const model_config *c = &b->m->config;
+    double residual_std = INIT_STD / sqrt(2.0 * c->n_layers);
+    b->layer = layer;
+    for (int s = 0; s < SLOTS; s++) slots[s] = -1;
+    slots[NORM1] = add_constant(b, "norm1.weight", c->dim, 1);
+    slots[W_QKV] = add_projections(b);
+    if (!c->full) add_gate(b, slots);
+    slots[W_OUT] =
+        add_matrix(b, "attn.out.weight", c->dim, (int64_t)c->n_heads * c->d_v, residual_std);
+    slots[NORM2] = add_constant(b, "norm2.weight", c->dim, 1);
+    slots[FC1] = add_matrix(b, "mlp.fc1.weight", 4 * (int64_t)c->dim, c->dim, INIT_STD);
+    slots[FC2] = add_matrix(b, "mlp.fc2.weight", c->dim, 4 * (int64_t)c->dim, residual_std);
+}
+
+static bool build_table(model *m, fault *f) {
+    const model_config *c = &m->config;
+    builder b = {m, -1, true};
+    m->layer_slots = calloc((size_t)c->n_layers, sizeof *m->layer_slots);
+    m->x = calloc((size_t)c->n_layers + 1, sizeof *m->x);
+    m->acts = calloc((size_t)c->n_layers, sizeof *m->acts);
+    if (!m->layer_slots || !m->x || !m->acts) return fault_set(f, "model: out of memory");
+    m->embed = add(&b, (param_spec){"embed.weight", {c->vocab, c->dim}, 0, INIT_STD, 0, 0});
+    for (int i = 0; i < c->n_layers; i++) add_layer(&b, i, m->layer_slots[i]);
+    b.layer = -1;
+    m->norm = add_constant(&b, "norm.weight", c->dim, 1);
+    m->head = m->embed;
+    if (!c->tied) m->head = add_matrix(&b, "lm_head.weight", c->vocab, c->dim, INIT_STD);
+    return b.ok ? true : fault_set(f, "model: out of memory");
+}
+
+/* ---- Memory -------------------------------------------------------------------------------- */
+
+static void *take(model *m, arena *a, purpose p, int64_t elements) {
+    return arena_take(a, p, (size_t)elements * m->element);
+}
+
+static real *take_reals(arena *a, purpose p, int64_t count) {
+    return arena_take(a, p, (size_t)count * sizeof(real));
+}
+
+static void layout_acts(model *m, arena *a, layer_acts *x) {
+    const model_config *c = &m->config;
+    int64_t rows = m->rows, heads = c->n_heads, groups = c->n_kv_groups;
+    nsa_desc d = model_desc(m, m->options.batch, m->options.tokens);
+    int64_t compressed = (int64_t)m->options.batch * nsa_cmp_count(&d, m->options.tokens);
+    x->rstd1 = take_reals(a, FOR_ACTIVATIONS, rows);
+    x->qkv = take(m, a, FOR_ACTIVATIONS, rows * m->fused);
+    x->attention = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
+    x->lse[0] = take_reals(a, FOR_ACTIVATIONS, rows * heads);
+    x->mid = take(m, a, FOR_ACTIVATIONS, rows * c->dim);
+    x->rstd2 = take_reals(a, FOR_ACTIVATIONS, rows);
+    x->hidden = take(m, a, FOR_ACTIVATIONS, rows * 4 * c->dim);
+    if (c->full) return;
+    for (int i = 1; i < BRANCHES; i++) x->lse[i] = take_reals(a, FOR_ACTIVATIONS, rows * heads);
+    for (int i = 0; i < BRANCHES; i++)
+        x->branch[i] = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
+    x->q_mean = take(m, a, FOR_ACTIVATIONS, rows * groups * c->d_k);
+    x->gate_hidden = take(m, a, FOR_ACTIVATIONS, rows * groups * m->gate_width);
+    x->gates = take(m, a, FOR_ACTIVATIONS, rows * groups * BRANCHES);
+    x->k_cmp = take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_k);
+    x->v_cmp = take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_v);
+    x->blocks = arena_take(a, FOR_ACTIVATIONS,
+                           (size_t)(rows * groups * nsa_block_list_width(&d)) * sizeof(int32_t));
+}
+
+static void layout_layers(model *m, arena *a) {
+    const model_config *c = &m->config;
+    bool each = m->options.training && !m->options.checkpointing;
+    int64_t size = (int64_t)m->rows * c->dim;
+    for (int i = 0; i <= c->n_layers; i++) {
+        bool kept = m->options.training || i < 2;
+        m->x[i] = kept ? take(m, a, FOR_CHECKPOINTS, size) : m->x[i - 2];
+    }
+    for (int i = 0; i < c->n_layers; i++)
+        if (i == 0 || each)
+            layout_acts(m, a, &m->acts[i]);
+        else
+            m->acts[i] = m->acts[0];
+}
+
+static void layout_scratch(model *m, arena *a) {
+    const model_config *c = &m->config;
+    scratch *s = &m->scratch;
+    int64_t rows = m->rows, gates = rows * c->n_kv_groups;
+    s->norm = take(m, a, FOR_BACKWARD, rows * c->dim);
+    s->act = take(m, a, FOR_BACKWARD, rows * 4 * c->dim);
+    s->gate_act = take(m, a, FOR_BACKWARD, gates * m->gate_width);
+    s->rstd = take_reals(a, FOR_BACKWARD, rows);
+    s->logits = take(m, a, FOR_LOGITS, (int64_t)m->chunk * c->vocab);
+    if (!m->options.training) return;
+    s->dx = take(m, a, FOR_BACKWARD, rows * c->dim);
+    s->dnorm = take(m, a, FOR_BACKWARD, rows * c->dim);
+    s->dhidden = take(m, a, FOR_BACKWARD, rows * 4 * c->dim);
+    s->dattention = take(m, a, FOR_BACKWARD, rows * c->n_heads * c->d_v);
+    s->dqkv = take(m, a, FOR_BACKWARD, rows * m->fused);
+    s->drotated = take(m, a, FOR_BACKWARD, rows * m->rotated);
+    if (c->full) return;
+    s->dgates = take(m, a, FOR_BACKWARD, gates * BRANCHES);
+    s->dgate_hidden = take(m, a, FOR_BACKWARD, gates * m->gate_width);
+    s->dq_mean = take(m, a, FOR_BACKWARD, gates * c->d_k);
+}
+
+static void layout(model *m, arena *a) {
+    params_layout(&m->params, a, m->options.training);
+    layout_layers(m, a);
+    layout_scratch(m, a);
+    size_t ids = (size_t)m->rows * sizeof(int32_t);
+    m->tokens = arena_take(a, FOR_BATCH, ids);
+    m->labels = arena_take(a, FOR_BATCH, ids);
+    m->begins = arena_take(a, FOR_BATCH, ids + sizeof(int32_t));
+    m->state = arena_take(a, FOR_BATCH, sizeof *m->state);
+    nsa_desc d = model_desc(m, m->options.batch, m->options.tokens);
+    m->scratch.workspace_bytes = layer_workspace(m, &d);
+    m->scratch.workspace = arena_take(a, FOR_WORKSPACE, m->scratch.workspace_bytes);
+}
+
+/* ---- Opening ------------------------------------------------------------------------------- */
+
+static size_t dtype_bytes(nsa_dtype dtype) {
+    return dtype == NSA_F64 ? 8 : dtype == NSA_F32 ? 4 : 2;
+}
+
+static bool check_sizes(const model_config *c, const model_options *options, fault *f) {
+    const struct {
+        const char *name;
+        int value;
+    } sizes[] = {{"vocab", c->vocab}, {"dim", c->dim},          {"n_layers", c->n_layers},
+                 {"d_k", c->d_k},     {"batch", options->batch}, {"tokens", options->tokens}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i].value < 1)
+            return fault_set(f, "model: %s is %d: must be at least 1", sizes[i].name,
+                             sizes[i].value);
+    if (c->d_k % 2)
+        return fault_set(f, "model: d_k is %d: must be even, RoPE turns pairs", c->d_k);
+    if ((int64_t)options->batch * options->tokens > INT32_MAX)
+        return fault_set(f, "model: %d rows of %d tokens: at most 2147483647 tokens in a batch",
+                         options->batch, options->tokens);
+    return true;
+}
+
+/* All of a model but its memory. */
+static bool prepare(model *m, const model_config *c, const model_options *options, const ops *o,
+                    fault *f) {
+    enum { LOGITS = 1 << 21, FEWEST = 128 }; /* 8 MiB of f32, or as much as 128 rows need */
+    memset(m, 0, sizeof *m);
+    if (!check_sizes(c, options, f)) return false;
+    m->config = *c;
+    m->options = *options;
+    m->o = o;
+    m->element = dtype_bytes(o->dtype);
+    m->rows = options->batch * options->tokens;
+    int pairs = c->full ? 1 : BRANCHES;
+    m->rotated = c->d_k * (c->n_heads + pairs * c->n_kv_groups);
+    m->fused = m->rotated + pairs * c->n_kv_groups * c->d_v;
+    m->gate_width = c->d_k / 2;
+    m->chunk = LOGITS / c->vocab > FEWEST ? LOGITS / c->vocab : FEWEST;
+    if (m->chunk > m->rows) m->chunk = m->rows;
+    nsa_desc d = model_desc(m, options->batch, options->tokens);
+    nsa_status status = nsa_desc_check(&d);
+    if (status != NSA_OK)
+        return fault_set(f, "model: %s (%s)", nsa_status_text(status), nsa_status_where(status));
+    return build_table(m, f);
+}
+
+bool model_open(model *m, const model_config *c, const model_options *options, const ops *o,
+                uint64_t seed, fault *f) {
+    arena sizes = {0};
+    bool ok = prepare(m, c, options, o, f);
+    if (ok) {
+        layout(m, &sizes);
+        m->memory = o->allocate(o, sizes.used);
+        if (!m->memory)
+            ok = fault_set(f, "model: no memory for %.1f MiB", (double)sizes.used / (1 << 20));
+    }
+    if (ok) {
+        m->arena.base = m->memory;
+        layout(m, &m->arena);
+        ok = params_init(&m->params, o, seed, f);
+    }
+    if (!ok) model_close(m);
+    return ok;
+}
+
+bool model_measure(const model_config *c, const model_options *options, const ops *o, arena *sizes,
+                   int64_t *parameters, fault *f) {
+    model m;
+    bool ok = prepare(&m, c, options, o, f);
+    memset(sizes, 0, sizeof *sizes);
+    if (ok) layout(&m, sizes);
+    *parameters = m.params.count;
+    model_close(&m);
+    return ok;
+}
+
+void model_close(model *m) {
+    if (m->memory) m->o->release(m->o, m->memory);
+    params_free(&m->params);
+    free(m->layer_slots);
+    free(m->x);
+    free(m->acts);
+    memset(m, 0, sizeof *m);
+}
+
+void *model_weight(const model *m, int place) {
+    return m->params.value + m->params.list[place].offset;
+}
+
+real *model_gradient(const model *m, int place) {
+    return m->params.grad + m->params.list[place].offset;
+}

@@ -1,0 +1,125 @@
+/* ops.h - the operations that the model is made of, as one table of functions, so that the model is
+   written once for every back end. Twin: ops_cpu.c. It owns no memory and knows no layer: sizes and
+   pointers come with each call.
+
+   Activations, their gradients and the weights that forward reads are arrays of `dtype`, row-major
+   and packed unless a stride is given. Gradients of parameters, moments and 1 / rms are `real`. A
+   "weight" of a linear map is (out, in). Backward ADDS to gradients of parameters; what it does to
+   gradients of activations is said at each operation. An operation that fails (a launch error, a
+   status of nsa.h) says nothing at once: ops_failed() tells at the end of a pass. */
+#ifndef OPS_H
+#define OPS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "fault.h"
+#include "nsa.h"
+#include "telemetry.h"
+
+typedef nsa_real real;
+
+/* What a step leaves for the host to read; it lives in the back end's memory. */
+typedef struct step_state {
+    double loss;      /* sum over the labels since it was zeroed */
+    int64_t labels;   /* how many they were */
+    double grad_norm; /* of all gradients, before clipping */
+    double clip;      /* what adamw multiplies gradients with */
+} step_state;
+
+typedef struct adamw {
+    double lr, beta1, beta2, eps, weight_decay;
+    int64_t step; /* 1-based */
+} adamw;
+
+typedef struct ops ops;
+
+struct ops {
+    const char *name; /* "cpu" */
+    nsa_dtype dtype;
+    int threads;      /* for nsa_desc.threads */
+    void *state;      /* the back end's own */
+
+    /* Memory. allocate gives zeroed, 64-byte aligned bytes or NULL. */
+    void *(*allocate)(const ops *o, size_t bytes);
+    void (*release)(const ops *o, void *memory);
+    void (*upload)(const ops *o, void *to, const void *from, size_t bytes);
+    void (*download)(const ops *o, void *to, const void *from, size_t bytes);
+    void (*zero)(const ops *o, void *x, size_t bytes);
+
+    /* Where the run is, for whoever watches it. */
+    void (*mark)(const ops *o, phase p, int layer);
+
+    /* x[r] = table[tokens[r]];  dtable[tokens[r]] += dx[r] */
+    void (*embed_forward)(const ops *o, void *x, const void *table, const int32_t *tokens,
+                          int64_t rows, int dim);
+    void (*embed_backward)(const ops *o, real *dtable, const void *dx, const int32_t *tokens,
+                           int64_t rows, int dim);
+
+    /* y = x w / rms(x), rms with 1e-6 under the root; backward adds to dx. */
+    void (*rmsnorm_forward)(const ops *o, void *y, real *rstd, const void *x, const void *w,
+                            int64_t rows, int dim);
+    void (*rmsnorm_backward)(const ops *o, void *dx, real *dw, const void *dy, const void *x,
+                             const void *w, const real *rstd, int64_t rows, int dim);
+
+    /* y = x w^T (+ residual, where it is not NULL);  dx = dy w, overwritten;  dw += dy^T x */
+    void (*linear_forward)(const ops *o, void *y, const void *x, const void *w,
+                           const void *residual, int64_t rows, int in, int out);
+    void (*linear_backward_input)(const ops *o, void *dx, const void *dy, const void *w,
+                                  int64_t rows, int in, int out);
+    void (*linear_backward_weight)(const ops *o, real *dw, const void *dy, const void *x,
+                                   int64_t rows, int in, int out);
+
+    /* y += b, each row;  db += the sum of dy's rows */
+    void (*bias_forward)(const ops *o, void *y, const void *b, int64_t rows, int dim);
+    void (*bias_backward)(const ops *o, real *db, const void *dy, int64_t rows, int dim);
+
+    /* y = x sigmoid(x);  dx = dx * silu'(x), in place */
+    void (*silu_forward)(const ops *o, void *y, const void *x, int64_t count);
+    void (*silu_backward)(const ops *o, void *dx, const void *x, int64_t count);
+
+    /* mean[r][g] = the average of a group's heads of q[r], rows of q `stride` apart; backward adds
+       to dq. */
+    void (*group_mean_forward)(const ops *o, void *mean, const void *q, int64_t stride,
+                               int64_t rows, int groups, int per_group, int dim);
+    void (*group_mean_backward)(const ops *o, void *dq, int64_t stride, const void *dmean,
+                                int64_t rows, int groups, int per_group, int dim);
+
+    /* Adds the losses -ln softmax(logits)[label] to s, labels below 0 apart; with scale != 0 the
+       logits become their own gradient, scale (p - onehot). */
+    void (*cross_entropy)(const ops *o, step_state *s, void *logits, const int32_t *labels,
+                          int64_t rows, int vocab, double scale);
+
+    /* s->grad_norm = |grad|, s->clip = min(1, max_norm / grad_norm); max_norm 0: no clipping. */
+    void (*clip)(const ops *o, step_state *s, const real *grad, int64_t count, double max_norm);
+    /* One step of AdamW on one tensor, with gradients s->clip * grad. */
+    void (*adamw)(const ops *o, const adamw *a, const step_state *s, real *value, const real *grad,
+                  real *m, real *v, int64_t count);
+
+    /* nsa.h's functions of the same names, on views of this back end's memory. */
+    void (*rope_forward)(const ops *o, const nsa_rope *x, const nsa_desc *d);
+    void (*rope_backward)(const ops *o, const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d);
+    size_t (*attention_forward_bytes)(const ops *o, const nsa_attention *x, const nsa_desc *d);
+    void (*attention_forward)(const ops *o, const nsa_attention *x, const nsa_desc *d,
+                              void *workspace, size_t bytes);
+    size_t (*attention_backward_bytes)(const ops *o, const nsa_attention *dx,
+                                       const nsa_attention *x, const nsa_desc *d);
+    void (*attention_backward)(const ops *o, const nsa_attention *dx, const nsa_attention *x,
+                               const nsa_desc *d, void *workspace, size_t bytes);
+    size_t (*dense_forward_bytes)(const ops *o, const nsa_desc *d);
+    void (*dense_forward)(const ops *o, const nsa_attend *x, const nsa_desc *d, void *workspace,
+                          size_t bytes);
+    size_t (*dense_backward_bytes)(const ops *o, const nsa_desc *d);
+    void (*dense_backward)(const ops *o, const nsa_attend *dx, const nsa_attend *x,
+                           const nsa_desc *d, void *workspace, size_t bytes);
+
+    /* The first failure since the table was opened; forgets nothing. */
+    bool (*failed)(const ops *o, fault *f);
+};
+
+/* The CPU: nsa.h, CBLAS or plain loops, OpenMP. threads 0: all that OpenMP offers. ops_cpu_close
+   takes what ops_cpu_open filled. */
+bool ops_cpu_open(ops *o, int threads, fault *f);
+void ops_cpu_close(ops *o);
+
+#endif

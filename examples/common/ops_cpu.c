@@ -1,0 +1,439 @@
+/* ops_cpu.c - the operations on the CPU: loops with OpenMP, products through gemm.h, attention
+   through nsa.h. Twin: ops.h. Compiled once with real float and, for the tests, once with double.
+
+   Every loop runs over rows or over columns, and a sum is always taken by one thread in a fixed
+   order: bits do not depend on the number of threads, but for what a BLAS does. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "gemm.h"
+#include "ops.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+enum { COLUMNS = 16 }; /* a column sum's share of a thread: one cache line of f32 */
+
+typedef struct cpu_state {
+    bool failed;
+    fault fault;
+} cpu_state;
+
+/* ---- Arithmetic ---------------------------------------------------------------------------- */
+
+/* exp in f32 for loops that must vectorise: 2^k times a polynomial on [-ln2/2, ln2/2], error below
+   2 ulp; arguments are clamped to where the result is a normal number. */
+static inline float exp_f32(float x) {
+    const float shift = 12582912.f; /* 1.5 * 2^23: adding it rounds to an integer */
+    x = x < -87.f ? -87.f : x;
+    x = x > 88.f ? 88.f : x;
+    float k = (x * 1.44269504f + shift) - shift;
+    float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
+    float p = 1.98756915e-4f;
+    p = p * r + 1.39819995e-3f;
+    p = p * r + 8.33345191e-3f;
+    p = p * r + 4.16657963e-2f;
+    p = p * r + 1.66666657e-1f;
+    p = p * r + 5.00000012e-1f;
+    p = p * r * r + r + 1.f;
+    uint32_t bits = (uint32_t)((int32_t)k + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return p * power;
+}
+
+static inline real exp_real(real x) {
+    return sizeof(real) == sizeof(double) ? (real)exp((double)x) : (real)exp_f32((float)x);
+}
+
+/* ---- Memory -------------------------------------------------------------------------------- */
+
+static void *cpu_allocate(const ops *o, size_t bytes) {
+    (void)o;
+    void *memory = NULL;
+    if (posix_memalign(&memory, 64, bytes ? bytes : 64)) return NULL;
+    return memset(memory, 0, bytes);
+}
+
+static void cpu_release(const ops *o, void *memory) {
+    (void)o;
+    free(memory);
+}
+
+static void cpu_copy(const ops *o, void *to, const void *from, size_t bytes) {
+    (void)o;
+    memcpy(to, from, bytes);
+}
+
+static void cpu_zero(const ops *o, void *x, size_t bytes) {
+    (void)o;
+    memset(x, 0, bytes);
+}
+
+static void cpu_mark(const ops *o, phase p, int layer) {
+    (void)o;
+    phase_set(p, layer);
+}
+
+/* ---- Embedding ----------------------------------------------------------------------------- */
+
+static void cpu_embed_forward(const ops *o, void *x, const void *table, const int32_t *tokens,
+                              int64_t rows, int dim) {
+    real *to = x;
+    const real *from = table;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(to + r * dim, from + (int64_t)tokens[r] * dim, (size_t)dim * sizeof *to);
+}
+
+/* One token may stand in many rows, so threads divide the columns. */
+static void cpu_embed_backward(const ops *o, real *dtable, const void *dx, const int32_t *tokens,
+                               int64_t rows, int dim) {
+    const real *from = dx;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int first = 0; first < dim; first += COLUMNS) {
+        int last = first + COLUMNS < dim ? first + COLUMNS : dim;
+        for (int64_t r = 0; r < rows; r++) {
+            real *to = dtable + (int64_t)tokens[r] * dim;
+            for (int c = first; c < last; c++) to[c] += from[r * dim + c];
+        }
+    }
+}
+
+/* ---- RMSNorm ------------------------------------------------------------------------------- */
+
+static void cpu_rmsnorm_forward(const ops *o, void *y, real *rstd, const void *x, const void *w,
+                                int64_t rows, int dim) {
+    const real *weight = w;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const real *in = (const real *)x + r * dim;
+        real *out = (real *)y + r * dim, sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int c = 0; c < dim; c++) sum += in[c] * in[c];
+        real scale = (real)(1 / sqrt((double)sum / dim + 1e-6));
+        for (int c = 0; c < dim; c++) out[c] = in[c] * scale * weight[c];
+        rstd[r] = scale;
+    }
+}
+
+/* y = x s w with s = (mean(x^2) + eps)^(-1/2):  dx = s (w dy) - s^3 x mean(x w dy),  dw = sum of
+   x s dy over the rows. */
+static void cpu_rmsnorm_backward(const ops *o, void *dx, real *dw, const void *dy, const void *x,
+                                 const void *w, const real *rstd, int64_t rows, int dim) {
+    const real *in = x, *grad = dy, *weight = w;
+    real *to = dx;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const real *xr = in + r * dim, *gr = grad + r * dim;
+        real *dr = to + r * dim, dot = 0, s = rstd[r];
+#pragma omp simd reduction(+ : dot)
+        for (int c = 0; c < dim; c++) dot += xr[c] * weight[c] * gr[c];
+        real back = s * s * s * dot / (real)dim;
+        for (int c = 0; c < dim; c++) dr[c] += s * weight[c] * gr[c] - back * xr[c];
+    }
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int first = 0; first < dim; first += COLUMNS) {
+        int last = first + COLUMNS < dim ? first + COLUMNS : dim;
+        for (int64_t r = 0; r < rows; r++)
+            for (int c = first; c < last; c++)
+                dw[c] += in[r * dim + c] * rstd[r] * grad[r * dim + c];
+    }
+}
+
+/* ---- Linear maps --------------------------------------------------------------------------- */
+
+static void cpu_linear_forward(const ops *o, void *y, const void *x, const void *w,
+                               const void *residual, int64_t rows, int in, int out) {
+    if (residual) cpu_copy(o, y, residual, (size_t)(rows * out) * sizeof(real));
+    gemm(GEMM_NT, (int)rows, out, in, x, w, y, residual != NULL);
+}
+
+static void cpu_linear_backward_input(const ops *o, void *dx, const void *dy, const void *w,
+                                      int64_t rows, int in, int out) {
+    (void)o;
+    gemm(GEMM_NN, (int)rows, in, out, dy, w, dx, 0);
+}
+
+static void cpu_linear_backward_weight(const ops *o, real *dw, const void *dy, const void *x,
+                                       int64_t rows, int in, int out) {
+    (void)o;
+    gemm(GEMM_TN, out, in, (int)rows, dy, x, dw, 1);
+}
+
+static void cpu_bias_forward(const ops *o, void *y, const void *b, int64_t rows, int dim) {
+    const real *bias = b;
+    real *to = y;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        for (int c = 0; c < dim; c++) to[r * dim + c] += bias[c];
+}
+
+static void cpu_bias_backward(const ops *o, real *db, const void *dy, int64_t rows, int dim) {
+    const real *grad = dy;
+    (void)o;
+    for (int64_t r = 0; r < rows; r++)
+        for (int c = 0; c < dim; c++) db[c] += grad[r * dim + c];
+}
+
+/* ---- SiLU ---------------------------------------------------------------------------------- */
+
+static void cpu_silu_forward(const ops *o, void *y, const void *x, int64_t count) {
+    const real *in = x;
+    real *out = y;
+#pragma omp parallel for simd num_threads(o->threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) out[i] = in[i] / (1 + exp_real(-in[i]));
+}
+
+/* silu'(x) = s (1 + x (1 - s)) with s = sigmoid(x) */
+static void cpu_silu_backward(const ops *o, void *dx, const void *x, int64_t count) {
+    const real *in = x;
+    real *grad = dx;
+#pragma omp parallel for simd num_threads(o->threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) {
+        real s = 1 / (1 + exp_real(-in[i]));
+        grad[i] *= s * (1 + in[i] * (1 - s));
+    }
+}
+
+/* ---- The gate's input ---------------------------------------------------------------------- */
+
+static void cpu_group_mean_forward(const ops *o, void *mean, const void *q, int64_t stride,
+                                   int64_t rows, int groups, int per_group, int dim) {
+    real share = 1 / (real)per_group;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        for (int g = 0; g < groups; g++) {
+            const real *from = (const real *)q + r * stride + (int64_t)g * per_group * dim;
+            real *to = (real *)mean + (r * groups + g) * dim;
+            for (int c = 0; c < dim; c++) to[c] = from[c] * share;
+            for (int h = 1; h < per_group; h++)
+                for (int c = 0; c < dim; c++) to[c] += from[h * dim + c] * share;
+        }
+}
+
+static void cpu_group_mean_backward(const ops *o, void *dq, int64_t stride, const void *dmean,
+                                    int64_t rows, int groups, int per_group, int dim) {
+    real share = 1 / (real)per_group;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        for (int g = 0; g < groups; g++) {
+            const real *from = (const real *)dmean + (r * groups + g) * dim;
+            real *to = (real *)dq + r * stride + (int64_t)g * per_group * dim;
+            for (int h = 0; h < per_group; h++)
+                for (int c = 0; c < dim; c++) to[h * dim + c] += from[c] * share;
+        }
+}
+
+/* ---- Loss ---------------------------------------------------------------------------------- */
+
+/* Leaves exp(x - max) in x and returns their sum; *top is the maximum. */
+static real exponentials(real *x, int count, real *top) {
+    real max = x[0], sum = 0;
+#pragma omp simd reduction(max : max)
+    for (int i = 1; i < count; i++) max = x[i] > max ? x[i] : max;
+    for (int i = 0; i < count; i++) x[i] = exp_real(x[i] - max);
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < count; i++) sum += x[i];
+    *top = max;
+    return sum;
+}
+
+static double row_loss(real *x, int32_t label, int vocab, double scale) {
+    real top, at_label = label >= 0 ? x[label] : 0;
+    if (label < 0) {
+        if (scale != 0) memset(x, 0, (size_t)vocab * sizeof *x);
+        return 0;
+    }
+    real sum = exponentials(x, vocab, &top);
+    if (scale != 0) {
+        real share = (real)scale / sum;
+        for (int i = 0; i < vocab; i++) x[i] *= share;
+        x[label] -= (real)scale;
+    }
+    return log((double)sum) + (double)top - (double)at_label;
+}
+
+/* Losses are collected for a block of rows and summed in their order. */
+static void cpu_cross_entropy(const ops *o, step_state *s, void *logits, const int32_t *labels,
+                              int64_t rows, int vocab, double scale) {
+    enum { BLOCK = 512 };
+    double losses[BLOCK];
+    for (int64_t first = 0; first < rows; first += BLOCK) {
+        int count = rows - first < BLOCK ? (int)(rows - first) : BLOCK;
+        real *x = (real *)logits + first * vocab;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+        for (int r = 0; r < count; r++)
+            losses[r] = row_loss(x + (int64_t)r * vocab, labels[first + r], vocab, scale);
+        for (int r = 0; r < count; r++) {
+            s->loss += losses[r];
+            s->labels += labels[first + r] >= 0;
+        }
+    }
+}
+
+/* ---- Optimizer ----------------------------------------------------------------------------- */
+
+/* Partial sums of fixed blocks, added in their order. */
+static void cpu_clip(const ops *o, step_state *s, const real *grad, int64_t count,
+                     double max_norm) {
+    enum { PARTS = 256 };
+    double part[PARTS], sum = 0;
+    int64_t block = count / PARTS + 1;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int i = 0; i < PARTS; i++) {
+        int64_t last = (i + 1) * block < count ? (i + 1) * block : count;
+        part[i] = 0;
+        for (int64_t j = i * block; j < last; j++) part[i] += (double)grad[j] * (double)grad[j];
+    }
+    for (int i = 0; i < PARTS; i++) sum += part[i];
+    s->grad_norm = sqrt(sum);
+    s->clip = max_norm > 0 && s->grad_norm > max_norm ? max_norm / s->grad_norm : 1;
+}
+
+static void cpu_adamw(const ops *o, const adamw *a, const step_state *s, real *value,
+                      const real *grad, real *m, real *v, int64_t count) {
+    real beta1 = (real)a->beta1, beta2 = (real)a->beta2, clip = (real)s->clip, eps = (real)a->eps;
+    real rate = (real)(a->lr / (1 - pow(a->beta1, (double)a->step)));
+    real bias = (real)(1 / sqrt(1 - pow(a->beta2, (double)a->step)));
+    real keep = (real)(1 - a->lr * a->weight_decay);
+#pragma omp parallel for simd num_threads(o->threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) {
+        real g = grad[i] * clip;
+        m[i] = beta1 * m[i] + (1 - beta1) * g;
+        v[i] = beta2 * v[i] + (1 - beta2) * g * g;
+        real root = sizeof(real) == sizeof(double) ? (real)sqrt((double)v[i])
+                                                   : (real)sqrtf((float)v[i]);
+        value[i] = value[i] * keep - rate * m[i] / (root * bias + eps);
+    }
+}
+
+/* ---- nsa.h --------------------------------------------------------------------------------- */
+
+static void note(const ops *o, const char *call, nsa_status status) {
+    cpu_state *state = o->state;
+    if (status == NSA_OK || state->failed) return;
+    state->failed = true;
+    fault_set(&state->fault, "%s: %s (%s)", call, nsa_status_text(status),
+              nsa_status_where(status));
+}
+
+static bool cpu_failed(const ops *o, fault *f) {
+    const cpu_state *state = o->state;
+    if (state->failed) *f = state->fault;
+    return state->failed;
+}
+
+static void cpu_rope_forward(const ops *o, const nsa_rope *x, const nsa_desc *d) {
+    note(o, "nsa_rope_forward", nsa_rope_forward(x, d));
+}
+
+static void cpu_rope_backward(const ops *o, const nsa_rope *dx, const nsa_rope *x,
+                              const nsa_desc *d) {
+    note(o, "nsa_rope_backward", nsa_rope_backward(dx, x, d));
+}
+
+static size_t cpu_attention_forward_bytes(const ops *o, const nsa_attention *x,
+                                          const nsa_desc *d) {
+    (void)o;
+    return nsa_attention_forward_workspace_size(x, d);
+}
+
+static void cpu_attention_forward(const ops *o, const nsa_attention *x, const nsa_desc *d,
+                                  void *workspace, size_t bytes) {
+    note(o, "nsa_attention_forward", nsa_attention_forward(x, d, workspace, bytes));
+}
+
+static size_t cpu_attention_backward_bytes(const ops *o, const nsa_attention *dx,
+                                           const nsa_attention *x, const nsa_desc *d) {
+    (void)o;
+    return nsa_attention_backward_workspace_size(dx, x, d);
+}
+
+static void cpu_attention_backward(const ops *o, const nsa_attention *dx, const nsa_attention *x,
+                                   const nsa_desc *d, void *workspace, size_t bytes) {
+    note(o, "nsa_attention_backward", nsa_attention_backward(dx, x, d, workspace, bytes));
+}
+
+static size_t cpu_dense_forward_bytes(const ops *o, const nsa_desc *d) {
+    (void)o;
+    return nsa_attend_dense_forward_workspace_size(d);
+}
+
+static void cpu_dense_forward(const ops *o, const nsa_attend *x, const nsa_desc *d,
+                              void *workspace, size_t bytes) {
+    note(o, "nsa_attend_dense_forward", nsa_attend_dense_forward(x, d, workspace, bytes));
+}
+
+static size_t cpu_dense_backward_bytes(const ops *o, const nsa_desc *d) {
+    (void)o;
+    return nsa_attend_dense_backward_workspace_size(d);
+}
+
+static void cpu_dense_backward(const ops *o, const nsa_attend *dx, const nsa_attend *x,
+                               const nsa_desc *d, void *workspace, size_t bytes) {
+    note(o, "nsa_attend_dense_backward", nsa_attend_dense_backward(dx, x, d, workspace, bytes));
+}
+
+/* ---- The table ----------------------------------------------------------------------------- */
+
+static int all_threads(void) {
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+bool ops_cpu_open(ops *o, int threads, fault *f) {
+    static const ops table = {
+        .name = "cpu",
+        .allocate = cpu_allocate,
+        .release = cpu_release,
+        .upload = cpu_copy,
+        .download = cpu_copy,
+        .zero = cpu_zero,
+        .mark = cpu_mark,
+        .embed_forward = cpu_embed_forward,
+        .embed_backward = cpu_embed_backward,
+        .rmsnorm_forward = cpu_rmsnorm_forward,
+        .rmsnorm_backward = cpu_rmsnorm_backward,
+        .linear_forward = cpu_linear_forward,
+        .linear_backward_input = cpu_linear_backward_input,
+        .linear_backward_weight = cpu_linear_backward_weight,
+        .bias_forward = cpu_bias_forward,
+        .bias_backward = cpu_bias_backward,
+        .silu_forward = cpu_silu_forward,
+        .silu_backward = cpu_silu_backward,
+        .group_mean_forward = cpu_group_mean_forward,
+        .group_mean_backward = cpu_group_mean_backward,
+        .cross_entropy = cpu_cross_entropy,
+        .clip = cpu_clip,
+        .adamw = cpu_adamw,
+        .rope_forward = cpu_rope_forward,
+        .rope_backward = cpu_rope_backward,
+        .attention_forward_bytes = cpu_attention_forward_bytes,
+        .attention_forward = cpu_attention_forward,
+        .attention_backward_bytes = cpu_attention_backward_bytes,
+        .attention_backward = cpu_attention_backward,
+        .dense_forward_bytes = cpu_dense_forward_bytes,
+        .dense_forward = cpu_dense_forward,
+        .dense_backward_bytes = cpu_dense_backward_bytes,
+        .dense_backward = cpu_dense_backward,
+        .failed = cpu_failed,
+    };
+    *o = table;
+    o->dtype = NSA_REAL_DTYPE;
+    o->threads = threads > 0 ? threads : all_threads();
+    o->state = calloc(1, sizeof(cpu_state));
+    if (!o->state) return fault_set(f, "out of memory");
+    gemm_threads(o->threads);
+    return true;
+}
+
+void ops_cpu_close(ops *o) {
+    free(o->state);
+    o->state = NULL;
+}

@@ -1,0 +1,54 @@
+/* params.h - the parameters of a model as one table: name, shape, place, how it is initialised and
+   whether it decays. Twin: params.c. Init, AdamW, clipping, checkpoints and tests walk this table;
+   what a tensor means is model.c's. */
+#ifndef PARAMS_H
+#define PARAMS_H
+
+#include "arena.h"
+#include "fault.h"
+#include "ops.h"
+
+enum { PARAM_DIMS = 3, PARAM_NAME_BYTES = 64 };
+
+typedef struct param {
+    char name[PARAM_NAME_BYTES]; /* "blocks.0.attn.W_Q.weight" */
+    int dims;
+    int64_t shape[PARAM_DIMS];
+    int64_t offset, count;       /* in elements of the flat arrays */
+    double init_mean, init_std;  /* normal; std 0: a constant */
+    bool decay;                  /* weight decay: matrices only */
+} param;
+
+/* value, grad, m and v are flat arrays of `elements` reals that hold every tensor at its offset;
+   between tensors there may be zeros that stay zero. */
+typedef struct params {
+    param *list;
+    int length, room;
+    int64_t elements; /* of the flat arrays */
+    int64_t count;    /* parameters, what the tensors hold together */
+    real *value, *grad, *m, *v;
+} params;
+
+/* The rows that describe one tensor; shape ends at its first 0. */
+typedef struct param_spec {
+    const char *name;
+    int64_t shape[PARAM_DIMS];
+    double mean, std;
+    bool decay;
+    bool joined; /* lies right behind the tensor before it, so that both are one matrix */
+} param_spec;
+
+/* Appends a tensor and returns its place in the list; -1: out of memory. layer < 0: the name stands
+   as it is, else "blocks.<layer>." before it. */
+int params_add(params *p, int layer, const param_spec *spec);
+void params_free(params *p); /* the list; the arrays are the arena's */
+
+/* Takes the flat arrays; those of training only where asked. */
+void params_layout(params *p, arena *a, bool training);
+
+/* Draws the values: element e of tensor i is a function of (seed, name, e) alone. */
+bool params_init(const params *p, const ops *o, uint64_t seed, fault *f);
+
+const param *params_find(const params *p, const char *name); /* NULL: no such tensor */
+
+#endif
