@@ -19,11 +19,17 @@ void gemm(gemm_form form, int m, int n, int k, const nsa_real *a, const nsa_real
 }
 
 /* The OpenMP build follows omp_set_num_threads, the pthread build only this. */
-void gemm_threads(int threads) { openblas_set_num_threads(threads); }
+void gemm_threads(int threads) {
+    openblas_set_num_threads(threads);
+}
 
-const char *gemm_name(void) { return openblas_get_config(); }
+const char *gemm_name(void) {
+    return openblas_get_config();
+}
 
-int gemm_is_deterministic(void) { return 0; }
+int gemm_is_deterministic(void) {
+    return 0;
+}
 
 #else
 
@@ -44,7 +50,9 @@ typedef struct product {
 
 static int threads_allowed = 1;
 
-static int smaller(int a, int b) { return a < b ? a : b; }
+static int smaller(int a, int b) {
+    return a < b ? a : b;
+}
 
 static void copy_tile(nsa_real tile[ROWS][COLS], const product *p, int row, int rows, int col,
                       int cols) {
@@ -96,10 +104,16 @@ void gemm(gemm_form form, int m, int n, int k, const nsa_real *a, const nsa_real
             multiply_panel(&p, chunk * CHUNK, smaller(m, (chunk + 1) * CHUNK), panel * COLS);
 }
 
-void gemm_threads(int threads) { threads_allowed = threads; }
+void gemm_threads(int threads) {
+    threads_allowed = threads;
+}
 
-const char *gemm_name(void) { return "plain loops"; }
+const char *gemm_name(void) {
+    return "plain loops";
+}
 
-int gemm_is_deterministic(void) { return 1; }
+int gemm_is_deterministic(void) {
+    return 1;
+}
 
 #endif

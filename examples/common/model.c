@@ -104,7 +104,9 @@ step_state model_state(const model *m) {
     return s;
 }
 
-void model_zero_state(model *m) { m->o->zero(m->o, m->state, sizeof *m->state); }
+void model_zero_state(model *m) {
+    m->o->zero(m->o, m->state, sizeof *m->state);
+}
 
 void model_zero_gradients(model *m) {
     m->o->zero(m->o, m->params.grad, (size_t)m->params.elements * sizeof(real));

@@ -71,17 +71,17 @@ enum { PHI_POS, PHI_W1, PHI_B1, PHI_W2, PHI_B2, PHI_TENSORS };
 /* What forward leaves of a layer for backward. */
 typedef struct layer_acts {
     real *rstd1, *rstd2;
-    void *qkv;                /* (rows, fused), rotated */
-    void *q_mean;             /* (rows, groups, d_k), before RoPE */
-    void *gate_hidden;        /* (rows, groups, d_k / 2), before SiLU */
-    void *gates;              /* (rows, groups, 3), logits */
-    void *k_cmp, *v_cmp;      /* compressed rows */
-    void *branch[BRANCHES];   /* (rows, heads, d_v) */
-    real *lse[BRANCHES];      /* (rows, heads) */
-    int32_t *blocks;          /* (rows, groups, n_sel) */
-    void *attention;          /* (rows, heads, d_v): the branches gated and added */
-    void *mid;                /* (rows, dim): x after attention */
-    void *hidden;             /* (rows, 4 dim), before SiLU */
+    void *qkv;              /* (rows, fused), rotated */
+    void *q_mean;           /* (rows, groups, d_k), before RoPE */
+    void *gate_hidden;      /* (rows, groups, d_k / 2), before SiLU */
+    void *gates;            /* (rows, groups, 3), logits */
+    void *k_cmp, *v_cmp;    /* compressed rows */
+    void *branch[BRANCHES]; /* (rows, heads, d_v) */
+    real *lse[BRANCHES];    /* (rows, heads) */
+    int32_t *blocks;        /* (rows, groups, n_sel) */
+    void *attention;        /* (rows, heads, d_v): the branches gated and added */
+    void *mid;              /* (rows, dim): x after attention */
+    void *hidden;           /* (rows, 4 dim), before SiLU */
 } layer_acts;
 
 /* What a layer's pass needs only while it runs, shared by all layers. */
@@ -100,18 +100,18 @@ typedef struct model {
     model_options options;
     const ops *o;
     params params;
-    int embed, norm, head;       /* places in the table */
-    int (*layer_slots)[SLOTS];   /* -1: this model has no such tensor */
-    size_t element;              /* bytes of an activation */
-    int rotated, fused;          /* columns of qkv: q and each k; all */
-    int gate_width, chunk;       /* d_k / 2; rows of logits at a time */
+    int embed, norm, head;     /* places in the table */
+    int (*layer_slots)[SLOTS]; /* -1: this model has no such tensor */
+    size_t element;            /* bytes of an activation */
+    int rotated, fused;        /* columns of qkv: q and each k; all */
+    int gate_width, chunk;     /* d_k / 2; rows of logits at a time */
     void *memory;
     arena arena;
-    void **x;                    /* n_layers + 1 inputs of layers; the last is the head's */
-    layer_acts *acts;            /* of each layer; checkpointing: all the same memory */
+    void **x;         /* n_layers + 1 inputs of layers; the last is the head's */
+    layer_acts *acts; /* of each layer; checkpointing: all the same memory */
     scratch scratch;
-    int32_t *tokens, *labels, *begins; /* the batch, in the back end's memory */
-    step_state *state;           /* likewise */
+    int32_t *tokens, *labels, *begins;                /* the batch, in the back end's memory */
+    step_state *state;                                /* likewise */
     int batch, tokens_each, rows, documents, longest; /* of the pass that runs */
 } model;
 
@@ -121,8 +121,8 @@ bool model_open(model *m, const model_config *c, const model_options *options, c
 void model_close(model *m);
 
 /* The sizes that model_open would take, without taking them, and the number of parameters. */
-bool model_measure(const model_config *c, const model_options *options, const ops *o,
-                   arena *sizes, int64_t *parameters, fault *f);
+bool model_measure(const model_config *c, const model_options *options, const ops *o, arena *sizes,
+                   int64_t *parameters, fault *f);
 
 /* The geometry that each layer gives to nsa.h, for a batch of this shape. */
 nsa_desc model_desc(const model *m, int batch, int tokens);

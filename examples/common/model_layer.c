@@ -78,7 +78,9 @@ static nsa_compress phi(const model *m, const int *slots, int width, bool gradie
 }
 
 /* Columns of qkv and of its gradient: q, k of each branch, v of each branch. */
-static int64_t q_columns(const model *m) { return (int64_t)m->config.n_heads * m->config.d_k; }
+static int64_t q_columns(const model *m) {
+    return (int64_t)m->config.n_heads * m->config.d_k;
+}
 
 static int64_t k_column(const model *m, int branch) {
     return q_columns(m) + (int64_t)branch * m->config.n_kv_groups * m->config.d_k;
@@ -157,7 +159,9 @@ static nsa_attend dense_gradients(const model *m) {
     return dx;
 }
 
-static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+static size_t larger(size_t a, size_t b) {
+    return a > b ? a : b;
+}
 
 size_t layer_workspace(model *m, const nsa_desc *d) {
     const ops *o = m->o;
@@ -176,8 +180,7 @@ size_t layer_workspace(model *m, const nsa_desc *d) {
 /* ---- Attention ----------------------------------------------------------------------------- */
 
 /* q and each k lie side by side with heads of one width, so one call turns them all. */
-static nsa_rope rotation(const model *m, void *x, int64_t x_stride, void *out, int64_t out_stride,
-                         nsa_desc *d) {
+static nsa_rope rotation(const model *m, void *x, int64_t x_stride, void *out, int64_t out_stride) {
     const model_config *c = &m->config;
     nsa_rope r = {.x = heads(m, x, x_stride, 0, c->d_k),
                   .out = heads(m, out, out_stride, 0, c->d_k),
@@ -188,8 +191,6 @@ static nsa_rope rotation(const model *m, void *x, int64_t x_stride, void *out, i
                   .scaling = c->rope_scaling,
                   .factor = c->rope_factor,
                   .trained_context = c->rope_trained_context};
-    *d = pass_desc(m);
-    d->heads = d->kv_heads = d->gate_heads = r.heads;
     return r;
 }
 
@@ -205,8 +206,8 @@ static void gate_forward(model *m, const layer_acts *a, const int *slots) {
                       c->d_k, width);
     o->bias_forward(o, a->gate_hidden, model_weight(m, slots[GATE_B1]), rows, width);
     o->silu_forward(o, m->scratch.gate_act, a->gate_hidden, rows * width);
-    o->linear_forward(o, a->gates, m->scratch.gate_act, model_weight(m, slots[GATE_W2]), NULL,
-                      rows, width, BRANCHES);
+    o->linear_forward(o, a->gates, m->scratch.gate_act, model_weight(m, slots[GATE_W2]), NULL, rows,
+                      width, BRANCHES);
     o->bias_forward(o, a->gates, model_weight(m, slots[GATE_B2]), rows, BRANCHES);
 }
 
@@ -245,10 +246,9 @@ static void attention_forward(model *m, int layer) {
     o->linear_forward(o, a->qkv, s->norm, model_weight(m, slots[W_QKV]), NULL, m->rows, c->dim,
                       m->fused);
     if (!c->full) gate_forward(m, a, slots);
-    nsa_desc d, turning;
-    nsa_rope r = rotation(m, a->qkv, m->fused, a->qkv, m->fused, &turning);
-    o->rope_forward(o, &r, &turning);
-    d = pass_desc(m);
+    nsa_desc d = pass_desc(m);
+    nsa_rope r = rotation(m, a->qkv, m->fused, a->qkv, m->fused);
+    o->rope_forward(o, &r, &d);
     if (c->full) {
         nsa_attend x = dense_views(m, a);
         o->dense_forward(o, &x, &d, s->workspace, s->workspace_bytes);
@@ -267,7 +267,7 @@ static void attend_backward(model *m, const layer_acts *a, const int *slots) {
     size_t rows = (size_t)m->rows;
     o->zero(o, s->dqkv, rows * (size_t)m->fused * m->element);
     o->zero(o, s->drotated, rows * (size_t)m->rotated * m->element);
-    nsa_desc d = pass_desc(m), turning;
+    nsa_desc d = pass_desc(m);
     if (m->config.full) {
         nsa_attend x = dense_views(m, a), dx = dense_gradients(m);
         o->dense_backward(o, &dx, &x, &d, s->workspace, s->workspace_bytes);
@@ -276,9 +276,9 @@ static void attend_backward(model *m, const layer_acts *a, const int *slots) {
         o->zero(o, s->dgates, rows * (size_t)m->config.n_kv_groups * BRANCHES * m->element);
         o->attention_backward(o, &dx, &x, &d, s->workspace, s->workspace_bytes);
     }
-    nsa_rope x = rotation(m, a->qkv, m->fused, a->qkv, m->fused, &turning);
-    nsa_rope dx = rotation(m, s->dqkv, m->fused, s->drotated, m->rotated, &turning);
-    o->rope_backward(o, &dx, &x, &turning);
+    nsa_rope x = rotation(m, a->qkv, m->fused, a->qkv, m->fused);
+    nsa_rope dx = rotation(m, s->dqkv, m->fused, s->drotated, m->rotated);
+    o->rope_backward(o, &dx, &x, &d);
     if (!m->config.full) gate_backward(m, a, slots);
 }
 
@@ -291,13 +291,13 @@ static void attention_backward(model *m, int layer) {
     int width = c->n_heads * c->d_v;
     o->linear_backward_weight(o, model_gradient(m, slots[W_OUT]), s->dx, a->attention, m->rows,
                               width, c->dim);
-    o->linear_backward_input(o, s->dattention, s->dx, model_weight(m, slots[W_OUT]), m->rows,
-                             width, c->dim);
+    o->linear_backward_input(o, s->dattention, s->dx, model_weight(m, slots[W_OUT]), m->rows, width,
+                             c->dim);
     attend_backward(m, a, slots);
     o->rmsnorm_forward(o, s->norm, s->rstd, m->x[layer], model_weight(m, slots[NORM1]), m->rows,
                        c->dim);
-    o->linear_backward_weight(o, model_gradient(m, slots[W_QKV]), s->dqkv, s->norm, m->rows,
-                              c->dim, m->fused);
+    o->linear_backward_weight(o, model_gradient(m, slots[W_QKV]), s->dqkv, s->norm, m->rows, c->dim,
+                              m->fused);
     o->linear_backward_input(o, s->dnorm, s->dqkv, model_weight(m, slots[W_QKV]), m->rows, c->dim,
                              m->fused);
     o->rmsnorm_backward(o, s->dx, model_gradient(m, slots[NORM1]), s->dnorm, m->x[layer],
@@ -312,8 +312,8 @@ static void mlp_in_forward(model *m, int layer) {
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
     const int *slots = m->layer_slots[layer];
-    o->rmsnorm_forward(o, m->scratch.norm, a->rstd2, a->mid, model_weight(m, slots[NORM2]),
-                       m->rows, c->dim);
+    o->rmsnorm_forward(o, m->scratch.norm, a->rstd2, a->mid, model_weight(m, slots[NORM2]), m->rows,
+                       c->dim);
     o->linear_forward(o, a->hidden, m->scratch.norm, model_weight(m, slots[FC1]), NULL, m->rows,
                       c->dim, 4 * c->dim);
 }
@@ -342,8 +342,7 @@ static void mlp_backward(model *m, int layer) {
     o->linear_backward_input(o, s->dhidden, s->dx, model_weight(m, slots[FC2]), m->rows, wide,
                              c->dim);
     o->silu_backward(o, s->dhidden, a->hidden, (int64_t)m->rows * wide);
-    o->rmsnorm_forward(o, s->norm, s->rstd, a->mid, model_weight(m, slots[NORM2]), m->rows,
-                       c->dim);
+    o->rmsnorm_forward(o, s->norm, s->rstd, a->mid, model_weight(m, slots[NORM2]), m->rows, c->dim);
     o->linear_backward_weight(o, model_gradient(m, slots[FC1]), s->dhidden, s->norm, m->rows,
                               c->dim, wide);
     o->linear_backward_input(o, s->dnorm, s->dhidden, model_weight(m, slots[FC1]), m->rows, c->dim,

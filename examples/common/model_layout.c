@@ -74,14 +74,15 @@ static void add_phi(builder *b, int *slots, const char *const names[PHI_TENSORS]
     const model_config *c = &b->m->config;
     int64_t groups = c->n_kv_groups, block = c->l;
     if (c->phi == NSA_PHI_CONV) {
-        slots[PHI_W1] = add(
-            b, (param_spec){names[PHI_W1], {groups, block, width}, 1 / (double)block, 0, 0, 0});
+        slots[PHI_W1] =
+            add(b, (param_spec){
+                       names[PHI_W1], {groups, block, width}, 1 / (double)block, 0, false, false});
         slots[PHI_B1] = add(b, (param_spec){names[PHI_B1], {groups, width}, 0, 0, false, false});
     }
     if (c->phi == NSA_PHI_MLP) {
         double std1 = 1 / sqrt((double)block * width), std2 = 1 / sqrt((double)width);
         slots[PHI_POS] =
-            add(b, (param_spec){names[PHI_POS], {groups, block, width}, 0, INIT_STD, 0, 0});
+            add(b, (param_spec){names[PHI_POS], {groups, block, width}, 0, INIT_STD, false, false});
         slots[PHI_W1] = add(
             b, (param_spec){names[PHI_W1], {groups, width, block * width}, 0, std1, true, false});
         slots[PHI_B1] = add(b, (param_spec){names[PHI_B1], {groups, width}, 0, 0, false, false});
@@ -128,7 +129,7 @@ static bool build_table(model *m, fault *f) {
     m->x = calloc((size_t)c->n_layers + 1, sizeof *m->x);
     m->acts = calloc((size_t)c->n_layers, sizeof *m->acts);
     if (!m->layer_slots || !m->x || !m->acts) return fault_set(f, "model: out of memory");
-    m->embed = add(&b, (param_spec){"embed.weight", {c->vocab, c->dim}, 0, INIT_STD, 0, 0});
+    m->embed = add(&b, (param_spec){"embed.weight", {c->vocab, c->dim}, 0, INIT_STD, false, false});
     for (int i = 0; i < c->n_layers; i++) add_layer(&b, i, m->layer_slots[i]);
     b.layer = -1;
     m->norm = add_constant(&b, "norm.weight", c->dim, 1);
@@ -233,14 +234,13 @@ static bool check_sizes(const model_config *c, const model_options *options, fau
     const struct {
         const char *name;
         int value;
-    } sizes[] = {{"vocab", c->vocab}, {"dim", c->dim},          {"n_layers", c->n_layers},
+    } sizes[] = {{"vocab", c->vocab}, {"dim", c->dim},           {"n_layers", c->n_layers},
                  {"d_k", c->d_k},     {"batch", options->batch}, {"tokens", options->tokens}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < 1)
             return fault_set(f, "model: %s is %d: must be at least 1", sizes[i].name,
                              sizes[i].value);
-    if (c->d_k % 2)
-        return fault_set(f, "model: d_k is %d: must be even, RoPE turns pairs", c->d_k);
+    if (c->d_k % 2) return fault_set(f, "model: d_k is %d: must be even, RoPE turns pairs", c->d_k);
     if ((int64_t)options->batch * options->tokens > INT32_MAX)
         return fault_set(f, "model: %d rows of %d tokens: at most 2147483647 tokens in a batch",
                          options->batch, options->tokens);
@@ -257,6 +257,8 @@ static bool prepare(model *m, const model_config *c, const model_options *option
     m->options = *options;
     m->o = o;
     m->element = dtype_bytes(o->dtype);
+    m->batch = options->batch;
+    m->tokens_each = options->tokens;
     m->rows = options->batch * options->tokens;
     int pairs = c->full ? 1 : BRANCHES;
     m->rotated = c->d_k * (c->n_heads + pairs * c->n_kv_groups);

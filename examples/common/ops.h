@@ -37,8 +37,8 @@ typedef struct ops ops;
 struct ops {
     const char *name; /* "cpu" */
     nsa_dtype dtype;
-    int threads;      /* for nsa_desc.threads */
-    void *state;      /* the back end's own */
+    int threads; /* for nsa_desc.threads */
+    void *state; /* the back end's own */
 
     /* Memory. allocate gives zeroed, 64-byte aligned bytes or NULL. */
     void *(*allocate)(const ops *o, size_t bytes);

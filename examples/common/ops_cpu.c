@@ -304,8 +304,8 @@ static void cpu_adamw(const ops *o, const adamw *a, const step_state *s, real *v
         real g = grad[i] * clip;
         m[i] = beta1 * m[i] + (1 - beta1) * g;
         v[i] = beta2 * v[i] + (1 - beta2) * g * g;
-        real root = sizeof(real) == sizeof(double) ? (real)sqrt((double)v[i])
-                                                   : (real)sqrtf((float)v[i]);
+        real root =
+            sizeof(real) == sizeof(double) ? (real)sqrt((double)v[i]) : (real)sqrtf((float)v[i]);
         value[i] = value[i] * keep - rate * m[i] / (root * bias + eps);
     }
 }
@@ -335,8 +335,7 @@ static void cpu_rope_backward(const ops *o, const nsa_rope *dx, const nsa_rope *
     note(o, "nsa_rope_backward", nsa_rope_backward(dx, x, d));
 }
 
-static size_t cpu_attention_forward_bytes(const ops *o, const nsa_attention *x,
-                                          const nsa_desc *d) {
+static size_t cpu_attention_forward_bytes(const ops *o, const nsa_attention *x, const nsa_desc *d) {
     (void)o;
     return nsa_attention_forward_workspace_size(x, d);
 }
@@ -362,8 +361,8 @@ static size_t cpu_dense_forward_bytes(const ops *o, const nsa_desc *d) {
     return nsa_attend_dense_forward_workspace_size(d);
 }
 
-static void cpu_dense_forward(const ops *o, const nsa_attend *x, const nsa_desc *d,
-                              void *workspace, size_t bytes) {
+static void cpu_dense_forward(const ops *o, const nsa_attend *x, const nsa_desc *d, void *workspace,
+                              size_t bytes) {
     note(o, "nsa_attend_dense_forward", nsa_attend_dense_forward(x, d, workspace, bytes));
 }
 

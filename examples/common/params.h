@@ -14,9 +14,9 @@ typedef struct param {
     char name[PARAM_NAME_BYTES]; /* "blocks.0.attn.W_Q.weight" */
     int dims;
     int64_t shape[PARAM_DIMS];
-    int64_t offset, count;       /* in elements of the flat arrays */
-    double init_mean, init_std;  /* normal; std 0: a constant */
-    bool decay;                  /* weight decay: matrices only */
+    int64_t offset, count;      /* in elements of the flat arrays */
+    double init_mean, init_std; /* normal; std 0: a constant */
+    bool decay;                 /* weight decay: matrices only */
 } param;
 
 /* value, grad, m and v are flat arrays of `elements` reals that hold every tensor at its offset;
