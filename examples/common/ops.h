@@ -15,7 +15,7 @@
 
 #include "fault.h"
 #include "nsa.h"
-#include "telemetry.h"
+#include "phase.h"
 
 typedef nsa_real real;
 
