@@ -89,7 +89,7 @@ static inline cudaError_t nsa__launch(void (*kernel)(Params...), dim3 grid, dim3
 /* ---- Arithmetic --------------------------------------------------------------------------- */
 
 /* 2^x to about 2 ulp; subnormal results are 0. */
-NSA__DEVICE float nsa__exp2(float x NSA__AT) {
+NSA__DEVICE float nsa__ex2(float x NSA__AT) {
     float y;
     NSA__PTX_PURE(exp2_approx(&y, x, NSA__HERE), "ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# cuda.sh BUILD DIR: nsa_cuda.cuh as users take it: both implementations in one .cu file with nvcc
+# alone, and a C99 host beside a .cu file with CMake, from an installed copy. What is run needs no GPU:
+# a null descriptor is refused before anything is launched. Exit code 77: no nvcc on this machine.
+set -euo pipefail
+
+build=$1
+dir=$2
+nsa=$(cd "$(dirname "$0")/../../nsa" && pwd)
+nvcc=$(command -v nvcc || command -v /usr/local/cuda/bin/nvcc) || {
+    echo "left out: no nvcc on this machine"
+    exit 77
+}
+rm -rf "$dir"
+mkdir -p "$dir"
+cd "$dir"
+
+cat >kernels.cu <<'TEXT'
+#define NSA_CUDA_IMPLEMENTATION
+#include "nsa_cuda.cuh"
+TEXT
+cat >main.c <<'TEXT'
+#define NSA_IMPLEMENTATION
+#include "nsa_cuda.cuh"
+int main(void) { return nsa_status_kind(nsa_cuda_gate_forward(NULL, NULL, NULL)) != NSA_ERROR_NULL; }
+TEXT
+cat >CMakeLists.txt <<'TEXT'
+cmake_minimum_required(VERSION 3.22)
+project(consumer LANGUAGES C CUDA)
+find_package(nsa 0.1 REQUIRED)
+add_executable(consumer main.c kernels.cu)
+target_link_libraries(consumer PRIVATE nsa::cuda)
+TEXT
+
+cat main.c kernels.cu >both.cu
+"$nvcc" -arch=sm_80 -I "$nsa" both.cu -o both
+./both
+
+cmake --install "$build" --prefix "$dir/prefix" >/dev/null
+cmake -S . -B build -DCMAKE_PREFIX_PATH="$dir/prefix" -DCMAKE_CUDA_COMPILER="$nvcc" \
+    -DCMAKE_CUDA_ARCHITECTURES=80 >log 2>&1 || { cat log && exit 1; }
+cmake --build build >log 2>&1 || { cat log && exit 1; }
+build/consumer
