@@ -25,16 +25,14 @@ static int byte_of_character(uint32_t character) {
     return n == 67 ? 173 : -1;
 }
 
-/* One character of UTF-8 up to U+07FF; the alphabet ends at U+0143. A malformed one spells nothing
-   that the vocabulary has; the text's closing zero byte bounds the read. */
+/* One character of UTF-8 up to U+07FF; the alphabet ends at U+0143. What is malformed spells nothing;
+   the zero byte behind the text bounds the read. */
 static uint32_t next_character(const char **text) {
     const unsigned char *s = (const unsigned char *)*text;
-    if (s[0] < 0x80) {
-        *text += 1;
-        return s[0];
-    }
-    *text += 2;
-    return (s[0] & 0xe0) == 0xc0 ? (uint32_t)(s[0] & 0x1f) << 6 | (s[1] & 0x3f) : UINT32_MAX;
+    *text += s[0] < 0x80 ? 1 : 2;
+    if (s[0] < 0x80) return s[0];
+    bool two = (s[0] & 0xe0) == 0xc0 && (s[1] & 0xc0) == 0x80;
+    return two ? (uint32_t)(s[0] & 0x1f) << 6 | (s[1] & 0x3f) : UINT32_MAX;
 }
 
 /* Spelled characters to bytes; -1: a character that spells none. `to` has room for strlen(from). */

@@ -45,15 +45,20 @@ char *files_read(const char *path, size_t most, size_t *bytes, fault *f) {
     return text;
 }
 
+static bool ends_early(int fd, const char *path, int64_t offset, size_t bytes, fault *f) {
+    struct stat s;
+    long long size = fstat(fd, &s) ? -1 : (long long)s.st_size;
+    return fault_set(f, "%s: %zu bytes were expected at byte %lld; the file has %lld", path, bytes,
+                     (long long)offset, size);
+}
+
 bool files_read_at(int fd, const char *path, void *to, size_t bytes, int64_t offset, fault *f) {
     char *at = to;
     while (bytes) {
         ssize_t got = pread(fd, at, bytes, (off_t)offset);
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return fault_errno(f, "%s: cannot read at byte %lld", path, (long long)offset);
-        if (!got)
-            return fault_set(f, "%s: ends at byte %lld, %zu more were expected", path,
-                             (long long)offset, bytes);
+        if (!got) return ends_early(fd, path, offset, bytes, f);
         at += got;
         offset += got;
         bytes -= (size_t)got;

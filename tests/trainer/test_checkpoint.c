@@ -1,0 +1,321 @@
+/* test_checkpoint.c - checkpoints: the same bits back, the newest found, old ones removed, damage
+   refused by name, a full disk or a kill at any moment leaves a checkpoint that loads. */
+#include <fcntl.h>
+#include <inttypes.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#include "checkpoint.h"
+#include "trainer_test.h"
+
+enum { WEIGHTS = 3000 };
+
+static fault why;
+static config settings;
+static float weights[WEIGHTS], first[WEIGHTS], second[WEIGHTS];
+
+/* The lists of a model with one tensor and its two moments. */
+static const safetensors_tensor model_list[] = {
+    {"w", SAFETENSORS_F32, 2, {3, WEIGHTS / 3}, weights}};
+static const safetensors_tensor moment_list[] = {{"w.m", SAFETENSORS_F32, 1, {WEIGHTS}, first},
+                                                 {"w.v", SAFETENSORS_F32, 1, {WEIGHTS}, second}};
+static const checkpoint_part parts[] = {{"model", model_list, 1}, {"optimizer", moment_list, 2}};
+
+/* Values that tell their step. */
+static void set_values(int64_t step) {
+    for (int i = 0; i < WEIGHTS; i++) {
+        weights[i] = (float)step + (float)i / WEIGHTS;
+        first[i] = -weights[i];
+        second[i] = weights[i] * 2;
+    }
+}
+
+static bool values_are_of(int64_t step) {
+    float w[WEIGHTS], m[WEIGHTS], v[WEIGHTS];
+    memcpy(w, weights, sizeof w);
+    memcpy(m, first, sizeof m);
+    memcpy(v, second, sizeof v);
+    set_values(step);
+    return !memcmp(w, weights, sizeof w) && !memcmp(m, first, sizeof m) &&
+           !memcmp(v, second, sizeof v);
+}
+
+static checkpoint_state state_of(int64_t step) {
+    checkpoint_state s = {.step = step,
+                          .seed = UINT64_MAX - 5,
+                          .data = {step * 8, 0xfedcba9876543210u, 1, 2, 3, 4, 5},
+                          .loss_scale = 65536,
+                          .scaler_good_steps = 17,
+                          .skipped_steps = 2,
+                          .loss_first = 5.545177444479562,
+                          .seconds = 1.0 / 3,
+                          .tokens = step * 1024};
+    return s;
+}
+
+static bool save(const char *out_dir, int64_t step, int64_t keep) {
+    checkpoint_state s = state_of(step);
+    set_values(step);
+    return checkpoint_write(out_dir, &settings, &s, parts, 2, keep, &why);
+}
+
+/* The step of the checkpoint that a path leads to, all of it verified; -1: the fault says why. */
+static int64_t load(const char *path) {
+    checkpoint k;
+    memset(weights, 0, sizeof weights);
+    memset(first, 0, sizeof first);
+    memset(second, 0, sizeof second);
+    if (!checkpoint_open(&k, path, &why)) return -1;
+    bool ok = checkpoint_load(&k, &parts[0], &why) && checkpoint_load(&k, &parts[1], &why);
+    checkpoint_state want = state_of(k.state.step);
+    CHECK_BITS("state", &k.state, &want, sizeof want, 8);
+    CHECK(k.config.train.seq_len == settings.train.seq_len &&
+              k.config.model.dim == settings.model.dim,
+          "settings");
+    checkpoint_close(&k);
+    if (!ok) return -1;
+    CHECK(values_are_of(want.step), "values are not those of step %" PRId64, want.step);
+    return want.step;
+}
+
+static void expect_step(const char *path, int64_t step) {
+    int64_t got = load(path);
+    CHECK(got == step, "step %" PRId64 ", must be %" PRId64 " (%s)", got, step, why.text);
+}
+
+static void refuse(const char *path, const char *words) {
+    TEST_FAULT(load(path) >= 0, &why, words);
+}
+
+static bool exists(const char *name) {
+    return !access(test_path(name), F_OK);
+}
+
+/* ---- Whole checkpoints ---- */
+
+static void test_round_trip(void) {
+    check_case("round trip");
+    CHECK(save(test_path("a/run"), 200, 3), "save: %s", why.text);
+    expect_step(test_path("a/run"), 200);
+    expect_step(test_path("a/run/checkpoints"), 200);
+    expect_step(test_path("a/run/checkpoints/step_00000200"), 200);
+    expect_step(test_path("a/run/checkpoints/latest"), 200);
+    check_case("a state that JSON cannot hold");
+    checkpoint_state s = state_of(1);
+    checkpoint k;
+    s.loss_first = NAN;
+    CHECK(checkpoint_write(test_path("nan"), &settings, &s, parts, 2, 3, &why), "%s", why.text);
+    CHECK(checkpoint_open(&k, test_path("nan"), &why) && isnan(k.state.loss_first), "NaN stays");
+    checkpoint_close(&k);
+}
+
+static void test_retention(void) {
+    check_case("retention");
+    for (int64_t step = 10; step <= 50; step += 10)
+        CHECK(save(test_path("keep"), step, 2), "save: %s", why.text);
+    CHECK(exists("keep/checkpoints/step_00000050") && exists("keep/checkpoints/step_00000040"),
+          "the newest two are there");
+    CHECK(!exists("keep/checkpoints/step_00000030") && !exists("keep/checkpoints/step_00000010"),
+          "the others are not");
+    /* A run resumed at 20 writes 30 beside the 40 and 50 that it left behind: 30 is the newest. */
+    CHECK(save(test_path("keep"), 30, 2), "save: %s", why.text);
+    expect_step(test_path("keep"), 30);
+    CHECK(exists("keep/checkpoints/step_00000050") && !exists("keep/checkpoints/step_00000040"),
+          "by age, not by number");
+    CHECK(save(test_path("keep"), 50, 1), "again the same step: %s", why.text);
+    expect_step(test_path("keep"), 50);
+    CHECK(!exists("keep/checkpoints/step_00000050.old") &&
+              !exists("keep/checkpoints/step_00000030"),
+          "one is left");
+    check_case("keep all");
+    for (int64_t step = 1; step <= 5; step++)
+        CHECK(save(test_path("all"), step, 0), "%s", why.text);
+    CHECK(exists("all/checkpoints/step_00000001"), "0 keeps all");
+}
+
+/* `latest` lost or wrong: the highest step that is complete. */
+static void test_latest(void) {
+    check_case("latest");
+    unlink(test_path("all/checkpoints/latest"));
+    expect_step(test_path("all"), 5);
+    CHECK(!symlink("step_00000077", test_path("all/checkpoints/latest")), "link");
+    expect_step(test_path("all"), 5);
+    unlink(test_path("all/checkpoints/latest"));
+    CHECK(!symlink("../../secret", test_path("all/checkpoints/latest")), "link");
+    expect_step(test_path("all"), 5);
+    CHECK(!rename(test_path("all/checkpoints/step_00000005"),
+                  test_path("all/checkpoints/step_00000005.old")),
+          "as a kill between two renames leaves it");
+    expect_step(test_path("all"), 5);
+    test_mkdir("all/checkpoints/step_00000009");
+    expect_step(test_path("all"), 5);
+    CHECK(save(test_path("all"), 6, 0), "%s", why.text);
+    expect_step(test_path("all"), 6);
+    refuse(test_path("nowhere"), "nowhere: no checkpoint");
+    test_mkdir("empty");
+    refuse(test_path("empty"), "empty: no checkpoint: must be a folder with a state.json");
+}
+
+/* ---- Damage ---- */
+
+/* Puts a damaged copy of a file in its place; `change` gets the bytes. */
+static void damage(const char *name, void (*change)(char *bytes, size_t *count)) {
+    size_t count;
+    char *bytes = test_read(test_path(name), &count);
+    change(bytes, &count);
+    test_write(test_path(name), bytes, count);
+    free(bytes);
+}
+
+static void flip_last(char *bytes, size_t *count) {
+    bytes[*count - 1] = (char)(bytes[*count - 1] ^ 4);
+}
+
+static void cut_short(char *bytes, size_t *count) {
+    (void)bytes;
+    --*count;
+}
+
+static void cut_half(char *bytes, size_t *count) {
+    (void)bytes;
+    *count /= 2;
+}
+
+static void other_step(char *bytes, size_t *count) {
+    (void)count;
+    char *at = strstr(bytes, "\"step\": 1");
+    if (CHECK(at != NULL, "no step in the state")) at[8] = '2';
+}
+
+static void test_damage(void) {
+    const char *model = "bad/checkpoints/step_00000001/model.safetensors";
+    const char *state = "bad/checkpoints/step_00000001/state.json";
+    check_case("damage");
+    CHECK(save(test_path("bad"), 1, 3), "%s", why.text);
+    damage(model, flip_last);
+    refuse(test_path("bad"), "model.safetensors: damaged: its checksum is&state.json says");
+    damage(model, flip_last);
+    expect_step(test_path("bad"), 1);
+    damage(model, cut_short);
+    refuse(test_path("bad"), "model.safetensors: damaged:&bytes, state.json says");
+    CHECK(save(test_path("bad"), 1, 3), "%s", why.text);
+    damage(state, other_step);
+    refuse(test_path("bad"), "state.json: damaged: its checksum is");
+    damage(state, cut_half);
+    refuse(test_path("bad"), "state.json:&not JSON");
+    test_write_text(test_path(state), "{}");
+    refuse(test_path("bad"), "state.json: not the state of a checkpoint");
+    test_write_text(test_path(state), "");
+    refuse(test_path("bad"), "state.json:&not JSON");
+    CHECK(save(test_path("bad"), 1, 3), "over a damaged one: %s", why.text);
+    expect_step(test_path("bad"), 1);
+    unlink(test_path("bad/checkpoints/step_00000001/optimizer.safetensors"));
+    refuse(test_path("bad"), "optimizer.safetensors: cannot open");
+}
+
+static void test_other_model(void) {
+    checkpoint k;
+    safetensors_tensor other = model_list[0];
+    checkpoint_part part = {"model", &other, 1};
+    check_case("another model");
+    CHECK(save(test_path("other"), 1, 3), "%s", why.text);
+    if (!CHECK(checkpoint_open(&k, test_path("other"), &why), "%s", why.text)) return;
+    other.shape[0] = 6;
+    other.shape[1] = WEIGHTS / 6;
+    TEST_FAULT(checkpoint_load(&k, &part, &why), &why,
+               "tensor w is F32 [3, 1000]; the model's is F32 [6, 500]");
+    part.name = "weights";
+    TEST_FAULT(checkpoint_load(&k, &part, &why), &why, "state.json does not list weights");
+    checkpoint_close(&k);
+}
+
+/* ---- Disks that are full, folders that cannot be written ---- */
+
+static void test_full_disk(void) {
+    struct rlimit before, small;
+    check_case("full disk");
+    CHECK(save(test_path("full"), 1, 1), "%s", why.text);
+    getrlimit(RLIMIT_FSIZE, &before);
+    for (rlim_t bytes = 0; bytes < 13000; bytes += 1200) {
+        small = before;
+        small.rlim_cur = bytes;
+        setrlimit(RLIMIT_FSIZE, &small);
+        bool ok = save(test_path("full"), 2, 1);
+        setrlimit(RLIMIT_FSIZE, &before);
+        check_case("full disk after %d bytes a file", (int)bytes);
+        if (bytes < 12000) TEST_FAULT(ok, &why, "full/checkpoints/&cannot write&File too large");
+        expect_step(test_path("full"), ok ? 2 : 1);
+        CHECK(!exists("full/checkpoints/.writing-step_00000002"), "what was written is removed");
+    }
+    test_write_text(test_path("file"), "");
+    TEST_FAULT(save(test_path("file"), 1, 1), &why, "file/checkpoints: cannot make the folder");
+    if (geteuid()) {
+        CHECK(!chmod(test_path("full/checkpoints"), 0555), "chmod");
+        TEST_FAULT(save(test_path("full"), 3, 1), &why, "cannot make the folder&Permission denied");
+        CHECK(!chmod(test_path("full/checkpoints"), 0777), "chmod");
+    }
+}
+
+/* ---- Kills ---- */
+
+/* Saves step after step, and tells of each that is done. */
+static void save_until_killed(int report) {
+    for (int64_t step = 1;; step++) {
+        if (!save(test_path("kill"), step, 1 + step % 3)) _exit(1);
+        if (write(report, &step, sizeof step) != sizeof step) _exit(1);
+    }
+}
+
+static void test_kill(void) {
+    int64_t done = 0, total = 0;
+    for (int round = 0; round < 40; round++) {
+        int fds[2];
+        struct timespec nap = {0, check_below(12000000, 9, (uint64_t)round)};
+        check_case("kill %d", round);
+        CHECK(!pipe(fds), "pipe");
+        pid_t child = fork();
+        if (!child) {
+            close(fds[0]);
+            save_until_killed(fds[1]);
+        }
+        close(fds[1]);
+        int64_t step = 0;
+        for (int saves = check_below(3, 10, (uint64_t)round); saves >= 0; saves--)
+            if (read(fds[0], &step, sizeof step) == sizeof step) done = step;
+        nanosleep(&nap, NULL);
+        kill(child, SIGKILL);
+        waitpid(child, NULL, 0);
+        while (read(fds[0], &step, sizeof step) == sizeof step) done = step;
+        close(fds[0]);
+        int64_t found = load(test_path("kill"));
+        CHECK(found == done || found == done + 1,
+              "found step %" PRId64 ", %" PRId64 " was done: %s", found, done, why.text);
+        total += done;
+    }
+    CHECK(total >= 40, "%" PRId64 " checkpoints in all", total);
+    CHECK(save(test_path("kill"), 1000, 1), "after all that: %s", why.text);
+    DIR *folder = opendir(test_path("kill/checkpoints"));
+    int names = 0;
+    while (folder && readdir(folder)) names++;
+    if (folder) closedir(folder);
+    CHECK(names == 4, "%d names are left, must be one checkpoint, latest and two dots", names);
+}
+
+int main(void) {
+    config_program program = {"test", "", NULL};
+    listener notes = test_notes();
+    char *argv[] = {"test"};
+    signal(SIGXFSZ, SIG_IGN);
+    CHECK(config_load(&settings, &program, 1, argv, &notes, &why) == CONFIG_OK, "%s", why.text);
+    test_begin();
+    test_round_trip();
+    test_retention();
+    test_latest();
+    test_damage();
+    test_other_model();
+    test_full_disk();
+    test_kill();
+    return test_end("test_checkpoint");
+}

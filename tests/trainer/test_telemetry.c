@@ -1,0 +1,297 @@
+/* test_telemetry.c - what a run leaves behind: CSVs that a resume cuts back, log lines, metrics.json on
+   every kind of exit, refusals of folders that are in use. */
+#include <fcntl.h>
+#include <jansson.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+
+#include "telemetry.h"
+#include "trainer_test.h"
+
+static fault why;
+static config settings;
+static char log_path[1024];
+
+static void load_settings(const char *out_dir, const char *steps) {
+    char *argv[] = {
+        "test",        "--out-dir", (char *)(uintptr_t)out_dir, "--steps", (char *)(uintptr_t)steps,
+        "--log-every", "5"};
+    config_program program = {"test", "", NULL};
+    listener notes = test_notes();
+    CHECK(config_load(&settings, &program, 7, argv, &notes, &why) == CONFIG_OK, "%s", why.text);
+}
+
+static telemetry *open_run(int64_t resume_step, bool resumed) {
+    telemetry_options o = {.config = &settings,
+                           .device = "cpu",
+                           .dtype = "f32",
+                           .world = 1,
+                           .resumed = resumed,
+                           .resume_step = resume_step,
+                           .loss_first = 5.5,
+                           .seconds = 2,
+                           .log = fopen(log_path, "w")};
+    return telemetry_open(&o, &why);
+}
+
+static void do_step(telemetry *t, int64_t step) {
+    telemetry_step s = {.step = step,
+                        .loss = 6.0 - 0.1 * (double)step,
+                        .lr = 1e-3,
+                        .grad_norm = 0.5,
+                        .seconds = 0.25,
+                        .tokens = 1000};
+    CHECK(telemetry_step_end(t, &s, &why), "%s", why.text);
+}
+
+/* A run of steps first .. last in one call. */
+static void run(int64_t first, int64_t last, bool resumed) {
+    telemetry *t = open_run(first - 1, resumed);
+    if (!CHECK(t != NULL, "open: %s", why.text)) return;
+    for (int64_t step = first; step <= last; step++) do_step(t, step);
+    CHECK(telemetry_eval(t, last, 2.0, 1, &why), "%s", why.text);
+    CHECK(telemetry_close(t, "completed", 0, &why), "close: %s", why.text);
+}
+
+static json_t *read_metrics(const char *folder) {
+    char path[1200];
+    json_error_t e;
+    snprintf(path, sizeof path, "%s/metrics.json", folder);
+    json_t *m = json_load_file(path, JSON_REJECT_DUPLICATES, &e);
+    CHECK(m != NULL, "%s: %s", path, e.text);
+    return m;
+}
+
+static double metric(const json_t *m, const char *key) {
+    const json_t *v = json_object_get(m, key);
+    CHECK(v != NULL, "metrics lack %s", key);
+    return json_is_number(v) ? json_number_value(v) : NAN;
+}
+
+static void expect_verdict(const json_t *m, const char *want) {
+    const char *got = json_string_value(json_object_get(m, "verdict"));
+    CHECK(got && !strcmp(got, want), "verdict \"%s\", must be \"%s\"", got ? got : "none", want);
+}
+
+/* ---- A run, and one that goes on ---- */
+
+static void expect_csv(const char *name, const char *want) {
+    size_t bytes;
+    char *got = test_read(test_path(name), &bytes);
+    CHECK(!strcmp(got, want), "%s:\n%smust be:\n%s", name, got, want);
+    free(got);
+}
+
+static void test_run(void) {
+    check_case("a run");
+    load_settings(test_path("run"), "3");
+    run(1, 3, false);
+    expect_csv("run/training.csv", "step,loss,lr,toks_per_s,grad_norm\n1,5.9,0.001,4000,0.5\n"
+                                   "2,5.8,0.001,4000,0.5\n3,5.7,0.001,4000,0.5\n");
+    expect_csv("run/val.csv", "step,val_loss,ppl\n3,2,7.3890561\n");
+    json_t *m = read_metrics(test_path("run"));
+    CHECK(metric(m, "steps") == 3 && metric(m, "steps_done") == 3, "steps");
+    CHECK(metric(m, "loss_first") == 5.9 && metric(m, "loss_last") == 5.7, "losses");
+    CHECK(metric(m, "toks_per_s_p50") == 4000 && metric(m, "seq_len") == 128, "rate");
+    CHECK(metric(m, "batch_global") == 8 && metric(m, "lr") == 0.001, "batch, lr");
+    CHECK(metric(m, "peak_memory_mib") > 0.5 && metric(m, "exit_code") == 0, "memory, exit code");
+    CHECK(!strcmp(json_string_value(json_object_get(m, "device")), "cpu") &&
+              !strcmp(json_string_value(json_object_get(m, "dtype")), "f32"),
+          "device, dtype");
+    expect_verdict(m, "completed");
+    json_decref(m);
+
+    check_case("a run that goes on");
+    load_settings(test_path("run"), "4");
+    size_t bytes;
+    char *text = test_read(test_path("run/training.csv"), &bytes);
+    strcat(text, "4,1,2"); /* a row that a kill cut short */
+    test_write_text(test_path("run/training.csv"), text);
+    free(text);
+    run(3, 4, true);
+    expect_csv("run/training.csv", "step,loss,lr,toks_per_s,grad_norm\n1,5.9,0.001,4000,0.5\n"
+                                   "2,5.8,0.001,4000,0.5\n3,5.7,0.001,4000,0.5\n"
+                                   "4,5.6,0.001,4000,0.5\n");
+    expect_csv("run/val.csv", "step,val_loss,ppl\n4,2,7.3890561\n");
+    m = read_metrics(test_path("run"));
+    CHECK(metric(m, "loss_first") == 5.5 && metric(m, "seconds") == 2.5, "what came before counts");
+    json_decref(m);
+}
+
+static void test_lines(void) {
+    size_t bytes;
+    check_case("log lines");
+    load_settings(test_path("lines"), "12");
+    run(1, 12, false);
+    char *log = test_read(log_path, &bytes);
+    CHECK(strstr(log,
+                 "step 0001 | loss 5.9000 | lr 1.00e-03 | toks/s 4000 | grad_norm 0.50 | eta 3s"),
+          "first step: %s", log);
+    CHECK(strstr(log, "step 0005 |") && strstr(log, "step 0010 |") && strstr(log, "step 0012 |"),
+          "every fifth, and the last: %s", log);
+    CHECK(!strstr(log, "step 0004 |") && !strstr(log, "step 0011 |"), "no others: %s", log);
+    CHECK(strstr(log, "step 0012 | val_loss 2.0000 | ppl 7.39 | bits/byte 2.8854"), "%s", log);
+    free(log);
+    check_case("no CSVs");
+    load_settings(test_path("silent"), "2");
+    settings.telemetry.disable_csv_logs = 1;
+    run(1, 2, false);
+    CHECK(access(test_path("silent/training.csv"), F_OK), "a CSV was written");
+}
+
+/* NaN is a number in CSVs and null in JSON, which has none. */
+static void test_nan(void) {
+    check_case("NaN");
+    load_settings(test_path("nan"), "1");
+    telemetry *t = open_run(0, false);
+    telemetry_step s = {.step = 1, .loss = NAN, .lr = 1e-3, .grad_norm = INFINITY, .seconds = 1};
+    CHECK(telemetry_step_end(t, &s, &why), "%s", why.text);
+    CHECK(telemetry_close(t, "failed: \"loss\" is not finite\n", 1, &why), "%s", why.text);
+    expect_csv("nan/training.csv", "step,loss,lr,toks_per_s,grad_norm\n1,nan,0.001,0,inf\n");
+    json_t *m = read_metrics(test_path("nan"));
+    CHECK(json_is_null(json_object_get(m, "loss_last")), "null");
+    expect_verdict(m, "failed: \"loss\" is not finite?");
+    json_decref(m);
+}
+
+/* ---- Folders that are in the way ---- */
+
+static void refuse(int64_t resume_step, bool resumed, const char *words) {
+    check_case("%s", words);
+    telemetry *t = open_run(resume_step, resumed);
+    TEST_FAULT(t != NULL, &why, words);
+    telemetry_close(t, "", 0, &why);
+}
+
+static void test_refusals(void) {
+    load_settings(test_path("run"), "9");
+    refuse(0, false, "run/training.csv: an earlier run is in this folder&--resume&--out-dir");
+    test_write_text(test_path("run/.HALT"), "");
+    refuse(0, false, "run/.HALT: an earlier run was halted&remove the file");
+    refuse(4, true, "run/.HALT: an earlier run was halted");
+    unlink(test_path("run/.HALT"));
+    test_write_text(test_path("run/val.csv"), "a,b\n");
+    refuse(4, true, "run/val.csv: its first line must be step,val_loss,ppl");
+    test_write_text(test_path("file"), "");
+    load_settings(test_path("file"), "9");
+    refuse(0, false, "file: is a file, must be a folder");
+    load_settings(test_path("file/below"), "9");
+    refuse(0, false, "file/below");
+}
+
+static void test_full_disk(void) {
+    struct rlimit before, small;
+    check_case("full disk");
+    load_settings(test_path("full"), "9");
+    telemetry *t = open_run(0, false);
+    if (!CHECK(t != NULL, "%s", why.text)) return;
+    do_step(t, 1);
+    getrlimit(RLIMIT_FSIZE, &before);
+    small = before;
+    small.rlim_cur = 60;
+    setrlimit(RLIMIT_FSIZE, &small);
+    telemetry_step s = {.step = 2, .loss = 1, .seconds = 1};
+    bool ok = telemetry_step_end(t, &s, &why);
+    setrlimit(RLIMIT_FSIZE, &before);
+    TEST_FAULT(ok, &why, "full/training.csv: cannot write the row of step 2&File too large");
+    CHECK(telemetry_close(t, "failed", 1, &why), "%s", why.text);
+}
+
+/* ---- Ends of every kind, each in a process of its own ---- */
+
+typedef enum ending { END_SIGNAL_TWICE, END_SIGNAL_ONCE, END_FATAL, END_EXIT, END_STACK } ending;
+
+static volatile int depth;
+
+static int overflow(int n) {
+    volatile char room[4096];
+    if (n < 0) return 0; /* never */
+    room[0] = (char)n;
+    depth = n;
+    return overflow(n + 1) + room[0];
+}
+
+static void end_somehow(ending how, int number) {
+    telemetry *t = open_run(0, false);
+    if (!t) _exit(99);
+    do_step(t, 1);
+    do_step(t, 2);
+    if (how == END_EXIT) exit(3);
+    if (how == END_STACK) _exit(overflow(0));
+    raise(number);
+    if (how == END_FATAL) _exit(98);
+    if (signals_stop_requested() != number) _exit(97);
+    if (how == END_SIGNAL_TWICE) raise(number);
+    telemetry_close(t, "stopped by SIGTERM", 0, &why);
+    _exit(0);
+}
+
+/* The status of the child, whose metrics are then read. */
+static int end_child(ending how, int number, const char *folder, const char *verdict) {
+    int status = 0;
+    check_case("%s", verdict);
+    load_settings(test_path(folder), "9");
+    pid_t child = fork();
+    if (!child) {
+        int nothing = open("/dev/null", O_WRONLY);
+        dup2(nothing, 1);
+        dup2(nothing, 2); /* a sanitizer's report of the fault that is meant */
+        end_somehow(how, number);
+    }
+    waitpid(child, &status, 0);
+    json_t *m = read_metrics(test_path(folder));
+    CHECK(metric(m, "steps_done") == 2 && metric(m, "steps") == 9, "steps");
+    CHECK(metric(m, "loss_last") == 5.8, "loss %g", metric(m, "loss_last"));
+    expect_verdict(m, verdict);
+    json_decref(m);
+    return status;
+}
+
+static void test_endings(void) {
+    static const struct {
+        int number;
+        const char *name;
+    } fatal[] = {{SIGABRT, "SIGABRT"}, {SIGSEGV, "SIGSEGV"}, {SIGBUS, "SIGBUS"},
+                 {SIGFPE, "SIGFPE"},   {SIGILL, "SIGILL"},   {SIGQUIT, "SIGQUIT"}};
+    char folder[32], verdict[64];
+    for (size_t i = 0; i < sizeof fatal / sizeof fatal[0]; i++) {
+        snprintf(folder, sizeof folder, "end_%s", fatal[i].name);
+        snprintf(verdict, sizeof verdict, "killed by %s", fatal[i].name);
+        int status = end_child(END_FATAL, fatal[i].number, folder, verdict);
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == fatal[i].number, "status %d", status);
+    }
+    int status = end_child(END_SIGNAL_ONCE, SIGTERM, "end_once", "stopped by SIGTERM");
+    CHECK(WIFEXITED(status) && !WEXITSTATUS(status), "status %d", status);
+    status = end_child(END_SIGNAL_TWICE, SIGINT, "end_twice", "killed by SIGINT");
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGINT, "status %d", status);
+    status = end_child(END_EXIT, 0, "end_exit", "ended early, without a reason");
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 3, "status %d", status);
+    status = end_child(END_STACK, 0, "end_stack", "killed by SIGSEGV");
+    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV, "status %d", status);
+}
+
+static void test_phase(void) {
+    int layer;
+    check_case("phase");
+    for (int p = PHASE_BOOT; p <= PHASE_END; p++)
+        for (int l = -1; l < 70; l += 23) {
+            phase_set((phase)p, l);
+            CHECK(phase_get(&layer) == (phase)p && layer == l, "phase %d, layer %d", p, l);
+        }
+    CHECK(!strcmp(phase_name(PHASE_BWD), "bwd"), "names");
+    CHECK(*phase_word() == ((uint32_t)PHASE_END << 16 | 69), "the word");
+}
+
+int main(void) {
+    test_begin();
+    snprintf(log_path, sizeof log_path, "%s/log", test_root);
+    test_endings(); /* first: later tests leave threads' traces that a fork would copy */
+    test_run();
+    test_lines();
+    test_nan();
+    test_refusals();
+    test_full_disk();
+    test_phase();
+    return test_end("test_telemetry");
+}
