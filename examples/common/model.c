@@ -5,21 +5,33 @@
 
 /* ---- Passes -------------------------------------------------------------------------------- */
 
-static bool begin_pass(model *m, const model_batch *b, fault *f) {
+/* The workspace was sized for whole rows; documents inside them read fewer keys. */
+static bool documents_fit(model *m, fault *f) {
+    nsa_desc d = layer_desc(m);
+    size_t bytes = layer_workspace(m, &d);
+    if (bytes <= m->scratch.workspace_bytes) return true;
+    return fault_set(f, "model: %d documents in a batch need %zu bytes of workspace, there are %zu",
+                     m->documents, bytes, m->scratch.workspace_bytes);
+}
+
+static bool begin_pass(model *m, phase p, const model_batch *b, fault *f) {
     const ops *o = m->o;
     int64_t rows = (int64_t)b->batch * b->tokens_each;
     if (rows < 1 || rows > (int64_t)m->options.batch * m->options.tokens)
         return fault_set(f, "model: a batch of %d x %d tokens: between 1 and %d x %d", b->batch,
                          b->tokens_each, m->options.batch, m->options.tokens);
+    m->phase = p;
     m->batch = b->batch;
     m->tokens_each = b->tokens_each;
     m->rows = (int)rows;
     m->documents = b->begins ? b->documents : 0;
     m->longest = b->longest;
+    if (b->begins) {
+        o->upload(o, m->begins, b->begins, ((size_t)b->documents + 1) * sizeof *b->begins);
+        if (!documents_fit(m, f)) return false;
+    }
     o->upload(o, m->tokens, b->tokens, (size_t)rows * sizeof *b->tokens);
     if (b->labels) o->upload(o, m->labels, b->labels, (size_t)rows * sizeof *b->labels);
-    if (b->begins)
-        o->upload(o, m->begins, b->begins, ((size_t)b->documents + 1) * sizeof *b->begins);
     return true;
 }
 
@@ -69,14 +81,14 @@ static void backward(model *m) {
 }
 
 bool model_evaluate(model *m, const model_batch *b, fault *f) {
-    if (!begin_pass(m, b, f)) return false;
+    if (!begin_pass(m, PHASE_EVAL, b, f)) return false;
     forward(m);
     head(m, 0);
     return !m->o->failed(m->o, f);
 }
 
 bool model_train(model *m, const model_batch *b, double scale, fault *f) {
-    if (!begin_pass(m, b, f)) return false;
+    if (!begin_pass(m, PHASE_FWD, b, f)) return false;
     forward(m);
     head(m, scale);
     backward(m);
@@ -87,7 +99,7 @@ bool model_next(model *m, const int32_t *tokens, int count, real *logits, fault 
     const ops *o = m->o;
     const model_config *c = &m->config;
     model_batch b = {.tokens = tokens, .batch = 1, .tokens_each = count};
-    if (!begin_pass(m, &b, f)) return false;
+    if (!begin_pass(m, PHASE_SAMPLE, &b, f)) return false;
     forward(m);
     size_t last = (size_t)(count - 1) * (size_t)c->dim * m->element;
     o->linear_forward(o, m->scratch.logits, (char *)m->scratch.norm + last,

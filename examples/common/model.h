@@ -112,6 +112,7 @@ typedef struct model {
     scratch scratch;
     int32_t *tokens, *labels, *begins;                /* the batch, in the back end's memory */
     step_state *state;                                /* likewise */
+    phase phase;                                      /* of forward, for ops.mark */
     int batch, tokens_each, rows, documents, longest; /* of the pass that runs */
 } model;
 
@@ -144,6 +145,8 @@ void model_zero_gradients(model *m);
 void layer_forward(model *m, int layer);
 void layer_recompute(model *m, int layer);
 void layer_backward(model *m, int layer);
+/* The geometry of the pass that runs. */
+nsa_desc layer_desc(const model *m);
 /* Bytes of workspace that a layer's attention needs for this geometry. */
 size_t layer_workspace(model *m, const nsa_desc *d);
 

@@ -25,8 +25,7 @@ nsa_desc model_desc(const model *m, int batch, int tokens) {
     return d;
 }
 
-/* The geometry of the pass that runs. */
-static nsa_desc pass_desc(const model *m) {
+nsa_desc layer_desc(const model *m) {
     if (!m->documents) return model_desc(m, m->batch, m->tokens_each);
     nsa_desc d = model_desc(m, m->documents, m->longest);
     d.begins = m->begins;
@@ -246,7 +245,7 @@ static void attention_forward(model *m, int layer) {
     o->linear_forward(o, a->qkv, s->norm, model_weight(m, slots[W_QKV]), NULL, m->rows, c->dim,
                       m->fused);
     if (!c->full) gate_forward(m, a, slots);
-    nsa_desc d = pass_desc(m);
+    nsa_desc d = layer_desc(m);
     nsa_rope r = rotation(m, a->qkv, m->fused, a->qkv, m->fused);
     o->rope_forward(o, &r, &d);
     if (c->full) {
@@ -267,7 +266,7 @@ static void attend_backward(model *m, const layer_acts *a, const int *slots) {
     size_t rows = (size_t)m->rows;
     o->zero(o, s->dqkv, rows * (size_t)m->fused * m->element);
     o->zero(o, s->drotated, rows * (size_t)m->rotated * m->element);
-    nsa_desc d = pass_desc(m);
+    nsa_desc d = layer_desc(m);
     if (m->config.full) {
         nsa_attend x = dense_views(m, a), dx = dense_gradients(m);
         o->dense_backward(o, &dx, &x, &d, s->workspace, s->workspace_bytes);
@@ -354,7 +353,7 @@ static void mlp_backward(model *m, int layer) {
 /* ---- The layer ----------------------------------------------------------------------------- */
 
 void layer_forward(model *m, int layer) {
-    m->o->mark(m->o, PHASE_FWD, layer);
+    m->o->mark(m->o, m->phase, layer);
     attention_forward(m, layer);
     mlp_in_forward(m, layer);
     mlp_out_forward(m, layer);

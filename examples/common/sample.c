@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "rng.h"
 
@@ -68,25 +69,26 @@ static bool extend(model *m, const config_sample *c, uint64_t seed, token_list *
     return true;
 }
 
-bool sample_text(model *m, tokenizer *t, const config_sample *c, uint64_t seed, token_list *text,
-                 fault *f) {
-    size_t length = 0;
-    while (c->prompt[length]) length++;
-    *text = (token_list){0};
-    m->o->mark(m->o, PHASE_SAMPLE, -1);
-    if (!tokenizer_encode(t, c->prompt, length, text, f)) return false;
-    if (!text->count && !token_list_push(text, tokenizer_separator(t)))
-        return fault_set(f, "sample: out of memory");
-    for (size_t i = 0; i < text->count; i++)
-        if (text->ids[i] >= m->config.vocab)
-            return fault_set(f, "sample: the prompt has token %d, the model knows 0 to %d",
-                             text->ids[i], m->config.vocab - 1);
+bool sample_text(model *m, const config_sample *c, uint64_t seed, token_list *text, fault *f) {
     real *logits = malloc((size_t)m->config.vocab * sizeof *logits);
     int32_t *order = malloc((size_t)m->config.vocab * sizeof *order);
     bool ok = logits && order ? extend(m, c, seed, text, logits, order, f)
                               : fault_set(f, "sample: out of memory");
     free(logits);
     free(order);
+    return ok;
+}
+
+bool sample_prompt(tokenizer *t, const config_sample *c, int vocab, token_list *prompt, fault *f) {
+    *prompt = (token_list){0};
+    bool ok = tokenizer_encode(t, c->prompt, strlen(c->prompt), prompt, f);
+    if (ok && !prompt->count && !token_list_push(prompt, tokenizer_separator(t)))
+        ok = fault_set(f, "sample: out of memory");
+    for (size_t i = 0; ok && i < prompt->count; i++)
+        if (prompt->ids[i] >= vocab)
+            ok = fault_set(f, "sample.prompt: token %d; the model knows 0 to %d", prompt->ids[i],
+                           vocab - 1);
+    if (!ok) token_list_free(prompt);
     return ok;
 }
 

@@ -16,10 +16,12 @@
 int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t seed, uint64_t index,
                      int32_t *order);
 
-/* Appends c->length tokens to the prompt's and returns them all in `text`, which the caller frees
-   with token_list_free. The context is the last m->options.tokens tokens. */
-bool sample_text(model *m, tokenizer *t, const config_sample *c, uint64_t seed, token_list *text,
-                 fault *f);
+/* Appends c->length tokens to `text`, which holds the prompt: at least one token. The context is the
+   last m->options.tokens tokens. */
+bool sample_text(model *m, const config_sample *c, uint64_t seed, token_list *text, fault *f);
+
+/* The prompt as tokens, to be freed; where it is empty, what separates documents. */
+bool sample_prompt(tokenizer *t, const config_sample *c, int vocab, token_list *prompt, fault *f);
 
 /* Writes tokens as text: control bytes other than newline and tab, and what is no UTF-8, as
    escapes, so that a terminal stays in order. */

@@ -1,0 +1,53 @@
+/* train.h - a training run from its settings to its last artefact, on any back end. Twins: train.c
+   (steps), train_open.c (what a run stands on), train_save.c (checkpoints), train_check.c (--check).
+   Programs choose the back end and what they print of it; what a step computes is the model's. */
+#ifndef TRAIN_H
+#define TRAIN_H
+
+#include "checkpoint.h"
+#include "config.h"
+#include "data.h"
+#include "model.h"
+#include "telemetry.h"
+#include "tokenizer.h"
+
+/* The parameters and moments as a checkpoint names them. */
+typedef struct train_tensors {
+    safetensors_tensor *weights, *moments; /* one a tensor; two: "m.NAME" and "v.NAME" */
+    size_t weight_count, moment_count;
+    char (*names)[PARAM_NAME_BYTES + 2]; /* of the moments */
+} train_tensors;
+
+typedef struct trainer {
+    const config *config;
+    const ops *o;
+    model model;
+    train_tensors tensors;
+    tokenizer *tokenizer;
+    token_list prompt;
+    data *data;
+    telemetry *telemetry;
+    checkpoint_state state; /* as of the last whole step: what a checkpoint holds */
+    int64_t saved_step;     /* of the newest checkpoint; -1: none yet */
+} trainer;
+
+/* Trains. Returns the program's exit code: 0, 2 for settings that cannot be used, 128 + the signal
+   that ended the run, else 1; what is not 0 has been said on stderr. */
+int train_run(const config *c, const ops *o);
+
+/* What --check prints: each setting, parameters, memory by purpose, keys read by a token. Returns
+   the exit code. */
+int train_check(const config *c, const ops *o);
+
+/* The model that the settings describe; vocab is the tokenizer's unless they name one. */
+model_config train_model_config(const config *c, int vocab);
+
+/* ---- Between the files of train_*.c -------------------------------------------------------- */
+
+bool train_open(trainer *t, const config *c, const ops *o, fault *f);
+void train_close(trainer *t);
+bool train_describe_tensors(trainer *t, fault *f);
+bool train_load(trainer *t, const checkpoint *k, fault *f);
+bool train_save(trainer *t, fault *f); /* a checkpoint of t->state, unless there is one */
+
+#endif

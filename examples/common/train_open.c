@@ -1,0 +1,139 @@
+/* train_open.c - what a run stands on: tokenizer, checkpoint, telemetry, model, data. Twin:
+   train.h. The order matters: whatever can be refused is refused before out_dir is touched. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "gemm.h"
+#include "sample.h"
+#include "train.h"
+
+model_config train_model_config(const config *c, int vocab) {
+    const config_model *m = &c->model;
+    if (m->vocab_size) vocab = (int)m->vocab_size;
+    model_config x = tinylm(vocab, (int)m->dim, (int)m->n_layers, (int)m->n_heads,
+                            (int)m->n_kv_groups, (int)m->d_k, (int)m->d_v, (int)c->nsa.l,
+                            (int)c->nsa.d, (int)c->nsa.l_sel, (int)c->nsa.n_sel, (int)c->nsa.w);
+    x.full = m->attention == CONFIG_FULL;
+    x.tied = m->tied_embeddings;
+    x.phi = (nsa_phi)c->nsa.phi;
+    x.gate = (nsa_gate_kind)c->nsa.gate;
+    x.rope_base = m->rope_base;
+    x.rope_factor = m->rope_factor;
+    x.rope_pairs = (nsa_rope_pairs)m->rope_pairs;
+    x.rope_scaling = (nsa_rope_scaling)m->rope_scaling;
+    x.rope_trained_context = (int)m->rope_trained_context;
+    return x;
+}
+
+/* A resumed run must be the same model; all else may change, and its data goes on where it was. */
+static bool open_checkpoint(checkpoint *k, const config *c, fault *f) {
+    const char *path = strcmp(c->train.resume, "latest") ? c->train.resume : c->train.out_dir;
+    if (!checkpoint_open(k, path, f)) return false;
+    if (config_same_model(c, &k->config, f)) return true;
+    checkpoint_close(k);
+    return false;
+}
+
+static bool open_telemetry(trainer *t, const checkpoint *k, fault *f) {
+    telemetry_options options = {.config = t->config,
+                                 .device = t->o->name,
+                                 .dtype = t->o->dtype == NSA_F64 ? "f64" : "f32",
+                                 .world = 1,
+                                 .resumed = k != NULL,
+                                 .resume_step = t->state.step,
+                                 .loss_first = t->state.loss_first,
+                                 .seconds = t->state.seconds,
+                                 .log = stdout};
+    t->telemetry = telemetry_open(&options, f);
+    return t->telemetry != NULL;
+}
+
+static bool open_data(trainer *t, const checkpoint *k, fault *f) {
+    const config *c = t->config;
+    data_options options = {.config = &c->data,
+                            .tokenizer = t->tokenizer,
+                            .vocab_size = t->model.config.vocab,
+                            .seq_len = c->train.seq_len,
+                            .batch_size = c->train.batch_size,
+                            .seed = (uint64_t)c->train.seed,
+                            .world = 1,
+                            .val_batches = c->train.eval_every ? c->train.eval_batches : 0,
+                            .resume = k ? &t->state.data : NULL,
+                            .notes = telemetry_listener(t->telemetry)};
+    t->data = data_open(&options, f);
+    if (t->data) telemetry_say(t->telemetry, "data: %s", data_describe(t->data));
+    return t->data != NULL;
+}
+
+static bool open_model(trainer *t, const checkpoint *k, fault *f) {
+    const config *c = t->config;
+    model_config m = train_model_config(c, tokenizer_vocab_size(t->tokenizer));
+    model_options options = {.batch = (int)c->train.batch_size,
+                             .tokens = (int)c->train.seq_len,
+                             .training = true,
+                             .checkpointing = c->runtime.gradient_checkpointing};
+    return model_open(&t->model, &m, &options, t->o, (uint64_t)c->train.seed, f) &&
+           train_describe_tensors(t, f) && (!k || train_load(t, k, f)) &&
+           sample_prompt(t->tokenizer, &c->sample, m.vocab, &t->prompt, f);
+}
+
+static void say_what_runs(trainer *t) {
+    const model *m = &t->model;
+    const config_train *c = &t->config->train;
+    telemetry_say(t->telemetry,
+                  "model: %lld parameters, %d layers, attention %s, %.0f MiB | %s, %d threads, %s",
+                  (long long)m->params.count, m->config.n_layers, m->config.full ? "full" : "nsa",
+                  (double)m->arena.used / (1 << 20), t->o->name, t->o->threads, gemm_name());
+    if (t->state.step)
+        telemetry_say(t->telemetry, "resumed after step %lld of %lld", (long long)t->state.step,
+                      (long long)c->steps);
+}
+
+/* The device and the precision that this back end has; a file made for a GPU says what to do. */
+static bool settle_device(const config *c, const ops *o, fault *f) {
+    bool asked = config_from(c, "runtime.precision") == CONFIG_FROM_COMMAND_LINE;
+    if (c->runtime.device == CONFIG_CUDA && strcmp(o->name, "cuda"))
+        return fault_set(f,
+                         "runtime.device: cuda, but this program runs on the %s; "
+                         "add --device cpu to train here",
+                         o->name);
+    if (o->dtype != NSA_F32 || c->runtime.precision == CONFIG_FP32) return true;
+    const char *name = c->runtime.precision == CONFIG_BF16 ? "bf16" : "fp16";
+    if (asked) return fault_set(f, "--precision %s: the %s computes in fp32 only", name, o->name);
+    fprintf(stderr, "runtime.precision: %s asked for, the %s computes in fp32\n", name, o->name);
+    return true;
+}
+
+bool train_open(trainer *t, const config *c, const ops *o, fault *f) {
+    checkpoint opened, *k = NULL;
+    memset(t, 0, sizeof *t);
+    t->config = c;
+    t->o = o;
+    t->saved_step = -1;
+    t->state.seed = (uint64_t)c->train.seed;
+    t->state.loss_scale = 1;
+    if (!settle_device(c, o, f)) return false;
+    t->tokenizer = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
+    if (!t->tokenizer) return false;
+    if (c->train.resume[0]) {
+        if (!open_checkpoint(&opened, c, f)) return false;
+        k = &opened;
+        t->state = k->state;
+        t->saved_step = k->state.step;
+    }
+    bool ok = open_model(t, k, f) && open_telemetry(t, k, f);
+    if (ok) say_what_runs(t);
+    ok = ok && open_data(t, k, f);
+    if (k) checkpoint_close(k);
+    return ok;
+}
+
+void train_close(trainer *t) {
+    data_close(t->data);
+    model_close(&t->model);
+    token_list_free(&t->prompt);
+    tokenizer_close(t->tokenizer);
+    free(t->tensors.weights);
+    free(t->tensors.moments);
+    free(t->tensors.names);
+}

@@ -1,0 +1,65 @@
+/* train_save.c - a run's tensors in checkpoints. Twin: train.h. Formats are checkpoint.c's. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "train.h"
+
+static safetensors_tensor describe(const param *p, const char *name, real *values) {
+    safetensors_tensor t = {.name = name,
+                            .dtype = sizeof(real) == 8 ? SAFETENSORS_F64 : SAFETENSORS_F32,
+                            .dims = p->dims,
+                            .data = values + p->offset};
+    for (int i = 0; i < p->dims; i++) t.shape[i] = p->shape[i];
+    return t;
+}
+
+bool train_describe_tensors(trainer *t, fault *f) {
+    const params *p = &t->model.params;
+    train_tensors *x = &t->tensors;
+    size_t count = (size_t)p->length;
+    x->weights = calloc(count, sizeof *x->weights);
+    x->moments = calloc(2 * count, sizeof *x->moments);
+    x->names = calloc(2 * count, sizeof *x->names);
+    if (!x->weights || !x->moments || !x->names)
+        return fault_set(f, "out of memory for the list of %zu tensors", count);
+    for (size_t i = 0; i < count; i++) {
+        const param *tensor = &p->list[i];
+        char *m = x->names[2 * i], *v = x->names[2 * i + 1];
+        snprintf(m, sizeof *x->names, "m.%s", tensor->name);
+        snprintf(v, sizeof *x->names, "v.%s", tensor->name);
+        x->weights[i] = describe(tensor, tensor->name, p->value);
+        x->moments[2 * i] = describe(tensor, m, p->m);
+        x->moments[2 * i + 1] = describe(tensor, v, p->v);
+    }
+    x->weight_count = count;
+    x->moment_count = 2 * count;
+    return true;
+}
+
+static void list_parts(const trainer *t, checkpoint_part parts[2]) {
+    const train_tensors *x = &t->tensors;
+    parts[0] = (checkpoint_part){"model", x->weights, x->weight_count};
+    parts[1] = (checkpoint_part){"optimizer", x->moments, x->moment_count};
+}
+
+bool train_load(trainer *t, const checkpoint *k, fault *f) {
+    checkpoint_part parts[2];
+    list_parts(t, parts);
+    return checkpoint_load(k, &parts[0], f) && checkpoint_load(k, &parts[1], f);
+}
+
+bool train_save(trainer *t, fault *f) {
+    checkpoint_part parts[2];
+    const config_train *c = &t->config->train;
+    if (t->saved_step == t->state.step) return true;
+    t->o->mark(t->o, PHASE_SAVE, -1);
+    list_parts(t, parts);
+    t->state.seconds = telemetry_seconds(t->telemetry);
+    t->state.loss_first = telemetry_loss_first(t->telemetry);
+    if (!checkpoint_write(c->out_dir, t->config, &t->state, parts, 2, c->keep_checkpoints, f))
+        return false;
+    t->saved_step = t->state.step;
+    telemetry_say(t->telemetry, "step %04lld | saved %s/checkpoints", (long long)t->state.step,
+                  c->out_dir);
+    return true;
+}

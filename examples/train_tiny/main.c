@@ -1,0 +1,39 @@
+/* main.c - train_tiny: a small model on the CPU, from a YAML file to a sample of what it learnt. All
+   that it does is examples/common's; train_125m is the same over more back ends and processes. */
+#include <stdio.h>
+
+#include "train.h"
+
+int main(int argc, char **argv) {
+    static const char *const no_effect[] = {"runtime.ddp",
+                                            "runtime.ddp_bucket_mb",
+                                            "runtime.ddp_compress",
+                                            "runtime.world_size",
+                                            "runtime.rank",
+                                            "runtime.local_rank",
+                                            "runtime.master_addr",
+                                            "runtime.master_port",
+                                            "telemetry.heartbeat_every",
+                                            "telemetry.tb_disable",
+                                            "telemetry.disable_aux_stats",
+                                            "telemetry.trace_grads",
+                                            "telemetry.trace_module_bwd",
+                                            "telemetry.trace_ddp_buckets",
+                                            NULL};
+    static const config_program program = {
+        "train_tiny", "Trains a small language model with Native Sparse Attention on the CPU.",
+        no_effect};
+    static config c;
+    listener notes = listener_stderr();
+    ops o;
+    fault f;
+    config_outcome outcome = config_load(&c, &program, argc, argv, &notes, &f);
+    if (outcome == CONFIG_HELP) return 0;
+    if (outcome == CONFIG_ERROR || !ops_cpu_open(&o, (int)c.runtime.threads, &f)) {
+        fprintf(stderr, "%s\n", f.text);
+        return 2;
+    }
+    int code = c.check ? train_check(&c, &o) : train_run(&c, &o);
+    ops_cpu_close(&o);
+    return code;
+}
