@@ -11,17 +11,12 @@ typedef enum gemm_form {
     GEMM_TN  /* c = a^T b    a (k, m), b (k, n) */
 } gemm_form;
 
-/* c (m, n) becomes the product, or has it added (add = 1). All matrices are packed. */
+/* Before the first product. What computes them: "OpenBLAS 0.3.21 ..." or "plain loops". */
+const char *gemm_open(void);
+
+/* c (m, n) becomes the product, or has it added (add = 1). All matrices are packed. The bits are
+   the same for any number of threads. */
 void gemm(gemm_form form, int m, int n, int k, const nsa_real *a, const nsa_real *b, nsa_real *c,
-          int add);
-
-/* How many threads a product may use, from now on. */
-void gemm_threads(int threads);
-
-/* "OpenBLAS 0.3.21 ..." or "plain loops". */
-const char *gemm_name(void);
-
-/* Whether the bits of a product are the same for any number of threads: so with plain loops only. */
-int gemm_is_deterministic(void);
+          int add, int threads);
 
 #endif

@@ -35,7 +35,8 @@ typedef struct adamw {
 typedef struct ops ops;
 
 struct ops {
-    const char *name; /* "cpu" */
+    const char *name;    /* "cpu" */
+    const char *library; /* what multiplies matrices */
     nsa_dtype dtype;
     int threads; /* for nsa_desc.threads */
     void *state; /* the back end's own */

@@ -2,7 +2,7 @@
    through nsa.h. Twin: ops.h. Compiled once with real float and, for the tests, once with double.
 
    Every loop runs over rows or over columns, and a sum is always taken by one thread in a fixed
-   order: bits do not depend on the number of threads, but for what a BLAS does. */
+   order, so bits do not depend on the number of threads. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -148,19 +148,17 @@ static void cpu_rmsnorm_backward(const ops *o, void *dx, real *dw, const void *d
 static void cpu_linear_forward(const ops *o, void *y, const void *x, const void *w,
                                const void *residual, int64_t rows, int in, int out) {
     if (residual) cpu_copy(o, y, residual, (size_t)(rows * out) * sizeof(real));
-    gemm(GEMM_NT, (int)rows, out, in, x, w, y, residual != NULL);
+    gemm(GEMM_NT, (int)rows, out, in, x, w, y, residual != NULL, o->threads);
 }
 
 static void cpu_linear_backward_input(const ops *o, void *dx, const void *dy, const void *w,
                                       int64_t rows, int in, int out) {
-    (void)o;
-    gemm(GEMM_NN, (int)rows, in, out, dy, w, dx, 0);
+    gemm(GEMM_NN, (int)rows, in, out, dy, w, dx, 0, o->threads);
 }
 
 static void cpu_linear_backward_weight(const ops *o, real *dw, const void *dy, const void *x,
                                        int64_t rows, int in, int out) {
-    (void)o;
-    gemm(GEMM_TN, out, in, (int)rows, dy, x, dw, 1);
+    gemm(GEMM_TN, out, in, (int)rows, dy, x, dw, 1, o->threads);
 }
 
 static void cpu_bias_forward(const ops *o, void *y, const void *b, int64_t rows, int dim) {
@@ -428,7 +426,7 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
     o->threads = threads > 0 ? threads : all_threads();
     o->state = calloc(1, sizeof(cpu_state));
     if (!o->state) return fault_set(f, "out of memory");
-    gemm_threads(o->threads);
+    o->library = gemm_open();
     return true;
 }
 

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "gemm.h"
 #include "sample.h"
 #include "train.h"
 
@@ -83,7 +82,7 @@ static void say_what_runs(trainer *t) {
     telemetry_say(t->telemetry,
                   "model: %lld parameters, %d layers, attention %s, %.0f MiB | %s, %d threads, %s",
                   (long long)m->params.count, m->config.n_layers, m->config.full ? "full" : "nsa",
-                  (double)m->arena.used / (1 << 20), t->o->name, t->o->threads, gemm_name());
+                  (double)m->arena.used / (1 << 20), t->o->name, t->o->threads, t->o->library);
     if (t->state.step)
         telemetry_say(t->telemetry, "resumed after step %lld of %lld", (long long)t->state.step,
                       (long long)c->steps);
