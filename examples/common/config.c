@@ -250,6 +250,14 @@ static void say_notes(const config *c, const config_program *program, const list
                      (long long)c->train.steps);
 }
 
+/* A CONFIG that was meant for another program should be found at once. */
+static bool read_file(config *c, fault *f) {
+    fault reason;
+    if (!c->file[0] || config_read_yaml(c, c->file, &reason)) return true;
+    bool surprising = config_from(c, "config") == CONFIG_FROM_ENVIRONMENT;
+    return fault_set(f, "%.900s%s", reason.text, surprising ? " (environment CONFIG)" : "");
+}
+
 config_outcome config_load(config *c, const config_program *program, int argc, char **argv,
                            const listener *notes, fault *f) {
     for (int i = 1; i < argc; i++) {
@@ -258,9 +266,8 @@ config_outcome config_load(config *c, const config_program *program, int argc, c
         return CONFIG_HELP;
     }
     set_defaults(c);
-    bool ok = find_file(c, argc, argv, f) && (!c->file[0] || config_read_yaml(c, c->file, f)) &&
-              read_environment(c, notes, f) && read_command_line(c, argc, argv, f) &&
-              check_model(c, f) && check_data(c, f);
+    bool ok = find_file(c, argc, argv, f) && read_file(c, f) && read_environment(c, notes, f) &&
+              read_command_line(c, argc, argv, f) && check_model(c, f) && check_data(c, f);
     if (!ok) return CONFIG_ERROR;
     say_notes(c, program, notes);
     return CONFIG_OK;

@@ -11,7 +11,7 @@
 
 #include "source.h"
 
-enum { DEPTH = 4, TIMES = 1024, PARTING_SECONDS = 2 };
+enum { DEPTH = 4, TIMES = 1024, PARTING_SECONDS = 2, LOOKS_A_SECOND = 5 };
 
 typedef struct slot {
     int32_t *tokens, *labels, *begins;
@@ -237,9 +237,13 @@ static void part(data *d) {
 
 /* ---- Falling back ---- */
 
+static bool is_stopped(const data *d) {
+    return d->options.stop && d->options.stop();
+}
+
 static bool fall_back(data *d, int64_t sample, fault *f) {
     fault reason = *f;
-    if (!d->config.synthetic_on_fail) return false;
+    if (!d->config.synthetic_on_fail || is_stopped(d)) return false;
     part(d);
     int64_t wanted = d->options.val_batches * d->options.batch_size;
     d->standby = source_synthetic_open(&d->options, wanted, f);
@@ -302,16 +306,33 @@ static bool timed_out(const data *d, fault *f) {
                      d->description[0] ? d->description : path, d->config.loader_timeout);
 }
 
+static bool is_later(const struct timespec *a, const struct timespec *b) {
+    return a->tv_sec != b->tv_sec ? a->tv_sec > b->tv_sec : a->tv_nsec > b->tv_nsec;
+}
+
+/* Waits a moment for the thread, with the lock held. False: the deadline has passed, or the run is
+   to stop. */
+static bool wait_on(data *d, const struct timespec *deadline) {
+    struct timespec look = deadline_in(1.0 / LOOKS_A_SECOND);
+    if (is_stopped(d)) return false;
+    if (is_later(&look, deadline)) look = *deadline;
+    if (pthread_cond_timedwait(&d->changed, &d->lock, &look) != ETIMEDOUT) return true;
+    return is_later(deadline, &look);
+}
+
+static bool nothing_came(const data *d, fault *f) {
+    if (is_stopped(d)) return fault_set(f, "stopped while waiting for data");
+    return timed_out(d, f);
+}
+
 /* Waits until the source is open, or failed, or out of time. */
 static bool wait_opened(data *d, fault *f) {
     struct timespec deadline = deadline_in(d->config.loader_timeout);
-    int rc = 0;
     pthread_mutex_lock(&d->lock);
-    while (d->state == LOADER_OPENING && rc != ETIMEDOUT)
-        rc = pthread_cond_timedwait(&d->changed, &d->lock, &deadline);
+    while (d->state == LOADER_OPENING && wait_on(d, &deadline)) continue;
     loader_state state = d->state;
     pthread_mutex_unlock(&d->lock);
-    if (state == LOADER_OPENING) return timed_out(d, f);
+    if (state == LOADER_OPENING) return nothing_came(d, f);
     if (state == LOADER_FAILED) *f = d->failure;
     return state == LOADER_RUNNING;
 }
@@ -382,15 +403,13 @@ void data_close(data *d) {
 /* Gives the slot in use back and takes the next one. */
 static slot *take_slot(data *d, fault *f) {
     struct timespec deadline = deadline_in(d->config.loader_timeout);
-    int rc = 0;
     pthread_mutex_lock(&d->lock);
     if (d->holding) {
         d->head = (d->head + 1) % DEPTH;
         d->filled--;
         pthread_cond_broadcast(&d->changed);
     }
-    while (!d->filled && d->state == LOADER_RUNNING && rc != ETIMEDOUT)
-        rc = pthread_cond_timedwait(&d->changed, &d->lock, &deadline);
+    while (!d->filled && d->state == LOADER_RUNNING && wait_on(d, &deadline)) continue;
     d->holding = d->filled > 0;
     bool failed = d->state == LOADER_FAILED;
     pthread_mutex_unlock(&d->lock);
@@ -398,7 +417,7 @@ static slot *take_slot(data *d, fault *f) {
     if (failed)
         *f = d->failure;
     else
-        timed_out(d, f);
+        nothing_came(d, f);
     return NULL;
 }
 

@@ -18,7 +18,7 @@
 #include "files.h"
 #include "rng.h"
 
-enum { STRETCHES = 16, BIN_HEADER_BYTES = 1024, BIN_MAGIC = 20240520 };
+enum { STRETCHES = 16, BIN_HEADER_BYTES = 1024, BIN_MAGIC = 20240520, TELL_BYTES = 1 << 26 };
 
 typedef struct piece {
     int64_t begin, count; /* place among all tokens; the separator included */
@@ -265,6 +265,11 @@ static bool encode_text(corpus *c, const char *path, piece *p, fault *f) {
     tokenizer *t = c->base.options->tokenizer;
     char *text = files_read(path, SIZE_MAX / 2, &bytes, f);
     if (!text) return false;
+    if (bytes > TELL_BYTES)
+        listener_say(&c->base.options->notes,
+                     "%s: encoding %zu MB before the first step; shards "
+                     "(.bin) open at once",
+                     path, bytes / 1000000);
     bool ok = tokenizer_encode(t, text, bytes, &list, f);
     free(text);
     if (ok && !token_list_push(&list, tokenizer_separator(t)))

@@ -129,6 +129,12 @@ static void test_retention(void) {
     CHECK(!exists("keep/checkpoints/step_00000050.old") &&
               !exists("keep/checkpoints/step_00000030"),
           "one is left");
+    /* A clock that was set back must not cost the checkpoint that was just written. */
+    struct timespec ahead[2] = {{4000000000, 0}, {4000000000, 0}};
+    CHECK(!utimensat(AT_FDCWD, test_path("keep/checkpoints/step_00000050"), ahead, 0),
+          "set the time");
+    CHECK(save(test_path("keep"), 60, 1), "save: %s", why.text);
+    expect_step(test_path("keep"), 60);
     check_case("keep all");
     for (int64_t step = 1; step <= 5; step++)
         CHECK(save(test_path("all"), step, 0), "%s", why.text);

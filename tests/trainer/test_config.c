@@ -141,6 +141,8 @@ static void test_order(void) {
     setenv("CONFIG", test_path("c.yaml"), 1);
     accept("");
     CHECK(settings.train.steps == 7, "CONFIG names the file");
+    setenv("CONFIG", "Release", 1);
+    refuse("", "Release: cannot open the config&(environment CONFIG)");
     refuse("--config nowhere.yaml", "nowhere.yaml: cannot open&No such file");
     unsetenv("CONFIG");
 }

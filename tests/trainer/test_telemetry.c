@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include <time.h>
 
 #include "telemetry.h"
 #include "trainer_test.h"
@@ -283,9 +284,32 @@ static void test_phase(void) {
     CHECK(*phase_word() == ((uint32_t)PHASE_END << 16 | 69), "the word");
 }
 
-int main(void) {
+/* A step that does not end: the run says where it is. Waits for the line, however long that takes;
+   a run that never says it ends by the test's time limit. */
+static void test_sign_of_life(void) {
+    struct timespec nap = {0, 100000000};
+    size_t bytes;
+    load_settings(test_path("life"), "9");
+    telemetry *t = open_run(0, false);
+    if (!CHECK(t != NULL, "%s", why.text)) return;
+    do_step(t, 1);
+    phase_set(PHASE_BWD, 7);
+    for (bool said = false; !said; nanosleep(&nap, NULL)) {
+        char *log = test_read(log_path, &bytes);
+        said = strstr(log, "step 0002 | running for ") && strstr(log, " s | phase bwd, layer 7\n");
+        free(log);
+    }
+    CHECK(telemetry_close(t, "completed", 0, &why), "%s", why.text);
+}
+
+/* Without an argument the tests that are over at once; "slow": the one that has to wait. */
+int main(int argc, char **argv) {
     test_begin();
     snprintf(log_path, sizeof log_path, "%s/log", test_root);
+    if (argc == 2 && !strcmp(argv[1], "slow")) {
+        test_sign_of_life();
+        return test_end("test_telemetry");
+    }
     test_endings(); /* first: later tests leave threads' traces that a fork would copy */
     test_run();
     test_lines();

@@ -4,8 +4,8 @@
 #include "tokenizer.h"
 #include "trainer_test.h"
 
-/* Merges of the test's vocabulary, best first. Spelled as in merges.txt, so "\xc4\xa0" is a space and
-   "\xc4\x8a" a newline. */
+/* Merges of the test's vocabulary, best first. Spelled as in merges.txt, so "\xc4\xa0" is a space,
+   "\xc4\x8a" a newline and "\xc5\x82" the byte 0xa0. */
 #define SPACE   "\xc4\xa0"
 #define NEWLINE "\xc4\x8a"
 static const char *const merges[][2] = {
@@ -29,6 +29,7 @@ static const char *const merges[][2] = {
     {"e", "l"},
     {"el", "lo"},
     {"l", "o"},
+    {"\xc5\x82", "!"},
 };
 enum { MERGES = sizeof merges / sizeof merges[0], VOCAB = 256 + MERGES + 1 };
 
@@ -217,6 +218,7 @@ static void test_words(tokenizer *t) {
         {"a\xc2\xa0\xc2\xa0"
          "b",
          {"a", "\xc2\xa0", "\xc2\xa0", "b"}},
+        {"a\xc2\xa0!", {"a", "\xc2\xa0", "!"}},
         {"aa\xff"
          "aa",
          {"aa", "\xff", "aa"}},
