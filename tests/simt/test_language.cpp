@@ -24,6 +24,7 @@ static void test_indices() {
 template <int N> __device__ float through_shared(float x) {
     NSA_SHARED(float, row, [N][2]);
     row[threadIdx.x][1] = x;
+    if (threadIdx.x + 64 < N) row[threadIdx.x + 64][1] = x;
     __syncthreads();
     return row[(threadIdx.x + 1) % N][1];
 }
@@ -175,7 +176,7 @@ static __global__ void atomic_kernel(int *i, unsigned *u, float *f, unsigned lon
     atomicAdd(f, 0.5f);
     atomicAdd(l, 1ull << 33);
     if (t == 5) atomicExch(&i[4], 77);
-    for (int seen = i[5];;) { /* a counter by compare and swap */
+    for (int seen = atomicAdd(&i[5], 0);;) { /* a counter by compare and swap */
         const int old = atomicCAS(&i[5], seen, seen + 1);
         if (old == seen) break;
         seen = old;

@@ -110,6 +110,8 @@ template <typename T> T from_bits(uint64_t bits) {
 
 /* ---- Memory ------------------------------------------------------------------------------- */
 
+void read_only(const void *address, size_t bytes, site at); /* announces such a load */
+
 /* An atomic is an indivisible read and a write; no thread is scheduled between the two. */
 void atomic_read(const void *address, void *old, size_t bytes, site at);
 void atomic_write(void *address, const void *value, size_t bytes, site at);
@@ -249,27 +251,33 @@ T atomicCAS(T *address, std::common_type_t<T> compare, std::common_type_t<T> v, 
         address, [&](T old) -> T { return old == compare ? v : old; }, SIMT_HERE);
 }
 
-/* Loads and stores with cache hints are loads and stores. */
-#define SIMT_LOAD(name)                                     \
-    template <typename T> inline T name(const T *address) { \
-        return *address;                                    \
+/* Loads and stores with cache hints are loads and stores; inlined, so that they count as the
+   kernel's own. __ldg may read what an earlier launch wrote, never what this one does. */
+#define SIMT_INLINE inline __attribute__((always_inline))
+template <typename T> SIMT_INLINE T __ldg(const T *address, SIMT_AT) {
+    simt::read_only(address, sizeof(T), SIMT_HERE);
+    return *address;
+}
+#define SIMT_LOAD(name)                                          \
+    template <typename T> SIMT_INLINE T name(const T *address) { \
+        return *address;                                         \
     }
-SIMT_LOAD(__ldg)
 SIMT_LOAD(__ldca)
 SIMT_LOAD(__ldcg)
 SIMT_LOAD(__ldcs)
 SIMT_LOAD(__ldlu)
 SIMT_LOAD(__ldcv)
 #undef SIMT_LOAD
-#define SIMT_STORE(name)                                                          \
-    template <typename T> inline void name(T *address, std::common_type_t<T> v) { \
-        *address = v;                                                             \
+#define SIMT_STORE(name)                                                               \
+    template <typename T> SIMT_INLINE void name(T *address, std::common_type_t<T> v) { \
+        *address = v;                                                                  \
     }
 SIMT_STORE(__stcg)
 SIMT_STORE(__stcs)
 SIMT_STORE(__stwb)
 SIMT_STORE(__stwt)
 #undef SIMT_STORE
+#undef SIMT_INLINE
 
 inline size_t __cvta_generic_to_shared(const void *p) {
     return reinterpret_cast<size_t>(p);

@@ -26,13 +26,18 @@ struct queue {
 };
 queue queues[max_threads];
 
-void land(const copy &c) {
-    check_async_land(c.to, static_cast<size_t>(c.bytes), c.at);
+void move_bytes(const copy &c) {
     memcpy(c.to, c.from, static_cast<size_t>(c.valid));
     memset(static_cast<unsigned char *>(c.to) + c.valid, 0, static_cast<size_t>(c.bytes - c.valid));
 }
 
-std::string hex_address(const void *p) {
+void land(const copy &c) {
+    check_async_land(c.to, static_cast<size_t>(c.bytes), c.from, static_cast<size_t>(c.valid),
+                     c.at);
+    if (!config().early) move_bytes(c);
+}
+
+phrase hex_address(const void *p) {
     return text("%p", p);
 }
 
@@ -60,10 +65,8 @@ void cp_async(void *shared, const void *global, int bytes, int valid, site at) {
     check_copy(c);
     check_async_issue(shared, static_cast<size_t>(bytes), global, static_cast<size_t>(valid), at);
     the.counted.async_bytes += static_cast<uint64_t>(valid);
-    if (config().early)
-        land(c);
-    else
-        queues[the.current->number].open.push_back(c);
+    if (config().early) move_bytes(c);
+    queues[the.current->number].open.push_back(c);
 }
 
 void cp_async_commit(site at) {

@@ -7,6 +7,11 @@
 
 namespace simt {
 
+void read_only(const void *address, size_t bytes, site at) {
+    require_thread("__ldg", at);
+    check_read_only(address, bytes, at);
+}
+
 void atomic_read(const void *address, void *old, size_t bytes, site at) {
     require_thread("an atomic", at);
     if (reinterpret_cast<size_t>(address) % bytes != 0)

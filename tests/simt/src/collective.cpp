@@ -8,7 +8,7 @@
 namespace simt {
 namespace {
 
-std::string hex(uint32_t mask) {
+phrase hex(uint32_t mask) {
     return text("0x%08x", mask);
 }
 
@@ -114,7 +114,7 @@ void check_whole_warps(const barrier &b, int id, site at) {
 
 void release(barrier &b, int id, site at) {
     check_whole_warps(b, id, at);
-    check_barrier_complete(b);
+    check_barrier_complete(b, id);
     for (int w = 0; w < the.warp_count; w++)
         for (uint32_t rest = b.waiting[w]; rest; rest &= rest - 1) {
             thread &t = lane_of(the.warps[w], __builtin_ctz(rest));

@@ -1,6 +1,7 @@
 /* launch.cpp: from NSA_LAUNCH to the end of the grid; the settings and counters.
    Twin: the driver's launch path with its limits. Not here: what happens within a block. */
 #include "async.h"
+#include "checker.h"
 #include "machine.h"
 #include "memory.h"
 #include "runtime.h"
@@ -116,7 +117,7 @@ void run_grid() {
         const dim3 index(static_cast<unsigned>(n % g.x), static_cast<unsigned>(n / g.x % g.y),
                          static_cast<unsigned>(n / g.x / g.y));
         if (!run_block(index)) return;
-        std::string damage;
+        phrase damage;
         if (!shared_end(&damage) || !global_red_zones(&damage)) note(damage);
         async_end();
         if (the.failed) return;
@@ -137,6 +138,7 @@ cudaError_t launch_checked(const launch_request &request) {
     the.counted.launches++;
     blockDim = request.block;
     gridDim = request.grid;
+    check_launch_begin();
     fiber_adopt_main(the.main);
     run_grid();
     /* As on a device: the launch itself was accepted, what follows learns that it failed. */

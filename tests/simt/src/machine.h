@@ -98,14 +98,22 @@ void warp_operation(uint32_t mask, const char *name, site at, void *argument,
 void aligned_operation(const char *name, site at, void *argument,
                        void (*all)(const warp &w, uint32_t mask));
 
-/* report.cpp */
-std::string text(const char *format, ...) __attribute__((format(printf, 1, 2)));
-std::string place(site at);
-std::string who(const thread &t);
-void note(const std::string &message);                    /* records and prints */
-[[noreturn]] void fail(site at, const std::string &what); /* ends the launch from a thread */
+/* report.cpp. A phrase owns no memory: a thread that fails is left where it stands. */
+struct phrase {
+    char chars[640];
+    const char *c_str() const { return chars; }
+};
+phrase operator+(const phrase &a, const phrase &b);
+phrase operator+(const char *a, const phrase &b);
+phrase operator+(const phrase &a, const char *b);
+phrase text(const char *format, ...) __attribute__((format(printf, 1, 2)));
+phrase place(site at);
+phrase who(const thread &t);
+void note(const phrase &message);                    /* records and prints */
+[[noreturn]] void fail(site at, const phrase &what); /* ends the launch from a thread */
+[[noreturn]] void fail(site at, const char *what);
+[[noreturn]] void deadlock(site at); /* names who waits where */
 [[noreturn]] void leave_failed();
-std::string waiting_threads();
 void require_thread(const char *name, site at); /* aborts if called outside a kernel */
 void clear_last_report();
 

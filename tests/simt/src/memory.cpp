@@ -22,10 +22,8 @@ __attribute__((weak)) void __asan_unpoison_memory_region(void const volatile *ad
 namespace simt {
 namespace {
 
-constexpr size_t heap_bytes = size_t(64) << 30; /* address space; pages are taken when touched */
-constexpr size_t red_zone = 512;                /* before and after each device allocation */
-constexpr size_t align_device = 256;            /* what cudaMalloc promises */
-constexpr size_t arena_bytes = 256 * 1024;      /* what a shared-memory descriptor can address */
+constexpr size_t red_zone = 512;     /* before and after each device allocation */
+constexpr size_t align_device = 256; /* what cudaMalloc promises */
 constexpr size_t shared_red_zone = 256;
 constexpr unsigned char red_byte = 0xa5;
 
@@ -94,10 +92,20 @@ void lay_red_zone(unsigned char *p, size_t bytes) {
 
 } // namespace
 
+const unsigned char *heap_start() {
+    if (!heap) heap = heap_next = reserve(heap_bytes, align_device);
+    return heap;
+}
+
+const unsigned char *arena_start() {
+    if (!arena) arena = reserve(arena_bytes, 1 << 20);
+    return arena;
+}
+
 /* ---- Device memory ------------------------------------------------------------------------ */
 
 void *device_allocate(size_t bytes) {
-    if (!heap) heap = heap_next = reserve(heap_bytes, align_device);
+    heap_start();
     const size_t room = round_up(bytes, align_device) + 2 * red_zone;
     if (room < bytes || room > heap_bytes - static_cast<size_t>(heap_next - heap)) return nullptr;
     unsigned char *start = heap_next + red_zone;
@@ -145,7 +153,7 @@ bool device_owns(const void *address, size_t bytes) {
     return from <= it->second.bytes && bytes <= it->second.bytes - from;
 }
 
-bool global_red_zones(std::string *damage) {
+bool global_red_zones(phrase *damage) {
     if (__asan_poison_memory_region) return true;
     for (const auto &[start, it] : allocations()) {
         const unsigned char *where = nullptr;
@@ -161,7 +169,7 @@ bool global_red_zones(std::string *damage) {
 /* ---- Shared memory ------------------------------------------------------------------------ */
 
 void shared_begin(size_t bytes) {
-    if (!arena) arena = reserve(arena_bytes, 1 << 20);
+    arena_start();
     unpoison(arena, arena_bytes);
     dynamic_bytes = bytes;
     static_count = 0;
@@ -171,7 +179,6 @@ void shared_begin(size_t bytes) {
     arena_next = start + bytes;
     lay_red_zone(arena_next, shared_red_zone);
     arena_next += shared_red_zone;
-    check_shared_begin(start, bytes);
 }
 
 unsigned char *shared_dynamic() {
@@ -194,7 +201,6 @@ void *shared_static(const void *key, const char *name, size_t bytes, size_t alig
     arena_next = start + bytes;
     lay_red_zone(arena_next, shared_red_zone);
     arena_next += shared_red_zone;
-    check_shared_begin(start, bytes);
     return start;
 }
 
@@ -212,7 +218,7 @@ bool shared_owns(const void *address, size_t bytes) {
     return false;
 }
 
-bool shared_end(std::string *damage) {
+bool shared_end(phrase *damage) {
     if (__asan_poison_memory_region) return true;
     const unsigned char *where = nullptr, *start = arena + 1024;
     bool whole = intact(start - shared_red_zone, shared_red_zone, &where) &&
@@ -225,15 +231,15 @@ bool shared_end(std::string *damage) {
 
 /* ---- In words ----------------------------------------------------------------------------- */
 
-static std::string against(const char *what, const unsigned char *start, size_t bytes,
-                           const unsigned char *p) {
+static phrase against(const char *what, const unsigned char *start, size_t bytes,
+                      const unsigned char *p) {
     const long from = p - start, past = from - static_cast<long>(bytes);
     if (from < 0) return text("%ld bytes before the %zu bytes of %s", -from, bytes, what);
     if (past >= 0) return text("%ld bytes after the end of the %zu bytes of %s", past, bytes, what);
     return text("byte %ld of the %zu of %s", from, bytes, what);
 }
 
-std::string describe(const void *address) {
+phrase describe(const void *address) {
     const unsigned char *p = static_cast<const unsigned char *>(address);
     if (region_of(p) == region::global) {
         auto it = find_allocation(p + red_zone); /* its own left red zone belongs to it */

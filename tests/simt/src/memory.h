@@ -3,11 +3,12 @@
 #ifndef SIMT_MEMORY_H
 #define SIMT_MEMORY_H
 
-#include "nsa_simt.h"
-
-#include <string>
+#include "machine.h"
 
 namespace simt {
+
+constexpr size_t heap_bytes = size_t(32) << 30; /* address space; pages are taken when touched */
+constexpr size_t arena_bytes = 256 * 1024;      /* what a shared-memory descriptor can address */
 
 enum class region { none, global, shared };
 
@@ -15,14 +16,16 @@ enum class region { none, global, shared };
 void *device_allocate(size_t bytes);                 /* nullptr: none left */
 bool device_free(void *pointer);                     /* false: not the start of an allocation */
 bool device_owns(const void *address, size_t bytes); /* all bytes inside one live allocation */
+const unsigned char *heap_start();
+const unsigned char *arena_start();
 region region_of(const void *address);
-std::string describe(const void *address); /* "12 bytes after the 4096 bytes allocated ..." */
+phrase describe(const void *address); /* "12 bytes after the 4096 bytes allocated ..." */
 
 /* Shared memory of the block under way. */
 void shared_begin(size_t dynamic_bytes);
-bool shared_end(std::string *damage); /* false: a red zone was written */
+bool shared_end(phrase *damage); /* false: a red zone was written */
 bool shared_owns(const void *address, size_t bytes);
-bool global_red_zones(std::string *damage);
+bool global_red_zones(phrase *damage);
 
 size_t shared_limit_per_block(); /* of the chosen architecture, opt-in */
 

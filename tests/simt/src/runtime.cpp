@@ -3,6 +3,7 @@
    Not here: kernels (launch.cpp), graphs, peers, textures. */
 #include "runtime.h"
 
+#include "checker.h"
 #include "machine.h"
 #include "memory.h"
 
@@ -65,6 +66,10 @@ cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) 
                   : (from_device ? cudaMemcpyDeviceToHost : cudaMemcpyHostToHost);
     if (!to || !from || (kind != cudaMemcpyDefault && kind != is))
         return remember(cudaErrorInvalidValue);
+    if (to_device && from_device)
+        check_host_copy(to, from, bytes);
+    else if (to_device)
+        check_host_write(to, bytes);
     memmove(to, from, bytes);
     return cudaSuccess;
 }
@@ -73,6 +78,7 @@ cudaError_t set(void *to, int value, size_t bytes) {
     if (sticky != cudaSuccess) return sticky;
     if (bytes == 0) return cudaSuccess;
     if (!device_owns(to, bytes)) return remember(cudaErrorInvalidValue);
+    check_host_write(to, bytes);
     memset(to, value, bytes);
     return cudaSuccess;
 }

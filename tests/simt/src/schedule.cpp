@@ -4,6 +4,7 @@
    A thread runs until it waits; the switch goes straight to the next thread. In order: the lanes of
    a warp, then the next warp. At random: any ready warp, any ready lane of it. */
 #include "async.h"
+#include "checker.h"
 #include "machine.h"
 #include "memory.h"
 
@@ -67,14 +68,11 @@ void leave_to_main(bool gone) {
     fiber_switch(me.run, the.main, gone);
 }
 
-[[noreturn]] void deadlock() {
-    site at = {"", 0};
+/* Where the first thread stands that has not exited. */
+site first_waiting() {
     for (int i = 0; i < the.thread_count; i++)
-        if (the.threads[i].now != state::exited) {
-            at = the.threads[i].waits_at;
-            break;
-        }
-    fail(at, "deadlock: no thread of the block can go on\n" + waiting_threads());
+        if (the.threads[i].now != state::exited) return the.threads[i].waits_at;
+    return the.request.at;
 }
 
 void thread_main() {
@@ -141,7 +139,7 @@ void wait_for_turn() {
     }
     thread *next = choose();
     while (!next && async_progress()) next = choose();
-    if (!next) deadlock();
+    if (!next) deadlock(first_waiting());
     if (next != &me) enter(me.run, *next, gone);
 }
 
@@ -156,6 +154,7 @@ bool run_block(dim3 index) {
     async_begin();
     shared_begin(the.request.shared_bytes);
     prepare_threads();
+    check_block_begin();
     the.current = nullptr;
     enter(the.main, *choose(), false);
     if (the.failed) {

@@ -1,0 +1,469 @@
+/* checker.cpp: races, reads of what nobody wrote, accesses outside of every array.
+   Twin: compute-sanitizer. Not here: where the calls come from (tsan.cpp), weak memory.
+
+   Each byte of device and shared memory has a cell: who wrote it last, who has read it since. "Who"
+   is a stamp, thread and epoch: a thread's epoch grows with everything that orders it before others.
+   A thread knows of every other up to which epoch it is ordered before itself:
+     - the floor: all that came before the last barrier of the whole block, the same for everybody;
+     - the lanes of its own warp, through __syncwarp;
+     - the rest, through named barriers and mbarriers, once it has used one.
+   Shuffles, votes, ldmatrix and mma order nothing. Blocks of one launch are never ordered. */
+#include "checker.h"
+
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <vector>
+
+namespace simt {
+
+bool checker_on;
+bool checking() {
+    return checker_on;
+}
+
+namespace {
+
+/* A stamp is thread << 20 | epoch, with a bit for atomics; or the number of a set of stamps, with
+   that bit if there is an atomic in it and one more if there is a read. */
+using stamp = uint32_t;
+constexpr stamp is_set = 1u << 31, is_atomic = 1u << 30, set_reads = 1u << 29,
+                epoch_mask = (1u << 20) - 1;
+/* Not stamps: no thread has so small an epoch. */
+constexpr stamp nothing = 0, uninitialised = 1, by_host = 2, freed = 3, in_flight = 4;
+constexpr uint32_t first_epoch = 8;
+
+/* The last plain write; the reads and atomics since then that no later one of their kind makes
+   superfluous. */
+struct cell {
+    stamp write, others;
+    code write_at, others_at;
+    uint32_t write_block, others_block; /* number of the block, counted over all launches */
+};
+/* others_block where there were several: this | number of the launch's first block. Then `others` is
+   one of their stamps: all are reads or all are atomics. */
+constexpr uint32_t several_blocks = 1u << 31;
+
+cell *global_cells, *shared_cells;
+uint32_t block_now = 1, launch_first = 1;
+
+uint32_t epoch[max_threads], floor_epoch[max_threads];
+uint32_t lanes_known[max_threads][32];
+uint32_t others_known[max_threads][max_threads];
+bool knows_others[max_threads];
+uint32_t barrier_known[named_barriers][max_threads];
+
+unsigned thread_of(stamp s) {
+    return s >> 20 & 1023u;
+}
+uint32_t epoch_of(stamp s) {
+    return s & epoch_mask;
+}
+
+/* ---- Sets of stamps: interned, for many bytes have the same readers ----------------------- */
+
+/* Forgotten at every barrier of the block: all that is in them is ordered before what follows. */
+std::vector<std::vector<stamp>> sets;
+std::unordered_map<uint64_t, uint32_t> joined; /* (set or stamp, stamp) -> set */
+std::unordered_multimap<uint64_t, uint32_t> by_content;
+uint32_t first_set = 0;
+
+void forget_sets() {
+    first_set += static_cast<uint32_t>(sets.size());
+    sets.clear();
+    joined.clear();
+    by_content.clear();
+}
+
+bool known(unsigned me, stamp s) {
+    const unsigned other = thread_of(s);
+    const uint32_t e = epoch_of(s);
+    return other == me || e <= floor_epoch[other] ||
+           (other / 32 == me / 32 && e <= lanes_known[me][other % 32]) ||
+           (knows_others[me] && e <= others_known[me][other]);
+}
+
+template <typename F> void each(stamp s, F f) {
+    if (s < first_epoch) return;
+    if (!(s & is_set)) {
+        f(s);
+        return;
+    }
+    const uint32_t number = s & ~(is_set | is_atomic | set_reads);
+    if (number < first_set) return;
+    for (const stamp member : sets[number - first_set]) f(member);
+}
+
+stamp intern(std::vector<stamp> members) {
+    std::sort(members.begin(), members.end());
+    uint64_t hash = members.size();
+    stamp flags = is_set;
+    for (const stamp m : members) {
+        hash = (hash ^ m) * 0x9e3779b97f4a7c15ull;
+        flags |= m & is_atomic ? is_atomic : set_reads;
+    }
+    const auto range = by_content.equal_range(hash);
+    for (auto it = range.first; it != range.second; ++it)
+        if (sets[it->second - first_set] == members) return flags | it->second;
+    const uint32_t number = first_set + static_cast<uint32_t>(sets.size());
+    sets.push_back(std::move(members));
+    by_content.emplace(hash, number);
+    return flags | number;
+}
+
+/* `old` and mine. A stamp of my kind ordered before mine need not be kept: who is ordered after mine
+   is ordered after it. */
+stamp join(stamp old, stamp mine, unsigned me) {
+    if (old < first_epoch || old == mine) return mine;
+    auto superfluous = [&](stamp s) {
+        return (s & is_atomic) == (mine & is_atomic) && known(me, s);
+    };
+    if (!(old & is_set) && superfluous(old)) return mine;
+    const uint64_t key = uint64_t(old) << 32 | mine;
+    const auto found = joined.find(key);
+    if (found != joined.end()) return found->second;
+    std::vector<stamp> members = {mine};
+    each(old, [&](stamp s) {
+        if (!superfluous(s)) members.push_back(s);
+    });
+    const stamp result = members.size() == 1 ? mine : intern(std::move(members));
+    joined.emplace(key, result);
+    return result;
+}
+
+/* ---- Places ------------------------------------------------------------------------------- */
+
+std::vector<site> places;
+constexpr code is_place = 1u << 31;
+
+phrase thread_name(stamp s) {
+    return who(the.threads[thread_of(s)]);
+}
+
+[[noreturn]] void fail_at(code where, const phrase &what) {
+    fail(place_of(where), what);
+}
+
+const char *name_of(access kind) {
+    return kind == access::read ? "read" : kind == access::write ? "write" : "atomic";
+}
+
+/* ---- One byte ----------------------------------------------------------------------------- */
+
+struct request {
+    access kind;
+    const unsigned char *address;
+    size_t bytes;
+    code where;
+    unsigned me;
+    stamp mine;
+};
+
+const char *verb(stamp s) {
+    return s & is_atomic ? "atomic" : "read";
+}
+
+[[noreturn]] void race(const request &r, const void *address, const phrase &other, code where) {
+    fail_at(r.where, text("race: %s of %zu bytes, %s,\n    is not ordered with the ",
+                          name_of(r.kind), r.bytes, describe(address).c_str()) +
+                         other + "\n    at " + place(place_of(where)));
+}
+
+void against_writer(const request &r, const cell &c, const unsigned char *at) {
+    if (c.write < first_epoch || c.write_block < launch_first) return;
+    if (c.write_block != block_now) race(r, at, text("write by another block"), c.write_at);
+    if (!known(r.me, c.write)) race(r, at, "write by " + thread_name(c.write), c.write_at);
+}
+
+/* Reads go with reads, atomics with atomics; a write with neither. */
+bool conflict(access kind, stamp other) {
+    const bool atomics = other & is_atomic, reads = other & is_set ? other & set_reads : !atomics;
+    return kind == access::read ? atomics : kind == access::write || reads;
+}
+
+void against_others(const request &r, const cell &c, const unsigned char *at) {
+    if (c.others == nothing || (c.others_block & ~several_blocks) < launch_first) return;
+    if (c.others_block != block_now) {
+        if (conflict(r.kind, c.others))
+            race(r, at, text("%s by another block", verb(c.others)), c.others_at);
+        return;
+    }
+    each(c.others, [&](stamp s) {
+        if (conflict(r.kind, s) && !known(r.me, s))
+            race(r, at, text("%s by ", verb(s)) + thread_name(s), c.others_at);
+    });
+}
+
+[[noreturn]] void fail_under_way(const request &r, const cell &c, const unsigned char *at) {
+    fail_at(r.where, text("%s of %zu bytes, %s,\n    into which an asynchronous copy is under way, "
+                          "issued at ",
+                          name_of(r.kind), r.bytes, describe(at).c_str()) +
+                         place(place_of(c.write_at)));
+}
+
+void check_state(const request &r, const cell &c, const unsigned char *at) {
+    if (c.write == in_flight) fail_under_way(r, c, at);
+    if (c.write == uninitialised && r.kind != access::write)
+        fail_at(r.where, text("%s of %zu bytes, of which byte %ld was never written: ",
+                              name_of(r.kind), r.bytes, static_cast<long>(at - r.address)) +
+                             describe(at));
+}
+
+void note_other(const request &r, cell &c) {
+    const bool of_launch =
+        c.others != nothing && (c.others_block & ~several_blocks) >= launch_first;
+    if (of_launch && c.others_block != block_now) {
+        c.others = r.mine;
+        c.others_block = several_blocks | launch_first;
+    } else {
+        c.others = of_launch ? join(c.others, r.mine, r.me) : r.mine;
+        c.others_block = block_now;
+    }
+    c.others_at = r.where;
+}
+
+void note_write(const request &r, cell &c) {
+    c.write = r.mine;
+    c.write_block = block_now;
+    c.write_at = r.where;
+    c.others = nothing;
+}
+
+void one_byte(const request &r, cell &c, const unsigned char *at) {
+    check_state(r, c, at);
+    against_writer(r, c, at);
+    against_others(r, c, at);
+    if (r.kind == access::write)
+        note_write(r, c);
+    else
+        note_other(r, c);
+}
+
+cell *global_cell(const void *address) {
+    return global_cells + (static_cast<const unsigned char *>(address) - heap_start());
+}
+cell *shared_cell(const void *address) {
+    return shared_cells + (static_cast<const unsigned char *>(address) - arena_start());
+}
+
+/* A shared byte that this block has not touched yet: its cell still tells of an earlier block. */
+void refresh(cell &c) {
+    if (c.write_block == block_now) return;
+    c = {uninitialised, nothing, 0, 0, block_now, block_now};
+}
+
+void *new_cells(size_t count) {
+    void *p = mmap(nullptr, count * sizeof(cell), PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) {
+        perror("simt: no address space for the checker");
+        abort();
+    }
+    return p;
+}
+
+void prepare() {
+    if (!shared_cells) shared_cells = static_cast<cell *>(new_cells(arena_bytes));
+    if (!global_cells) global_cells = static_cast<cell *>(new_cells(heap_bytes));
+}
+
+request make_request(access kind, const void *address, size_t bytes, code where) {
+    const unsigned me = static_cast<unsigned>(the.current->number);
+    const stamp mine = me << 20 | epoch[me] | (kind == access::atomic ? is_atomic : 0u);
+    return {kind, static_cast<const unsigned char *>(address), bytes, where, me, mine};
+}
+
+void next_epoch(unsigned thread) {
+    if (++epoch[thread] > epoch_mask) {
+        fprintf(stderr, "simt: a thread of %s passes more barriers than the checker can count\n",
+                the.kernel.c_str());
+        abort();
+    }
+}
+
+} // namespace
+
+code code_of(site at) {
+    static std::unordered_map<uint64_t, code> numbers;
+    const uint64_t key =
+        reinterpret_cast<uint64_t>(at.file) * 0x10001u + static_cast<uint64_t>(at.line);
+    const auto found = numbers.emplace(key, is_place | static_cast<code>(places.size()));
+    if (found.second) places.push_back(at);
+    return found.first->second;
+}
+
+site place_of(code where) {
+    return where & is_place ? places[where & ~is_place] : place_of_pc(where);
+}
+
+void check_access(access kind, const void *address, size_t bytes, code where) {
+    const region in = region_of(address);
+    const request r = make_request(kind, address, bytes, where);
+    if (in == region::none)
+        fail_at(where, text("%s of %zu bytes: ", name_of(kind), bytes) + describe(address));
+    if (in == region::shared ? !shared_owns(address, bytes) : !device_owns(address, bytes))
+        fail_at(where,
+                text("%s of %zu bytes out of bounds: ", name_of(kind), bytes) + describe(address));
+    for (size_t i = 0; i < bytes; i++) {
+        cell &c = in == region::shared ? shared_cell(address)[i] : global_cell(address)[i];
+        if (in == region::shared) refresh(c);
+        one_byte(r, c, r.address + i);
+    }
+}
+
+/* ---- Order -------------------------------------------------------------------------------- */
+
+void check_launch_begin() {
+    if (!checker_on) return;
+    prepare();
+    launch_first = block_now + 1;
+}
+
+void check_block_begin() {
+    if (!checker_on) return;
+    block_now++;
+    forget_sets();
+    for (int t = 0; t < the.thread_count; t++) {
+        epoch[t] = first_epoch;
+        floor_epoch[t] = 0;
+        knows_others[t] = false;
+        memset(lanes_known[t], 0, sizeof lanes_known[t]);
+    }
+}
+
+void check_syncwarp(const warp &w, uint32_t mask) {
+    if (!checker_on) return;
+    const unsigned first = static_cast<unsigned>(w.first);
+    uint32_t all[32] = {};
+    bool others = false;
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+        const unsigned lane = static_cast<unsigned>(__builtin_ctz(rest)), t = first + lane;
+        for (int i = 0; i < 32; i++) all[i] = std::max(all[i], lanes_known[t][i]);
+        all[lane] = std::max(all[lane], epoch[t]);
+        others = others || knows_others[t];
+    }
+    static uint32_t joint[max_threads];
+    if (others) memset(joint, 0, sizeof joint);
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+        const unsigned t = first + static_cast<unsigned>(__builtin_ctz(rest));
+        memcpy(lanes_known[t], all, sizeof all);
+        next_epoch(t);
+        if (knows_others[t])
+            for (int i = 0; i < the.thread_count; i++)
+                joint[i] = std::max(joint[i], others_known[t][i]);
+    }
+    for (uint32_t rest = others ? mask : 0; rest; rest &= rest - 1) {
+        const unsigned t = first + static_cast<unsigned>(__builtin_ctz(rest));
+        memcpy(others_known[t], joint, sizeof joint);
+        knows_others[t] = true;
+    }
+}
+
+void check_release(uint32_t *clock, const thread &t) {
+    const unsigned me = static_cast<unsigned>(t.number), first = me / 32 * 32;
+    for (unsigned i = 0; i < static_cast<unsigned>(the.thread_count); i++) {
+        uint32_t e = floor_epoch[i];
+        if (knows_others[me]) e = std::max(e, others_known[me][i]);
+        if (i / 32 == me / 32) e = std::max(e, lanes_known[me][i - first]);
+        if (i == me) e = epoch[me];
+        clock[i] = std::max(clock[i], e);
+    }
+    next_epoch(me);
+}
+
+void check_acquire(const uint32_t *clock, const thread &t) {
+    const int me = t.number;
+    if (!knows_others[me]) memset(others_known[me], 0, sizeof others_known[me]);
+    knows_others[me] = true;
+    for (int i = 0; i < the.thread_count; i++)
+        others_known[me][i] = std::max(others_known[me][i], clock[i]);
+}
+
+void check_barrier_arrive(const barrier &b, int id) {
+    if (!checker_on || b.whole_block) return;
+    if (b.arrived == 1) memset(barrier_known[id], 0, sizeof barrier_known[id]);
+    check_release(barrier_known[id], *the.current);
+}
+
+void check_barrier_complete(const barrier &b, int id) {
+    if (!checker_on) return;
+    if (!b.whole_block) {
+        for (int w = 0; w < the.warp_count; w++)
+            for (uint32_t rest = b.waiting[w]; rest; rest &= rest - 1)
+                check_acquire(barrier_known[id], lane_of(the.warps[w], __builtin_ctz(rest)));
+        return;
+    }
+    for (int t = 0; t < the.thread_count; t++) {
+        floor_epoch[t] = epoch[t];
+        knows_others[t] = false;
+        next_epoch(static_cast<unsigned>(t));
+    }
+    forget_sets();
+}
+
+/* ---- Memory that comes and goes, and the host's hand in it -------------------------------- */
+
+static void set_cells(const void *start, size_t bytes, stamp state) {
+    if (!checker_on) return;
+    prepare();
+    cell *c = global_cell(start);
+    for (size_t i = 0; i < bytes; i++) c[i] = {state, nothing, 0, 0, 0, 0};
+}
+
+void check_allocate(const void *start, size_t bytes) {
+    set_cells(start, bytes, uninitialised);
+}
+void check_free(const void *start, size_t bytes) {
+    set_cells(start, bytes, freed);
+}
+void check_host_write(const void *start, size_t bytes) {
+    set_cells(start, bytes, by_host);
+}
+
+void check_host_copy(const void *to, const void *from, size_t bytes) {
+    if (!checker_on) return;
+    prepare();
+    for (size_t i = 0; i < bytes; i++) {
+        const stamp state = global_cell(from)[i].write;
+        global_cell(to)[i] = {
+            state == uninitialised ? uninitialised : by_host, nothing, 0, 0, 0, 0};
+    }
+}
+
+/* ---- Asynchronous copies ------------------------------------------------------------------ */
+
+/* The copy writes from now on, at some moment up to the wait: it must be ordered after all that
+   came before, and all else must stay away. */
+void check_async_issue(const void *to, size_t bytes, const void *from, size_t valid, site at) {
+    if (!checker_on) return;
+    const code where = code_of(at);
+    if (valid) check_access(access::read, from, valid, where);
+    check_access(access::write, to, bytes, where);
+    for (size_t i = 0; i < bytes; i++) shared_cell(to)[i].write = in_flight;
+}
+
+void check_async_land(const void *to, size_t bytes, const void *from, size_t valid, site at) {
+    if (!checker_on) return;
+    for (size_t i = 0; i < bytes; i++) {
+        cell &c = shared_cell(to)[i];
+        if (c.write == in_flight) c.write = by_host; /* the issuing thread was ordered then */
+    }
+    const code where = code_of(at);
+    if (valid) check_access(access::read, from, valid, where);
+    check_access(access::write, to, bytes, where);
+}
+
+void check_read_only(const void *address, size_t bytes, site at) {
+    if (!checker_on || region_of(address) != region::global || !device_owns(address, bytes)) return;
+    const cell *c = global_cell(address);
+    for (size_t i = 0; i < bytes; i++)
+        if (c[i].write_block >= launch_first && c[i].write >= first_epoch)
+            fail(at, text("a read-only load of %zu bytes that this launch wrote, %s,\n    at ",
+                          bytes, describe(address).c_str()) +
+                         place(place_of(c[i].write_at)));
+}
+
+} // namespace simt

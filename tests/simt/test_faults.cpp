@@ -1,0 +1,319 @@
+/* test_faults.cpp: kernels that are wrong on purpose, and the words and line with which the executor
+   says so. Not here: faults in real kernels (mutate/), races and bounds (test_checker.cpp). */
+#include "expect.h"
+
+constexpr unsigned all = 0xffffffffu;
+
+/* ---- Warp operations ---------------------------------------------------------------------- */
+
+static __global__ void mask_without_caller_kernel(int *out) {
+    FAULT(out[threadIdx.x] = __shfl_sync(0x0000fffeu, 1, 1));
+}
+static __global__ void half_warp_missing_kernel(int *out) {
+    int v = 0;
+    if (threadIdx.x < 16) FAULT(v = __shfl_sync(all, 1, 0));
+    out[threadIdx.x] = v;
+}
+static __global__ void exited_lane_kernel(int *out) {
+    if (threadIdx.x == 31) return;
+    FAULT(out[threadIdx.x] = __shfl_down_sync(all, 1, 1));
+}
+static __global__ void two_places_kernel(int *out) {
+    if (threadIdx.x % 2)
+        out[threadIdx.x] = __shfl_xor_sync(all, 1, 2);
+    else
+        out[threadIdx.x] = __shfl_xor_sync(all, 2, 2);
+}
+static __global__ void overlapping_masks_kernel(int *out) {
+    if (threadIdx.x < 16)
+        out[threadIdx.x] = __shfl_xor_sync(0x0001ffffu, 1, 1);
+    else
+        out[threadIdx.x] = __shfl_xor_sync(0xffff8000u, 1, 1);
+}
+static __global__ void mixed_operations_kernel(int *out) {
+    if (threadIdx.x < 16)
+        out[threadIdx.x] = __any_sync(all, 1);
+    else
+        out[threadIdx.x] = __all_sync(all, 1);
+}
+static __global__ void partial_warp_kernel(float *out) {
+    float c[4] = {};
+    const uint32_t a[4] = {};
+    FAULT(nsa__mma_m16n8k16<__half>(c, a, 0u, 0u));
+    out[threadIdx.x] = c[0];
+}
+static __global__ void divergent_mma_kernel(float *out) {
+    float c[4] = {};
+    const uint32_t a[4] = {};
+    if (threadIdx.x != 7) FAULT(nsa__mma_m16n8k16<__half>(c, a, 0u, 0u));
+    out[threadIdx.x] = c[0];
+}
+static __global__ void reads_outside_mask_kernel(int *out) {
+    int v = 0;
+    if (threadIdx.x < 8) FAULT(v = __shfl_sync(0xffu, 1, 9));
+    out[threadIdx.x] = v;
+}
+static __global__ void width_kernel(int *out) {
+    FAULT(out[threadIdx.x] = __shfl_xor_sync(all, 1, 1, 12));
+}
+static __global__ void lanes_that_are_not_kernel(int *out) {
+    FAULT(out[threadIdx.x] = __ballot_sync(all, 1) != 0);
+}
+
+/* ---- Barriers ----------------------------------------------------------------------------- */
+
+static __global__ void barrier_in_branch_kernel(int *out) {
+    if (threadIdx.x < 32) FAULT(__syncthreads());
+    out[threadIdx.x] = 1;
+}
+static __global__ void two_barriers_kernel(int *out) {
+    if (threadIdx.x < 32)
+        __syncthreads();
+    else
+        __syncthreads();
+    out[threadIdx.x] = 1;
+}
+static __global__ void exited_before_barrier_kernel(int *out) {
+    if (threadIdx.x == 40) return;
+    FAULT(__syncthreads());
+    out[threadIdx.x] = 1;
+}
+static __global__ void named_count_kernel(int *out) {
+    if (threadIdx.x < 32)
+        nsa__barrier_sync(1, 64);
+    else
+        nsa__barrier_sync(1, 96);
+    out[threadIdx.x] = 1;
+}
+static __global__ void named_partial_kernel(int *out) {
+    FAULT(nsa__barrier_sync(1, 40));
+    out[threadIdx.x] = 1;
+}
+static __global__ void named_zero_kernel(int *out) {
+    FAULT(nsa__barrier_sync(16, 64));
+    out[threadIdx.x] = 1;
+}
+static __global__ void nobody_comes_kernel(int *out) {
+    if (threadIdx.x < 32) FAULT(nsa__barrier_sync(3, 64));
+    out[threadIdx.x] = 1;
+}
+
+/* ---- Copies ------------------------------------------------------------------------------- */
+
+static __global__ void misaligned_source_kernel(const char *in) {
+    NSA_SHARED(uint4, tile, [32]);
+    FAULT(nsa__cp_async<16>(&tile[threadIdx.x], in + 16 * threadIdx.x + 8));
+    nsa__cp_async_commit();
+    nsa__cp_async_wait<0>();
+}
+static __global__ void source_past_end_kernel(const char *in) {
+    NSA_SHARED(uint4, tile, [33]);
+    FAULT(nsa__cp_async<16>(&tile[threadIdx.x], in + 16 * threadIdx.x + 16));
+    nsa__cp_async_commit();
+    nsa__cp_async_wait<0>();
+}
+static __global__ void target_past_end_kernel(const char *in) {
+    NSA_SHARED(uint4, tile, [31]);
+    FAULT(nsa__cp_async<16>(&tile[threadIdx.x], in + 16 * threadIdx.x));
+    nsa__cp_async_commit();
+    nsa__cp_async_wait<0>();
+}
+static __global__ void never_waited_kernel(const char *in) {
+    NSA_SHARED(uint4, tile, [32]);
+    FAULT(nsa__cp_async<16>(&tile[threadIdx.x], in + 16 * threadIdx.x));
+    nsa__cp_async_commit();
+}
+static __global__ void never_committed_kernel(const char *in) {
+    NSA_SHARED(uint4, tile, [32]);
+    FAULT(nsa__cp_async<16>(&tile[threadIdx.x], in + 16 * threadIdx.x));
+    nsa__cp_async_wait<0>();
+}
+static __global__ void misaligned_row_kernel(uint32_t *out) {
+    NSA_SHARED(uint4, tile, [34]);
+    for (int i = static_cast<int>(threadIdx.x); i < 34; i += 32) tile[i] = uint4{0, 0, 0, 0};
+    __syncthreads();
+    uint32_t r[4];
+    FAULT(nsa__ldmatrix_x4(r, reinterpret_cast<char *>(&tile[threadIdx.x]) + 8));
+    out[threadIdx.x] = r[0];
+}
+
+/* ---- The rest ----------------------------------------------------------------------------- */
+
+static __global__ void trap_kernel(int *out) {
+    if (threadIdx.x == 3) FAULT(__trap());
+    out[threadIdx.x] = 1;
+}
+static __global__ void too_much_shared_kernel(int *out) {
+    NSA_SHARED(int, big, [20000]);
+    FAULT(void(0)), big[threadIdx.x] = 1;
+    out[threadIdx.x] = big[threadIdx.x];
+}
+static __global__ void fine_kernel(int *out) {
+    out[threadIdx.x] = 1;
+}
+
+#define PLANTED(threads, words, kernel, ...)                                            \
+    do {                                                                                \
+        plant();                                                                        \
+        EXPECT(NSA_LAUNCH(kernel, 1, threads, 0, nullptr, __VA_ARGS__) == cudaSuccess); \
+        EXPECT_REPORT(words);                                                           \
+    } while (0)
+
+static void test_warp_faults() {
+    device_array<int> out(64);
+    device_array<float> floats(64);
+    PLANTED(32, "leaves out the calling lane", mask_without_caller_kernel, out.data);
+    PLANTED(32, "exited", half_warp_missing_kernel, out.data);
+    PLANTED(32, "exited", exited_lane_kernel, out.data);
+    PLANTED(32, "of it wait in __shfl_xor_sync", two_places_kernel, out.data);
+    PLANTED(32, "wait", overlapping_masks_kernel, out.data);
+    PLANTED(32, "of it wait in __a", mixed_operations_kernel, out.data);
+    PLANTED(24, "in a warp of 24 lanes: all 32 must take part", partial_warp_kernel, floats.data);
+    PLANTED(32, "exited", divergent_mma_kernel, floats.data);
+    PLANTED(32, "reads lane 9", reads_outside_mask_kernel, out.data);
+    PLANTED(32, "must be a power of two", width_kernel, out.data);
+    PLANTED(48, "has only 16 lanes", lanes_that_are_not_kernel, out.data);
+}
+
+static void test_barrier_faults() {
+    device_array<int> out(64);
+    PLANTED(64, "exited", barrier_in_branch_kernel, out.data);
+    PLANTED(64, "other threads of the block wait in __syncthreads", two_barriers_kernel, out.data);
+    PLANTED(64, "exited", exited_before_barrier_kernel, out.data);
+    PLANTED(96, "has begun with", named_count_kernel, out.data);
+    PLANTED(64, "must be whole warps", named_partial_kernel, out.data);
+    PLANTED(64, "allowed are 1 to 15", named_zero_kernel, out.data);
+    PLANTED(64, "deadlock", nobody_comes_kernel, out.data);
+}
+
+/* The report of a deadlock says who waits where and who is gone. */
+static void test_deadlock_report() {
+    device_array<int> out(64);
+    plant();
+    EXPECT(NSA_LAUNCH(nobody_comes_kernel, dim3(2, 3), 64, 0, nullptr, out.data) == cudaSuccess);
+    const std::string r = simt::report();
+    const std::string place = "test_faults.cpp:" + std::to_string(fault_line);
+    for (const std::string &words :
+         {std::string("warp 0 lanes 0xffffffff: wait in barrier.sync at "), place,
+          std::string("warp 1 lanes 0xffffffff: exited"), std::string("kernel nobody_comes_kernel"),
+          std::string("grid (2,3,1), block of (64,1,1)"), std::string("launched at ")})
+        EXPECT(r.find(words) != std::string::npos);
+    EXPECT_REPORT("deadlock");
+}
+
+static void test_copy_faults() {
+    const device_array<char> in(std::vector<char>(512, 1));
+    device_array<uint32_t> words(64);
+    PLANTED(32, "is not a multiple of 16", misaligned_source_kernel, in.data);
+    PLANTED(32, "reads outside device memory", source_past_end_kernel, in.data);
+    PLANTED(32, "writes outside shared memory", target_past_end_kernel, in.data);
+    PLANTED(32, "never waited for", never_waited_kernel, in.data);
+    PLANTED(32, "never committed", never_committed_kernel, in.data);
+    PLANTED(32, "must be a multiple of 16", misaligned_row_kernel, words.data);
+}
+
+static void test_other_faults() {
+    device_array<int> out(64);
+    PLANTED(32, "__trap", trap_kernel, out.data);
+    simt::config().architecture = 86;
+    plant();
+    EXPECT(NSA_LAUNCH(too_much_shared_kernel, 1, 64, 30000, nullptr, out.data) == cudaSuccess);
+    fault_line = 0;
+    EXPECT_REPORT("110000 bytes of shared memory; sm_86 has 101376 a block");
+    simt::config().architecture = 90;
+}
+
+/* ---- What the runtime refuses -------------------------------------------------------------- */
+
+static void expect_refused(cudaError_t got, cudaError_t want) {
+    EXPECT_EQUAL(got, want);
+    EXPECT_EQUAL(cudaPeekAtLastError(), want);
+    EXPECT_EQUAL(cudaGetLastError(), want);
+    EXPECT_EQUAL(cudaGetLastError(), cudaSuccess); /* a refused launch leaves nothing behind */
+}
+
+static void test_launch_errors() {
+    device_array<int> out(64);
+    int *p = out.data;
+    expect_refused(NSA_LAUNCH(fine_kernel, 0, 32, 0, nullptr, p), cudaErrorInvalidConfiguration);
+    expect_refused(NSA_LAUNCH(fine_kernel, 1, 0, 0, nullptr, p), cudaErrorInvalidConfiguration);
+    expect_refused(NSA_LAUNCH(fine_kernel, 1, 1025, 0, nullptr, p), cudaErrorInvalidConfiguration);
+    expect_refused(NSA_LAUNCH(fine_kernel, 1, dim3(64, 32), 0, nullptr, p),
+                   cudaErrorInvalidConfiguration);
+    expect_refused(NSA_LAUNCH(fine_kernel, 1, dim3(1, 1, 65), 0, nullptr, p),
+                   cudaErrorInvalidConfiguration);
+    expect_refused(NSA_LAUNCH(fine_kernel, dim3(1, 65536), 32, 0, nullptr, p),
+                   cudaErrorInvalidConfiguration);
+    const struct {
+        int architecture;
+        size_t most;
+    } limits[] = {{80, 163}, {86, 99}, {89, 99}, {90, 227}, {100, 227}, {120, 99}};
+    for (const auto &l : limits) {
+        simt::config().architecture = l.architecture;
+        EXPECT(NSA_LAUNCH(fine_kernel, 1, 32, l.most * 1024, nullptr, p) == cudaSuccess);
+        expect_refused(NSA_LAUNCH(fine_kernel, 1, 32, l.most * 1024 + 1, nullptr, p),
+                       cudaErrorInvalidValue);
+        int most = 0;
+        EXPECT(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) ==
+               cudaSuccess);
+        EXPECT_EQUAL(most, l.most * 1024);
+    }
+    simt::config().architecture = 90;
+    cudaStream_t stream = nullptr;
+    EXPECT(cudaStreamCreate(&stream) == cudaSuccess);
+    EXPECT(NSA_LAUNCH(fine_kernel, 1, 32, 0, stream, p) == cudaSuccess);
+    EXPECT(cudaStreamDestroy(stream) == cudaSuccess);
+    expect_refused(NSA_LAUNCH(fine_kernel, 1, 32, 0, stream, p), cudaErrorInvalidResourceHandle);
+}
+
+/* After a fault every call says so, until the device is reset. */
+static void test_sticky() {
+    device_array<int> out(64);
+    plant();
+    EXPECT(NSA_LAUNCH(trap_kernel, 1, 32, 0, nullptr, out.data) == cudaSuccess);
+    EXPECT_EQUAL(cudaGetLastError(), cudaErrorLaunchFailure);
+    EXPECT_EQUAL(cudaGetLastError(), cudaErrorLaunchFailure);
+    EXPECT_EQUAL(cudaStreamSynchronize(nullptr), cudaErrorLaunchFailure);
+    EXPECT_EQUAL(cudaMemset(out.data, 0, 4), cudaErrorLaunchFailure);
+    EXPECT_EQUAL(NSA_LAUNCH(fine_kernel, 1, 32, 0, nullptr, out.data), cudaErrorLaunchFailure);
+    EXPECT(cudaDeviceReset() == cudaSuccess);
+    EXPECT(NSA_LAUNCH(fine_kernel, 1, 32, 0, nullptr, out.data) == cudaSuccess);
+    EXPECT_EQUAL(cudaGetLastError(), cudaSuccess);
+    simt::clear_report();
+    simt::config().quiet = false;
+}
+
+static void test_memory_errors() {
+    device_array<char> d(100);
+    char host[200] = {};
+    EXPECT_EQUAL(cudaMemcpy(d.data, host, 101, cudaMemcpyHostToDevice), cudaErrorInvalidValue);
+    EXPECT_EQUAL(cudaMemcpy(host, d.data + 1, 100, cudaMemcpyDeviceToHost), cudaErrorInvalidValue);
+    EXPECT_EQUAL(cudaMemcpy(d.data, host, 10, cudaMemcpyDeviceToHost), cudaErrorInvalidValue);
+    EXPECT_EQUAL(cudaMemcpy(host, d.data, 100, cudaMemcpyDefault), cudaSuccess);
+    EXPECT_EQUAL(cudaMemset(d.data + 50, 0, 51), cudaErrorInvalidValue);
+    EXPECT_EQUAL(cudaFree(host), cudaErrorInvalidValue);
+    void *p = nullptr;
+    EXPECT_EQUAL(cudaMalloc(&p, size_t(1) << 50), cudaErrorMemoryAllocation);
+    EXPECT_EQUAL(cudaMalloc(&p, 0), cudaSuccess);
+    EXPECT(p == nullptr);
+    EXPECT_EQUAL(cudaMalloc(&p, 16), cudaSuccess);
+    EXPECT_EQUAL(cudaFree(p), cudaSuccess);
+    EXPECT_EQUAL(cudaFree(p), cudaErrorInvalidValue);
+    cudaGetLastError();
+}
+
+int main() {
+    for (const simt::order o :
+         {simt::order::in_order, simt::order::reversed, simt::order::random}) {
+        simt::config().schedule = o;
+        test_warp_faults();
+        test_barrier_faults();
+        test_deadlock_report();
+        test_copy_faults();
+        test_other_faults();
+        test_launch_errors();
+        test_sticky();
+        test_memory_errors();
+    }
+    return expect_result("test_faults");
+}
