@@ -90,7 +90,8 @@ static outcome accumulate(trainer *t, data_position *next, fault *f) {
     for (int64_t i = 0; i < count; i++) {
         if (signals_stop_requested()) return STEP_STOPPED;
         t->o->mark(t->o, PHASE_DATA, -1);
-        if (!data_next(t->data, &b, f)) return STEP_FAILED;
+        if (!data_next(t->data, &b, f))
+            return signals_stop_requested() ? STEP_STOPPED : STEP_FAILED;
         model_batch batch = batch_of(&b);
         double scale = b.labelled ? 1 / ((double)b.labelled * (double)count) : 0;
         if (scale != 0 && !model_train(&t->model, &batch, scale, f)) return STEP_FAILED;

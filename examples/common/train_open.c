@@ -58,6 +58,7 @@ static bool open_data(trainer *t, const checkpoint *k, fault *f) {
                             .world = 1,
                             .val_batches = c->train.eval_every ? c->train.eval_batches : 0,
                             .resume = k ? &t->state.data : NULL,
+                            .stop = signals_stop_requested,
                             .notes = telemetry_listener(t->telemetry)};
     t->data = data_open(&options, f);
     if (t->data) telemetry_say(t->telemetry, "data: %s", data_describe(t->data));
