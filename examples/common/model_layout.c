@@ -69,32 +69,39 @@ static int add_projections(builder *b) {
     return first;
 }
 
-/* phi of k or v: per kv group; conv begins as the mean, the MLP's layers keep the variance. */
+static int add_bias(builder *b, const char *name, int64_t groups, int64_t width) {
+    if (!name) return -1;
+    return add(b, (param_spec){name, {groups, width}, 0, 0, false, false});
+}
+
+/* phi of k or v, per kv group; conv begins as the mean, the MLP's layers keep the variance. names
+   are those of pos, w1, b1, w2 and of the output's bias, which k does not have (NULL): added to
+   every key alike it would change no softmax. */
 static void add_phi(builder *b, int *slots, const char *const names[PHI_TENSORS], int width) {
     const model_config *c = &b->m->config;
-    int64_t groups = c->n_kv_groups, block = c->l;
+    int64_t n = c->n_kv_groups, block = c->l;
     if (c->phi == NSA_PHI_CONV) {
-        slots[PHI_W1] =
-            add(b, (param_spec){
-                       names[PHI_W1], {groups, block, width}, 1 / (double)block, 0, false, false});
-        slots[PHI_B1] = add(b, (param_spec){names[PHI_B1], {groups, width}, 0, 0, false, false});
+        double mean = 1 / (double)block;
+        param_spec w1 = {names[PHI_W1], {n, block, width}, mean, 0, false, false};
+        slots[PHI_W1] = add(b, w1);
+        slots[PHI_B1] = add_bias(b, names[PHI_B2] ? names[PHI_B1] : NULL, n, width);
     }
     if (c->phi == NSA_PHI_MLP) {
         double std1 = 1 / sqrt((double)block * width), std2 = 1 / sqrt((double)width);
-        slots[PHI_POS] =
-            add(b, (param_spec){names[PHI_POS], {groups, block, width}, 0, INIT_STD, false, false});
-        slots[PHI_W1] = add(
-            b, (param_spec){names[PHI_W1], {groups, width, block * width}, 0, std1, true, false});
-        slots[PHI_B1] = add(b, (param_spec){names[PHI_B1], {groups, width}, 0, 0, false, false});
-        slots[PHI_W2] =
-            add(b, (param_spec){names[PHI_W2], {groups, width, width}, 0, std2, true, false});
-        slots[PHI_B2] = add(b, (param_spec){names[PHI_B2], {groups, width}, 0, 0, false, false});
+        param_spec pos = {names[PHI_POS], {n, block, width}, 0, INIT_STD, false, false};
+        param_spec w1 = {names[PHI_W1], {n, width, block * width}, 0, std1, true, false};
+        param_spec w2 = {names[PHI_W2], {n, width, width}, 0, std2, true, false};
+        slots[PHI_POS] = add(b, pos);
+        slots[PHI_W1] = add(b, w1);
+        slots[PHI_B1] = add_bias(b, names[PHI_B1], n, width);
+        slots[PHI_W2] = add(b, w2);
+        slots[PHI_B2] = add_bias(b, names[PHI_B2], n, width);
     }
 }
 
 static void add_gate(builder *b, int *slots) {
     static const char *const k_names[] = {"attn.phi_k.pos", "attn.phi_k.w1", "attn.phi_k.b1",
-                                          "attn.phi_k.w2", "attn.phi_k.b2"};
+                                          "attn.phi_k.w2", NULL};
     static const char *const v_names[] = {"attn.phi_v.pos", "attn.phi_v.w1", "attn.phi_v.b1",
                                           "attn.phi_v.w2", "attn.phi_v.b2"};
     const model_config *c = &b->m->config;

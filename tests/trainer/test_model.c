@@ -1,0 +1,255 @@
+/* test_model.c - TinyLM's parameters, memory and bits: the counts that are known, gradients that
+   reach every tensor, the same bits with checkpointing and with any number of threads, documents as
+   if alone, refusals. Twin: model.c. Gradients are checked in test_model_gradients.c. */
+#include <stdlib.h>
+
+#include "model_test.h"
+
+enum { BATCH = 2, TOKENS = 100, ROWS = BATCH * TOKENS, VOCAB = 64 };
+
+static int32_t tokens[ROWS], labels[ROWS];
+static const model_batch batch = {
+    .tokens = tokens, .labels = labels, .batch = BATCH, .tokens_each = TOKENS};
+
+/* Longer than its window, not a multiple of its blocks, with blocks to choose from. */
+static model_config small(int layers) {
+    return tinylm(VOCAB, 32, layers, 4, 2, 8, 12, 8, 4, 16, 4, 24);
+}
+
+static void test_counts(const ops *o) {
+    static const struct {
+        const char *name;
+        int64_t count;
+        int arguments[12];
+    } known[] = {
+        {"TinyLM(256,128,5,...)", 1009839, {256, 128, 5, 8, 2, 16, 16, 16, 8, 32, 8, 64}},
+        {"train_showcase", 254499, {256, 128, 1, 8, 2, 16, 16, 16, 8, 32, 8, 64}},
+        {"m7c_3090_smoke", 4659858, {256, 256, 6, 8, 2, 32, 32, 16, 8, 32, 8, 256}},
+        {"m7c_125m, bytes", 78295332, {256, 768, 12, 12, 2, 64, 64, 32, 16, 64, 16, 512}},
+        {"m7c_125m, GPT-2", 155096868, {50257, 768, 12, 12, 2, 64, 64, 32, 16, 64, 16, 512}},
+    };
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        const int *a = known[i].arguments;
+        model_config c =
+            tinylm(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]);
+        model_options options = {.batch = 1, .tokens = 64, .training = true};
+        arena sizes;
+        int64_t count = 0;
+        check_case("%s", known[i].name);
+        CHECK(model_measure(&c, &options, o, &sizes, &count, &why), "%s", why.text);
+        CHECK(count == known[i].count, "%lld parameters, not %lld", (long long)count,
+              (long long)known[i].count);
+        c.tied = true;
+        CHECK(model_measure(&c, &options, o, &sizes, &count, &why), "%s", why.text);
+        CHECK(count == known[i].count - (int64_t)a[0] * a[1], "tied: %lld parameters",
+              (long long)count);
+    }
+}
+
+static void test_nonzero_gradients(const ops *o) {
+    for (int kind = 0; kind < 4; kind++) {
+        model m;
+        model_config c = small(2);
+        c.full = kind == 3;
+        if (kind < 3) c.phi = (nsa_phi)kind;
+        check_case("gradients, %s", c.full      ? "full"
+                                    : kind == 0 ? "mean"
+                                    : kind == 1 ? "conv"
+                                                : "mlp");
+        if (!open_model(&m, &c, BATCH, TOKENS, false, o)) return;
+        train_once(&m, &batch);
+        for (int i = 0; i < m.params.length; i++) {
+            const param *p = &m.params.list[i];
+            double largest = 0;
+            for (int64_t e = 0; e < p->count; e++)
+                largest = fmax(largest, fabs((double)m.params.grad[p->offset + e]));
+            /* More than rounding leaves where the sum ought to be zero. */
+            CHECK(largest > 1e-5 && isfinite(largest), "%s: largest gradient %g", p->name, largest);
+        }
+        model_close(&m);
+    }
+}
+
+/* Gradients and loss of one pass, to be freed. */
+static real *gradients(const model_config *c, bool checkpointing, const ops *o, int64_t *count,
+                       double *loss) {
+    model m;
+    *count = 0;
+    if (!open_model(&m, c, BATCH, TOKENS, checkpointing, o)) return NULL;
+    *loss = train_once(&m, &batch);
+    *count = m.params.elements;
+    real *copy = check_alloc((size_t)*count * sizeof *copy);
+    memcpy(copy, m.params.grad, (size_t)*count * sizeof *copy);
+    model_close(&m);
+    return copy;
+}
+
+static void test_same_bits(const ops *one) {
+    ops two = open_ops(2);
+    for (int full = 0; full < 2; full++) {
+        model_config c = small(3);
+        int64_t count, other;
+        double loss, again;
+        c.full = full;
+        check_case("bits, %s", full ? "full" : "nsa");
+        real *want = gradients(&c, false, one, &count, &loss);
+        real *recomputed = gradients(&c, true, one, &other, &again);
+        if (want && recomputed) {
+            CHECK(loss == again, "checkpointing: loss %.9g, not %.9g", again, loss);
+            CHECK_BITS("gradients with checkpointing", recomputed, want,
+                       (size_t)count * sizeof *want, sizeof *want);
+        }
+        real *threads = gradients(&c, false, &two, &other, &again);
+        if (want && threads) {
+            CHECK(loss == again, "2 threads: loss %.9g, not %.9g", again, loss);
+            CHECK_BITS("gradients with 2 threads", threads, want, (size_t)count * sizeof *want,
+                       sizeof *want);
+        }
+        free(want);
+        free(recomputed);
+        free(threads);
+    }
+    ops_cpu_close(&two);
+}
+
+/* Each document of a packed batch has the loss and the gradients that it has alone. */
+static void test_documents(const ops *o) {
+    static const int32_t begins[] = {0, 7, 61, TOKENS, TOKENS + 1, ROWS};
+    enum { DOCUMENTS = sizeof begins / sizeof *begins - 1 };
+    model_config c = small(2);
+    model m;
+    model_batch packed = batch;
+    double sum = 0, difference = 0, size = 0;
+    check_case("documents");
+    packed.begins = begins;
+    packed.documents = DOCUMENTS;
+    packed.longest = ROWS - TOKENS - 1;
+    if (!open_model(&m, &c, BATCH, TOKENS, false, o)) return;
+    double loss = train_once(&m, &packed);
+    size_t bytes = (size_t)m.params.elements * sizeof(real);
+    real *together = check_alloc(bytes);
+    memcpy(together, m.params.grad, bytes);
+    model_zero_gradients(&m);
+    for (int i = 0; i < DOCUMENTS; i++) {
+        model_batch alone = {.tokens = tokens + begins[i],
+                             .labels = labels + begins[i],
+                             .batch = 1,
+                             .tokens_each = begins[i + 1] - begins[i]};
+        model_zero_state(&m);
+        CHECK(model_train(&m, &alone, 1, &why), "document %d: %s", i, why.text);
+        sum += model_state(&m).loss;
+    }
+    CHECK(fabs(loss - sum) <= 1e-5 * sum, "loss %.9g together, %.9g alone", loss, sum);
+    for (int64_t e = 0; e < m.params.elements; e++) {
+        double a = (double)together[e], b = (double)m.params.grad[e];
+        difference += (a - b) * (a - b);
+        size += b * b;
+    }
+    CHECK(difference <= 1e-10 * size, "gradients differ by %.3g", sqrt(difference / size));
+    free(together);
+    model_close(&m);
+}
+
+/* Memory is what it was measured to be, and grows with layers by the same step each. */
+static void test_memory(const ops *o) {
+    size_t bytes[13] = {0}, checkpointed[13] = {0};
+    int64_t count;
+    check_case("memory");
+    for (int layers = 1; layers <= 12; layers++) {
+        model_config c = tinylm(256, 128, layers, 8, 2, 16, 16, 16, 8, 32, 8, 64);
+        model_options options = {.batch = 1, .tokens = 128, .training = true};
+        arena sizes;
+        model m;
+        CHECK(model_measure(&c, &options, o, &sizes, &count, &why), "%s", why.text);
+        bytes[layers] = sizes.used;
+        if (!open_model(&m, &c, 1, 128, false, o)) return;
+        CHECK(m.arena.used == sizes.used, "%d layers: %zu bytes, measured %zu", layers,
+              m.arena.used, sizes.used);
+        model_close(&m);
+        options.checkpointing = true;
+        CHECK(model_measure(&c, &options, o, &sizes, &count, &why), "%s", why.text);
+        checkpointed[layers] = sizes.used - sizes.by_purpose[FOR_WEIGHTS] -
+                               sizes.by_purpose[FOR_GRADIENTS] - sizes.by_purpose[FOR_MOMENTS];
+    }
+    for (int layers = 3; layers <= 12; layers++) {
+        double before = (double)(bytes[layers - 1] - bytes[layers - 2]);
+        double step = (double)(bytes[layers] - bytes[layers - 1]);
+        CHECK(fabs(step - before) <= 4096, "layer %d takes %.0f bytes, the one before %.0f", layers,
+              step, before);
+        size_t input = 128 * 128 * sizeof(real);
+        CHECK(checkpointed[layers] - checkpointed[layers - 1] == input,
+              "with checkpointing layer %d takes %zu bytes beside its parameters, its input %zu",
+              layers, checkpointed[layers] - checkpointed[layers - 1], input);
+    }
+}
+
+/* Logits of the next token are those that training computes: what follows changes nothing. */
+static void test_next(const ops *o) {
+    model_config c = small(2);
+    model m;
+    real logits[VOCAB], shorter[VOCAB];
+    check_case("next token");
+    if (!open_model(&m, &c, BATCH, TOKENS, false, o)) return;
+    CHECK(model_next(&m, tokens, 50, logits, &why), "%s", why.text);
+    model_batch b = {.tokens = tokens, .labels = labels, .batch = 1, .tokens_each = 50};
+    int32_t only_last[50];
+    for (int i = 0; i < 50; i++) only_last[i] = i == 49 ? labels[49] : -1;
+    b.labels = only_last;
+    double sum = 0, loss = evaluate_once(&m, &b);
+    for (int i = 0; i < VOCAB; i++) sum += exp((double)logits[i]);
+    double want = log(sum) - (double)logits[labels[49]];
+    CHECK(fabs(loss - want) <= 1e-5, "loss %.9g, from the logits %.9g", loss, want);
+    CHECK(model_state(&m).labels == 1, "%lld labels", (long long)model_state(&m).labels);
+    CHECK(model_next(&m, tokens, 1, shorter, &why), "%s", why.text);
+    CHECK(memcmp(logits, shorter, sizeof logits) != 0, "the context does not matter");
+    model_close(&m);
+}
+
+static void refuse(const model_config *c, int rows, int each, const ops *o, const char *word) {
+    model m;
+    model_options options = {.batch = rows, .tokens = each, .training = true};
+    if (!CHECK(!model_open(&m, c, &options, o, 1, &why), "opened; %s was due", word)) {
+        model_close(&m);
+        return;
+    }
+    CHECK(strstr(why.text, word) != NULL, "\"%s\" lacks \"%s\"", why.text, word);
+}
+
+static void test_refusals(const ops *o) {
+    model_config c = small(1);
+    model m;
+    model_batch b = batch;
+    check_case("refusals");
+    c.dim = 0;
+    refuse(&c, 1, 8, o, "dim");
+    c = small(1), c.d_k = 7;
+    refuse(&c, 1, 8, o, "d_k");
+    c = small(1), c.n_heads = 3;
+    refuse(&c, 1, 8, o, "heads");
+    c = small(1), c.d = 3;
+    refuse(&c, 1, 8, o, "cmp_stride");
+    c = small(1), c.w = 0;
+    refuse(&c, 1, 8, o, "window");
+    c = small(1);
+    refuse(&c, 1 << 20, 1 << 20, o, "tokens");
+    refuse(&c, 0, 8, o, "batch");
+    if (!open_model(&m, &c, 1, TOKENS, false, o)) return;
+    CHECK(!model_evaluate(&m, &b, &why) && strstr(why.text, "between 1 and"), "%s", why.text);
+    b.batch = 0;
+    CHECK(!model_evaluate(&m, &b, &why) && strstr(why.text, "between 1 and"), "%s", why.text);
+    model_close(&m);
+}
+
+int main(void) {
+    ops o = open_ops(1);
+    random_tokens(tokens, labels, BATCH, TOKENS, VOCAB, 0);
+    test_counts(&o);
+    test_nonzero_gradients(&o);
+    test_same_bits(&o);
+    test_documents(&o);
+    test_memory(&o);
+    test_next(&o);
+    test_refusals(&o);
+    ops_cpu_close(&o);
+    return check_done("test_model");
+}
