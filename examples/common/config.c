@@ -196,7 +196,7 @@ static bool rule(const config *c, bool holds, const char *key, const char *text,
                      other, value[1], place[1]);
 }
 
-static bool check_model(const config *c, fault *f) {
+bool config_check_model(const config *c, fault *f) {
     const config_model *m = &c->model;
     const config_nsa *n = &c->nsa;
     return rule(c, m->n_heads % m->n_kv_groups == 0, "model.n_kv_groups", "must divide",
@@ -267,7 +267,7 @@ config_outcome config_load(config *c, const config_program *program, int argc, c
     }
     set_defaults(c);
     bool ok = find_file(c, argc, argv, f) && read_file(c, f) && read_environment(c, notes, f) &&
-              read_command_line(c, argc, argv, f) && check_model(c, f) && check_data(c, f);
+              read_command_line(c, argc, argv, f) && config_check_model(c, f) && check_data(c, f);
     if (!ok) return CONFIG_ERROR;
     say_notes(c, program, notes);
     return CONFIG_OK;

@@ -31,6 +31,7 @@ enum {                                          /* data.dataset */
 /* Where a value in force came from, later ones above earlier ones. */
 typedef enum config_layer {
     CONFIG_FROM_DEFAULT,
+    CONFIG_FROM_CHECKPOINT, /* config_from_json */
     CONFIG_FROM_FILE,
     CONFIG_FROM_ENVIRONMENT,
     CONFIG_FROM_COMMAND_LINE

@@ -143,11 +143,12 @@ bool config_from_json(config *c, const json_t *json, fault *f) {
         const config_entry *e = config_find(key);
         if (!e || e->traits & CONFIG_NOT_SAVED)
             return fault_set(f, "\"config\": unknown setting %.100s", key);
+        c->origin[e - config_entries].layer = CONFIG_FROM_CHECKPOINT;
         if (json_text(e, value, text, sizeof text) && config_set(c, e, text, &unused)) continue;
         config_allowed(e, allowed, sizeof allowed);
         return fault_set(f, "\"config\": %s %s", key, allowed);
     }
-    return true;
+    return config_check_model(c, f);
 }
 
 bool config_same_model(const config *a, const config *b, fault *f) {

@@ -365,6 +365,9 @@ void config_place(const config *c, const config_entry *e, char *text, size_t byt
     case CONFIG_FROM_DEFAULT:
         snprintf(text, bytes, "default");
         break;
+    case CONFIG_FROM_CHECKPOINT:
+        snprintf(text, bytes, "checkpoint");
+        break;
     case CONFIG_FROM_FILE:
         snprintf(text, bytes, "%s:%d", c->file, o->line);
         break;

@@ -57,6 +57,9 @@ void config_place(const config *c, const config_entry *e, char *text, size_t byt
 typedef const char *(*config_name_of)(const config_entry *e);
 const config_entry *config_nearest(const char *name, config_name_of name_of);
 
+/* The rules that tie the settings of a model to each other. */
+bool config_check_model(const config *c, fault *f);
+
 bool config_read_yaml(config *c, const char *path, fault *f);
 void config_print_help(const config_program *program);
 

@@ -333,6 +333,9 @@ static void test_json(void) {
     json_object_set_new(json, "model.dim", json_integer(-1));
     TEST_FAULT(config_from_json(&back, json, &why), &why, "model.dim must be an integer in 1 ..");
     json_object_set_new(json, "model.dim", json_integer(128));
+    json_object_set_new(json, "model.n_heads", json_integer(7));
+    TEST_FAULT(config_from_json(&back, json, &why), &why,
+               "model.n_kv_groups = 2 (checkpoint): must divide model.n_heads = 7 (checkpoint)");
     json_object_set_new(json, "model.size", json_integer(1));
     TEST_FAULT(config_from_json(&back, json, &why), &why, "unknown setting model.size");
     TEST_FAULT(config_from_json(&back, NULL, &why), &why, "must be an object");
