@@ -1354,71 +1354,150 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
 }
 
 /* ---- Tiles: where the time goes ---------------------------------------------------------------
-   All arithmetic on rows of keys. The bits of a row of the result depend on that row's operands
-   alone, never on how many rows there are or where it stands: every sum runs over k in ascending
-   order. */
+   All arithmetic on rows of keys: five functions, whose one text stands at the end of this file and
+   is read once per instruction set. They are compiled for that set whatever flags the user gave,
+   and desc.isa or the machine chooses among them when a call begins. The bits of a row of the
+   result depend on that row's operands alone, never on how many rows there are or where it stands:
+   every sum runs over k in ascending order. */
 
-NSA_API int nsa_isa_available(nsa_isa isa) {
-    return isa == NSA_ISA_DETECT || isa == NSA_ISA_PLAIN;
-}
-
-NSA_API const char *nsa_isa_name(nsa_isa isa) {
-    static const char *const names[] = {"detect", "plain", "SSE2", "AVX2", "AVX-512", "NEON"};
-    return (unsigned)isa < sizeof names / sizeof *names ? names[isa] : "not an instruction set";
-}
-
-/* c[m][n] += a[m][k] b[k][n] */
-static void nsa__gemm_nn(int m, int n, int k, const nsa_real *a, int lda, const nsa_real *b,
-                         int ldb, nsa_real *c, int ldc) {
-    for (int i = 0; i < m; i++)
-        for (int p = 0; p < k; p++) {
-            const nsa_real factor = a[(ptrdiff_t)i * lda + p], *row = b + (ptrdiff_t)p * ldb;
-            nsa_real *to = c + (ptrdiff_t)i * ldc;
-            for (int j = 0; j < n; j++) to[j] += factor * row[j];
-        }
-}
-
-/* c[m][n] += a[k][m]^T b[k][n] */
-static void nsa__gemm_tn(int m, int n, int k, const nsa_real *a, int lda, const nsa_real *b,
-                         int ldb, nsa_real *c, int ldc) {
-    for (int p = 0; p < k; p++)
-        for (int i = 0; i < m; i++) {
-            const nsa_real factor = a[(ptrdiff_t)p * lda + i], *row = b + (ptrdiff_t)p * ldb;
-            nsa_real *to = c + (ptrdiff_t)i * ldc;
-            for (int j = 0; j < n; j++) to[j] += factor * row[j];
-        }
-}
+typedef struct nsa__tiles {
+    /* c[m][n] = a[m][k] b[k][n], or with `add` c = keep c + a b, where keep is a factor for each
+       row, or NULL. Element (i, p) of a lies at a[i row + p step], so that a may be a transpose. */
+    void (*gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row, ptrdiff_t step,
+                 const nsa_real *b, ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
+                 const nsa_real *keep);
+    /* One tile of scores, in base 2, into the running softmax of its rows: s becomes
+       p = 2^(s - m), not yet divided by the sum; m and l move on; shrink, which has room for 16
+       more, is what all earlier p of the row are to be multiplied by. mask[r / group] tells which keys row r sees: others get
+       p = 0, and a row that sees none keeps its state to the bit. */
+    void (*softmax)(int rows, int tile, int group, const uint64_t *mask, nsa_real *s, nsa_real *m,
+                    nsa_real *l, nsa_real *shrink);
+    /* s becomes p = 2^(s - lse2), 0 where masked */
+    void (*probability)(int rows, int tile, int group, const uint64_t *mask, const nsa_real *lse2,
+                        nsa_real *s);
+    /* dp becomes ds = p (dp - delta) */
+    void (*score_gradient)(int rows, int tile, const nsa_real *delta, const nsa_real *p,
+                           nsa_real *dp);
+} nsa__tiles;
 
 static nsa_real nsa__exp2(nsa_real x) {
     return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
 }
 
-/* One tile of scores into the running softmax of its row: s becomes p = 2^(c s - m), not yet
-   divided by the sum; m and l move on; *shrink is what all earlier p of the row are to be
-   multiplied by. Masked keys get p = 0; a row that is all masked keeps its state to the bit. */
-static void nsa__softmax_row(int tile, uint64_t mask, nsa_real c, nsa_real *s, nsa_real *m,
-                             nsa_real *l, nsa_real *shrink) {
-    nsa_real most = *m, sum = 0;
-    for (int j = 0; j < tile; j++)
-        if (mask >> j & 1 && s[j] * c > most) most = s[j] * c;
-    for (int j = 0; j < tile; j++) {
-        s[j] = mask >> j & 1 ? nsa__exp2(s[j] * c - most) : 0;
-        sum += s[j];
-    }
-    *shrink = nsa__exp2(*m - most);
-    *l = *l * *shrink + sum;
-    *m = most;
+/* Integers as wide as nsa_real. */
+#define NSA__BITS_float       32
+#define NSA__BITS_double      64
+#define NSA__INT_(bits, kind) kind##bits##_t
+#define NSA__INT(bits, kind)  NSA__INT_(bits, kind)
+#define NSA__REAL_BITS_(real) NSA__BITS_##real
+#define NSA__REAL_BITS(real)  NSA__REAL_BITS_(real)
+typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), int) nsa__lane;
+typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), uint) nsa__bits_t;
+
+#if defined(__GNUC__) || defined(__clang__)
+#define NSA__INLINE static inline __attribute__((always_inline))
+#else
+#define NSA__INLINE static inline
+#endif
+
+/* A user's -O0, -ffast-math or -std=c99 must not reach the kernels: GCC takes the level and the
+   rules of arithmetic by attribute, clang the rules by pragma. */
+#if defined(__clang__)
+#define NSA__COMPILED
+#define NSA__ARITHMETIC _Pragma("clang fp reassociate(off) contract(fast)")
+#elif defined(__GNUC__)
+#define NSA__COMPILED __attribute__((optimize("O3", "fp-contract=fast", "no-fast-math")))
+#define NSA__ARITHMETIC
+#else
+#define NSA__COMPILED
+#define NSA__ARITHMETIC
+#endif
+
+/* NSA__BYTES of a vector; NSA__ROWS x NSA__VECTORS of them hold a piece of c in registers, beside a
+   row of b and a factor. */
+#ifdef __FILE_NAME__
+#define NSA__THIS_FILE __FILE_NAME__
+#else
+#define NSA__THIS_FILE "nsa.h"
+#endif
+
+#define NSA__ISA     plain
+#define NSA__BYTES   0
+#define NSA__ROWS    4
+#define NSA__VECTORS 4
+#define NSA__TARGET  NSA__COMPILED
+#include NSA__THIS_FILE
+
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__)
+#if defined(__SSE2__)
+#define NSA__HAS_SSE2
+#define NSA__ISA     sse2
+#define NSA__BYTES   16
+#define NSA__ROWS    4
+#define NSA__VECTORS 2
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+x"(x))
+#include NSA__THIS_FILE
+#if !defined(_WIN32) || defined(__clang__) /* there GCC spills wide vectors to unaligned stacks */
+#define NSA__HAS_AVX
+#define NSA__ISA     avx2
+#define NSA__BYTES   32
+#define NSA__ROWS    6
+#define NSA__VECTORS 2
+#define NSA__TARGET  __attribute__((target("avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+x"(x))
+#include NSA__THIS_FILE
+#define NSA__ISA     avx512
+#define NSA__BYTES   64
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET \
+    __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+v"(x))
+#include NSA__THIS_FILE
+#endif
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#define NSA__HAS_NEON
+#define NSA__ISA     neon
+#define NSA__BYTES   16
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+w"(x))
+#include NSA__THIS_FILE
+#endif
+#endif
+
+/* The tiles of an instruction set; NULL where the machine or the build has none. */
+static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
+    if (isa == NSA_ISA_PLAIN) return &nsa__tiles_plain;
+#ifdef NSA__HAS_SSE2
+    if (isa == NSA_ISA_SSE2) return &nsa__tiles_sse2;
+#endif
+#ifdef NSA__HAS_AVX
+    if (isa == NSA_ISA_AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return &nsa__tiles_avx2;
+    if (isa == NSA_ISA_AVX512 && __builtin_cpu_supports("avx512f") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl"))
+        return &nsa__tiles_avx512;
+#endif
+#ifdef NSA__HAS_NEON
+    if (isa == NSA_ISA_NEON) return &nsa__tiles_neon;
+#endif
+    if (isa != NSA_ISA_DETECT) return NULL;
+    const nsa__tiles *best = NULL;
+    for (int i = NSA_ISA_NEON; !best; i--) best = nsa__tiles_of((nsa_isa)i);
+    return best;
 }
 
-/* s becomes p = 2^(c s - lse2), 0 where masked. */
-static void nsa__probability_row(int tile, uint64_t mask, nsa_real c, nsa_real lse2, nsa_real *s) {
-    for (int j = 0; j < tile; j++) s[j] = mask >> j & 1 ? nsa__exp2(s[j] * c - lse2) : 0;
+NSA_API int nsa_isa_available(nsa_isa isa) {
+    return (unsigned)isa <= NSA_ISA_NEON && nsa__tiles_of(isa) != NULL;
 }
 
-/* dp becomes ds = p (dp - delta), 0 where masked. */
-static void nsa__score_gradient_row(int tile, uint64_t mask, nsa_real delta, const nsa_real *p,
-                                    nsa_real *dp) {
-    for (int j = 0; j < tile; j++) dp[j] = mask >> j & 1 ? p[j] * (dp[j] - delta) : 0;
+NSA_API const char *nsa_isa_name(nsa_isa isa) {
+    static const char *const names[] = {"detect", "plain", "SSE2", "AVX2", "AVX-512", "NEON"};
+    return (unsigned)isa < sizeof names / sizeof *names ? names[isa] : "not an instruction set";
 }
 
 /* Bits begin .. end - 1 of a tile's mask. */
@@ -1789,6 +1868,7 @@ enum { NSA__TILE = 64, NSA__TASK_ROWS = 64 };
 typedef struct nsa__pass {
     const nsa_attend *x, *dx;
     const nsa_desc *d;
+    const nsa__tiles *tiles;
     nsa__branch branch;
     int group;              /* G */
     int tile;               /* keys of a tile */
@@ -1875,6 +1955,7 @@ static int nsa__max_keys(const nsa__pass *p) {
 static void nsa__pass_init(nsa__pass *p, const nsa_desc *d, nsa__branch branch) {
     memset(p, 0, sizeof *p);
     p->d = d;
+    p->tiles = nsa__tiles_of(d->isa);
     p->branch = branch;
     p->group = d->heads / d->kv_heads;
     p->tile = nsa__tile_size(d, branch);
@@ -2039,14 +2120,15 @@ static void nsa__scatter(const nsa__walk *w, nsa_real *all, const nsa_real *some
                (size_t)width * sizeof *all);
 }
 
-/* Loads the rows of a query's heads; bad[g] is set for those with a non-finite value, which come as
-   zeros. */
+/* Loads the rows of a query's heads, times factor; bad[g] is set for those with a non-finite value,
+   which come as zeros. */
 static void nsa__load_query(const nsa__pass *p, const nsa_tensor *x, int query, int width,
-                            nsa_real *to, unsigned char *bad) {
-    for (int g = 0; g < p->group; g++) {
+                            nsa_real factor, nsa_real *to, unsigned char *bad) {
+    for (int g = 0; g < p->group; g++, to += width) {
         const void *row =
             nsa__row(x, p->seq.batch, p->seq.row + query - p->seq.first, p->kv_head * p->group + g);
-        if (!nsa__load_finite(to + (ptrdiff_t)g * width, x->dtype, row, width) && bad) bad[g] = 1;
+        if (!nsa__load_finite(to, x->dtype, row, width) && bad) bad[g] = 1;
+        for (int c = 0; c < width; c++) to[c] *= factor;
     }
 }
 
@@ -2071,7 +2153,7 @@ static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a
     f->some_m = nsa__take_reals(a, rows);
     f->l = nsa__take_reals(a, rows);
     f->some_l = nsa__take_reals(a, rows);
-    f->shrink = nsa__take_reals(a, rows);
+    f->shrink = nsa__take_reals(a, rows + 16);
     f->s = nsa__take_reals(a, rows * p->tile);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
 }
@@ -2086,12 +2168,12 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task
         f->l[r] = 0;
     }
     for (int a = 0; a < f->walk.queries; a++)
-        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim,
+        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim, p->scale2,
                         f->q + (ptrdiff_t)a * p->group * p->d->dim,
                         f->bad + (ptrdiff_t)a * p->group);
 }
 
-/* s = q k^T; p = softmax so far; out = out * shrink + p v */
+/* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
 static void nsa__forward_tile(nsa__forward *f, const nsa__pass *p) {
     const nsa__walk *w = &f->walk;
     int G = p->group, dim = p->d->dim, dim_v = p->d->dim_v, rows = w->readers * G, tile = p->tile;
@@ -2099,14 +2181,10 @@ static void nsa__forward_tile(nsa__forward *f, const nsa__pass *p) {
     nsa_real *q = nsa__gather(w, f->q, f->some_q, G * dim),
              *out = nsa__gather(w, f->out, f->some_out, G * dim_v);
     nsa_real *m = nsa__gather(w, f->m, f->some_m, G), *l = nsa__gather(w, f->l, f->some_l, G);
-    memset(f->s, 0, (size_t)rows * (size_t)tile * sizeof *f->s);
-    nsa__gemm_nn(rows, tile, dim, q, dim, p->k_t + key * dim, tile, f->s, tile);
-    for (int r = 0; r < rows; r++) {
-        nsa__softmax_row(tile, w->mask[r / G], p->scale2, f->s + (ptrdiff_t)r * tile, &m[r], &l[r],
-                         &f->shrink[r]);
-        for (int c = 0; c < dim_v; c++) out[(ptrdiff_t)r * dim_v + c] *= f->shrink[r];
-    }
-    nsa__gemm_nn(rows, dim_v, tile, f->s, tile, p->v + key * dim_v, dim_v, out, dim_v);
+    p->tiles->gemm(rows, tile, dim, q, dim, 1, p->k_t + key * dim, tile, f->s, tile, 0, NULL);
+    p->tiles->softmax(rows, tile, G, w->mask, f->s, m, l, f->shrink);
+    p->tiles->gemm(rows, dim_v, tile, f->s, tile, 1, p->v + key * dim_v, dim_v, out, dim_v, 1,
+                   f->shrink);
     nsa__scatter(w, f->out, out, G * dim_v);
     nsa__scatter(w, f->m, m, G);
     nsa__scatter(w, f->l, l, G);
@@ -2208,9 +2286,9 @@ static void nsa__query_gradient_begin(nsa__query_gradient *f, const nsa__pass *p
     memset(f->reads, 0, (size_t)p->task_queries);
     memset(f->dq, 0, (size_t)f->walk.queries * (size_t)(G * p->d->dim) * sizeof *f->dq);
     for (int a = 0; a < f->walk.queries; a++) {
-        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim,
+        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim, p->scale2,
                         f->q + (ptrdiff_t)a * G * p->d->dim, NULL);
-        nsa__load_query(p, &p->dx->out, f->walk.first + a, p->d->dim_v,
+        nsa__load_query(p, &p->dx->out, f->walk.first + a, p->d->dim_v, 1,
                         f->dout + (ptrdiff_t)a * G * p->d->dim_v, NULL);
     }
 }
@@ -2221,16 +2299,11 @@ static void nsa__tile_gradient(const nsa__pass *p, int tile, int rows, const uin
                                const nsa_real *delta, nsa_real *prob, nsa_real *ds) {
     int width = p->tile, dim = p->d->dim, dim_v = p->d->dim_v;
     ptrdiff_t key = (ptrdiff_t)tile * width;
-    memset(prob, 0, (size_t)rows * (size_t)width * sizeof *prob);
-    memset(ds, 0, (size_t)rows * (size_t)width * sizeof *ds);
-    nsa__gemm_nn(rows, width, dim, q, dim, p->k_t + key * dim, width, prob, width);
-    nsa__gemm_nn(rows, width, dim_v, dout, dim_v, p->v_t + key * dim_v, width, ds, width);
-    for (int r = 0; r < rows; r++) {
-        uint64_t seen = mask[r / p->group];
-        nsa__probability_row(width, seen, p->scale2, lse2[r], prob + (ptrdiff_t)r * width);
-        nsa__score_gradient_row(width, seen, delta[r], prob + (ptrdiff_t)r * width,
-                                ds + (ptrdiff_t)r * width);
-    }
+    p->tiles->gemm(rows, width, dim, q, dim, 1, p->k_t + key * dim, width, prob, width, 0, NULL);
+    p->tiles->gemm(rows, width, dim_v, dout, dim_v, 1, p->v_t + key * dim_v, width, ds, width, 0,
+                   NULL);
+    p->tiles->probability(rows, width, p->group, mask, lse2, prob);
+    p->tiles->score_gradient(rows, width, delta, prob, ds);
 }
 
 static void nsa__query_gradient_tile(nsa__query_gradient *f, const nsa__pass *p) {
@@ -2241,8 +2314,8 @@ static void nsa__query_gradient_tile(nsa__query_gradient *f, const nsa__pass *p)
                        nsa__gather(w, f->dout, f->some_dout, G * dim_v),
                        nsa__gather(w, f->lse2, f->some_lse2, G),
                        nsa__gather(w, f->delta, f->some_delta, G), f->p, f->ds);
-    nsa__gemm_nn(rows, dim, p->tile, f->ds, p->tile, p->k + (ptrdiff_t)w->tile_begin * dim, dim, dq,
-                 dim);
+    p->tiles->gemm(rows, dim, p->tile, f->ds, p->tile, 1, p->k + (ptrdiff_t)w->tile_begin * dim,
+                   dim, dq, dim, 1, NULL);
     nsa__scatter(w, f->dq, dq, G * dim);
     for (int a = 0; a < w->readers; a++) f->reads[w->reader[a]] = 1;
 }
@@ -2292,8 +2365,8 @@ static void nsa__key_gradient_take(nsa__key_gradient *f, const nsa__pass *p, nsa
 static void nsa__key_gradient_flush(nsa__key_gradient *f, const nsa__pass *p, int tile) {
     int rows = f->queries * p->group, dim = p->d->dim, dim_v = p->d->dim_v;
     nsa__tile_gradient(p, tile, rows, f->mask, f->q, f->dout, f->lse2, f->delta, f->p, f->ds);
-    nsa__gemm_tn(p->tile, dim_v, rows, f->p, p->tile, f->dout, dim_v, f->dv, dim_v);
-    nsa__gemm_tn(p->tile, dim, rows, f->ds, p->tile, f->q, dim, f->dk, dim);
+    p->tiles->gemm(p->tile, dim_v, rows, f->p, 1, p->tile, f->dout, dim_v, f->dv, dim_v, 1, NULL);
+    p->tiles->gemm(p->tile, dim, rows, f->ds, 1, p->tile, f->q, dim, f->dk, dim, 1, NULL);
     f->queries = 0;
 }
 
@@ -2301,8 +2374,8 @@ static void nsa__key_gradient_gather(nsa__key_gradient *f, const nsa__pass *p, i
                                      uint64_t mask) {
     int G = p->group;
     ptrdiff_t to = (ptrdiff_t)f->queries * G, from = (ptrdiff_t)(query - p->seq.first) * G;
-    nsa__load_query(p, &p->x->q, query, p->d->dim, f->q + to * p->d->dim, NULL);
-    nsa__load_query(p, &p->dx->out, query, p->d->dim_v, f->dout + to * p->d->dim_v, NULL);
+    nsa__load_query(p, &p->x->q, query, p->d->dim, p->scale2, f->q + to * p->d->dim, NULL);
+    nsa__load_query(p, &p->dx->out, query, p->d->dim_v, 1, f->dout + to * p->d->dim_v, NULL);
     memcpy(f->lse2 + to, p->lse2 + from, (size_t)G * sizeof *f->lse2);
     memcpy(f->delta + to, p->delta + from, (size_t)G * sizeof *f->delta);
     for (int g = 0; g < G; g++)
@@ -2358,7 +2431,8 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
         if (f.queries == p->task_queries) nsa__key_gradient_flush(&f, p, tile);
     }
     if (f.queries) nsa__key_gradient_flush(&f, p, tile);
-    nsa__key_gradient_add(&f, p, &p->dx->k, tile, p->scale, f.dk, p->d->dim);
+    /* q was loaded times scale log2(e) */
+    nsa__key_gradient_add(&f, p, &p->dx->k, tile, (nsa_real)NSA__LN2, f.dk, p->d->dim);
     nsa__key_gradient_add(&f, p, &p->dx->v, tile, 1, f.dv, p->d->dim_v);
 }
 
@@ -2745,7 +2819,7 @@ static void nsa__scoring_begin(nsa__scoring *f, const nsa__pass *p, int64_t task
     nsa__walk_begin(&f->walk, p, task);
     memset(f->bad, 0, (size_t)(f->walk.queries * p->group));
     for (int a = 0; a < f->walk.queries; a++)
-        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim,
+        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim, p->scale2,
                         f->q + (ptrdiff_t)a * p->group * p->d->dim,
                         f->bad + (ptrdiff_t)a * p->group);
     for (int r = 0; r < f->walk.queries * p->group; r++) {
@@ -2764,15 +2838,14 @@ static void nsa__scoring_tile(nsa__scoring *f, const nsa__pass *p) {
     int G = p->group, dim = p->d->dim, tile = p->tile, rows = w->readers * G;
     const nsa_real *q = nsa__gather(w, f->q, f->some_q, G * dim),
                    *lse2 = nsa__gather(w, f->lse2, f->some_lse2, G);
-    memset(f->s, 0, (size_t)rows * (size_t)tile * sizeof *f->s);
-    nsa__gemm_nn(rows, tile, dim, q, dim, p->k_t + (ptrdiff_t)w->tile_begin * dim, tile, f->s,
-                 tile);
+    p->tiles->gemm(rows, tile, dim, q, dim, 1, p->k_t + (ptrdiff_t)w->tile_begin * dim, tile, f->s,
+                   tile, 0, NULL);
+    p->tiles->probability(rows, tile, G, w->mask, lse2, f->s);
     for (int a = 0; a < w->readers; a++) {
         nsa_real *sum = f->p_cmp + w->reader[a] * f->p_cmp_stride + w->tile_begin;
         memset(sum, 0, (size_t)tile * sizeof *sum);
         for (int g = 0; g < G; g++) {
-            nsa_real *s = f->s + ((ptrdiff_t)a * G + g) * tile;
-            nsa__probability_row(tile, w->mask[a], p->scale2, lse2[(ptrdiff_t)a * G + g], s);
+            const nsa_real *s = f->s + ((ptrdiff_t)a * G + g) * tile;
             for (int j = 0; j < tile; j++) sum[j] += s[j];
         }
     }
@@ -2889,6 +2962,7 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
 typedef struct nsa__compress_pass {
     const nsa_compress *x, *dx;
     const nsa_desc *d;
+    const nsa__tiles *tiles;
     nsa__seq seq;
     int head;
     int ring;      /* a decoding cache's raw rows: token t lies in row t % ring; 0: straight */
@@ -3064,8 +3138,8 @@ static void nsa__mlp_hidden(const nsa__compress_pass *p, nsa__mlp_rows *f, int64
         nsa__load_parameter(f->h + (ptrdiff_t)i * hidden, &p->x->b1, p->head, 0, hidden);
     for (int j = 0; j < p->d->cmp_block; j++) {
         nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
-        nsa__gemm_nn(n, hidden, dim, f->tap, dim, p->w1_t + (ptrdiff_t)j * dim * hidden, hidden,
-                     f->h, hidden);
+        p->tiles->gemm(n, hidden, dim, f->tap, dim, 1, p->w1_t + (ptrdiff_t)j * dim * hidden,
+                       hidden, f->h, hidden, 1, NULL);
     }
 }
 
@@ -3081,7 +3155,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
     for (int i = 0; i < n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
     for (int i = 0; i < n; i++)
         nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
-    nsa__gemm_nn(n, dim, hidden, f.h, hidden, p->w2_t, dim, f.out, dim);
+    p->tiles->gemm(n, dim, hidden, f.h, hidden, 1, p->w2_t, dim, f.out, dim, 1, NULL);
     for (int i = 0; i < n; i++)
         nsa__store(p->x->out.dtype,
                    nsa__row(&p->x->out, p->seq.batch, p->seq.cmp_row + begin + i, p->head),
@@ -3104,8 +3178,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
     for (int i = 0; i < n; i++)
         nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
                   nsa__row(dout, p->seq.batch, p->seq.cmp_row + begin + i, p->head), dim);
-    memset(dh, 0, (size_t)n * (size_t)hidden * sizeof *dh);
-    nsa__gemm_nn(n, hidden, dim, f.out, dim, p->w2, hidden, dh, hidden);
+    p->tiles->gemm(n, hidden, dim, f.out, dim, 1, p->w2, hidden, dh, hidden, 0, NULL);
     for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
         nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
         act[i] = h * sigmoid;
@@ -3126,9 +3199,9 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t index, voi
         int64_t from = nsa__max(0, nsa__ceil_div(nsa__max(0, begin - j), stride));
         int64_t to = nsa__min(p->seq.cmp_tokens, nsa__ceil_div(nsa__max(0, end - j), stride));
         if (from >= to) continue;
-        nsa__gemm_nn((int)(to - from), dim, hidden, p->dh + (p->row + from) * hidden, hidden,
-                     p->w1 + (ptrdiff_t)j * dim, nsa__flat(p),
-                     sum + (from * stride + j - begin) * dim, stride * dim);
+        p->tiles->gemm((int)(to - from), dim, hidden, p->dh + (p->row + from) * hidden, hidden, 1,
+                       p->w1 + (ptrdiff_t)j * dim, nsa__flat(p),
+                       sum + (from * stride + j - begin) * dim, (ptrdiff_t)stride * dim, 1, NULL);
     }
     for (int64_t t = begin; t < end; t++)
         nsa__add(p->dx->x.dtype, nsa__row(&p->dx->x, p->seq.batch, p->seq.row + t, p->head), 1,
@@ -3148,7 +3221,8 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
                        *act = p->act + (p->row + begin) * hidden;
         if (j < p->d->cmp_block) {
             nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
-            nsa__gemm_tn(hidden, dim, n, dh, hidden, rows, dim, p->dw1 + j * dim, flat);
+            p->tiles->gemm(hidden, dim, n, dh, 1, hidden, rows, dim, p->dw1 + j * dim, flat, 1,
+                           NULL);
             continue;
         }
         for (int i = 0; i < n; i++) {
@@ -3158,7 +3232,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
             for (int c = 0; c < dim; c++) p->db2[c] += row[c];
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
-        nsa__gemm_tn(dim, hidden, n, rows, dim, act, hidden, p->dw2, hidden);
+        p->tiles->gemm(dim, hidden, n, rows, 1, dim, act, hidden, p->dw2, hidden, 1, NULL);
     }
 }
 
@@ -3257,8 +3331,8 @@ static void nsa__compress_backward_sequence(nsa__compress_pass *p, const nsa__te
 
 /* db1 = sum dh and, as pos is added to every block alike, dpos = (sum dh) w1: into their sums. */
 static void nsa__mlp_finish_sums(const nsa__compress_pass *p) {
-    nsa__gemm_nn(1, nsa__flat(p), p->x->hidden, p->dh_sum, p->x->hidden, p->w1, nsa__flat(p),
-                 p->dpos, nsa__flat(p));
+    p->tiles->gemm(1, nsa__flat(p), p->x->hidden, p->dh_sum, p->x->hidden, 1, p->w1, nsa__flat(p),
+                   p->dpos, nsa__flat(p), 1, NULL);
     for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
 }
 
@@ -3359,6 +3433,7 @@ static void nsa__compress_init(nsa__compress_pass *p, const nsa_compress *dx, co
     p->x = x;
     p->dx = dx;
     p->d = d;
+    p->tiles = nsa__tiles_of(d->isa);
 }
 
 /* `ring` and `cmp_first` are a decoding cache's: see nsa__compress_pass. */
@@ -4088,6 +4163,237 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
 #endif
 
 #endif /* NSA_IMPLEMENTATION */
+
+#ifdef NSA__ISA
+/* ---- The text of the tiles, read once per instruction set --------------------------------------
+   Written for vectors of L numbers in GCC's vector extension, which clang shares; where there is
+   none a vector is one number. T(name) is the name for this instruction set. */
+
+#define NSA__PASTE_(a, b) nsa__##a##_##b
+#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
+#define T(name)           NSA__PASTE(name, NSA__ISA)
+
+/* A vector, its lanes as integers of the same size, and one that may lie anywhere in memory. */
+#if NSA__BYTES
+#define L (NSA__BYTES / (int)sizeof(nsa_real))
+typedef nsa_real T(vector) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__lane T(lanes) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__bits_t T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real T(memory)
+    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+#else
+#define L            1
+typedef nsa_real T(vector);
+typedef nsa__lane T(lanes);
+typedef nsa_real T(memory);
+#define NSA__HOLD(x) (void)(x)
+#endif
+#define V     T(vector)
+#define I     T(lanes)
+#define AT(x) (*(T(memory) *)(x))
+#define IN(x) (*(const T(memory) *)(x))
+
+#if NSA__BYTES
+NSA__INLINE NSA__TARGET V T(splat)(nsa_real x) {
+    const V zero = {0}; /* x - 0 is a broadcast; x + 0 would be a sum, for -0 + 0 is 0 */
+    return x - zero;
+}
+/* Lane by lane on ? a : b, where the lanes of `on` are 0 or -1. */
+NSA__INLINE NSA__TARGET V T(pick)(I on, V a, V b) {
+    return (V)(((I)a & on) | ((I)b & ~on));
+}
+NSA__INLINE NSA__TARGET V T(max)(V a, V b) {
+    return T(pick)(a > b, a, b);
+}
+/* Bits j .. j + L - 1 of a mask. */
+NSA__INLINE NSA__TARGET I T(seen)(uint64_t mask, int j) {
+    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    I zero = {0}, lane;
+    memcpy(&lane, bit, sizeof lane);
+    return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
+}
+#else
+NSA__INLINE V T(splat)(nsa_real x) {
+    return x;
+}
+NSA__INLINE V T(pick)(I on, V a, V b) {
+    return on ? a : b;
+}
+NSA__INLINE V T(max)(V a, V b) {
+    return a > b ? a : b;
+}
+NSA__INLINE I T(seen)(uint64_t mask, int j) {
+    return (I)(mask >> j & 1);
+}
+#endif
+
+/* 2^x, exactly 1 for 0 and 0 for what lies below the normal numbers. */
+NSA__INLINE NSA__TARGET V T(exp2)(V x) {
+    NSA__ARITHMETIC
+    nsa_real lane[L];
+#if NSA__BYTES
+    /* x = e + r, |r| <= 1/2 where x <= 0, as it is here but for rounding; 2^r by a polynomial, a
+       minimax fit of relative error 2e-9; e goes into the exponent, and what it makes of -127 is 0.
+       NaN stays NaN. */
+    if (sizeof(nsa_real) == sizeof(float)) {
+        x = T(max)(T(splat)(-127), x);
+        const I e = __builtin_convertvector(x - 0.5f, I);
+        const V r = x - __builtin_convertvector(e, V);
+        V p = r * 0.0001535336206885849f + 0.001339887439398139f;
+        p = p * r + 0.00961843735695742f;
+        p = p * r + 0.055503324711908573f;
+        p = p * r + 0.24022647913636852f;
+        p = p * r + 0.6931472028550316f;
+        p = p * r + 1.0f;
+        return (V)((T(bits))p + ((T(bits))e << 23));
+    }
+#endif
+    memcpy(lane, &x, sizeof x);
+    for (int j = 0; j < L; j++) lane[j] = nsa__exp2(lane[j]);
+    memcpy(&x, lane, sizeof x);
+    return x;
+}
+
+/* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
+   chain of multiply-adds over ascending k. */
+NSA__INLINE NSA__TARGET void T(piece)(int rows, int vectors, int k, const nsa_real *a,
+                                      ptrdiff_t row, ptrdiff_t step, const nsa_real *b,
+                                      ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
+                                      const nsa_real *keep) {
+    NSA__ARITHMETIC
+    V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
+    for (int i = 0; i < rows; i++) {
+        const V factor = T(splat)(keep ? keep[i] : 1), zero = T(splat)(0);
+        for (int j = 0; j < vectors; j++)
+            if (add)
+                sum[i][j] = factor * IN(c + i * ldc + j * L);
+            else
+                sum[i][j] = zero;
+    }
+    for (int p = 0; p < k; p++, a += step, b += ldb) {
+        for (int j = 0; j < vectors; j++) {
+            of_b[j] = IN(b + j * L);
+            NSA__HOLD(of_b[j]); /* or each of the multiply-adds would load it again */
+        }
+        for (int i = 0; i < rows; i++) {
+            const V of_a = T(splat)(a[i * row]);
+            for (int j = 0; j < vectors; j++) sum[i][j] += of_a * of_b[j];
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < vectors; j++) AT(c + i * ldc + j * L) = sum[i][j];
+}
+
+/* Some columns of c. */
+NSA__INLINE NSA__TARGET void T(columns)(int vectors, int m, int k, const nsa_real *a, ptrdiff_t row,
+                                        ptrdiff_t step, const nsa_real *b, ptrdiff_t ldb,
+                                        nsa_real *c, ptrdiff_t ldc, int add, const nsa_real *keep) {
+    for (; m >= NSA__ROWS; m -= NSA__ROWS) {
+        T(piece)(NSA__ROWS, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
+        a += NSA__ROWS * row;
+        c += NSA__ROWS * ldc;
+        if (keep) keep += NSA__ROWS;
+    }
+#if NSA__ROWS > 4
+    if (m == 5) T(piece)(5, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
+    if (m == 4) T(piece)(4, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
+#endif
+    if (m == 3) T(piece)(3, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
+    if (m == 2) T(piece)(2, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
+    if (m == 1) T(piece)(1, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
+}
+
+NSA__TARGET static void T(gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row,
+                                ptrdiff_t step, const nsa_real *b, ptrdiff_t ldb, nsa_real *c,
+                                ptrdiff_t ldc, int add, const nsa_real *keep) {
+    NSA__ARITHMETIC
+    int j = 0;
+    for (; j + NSA__VECTORS * L <= n; j += NSA__VECTORS * L)
+        T(columns)(NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep);
+    for (; j + L <= n; j += L) T(columns)(1, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep);
+    for (; j < n; j++)
+        for (int i = 0; i < m; i++) {
+            nsa_real sum = add ? (keep ? keep[i] : 1) * c[i * ldc + j] : 0;
+            for (int p = 0; p < k; p++) sum += a[i * row + p * step] * b[p * ldb + j];
+            c[i * ldc + j] = sum;
+        }
+}
+
+NSA__TARGET static void T(softmax)(int rows, int tile, int group, const uint64_t *mask, nsa_real *s,
+                                   nsa_real *m, nsa_real *l, nsa_real *shrink) {
+    NSA__ARITHMETIC
+    const V lowest = T(splat)(NSA__LOWEST);
+    nsa_real lane[L];
+    for (int r = 0; r < rows; r++) { /* the largest so far; masked scores become the lowest */
+        const uint64_t seen = mask[r / group];
+        nsa_real *x = s + (ptrdiff_t)r * tile;
+        V most = lowest;
+        for (int j = 0; j < tile; j += L) {
+            if (seen != ~(uint64_t)0) AT(x + j) = T(pick)(T(seen)(seen, j), IN(x + j), lowest);
+            most = T(max)(IN(x + j), most);
+        }
+        memcpy(lane, &most, sizeof most);
+        for (int w = L / 2; w > 0; w /= 2)
+            for (int j = 0; j < w; j++) lane[j] = lane[j] > lane[j + w] ? lane[j] : lane[j + w];
+        shrink[r] = m[r];
+        m[r] = lane[0] > m[r] ? lane[0] : m[r];
+        shrink[r] -= m[r];
+    }
+    for (int r = 0; r < rows; r += L) AT(shrink + r) = T(exp2)(IN(shrink + r));
+    for (int r = 0; r < rows; r++) {
+        const V most = T(splat)(m[r] == NSA__LOWEST ? 0 : m[r]);
+        V sum = T(splat)(0);
+        for (int j = 0; j < tile; j += L) {
+            const V p = T(exp2)(IN(s + (ptrdiff_t)r * tile + j) - most);
+            AT(s + (ptrdiff_t)r * tile + j) = p;
+            sum += p;
+        }
+        memcpy(lane, &sum, sizeof sum);
+        for (int w = L / 2; w > 0; w /= 2)
+            for (int j = 0; j < w; j++) lane[j] += lane[j + w];
+        l[r] = l[r] * shrink[r] + lane[0];
+    }
+}
+
+NSA__TARGET static void T(probability)(int rows, int tile, int group, const uint64_t *mask,
+                                       const nsa_real *lse2, nsa_real *s) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++, s += tile) {
+        const uint64_t seen = mask[r / group];
+        const V lse = T(splat)(lse2[r]), zero = T(splat)(0);
+        for (int j = 0; j < tile; j += L) {
+            V p = T(exp2)(IN(s + j) - lse);
+            if (seen != ~(uint64_t)0) p = T(pick)(T(seen)(seen, j), p, zero);
+            AT(s + j) = p;
+        }
+    }
+}
+
+NSA__TARGET static void T(score_gradient)(int rows, int tile, const nsa_real *delta,
+                                          const nsa_real *p, nsa_real *dp) {
+    for (int r = 0; r < rows; r++, p += tile, dp += tile)
+        for (int j = 0; j < tile; j += L)
+            AT(dp + j) = IN(p + j) * (IN(dp + j) - T(splat)(delta[r]));
+}
+
+static const nsa__tiles T(tiles) = {T(gemm), T(softmax), T(probability), T(score_gradient)};
+
+#undef NSA__PASTE_
+#undef NSA__PASTE
+#undef T
+#undef L
+#undef V
+#undef I
+#undef AT
+#undef IN
+#undef NSA__ISA
+#undef NSA__BYTES
+#undef NSA__ROWS
+#undef NSA__VECTORS
+#undef NSA__TARGET
+#undef NSA__HOLD
+#endif /* NSA__ISA */
 
 /* MIT License
 
