@@ -2,9 +2,11 @@
    that it does is examples/common's; train_125m is the same over more back ends and processes. */
 #include <stdio.h>
 
+#include "threads.h"
 #include "train.h"
 
 int main(int argc, char **argv) {
+    threads_wait_asleep(argv);
     static const char *const no_effect[] = {"runtime.ddp",
                                             "runtime.ddp_bucket_mb",
                                             "runtime.ddp_compress",

@@ -1,0 +1,194 @@
+/* test_ops.c - the operations one by one against plain f64 formulas: matrix products of odd shapes,
+   norms, SiLU, loss, clipping, AdamW; and the drawing of tokens. Twins: gemm.c, ops_cpu.c, sample.c.
+   The derivatives are checked through the model in test_model_gradients.c. */
+#include <stdlib.h>
+
+#include "gemm.h"
+#include "model_test.h"
+#include "sample.h"
+
+static real *draw(int64_t count, uint64_t seed) {
+    real *x = check_alloc((size_t)count * sizeof *x);
+    for (int64_t i = 0; i < count; i++) x[i] = (real)check_normal(seed, (uint64_t)i);
+    return x;
+}
+
+static double a_of(gemm_form form, const real *a, int m, int k, int i, int p) {
+    return (double)(form == GEMM_TN ? a[(int64_t)p * m + i] : a[(int64_t)i * k + p]);
+}
+
+static double b_of(gemm_form form, const real *b, int n, int k, int p, int j) {
+    return (double)(form == GEMM_NT ? b[(int64_t)j * k + p] : b[(int64_t)p * n + j]);
+}
+
+static void check_product(gemm_form form, int m, int n, int k, int add) {
+    size_t size = (size_t)m * (size_t)n;
+    real *a = draw((int64_t)m * k, 1), *b = draw((int64_t)k * n, 2), *c = draw((int64_t)m * n, 3);
+    real *two = check_alloc(size * sizeof *two);
+    double *want = check_alloc(size * sizeof *want), *got = check_alloc(size * sizeof *got);
+    memcpy(two, c, size * sizeof *two);
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < n; j++) {
+            double sum = add ? (double)c[(size_t)i * (size_t)n + (size_t)j] : 0;
+            for (int p = 0; p < k; p++)
+                sum += a_of(form, a, m, k, i, p) * b_of(form, b, n, k, p, j);
+            want[(size_t)i * (size_t)n + (size_t)j] = sum;
+        }
+    check_case("gemm form %d, %d x %d x %d, add %d", (int)form, m, n, k, add);
+    gemm(form, m, n, k, a, b, c, add, 1);
+    gemm(form, m, n, k, a, b, two, add, 3);
+    for (size_t i = 0; i < size; i++) got[i] = (double)c[i];
+    CHECK_NEAR("product", got, want, size, (size_t)n, 1e-6 * check_norm(want, size) + 1e-30);
+    CHECK_BITS("product with 3 threads", two, c, size * sizeof *c, sizeof *c);
+    free(a);
+    free(b);
+    free(c);
+    free(two);
+    free(want);
+    free(got);
+}
+
+static void test_gemm(void) {
+    static const int shapes[][3] = {{1, 1, 1},   {1, 300, 7},   {5, 3, 200},    {64, 64, 64},
+                                    {67, 65, 1}, {300, 130, 9}, {129, 257, 140}};
+    gemm_open();
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int form = 0; form < 3; form++)
+            for (int add = 0; add < 2; add++)
+                check_product((gemm_form)form, shapes[i][0], shapes[i][1], shapes[i][2], add);
+}
+
+static void test_silu(const ops *o) {
+    enum { COUNT = 4001 };
+    real x[COUNT], y[COUNT], dx[COUNT], nan = (real)NAN;
+    check_case("silu");
+    for (int i = 0; i < COUNT; i++) x[i] = (real)((i - COUNT / 2) * 0.05), dx[i] = 1;
+    x[0] = -1000, x[COUNT - 1] = 1000;
+    o->silu_forward(o, y, x, COUNT);
+    o->silu_backward(o, dx, x, COUNT);
+    for (int i = 0; i < COUNT; i++) {
+        double z = (double)x[i], s = 1 / (1 + exp(-z)), slope = s * (1 + z * (1 - s));
+        /* Below -87 the exponential is held where f32 ends, and the value is 0 for all purposes. */
+        double allowed = z < -87 ? 1e-34 : 4e-7 * fabs(z * s);
+        CHECK(fabs((double)y[i] - z * s) <= allowed, "silu(%g) = %.9g", z, (double)y[i]);
+        CHECK(fabs((double)dx[i] - slope) <= 1e-6, "silu'(%g) = %.9g", z, (double)dx[i]);
+    }
+    o->silu_forward(o, y, &nan, 1);
+    CHECK(isnan((double)y[0]), "silu(NaN) = %g", (double)y[0]);
+}
+
+static void test_cross_entropy(const ops *o) {
+    enum { ROWS = 700, V = 37 };
+    static real x[ROWS * V], kept[ROWS * V];
+    static int32_t labels[ROWS];
+    step_state s = {0};
+    double loss = 0, worst = 0;
+    check_case("cross entropy");
+    for (int i = 0; i < ROWS * V; i++) kept[i] = x[i] = (real)(20 * check_normal(4, (uint64_t)i));
+    for (int r = 0; r < ROWS; r++) labels[r] = r % 9 == 4 ? -1 : check_below(V, 5, (uint64_t)r);
+    o->cross_entropy(o, &s, x, labels, ROWS, V, 0.5);
+    for (int r = 0; r < ROWS; r++) {
+        double top = -INFINITY, sum = 0;
+        for (int i = 0; i < V; i++) top = fmax(top, (double)kept[r * V + i]);
+        for (int i = 0; i < V; i++) sum += exp((double)kept[r * V + i] - top);
+        for (int i = 0; i < V; i++) {
+            double p = exp((double)kept[r * V + i] - top) / sum - (i == labels[r]);
+            double want = labels[r] < 0 ? 0 : 0.5 * p;
+            worst = fmax(worst, fabs((double)x[r * V + i] - want));
+        }
+        if (labels[r] >= 0) loss += top + log(sum) - (double)kept[r * V + labels[r]];
+    }
+    CHECK(worst < 1e-6, "gradient off by %g", worst);
+    CHECK(fabs(s.loss - loss) < 1e-6 * loss, "loss %.9g, not %.9g", s.loss, loss);
+    CHECK(s.labels == ROWS - 78, "%lld labels", (long long)s.labels);
+    step_state t = {0};
+    o->cross_entropy(o, &t, kept, labels, ROWS, V, 0);
+    CHECK(t.loss == s.loss, "without gradient the loss is %.17g, not %.17g", t.loss, s.loss);
+}
+
+static void test_optimizer(const ops *o) {
+    enum { COUNT = 1003 };
+    real value[COUNT], grad[COUNT], m[COUNT] = {0}, v[COUNT] = {0};
+    double w[COUNT], dm[COUNT] = {0}, dv[COUNT] = {0}, sum = 0, worst = 0;
+    step_state s = {0};
+    adamw a = {.lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1};
+    check_case("clip and AdamW");
+    for (int i = 0; i < COUNT; i++) w[i] = (double)(value[i] = (real)check_normal(6, (uint64_t)i));
+    for (a.step = 1; a.step <= 5; a.step++) {
+        for (int i = 0; i < COUNT; i++)
+            grad[i] = (real)check_normal(7 + (uint64_t)a.step, (uint64_t)i);
+        sum = 0;
+        for (int i = 0; i < COUNT; i++) sum += (double)grad[i] * (double)grad[i];
+        o->clip(o, &s, grad, COUNT, 2.5);
+        CHECK(fabs(s.grad_norm - sqrt(sum)) < 1e-9 * sqrt(sum), "norm %.12g, not %.12g",
+              s.grad_norm, sqrt(sum));
+        o->adamw(o, &a, &s, value, grad, m, v, COUNT);
+        for (int i = 0; i < COUNT; i++) {
+            double g = (double)grad[i] * 2.5 / sqrt(sum);
+            dm[i] = 0.9 * dm[i] + 0.1 * g;
+            dv[i] = 0.95 * dv[i] + 0.05 * g * g;
+            double step = dm[i] / (1 - pow(0.9, (double)a.step)) /
+                          (sqrt(dv[i] / (1 - pow(0.95, (double)a.step))) + 1e-8);
+            w[i] -= 0.01 * (step + 0.1 * w[i]);
+        }
+    }
+    for (int i = 0; i < COUNT; i++) worst = fmax(worst, fabs((double)value[i] - w[i]));
+    CHECK(worst < 2e-6, "parameters off by %g after 5 steps", worst);
+    o->clip(o, &s, grad, COUNT, 1000);
+    CHECK(s.clip == 1, "a norm below the limit is clipped by %g", s.clip);
+    o->clip(o, &s, grad, COUNT, 0);
+    CHECK(s.clip == 1, "without a limit gradients are clipped by %g", s.clip);
+}
+
+/* How often each token is drawn; the logits are ln of the weights. */
+static void draw_tokens(const double *weights, int vocab, const config_sample *c, int draws,
+                        int *counts) {
+    real logits[16];
+    int32_t order[16];
+    memset(counts, 0, (size_t)vocab * sizeof *counts);
+    for (int i = 0; i < draws; i++) {
+        for (int j = 0; j < vocab; j++) logits[j] = (real)log(weights[j]);
+        counts[sample_token(logits, vocab, c, 9, (uint64_t)i, order)]++;
+    }
+}
+
+static void test_sampling(void) {
+    enum { V = 5, DRAWS = 20000 };
+    static const double weights[V] = {0.1, 0.4, 0.05, 0.25, 0.2};
+    int counts[V];
+    config_sample c = {.temperature = 1, .top_p = 1};
+    check_case("sampling");
+    draw_tokens(weights, V, &c, DRAWS, counts);
+    for (int i = 0; i < V; i++) /* five deviations */
+        CHECK(fabs(counts[i] - DRAWS * weights[i]) < 5 * sqrt(DRAWS * weights[i]),
+              "token %d drawn %d times of %d", i, counts[i], DRAWS);
+    c.top_k = 2;
+    draw_tokens(weights, V, &c, DRAWS, counts);
+    CHECK(counts[1] + counts[3] == DRAWS && counts[3] > 0, "top_k 2: %d and %d of %d", counts[1],
+          counts[3], DRAWS);
+    c.top_k = 0, c.top_p = 0.8; /* 0.4 + 0.25 + 0.2 is the first sum that reaches it */
+    draw_tokens(weights, V, &c, DRAWS, counts);
+    CHECK(counts[0] + counts[2] == 0 && counts[4] > 0, "top_p 0.8: %d %d, and %d", counts[0],
+          counts[2], counts[4]);
+    c.top_p = 1e-9;
+    draw_tokens(weights, V, &c, 100, counts);
+    CHECK(counts[1] == 100, "a small top_p draws the likeliest, %d of 100", counts[1]);
+    c.top_p = 1, c.temperature = 0;
+    draw_tokens(weights, V, &c, 100, counts);
+    CHECK(counts[1] == 100, "temperature 0 draws the likeliest, %d of 100", counts[1]);
+    c.temperature = 0.25; /* weights to the fourth power: 0.4^4 of 0.0314 */
+    draw_tokens(weights, V, &c, DRAWS, counts);
+    CHECK(fabs(counts[1] / (double)DRAWS - 0.0256 / 0.03121875) < 0.02,
+          "temperature 0.25: %d of %d", counts[1], DRAWS);
+}
+
+int main(void) {
+    ops o = open_ops(2);
+    test_gemm();
+    test_silu(&o);
+    test_cross_entropy(&o);
+    test_optimizer(&o);
+    test_sampling();
+    ops_cpu_close(&o);
+    return check_done("test_ops");
+}
