@@ -1,6 +1,7 @@
 /* telemetry.c - see telemetry.h. */
 #include "telemetry.h"
 
+#include <errno.h>
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
@@ -9,6 +10,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "csv.h"
 #include "files.h"
@@ -178,6 +180,9 @@ static bool open_files(telemetry *t, const telemetry_options *o, fault *f) {
     int64_t last = o->resumed ? o->resume_step : -1;
     if (!files_join(t->metrics_path, sizeof t->metrics_path, folder, "metrics.json", f))
         return false;
+    /* What an earlier run came to must not pass for this one's end, should it be killed. */
+    if (unlink(t->metrics_path) && errno != ENOENT)
+        return fault_errno(f, "%s: cannot be removed", t->metrics_path);
     if (o->config->telemetry.disable_csv_logs) return true;
     return csv_open(&t->training, folder, "training.csv", "step,loss,lr,toks_per_s,grad_norm", last,
                     f) &&

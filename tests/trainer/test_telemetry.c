@@ -110,6 +110,9 @@ static void test_run(void) {
     strcat(text, "4,1,2"); /* a row that a kill cut short */
     test_write_text(test_path("run/training.csv"), text);
     free(text);
+    telemetry *t = open_run(2, true);
+    CHECK(t && access(test_path("run/metrics.json"), F_OK), "the earlier run's end still stands");
+    CHECK(telemetry_close(t, "completed", 0, &why), "%s", why.text);
     run(3, 4, true);
     expect_csv("run/training.csv", "step,loss,lr,toks_per_s,grad_norm\n1,5.9,0.001,4000,0.5\n"
                                    "2,5.8,0.001,4000,0.5\n3,5.7,0.001,4000,0.5\n"
