@@ -165,6 +165,7 @@ nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const nsa_attent
 #include "kernels/rows.cuh"
 #include "kernels/block_index.cuh"
 #include "kernels/rope.cuh"
+#include "kernels/compress.cuh"
 #include "kernels/gate.cuh"
 
 #endif

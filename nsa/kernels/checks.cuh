@@ -28,6 +28,41 @@ static inline nsa_status nsa__cuda_status(cudaError_t error) {
     return error == cudaSuccess ? NSA_OK : nsa__error(NSA_ERROR_CUDA, NSA__AT_none);
 }
 
+/* The tensors of one call that must all be of `dtype`: that one, if it is compiled in. */
+static inline unsigned nsa__cuda_one_dtype(nsa_dtype dtype) {
+    return static_cast<unsigned>(dtype) > NSA_I32 ? 0u : NSA__CUDA_DTYPES & 1u << dtype;
+}
+
+/* NSA__CUDA_BY_DTYPE(dtype, T, return f<T>(x);): the statement for the element of a dtype. */
+#ifdef NSA_CUDA_NO_F32
+#define NSA__CUDA_IF_F32(...)
+#else
+#define NSA__CUDA_IF_F32(...) __VA_ARGS__
+#endif
+#ifdef NSA_CUDA_NO_BF16
+#define NSA__CUDA_IF_BF16(...)
+#else
+#define NSA__CUDA_IF_BF16(...) __VA_ARGS__
+#endif
+#ifdef NSA_CUDA_NO_F16
+#define NSA__CUDA_IF_F16(...)
+#else
+#define NSA__CUDA_IF_F16(...) __VA_ARGS__
+#endif
+#define NSA__CUDA_CASE(id, type, T, ...) \
+    case id: {                           \
+        typedef type T;                  \
+        __VA_ARGS__                      \
+    } break;
+#define NSA__CUDA_BY_DTYPE(dtype, T, ...)                                          \
+    switch (dtype) {                                                               \
+        NSA__CUDA_IF_F32(NSA__CUDA_CASE(NSA_F32, float, T, __VA_ARGS__))           \
+        NSA__CUDA_IF_BF16(NSA__CUDA_CASE(NSA_BF16, __nv_bfloat16, T, __VA_ARGS__)) \
+        NSA__CUDA_IF_F16(NSA__CUDA_CASE(NSA_F16, __half, T, __VA_ARGS__))          \
+    default:                                                                       \
+        break;                                                                     \
+    }
+
 /* begins lie on the device: nsa_desc_check sees a batch of full length instead. */
 static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
@@ -81,8 +116,8 @@ static inline nsa_status nsa__cuda_check_rows(const nsa_tensor *x, nsa__shape sh
 static inline nsa_status nsa__cuda_check_gradient(const nsa_tensor *dx, const nsa_tensor *x,
                                                   nsa__shape shape, int field) {
     if (!dx->data) return NSA_OK;
-    return nsa__cuda_check_rows(dx, shape, 1u << NSA_F32 | 1u << x->dtype, 1,
-                                field | NSA__GRADIENT);
+    const unsigned own = static_cast<unsigned>(x->dtype) > NSA_I32 ? 0u : 1u << x->dtype;
+    return nsa__cuda_check_rows(dx, shape, 1u << NSA_F32 | own, 1, field | NSA__GRADIENT);
 }
 
 /* The caller's workspace, dealt out from its start; with base NULL it only counts, so that a size

@@ -1,0 +1,308 @@
+/* compress.cuh: phi, which makes one row of every l: mean and conv, and the doors of all three.
+   Twin: nsa.h, Compression. Gradients are gathered, never scattered: a thread owns what it adds to.
+   Not here: mlp (compress_mlp.cuh). */
+#ifndef NSA_COMPRESS_CUH
+#define NSA_COMPRESS_CUH
+
+#include "compress_mlp.cuh"
+
+enum { NSA__FILTER_THREADS = 128, NSA__FILTER_CHUNK = 64 };
+
+/* Eight channels of row `row` and one kv head; `rows` of a sequence at most. */
+struct nsa__filter_place {
+    nsa__sequence s;
+    int b, head, c;
+    int64_t row;
+};
+
+NSA__DEVICE nsa__filter_place nsa__filter_place_of(const nsa_desc &d, int dim) {
+    const int units = dim / 8, blocks = static_cast<int>(gridDim.x) / d.batch;
+    const int64_t item = static_cast<int64_t>(blockIdx.x % blocks) * blockDim.x + threadIdx.x;
+    nsa__filter_place p;
+    p.b = static_cast<int>(blockIdx.x) / blocks;
+    p.s = nsa__sequence_of(d, p.b);
+    p.c = static_cast<int>(item % units) * 8;
+    p.head = static_cast<int>(item / units % d.kv_heads);
+    p.row = item / units / d.kv_heads;
+    return p;
+}
+
+/* out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean. */
+static __global__ void nsa__filter_forward_kernel(nsa_desc d, nsa_compress x,
+                                                  const int32_t *cmp_begins) {
+    const nsa__filter_place p = nsa__filter_place_of(d, x.dim);
+    if (p.row >= nsa__cmp_count(d, p.s.tokens)) return;
+    const bool conv = x.phi == NSA_PHI_CONV;
+    float out[8] = {0, 0, 0, 0, 0, 0, 0, 0}, w[8], row[8];
+    if (conv && x.b1.data) nsa__load8(out, x.b1.dtype, nsa__row_at(x.b1, 0, 0, p.head), p.c);
+#pragma unroll
+    for (int c = 0; c < 8; c++) w[c] = 1.0f / static_cast<float>(d.cmp_block);
+    for (int j = 0; j < d.cmp_block; j++) {
+        const int64_t token = p.s.row + p.row * d.cmp_stride + j;
+        if (conv) nsa__load8(w, x.w1.dtype, nsa__row_at(x.w1, 0, j, p.head), p.c);
+        nsa__load8(row, x.x.dtype, nsa__row_at(x.x, p.s.batch, token, p.head), p.c);
+#pragma unroll
+        for (int c = 0; c < 8; c++) out[c] += w[c] * row[c];
+    }
+    const int64_t i = nsa__cmp_row(d, cmp_begins, p.b) + p.row;
+    nsa__store8(x.out.dtype, nsa__row_at(x.out, p.s.batch, i, p.head), p.c, out);
+}
+
+/* dx[t][c] += sum over the blocks i that cover t of w[t - i d][c] dout[i][c]. */
+static __global__ void nsa__filter_input_gradient_kernel(nsa_desc d, nsa_compress x,
+                                                         nsa_compress dx,
+                                                         const int32_t *cmp_begins) {
+    const nsa__filter_place p = nsa__filter_place_of(d, x.dim);
+    if (p.row >= p.s.tokens) return;
+    const int t = static_cast<int>(p.row), count = nsa__cmp_count(d, p.s.tokens);
+    const int begin = t < d.cmp_block ? 0 : (t - d.cmp_block) / d.cmp_stride + 1;
+    const int64_t first = nsa__cmp_row(d, cmp_begins, p.b);
+    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0}, w[8], row[8];
+#pragma unroll
+    for (int c = 0; c < 8; c++) w[c] = 1.0f / static_cast<float>(d.cmp_block);
+    for (int i = begin; i < min(count, t / d.cmp_stride + 1); i++) {
+        if (x.phi == NSA_PHI_CONV)
+            nsa__load8(w, x.w1.dtype, nsa__row_at(x.w1, 0, t - i * d.cmp_stride, p.head), p.c);
+        nsa__load8(row, dx.out.dtype, nsa__row_at(dx.out, p.s.batch, first + i, p.head), p.c);
+#pragma unroll
+        for (int c = 0; c < 8; c++) sum[c] += w[c] * row[c];
+    }
+    nsa__add8(dx.x.dtype, nsa__row_at(dx.x, p.s.batch, p.s.row + t, p.head), p.c, 1.0f, sum);
+}
+
+/* Part `part` of dw[j][c] = sum_i dout[i][c] x[i d + j][c] and, as row l, of db[c] = sum_i dout[i][c]:
+   of all chunks of NSA__FILTER_CHUNK blocks, every parts-th. parts[part][head][l + 1][D]. */
+static __global__ void nsa__conv_parameter_gradient_kernel(nsa_desc d, nsa_compress x,
+                                                           nsa_tensor dout, float *parts,
+                                                           int part_count, int chunks,
+                                                           const int32_t *cmp_begins) {
+    const int units = x.dim / 8, items = (d.cmp_block + 1) * units;
+    const int blocks = (items - 1) / NSA__FILTER_THREADS + 1, block = static_cast<int>(blockIdx.x);
+    const int item = block % blocks * NSA__FILTER_THREADS + static_cast<int>(threadIdx.x);
+    const int head = block / blocks % d.kv_heads, part = block / blocks / d.kv_heads;
+    const int j = item / units, c = item % units * 8;
+    if (item >= items) return;
+    float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0}, grad[8], row[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+    for (int chunk = part; chunk < chunks * d.batch; chunk += part_count) {
+        const int b = chunk / chunks, begin = chunk % chunks * NSA__FILTER_CHUNK;
+        const nsa__sequence s = nsa__sequence_of(d, b);
+        const int64_t first = nsa__cmp_row(d, cmp_begins, b);
+        const int end = min(begin + NSA__FILTER_CHUNK, nsa__cmp_count(d, s.tokens));
+        for (int i = begin; i < end; i++) {
+            const int64_t token = s.row + static_cast<int64_t>(i) * d.cmp_stride + j;
+            nsa__load8(grad, dout.dtype, nsa__row_at(dout, s.batch, first + i, head), c);
+            if (j < d.cmp_block)
+                nsa__load8(row, x.x.dtype, nsa__row_at(x.x, s.batch, token, head), c);
+#pragma unroll
+            for (int e = 0; e < 8; e++) sum[e] += grad[e] * row[e];
+        }
+    }
+    const int64_t at = static_cast<int64_t>(part * d.kv_heads + head) * (d.cmp_block + 1) + j;
+    nsa__store8(NSA_F32, parts + at * x.dim, c, sum);
+}
+
+/* ---- What a call needs of the workspace, and its launches ------------------------------------ */
+
+struct nsa__filter_plan {
+    int32_t *cmp_begins;
+    float *parts;
+    int part_count, chunks;
+};
+
+static nsa__filter_plan nsa__filter_plan_of(const nsa_compress *x, const nsa_desc *d, int backward,
+                                            nsa__cuda_arena *a) {
+    nsa__filter_plan p;
+    p.cmp_begins = nsa__cuda_take<int32_t>(a, d->begins ? d->batch + int64_t(1) : 0);
+    p.chunks = static_cast<int>(nsa__cuda_ceil_div(nsa_cmp_count(d, d->tokens), NSA__FILTER_CHUNK));
+    const int64_t all = static_cast<int64_t>(p.chunks) * d->batch;
+    p.part_count = static_cast<int>(all < 128 ? all : 128);
+    const bool sums = backward && x->phi == NSA_PHI_CONV;
+    p.parts = nsa__cuda_take<float>(a, sums ? static_cast<int64_t>(p.part_count) * d->kv_heads *
+                                                  (d->cmp_block + 1) * x->dim
+                                            : 0);
+    return p;
+}
+
+static nsa_status nsa__filter_grid(const nsa_desc *d, int64_t rows, int dim, dim3 *grid) {
+    return nsa__cuda_grid(
+        d->batch * nsa__cuda_ceil_div(rows * d->kv_heads * (dim / 8), NSA__FILTER_THREADS), grid);
+}
+
+static nsa_status nsa__filter_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
+                                      cudaStream_t stream) {
+    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    const nsa__filter_plan p = nsa__filter_plan_of(x, d, 0, &a);
+    dim3 grid;
+    nsa_status s = nsa__filter_grid(d, nsa_cmp_count(d, d->tokens), x->dim, &grid);
+    if (s == NSA_OK && d->begins) s = nsa__cuda_cmp_begins(d, p.cmp_begins, stream);
+    if (s != NSA_OK) return s;
+    return nsa__cuda_status(NSA_LAUNCH(nsa__filter_forward_kernel, grid, dim3(NSA__FILTER_THREADS),
+                                       0, stream, *d, *x, p.cmp_begins));
+}
+
+static nsa_status nsa__filter_backward(const nsa_compress *dx, const nsa_compress *x,
+                                       const nsa_desc *d, void *workspace, cudaStream_t stream) {
+    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    const nsa__filter_plan p = nsa__filter_plan_of(x, d, 1, &a);
+    nsa_status s = d->begins ? nsa__cuda_cmp_begins(d, p.cmp_begins, stream) : NSA_OK;
+    dim3 grid;
+    if (s == NSA_OK && dx->x.data) {
+        if ((s = nsa__filter_grid(d, d->tokens, x->dim, &grid)) != NSA_OK) return s;
+        s = nsa__cuda_status(NSA_LAUNCH(nsa__filter_input_gradient_kernel, grid,
+                                        dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, *dx,
+                                        p.cmp_begins));
+    }
+    if (s != NSA_OK || x->phi != NSA_PHI_CONV || (!dx->w1.data && !dx->b1.data)) return s;
+    const int64_t rows = d->cmp_block + int64_t(1), part = rows * x->dim;
+    s = nsa__cuda_grid(p.part_count * d->kv_heads *
+                           nsa__cuda_ceil_div(rows * (x->dim / 8), NSA__FILTER_THREADS),
+                       &grid);
+    if (s != NSA_OK) return s;
+    s = nsa__cuda_status(NSA_LAUNCH(nsa__conv_parameter_gradient_kernel, grid,
+                                    dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, dx->out, p.parts,
+                                    p.part_count, p.chunks, p.cmp_begins));
+    const nsa__parts w1 = {p.parts, p.part_count, d->kv_heads, part, d->cmp_block, x->dim};
+    const nsa__parts b1 = {p.parts + part - x->dim, p.part_count, d->kv_heads, part, 1, x->dim};
+    if (s == NSA_OK) s = nsa__add_parts(&w1, NULL, &dx->w1, stream);
+    return s == NSA_OK ? nsa__add_parts(&b1, NULL, &dx->b1, stream) : s;
+}
+
+/* ---- Doors ---------------------------------------------------------------------------------- */
+
+/* The parameters as a table: shape, view, name. The one list of them. */
+struct nsa__cuda_parameter {
+    const nsa_tensor *x, *dx;
+    int64_t rows;
+    int width, optional, field;
+};
+
+static int nsa__cuda_parameters(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
+                                nsa__cuda_parameter list[5]) {
+    const int l = d->cmp_block, mlp = x->phi == NSA_PHI_MLP;
+    const nsa__cuda_parameter all[5] = {
+        {&x->w1, &dx->w1, mlp ? x->hidden : l, mlp ? l * x->dim : x->dim, 0, NSA__AT_w1},
+        {&x->b1, &dx->b1, 1, mlp ? x->hidden : x->dim, 1, NSA__AT_b1},
+        {&x->pos, &dx->pos, l, x->dim, 1, NSA__AT_pos},
+        {&x->w2, &dx->w2, x->dim, x->hidden, 0, NSA__AT_w2},
+        {&x->b2, &dx->b2, 1, x->dim, 1, NSA__AT_b2}};
+    const int count = mlp ? 5 : x->phi == NSA_PHI_CONV ? 2 : 0;
+    for (int i = 0; i < count; i++) list[i] = all[i];
+    return count;
+}
+
+static nsa_status nsa__cuda_compress_check_sizes(const nsa_compress *x, const nsa_desc *d,
+                                                 int base) {
+    const nsa_status s = nsa__cuda_check_desc(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (static_cast<unsigned>(x->phi) > NSA_PHI_MLP)
+        return nsa__error(NSA_ERROR_OPTION, base + NSA__AT_phi);
+    if (x->dim < 8 || x->dim > NSA__MAX_DIM || x->dim % 8)
+        return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_dim);
+    const bool mlp = x->phi == NSA_PHI_MLP;
+    if (mlp && (x->hidden < 8 || x->hidden % 8))
+        return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_hidden);
+    const int64_t rows = nsa__mlp_rows(d), flat = static_cast<int64_t>(d->cmp_block) * x->dim;
+    if (flat > INT32_MAX / 64 || (mlp && (x->hidden > INT32_MAX / 64 || rows > INT32_MAX / 64)) ||
+        (mlp && !nsa__fits(x->hidden, d->kv_heads, rows > flat ? rows : flat, 8)))
+        return nsa__error(NSA_ERROR_OVERFLOW, base + NSA__AT_hidden);
+    return NSA_OK;
+}
+
+/* `base` is what the chain adds to the names of the fields. */
+static nsa_status nsa__cuda_compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
+                                           int base) {
+    nsa_status s = nsa__cuda_compress_check_sizes(x, d, base);
+    if (s != NSA_OK) return s;
+    const bool mlp = x->phi == NSA_PHI_MLP;
+    const unsigned dtypes =
+        mlp ? nsa__cuda_one_dtype(x->x.dtype) : static_cast<unsigned>(NSA__FLOATS);
+    if ((forward || x->phi != NSA_PHI_MEAN) &&
+        (s = nsa__cuda_check_rows(&x->x, nsa__cuda_key_shape(d, x->dim), dtypes, 0,
+                                  base + NSA__AT_x)) != NSA_OK)
+        return s;
+    if (forward && (s = nsa__cuda_check_rows(&x->out, nsa__cuda_cmp_shape(d, x->dim), dtypes, 1,
+                                             base + NSA__AT_out)) != NSA_OK)
+        return s;
+    nsa__cuda_parameter list[5];
+    for (int i = 0, count = nsa__cuda_parameters(x, x, d, list); i < count; i++) {
+        if (list[i].optional && !list[i].x->data) continue;
+        const nsa__shape shape = {1, list[i].rows, d->kv_heads, list[i].width};
+        s = nsa__cuda_check_rows(list[i].x, shape, dtypes, 0, base + list[i].field);
+        if (s != NSA_OK) return s;
+    }
+    return NSA_OK;
+}
+
+static nsa_status nsa__cuda_compress_gradient_check(const nsa_compress *dx, const nsa_compress *x,
+                                                    const nsa_desc *d, int base) {
+    nsa__cuda_parameter list[5];
+    nsa_status s =
+        nsa__cuda_check_gradient(&dx->x, &x->x, nsa__cuda_key_shape(d, x->dim), base + NSA__AT_x);
+    for (int i = 0, count = nsa__cuda_parameters(dx, x, d, list); s == NSA_OK && i < count; i++) {
+        const nsa__shape shape = {1, list[i].rows, list[i].dx->head ? d->kv_heads : 1,
+                                  list[i].width};
+        s = nsa__cuda_check_gradient(list[i].dx, list[i].x, shape, base + list[i].field);
+    }
+    return s;
+}
+
+static size_t nsa__cuda_compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward) {
+    nsa__cuda_arena a = {NULL, 0};
+    if (x->phi == NSA_PHI_MLP)
+        nsa__mlp_plan_of(x, d, backward, &a);
+    else
+        nsa__filter_plan_of(x, d, backward, &a);
+    return nsa__cuda_arena_bytes(&a);
+}
+
+extern "C" size_t nsa_cuda_compress_forward_workspace_size(const nsa_compress *x,
+                                                           const nsa_desc *d) {
+    return nsa__cuda_compress_check_sizes(x, d, 0) == NSA_OK ? nsa__cuda_compress_bytes(x, d, 0)
+                                                             : 0;
+}
+extern "C" size_t nsa_cuda_compress_backward_workspace_size(const nsa_compress *x,
+                                                            const nsa_desc *d) {
+    return nsa__cuda_compress_check_sizes(x, d, 0) == NSA_OK ? nsa__cuda_compress_bytes(x, d, 1)
+                                                             : 0;
+}
+
+/* The launches alone, for the door and for the chain. */
+static nsa_status nsa__cuda_compress_forward_run(const nsa_compress *x, const nsa_desc *d,
+                                                 void *workspace, cudaStream_t stream) {
+    if (nsa_cmp_count(d, d->tokens) == 0) return NSA_OK;
+    return x->phi == NSA_PHI_MLP ? nsa__mlp_forward(x, d, workspace, stream)
+                                 : nsa__filter_forward(x, d, workspace, stream);
+}
+static nsa_status nsa__cuda_compress_backward_run(const nsa_compress *dx, const nsa_compress *x,
+                                                  const nsa_desc *d, void *workspace,
+                                                  cudaStream_t stream) {
+    if (nsa_cmp_count(d, d->tokens) == 0) return NSA_OK;
+    return x->phi == NSA_PHI_MLP ? nsa__mlp_backward(dx, x, d, workspace, stream)
+                                 : nsa__filter_backward(dx, x, d, workspace, stream);
+}
+
+extern "C" nsa_status nsa_cuda_compress_forward(const nsa_compress *x, const nsa_desc *d,
+                                                void *workspace, size_t bytes,
+                                                cudaStream_t stream) {
+    nsa_status s = nsa__cuda_compress_check(x, d, 1, 0);
+    if (s != NSA_OK) return s;
+    s = nsa__cuda_check_workspace(nsa__cuda_compress_bytes(x, d, 0), workspace, bytes);
+    return s == NSA_OK ? nsa__cuda_compress_forward_run(x, d, workspace, stream) : s;
+}
+
+extern "C" nsa_status nsa_cuda_compress_backward(const nsa_compress *dx, const nsa_compress *x,
+                                                 const nsa_desc *d, void *workspace, size_t bytes,
+                                                 cudaStream_t stream) {
+    nsa_status s = nsa__cuda_compress_check(x, d, 0, 0);
+    if (s != NSA_OK) return s;
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    s = nsa__cuda_check_rows(&dx->out, nsa__cuda_cmp_shape(d, x->dim), NSA__FLOATS, 0,
+                             NSA__AT_out | NSA__GRADIENT);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__cuda_compress_gradient_check(dx, x, d, 0)) != NSA_OK) return s;
+    s = nsa__cuda_check_workspace(nsa__cuda_compress_bytes(x, d, 1), workspace, bytes);
+    return s == NSA_OK ? nsa__cuda_compress_backward_run(dx, x, d, workspace, stream) : s;
+}
+
+#endif
