@@ -9,6 +9,10 @@
 #ifndef NSA_CUDA_MAX_DIM
 #define NSA_CUDA_MAX_DIM 256
 #endif
+#if NSA_CUDA_MAX_DIM != 64 && NSA_CUDA_MAX_DIM != 128 && NSA_CUDA_MAX_DIM != 192 && \
+    NSA_CUDA_MAX_DIM != 256
+#error "NSA_CUDA_MAX_DIM is 64, 128, 192 or 256"
+#endif
 
 /* The dtypes that attention, selection and mlp are compiled for, as a set. */
 enum {
