@@ -215,11 +215,11 @@ static __global__ void __launch_bounds__(NSA__GEMM_THREADS)
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int row = m0 + m + 16 * i + 8 * half + lane / 4;
+            for (int part = 0; part < 2; part++) {
+                const int row = m0 + m + 16 * i + 8 * part + lane / 4;
                 const int column = n0 + n + 8 * j + lane % 4 * 2;
                 if (row < m_end && column < s.n)
-                    done(head, split, row, column, acc[i][j][2 * half], acc[i][j][2 * half + 1]);
+                    done(head, split, row, column, acc[i][j][2 * part], acc[i][j][2 * part + 1]);
             }
 }
 

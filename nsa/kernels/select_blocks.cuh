@@ -102,9 +102,9 @@ NSA__DEVICE void nsa__select_load(nsa__select_columns<T, D, NT> &c, float *lse2,
 #pragma unroll
             for (int k = 0; k < D / 16; k++)
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int at = 16 * k + 8 * half + lane % 4 * 2;
-                    c.q[k][n][half] =
+                for (int part = 0; part < 2; part++) {
+                    const int at = 16 * k + 8 * part + lane % 4 * 2;
+                    c.q[k][n][part] =
                         q && at < d.dim ? *reinterpret_cast<const uint32_t *>(q + at) : 0u;
                 }
         }
@@ -136,8 +136,8 @@ NSA__DEVICE void nsa__select_product(float (&acc)[NT][4], const nsa__select_colu
         for (int k = 0; k < dim; k += 4) {
             float a[2][4];
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                nsa__load4(a[half], NSA_F32, shape::at(tile, row + 8 * half + lane / 4, k / 4), 0);
+            for (int part = 0; part < 2; part++)
+                nsa__load4(a[part], NSA_F32, shape::at(tile, row + 8 * part + lane / 4, k / 4), 0);
 #pragma unroll
             for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -186,16 +186,16 @@ NSA__DEVICE void nsa__select_put(float (&v)[V], const nsa__select_ring &ring, in
         v[0] += __shfl_xor_sync(0xffffffffu, v[0], 2);
         if (i < 2) ring.put(0, key + i * 8, v[0]);
     } else {
-        float half[V / 2];
+        float part[V / 2];
         nsa__select_fold(v, 2);
 #pragma unroll
-        for (int e = 0; e < V / 2; e++) half[e] = v[e];
-        nsa__select_fold(half, 1);
+        for (int e = 0; e < V / 2; e++) part[e] = v[e];
+        nsa__select_fold(part, 1);
         if constexpr (V == 4) {
-            ring.put(i / 2, key + i % 2 * 8, half[0]);
+            ring.put(i / 2, key + i % 2 * 8, part[0]);
         } else {
-            ring.put(i, key, half[0]);
-            ring.put(i, key + 8, half[1]);
+            ring.put(i, key, part[0]);
+            ring.put(i, key + 8, part[1]);
         }
     }
 }

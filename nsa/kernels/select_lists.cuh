@@ -18,7 +18,7 @@ static __global__ void nsa__rank_blocks_kernel(nsa_desc d, const float *scores, 
     const int lane = static_cast<int>(threadIdx.x);
     const nsa__forced_blocks f = nsa__forced_of(d, query);
     uint64_t least = ~uint64_t(0); /* the last one taken */
-    for (int room = min(f.room, f.local - f.init); room > 0; room -= NSA__RANK_BEST) {
+    for (int room = f.room; room > 0; room -= NSA__RANK_BEST) {
         const int length = min(room, static_cast<int>(NSA__RANK_BEST));
         for (int i = lane; i < length; i += 32) best[i] = 0;
         __syncwarp();

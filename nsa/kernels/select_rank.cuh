@@ -37,6 +37,7 @@ NSA__DEVICE nsa__forced_blocks nsa__forced_of(const nsa_desc &d, int query) {
     f.local = max(f.candidates - d.slc_local, f.init);
     f.room = d.slc_count;
     if (d.forced == NSA_FORCED_INSIDE) f.room -= f.init + f.candidates - f.local;
+    f.room = min(f.room, f.local - f.init);
     return f;
 }
 

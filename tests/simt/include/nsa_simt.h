@@ -385,6 +385,10 @@ inline float __saturatef(float a) {
 inline float rsqrtf(float a) {
     return static_cast<float>(1.0 / std::sqrt(double(a)));
 }
+inline void sincospif(float a, float *s, float *c) {
+    *s = static_cast<float>(std::sin(3.14159265358979324 * double(a)));
+    *c = static_cast<float>(std::cos(3.14159265358979324 * double(a)));
+}
 inline float exp10f(float a) {
     return static_cast<float>(std::pow(10.0, double(a)));
 }

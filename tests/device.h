@@ -1,0 +1,327 @@
+/* device.h - the nsa_cuda_ functions in nsa.h's clothes: with CHECK_CUDA a test of nsa_X is the test
+   of nsa_cuda_X. A call copies all guarded memory to the device, runs there, waits, copies back.
+   Twin: none. Not here: a test; the tables and the tests are the CPU's own.
+
+   Plain C99: the declarations of nsa_cuda.cuh and the runtime's C functions. The kernels are another
+   object, made by nvcc for a GPU or by g++ for the executor (tests/simt). */
+#ifndef NSA_TESTS_DEVICE_H
+#define NSA_TESTS_DEVICE_H
+
+#include "nsa_cuda.cuh"
+#include "check.h"
+
+#include <cuda_runtime_api.h>
+
+/* Rows read in bulk start at multiples of 16 bytes: so many elements of the smallest dtype. */
+#define CHECK_UNIT 8
+
+/* ---- Memory ---- */
+
+enum { DEVICE_BLOCKS = 256, DEVICE_SKEW = 8 };
+
+/* What lies on the device during a call, beside where it lies on the host. */
+typedef struct device_block {
+    unsigned char *host;
+    void *memory; /* as it was allocated; `device` is host's twin */
+    unsigned char *device;
+    size_t bytes;
+    int comes_back;
+} device_block;
+
+static device_block device_blocks[DEVICE_BLOCKS];
+static int device_count;
+
+static inline void device_demand(cudaError_t error, const char *what) {
+    if (error == cudaSuccess) return;
+    printf("device: %s: %s [%s]\n", what, cudaGetErrorString(error), check_where);
+    exit(99);
+}
+
+/* A copy on the device. A workspace may have any alignment, so it gets a bad one. */
+static inline void *device_put(const void *host, size_t bytes, int comes_back, size_t skew) {
+    device_block *b = &device_blocks[device_count];
+    if (device_count++ == DEVICE_BLOCKS) {
+        printf("device: more than %d buffers\n", DEVICE_BLOCKS);
+        exit(99);
+    }
+    b->host = (unsigned char *)(uintptr_t)host;
+    b->bytes = bytes;
+    b->comes_back = comes_back;
+    device_demand(cudaMalloc(&b->memory, bytes + skew ? bytes + skew : 1), "cudaMalloc");
+    b->device = (unsigned char *)b->memory + skew;
+    if (bytes) device_demand(cudaMemcpy(b->device, host, bytes, cudaMemcpyHostToDevice), "upload");
+    return b->device;
+}
+
+static inline void device_begin(void) {
+    for (guarded *g = guards_live; g; g = g->next)
+        device_put(g->data, g->bytes, 1, strcmp(g->name, "workspace") ? 0 : DEVICE_SKEW);
+}
+
+/* The twin of a pointer into what has been copied; another pointer stays as it is: no call may use
+   it. */
+static inline void *device_of(const void *host) {
+    const unsigned char *p = (const unsigned char *)host;
+    for (int i = 0; i < device_count; i++) {
+        const device_block *b = &device_blocks[i];
+        if (p >= b->host && p < b->host + b->bytes) return b->device + (p - b->host);
+    }
+    return (void *)(uintptr_t)host;
+}
+
+/* Waits, brings everything back, frees it. A fault of a kernel ends the program here. */
+static inline nsa_status device_end(nsa_status s) {
+    device_demand(cudaDeviceSynchronize(), "a kernel");
+    while (device_count) {
+        device_block *b = &device_blocks[--device_count];
+        if (b->comes_back && b->bytes)
+            device_demand(cudaMemcpy(b->host, b->device, b->bytes, cudaMemcpyDeviceToHost),
+                          "download");
+        device_demand(cudaFree(b->memory), "cudaFree");
+    }
+    return s;
+}
+
+/* ---- Structs ---- */
+
+static inline void device_views(nsa_tensor *x, size_t n) {
+    for (size_t i = 0; i < n; i++) x[i].data = device_of(x[i].data);
+}
+
+/* A descriptor whose begins lie on the device. */
+static inline const nsa_desc *device_desc(const nsa_desc *d) {
+    static nsa_desc copy;
+    if (!d || !d->begins || d->batch < 1) return d;
+    copy = *d;
+    copy.begins =
+        (const int32_t *)device_put(d->begins, ((size_t)d->batch + 1) * sizeof(int32_t), 0, 0);
+    return &copy;
+}
+
+/* Structs that are nothing but views: attend, select, gate. NULL stays NULL. */
+#define DEVICE_COPY(type, name)                                                            \
+    type name##_copy, *name##_device = NULL;                                               \
+    if (name) {                                                                            \
+        name##_copy = *name;                                                               \
+        name##_device = &name##_copy;                                                      \
+        device_views((nsa_tensor *)&name##_copy, sizeof name##_copy / sizeof(nsa_tensor)); \
+    }
+
+static inline void device_compress(nsa_compress *x) {
+    device_views(&x->x, 7); /* x, out, pos, w1, b1, w2, b2 */
+}
+
+static inline void device_rope(nsa_rope *x) {
+    device_views(&x->x, 3); /* x, out, positions */
+}
+
+static inline void device_attention(nsa_attention *x) {
+    x->q.data = device_of(x->q.data);
+    device_compress(&x->k_cmp);
+    device_compress(&x->v_cmp);
+    device_views(&x->k_slc, 13); /* k_slc .. out */
+}
+
+#define DEVICE_COPY_BY(type, name, translate) \
+    type name##_copy, *name##_device = NULL;  \
+    if (name) {                               \
+        name##_copy = *name;                  \
+        name##_device = &name##_copy;         \
+        translate(&name##_copy);              \
+    }
+
+/* ---- Calls ---- */
+
+#define DEVICE_ATTEND(branch)                                                                      \
+    static inline nsa_status device_attend_##branch##_forward(                                     \
+        const nsa_attend *x, const nsa_desc *d, void *workspace, size_t bytes) {                   \
+        device_begin();                                                                            \
+        DEVICE_COPY(nsa_attend, x)                                                                 \
+        return device_end(nsa_cuda_attend_##branch##_forward(x_device, device_desc(d),             \
+                                                             device_of(workspace), bytes, NULL));  \
+    }                                                                                              \
+    static inline nsa_status device_attend_##branch##_backward(                                    \
+        const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d, void *workspace,             \
+        size_t bytes) {                                                                            \
+        device_begin();                                                                            \
+        DEVICE_COPY(nsa_attend, x)                                                                 \
+        DEVICE_COPY(nsa_attend, dx)                                                                \
+        return device_end(nsa_cuda_attend_##branch##_backward(dx_device, x_device, device_desc(d), \
+                                                              device_of(workspace), bytes, NULL)); \
+    }
+DEVICE_ATTEND(cmp)
+DEVICE_ATTEND(slc)
+DEVICE_ATTEND(win)
+DEVICE_ATTEND(dense)
+
+static inline nsa_status device_select_blocks(const nsa_select *x, const nsa_desc *d,
+                                              void *workspace, size_t bytes) {
+    device_begin();
+    DEVICE_COPY(nsa_select, x)
+    return device_end(
+        nsa_cuda_select_blocks(x_device, device_desc(d), device_of(workspace), bytes, NULL));
+}
+
+static inline nsa_status device_rank_blocks(const float *scores, int query, const nsa_desc *d,
+                                            int32_t *list) {
+    const int sound = d && nsa_desc_check(d) == NSA_OK && query >= 0 && query < d->tokens;
+    const size_t n = sound ? (size_t)nsa_slc_candidates(d, query) : 0;
+    device_begin();
+    const float *from = sound && scores ? (const float *)device_put(scores, n * 4, 0, 0) : scores;
+    int32_t *to = list;
+    if (sound && list)
+        to = (int32_t *)device_put(list, (size_t)nsa_block_list_width(d) * sizeof *list, 1, 0);
+    return device_end(nsa_cuda_rank_blocks(from, query, d, to, NULL));
+}
+
+static inline nsa_status device_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
+                                             nsa_block_fault *fault) {
+    nsa_cuda_block_verdict verdict;
+    memset(&verdict, 0xff, sizeof verdict);
+    device_begin();
+    DEVICE_COPY(nsa_tensor, blocks)
+    void *to = device_put(&verdict, sizeof verdict, 1, 0);
+    nsa_status s = device_end(
+        nsa_cuda_check_blocks(blocks_device, device_desc(d), (nsa_cuda_block_verdict *)to, NULL));
+    if (s != NSA_OK || !verdict.reason) return s;
+    if (fault) {
+        fault->batch = verdict.batch;
+        fault->query = verdict.query;
+        fault->kv_head = verdict.kv_head;
+        fault->slot = verdict.slot;
+        fault->value = verdict.value;
+        fault->reason = nsa_cuda_block_reason(verdict.reason);
+    }
+    return NSA_ERROR_BLOCKS;
+}
+
+static inline nsa_status device_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
+    device_begin();
+    DEVICE_COPY(nsa_tensor, blocks)
+    return device_end(nsa_cuda_normalize_blocks(blocks_device, device_desc(d), NULL));
+}
+
+static inline nsa_status device_gate_forward(const nsa_gate *x, const nsa_desc *d) {
+    device_begin();
+    DEVICE_COPY(nsa_gate, x)
+    return device_end(nsa_cuda_gate_forward(x_device, device_desc(d), NULL));
+}
+
+static inline nsa_status device_gate_backward(const nsa_gate *dx, const nsa_gate *x,
+                                              const nsa_desc *d) {
+    device_begin();
+    DEVICE_COPY(nsa_gate, x)
+    DEVICE_COPY(nsa_gate, dx)
+    return device_end(nsa_cuda_gate_backward(dx_device, x_device, device_desc(d), NULL));
+}
+
+static inline nsa_status device_rope_forward(const nsa_rope *x, const nsa_desc *d) {
+    device_begin();
+    DEVICE_COPY_BY(nsa_rope, x, device_rope)
+    return device_end(nsa_cuda_rope_forward(x_device, device_desc(d), NULL));
+}
+
+static inline nsa_status device_rope_backward(const nsa_rope *dx, const nsa_rope *x,
+                                              const nsa_desc *d) {
+    device_begin();
+    DEVICE_COPY_BY(nsa_rope, x, device_rope)
+    DEVICE_COPY_BY(nsa_rope, dx, device_rope)
+    return device_end(nsa_cuda_rope_backward(dx_device, x_device, device_desc(d), NULL));
+}
+
+static inline nsa_status device_compress_forward(const nsa_compress *x, const nsa_desc *d,
+                                                 void *workspace, size_t bytes) {
+    device_begin();
+    DEVICE_COPY_BY(nsa_compress, x, device_compress)
+    return device_end(
+        nsa_cuda_compress_forward(x_device, device_desc(d), device_of(workspace), bytes, NULL));
+}
+
+static inline nsa_status device_compress_backward(const nsa_compress *dx, const nsa_compress *x,
+                                                  const nsa_desc *d, void *workspace,
+                                                  size_t bytes) {
+    device_begin();
+    DEVICE_COPY_BY(nsa_compress, x, device_compress)
+    DEVICE_COPY_BY(nsa_compress, dx, device_compress)
+    return device_end(nsa_cuda_compress_backward(dx_device, x_device, device_desc(d),
+                                                 device_of(workspace), bytes, NULL));
+}
+
+static inline nsa_status device_attention_forward(const nsa_attention *x, const nsa_desc *d,
+                                                  void *workspace, size_t bytes) {
+    device_begin();
+    DEVICE_COPY_BY(nsa_attention, x, device_attention)
+    return device_end(
+        nsa_cuda_attention_forward(x_device, device_desc(d), device_of(workspace), bytes, NULL));
+}
+
+static inline nsa_status device_attention_backward(const nsa_attention *dx, const nsa_attention *x,
+                                                   const nsa_desc *d, void *workspace,
+                                                   size_t bytes) {
+    device_begin();
+    DEVICE_COPY_BY(nsa_attention, x, device_attention)
+    DEVICE_COPY_BY(nsa_attention, dx, device_attention)
+    return device_end(nsa_cuda_attention_backward(dx_device, x_device, device_desc(d),
+                                                  device_of(workspace), bytes, NULL));
+}
+
+static inline nsa_status device_cmp_begins(const nsa_desc *d, int32_t *begins) {
+    const int sound = d && d->batch >= 1;
+    device_begin();
+    int32_t *to = begins;
+    if (sound && begins)
+        to = (int32_t *)device_put(begins, ((size_t)d->batch + 1) * sizeof *begins, 1, 0);
+    return device_end(nsa_cuda_cmp_begins(device_desc(d), to, NULL));
+}
+
+static inline nsa_status device_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
+                                          int32_t *indices, float *weights) {
+    const int sound = d && nsa_desc_check(d) == NSA_OK && tokens >= 0;
+    const size_t rows = sound ? (size_t)nsa_slc_count(d, tokens) + 1 : 0;
+    const size_t entries = sound ? (size_t)nsa_block_map_size(d, tokens) : 0;
+    device_begin();
+    if (sound && indptr) indptr = (int32_t *)device_put(indptr, rows * 4, 1, 0);
+    if (sound && indices) indices = (int32_t *)device_put(indices, entries * 4, 1, 0);
+    if (sound && weights) weights = (float *)device_put(weights, entries * 4, 1, 0);
+    return device_end(nsa_cuda_block_map(d, tokens, indptr, indices, weights, NULL));
+}
+
+/* ---- The names that tests use ---- */
+
+#define nsa_block_map                            device_block_map
+#define nsa_cmp_begins                           device_cmp_begins
+#define nsa_rope_forward                         device_rope_forward
+#define nsa_rope_backward                        device_rope_backward
+#define nsa_compress_forward_workspace_size      nsa_cuda_compress_forward_workspace_size
+#define nsa_compress_forward                     device_compress_forward
+#define nsa_compress_backward_workspace_size     nsa_cuda_compress_backward_workspace_size
+#define nsa_compress_backward                    device_compress_backward
+#define nsa_attend_cmp_forward_workspace_size    nsa_cuda_attend_cmp_forward_workspace_size
+#define nsa_attend_cmp_forward                   device_attend_cmp_forward
+#define nsa_attend_cmp_backward_workspace_size   nsa_cuda_attend_cmp_backward_workspace_size
+#define nsa_attend_cmp_backward                  device_attend_cmp_backward
+#define nsa_attend_slc_forward_workspace_size    nsa_cuda_attend_slc_forward_workspace_size
+#define nsa_attend_slc_forward                   device_attend_slc_forward
+#define nsa_attend_slc_backward_workspace_size   nsa_cuda_attend_slc_backward_workspace_size
+#define nsa_attend_slc_backward                  device_attend_slc_backward
+#define nsa_attend_win_forward_workspace_size    nsa_cuda_attend_win_forward_workspace_size
+#define nsa_attend_win_forward                   device_attend_win_forward
+#define nsa_attend_win_backward_workspace_size   nsa_cuda_attend_win_backward_workspace_size
+#define nsa_attend_win_backward                  device_attend_win_backward
+#define nsa_attend_dense_forward_workspace_size  nsa_cuda_attend_dense_forward_workspace_size
+#define nsa_attend_dense_forward                 device_attend_dense_forward
+#define nsa_attend_dense_backward_workspace_size nsa_cuda_attend_dense_backward_workspace_size
+#define nsa_attend_dense_backward                device_attend_dense_backward
+#define nsa_select_blocks_workspace_size         nsa_cuda_select_blocks_workspace_size
+#define nsa_select_blocks                        device_select_blocks
+#define nsa_rank_blocks                          device_rank_blocks
+#define nsa_check_blocks                         device_check_blocks
+#define nsa_normalize_blocks                     device_normalize_blocks
+#define nsa_gate_forward                         device_gate_forward
+#define nsa_gate_backward                        device_gate_backward
+#define nsa_attention_forward_workspace_size     nsa_cuda_attention_forward_workspace_size
+#define nsa_attention_forward                    device_attention_forward
+#define nsa_attention_backward_workspace_size    nsa_cuda_attention_backward_workspace_size
+#define nsa_attention_backward                   device_attention_backward
+
+#endif
