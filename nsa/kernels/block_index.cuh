@@ -26,7 +26,8 @@ NSA__DEVICE int nsa__window_begin(const nsa_desc &d, int query) {
 }
 
 /* The stencil of a selection block: the compressed blocks nsa__stencil_begin(j) + u, u = 0 ..
-   nsa__stencil_size - 1, overlap it in nsa__stencil_weight(u) strides. Those below 0 do not exist. */
+   nsa__stencil_size - 1, overlap it in nsa__stencil_weight(u) strides. Those below 0 do not
+   exist. */
 NSA__DEVICE int nsa__stencil_lead(const nsa_desc &d) {
     return d.cmp_block / d.cmp_stride - 1;
 }

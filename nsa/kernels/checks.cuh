@@ -1,5 +1,6 @@
 /* checks.cuh: what every nsa_cuda_ function asks before it launches; all of it host code.
-   Twin: nsa.h, Checks and workspace. The geometry's rules are nsa_desc_check's; here are CUDA's own.
+   Twin: nsa.h, Checks and workspace. The geometry's rules are nsa_desc_check's; here are CUDA's
+   own.
    Not here: anything that reads device memory (begins, block lists). */
 #ifndef NSA_CHECKS_CUH
 #define NSA_CHECKS_CUH
@@ -83,7 +84,8 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     return NSA_OK;
 }
 
-/* Of packed sequences the host knows neither the rows in all nor the last: two rows stand for them. */
+/* Of packed sequences the host knows neither the rows in all nor the last: two rows stand for
+   them. */
 static inline nsa__shape nsa__cuda_shape(const nsa_desc *d, int64_t rows, int64_t heads,
                                          int64_t width) {
     nsa__shape shape = {d->batch, rows, heads, width};

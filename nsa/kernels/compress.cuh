@@ -9,16 +9,16 @@
 enum { NSA__FILTER_THREADS = 128, NSA__FILTER_CHUNK = 64 };
 
 /* Eight channels of row `row` and one kv head; `rows` of a sequence at most. */
-struct nsa__filter_place {
+struct nsa__cuda_filter_place {
     nsa__sequence s;
     int b, head, c;
     int64_t row;
 };
 
-NSA__DEVICE nsa__filter_place nsa__filter_place_of(const nsa_desc &d, int dim) {
+NSA__DEVICE nsa__cuda_filter_place nsa__cuda_filter_place_of(const nsa_desc &d, int dim) {
     const int units = dim / 8, blocks = static_cast<int>(gridDim.x) / d.batch;
     const int64_t item = static_cast<int64_t>(blockIdx.x % blocks) * blockDim.x + threadIdx.x;
-    nsa__filter_place p;
+    nsa__cuda_filter_place p;
     p.b = static_cast<int>(blockIdx.x) / blocks;
     p.s = nsa__sequence_of(d, p.b);
     p.c = static_cast<int>(item % units) * 8;
@@ -28,9 +28,9 @@ NSA__DEVICE nsa__filter_place nsa__filter_place_of(const nsa_desc &d, int dim) {
 }
 
 /* out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean. */
-static __global__ void nsa__filter_forward_kernel(nsa_desc d, nsa_compress x,
-                                                  const int32_t *cmp_begins) {
-    const nsa__filter_place p = nsa__filter_place_of(d, x.dim);
+static __global__ void nsa__cuda_filter_forward_kernel(nsa_desc d, nsa_compress x,
+                                                       const int32_t *cmp_begins) {
+    const nsa__cuda_filter_place p = nsa__cuda_filter_place_of(d, x.dim);
     if (p.row >= nsa__cmp_count(d, p.s.tokens)) return;
     const bool conv = x.phi == NSA_PHI_CONV;
     float out[8] = {0, 0, 0, 0, 0, 0, 0, 0}, w[8], row[8];
@@ -49,10 +49,10 @@ static __global__ void nsa__filter_forward_kernel(nsa_desc d, nsa_compress x,
 }
 
 /* dx[t][c] += sum over the blocks i that cover t of w[t - i d][c] dout[i][c]. */
-static __global__ void nsa__filter_input_gradient_kernel(nsa_desc d, nsa_compress x,
-                                                         nsa_compress dx,
-                                                         const int32_t *cmp_begins) {
-    const nsa__filter_place p = nsa__filter_place_of(d, x.dim);
+static __global__ void nsa__cuda_filter_input_gradient_kernel(nsa_desc d, nsa_compress x,
+                                                              nsa_compress dx,
+                                                              const int32_t *cmp_begins) {
+    const nsa__cuda_filter_place p = nsa__cuda_filter_place_of(d, x.dim);
     if (p.row >= p.s.tokens) return;
     const int t = static_cast<int>(p.row), count = nsa__cmp_count(d, p.s.tokens);
     const int begin = t < d.cmp_block ? 0 : (t - d.cmp_block) / d.cmp_stride + 1;
@@ -70,12 +70,13 @@ static __global__ void nsa__filter_input_gradient_kernel(nsa_desc d, nsa_compres
     nsa__add8(dx.x.dtype, nsa__row_at(dx.x, p.s.batch, p.s.row + t, p.head), p.c, 1.0f, sum);
 }
 
-/* Part `part` of dw[j][c] = sum_i dout[i][c] x[i d + j][c] and, as row l, of db[c] = sum_i dout[i][c]:
-   of all chunks of NSA__FILTER_CHUNK blocks, every parts-th. parts[part][head][l + 1][D]. */
-static __global__ void nsa__conv_parameter_gradient_kernel(nsa_desc d, nsa_compress x,
-                                                           nsa_tensor dout, float *parts,
-                                                           int part_count, int chunks,
-                                                           const int32_t *cmp_begins) {
+/* Part `part` of dw[j][c] = sum_i dout[i][c] x[i d + j][c] and, as row l, of db[c] = sum_i
+   dout[i][c]: of all chunks of NSA__FILTER_CHUNK blocks, every parts-th. parts[part][head][l +
+   1][D]. */
+static __global__ void nsa__cuda_conv_parameter_gradient_kernel(nsa_desc d, nsa_compress x,
+                                                                nsa_tensor dout, float *parts,
+                                                                int part_count, int chunks,
+                                                                const int32_t *cmp_begins) {
     const int units = x.dim / 8, items = (d.cmp_block + 1) * units;
     const int blocks = (items - 1) / NSA__FILTER_THREADS + 1, block = static_cast<int>(blockIdx.x);
     const int item = block % blocks * NSA__FILTER_THREADS + static_cast<int>(threadIdx.x);
@@ -103,15 +104,15 @@ static __global__ void nsa__conv_parameter_gradient_kernel(nsa_desc d, nsa_compr
 
 /* ---- What a call needs of the workspace, and its launches ------------------------------------ */
 
-struct nsa__filter_plan {
+struct nsa__cuda_filter_plan {
     int32_t *cmp_begins;
     float *parts;
     int part_count, chunks;
 };
 
-static nsa__filter_plan nsa__filter_plan_of(const nsa_compress *x, const nsa_desc *d, int backward,
-                                            nsa__cuda_arena *a) {
-    nsa__filter_plan p;
+static nsa__cuda_filter_plan nsa__cuda_filter_plan_of(const nsa_compress *x, const nsa_desc *d,
+                                                      int backward, nsa__cuda_arena *a) {
+    nsa__cuda_filter_plan p;
     p.cmp_begins = nsa__cuda_take<int32_t>(a, d->begins ? d->batch + int64_t(1) : 0);
     p.chunks = static_cast<int>(nsa__cuda_ceil_div(nsa_cmp_count(d, d->tokens), NSA__FILTER_CHUNK));
     const int64_t all = static_cast<int64_t>(p.chunks) * d->batch;
@@ -123,32 +124,33 @@ static nsa__filter_plan nsa__filter_plan_of(const nsa_compress *x, const nsa_des
     return p;
 }
 
-static nsa_status nsa__filter_grid(const nsa_desc *d, int64_t rows, int dim, dim3 *grid) {
+static nsa_status nsa__cuda_filter_grid(const nsa_desc *d, int64_t rows, int dim, dim3 *grid) {
     return nsa__cuda_grid(
         d->batch * nsa__cuda_ceil_div(rows * d->kv_heads * (dim / 8), NSA__FILTER_THREADS), grid);
 }
 
-static nsa_status nsa__filter_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
-                                      cudaStream_t stream) {
+static nsa_status nsa__cuda_filter_forward(const nsa_compress *x, const nsa_desc *d,
+                                           void *workspace, cudaStream_t stream) {
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
-    const nsa__filter_plan p = nsa__filter_plan_of(x, d, 0, &a);
+    const nsa__cuda_filter_plan p = nsa__cuda_filter_plan_of(x, d, 0, &a);
     dim3 grid;
-    nsa_status s = nsa__filter_grid(d, nsa_cmp_count(d, d->tokens), x->dim, &grid);
+    nsa_status s = nsa__cuda_filter_grid(d, nsa_cmp_count(d, d->tokens), x->dim, &grid);
     if (s == NSA_OK && d->begins) s = nsa__cuda_cmp_begins(d, p.cmp_begins, stream);
     if (s != NSA_OK) return s;
-    return nsa__cuda_status(NSA_LAUNCH(nsa__filter_forward_kernel, grid, dim3(NSA__FILTER_THREADS),
-                                       0, stream, *d, *x, p.cmp_begins));
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_filter_forward_kernel, grid,
+                                       dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, p.cmp_begins));
 }
 
-static nsa_status nsa__filter_backward(const nsa_compress *dx, const nsa_compress *x,
-                                       const nsa_desc *d, void *workspace, cudaStream_t stream) {
+static nsa_status nsa__cuda_filter_backward(const nsa_compress *dx, const nsa_compress *x,
+                                            const nsa_desc *d, void *workspace,
+                                            cudaStream_t stream) {
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
-    const nsa__filter_plan p = nsa__filter_plan_of(x, d, 1, &a);
+    const nsa__cuda_filter_plan p = nsa__cuda_filter_plan_of(x, d, 1, &a);
     nsa_status s = d->begins ? nsa__cuda_cmp_begins(d, p.cmp_begins, stream) : NSA_OK;
     dim3 grid;
     if (s == NSA_OK && dx->x.data) {
-        if ((s = nsa__filter_grid(d, d->tokens, x->dim, &grid)) != NSA_OK) return s;
-        s = nsa__cuda_status(NSA_LAUNCH(nsa__filter_input_gradient_kernel, grid,
+        if ((s = nsa__cuda_filter_grid(d, d->tokens, x->dim, &grid)) != NSA_OK) return s;
+        s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_filter_input_gradient_kernel, grid,
                                         dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, *dx,
                                         p.cmp_begins));
     }
@@ -158,13 +160,14 @@ static nsa_status nsa__filter_backward(const nsa_compress *dx, const nsa_compres
                            nsa__cuda_ceil_div(rows * (x->dim / 8), NSA__FILTER_THREADS),
                        &grid);
     if (s != NSA_OK) return s;
-    s = nsa__cuda_status(NSA_LAUNCH(nsa__conv_parameter_gradient_kernel, grid,
+    s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_conv_parameter_gradient_kernel, grid,
                                     dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, dx->out, p.parts,
                                     p.part_count, p.chunks, p.cmp_begins));
-    const nsa__parts w1 = {p.parts, p.part_count, d->kv_heads, part, d->cmp_block, x->dim};
-    const nsa__parts b1 = {p.parts + part - x->dim, p.part_count, d->kv_heads, part, 1, x->dim};
-    if (s == NSA_OK) s = nsa__add_parts(&w1, NULL, &dx->w1, stream);
-    return s == NSA_OK ? nsa__add_parts(&b1, NULL, &dx->b1, stream) : s;
+    const nsa__cuda_parts w1 = {p.parts, p.part_count, d->kv_heads, part, d->cmp_block, x->dim};
+    const nsa__cuda_parts b1 = {
+        p.parts + part - x->dim, p.part_count, d->kv_heads, part, 1, x->dim};
+    if (s == NSA_OK) s = nsa__cuda_add_parts(&w1, NULL, &dx->w1, stream);
+    return s == NSA_OK ? nsa__cuda_add_parts(&b1, NULL, &dx->b1, stream) : s;
 }
 
 /* ---- Doors ---------------------------------------------------------------------------------- */
@@ -202,7 +205,7 @@ static nsa_status nsa__cuda_compress_check_sizes(const nsa_compress *x, const ns
     const bool mlp = x->phi == NSA_PHI_MLP;
     if (mlp && (x->hidden < 8 || x->hidden % 8))
         return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_hidden);
-    const int64_t rows = nsa__mlp_rows(d), flat = static_cast<int64_t>(d->cmp_block) * x->dim;
+    const int64_t rows = nsa__cuda_mlp_rows(d), flat = static_cast<int64_t>(d->cmp_block) * x->dim;
     if (flat > INT32_MAX / 64 || (mlp && (x->hidden > INT32_MAX / 64 || rows > INT32_MAX / 64)) ||
         (mlp && !nsa__fits(x->hidden, d->kv_heads, rows > flat ? rows : flat, 8)))
         return nsa__error(NSA_ERROR_OVERFLOW, base + NSA__AT_hidden);
@@ -250,9 +253,9 @@ static nsa_status nsa__cuda_compress_gradient_check(const nsa_compress *dx, cons
 static size_t nsa__cuda_compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward) {
     nsa__cuda_arena a = {NULL, 0};
     if (x->phi == NSA_PHI_MLP)
-        nsa__mlp_plan_of(x, d, backward, &a);
+        nsa__cuda_mlp_plan_of(x, d, backward, &a);
     else
-        nsa__filter_plan_of(x, d, backward, &a);
+        nsa__cuda_filter_plan_of(x, d, backward, &a);
     return nsa__cuda_arena_bytes(&a);
 }
 
@@ -271,15 +274,15 @@ extern "C" size_t nsa_cuda_compress_backward_workspace_size(const nsa_compress *
 static nsa_status nsa__cuda_compress_forward_run(const nsa_compress *x, const nsa_desc *d,
                                                  void *workspace, cudaStream_t stream) {
     if (nsa_cmp_count(d, d->tokens) == 0) return NSA_OK;
-    return x->phi == NSA_PHI_MLP ? nsa__mlp_forward(x, d, workspace, stream)
-                                 : nsa__filter_forward(x, d, workspace, stream);
+    return x->phi == NSA_PHI_MLP ? nsa__cuda_mlp_forward(x, d, workspace, stream)
+                                 : nsa__cuda_filter_forward(x, d, workspace, stream);
 }
 static nsa_status nsa__cuda_compress_backward_run(const nsa_compress *dx, const nsa_compress *x,
                                                   const nsa_desc *d, void *workspace,
                                                   cudaStream_t stream) {
     if (nsa_cmp_count(d, d->tokens) == 0) return NSA_OK;
-    return x->phi == NSA_PHI_MLP ? nsa__mlp_backward(dx, x, d, workspace, stream)
-                                 : nsa__filter_backward(dx, x, d, workspace, stream);
+    return x->phi == NSA_PHI_MLP ? nsa__cuda_mlp_backward(dx, x, d, workspace, stream)
+                                 : nsa__cuda_filter_backward(dx, x, d, workspace, stream);
 }
 
 extern "C" nsa_status nsa_cuda_compress_forward(const nsa_compress *x, const nsa_desc *d,

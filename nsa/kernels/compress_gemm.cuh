@@ -1,5 +1,6 @@
-/* compress_gemm.cuh: the matrix product that mlp compression is made of, c = a b on tiles of 64 x 64.
-   Twin: nsa.h, Tiles (nsa__gemm_nn, nsa__gemm_tn) as Compression uses them.
+/* compress_gemm.cuh: the matrix product that mlp compression is made of, c = a b on tiles of 64 x
+   64.
+   Twin: nsa.h, Tiles (nsa__cuda_gemm_nn, nsa__cuda_gemm_tn) as Compression uses them.
    Not here: a general BLAS. Operands are what an mlp over strided windows needs: rows gathered
    through a table, columns that continue in another row; any of k and v's strides. */
 #ifndef NSA_COMPRESS_GEMM_CUH
@@ -10,7 +11,7 @@
 /* A matrix in memory. Row r starts at the gathered token's row, or at r % modulus * stride +
    r / modulus * jump; column c of it lies c / width * outer + c % width further on, so that pieces
    of 16 bytes are always whole. */
-struct nsa__operand {
+struct nsa__cuda_operand {
     const void *data;
     int64_t head;
     const int4 *gather; /* NULL, or of each row: batch, token's row, compressed row or -1, tokens */
@@ -22,7 +23,7 @@ struct nsa__operand {
     int columns;
 };
 
-NSA__DEVICE int64_t nsa__operand_row(const nsa__operand &x, int r) {
+NSA__DEVICE int64_t nsa__cuda_operand_row(const nsa__cuda_operand &x, int r) {
     if (x.gather) {
         const int4 at = x.gather[r];
         return at.z < 0 ? -1 : x.batch * at.x + x.stride * at.y;
@@ -33,7 +34,7 @@ NSA__DEVICE int64_t nsa__operand_row(const nsa__operand &x, int r) {
 
 /* c of m x n = sum over k, cut into `splits` slices of k; `limit` in device memory, where it is not
    NULL, is the number of rows that there are: of m, or of k where both operands run along k. */
-struct nsa__gemm_shape {
+struct nsa__cuda_gemm_shape {
     int m, n, k, splits, heads;
     const int32_t *limit;
 };
@@ -42,7 +43,7 @@ enum { NSA__GEMM_TILE = 64, NSA__GEMM_THREADS = 128, NSA__GEMM_STAGES = 3 };
 
 /* A tile holds 64 bytes of k. ALONG_K: 64 rows of those 64 bytes; else a row for each k, of 64
    elements. Pieces of 16 bytes change places so that ldmatrix reads eight banks. */
-template <typename T, bool ALONG_K> struct nsa__gemm_tile {
+template <typename T, bool ALONG_K> struct nsa__cuda_gemm_tile {
     static constexpr int piece = 16 / sizeof(T);
     static constexpr int depth = 64 / sizeof(T);
     static constexpr int pieces = ALONG_K ? 4 : 64 / piece; /* of a row */
@@ -56,16 +57,16 @@ template <typename T, bool ALONG_K> struct nsa__gemm_tile {
 };
 
 /* One thread's share in bringing tiles of an operand: two pieces a tile, in the same column. */
-template <typename T, bool ALONG_K> struct nsa__gemm_loader {
-    typedef nsa__gemm_tile<T, ALONG_K> tile;
+template <typename T, bool ALONG_K> struct nsa__cuda_gemm_loader {
+    typedef nsa__cuda_gemm_tile<T, ALONG_K> tile;
     const T *data;
     int row, p;        /* its first row of the tile, its piece */
     int64_t row_at[2]; /* ALONG_K: where its rows start, -1 outside */
     int64_t column_at; /* else: where its column lies, -1 outside */
     int column;        /* ALONG_K: the column's place in `width` */
 
-    __device__ __forceinline__ void begin(const nsa__operand &x, int head, int outside, int rows,
-                                          int k) {
+    __device__ __forceinline__ void begin(const nsa__cuda_operand &x, int head, int outside,
+                                          int rows, int k) {
         data = static_cast<const T *>(x.data) + x.head * head;
         row = static_cast<int>(threadIdx.x) / tile::pieces;
         p = static_cast<int>(threadIdx.x) % tile::pieces;
@@ -76,12 +77,12 @@ template <typename T, bool ALONG_K> struct nsa__gemm_loader {
 #pragma unroll
         for (int i = 0; ALONG_K && i < 2; i++) {
             const int r = outside + row + i * tile::step;
-            row_at[i] = r < rows ? nsa__operand_row(x, r) : -1;
+            row_at[i] = r < rows ? nsa__cuda_operand_row(x, r) : -1;
         }
     }
 
     /* Starts the copies of the tile at k, of which k .. end - 1 exist, and moves to the next. */
-    __device__ __forceinline__ void copy(const nsa__operand &x, T *to, int k, int end) {
+    __device__ __forceinline__ void copy(const nsa__cuda_operand &x, T *to, int k, int end) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int64_t at = -1;
@@ -89,7 +90,7 @@ template <typename T, bool ALONG_K> struct nsa__gemm_loader {
                 if (row_at[i] >= 0 && k + p * tile::piece < end)
                     at = row_at[i] + column_at + column;
             } else if (column_at >= 0 && k + row + i * tile::step < end) {
-                const int64_t start = nsa__operand_row(x, k + row + i * tile::step);
+                const int64_t start = nsa__cuda_operand_row(x, k + row + i * tile::step);
                 if (start >= 0) at = start + column_at;
             }
             nsa__cp_async<16>(tile::at(to, row + i * tile::step, p), at < 0 ? data : data + at,
@@ -105,9 +106,9 @@ template <typename T, bool ALONG_K> struct nsa__gemm_loader {
 
 /* A warp's 32 x 32 values, as m16n8 products lie: acc[i][j] is rows 16 i, columns 8 j. */
 template <typename T, bool A_ALONG_K, bool B_ALONG_K>
-NSA__DEVICE void nsa__gemm_multiply(float (&acc)[2][4][4], T *a, T *b, int m, int n) {
-    typedef nsa__gemm_tile<T, A_ALONG_K> a_tile;
-    typedef nsa__gemm_tile<T, B_ALONG_K> b_tile;
+NSA__DEVICE void nsa__cuda_gemm_multiply(float (&acc)[2][4][4], T *a, T *b, int m, int n) {
+    typedef nsa__cuda_gemm_tile<T, A_ALONG_K> a_tile;
+    typedef nsa__cuda_gemm_tile<T, B_ALONG_K> b_tile;
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int k = 0; k < a_tile::depth; k += 16) {
@@ -136,21 +137,22 @@ NSA__DEVICE void nsa__gemm_multiply(float (&acc)[2][4][4], T *a, T *b, int m, in
 }
 
 /* The same in exact f32, one k after the other. */
-template <bool ALONG_K> NSA__DEVICE float nsa__gemm_element(float *tile, int outside, int k) {
-    return ALONG_K ? nsa__gemm_tile<float, true>::at(tile, outside, k / 4)[k % 4]
-                   : nsa__gemm_tile<float, false>::at(tile, k, outside / 4)[outside % 4];
+template <bool ALONG_K> NSA__DEVICE float nsa__cuda_gemm_element(float *tile, int outside, int k) {
+    return ALONG_K ? nsa__cuda_gemm_tile<float, true>::at(tile, outside, k / 4)[k % 4]
+                   : nsa__cuda_gemm_tile<float, false>::at(tile, k, outside / 4)[outside % 4];
 }
 template <bool A_ALONG_K, bool B_ALONG_K>
-NSA__DEVICE void nsa__gemm_multiply_f32(float (&acc)[2][4][4], float *a, float *b, int m, int n) {
+NSA__DEVICE void nsa__cuda_gemm_multiply_f32(float (&acc)[2][4][4], float *a, float *b, int m,
+                                             int n) {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4,
               i2 = static_cast<int>(threadIdx.x) % 4 * 2;
-    for (int k = 0; k < nsa__gemm_tile<float, true>::depth; k++) {
+    for (int k = 0; k < nsa__cuda_gemm_tile<float, true>::depth; k++) {
         float fa[4], fb[8];
 #pragma unroll
-        for (int i = 0; i < 4; i++) fa[i] = nsa__gemm_element<A_ALONG_K>(a, m + 8 * i + g, k);
+        for (int i = 0; i < 4; i++) fa[i] = nsa__cuda_gemm_element<A_ALONG_K>(a, m + 8 * i + g, k);
 #pragma unroll
         for (int j = 0; j < 8; j++)
-            fb[j] = nsa__gemm_element<B_ALONG_K>(b, n + j / 2 * 8 + i2 + j % 2, k);
+            fb[j] = nsa__cuda_gemm_element<B_ALONG_K>(b, n + j / 2 * 8 + i2 + j % 2, k);
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
@@ -164,9 +166,10 @@ NSA__DEVICE void nsa__gemm_multiply_f32(float (&acc)[2][4][4], float *a, float *
 /* done(head, split, row, column, x, y) takes the values of two neighbouring columns. */
 template <typename T, bool A_ALONG_K, bool B_ALONG_K, typename Done>
 static __global__ void __launch_bounds__(NSA__GEMM_THREADS)
-    nsa__gemm_kernel(nsa__operand a, nsa__operand b, nsa__gemm_shape s, Done done) {
+    nsa__cuda_gemm_kernel(nsa__cuda_operand a, nsa__cuda_operand b, nsa__cuda_gemm_shape s,
+                          Done done) {
     NSA_SHARED(uint4, tiles, [NSA__GEMM_STAGES][2][NSA__GEMM_TILE * 4]);
-    constexpr int depth = nsa__gemm_tile<T, true>::depth;
+    constexpr int depth = nsa__cuda_gemm_tile<T, true>::depth;
     const int n_tiles = (s.n - 1) / NSA__GEMM_TILE + 1, m_tiles = (s.m - 1) / NSA__GEMM_TILE + 1;
     int block = static_cast<int>(blockIdx.x);
     const int n0 = block % n_tiles * NSA__GEMM_TILE;
@@ -179,8 +182,8 @@ static __global__ void __launch_bounds__(NSA__GEMM_THREADS)
     const int slice = ((s.k - 1) / depth / s.splits + 1) * depth;
     const int begin = split * slice, end = min(k_end, begin + slice);
 
-    nsa__gemm_loader<T, A_ALONG_K> from_a;
-    nsa__gemm_loader<T, B_ALONG_K> from_b;
+    nsa__cuda_gemm_loader<T, A_ALONG_K> from_a;
+    nsa__cuda_gemm_loader<T, B_ALONG_K> from_b;
     from_a.begin(a, head, m0, m_end, begin);
     from_b.begin(b, head, n0, s.n, begin);
     auto copy = [&](int stage, int k) {
@@ -204,9 +207,9 @@ static __global__ void __launch_bounds__(NSA__GEMM_THREADS)
         T *ta = reinterpret_cast<T *>(tiles[stage][0]),
           *tb = reinterpret_cast<T *>(tiles[stage][1]);
         if constexpr (sizeof(T) == 4)
-            nsa__gemm_multiply_f32<A_ALONG_K, B_ALONG_K>(acc, ta, tb, m, n);
+            nsa__cuda_gemm_multiply_f32<A_ALONG_K, B_ALONG_K>(acc, ta, tb, m, n);
         else
-            nsa__gemm_multiply<T, A_ALONG_K, B_ALONG_K>(acc, ta, tb, m, n);
+            nsa__cuda_gemm_multiply<T, A_ALONG_K, B_ALONG_K>(acc, ta, tb, m, n);
         stage = (stage + 1) % NSA__GEMM_STAGES;
     }
 
@@ -224,14 +227,15 @@ static __global__ void __launch_bounds__(NSA__GEMM_THREADS)
 }
 
 template <typename T, bool A_ALONG_K, bool B_ALONG_K, typename Done>
-static nsa_status nsa__gemm_run(const nsa__operand &a, const nsa__operand &b,
-                                const nsa__gemm_shape &s, const Done &done, cudaStream_t stream) {
+static nsa_status nsa__cuda_gemm_run(const nsa__cuda_operand &a, const nsa__cuda_operand &b,
+                                     const nsa__cuda_gemm_shape &s, const Done &done,
+                                     cudaStream_t stream) {
     const int64_t blocks = nsa__cuda_ceil_div(s.m, NSA__GEMM_TILE) *
                            nsa__cuda_ceil_div(s.n, NSA__GEMM_TILE) * s.heads * s.splits;
     dim3 grid;
     const nsa_status status = nsa__cuda_grid(blocks, &grid);
     if (status != NSA_OK) return status;
-    return nsa__cuda_status(NSA_LAUNCH(nsa__gemm_kernel<T, A_ALONG_K, B_ALONG_K, Done>, grid,
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gemm_kernel<T, A_ALONG_K, B_ALONG_K, Done>, grid,
                                        dim3(NSA__GEMM_THREADS), 0, stream, a, b, s, done));
 }
 

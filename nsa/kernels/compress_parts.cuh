@@ -9,7 +9,7 @@
 
 /* Partial sums of a gradient of `rows` x `width` and each head: part p, head h, element e lies at
    data[(p * heads + h) * stride + e]. */
-struct nsa__parts {
+struct nsa__cuda_parts {
     const float *data;
     int count, heads;
     int64_t stride;
@@ -17,9 +17,9 @@ struct nsa__parts {
     int width;
 };
 
-/* What is added besides, of each head: column[r] row[c], `row` the rows of `dim` of a view one behind
-   the other. None where column is NULL. */
-struct nsa__outer_product {
+/* What is added besides, of each head: column[r] row[c], `row` the rows of `dim` of a view one
+   behind the other. None where column is NULL. */
+struct nsa__cuda_outer_product {
     const float *column;
     nsa_tensor row;
     int dim;
@@ -28,8 +28,8 @@ struct nsa__outer_product {
 enum { NSA__PARTS_THREADS = 128 };
 
 /* A head stride of 0 in `to` sums over the heads. */
-static __global__ void nsa__add_parts_kernel(nsa__parts p, nsa__outer_product outer,
-                                             nsa_tensor to) {
+static __global__ void nsa__cuda_add_parts_kernel(nsa__cuda_parts p, nsa__cuda_outer_product outer,
+                                                  nsa_tensor to) {
     const int64_t units = p.rows * (p.width / 8);
     const int64_t item = static_cast<int64_t>(blockIdx.x) * NSA__PARTS_THREADS + threadIdx.x;
     const int first = static_cast<int>(item / units), heads = to.head ? 1 : p.heads;
@@ -54,16 +54,17 @@ static __global__ void nsa__add_parts_kernel(nsa__parts p, nsa__outer_product ou
 }
 
 /* to += sum of parts (+ outer); nothing where the gradient is not asked for. */
-static nsa_status nsa__add_parts(const nsa__parts *p, const nsa__outer_product *outer,
-                                 const nsa_tensor *to, cudaStream_t stream) {
+static nsa_status nsa__cuda_add_parts(const nsa__cuda_parts *p,
+                                      const nsa__cuda_outer_product *outer, const nsa_tensor *to,
+                                      cudaStream_t stream) {
     if (!to->data) return NSA_OK;
-    const nsa__outer_product none = {};
+    const nsa__cuda_outer_product none = {};
     const int64_t units = p->rows * (p->width / 8) * (to->head ? p->heads : 1);
     dim3 grid;
     const nsa_status s = nsa__cuda_grid(nsa__cuda_ceil_div(units, NSA__PARTS_THREADS), &grid);
     if (s != NSA_OK) return s;
-    return nsa__cuda_status(NSA_LAUNCH(nsa__add_parts_kernel, grid, dim3(NSA__PARTS_THREADS), 0,
-                                       stream, *p, outer ? *outer : none, *to));
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_add_parts_kernel, grid, dim3(NSA__PARTS_THREADS),
+                                       0, stream, *p, outer ? *outer : none, *to));
 }
 
 #endif

@@ -9,8 +9,8 @@
 enum { NSA__GATE_THREADS = 128 };
 
 /* g of a logit row; the same in every thread that needs it. */
-NSA__DEVICE void nsa__gate_weights(nsa_gate_kind kind, const nsa_tensor &logits, int64_t b,
-                                   int64_t t, int64_t h, float (&g)[3]) {
+NSA__DEVICE void nsa__cuda_gate_weights(nsa_gate_kind kind, const nsa_tensor &logits, int64_t b,
+                                        int64_t t, int64_t h, float (&g)[3]) {
     const void *row = nsa__row_at(logits, b, t, h);
 #pragma unroll
     for (int i = 0; i < 3; i++) g[i] = nsa__load1(logits.dtype, row, i);
@@ -28,25 +28,25 @@ NSA__DEVICE void nsa__gate_weights(nsa_gate_kind kind, const nsa_tensor &logits,
 }
 
 /* The team of threads that shares a row, eight elements each: a power of two. */
-static inline int nsa__gate_team(int dim_v) {
+static inline int nsa__cuda_gate_team(int dim_v) {
     int team = 1;
     while (team * 8 < dim_v) team *= 2;
     return team;
 }
 
 /* Which row (t, h) of which sequence a team works on: teams count through (b, t, h). */
-struct nsa__gate_place {
+struct nsa__cuda_gate_place {
     nsa__sequence s;
     int64_t row;
     int head, c; /* of `heads`; the thread's first element */
     bool mine;
 };
 
-NSA__DEVICE nsa__gate_place nsa__gate_place_of(const nsa_desc &d, int heads, int team) {
+NSA__DEVICE nsa__cuda_gate_place nsa__cuda_gate_place_of(const nsa_desc &d, int heads, int team) {
     const int blocks = static_cast<int>(gridDim.x) / d.batch;
     const int64_t item =
         static_cast<int64_t>(blockIdx.x % blocks) * (NSA__GATE_THREADS / team) + threadIdx.x / team;
-    nsa__gate_place p;
+    nsa__cuda_gate_place p;
     p.s = nsa__sequence_of(d, static_cast<int>(blockIdx.x) / blocks);
     p.row = item / heads;
     p.head = static_cast<int>(item % heads);
@@ -55,13 +55,13 @@ NSA__DEVICE nsa__gate_place nsa__gate_place_of(const nsa_desc &d, int heads, int
     return p;
 }
 
-static __global__ void nsa__gate_forward_kernel(nsa_desc d, nsa_gate x, int team) {
-    const nsa__gate_place p = nsa__gate_place_of(d, d.heads, team);
+static __global__ void nsa__cuda_gate_forward_kernel(nsa_desc d, nsa_gate x, int team) {
+    const nsa__cuda_gate_place p = nsa__cuda_gate_place_of(d, d.heads, team);
     if (!p.mine || p.c >= d.dim_v) return;
     const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
     const int64_t t = p.s.row + p.row;
     float g[3], out[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    nsa__gate_weights(d.gate, x.logits, p.s.batch, t, p.head / (d.heads / d.gate_heads), g);
+    nsa__cuda_gate_weights(d.gate, x.logits, p.s.batch, t, p.head / (d.heads / d.gate_heads), g);
 #pragma unroll
     for (int i = 0; i < 3; i++) {
         float row[8];
@@ -74,14 +74,15 @@ static __global__ void nsa__gate_forward_kernel(nsa_desc d, nsa_gate x, int team
 
 /* out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout, and over the heads that share the gate
    dg[i] = sum_h sum_c dout branch[i]; then through the gate's kind to the logits. */
-static __global__ void nsa__gate_backward_kernel(nsa_desc d, nsa_gate x, nsa_gate dx, int team) {
-    const nsa__gate_place p = nsa__gate_place_of(d, d.gate_heads, team);
+static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, nsa_gate dx,
+                                                      int team) {
+    const nsa__cuda_gate_place p = nsa__cuda_gate_place_of(d, d.gate_heads, team);
     const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
     const nsa_tensor *dbranch[3] = {&dx.cmp, &dx.slc, &dx.win};
     const int64_t t = p.s.row + p.row;
     const int sharers = d.heads / d.gate_heads;
     float g[3] = {0, 0, 0}, dg[3] = {0, 0, 0};
-    if (p.mine) nsa__gate_weights(d.gate, x.logits, p.s.batch, t, p.head, g);
+    if (p.mine) nsa__cuda_gate_weights(d.gate, x.logits, p.s.batch, t, p.head, g);
     for (int h = p.head * sharers; p.mine && p.c < d.dim_v && h < (p.head + 1) * sharers; h++) {
         float dout[8];
         nsa__load8(dout, dx.out.dtype, nsa__row_at(dx.out, p.s.batch, t, h), p.c);
@@ -145,11 +146,11 @@ extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if ((s = nsa__cuda_gate_check(x, d, 1, &nsa__cuda_gate_names)) != NSA_OK) return s;
     if (d->count == 0) return NSA_OK;
-    const int team = nsa__gate_team(d->dim_v);
+    const int team = nsa__cuda_gate_team(d->dim_v);
     dim3 grid;
     if ((s = nsa__cuda_gate_grid(d, d->heads, team, &grid)) != NSA_OK) return s;
-    return nsa__cuda_status(NSA_LAUNCH(nsa__gate_forward_kernel, grid, dim3(NSA__GATE_THREADS), 0,
-                                       stream, *d, *x, team));
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_forward_kernel, grid, dim3(NSA__GATE_THREADS),
+                                       0, stream, *d, *x, team));
 }
 
 extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate *x,
@@ -171,11 +172,11 @@ extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate 
     if ((s = nsa__cuda_check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc)) != NSA_OK) return s;
     if ((s = nsa__cuda_check_gradient(&dx->win, &x->win, shape, NSA__AT_win)) != NSA_OK) return s;
     if (d->count == 0) return NSA_OK;
-    const int team = nsa__gate_team(d->dim_v);
+    const int team = nsa__cuda_gate_team(d->dim_v);
     dim3 grid;
     if ((s = nsa__cuda_gate_grid(d, d->gate_heads, team, &grid)) != NSA_OK) return s;
-    return nsa__cuda_status(NSA_LAUNCH(nsa__gate_backward_kernel, grid, dim3(NSA__GATE_THREADS), 0,
-                                       stream, *d, *x, *dx, team));
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_backward_kernel, grid,
+                                       dim3(NSA__GATE_THREADS), 0, stream, *d, *x, *dx, team));
 }
 
 #endif

@@ -6,8 +6,9 @@
 
 #include "block_index.cuh"
 
-/* Turns (of 2 pi) that pair i makes from one position to the next, and what the result is scaled by. */
-struct nsa__rope_table {
+/* Turns (of 2 pi) that pair i makes from one position to the next, and what the result is scaled
+   by. */
+struct nsa__cuda_rope_table {
     double turns[NSA__MAX_DIM / 2];
     float magnitude;
 };
@@ -18,8 +19,8 @@ enum { NSA__ROPE_THREADS = 128, NSA__ROPE_HEADS = 8 };
    heads by them. Whole turns are taken off in f64: a late position keeps its angle's precision.
    Backward turns the other way and adds. */
 template <bool BACKWARD>
-static __global__ void nsa__rope_kernel(nsa_desc d, nsa_rope x, nsa_tensor from, nsa_tensor to,
-                                        nsa__rope_table table) {
+static __global__ void nsa__cuda_rope_kernel(nsa_desc d, nsa_rope x, nsa_tensor from, nsa_tensor to,
+                                             nsa__cuda_rope_table table) {
     const int units = x.dim / 8, head_blocks = (x.heads - 1) / NSA__ROPE_HEADS + 1;
     const int row_blocks = static_cast<int>(gridDim.x) / (d.batch * head_blocks);
     const int block = static_cast<int>(blockIdx.x);
@@ -87,7 +88,7 @@ template <bool BACKWARD>
 static nsa_status nsa__cuda_rope_run(const nsa_rope *x, const nsa_desc *d, const nsa_tensor *from,
                                      const nsa_tensor *to, cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
-    nsa__rope_table table;
+    nsa__cuda_rope_table table;
     double magnitude;
     nsa__rope_frequencies(x, table.turns, &magnitude);
     for (int i = 0; i < x->dim / 2; i++) table.turns[i] /= 6.283185307179586;
@@ -98,8 +99,9 @@ static nsa_status nsa__cuda_rope_run(const nsa_rope *x, const nsa_desc *d, const
     dim3 grid;
     const nsa_status s = nsa__cuda_grid(d->batch * head_blocks * row_blocks, &grid);
     if (s != NSA_OK) return s;
-    return nsa__cuda_status(NSA_LAUNCH(nsa__rope_kernel<BACKWARD>, grid, dim3(NSA__ROPE_THREADS), 0,
-                                       stream, *d, *x, *from, *to, table));
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rope_kernel<BACKWARD>, grid,
+                                       dim3(NSA__ROPE_THREADS), 0, stream, *d, *x, *from, *to,
+                                       table));
 }
 
 extern "C" nsa_status nsa_cuda_rope_forward(const nsa_rope *x, const nsa_desc *d,

@@ -1,21 +1,21 @@
-/* select_blocks.cuh: the blocks that each query reads: a second pass over q k_cmp, from the softmax's
-   logarithms to a list, with nothing of size queries x blocks in memory.
+/* select_blocks.cuh: the blocks that each query reads: a second pass over q k_cmp, from the
+   softmax's logarithms to a list, with nothing of size queries x blocks in memory.
    Twin: nsa.h, Selection.
    Not here: ranking (select_rank.cuh), lists from elsewhere (select_lists.cuh).
 
    A block of threads takes neighbouring queries of one kv head and walks the compressed keys in
    tiles. A warp owns some of the queries. Its product has a row for each key and a column for each
-   query head (the transpose of attention's), so that the sum over the heads of a group is a sum over
-   a thread's own values and its three neighbours. Sums go to a ring in shared memory, as long as a
-   tile and a stencil; when all of a selection block's stencil has passed, the block is scored and
-   offered to its query's list. A query's bits depend on its own rows alone. */
+   query head (the transpose of attention's), so that the sum over the heads of a group is a sum
+   over a thread's own values and its three neighbours. Sums go to a ring in shared memory, as long
+   as a tile and a stencil; when all of a selection block's stencil has passed, the block is scored
+   and offered to its query's list. A query's bits depend on its own rows alone. */
 #ifndef NSA_SELECT_BLOCKS_CUH
 #define NSA_SELECT_BLOCKS_CUH
 
 #include "select_rank.cuh"
 
 /* The shape of a launch. */
-struct nsa__select_plan {
+struct nsa__cuda_select_plan {
     int32_t *cmp_begins;
     uint64_t *lists; /* workspace: where lists are too long for shared memory; else NULL */
     int columns;     /* of a query: a power of two >= G, or all of a warp's, `chunks` times */
@@ -32,7 +32,7 @@ struct nsa__select_plan {
 };
 
 /* Keys of a tile, and how far apart its two copies lie. */
-template <typename T, int D> struct nsa__select_tile {
+template <typename T, int D> struct nsa__cuda_select_tile {
     static constexpr int keys = sizeof(T) == 2 ? 64 : 32;
     static constexpr int piece = 16 / sizeof(T), pieces = D / piece;
 
@@ -44,9 +44,9 @@ template <typename T, int D> struct nsa__select_tile {
 
 /* Starts the copies of keys first .. first + keys - 1, of which `count` exist. */
 template <typename T, int D>
-NSA__DEVICE void nsa__select_copy(T *tile, const T *k, int64_t stride, int first, int count,
-                                  int dim) {
-    typedef nsa__select_tile<T, D> shape;
+NSA__DEVICE void nsa__cuda_select_copy(T *tile, const T *k, int64_t stride, int first, int count,
+                                       int dim) {
+    typedef nsa__cuda_select_tile<T, D> shape;
 #pragma unroll 1 /* registers hold the queries meanwhile */
     for (int i = static_cast<int>(threadIdx.x); i < shape::keys * shape::pieces;
          i += static_cast<int>(blockDim.x)) {
@@ -58,20 +58,21 @@ NSA__DEVICE void nsa__select_copy(T *tile, const T *k, int64_t stride, int first
     }
 }
 
-/* What a warp keeps of its columns in registers. Column c is head c % columns of query c / columns. */
-template <typename T, int D, int NT> struct nsa__select_columns {
+/* What a warp keeps of its columns in registers. Column c is head c % columns of query c /
+   columns. */
+template <typename T, int D, int NT> struct nsa__cuda_select_columns {
     uint32_t q[D / 16][NT][2]; /* as tensor cores take them */
 };
-template <int D, int NT> struct nsa__select_columns<float, D, NT> {
+template <int D, int NT> struct nsa__cuda_select_columns<float, D, NT> {
     const float
         *q[NT][2]; /* rows of the thread's columns 8 n + 2 i + e; NULL where there is none */
 };
 
 /* Row of a column's query head, NULL where there is none. */
 template <typename T>
-NSA__DEVICE T *nsa__select_row(const nsa_tensor &x, const nsa__sequence &s,
-                               const nsa__select_plan &p, int group, int kv_head, int first_query,
-                               int chunk, int column) {
+NSA__DEVICE T *nsa__cuda_select_row(const nsa_tensor &x, const nsa__sequence &s,
+                                    const nsa__cuda_select_plan &p, int group, int kv_head,
+                                    int first_query, int chunk, int column) {
     const int query = first_query + column / p.columns, g = chunk * p.columns + column % p.columns;
     if (query >= s.count || g >= group) return nullptr;
     return nsa__row_of<T>(x, s.batch, s.row + query, static_cast<int64_t>(kv_head) * group + g);
@@ -79,14 +80,14 @@ NSA__DEVICE T *nsa__select_row(const nsa_tensor &x, const nsa__sequence &s,
 
 /* Brings in a warp's columns; lse2[column]: their logarithms to base 2, inf where there is none. */
 template <typename T, int D, int NT>
-NSA__DEVICE void nsa__select_load(nsa__select_columns<T, D, NT> &c, float *lse2,
-                                  const nsa_select &x, const nsa_desc &d, const nsa__sequence &s,
-                                  const nsa__select_plan &p, int kv_head, int first_query,
-                                  int chunk) {
+NSA__DEVICE void nsa__cuda_select_load(nsa__cuda_select_columns<T, D, NT> &c, float *lse2,
+                                       const nsa_select &x, const nsa_desc &d,
+                                       const nsa__sequence &s, const nsa__cuda_select_plan &p,
+                                       int kv_head, int first_query, int chunk) {
     const int group = d.heads / d.kv_heads, lane = static_cast<int>(threadIdx.x) % 32;
     if (lane < 8 * NT) {
-        const float *lse =
-            nsa__select_row<const float>(x.lse, s, p, group, kv_head, first_query, chunk, lane);
+        const float *lse = nsa__cuda_select_row<const float>(x.lse, s, p, group, kv_head,
+                                                             first_query, chunk, lane);
         lse2[lane] = lse && nsa__finite(*lse) ? *lse * 1.44269504f : __uint_as_float(0x7f800000u);
     }
 #pragma unroll
@@ -94,11 +95,11 @@ NSA__DEVICE void nsa__select_load(nsa__select_columns<T, D, NT> &c, float *lse2,
         if constexpr (sizeof(T) == 4) {
 #pragma unroll
             for (int e = 0; e < 2; e++)
-                c.q[n][e] = nsa__select_row<const float>(x.q, s, p, group, kv_head, first_query,
-                                                         chunk, 8 * n + lane % 4 * 2 + e);
+                c.q[n][e] = nsa__cuda_select_row<const float>(
+                    x.q, s, p, group, kv_head, first_query, chunk, 8 * n + lane % 4 * 2 + e);
         } else {
-            const T *q = nsa__select_row<const T>(x.q, s, p, group, kv_head, first_query, chunk,
-                                                  8 * n + lane / 4);
+            const T *q = nsa__cuda_select_row<const T>(x.q, s, p, group, kv_head, first_query,
+                                                       chunk, 8 * n + lane / 4);
 #pragma unroll
             for (int k = 0; k < D / 16; k++)
 #pragma unroll
@@ -114,9 +115,10 @@ NSA__DEVICE void nsa__select_load(nsa__select_columns<T, D, NT> &c, float *lse2,
 
 /* acc[n] = 16 keys from `row` on, times columns 8 n .. 8 n + 7. */
 template <typename T, int D, int NT>
-NSA__DEVICE void nsa__select_product(float (&acc)[NT][4], const nsa__select_columns<T, D, NT> &c,
-                                     T *tile, int row, int dim) {
-    typedef nsa__select_tile<T, D> shape;
+NSA__DEVICE void nsa__cuda_select_product(float (&acc)[NT][4],
+                                          const nsa__cuda_select_columns<T, D, NT> &c, T *tile,
+                                          int row, int dim) {
+    typedef nsa__cuda_select_tile<T, D> shape;
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int n = 0; n < NT; n++)
@@ -156,7 +158,7 @@ NSA__DEVICE void nsa__select_product(float (&acc)[NT][4], const nsa__select_colu
 
 /* Sums of V values over a lane and its neighbour across `bit`, V / 2 of them for each of the two:
    the lane whose bit is set keeps those of the upper half. V / 2 shuffles for V sums. */
-template <int V> NSA__DEVICE void nsa__select_fold(float (&v)[V], int bit) {
+template <int V> NSA__DEVICE void nsa__cuda_select_fold(float (&v)[V], int bit) {
     const bool upper = threadIdx.x & static_cast<unsigned>(bit);
 #pragma unroll
     for (int i = 0; i < V / 2; i++) {
@@ -166,7 +168,7 @@ template <int V> NSA__DEVICE void nsa__select_fold(float (&v)[V], int bit) {
 }
 
 /* Where sums over heads go: ring[query][key]. */
-struct nsa__select_ring {
+struct nsa__cuda_select_ring {
     float *data;
     int size;
     bool adds; /* a later chunk of heads */
@@ -179,18 +181,18 @@ struct nsa__select_ring {
 /* v[2 q + h] is a lane's part of the sum of query q and key + 8 h; sums over the four lanes of a
    key, as few shuffles as there are sums (V > 2), and puts them. */
 template <int V>
-NSA__DEVICE void nsa__select_put(float (&v)[V], const nsa__select_ring &ring, int key) {
+NSA__DEVICE void nsa__cuda_select_put(float (&v)[V], const nsa__cuda_select_ring &ring, int key) {
     const int i = static_cast<int>(threadIdx.x) % 4;
     if constexpr (V == 2) {
-        nsa__select_fold(v, 1);
+        nsa__cuda_select_fold(v, 1);
         v[0] += __shfl_xor_sync(0xffffffffu, v[0], 2);
         if (i < 2) ring.put(0, key + i * 8, v[0]);
     } else {
         float part[V / 2];
-        nsa__select_fold(v, 2);
+        nsa__cuda_select_fold(v, 2);
 #pragma unroll
         for (int e = 0; e < V / 2; e++) part[e] = v[e];
-        nsa__select_fold(part, 1);
+        nsa__cuda_select_fold(part, 1);
         if constexpr (V == 4) {
             ring.put(i / 2, key + i % 2 * 8, part[0]);
         } else {
@@ -203,8 +205,9 @@ NSA__DEVICE void nsa__select_put(float (&v)[V], const nsa__select_ring &ring, in
 /* The sums of p over the heads of each query, for the keys of one product. key: that of the lane's
    first row. */
 template <int NT>
-NSA__DEVICE void nsa__select_sum_heads(const float (&p)[NT][4], const nsa__select_ring &ring,
-                                       int columns, int key) {
+NSA__DEVICE void nsa__cuda_select_sum_heads(const float (&p)[NT][4],
+                                            const nsa__cuda_select_ring &ring, int columns,
+                                            int key) {
     const int i = static_cast<int>(threadIdx.x) % 4;
     float v[2 * NT]; /* (n, row) */
 #pragma unroll
@@ -218,52 +221,53 @@ NSA__DEVICE void nsa__select_sum_heads(const float (&p)[NT][4], const nsa__selec
             ring.put(i, key + 8, v[1]);
         }
     } else if (columns == 4) { /* lanes 0 and 1 are one query, lanes 2 and 3 the next */
-        nsa__select_fold(v, 1);
+        nsa__cuda_select_fold(v, 1);
 #pragma unroll
         for (int e = 0; e < NT; e++)
             ring.put((i % 2 * NT + e) / 2 * 2 + i / 2, key + (i % 2 * NT + e) % 2 * 8, v[e]);
     } else if (columns == 8) {
-        nsa__select_put<2 * NT>(v, ring, key);
+        nsa__cuda_select_put<2 * NT>(v, ring, key);
     } else {
         float w[NT]; /* pairs of n */
 #pragma unroll
         for (int e = 0; e < NT; e++) w[e] = v[e / 2 * 4 + e % 2] + v[e / 2 * 4 + 2 + e % 2];
         if (NT == 2 || columns == 16) {
-            nsa__select_put<NT>(w, ring, key);
+            nsa__cuda_select_put<NT>(w, ring, key);
         } else {
             float u[2] = {w[0] + w[NT - 2], w[1] + w[NT - 1]};
-            nsa__select_put<2>(u, ring, key);
+            nsa__cuda_select_put<2>(u, ring, key);
         }
     }
 }
 
 /* A query as its warp ranks for it: compressed keys it sees (-1: a logarithm is not finite, so that
    all scores are NaN), blocks .init .. .local - 1 to rank, how many of them to take. */
-struct alignas(16) nsa__select_query {
+struct alignas(16) nsa__cuda_select_query {
     int visible, init, local, room;
 };
 
 /* A warp's queries and what it keeps of them. */
-struct nsa__select_warp {
+struct nsa__cuda_select_warp {
     int first_query; /* row on the query's side */
     int visible;     /* the most that one of its queries sees */
     int candidates;  /* likewise */
-    nsa__select_query *queries;
+    nsa__cuda_select_query *queries;
     uint64_t *lists;
     float *ring;
     float *lse2; /* of its columns */
 };
 
 /* Looks at a warp's queries: fills w.queries, w.visible and w.candidates, empties its lists. */
-NSA__DEVICE void nsa__select_begin(nsa__select_warp &w, const nsa_select &x, const nsa_desc &d,
-                                   const nsa__sequence &s, const nsa__select_plan &p, int kv_head) {
+NSA__DEVICE void nsa__cuda_select_begin(nsa__cuda_select_warp &w, const nsa_select &x,
+                                        const nsa_desc &d, const nsa__sequence &s,
+                                        const nsa__cuda_select_plan &p, int kv_head) {
     const int group = d.heads / d.kv_heads, lane = static_cast<int>(threadIdx.x) % 32;
     w.visible = w.candidates = 0;
     for (int q = 0; q < p.queries; q++) {
         const int row = w.first_query + q, query = s.first + row;
-        nsa__select_query found = {0, 0, 0, 0};
+        nsa__cuda_select_query found = {0, 0, 0, 0};
         if (row < s.count) {
-            const nsa__forced_blocks f = nsa__forced_of(d, query);
+            const nsa__cuda_forced_blocks f = nsa__cuda_forced_of(d, query);
             bool bad = false;
             for (int g = lane; g < group; g += 32)
                 bad |= !nsa__finite(*nsa__row_of<const float>(
@@ -279,8 +283,8 @@ NSA__DEVICE void nsa__select_begin(nsa__select_warp &w, const nsa_select &x, con
 }
 
 /* The score of selection block j, from the sums in `ring`. */
-NSA__DEVICE float nsa__select_score(const nsa__select_plan &p, nsa_score_map map, const float *ring,
-                                    int visible, int j) {
+NSA__DEVICE float nsa__cuda_select_score(const nsa__cuda_select_plan &p, nsa_score_map map,
+                                         const float *ring, int visible, int j) {
     if (visible < 0) return __uint_as_float(0x7fc00000u);
     const int first = j * p.strides - (p.reach - 1), size = p.strides + p.reach - 1;
     float score = 0.0f;
@@ -296,38 +300,39 @@ NSA__DEVICE float nsa__select_score(const nsa__select_plan &p, nsa_score_map map
 }
 
 /* Scores blocks begin .. end - 1 of the warp's queries and offers them. */
-NSA__DEVICE void nsa__select_rank(const nsa__select_plan &p, nsa_score_map map,
-                                  const nsa__select_warp &w, int begin, int end) {
+NSA__DEVICE void nsa__cuda_select_rank(const nsa__cuda_select_plan &p, nsa_score_map map,
+                                       const nsa__cuda_select_warp &w, int begin, int end) {
     const int lane = static_cast<int>(threadIdx.x) % 32, blocks = end - begin;
     for (int base = 0; base < p.queries * blocks; base += 32) {
         const int item = min(base + lane, p.queries * blocks - 1), q = item / blocks;
         const int j = begin + item % blocks;
-        const nsa__select_query query = w.queries[q];
+        const nsa__cuda_select_query query = w.queries[q];
         uint64_t candidate = 0;
         if (base + lane == item && j >= query.init && j < query.local)
-            candidate =
-                nsa__candidate(nsa__select_score(p, map, w.ring + q * p.ring, query.visible, j), j);
-        nsa__rank_offer(w.lists, p.length, q, query.room, candidate);
+            candidate = nsa__cuda_candidate(
+                nsa__cuda_select_score(p, map, w.ring + q * p.ring, query.visible, j), j);
+        nsa__cuda_rank_offer(w.lists, p.length, q, query.room, candidate);
     }
 }
 
 /* The warp's sums for the keys of one tile. */
 template <typename T, int D, int NT, bool CHUNKS>
-NSA__DEVICE void nsa__select_sums(nsa__select_columns<T, D, NT> &c, const nsa_select &x,
-                                  const nsa_desc &d, const nsa__sequence &s,
-                                  const nsa__select_plan &p, const nsa__select_warp &w, int kv_head,
-                                  float scale2, T *tile, int first_key) {
+NSA__DEVICE void nsa__cuda_select_sums(nsa__cuda_select_columns<T, D, NT> &c, const nsa_select &x,
+                                       const nsa_desc &d, const nsa__sequence &s,
+                                       const nsa__cuda_select_plan &p,
+                                       const nsa__cuda_select_warp &w, int kv_head, float scale2,
+                                       T *tile, int first_key) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     for (int chunk = 0; chunk < (CHUNKS ? p.chunks : 1); chunk++) {
         if (CHUNKS) __syncwarp(); /* the last chunk has been read */
-        if (CHUNKS) nsa__select_load(c, w.lse2, x, d, s, p, kv_head, w.first_query, chunk);
-        const nsa__select_ring ring = {w.ring, p.ring, chunk > 0};
+        if (CHUNKS) nsa__cuda_select_load(c, w.lse2, x, d, s, p, kv_head, w.first_query, chunk);
+        const nsa__cuda_select_ring ring = {w.ring, p.ring, chunk > 0};
 #pragma unroll 1
-        for (int row = 0; row < nsa__select_tile<T, D>::keys; row += 16) {
+        for (int row = 0; row < nsa__cuda_select_tile<T, D>::keys; row += 16) {
             float acc[NT][4];
             if (first_key + row >= w.visible) break;
-            nsa__select_product<T, D, NT>(acc, c, tile, row, d.dim);
-            /* what a query does not see may be anything: nsa__select_score does not read it */
+            nsa__cuda_select_product<T, D, NT>(acc, c, tile, row, d.dim);
+            /* what a query does not see may be anything: nsa__cuda_select_score does not read it */
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 const float2 lse2 = *reinterpret_cast<float2 *>(w.lse2 + 8 * n + lane % 4 * 2);
@@ -335,7 +340,7 @@ NSA__DEVICE void nsa__select_sums(nsa__select_columns<T, D, NT> &c, const nsa_se
                 for (int e = 0; e < 4; e++)
                     acc[n][e] = nsa__ex2(fmaf(acc[n][e], scale2, -(e % 2 ? lse2.y : lse2.x)));
             }
-            nsa__select_sum_heads<NT>(acc, ring, p.columns, first_key + row + lane / 4);
+            nsa__cuda_select_sum_heads<NT>(acc, ring, p.columns, first_key + row + lane / 4);
         }
     }
 }
@@ -344,12 +349,13 @@ enum { NSA__SELECT_WARPS = 8 };
 
 template <typename T, int D, int NT, bool CHUNKS>
 static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && sizeof(T) == 2 ? 2 : 1)
-    nsa__select_blocks_kernel(nsa_desc d, nsa_select x, nsa__select_plan p, float scale2) {
-    typedef nsa__select_tile<T, D> shape;
+    nsa__cuda_select_blocks_kernel(nsa_desc d, nsa_select x, nsa__cuda_select_plan p,
+                                   float scale2) {
+    typedef nsa__cuda_select_tile<T, D> shape;
     NSA_SHARED_ALL(bytes);
     const int warp = static_cast<int>(threadIdx.x) / 32, tile_queries = p.warps * p.queries;
     T *tiles = reinterpret_cast<T *>(bytes);
-    auto *queries = reinterpret_cast<nsa__select_query *>(tiles + 2 * shape::keys * D);
+    auto *queries = reinterpret_cast<nsa__cuda_select_query *>(tiles + 2 * shape::keys * D);
     float *rings = reinterpret_cast<float *>(queries + tile_queries);
     float *lse2 = rings + tile_queries * p.ring;
     auto *lists = reinterpret_cast<uint64_t *>(lse2 + p.warps * 8 * NT);
@@ -361,57 +367,57 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     const nsa__sequence s = nsa__sequence_of(d, b);
     if (first >= s.count) return;
 
-    nsa__select_warp w;
+    nsa__cuda_select_warp w;
     w.first_query = first + warp * p.queries;
     w.queries = queries + warp * p.queries;
     w.ring = rings + warp * p.queries * p.ring;
     w.lse2 = lse2 + warp * 8 * NT;
     if (p.lists) lists = p.lists + static_cast<int64_t>(block) * tile_queries * p.length;
     w.lists = lists + warp * p.queries * p.length;
-    nsa__select_begin(w, x, d, s, p, kv_head);
+    nsa__cuda_select_begin(w, x, d, s, p, kv_head);
 
-    nsa__select_columns<T, D, NT> c;
-    if (!CHUNKS) nsa__select_load(c, w.lse2, x, d, s, p, kv_head, w.first_query, 0);
+    nsa__cuda_select_columns<T, D, NT> c;
+    if (!CHUNKS) nsa__cuda_select_load(c, w.lse2, x, d, s, p, kv_head, w.first_query, 0);
     const T *k = nsa__row_of<const T>(x.k, s.batch, nsa__cmp_row(d, p.cmp_begins, b), kv_head);
     const int keys = nsa__cmp_visible(d, s.first + min(first + tile_queries, s.count) - 1);
     int ranked = 0;
-    if (keys > 0) nsa__select_copy<T, D>(tiles, k, x.k.token, 0, keys, d.dim);
+    if (keys > 0) nsa__cuda_select_copy<T, D>(tiles, k, x.k.token, 0, keys, d.dim);
     nsa__cp_async_commit();
     for (int key = 0; key < keys; key += shape::keys) {
         T *tile = tiles + key / shape::keys % 2 * shape::keys * D;
         T *next = tiles + (key / shape::keys + 1) % 2 * shape::keys * D;
         if (key + shape::keys < keys)
-            nsa__select_copy<T, D>(next, k, x.k.token, key + shape::keys, keys, d.dim);
+            nsa__cuda_select_copy<T, D>(next, k, x.k.token, key + shape::keys, keys, d.dim);
         nsa__cp_async_commit();
         nsa__cp_async_wait<1>();
         __syncthreads();
         if (key < w.visible) {
-            nsa__select_sums<T, D, NT, CHUNKS>(c, x, d, s, p, w, kv_head, scale2, tile, key);
+            nsa__cuda_select_sums<T, D, NT, CHUNKS>(c, x, d, s, p, w, kv_head, scale2, tile, key);
             __syncwarp();
             const int end = min((key + shape::keys) / p.strides, w.candidates);
-            nsa__select_rank(p, d.score_map, w, ranked, end);
+            nsa__cuda_select_rank(p, d.score_map, w, ranked, end);
             ranked = end;
         }
         __syncthreads();
     }
-    nsa__select_rank(p, d.score_map, w, ranked, w.candidates);
+    nsa__cuda_select_rank(p, d.score_map, w, ranked, w.candidates);
     for (int q = 0; q < p.queries && w.first_query + q < s.count; q++)
-        nsa__rank_write(nsa__forced_of(d, s.first + w.first_query + q), w.lists + q * p.length,
-                        nsa__row_of<int32_t>(x.blocks, s.batch, s.row + w.first_query + q, kv_head),
-                        p.width);
+        nsa__cuda_rank_write(
+            nsa__cuda_forced_of(d, s.first + w.first_query + q), w.lists + q * p.length,
+            nsa__row_of<int32_t>(x.blocks, s.batch, s.row + w.first_query + q, kv_head), p.width);
 }
 
 /* ---- Launch --------------------------------------------------------------------------------- */
 
 /* What every device of compute capability 8.0 and later gives a block. */
-static const size_t nsa__select_shared_most = 96 * 1024;
+static const size_t nsa__cuda_select_shared_most = 96 * 1024;
 
 /* The element's size and a padded width are all that a plan needs to know of a kernel. */
-static nsa__select_plan nsa__select_plan_of(const nsa_desc *d, size_t element, int padded, int wide,
-                                            nsa__cuda_arena *a) {
+static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t element, int padded,
+                                                      int wide, nsa__cuda_arena *a) {
     const int group = d->heads / d->kv_heads;
     const int keys = element == 2 ? 64 : 32;
-    nsa__select_plan p;
+    nsa__cuda_select_plan p;
     p.columns = 1;
     while (p.columns < group && p.columns < wide) p.columns *= 2;
     p.chunks = (group - 1) / p.columns + 1;
@@ -426,9 +432,10 @@ static nsa__select_plan nsa__select_plan_of(const nsa_desc *d, size_t element, i
     if (p.length < 1) p.length = 1;
 
     const size_t tiles = 2 * static_cast<size_t>(keys) * static_cast<size_t>(padded) * element;
-    const size_t sums = sizeof(nsa__select_query) + sizeof(float) * static_cast<size_t>(p.ring);
+    const size_t sums =
+        sizeof(nsa__cuda_select_query) + sizeof(float) * static_cast<size_t>(p.ring);
     const size_t list = sizeof(uint64_t) * static_cast<size_t>(p.length);
-    const size_t room = nsa__select_shared_most - tiles;
+    const size_t room = nsa__cuda_select_shared_most - tiles;
     const size_t queries = static_cast<size_t>(p.queries);
     const size_t warp = queries * sums + sizeof(float) * static_cast<size_t>(wide);
     p.warps = NSA__SELECT_WARPS;
@@ -448,49 +455,50 @@ static nsa__select_plan nsa__select_plan_of(const nsa_desc *d, size_t element, i
 
 /* NT: a warp's columns over 8. */
 template <typename T, int D, int NT, bool CHUNKS>
-static nsa_status nsa__select_launch(const nsa_select *x, const nsa_desc *d, void *workspace,
-                                     cudaStream_t stream) {
+static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                          cudaStream_t stream) {
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
-    const nsa__select_plan p = nsa__select_plan_of(d, sizeof(T), D, 8 * NT, &a);
+    const nsa__cuda_select_plan p = nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, &a);
     const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
     nsa_status s = d->begins ? nsa__cuda_cmp_begins(d, p.cmp_begins, stream) : NSA_OK;
     dim3 grid;
     if (s == NSA_OK)
         s = nsa__cuda_grid(static_cast<int64_t>(p.tiles) * d->batch * d->kv_heads, &grid);
     if (s != NSA_OK) return s;
-    return nsa__cuda_status(NSA_LAUNCH((nsa__select_blocks_kernel<T, D, NT, CHUNKS>), grid,
+    return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_select_blocks_kernel<T, D, NT, CHUNKS>), grid,
                                        dim3(32u * static_cast<unsigned>(p.warps)), p.shared_bytes,
                                        stream, *d, *x, p,
                                        static_cast<float>(scale * 1.4426950408889634)));
 }
 
 /* Registers decide: a warp keeps its queries in them, up to 32 columns of 192 or 16 of 256. */
-template <int D> static constexpr int nsa__select_wide() {
+template <int D> static constexpr int nsa__cuda_select_wide() {
     return D > 192 ? 2 : 4;
 }
 
 template <typename T, int D>
-static nsa_status nsa__select_run_padded(const nsa_select *x, const nsa_desc *d, void *workspace,
-                                         cudaStream_t stream) {
+static nsa_status nsa__cuda_select_run_padded(const nsa_select *x, const nsa_desc *d,
+                                              void *workspace, cudaStream_t stream) {
     const int group = d->heads / d->kv_heads;
-    if (group <= 2) return nsa__select_launch<T, D, 1, sizeof(T) == 4>(x, d, workspace, stream);
-    if (sizeof(T) == 4 || group <= 8 * nsa__select_wide<D>())
-        return nsa__select_launch<T, D, nsa__select_wide<D>(), sizeof(T) == 4>(x, d, workspace,
-                                                                               stream);
-    return nsa__select_launch<T, NSA_CUDA_MAX_DIM, 2, true>(x, d, workspace, stream);
+    if (group <= 2)
+        return nsa__cuda_select_launch<T, D, 1, sizeof(T) == 4>(x, d, workspace, stream);
+    if (sizeof(T) == 4 || group <= 8 * nsa__cuda_select_wide<D>())
+        return nsa__cuda_select_launch<T, D, nsa__cuda_select_wide<D>(), sizeof(T) == 4>(
+            x, d, workspace, stream);
+    return nsa__cuda_select_launch<T, NSA_CUDA_MAX_DIM, 2, true>(x, d, workspace, stream);
 }
 
 template <typename T>
-static nsa_status nsa__select_run_as(const nsa_select *x, const nsa_desc *d, void *workspace,
-                                     cudaStream_t stream) {
+static nsa_status nsa__cuda_select_run_as(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                          cudaStream_t stream) {
     if constexpr (sizeof(T) == 2 || NSA_CUDA_MAX_DIM == 64)
-        if (d->dim <= 64) return nsa__select_run_padded<T, 64>(x, d, workspace, stream);
+        if (d->dim <= 64) return nsa__cuda_select_run_padded<T, 64>(x, d, workspace, stream);
     if constexpr (NSA_CUDA_MAX_DIM >= 128)
-        if (d->dim <= 128) return nsa__select_run_padded<T, 128>(x, d, workspace, stream);
+        if (d->dim <= 128) return nsa__cuda_select_run_padded<T, 128>(x, d, workspace, stream);
     if constexpr (NSA_CUDA_MAX_DIM == 192 || (NSA_CUDA_MAX_DIM > 192 && sizeof(T) == 2))
-        if (d->dim <= 192) return nsa__select_run_padded<T, 192>(x, d, workspace, stream);
+        if (d->dim <= 192) return nsa__cuda_select_run_padded<T, 192>(x, d, workspace, stream);
     if constexpr (NSA_CUDA_MAX_DIM > 192)
-        return nsa__select_run_padded<T, 256>(x, d, workspace, stream);
+        return nsa__cuda_select_run_padded<T, 256>(x, d, workspace, stream);
     return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
 }
 
@@ -498,7 +506,7 @@ static nsa_status nsa__select_run_as(const nsa_select *x, const nsa_desc *d, voi
 static nsa_status nsa__cuda_select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                        cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
-    NSA__CUDA_BY_DTYPE(x->q.dtype, T, return nsa__select_run_as<T>(x, d, workspace, stream);)
+    NSA__CUDA_BY_DTYPE(x->q.dtype, T, return nsa__cuda_select_run_as<T>(x, d, workspace, stream);)
     return nsa__error(NSA_ERROR_DTYPE, NSA__AT_q);
 }
 
@@ -508,7 +516,7 @@ static size_t nsa__cuda_select_bytes(const nsa_desc *d) {
     for (size_t element = 2; element <= 4; element += 2)
         for (int wide = 8; wide <= 32; wide *= 2) {
             nsa__cuda_arena a = {NULL, 0};
-            nsa__select_plan_of(d, element, NSA_CUDA_MAX_DIM, wide, &a);
+            nsa__cuda_select_plan_of(d, element, NSA_CUDA_MAX_DIM, wide, &a);
             const size_t bytes = nsa__cuda_arena_bytes(&a);
             most = bytes > most ? bytes : most;
         }

@@ -6,17 +6,17 @@
 
 #include "select_rank.cuh"
 
-/* ---- Ranking alone ---------------------------------------------------------------------------- */
+/* ---- Ranking alone --------------------------------------------------------------------------- */
 
 enum { NSA__RANK_BEST = 1024 };
 
 /* One warp. Where more are wanted than a list in shared memory holds, it is filled again with the
    next best; what counts in the end is the last of them: everything as good is taken. */
-static __global__ void nsa__rank_blocks_kernel(nsa_desc d, const float *scores, int query,
-                                               int32_t *list, int width) {
+static __global__ void nsa__cuda_rank_blocks_kernel(nsa_desc d, const float *scores, int query,
+                                                    int32_t *list, int width) {
     NSA_SHARED(uint64_t, best, [NSA__RANK_BEST]);
     const int lane = static_cast<int>(threadIdx.x);
-    const nsa__forced_blocks f = nsa__forced_of(d, query);
+    const nsa__cuda_forced_blocks f = nsa__cuda_forced_of(d, query);
     uint64_t least = ~uint64_t(0); /* the last one taken */
     for (int room = f.room; room > 0; room -= NSA__RANK_BEST) {
         const int length = min(room, static_cast<int>(NSA__RANK_BEST));
@@ -24,9 +24,9 @@ static __global__ void nsa__rank_blocks_kernel(nsa_desc d, const float *scores, 
         __syncwarp();
         for (int base = f.init; base < f.local; base += 32) {
             const int j = base + lane;
-            uint64_t candidate = j < f.local ? nsa__candidate(scores[j], j) : 0;
+            uint64_t candidate = j < f.local ? nsa__cuda_candidate(scores[j], j) : 0;
             if (candidate >= least) candidate = 0;
-            nsa__rank_offer(best, length, 0, length, candidate);
+            nsa__cuda_rank_offer(best, length, 0, length, candidate);
         }
         least = best[length - 1];
         __syncwarp();
@@ -35,7 +35,8 @@ static __global__ void nsa__rank_blocks_kernel(nsa_desc d, const float *scores, 
     for (int base = 0; base < f.candidates; base += 32) {
         const int j = base + lane;
         const bool forced = j < f.init || j >= f.local;
-        const bool taken = j < f.candidates && (forced || nsa__candidate(scores[j], j) >= least);
+        const bool taken =
+            j < f.candidates && (forced || nsa__cuda_candidate(scores[j], j) >= least);
         const unsigned all = __ballot_sync(0xffffffffu, taken);
         if (taken) list[n + __popc(all & ((1u << lane) - 1))] = j;
         n += __popc(all);
@@ -50,11 +51,11 @@ extern "C" nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const
     if (!scores || !list)
         return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
     if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
-    return nsa__cuda_status(NSA_LAUNCH(nsa__rank_blocks_kernel, dim3(1), dim3(32), 0, stream, *d,
-                                       scores, query, list, nsa_block_list_width(d)));
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rank_blocks_kernel, dim3(1), dim3(32), 0, stream,
+                                       *d, scores, query, list, nsa_block_list_width(d)));
 }
 
-/* ---- What is wrong with lists ------------------------------------------------------------------ */
+/* ---- What is wrong with lists ---------------------------------------------------------------- */
 
 enum { NSA__FAULT_CANDIDATE = 1, NSA__FAULT_BEHIND, NSA__FAULT_TWICE, NSA__FAULT_ORDER };
 
@@ -65,7 +66,7 @@ extern "C" const char *nsa_cuda_block_reason(int reason) {
 }
 
 /* The first slot of a list that breaks the form, and why; -1 for none. */
-NSA__DEVICE int nsa__list_fault(const int32_t *list, int width, int candidates, int *reason) {
+NSA__DEVICE int nsa__cuda_list_fault(const int32_t *list, int width, int candidates, int *reason) {
     for (int i = 0; i < width; i++) {
         *reason = list[i] < -1 || list[i] >= candidates ? NSA__FAULT_CANDIDATE : 0;
         if (i > 0 && list[i] >= 0) {
@@ -85,8 +86,8 @@ enum { NSA__CHECK_THREADS = 1024, NSA__NORMALIZE_WARPS = 4 };
 
 /* One block of threads, which goes through the lists in order and stops at the first fault. */
 static __global__ void __launch_bounds__(NSA__CHECK_THREADS)
-    nsa__check_blocks_kernel(nsa_desc d, nsa_tensor blocks, int width,
-                             nsa_cuda_block_verdict *verdict) {
+    nsa__cuda_check_blocks_kernel(nsa_desc d, nsa_tensor blocks, int width,
+                                  nsa_cuda_block_verdict *verdict) {
     NSA_SHARED(int, first, [1]);
     const int thread = static_cast<int>(threadIdx.x);
     nsa_cuda_block_verdict mine = {};
@@ -102,7 +103,8 @@ static __global__ void __launch_bounds__(NSA__CHECK_THREADS)
             if (base + thread < lists) {
                 const int32_t *list =
                     nsa__row_of<const int32_t>(blocks, s.batch, s.row + row, head);
-                slot = nsa__list_fault(list, width, nsa__slc_candidates(d, query), &mine.reason);
+                slot =
+                    nsa__cuda_list_fault(list, width, nsa__slc_candidates(d, query), &mine.reason);
                 if (slot >= 0) mine = {mine.reason, b, query, head, slot, list[slot]};
             }
             if (thread == 0) first[0] = NSA__CHECK_THREADS;
@@ -115,10 +117,10 @@ static __global__ void __launch_bounds__(NSA__CHECK_THREADS)
     if (!found && thread == 0) *verdict = nsa_cuda_block_verdict{};
 }
 
-/* Brings a list into the form, a warp for each: what is no candidate becomes the largest number, then
-   neighbours are exchanged until all ascend, then what stands twice is left out. */
-static __global__ void nsa__normalize_blocks_kernel(nsa_desc d, nsa_tensor blocks, int width,
-                                                    int per_sequence) {
+/* Brings a list into the form, a warp for each: what is no candidate becomes the largest number,
+   then neighbours are exchanged until all ascend, then what stands twice is left out. */
+static __global__ void nsa__cuda_normalize_blocks_kernel(nsa_desc d, nsa_tensor blocks, int width,
+                                                         int per_sequence) {
     const int warp = static_cast<int>(blockIdx.x) % per_sequence * NSA__NORMALIZE_WARPS +
                      static_cast<int>(threadIdx.x) / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32,
@@ -165,8 +167,9 @@ extern "C" nsa_status nsa_cuda_check_blocks(const nsa_tensor *blocks, const nsa_
     const nsa_status s = nsa__cuda_check_lists(blocks, d, 0);
     if (s != NSA_OK) return s;
     if (!verdict) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    return nsa__cuda_status(NSA_LAUNCH(nsa__check_blocks_kernel, dim3(1), dim3(NSA__CHECK_THREADS),
-                                       0, stream, *d, *blocks, nsa_block_list_width(d), verdict));
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_check_blocks_kernel, dim3(1),
+                                       dim3(NSA__CHECK_THREADS), 0, stream, *d, *blocks,
+                                       nsa_block_list_width(d), verdict));
 }
 
 extern "C" nsa_status nsa_cuda_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d,
@@ -177,7 +180,7 @@ extern "C" nsa_status nsa_cuda_normalize_blocks(const nsa_tensor *blocks, const 
         nsa__cuda_ceil_div(static_cast<int64_t>(d->count) * d->kv_heads, NSA__NORMALIZE_WARPS);
     dim3 grid;
     if ((s = nsa__cuda_grid(per_sequence * d->batch, &grid)) != NSA_OK) return s;
-    return nsa__cuda_status(NSA_LAUNCH(nsa__normalize_blocks_kernel, grid,
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_normalize_blocks_kernel, grid,
                                        dim3(32 * NSA__NORMALIZE_WARPS), 0, stream, *d, *blocks,
                                        nsa_block_list_width(d), static_cast<int>(per_sequence)));
 }

@@ -1,37 +1,37 @@
 /* select_rank.cuh: the n best of a stream of scores, kept sorted by a warp in memory of its own.
-   Twin: nsa.h, Selection (nsa__score_key, nsa__rank).
+   Twin: nsa.h, Selection (nsa__cuda_score_key, nsa__cuda_rank).
    Not here: where scores come from (select_blocks.cuh).
 
-   A candidate is one number: its score in the upper half, as an integer that orders as scores do, and
-   the complement of its index in the lower. A larger number is better, so that of equal scores the
-   lower index wins, and no two candidates are equal. 0 is no candidate. */
+   A candidate is one number: its score in the upper half, as an integer that orders as scores do,
+   and the complement of its index in the lower. A larger number is better, so that of equal scores
+   the lower index wins, and no two candidates are equal. 0 is no candidate. */
 #ifndef NSA_SELECT_RANK_CUH
 #define NSA_SELECT_RANK_CUH
 
 #include "block_index.cuh"
 
 /* NaN below all, -0 equals 0; by bits, for fast-math knows neither NaN nor its order. */
-NSA__DEVICE uint32_t nsa__score_key(float score) {
+NSA__DEVICE uint32_t nsa__cuda_score_key(float score) {
     const uint32_t bits = __float_as_uint(score), sign = 0x80000000u;
     if ((bits & ~sign) > 0x7f800000u) return 0;
     if (bits == sign) return sign;
     return bits & sign ? ~bits : bits | sign;
 }
-NSA__DEVICE uint64_t nsa__candidate(float score, int block) {
-    return static_cast<uint64_t>(nsa__score_key(score)) << 32 | ~static_cast<uint32_t>(block);
+NSA__DEVICE uint64_t nsa__cuda_candidate(float score, int block) {
+    return static_cast<uint64_t>(nsa__cuda_score_key(score)) << 32 | ~static_cast<uint32_t>(block);
 }
-NSA__DEVICE int nsa__candidate_block(uint64_t candidate) {
+NSA__DEVICE int nsa__cuda_candidate_block(uint64_t candidate) {
     return static_cast<int>(~static_cast<uint32_t>(candidate));
 }
 
-/* Which blocks a query takes unasked: 0 .. init - 1 and local .. candidates - 1; and how many of the
-   rest it may take. */
-struct nsa__forced_blocks {
+/* Which blocks a query takes unasked: 0 .. init - 1 and local .. candidates - 1; and how many of
+   the rest it may take. */
+struct nsa__cuda_forced_blocks {
     int init, local, candidates, room;
 };
 
-NSA__DEVICE nsa__forced_blocks nsa__forced_of(const nsa_desc &d, int query) {
-    nsa__forced_blocks f;
+NSA__DEVICE nsa__cuda_forced_blocks nsa__cuda_forced_of(const nsa_desc &d, int query) {
+    nsa__cuda_forced_blocks f;
     f.candidates = nsa__slc_candidates(d, query);
     f.init = min(d.slc_init, f.candidates);
     f.local = max(f.candidates - d.slc_local, f.init);
@@ -41,9 +41,9 @@ NSA__DEVICE nsa__forced_blocks nsa__forced_of(const nsa_desc &d, int query) {
     return f;
 }
 
-/* Puts a candidate in its place in best[0 .. length - 1], which descends; the last one drops out. By
-   a whole warp; the caller has synchronised it after the last write. */
-NSA__DEVICE void nsa__rank_insert(uint64_t *best, int length, uint64_t candidate) {
+/* Puts a candidate in its place in best[0 .. length - 1], which descends; the last one drops out.
+   By a whole warp; the caller has synchronised it after the last write. */
+NSA__DEVICE void nsa__cuda_rank_insert(uint64_t *best, int length, uint64_t candidate) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     for (int base = (length - 1) / 32 * 32; base >= 0; base -= 32) {
         const int slot = base + lane;
@@ -59,10 +59,10 @@ NSA__DEVICE void nsa__rank_insert(uint64_t *best, int length, uint64_t candidate
     }
 }
 
-/* Every lane may offer a candidate to the list that it names; lists are `length` apart, and the first
-   `room` of a list count. Lower lanes come first. */
-NSA__DEVICE void nsa__rank_offer(uint64_t *lists, int length, int list, int room,
-                                 uint64_t candidate) {
+/* Every lane may offer a candidate to the list that it names; lists are `length` apart, and the
+   first `room` of a list count. Lower lanes come first. */
+NSA__DEVICE void nsa__cuda_rank_offer(uint64_t *lists, int length, int list, int room,
+                                      uint64_t candidate) {
     const bool better = candidate && room > 0 && lists[list * length + room - 1] < candidate;
     unsigned offers = __ballot_sync(0xffffffffu, better);
     while (offers) {
@@ -71,13 +71,13 @@ NSA__DEVICE void nsa__rank_offer(uint64_t *lists, int length, int list, int room
         uint64_t *best = lists + __shfl_sync(0xffffffffu, list, lane) * length;
         const int last = __shfl_sync(0xffffffffu, room, lane) - 1;
         const uint64_t offer = __shfl_sync(0xffffffffu, candidate, lane);
-        if (best[last] < offer) nsa__rank_insert(best, length, offer);
+        if (best[last] < offer) nsa__cuda_rank_insert(best, length, offer);
     }
 }
 
 /* Writes a list: forced blocks and the best of the rest, ascending, -1 behind the last. A warp. */
-NSA__DEVICE void nsa__rank_write(const nsa__forced_blocks &f, const uint64_t *best, int32_t *to,
-                                 int width) {
+NSA__DEVICE void nsa__cuda_rank_write(const nsa__cuda_forced_blocks &f, const uint64_t *best,
+                                      int32_t *to, int width) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     int taken = 0;
     for (int base = 0; base < f.room; base += 32) {
@@ -90,10 +90,10 @@ NSA__DEVICE void nsa__rank_write(const nsa__forced_blocks &f, const uint64_t *be
         if (slot >= f.init + taken) to[slot] = local < f.candidates ? local : -1;
     }
     for (int slot = lane; slot < taken; slot += 32) {
-        const int block = nsa__candidate_block(best[slot]);
+        const int block = nsa__cuda_candidate_block(best[slot]);
         int place = f.init;
         for (int other = 0; other < taken; other++)
-            place += nsa__candidate_block(best[other]) < block;
+            place += nsa__cuda_candidate_block(best[other]) < block;
         to[place] = block;
     }
 }
