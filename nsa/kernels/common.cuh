@@ -37,6 +37,7 @@
 
 #else
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -81,7 +82,7 @@ static inline cudaError_t nsa__launch(void (*kernel)(Params...), dim3 grid, dim3
 
 /* The address of shared memory as PTX wants it. */
 #ifdef NSA_SIMT
-#define NSA__SHARED(pointer) 0u
+#define NSA__SHARED(pointer) (::simt::shared_offset(pointer))
 #else
 #define NSA__SHARED(pointer) static_cast<uint32_t>(__cvta_generic_to_shared(pointer))
 #endif
@@ -209,5 +210,290 @@ NSA__DEVICE void nsa__barrier_arrive(int id, int threads NSA__AT) {
              "r"(threads)
              : "memory");
 }
+
+/* ---- Hopper: barriers in memory, bulk copies, sm_90 and up ---------------------------------- */
+
+#if defined(NSA_SIMT) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
+#define NSA__HAS_TMA 1
+#endif
+#if defined(NSA_SIMT) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define NSA__HAS_WGMMA 1 /* sm_90a alone: a plain sm_90 build takes the mma.sync path */
+#endif
+
+#ifdef NSA__HAS_TMA
+
+/* A barrier of `arrivals` in shared memory, by one thread; then nsa__fence_async and a block barrier
+   before anybody uses it. */
+NSA__DEVICE void nsa__mbarrier_init(uint64_t *bar, int arrivals NSA__AT) {
+    NSA__PTX(mbarrier_init(bar, arrivals, NSA__HERE),
+             "mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(NSA__SHARED(bar)), "r"(arrivals)
+             : "memory");
+}
+
+/* One arrival; what the thread did before is seen by whoever waits. */
+NSA__DEVICE void nsa__mbarrier_arrive(uint64_t *bar NSA__AT) {
+    NSA__PTX(mbarrier_arrive(bar, 0, NSA__HERE),
+             "mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(NSA__SHARED(bar))
+             : "memory");
+}
+
+/* One arrival, and `bytes` more that copies must bring before the phase ends. */
+NSA__DEVICE void nsa__mbarrier_arrive_expect(uint64_t *bar, int bytes NSA__AT) {
+    NSA__PTX(mbarrier_arrive(bar, bytes, NSA__HERE),
+             "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(NSA__SHARED(bar)),
+             "r"(bytes)
+             : "memory");
+}
+
+/* Waits for the end of the phase of that parity: 0 for the first, 1 for the second, and so on. */
+NSA__DEVICE void nsa__mbarrier_wait(uint64_t *bar, int parity NSA__AT) {
+    NSA__PTX(mbarrier_wait(bar, parity, NSA__HERE),
+             "{\n.reg .pred done;\n"
+             "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+             "@!done bra again;\n}" ::"r"(NSA__SHARED(bar)),
+             "r"(parity)
+             : "memory");
+}
+
+/* Makes this thread's ordinary shared-memory stores visible to bulk copies and wgmma: between the
+   stores and the barrier that announces them. */
+NSA__DEVICE void nsa__fence_async(NSA__AT_ONLY) {
+    NSA__PTX(fence_async(NSA__HERE), "fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* `bytes` from global to shared memory, all multiples of 16, counted by `bar`; by one thread. */
+NSA__DEVICE void nsa__bulk_load(void *shared, const void *global, int bytes,
+                                uint64_t *bar NSA__AT) {
+    NSA__PTX(bulk_load(shared, global, bytes, bar, NSA__HERE),
+             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+             "[%0], [%1], %2, [%3];" ::"r"(NSA__SHARED(shared)),
+             "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(NSA__SHARED(bar))
+             : "memory");
+}
+
+/* The box of `map` at element coordinates `at`, innermost first, which may reach outside of the
+   tensor: there it brings zeros. `shared` is aligned to 128 bytes, or to the swizzle's pattern of
+   256, 512, 1024. Counts the whole box on `bar`; by one thread. */
+template <int RANK>
+NSA__DEVICE void nsa__tensor_load(void *shared, const CUtensorMap *map, const int (&at)[RANK],
+                                  uint64_t *bar NSA__AT) {
+    static_assert(RANK >= 2 && RANK <= 4, "tensor maps of 2 to 4 dimensions");
+    if constexpr (RANK == 2)
+        NSA__PTX(tensor_load(shared, map, at, RANK, bar, NSA__HERE),
+                 "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(NSA__SHARED(shared)),
+                 "l"(map), "r"(at[0]), "r"(at[1]), "r"(NSA__SHARED(bar))
+                 : "memory");
+    else if constexpr (RANK == 3)
+        NSA__PTX(tensor_load(shared, map, at, RANK, bar, NSA__HERE),
+                 "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(NSA__SHARED(shared)),
+                 "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(NSA__SHARED(bar))
+                 : "memory");
+    else
+        NSA__PTX(tensor_load(shared, map, at, RANK, bar, NSA__HERE),
+                 "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(NSA__SHARED(shared)),
+                 "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(NSA__SHARED(bar))
+                 : "memory");
+}
+
+/* The way back; what lies outside of the tensor is not written. After nsa__fence_async by the
+   threads that wrote `shared`, and a barrier; by one thread, who commits and waits. */
+template <int RANK>
+NSA__DEVICE void nsa__tensor_store(const CUtensorMap *map, const int (&at)[RANK],
+                                   const void *shared NSA__AT) {
+    static_assert(RANK >= 2 && RANK <= 4, "tensor maps of 2 to 4 dimensions");
+    if constexpr (RANK == 2)
+        NSA__PTX(
+            tensor_store(map, at, RANK, shared, NSA__HERE),
+            "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
+                map),
+            "r"(at[0]), "r"(at[1]), "r"(NSA__SHARED(shared))
+            : "memory");
+    else if constexpr (RANK == 3)
+        NSA__PTX(
+            tensor_store(map, at, RANK, shared, NSA__HERE),
+            "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(
+                map),
+            "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(NSA__SHARED(shared))
+            : "memory");
+    else
+        NSA__PTX(tensor_store(map, at, RANK, shared, NSA__HERE),
+                 "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group "
+                 "[%0, {%1, %2, %3, %4}], [%5];" ::"l"(map),
+                 "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(NSA__SHARED(shared))
+                 : "memory");
+}
+
+/* Closes this thread's group of bulk stores. */
+NSA__DEVICE void nsa__bulk_commit(NSA__AT_ONLY) {
+    NSA__PTX(bulk_commit(NSA__HERE), "cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* Waits until all but the newest PENDING groups have read their shared memory, so that it may be
+   written again or the block may end. */
+template <int PENDING> NSA__DEVICE void nsa__bulk_wait(NSA__AT_ONLY) {
+    NSA__PTX(bulk_wait(PENDING, NSA__HERE), "cp.async.bulk.wait_group.read %0;" ::"n"(PENDING)
+             : "memory");
+}
+
+#endif /* NSA__HAS_TMA */
+
+/* ---- Hopper: wgmma, sm_90a ------------------------------------------------------------------ */
+
+#ifdef NSA__HAS_WGMMA
+
+/* How the 16-byte chunks of a tile lie in shared memory: rows of 128, 64 or 32 bytes whose chunks are
+   xor-ed with the row number within the pattern (as a tensor map of that swizzle leaves them), or
+   plain 8x8 cores. */
+enum nsa__swizzle { NSA__SWIZZLE_NONE, NSA__SWIZZLE_128, NSA__SWIZZLE_64, NSA__SWIZZLE_32 };
+
+/* A 16-bit operand in shared memory. Swizzled, K innermost: `stride` is the distance of 8 rows, `leading`
+   is not used. Swizzled, M or N innermost: `leading` is the distance of patterns along it, `stride`
+   of 8 rows along K. Plain: the distance of 8x8 cores along K (`leading`) and along M or N. */
+NSA__DEVICE uint64_t nsa__wgmma_descriptor(const void *tile, int leading, int stride,
+                                           nsa__swizzle swizzle) {
+    return static_cast<uint64_t>(NSA__SHARED(tile) >> 4 & 0x3fffu) |
+           static_cast<uint64_t>(leading >> 4 & 0x3fff) << 16 |
+           static_cast<uint64_t>(stride >> 4 & 0x3fff) << 32 | static_cast<uint64_t>(swizzle) << 62;
+}
+
+/* The compiler must keep the accumulators where they are across fence and wait. */
+#ifdef NSA_SIMT
+#define NSA__HOLD(c, count)
+#else
+#define NSA__HOLD(c, count) \
+    _Pragma("unroll") for (int i = 0; i < (count); i++) asm volatile("" : "+f"((c)[i])::"memory")
+#endif
+
+/* Before the first wgmma of a group: ordinary code may have written its registers. */
+template <int COUNT> NSA__DEVICE void nsa__wgmma_fence(float (&c)[COUNT] NSA__AT) {
+    NSA__HOLD(c, COUNT);
+    NSA__PTX(wgmma_fence(c, NSA__HERE), "wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+NSA__DEVICE void nsa__wgmma_commit(NSA__AT_ONLY) {
+    NSA__PTX(wgmma_commit(NSA__HERE), "wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/* Waits until at most PENDING of the newest groups are under way; `c` belongs to one that is not. */
+template <int PENDING, int COUNT> NSA__DEVICE void nsa__wgmma_wait(float (&c)[COUNT] NSA__AT) {
+    NSA__PTX(wgmma_wait(PENDING, c, NSA__HERE), "wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING)
+             : "memory");
+    NSA__HOLD(c, COUNT);
+}
+
+#ifndef NSA_SIMT
+#define NSA__TEXT0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NSA__TEXT1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NSA__TEXT2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define NSA__TEXT3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NSA__TEXT4 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define NSA__TEXT5 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NSA__TEXT6 \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define NSA__TEXT7                                                                               \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
+    "%127"
+#define NSA__OUT4(c, i) "+f"(c[i]), "+f"(c[(i) + 1]), "+f"(c[(i) + 2]), "+f"(c[(i) + 3])
+#define NSA__OUT16(c, i) \
+    NSA__OUT4(c, i), NSA__OUT4(c, (i) + 4), NSA__OUT4(c, (i) + 8), NSA__OUT4(c, (i) + 12)
+#define NSA__TEXT_32    NSA__TEXT0
+#define NSA__TEXT_64    NSA__TEXT_32 ", " NSA__TEXT1
+#define NSA__TEXT_96    NSA__TEXT_64 ", " NSA__TEXT2
+#define NSA__TEXT_128   NSA__TEXT_96 ", " NSA__TEXT3
+#define NSA__TEXT_192   NSA__TEXT_128 ", " NSA__TEXT4 ", " NSA__TEXT5
+#define NSA__TEXT_256   NSA__TEXT_192 ", " NSA__TEXT6 ", " NSA__TEXT7
+#define NSA__OUT_32(c)  NSA__OUT16(c, 0)
+#define NSA__OUT_64(c)  NSA__OUT_32(c), NSA__OUT16(c, 16)
+#define NSA__OUT_96(c)  NSA__OUT_64(c), NSA__OUT16(c, 32)
+#define NSA__OUT_128(c) NSA__OUT_96(c), NSA__OUT16(c, 48)
+#define NSA__OUT_192(c) NSA__OUT_128(c), NSA__OUT16(c, 64), NSA__OUT16(c, 80)
+#define NSA__OUT_256(c) NSA__OUT_192(c), NSA__OUT16(c, 96), NSA__OUT16(c, 112)
+/* Operands after the accumulators: a, b, accumulate?, transpositions; p, q, r, s, t number them. */
+#define NSA__WGMMA_SS(N, type, p, q, r, s, t)                                               \
+    asm volatile("{\n.reg .pred more;\nsetp.ne.b32 more, %" #r ", 0;\n"                     \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type            \
+                 " {" NSA__TEXT_##N "}, %" #p ", %" #q ", more, 1, 1, %" #s ", %" #t ";\n}" \
+                 : NSA__OUT_##N(c)                                                          \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(A_MN), "n"(B_MN))
+#define NSA__WGMMA_RS(N, type, p, q, r, s, t, u, v)                                 \
+    asm volatile("{\n.reg .pred more;\nsetp.ne.b32 more, %" #u ", 0;\n"             \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type    \
+                 " {" NSA__TEXT_##N "}, {%" #p ", %" #q ", %" #r ", %" #s "}, %" #t \
+                                    ", more, 1, 1, %" #v ";\n}"                     \
+                 : NSA__OUT_##N(c)                                                  \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(B_MN))
+#define NSA__WGMMA_N(form, type) \
+    if constexpr (N == 32)       \
+        form##_32(type);         \
+    else if constexpr (N == 64)  \
+        form##_64(type);         \
+    else if constexpr (N == 96)  \
+        form##_96(type);         \
+    else if constexpr (N == 128) \
+        form##_128(type);        \
+    else if constexpr (N == 192) \
+        form##_192(type);        \
+    else                         \
+        form##_256(type)
+#define NSA__WGMMA_SS_32(type)  NSA__WGMMA_SS(32, type, 16, 17, 18, 19, 20)
+#define NSA__WGMMA_SS_64(type)  NSA__WGMMA_SS(64, type, 32, 33, 34, 35, 36)
+#define NSA__WGMMA_SS_96(type)  NSA__WGMMA_SS(96, type, 48, 49, 50, 51, 52)
+#define NSA__WGMMA_SS_128(type) NSA__WGMMA_SS(128, type, 64, 65, 66, 67, 68)
+#define NSA__WGMMA_SS_192(type) NSA__WGMMA_SS(192, type, 96, 97, 98, 99, 100)
+#define NSA__WGMMA_SS_256(type) NSA__WGMMA_SS(256, type, 128, 129, 130, 131, 132)
+#define NSA__WGMMA_RS_32(type)  NSA__WGMMA_RS(32, type, 16, 17, 18, 19, 20, 21, 22)
+#define NSA__WGMMA_RS_64(type)  NSA__WGMMA_RS(64, type, 32, 33, 34, 35, 36, 37, 38)
+#define NSA__WGMMA_RS_96(type)  NSA__WGMMA_RS(96, type, 48, 49, 50, 51, 52, 53, 54)
+#define NSA__WGMMA_RS_128(type) NSA__WGMMA_RS(128, type, 64, 65, 66, 67, 68, 69, 70)
+#define NSA__WGMMA_RS_192(type) NSA__WGMMA_RS(192, type, 96, 97, 98, 99, 100, 101, 102)
+#define NSA__WGMMA_RS_256(type) NSA__WGMMA_RS(256, type, 128, 129, 130, 131, 132, 133, 134)
+#endif
+
+/* c = a b, or c += a b, one 64xN tile, k = 16, by four warps from a multiple of 4. Warp w of them has
+   rows 16w ..: c[4j + 2h + e] is row l / 4 + 8h, column 8j + 2 (l % 4) + e of lane l. a and b are
+   descriptors; A_MN, B_MN: 1 where M or N is innermost, 0 where K is. c is there after the wait. */
+template <typename T, int N, int A_MN, int B_MN>
+NSA__DEVICE void nsa__wgmma(float (&c)[N / 2], uint64_t a, uint64_t b, int accumulate NSA__AT) {
+    static_assert(N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256, "wgmma: N");
+#ifdef NSA_SIMT
+    ::simt::wgmma({c, N, nsa__is_half<T>::value, A_MN, B_MN, accumulate, nullptr, a, b, NSA__HERE});
+#else
+    if constexpr (nsa__is_half<T>::value) {
+        NSA__WGMMA_N(NSA__WGMMA_SS, "f16");
+    } else {
+        NSA__WGMMA_N(NSA__WGMMA_SS, "bf16");
+    }
+#endif
+}
+
+/* The same with a in registers, laid out as in nsa__mma_m16n8k16 within each warp's 16 rows. */
+template <typename T, int N, int B_MN>
+NSA__DEVICE void nsa__wgmma(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b,
+                            int accumulate NSA__AT) {
+    static_assert(N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256, "wgmma: N");
+#ifdef NSA_SIMT
+    ::simt::wgmma({c, N, nsa__is_half<T>::value, 0, B_MN, accumulate, a, 0, b, NSA__HERE});
+#else
+    if constexpr (nsa__is_half<T>::value) {
+        NSA__WGMMA_N(NSA__WGMMA_RS, "f16");
+    } else {
+        NSA__WGMMA_N(NSA__WGMMA_RS, "bf16");
+    }
+#endif
+}
+
+/* Hands registers over between warpgroups: the caller's four warps have COUNT each from here on. */
+template <int COUNT, bool MORE> NSA__DEVICE void nsa__registers(NSA__AT_ONLY) {
+    static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256, "setmaxnreg: multiples of 8");
+    if constexpr (MORE)
+        NSA__PTX(registers(COUNT, NSA__HERE), "setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    else
+        NSA__PTX(registers(COUNT, NSA__HERE), "setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+#endif /* NSA__HAS_WGMMA */
 
 #endif

@@ -71,6 +71,29 @@ static __global__ void arrive_does_not_wait_kernel(int *out) {
     }
 }
 
+/* Structs that a call returns are stored where the compiler puts no call of its own. */
+struct triple {
+    int x, y, z;
+};
+static __device__ triple make_triple(int x) {
+    return {x, 2 * x, 3 * x};
+}
+template <typename T> __device__ T convert(float x) {
+    return T(x);
+}
+static __global__ void struct_kernel(int *out) {
+    NSA_SHARED(triple, box, [64]);
+    FAULT(box[threadIdx.x / 2] = make_triple(static_cast<int>(threadIdx.x)));
+    __syncthreads();
+    out[threadIdx.x] = box[threadIdx.x / 2].z;
+}
+static __global__ void half_kernel(int *out) {
+    NSA_SHARED(__half, box, [64]);
+    FAULT(box[threadIdx.x / 2] = convert<__half>(2.0f));
+    __syncthreads();
+    out[threadIdx.x] = static_cast<int>(__half2float(box[threadIdx.x / 2]));
+}
+
 /* ---- Races in device memory, atomics ------------------------------------------------------ */
 
 static __global__ void two_blocks_write_kernel(int *out) {
@@ -197,6 +220,8 @@ static void test_shared_races() {
     PLANTED(1, 64, 0, "read of 4 bytes", read_after_write_kernel, out.data);
     PLANTED(1, 64, 0, "race: ", write_after_read_kernel, out.data);
     PLANTED(1, 64, 0, "race: write of 4 bytes", write_after_write_kernel, out.data);
+    PLANTED(1, 64, 0, "race: write of 4 bytes", struct_kernel, out.data);
+    PLANTED(1, 64, 0, "race: write of 2 bytes", half_kernel, out.data);
     PLANTED(1, 32, 0, "read of 4 bytes", shuffle_is_no_barrier_kernel, out.data);
     PLANTED(1, 64, 0, "read of 4 bytes", syncwarp_is_one_warp_kernel, out.data);
     PLANTED(1, 32, 0, "read of 4 bytes", syncwarp_mask_kernel, out.data);

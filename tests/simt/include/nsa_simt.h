@@ -16,10 +16,25 @@
 #include <utility>
 
 #include <cuda.h>
+#include <cuda_runtime_api.h>
+
+/* The checker does not see `*p = f()` where f returns a struct: the compiler has no call for the store
+   that a call does. So there everything is inlined: the conversions of CUDA's headers, and below each
+   __device__ function. */
+#ifdef __SANITIZE_THREAD__
+#define unused unused, always_inline /* how those headers mark their functions */
+#define __inline__ inline __attribute__((always_inline))
+#endif
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime_api.h>
 #include <vector_functions.h>
+#ifdef __SANITIZE_THREAD__
+#undef unused
+#undef __inline__
+#undef __device__
+#define __device__ __attribute__((always_inline))
+#pragma GCC diagnostic ignored "-Wattributes" /* it asks for `inline` beside the attribute */
+#endif
 
 /* The toolkit's headers make __shared__ an empty word outside nvcc: each thread would get its own
    copy, silently. */
@@ -136,6 +151,32 @@ void ldmatrix_x4(uint32_t *r, const void *row, bool transposed, site at);
 void cp_async(void *shared, const void *global, int bytes, int valid, site at);
 void cp_async_commit(site at);
 void cp_async_wait(int pending, site at);
+uint32_t shared_offset(const void *shared); /* within the block's shared memory, as PTX has it */
+void mbarrier_init(uint64_t *bar, int arrivals, site at);
+void mbarrier_arrive(uint64_t *bar, int expect_bytes, site at);
+void mbarrier_wait(uint64_t *bar, int parity, site at);
+void fence_async(site at);
+void bulk_load(void *shared, const void *global, int bytes, uint64_t *bar, site at);
+void tensor_load(void *shared, const CUtensorMap *map, const int *coordinates, int rank,
+                 uint64_t *bar, site at);
+void tensor_store(const CUtensorMap *map, const int *coordinates, int rank, const void *shared,
+                  site at);
+void bulk_commit(site at);
+void bulk_wait(int pending, site at);
+void wgmma_fence(const float *c, site at);
+void wgmma_commit(site at);
+void wgmma_wait(int pending, const float *c, site at);
+struct wgmma_request {
+    float *c;
+    int n;
+    bool half; /* else bf16 */
+    int a_mn, b_mn, accumulate;
+    const uint32_t *a_registers; /* or nullptr, and a_tile */
+    uint64_t a_tile, b_tile;
+    site at;
+};
+void wgmma(const wgmma_request &request);
+void registers(int count, site at);
 
 } // namespace simt
 

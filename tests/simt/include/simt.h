@@ -26,7 +26,7 @@ settings &config();
 /* What happened since the last reset_counters(). */
 struct counters {
     uint64_t launches, blocks, switches;
-    uint64_t mma, ldmatrix;
+    uint64_t mma, ldmatrix, wgmma;
     uint64_t ldmatrix_phases,
         ldmatrix_cycles;  /* 8 rows a phase; 1 cycle a phase is free of conflicts */
     uint64_t async_bytes; /* global to shared by cp.async and bulk copies */

@@ -1,6 +1,6 @@
 /* async.cpp: cp.async. A copy lands at the wait that demands it and not before, or at once where
    settings.early says so; a right kernel cannot tell. Twin: the sm_80 copy unit.
-   Not here: bulk copies (hopper.cpp). */
+   Not here: bulk copies (bulk.cpp). */
 #include "async.h"
 
 #include "checker.h"
@@ -85,18 +85,14 @@ void cp_async_wait(int pending, site at) {
     }
 }
 
-void async_begin() {
+void cp_async_begin() {
     for (queue &q : queues) {
         q.open.clear();
         q.groups.clear();
     }
 }
 
-bool async_progress() {
-    return false;
-}
-
-void async_end() {
+void cp_async_end() {
     for (int i = 0; i < the.thread_count; i++) {
         const queue &q = queues[i];
         for (const auto &group : q.groups)
@@ -105,6 +101,29 @@ void async_end() {
         if (!q.open.empty())
             note(place(q.open[0].at) + text(": cp.async of thread %d was never committed", i));
     }
+}
+
+/* ---- All that is asynchronous -------------------------------------------------------------- */
+
+void async_begin() {
+    cp_async_begin();
+    mbarrier_begin();
+    bulk_begin();
+    wgmma_begin();
+}
+
+bool async_progress() {
+    return bulk_land_one();
+}
+
+void async_chance() {
+    if (config().schedule == order::random && random_number() % 16 == 0) bulk_land_one();
+}
+
+void async_end() {
+    cp_async_end();
+    bulk_end();
+    wgmma_end();
 }
 
 } // namespace simt

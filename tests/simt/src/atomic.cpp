@@ -30,6 +30,11 @@ void fence(int, site at) {
     require_thread("a fence", at);
 }
 
+void fence_async(site at) {
+    require_thread("fence.proxy.async", at);
+    check_fence_async();
+}
+
 void pause(site at) {
     require_thread("__nanosleep", at);
     let_others_run();

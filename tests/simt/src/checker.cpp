@@ -55,6 +55,9 @@ uint32_t lanes_known[max_threads][32];
 uint32_t others_known[max_threads][max_threads];
 bool knows_others[max_threads];
 uint32_t barrier_known[named_barriers][max_threads];
+uint32_t fenced[max_threads]; /* stores up to that epoch can be seen by bulk copies and wgmma */
+uint8_t held[arena_bytes];    /* asynchronous readers of each byte of shared memory */
+code held_by;                 /* the last that began to */
 
 unsigned thread_of(stamp s) {
     return s >> 20 & 1023u;
@@ -172,10 +175,21 @@ const char *verb(stamp s) {
                          other + "\n    at " + place(place_of(where)));
 }
 
+/* In `cell.write` the bit of atomics marks what a bulk copy wrote: even the thread that asked for it
+   must have waited. */
+bool known_write(unsigned me, stamp s) {
+    if (!(s & is_atomic) || thread_of(s) != me) return known(me, s);
+    const uint32_t e = epoch_of(s);
+    return e <= floor_epoch[me] || e <= lanes_known[me][me % 32] ||
+           (knows_others[me] && e <= others_known[me][me]);
+}
+
 void against_writer(const request &r, const cell &c, const unsigned char *at) {
     if (c.write < first_epoch || c.write_block < launch_first) return;
     if (c.write_block != block_now) race(r, at, text("write by another block"), c.write_at);
-    if (!known(r.me, c.write)) race(r, at, "write by " + thread_name(c.write), c.write_at);
+    if (!known_write(r.me, c.write))
+        race(r, at, (c.write & is_atomic ? "bulk copy of " : "write by ") + thread_name(c.write),
+             c.write_at);
 }
 
 /* Reads go with reads, atomics with atomics; a write with neither. */
@@ -270,6 +284,15 @@ void prepare() {
     if (!global_cells) global_cells = static_cast<cell *>(new_cells(heap_bytes));
 }
 
+void against_holders(const request &r, const unsigned char *at) {
+    if (held[at - arena_start()])
+        fail_at(r.where,
+                text("%s of %zu bytes, %s,\n    which are still being read asynchronously, "
+                     "last asked for at ",
+                     name_of(r.kind), r.bytes, describe(at).c_str()) +
+                    place(place_of(held_by)));
+}
+
 request make_request(access kind, const void *address, size_t bytes, code where) {
     const unsigned me = static_cast<unsigned>(the.current->number);
     const stamp mine = me << 20 | epoch[me] | (kind == access::atomic ? is_atomic : 0u);
@@ -310,6 +333,7 @@ void check_access(access kind, const void *address, size_t bytes, code where) {
     for (size_t i = 0; i < bytes; i++) {
         cell &c = in == region::shared ? shared_cell(address)[i] : global_cell(address)[i];
         if (in == region::shared) refresh(c);
+        if (in == region::shared && kind != access::read) against_holders(r, r.address + i);
         one_byte(r, c, r.address + i);
     }
 }
@@ -326,7 +350,9 @@ void check_block_begin() {
     if (!checker_on) return;
     block_now++;
     forget_sets();
+    memset(held, 0, sizeof held);
     for (int t = 0; t < the.thread_count; t++) {
+        fenced[t] = 0;
         epoch[t] = first_epoch;
         floor_epoch[t] = 0;
         knows_others[t] = false;
@@ -454,6 +480,58 @@ void check_async_land(const void *to, size_t bytes, const void *from, size_t val
     const code where = code_of(at);
     if (valid) check_access(access::read, from, valid, where);
     check_access(access::write, to, bytes, where);
+}
+
+/* ---- Bulk copies and wgmma ----------------------------------------------------------------- */
+
+void check_fence_async() {
+    if (!checker_on) return;
+    const unsigned me = static_cast<unsigned>(the.current->number);
+    fenced[me] = epoch[me];
+    next_epoch(me);
+}
+
+void check_async_read(const void *address, size_t bytes, site at) {
+    if (!checker_on) return;
+    check_access(access::read, address, bytes, code_of(at));
+    if (region_of(address) != region::shared) return;
+    for (size_t i = 0; i < bytes; i++) {
+        const cell &c = shared_cell(address)[i];
+        if (c.write & is_atomic || epoch_of(c.write) <= fenced[thread_of(c.write)]) continue;
+        fail(at, text("an asynchronous read of shared memory, %s,\n    written by ordinary stores "
+                      "without a fence.proxy.async after it, by ",
+                      describe(static_cast<const unsigned char *>(address) + i).c_str()) +
+                     thread_name(c.write) + "\n    at " + place(place_of(c.write_at)));
+    }
+}
+
+uint32_t check_bulk_epoch() {
+    if (!checker_on) return 0;
+    const unsigned me = static_cast<unsigned>(the.current->number);
+    next_epoch(me);
+    return epoch[me];
+}
+
+void check_bulk_issued() {
+    if (checker_on) next_epoch(static_cast<unsigned>(the.current->number));
+}
+
+void check_bulk_issue(const void *to, const void *from, size_t bytes, site at) {
+    check_async_issue(to, bytes, from, from ? bytes : 0, at);
+}
+
+void check_bulk_land(const void *to, size_t bytes, int thread, uint32_t when, site at) {
+    if (!checker_on) return;
+    const stamp mine = static_cast<stamp>(thread) << 20 | when | is_atomic;
+    for (size_t i = 0; i < bytes; i++)
+        shared_cell(to)[i] = {mine, nothing, code_of(at), 0, block_now, block_now};
+}
+
+void check_hold(const void *address, size_t bytes, int change, site at) {
+    if (!checker_on) return;
+    if (change > 0) held_by = code_of(at);
+    uint8_t *n = held + (static_cast<const unsigned char *>(address) - arena_start());
+    for (size_t i = 0; i < bytes; i++) n[i] = static_cast<uint8_t>(n[i] + change);
 }
 
 void check_read_only(const void *address, size_t bytes, site at) {

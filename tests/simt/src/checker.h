@@ -42,9 +42,23 @@ void check_host_copy(const void *to, const void *from, size_t bytes);
 void check_async_issue(const void *to, size_t bytes, const void *from, size_t valid, site at);
 void check_async_land(const void *to, size_t bytes, const void *from, size_t valid, site at);
 
+/* Bulk copies and wgmma go another way to memory than loads and stores: what was stored must have
+   passed a fence.proxy.async. A bulk copy into shared memory has an epoch of its own. */
+void check_fence_async();
+void check_async_read(const void *address, size_t bytes, site at);
+uint32_t check_bulk_epoch();
+void check_bulk_issue(const void *to, const void *from, size_t bytes, site at);
+void check_bulk_issued();
+void check_bulk_land(const void *to, size_t bytes, int thread, uint32_t epoch, site at);
+/* How many asynchronous readers a byte of shared memory has: it must not be written. */
+void check_hold(const void *address, size_t bytes, int change, site at);
+
 /* Loads that may be served from a cache which this launch's stores do not reach. */
 void check_read_only(const void *address, size_t bytes, site at);
 
+inline void check_access_if_on(access kind, const void *address, size_t bytes, site at) {
+    if (checker_on) check_access(kind, address, bytes, code_of(at));
+}
 inline void check_read(const void *address, size_t bytes, site at) {
     if (checker_on) check_access(access::read, address, bytes, code_of(at));
 }

@@ -1,7 +1,7 @@
 /* collective.cpp: where threads meet: warp operations with their masks, block and named barriers.
    Twin: the hardware's convergence rules, held to the letter: a mask that names a lane which has
    exited, overlapping masks, two places meeting in one operation are errors here, though some
-   devices let them pass. Not here: mbarriers (hopper.cpp), the schedule. */
+   devices let them pass. Not here: mbarriers (mbarrier.cpp), the schedule. */
 #include "checker.h"
 #include "machine.h"
 

@@ -229,6 +229,10 @@ bool shared_end(phrase *damage) {
     return whole;
 }
 
+uint32_t shared_offset(const void *shared) {
+    return static_cast<uint32_t>(static_cast<const unsigned char *>(shared) - arena_start());
+}
+
 /* ---- In words ----------------------------------------------------------------------------- */
 
 static phrase against(const char *what, const unsigned char *start, size_t bytes,

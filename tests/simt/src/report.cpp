@@ -1,5 +1,6 @@
 /* report.cpp: what went wrong, in one text: kernel, block, thread, file and line.
    Twin: compute-sanitizer's reports. Not here: finding it out. */
+#include "async.h"
 #include "machine.h"
 
 #include <cstdarg>
@@ -108,6 +109,7 @@ void deadlock(site at) {
             else
                 all += text("wait in %s at ", t.waits_in).c_str();
             if (t.now != state::exited) all += place(t.waits_at).c_str();
+            if (t.now == state::at_mbarrier) all += mbarrier_describe(t.waits_for).c_str();
         }
     }
     record((place(at) + ": deadlock: no thread of the block can go on").c_str(), all.c_str());

@@ -388,4 +388,13 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const voi
     return sticky;
 }
 
+cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult *result) {
+    const bool found = !strcmp(symbol, "cuTensorMapEncodeTiled");
+    *function = found ? reinterpret_cast<void *>(cuTensorMapEncodeTiled) : nullptr;
+    if (result) *result = found ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    return sticky;
+}
+
 } /* extern "C" */

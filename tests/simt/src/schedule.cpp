@@ -137,6 +137,7 @@ void wait_for_turn() {
         w.ready &= ~(1u << me.lane);
         if (!w.ready) the.warps_ready &= ~(1u << me.warp);
     }
+    async_chance();
     thread *next = choose();
     while (!next && async_progress()) next = choose();
     if (!next) deadlock(first_waiting());

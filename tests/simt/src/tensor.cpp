@@ -1,26 +1,14 @@
 /* tensor.cpp: ldmatrix and mma.sync on 16-bit values, and the approximate functions beside them.
    Twin: sm_80's tensor cores; the fragment layouts are those of the PTX manual, which
-   test_fragments.cpp checks one by one. Not here: wgmma (hopper.cpp).
+   test_fragments.cpp checks one by one. Not here: wgmma (wgmma.cpp).
    Sums are plain f32 in the order of k; a device's order and rounding differ. */
 #include "checker.h"
 #include "machine.h"
 #include "memory.h"
+#include "numbers.h"
 
 namespace simt {
 namespace {
-
-float from_bf16(unsigned bits) {
-    return from_bits<float>(uint64_t(bits & 0xffffu) << 16);
-}
-
-float from_f16(unsigned bits) {
-    const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31u,
-                   fraction = bits & 1023u;
-    if (exponent == 31) return from_bits<float>(sign | 0x7f800000u | fraction << 13);
-    if (exponent) return from_bits<float>(sign | (exponent + 112) << 23 | fraction << 13);
-    const float small = static_cast<float>(fraction) * (1.0f / 16777216.0f);
-    return sign ? -small : small;
-}
 
 struct mma_argument {
     float *c;
