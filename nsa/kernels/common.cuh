@@ -2,9 +2,9 @@
    Twin: none; every kernels/X.cuh includes this file and no other CUDA header, and holds no asm.
    Not here: anything about attention. A wrapper is one instruction, under its PTX name.
 
-   Two readers: nvcc (sm_80 and up), and a plain C++17 compiler with -DNSA_SIMT, whose include path
-   then supplies nsa_simt.h: CUDA's thread indices, intrinsics and an executor on the CPU. There each
-   call carries the place it stands at, so that a report names the kernel's own line. */
+   Two readers: nvcc (sm_80 and up), and a plain C++17 compiler with -DNSA_SIMT, whose include
+   path then supplies nsa_simt.h: CUDA's thread indices, intrinsics and an executor on the CPU.
+   There each call carries the place it stands at, so that a report names the kernel's own line. */
 #ifndef NSA_COMMON_CUH
 #define NSA_COMMON_CUH
 
@@ -22,8 +22,8 @@
 #define NSA__PTX(host, ...)      (::simt::host)
 #define NSA__PTX_PURE(host, ...) (::simt::host)
 
-/* Shared memory. NSA_SHARED(float, scores, [4][64]) declares a static array; raw __shared__ does not
-   compile. NSA_SHARED_ALL(smem) names the launch's dynamic bytes, aligned to 1024. */
+/* Shared memory. NSA_SHARED(float, scores, [4][64]) declares a static array; raw __shared__ does
+   not compile. NSA_SHARED_ALL(smem) names the launch's dynamic bytes, aligned to 1024. */
 #define NSA_SHARED(type, name, ...)                                              \
     typedef type nsa__type_##name __VA_ARGS__;                                   \
     static const char nsa__key_##name = 0;                                       \
@@ -59,7 +59,8 @@ extern __shared__ __align__(1024) unsigned char nsa__shared_all[];
 
 #define NSA_LAUNCH(...) nsa__launch(__VA_ARGS__)
 
-/* More than 48 KB of dynamic shared memory must be asked for by name; the call is host-side only. */
+/* More than 48 KB of dynamic shared memory must be asked for by name; the call is host-side
+   only. */
 template <typename... Params, typename... Args>
 static inline cudaError_t nsa__launch(void (*kernel)(Params...), dim3 grid, dim3 block,
                                       size_t shared_bytes, cudaStream_t stream, Args &&...args) {
@@ -103,7 +104,8 @@ NSA__DEVICE float nsa__log2(float x NSA__AT) {
     return y;
 }
 
-/* The two types of the tensor cores here; T is one of them wherever a wrapper is a template on it. */
+/* The two types of the tensor cores here; T is one of them wherever a wrapper is a template on
+   it. */
 template <typename T> struct nsa__is_half {};
 template <> struct nsa__is_half<__half> { static constexpr bool value = true; };
 template <> struct nsa__is_half<__nv_bfloat16> { static constexpr bool value = false; };
@@ -197,7 +199,8 @@ template <int PENDING> NSA__DEVICE void nsa__cp_async_wait(NSA__AT_ONLY) {
 
 /* ---- Named barriers ----------------------------------------------------------------------- */
 
-/* Barrier `id` (1..15; 0 is __syncthreads) of `threads` threads, whole warps: waits for the rest. */
+/* Barrier `id` (1..15; 0 is __syncthreads) of `threads` threads, whole warps: waits for the
+   rest. */
 NSA__DEVICE void nsa__barrier_sync(int id, int threads NSA__AT) {
     NSA__PTX(barrier_sync(id, threads, NSA__HERE), "barrier.sync.aligned %0, %1;" ::"r"(id),
              "r"(threads)
@@ -222,8 +225,8 @@ NSA__DEVICE void nsa__barrier_arrive(int id, int threads NSA__AT) {
 
 #ifdef NSA__HAS_TMA
 
-/* A barrier of `arrivals` in shared memory, by one thread; then nsa__fence_async and a block barrier
-   before anybody uses it. */
+/* A barrier of `arrivals` in shared memory, by one thread; then nsa__fence_async and a block
+   barrier before anybody uses it. */
 NSA__DEVICE void nsa__mbarrier_init(uint64_t *bar, int arrivals NSA__AT) {
     NSA__PTX(mbarrier_init(bar, arrivals, NSA__HERE),
              "mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(NSA__SHARED(bar)), "r"(arrivals)
@@ -344,14 +347,15 @@ template <int PENDING> NSA__DEVICE void nsa__bulk_wait(NSA__AT_ONLY) {
 
 #ifdef NSA__HAS_WGMMA
 
-/* How the 16-byte chunks of a tile lie in shared memory: rows of 128, 64 or 32 bytes whose chunks are
-   xor-ed with the row number within the pattern (as a tensor map of that swizzle leaves them), or
-   plain 8x8 cores. */
+/* How the 16-byte chunks of a tile lie in shared memory: rows of 128, 64 or 32 bytes whose
+   chunks are xor-ed with the row number within the pattern (as a tensor map of that swizzle
+   leaves them), or plain 8x8 cores. */
 enum nsa__swizzle { NSA__SWIZZLE_NONE, NSA__SWIZZLE_128, NSA__SWIZZLE_64, NSA__SWIZZLE_32 };
 
-/* A 16-bit operand in shared memory. Swizzled, K innermost: `stride` is the distance of 8 rows, `leading`
-   is not used. Swizzled, M or N innermost: `leading` is the distance of patterns along it, `stride`
-   of 8 rows along K. Plain: the distance of 8x8 cores along K (`leading`) and along M or N. */
+/* A 16-bit operand in shared memory. Swizzled, K innermost: `stride` is the distance of 8 rows,
+   `leading` is not used. Swizzled, M or N innermost: `leading` is the distance of patterns along
+   it, `stride` of 8 rows along K. Plain: the distance of 8x8 cores along K (`leading`) and along
+   M or N. */
 NSA__DEVICE uint64_t nsa__wgmma_descriptor(const void *tile, int leading, int stride,
                                            nsa__swizzle swizzle) {
     return static_cast<uint64_t>(NSA__SHARED(tile) >> 4 & 0x3fffu) |
@@ -377,7 +381,8 @@ NSA__DEVICE void nsa__wgmma_commit(NSA__AT_ONLY) {
     NSA__PTX(wgmma_commit(NSA__HERE), "wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-/* Waits until at most PENDING of the newest groups are under way; `c` belongs to one that is not. */
+/* Waits until at most PENDING of the newest groups are under way; `c` belongs to one that is
+   not. */
 template <int PENDING, int COUNT> NSA__DEVICE void nsa__wgmma_wait(float (&c)[COUNT] NSA__AT) {
     NSA__PTX(wgmma_wait(PENDING, c, NSA__HERE), "wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING)
              : "memory");
@@ -452,9 +457,10 @@ template <int PENDING, int COUNT> NSA__DEVICE void nsa__wgmma_wait(float (&c)[CO
 #define NSA__WGMMA_RS_256(type) NSA__WGMMA_RS(256, type, 128, 129, 130, 131, 132, 133, 134)
 #endif
 
-/* c = a b, or c += a b, one 64xN tile, k = 16, by four warps from a multiple of 4. Warp w of them has
-   rows 16w ..: c[4j + 2h + e] is row l / 4 + 8h, column 8j + 2 (l % 4) + e of lane l. a and b are
-   descriptors; A_MN, B_MN: 1 where M or N is innermost, 0 where K is. c is there after the wait. */
+/* c = a b, or c += a b, one 64xN tile, k = 16, by four warps from a multiple of 4. Warp w of
+   them has rows 16w ..: c[4j + 2h + e] is row l / 4 + 8h, column 8j + 2 (l % 4) + e of lane l. a
+   and b are descriptors; A_MN, B_MN: 1 where M or N is innermost, 0 where K is. c is there after
+   the wait. */
 template <typename T, int N, int A_MN, int B_MN>
 NSA__DEVICE void nsa__wgmma(float (&c)[N / 2], uint64_t a, uint64_t b, int accumulate NSA__AT) {
     static_assert(N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256, "wgmma: N");

@@ -1,5 +1,6 @@
-/* test_faults.cpp: kernels that are wrong on purpose, and the words and line with which the executor
-   says so. Not here: faults in real kernels (mutate/), races and bounds (test_checker.cpp). */
+/* test_faults.cpp: kernels that are wrong on purpose, and the words and line with which the
+   executor says so. Not here: faults in real kernels (mutate/), races and bounds
+   (test_checker.cpp). */
 #include "expect.h"
 
 constexpr unsigned all = 0xffffffffu;

@@ -88,7 +88,8 @@ template <typename T> static void test_mma() {
     }
 }
 
-/* Row r of matrix m lies at 16-byte slot order[8 m + r]; word (row, column) holds its own number. */
+/* Row r of matrix m lies at 16-byte slot order[8 m + r]; word (row, column) holds its own
+   number. */
 static __global__ void ldmatrix_kernel(uint32_t *out, int transposed) {
     NSA_SHARED(uint16_t, words, [64][8]);
     const int lane = static_cast<int>(threadIdx.x);

@@ -163,7 +163,8 @@ static uint64_t form_of(const operand_case &o) {
     return uint64_t(o.leading / 16) << 16 | uint64_t(o.stride / 16) << 32 | modes[o.w] << 62;
 }
 
-/* a and b as shared memory holds them; registers of A or its tile; c in and out by [thread][value]. */
+/* a and b as shared memory holds them; registers of A or its tile; c in and out by
+   [thread][value]. */
 template <typename T, int N, int A_MN, int B_MN, bool FROM_REGISTERS>
 static __global__ void product_kernel(const T *a, const T *b, const uint32_t *registers, float *c,
                                       uint64_t form_a, uint64_t form_b) {

@@ -1,6 +1,7 @@
-/* test_red_zones.cpp: writes just outside an array, in the modes that do not see each access. Plain:
-   they are found when the block ends, and the report says whose end it was. AddressSanitizer: the
-   program ends there and then, so each fault is a run of its own (`red_zones_asan NAME`).
+/* test_red_zones.cpp: writes just outside an array, in the modes that do not see each access.
+   Plain: they are found when the block ends, and the report says whose end it was.
+   AddressSanitizer: the program ends there and then, so each fault is a run of its own
+   (`red_zones_asan NAME`).
    Not here: the checker, which names line and thread (test_checker.cpp). */
 #include "expect.h"
 

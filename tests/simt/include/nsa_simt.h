@@ -18,9 +18,9 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-/* The checker does not see `*p = f()` where f returns a struct: the compiler has no call for the store
-   that a call does. So there everything is inlined: the conversions of CUDA's headers, and below each
-   __device__ function. */
+/* The checker does not see `*p = f()` where f returns a struct: the compiler has no call for the
+   store that a call does. So there everything is inlined: the conversions of CUDA's headers, and
+   below each __device__ function. */
 #ifdef __SANITIZE_THREAD__
 #define unused unused, always_inline /* how those headers mark their functions */
 #define __inline__ inline __attribute__((always_inline))

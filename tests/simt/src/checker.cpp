@@ -1,12 +1,14 @@
 /* checker.cpp: races, reads of what nobody wrote, accesses outside of every array.
    Twin: compute-sanitizer. Not here: where the calls come from (tsan.cpp), weak memory.
 
-   Each byte of device and shared memory has a cell: who wrote it last, who has read it since. "Who"
-   is a stamp, thread and epoch: a thread's epoch grows with everything that orders it before others.
-   A thread knows of every other up to which epoch it is ordered before itself:
-     - the floor: all that came before the last barrier of the whole block, the same for everybody;
-     - the lanes of its own warp, through __syncwarp;
-     - the rest, through named barriers and mbarriers, once it has used one.
+   Each byte of device and shared memory has a cell: who wrote it last, who has read it since.
+   "Who" is a stamp, thread and epoch: a thread's epoch grows with everything that orders it
+   before others. A thread knows of every other up to which epoch it is ordered before itself:
+
+   - the floor: all that came before the last barrier of the whole block, the same for everybody;
+   - the lanes of its own warp, through __syncwarp;
+   - the rest, through named barriers and mbarriers, once it has used one.
+
    Shuffles, votes, ldmatrix and mma order nothing. Blocks of one launch are never ordered. */
 #include "checker.h"
 
@@ -43,8 +45,8 @@ struct cell {
     code write_at, others_at;
     uint32_t write_block, others_block; /* number of the block, counted over all launches */
 };
-/* others_block where there were several: this | number of the launch's first block. Then `others` is
-   one of their stamps: all are reads or all are atomics. */
+/* others_block where there were several: this | number of the launch's first block. Then
+   `others` is one of their stamps: all are reads or all are atomics. */
 constexpr uint32_t several_blocks = 1u << 31;
 
 cell *global_cells, *shared_cells;
@@ -117,8 +119,8 @@ stamp intern(std::vector<stamp> members) {
     return flags | number;
 }
 
-/* `old` and mine. A stamp of my kind ordered before mine need not be kept: who is ordered after mine
-   is ordered after it. */
+/* `old` and mine. A stamp of my kind ordered before mine need not be kept: who is ordered after
+   mine is ordered after it. */
 stamp join(stamp old, stamp mine, unsigned me) {
     if (old < first_epoch || old == mine) return mine;
     auto superfluous = [&](stamp s) {
@@ -175,8 +177,8 @@ const char *verb(stamp s) {
                          other + "\n    at " + place(place_of(where)));
 }
 
-/* In `cell.write` the bit of atomics marks what a bulk copy wrote: even the thread that asked for it
-   must have waited. */
+/* In `cell.write` the bit of atomics marks what a bulk copy wrote: even the thread that asked
+   for it must have waited. */
 bool known_write(unsigned me, stamp s) {
     if (!(s & is_atomic) || thread_of(s) != me) return known(me, s);
     const uint32_t e = epoch_of(s);

@@ -91,7 +91,8 @@ bool run_block(dim3 index); /* false: the launch failed */
 void thread_exits(thread &t);
 void forget_barriers();
 
-/* A warp operation: arrives with `argument`; the last lane of `mask` to come runs `all(warp, mask)`. */
+/* A warp operation: arrives with `argument`; the last lane of `mask` to come runs `all(warp,
+   mask)`. */
 void warp_operation(uint32_t mask, const char *name, site at, void *argument,
                     void (*all)(const warp &w, uint32_t mask));
 /* One that PTX marks .aligned: all 32 lanes, or it is undefined. */

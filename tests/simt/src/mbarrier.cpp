@@ -1,9 +1,10 @@
 /* mbarrier.cpp: barriers in shared memory that count arrivals and bytes.
-   Twin: mbarrier objects (PTX manual, "Parallel Synchronization and Communication Instructions").
+   Twin: mbarrier objects (PTX manual, "Parallel Synchronization and Communication
+   Instructions").
    Not here: the copies that bring the bytes (bulk.cpp).
 
-   A barrier's state lies here, found by its address; its eight bytes in shared memory are touched by
-   nothing but these functions, and the checker treats each use as an atomic. */
+   A barrier's state lies here, found by its address; its eight bytes in shared memory are
+   touched by nothing but these functions, and the checker treats each use as an atomic. */
 #include "async.h"
 #include "checker.h"
 #include "memory.h"

@@ -1,8 +1,9 @@
 /* schedule.cpp: which thread of the block runs next, from a block's start to its end.
-   Twin: the warp schedulers. Not here: why a thread waits (collective.cpp, async copies, mbarriers).
+   Twin: the warp schedulers. Not here: why a thread waits (collective.cpp, async copies,
+   mbarriers).
 
-   A thread runs until it waits; the switch goes straight to the next thread. In order: the lanes of
-   a warp, then the next warp. At random: any ready warp, any ready lane of it. */
+   A thread runs until it waits; the switch goes straight to the next thread. In order: the lanes
+   of a warp, then the next warp. At random: any ready warp, any ready lane of it. */
 #include "async.h"
 #include "checker.h"
 #include "machine.h"

@@ -50,7 +50,8 @@ struct ldmatrix_argument {
     site at;
 };
 
-/* One phase is the 8 rows of one matrix: as many cycles as the busiest of the 32 banks has words. */
+/* One phase is the 8 rows of one matrix: as many cycles as the busiest of the 32 banks has
+   words. */
 void count_phase(const unsigned char *const *rows) {
     int words[32] = {}, most = 0;
     for (int r = 0; r < 8; r++) {

@@ -1,9 +1,10 @@
 /* wgmma.cpp: matrix products of four warps with operands in shared memory, done at their wait.
-   Twin: sm_90a's wgmma; descriptors and layouts are those of the PTX manual ("Asynchronous Warpgroup
-   Level Matrix Instructions"). Not here: sparse, 8-bit and tf32 products.
+   Twin: sm_90a's wgmma; descriptors and layouts are those of the PTX manual ("Asynchronous
+   Warpgroup Level Matrix Instructions"). Not here: sparse, 8-bit and tf32 products.
 
-   Each warp owns 16 of the 64 rows and has its own queue; at the end all four must have issued the
-   same. From issue to wait the accumulators are NaN, and the operands in shared memory are held. */
+   Each warp owns 16 of the 64 rows and has its own queue; at the end all four must have issued
+   the same. From issue to wait the accumulators are NaN, and the operands in shared memory are
+   held. */
 #include "async.h"
 #include "checker.h"
 #include "memory.h"
