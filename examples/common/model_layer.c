@@ -217,13 +217,12 @@ static void gate_backward(model *m, const layer_acts *a, const int *slots) {
     const scratch *s = &m->scratch;
     int groups = c->n_kv_groups, width = m->gate_width;
     int64_t rows = (int64_t)m->rows * groups;
-    o->silu_forward(o, s->gate_act, a->gate_hidden, rows * width);
+    o->linear_backward_input(o, s->dgate_hidden, s->dgates, model_weight(m, slots[GATE_W2]), rows,
+                             width, BRANCHES);
+    o->silu_backward(o, s->dgate_hidden, s->gate_act, a->gate_hidden, rows * width);
     o->bias_backward(o, model_gradient(m, slots[GATE_B2]), s->dgates, rows, BRANCHES);
     o->linear_backward_weight(o, model_gradient(m, slots[GATE_W2]), s->dgates, s->gate_act, rows,
                               width, BRANCHES);
-    o->linear_backward_input(o, s->dgate_hidden, s->dgates, model_weight(m, slots[GATE_W2]), rows,
-                             width, BRANCHES);
-    o->silu_backward(o, s->dgate_hidden, a->gate_hidden, rows * width);
     o->bias_backward(o, model_gradient(m, slots[GATE_B1]), s->dgate_hidden, rows, width);
     o->linear_backward_weight(o, model_gradient(m, slots[GATE_W1]), s->dgate_hidden, a->q_mean,
                               rows, c->d_k, width);
@@ -335,12 +334,11 @@ static void mlp_backward(model *m, int layer) {
     const int *slots = m->layer_slots[layer];
     scratch *s = &m->scratch;
     int wide = 4 * c->dim;
-    o->silu_forward(o, s->act, a->hidden, (int64_t)m->rows * wide);
-    o->linear_backward_weight(o, model_gradient(m, slots[FC2]), s->dx, s->act, m->rows, wide,
-                              c->dim);
     o->linear_backward_input(o, s->dhidden, s->dx, model_weight(m, slots[FC2]), m->rows, wide,
                              c->dim);
-    o->silu_backward(o, s->dhidden, a->hidden, (int64_t)m->rows * wide);
+    o->silu_backward(o, s->dhidden, s->act, a->hidden, (int64_t)m->rows * wide);
+    o->linear_backward_weight(o, model_gradient(m, slots[FC2]), s->dx, s->act, m->rows, wide,
+                              c->dim);
     o->rmsnorm_forward(o, s->norm, s->rstd, a->mid, model_weight(m, slots[NORM2]), m->rows, c->dim);
     o->linear_backward_weight(o, model_gradient(m, slots[FC1]), s->dhidden, s->norm, m->rows,
                               c->dim, wide);

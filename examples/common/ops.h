@@ -75,9 +75,9 @@ struct ops {
     void (*bias_forward)(const ops *o, void *y, const void *b, int64_t rows, int dim);
     void (*bias_backward)(const ops *o, real *db, const void *dy, int64_t rows, int dim);
 
-    /* y = x sigmoid(x);  dx = dx * silu'(x), in place */
+    /* y = x sigmoid(x);  dx = dx * silu'(x), in place, and y once more */
     void (*silu_forward)(const ops *o, void *y, const void *x, int64_t count);
-    void (*silu_backward)(const ops *o, void *dx, const void *x, int64_t count);
+    void (*silu_backward)(const ops *o, void *dx, void *y, const void *x, int64_t count);
 
     /* mean[r][g] = the average of a group's heads of q[r], rows of q `stride` apart; backward adds
        to dq. */

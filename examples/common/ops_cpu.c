@@ -14,7 +14,17 @@
 #include <omp.h>
 #endif
 
-enum { COLUMNS = 16 }; /* a column sum's share of a thread: one cache line of f32 */
+/* What threads take at a time: columns of a column sum (one cache line of f32), elements. */
+enum { COLUMNS = 16, BLOCK = 4096 };
+
+/* Loops with an exponential: compiled for wider vectors too, and chosen by the loader. GCC finds the
+   loader's part (ifunc) on Linux; under a sanitizer it would run before the sanitizer is ready. */
+#if __GNUC__ >= 12 && !defined(__clang__) && defined(__x86_64__) && defined(__gnu_linux__) && \
+    !defined(__SANITIZE_ADDRESS__)
+#define WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define WIDE
+#endif
 
 typedef struct cpu_state {
     bool failed;
@@ -178,22 +188,36 @@ static void cpu_bias_backward(const ops *o, real *db, const void *dy, int64_t ro
 
 /* ---- SiLU ---------------------------------------------------------------------------------- */
 
-static void cpu_silu_forward(const ops *o, void *y, const void *x, int64_t count) {
-    const real *in = x;
-    real *out = y;
-#pragma omp parallel for simd num_threads(o->threads) schedule(static)
-    for (int64_t i = 0; i < count; i++) out[i] = in[i] / (1 + exp_real(-in[i]));
+WIDE static void silu_block(real *y, const real *x, int64_t count) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) y[i] = x[i] / (1 + exp_real(-x[i]));
 }
 
 /* silu'(x) = s (1 + x (1 - s)) with s = sigmoid(x) */
-static void cpu_silu_backward(const ops *o, void *dx, const void *x, int64_t count) {
-    const real *in = x;
-    real *grad = dx;
-#pragma omp parallel for simd num_threads(o->threads) schedule(static)
+WIDE static void silu_backward_block(real *dx, real *y, const real *x, int64_t count) {
+#pragma omp simd
     for (int64_t i = 0; i < count; i++) {
-        real s = 1 / (1 + exp_real(-in[i]));
-        grad[i] *= s * (1 + in[i] * (1 - s));
+        real s = 1 / (1 + exp_real(-x[i]));
+        y[i] = x[i] * s;
+        dx[i] *= s * (1 + x[i] * (1 - s));
     }
+}
+
+static int64_t block_length(int64_t count, int64_t first) {
+    return count - first < BLOCK ? count - first : BLOCK;
+}
+
+static void cpu_silu_forward(const ops *o, void *y, const void *x, int64_t count) {
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t i = 0; i < count; i += BLOCK)
+        silu_block((real *)y + i, (const real *)x + i, block_length(count, i));
+}
+
+static void cpu_silu_backward(const ops *o, void *dx, void *y, const void *x, int64_t count) {
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t i = 0; i < count; i += BLOCK)
+        silu_backward_block((real *)dx + i, (real *)y + i, (const real *)x + i,
+                            block_length(count, i));
 }
 
 /* ---- The gate's input ---------------------------------------------------------------------- */
@@ -228,7 +252,7 @@ static void cpu_group_mean_backward(const ops *o, void *dq, int64_t stride, cons
 /* ---- Loss ---------------------------------------------------------------------------------- */
 
 /* Leaves exp(x - max) in x and returns their sum; *top is the maximum. */
-static real exponentials(real *x, int count, real *top) {
+WIDE static real exponentials(real *x, int count, real *top) {
     real max = x[0], sum = 0;
 #pragma omp simd reduction(max : max)
     for (int i = 1; i < count; i++) max = x[i] > max ? x[i] : max;
@@ -257,10 +281,10 @@ static double row_loss(real *x, int32_t label, int vocab, double scale) {
 /* Losses are collected for a block of rows and summed in their order. */
 static void cpu_cross_entropy(const ops *o, step_state *s, void *logits, const int32_t *labels,
                               int64_t rows, int vocab, double scale) {
-    enum { BLOCK = 512 };
-    double losses[BLOCK];
-    for (int64_t first = 0; first < rows; first += BLOCK) {
-        int count = rows - first < BLOCK ? (int)(rows - first) : BLOCK;
+    enum { ROWS = 512 };
+    double losses[ROWS];
+    for (int64_t first = 0; first < rows; first += ROWS) {
+        int count = rows - first < ROWS ? (int)(rows - first) : ROWS;
         real *x = (real *)logits + first * vocab;
 #pragma omp parallel for num_threads(o->threads) schedule(static)
         for (int r = 0; r < count; r++)

@@ -7,7 +7,11 @@
 void threads_wait_asleep(char **argv) {
 #ifdef _OPENMP
     if (getenv("OMP_WAIT_POLICY") || setenv("OMP_WAIT_POLICY", "passive", 0)) return;
-    execv("/proc/self/exe", argv); /* returns only where it cannot be done: then threads spin */
+    char path[4096];
+    ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
+    if (length <= 0) return;
+    path[length] = 0;  /* the program's own name, for that is what `ps` will show */
+    execv(path, argv); /* returns only where it cannot be done: then threads spin */
 #else
     (void)argv;
 #endif
