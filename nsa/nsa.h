@@ -616,6 +616,10 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     X(gate, "gate")                           \
     X(threads, "threads")                     \
     X(isa, "isa")                             \
+    X(indptr, "indptr")                       \
+    X(indices, "indices")                     \
+    X(weights, "weights")                     \
+    X(cmp_begins, "cmp_begins")               \
     X(positions, "positions")                 \
     X(base, "base")                           \
     X(pairs, "pairs")                         \
@@ -1567,8 +1571,9 @@ NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
     if (tokens < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_tokens);
     int64_t entries = nsa_block_map_size(d, tokens);
     if (entries > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
-    if (!indptr || (entries && (!indices || !weights)))
-        return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!indptr) return nsa__error(NSA_ERROR_NULL, NSA__AT_indptr);
+    if (entries && !indices) return nsa__error(NSA_ERROR_NULL, NSA__AT_indices);
+    if (entries && !weights) return nsa__error(NSA_ERROR_NULL, NSA__AT_weights);
     int32_t at = 0;
     for (int j = 0; j < nsa_slc_count(d, tokens); j++) {
         int begin, end;
@@ -1586,7 +1591,7 @@ NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
 NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins) {
     nsa_status status = nsa_desc_check(d);
     if (status != NSA_OK) return status;
-    if (!cmp_begins) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!cmp_begins) return nsa__error(NSA_ERROR_NULL, NSA__AT_cmp_begins);
     int64_t at = 0;
     for (int b = 0; b <= d->batch;
          b++) { /* twice: nothing is written before the last sum is known to fit */
