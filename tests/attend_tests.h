@@ -1,0 +1,719 @@
+/* attend_tests.h - the tests that the four attentions share: test_attend_cmp, _slc, _win and _dense
+   run them all. Twin: nsa.h's "Attention over few keys". Not here: what is true of one of them
+   alone
+   (its own file), the problem itself (attend.h). */
+#ifndef NSA_TESTS_ATTEND_TESTS_H
+#define NSA_TESTS_ATTEND_TESTS_H
+
+#include "attend.h"
+#include "refusals.h"
+
+/* ---- Question 1 and 3: the dense reference, in every dtype, layout, instruction set, slice
+   ---- */
+
+/* A tensor's numbers against the reference's, by the rule of low precision. */
+static inline void compare(const char *what, const tensor *x, const double *want,
+                           const double *plain, double factor) {
+    size_t n = tensor_count(x), width = (size_t)x->width;
+    double *got = ref_zeros(n);
+    tensor_get(x, got);
+    CHECK_NEAR(what, got, want, n, width, allowed_error(factor, want, plain, n));
+    free(got);
+}
+
+/* Rows outside the slice hold what they held before, which guards_verify saw to; here they count
+   as 0. */
+static inline void compare_rows(const char *what, const problem *p, const tensor *x, double *want,
+                                double *plain, double factor, int row_width, int is_lse) {
+    size_t n = tensor_count(x);
+    double *got = ref_zeros(n);
+    tensor_get(x, got);
+    plan_zero_outside(&p->d, got, row_width);
+    plan_zero_outside(&p->d, want, row_width);
+    plan_zero_outside(&p->d, plain, row_width);
+    if (is_lse) check_empty_rows(got, want, plain, n);
+    CHECK_NEAR(what, got, want, n, (size_t)x->width, allowed_error(factor, want, plain, n));
+    free(got);
+}
+
+/* want += start, as the library adds to what a gradient holds; plain likewise, rounded as it
+   stores. */
+static inline void add_start(double *want, double *plain, const double *start, size_t n,
+                             nsa_dtype grad) {
+    for (size_t i = 0; i < n; i++) {
+        want[i] += start[i];
+        plain[i] = ref_store(dtype_prec(grad), plain[i] + start[i]);
+    }
+}
+
+static inline void reference_one(const branch *br, const nsa_desc *d, const numbers *in,
+                                 const numbers *want, const numbers *plain, nsa_dtype dtype,
+                                 nsa_dtype grad, int form) {
+    size_t most = in->nq > in->nk ? in->nq : in->nk;
+    most = most > in->nv ? most : in->nv;
+    double *start = random_numbers(77, most, grad);
+    if (dtype != NSA_REAL_DTYPE && grad == dtype) memset(start, 0, most * sizeof *start);
+    problem p = problem_new(br, d, in, dtype, grad, form, start);
+    run_both(br, &p);
+
+    numbers w = *want, b = *plain;
+    w.out = copy_numbers(want->out, in->nout), b.out = copy_numbers(plain->out, in->nout);
+    w.lse = copy_numbers(want->lse, in->nlse), b.lse = copy_numbers(plain->lse, in->nlse);
+    w.dq = copy_numbers(want->dq, in->nq), b.dq = copy_numbers(plain->dq, in->nq);
+    w.dk = copy_numbers(want->dk, in->nk), b.dk = copy_numbers(plain->dk, in->nk);
+    w.dv = copy_numbers(want->dv, in->nv), b.dv = copy_numbers(plain->dv, in->nv);
+    add_start(w.dq, b.dq, start, in->nq, grad);
+    add_start(w.dk, b.dk, start, in->nk, grad);
+    add_start(w.dv, b.dv, start, in->nv, grad);
+    compare_rows("out", &p, &p.out, w.out, b.out, 2, d->heads * d->dim_v, 0);
+    compare_rows("lse", &p, &p.lse, w.lse, b.lse, 2, d->heads, 1);
+    compare_rows("dq", &p, &p.dq, w.dq, b.dq, 3, d->heads * d->dim, 0);
+    compare("dk", &p.dk, w.dk, b.dk, 3);
+    compare("dv", &p.dv, w.dv, b.dv, 3);
+    numbers_free_results(&w);
+    numbers_free_results(&b);
+    free(start);
+    guards_free();
+}
+
+/* Changes the numbers of a problem before they are used; NULL leaves them. */
+typedef void (*twist)(const nsa_desc *d, numbers *n, nsa_dtype dtype);
+
+/* The whole and a slice of its queries, every instruction set, the layouts in turn. */
+static inline void test_reference(const branch *br, const geometry *g, nsa_dtype dtype,
+                                  uint64_t seed, twist change, const char *rule) {
+    for (int slice = 0; slice < 2; slice++) {
+        nsa_desc d = desc_of(g);
+        if (slice) d.first = g->T / 3, d.count = (g->T + 1) / 2;
+        numbers in = numbers_new(br, &d, dtype, seed);
+        if (change) change(&d, &in, dtype);
+        numbers want = numbers_reference(br, &d, &in, REF_F64);
+        numbers plain = numbers_reference(br, &d, &in, dtype_prec(dtype));
+        for (int i = 0; i < COUNT(isas); i++) {
+            if (!nsa_isa_available(isas[i])) continue;
+            d.isa = isas[i];
+            d.threads = 1 + (i + (int)seed) % 3;
+            nsa_dtype grad = (i + slice) % 2 ? NSA_REAL_DTYPE : dtype;
+            check_case("%s, %s%s, %s, gradients %s, isa %s, rows %d + %d", br->name, g->name, rule,
+                       dtype_name(dtype), dtype_name(grad), nsa_isa_name(d.isa), d.first, d.count);
+            reference_one(br, &d, &in, &want, &plain, dtype, grad, i + (int)seed + slice);
+        }
+        numbers_free_results(&want);
+        numbers_free_results(&plain);
+        numbers_free(&in);
+    }
+}
+
+/* Scores that grow along the sequence, so that the maximum lies in a later tile than the first. */
+static inline void rising_scores(const nsa_desc *d, numbers *n, nsa_dtype dtype) {
+    size_t row = (size_t)(d->kv_heads * d->dim), rows = n->nk / row;
+    for (size_t i = 0; i < n->nk; i++)
+        n->k[i] =
+            ref_store(dtype_prec(dtype), n->k[i] * (1 + 20 * (double)(i / row) / (double)rows));
+}
+
+static inline void falling_scores(const nsa_desc *d, numbers *n, nsa_dtype dtype) {
+    size_t row = (size_t)(d->kv_heads * d->dim), rows = n->nk / row;
+    for (size_t i = 0; i < n->nk; i++)
+        n->k[i] =
+            ref_store(dtype_prec(dtype), n->k[i] * (21 - 20 * (double)(i / row) / (double)rows));
+}
+
+/* Every score some hundreds below 0, or above: exp of it alone would be 0, or infinite. */
+static inline void low_scores(const nsa_desc *d, numbers *n, nsa_dtype dtype) {
+    (void)dtype;
+    for (size_t i = 0; i < n->nq; i += (size_t)d->dim) n->q[i] = 64;
+    for (size_t i = 0; i < n->nk; i += (size_t)d->dim) n->k[i] = -32;
+}
+
+static inline void high_scores(const nsa_desc *d, numbers *n, nsa_dtype dtype) {
+    (void)dtype;
+    for (size_t i = 0; i < n->nq; i += (size_t)d->dim) n->q[i] = 64;
+    for (size_t i = 0; i < n->nk; i += (size_t)d->dim) n->k[i] = 32;
+}
+
+/* All keys of a head alike: every score is tied. */
+static inline void tied_scores(const nsa_desc *d, numbers *n, nsa_dtype dtype) {
+    (void)dtype;
+    size_t row = (size_t)(d->kv_heads * d->dim);
+    for (size_t i = row; i < n->nk; i++) n->k[i] = n->k[i - row];
+}
+
+static inline void test_extremes(const branch *br, const geometry *g, nsa_dtype dtype) {
+    test_reference(br, g, dtype, 21, rising_scores, ", maximum in a later tile");
+    test_reference(br, g, dtype, 22, falling_scores, ", maximum in the first tile");
+    test_reference(br, g, dtype, 23, low_scores, ", scores far below 0");
+    test_reference(br, g, dtype, 24, high_scores, ", scores far above 0");
+    test_reference(br, g, dtype, 25, tied_scores, ", tied scores");
+}
+
+/* Where a run takes long, the tests that run often look at fewer places. */
+static inline int is_heavy(const geometry *g) {
+    return g->B * g->T * g->H > 1000;
+}
+
+/* ---- The bits of a run: what determinism, slices and causality compare ---- */
+
+typedef struct bits {
+    unsigned char
+        *of[5]; /* out, lse, dq, dk, dv, without gaps; rows outside the slice are poison */
+    size_t bytes[5];
+} bits;
+
+static const char *const bits_names[] = {"out", "lse", "dq", "dk", "dv"};
+
+static inline bits bits_take(const problem *p) {
+    const tensor *x[] = {&p->out, &p->lse, &p->dq, &p->dk, &p->dv};
+    bits b;
+    for (int i = 0; i < 5; i++) {
+        b.of[i] = tensor_bits(x[i]);
+        b.bytes[i] = tensor_count(x[i]) * dtype_size(x[i]->view.dtype);
+    }
+    return b;
+}
+
+static inline void bits_free(bits *b) {
+    for (int i = 0; i < 5; i++) free(b->of[i]);
+}
+
+/* Forward and backward of the numbers, gradients from 0. */
+static inline bits bits_of(const branch *br, const nsa_desc *d, const numbers *n, nsa_dtype dtype,
+                           int form) {
+    double *zeros = ref_zeros(n->nq + n->nk + n->nv);
+    problem p = problem_new(br, d, n, dtype, dtype, form, zeros);
+    run_both(br, &p);
+    bits b = bits_take(&p);
+    free(zeros);
+    guards_free();
+    return b;
+}
+
+/* Rows begin .. end - 1 of result i, of `rows` rows in all, have the same bits in both. */
+static inline void same_rows(const bits *a, const bits *b, int i, int rows, int begin, int end) {
+    size_t row = rows ? a->bytes[i] / (size_t)rows : 0;
+    if (begin < end)
+        CHECK_BITS(bits_names[i], a->of[i] + (size_t)begin * row, b->of[i] + (size_t)begin * row,
+                   (size_t)(end - begin) * row, 1);
+}
+
+static inline void same_bits(const bits *a, const bits *b) {
+    for (int i = 0; i < 5; i++) CHECK_BITS(bits_names[i], a->of[i], b->of[i], a->bytes[i], 1);
+}
+
+/* Run to run, for any number of threads, in any layout. */
+static inline void test_deterministic(const branch *br, const geometry *g, nsa_dtype dtype) {
+    static const int threads[] = {1, 1, 2, 3, 7, 0};
+    nsa_desc d = desc_of(g);
+    numbers n = numbers_new(br, &d, dtype, 5);
+    bits first = {{NULL}, {0}};
+    for (int i = 0; i < COUNT(threads); i++) {
+        d.threads = threads[i];
+        check_case("%s, %s, %s, run %d, threads %d", br->name, g->name, dtype_name(dtype), i,
+                   threads[i]);
+        bits b = bits_of(br, &d, &n, dtype, i);
+        if (i) same_bits(&b, &first);
+        if (i)
+            bits_free(&b);
+        else
+            first = b;
+    }
+    bits_free(&first);
+    numbers_free(&n);
+}
+
+/* The same numbers for one sequence of the batch, alone: as varlen, batch and truncation tests
+   need. */
+static inline numbers numbers_of_sequence(const branch *br, const nsa_desc *d, const numbers *n,
+                                          int b, int tokens) {
+    plan p = plan_of(d);
+    ref_desc r = ref_desc_of(d, tokens);
+    numbers one = *n;
+    int width = nsa_block_list_width(d), cmp = br->keys == BRANCH_CMP;
+    size_t row = (size_t)(p.row[b] * d->heads),
+           keys = (size_t)((cmp ? ref_cmp_count(&r, tokens) : tokens) * d->kv_heads);
+    size_t key = (size_t)((cmp ? p.cmp_row[b] : p.row[b]) * d->kv_heads);
+    one.q += row * (size_t)d->dim, one.dout += row * (size_t)d->dim_v;
+    one.k += key * (size_t)d->dim, one.v += key * (size_t)d->dim_v;
+    if (n->blocks) one.blocks += p.row[b] * d->kv_heads * width;
+    one.nlse = (size_t)(tokens * d->heads), one.nq = one.nlse * (size_t)d->dim,
+    one.nout = one.nlse * (size_t)d->dim_v;
+    one.nk = keys * (size_t)d->dim, one.nv = keys * (size_t)d->dim_v;
+    return one;
+}
+
+/* Each sequence of a batch, packed or not, has the bits of that sequence alone. */
+static inline void test_alone(const branch *br, const geometry *g, nsa_dtype dtype) {
+    nsa_desc d = desc_of(g);
+    plan p = plan_of(&d);
+    numbers n = numbers_new(br, &d, dtype, 6);
+    check_case("%s, %s, %s, all", br->name, g->name, dtype_name(dtype));
+    bits all = bits_of(br, &d, &n, dtype, 1);
+    for (int b = 0; b < p.sequences; b++) {
+        nsa_desc one = d;
+        one.batch = 1, one.begins = NULL, one.tokens = one.count = p.length[b];
+        numbers m = numbers_of_sequence(br, &d, &n, b, p.length[b]);
+        check_case("%s, %s, %s, sequence %d alone", br->name, g->name, dtype_name(dtype), b);
+        bits alone = bits_of(br, &one, &m, dtype, 0);
+        for (int i = 0; i < 5; i++) {
+            int cmp = i > 2 && br->keys == BRANCH_CMP;
+            size_t rows = (size_t)(i > 2 ? key_rows(br, &p) : p.rows),
+                   row = rows ? all.bytes[i] / rows : 0;
+            CHECK_BITS(bits_names[i], all.of[i] + (size_t)(cmp ? p.cmp_row[b] : p.row[b]) * row,
+                       alone.of[i], alone.bytes[i], 1);
+        }
+        bits_free(&alone);
+    }
+    bits_free(&all);
+    numbers_free(&n);
+}
+
+/* Forward and dQ in slices of queries, dK and dV in slices of kv heads: the bits of the whole. */
+static inline void test_slices(const branch *br, const geometry *g, nsa_dtype dtype) {
+    nsa_desc d = desc_of(g);
+    numbers n = numbers_new(br, &d, dtype, 7);
+    double *zeros = ref_zeros(n.nq + n.nk + n.nv);
+    check_case("%s, %s, %s, whole", br->name, g->name, dtype_name(dtype));
+    bits whole = bits_of(br, &d, &n, dtype, 0);
+    problem s = problem_new(br, &d, &n, dtype, dtype, 2, zeros);
+    nsa_attend x = s.x, dx = s.dx;
+    int cut[] = {0, g->T / 3, g->T / 3 + 1, g->T - g->T / 4, g->T};
+    for (int i = 0; i + 1 < COUNT(cut); i++) {
+        s.d.first = cut[i], s.d.count = cut[i + 1] - cut[i];
+        s.x.q = view_from(x.q, 0, cut[i], 0), s.x.blocks = view_from(x.blocks, 0, cut[i], 0);
+        s.x.out = view_from(x.out, 0, cut[i], 0), s.x.lse = view_from(x.lse, 0, cut[i], 0);
+        s.dx.q = view_from(dx.q, 0, cut[i], 0), s.dx.out = view_from(dx.out, 0, cut[i], 0);
+        s.dx.k.data = s.dx.v.data = NULL;
+        check_case("%s, %s, %s, rows %d + %d", br->name, g->name, dtype_name(dtype), s.d.first,
+                   s.d.count);
+        run_both(br, &s);
+    }
+    for (int hk = 0; hk < d.kv_heads; hk++) {
+        int G = d.heads / d.kv_heads;
+        s.d = d, s.d.heads = s.d.gate_heads = G, s.d.kv_heads = 1;
+        s.x.q = view_from(x.q, 0, 0, hk * G), s.x.out = view_from(x.out, 0, 0, hk * G);
+        s.x.lse = view_from(x.lse, 0, 0, hk * G), s.x.blocks = view_from(x.blocks, 0, 0, hk);
+        s.x.k = view_from(x.k, 0, 0, hk), s.x.v = view_from(x.v, 0, 0, hk);
+        s.dx = dx, s.dx.q.data = NULL, s.dx.out = view_from(dx.out, 0, 0, hk * G);
+        s.dx.k = view_from(dx.k, 0, 0, hk), s.dx.v = view_from(dx.v, 0, 0, hk);
+        check_case("%s, %s, %s, kv head %d", br->name, g->name, dtype_name(dtype), hk);
+        nsa_status status = run_backward(br, &s);
+        CHECK_OK("backward", status);
+    }
+    bits pieces = bits_take(&s);
+    check_case("%s, %s, %s, pieces against the whole", br->name, g->name, dtype_name(dtype));
+    same_bits(&pieces, &whole);
+    bits_free(&pieces);
+    bits_free(&whole);
+    free(zeros);
+    numbers_free(&n);
+    guards_free();
+}
+
+/* ---- Question 2: finite differences in every number ---- */
+
+static inline double loss(const branch *br, const problem *p, const numbers *n, void *work,
+                          size_t bytes) {
+    double *out = ref_zeros(n->nout), sum = 0;
+    CHECK(br->forward(&p->x, &p->d, work, bytes) == NSA_OK, "forward");
+    tensor_get(&p->out, out);
+    plan_zero_outside(&p->d, out, p->d.heads * p->d.dim_v);
+    for (size_t i = 0; i < n->nout; i++) sum += out[i] * n->dout[i];
+    free(out);
+    return sum;
+}
+
+static inline void test_gradcheck(const branch *br, const geometry *g) {
+    const double h = 1e-5;
+    nsa_desc d = desc_of(g);
+    numbers n = numbers_new(br, &d, NSA_F64, 8);
+    double *zeros = ref_zeros(n.nq + n.nk + n.nv);
+    problem p = problem_new(br, &d, &n, NSA_F64, NSA_F64, 3, zeros);
+    struct {
+        const char *name;
+        const tensor *x, *dx;
+        double *values;
+        size_t count;
+    } inputs[] = {{"q", &p.q, &p.dq, n.q, n.nq},
+                  {"k", &p.k, &p.dk, n.k, n.nk},
+                  {"v", &p.v, &p.dv, n.v, n.nv}};
+    check_case("%s, %s, gradcheck", br->name, g->name);
+    run_both(br, &p);
+    size_t bytes = br->forward_size(&d);
+    void *work = check_alloc(bytes);
+    for (int i = 0; i < COUNT(inputs); i++) {
+        double *analytic = ref_zeros(inputs[i].count), worst = 0;
+        tensor_get(inputs[i].dx, analytic);
+        for (size_t j = 0; j < inputs[i].count; j++) {
+            double x = inputs[i].values[j], up, down;
+            inputs[i].values[j] = x + h, tensor_put(inputs[i].x, inputs[i].values);
+            up = loss(br, &p, &n, work, bytes);
+            inputs[i].values[j] = x - h, tensor_put(inputs[i].x, inputs[i].values);
+            down = loss(br, &p, &n, work, bytes);
+            inputs[i].values[j] = x, tensor_put(inputs[i].x, inputs[i].values);
+            double error = gradient_error(analytic[j], (up - down) / (2 * h));
+            worst = error > worst || isnan(error) ? error : worst;
+        }
+        CHECK(worst <= 1e-7, "gradient of %s: error %.3g > 1e-7", inputs[i].name, worst);
+        free(analytic);
+    }
+    free(work);
+    free(zeros);
+    numbers_free(&n);
+    guards_free();
+}
+
+/* ---- Question 5: causality ---- */
+
+/* Everything after token t changed: q, k, v, dout, block lists. */
+static inline numbers numbers_changed_after(const branch *br, const nsa_desc *d, const numbers *n,
+                                            int t, nsa_dtype dtype) {
+    numbers m = *n, other = numbers_new(br, d, dtype, 99);
+    size_t row = (size_t)((t + 1) * d->heads),
+           width = (size_t)(d->kv_heads * nsa_block_list_width(d));
+    size_t key = (size_t)((br->keys == BRANCH_CMP ? nsa_cmp_visible(d, t) : t + 1) * d->kv_heads);
+    m.q = copy_numbers(n->q, n->nq), m.dout = copy_numbers(n->dout, n->nout);
+    m.k = copy_numbers(n->k, n->nk), m.v = copy_numbers(n->v, n->nv);
+    memcpy(m.q + row * (size_t)d->dim, other.q + row * (size_t)d->dim,
+           (n->nq - row * (size_t)d->dim) * 8);
+    memcpy(m.dout + row * (size_t)d->dim_v, other.dout + row * (size_t)d->dim_v,
+           (n->nout - row * (size_t)d->dim_v) * 8);
+    memcpy(m.k + key * (size_t)d->dim, other.k + key * (size_t)d->dim,
+           (n->nk - key * (size_t)d->dim) * 8);
+    memcpy(m.v + key * (size_t)d->dim_v, other.v + key * (size_t)d->dim_v,
+           (n->nv - key * (size_t)d->dim_v) * 8);
+    if (n->blocks) {
+        m.blocks = other.blocks, other.blocks = NULL;
+        memcpy(m.blocks, n->blocks, (size_t)(t + 1) * width * 4);
+    }
+    numbers_free(&other);
+    return m;
+}
+
+/* Future tokens changed, then taken away: earlier queries keep the bits of out, lse and dQ. */
+static inline void test_causal(const branch *br, const geometry *g, nsa_dtype dtype) {
+    nsa_desc d = desc_of(g);
+    if (d.begins || d.batch != 1) return;
+    numbers n = numbers_new(br, &d, dtype, 9);
+    check_case("%s, %s, %s, causal", br->name, g->name, dtype_name(dtype));
+    bits all = bits_of(br, &d, &n, dtype, 0);
+    int at[] = {g->l - 1, g->slc_block - 1, g->T / 2, 0, g->l - 2, g->slc_block, g->T - 2};
+    for (int i = 0; i < (is_heavy(g) ? 3 : COUNT(at)); i++) {
+        int t = at[i];
+        if (t < 0 || t >= g->T - 1) continue;
+        numbers m = numbers_changed_after(br, &d, &n, t, dtype);
+        check_case("%s, %s, %s, tokens after %d changed", br->name, g->name, dtype_name(dtype), t);
+        bits changed = bits_of(br, &d, &m, dtype, 0);
+        for (int k = 0; k < 3; k++) same_rows(&all, &changed, k, g->T, 0, t + 1);
+        bits_free(&changed);
+        free(m.q), free(m.k), free(m.v), free(m.dout), free(m.blocks);
+
+        nsa_desc cut = d;
+        cut.tokens = cut.count = t + 1;
+        m = numbers_of_sequence(br, &d, &n, 0, t + 1);
+        check_case("%s, %s, %s, only %d tokens", br->name, g->name, dtype_name(dtype), t + 1);
+        bits shorter = bits_of(br, &cut, &m, dtype, 1);
+        for (int k = 0; k < 3; k++)
+            CHECK_BITS(bits_names[k], shorter.of[k], all.of[k], shorter.bytes[k], 1);
+        bits_free(&shorter);
+    }
+    bits_free(&all);
+    numbers_free(&n);
+}
+
+/* ---- Values that are not finite, and exact scaling ---- */
+
+/* mask[T][Hk][keys] of a single sequence. */
+static inline unsigned char *mask_of(const branch *br, const nsa_desc *d, const int32_t *blocks) {
+    ref_desc r = ref_desc_of(d, d->tokens);
+    return br->keys == BRANCH_CMP   ? ref_mask_cmp(&r)
+           : br->keys == BRANCH_SLC ? ref_mask_slc(&r, blocks)
+           : br->keys == BRANCH_WIN ? ref_mask_win(&r)
+                                    : ref_mask_dense(&r);
+}
+
+static inline int has_nan(nsa_dtype dtype, const unsigned char *row, int width) {
+    for (int c = 0; c < width; c++)
+        if (isnan(element_get(dtype, row + (size_t)c * dtype_size(dtype)))) return 1;
+    return 0;
+}
+
+/* Rows that are touched hold a NaN (if `nan` says so), all others have the bits that they had
+   before. */
+static inline void check_reach(const char *what, const unsigned char *touched, int rows,
+                               const unsigned char *clean, const unsigned char *got,
+                               nsa_dtype dtype, int width, int nan) {
+    size_t row = (size_t)width * dtype_size(dtype);
+    int leaked = -1, missed = -1;
+    for (int r = rows - 1; r >= 0; r--) {
+        if (!touched[r] && memcmp(clean + (size_t)r * row, got + (size_t)r * row, row)) leaked = r;
+        if (touched[r] && nan && !has_nan(dtype, got + (size_t)r * row, width)) missed = r;
+    }
+    CHECK(leaked < 0, "%s: row %d changed, though it does not read the bad row", what, leaked);
+    CHECK(missed < 0, "%s: row %d reads the bad row and holds no NaN", what, missed);
+}
+
+/* Which rows a bad value reaches: queries (t, h) that read it, keys (s, hk) that such a query
+   reads. */
+typedef struct reach {
+    unsigned char *queries, *keys;
+} reach;
+
+enum { BAD_Q, BAD_K, BAD_V, BAD_DOUT };
+
+static inline reach reach_of(const branch *br, const nsa_desc *d, const numbers *n, int input,
+                             int row, int head) {
+    int G = d->heads / d->kv_heads,
+        keys = br->keys == BRANCH_CMP ? nsa_cmp_count(d, d->tokens) : d->tokens;
+    unsigned char *mask = mask_of(br, d, n->blocks);
+    reach r = {ref_mask((size_t)(d->tokens * d->heads)), ref_mask((size_t)(keys * d->kv_heads))};
+    for (int t = 0; t < d->tokens; t++)
+        for (int h = 0; h < d->heads; h++) {
+            const unsigned char *sees = mask + (size_t)(t * d->kv_heads + h / G) * (size_t)keys;
+            int by_query = input == BAD_Q || input == BAD_DOUT;
+            int reads = by_query ? t == row && h == head : h / G == head && sees[row];
+            int any = 0;
+            for (int s = 0; s < keys; s++) any |= sees[s];
+            if (!reads || !any) continue;
+            r.queries[t * d->heads + h] = 1;
+            for (int s = 0; s < keys; s++)
+                if (sees[s]) r.keys[s * d->kv_heads + h / G] = 1;
+        }
+    free(mask);
+    return r;
+}
+
+/* One bad value in one row of q, k, v or dout. */
+static inline void test_bad_value(const branch *br, const geometry *g, nsa_dtype dtype, int input,
+                                  double value) {
+    static const char *const names[] = {"q", "k", "v", "dout"};
+    nsa_desc d = desc_of(g);
+    numbers n = numbers_new(br, &d, dtype, 31);
+    int keys = br->keys == BRANCH_CMP ? nsa_cmp_count(&d, g->T) : g->T;
+    int by_query = input == BAD_Q || input == BAD_DOUT;
+    int row = (by_query ? g->T : keys) / 3, heads = by_query ? d.heads : d.kv_heads,
+        head = heads - 1;
+    double *into[] = {n.q, n.k, n.v, n.dout};
+    int width = input == BAD_V || input == BAD_DOUT ? d.dim_v : d.dim;
+    check_case("%s, %s, %s, %g in %s", br->name, g->name, dtype_name(dtype), value, names[input]);
+    reach r = reach_of(br, &d, &n, input, row, head);
+    bits clean = bits_of(br, &d, &n, dtype, 1);
+    into[input][(row * heads + head) * width + width / 2] = value;
+    bits bad = bits_of(br, &d, &n, dtype, 1);
+    if (input == BAD_DOUT)
+        CHECK_BITS("out", bad.of[0], clean.of[0], clean.bytes[0], 1);
+    else
+        check_reach("out", r.queries, g->T * d.heads, clean.of[0], bad.of[0], dtype, d.dim_v, 1);
+    check_reach("lse", r.queries, g->T * d.heads, clean.of[1], bad.of[1], NSA_REAL_DTYPE, 1, 0);
+    check_reach("dq", r.queries, g->T * d.heads, clean.of[2], bad.of[2], dtype, d.dim, 1);
+    check_reach("dk", r.keys, keys * d.kv_heads, clean.of[3], bad.of[3], dtype, d.dim, 0);
+    check_reach("dv", r.keys, keys * d.kv_heads, clean.of[4], bad.of[4], dtype, d.dim_v, 0);
+    free(r.queries);
+    free(r.keys);
+    bits_free(&clean);
+    bits_free(&bad);
+    numbers_free(&n);
+}
+
+static inline void test_bad_values(const branch *br, const geometry *g, nsa_dtype dtype) {
+    static const double values[] = {NAN, INFINITY, -INFINITY};
+    nsa_desc d = desc_of(g);
+    if (d.begins || d.batch != 1 || !nsa_cmp_count(&d, g->T)) return;
+    for (int input = BAD_Q; input <= BAD_DOUT; input++)
+        for (int i = 0; i < (is_heavy(g) ? 1 : COUNT(values)); i++)
+            test_bad_value(br, g, dtype, input, values[i]);
+}
+
+/* V times 4 is out times 4, exactly, and lse is what it was. */
+static inline void test_scaling(const branch *br, const geometry *g, nsa_dtype dtype) {
+    nsa_desc d = desc_of(g);
+    numbers n = numbers_new(br, &d, dtype, 32);
+    double *zeros = ref_zeros(n.nq + n.nk + n.nv), *one = ref_zeros(n.nout),
+           *four = ref_zeros(n.nout);
+    check_case("%s, %s, %s, V times 4", br->name, g->name, dtype_name(dtype));
+    problem p = problem_new(br, &d, &n, dtype, dtype, 0, zeros);
+    CHECK(run_forward(br, &p) == NSA_OK, "forward");
+    tensor_get(&p.out, one);
+    unsigned char *lse = tensor_bits(&p.lse);
+    for (size_t i = 0; i < n.nv; i++) n.v[i] *= 4;
+    tensor_put(&p.v, n.v);
+    CHECK(run_forward(br, &p) == NSA_OK, "forward");
+    tensor_get(&p.out, four);
+    unsigned char *lse4 = tensor_bits(&p.lse);
+    for (size_t i = 0; i < n.nout; i++) {
+        if (fabs(one[i]) < ldexp(1, -14)) one[i] = four[i] = 0; /* f16's subnormals lose bits */
+        one[i] *= 4;
+    }
+    plan_zero_outside(&d, one, d.heads * d.dim_v);
+    plan_zero_outside(&d, four, d.heads * d.dim_v);
+    CHECK_NEAR("out", four, one, n.nout, (size_t)d.dim_v, 0);
+    CHECK_BITS("lse", lse4, lse, n.nlse * sizeof(nsa_real), sizeof(nsa_real));
+    free(lse), free(lse4), free(zeros), free(one), free(four);
+    numbers_free(&n);
+    guards_free();
+}
+
+/* ---- Question 6: refusals, and calls that have nothing to do ---- */
+
+typedef struct attend_call {
+    const branch *br;
+    problem *p;
+    void *work;
+    size_t bytes;
+} attend_call;
+
+static inline nsa_status call_forward(void *arguments) {
+    attend_call *c = (attend_call *)arguments;
+    return c->br->forward(&c->p->x, &c->p->d, c->work, c->bytes);
+}
+
+static inline nsa_status call_backward(void *arguments) {
+    attend_call *c = (attend_call *)arguments;
+    return c->br->backward(&c->p->dx, &c->p->x, &c->p->d, c->work, c->bytes);
+}
+
+static inline void refuse_workspace(const refusal *r, attend_call *c) {
+    void *work = c->work;
+    size_t bytes = c->bytes;
+    if (!bytes) return;
+    c->bytes = bytes - 1;
+    refused(r, "workspace one byte short", NSA_ERROR_WORKSPACE, "workspace");
+    c->bytes = 0;
+    refused(r, "workspace of 0 bytes", NSA_ERROR_WORKSPACE, "workspace");
+    c->bytes = bytes, c->work = NULL;
+    refused(r, "workspace null", NSA_ERROR_WORKSPACE, "workspace");
+    c->work = work;
+}
+
+static inline void test_refusals(const branch *br) {
+    nsa_desc d = desc_of(&geometries[0]);
+    numbers n = numbers_new(br, &d, NSA_REAL_DTYPE, 41);
+    double *zeros = ref_zeros(n.nq + n.nk + n.nv);
+    problem p = problem_new(br, &d, &n, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, zeros);
+    p.d.threads = 1; /* with more, a short workspace means fewer */
+    guarded *w = guarded_new("workspace", br->forward_size(&p.d), 1);
+    guarded *w2 = guarded_new("workspace", br->backward_size(&p.d), 1);
+    attend_call forward_call = {br, &p, w->data, w->bytes},
+                backward_call = {br, &p, w2->data, w2->bytes};
+    refusal forward = {"forward", call_forward, &forward_call, &p.d};
+    refusal backward = {"backward", call_backward, &backward_call, &p.d};
+    refused_tensor x[] = {{"q", &p.x.q, 1, 0, NSA_I32},     {"k", &p.x.k, 1, 0, NSA_I32},
+                          {"v", &p.x.v, 1, 0, NSA_I32},     {"out", &p.x.out, 1, 1, NSA_I32},
+                          {"lse", &p.x.lse, 1, 1, NSA_F16}, {"blocks", &p.x.blocks, 1, 0, NSA_F32}};
+    refused_tensor dx[] = {{"dx.q", &p.dx.q, 0, 1, NSA_I32},
+                           {"dx.k", &p.dx.k, 0, 1, NSA_I32},
+                           {"dx.v", &p.dx.v, 0, 1, NSA_I32},
+                           {"dx.out", &p.dx.out, 1, 0, NSA_I32}};
+    for (int i = 0; i < COUNT(x) - (br->keys != BRANCH_SLC); i++) {
+        refuse_tensor(&forward, &x[i]);
+        x[i].output = 0; /* backward reads what forward wrote */
+        refuse_tensor(&backward, &x[i]);
+    }
+    for (int i = 0; i < COUNT(dx); i++) refuse_tensor(&backward, &dx[i]);
+    refuse_desc(&forward);
+    refuse_desc(&backward);
+    refuse_workspace(&forward, &forward_call);
+    refuse_workspace(&backward, &backward_call);
+    free(zeros);
+    numbers_free(&n);
+    guards_free();
+    nsa_desc bad = d;
+    bad.dim = 0;
+    check_case("%s, sizes for a refused descriptor", br->name);
+    CHECK(br->forward_size(&bad) == 0 && br->backward_size(&bad) == 0, "not 0");
+}
+
+/* Instruction sets that this machine has not are refused by name. */
+static inline void test_absent_isa(const branch *br) {
+    nsa_desc d = desc_of(&geometries[0]);
+    numbers n = numbers_new(br, &d, NSA_REAL_DTYPE, 42);
+    double *zeros = ref_zeros(n.nq + n.nk + n.nv);
+    problem p = problem_new(br, &d, &n, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, zeros);
+    guarded *w = guarded_new("workspace", br->forward_size(&d), 1);
+    attend_call c = {br, &p, w->data, w->bytes};
+    refusal r = {br->name, call_forward, &c, &p.d};
+    for (int i = 0; i < COUNT(isas); i++)
+        if (!nsa_isa_available(isas[i])) {
+            p.d.isa = isas[i];
+            refused(&r, nsa_isa_name(isas[i]), NSA_ERROR_ISA, "isa");
+        }
+    free(zeros);
+    numbers_free(&n);
+    guards_free();
+}
+
+/* No tokens, no rows, only empty sequences: valid, and nothing is written. */
+static inline void test_nothing_to_do(const branch *br, nsa_dtype dtype) {
+    static const int32_t empty[] = {0, 0, 0}, shifted[] = {4, 4, 4};
+    nsa_desc d = desc_of(&geometries[0]);
+    nsa_desc cases[] = {d, d, d, d, d};
+    cases[0].tokens = cases[0].count = 0;
+    cases[1].count = 0;
+    cases[2].first = 70, cases[2].count = 0;
+    cases[3].begins = empty;
+    cases[4].begins = shifted, cases[4].tokens = cases[4].count = 0;
+    for (int i = 0; i < COUNT(cases); i++) {
+        numbers n = numbers_new(br, &cases[i], dtype, 43);
+        double *zeros = ref_zeros(n.nq + n.nk + n.nv);
+        check_case("%s, %s, nothing to do, %d", br->name, dtype_name(dtype), i);
+        bits b = bits_of(br, &cases[i], &n, dtype, 0);
+        int clean = 1;
+        for (int k = 0; k < 5; k++)
+            for (size_t j = 0; j < b.bytes[k]; j++)
+                clean &= b.of[k][j] == (k < 3 - (k == 2) ? CHECK_POISON : 0);
+        CHECK(clean, "something was written");
+        bits_free(&b);
+        free(zeros);
+        numbers_free(&n);
+    }
+}
+
+/* ---- All of it ---- */
+
+/* `quick`: every third geometry, for builds that only differ in how they were compiled. */
+static inline void test_all(const branch *br, int quick) {
+    int step = quick ? 3 : 1;
+    for (int i = 0; i < COUNT(geometries); i += step)
+        for (int k = 0; k < COUNT(dtypes); k++) {
+            const geometry *g = &geometries[i];
+            uint64_t seed = (uint64_t)(10 * i + k);
+            test_reference(br, g, dtypes[k], seed, NULL, "");
+            if ((i + k) % 3 && !quick)
+                continue; /* every geometry meets each of these in one dtype */
+            test_deterministic(br, g, dtypes[k]);
+            test_slices(br, g, dtypes[k]);
+            test_alone(br, g, dtypes[k]);
+            test_causal(br, g, dtypes[k]);
+            test_scaling(br, g, dtypes[k]);
+            test_bad_values(br, g, dtypes[k]);
+        }
+    for (int k = 0; k < COUNT(dtypes); k++) {
+        test_extremes(br, &geometries[3], dtypes[k]);
+        test_nothing_to_do(br, dtypes[k]);
+    }
+#ifdef CHECK_F64
+    for (int i = 0; i < COUNT(tiny_geometries); i++) test_gradcheck(br, &tiny_geometries[i]);
+#endif
+    test_refusals(br);
+    test_absent_isa(br);
+}
+
+/* The geometries that take the reference minutes. */
+static inline void test_large(const branch *br) {
+    for (int i = 0; i < COUNT(large_geometries); i++)
+        test_reference(br, &large_geometries[i], dtypes[i % COUNT(dtypes)], (uint64_t)i, NULL, "");
+}
+
+/* The argument of a test program: nothing, "quick" or "slow". */
+static inline int asked(int argc, char **argv, const char *what) {
+    return argc > 1 && !strcmp(argv[1], what);
+}
+
+static inline int attend_main(const branch *br, const char *program, int argc, char **argv) {
+    if (asked(argc, argv, "slow"))
+        test_large(br);
+    else
+        test_all(br, asked(argc, argv, "quick"));
+    return check_done(program);
+}
+
+#endif

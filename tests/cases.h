@@ -1,0 +1,133 @@
+/* cases.h - the shapes that the tests run over, and the random numbers in them.
+   Twin: none. Every shape of the specification's list of rules has a line here, under its name. */
+#ifndef NSA_TESTS_CASES_H
+#define NSA_TESTS_CASES_H
+
+#include "tensors.h"
+
+typedef struct geometry {
+    const char *name;
+    int B, T, H, Hk, Dk, Dv;
+    int l, d, slc_block, n, init, local, w;
+    double scale;
+    const int32_t *begins;
+} geometry;
+
+static const int32_t begins_one[] = {0, 15};
+static const int32_t begins_four[] = {0, 15, 205, 550, 800};
+static const int32_t begins_three[] = {0, 256, 500, 1000};
+/* Empty sequences, and rows before the first. */
+static const int32_t begins_empty[] = {3, 3, 40, 40, 41, 90, 90};
+static const int32_t begins_tiny[] = {0, 11, 11, 18};
+
+/* clang-format off: tables are read in columns. */
+/* Small enough for a reference in nested loops, every one of them. */
+static const geometry geometries[] = {
+    /* name                      B    T   H  Hk  Dk   Dv   l   d  l'  n i  l   w  scale begins */
+    {"small", 2, 70, 4, 2, 16, 16, 8, 4, 16, 3, 1, 1, 20, 0, NULL},
+    {"G 1, D 16", 1, 97, 2, 2, 16, 16, 16, 8, 32, 2, 1, 1, 32, 0, NULL},
+    {"G 2, D 24", 2, 75, 4, 2, 24, 24, 8, 8, 16, 2, 0, 1, 17, 0, NULL},
+    {"G 3, D 64", 1, 150, 3, 1, 64, 64, 32, 16, 64, 2, 1, 1, 50, 0, NULL},
+    {"G 6, D 80", 1, 129, 6, 1, 80, 80, 16, 4, 16, 5, 1, 2, 64, 0, NULL},
+    {"G 12, D 96", 1, 90, 12, 1, 96, 96, 16, 8, 16, 4, 1, 2, 33, 0, NULL},
+    {"G 16, D 128", 1, 100, 16, 1, 128, 128, 32, 16, 32, 2, 1, 1, 40, 0, NULL},
+    {"D 192 / 128", 1, 80, 4, 2, 192, 128, 16, 16, 16, 3, 1, 1, 31, 0, NULL},
+    {"D 7 / 13", 2, 65, 4, 2, 7, 13, 6, 3, 12, 3, 1, 1, 19, 0, NULL},
+    {"D 1 / 2", 1, 40, 3, 3, 1, 2, 4, 1, 4, 4, 2, 2, 9, 0, NULL},
+    {"D 256", 1, 50, 2, 1, 256, 256, 8, 2, 8, 3, 0, 2, 16, 0, NULL},
+    {"scale 1, heads 16", 1, 63, 16, 1, 64, 64, 32, 16, 32, 16, 1, 2, 32, 1, NULL},
+    {"scale 1, D 100", 3, 111, 32, 1, 100, 100, 32, 16, 32, 16, 1, 2, 32, 1, NULL},
+    {"T 1", 2, 1, 2, 1, 16, 16, 8, 4, 8, 2, 1, 1, 4, 0, NULL},
+    {"T < l", 1, 15, 2, 1, 16, 16, 16, 8, 16, 2, 1, 1, 64, 0, NULL},
+    {"T = l", 1, 16, 2, 1, 16, 16, 16, 8, 16, 2, 1, 1, 64, 0, NULL},
+    {"T > w, one block more", 1, 257, 2, 1, 16, 16, 16, 8, 32, 3, 1, 1, 16, 0, NULL},
+    {"T no multiple of anything", 1, 211, 2, 1, 32, 32, 12, 6, 30, 3, 1, 1, 47, 0, NULL},
+    {"w 1", 1, 37, 2, 1, 16, 16, 4, 2, 4, 3, 1, 1, 1, 0, NULL},
+    {"w > T", 1, 37, 2, 1, 16, 16, 4, 2, 4, 3, 1, 1, 500, 0, NULL},
+    {"n 1", 1, 66, 2, 1, 16, 16, 8, 4, 8, 1, 0, 1, 10, 0, NULL},
+    {"one head, l' far above l", 1, 300, 1, 1, 32, 32, 4, 4, 128, 2, 0, 1, 90, 0, NULL},
+    {"full at S 8", 1, 8, 4, 2, 16, 16, 4, 2, 4, 4, 1, 1, 16, 0, NULL},
+    {"the paper's blocks", 1, 700, 4, 1, 32, 32, 32, 16, 64, 4, 1, 2, 128, 0, NULL},
+    {"varlen one", 1, 15, 4, 2, 32, 32, 8, 4, 8, 2, 1, 1, 8, 0, begins_one},
+    {"varlen four", 4, 345, 4, 2, 32, 32, 32, 16, 32, 4, 1, 2, 64, 0, begins_four},
+    {"varlen empty", 6, 49, 4, 2, 16, 24, 8, 4, 16, 2, 1, 1, 13, 0, begins_empty},
+};
+
+/* Minutes under the reference: label slow. */
+static const geometry large_geometries[] = {
+    {"S 1024, scale 0.1", 3, 1024, 32, 2, 60, 60, 32, 16, 32, 16, 1, 2, 128, .1, NULL},
+    {"varlen three", 3, 500, 8, 2, 64, 64, 32, 16, 64, 4, 1, 2, 128, 0, begins_three},
+    {"S 1024, w 512", 1, 1024, 16, 1, 64, 64, 32, 16, 64, 8, 1, 2, 512, 0, NULL},
+    {"S 2100, n 16", 1, 2100, 4, 1, 128, 128, 32, 16, 64, 16, 1, 2, 512, 0, NULL},
+};
+
+/* For finite differences in every number. */
+static const geometry tiny_geometries[] = {
+    {"grad, G 2", 1, 19, 2, 1, 4, 3, 4, 2, 4, 3, 1, 1, 5, 0, NULL},
+    {"grad, G 1", 2, 13, 2, 2, 3, 5, 4, 4, 4, 2, 0, 1, 13, .7, NULL},
+    {"grad, G 3, overlap 4", 1, 18, 3, 1, 2, 2, 8, 2, 8, 2, 1, 1, 3, 0, NULL},
+    {"grad, varlen", 3, 11, 2, 1, 3, 2, 4, 2, 4, 2, 1, 1, 4, 0, begins_tiny},
+};
+/* clang-format on */
+
+#define COUNT(table) ((int)(sizeof(table) / sizeof(table)[0]))
+
+static inline nsa_desc desc_of(const geometry *g) {
+    nsa_desc d = nsa_desc_default(g->B, g->T, g->H, g->Hk, g->Dk);
+    d.dim_v = g->Dv;
+    d.begins = g->begins;
+    d.cmp_block = g->l, d.cmp_stride = g->d;
+    d.slc_block = g->slc_block, d.slc_count = g->n, d.slc_init = g->init, d.slc_local = g->local;
+    d.window = g->w;
+    d.scale = g->scale;
+    return d;
+}
+
+/* The dtypes that this build's tensors may have, its own first. */
+static const nsa_dtype dtypes[] = {
+#ifdef CHECK_F64
+    NSA_F64, NSA_F32
+#else
+    NSA_F32, NSA_BF16, NSA_F16
+#endif
+};
+
+static const nsa_isa isas[] = {NSA_ISA_DETECT, NSA_ISA_PLAIN,  NSA_ISA_SSE2,
+                               NSA_ISA_AVX2,   NSA_ISA_AVX512, NSA_ISA_NEON};
+
+/* n normal numbers rounded to the dtype. */
+static inline double *random_numbers(uint64_t seed, size_t n, nsa_dtype dtype) {
+    double *x = ref_zeros(n);
+    for (size_t i = 0; i < n; i++) x[i] = ref_store(dtype_prec(dtype), check_normal(seed, i));
+    return x;
+}
+
+static inline double *copy_numbers(const double *x, size_t n) {
+    double *y = ref_zeros(n);
+    memcpy(y, x, n * sizeof *x);
+    return y;
+}
+
+/* Block lists for every row of every sequence, as anybody may write them: any ascending subset of
+   the candidates, empty and full ones among them. */
+static inline int32_t *random_blocks(const nsa_desc *d, uint64_t seed) {
+    plan p = plan_of(d);
+    int width = nsa_block_list_width(d);
+    int32_t *blocks = (int32_t *)check_alloc((size_t)p.rows * (size_t)(d->kv_heads * width) * 4);
+    for (int i = 0; i < p.rows * d->kv_heads * width; i++) blocks[i] = -1;
+    for (int b = 0; b < p.sequences; b++)
+        for (int t = 0; t < p.length[b]; t++)
+            for (int hk = 0; hk < d->kv_heads; hk++) {
+                int row = (p.row[b] + t) * d->kv_heads + hk, slot = 0,
+                    candidates = t / d->slc_block + 1;
+                int room = check_below(4, seed + 1, (uint64_t)row)
+                               ? width
+                               : check_below(width + 1, seed + 2, (uint64_t)row);
+                for (int j = 0; j < candidates && slot < room; j++)
+                    if (check_below(candidates - j, seed, (uint64_t)(row * 977 + j)) < room - slot)
+                        blocks[row * width + slot++] = j;
+            }
+    return blocks;
+}
+
+#endif

@@ -1,0 +1,201 @@
+/* refusals.h - bad input, by table: every field of a descriptor and every tensor of a struct.
+   Twin: nsa.h's nsa_status. A refused call must say the right kind and field, and touch nothing. */
+#ifndef NSA_TESTS_REFUSALS_H
+#define NSA_TESTS_REFUSALS_H
+
+#include <limits.h>
+#include <stddef.h>
+
+#include "cases.h"
+
+/* A call to be refused; the fields that a test spoils lie behind `arguments`. */
+typedef struct refusal {
+    const char *name;
+    nsa_status (*call)(void *arguments);
+    void *arguments;
+    nsa_desc *d;
+} refusal;
+
+/* `also` is a second kind that is right as well, or `kind` again. */
+static inline void refused_as(const refusal *r, const char *what, int kind, int also,
+                              const char *where) {
+    check_case("%s, refusal: %s", r->name, what);
+    guards_freeze();
+    nsa_status s = r->call(r->arguments);
+    guards_verify("a refused call");
+    CHECK(nsa_status_kind(s) == kind || nsa_status_kind(s) == also,
+          "returned %s (%s), wanted kind %d", nsa_status_name(s), nsa_status_where(s), kind);
+    CHECK(!strcmp(nsa_status_where(s), where), "blamed \"%s\", wanted \"%s\" (%s)",
+          nsa_status_where(s), where, nsa_status_name(s));
+    CHECK(strlen(nsa_status_text(s)) > 10, "no text for %s", nsa_status_name(s));
+}
+
+static inline void refused(const refusal *r, const char *what, int kind, const char *where) {
+    refused_as(r, what, kind, kind, where);
+}
+
+/* What is required of one tensor of a struct. */
+typedef struct refused_tensor {
+    const char *name;
+    nsa_tensor *x;
+    int needed; /* NULL is refused */
+    int output; /* its rows may not overlap */
+    nsa_dtype wrong;
+} refused_tensor;
+
+static inline void refuse_tensor(const refusal *r, const refused_tensor *t) {
+    const nsa_tensor good = *t->x;
+    if (t->needed) {
+        t->x->data = NULL;
+        refused(r, "null", NSA_ERROR_NULL, t->name);
+        *t->x = good;
+    }
+    t->x->data = (unsigned char *)good.data + 1;
+    refused(r, "one byte off", NSA_ERROR_ALIGNMENT, t->name);
+    *t->x = good;
+    t->x->dtype = t->wrong;
+    refused(r, "wrong dtype", NSA_ERROR_DTYPE, t->name);
+    t->x->dtype = (nsa_dtype)77;
+    refused(r, "no dtype", NSA_ERROR_DTYPE, t->name);
+    *t->x = good;
+    t->x->token = -good.token;
+    refused(r, "negative token stride", NSA_ERROR_STRIDE, t->name);
+    *t->x = good;
+    t->x->head = -1;
+    refused(r, "negative head stride", NSA_ERROR_STRIDE, t->name);
+    *t->x = good;
+    t->x->token = INT64_MAX / 2;
+    refused(r, "token stride past the address space", NSA_ERROR_OVERFLOW, t->name);
+    *t->x = good;
+    if (t->output) {
+        t->x->token = 0;
+        refused(r, "all rows at one place", NSA_ERROR_STRIDE, t->name);
+        *t->x = good;
+        t->x->token = t->x->head = 1;
+        refused(r, "rows one element apart", NSA_ERROR_STRIDE, t->name);
+        *t->x = good;
+    }
+}
+
+/* One wrong value of one int field of a descriptor. */
+typedef struct refused_field {
+    const char *name;
+    size_t at;
+    int value, kind;
+} refused_field;
+
+#define FIELD(f, value, kind) \
+    { #f, offsetof(nsa_desc, f), value, kind }
+/* clang-format off: a table is read in columns. */
+/* For a descriptor with l 8, d 4, l' 16, n 3 (1 first, 1 local), H 4, Hk 2, one of the small
+   geometry. */
+static const refused_field refused_fields[] = {
+    FIELD(batch, 0, NSA_ERROR_SIZE),
+    FIELD(batch, -1, NSA_ERROR_SIZE),
+    FIELD(batch, INT_MIN, NSA_ERROR_SIZE),
+    FIELD(tokens, -1, NSA_ERROR_SIZE),
+    FIELD(tokens, INT_MIN, NSA_ERROR_SIZE),
+    FIELD(heads, 0, NSA_ERROR_SIZE),
+    FIELD(heads, -4, NSA_ERROR_SIZE),
+    FIELD(heads, 5, NSA_ERROR_HEADS),
+    FIELD(kv_heads, 0, NSA_ERROR_SIZE),
+    FIELD(kv_heads, -2, NSA_ERROR_SIZE),
+    FIELD(dim, 0, NSA_ERROR_SIZE),
+    FIELD(dim, -16, NSA_ERROR_SIZE),
+    FIELD(dim, 257, NSA_ERROR_SIZE),
+    FIELD(dim_v, 0, NSA_ERROR_SIZE),
+    FIELD(dim_v, 257, NSA_ERROR_SIZE),
+    FIELD(first, -1, NSA_ERROR_RANGE),
+    FIELD(first, INT_MAX, NSA_ERROR_RANGE),
+    FIELD(first, 1, NSA_ERROR_RANGE),
+    FIELD(count, -1, NSA_ERROR_RANGE),
+    FIELD(count, 71, NSA_ERROR_RANGE),
+    FIELD(count, INT_MAX, NSA_ERROR_RANGE),
+    FIELD(cmp_block, 0, NSA_ERROR_SIZE),
+    FIELD(cmp_block, -8, NSA_ERROR_SIZE),
+    FIELD(cmp_block, 10, NSA_ERROR_CMP_STRIDE),
+    FIELD(cmp_block, 32, NSA_ERROR_SLC_BLOCK),
+    FIELD(cmp_stride, 0, NSA_ERROR_SIZE),
+    FIELD(cmp_stride, -4, NSA_ERROR_SIZE),
+    FIELD(cmp_stride, 3, NSA_ERROR_CMP_STRIDE),
+    FIELD(slc_block, 0, NSA_ERROR_SIZE),
+    FIELD(slc_block, -16, NSA_ERROR_SIZE),
+    FIELD(slc_block, 18, NSA_ERROR_SLC_BLOCK),
+    FIELD(slc_block, 4, NSA_ERROR_SLC_BLOCK),
+    FIELD(slc_count, 0, NSA_ERROR_SIZE),
+    FIELD(slc_count, -3, NSA_ERROR_SIZE),
+    FIELD(slc_count, 1, NSA_ERROR_SLC_COUNT),
+    FIELD(slc_init, -1, NSA_ERROR_SIZE),
+    FIELD(slc_init, 3, NSA_ERROR_SLC_COUNT),
+    FIELD(slc_init, INT_MAX, NSA_ERROR_SIZE),
+    FIELD(slc_local, -1, NSA_ERROR_SIZE),
+    FIELD(slc_local, 0, NSA_ERROR_SLC_LOCAL),
+    FIELD(slc_local, 3, NSA_ERROR_SLC_COUNT),
+    FIELD(window, 0, NSA_ERROR_SIZE),
+    FIELD(window, -20, NSA_ERROR_SIZE),
+    FIELD(forced, 2, NSA_ERROR_OPTION),
+    FIELD(score_map, -1, NSA_ERROR_OPTION),
+    FIELD(window_rule, 2, NSA_ERROR_OPTION),
+    FIELD(gate, 3, NSA_ERROR_OPTION),
+    FIELD(gate_heads, 0, NSA_ERROR_SIZE),
+    FIELD(gate_heads, 3, NSA_ERROR_HEADS),
+    FIELD(threads, -1, NSA_ERROR_SIZE),
+    FIELD(isa, 77, NSA_ERROR_OPTION),
+    FIELD(isa, -1, NSA_ERROR_OPTION),
+};
+/* clang-format on */
+
+/* The rules that speak of two fields are blamed on one of them; which is the library's to say, but it
+   must be one that the rule names. */
+static inline void refused_somewhere(const refusal *r, const char *what, int kind) {
+    guards_freeze();
+    nsa_status s = r->call(r->arguments);
+    guards_verify("a refused call");
+    check_case("%s, refusal: %s", r->name, what);
+    CHECK(nsa_status_kind(s) == kind, "returned %s (%s), wanted kind %d", nsa_status_name(s),
+          nsa_status_where(s), kind);
+    CHECK(strlen(nsa_status_where(s)) > 2, "blamed nothing for %s", nsa_status_name(s));
+}
+
+/* Everything but begins, which a function that needs no rows does not read. */
+static inline void refuse_desc_sizes(const refusal *r) {
+    nsa_desc *d = r->d;
+    const nsa_desc good = *d;
+    for (int i = 0; i < COUNT(refused_fields); i++) {
+        const refused_field *f = &refused_fields[i];
+        char what[64];
+        snprintf(what, sizeof what, "%s = %d", f->name, f->value);
+        memcpy((unsigned char *)d + f->at, &f->value, sizeof f->value);
+        if (f->kind == NSA_ERROR_SIZE || f->kind == NSA_ERROR_OPTION)
+            refused(r, what, f->kind, f->name);
+        else
+            refused_somewhere(r, what, f->kind);
+        *d = good;
+    }
+    static const double scales[] = {NAN, INFINITY, -INFINITY};
+    for (int i = 0; i < COUNT(scales); i++) {
+        d->scale = scales[i];
+        refused(r, "scale not finite", NSA_ERROR_SCALE, "scale");
+        *d = good;
+    }
+    d->batch = d->tokens = d->count = INT_MAX, d->heads = d->gate_heads = INT_MAX / 2 * 2,
+    d->kv_heads = 2;
+    refused_somewhere(r, "sizes past the address space", NSA_ERROR_OVERFLOW);
+    *d = good;
+}
+
+static inline void refuse_desc(const refusal *r) {
+    nsa_desc *d = r->d;
+    const nsa_desc good = *d;
+    refuse_desc_sizes(r);
+    /* B 2, T 70: an offset that descends, one below 0, a sequence of 71 tokens. */
+    static const int32_t begins[][3] = {
+        {0, 50, 40}, {-1, 20, 40}, {0, 71, 80}, {10, 5, 5}, {INT32_MIN, 0, INT32_MAX}};
+    for (int i = 0; i < COUNT(begins); i++) {
+        d->begins = begins[i];
+        refused(r, "begins", NSA_ERROR_BEGINS, "begins");
+        *d = good;
+    }
+}
+
+#endif
