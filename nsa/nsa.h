@@ -816,6 +816,16 @@ extern "C" {
 /* Stands for "no maximum yet". Finite, so that no difference of two maxima is inf - inf. */
 #define NSA__LOWEST ((nsa_real)(sizeof(nsa_real) == sizeof(double) ? -DBL_MAX : -FLT_MAX))
 
+/* Integers as wide as nsa_real. */
+#define NSA__BITS_float       32
+#define NSA__BITS_double      64
+#define NSA__INT_(bits, kind) kind##bits##_t
+#define NSA__INT(bits, kind)  NSA__INT_(bits, kind)
+#define NSA__REAL_BITS_(real) NSA__BITS_##real
+#define NSA__REAL_BITS(real)  NSA__REAL_BITS_(real)
+typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), int) nsa__lane;
+typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), uint) nsa__bits_t;
+
 static float nsa__float_from_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
@@ -892,7 +902,20 @@ static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t h
     return (char *)x->data + (ptrdiff_t)element * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
 }
 
-static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
+/* A user's -O0, -ffast-math or -std=c99 must not reach what is hot: GCC takes the level and the
+   rules of arithmetic by attribute, clang the rules by pragma. */
+#if defined(__clang__)
+#define NSA__COMPILED
+#define NSA__ARITHMETIC _Pragma("clang fp reassociate(off) contract(fast)")
+#elif defined(__GNUC__)
+#define NSA__COMPILED __attribute__((optimize("O3", "fp-contract=fast", "no-fast-math")))
+#define NSA__ARITHMETIC
+#else
+#define NSA__COMPILED
+#define NSA__ARITHMETIC
+#endif
+
+NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
     const uint16_t *half = (const uint16_t *)row;
     switch (dtype) {
     case NSA_F32:
@@ -912,7 +935,7 @@ static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
     }
 }
 
-static void nsa__store(nsa_dtype dtype, void *row, const nsa_real *from, int n) {
+NSA__COMPILED static void nsa__store(nsa_dtype dtype, void *row, const nsa_real *from, int n) {
     uint16_t *half = (uint16_t *)row;
     switch (dtype) {
     case NSA_F32:
@@ -933,7 +956,8 @@ static void nsa__store(nsa_dtype dtype, void *row, const nsa_real *from, int n) 
 }
 
 /* row += factor * from, summed in the real dtype and rounded once. */
-static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor, const nsa_real *from, int n) {
+NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
+                                   const nsa_real *from, int n) {
     nsa_real sum[NSA__MAX_DIM];
     for (int at = 0; at < n; at += NSA__MAX_DIM) {
         int part = n - at < NSA__MAX_DIM ? n - at : NSA__MAX_DIM;
@@ -944,10 +968,31 @@ static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor, const nsa_real
     }
 }
 
-static int nsa__all_finite(const nsa_real *x, int n) {
-    int finite = 1;
-    for (int i = 0; i < n; i++) finite &= nsa__is_finite(x[i]);
-    return finite;
+NSA__COMPILED static int nsa__all_finite(const nsa_real *x, int n) {
+    const nsa__bits_t exponent =
+        (nsa__bits_t)(sizeof *x == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
+    nsa__bits_t most = 0; /* the largest exponent */
+    for (int i = 0; i < n; i++) {
+        nsa__bits_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        bits &= exponent;
+        most = bits > most ? bits : most;
+    }
+    return most != exponent;
+}
+
+NSA__COMPILED static void nsa__scale(nsa_real *x, nsa_real factor, int n) {
+    for (int i = 0; i < n; i++) x[i] *= factor;
+}
+
+NSA__COMPILED static void nsa__accumulate(nsa_real *to, const nsa_real *x, int n) {
+    for (int i = 0; i < n; i++) to[i] += x[i];
+}
+
+NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int n) {
+    nsa_real sum = 0;
+    for (int i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
 }
 
 /* Loads a row; one with a non-finite value comes as zeros and 0 is returned. No NaN enters a tile:
@@ -1345,11 +1390,44 @@ static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *works
 
 typedef void nsa__task(const void *context, int64_t index, void *scratch);
 
-/* Tasks 0 .. tasks - 1, in any order and by any thread: no two of them write the same row. */
+#if defined(_OPENMP) && _OPENMP >= 201511
+#define NSA__IN_ORDER \
+    monotonic:        \
+    dynamic
+#else
+#define NSA__IN_ORDER dynamic
+#endif
+
+/* Waits until task `index`, begun before this one, has come as far as `until`; there is none before
+   the first. */
+static void nsa__await(const int32_t *progress, int64_t index, int32_t until) {
+    int32_t now = index < 0 ? INT32_MAX : 0;
+    while (now < until) {
+#ifdef _OPENMP
+#pragma omp flush
+#pragma omp atomic read
+#endif
+        now = progress[index];
+    }
+#ifdef _OPENMP
+#pragma omp flush
+#endif
+}
+
+static void nsa__announce(int32_t *progress, int64_t index, int32_t now) {
+#ifdef _OPENMP
+#pragma omp flush
+#pragma omp atomic write
+#endif
+    progress[index] = now;
+}
+
+/* Tasks 0 .. tasks - 1, begun in this order and by any thread: no two of them write the same row at
+   the same time. */
 static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, const void *context) {
 #ifdef _OPENMP
     int threads = (int)nsa__max(1, nsa__min(team->threads, tasks));
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
+#pragma omp parallel for num_threads(threads) schedule(NSA__IN_ORDER) if (threads > 1)
     for (int64_t i = 0; i < tasks; i++)
         task(context, i, team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num());
 #else
@@ -1370,51 +1448,26 @@ typedef struct nsa__tiles {
     void (*gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row, ptrdiff_t step,
                  const nsa_real *b, ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
                  const nsa_real *keep);
-    /* One tile of scores, in base 2, into the running softmax of its rows: s becomes
+    /* n scores of one tile, in base 2, into the running softmax of their rows: s becomes
        p = 2^(s - m), not yet divided by the sum; m and l move on; shrink, which has room for 16
-       more, is what all earlier p of the row are to be multiplied by. mask[r / group] tells which keys row r sees: others get
-       p = 0, and a row that sees none keeps its state to the bit. */
-    void (*softmax)(int rows, int tile, int group, const uint64_t *mask, nsa_real *s, nsa_real *m,
-                    nsa_real *l, nsa_real *shrink);
-    /* s becomes p = 2^(s - lse2), 0 where masked */
-    void (*probability)(int rows, int tile, int group, const uint64_t *mask, const nsa_real *lse2,
-                        nsa_real *s);
-    /* dp becomes ds = p (dp - delta) */
-    void (*score_gradient)(int rows, int tile, const nsa_real *delta, const nsa_real *p,
-                           nsa_real *dp);
+       more, is what all earlier p of the row are to be multiplied by. The scores are those of keys
+       first .. first + n - 1, and bits of mask[r / group] tell which of them row r sees: others get
+       p = 0, and a row that sees none keeps its state to the bit. n is a multiple of 16. */
+    void (*softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
+                    nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink);
+    /* s becomes p = 2^(s - lse2), 0 where masked, and dp, unless it is NULL, ds = p (dp - delta) */
+    void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
+                     const nsa_real *lse2, const nsa_real *delta, nsa_real *s, nsa_real *dp);
 } nsa__tiles;
 
 static nsa_real nsa__exp2(nsa_real x) {
     return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
 }
 
-/* Integers as wide as nsa_real. */
-#define NSA__BITS_float       32
-#define NSA__BITS_double      64
-#define NSA__INT_(bits, kind) kind##bits##_t
-#define NSA__INT(bits, kind)  NSA__INT_(bits, kind)
-#define NSA__REAL_BITS_(real) NSA__BITS_##real
-#define NSA__REAL_BITS(real)  NSA__REAL_BITS_(real)
-typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), int) nsa__lane;
-typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), uint) nsa__bits_t;
-
 #if defined(__GNUC__) || defined(__clang__)
 #define NSA__INLINE static inline __attribute__((always_inline))
 #else
 #define NSA__INLINE static inline
-#endif
-
-/* A user's -O0, -ffast-math or -std=c99 must not reach the kernels: GCC takes the level and the
-   rules of arithmetic by attribute, clang the rules by pragma. */
-#if defined(__clang__)
-#define NSA__COMPILED
-#define NSA__ARITHMETIC _Pragma("clang fp reassociate(off) contract(fast)")
-#elif defined(__GNUC__)
-#define NSA__COMPILED __attribute__((optimize("O3", "fp-contract=fast", "no-fast-math")))
-#define NSA__ARITHMETIC
-#else
-#define NSA__COMPILED
-#define NSA__ARITHMETIC
 #endif
 
 /* NSA__BYTES of a vector; NSA__ROWS x NSA__VECTORS of them hold a piece of c in registers, beside a
@@ -1868,16 +1921,18 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
 
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
 
-enum { NSA__TILE = 64, NSA__TASK_ROWS = 64 };
+enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__LANES = 16 };
 
 typedef struct nsa__pass {
     const nsa_attend *x, *dx;
     const nsa_desc *d;
     const nsa__tiles *tiles;
     nsa__branch branch;
-    int group;              /* G */
-    int tile;               /* keys of a tile */
-    int task_queries;       /* queries of a task: about NSA__TASK_ROWS rows */
+    int group;         /* G */
+    int tile;          /* keys of a tile */
+    int wide, wide_v;  /* widths of packed rows: Dk and Dv rounded up to whole vectors */
+    int batch_queries; /* queries that go through the tiles at once: about NSA__BATCH_ROWS rows */
+    int task_queries;  /* queries of a task */
     nsa_real scale, scale2; /* of q k, for e and for 2 as the base */
     /* of the sequence and kv head at hand */
     nsa__seq seq;
@@ -1891,14 +1946,10 @@ typedef struct nsa__pass {
     uint64_t *bad;
     unsigned char *wanted; /* slc: the tiles that are in a list, others are not packed */
     int64_t *reads; /* NULL, or of each query: how many keys it has read, summed over kv heads */
-    /* backward, of each query row: delta = dout . out, lse in base 2, and whether the row is
-       NaN's */
-    nsa_real *delta, *lse2;
-    unsigned char *bad_row;
-    /* backward of slc: the queries that read tile i are readers[reader_begin[i] .. reader_begin[i +
-     * 1]), ascending */
-    int64_t *reader_begin;
-    int32_t *readers;
+    /* backward: sums over the queries, keys by tile; bad_key marks keys that a NaN row reads */
+    nsa_real *dk, *dv;
+    uint64_t *bad_key;
+    int32_t *left; /* of every task: it, and all before it, have left the tiles before this one */
     /* select */
     const nsa_select *select;
     nsa_real *stencil;
@@ -1964,7 +2015,15 @@ static void nsa__pass_init(nsa__pass *p, const nsa_desc *d, nsa__branch branch) 
     p->branch = branch;
     p->group = d->heads / d->kv_heads;
     p->tile = nsa__tile_size(d, branch);
-    p->task_queries = (int)nsa__max(1, NSA__TASK_ROWS / p->group);
+    p->wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
+    p->wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    p->batch_queries = p->task_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p->group);
+    if (branch ==
+        NSA__SLC) { /* many queries, so that a tile finds readers, in a second-level cache */
+        int64_t rows = (1 << 18) / (p->wide + p->wide_v);
+        int64_t queries = nsa__min(rows / p->group, nsa__ceil_div(d->count, 32));
+        p->task_queries = (int)nsa__max(p->task_queries, queries);
+    }
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     p->scale = (nsa_real)scale;
     p->scale2 = (nsa_real)(scale * NSA__LOG2E);
@@ -1976,15 +2035,15 @@ static void nsa__pass_take_keys(nsa__pass *p, nsa__arena *a, int rows, int trans
     p->bad = (uint64_t *)nsa__take(a, tiles, sizeof *p->bad);
     if (p->branch == NSA__SLC) p->wanted = (unsigned char *)nsa__take(a, tiles, 1);
     p->k_t = nsa__take_reals(a, size * p->d->dim);
-    if (rows) p->k = nsa__take_reals(a, size * p->d->dim);
+    if (rows) p->k = nsa__take_reals(a, size * p->wide);
     if (transposed_values) p->v_t = nsa__take_reals(a, size * p->d->dim_v);
 }
 
 /* Fills a tile's rows and their transpose from n rows of x; rows behind them, and non-finite ones,
    are zeros. Returns the mask of the non-finite ones. Either target may be NULL. */
 static uint64_t nsa__pack_rows(const nsa__pass *p, const nsa_tensor *x, int tile_begin, int n,
-                               int width, nsa_real *rows, nsa_real *transposed) {
-    nsa_real row[NSA__MAX_DIM];
+                               int width, int wide, nsa_real *rows, nsa_real *transposed) {
+    nsa_real row[NSA__MAX_DIM] = {0};
     uint64_t bad = 0;
     for (int r = 0; r < p->tile; r++) {
         if (r < n) {
@@ -1994,7 +2053,7 @@ static uint64_t nsa__pack_rows(const nsa__pass *p, const nsa_tensor *x, int tile
         } else {
             memset(row, 0, (size_t)width * sizeof *row);
         }
-        if (rows) memcpy(rows + (ptrdiff_t)r * width, row, (size_t)width * sizeof *row);
+        if (rows) memcpy(rows + (ptrdiff_t)r * wide, row, (size_t)wide * sizeof *row);
         for (int c = 0; transposed && c < width; c++)
             transposed[(ptrdiff_t)c * p->tile + r] = row[c];
     }
@@ -2008,10 +2067,11 @@ static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
     int dim = p->d->dim, dim_v = p->d->dim_v;
     (void)scratch;
     if (p->wanted && !p->wanted[tile]) return;
-    uint64_t bad = nsa__pack_rows(p, &p->x->k, begin, n, dim, p->k ? p->k + key * dim : NULL,
-                                  p->k_t + key * dim);
+    uint64_t bad = nsa__pack_rows(p, &p->x->k, begin, n, dim, p->wide,
+                                  p->k ? p->k + key * p->wide : NULL, p->k_t + key * dim);
     if (p->v || p->v_t)
-        bad |= nsa__pack_rows(p, &p->x->v, begin, n, dim_v, p->v ? p->v + key * dim_v : NULL,
+        bad |= nsa__pack_rows(p, &p->x->v, begin, n, dim_v, p->wide_v,
+                              p->v ? p->v + key * p->wide_v : NULL,
                               p->v_t ? p->v_t + key * dim_v : NULL);
     p->bad[tile] = bad;
 }
@@ -2040,100 +2100,161 @@ static void nsa__pass_turn_to(nsa__pass *p, const nsa__team *team, int kv_head) 
     nsa__run(team, p->tile_end - p->tile_begin, nsa__pack_task, p);
 }
 
-/* A place in the spans of one query. */
-typedef struct nsa__cursor {
-    int begin, end, number; /* what is left of the span at hand; begin is INT_MAX behind the last */
-} nsa__cursor;
-
-static void nsa__cursor_next(const nsa__pass *p, int query, nsa__cursor *c) {
-    if (!nsa__span(p, query, c->number++, &c->begin, &c->end)) c->begin = INT_MAX;
-}
-
-/* The query's keys in the tile, and the cursor moves behind it. */
-static uint64_t nsa__cursor_pass(const nsa__pass *p, int query, nsa__cursor *c, int tile_begin) {
-    uint64_t mask = 0;
-    int64_t tile_end = (int64_t)tile_begin + p->tile;
-    while (c->begin < tile_end) {
-        mask |= nsa__bits(c->begin - tile_begin, (int)nsa__min(c->end, tile_end) - tile_begin);
-        if (c->end > tile_end) {
-            c->begin = (int)tile_end;
-            break;
-        }
-        nsa__cursor_next(p, query, c);
-    }
-    return mask;
+/* Columns of a transpose: of key `key` and those behind it in its tile. */
+static nsa_real *nsa__key_columns(const nsa__pass *p, nsa_real *transposed, int width,
+                                  ptrdiff_t key) {
+    return transposed + key / p->tile * p->tile * width + key % p->tile;
 }
 
 /* A task's queries on their walk over key tiles. Rows are query-major: row a G + g is head g of
    query a. */
 typedef struct nsa__walk {
-    int first, queries; /* positions first .. first + queries - 1 */
-    nsa__cursor *cursor;
-    int tile, tile_begin; /* the tile at hand */
-    int readers;          /* how many queries see any of it: */
-    int *reader;          /* which, ascending */
-    uint64_t *mask;       /* and what each of them sees */
+    int first, queries;     /* positions first .. first + queries - 1 */
+    int tile, tile_end;     /* the tile at hand */
+    int readers;            /* how many queries see any of it: */
+    int *reader;            /* which, ascending */
+    uint64_t *mask;         /* and what each of them sees */
+    int *begin, *end;       /* of every query its one span, or for slc: */
+    int *list, *list_begin; /* the readers of tile i are list[list_begin[i] .. list_begin[i + 1]) */
 } nsa__walk;
 
+/* Whether a tile of slc lies in one block, which then is seen as far as the query reaches. */
+static int nsa__tile_in_block(const nsa__pass *p) {
+    return p->branch == NSA__SLC && p->d->slc_block % p->tile == 0;
+}
+
 static void nsa__walk_take(nsa__walk *w, const nsa__pass *p, nsa__arena *a) {
-    w->cursor = (nsa__cursor *)nsa__take(a, p->task_queries, sizeof *w->cursor);
     w->reader = (int *)nsa__take(a, p->task_queries, sizeof *w->reader);
     w->mask = (uint64_t *)nsa__take(a, p->task_queries, sizeof *w->mask);
+    w->begin = (int *)nsa__take(a, p->task_queries, sizeof *w->begin);
+    w->end = (int *)nsa__take(a, p->task_queries, sizeof *w->end);
+    if (p->branch != NSA__SLC) return;
+    int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
+    int64_t of_block = p->d->slc_block / p->tile + (nsa__tile_in_block(p) ? 0 : 2);
+    int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
+    w->list_begin = (int *)nsa__take(a, tiles + 2, sizeof *w->list_begin);
+    w->list = (int *)nsa__take(a, p->task_queries * of_query, sizeof *w->list);
+}
+
+/* The inverse of the block lists: a counting sort, so that a tile's readers ascend. */
+static void nsa__walk_invert(nsa__walk *w, const nsa__pass *p) {
+    int *at = w->list_begin + 1; /* moves from where a tile's readers begin to where they end */
+    int begin, end;
+    memset(w->list_begin, 0, (size_t)(p->tile_end + 2) * sizeof *at);
+    for (int fill = 0; fill < 2; fill++) {
+        for (int a = 0; a < w->queries; a++) {
+            int next = 0; /* the first tile that this query has not been counted for */
+            for (int number = 0; nsa__span(p, w->first + a, number, &begin, &end); number++) {
+                int tile = (int)nsa__max(next, begin / p->tile);
+                for (next = (int)nsa__max(next, (end - 1) / p->tile + 1); tile < next; tile++) {
+                    if (fill)
+                        w->list[at[tile]++] = a;
+                    else
+                        at[tile + 1]++;
+                }
+            }
+        }
+        for (int tile = 0; !fill && tile < p->tile_end; tile++) at[tile + 1] += at[tile];
+    }
 }
 
 static void nsa__walk_begin(nsa__walk *w, const nsa__pass *p, int64_t task) {
     w->first = p->seq.first + (int)task * p->task_queries;
     w->queries = (int)nsa__min(p->task_queries, p->seq.first + p->seq.count - (int64_t)w->first);
-    for (int a = 0; a < w->queries; a++) {
-        w->cursor[a].number = 0;
-        nsa__cursor_next(p, w->first + a, &w->cursor[a]);
+    w->tile = p->tile_begin;
+    w->tile_end = p->tile_end;
+    if (p->branch == NSA__SLC) {
+        nsa__walk_invert(w, p);
+    } else {
+        for (int a = 0; a < w->queries; a++)
+            if (!nsa__span(p, w->first + a, 0, &w->begin[a], &w->end[a])) w->end[a] = 0;
+        w->tile = w->end[0] ? w->begin[0] / p->tile : 0;
+        w->tile_end = (int)nsa__ceil_div(w->end[w->queries - 1], p->tile);
+    }
+    w->tile--;
+}
+
+static void nsa__walk_read(nsa__walk *w, const nsa__pass *p) {
+    int begin = w->tile * p->tile, listed = p->branch == NSA__SLC;
+    int n = listed ? w->list_begin[w->tile + 1] - w->list_begin[w->tile] : w->queries;
+    w->readers = 0;
+    for (int i = 0; i < n; i++) {
+        int a = listed ? w->list[w->list_begin[w->tile] + i] : i;
+        uint64_t mask;
+        if (!listed)
+            mask = nsa__bits((int)nsa__max(w->begin[a] - begin, 0),
+                             (int)nsa__min((int64_t)w->end[a] - begin, p->tile));
+        else if (nsa__tile_in_block(p))
+            mask = nsa__bits(0, (int)nsa__min((int64_t)w->first + a + 1 - begin, p->tile));
+        else
+            mask = nsa__visible(p, w->first + a, begin);
+        if (!mask) continue;
+        w->reader[w->readers] = a;
+        w->mask[w->readers++] = mask;
     }
 }
 
 /* Moves to the next tile that any of the queries sees; 0 behind the last. */
 static int nsa__walk_next(nsa__walk *w, const nsa__pass *p) {
-    int begin = INT_MAX;
-    for (int a = 0; a < w->queries; a++)
-        if (w->cursor[a].begin < begin) begin = w->cursor[a].begin;
-    if (begin == INT_MAX) return 0;
-    w->tile = begin / p->tile;
-    w->tile_begin = w->tile * p->tile;
-    w->readers = 0;
-    for (int a = 0; a < w->queries; a++) {
-        uint64_t mask = nsa__cursor_pass(p, w->first + a, &w->cursor[a], w->tile_begin);
-        if (!mask) continue;
-        w->reader[w->readers] = a;
-        w->mask[w->readers++] = mask;
+    while (++w->tile < w->tile_end) {
+        nsa__walk_read(w, p);
+        if (w->readers) return 1;
     }
-    return 1;
+    return 0;
 }
 
-/* The readers' rows of `all`, side by side: `all` itself where everybody reads. `width` is that of
-   a query's rows. */
-static nsa_real *nsa__gather(const nsa__walk *w, nsa_real *all, nsa_real *some, int width) {
-    if (w->readers == w->queries) return all;
-    for (int a = 0; a < w->readers; a++)
-        memcpy(some + (ptrdiff_t)a * width, all + (ptrdiff_t)w->reader[a] * width,
+/* Readers that go through the tile at once. Their rows are taken as they lie where that makes
+   enough of them, and gathered otherwise. */
+typedef struct nsa__batch {
+    int readers, rows, gathered;
+    const int *reader;
+    const uint64_t *mask;
+    int begin, end; /* the keys of the tile that any of them sees, in whole vectors */
+} nsa__batch;
+
+enum { NSA__ROWS_AS_THEY_LIE = 16 };
+
+static nsa__batch nsa__batch_at(const nsa__walk *w, const nsa__pass *p, int from) {
+    nsa__batch b = {1, 0, 0, w->reader + from, w->mask + from, 0, p->tile};
+    int left = (int)nsa__min(p->batch_queries, w->readers - from);
+    uint64_t seen = 0;
+    while (b.readers < left && b.reader[b.readers] == b.reader[0] + b.readers) b.readers++;
+    b.gathered = b.readers < left && b.readers * p->group < NSA__ROWS_AS_THEY_LIE;
+    if (b.gathered) b.readers = left;
+    b.rows = b.readers * p->group;
+    for (int i = 0; i < b.readers; i++) seen |= b.mask[i];
+    while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
+    while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
+    return b;
+}
+
+/* The batch's rows of `all`, side by side. `width` is that of a query's rows. */
+static nsa_real *nsa__gather(const nsa__batch *b, nsa_real *all, nsa_real *some, int width) {
+    if (!b->gathered) return all + (ptrdiff_t)b->reader[0] * width;
+    for (int i = 0; i < b->readers; i++)
+        memcpy(some + (ptrdiff_t)i * width, all + (ptrdiff_t)b->reader[i] * width,
                (size_t)width * sizeof *all);
     return some;
 }
 
-static void nsa__scatter(const nsa__walk *w, nsa_real *all, const nsa_real *some, int width) {
-    if (w->readers == w->queries) return;
-    for (int a = 0; a < w->readers; a++)
-        memcpy(all + (ptrdiff_t)w->reader[a] * width, some + (ptrdiff_t)a * width,
+static void nsa__scatter(const nsa__batch *b, nsa_real *all, const nsa_real *some, int width) {
+    for (int i = 0; b->gathered && i < b->readers; i++)
+        memcpy(all + (ptrdiff_t)b->reader[i] * width, some + (ptrdiff_t)i * width,
                (size_t)width * sizeof *all);
 }
 
-/* Loads the rows of a query's heads, times factor; bad[g] is set for those with a non-finite value,
-   which come as zeros. */
-static void nsa__load_query(const nsa__pass *p, const nsa_tensor *x, int query, int width,
-                            nsa_real factor, nsa_real *to, unsigned char *bad) {
-    for (int g = 0; g < p->group; g++, to += width) {
+/* Loads the rows of a task's queries, times factor, with zeros up to `wide`; bad[r] is set for those
+   with a non-finite value, which come as zeros. */
+static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x,
+                              int width, int wide, nsa_real factor, nsa_real *to,
+                              unsigned char *bad) {
+    for (int r = 0; r < w->queries * p->group; r++, to += wide) {
         const void *row =
-            nsa__row(x, p->seq.batch, p->seq.row + query - p->seq.first, p->kv_head * p->group + g);
-        if (!nsa__load_finite(to, x->dtype, row, width) && bad) bad[g] = 1;
-        for (int c = 0; c < width; c++) to[c] *= factor;
+            nsa__row(x, p->seq.batch, p->seq.row + w->first - p->seq.first + r / p->group,
+                     p->kv_head * p->group + r % p->group);
+        if (!nsa__load_finite(to, x->dtype, row, width)) bad[r] = 1;
+        nsa__scale(to, factor, width);
+        memset(to + width, 0, (size_t)(wide - width) * sizeof *to);
     }
 }
 
@@ -2142,24 +2263,24 @@ static void nsa__load_query(const nsa__pass *p, const nsa_tensor *x, int query, 
 typedef struct nsa__forward {
     nsa__walk walk;
     nsa_real *q, *out, *m, *l;                     /* of every row */
-    nsa_real *some_q, *some_out, *some_m, *some_l; /* of the readers' rows */
+    nsa_real *some_q, *some_out, *some_m, *some_l; /* of a gathered batch */
     nsa_real *s, *shrink;
     unsigned char *bad;
 } nsa__forward;
 
 static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group;
+    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
     nsa__walk_take(&f->walk, p, a);
-    f->q = nsa__take_reals(a, rows * p->d->dim);
-    f->some_q = nsa__take_reals(a, rows * p->d->dim);
-    f->out = nsa__take_reals(a, rows * p->d->dim_v);
-    f->some_out = nsa__take_reals(a, rows * p->d->dim_v);
+    f->q = nsa__take_reals(a, rows * p->wide);
+    f->some_q = nsa__take_reals(a, some * p->wide);
+    f->out = nsa__take_reals(a, rows * p->wide_v);
+    f->some_out = nsa__take_reals(a, some * p->wide_v);
     f->m = nsa__take_reals(a, rows);
-    f->some_m = nsa__take_reals(a, rows);
+    f->some_m = nsa__take_reals(a, some);
     f->l = nsa__take_reals(a, rows);
-    f->some_l = nsa__take_reals(a, rows);
-    f->shrink = nsa__take_reals(a, rows + 16);
-    f->s = nsa__take_reals(a, rows * p->tile);
+    f->some_l = nsa__take_reals(a, some);
+    f->shrink = nsa__take_reals(a, some + NSA__LANES);
+    f->s = nsa__take_reals(a, some * p->tile);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
 }
 
@@ -2167,37 +2288,34 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task
     nsa__walk_begin(&f->walk, p, task);
     int rows = f->walk.queries * p->group;
     memset(f->bad, 0, (size_t)rows);
-    memset(f->out, 0, (size_t)rows * (size_t)p->d->dim_v * sizeof *f->out);
+    memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
     for (int r = 0; r < rows; r++) {
         f->m[r] = NSA__LOWEST;
         f->l[r] = 0;
     }
-    for (int a = 0; a < f->walk.queries; a++)
-        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim, p->scale2,
-                        f->q + (ptrdiff_t)a * p->group * p->d->dim,
-                        f->bad + (ptrdiff_t)a * p->group);
+    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
 }
 
 /* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
-static void nsa__forward_tile(nsa__forward *f, const nsa__pass *p) {
-    const nsa__walk *w = &f->walk;
-    int G = p->group, dim = p->d->dim, dim_v = p->d->dim_v, rows = w->readers * G, tile = p->tile;
-    ptrdiff_t key = (ptrdiff_t)w->tile_begin;
-    nsa_real *q = nsa__gather(w, f->q, f->some_q, G * dim),
-             *out = nsa__gather(w, f->out, f->some_out, G * dim_v);
-    nsa_real *m = nsa__gather(w, f->m, f->some_m, G), *l = nsa__gather(w, f->l, f->some_l, G);
-    p->tiles->gemm(rows, tile, dim, q, dim, 1, p->k_t + key * dim, tile, f->s, tile, 0, NULL);
-    p->tiles->softmax(rows, tile, G, w->mask, f->s, m, l, f->shrink);
-    p->tiles->gemm(rows, dim_v, tile, f->s, tile, 1, p->v + key * dim_v, dim_v, out, dim_v, 1,
-                   f->shrink);
-    nsa__scatter(w, f->out, out, G * dim_v);
-    nsa__scatter(w, f->m, m, G);
-    nsa__scatter(w, f->l, l, G);
-    for (int a = 0; p->reads && a < w->readers; a++)
-        p->reads[w->first - p->seq.first + w->reader[a]] += nsa__bit_count(w->mask[a]);
-    for (int a = 0; a < w->readers; a++)
-        if (w->mask[a] & p->bad[w->tile])
-            memset(f->bad + (ptrdiff_t)w->reader[a] * G, 1, (size_t)G);
+static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__batch *b) {
+    int G = p->group, tile = p->tile, n = b->end - b->begin, keys = f->walk.tile * tile + b->begin;
+    nsa_real *q = nsa__gather(b, f->q, f->some_q, G * p->wide),
+             *out = nsa__gather(b, f->out, f->some_out, G * p->wide_v);
+    nsa_real *m = nsa__gather(b, f->m, f->some_m, G), *l = nsa__gather(b, f->l, f->some_l, G);
+    p->tiles->gemm(b->rows, n, p->d->dim, q, p->wide, 1,
+                   nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL);
+    p->tiles->softmax(b->rows, n, tile, G, b->mask, b->begin, f->s, m, l, f->shrink);
+    p->tiles->gemm(b->rows, p->wide_v, n, f->s, tile, 1, p->v + (ptrdiff_t)keys * p->wide_v,
+                   p->wide_v, out, p->wide_v, 1, f->shrink);
+    nsa__scatter(b, f->out, out, G * p->wide_v);
+    nsa__scatter(b, f->m, m, G);
+    nsa__scatter(b, f->l, l, G);
+    for (int i = 0; i < b->readers; i++) {
+        if (p->reads)
+            p->reads[f->walk.first - p->seq.first + b->reader[i]] += nsa__bit_count(b->mask[i]);
+        if (b->mask[i] & p->bad[f->walk.tile])
+            memset(f->bad + (ptrdiff_t)b->reader[i] * G, 1, (size_t)G);
+    }
 }
 
 /* out / l and lse; a row that saw no key has l = 0. */
@@ -2206,7 +2324,7 @@ static void nsa__forward_end(nsa__forward *f, const nsa__pass *p) {
     for (int r = 0; r < f->walk.queries * p->group; r++) {
         int64_t row = p->seq.row + f->walk.first - p->seq.first + r / p->group;
         int head = p->kv_head * p->group + r % p->group;
-        nsa_real *out = f->out + (ptrdiff_t)r * dim_v, lse = nsa__minus_infinity();
+        nsa_real *out = f->out + (ptrdiff_t)r * p->wide_v, lse = nsa__minus_infinity();
         if (f->l[r] != 0) {
             nsa_real inverse = f->bad[r] ? nsa__nan() : 1 / f->l[r];
             for (int c = 0; c < dim_v; c++) out[c] = f->bad[r] ? inverse : out[c] * inverse;
@@ -2224,193 +2342,151 @@ static void nsa__forward_task(const void *context, int64_t index, void *scratch)
     nsa__arena a = {(char *)scratch, 0};
     nsa__forward_take(&f, p, &a);
     nsa__forward_begin(&f, p, index);
-    while (nsa__walk_next(&f.walk, p)) nsa__forward_tile(&f, p);
+    while (nsa__walk_next(&f.walk, p))
+        for (int i = 0; i < f.walk.readers;) {
+            nsa__batch b = nsa__batch_at(&f.walk, p, i);
+            nsa__forward_batch(&f, p, &b);
+            i += b.readers;
+        }
     nsa__forward_end(&f, p);
 }
 
 /* -- backward --
    With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
      dv[s] = sum_t p dout[t],   ds = p (dout . v[s] - delta),   dq[t] = scale sum_s ds k[s],   dk[s]
-   = scale sum_t ds q[t]. */
+   = scale sum_t ds q[t].
+   One walk computes ds once and adds to all three: dq is the task's own, and a tile's dk and dv take
+   the tasks in their order, each of which follows the one before it from tile to tile. So every sum
+   has one order, for any number of threads. */
 
-enum { NSA__DELTA_QUERIES = 16 };
-
-static void nsa__delta_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = (const nsa__pass *)context;
-    nsa_real row[NSA__MAX_DIM], out[NSA__MAX_DIM], lse;
-    int dim_v = p->d->dim_v;
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__DELTA_QUERIES);
-    (void)scratch;
-    for (int64_t t = index * NSA__DELTA_QUERIES; t < end; t++)
-        for (int g = 0; g < p->group; g++) {
-            int64_t at = p->seq.row + t, r = t * p->group + g;
-            int head = p->kv_head * p->group + g;
-            nsa__load(&lse, p->x->lse.dtype, nsa__row(&p->x->lse, p->seq.batch, at, head), 1);
-            nsa__load(out, p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, at, head), dim_v);
-            const void *q = nsa__row(&p->x->q, p->seq.batch, at, head);
-            int finite = nsa__load_finite(row, p->x->q.dtype, q, p->d->dim);
-            const void *dout = nsa__row(&p->dx->out, p->seq.batch, at, head);
-            finite &= nsa__load_finite(row, p->dx->out.dtype, dout, dim_v) & nsa__is_finite(lse);
-            p->bad_row[r] = (unsigned char)!finite;
-            p->lse2[r] = finite ? (nsa_real)((double)lse * NSA__LOG2E) : 0;
-            p->delta[r] = 0;
-            for (int c = 0; finite && c < dim_v; c++) p->delta[r] += row[c] * out[c];
-        }
-}
-
-typedef struct nsa__query_gradient {
+typedef struct nsa__backward {
     nsa__walk walk;
-    nsa_real *q, *dout, *dq, *lse2, *delta;
-    nsa_real *some_q, *some_dout, *some_dq, *some_lse2, *some_delta;
+    nsa_real *q, *dout, *dq, *lse2, *delta;                          /* of every row */
+    nsa_real *some_q, *some_dout, *some_dq, *some_lse2, *some_delta; /* of a gathered batch */
     nsa_real *p, *ds;
+    unsigned char *bad;   /* of every row */
     unsigned char *reads; /* of every query: whether it saw any key */
-} nsa__query_gradient;
+} nsa__backward;
 
-static void nsa__query_gradient_take(nsa__query_gradient *f, const nsa__pass *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group;
+static void nsa__backward_take(nsa__backward *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
     nsa__walk_take(&f->walk, p, a);
-    f->q = nsa__take_reals(a, rows * p->d->dim);
-    f->some_q = nsa__take_reals(a, rows * p->d->dim);
-    f->dq = nsa__take_reals(a, rows * p->d->dim);
-    f->some_dq = nsa__take_reals(a, rows * p->d->dim);
-    f->dout = nsa__take_reals(a, rows * p->d->dim_v);
-    f->some_dout = nsa__take_reals(a, rows * p->d->dim_v);
-    f->some_lse2 = nsa__take_reals(a, rows);
-    f->some_delta = nsa__take_reals(a, rows);
-    f->p = nsa__take_reals(a, rows * p->tile);
-    f->ds = nsa__take_reals(a, rows * p->tile);
+    f->q = nsa__take_reals(a, rows * p->wide);
+    f->some_q = nsa__take_reals(a, some * p->wide);
+    f->dq = nsa__take_reals(a, rows * p->wide);
+    f->some_dq = nsa__take_reals(a, some * p->wide);
+    f->dout = nsa__take_reals(a, rows * p->wide_v);
+    f->some_dout = nsa__take_reals(a, some * p->wide_v);
+    f->lse2 = nsa__take_reals(a, rows);
+    f->some_lse2 = nsa__take_reals(a, some);
+    f->delta = nsa__take_reals(a, rows);
+    f->some_delta = nsa__take_reals(a, some);
+    f->p = nsa__take_reals(a, some * p->tile);
+    f->ds = nsa__take_reals(a, some * p->tile);
+    f->bad = (unsigned char *)nsa__take(a, rows, 1);
     f->reads = (unsigned char *)nsa__take(a, p->task_queries, 1);
 }
 
-static void nsa__query_gradient_begin(nsa__query_gradient *f, const nsa__pass *p, int64_t task) {
-    int G = p->group;
+static void nsa__backward_begin(nsa__backward *f, const nsa__pass *p, int64_t task) {
+    nsa_real out[NSA__MAX_DIM], lse;
     nsa__walk_begin(&f->walk, p, task);
-    ptrdiff_t row = (ptrdiff_t)(f->walk.first - p->seq.first) * G;
-    f->lse2 = p->lse2 + row;
-    f->delta = p->delta + row;
-    memset(f->reads, 0, (size_t)p->task_queries);
-    memset(f->dq, 0, (size_t)f->walk.queries * (size_t)(G * p->d->dim) * sizeof *f->dq);
-    for (int a = 0; a < f->walk.queries; a++) {
-        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim, p->scale2,
-                        f->q + (ptrdiff_t)a * G * p->d->dim, NULL);
-        nsa__load_query(p, &p->dx->out, f->walk.first + a, p->d->dim_v, 1,
-                        f->dout + (ptrdiff_t)a * G * p->d->dim_v, NULL);
+    int rows = f->walk.queries * p->group;
+    memset(f->reads, 0, (size_t)f->walk.queries);
+    memset(f->bad, 0, (size_t)rows);
+    memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
+    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
+    nsa__load_queries(p, &f->walk, &p->dx->out, p->d->dim_v, p->wide_v, 1, f->dout, f->bad);
+    for (int r = 0; r < rows; r++) {
+        int64_t at = p->seq.row + f->walk.first - p->seq.first + r / p->group;
+        int head = p->kv_head * p->group + r % p->group;
+        nsa__load(&lse, p->x->lse.dtype, nsa__row(&p->x->lse, p->seq.batch, at, head), 1);
+        nsa__load(out, p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, at, head), p->d->dim_v);
+        if (!nsa__is_finite(lse)) f->bad[r] = 1;
+        f->lse2[r] = f->bad[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
+        f->delta[r] =
+            f->bad[r] ? 0 : nsa__dot(out, f->dout + (ptrdiff_t)r * p->wide_v, p->d->dim_v);
     }
 }
 
-/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta) for rows against one key tile. */
-static void nsa__tile_gradient(const nsa__pass *p, int tile, int rows, const uint64_t *mask,
-                               const nsa_real *q, const nsa_real *dout, const nsa_real *lse2,
-                               const nsa_real *delta, nsa_real *prob, nsa_real *ds) {
-    int width = p->tile, dim = p->d->dim, dim_v = p->d->dim_v;
-    ptrdiff_t key = (ptrdiff_t)tile * width;
-    p->tiles->gemm(rows, width, dim, q, dim, 1, p->k_t + key * dim, width, prob, width, 0, NULL);
-    p->tiles->gemm(rows, width, dim_v, dout, dim_v, 1, p->v_t + key * dim_v, width, ds, width, 0,
+/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta);
+   dv += p^T dout, dk += ds^T q, dq += ds k */
+static void nsa__backward_batch(nsa__backward *f, const nsa__pass *p, const nsa__batch *b) {
+    int G = p->group, tile = p->tile, n = b->end - b->begin, rows = b->rows;
+    ptrdiff_t keys = (ptrdiff_t)f->walk.tile * tile + b->begin;
+    nsa_real *q = nsa__gather(b, f->q, f->some_q, G * p->wide),
+             *dout = nsa__gather(b, f->dout, f->some_dout, G * p->wide_v);
+    p->tiles->gemm(rows, n, p->d->dim, q, p->wide, 1, nsa__key_columns(p, p->k_t, p->d->dim, keys),
+                   tile, f->p, tile, 0, NULL);
+    p->tiles->gemm(rows, n, p->d->dim_v, dout, p->wide_v, 1,
+                   nsa__key_columns(p, p->v_t, p->d->dim_v, keys), tile, f->ds, tile, 0, NULL);
+    p->tiles->gradient(rows, n, tile, G, b->mask, b->begin,
+                       nsa__gather(b, f->lse2, f->some_lse2, G),
+                       nsa__gather(b, f->delta, f->some_delta, G), f->p, f->ds);
+    if (p->dv)
+        p->tiles->gemm(n, p->wide_v, rows, f->p, 1, tile, dout, p->wide_v, p->dv + keys * p->wide_v,
+                       p->wide_v, 1, NULL);
+    if (p->dk)
+        p->tiles->gemm(n, p->wide, rows, f->ds, 1, tile, q, p->wide, p->dk + keys * p->wide,
+                       p->wide, 1, NULL);
+    for (int i = 0; i < b->readers; i++) {
+        f->reads[b->reader[i]] = 1;
+        for (int g = 0; p->bad_key && g < G; g++)
+            if (f->bad[b->reader[i] * G + g]) p->bad_key[f->walk.tile] |= b->mask[i];
+    }
+    if (!p->dx->q.data) return;
+    nsa_real *dq = nsa__gather(b, f->dq, f->some_dq, G * p->wide);
+    p->tiles->gemm(rows, p->wide, n, f->ds, tile, 1, p->k + keys * p->wide, p->wide, dq, p->wide, 1,
                    NULL);
-    p->tiles->probability(rows, width, p->group, mask, lse2, prob);
-    p->tiles->score_gradient(rows, width, delta, prob, ds);
+    nsa__scatter(b, f->dq, dq, G * p->wide);
 }
 
-static void nsa__query_gradient_tile(nsa__query_gradient *f, const nsa__pass *p) {
-    const nsa__walk *w = &f->walk;
-    int G = p->group, dim = p->d->dim, dim_v = p->d->dim_v, rows = w->readers * G;
-    nsa_real *dq = nsa__gather(w, f->dq, f->some_dq, G * dim);
-    nsa__tile_gradient(p, w->tile, rows, w->mask, nsa__gather(w, f->q, f->some_q, G * dim),
-                       nsa__gather(w, f->dout, f->some_dout, G * dim_v),
-                       nsa__gather(w, f->lse2, f->some_lse2, G),
-                       nsa__gather(w, f->delta, f->some_delta, G), f->p, f->ds);
-    p->tiles->gemm(rows, dim, p->tile, f->ds, p->tile, 1, p->k + (ptrdiff_t)w->tile_begin * dim,
-                   dim, dq, dim, 1, NULL);
-    nsa__scatter(w, f->dq, dq, G * dim);
-    for (int a = 0; a < w->readers; a++) f->reads[w->reader[a]] = 1;
-}
-
-static void nsa__query_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = (const nsa__pass *)context;
-    nsa__query_gradient f;
-    nsa__arena a = {(char *)scratch, 0};
+static void nsa__backward_end(nsa__backward *f, const nsa__pass *p) {
     int dim = p->d->dim;
-    nsa__query_gradient_take(&f, p, &a);
-    nsa__query_gradient_begin(&f, p, index);
-    while (nsa__walk_next(&f.walk, p)) nsa__query_gradient_tile(&f, p);
-    for (int r = 0; r < f.walk.queries * p->group; r++) {
-        int64_t query = f.walk.first - p->seq.first + r / p->group;
-        nsa_real *dq = f.dq + (ptrdiff_t)r * dim;
-        if (!f.reads[r / p->group]) continue;
-        for (int c = 0; p->bad_row[query * p->group + r % p->group] && c < dim; c++)
-            dq[c] = nsa__nan();
-        void *to = nsa__row(&p->dx->q, p->seq.batch, p->seq.row + query,
+    for (int r = 0; p->dx->q.data && r < f->walk.queries * p->group; r++) {
+        nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
+        if (!f->reads[r / p->group]) continue;
+        for (int c = 0; f->bad[r] && c < dim; c++) dq[c] = nsa__nan();
+        void *to = nsa__row(&p->dx->q, p->seq.batch,
+                            p->seq.row + f->walk.first - p->seq.first + r / p->group,
                             p->kv_head * p->group + r % p->group);
         nsa__add(p->dx->q.dtype, to, p->scale, dq, dim);
     }
 }
 
-typedef struct nsa__key_gradient {
-    int queries; /* gathered so far, of task_queries */
-    uint64_t *mask;
-    nsa_real *q, *dout, *lse2, *delta, *p, *ds;
-    nsa_real *dk, *dv;
-    uint64_t bad; /* keys that a NaN row reads */
-} nsa__key_gradient;
-
-static void nsa__key_gradient_take(nsa__key_gradient *f, const nsa__pass *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group;
-    f->mask = (uint64_t *)nsa__take(a, p->task_queries, sizeof *f->mask);
-    f->q = nsa__take_reals(a, rows * p->d->dim);
-    f->dout = nsa__take_reals(a, rows * p->d->dim_v);
-    f->lse2 = nsa__take_reals(a, rows);
-    f->delta = nsa__take_reals(a, rows);
-    f->p = nsa__take_reals(a, rows * p->tile);
-    f->ds = nsa__take_reals(a, rows * p->tile);
-    f->dk = nsa__take_reals(a, (int64_t)p->tile * p->d->dim);
-    f->dv = nsa__take_reals(a, (int64_t)p->tile * p->d->dim_v);
-}
-
-/* dv += p^T dout and dk += ds^T q for the queries gathered. */
-static void nsa__key_gradient_flush(nsa__key_gradient *f, const nsa__pass *p, int tile) {
-    int rows = f->queries * p->group, dim = p->d->dim, dim_v = p->d->dim_v;
-    nsa__tile_gradient(p, tile, rows, f->mask, f->q, f->dout, f->lse2, f->delta, f->p, f->ds);
-    p->tiles->gemm(p->tile, dim_v, rows, f->p, 1, p->tile, f->dout, dim_v, f->dv, dim_v, 1, NULL);
-    p->tiles->gemm(p->tile, dim, rows, f->ds, 1, p->tile, f->q, dim, f->dk, dim, 1, NULL);
-    f->queries = 0;
-}
-
-static void nsa__key_gradient_gather(nsa__key_gradient *f, const nsa__pass *p, int query,
-                                     uint64_t mask) {
-    int G = p->group;
-    ptrdiff_t to = (ptrdiff_t)f->queries * G, from = (ptrdiff_t)(query - p->seq.first) * G;
-    nsa__load_query(p, &p->x->q, query, p->d->dim, p->scale2, f->q + to * p->d->dim, NULL);
-    nsa__load_query(p, &p->dx->out, query, p->d->dim_v, 1, f->dout + to * p->d->dim_v, NULL);
-    memcpy(f->lse2 + to, p->lse2 + from, (size_t)G * sizeof *f->lse2);
-    memcpy(f->delta + to, p->delta + from, (size_t)G * sizeof *f->delta);
-    for (int g = 0; g < G; g++)
-        if (p->bad_row[from + g]) f->bad |= mask;
-    f->mask[f->queries++] = mask;
-}
-
-/* Where to look for the readers of a tile: queries, or for slc places in `readers`. Both ascend. */
-static void nsa__reader_range(const nsa__pass *p, int tile, int64_t *begin, int64_t *end) {
-    const nsa_desc *d = p->d;
-    int64_t key = (int64_t)tile * p->tile, last = p->seq.first + p->seq.count;
-    *begin = key;
-    *end = last;
-    if (p->branch == NSA__SLC) {
-        *begin = p->reader_begin[tile];
-        *end = p->reader_begin[tile + 1];
-        return;
+static void nsa__backward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = (const nsa__pass *)context;
+    nsa__backward f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__backward_take(&f, p, &a);
+    nsa__backward_begin(&f, p, index);
+    while (nsa__walk_next(&f.walk, p)) {
+        nsa__await(p->left, index - 1, f.walk.tile + 1);
+        for (int i = 0; i < f.walk.readers;) {
+            nsa__batch b = nsa__batch_at(&f.walk, p, i);
+            nsa__backward_batch(&f, p, &b);
+            i += b.readers;
+        }
+        nsa__announce(p->left, index, f.walk.tile + 1);
     }
-    if (p->branch == NSA__CMP) *begin = key * d->cmp_stride + d->cmp_block - 1;
-    if (p->branch == NSA__WIN) *end = nsa__min(last, key + p->tile + d->window);
-    *begin = nsa__max(*begin, p->seq.first);
+    nsa__backward_end(&f, p);
+    nsa__await(p->left, index - 1, INT_MAX);
+    nsa__announce(p->left, index, INT_MAX);
 }
 
-static void nsa__key_gradient_add(const nsa__key_gradient *f, const nsa__pass *p,
-                                  const nsa_tensor *to, int tile, nsa_real factor, nsa_real *rows,
-                                  int width) {
+static void nsa__key_gradient_clear(const nsa__pass *p) {
+    ptrdiff_t begin = (ptrdiff_t)p->tile_begin, tiles = p->tile_end - begin, key = begin * p->tile;
+    size_t keys = (size_t)tiles * (size_t)p->tile;
+    memset(p->bad_key + begin, 0, (size_t)tiles * sizeof *p->bad_key);
+    if (p->dk) memset(p->dk + key * p->wide, 0, keys * (size_t)p->wide * sizeof *p->dk);
+    if (p->dv) memset(p->dv + key * p->wide_v, 0, keys * (size_t)p->wide_v * sizeof *p->dv);
+}
+
+static void nsa__key_gradient_add(const nsa__pass *p, const nsa_tensor *to, int tile,
+                                  nsa_real factor, nsa_real *sum, int width, int wide) {
     int64_t begin = (int64_t)tile * p->tile;
-    for (int r = 0; to->data && r < p->tile && begin + r < p->keys; r++) {
-        nsa_real *row = rows + (ptrdiff_t)r * width;
-        for (int c = 0; f->bad >> r & 1 && c < width; c++) row[c] = nsa__nan();
+    for (int r = 0; sum && r < p->tile && begin + r < p->keys; r++) {
+        nsa_real *row = sum + (begin + r) * wide;
+        for (int c = 0; p->bad_key[tile] >> r & 1 && c < width; c++) row[c] = nsa__nan();
         nsa__add(to->dtype, nsa__row(to, p->seq.batch, p->key_row + begin + r, p->kv_head), factor,
                  row, width);
     }
@@ -2418,56 +2494,12 @@ static void nsa__key_gradient_add(const nsa__key_gradient *f, const nsa__pass *p
 
 static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
     const nsa__pass *p = (const nsa__pass *)context;
-    nsa__key_gradient f;
-    nsa__arena a = {(char *)scratch, 0};
     int tile = p->tile_begin + (int)index;
-    int64_t begin, end;
-    nsa__key_gradient_take(&f, p, &a);
-    memset(f.dk, 0, (size_t)(p->tile * p->d->dim) * sizeof *f.dk);
-    memset(f.dv, 0, (size_t)(p->tile * p->d->dim_v) * sizeof *f.dv);
-    f.queries = 0;
-    f.bad = 0;
-    nsa__reader_range(p, tile, &begin, &end);
-    for (int64_t i = begin; i < end; i++) {
-        int query = p->branch == NSA__SLC ? p->readers[i] : (int)i;
-        uint64_t mask = nsa__visible(p, query, tile * p->tile);
-        if (!mask) continue;
-        nsa__key_gradient_gather(&f, p, query, mask);
-        if (f.queries == p->task_queries) nsa__key_gradient_flush(&f, p, tile);
-    }
-    if (f.queries) nsa__key_gradient_flush(&f, p, tile);
+    (void)scratch;
+    if (p->wanted && !p->wanted[tile]) return;
     /* q was loaded times scale log2(e) */
-    nsa__key_gradient_add(&f, p, &p->dx->k, tile, (nsa_real)NSA__LN2, f.dk, p->d->dim);
-    nsa__key_gradient_add(&f, p, &p->dx->v, tile, 1, f.dv, p->d->dim_v);
-}
-
-/* The inverse of the block lists: which queries read each tile. A counting sort, so that readers
-   ascend. */
-static void nsa__invert_blocks(nsa__pass *p) {
-    int64_t *at = p->reader_begin;
-    int begin, end;
-    memset(at, 0, (size_t)(p->tile_end + 1) * sizeof *at);
-    for (int fill = 0; fill < 2; fill++) {
-        for (int query = p->seq.first; query < p->seq.first + p->seq.count; query++) {
-            int next = 0; /* the first tile that this query has not been counted for */
-            for (int number = 0; nsa__span(p, query, number, &begin, &end); number++) {
-                int tile = (int)nsa__max(next, begin / p->tile);
-                for (next = (int)nsa__max(next, (end - 1) / p->tile + 1); tile < next; tile++) {
-                    if (fill) p->readers[at[tile]] = query;
-                    at[tile]++;
-                }
-            }
-        }
-        /* counts to begins; after the fill each begin stands where the next one was */
-        int64_t sum = 0;
-        for (int tile = 0; !fill && tile <= p->tile_end; tile++) {
-            int64_t count = at[tile];
-            at[tile] = sum;
-            sum += count;
-        }
-    }
-    memmove(at + 1, at, (size_t)p->tile_end * sizeof *at);
-    at[0] = 0;
+    nsa__key_gradient_add(p, &p->dx->k, tile, (nsa_real)NSA__LN2, p->dk, p->d->dim, p->wide);
+    nsa__key_gradient_add(p, &p->dx->v, tile, 1, p->dv, p->d->dim_v, p->wide_v);
 }
 
 /* -- doors -- */
@@ -2476,31 +2508,23 @@ static size_t nsa__forward_plan(nsa__pass *p, nsa__arena *shared) {
     nsa__forward f;
     nsa__arena scratch = {NULL, 0};
     nsa__pass_take_keys(p, shared, 0, 0);
-    p->v =
-        nsa__take_reals(shared, nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile * p->d->dim_v);
+    p->v = nsa__take_reals(shared, nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile * p->wide_v);
     nsa__forward_take(&f, p, &scratch);
     return scratch.used;
 }
 
 static size_t nsa__backward_plan(nsa__pass *p, nsa__arena *shared) {
-    nsa__query_gradient query;
-    nsa__key_gradient key;
-    nsa__arena scratch = {NULL, 0}, other = {NULL, 0};
-    int64_t rows = (int64_t)p->d->count * p->group;
+    nsa__backward f;
+    nsa__arena scratch = {NULL, 0};
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
     nsa__pass_take_keys(p, shared, 1, 1);
-    p->delta = nsa__take_reals(shared, rows);
-    p->lse2 = nsa__take_reals(shared, rows);
-    p->bad_row = (unsigned char *)nsa__take(shared, rows, 1);
-    if (p->branch == NSA__SLC) {
-        int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
-        int64_t tiles_of_block = p->d->slc_block / p->tile + (p->d->slc_block % p->tile ? 2 : 0);
-        int64_t tiles_of_query = nsa__min(nsa_block_list_width(p->d) * tiles_of_block, tiles);
-        p->reader_begin = (int64_t *)nsa__take(shared, tiles + 1, sizeof *p->reader_begin);
-        p->readers = (int32_t *)nsa__take(shared, p->d->count * tiles_of_query, sizeof *p->readers);
-    }
-    nsa__query_gradient_take(&query, p, &scratch);
-    nsa__key_gradient_take(&key, p, &other);
-    return scratch.used > other.used ? scratch.used : other.used;
+    p->dk = nsa__take_reals(shared, tiles * p->tile * p->wide);
+    p->dv = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
+    p->bad_key = (uint64_t *)nsa__take(shared, tiles, sizeof *p->bad_key);
+    p->left =
+        (int32_t *)nsa__take(shared, nsa__ceil_div(p->d->count, p->task_queries), sizeof *p->left);
+    nsa__backward_take(&f, p, &scratch);
+    return scratch.used;
 }
 
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
@@ -2544,17 +2568,17 @@ static nsa_status nsa__attend_backward_run(const nsa_attend *dx, const nsa_atten
     p.x = x;
     p.dx = dx;
     size_t scratch = nsa__backward_plan(&p, &shared);
+    if (!dx->k.data) p.dk = NULL;
+    if (!dx->v.data) p.dv = NULL;
     nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
     if (s != NSA_OK) return s;
     for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
         for (int head = 0; p.seq.count && head < d->kv_heads; head++) {
+            int64_t tasks = nsa__ceil_div(p.seq.count, p.task_queries);
             nsa__pass_turn_to(&p, &team, head);
-            nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__DELTA_QUERIES), nsa__delta_task, &p);
-            if (dx->q.data)
-                nsa__run(&team, nsa__ceil_div(p.seq.count, p.task_queries),
-                         nsa__query_gradient_task, &p);
-            if (!dx->k.data && !dx->v.data) continue;
-            if (branch == NSA__SLC) nsa__invert_blocks(&p);
+            nsa__key_gradient_clear(&p);
+            memset(p.left, 0, (size_t)tasks * sizeof *p.left);
+            nsa__run(&team, tasks, nsa__backward_task, &p);
             nsa__run(&team, p.tile_end - p.tile_begin, nsa__key_gradient_task, &p);
         }
     return NSA_OK;
@@ -2799,7 +2823,7 @@ static int nsa__stencil_size(const nsa_desc *d) {
 
 typedef struct nsa__scoring {
     nsa__walk walk;
-    nsa_real *q, *some_q, *s, *lse2, *some_lse2;
+    nsa_real *q, *s, *lse2;
     unsigned char *bad;   /* of every row */
     nsa_real *p_cmp;      /* of every query: summed over the group's heads */
     nsa_real *scores;     /* of one query */
@@ -2810,11 +2834,9 @@ static void nsa__scoring_take(nsa__scoring *f, const nsa__pass *p, nsa__arena *a
     int64_t rows = (int64_t)p->task_queries * p->group;
     nsa__walk_take(&f->walk, p, a);
     f->p_cmp_stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile;
-    f->q = nsa__take_reals(a, rows * p->d->dim);
-    f->some_q = nsa__take_reals(a, rows * p->d->dim);
+    f->q = nsa__take_reals(a, rows * p->wide);
     f->s = nsa__take_reals(a, rows * p->tile);
     f->lse2 = nsa__take_reals(a, rows);
-    f->some_lse2 = nsa__take_reals(a, rows);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
     f->p_cmp = nsa__take_reals(a, p->task_queries * f->p_cmp_stride);
     f->scores = nsa__take_reals(a, nsa_slc_count(p->d, p->d->tokens));
@@ -2823,10 +2845,7 @@ static void nsa__scoring_take(nsa__scoring *f, const nsa__pass *p, nsa__arena *a
 static void nsa__scoring_begin(nsa__scoring *f, const nsa__pass *p, int64_t task) {
     nsa__walk_begin(&f->walk, p, task);
     memset(f->bad, 0, (size_t)(f->walk.queries * p->group));
-    for (int a = 0; a < f->walk.queries; a++)
-        nsa__load_query(p, &p->x->q, f->walk.first + a, p->d->dim, p->scale2,
-                        f->q + (ptrdiff_t)a * p->group * p->d->dim,
-                        f->bad + (ptrdiff_t)a * p->group);
+    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
     for (int r = 0; r < f->walk.queries * p->group; r++) {
         int64_t row = p->seq.row + f->walk.first - p->seq.first + r / p->group;
         nsa_real lse;
@@ -2839,19 +2858,21 @@ static void nsa__scoring_begin(nsa__scoring *f, const nsa__pass *p, int64_t task
 
 /* p_cmp = exp(scale q k_cmp - lse) for one tile, summed over the heads of each query. */
 static void nsa__scoring_tile(nsa__scoring *f, const nsa__pass *p) {
-    const nsa__walk *w = &f->walk;
-    int G = p->group, dim = p->d->dim, tile = p->tile, rows = w->readers * G;
-    const nsa_real *q = nsa__gather(w, f->q, f->some_q, G * dim),
-                   *lse2 = nsa__gather(w, f->lse2, f->some_lse2, G);
-    p->tiles->gemm(rows, tile, dim, q, dim, 1, p->k_t + (ptrdiff_t)w->tile_begin * dim, tile, f->s,
-                   tile, 0, NULL);
-    p->tiles->probability(rows, tile, G, w->mask, lse2, f->s);
-    for (int a = 0; a < w->readers; a++) {
-        nsa_real *sum = f->p_cmp + w->reader[a] * f->p_cmp_stride + w->tile_begin;
-        memset(sum, 0, (size_t)tile * sizeof *sum);
-        for (int g = 0; g < G; g++) {
-            const nsa_real *s = f->s + ((ptrdiff_t)a * G + g) * tile;
-            for (int j = 0; j < tile; j++) sum[j] += s[j];
+    int G = p->group, tile = p->tile, n;
+    ptrdiff_t keys = (ptrdiff_t)f->walk.tile * tile;
+    for (int from = 0; from < f->walk.readers; from += n) {
+        nsa__batch b = nsa__batch_at(&f->walk, p, from); /* neighbours: never gathered */
+        nsa_real *q = nsa__gather(&b, f->q, NULL, G * p->wide);
+        n = b.readers;
+        p->tiles->gemm(b.rows, tile, p->d->dim, q, p->wide, 1,
+                       nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL);
+        p->tiles->gradient(b.rows, tile, tile, G, b.mask, 0, nsa__gather(&b, f->lse2, NULL, G),
+                           NULL, f->s, NULL);
+        for (int i = 0; i < n; i++) {
+            nsa_real *sum = f->p_cmp + b.reader[i] * f->p_cmp_stride + keys;
+            memcpy(sum, f->s + (ptrdiff_t)i * G * tile, (size_t)tile * sizeof *sum);
+            for (int g = 1; g < G; g++)
+                nsa__accumulate(sum, f->s + ((ptrdiff_t)i * G + g) * tile, tile);
         }
     }
 }
@@ -4325,17 +4346,19 @@ NSA__TARGET static void T(gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_
         }
 }
 
-NSA__TARGET static void T(softmax)(int rows, int tile, int group, const uint64_t *mask, nsa_real *s,
-                                   nsa_real *m, nsa_real *l, nsa_real *shrink) {
+NSA__TARGET static void T(softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask,
+                                   int first, nsa_real *s, nsa_real *m, nsa_real *l,
+                                   nsa_real *shrink) {
     NSA__ARITHMETIC
     const V lowest = T(splat)(NSA__LOWEST);
     nsa_real lane[L];
     for (int r = 0; r < rows; r++) { /* the largest so far; masked scores become the lowest */
         const uint64_t seen = mask[r / group];
-        nsa_real *x = s + (ptrdiff_t)r * tile;
+        nsa_real *x = s + r * ld;
         V most = lowest;
-        for (int j = 0; j < tile; j += L) {
-            if (seen != ~(uint64_t)0) AT(x + j) = T(pick)(T(seen)(seen, j), IN(x + j), lowest);
+        for (int j = 0; j < n; j += L) {
+            if (seen != ~(uint64_t)0)
+                AT(x + j) = T(pick)(T(seen)(seen, first + j), IN(x + j), lowest);
             most = T(max)(IN(x + j), most);
         }
         memcpy(lane, &most, sizeof most);
@@ -4349,9 +4372,9 @@ NSA__TARGET static void T(softmax)(int rows, int tile, int group, const uint64_t
     for (int r = 0; r < rows; r++) {
         const V most = T(splat)(m[r] == NSA__LOWEST ? 0 : m[r]);
         V sum = T(splat)(0);
-        for (int j = 0; j < tile; j += L) {
-            const V p = T(exp2)(IN(s + (ptrdiff_t)r * tile + j) - most);
-            AT(s + (ptrdiff_t)r * tile + j) = p;
+        for (int j = 0; j < n; j += L) {
+            const V p = T(exp2)(IN(s + r * ld + j) - most);
+            AT(s + r * ld + j) = p;
             sum += p;
         }
         memcpy(lane, &sum, sizeof sum);
@@ -4361,28 +4384,23 @@ NSA__TARGET static void T(softmax)(int rows, int tile, int group, const uint64_t
     }
 }
 
-NSA__TARGET static void T(probability)(int rows, int tile, int group, const uint64_t *mask,
-                                       const nsa_real *lse2, nsa_real *s) {
+NSA__TARGET static void T(gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask,
+                                    int first, const nsa_real *lse2, const nsa_real *delta,
+                                    nsa_real *s, nsa_real *dp) {
     NSA__ARITHMETIC
-    for (int r = 0; r < rows; r++, s += tile) {
+    for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
         const V lse = T(splat)(lse2[r]), zero = T(splat)(0);
-        for (int j = 0; j < tile; j += L) {
-            V p = T(exp2)(IN(s + j) - lse);
-            if (seen != ~(uint64_t)0) p = T(pick)(T(seen)(seen, j), p, zero);
-            AT(s + j) = p;
+        for (int j = 0; j < n; j += L) {
+            V p = T(exp2)(IN(s + r * ld + j) - lse);
+            if (seen != ~(uint64_t)0) p = T(pick)(T(seen)(seen, first + j), p, zero);
+            AT(s + r * ld + j) = p;
+            if (dp) AT(dp + r * ld + j) = p * (IN(dp + r * ld + j) - T(splat)(delta[r]));
         }
     }
 }
 
-NSA__TARGET static void T(score_gradient)(int rows, int tile, const nsa_real *delta,
-                                          const nsa_real *p, nsa_real *dp) {
-    for (int r = 0; r < rows; r++, p += tile, dp += tile)
-        for (int j = 0; j < tile; j += L)
-            AT(dp + j) = IN(p + j) * (IN(dp + j) - T(splat)(delta[r]));
-}
-
-static const nsa__tiles T(tiles) = {T(gemm), T(softmax), T(probability), T(score_gradient)};
+static const nsa__tiles T(tiles) = {T(gemm), T(softmax), T(gradient)};
 
 #undef NSA__PASTE_
 #undef NSA__PASTE
