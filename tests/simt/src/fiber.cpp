@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 /* Present only in programs built with AddressSanitizer. */
@@ -36,17 +37,23 @@ unsigned char *new_stack() {
 
 } // namespace
 
-#ifdef SIMT_FIBER_UCONTEXT
+#if !defined(__x86_64__) || defined(SIMT_UCONTEXT)
 
+/* A fiber's context is made once and lives as long as the program. */
+static ucontext_t &context_of(fiber &f) {
+    if (!f.state) f.state = new ucontext_t;
+    return *static_cast<ucontext_t *>(f.state);
+}
 static void arrange(fiber &f, void (*entry)()) {
-    getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack;
-    f.context.uc_stack.ss_size = f.stack_bytes;
-    f.context.uc_link = nullptr;
-    makecontext(&f.context, entry, 0);
+    ucontext_t &c = context_of(f);
+    getcontext(&c);
+    c.uc_stack.ss_sp = f.stack;
+    c.uc_stack.ss_size = f.stack_bytes;
+    c.uc_link = nullptr;
+    makecontext(&c, entry, 0);
 }
 static void exchange(fiber &from, fiber &to) {
-    swapcontext(&from.context, &to.context);
+    swapcontext(&context_of(from), &context_of(to));
 }
 
 #else
@@ -82,10 +89,10 @@ static void arrange(fiber &f, void (*entry)()) {
     *--top = nullptr;
     *--top = reinterpret_cast<void *>(entry);
     for (int i = 0; i < 6; i++) *--top = nullptr;
-    f.top = top;
+    f.state = top;
 }
 static void exchange(fiber &from, fiber &to) {
-    simt_exchange(&from.top, &to.top);
+    simt_exchange(&from.state, &to.state);
 }
 
 #endif

@@ -6,22 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 
-#if !defined(__x86_64__) || defined(SIMT_UCONTEXT)
-#define SIMT_FIBER_UCONTEXT 1
-#include <ucontext.h>
-#endif
-
 namespace simt {
 
 struct fiber {
     unsigned char *stack = nullptr; /* lowest address; the page below is inaccessible */
     size_t stack_bytes = 0;
     void *fake_stack = nullptr; /* AddressSanitizer's */
-#ifdef SIMT_FIBER_UCONTEXT
-    ucontext_t context;
-#else
-    void *top = nullptr; /* saved stack pointer */
-#endif
+    void *state = nullptr;      /* saved stack pointer, or a ucontext_t */
 };
 
 /* Gives `f` a stack (kept for later use) and makes `entry` what it runs when first switched to. */
