@@ -1420,6 +1420,7 @@ static void nsa__announce(int32_t *progress, int64_t index, int32_t now) {
 #pragma omp atomic write
 #endif
     progress[index] = now;
+    (void)now; /* gcc takes what an atomic writes for unused */
 }
 
 /* Tasks 0 .. tasks - 1, begun in this order and by any thread: no two of them write the same row at
