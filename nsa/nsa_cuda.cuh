@@ -166,8 +166,12 @@ nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const nsa_attent
 #include "kernels/block_index.cuh"
 #include "kernels/rope.cuh"
 #include "kernels/compress.cuh"
+#include "kernels/attend_cmp.cuh"
 #include "kernels/select_blocks.cuh"
 #include "kernels/select_lists.cuh"
+#include "kernels/attend_slc.cuh"
+#include "kernels/attend_win.cuh"
+#include "kernels/attend_dense.cuh"
 #include "kernels/gate.cuh"
 
 #endif

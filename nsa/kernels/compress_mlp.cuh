@@ -181,13 +181,6 @@ static __global__ void nsa__cuda_mlp_dpos_kernel(nsa_compress x, nsa_tensor dpos
 
 /* ---- What becomes of the products' values ---------------------------------------------------- */
 
-template <typename T> NSA__DEVICE void nsa__cuda_store_pair(T *to, float low, float high) {
-    if constexpr (sizeof(T) == 4)
-        *reinterpret_cast<float2 *>(to) = make_float2(low, high);
-    else
-        *reinterpret_cast<uint32_t *>(to) = nsa__pack<T>(low, high);
-}
-
 /* act = silu(h), slope = silu'(h) = sigmoid(h) (1 + h (1 - sigmoid(h))) */
 template <typename T> struct nsa__cuda_mlp_hidden_done {
     const float *bias;
@@ -199,10 +192,10 @@ template <typename T> struct nsa__cuda_mlp_hidden_done {
         const int64_t at = (static_cast<int64_t>(head) * rows + row) * hidden + n;
         const float h[2] = {x + bias[head * hidden + n], y + bias[head * hidden + n + 1]};
         const float s[2] = {1.0f / (1.0f + expf(-h[0])), 1.0f / (1.0f + expf(-h[1]))};
-        nsa__cuda_store_pair(act + at, h[0] * s[0], h[1] * s[1]);
+        nsa__store_pair(act + at, h[0] * s[0], h[1] * s[1]);
         if (slope)
-            nsa__cuda_store_pair(slope + at, s[0] * (1.0f + h[0] * (1.0f - s[0])),
-                                 s[1] * (1.0f + h[1] * (1.0f - s[1])));
+            nsa__store_pair(slope + at, s[0] * (1.0f + h[0] * (1.0f - s[0])),
+                            s[1] * (1.0f + h[1] * (1.0f - s[1])));
     }
 };
 
@@ -218,7 +211,7 @@ template <typename T> struct nsa__cuda_mlp_out_done {
             x += nsa__load1(b2.dtype, nsa__row_at(b2, 0, 0, head), c);
             y += nsa__load1(b2.dtype, nsa__row_at(b2, 0, 0, head), c + 1);
         }
-        nsa__cuda_store_pair(nsa__row_of<T>(out, at.x, at.z, head) + c, x, y);
+        nsa__store_pair(nsa__row_of<T>(out, at.x, at.z, head) + c, x, y);
     }
 };
 
@@ -230,7 +223,7 @@ template <typename T> struct nsa__cuda_mlp_dh_done {
     __device__ __forceinline__ void operator()(int head, int, int row, int n, float x,
                                                float y) const {
         const int64_t at = (static_cast<int64_t>(head) * rows + row) * hidden + n;
-        nsa__cuda_store_pair(dh + at, x * slope[at], y * slope[at + 1]);
+        nsa__store_pair(dh + at, x * slope[at], y * slope[at + 1]);
     }
 };
 
@@ -256,7 +249,7 @@ struct nsa__cuda_mlp_parts_done {
     __device__ __forceinline__ void operator()(int head, int split, int row, int column, float x,
                                                float y) const {
         const int64_t at = (static_cast<int64_t>(split) * heads + head) * m + row;
-        nsa__cuda_store_pair(parts + at * n + column, x, y);
+        nsa__store_pair(parts + at * n + column, x, y);
     }
 };
 

@@ -39,6 +39,14 @@ NSA__DEVICE uint32_t nsa__pack_as(nsa_dtype dtype, float low, float high) {
     return dtype == NSA_BF16 ? nsa__pack<__nv_bfloat16>(low, high) : nsa__pack<__half>(low, high);
 }
 
+/* Two neighbours as they lie in memory. */
+template <typename T> NSA__DEVICE void nsa__store_pair(T *to, float low, float high) {
+    if constexpr (sizeof(T) == 4)
+        *reinterpret_cast<float2 *>(to) = make_float2(low, high);
+    else
+        *reinterpret_cast<uint32_t *>(to) = nsa__pack<T>(low, high);
+}
+
 /* Elements c .. c + 3 of a row, c a multiple of 4; the row starts at a multiple of 16 bytes. */
 NSA__DEVICE void nsa__load4(float (&to)[4], nsa_dtype dtype, const void *row, int c) {
     if (dtype == NSA_F32) {

@@ -1,0 +1,165 @@
+/* attend_readers.cuh: block lists turned round: which queries read each block.
+   Twin: nsa.h, nsa__invert_blocks. A counting sort over chunks of queries: each chunk counts its
+   readers of every block, the counts become places, each chunk puts its readers there. Nothing is
+   atomic, so the readers of a block ascend, always.
+   Not here: what is done with them (attend_backward.cuh). */
+#ifndef NSA_ATTEND_READERS_CUH
+#define NSA_ATTEND_READERS_CUH
+
+#include "attend.cuh"
+
+/* Rows that one block of threads works through before others share the readers of a selection
+   block; tests define it small. */
+#ifndef NSA__SLC_PART_ROWS
+#define NSA__SLC_PART_ROWS 32768
+#endif
+enum { NSA__READERS_CHUNKS = 512, NSA__READERS_COLUMNS = 128 };
+
+NSA__DEVICE int nsa__cuda_inclusive_max(int x) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int left = __shfl_up_sync(0xffffffffu, x, step);
+        if (lane >= step) x = max(x, left);
+    }
+    return x;
+}
+
+NSA__DEVICE int64_t nsa__cuda_inclusive_sum(int64_t x) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int64_t left = __shfl_up_sync(0xffffffffu, x, step);
+        if (lane >= step) x += left;
+    }
+    return x;
+}
+
+/* A lane's entry of a list if it counts, as nsa__cuda_walk_keys says: a candidate (at most `last`),
+   greater than all before it; else -1. `most` goes on to the next 32 entries. */
+NSA__DEVICE int nsa__cuda_listed(int entry, int last, int &most) {
+    const int top = nsa__cuda_inclusive_max(entry <= last ? entry : -1);
+    const int left = __shfl_up_sync(0xffffffffu, top, 1);
+    const int before = threadIdx.x % 32 ? max(most, left) : most;
+    most = max(most, __shfl_sync(0xffffffffu, top, 31));
+    return entry <= last && entry > before ? entry : -1;
+}
+
+/* A warp takes a chunk of queries, one after the other, a lane to a list entry. place false: counts
+   the readers of every block; true: puts them where the counts, by now places, say. Blocks of one
+   list differ, so that lanes never meet. */
+static __global__ void nsa__cuda_readers_kernel(nsa__cuda_attend_job job, bool place) {
+    const nsa__cuda_attend_place at = nsa__cuda_attend_place_of(job, blockIdx.x);
+    const nsa__cuda_block_readers &r = job.readers;
+    const int lane = static_cast<int>(threadIdx.x), size = (job.d.count + r.chunks - 1) / r.chunks;
+    const int64_t pair = nsa__cuda_attend_pair(job, at);
+    const int64_t *begin = r.begin + pair * (r.blocks + 1);
+    int32_t *counts = r.counts + (pair * (r.chunks + 1) + at.tile) * r.blocks;
+    if (!place)
+        for (int j = lane; j < r.blocks; j += 32) counts[j] = 0;
+    __syncwarp();
+    const int first = at.seq.first + at.tile * size;
+    const int end = min(first + size, at.seq.first + at.seq.count);
+    for (int query = first; query < end; query++) {
+        const int32_t *list =
+            nsa__cuda_query_at<const int32_t>(job.x.blocks, at, query, at.kv_head);
+        int most = -1;
+        for (int slot = lane; slot - lane < job.list_width; slot += 32) {
+            const int entry = slot < job.list_width ? list[slot] : -1;
+            const int j = nsa__cuda_listed(entry, query / job.d.slc_block, most);
+            if (j >= 0) {
+                if (place) r.query[pair * r.max_readers + begin[j] + counts[j]] = query;
+                counts[j]++;
+            }
+            __syncwarp(); /* the next entry of this block is another lane's */
+        }
+    }
+}
+
+/* Counts of a block become the places of its chunks, their sum stands behind them. */
+static __global__ void nsa__cuda_readers_columns_kernel(nsa__cuda_attend_job job) {
+    const nsa__cuda_attend_place at = nsa__cuda_attend_place_of(job, blockIdx.x);
+    const nsa__cuda_block_readers &r = job.readers;
+    const int j = at.tile * NSA__READERS_COLUMNS + static_cast<int>(threadIdx.x);
+    if (j >= r.blocks) return;
+    int32_t *count = r.counts + nsa__cuda_attend_pair(job, at) * (r.chunks + 1) * r.blocks + j;
+    int sum = 0;
+    for (int chunk = 0; chunk < r.chunks; chunk++, count += r.blocks) {
+        const int n = *count;
+        *count = sum;
+        sum += n;
+    }
+    *count = sum;
+}
+
+/* One warp: where the readers, the parts and the slots for partial sums of each block begin. */
+static __global__ void nsa__cuda_readers_begins_kernel(nsa__cuda_attend_job job) {
+    const nsa__cuda_attend_place at = nsa__cuda_attend_place_of(job, blockIdx.x);
+    const nsa__cuda_block_readers &r = job.readers;
+    const int64_t pair = nsa__cuda_attend_pair(job, at), entry = pair * (r.blocks + 1);
+    const int32_t *sums = r.counts + (pair * (r.chunks + 1) + r.chunks) * r.blocks;
+    int64_t readers = 0, parts = 0, slots = 0;
+    for (int first = 0; first < r.blocks; first += 32) {
+        const int j = first + static_cast<int>(threadIdx.x);
+        const int n = j < r.blocks ? sums[j] : 0, n_parts = (n + r.part - 1) / r.part;
+        const int64_t readers_end = readers + nsa__cuda_inclusive_sum(n);
+        const int64_t parts_end = parts + nsa__cuda_inclusive_sum(n_parts);
+        const int64_t slots_end = slots + nsa__cuda_inclusive_sum(n_parts > 1 ? n_parts : 0);
+        if (j < r.blocks) {
+            r.begin[entry + j + 1] = readers_end;
+            r.part_begin[entry + j + 1] = static_cast<int32_t>(parts_end);
+            r.slot_begin[entry + j + 1] = static_cast<int32_t>(slots_end);
+        }
+        readers = __shfl_sync(0xffffffffu, readers_end, 31);
+        parts = __shfl_sync(0xffffffffu, parts_end, 31);
+        slots = __shfl_sync(0xffffffffu, slots_end, 31);
+    }
+    if (threadIdx.x == 0) r.begin[entry] = r.part_begin[entry] = r.slot_begin[entry] = 0;
+}
+
+/* A list has at most an entry for each block; k parts of a block, k > 1, hold more than k - 1 whole
+   ones, so that there are at most twice as many slots as whole parts. */
+static void nsa__cuda_plan_readers(nsa__cuda_attend_job *job, nsa__cuda_arena *arena) {
+    const nsa_desc *d = &job->d;
+    nsa__cuda_block_readers *r = &job->readers;
+    const int64_t pairs = static_cast<int64_t>(d->batch) * d->kv_heads;
+    r->blocks = nsa_slc_count(d, d->tokens);
+    r->chunks = d->count < NSA__READERS_CHUNKS ? d->count : NSA__READERS_CHUNKS;
+    r->part = NSA__SLC_PART_ROWS / job->group > 1 ? NSA__SLC_PART_ROWS / job->group : 1;
+    r->max_readers = static_cast<int64_t>(d->count) *
+                     (job->list_width < r->blocks ? job->list_width : r->blocks);
+    r->max_parts = r->blocks + r->max_readers / r->part;
+    r->max_slots = 2 * r->max_readers / r->part;
+    r->begin = nsa__cuda_take<int64_t>(arena, pairs * (r->blocks + 1));
+    r->part_begin = nsa__cuda_take<int32_t>(arena, pairs * (r->blocks + 1));
+    r->slot_begin = nsa__cuda_take<int32_t>(arena, pairs * (r->blocks + 1));
+    r->query = nsa__cuda_take<int32_t>(arena, pairs * r->max_readers);
+    r->counts = nsa__cuda_take<int32_t>(arena, pairs * (r->chunks + 1) * r->blocks);
+    if (r->max_slots)
+        job->partial =
+            nsa__cuda_take<float>(arena, pairs * r->max_slots * d->slc_block * (d->dim + d->dim_v));
+}
+
+static nsa_status nsa__cuda_invert_lists(const nsa__cuda_attend_job *job, cudaStream_t stream) {
+    nsa__cuda_attend_job by_chunk = *job, by_column = *job, by_pair = *job;
+    dim3 chunks, columns, pairs;
+    nsa_status s = nsa__cuda_attend_grid(&by_chunk, job->readers.chunks, &chunks);
+    if (s != NSA_OK) return s;
+    s = nsa__cuda_attend_grid(
+        &by_column, nsa__cuda_ceil_div(job->readers.blocks, NSA__READERS_COLUMNS), &columns);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__cuda_attend_grid(&by_pair, 1, &pairs)) != NSA_OK) return s;
+    s = nsa__cuda_status(
+        NSA_LAUNCH(nsa__cuda_readers_kernel, chunks, dim3(32), 0, stream, by_chunk, false));
+    if (s != NSA_OK) return s;
+    s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_readers_columns_kernel, columns,
+                                    dim3(NSA__READERS_COLUMNS), 0, stream, by_column));
+    if (s != NSA_OK) return s;
+    s = nsa__cuda_status(
+        NSA_LAUNCH(nsa__cuda_readers_begins_kernel, pairs, dim3(32), 0, stream, by_pair));
+    if (s != NSA_OK) return s;
+    return nsa__cuda_status(
+        NSA_LAUNCH(nsa__cuda_readers_kernel, chunks, dim3(32), 0, stream, by_chunk, true));
+}
+
+#endif

@@ -1,0 +1,213 @@
+/* tiles.cuh: what a warp does with tiles of rows in shared memory: bring them in, multiply them.
+   Twin: "Rows and tiles" of nsa.h. Not here: which rows, and what the products mean (attend.cuh).
+
+   A product is 16 rows of one warp. Its values lie as an m16n8 tensor-core product lies: with
+   g = lane / 4 and i = lane % 4, c[n][0], c[n][1] are row g and c[n][2], c[n][3] row g + 8, columns
+   8n + 2i and 8n + 2i + 1. There are two products, each for tensor cores (bf16, f16) and for plain
+   f32, and all of attention, forward and backward, is made of them. */
+#ifndef NSA_TILES_CUH
+#define NSA_TILES_CUH
+
+#include "rows.cuh"
+
+/* Elements of the 16 bytes that move at once. */
+template <typename T> struct nsa__cuda_piece { static constexpr int size = 16 / sizeof(T); };
+
+/* Chunk `chunk` of row `row` in a tile of rows of D elements. Chunks change places with the row, so
+   that eight rows of one column of chunks, which one ldmatrix phase reads, lie in eight banks. */
+template <typename T, int D> NSA__DEVICE int nsa__cuda_tile_offset(int row, int chunk) {
+    static_assert(D * sizeof(T) % 128 == 0, "a row is whole bank cycles");
+    return row * D + (chunk ^ (row & 7)) * nsa__cuda_piece<T>::size;
+}
+template <typename T, int D> NSA__DEVICE T *nsa__cuda_tile_at(T *tile, int row, int chunk) {
+    return tile + nsa__cuda_tile_offset<T, D>(row, chunk);
+}
+
+/* From the offset of chunk 0 or 1 of a row to that of the chunk `chunks` (even, or from chunk 0)
+   behind it: an exclusive or and a constant, where nsa__cuda_tile_at would keep an address for each. */
+template <typename T> NSA__DEVICE int nsa__cuda_tile_step(int offset, int chunks) {
+    constexpr int size = nsa__cuda_piece<T>::size;
+    return (offset ^ chunks % 8 * size) + chunks / 8 * 8 * size;
+}
+
+/* Whether 16 bytes hold an infinity or a NaN, by their bits: an exponent of all ones. */
+template <typename T> NSA__DEVICE bool nsa__cuda_not_finite(uint4 x) {
+    uint32_t high = 0x7f800000u, low = 0x7f800000u;
+    if constexpr (sizeof(T) == 2) {
+        if constexpr (nsa__is_half<T>::value) high = 0x7c000000u;
+        low = high >> 16;
+    }
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < 4; i++) found |= (words[i] & high) == high || (words[i] & low) == low;
+    return found;
+}
+
+/* ---- Bringing rows in --------------------------------------------------------------------- */
+
+/* How the threads of a block share a tile: each has one column of chunks and every STEP-th row. */
+template <typename T, int D, int THREADS> struct nsa__cuda_tile_share {
+    static constexpr int CHUNKS = D / nsa__cuda_piece<T>::size, STEP = THREADS / CHUNKS;
+    static_assert(STEP >= 1, "a row has at most a chunk for each thread");
+};
+
+/* Starts copying ROWS rows of `width` <= D elements: row r from source(r), zeros where that is null
+   and behind `width`. By all THREADS threads. The loops stay rolled: unrolled, the rows' addresses
+   would live in registers all through the caller's main loop. */
+template <typename T, int D, int ROWS, int THREADS, typename Source>
+NSA__DEVICE void nsa__cuda_tile_copy(T *tile, int width, const T *any, Source source) {
+    using share = nsa__cuda_tile_share<T, D, THREADS>;
+    const int thread = static_cast<int>(threadIdx.x), chunk = thread % share::CHUNKS;
+    if (thread >= share::STEP * share::CHUNKS) return;
+#pragma unroll 1
+    for (int row = thread / share::CHUNKS; row < ROWS; row += share::STEP) {
+        const T *from = source(row);
+        const bool there = from != nullptr && chunk * nsa__cuda_piece<T>::size < width;
+        nsa__cp_async<16>(nsa__cuda_tile_at<T, D>(tile, row, chunk),
+                          there ? from + chunk * nsa__cuda_piece<T>::size : any, there ? 16 : 0);
+    }
+}
+
+/* The same from rows of f32, which are rounded to T on the way; done when it returns. */
+template <typename T, int D, int ROWS, int THREADS, typename Source>
+NSA__DEVICE void nsa__cuda_tile_round(T *tile, int width, Source source) {
+    using share = nsa__cuda_tile_share<T, D, THREADS>;
+    constexpr int size = nsa__cuda_piece<T>::size;
+    const int thread = static_cast<int>(threadIdx.x), chunk = thread % share::CHUNKS;
+    if (thread >= share::STEP * share::CHUNKS) return;
+#pragma unroll 1
+    for (int row = thread / share::CHUNKS; row < ROWS; row += share::STEP) {
+        const float *from = source(row);
+        const bool there = from != nullptr && chunk * size < width;
+        T *to = nsa__cuda_tile_at<T, D>(tile, row, chunk);
+#pragma unroll
+        for (int e = 0; e < size; e += 4) {
+            float4 x = make_float4(0, 0, 0, 0);
+            if (there) x = *reinterpret_cast<const float4 *>(from + chunk * size + e);
+            nsa__store_pair(to + e, x.x, x.y);
+            nsa__store_pair(to + e + 2, x.z, x.w);
+        }
+    }
+}
+
+/* Zeros the rows of `mask`, by all THREADS threads. Rare: rows with a non-finite value. */
+template <typename T, int D, int ROWS, int THREADS>
+NSA__DEVICE void nsa__cuda_tile_zero(T *tile, uint64_t mask) {
+    constexpr int chunks = D / nsa__cuda_piece<T>::size;
+    for (int i = threadIdx.x; i < ROWS * chunks; i += THREADS)
+        if (mask >> (i / chunks) & 1)
+            *reinterpret_cast<uint4 *>(nsa__cuda_tile_at<T, D>(tile, i / chunks, i % chunks)) =
+                make_uint4(0, 0, 0, 0);
+}
+
+/* Zeros those of a warp's own 16 rows that hold a non-finite value; bit r of the result: row r. */
+template <typename T, int D> NSA__DEVICE uint32_t nsa__cuda_tile_clean(T *tile, int first_row) {
+    constexpr int chunks = D / nsa__cuda_piece<T>::size;
+    const int lane = threadIdx.x % 32, row = first_row + lane % 16;
+    bool bad = false;
+    for (int chunk = lane / 16; chunk < chunks; chunk += 2)
+        bad |= nsa__cuda_not_finite<T>(
+            *reinterpret_cast<const uint4 *>(nsa__cuda_tile_at<T, D>(tile, row, chunk)));
+    uint32_t rows = __ballot_sync(0xffffffffu, bad);
+    rows = (rows | rows >> 16) & 0xffffu;
+    for (int chunk = lane / 16; chunk < chunks && (rows >> lane % 16 & 1); chunk += 2)
+        *reinterpret_cast<uint4 *>(nsa__cuda_tile_at<T, D>(tile, row, chunk)) =
+            make_uint4(0, 0, 0, 0);
+    __syncwarp();
+    return rows;
+}
+
+NSA__DEVICE float4 nsa__cuda_float4_at(const float *x) {
+    return *reinterpret_cast<const float4 *>(x);
+}
+NSA__DEVICE float nsa__cuda_dot4(float4 a, float4 b, float sum) {
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
+}
+
+/* ---- Products ----------------------------------------------------------------------------- */
+
+/* c[16][N] += a b^T over D columns: the warp's rows of `a` from a_row on, rows 0 .. N - 1 of b. */
+template <typename T, int D, int N>
+NSA__DEVICE void nsa__cuda_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if constexpr (sizeof(T) == 2) {
+        const int a_at = nsa__cuda_tile_offset<T, D>(a_row + lane % 16, lane / 16);
+        const int b_at = nsa__cuda_tile_offset<T, D>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+            uint32_t fa[4], fb[4];
+            nsa__ldmatrix_x4(fa, a + nsa__cuda_tile_step<T>(a_at, 2 * k));
+#pragma unroll
+            for (int n = 0; n < N / 16; n++) {
+                nsa__ldmatrix_x4(fb, b + nsa__cuda_tile_step<T>(b_at, 2 * k) + 16 * n * D);
+                nsa__mma_m16n8k16<T>(c[2 * n], fa, fb[0], fb[1]);
+                nsa__mma_m16n8k16<T>(c[2 * n + 1], fa, fb[2], fb[3]);
+            }
+        }
+    } else {
+        const int g = lane / 4, i = lane % 4;
+#pragma unroll 2
+        for (int k = 0; k < D / 4; k++) {
+            const float4 a0 = nsa__cuda_float4_at(nsa__cuda_tile_at<T, D>(a, a_row + g, k)),
+                         a1 = nsa__cuda_float4_at(nsa__cuda_tile_at<T, D>(a, a_row + g + 8, k));
+#pragma unroll
+            for (int n = 0; n < N / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const float4 x =
+                        nsa__cuda_float4_at(nsa__cuda_tile_at<T, D>(b, 8 * n + 2 * i + e, k));
+                    c[n][e] = nsa__cuda_dot4(a0, x, c[n][e]);
+                    c[n][2 + e] = nsa__cuda_dot4(a1, x, c[n][2 + e]);
+                }
+        }
+    }
+}
+
+/* c[16][N] += p b: p[16][K] is a product as it lies, b's rows 0 .. K - 1 and columns
+   `column` .. column + N - 1 of D. For tensor cores p is rounded to T. */
+template <typename T, int D, int K, int N>
+NSA__DEVICE void nsa__cuda_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4], T *b,
+                                      int column) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if constexpr (sizeof(T) == 2) {
+        const int b_at = nsa__cuda_tile_offset<T, D>(lane % 16, lane / 16) + column;
+#pragma unroll
+        for (int k = 0; k < K / 16; k++) {
+            const float(&low)[4] = p[2 * k], (&high)[4] = p[2 * k + 1];
+            const uint32_t fa[4] = {nsa__pack<T>(low[0], low[1]), nsa__pack<T>(low[2], low[3]),
+                                    nsa__pack<T>(high[0], high[1]), nsa__pack<T>(high[2], high[3])};
+#pragma unroll
+            for (int n = 0; n < N / 16; n++) {
+                uint32_t fb[4];
+                nsa__ldmatrix_x4_trans(fb, b + nsa__cuda_tile_step<T>(b_at, 2 * n) + 16 * k * D);
+                nsa__mma_m16n8k16<T>(c[2 * n], fa, fb[0], fb[1]);
+                nsa__mma_m16n8k16<T>(c[2 * n + 1], fa, fb[2], fb[3]);
+            }
+        }
+    } else {
+        /* lane i of a quad holds keys 8t + 2i and 8t + 2i + 1 of its rows */
+#pragma unroll
+        for (int t = 0; t < K / 8; t++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+#pragma unroll 1
+                for (int i = 0; i < 4; i++) {
+                    const float low = __shfl_sync(0xffffffffu, p[t][e], lane / 4 * 4 + i),
+                                high = __shfl_sync(0xffffffffu, p[t][2 + e], lane / 4 * 4 + i);
+                    const int b_at = nsa__cuda_tile_offset<T, D>(8 * t + 2 * i + e, lane / 2 % 2) +
+                                     column + lane % 2 * 2;
+#pragma unroll
+                    for (int n = 0; n < N / 8; n++) {
+                        const float2 x = *reinterpret_cast<const float2 *>(
+                            b + nsa__cuda_tile_step<T>(b_at, 2 * n));
+                        c[n][0] = fmaf(low, x.x, c[n][0]);
+                        c[n][1] = fmaf(low, x.y, c[n][1]);
+                        c[n][2] = fmaf(high, x.x, c[n][2]);
+                        c[n][3] = fmaf(high, x.y, c[n][3]);
+                    }
+                }
+    }
+}
+
+#endif
