@@ -4,6 +4,7 @@
 
    Once with rows longer than the window, once with a window longer than the rows. */
 #include "model_test.h"
+#include "threads.h"
 #include "optimizer.h"
 
 enum { VOCAB = 256, BATCH = 4, TOKENS = 96, STEPS = 120, MEAN = 20 };
@@ -55,9 +56,11 @@ static double lowest_mean(const ops *o, int window) {
     return lowest;
 }
 
-int main(void) {
+int main(int argc, char **argv) {
     const double floor = log(VOCAB) - 0.05;
     static const int windows[] = {16, 128};
+    (void)argc;
+    threads_wait_asleep(argv);
     ops o = open_ops(0), leaking = o;
     real_ops = &o;
     leaking.attention_forward = leaking_forward;

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "model_test.h"
+#include "threads.h"
 
 enum { BATCH = 2, TOKENS = 100, ROWS = BATCH * TOKENS, VOCAB = 64 };
 
@@ -240,7 +241,9 @@ static void test_refusals(const ops *o) {
     model_close(&m);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    (void)argc;
+    threads_wait_asleep(argv);
     ops o = open_ops(1);
     random_tokens(tokens, labels, BATCH, TOKENS, VOCAB, 0);
     test_counts(&o);

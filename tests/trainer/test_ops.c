@@ -5,6 +5,7 @@
 
 #include "gemm.h"
 #include "model_test.h"
+#include "threads.h"
 #include "sample.h"
 
 static real *draw(int64_t count, uint64_t seed) {
@@ -185,7 +186,9 @@ static void test_sampling(void) {
           "temperature 0.25: %d of %d", counts[1], DRAWS);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    (void)argc;
+    threads_wait_asleep(argv);
     ops o = open_ops(2);
     test_gemm();
     test_silu(&o);
