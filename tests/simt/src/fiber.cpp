@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -22,6 +23,7 @@ __attribute__((weak)) void __asan_unpoison_memory_region(void const volatile *ad
 namespace simt {
 namespace {
 
+constexpr size_t filled_bytes = 16 * 1024;
 constexpr size_t stack_bytes = 256 * 1024; /* address space; memory is taken page by page */
 
 unsigned char *new_stack() {
@@ -103,6 +105,8 @@ void fiber_prepare(fiber &f, void (*entry)()) {
         f.stack_bytes = stack_bytes;
     }
     f.fake_stack = nullptr;
+    /* Local variables that nobody initialised are NaN, where the first frames lie. */
+    memset(f.stack + f.stack_bytes - filled_bytes, 0xff, filled_bytes);
     arrange(f, entry);
 }
 
