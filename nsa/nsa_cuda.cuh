@@ -173,5 +173,6 @@ nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const nsa_attent
 #include "kernels/attend_win.cuh"
 #include "kernels/attend_dense.cuh"
 #include "kernels/gate.cuh"
+#include "kernels/attention.cuh"
 
 #endif

@@ -365,15 +365,15 @@ NSA__DEVICE uint64_t nsa__wgmma_descriptor(const void *tile, int leading, int st
 
 /* The compiler must keep the accumulators where they are across fence and wait. */
 #ifdef NSA_SIMT
-#define NSA__HOLD(c, count)
+#define NSA__IN_PLACE(c, count)
 #else
-#define NSA__HOLD(c, count) \
+#define NSA__IN_PLACE(c, count) \
     _Pragma("unroll") for (int i = 0; i < (count); i++) asm volatile("" : "+f"((c)[i])::"memory")
 #endif
 
 /* Before the first wgmma of a group: ordinary code may have written its registers. */
 template <int COUNT> NSA__DEVICE void nsa__wgmma_fence(float (&c)[COUNT] NSA__AT) {
-    NSA__HOLD(c, COUNT);
+    NSA__IN_PLACE(c, COUNT);
     NSA__PTX(wgmma_fence(c, NSA__HERE), "wgmma.fence.sync.aligned;" ::: "memory");
 }
 
@@ -386,7 +386,7 @@ NSA__DEVICE void nsa__wgmma_commit(NSA__AT_ONLY) {
 template <int PENDING, int COUNT> NSA__DEVICE void nsa__wgmma_wait(float (&c)[COUNT] NSA__AT) {
     NSA__PTX(wgmma_wait(PENDING, c, NSA__HERE), "wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING)
              : "memory");
-    NSA__HOLD(c, COUNT);
+    NSA__IN_PLACE(c, COUNT);
 }
 
 #ifndef NSA_SIMT

@@ -72,10 +72,24 @@ static __global__ void nsa__cuda_gate_forward_kernel(nsa_desc d, nsa_gate x, int
     nsa__store8(x.out.dtype, nsa__row_at(x.out, p.s.batch, t, p.head), p.c, out);
 }
 
+/* dbranch (+)= g dout. The chain, whose buffers hold nothing yet, overwrites. */
+NSA__DEVICE void nsa__cuda_gate_put(const nsa_tensor &dbranch, const nsa__cuda_gate_place &p,
+                                    int64_t t, int h, float g, const float (&dout)[8], bool adds) {
+    void *row = nsa__row_at(dbranch, p.s.batch, t, h);
+    float value[8];
+    if (adds) {
+        nsa__add8(dbranch.dtype, row, p.c, g, dout);
+        return;
+    }
+#pragma unroll
+    for (int c = 0; c < 8; c++) value[c] = g * dout[c];
+    nsa__store8(dbranch.dtype, row, p.c, value);
+}
+
 /* out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout, and over the heads that share the gate
    dg[i] = sum_h sum_c dout branch[i]; then through the gate's kind to the logits. */
-static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, nsa_gate dx,
-                                                      int team) {
+static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, nsa_gate dx, int team,
+                                                      bool adds) {
     const nsa__cuda_gate_place p = nsa__cuda_gate_place_of(d, d.gate_heads, team);
     const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
     const nsa_tensor *dbranch[3] = {&dx.cmp, &dx.slc, &dx.win};
@@ -88,9 +102,7 @@ static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, ns
         nsa__load8(dout, dx.out.dtype, nsa__row_at(dx.out, p.s.batch, t, h), p.c);
 #pragma unroll
         for (int i = 0; i < 3; i++) {
-            if (dbranch[i]->data)
-                nsa__add8(dbranch[i]->dtype, nsa__row_at(*dbranch[i], p.s.batch, t, h), p.c, g[i],
-                          dout);
+            if (dbranch[i]->data) nsa__cuda_gate_put(*dbranch[i], p, t, h, g[i], dout, adds);
             if (!dx.logits.data) continue;
             float row[8];
             nsa__load8(row, branch[i]->dtype, nsa__row_at(*branch[i], p.s.batch, t, h), p.c);
@@ -139,18 +151,36 @@ static nsa_status nsa__cuda_gate_grid(const nsa_desc *d, int heads, int team, di
                           grid);
 }
 
+/* The launches alone, for the doors and for the chain. */
+static nsa_status nsa__cuda_gate_forward_run(const nsa_gate *x, const nsa_desc *d,
+                                             cudaStream_t stream) {
+    if (d->count == 0) return NSA_OK;
+    const int team = nsa__cuda_gate_team(d->dim_v);
+    dim3 grid;
+    const nsa_status s = nsa__cuda_gate_grid(d, d->heads, team, &grid);
+    if (s != NSA_OK) return s;
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_forward_kernel, grid, dim3(NSA__GATE_THREADS),
+                                       0, stream, *d, *x, team));
+}
+static nsa_status nsa__cuda_gate_backward_run(const nsa_gate *dx, const nsa_gate *x,
+                                              const nsa_desc *d, bool adds, cudaStream_t stream) {
+    if (d->count == 0) return NSA_OK;
+    const int team = nsa__cuda_gate_team(d->dim_v);
+    dim3 grid;
+    const nsa_status s = nsa__cuda_gate_grid(d, d->gate_heads, team, &grid);
+    if (s != NSA_OK) return s;
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_backward_kernel, grid,
+                                       dim3(NSA__GATE_THREADS), 0, stream, *d, *x, *dx, team,
+                                       adds));
+}
+
 extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d,
                                             cudaStream_t stream) {
     nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if ((s = nsa__cuda_gate_check(x, d, 1, &nsa__cuda_gate_names)) != NSA_OK) return s;
-    if (d->count == 0) return NSA_OK;
-    const int team = nsa__cuda_gate_team(d->dim_v);
-    dim3 grid;
-    if ((s = nsa__cuda_gate_grid(d, d->heads, team, &grid)) != NSA_OK) return s;
-    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_forward_kernel, grid, dim3(NSA__GATE_THREADS),
-                                       0, stream, *d, *x, team));
+    return nsa__cuda_gate_forward_run(x, d, stream);
 }
 
 extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate *x,
@@ -171,12 +201,7 @@ extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate 
     if ((s = nsa__cuda_check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp)) != NSA_OK) return s;
     if ((s = nsa__cuda_check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc)) != NSA_OK) return s;
     if ((s = nsa__cuda_check_gradient(&dx->win, &x->win, shape, NSA__AT_win)) != NSA_OK) return s;
-    if (d->count == 0) return NSA_OK;
-    const int team = nsa__cuda_gate_team(d->dim_v);
-    dim3 grid;
-    if ((s = nsa__cuda_gate_grid(d, d->gate_heads, team, &grid)) != NSA_OK) return s;
-    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_backward_kernel, grid,
-                                       dim3(NSA__GATE_THREADS), 0, stream, *d, *x, *dx, team));
+    return nsa__cuda_gate_backward_run(dx, x, d, true, stream);
 }
 
 #endif
