@@ -848,9 +848,6 @@ static uint64_t nsa__double_bits(double x) {
 static int nsa__is_finite(nsa_real x) {
     return (nsa__double_bits((double)x) >> 52 & 0x7ff) != 0x7ff;
 }
-static int nsa__is_nan(nsa_real x) {
-    return (nsa__double_bits((double)x) & 0x7fffffffffffffffu) > 0x7ff0000000000000u;
-}
 static nsa_real nsa__nan(void) {
     return (nsa_real)nsa__float_from_bits(0x7fc00000u);
 }
@@ -2259,6 +2256,149 @@ static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_
     }
 }
 
+/* lse of a row in base 2; where it is not finite 0, and the row is bad. */
+static nsa_real nsa__load_lse2(const nsa__pass *p, const nsa__walk *w, int r, unsigned char *bad) {
+    nsa_real lse;
+    int64_t row = p->seq.row + w->first - p->seq.first + r / p->group;
+    nsa__load(&lse, p->x->lse.dtype,
+              nsa__row(&p->x->lse, p->seq.batch, row, p->kv_head * p->group + r % p->group), 1);
+    if (!nsa__is_finite(lse)) bad[r] = 1;
+    return bad[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
+}
+
+/* -- selection, of the queries of a task that has their scores: nsa_select_blocks, or cmp's forward
+   pass on its way -- */
+
+/* A number that orders as scores do, NaN below all; by bits, for -ffast-math knows neither NaN nor
+   its order. */
+static nsa__bits_t nsa__score_key(nsa_real score) {
+    const nsa__bits_t sign = (nsa__bits_t)1 << (8 * sizeof score - 1);
+    const nsa__bits_t infinity =
+        (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
+    nsa__bits_t bits;
+    memcpy(&bits, &score, sizeof bits);
+    if ((bits & ~sign) > infinity) return 0; /* NaN */
+    if (bits == sign) bits = 0;              /* -0 equals 0 */
+    return bits & sign ? ~bits : bits | sign;
+}
+
+/* Ascending order by insertion: lists are short, and nearly in order. */
+static void nsa__sort_blocks(int32_t *list, int n) {
+    for (int i = 1; i < n; i++) {
+        int32_t block = list[i];
+        int at = i;
+        for (; at > 0 && list[at - 1] > block; at--) list[at] = list[at - 1];
+        list[at] = block;
+    }
+}
+
+/* Forced blocks and the best of the rest: sorted by (score, lower index) while they are found. */
+NSA__COMPILED static void nsa__rank(const nsa_real *scores, int query, const nsa_desc *d,
+                                    int32_t *list) {
+    int candidates = nsa_slc_candidates(d, query), width = nsa_block_list_width(d), n = 0;
+    int begin =
+        (int)nsa__min(d->slc_init, candidates); /* forced: those before begin, from end on */
+    int end = (int)nsa__max(begin, (int64_t)candidates - d->slc_local);
+    int forced = begin + candidates - end;
+    int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
+    nsa__bits_t least = 0; /* the key of the last in the list */
+    for (int j = begin; j < end && room > 0; j++) {
+        nsa__bits_t key = nsa__score_key(scores[j]);
+        if (n == room && key <= least) continue;
+        int at = n < room ? n++ : n - 1;
+        for (; at > 0 && nsa__score_key(scores[list[at - 1]]) < key; at--) list[at] = list[at - 1];
+        list[at] = j;
+        least = nsa__score_key(scores[list[n - 1]]);
+    }
+    for (int j = 0; j < begin; j++) list[n++] = j;
+    for (int j = end; j < candidates; j++) list[n++] = j;
+    nsa__sort_blocks(list, n);
+    while (n < width) list[n++] = -1;
+}
+
+/* What selection needs of a task's rows: all of their scores against the compressed keys. */
+typedef struct nsa__scoring {
+    nsa_real *s;      /* of every row, in base 2; p once it has been used */
+    int64_t stride;   /* of a row of s */
+    nsa_real *p_cmp;  /* of one query: summed over the group's heads */
+    nsa_real *scores; /* of one query */
+} nsa__scoring;
+
+static void nsa__scoring_take(nsa__scoring *f, const nsa__pass *p, nsa__arena *a) {
+    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile;
+    f->s = nsa__take_reals(a, (int64_t)p->task_queries * p->group * f->stride);
+    f->p_cmp = nsa__take_reals(a, f->stride);
+    f->scores = nsa__take_reals(a, nsa_slc_count(p->d, p->d->tokens));
+}
+
+/* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
+   size - 1. */
+static int nsa__stencil_lead(const nsa_desc *d) {
+    return d->cmp_block / d->cmp_stride - 1;
+}
+static int nsa__stencil_size(const nsa_desc *d) {
+    return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
+}
+
+static void nsa__take_stencil(nsa__pass *p, const nsa_select *select, nsa__arena *a) {
+    p->select = select;
+    p->stencil = nsa__take_reals(a, nsa__stencil_size(p->d));
+}
+
+static void nsa__fill_stencil(const nsa__pass *p) {
+    const nsa_desc *d = p->d;
+    int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
+    int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
+    for (int u = 0; u < nsa__stencil_size(d); u++)
+        p->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
+}
+
+/* Scores of the candidates of one query from its p_cmp. */
+NSA__COMPILED static void nsa__scores(const nsa__pass *p, int query, const nsa_real *p_cmp,
+                                      nsa_real *scores) {
+    const nsa_desc *d = p->d;
+    int visible = nsa_cmp_visible(d, query), size = nsa__stencil_size(d);
+    int candidates = nsa_slc_candidates(d, query), step = d->slc_block / d->cmp_stride;
+    int sums = d->score_map == NSA_SCORE_OVERLAP_SUM;
+    int64_t first = -(int64_t)nsa__stencil_lead(d); /* of block j, in compressed blocks */
+    for (int j = 0; j < candidates; j++, first += step) {
+        int from = (int)nsa__max(0, -first), to = (int)nsa__min(size, visible - first);
+        nsa_real score = 0;
+        for (int u = from; u < to; u++) {
+            nsa_real value = p_cmp[first + u];
+            if (sums)
+                score += p->stencil[u] * value;
+            else
+                score = value > score ? value : score;
+        }
+        scores[j] = score;
+    }
+}
+
+/* Of every query of a task p_cmp = exp(s - lse), summed over its heads, then the list. */
+static void nsa__select_queries(const nsa__pass *p, const nsa__walk *w, const nsa__scoring *f,
+                                const nsa_real *lse2, const unsigned char *bad_rows) {
+    int G = p->group;
+    for (int a = 0; a < w->queries; a++) {
+        int query = w->first + a, visible = nsa_cmp_visible(p->d, query), bad = 0;
+        for (int at = 0; at < visible; at += p->tile) {
+            uint64_t mask = nsa__bits(0, (int)nsa__min(p->tile, (int64_t)visible - at));
+            nsa_real *rows = f->s + (ptrdiff_t)a * G * f->stride + at;
+            p->tiles->gradient(G, p->tile, f->stride, G, &mask, 0, lse2 + (ptrdiff_t)a * G, NULL,
+                               rows, NULL);
+            memcpy(f->p_cmp + at, rows, (size_t)p->tile * sizeof *rows);
+            for (int g = 1; g < G; g++)
+                nsa__accumulate(f->p_cmp + at, rows + g * f->stride, p->tile);
+        }
+        nsa__scores(p, query, f->p_cmp, f->scores);
+        for (int g = 0; g < G; g++) bad |= bad_rows[a * G + g];
+        for (int j = 0; bad && j < nsa_slc_candidates(p->d, query); j++) f->scores[j] = nsa__nan();
+        int64_t row = p->seq.row + query - p->seq.first;
+        nsa__rank(f->scores, query, p->d,
+                  (int32_t *)nsa__row(&p->select->blocks, p->seq.batch, row, p->kv_head));
+    }
+}
+
 /* -- forward -- */
 
 typedef struct nsa__forward {
@@ -2267,6 +2407,7 @@ typedef struct nsa__forward {
     nsa_real *some_q, *some_out, *some_m, *some_l; /* of a gathered batch */
     nsa_real *s, *shrink;
     unsigned char *bad;
+    nsa__scoring scoring; /* where lists are selected too */
 } nsa__forward;
 
 static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a) {
@@ -2283,6 +2424,7 @@ static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a
     f->shrink = nsa__take_reals(a, some + NSA__LANES);
     f->s = nsa__take_reals(a, some * p->tile);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
+    if (p->select) nsa__scoring_take(&f->scoring, p, a);
 }
 
 static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task) {
@@ -2305,6 +2447,9 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__b
     nsa_real *m = nsa__gather(b, f->m, f->some_m, G), *l = nsa__gather(b, f->l, f->some_l, G);
     p->tiles->gemm(b->rows, n, p->d->dim, q, p->wide, 1,
                    nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL);
+    for (int r = 0; p->select && r < b->rows; r++)
+        memcpy(f->scoring.s + ((ptrdiff_t)b->reader[0] * G + r) * f->scoring.stride + keys,
+               f->s + (ptrdiff_t)r * tile, (size_t)n * sizeof *f->s);
     p->tiles->softmax(b->rows, n, tile, G, b->mask, b->begin, f->s, m, l, f->shrink);
     p->tiles->gemm(b->rows, p->wide_v, n, f->s, tile, 1, p->v + (ptrdiff_t)keys * p->wide_v,
                    p->wide_v, out, p->wide_v, 1, f->shrink);
@@ -2334,7 +2479,9 @@ static void nsa__forward_end(nsa__forward *f, const nsa__pass *p) {
         }
         nsa__store(p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, row, head), out, dim_v);
         nsa__store(p->x->lse.dtype, nsa__row(&p->x->lse, p->seq.batch, row, head), &lse, 1);
+        if (p->select) f->m[r] = nsa__load_lse2(p, &f->walk, r, f->bad);
     }
+    if (p->select) nsa__select_queries(p, &f->walk, &f->scoring, f->m, f->bad);
 }
 
 static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
@@ -2389,7 +2536,7 @@ static void nsa__backward_take(nsa__backward *f, const nsa__pass *p, nsa__arena 
 }
 
 static void nsa__backward_begin(nsa__backward *f, const nsa__pass *p, int64_t task) {
-    nsa_real out[NSA__MAX_DIM], lse;
+    nsa_real out[NSA__MAX_DIM];
     nsa__walk_begin(&f->walk, p, task);
     int rows = f->walk.queries * p->group;
     memset(f->reads, 0, (size_t)f->walk.queries);
@@ -2400,10 +2547,8 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__pass *p, int64_t ta
     for (int r = 0; r < rows; r++) {
         int64_t at = p->seq.row + f->walk.first - p->seq.first + r / p->group;
         int head = p->kv_head * p->group + r % p->group;
-        nsa__load(&lse, p->x->lse.dtype, nsa__row(&p->x->lse, p->seq.batch, at, head), 1);
         nsa__load(out, p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, at, head), p->d->dim_v);
-        if (!nsa__is_finite(lse)) f->bad[r] = 1;
-        f->lse2[r] = f->bad[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
+        f->lse2[r] = nsa__load_lse2(p, &f->walk, r, f->bad);
         f->delta[r] =
             f->bad[r] ? 0 : nsa__dot(out, f->dout + (ptrdiff_t)r * p->wide_v, p->d->dim_v);
     }
@@ -2505,10 +2650,12 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
 
 /* -- doors -- */
 
-static size_t nsa__forward_plan(nsa__pass *p, nsa__arena *shared) {
+/* `select` where cmp's forward pass selects lists too. */
+static size_t nsa__forward_plan(nsa__pass *p, const nsa_select *select, nsa__arena *shared) {
     nsa__forward f;
     nsa__arena scratch = {NULL, 0};
     nsa__pass_take_keys(p, shared, 0, 0);
+    if (select) nsa__take_stencil(p, select, shared);
     p->v = nsa__take_reals(shared, nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile * p->wide_v);
     nsa__forward_take(&f, p, &scratch);
     return scratch.used;
@@ -2533,14 +2680,16 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
     nsa__arena shared = {NULL, 0};
     if (nsa_desc_check(d) != NSA_OK) return 0;
     nsa__pass_init(&p, d, branch);
-    size_t scratch = backward ? nsa__backward_plan(&p, &shared) : nsa__forward_plan(&p, &shared);
+    size_t scratch =
+        backward ? nsa__backward_plan(&p, &shared) : nsa__forward_plan(&p, NULL, &shared);
     return nsa__workspace_bytes(d, shared.used, scratch);
 }
 
-/* `ring` and `reads` are a decoding cache's: see nsa__pass. */
+/* `select` is NULL, or what cmp selects on its way; `ring` and `reads` are a decoding cache's: see
+   nsa__pass. */
 static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d,
-                                          nsa__branch branch, int ring, int64_t *reads,
-                                          void *workspace, size_t bytes) {
+                                          nsa__branch branch, const nsa_select *select, int ring,
+                                          int64_t *reads, void *workspace, size_t bytes) {
     nsa__pass p;
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
@@ -2548,9 +2697,10 @@ static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d
     p.x = x;
     p.ring = ring;
     p.reads = reads;
-    size_t scratch = nsa__forward_plan(&p, &shared);
+    size_t scratch = nsa__forward_plan(&p, select, &shared);
     nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
     if (s != NSA_OK) return s;
+    if (select) nsa__fill_stencil(&p);
     for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
         for (int head = 0; p.seq.count && head < d->kv_heads; head++) {
             nsa__pass_turn_to(&p, &team, head);
@@ -2639,7 +2789,7 @@ static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, ns
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if ((s = nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names)) != NSA_OK) return s;
-    return nsa__attend_forward_run(x, d, branch, 0, NULL, workspace, bytes);
+    return nsa__attend_forward_run(x, d, branch, NULL, 0, NULL, workspace, bytes);
 }
 
 static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
@@ -2682,53 +2832,6 @@ NSA__ATTEND_DOORS(dense, NSA__DENSE)
 NSA_API int nsa_block_list_width(const nsa_desc *d) {
     return d->forced == NSA_FORCED_ON_TOP ? d->slc_count + d->slc_init + d->slc_local
                                           : d->slc_count;
-}
-
-/* A number that orders as scores do, NaN below all; by bits, for -ffast-math knows neither NaN nor
-   its order. */
-static uint64_t nsa__score_key(nsa_real score) {
-    const uint64_t sign = (uint64_t)1 << 63;
-    uint64_t bits = nsa__double_bits((double)score);
-    if (nsa__is_nan(score)) return 0;
-    if (bits == sign) bits = 0; /* -0 equals 0 */
-    return bits & sign ? ~bits : bits | sign;
-}
-
-static int nsa__is_forced(const nsa_desc *d, int candidates, int block) {
-    return block < d->slc_init || block >= candidates - d->slc_local;
-}
-
-/* Ascending order by insertion: lists are short, and nearly in order. */
-static void nsa__sort_blocks(int32_t *list, int n) {
-    for (int i = 1; i < n; i++) {
-        int32_t block = list[i];
-        int at = i;
-        for (; at > 0 && list[at - 1] > block; at--) list[at] = list[at - 1];
-        list[at] = block;
-    }
-}
-
-/* Forced blocks and the best of the rest: sorted by (score, lower index) while they are found. */
-static void nsa__rank(const nsa_real *scores, int query, const nsa_desc *d, int32_t *list) {
-    int candidates = nsa_slc_candidates(d, query), width = nsa_block_list_width(d), forced = 0,
-        n = 0;
-    for (int j = 0; j < candidates; j++) forced += nsa__is_forced(d, candidates, j);
-    int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
-    for (int j = 0; j < candidates; j++) {
-        uint64_t key = nsa__score_key(scores[j]);
-        if (nsa__is_forced(d, candidates, j)) continue;
-        if (n == room) {
-            if (room == 0 || key <= nsa__score_key(scores[list[n - 1]])) continue;
-            n--;
-        }
-        int at = n++;
-        for (; at > 0 && nsa__score_key(scores[list[at - 1]]) < key; at--) list[at] = list[at - 1];
-        list[at] = j;
-    }
-    for (int j = 0; j < candidates; j++)
-        if (nsa__is_forced(d, candidates, j)) list[n++] = j;
-    nsa__sort_blocks(list, n);
-    while (n < width) list[n++] = -1;
 }
 
 NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
@@ -2813,115 +2916,46 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
     return NSA_OK;
 }
 
-/* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
-   size - 1. */
-static int nsa__stencil_lead(const nsa_desc *d) {
-    return d->cmp_block / d->cmp_stride - 1;
-}
-static int nsa__stencil_size(const nsa_desc *d) {
-    return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
-}
-
-typedef struct nsa__scoring {
+typedef struct nsa__selecting {
     nsa__walk walk;
-    nsa_real *q, *s, *lse2;
-    unsigned char *bad;   /* of every row */
-    nsa_real *p_cmp;      /* of every query: summed over the group's heads */
-    nsa_real *scores;     /* of one query */
-    int64_t p_cmp_stride; /* a query's row of p_cmp */
-} nsa__scoring;
+    nsa__scoring scoring;
+    nsa_real *q, *lse2;
+    unsigned char *bad; /* of every row */
+} nsa__selecting;
 
-static void nsa__scoring_take(nsa__scoring *f, const nsa__pass *p, nsa__arena *a) {
+static void nsa__selecting_take(nsa__selecting *f, const nsa__pass *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->task_queries * p->group;
     nsa__walk_take(&f->walk, p, a);
-    f->p_cmp_stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile;
+    nsa__scoring_take(&f->scoring, p, a);
     f->q = nsa__take_reals(a, rows * p->wide);
-    f->s = nsa__take_reals(a, rows * p->tile);
     f->lse2 = nsa__take_reals(a, rows);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
-    f->p_cmp = nsa__take_reals(a, p->task_queries * f->p_cmp_stride);
-    f->scores = nsa__take_reals(a, nsa_slc_count(p->d, p->d->tokens));
-}
-
-static void nsa__scoring_begin(nsa__scoring *f, const nsa__pass *p, int64_t task) {
-    nsa__walk_begin(&f->walk, p, task);
-    memset(f->bad, 0, (size_t)(f->walk.queries * p->group));
-    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
-    for (int r = 0; r < f->walk.queries * p->group; r++) {
-        int64_t row = p->seq.row + f->walk.first - p->seq.first + r / p->group;
-        nsa_real lse;
-        nsa__load(&lse, p->x->lse.dtype,
-                  nsa__row(&p->x->lse, p->seq.batch, row, p->kv_head * p->group + r % p->group), 1);
-        f->lse2[r] = nsa__is_finite(lse) ? (nsa_real)((double)lse * NSA__LOG2E) : 0;
-        if (!nsa__is_finite(lse)) f->bad[r] = 1;
-    }
-}
-
-/* p_cmp = exp(scale q k_cmp - lse) for one tile, summed over the heads of each query. */
-static void nsa__scoring_tile(nsa__scoring *f, const nsa__pass *p) {
-    int G = p->group, tile = p->tile, n;
-    ptrdiff_t keys = (ptrdiff_t)f->walk.tile * tile;
-    for (int from = 0; from < f->walk.readers; from += n) {
-        nsa__batch b = nsa__batch_at(&f->walk, p, from); /* neighbours: never gathered */
-        nsa_real *q = nsa__gather(&b, f->q, NULL, G * p->wide);
-        n = b.readers;
-        p->tiles->gemm(b.rows, tile, p->d->dim, q, p->wide, 1,
-                       nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL);
-        p->tiles->gradient(b.rows, tile, tile, G, b.mask, 0, nsa__gather(&b, f->lse2, NULL, G),
-                           NULL, f->s, NULL);
-        for (int i = 0; i < n; i++) {
-            nsa_real *sum = f->p_cmp + b.reader[i] * f->p_cmp_stride + keys;
-            memcpy(sum, f->s + (ptrdiff_t)i * G * tile, (size_t)tile * sizeof *sum);
-            for (int g = 1; g < G; g++)
-                nsa__accumulate(sum, f->s + ((ptrdiff_t)i * G + g) * tile, tile);
-        }
-    }
-}
-
-/* Scores of the candidates of one query from its p_cmp. */
-static void nsa__scores(const nsa__pass *p, int query, const nsa_real *p_cmp, nsa_real *scores) {
-    const nsa_desc *d = p->d;
-    int visible = nsa_cmp_visible(d, query), size = nsa__stencil_size(d),
-        lead = nsa__stencil_lead(d);
-    for (int j = 0; j < nsa_slc_candidates(d, query); j++) {
-        int64_t first = (int64_t)j * (d->slc_block / d->cmp_stride) - lead;
-        int from = (int)nsa__max(0, -first), to = (int)nsa__min(size, visible - first);
-        nsa_real score = 0;
-        for (int u = from; u < to; u++) {
-            nsa_real value = p_cmp[first + u];
-            if (d->score_map == NSA_SCORE_OVERLAP_SUM)
-                score += p->stencil[u] * value;
-            else if (value > score)
-                score = value;
-        }
-        scores[j] = score;
-    }
 }
 
 static void nsa__select_task(const void *context, int64_t index, void *scratch) {
     const nsa__pass *p = (const nsa__pass *)context;
-    nsa__scoring f;
+    nsa__selecting f;
     nsa__arena a = {(char *)scratch, 0};
-    nsa__scoring_take(&f, p, &a);
-    nsa__scoring_begin(&f, p, index);
-    while (nsa__walk_next(&f.walk, p)) nsa__scoring_tile(&f, p);
-    for (int i = 0; i < f.walk.queries; i++) {
-        int query = f.walk.first + i, bad = 0;
-        for (int g = 0; g < p->group; g++) bad |= f.bad[i * p->group + g];
-        nsa__scores(p, query, f.p_cmp + i * f.p_cmp_stride, f.scores);
-        for (int j = 0; bad && j < nsa_slc_candidates(p->d, query); j++) f.scores[j] = nsa__nan();
-        int64_t row = p->seq.row + query - p->seq.first;
-        nsa__rank(f.scores, query, p->d,
-                  (int32_t *)nsa__row(&p->select->blocks, p->seq.batch, row, p->kv_head));
+    nsa__selecting_take(&f, p, &a);
+    nsa__walk_begin(&f.walk, p, index);
+    int rows = f.walk.queries * p->group;
+    memset(f.bad, 0, (size_t)rows);
+    nsa__load_queries(p, &f.walk, &p->x->q, p->d->dim, p->wide, p->scale2, f.q, f.bad);
+    for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(p, &f.walk, r, f.bad);
+    for (int tile = 0; tile < f.walk.tile_end; tile++) {
+        ptrdiff_t key = (ptrdiff_t)tile * p->tile;
+        p->tiles->gemm(rows, p->tile, p->d->dim, f.q, p->wide, 1, p->k_t + key * p->d->dim, p->tile,
+                       f.scoring.s + key, f.scoring.stride, 0, NULL);
     }
+    nsa__select_queries(p, &f.walk, &f.scoring, f.lse2, f.bad);
 }
 
-static size_t nsa__select_plan(nsa__pass *p, nsa__arena *shared) {
-    nsa__scoring f;
+static size_t nsa__select_plan(nsa__pass *p, const nsa_select *x, nsa__arena *shared) {
+    nsa__selecting f;
     nsa__arena scratch = {NULL, 0};
     nsa__pass_take_keys(p, shared, 0, 0);
-    p->stencil = nsa__take_reals(shared, nsa__stencil_size(p->d));
-    nsa__scoring_take(&f, p, &scratch);
+    nsa__take_stencil(p, x, shared);
+    nsa__selecting_take(&f, p, &scratch);
     return scratch.used;
 }
 
@@ -2937,15 +2971,10 @@ static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *
     attend.lse = x->lse;
     nsa__pass_init(&p, d, NSA__CMP);
     p.x = &attend;
-    p.select = x;
-    size_t scratch = nsa__select_plan(&p, &shared);
+    size_t scratch = nsa__select_plan(&p, x, &shared);
     nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
     if (s != NSA_OK) return s;
-    /* block j + lead / stride has all of its stencil inside the sequence */
-    int inner = (int)nsa__ceil_div(nsa__stencil_lead(d), d->slc_block / d->cmp_stride);
-    for (int u = 0; u < nsa__stencil_size(d); u++)
-        p.stencil[u] = (nsa_real)nsa_block_overlap(
-            d, inner * (d->slc_block / d->cmp_stride) - nsa__stencil_lead(d) + u, inner);
+    nsa__fill_stencil(&p);
     for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
         for (int head = 0; p.seq.count && head < d->kv_heads; head++) {
             nsa__pass_turn_to(&p, &team, head);
@@ -2959,7 +2988,7 @@ NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
     nsa__arena shared = {NULL, 0};
     if (nsa_desc_check(d) != NSA_OK) return 0;
     nsa__pass_init(&p, d, NSA__CMP);
-    size_t scratch = nsa__select_plan(&p, &shared);
+    size_t scratch = nsa__select_plan(&p, NULL, &shared);
     return nsa__workspace_bytes(d, shared.used, scratch);
 }
 
@@ -3593,13 +3622,22 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
     return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
 }
 
+/* cmp's forward pass with selection on its way */
+static size_t nsa__cmp_select_bytes(const nsa_desc *d) {
+    nsa__pass p;
+    nsa_select any;
+    nsa__arena shared = {NULL, 0};
+    memset(&any, 0, sizeof any);
+    nsa__pass_init(&p, d, NSA__CMP);
+    size_t scratch = nsa__forward_plan(&p, &any, &shared);
+    return nsa__workspace_bytes(d, shared.used, scratch);
+}
+
 NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
     if (nsa__attention_check_sizes(x, d) != NSA_OK) return 0;
     const size_t parts[] = {nsa_compress_forward_workspace_size(&x->k_cmp, d),
                             nsa_compress_forward_workspace_size(&x->v_cmp, d),
-                            nsa_attend_cmp_forward_workspace_size(d),
-                            nsa_select_blocks_workspace_size(d),
-                            nsa_attend_slc_forward_workspace_size(d),
+                            nsa__cmp_select_bytes(d), nsa_attend_slc_forward_workspace_size(d),
                             nsa_attend_win_forward_workspace_size(d)};
     size_t most = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
@@ -3619,13 +3657,12 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     if ((s = nsa__compress_go(NULL, &x->k_cmp, d, 0, 0, workspace, bytes)) != NSA_OK) return s;
     if ((s = nsa__compress_go(NULL, &x->v_cmp, d, 0, 0, workspace, bytes)) != NSA_OK) return s;
-    if ((s = nsa__attend_forward_run(&c.cmp, d, NSA__CMP, 0, NULL, workspace, bytes)) != NSA_OK)
-        return s;
-    if ((s = nsa__select_run(&c.select, d, workspace, bytes)) != NSA_OK) return s;
-    if ((s = nsa__attend_forward_run(&c.slc, d, NSA__SLC, 0, NULL, workspace, bytes)) != NSA_OK)
-        return s;
-    if ((s = nsa__attend_forward_run(&c.win, d, NSA__WIN, 0, NULL, workspace, bytes)) != NSA_OK)
-        return s;
+    s = nsa__attend_forward_run(&c.cmp, d, NSA__CMP, &c.select, 0, NULL, workspace, bytes);
+    if (s != NSA_OK) return s;
+    s = nsa__attend_forward_run(&c.slc, d, NSA__SLC, NULL, 0, NULL, workspace, bytes);
+    if (s != NSA_OK) return s;
+    s = nsa__attend_forward_run(&c.win, d, NSA__WIN, NULL, 0, NULL, workspace, bytes);
+    if (s != NSA_OK) return s;
     nsa__gate_run(NULL, &c.gate, d);
     return NSA_OK;
 }
@@ -4071,10 +4108,9 @@ static void nsa__decode_attend(const nsa_attention *one, const nsa_cache *cache,
         nsa__compress_go(NULL, &one->k_cmp, d, raw, begin, workspace, bytes);
         nsa__compress_go(NULL, &one->v_cmp, d, raw, begin, workspace, bytes);
     }
-    nsa__attend_forward_run(&c.cmp, d, NSA__CMP, 0, reads, workspace, bytes);
-    nsa__select_run(&c.select, d, workspace, bytes);
-    nsa__attend_forward_run(&c.slc, d, NSA__SLC, 0, reads + d->count, workspace, bytes);
-    nsa__attend_forward_run(&c.win, d, NSA__WIN, win, reads + 2 * d->count, workspace, bytes);
+    nsa__attend_forward_run(&c.cmp, d, NSA__CMP, &c.select, 0, reads, workspace, bytes);
+    nsa__attend_forward_run(&c.slc, d, NSA__SLC, NULL, 0, reads + d->count, workspace, bytes);
+    nsa__attend_forward_run(&c.win, d, NSA__WIN, NULL, win, reads + 2 * d->count, workspace, bytes);
     nsa__gate_run(NULL, &c.gate, d);
 }
 
