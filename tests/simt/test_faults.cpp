@@ -284,6 +284,63 @@ static void test_sticky() {
     simt::config().quiet = false;
 }
 
+static __global__ void add_kernel(int *out, int x) {
+    out[threadIdx.x] += x;
+}
+
+/* Launches, memsets and copies on a stream that records run when the graph does, as often as it
+   does, with the parameters they had. */
+static void test_capture() {
+    cudaStream_t stream = nullptr, other = nullptr;
+    cudaEvent_t fork = nullptr;
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    EXPECT(cudaStreamCreate(&stream) == cudaSuccess && cudaStreamCreate(&other) == cudaSuccess);
+    EXPECT(cudaEventCreate(&fork) == cudaSuccess);
+    device_array<int> out(std::vector<int>(32, 7));
+    EXPECT(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal) == cudaSuccess);
+    EXPECT(cudaMemsetAsync(out.data, 0, 128, stream) == cudaSuccess);
+    for (int x = 1; x <= 2; x++)
+        EXPECT(NSA_LAUNCH(add_kernel, 1, 32, 0, stream, out.data, x) == cudaSuccess);
+    EXPECT(cudaEventRecord(fork, stream) == cudaSuccess);
+    EXPECT(cudaStreamWaitEvent(other, fork, 0) == cudaSuccess);
+    EXPECT(NSA_LAUNCH(add_kernel, 1, 32, 0, other, out.data, 10) == cudaSuccess);
+    EXPECT(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
+    EXPECT(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
+    EXPECT_EQUAL(out.read()[5], 7);
+    for (int i = 0; i < 2; i++) {
+        EXPECT(cudaGraphLaunch(exec, stream) == cudaSuccess);
+        EXPECT_EQUAL(out.read()[5], 13);
+    }
+    EXPECT(cudaGraphExecDestroy(exec) == cudaSuccess && cudaGraphDestroy(graph) == cudaSuccess);
+    EXPECT(cudaEventDestroy(fork) == cudaSuccess && cudaStreamDestroy(stream) == cudaSuccess &&
+           cudaStreamDestroy(other) == cudaSuccess);
+}
+
+/* What waits or allocates, or uses the default stream, spoils the recording. */
+static void test_spoiled_capture() {
+    device_array<int> out(32);
+    cudaStream_t stream = nullptr;
+    cudaGraph_t graph = nullptr;
+    void *p = nullptr;
+    EXPECT(cudaStreamCreate(&stream) == cudaSuccess);
+    for (int what = 0; what < 4; what++) {
+        EXPECT(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal) == cudaSuccess);
+        const cudaError_t e = what == 0   ? cudaMalloc(&p, 16)
+                              : what == 1 ? cudaStreamSynchronize(stream)
+                              : what == 2 ? cudaDeviceSynchronize()
+                                          : NSA_LAUNCH(fine_kernel, 1, 32, 0, nullptr, out.data);
+        EXPECT_EQUAL(e,
+                     what < 3 ? cudaErrorStreamCaptureUnsupported : cudaErrorStreamCaptureImplicit);
+        EXPECT_EQUAL(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
+        EXPECT(graph == nullptr);
+    }
+    EXPECT_EQUAL(cudaStreamBeginCapture(nullptr, cudaStreamCaptureModeGlobal),
+                 cudaErrorStreamCaptureUnsupported);
+    cudaGetLastError();
+    EXPECT(cudaStreamDestroy(stream) == cudaSuccess);
+}
+
 static void test_memory_errors() {
     device_array<char> d(100);
     char host[200] = {};
@@ -315,6 +372,8 @@ int main() {
         test_launch_errors();
         test_sticky();
         test_memory_errors();
+        test_capture();
+        test_spoiled_capture();
     }
     return expect_result("test_faults");
 }

@@ -43,12 +43,6 @@ enum fault {
     fault_count
 };
 
-/* What no other mode than the checker can be sure to see: the schedules and the landing of copies
-   hide it from the result. */
-static bool only_checker(int fault) {
-    return fault == no_barrier_after_wait;
-}
-
 /* 16-byte chunk `chunk` of row `row`; the chunks of 8 rows lie in 8 different bank groups. */
 template <bool SWIZZLED> __device__ bf16 *at(bf16 *tile, int row, int chunk) {
     return tile + row * width + 8 * (SWIZZLED ? chunk ^ (row % 8) : chunk);
@@ -320,6 +314,12 @@ static void test_counts() {
 #ifndef __SANITIZE_ADDRESS__ /* which ends the program at a stray access */
 
 static int caught, planted;
+
+/* What no other mode than the checker can be sure to see: the schedules and the landing of copies
+   hide it from the result. */
+static bool only_checker(int fault) {
+    return fault == no_barrier_after_wait;
+}
 
 template <int FAULT> static void test_fault(const std::vector<problem> &problems) {
     if (only_checker(FAULT) && !simt::checking()) return;

@@ -83,6 +83,8 @@ template <typename... Params, typename... Args>
 cudaError_t launch(site at, const char *text, void (*kernel)(Params...), dim3 grid, dim3 block,
                    size_t shared_bytes, cudaStream_t stream, Args &&...args) {
     static_assert(sizeof...(Params) == sizeof...(Args), "NSA_LAUNCH: wrong number of arguments");
+    static_assert((std::is_trivially_copyable_v<std::decay_t<Params>> && ...),
+                  "NSA_LAUNCH: a kernel's parameters are copied as bytes");
     const launcher<Params...> l{kernel, {std::forward<Args>(args)...}};
     return launch_checked({at, text, reinterpret_cast<const void *>(kernel), grid, block,
                            shared_bytes, stream, &launcher<Params...>::call, &l, sizeof l});

@@ -48,7 +48,8 @@ static __device__ void copies(const CUtensorMap *map, const void *in, unsigned c
 #endif
 
 #ifdef NSA__HAS_WGMMA
-template <typename T, int N> static __device__ void products(float *out, const unsigned char *bytes) {
+template <typename T, int N>
+static __device__ void products(float *out, const unsigned char *bytes) {
     float c[N / 2];
     uint32_t a[4];
     for (int i = 0; i < N / 2; i++) c[i] = out[threadIdx.x + 128 * i];
@@ -91,7 +92,8 @@ static __global__ void __launch_bounds__(256, 1)
 }
 
 template <typename T>
-static cudaError_t launch_both(float *out, const T *in, const CUtensorMap &map, cudaStream_t stream) {
+static cudaError_t launch_both(float *out, const T *in, const CUtensorMap &map,
+                               cudaStream_t stream) {
     const cudaError_t e = NSA_LAUNCH(base_kernel<T>, 1, 32, 4096, stream, out, in, 3);
     return e ? e : NSA_LAUNCH(hopper_kernel<T>, 1, 256, 65536, stream, out, in, map);
 }

@@ -2,11 +2,13 @@
    Twin: the driver's launch path with its limits. Not here: what happens within a block. */
 #include "async.h"
 #include "checker.h"
+#include "graph.h"
 #include "machine.h"
 #include "memory.h"
 #include "runtime.h"
 
 #include <cstdlib>
+#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -126,11 +128,10 @@ void run_grid() {
 
 } // namespace
 
-cudaError_t launch_checked(const launch_request &request) {
-    if (the.current) fail(request.at, "NSA_LAUNCH inside a kernel");
-    if (sticky_error() != cudaSuccess) return sticky_error();
-    const cudaError_t e = check_limits(request);
-    if (e != cudaSuccess) return remember(e);
+namespace {
+
+void run_launch(const launch_request &request) {
+    if (sticky_error() != cudaSuccess) return;
     the.request = request;
     the.kernel = kernel_name(request.text);
     the.failed = false;
@@ -143,6 +144,31 @@ cudaError_t launch_checked(const launch_request &request) {
     run_grid();
     /* As on a device: the launch itself was accepted, what follows learns that it failed. */
     if (the.failed) set_sticky(cudaErrorLaunchFailure);
+}
+
+/* The request with parameters of its own, for later. */
+std::function<void()> kept_launch(const launch_request &request) {
+    struct bytes {
+        alignas(128) unsigned char of_tensor_map[128];
+    };
+    const size_t units = (request.params_bytes + sizeof(bytes) - 1) / sizeof(bytes);
+    const auto kept = std::make_shared<std::vector<bytes>>(units);
+    memcpy(kept->data(), request.params, request.params_bytes);
+    launch_request later = request;
+    later.params = kept->data();
+    return [later, kept] { run_launch(later); };
+}
+
+} // namespace
+
+cudaError_t launch_checked(const launch_request &request) {
+    if (the.current) fail(request.at, "NSA_LAUNCH inside a kernel");
+    if (sticky_error() != cudaSuccess) return sticky_error();
+    const cudaError_t e = check_limits(request);
+    if (e != cudaSuccess) return remember(e);
+    const cudaError_t refused = refused_on_stream(request.stream);
+    if (refused != cudaSuccess) return refused;
+    if (!capture(request.stream, kept_launch(request))) run_launch(request);
     return cudaSuccess;
 }
 

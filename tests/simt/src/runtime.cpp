@@ -1,9 +1,10 @@
 /* runtime.cpp: the part of the CUDA runtime that hosts of kernels use, under its own names.
    Twin: libcudart; its documentation says what each returns. Streams run at once and in order.
-   Not here: kernels (launch.cpp), graphs, peers, textures. */
+   Not here: kernels (launch.cpp), graphs (graph.cpp), peers, textures. */
 #include "runtime.h"
 
 #include "checker.h"
+#include "graph.h"
 #include "machine.h"
 #include "memory.h"
 
@@ -168,6 +169,16 @@ static const struct {
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     {cudaErrorSymbolNotFound, "cudaErrorSymbolNotFound", "named symbol not found"},
+    {cudaErrorIllegalState, "cudaErrorIllegalState",
+     "the operation cannot be performed in the present state"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
+     "operation not permitted when stream is capturing"},
+    {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated",
+     "operation failed due to a previous error during capture"},
+    {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit",
+     "operation would make the legacy stream depend on a capturing blocking stream"},
+    {cudaErrorStreamCaptureWrongThread, "cudaErrorStreamCaptureWrongThread",
+     "attempt to terminate a thread-local capture sequence from another thread"},
     {cudaErrorLaunchFailure, "cudaErrorLaunchFailure",
      "unspecified launch failure (the executor has reported it)"},
 };
@@ -197,7 +208,7 @@ cudaError_t cudaSetDevice(int device) {
     return device == 0 ? sticky : remember(cudaErrorInvalidDevice);
 }
 cudaError_t cudaDeviceSynchronize() {
-    return sticky;
+    return refused_by_capture() != cudaSuccess ? last : sticky;
 }
 cudaError_t cudaDeviceReset() {
     sticky = last = cudaSuccess;
@@ -262,6 +273,7 @@ cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
 cudaError_t cudaMalloc(void **pointer, size_t bytes) {
     if (sticky != cudaSuccess) return sticky;
     if (!pointer) return remember(cudaErrorInvalidValue);
+    if (refused_by_capture() != cudaSuccess) return last;
     *pointer = bytes ? device_allocate(bytes) : nullptr;
     return bytes && !*pointer ? remember(cudaErrorMemoryAllocation) : cudaSuccess;
 }
@@ -287,18 +299,22 @@ cudaError_t cudaFreeHost(void *pointer) {
     return sticky;
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
-    return copy(to, from, bytes, kind);
+    return refused_by_capture() != cudaSuccess ? last : copy(to, from, bytes, kind);
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
     if (!known_stream(stream)) return remember(cudaErrorInvalidResourceHandle);
+    if (refused_on_stream(stream) != cudaSuccess) return last;
+    if (capture(stream, [=] { copy(to, from, bytes, kind); })) return cudaSuccess;
     return copy(to, from, bytes, kind);
 }
 cudaError_t cudaMemset(void *to, int value, size_t bytes) {
-    return set(to, value, bytes);
+    return refused_by_capture() != cudaSuccess ? last : set(to, value, bytes);
 }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
     if (!known_stream(stream)) return remember(cudaErrorInvalidResourceHandle);
+    if (refused_on_stream(stream) != cudaSuccess) return last;
+    if (capture(stream, [=] { set(to, value, bytes); })) return cudaSuccess;
     return set(to, value, bytes);
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *pointer) {
@@ -326,6 +342,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return drop_handle(stream);
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    if (refused_by_capture() != cudaSuccess) return last;
     return known_stream(stream) ? sticky : remember(cudaErrorInvalidResourceHandle);
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
@@ -334,6 +351,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     if (!known_stream(stream) || !known_event(event))
         return remember(cudaErrorInvalidResourceHandle);
+    capture_wait(stream, event);
     return sticky;
 }
 cudaError_t cudaEventCreate(cudaEvent_t *event) {
@@ -348,6 +366,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     if (!known_stream(stream) || !known_event(event))
         return remember(cudaErrorInvalidResourceHandle);
+    capture_event(event, stream);
     return sticky;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
