@@ -92,8 +92,12 @@ static const nsa_dtype dtypes[] = {
 #endif
 };
 
+#ifdef CHECK_CUDA
+static const nsa_isa isas[] = {NSA_ISA_DETECT};
+#else
 static const nsa_isa isas[] = {NSA_ISA_DETECT, NSA_ISA_PLAIN,  NSA_ISA_SSE2,
                                NSA_ISA_AVX2,   NSA_ISA_AVX512, NSA_ISA_NEON};
+#endif
 
 /* n normal numbers rounded to the dtype. */
 static inline double *random_numbers(uint64_t seed, size_t n, nsa_dtype dtype) {

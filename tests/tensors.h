@@ -10,6 +10,12 @@
 #include "check.h"
 #include "reference.h"
 
+#ifdef CHECK_CUDA
+#include "device.h"
+#else
+#define CHECK_UNIT 1 /* gaps and shifts are multiples of so many elements */
+#endif
+
 /* ---- Dtypes ---- */
 
 static inline size_t dtype_size(nsa_dtype t) {
@@ -133,15 +139,15 @@ static inline tensor tensor_new(const char *name, layout form, nsa_dtype dtype, 
         x.view.head = w, x.view.token = (h + 3) * w, x.view.batch = t * (h + 3) * w, begin = 2 * w;
         break;
     default:
-        x.view.head = w + 3, x.view.token = h * (w + 3) + 5;
-        x.view.batch = t * x.view.token + 7, begin = 1;
+        x.view.head = w + 3 * CHECK_UNIT, x.view.token = h * x.view.head + 5 * CHECK_UNIT;
+        x.view.batch = t * x.view.token + 7 * CHECK_UNIT, begin = CHECK_UNIT;
     }
     /* Exact: the buffer ends with the last element of the last row. */
     elements = batch && tokens && heads ? begin + (batch - 1) * x.view.batch +
                                               (t - 1) * x.view.token + (h - 1) * x.view.head + w
                                         : 0;
     size_t size = dtype_size(dtype);
-    x.memory = guarded_new(name, (size_t)elements * size, shift * size);
+    x.memory = guarded_new(name, (size_t)elements * size, shift * size * CHECK_UNIT);
     x.view.data = elements ? x.memory->data + (size_t)begin * size : x.memory->data;
     return x;
 }
