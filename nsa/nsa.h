@@ -311,7 +311,9 @@ typedef enum nsa_rope_scaling {
     NSA_ROPE_SCALING_NONE = 0,
     NSA_ROPE_SCALING_LINEAR, /* positions / factor */
     NSA_ROPE_SCALING_NTK,    /* base * factor^(D / (D - 2)) */
-    NSA_ROPE_SCALING_YARN    /* slow pairs as linear, fast ones unchanged, a ramp between;
+    NSA_ROPE_SCALING_YARN    /* slow pairs as linear, fast ones unchanged, between them a ramp over
+                                whole pair numbers, as its authors' code has it and models were
+                                trained with (their paper's runs over turns);
                                 out * (0.1 ln factor + 1) */
 } nsa_rope_scaling;
 
@@ -327,8 +329,8 @@ typedef struct nsa_rope {
     nsa_rope_scaling scaling;
     double factor;       /* >= 1: context now / context trained; used by the scalings */
     int trained_context; /* YaRN: tokens the model was trained with */
-    double fast, slow;   /* YaRN: turns over trained_context where the ramp ends and begins; 0 means
-                            32 and 1 */
+    double fast, slow;   /* YaRN: turns over trained_context that are unchanged, and fully slowed;
+                            0 means 32 and 1; fast > slow */
 } nsa_rope;
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d);
@@ -749,7 +751,8 @@ static nsa_status nsa__rope_check_options(const nsa_rope *x) {
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_factor);
     if (x->scaling == NSA_ROPE_SCALING_YARN) {
         if (x->trained_context < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_trained_context);
-        if (!(x->fast >= 0 && x->slow >= 0 && x->fast < 1e300 && x->slow < 1e300))
+        double fast = x->fast != 0 ? x->fast : 32, slow = x->slow != 0 ? x->slow : 1;
+        if (!(slow > 0 && slow < fast && fast < 1e300))
             return nsa__error(NSA_ERROR_SIZE, NSA__AT_fast);
     }
     return NSA_OK;
