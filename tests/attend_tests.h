@@ -1,7 +1,7 @@
 /* attend_tests.h - the tests that the four attentions share: test_attend_cmp, _slc, _win and _dense
-   run them all. Twin: nsa.h's "Attention over few keys". Not here: what is true of one of them
-   alone
-   (its own file), the problem itself (attend.h). */
+   run them all.
+   Twin: nsa.h's "Attention over few keys". Not here: what is true of one of them alone (its own
+   file), the problem itself (attend.h). */
 #ifndef NSA_TESTS_ATTEND_TESTS_H
 #define NSA_TESTS_ATTEND_TESTS_H
 
@@ -596,13 +596,14 @@ static inline void test_refusals(const branch *br) {
                 backward_call = {br, &p, w2->data, w2->bytes};
     refusal forward = {"forward", call_forward, &forward_call, &p.d};
     refusal backward = {"backward", call_backward, &backward_call, &p.d};
-    refused_tensor x[] = {{"q", &p.x.q, 1, 0, NSA_I32},     {"k", &p.x.k, 1, 0, NSA_I32},
-                          {"v", &p.x.v, 1, 0, NSA_I32},     {"out", &p.x.out, 1, 1, NSA_I32},
-                          {"lse", &p.x.lse, 1, 1, NSA_F16}, {"blocks", &p.x.blocks, 1, 0, NSA_F32}};
-    refused_tensor dx[] = {{"dx.q", &p.dx.q, 0, 1, NSA_I32},
-                           {"dx.k", &p.dx.k, 0, 1, NSA_I32},
-                           {"dx.v", &p.dx.v, 0, 1, NSA_I32},
-                           {"dx.out", &p.dx.out, 1, 0, NSA_I32}};
+    refused_tensor x[] = {
+        {"q", &p.x.q, 1, 0, NSA_I32, 0},     {"k", &p.x.k, 1, 0, NSA_I32, 0},
+        {"v", &p.x.v, 1, 0, NSA_I32, 0},     {"out", &p.x.out, 1, 1, NSA_I32, 0},
+        {"lse", &p.x.lse, 1, 1, NSA_F16, 0}, {"blocks", &p.x.blocks, 1, 0, NSA_F32, 0}};
+    refused_tensor dx[] = {{"dx.q", &p.dx.q, 0, 1, NSA_I32, 0},
+                           {"dx.k", &p.dx.k, 0, 1, NSA_I32, 0},
+                           {"dx.v", &p.dx.v, 0, 1, NSA_I32, 0},
+                           {"dx.out", &p.dx.out, 1, 0, NSA_I32, 0}};
     for (int i = 0; i < COUNT(x) - (br->keys != BRANCH_SLC); i++) {
         refuse_tensor(&forward, &x[i]);
         x[i].output = 0; /* backward reads what forward wrote */

@@ -139,9 +139,9 @@ static inline int check_below(int n, uint64_t seed, uint64_t counter) {
 
 /* ---- Guarded memory ----
    A buffer of exact size between two red zones, filled with bytes that are NaN in every float
-   format. guards_freeze() takes a copy of every live buffer; guards_verify() then demands that the zones and every byte not
-   opened by guarded_open() are as they were. Under AddressSanitizer (CHECK_ASAN) the zones are
-   poisoned too, so that a read of them is caught as well. */
+   format. guards_freeze() takes a copy of every live buffer; guards_verify() then demands that the
+   zones and every byte not opened by guarded_open() are as they were. Under AddressSanitizer
+   (CHECK_ASAN) the zones are poisoned too, so that a read of them is caught as well. */
 
 enum { CHECK_ZONE = 192, CHECK_POISON = 0xff, CHECK_GUARD = 0xa5 };
 

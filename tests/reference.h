@@ -231,7 +231,7 @@ static inline double ref_softmax_row(const ref_attend *x, const ref_rows *r, dou
         }
     for (int s = 0; s < x->keys; s++)
         if (r->mask[s]) p[s] = ref_sum(x->prec, p[s] / sum);
-    return sum > 0 ? ref_sum(x->prec, largest + log(sum)) : -INFINITY;
+    return sum == 0 ? -INFINITY : ref_sum(x->prec, largest + log(sum)); /* a NaN stays one */
 }
 
 static inline void ref_attend_forward(const ref_attend *x) {
@@ -299,9 +299,8 @@ static inline void ref_p_cmp(const ref_desc *d, int t, int h, const double *q, c
     }
 }
 
-/* scores[T][Hk][J]: p_cmp summed over the heads of a group, mapped to selection blocks: by
-   overlap, or the
-   largest of the blocks that overlap. lse[T][H] belongs to q and k_cmp. */
+/* scores[T][Hk][J]: p_cmp summed over the heads of a group, mapped to selection blocks: by overlap,
+   or the largest of the blocks that overlap. lse[T][H] belongs to q and k_cmp. */
 static inline void ref_scores(const ref_desc *d, const double *q, const double *k_cmp,
                               const double *lse, double *scores) {
     int N = ref_cmp_count(d, d->tokens), J = ref_slc_count(d, d->tokens),
@@ -380,6 +379,23 @@ typedef struct ref_rope {
     double factor, trained_context, fast, slow;
 } ref_rope;
 
+/* How often pair i turns round over the trained context, before any scaling. */
+static inline double ref_rope_turns(const ref_rope *r, int i) {
+    return r->trained_context * pow(r->base, -2.0 * i / r->dim) / (2 * acos(-1.0));
+}
+
+/* YaRN as its authors' code has it (the paper's ramp runs over turns, that of the code, which
+   models were trained with, over pair numbers): from the last pair of at least `fast` turns,
+   unchanged, to the first of at most `slow`, fully slowed. Returns how much pair i is slowed, 0 to
+   1. */
+static inline double ref_rope_yarn_ramp(const ref_rope *r, int i) {
+    double low = 0, high = r->dim - 1;
+    while (low + 1 < r->dim && ref_rope_turns(r, (int)low + 1) >= r->fast) low++;
+    while (high > 0 && ref_rope_turns(r, (int)high - 1) <= r->slow) high--;
+    if (high <= low) high = low + 0.001;
+    return i <= low ? 0 : i >= high ? 1 : (i - low) / (high - low);
+}
+
 /* Radians a token for pair i; *stretch is what YaRN multiplies the rotated row by. */
 static inline double ref_rope_frequency(const ref_rope *r, int i, double *stretch) {
     double D = r->dim, base = r->base;
@@ -388,10 +404,8 @@ static inline double ref_rope_frequency(const ref_rope *r, int i, double *stretc
     double frequency = pow(base, -2.0 * i / D);
     if (r->scaling == REF_ROPE_LINEAR) frequency /= r->factor;
     if (r->scaling == REF_ROPE_YARN) {
-        double turns = r->trained_context * frequency / (2 * acos(-1.0));
-        double keep = (turns - r->slow) / (r->fast - r->slow);
-        keep = keep < 0 ? 0 : keep > 1 ? 1 : keep;
-        frequency = keep * frequency + (1 - keep) * frequency / r->factor;
+        double slowed = ref_rope_yarn_ramp(r, i);
+        frequency = (1 - slowed) * frequency + slowed * frequency / r->factor;
         *stretch = 0.1 * log(r->factor) + 1;
     }
     return frequency;
@@ -533,9 +547,8 @@ static inline void ref_compress_linear_backward(const ref_compress *x, const ref
     }
 }
 
-/* out = w2 a + b2, a = silu(u), u = w1 input + b1:
-   da = w2^T dout, du = da silu'(u), silu'(u) = sigmoid(u) (1 + u (1 - sigmoid(u))), dinput = w1^T
-   du. */
+/* out = w2 a + b2, a = silu(u), u = w1 input + b1: da = w2^T dout, du = da silu'(u), silu'(u) =
+   sigmoid(u) (1 + u (1 - sigmoid(u))), dinput = w1^T du. */
 static inline void ref_compress_mlp_backward(const ref_compress *x, const ref_compress_grad *dx,
                                              int h, const double *input, const double *before,
                                              const double *dout, double *dinput) {
@@ -622,11 +635,11 @@ typedef struct ref_gate_grad {
 } ref_gate_grad;
 
 static inline void ref_gates(ref_gate_kind kind, const double *logits, double *g) {
-    double sum = 0;
-    for (int b = 0; b < 3; b++) sum += exp(logits[b]);
+    double largest = fmax(logits[0], fmax(logits[1], logits[2])), sum = 0;
+    for (int b = 0; b < 3; b++) sum += exp(logits[b] - largest);
     for (int b = 0; b < 3; b++)
         g[b] = kind == REF_SIGMOID   ? ref_sigmoid(logits[b])
-               : kind == REF_SOFTMAX ? exp(logits[b]) / sum
+               : kind == REF_SOFTMAX ? exp(logits[b] - largest) / sum
                                      : logits[b];
 }
 
@@ -669,7 +682,7 @@ static inline void ref_gate_backward(const ref_gate *x, const ref_gate_grad *dx)
                 for (int b = 0; b < 3; b++) {
                     size_t at =
                         ((size_t)t * (size_t)x->heads + (size_t)h) * (size_t)x->dim_v + (size_t)c;
-                    dg[b] += x->branch[b][at] * dx->out[at];
+                    dg[b] = ref_sum(x->prec, dg[b] + x->branch[b][at] * dx->out[at]);
                     dx->branch[b][at] += g[b] * dx->out[at];
                 }
             ref_gates_backward(x->kind, g, dg, dx->logits + gate * 3);

@@ -41,6 +41,7 @@ typedef struct refused_tensor {
     int needed; /* NULL is refused */
     int output; /* its rows may not overlap */
     nsa_dtype wrong;
+    int no_heads; /* its head stride is not used */
 } refused_tensor;
 
 static inline void refuse_tensor(const refusal *r, const refused_tensor *t) {
@@ -62,7 +63,7 @@ static inline void refuse_tensor(const refusal *r, const refused_tensor *t) {
     refused(r, "negative token stride", NSA_ERROR_STRIDE, t->name);
     *t->x = good;
     t->x->head = -1;
-    refused(r, "negative head stride", NSA_ERROR_STRIDE, t->name);
+    if (!t->no_heads) refused(r, "negative head stride", NSA_ERROR_STRIDE, t->name);
     *t->x = good;
     t->x->token = INT64_MAX / 2;
     refused(r, "token stride past the address space", NSA_ERROR_OVERFLOW, t->name);
@@ -145,8 +146,8 @@ static const refused_field refused_fields[] = {
 };
 /* clang-format on */
 
-/* The rules that speak of two fields are blamed on one of them; which is the library's to say, but it
-   must be one that the rule names. */
+/* The rules that speak of two fields are blamed on one of them; which is the library's to say, but
+   it must be one that the rule names. */
 static inline void refused_somewhere(const refusal *r, const char *what, int kind) {
     guards_freeze();
     nsa_status s = r->call(r->arguments);

@@ -310,12 +310,12 @@ static inline guarded *workspace_new(size_t bytes, size_t shift) {
 
 /* ---- Allowed errors ---- */
 
-/* The rule of low precision: `factor` times the error of the plain algorithm in the same dtype.
-   The plain
-   algorithm may be exact by luck, so a few roundings of a result of size 1 are allowed besides. In
-   f64 it is the reference itself: there its own error is allowed. p = exp(score - lse) is as exact
-   as its exponent: a score of 256, the largest here, goes through about four roundings on either
-   side (the sum of the products, the scale, lse, the change of base), each of 256 units. */
+/* The rule of low precision: `factor` times the error of the plain algorithm in the same dtype. The
+   plain algorithm may be exact by luck, so a few roundings of a result of size 1 are allowed
+   besides. In f64 it is the reference itself: there its own error is allowed. p = exp(score - lse)
+   is as exact as its exponent: a score of 256, the largest here, goes through about four roundings
+   on either side (the sum of the products, the scale, lse, the change of base), each of 256 units.
+ */
 static inline double allowed_error(double factor, const double *want, const double *plain,
                                    size_t n) {
     double roundings = sizeof(nsa_real) == 8 ? 8 * 256 * 1.1e-16 : 8 * 6.0e-8;
