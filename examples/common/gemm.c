@@ -9,6 +9,11 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifndef _OPENMP /* then the loops' pragmas are unknown, and what they alone name is unused */
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#endif
+
 typedef struct product {
     const nsa_real *a, *b;
     nsa_real *c;

@@ -12,6 +12,9 @@
 
 #ifdef _OPENMP
 #include <omp.h>
+#else /* then the loops' pragmas are unknown, and what they alone name is unused */
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"
+#pragma GCC diagnostic ignored "-Wunused-parameter"
 #endif
 
 /* What threads take at a time: columns of a column sum (one cache line of f32), elements. */
