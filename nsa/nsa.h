@@ -1364,7 +1364,7 @@ static int nsa__threads(const nsa_desc *d) {
 /* Bytes of a workspace: what all share, a scratch for each thread, and slack to align its start. */
 static size_t nsa__workspace_bytes(const nsa_desc *d, size_t shared, size_t scratch) {
     nsa__arena total = {NULL, shared};
-    nsa__take(&total, (int64_t)nsa__threads(d), scratch ? scratch : 1);
+    if (scratch) nsa__take(&total, (int64_t)nsa__threads(d), scratch);
     return total.used + NSA__ALIGN;
 }
 
