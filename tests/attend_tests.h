@@ -597,13 +597,13 @@ static inline void test_refusals(const branch *br) {
     refusal forward = {"forward", call_forward, &forward_call, &p.d};
     refusal backward = {"backward", call_backward, &backward_call, &p.d};
     refused_tensor x[] = {
-        {"q", &p.x.q, 1, 0, NSA_I32, 0},     {"k", &p.x.k, 1, 0, NSA_I32, 0},
-        {"v", &p.x.v, 1, 0, NSA_I32, 0},     {"out", &p.x.out, 1, 1, NSA_I32, 0},
-        {"lse", &p.x.lse, 1, 1, NSA_F16, 0}, {"blocks", &p.x.blocks, 1, 0, NSA_F32, 0}};
-    refused_tensor dx[] = {{"dx.q", &p.dx.q, 0, 1, NSA_I32, 0},
-                           {"dx.k", &p.dx.k, 0, 1, NSA_I32, 0},
-                           {"dx.v", &p.dx.v, 0, 1, NSA_I32, 0},
-                           {"dx.out", &p.dx.out, 1, 0, NSA_I32, 0}};
+        {"q", &p.x.q, 1, 0, NSA_I32, 0, 0},     {"k", &p.x.k, 1, 0, NSA_I32, 0, 0},
+        {"v", &p.x.v, 1, 0, NSA_I32, 0, 0},     {"out", &p.x.out, 1, 1, NSA_I32, 0, 0},
+        {"lse", &p.x.lse, 1, 1, NSA_F16, 0, 0}, {"blocks", &p.x.blocks, 1, 0, NSA_F32, 0, 0}};
+    refused_tensor dx[] = {{"dx.q", &p.dx.q, 0, 1, NSA_I32, 0, 0},
+                           {"dx.k", &p.dx.k, 0, 1, NSA_I32, 0, 0},
+                           {"dx.v", &p.dx.v, 0, 1, NSA_I32, 0, 0},
+                           {"dx.out", &p.dx.out, 1, 0, NSA_I32, 0, 0}};
     for (int i = 0; i < COUNT(x) - (br->keys != BRANCH_SLC); i++) {
         refuse_tensor(&forward, &x[i]);
         x[i].output = 0; /* backward reads what forward wrote */

@@ -42,6 +42,7 @@ typedef struct refused_tensor {
     int output; /* its rows may not overlap */
     nsa_dtype wrong;
     int no_heads; /* its head stride is not used */
+    int one_row;  /* nor its token stride */
 } refused_tensor;
 
 static inline void refuse_tensor(const refusal *r, const refused_tensor *t) {
@@ -59,11 +60,12 @@ static inline void refuse_tensor(const refusal *r, const refused_tensor *t) {
     t->x->dtype = (nsa_dtype)77;
     refused(r, "no dtype", NSA_ERROR_DTYPE, t->name);
     *t->x = good;
-    t->x->token = -good.token;
-    refused(r, "negative token stride", NSA_ERROR_STRIDE, t->name);
-    *t->x = good;
     t->x->head = -1;
     if (!t->no_heads) refused(r, "negative head stride", NSA_ERROR_STRIDE, t->name);
+    *t->x = good;
+    if (t->one_row) return;
+    t->x->token = -good.token;
+    refused(r, "negative token stride", NSA_ERROR_STRIDE, t->name);
     *t->x = good;
     t->x->token = INT64_MAX / 2;
     refused(r, "token stride past the address space", NSA_ERROR_OVERFLOW, t->name);

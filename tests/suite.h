@@ -706,15 +706,18 @@ static inline void suite_refusals(const suite *s, const nsa_desc *d) {
     for (int i = 0; i < s->count; i++) {
         const slot *t = &s->slots[i];
         char name[64];
+        int one_row = t->rows == ROWS_PARAMETER && t->parameter_rows == 1;
         nsa_dtype wrong = t->dtype == NSA_I32 ? NSA_F32 : NSA_I32;
         refused_tensor x = {
-            t->name, slot_view(t, instance_x(&b.p)), !t->optional, t->output, wrong, t->no_heads};
+            t->name, slot_view(t, instance_x(&b.p)), !t->optional, t->output, wrong, t->no_heads,
+            one_row};
         refuse_tensor(&b.forward, &x);
         if (!t->gradient || !s->backward) continue;
         snprintf(name, sizeof name, "dx.%s", t->name);
         refused_tensor dx = {name,      slot_view(t, instance_dx(&b.p)),
                              t->output, !t->output && !t->shared,
-                             wrong,     t->no_heads};
+                             wrong,     t->no_heads,
+                             one_row};
         refuse_tensor(&b.backward, &dx);
         x.output = 0;
         if (!t->output && !t->unread) refuse_tensor(&b.backward, &x);

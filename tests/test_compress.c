@@ -1,0 +1,253 @@
+/* test_compress.c - phi: the mean, the depthwise convolution, the MLP.
+   Twin: nsa.h's "Compression". */
+#include "suite.h"
+
+typedef struct compress_case {
+    const char *name;
+    const geometry *g;
+    nsa_phi phi;
+    int dim, hidden;
+    int shared; /* one set of parameters for all heads */
+    int bare;   /* without biases and position embedding */
+} compress_case;
+
+/* clang-format off: a table is read in columns. */
+static const compress_case compress_cases[] = {
+    {"mean", &geometries[0], NSA_PHI_MEAN, 16, 0, 0, 0},
+    {"conv", &geometries[0], NSA_PHI_CONV, 16, 0, 0, 0},
+    {"mlp", &geometries[0], NSA_PHI_MLP, 16, 24, 0, 0},
+    {"conv, shared, bare", &geometries[2], NSA_PHI_CONV, 24, 0, 1, 1},
+    {"mlp, shared", &geometries[2], NSA_PHI_MLP, 24, 10, 1, 0},
+    {"mlp, bare", &geometries[8], NSA_PHI_MLP, 7, 5, 0, 1},
+    {"mlp, one hidden", &geometries[9], NSA_PHI_MLP, 1, 1, 0, 0},
+    {"mean, the paper's", &geometries[23], NSA_PHI_MEAN, 64, 0, 0, 0},
+    {"conv, T = l", &geometries[15], NSA_PHI_CONV, 16, 0, 0, 0},
+    {"mlp, T < l", &geometries[14], NSA_PHI_MLP, 16, 8, 0, 0},
+    {"mean, T < l", &geometries[14], NSA_PHI_MEAN, 16, 0, 0, 0},
+    {"mlp, overlap of 4", &geometries[4], NSA_PHI_MLP, 80, 33, 0, 0},
+    {"conv, no multiple", &geometries[17], NSA_PHI_CONV, 32, 0, 0, 0},
+    {"mlp, no multiple", &geometries[17], NSA_PHI_MLP, 12, 40, 0, 0},
+    {"mean, D 256", &geometries[10], NSA_PHI_MEAN, 256, 0, 0, 0},
+    {"mean, varlen", &geometries[26], NSA_PHI_MEAN, 16, 0, 0, 0},
+    {"conv, varlen, shared", &geometries[25], NSA_PHI_CONV, 16, 0, 1, 0},
+    {"mlp, varlen", &geometries[26], NSA_PHI_MLP, 16, 12, 0, 0},
+};
+
+#ifdef CHECK_F64
+static const compress_case tiny_cases[] = {
+    {"grad, mean", &tiny_geometries[0], NSA_PHI_MEAN, 3, 0, 0, 0},
+    {"grad, conv", &tiny_geometries[1], NSA_PHI_CONV, 3, 0, 0, 0},
+    {"grad, conv, shared", &tiny_geometries[1], NSA_PHI_CONV, 3, 0, 1, 1},
+    {"grad, mlp", &tiny_geometries[1], NSA_PHI_MLP, 3, 5, 0, 0},
+    {"grad, mlp, shared", &tiny_geometries[1], NSA_PHI_MLP, 3, 5, 1, 0},
+    {"grad, mlp, bare", &tiny_geometries[2], NSA_PHI_MLP, 2, 4, 0, 1},
+    {"grad, mlp, varlen", &tiny_geometries[3], NSA_PHI_MLP, 3, 4, 0, 0},
+};
+#endif
+/* clang-format on */
+
+/* A tensor that the case lacks has the slot -1. */
+typedef struct compress_slots {
+    int x, out, pos, w1, b1, w2, b2;
+} compress_slots;
+
+static nsa_status compress_forward(const void *x, const nsa_desc *d, void *work, size_t bytes) {
+    return nsa_compress_forward((const nsa_compress *)x, d, work, bytes);
+}
+
+static nsa_status compress_backward(const void *dx, const void *x, const nsa_desc *d, void *work,
+                                    size_t bytes) {
+    return nsa_compress_backward((const nsa_compress *)dx, (const nsa_compress *)x, d, work, bytes);
+}
+
+static size_t compress_forward_size(const void *x, const nsa_desc *d) {
+    return nsa_compress_forward_workspace_size((const nsa_compress *)x, d);
+}
+
+static size_t compress_backward_size(const void *dx, const void *x, const nsa_desc *d) {
+    (void)dx;
+    return nsa_compress_backward_workspace_size((const nsa_compress *)x, d);
+}
+
+static void compress_configure(const suite *s, void *x) {
+    const compress_case *c = (const compress_case *)s->options;
+    nsa_compress *to = (nsa_compress *)x;
+    to->phi = c->phi, to->dim = c->dim, to->hidden = c->hidden;
+}
+
+static int add_parameter(suite *s, const compress_case *c, const char *name, size_t at, int rows,
+                         int width) {
+    slot *t = suite_add(s, name, at, ROWS_PARAMETER, c->shared ? 1 : c->g->Hk, width);
+    t->parameter_rows = rows, t->gradient = 1, t->shared = c->shared;
+    t->optional = strcmp(name, "w1") && strcmp(name, "w2");
+    return s->count - 1;
+}
+
+static compress_slots add_slots(suite *s, const compress_case *c) {
+    compress_slots at = {0, 1, -1, -1, -1, -1, -1};
+    int width = c->g->l * c->dim, mlp = c->phi == NSA_PHI_MLP;
+    slot *x = suite_add(s, "x", offsetof(nsa_compress, x), ROWS_KEY, c->g->Hk, c->dim);
+    x->gradient = 1, x->unread = c->phi == NSA_PHI_MEAN;
+    slot *out = suite_add(s, "out", offsetof(nsa_compress, out), ROWS_CMP, c->g->Hk, c->dim);
+    out->output = out->gradient = 1;
+    if (c->phi == NSA_PHI_MEAN) return at;
+    at.w1 = mlp ? add_parameter(s, c, "w1", offsetof(nsa_compress, w1), c->hidden, width)
+                : add_parameter(s, c, "w1", offsetof(nsa_compress, w1), c->g->l, c->dim);
+    if (!c->bare)
+        at.b1 = add_parameter(s, c, "b1", offsetof(nsa_compress, b1), 1, mlp ? c->hidden : c->dim);
+    if (!mlp) return at;
+    at.w2 = add_parameter(s, c, "w2", offsetof(nsa_compress, w2), c->dim, c->hidden);
+    if (c->bare) return at;
+    at.b2 = add_parameter(s, c, "b2", offsetof(nsa_compress, b2), 1, c->dim);
+    at.pos = add_parameter(s, c, "pos", offsetof(nsa_compress, pos), c->g->l, c->dim);
+    return at;
+}
+
+/* The suite's parameters lie as (rows, heads, columns), the reference's as (heads, rows, columns).
+   */
+static double *heads_first(const slot *t, const double *from) {
+    double *to = ref_zeros((size_t)(t->parameter_rows * t->heads * t->width));
+    for (int r = 0; r < t->parameter_rows; r++)
+        for (int h = 0; h < t->heads; h++)
+            memcpy(to + (h * t->parameter_rows + r) * t->width,
+                   from + (r * t->heads + h) * t->width, (size_t)t->width * sizeof *to);
+    return to;
+}
+
+static void heads_back(const slot *t, double *to, double *from) {
+    for (int r = 0; r < t->parameter_rows; r++)
+        for (int h = 0; h < t->heads; h++)
+            memcpy(to + (r * t->heads + h) * t->width,
+                   from + (h * t->parameter_rows + r) * t->width, (size_t)t->width * sizeof *to);
+    free(from);
+}
+
+static void compress_reference(const suite *s, const nsa_desc *d, int tokens, ref_prec prec,
+                               double **x, double **dx) {
+    const compress_case *c = (const compress_case *)s->options;
+    suite unused;
+    memset(&unused, 0, sizeof unused);
+    compress_slots at = add_slots(&unused, c);
+    int slots[] = {at.pos, at.w1, at.b1, at.w2, at.b2};
+    double *p[5] = {NULL}, *dp[5] = {NULL};
+    for (int i = 0; i < 5; i++)
+        if (slots[i] >= 0) {
+            p[i] = heads_first(&s->slots[slots[i]], x[slots[i]]);
+            dp[i] = heads_first(&s->slots[slots[i]], dx[slots[i]]);
+        }
+    ref_compress r = {
+        prec,
+        c->phi == NSA_PHI_MEAN ? REF_MEAN : c->phi == NSA_PHI_CONV ? REF_CONV : REF_MLP,
+        tokens,
+        d->kv_heads,
+        c->dim,
+        c->hidden,
+        d->cmp_block,
+        d->cmp_stride,
+        c->shared,
+        x[at.x],
+        x[at.out],
+        p[0],
+        p[1],
+        p[2],
+        p[3],
+        p[4]};
+    ref_compress_grad g = {dx[at.out], dx[at.x], dp[0], dp[1], dp[2], dp[3], dp[4]};
+    ref_compress_forward(&r);
+    ref_compress_backward(&r, &g);
+    for (int i = 0; i < 5; i++) {
+        free(p[i]);
+        if (slots[i] >= 0) heads_back(&s->slots[slots[i]], dx[slots[i]], dp[i]);
+    }
+}
+
+/* Weights of the size that training starts from: sums stay near 1. */
+static void compress_weights(const suite *s, const nsa_desc *d, double **x) {
+    plan p = plan_of(d);
+    for (int i = 0; i < s->count; i++)
+        if (s->slots[i].rows == ROWS_PARAMETER && s->slots[i].parameter_rows > 1)
+            for (size_t j = 0; j < slot_count(&s->slots[i], &p); j++) x[i][j] /= 8;
+}
+
+static suite suite_of(const compress_case *c) {
+    suite s;
+    memset(&s, 0, sizeof s);
+    s.name = c->name, s.struct_size = sizeof(nsa_compress), s.options = c;
+    s.forward = compress_forward, s.backward = compress_backward;
+    s.forward_size = compress_forward_size, s.backward_size = compress_backward_size;
+    s.configure = compress_configure, s.reference = compress_reference,
+    s.prepare = compress_weights;
+    add_slots(&s, c);
+    return s;
+}
+
+/* A convolution of weights 1/l is the mean: how its training starts. l is a power of two: exact
+   weights. */
+static void test_conv_is_mean(void) {
+    nsa_desc d = desc_of(&geometries[0]);
+    suite mean = suite_of(&compress_cases[0]), conv = suite_of(&compress_cases[1]);
+    values v = values_random(&mean, &d, NSA_REAL_DTYPE, 4),
+           w = values_random(&conv, &d, NSA_REAL_DTYPE, 4);
+    plan rows = plan_of(&d);
+    check_case("conv of 1 / l is the mean");
+    for (size_t j = 0; j < slot_count(&conv.slots[2], &rows); j++) w.x[2][j] = 1.0 / d.cmp_block;
+    for (size_t j = 0; j < slot_count(&conv.slots[3], &rows); j++) w.x[3][j] = 0;
+    values want = values_reference(&mean, &d, &v, REF_F64), zeros = values_zero(&conv, &d);
+    instance p;
+    instance_new(&p, &conv, &d, &w, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+    instance_run(&p);
+    suite_compare("out", &p.x[1], &d, 0, want.x[1], want.x[1], 1);
+    suite_compare("dx.x", &p.dx[0], &d, 0, want.dx[0], want.dx[0], 1);
+    values_free(&v), values_free(&w), values_free(&want), values_free(&zeros);
+    guards_free();
+}
+
+static void refuse_both(const spoiled *b, const char *what, int kind, const char *where) {
+    refused(&b->forward, what, kind, where);
+    refused(&b->backward, what, kind, where);
+}
+
+static void test_options(void) {
+    suite s = suite_of(&compress_cases[2]);
+    nsa_desc d = desc_of(compress_cases[2].g);
+    spoiled b;
+    spoiled_new(&b, &s, &d);
+    nsa_compress *x = (nsa_compress *)instance_x(&b.p), good = *x;
+    x->dim = 0, refuse_both(&b, "no width", NSA_ERROR_SIZE, "dim"), *x = good;
+    x->dim = 257, refuse_both(&b, "width 257", NSA_ERROR_SIZE, "dim"), *x = good;
+    x->hidden = 0, refuse_both(&b, "no hidden layer", NSA_ERROR_SIZE, "hidden"), *x = good;
+    x->hidden = -1, refuse_both(&b, "hidden -1", NSA_ERROR_SIZE, "hidden"), *x = good;
+    x->phi = (nsa_phi)3, refuse_both(&b, "no phi", NSA_ERROR_OPTION, "phi"), *x = good;
+    guards_free();
+}
+
+int main(int argc, char **argv) {
+    int step = asked(argc, argv, "quick") ? 3 : 1;
+    for (int i = 0; i < COUNT(compress_cases); i += step) {
+        nsa_desc d = desc_of(compress_cases[i].g);
+        suite s = suite_of(&compress_cases[i]);
+        for (int k = 0; k < COUNT(dtypes); k++) {
+            suite_reference(&s, &d, dtypes[k], (uint64_t)(10 * i + k));
+            if ((i / step + k) % COUNT(dtypes)) continue; /* these in one dtype a case */
+            suite_bit_tests(&s, &d, dtypes[k]);
+            suite_nan(&s, &d, dtypes[k]);
+        }
+    }
+#ifdef CHECK_F64
+    for (int i = 0; i < COUNT(tiny_cases); i++) {
+        nsa_desc d = desc_of(tiny_cases[i].g);
+        suite s = suite_of(&tiny_cases[i]);
+        suite_gradcheck(&s, &d);
+    }
+#endif
+    for (int i = 0; i < 5; i++) {
+        nsa_desc d = desc_of(&geometries[0]);
+        compress_case c = compress_cases[i];
+        c.g = &geometries[0];
+        suite s = suite_of(&c);
+        suite_refusals(&s, &d);
+    }
+    test_options();
+    test_conv_is_mean();
+    return check_done("test_compress");
+}
