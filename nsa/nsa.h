@@ -985,8 +985,12 @@ NSA__COMPILED static void nsa__scale(nsa_real *x, nsa_real factor, int n) {
     for (int i = 0; i < n; i++) x[i] *= factor;
 }
 
-NSA__COMPILED static void nsa__accumulate(nsa_real *to, const nsa_real *x, int n) {
-    for (int i = 0; i < n; i++) to[i] += x[i];
+/* sum += factor * row */
+NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype dtype,
+                                      const void *row, int n) {
+    nsa_real x[NSA__MAX_DIM];
+    nsa__load(x, dtype, row, n);
+    for (int i = 0; i < n; i++) sum[i] += factor * x[i];
 }
 
 NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int n) {
@@ -1443,6 +1447,8 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
    result depend on that row's operands alone, never on how many rows there are or where it stands:
    every sum runs over k in ascending order. */
 
+enum { NSA__LANES = 16 }; /* packed rows are whole multiples: the widest vector */
+
 typedef struct nsa__tiles {
     /* c[m][n] = a[m][k] b[k][n], or with `add` c = keep c + a b, where keep is a factor for each
        row, or NULL. Element (i, p) of a lies at a[i row + p step], so that a may be a transpose. */
@@ -1451,12 +1457,15 @@ typedef struct nsa__tiles {
                  const nsa_real *keep);
     /* n scores of one tile, in base 2, into the running softmax of their rows: s becomes
        p = 2^(s - m), not yet divided by the sum; m and l move on; shrink, which has room for 16
-       more, is what all earlier p of the row are to be multiplied by. The scores are those of keys
+       more, is what all earlier p of the row are to be multiplied by. l is 16 partial sums. The scores are those of keys
        first .. first + n - 1, and bits of mask[r / group] tell which of them row r sees: others get
        p = 0, and a row that sees none keeps its state to the bit. n is a multiple of 16. */
     void (*softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
                     nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink);
-    /* s becomes p = 2^(s - lse2), 0 where masked, and dp, unless it is NULL, ds = p (dp - delta) */
+    /* sum[j] = sum over the rows of 2^(s - lse2) */
+    void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
+                        nsa_real *sum);
+    /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta) */
     void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
                      const nsa_real *lse2, const nsa_real *delta, nsa_real *s, nsa_real *dp);
 } nsa__tiles;
@@ -1786,7 +1795,7 @@ static void nsa__gate_forward_task(const void *context, int64_t index, void *scr
     const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
     int sharers = d->heads / d->gate_heads;
     int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
-    nsa_real g[3], row[NSA__MAX_DIM], out[NSA__MAX_DIM];
+    nsa_real g[3], out[NSA__MAX_DIM];
     (void)scratch;
     for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
         for (int h = 0; h < d->heads; h++) {
@@ -1794,12 +1803,10 @@ static void nsa__gate_forward_task(const void *context, int64_t index, void *scr
             nsa__load(g, p->x->logits.dtype, nsa__row(&p->x->logits, p->seq.batch, at, h / sharers),
                       3);
             nsa__gate_weights(d->gate, g);
-            memset(out, 0, sizeof out);
-            for (int i = 0; i < 3; i++) {
-                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
-                          d->dim_v);
-                for (int c = 0; c < d->dim_v; c++) out[c] += g[i] * row[c];
-            }
+            memset(out, 0, (size_t)d->dim_v * sizeof *out);
+            for (int i = 0; i < 3; i++)
+                nsa__add_to(out, g[i], branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
+                            d->dim_v);
             nsa__store(p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, at, h), out, d->dim_v);
         }
 }
@@ -1922,7 +1929,7 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
 
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
 
-enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__LANES = 16 };
+enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64 };
 
 typedef struct nsa__pass {
     const nsa_attend *x, *dx;
@@ -2321,14 +2328,14 @@ NSA__COMPILED static void nsa__rank(const nsa_real *scores, int query, const nsa
 
 /* What selection needs of a task's rows: all of their scores against the compressed keys. */
 typedef struct nsa__scoring {
-    nsa_real *s;      /* of every row, in base 2; p once it has been used */
+    nsa_real *s;      /* of every row, in base 2 */
     int64_t stride;   /* of a row of s */
     nsa_real *p_cmp;  /* of one query: summed over the group's heads */
     nsa_real *scores; /* of one query */
 } nsa__scoring;
 
 static void nsa__scoring_take(nsa__scoring *f, const nsa__pass *p, nsa__arena *a) {
-    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile;
+    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile + NSA__LANES; /* no power of 2 */
     f->s = nsa__take_reals(a, (int64_t)p->task_queries * p->group * f->stride);
     f->p_cmp = nsa__take_reals(a, f->stride);
     f->scores = nsa__take_reals(a, nsa_slc_count(p->d, p->d->tokens));
@@ -2384,15 +2391,9 @@ static void nsa__select_queries(const nsa__pass *p, const nsa__walk *w, const ns
     int G = p->group;
     for (int a = 0; a < w->queries; a++) {
         int query = w->first + a, visible = nsa_cmp_visible(p->d, query), bad = 0;
-        for (int at = 0; at < visible; at += p->tile) {
-            uint64_t mask = nsa__bits(0, (int)nsa__min(p->tile, (int64_t)visible - at));
-            nsa_real *rows = f->s + (ptrdiff_t)a * G * f->stride + at;
-            p->tiles->gradient(G, p->tile, f->stride, G, &mask, 0, lse2 + (ptrdiff_t)a * G, NULL,
-                               rows, NULL);
-            memcpy(f->p_cmp + at, rows, (size_t)p->tile * sizeof *rows);
-            for (int g = 1; g < G; g++)
-                nsa__accumulate(f->p_cmp + at, rows + g * f->stride, p->tile);
-        }
+        p->tiles->probability(G, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES, f->stride,
+                              lse2 + (ptrdiff_t)a * G, f->s + (ptrdiff_t)a * G * f->stride,
+                              f->p_cmp);
         nsa__scores(p, query, f->p_cmp, f->scores);
         for (int g = 0; g < G; g++) bad |= bad_rows[a * G + g];
         for (int j = 0; bad && j < nsa_slc_candidates(p->d, query); j++) f->scores[j] = nsa__nan();
@@ -2422,8 +2423,8 @@ static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a
     f->some_out = nsa__take_reals(a, some * p->wide_v);
     f->m = nsa__take_reals(a, rows);
     f->some_m = nsa__take_reals(a, some);
-    f->l = nsa__take_reals(a, rows);
-    f->some_l = nsa__take_reals(a, some);
+    f->l = nsa__take_reals(a, rows * NSA__LANES);
+    f->some_l = nsa__take_reals(a, some * NSA__LANES);
     f->shrink = nsa__take_reals(a, some + NSA__LANES);
     f->s = nsa__take_reals(a, some * p->tile);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
@@ -2435,10 +2436,8 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task
     int rows = f->walk.queries * p->group;
     memset(f->bad, 0, (size_t)rows);
     memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
-    for (int r = 0; r < rows; r++) {
-        f->m[r] = NSA__LOWEST;
-        f->l[r] = 0;
-    }
+    memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
+    for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
     nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
 }
 
@@ -2447,7 +2446,8 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__b
     int G = p->group, tile = p->tile, n = b->end - b->begin, keys = f->walk.tile * tile + b->begin;
     nsa_real *q = nsa__gather(b, f->q, f->some_q, G * p->wide),
              *out = nsa__gather(b, f->out, f->some_out, G * p->wide_v);
-    nsa_real *m = nsa__gather(b, f->m, f->some_m, G), *l = nsa__gather(b, f->l, f->some_l, G);
+    nsa_real *m = nsa__gather(b, f->m, f->some_m, G),
+             *l = nsa__gather(b, f->l, f->some_l, G * NSA__LANES);
     p->tiles->gemm(b->rows, n, p->d->dim, q, p->wide, 1,
                    nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL);
     for (int r = 0; p->select && r < b->rows; r++)
@@ -2458,7 +2458,7 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__b
                    p->wide_v, out, p->wide_v, 1, f->shrink);
     nsa__scatter(b, f->out, out, G * p->wide_v);
     nsa__scatter(b, f->m, m, G);
-    nsa__scatter(b, f->l, l, G);
+    nsa__scatter(b, f->l, l, G * NSA__LANES);
     for (int i = 0; i < b->readers; i++) {
         if (p->reads)
             p->reads[f->walk.first - p->seq.first + b->reader[i]] += nsa__bit_count(b->mask[i]);
@@ -2474,11 +2474,15 @@ static void nsa__forward_end(nsa__forward *f, const nsa__pass *p) {
         int64_t row = p->seq.row + f->walk.first - p->seq.first + r / p->group;
         int head = p->kv_head * p->group + r % p->group;
         nsa_real *out = f->out + (ptrdiff_t)r * p->wide_v, lse = nsa__minus_infinity();
-        if (f->l[r] != 0) {
-            nsa_real inverse = f->bad[r] ? nsa__nan() : 1 / f->l[r];
-            for (int c = 0; c < dim_v; c++) out[c] = f->bad[r] ? inverse : out[c] * inverse;
-            lse = f->bad[r] ? inverse
-                            : (nsa_real)(((double)f->m[r] + log2((double)f->l[r])) * NSA__LN2);
+        nsa_real l = 0;
+        for (int j = 0; j < NSA__LANES; j++) l += f->l[(ptrdiff_t)r * NSA__LANES + j];
+        if (l != 0) {
+            nsa__scale(out, 1 / l, dim_v);
+            lse = (nsa_real)(((double)f->m[r] + log2((double)l)) * NSA__LN2);
+        }
+        if (l != 0 && f->bad[r]) {
+            for (int c = 0; c < dim_v; c++) out[c] = nsa__nan();
+            lse = nsa__nan();
         }
         nsa__store(p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, row, head), out, dim_v);
         nsa__store(p->x->lse.dtype, nsa__row(&p->x->lse, p->seq.batch, row, head), &lse, 1);
@@ -4321,6 +4325,15 @@ NSA__INLINE NSA__TARGET V T(exp2)(V x) {
     return x;
 }
 
+NSA__INLINE NSA__TARGET nsa_real T(largest)(V x) {
+    nsa_real lane[NSA__LANES];
+    memcpy(lane, &x, sizeof x);
+    for (int j = 0; L > 8 && j < 8; j++) lane[j] = lane[j] > lane[j + 8] ? lane[j] : lane[j + 8];
+    for (int j = 0; L > 4 && j < 4; j++) lane[j] = lane[j] > lane[j + 4] ? lane[j] : lane[j + 4];
+    for (int j = 0; L > 2 && j < 2; j++) lane[j] = lane[j] > lane[j + 2] ? lane[j] : lane[j + 2];
+    return L > 1 && lane[1] > lane[0] ? lane[1] : lane[0];
+}
+
 /* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
    chain of multiply-adds over ascending k. */
 NSA__INLINE NSA__TARGET void T(piece)(int rows, int vectors, int k, const nsa_real *a,
@@ -4391,7 +4404,6 @@ NSA__TARGET static void T(softmax)(int rows, int n, ptrdiff_t ld, int group, con
                                    nsa_real *shrink) {
     NSA__ARITHMETIC
     const V lowest = T(splat)(NSA__LOWEST);
-    nsa_real lane[L];
     for (int r = 0; r < rows; r++) { /* the largest so far; masked scores become the lowest */
         const uint64_t seen = mask[r / group];
         nsa_real *x = s + r * ld;
@@ -4401,26 +4413,24 @@ NSA__TARGET static void T(softmax)(int rows, int n, ptrdiff_t ld, int group, con
                 AT(x + j) = T(pick)(T(seen)(seen, first + j), IN(x + j), lowest);
             most = T(max)(IN(x + j), most);
         }
-        memcpy(lane, &most, sizeof most);
-        for (int w = L / 2; w > 0; w /= 2)
-            for (int j = 0; j < w; j++) lane[j] = lane[j] > lane[j + w] ? lane[j] : lane[j + w];
+        const nsa_real largest = T(largest)(most);
         shrink[r] = m[r];
-        m[r] = lane[0] > m[r] ? lane[0] : m[r];
+        m[r] = largest > m[r] ? largest : m[r];
         shrink[r] -= m[r];
     }
     for (int r = 0; r < rows; r += L) AT(shrink + r) = T(exp2)(IN(shrink + r));
     for (int r = 0; r < rows; r++) {
         const V most = T(splat)(m[r] == NSA__LOWEST ? 0 : m[r]);
-        V sum = T(splat)(0);
-        for (int j = 0; j < n; j += L) {
-            const V p = T(exp2)(IN(s + r * ld + j) - most);
-            AT(s + r * ld + j) = p;
-            sum += p;
+        nsa_real *x = s + r * ld, *sum = l + (ptrdiff_t)r * NSA__LANES;
+        for (int j = 0; j < NSA__LANES; j += L) {
+            V of_lane = IN(sum + j) * T(splat)(shrink[r]);
+            for (int at = j; at < n; at += NSA__LANES) {
+                const V p = T(exp2)(IN(x + at) - most);
+                AT(x + at) = p;
+                of_lane += p;
+            }
+            AT(sum + j) = of_lane;
         }
-        memcpy(lane, &sum, sizeof sum);
-        for (int w = L / 2; w > 0; w /= 2)
-            for (int j = 0; j < w; j++) lane[j] += lane[j + w];
-        l[r] = l[r] * shrink[r] + lane[0];
     }
 }
 
@@ -4435,12 +4445,22 @@ NSA__TARGET static void T(gradient)(int rows, int n, ptrdiff_t ld, int group, co
             V p = T(exp2)(IN(s + r * ld + j) - lse);
             if (seen != ~(uint64_t)0) p = T(pick)(T(seen)(seen, first + j), p, zero);
             AT(s + r * ld + j) = p;
-            if (dp) AT(dp + r * ld + j) = p * (IN(dp + r * ld + j) - T(splat)(delta[r]));
+            AT(dp + r * ld + j) = p * (IN(dp + r * ld + j) - T(splat)(delta[r]));
         }
     }
 }
 
-static const nsa__tiles T(tiles) = {T(gemm), T(softmax), T(gradient)};
+NSA__TARGET static void T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+                                       const nsa_real *s, nsa_real *sum) {
+    NSA__ARITHMETIC
+    for (int j = 0; j < n; j += L) {
+        V p = T(splat)(0);
+        for (int r = 0; r < rows; r++) p += T(exp2)(IN(s + r * ld + j) - T(splat)(lse2[r]));
+        AT(sum + j) = p;
+    }
+}
+
+static const nsa__tiles T(tiles) = {T(gemm), T(softmax), T(probability), T(gradient)};
 
 #undef NSA__PASTE_
 #undef NSA__PASTE
