@@ -1,0 +1,501 @@
+/* test_select_blocks.c - which blocks a query reads: scores, ranking, forced blocks, lists of
+   others.
+   Twin: nsa.h's "Selection". */
+#include "suite.h"
+
+enum { SLOT_Q, SLOT_K, SLOT_LSE, SLOT_BLOCKS };
+
+/* ---- The primitive as a suite ---- */
+
+static nsa_status select_forward(const void *x, const nsa_desc *d, void *work, size_t bytes) {
+    return nsa_select_blocks((const nsa_select *)x, d, work, bytes);
+}
+
+static size_t select_size(const void *x, const nsa_desc *d) {
+    (void)x;
+    return nsa_select_blocks_workspace_size(d);
+}
+
+/* lse belongs to q and k: the reference's, rounded. */
+static void select_lse(const suite *s, const nsa_desc *d, double **x) {
+    plan p = plan_of(d);
+    (void)s;
+    for (int b = 0; b < p.sequences; b++) {
+        ref_desc r = ref_desc_of(d, p.length[b]);
+        unsigned char *mask = ref_mask_cmp(&r);
+        double *zeros = ref_zeros((size_t)(p.cmp_count[b] * d->kv_heads));
+        double *out = ref_zeros((size_t)(p.length[b] * d->heads));
+        ref_attend a = {REF_F64,
+                        p.length[b],
+                        p.cmp_count[b],
+                        d->heads,
+                        d->kv_heads,
+                        d->dim,
+                        1,
+                        r.scale,
+                        mask,
+                        x[SLOT_Q] + p.row[b] * d->heads * d->dim,
+                        x[SLOT_K] + p.cmp_row[b] * d->kv_heads * d->dim,
+                        zeros,
+                        out,
+                        x[SLOT_LSE] + p.row[b] * d->heads};
+        ref_attend_forward(&a);
+        free(mask), free(zeros), free(out);
+    }
+    for (int i = 0; i < p.rows * d->heads; i++)
+        x[SLOT_LSE][i] = ref_store(dtype_prec(NSA_REAL_DTYPE), x[SLOT_LSE][i]);
+}
+
+/* Block lists per sequence; scores may be asked for as well. */
+static void select_reference(const suite *s, const nsa_desc *d, int tokens, ref_prec prec,
+                             double **x, double **dx) {
+    ref_desc r = ref_desc_of(d, tokens);
+    size_t lists = (size_t)(tokens * d->kv_heads * ref_list_width(&r));
+    double *scores = ref_zeros((size_t)(tokens * d->kv_heads * ref_slc_count(&r, tokens)));
+    int32_t *blocks = (int32_t *)check_alloc(lists * sizeof *blocks);
+    (void)s, (void)prec, (void)dx;
+    ref_scores(&r, x[SLOT_Q], x[SLOT_K], x[SLOT_LSE], scores);
+    ref_select(&r, scores, blocks);
+    for (size_t i = 0; i < lists; i++) x[SLOT_BLOCKS][i] = blocks[i];
+    free(scores), free(blocks);
+}
+
+static suite suite_of(const char *name, const nsa_desc *d) {
+    suite s;
+    memset(&s, 0, sizeof s);
+    s.name = name, s.struct_size = sizeof(nsa_select);
+    s.forward = select_forward, s.forward_size = select_size;
+    s.reference = select_reference, s.prepare = select_lse;
+    suite_add(&s, "q", offsetof(nsa_select, q), ROWS_QUERY, d->heads, d->dim);
+    suite_add(&s, "k", offsetof(nsa_select, k), ROWS_CMP, d->kv_heads, d->dim);
+    suite_add(&s, "lse", offsetof(nsa_select, lse), ROWS_QUERY, d->heads, 1)->dtype =
+        NSA_REAL_DTYPE;
+    slot *blocks = suite_add(&s, "blocks", offsetof(nsa_select, blocks), ROWS_QUERY, d->kv_heads,
+                             nsa_block_list_width(d));
+    blocks->output = 1, blocks->dtype = NSA_I32;
+    return s;
+}
+
+/* ---- Question 1: against the reference ---- */
+
+static int in_list(const double *list, int width, int j) {
+    for (int i = 0; i < width; i++)
+        if (list[i] == j) return 1;
+    return 0;
+}
+
+/* May `got` stand for `want`? Both have as many blocks, and a block of one that the other lacks is
+   no forced one and scores within rounding of every other such block. */
+static int tied_lists(const ref_desc *r, int t, const double *scores, const double *got,
+                      const double *want, int width) {
+    double low = INFINITY, high = -INFINITY, largest = 0;
+    int more = 0, candidates = t / r->slc_block + 1;
+    for (int j = 0; j < candidates; j++) {
+        int a = in_list(got, width, j), b = in_list(want, width, j);
+        if (scores[j] > largest) largest = scores[j];
+        if (a == b) continue;
+        if (ref_forced(r, t, j)) return 0;
+        more += a - b;
+        low = fmin(low, scores[j]), high = fmax(high, scores[j]);
+    }
+    double roundoff = sizeof(nsa_real) == 8 ? 1.1e-16 : 6.0e-8;
+    return more == 0 && high - low <= 64 * roundoff * largest;
+}
+
+/* A list as the manual promises it: ascending candidates, -1 only behind them. */
+static int proper_list(const double *list, int width, int candidates) {
+    for (int i = 0; i < width; i++) {
+        if (list[i] == -1 ? i + 1 < width && list[i + 1] != -1
+                          : list[i] < 0 || list[i] >= candidates)
+            return 0;
+        if (i && list[i] != -1 && list[i] <= list[i - 1]) return 0;
+    }
+    return 1;
+}
+
+/* Every list of a result against the reference's. */
+static void compare_lists(const nsa_desc *d, const values *in, const double *got,
+                          const double *want, int may_tie) {
+    plan p = plan_of(d);
+    int width = nsa_block_list_width(d), ties = 0, lists = 0, wrong = -1, improper = -1;
+    for (int b = 0; b < p.sequences; b++) {
+        ref_desc r = ref_desc_of(d, p.length[b]);
+        int J = ref_slc_count(&r, p.length[b]);
+        double *scores = ref_zeros((size_t)(p.length[b] * d->kv_heads * J));
+        ref_scores(&r, in->x[SLOT_Q] + p.row[b] * d->heads * d->dim,
+                   in->x[SLOT_K] + p.cmp_row[b] * d->kv_heads * d->dim,
+                   in->x[SLOT_LSE] + p.row[b] * d->heads, scores);
+        for (int t = d->first; t < p.length[b] && t < d->first + d->count; t++)
+            for (int hk = 0; hk < d->kv_heads; hk++, lists++) {
+                int row = (p.row[b] + t) * d->kv_heads + hk;
+                const double *a = got + row * width, *c = want + row * width;
+                if (!proper_list(a, width, t / d->slc_block + 1)) improper = row;
+                if (!memcmp(a, c, (size_t)width * sizeof *a)) continue;
+                ties++;
+                if (!may_tie ||
+                    !tied_lists(&r, t, scores + (t * d->kv_heads + hk) * J, a, c, width))
+                    wrong = row;
+            }
+        free(scores);
+    }
+    CHECK(improper < 0, "list %d is not ascending candidates and -1", improper);
+    CHECK(wrong < 0, "list %d has other blocks than the reference, and not for a tie", wrong);
+    CHECK(ties * 50 <= lists, "%d of %d lists differ by a tie", ties, lists);
+}
+
+static void test_reference(const geometry *g, const nsa_desc *options, nsa_dtype dtype,
+                           uint64_t seed) {
+    for (int i = 0; i < COUNT(isas); i++) {
+        nsa_desc d = *options;
+        if (!nsa_isa_available(isas[i])) continue;
+        d.isa = isas[i], d.threads = 1 + i % 3;
+        if (i % 2) d.first = d.tokens / 3, d.count = (d.tokens + 1) / 2;
+        suite s = suite_of(g->name, &d);
+        values in = values_random(&s, &d, dtype, seed), zeros = values_zero(&s, &d);
+        values want = values_reference(&s, &d, &in, REF_F64);
+        instance p;
+        check_case("select, %s, %s, isa %s, forced %d, map %d", g->name, dtype_name(dtype),
+                   nsa_isa_name(d.isa), (int)d.forced, (int)d.score_map);
+        instance_new(&p, &s, &d, &in, dtype, dtype, i, &zeros);
+        instance_run(&p);
+        size_t n = tensor_count(&p.x[SLOT_BLOCKS]);
+        double *got = ref_zeros(n);
+        tensor_get(&p.x[SLOT_BLOCKS], got);
+        compare_lists(&d, &in, got, want.x[SLOT_BLOCKS], 1);
+        free(got);
+        values_free(&in), values_free(&zeros), values_free(&want);
+        guards_free();
+    }
+}
+
+/* The paper's rule and the rules of others. */
+static int set_option(nsa_desc *d, int option) {
+    switch (option) {
+    case 0:
+        return 1;
+    case 1:
+        d->score_map = NSA_SCORE_OVERLAP_MAX;
+        return 1;
+    case 2:
+        d->forced = NSA_FORCED_ON_TOP;
+        return 1;
+    case 3:
+        d->forced = NSA_FORCED_ON_TOP, d->slc_local = 0, d->score_map = NSA_SCORE_OVERLAP_MAX;
+        return 1;
+    case 4:
+        d->forced = NSA_FORCED_ON_TOP, d->slc_local = 0, d->slc_init = 0;
+        return 1;
+    case 5:
+        d->slc_init = d->slc_count - d->slc_local;
+        return 1; /* nothing left to score */
+    default:
+        return 0;
+    }
+}
+
+/* ---- Ties ---- */
+
+/* All compressed keys alike: blocks of equal overlap are tied exactly, and the lower index wins. */
+static void test_ties(const geometry *g, nsa_score_map map, nsa_isa isa) {
+    nsa_desc d = desc_of(g);
+    d.score_map = map, d.isa = isa;
+    suite s = suite_of(g->name, &d);
+    values v = values_random(&s, &d, NSA_REAL_DTYPE, 50), zeros = values_zero(&s, &d);
+    plan p = plan_of(&d);
+    for (size_t i = (size_t)d.dim; i < slot_count(&s.slots[SLOT_K], &p); i++)
+        v.x[SLOT_K][i] = v.x[SLOT_K][i - (size_t)d.dim];
+    select_lse(&s, &d, v.x);
+    values want = values_reference(&s, &d, &v, REF_F64);
+    instance q;
+    check_case("select, %s, tied keys, map %d, isa %s", g->name, (int)map, nsa_isa_name(isa));
+    instance_new(&q, &s, &d, &v, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+    instance_run(&q);
+    double *got = ref_zeros(tensor_count(&q.x[SLOT_BLOCKS]));
+    tensor_get(&q.x[SLOT_BLOCKS], got);
+    compare_lists(&d, &v, got, want.x[SLOT_BLOCKS], 0);
+    free(got);
+    values_free(&v), values_free(&zeros), values_free(&want);
+    guards_free();
+}
+
+/* The ranking alone, over few different scores, zeros of both signs, infinities and NaN. */
+static void test_rank(void) {
+    static const double scores_of[] = {0,        -0.0,      1,   1,   2,     -1,
+                                       INFINITY, -INFINITY, NAN, NAN, 1e-30, 0.5};
+    for (int trial = 0; trial < 3000; trial++) {
+        nsa_desc d = nsa_desc_default(1, 1024, 1, 1, 16);
+        uint64_t seed = 900 + (uint64_t)trial;
+        d.cmp_block = d.cmp_stride = d.slc_block = 16;
+        d.slc_count = 1 + check_below(20, seed, 0);
+        d.forced = check_below(2, seed, 1) ? NSA_FORCED_ON_TOP : NSA_FORCED_INSIDE;
+        int inside = d.forced == NSA_FORCED_INSIDE;
+        d.slc_local = inside ? 1 + check_below(d.slc_count, seed, 2) : check_below(4, seed, 2);
+        d.slc_init =
+            inside ? check_below(d.slc_count - d.slc_local + 1, seed, 3) : check_below(4, seed, 3);
+        int query = check_below(1024, seed, 4), candidates = query / 16 + 1,
+            width = nsa_block_list_width(&d);
+        ref_desc r = ref_desc_of(&d, 1024);
+        guarded *scores =
+            guarded_new("scores", (size_t)candidates * sizeof(nsa_real), sizeof(nsa_real));
+        guarded *list = guarded_new("list", (size_t)width * 4, 4);
+        double dense[64];
+        int32_t want[64];
+        for (int j = 0; j < candidates; j++) {
+            dense[j] =
+                scores_of[check_below(trial % 3 ? COUNT(scores_of) : 4, seed, 100 + (uint64_t)j)];
+            element_put(NSA_REAL_DTYPE, scores->data + (size_t)j * sizeof(nsa_real), dense[j]);
+            dense[j] = element_get(NSA_REAL_DTYPE, scores->data + (size_t)j * sizeof(nsa_real));
+        }
+        check_case("rank, trial %d: query %d, n %d, init %d, local %d, forced %d", trial, query,
+                   d.slc_count, d.slc_init, d.slc_local, (int)d.forced);
+        guarded_open(list, list->data, list->bytes);
+        guards_freeze();
+        nsa_status status = nsa_rank_blocks((const nsa_real *)(void *)scores->data, query, &d,
+                                            (int32_t *)(void *)list->data);
+        guards_verify("nsa_rank_blocks");
+        CHECK_OK("nsa_rank_blocks", status);
+        ref_rank(&r, query, dense, want);
+        CHECK_BITS("list", list->data, want, (size_t)width * 4, 4);
+        guards_free();
+    }
+}
+
+static void test_rank_refusals(void) {
+    nsa_desc d = nsa_desc_default(1, 1024, 1, 1, 16);
+    nsa_real scores[64] = {0};
+    int32_t list[16];
+    nsa_status s;
+    check_case("rank, refusals");
+    s = nsa_rank_blocks(NULL, 5, &d, list);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_NULL && !strcmp(nsa_status_where(s), "scores"), "%s",
+          nsa_status_where(s));
+    s = nsa_rank_blocks(scores, 5, &d, NULL);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_NULL && strlen(nsa_status_where(s)) > 2, "%s",
+          nsa_status_name(s));
+    s = nsa_rank_blocks(scores, -1, &d, list);
+    CHECK(nsa_status_kind(s) != NSA_OK && !strcmp(nsa_status_where(s), "query"), "%s",
+          nsa_status_where(s));
+    s = nsa_rank_blocks(scores, 5, NULL, list);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_NULL, "%s", nsa_status_name(s));
+}
+
+/* ---- Values that are not finite ---- */
+
+/* Lists stay valid and keep the forced blocks; queries that do not read the bad row keep their
+   bits. */
+static void test_bad_value(const geometry *g, nsa_dtype dtype, int input, double value) {
+    nsa_desc d = desc_of(g);
+    suite s = suite_of(g->name, &d);
+    values v = values_random(&s, &d, dtype, 60), zeros = values_zero(&s, &d);
+    plan p = plan_of(&d);
+    int row = slot_rows_of(&s.slots[input], &p) / 3, heads = s.slots[input].heads,
+        width = s.slots[input].width;
+    check_case("select, %s, %s, %g in %s", g->name, dtype_name(dtype), value, s.slots[input].name);
+    suite_bits clean = bits_of(&s, &d, &v, dtype, 0);
+    v.x[input][(row * heads + heads - 1) * width + width / 2] = value;
+    instance q;
+    instance_new(&q, &s, &d, &v, dtype, dtype, 0, &zeros);
+    instance_run(&q);
+    nsa_block_fault fault;
+    CHECK(nsa_check_blocks(&q.x[SLOT_BLOCKS].view, &d, &fault) == NSA_OK, "query %d: %s",
+          fault.query, fault.reason);
+    suite_bits bad = bits_take(&q);
+    int lists = nsa_block_list_width(&d), last = d.kv_heads - 1, changed = -1, dropped = -1;
+    for (int t = 0; t < g->T; t++)
+        for (int hk = 0; hk < d.kv_heads; hk++) {
+            int reads = hk == last && (input == SLOT_K ? nsa_cmp_visible(&d, t) > row : t == row);
+            size_t at = (size_t)(t * d.kv_heads + hk) * (size_t)lists * 4;
+            if (!reads &&
+                memcmp(clean.x[SLOT_BLOCKS] + at, bad.x[SLOT_BLOCKS] + at, (size_t)lists * 4))
+                changed = t;
+            int own = 0;
+            for (int i = 0; i < lists; i++) {
+                int32_t j;
+                memcpy(&j, bad.x[SLOT_BLOCKS] + at + (size_t)i * 4, 4);
+                own |= j == t / d.slc_block;
+            }
+            if (!own) dropped = t;
+        }
+    CHECK(changed < 0, "query %d does not read the row, yet its list changed", changed);
+    CHECK(dropped < 0, "query %d lost its own block", dropped);
+    bits_free(&clean), bits_free(&bad);
+    values_free(&v), values_free(&zeros);
+    guards_free();
+}
+
+/* ---- Lists of others ---- */
+
+/* One list of a tensor of one sequence, one head: what is wrong with it, if anything. */
+static void check_list(const int32_t *list, int query, int at, const char *reason) {
+    nsa_desc d = nsa_desc_default(1, 64, 1, 1, 16);
+    d.cmp_block = d.cmp_stride = d.slc_block = 16, d.slc_count = 4;
+    int32_t blocks[64][4];
+    for (int t = 0; t < 64; t++)
+        for (int i = 0; i < 4; i++) blocks[t][i] = -1;
+    memcpy(blocks[query], list, sizeof blocks[query]);
+    nsa_tensor view = {blocks, NSA_I32, 0, 4, 4};
+    nsa_block_fault fault = {-7, -7, -7, -7, -7, NULL};
+    nsa_status s = nsa_check_blocks(&view, &d, &fault);
+    check_case("check_blocks, query %d: %d %d %d %d", query, list[0], list[1], list[2], list[3]);
+    if (!reason) {
+        CHECK(s == NSA_OK, "refused: %s", fault.reason);
+        return;
+    }
+    CHECK(nsa_status_kind(s) == NSA_ERROR_BLOCKS, "%s", nsa_status_name(s));
+    CHECK(nsa_check_blocks(&view, &d, NULL) == s, "another answer without a fault");
+    CHECK(fault.batch == 0 && fault.query == query && fault.kv_head == 0 && fault.slot == at,
+          "blamed %d %d %d %d", fault.batch, fault.query, fault.kv_head, fault.slot);
+    CHECK(fault.value == list[at] && fault.reason && !strcmp(fault.reason, reason),
+          "value %d, \"%s\"", fault.value, fault.reason ? fault.reason : "");
+}
+
+static void test_check(void) {
+    static const struct {
+        int32_t list[4];
+        int query, slot;
+        const char *reason;
+    } rows[] = {
+        {{0, 1, 2, 3}, 63, 0, NULL},
+        {{-1, -1, -1, -1}, 0, 0, NULL},
+        {{2, -1, -1, -1}, 47, 0, NULL},
+        {{3, -1, -1, -1}, 47, 0, "not a candidate of its query"},
+        {{0, 4, -1, -1}, 63, 1, "not a candidate of its query"},
+        {{-2, -1, -1, -1}, 63, 0, "not a candidate of its query"},
+        {{INT32_MAX, -1, -1, -1}, 63, 0, "not a candidate of its query"},
+        {{INT32_MIN, 0, -1, -1}, 63, 0, "not a candidate of its query"},
+        {{1, 0, -1, -1}, 63, 1, "not ascending"},
+        {{0, 2, 1, 3}, 63, 2, "not ascending"},
+        {{0, 0, -1, -1}, 63, 1, "duplicate"},
+        {{0, 1, 2, 2}, 63, 3, "duplicate"},
+        {{0, -1, 2, -1}, 63, 2, "entry behind a -1"},
+        {{-1, 0, 1, 2}, 63, 1, "entry behind a -1"},
+    };
+    for (int i = 0; i < COUNT(rows); i++)
+        check_list(rows[i].list, rows[i].query, rows[i].slot, rows[i].reason);
+}
+
+/* Any lists at all become proper ones of the same candidates, in every layout, slice and packing.
+   */
+static void test_normalize(const geometry *g, int form) {
+    nsa_desc d = desc_of(g);
+    if (form % 2) d.first = d.tokens / 3, d.count = (d.tokens + 1) / 2;
+    plan p = plan_of(&d);
+    int width = nsa_block_list_width(&d);
+    tensor x = tensor_of("blocks", (layout)form, NSA_I32, &d, 0, d.kv_heads, width, 1);
+    int32_t *lists = (int32_t *)check_alloc((size_t)(p.rows * d.kv_heads * width) * 4);
+    for (int i = 0; i < p.rows * d.kv_heads * width; i++) {
+        int kind = check_below(10, 70, (uint64_t)i);
+        lists[i] = kind == 0   ? INT32_MIN
+                   : kind == 1 ? INT32_MAX
+                   : kind == 2 ? -1
+                               : check_below(8, 71, (uint64_t)i);
+    }
+    tensor_put_i32(&x, lists);
+    nsa_tensor view = view_from(x.view, 0, d.first, 0);
+    check_case("normalize, %s, layout %d", g->name, form);
+    tensor_open_slice(&x, &d);
+    guards_freeze();
+    nsa_status status = nsa_normalize_blocks(&view, &d);
+    guards_verify("nsa_normalize_blocks");
+    CHECK_OK("nsa_normalize_blocks", status);
+    CHECK(nsa_check_blocks(&view, &d, NULL) == NSA_OK, "not proper");
+    for (int b = 0; b < p.sequences; b++)
+        for (int t = d.first; t < p.length[b] && t < d.first + d.count; t++)
+            for (int row = (p.row[b] + t) * d.kv_heads; row < (p.row[b] + t + 1) * d.kv_heads;
+                 row++) {
+                int next = 0, same = 1, r = row / d.kv_heads, hk = row % d.kv_heads;
+                int32_t got;
+                for (int j = 0; j <= t / d.slc_block; j++) {
+                    int held = 0;
+                    for (int i = 0; i < width; i++) held |= lists[row * width + i] == j;
+                    if (!held) continue;
+                    memcpy(&got,
+                           d.begins ? tensor_at(&x, 0, r, hk, next) : tensor_at(&x, b, t, hk, next),
+                           4);
+                    same &= got == j;
+                    next++;
+                }
+                for (; next < width; next++) {
+                    memcpy(&got,
+                           d.begins ? tensor_at(&x, 0, r, hk, next) : tensor_at(&x, b, t, hk, next),
+                           4);
+                    same &= got == -1;
+                }
+                if (!same) CHECK(0, "sequence %d, query %d", b, t);
+            }
+    free(lists);
+    guards_free();
+}
+
+static void test_list_refusals(void) {
+    nsa_desc d = desc_of(&geometries[0]);
+    tensor x =
+        tensor_of("blocks", LAYOUT_BTHD, NSA_I32, &d, 0, d.kv_heads, nsa_block_list_width(&d), 0);
+    nsa_tensor bad = x.view;
+    nsa_status s;
+    check_case("lists, refusals");
+    guards_freeze();
+    s = nsa_check_blocks(NULL, &d, NULL);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_NULL, "%s", nsa_status_name(s));
+    s = nsa_normalize_blocks(NULL, &d);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_NULL, "%s", nsa_status_name(s));
+    bad.data = NULL;
+    CHECK(nsa_status_kind(nsa_check_blocks(&bad, &d, NULL)) == NSA_ERROR_NULL, "null data");
+    bad = x.view, bad.dtype = NSA_F32;
+    CHECK(nsa_status_kind(nsa_normalize_blocks(&bad, &d)) == NSA_ERROR_DTYPE, "f32 blocks");
+    bad = x.view, bad.token = 0;
+    CHECK(nsa_status_kind(nsa_normalize_blocks(&bad, &d)) == NSA_ERROR_STRIDE, "rows at one place");
+    bad = x.view, bad.data = (unsigned char *)bad.data + 2;
+    CHECK(nsa_status_kind(nsa_check_blocks(&bad, &d, NULL)) == NSA_ERROR_ALIGNMENT, "misaligned");
+    guards_verify("refused lists");
+    guards_free();
+}
+
+/* The width of a list by its definition. */
+static void test_width(void) {
+    nsa_desc d = desc_of(&geometries[4]);
+    check_case("list width");
+    CHECK(nsa_block_list_width(&d) == 5, "%d", nsa_block_list_width(&d));
+    d.forced = NSA_FORCED_ON_TOP;
+    CHECK(nsa_block_list_width(&d) == 8, "%d", nsa_block_list_width(&d));
+}
+
+int main(int argc, char **argv) {
+    int step = asked(argc, argv, "quick") ? 3 : 1;
+    for (int i = 0; i < COUNT(geometries); i += step) {
+        const geometry *g = &geometries[i];
+        for (int k = 0; k < COUNT(dtypes); k++) {
+            nsa_desc d = desc_of(g);
+            for (int option = 0; set_option(&d, option); d = desc_of(g), option++)
+                if (option == 0 || (option + i / step + k) % 5 == 0 || i < 2)
+                    test_reference(g, &d, dtypes[k], (uint64_t)(10 * i + k));
+            if ((i / step + k) % COUNT(dtypes)) continue; /* these in one dtype a geometry */
+            set_option(&d, i % 5);
+            suite s = suite_of(g->name, &d);
+            suite_bit_tests(&s, &d, dtypes[k]);
+            static const double bad[] = {NAN, INFINITY, -INFINITY};
+            d = desc_of(g);
+            for (int b = 0; b < COUNT(bad) && d.batch == 1 && !d.begins && nsa_cmp_count(&d, g->T);
+                 b++) {
+                test_bad_value(g, dtypes[k], SLOT_Q, bad[b]);
+                test_bad_value(g, dtypes[k], SLOT_K, bad[b]);
+            }
+        }
+        for (int form = 0; form < LAYOUTS; form++) test_normalize(g, form);
+    }
+    for (int i = 0; i < COUNT(isas); i++)
+        for (int map = 0; map < 2 && nsa_isa_available(isas[i]); map++) {
+            test_ties(&geometries[16], (nsa_score_map)map, isas[i]);
+            test_ties(&geometries[6], (nsa_score_map)map, isas[i]);
+            test_ties(&geometries[23], (nsa_score_map)map, isas[i]);
+        }
+    test_rank();
+    test_rank_refusals();
+    test_check();
+    test_list_refusals();
+    test_width();
+    nsa_desc d = desc_of(&geometries[0]);
+    suite s = suite_of("refusals", &d);
+    suite_refusals(&s, &d);
+    return check_done("test_select_blocks");
+}
