@@ -574,6 +574,7 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
 #define NSA__SHARED_PARTS
 
 #include <math.h>
+#include <string.h>
 
 #define NSA__MAX_DIM 256
 
@@ -738,6 +739,13 @@ static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigne
     return NSA_OK;
 }
 
+/* By its bits: -ffast-math folds isnan and isinf to 0, and takes every comparison for a number's. */
+static int nsa__is_finite(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits >> 52 & 0x7ff) != 0x7ff;
+}
+
 static nsa_status nsa__rope_check_options(const nsa_rope *x) {
     if (x->heads < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_heads);
     if (x->dim < 2 || x->dim > NSA__MAX_DIM || x->dim % 2)
@@ -745,14 +753,15 @@ static nsa_status nsa__rope_check_options(const nsa_rope *x) {
     if ((unsigned)x->pairs > NSA_ROPE_HALVES) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pairs);
     if ((unsigned)x->scaling > NSA_ROPE_SCALING_YARN)
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_scaling);
-    if (!(x->base == 0 || (x->base > 1 && x->base < 1e300)))
+    if (!nsa__is_finite(x->base) || !(x->base == 0 || (x->base > 1 && x->base < 1e300)))
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_base);
-    if (x->scaling != NSA_ROPE_SCALING_NONE && !(x->factor >= 1 && x->factor < 1e300))
+    if (x->scaling != NSA_ROPE_SCALING_NONE &&
+        (!nsa__is_finite(x->factor) || !(x->factor >= 1 && x->factor < 1e300)))
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_factor);
     if (x->scaling == NSA_ROPE_SCALING_YARN) {
         if (x->trained_context < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_trained_context);
         double fast = x->fast != 0 ? x->fast : 32, slow = x->slow != 0 ? x->slow : 1;
-        if (!(slow > 0 && slow < fast && fast < 1e300))
+        if (!nsa__is_finite(fast) || !nsa__is_finite(slow) || !(slow > 0 && slow < fast))
             return nsa__error(NSA_ERROR_SIZE, NSA__AT_fast);
     }
     return NSA_OK;
@@ -841,16 +850,6 @@ static uint32_t nsa__float_bits(float x) {
     return bits;
 }
 
-static uint64_t nsa__double_bits(double x) {
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-/* By their bits: -ffast-math folds isnan and isinf to 0. */
-static int nsa__is_finite(nsa_real x) {
-    return (nsa__double_bits((double)x) >> 52 & 0x7ff) != 0x7ff;
-}
 static nsa_real nsa__nan(void) {
     return (nsa_real)nsa__float_from_bits(0x7fc00000u);
 }
@@ -1183,8 +1182,7 @@ static nsa_status nsa__check_options(const nsa_desc *d) {
     if ((unsigned)d->gate > NSA_GATE_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_gate);
     if ((unsigned)d->isa > NSA_ISA_NEON) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
     if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
-    if (nsa__double_bits(d->scale) >> 52 == 0x7ff || nsa__double_bits(d->scale) >> 52 == 0xfff)
-        return nsa__error(NSA_ERROR_SCALE, NSA__AT_scale);
+    if (!nsa__is_finite(d->scale)) return nsa__error(NSA_ERROR_SCALE, NSA__AT_scale);
     return NSA_OK;
 }
 
@@ -2272,7 +2270,7 @@ static nsa_real nsa__load_lse2(const nsa__pass *p, const nsa__walk *w, int r, un
     int64_t row = p->seq.row + w->first - p->seq.first + r / p->group;
     nsa__load(&lse, p->x->lse.dtype,
               nsa__row(&p->x->lse, p->seq.batch, row, p->kv_head * p->group + r % p->group), 1);
-    if (!nsa__is_finite(lse)) bad[r] = 1;
+    if (!nsa__is_finite((double)lse)) bad[r] = 1;
     return bad[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
 }
 
