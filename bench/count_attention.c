@@ -1,5 +1,5 @@
 /* count_attention: every pass of every branch once, for valgrind to count; count_instructions.py runs
-   it. Heads 16, kv_heads 1, dim 64, 1024 tokens, one thread, the AVX2 tiles. It prints how many
+   it. Heads 4, kv_heads 1, dim 64, 512 tokens, one thread, the AVX2 tiles. It prints how many
    query-key pairs each branch has, and measures no time; bench_attention does. */
 #include "problem.h"
 
@@ -11,7 +11,7 @@ int main(void) {
         fprintf(stderr, "count_attention: this machine has no AVX2 with FMA\n");
         return 77;
     }
-    problem_make(&p, 16, 1, 64, 1024, 1);
+    problem_make(&p, 4, 1, 64, 512, 1);
     p.d.isa = NSA_ISA_AVX2;
     for (int i = 0; s == NSA_OK && i < ROWS; i++) s = forwards[i](&p);
     for (int i = 0; s == NSA_OK && i < ROWS; i++)
