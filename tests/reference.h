@@ -246,6 +246,9 @@ static inline void ref_attend_forward(const ref_attend *x) {
                 if (r.mask[s])
                     ref_add(x->prec, out, ref_store(x->prec, p[s]), ref_value(x, &r, s), x->dim_v);
             ref_store_all(x->prec, out, (size_t)x->dim_v);
+            /* A query that reads a NaN, be it in a value, is NaN in all that it gives. */
+            for (int c = 0; c < x->dim_v; c++)
+                if (isnan(out[c])) x->lse[r.query] = NAN;
         }
     free(p);
 }
@@ -259,6 +262,7 @@ static inline void ref_attend_backward_row(const ref_attend *x, const ref_attend
     const double *dout = dx->out + r.query * (size_t)x->dim_v;
     double *dq = dx->q + r.query * (size_t)x->dim;
     ref_softmax_row(x, &r, p);
+    for (int s = 0; s < x->keys && isnan(x->lse[r.query]); s++) p[s] = NAN;
     double delta = ref_dot(x->prec, dout, x->out + r.query * (size_t)x->dim_v, x->dim_v);
     for (int s = 0; s < x->keys; s++) {
         if (!r.mask[s]) continue;

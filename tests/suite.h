@@ -29,9 +29,12 @@ typedef struct slot {
     int shared;   /* head stride 0: `heads` is 1, the library sees it under every head */
     int unread;   /* backward does not read it */
     int no_heads; /* its head stride is not used */
+    int steers;   /* a NaN in it changes which rows others read: suite_nan leaves it out */
 } slot;
 
 typedef struct suite suite;
+typedef struct instance instance;
+
 struct suite {
     const char *name;
     size_t struct_size;
@@ -49,6 +52,9 @@ struct suite {
                       double **dx);
     /* Makes inputs that depend on others; may be NULL. */
     void (*prepare)(const suite *s, const nsa_desc *d, double **x);
+    /* The forward that finite differences go through, where it is not the primitive's own: one that
+       holds the block lists. NULL: forward. */
+    void (*held_forward)(instance *p);
     const void *options; /* the primitive's own */
 };
 
@@ -158,12 +164,12 @@ static inline values values_reference(const suite *s, const nsa_desc *d, const v
 
 /* ---- The same as nsa.h's structs ---- */
 
-typedef struct instance {
+struct instance {
     const suite *s;
     nsa_desc d;
     tensor x[SLOTS], dx[SLOTS];
     double memory_x[256], memory_dx[256]; /* the structs, and room for the largest of them */
-} instance;
+};
 
 static inline void *instance_x(instance *p) {
     return p->memory_x;
@@ -283,31 +289,38 @@ static inline values values_start(const suite *s, const nsa_desc *d, nsa_dtype d
     return start;
 }
 
-static inline void suite_reference_one(const suite *s, const nsa_desc *d, const values *in,
-                                       const values *want, const values *plain, nsa_dtype dtype,
-                                       nsa_dtype grad, int form) {
-    instance p;
-    plan rows = plan_of(d);
-    values start = values_start(s, d, dtype, grad);
-    instance_new(&p, s, d, in, dtype, grad, form, &start);
-    instance_run(&p);
+/* Every float output and gradient of an instance that has run. Gradients began at `start`. */
+static inline void suite_compare_all(const instance *p, const values *want, const values *plain,
+                                     const values *start, nsa_dtype grad) {
+    const suite *s = p->s;
+    plan rows = plan_of(&p->d);
     for (int i = 0; i < s->count; i++) {
         const slot *t = &s->slots[i];
         int query = t->rows == ROWS_QUERY;
         size_t n = slot_count(t, &rows);
         if (t->output && t->dtype != NSA_I32)
-            suite_compare(t->name, &p.x[i], d, query, want->x[i], plain->x[i], 2);
+            suite_compare(t->name, &p->x[i], &p->d, query, want->x[i], plain->x[i], 2);
         if (t->output || !t->gradient || !s->backward) continue;
         char name[64];
         double *w = copy_numbers(want->dx[i], n), *b = copy_numbers(plain->dx[i], n);
         for (size_t j = 0; j < n; j++) {
-            w[j] += start.x[i][j];
-            b[j] = ref_store(dtype_prec(grad), b[j] + start.x[i][j]);
+            w[j] += start->x[i][j];
+            b[j] = ref_store(dtype_prec(grad), b[j] + start->x[i][j]);
         }
         snprintf(name, sizeof name, "dx.%s", t->name);
-        suite_compare(name, &p.dx[i], d, query, w, b, 3);
+        suite_compare(name, &p->dx[i], &p->d, query, w, b, 3);
         free(w), free(b);
     }
+}
+
+static inline void suite_reference_one(const suite *s, const nsa_desc *d, const values *in,
+                                       const values *want, const values *plain, nsa_dtype dtype,
+                                       nsa_dtype grad, int form) {
+    instance p;
+    values start = values_start(s, d, dtype, grad);
+    instance_new(&p, s, d, in, dtype, grad, form, &start);
+    instance_run(&p);
+    suite_compare_all(&p, want, plain, &start, grad);
     values_free(&start);
     guards_free();
 }
@@ -556,7 +569,7 @@ static inline void suite_nan(const suite *s, const nsa_desc *d, nsa_dtype dtype)
         const slot *t = &s->slots[bad];
         int rows = slot_rows_of(t, &p);
         if (t->dtype != DTYPE_UNDER_TEST || (t->output && !t->gradient) || !rows ||
-            t->rows == ROWS_PARAMETER)
+            t->rows == ROWS_PARAMETER || t->steers)
             continue;
         values w = values_copy(s, d, &v);
         double *into = t->output ? w.dx[bad] : w.x[bad];
@@ -590,7 +603,10 @@ static inline void suite_nan(const suite *s, const nsa_desc *d, nsa_dtype dtype)
 static inline double suite_loss(instance *p, const values *v, void *work, size_t bytes) {
     const suite *s = p->s;
     double sum = 0;
-    CHECK(s->forward(instance_x(p), &p->d, work, bytes) == NSA_OK, "forward");
+    if (s->held_forward)
+        s->held_forward(p);
+    else
+        CHECK(s->forward(instance_x(p), &p->d, work, bytes) == NSA_OK, "forward");
     for (int i = 0; i < s->count; i++) {
         if (!s->slots[i].output || !s->slots[i].gradient) continue;
         size_t n = tensor_count(&p->x[i]);

@@ -1,6 +1,6 @@
 /* test_compress.c - phi: the mean, the depthwise convolution, the MLP.
    Twin: nsa.h's "Compression". */
-#include "suite.h"
+#include "compress_slots.h"
 
 typedef struct compress_case {
     const char *name;
@@ -46,11 +46,6 @@ static const compress_case tiny_cases[] = {
 #endif
 /* clang-format on */
 
-/* A tensor that the case lacks has the slot -1. */
-typedef struct compress_slots {
-    int x, out, pos, w1, b1, w2, b2;
-} compress_slots;
-
 static nsa_status compress_forward(const void *x, const nsa_desc *d, void *work, size_t bytes) {
     return nsa_compress_forward((const nsa_compress *)x, d, work, bytes);
 }
@@ -75,109 +70,35 @@ static void compress_configure(const suite *s, void *x) {
     to->phi = c->phi, to->dim = c->dim, to->hidden = c->hidden;
 }
 
-static int add_parameter(suite *s, const compress_case *c, const char *name, size_t at, int rows,
-                         int width) {
-    slot *t = suite_add(s, name, at, ROWS_PARAMETER, c->shared ? 1 : c->g->Hk, width);
-    t->parameter_rows = rows, t->gradient = 1, t->shared = c->shared;
-    t->optional = strcmp(name, "w1") && strcmp(name, "w2");
-    return s->count - 1;
+static phi_case phi_of(const compress_case *c) {
+    phi_case p = {c->phi, c->dim, c->hidden, c->shared, c->bare, c->g->Hk, c->g->l};
+    return p;
 }
 
-static compress_slots add_slots(suite *s, const compress_case *c) {
-    compress_slots at = {0, 1, -1, -1, -1, -1, -1};
-    int width = c->g->l * c->dim, mlp = c->phi == NSA_PHI_MLP;
-    slot *x = suite_add(s, "x", offsetof(nsa_compress, x), ROWS_KEY, c->g->Hk, c->dim);
-    x->gradient = 1, x->unread = c->phi == NSA_PHI_MEAN;
-    slot *out = suite_add(s, "out", offsetof(nsa_compress, out), ROWS_CMP, c->g->Hk, c->dim);
-    out->output = out->gradient = 1;
-    if (c->phi == NSA_PHI_MEAN) return at;
-    at.w1 = mlp ? add_parameter(s, c, "w1", offsetof(nsa_compress, w1), c->hidden, width)
-                : add_parameter(s, c, "w1", offsetof(nsa_compress, w1), c->g->l, c->dim);
-    if (!c->bare)
-        at.b1 = add_parameter(s, c, "b1", offsetof(nsa_compress, b1), 1, mlp ? c->hidden : c->dim);
-    if (!mlp) return at;
-    at.w2 = add_parameter(s, c, "w2", offsetof(nsa_compress, w2), c->dim, c->hidden);
-    if (c->bare) return at;
-    at.b2 = add_parameter(s, c, "b2", offsetof(nsa_compress, b2), 1, c->dim);
-    at.pos = add_parameter(s, c, "pos", offsetof(nsa_compress, pos), c->g->l, c->dim);
-    return at;
-}
+static const char *const names[PHI_TENSORS] = {"x", "out", "pos", "w1", "b1", "w2", "b2"};
 
-/* The suite's parameters lie as (rows, heads, columns), the reference's as (heads, rows, columns).
-   */
-static double *heads_first(const slot *t, const double *from) {
-    double *to = ref_zeros((size_t)(t->parameter_rows * t->heads * t->width));
-    for (int r = 0; r < t->parameter_rows; r++)
-        for (int h = 0; h < t->heads; h++)
-            memcpy(to + (h * t->parameter_rows + r) * t->width,
-                   from + (r * t->heads + h) * t->width, (size_t)t->width * sizeof *to);
-    return to;
-}
-
-static void heads_back(const slot *t, double *to, double *from) {
-    for (int r = 0; r < t->parameter_rows; r++)
-        for (int h = 0; h < t->heads; h++)
-            memcpy(to + (r * t->heads + h) * t->width,
-                   from + (h * t->parameter_rows + r) * t->width, (size_t)t->width * sizeof *to);
-    free(from);
-}
-
-static void compress_reference(const suite *s, const nsa_desc *d, int tokens, ref_prec prec,
-                               double **x, double **dx) {
-    const compress_case *c = (const compress_case *)s->options;
+static void reference(const suite *s, const nsa_desc *d, int tokens, ref_prec prec, double **x,
+                      double **dx) {
+    phi_case p = phi_of((const compress_case *)s->options);
+    compress_reference r;
     suite unused;
     memset(&unused, 0, sizeof unused);
-    compress_slots at = add_slots(&unused, c);
-    int slots[] = {at.pos, at.w1, at.b1, at.w2, at.b2};
-    double *p[5] = {NULL}, *dp[5] = {NULL};
-    for (int i = 0; i < 5; i++)
-        if (slots[i] >= 0) {
-            p[i] = heads_first(&s->slots[slots[i]], x[slots[i]]);
-            dp[i] = heads_first(&s->slots[slots[i]], dx[slots[i]]);
-        }
-    ref_compress r = {
-        prec,
-        c->phi == NSA_PHI_MEAN ? REF_MEAN : c->phi == NSA_PHI_CONV ? REF_CONV : REF_MLP,
-        tokens,
-        d->kv_heads,
-        c->dim,
-        c->hidden,
-        d->cmp_block,
-        d->cmp_stride,
-        c->shared,
-        x[at.x],
-        x[at.out],
-        p[0],
-        p[1],
-        p[2],
-        p[3],
-        p[4]};
-    ref_compress_grad g = {dx[at.out], dx[at.x], dp[0], dp[1], dp[2], dp[3], dp[4]};
-    ref_compress_forward(&r);
-    ref_compress_backward(&r, &g);
-    for (int i = 0; i < 5; i++) {
-        free(p[i]);
-        if (slots[i] >= 0) heads_back(&s->slots[slots[i]], dx[slots[i]], dp[i]);
-    }
-}
-
-/* Weights of the size that training starts from: sums stay near 1. */
-static void compress_weights(const suite *s, const nsa_desc *d, double **x) {
-    plan p = plan_of(d);
-    for (int i = 0; i < s->count; i++)
-        if (s->slots[i].rows == ROWS_PARAMETER && s->slots[i].parameter_rows > 1)
-            for (size_t j = 0; j < slot_count(&s->slots[i], &p); j++) x[i][j] /= 8;
+    compress_slots c = compress_add(&unused, &p, names, 0, 1);
+    compress_make(&r, s, &c, &p, d, tokens, prec, x, dx);
+    ref_compress_forward(&r.x);
+    ref_compress_backward(&r.x, &r.dx);
+    compress_done(&r, s, &c, dx);
 }
 
 static suite suite_of(const compress_case *c) {
+    phi_case p = phi_of(c);
     suite s;
     memset(&s, 0, sizeof s);
     s.name = c->name, s.struct_size = sizeof(nsa_compress), s.options = c;
     s.forward = compress_forward, s.backward = compress_backward;
     s.forward_size = compress_forward_size, s.backward_size = compress_backward_size;
-    s.configure = compress_configure, s.reference = compress_reference,
-    s.prepare = compress_weights;
-    add_slots(&s, c);
+    s.configure = compress_configure, s.reference = reference, s.prepare = compress_weights;
+    compress_add(&s, &p, names, 0, 1);
     return s;
 }
 

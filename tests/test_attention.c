@@ -1,0 +1,518 @@
+/* test_attention.c - the whole: compress, cmp, select, slc, win, gate, forward and backward.
+   Twin: nsa.h's "The whole". */
+#include "compress_slots.h"
+
+typedef struct chain_case {
+    const char *name;
+    const geometry *g;
+    nsa_phi k_phi, v_phi;
+    int shared, bare; /* of the parameters of phi */
+    nsa_gate_kind gate;
+    int group; /* one gate for the heads of a group */
+} chain_case;
+
+/* clang-format off: a table is read in columns. */
+static const chain_case chain_cases[] = {
+    {"mean", &geometries[0], NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0},
+    {"conv", &geometries[0], NSA_PHI_CONV, NSA_PHI_CONV, 0, 0, NSA_GATE_SOFTMAX, 1},
+    {"mlp", &geometries[0], NSA_PHI_MLP, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 1},
+    {"mlp k, mean v, shared", &geometries[2], NSA_PHI_MLP, NSA_PHI_MEAN, 1, 0, NSA_GATE_NONE, 0},
+    {"conv k, mlp v, bare", &geometries[8], NSA_PHI_CONV, NSA_PHI_MLP, 0, 1, NSA_GATE_SOFTMAX, 0},
+    {"G 1, D 16", &geometries[1], NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0},
+    {"G 3, D 64", &geometries[3], NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1},
+    {"G 6, D 80", &geometries[4], NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SOFTMAX, 1},
+    {"G 12, D 96", &geometries[5], NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0},
+    {"G 16, D 128", &geometries[6], NSA_PHI_CONV, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1},
+    {"D 192 / 128", &geometries[7], NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0},
+    {"scale 1", &geometries[11], NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1},
+    {"T 1", &geometries[13], NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 0},
+    {"T < l", &geometries[14], NSA_PHI_CONV, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 0},
+    {"T = l", &geometries[15], NSA_PHI_MLP, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 0},
+    {"T > w", &geometries[16], NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1},
+    {"no multiple", &geometries[17], NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 0},
+    {"the paper's blocks", &geometries[23], NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0},
+    {"varlen four", &geometries[25], NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1},
+    {"varlen empty", &geometries[26], NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SOFTMAX, 0},
+};
+/* clang-format on */
+
+enum { HIDDEN = 6 };
+
+static const char *const k_names[PHI_TENSORS] = {"k_cmp.x",  "k_cmp.out", "k_cmp.pos", "k_cmp.w1",
+                                                 "k_cmp.b1", "k_cmp.w2",  "k_cmp.b2"};
+static const char *const v_names[PHI_TENSORS] = {"v_cmp.x",  "v_cmp.out", "v_cmp.pos", "v_cmp.w1",
+                                                 "v_cmp.b1", "v_cmp.w2",  "v_cmp.b2"};
+
+/* Where each tensor of the chain lies among the suite's slots. */
+typedef struct chain_slots {
+    int q, k_slc, v_slc, k_win, v_win, gates, blocks, branch[3], lse[3], out;
+    compress_slots k_cmp, v_cmp;
+} chain_slots;
+
+static nsa_desc chain_desc(const chain_case *c) {
+    nsa_desc d = desc_of(c->g);
+    d.gate = c->gate;
+    d.gate_heads = c->group ? d.kv_heads : d.heads;
+    return d;
+}
+
+static phi_case phi_of(const chain_case *c, int v) {
+    phi_case p = {v ? c->v_phi : c->k_phi,
+                  v ? c->g->Dv : c->g->Dk,
+                  HIDDEN,
+                  c->shared,
+                  c->bare,
+                  c->g->Hk,
+                  c->g->l};
+    return p;
+}
+
+#define AT(field) offsetof(nsa_attention, field)
+
+static int add_input(suite *s, const char *name, size_t at, slot_rows rows, int heads, int width) {
+    suite_add(s, name, at, rows, heads, width)->gradient = 1;
+    return s->count - 1;
+}
+
+static int add_output(suite *s, const char *name, size_t at, int heads, int width, int dtype) {
+    slot *t = suite_add(s, name, at, ROWS_QUERY, heads, width);
+    t->output = 1, t->dtype = dtype;
+    return s->count - 1;
+}
+
+static chain_slots add_slots(suite *s, const chain_case *c) {
+    const geometry *g = c->g;
+    nsa_desc d = chain_desc(c);
+    phi_case k = phi_of(c, 0), v = phi_of(c, 1);
+    chain_slots at;
+    at.q = add_input(s, "q", AT(q), ROWS_QUERY, g->H, g->Dk);
+    at.k_cmp = compress_add(s, &k, k_names, AT(k_cmp), 0);
+    at.v_cmp = compress_add(s, &v, v_names, AT(v_cmp), 0);
+    at.k_slc = add_input(s, "k_slc", AT(k_slc), ROWS_KEY, g->Hk, g->Dk);
+    at.v_slc = add_input(s, "v_slc", AT(v_slc), ROWS_KEY, g->Hk, g->Dv);
+    at.k_win = add_input(s, "k_win", AT(k_win), ROWS_KEY, g->Hk, g->Dk);
+    at.v_win = add_input(s, "v_win", AT(v_win), ROWS_KEY, g->Hk, g->Dv);
+    at.gates = add_input(s, "gates", AT(gates), ROWS_QUERY, d.gate_heads, 3);
+    at.blocks = add_output(s, "blocks", AT(blocks), g->Hk, nsa_block_list_width(&d), NSA_I32);
+    at.branch[0] = add_output(s, "out_cmp", AT(out_cmp), g->H, g->Dv, DTYPE_UNDER_TEST);
+    at.branch[1] = add_output(s, "out_slc", AT(out_slc), g->H, g->Dv, DTYPE_UNDER_TEST);
+    at.branch[2] = add_output(s, "out_win", AT(out_win), g->H, g->Dv, DTYPE_UNDER_TEST);
+    at.lse[0] = add_output(s, "lse_cmp", AT(lse_cmp), g->H, 1, NSA_REAL_DTYPE);
+    at.lse[1] = add_output(s, "lse_slc", AT(lse_slc), g->H, 1, NSA_REAL_DTYPE);
+    at.lse[2] = add_output(s, "lse_win", AT(lse_win), g->H, 1, NSA_REAL_DTYPE);
+    at.out = add_output(s, "out", AT(out), g->H, g->Dv, DTYPE_UNDER_TEST);
+    s->slots[at.out].gradient = 1;
+    /* cmp's scores choose the blocks; a query that reads a NaN value has no scores either. */
+    s->slots[at.k_cmp.at[PHI_X]].steers = s->slots[at.v_cmp.at[PHI_X]].steers = 1;
+    s->slots[at.q].steers = g->H > g->Hk; /* the heads of a group share a list */
+    return at;
+}
+
+static chain_slots slots_of(const chain_case *c) {
+    suite unused;
+    memset(&unused, 0, sizeof unused);
+    return add_slots(&unused, c);
+}
+
+static nsa_status chain_forward(const void *x, const nsa_desc *d, void *work, size_t bytes) {
+    return nsa_attention_forward((const nsa_attention *)x, d, work, bytes);
+}
+
+static nsa_status chain_backward(const void *dx, const void *x, const nsa_desc *d, void *work,
+                                 size_t bytes) {
+    return nsa_attention_backward((const nsa_attention *)dx, (const nsa_attention *)x, d, work,
+                                  bytes);
+}
+
+static size_t chain_forward_size(const void *x, const nsa_desc *d) {
+    return nsa_attention_forward_workspace_size((const nsa_attention *)x, d);
+}
+
+static size_t chain_backward_size(const void *dx, const void *x, const nsa_desc *d) {
+    return nsa_attention_backward_workspace_size((const nsa_attention *)dx,
+                                                 (const nsa_attention *)x, d);
+}
+
+static void chain_configure(const suite *s, void *x) {
+    const chain_case *c = (const chain_case *)s->options;
+    nsa_attention *a = (nsa_attention *)x;
+    a->k_cmp.phi = c->k_phi, a->k_cmp.dim = c->g->Dk, a->k_cmp.hidden = HIDDEN;
+    a->v_cmp.phi = c->v_phi, a->v_cmp.dim = c->g->Dv, a->v_cmp.hidden = HIDDEN;
+}
+
+/* The reference goes on with the block lists that it is given. What is no block counts as none. */
+static void chain_reference(const suite *s, const nsa_desc *d, int tokens, ref_prec prec,
+                            double **x, double **dx) {
+    static const ref_gate_kind kinds[] = {REF_SIGMOID, REF_SOFTMAX, REF_GIVEN};
+    const chain_case *c = (const chain_case *)s->options;
+    chain_slots at = slots_of(c);
+    phi_case k = phi_of(c, 0), v = phi_of(c, 1);
+    ref_desc r = ref_desc_of(d, tokens);
+    size_t lists = (size_t)(tokens * d->kv_heads * ref_list_width(&r));
+    int32_t *blocks = (int32_t *)check_alloc(lists * sizeof *blocks);
+    for (size_t i = 0; i < lists; i++) {
+        double j = x[at.blocks][i];
+        blocks[i] = j >= 0 && j < ref_slc_count(&r, tokens) ? (int32_t)j : -1;
+    }
+    /* Backward of the chain makes the gradient of the compressed rows itself: room, not an input.
+       */
+    double *with_room[SLOTS];
+    memcpy(with_room, dx, sizeof with_room);
+    compress_reference rk, rv;
+    compress_make(&rk, s, &at.k_cmp, &k, d, tokens, prec, x, with_room);
+    compress_make(&rv, s, &at.v_cmp, &v, d, tokens, prec, x, with_room);
+    ref_attention a = {prec,
+                       kinds[d->gate],
+                       d->gate_heads,
+                       x[at.q],
+                       rk.x,
+                       rv.x,
+                       x[at.k_slc],
+                       x[at.v_slc],
+                       x[at.k_win],
+                       x[at.v_win],
+                       x[at.gates],
+                       blocks,
+                       1,
+                       {x[at.branch[0]], x[at.branch[1]], x[at.branch[2]]},
+                       {x[at.lse[0]], x[at.lse[1]], x[at.lse[2]]},
+                       x[at.out]};
+    ref_attention_grad g = {dx[at.out],   dx[at.q],     dx[at.k_slc], dx[at.v_slc], dx[at.k_win],
+                            dx[at.v_win], dx[at.gates], rk.dx,        rv.dx};
+    ref_attention_forward(&a, &r);
+    ref_attention_backward(&a, &r, &g);
+    compress_done(&rk, s, &at.k_cmp, dx);
+    compress_done(&rv, s, &at.v_cmp, dx);
+    free(blocks);
+}
+
+/* The chain put together from its primitives, on the block lists that stand in x.blocks already. */
+static void composed_forward(instance *p) {
+    nsa_attention *a = (nsa_attention *)instance_x(p);
+    const nsa_desc *d = &p->d;
+    size_t bytes = nsa_attend_cmp_forward_workspace_size(d) +
+                   nsa_attend_slc_forward_workspace_size(d) +
+                   nsa_attend_win_forward_workspace_size(d) +
+                   nsa_compress_forward_workspace_size(&a->k_cmp, d) +
+                   nsa_compress_forward_workspace_size(&a->v_cmp, d);
+    void *work = check_alloc(bytes);
+    nsa_attend cmp = {a->q, a->k_cmp.out, a->v_cmp.out, a->out_cmp, a->lse_cmp, a->blocks};
+    nsa_attend slc = {a->q, a->k_slc, a->v_slc, a->out_slc, a->lse_slc, a->blocks};
+    nsa_attend win = {a->q, a->k_win, a->v_win, a->out_win, a->lse_win, a->blocks};
+    nsa_gate gate = {a->gates, a->out_cmp, a->out_slc, a->out_win, a->out};
+    nsa_status s[] = {nsa_compress_forward(&a->k_cmp, d, work, bytes),
+                      nsa_compress_forward(&a->v_cmp, d, work, bytes),
+                      nsa_attend_cmp_forward(&cmp, d, work, bytes),
+                      nsa_attend_slc_forward(&slc, d, work, bytes),
+                      nsa_attend_win_forward(&win, d, work, bytes),
+                      nsa_gate_forward(&gate, d)};
+    for (int i = 0; i < COUNT(s); i++)
+        CHECK(s[i] == NSA_OK, "part %d: %s", i, nsa_status_name(s[i]));
+    free(work);
+}
+
+static suite suite_of(const chain_case *c) {
+    suite s;
+    memset(&s, 0, sizeof s);
+    s.name = c->name, s.struct_size = sizeof(nsa_attention), s.options = c;
+    s.forward = chain_forward, s.backward = chain_backward;
+    s.forward_size = chain_forward_size, s.backward_size = chain_backward_size;
+    s.configure = chain_configure, s.reference = chain_reference;
+    s.prepare = compress_weights, s.held_forward = composed_forward;
+    add_slots(&s, c);
+    return s;
+}
+
+/* ---- Questions 1 and 3 ---- */
+
+/* Every parameter and input that the geometry uses gets a gradient that is not 0. */
+static void check_gradients_reach(const instance *p) {
+    plan rows = plan_of(&p->d);
+    for (int i = 0; i < p->s->count; i++) {
+        const slot *t = &p->s->slots[i];
+        if (t->output || !t->gradient || !rows.rows) continue;
+        int of_cmp = !strncmp(t->name, "k_cmp", 5) || !strncmp(t->name, "v_cmp", 5);
+        /* Without a compressed row phi is not used; a softmax over one key does not feel its score.
+           */
+        if (of_cmp && !rows.cmp_rows) continue;
+        if ((!strncmp(t->name, "k_", 2) || !strcmp(t->name, "q")) &&
+            (p->d.tokens < 2 || rows.cmp_rows < 2))
+            continue;
+        size_t n = tensor_count(&p->dx[i]);
+        double *dx = ref_zeros(n);
+        tensor_get(&p->dx[i], dx);
+        CHECK(check_norm(dx, n) > 0, "the gradient of %s is 0", t->name);
+        free(dx);
+    }
+}
+
+/* The chain against the reference on the lists that it found (test_select_blocks checks those). */
+static void test_reference(const chain_case *c, nsa_dtype dtype, int seed) {
+    suite s = suite_of(c);
+    chain_slots at = slots_of(c);
+    for (int i = 0, run = 0; i < COUNT(isas); i++) {
+        nsa_desc d = chain_desc(c);
+        if (!nsa_isa_available(isas[i]) || (seed + i) % 2)
+            continue; /* every other, so that time stays small */
+        d.isa = isas[i], d.threads = 1 + (i + seed) % 3;
+        if (run++ % 2) d.first = d.tokens / 3, d.count = (d.tokens + 1) / 2;
+        nsa_dtype grad = (i + seed) % 4 ? NSA_REAL_DTYPE : dtype;
+        values in = values_random(&s, &d, dtype, (uint64_t)seed),
+               start = values_start(&s, &d, dtype, grad);
+        instance p;
+        check_case("attention, %s, %s, gradients %s, isa %s, rows %d + %d", c->name,
+                   dtype_name(dtype), dtype_name(grad), nsa_isa_name(d.isa), d.first, d.count);
+        instance_new(&p, &s, &d, &in, dtype, grad, i + seed, &start);
+        instance_run(&p);
+        tensor_get(&p.x[at.blocks], in.x[at.blocks]);
+        values want = values_reference(&s, &d, &in, REF_F64),
+               plain = values_reference(&s, &d, &in, dtype_prec(dtype));
+        suite_compare_all(&p, &want, &plain, &start, grad);
+        values_free(&in), values_free(&start), values_free(&want), values_free(&plain);
+        guards_free();
+    }
+}
+
+static void test_reach(const chain_case *c) {
+    nsa_desc d = chain_desc(c);
+    suite s = suite_of(c);
+    values in = values_random(&s, &d, NSA_REAL_DTYPE, 5), zeros = values_zero(&s, &d);
+    instance p;
+    check_case("attention, %s, gradients reach everything", c->name);
+    instance_new(&p, &s, &d, &in, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+    instance_run(&p);
+    check_gradients_reach(&p);
+    values_free(&in), values_free(&zeros);
+    guards_free();
+}
+
+/* The chain is its primitives one after the other, bit for bit. */
+static void test_composed(const chain_case *c, nsa_dtype dtype) {
+    nsa_desc d = chain_desc(c);
+    suite s = suite_of(c);
+    values in = values_random(&s, &d, dtype, 6), zeros = values_zero(&s, &d);
+    instance p;
+    check_case("attention, %s, %s, composed", c->name, dtype_name(dtype));
+    instance_new(&p, &s, &d, &in, dtype, dtype, 1, &zeros);
+    instance_run(&p);
+    suite_bits chain = bits_take(&p);
+    composed_forward(&p);
+    suite_bits parts = bits_take(&p);
+    same_bits(&s, &d, &parts, &chain, dtype);
+    bits_free(&chain), bits_free(&parts);
+    values_free(&in), values_free(&zeros);
+    guards_free();
+}
+
+/* All three branches over one K and one V, their gradients in one tensor: the sum of the three. */
+static void test_shared_keys(const chain_case *c, nsa_dtype dtype) {
+    nsa_desc d = chain_desc(c);
+    suite s = suite_of(c);
+    chain_slots at = slots_of(c);
+    plan rows = plan_of(&d);
+    values in = values_random(&s, &d, dtype, 7), zeros = values_zero(&s, &d);
+    int k[] = {at.k_slc, at.k_win, at.k_cmp.at[PHI_X]},
+        v[] = {at.v_slc, at.v_win, at.v_cmp.at[PHI_X]};
+    for (int i = 1; i < 3; i++) {
+        memcpy(in.x[k[i]], in.x[k[0]], slot_count(&s.slots[k[0]], &rows) * sizeof(double));
+        memcpy(in.x[v[i]], in.x[v[0]], slot_count(&s.slots[v[0]], &rows) * sizeof(double));
+    }
+    instance p;
+    check_case("attention, %s, %s, shared K and V", c->name, dtype_name(dtype));
+    instance_new(&p, &s, &d, &in, dtype, NSA_REAL_DTYPE, 0, &zeros);
+    nsa_attention *x = (nsa_attention *)instance_x(&p), *dx = (nsa_attention *)instance_dx(&p);
+    x->k_win = x->k_cmp.x = x->k_slc, x->v_win = x->v_cmp.x = x->v_slc;
+    dx->k_win = dx->k_cmp.x = dx->k_slc, dx->v_win = dx->v_cmp.x = dx->v_slc;
+    instance_run(&p);
+    tensor_get(&p.x[at.blocks], in.x[at.blocks]);
+    values want = values_reference(&s, &d, &in, REF_F64),
+           plain = values_reference(&s, &d, &in, dtype_prec(dtype));
+    for (int i = 1; i < 3; i++) {
+        for (size_t j = 0; j < slot_count(&s.slots[k[0]], &rows); j++)
+            want.dx[k[0]][j] += want.dx[k[i]][j], plain.dx[k[0]][j] += plain.dx[k[i]][j];
+        for (size_t j = 0; j < slot_count(&s.slots[v[0]], &rows); j++)
+            want.dx[v[0]][j] += want.dx[v[i]][j], plain.dx[v[0]][j] += plain.dx[v[i]][j];
+    }
+    suite_compare("dx.k", &p.dx[k[0]], &d, 0, want.dx[k[0]], plain.dx[k[0]], 3);
+    suite_compare("dx.v", &p.dx[v[0]], &d, 0, want.dx[v[0]], plain.dx[v[0]], 3);
+    suite_compare("dx.q", &p.dx[at.q], &d, 1, want.dx[at.q], plain.dx[at.q], 3);
+    suite_compare("out", &p.x[at.out], &d, 1, want.x[at.out], plain.x[at.out], 2);
+    values_free(&in), values_free(&zeros), values_free(&want), values_free(&plain);
+    guards_free();
+}
+
+/* ---- A NaN in what cmp compresses: it may change lists, but only of queries that see it ---- */
+
+static void test_nan_before_selection(const chain_case *c, nsa_dtype dtype, int of_v) {
+    nsa_desc d = chain_desc(c);
+    if (d.begins || d.batch != 1) return;
+    suite s = suite_of(c);
+    chain_slots at = slots_of(c);
+    int x = of_v ? at.v_cmp.at[PHI_X] : at.k_cmp.at[PHI_X];
+    int row = d.tokens / 2, heads = d.kv_heads, width = s.slots[x].width;
+    int seen = 0; /* the first query that sees a block with the row in it */
+    while (seen < d.tokens && !(nsa_cmp_visible(&d, seen) &&
+                                (nsa_cmp_visible(&d, seen) - 1) * d.cmp_stride + d.cmp_block > row))
+        seen++;
+    values in = values_random(&s, &d, dtype, 8);
+    suite_bits clean = bits_of(&s, &d, &in, dtype, 0);
+    in.x[x][(row * heads) * width + width / 2] = NAN;
+    check_case("attention, %s, %s, NaN in %s", c->name, dtype_name(dtype), s.slots[x].name);
+    suite_bits bad = bits_of(&s, &d, &in, dtype, 0);
+    for (int i = 0; i < s.count; i++)
+        if (s.slots[i].rows == ROWS_QUERY) same_rows(&s, i, &bad, 0, &clean, 0, seen, dtype);
+    bits_free(&clean), bits_free(&bad);
+    values_free(&in);
+}
+
+/* ---- RoPE: positions that all move by the same change no score ---- */
+
+static void rotate(const double *x, double *out, int rows, int heads, int dim, int shift) {
+    int32_t *positions = (int32_t *)check_alloc((size_t)rows * 4);
+    for (int t = 0; t < rows; t++) positions[t] = t + shift;
+    ref_rope r = {REF_F64, rows, heads, dim, positions, 10000, 0, REF_ROPE_NONE, 1, 0, 32, 1};
+    ref_rope_rotate(&r, 1, x, out);
+    for (int i = 0; i < rows * heads * dim; i++)
+        out[i] = ref_store(dtype_prec(NSA_REAL_DTYPE), out[i]);
+    free(positions);
+}
+
+/* phi is the mean: it commutes with a common rotation, conv and mlp do not. */
+static void test_shift(const chain_case *c, int shift) {
+    nsa_desc d = chain_desc(c);
+    suite s = suite_of(c);
+    chain_slots at = slots_of(c);
+    int turned[] = {at.q, at.k_cmp.at[PHI_X], at.k_slc, at.k_win};
+    double *lse[2][3];
+    check_case("attention, %s, positions moved by %d", c->name, shift);
+    for (int k = 0; k < 2; k++) {
+        values in = values_random(&s, &d, NSA_REAL_DTYPE, 9), zeros = values_zero(&s, &d);
+        for (int i = 0; i < COUNT(turned); i++)
+            for (int b = 0; b < d.batch; b++) {
+                const slot *t = &s.slots[turned[i]];
+                double *rows = in.x[turned[i]] + b * d.tokens * t->heads * t->width;
+                rotate(rows, rows, d.tokens, t->heads, t->width, k * shift);
+            }
+        instance p;
+        instance_new(&p, &s, &d, &in, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+        instance_run(&p);
+        for (int b = 0; b < 3; b++) {
+            lse[k][b] = ref_zeros(tensor_count(&p.x[at.lse[b]]));
+            tensor_get(&p.x[at.lse[b]], lse[k][b]);
+        }
+        values_free(&in), values_free(&zeros);
+        guards_free();
+    }
+    size_t n = (size_t)(d.batch * d.tokens * d.heads);
+    /* Of a rotated row each number is off by a rounding: 16 of them in a sum of dim, and in f64 the
+       angle's own. */
+    double roundoff = sizeof(nsa_real) == 8 ? 1.1e-16 * shift : 6.0e-8;
+    for (int b = 0; b < 3; b++) {
+        check_empty_rows(lse[1][b], lse[0][b], lse[0][b], n);
+        CHECK_NEAR("lse", lse[1][b], lse[0][b], n, 1, 64 * roundoff * sqrt((double)n));
+    }
+    for (int k = 0; k < 2; k++)
+        for (int b = 0; b < 3; b++) free(lse[k][b]);
+}
+
+/* ---- Small sequences: with room for every block all keys are read ---- */
+
+/* S 8, l 4, d 2, l' 4, n 4, w 16: slc and win are both causal attention over every key. */
+static void test_full(void) {
+    chain_case c = {
+        "full at S 8", &geometries[22], NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0};
+    nsa_desc d = chain_desc(&c);
+    suite s = suite_of(&c);
+    chain_slots at = slots_of(&c);
+    values in = values_random(&s, &d, NSA_REAL_DTYPE, 10), zeros = values_zero(&s, &d);
+    plan rows = plan_of(&d);
+    memcpy(in.x[at.k_win], in.x[at.k_slc], slot_count(&s.slots[at.k_slc], &rows) * sizeof(double));
+    memcpy(in.x[at.v_win], in.x[at.v_slc], slot_count(&s.slots[at.v_slc], &rows) * sizeof(double));
+    instance p;
+    check_case("attention, full at S 8");
+    instance_new(&p, &s, &d, &in, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+    instance_run(&p);
+    ref_desc r = ref_desc_of(&d, d.tokens);
+    unsigned char *mask = ref_mask_dense(&r);
+    size_t n = tensor_count(&p.x[at.branch[1]]);
+    double *out = ref_zeros(n), *lse = ref_zeros((size_t)(d.tokens * d.heads));
+    ref_attend a = {REF_F64, d.tokens, d.tokens,   d.heads,        d.kv_heads,     d.dim, d.dim_v,
+                    r.scale, mask,     in.x[at.q], in.x[at.k_slc], in.x[at.v_slc], out,   lse};
+    ref_attend_forward(&a);
+    suite_compare("out_slc", &p.x[at.branch[1]], &d, 1, out, out, 2);
+    suite_compare("out_win", &p.x[at.branch[2]], &d, 1, out, out, 2);
+    free(mask), free(out), free(lse);
+    values_free(&in), values_free(&zeros);
+    guards_free();
+}
+
+/* ---- Refusals of the whole alone ---- */
+
+static void test_widths(void) {
+    suite s = suite_of(&chain_cases[0]);
+    nsa_desc d = chain_desc(&chain_cases[0]);
+    spoiled b;
+    spoiled_new(&b, &s, &d);
+    nsa_attention *x = (nsa_attention *)instance_x(&b.p), good = *x;
+    const refusal *both[] = {&b.forward, &b.backward};
+    for (int i = 0; i < 2; i++) {
+        x->k_cmp.dim = 8, refused(both[i], "k_cmp of another width", NSA_ERROR_SIZE, "k_cmp.dim"),
+        *x = good;
+        x->v_cmp.dim = 0, refused(both[i], "v_cmp without width", NSA_ERROR_SIZE, "v_cmp.dim"),
+        *x = good;
+        x->k_cmp.phi = (nsa_phi)9, refused(both[i], "no phi", NSA_ERROR_OPTION, "k_cmp.phi"),
+        *x = good;
+    }
+    guards_free();
+}
+
+#ifdef CHECK_F64
+static void test_gradients(void) {
+    static const nsa_phi phis[] = {NSA_PHI_MEAN, NSA_PHI_CONV, NSA_PHI_MLP};
+    for (int i = 0; i < COUNT(tiny_geometries); i++)
+        for (int k = 0; k < COUNT(phis); k++) {
+            chain_case c = {tiny_geometries[i].name,
+                            &tiny_geometries[i],
+                            phis[k],
+                            phis[(k + i) % 3],
+                            i % 2,
+                            0,
+                            (nsa_gate_kind)((k + i) % 3),
+                            (i + k) % 2};
+            nsa_desc d = chain_desc(&c);
+            suite s = suite_of(&c);
+            suite_gradcheck(&s, &d);
+        }
+}
+#endif
+
+int main(int argc, char **argv) {
+    int step = asked(argc, argv, "quick") ? 4 : 1;
+    for (int i = 0; i < COUNT(chain_cases); i += step) {
+        const chain_case *c = &chain_cases[i];
+        nsa_desc d = chain_desc(c);
+        suite s = suite_of(c);
+        for (int k = 0; k < COUNT(dtypes); k++) {
+            test_reference(c, dtypes[k], i + k);
+            test_composed(c, dtypes[k]);
+            if ((i / step + k) % COUNT(dtypes)) continue; /* these in one dtype a case */
+            suite_bit_tests(&s, &d, dtypes[k]);
+            suite_nan(&s, &d, dtypes[k]);
+            test_nan_before_selection(c, dtypes[k], 0);
+            test_nan_before_selection(c, dtypes[k], 1);
+            test_shared_keys(c, dtypes[k]);
+        }
+        test_reach(c);
+    }
+    test_shift(&chain_cases[0], 1000);
+    test_shift(&chain_cases[5], 1000);
+    test_full();
+    test_widths();
+#ifdef CHECK_F64
+    test_gradients();
+#endif
+    nsa_desc d = chain_desc(&chain_cases[2]);
+    suite s = suite_of(&chain_cases[2]);
+    suite_refusals(&s, &d);
+    return check_done("test_attention");
+}
