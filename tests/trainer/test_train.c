@@ -234,6 +234,7 @@ static void test_configs(void) {
                  {"m7c_3090_smoke.yaml", "parameters: 4659858\n"},
                  {"m7c_125m_2k_test.yaml", "parameters: 78295332\n"},
                  {"m7c_125m_2xa100_production.yaml", "parameters: 78295332\n"},
+                 {"gpt2_125m.yaml", "parameters: 116499492\n"},
                  {"quickstart.yaml", "parameters: 443334\n"}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         char path[1200];

@@ -1,0 +1,35 @@
+/* main.c - train_125m: a model of any size, from a YAML file to its checkpoints. All that it does is
+   examples/common's, as in train_tiny; it is the program for long runs. */
+#include <stdio.h>
+
+#include "threads.h"
+#include "train.h"
+
+int main(int argc, char **argv) {
+    threads_wait_asleep(argv);
+    static const char *const no_effect[] = {"runtime.ddp",
+                                            "runtime.ddp_bucket_mb",
+                                            "runtime.ddp_compress",
+                                            "telemetry.heartbeat_every",
+                                            "telemetry.tb_disable",
+                                            "telemetry.disable_aux_stats",
+                                            "telemetry.trace_grads",
+                                            "telemetry.trace_module_bwd",
+                                            "telemetry.trace_ddp_buckets",
+                                            NULL};
+    static const config_program program = {
+        "train_125m", "Trains a language model with Native Sparse Attention.", no_effect};
+    static config c;
+    listener notes = listener_stderr();
+    ops o;
+    fault f;
+    config_outcome outcome = config_load(&c, &program, argc, argv, &notes, &f);
+    if (outcome == CONFIG_HELP) return 0;
+    if (outcome == CONFIG_ERROR || !ops_cpu_open(&o, (int)c.runtime.threads, &f)) {
+        fprintf(stderr, "%s\n", f.text);
+        return 2;
+    }
+    int code = c.check ? train_check(&c, &o) : train_run(&c, &o);
+    ops_cpu_close(&o);
+    return code;
+}
