@@ -23,8 +23,10 @@ typedef nsa_real real;
 typedef struct step_state {
     double loss;      /* sum over the labels since it was zeroed */
     int64_t labels;   /* how many they were */
+    double squares;   /* sum of the gradients' squares, as they were summed up so far */
     double grad_norm; /* of all gradients, before clipping */
     double clip;      /* what adamw multiplies gradients with */
+    int64_t overflow; /* 1: a gradient is not finite, and adamw leaves everything as it is */
 } step_state;
 
 typedef struct adamw {
@@ -91,9 +93,12 @@ struct ops {
     void (*cross_entropy)(const ops *o, step_state *s, void *logits, const int32_t *labels,
                           int64_t rows, int vocab, double scale);
 
-    /* s->grad_norm = |grad|, s->clip = min(1, max_norm / grad_norm); max_norm 0: no clipping. */
-    void (*clip)(const ops *o, step_state *s, const real *grad, int64_t count, double max_norm);
-    /* One step of AdamW on one tensor, with gradients s->clip * grad. */
+    /* s->squares += |grad|^2 */
+    void (*square_sum)(const ops *o, step_state *s, const real *grad, int64_t count);
+    /* For gradients that are `scale` times what they stand for: s->grad_norm = sqrt(squares) / scale,
+       s->clip = min(1, max_norm / grad_norm) / scale; max_norm 0: no clipping. Sets s->overflow. */
+    void (*clip)(const ops *o, step_state *s, double max_norm, double scale);
+    /* One step of AdamW on one tensor, with gradients s->clip * grad; nothing after an overflow. */
     void (*adamw)(const ops *o, const adamw *a, const step_state *s, real *value, const real *grad,
                   real *m, real *v, int64_t count);
 

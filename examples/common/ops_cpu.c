@@ -302,10 +302,9 @@ static void cpu_cross_entropy(const ops *o, step_state *s, void *logits, const i
 /* ---- Optimizer ----------------------------------------------------------------------------- */
 
 /* Partial sums of fixed blocks, added in their order. */
-static void cpu_clip(const ops *o, step_state *s, const real *grad, int64_t count,
-                     double max_norm) {
+static void cpu_square_sum(const ops *o, step_state *s, const real *grad, int64_t count) {
     enum { PARTS = 256 };
-    double part[PARTS], sum = 0;
+    double part[PARTS];
     int64_t block = count / PARTS + 1;
 #pragma omp parallel for num_threads(o->threads) schedule(static)
     for (int i = 0; i < PARTS; i++) {
@@ -313,9 +312,14 @@ static void cpu_clip(const ops *o, step_state *s, const real *grad, int64_t coun
         part[i] = 0;
         for (int64_t j = i * block; j < last; j++) part[i] += (double)grad[j] * (double)grad[j];
     }
-    for (int i = 0; i < PARTS; i++) sum += part[i];
-    s->grad_norm = sqrt(sum);
-    s->clip = max_norm > 0 && s->grad_norm > max_norm ? max_norm / s->grad_norm : 1;
+    for (int i = 0; i < PARTS; i++) s->squares += part[i];
+}
+
+static void cpu_clip(const ops *o, step_state *s, double max_norm, double scale) {
+    (void)o;
+    s->grad_norm = sqrt(s->squares) / scale;
+    s->clip = (max_norm > 0 && s->grad_norm > max_norm ? max_norm / s->grad_norm : 1) / scale;
+    s->overflow = !isfinite(s->squares);
 }
 
 static void cpu_adamw(const ops *o, const adamw *a, const step_state *s, real *value,
@@ -324,6 +328,7 @@ static void cpu_adamw(const ops *o, const adamw *a, const step_state *s, real *v
     real rate = (real)(a->lr / (1 - pow(a->beta1, (double)a->step)));
     real bias = (real)(1 / sqrt(1 - pow(a->beta2, (double)a->step)));
     real keep = (real)(1 - a->lr * a->weight_decay);
+    if (s->overflow) return;
 #pragma omp parallel for simd num_threads(o->threads) schedule(static)
     for (int64_t i = 0; i < count; i++) {
         real g = grad[i] * clip;
@@ -434,6 +439,7 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
         .group_mean_forward = cpu_group_mean_forward,
         .group_mean_backward = cpu_group_mean_backward,
         .cross_entropy = cpu_cross_entropy,
+        .square_sum = cpu_square_sum,
         .clip = cpu_clip,
         .adamw = cpu_adamw,
         .rope_forward = cpu_rope_forward,

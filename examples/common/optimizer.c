@@ -5,7 +5,8 @@ void optimizer_step(model *m, const adamw *a, double clip) {
     const ops *o = m->o;
     const params *p = &m->params;
     o->mark(o, PHASE_OPT, -1);
-    o->clip(o, m->state, p->grad, p->elements, clip);
+    o->square_sum(o, m->state, p->grad, p->elements);
+    o->clip(o, m->state, clip, 1);
     for (int i = 0; i < p->length; i++) {
         const param *x = &p->list[i];
         adamw one = *a;

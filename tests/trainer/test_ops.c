@@ -123,7 +123,10 @@ static void test_optimizer(const ops *o) {
             grad[i] = (real)check_normal(7 + (uint64_t)a.step, (uint64_t)i);
         sum = 0;
         for (int i = 0; i < COUNT; i++) sum += (double)grad[i] * (double)grad[i];
-        o->clip(o, &s, grad, COUNT, 2.5);
+        s.squares = 0;
+        o->square_sum(o, &s, grad, 400);
+        o->square_sum(o, &s, grad + 400, COUNT - 400);
+        o->clip(o, &s, 2.5, 1);
         CHECK(fabs(s.grad_norm - sqrt(sum)) < 1e-9 * sqrt(sum), "norm %.12g, not %.12g",
               s.grad_norm, sqrt(sum));
         o->adamw(o, &a, &s, value, grad, m, v, COUNT);
@@ -138,10 +141,21 @@ static void test_optimizer(const ops *o) {
     }
     for (int i = 0; i < COUNT; i++) worst = fmax(worst, fabs((double)value[i] - w[i]));
     CHECK(worst < 2e-6, "parameters off by %g after 5 steps", worst);
-    o->clip(o, &s, grad, COUNT, 1000);
+    o->clip(o, &s, 1000, 1);
     CHECK(s.clip == 1, "a norm below the limit is clipped by %g", s.clip);
-    o->clip(o, &s, grad, COUNT, 0);
+    o->clip(o, &s, 0, 1);
     CHECK(s.clip == 1, "without a limit gradients are clipped by %g", s.clip);
+    o->clip(o, &s, 2.5, 8);
+    CHECK(fabs(s.grad_norm - sqrt(sum) / 8) < 1e-9 * sqrt(sum), "scaled by 8: norm %.12g",
+          s.grad_norm);
+    CHECK(fabs(s.clip * s.grad_norm * 8 - 2.5) < 1e-12, "scaled by 8: clipped to %.12g",
+          s.clip * s.grad_norm * 8);
+    value[0] = 3, grad[5] = (real)INFINITY;
+    o->square_sum(o, &s, grad, COUNT);
+    o->clip(o, &s, 2.5, 8);
+    o->adamw(o, &a, &s, value, grad, m, v, COUNT);
+    CHECK(s.overflow == 1 && value[0] == 3, "after an overflow the first parameter is %g",
+          (double)value[0]);
 }
 
 /* How often each token is drawn; the logits are ln of the weights. */
