@@ -167,14 +167,6 @@ static int by_name(const void *a, const void *b) {
     return strcmp(*(char *const *)a, *(char *const *)b);
 }
 
-static bool is_plain_file(const char *folder, const char *name) {
-    char path[PATH_ROOM];
-    struct stat s;
-    fault unused;
-    return name[0] != '.' && files_join(path, sizeof path, folder, name, &unused) &&
-           !stat(path, &s) && S_ISREG(s.st_mode);
-}
-
 static bool list_add(files_list *list, const char *name) {
     if ((list->count & (list->count - 1)) == 0) { /* room doubles at each power of two */
         size_t room = list->count ? list->count * 2 : 1;
@@ -190,16 +182,32 @@ static bool list_add(files_list *list, const char *name) {
     return true;
 }
 
-bool files_list_open(files_list *list, const char *folder, fault *f) {
-    files_list empty = {NULL, 0};
-    *list = empty;
+/* Adds the files of `folder` and of those below it; `below` is its own name in the list, "" for the
+   first. A link to a folder is not followed, so that no folder is met twice. */
+static bool list_folder(files_list *list, const char *folder, const char *below, fault *f) {
+    char path[PATH_ROOM], name[PATH_ROOM];
+    struct stat s;
     DIR *open_folder = opendir(folder);
     if (!open_folder) return fault_errno(f, "%s: cannot open the folder", folder);
     bool ok = true;
-    for (struct dirent *e; ok && (e = readdir(open_folder));)
-        if (is_plain_file(folder, e->d_name) && !list_add(list, e->d_name))
+    for (struct dirent *e; ok && (e = readdir(open_folder));) {
+        if (e->d_name[0] == '.') continue;
+        ok = files_join(path, sizeof path, folder, e->d_name, f) &&
+             files_join(name, sizeof name, below, e->d_name, f);
+        if (!ok || lstat(path, &s)) continue;
+        if (S_ISDIR(s.st_mode))
+            ok = list_folder(list, path, name, f);
+        else if (!stat(path, &s) && S_ISREG(s.st_mode) && !list_add(list, name))
             ok = fault_set(f, "%s: out of memory", folder);
+    }
     closedir(open_folder);
+    return ok;
+}
+
+bool files_list_open(files_list *list, const char *folder, fault *f) {
+    files_list empty = {NULL, 0};
+    *list = empty;
+    bool ok = list_folder(list, folder, "", f);
     if (!ok)
         files_list_close(list);
     else if (list->count)

@@ -211,7 +211,13 @@ static void test_text(void) {
     test_mkdir("texts");
     write_records(test_path("texts/a"), 0, 700);
     write_records(test_path("texts/b"), 700, 1);
-    write_records(test_path("texts/d"), 701, RECORDS - 701);
+    test_mkdir("texts/d");
+    test_mkdir("texts/d/deeper");
+    test_mkdir("texts/.not");
+    write_records(test_path("texts/d/a"), 701, 500);
+    write_records(test_path("texts/d/deeper/a"), 1201, RECORDS - 1201);
+    test_write_text(test_path("texts/.not/a"), "not for training");
+    CHECK(!symlink("..", test_path("texts/d/up")), "a link that would go round in circles");
     test_write_text(test_path("texts/c"), "");
     test_write_text(test_path("texts/.hidden"), "not for training");
     o = options_for(CONFIG_DATASET_AUTO, test_path("texts"));
