@@ -27,17 +27,19 @@ static const char *number(char *text, size_t bytes, double x) {
 
 /* Everything but the last two fields and the closing brace. */
 static void render(char *text, const metrics *m) {
-    char n[6][32];
+    char n[7][32];
     snprintf(text, TEXT_BYTES,
              "{\n  \"device\": \"%.60s\",\n  \"dtype\": \"%.60s\",\n  \"steps\": %lld,\n"
              "  \"steps_done\": %lld,\n  \"seq_len\": %lld,\n  \"batch_global\": %lld,\n"
              "  \"lr\": %s,\n  \"loss_first\": %s,\n  \"loss_last\": %s,\n"
-             "  \"toks_per_s_p50\": %s,\n  \"peak_memory_mib\": %s,\n  \"seconds\": %s,\n",
+             "  \"toks_per_s_p50\": %s,\n  \"peak_memory_mib\": %s,\n  \"seconds\": %s,\n"
+             "  \"sel_pct_at_max\": %s,\n  \"total_fallbacks\": %lld,\n",
              m->device, m->dtype, (long long)m->steps, (long long)m->steps_done,
              (long long)m->seq_len, (long long)m->batch_global, number(n[0], 32, m->lr),
              number(n[1], 32, m->loss_first), number(n[2], 32, m->loss_last),
              number(n[3], 32, m->toks_per_s_p50), number(n[4], 32, m->peak_memory_mib),
-             number(n[5], 32, m->seconds));
+             number(n[5], 32, m->seconds), number(n[6], 32, m->sel_pct_at_max),
+             (long long)m->total_fallbacks);
 }
 
 void metrics_prepare(const char *path, const metrics *m) {

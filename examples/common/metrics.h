@@ -12,6 +12,8 @@ typedef struct metrics {
     const char *device, *dtype;
     int64_t steps, steps_done, seq_len, batch_global;
     double lr, loss_first, loss_last, toks_per_s_p50, peak_memory_mib, seconds;
+    double sel_pct_at_max; /* the largest of the run; NaN: no statistics */
+    int64_t total_fallbacks;
 } metrics;
 
 /* Keeps what the last words of a signal would be; cheap enough for each step. */

@@ -13,7 +13,10 @@
 #include <unistd.h>
 
 #include "csv.h"
+#include "events.h"
+#include "fallback.h"
 #include "files.h"
+#include "heartbeat.h"
 #include "metrics.h"
 
 /* A line at least every 10 s: the thread looks twice a second and speaks up after 9. A step that ends
@@ -24,7 +27,8 @@ struct telemetry {
     const config *config;
     FILE *log;
     bool is_first_rank;
-    csv training, val;
+    csv training, val, k_stats, fallbacks;
+    events events;
     char metrics_path[CONFIG_PATH_BYTES + 32];
     metrics metrics;
     double *rates; /* tokens/s of each step */
@@ -33,10 +37,13 @@ struct telemetry {
     double step_seconds;              /* running mean, for the time left */
 
     pthread_t thread;
-    pthread_mutex_t lock; /* guards log, last_line, last_step, stop */
+    pthread_mutex_t lock; /* guards what follows, and log */
     pthread_cond_t changed;
     bool stop;
-    double last_line, last_step; /* ms: when a line was printed, when a step ended */
+    double last_line, last_step, last_beat; /* ms: of a printed line, a step's end, a heartbeat */
+    heartbeat heartbeat;
+    heartbeat_line state; /* what a heartbeat says at this moment */
+    stats stats;          /* that `state` points to, once there are any */
 };
 
 static telemetry *the_one; /* for exit() */
@@ -91,6 +98,22 @@ static void duration_text(char *text, size_t bytes, double seconds) {
         snprintf(text, bytes, "%llds", s);
 }
 
+/* ---- Heartbeats ---- */
+
+static bool beat_locked(telemetry *t, const char *msg, fault *f) {
+    t->last_beat = now_ms();
+    t->state.msg = msg;
+    t->state.step = t->metrics.steps_done;
+    return heartbeat_write(&t->heartbeat, &t->state, f);
+}
+
+bool telemetry_note(telemetry *t, const char *msg, fault *f) {
+    pthread_mutex_lock(&t->lock);
+    bool ok = beat_locked(t, msg, f);
+    pthread_mutex_unlock(&t->lock);
+    return ok;
+}
+
 /* ---- Signs of life ---- */
 
 static void sign_of_life(telemetry *t, double now) {
@@ -106,6 +129,7 @@ static void sign_of_life(telemetry *t, double now) {
 
 static void *watch(void *user) {
     telemetry *t = user;
+    fault unused;
     pthread_mutex_lock(&t->lock);
     while (!t->stop) {
         struct timespec tick;
@@ -118,6 +142,8 @@ static void *watch(void *user) {
         pthread_cond_timedwait(&t->changed, &t->lock, &tick);
         double now = now_ms();
         if (!t->stop && now - t->last_line >= SILENCE_MS) sign_of_life(t, now);
+        if (!t->stop && now - t->last_beat >= SILENCE_MS)
+            (void)beat_locked(t, "beat", &unused); /* a full disk is for the next step to say */
     }
     pthread_mutex_unlock(&t->lock);
     return NULL;
@@ -152,9 +178,24 @@ static void stop_watch(telemetry *t) {
 
 /* ---- The folder ---- */
 
-/* What is in the way of a run in this folder. A .HALT is, even when resuming. */
+/* Whether the file tells of a step: a row below the header, a heartbeat of one. */
+static bool tells_of_a_step(const char *path, const char *sign) {
+    size_t bytes;
+    fault unused;
+    char *text = files_exist(path) ? files_read(path, SIZE_MAX / 4, &bytes, &unused) : NULL;
+    const char *found = text ? strstr(text, sign) : NULL;
+    bool told = found && found[strlen(sign)];
+    free(text);
+    return told;
+}
+
+/* What is in the way of a run in this folder. A .HALT is, even when resuming; a run that failed
+   before its first step is not. */
 static bool check_folder(const telemetry_options *o, fault *f) {
-    static const char *const used[] = {"training.csv", "metrics.json", "checkpoints"};
+    static const struct {
+        const char *name, *sign; /* NULL: that it is there */
+    } used[] = {
+        {"training.csv", "\n"}, {"checkpoints", NULL}, {"heartbeat_rank0.jsonl", "\"step_end\""}};
     char path[CONFIG_PATH_BYTES + 32];
     const char *folder = o->config->train.out_dir;
     if (!files_make_folder(folder, f) || !files_join(path, sizeof path, folder, ".HALT", f))
@@ -165,8 +206,8 @@ static bool check_folder(const telemetry_options *o, fault *f) {
                          "the file to run here again",
                          path);
     for (size_t i = 0; !o->resumed && i < sizeof used / sizeof used[0]; i++) {
-        if (!files_join(path, sizeof path, folder, used[i], f)) return false;
-        if (files_exist(path))
+        if (!files_join(path, sizeof path, folder, used[i].name, f)) return false;
+        if (used[i].sign ? tells_of_a_step(path, used[i].sign) : files_exist(path))
             return fault_set(f,
                              "%s: an earlier run is in this folder: go on with --resume, or give "
                              "another --out-dir",
@@ -175,18 +216,51 @@ static bool check_folder(const telemetry_options *o, fault *f) {
     return true;
 }
 
-static bool open_files(telemetry *t, const telemetry_options *o, fault *f) {
+static bool open_csvs(telemetry *t, const telemetry_options *o, fault *f) {
     const char *folder = o->config->train.out_dir;
     int64_t last = o->resumed ? o->resume_step : -1;
+    char header[512] = "step";
+    if (o->config->telemetry.disable_csv_logs) return true;
+    for (int i = 0; i < FALLBACKS; i++) {
+        size_t used = strlen(header);
+        snprintf(header + used, sizeof header - used, ",%s", fallback_name((fallback)i));
+    }
+    strcat(header, ",total_fallbacks");
+    return csv_open(&t->training, folder, "training.csv", "step,loss,lr,toks_per_s,grad_norm", last,
+                    f) &&
+           csv_open(&t->val, folder, "val.csv", "step,val_loss,ppl", last, f) &&
+           csv_open(&t->fallbacks, folder, "fallback_counters.csv", header, last, f) &&
+           (telemetry_without_stats(o->config) ||
+            csv_open(&t->k_stats, folder, "k_stats.csv", "step,k_mean,k_max,rows,pct_at_max", last,
+                     f));
+}
+
+static bool open_files(telemetry *t, const telemetry_options *o, fault *f) {
+    const char *folder = o->config->train.out_dir;
     if (!files_join(t->metrics_path, sizeof t->metrics_path, folder, "metrics.json", f))
         return false;
     /* What an earlier run came to must not pass for this one's end, should it be killed. */
     if (unlink(t->metrics_path) && errno != ENOENT)
         return fault_errno(f, "%s: cannot be removed", t->metrics_path);
-    if (o->config->telemetry.disable_csv_logs) return true;
-    return csv_open(&t->training, folder, "training.csv", "step,loss,lr,toks_per_s,grad_norm", last,
-                    f) &&
-           csv_open(&t->val, folder, "val.csv", "step,val_loss,ppl", last, f);
+    return open_csvs(t, o, f) &&
+           (o->config->telemetry.tb_disable || events_open(&t->events, folder, f));
+}
+
+static bool open_heartbeat(telemetry *t, const telemetry_options *o, fault *f) {
+    const char *folder = o->config->train.out_dir;
+    return !o->config->telemetry.heartbeat_every ||
+           (files_make_folder(folder, f) && heartbeat_open(&t->heartbeat, folder, o->rank, f));
+}
+
+static void close_files(telemetry *t) {
+    csv *const csvs[] = {&t->training, &t->val, &t->k_stats, &t->fallbacks};
+    for (size_t i = 0; i < sizeof csvs / sizeof *csvs; i++) csv_close(csvs[i]);
+    events_close(&t->events);
+    heartbeat_close(&t->heartbeat);
+}
+
+bool telemetry_without_stats(const config *c) {
+    return c->telemetry.disable_aux_stats || c->model.attention == CONFIG_FULL;
 }
 
 /* ---- metrics.json ---- */
@@ -249,6 +323,7 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
                  .lr = train->lr,
                  .loss_first = o->resume_step ? o->loss_first : (double)NAN,
                  .loss_last = (double)NAN,
+                 .sel_pct_at_max = (double)NAN,
                  .seconds = o->seconds};
     if (!t) {
         fault_set(f, "out of memory");
@@ -258,11 +333,12 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     t->is_first_rank = o->rank == 0;
     t->log = t->is_first_rank ? o->log : NULL;
     t->metrics = m;
-    t->last_line = t->last_step = now_ms();
-    bool ok = !t->is_first_rank || (check_folder(o, f) && open_files(t, o, f));
+    t->state.loss = t->state.toks_per_s = t->state.grad_norm = (double)NAN;
+    t->last_line = t->last_step = t->last_beat = now_ms();
+    bool ok = (!t->is_first_rank || (check_folder(o, f) && open_files(t, o, f))) &&
+              open_heartbeat(t, o, f);
     if (!ok || !start_watch(t, f)) {
-        csv_close(&t->training);
-        csv_close(&t->val);
+        close_files(t);
         free(t);
         return NULL;
     }
@@ -295,15 +371,58 @@ static void print_step(telemetry *t, const telemetry_step *s) {
     print(t, line);
 }
 
+/* What heartbeats say from now on. */
+static void set_state(telemetry *t, const telemetry_step *s, double rate) {
+    t->state.loss = s->loss;
+    t->state.toks_per_s = rate;
+    t->state.grad_norm = s->grad_norm;
+    t->state.stats = s->stats ? &t->stats : NULL;
+    if (s->stats) t->stats = *s->stats;
+}
+
+/* The rows and the scalars of a step. */
+static bool write_step(telemetry *t, const telemetry_step *s, double rate, fault *f) {
+    double training[] = {s->loss, s->lr, rate, s->grad_norm}, fallbacks[FALLBACKS + 1];
+    for (int i = 0; i < FALLBACKS; i++) fallbacks[i] = (double)fallback_count((fallback)i);
+    fallbacks[FALLBACKS] = (double)fallback_total();
+    events_scalar scalars[16] = {{"train/loss", s->loss},
+                                 {"train/toks_per_s", rate},
+                                 {"train/lr", s->lr},
+                                 {"train/grad_norm", s->grad_norm}};
+    int count = 4;
+    bool ok = csv_row(&t->training, s->step, training, 4, f) &&
+              csv_row(&t->fallbacks, s->step, fallbacks, FALLBACKS + 1, f);
+    if (ok && s->stats) {
+        const stats *x = s->stats;
+        double k[] = {x->k_mean, (double)x->k_max, (double)x->k_rows, x->pct_at_max};
+        const events_scalar more[] = {
+            {"gates/entropy_mean", x->entropy_mean},   {"gates/max_gate", x->max_gate},
+            {"gates/collapse_frac", x->collapse_frac}, {"gates/share_cmp", x->shares[0]},
+            {"gates/share_slc", x->shares[1]},         {"gates/share_win", x->shares[2]},
+            {"selection/k_mean", x->k_mean},           {"selection/k_max", (double)x->k_max},
+            {"selection/pct_at_max", x->pct_at_max}};
+        memcpy(scalars + count, more, sizeof more);
+        count += (int)(sizeof more / sizeof *more);
+        ok = csv_row(&t->k_stats, s->step, k, 4, f);
+    }
+    return ok && events_write(&t->events, s->step, scalars, count, f);
+}
+
+static bool is_due(int64_t every, int64_t step) {
+    return every > 0 && step % every == 0;
+}
+
 bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {
+    const config *c = t->config;
     double rate = s->seconds > 0 ? (double)s->tokens / s->seconds : 0;
-    double row[] = {s->loss, s->lr, rate, s->grad_norm};
-    bool wanted = s->step % t->config->train.log_every == 0 || !t->rate_count || s->skipped ||
-                  s->step == t->config->train.steps;
+    bool ok = true, last = s->step == c->train.steps;
+    bool wanted = is_due(c->train.log_every, s->step) || !t->rate_count || s->skipped || last;
     pthread_mutex_lock(&t->lock);
     t->metrics.steps_done = s->step;
     t->last_step = now_ms();
     wanted = wanted || t->last_step - t->last_line >= STEP_SILENCE_MS;
+    set_state(t, s, rate);
+    if (last || is_due(c->telemetry.heartbeat_every, s->step)) ok = beat_locked(t, "step_end", f);
     pthread_mutex_unlock(&t->lock);
     add_rate(t, rate);
     t->line_tokens += (double)s->tokens;
@@ -312,6 +431,8 @@ bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {
     t->metrics.lr = s->lr;
     t->metrics.loss_last = s->loss;
     t->metrics.seconds += s->seconds;
+    t->metrics.total_fallbacks = fallback_total();
+    if (s->stats) t->metrics.sel_pct_at_max = fmax(t->metrics.sel_pct_at_max, s->stats->pct_at_max);
     if (s->step == 1) t->metrics.loss_first = s->loss;
     if (wanted) {
         t->metrics.toks_per_s_p50 = median_rate(t);
@@ -319,7 +440,7 @@ bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {
         print_step(t, s);
     }
     if (t->is_first_rank) metrics_prepare(t->metrics_path, &t->metrics);
-    return csv_row(&t->training, s->step, row, 4, f);
+    return ok && write_step(t, s, rate, f);
 }
 
 bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_per_token, fault *f) {
@@ -330,11 +451,17 @@ bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_pe
                  val_loss / 0.69314718055994530942 / bytes_per_token);
     telemetry_say(t, "step %04lld | val_loss %.4f | ppl %.2f%s", (long long)step, val_loss, row[1],
                   bits);
-    return csv_row(&t->val, step, row, 2, f);
+    const events_scalar scalars[] = {{"val/loss", val_loss}, {"val/ppl", row[1]}};
+    return csv_row(&t->val, step, row, 2, f) && events_write(&t->events, step, scalars, 2, f) &&
+           telemetry_note(t, "progress", f);
 }
 
-void telemetry_peak_memory(telemetry *t, int64_t bytes) {
-    t->metrics.peak_memory_mib = (double)bytes / 1048576;
+void telemetry_gpu_memory(telemetry *t, int64_t allocated, int64_t reserved, int64_t peak) {
+    pthread_mutex_lock(&t->lock);
+    t->state.gpu_mem_alloc = (double)allocated / 1048576;
+    t->state.gpu_mem_reserved = (double)reserved / 1048576;
+    pthread_mutex_unlock(&t->lock);
+    t->metrics.peak_memory_mib = (double)peak / 1048576;
 }
 
 double telemetry_seconds(const telemetry *t) {
@@ -354,8 +481,7 @@ bool telemetry_close(telemetry *t, const char *verdict, int exit_code, fault *f)
     refresh_memory(t);
     t->metrics.toks_per_s_p50 = median_rate(t);
     if (t->is_first_rank) ok = metrics_write(t->metrics_path, &t->metrics, verdict, exit_code, f);
-    csv_close(&t->training);
-    csv_close(&t->val);
+    close_files(t);
     free(t->rates);
     free(t);
     return ok;

@@ -1,6 +1,6 @@
-/* telemetry.h - what a run writes into out_dir and says on the terminal: training.csv, val.csv,
-   metrics.json, the log line, a sign of life at least every 10 s. Twin: telemetry.c. It judges nothing
-   and never stops a run. */
+/* telemetry.h - what a run writes into out_dir while it goes, and says on the terminal: the CSVs,
+   heartbeats, TensorBoard's files, metrics.json, the log line, a sign of life at least every 10 s.
+   Twin: telemetry.c. What is written once at the start is train_report.c's. */
 #ifndef TELEMETRY_H
 #define TELEMETRY_H
 
@@ -9,13 +9,14 @@
 #include "config.h"
 #include "phase.h"
 #include "signals.h"
+#include "stats.h"
 
 typedef struct telemetry telemetry;
 
 typedef struct telemetry_options {
     const config *config;       /* must outlive the run */
     const char *device, *dtype; /* as they run: "cpu", "f32" */
-    int64_t rank, world;        /* only rank 0 prints, and writes CSVs and metrics.json */
+    int64_t rank, world;        /* only rank 0 prints, and writes what is not its heartbeat */
     bool resumed;               /* false: a used out_dir is refused */
     int64_t resume_step;        /* steps done before; 0 for a new run */
     double loss_first, seconds; /* of a resumed run, from its checkpoint */
@@ -27,31 +28,39 @@ typedef struct telemetry_options {
    for every exit. One at a time in a process. */
 telemetry *telemetry_open(const telemetry_options *o, fault *f);
 
+/* Whether this run has no statistics of gates and selection: switched off, or nothing to count. */
+bool telemetry_without_stats(const config *c);
+
 typedef struct telemetry_step {
-    int64_t step;      /* 1-based: the step that was just done */
-    double loss;       /* mean over accumulation and ranks */
-    double lr;         /* that the step used */
-    double grad_norm;  /* before clipping */
-    double seconds;    /* that the step took, evaluation and saving not counted */
-    int64_t tokens;    /* of this step, over all ranks */
-    bool skipped;      /* fp16 overflow: counted, and said */
-    const char *extra; /* more for the log line, "name value | name value"; or NULL */
+    int64_t step;       /* 1-based: the step that was just done */
+    double loss;        /* mean over accumulation and ranks */
+    double lr;          /* that the step used */
+    double grad_norm;   /* before clipping */
+    double seconds;     /* that the step took, evaluation and saving not counted */
+    int64_t tokens;     /* of this step, over all ranks */
+    bool skipped;       /* fp16 overflow: counted, and said */
+    const stats *stats; /* of its gates and block lists; NULL: none were taken */
+    const char *extra;  /* more for the log line, "name value | name value"; or NULL */
 } telemetry_step;
 
-/* After each optimizer step: a row of training.csv; a log line every log_every steps, on the first
-   and the last one, and where there was none for a while. False: the disk refused the row. */
+/* After each optimizer step: a row of the CSVs, a heartbeat, TensorBoard's scalars; a log line every
+   log_every steps, on the first and the last one, and where there was none for a while. False: the
+   disk refused one of them. */
 bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f);
 
 /* After an evaluation: a row of val.csv and a line. bytes_per_token turns nats into bits per byte (1
    for bytes; 0: not known). */
 bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_per_token, fault *f);
 
+/* A heartbeat apart from the steps: "boot", "progress", "fineweb_loader_ready". */
+bool telemetry_note(telemetry *t, const char *msg, fault *f);
+
 /* One line on the terminal; any thread. */
 void telemetry_say(telemetry *t, const char *format, ...) __attribute__((format(printf, 2, 3)));
 listener telemetry_listener(telemetry *t);
 
-/* The peak that the program knows of (of a GPU); without it the process's own is taken. */
-void telemetry_peak_memory(telemetry *t, int64_t bytes);
+/* What a GPU holds for this process, and the most it held; without it memory is the process's own. */
+void telemetry_gpu_memory(telemetry *t, int64_t allocated, int64_t reserved, int64_t peak);
 
 double telemetry_seconds(const telemetry *t);    /* trained so far, earlier runs included */
 double telemetry_loss_first(const telemetry *t); /* of step 1 */

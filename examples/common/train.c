@@ -90,8 +90,12 @@ static outcome accumulate(trainer *t, data_position *next, fault *f) {
     for (int64_t i = 0; i < count; i++) {
         if (signals_stop_requested()) return STEP_STOPPED;
         t->o->mark(t->o, PHASE_DATA, -1);
-        if (!data_next(t->data, &b, f))
-            return signals_stop_requested() ? STEP_STOPPED : STEP_FAILED;
+        if (!data_next(t->data, &b, f)) {
+            if (signals_stop_requested()) return STEP_STOPPED;
+            train_note_loader(t, "error");
+            return STEP_FAILED;
+        }
+        if (i == count - 1) observer_begin(&t->observer);
         model_batch batch = batch_of(&b);
         double scale = b.labelled ? 1 / ((double)b.labelled * (double)count) : 0;
         if (scale != 0 && !model_train(&t->model, &batch, scale, f)) return STEP_FAILED;
@@ -100,12 +104,21 @@ static outcome accumulate(trainer *t, data_position *next, fault *f) {
     return signals_stop_requested() ? STEP_STOPPED : STEP_DONE;
 }
 
+static bool trace_gradients(const trainer *t, fault *f) {
+    listener notes = telemetry_listener(t->telemetry);
+    return observer_trace_gradients(&t->observer, t->state.step + 1, &notes, f);
+}
+
 static outcome step(trainer *t, fault *f) {
     const config_train *c = &t->config->train;
+    const config_telemetry *watch = &t->config->telemetry;
     double begin = now_seconds();
     data_position next;
     outcome o = accumulate(t, &next, f);
     if (o != STEP_DONE) return o;
+    stats seen;
+    bool counted = observer_end(&t->observer, &seen);
+    if (watch->trace_grads && !trace_gradients(t, f)) return STEP_FAILED;
     adamw a = {.lr = config_lr(c, t->state.step + 1),
                .beta1 = 0.9,
                .beta2 = 0.95,
@@ -130,8 +143,11 @@ static outcome step(trainer *t, fault *f) {
                            .lr = a.lr,
                            .grad_norm = s.grad_norm,
                            .tokens = tokens,
-                           .seconds = now_seconds() - begin};
-    return telemetry_step_end(t->telemetry, &done, f) ? STEP_DONE : STEP_FAILED;
+                           .seconds = now_seconds() - begin,
+                           .stats = counted ? &seen : NULL};
+    bool ok = telemetry_step_end(t->telemetry, &done, f);
+    if (ok && t->first_step == a.step) ok = train_report_memory(t, "mem_step1.json", f);
+    return ok ? STEP_DONE : STEP_FAILED;
 }
 
 static bool due(int64_t every, int64_t step) {
@@ -207,7 +223,7 @@ int train_run(const config *c, const ops *o) {
     } else {
         fault unused;
         fprintf(stderr, "%s\n", f.text);
-        code = t.telemetry ? 1 : 2;
+        code = signals_stop_requested() ? 128 + signals_stop_requested() : 2;
         if (t.telemetry) telemetry_close(t.telemetry, f.text, code, &unused);
     }
     train_close(&t);

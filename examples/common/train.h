@@ -1,5 +1,6 @@
 /* train.h - a training run from its settings to its last artefact, on any back end. Twins: train.c
-   (steps), train_open.c (what a run stands on), train_save.c (checkpoints), train_check.c (--check).
+   (steps), train_open.c (what a run stands on), train_save.c (checkpoints), train_report.c (what it
+   is and takes), train_check.c (--check).
    Programs choose the back end and what they print of it; what a step computes is the model's. */
 #ifndef TRAIN_H
 #define TRAIN_H
@@ -8,6 +9,7 @@
 #include "config.h"
 #include "data.h"
 #include "model.h"
+#include "observer.h"
 #include "telemetry.h"
 #include "tokenizer.h"
 
@@ -20,7 +22,8 @@ typedef struct train_tensors {
 
 typedef struct trainer {
     const config *config;
-    const ops *o;
+    const ops *o; /* the observer's, before the back end's */
+    observer observer;
     model model;
     train_tensors tensors;
     tokenizer *tokenizer;
@@ -28,6 +31,7 @@ typedef struct trainer {
     data *data;
     telemetry *telemetry;
     checkpoint_state state; /* as of the last whole step: what a checkpoint holds */
+    int64_t first_step;     /* that this run does */
     int64_t saved_step;     /* of the newest checkpoint; -1: none yet */
 } trainer;
 
@@ -49,5 +53,12 @@ void train_close(trainer *t);
 bool train_describe_tensors(trainer *t, fault *f);
 bool train_load(trainer *t, const checkpoint *k, fault *f);
 bool train_save(trainer *t, fault *f); /* a checkpoint of t->state, unless there is one */
+
+/* A heartbeat fineweb_loader_..., where the data are such a stream. */
+void train_note_loader(const trainer *t, const char *what);
+
+/* env.json, mem_boot.json, opt_state_mb.txt, dtypes_report.txt; and one of memory's files alone. */
+bool train_report_start(const trainer *t, fault *f);
+bool train_report_memory(const trainer *t, const char *name, fault *f);
 
 #endif

@@ -47,6 +47,15 @@ static bool open_telemetry(trainer *t, const checkpoint *k, fault *f) {
     return t->telemetry != NULL;
 }
 
+void train_note_loader(const trainer *t, const char *what) {
+    int64_t set = t->config->data.dataset;
+    char msg[64];
+    fault unused;
+    snprintf(msg, sizeof msg, "fineweb_loader_%s", what);
+    if (set == CONFIG_FINEWEB || set == CONFIG_FINEWEB_LOCAL)
+        (void)telemetry_note(t->telemetry, msg, &unused);
+}
+
 static bool open_data(trainer *t, const checkpoint *k, fault *f) {
     const config *c = t->config;
     data_options options = {.config = &c->data,
@@ -60,7 +69,9 @@ static bool open_data(trainer *t, const checkpoint *k, fault *f) {
                             .resume = k ? &t->state.data : NULL,
                             .stop = signals_stop_requested,
                             .notes = telemetry_listener(t->telemetry)};
+    train_note_loader(t, "warmup");
     t->data = data_open(&options, f);
+    train_note_loader(t, t->data ? "ready" : "error");
     if (t->data) telemetry_say(t->telemetry, "data: %s", data_describe(t->data));
     return t->data != NULL;
 }
@@ -78,6 +89,7 @@ static bool open_model(trainer *t, const checkpoint *k, fault *f) {
 }
 
 static void say_what_runs(trainer *t) {
+    if (t->config->telemetry.trace_module_bwd) t->observer.trace = telemetry_listener(t->telemetry);
     const model *m = &t->model;
     const config_train *c = &t->config->train;
     telemetry_say(t->telemetry,
@@ -108,7 +120,8 @@ bool train_open(trainer *t, const config *c, const ops *o, fault *f) {
     checkpoint opened, *k = NULL;
     memset(t, 0, sizeof *t);
     t->config = c;
-    t->o = o;
+    observer_wrap(&t->observer, o, &t->model);
+    t->o = &t->observer.table;
     t->saved_step = -1;
     t->state.seed = (uint64_t)c->train.seed;
     t->state.loss_scale = 1;
@@ -121,9 +134,12 @@ bool train_open(trainer *t, const config *c, const ops *o, fault *f) {
         t->state = k->state;
         t->saved_step = k->state.step;
     }
-    bool ok = open_model(t, k, f) && open_telemetry(t, k, f);
+    t->first_step = t->state.step + 1;
+    bool ok = open_model(t, k, f) && observer_open(&t->observer, !telemetry_without_stats(c), f) &&
+              open_telemetry(t, k, f);
     if (ok) say_what_runs(t);
-    ok = ok && open_data(t, k, f);
+    ok = ok && train_report_start(t, f) && telemetry_note(t->telemetry, "boot", f) &&
+         open_data(t, k, f);
     if (k) checkpoint_close(k);
     return ok;
 }
@@ -131,6 +147,7 @@ bool train_open(trainer *t, const config *c, const ops *o, fault *f) {
 void train_close(trainer *t) {
     data_close(t->data);
     model_close(&t->model);
+    observer_close(&t->observer);
     token_list_free(&t->prompt);
     tokenizer_close(t->tokenizer);
     free(t->tensors.weights);

@@ -61,5 +61,5 @@ bool train_save(trainer *t, fault *f) {
     t->saved_step = t->state.step;
     telemetry_say(t->telemetry, "step %04lld | saved %s/checkpoints", (long long)t->state.step,
                   c->out_dir);
-    return true;
+    return telemetry_note(t->telemetry, "progress", f);
 }

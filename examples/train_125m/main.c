@@ -7,15 +7,8 @@
 
 int main(int argc, char **argv) {
     threads_wait_asleep(argv);
-    static const char *const no_effect[] = {"runtime.ddp",
-                                            "runtime.ddp_bucket_mb",
-                                            "runtime.ddp_compress",
-                                            "telemetry.heartbeat_every",
-                                            "telemetry.tb_disable",
-                                            "telemetry.disable_aux_stats",
-                                            "telemetry.trace_grads",
-                                            "telemetry.trace_module_bwd",
-                                            "telemetry.trace_ddp_buckets",
+    static const char *const no_effect[] = {"runtime.ddp", "runtime.ddp_bucket_mb",
+                                            "runtime.ddp_compress", "telemetry.trace_ddp_buckets",
                                             NULL};
     static const config_program program = {
         "train_125m", "Trains a language model with Native Sparse Attention.", no_effect};

@@ -15,11 +15,6 @@ int main(int argc, char **argv) {
                                             "runtime.local_rank",
                                             "runtime.master_addr",
                                             "runtime.master_port",
-                                            "telemetry.heartbeat_every",
-                                            "telemetry.tb_disable",
-                                            "telemetry.disable_aux_stats",
-                                            "telemetry.trace_grads",
-                                            "telemetry.trace_module_bwd",
                                             "telemetry.trace_ddp_buckets",
                                             NULL};
     static const config_program program = {

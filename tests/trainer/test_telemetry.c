@@ -184,10 +184,14 @@ static void test_refusals(void) {
     refuse(0, false, "file/below");
 }
 
-static void test_full_disk(void) {
+/* The first file that a step cannot be written to is the one that is named. */
+static void test_full_disk(int64_t heartbeat_every, const char *words) {
     struct rlimit before, small;
-    check_case("full disk");
-    load_settings(test_path("full"), "9");
+    char folder[32];
+    check_case("full disk, %s", words);
+    snprintf(folder, sizeof folder, "full%d", (int)heartbeat_every);
+    load_settings(test_path(folder), "9");
+    settings.telemetry.heartbeat_every = heartbeat_every;
     telemetry *t = open_run(0, false);
     if (!CHECK(t != NULL, "%s", why.text)) return;
     do_step(t, 1);
@@ -198,7 +202,7 @@ static void test_full_disk(void) {
     telemetry_step s = {.step = 2, .loss = 1, .seconds = 1};
     bool ok = telemetry_step_end(t, &s, &why);
     setrlimit(RLIMIT_FSIZE, &before);
-    TEST_FAULT(ok, &why, "full/training.csv: cannot write the row of step 2&File too large");
+    TEST_FAULT(ok, &why, words);
     CHECK(telemetry_close(t, "failed", 1, &why), "%s", why.text);
 }
 
@@ -318,7 +322,9 @@ int main(int argc, char **argv) {
     test_lines();
     test_nan();
     test_refusals();
-    test_full_disk();
+    test_full_disk(0, "full0/training.csv: cannot write the row of step 2&File too large");
+    test_full_disk(1,
+                   "full1/heartbeat_rank0.jsonl: cannot write the line of step 2&File too large");
     test_phase();
     return test_end("test_telemetry");
 }

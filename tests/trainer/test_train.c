@@ -254,9 +254,9 @@ static void test_refusals(void) {
     check_case("refusals");
     test_write_text(empty, "");
     test_write_text(yaml, "nsa:\n  l: 16\n  windows: 3\n");
-    expect(train("--data", empty, "--out-dir", out, "--steps", "2", NULL), 1, empty);
-    expect(train("--data", test_path("nowhere"), "--out-dir", test_path("refused2"), NULL), 1,
-           "nowhere");
+    expect(train("--data", empty, "--out-dir", out, "--steps", "2", NULL), 2, empty);
+    expect(train("--data", test_path("nowhere"), "--out-dir", out, NULL), 2, "nowhere");
+    expect(train("--data", text, "--out-dir", out, "--steps", "2", NULL), 0, "step 0002");
     expect(train("--config", yaml, "--data", text, NULL), 2, "bad.yaml:3");
     expect(train("--frobnicate", NULL), 2, "--frobnicate");
     expect(train("--data", text, "--nsa-d", "3", NULL), 2, "nsa.d");

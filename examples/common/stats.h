@@ -1,0 +1,38 @@
+/* stats.h - what the gates and the block lists of a step look like, counted from the arrays that the
+   step computed with. Twin: stats.c. Who brings the arrays is observer.c's; it draws no conclusion.
+
+   A row is one token, one gate or kv group, one layer. A row's shares are g_b / (g_cmp + g_slc +
+   g_win); its entropy is theirs, with the natural logarithm (ln 3 = 1.0986 where all are equal). It
+   is collapsed if its entropy is below 0.1 and its largest share above 0.95. Its k is the number of
+   tokens at or before it that its selected blocks hold. */
+#ifndef STATS_H
+#define STATS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "nsa.h"
+
+typedef struct stats_sum {
+    double entropy, largest, shares[3], k;
+    int64_t gate_rows, collapsed;
+    int64_t k_rows, k_max, at_max;
+} stats_sum;
+
+typedef struct stats {
+    double entropy_mean, max_gate, collapse_frac, shares[3]; /* max_gate: mean of largest shares */
+    double k_mean, pct_at_max; /* pct_at_max: share of the rows whose k is k_max, 0 .. 1 */
+    int64_t gate_rows, k_rows, k_max;
+} stats;
+
+/* `rows` triples of gate logits; with NSA_GATE_NONE of gates. */
+void stats_add_gates(stats_sum *s, const float *logits, int64_t rows, nsa_gate_kind kind);
+
+/* Block lists (count, groups, width) of the tokens first .. first + count - 1 of one sequence. */
+void stats_add_blocks(stats_sum *s, const int32_t *lists, int64_t first, int64_t count, int groups,
+                      int width, int slc_block);
+
+/* False where nothing was added. */
+bool stats_finish(const stats_sum *s, stats *result);
+
+#endif
