@@ -78,6 +78,7 @@ typedef struct config_train {
 typedef struct config_telemetry {
     int64_t heartbeat_every, tb_disable, disable_csv_logs, disable_aux_stats;
     int64_t trace_grads, trace_module_bwd, trace_ddp_buckets;
+    double stall_timeout; /* seconds; 0: none */
 } config_telemetry;
 
 typedef struct config_sample {

@@ -152,6 +152,8 @@ const config_entry config_entries[] = {
 
     INTEGER("telemetry.heartbeat_every", telemetry.heartbeat_every, 0, 1e9, "1", NULL,
             "NSA_HEARTBEAT_EVERY", CONFIG_NOT_SAVED, "steps between two heartbeats; 0: none"),
+    NUMBER("telemetry.stall_timeout", telemetry.stall_timeout, 0, 86400, "180", "--stall-timeout",
+           CONFIG_NOT_SAVED, "seconds without progress inside a step that halt the run; 0: never"),
     SWITCH("telemetry.tb_disable", telemetry.tb_disable, "false", NULL, "NSA_TB_DISABLE",
            CONFIG_NOT_SAVED, "no TensorBoard files"),
     SWITCH("telemetry.disable_csv_logs", telemetry.disable_csv_logs, "false", NULL,

@@ -61,6 +61,10 @@ void signals_install(void (*last)(int number)) {
     handle(SIGXFSZ, SIG_IGN, 0);
 }
 
+void signals_ask(int number) {
+    if (!requested) requested = number;
+}
+
 int signals_stop_requested(void) {
     return requested;
 }

@@ -8,6 +8,7 @@
    is called first, and may do only what is safe in a signal handler. NULL: nothing. */
 void signals_install(void (*last)(int number));
 
+void signals_ask(int number);     /* as if this signal had come, once */
 int signals_stop_requested(void); /* the signal's number, or 0 */
 const char *signals_name(int number);
 

@@ -12,7 +12,9 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "anomaly.h"
 #include "csv.h"
+#include "dump.h"
 #include "events.h"
 #include "fallback.h"
 #include "files.h"
@@ -21,7 +23,7 @@
 
 /* A line at least every 10 s: the thread looks twice a second and speaks up after 9. A step that ends
    after 5 s of silence speaks for itself. */
-enum { TICK_MS = 500, SILENCE_MS = 9000, STEP_SILENCE_MS = 5000 };
+enum { TICK_MS = 500, SILENCE_MS = 9000, STEP_SILENCE_MS = 5000, DUMP_MS = 1000 };
 
 struct telemetry {
     const config *config;
@@ -44,6 +46,9 @@ struct telemetry {
     heartbeat heartbeat;
     heartbeat_line state; /* what a heartbeat says at this moment */
     stats stats;          /* that `state` points to, once there are any */
+    anomaly_watch watch;
+    bool halted; /* by an anomaly of this process, or a .HALT that came up */
+    int dumps;   /* that have been said */
 };
 
 static telemetry *the_one; /* for exit() */
@@ -127,9 +132,54 @@ static void sign_of_life(telemetry *t, double now) {
     print_locked(t, line);
 }
 
+/* Says that a dump was written. */
+static void look_for_dumps(telemetry *t) {
+    char line[1536];
+    fault unused;
+    int dumps = dump_count();
+    if (dumps == t->dumps) return;
+    t->dumps = dumps;
+    snprintf(line, sizeof line, "SIGUSR1: phase, layer and stack written to %s", dump_path());
+    print_locked(t, line);
+    (void)beat_locked(t, "watchdog_dump", &unused);
+}
+
+/* The training thread is stuck: what is left to do is done here, and the process ends. */
+static void end_stalled(telemetry *t, const char *reason) {
+    struct timespec nap = {0, 10000000};
+    char verdict[FAULT_BYTES + 16];
+    fault f;
+    int dumps = dump_count();
+    dump_ask();
+    for (int ms = 0; ms < DUMP_MS && dump_count() == dumps; ms += 10) nanosleep(&nap, NULL);
+    look_for_dumps(t);
+    snprintf(verdict, sizeof verdict, "halted: %s", reason);
+    fprintf(stderr, "%s; see %s and .HALT beside it\n", verdict, dump_path());
+    if (!anomaly_write(t->config->train.out_dir, ANOMALY_STALL, reason, &f))
+        fprintf(stderr, "%s\n", f.text);
+    metrics_disarm();
+    if (t->is_first_rank &&
+        !metrics_write(t->metrics_path, &t->metrics, verdict, TELEMETRY_HALTED, &f))
+        fprintf(stderr, "%s\n", f.text);
+    _exit(TELEMETRY_HALTED);
+}
+
+/* A .HALT that came up while the run goes, another process's or the user's, ends it as SIGTERM does. */
+static void look_for_halt(telemetry *t) {
+    char path[CONFIG_PATH_BYTES + 32], line[CONFIG_PATH_BYTES + 64];
+    fault unused;
+    if (t->halted || !files_join(path, sizeof path, t->config->train.out_dir, ".HALT", &unused) ||
+        !files_exist(path))
+        return;
+    t->halted = true;
+    snprintf(line, sizeof line, "%s came up: the run saves and ends", path);
+    print_locked(t, line);
+    signals_ask(SIGTERM);
+}
+
 static void *watch(void *user) {
     telemetry *t = user;
-    fault unused;
+    fault why, unused;
     pthread_mutex_lock(&t->lock);
     while (!t->stop) {
         struct timespec tick;
@@ -141,9 +191,15 @@ static void *watch(void *user) {
         }
         pthread_cond_timedwait(&t->changed, &t->lock, &tick);
         double now = now_ms();
-        if (!t->stop && now - t->last_line >= SILENCE_MS) sign_of_life(t, now);
-        if (!t->stop && now - t->last_beat >= SILENCE_MS)
+        if (t->stop) break;
+        uint32_t word = __atomic_load_n(phase_word(), __ATOMIC_RELAXED);
+        if (anomaly_of_time(&t->watch, now * 1e-3, word, t->metrics.steps_done, &why))
+            end_stalled(t, why.text);
+        if (now - t->last_line >= SILENCE_MS) sign_of_life(t, now);
+        if (now - t->last_beat >= SILENCE_MS)
             (void)beat_locked(t, "beat", &unused); /* a full disk is for the next step to say */
+        look_for_dumps(t);
+        look_for_halt(t);
     }
     pthread_mutex_unlock(&t->lock);
     return NULL;
@@ -336,7 +392,10 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     t->state.loss = t->state.toks_per_s = t->state.grad_norm = (double)NAN;
     t->last_line = t->last_step = t->last_beat = now_ms();
     bool ok = (!t->is_first_rank || (check_folder(o, f) && open_files(t, o, f))) &&
-              open_heartbeat(t, o, f);
+              open_heartbeat(t, o, f) && dump_install(train->out_dir, o->rank, f);
+    t->watch.timeout = o->config->telemetry.stall_timeout;
+    t->dumps = dump_count();
+    dump_step(o->resume_step + 1);
     if (!ok || !start_watch(t, f)) {
         close_files(t);
         free(t);
@@ -408,6 +467,36 @@ static bool write_step(telemetry *t, const telemetry_step *s, double rate, fault
     return ok && events_write(&t->events, s->step, scalars, count, f);
 }
 
+bool telemetry_halt(telemetry *t, anomaly a, const char *reason, fault *f) {
+    fault unused;
+    pthread_mutex_lock(&t->lock);
+    t->halted = true;
+    pthread_mutex_unlock(&t->lock);
+    fault_set(f, "%s: %.800s", anomaly_name(a), reason);
+    if (!anomaly_write(t->config->train.out_dir, a, reason, &unused))
+        telemetry_say(t, "%s", unused.text);
+    return false;
+}
+
+bool telemetry_halted(const telemetry *t) {
+    return t->halted;
+}
+
+static bool judge_step(telemetry *t, const telemetry_step *s, double rate, fault *f) {
+    anomaly_step x = {.loss = s->loss,
+                      .grad_norm = s->grad_norm,
+                      .seconds = s->seconds,
+                      .toks_per_s = rate,
+                      .skipped = s->skipped,
+                      .stats = s->stats};
+    char reason[FAULT_BYTES + 32];
+    fault why;
+    anomaly a = anomaly_of_step(&t->watch, &x, &why);
+    if (!a) return true;
+    snprintf(reason, sizeof reason, "step %lld: %s", (long long)s->step, why.text);
+    return telemetry_halt(t, a, reason, f);
+}
+
 static bool is_due(int64_t every, int64_t step) {
     return every > 0 && step % every == 0;
 }
@@ -440,7 +529,8 @@ bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {
         print_step(t, s);
     }
     if (t->is_first_rank) metrics_prepare(t->metrics_path, &t->metrics);
-    return ok && write_step(t, s, rate, f);
+    dump_step(s->step + 1);
+    return ok && write_step(t, s, rate, f) && judge_step(t, s, rate, f);
 }
 
 bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_per_token, fault *f) {

@@ -6,10 +6,14 @@
 
 #include <stdio.h>
 
+#include "anomaly.h"
 #include "config.h"
 #include "phase.h"
 #include "signals.h"
 #include "stats.h"
+
+/* The exit code of a run that was halted. */
+enum { TELEMETRY_HALTED = 3 };
 
 typedef struct telemetry telemetry;
 
@@ -24,8 +28,11 @@ typedef struct telemetry_options {
 } telemetry_options;
 
 /* Makes out_dir, refuses one that is used (or that holds a .HALT), cuts CSVs back to resume_step,
-   installs the signal handlers, starts the thread that gives the signs of life, and arms metrics.json
-   for every exit. One at a time in a process. */
+   installs the signal handlers, starts the thread that watches the run, and arms metrics.json for
+   every exit. The thread that calls is the one that trains. One at a time in a process.
+
+   The thread gives a sign of life at least every 10 s, looks for a stall, which ends the process with
+   exit code TELEMETRY_HALTED, and for a .HALT that comes up, which is taken as a SIGTERM. */
 telemetry *telemetry_open(const telemetry_options *o, fault *f);
 
 /* Whether this run has no statistics of gates and selection: switched off, or nothing to count. */
@@ -45,12 +52,16 @@ typedef struct telemetry_step {
 
 /* After each optimizer step: a row of the CSVs, a heartbeat, TensorBoard's scalars; a log line every
    log_every steps, on the first and the last one, and where there was none for a while. False: the
-   disk refused one of them. */
+   disk refused one of them, or the step shows an anomaly: then the run is halted. */
 bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f);
 
 /* After an evaluation: a row of val.csv and a line. bytes_per_token turns nats into bits per byte (1
    for bytes; 0: not known). */
 bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_per_token, fault *f);
+
+/* Writes .anomaly_type and .HALT; returns false, with the reason in the fault. */
+bool telemetry_halt(telemetry *t, anomaly a, const char *reason, fault *f);
+bool telemetry_halted(const telemetry *t);
 
 /* A heartbeat apart from the steps: "boot", "progress", "fineweb_loader_ready". */
 bool telemetry_note(telemetry *t, const char *msg, fault *f);

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "dump.h"
 #include "optimizer.h"
 #include "sample.h"
 
@@ -129,8 +130,10 @@ static outcome step(trainer *t, fault *f) {
     step_state s = model_state(&t->model);
     double loss = s.labels ? s.loss / (double)s.labels : 0;
     if (!isfinite(loss) || !isfinite(s.grad_norm)) {
-        fault_set(f, "step %lld: loss %g, gradient norm %g; the run ends, checkpoints stay",
+        fault why;
+        fault_set(&why, "step %lld: loss %g, gradient norm %g; checkpoints stay as they are",
                   (long long)a.step, loss, s.grad_norm);
+        telemetry_halt(t->telemetry, ANOMALY_NAN, why.text, f);
         t->saved_step = t->state.step; /* what is in memory now must not be saved */
         return STEP_FAILED;
     }
@@ -201,8 +204,10 @@ static int finish(trainer *t, outcome o, fault *f) {
                 (long long)t->state.step);
     }
     if (code == 1) {
-        snprintf(verdict, sizeof verdict, "failed: %s", f->text);
-        fprintf(stderr, "%s\n", f->text);
+        bool halted = telemetry_halted(t->telemetry);
+        snprintf(verdict, sizeof verdict, "%s: %s", halted ? "halted" : "failed", f->text);
+        fprintf(stderr, "%s\n", halted ? verdict : f->text);
+        if (halted) code = TELEMETRY_HALTED;
     }
     t->o->mark(t->o, PHASE_END, -1);
     if (!telemetry_close(t->telemetry, verdict, code, f)) {
@@ -216,6 +221,7 @@ int train_run(const config *c, const ops *o) {
     trainer t;
     fault f;
     int code;
+    dump_prepare();
     bool opened = train_open(&t, c, o, &f);
     if (opened) {
         outcome end = print_sample(&t, "before", &f) ? steps(&t, &f) : STEP_FAILED;

@@ -36,7 +36,7 @@ typedef struct trainer {
 } trainer;
 
 /* Trains. Returns the program's exit code: 0, 2 for settings that cannot be used, 128 + the signal
-   that ended the run, else 1; what is not 0 has been said on stderr. */
+   that ended the run, TELEMETRY_HALTED for an anomaly, else 1; what is not 0 has been said on stderr. */
 int train_run(const config *c, const ops *o);
 
 /* What --check prints: each setting, parameters, memory by purpose, keys read by a token. Returns

@@ -6,40 +6,18 @@ test_events.py's; what statistics mean is test_observer.c's.
 import csv
 import json
 import math
-import os
-import pathlib
-import shutil
 import struct
-import subprocess
 import sys
 
-program, root = sys.argv[1], pathlib.Path(sys.argv[2]) / "artefacts"
+from runs import Runs, check, done
+
+runs = Runs(sys.argv[1], sys.argv[2], "artefacts")
+program, root, train = runs.program, runs.root, runs.train
 TOKENS, BATCH, LAYERS, GROUPS, BLOCK, BLOCKS = 64, 4, 2, 2, 16, 3
-SMALL = ("--dim 32 --layers 2 --heads 4 --kv-groups 2 --d-k 8 --d-v 8 --nsa-l 8 --nsa-d 4 --nsa-l-sel 16 "
-         "--nsa-n-sel 3 --nsa-w 16 --seq-len 64 --batch-size 4 --lr 3e-3 --log-every 1 --threads 1").split()
 FIELDS = """ts iso pid rank step msg phase layer gpu_mem_alloc gpu_mem_reserved loss toks_per_s grad_norm
 gate_entropy_mean gate_max_gate gate_collapse_frac gate_branch_shares sel_k_mean sel_k_max sel_rows
 sel_pct_at_max fb_selection_triton_fails fb_selection_cuda_fails fb_selection_pack_fails
 fb_selection_mask_fails fb_compressed_fa2_fails fb_sliding_fa2_fails fb_total_fallbacks""".split()
-checks = 0
-
-
-def check(holds, *what):
-    global checks
-    checks += 1
-    if not holds:
-        sys.exit(f"FAIL: {what}")
-
-
-def train(name, *options, code=0, given=None, **environment):
-    """Runs the small model in root/name: the folder, what it printed, what it complained of."""
-    out = root / name
-    env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k != "CONFIG"}
-    done = subprocess.run([program, *SMALL, "--out-dir", str(out), *map(str, options)], text=True,
-                          env=env | environment, input=given, stdin=None if given else subprocess.DEVNULL,
-                          capture_output=True, timeout=300)
-    check(done.returncode == code, done.returncode, done.stdout, done.stderr)
-    return out, done.stdout, done.stderr
 
 
 def rows(path, header):
@@ -178,14 +156,11 @@ def test_loader():
     check(told == ["fineweb_loader_warmup", "fineweb_loader_error"] and "nowhere" in said, told, said)
 
 
-shutil.rmtree(root, ignore_errors=True)
-root.mkdir(parents=True)
-corpus = root / "text"
-corpus.write_text("".join(f"line {i} of {i * i % 97} words\n" for i in range(3000)))
+corpus = runs.text()
 folder, losses = test_run(corpus)
 test_start(folder)
 test_switches(corpus, losses)
 test_traces(corpus, losses)
 test_resume(corpus, folder)
 test_loader()
-print(f"{checks} passed, 0 failed")
+done()

@@ -150,7 +150,8 @@ static void test_nan(void) {
     load_settings(test_path("nan"), "1");
     telemetry *t = open_run(0, false);
     telemetry_step s = {.step = 1, .loss = NAN, .lr = 1e-3, .grad_norm = INFINITY, .seconds = 1};
-    CHECK(telemetry_step_end(t, &s, &why), "%s", why.text);
+    TEST_FAULT(telemetry_step_end(t, &s, &why), &why, "nan: step 1: loss nan, gradient norm inf");
+    CHECK(telemetry_halted(t), "the run goes on");
     CHECK(telemetry_close(t, "failed: \"loss\" is not finite\n", 1, &why), "%s", why.text);
     expect_csv("nan/training.csv", "step,loss,lr,toks_per_s,grad_norm\n1,nan,0.001,0,inf\n");
     json_t *m = read_metrics(test_path("nan"));
@@ -208,7 +209,14 @@ static void test_full_disk(int64_t heartbeat_every, const char *words) {
 
 /* ---- Ends of every kind, each in a process of its own ---- */
 
-typedef enum ending { END_SIGNAL_TWICE, END_SIGNAL_ONCE, END_FATAL, END_EXIT, END_STACK } ending;
+typedef enum ending {
+    END_SIGNAL_TWICE,
+    END_SIGNAL_ONCE,
+    END_FATAL,
+    END_EXIT,
+    END_STACK,
+    END_STALL
+} ending;
 
 static volatile int depth;
 
@@ -227,6 +235,10 @@ static void end_somehow(ending how, int number) {
     do_step(t, 2);
     if (how == END_EXIT) exit(3);
     if (how == END_STACK) _exit(overflow(0));
+    if (how == END_STALL) {
+        phase_set(PHASE_BWD, 7);
+        for (;;) pause();
+    }
     raise(number);
     if (how == END_FATAL) _exit(98);
     if (signals_stop_requested() != number) _exit(97);
@@ -245,6 +257,7 @@ static int end_child(ending how, int number, const char *folder, const char *ver
         int nothing = open("/dev/null", O_WRONLY);
         dup2(nothing, 1);
         dup2(nothing, 2); /* a sanitizer's report of the fault that is meant */
+        settings.telemetry.stall_timeout = how == END_STALL ? 1 : 180;
         end_somehow(how, number);
     }
     waitpid(child, &status, 0);
@@ -277,6 +290,28 @@ static void test_endings(void) {
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 3, "status %d", status);
     status = end_child(END_STACK, 0, "end_stack", "killed by SIGSEGV");
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV, "status %d", status);
+}
+
+/* A thread that stands still in a backward pass: its stack is written, and the process ends. */
+static void test_stall(void) {
+    static const struct {
+        const char *file, *words;
+    } left[] = {{".anomaly_type", "stall\n"},
+                {".HALT", "stall: step 3: no progress for 1 s in phase bwd, layer 7"},
+                {"stack_rank0.txt", " step 3 phase bwd layer 7\n"},
+                {"heartbeat_rank0.jsonl", "\"watchdog_dump\""}};
+    int status = end_child(END_STALL, 0, "end_stall",
+                           "halted: step 3: no progress for 1 s in phase bwd, layer 7");
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == TELEMETRY_HALTED, "status %d", status);
+    for (size_t i = 0; i < sizeof left / sizeof *left; i++) {
+        char path[1200];
+        size_t bytes;
+        snprintf(path, sizeof path, "%s/%s", test_path("end_stall"), left[i].file);
+        char *text = test_read(path, &bytes);
+        CHECK(text && strstr(text, left[i].words), "%s: %s", left[i].file, text);
+        free(text);
+    }
+    TEST_FAULT(open_run(2, true) != NULL, &why, "end_stall/.HALT: an earlier run was halted");
 }
 
 static void test_phase(void) {
@@ -318,6 +353,7 @@ int main(int argc, char **argv) {
         return test_end("test_telemetry");
     }
     test_endings(); /* first: later tests leave threads' traces that a fork would copy */
+    test_stall();
     test_run();
     test_lines();
     test_nan();
