@@ -15,7 +15,7 @@ void *arena_take(arena *a, purpose p, size_t bytes) {
 const char *purpose_name(purpose p) {
     static const char *const names[PURPOSES] = {
         "weights",  "gradients", "moments",   "checkpoints", "activations",
-        "backward", "logits",    "workspace", "batch",
+        "backward", "logits",    "workspace", "batch",       "cache",
     };
     return names[p];
 }

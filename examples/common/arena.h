@@ -16,6 +16,7 @@ typedef enum purpose {
     FOR_LOGITS,
     FOR_WORKSPACE, /* of attention */
     FOR_BATCH,
+    FOR_CACHE, /* keys and values of the tokens that model_append has seen */
     PURPOSES
 } purpose;
 

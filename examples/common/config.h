@@ -14,18 +14,19 @@
 #define CONFIG_ENTRIES_MAX 96
 
 /* Values of the settings that are words. Gate, phi and RoPE settings hold nsa.h's enums. */
-enum { CONFIG_NSA, CONFIG_FULL };               /* model.attention */
-enum { CONFIG_AUTO, CONFIG_CPU, CONFIG_CUDA };  /* runtime.device */
-enum { CONFIG_FP32, CONFIG_BF16, CONFIG_FP16 }; /* runtime.precision */
-enum { CONFIG_COSINE, CONFIG_CONSTANT };        /* train.lr_schedule */
-enum { CONFIG_BYTE, CONFIG_GPT2 };              /* data.tokenizer */
-enum {                                          /* data.dataset */
+enum { CONFIG_NSA, CONFIG_FULL, CONFIG_WINDOW }; /* model.attention */
+enum { CONFIG_AUTO, CONFIG_CPU, CONFIG_CUDA };   /* runtime.device */
+enum { CONFIG_FP32, CONFIG_BF16, CONFIG_FP16 };  /* runtime.precision */
+enum { CONFIG_COSINE, CONFIG_CONSTANT };         /* train.lr_schedule */
+enum { CONFIG_BYTE, CONFIG_GPT2 };               /* data.tokenizer */
+enum {                                           /* data.dataset */
        CONFIG_DATASET_AUTO, /* synthetic without data.path, else by what lies there */
        CONFIG_SYNTHETIC,
        CONFIG_TEXT,
        CONFIG_FINEWEB,       /* JSONL or lines, from standard input unless data.path is given */
        CONFIG_FINEWEB_LOCAL, /* JSONL or lines, from data.path */
-       CONFIG_BIN
+       CONFIG_BIN,
+       CONFIG_RETRIEVAL
 };
 
 /* Where a value in force came from, later ones above earlier ones. */

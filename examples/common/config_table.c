@@ -37,8 +37,8 @@ const config_entry config_entries[] = {
     INTEGER("model.d_k", model.d_k, 2, 256, "16", "--d-k", NULL, 0,
             "width of q and k of a head; even"),
     INTEGER("model.d_v", model.d_v, 1, 256, "16", "--d-v", NULL, 0, "width of v of a head"),
-    WORD("model.attention", model.attention, "nsa|full", "nsa", "--attention", NULL, 0,
-         "native sparse attention, or the dense baseline"),
+    WORD("model.attention", model.attention, "nsa|full|window", "nsa", "--attention", NULL, 0,
+         "native sparse attention, or the baselines: dense, and the last nsa.w tokens alone"),
     SWITCH("model.tied_embeddings", model.tied_embeddings, "false", "--tied-embeddings", NULL, 0,
            "lm_head is the embedding"),
     WORD("model.rope_pairs", model.rope_pairs, "interleaved|halves", "interleaved", "--rope-pairs",
@@ -64,11 +64,13 @@ const config_entry config_entries[] = {
     WORD("nsa.gate", nsa.gate, "sigmoid|softmax", "sigmoid", "--nsa-gate", NULL, 0,
          "how the gate mixes the three branches"),
 
-    WORD("data.dataset", data.dataset, "auto|synthetic|text|fineweb_edu|fineweb_edu_local|bin",
-         "auto", "--dataset", NULL, 0,
+    WORD("data.dataset", data.dataset,
+         "auto|synthetic|text|fineweb_edu|fineweb_edu_local|bin|retrieval", "auto", "--dataset",
+         NULL, 0,
          "auto: synthetic without data.path, else by what lies there;\n"
          "fineweb_edu: JSONL or lines, from standard input unless data.path is given;\n"
-         "bin: token shards in llm.c's format"),
+         "bin: token shards in llm.c's format;\n"
+         "retrieval: pairs hidden in noise, asked for at the end of a row"),
     STRING("data.path", data.path, "", "--data", NULL, 0, NULL,
            "a file, a folder, or - for standard input"),
     WORD("data.tokenizer", data.tokenizer, "byte|gpt2", "byte", "--tokenizer", NULL, 0,

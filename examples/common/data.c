@@ -90,8 +90,9 @@ static void fill_row(const data *d, slot *s, int64_t row, const source_window *w
     for (int64_t i = 0; i < seq_len; i++) {
         bool ends = s->begins && w->starts[i + 1];
         s->tokens[row * seq_len + i] = w->tokens[i];
-        s->labels[row * seq_len + i] = ends ? DATA_NO_LABEL : w->tokens[i + 1];
-        b->labelled += !ends;
+        bool silent = ends || w->given[i + 1];
+        s->labels[row * seq_len + i] = silent ? DATA_NO_LABEL : w->tokens[i + 1];
+        b->labelled += !silent;
         if (s->begins && (i == 0 || w->starts[i]))
             s->begins[b->documents++] = (int32_t)(row * seq_len + i);
     }
@@ -123,7 +124,8 @@ static bool fill_slot(const data *d, source *from, read_window read, int64_t fir
     s->batch = b;
     w.tokens = malloc((size_t)(seq_len + 1) * sizeof *w.tokens);
     w.starts = malloc((size_t)seq_len + 1);
-    if (!w.tokens || !w.starts) ok = fault_set(f, "out of memory for a row");
+    w.given = calloc((size_t)seq_len + 1, 1);
+    if (!w.tokens || !w.starts || !w.given) ok = fault_set(f, "out of memory for a row");
     for (int64_t row = 0; ok && row < d->rows; row++) {
         ok = read(from, mine + row, &w, f);
         if (ok) fill_row(d, s, row, &w);
@@ -132,6 +134,7 @@ static bool fill_slot(const data *d, source *from, read_window read, int64_t fir
     if (ok) close_documents(d, s);
     free(w.tokens);
     free(w.starts);
+    free(w.given);
     return ok;
 }
 

@@ -14,7 +14,8 @@
 #include "config.h"
 #include "tokenizer.h"
 
-/* A label without loss: the next token belongs to another document (isolate_documents). */
+/* A label without loss: the next token belongs to another document (isolate_documents), or is no
+   answer (retrieval). */
 #define DATA_NO_LABEL (-1)
 
 /* Where the data of a run stand: all that a resume needs. Goes into a checkpoint as it is. */

@@ -108,6 +108,56 @@ bool model_next(model *m, const int32_t *tokens, int count, real *logits, fault 
     return !o->failed(o, f);
 }
 
+/* ---- Appending ----------------------------------------------------------------------------- */
+
+bool model_restart(model *m, fault *f) {
+    nsa_desc d = model_desc(m, 1, m->options.room);
+    m->past = 0;
+    memset(&m->reads, 0, sizeof m->reads);
+    for (int i = 0; !m->config.full && i < m->config.n_layers; i++)
+        m->o->cache_open(m->o, &m->caches[i].sparse, &d, m->options.tokens - 1, m->caches[i].memory,
+                         m->caches[i].bytes);
+    return !m->o->failed(m->o, f);
+}
+
+/* Logits of the rows of this pass from `first` on. */
+static void rows_logits(model *m, int first, real *logits) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    for (int rows; first < m->rows; first += rows) {
+        rows = m->rows - first < m->chunk ? m->rows - first : m->chunk;
+        size_t offset = (size_t)first * (size_t)c->dim * m->element;
+        o->linear_forward(o, m->scratch.logits, (char *)m->scratch.norm + offset,
+                          model_weight(m, m->head), NULL, rows, c->dim, c->vocab);
+        o->download(o, logits, m->scratch.logits, (size_t)rows * (size_t)c->vocab * m->element);
+        logits += (size_t)rows * (size_t)c->vocab;
+    }
+}
+
+bool model_append(model *m, const int32_t *tokens, int count, int wanted, real *logits, fault *f) {
+    bool ok = true;
+    if (count < 1 || wanted < 0 || wanted > count || count > m->options.room - m->past)
+        return fault_set(f,
+                         "model: %d tokens after %d, logits of %d: room for %d in all, 1 at least",
+                         count, m->past, wanted, m->options.room);
+    m->appending = true;
+    for (int first = 0, some; ok && first < count; first += some) {
+        some = count - first < m->options.tokens ? count - first : m->options.tokens;
+        model_batch b = {.tokens = tokens + first, .batch = 1, .tokens_each = some};
+        if (!(ok = begin_pass(m, PHASE_SAMPLE, &b, f))) break;
+        forward(m);
+        m->past += some;
+        int silent = count - wanted - first; /* rows of this pass that nobody asked for */
+        if (silent < some) {
+            rows_logits(m, silent > 0 ? silent : 0, logits);
+            logits += (size_t)(some - (silent > 0 ? silent : 0)) * (size_t)m->config.vocab;
+        }
+        ok = !m->o->failed(m->o, f);
+    }
+    m->appending = false;
+    return ok;
+}
+
 /* ---- State --------------------------------------------------------------------------------- */
 
 step_state model_state(const model *m) {

@@ -19,8 +19,9 @@ enum { BRANCHES = 3 }; /* cmp, slc, win, in this order */
 typedef struct model_config {
     int vocab, dim, n_layers, n_heads, n_kv_groups, d_k, d_v;
     int l, d, l_sel, n_sel, w;
-    bool full; /* dense causal attention: one k and one v, no gate */
-    bool tied; /* the head is the embedding */
+    bool full;     /* dense causal attention: one k and one v, no gate */
+    bool windowed; /* full, of which only the last w keys are read */
+    bool tied;     /* the head is the embedding */
     nsa_phi phi;
     nsa_gate_kind gate;
     double rope_base, rope_factor;
@@ -38,6 +39,7 @@ typedef struct model_options {
     int batch, tokens;  /* the most rows, and tokens of a row, that a call may bring */
     bool training;      /* room for gradients and moments */
     bool checkpointing; /* keep only the inputs of layers; backward computes the rest again */
+    int room;           /* tokens that model_append may append in all; 0: no cache */
 } model_options;
 
 /* What a call brings; arrays of the host. */
@@ -95,6 +97,14 @@ typedef struct scratch {
     size_t workspace_bytes;
 } scratch;
 
+/* What model_append keeps of a layer. */
+typedef struct layer_cache {
+    nsa_cache sparse;
+    void *k, *v;  /* full: (room, groups, d_k), (room, groups, d_v) */
+    void *memory; /* of sparse */
+    size_t bytes;
+} layer_cache;
+
 typedef struct model {
     model_config config;
     model_options options;
@@ -114,6 +124,10 @@ typedef struct model {
     step_state *state;                                /* likewise */
     phase phase;                                      /* of forward, for ops.mark */
     int batch, tokens_each, rows, documents, longest; /* of the pass that runs */
+    layer_cache *caches;                              /* of each layer; NULL without room */
+    bool appending;                                   /* the pass attends from the caches */
+    int past;                                         /* tokens that they hold */
+    nsa_reads reads; /* counted by nsa_decode since model_restart, summed over layers and groups */
 } model;
 
 /* Lays out the table, takes the memory, draws the weights. Keep `o` open until model_close. */
@@ -136,6 +150,13 @@ bool model_train(model *m, const model_batch *b, double scale, fault *f);
 /* Logits of the token after tokens[count - 1]; `logits` holds vocab reals of the host. */
 bool model_next(model *m, const int32_t *tokens, int count, real *logits, fault *f);
 
+/* Appends tokens to the caches, options.tokens at a time, and attends from these: the result is
+   that of the whole sequence. `logits` holds wanted x vocab reals of the host: those that follow
+   the last `wanted` tokens. Refused, with nothing appended, where options.room is too small. */
+bool model_append(model *m, const int32_t *tokens, int count, int wanted, real *logits, fault *f);
+/* Empties the caches. */
+bool model_restart(model *m, fault *f);
+
 step_state model_state(const model *m);
 void model_zero_state(model *m);
 void model_zero_gradients(model *m);
@@ -147,8 +168,10 @@ void layer_recompute(model *m, int layer);
 void layer_backward(model *m, int layer);
 /* The geometry of the pass that runs. */
 nsa_desc layer_desc(const model *m);
-/* Bytes of workspace that a layer's attention needs for this geometry. */
+/* Bytes of workspace that a layer's attention needs for this geometry; from the caches, for `count`
+   tokens at once. */
 size_t layer_workspace(model *m, const nsa_desc *d);
+size_t layer_append_workspace(model *m, int count);
 
 /* Pointers into the table's arrays. */
 void *model_weight(const model *m, int place);

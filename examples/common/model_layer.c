@@ -26,6 +26,12 @@ nsa_desc model_desc(const model *m, int batch, int tokens) {
 }
 
 nsa_desc layer_desc(const model *m) {
+    if (m->appending) {
+        nsa_desc d = model_desc(m, 1, m->past + m->rows);
+        d.first = m->past;
+        d.count = m->rows;
+        return d;
+    }
     if (!m->documents) return model_desc(m, m->batch, m->tokens_each);
     nsa_desc d = model_desc(m, m->documents, m->longest);
     d.begins = m->begins;
@@ -166,14 +172,28 @@ size_t layer_workspace(model *m, const nsa_desc *d) {
     const ops *o = m->o;
     bool training = m->options.training;
     if (m->config.full) {
-        size_t forward = o->dense_forward_bytes(o, d);
-        return training ? larger(forward, o->dense_backward_bytes(o, d)) : forward;
+        bool windowed = m->config.windowed;
+        size_t forward = windowed ? o->window_forward_bytes(o, d) : o->dense_forward_bytes(o, d);
+        if (!training) return forward;
+        return larger(forward,
+                      windowed ? o->window_backward_bytes(o, d) : o->dense_backward_bytes(o, d));
     }
     nsa_attention x = sparse_views(m, &m->acts[0], m->layer_slots[0], d);
     size_t forward = o->attention_forward_bytes(o, &x, d);
     if (!training) return forward;
     nsa_attention dx = sparse_gradients(m, m->layer_slots[0]);
     return larger(forward, o->attention_backward_bytes(o, &dx, &x, d));
+}
+
+size_t layer_append_workspace(model *m, int count) {
+    const ops *o = m->o;
+    nsa_desc d = model_desc(m, 1, m->options.room);
+    d.first = m->options.room - count;
+    d.count = count;
+    if (m->config.windowed) return o->window_forward_bytes(o, &d);
+    if (m->config.full) return o->dense_forward_bytes(o, &d);
+    nsa_attention x = sparse_views(m, &m->acts[0], m->layer_slots[0], &d);
+    return o->decode_bytes(o, &x, &m->caches[0].sparse, count);
 }
 
 /* ---- Attention ----------------------------------------------------------------------------- */
@@ -232,6 +252,40 @@ static void gate_backward(model *m, const layer_acts *a, const int *slots) {
                            c->d_k);
 }
 
+/* Puts the new rows behind those that the cache holds, and lets x read all of them. */
+static void append_dense(model *m, nsa_attend *x, const layer_cache *cache) {
+    const model_config *c = &m->config;
+    int64_t k = (int64_t)c->n_kv_groups * c->d_k, v = (int64_t)c->n_kv_groups * c->d_v;
+    m->o->copy_columns(m->o, at(m, cache->k, m->past * k), k, x->k.data, m->fused, m->rows, k);
+    m->o->copy_columns(m->o, at(m, cache->v, m->past * v), v, x->v.data, m->fused, m->rows, v);
+    x->k = packed(m, cache->k, c->n_kv_groups, c->d_k);
+    x->v = packed(m, cache->v, c->n_kv_groups, c->d_v);
+}
+
+static void attend_forward(model *m, int layer, const nsa_desc *d) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    const layer_acts *a = &m->acts[layer];
+    scratch *s = &m->scratch;
+    if (c->full) {
+        nsa_attend x = dense_views(m, a);
+        if (m->appending) append_dense(m, &x, &m->caches[layer]);
+        (c->windowed ? o->window_forward : o->dense_forward)(o, &x, d, s->workspace,
+                                                             s->workspace_bytes);
+        return;
+    }
+    nsa_attention x = sparse_views(m, a, m->layer_slots[layer], d);
+    if (!m->appending) {
+        o->attention_forward(o, &x, d, s->workspace, s->workspace_bytes);
+        return;
+    }
+    nsa_reads reads = {0};
+    o->decode(o, &x, &m->caches[layer].sparse, m->rows, &reads, s->workspace, s->workspace_bytes);
+    m->reads.cmp += reads.cmp;
+    m->reads.slc += reads.slc;
+    m->reads.win += reads.win;
+}
+
 /* mid = x + out(attention(norm1(x))) */
 static void attention_forward(model *m, int layer) {
     const ops *o = m->o;
@@ -247,13 +301,7 @@ static void attention_forward(model *m, int layer) {
     nsa_desc d = layer_desc(m);
     nsa_rope r = rotation(m, a->qkv, m->fused, a->qkv, m->fused);
     o->rope_forward(o, &r, &d);
-    if (c->full) {
-        nsa_attend x = dense_views(m, a);
-        o->dense_forward(o, &x, &d, s->workspace, s->workspace_bytes);
-    } else {
-        nsa_attention x = sparse_views(m, a, slots, &d);
-        o->attention_forward(o, &x, &d, s->workspace, s->workspace_bytes);
-    }
+    attend_forward(m, layer, &d);
     o->linear_forward(o, a->mid, a->attention, model_weight(m, slots[W_OUT]), m->x[layer], m->rows,
                       c->n_heads * c->d_v, c->dim);
 }
@@ -268,7 +316,8 @@ static void attend_backward(model *m, const layer_acts *a, const int *slots) {
     nsa_desc d = layer_desc(m);
     if (m->config.full) {
         nsa_attend x = dense_views(m, a), dx = dense_gradients(m);
-        o->dense_backward(o, &dx, &x, &d, s->workspace, s->workspace_bytes);
+        (m->config.windowed ? o->window_backward : o->dense_backward)(o, &dx, &x, &d, s->workspace,
+                                                                      s->workspace_bytes);
     } else {
         nsa_attention x = sparse_views(m, a, slots, &d), dx = sparse_gradients(m, slots);
         o->zero(o, s->dgates, rows * (size_t)m->config.n_kv_groups * BRANCHES * m->element);

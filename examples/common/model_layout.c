@@ -135,7 +135,9 @@ static bool build_table(model *m, fault *f) {
     m->layer_slots = calloc((size_t)c->n_layers, sizeof *m->layer_slots);
     m->x = calloc((size_t)c->n_layers + 1, sizeof *m->x);
     m->acts = calloc((size_t)c->n_layers, sizeof *m->acts);
-    if (!m->layer_slots || !m->x || !m->acts) return fault_set(f, "model: out of memory");
+    if (m->options.room) m->caches = calloc((size_t)c->n_layers, sizeof *m->caches);
+    if (!m->layer_slots || !m->x || !m->acts || (m->options.room && !m->caches))
+        return fault_set(f, "model: out of memory");
     m->embed = add(&b, (param_spec){"embed.weight", {c->vocab, c->dim}, 0, INIT_STD, false, false});
     for (int i = 0; i < c->n_layers; i++) add_layer(&b, i, m->layer_slots[i]);
     b.layer = -1;
@@ -217,6 +219,27 @@ static void layout_scratch(model *m, arena *a) {
     s->dq_mean = take(m, a, FOR_BACKWARD, gates * c->d_k);
 }
 
+static int smaller(int a, int b) {
+    return a < b ? a : b;
+}
+
+static void layout_caches(model *m, arena *a) {
+    const model_config *c = &m->config;
+    int64_t rows = (int64_t)m->options.room * c->n_kv_groups;
+    nsa_desc d = model_desc(m, 1, m->options.room);
+    for (int i = 0; i < c->n_layers; i++) {
+        layer_cache *x = &m->caches[i];
+        if (c->full) {
+            x->k = take(m, a, FOR_CACHE, rows * c->d_k);
+            x->v = take(m, a, FOR_CACHE, rows * c->d_v);
+        } else {
+            x->sparse.desc = d;
+            x->bytes = m->o->cache_bytes(m->o, &d, m->options.tokens - 1);
+            x->memory = arena_take(a, FOR_CACHE, x->bytes);
+        }
+    }
+}
+
 static void layout(model *m, arena *a) {
     params_layout(&m->params, a, m->options.training);
     layout_layers(m, a);
@@ -228,6 +251,11 @@ static void layout(model *m, arena *a) {
     m->state = arena_take(a, FOR_BATCH, sizeof *m->state);
     nsa_desc d = model_desc(m, m->options.batch, m->options.tokens);
     m->scratch.workspace_bytes = layer_workspace(m, &d);
+    if (m->caches) {
+        layout_caches(m, a);
+        size_t bytes = layer_append_workspace(m, smaller(m->options.tokens, m->options.room));
+        if (bytes > m->scratch.workspace_bytes) m->scratch.workspace_bytes = bytes;
+    }
     m->scratch.workspace = arena_take(a, FOR_WORKSPACE, m->scratch.workspace_bytes);
 }
 
@@ -260,6 +288,11 @@ static bool prepare(model *m, const model_config *c, const model_options *option
     enum { LOGITS = 1 << 21, FEWEST = 128 }; /* 8 MiB of f32, or as much as 128 rows need */
     memset(m, 0, sizeof *m);
     if (!check_sizes(c, options, f)) return false;
+    if (c->windowed && !o->window_forward)
+        return fault_set(f, "model.attention: window is not there on the %s; allowed: nsa, full",
+                         o->name);
+    if (options->room && !o->decode)
+        return fault_set(f, "model: the %s does not decode from a cache", o->name);
     m->config = *c;
     m->options = *options;
     m->o = o;
@@ -293,7 +326,7 @@ bool model_open(model *m, const model_config *c, const model_options *options, c
     if (ok) {
         m->arena.base = m->memory;
         layout(m, &m->arena);
-        ok = params_init(&m->params, o, seed, f);
+        ok = params_init(&m->params, o, seed, f) && (!m->caches || model_restart(m, f));
     }
     if (!ok) model_close(m);
     return ok;
@@ -316,6 +349,7 @@ void model_close(model *m) {
     free(m->layer_slots);
     free(m->x);
     free(m->acts);
+    free(m->caches);
     memset(m, 0, sizeof *m);
 }
 

@@ -119,6 +119,27 @@ struct ops {
     void (*dense_backward)(const ops *o, const nsa_attend *dx, const nsa_attend *x,
                            const nsa_desc *d, void *workspace, size_t bytes);
 
+    /* The same over desc.window's keys. NULL where the back end has none: model_open says so. */
+    size_t (*window_forward_bytes)(const ops *o, const nsa_desc *d);
+    void (*window_forward)(const ops *o, const nsa_attend *x, const nsa_desc *d, void *workspace,
+                           size_t bytes);
+    size_t (*window_backward_bytes)(const ops *o, const nsa_desc *d);
+    void (*window_backward)(const ops *o, const nsa_attend *dx, const nsa_attend *x,
+                            const nsa_desc *d, void *workspace, size_t bytes);
+
+    /* to[r][c] = from[r][c], rows `to_stride` and `from_stride` elements apart. */
+    void (*copy_columns)(const ops *o, void *to, int64_t to_stride, const void *from,
+                         int64_t from_stride, int64_t rows, int64_t columns);
+
+    /* nsa.h's cache of one sequence, of this back end's dtype, and decoding from it. NULL, and with
+       them copy_columns, where the back end does not decode: model_open says so. */
+    size_t (*cache_bytes)(const ops *o, const nsa_desc *d, int max_rewind);
+    void (*cache_open)(const ops *o, nsa_cache *cache, const nsa_desc *d, int max_rewind,
+                       void *memory, size_t bytes);
+    size_t (*decode_bytes)(const ops *o, const nsa_attention *x, const nsa_cache *cache, int count);
+    void (*decode)(const ops *o, const nsa_attention *x, nsa_cache *cache, int count,
+                   nsa_reads *reads, void *workspace, size_t bytes);
+
     /* The first failure since the table was opened; forgets nothing. */
     bool (*failed)(const ops *o, fault *f);
 };

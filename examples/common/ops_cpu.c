@@ -406,6 +406,54 @@ static void cpu_dense_backward(const ops *o, const nsa_attend *dx, const nsa_att
     note(o, "nsa_attend_dense_backward", nsa_attend_dense_backward(dx, x, d, workspace, bytes));
 }
 
+static size_t cpu_window_forward_bytes(const ops *o, const nsa_desc *d) {
+    (void)o;
+    return nsa_attend_win_forward_workspace_size(d);
+}
+
+static void cpu_window_forward(const ops *o, const nsa_attend *x, const nsa_desc *d,
+                               void *workspace, size_t bytes) {
+    note(o, "nsa_attend_win_forward", nsa_attend_win_forward(x, d, workspace, bytes));
+}
+
+static size_t cpu_window_backward_bytes(const ops *o, const nsa_desc *d) {
+    (void)o;
+    return nsa_attend_win_backward_workspace_size(d);
+}
+
+static void cpu_window_backward(const ops *o, const nsa_attend *dx, const nsa_attend *x,
+                                const nsa_desc *d, void *workspace, size_t bytes) {
+    note(o, "nsa_attend_win_backward", nsa_attend_win_backward(dx, x, d, workspace, bytes));
+}
+
+static void cpu_copy_columns(const ops *o, void *to, int64_t to_stride, const void *from,
+                             int64_t from_stride, int64_t rows, int64_t columns) {
+    (void)o;
+    for (int64_t r = 0; r < rows; r++)
+        memcpy((real *)to + r * to_stride, (const real *)from + r * from_stride,
+               (size_t)columns * sizeof(real));
+}
+
+static size_t cpu_cache_bytes(const ops *o, const nsa_desc *d, int max_rewind) {
+    return nsa_cache_size(d, o->dtype, max_rewind);
+}
+
+static void cpu_cache_open(const ops *o, nsa_cache *cache, const nsa_desc *d, int max_rewind,
+                           void *memory, size_t bytes) {
+    note(o, "nsa_cache_init", nsa_cache_init(cache, d, o->dtype, max_rewind, memory, bytes));
+}
+
+static size_t cpu_decode_bytes(const ops *o, const nsa_attention *x, const nsa_cache *cache,
+                               int count) {
+    (void)o;
+    return nsa_decode_workspace_size(x, cache, count);
+}
+
+static void cpu_decode(const ops *o, const nsa_attention *x, nsa_cache *cache, int count,
+                       nsa_reads *reads, void *workspace, size_t bytes) {
+    note(o, "nsa_decode", nsa_decode(x, cache, count, NULL, reads, workspace, bytes));
+}
+
 /* ---- The table ----------------------------------------------------------------------------- */
 
 static int all_threads(void) {
@@ -452,6 +500,15 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
         .dense_forward = cpu_dense_forward,
         .dense_backward_bytes = cpu_dense_backward_bytes,
         .dense_backward = cpu_dense_backward,
+        .window_forward_bytes = cpu_window_forward_bytes,
+        .window_forward = cpu_window_forward,
+        .window_backward_bytes = cpu_window_backward_bytes,
+        .window_backward = cpu_window_backward,
+        .copy_columns = cpu_copy_columns,
+        .cache_bytes = cpu_cache_bytes,
+        .cache_open = cpu_cache_open,
+        .decode_bytes = cpu_decode_bytes,
+        .decode = cpu_decode,
         .failed = cpu_failed,
     };
     *o = table;

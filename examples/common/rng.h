@@ -7,7 +7,16 @@
 #include <stdint.h>
 
 /* Streams keep the uses of one seed apart; the bits above the lowest 8 may hold a number. */
-enum { RNG_INIT = 1, RNG_SYNTHETIC, RNG_SYNTHETIC_VAL, RNG_SHUFFLE, RNG_PHASE, RNG_SAMPLE };
+enum {
+    RNG_INIT = 1,
+    RNG_SYNTHETIC,
+    RNG_SYNTHETIC_VAL,
+    RNG_SHUFFLE,
+    RNG_PHASE,
+    RNG_SAMPLE,
+    RNG_RETRIEVAL,
+    RNG_RETRIEVAL_VAL
+};
 
 /* 128 random bits of (seed, stream, index). */
 void rng_bits(uint64_t seed, uint64_t stream, uint64_t index, uint32_t bits[4]);

@@ -35,6 +35,7 @@ static bool find_kind(const config_data *c, const char *path, int64_t *kind, fau
     struct stat s;
     int64_t found;
     *kind = c->dataset;
+    if (*kind == CONFIG_RETRIEVAL) return true;
     if (*kind == CONFIG_SYNTHETIC || (*kind == CONFIG_DATASET_AUTO && !path[0])) {
         *kind = CONFIG_SYNTHETIC;
         return true;
@@ -67,6 +68,7 @@ source *source_open(const data_options *o, int64_t val_rows, int cancel, fault *
     int64_t kind;
     if (!find_kind(c, path, &kind, f)) return NULL;
     if (kind == CONFIG_SYNTHETIC) return source_synthetic_open(o, val_rows, f);
+    if (kind == CONFIG_RETRIEVAL) return source_retrieval_open(o, val_rows, f);
     if (kind == CONFIG_BIN || kind == CONFIG_TEXT)
         return source_corpus_open(o, path, kind == CONFIG_BIN, val_rows, f);
     return source_stream_open(o, path, val_rows, cancel, f);

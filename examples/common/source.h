@@ -1,5 +1,6 @@
 /* source.h - what data.c reads windows from; one implementation for each kind of data. Twin:
-   source.c (which kind it is), source_synthetic.c, source_corpus.c, source_stream.c. A source
+   source.c (which kind it is), source_synthetic.c, source_retrieval.c, source_corpus.c,
+   source_stream.c. A source
    belongs to the thread that opened it. */
 #ifndef SOURCE_H
 #define SOURCE_H
@@ -10,6 +11,7 @@
 typedef struct source_window {
     int32_t *tokens;
     unsigned char *starts; /* 1 where a document begins */
+    unsigned char *given;  /* 1 for tokens without loss; all 0 unless the source says otherwise */
     int64_t epoch;
 } source_window;
 
@@ -35,6 +37,13 @@ struct source {
 source *source_open(const data_options *o, int64_t val_rows, int cancel, fault *f);
 
 source *source_synthetic_open(const data_options *o, int64_t val_rows, fault *f);
+source *source_retrieval_open(const data_options *o, int64_t val_rows, fault *f);
+
+/* A row of the retrieval task. Returns its number of pairs; question q, of which the last token of w
+   answers the last, asks for the pair at places[q], where places is not NULL. */
+enum { RETRIEVAL_PAIRS = 32, RETRIEVAL_KEYS = 64, RETRIEVAL_VALUES = 64 };
+int source_retrieval_row(uint64_t seed, uint64_t stream, int64_t sample, int64_t seq_len,
+                         source_window *w, int64_t *places);
 
 /* Random access: .bin shards, or text files whose tokens fit in memory (bytes stay on the disk). */
 source *source_corpus_open(const data_options *o, const char *path, bool is_bin, int64_t val_rows,

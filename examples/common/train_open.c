@@ -12,7 +12,8 @@ model_config train_model_config(const config *c, int vocab) {
     model_config x = tinylm(vocab, (int)m->dim, (int)m->n_layers, (int)m->n_heads,
                             (int)m->n_kv_groups, (int)m->d_k, (int)m->d_v, (int)c->nsa.l,
                             (int)c->nsa.d, (int)c->nsa.l_sel, (int)c->nsa.n_sel, (int)c->nsa.w);
-    x.full = m->attention == CONFIG_FULL;
+    x.full = m->attention != CONFIG_NSA;
+    x.windowed = m->attention == CONFIG_WINDOW;
     x.tied = m->tied_embeddings;
     x.phi = (nsa_phi)c->nsa.phi;
     x.gate = (nsa_gate_kind)c->nsa.gate;
@@ -92,9 +93,10 @@ static void say_what_runs(trainer *t) {
     if (t->config->telemetry.trace_module_bwd) t->observer.trace = telemetry_listener(t->telemetry);
     const model *m = &t->model;
     const config_train *c = &t->config->train;
+    const char *attention = m->config.windowed ? "window" : m->config.full ? "full" : "nsa";
     telemetry_say(t->telemetry,
                   "model: %lld parameters, %d layers, attention %s, %.0f MiB | %s, %d threads, %s",
-                  (long long)m->params.count, m->config.n_layers, m->config.full ? "full" : "nsa",
+                  (long long)m->params.count, m->config.n_layers, attention,
                   (double)m->arena.used / (1 << 20), t->o->name, t->o->threads, t->o->library);
     if (t->state.step)
         telemetry_say(t->telemetry, "resumed after step %lld of %lld", (long long)t->state.step,

@@ -7,6 +7,7 @@
 
 #include "data.h"
 #include "rng.h"
+#include "source.h"
 #include "trainer_test.h"
 
 enum { SEQ = 32, BATCH = 4, VAL = 2, MOST = 400000 };
@@ -105,8 +106,11 @@ static void test_invariants(const char *name, data_options o, int64_t batches) {
     }
     for (int64_t row = 0; row < one.count; row++) {
         const int32_t *t = one.values + row * 2 * SEQ;
-        CHECK_BITS("labels are not the tokens one on", t + SEQ, t + 1, (SEQ - 1) * sizeof *t,
-                   sizeof *t);
+        for (int i = 0; i + 1 < SEQ; i++) {
+            bool silent = t[SEQ + i] == DATA_NO_LABEL && data_config.dataset == CONFIG_RETRIEVAL;
+            CHECK(silent || t[SEQ + i] == t[i + 1], "row %d: label %d is %d, the next token %d",
+                  (int)row, i, (int)t[SEQ + i], (int)t[i + 1]);
+        }
     }
     free_rows(&one);
 }
@@ -251,6 +255,64 @@ static void test_epoch_order(void) {
     CHECK(same < 20, "%d rows are where they were in the epoch before", same);
     CHECK(again <= BATCH, "%d rows come twice in an epoch", again); /* its last batch may overlap */
     data_close(d);
+}
+
+/* ---- Retrieval ---- */
+
+/* The one place before `end` where a token stands, or -1. */
+static int64_t place_of(const int32_t *tokens, int64_t end, int32_t token) {
+    int64_t found = -1;
+    for (int64_t i = 0; i < end; i++)
+        if (tokens[i] == token) found = found < 0 ? i : end;
+    return found < end ? found : -1;
+}
+
+/* The pairs of a row by another way than the source's: every question's key stands once before the
+   questions, its value behind it, and nothing else has a loss. */
+static void check_questions(const source_window *w, int64_t seq_len, int pairs,
+                            const int64_t *places, int tenths[10]) {
+    int64_t asked = seq_len + 1 - 2 * pairs;
+    for (int64_t i = 0; i <= seq_len; i++) {
+        bool answer = i >= asked && (i - asked) % 2;
+        CHECK(w->given[i] == !answer, "token %d: given %d", (int)i, w->given[i]);
+        CHECK(i >= asked || answer || w->tokens[i] < 256, "token %d", (int)w->tokens[i]);
+    }
+    for (int q = 0; q < pairs; q++) {
+        const int32_t *question = w->tokens + asked + 2 * q;
+        int64_t place = place_of(w->tokens, asked, question[0]);
+        CHECK(question[0] >= 128 && question[0] < 192 && question[1] >= 192 && question[1] < 256,
+              "question %d: %d %d", q, (int)question[0], (int)question[1]);
+        CHECK(place >= 0 && place == places[q], "question %d asks for place %d, not %d", q,
+              (int)places[q], (int)place);
+        CHECK(w->tokens[place + 1] == question[1], "question %d has another answer", q);
+        tenths[place * 10 / asked]++;
+    }
+}
+
+static void test_retrieval(void) {
+    enum { LONGEST = 1024, SAMPLES = 60 };
+    static const int64_t lengths[] = {16, 17, 64, 250, LONGEST};
+    int32_t tokens[LONGEST + 1];
+    unsigned char starts[LONGEST + 1], given[LONGEST + 1];
+    int64_t places[RETRIEVAL_PAIRS];
+    source_window w = {tokens, starts, given, 0};
+    data_options o = options_for(CONFIG_RETRIEVAL, "");
+    test_invariants("retrieval", o, 20);
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        int tenths[10] = {0}, pairs = 0;
+        check_case("retrieval, rows of %d", (int)lengths[i]);
+        for (int64_t sample = 0; sample < SAMPLES; sample++) {
+            pairs = source_retrieval_row(3, RNG_RETRIEVAL, sample, lengths[i], &w, places);
+            check_questions(&w, lengths[i], pairs, places, tenths);
+        }
+        CHECK(pairs == (lengths[i] < 256 ? lengths[i] / 8 : 32), "%d pairs", pairs);
+        for (int tenth = 0; lengths[i] == LONGEST && tenth < 10; tenth++)
+            CHECK(tenths[tenth] > SAMPLES * 32 / 10 - 80 && tenths[tenth] < SAMPLES * 32 / 10 + 80,
+                  "tenth %d holds %d pairs of %d", tenth, tenths[tenth], SAMPLES * 32);
+    }
+    o.seq_len = 15;
+    CHECK(!data_open(&o, &why) && strstr(why.text, "at least 16 tokens"), "short rows: %s",
+          why.text);
 }
 
 /* ---- Synthetic ---- */
@@ -792,6 +854,7 @@ int main(void) {
     bytes_tokenizer = tokenizer_open(CONFIG_BYTE, "", &why);
     test_begin();
     test_synthetic();
+    test_retrieval();
     test_text();
     test_epoch_order();
     test_bin();

@@ -101,6 +101,9 @@ int main(int argc, char **argv) {
     variants[count++].config.rope_pairs = NSA_ROPE_HALVES;
     variants[count] = (variant){"full", base, false, SOME};
     variants[count++].config.full = true;
+    variants[count] = (variant){"window", base, false, SOME};
+    variants[count].config.full = true;
+    variants[count++].config.windowed = true;
     variants[count++] = (variant){"documents", base, true, SOME};
     variants[count] = (variant){"full, documents", base, true, SOME};
     variants[count++].config.full = true;
