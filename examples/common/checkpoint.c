@@ -370,6 +370,15 @@ static bool find_latest(const char *root, char *path, fault *f) {
     return any;
 }
 
+bool checkpoint_exists(const char *out_dir) {
+    char root[PATH_ROOM];
+    size_t count = 0;
+    fault unused;
+    if (files_join(root, sizeof root, out_dir, "checkpoints", &unused))
+        free(find_all(root, &count));
+    return count > 0;
+}
+
 bool checkpoint_open(checkpoint *k, const char *path, fault *f) {
     char root[PATH_ROOM];
     memset(k, 0, sizeof *k);

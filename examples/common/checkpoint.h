@@ -44,6 +44,9 @@ typedef struct checkpoint {
    the one `latest` names, or the highest complete step where that is missing. */
 bool checkpoint_open(checkpoint *k, const char *path, fault *f);
 
+/* Whether an out_dir has a checkpoint, or the remains of one. */
+bool checkpoint_exists(const char *out_dir);
+
 /* Verifies the file's checksum, then fills the tensors (see safetensors_load). */
 bool checkpoint_load(const checkpoint *k, const checkpoint_part *part, fault *f);
 void checkpoint_close(checkpoint *k);

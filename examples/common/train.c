@@ -134,7 +134,7 @@ static outcome step(trainer *t, fault *f) {
         fault_set(&why, "step %lld: loss %g, gradient norm %g; checkpoints stay as they are",
                   (long long)a.step, loss, s.grad_norm);
         telemetry_halt(t->telemetry, ANOMALY_NAN, why.text, f);
-        t->saved_step = t->state.step; /* what is in memory now must not be saved */
+        t->spoilt = true;
         return STEP_FAILED;
     }
     int64_t tokens = c->batch_size * c->seq_len * c->accumulate_grad_batches;
@@ -165,7 +165,9 @@ static outcome steps(trainer *t, fault *f) {
         bool last = t->state.step == c->steps;
         if ((due(c->eval_every, t->state.step) || (last && c->eval_every)) && !evaluate(t, f))
             return STEP_FAILED;
-        if (!last && due(c->save_every, t->state.step) && !train_save(t, f)) return STEP_FAILED;
+        if (!last && due(c->save_every, t->state.step) && !train_save(t, true, f))
+            return STEP_FAILED;
+        if (!saver_check(t->saver, f)) return STEP_FAILED;
     }
     return STEP_DONE;
 }
@@ -192,7 +194,7 @@ static int finish(trainer *t, outcome o, fault *f) {
     int signal = signals_stop_requested(), code = o == STEP_FAILED;
     fault save;
     if (o != STEP_FAILED) say_data(t);
-    if (t->state.step > 0 && !train_save(t, &save)) {
+    if (t->state.step > 0 && !train_save(t, false, &save)) {
         if (code == 0) *f = save;
         code = 1;
     }

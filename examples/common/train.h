@@ -10,6 +10,7 @@
 #include "data.h"
 #include "model.h"
 #include "observer.h"
+#include "saver.h"
 #include "telemetry.h"
 #include "tokenizer.h"
 
@@ -30,9 +31,12 @@ typedef struct trainer {
     token_list prompt;
     data *data;
     telemetry *telemetry;
+    checkpoint_part parts[2];
+    saver *saver;           /* NULL: nothing is saved while it trains */
     checkpoint_state state; /* as of the last whole step: what a checkpoint holds */
+    bool spoilt;            /* memory holds what must not be saved */
     int64_t first_step;     /* that this run does */
-    int64_t saved_step;     /* of the newest checkpoint; -1: none yet */
+    int64_t saved_step;     /* of the newest checkpoint, be it still under way; -1: none yet */
 } trainer;
 
 /* Trains. Returns the program's exit code: 0, 2 for settings that cannot be used, 128 + the signal
@@ -52,7 +56,9 @@ bool train_open(trainer *t, const config *c, const ops *o, fault *f);
 void train_close(trainer *t);
 bool train_describe_tensors(trainer *t, fault *f);
 bool train_load(trainer *t, const checkpoint *k, fault *f);
-bool train_save(trainer *t, fault *f); /* a checkpoint of t->state, unless there is one */
+/* A checkpoint of t->state, unless there is one; beside the steps, or before it returns. */
+bool train_save(trainer *t, bool beside, fault *f);
+bool train_open_saver(trainer *t, fault *f);
 
 /* A heartbeat fineweb_loader_..., where the data are such a stream. */
 void train_note_loader(const trainer *t, const char *what);

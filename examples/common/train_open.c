@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "files.h"
 #include "sample.h"
 #include "train.h"
 
@@ -25,6 +26,13 @@ model_config train_model_config(const config *c, int vocab) {
     return x;
 }
 
+/* --resume alone, in the folder of a run that ended before its first checkpoint: nothing is lost by
+   beginning again, and whoever starts a run again and again need not know when that was. */
+static bool begins_again(const config *c) {
+    const char *folder = c->train.out_dir;
+    return !strcmp(c->train.resume, "latest") && files_exist(folder) && !checkpoint_exists(folder);
+}
+
 /* A resumed run must be the same model; all else may change, and its data goes on where it was. */
 static bool open_checkpoint(checkpoint *k, const config *c, fault *f) {
     const char *path = strcmp(c->train.resume, "latest") ? c->train.resume : c->train.out_dir;
@@ -34,12 +42,13 @@ static bool open_checkpoint(checkpoint *k, const config *c, fault *f) {
     return false;
 }
 
-static bool open_telemetry(trainer *t, const checkpoint *k, fault *f) {
-    telemetry_options options = {.config = t->config,
+static bool open_telemetry(trainer *t, fault *f) {
+    const config *c = t->config;
+    telemetry_options options = {.config = c,
                                  .device = t->o->name,
                                  .dtype = t->o->dtype == NSA_F64 ? "f64" : "f32",
                                  .world = 1,
-                                 .resumed = k != NULL,
+                                 .resumed = c->train.resume[0] != 0,
                                  .resume_step = t->state.step,
                                  .loss_first = t->state.loss_first,
                                  .seconds = t->state.seconds,
@@ -101,6 +110,8 @@ static void say_what_runs(trainer *t) {
     if (t->state.step)
         telemetry_say(t->telemetry, "resumed after step %lld of %lld", (long long)t->state.step,
                       (long long)c->steps);
+    else if (c->resume[0])
+        telemetry_say(t->telemetry, "resumed before the first checkpoint: from step 1 on");
 }
 
 /* The device and the precision that this back end has; a file made for a GPU says what to do. */
@@ -130,7 +141,7 @@ bool train_open(trainer *t, const config *c, const ops *o, fault *f) {
     if (!settle_device(c, o, f)) return false;
     t->tokenizer = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!t->tokenizer) return false;
-    if (c->train.resume[0]) {
+    if (c->train.resume[0] && !begins_again(c)) {
         if (!open_checkpoint(&opened, c, f)) return false;
         k = &opened;
         t->state = k->state;
@@ -138,7 +149,7 @@ bool train_open(trainer *t, const config *c, const ops *o, fault *f) {
     }
     t->first_step = t->state.step + 1;
     bool ok = open_model(t, k, f) && observer_open(&t->observer, !telemetry_without_stats(c), f) &&
-              open_telemetry(t, k, f);
+              train_open_saver(t, f) && open_telemetry(t, f);
     if (ok) say_what_runs(t);
     ok = ok && train_report_start(t, f) && telemetry_note(t->telemetry, "boot", f) &&
          open_data(t, k, f);
@@ -148,6 +159,7 @@ bool train_open(trainer *t, const config *c, const ops *o, fault *f) {
 
 void train_close(trainer *t) {
     data_close(t->data);
+    saver_close(t->saver);
     model_close(&t->model);
     observer_close(&t->observer);
     token_list_free(&t->prompt);

@@ -48,18 +48,50 @@ bool train_load(trainer *t, const checkpoint *k, fault *f) {
     return checkpoint_load(k, &parts[0], f) && checkpoint_load(k, &parts[1], f);
 }
 
-bool train_save(trainer *t, fault *f) {
-    checkpoint_part parts[2];
+static void say_saved(const void *user, int64_t step) {
+    const trainer *t = user;
+    fault unused;
+    telemetry_say(t->telemetry, "step %04lld | saved %s/checkpoints", (long long)step,
+                  t->config->train.out_dir);
+    (void)telemetry_note(t->telemetry, "progress", &unused);
+}
+
+static void copy_to_host(const void *user, void *to, const void *from, size_t bytes) {
+    const trainer *t = user;
+    t->o->download(t->o, to, from, bytes);
+}
+
+/* What is saved only where the run ends needs no copy. */
+bool train_open_saver(trainer *t, fault *f) {
     const config_train *c = &t->config->train;
-    if (t->saved_step == t->state.step) return true;
+    saver_options options = {.out_dir = c->out_dir,
+                             .config = t->config,
+                             .parts = t->parts,
+                             .count = 2,
+                             .keep = c->keep_checkpoints,
+                             .copy = copy_to_host,
+                             .done = say_saved,
+                             .user = t};
+    list_parts(t, t->parts);
+    if (c->save_every) t->saver = saver_open(&options, f);
+    return !c->save_every || t->saver;
+}
+
+bool train_save(trainer *t, bool beside, fault *f) {
+    const config_train *c = &t->config->train;
+    bool needed = !t->spoilt && t->saved_step != t->state.step;
     t->o->mark(t->o, PHASE_SAVE, -1);
-    list_parts(t, parts);
+    if (!beside && !saver_wait(t->saver, f)) {
+        if (t->spoilt) return false;
+        needed = true; /* once more, for what the thread could not write */
+    }
+    if (!needed) return true;
     t->state.seconds = telemetry_seconds(t->telemetry);
     t->state.loss_first = telemetry_loss_first(t->telemetry);
-    if (!checkpoint_write(c->out_dir, t->config, &t->state, parts, 2, c->keep_checkpoints, f))
-        return false;
     t->saved_step = t->state.step;
-    telemetry_say(t->telemetry, "step %04lld | saved %s/checkpoints", (long long)t->state.step,
-                  c->out_dir);
-    return telemetry_note(t->telemetry, "progress", f);
+    if (beside) return saver_write(t->saver, &t->state, f);
+    if (!checkpoint_write(c->out_dir, t->config, &t->state, t->parts, 2, c->keep_checkpoints, f))
+        return false;
+    say_saved(t, t->state.step);
+    return true;
 }
