@@ -14,6 +14,7 @@
 
 #include "anomaly.h"
 #include "csv.h"
+#include "curve.h"
 #include "dump.h"
 #include "events.h"
 #include "fallback.h"
@@ -24,6 +25,8 @@
 /* A line at least every 10 s: the thread looks twice a second and speaks up after 9. A step that ends
    after 5 s of silence speaks for itself. */
 enum { TICK_MS = 500, SILENCE_MS = 9000, STEP_SILENCE_MS = 5000, DUMP_MS = 1000 };
+/* How often a long run draws its curve anew. */
+enum { CURVE_MS = 60000 };
 
 struct telemetry {
     const config *config;
@@ -47,8 +50,9 @@ struct telemetry {
     heartbeat_line state; /* what a heartbeat says at this moment */
     stats stats;          /* that `state` points to, once there are any */
     anomaly_watch watch;
-    bool halted; /* by an anomaly of this process, or a .HALT that came up */
-    int dumps;   /* that have been said */
+    bool halted;       /* by an anomaly of this process, or a .HALT that came up */
+    int dumps;         /* that have been said */
+    double last_curve; /* ms */
 };
 
 static telemetry *the_one; /* for exit() */
@@ -177,6 +181,16 @@ static void look_for_halt(telemetry *t) {
     signals_ask(SIGTERM);
 }
 
+/* From what is on the disk, so that a step waits for nothing. */
+static void draw_curve(telemetry *t, double now) {
+    fault unused;
+    t->last_curve = now;
+    if (!t->training.file) return;
+    pthread_mutex_unlock(&t->lock);
+    (void)curve_write(t->config->train.out_dir, &unused);
+    pthread_mutex_lock(&t->lock);
+}
+
 static void *watch(void *user) {
     telemetry *t = user;
     fault why, unused;
@@ -200,6 +214,7 @@ static void *watch(void *user) {
             (void)beat_locked(t, "beat", &unused); /* a full disk is for the next step to say */
         look_for_dumps(t);
         look_for_halt(t);
+        if (now - t->last_curve >= CURVE_MS) draw_curve(t, now);
     }
     pthread_mutex_unlock(&t->lock);
     return NULL;
@@ -390,7 +405,7 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     t->log = t->is_first_rank ? o->log : NULL;
     t->metrics = m;
     t->state.loss = t->state.toks_per_s = t->state.grad_norm = (double)NAN;
-    t->last_line = t->last_step = t->last_beat = now_ms();
+    t->last_line = t->last_step = t->last_beat = t->last_curve = now_ms();
     bool ok = (!t->is_first_rank || (check_folder(o, f) && open_files(t, o, f))) &&
               open_heartbeat(t, o, f) && dump_install(train->out_dir, o->rank, f);
     t->watch.timeout = o->config->telemetry.stall_timeout;
@@ -564,6 +579,7 @@ double telemetry_loss_first(const telemetry *t) {
 
 bool telemetry_close(telemetry *t, const char *verdict, int exit_code, fault *f) {
     bool ok = true;
+    fault unused;
     if (!t) return true;
     stop_watch(t);
     the_one = NULL;
@@ -571,6 +587,7 @@ bool telemetry_close(telemetry *t, const char *verdict, int exit_code, fault *f)
     refresh_memory(t);
     t->metrics.toks_per_s_p50 = median_rate(t);
     if (t->is_first_rank) ok = metrics_write(t->metrics_path, &t->metrics, verdict, exit_code, f);
+    if (t->training.file && !curve_write(t->config->train.out_dir, ok ? f : &unused)) ok = false;
     close_files(t);
     free(t->rates);
     free(t);

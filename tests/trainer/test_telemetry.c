@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <time.h>
 
+#include "curve.h"
 #include "telemetry.h"
 #include "trainer_test.h"
 
@@ -314,6 +315,40 @@ static void test_stall(void) {
     TEST_FAULT(open_run(2, true) != NULL, &why, "end_stall/.HALT: an earlier run was halted");
 }
 
+static int count_of(const char *text, const char *word) {
+    int n = 0;
+    for (; text && (text = strstr(text, word)); text++) n++;
+    return n;
+}
+
+/* A long run's picture is no larger than its columns ask for; its ends are there, a NaN is not. */
+static void test_curve(void) {
+    enum { STEPS = 50000, ROW = 32 };
+    static char rows[STEPS * ROW];
+    size_t used = (size_t)sprintf(rows, "step,loss,lr,toks_per_s,grad_norm\n"), bytes;
+    check_case("curve");
+    for (int i = 1; i <= STEPS; i++)
+        used += (size_t)sprintf(rows + used, i == 777 ? "%d,nan,1,1,1\n" : "%d,%.4f,1,1,1\n", i,
+                                2 + 3 * exp(-i / 9000.0) + 0.1 * sin(i));
+    test_mkdir("curve");
+    CHECK(curve_write(test_path("curve"), &why), "no rows: %s", why.text);
+    CHECK(access(test_path("curve/loss.svg"), F_OK), "a picture of nothing");
+    test_write(test_path("curve/training.csv"), rows, used);
+    CHECK(curve_write(test_path("curve"), &why), "%s", why.text);
+    char *svg = test_read(test_path("curve/loss.svg"), &bytes);
+    const char *points = strstr(svg, "class=\"training\" points=\"");
+    CHECK(bytes < 60000 && points, "%zu bytes", bytes);
+    int columns = count_of(points, " ") - count_of(strstr(points, "/>"), " ");
+    CHECK(columns > 700 && columns <= 724, "%d points", columns);
+    CHECK(strstr(svg, "training to step 50000") && !strstr(svg, "nan"), "%.300s", svg);
+    free(svg);
+    test_write_text(test_path("curve/training.csv"), "step,loss\n1,2\n");
+    CHECK(curve_write(test_path("curve"), &why), "one step: %s", why.text);
+    svg = test_read(test_path("curve/loss.svg"), &bytes);
+    CHECK(!strstr(svg, "nan") && !strstr(svg, "inf"), "one step: %s", svg);
+    free(svg);
+}
+
 static void test_phase(void) {
     int layer;
     check_case("phase");
@@ -362,5 +397,6 @@ int main(int argc, char **argv) {
     test_full_disk(1,
                    "full1/heartbeat_rank0.jsonl: cannot write the line of step 2&File too large");
     test_phase();
+    test_curve();
     return test_end("test_telemetry");
 }

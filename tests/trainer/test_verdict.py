@@ -1,0 +1,134 @@
+"""GO and NO-GO: a sound run is let through, and each criterion alone stops it, at its limit.
+
+usage: test_verdict.py PROGRAM FOLDER VERDICT. Twin: examples/nsa_verdict.
+"""
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+from runs import Runs, check, done, wait_for
+
+runs = Runs(sys.argv[1], sys.argv[2], "verdict")
+program = sys.argv[3]
+GB = 1e9 / 2**20  # in MiB
+
+
+def verdict(out, code):
+    """What nsa_verdict says: {criterion: (holds, figure)}, and the artefacts."""
+    ran = subprocess.run([program, str(out)], text=True, capture_output=True, timeout=60)
+    check(ran.returncode == code, out, ran.returncode, ran.stdout, ran.stderr)
+    *lines, last = ran.stdout.splitlines()
+    check(last == ("GO" if code == 0 else "NO-GO"), ran.stdout)
+    said, artefacts = {}, {}
+    for line in lines:
+        criterion, holds, figure = line.split(None, 2)
+        check(holds in ("ok", "NO"), line)
+        if criterion == "artefact":
+            artefacts[figure.split()[0]] = (holds == "ok", figure.split(None, 1)[1])
+        else:
+            said[criterion] = (holds == "ok", figure)
+    check(list(said) == ["exit", "steps", "memory", "throughput", "pct_at_max", "fallbacks"], said)
+    check((code == 0) == all(holds for holds, _ in [*said.values(), *artefacts.values()]), ran.stdout)
+    return said, artefacts
+
+
+def changed(name, change):
+    out = runs.root / name
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(sound, out, symlinks=True)
+    change(out)
+    return out
+
+
+def with_metrics(**fields):
+    def change(out):
+        metrics = json.loads((out / "metrics.json").read_text())
+        (out / "metrics.json").write_text(json.dumps(metrics | fields))
+    return change
+
+
+def only(out, criterion, *words):
+    """NO-GO for this reason and no other."""
+    said, artefacts = verdict(out, 1)
+    reasons = {c: f for c, (holds, f) in [*said.items(), *artefacts.items()] if not holds}
+    check(list(reasons) == [criterion], reasons)
+    for word in words:
+        check(word in reasons[criterion], reasons)
+
+
+corpus = runs.text()
+sound, _, _ = runs.train("sound", "--data", corpus, "--steps", 8, "--eval-every", 4)
+
+said, artefacts = verdict(sound, 0)
+check(len(artefacts) == 16, artefacts)
+for name, (_, size) in artefacts.items():
+    path = sound / name
+    files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
+    check(size == f"{sum(f.stat().st_size for f in files)} bytes", name, size)
+    print(f"{name:45} {size}")
+
+# Each figure on both sides of its limit.
+for criterion, key, good, bad in (
+        ("memory", "peak_memory_mib", 39.999 * GB, 40.001 * GB), ("throughput", "toks_per_s_p50", 50.1, 50.0),
+        ("pct_at_max", "sel_pct_at_max", 0.2999, 0.3), ("fallbacks", "total_fallbacks", 9, 10)):
+    verdict(changed("good", with_metrics(**{key: good})), 0)
+    only(changed("bad", with_metrics(**{key: bad})), criterion)
+    only(changed("none", with_metrics(**{key: None})), criterion)
+
+# How it ended.
+only(changed("code", with_metrics(exit_code=1)), "exit", "exit code 1")
+only(changed("failed", with_metrics(verdict="failed: why")), "exit", "failed: why")
+only(changed("halted", lambda out: (out / ".HALT").write_text("nan\n")), "exit", ".HALT")
+only(changed("fewer", with_metrics(steps_done=7)), "steps", "7 of 8")
+only(changed("more", with_metrics(steps=9)), "steps", "8 of 9")
+only(changed("row", lambda out: (out / "training.csv").write_text("step,loss\n1,2\n7,2\n")), "steps", "step 7")
+for name, text in (("killed", None), ("garbage", "{"), ("list", "[]")):
+    out = changed(name, lambda out: (out / "metrics.json").unlink() if text is None else
+                  (out / "metrics.json").write_text(text))
+    check(not verdict(out, 1)[0]["exit"][0], name)
+out, run = runs.start("stopped", "--data", corpus, "--steps", 500000)
+wait_for("20 steps", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 20)
+run.send_signal(signal.SIGTERM)
+run.wait(120)
+said, _ = verdict(out, 1)
+check(not said["exit"][0] and not said["steps"][0] and "of 500000" in said["steps"][1], said)
+
+# What must be there.
+for name in artefacts:
+    if name == "metrics.json":
+        continue
+    def remove(out):
+        path = out / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    said, rest = verdict(changed("missing", remove), 1)
+    check(rest[name] == (False, "is missing"), name, rest)
+only(changed("empty", lambda out: (out / "mem_boot.json").write_text("")), "mem_boot.json", "0 bytes")
+off = {"NSA_TB_DISABLE": "1", "NSA_DISABLE_CSV_LOGS": "1", "NSA_HEARTBEAT_EVERY": "0"}
+out, _, _ = runs.train("off", "--data", corpus, "--steps", 8, **off)
+_, artefacts = verdict(out, 0)
+check(sum(f == "switched off" for _, f in artefacts.values()) == 7, artefacts)
+out, _, _ = runs.train("blind", "--data", corpus, "--steps", 8, NSA_DISABLE_AUX_STATS="1")
+only(out, "pct_at_max", "not known", "switched off")
+out, _, _ = runs.train("dense", "--data", corpus, "--steps", 8, "--attention", "full")
+check("selects nothing" in verdict(out, 0)[0]["pct_at_max"][1], "dense attention")
+
+# What is no run at all.
+(runs.root / "nothing").mkdir()
+verdict(runs.root / "nothing", 1)
+for words in ([str(runs.root / "nowhere")], [], ["--frobnicate"], ["a", "b"], [str(corpus)]):
+    check(subprocess.run([program, *words], stderr=subprocess.DEVNULL).returncode == 2, words)
+
+# The picture: a line through every step, a dot for every evaluation, all of it inside.
+SVG = "{http://www.w3.org/2000/svg}"
+tree = xml.etree.ElementTree.parse(sound / "loss.svg").getroot()
+lines = {line.get("class"): [tuple(map(float, p.split(","))) for p in line.get("points").split()]
+         for line in tree.iter(SVG + "polyline")}
+check(len(lines["training"]) == 8 and len(lines["validation"]) == 2, lines)
+check(len([c for c in tree.iter(SVG + "circle")]) == 2, "dots")
+width, height = map(float, tree.get("viewBox").split()[2:])
+check(all(0 < x < width and 0 < y < height for line in lines.values() for x, y in line), lines)
+check(lines["training"][0][1] < lines["training"][-1][1], "the loss falls, so the line does")
+done()
