@@ -84,7 +84,8 @@ typedef struct config_telemetry {
 
 typedef struct config_sample {
     int64_t length, top_k; /* tokens, 0: no sample; 0: all */
-    double temperature, top_p;
+    int64_t repetition_window;
+    double temperature, top_p, repetition_penalty;
     char prompt[CONFIG_PATH_BYTES];
 } config_sample;
 

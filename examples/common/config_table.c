@@ -180,6 +180,11 @@ const config_entry config_entries[] = {
     NUMBER("sample.top_p", sample.top_p, 0, 1, "0.95", "--top-p",
            CONFIG_ABOVE_MIN | CONFIG_NOT_SAVED,
            "draw from the likeliest tokens that make up this probability"),
+    NUMBER("sample.repetition_penalty", sample.repetition_penalty, 1, 100, "1",
+           "--repetition-penalty", CONFIG_NOT_SAVED,
+           "what the logits of recent tokens are divided by; 1: nothing"),
+    INTEGER("sample.repetition_window", sample.repetition_window, 0, MILLION, "64",
+            "--repetition-window", NULL, CONFIG_NOT_SAVED, "how many tokens are recent"),
 
     SWITCH("check", check, "false", "--check", NULL, LAUNCH,
            "validate, print every value in force, parameters and memory; train nothing"),

@@ -55,6 +55,20 @@ int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t s
     return order[vocab - taken];
 }
 
+void sample_discourage(real *logits, int vocab, const config_sample *c, const token_list *text) {
+    size_t window = (size_t)c->repetition_window;
+    size_t first = text->count > window ? text->count - window : 0;
+    if (c->repetition_penalty <= 1) return;
+    for (size_t i = first; i < text->count; i++) {
+        int32_t token = text->ids[i];
+        bool again = token < 0 || token >= vocab;
+        for (size_t j = first; j < i && !again; j++) again = text->ids[j] == token;
+        if (again) continue;
+        double x = (double)logits[token], p = c->repetition_penalty;
+        logits[token] = (real)(x > 0 ? x / p : x * p);
+    }
+}
+
 /* ---- Text ---------------------------------------------------------------------------------- */
 
 static bool extend(model *m, const config_sample *c, uint64_t seed, token_list *text, real *logits,
@@ -63,6 +77,7 @@ static bool extend(model *m, const config_sample *c, uint64_t seed, token_list *
     for (int64_t i = 0; i < c->length; i++) {
         size_t count = text->count < most ? text->count : most;
         if (!model_next(m, text->ids + text->count - count, (int)count, logits, f)) return false;
+        sample_discourage(logits, m->config.vocab, c, text);
         int32_t next = sample_token(logits, m->config.vocab, c, seed, (uint64_t)i, order);
         if (!token_list_push(text, next)) return fault_set(f, "sample: out of memory");
     }
@@ -79,59 +94,71 @@ bool sample_text(model *m, const config_sample *c, uint64_t seed, token_list *te
     return ok;
 }
 
-bool sample_prompt(tokenizer *t, const config_sample *c, int vocab, token_list *prompt, fault *f) {
+bool sample_prompt(tokenizer *t, const char *text, size_t bytes, int vocab, token_list *prompt,
+                   fault *f) {
     *prompt = (token_list){0};
-    bool ok = tokenizer_encode(t, c->prompt, strlen(c->prompt), prompt, f);
+    bool ok = tokenizer_encode(t, text, bytes, prompt, f);
     if (ok && !prompt->count && !token_list_push(prompt, tokenizer_separator(t)))
         ok = fault_set(f, "sample: out of memory");
     for (size_t i = 0; ok && i < prompt->count; i++)
         if (prompt->ids[i] >= vocab)
-            ok = fault_set(f, "sample.prompt: token %d; the model knows 0 to %d", prompt->ids[i],
+            ok = fault_set(f, "the prompt has token %d; the model knows 0 to %d", prompt->ids[i],
                            vocab - 1);
     if (!ok) token_list_free(prompt);
     return ok;
 }
 
-/* Length of the UTF-8 character at p, 0 where there is none. Overlong forms and surrogates are a
-   terminal's own business: they do it no harm. */
-static size_t utf8_length(const unsigned char *p, size_t left) {
-    size_t length = p[0] < 0x80   ? 1
-                    : p[0] < 0xc2 ? 0
-                    : p[0] < 0xe0 ? 2
-                    : p[0] < 0xf0 ? 3
-                    : p[0] < 0xf5 ? 4
-                                  : 0;
-    if (length > left) return 0;
-    for (size_t i = 1; i < length; i++)
-        if ((p[i] & 0xc0) != 0x80) return 0;
-    return length;
+/* ---- Writing ------------------------------------------------------------------------------- */
+
+/* Bytes of the UTF-8 character that begins with `first`, 0 where none does. Overlong forms and
+   surrogates are a terminal's own business: they do it no harm. */
+static size_t utf8_length(unsigned char first) {
+    return first < 0x80   ? 1
+           : first < 0xc2 ? 0
+           : first < 0xe0 ? 2
+           : first < 0xf0 ? 3
+           : first < 0xf5 ? 4
+                          : 0;
 }
 
-static void print_bytes(const unsigned char *p, size_t bytes, FILE *out) {
-    for (size_t i = 0, length; i < bytes; i += length ? length : 1) {
-        length = utf8_length(p + i, bytes - i);
-        bool control = length == 1 && (p[i] < 0x20 || p[i] == 0x7f) && p[i] != '\n' && p[i] != '\t';
-        bool c1 = length == 2 && p[i] == 0xc2 && p[i + 1] < 0xa0;
-        if (!length || control || c1)
-            for (size_t j = 0; j < (length ? length : 1); j++) fprintf(out, "\\x%02x", p[i + j]);
+/* Takes one character, or one byte that is none, from the front; false: more bytes are needed. */
+static bool put_front(sample_printer *p) {
+    unsigned char *held = p->held;
+    size_t length = utf8_length(held[0]), whole = 1;
+    while (whole < length && whole < p->count && (held[whole] & 0xc0) == 0x80) whole++;
+    if (whole < length && whole == p->count) return false;
+    bool control =
+        length == 1 && (held[0] < 0x20 || held[0] == 0x7f) && held[0] != '\n' && held[0] != '\t';
+    bool c1 = length == 2 && held[0] == 0xc2 && held[1] < 0xa0;
+    bool plain = length == whole && !control && !c1;
+    if (length != whole) whole = 1; /* a character cut short: its first byte is none */
+    for (size_t i = 0; i < whole; i++)
+        if (plain)
+            fputc(held[i], p->out);
         else
-            fwrite(p + i, 1, length, out);
+            fprintf(p->out, "\\x%02x", held[i]);
+    p->count -= whole;
+    memmove(held, held + whole, p->count);
+    return p->count > 0;
+}
+
+void sample_put(sample_printer *p, const tokenizer *t, int32_t token) {
+    size_t bytes;
+    const char *piece = tokenizer_bytes(t, token, &bytes);
+    for (size_t i = 0; i < bytes; i++) {
+        p->held[p->count++] = (unsigned char)piece[i];
+        while (put_front(p)) continue;
     }
+}
+
+void sample_flush(sample_printer *p) {
+    for (size_t i = 0; i < p->count; i++) fprintf(p->out, "\\x%02x", p->held[i]);
+    p->count = 0;
+    fflush(p->out);
 }
 
 void sample_print(const tokenizer *t, const token_list *text, FILE *out) {
-    unsigned char *all = NULL;
-    size_t used = 0, room = 0, bytes;
-    for (size_t i = 0; i < text->count; i++) {
-        const char *piece = tokenizer_bytes(t, text->ids[i], &bytes);
-        if (used + bytes > room) {
-            room = 2 * (used + bytes) + 256;
-            unsigned char *more = realloc(all, room);
-            if (!more) break;
-            all = more;
-        }
-        for (size_t j = 0; j < bytes; j++) all[used++] = (unsigned char)piece[j];
-    }
-    if (all) print_bytes(all, used, out);
-    free(all);
+    sample_printer p = {.out = out};
+    for (size_t i = 0; i < text->count; i++) sample_put(&p, t, text->ids[i]);
+    sample_flush(&p);
 }

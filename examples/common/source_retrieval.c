@@ -1,6 +1,9 @@
-/* source_retrieval.c - associative recall: pairs of a key and a value lie at random places of a long
+/* source_retrieval.c - associative recall: pairs of a value and its key lie at random places of a long
    noise, and at the end of the row every key is asked for once. Only the answers have a loss. Row s
    is a function of (seed, s), so nothing is ever repeated. Twin: source.h.
+
+   The value stands before its key: who finds the key again needs to know only what stood beside it.
+   With the key first, dense attention of two layers takes several times as long to learn this.
 
    Tokens 0 .. 127 are noise, 128 .. 191 keys, 192 .. 255 values. A row's keys differ, its values are
    drawn one by one: nothing but the pair itself tells an answer, and a guess is right one time in
@@ -49,13 +52,11 @@ int source_retrieval_row(uint64_t seed, uint64_t stream, int64_t sample, int64_t
             rng_below(seed, stream_of(stream, sample, USE_VALUE), (uint64_t)i, RETRIEVAL_VALUES);
         uint64_t turn =
             rng_permute(seed, stream_of(stream, sample, USE_ORDER), (uint64_t)i, (uint64_t)pairs);
-        int64_t at[2] = {(int64_t)(slot * SLOT + shift), asked + 2 * (int64_t)turn};
-        for (int j = 0; j < 2; j++) {
-            w->tokens[at[j]] = FIRST_KEY + (int32_t)key;
-            w->tokens[at[j] + 1] = FIRST_VALUE + (int32_t)value;
-        }
-        w->given[at[1] + 1] = 0;
-        if (places) places[turn] = at[0];
+        int64_t place = (int64_t)(slot * SLOT + shift), question = asked + 2 * (int64_t)turn;
+        w->tokens[place] = w->tokens[question + 1] = FIRST_VALUE + (int32_t)value;
+        w->tokens[place + 1] = w->tokens[question] = FIRST_KEY + (int32_t)key;
+        w->given[question + 1] = 0;
+        if (places) places[turn] = place;
     }
     return pairs;
 }

@@ -54,6 +54,7 @@ model_config train_model_config(const config *c, int vocab);
 
 bool train_open(trainer *t, const config *c, const ops *o, fault *f);
 void train_close(trainer *t);
+safetensors_tensor train_tensor(const param *p, const char *name, real *values);
 bool train_describe_tensors(trainer *t, fault *f);
 bool train_load(trainer *t, const checkpoint *k, fault *f);
 /* A checkpoint of t->state, unless there is one; beside the steps, or before it returns. */

@@ -95,7 +95,8 @@ static bool open_model(trainer *t, const checkpoint *k, fault *f) {
                              .checkpointing = c->runtime.gradient_checkpointing};
     return model_open(&t->model, &m, &options, t->o, (uint64_t)c->train.seed, f) &&
            train_describe_tensors(t, f) && (!k || train_load(t, k, f)) &&
-           sample_prompt(t->tokenizer, &c->sample, m.vocab, &t->prompt, f);
+           sample_prompt(t->tokenizer, c->sample.prompt, strlen(c->sample.prompt), m.vocab,
+                         &t->prompt, f);
 }
 
 static void say_what_runs(trainer *t) {

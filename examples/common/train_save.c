@@ -4,7 +4,7 @@
 
 #include "train.h"
 
-static safetensors_tensor describe(const param *p, const char *name, real *values) {
+safetensors_tensor train_tensor(const param *p, const char *name, real *values) {
     safetensors_tensor t = {.name = name,
                             .dtype = sizeof(real) == 8 ? SAFETENSORS_F64 : SAFETENSORS_F32,
                             .dims = p->dims,
@@ -27,9 +27,9 @@ bool train_describe_tensors(trainer *t, fault *f) {
         char *m = x->names[2 * i], *v = x->names[2 * i + 1];
         snprintf(m, sizeof *x->names, "m.%s", tensor->name);
         snprintf(v, sizeof *x->names, "v.%s", tensor->name);
-        x->weights[i] = describe(tensor, tensor->name, p->value);
-        x->moments[2 * i] = describe(tensor, m, p->m);
-        x->moments[2 * i + 1] = describe(tensor, v, p->v);
+        x->weights[i] = train_tensor(tensor, tensor->name, p->value);
+        x->moments[2 * i] = train_tensor(tensor, m, p->m);
+        x->moments[2 * i + 1] = train_tensor(tensor, v, p->v);
     }
     x->weight_count = count;
     x->moment_count = 2 * count;

@@ -268,7 +268,7 @@ static int64_t place_of(const int32_t *tokens, int64_t end, int32_t token) {
 }
 
 /* The pairs of a row by another way than the source's: every question's key stands once before the
-   questions, its value behind it, and nothing else has a loss. */
+   questions, its value before it, and nothing else has a loss. */
 static void check_questions(const source_window *w, int64_t seq_len, int pairs,
                             const int64_t *places, int tenths[10]) {
     int64_t asked = seq_len + 1 - 2 * pairs;
@@ -282,9 +282,9 @@ static void check_questions(const source_window *w, int64_t seq_len, int pairs,
         int64_t place = place_of(w->tokens, asked, question[0]);
         CHECK(question[0] >= 128 && question[0] < 192 && question[1] >= 192 && question[1] < 256,
               "question %d: %d %d", q, (int)question[0], (int)question[1]);
-        CHECK(place >= 0 && place == places[q], "question %d asks for place %d, not %d", q,
-              (int)places[q], (int)place);
-        CHECK(w->tokens[place + 1] == question[1], "question %d has another answer", q);
+        CHECK(place > 0 && place == places[q] + 1, "question %d asks for place %d, not %d", q,
+              (int)places[q], (int)place - 1);
+        CHECK(w->tokens[place - 1] == question[1], "question %d has another answer", q);
         tenths[place * 10 / asked]++;
     }
 }

@@ -1,0 +1,28 @@
+/* restore.c - a model from a checkpoint. Twin: restore.h. */
+#include "restore.h"
+
+#include <stdlib.h>
+
+#include "train.h"
+
+static bool load(model *m, const checkpoint *k, fault *f) {
+    const params *p = &m->params;
+    safetensors_tensor *weights = calloc((size_t)p->length, sizeof *weights);
+    if (!weights) return fault_set(f, "out of memory for the list of %d tensors", p->length);
+    for (int i = 0; i < p->length; i++)
+        weights[i] = train_tensor(&p->list[i], p->list[i].name, p->value);
+    checkpoint_part part = {"model", weights, (size_t)p->length};
+    bool ok = checkpoint_load(k, &part, f);
+    free(weights);
+    return ok;
+}
+
+bool restore_model(model *m, const checkpoint *k, int vocab, int chunk, int room, const ops *o,
+                   fault *f) {
+    model_config c = train_model_config(&k->config, vocab);
+    model_options options = {.batch = 1, .tokens = chunk, .room = room};
+    if (!model_open(m, &c, &options, o, 0, f)) return false;
+    if (load(m, k, f)) return true;
+    model_close(m);
+    return false;
+}

@@ -1,0 +1,230 @@
+/* main.c - generate: text from a checkpoint of either trainer, token by token from a cache. Twin:
+   README.md. The cache is the model's (model_append), drawing is sample.c's. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "config_table.h"
+#include "options.h"
+#include "restore.h"
+#include "sample.h"
+#include "threads.h"
+
+enum { PROMPT_LIMIT = 1 << 26, BENCH_TOKENS = 32, DEFAULT_LENGTH = 200 };
+
+typedef struct generator {
+    options options;
+    checkpoint checkpoint; /* its config is the one in force */
+    tokenizer *tokenizer;
+    token_list text; /* the prompt, then what follows */
+    model model;
+    ops ops;
+    real *logits;
+    int32_t *order;
+} generator;
+
+static double now_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* ---- Opening ------------------------------------------------------------------------------- */
+
+/* All of a file or of standard input, to be freed. */
+static char *read_all(const char *path, size_t *bytes, fault *f) {
+    bool is_input = !strcmp(path, "-");
+    FILE *file = is_input ? stdin : fopen(path, "rb");
+    char *text = NULL;
+    size_t room = 0;
+    *bytes = 0;
+    if (!file) {
+        fault_errno(f, "--prompt-file %s: cannot open", path);
+        return NULL;
+    }
+    do {
+        room = room ? 2 * room : 1 << 16;
+        char *more = room <= PROMPT_LIMIT ? realloc(text, room) : NULL;
+        if (!more) {
+            fault_set(f, "--prompt-file %s: more than %d bytes", path, PROMPT_LIMIT / 2);
+            free(text);
+            text = NULL;
+            break;
+        }
+        text = more;
+        *bytes += fread(text + *bytes, 1, room - *bytes, file);
+    } while (*bytes == room);
+    if (text && ferror(file)) {
+        fault_errno(f, "--prompt-file %s: cannot read", path);
+        free(text);
+        text = NULL;
+    }
+    if (!is_input) fclose(file);
+    return text;
+}
+
+static bool read_prompt(generator *g, int vocab, fault *f) {
+    const char *text = g->checkpoint.config.sample.prompt;
+    size_t bytes = strlen(text);
+    char *file = NULL;
+    if (g->options.prompt_file) {
+        text = file = read_all(g->options.prompt_file, &bytes, f);
+        if (!text) return false;
+    }
+    bool ok = sample_prompt(g->tokenizer, text, bytes, vocab, &g->text, f);
+    free(file);
+    return ok;
+}
+
+/* Tokens that the model was trained to see, stretched as far as RoPE is. */
+static int64_t trained_context(const config *c) {
+    double factor = c->model.rope_scaling == NSA_ROPE_SCALING_NONE ? 1 : c->model.rope_factor;
+    return (int64_t)((double)c->train.seq_len * factor);
+}
+
+static bool check_context(const generator *g, int64_t context, fault *f) {
+    int64_t prompt = (int64_t)g->text.count, length = g->checkpoint.config.sample.length;
+    if (g->options.bench && context < 2 * BENCH_TOKENS)
+        return fault_set(f, "--bench: a context of %lld; at least %d (--context)",
+                         (long long)context, 2 * BENCH_TOKENS);
+    if (g->options.bench || prompt + length <= context) return true;
+    return fault_set(f,
+                     "a prompt of %lld tokens and %lld more are %lld: the context is %lld; a "
+                     "shorter prompt, --length %lld, or --context %lld (beyond what the model was "
+                     "trained for, --rope-scaling may help)",
+                     (long long)prompt, (long long)length, (long long)(prompt + length),
+                     (long long)context, (long long)(context > prompt ? context - prompt : 0),
+                     (long long)(prompt + length));
+}
+
+static bool open_generator(generator *g, int argc, char **argv, fault *f) {
+    config *c = &g->checkpoint.config;
+    if (!checkpoint_open(&g->checkpoint, g->options.checkpoint, f)) return false;
+    c->sample.length = DEFAULT_LENGTH;
+    if (options_read(&g->options, c, argc, argv, f) != CONFIG_OK || !config_check_model(c, f))
+        return false;
+    g->tokenizer = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
+    if (!g->tokenizer) return false;
+    int vocab = c->model.vocab_size ? (int)c->model.vocab_size : tokenizer_vocab_size(g->tokenizer);
+    int64_t context = g->options.context ? g->options.context : trained_context(c);
+    if (!read_prompt(g, vocab, f) || !check_context(g, context, f)) return false;
+    int64_t room = g->options.bench ? context : (int64_t)g->text.count + c->sample.length;
+    int chunk = g->options.chunk < room ? (int)g->options.chunk : (int)room;
+    if (!ops_cpu_open(&g->ops, (int)c->runtime.threads, f) ||
+        !restore_model(&g->model, &g->checkpoint, vocab, chunk, (int)room, &g->ops, f))
+        return false;
+    g->logits = malloc((size_t)vocab * sizeof *g->logits);
+    g->order = malloc((size_t)vocab * sizeof *g->order);
+    return g->logits && g->order ? true : fault_set(f, "out of memory");
+}
+
+static void close_generator(generator *g) {
+    if (g->model.o) model_close(&g->model);
+    if (g->ops.state) ops_cpu_close(&g->ops);
+    checkpoint_close(&g->checkpoint);
+    tokenizer_close(g->tokenizer);
+    token_list_free(&g->text);
+    free(g->logits);
+    free(g->order);
+}
+
+/* ---- Text ---------------------------------------------------------------------------------- */
+
+/* Keys that a token has read in a layer and kv head, the mean over `tokens`: counted by the library
+   where attention is sparse. */
+static double keys_read(const model *m, const nsa_reads *before, double tokens, double dense) {
+    double heads = (double)m->config.n_layers * m->config.n_kv_groups;
+    nsa_reads r = m->reads;
+    if (m->config.full) return dense;
+    return (double)(r.cmp + r.slc + r.win - before->cmp - before->slc - before->win) /
+           (tokens * heads);
+}
+
+static bool generate(generator *g, fault *f) {
+    const config_sample *c = &g->checkpoint.config.sample;
+    uint64_t seed = (uint64_t)g->checkpoint.config.train.seed;
+    sample_printer out = {.out = stdout};
+    int prompt = (int)g->text.count, vocab = g->model.config.vocab;
+    double begin = now_seconds(), dense = 0;
+    bool ok = model_append(&g->model, g->text.ids, prompt, 1, g->logits, f);
+    double prefilled = now_seconds();
+    nsa_reads before = g->model.reads;
+    for (int i = 0; ok && i < prompt; i++) sample_put(&out, g->tokenizer, g->text.ids[i]);
+    for (int64_t i = 0; ok && i < c->length; i++) {
+        sample_discourage(g->logits, vocab, c, &g->text);
+        int32_t next = sample_token(g->logits, vocab, c, seed, (uint64_t)i, g->order);
+        sample_put(&out, g->tokenizer, next);
+        fflush(stdout);
+        if (!token_list_push(&g->text, next)) return fault_set(f, "out of memory");
+        if (i + 1 == c->length) break;
+        ok = model_append(&g->model, &next, 1, 1, g->logits, f);
+        dense += g->model.past;
+    }
+    sample_flush(&out);
+    double steps = (double)c->length - 1, end = now_seconds();
+    if (!ok) return false;
+    printf("\n");
+    fprintf(stderr, "prompt: %d tokens, %.0f tokens/s\n", prompt, prompt / (prefilled - begin));
+    if (steps < 1) return true;
+    double keys = keys_read(&g->model, &before, steps, dense / steps);
+    fprintf(stderr,
+            "text: %lld tokens, %.0f tokens/s; a token read %.1f keys, dense attention reads %.1f "
+            "(%.0f %%)\n",
+            (long long)c->length, steps / (end - prefilled), keys, dense / steps,
+            100 * keys * steps / dense);
+    return true;
+}
+
+/* ---- --bench ------------------------------------------------------------------------------- */
+
+/* Up to each length the prompt, again and again; then BENCH_TOKENS one by one. */
+static bool bench_length(generator *g, int length, fault *f) {
+    model *m = &g->model;
+    int count = length - BENCH_TOKENS - m->past;
+    int32_t *tokens = malloc((size_t)length * sizeof *tokens);
+    if (!tokens) return fault_set(f, "out of memory");
+    for (int i = 0; i < length; i++) tokens[i] = g->text.ids[(size_t)(m->past + i) % g->text.count];
+    double begin = now_seconds();
+    bool ok = model_append(m, tokens, count, 0, NULL, f);
+    double prefilled = now_seconds();
+    nsa_reads before = m->reads;
+    for (int i = 0; ok && i < BENCH_TOKENS; i++)
+        ok = model_append(m, tokens + count + i, 1, 1, g->logits, f);
+    double end = now_seconds(), dense = length - (BENCH_TOKENS - 1) / 2.0;
+    free(tokens);
+    if (!ok) return false;
+    double keys = keys_read(m, &before, BENCH_TOKENS, dense);
+    printf("%8d %12.0f %12.0f %12.3f %10.1f %10.1f %8.1f\n", length, count / (prefilled - begin),
+           BENCH_TOKENS / (end - prefilled), 1e3 * (end - prefilled) / BENCH_TOKENS, keys, dense,
+           dense / keys);
+    fflush(stdout);
+    return true;
+}
+
+static bool bench(generator *g, fault *f) {
+    int room = g->model.options.room;
+    printf("%8s %12s %12s %12s %10s %10s %8s\n", "tokens", "prompt tok/s", "text tok/s",
+           "ms a token", "keys read", "dense", "fewer");
+    int length = room;
+    while (length / 2 >= 8 * BENCH_TOKENS) length /= 2;
+    for (; length <= room; length *= 2)
+        if (!bench_length(g, length, f)) return false;
+    return true;
+}
+
+int main(int argc, char **argv) {
+    threads_wait_asleep(argv);
+    static generator g;
+    fault f;
+    config_outcome outcome = options_read(&g.options, NULL, argc, argv, &f);
+    if (outcome == CONFIG_HELP) return 0;
+    int code = 0;
+    if (outcome == CONFIG_ERROR || !open_generator(&g, argc, argv, &f))
+        code = 2;
+    else if (!(g.options.bench ? bench(&g, &f) : generate(&g, &f)))
+        code = 1;
+    if (code) fprintf(stderr, "%s\n", f.text);
+    close_generator(&g);
+    return code;
+}

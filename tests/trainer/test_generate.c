@@ -1,0 +1,205 @@
+/* test_generate.c - generate as its users run it: the same text whatever the chunks and wherever the
+   prompt comes from, options that do what they say, and what is refused. Arguments: the programs
+   train_tiny and generate. Twins: generate's main.c, restore.c, sample.c. */
+#include <sys/wait.h>
+
+#include "model_test.h"
+#include "restore.h"
+#include "sample.h"
+#include "trainer_test.h"
+
+enum { OUTPUT = 1 << 16 };
+
+static const char *trainer, *generator;
+static char output[OUTPUT]; /* of the last program that ended */
+
+/* Runs a shell's command line with both outputs in one file; the exit code. */
+static int shell(const char *format, ...) {
+    char command[4096];
+    size_t bytes;
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(command, sizeof command, format, args);
+    va_end(args);
+    snprintf(command + n, sizeof command - (size_t)n, " > %s 2> %s", test_path("output"),
+             test_path("errors"));
+    int status = system(command);
+    char *text = test_read(test_path("output"), &bytes);
+    char *errors = test_read(test_path("errors"), &bytes);
+    snprintf(output, sizeof output, "%s%s", text ? text : "", status && errors ? errors : "");
+    free(text);
+    free(errors);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128;
+}
+
+static void expect(int code, int want, const char *word) {
+    CHECK(code == want, "exit code %d, not %d: %s", code, want, output);
+    CHECK(strstr(output, word) != NULL, "the output lacks \"%s\": %s", word, output);
+}
+
+static void train(const char *name, const char *options) {
+    check_case("training %s", name);
+    expect(shell("%s --dataset text --data %s --dim 32 --layers 2 --heads 4 --kv-groups 2 --d-k 8 "
+                 "--d-v 8 --nsa-l 8 --nsa-d 4 --nsa-l-sel 16 --nsa-n-sel 4 --nsa-w 16 --seq-len 64 "
+                 "--batch-size 4 --steps 30 --lr 1e-2 --threads 1 --out-dir %s %s",
+                 trainer, test_path("text"), test_path(name), options),
+           0, "saved");
+}
+
+/* What generate prints with these options. */
+static const char *text_of(const char *name, const char *options) {
+    static char texts[16][OUTPUT];
+    static int next;
+    char *text = texts[next++ % 16];
+    expect(shell("%s %s --threads 1 --length 40 %s", generator, test_path(name), options), 0, "");
+    return memcpy(text, output, OUTPUT);
+}
+
+static void same(const char *what, const char *a, const char *b) {
+    CHECK(!strcmp(a, b), "%s: \"%s\" and \"%s\"", what, a, b);
+}
+
+static void differ(const char *what, const char *a, const char *b) {
+    CHECK(strcmp(a, b), "%s: both \"%s\"", what, a);
+}
+
+static void test_texts(const char *name) {
+    char options[2048];
+    check_case("texts of %s", name);
+    const char *text = text_of(name, "--prompt 'the quick'");
+    CHECK(!strncmp(text, "the quick", 9) && strlen(text) > 45, "\"%s\"", text);
+    same("chunks of 1 and of 256", text, text_of(name, "--prompt 'the quick' --chunk 1"));
+    test_write_text(test_path("prompt"), "the quick");
+    snprintf(options, sizeof options, "--prompt-file %s", test_path("prompt"));
+    same("from a file", text, text_of(name, options));
+    snprintf(options, sizeof options, "--prompt-file - < %s", test_path("prompt"));
+    same("from standard input", text, text_of(name, options));
+    differ("another seed", text, text_of(name, "--prompt 'the quick' --seed 5"));
+    const char *greedy = text_of(name, "--prompt 'the quick' --temperature 0");
+    same("top-k of 1", greedy, text_of(name, "--prompt 'the quick' --top-k 1"));
+    same("top-p of next to nothing", greedy, text_of(name, "--prompt 'the quick' --top-p 1e-9"));
+    same("temperature 0 knows no seed", greedy,
+         text_of(name, "--prompt 'the quick' --temperature 0 --seed 5"));
+    const char *fresh = text_of(name, "--prompt 'the quick' --temperature 0 "
+                                      "--repetition-penalty 100 --repetition-window 4");
+    for (const char *p = fresh + 9; p[0] && p[1] && p[2] && p[2] != '\n'; p++)
+        CHECK(p[0] != p[1] && p[0] != p[2], "repeats in a window of 4: \"%s\"", fresh);
+}
+
+/* A longer context than the model was trained with. */
+static void test_scaling(const char *name) {
+    static const char *const scalings[] = {"linear", "ntk", "yarn"};
+    char options[512], texts[3][OUTPUT];
+    check_case("scalings of %s", name);
+    for (int i = 0; i < 3; i++) {
+        snprintf(options, sizeof options,
+                 "--prompt 'the quick' --length 120 --rope-scaling %s --rope-factor 4 "
+                 "--rope-trained-context 64",
+                 scalings[i]);
+        memcpy(texts[i], text_of(name, options), OUTPUT);
+        for (int j = 0; j < i; j++) differ("two scalings", texts[i], texts[j]);
+    }
+    expect(shell("%s %s --length 250 --rope-scaling linear --rope-factor 4 --prompt 1234567",
+                 generator, test_path(name)),
+           2, "the context is 256");
+    expect(shell("%s %s --rope-scaling yarn", generator, test_path(name)), 2,
+           "model.rope_trained_context");
+}
+
+static void test_bench(const char *name) {
+    check_case("bench of %s", name);
+    expect(shell("%s %s --bench --context 1024 --threads 1", generator, test_path(name)), 0,
+           "    1024 ");
+    expect(shell("%s %s --bench --context 40", generator, test_path(name)), 2, "at least 64");
+}
+
+static void test_refusals(void) {
+    char at[1024];
+    snprintf(at, sizeof at, "%s", test_path("sparse"));
+    check_case("refusals");
+    expect(shell("%s", generator), 2, "which checkpoint?");
+    expect(shell("%s /nowhere", generator), 2, "/nowhere: no checkpoint");
+    expect(shell("%s %s --foo 1", generator, at), 2, "--foo: unknown option");
+    expect(shell("%s %s --length", generator, at), 2, "its value is missing");
+    expect(shell("%s %s --top-p 2", generator, at), 2, "--top-p 2: must be a number above 0");
+    expect(shell("%s %s --chunk 0", generator, at), 2, "must be an integer in 1 ..");
+    expect(shell("%s %s another", generator, at), 2, "one checkpoint at a time");
+    expect(shell("%s %s --prompt-file /nowhere", generator, at), 2, "/nowhere: cannot open");
+    expect(shell("%s %s --length 65", generator, at), 2, "the context is 64");
+    expect(shell("head -c 100 %s | %s %s --prompt-file -", test_path("text"), generator, at), 2,
+           "a prompt of 100 tokens");
+    expect(shell("%s %s --context 66 --length 65", generator, at), 0, "");
+}
+
+/* A checkpoint whose settings and tensors tell of two geometries. */
+static void test_geometry(void) {
+    static const struct {
+        const char *name, *words;
+        int64_t dim, layers;
+        bool full;
+    } cases[] = {{"wider", "embed.weight&48", 48, 2, false},
+                 {"deeper", "blocks.2.", 32, 3, false},
+                 {"dense", "W_K", 32, 2, true}};
+    ops o = open_ops(1);
+    checkpoint k;
+    model m;
+    if (!CHECK(checkpoint_open(&k, test_path("sparse"), &why), "%s", why.text)) return;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        checkpoint other = k;
+        check_case("another geometry: %s", cases[i].name);
+        other.config.model.dim = cases[i].dim;
+        other.config.model.n_layers = cases[i].layers;
+        if (cases[i].full) other.config.model.attention = CONFIG_FULL;
+        TEST_FAULT(restore_model(&m, &other, 256, 8, 64, &o, &why), &why, cases[i].words);
+    }
+    check_case("its own geometry");
+    CHECK(restore_model(&m, &k, 256, 8, 64, &o, &why), "%s", why.text);
+    model_close(&m);
+    checkpoint_close(&k);
+    ops_cpu_close(&o);
+}
+
+/* Characters that come in several tokens, and bytes that are none. */
+static void test_printing(void) {
+    static const unsigned char bytes[] = {'a',  0xc3, 0xa4, 0xe2, 0x82, 0xac, 0xff, 0xe2,
+                                          0x82, 'b',  0x1b, 0xc2, 0x85, '\n', 0xf0, 0x9f,
+                                          0x98, 0x80, 0xc3, 0xc3, 0xa4, 0xe2};
+    char got[256] = "";
+    check_case("printing");
+    tokenizer *t = tokenizer_open(CONFIG_BYTE, "", &why);
+    FILE *file = fopen(test_path("printed"), "wb");
+    sample_printer p = {.out = file};
+    for (size_t i = 0; i < sizeof bytes; i++) sample_put(&p, t, bytes[i]);
+    sample_flush(&p);
+    fclose(file);
+    size_t n;
+    char *text = test_read(test_path("printed"), &n);
+    snprintf(got, sizeof got, "%s", text);
+    CHECK(!strcmp(got, "a\xc3\xa4\xe2\x82\xac\\xff\\xe2\\x82"
+                       "b\\x1b\\xc2\\x85\n\xf0\x9f\x98\x80\\xc3\xc3\xa4\\xe2"),
+          "printed \"%s\"", got);
+    free(text);
+    tokenizer_close(t);
+}
+
+int main(int argc, char **argv) {
+    if (argc != 3) return fprintf(stderr, "usage: test_generate TRAIN_TINY GENERATE\n"), 2;
+    trainer = argv[1];
+    generator = argv[2];
+    test_begin();
+    FILE *file = fopen(test_path("text"), "wb");
+    for (int i = 0; file && i < 400; i++)
+        fprintf(file, "%d the quick brown fox jumps over %d lazy dogs\n", i, i % 7);
+    if (file) fclose(file);
+    train("sparse", "");
+    train("dense", "--attention full");
+    test_texts("sparse");
+    test_texts("dense");
+    test_scaling("sparse");
+    test_scaling("dense");
+    test_bench("sparse");
+    test_refusals();
+    test_geometry();
+    test_printing();
+    return test_end("test_generate");
+}
