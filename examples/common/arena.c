@@ -12,10 +12,15 @@ void *arena_take(arena *a, purpose p, size_t bytes) {
     return a->base ? (void *)(a->base + at) : (void *)(uintptr_t)(ALIGN + at);
 }
 
+void arena_note(arena *a, purpose p, size_t bytes) {
+    a->used += bytes;
+    a->by_purpose[p] += bytes;
+}
+
 const char *purpose_name(purpose p) {
     static const char *const names[PURPOSES] = {
-        "weights",  "gradients", "moments",   "checkpoints", "activations",
-        "backward", "logits",    "workspace", "batch",       "cache",
+        "weights", "gradients", "moments", "checkpoints", "activations",   "backward",
+        "logits",  "workspace", "batch",   "cache",       "communication",
     };
     return names[p];
 }

@@ -17,6 +17,7 @@ typedef enum purpose {
     FOR_WORKSPACE, /* of attention */
     FOR_BATCH,
     FOR_CACHE, /* keys and values of the tokens that model_append has seen */
+    FOR_COMMUNICATION, /* of several processes */
     PURPOSES
 } purpose;
 
@@ -27,6 +28,9 @@ typedef struct arena {
 
 /* 64-byte aligned, never NULL. */
 void *arena_take(arena *a, purpose p, size_t bytes);
+
+/* Counts memory that lies elsewhere. */
+void arena_note(arena *a, purpose p, size_t bytes);
 
 const char *purpose_name(purpose p);
 

@@ -65,6 +65,12 @@ static void head(model *m, double scale) {
     }
 }
 
+/* Gradients become final from the end of the table on. */
+static void final_from(const model *m, int place) {
+    if (m->options.dist && m->last_of_step)
+        dist_final_from(m->options.dist, m->params.list[place].offset);
+}
+
 /* With checkpointing the layers share one set of activations, which holds the last layer's. */
 static void backward(model *m) {
     const ops *o = m->o;
@@ -73,9 +79,11 @@ static void backward(model *m) {
     o->zero(o, s->dx, (size_t)m->rows * (size_t)c->dim * m->element);
     o->rmsnorm_backward(o, s->dx, model_gradient(m, m->norm), s->dnorm, m->x[c->n_layers],
                         model_weight(m, m->norm), s->rstd, m->rows, c->dim);
+    final_from(m, m->norm);
     for (int i = c->n_layers - 1; i >= 0; i--) {
         if (m->options.checkpointing && i < c->n_layers - 1) layer_recompute(m, i);
         layer_backward(m, i);
+        final_from(m, m->layer_slots[i][NORM1]);
     }
     o->embed_backward(o, model_gradient(m, m->embed), s->dx, m->tokens, m->rows, c->dim);
 }
@@ -89,6 +97,7 @@ bool model_evaluate(model *m, const model_batch *b, fault *f) {
 
 bool model_train(model *m, const model_batch *b, double scale, fault *f) {
     if (!begin_pass(m, PHASE_FWD, b, f)) return false;
+    if (m->options.dist && m->last_of_step) dist_begin(m->options.dist);
     forward(m);
     head(m, scale);
     backward(m);

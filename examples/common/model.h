@@ -12,6 +12,7 @@
 #define MODEL_H
 
 #include "arena.h"
+#include "dist.h"
 #include "params.h"
 
 enum { BRANCHES = 3 }; /* cmp, slc, win, in this order */
@@ -40,6 +41,7 @@ typedef struct model_options {
     bool training;      /* room for gradients and moments */
     bool checkpointing; /* keep only the inputs of layers; backward computes the rest again */
     int room;           /* tokens that model_append may append in all; 0: no cache */
+    dist *dist;         /* NULL: one process */
 } model_options;
 
 /* What a call brings; arrays of the host. */
@@ -120,9 +122,10 @@ typedef struct model {
     void **x;         /* n_layers + 1 inputs of layers; the last is the head's */
     layer_acts *acts; /* of each layer; checkpointing: all the same memory */
     scratch scratch;
-    int32_t *tokens, *labels, *begins;                /* the batch, in the back end's memory */
-    step_state *state;                                /* likewise */
-    phase phase;                                      /* of forward, for ops.mark */
+    int32_t *tokens, *labels, *begins; /* the batch, in the back end's memory */
+    step_state *state;                 /* likewise */
+    phase phase;                       /* of forward, for ops.mark */
+    bool last_of_step;                 /* dist hears of each gradient that is final */
     int batch, tokens_each, rows, documents, longest; /* of the pass that runs */
     layer_cache *caches;                              /* of each layer; NULL without room */
     bool appending;                                   /* the pass attends from the caches */
@@ -142,8 +145,8 @@ bool model_measure(const model_config *c, const model_options *options, const op
 /* The geometry that each layer gives to nsa.h, for a batch of this shape. */
 nsa_desc model_desc(const model *m, int batch, int tokens);
 
-/* Adds a batch's losses to the state. model_train also adds the gradients of scale times their sum.
-   A caller zeroes state and gradients. */
+/* Adds a batch's losses to the state. model_train also adds the gradients of scale times their sum;
+   a caller sets last_of_step before those of a step's last batch. It zeroes state and gradients. */
 bool model_evaluate(model *m, const model_batch *b, fault *f);
 bool model_train(model *m, const model_batch *b, double scale, fault *f);
 

@@ -144,6 +144,8 @@ static bool build_table(model *m, fault *f) {
     m->norm = add_constant(&b, "norm.weight", c->dim, 1);
     m->head = m->embed;
     if (!c->tied) m->head = add_matrix(&b, "lm_head.weight", c->vocab, c->dim, INIT_STD);
+    const dist one = dist_alone(), *d = m->options.dist ? m->options.dist : &one;
+    params_divide(&m->params, dist_multiple(d), d->world);
     return b.ok ? true : fault_set(f, "model: out of memory");
 }
 
@@ -313,6 +315,11 @@ static bool prepare(model *m, const model_config *c, const model_options *option
     return build_table(m, f);
 }
 
+static void note_communication(const model *m, arena *a) {
+    const dist *d = m->options.dist;
+    if (d) arena_note(a, FOR_COMMUNICATION, dist_bytes(d, m->o, m->params.elements));
+}
+
 bool model_open(model *m, const model_config *c, const model_options *options, const ops *o,
                 uint64_t seed, fault *f) {
     arena sizes = {0};
@@ -326,6 +333,7 @@ bool model_open(model *m, const model_config *c, const model_options *options, c
     if (ok) {
         m->arena.base = m->memory;
         layout(m, &m->arena);
+        note_communication(m, &m->arena);
         ok = params_init(&m->params, o, seed, f) && (!m->caches || model_restart(m, f));
     }
     if (!ok) model_close(m);
@@ -338,6 +346,7 @@ bool model_measure(const model_config *c, const model_options *options, const op
     bool ok = prepare(&m, c, options, o, f);
     memset(sizes, 0, sizeof *sizes);
     if (ok) layout(&m, sizes);
+    if (ok) note_communication(&m, sizes);
     *parameters = m.params.count;
     model_close(&m);
     return ok;

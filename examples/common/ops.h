@@ -40,8 +40,9 @@ struct ops {
     const char *name;    /* "cpu" */
     const char *library; /* what multiplies matrices */
     nsa_dtype dtype;
-    int threads; /* for nsa_desc.threads */
-    void *state; /* the back end's own */
+    int threads;      /* for nsa_desc.threads */
+    bool host_memory; /* the host may read and write what allocate gives */
+    void *state;      /* the back end's own */
 
     /* Memory. allocate gives zeroed, 64-byte aligned bytes or NULL. */
     void *(*allocate)(const ops *o, size_t bytes);

@@ -467,6 +467,7 @@ static int all_threads(void) {
 bool ops_cpu_open(ops *o, int threads, fault *f) {
     static const ops table = {
         .name = "cpu",
+        .host_memory = true,
         .allocate = cpu_allocate,
         .release = cpu_release,
         .upload = cpu_copy,

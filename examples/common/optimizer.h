@@ -5,8 +5,9 @@
 
 #include "model.h"
 
-/* Gradients are those of the loss that the step minimises, accumulation included. Afterwards
-   state->grad_norm holds their norm before clipping; gradients are left as they are. clip 0: none. */
-void optimizer_step(model *m, const adamw *a, double clip);
+/* Gradients are `scale` times those of the loss that the step minimises, accumulation included; with
+   several processes their sum is that, and each updates its own pieces. Afterwards the state is that
+   of all processes, state->grad_norm their norm before clipping. clip 0: none. */
+bool optimizer_step(model *m, const adamw *a, double clip, double scale, fault *f);
 
 #endif

@@ -42,13 +42,18 @@ void params_free(params *p) {
     memset(p, 0, sizeof *p);
 }
 
+void params_divide(params *p, int64_t multiple, int processes) {
+    p->elements = (p->elements + multiple - 1) / multiple * multiple;
+    p->moments = p->elements / processes;
+}
+
 void params_layout(params *p, arena *a, bool training) {
-    size_t bytes = (size_t)p->elements * sizeof(real);
+    size_t bytes = (size_t)p->elements * sizeof(real), share = (size_t)p->moments * sizeof(real);
     p->value = arena_take(a, FOR_WEIGHTS, bytes);
     if (!training) return;
     p->grad = arena_take(a, FOR_GRADIENTS, bytes);
-    p->m = arena_take(a, FOR_MOMENTS, bytes);
-    p->v = arena_take(a, FOR_MOMENTS, bytes);
+    p->m = arena_take(a, FOR_MOMENTS, share);
+    p->v = arena_take(a, FOR_MOMENTS, share);
 }
 
 /* FNV-1a: a tensor's stream of random numbers hangs on its name, not on what stands before it. */

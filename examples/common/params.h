@@ -20,11 +20,13 @@ typedef struct param {
 } param;
 
 /* value, grad, m and v are flat arrays of `elements` reals that hold every tensor at its offset;
-   between tensors there may be zeros that stay zero. */
+   between tensors, and behind the last, there may be zeros that stay zero. Where the moments are
+   divided among processes, m and v hold this one's pieces alone (dist.h). */
 typedef struct params {
     param *list;
     int length, room;
     int64_t elements; /* of the flat arrays */
+    int64_t moments;  /* of m and of v */
     int64_t count;    /* parameters, what the tensors hold together */
     real *value, *grad, *m, *v;
 } params;
@@ -42,6 +44,10 @@ typedef struct param_spec {
    as it is, else "blocks.<layer>." before it. */
 int params_add(params *p, int layer, const param_spec *spec);
 void params_free(params *p); /* the list; the arrays are the arena's */
+
+/* After the last tensor: the arrays become a multiple of so many elements, and of m and v each of so
+   many processes has an equal share. */
+void params_divide(params *p, int64_t multiple, int processes);
 
 /* Takes the flat arrays; those of training only where asked. */
 void params_layout(params *p, arena *a, bool training);

@@ -7,6 +7,7 @@
 #include <time.h>
 
 #include "dump.h"
+#include "metrics.h"
 #include "optimizer.h"
 #include "sample.h"
 
@@ -57,10 +58,12 @@ static bool evaluate(trainer *t, fault *f) {
         bytes += label_bytes(t->tokenizer, &b);
     }
     step_state s = model_state(&t->model);
-    return telemetry_eval(t->telemetry, t->state.step, s.loss / (double)s.labels,
-                          (double)bytes / (double)s.labels, f);
+    double sums[] = {s.loss, (double)s.labels, (double)bytes};
+    return dist_sum(t->dist, sums, 3, f) &&
+           telemetry_eval(t->telemetry, t->state.step, sums[0] / sums[1], sums[2] / sums[1], f);
 }
 
+/* Every process writes it, and rank 0 prints it: so nobody waits for another. */
 static bool print_sample(trainer *t, const char *when, fault *f) {
     const config_sample *c = &t->config->sample;
     token_list text = {0};
@@ -70,7 +73,7 @@ static bool print_sample(trainer *t, const char *when, fault *f) {
     for (size_t i = 0; ok && i < t->prompt.count; i++)
         if (!token_list_push(&text, t->prompt.ids[i])) ok = fault_set(f, "out of memory");
     ok = ok && sample_text(&t->model, c, t->state.seed, &text, f);
-    if (ok) {
+    if (ok && t->dist->rank == 0) {
         telemetry_say(t->telemetry, "---- sample %s training ----", when);
         sample_print(t->tokenizer, &text, stdout);
         telemetry_say(t->telemetry, "\n----");
@@ -81,6 +84,27 @@ static bool print_sample(trainer *t, const char *when, fault *f) {
 
 /* ---- Steps --------------------------------------------------------------------------------- */
 
+/* Labels of a micro-batch over all processes; where documents are isolated they differ. */
+static bool count_labels(trainer *t, const data_batch *b, double *labels, fault *f) {
+    *labels = (double)b->labelled * (b->begins ? 1 : t->dist->world);
+    return !b->begins || dist_sum(t->dist, labels, 1, f);
+}
+
+static bool train_batch(trainer *t, const data_batch *b, bool last, fault *f) {
+    double labels, count = (double)t->config->train.accumulate_grad_batches;
+    model_batch batch = batch_of(b);
+    if (!count_labels(t, b, &labels, f)) return false;
+    t->model.last_of_step = last;
+    if (b->labelled) return model_train(&t->model, &batch, 1 / (labels * count), f);
+    if (last) dist_begin(t->dist);
+    return true;
+}
+
+/* One process may end in the middle of a step; of several none can know what the others do. */
+static bool stops_now(const trainer *t) {
+    return t->dist->world == 1 && signals_stop_requested();
+}
+
 /* The gradient of the mean loss over the step's micro-batches. A signal leaves the step undone: the
    state is still that of the one before. */
 static outcome accumulate(trainer *t, data_position *next, fault *f) {
@@ -89,20 +113,18 @@ static outcome accumulate(trainer *t, data_position *next, fault *f) {
     model_zero_gradients(&t->model);
     model_zero_state(&t->model);
     for (int64_t i = 0; i < count; i++) {
-        if (signals_stop_requested()) return STEP_STOPPED;
+        if (stops_now(t)) return STEP_STOPPED;
         t->o->mark(t->o, PHASE_DATA, -1);
         if (!data_next(t->data, &b, f)) {
-            if (signals_stop_requested()) return STEP_STOPPED;
+            if (stops_now(t)) return STEP_STOPPED;
             train_note_loader(t, "error");
             return STEP_FAILED;
         }
         if (i == count - 1) observer_begin(&t->observer);
-        model_batch batch = batch_of(&b);
-        double scale = b.labelled ? 1 / ((double)b.labelled * (double)count) : 0;
-        if (scale != 0 && !model_train(&t->model, &batch, scale, f)) return STEP_FAILED;
+        if (!train_batch(t, &b, i == count - 1, f)) return STEP_FAILED;
         *next = b.next;
     }
-    return signals_stop_requested() ? STEP_STOPPED : STEP_DONE;
+    return stops_now(t) ? STEP_STOPPED : STEP_DONE;
 }
 
 static bool trace_gradients(const trainer *t, fault *f) {
@@ -126,7 +148,7 @@ static outcome step(trainer *t, fault *f) {
                .eps = 1e-8,
                .weight_decay = c->weight_decay,
                .step = t->state.step + 1};
-    optimizer_step(&t->model, &a, c->grad_clip);
+    if (!optimizer_step(&t->model, &a, c->grad_clip, 1, f)) return STEP_FAILED;
     step_state s = model_state(&t->model);
     double loss = s.labels ? s.loss / (double)s.labels : 0;
     if (!isfinite(loss) || !isfinite(s.grad_norm)) {
@@ -149,8 +171,28 @@ static outcome step(trainer *t, fault *f) {
                            .seconds = now_seconds() - begin,
                            .stats = counted ? &seen : NULL};
     bool ok = telemetry_step_end(t->telemetry, &done, f);
-    if (ok && t->first_step == a.step) ok = train_report_memory(t, "mem_step1.json", f);
+    if (ok && t->first_step == a.step && !t->dist->rank)
+        ok = train_report_memory(t, "mem_step1.json", f);
     return ok ? STEP_DONE : STEP_FAILED;
+}
+
+/* What each bucket's exchange took, for NSA_TRACE_DDP_BUCKETS. */
+static void trace_buckets(trainer *t) {
+    const dist *d = t->dist;
+    for (int i = d->buckets - 1; d->times && i >= 0; i--)
+        telemetry_say(t->telemetry, "step %04lld | bucket %d | started %.1f ms | reduced %.1f ms",
+                      (long long)t->state.step, i, 1e3 * d->times[2 * i],
+                      1e3 * d->times[2 * i + 1]);
+}
+
+/* A signal to one process stops all of them after the same step. */
+static bool agree_to_stop(trainer *t, fault *f) {
+    int64_t number = signals_stop_requested();
+    int rank;
+    if (t->dist->world == 1) return true;
+    if (!dist_largest(t->dist, &number, &rank, f)) return false;
+    t->stopped_by = (int)number;
+    return true;
 }
 
 static bool due(int64_t every, int64_t step) {
@@ -162,12 +204,17 @@ static outcome steps(trainer *t, fault *f) {
     while (t->state.step < c->steps) {
         outcome o = step(t, f);
         if (o != STEP_DONE) return o;
+        trace_buckets(t);
         bool last = t->state.step == c->steps;
+        if (due(t->config->runtime.ddp_check_every, t->state.step) && !train_same_parameters(t, f))
+            return STEP_FAILED;
         if ((due(c->eval_every, t->state.step) || (last && c->eval_every)) && !evaluate(t, f))
             return STEP_FAILED;
         if (!last && due(c->save_every, t->state.step) && !train_save(t, true, f))
             return STEP_FAILED;
         if (!saver_check(t->saver, f)) return STEP_FAILED;
+        if (!agree_to_stop(t, f)) return STEP_FAILED;
+        if (t->stopped_by && !last) return STEP_STOPPED;
     }
     return STEP_DONE;
 }
@@ -184,56 +231,90 @@ static void say_data(const trainer *t) {
 static bool write_weights(const trainer *t, fault *f) {
     const train_tensors *x = &t->tensors;
     uint64_t bytes, sum;
-    if (!t->config->train.save[0]) return true;
+    if (!t->config->train.save[0] || t->dist->rank) return true;
     return safetensors_write(t->config->train.save, x->weights, x->weight_count, &bytes, &sum, f);
 }
 
-/* Whatever ended the steps, the last whole one is saved. */
-static int finish(trainer *t, outcome o, fault *f) {
-    char verdict[FAULT_BYTES + 16] = "completed";
-    int signal = signals_stop_requested(), code = o == STEP_FAILED;
+/* Whatever ended the steps, the last whole one is saved; not where one of several processes failed,
+   for the others are not here. */
+static bool save_end(trainer *t, outcome o, fault *f) {
+    bool together = t->dist->world == 1 || o != STEP_FAILED;
+    return !together || t->state.step == 0 || train_save(t, false, f);
+}
+
+/* The program's exit code, and the verdict that metrics.json gets. */
+static int judge(trainer *t, outcome o, fault *f, char *verdict, size_t bytes) {
+    int code = o == STEP_FAILED;
     fault save;
     if (o != STEP_FAILED) say_data(t);
-    if (t->state.step > 0 && !train_save(t, false, &save)) {
+    if (!save_end(t, o, &save)) {
         if (code == 0) *f = save;
         code = 1;
     }
     if (!code && o == STEP_DONE && (!write_weights(t, f) || !print_sample(t, "after", f))) code = 1;
+    if (o != STEP_FAILED) code = train_worst(t->dist, code, f);
+    snprintf(verdict, bytes, "completed");
     if (!code && o == STEP_STOPPED) {
-        snprintf(verdict, sizeof verdict, "stopped by %s", signals_name(signal));
-        code = 128 + signal;
-        fprintf(stderr, "%s after step %lld; go on with --resume\n", verdict,
-                (long long)t->state.step);
+        code = 128 + t->stopped_by;
+        snprintf(verdict, bytes, "stopped by %s", signals_name(t->stopped_by));
+        if (t->dist->rank == 0)
+            fprintf(stderr, "%s after step %lld; go on with --resume\n", verdict,
+                    (long long)t->state.step);
     }
-    if (code == 1) {
-        bool halted = telemetry_halted(t->telemetry);
-        snprintf(verdict, sizeof verdict, "%s: %s", halted ? "halted" : "failed", f->text);
-        fprintf(stderr, "%s\n", halted ? verdict : f->text);
-        if (halted) code = TELEMETRY_HALTED;
-    }
+    if (code != 1) return code;
+    bool halted = telemetry_halted(t->telemetry);
+    snprintf(verdict, bytes, "%s: %s", halted ? "halted" : "failed", f->text);
+    if (o == STEP_FAILED) train_complain(t->dist, halted ? verdict : f->text);
+    return halted ? TELEMETRY_HALTED : code;
+}
+
+static int finish(trainer *t, outcome o, fault *f) {
+    char verdict[FAULT_BYTES + 16];
+    if (t->dist->world == 1) t->stopped_by = signals_stop_requested();
+    int code = judge(t, o, f, verdict, sizeof verdict);
     t->o->mark(t->o, PHASE_END, -1);
     if (!telemetry_close(t->telemetry, verdict, code, f)) {
-        fprintf(stderr, "%s\n", f->text);
+        train_complain(t->dist, f->text);
         if (!code) code = 1;
     }
     return code;
 }
 
-int train_run(const config *c, const ops *o) {
+/* A launcher that has lost a process asks the others to end and kills them a second later: what they
+   wait for will not come. metrics.json is written for that case; a run that goes on writes it anew. */
+static void foresee_end(double waited) {
+    static const double patience = 0.3;
+    int number = signals_stop_requested();
+    static bool done;
+    if (done || !number || waited < patience) return;
+    done = true;
+    metrics_last_words(number);
+}
+
+/* From here on the processes are at one. */
+static outcome run(trainer *t, fault *f) {
+    t->dist->waiting = foresee_end;
+    if (!train_same_parameters(t, f) || !print_sample(t, "before", f)) return STEP_FAILED;
+    return steps(t, f);
+}
+
+int train_run(const config *c, const ops *o, dist *d) {
     trainer t;
-    fault f;
-    int code;
+    fault f, reason;
+    outcome end = STEP_DONE;
     dump_prepare();
-    bool opened = train_open(&t, c, o, &f);
-    if (opened) {
-        outcome end = print_sample(&t, "before", &f) ? steps(&t, &f) : STEP_FAILED;
+    bool opened = train_open(&t, c, o, d, &f);
+    int signal = signals_stop_requested();
+    int code = train_worst(d, opened ? 0 : signal ? 128 + signal : 2, &f);
+    if (!code) {
+        end = run(&t, &f);
+        reason = f;
         code = finish(&t, end, &f);
-    } else {
-        fault unused;
-        fprintf(stderr, "%s\n", f.text);
-        code = signals_stop_requested() ? 128 + signals_stop_requested() : 2;
-        if (t.telemetry) telemetry_close(t.telemetry, f.text, code, &unused);
+    } else if (t.telemetry) {
+        telemetry_close(t.telemetry, opened ? "another process could not start" : f.text, code,
+                        &reason);
     }
     train_close(&t);
+    if (end == STEP_FAILED) dist_end(d, reason.text, code);
     return code;
 }

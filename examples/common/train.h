@@ -1,6 +1,6 @@
 /* train.h - a training run from its settings to its last artefact, on any back end. Twins: train.c
-   (steps), train_open.c (what a run stands on), train_save.c (checkpoints), train_report.c (what it
-   is and takes), train_check.c (--check).
+   (steps), train_open.c (what a run stands on), train_save.c (checkpoints), train_agree.c (several
+   processes), train_report.c (what it is and takes), train_check.c (--check).
    Programs choose the back end and what they print of it; what a step computes is the model's. */
 #ifndef TRAIN_H
 #define TRAIN_H
@@ -25,6 +25,7 @@ typedef struct trainer {
     const config *config;
     const ops *o; /* the observer's, before the back end's */
     observer observer;
+    dist *dist;
     model model;
     train_tensors tensors;
     tokenizer *tokenizer;
@@ -37,22 +38,24 @@ typedef struct trainer {
     bool spoilt;            /* memory holds what must not be saved */
     int64_t first_step;     /* that this run does */
     int64_t saved_step;     /* of the newest checkpoint, be it still under way; -1: none yet */
+    real *moments;          /* several processes, rank 0: all of m, then all of v, to be saved */
+    int stopped_by;         /* the signal that a process was sent, as all of them know it */
 } trainer;
 
 /* Trains. Returns the program's exit code: 0, 2 for settings that cannot be used, 128 + the signal
    that ended the run, TELEMETRY_HALTED for an anomaly, else 1; what is not 0 has been said on stderr. */
-int train_run(const config *c, const ops *o);
+int train_run(const config *c, const ops *o, dist *d);
 
 /* What --check prints: each setting, parameters, memory by purpose, keys read by a token. Returns
    the exit code. */
-int train_check(const config *c, const ops *o);
+int train_check(const config *c, const ops *o, dist *d);
 
 /* The model that the settings describe; vocab is the tokenizer's unless they name one. */
 model_config train_model_config(const config *c, int vocab);
 
 /* ---- Between the files of train_*.c -------------------------------------------------------- */
 
-bool train_open(trainer *t, const config *c, const ops *o, fault *f);
+bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f);
 void train_close(trainer *t);
 safetensors_tensor train_tensor(const param *p, const char *name, real *values);
 bool train_describe_tensors(trainer *t, fault *f);
@@ -67,5 +70,15 @@ void train_note_loader(const trainer *t, const char *what);
 /* env.json, mem_boot.json, opt_state_mb.txt, dtypes_report.txt; and one of memory's files alone. */
 bool train_report_start(const trainer *t, fault *f);
 bool train_report_memory(const trainer *t, const char *name, fault *f);
+/* The model's options for one of these processes. */
+model_options train_model_options(const config *c, dist *d);
+
+/* Whether all processes have the same settings, and the same parameters. */
+bool train_same_settings(const config *c, dist *d, fault *f);
+bool train_same_parameters(trainer *t, fault *f);
+/* The largest exit code of all processes; prints the fault of the lowest rank that has it. */
+int train_worst(dist *d, int code, const fault *f);
+/* Prints why this process fails, with its rank where there are several. */
+void train_complain(const dist *d, const char *why);
 
 #endif

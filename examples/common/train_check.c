@@ -30,7 +30,7 @@ static void print_sizes(const arena *a, int64_t parameters) {
     printf("  %-12s %10.1f\n", "all", (double)a->used / (1 << 20));
 }
 
-int train_check(const config *c, const ops *o) {
+int train_check(const config *c, const ops *o, dist *d) {
     fault f;
     arena sizes;
     int64_t parameters;
@@ -38,17 +38,14 @@ int train_check(const config *c, const ops *o) {
     bool ok = t != NULL;
     if (ok) {
         model_config m = train_model_config(c, tokenizer_vocab_size(t));
-        model_options options = {.batch = (int)c->train.batch_size,
-                                 .tokens = (int)c->train.seq_len,
-                                 .training = true,
-                                 .checkpointing = c->runtime.gradient_checkpointing};
+        model_options options = train_model_options(c, d);
         config_print(c, stdout);
         ok = model_measure(&m, &options, o, &sizes, &parameters, &f);
         if (ok) {
             model shape = {.config = m, .o = o};
-            nsa_desc d = model_desc(&shape, options.batch, options.tokens);
+            nsa_desc x = model_desc(&shape, options.batch, options.tokens);
             print_sizes(&sizes, parameters);
-            if (!m.full) print_keys(&d);
+            if (!m.full) print_keys(&x);
         }
     }
     if (!ok) fprintf(stderr, "%s\n", f.text);

@@ -47,7 +47,8 @@ static bool open_telemetry(trainer *t, fault *f) {
     telemetry_options options = {.config = c,
                                  .device = t->o->name,
                                  .dtype = t->o->dtype == NSA_F64 ? "f64" : "f32",
-                                 .world = 1,
+                                 .rank = t->dist->rank,
+                                 .world = t->dist->world,
                                  .resumed = c->train.resume[0] != 0,
                                  .resume_step = t->state.step,
                                  .loss_first = t->state.loss_first,
@@ -74,10 +75,11 @@ static bool open_data(trainer *t, const checkpoint *k, fault *f) {
                             .seq_len = c->train.seq_len,
                             .batch_size = c->train.batch_size,
                             .seed = (uint64_t)c->train.seed,
-                            .world = 1,
+                            .rank = t->dist->rank,
+                            .world = t->dist->world,
                             .val_batches = c->train.eval_every ? c->train.eval_batches : 0,
                             .resume = k ? &t->state.data : NULL,
-                            .stop = signals_stop_requested,
+                            .stop = t->dist->world == 1 ? signals_stop_requested : NULL,
                             .notes = telemetry_listener(t->telemetry)};
     train_note_loader(t, "warmup");
     t->data = data_open(&options, f);
@@ -86,14 +88,23 @@ static bool open_data(trainer *t, const checkpoint *k, fault *f) {
     return t->data != NULL;
 }
 
+model_options train_model_options(const config *c, dist *d) {
+    model_options options = {.batch = (int)c->train.batch_size / d->world,
+                             .tokens = (int)c->train.seq_len,
+                             .training = true,
+                             .checkpointing = c->runtime.gradient_checkpointing,
+                             .dist = d};
+    return options;
+}
+
 static bool open_model(trainer *t, const checkpoint *k, fault *f) {
     const config *c = t->config;
     model_config m = train_model_config(c, tokenizer_vocab_size(t->tokenizer));
-    model_options options = {.batch = (int)c->train.batch_size,
-                             .tokens = (int)c->train.seq_len,
-                             .training = true,
-                             .checkpointing = c->runtime.gradient_checkpointing};
-    return model_open(&t->model, &m, &options, t->o, (uint64_t)c->train.seed, f) &&
+    model_options options = train_model_options(c, t->dist);
+    model *x = &t->model;
+    return model_open(x, &m, &options, t->o, (uint64_t)c->train.seed, f) &&
+           dist_attach(t->dist, t->o, x->params.value, x->params.grad, x->params.elements,
+                       c->telemetry.trace_ddp_buckets, f) &&
            train_describe_tensors(t, f) && (!k || train_load(t, k, f)) &&
            sample_prompt(t->tokenizer, c->sample.prompt, strlen(c->sample.prompt), m.vocab,
                          &t->prompt, f);
@@ -108,6 +119,13 @@ static void say_what_runs(trainer *t) {
                   "model: %lld parameters, %d layers, attention %s, %.0f MiB | %s, %d threads, %s",
                   (long long)m->params.count, m->config.n_layers, attention,
                   (double)m->arena.used / (1 << 20), t->o->name, t->o->threads, t->o->library);
+    if (t->dist->link)
+        telemetry_say(
+            t->telemetry,
+            "processes: %d over %s, %lld rows each, gradients in %d buckets of %.1f MiB%s",
+            t->dist->world, t->dist->link->name, (long long)(c->batch_size / t->dist->world),
+            t->dist->buckets, (double)t->dist->bucket * (double)sizeof(real) / (1 << 20),
+            t->dist->compress ? ", as bf16" : "");
     if (t->state.step)
         telemetry_say(t->telemetry, "resumed after step %lld of %lld", (long long)t->state.step,
                       (long long)c->steps);
@@ -116,7 +134,7 @@ static void say_what_runs(trainer *t) {
 }
 
 /* The device and the precision that this back end has; a file made for a GPU says what to do. */
-static bool settle_device(const config *c, const ops *o, fault *f) {
+static bool settle_device(const config *c, const ops *o, const dist *d, fault *f) {
     bool asked = config_from(c, "runtime.precision") == CONFIG_FROM_COMMAND_LINE;
     if (c->runtime.device == CONFIG_CUDA && strcmp(o->name, "cuda"))
         return fault_set(f,
@@ -126,33 +144,56 @@ static bool settle_device(const config *c, const ops *o, fault *f) {
     if (o->dtype != NSA_F32 || c->runtime.precision == CONFIG_FP32) return true;
     const char *name = c->runtime.precision == CONFIG_BF16 ? "bf16" : "fp16";
     if (asked) return fault_set(f, "--precision %s: the %s computes in fp32 only", name, o->name);
-    fprintf(stderr, "runtime.precision: %s asked for, the %s computes in fp32\n", name, o->name);
+    if (d->rank == 0)
+        fprintf(stderr, "runtime.precision: %s asked for, the %s computes in fp32\n", name,
+                o->name);
     return true;
 }
 
-bool train_open(trainer *t, const config *c, const ops *o, fault *f) {
+/* All that needs no other process; *k: the checkpoint that the run goes on from, or NULL. */
+static bool open_own(trainer *t, checkpoint *opened, checkpoint **k, fault *f) {
+    const config *c = t->config;
+    *k = NULL;
+    if (!settle_device(c, t->o, t->dist, f)) return false;
+    t->tokenizer = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
+    if (!t->tokenizer) return false;
+    if (c->train.resume[0] && !begins_again(c)) {
+        if (!open_checkpoint(opened, c, f)) return false;
+        *k = opened;
+        t->state = opened->state;
+        t->saved_step = opened->state.step;
+    }
+    t->first_step = t->state.step + 1;
+    return open_model(t, *k, f) && observer_open(&t->observer, !telemetry_without_stats(c), f) &&
+           train_open_saver(t, f);
+}
+
+/* Rank 0 makes the folder, or finds it used, before the others write their heartbeats there. */
+static bool open_in_turn(trainer *t, bool ok, fault *f) {
+    int rank;
+    fault lost;
+    if (ok && t->dist->rank == 0) ok = open_telemetry(t, f);
+    int64_t failed = !ok;
+    if (!dist_largest(t->dist, &failed, &rank, ok ? f : &lost)) return false;
+    if (failed) return ok ? fault_set(f, "rank %d cannot start", rank) : false;
+    return t->dist->rank == 0 || open_telemetry(t, f);
+}
+
+bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f) {
     checkpoint opened, *k = NULL;
     memset(t, 0, sizeof *t);
     t->config = c;
     observer_wrap(&t->observer, o, &t->model);
     t->o = &t->observer.table;
+    t->dist = d;
     t->saved_step = -1;
     t->state.seed = (uint64_t)c->train.seed;
     t->state.loss_scale = 1;
-    if (!settle_device(c, o, f)) return false;
-    t->tokenizer = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
-    if (!t->tokenizer) return false;
-    if (c->train.resume[0] && !begins_again(c)) {
-        if (!open_checkpoint(&opened, c, f)) return false;
-        k = &opened;
-        t->state = k->state;
-        t->saved_step = k->state.step;
-    }
-    t->first_step = t->state.step + 1;
-    bool ok = open_model(t, k, f) && observer_open(&t->observer, !telemetry_without_stats(c), f) &&
-              train_open_saver(t, f) && open_telemetry(t, f);
+    if (!train_same_settings(c, d, f)) return false;
+    bool ok = open_own(t, &opened, &k, f);
+    ok = open_in_turn(t, ok, f);
     if (ok) say_what_runs(t);
-    ok = ok && train_report_start(t, f) && telemetry_note(t->telemetry, "boot", f) &&
+    ok = ok && (d->rank || train_report_start(t, f)) && telemetry_note(t->telemetry, "boot", f) &&
          open_data(t, k, f);
     if (k) checkpoint_close(k);
     return ok;
@@ -160,6 +201,7 @@ bool train_open(trainer *t, const config *c, const ops *o, fault *f) {
 
 void train_close(trainer *t) {
     data_close(t->data);
+    dist_detach(t->dist);
     saver_close(t->saver);
     model_close(&t->model);
     observer_close(&t->observer);
@@ -168,4 +210,5 @@ void train_close(trainer *t) {
     free(t->tensors.weights);
     free(t->tensors.moments);
     free(t->tensors.names);
+    free(t->moments);
 }

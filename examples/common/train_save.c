@@ -13,8 +13,22 @@ safetensors_tensor train_tensor(const param *p, const char *name, real *values) 
     return t;
 }
 
+/* Where all of m and v lie once they are collected: with one process they always do. */
+static bool find_moments(trainer *t, real **m, real **v, fault *f) {
+    const params *p = &t->model.params;
+    *m = p->m;
+    *v = p->v;
+    if (t->dist->world == 1) return true;
+    if (!t->moments) t->moments = malloc(2 * (size_t)p->elements * sizeof *t->moments);
+    if (!t->moments) return fault_set(f, "out of memory for the moments of all processes");
+    *m = t->moments;
+    *v = t->moments + p->elements;
+    return true;
+}
+
 bool train_describe_tensors(trainer *t, fault *f) {
     const params *p = &t->model.params;
+    real *all_m, *all_v;
     train_tensors *x = &t->tensors;
     size_t count = (size_t)p->length;
     x->weights = calloc(count, sizeof *x->weights);
@@ -22,14 +36,15 @@ bool train_describe_tensors(trainer *t, fault *f) {
     x->names = calloc(2 * count, sizeof *x->names);
     if (!x->weights || !x->moments || !x->names)
         return fault_set(f, "out of memory for the list of %zu tensors", count);
+    if (!find_moments(t, &all_m, &all_v, f)) return false;
     for (size_t i = 0; i < count; i++) {
         const param *tensor = &p->list[i];
         char *m = x->names[2 * i], *v = x->names[2 * i + 1];
         snprintf(m, sizeof *x->names, "m.%s", tensor->name);
         snprintf(v, sizeof *x->names, "v.%s", tensor->name);
         x->weights[i] = train_tensor(tensor, tensor->name, p->value);
-        x->moments[2 * i] = train_tensor(tensor, m, p->m);
-        x->moments[2 * i + 1] = train_tensor(tensor, v, p->v);
+        x->moments[2 * i] = train_tensor(tensor, m, all_m);
+        x->moments[2 * i + 1] = train_tensor(tensor, v, all_v);
     }
     x->weight_count = count;
     x->moment_count = 2 * count;
@@ -44,8 +59,24 @@ static void list_parts(const trainer *t, checkpoint_part parts[2]) {
 
 bool train_load(trainer *t, const checkpoint *k, fault *f) {
     checkpoint_part parts[2];
+    const params *p = &t->model.params;
     list_parts(t, parts);
-    return checkpoint_load(k, &parts[0], f) && checkpoint_load(k, &parts[1], f);
+    if (!checkpoint_load(k, &parts[0], f) || !checkpoint_load(k, &parts[1], f)) return false;
+    if (t->dist->world == 1) return true;
+    dist_pick(t->dist, p->m, t->moments);
+    dist_pick(t->dist, p->v, t->moments + p->elements);
+    if (t->dist->rank == 0) return true;
+    free(t->moments); /* only rank 0 collects them again */
+    t->moments = NULL;
+    return true;
+}
+
+/* Rank 0 writes what all have. */
+static bool collect_moments(trainer *t, fault *f) {
+    const params *p = &t->model.params;
+    if (t->dist->world == 1) return true;
+    real *v = t->moments ? t->moments + p->elements : NULL;
+    return dist_collect(t->dist, p->m, t->moments, f) && dist_collect(t->dist, p->v, v, f);
 }
 
 static void say_saved(const void *user, int64_t step) {
@@ -58,7 +89,11 @@ static void say_saved(const void *user, int64_t step) {
 
 static void copy_to_host(const void *user, void *to, const void *from, size_t bytes) {
     const trainer *t = user;
-    t->o->download(t->o, to, from, bytes);
+    if (t->moments && (const real *)from >= t->moments &&
+        (const real *)from < t->moments + 2 * t->model.params.elements)
+        memcpy(to, from, bytes); /* collected, and so on the host */
+    else
+        t->o->download(t->o, to, from, bytes);
 }
 
 /* What is saved only where the run ends needs no copy. */
@@ -73,22 +108,24 @@ bool train_open_saver(trainer *t, fault *f) {
                              .done = say_saved,
                              .user = t};
     list_parts(t, t->parts);
-    if (c->save_every) t->saver = saver_open(&options, f);
-    return !c->save_every || t->saver;
+    if (t->dist->rank || !c->save_every) return true;
+    t->saver = saver_open(&options, f);
+    return t->saver != NULL;
 }
 
 bool train_save(trainer *t, bool beside, fault *f) {
     const config_train *c = &t->config->train;
     bool needed = !t->spoilt && t->saved_step != t->state.step;
     t->o->mark(t->o, PHASE_SAVE, -1);
+    if (needed && !collect_moments(t, f)) return false;
+    if (needed) t->saved_step = t->state.step;
     if (!beside && !saver_wait(t->saver, f)) {
         if (t->spoilt) return false;
         needed = true; /* once more, for what the thread could not write */
     }
-    if (!needed) return true;
+    if (!needed || t->dist->rank) return true;
     t->state.seconds = telemetry_seconds(t->telemetry);
     t->state.loss_first = telemetry_loss_first(t->telemetry);
-    t->saved_step = t->state.step;
     if (beside) return saver_write(t->saver, &t->state, f);
     if (!checkpoint_write(c->out_dir, t->config, &t->state, t->parts, 2, c->keep_checkpoints, f))
         return false;

@@ -1,28 +1,53 @@
-/* main.c - train_125m: a model of any size, from a YAML file to its checkpoints. All that it does is
-   examples/common's, as in train_tiny; it is the program for long runs. */
+/* main.c - train_125m: a model of any size, in one process or in several, from a YAML file to its
+   checkpoints. All that it does is examples/common's, as in train_tiny. */
 #include <stdio.h>
 
+#include "dist_mpi.h"
 #include "threads.h"
 #include "train.h"
 
+static dist_link *open_link(void) {
+#ifdef NSA_HAVE_MPI
+    return dist_mpi_open();
+#else
+    return NULL;
+#endif
+}
+
+static void say_nothing(void *user, const char *line) {
+    (void)user;
+    (void)line;
+}
+
+/* The settings, the same for all processes; one of them says what is wrong with them. */
+static int settle(config *c, dist *d, ops *o, int argc, char **argv) {
+    static const config_program program = {
+        "train_125m", "Trains a language model with Native Sparse Attention.", NULL};
+    listener notes = listener_stderr();
+    fault f;
+    if (d->rank) notes.say = say_nothing;
+    config_outcome outcome = config_load(c, &program, argc, argv, &notes, &f);
+    bool ok = outcome == CONFIG_OK && dist_settle(d, c, &f) &&
+              ops_cpu_open(o, (int)c->runtime.threads, &f);
+    return train_worst(d, ok || outcome == CONFIG_HELP ? 0 : 2, &f);
+}
+
 int main(int argc, char **argv) {
     threads_wait_asleep(argv);
-    static const char *const no_effect[] = {"runtime.ddp", "runtime.ddp_bucket_mb",
-                                            "runtime.ddp_compress", "telemetry.trace_ddp_buckets",
-                                            NULL};
-    static const config_program program = {
-        "train_125m", "Trains a language model with Native Sparse Attention.", no_effect};
     static config c;
-    listener notes = listener_stderr();
-    ops o;
+    dist d;
+    ops o = {.state = NULL};
     fault f;
-    config_outcome outcome = config_load(&c, &program, argc, argv, &notes, &f);
-    if (outcome == CONFIG_HELP) return 0;
-    if (outcome == CONFIG_ERROR || !ops_cpu_open(&o, (int)c.runtime.threads, &f)) {
+    if (!dist_open(&d, open_link(), &f)) {
         fprintf(stderr, "%s\n", f.text);
-        return 2;
+        return 1;
     }
-    int code = c.check ? train_check(&c, &o) : train_run(&c, &o);
-    ops_cpu_close(&o);
+    int code = settle(&c, &d, &o, argc, argv);
+    if (!code && c.check)
+        code = d.rank ? 0 : train_check(&c, &o, &d);
+    else if (!code && o.state)
+        code = train_run(&c, &o, &d);
+    if (o.state) ops_cpu_close(&o);
+    dist_close(&d);
     return code;
 }

@@ -10,6 +10,8 @@ int main(int argc, char **argv) {
     static const char *const no_effect[] = {"runtime.ddp",
                                             "runtime.ddp_bucket_mb",
                                             "runtime.ddp_compress",
+                                            "runtime.ddp_check_every",
+                                            "runtime.ddp_timeout",
                                             "runtime.world_size",
                                             "runtime.rank",
                                             "runtime.local_rank",
@@ -23,6 +25,7 @@ int main(int argc, char **argv) {
     static config c;
     listener notes = listener_stderr();
     ops o;
+    dist d = dist_alone();
     fault f;
     config_outcome outcome = config_load(&c, &program, argc, argv, &notes, &f);
     if (outcome == CONFIG_HELP) return 0;
@@ -30,7 +33,7 @@ int main(int argc, char **argv) {
         fprintf(stderr, "%s\n", f.text);
         return 2;
     }
-    int code = c.check ? train_check(&c, &o) : train_run(&c, &o);
+    int code = c.check ? train_check(&c, &o, &d) : train_run(&c, &o, &d);
     ops_cpu_close(&o);
     return code;
 }

@@ -1,0 +1,223 @@
+/* test_dist.c - several processes, each with a slice of the batch, against one with all of it: loss,
+   gradients, parameters after some steps, bits from run to run, moments collected and given back, a
+   process that disagrees. Run by a launcher of MPI; a failure of any rank is a failure of all.
+   Twin: dist.c. What whole programs do is test_mpi.c's. */
+#include <stdlib.h>
+
+#include "dist_mpi.h"
+#include "model_test.h"
+#include "optimizer.h"
+#include "threads.h"
+
+/* Buckets are small, so that there are more of them than lanes. */
+enum { ROWS = 4, TOKENS = 60, VOCAB = 64, STEPS = 5, BATCHES = 2, BUCKET = 1 << 16 };
+
+static int32_t tokens[ROWS * TOKENS * BATCHES], labels[ROWS * TOKENS * BATCHES];
+static dist world;
+static ops plain; /* the CPU's */
+
+static model_config geometry(bool tied) {
+    model_config c = tinylm(VOCAB, 64, 3, 4, 2, 16, 16, 8, 4, 16, 4, 24);
+    c.tied = tied;
+    return c;
+}
+
+/* What a run comes to. */
+typedef struct result {
+    double loss, norm;
+    real *grad, *value; /* of the first step, its sums; after the last one */
+    real *m;            /* all moments, on rank 0 */
+    int64_t elements;
+    int buckets;
+} result;
+
+static void release(result *r) {
+    free(r->grad);
+    free(r->value);
+    free(r->m);
+}
+
+/* One step: micro-batches of which this process has its rows. */
+static void step(model *m, dist *d, int64_t number, double *loss, double *norm) {
+    adamw a = {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .step = number};
+    int rows = ROWS / d->world, first = d->rank * rows;
+    model_zero_state(m);
+    model_zero_gradients(m);
+    for (int k = 0; k < BATCHES; k++) {
+        int64_t at = (int64_t)(k * ROWS + first) * TOKENS;
+        model_batch b = {tokens + at, labels + at, rows, TOKENS, NULL, 0, 0};
+        m->last_of_step = k == BATCHES - 1;
+        CHECK(model_train(m, &b, 1.0 / (ROWS * TOKENS * BATCHES), &why), "%s", why.text);
+    }
+    CHECK(optimizer_step(m, &a, 1, 1, &why), "%s", why.text);
+    step_state s = model_state(m);
+    *loss = s.loss / (double)s.labels;
+    *norm = s.grad_norm;
+}
+
+static void keep_gradients(const model *m, const dist *d, result *r) {
+    r->elements = m->params.elements;
+    r->grad = check_alloc((size_t)r->elements * sizeof *r->grad);
+    memset(r->grad, 0, (size_t)r->elements * sizeof *r->grad);
+    for (int i = 0; i < dist_pieces(d); i++) {
+        dist_piece p = dist_piece_at(d, i);
+        memcpy(r->grad + p.first, m->params.grad + p.first, (size_t)p.count * sizeof *r->grad);
+    }
+}
+
+static result run(dist *d, const model_config *c, const ops *o) {
+    result r = {0};
+    model m;
+    model_options options = {
+        .batch = ROWS / d->world, .tokens = TOKENS, .training = true, .dist = d};
+    double norm, loss;
+    if (!CHECK(model_open(&m, c, &options, o, 1, &why), "%s", why.text)) return r;
+    CHECK(dist_attach(d, o, m.params.value, m.params.grad, m.params.elements, false, &why), "%s",
+          why.text);
+    for (int k = 1; k <= STEPS; k++) {
+        step(&m, d, k, k == 1 ? &r.loss : &loss, k == 1 ? &r.norm : &norm);
+        if (k == 1) keep_gradients(&m, d, &r);
+    }
+    size_t bytes = (size_t)r.elements * sizeof *r.value;
+    r.buckets = d->buckets;
+    r.value = check_alloc(bytes);
+    memcpy(r.value, m.params.value, bytes);
+    r.m = check_alloc(bytes);
+    memset(r.m, 0, bytes);
+    CHECK(dist_collect(d, m.params.m, r.m, &why), "%s", why.text);
+    model_close(&m);
+    dist_detach(d);
+    return r;
+}
+
+/* |a - b| / |b| over this process's own pieces, or over all. */
+static double distance(const dist *d, const real *a, const real *b, int64_t elements) {
+    double difference = 0, size = 0;
+    int count = d ? dist_pieces(d) : 1;
+    for (int i = 0; i < count; i++) {
+        dist_piece p = {0, elements, 0};
+        if (d) p = dist_piece_at(d, i);
+        for (int64_t e = p.first; e < p.first + p.count && e < elements; e++) {
+            difference += ((double)a[e] - (double)b[e]) * ((double)a[e] - (double)b[e]);
+            size += (double)b[e] * (double)b[e];
+        }
+    }
+    return sqrt(difference / size);
+}
+
+/* The bound of the parameters: Adam divides a gradient by its own size, so a parameter whose gradient
+   is nearly zero may move by lr to the other side in each step. Few do. */
+static void compare(const result *x, const result *one, double gradients, double parameters) {
+    CHECK(fabs(x->loss - one->loss) <= 1e-5 * one->loss, "loss %.9g, of one process %.9g", x->loss,
+          one->loss);
+    CHECK(fabs(x->norm - one->norm) <= gradients * one->norm, "norm %.9g, of one process %.9g",
+          x->norm, one->norm);
+    CHECK(dist_attach(&world, &plain, NULL, NULL, x->elements, false, &why), "%s", why.text);
+    double g = distance(&world, x->grad, one->grad, one->elements);
+    dist_detach(&world);
+    double v = distance(NULL, x->value, one->value, one->elements);
+    CHECK(g <= gradients, "gradients differ by %.3g", g);
+    CHECK(v <= parameters, "parameters differ by %.3g after %d steps", v, STEPS);
+    if (world.rank == 0) {
+        double m = distance(NULL, x->m, one->m, one->elements);
+        CHECK(m <= 10 * gradients, "moments differ by %.3g", m);
+        printf("  gradients %.2g, parameters %.2g, moments %.2g, %d buckets\n", g, v, m,
+               x->buckets);
+    }
+}
+
+static void same_bits(const char *what, const result *a, const result *b) {
+    check_case("%s", what);
+    size_t bytes = (size_t)a->elements * sizeof *a->value;
+    CHECK_BITS(what, a->value, b->value, bytes, sizeof *a->value);
+    CHECK(a->loss == b->loss && a->norm == b->norm, "loss %.17g and %.17g, norm %.17g and %.17g",
+          a->loss, b->loss, a->norm, b->norm);
+}
+
+static void test_steps(void) {
+    const ops *o = &plain;
+    for (int tied = 0; tied < 2; tied++) {
+        model_config c = geometry(tied);
+        dist alone = dist_alone();
+        ops away = *o;
+        check_case("%d processes%s", world.world, tied ? ", tied" : "");
+        result one = run(&alone, &c, o), many = run(&world, &c, o);
+        CHECK(many.buckets > LINK_LANES, "%d buckets", many.buckets);
+        compare(&many, &one, 1e-5, 1e-5);
+        result again = run(&world, &c, o);
+        same_bits("run to run", &again, &many);
+        away.host_memory = false; /* as if each value had to be fetched */
+        result staged = run(&world, &c, &away);
+        same_bits("by way of the host", &staged, &many);
+        check_case("bf16");
+        world.compress = true;
+        result half = run(&world, &c, o);
+        compare(&half, &one, 4e-3, 4e-3);
+        world.compress = false;
+        CHECK(world.world == 1 || memcmp(half.value, many.value, 1000), "bf16 changes nothing");
+        result *all[] = {&one, &many, &again, &staged, &half};
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) release(all[i]);
+    }
+}
+
+/* Each process picks its own pieces of what rank 0 collects. */
+static void test_moments(void) {
+    enum { COUNT = 5000 };
+    int64_t multiple = dist_multiple(&world), count = (COUNT + multiple - 1) / multiple * multiple;
+    real *whole = check_alloc((size_t)count * sizeof *whole), *own = check_alloc((size_t)count * 8);
+    real *back = check_alloc((size_t)count * sizeof *back);
+    check_case("moments");
+    world.bucket_bytes = 4096;
+    for (int64_t i = 0; i < count; i++) whole[i] = (real)i;
+    CHECK(dist_attach(&world, &plain, NULL, NULL, count, false, &why), "%s", why.text);
+    dist_pick(&world, own, whole);
+    dist_piece second = dist_piece_at(&world, 1);
+    CHECK(own[second.own] == (real)second.first && second.first > 0, "a piece begins with %g",
+          (double)own[second.own]);
+    CHECK(dist_collect(&world, own, back, &why), "%s", why.text);
+    if (world.rank == 0) CHECK_BITS("moments", back, whole, (size_t)count * sizeof *whole, 4);
+    dist_detach(&world);
+    world.bucket_bytes = BUCKET;
+    free(whole);
+    free(own);
+    free(back);
+}
+
+static void test_agreement(void) {
+    uint64_t sums[] = {5, 7, 9};
+    double x[] = {world.rank + 1, 0.1};
+    int64_t largest = world.rank == 1 ? 15 : 0;
+    int rank, which, last = world.world - 1;
+    check_case("agreement");
+    CHECK(dist_same(&world, sums, 3, &rank, &which, &why) && rank == -1, "rank %d differs", rank);
+    if (world.rank == last) sums[1]++;
+    CHECK(dist_same(&world, sums, 3, &rank, &which, &why), "%s", why.text);
+    CHECK(world.world == 1 || (rank == last && which == 1), "rank %d, checksum %d", rank, which);
+    CHECK(dist_sum(&world, x, 2, &why), "%s", why.text);
+    CHECK(x[0] == world.world * (world.world + 1) / 2, "the sum of the ranks is %g", x[0]);
+    CHECK(dist_largest(&world, &largest, &rank, &why), "%s", why.text);
+    CHECK(world.world == 1 || (largest == 15 && rank == 1), "largest %lld of rank %d",
+          (long long)largest, rank);
+}
+
+int main(int argc, char **argv) {
+    (void)argc;
+    threads_wait_asleep(argv);
+    dist_link *link = dist_mpi_open();
+    if (!link || link->world < 2) {
+        fprintf(stderr, "usage: mpirun -n N %s\n", argv[0]);
+        return 2;
+    }
+    plain = open_ops(1);
+    CHECK(dist_open(&world, link, &why), "%s", why.text);
+    world.bucket_bytes = BUCKET;
+    world.timeout = 60;
+    random_tokens(tokens, labels, ROWS * BATCHES, TOKENS, VOCAB, 0);
+    test_steps();
+    test_moments();
+    test_agreement();
+    ops_cpu_close(&plain);
+    int failures = check_done("test_dist");
+    dist_close(&world);
+    return failures;
+}

@@ -1,0 +1,264 @@
+/* test_mpi.c - train_125m in several processes as its users run it: the losses of one process, the same
+   bits twice, resumed in another number of processes, a process that is told to stop, stopped or
+   killed, settings that differ, launches that are refused. Arguments: the program, and what starts it
+   in two processes. Twin: dist.c. */
+#include <ctype.h>
+
+#include "program_test.h"
+
+enum { TIMEOUT_S = 2 };
+
+static const char *text; /* to train on */
+static const char *two[8], *four[8], *const one[] = {NULL};
+
+static void processes(const char *const *how) {
+    memset(launcher, 0, sizeof launcher);
+    for (int i = 0; how[i]; i++) launcher[i] = how[i];
+}
+
+/* A path that stays, as test_path()'s do not. */
+static const char *folder(const char *name) {
+    static char paths[32][600];
+    static int next;
+    char *path = paths[next++];
+    snprintf(path, sizeof paths[0], "%s", test_path(name));
+    return path;
+}
+
+/* ---- Runs ---------------------------------------------------------------------------------- */
+
+static void check_near_run(const char *a, const char *b, int last) {
+    for (int step = 1; step <= last; step++) {
+        double x = atof(logged(a, step, 1)), y = atof(logged(b, step, 1));
+        double nx = atof(logged(a, step, 4)), ny = atof(logged(b, step, 4));
+        CHECK(x > 0 && fabs(x - y) <= 1e-5 * y, "step %d: loss %g and %g", step, x, y);
+        CHECK(fabs(nx - ny) <= 1e-4 * ny, "step %d: gradient norm %g and %g", step, nx, ny);
+    }
+}
+
+static int train_to(const char *out, const char *steps, const char *more, const char *value) {
+    return train("--data", text, "--out-dir", out, "--steps", steps, "--eval-every", "4", more,
+                 value, NULL);
+}
+
+static void test_same(void) {
+    const char *alone = folder("alone"), *pair = folder("pair"), *again = folder("again");
+    const char *a = folder("a.safetensors"), *b = folder("b.safetensors");
+    const char *quad = folder("quad");
+    check_case("two processes and one");
+    processes(one);
+    expect(train_to(alone, "8", "--accum-batches", "2"), 0, "step 0008 | val_loss");
+    processes(two);
+    expect(train("--data", text, "--out-dir", pair, "--steps", "8", "--eval-every", "4",
+                 "--accum-batches", "2", "--save", a, "--ddp-check-every", "2", NULL),
+           0, "processes: 2 over mpi");
+    check_near_run(pair, alone, 8);
+    check_case("bits of two runs");
+    expect(train("--data", text, "--out-dir", again, "--steps", "8", "--eval-every", "4",
+                 "--accum-batches", "2", "--save", b, NULL),
+           0, "step 0008");
+    check_same_run(pair, again, 1, 8);
+    check_same_file(a, b);
+    check_case("four processes");
+    processes(four);
+    expect(train_to(quad, "8", "--accum-batches", "2"), 0, "processes: 4 over mpi");
+    check_near_run(quad, alone, 8);
+}
+
+/* A run of two processes goes on in one, and the other way round; and in two to the same bits. */
+static void test_resume(void) {
+    const char *pair = folder("pair8"), *rest = folder("rest"), *to_one = folder("to_one");
+    const char *alone = folder("alone8"), *to_two = folder("to_two");
+    char fourth[1200], of_one[1200];
+    snprintf(fourth, sizeof fourth, "%s/checkpoints/step_00000004", pair);
+    snprintf(of_one, sizeof of_one, "%s/checkpoints/step_00000004", alone);
+    check_case("resume in two processes");
+    processes(two);
+    expect(train_to(pair, "8", "--save-every", "4"), 0, "step 0008");
+    expect(train_to(rest, "8", "--resume", fourth), 0, "resumed after step 4 of 8");
+    check_same_run(pair, rest, 5, 8);
+    check_case("resume of two processes in one");
+    processes(one);
+    expect(train_to(to_one, "8", "--resume", fourth), 0, "resumed after step 4 of 8");
+    expect(train_to(alone, "8", "--save-every", "4"), 0, "step 0008");
+    for (int step = 5; step <= 8; step++) {
+        double x = atof(logged(to_one, step, 1)), y = atof(logged(pair, step, 1));
+        CHECK(x > 0 && fabs(x - y) <= 1e-5 * y, "step %d: loss %g and %g", step, x, y);
+    }
+    check_case("resume of one process in two");
+    processes(two);
+    expect(train_to(to_two, "8", "--resume", of_one), 0, "resumed after step 4 of 8");
+    for (int step = 5; step <= 8; step++) {
+        double x = atof(logged(to_two, step, 1)), y = atof(logged(alone, step, 1));
+        CHECK(x > 0 && fabs(x - y) <= 1e-5 * y, "step %d: loss %g and %g", step, x, y);
+    }
+}
+
+static void test_options(void) {
+    check_case("bf16, documents, traces");
+    processes(two);
+    setenv("NSA_TRACE_DDP_BUCKETS", "1", 1);
+    expect(train("--data", text, "--out-dir", folder("options"), "--steps", "3", "--ddp-compress",
+                 "bf16", "--isolate-documents", "--ddp", "1", NULL),
+           0, "| bucket 0 | started");
+    unsetenv("NSA_TRACE_DDP_BUCKETS");
+    CHECK(strstr(output, "as bf16") != NULL, "nothing said of bf16: %s", output);
+}
+
+/* ---- Ends ---------------------------------------------------------------------------------- */
+
+static bool has_rank(const char *pid, const char *rank) {
+    char path[300], words[1 << 16];
+    snprintf(path, sizeof path, "/proc/%s/environ", pid);
+    FILE *file = fopen(path, "rb");
+    size_t bytes = file ? fread(words, 1, sizeof words - 1, file) : 0;
+    if (file) fclose(file);
+    words[bytes] = 0;
+    for (size_t i = 0; i < bytes; i += strlen(words + i) + 1) {
+        const char *at = strstr(words + i, "_RANK=");
+        if (at && (at - (words + i) == 3 || !strncmp(words + i, "OMPI_COMM_WORLD_RANK=", 21)) &&
+            !strcmp(at + 6, rank))
+            return true;
+    }
+    return false;
+}
+
+static bool descends(const char *pid, pid_t from) {
+    char path[300], line[1024];
+    int parent = 0;
+    snprintf(path, sizeof path, "/proc/%s/stat", pid);
+    FILE *file = fopen(path, "r");
+    const char *at = file && fgets(line, sizeof line, file) ? strrchr(line, ')') : NULL;
+    if (file) fclose(file);
+    if (at) sscanf(at + 1, " %*c %d", &parent);
+    return parent == from;
+}
+
+/* The process of this rank, a child of the launcher. */
+static pid_t find_rank(pid_t from, const char *rank) {
+    pid_t found = 0;
+    DIR *d = opendir("/proc");
+    for (struct dirent *e; d && !found && (e = readdir(d));)
+        if (isdigit((unsigned char)e->d_name[0]) && descends(e->d_name, from) &&
+            has_rank(e->d_name, rank))
+            found = (pid_t)atoi(e->d_name);
+    if (d) closedir(d);
+    return found;
+}
+
+/* Starts a run that has no end, and gives a process of it a signal after its third step. */
+static int signal_rank(const char *out, const char *rank, int number) {
+    char timeout[16];
+    snprintf(timeout, sizeof timeout, "%d", TIMEOUT_S);
+    const char *options[] = {"--data",        text,    "--out-dir", out, "--steps", "1000000",
+                             "--ddp-timeout", timeout, NULL};
+    pid_t child = start(small, options);
+    int waited = 0;
+    for (; waited < MINUTE && !strcmp(logged(out, 3, 1), "none"); waited += 20) sleep_ms(20);
+    pid_t process = find_rank(child, rank);
+    CHECK(process > 0, "no process of rank %s below %d", rank, (int)child);
+    kill(process > 0 ? process : child, process > 0 ? number : SIGTERM);
+    return await(child);
+}
+
+/* One word or the other. */
+static void expect_verdict(const char *out, const char *word, const char *other) {
+    char path[1200];
+    size_t bytes;
+    snprintf(path, sizeof path, "%s/metrics.json", out);
+    char *metrics = test_read(path, &bytes);
+    CHECK(metrics && (strstr(metrics, word) || strstr(metrics, other)),
+          "metrics.json lacks \"%s\" and \"%s\": %s", word, other, metrics);
+    free(metrics);
+}
+
+static void test_ends(void) {
+    const char *out = folder("told");
+    processes(two);
+    check_case("SIGTERM to rank 1");
+    expect(signal_rank(out, "1", SIGTERM), 128 + SIGTERM, "stopped by SIGTERM after step");
+    expect_verdict(out, "stopped by SIGTERM", "\"stopped by SIGTERM");
+    const char *at = strstr(output, "SIGTERM after step ");
+    char steps[32];
+    snprintf(steps, sizeof steps, "%d", at ? atoi(at + 19) + 1 : 0);
+    expect(train("--data", text, "--out-dir", out, "--steps", steps, "--resume", NULL), 0,
+           "resumed after step");
+
+    check_case("SIGSTOP to rank 1");
+    out = folder("halted");
+    int code = signal_rank(out, "1", SIGSTOP);
+    CHECK(code != 0, "exit code 0");
+    expect(code, code, "rank 0: rank 1: no answer for 2 s");
+    expect_verdict(out, "rank 1: no answer for 2 s", "rank 1 ends the run");
+
+    check_case("SIGSTOP to rank 0");
+    code = signal_rank(folder("halted0"), "0", SIGSTOP);
+    CHECK(code != 0, "exit code 0");
+    expect(code, code, "rank 1: rank 0: no answer for 2 s");
+
+    check_case("SIGKILL to rank 1");
+    out = folder("killed");
+    code = signal_rank(out, "1", SIGKILL);
+    CHECK(code != 0, "exit code 0");
+    expect(code, code, "rank 1"); /* the launcher says it */
+    /* Whether the launcher is faster than the timeout. */
+    expect_verdict(out, "killed by SIGTERM", "rank 1: no answer for 2 s");
+}
+
+/* ---- Refusals ------------------------------------------------------------------------------ */
+
+/* Two programs in one launch, of which the second has another seed. */
+static void test_differing(void) {
+    const char *yaml = folder("small.yaml"), *out = folder("differ");
+    const char *single[] = {two[0], two[1], "1", NULL};
+    const char *options[] = {"--config",  yaml, "--data", text,       "--out-dir", out,      ":",
+                             two[1],      "1",  program,  "--config", yaml,        "--data", text,
+                             "--out-dir", out,  "--seed", "5",        NULL};
+    check_case("settings that differ");
+    test_write_text(yaml, "train:\n  steps: 3\n");
+    processes(single);
+    expect(await(start(NULL, options)), 2, "train.seed of rank 1 is not that of the other");
+}
+
+static void test_refusals(void) {
+    const char *out = folder("refused");
+    char three[] = "3";
+    const char *odd[] = {two[0], two[1], three, NULL};
+    processes(odd);
+    check_case("refusals");
+    expect(train_to(out, "3", "--ddp", "-1"), 2, "must be a multiple of the 3 processes");
+    processes(two);
+    expect(train_to(out, "3", "--ddp", "0"), 2, "--ddp 0, but there are 2 processes");
+    expect(train_to(folder("used"), "3", "--seed", "1"), 0, "step 0003");
+    expect(train_to(folder("used"), "3", "--seed", "1"), 2, "an earlier run is in this folder");
+    expect(train_to(out, "3", "--nsa-d", "3"), 2, "nsa.d");
+    processes(one);
+    expect(train_to(out, "3", "--ddp", "1"), 2, "mpirun");
+    setenv("WORLD_SIZE", "2", 1);
+    setenv("RANK", "0", 1);
+    expect(train_to(out, "3", "--ddp", "-1"), 2, "mpirun");
+    unsetenv("WORLD_SIZE");
+    unsetenv("RANK");
+}
+
+int main(int argc, char **argv) {
+    if (argc != 4) {
+        fprintf(stderr, "usage: %s train_125m mpirun -n\n", argv[0]);
+        return 2;
+    }
+    program = argv[1];
+    two[0] = four[0] = argv[2];
+    two[1] = four[1] = argv[3];
+    two[2] = "2";
+    four[2] = "4";
+    test_begin();
+    text = folder("text");
+    write_english(text);
+    test_same();
+    test_resume();
+    test_options();
+    test_ends();
+    test_differing();
+    test_refusals();
+    return test_end("test_mpi");
+}
