@@ -70,7 +70,7 @@ const config_entry config_entries[] = {
          "auto: synthetic without data.path, else by what lies there;\n"
          "fineweb_edu: JSONL or lines, from standard input unless data.path is given;\n"
          "bin: token shards in llm.c's format;\n"
-         "retrieval: pairs hidden in noise, asked for at the end of a row"),
+         "retrieval: needles hidden in noise, asked for at the end (vocab_size 512)"),
     STRING("data.path", data.path, "", "--data", NULL, 0, NULL,
            "a file, a folder, or - for standard input"),
     WORD("data.tokenizer", data.tokenizer, "byte|gpt2", "byte", "--tokenizer", NULL, 0,

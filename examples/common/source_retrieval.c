@@ -1,13 +1,10 @@
-/* source_retrieval.c - associative recall: pairs of a value and its key lie at random places of a long
-   noise, and at the end of the row every key is asked for once. Only the answers have a loss. Row s
-   is a function of (seed, s), so nothing is ever repeated. Twin: source.h.
+/* source_retrieval.c - associative recall: needles lie at random places of a long noise, each a token
+   that names a key and a value, and at the end of the row every key is asked for once. Only the
+   answers have a loss. Row s is a function of (seed, s), so nothing is ever repeated. Twin: source.h.
 
-   The value stands before its key: who finds the key again needs to know only what stood beside it.
-   With the key first, dense attention of two layers takes several times as long to learn this.
-
-   Tokens 0 .. 127 are noise, 128 .. 191 keys, 192 .. 255 values. A row's keys differ, its values are
-   drawn one by one: nothing but the pair itself tells an answer, and a guess is right one time in
-   64. What a question does not ask for is a distractor. */
+   Tokens 0 .. 127 are noise, 128 .. 143 keys, 144 .. 159 values, 256 .. 511 needles. A row's keys
+   differ, its values are drawn one by one: nothing but the needle itself tells an answer, and a guess
+   is right one time in 16. The needles that a question does not ask for are its distractors. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,10 +12,10 @@
 #include "rng.h"
 #include "source.h"
 
-enum { NOISE = 128, FIRST_KEY = 128, FIRST_VALUE = 192, SLOT = 4, SHORTEST = 16 };
+enum { NOISE = 128, FIRST_KEY = 128, FIRST_VALUE = 144, FIRST_NEEDLE = 256, SHORTEST = 16 };
 
 /* What the random numbers of a row are for. */
-typedef enum use { USE_NOISE, USE_SLOT, USE_SHIFT, USE_KEY, USE_VALUE, USE_ORDER, USES } use;
+typedef enum use { USE_NOISE, USE_PLACE, USE_KEY, USE_VALUE, USE_ORDER, USES } use;
 
 static uint64_t stream_of(uint64_t stream, int64_t sample, use u) {
     return stream | ((uint64_t)sample * USES + (uint64_t)u) << 8;
@@ -34,31 +31,27 @@ static void fill_noise(uint64_t seed, uint64_t stream, int64_t count, int32_t *t
 
 int source_retrieval_row(uint64_t seed, uint64_t stream, int64_t sample, int64_t seq_len,
                          source_window *w, int64_t *places) {
-    int pairs = seq_len / 8 < RETRIEVAL_PAIRS ? (int)(seq_len / 8) : RETRIEVAL_PAIRS;
-    int64_t asked = seq_len + 1 - 2 * pairs, slots = asked / SLOT;
+    int count = seq_len / 8 < RETRIEVAL_NEEDLES ? (int)(seq_len / 8) : RETRIEVAL_NEEDLES;
+    int64_t asked = seq_len + 1 - 2 * count;
     memset(w->starts, 0, (size_t)seq_len + 1);
     memset(w->given, 1, (size_t)seq_len + 1);
     w->starts[0] = 1;
     w->epoch = 0;
     fill_noise(seed, stream_of(stream, sample, USE_NOISE), asked, w->tokens);
-    for (int i = 0; i < pairs; i++) {
-        uint64_t slot =
-            rng_permute(seed, stream_of(stream, sample, USE_SLOT), (uint64_t)i, (uint64_t)slots);
-        uint64_t shift =
-            rng_below(seed, stream_of(stream, sample, USE_SHIFT), (uint64_t)i, SLOT - 1);
-        uint64_t key =
-            rng_permute(seed, stream_of(stream, sample, USE_KEY), (uint64_t)i, RETRIEVAL_KEYS);
-        uint64_t value =
-            rng_below(seed, stream_of(stream, sample, USE_VALUE), (uint64_t)i, RETRIEVAL_VALUES);
-        uint64_t turn =
-            rng_permute(seed, stream_of(stream, sample, USE_ORDER), (uint64_t)i, (uint64_t)pairs);
-        int64_t place = (int64_t)(slot * SLOT + shift), question = asked + 2 * (int64_t)turn;
-        w->tokens[place] = w->tokens[question + 1] = FIRST_VALUE + (int32_t)value;
-        w->tokens[place + 1] = w->tokens[question] = FIRST_KEY + (int32_t)key;
+    for (uint64_t i = 0; i < (uint64_t)count; i++) {
+        uint64_t place =
+            rng_permute(seed, stream_of(stream, sample, USE_PLACE), i, (uint64_t)asked);
+        uint64_t key = rng_permute(seed, stream_of(stream, sample, USE_KEY), i, RETRIEVAL_KEYS);
+        uint64_t value = rng_below(seed, stream_of(stream, sample, USE_VALUE), i, RETRIEVAL_VALUES);
+        uint64_t turn = rng_permute(seed, stream_of(stream, sample, USE_ORDER), i, (uint64_t)count);
+        int64_t question = asked + 2 * (int64_t)turn;
+        w->tokens[place] = FIRST_NEEDLE + (int32_t)(key * RETRIEVAL_VALUES + value);
+        w->tokens[question] = FIRST_KEY + (int32_t)key;
+        w->tokens[question + 1] = FIRST_VALUE + (int32_t)value;
         w->given[question + 1] = 0;
-        if (places) places[turn] = place;
+        if (places) places[turn] = (int64_t)place;
     }
-    return pairs;
+    return count;
 }
 
 static bool read_train(source *s, int64_t sample, source_window *w, fault *f) {
@@ -77,13 +70,19 @@ static void close_source(source *s) {
     free(s);
 }
 
+static bool check(const data_options *o, fault *f) {
+    if (o->seq_len < SHORTEST)
+        return fault_set(
+            f, "train.seq_len = %lld: data.dataset = retrieval needs at least %d tokens a row",
+            (long long)o->seq_len, SHORTEST);
+    if (o->vocab_size < RETRIEVAL_VOCAB)
+        return fault_set(f, "model.vocab_size = %lld: data.dataset = retrieval needs at least %d",
+                         (long long)o->vocab_size, RETRIEVAL_VOCAB);
+    return true;
+}
+
 source *source_retrieval_open(const data_options *o, int64_t val_rows, fault *f) {
-    if (o->seq_len < SHORTEST) {
-        fault_set(f,
-                  "train.seq_len = %lld: data.dataset = retrieval needs at least %d tokens a row",
-                  (long long)o->seq_len, SHORTEST);
-        return NULL;
-    }
+    if (!check(o, f)) return NULL;
     source *s = calloc(1, sizeof *s);
     if (!s) {
         fault_set(f, "out of memory");
@@ -96,7 +95,7 @@ source *source_retrieval_open(const data_options *o, int64_t val_rows, fault *f)
     s->position = source_position_by_number;
     s->close = close_source;
     snprintf(s->description, sizeof s->description,
-             "retrieval: keys and values in noise, asked for at the end of rows of %lld, seed %llu",
+             "retrieval: needles in noise, asked for at the end of rows of %lld, seed %llu",
              (long long)o->seq_len, (unsigned long long)o->seed);
     return s;
 }

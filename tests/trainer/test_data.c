@@ -259,33 +259,33 @@ static void test_epoch_order(void) {
 
 /* ---- Retrieval ---- */
 
-/* The one place before `end` where a token stands, or -1. */
-static int64_t place_of(const int32_t *tokens, int64_t end, int32_t token) {
-    int64_t found = -1;
-    for (int64_t i = 0; i < end; i++)
-        if (tokens[i] == token) found = found < 0 ? i : end;
-    return found < end ? found : -1;
-}
-
-/* The pairs of a row by another way than the source's: every question's key stands once before the
-   questions, its value before it, and nothing else has a loss. */
-static void check_questions(const source_window *w, int64_t seq_len, int pairs,
+/* A row by another way than the source's: of the needles before the questions, exactly one names a
+   question's key and its answer; answers alone have a loss; the rest is noise. */
+static void check_questions(const source_window *w, int64_t seq_len, int count,
                             const int64_t *places, int tenths[10]) {
-    int64_t asked = seq_len + 1 - 2 * pairs;
+    int64_t asked = seq_len + 1 - 2 * count;
+    int needles = 0;
     for (int64_t i = 0; i <= seq_len; i++) {
         bool answer = i >= asked && (i - asked) % 2;
         CHECK(w->given[i] == !answer, "token %d: given %d", (int)i, w->given[i]);
-        CHECK(i >= asked || answer || w->tokens[i] < 256, "token %d", (int)w->tokens[i]);
+        if (i >= asked) continue;
+        needles += w->tokens[i] >= 256;
+        CHECK((w->tokens[i] >= 0 && w->tokens[i] < 128) ||
+                  (w->tokens[i] >= 256 && w->tokens[i] < 512),
+              "token %d is %d", (int)i, (int)w->tokens[i]);
     }
-    for (int q = 0; q < pairs; q++) {
-        const int32_t *question = w->tokens + asked + 2 * q;
-        int64_t place = place_of(w->tokens, asked, question[0]);
-        CHECK(question[0] >= 128 && question[0] < 192 && question[1] >= 192 && question[1] < 256,
-              "question %d: %d %d", q, (int)question[0], (int)question[1]);
-        CHECK(place > 0 && place == places[q] + 1, "question %d asks for place %d, not %d", q,
-              (int)places[q], (int)place - 1);
-        CHECK(w->tokens[place - 1] == question[1], "question %d has another answer", q);
-        tenths[place * 10 / asked]++;
+    CHECK(needles == count, "%d needles for %d questions", needles, count);
+    for (int q = 0; q < count; q++) {
+        int32_t key = w->tokens[asked + 2 * q] - 128, value = w->tokens[asked + 2 * q + 1] - 144;
+        int fitting = 0;
+        CHECK(key >= 0 && key < 16 && value >= 0 && value < 16, "question %d: %d %d", q, (int)key,
+              (int)value);
+        for (int64_t i = 0; i < asked; i++)
+            fitting += w->tokens[i] >= 256 && (w->tokens[i] - 256) / 16 == key;
+        CHECK(fitting == 1, "question %d has %d needles", q, fitting);
+        CHECK(places[q] >= 0 && places[q] < asked && w->tokens[places[q]] == 256 + key * 16 + value,
+              "question %d: not at place %d", q, (int)places[q]);
+        tenths[places[q] * 10 / asked]++;
     }
 }
 
@@ -294,21 +294,23 @@ static void test_retrieval(void) {
     static const int64_t lengths[] = {16, 17, 64, 250, LONGEST};
     int32_t tokens[LONGEST + 1];
     unsigned char starts[LONGEST + 1], given[LONGEST + 1];
-    int64_t places[RETRIEVAL_PAIRS];
+    int64_t places[RETRIEVAL_NEEDLES];
     source_window w = {tokens, starts, given, 0};
     data_options o = options_for(CONFIG_RETRIEVAL, "");
+    TEST_FAULT(data_open(&o, &why), &why, "model.vocab_size = 256&at least 512");
+    o.vocab_size = 512;
     test_invariants("retrieval", o, 20);
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
-        int tenths[10] = {0}, pairs = 0;
+        int tenths[10] = {0}, count = 0;
         check_case("retrieval, rows of %d", (int)lengths[i]);
         for (int64_t sample = 0; sample < SAMPLES; sample++) {
-            pairs = source_retrieval_row(3, RNG_RETRIEVAL, sample, lengths[i], &w, places);
-            check_questions(&w, lengths[i], pairs, places, tenths);
+            count = source_retrieval_row(3, RNG_RETRIEVAL, sample, lengths[i], &w, places);
+            check_questions(&w, lengths[i], count, places, tenths);
         }
-        CHECK(pairs == (lengths[i] < 256 ? lengths[i] / 8 : 32), "%d pairs", pairs);
+        CHECK(count == (lengths[i] < 128 ? lengths[i] / 8 : 16), "%d needles", count);
         for (int tenth = 0; lengths[i] == LONGEST && tenth < 10; tenth++)
-            CHECK(tenths[tenth] > SAMPLES * 32 / 10 - 80 && tenths[tenth] < SAMPLES * 32 / 10 + 80,
-                  "tenth %d holds %d pairs of %d", tenth, tenths[tenth], SAMPLES * 32);
+            CHECK(tenths[tenth] > SAMPLES * 16 / 10 - 60 && tenths[tenth] < SAMPLES * 16 / 10 + 60,
+                  "tenth %d holds %d needles of %d", tenth, tenths[tenth], SAMPLES * 16);
     }
     o.seq_len = 15;
     CHECK(!data_open(&o, &why) && strstr(why.text, "at least 16 tokens"), "short rows: %s",
