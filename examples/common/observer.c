@@ -40,6 +40,7 @@ static void add_lists(observer *x, const nsa_desc *d) {
 }
 
 static void collect(observer *x, int layer) {
+    double begin = now_ms();
     const model *m = x->model;
     const ops *o = x->inner;
     const layer_acts *a = &m->acts[layer];
@@ -51,6 +52,7 @@ static void collect(observer *x, int layer) {
     to_floats(x->gates, x->raw, o->dtype, rows * BRANCHES);
     stats_add_gates(&x->sum, x->gates, rows, m->config.gate);
     add_lists(x, &d);
+    x->spent += now_ms() - begin;
 }
 
 /* ---- Marks --------------------------------------------------------------------------------- */
@@ -106,6 +108,7 @@ void observer_close(observer *x) {
 void observer_begin(observer *x) {
     stats_sum zero = {0};
     x->sum = zero;
+    x->spent = 0;
     x->collecting = x->raw != NULL;
 }
 

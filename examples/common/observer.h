@@ -15,6 +15,7 @@ typedef struct observer {
     listener trace; /* a line for each layer's backward; say NULL: none */
     bool collecting;
     stats_sum sum;
+    double spent;    /* ms that collecting took, since observer_begin */
     float *gates;    /* rows x groups x 3, of the host */
     int32_t *blocks; /* rows x groups x width */
     int32_t *begins; /* of documents */

@@ -38,8 +38,9 @@ struct telemetry {
     metrics metrics;
     double *rates; /* tokens/s of each step */
     size_t rate_count, rate_room;
-    double line_tokens, line_seconds; /* of the steps since the last log line */
-    double step_seconds;              /* running mean, for the time left */
+    double line_tokens, line_seconds;    /* of the steps since the last log line */
+    double step_seconds;                 /* running mean, for the time left */
+    double steps_ms, stats_ms, files_ms; /* of all steps: in all, for statistics, for files */
 
     pthread_t thread;
     pthread_mutex_t lock; /* guards what follows, and log */
@@ -516,7 +517,7 @@ static bool is_due(int64_t every, int64_t step) {
     return every > 0 && step % every == 0;
 }
 
-bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {
+static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
     const config *c = t->config;
     double rate = s->seconds > 0 ? (double)s->tokens / s->seconds : 0;
     bool ok = true, last = s->step == c->train.steps;
@@ -546,6 +547,23 @@ bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {
     if (t->is_first_rank) metrics_prepare(t->metrics_path, &t->metrics);
     dump_step(s->step + 1);
     return ok && write_step(t, s, rate, f) && judge_step(t, s, rate, f);
+}
+
+bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {
+    double begin = now_ms();
+    bool ok = end_step(t, s, f);
+    double files = now_ms() - begin;
+    t->files_ms += files;
+    t->stats_ms += s->stats_ms;
+    t->steps_ms += s->seconds * 1e3 + files;
+    return ok;
+}
+
+/* What watching has cost the run; it must be little, so the run says it. */
+static void say_cost(telemetry *t) {
+    if (t->steps_ms > 0)
+        telemetry_say(t, "telemetry: statistics %.2f %%, files %.2f %% of the steps' time",
+                      100 * t->stats_ms / t->steps_ms, 100 * t->files_ms / t->steps_ms);
 }
 
 bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_per_token, fault *f) {
@@ -581,6 +599,7 @@ bool telemetry_close(telemetry *t, const char *verdict, int exit_code, fault *f)
     bool ok = true;
     fault unused;
     if (!t) return true;
+    say_cost(t);
     stop_watch(t);
     the_one = NULL;
     metrics_disarm();

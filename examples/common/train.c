@@ -169,7 +169,8 @@ static outcome step(trainer *t, fault *f) {
                            .grad_norm = s.grad_norm,
                            .tokens = tokens,
                            .seconds = now_seconds() - begin,
-                           .stats = counted ? &seen : NULL};
+                           .stats = counted ? &seen : NULL,
+                           .stats_ms = t->observer.spent};
     bool ok = telemetry_step_end(t->telemetry, &done, f);
     if (ok && t->first_step == a.step && !t->dist->rank)
         ok = train_report_memory(t, "mem_step1.json", f);
