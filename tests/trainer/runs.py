@@ -35,8 +35,8 @@ def wait_for(what, happened):
 
 
 class Runs:
-    def __init__(self, program, folder, name):
-        self.program, self.root = program, pathlib.Path(folder) / name
+    def __init__(self, program, folder, name, launcher=()):
+        self.program, self.root, self.launcher = program, pathlib.Path(folder) / name, launcher
         shutil.rmtree(self.root, ignore_errors=True)
         self.root.mkdir(parents=True)
 
@@ -49,7 +49,7 @@ class Runs:
         """The small model in root/name: its folder, and the process, with its output in a file."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k != "CONFIG"}
         log = open(self.root / f"{name}.log", "w")
-        command = [self.program, *SMALL, "--out-dir", str(self.root / name), *map(str, options)]
+        command = [*self.launcher, self.program, *SMALL, "--out-dir", str(self.root / name), *map(str, options)]
         return self.root / name, subprocess.Popen(command, env=env | (environment or {}), stdout=log,
                                                   stderr=subprocess.STDOUT,
                                                   **{"stdin": subprocess.DEVNULL} | popen)
@@ -57,7 +57,7 @@ class Runs:
     def train(self, name, *options, code=0, given=None, **environment):
         """Runs it to its end: its folder, what it printed, what it complained of."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k != "CONFIG"}
-        command = [self.program, *SMALL, "--out-dir", str(self.root / name), *map(str, options)]
+        command = [*self.launcher, self.program, *SMALL, "--out-dir", str(self.root / name), *map(str, options)]
         ran = subprocess.run(command, text=True, env=env | environment, input=given,
                              stdin=None if given else subprocess.DEVNULL, capture_output=True, timeout=300)
         check(ran.returncode == code, ran.returncode, ran.stdout, ran.stderr)

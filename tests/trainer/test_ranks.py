@@ -1,0 +1,42 @@
+"""Two processes: a heartbeat file of each, a verdict that wants both, an anomaly that ends both.
+
+usage: test_ranks.py PROGRAM FOLDER VERDICT LAUNCHER... Twin: telemetry.c. How processes train together is
+test_mpi.c's.
+"""
+import json
+import subprocess
+import sys
+
+from poison import KINDS, change
+from runs import SMALL, Runs, check, done
+
+runs = Runs(sys.argv[1], sys.argv[2], "ranks", sys.argv[4:])
+corpus = runs.text()
+out, _, _ = runs.train("both", "--data", corpus, "--steps", 4, "--eval-every", 2, "--save-every", 2)
+for rank in range(2):
+    beats = [json.loads(line) for line in (out / f"heartbeat_rank{rank}.jsonl").read_text().splitlines()]
+    check({b["rank"] for b in beats} == {rank} and beats[0]["msg"] == "boot", beats)
+    check([b["step"] for b in beats if b["msg"] == "step_end"] == [1, 2, 3, 4], beats)
+check(len(list((out / "tb").iterdir())) == 1 and not list(out.glob("stack*")), "one file for all ranks")
+check(json.loads((out / "env.json").read_text())["world"] == 2, "two processes")
+
+
+def verdict():
+    return subprocess.run([sys.argv[3], str(out)], text=True, stdout=subprocess.PIPE).stdout
+
+
+check(verdict().endswith("\nGO\n"), verdict())
+(out / "heartbeat_rank1.jsonl").unlink()
+check("heartbeat_rank1.jsonl        is missing\nNO-GO\n" in verdict(), verdict())
+
+for kind, (values, _) in KINDS.items():
+    out, _, _ = runs.train(kind, "--data", corpus, "--steps", 1)
+    change(out / "checkpoints/step_00000001", values)
+    ran = subprocess.run([*runs.launcher, runs.program, "--data", corpus, "--steps", "90", "--out-dir", out,
+                          "--resume", *SMALL], text=True, stdin=subprocess.DEVNULL, timeout=300,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    check(ran.returncode != 0 and f"halted: {kind}" in ran.stdout, kind, ran.returncode, ran.stdout)
+    check((out / ".anomaly_type").read_text() == kind + "\n" and (out / ".HALT").exists(), kind)
+    metrics = json.loads((out / "metrics.json").read_text())
+    check(metrics["exit_code"] != 0 and metrics["steps_done"] < 9, metrics)
+done()
