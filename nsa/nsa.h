@@ -1439,7 +1439,7 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
 }
 
 /* ---- Tiles: where the time goes ---------------------------------------------------------------
-   All arithmetic on rows of keys: five functions, whose one text stands at the end of this file and
+   All arithmetic on rows of keys: a few functions, whose one text stands at the end of this file and
    is read once per instruction set. They are compiled for that set whatever flags the user gave,
    and desc.isa or the machine chooses among them when a call begins. The bits of a row of the
    result depend on that row's operands alone, never on how many rows there are or where it stands:
@@ -1463,6 +1463,8 @@ typedef struct nsa__tiles {
     /* sum[j] = sum over the rows of 2^(s - lse2) */
     void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
                         nsa_real *sum);
+    /* how many of n numbers have bits of at least `least`, as integers */
+    int (*at_least)(int n, const nsa_real *x, nsa__lane least);
     /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta) */
     void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
                      const nsa_real *lse2, const nsa_real *delta, nsa_real *s, nsa_real *dp);
@@ -1922,26 +1924,30 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
    one core. It walks tiles of up to 64 keys that lie at absolute positions, so that a query's sums
    do not depend on who is computed beside it; which keys of a tile a query sees is a mask of 64
    bits, and a tile that it does not see at all leaves its state as it is, to the bit. One sequence
-   and kv head at a time: its keys are packed once, then tasks of neighbouring queries (forward, dq)
-   or of one key tile (dk, dv) run side by side. */
+   and a few kv heads at a time: their keys are packed once, then tasks of neighbouring queries and
+   one head run side by side. */
 
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
 
-enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64 };
+enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__HEADS_AT_ONCE = 4 };
 
 typedef struct nsa__pass {
     const nsa_attend *x, *dx;
     const nsa_desc *d;
     const nsa__tiles *tiles;
     nsa__branch branch;
-    int group;         /* G */
+    int group; /* G */
+    int list_width;
     int tile;          /* keys of a tile */
     int wide, wide_v;  /* widths of packed rows: Dk and Dv rounded up to whole vectors */
     int batch_queries; /* queries that go through the tiles at once: about NSA__BATCH_ROWS rows */
     int task_queries;  /* queries of a task */
     nsa_real scale, scale2; /* of q k, for e and for 2 as the base */
+    int reach;              /* queries before this position are left out: see nsa__shared_reach */
     /* of the sequence and kv head at hand */
+    int heads; /* that are worked on at once, each with a pass of its own */
     nsa__seq seq;
+    int skipped; /* of its queries, for `reach` */
     int kv_head, keys;
     int64_t key_row;
     int ring; /* a decoding cache's window: key s lies in row s % ring; 0 where rows are straight */
@@ -1951,7 +1957,7 @@ typedef struct nsa__pass {
     nsa_real *k, *k_t, *v, *v_t;
     uint64_t *bad;
     unsigned char *wanted; /* slc: the tiles that are in a list, others are not packed */
-    int64_t *reads; /* NULL, or of each query: how many keys it has read, summed over kv heads */
+    int64_t *reads;        /* NULL, or of each query and kv head: how many keys it has read */
     /* backward: sums over the queries, keys by tile; bad_key marks keys that a NaN row reads */
     nsa_real *dk, *dv;
     uint64_t *bad_key;
@@ -1961,13 +1967,17 @@ typedef struct nsa__pass {
     nsa_real *stencil;
 } nsa__pass;
 
+/* slc's list of a query; NULL for the other branches. */
 static const int32_t *nsa__block_list(const nsa__pass *p, int query) {
+    if (p->branch != NSA__SLC) return NULL;
     return (const int32_t *)nsa__row(&p->x->blocks, p->seq.batch, p->seq.row + query - p->seq.first,
                                      p->kv_head);
 }
 
-/* Span `number` of the keys that `query` sees; spans ascend. 0 where there is none left. */
-static int nsa__span(const nsa__pass *p, int query, int number, int *begin, int *end) {
+/* Span `number` of the keys that `query` sees, by its list for slc; spans ascend. 0 where there is
+   none left. */
+NSA__INLINE int nsa__span(const nsa__pass *p, const int32_t *list, int query, int number,
+                          int *begin, int *end) {
     const nsa_desc *d = p->d;
     *begin = 0;
     *end = query + 1;
@@ -1978,13 +1988,11 @@ static int nsa__span(const nsa__pass *p, int query, int number, int *begin, int 
     case NSA__WIN:
         *begin = nsa_window_begin(d, query);
         break;
-    case NSA__SLC: {
-        const int32_t *list = nsa__block_list(p, query);
-        if (number >= nsa_block_list_width(d) || list[number] < 0) return 0;
+    case NSA__SLC:
+        if (number >= p->list_width || list[number] < 0) return 0;
         *begin = list[number] * d->slc_block;
         *end = (int)nsa__min((int64_t)*begin + d->slc_block, query + 1);
         return 1;
-    }
     case NSA__DENSE:
         break;
     }
@@ -1993,10 +2001,11 @@ static int nsa__span(const nsa__pass *p, int query, int number, int *begin, int 
 
 /* Of tile keys tile_begin .. tile_begin + tile - 1, those that `query` sees. */
 static uint64_t nsa__visible(const nsa__pass *p, int query, int tile_begin) {
+    const int32_t *list = nsa__block_list(p, query);
     int begin, end;
     int64_t tile_end = (int64_t)tile_begin + p->tile;
     uint64_t mask = 0;
-    for (int number = 0; nsa__span(p, query, number, &begin, &end) && begin < tile_end; number++)
+    for (int i = 0; nsa__span(p, list, query, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
                           (int)nsa__min(end, tile_end) - tile_begin);
     return mask;
@@ -2014,12 +2023,16 @@ static int nsa__max_keys(const nsa__pass *p) {
     return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
 }
 
-static void nsa__pass_init(nsa__pass *p, const nsa_desc *d, nsa__branch branch) {
+static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *dx,
+                           const nsa_desc *d, nsa__branch branch) {
     memset(p, 0, sizeof *p);
+    p->x = x;
+    p->dx = dx;
     p->d = d;
     p->tiles = nsa__tiles_of(d->isa);
     p->branch = branch;
     p->group = d->heads / d->kv_heads;
+    p->list_width = nsa_block_list_width(d);
     p->tile = nsa__tile_size(d, branch);
     p->wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
     p->wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
@@ -2033,6 +2046,25 @@ static void nsa__pass_init(nsa__pass *p, const nsa_desc *d, nsa__branch branch) 
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     p->scale = (nsa_real)scale;
     p->scale2 = (nsa_real)(scale * NSA__LOG2E);
+}
+
+/* Heads that are worked on at once. */
+static int nsa__heads_at_once(const nsa_desc *d) {
+    return (int)nsa__min(d->kv_heads, NSA__HEADS_AT_ONCE);
+}
+
+static void nsa__passes_init(nsa__pass *passes, const nsa_attend *x, const nsa_attend *dx,
+                             const nsa_desc *d, nsa__branch branch) {
+    for (int i = 0; i < nsa__heads_at_once(d); i++) nsa__pass_init(&passes[i], x, dx, d, branch);
+}
+
+/* The pass of the head that task `index` is for; the index becomes the task's among that head's.
+   Heads take turns: their rows of one token lie side by side, in pages that are slow to turn to. */
+static const nsa__pass *nsa__pass_of(const void *passes, int64_t *index) {
+    const nsa__pass *first = (const nsa__pass *)passes;
+    const nsa__pass *p = first + *index % first->heads;
+    *index /= first->heads;
+    return p;
 }
 
 /* Workspace that the threads share: packed keys of one sequence and kv head. */
@@ -2067,7 +2099,7 @@ static uint64_t nsa__pack_rows(const nsa__pass *p, const nsa_tensor *x, int tile
 }
 
 static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = (const nsa__pass *)context;
+    const nsa__pass *p = nsa__pass_of(context, &index);
     ptrdiff_t tile = p->tile_begin + (ptrdiff_t)index, key = tile * p->tile;
     int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)p->keys - begin);
     int dim = p->d->dim, dim_v = p->d->dim_v;
@@ -2082,20 +2114,27 @@ static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
     p->bad[tile] = bad;
 }
 
-/* Marks the tiles that are in any list: a few queries of a long cache read few of them. */
+/* Marks the tiles that are in any list: a few queries of a long cache read few of them. Of many
+   queries one or another reads every tile. */
 static void nsa__mark_wanted(const nsa__pass *p) {
-    int begin, end;
-    memset(p->wanted, 0, (size_t)p->tile_end);
-    for (int query = p->seq.first; query < p->seq.first + p->seq.count; query++)
-        for (int number = 0; nsa__span(p, query, number, &begin, &end); number++)
+    int begin, end, many = p->seq.count >= p->tile_end;
+    memset(p->wanted, many, (size_t)p->tile_end);
+    if (many) return;
+    for (int query = p->seq.first; query < p->seq.first + p->seq.count; query++) {
+        const int32_t *list = nsa__block_list(p, query);
+        for (int i = 0; nsa__span(p, list, query, i, &begin, &end); i++)
             memset(p->wanted + begin / p->tile, 1,
                    (size_t)((end - 1) / p->tile - begin / p->tile + 1));
+    }
 }
 
-/* Turns to a sequence and kv head: finds the tiles that its queries can see and packs them. */
-static void nsa__pass_turn_to(nsa__pass *p, const nsa__team *team, int kv_head) {
-    int begin = 0, end = 0, last = p->seq.first + p->seq.count - 1;
+/* Turns to a sequence and kv head: finds the tiles that its queries can see. */
+static void nsa__pass_turn_to(nsa__pass *p, const nsa__seq *seq, int kv_head, int heads) {
+    int begin = 0, end = 0, last = seq->first + seq->count - 1;
+    p->seq = *seq;
+    p->skipped = (int)nsa__max(0, nsa__min(p->reach - (int64_t)seq->first, seq->count));
     p->kv_head = kv_head;
+    p->heads = heads;
     p->keys = p->branch == NSA__CMP ? p->seq.cmp_tokens : p->seq.tokens;
     p->key_row = p->branch == NSA__CMP ? p->seq.cmp_row : p->seq.row;
     if (p->branch == NSA__WIN) begin = nsa_window_begin(p->d, p->seq.first);
@@ -2103,7 +2142,26 @@ static void nsa__pass_turn_to(nsa__pass *p, const nsa__team *team, int kv_head) 
     p->tile_begin = begin / p->tile;
     p->tile_end = (int)nsa__ceil_div(end, p->tile);
     if (p->wanted) nsa__mark_wanted(p);
-    nsa__run(team, p->tile_end - p->tile_begin, nsa__pack_task, p);
+}
+
+/* Does `work` for every sequence and every few heads of it, whose passes stand side by side and have
+   packed their keys. */
+static void nsa__each_heads(nsa__pass *passes, const nsa__team *team,
+                            void (*work)(nsa__pass *passes, const nsa__team *team)) {
+    const nsa_desc *d = passes->d;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int head = 0; seq.count && head < d->kv_heads; head += passes->heads) {
+            int heads = (int)nsa__min(nsa__heads_at_once(d), d->kv_heads - (int64_t)head);
+            for (int i = 0; i < heads; i++) nsa__pass_turn_to(&passes[i], &seq, head + i, heads);
+            nsa__run(team, (int64_t)heads * (passes->tile_end - passes->tile_begin), nsa__pack_task,
+                     passes);
+            work(passes, team);
+        }
+}
+
+/* The tasks of all heads at hand. */
+static int64_t nsa__query_tasks(const nsa__pass *p) {
+    return p->heads * nsa__ceil_div(p->seq.count - p->skipped, p->task_queries);
 }
 
 /* Columns of a transpose: of key `key` and those behind it in its tile. */
@@ -2149,8 +2207,9 @@ static void nsa__walk_invert(nsa__walk *w, const nsa__pass *p) {
     memset(w->list_begin, 0, (size_t)(p->tile_end + 2) * sizeof *at);
     for (int fill = 0; fill < 2; fill++) {
         for (int a = 0; a < w->queries; a++) {
+            const int32_t *list = nsa__block_list(p, w->first + a);
             int next = 0; /* the first tile that this query has not been counted for */
-            for (int number = 0; nsa__span(p, w->first + a, number, &begin, &end); number++) {
+            for (int i = 0; nsa__span(p, list, w->first + a, i, &begin, &end); i++) {
                 int tile = (int)nsa__max(next, begin / p->tile);
                 for (next = (int)nsa__max(next, (end - 1) / p->tile + 1); tile < next; tile++) {
                     if (fill)
@@ -2165,7 +2224,7 @@ static void nsa__walk_invert(nsa__walk *w, const nsa__pass *p) {
 }
 
 static void nsa__walk_begin(nsa__walk *w, const nsa__pass *p, int64_t task) {
-    w->first = p->seq.first + (int)task * p->task_queries;
+    w->first = p->seq.first + p->skipped + (int)task * p->task_queries;
     w->queries = (int)nsa__min(p->task_queries, p->seq.first + p->seq.count - (int64_t)w->first);
     w->tile = p->tile_begin;
     w->tile_end = p->tile_end;
@@ -2173,7 +2232,7 @@ static void nsa__walk_begin(nsa__walk *w, const nsa__pass *p, int64_t task) {
         nsa__walk_invert(w, p);
     } else {
         for (int a = 0; a < w->queries; a++)
-            if (!nsa__span(p, w->first + a, 0, &w->begin[a], &w->end[a])) w->end[a] = 0;
+            if (!nsa__span(p, NULL, w->first + a, 0, &w->begin[a], &w->end[a])) w->end[a] = 0;
         w->tile = w->end[0] ? w->begin[0] / p->tile : 0;
         w->tile_end = (int)nsa__ceil_div(w->end[w->queries - 1], p->tile);
     }
@@ -2290,37 +2349,52 @@ static nsa__bits_t nsa__score_key(nsa_real score) {
     return bits & sign ? ~bits : bits | sign;
 }
 
-/* Ascending order by insertion: lists are short, and nearly in order. */
-static void nsa__sort_blocks(int32_t *list, int n) {
-    for (int i = 1; i < n; i++) {
-        int32_t block = list[i];
-        int at = i;
-        for (; at > 0 && list[at - 1] > block; at--) list[at] = list[at - 1];
-        list[at] = block;
-    }
+/* How many of n scores have a key of at least `least`. With `tiles` none is negative or NaN, so that
+   their bits are in order as they are. */
+NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
+                                       const nsa__tiles *tiles) {
+    int count = 0;
+    if (tiles) return tiles->at_least(n, scores, (nsa__lane)(least & ~nsa__score_key(0)));
+    for (int j = 0; j < n; j++) count += nsa__score_key(scores[j]) >= least;
+    return count;
 }
 
-/* Forced blocks and the best of the rest: sorted by (score, lower index) while they are found. */
+/* The largest key that at least `room` of n scores reach, room <= n: bit by bit. */
+static nsa__bits_t nsa__key_of_rank(const nsa_real *scores, int n, int room,
+                                    const nsa__tiles *tiles) {
+    nsa__bits_t key = 0, bit = (nsa__bits_t)1 << (8 * sizeof key - 1);
+    for (int reached = n; bit && reached != room; bit >>= 1) {
+        int count = nsa__at_least(scores, n, key | bit, tiles);
+        if (count < room) continue;
+        key |= bit;
+        reached = count;
+    }
+    return key;
+}
+
+/* Forced blocks, and the `room` best of the rest: all above the key of that rank, and of those that
+   have it the lower ones. */
 NSA__COMPILED static void nsa__rank(const nsa_real *scores, int query, const nsa_desc *d,
-                                    int32_t *list) {
+                                    const nsa__tiles *tiles, int32_t *list) {
     int candidates = nsa_slc_candidates(d, query), width = nsa_block_list_width(d), n = 0;
-    int begin =
-        (int)nsa__min(d->slc_init, candidates); /* forced: those before begin, from end on */
+    int begin = (int)nsa__min(d->slc_init, candidates); /* forced: before begin, from end on */
     int end = (int)nsa__max(begin, (int64_t)candidates - d->slc_local);
     int forced = begin + candidates - end;
     int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
-    nsa__bits_t least = 0; /* the key of the last in the list */
-    for (int j = begin; j < end && room > 0; j++) {
-        nsa__bits_t key = nsa__score_key(scores[j]);
-        if (n == room && key <= least) continue;
-        int at = n < room ? n++ : n - 1;
-        for (; at > 0 && nsa__score_key(scores[list[at - 1]]) < key; at--) list[at] = list[at - 1];
-        list[at] = j;
-        least = nsa__score_key(scores[list[n - 1]]);
+    room = (int)nsa__min(room, end - begin);
+    const nsa_real *rest = scores + begin;
+    nsa__bits_t key = room > 0 ? nsa__key_of_rank(rest, end - begin, room, tiles) : 0;
+    int ties = room - nsa__at_least(rest, end - begin, key + 1, tiles);
+    for (; n < begin; n++) list[n] = n;
+    for (int j = begin; room > 0 && j < end; j += NSA__LANES) {
+        int lanes = (int)nsa__min(NSA__LANES, end - j);
+        if (!nsa__at_least(scores + j, lanes, key, tiles)) continue;
+        for (int i = j; i < j + lanes; i++) {
+            nsa__bits_t of_block = nsa__score_key(scores[i]);
+            if (of_block > key || (of_block == key && ties-- > 0)) list[n++] = i;
+        }
     }
-    for (int j = 0; j < begin; j++) list[n++] = j;
     for (int j = end; j < candidates; j++) list[n++] = j;
-    nsa__sort_blocks(list, n);
     while (n < width) list[n++] = -1;
 }
 
@@ -2394,9 +2468,9 @@ static void nsa__select_queries(const nsa__pass *p, const nsa__walk *w, const ns
                               f->p_cmp);
         nsa__scores(p, query, f->p_cmp, f->scores);
         for (int g = 0; g < G; g++) bad |= bad_rows[a * G + g];
-        for (int j = 0; bad && j < nsa_slc_candidates(p->d, query); j++) f->scores[j] = nsa__nan();
+        for (int j = 0; bad && j < nsa_slc_candidates(p->d, query); j++) f->scores[j] = 0;
         int64_t row = p->seq.row + query - p->seq.first;
-        nsa__rank(f->scores, query, p->d,
+        nsa__rank(f->scores, query, p->d, p->tiles,
                   (int32_t *)nsa__row(&p->select->blocks, p->seq.batch, row, p->kv_head));
     }
 }
@@ -2459,7 +2533,8 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__b
     nsa__scatter(b, f->l, l, G * NSA__LANES);
     for (int i = 0; i < b->readers; i++) {
         if (p->reads)
-            p->reads[f->walk.first - p->seq.first + b->reader[i]] += nsa__bit_count(b->mask[i]);
+            p->reads[(f->walk.first - p->seq.first + b->reader[i]) * (int64_t)p->d->kv_heads +
+                     p->kv_head] += nsa__bit_count(b->mask[i]);
         if (b->mask[i] & p->bad[f->walk.tile])
             memset(f->bad + (ptrdiff_t)b->reader[i] * G, 1, (size_t)G);
     }
@@ -2490,7 +2565,7 @@ static void nsa__forward_end(nsa__forward *f, const nsa__pass *p) {
 }
 
 static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = (const nsa__pass *)context;
+    const nsa__pass *p = nsa__pass_of(context, &index);
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__forward_take(&f, p, &a);
@@ -2605,7 +2680,7 @@ static void nsa__backward_end(nsa__backward *f, const nsa__pass *p) {
 }
 
 static void nsa__backward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = (const nsa__pass *)context;
+    const nsa__pass *p = nsa__pass_of(context, &index);
     nsa__backward f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__backward_take(&f, p, &a);
@@ -2644,7 +2719,7 @@ static void nsa__key_gradient_add(const nsa__pass *p, const nsa_tensor *to, int 
 }
 
 static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = (const nsa__pass *)context;
+    const nsa__pass *p = nsa__pass_of(context, &index);
     int tile = p->tile_begin + (int)index;
     (void)scratch;
     if (p->wanted && !p->wanted[tile]) return;
@@ -2655,88 +2730,109 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
 
 /* -- doors -- */
 
+/* The plans: what the passes of all heads at once take of the shared workspace. They return how much
+   scratch a thread needs. */
+
 /* `select` where cmp's forward pass selects lists too. */
-static size_t nsa__forward_plan(nsa__pass *p, const nsa_select *select, nsa__arena *shared) {
+static size_t nsa__forward_plan(nsa__pass *passes, const nsa_select *select, nsa__arena *shared) {
     nsa__forward f;
     nsa__arena scratch = {NULL, 0};
-    nsa__pass_take_keys(p, shared, 0, 0);
-    if (select) nsa__take_stencil(p, select, shared);
-    p->v = nsa__take_reals(shared, nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile * p->wide_v);
-    nsa__forward_take(&f, p, &scratch);
+    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
+        nsa__pass *p = &passes[i];
+        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+        nsa__pass_take_keys(p, shared, 0, 0);
+        if (select) nsa__take_stencil(p, select, shared);
+        p->v = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
+    }
+    nsa__forward_take(&f, passes, &scratch);
     return scratch.used;
 }
 
-static size_t nsa__backward_plan(nsa__pass *p, nsa__arena *shared) {
+static size_t nsa__backward_plan(nsa__pass *passes, nsa__arena *shared) {
     nsa__backward f;
     nsa__arena scratch = {NULL, 0};
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-    nsa__pass_take_keys(p, shared, 1, 1);
-    p->dk = nsa__take_reals(shared, tiles * p->tile * p->wide);
-    p->dv = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
-    p->bad_key = (uint64_t *)nsa__take(shared, tiles, sizeof *p->bad_key);
-    p->left =
-        (int32_t *)nsa__take(shared, nsa__ceil_div(p->d->count, p->task_queries), sizeof *p->left);
-    nsa__backward_take(&f, p, &scratch);
+    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
+        nsa__pass *p = &passes[i];
+        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+        nsa__pass_take_keys(p, shared, 1, 1);
+        p->dk = nsa__take_reals(shared, tiles * p->tile * p->wide);
+        p->dv = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
+        p->bad_key = (uint64_t *)nsa__take(shared, tiles, sizeof *p->bad_key);
+        p->left = (int32_t *)nsa__take(shared, nsa__ceil_div(p->d->count, p->task_queries),
+                                       sizeof *p->left);
+    }
+    nsa__backward_take(&f, passes, &scratch);
     return scratch.used;
 }
 
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
-    nsa__pass p;
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
     nsa__arena shared = {NULL, 0};
     if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__pass_init(&p, d, branch);
+    nsa__passes_init(passes, NULL, NULL, d, branch);
     size_t scratch =
-        backward ? nsa__backward_plan(&p, &shared) : nsa__forward_plan(&p, NULL, &shared);
+        backward ? nsa__backward_plan(passes, &shared) : nsa__forward_plan(passes, NULL, &shared);
     return nsa__workspace_bytes(d, shared.used, scratch);
 }
 
-/* `select` is NULL, or what cmp selects on its way; `ring` and `reads` are a decoding cache's: see
-   nsa__pass. */
+static void nsa__forward_heads(nsa__pass *passes, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(passes), nsa__forward_task, passes);
+}
+
+/* What the chain and the cache ask of a branch beside its arguments; see nsa__pass. */
+typedef struct nsa__request {
+    const nsa_select *select; /* NULL, or what cmp selects on its way */
+    int reach, ring;
+    int64_t *reads;
+} nsa__request;
+
 static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d,
-                                          nsa__branch branch, const nsa_select *select, int ring,
-                                          int64_t *reads, void *workspace, size_t bytes) {
-    nsa__pass p;
+                                          nsa__branch branch, nsa__request ask, void *workspace,
+                                          size_t bytes) {
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
-    nsa__pass_init(&p, d, branch);
-    p.x = x;
-    p.ring = ring;
-    p.reads = reads;
-    size_t scratch = nsa__forward_plan(&p, select, &shared);
+    nsa__passes_init(passes, x, NULL, d, branch);
+    size_t scratch = nsa__forward_plan(passes, ask.select, &shared);
     nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
     if (s != NSA_OK) return s;
-    if (select) nsa__fill_stencil(&p);
-    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
-        for (int head = 0; p.seq.count && head < d->kv_heads; head++) {
-            nsa__pass_turn_to(&p, &team, head);
-            nsa__run(&team, nsa__ceil_div(p.seq.count, p.task_queries), nsa__forward_task, &p);
-        }
+    for (int i = 0; i < nsa__heads_at_once(d); i++) {
+        passes[i].reach = ask.reach;
+        passes[i].ring = ask.ring;
+        passes[i].reads = ask.reads;
+        if (ask.select) nsa__fill_stencil(&passes[i]);
+    }
+    nsa__each_heads(passes, &team, nsa__forward_heads);
     return NSA_OK;
 }
 
+static void nsa__backward_heads(nsa__pass *passes, const nsa__team *team) {
+    int64_t tasks = nsa__query_tasks(passes);
+    for (int i = 0; i < passes->heads; i++) {
+        nsa__key_gradient_clear(&passes[i]);
+        memset(passes[i].left, 0, (size_t)(tasks / passes->heads) * sizeof *passes[i].left);
+    }
+    nsa__run(team, tasks, nsa__backward_task, passes);
+    nsa__run(team, (int64_t)passes->heads * (passes->tile_end - passes->tile_begin),
+             nsa__key_gradient_task, passes);
+}
+
 static nsa_status nsa__attend_backward_run(const nsa_attend *dx, const nsa_attend *x,
-                                           const nsa_desc *d, nsa__branch branch, void *workspace,
-                                           size_t bytes) {
-    nsa__pass p;
+                                           const nsa_desc *d, nsa__branch branch, int reach,
+                                           void *workspace, size_t bytes) {
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
-    nsa__pass_init(&p, d, branch);
-    p.x = x;
-    p.dx = dx;
-    size_t scratch = nsa__backward_plan(&p, &shared);
-    if (!dx->k.data) p.dk = NULL;
-    if (!dx->v.data) p.dv = NULL;
+    nsa__passes_init(passes, x, dx, d, branch);
+    size_t scratch = nsa__backward_plan(passes, &shared);
     nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
     if (s != NSA_OK) return s;
-    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
-        for (int head = 0; p.seq.count && head < d->kv_heads; head++) {
-            int64_t tasks = nsa__ceil_div(p.seq.count, p.task_queries);
-            nsa__pass_turn_to(&p, &team, head);
-            nsa__key_gradient_clear(&p);
-            memset(p.left, 0, (size_t)tasks * sizeof *p.left);
-            nsa__run(&team, tasks, nsa__backward_task, &p);
-            nsa__run(&team, p.tile_end - p.tile_begin, nsa__key_gradient_task, &p);
-        }
+    for (int i = 0; i < nsa__heads_at_once(d); i++) {
+        passes[i].reach = reach;
+        if (!dx->k.data) passes[i].dk = NULL;
+        if (!dx->v.data) passes[i].dv = NULL;
+    }
+    nsa__each_heads(passes, &team, nsa__backward_heads);
     return NSA_OK;
 }
 
@@ -2794,7 +2890,8 @@ static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, ns
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if ((s = nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names)) != NSA_OK) return s;
-    return nsa__attend_forward_run(x, d, branch, NULL, 0, NULL, workspace, bytes);
+    const nsa__request nothing = {NULL, 0, 0, NULL};
+    return nsa__attend_forward_run(x, d, branch, nothing, workspace, bytes);
 }
 
 static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
@@ -2805,7 +2902,7 @@ static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     if ((s = nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names)) != NSA_OK) return s;
     if ((s = nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names)) != NSA_OK) return s;
-    return nsa__attend_backward_run(dx, x, d, branch, workspace, bytes);
+    return nsa__attend_backward_run(dx, x, d, branch, 0, workspace, bytes);
 }
 
 /* The four public functions of each branch. */
@@ -2846,7 +2943,7 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     if (!scores || !list)
         return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
     if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
-    nsa__rank(scores, query, d, list);
+    nsa__rank(scores, query, d, NULL, list);
     return NSA_OK;
 }
 
@@ -2898,6 +2995,16 @@ NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
     return NSA_OK;
 }
 
+/* Ascending order by insertion: lists are short, and nearly in order. */
+static void nsa__sort_blocks(int32_t *list, int n) {
+    for (int i = 1; i < n; i++) {
+        int32_t block = list[i];
+        int at = i;
+        for (; at > 0 && list[at - 1] > block; at--) list[at] = list[at - 1];
+        list[at] = block;
+    }
+}
+
 NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
     nsa_status s = nsa_desc_check(d);
     if (s != NSA_OK) return s;
@@ -2938,7 +3045,7 @@ static void nsa__selecting_take(nsa__selecting *f, const nsa__pass *p, nsa__aren
 }
 
 static void nsa__select_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = (const nsa__pass *)context;
+    const nsa__pass *p = nsa__pass_of(context, &index);
     nsa__selecting f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__selecting_take(&f, p, &a);
@@ -2955,18 +3062,24 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     nsa__select_queries(p, &f.walk, &f.scoring, f.lse2, f.bad);
 }
 
-static size_t nsa__select_plan(nsa__pass *p, const nsa_select *x, nsa__arena *shared) {
+static size_t nsa__select_plan(nsa__pass *passes, const nsa_select *x, nsa__arena *shared) {
     nsa__selecting f;
     nsa__arena scratch = {NULL, 0};
-    nsa__pass_take_keys(p, shared, 0, 0);
-    nsa__take_stencil(p, x, shared);
-    nsa__selecting_take(&f, p, &scratch);
+    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
+        nsa__pass_take_keys(&passes[i], shared, 0, 0);
+        nsa__take_stencil(&passes[i], x, shared);
+    }
+    nsa__selecting_take(&f, passes, &scratch);
     return scratch.used;
+}
+
+static void nsa__select_heads(nsa__pass *passes, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(passes), nsa__select_task, passes);
 }
 
 static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                   size_t bytes) {
-    nsa__pass p;
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
     nsa__team team;
     nsa_attend attend;
     nsa__arena shared = nsa__arena_at(workspace);
@@ -2974,26 +3087,21 @@ static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *
     attend.q = x->q;
     attend.k = x->k;
     attend.lse = x->lse;
-    nsa__pass_init(&p, d, NSA__CMP);
-    p.x = &attend;
-    size_t scratch = nsa__select_plan(&p, x, &shared);
+    nsa__passes_init(passes, &attend, NULL, d, NSA__CMP);
+    size_t scratch = nsa__select_plan(passes, x, &shared);
     nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
     if (s != NSA_OK) return s;
-    nsa__fill_stencil(&p);
-    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
-        for (int head = 0; p.seq.count && head < d->kv_heads; head++) {
-            nsa__pass_turn_to(&p, &team, head);
-            nsa__run(&team, nsa__ceil_div(p.seq.count, p.task_queries), nsa__select_task, &p);
-        }
+    for (int i = 0; i < nsa__heads_at_once(d); i++) nsa__fill_stencil(&passes[i]);
+    nsa__each_heads(passes, &team, nsa__select_heads);
     return NSA_OK;
 }
 
 NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
-    nsa__pass p;
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
     nsa__arena shared = {NULL, 0};
     if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__pass_init(&p, d, NSA__CMP);
-    size_t scratch = nsa__select_plan(&p, NULL, &shared);
+    nsa__passes_init(passes, NULL, NULL, d, NSA__CMP);
+    size_t scratch = nsa__select_plan(passes, NULL, &shared);
     return nsa__workspace_bytes(d, shared.used, scratch);
 }
 
@@ -3627,14 +3735,45 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
     return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
 }
 
+static int nsa__same_view(const nsa_tensor *a, const nsa_tensor *b) {
+    return a->data == b->data && a->dtype == b->dtype && a->batch == b->batch &&
+           a->token == b->token && a->head == b->head;
+}
+
+/* Queries before this position read the same keys through slc and win, all there are, where the two
+   branches share K and V and tiles of one size: then they are computed once, by win. */
+static int nsa__shared_reach(const nsa_attention *x, const nsa_desc *d) {
+    int64_t window = (int64_t)d->window + (d->window_rule != NSA_WINDOW_COUNTS_SELF);
+    if (!nsa__same_view(&x->k_slc, &x->k_win) || !nsa__same_view(&x->v_slc, &x->v_win)) return 0;
+    if (nsa__tile_size(d, NSA__SLC) != NSA__TILE || x->out_slc.dtype != x->out_win.dtype) return 0;
+    return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
+}
+
+/* slc's rows of the queries before `reach` are win's. */
+static void nsa__copy_shared(const nsa_attention *x, const nsa_desc *d, int reach) {
+    nsa_real row[NSA__MAX_DIM];
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int64_t t = 0; t < seq.count && seq.first + t < reach; t++)
+            for (int h = 0; h < d->heads; h++) {
+                nsa__load(row, x->out_win.dtype, nsa__row(&x->out_win, seq.batch, seq.row + t, h),
+                          d->dim_v);
+                nsa__store(x->out_slc.dtype, nsa__row(&x->out_slc, seq.batch, seq.row + t, h), row,
+                           d->dim_v);
+                nsa__load(row, x->lse_win.dtype, nsa__row(&x->lse_win, seq.batch, seq.row + t, h),
+                          1);
+                nsa__store(x->lse_slc.dtype, nsa__row(&x->lse_slc, seq.batch, seq.row + t, h), row,
+                           1);
+            }
+}
+
 /* cmp's forward pass with selection on its way */
 static size_t nsa__cmp_select_bytes(const nsa_desc *d) {
-    nsa__pass p;
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
     nsa_select any;
     nsa__arena shared = {NULL, 0};
     memset(&any, 0, sizeof any);
-    nsa__pass_init(&p, d, NSA__CMP);
-    size_t scratch = nsa__forward_plan(&p, &any, &shared);
+    nsa__passes_init(passes, NULL, NULL, d, NSA__CMP);
+    size_t scratch = nsa__forward_plan(passes, &any, &shared);
     return nsa__workspace_bytes(d, shared.used, scratch);
 }
 
@@ -3662,12 +3801,16 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     if ((s = nsa__compress_go(NULL, &x->k_cmp, d, 0, 0, workspace, bytes)) != NSA_OK) return s;
     if ((s = nsa__compress_go(NULL, &x->v_cmp, d, 0, 0, workspace, bytes)) != NSA_OK) return s;
-    s = nsa__attend_forward_run(&c.cmp, d, NSA__CMP, &c.select, 0, NULL, workspace, bytes);
+    int reach = nsa__shared_reach(x, d);
+    const nsa__request cmp = {&c.select, 0, 0, NULL}, slc = {NULL, reach, 0, NULL},
+                       win = {NULL, 0, 0, NULL};
+    s = nsa__attend_forward_run(&c.cmp, d, NSA__CMP, cmp, workspace, bytes);
     if (s != NSA_OK) return s;
-    s = nsa__attend_forward_run(&c.slc, d, NSA__SLC, NULL, 0, NULL, workspace, bytes);
+    s = nsa__attend_forward_run(&c.slc, d, NSA__SLC, slc, workspace, bytes);
     if (s != NSA_OK) return s;
-    s = nsa__attend_forward_run(&c.win, d, NSA__WIN, NULL, 0, NULL, workspace, bytes);
+    s = nsa__attend_forward_run(&c.win, d, NSA__WIN, win, workspace, bytes);
     if (s != NSA_OK) return s;
+    nsa__copy_shared(x, d, reach);
     nsa__gate_run(NULL, &c.gate, d);
     return NSA_OK;
 }
@@ -3790,17 +3933,43 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
     return nsa__check_gradient(&dx->gates, &x->gates, logits, NSA__AT_gates);
 }
 
-/* One branch: its share of dout from the gate, then its own backward. */
+/* nsa__shared_reach where the gradients are shared too, and the lists hold every block that they
+   may: backward takes lists from the caller. */
+static int nsa__shared_gradient_reach(const nsa_attention *dx, const nsa_attention *x,
+                                      const nsa_desc *d) {
+    int reach = nsa__shared_reach(x, d);
+    if (!nsa__same_view(&dx->k_slc, &dx->k_win) || !nsa__same_view(&dx->v_slc, &dx->v_win))
+        return 0;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int t = 0; t < seq.count && seq.first + t < reach; t++)
+            for (int head = 0; head < d->kv_heads; head++) {
+                const int32_t *list =
+                    (const int32_t *)nsa__row(&x->blocks, seq.batch, seq.row + t, head);
+                if (list[nsa_slc_candidates(d, seq.first + t) - 1] < 0) return 0;
+            }
+    return reach;
+}
+
+static void nsa__zero_branch(const nsa_tensor *x, const nsa_desc *d, int reach) {
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+        int64_t kept = nsa__max(0, nsa__min(reach - (int64_t)seq.first, seq.count));
+        memset(nsa__row(x, seq.batch, seq.row + kept, 0), 0,
+               (size_t)((seq.count - kept) * x->token) * sizeof(nsa_real));
+    }
+}
+
+/* One branch: its share of dout from the gate, then its own backward. win, which is the last, adds
+   its share to slc's of the queries before `reach`. */
 static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa__chain *c,
                                              const nsa_attention *dx, const nsa_desc *d,
-                                             nsa__branch branch, nsa_tensor dk, nsa_tensor dv,
-                                             size_t bytes) {
+                                             nsa__branch branch, int reach, nsa_tensor dk,
+                                             nsa_tensor dv, size_t bytes) {
     const nsa_attend *x = branch == NSA__CMP ? &c->cmp : branch == NSA__SLC ? &c->slc : &c->win;
     nsa_gate dgate;
     nsa_attend dattend;
     memset(&dgate, 0, sizeof dgate);
     memset(&dattend, 0, sizeof dattend);
-    nsa__zero_tensor(&g->dbranch, nsa__query_shape(d, d->heads, d->dim_v));
+    nsa__zero_branch(&g->dbranch, d, branch == NSA__WIN ? reach : 0);
     dgate.out = dx->out;
     *(branch == NSA__CMP ? &dgate.cmp : branch == NSA__SLC ? &dgate.slc : &dgate.win) = g->dbranch;
     nsa__gate_run(&dgate, &c->gate, d);
@@ -3808,7 +3977,8 @@ static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const
     dattend.q = g->sum[NSA__SUM_Q].view;
     dattend.k = dk;
     dattend.v = dv;
-    return nsa__attend_backward_run(&dattend, x, d, branch, g->rest, bytes);
+    return nsa__attend_backward_run(&dattend, x, d, branch, branch == NSA__SLC ? reach : 0, g->rest,
+                                    bytes);
 }
 
 static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
@@ -3848,14 +4018,18 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]));
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim));
     nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v));
-    s = nsa__chain_branch_backward(g, &c, dx, d, NSA__CMP, g->dk_cmp, g->dv_cmp, bytes);
-    if (s != NSA_OK) return s;
-    s = nsa__chain_branch_backward(g, &c, dx, d, NSA__SLC, sum[NSA__SUM_K_SLC].view,
-                                   sum[NSA__SUM_V_SLC].view, bytes);
-    if (s != NSA_OK) return s;
-    s = nsa__chain_branch_backward(g, &c, dx, d, NSA__WIN, sum[NSA__SUM_K_WIN].view,
-                                   sum[NSA__SUM_V_WIN].view, bytes);
-    if (s != NSA_OK) return s;
+    int reach = nsa__shared_gradient_reach(dx, x, d);
+    const struct {
+        nsa__branch branch;
+        nsa_tensor dk, dv;
+    } branches[] = {{NSA__CMP, g->dk_cmp, g->dv_cmp},
+                    {NSA__SLC, sum[NSA__SUM_K_SLC].view, sum[NSA__SUM_V_SLC].view},
+                    {NSA__WIN, sum[NSA__SUM_K_WIN].view, sum[NSA__SUM_V_WIN].view}};
+    for (int i = 0; i < 3; i++) {
+        s = nsa__chain_branch_backward(g, &c, dx, d, branches[i].branch, reach, branches[i].dk,
+                                       branches[i].dv, bytes);
+        if (s != NSA_OK) return s;
+    }
     s = nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp, sum[NSA__SUM_K_CMP].view,
                                      g->rest, bytes);
     if (s != NSA_OK) return s;
@@ -4113,9 +4287,12 @@ static void nsa__decode_attend(const nsa_attention *one, const nsa_cache *cache,
         nsa__compress_go(NULL, &one->k_cmp, d, raw, begin, workspace, bytes);
         nsa__compress_go(NULL, &one->v_cmp, d, raw, begin, workspace, bytes);
     }
-    nsa__attend_forward_run(&c.cmp, d, NSA__CMP, &c.select, 0, reads, workspace, bytes);
-    nsa__attend_forward_run(&c.slc, d, NSA__SLC, NULL, 0, reads + d->count, workspace, bytes);
-    nsa__attend_forward_run(&c.win, d, NSA__WIN, NULL, win, reads + 2 * d->count, workspace, bytes);
+    int64_t each = (int64_t)d->count * d->kv_heads;
+    const nsa__request of_cmp = {&c.select, 0, 0, reads}, of_slc = {NULL, 0, 0, reads + each},
+                       of_win = {NULL, 0, win, reads + 2 * each};
+    nsa__attend_forward_run(&c.cmp, d, NSA__CMP, of_cmp, workspace, bytes);
+    nsa__attend_forward_run(&c.slc, d, NSA__SLC, of_slc, workspace, bytes);
+    nsa__attend_forward_run(&c.win, d, NSA__WIN, of_win, workspace, bytes);
     nsa__gate_run(NULL, &c.gate, d);
 }
 
@@ -4124,16 +4301,16 @@ static void nsa__decode_task(const void *context, int64_t index, void *scratch) 
     int b = (int)index, length = p->cache->lengths[b];
     int count = p->counts ? p->counts[b] : p->count;
     nsa__arena a = nsa__arena_at(scratch);
-    int64_t *reads = (int64_t *)nsa__take(&a, 3 * (int64_t)count, sizeof *reads),
-            sum[3] = {0, 0, 0};
+    int64_t each = (int64_t)count * p->cache->desc.kv_heads; /* of a branch's reads */
+    int64_t *reads = (int64_t *)nsa__take(&a, 3 * each, sizeof *reads), sum[3] = {0, 0, 0};
     if (count) {
         nsa_desc d = nsa__decode_desc(p->cache, length, count, p->threads);
         nsa_attention one = nsa__decode_views(p->x, p->cache, b);
-        memset(reads, 0, 3 * (size_t)count * sizeof *reads);
+        memset(reads, 0, 3 * (size_t)each * sizeof *reads);
         nsa__decode_append(p, b, length, count);
         nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used,
                            p->bytes - (size_t)(a.base + a.used - (char *)scratch));
-        for (int i = 0; i < 3 * count; i++) sum[i / count] += reads[i];
+        for (int64_t i = 0; i < 3 * each; i++) sum[i / each] += reads[i];
         p->cache->lengths[b] = length + count;
         if (p->cache->newest[b] < length + count) p->cache->newest[b] = length + count;
     }
@@ -4458,7 +4635,25 @@ NSA__TARGET static void T(probability)(int rows, int n, ptrdiff_t ld, const nsa_
     }
 }
 
-static const nsa__tiles T(tiles) = {T(gemm), T(softmax), T(probability), T(gradient)};
+NSA__TARGET static int T(at_least)(int n, const nsa_real *x, nsa__lane least) {
+    int j = 0, sum = 0;
+#if NSA__BYTES
+    nsa__lane lane[L];
+    I count = {0};
+    const I bound = count + least;
+    for (; j + L <= n; j += L) count -= (I)IN(x + j) >= bound; /* true is -1 */
+    memcpy(lane, &count, sizeof count);
+    for (int i = 0; i < L; i++) sum += (int)lane[i];
+#endif
+    for (; j < n; j++) {
+        nsa__lane bits;
+        memcpy(&bits, x + j, sizeof bits);
+        sum += bits >= least;
+    }
+    return sum;
+}
+
+static const nsa__tiles T(tiles) = {T(gemm), T(softmax), T(probability), T(at_least), T(gradient)};
 
 #undef NSA__PASTE_
 #undef NSA__PASTE

@@ -286,14 +286,18 @@ static void test_reach(const chain_case *c) {
     guards_free();
 }
 
-/* The chain is its primitives one after the other, bit for bit. */
-static void test_composed(const chain_case *c, nsa_dtype dtype) {
+/* The chain is its primitives one after the other, bit for bit; also where slc and win have one K and
+   V, and the chain computes queries that see every key through both only once. */
+static void test_composed(const chain_case *c, nsa_dtype dtype, int one_kv) {
     nsa_desc d = chain_desc(c);
     suite s = suite_of(c);
     values in = values_random(&s, &d, dtype, 6), zeros = values_zero(&s, &d);
     instance p;
-    check_case("attention, %s, %s, composed", c->name, dtype_name(dtype));
+    check_case("attention, %s, %s, composed%s", c->name, dtype_name(dtype),
+               one_kv ? ", one K and V" : "");
     instance_new(&p, &s, &d, &in, dtype, dtype, 1, &zeros);
+    nsa_attention *x = (nsa_attention *)instance_x(&p);
+    if (one_kv) x->k_win = x->k_slc, x->v_win = x->v_slc;
     instance_run(&p);
     suite_bits chain = bits_take(&p);
     composed_forward(&p);
@@ -494,7 +498,8 @@ int main(int argc, char **argv) {
         suite s = suite_of(c);
         for (int k = 0; k < COUNT(dtypes); k++) {
             test_reference(c, dtypes[k], i + k);
-            test_composed(c, dtypes[k]);
+            test_composed(c, dtypes[k], 0);
+            test_composed(c, dtypes[k], 1);
             if ((i / step + k) % COUNT(dtypes)) continue; /* these in one dtype a case */
             suite_bit_tests(&s, &d, dtypes[k]);
             suite_nan(&s, &d, dtypes[k]);
