@@ -1,7 +1,7 @@
 /* bench_attention: how fast nsa.h is on this machine, each branch and the whole, forward and
    backward, beside the sgemm rate of the same run and beside dense attention.
-   bench_attention [--quick] [--json FILE]; scripts/write_numbers.py makes tables of the file.
-   It checks nothing: the tests do that. */
+   bench_attention [--quick | --shape H,Hk,D,T]... [--json FILE]; scripts/write_numbers.py makes
+   tables of the file. It checks nothing: the tests do that. */
 #define _POSIX_C_SOURCE 200809L
 #include "problem.h"
 #include <errno.h>
@@ -10,7 +10,8 @@
 #include <cblas.h>
 #endif
 
-enum { MAX_REPEATS = 9 };
+/* Dense attention over more tokens than these would take hours. */
+enum { MAX_ROUNDS = 9, MAX_DENSE = 65536, MAX_SHAPES = 32 };
 
 static double seconds(void) {
     struct timespec t;
@@ -37,19 +38,37 @@ static timing summarise(double *times, int n) {
     return t;
 }
 
-/* As many runs as fit in `budget` seconds, one at least. */
-static timing time_run(run *f, problem *p, double budget) {
-    double times[MAX_REPEATS], begin = seconds();
-    int n = 0;
-    while (n < MAX_REPEATS && (n == 0 || seconds() - begin < budget)) {
-        double at = seconds();
-        nsa_status s = f(p);
-        times[n++] = seconds() - at;
-        if (s == NSA_OK) continue;
-        fprintf(stderr, "bench_attention: %s (%s)\n", nsa_status_text(s), nsa_status_where(s));
-        exit(1);
+/* Every pass of one direction. */
+typedef struct timings {
+    timing row[ROWS];
+    double over_dense; /* dense over the whole: the median of the rounds' ratios, or 0 */
+} timings;
+
+static double time_once(run *f, problem *p) {
+    double at = seconds();
+    nsa_status s = f(p);
+    at = seconds() - at;
+    if (s == NSA_OK) return at;
+    fprintf(stderr, "bench_attention: %s (%s)\n", nsa_status_text(s), nsa_status_where(s));
+    exit(1);
+}
+
+/* Rounds through all of the passes, as many as fit in `budget` seconds and one at least: what is
+   compared ran side by side, so that a machine's moods reach all of them. */
+static timings time_rounds(run *const passes[ROWS], problem *p, double budget) {
+    double times[ROWS][MAX_ROUNDS], ratios[MAX_ROUNDS], begin = seconds();
+    int n = 0, dense = p->d.tokens <= MAX_DENSE;
+    timings t;
+    memset(&t, 0, sizeof t);
+    for (; n < MAX_ROUNDS && (n == 0 || seconds() - begin < budget); n++) {
+        for (int i = 0; i < ROWS; i++)
+            times[i][n] = passes[i] && (i != ROW_DENSE || dense) ? time_once(passes[i], p) : 0;
+        ratios[n] = times[ROW_DENSE][n] / times[ROW_NSA][n];
     }
-    return summarise(times, n);
+    for (int i = 0; i < ROWS; i++)
+        if (times[i][0] > 0) t.row[i] = summarise(times[i], n);
+    t.over_dense = summarise(ratios, n).median;
+    return t;
 }
 
 #ifdef NSA_HAVE_CBLAS
@@ -106,55 +125,70 @@ static const char *widest_isa(void) {
 typedef struct report {
     FILE *json;
     int rows;
-    double budget;
+    double budget; /* seconds for the rounds of one direction */
 } report;
 
-static void report_row(report *r, const problem *p, int row, int backward, timing t,
-                       const double pairs[ROWS], double peak, double dense) {
+typedef struct shape {
+    int heads, kv_heads, dim, tokens;
+} shape;
+
+static double workspace_mib(const problem *p, int backward) {
+    size_t bytes = backward ? nsa_attention_backward_workspace_size(&p->dx, &p->x, &p->d)
+                            : nsa_attention_forward_workspace_size(&p->x, &p->d);
+    return (double)bytes / (1 << 20);
+}
+
+static void json_number(FILE *f, const char *name, double value) {
+    if (value > 0)
+        fprintf(f, ", \"%s\": %.4g", name, value);
+    else
+        fprintf(f, ", \"%s\": null", name);
+}
+
+static void report_row(report *r, const problem *p, int row, int backward, const timings *all,
+                       const double pairs[ROWS], double peak) {
     const nsa_desc *d = &p->d;
+    timing t = all->row[row];
     /* forward: q k and p v; backward: q k, dout v, p dout, ds k, ds q */
     double flops = pairs[row] * 2 * (backward ? 3 * d->dim + 2 * d->dim_v : d->dim + d->dim_v);
     double rate = flops / t.median * 1e-9, bound = pairs[ROW_DENSE] / pairs[ROW_NSA];
+    double over_dense = row == ROW_NSA ? all->over_dense : 0;
     const char *pass = backward ? "bwd" : "fwd";
+    if (t.median <= 0) return;
     printf("%-6s %s  %2d %2d %3d  %6d  %d  %10.2f ms", row_names[row], pass, d->heads, d->kv_heads,
            d->dim, d->tokens, d->threads, t.median * 1e3);
     if (flops > 0) printf("  %6.1f GFLOP/s  %3.0f %% of sgemm", rate, 100 * rate / peak);
-    if (row == ROW_NSA) printf("  %.2f x dense, bound %.2f", dense / t.median, bound);
+    if (over_dense > 0) printf("  %.2f x dense, bound %.2f", over_dense, bound);
     printf("  spread %.0f %%\n", 100 * t.spread);
     fflush(stdout);
     if (!r->json) return;
     fprintf(r->json, "%s\n    {\"branch\": \"%s\", \"pass\": \"%s\", \"heads\": %d, ",
             r->rows++ ? "," : "", row_names[row], pass, d->heads);
-    fprintf(r->json, "\"kv_heads\": %d, \"dim\": %d, \"tokens\": %d, \"threads\": %d, ",
-            d->kv_heads, d->dim, d->tokens, d->threads);
-    fprintf(r->json, "\"ms\": %.4g, \"spread\": %.2g", t.median * 1e3, t.spread);
-    if (flops > 0)
-        fprintf(r->json, ", \"gflops\": %.4g, \"over_sgemm\": %.3g", rate, rate / peak);
-    else
-        fprintf(r->json, ", \"gflops\": null, \"over_sgemm\": null");
-    if (row == ROW_NSA)
-        fprintf(r->json, ", \"over_dense\": %.3g, \"bound\": %.3g}", dense / t.median, bound);
-    else
-        fprintf(r->json, ", \"over_dense\": null, \"bound\": null}");
+    fprintf(r->json, "\"kv_heads\": %d, \"dim\": %d, \"tokens\": %d, \"threads\": %d", d->kv_heads,
+            d->dim, d->tokens, d->threads);
+    json_number(r->json, "ms", t.median * 1e3);
+    fprintf(r->json, ", \"spread\": %.2g", t.spread);
+    json_number(r->json, "gflops", rate);
+    json_number(r->json, "over_sgemm", rate / peak);
+    json_number(r->json, "over_dense", over_dense);
+    json_number(r->json, "bound", row == ROW_NSA ? bound : 0);
+    json_number(r->json, "workspace_mib", row == ROW_NSA ? workspace_mib(p, backward) : 0);
+    fprintf(r->json, "}");
 }
 
-static void measure(report *r, int heads, int kv_heads, int dim, int tokens, int threads) {
+static void measure(report *r, const shape *s, int threads) {
     problem p;
-    timing forward[ROWS], backward[ROWS];
     double pairs[ROWS], peak = sgemm_rate(threads);
-    problem_make(&p, heads, kv_heads, dim, tokens, threads);
+    problem_make(&p, s->heads, s->kv_heads, s->dim, s->tokens, threads);
     run_nsa(&p); /* fills caches and the block lists */
+    if (s->tokens <= MAX_DENSE) run_dense(&p);
     count_pairs(&p, pairs);
-    for (int i = 0; i < ROWS; i++) forward[i] = time_run(forwards[i], &p, r->budget);
-    for (int i = 0; i < ROWS; i++)
-        if (backwards[i]) backward[i] = time_run(backwards[i], &p, r->budget);
+    timings forward = time_rounds(forwards, &p, r->budget);
+    timings backward = time_rounds(backwards, &p, r->budget);
     printf("sgemm (%s), %d threads: %.1f GFLOP/s; tiles: %s\n", sgemm_name, threads, peak,
            widest_isa());
-    for (int i = 0; i < ROWS; i++)
-        report_row(r, &p, i, 0, forward[i], pairs, peak, forward[ROW_DENSE].median);
-    for (int i = 0; i < ROWS; i++)
-        if (backwards[i])
-            report_row(r, &p, i, 1, backward[i], pairs, peak, backward[ROW_DENSE].median);
+    for (int i = 0; i < ROWS; i++) report_row(r, &p, i, 0, &forward, pairs, peak);
+    for (int i = 0; i < ROWS; i++) report_row(r, &p, i, 1, &backward, pairs, peak);
     problem_free(&p);
 }
 
@@ -190,35 +224,60 @@ static int report_end(report *r, const char *path) {
     return failed;
 }
 
-/* Every geometry at every length that its dense baseline can be waited for. */
+/* In both numbers of threads, but for what takes minutes. */
+static void measure_threads(report *r, const shape *s) {
+    if (s->tokens <= 8192) measure(r, s, 1);
+    measure(r, s, 2);
+}
+
 static void measure_all(report *r) {
     static const struct {
-        int heads, kv_heads, dim, least, most;
-    } shapes[] = {{16, 1, 64, 1024, 65536},
-                  {16, 4, 128, 1024, 16384},
-                  {12, 12, 64, 1024, 16384},
-                  {12, 2, 64, 1024, 16384},
-                  {64, 4, 128, 8192, 8192}};
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-        for (int tokens = shapes[i].least; tokens <= shapes[i].most; tokens *= 2)
-            for (int threads = 1; threads <= 2; threads++) {
-                if (threads == 1 && tokens > 8192) continue;
-                measure(r, shapes[i].heads, shapes[i].kv_heads, shapes[i].dim, tokens, threads);
-            }
+        shape shape; /* tokens: the most */
+        int least;
+    } shapes[] = {{{16, 1, 64, 65536}, 1024},
+                  {{16, 4, 128, 65536}, 1024},
+                  {{12, 12, 64, 65536}, 1024},
+                  {{12, 2, 64, 65536}, 1024},
+                  {{64, 4, 128, 8192}, 8192}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        shape s = shapes[i].shape;
+        for (s.tokens = shapes[i].least; s.tokens <= shapes[i].shape.tokens; s.tokens *= 2)
+            measure_threads(r, &s);
+    }
+}
+
+static int parse_shape(shape *s, const char *text) {
+    char rest;
+    return sscanf(text, "%d,%d,%d,%d%c", &s->heads, &s->kv_heads, &s->dim, &s->tokens, &rest) ==
+               4 &&
+           s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0 && s->dim > 0 &&
+           s->dim <= 256 && s->tokens > 0;
+}
+
+static int usage(void) {
+    fprintf(stderr, "usage: bench_attention [--quick | --shape H,Hk,D,T]... [--json FILE]\n"
+                    "Hk divides H, D is at most 256; without either, the five shapes of the "
+                    "tables up to 65536 tokens, in about an hour\n");
+    return 2;
 }
 
 int main(int argc, char **argv) {
-    report r = {NULL, 0, 1.5};
+    report r = {NULL, 0, 12};
     const char *path = NULL;
-    int quick = 0;
+    shape shapes[MAX_SHAPES];
+    int count = 0, quick = 0;
     for (int i = 1; i < argc; i++) {
+        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
         if (!strcmp(argv[i], "--quick")) {
             quick = 1;
-        } else if (!strcmp(argv[i], "--json") && i + 1 < argc) {
-            path = argv[++i];
+        } else if (!strcmp(argv[i], "--shape") && value && count < MAX_SHAPES) {
+            if (!parse_shape(&shapes[count++], value)) return usage();
+            i++;
+        } else if (!strcmp(argv[i], "--json") && value) {
+            path = value;
+            i++;
         } else {
-            fprintf(stderr, "usage: bench_attention [--quick] [--json FILE]\n");
-            return 2;
+            return usage();
         }
     }
     if (path && !(r.json = fopen(path, "w"))) {
@@ -226,9 +285,8 @@ int main(int argc, char **argv) {
         return 1;
     }
     report_begin(&r);
-    if (quick)
-        measure(&r, 16, 1, 64, 8192, 2);
-    else
-        measure_all(&r);
+    if (quick) measure(&r, &(shape){16, 1, 64, 8192}, 2);
+    for (int i = 0; i < count; i++) measure_threads(&r, &shapes[i]);
+    if (!quick && !count) measure_all(&r);
     return report_end(&r, path);
 }

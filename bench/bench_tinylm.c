@@ -1,8 +1,11 @@
 /* bench_tinylm.c - time and memory of TinyLM's forward and backward: over layers, and for the models
-   whose speed is tracked. Prints two tables; medians of a few passes. Twin: model.c. The attention
-   alone is not measured here. */
+   whose speed is tracked. bench_tinylm [THREADS] [--json FILE] prints two tables, medians of a few
+   passes; scripts/write_numbers.py makes tables of the file. Twin: model.c. The attention alone is
+   not measured here: that is bench_attention. */
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 
 #include "model.h"
@@ -41,7 +44,10 @@ static void fail(const char *what) {
 static figures measure(const shape *s, const ops *o) {
     fault f;
     model m;
-    model_options options = {s->batch, s->tokens, true, s->checkpointing};
+    model_options options = {.batch = s->batch,
+                             .tokens = s->tokens,
+                             .training = true,
+                             .checkpointing = s->checkpointing};
     size_t count = (size_t)s->batch * (size_t)s->tokens;
     int32_t *ids = malloc(2 * count * sizeof *ids);
     double times[PASSES];
@@ -64,44 +70,95 @@ static figures measure(const shape *s, const ops *o) {
     return result;
 }
 
-static void over_layers(const ops *o) {
-    printf("TinyLM(256,128,L,8,2,16,16,16,8,32,8,64), one row of 128 tokens, forward + backward\n");
-    printf("%6s %10s %10s %14s\n", "layers", "ms", "MiB", "ms / layer");
+/* The tables go to the terminal and, as rows of one array, to a file. */
+typedef struct report {
+    FILE *json;
+    int rows, threads;
+} report;
+
+static void report_row(report *r, const char *name, const shape *s, figures x) {
+    double per_second = s->batch * s->tokens / x.milliseconds * 1e3;
+    printf("%-34s %6d %10.2f %10.1f %10.2f %10.0f\n", name, s->config.n_layers, x.milliseconds,
+           x.mebibytes, x.milliseconds / s->config.n_layers, per_second);
+    fflush(stdout);
+    if (!r->json) return;
+    fprintf(r->json, "%s\n    {\"model\": \"%s\", \"layers\": %d, \"tokens\": %d, ",
+            r->rows++ ? "," : "", name, s->config.n_layers, s->tokens);
+    fprintf(r->json, "\"batch\": %d, \"threads\": %d, \"ms\": %.4g, \"MiB\": %.4g, ", s->batch,
+            r->threads, x.milliseconds, x.mebibytes);
+    fprintf(r->json, "\"ms_per_layer\": %.4g, \"tokens_per_second\": %.4g}",
+            x.milliseconds / s->config.n_layers, per_second);
+}
+
+static void over_layers(report *r, const ops *o) {
     for (int layers = 1; layers <= 12; layers++) {
         shape s = {"", tinylm(256, 128, layers, 8, 2, 16, 16, 16, 8, 32, 8, 64), 1, 128, false};
-        figures x = measure(&s, o);
-        printf("%6d %10.2f %10.1f %14.2f\n", layers, x.milliseconds, x.mebibytes,
-               x.milliseconds / layers);
+        report_row(r, "dim 128, S 128, B 1", &s, measure(&s, o));
     }
 }
 
-static void tracked(const ops *o) {
+static void tracked(report *r, const ops *o) {
     model_config tiny = tinylm(256, 128, 2, 8, 2, 16, 16, 16, 8, 32, 8, 64);
     model_config large = tinylm(256, 768, 12, 12, 2, 64, 64, 32, 16, 64, 16, 512);
-    const shape shapes[] = {{"dim 128, 2 layers, S 256, B 8", tiny, 8, 256, false},
-                            {"dim 768, 12 layers, S 2048, B 1", large, 1, 2048, false},
+    const shape shapes[] = {{"dim 128, S 256, B 8", tiny, 8, 256, false},
+                            {"dim 768, S 2048, B 1", large, 1, 2048, false},
                             {"the same with checkpointing", large, 1, 2048, true}};
-    printf("\n%-34s %10s %10s %10s\n", "forward + backward", "ms", "MiB", "tokens/s");
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-        figures x = measure(&shapes[i], o);
-        printf("%-34s %10.1f %10.1f %10.0f\n", shapes[i].name, x.milliseconds, x.mebibytes,
-               shapes[i].batch * shapes[i].tokens / x.milliseconds * 1e3);
-        fflush(stdout);
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        report_row(r, shapes[i].name, &shapes[i], measure(&shapes[i], o));
+}
+
+/* The first line of a command's output. */
+static void first_line(const char *command, char *to, int size) {
+    FILE *f = popen(command, "r");
+    to[0] = 0;
+    if (f && fgets(to, size, f)) to[strcspn(to, "\n\"\\")] = 0;
+    if (f) pclose(f);
+}
+
+static void report_open(report *r, const char *path, const ops *o) {
+    char machine[200], commit[64], date[16];
+    time_t now = time(NULL);
+    if (path && !(r->json = fopen(path, "w"))) fail(strerror(errno));
+    if (r->json) {
+        first_line("lscpu | sed -n 's/^Model name: *//p'", machine, sizeof machine);
+        first_line("git rev-parse --short HEAD 2>/dev/null", commit, sizeof commit);
+        strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
+        fprintf(r->json, "{\n  \"machine\": \"%s, %d threads, %s\",\n  \"date\": \"%s\",\n",
+                machine, o->threads, o->library, date);
+        fprintf(r->json, "  \"commit\": \"%s\",\n  \"rows\": [", commit);
     }
+    printf("forward + backward, %d threads, %s\n", o->threads, o->library);
+    printf("%-34s %6s %10s %10s %10s %10s\n", "model", "layers", "ms", "MiB", "ms / layer",
+           "tokens/s");
+}
+
+static void report_close(report *r) {
+    if (!r->json) return;
+    fprintf(r->json, "\n  ]\n}\n");
+    if (fclose(r->json)) fail(strerror(errno));
 }
 
 int main(int argc, char **argv) {
     fault f;
     ops o;
+    report r = {NULL, 0, 0};
+    const char *path = NULL;
+    int threads = 0;
     threads_wait_asleep(argv);
-    if (argc > 2 || (argc == 2 && atoi(argv[1]) < 1)) {
-        fprintf(stderr, "usage: bench_tinylm [threads]\n");
-        return 2;
+    for (int i = 1; i < argc; i++) {
+        if (!strcmp(argv[i], "--json") && i + 1 < argc) {
+            path = argv[++i];
+        } else if ((threads = atoi(argv[i])) < 1) {
+            fprintf(stderr, "usage: bench_tinylm [THREADS] [--json FILE]\n");
+            return 2;
+        }
     }
-    if (!ops_cpu_open(&o, argc == 2 ? atoi(argv[1]) : 0, &f)) fail(f.text);
-    printf("%d threads, %s\n", o.threads, o.library);
-    over_layers(&o);
-    tracked(&o);
+    if (!ops_cpu_open(&o, threads, &f)) fail(f.text);
+    r.threads = o.threads;
+    report_open(&r, path, &o);
+    over_layers(&r, &o);
+    tracked(&r, &o);
+    report_close(&r);
     ops_cpu_close(&o);
     return 0;
 }
