@@ -18,7 +18,7 @@ typedef struct shape {
     const char *name;
     model_config config;
     int batch, tokens;
-    bool checkpointing;
+    checkpointing how;
 } shape;
 
 typedef struct figures {
@@ -47,7 +47,7 @@ static figures measure(const shape *s, const ops *o) {
     model_options options = {.batch = s->batch,
                              .tokens = s->tokens,
                              .training = true,
-                             .checkpointing = s->checkpointing};
+                             .checkpointing = s->how};
     size_t count = (size_t)s->batch * (size_t)s->tokens;
     int32_t *ids = malloc(2 * count * sizeof *ids);
     double times[PASSES];

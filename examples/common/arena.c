@@ -20,7 +20,7 @@ void arena_note(arena *a, purpose p, size_t bytes) {
 const char *purpose_name(purpose p) {
     static const char *const names[PURPOSES] = {
         "weights", "gradients", "moments", "checkpoints", "activations",   "backward",
-        "logits",  "workspace", "batch",   "cache",       "communication",
+        "logits",  "workspace", "batch",   "cache",       "communication", "snapshot",
     };
     return names[p];
 }

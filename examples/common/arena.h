@@ -16,8 +16,9 @@ typedef enum purpose {
     FOR_LOGITS,
     FOR_WORKSPACE, /* of attention */
     FOR_BATCH,
-    FOR_CACHE, /* keys and values of the tokens that model_append has seen */
+    FOR_CACHE,         /* keys and values of the tokens that model_append has seen */
     FOR_COMMUNICATION, /* of several processes */
+    FOR_SNAPSHOT,      /* the copy that is written while the run goes on */
     PURPOSES
 } purpose;
 

@@ -100,12 +100,17 @@ static const config_entry *find_flag(const char *name, size_t length) {
     return NULL;
 }
 
+/* Takes a value only after "=". */
+static bool is_switch(const config_entry *e) {
+    return e->kind == CONFIG_SWITCH || e->kind == CONFIG_LAYERS;
+}
+
 static const config_entry *find_negated(const char *name, size_t length) {
     char flag[64] = "--";
     if (length < 6 || length >= sizeof flag || strncmp(name, "--no-", 5)) return NULL;
     memcpy(flag + 2, name + 5, length - 5);
     const config_entry *e = find_flag(flag, length - 3);
-    return e && e->kind == CONFIG_SWITCH ? e : NULL;
+    return e && is_switch(e) ? e : NULL;
 }
 
 static bool flag_fault(const char *text, size_t length, fault *f) {
@@ -129,7 +134,7 @@ static bool take_argument(int argc, char **argv, int *i, argument *a, fault *f) 
     }
     if (!a->entry) return flag_fault(text, length, f);
     if (a->negated && a->value) return fault_set(f, "%.100s: takes no value", text);
-    if (a->value || a->entry->kind == CONFIG_SWITCH) return true;
+    if (a->value || is_switch(a->entry)) return true;
     bool last = *i + 1 == argc;
     if (a->entry->traits & CONFIG_OPTIONAL_ARGUMENT) {
         if (last || !strncmp(argv[*i + 1], "--", 2))
@@ -215,6 +220,9 @@ static bool check_data(const config *c, fault *f) {
     bool needs_path = set == CONFIG_TEXT || set == CONFIG_FINEWEB_LOCAL || set == CONFIG_BIN;
     return rule(c, !needs_path || c->data.path[0], "data.path",
                 "must name a file or a folder (--data PATH) with", "data.dataset", f) &&
+           rule(c, config_gc_of(c->runtime.gradient_checkpointing).last < c->model.n_layers,
+                "runtime.gradient_checkpointing", "must name layers, from 0, below",
+                "model.n_layers", f) &&
            rule(c, c->runtime.rank < c->runtime.world_size, "runtime.rank", "must be below",
                 "runtime.world_size", f) &&
            rule(c, c->train.out_dir[0], "train.out_dir", "must name a folder, with", "train.steps",

@@ -29,6 +29,15 @@ enum {                                           /* data.dataset */
        CONFIG_RETRIEVAL
 };
 
+/* runtime.gradient_checkpointing: nothing, every layer, all but attention, or layers first .. last. */
+enum { CONFIG_GC_NONE, CONFIG_GC_ALL, CONFIG_GC_SELECTIVE, CONFIG_GC_RANGE };
+
+typedef struct config_gc {
+    int kind, first, last;
+} config_gc;
+
+config_gc config_gc_of(int64_t value); /* of the field in config_runtime */
+
 /* Where a value in force came from, later ones above earlier ones. */
 typedef enum config_layer {
     CONFIG_FROM_DEFAULT,

@@ -8,11 +8,12 @@
 
 /* What to type: "--seq-len N", or the environment's name where there is no flag, or the key. */
 static void handle_text(const config_entry *e, char *text, size_t bytes) {
-    static const char *const values[] = {" N", " X", "", " WORD", " TEXT"};
+    static const char *const values[] = {" N", " X", "", "", " WORD", " TEXT"};
+    bool is_switch = e->kind == CONFIG_SWITCH || e->kind == CONFIG_LAYERS;
     const char *value = e->traits & CONFIG_OPTIONAL_ARGUMENT ? " [PATH]" : values[e->kind];
     if (!e->flag)
         snprintf(text, bytes, "%s", e->environment ? e->environment : e->key);
-    else if (e->kind == CONFIG_SWITCH && !(e->traits & CONFIG_NOT_IN_FILE))
+    else if (is_switch && !(e->traits & CONFIG_NOT_IN_FILE))
         snprintf(text, bytes, "--[no-]%s", e->flag + 2);
     else
         snprintf(text, bytes, "%s%s", e->flag, value);
@@ -85,6 +86,7 @@ static json_t *entry_to_json(const config *c, const config_entry *e) {
     case CONFIG_NUMBER:
         memcpy(&number, at, sizeof number);
         return json_real(number);
+    case CONFIG_LAYERS:
     case CONFIG_WORD:
     case CONFIG_STRING:
         break;
@@ -121,6 +123,7 @@ static bool json_text(const config_entry *e, const json_t *v, char *text, size_t
         ok = json_is_boolean(v);
         snprintf(text, bytes, "%s", json_is_true(v) ? "true" : "false");
         break;
+    case CONFIG_LAYERS:
     case CONFIG_WORD:
     case CONFIG_STRING:
         ok = json_is_string(v) && json_string_length(v) < bytes;

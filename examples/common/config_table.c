@@ -20,6 +20,8 @@
     { key, CONFIG_NUMBER, AT(field), min, max, NULL, initial, flag, NULL, traits, help }
 #define SWITCH(key, field, initial, flag, env, traits, help) \
     { key, CONFIG_SWITCH, AT(field), 0, 1, NULL, initial, flag, env, traits, help }
+#define LAYERS(key, field, initial, flag, traits, help) \
+    { key, CONFIG_LAYERS, AT(field), 0, 0, NULL, initial, flag, NULL, traits, help }
 #define WORD(key, field, words, initial, flag, env, traits, help) \
     { key, CONFIG_WORD, AT(field), 0, 0, words, initial, flag, env, traits, help }
 #define STRING(key, field, initial, flag, env, traits, words, help) \
@@ -96,8 +98,10 @@ const config_entry config_entries[] = {
            CONFIG_NO_EFFECT | CONFIG_NOT_SAVED, "accepted, no effect"),
     SWITCH("runtime.use_triton_sel", runtime.use_triton_sel, "false", NULL, NULL,
            CONFIG_NO_EFFECT | CONFIG_NOT_SAVED, "accepted, no effect"),
-    SWITCH("runtime.gradient_checkpointing", runtime.gradient_checkpointing, "false", "--gc", NULL,
-           CONFIG_NOT_SAVED, "recompute activations in backward"),
+    LAYERS("runtime.gradient_checkpointing", runtime.gradient_checkpointing, "false", "--gc",
+           CONFIG_NOT_SAVED,
+           "recompute activations in backward: of every layer (true), of some (2..8),\n"
+           "or of every layer all but attention (--gc=selective)"),
     INTEGER("runtime.threads", runtime.threads, 0, 1024, "0", "--threads", NULL, CONFIG_NOT_SAVED,
             "CPU threads; 0: all"),
     INTEGER("runtime.ddp", runtime.ddp, -1, 1, "-1", "--ddp", NULL, LAUNCH,
@@ -255,6 +259,30 @@ static bool parse_switch(const char *text, int64_t *value) {
     return false;
 }
 
+/* Layers first .. last are one number above the other kinds. */
+enum { LAYERS_MAX = 1024 };
+
+config_gc config_gc_of(int64_t value) {
+    int64_t range = value - CONFIG_GC_RANGE;
+    config_gc g = {.kind = (int)(range < 0 ? value : CONFIG_GC_RANGE)};
+    if (range >= 0) {
+        g.first = (int)(range / LAYERS_MAX);
+        g.last = (int)(range % LAYERS_MAX);
+    }
+    return g;
+}
+
+/* "true", "selective", "2..8" */
+static bool parse_layers(const char *text, int64_t *value) {
+    int first, last, used = 0;
+    if (parse_switch(text, value)) return true;
+    *value = CONFIG_GC_SELECTIVE;
+    if (!strcmp(text, "selective")) return true;
+    if (sscanf(text, "%4d..%4d%n", &first, &last, &used) != 2 || text[used]) return false;
+    *value = CONFIG_GC_RANGE + (int64_t)first * LAYERS_MAX + last;
+    return first >= 0 && first <= last && last < LAYERS_MAX;
+}
+
 static bool parse_word(const char *words, const char *text, int64_t *value) {
     size_t length = strlen(text);
     for (*value = 0; words; ++*value) {
@@ -275,6 +303,9 @@ static bool store(config *c, const config_entry *e, const char *text) {
         break;
     case CONFIG_SWITCH:
         if (!parse_switch(text, &integer)) return false;
+        break;
+    case CONFIG_LAYERS:
+        if (!parse_layers(text, &integer)) return false;
         break;
     case CONFIG_WORD:
         if (!parse_word(e->words, text, &integer)) return false;
@@ -297,6 +328,14 @@ bool config_set(config *c, const config_entry *e, const char *text, fault *f) {
     if (store(c, e, text)) return true;
     config_allowed(e, allowed, sizeof allowed);
     return fault_set(f, "%s", allowed);
+}
+
+static void write_layers(char *text, size_t bytes, config_gc g) {
+    static const char *const words[] = {"false", "true", "selective"};
+    if (g.kind == CONFIG_GC_RANGE)
+        snprintf(text, bytes, "%d..%d", g.first, g.last);
+    else
+        snprintf(text, bytes, "%s", words[g.kind]);
 }
 
 /* Numbers as people write them: no exponent for whole ones, and no digit more than needed. */
@@ -342,6 +381,9 @@ void config_allowed(const config_entry *e, char *text, size_t bytes) {
     case CONFIG_SWITCH:
         snprintf(text, bytes, "must be true or false");
         break;
+    case CONFIG_LAYERS:
+        snprintf(text, bytes, "must be true or false, selective, or layers from 0 as 2..8");
+        break;
     case CONFIG_WORD:
         write_words(words, sizeof words, e->words);
         snprintf(text, bytes, "must be one of: %s", words);
@@ -363,6 +405,9 @@ void config_value(const config *c, const config_entry *e, char *text, size_t byt
         break;
     case CONFIG_SWITCH:
         snprintf(text, bytes, "%s", integer_of(c, e) ? "true" : "false");
+        break;
+    case CONFIG_LAYERS:
+        write_layers(text, bytes, config_gc_of(integer_of(c, e)));
         break;
     case CONFIG_WORD:
         for (int64_t i = integer_of(c, e); i > 0; i--) word = strchr(word, '|') + 1;

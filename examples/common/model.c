@@ -71,7 +71,7 @@ static void final_from(const model *m, int place) {
         dist_final_from(m->options.dist, m->params.list[place].offset);
 }
 
-/* With checkpointing the layers share one set of activations, which holds the last layer's. */
+/* Layers that are computed again share their memory, which holds that of the last of them. */
 static void backward(model *m) {
     const ops *o = m->o;
     const model_config *c = &m->config;
@@ -80,8 +80,12 @@ static void backward(model *m) {
     o->rmsnorm_backward(o, s->dx, model_gradient(m, m->norm), s->dnorm, m->x[c->n_layers],
                         model_weight(m, m->norm), s->rstd, m->rows, c->dim);
     final_from(m, m->norm);
+    bool held = true;
     for (int i = c->n_layers - 1; i >= 0; i--) {
-        if (m->options.checkpointing && i < c->n_layers - 1) layer_recompute(m, i);
+        if (layer_checkpointing(m, i)) {
+            if (!held) layer_recompute(m, i);
+            held = false;
+        }
         layer_backward(m, i);
         final_from(m, m->layer_slots[i][NORM1]);
     }

@@ -36,12 +36,20 @@ typedef struct model_config {
 model_config tinylm(int vocab, int dim, int n_layers, int n_heads, int n_kv_groups, int d_k,
                     int d_v, int l, int d, int l_sel, int n_sel, int w);
 
+/* What backward computes again rather than keep. */
+typedef enum checkpointing {
+    CHECKPOINT_NONE,
+    CHECKPOINT_LAYERS,   /* all of a layer, from its input */
+    CHECKPOINT_SELECTIVE /* all but attention: its branches, their lse and block lists are kept */
+} checkpointing;
+
 typedef struct model_options {
-    int batch, tokens;  /* the most rows, and tokens of a row, that a call may bring */
-    bool training;      /* room for gradients and moments */
-    bool checkpointing; /* keep only the inputs of layers; backward computes the rest again */
-    int room;           /* tokens that model_append may append in all; 0: no cache */
-    dist *dist;         /* NULL: one process */
+    int batch, tokens; /* the most rows, and tokens of a row, that a call may bring */
+    bool training;     /* room for gradients and moments */
+    checkpointing checkpointing;
+    int first, end; /* of layers first .. end - 1; 0, 0: of all */
+    int room;       /* tokens that model_append may append in all; 0: no cache */
+    dist *dist;     /* NULL: one process */
 } model_options;
 
 /* What a call brings; arrays of the host. */
@@ -120,7 +128,7 @@ typedef struct model {
     void *memory;
     arena arena;
     void **x;         /* n_layers + 1 inputs of layers; the last is the head's */
-    layer_acts *acts; /* of each layer; checkpointing: all the same memory */
+    layer_acts *acts; /* of each layer; what is computed again is in the same memory for all */
     scratch scratch;
     int32_t *tokens, *labels, *begins; /* the batch, in the back end's memory */
     step_state *state;                 /* likewise */
@@ -168,6 +176,7 @@ void model_zero_gradients(model *m);
    and backward, in place on scratch.dx. */
 void layer_forward(model *m, int layer);
 void layer_recompute(model *m, int layer);
+checkpointing layer_checkpointing(const model *m, int layer);
 void layer_backward(model *m, int layer);
 /* The geometry of the pass that runs. */
 nsa_desc layer_desc(const model *m);

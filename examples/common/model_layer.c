@@ -286,8 +286,16 @@ static void attend_forward(model *m, int layer, const nsa_desc *d) {
     m->reads.win += reads.win;
 }
 
+/* Of attention, what follows from branches, lse and lists that are still there. */
+static void attend_restore(model *m, int layer, const nsa_desc *d) {
+    const ops *o = m->o;
+    if (m->config.full) return;
+    nsa_attention x = sparse_views(m, &m->acts[layer], m->layer_slots[layer], d);
+    o->attention_restore(o, &x, d, m->scratch.workspace, m->scratch.workspace_bytes);
+}
+
 /* mid = x + out(attention(norm1(x))) */
-static void attention_forward(model *m, int layer) {
+static void attention_forward(model *m, int layer, bool restore) {
     const ops *o = m->o;
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
@@ -301,7 +309,7 @@ static void attention_forward(model *m, int layer) {
     nsa_desc d = layer_desc(m);
     nsa_rope r = rotation(m, a->qkv, m->fused, a->qkv, m->fused);
     o->rope_forward(o, &r, &d);
-    attend_forward(m, layer, &d);
+    (restore ? attend_restore : attend_forward)(m, layer, &d);
     o->linear_forward(o, a->mid, a->attention, model_weight(m, slots[W_OUT]), m->x[layer], m->rows,
                       c->n_heads * c->d_v, c->dim);
 }
@@ -401,14 +409,14 @@ static void mlp_backward(model *m, int layer) {
 
 void layer_forward(model *m, int layer) {
     m->o->mark(m->o, m->phase, layer);
-    attention_forward(m, layer);
+    attention_forward(m, layer, false);
     mlp_in_forward(m, layer);
     mlp_out_forward(m, layer);
 }
 
 void layer_recompute(model *m, int layer) {
     m->o->mark(m->o, PHASE_BWD, layer);
-    attention_forward(m, layer);
+    attention_forward(m, layer, layer_checkpointing(m, layer) == CHECKPOINT_SELECTIVE);
     mlp_in_forward(m, layer);
 }
 

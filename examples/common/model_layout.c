@@ -159,44 +159,67 @@ static real *take_reals(arena *a, purpose p, int64_t count) {
     return arena_take(a, p, (size_t)count * sizeof(real));
 }
 
-static void layout_acts(model *m, arena *a, layer_acts *x) {
+/* What attention leaves for backward. */
+static void layout_attended(model *m, arena *a, layer_acts *x) {
+    const model_config *c = &m->config;
+    int64_t rows = m->rows, heads = c->n_heads;
+    nsa_desc d = model_desc(m, m->options.batch, m->options.tokens);
+    x->lse[0] = take_reals(a, FOR_ACTIVATIONS, rows * heads);
+    if (c->full) {
+        x->attention = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
+        return;
+    }
+    for (int i = 1; i < BRANCHES; i++) x->lse[i] = take_reals(a, FOR_ACTIVATIONS, rows * heads);
+    for (int i = 0; i < BRANCHES; i++)
+        x->branch[i] = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
+    int64_t lists = rows * c->n_kv_groups * nsa_block_list_width(&d);
+    x->blocks = arena_take(a, FOR_ACTIVATIONS, (size_t)lists * sizeof(int32_t));
+}
+
+/* All else, which follows from a layer's input and from the above. */
+static void layout_rest(model *m, arena *a, layer_acts *x) {
     const model_config *c = &m->config;
     int64_t rows = m->rows, heads = c->n_heads, groups = c->n_kv_groups;
     nsa_desc d = model_desc(m, m->options.batch, m->options.tokens);
     int64_t compressed = (int64_t)m->options.batch * nsa_cmp_count(&d, m->options.tokens);
     x->rstd1 = take_reals(a, FOR_ACTIVATIONS, rows);
     x->qkv = take(m, a, FOR_ACTIVATIONS, rows * m->fused);
-    x->attention = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
-    x->lse[0] = take_reals(a, FOR_ACTIVATIONS, rows * heads);
     x->mid = take(m, a, FOR_ACTIVATIONS, rows * c->dim);
     x->rstd2 = take_reals(a, FOR_ACTIVATIONS, rows);
     x->hidden = take(m, a, FOR_ACTIVATIONS, rows * 4 * c->dim);
     if (c->full) return;
-    for (int i = 1; i < BRANCHES; i++) x->lse[i] = take_reals(a, FOR_ACTIVATIONS, rows * heads);
-    for (int i = 0; i < BRANCHES; i++)
-        x->branch[i] = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
+    x->attention = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
     x->q_mean = take(m, a, FOR_ACTIVATIONS, rows * groups * c->d_k);
     x->gate_hidden = take(m, a, FOR_ACTIVATIONS, rows * groups * m->gate_width);
     x->gates = take(m, a, FOR_ACTIVATIONS, rows * groups * BRANCHES);
     x->k_cmp = take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_k);
     x->v_cmp = take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_v);
-    x->blocks = arena_take(a, FOR_ACTIVATIONS,
-                           (size_t)(rows * groups * nsa_block_list_width(&d)) * sizeof(int32_t));
+}
+
+checkpointing layer_checkpointing(const model *m, int layer) {
+    const model_options *o = &m->options;
+    bool inside = !o->end || (layer >= o->first && layer < o->end);
+    return inside ? o->checkpointing : CHECKPOINT_NONE;
 }
 
 static void layout_layers(model *m, arena *a) {
     const model_config *c = &m->config;
-    bool each = m->options.training && !m->options.checkpointing;
+    const layer_acts *shared = NULL; /* of the layers that are computed again */
     int64_t size = (int64_t)m->rows * c->dim;
     for (int i = 0; i <= c->n_layers; i++) {
         bool kept = m->options.training || i < 2;
         m->x[i] = kept ? take(m, a, FOR_CHECKPOINTS, size) : m->x[i - 2];
     }
-    for (int i = 0; i < c->n_layers; i++)
-        if (i == 0 || each)
-            layout_acts(m, a, &m->acts[i]);
+    for (int i = 0; i < c->n_layers; i++) {
+        layer_acts *x = &m->acts[i];
+        checkpointing how = m->options.training ? layer_checkpointing(m, i) : CHECKPOINT_LAYERS;
+        if (how != CHECKPOINT_NONE && shared)
+            *x = *shared;
         else
-            m->acts[i] = m->acts[0];
+            layout_rest(m, a, x);
+        if (how != CHECKPOINT_LAYERS || !shared) layout_attended(m, a, x);
+        if (how != CHECKPOINT_NONE && !shared) shared = x;
+    }
 }
 
 static void layout_scratch(model *m, arena *a) {

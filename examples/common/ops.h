@@ -109,6 +109,10 @@ struct ops {
     size_t (*attention_forward_bytes)(const ops *o, const nsa_attention *x, const nsa_desc *d);
     void (*attention_forward)(const ops *o, const nsa_attention *x, const nsa_desc *d,
                               void *workspace, size_t bytes);
+    /* Of attention_forward's outputs, those that follow from the branches, their lse and the block
+       lists, which are there: the compressed rows, and out. The workspace is attention_forward's. */
+    void (*attention_restore)(const ops *o, const nsa_attention *x, const nsa_desc *d,
+                              void *workspace, size_t bytes);
     size_t (*attention_backward_bytes)(const ops *o, const nsa_attention *dx,
                                        const nsa_attention *x, const nsa_desc *d);
     void (*attention_backward)(const ops *o, const nsa_attention *dx, const nsa_attention *x,

@@ -375,6 +375,14 @@ static void cpu_attention_forward(const ops *o, const nsa_attention *x, const ns
     note(o, "nsa_attention_forward", nsa_attention_forward(x, d, workspace, bytes));
 }
 
+static void cpu_attention_restore(const ops *o, const nsa_attention *x, const nsa_desc *d,
+                                  void *workspace, size_t bytes) {
+    const nsa_gate gate = {x->gates, x->out_cmp, x->out_slc, x->out_win, x->out};
+    note(o, "nsa_compress_forward", nsa_compress_forward(&x->k_cmp, d, workspace, bytes));
+    note(o, "nsa_compress_forward", nsa_compress_forward(&x->v_cmp, d, workspace, bytes));
+    note(o, "nsa_gate_forward", nsa_gate_forward(&gate, d));
+}
+
 static size_t cpu_attention_backward_bytes(const ops *o, const nsa_attention *dx,
                                            const nsa_attention *x, const nsa_desc *d) {
     (void)o;
@@ -495,6 +503,7 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
         .rope_backward = cpu_rope_backward,
         .attention_forward_bytes = cpu_attention_forward_bytes,
         .attention_forward = cpu_attention_forward,
+        .attention_restore = cpu_attention_restore,
         .attention_backward_bytes = cpu_attention_backward_bytes,
         .attention_backward = cpu_attention_backward,
         .dense_forward_bytes = cpu_dense_forward_bytes,

@@ -59,6 +59,8 @@ bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f);
 void train_close(trainer *t);
 safetensors_tensor train_tensor(const param *p, const char *name, real *values);
 bool train_describe_tensors(trainer *t, fault *f);
+/* Counts what the checkpoints beside the steps take. */
+void train_note_snapshot(const config *c, const dist *d, int64_t parameters, arena *a);
 bool train_load(trainer *t, const checkpoint *k, fault *f);
 /* A checkpoint of t->state, unless there is one; beside the steps, or before it returns. */
 bool train_save(trainer *t, bool beside, fault *f);

@@ -26,8 +26,8 @@ static void print_keys(const nsa_desc *d) {
 static void print_sizes(const arena *a, int64_t parameters) {
     printf("parameters: %lld\nmemory, MiB:\n", (long long)parameters);
     for (int i = 0; i < PURPOSES; i++)
-        printf("  %-12s %10.1f\n", purpose_name((purpose)i), (double)a->by_purpose[i] / (1 << 20));
-    printf("  %-12s %10.1f\n", "all", (double)a->used / (1 << 20));
+        printf("  %-13s %10.1f\n", purpose_name((purpose)i), (double)a->by_purpose[i] / (1 << 20));
+    printf("  %-13s %10.1f\n", "all", (double)a->used / (1 << 20));
 }
 
 int train_check(const config *c, const ops *o, dist *d) {
@@ -44,6 +44,7 @@ int train_check(const config *c, const ops *o, dist *d) {
         if (ok) {
             model shape = {.config = m, .o = o};
             nsa_desc x = model_desc(&shape, options.batch, options.tokens);
+            train_note_snapshot(c, d, parameters, &sizes);
             print_sizes(&sizes, parameters);
             if (!m.full) print_keys(&x);
         }

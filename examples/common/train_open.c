@@ -92,8 +92,12 @@ model_options train_model_options(const config *c, dist *d) {
     model_options options = {.batch = (int)c->train.batch_size / d->world,
                              .tokens = (int)c->train.seq_len,
                              .training = true,
-                             .checkpointing = c->runtime.gradient_checkpointing,
                              .dist = d};
+    config_gc gc = config_gc_of(c->runtime.gradient_checkpointing);
+    options.checkpointing = gc.kind == CONFIG_GC_SELECTIVE ? CHECKPOINT_SELECTIVE
+                            : gc.kind == CONFIG_GC_NONE    ? CHECKPOINT_NONE
+                                                           : CHECKPOINT_LAYERS;
+    if (gc.kind == CONFIG_GC_RANGE) options.first = gc.first, options.end = gc.last + 1;
     return options;
 }
 

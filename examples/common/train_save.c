@@ -109,8 +109,14 @@ bool train_open_saver(trainer *t, fault *f) {
                              .user = t};
     list_parts(t, t->parts);
     if (t->dist->rank || !c->save_every) return true;
+    train_note_snapshot(t->config, t->dist, t->model.params.count, &t->model.arena);
     t->saver = saver_open(&options, f);
     return t->saver != NULL;
+}
+
+void train_note_snapshot(const config *c, const dist *d, int64_t parameters, arena *a) {
+    if (c->train.save_every && d->rank == 0)
+        arena_note(a, FOR_SNAPSHOT, 3 * (size_t)parameters * sizeof(real));
 }
 
 bool train_save(trainer *t, bool beside, fault *f) {

@@ -28,9 +28,9 @@ static inline ops open_ops(int threads) {
 }
 
 static inline bool open_model(model *m, const model_config *c, int batch, int tokens,
-                              bool checkpointing, const ops *o) {
+                              checkpointing how, const ops *o) {
     model_options options = {
-        .batch = batch, .tokens = tokens, .training = true, .checkpointing = checkpointing};
+        .batch = batch, .tokens = tokens, .training = true, .checkpointing = how};
     return CHECK(model_open(m, c, &options, o, 1, &why), "%s", why.text);
 }
 

@@ -175,6 +175,16 @@ static void test_flags(void) {
     refuse("--lr 0x1p-3", "must be a number");
     refuse("--lr 0", "must be a number above 0, at most 1");
     refuse("--gc=maybe", "--gc maybe: must be true or false");
+    accept("--gc=selective");
+    CHECK(config_gc_of(settings.runtime.gradient_checkpointing).kind == CONFIG_GC_SELECTIVE,
+          "selective");
+    accept(file("model:\n  n_layers: 9\nruntime:\n  gradient_checkpointing: 2..8\n"));
+    config_gc gc = config_gc_of(settings.runtime.gradient_checkpointing);
+    CHECK(gc.kind == CONFIG_GC_RANGE && gc.first == 2 && gc.last == 8, "layers %d..%d", gc.first,
+          gc.last);
+    refuse("--gc=8..2", "--gc 8..2: must be true or false, selective, or layers");
+    refuse("--gc=2..8x", "--gc 2..8x: must be");
+    refuse("--layers 8 --gc=2..8", "gradient_checkpointing = 2..8&must name layers&model.n_layers");
 }
 
 static void test_environment(void) {

@@ -71,12 +71,18 @@ static void test_nonzero_gradients(const ops *o) {
     }
 }
 
-/* Gradients and loss of one pass, to be freed. */
-static real *gradients(const model_config *c, bool checkpointing, const ops *o, int64_t *count,
-                       double *loss) {
+/* Gradients and loss of one pass, to be freed; layers first .. end - 1 are computed again. */
+static real *gradients(const model_config *c, checkpointing how, int first, int end, const ops *o,
+                       int64_t *count, double *loss) {
     model m;
+    model_options options = {.batch = BATCH,
+                             .tokens = TOKENS,
+                             .training = true,
+                             .checkpointing = how,
+                             .first = first,
+                             .end = end};
     *count = 0;
-    if (!open_model(&m, c, BATCH, TOKENS, checkpointing, o)) return NULL;
+    if (!CHECK(model_open(&m, c, &options, o, 1, &why), "%s", why.text)) return NULL;
     *loss = train_once(&m, &batch);
     *count = m.params.elements;
     real *copy = check_alloc((size_t)*count * sizeof *copy);
@@ -86,28 +92,38 @@ static real *gradients(const model_config *c, bool checkpointing, const ops *o, 
 }
 
 static void test_same_bits(const ops *one) {
+    static const struct {
+        const char *name;
+        checkpointing how;
+        int first, end;
+    } forms[] = {{"every layer", CHECKPOINT_LAYERS, 0, 0},
+                 {"selective", CHECKPOINT_SELECTIVE, 0, 0},
+                 {"layers 1 and 2 of 4", CHECKPOINT_LAYERS, 1, 3},
+                 {"the last layer", CHECKPOINT_LAYERS, 3, 4},
+                 {"layers 0 to 2, selective", CHECKPOINT_SELECTIVE, 0, 3}};
     ops two = open_ops(2);
     for (int full = 0; full < 2; full++) {
-        model_config c = small(3);
+        model_config c = small(4);
         int64_t count, other;
         double loss, again;
         c.full = full;
         check_case("bits, %s", full ? "full" : "nsa");
-        real *want = gradients(&c, false, one, &count, &loss);
-        real *recomputed = gradients(&c, true, one, &other, &again);
-        if (want && recomputed) {
-            CHECK(loss == again, "checkpointing: loss %.9g, not %.9g", again, loss);
-            CHECK_BITS("gradients with checkpointing", recomputed, want,
-                       (size_t)count * sizeof *want, sizeof *want);
+        real *want = gradients(&c, CHECKPOINT_NONE, 0, 0, one, &count, &loss);
+        for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
+            real *recomputed =
+                gradients(&c, forms[i].how, forms[i].first, forms[i].end, one, &other, &again);
+            if (!want || !recomputed) break;
+            CHECK(loss == again, "%s: loss %.9g, not %.9g", forms[i].name, again, loss);
+            CHECK_BITS(forms[i].name, recomputed, want, (size_t)count * sizeof *want, sizeof *want);
+            free(recomputed);
         }
-        real *threads = gradients(&c, false, &two, &other, &again);
+        real *threads = gradients(&c, CHECKPOINT_NONE, 0, 0, &two, &other, &again);
         if (want && threads) {
             CHECK(loss == again, "2 threads: loss %.9g, not %.9g", again, loss);
             CHECK_BITS("gradients with 2 threads", threads, want, (size_t)count * sizeof *want,
                        sizeof *want);
         }
         free(want);
-        free(recomputed);
         free(threads);
     }
     ops_cpu_close(&two);
@@ -167,7 +183,7 @@ static void test_memory(const ops *o) {
         CHECK(m.arena.used == sizes.used, "%d layers: %zu bytes, measured %zu", layers,
               m.arena.used, sizes.used);
         model_close(&m);
-        options.checkpointing = true;
+        options.checkpointing = CHECKPOINT_LAYERS;
         CHECK(model_measure(&c, &options, o, &sizes, &count, &why), "%s", why.text);
         checkpointed[layers] = sizes.used - sizes.by_purpose[FOR_WEIGHTS] -
                                sizes.by_purpose[FOR_GRADIENTS] - sizes.by_purpose[FOR_MOMENTS];

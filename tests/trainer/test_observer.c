@@ -124,12 +124,11 @@ static void silent(void *user, const char *line) {
 }
 
 /* One observed pass; the model stays open for whoever counts in it. */
-static stats observe(model *m, observer *x, const ops *o, bool checkpointing,
-                     const model_batch *b) {
+static stats observe(model *m, observer *x, const ops *o, checkpointing how, const model_batch *b) {
     model_config c = tinylm(VOCAB, 32, LAYERS, 4, GROUPS, 8, 8, 8, 4, L_SEL, N_SEL, 16);
     stats s = {0};
     observer_wrap(x, o, m);
-    if (!open_model(m, &c, BATCH, TOKENS, checkpointing, &x->table)) return s;
+    if (!open_model(m, &c, BATCH, TOKENS, how, &x->table)) return s;
     enlarge(m, 40);
     CHECK(observer_open(x, true, &why), "%s", why.text);
     observer_begin(x);

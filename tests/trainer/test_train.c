@@ -74,6 +74,59 @@ static void test_kinds(void) {
     }
 }
 
+/* ---- Memory -------------------------------------------------------------------------------- */
+
+/* The number behind a word of a text; -1: it is not there. */
+static double number_after(const char *text, const char *word) {
+    const char *at = text ? strstr(text, word) : NULL;
+    return at ? atof(at + strlen(word)) : -1;
+}
+
+typedef struct megabytes {
+    double table, measured; /* that --check prints; the most that the process held */
+} megabytes;
+
+static megabytes memory_of(const char *name, const char *const *options) {
+    const char *out = test_path(name), *more[ARGUMENTS] = {"--out-dir", out, "--data"};
+    char path[1200];
+    size_t bytes;
+    int count = 3;
+    megabytes m;
+    more[count++] = test_path("text");
+    for (; *options; options++) more[count++] = *options;
+    more[count] = "--check";
+    expect(await(start(small, more)), 0, "memory, MiB");
+    m.table = number_after(output, "\n  all ");
+    more[count] = NULL;
+    expect(await(start(small, more)), 0, "step 0002");
+    snprintf(path, sizeof path, "%s/metrics.json", out);
+    char *metrics = test_read(path, &bytes);
+    m.measured = number_after(metrics, "\"peak_memory_mib\":");
+    free(metrics);
+    return m;
+}
+
+/* What a large model takes more than a small one: the program itself is in both. */
+static void test_memory(void) {
+    static const char *const forms[] = {"--gc=false", "--gc=true", "--gc=selective", "--gc=1..2"};
+    const char *least[] = {"--steps", "2", NULL};
+    megabytes base = memory_of("least", least);
+    for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
+        const char *large[] = {
+            "--dim",  "256",          "--layers",    "4",       "--heads", "8",         "--d-k",
+            "32",     "--d-v",        "32",          "--steps", "2",       "--seq-len", "256",
+            forms[i], "--save-every", i ? "0" : "1", NULL};
+        char name[16];
+        snprintf(name, sizeof name, "large%zu", i);
+        check_case("memory, %s", forms[i]);
+        megabytes x = memory_of(name, large);
+        double table = x.table - base.table, measured = x.measured - base.measured;
+        CHECK(table > 40 && fabs(table - measured) <= 0.05 * measured,
+              "the table says %.1f MiB more than for a small model, measured are %.1f", table,
+              measured);
+    }
+}
+
 /* ---- Ends ---------------------------------------------------------------------------------- */
 
 static void test_stop(void) {
@@ -169,6 +222,7 @@ int main(int argc, char **argv) {
     test_resume();
     test_accumulation();
     test_kinds();
+    test_memory();
     test_stop();
     test_full_disk();
     test_configs();
