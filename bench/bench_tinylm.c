@@ -19,6 +19,7 @@ typedef struct shape {
     model_config config;
     int batch, tokens;
     checkpointing how;
+    int first, end; /* layers that are computed again; 0, 0: all */
 } shape;
 
 typedef struct figures {
@@ -47,7 +48,9 @@ static figures measure(const shape *s, const ops *o) {
     model_options options = {.batch = s->batch,
                              .tokens = s->tokens,
                              .training = true,
-                             .checkpointing = s->how};
+                             .checkpointing = s->how,
+                             .first = s->first,
+                             .end = s->end};
     size_t count = (size_t)s->batch * (size_t)s->tokens;
     int32_t *ids = malloc(2 * count * sizeof *ids);
     double times[PASSES];
@@ -91,18 +94,28 @@ static void report_row(report *r, const char *name, const shape *s, figures x) {
 }
 
 static void over_layers(report *r, const ops *o) {
-    for (int layers = 1; layers <= 12; layers++) {
-        shape s = {"", tinylm(256, 128, layers, 8, 2, 16, 16, 16, 8, 32, 8, 64), 1, 128, false};
-        report_row(r, "dim 128, S 128, B 1", &s, measure(&s, o));
-    }
+    static const int layers[] = {1, 2, 4, 5, 6, 8, 12}, tokens[] = {128, 512, 1024, 2048};
+    for (size_t t = 0; t < sizeof tokens / sizeof *tokens; t++)
+        for (size_t i = 0; i < sizeof layers / sizeof *layers; i++) {
+            char name[32];
+            shape s = {.config = tinylm(256, 128, layers[i], 8, 2, 16, 16, 16, 8, 32, 8, 64),
+                       .batch = 1,
+                       .tokens = tokens[t]};
+            snprintf(name, sizeof name, "dim 128, S %d, B 1", tokens[t]);
+            report_row(r, name, &s, measure(&s, o));
+        }
 }
 
 static void tracked(report *r, const ops *o) {
     model_config tiny = tinylm(256, 128, 2, 8, 2, 16, 16, 16, 8, 32, 8, 64);
     model_config large = tinylm(256, 768, 12, 12, 2, 64, 64, 32, 16, 64, 16, 512);
-    const shape shapes[] = {{"dim 128, S 256, B 8", tiny, 8, 256, false},
-                            {"dim 768, S 2048, B 1", large, 1, 2048, false},
-                            {"the same with checkpointing", large, 1, 2048, true}};
+    const shape shapes[] = {
+        {"dim 128, S 256, B 8", tiny, 8, 256, CHECKPOINT_NONE, 0, 0},
+        {"dim 768, S 2048, B 1", large, 1, 2048, CHECKPOINT_NONE, 0, 0},
+        {"the same with checkpointing", large, 1, 2048, CHECKPOINT_LAYERS, 0, 0},
+        {"the same, of layers 0 to 5", large, 1, 2048, CHECKPOINT_LAYERS, 0, 6},
+        {"the same, selective", large, 1, 2048, CHECKPOINT_SELECTIVE, 0, 0},
+    };
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         report_row(r, shapes[i].name, &shapes[i], measure(&shapes[i], o));
 }
