@@ -2048,9 +2048,10 @@ static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *
     p->scale2 = (nsa_real)(scale * NSA__LOG2E);
 }
 
-/* Heads that are worked on at once. */
+/* Heads that are worked on at once: as many as make a token's rows some 256 numbers. */
 static int nsa__heads_at_once(const nsa_desc *d) {
-    return (int)nsa__min(d->kv_heads, NSA__HEADS_AT_ONCE);
+    int64_t near = nsa__max(1, 256 / d->dim);
+    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_AT_ONCE));
 }
 
 static void nsa__passes_init(nsa__pass *passes, const nsa_attend *x, const nsa_attend *dx,

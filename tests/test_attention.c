@@ -470,6 +470,38 @@ static void test_widths(void) {
     guards_free();
 }
 
+/* ---- Memory: what docs/embedding.md says of the whole's workspace ---- */
+
+/* The documented bytes, without what threads and phi take. */
+static double documented_bytes(const nsa_desc *d, int backward) {
+    double real = sizeof(nsa_real), tokens = d->tokens, near = 256 / d->dim;
+    double heads = near < 1 ? 1 : near > 4 ? 4 : near;
+    if (heads > d->kv_heads) heads = d->kv_heads;
+    if (!backward) return real * tokens * heads * (d->dim + d->dim_v);
+    return real * tokens *
+           (heads * (3 * d->dim + 2 * d->dim_v) + (double)d->heads * d->dim_v +
+            (double)d->kv_heads * (d->dim + d->dim_v) / d->cmp_stride);
+}
+
+static void test_workspace_is_linear(void) {
+    static const int shapes[][4] = {{16, 1, 64, 64}, {12, 12, 64, 64}, {16, 4, 192, 128}};
+    for (int i = 0; i < COUNT(shapes); i++)
+        for (int tokens = 65536; tokens <= 1 << 22; tokens *= 8) {
+            nsa_desc d = nsa_desc_default(1, tokens, shapes[i][0], shapes[i][1], shapes[i][2]);
+            nsa_attention x;
+            memset(&x, 0, sizeof x);
+            d.dim_v = shapes[i][3], d.threads = 1;
+            x.k_cmp.dim = d.dim, x.v_cmp.dim = d.dim_v;
+            check_case("attention, workspace of %d tokens, %d heads", tokens, d.heads);
+            double forward = (double)nsa_attention_forward_workspace_size(&x, &d);
+            double backward = (double)nsa_attention_backward_workspace_size(&x, &x, &d);
+            CHECK(fabs(forward / documented_bytes(&d, 0) - 1) < 0.1,
+                  "forward: %.0f bytes, not %.0f", forward, documented_bytes(&d, 0));
+            CHECK(fabs(backward / documented_bytes(&d, 1) - 1) < 0.1,
+                  "backward: %.0f bytes, not %.0f", backward, documented_bytes(&d, 1));
+        }
+}
+
 #ifdef CHECK_F64
 static void test_gradients(void) {
     static const nsa_phi phis[] = {NSA_PHI_MEAN, NSA_PHI_CONV, NSA_PHI_MLP};
@@ -513,6 +545,7 @@ int main(int argc, char **argv) {
     test_shift(&chain_cases[5], 1000);
     test_full();
     test_widths();
+    test_workspace_is_linear();
 #ifdef CHECK_F64
     test_gradients();
 #endif
