@@ -108,6 +108,18 @@ bool model_train(model *m, const model_batch *b, double scale, fault *f) {
     return !m->o->failed(m->o, f);
 }
 
+/* Halves come in at the end of the reals' array, and are widened from its front on. */
+static void download_logits(const model *m, real *logits, size_t count) {
+    const ops *o = m->o;
+    char *raw = (char *)(logits + count) - count * m->element;
+    o->download(o, raw, m->scratch.logits, count * m->element);
+    for (size_t i = 0; o->dtype != NSA_REAL_DTYPE && i < count; i++) {
+        uint16_t half;
+        memcpy(&half, raw + i * sizeof half, sizeof half);
+        logits[i] = (real)(o->dtype == NSA_BF16 ? nsa_bf16_to_f32(half) : nsa_f16_to_f32(half));
+    }
+}
+
 bool model_next(model *m, const int32_t *tokens, int count, real *logits, fault *f) {
     const ops *o = m->o;
     const model_config *c = &m->config;
@@ -117,7 +129,7 @@ bool model_next(model *m, const int32_t *tokens, int count, real *logits, fault 
     size_t last = (size_t)(count - 1) * (size_t)c->dim * m->element;
     o->linear_forward(o, m->scratch.logits, (char *)m->scratch.norm + last,
                       model_weight(m, m->head), NULL, 1, c->dim, c->vocab);
-    o->download(o, logits, m->scratch.logits, (size_t)c->vocab * m->element);
+    download_logits(m, logits, (size_t)c->vocab);
     return !o->failed(o, f);
 }
 
@@ -142,7 +154,7 @@ static void rows_logits(model *m, int first, real *logits) {
         size_t offset = (size_t)first * (size_t)c->dim * m->element;
         o->linear_forward(o, m->scratch.logits, (char *)m->scratch.norm + offset,
                           model_weight(m, m->head), NULL, rows, c->dim, c->vocab);
-        o->download(o, logits, m->scratch.logits, (size_t)rows * (size_t)c->vocab * m->element);
+        download_logits(m, logits, (size_t)rows * (size_t)c->vocab);
         logits += (size_t)rows * (size_t)c->vocab;
     }
 }

@@ -266,7 +266,7 @@ static void layout_caches(model *m, arena *a) {
 }
 
 static void layout(model *m, arena *a) {
-    params_layout(&m->params, a, m->options.training);
+    params_layout(&m->params, a, m->options.training, m->element);
     layout_layers(m, a);
     layout_scratch(m, a);
     size_t ids = (size_t)m->rows * sizeof(int32_t);
@@ -386,7 +386,9 @@ void model_close(model *m) {
 }
 
 void *model_weight(const model *m, int place) {
-    return m->params.value + m->params.list[place].offset;
+    const params *p = &m->params;
+    char *values = p->narrow ? p->narrow : (char *)p->value;
+    return values + (size_t)p->list[place].offset * m->element;
 }
 
 real *model_gradient(const model *m, int place) {

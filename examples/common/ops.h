@@ -50,6 +50,8 @@ struct ops {
     void (*upload)(const ops *o, void *to, const void *from, size_t bytes);
     void (*download)(const ops *o, void *to, const void *from, size_t bytes);
     void (*zero)(const ops *o, void *x, size_t bytes);
+    /* to, an array of dtype, becomes these reals, rounded. Only where dtype is not the reals'. */
+    void (*convert)(const ops *o, void *to, const real *from, int64_t count);
 
     /* Where the run is, for whoever watches it. */
     void (*mark)(const ops *o, phase p, int layer);
@@ -152,6 +154,8 @@ struct ops {
 /* The CPU: nsa.h, CBLAS or plain loops, OpenMP. threads 0: all that OpenMP offers. ops_cpu_close
    takes what ops_cpu_open filled. */
 bool ops_cpu_open(ops *o, int threads, fault *f);
+/* After ops_cpu_open: activations, and the weights that forward reads, are bf16 or f16. */
+void ops_cpu_narrow(ops *o, nsa_dtype dtype);
 void ops_cpu_close(ops *o);
 
 #endif

@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "gemm.h"
-#include "ops.h"
+#include "ops_half.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -28,11 +28,6 @@ enum { COLUMNS = 16, BLOCK = 4096 };
 #else
 #define WIDE
 #endif
-
-typedef struct cpu_state {
-    bool failed;
-    fault fault;
-} cpu_state;
 
 /* ---- Arithmetic ---------------------------------------------------------------------------- */
 
@@ -531,6 +526,8 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
 }
 
 void ops_cpu_close(ops *o) {
+    cpu_state *s = o->state;
+    for (int i = 0; s && i < HALF_OPERANDS; i++) free(s->wide[i].data);
     free(o->state);
     o->state = NULL;
 }

@@ -54,5 +54,7 @@ bool optimizer_step(model *m, const adamw *a, double clip, double scale, fault *
         dist_piece p = piece_at(m, i);
         for (int t = 0; t < q->length; t++) update(m, a, &q->list[t], &p);
     }
-    return !d || dist_spread(d, f);
+    if (d && !dist_spread(d, f)) return false;
+    params_changed(q, o);
+    return true;
 }

@@ -47,9 +47,15 @@ void params_divide(params *p, int64_t multiple, int processes) {
     p->moments = p->elements / processes;
 }
 
-void params_layout(params *p, arena *a, bool training) {
+void params_changed(const params *p, const ops *o) {
+    if (p->narrow) o->convert(o, p->narrow, p->value, p->elements);
+}
+
+void params_layout(params *p, arena *a, bool training, size_t element) {
     size_t bytes = (size_t)p->elements * sizeof(real), share = (size_t)p->moments * sizeof(real);
     p->value = arena_take(a, FOR_WEIGHTS, bytes);
+    if (element != sizeof(real))
+        p->narrow = arena_take(a, FOR_WEIGHTS, (size_t)p->elements * element);
     if (!training) return;
     p->grad = arena_take(a, FOR_GRADIENTS, bytes);
     p->m = arena_take(a, FOR_MOMENTS, share);
@@ -83,6 +89,7 @@ bool params_init(const params *p, const ops *o, uint64_t seed, fault *f) {
         o->upload(o, p->value + x->offset, host, (size_t)x->count * sizeof *host);
     }
     free(host);
+    params_changed(p, o);
     return true;
 }
 

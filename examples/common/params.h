@@ -29,6 +29,7 @@ typedef struct params {
     int64_t moments;  /* of m and of v */
     int64_t count;    /* parameters, what the tensors hold together */
     real *value, *grad, *m, *v;
+    void *narrow; /* value in the back end's dtype, for forward to read; NULL where that is reals */
 } params;
 
 /* The rows that describe one tensor; shape ends at its first 0. */
@@ -49,8 +50,12 @@ void params_free(params *p); /* the list; the arrays are the arena's */
    many processes has an equal share. */
 void params_divide(params *p, int64_t multiple, int processes);
 
-/* Takes the flat arrays; those of training only where asked. */
-void params_layout(params *p, arena *a, bool training);
+/* Takes the flat arrays; those of training only where asked; `element`: bytes of a value in the back
+   end's dtype. */
+void params_layout(params *p, arena *a, bool training, size_t element);
+
+/* After each change of value. */
+void params_changed(const params *p, const ops *o);
 
 /* Draws the values: element e of tensor i is a function of (seed, name, e) alone. */
 bool params_init(const params *p, const ops *o, uint64_t seed, fault *f);

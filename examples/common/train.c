@@ -95,7 +95,8 @@ static bool train_batch(trainer *t, const data_batch *b, bool last, fault *f) {
     model_batch batch = batch_of(b);
     if (!count_labels(t, b, &labels, f)) return false;
     t->model.last_of_step = last;
-    if (b->labelled) return model_train(&t->model, &batch, 1 / (labels * count), f);
+    double scale = t->state.loss_scale / (labels * count);
+    if (b->labelled) return model_train(&t->model, &batch, scale, f);
     if (last) dist_begin(t->dist);
     return true;
 }
@@ -132,6 +133,24 @@ static bool trace_gradients(const trainer *t, fault *f) {
     return observer_trace_gradients(&t->observer, t->state.step + 1, &notes, f);
 }
 
+/* f16: gradients that overflowed have left the parameters alone, and the loss is scaled less; after
+   many that did not, more. False: it is no overflow that a smaller scale can help. */
+static bool settle_scale(trainer *t, const step_state *s, double loss, bool *skipped) {
+    enum { GOOD_STEPS = 1000 };
+    static const double most = 16777216; /* 2^24 */
+    checkpoint_state *x = &t->state;
+    *skipped = s->overflow && x->loss_scale > 1 && isfinite(loss);
+    if (*skipped) {
+        x->loss_scale /= 2;
+        x->scaler_good_steps = 0;
+        x->skipped_steps++;
+    } else if (t->o->dtype == NSA_F16 && ++x->scaler_good_steps == GOOD_STEPS) {
+        x->scaler_good_steps = 0;
+        if (x->loss_scale < most) x->loss_scale *= 2;
+    }
+    return *skipped || (isfinite(loss) && isfinite(s->grad_norm));
+}
+
 static outcome step(trainer *t, fault *f) {
     const config_train *c = &t->config->train;
     const config_telemetry *watch = &t->config->telemetry;
@@ -148,10 +167,11 @@ static outcome step(trainer *t, fault *f) {
                .eps = 1e-8,
                .weight_decay = c->weight_decay,
                .step = t->state.step + 1};
-    if (!optimizer_step(&t->model, &a, c->grad_clip, 1, f)) return STEP_FAILED;
+    if (!optimizer_step(&t->model, &a, c->grad_clip, t->state.loss_scale, f)) return STEP_FAILED;
     step_state s = model_state(&t->model);
     double loss = s.labels ? s.loss / (double)s.labels : 0;
-    if (!isfinite(loss) || !isfinite(s.grad_norm)) {
+    bool skipped;
+    if (!settle_scale(t, &s, loss, &skipped)) {
         fault why;
         fault_set(&why, "step %lld: loss %g, gradient norm %g; checkpoints stay as they are",
                   (long long)a.step, loss, s.grad_norm);
@@ -169,6 +189,7 @@ static outcome step(trainer *t, fault *f) {
                            .grad_norm = s.grad_norm,
                            .tokens = tokens,
                            .seconds = now_seconds() - begin,
+                           .skipped = skipped,
                            .stats = counted ? &seen : NULL,
                            .stats_ms = t->observer.spent};
     bool ok = telemetry_step_end(t->telemetry, &done, f);

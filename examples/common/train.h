@@ -50,6 +50,10 @@ int train_run(const config *c, const ops *o, dist *d);
    the exit code. */
 int train_check(const config *c, const ops *o, dist *d);
 
+/* The CPU's operations, in the precision that the command line asks for; what a file asks for is for a
+   GPU, and the CPU computes in fp32. */
+bool train_open_cpu(ops *o, const config *c, fault *f);
+
 /* The model that the settings describe; vocab is the tokenizer's unless they name one. */
 model_config train_model_config(const config *c, int vocab);
 
@@ -65,6 +69,8 @@ bool train_load(trainer *t, const checkpoint *k, fault *f);
 /* A checkpoint of t->state, unless there is one; beside the steps, or before it returns. */
 bool train_save(trainer *t, bool beside, fault *f);
 bool train_open_saver(trainer *t, fault *f);
+
+const char *train_dtype_name(nsa_dtype dtype); /* "bf16" */
 
 /* A heartbeat fineweb_loader_..., where the data are such a stream. */
 void train_note_loader(const trainer *t, const char *what);

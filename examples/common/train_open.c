@@ -46,7 +46,7 @@ static bool open_telemetry(trainer *t, fault *f) {
     const config *c = t->config;
     telemetry_options options = {.config = c,
                                  .device = t->o->name,
-                                 .dtype = t->o->dtype == NSA_F64 ? "f64" : "f32",
+                                 .dtype = train_dtype_name(t->o->dtype),
                                  .rank = t->dist->rank,
                                  .world = t->dist->world,
                                  .resumed = c->train.resume[0] != 0,
@@ -119,10 +119,12 @@ static void say_what_runs(trainer *t) {
     const model *m = &t->model;
     const config_train *c = &t->config->train;
     const char *attention = m->config.windowed ? "window" : m->config.full ? "full" : "nsa";
-    telemetry_say(t->telemetry,
-                  "model: %lld parameters, %d layers, attention %s, %.0f MiB | %s, %d threads, %s",
-                  (long long)m->params.count, m->config.n_layers, attention,
-                  (double)m->arena.used / (1 << 20), t->o->name, t->o->threads, t->o->library);
+    telemetry_say(
+        t->telemetry,
+        "model: %lld parameters, %d layers, attention %s, %.0f MiB | %s, %s, %d threads, %s",
+        (long long)m->params.count, m->config.n_layers, attention,
+        (double)m->arena.used / (1 << 20), t->o->name, train_dtype_name(t->o->dtype), t->o->threads,
+        t->o->library);
     if (t->dist->link)
         telemetry_say(
             t->telemetry,
@@ -137,21 +139,35 @@ static void say_what_runs(trainer *t) {
         telemetry_say(t->telemetry, "resumed before the first checkpoint: from step 1 on");
 }
 
+bool train_open_cpu(ops *o, const config *c, fault *f) {
+    static const nsa_dtype dtypes[] = {NSA_F32, NSA_BF16, NSA_F16}; /* CONFIG_FP32 and so on */
+    bool asked = config_from(c, "runtime.precision") == CONFIG_FROM_COMMAND_LINE;
+    if (!ops_cpu_open(o, (int)c->runtime.threads, f)) return false;
+    if (asked && c->runtime.precision != CONFIG_FP32)
+        ops_cpu_narrow(o, dtypes[c->runtime.precision]);
+    return true;
+}
+
 /* The device and the precision that this back end has; a file made for a GPU says what to do. */
 static bool settle_device(const config *c, const ops *o, const dist *d, fault *f) {
-    bool asked = config_from(c, "runtime.precision") == CONFIG_FROM_COMMAND_LINE;
     if (c->runtime.device == CONFIG_CUDA && strcmp(o->name, "cuda"))
         return fault_set(f,
                          "runtime.device: cuda, but this program runs on the %s; "
                          "add --device cpu to train here",
                          o->name);
-    if (o->dtype != NSA_F32 || c->runtime.precision == CONFIG_FP32) return true;
+    if (o->dtype != NSA_F32 || c->runtime.precision == CONFIG_FP32 || d->rank) return true;
     const char *name = c->runtime.precision == CONFIG_BF16 ? "bf16" : "fp16";
-    if (asked) return fault_set(f, "--precision %s: the %s computes in fp32 only", name, o->name);
-    if (d->rank == 0)
-        fprintf(stderr, "runtime.precision: %s asked for, the %s computes in fp32\n", name,
-                o->name);
+    fprintf(stderr, "runtime.precision: %s asked for, the %s computes in fp32\n", name, o->name);
     return true;
+}
+
+/* Small gradients would vanish in f16, so there the loss is scaled. A run that goes on keeps its scale. */
+static void settle_scale(trainer *t) {
+    static const double first = 65536;
+    if (t->o->dtype != NSA_F16)
+        t->state.loss_scale = 1;
+    else if (t->state.loss_scale == 1)
+        t->state.loss_scale = first;
 }
 
 /* All that needs no other process; *k: the checkpoint that the run goes on from, or NULL. */
@@ -168,6 +184,7 @@ static bool open_own(trainer *t, checkpoint *opened, checkpoint **k, fault *f) {
         t->saved_step = opened->state.step;
     }
     t->first_step = t->state.step + 1;
+    settle_scale(t);
     return open_model(t, *k, f) && observer_open(&t->observer, !telemetry_without_stats(c), f) &&
            train_open_saver(t, f);
 }

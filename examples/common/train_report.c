@@ -74,19 +74,19 @@ static bool write_optimizer_size(const trainer *t, fault *f) {
     return write_text(t, "opt_state_mb.txt", text, f);
 }
 
-static const char *dtype_name(nsa_dtype dtype) {
+const char *train_dtype_name(nsa_dtype dtype) {
     return dtype == NSA_F64 ? "f64" : dtype == NSA_F32 ? "f32" : dtype == NSA_BF16 ? "bf16" : "f16";
 }
 
 static bool write_dtypes(const trainer *t, fault *f) {
     const params *p = &t->model.params;
-    const char *held = dtype_name(NSA_REAL_DTYPE);
+    const char *held = train_dtype_name(NSA_REAL_DTYPE);
     char *text = NULL;
     size_t bytes;
     FILE *out = open_memstream(&text, &bytes);
     if (!out) return fault_set(f, "dtypes_report.txt: out of memory");
     fprintf(out, "activations %s\nparameter shape weight gradient moments\n",
-            dtype_name(t->o->dtype));
+            train_dtype_name(t->o->dtype));
     for (int i = 0; i < p->length; i++) {
         const param *x = &p->list[i];
         fprintf(out, "%s ", x->name);
@@ -184,7 +184,7 @@ static bool write_environment(const trainer *t, fault *f) {
         "nsa_version", version, "command", command(), "host", u.nodename, "system", u.sysname,
         "release", u.release, "machine", u.machine, "processor", processor(), "cores",
         (json_int_t)sysconf(_SC_NPROCESSORS_ONLN), "device", t->o->name, "dtype",
-        dtype_name(t->o->dtype), "library", t->o->library, "world", t->dist->world, "threads",
+        train_dtype_name(t->o->dtype), "library", t->o->library, "world", t->dist->world, "threads",
         t->o->threads, "compiler", __VERSION__, "environment", environment(), "switched_off",
         switched_off(t->config), "config", config_to_json(t->config));
     return write_json(t, "env.json", o, f);

@@ -62,6 +62,7 @@ bool train_load(trainer *t, const checkpoint *k, fault *f) {
     const params *p = &t->model.params;
     list_parts(t, parts);
     if (!checkpoint_load(k, &parts[0], f) || !checkpoint_load(k, &parts[1], f)) return false;
+    params_changed(p, t->o);
     if (t->dist->world == 1) return true;
     dist_pick(t->dist, p->m, t->moments);
     dist_pick(t->dist, p->v, t->moments + p->elements);

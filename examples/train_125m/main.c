@@ -27,8 +27,7 @@ static int settle(config *c, dist *d, ops *o, int argc, char **argv) {
     fault f;
     if (d->rank) notes.say = say_nothing;
     config_outcome outcome = config_load(c, &program, argc, argv, &notes, &f);
-    bool ok = outcome == CONFIG_OK && dist_settle(d, c, &f) &&
-              ops_cpu_open(o, (int)c->runtime.threads, &f);
+    bool ok = outcome == CONFIG_OK && dist_settle(d, c, &f) && train_open_cpu(o, c, &f);
     return train_worst(d, ok || outcome == CONFIG_HELP ? 0 : 2, &f);
 }
 

@@ -29,7 +29,7 @@ int main(int argc, char **argv) {
     fault f;
     config_outcome outcome = config_load(&c, &program, argc, argv, &notes, &f);
     if (outcome == CONFIG_HELP) return 0;
-    if (outcome == CONFIG_ERROR || !ops_cpu_open(&o, (int)c.runtime.threads, &f)) {
+    if (outcome == CONFIG_ERROR || !train_open_cpu(&o, &c, &f)) {
         fprintf(stderr, "%s\n", f.text);
         return 2;
     }

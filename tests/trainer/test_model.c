@@ -91,7 +91,7 @@ static real *gradients(const model_config *c, checkpointing how, int first, int 
     return copy;
 }
 
-static void test_same_bits(const ops *one) {
+static void test_same_bits(const ops *one, const char *dtype) {
     static const struct {
         const char *name;
         checkpointing how;
@@ -102,12 +102,13 @@ static void test_same_bits(const ops *one) {
                  {"the last layer", CHECKPOINT_LAYERS, 3, 4},
                  {"layers 0 to 2, selective", CHECKPOINT_SELECTIVE, 0, 3}};
     ops two = open_ops(2);
+    if (one->dtype != NSA_F32) ops_cpu_narrow(&two, one->dtype);
     for (int full = 0; full < 2; full++) {
         model_config c = small(4);
         int64_t count, other;
         double loss, again;
         c.full = full;
-        check_case("bits, %s", full ? "full" : "nsa");
+        check_case("bits, %s, %s", full ? "full" : "nsa", dtype);
         real *want = gradients(&c, CHECKPOINT_NONE, 0, 0, one, &count, &loss);
         for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
             real *recomputed =
@@ -127,6 +128,26 @@ static void test_same_bits(const ops *one) {
         free(threads);
     }
     ops_cpu_close(&two);
+}
+
+/* Activations of 16 bits: the loss and the gradients of f32, but for their rounding. */
+static void test_precision(const ops *o, const ops *narrow, const char *dtype, double allowed) {
+    model_config c = small(2);
+    int64_t count, other;
+    double loss, rounded, difference = 0, size = 0;
+    check_case("%s", dtype);
+    real *want = gradients(&c, CHECKPOINT_NONE, 0, 0, o, &count, &loss);
+    real *got = gradients(&c, CHECKPOINT_NONE, 0, 0, narrow, &other, &rounded);
+    if (!want || !got || !CHECK(count == other, "%lld elements", (long long)other)) return;
+    for (int64_t e = 0; e < count; e++) {
+        difference += pow((double)got[e] - (double)want[e], 2);
+        size += pow((double)want[e], 2);
+    }
+    CHECK(fabs(rounded - loss) <= allowed * loss && rounded != loss, "loss %.9g, in f32 %.9g",
+          rounded, loss);
+    CHECK(sqrt(difference / size) <= allowed, "gradients differ by %.3g", sqrt(difference / size));
+    free(want);
+    free(got);
 }
 
 /* Each document of a packed batch has the loss and the gradients that it has alone. */
@@ -215,7 +236,8 @@ static void test_next(const ops *o) {
     double sum = 0, loss = evaluate_once(&m, &b);
     for (int i = 0; i < VOCAB; i++) sum += exp((double)logits[i]);
     double want = log(sum) - (double)logits[labels[49]];
-    CHECK(fabs(loss - want) <= 1e-5, "loss %.9g, from the logits %.9g", loss, want);
+    double allowed = o->dtype == NSA_F32 ? 1e-5 : 2e-2;
+    CHECK(fabs(loss - want) <= allowed, "loss %.9g, from the logits %.9g", loss, want);
     CHECK(model_state(&m).labels == 1, "%lld labels", (long long)model_state(&m).labels);
     CHECK(model_next(&m, tokens, 1, shorter, &why), "%s", why.text);
     CHECK(memcmp(logits, shorter, sizeof logits) != 0, "the context does not matter");
@@ -264,7 +286,16 @@ int main(int argc, char **argv) {
     random_tokens(tokens, labels, BATCH, TOKENS, VOCAB, 0);
     test_counts(&o);
     test_nonzero_gradients(&o);
-    test_same_bits(&o);
+    ops bf16 = open_ops(1), f16 = open_ops(1);
+    ops_cpu_narrow(&bf16, NSA_BF16);
+    ops_cpu_narrow(&f16, NSA_F16);
+    test_same_bits(&o, "f32");
+    test_same_bits(&bf16, "bf16");
+    test_precision(&o, &bf16, "bf16", 3e-2);
+    test_precision(&o, &f16, "f16", 4e-3);
+    test_next(&bf16);
+    ops_cpu_close(&bf16);
+    ops_cpu_close(&f16);
     test_documents(&o);
     test_memory(&o);
     test_next(&o);

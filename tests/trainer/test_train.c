@@ -74,13 +74,64 @@ static void test_kinds(void) {
     }
 }
 
-/* ---- Memory -------------------------------------------------------------------------------- */
-
 /* The number behind a word of a text; -1: it is not there. */
 static double number_after(const char *text, const char *word) {
     const char *at = text ? strstr(text, word) : NULL;
     return at ? atof(at + strlen(word)) : -1;
 }
+
+/* ---- Precision ----------------------------------------------------------------------------- */
+
+static int train_in(const char *precision, const char *out, const char *more, const char *value) {
+    return train("--data", test_path("text"), "--steps", "30", "--out-dir", out, "--precision",
+                 precision, more, value, NULL);
+}
+
+static void test_precision(void) {
+    static const char *const names[] = {"fp32", "bf16", "fp16"};
+    double last[3];
+    for (int i = 0; i < 3; i++) {
+        const char *out = test_path(names[i]);
+        check_case("--precision %s", names[i]);
+        expect(train_in(names[i], out, "--seed", "3"), 0, "step 0030");
+        last[i] = atof(logged(out, 30, 1));
+        CHECK(last[i] > 1 && fabs(last[i] - last[0]) < 0.02, "the last loss is %g, in fp32 %g",
+              last[i], last[0]);
+        CHECK(i == 0 || last[i] != last[0], "the precision changes nothing");
+    }
+    check_case("precision of a file");
+    test_write_text(test_path("half.yaml"), "runtime:\n  precision: bf16\ntrain:\n  steps: 2\n");
+    expect(train("--config", test_path("half.yaml"), "--data", test_path("text"), "--out-dir",
+                 test_path("half"), NULL),
+           0, "computes in fp32");
+}
+
+/* Few tokens make large gradients: some overflow at the first scale. Such a step leaves everything but
+   the scale as it was, and a run that goes on knows the scale. */
+static void test_overflow(void) {
+    const char *out = test_path("overflow"), *rest = test_path("more"), *text = test_path("text");
+    char tenth[1200];
+    size_t bytes;
+    check_case("fp16 overflow");
+    snprintf(tenth, sizeof tenth, "%s/checkpoints/step_00000010", out);
+    expect(train("--data", text, "--out-dir", out, "--precision", "fp16", "--batch-size", "1",
+                 "--seq-len", "2", "--steps", "40", "--save-every", "10", "--keep-checkpoints", "0",
+                 NULL),
+           0, "overflow: step skipped");
+    expect(train("--data", text, "--out-dir", rest, "--precision", "fp16", "--batch-size", "1",
+                 "--seq-len", "2", "--steps", "40", "--resume", tenth, NULL),
+           0, "resumed after step 10");
+    check_same_run(out, rest, 11, 40);
+    strcat(tenth, "/state.json");
+    char *state = test_read(tenth, &bytes);
+    double skipped = number_after(state, "\"skipped_steps\":");
+    CHECK(skipped >= 1 && skipped < 10, "%g steps skipped", skipped);
+    CHECK(number_after(state, "\"loss_scale\":") == 65536 / pow(2, skipped), "the scale is %g",
+          number_after(state, "\"loss_scale\":"));
+    free(state);
+}
+
+/* ---- Memory -------------------------------------------------------------------------------- */
 
 typedef struct megabytes {
     double table, measured; /* that --check prints; the most that the process held */
@@ -203,7 +254,6 @@ static void test_refusals(void) {
     expect(train("--frobnicate", NULL), 2, "--frobnicate");
     expect(train("--data", text, "--nsa-d", "3", NULL), 2, "nsa.d");
     expect(train("--data", text, "--device", "cuda", NULL), 2, "--device cpu");
-    expect(train("--data", text, "--precision", "bf16", NULL), 2, "fp32");
     expect(train("--data", text, "--out-dir", "/proc/nowhere", NULL), 2, "/proc/nowhere");
     expect(train("--data", text, "--out-dir", test_path("new"), "--resume", NULL), 2, "new");
     expect(train("--help", NULL), 0, "--accum-batches");
@@ -222,6 +272,8 @@ int main(int argc, char **argv) {
     test_resume();
     test_accumulation();
     test_kinds();
+    test_precision();
+    test_overflow();
     test_memory();
     test_stop();
     test_full_disk();
