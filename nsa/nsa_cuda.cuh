@@ -150,6 +150,29 @@ nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const nsa_attent
                                        const nsa_desc *d, void *workspace, size_t bytes,
                                        nsa_cuda_stream stream);
 
+/* ---- Decoding --------------------------------------------------------------------------------
+   The cache's memory, lengths included, lies on the device; so do counts, reads and verdict. The
+   host does not know lengths, so what hangs on them is refused on the device: `verdict`, unless it is
+   NULL, becomes NSA_OK or the status that nsa.h's function of that name returns, and a refused call
+   changes nothing else. A step can be captured in a graph and replayed, each time with the tokens
+   that x, and the counts that counts, then hold. Block numbers are those of
+   nsa_cuda_attention_forward over the whole sequence; outputs are sums in another order. Chunks that
+   are longer than some 16 tokens are right, but faster through nsa_cuda_attention_forward. */
+
+size_t nsa_cuda_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind);
+nsa_status nsa_cuda_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype, int max_rewind,
+                               void *memory, size_t bytes, nsa_cuda_stream stream);
+nsa_status nsa_cuda_cache_rewind(nsa_cache *cache, int sequence, int length, nsa_status *verdict,
+                                 nsa_cuda_stream stream);
+nsa_status nsa_cuda_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
+                               int from_sequence, int length, nsa_status *verdict,
+                               nsa_cuda_stream stream);
+
+size_t nsa_cuda_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache, int count);
+nsa_status nsa_cuda_decode(const nsa_attention *x, nsa_cache *cache, int count,
+                           const int32_t *counts, nsa_reads *reads, nsa_status *verdict,
+                           void *workspace, size_t bytes, nsa_cuda_stream stream);
+
 #ifdef __cplusplus
 }
 #endif
@@ -174,5 +197,6 @@ nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const nsa_attent
 #include "kernels/attend_dense.cuh"
 #include "kernels/gate.cuh"
 #include "kernels/attention.cuh"
+#include "kernels/decode.cuh"
 
 #endif

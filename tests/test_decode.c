@@ -1,8 +1,14 @@
 /* test_decode.c - the decoding cache: random schedules of append, chunk, guess, rewind and fork give the
    bits of the whole sequence's forward.
-   Twin: section Decoding of nsa.h. Not here: whether that forward is right (test_attention.c). */
+   Twin: section Decoding of nsa.h; with CHECK_CUDA, kernels/decode.cuh, whose block numbers are those
+   of the whole, and whose outputs are sums in another order. Not here: whether that forward is right
+   (test_attention.c). */
 #include "check.h"
 #include "nsa.h"
+
+#ifdef CHECK_CUDA
+#include "decode_device.h"
+#endif
 
 enum { CONTENTS = 3, SEQUENCES = 3, INPUTS = 8 };
 
@@ -21,6 +27,23 @@ typedef struct geometry {
     nsa_window_rule window_rule;
 } geometry;
 
+#ifdef CHECK_CUDA
+enum { HIDDEN = 16 };
+static const geometry geometries[] = {
+    {"mean, f32", 4, 2, 16, 16, 8, 4, 16, 4, 20, 9, NSA_PHI_MEAN, NSA_F32, NSA_WINDOW_COUNTS_SELF},
+    {"conv, bf16, w + 1", 3, 1, 24, 8, 8, 8, 16, 3, 5, 3, NSA_PHI_CONV, NSA_BF16,
+     NSA_WINDOW_BEFORE_SELF},
+    {"mlp, f16, l = l'", 2, 2, 8, 16, 16, 4, 16, 3, 33, 17, NSA_PHI_MLP, NSA_F16,
+     NSA_WINDOW_COUNTS_SELF},
+    {"one token at a time, no rewind", 16, 1, 16, 16, 4, 2, 16, 4, 7, 0, NSA_PHI_MLP, NSA_F32,
+     NSA_WINDOW_COUNTS_SELF},
+    {"window and room beyond all", 2, 1, 16, 16, 16, 4, 64, 9, 1000, 130, NSA_PHI_CONV, NSA_F32,
+     NSA_WINDOW_COUNTS_SELF},
+    {"80 heads to a group", 80, 1, 8, 8, 8, 2, 32, 4, 40, 3, NSA_PHI_MEAN, NSA_F32,
+     NSA_WINDOW_COUNTS_SELF},
+};
+#else
+enum { HIDDEN = 10 };
 static const geometry geometries[] = {
     {"mean, f32", 4, 2, 16, 16, 8, 4, 16, 4, 20, 9, NSA_PHI_MEAN, NSA_F32, NSA_WINDOW_COUNTS_SELF},
     {"conv, bf16, w + 1", 3, 1, 24, 8, 8, 8, 8, 3, 5, 3, NSA_PHI_CONV, NSA_BF16,
@@ -32,6 +55,7 @@ static const geometry geometries[] = {
     {"window and room beyond all", 2, 1, 16, 16, 16, 4, 64, 9, 1000, 130, NSA_PHI_CONV, NSA_F32,
      NSA_WINDOW_COUNTS_SELF},
 };
+#endif
 
 enum { TOKENS = 120 };
 
@@ -68,7 +92,7 @@ static nsa_compress phi_of(content *c, const geometry *g, int dim, uint64_t seed
     memset(&x, 0, sizeof x);
     x.phi = g->phi;
     x.dim = dim;
-    x.hidden = 10;
+    x.hidden = HIDDEN;
     if (g->phi == NSA_PHI_CONV) x.w1 = rows_of(c, g->dtype, g->l, g->kv_heads, dim, seed);
     if (g->phi == NSA_PHI_MLP) {
         x.pos = rows_of(c, g->dtype, g->l, g->kv_heads, dim, seed);
@@ -143,6 +167,44 @@ static void inputs_of(nsa_attention *x, nsa_tensor *list[INPUTS]) {
     memcpy(list, all, sizeof all);
 }
 
+/* Keys of the blocks in token t's lists, over the kv heads. */
+static int64_t keys_listed(const world *w, const nsa_attention *whole, int t) {
+    int width = nsa_block_list_width(&w->d), block = w->d.slc_block;
+    const int32_t *list = (const int32_t *)row_at(&whole->blocks, TOKENS, 0, t);
+    int64_t keys = 0;
+    for (int i = 0; i < w->g->kv_heads * width; i++) {
+        int last = (list[i] + 1) * block < t + 1 ? (list[i] + 1) * block : t + 1;
+        if (list[i] >= 0) keys += last - list[i] * block;
+    }
+    return keys;
+}
+
+/* Decoded rows beside those of the whole: the same bits, or on CUDA, where sums are taken in another
+   order, the same block numbers and outputs that differ by rounding alone. */
+static void compare_rows(const nsa_tensor *x, const void *got, const void *want, int rows) {
+    size_t bytes = (size_t)rows * row_bytes(x);
+#ifdef CHECK_CUDA
+    size_t n = (size_t)rows * (size_t)x->token;
+    double *a = check_alloc(n * sizeof *a), *b = check_alloc(n * sizeof *b);
+    /* p and out are each rounded once, here and there */
+    double allowed = x->dtype == NSA_BF16 ? 0x1p-7 : x->dtype == NSA_F16 ? 0x1p-10 : 1e-5;
+    for (size_t i = 0; x->dtype != NSA_I32 && i < 2 * n; i++) {
+        const void *from = i < n ? got : want;
+        size_t e = i % n;
+        double value = x->dtype == NSA_F32    ? (double)((const float *)from)[e]
+                       : x->dtype == NSA_BF16 ? (double)nsa_bf16_to_f32(((const uint16_t *)from)[e])
+                                              : (double)nsa_f16_to_f32(((const uint16_t *)from)[e]);
+        (i < n ? a : b)[e] = isinf(value) ? -1e3 : value; /* lse of no key */
+    }
+    if (x->dtype != NSA_I32)
+        CHECK_NEAR("row of a decoded token", a, b, n, (size_t)x->token, allowed * check_norm(b, n));
+    free(a);
+    free(b);
+    if (x->dtype != NSA_I32) return;
+#endif
+    CHECK_BITS("row of a decoded token", got, want, bytes, row_bytes(x));
+}
+
 /* Appends counts[b] tokens: of the sequence's own content, or of another one as a wrong guess. */
 static void append(world *w, const int *counts, int wrong) {
     int most = 0;
@@ -172,9 +234,12 @@ static void append(world *w, const int *counts, int wrong) {
                                     &whole->out_win, &whole->lse_cmp, &whole->lse_slc,
                                     &whole->lse_win, &whole->blocks};
         for (int i = 0; i < 8; i++)
-            CHECK_BITS("row of a decoded token", row_at(outs[i], TOKENS, b, 0),
-                       row_at(want[i], TOKENS, 0, before[b]),
-                       (size_t)counts[b] * row_bytes(outs[i]), row_bytes(outs[i]));
+            compare_rows(outs[i], row_at(outs[i], TOKENS, b, 0),
+                         row_at(want[i], TOKENS, 0, before[b]), counts[b]);
+        int64_t listed = 0;
+        for (int t = before[b]; t < before[b] + counts[b]; t++) listed += keys_listed(w, whole, t);
+        CHECK(reads[b].slc == listed, "keys read by slc: %lld, not %lld", (long long)reads[b].slc,
+              (long long)listed);
         int64_t cmp = 0, win = 0;
         for (int t = before[b]; t < before[b] + counts[b]; t++) {
             cmp += nsa_cmp_visible(&w->d, t);
@@ -218,6 +283,26 @@ static void random_fork(world *w) {
     w->holds[to] = w->holds[from];
 }
 
+/* The whole sequence at once, by nsa.h. With CHECK_CUDA also by the kernels, whose block numbers are
+   demanded of decoding, and are nsa.h's in f32; in 16 bits all of it is the kernels'. */
+static void whole_forward(content *c, const nsa_desc *d) {
+#ifdef CHECK_CUDA
+    size_t lists = (size_t)c->x.blocks.batch * sizeof(int32_t);
+    CHECK(device_whole(&c->x, d) == NSA_OK, "whole, on the device");
+    if (c->x.q.dtype != NSA_F32) return;
+    void *blocks = check_alloc(lists);
+    memcpy(blocks, c->x.blocks.data, lists);
+#endif
+    size_t bytes = nsa_attention_forward_workspace_size(&c->x, d);
+    void *workspace = malloc(bytes);
+    CHECK(nsa_attention_forward(&c->x, d, workspace, bytes) == NSA_OK, "whole");
+    free(workspace);
+#ifdef CHECK_CUDA
+    CHECK_BITS("block numbers on the device", blocks, c->x.blocks.data, lists, sizeof(int32_t));
+    free(blocks);
+#endif
+}
+
 static void begin(world *w, const geometry *g, int threads) {
     memset(w, 0, sizeof *w);
     w->g = g;
@@ -225,10 +310,7 @@ static void begin(world *w, const geometry *g, int threads) {
     w->d.threads = threads;
     for (int i = 0; i < CONTENTS; i++) {
         make_content(&w->whole[i], g, &w->d, TOKENS, (uint64_t)i + 1);
-        size_t bytes = nsa_attention_forward_workspace_size(&w->whole[i].x, &w->d);
-        void *workspace = malloc(bytes);
-        CHECK(nsa_attention_forward(&w->whole[i].x, &w->d, workspace, bytes) == NSA_OK, "whole");
-        free(workspace);
+        whole_forward(&w->whole[i], &w->d);
     }
     nsa_desc d = describe(g, SEQUENCES);
     d.threads = threads;
@@ -247,6 +329,9 @@ static void begin(world *w, const geometry *g, int threads) {
           "a byte too few");
     CHECK(nsa_cache_init(&w->cache, &d, g->dtype, g->max_rewind, w->memory, size) == NSA_OK,
           "cache");
+#ifdef CHECK_CUDA
+    device_cache_of(&w->cache)->graph = threads == 2; /* there are no threads to vary */
+#endif
     w->bytes = nsa_decode_workspace_size(&w->step.x, &w->cache, TOKENS);
     w->workspace = malloc(w->bytes);
     for (int b = 0; b < SEQUENCES; b++) w->holds[b] = b % CONTENTS;
@@ -259,13 +344,13 @@ static void end(world *w) {
     free(w->workspace);
 }
 
-static void test_schedules(world *w, int schedules) {
+static void test_schedules(world *w, int schedules, int actions) {
     for (int s = 0; s < schedules; s++) {
         check_case("%s, schedule %d", w->g->name, s);
         w->seed = (uint64_t)s + 7;
         w->draws = 0;
         for (int b = 0; b < SEQUENCES; b++) nsa_cache_rewind(&w->cache, b, 0);
-        for (int i = 0; i < 24; i++) {
+        for (int i = 0; i < actions; i++) {
             int kind = draw(w, 8);
             if (kind < 4)
                 random_append(w, 0);
@@ -313,12 +398,14 @@ static void test_refusals(world *w) {
     free(memory);
 }
 
-static void test_full(world *w) {
+/* From nothing to the last token, `at_once` tokens at a time where the cache takes as many. */
+static void test_full(world *w, int at_once) {
     check_case("%s, a full cache", w->g->name);
     int counts[SEQUENCES];
     for (int b = 0; b < SEQUENCES; b++) nsa_cache_rewind(&w->cache, b, 0);
-    for (int t = 0; t < TOKENS; t++) {
-        for (int b = 0; b < SEQUENCES; b++) counts[b] = 1;
+    for (int t = 0; t < TOKENS; t += counts[0]) {
+        int most = w->g->max_rewind < at_once ? w->g->max_rewind + 1 : at_once;
+        for (int b = 0; b < SEQUENCES; b++) counts[b] = TOKENS - t < most ? TOKENS - t : most;
         append(w, counts, 0);
     }
     nsa_status s = nsa_decode(&w->step.x, &w->cache, 1, NULL, NULL, w->workspace, w->bytes);
@@ -326,15 +413,27 @@ static void test_full(world *w) {
     CHECK(w->cache.lengths[0] == TOKENS, "the cache is unchanged");
 }
 
+/* Schedules, as many as the argument says. Kernels that run on the CPU take their time: there steps
+   that are replayed from a graph fill the cache only, and "short" does that alone, for two
+   geometries. */
 int main(int argc, char **argv) {
     int schedules = argc > 1 ? atoi(argv[1]) : 12;
-    for (size_t i = 0; i < sizeof geometries / sizeof *geometries; i++)
-        for (int threads = 1; threads <= 2; threads++) {
+    int brief = argc > 1 && !strcmp(argv[1], "short");
+    for (size_t i = 0; i < (brief ? 3 : sizeof geometries / sizeof *geometries); i += brief ? 2 : 1)
+        for (int threads = brief ? 2 : 1; threads <= 2; threads++) {
             world w;
             begin(&w, &geometries[i], threads);
-            test_schedules(&w, schedules);
+#ifdef CHECK_CUDA
             test_refusals(&w);
-            test_full(&w);
+            if (threads == 1)
+                test_schedules(&w, schedules, 8);
+            else
+                test_full(&w, 18);
+#else
+            test_schedules(&w, schedules, 24);
+            test_refusals(&w);
+            test_full(&w, 1);
+#endif
             end(&w);
         }
     return check_done("test_decode");

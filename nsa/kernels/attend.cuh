@@ -394,6 +394,17 @@ NSA__DEVICE void nsa__cuda_mask_tile(float (&s)[N][4], const nsa__cuda_key_span 
         }
 }
 
+/* What is subtracted from scores whose largest is `most`: never an infinity. */
+NSA__DEVICE float nsa__cuda_base(float most) {
+    return most == -INFINITY ? 0.0f : most;
+}
+
+/* What sums relative to the largest score `before` become relative to `most`: times exactly 1 where
+   it stays. Decoding goes through the same steps tile by tile (decode_attend.cuh). */
+NSA__DEVICE float nsa__cuda_shrink(float before, float most) {
+    return most == before ? 1.0f : nsa__ex2(before - nsa__cuda_base(most));
+}
+
 /* s becomes p = 2^(s - most), 0 where masked; shrink is what earlier p of a row are to be multiplied
    by: exactly 1 where the maximum stays. No infinity is subtracted from another. */
 template <int N>
@@ -407,7 +418,7 @@ NSA__DEVICE void nsa__cuda_softmax_tile(float (&s)[N][4], nsa__cuda_forward_rows
 #pragma unroll
             for (int e = 0; e < 2; e++) most = fmaxf(most, s[n][2 * h + e]);
         most = nsa__cuda_quad_max(most);
-        const float base = most == -INFINITY ? 0.0f : most;
+        const float base = nsa__cuda_base(most);
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
@@ -416,8 +427,8 @@ NSA__DEVICE void nsa__cuda_softmax_tile(float (&s)[N][4], nsa__cuda_forward_rows
                 x = nsa__ex2(x - base);
                 sum += x;
             }
-        shrink[h] = most == rows.most[h] ? 1.0f : nsa__ex2(rows.most[h] - base);
-        rows.sum[h] = rows.sum[h] * shrink[h] + sum;
+        shrink[h] = nsa__cuda_shrink(rows.most[h], most);
+        rows.sum[h] = fmaf(rows.sum[h], shrink[h], sum);
         rows.most[h] = most;
     }
 }
@@ -555,9 +566,8 @@ template <typename T, int DK, int DV> struct nsa__cuda_forward_run {
 /* ---- Choosing a kernel --------------------------------------------------------------------- */
 
 /* The padded widths that are compiled: 64, 128, 192 with 128 (the paper's), and the largest. */
-template <template <typename, int, int> class Run, typename T>
-static nsa_status nsa__cuda_attend_choose_width(const nsa__cuda_attend_job &job,
-                                                cudaStream_t stream) {
+template <template <typename, int, int> class Run, typename T, typename Job>
+static nsa_status nsa__cuda_attend_choose_width(const Job &job, cudaStream_t stream) {
     constexpr int MOST = NSA_CUDA_MAX_DIM;
     const int dim = job.d.dim, dim_v = job.d.dim_v;
     if (dim <= 64 && dim_v <= 64) return Run<T, 64, 64>::launch(job, stream);
@@ -570,8 +580,8 @@ static nsa_status nsa__cuda_attend_choose_width(const nsa__cuda_attend_job &job,
     return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
 }
 
-template <template <typename, int, int> class Run>
-static nsa_status nsa__cuda_attend_choose(const nsa__cuda_attend_job &job, cudaStream_t stream) {
+template <template <typename, int, int> class Run, typename Job>
+static nsa_status nsa__cuda_attend_choose(const Job &job, cudaStream_t stream) {
     switch (job.x.q.dtype) {
 #ifndef NSA_CUDA_NO_F32
     case NSA_F32:

@@ -110,7 +110,7 @@ extern "C" nsa_status nsa_cuda_attention_forward(const nsa_attention *x, const n
     if (s == NSA_OK) s = nsa__cuda_select_run(&c.select, d, workspace, stream);
     if (s == NSA_OK) s = nsa_cuda_attend_slc_forward(&c.slc, d, workspace, bytes, stream);
     if (s == NSA_OK) s = nsa_cuda_attend_win_forward(&c.win, d, workspace, bytes, stream);
-    return s == NSA_OK ? nsa__cuda_gate_forward_run(&c.gate, d, stream) : s;
+    return s == NSA_OK ? nsa__cuda_gate_forward_run(&c.gate, d, {NULL}, stream) : s;
 }
 
 /* ---- Backward ------------------------------------------------------------------------------- */

@@ -63,6 +63,21 @@ NSA__DEVICE nsa__sequence nsa__sequence_of(const nsa_desc &d, int b) {
     return s;
 }
 
+/* A decoding cache's sequences: tokens held before the step, and new tokens, on the device. */
+struct nsa__cuda_places {
+    const int2 *of; /* NULL: no decoding, the desc says it all */
+};
+
+/* Of a step's new tokens those that the desc's first .. first + count - 1 number; in the views of the
+   query's side they begin at row 0. */
+NSA__DEVICE nsa__sequence nsa__sequence_at(const nsa_desc &d, int b, nsa__cuda_places places) {
+    if (!places.of) return nsa__sequence_of(d, b);
+    const int2 place = places.of[b];
+    nsa__sequence s = {b, 0, place.x + place.y, place.x + d.first, 0};
+    s.count = min(d.count, max(place.y - d.first, 0));
+    return s;
+}
+
 /* The row of a sequence's compressed block 0; cmp_begins is read where sequences are packed. */
 NSA__DEVICE int64_t nsa__cmp_row(const nsa_desc &d, const int32_t *cmp_begins, int b) {
     return d.begins ? cmp_begins[b] : 0;

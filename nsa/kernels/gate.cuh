@@ -42,12 +42,13 @@ struct nsa__cuda_gate_place {
     bool mine;
 };
 
-NSA__DEVICE nsa__cuda_gate_place nsa__cuda_gate_place_of(const nsa_desc &d, int heads, int team) {
+NSA__DEVICE nsa__cuda_gate_place nsa__cuda_gate_place_of(const nsa_desc &d, int heads, int team,
+                                                         nsa__cuda_places places = {NULL}) {
     const int blocks = static_cast<int>(gridDim.x) / d.batch;
     const int64_t item =
         static_cast<int64_t>(blockIdx.x % blocks) * (NSA__GATE_THREADS / team) + threadIdx.x / team;
     nsa__cuda_gate_place p;
-    p.s = nsa__sequence_of(d, static_cast<int>(blockIdx.x) / blocks);
+    p.s = nsa__sequence_at(d, static_cast<int>(blockIdx.x) / blocks, places);
     p.row = item / heads;
     p.head = static_cast<int>(item % heads);
     p.c = static_cast<int>(threadIdx.x) % team * 8;
@@ -55,8 +56,9 @@ NSA__DEVICE nsa__cuda_gate_place nsa__cuda_gate_place_of(const nsa_desc &d, int 
     return p;
 }
 
-static __global__ void nsa__cuda_gate_forward_kernel(nsa_desc d, nsa_gate x, int team) {
-    const nsa__cuda_gate_place p = nsa__cuda_gate_place_of(d, d.heads, team);
+static __global__ void nsa__cuda_gate_forward_kernel(nsa_desc d, nsa_gate x, int team,
+                                                     nsa__cuda_places places) {
+    const nsa__cuda_gate_place p = nsa__cuda_gate_place_of(d, d.heads, team, places);
     if (!p.mine || p.c >= d.dim_v) return;
     const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
     const int64_t t = p.s.row + p.row;
@@ -153,14 +155,14 @@ static nsa_status nsa__cuda_gate_grid(const nsa_desc *d, int heads, int team, di
 
 /* The launches alone, for the doors and for the chain. */
 static nsa_status nsa__cuda_gate_forward_run(const nsa_gate *x, const nsa_desc *d,
-                                             cudaStream_t stream) {
+                                             nsa__cuda_places places, cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
     const int team = nsa__cuda_gate_team(d->dim_v);
     dim3 grid;
     const nsa_status s = nsa__cuda_gate_grid(d, d->heads, team, &grid);
     if (s != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_forward_kernel, grid, dim3(NSA__GATE_THREADS),
-                                       0, stream, *d, *x, team));
+                                       0, stream, *d, *x, team, places));
 }
 static nsa_status nsa__cuda_gate_backward_run(const nsa_gate *dx, const nsa_gate *x,
                                               const nsa_desc *d, bool adds, cudaStream_t stream) {
@@ -180,7 +182,7 @@ extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if ((s = nsa__cuda_gate_check(x, d, 1, &nsa__cuda_gate_names)) != NSA_OK) return s;
-    return nsa__cuda_gate_forward_run(x, d, stream);
+    return nsa__cuda_gate_forward_run(x, d, {NULL}, stream);
 }
 
 extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate *x,

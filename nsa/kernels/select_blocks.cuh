@@ -476,38 +476,51 @@ template <int D> static constexpr int nsa__cuda_select_wide() {
     return D > 192 ? 2 : 4;
 }
 
-template <typename T, int D>
-static nsa_status nsa__cuda_select_run_padded(const nsa_select *x, const nsa_desc *d,
-                                              void *workspace, cudaStream_t stream) {
+/* Which kernel a geometry takes: call.run<T, D, NT, CHUNKS>(). The one choice, which decoding shares:
+   on it hang the bits of the scores. */
+template <typename T, int D, typename Call>
+static nsa_status nsa__cuda_select_choose_columns(const nsa_desc *d, const Call &call) {
     const int group = d->heads / d->kv_heads;
-    if (group <= 2)
-        return nsa__cuda_select_launch<T, D, 1, sizeof(T) == 4>(x, d, workspace, stream);
+    if (group <= 2) return call.template run<T, D, 1, sizeof(T) == 4>();
     if (sizeof(T) == 4 || group <= 8 * nsa__cuda_select_wide<D>())
-        return nsa__cuda_select_launch<T, D, nsa__cuda_select_wide<D>(), sizeof(T) == 4>(
-            x, d, workspace, stream);
-    return nsa__cuda_select_launch<T, NSA_CUDA_MAX_DIM, 2, true>(x, d, workspace, stream);
+        return call.template run<T, D, nsa__cuda_select_wide<D>(), sizeof(T) == 4>();
+    return call.template run<T, NSA_CUDA_MAX_DIM, 2, true>();
 }
 
-template <typename T>
-static nsa_status nsa__cuda_select_run_as(const nsa_select *x, const nsa_desc *d, void *workspace,
-                                          cudaStream_t stream) {
+template <typename T, typename Call>
+static nsa_status nsa__cuda_select_choose_width(const nsa_desc *d, const Call &call) {
     if constexpr (sizeof(T) == 2 || NSA_CUDA_MAX_DIM == 64)
-        if (d->dim <= 64) return nsa__cuda_select_run_padded<T, 64>(x, d, workspace, stream);
+        if (d->dim <= 64) return nsa__cuda_select_choose_columns<T, 64>(d, call);
     if constexpr (NSA_CUDA_MAX_DIM >= 128)
-        if (d->dim <= 128) return nsa__cuda_select_run_padded<T, 128>(x, d, workspace, stream);
+        if (d->dim <= 128) return nsa__cuda_select_choose_columns<T, 128>(d, call);
     if constexpr (NSA_CUDA_MAX_DIM == 192 || (NSA_CUDA_MAX_DIM > 192 && sizeof(T) == 2))
-        if (d->dim <= 192) return nsa__cuda_select_run_padded<T, 192>(x, d, workspace, stream);
-    if constexpr (NSA_CUDA_MAX_DIM > 192)
-        return nsa__cuda_select_run_padded<T, 256>(x, d, workspace, stream);
+        if (d->dim <= 192) return nsa__cuda_select_choose_columns<T, 192>(d, call);
+    if constexpr (NSA_CUDA_MAX_DIM > 192) return nsa__cuda_select_choose_columns<T, 256>(d, call);
     return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
 }
+
+template <typename Call>
+static nsa_status nsa__cuda_select_choose(nsa_dtype dtype, const nsa_desc *d, const Call &call) {
+    NSA__CUDA_BY_DTYPE(dtype, T, return nsa__cuda_select_choose_width<T>(d, call);)
+    return nsa__error(NSA_ERROR_DTYPE, NSA__AT_q);
+}
+
+struct nsa__cuda_select_call {
+    const nsa_select *x;
+    const nsa_desc *d;
+    void *workspace;
+    cudaStream_t stream;
+    template <typename T, int D, int NT, bool CHUNKS> nsa_status run() const {
+        return nsa__cuda_select_launch<T, D, NT, CHUNKS>(x, d, workspace, stream);
+    }
+};
 
 /* The launches alone, for the door and for the chain. */
 static nsa_status nsa__cuda_select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                        cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
-    NSA__CUDA_BY_DTYPE(x->q.dtype, T, return nsa__cuda_select_run_as<T>(x, d, workspace, stream);)
-    return nsa__error(NSA_ERROR_DTYPE, NSA__AT_q);
+    const nsa__cuda_select_call call = {x, d, workspace, stream};
+    return nsa__cuda_select_choose(x->q.dtype, d, call);
 }
 
 /* A caller's workspace serves every dtype: of all kernels' needs, the largest. */

@@ -1,0 +1,497 @@
+/* decode_cache.cuh: the decoding cache on the device: layout, appending rows, compressing what they
+   complete, rewinding, forking.
+   Twin: nsa.h, Decoding (nsa_cache_size to nsa_cache_fork).
+   Not here: attention from the cache (decode_attend.cuh), the step (decode.cuh).
+
+   Lengths live on the device alone, so that a captured step can be replayed: the host knows how many
+   tokens a step may bring, the device how many it brings. One kernel decides at the start of a step
+   and leaves it as `places`; refused, a step has no tokens and the kernels behind it nothing to do. */
+#ifndef NSA_DECODE_CACHE_CUH
+#define NSA_DECODE_CACHE_CUH
+
+#include "attention.cuh"
+
+enum { NSA__DECODE_THREADS = 128, NSA__CACHE_PARTS = 8, NSA__CACHE_INPUTS = 6 };
+
+/* Whether rows are finite, a bit for each key, as attention wants it: kept, because a step must not
+   look at every key again. (B, Hk, words); of slc and win by token, of cmp by compressed row. */
+struct nsa__cuda_cache_bits {
+    uint64_t *slc, *win, *cmp;
+    int words, cmp_words;
+};
+
+/* The cache's arrays once: what they hold, how many rows, how they are indexed. The first six are
+   what a step appends. */
+struct nsa__cuda_cache_part {
+    nsa_tensor *rows;
+    int count, width, ring; /* ring: 0 where row t is token t */
+};
+
+static int nsa__cuda_ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
+    const int64_t rows = needed + max_rewind < d->tokens ? needed + max_rewind : d->tokens;
+    return static_cast<int>(rows > 1 ? rows : 1);
+}
+
+static void nsa__cuda_cache_parts(nsa_cache *c, nsa__cuda_cache_part parts[NSA__CACHE_PARTS]) {
+    const nsa_desc *d = &c->desc;
+    const int64_t window =
+        static_cast<int64_t>(d->window) + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
+    const int win = nsa__cuda_ring_rows(d, window, c->max_rewind);
+    const int raw = nsa__cuda_ring_rows(d, d->cmp_block, c->max_rewind);
+    const int cmp = nsa_cmp_count(d, d->tokens);
+    const nsa__cuda_cache_part all[NSA__CACHE_PARTS] = {
+        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
+        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
+        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
+        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
+    memcpy(parts, all, sizeof all);
+}
+
+/* Sets every pointer of the cache and says where the bits are; with a base of NULL only counts. */
+static nsa__cuda_cache_bits nsa__cuda_cache_lay_out(nsa_cache *c, nsa_dtype dtype,
+                                                    nsa__cuda_arena *a) {
+    nsa__cuda_cache_part parts[NSA__CACHE_PARTS];
+    const nsa_desc *d = &c->desc;
+    const int64_t pairs = static_cast<int64_t>(d->batch) * d->kv_heads;
+    const int64_t element = static_cast<int64_t>(nsa__dtype_bytes(dtype));
+    c->lengths = nsa__cuda_take<int32_t>(a, d->batch);
+    c->newest = nsa__cuda_take<int32_t>(a, d->batch);
+    nsa__cuda_cache_parts(c, parts);
+    for (int i = 0; i < NSA__CACHE_PARTS; i++) {
+        nsa_tensor *x = parts[i].rows;
+        *x = nsa_tensor_bthd(NULL, dtype, parts[i].count, d->kv_heads, parts[i].width);
+        x->data = nsa__cuda_take<char>(a, x->batch * d->batch * element);
+    }
+    nsa__cuda_cache_bits bits;
+    bits.words = d->tokens / 64 + 2; /* a tile may straddle two words */
+    bits.cmp_words = nsa_cmp_count(d, d->tokens) / 64 + 2;
+    bits.slc = nsa__cuda_take<uint64_t>(a, pairs * bits.words);
+    bits.win = nsa__cuda_take<uint64_t>(a, pairs * bits.words);
+    bits.cmp = nsa__cuda_take<uint64_t>(a, pairs * bits.cmp_words);
+    return bits;
+}
+
+/* The bits of a cache that was laid out: lengths are its first array. */
+static nsa__cuda_cache_bits nsa__cuda_cache_bits_of(const nsa_cache *cache) {
+    nsa_cache copy = *cache;
+    nsa__cuda_arena a = nsa__cuda_arena_at(cache->lengths);
+    return nsa__cuda_cache_lay_out(&copy, cache->k_slc.dtype, &a);
+}
+
+static nsa_status nsa__cuda_cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+    if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
+    nsa_desc room = *d;
+    room.first = room.count = 0;
+    room.begins = NULL;
+    const nsa_status s = nsa__cuda_check_desc(&room);
+    if (s != NSA_OK) return s;
+    if (!nsa__cuda_one_dtype(dtype)) return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
+    if (max_rewind < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind);
+    const int64_t rows = static_cast<int64_t>(d->batch) * d->kv_heads;
+    return nsa__fits(rows, d->tokens, d->dim > d->dim_v ? d->dim : d->dim_v, 64)
+               ? NSA_OK
+               : nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+}
+
+extern "C" size_t nsa_cuda_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+    if (nsa__cuda_cache_check(d, dtype, max_rewind) != NSA_OK) return 0;
+    nsa_cache cache;
+    nsa__cuda_arena a = nsa__cuda_arena_at(NULL);
+    cache.desc = *d;
+    cache.max_rewind = max_rewind;
+    nsa__cuda_cache_lay_out(&cache, dtype, &a);
+    return nsa__cuda_arena_bytes(&a);
+}
+
+extern "C" nsa_status nsa_cuda_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype,
+                                          int max_rewind, void *memory, size_t bytes,
+                                          cudaStream_t stream) {
+    nsa_status s = nsa__cuda_cache_check(d, dtype, max_rewind);
+    if (s != NSA_OK) return s;
+    if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (!memory || bytes < nsa_cuda_cache_size(d, dtype, max_rewind))
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_cache);
+    nsa__cuda_arena a = nsa__cuda_arena_at(memory);
+    cache->desc = *d;
+    cache->desc.first = cache->desc.count = 0;
+    cache->desc.begins = NULL;
+    cache->max_rewind = max_rewind;
+    const nsa__cuda_cache_bits bits = nsa__cuda_cache_lay_out(cache, dtype, &a);
+    const size_t pairs = static_cast<size_t>(d->batch) * static_cast<size_t>(d->kv_heads);
+    const size_t words = pairs * sizeof(uint64_t);
+    const struct {
+        void *at;
+        size_t bytes;
+    } zeros[] = {{cache->lengths, static_cast<size_t>(d->batch) * sizeof(int32_t)},
+                 {cache->newest, static_cast<size_t>(d->batch) * sizeof(int32_t)},
+                 {bits.slc, words * static_cast<size_t>(bits.words)},
+                 {bits.win, words * static_cast<size_t>(bits.words)},
+                 {bits.cmp, words * static_cast<size_t>(bits.cmp_words)}};
+    for (size_t i = 0; s == NSA_OK && i < sizeof zeros / sizeof *zeros; i++)
+        s = nsa__cuda_status(cudaMemsetAsync(zeros[i].at, 0, zeros[i].bytes, stream));
+    return s;
+}
+
+/* ---- Rewind and fork ------------------------------------------------------------------------ */
+
+enum {
+    NSA__REFUSED_REWIND = NSA_ERROR_REWIND | NSA__AT_length << 8,
+    NSA__REFUSED_COUNTS = NSA_ERROR_RANGE | NSA__AT_counts << 8,
+    NSA__REFUSED_CACHE = NSA_ERROR_CACHE | NSA__AT_cache << 8
+};
+
+/* Whether the rings still hold what leads to `length`. */
+NSA__DEVICE bool nsa__cuda_cache_holds(int newest, int held, int max_rewind, int length) {
+    return length <= held && (length == 0 || length >= static_cast<int64_t>(newest) - max_rewind);
+}
+
+static __global__ void nsa__cuda_cache_rewind_kernel(nsa_cache cache, int sequence, int length,
+                                                     nsa_status *verdict) {
+    const bool holds = nsa__cuda_cache_holds(cache.newest[sequence], cache.lengths[sequence],
+                                             cache.max_rewind, length);
+    if (verdict) *verdict = holds ? 0 : static_cast<nsa_status>(NSA__REFUSED_REWIND);
+    if (!holds) return;
+    cache.lengths[sequence] = length;
+    if (length == 0) cache.newest[sequence] = 0;
+}
+
+static nsa_status nsa__cuda_check_length(const nsa_cache *cache, int sequence, int length) {
+    if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (sequence < 0 || sequence >= cache->desc.batch)
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    return length < 0 || length > cache->desc.tokens ? nsa__error(NSA_ERROR_REWIND, NSA__AT_length)
+                                                     : NSA_OK;
+}
+
+extern "C" nsa_status nsa_cuda_cache_rewind(nsa_cache *cache, int sequence, int length,
+                                            nsa_status *verdict, cudaStream_t stream) {
+    const nsa_status s = nsa__cuda_check_length(cache, sequence, length);
+    if (s != NSA_OK) return s;
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_cache_rewind_kernel, dim3(1), dim3(1), 0, stream,
+                                       *cache, sequence, length, verdict));
+}
+
+/* Pieces of memory: `rows` rows of so many words of 8 bytes. */
+struct nsa__cuda_cache_copy {
+    const uint64_t *from;
+    uint64_t *to;
+    int64_t words, rows, from_stride, to_stride;
+};
+struct nsa__cuda_cache_copies {
+    nsa__cuda_cache_copy of[NSA__CACHE_PARTS + 3];
+};
+
+static __global__ void nsa__cuda_cache_fork_kernel(nsa_cache from, int from_sequence, int length,
+                                                   nsa__cuda_cache_copies copies) {
+    const nsa__cuda_cache_copy copy = copies.of[blockIdx.y];
+    if (!nsa__cuda_cache_holds(from.newest[from_sequence], from.lengths[from_sequence],
+                               from.max_rewind, length))
+        return;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+         i < copy.words * copy.rows; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+        const int64_t row = i / copy.words, word = i % copy.words;
+        copy.to[row * copy.to_stride + word] = copy.from[row * copy.from_stride + word];
+    }
+}
+
+static __global__ void nsa__cuda_cache_forked_kernel(nsa_cache to, int to_sequence, nsa_cache from,
+                                                     int from_sequence, int length,
+                                                     nsa_status *verdict) {
+    const int newest = from.newest[from_sequence];
+    const bool holds =
+        nsa__cuda_cache_holds(newest, from.lengths[from_sequence], from.max_rewind, length);
+    if (verdict) *verdict = holds ? 0 : static_cast<nsa_status>(NSA__REFUSED_REWIND);
+    if (!holds) return;
+    to.newest[to_sequence] = length ? newest : 0;
+    to.lengths[to_sequence] = length;
+}
+
+static bool nsa__cuda_cache_same_geometry(const nsa_cache *a, const nsa_cache *b) {
+    const nsa_desc *x = &a->desc, *y = &b->desc;
+    const int pairs[][2] = {{x->kv_heads, y->kv_heads},
+                            {x->dim, y->dim},
+                            {x->dim_v, y->dim_v},
+                            {x->cmp_block, y->cmp_block},
+                            {x->cmp_stride, y->cmp_stride},
+                            {a->max_rewind, b->max_rewind},
+                            {a->k_slc.dtype, b->k_slc.dtype}};
+    for (const int(&pair)[2] : pairs)
+        if (pair[0] != pair[1]) return false;
+    return a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
+}
+
+/* What makes a sequence the copy of another's first `length` tokens. */
+static nsa__cuda_cache_copies nsa__cuda_cache_copies_of(nsa_cache *to, int to_sequence,
+                                                        const nsa_cache *from, int from_sequence,
+                                                        int length) {
+    nsa__cuda_cache_copies copies;
+    nsa__cuda_cache_part source[NSA__CACHE_PARTS], target[NSA__CACHE_PARTS];
+    nsa_cache copy = *from;
+    nsa__cuda_cache_parts(&copy, source);
+    nsa__cuda_cache_parts(to, target);
+    const int cmp = nsa_cmp_count(&from->desc, length);
+    for (int i = 0; i < NSA__CACHE_PARTS; i++) {
+        const nsa_tensor *x = source[i].rows, *y = target[i].rows;
+        const int64_t rows = source[i].ring          ? source[i].count
+                             : i < NSA__CACHE_INPUTS ? length
+                                                     : cmp;
+        const int64_t element = static_cast<int64_t>(nsa__dtype_bytes(x->dtype));
+        copies.of[i] = {reinterpret_cast<const uint64_t *>(static_cast<const char *>(x->data) +
+                                                           x->batch * from_sequence * element),
+                        reinterpret_cast<uint64_t *>(static_cast<char *>(y->data) +
+                                                     y->batch * to_sequence * element),
+                        rows * x->token * element / 8,
+                        1,
+                        0,
+                        0};
+    }
+    const nsa__cuda_cache_bits a = nsa__cuda_cache_bits_of(from), b = nsa__cuda_cache_bits_of(to);
+    const int64_t heads = from->desc.kv_heads;
+    const struct {
+        const uint64_t *from;
+        uint64_t *to;
+        int64_t from_words, to_words;
+    } bits[3] = {{a.slc, b.slc, a.words, b.words},
+                 {a.win, b.win, a.words, b.words},
+                 {a.cmp, b.cmp, a.cmp_words, b.cmp_words}};
+    for (int i = 0; i < 3; i++)
+        copies.of[NSA__CACHE_PARTS + i] = {
+            bits[i].from + from_sequence * heads * bits[i].from_words,
+            bits[i].to + to_sequence * heads * bits[i].to_words,
+            bits[i].from_words < bits[i].to_words ? bits[i].from_words : bits[i].to_words,
+            heads,
+            bits[i].from_words,
+            bits[i].to_words};
+    return copies;
+}
+
+extern "C" nsa_status nsa_cuda_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
+                                          int from_sequence, int length, nsa_status *verdict,
+                                          cudaStream_t stream) {
+    nsa_status s = nsa__cuda_check_length(from, from_sequence, length);
+    if (s != NSA_OK) return s;
+    if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (to_sequence < 0 || to_sequence >= to->desc.batch)
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    if (!nsa__cuda_cache_same_geometry(to, from) || length > to->desc.tokens)
+        return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
+    if (to->lengths + to_sequence != from->lengths + from_sequence)
+        s = nsa__cuda_status(
+            NSA_LAUNCH(nsa__cuda_cache_fork_kernel, dim3(64, NSA__CACHE_PARTS + 3),
+                       dim3(NSA__DECODE_THREADS), 0, stream, *from, from_sequence, length,
+                       nsa__cuda_cache_copies_of(to, to_sequence, from, from_sequence, length)));
+    if (s != NSA_OK) return s;
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_cache_forked_kernel, dim3(1), dim3(1), 0, stream,
+                                       *to, to_sequence, *from, from_sequence, length, verdict));
+}
+
+/* ---- A step: places ------------------------------------------------------------------------- */
+
+/* What a step knows of its sequences, on the device. Blocks that it completes are compressed from
+   a copy of their rows that has no ring: packed sequences, as compress.cuh takes them. */
+struct nsa__cuda_decode_step {
+    int2 *places;        /* B: tokens held before, new tokens; all 0 where the step is refused */
+    int32_t *begins;     /* B + 1: where a sequence's rows begin in the copy */
+    int32_t *cmp_begins; /* B + 1: likewise its compressed rows */
+};
+
+/* Compressed blocks of a sequence before a step, and how many the step completes. */
+struct nsa__cuda_new_blocks {
+    int first, count;
+};
+
+NSA__DEVICE nsa__cuda_new_blocks nsa__cuda_new_blocks_of(const nsa_desc &d, int2 place) {
+    const int first = nsa__cmp_count(d, place.x);
+    return {first, nsa__cmp_count(d, place.x + place.y) - first};
+}
+
+NSA__DEVICE int nsa__cuda_warp_prefix(int x) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int left = __shfl_up_sync(0xffffffffu, x, step);
+        if (lane >= step) x += left;
+    }
+    return x;
+}
+
+/* Why the sequence cannot take its new tokens; 0: it can. */
+NSA__DEVICE nsa_status nsa__cuda_refusal(const nsa_cache &cache, int b, int more, int most) {
+    if (more < 0 || more > most) return NSA__REFUSED_COUNTS;
+    if (static_cast<int64_t>(cache.lengths[b]) + more > cache.desc.tokens ||
+        more - 1 > cache.max_rewind)
+        return NSA__REFUSED_CACHE;
+    return NSA_OK;
+}
+
+/* One warp: the first refusal of any sequence is the step's; else the places, begins and zeroed
+   reads. */
+static __global__ void nsa__cuda_decode_places_kernel(nsa_cache cache, int count,
+                                                      const int32_t *counts,
+                                                      nsa__cuda_decode_step step, nsa_reads *reads,
+                                                      nsa_status *verdict) {
+    const int lane = static_cast<int>(threadIdx.x), batch = cache.desc.batch;
+    const nsa_desc &d = cache.desc;
+    nsa_status refused = 0;
+    for (int base = 0; base < batch && !refused; base += 32) {
+        const int b = min(base + lane, batch - 1);
+        const nsa_status mine = nsa__cuda_refusal(cache, b, counts ? counts[b] : count, count);
+        const unsigned found = __ballot_sync(0xffffffffu, mine != 0);
+        if (found) refused = __shfl_sync(0xffffffffu, mine, __ffs(static_cast<int>(found)) - 1);
+    }
+    int rows = 0, blocks = 0;
+    for (int base = 0; base < batch; base += 32) {
+        const int b = base + lane;
+        int2 place = make_int2(0, 0);
+        if (b < batch && !refused) place = make_int2(cache.lengths[b], counts ? counts[b] : count);
+        const int made = nsa__cuda_new_blocks_of(d, place).count;
+        const int staged = made ? (made - 1) * d.cmp_stride + d.cmp_block : 0;
+        const int rows_end = rows + nsa__cuda_warp_prefix(staged);
+        const int blocks_end = blocks + nsa__cuda_warp_prefix(made);
+        if (b < batch) {
+            step.places[b] = place;
+            step.begins[b + 1] = rows_end;
+            step.cmp_begins[b + 1] = blocks_end;
+            if (reads && !refused) reads[b].cmp = reads[b].slc = reads[b].win = 0;
+        }
+        rows = __shfl_sync(0xffffffffu, rows_end, 31);
+        blocks = __shfl_sync(0xffffffffu, blocks_end, 31);
+    }
+    if (lane != 0) return;
+    step.begins[0] = step.cmp_begins[0] = 0;
+    if (verdict) *verdict = refused;
+}
+
+/* The last kernel of a step. */
+static __global__ void nsa__cuda_decode_commit_kernel(nsa_cache cache, const int2 *places) {
+    const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (b >= cache.desc.batch) return;
+    const int length = places[b].x + places[b].y;
+    if (places[b].y == 0) return;
+    cache.lengths[b] = length;
+    cache.newest[b] = max(cache.newest[b], length);
+}
+
+/* ---- A step: rows --------------------------------------------------------------------------- */
+
+/* Eight elements of one of `rows` rows of every sequence and kv head; blockIdx.y is the caller's. */
+struct nsa__cuda_decode_place {
+    int b, row, head, c;
+};
+
+NSA__DEVICE nsa__cuda_decode_place nsa__cuda_decode_place_of(const nsa_desc &d, int width) {
+    const int units = width / 8, blocks = static_cast<int>(gridDim.x) / d.batch;
+    const int64_t item = static_cast<int64_t>(blockIdx.x % blocks) * blockDim.x + threadIdx.x;
+    nsa__cuda_decode_place p;
+    p.b = static_cast<int>(blockIdx.x) / blocks;
+    p.c = static_cast<int>(item % units) * 8;
+    p.head = static_cast<int>(item / units % d.kv_heads);
+    p.row = static_cast<int>(item / units / d.kv_heads);
+    return p;
+}
+
+static nsa_status nsa__cuda_decode_rows_grid(const nsa_desc *d, int64_t rows, int width, int kinds,
+                                             dim3 *grid) {
+    const nsa_status s = nsa__cuda_grid(
+        d->batch * nsa__cuda_ceil_div(rows * d->kv_heads * (width / 8), NSA__DECODE_THREADS), grid);
+    grid->y = static_cast<unsigned>(kinds);
+    return s;
+}
+
+struct nsa__cuda_row_moves {
+    struct {
+        nsa_tensor from, to;
+        int width, ring; /* of the side that has one */
+    } of[NSA__CACHE_INPUTS];
+};
+
+NSA__DEVICE int nsa__cuda_ring_row(int64_t token, int ring) {
+    return static_cast<int>(ring ? token % ring : token);
+}
+
+/* The new rows of a step, into the cache. */
+static __global__ void nsa__cuda_decode_append_kernel(nsa_desc d, nsa__cuda_row_moves moves,
+                                                      const int2 *places) {
+    const auto &move = moves.of[blockIdx.y];
+    const nsa__cuda_decode_place p = nsa__cuda_decode_place_of(d, move.width);
+    const int2 place = places[p.b];
+    if (p.row >= place.y) return;
+    const int row = nsa__cuda_ring_row(static_cast<int64_t>(place.x) + p.row, move.ring);
+    float value[8];
+    nsa__load8(value, move.from.dtype, nsa__row_at(move.from, p.b, p.row, p.head), p.c);
+    nsa__store8(move.to.dtype, nsa__row_at(move.to, p.b, row, p.head), p.c, value);
+}
+
+/* The raw rows of the blocks that a step completes, out of the ring into packed sequences. */
+static __global__ void nsa__cuda_decode_stage_kernel(nsa_desc d, nsa__cuda_row_moves moves,
+                                                     nsa__cuda_decode_step step) {
+    const auto &move = moves.of[blockIdx.y];
+    const nsa__cuda_decode_place p = nsa__cuda_decode_place_of(d, move.width);
+    const int begin = step.begins[p.b];
+    if (p.row >= step.begins[p.b + 1] - begin) return;
+    const int64_t token =
+        static_cast<int64_t>(nsa__cuda_new_blocks_of(d, step.places[p.b]).first) * d.cmp_stride +
+        p.row;
+    float value[8];
+    nsa__load8(value, move.from.dtype,
+               nsa__row_at(move.from, p.b, nsa__cuda_ring_row(token, move.ring), p.head), p.c);
+    nsa__store8(move.to.dtype, nsa__row_at(move.to, 0, begin + p.row, p.head), p.c, value);
+}
+
+/* What phi made of them, into the cache. */
+static __global__ void nsa__cuda_decode_emit_kernel(nsa_desc d, nsa__cuda_row_moves moves,
+                                                    nsa__cuda_decode_step step) {
+    const auto &move = moves.of[blockIdx.y];
+    const nsa__cuda_decode_place p = nsa__cuda_decode_place_of(d, move.width);
+    const nsa__cuda_new_blocks made = nsa__cuda_new_blocks_of(d, step.places[p.b]);
+    if (p.row >= made.count) return;
+    float value[8];
+    nsa__load8(value, move.from.dtype,
+               nsa__row_at(move.from, 0, step.cmp_begins[p.b] + p.row, p.head), p.c);
+    nsa__store8(move.to.dtype, nsa__row_at(move.to, p.b, made.first + p.row, p.head), p.c, value);
+}
+
+/* ---- A step: which of the new rows are finite ------------------------------------------------- */
+
+struct nsa__cuda_bits_jobs {
+    struct {
+        nsa_tensor k, v;
+        uint64_t *bits;
+        int words, ring;
+        bool compressed;
+    } of[2];
+};
+
+/* A warp to a word: the bits of the new rows; those of older keys stay. */
+static __global__ void nsa__cuda_decode_bits_kernel(nsa_desc d, nsa__cuda_bits_jobs jobs,
+                                                    const int2 *places) {
+    const auto &job = jobs.of[blockIdx.y];
+    const int lane = static_cast<int>(threadIdx.x),
+              pair = static_cast<int>(blockIdx.x) % (d.batch * d.kv_heads);
+    const int b = pair / d.kv_heads, head = pair % d.kv_heads;
+    int begin = places[b].x, end = begin + places[b].y;
+    if (job.compressed) {
+        const nsa__cuda_new_blocks made = nsa__cuda_new_blocks_of(d, places[b]);
+        begin = made.first;
+        end = begin + made.count;
+    }
+    const int word = begin / 64 + static_cast<int>(blockIdx.x) / (d.batch * d.kv_heads);
+    const int first = max(begin, 64 * word), last = min(end, 64 * word + 64);
+    if (first >= last) return;
+    uint64_t *to = job.bits + static_cast<int64_t>(pair) * job.words + word;
+    uint64_t bad = first > 64 * word ? *to & ((uint64_t(1) << (first - 64 * word)) - 1) : 0;
+    const int of_k = d.dim / 8, pieces = of_k + d.dim_v / 8;
+    for (int key = first; key < last; key++) {
+        const int row = nsa__cuda_ring_row(key, job.ring);
+        bool finite = true;
+        for (int piece = lane; piece < pieces; piece += 32)
+            finite &= piece < of_k
+                          ? nsa__cuda_piece_finite(job.k, b, row, head, piece * 8)
+                          : nsa__cuda_piece_finite(job.v, b, row, head, (piece - of_k) * 8);
+        if (!__all_sync(0xffffffffu, finite)) bad |= uint64_t(1) << (key - 64 * word);
+    }
+    __syncwarp(); /* every lane has read the word */
+    if (lane == 0) *to = bad;
+}
+
+#endif
