@@ -1,10 +1,10 @@
-/* anomaly.h - what makes a run not worth going on with: a stall, a throughput that has collapsed, gates
-   that have, a gradient of zero, a loss that is no number. Twin: anomaly.c. It looks at numbers and at
-   a clock that it is given; who watches, and what then happens, is telemetry.c's.
+/* anomaly.h - what makes a run not worth going on with: a stall, a throughput that has collapsed,
+   gates that have, a gradient of zero, a loss that is no number. Twin: anomaly.c. It looks at
+   numbers and at a clock that it is given; who watches, and what then happens, is telemetry.c's.
 
-   A slow run is none of it. Progress is a change of the phase word or of the step, however long the
-   step takes; a rate is compared with the run's own, and only once it has been low for as long as a
-   stall may last. */
+   A slow run is none of it. Progress is a change of the phase word or of the step, however long
+   the step takes; a rate is compared with the run's own, and only once it has been low for as
+   long as a stall may last. */
 #ifndef ANOMALY_H
 #define ANOMALY_H
 
@@ -44,8 +44,8 @@ typedef struct anomaly_step {
 /* The step's verdict; the fault holds what was seen and what is allowed. */
 anomaly anomaly_of_step(anomaly_watch *w, const anomaly_step *s, fault *f);
 
-/* To be called every second or so, with a clock in seconds. Time in which nobody looked (the process
-   was stopped, the machine slept) counts as one second at most. */
+/* To be called every second or so, with a clock in seconds. Time in which nobody looked (the
+   process was stopped, the machine slept) counts as one second at most. */
 anomaly anomaly_of_time(anomaly_watch *w, double now, uint32_t word, int64_t step, fault *f);
 
 /* Writes .anomaly_type (the name), then .HALT (the reason) into the folder. A .HALT that is there

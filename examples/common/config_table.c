@@ -74,7 +74,7 @@ const config_entry config_entries[] = {
          "bin: token shards in llm.c's format;\n"
          "retrieval: needles hidden in noise, asked for at the end (vocab_size 512)"),
     STRING("data.path", data.path, "", "--data", NULL, 0, NULL,
-           "a file, a folder, or - for standard input"),
+           "a file, a folder with those below it, or - for standard input"),
     WORD("data.tokenizer", data.tokenizer, "byte|gpt2", "byte", "--tokenizer", NULL, 0,
          "what a token is"),
     STRING("data.tokenizer_path", data.tokenizer_path, "", "--tokenizer-path", NULL, 0, NULL,

@@ -51,6 +51,31 @@ void csv_close(csv *c) {
     c->file = NULL;
 }
 
+static bool parse_row(const char *at, int columns, double *values) {
+    for (int i = 0; i < columns; i++) {
+        char *end;
+        values[i] = strtod(at, &end);
+        if (end == at || (i + 1 < columns && *end != ',')) return false;
+        at = end + 1;
+    }
+    return true;
+}
+
+bool csv_read(const char *folder, const char *name, int columns,
+              void (*row)(void *user, const double *values), void *user, fault *f) {
+    char path[1280];
+    double values[CSV_COLUMNS];
+    size_t bytes;
+    if (!files_join(path, sizeof path, folder, name, f)) return false;
+    if (!files_exist(path)) return true;
+    char *text = files_read(path, CSV_LIMIT, &bytes, f);
+    if (!text) return false;
+    for (char *at = text; (at = strchr(at, '\n')) && *++at;)
+        if (parse_row(at, columns, values)) row(user, values);
+    free(text);
+    return true;
+}
+
 bool csv_row(csv *c, int64_t step, const double *values, int count, fault *f) {
     if (!c->file) return true;
     fprintf(c->file, "%lld", (long long)step);

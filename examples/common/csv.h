@@ -18,6 +18,12 @@ bool csv_open(csv *c, const char *folder, const char *name, const char *header, 
               fault *f);
 void csv_close(csv *c);
 
+/* Gives each row's numbers, the step first, to `row`; where there is no such file, none. Rows with
+   fewer than `columns` numbers are passed over. */
+enum { CSV_COLUMNS = 16 }; /* at most */
+bool csv_read(const char *folder, const char *name, int columns,
+              void (*row)(void *user, const double *values), void *user, fault *f);
+
 /* The row is in the file, not only in memory, when this returns. */
 bool csv_row(csv *c, int64_t step, const double *values, int count, fault *f);
 

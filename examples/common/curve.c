@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "csv.h"
 #include "files.h"
 
 enum { WIDTH = 800, HEIGHT = 450, LEFT = 60, RIGHT = 20, TOP = 30, BOTTOM = 45 };
@@ -15,7 +16,7 @@ enum { COLUMNS = WIDTH - LEFT - RIGHT };
 
 typedef struct series {
     double *step, *loss;
-    size_t count;
+    size_t count, room;
 } series;
 
 typedef struct axes {
@@ -29,31 +30,21 @@ static void free_series(series *s) {
     free(s->loss);
 }
 
-/* The first two columns; losses that are no number are left out. */
-static bool read_series(series *s, const char *folder, const char *name, fault *f) {
-    char path[1280];
-    size_t bytes, rows = 0;
-    s->count = 0;
-    s->step = s->loss = NULL;
-    if (!files_join(path, sizeof path, folder, name, f)) return false;
-    if (!files_exist(path)) return true;
-    char *text = files_read(path, SIZE_MAX / 4, &bytes, f);
-    if (!text) return false;
-    for (size_t i = 0; i < bytes; i++) rows += text[i] == '\n';
-    s->step = malloc((rows + 1) * sizeof *s->step);
-    s->loss = malloc((rows + 1) * sizeof *s->loss);
-    bool ok = (s->step && s->loss) || fault_set(f, "%s: out of memory", path);
-    for (char *row = text; ok && (row = strchr(row, '\n')) && row[1];) {
-        char *comma;
-        double step = strtod(++row, &comma);
-        if (*comma != ',') continue;
-        double loss = strtod(comma + 1, NULL);
-        if (!isfinite(loss)) continue;
-        s->step[s->count] = step;
-        s->loss[s->count++] = loss;
+/* A step and its loss; a loss that is no number is left out. */
+static void add_point(void *user, const double *values) {
+    series *s = user;
+    if (!isfinite(values[1])) return;
+    if (s->count == s->room) {
+        size_t room = s->room ? s->room * 2 : 1024;
+        double *step = realloc(s->step, room * sizeof *step);
+        if (step) s->step = step;
+        double *loss = step ? realloc(s->loss, room * sizeof *loss) : NULL;
+        if (!loss) return; /* the picture then ends here */
+        s->loss = loss;
+        s->room = room;
     }
-    free(text);
-    return ok;
+    s->step[s->count] = values[0];
+    s->loss[s->count++] = values[1];
 }
 
 static void widen(axes *a, const series *s) {
@@ -176,8 +167,8 @@ bool curve_write(const char *folder, fault *f) {
     series training = {0}, validation = {0};
     char path[1280], *text = NULL;
     size_t bytes;
-    bool ok = read_series(&training, folder, "training.csv", f) &&
-              read_series(&validation, folder, "val.csv", f) &&
+    bool ok = csv_read(folder, "training.csv", 2, add_point, &training, f) &&
+              csv_read(folder, "val.csv", 2, add_point, &validation, f) &&
               files_join(path, sizeof path, folder, "loss.svg", f);
     if (ok && training.count) {
         widen(&a, &training);

@@ -1,5 +1,5 @@
-/* dump.c - see dump.h. The handler does only what is safe wherever the signal strikes; backtrace() is,
-   once it has been called before, which loads what it needs. */
+/* dump.c - see dump.h. The handler does only what is safe wherever the signal strikes;
+   backtrace() is, once it has been called before, which loads what it needs. */
 #include "dump.h"
 
 #include <fcntl.h>

@@ -1,5 +1,5 @@
-/* dump.h - on SIGUSR1, where the training thread is: phase, layer, step and a backtrace, appended to
-   stack_rank{r}.txt at once, whatever the thread is doing. Twin: dump.c. */
+/* dump.h - on SIGUSR1, where the training thread is: phase, layer, step and a backtrace,
+   appended to stack_rank{r}.txt at once, whatever the thread is doing. Twin: dump.c. */
 #ifndef DUMP_H
 #define DUMP_H
 

@@ -1,5 +1,6 @@
 /* events.c - see events.h. The format is public (TensorFlow's record_writer, event.proto and
-   summary.proto): a record is its length in 8 bytes, their CRC, the data, their CRC, little-endian. */
+   summary.proto): a record is its length in 8 bytes, their CRC, the data, their CRC,
+   little-endian. */
 #include "events.h"
 
 #include <string.h>

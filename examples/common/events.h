@@ -1,5 +1,6 @@
-/* events.h - scalars in the file format that TensorBoard reads: records framed by masked CRC-32C, each
-   an Event message of protocol buffers. Twin: events.c. Only what scalars need of the format. */
+/* events.h - scalars in the file format that TensorBoard reads: records framed by masked
+   CRC-32C, each an Event message of protocol buffers. Twin: events.c. Only what scalars need of
+   the format. */
 #ifndef EVENTS_H
 #define EVENTS_H
 

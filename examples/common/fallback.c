@@ -7,6 +7,10 @@ void fallback_add(fallback kind) {
     __atomic_add_fetch(&counts[kind], 1, __ATOMIC_RELAXED);
 }
 
+void fallback_restore(fallback kind, int64_t count) {
+    __atomic_store_n(&counts[kind], count, __ATOMIC_RELAXED);
+}
+
 int64_t fallback_count(fallback kind) {
     return __atomic_load_n(&counts[kind], __ATOMIC_RELAXED);
 }

@@ -1,6 +1,6 @@
-/* fallback.h - counts of the times that a slower path took the place of the one that was meant. Twin:
-   fallback.c. Whoever adds such a path counts here, in the line that takes it. There is none now: an
-   operation that cannot be done ends the run, so a default run's counts are zero. */
+/* fallback.h - counts of the times that a slower path took the place of the one that was meant.
+   Twin: fallback.c. Whoever adds such a path counts here, in the line that takes it. There is
+   none now: an operation that cannot be done ends the run, so a default run's counts are zero. */
 #ifndef FALLBACK_H
 #define FALLBACK_H
 
@@ -17,6 +17,8 @@ typedef enum fallback {
 } fallback;
 
 void fallback_add(fallback kind); /* any thread */
+void fallback_restore(fallback kind,
+                      int64_t count); /* what a run had counted before it was resumed */
 int64_t fallback_count(fallback kind);
 int64_t fallback_total(void);
 const char *fallback_name(fallback kind); /* "selection_triton_fails" */

@@ -1,7 +1,7 @@
-/* heartbeat.h - heartbeat_rank{r}.jsonl: one JSON object a line, each with every field, null where a
-   field says nothing at that moment. Twin: heartbeat.c. It is appended to, by a resumed run too; a
-   line is in the file, not only in memory, when the call returns. Callers see to it that one thread
-   writes at a time. */
+/* heartbeat.h - heartbeat_rank{r}.jsonl: one JSON object a line, each with every field, null
+   where a field says nothing at that moment. Twin: heartbeat.c. It is appended to, by a resumed
+   run too; a line is in the file, not only in memory, when the call returns. Callers see to it
+   that one thread writes at a time. */
 #ifndef HEARTBEAT_H
 #define HEARTBEAT_H
 

@@ -119,7 +119,8 @@ bool observer_end(observer *x, stats *result) {
 
 /* ---- Gradients ----------------------------------------------------------------------------- */
 
-bool observer_trace_gradients(const observer *x, int64_t step, const listener *to, fault *f) {
+bool observer_trace_gradients(const observer *x, int64_t step, double scale, const listener *to,
+                              fault *f) {
     const model *m = x->model;
     const ops *o = x->inner;
     for (int i = 0; i < m->params.length; i++) {
@@ -129,7 +130,7 @@ bool observer_trace_gradients(const observer *x, int64_t step, const listener *t
         if (!g) return fault_set(f, "out of memory to trace the gradient of %s", p->name);
         o->download(o, g, model_gradient(m, i), (size_t)p->count * sizeof *g);
         for (int64_t e = 0; e < p->count; e++) {
-            double value = fabs((double)g[e]);
+            double value = fabs((double)g[e]) / scale;
             sum += value * value;
             most = value > most ? value : most;
         }

@@ -1,7 +1,7 @@
-/* observer.h - looks at a pass while it runs: statistics of its gates and block lists, and traces.
-   Twin: observer.c. It is a table of operations like the one it stands before; only `mark` is its own:
-   where a layer begins, what the layer before it left is still in memory, with gradient
-   checkpointing too. It changes no number of the run. */
+/* observer.h - looks at a pass while it runs: statistics of its gates and block lists, and
+   traces. Twin: observer.c. It is a table of operations like the one it stands before; only
+   `mark` is its own: where a layer begins, what the layer before it left is still in memory,
+   with gradient checkpointing too. It changes no number of the run. */
 #ifndef OBSERVER_H
 #define OBSERVER_H
 
@@ -35,7 +35,8 @@ void observer_close(observer *x);
 void observer_begin(observer *x);
 bool observer_end(observer *x, stats *result); /* false: nothing was seen */
 
-/* A line for each parameter's gradient: its norm and its largest element. */
-bool observer_trace_gradients(const observer *x, int64_t step, const listener *to, fault *f);
+/* A line for each parameter's gradient: its norm and its largest element, divided by `scale`. */
+bool observer_trace_gradients(const observer *x, int64_t step, double scale, const listener *to,
+                              fault *f);
 
 #endif

@@ -1,5 +1,5 @@
-/* saver.h - checkpoints beside the steps: a copy is taken between two steps, a thread writes it while
-   the run goes on. Twin: saver.c. What is written, and in what order, is checkpoint.c's. */
+/* saver.h - checkpoints beside the steps: a copy is taken between two steps, a thread writes it
+   while the run goes on. Twin: saver.c. What is written, and in what order, is checkpoint.c's. */
 #ifndef SAVER_H
 #define SAVER_H
 
@@ -23,8 +23,8 @@ typedef struct saver_options {
 /* Takes the memory of a copy, as much as the tensors, and starts the thread. */
 saver *saver_open(const saver_options *o, fault *f);
 
-/* Takes a copy and returns; the copy before must be written, for which it waits. False: that one, or
-   an earlier one, could not be written. */
+/* Takes a copy and returns; the copy before must be written, for which it waits. False: that
+   one, or an earlier one, could not be written. */
 bool saver_write(saver *s, const checkpoint_state *state, fault *f);
 
 /* False: a checkpoint could not be written. Does not wait. NULL: true, as below. */

@@ -2,11 +2,11 @@
 #include "signals.h"
 
 #include <signal.h>
-#include <stddef.h>
+#include <stdbool.h>
 #include <string.h>
 #include <unistd.h>
 
-static volatile sig_atomic_t requested;
+static int requested; /* atomic: handlers and threads ask, the training thread looks */
 static void (*volatile last_words)(int number);
 
 /* Room for a handler where the stack itself has run out. */
@@ -35,8 +35,8 @@ static void die(int number) {
 }
 
 static void ask(int number) {
-    if (requested) die(number);
-    requested = number;
+    if (signals_stop_requested()) die(number);
+    signals_ask(number);
 }
 
 static void handle(int number, void (*handler)(int), int flags) {
@@ -62,9 +62,11 @@ void signals_install(void (*last)(int number)) {
 }
 
 void signals_ask(int number) {
-    if (!requested) requested = number;
+    int none = 0;
+    __atomic_compare_exchange_n(&requested, &none, number, false, __ATOMIC_RELAXED,
+                                __ATOMIC_RELAXED);
 }
 
 int signals_stop_requested(void) {
-    return requested;
+    return __atomic_load_n(&requested, __ATOMIC_RELAXED);
 }

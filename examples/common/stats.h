@@ -1,10 +1,11 @@
-/* stats.h - what the gates and the block lists of a step look like, counted from the arrays that the
-   step computed with. Twin: stats.c. Who brings the arrays is observer.c's; it draws no conclusion.
+/* stats.h - what the gates and the block lists of a step look like, counted from the arrays that
+   the step computed with. Twin: stats.c. Who brings the arrays is observer.c's; it draws no
+   conclusion.
 
    A row is one token, one gate or kv group, one layer. A row's shares are g_b / (g_cmp + g_slc +
-   g_win); its entropy is theirs, with the natural logarithm (ln 3 = 1.0986 where all are equal). It
-   is collapsed if its entropy is below 0.1 and its largest share above 0.95. Its k is the number of
-   tokens at or before it that its selected blocks hold. */
+   g_win); its entropy is theirs, with the natural logarithm (ln 3 = 1.0986 where all are equal).
+   It is collapsed if its entropy is below 0.1 and its largest share above 0.95. Its k is the
+   number of tokens at or before it that its selected blocks hold. */
 #ifndef STATS_H
 #define STATS_H
 

@@ -22,9 +22,11 @@
 #include "heartbeat.h"
 #include "metrics.h"
 
-/* A line at least every 10 s: the thread looks twice a second and speaks up after 9. A step that ends
-   after 5 s of silence speaks for itself. */
+/* A line at least every 10 s: the thread looks twice a second and speaks up after 9. A step that
+   ends after 5 s of silence speaks for itself. */
 enum { TICK_MS = 500, SILENCE_MS = 9000, STEP_SILENCE_MS = 5000, DUMP_MS = 1000 };
+enum { RATES = 1024 };
+
 /* How often a long run draws its curve anew. */
 enum { CURVE_MS = 60000 };
 
@@ -36,8 +38,8 @@ struct telemetry {
     events events;
     char metrics_path[CONFIG_PATH_BYTES + 32];
     metrics metrics;
-    double *rates; /* tokens/s of each step */
-    size_t rate_count, rate_room;
+    double rates[RATES]; /* tokens/s of the newest steps, one after the other in a ring */
+    int64_t rate_count;
     double line_tokens, line_seconds;    /* of the steps since the last log line */
     double step_seconds;                 /* running mean, for the time left */
     double steps_ms, stats_ms, files_ms; /* of all steps: in all, for statistics, for files */
@@ -169,7 +171,8 @@ static void end_stalled(telemetry *t, const char *reason) {
     _exit(TELEMETRY_HALTED);
 }
 
-/* A .HALT that came up while the run goes, another process's or the user's, ends it as SIGTERM does. */
+/* A .HALT that came up while the run goes, another process's or the user's, ends it as SIGTERM
+   does. */
 static void look_for_halt(telemetry *t) {
     char path[CONFIG_PATH_BYTES + 32], line[CONFIG_PATH_BYTES + 64];
     fault unused;
@@ -307,6 +310,32 @@ static bool open_csvs(telemetry *t, const telemetry_options *o, fault *f) {
                      f));
 }
 
+static void recall_step(void *user, const double *values) {
+    telemetry *t = user;
+    t->metrics.loss_last = values[1];
+    t->rates[t->rate_count++ % RATES] = values[3];
+}
+
+static void recall_statistics(void *user, const double *values) {
+    telemetry *t = user;
+    t->metrics.sel_pct_at_max = fmax(t->metrics.sel_pct_at_max, values[4]);
+}
+
+static void recall_fallbacks(void *user, const double *values) {
+    (void)user;
+    for (int i = 0; i < FALLBACKS; i++) fallback_restore((fallback)i, (int64_t)values[i + 1]);
+}
+
+/* metrics.json is of the whole run: what its steps before came to is in the CSVs. */
+static bool recall(telemetry *t, const char *folder, fault *f) {
+    if (t->config->telemetry.disable_csv_logs) return true;
+    bool ok = csv_read(folder, "training.csv", 5, recall_step, t, f) &&
+              csv_read(folder, "k_stats.csv", 5, recall_statistics, t, f) &&
+              csv_read(folder, "fallback_counters.csv", FALLBACKS + 2, recall_fallbacks, t, f);
+    t->metrics.total_fallbacks = fallback_total();
+    return ok;
+}
+
 static bool open_files(telemetry *t, const telemetry_options *o, fault *f) {
     const char *folder = o->config->train.out_dir;
     if (!files_join(t->metrics_path, sizeof t->metrics_path, folder, "metrics.json", f))
@@ -314,7 +343,7 @@ static bool open_files(telemetry *t, const telemetry_options *o, fault *f) {
     /* What an earlier run came to must not pass for this one's end, should it be killed. */
     if (unlink(t->metrics_path) && errno != ENOENT)
         return fault_errno(f, "%s: cannot be removed", t->metrics_path);
-    return open_csvs(t, o, f) &&
+    return open_csvs(t, o, f) && recall(t, folder, f) &&
            (o->config->telemetry.tb_disable || events_open(&t->events, folder, f));
 }
 
@@ -332,7 +361,7 @@ static void close_files(telemetry *t) {
 }
 
 bool telemetry_without_stats(const config *c) {
-    return c->telemetry.disable_aux_stats || c->model.attention == CONFIG_FULL;
+    return c->telemetry.disable_aux_stats || c->model.attention != CONFIG_NSA;
 }
 
 /* ---- metrics.json ---- */
@@ -342,15 +371,14 @@ static int by_size(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+/* Of the newest steps: a run of any length takes the same memory. */
 static double median_rate(const telemetry *t) {
-    if (!t->rate_count) return 0;
-    double *sorted = malloc(t->rate_count * sizeof *sorted), median = 0;
-    if (!sorted) return 0;
-    memcpy(sorted, t->rates, t->rate_count * sizeof *sorted);
-    qsort(sorted, t->rate_count, sizeof *sorted, by_size);
-    median = sorted[(t->rate_count - 1) / 2];
-    free(sorted);
-    return median;
+    double sorted[RATES];
+    size_t count = t->rate_count < RATES ? (size_t)t->rate_count : RATES;
+    if (!count) return 0;
+    memcpy(sorted, t->rates, count * sizeof *sorted);
+    qsort(sorted, count, sizeof *sorted, by_size);
+    return sorted[(count - 1) / 2];
 }
 
 static void refresh_memory(telemetry *t) {
@@ -421,17 +449,6 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     return t;
 }
 
-static void add_rate(telemetry *t, double rate) {
-    if (t->rate_count == t->rate_room) {
-        size_t room = t->rate_room ? t->rate_room * 2 : 1024;
-        double *more = realloc(t->rates, room * sizeof *more);
-        if (!more) return; /* the median is then that of the steps so far */
-        t->rates = more;
-        t->rate_room = room;
-    }
-    t->rates[t->rate_count++] = rate;
-}
-
 static void print_step(telemetry *t, const telemetry_step *s) {
     char line[1024], left[32] = "";
     int64_t steps = t->config->train.steps;
@@ -494,8 +511,11 @@ bool telemetry_halt(telemetry *t, anomaly a, const char *reason, fault *f) {
     return false;
 }
 
-bool telemetry_halted(const telemetry *t) {
-    return t->halted;
+bool telemetry_halted(telemetry *t) {
+    pthread_mutex_lock(&t->lock);
+    bool halted = t->halted;
+    pthread_mutex_unlock(&t->lock);
+    return halted;
 }
 
 static bool judge_step(telemetry *t, const telemetry_step *s, double rate, fault *f) {
@@ -521,7 +541,7 @@ static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
     const config *c = t->config;
     double rate = s->seconds > 0 ? (double)s->tokens / s->seconds : 0;
     bool ok = true, last = s->step == c->train.steps;
-    bool wanted = is_due(c->train.log_every, s->step) || !t->rate_count || s->skipped || last;
+    bool wanted = is_due(c->train.log_every, s->step) || !t->step_seconds || s->skipped || last;
     pthread_mutex_lock(&t->lock);
     t->metrics.steps_done = s->step;
     t->last_step = now_ms();
@@ -529,7 +549,7 @@ static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
     set_state(t, s, rate);
     if (last || is_due(c->telemetry.heartbeat_every, s->step)) ok = beat_locked(t, "step_end", f);
     pthread_mutex_unlock(&t->lock);
-    add_rate(t, rate);
+    t->rates[t->rate_count++ % RATES] = rate;
     t->line_tokens += (double)s->tokens;
     t->line_seconds += s->seconds;
     t->step_seconds = t->step_seconds > 0 ? 0.9 * t->step_seconds + 0.1 * s->seconds : s->seconds;
@@ -608,7 +628,6 @@ bool telemetry_close(telemetry *t, const char *verdict, int exit_code, fault *f)
     if (t->is_first_rank) ok = metrics_write(t->metrics_path, &t->metrics, verdict, exit_code, f);
     if (t->training.file && !curve_write(t->config->train.out_dir, ok ? f : &unused)) ok = false;
     close_files(t);
-    free(t->rates);
     free(t);
     return ok;
 }

@@ -130,7 +130,8 @@ static outcome accumulate(trainer *t, data_position *next, fault *f) {
 
 static bool trace_gradients(const trainer *t, fault *f) {
     listener notes = telemetry_listener(t->telemetry);
-    return observer_trace_gradients(&t->observer, t->state.step + 1, &notes, f);
+    return observer_trace_gradients(&t->observer, t->state.step + 1, t->state.loss_scale, &notes,
+                                    f);
 }
 
 /* f16: gradients that overflowed have left the parameters alone, and the loss is scaled less; after
@@ -160,7 +161,7 @@ static outcome step(trainer *t, fault *f) {
     if (o != STEP_DONE) return o;
     stats seen;
     bool counted = observer_end(&t->observer, &seen);
-    if (watch->trace_grads && !trace_gradients(t, f)) return STEP_FAILED;
+    if (watch->trace_grads && t->dist->world == 1 && !trace_gradients(t, f)) return STEP_FAILED;
     adamw a = {.lr = config_lr(c, t->state.step + 1),
                .beta1 = 0.9,
                .beta2 = 0.95,

@@ -114,8 +114,15 @@ static bool open_model(trainer *t, const checkpoint *k, fault *f) {
                          &t->prompt, f);
 }
 
+static void open_traces(trainer *t) {
+    const config_telemetry *c = &t->config->telemetry;
+    if (c->trace_module_bwd) t->observer.trace = telemetry_listener(t->telemetry);
+    if (c->trace_grads && t->dist->world > 1)
+        telemetry_say(t->telemetry,
+                      "telemetry.trace_grads: no effect: no process has all of a gradient's sum");
+}
+
 static void say_what_runs(trainer *t) {
-    if (t->config->telemetry.trace_module_bwd) t->observer.trace = telemetry_listener(t->telemetry);
     const model *m = &t->model;
     const config_train *c = &t->config->train;
     const char *attention = m->config.windowed ? "window" : m->config.full ? "full" : "nsa";
@@ -213,7 +220,10 @@ bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f) {
     if (!train_same_settings(c, d, f)) return false;
     bool ok = open_own(t, &opened, &k, f);
     ok = open_in_turn(t, ok, f);
-    if (ok) say_what_runs(t);
+    if (ok) {
+        open_traces(t);
+        say_what_runs(t);
+    }
     ok = ok && (d->rank || train_report_start(t, f)) && telemetry_note(t->telemetry, "boot", f) &&
          open_data(t, k, f);
     if (k) checkpoint_close(k);

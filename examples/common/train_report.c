@@ -1,6 +1,6 @@
-/* train_report.c - what a run is and what it takes, written when it starts and after its first step:
-   env.json, mem_boot.json, mem_step1.json, opt_state_mb.txt, dtypes_report.txt. Twin: train.h. What
-   it writes while it goes is telemetry.c's. */
+/* train_report.c - what a run is and what it takes, written when it starts and after its first
+   step: env.json, mem_boot.json, mem_step1.json, opt_state_mb.txt, dtypes_report.txt. Twin:
+   train.h. What it writes while it goes is telemetry.c's. */
 #include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
@@ -80,19 +80,18 @@ const char *train_dtype_name(nsa_dtype dtype) {
 
 static bool write_dtypes(const trainer *t, fault *f) {
     const params *p = &t->model.params;
-    const char *held = train_dtype_name(NSA_REAL_DTYPE);
+    const char *held = train_dtype_name(NSA_REAL_DTYPE), *read = train_dtype_name(t->o->dtype);
     char *text = NULL;
     size_t bytes;
     FILE *out = open_memstream(&text, &bytes);
     if (!out) return fault_set(f, "dtypes_report.txt: out of memory");
-    fprintf(out, "activations %s\nparameter shape weight gradient moments\n",
-            train_dtype_name(t->o->dtype));
+    fprintf(out, "activations %s\nparameter shape weight forward gradient moments\n", read);
     for (int i = 0; i < p->length; i++) {
         const param *x = &p->list[i];
         fprintf(out, "%s ", x->name);
         for (int k = 0; k < x->dims; k++)
             fprintf(out, k ? "x%lld" : "%lld", (long long)x->shape[k]);
-        fprintf(out, " %s %s %s\n", held, held, held);
+        fprintf(out, " %s %s %s %s\n", held, read, held, held);
     }
     return (fclose(out) == 0 && write_text(t, "dtypes_report.txt", text, f));
 }

@@ -1,6 +1,6 @@
-/* main.c - nsa_verdict: judges a finished run by what it left in its folder. GO only if every criterion
-   holds; each is printed with its figure, and each artefact with its size. It trusts no log line and
-   trains nothing. */
+/* main.c - nsa_verdict: judges a finished run by what it left in its folder. GO only if every
+   criterion holds; each is printed with its figure, and each artefact with its size. It trusts
+   no log line and trains nothing. */
 #include <dirent.h>
 #include <jansson.h>
 #include <math.h>
@@ -108,8 +108,8 @@ static void judge_figures(run *r) {
     judge(r, "memory", memory < MEMORY_GB, "%.3f GB at most (below %g)", memory, MEMORY_GB);
     judge(r, "throughput", rate > TOKENS_PER_S, "%.1f tokens/s, median (above %g)", rate,
           TOKENS_PER_S);
-    if (attention && !strcmp(attention, "full"))
-        judge(r, "pct_at_max", true, "dense attention selects nothing");
+    if (attention && strcmp(attention, "nsa"))
+        judge(r, "pct_at_max", true, "attention %s selects nothing", attention);
     else if (isnan(pct))
         judge(r, "pct_at_max", false, "not known%s",
               is_off(r, "statistics") ? ": statistics were switched off" : "");

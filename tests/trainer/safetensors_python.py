@@ -1,20 +1,19 @@
 """Reads a file of ours with the safetensors package, and has ours read one of its own.
 
-usage: safetensors_python.py PROGRAM FOLDER. Exit code 77, with the reason, where the package is
-missing. Twin: safetensors_sample.c.
+usage: safetensors_python.py PROGRAM FOLDER. Twin: safetensors_sample.c.
 """
 import subprocess
 import sys
 
-try:
-    import numpy
-    from safetensors import safe_open
-    from safetensors.numpy import load_file, save_file
-except ImportError as missing:
-    print(f"skipped: {sys.executable} has no package {missing.name}")
-    sys.exit(77)
+from packages import need
 
 program, folder = sys.argv[1:]
+need(folder, "numpy", "safetensors")
+
+import numpy
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
 expected = {
     "f32": numpy.array([[1, 2, 3], [-4, 5.5, 1e-20]], numpy.float32),
     "f64": numpy.array([0.1, 0.2, -0.3, 1e300], numpy.float64),

@@ -1,5 +1,5 @@
-/* test_anomaly.c - what halts a run and what does not: each rule on both sides of its limit, with a clock
-   that is made up; and the files. Twin: anomaly.c. */
+/* test_anomaly.c - what halts a run and what does not: each rule on both sides of its limit,
+   with a clock that is made up; and the files. Twin: anomaly.c. */
 #include "anomaly.h"
 #include "trainer_test.h"
 
@@ -152,7 +152,8 @@ static void test_stall(void) {
     CHECK(look(&stopped, &now, 100, word(PHASE_BWD, 1), 7) < 0, "%s", why.text);
 }
 
-/* Twelve layers of two minutes each: a step takes most of an hour, and there is progress all the time. */
+/* Twelve layers of two minutes each: a step takes most of an hour, and there is progress all the
+   time. */
 static void test_slow(void) {
     anomaly_watch w = {.timeout = 180};
     double now = 0;

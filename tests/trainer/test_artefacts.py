@@ -76,11 +76,11 @@ def test_start(out):
     header = json.loads(data[8:8 + struct.unpack("<Q", data[:8])[0]])
     header.pop("__metadata__", None)
     lines = (out / "dtypes_report.txt").read_text().splitlines()
-    check(lines[0] == "activations f32" and lines[1].split() == "parameter shape weight gradient moments".split())
+    check(lines[0] == "activations f32" and lines[1].split() == "parameter shape weight forward gradient moments".split())
     tensors = {line.split()[0]: line.split()[1:] for line in lines[2:]}
     check(tensors.keys() == header.keys(), tensors.keys() ^ header.keys())
     for name, (shape, *dtypes) in tensors.items():
-        check(shape == "x".join(map(str, header[name]["shape"])) and dtypes == ["f32"] * 3, name, shape, dtypes)
+        check(shape == "x".join(map(str, header[name]["shape"])) and dtypes == ["f32"] * 4, name, shape, dtypes)
     boot, step = (json.loads((out / name).read_text()) for name in ("mem_boot.json", "mem_step1.json"))
     for memory in (boot, step):
         check(sum(memory["bytes_by_purpose"].values()) == memory["allocated_bytes.all.current"], memory)
@@ -120,8 +120,21 @@ def test_switches(text, training):
     check(not (out / "heartbeat_rank0.jsonl").exists(), "a heartbeat")
     _, _, said = train("bad", "--data", text, code=2, NSA_HEARTBEAT_EVERY="often")
     check("NSA_HEARTBEAT_EVERY=often" in said and "integer" in said, said)
-    out, _, _ = train("full", "--data", text, "--steps", 2, "--attention", "full")
-    check(not (out / "k_stats.csv").exists() and (out / "training.csv").exists(), "nothing is selected")
+    for attention in ("full", "window"):
+        out, _, _ = train(attention, "--data", text, "--steps", 2, "--attention", attention)
+        check(not (out / "k_stats.csv").exists() and (out / "training.csv").exists(), "nothing is selected")
+
+
+def test_narrow(text, training):
+    """bf16: the same statistics up to rounding, and the report tells what is narrow."""
+    out, _, _ = train("narrow", "--data", text, "--steps", 2, "--eval-every", 3, "--precision", "bf16")
+    lines = (out / "dtypes_report.txt").read_text().splitlines()
+    check(lines[0] == "activations bf16" and lines[2].split()[2:] == ["f32", "bf16", "f32", "f32"], lines[:3])
+    ends = of(heartbeats(out), "step_end")
+    check(math.isclose(ends[0]["loss"], training[0][1], rel_tol=0.02), ends[0])
+    check(math.isclose(ends[0]["gate_entropy_mean"], math.log(3), rel_tol=0.01), ends[0])
+    check(ends[0]["sel_rows"] == TOKENS * BATCH * LAYERS * GROUPS, ends[0])
+    check(json.loads((out / "metrics.json").read_text())["dtype"] == "bf16", "metrics")
 
 
 def test_traces(text, training):
@@ -160,6 +173,7 @@ corpus = runs.text()
 folder, losses = test_run(corpus)
 test_start(folder)
 test_switches(corpus, losses)
+test_narrow(corpus, losses)
 test_traces(corpus, losses)
 test_resume(corpus, folder)
 test_loader()

@@ -1,39 +1,23 @@
-"""Reads a run's TensorBoard files with TensorBoard's own reader, and holds them against its CSVs.
+"""Reads a run's TensorBoard files and weights with TensorBoard's and safetensors' own readers.
 
-usage: test_events.py PROGRAM FOLDER. The packages of python-packages.txt are fetched into FOLDER where
-this Python lacks them. Exit code 77 where they cannot be had, except on CI. Twin: events.c.
+usage: test_events.py PROGRAM FOLDER. The scalars are held against the CSVs. Twins: events.c, checkpoint.c.
 """
 import csv
-import importlib
-import os
 import pathlib
 import shutil
 import subprocess
 import sys
 
+from packages import need
+
 program, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-packages, out = folder / "python-packages", folder / "events"
+need(folder, "absl", "google.protobuf", "numpy", "packaging", "safetensors", "tensorboard")
 
+import numpy
+from safetensors.numpy import load_file
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-def load():
-    from tensorboard.backend.event_processing import event_file_loader
-    return event_file_loader.EventFileLoader
-
-
-sys.path.insert(0, str(packages))
-try:
-    loader = load()
-except ImportError:
-    wanted = pathlib.Path(__file__).with_name("python-packages.txt")
-    fetched = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target",
-                              packages, "--requirement", wanted], stderr=subprocess.DEVNULL)
-    importlib.invalidate_caches()
-    try:
-        loader = load()
-    except ImportError as missing:
-        print(f"skipped: no package {missing.name}, and pip ended with {fetched.returncode}")
-        sys.exit(1 if os.environ.get("CI") else 77)
-
+out = folder / "events"
 shutil.rmtree(out, ignore_errors=True)
 small = "--dim 32 --heads 4 --d-k 8 --d-v 8 --seq-len 64 --batch-size 2 --threads 1 --eval-every 2"
 for options in ("--steps 4", "--steps 6 --resume"):
@@ -43,7 +27,7 @@ for options in ("--steps 4", "--steps 6 --resume"):
 read, files = {}, sorted((out / "tb").iterdir(), key=lambda f: f.stat().st_mtime)
 assert len(files) == 2, files
 for file in files:
-    events = list(loader(str(file)).Load())
+    events = list(EventFileLoader(str(file)).Load())
     assert events[0].file_version == "brain.Event:2", events[0]
     for event in events[1:]:
         assert abs(event.wall_time - file.stat().st_mtime) < 3600, event
@@ -69,4 +53,13 @@ for tag, points in expected.items():
         assert abs(read[tag][step] - value) <= 1e-6 * abs(value), (tag, step, read[tag][step], value)
 for tag in gates:
     assert read[tag].keys() == expected["train/loss"].keys(), (tag, read[tag])
+
+last = out / "checkpoints/latest"
+weights, moments = load_file(last / "model.safetensors"), load_file(last / "optimizer.safetensors")
+shapes = [line.split()[:2] for line in (out / "dtypes_report.txt").read_text().splitlines()[2:]]
+assert {name: "x".join(map(str, w.shape)) for name, w in weights.items()} == dict(shapes), shapes
+assert moments.keys() == {f"{m}.{name}" for m in "mv" for name in weights}, moments.keys()
+for name, values in (weights | moments).items():
+    assert values.dtype == numpy.float32 and numpy.isfinite(values).all(), name
+    assert not name.startswith("v.") or (values >= 0).all() and values.any(), name
 print(f"{sum(map(len, read.values()))} scalars passed, 0 failed")

@@ -1,6 +1,7 @@
-/* test_observer.c - statistics of gates and block lists: the definitions on rows made by hand, and those
-   of a pass against a count over what the pass left in memory, with and without gradient
-   checkpointing and documents; that looking changes no bit of a gradient. Twins: stats.c, observer.c. */
+/* test_observer.c - statistics of gates and block lists: the definitions on rows made by hand,
+   and those of a pass against a count over what the pass left in memory, with and without
+   gradient checkpointing and documents; that looking changes no bit of a gradient. Twins:
+   stats.c, observer.c. */
 #include "model_test.h"
 #include "observer.h"
 
@@ -160,7 +161,7 @@ static void test_pass(const char *name, const ops *o, const model_batch *b) {
     x.table.mark(&x.table, PHASE_OPT, -1);
     CHECK(lines == LAYERS, "%d lines for the backward of %d layers", lines, LAYERS);
     lines = 0;
-    CHECK(observer_trace_gradients(&x, 1, &x.trace, &why), "%s", why.text);
+    CHECK(observer_trace_gradients(&x, 1, 1, &x.trace, &why), "%s", why.text);
     CHECK(lines == kept.params.length, "%d lines for %d gradients", lines, kept.params.length);
     observer_close(&x);
     observer_close(&y);

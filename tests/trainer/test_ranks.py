@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from poison import KINDS, change
-from runs import SMALL, Runs, check, done
+from runs import SMALL, Runs, check, done, wait_for
 
 runs = Runs(sys.argv[1], sys.argv[2], "ranks", sys.argv[4:])
 corpus = runs.text()
@@ -39,4 +39,14 @@ for kind, (values, _) in KINDS.items():
     check((out / ".anomaly_type").read_text() == kind + "\n" and (out / ".HALT").exists(), kind)
     metrics = json.loads((out / "metrics.json").read_text())
     check(metrics["exit_code"] != 0 and metrics["steps_done"] < 9, metrics)
+
+# A .HALT ends all of them after the same step, saved.
+out, run = runs.start("outside", "--data", corpus, "--steps", 1000000)
+wait_for("steps", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 3)
+(out / ".HALT").write_text("somebody wants it to end\n")
+code = run.wait(120)
+metrics = json.loads((out / "metrics.json").read_text())
+check(code != 0 and metrics["verdict"] == "stopped by SIGTERM", code, metrics)
+saved = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]["step"]
+check(saved == metrics["steps_done"], saved, metrics)
 done()

@@ -1,5 +1,5 @@
-/* test_telemetry.c - what a run leaves behind: CSVs that a resume cuts back, log lines, metrics.json on
-   every kind of exit, refusals of folders that are in use. */
+/* test_telemetry.c - what a run leaves behind: CSVs that a resume cuts back, log lines,
+   metrics.json on every kind of exit, refusals of folders that are in use. */
 #include <fcntl.h>
 #include <jansson.h>
 #include <signal.h>
@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "curve.h"
+#include "fallback.h"
 #include "telemetry.h"
 #include "trainer_test.h"
 
@@ -315,6 +316,40 @@ static void test_stall(void) {
     TEST_FAULT(open_run(2, true) != NULL, &why, "end_stall/.HALT: an earlier run was halted");
 }
 
+/* Counts are real, go on in a resumed run, and reach every file that has them. */
+static void test_counters(void) {
+    size_t bytes;
+    check_case("fallbacks and a GPU's memory");
+    load_settings(test_path("counters"), "3");
+    telemetry *t = open_run(0, false);
+    telemetry_gpu_memory(t, 3 << 20, 5 << 20, 7 << 20);
+    do_step(t, 1);
+    fallback_add(FALLBACK_SELECTION_PACK);
+    fallback_add(FALLBACK_SELECTION_PACK);
+    fallback_add(FALLBACK_SLIDING_FA2);
+    do_step(t, 2);
+    CHECK(telemetry_close(t, "completed", 0, &why), "%s", why.text);
+    expect_csv("counters/fallback_counters.csv",
+               "step,selection_triton_fails,selection_cuda_fails,selection_pack_fails,"
+               "selection_mask_fails,compressed_fa2_fails,sliding_fa2_fails,total_fallbacks\n"
+               "1,0,0,0,0,0,0,0\n2,0,0,2,0,0,1,3\n");
+    char *beats = test_read(test_path("counters/heartbeat_rank0.jsonl"), &bytes);
+    CHECK(strstr(beats, "\"fb_selection_pack_fails\":2") &&
+              strstr(beats, "\"fb_total_fallbacks\":3"),
+          "%s", beats);
+    CHECK(strstr(beats, "\"gpu_mem_alloc\":3.0,\"gpu_mem_reserved\":5.0"), "%s", beats);
+    free(beats);
+    for (int i = 0; i < FALLBACKS; i++) fallback_restore((fallback)i, 0);
+    t = open_run(2, true);
+    CHECK(telemetry_close(t, "completed", 0, &why), "%s", why.text);
+    json_t *m = read_metrics(test_path("counters"));
+    CHECK(metric(m, "total_fallbacks") == 3 && metric(m, "loss_last") == 5.8 &&
+              metric(m, "toks_per_s_p50") == 4000,
+          "a resumed run that has nothing to do tells of the steps before");
+    json_decref(m);
+    for (int i = 0; i < FALLBACKS; i++) fallback_restore((fallback)i, 0);
+}
+
 static int count_of(const char *text, const char *word) {
     int n = 0;
     for (; text && (text = strstr(text, word)); text++) n++;
@@ -398,5 +433,6 @@ int main(int argc, char **argv) {
                    "full1/heartbeat_rank0.jsonl: cannot write the line of step 2&File too large");
     test_phase();
     test_curve();
+    test_counters();
     return test_end("test_telemetry");
 }

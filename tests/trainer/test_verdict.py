@@ -112,8 +112,9 @@ _, artefacts = verdict(out, 0)
 check(sum(f == "switched off" for _, f in artefacts.values()) == 7, artefacts)
 out, _, _ = runs.train("blind", "--data", corpus, "--steps", 8, NSA_DISABLE_AUX_STATS="1")
 only(out, "pct_at_max", "not known", "switched off")
-out, _, _ = runs.train("dense", "--data", corpus, "--steps", 8, "--attention", "full")
-check("selects nothing" in verdict(out, 0)[0]["pct_at_max"][1], "dense attention")
+for attention in ("full", "window"):
+    out, _, _ = runs.train(attention, "--data", corpus, "--steps", 8, "--attention", attention)
+    check("selects nothing" in verdict(out, 0)[0]["pct_at_max"][1], attention)
 
 # What is no run at all.
 (runs.root / "nothing").mkdir()

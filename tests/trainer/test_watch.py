@@ -81,12 +81,12 @@ def test_halt_from_outside(text):
 
 def test_slow():
     """Data that take longer to come than a step may stall for: the run waits, and nothing is raised."""
-    out, run = runs.start("slow", "--dataset", "fineweb_edu", "--steps", 12, "--batch-size", 1, "--stall-timeout", 1,
+    out, run = runs.start("slow", "--dataset", "fineweb_edu", "--steps", 12, "--batch-size", 1, "--stall-timeout", 2,
                           stdin=subprocess.PIPE)
     for i in range(4):
         run.stdin.write((f"word {i}, " * 28)[:239].encode() + b"\n")  # 240 tokens, not quite 4 rows
         run.stdin.flush()
-        time.sleep(1.6)
+        time.sleep(2.6)
     run.stdin.close()
     code = run.wait(120)
     check(code == 0, code, (runs.root / "slow.log").read_text())
