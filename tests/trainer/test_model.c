@@ -221,6 +221,28 @@ static void test_memory(const ops *o) {
     }
 }
 
+/* Of the production model, in each form of checkpointing, twice the tokens take little more than twice
+   the memory. */
+static void test_growth(const ops *o) {
+    model_config c = tinylm(256, 768, 12, 12, 2, 64, 64, 32, 16, 64, 16, 512);
+    int64_t count;
+    check_case("growth");
+    for (int how = CHECKPOINT_NONE; how <= CHECKPOINT_SELECTIVE; how++)
+        for (int length = 1024; length <= 32768; length *= 2) {
+            arena half, whole;
+            model_options options = {.batch = 1,
+                                     .tokens = length,
+                                     .training = true,
+                                     .checkpointing = (checkpointing)how};
+            CHECK(model_measure(&c, &options, o, &half, &count, &why), "%s", why.text);
+            options.tokens = 2 * length;
+            CHECK(model_measure(&c, &options, o, &whole, &count, &why), "%s", why.text);
+            CHECK((double)whole.used <= 2.2 * (double)half.used,
+                  "form %d: %d tokens take %zu bytes, %d take %zu", how, length, half.used,
+                  2 * length, whole.used);
+        }
+}
+
 /* Logits of the next token are those that training computes: what follows changes nothing. */
 static void test_next(const ops *o) {
     model_config c = small(2);
@@ -298,6 +320,7 @@ int main(int argc, char **argv) {
     ops_cpu_close(&f16);
     test_documents(&o);
     test_memory(&o);
+    test_growth(&o);
     test_next(&o);
     test_refusals(&o);
     ops_cpu_close(&o);
