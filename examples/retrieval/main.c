@@ -1,0 +1,121 @@
+/* main.c - retrieval: how often a model that was trained on data.dataset = retrieval finds the needle,
+   by length of the row and by depth in it. Twin: README.md. Rows are those of source_retrieval.c that
+   no training sees; the model reads them through its caches, as in decoding. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "restore.h"
+#include "rng.h"
+#include "source.h"
+#include "threads.h"
+
+enum { CHUNK = 256, TENTHS = 10, SHORTEST = 16, LONGEST = 1 << 20 };
+
+typedef struct examiner {
+    checkpoint checkpoint;
+    ops ops;
+    model model;
+    source_window row;
+    real *logits; /* of the questions and answers */
+} examiner;
+
+/* By tenths of the depth, the oldest first. */
+typedef struct score {
+    long long asked[TENTHS], right[TENTHS];
+} score;
+
+static bool open_examiner(examiner *e, const char *path, int longest, fault *f) {
+    if (!checkpoint_open(&e->checkpoint, path, f)) return false;
+    const config *c = &e->checkpoint.config;
+    if (c->model.vocab_size < RETRIEVAL_VOCAB)
+        return fault_set(f, "%s: model.vocab_size = %lld; data.dataset = retrieval needs %d", path,
+                         (long long)c->model.vocab_size, RETRIEVAL_VOCAB);
+    int vocab = (int)c->model.vocab_size, chunk = longest < CHUNK ? longest : CHUNK;
+    if (!ops_cpu_open(&e->ops, (int)c->runtime.threads, f) ||
+        !restore_model(&e->model, &e->checkpoint, vocab, chunk, longest, &e->ops, f))
+        return false;
+    e->row.tokens = malloc(((size_t)longest + 1) * sizeof *e->row.tokens);
+    e->row.starts = malloc((size_t)longest + 1);
+    e->row.given = malloc((size_t)longest + 1);
+    e->logits = malloc(2 * RETRIEVAL_NEEDLES * (size_t)vocab * sizeof *e->logits);
+    return e->row.tokens && e->row.starts && e->row.given && e->logits
+               ? true
+               : fault_set(f, "out of memory");
+}
+
+static void close_examiner(examiner *e) {
+    if (e->model.o) model_close(&e->model);
+    if (e->ops.state) ops_cpu_close(&e->ops);
+    checkpoint_close(&e->checkpoint);
+    free(e->row.tokens);
+    free(e->row.starts);
+    free(e->row.given);
+    free(e->logits);
+}
+
+static int likeliest(const real *logits, int vocab) {
+    int best = 0;
+    for (int i = 1; i < vocab; i++)
+        if (logits[i] > logits[best]) best = i;
+    return best;
+}
+
+static bool examine(examiner *e, int64_t sample, int length, score *s, fault *f) {
+    int64_t places[RETRIEVAL_NEEDLES];
+    int vocab = e->model.config.vocab;
+    int count = source_retrieval_row((uint64_t)e->checkpoint.config.train.seed, RNG_RETRIEVAL_VAL,
+                                     sample, length, &e->row, places);
+    int first = length + 1 - 2 * count; /* of the questions */
+    if (!model_restart(&e->model, f) ||
+        !model_append(&e->model, e->row.tokens, length, length - first, e->logits, f))
+        return false;
+    for (int q = 0; q < count; q++) {
+        int64_t tenth = places[q] * TENTHS / first;
+        int answer = likeliest(e->logits + (size_t)(2 * q) * (size_t)vocab, vocab);
+        s->asked[tenth]++;
+        s->right[tenth] += answer == e->row.tokens[first + 2 * q + 1];
+    }
+    return true;
+}
+
+static bool examine_length(examiner *e, int samples, int length, fault *f) {
+    score s = {{0}, {0}};
+    for (int i = 0; i < samples; i++)
+        if (!examine(e, i, length, &s, f)) return false;
+    for (int t = 0; t < TENTHS; t++) printf("%d,%d,%lld,%lld\n", length, t, s.asked[t], s.right[t]);
+    fflush(stdout);
+    return true;
+}
+
+static bool read_count(const char *what, const char *text, int least, int *to, fault *f) {
+    char *end;
+    long x = strtol(text, &end, 10);
+    *to = (int)x;
+    if (end != text && !*end && x >= least && x <= LONGEST) return true;
+    return fault_set(f, "%s %.100s: must be an integer in %d .. %d", what, text, least, LONGEST);
+}
+
+int main(int argc, char **argv) {
+    threads_wait_asleep(argv);
+    static examiner e;
+    fault f;
+    int samples, length, longest = 0;
+    if (argc < 4 || argv[1][0] == '-') {
+        fprintf(stderr, "usage: retrieval CHECKPOINT ROWS LENGTH...\nprints length, tenth of the "
+                        "depth, questions asked, answered right\n");
+        return argc == 2 && !strcmp(argv[1], "--help") ? 0 : 2;
+    }
+    bool ok = read_count("rows", argv[2], 1, &samples, &f);
+    for (int i = 3; ok && i < argc; i++) {
+        ok = read_count("length", argv[i], SHORTEST, &length, &f);
+        if (ok && length > longest) longest = length;
+    }
+    int code = ok && open_examiner(&e, argv[1], longest, &f) ? 0 : 2;
+    if (!code) printf("length,tenth,asked,right\n");
+    for (int i = 3; !code && i < argc; i++)
+        if (!examine_length(&e, samples, atoi(argv[i]), &f)) code = 1;
+    if (code) fprintf(stderr, "%s\n", f.text);
+    close_examiner(&e);
+    return code;
+}

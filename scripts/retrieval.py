@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""Trains models to find needles in long rows, examines them far beyond the lengths that they were
+trained at, and draws what they found.
+
+  retrieval.py run FOLDER [--bin build/release/bin] [--threads N] [--rows N]
+      trains nsa, full and window on the same rows in the same order, into FOLDER (which must not
+      exist), examines each, and writes bench/results/retrieval.json
+  retrieval.py draw
+      makes docs/retrieval.svg of that file
+
+Every model has the same sizes, steps and rows, and sees them in the phases below: short rows first,
+for the question is learnt there, then longer ones. window reads the last 64 tokens alone.
+"""
+import argparse
+import collections
+import csv
+import datetime
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+from record_runs import commit, machine
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results" / "retrieval.json"
+PICTURE = ROOT / "docs" / "retrieval.svg"
+ATTENTIONS = ("nsa", "full", "window")
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+
+# RoPE's base keeps half of the channels almost still over 16k tokens.
+MODEL = """--dataset retrieval --vocab-size 512 --dim 64 --layers 2 --heads 4 --kv-groups 2 --d-k 32
+--d-v 32 --nsa-l 16 --nsa-d 8 --nsa-l-sel 16 --nsa-n-sel 8 --nsa-w 64 --rope-base 1000000 --seed 1337
+--lr-schedule constant --warmup-steps 50 --grad-clip 1 --log-every 25""".split()
+
+Phase = collections.namedtuple("Phase", "length batch steps lr")
+PHASES = (Phase(64, 64, 400, 4e-3), Phase(256, 16, 150, 2e-3), Phase(1024, 4, 200, 2e-3),
+          Phase(2048, 2, 150, 1e-3), Phase(4096, 2, 150, 1e-3))
+
+
+def train(binaries, folder, attention, threads):
+    """All phases of one model, each going on from the one before; seconds of training."""
+    out = folder / attention
+    steps, begin = 0, time.monotonic()
+    # In this task a branch may rightly take all of the gate, which the trainers' watchdog ends a run for.
+    environment = {**os.environ, "NSA_DISABLE_AUX_STATS": "1"}
+    for phase in PHASES:
+        steps += phase.steps
+        command = [str(binaries / "train_tiny"), *MODEL, "--attention", attention,
+                   "--seq-len", str(phase.length), "--batch-size", str(phase.batch),
+                   "--steps", str(steps), "--lr", str(phase.lr), "--threads", str(threads),
+                   "--out-dir", str(out)] + (["--resume"] if out.exists() else [])
+        print(f"{attention}: rows of {phase.length}, to step {steps}", flush=True)
+        with open(folder / f"{attention}.log", "a") as log:
+            if subprocess.run(command, stdout=log, stderr=log, env=environment).returncode:
+                raise SystemExit(f"training failed; the end of {log.name} says why")
+    return time.monotonic() - begin
+
+
+def examine(binaries, folder, attention, rows):
+    """{length: [(asked, right) of each tenth of the depth]}"""
+    lengths = [str(length) for length in LENGTHS]
+    done = subprocess.run([str(binaries / "retrieval"), str(folder / attention), str(rows), *lengths],
+                          stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"retrieval {folder / attention}: exit code {done.returncode}")
+    found = collections.defaultdict(list)
+    for row in csv.DictReader(io.StringIO(done.stdout)):
+        found[int(row["length"])].append((int(row["asked"]), int(row["right"])))
+    return found
+
+
+def row_of(attention, length, tenths):
+    """One row of the table: percentages, the oldest tenth first."""
+    asked, right = (sum(column) for column in zip(*tenths))
+    row = {"attention": attention, "length": length, "questions": asked,
+           "found_%": round(100 * right / asked, 1)}
+    for i, (some, hits) in enumerate(tenths):
+        row[f"{10 * i}-{10 * i + 10}"] = round(100 * hits / some, 1) if some else None
+    return row
+
+
+def run(options):
+    folder, binaries = pathlib.Path(options.folder), pathlib.Path(options.bin)
+    for name in ("train_tiny", "retrieval"):
+        if not (binaries / name).exists():
+            raise SystemExit(f"{binaries / name} is not there; build it, or name its folder with --bin")
+    folder.mkdir(parents=True)  # an older run's steps would not be these
+    rows, seconds, built_of = [], {}, commit()
+    for attention in ATTENTIONS:
+        begin = time.monotonic()
+        trained = train(binaries, folder, attention, options.threads)
+        for length, tenths in sorted(examine(binaries, folder, attention, options.rows).items()):
+            rows.append(row_of(attention, length, tenths))
+            print(json.dumps(rows[-1]), flush=True)
+        seconds[attention] = {"training": round(trained),
+                              "examination": round(time.monotonic() - begin - trained)}
+    report = {"machine": machine(), "date": datetime.date.today().isoformat(), "commit": built_of,
+              "seconds": seconds, "phases": [phase._asdict() for phase in PHASES],
+              "options": MODEL, "rows_each": options.rows, "rows": rows}
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {RESULTS.relative_to(ROOT)}")
+
+
+# ---- The picture ----
+
+CELL, HIGH, LEFT, TOP, GAP = 44, 26, 60, 64, 40
+
+
+def colour(percent):
+    """White at 0 to a dark blue at 100."""
+    share = percent / 100
+    return "#%02x%02x%02x" % tuple(round(255 + share * (end - 255)) for end in (20, 70, 150))
+
+
+def panel(rows, title, top):
+    """One attention's lengths downwards, tenths of the depth across."""
+    tenths = [f"{10 * i}-{10 * i + 10}" for i in range(10)]
+    lines = [f'<text x="{LEFT}" y="{top - 22}" font-weight="bold">{title}</text>']
+    for i, name in enumerate(tenths):
+        lines.append(f'<text x="{LEFT + CELL * i + CELL / 2}" y="{top - 6}" '
+                     f'text-anchor="middle">{name}</text>')
+    for j, row in enumerate(rows):
+        y = top + HIGH * j
+        lines.append(f'<text x="{LEFT - 8}" y="{y + 17}" text-anchor="end">{row["length"]}</text>')
+        for i, name in enumerate(tenths):
+            value = row[name]
+            shown = "" if value is None else f"{value:.0f}"
+            lines.append(f'<rect x="{LEFT + CELL * i}" y="{y}" width="{CELL - 1}" height="{HIGH - 1}" '
+                         f'fill="{colour(value or 0)}"/>'
+                         f'<text x="{LEFT + CELL * i + CELL / 2}" y="{y + 17}" text-anchor="middle" '
+                         f'fill="{"white" if (value or 0) > 55 else "black"}">{shown}</text>')
+    return lines
+
+
+def draw():
+    report = json.loads(RESULTS.read_text())
+    titles = {"nsa": "NSA", "full": "dense attention", "window": "a window of 64 tokens"}
+    lines, top = [], TOP
+    for attention in ATTENTIONS:
+        rows = [row for row in report["rows"] if row["attention"] == attention]
+        if rows:
+            lines += panel(rows, titles[attention], top)
+            top += HIGH * len(rows) + GAP + 22
+    width, height = LEFT + 10 * CELL + 20, top - 22
+    PICTURE.write_text("\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        '<text x="8" y="18" font-size="13">Needles found, %: tokens of a row downwards, '
+        'depth of the needle across (0: oldest)</text>',
+        *lines, "</svg>", ""]))
+    print(f"wrote {PICTURE.relative_to(ROOT)}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runner = commands.add_parser("run")
+    runner.add_argument("folder")
+    runner.add_argument("--bin", default="build/release/bin")
+    runner.add_argument("--threads", type=int, default=0)
+    runner.add_argument("--rows", type=int, default=20)
+    commands.add_parser("draw")
+    options = parser.parse_args()
+    if options.command == "run":
+        run(options)
+    else:
+        draw()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
