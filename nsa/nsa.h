@@ -967,17 +967,18 @@ NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
     }
 }
 
+/* An exponent of ones, and one more, is the sign bit: found by and, add and or, which every vector
+   unit has for integers, where SSE2 has no maximum of them. */
 NSA__COMPILED static int nsa__all_finite(const nsa_real *x, int n) {
-    const nsa__bits_t exponent =
-        (nsa__bits_t)(sizeof *x == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
-    nsa__bits_t most = 0; /* the largest exponent */
+    const int mantissa = sizeof *x == 8 ? 52 : 23, sign = 8 * (int)sizeof *x - 1;
+    const nsa__bits_t one = (nsa__bits_t)1 << mantissa, exponent = ((nsa__bits_t)1 << sign) - one;
+    nsa__bits_t any = 0;
     for (int i = 0; i < n; i++) {
         nsa__bits_t bits;
         memcpy(&bits, x + i, sizeof bits);
-        bits &= exponent;
-        most = bits > most ? bits : most;
+        any |= (bits & exponent) + one;
     }
-    return most != exponent;
+    return !(any >> sign);
 }
 
 NSA__COMPILED static void nsa__scale(nsa_real *x, nsa_real factor, int n) {
