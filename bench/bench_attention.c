@@ -4,8 +4,8 @@
    tables of the file. It checks nothing: the tests do that. */
 #define _POSIX_C_SOURCE 200809L
 #include "problem.h"
+#include "report.h"
 #include <errno.h>
-#include <time.h>
 #ifdef NSA_HAVE_CBLAS
 #include <cblas.h>
 #endif
@@ -13,30 +13,7 @@
 /* Dense attention over more tokens than these would take hours. */
 enum { MAX_ROUNDS = 9, MAX_DENSE = 65536, MAX_SHAPES = 32 };
 
-static double seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 /* -- timing -- */
-
-typedef struct timing {
-    double median, spread; /* seconds; (slowest - fastest) / median */
-} timing;
-
-static int compare_doubles(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static timing summarise(double *times, int n) {
-    timing t;
-    qsort(times, (size_t)n, sizeof *times, compare_doubles);
-    t.median = times[n / 2];
-    t.spread = (times[n - 1] - times[0]) / t.median;
-    return t;
-}
 
 /* Every pass of one direction. */
 typedef struct timings {
@@ -113,13 +90,6 @@ static double sgemm_rate(int threads) {
     return best;
 }
 
-/* What NSA_ISA_DETECT finds. */
-static const char *widest_isa(void) {
-    int isa = NSA_ISA_NEON;
-    while (!nsa_isa_available((nsa_isa)isa)) isa--;
-    return nsa_isa_name((nsa_isa)isa);
-}
-
 /* -- the report -- */
 
 typedef struct report {
@@ -192,26 +162,9 @@ static void measure(report *r, const shape *s, int threads) {
     problem_free(&p);
 }
 
-/* The first line of a command's output, as a JSON string's inside. */
-static void first_line(const char *command, char *to, size_t size) {
-    FILE *f = popen(command, "r");
-    size_t n = 0;
-    int c;
-    while (f && (c = fgetc(f)) != EOF && c != '\n')
-        if (n + 1 < size && c >= 32 && c != '"' && c != '\\') to[n++] = (char)c;
-    to[n] = 0;
-    if (f) pclose(f);
-}
-
 static void report_begin(report *r) {
-    char machine[200], commit[64], date[16];
-    time_t now = time(NULL);
     if (!r->json) return;
-    first_line("lscpu | sed -n 's/^Model name: *//p'", machine, sizeof machine);
-    first_line("git rev-parse --short HEAD 2>/dev/null", commit, sizeof commit);
-    strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
-    fprintf(r->json, "{\n  \"machine\": \"%s, %s\",\n  \"date\": \"%s\",\n  \"commit\": \"%s\",\n",
-            machine, widest_isa(), date, commit);
+    report_origin(r->json);
     fprintf(r->json, "  \"sgemm\": \"%s\",\n  \"rows\": [", sgemm_name);
 }
 

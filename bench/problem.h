@@ -77,7 +77,8 @@ static void problem_gradients(problem *p) {
     p->ddense.out = p->dx.out;
 }
 
-static void problem_make(problem *p, int heads, int kv_heads, int dim, int tokens, int threads) {
+static inline void problem_make(problem *p, int heads, int kv_heads, int dim, int tokens,
+                                int threads) {
     memset(p, 0, sizeof *p);
     nsa_desc *d = &p->d;
     *d = nsa_desc_default(1, tokens, heads, kv_heads, dim);
@@ -194,7 +195,7 @@ static run *const backwards[ROWS] = {run_cmp_backward,  NULL,
                                      run_dense_backward};
 
 /* Query-key pairs of each branch, over all query heads. */
-static void count_pairs(const problem *p, double pairs[ROWS]) {
+static inline void count_pairs(const problem *p, double pairs[ROWS]) {
     const nsa_desc *d = &p->d;
     memset(pairs, 0, ROWS * sizeof *pairs);
     for (int t = 0; t < d->tokens; t++) {

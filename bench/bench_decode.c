@@ -1,0 +1,128 @@
+/* bench_decode: a step of decoding beside the same step of dense attention, which keeps all k and v
+   too: time and bytes of a token, for one sequence and for a batch.
+   bench_decode [--quick] [--json FILE]; scripts/write_numbers.py makes tables of the file.
+   It checks nothing: the tests do that. */
+#define _POSIX_C_SOURCE 200809L
+#include "decode.h"
+#include "report.h"
+#include <errno.h>
+
+enum { MAX_ROUNDS = 15, MAX_STEPS = 256 };
+
+static const double ENOUGH = 5e-3; /* s: what a clock and a neighbour do not disturb */
+
+typedef nsa_status step(decoding *c);
+
+static double time_steps(step *f, decoding *c, int steps) {
+    double at = seconds();
+    for (int i = 0; i < steps; i++) {
+        nsa_status s = f(c);
+        if (s == NSA_OK) continue;
+        fprintf(stderr, "bench_decode: %s (%s)\n", nsa_status_text(s), nsa_status_where(s));
+        exit(1);
+    }
+    return (seconds() - at) / steps;
+}
+
+/* How many steps make a time worth reading; their first also fills the processor's caches. */
+static int steps_of(step *f, decoding *c) {
+    int steps = 1;
+    time_steps(f, c, 1);
+    while (steps < MAX_STEPS && time_steps(f, c, steps) * steps < ENOUGH) steps *= 2;
+    return steps;
+}
+
+typedef struct result {
+    timing sparse, dense;
+    double over_dense; /* the median of the rounds' ratios */
+} result;
+
+/* Rounds of sparse and dense steps: what is compared ran side by side. */
+static result time_rounds(decoding *c) {
+    double sparse[MAX_ROUNDS], dense[MAX_ROUNDS], ratios[MAX_ROUNDS];
+    int sparse_steps = steps_of(run_decode, c), dense_steps = steps_of(run_dense_decode, c);
+    for (int i = 0; i < MAX_ROUNDS; i++) {
+        sparse[i] = time_steps(run_decode, c, sparse_steps);
+        dense[i] = time_steps(run_dense_decode, c, dense_steps);
+        ratios[i] = dense[i] / sparse[i];
+    }
+    result r = {summarise(sparse, MAX_ROUNDS), summarise(dense, MAX_ROUNDS),
+                summarise(ratios, MAX_ROUNDS).median};
+    return r;
+}
+
+/* One row of the file; ms and bytes are those of one token. over 0: the row of dense itself. */
+static void write_row(FILE *json, int *rows, const decoding *c, const char *branch, timing t,
+                      double bytes, double formula, double over, double bound) {
+    const nsa_desc *d = &c->p.d;
+    fprintf(json, "%s\n    {\"branch\": \"%s\", \"pass\": \"step\", \"heads\": %d, ",
+            (*rows)++ ? "," : "", branch, d->heads);
+    fprintf(json, "\"kv_heads\": %d, \"dim\": %d, \"tokens\": %d, \"batch\": %d, ", d->kv_heads,
+            d->dim, d->tokens, d->batch);
+    fprintf(json, "\"threads\": %d, \"ms\": %.4g, \"spread\": %.2g, ", d->threads,
+            t.median * 1e3 / d->batch, t.spread);
+    fprintf(json, "\"gflops\": null, \"over_sgemm\": null, \"bytes\": %.0f, ", bytes);
+    fprintf(json, "\"bytes_by_formula\": %.0f, ", formula);
+    if (over > 0)
+        fprintf(json, "\"over_dense\": %.3g, \"bound\": %.3g}", over, bound);
+    else
+        fprintf(json, "\"over_dense\": null, \"bound\": null}");
+}
+
+static void measure(FILE *json, int *rows, int tokens, int batch, int threads) {
+    decoding c;
+    decoding_make(&c, batch, 16, 1, 64, tokens, threads);
+    result r = time_rounds(&c);
+    decode_bytes b = count_bytes(&c);
+    double bound = b.dense / b.counted;
+    printf("%6d tokens x %2d, %d threads: %8.4f ms a token, dense %8.4f: %5.2f x, bound by bytes "
+           "%5.2f; %.0f bytes read, by the formula %.0f; spread %.0f %%\n",
+           tokens, batch, threads, r.sparse.median * 1e3 / batch, r.dense.median * 1e3 / batch,
+           r.over_dense, bound, b.counted, b.formula, 100 * r.sparse.spread);
+    fflush(stdout);
+    if (json) {
+        write_row(json, rows, &c, "decode", r.sparse, b.counted, b.formula, r.over_dense, bound);
+        write_row(json, rows, &c, "dense decode", r.dense, b.dense, b.dense, 0, 0);
+    }
+    decoding_free(&c);
+}
+
+static void measure_all(FILE *json, int *rows) {
+    static const int lengths[] = {1024, 8192, 16384, 32768, 65536};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
+        for (int batch = 1; batch <= 16; batch *= 16)
+            for (int threads = 1; threads <= 2; threads++)
+                measure(json, rows, lengths[i], batch, threads);
+}
+
+int main(int argc, char **argv) {
+    const char *path = NULL;
+    FILE *json = NULL;
+    int quick = 0, rows = 0;
+    for (int i = 1; i < argc; i++) {
+        if (!strcmp(argv[i], "--quick")) {
+            quick = 1;
+        } else if (!strcmp(argv[i], "--json") && i + 1 < argc) {
+            path = argv[++i];
+        } else {
+            fprintf(stderr, "usage: bench_decode [--quick] [--json FILE]\n");
+            return 2;
+        }
+    }
+    if (path && !(json = fopen(path, "w"))) {
+        fprintf(stderr, "bench_decode: cannot write %s: %s\n", path, strerror(errno));
+        return 1;
+    }
+    if (json) report_origin(json);
+    if (json) fprintf(json, "  \"rows\": [");
+    if (quick)
+        measure(json, &rows, 8192, 1, 1);
+    else
+        measure_all(json, &rows);
+    if (!json) return 0;
+    fprintf(json, "\n  ]\n}\n");
+    int failed = ferror(json) != 0;
+    failed |= fclose(json) != 0;
+    if (failed) fprintf(stderr, "bench_decode: cannot write %s: %s\n", path, strerror(errno));
+    return failed;
+}
