@@ -1,5 +1,5 @@
-/* decode.h: sequences of one length in a decoding cache, and a step from it: sparse, and dense over the
-   same k and v. What the cache holds is random, not the trace of a prompt. No test. */
+/* decode.h: sequences of one length in a decoding cache, and a step from it: sparse, and dense over
+   the same k and v. What the cache holds is random, not the trace of a prompt. No test. */
 #ifndef BENCH_DECODE_H
 #define BENCH_DECODE_H
 

@@ -9,7 +9,7 @@ trained at, and draws what they found.
       makes docs/retrieval.svg of that file
 
 Every model has the same sizes, steps and rows, and sees them in the phases below: short rows first,
-for the question is learnt there, then longer ones. window reads the last 64 tokens alone.
+for the question is learnt there, then longer ones. window reads the last 128 tokens alone.
 """
 import argparse
 import collections
@@ -32,13 +32,14 @@ ATTENTIONS = ("nsa", "full", "window")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
 # RoPE's base keeps half of the channels almost still over 16k tokens.
-MODEL = """--dataset retrieval --vocab-size 512 --dim 64 --layers 2 --heads 4 --kv-groups 2 --d-k 32
---d-v 32 --nsa-l 16 --nsa-d 8 --nsa-l-sel 16 --nsa-n-sel 8 --nsa-w 64 --rope-base 1000000 --seed 1337
+MODEL = """--dataset retrieval --vocab-size 512 --dim 64 --layers 1 --heads 2 --kv-groups 1 --d-k 32
+--d-v 32 --nsa-l 8 --nsa-d 8 --nsa-l-sel 8 --nsa-n-sel 5 --rope-base 1000000 --seed 1337
 --lr-schedule constant --warmup-steps 50 --grad-clip 1 --log-every 25""".split()
+WINDOWS = {"nsa": 8, "full": 8, "window": 128}  # full does not use its own
 
 Phase = collections.namedtuple("Phase", "length batch steps lr")
-PHASES = (Phase(64, 64, 400, 4e-3), Phase(256, 16, 150, 2e-3), Phase(1024, 4, 200, 2e-3),
-          Phase(2048, 2, 150, 1e-3), Phase(4096, 2, 150, 1e-3))
+PHASES = (Phase(128, 32, 500, 5e-3), Phase(512, 8, 250, 3e-3), Phase(1024, 4, 200, 2e-3),
+          Phase(2048, 2, 150, 1e-3), Phase(4096, 2, 100, 1e-3))
 
 
 def train(binaries, folder, attention, threads):
@@ -50,6 +51,7 @@ def train(binaries, folder, attention, threads):
     for phase in PHASES:
         steps += phase.steps
         command = [str(binaries / "train_tiny"), *MODEL, "--attention", attention,
+                   "--nsa-w", str(WINDOWS[attention]),
                    "--seq-len", str(phase.length), "--batch-size", str(phase.batch),
                    "--steps", str(steps), "--lr", str(phase.lr), "--threads", str(threads),
                    "--out-dir", str(out)] + (["--resume"] if out.exists() else [])
@@ -138,7 +140,7 @@ def panel(rows, title, top):
 
 def draw():
     report = json.loads(RESULTS.read_text())
-    titles = {"nsa": "NSA", "full": "dense attention", "window": "a window of 64 tokens"}
+    titles = {"nsa": "NSA", "full": "dense attention", "window": "the last 128 tokens alone"}
     lines, top = [], TOP
     for attention in ATTENTIONS:
         rows = [row for row in report["rows"] if row["attention"] == attention]

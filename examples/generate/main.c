@@ -77,10 +77,9 @@ static bool read_prompt(generator *g, int vocab, fault *f) {
     return ok;
 }
 
-/* Tokens that the model was trained to see, stretched as far as RoPE is. */
-static int64_t trained_context(const config *c) {
-    double factor = c->model.rope_scaling == NSA_ROPE_SCALING_NONE ? 1 : c->model.rope_factor;
-    return (int64_t)((double)c->train.seq_len * factor);
+/* How far RoPE is stretched. */
+static double stretch(const config *c) {
+    return c->model.rope_scaling == NSA_ROPE_SCALING_NONE ? 1 : c->model.rope_factor;
 }
 
 static bool check_context(const generator *g, int64_t context, fault *f) {
@@ -102,12 +101,13 @@ static bool open_generator(generator *g, int argc, char **argv, fault *f) {
     config *c = &g->checkpoint.config;
     if (!checkpoint_open(&g->checkpoint, g->options.checkpoint, f)) return false;
     c->sample.length = DEFAULT_LENGTH;
+    double trained = (double)c->train.seq_len / stretch(c);
     if (options_read(&g->options, c, argc, argv, f) != CONFIG_OK || !config_check_model(c, f))
         return false;
     g->tokenizer = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!g->tokenizer) return false;
     int vocab = c->model.vocab_size ? (int)c->model.vocab_size : tokenizer_vocab_size(g->tokenizer);
-    int64_t context = g->options.context ? g->options.context : trained_context(c);
+    int64_t context = g->options.context ? g->options.context : (int64_t)(trained * stretch(c));
     if (!read_prompt(g, vocab, f) || !check_context(g, context, f)) return false;
     int64_t room = g->options.bench ? context : (int64_t)g->text.count + c->sample.length;
     int chunk = g->options.chunk < room ? (int)g->options.chunk : (int)room;

@@ -1,6 +1,7 @@
-/* main.c - retrieval: how often a model that was trained on data.dataset = retrieval finds the needle,
-   by length of the row and by depth in it. Twin: README.md. Rows are those of source_retrieval.c that
-   no training sees; the model reads them through its caches, as in decoding. */
+/* main.c - retrieval: how often a model that was trained on data.dataset = retrieval finds the
+   needle, by length of the row and by depth in it. Twin: README.md. Rows are those of
+   source_retrieval.c that no training sees; the model reads them through its caches, as in
+   decoding. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,16 +1,18 @@
-/* test_generate.c - generate as its users run it: the same text whatever the chunks and wherever the
-   prompt comes from, options that do what they say, and what is refused. Arguments: the programs
-   train_tiny and generate. Twins: generate's main.c, restore.c, sample.c. */
+/* test_generate.c - generate as its users run it: the same text whatever the chunks and wherever
+   the prompt comes from, options that do what they say, what is refused; and what retrieval counts.
+   Arguments: the programs train_tiny, generate and retrieval. Twins: their main.c, restore.c,
+   sample.c. */
 #include <sys/wait.h>
 
 #include "model_test.h"
 #include "restore.h"
 #include "sample.h"
+#include "source.h"
 #include "trainer_test.h"
 
 enum { OUTPUT = 1 << 16 };
 
-static const char *trainer, *generator;
+static const char *trainer, *generator, *examiner;
 static char output[OUTPUT]; /* of the last program that ended */
 
 /* Runs a shell's command line with both outputs in one file; the exit code. */
@@ -106,6 +108,19 @@ static void test_scaling(const char *name) {
            "model.rope_trained_context");
 }
 
+/* A model that was trained with scaled angles: they come with it, and its context is its rows'. */
+static void test_stretched(void) {
+    check_case("trained with yarn");
+    const char *text = text_of("stretched", "--prompt 'the quick' --temperature 0");
+    same("its own angles, said again", text,
+         text_of("stretched", "--prompt 'the quick' --temperature 0 --rope-scaling yarn "
+                              "--rope-factor 4 --rope-trained-context 16"));
+    differ("no scaling", text,
+           text_of("stretched", "--prompt 'the quick' --temperature 0 --rope-scaling none "
+                                "--context 64"));
+    expect(shell("%s %s --length 64", generator, test_path("stretched")), 2, "the context is 64");
+}
+
 static void test_bench(const char *name) {
     check_case("bench of %s", name);
     expect(shell("%s %s --bench --context 1024 --threads 1", generator, test_path(name)), 0,
@@ -182,10 +197,62 @@ static void test_printing(void) {
     tokenizer_close(t);
 }
 
+/* What the program counts, by the whole sequence's forward of each prefix. */
+static int answered_right(const model *m, const source_window *w, int length, int count) {
+    static real logits[RETRIEVAL_VOCAB];
+    int first = length + 1 - 2 * count, right = 0;
+    model whole = *m;
+    for (int q = 0; q < count; q++) {
+        int best = 0;
+        CHECK(model_next(&whole, w->tokens, first + 2 * q + 1, logits, &why), "%s", why.text);
+        for (int i = 1; i < RETRIEVAL_VOCAB; i++)
+            if (logits[i] > logits[best]) best = i;
+        right += best == w->tokens[first + 2 * q + 1];
+    }
+    return right;
+}
+
+static void test_examination(void) {
+    enum { LENGTH = 100, ROWS = 5 };
+    int32_t tokens[LENGTH + 1];
+    unsigned char starts[LENGTH + 1], given[LENGTH + 1];
+    source_window w = {tokens, starts, given, 0};
+    checkpoint k;
+    model m;
+    ops o = open_ops(1);
+    int want = 0, got = 0, asked = 0, lines = 0, length, tenth, some, right;
+    check_case("retrieval");
+    if (!CHECK(checkpoint_open(&k, test_path("needles"), &why), "%s", why.text)) return;
+    CHECK(restore_model(&m, &k, RETRIEVAL_VOCAB, LENGTH, 0, &o, &why), "%s", why.text);
+    for (int row = 0; row < ROWS; row++) {
+        int count = source_retrieval_row((uint64_t)k.config.train.seed, RNG_RETRIEVAL_VAL, row,
+                                         LENGTH, &w, NULL);
+        want += answered_right(&m, &w, LENGTH, count);
+    }
+    expect(shell("%s %s %d %d", examiner, test_path("needles"), ROWS, LENGTH), 0, "length,tenth");
+    for (char *at = strchr(output, '\n'); at && at[1]; at = strchr(at + 1, '\n'), lines++)
+        if (CHECK(sscanf(at, "%d,%d,%d,%d", &length, &tenth, &some, &right) == 4, "%s", at)) {
+            CHECK(length == LENGTH && tenth == lines && right <= some, "%s", at);
+            asked += some;
+            got += right;
+        }
+    CHECK(lines == 10 && asked == ROWS * (LENGTH / 8), "%d questions in %d lines", asked, lines);
+    CHECK(got == want, "%d answered right, not %d", got, want);
+    expect(shell("%s %s 1 64", examiner, test_path("sparse")), 2, "retrieval needs 512");
+    expect(shell("%s %s 0 64", examiner, test_path("needles")), 2, "rows 0: must be an integer");
+    expect(shell("%s %s 1 15", examiner, test_path("needles")), 2, "in 16 ..");
+    expect(shell("%s", examiner), 2, "usage");
+    model_close(&m);
+    checkpoint_close(&k);
+    ops_cpu_close(&o);
+}
+
 int main(int argc, char **argv) {
-    if (argc != 3) return fprintf(stderr, "usage: test_generate TRAIN_TINY GENERATE\n"), 2;
+    if (argc != 4)
+        return fprintf(stderr, "usage: test_generate TRAIN_TINY GENERATE RETRIEVAL\n"), 2;
     trainer = argv[1];
     generator = argv[2];
+    examiner = argv[3];
     test_begin();
     FILE *file = fopen(test_path("text"), "wb");
     for (int i = 0; file && i < 400; i++)
@@ -195,11 +262,15 @@ int main(int argc, char **argv) {
     train("dense", "--attention full");
     test_texts("sparse");
     test_texts("dense");
+    train("stretched", "--rope-scaling yarn --rope-factor 4 --rope-trained-context 16");
+    test_stretched();
     test_scaling("sparse");
     test_scaling("dense");
     test_bench("sparse");
     test_refusals();
     test_geometry();
     test_printing();
+    train("needles", "--dataset retrieval --vocab-size 512 --data ''");
+    test_examination();
     return test_end("test_generate");
 }
