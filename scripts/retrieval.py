@@ -5,8 +5,8 @@ trained at, and draws what they found.
   retrieval.py run FOLDER [--bin build/release/bin] [--threads N] [--rows N]
       trains nsa, full and window on the same rows in the same order, into FOLDER (which must not
       exist), examines each, and writes bench/results/retrieval.json
-  retrieval.py draw
-      makes docs/retrieval.svg of that file
+  retrieval.py draw [--check]
+      makes docs/retrieval.svg of that file, or with --check says whether it is what would be made
 
 Every model has the same sizes, steps and rows, and sees them in the phases below: short rows first,
 for the question is learnt there, then longer ones. window reads the last 128 tokens alone.
@@ -138,7 +138,8 @@ def panel(rows, title, top):
     return lines
 
 
-def draw():
+def picture():
+    """The text of the picture."""
     report = json.loads(RESULTS.read_text())
     titles = {"nsa": "NSA", "full": "dense attention", "window": "the last 128 tokens alone"}
     lines, top = [], TOP
@@ -148,14 +149,22 @@ def draw():
             lines += panel(rows, titles[attention], top)
             top += HIGH * len(rows) + GAP + 22
     width, height = LEFT + 10 * CELL + 20, top - 22
-    PICTURE.write_text("\n".join([
+    return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         '<text x="8" y="18" font-size="13">Needles found, %: tokens of a row downwards, '
         'depth of the needle across (0: oldest)</text>',
-        *lines, "</svg>", ""]))
-    print(f"wrote {PICTURE.relative_to(ROOT)}")
+        *lines, "</svg>", ""])
+
+
+def draw(check):
+    if not check:
+        PICTURE.write_text(picture())
+        print(f"wrote {PICTURE.relative_to(ROOT)}")
+    elif PICTURE.read_text() != picture():
+        raise SystemExit(f"{PICTURE.relative_to(ROOT)} differs from {RESULTS.relative_to(ROOT)}; "
+                         "run scripts/retrieval.py draw")
 
 
 def main():
@@ -167,12 +176,12 @@ def main():
     runner.add_argument("--bin", default="build/release/bin")
     runner.add_argument("--threads", type=int, default=0)
     runner.add_argument("--rows", type=int, default=20)
-    commands.add_parser("draw")
+    commands.add_parser("draw").add_argument("--check", action="store_true")
     options = parser.parse_args()
     if options.command == "run":
         run(options)
     else:
-        draw()
+        draw(options.check)
 
 
 if __name__ == "__main__":

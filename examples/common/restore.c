@@ -22,7 +22,10 @@ bool restore_model(model *m, const checkpoint *k, int vocab, int chunk, int room
     model_config c = train_model_config(&k->config, vocab);
     model_options options = {.batch = 1, .tokens = chunk, .room = room};
     if (!model_open(m, &c, &options, o, 0, f)) return false;
-    if (load(m, k, f)) return true;
-    model_close(m);
-    return false;
+    bool ok = load(m, k, f);
+    if (ok)
+        params_changed(&m->params, o);
+    else
+        model_close(m);
+    return ok;
 }
