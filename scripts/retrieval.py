@@ -2,9 +2,9 @@
 """Trains models to find needles in long rows, examines them far beyond the lengths that they were
 trained at, and draws what they found.
 
-  retrieval.py run FOLDER [--bin build/release/bin] [--threads N] [--rows N]
+  retrieval.py run FOLDER [--bin build/release/bin] [--threads N] [--jobs N] [--rows N]
       trains nsa, full and window on the same rows in the same order, into FOLDER (which must not
-      exist), examines each, and writes bench/results/retrieval.json
+      exist), N of them at once, examines each, and writes bench/results/retrieval.json
   retrieval.py draw [--check]
       makes docs/retrieval.svg of that file, or with --check says whether it is what would be made
 
@@ -13,6 +13,7 @@ for the question is learnt there, then longer ones. window reads the last 128 to
 """
 import argparse
 import collections
+import concurrent.futures
 import csv
 import datetime
 import io
@@ -33,13 +34,13 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
 # RoPE's base keeps half of the channels almost still over 16k tokens.
 MODEL = """--dataset retrieval --vocab-size 512 --dim 64 --layers 1 --heads 2 --kv-groups 1 --d-k 32
---d-v 32 --nsa-l 8 --nsa-d 8 --nsa-l-sel 8 --nsa-n-sel 5 --rope-base 1000000 --seed 1337
+--d-v 32 --nsa-l 4 --nsa-d 4 --nsa-l-sel 8 --nsa-n-sel 5 --rope-base 1000000 --seed 1337
 --lr-schedule constant --warmup-steps 50 --grad-clip 1 --log-every 25""".split()
 WINDOWS = {"nsa": 8, "full": 8, "window": 128}  # full does not use its own
 
 Phase = collections.namedtuple("Phase", "length batch steps lr")
-PHASES = (Phase(128, 32, 500, 5e-3), Phase(512, 8, 250, 3e-3), Phase(1024, 4, 200, 2e-3),
-          Phase(2048, 2, 150, 1e-3), Phase(4096, 2, 100, 1e-3))
+PHASES = (Phase(64, 64, 250, 5e-3), Phase(256, 16, 700, 4e-3), Phase(1024, 4, 400, 2e-3),
+          Phase(2048, 2, 200, 1e-3), Phase(4096, 2, 150, 1e-3))
 
 
 def train(binaries, folder, attention, threads):
@@ -85,21 +86,29 @@ def row_of(attention, length, tenths):
     return row
 
 
+def one(binaries, folder, attention, options):
+    """A model trained and examined: its rows of the table, and the seconds that it took."""
+    begin = time.monotonic()
+    trained = train(binaries, folder, attention, options.threads)
+    found = examine(binaries, folder, attention, options.rows)
+    rows = [row_of(attention, length, tenths) for length, tenths in sorted(found.items())]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return rows, {"training": round(trained),
+                  "examination": round(time.monotonic() - begin - trained)}
+
+
 def run(options):
     folder, binaries = pathlib.Path(options.folder), pathlib.Path(options.bin)
     for name in ("train_tiny", "retrieval"):
         if not (binaries / name).exists():
             raise SystemExit(f"{binaries / name} is not there; build it, or name its folder with --bin")
     folder.mkdir(parents=True)  # an older run's steps would not be these
-    rows, seconds, built_of = [], {}, commit()
-    for attention in ATTENTIONS:
-        begin = time.monotonic()
-        trained = train(binaries, folder, attention, options.threads)
-        for length, tenths in sorted(examine(binaries, folder, attention, options.rows).items()):
-            rows.append(row_of(attention, length, tenths))
-            print(json.dumps(rows[-1]), flush=True)
-        seconds[attention] = {"training": round(trained),
-                              "examination": round(time.monotonic() - begin - trained)}
+    built_of = commit()
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        done = list(pool.map(lambda attention: one(binaries, folder, attention, options), ATTENTIONS))
+    rows = [row for found, _ in done for row in found]
+    seconds = {attention: spent for attention, (_, spent) in zip(ATTENTIONS, done)}
     report = {"machine": machine(), "date": datetime.date.today().isoformat(), "commit": built_of,
               "seconds": seconds, "phases": [phase._asdict() for phase in PHASES],
               "options": MODEL, "rows_each": options.rows, "rows": rows}
@@ -175,6 +184,7 @@ def main():
     runner.add_argument("folder")
     runner.add_argument("--bin", default="build/release/bin")
     runner.add_argument("--threads", type=int, default=0)
+    runner.add_argument("--jobs", type=int, default=1)
     runner.add_argument("--rows", type=int, default=20)
     commands.add_parser("draw").add_argument("--check", action="store_true")
     options = parser.parse_args()
