@@ -4330,7 +4330,7 @@ static size_t nsa__decode_bytes(const nsa_attention *x, const nsa_cache *cache, 
     nsa_desc d =
         nsa__decode_desc(cache, all->tokens - count, count, all->batch > 1 ? 1 : all->threads);
     nsa__arena a = {NULL, 0};
-    nsa__take(&a, 3 * (int64_t)count, sizeof(int64_t));
+    nsa__take(&a, 3 * (int64_t)count * all->kv_heads, sizeof(int64_t));
     return a.used + nsa_attention_forward_workspace_size(x, &d) + NSA__ALIGN;
 }
 

@@ -1,8 +1,8 @@
-/* test_decode.c - the decoding cache: random schedules of append, chunk, guess, rewind and fork give the
-   bits of the whole sequence's forward.
-   Twin: section Decoding of nsa.h; with CHECK_CUDA, kernels/decode.cuh, whose block numbers are those
-   of the whole, and whose outputs are sums in another order. Not here: whether that forward is right
-   (test_attention.c). */
+/* test_decode.c - the decoding cache: random schedules of append, chunk, guess, rewind and fork
+   give the bits of the whole sequence's forward.
+   Twin: section Decoding of nsa.h; with CHECK_CUDA, kernels/decode.cuh, whose block numbers are
+   those of the whole, and whose outputs are sums in another order. Not here: whether that forward
+   is right (test_attention.c). */
 #include "check.h"
 #include "nsa.h"
 
@@ -10,7 +10,7 @@
 #include "decode_device.h"
 #endif
 
-enum { CONTENTS = 3, SEQUENCES = 3, INPUTS = 8 };
+enum { CONTENTS = 3, SEQUENCES = 3, MOST = 40, INPUTS = 8 };
 
 /* One sequence's rows, and what the whole forward makes of them. */
 typedef struct content {
@@ -103,7 +103,17 @@ static nsa_compress phi_of(content *c, const geometry *g, int dim, uint64_t seed
     return x;
 }
 
-/* Room for `rows` tokens of everything; inputs random. Parameters do not depend on `id`. */
+/* A NaN in the middle of a row. */
+static void spoil(const nsa_tensor *x, int row) {
+    size_t at = (size_t)row * (size_t)x->token + (size_t)x->token / 2;
+    if (x->dtype == NSA_F32)
+        ((float *)x->data)[at] = NAN;
+    else
+        ((uint16_t *)x->data)[at] = 0x7fff;
+}
+
+/* Room for `rows` tokens of everything; inputs random, in the last content with some that are not
+   finite. Parameters do not depend on `id`. */
 static void make_content(content *c, const geometry *g, const nsa_desc *d, int rows, uint64_t id) {
     nsa_attention *x = &c->x;
     uint64_t seed = 100 * id + 1;
@@ -131,6 +141,13 @@ static void make_content(content *c, const geometry *g, const nsa_desc *d, int r
     x->blocks = rows_of(c, NSA_I32, rows, g->kv_heads, nsa_block_list_width(d), 0);
 }
 
+static void spoil_content(content *c) {
+    spoil(&c->x.q, 50);
+    spoil(&c->x.k_slc, 70);
+    spoil(&c->x.v_win, 90);
+    spoil(&c->x.k_cmp.x, 100);
+}
+
 static void free_content(content *c) {
     for (int i = 0; i < c->used; i++) free(c->memory[i]);
 }
@@ -140,7 +157,8 @@ typedef struct world {
     nsa_desc d;
     content whole[CONTENTS], step;
     nsa_cache cache;
-    int holds[SEQUENCES]; /* which content a sequence holds, up to its length */
+    int sequences;
+    int holds[MOST]; /* which content a sequence holds, up to its length */
     void *memory, *workspace;
     size_t bytes;
     uint64_t seed, draws;
@@ -179,8 +197,8 @@ static int64_t keys_listed(const world *w, const nsa_attention *whole, int t) {
     return keys;
 }
 
-/* Decoded rows beside those of the whole: the same bits, or on CUDA, where sums are taken in another
-   order, the same block numbers and outputs that differ by rounding alone. */
+/* Decoded rows beside those of the whole: the same bits, or on CUDA, where sums are taken in
+   another order, the same block numbers and outputs that differ by rounding alone. */
 static void compare_rows(const nsa_tensor *x, const void *got, const void *want, int rows) {
     size_t bytes = (size_t)rows * row_bytes(x);
 #ifdef CHECK_CUDA
@@ -194,7 +212,8 @@ static void compare_rows(const nsa_tensor *x, const void *got, const void *want,
         double value = x->dtype == NSA_F32    ? (double)((const float *)from)[e]
                        : x->dtype == NSA_BF16 ? (double)nsa_bf16_to_f32(((const uint16_t *)from)[e])
                                               : (double)nsa_f16_to_f32(((const uint16_t *)from)[e]);
-        (i < n ? a : b)[e] = isinf(value) ? -1e3 : value; /* lse of no key */
+        /* lse of no key; what read a NaN */
+        (i < n ? a : b)[e] = isnan(value) ? 1e6 : isinf(value) ? -1e3 : value;
     }
     if (x->dtype != NSA_I32)
         CHECK_NEAR("row of a decoded token", a, b, n, (size_t)x->token, allowed * check_norm(b, n));
@@ -208,25 +227,25 @@ static void compare_rows(const nsa_tensor *x, const void *got, const void *want,
 /* Appends counts[b] tokens: of the sequence's own content, or of another one as a wrong guess. */
 static void append(world *w, const int *counts, int wrong) {
     int most = 0;
-    nsa_reads reads[SEQUENCES];
+    nsa_reads reads[MOST];
     nsa_tensor *from[INPUTS], *to[INPUTS];
-    for (int b = 0; b < SEQUENCES; b++) most = counts[b] > most ? counts[b] : most;
+    for (int b = 0; b < w->sequences; b++) most = counts[b] > most ? counts[b] : most;
     nsa_attention x = w->step.x;
     inputs_of(&x, to);
-    for (int b = 0; b < SEQUENCES; b++) {
+    for (int b = 0; b < w->sequences; b++) {
         inputs_of(&w->whole[(w->holds[b] + wrong) % CONTENTS].x, from);
         for (int i = 0; i < INPUTS; i++)
             memcpy(row_at(to[i], TOKENS, b, 0), row_at(from[i], TOKENS, 0, w->cache.lengths[b]),
                    (size_t)counts[b] * row_bytes(to[i]));
     }
-    int before[SEQUENCES];
-    memcpy(before, w->cache.lengths, sizeof before);
+    int before[MOST];
+    memcpy(before, w->cache.lengths, (size_t)w->sequences * sizeof *before);
     size_t bytes = nsa_decode_workspace_size(&x, &w->cache, most);
     CHECK(bytes <= w->bytes, "workspace of %d tokens is within that of the most", most);
     nsa_status s = nsa_decode(&x, &w->cache, most, counts, reads, w->workspace, bytes);
     CHECK(s == NSA_OK, "decode: %s %s", nsa_status_name(s), nsa_status_where(s));
     if (wrong) return;
-    for (int b = 0; b < SEQUENCES; b++) {
+    for (int b = 0; b < w->sequences; b++) {
         nsa_attention *whole = &w->whole[w->holds[b]].x;
         const nsa_tensor *outs[] = {&x.out,     &x.out_cmp, &x.out_slc, &x.out_win,
                                     &x.lse_cmp, &x.lse_slc, &x.lse_win, &x.blocks};
@@ -251,13 +270,13 @@ static void append(world *w, const int *counts, int wrong) {
 }
 
 static void random_append(world *w, int wrong) {
-    int counts[SEQUENCES];
-    for (int b = 0; b < SEQUENCES; b++) {
+    int counts[MOST];
+    for (int b = 0; b < w->sequences; b++) {
         int room = TOKENS - w->cache.lengths[b], most = w->g->max_rewind + 1 - wrong;
         counts[b] = draw(w, (room < most ? room : most) + 1);
     }
     append(w, counts, wrong);
-    for (int b = 0; wrong && b < SEQUENCES; b++) /* the guesses were wrong: take them back */
+    for (int b = 0; wrong && b < w->sequences; b++) /* the guesses were wrong: take them back */
         CHECK(nsa_cache_rewind(&w->cache, b, w->cache.lengths[b] - counts[b]) == NSA_OK, "rewind");
 }
 
@@ -268,7 +287,7 @@ static int least_length(const world *w, int b) {
 }
 
 static void random_rewind(world *w) {
-    int b = draw(w, SEQUENCES), least = least_length(w, b), length = w->cache.lengths[b];
+    int b = draw(w, w->sequences), least = least_length(w, b), length = w->cache.lengths[b];
     if (least > 1)
         CHECK(nsa_status_kind(nsa_cache_rewind(&w->cache, b, least - 1)) == NSA_ERROR_REWIND,
               "one further back is refused");
@@ -276,15 +295,15 @@ static void random_rewind(world *w) {
 }
 
 static void random_fork(world *w) {
-    int from = draw(w, SEQUENCES), to = draw(w, SEQUENCES);
+    int from = draw(w, w->sequences), to = draw(w, w->sequences);
     int least = least_length(w, from), length = w->cache.lengths[from];
     int prefix = least + draw(w, length - least + 1);
     CHECK(nsa_cache_fork(&w->cache, to, &w->cache, from, prefix) == NSA_OK, "fork");
     w->holds[to] = w->holds[from];
 }
 
-/* The whole sequence at once, by nsa.h. With CHECK_CUDA also by the kernels, whose block numbers are
-   demanded of decoding, and are nsa.h's in f32; in 16 bits all of it is the kernels'. */
+/* The whole sequence at once, by nsa.h. With CHECK_CUDA also by the kernels, whose block numbers
+   are demanded of decoding, and are nsa.h's in f32; in 16 bits all of it is the kernels'. */
 static void whole_forward(content *c, const nsa_desc *d) {
 #ifdef CHECK_CUDA
     size_t lists = (size_t)c->x.blocks.batch * sizeof(int32_t);
@@ -303,18 +322,20 @@ static void whole_forward(content *c, const nsa_desc *d) {
 #endif
 }
 
-static void begin(world *w, const geometry *g, int threads) {
+static void begin(world *w, const geometry *g, int sequences, int threads) {
     memset(w, 0, sizeof *w);
     w->g = g;
+    w->sequences = sequences;
     w->d = describe(g, 1);
     w->d.threads = threads;
     for (int i = 0; i < CONTENTS; i++) {
         make_content(&w->whole[i], g, &w->d, TOKENS, (uint64_t)i + 1);
+        if (i == CONTENTS - 1) spoil_content(&w->whole[i]);
         whole_forward(&w->whole[i], &w->d);
     }
-    nsa_desc d = describe(g, SEQUENCES);
+    nsa_desc d = describe(g, sequences);
     d.threads = threads;
-    make_content(&w->step, g, &d, TOKENS * SEQUENCES, 0);
+    make_content(&w->step, g, &d, TOKENS * sequences, 0);
     nsa_tensor *views[] = {
         &w->step.x.q,       &w->step.x.k_slc,   &w->step.x.v_slc,   &w->step.x.k_win,
         &w->step.x.v_win,   &w->step.x.k_cmp.x, &w->step.x.v_cmp.x, &w->step.x.gates,
@@ -334,7 +355,7 @@ static void begin(world *w, const geometry *g, int threads) {
 #endif
     w->bytes = nsa_decode_workspace_size(&w->step.x, &w->cache, TOKENS);
     w->workspace = malloc(w->bytes);
-    for (int b = 0; b < SEQUENCES; b++) w->holds[b] = b % CONTENTS;
+    for (int b = 0; b < w->sequences; b++) w->holds[b] = b % CONTENTS;
 }
 
 static void end(world *w) {
@@ -349,7 +370,7 @@ static void test_schedules(world *w, int schedules, int actions) {
         check_case("%s, schedule %d", w->g->name, s);
         w->seed = (uint64_t)s + 7;
         w->draws = 0;
-        for (int b = 0; b < SEQUENCES; b++) nsa_cache_rewind(&w->cache, b, 0);
+        for (int b = 0; b < w->sequences; b++) nsa_cache_rewind(&w->cache, b, 0);
         for (int i = 0; i < actions; i++) {
             int kind = draw(w, 8);
             if (kind < 4)
@@ -367,7 +388,7 @@ static void test_schedules(world *w, int schedules, int actions) {
 static void test_refusals(world *w) {
     check_case("%s, refusals", w->g->name);
     int32_t before[SEQUENCES], counts[SEQUENCES] = {0, 0, 0};
-    for (int b = 0; b < SEQUENCES; b++) nsa_cache_rewind(&w->cache, b, 0);
+    for (int b = 0; b < w->sequences; b++) nsa_cache_rewind(&w->cache, b, 0);
     memcpy(before, w->cache.lengths, sizeof before);
     const nsa_attention *x = &w->step.x;
     int most = w->g->max_rewind + 1;
@@ -401,16 +422,25 @@ static void test_refusals(world *w) {
 /* From nothing to the last token, `at_once` tokens at a time where the cache takes as many. */
 static void test_full(world *w, int at_once) {
     check_case("%s, a full cache", w->g->name);
-    int counts[SEQUENCES];
-    for (int b = 0; b < SEQUENCES; b++) nsa_cache_rewind(&w->cache, b, 0);
+    int counts[MOST];
+    for (int b = 0; b < w->sequences; b++) nsa_cache_rewind(&w->cache, b, 0);
     for (int t = 0; t < TOKENS; t += counts[0]) {
         int most = w->g->max_rewind < at_once ? w->g->max_rewind + 1 : at_once;
-        for (int b = 0; b < SEQUENCES; b++) counts[b] = TOKENS - t < most ? TOKENS - t : most;
+        for (int b = 0; b < w->sequences; b++) counts[b] = TOKENS - t < most ? TOKENS - t : most;
         append(w, counts, 0);
     }
     nsa_status s = nsa_decode(&w->step.x, &w->cache, 1, NULL, NULL, w->workspace, w->bytes);
     CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "full: %d", s);
     CHECK(w->cache.lengths[0] == TOKENS, "the cache is unchanged");
+}
+
+/* More sequences than a warp has lanes, each of its own length. */
+static void test_many(void) {
+    world w;
+    begin(&w, &geometries[0], MOST, 1);
+    check_case("%d sequences", MOST);
+    for (int i = 0; i < 4; i++) random_append(&w, 0);
+    end(&w);
 }
 
 /* Schedules, as many as the argument says. Kernels that run on the CPU take their time: there steps
@@ -422,7 +452,7 @@ int main(int argc, char **argv) {
     for (size_t i = 0; i < (brief ? 3 : sizeof geometries / sizeof *geometries); i += brief ? 2 : 1)
         for (int threads = brief ? 2 : 1; threads <= 2; threads++) {
             world w;
-            begin(&w, &geometries[i], threads);
+            begin(&w, &geometries[i], SEQUENCES, threads);
 #ifdef CHECK_CUDA
             test_refusals(&w);
             if (threads == 1)
@@ -436,5 +466,6 @@ int main(int argc, char **argv) {
 #endif
             end(&w);
         }
+    if (!brief) test_many();
     return check_done("test_decode");
 }
