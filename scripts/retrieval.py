@@ -3,8 +3,9 @@
 trained at, and draws what they found.
 
   retrieval.py run FOLDER [--bin build/release/bin] [--threads N] [--jobs N] [--rows N]
-      trains nsa, full and window on the same rows in the same order, into FOLDER (which must not
-      exist), N of them at once, examines each, and writes bench/results/retrieval.json
+      trains nsa, full and window on the same rows in the same order, into FOLDER, N of them at
+      once, examines each, and writes bench/results/retrieval.json; goes on where a run in FOLDER
+      that was interrupted has ended
   retrieval.py draw [--check]
       makes docs/retrieval.svg of that file, or with --check says whether it is what would be made
 
@@ -40,27 +41,36 @@ WINDOWS = {"nsa": 8, "full": 8, "window": 128}  # full does not use its own
 
 Phase = collections.namedtuple("Phase", "length batch steps lr")
 PHASES = (Phase(64, 64, 250, 5e-3), Phase(256, 16, 700, 4e-3), Phase(1024, 4, 400, 2e-3),
-          Phase(2048, 2, 200, 1e-3), Phase(4096, 2, 150, 1e-3))
+          Phase(2048, 2, 200, 1e-3), Phase(1024, 4, 500, 2e-3), Phase(4096, 2, 100, 5e-4))
+
+
+def state(out):
+    """The state of a model's newest checkpoint, or None."""
+    path = out / "checkpoints" / "latest" / "state.json"
+    return json.loads(path.read_text())["content"]["state"] if path.exists() else None
 
 
 def train(binaries, folder, attention, threads):
-    """All phases of one model, each going on from the one before; seconds of training."""
-    out = folder / attention
-    steps, begin = 0, time.monotonic()
+    """All phases of one model, each going on from the one before; seconds of training. What an earlier
+    call has done is not done again."""
+    out, steps = folder / attention, 0
     # In this task a branch may rightly take all of the gate, which the trainers' watchdog ends a run for.
     environment = {**os.environ, "NSA_DISABLE_AUX_STATS": "1"}
     for phase in PHASES:
         steps += phase.steps
+        before = state(out)
+        if before and before["step"] >= steps:
+            continue
         command = [str(binaries / "train_tiny"), *MODEL, "--attention", attention,
                    "--nsa-w", str(WINDOWS[attention]),
                    "--seq-len", str(phase.length), "--batch-size", str(phase.batch),
                    "--steps", str(steps), "--lr", str(phase.lr), "--threads", str(threads),
-                   "--out-dir", str(out)] + (["--resume"] if out.exists() else [])
+                   "--out-dir", str(out)] + (["--resume"] if before else [])
         print(f"{attention}: rows of {phase.length}, to step {steps}", flush=True)
         with open(folder / f"{attention}.log", "a") as log:
             if subprocess.run(command, stdout=log, stderr=log, env=environment).returncode:
                 raise SystemExit(f"training failed; the end of {log.name} says why")
-    return time.monotonic() - begin
+    return state(out)["seconds"]
 
 
 def examine(binaries, folder, attention, rows):
@@ -88,14 +98,14 @@ def row_of(attention, length, tenths):
 
 def one(binaries, folder, attention, options):
     """A model trained and examined: its rows of the table, and the seconds that it took."""
-    begin = time.monotonic()
     trained = train(binaries, folder, attention, options.threads)
+    begin = time.monotonic()
     found = examine(binaries, folder, attention, options.rows)
     rows = [row_of(attention, length, tenths) for length, tenths in sorted(found.items())]
     for row in rows:
         print(json.dumps(row), flush=True)
     return rows, {"training": round(trained),
-                  "examination": round(time.monotonic() - begin - trained)}
+                  "examination": round(time.monotonic() - begin)}
 
 
 def run(options):
@@ -103,7 +113,7 @@ def run(options):
     for name in ("train_tiny", "retrieval"):
         if not (binaries / name).exists():
             raise SystemExit(f"{binaries / name} is not there; build it, or name its folder with --bin")
-    folder.mkdir(parents=True)  # an older run's steps would not be these
+    folder.mkdir(parents=True, exist_ok=True)
     built_of = commit()
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         done = list(pool.map(lambda attention: one(binaries, folder, attention, options), ATTENTIONS))
