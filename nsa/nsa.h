@@ -901,6 +901,16 @@ static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t h
     return (char *)x->data + (ptrdiff_t)element * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
 }
 
+/* Asks for memory that is read soon: rows of one head lie a row of all heads apart, which is further
+   than hardware looks ahead. */
+static void nsa__fetch(const void *at, size_t bytes) {
+#if defined(__GNUC__) || defined(__clang__)
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i);
+#else
+    (void)at, (void)bytes;
+#endif
+}
+
 /* A user's -O0, -ffast-math or -std=c99 must not reach what is hot: GCC takes the level and the
    rules of arithmetic by attribute, clang the rules by pragma. */
 #if defined(__clang__)
@@ -1930,7 +1940,7 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
 
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
 
-enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__HEADS_AT_ONCE = 4 };
+enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__HEADS_AT_ONCE = 4, NSA__ROWS_AHEAD = 8 };
 
 typedef struct nsa__pass {
     const nsa_attend *x, *dx;
@@ -1939,7 +1949,9 @@ typedef struct nsa__pass {
     nsa__branch branch;
     int group; /* G */
     int list_width;
-    int tile;          /* keys of a tile */
+    int tile; /* keys of a tile: 2^tile_log2 */
+    int tile_log2;
+    int tile_in_block; /* of slc: a tile lies in one block, which is seen as far as a query reaches */
     int wide, wide_v;  /* widths of packed rows: Dk and Dv rounded up to whole vectors */
     int batch_queries; /* queries that go through the tiles at once: about NSA__BATCH_ROWS rows */
     int task_queries;  /* queries of a task */
@@ -2035,6 +2047,8 @@ static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *
     p->group = d->heads / d->kv_heads;
     p->list_width = nsa_block_list_width(d);
     p->tile = nsa__tile_size(d, branch);
+    while (1 << p->tile_log2 < p->tile) p->tile_log2++;
+    p->tile_in_block = branch == NSA__SLC && d->slc_block % p->tile == 0;
     p->wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
     p->wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
     p->batch_queries = p->task_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p->group);
@@ -2079,16 +2093,22 @@ static void nsa__pass_take_keys(nsa__pass *p, nsa__arena *a, int rows, int trans
     if (transposed_values) p->v_t = nsa__take_reals(a, size * p->d->dim_v);
 }
 
+static const void *nsa__key(const nsa__pass *p, const nsa_tensor *x, int key) {
+    return nsa__row(x, p->seq.batch, p->key_row + (p->ring ? key % p->ring : key), p->kv_head);
+}
+
 /* Fills a tile's rows and their transpose from n rows of x; rows behind them, and non-finite ones,
    are zeros. Returns the mask of the non-finite ones. Either target may be NULL. */
 static uint64_t nsa__pack_rows(const nsa__pass *p, const nsa_tensor *x, int tile_begin, int n,
                                int width, int wide, nsa_real *rows, nsa_real *transposed) {
     nsa_real row[NSA__MAX_DIM] = {0};
+    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
     uint64_t bad = 0;
     for (int r = 0; r < p->tile; r++) {
+        if (r + NSA__ROWS_AHEAD < n)
+            nsa__fetch(nsa__key(p, x, tile_begin + r + NSA__ROWS_AHEAD), row_bytes);
         if (r < n) {
-            int64_t key = p->ring ? (tile_begin + r) % p->ring : tile_begin + r;
-            const void *from = nsa__row(x, p->seq.batch, p->key_row + key, p->kv_head);
+            const void *from = nsa__key(p, x, tile_begin + r);
             if (!nsa__load_finite(row, x->dtype, from, width)) bad |= (uint64_t)1 << r;
         } else {
             memset(row, 0, (size_t)width * sizeof *row);
@@ -2184,11 +2204,6 @@ typedef struct nsa__walk {
     int *list, *list_begin; /* the readers of tile i are list[list_begin[i] .. list_begin[i + 1]) */
 } nsa__walk;
 
-/* Whether a tile of slc lies in one block, which then is seen as far as the query reaches. */
-static int nsa__tile_in_block(const nsa__pass *p) {
-    return p->branch == NSA__SLC && p->d->slc_block % p->tile == 0;
-}
-
 static void nsa__walk_take(nsa__walk *w, const nsa__pass *p, nsa__arena *a) {
     w->reader = (int *)nsa__take(a, p->task_queries, sizeof *w->reader);
     w->mask = (uint64_t *)nsa__take(a, p->task_queries, sizeof *w->mask);
@@ -2196,7 +2211,7 @@ static void nsa__walk_take(nsa__walk *w, const nsa__pass *p, nsa__arena *a) {
     w->end = (int *)nsa__take(a, p->task_queries, sizeof *w->end);
     if (p->branch != NSA__SLC) return;
     int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
-    int64_t of_block = p->d->slc_block / p->tile + (nsa__tile_in_block(p) ? 0 : 2);
+    int64_t of_block = p->d->slc_block / p->tile + (p->tile_in_block ? 0 : 2);
     int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
     w->list_begin = (int *)nsa__take(a, tiles + 2, sizeof *w->list_begin);
     w->list = (int *)nsa__take(a, p->task_queries * of_query, sizeof *w->list);
@@ -2211,9 +2226,12 @@ static void nsa__walk_invert(nsa__walk *w, const nsa__pass *p) {
         for (int a = 0; a < w->queries; a++) {
             const int32_t *list = nsa__block_list(p, w->first + a);
             int next = 0; /* the first tile that this query has not been counted for */
+            if (!fill && a + NSA__ROWS_AHEAD < w->queries)
+                nsa__fetch(nsa__block_list(p, w->first + a + NSA__ROWS_AHEAD), 1);
             for (int i = 0; nsa__span(p, list, w->first + a, i, &begin, &end); i++) {
-                int tile = (int)nsa__max(next, begin / p->tile);
-                for (next = (int)nsa__max(next, (end - 1) / p->tile + 1); tile < next; tile++) {
+                int tile = (int)nsa__max(next, begin >> p->tile_log2);
+                for (next = (int)nsa__max(next, ((end - 1) >> p->tile_log2) + 1); tile < next;
+                     tile++) {
                     if (fill)
                         w->list[at[tile]++] = a;
                     else
@@ -2251,7 +2269,7 @@ static void nsa__walk_read(nsa__walk *w, const nsa__pass *p) {
         if (!listed)
             mask = nsa__bits((int)nsa__max(w->begin[a] - begin, 0),
                              (int)nsa__min((int64_t)w->end[a] - begin, p->tile));
-        else if (nsa__tile_in_block(p))
+        else if (p->tile_in_block)
             mask = nsa__bits(0, (int)nsa__min((int64_t)w->first + a + 1 - begin, p->tile));
         else
             mask = nsa__visible(p, w->first + a, begin);
@@ -2315,10 +2333,14 @@ static void nsa__scatter(const nsa__batch *b, nsa_real *all, const nsa_real *som
 static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x,
                               int width, int wide, nsa_real factor, nsa_real *to,
                               unsigned char *bad) {
-    for (int r = 0; r < w->queries * p->group; r++, to += wide) {
-        const void *row =
-            nsa__row(x, p->seq.batch, p->seq.row + w->first - p->seq.first + r / p->group,
-                     p->kv_head * p->group + r % p->group);
+    int G = p->group, rows = w->queries * G, head = p->kv_head * G;
+    int64_t first = p->seq.row + w->first - p->seq.first;
+    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
+    for (int r = 0; r < rows; r++, to += wide) {
+        int ahead = r + NSA__ROWS_AHEAD;
+        if (ahead < rows)
+            nsa__fetch(nsa__row(x, p->seq.batch, first + ahead / G, head + ahead % G), row_bytes);
+        const void *row = nsa__row(x, p->seq.batch, first + r / G, head + r % G);
         if (!nsa__load_finite(to, x->dtype, row, width)) bad[r] = 1;
         nsa__scale(to, factor, width);
         memset(to + width, 0, (size_t)(wide - width) * sizeof *to);

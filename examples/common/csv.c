@@ -1,6 +1,7 @@
 /* csv.c - see csv.h. */
 #include "csv.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -63,17 +64,16 @@ static bool parse_row(const char *at, int columns, double *values) {
 
 bool csv_read(const char *folder, const char *name, int columns,
               void (*row)(void *user, const double *values), void *user, fault *f) {
-    char path[1280];
+    char path[1280], line[1024];
     double values[CSV_COLUMNS];
-    size_t bytes;
     if (!files_join(path, sizeof path, folder, name, f)) return false;
-    if (!files_exist(path)) return true;
-    char *text = files_read(path, CSV_LIMIT, &bytes, f);
-    if (!text) return false;
-    for (char *at = text; (at = strchr(at, '\n')) && *++at;)
-        if (parse_row(at, columns, values)) row(user, values);
-    free(text);
-    return true;
+    FILE *file = fopen(path, "r");
+    if (!file) return errno == ENOENT || fault_errno(f, "%s: cannot open", path);
+    while (fgets(line, sizeof line, file))
+        if (parse_row(line, columns, values)) row(user, values);
+    bool ok = !ferror(file) || fault_errno(f, "%s: cannot read", path);
+    fclose(file);
+    return ok;
 }
 
 bool csv_row(csv *c, int64_t step, const double *values, int count, fault *f) {

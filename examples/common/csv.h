@@ -18,8 +18,8 @@ bool csv_open(csv *c, const char *folder, const char *name, const char *header, 
               fault *f);
 void csv_close(csv *c);
 
-/* Gives each row's numbers, the step first, to `row`; where there is no such file, none. Rows with
-   fewer than `columns` numbers are passed over. */
+/* Gives each row's numbers, the step first, to `row`; where there is no such file, none. Lines with
+   fewer than `columns` numbers, the header among them, are passed over. */
 enum { CSV_COLUMNS = 16 }; /* at most */
 bool csv_read(const char *folder, const char *name, int columns,
               void (*row)(void *user, const double *values), void *user, fault *f);

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
+#include <unistd.h>
 
 #include "csv.h"
 #include "files.h"
@@ -14,59 +14,78 @@
 enum { WIDTH = 800, HEIGHT = 450, LEFT = 60, RIGHT = 20, TOP = 30, BOTTOM = 45 };
 enum { COLUMNS = WIDTH - LEFT - RIGHT };
 
+/* The steps that fall into one column of the picture. */
+typedef struct column {
+    double step, sum, least, most; /* step: the first of them */
+    int64_t count;
+} column;
+
 typedef struct series {
-    double *step, *loss;
-    size_t count, room;
+    double last;
+    int64_t count;
+    column columns[COLUMNS + 1];
 } series;
 
-typedef struct axes {
-    double step_min, step_max, loss_min, loss_max;
-} axes;
+typedef struct picture {
+    double step_min, step_max, loss_min, loss_max; /* of both */
+    series training, validation;
+    series *reading;
+} picture;
 
 /* ---- Reading ---- */
 
-static void free_series(series *s) {
-    free(s->step);
-    free(s->loss);
+static double x_of(const picture *p, double step) {
+    double span = p->step_max - p->step_min;
+    return LEFT + (span > 0 ? (step - p->step_min) / span : 0.5) * COLUMNS;
 }
 
-/* A step and its loss; a loss that is no number is left out. */
-static void add_point(void *user, const double *values) {
-    series *s = user;
+static double y_of(const picture *p, double loss) {
+    double span = p->loss_max - p->loss_min;
+    return TOP + (span > 0 ? (p->loss_max - loss) / span : 0.5) * (HEIGHT - TOP - BOTTOM);
+}
+
+static void empty(series *s) {
+    const column none = {.least = INFINITY, .most = -INFINITY};
+    s->count = 0;
+    for (int i = 0; i <= COLUMNS; i++) s->columns[i] = none;
+}
+
+/* A loss that is no number is left out. */
+static void add_to_span(void *user, const double *values) {
+    picture *p = user;
     if (!isfinite(values[1])) return;
-    if (s->count == s->room) {
-        size_t room = s->room ? s->room * 2 : 1024;
-        double *step = realloc(s->step, room * sizeof *step);
-        if (step) s->step = step;
-        double *loss = step ? realloc(s->loss, room * sizeof *loss) : NULL;
-        if (!loss) return; /* the picture then ends here */
-        s->loss = loss;
-        s->room = room;
-    }
-    s->step[s->count] = values[0];
-    s->loss[s->count++] = values[1];
+    p->reading->count++;
+    p->reading->last = values[1];
+    p->step_min = fmin(p->step_min, values[0]);
+    p->step_max = fmax(p->step_max, values[0]);
+    p->loss_min = fmin(p->loss_min, values[1]);
+    p->loss_max = fmax(p->loss_max, values[1]);
 }
 
-static void widen(axes *a, const series *s) {
-    for (size_t i = 0; i < s->count; i++) {
-        a->step_min = fmin(a->step_min, s->step[i]);
-        a->step_max = fmax(a->step_max, s->step[i]);
-        a->loss_min = fmin(a->loss_min, s->loss[i]);
-        a->loss_max = fmax(a->loss_max, s->loss[i]);
+static void add_to_column(void *user, const double *values) {
+    picture *p = user;
+    double place = x_of(p, values[0]) - LEFT;
+    if (!isfinite(values[1]) || !(place >= 0 && place <= COLUMNS)) return; /* written since */
+    column *c = &p->reading->columns[(int)place];
+    if (!c->count++) c->step = values[0];
+    c->sum += values[1];
+    c->least = fmin(c->least, values[1]);
+    c->most = fmax(c->most, values[1]);
+}
+
+/* Once for the span, once for the columns: memory does not depend on the number of steps. */
+static bool read_series(picture *p, const char *folder, fault *f) {
+    static void (*const passes[])(void *user, const double *values) = {add_to_span, add_to_column};
+    for (int i = 0; i < 2; i++) {
+        p->reading = &p->training;
+        if (!csv_read(folder, "training.csv", 2, passes[i], p, f)) return false;
+        p->reading = &p->validation;
+        if (!csv_read(folder, "val.csv", 2, passes[i], p, f)) return false;
     }
+    return true;
 }
 
 /* ---- Drawing ---- */
-
-static double x_of(const axes *a, double step) {
-    double span = a->step_max - a->step_min;
-    return LEFT + (span > 0 ? (step - a->step_min) / span : 0.5) * COLUMNS;
-}
-
-static double y_of(const axes *a, double loss) {
-    double span = a->loss_max - a->loss_min;
-    return TOP + (span > 0 ? (a->loss_max - loss) / span : 0.5) * (HEIGHT - TOP - BOTTOM);
-}
 
 /* 1, 2 or 5 times a power of ten: at most `most` of them in the span. */
 static double tick_distance(double span, int most) {
@@ -76,8 +95,8 @@ static double tick_distance(double span, int most) {
     return distance;
 }
 
-static void draw_ticks(FILE *out, const axes *a, bool is_step) {
-    double from = is_step ? a->step_min : a->loss_min, to = is_step ? a->step_max : a->loss_max;
+static void draw_ticks(FILE *out, const picture *p, bool is_step) {
+    double from = is_step ? p->step_min : p->loss_min, to = is_step ? p->step_max : p->loss_max;
     if (to <= from) return;
     double distance = tick_distance(to - from, is_step ? 10 : 8);
     if (is_step) distance = fmax(distance, 1);
@@ -87,60 +106,41 @@ static void draw_ticks(FILE *out, const axes *a, bool is_step) {
             fprintf(out,
                     "<text x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%.0f</text>\n"
                     "<path class=\"grid\" d=\"M%.1f %dV%d\"/>\n",
-                    x_of(a, value), HEIGHT - BOTTOM + 18, value, x_of(a, value), TOP,
+                    x_of(p, value), HEIGHT - BOTTOM + 18, value, x_of(p, value), TOP,
                     HEIGHT - BOTTOM);
         else
             fprintf(out,
                     "<text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%.6g</text>\n"
                     "<path class=\"grid\" d=\"M%d %.1fH%d\"/>\n",
-                    LEFT - 6, y_of(a, value) + 4, value, LEFT, y_of(a, value), WIDTH - RIGHT);
+                    LEFT - 6, y_of(p, value) + 4, value, LEFT, y_of(p, value), WIDTH - RIGHT);
     }
 }
 
-/* The steps that fall into one column: where they end, their mean, least and most. */
-static size_t column_of(const axes *a, const series *s, size_t begin, double *mean,
-                        double range[2]) {
-    double column = floor(x_of(a, s->step[begin])), sum = 0;
-    size_t end = begin;
-    range[0] = range[1] = s->loss[begin];
-    for (; end < s->count && floor(x_of(a, s->step[end])) == column; end++) {
-        sum += s->loss[end];
-        range[0] = fmin(range[0], s->loss[end]);
-        range[1] = fmax(range[1], s->loss[end]);
-    }
-    *mean = sum / (double)(end - begin);
-    return end;
-}
-
-static void draw_training(FILE *out, const axes *a, const series *s) {
-    double mean, range[2];
-    fprintf(out, "<path class=\"range\" d=\"");
-    for (size_t i = 0; i < s->count;) {
-        double x = x_of(a, s->step[i]);
-        i = column_of(a, s, i, &mean, range);
-        fprintf(out, "M%.1f %.1fV%.1f", x, y_of(a, range[1]), y_of(a, range[0]));
-    }
-    fprintf(out, "\"/>\n<polyline class=\"training\" points=\"");
-    for (size_t i = 0; i < s->count;) {
-        double x = x_of(a, s->step[i]);
-        i = column_of(a, s, i, &mean, range);
-        fprintf(out, "%.1f,%.1f ", x, y_of(a, mean));
-    }
-    fprintf(out, "\"/>\n");
-}
-
-static void draw_validation(FILE *out, const axes *a, const series *s) {
+static void draw_line(FILE *out, const picture *p, const series *s, const char *class) {
     if (!s->count) return;
-    fprintf(out, "<polyline class=\"validation\" points=\"");
-    for (size_t i = 0; i < s->count; i++)
-        fprintf(out, "%.1f,%.1f ", x_of(a, s->step[i]), y_of(a, s->loss[i]));
+    fprintf(out, "<polyline class=\"%s\" points=\"", class);
+    for (const column *c = s->columns; c <= s->columns + COLUMNS; c++)
+        if (c->count)
+            fprintf(out, "%.1f,%.1f ", x_of(p, c->step), y_of(p, c->sum / (double)c->count));
     fprintf(out, "\"/>\n");
-    for (size_t i = 0; i < s->count; i++)
-        fprintf(out, "<circle class=\"validation\" r=\"2.5\" cx=\"%.1f\" cy=\"%.1f\"/>\n",
-                x_of(a, s->step[i]), y_of(a, s->loss[i]));
 }
 
-static void draw(FILE *out, const axes *a, const series *training, const series *validation) {
+static void draw_range(FILE *out, const picture *p, const series *s) {
+    fprintf(out, "<path class=\"range\" d=\"");
+    for (const column *c = s->columns; c <= s->columns + COLUMNS; c++)
+        if (c->count)
+            fprintf(out, "M%.1f %.1fV%.1f", x_of(p, c->step), y_of(p, c->most), y_of(p, c->least));
+    fprintf(out, "\"/>\n");
+}
+
+static void draw_dots(FILE *out, const picture *p, const series *s) {
+    for (const column *c = s->columns; c <= s->columns + COLUMNS; c++)
+        if (c->count)
+            fprintf(out, "<circle class=\"validation\" r=\"2.5\" cx=\"%.1f\" cy=\"%.1f\"/>\n",
+                    x_of(p, c->step), y_of(p, c->sum / (double)c->count));
+}
+
+static void draw(FILE *out, const picture *p) {
     fprintf(out,
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\">\n<style>\n"
             "text { font: 12px sans-serif; fill: #444 } path, polyline { fill: none }\n"
@@ -150,36 +150,44 @@ static void draw(FILE *out, const axes *a, const series *training, const series 
             "circle.validation { fill: #c0501e }\n</style>\n"
             "<rect width=\"%d\" height=\"%d\" fill=\"white\"/>\n",
             WIDTH, HEIGHT, WIDTH, HEIGHT);
-    draw_ticks(out, a, true);
-    draw_ticks(out, a, false);
-    draw_training(out, a, training);
-    draw_validation(out, a, validation);
+    draw_ticks(out, p, true);
+    draw_ticks(out, p, false);
+    draw_range(out, p, &p->training);
+    draw_line(out, p, &p->training, "training");
+    draw_line(out, p, &p->validation, "validation");
+    draw_dots(out, p, &p->validation);
     fprintf(out, "<text x=\"%d\" y=\"18\">loss, nats per token: training to step %.0f, last %.4f",
-            LEFT, a->step_max, training->loss[training->count - 1]);
-    if (validation->count)
-        fprintf(out, "; validation (dots), last %.4f", validation->loss[validation->count - 1]);
+            LEFT, p->step_max, p->training.last);
+    if (p->validation.count) fprintf(out, "; validation (dots), last %.4f", p->validation.last);
     fprintf(out, "</text>\n<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">step</text>\n</svg>\n",
             LEFT + COLUMNS / 2, HEIGHT - 8);
 }
 
+/* Straight into a file beside its place: a picture in memory would be the run's largest allocation. */
+static bool write_picture(const picture *p, const char *folder, fault *f) {
+    char path[1280], aside[1280];
+    if (!files_join(path, sizeof path, folder, "loss.svg", f) ||
+        !files_join(aside, sizeof aside, folder, ".loss.svg", f))
+        return false;
+    FILE *out = fopen(aside, "w");
+    if (!out) return fault_errno(f, "%s: cannot create", path);
+    draw(out, p);
+    bool ok = !ferror(out) || fault_errno(f, "%s: cannot write", path);
+    if (fclose(out) && ok) ok = fault_errno(f, "%s: cannot write", path);
+    if (ok && rename(aside, path)) ok = fault_errno(f, "%s: cannot put in place", path);
+    if (!ok) unlink(aside);
+    return ok;
+}
+
 bool curve_write(const char *folder, fault *f) {
-    axes a = {INFINITY, -INFINITY, INFINITY, -INFINITY};
-    series training = {0}, validation = {0};
-    char path[1280], *text = NULL;
-    size_t bytes;
-    bool ok = csv_read(folder, "training.csv", 2, add_point, &training, f) &&
-              csv_read(folder, "val.csv", 2, add_point, &validation, f) &&
-              files_join(path, sizeof path, folder, "loss.svg", f);
-    if (ok && training.count) {
-        widen(&a, &training);
-        widen(&a, &validation);
-        FILE *out = open_memstream(&text, &bytes);
-        if (out) draw(out, &a, &training, &validation);
-        ok = out && !fclose(out) ? files_replace(path, text, bytes, f)
-                                 : fault_set(f, "%s: out of memory", path);
-    }
-    free(text);
-    free_series(&training);
-    free_series(&validation);
+    picture *p = malloc(sizeof *p);
+    if (!p) return fault_set(f, "%s: out of memory for the curve", folder);
+    p->step_min = p->loss_min = INFINITY;
+    p->step_max = p->loss_max = -INFINITY;
+    empty(&p->training);
+    empty(&p->validation);
+    bool ok = read_series(p, folder, f);
+    if (ok && p->training.count) ok = write_picture(p, folder, f);
+    free(p);
     return ok;
 }

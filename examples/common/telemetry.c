@@ -27,8 +27,8 @@
 enum { TICK_MS = 500, SILENCE_MS = 9000, STEP_SILENCE_MS = 5000, DUMP_MS = 1000 };
 enum { RATES = 1024 };
 
-/* How often a long run draws its curve anew. */
-enum { CURVE_MS = 60000 };
+/* When a run draws its curve first, and how often anew. */
+enum { FIRST_CURVE_MS = 2000, CURVE_MS = 60000 };
 
 struct telemetry {
     const config *config;
@@ -434,7 +434,8 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     t->log = t->is_first_rank ? o->log : NULL;
     t->metrics = m;
     t->state.loss = t->state.toks_per_s = t->state.grad_norm = (double)NAN;
-    t->last_line = t->last_step = t->last_beat = t->last_curve = now_ms();
+    t->last_line = t->last_step = t->last_beat = now_ms();
+    t->last_curve = t->last_line + FIRST_CURVE_MS - CURVE_MS;
     bool ok = (!t->is_first_rank || (check_folder(o, f) && open_files(t, o, f))) &&
               open_heartbeat(t, o, f) && dump_install(train->out_dir, o->rank, f);
     t->watch.timeout = o->config->telemetry.stall_timeout;
