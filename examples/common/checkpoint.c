@@ -250,7 +250,7 @@ static found *find_all(const char *root, size_t *count) {
     for (struct dirent *e; (e = readdir(folder));) {
         if (!parse_name(e->d_name, &one.step) || strlen(e->d_name) >= NAME_BYTES) continue;
         if (!files_join(path, sizeof path, root, e->d_name, &unused)) continue;
-        snprintf(one.name, sizeof one.name, "%s", e->d_name);
+        snprintf(one.name, sizeof one.name, "%.*s", NAME_BYTES - 1, e->d_name);
         if (stat(path, &s) || !S_ISDIR(s.st_mode)) continue;
         one.written = s.st_mtim;
         found *more = realloc(list, (*count + 1) * sizeof *list);
