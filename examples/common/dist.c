@@ -56,6 +56,8 @@ static bool check_launch(const dist *d, const config *c, fault *f) {
                          "%s, not with variables",
                          (long long)r->world_size, d->world == 1 ? "is" : "are", d->world,
                          d->world == 1 ? "" : "es", how);
+    if (d->link && d->link->needs_device && r->ddp_compress)
+        return fault_set(f, "runtime.ddp_compress: must be off over %s", d->link->name);
     if (c->train.batch_size % d->world)
         return fault_set(f, "train.batch_size = %lld: must be a multiple of the %d processes",
                          (long long)c->train.batch_size, d->world);
@@ -141,9 +143,15 @@ bool dist_attach(dist *d, const ops *o, real *value, real *grad, int64_t element
     d->bucket = d->link ? bucket_elements(d, elements) : elements;
     d->buckets = (int)((elements + d->bucket - 1) / d->bucket);
     if (!d->link) return true;
+    if (d->link->needs_device && o->host_memory)
+        return fault_set(f, "%s connects GPUs; processes on the CPU are started with mpirun",
+                         d->link->name);
+    if (d->link->needs_device && !o->stream)
+        return fault_set(f, "%s: the %s does not say what its operations are launched on",
+                         d->link->name, o->name);
     size_t bytes = d->link->lane_bytes(d->link, o, d->bucket / d->world, d->compress);
     bool ok = true;
-    for (int i = 0; i < LINK_LANES; i++) ok = (d->memory[i] = malloc(bytes)) && ok;
+    for (int i = 0; i < LINK_LANES; i++) ok = (d->memory[i] = malloc(bytes + 1)) && ok;
     d->blocks = malloc((size_t)d->bucket * sizeof *d->blocks);
     if (times) d->times = calloc(2 * (size_t)d->buckets, sizeof *d->times);
     return (ok && d->blocks && (d->times || !times)) ||

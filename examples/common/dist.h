@@ -5,8 +5,8 @@
    The flat array of gradients is cut into buckets, each bucket into one block a process. While
    backward still runs, buckets whose gradients are final are reduced, from the end of the array on,
    so that each process holds the sum of its own blocks. It keeps the moments of these blocks alone
-   (ZeRO-1), updates their parameters, and then all blocks go to all processes. A sum is taken in the
-   order of the ranks, so one layout always gives the same bits. */
+   (ZeRO-1), updates their parameters, and then all blocks go to all processes. A sum is taken in an order
+   that the layout decides, so one layout always gives the same bits. */
 #ifndef DIST_H
 #define DIST_H
 

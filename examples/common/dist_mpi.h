@@ -4,7 +4,7 @@
 
 #include "dist_link.h"
 
-/* First in main. NULL without a fault: no launcher has started several processes, and MPI is left
+/* First in main. NULL: no launcher has started several processes, and MPI is left
    alone. */
 dist_link *dist_mpi_open(void);
 

@@ -43,6 +43,7 @@ struct ops {
     int threads;      /* for nsa_desc.threads */
     bool host_memory; /* the host may read and write what allocate gives */
     void *state;      /* the back end's own */
+    void *stream;     /* CUDA: what the operations are launched on */
 
     /* Memory. allocate gives zeroed, 64-byte aligned bytes or NULL. */
     void *(*allocate)(const ops *o, size_t bytes);

@@ -3,15 +3,22 @@
 #include <stdio.h>
 
 #include "dist_mpi.h"
+#include "dist_nccl.h"
 #include "threads.h"
 #include "train.h"
 
-static dist_link *open_link(void) {
+/* MPI, where its launcher has started the program, else NCCL, where torchrun's variables are set; NULL
+   with an empty fault: one process. */
+static dist_link *open_link(fault *f) {
+    dist_link *link = NULL;
+    f->text[0] = 0;
 #ifdef NSA_HAVE_MPI
-    return dist_mpi_open();
-#else
-    return NULL;
+    link = dist_mpi_open();
 #endif
+#ifdef NSA_HAVE_NCCL
+    if (!link) link = dist_nccl_open(f);
+#endif
+    return link;
 }
 
 static void say_nothing(void *user, const char *line) {
@@ -37,7 +44,8 @@ int main(int argc, char **argv) {
     dist d;
     ops o = {.state = NULL};
     fault f;
-    if (!dist_open(&d, open_link(), &f)) {
+    dist_link *link = open_link(&f);
+    if (f.text[0] || !dist_open(&d, link, &f)) {
         fprintf(stderr, "%s\n", f.text);
         return 1;
     }

@@ -1,13 +1,20 @@
 /* test_dist.c - several processes, each with a slice of the batch, against one with all of it: loss,
-   gradients, parameters after some steps, bits from run to run, moments collected and given back, a
-   process that disagrees. Run by a launcher of MPI; a failure of any rank is a failure of all.
-   Twin: dist.c. What whole programs do is test_mpi.c's. */
+   gradients, parameters after some steps, bits from run to run, what is sent and when, moments collected
+   and given back, a process that disagrees. Run by a launcher of MPI; with TEST_NCCL it starts itself, as torchrun would.
+   A failure of any rank is a failure of all. Twin: dist.c. What whole programs do is test_mpi.c's. */
 #include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#ifdef TEST_NCCL
+#include "dist_nccl.h"
+#else
 #include "dist_mpi.h"
+#endif
 #include "model_test.h"
 #include "optimizer.h"
 #include "threads.h"
+#include "train.h"
 
 /* Buckets are small, so that there are more of them than lanes. */
 enum { ROWS = 4, TOKENS = 60, VOCAB = 64, STEPS = 5, BATCHES = 2, BUCKET = 1 << 16 };
@@ -20,6 +27,17 @@ static model_config geometry(bool tied) {
     model_config c = tinylm(VOCAB, 64, 3, 4, 2, 16, 16, 8, 4, 16, 4, 24);
     c.tied = tied;
     return c;
+}
+
+/* Buckets that were sent, and those of them before model_train returned. */
+static int sent, sent_early;
+static bool passing;
+static void (*send)(dist_link *l, int lane, const link_bucket *b);
+
+static void count_and_send(dist_link *l, int lane, const link_bucket *b) {
+    sent++;
+    sent_early += passing;
+    send(l, lane, b);
 }
 
 /* What a run comes to. */
@@ -47,7 +65,9 @@ static void step(model *m, dist *d, int64_t number, double *loss, double *norm) 
         int64_t at = (int64_t)(k * ROWS + first) * TOKENS;
         model_batch b = {tokens + at, labels + at, rows, TOKENS, NULL, 0, 0};
         m->last_of_step = k == BATCHES - 1;
+        passing = true;
         CHECK(model_train(m, &b, 1.0 / (ROWS * TOKENS * BATCHES), &why), "%s", why.text);
+        passing = false;
     }
     CHECK(optimizer_step(m, &a, 1, 1, &why), "%s", why.text);
     step_state s = model_state(m);
@@ -134,6 +154,13 @@ static void same_bits(const char *what, const result *a, const result *b) {
           a->loss, b->loss, a->norm, b->norm);
 }
 
+/* The last micro-batch of a step alone is sent, and most of it before its backward pass is over. */
+static void check_sent(const result *r) {
+    CHECK(sent == STEPS * r->buckets, "%d buckets sent in %d steps of %d", sent, STEPS, r->buckets);
+    CHECK(sent_early == STEPS * (r->buckets - 1), "%d of %d buckets sent during backward",
+          sent_early, sent);
+}
+
 static void test_steps(void) {
     const ops *o = &plain;
     for (int tied = 0; tied < 2; tied++) {
@@ -141,7 +168,9 @@ static void test_steps(void) {
         dist alone = dist_alone();
         ops away = *o;
         check_case("%d processes%s", world.world, tied ? ", tied" : "");
+        sent = sent_early = 0;
         result one = run(&alone, &c, o), many = run(&world, &c, o);
+        check_sent(&many);
         CHECK(many.buckets > LINK_LANES, "%d buckets", many.buckets);
         compare(&many, &one, 1e-5, 1e-5);
         result again = run(&world, &c, o);
@@ -150,11 +179,12 @@ static void test_steps(void) {
         result staged = run(&world, &c, &away);
         same_bits("by way of the host", &staged, &many);
         check_case("bf16");
-        world.compress = true;
+        world.compress = !world.link->needs_device;
         result half = run(&world, &c, o);
         compare(&half, &one, 4e-3, 4e-3);
         world.compress = false;
-        CHECK(world.world == 1 || memcmp(half.value, many.value, 1000), "bf16 changes nothing");
+        CHECK(world.link->needs_device || memcmp(half.value, many.value, 1000),
+              "bf16 changes nothing");
         result *all[] = {&one, &many, &again, &staged, &half};
         for (size_t i = 0; i < sizeof all / sizeof *all; i++) release(all[i]);
     }
@@ -183,6 +213,27 @@ static void test_moments(void) {
     free(back);
 }
 
+/* One bit of one parameter of the last rank. */
+static void test_disagreement(void) {
+    model_config c = geometry(false);
+    model_options options = {.batch = 1, .tokens = TOKENS, .training = true, .dist = &world};
+    trainer t = {.o = &plain, .dist = &world, .state = {.step = 200}};
+    char word[32];
+    check_case("disagreement");
+    if (!CHECK(model_open(&t.model, &c, &options, &plain, 1, &why), "%s", why.text)) return;
+    CHECK(train_same_parameters(&t, &why), "%s", why.text);
+    real *last = &t.model.params.value[t.model.params.elements / 2];
+    unsigned char byte;
+    memcpy(&byte, last, 1);
+    if (world.rank == world.world - 1) byte ^= 1;
+    memcpy(last, &byte, 1);
+    CHECK(!train_same_parameters(&t, &why), "the processes have the same parameters");
+    snprintf(word, sizeof word, "rank %d disagrees", world.world - 1);
+    CHECK(strstr(why.text, word) && strstr(why.text, "step 200"), "\"%s\" lacks \"%s\"", why.text,
+          word);
+    model_close(&t.model);
+}
+
 static void test_agreement(void) {
     uint64_t sums[] = {5, 7, 9};
     double x[] = {world.rank + 1, 0.1};
@@ -200,22 +251,64 @@ static void test_agreement(void) {
           (long long)largest, rank);
 }
 
+#ifdef TEST_NCCL
+
+static void put(const char *name, int value) {
+    char text[16];
+    snprintf(text, sizeof text, "%d", value);
+    setenv(name, text, 1);
+}
+
+/* One process for each rank, as torchrun starts them. */
+static int start_all(int count, char **argv) {
+    int failures = 0, status;
+    put("WORLD_SIZE", count);
+    put("MASTER_PORT", 20000 + (int)(getpid() % 20000));
+    for (int r = 0; r < count; r++) {
+        put("RANK", r);
+        put("LOCAL_RANK", r);
+        if (fork()) continue;
+        execv(argv[0], argv);
+        _exit(99);
+    }
+    while (wait(&status) > 0) failures += !WIFEXITED(status) || WEXITSTATUS(status);
+    return failures;
+}
+
+static dist_link *open_link(int argc, char **argv) {
+    if (argc == 2 && !getenv("RANK")) exit(start_all(atoi(argv[1]), argv));
+    return dist_nccl_open(&why);
+}
+
+#else
+
+static dist_link *open_link(int argc, char **argv) {
+    (void)argc, (void)argv;
+    return dist_mpi_open();
+}
+
+#endif
+
 int main(int argc, char **argv) {
-    (void)argc;
     threads_wait_asleep(argv);
-    dist_link *link = dist_mpi_open();
+    dist_link *link = open_link(argc, argv);
     if (!link || link->world < 2) {
-        fprintf(stderr, "usage: mpirun -n N %s\n", argv[0]);
+        fprintf(stderr, "usage: mpirun -n N %s; %s\n", argv[0], why.text);
         return 2;
     }
     plain = open_ops(1);
+    plain.host_memory = !link->needs_device;
+    plain.stream = &plain; /* the double of NCCL has none */
     CHECK(dist_open(&world, link, &why), "%s", why.text);
     world.bucket_bytes = BUCKET;
     world.timeout = 60;
+    send = link->reduce_start;
+    link->reduce_start = count_and_send;
     random_tokens(tokens, labels, ROWS * BATCHES, TOKENS, VOCAB, 0);
     test_steps();
     test_moments();
     test_agreement();
+    test_disagreement();
     ops_cpu_close(&plain);
     int failures = check_done("test_dist");
     dist_close(&world);

@@ -1,0 +1,169 @@
+/* test_tcp.c - the sockets between processes: blocks of any size come to all, last words and deaths are
+   heard, who is missing is known, a meeting to which not all come ends. Twin: dist_tcp.c. */
+#include <arpa/inet.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "dist_tcp.h"
+
+enum { WORLD = 3, LONG = 20 };
+
+static fault why;
+static int port;
+
+static void nap(int ms) {
+    struct timespec t = {ms / 1000, ms % 1000 * 1000000L};
+    nanosleep(&t, NULL);
+}
+
+static link_progress finish(dist_tcp *t, double seconds) {
+    link_progress p = LINK_WAITING;
+    for (int ms = 0; p == LINK_WAITING && ms < seconds * 1000; ms++) {
+        p = tcp_test(t, &why);
+        if (p == LINK_WAITING) nap(1);
+    }
+    return p;
+}
+
+/* Block r of round k holds bytes of (r, k, place). */
+static void test_blocks(dist_tcp *t, int rank) {
+    static const size_t sizes[] = {1, 8, 1000, 3000001, 5};
+    check_case("blocks, rank %d", rank);
+    for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
+        unsigned char *blocks = check_alloc(WORLD * sizes[k]);
+        int64_t wrong = 0;
+        memset(blocks, 0, WORLD * sizes[k]);
+        for (size_t i = 0; i < sizes[k]; i++)
+            blocks[(size_t)rank * sizes[k] + i] =
+                (unsigned char)(rank * 50 + (int)k + (int)(i % 7));
+        if (rank == 1 && k == 2) nap(50); /* not all are equally fast */
+        tcp_share_start(t, blocks, sizes[k]);
+        CHECK(finish(t, LONG) == LINK_DONE, "round %zu: %s", k, why.text);
+        for (int r = 0; r < WORLD; r++)
+            for (size_t i = 0; i < sizes[k]; i++)
+                wrong += blocks[(size_t)r * sizes[k] + i] !=
+                         (unsigned char)(r * 50 + (int)k + (int)(i % 7));
+        CHECK(wrong == 0, "round %zu: %lld bytes are wrong", k, (long long)wrong);
+        free(blocks);
+    }
+}
+
+/* Rank 2 comes late to an exchange, and rank 0 knows who it is. */
+static void test_missing(dist_tcp *t, int rank) {
+    unsigned char blocks[WORLD] = {0};
+    check_case("missing, rank %d", rank);
+    if (rank == 2) nap(300);
+    tcp_share_start(t, blocks, 1);
+    if (rank == 0) {
+        CHECK(finish(t, 0.1) == LINK_WAITING, "rank 2 is early");
+        CHECK(tcp_is_missing(t, 2) && !tcp_is_missing(t, 1), "missing: %d %d", tcp_is_missing(t, 1),
+              tcp_is_missing(t, 2));
+    }
+    CHECK(finish(t, LONG) == LINK_DONE, "%s", why.text);
+}
+
+/* Rank 1 speaks, outside an exchange for rank 0; rank 2 hears of it once rank 0 ends its connection. */
+static void test_words(dist_tcp *t, int rank) {
+    check_case("words, rank %d", rank);
+    if (rank == 1) {
+        tcp_tell(t, "no more data");
+        return;
+    }
+    bool ended = false;
+    unsigned char blocks[WORLD] = {0};
+    if (rank == 2) tcp_share_start(t, blocks, 1); /* an early block is no end */
+    for (int ms = 0; !ended && ms < LONG * 1000; ms++) {
+        ended = rank == 0 ? tcp_ended(t, &why) : tcp_test(t, &why) == LINK_ENDED;
+        if (!ended) nap(1);
+    }
+    CHECK(ended, "nothing was heard");
+    if (rank == 0) {
+        CHECK(strstr(why.text, "rank 1 ends the run: no more data") != NULL, "%s", why.text);
+        tcp_tell(t, why.text);
+    } else {
+        CHECK(strstr(why.text, "rank 1 ends the run") != NULL, "%s", why.text);
+    }
+}
+
+static int all_rounds(int rank) {
+    dist_tcp *t = tcp_open("127.0.0.1", port, rank, WORLD, LONG, &why);
+    if (!CHECK(t != NULL, "rank %d: %s", rank, why.text)) return 1;
+    test_blocks(t, rank);
+    test_missing(t, rank);
+    test_words(t, rank);
+    tcp_close(t);
+    return check_failures;
+}
+
+/* Rank 1 is killed in the middle of an exchange. */
+static int death(int rank) {
+    unsigned char blocks[WORLD] = {0};
+    dist_tcp *t = tcp_open("localhost", port, rank, WORLD, LONG, &why);
+    if (!CHECK(t != NULL, "rank %d: %s", rank, why.text)) return 1;
+    check_case("death, rank %d", rank);
+    if (rank == 1) raise(SIGKILL);
+    tcp_share_start(t, blocks, 1);
+    CHECK(finish(t, LONG) == LINK_ENDED, "the death of rank 1 was not seen");
+    if (rank == 0) {
+        CHECK(strstr(why.text, "rank 1 has closed its connection") != NULL, "%s", why.text);
+        tcp_tell(t, why.text);
+    } else {
+        CHECK(strstr(why.text, "rank 1 has closed") != NULL, "%s", why.text);
+    }
+    tcp_close(t);
+    return check_failures;
+}
+
+static void run(const char *name, int (*part)(int rank), int killed) {
+    pid_t child[WORLD];
+    port++;
+    for (int r = 0; r < WORLD; r++)
+        if (!(child[r] = fork())) {
+            int failures = part(r);
+            fflush(stdout);
+            _exit(failures ? 1 : 0);
+        }
+    for (int r = 0; r < WORLD; r++) {
+        int status = 0;
+        waitpid(child[r], &status, 0);
+        check_case("%s", name);
+        bool ok = r == killed ? WIFSIGNALED(status) : WIFEXITED(status) && !WEXITSTATUS(status);
+        CHECK(ok, "rank %d ended with status %d", r, status);
+    }
+}
+
+/* Somebody else's connection is not taken for a rank; the rank that does not come is named. */
+static void test_meeting(void) {
+    struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons((uint16_t)++port)};
+    check_case("meeting");
+    CHECK(!tcp_open("127.0.0.1", port, 1, 2, 0.3, &why), "rank 1 met nobody");
+    CHECK(strstr(why.text, "nobody at MASTER_ADDR=127.0.0.1") != NULL, "%s", why.text);
+    pid_t stranger = fork();
+    if (!stranger) {
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        for (int i = 0; i < 100 && connect(fd, (struct sockaddr *)&a, sizeof a); i++) {
+            close(fd);
+            nap(10);
+            fd = socket(AF_INET, SOCK_STREAM, 0);
+        }
+        static const char request[] = "GET / HTTP/1.1\r\nHost: nobody\r\n\r\n";
+        _exit(send(fd, request, sizeof request, MSG_NOSIGNAL) < 0);
+    }
+    CHECK(!tcp_open("127.0.0.1", port, 0, 2, 1, &why), "a stranger was taken for rank 1");
+    CHECK(strstr(why.text, "rank 1 has not come") != NULL, "%s", why.text);
+    waitpid(stranger, NULL, 0);
+}
+
+int main(void) {
+    port = 20000 + (int)(getpid() % 20000);
+    run("rounds", all_rounds, -1);
+    run("death", death, 1);
+    test_meeting();
+    return check_done("test_tcp");
+}
