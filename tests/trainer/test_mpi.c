@@ -205,6 +205,25 @@ static void test_ends(void) {
     expect_verdict(out, "killed by SIGTERM", "rank 1: no answer for 2 s");
 }
 
+/* A shard with one token that is none: the process that comes to it says so, the other hears of it. */
+static void test_failure(void) {
+    enum { HEADER = 512, TOKENS = 6000, BAD = 2500 }; /* in uint16; in the 68th row that is read */
+    static uint16_t words[HEADER + TOKENS];
+    const int32_t head[] = {20240520, 1, TOKENS};
+    const char *bin = folder("one.bin"), *out = folder("failed");
+    check_case("a process that fails");
+    memcpy(words, head, sizeof head);
+    for (int i = 0; i < TOKENS; i++) words[HEADER + i] = (uint16_t)(i * 7 % 251);
+    words[HEADER + BAD] = 60000;
+    test_write(bin, words, sizeof words);
+    processes(two);
+    int code = train("--data", bin, "--dataset", "bin", "--out-dir", out, "--steps", "100", NULL);
+    CHECK(code != 0, "exit code 0");
+    expect(code, code, "one.bin: token 60000");
+    expect(code, code, "ends the run: ");
+    expect_verdict(out, "failed: ", "one.bin");
+}
+
 /* ---- Refusals ------------------------------------------------------------------------------ */
 
 /* Two programs in one launch, of which the second has another seed. */
@@ -258,6 +277,7 @@ int main(int argc, char **argv) {
     test_resume();
     test_options();
     test_ends();
+    test_failure();
     test_differing();
     test_refusals();
     return test_end("test_mpi");
