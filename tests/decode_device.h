@@ -1,6 +1,6 @@
-/* decode_device.h - the decoding cache of nsa_cuda.cuh in nsa.h's clothes: with CHECK_CUDA the test of
-   nsa_decode is the test of nsa_cuda_decode. What lies on the device stays there between calls; of a
-   cache the test holds a twin, whose lengths are brought back after every call.
+/* decode_device.h - the decoding cache of nsa_cuda.cuh in nsa.h's clothes: with CHECK_CUDA the
+   test of nsa_decode is the test of nsa_cuda_decode. What lies on the device stays there between
+   calls; of a cache the test holds a twin, whose lengths are brought back after every call.
    Twin: device.h, for calls that keep nothing. Not here: a test. */
 #ifndef NSA_TESTS_DECODE_DEVICE_H
 #define NSA_TESTS_DECODE_DEVICE_H
@@ -42,8 +42,8 @@ static inline void device_cache_look(nsa_cache *host) {
     device_demand(cudaMemcpy(host->newest, device->newest, bytes, cudaMemcpyDeviceToHost), "look");
 }
 
-/* `memory` is the caller's on the host: its bytes become the device's, so that what it is filled with
-   is what the kernels find; the lengths' twins lie in it. */
+/* `memory` is the caller's on the host: its bytes become the device's, so that what it is filled
+   with is what the kernels find; the lengths' twins lie in it. */
 static inline nsa_status device_cache_init(nsa_cache *host, const nsa_desc *d, nsa_dtype dtype,
                                            int max_rewind, void *memory, size_t bytes) {
     device_cache_free(host);

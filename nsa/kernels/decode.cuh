@@ -24,11 +24,10 @@ struct nsa__cuda_decode_plan {
     nsa__cuda_decode_select_job select;
 };
 
-/* No step takes more tokens of a sequence, whatever `count` allows; sizes need at least one. */
+/* No step takes more tokens of a sequence, whatever `count` allows; sizes need at least one. Of the
+   cache only the desc counts, so that sizes can be asked for before it has memory. */
 static int nsa__cuda_decode_most(const nsa_cache *cache, int count) {
-    const int room =
-        cache->max_rewind < cache->desc.tokens ? cache->max_rewind + 1 : cache->desc.tokens;
-    const int most = count < room ? count : room;
+    const int most = count < cache->desc.tokens ? count : cache->desc.tokens;
     return most > 1 ? most : 1;
 }
 
@@ -60,7 +59,8 @@ static void nsa__cuda_decode_plan_job(nsa__cuda_decode_job *job, const nsa_desc 
 static void nsa__cuda_decode_plan_of(nsa__cuda_decode_plan *p, const nsa_attention *x,
                                      const nsa_cache *cache, int count, nsa__cuda_arena *a) {
     nsa_desc d = cache->desc;
-    const nsa_dtype dtype = cache->k_slc.dtype;
+    const nsa_dtype dtype = x->q.dtype; /* the cache's too */
+    static const int32_t packed = 0;
     d.first = 0;
     d.count = count < NSA__DECODE_SLICE ? count : NSA__DECODE_SLICE;
     p->step.places = nsa__cuda_take<int2>(a, d.batch);
@@ -70,7 +70,7 @@ static void nsa__cuda_decode_plan_of(nsa__cuda_decode_plan *p, const nsa_attenti
     p->blocks_desc = d;
     p->blocks_desc.tokens = (p->blocks - 1) * d.cmp_stride + d.cmp_block;
     p->blocks_desc.count = 0;
-    p->blocks_desc.begins = p->step.begins ? p->step.begins : cache->lengths; /* packed */
+    p->blocks_desc.begins = p->step.begins ? p->step.begins : &packed;
     const int64_t rows = static_cast<int64_t>(d.batch) * p->blocks_desc.tokens;
     const int64_t blocks = static_cast<int64_t>(d.batch) * p->blocks;
     p->k_rows = nsa__cuda_decode_packed(a, dtype, rows, d.kv_heads, d.dim);

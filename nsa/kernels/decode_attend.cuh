@@ -1,20 +1,21 @@
-/* decode_attend.cuh: one new token's attention, its keys shared out among blocks, and the sum of what
-   they find.
+/* decode_attend.cuh: one new token's attention, its keys shared out among blocks, and the sum of
+   what they find.
    Twin: nsa.h, Decoding (nsa_decode's three branches). Tiles, scores and softmax are attend.cuh's.
    Not here: which blocks are selected (decode_select.cuh).
 
    A block has the heads of one query and kv head and a run of its key tiles. It leaves the product
    with V, the sums of p and the largest score; a warp to a row adds the runs in their order. Of slc
-   and win a run starts from nothing. Of cmp the logarithm is what selection ranks by, and has to have
-   the very bits of attend.cuh's walk from the first tile to the last: so a first pass leaves the
-   largest score of each tile, a run starts from the largest before it, and leaves its sums tile by
-   tile, which are added just as that walk adds them. */
+   and win a run starts from nothing. Of cmp the logarithm is what selection ranks by, and has to
+   have the very bits of attend.cuh's walk from the first tile to the last: so a first pass leaves
+   the largest score of each tile, a run starts from the largest before it, and leaves its sums
+   tile by tile, which are added just as that walk adds them. */
 #ifndef NSA_DECODE_ATTEND_CUH
 #define NSA_DECODE_ATTEND_CUH
 
 #include "decode_cache.cuh"
 
-/* Keys of a run, here and in selection; tests define it small. A run has whole tiles, at least one. */
+/* Keys of a run, here and in selection; tests define it small. A run has whole tiles, at least
+   one. */
 #ifndef NSA__DECODE_RUN_KEYS
 #define NSA__DECODE_RUN_KEYS 256
 #endif
@@ -125,21 +126,23 @@ NSA__DEVICE nsa__cuda_key_tile nsa__cuda_decode_tile(const nsa__cuda_decode_job 
     return tile;
 }
 
-/* Starts copying a tile's keys and, unless only scores are asked for, values. */
+/* Starts copying a tile's keys and, unless only scores are asked for, values. Rows before the span
+   are left out: a ring may hold a later token there, of which a NaN would not be masked by p = 0. */
 template <typename T, int DK, int DV, int KEYS, int THREADS>
 NSA__DEVICE void nsa__cuda_decode_stage(T *stage, const nsa__cuda_decode_job &job,
-                                        const nsa__cuda_attend_place &at,
+                                        const nsa__cuda_decode_block &block,
                                         const nsa__cuda_key_tile &tile) {
     const nsa_attend &x = job.x;
-    const T *k = nsa__row_of<const T>(x.k, at.seq.batch, 0, at.kv_head);
-    const T *v = nsa__row_of<const T>(x.v, at.seq.batch, 0, at.kv_head);
-    const int count = tile.end - tile.begin;
+    const T *k = nsa__row_of<const T>(x.k, block.at.seq.batch, 0, block.at.kv_head);
+    const T *v = nsa__row_of<const T>(x.v, block.at.seq.batch, 0, block.at.kv_head);
+    const int first = block.keys.begin - tile.begin, count = tile.end - tile.begin;
     const auto row = [&](int r) { return nsa__cuda_ring_row(tile.begin + r, job.ring); };
-    nsa__cuda_tile_copy<T, DK, KEYS, THREADS>(
-        stage, job.d.dim, k, [&](int r) { return r < count ? k + x.k.token * row(r) : nullptr; });
+    nsa__cuda_tile_copy<T, DK, KEYS, THREADS>(stage, job.d.dim, k, [&](int r) {
+        return r >= first && r < count ? k + x.k.token * row(r) : nullptr;
+    });
     if (job.scan) return;
     nsa__cuda_tile_copy<T, DV, KEYS, THREADS>(stage + KEYS * DK, job.d.dim_v, v, [&](int r) {
-        return r < count ? v + x.v.token * row(r) : nullptr;
+        return r >= first && r < count ? v + x.v.token * row(r) : nullptr;
     });
 }
 
@@ -243,7 +246,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
                        : nullptr;
         });
     nsa__cuda_key_tile next = nsa__cuda_decode_tile<KEYS>(job, block, list, first);
-    nsa__cuda_decode_stage<T, DK, DV, KEYS, THREADS>(stages, job, block.at, next);
+    nsa__cuda_decode_stage<T, DK, DV, KEYS, THREADS>(stages, job, block, next);
     nsa__cp_async_commit();
     nsa__cp_async_wait<0>();
     __syncthreads();
@@ -265,7 +268,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
         if (n + 1 < last) {
             next = nsa__cuda_decode_tile<KEYS>(job, block, list, n + 1);
             nsa__cuda_decode_stage<T, DK, DV, KEYS, THREADS>(
-                stages + (stage ^ 1) * KEYS * (DK + DV), job, block.at, next);
+                stages + (stage ^ 1) * KEYS * (DK + DV), job, block, next);
         }
         nsa__cp_async_commit();
         if (tile.bad) {

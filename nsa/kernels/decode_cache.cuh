@@ -3,9 +3,10 @@
    Twin: nsa.h, Decoding (nsa_cache_size to nsa_cache_fork).
    Not here: attention from the cache (decode_attend.cuh), the step (decode.cuh).
 
-   Lengths live on the device alone, so that a captured step can be replayed: the host knows how many
-   tokens a step may bring, the device how many it brings. One kernel decides at the start of a step
-   and leaves it as `places`; refused, a step has no tokens and the kernels behind it nothing to do. */
+   Lengths live on the device alone, so that a captured step can be replayed: the host knows how
+   many tokens a step may bring, the device how many it brings. One kernel decides at the start of
+   a step and leaves it as `places`; refused, a step has no tokens and the kernels behind it
+   nothing to do. */
 #ifndef NSA_DECODE_CACHE_CUH
 #define NSA_DECODE_CACHE_CUH
 
@@ -374,7 +375,8 @@ static __global__ void nsa__cuda_decode_commit_kernel(nsa_cache cache, const int
 
 /* ---- A step: rows --------------------------------------------------------------------------- */
 
-/* Eight elements of one of `rows` rows of every sequence and kv head; blockIdx.y is the caller's. */
+/* Eight elements of one of `rows` rows of every sequence and kv head; blockIdx.y is the
+   caller's. */
 struct nsa__cuda_decode_place {
     int b, row, head, c;
 };
@@ -451,7 +453,7 @@ static __global__ void nsa__cuda_decode_emit_kernel(nsa_desc d, nsa__cuda_row_mo
     nsa__store8(move.to.dtype, nsa__row_at(move.to, p.b, made.first + p.row, p.head), p.c, value);
 }
 
-/* ---- A step: which of the new rows are finite ------------------------------------------------- */
+/* ---- A step: which of the new rows are finite ----------------------------------------------- */
 
 struct nsa__cuda_bits_jobs {
     struct {
