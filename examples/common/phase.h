@@ -26,4 +26,7 @@ const char *phase_name(phase p); /* "bwd" */
 /* The word itself, for what writes it from elsewhere: phase << 16 | layer + 1. */
 uint32_t *phase_word(void);
 
+/* From here on the word is this one, memory that a device writes too; NULL: the host's own again. */
+void phase_use(uint32_t *word);
+
 #endif

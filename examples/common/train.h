@@ -38,6 +38,7 @@ typedef struct trainer {
     bool spoilt;            /* memory holds what must not be saved */
     int64_t first_step;     /* that this run does */
     int64_t saved_step;     /* of the newest checkpoint, be it still under way; -1: none yet */
+    real *copy;             /* values, m and v, where the host cannot read the back end's */
     real *moments;          /* several processes, rank 0: all of m, then all of v, to be saved */
     int stopped_by;         /* the signal that a process was sent, as all of them know it */
 } trainer;
@@ -49,6 +50,9 @@ int train_run(const config *c, const ops *o, dist *d);
 /* What --check prints: each setting, parameters, memory by purpose, keys read by a token. Returns
    the exit code. */
 int train_check(const config *c, const ops *o, dist *d);
+
+/* What runtime.precision names. */
+nsa_dtype train_dtype(const config *c);
 
 /* The CPU's operations, in the precision that the command line asks for; what a file asks for is for a
    GPU, and the CPU computes in fp32. */

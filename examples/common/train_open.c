@@ -146,12 +146,15 @@ static void say_what_runs(trainer *t) {
         telemetry_say(t->telemetry, "resumed before the first checkpoint: from step 1 on");
 }
 
-bool train_open_cpu(ops *o, const config *c, fault *f) {
+nsa_dtype train_dtype(const config *c) {
     static const nsa_dtype dtypes[] = {NSA_F32, NSA_BF16, NSA_F16}; /* CONFIG_FP32 and so on */
+    return dtypes[c->runtime.precision];
+}
+
+bool train_open_cpu(ops *o, const config *c, fault *f) {
     bool asked = config_from(c, "runtime.precision") == CONFIG_FROM_COMMAND_LINE;
     if (!ops_cpu_open(o, (int)c->runtime.threads, f)) return false;
-    if (asked && c->runtime.precision != CONFIG_FP32)
-        ops_cpu_narrow(o, dtypes[c->runtime.precision]);
+    if (asked && c->runtime.precision != CONFIG_FP32) ops_cpu_narrow(o, train_dtype(c));
     return true;
 }
 
@@ -241,5 +244,6 @@ void train_close(trainer *t) {
     free(t->tensors.weights);
     free(t->tensors.moments);
     free(t->tensors.names);
+    free(t->copy);
     free(t->moments);
 }

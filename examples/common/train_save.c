@@ -13,11 +13,38 @@ safetensors_tensor train_tensor(const param *p, const char *name, real *values) 
     return t;
 }
 
+/* Values, m and v as the host reads and writes them: the back end's own memory, or a copy of it. */
+static bool find_values(trainer *t, real **values, fault *f) {
+    const params *p = &t->model.params;
+    size_t count = (size_t)(p->elements + 2 * p->moments);
+    *values = p->value;
+    if (t->o->host_memory) return true;
+    if (!t->copy) t->copy = malloc(count * sizeof *t->copy);
+    *values = t->copy;
+    return t->copy || fault_set(f, "out of memory for the host's copy of %zu numbers", count);
+}
+
+/* All of the copy, from the back end or to it; nothing where the host reads its memory. */
+static void move_copy(const trainer *t, bool to_host) {
+    const ops *o = t->o;
+    const params *p = &t->model.params;
+    real *const arrays[] = {p->value, p->m, p->v};
+    real *at = t->copy;
+    for (int i = 0; at && i < 3; i++) {
+        size_t count = (size_t)(i ? p->moments : p->elements);
+        if (to_host)
+            o->download(o, at, arrays[i], count * sizeof *at);
+        else
+            o->upload(o, arrays[i], at, count * sizeof *at);
+        at += count;
+    }
+}
+
 /* Where all of m and v lie once they are collected: with one process they always do. */
 static bool find_moments(trainer *t, real **m, real **v, fault *f) {
     const params *p = &t->model.params;
-    *m = p->m;
-    *v = p->v;
+    *m = t->copy ? t->copy + p->elements : p->m;
+    *v = t->copy ? *m + p->moments : p->v;
     if (t->dist->world == 1) return true;
     if (!t->moments) t->moments = malloc(2 * (size_t)p->elements * sizeof *t->moments);
     if (!t->moments) return fault_set(f, "out of memory for the moments of all processes");
@@ -28,7 +55,7 @@ static bool find_moments(trainer *t, real **m, real **v, fault *f) {
 
 bool train_describe_tensors(trainer *t, fault *f) {
     const params *p = &t->model.params;
-    real *all_m, *all_v;
+    real *values, *all_m, *all_v;
     train_tensors *x = &t->tensors;
     size_t count = (size_t)p->length;
     x->weights = calloc(count, sizeof *x->weights);
@@ -36,13 +63,13 @@ bool train_describe_tensors(trainer *t, fault *f) {
     x->names = calloc(2 * count, sizeof *x->names);
     if (!x->weights || !x->moments || !x->names)
         return fault_set(f, "out of memory for the list of %zu tensors", count);
-    if (!find_moments(t, &all_m, &all_v, f)) return false;
+    if (!find_values(t, &values, f) || !find_moments(t, &all_m, &all_v, f)) return false;
     for (size_t i = 0; i < count; i++) {
         const param *tensor = &p->list[i];
         char *m = x->names[2 * i], *v = x->names[2 * i + 1];
         snprintf(m, sizeof *x->names, "m.%s", tensor->name);
         snprintf(v, sizeof *x->names, "v.%s", tensor->name);
-        x->weights[i] = train_tensor(tensor, tensor->name, p->value);
+        x->weights[i] = train_tensor(tensor, tensor->name, values);
         x->moments[2 * i] = train_tensor(tensor, m, all_m);
         x->moments[2 * i + 1] = train_tensor(tensor, v, all_v);
     }
@@ -61,7 +88,9 @@ bool train_load(trainer *t, const checkpoint *k, fault *f) {
     checkpoint_part parts[2];
     const params *p = &t->model.params;
     list_parts(t, parts);
+    move_copy(t, true); /* what lies between the tensors stays as it is */
     if (!checkpoint_load(k, &parts[0], f) || !checkpoint_load(k, &parts[1], f)) return false;
+    move_copy(t, false);
     params_changed(p, t->o);
     if (t->dist->world == 1) return true;
     dist_pick(t->dist, p->m, t->moments);
@@ -75,6 +104,7 @@ bool train_load(trainer *t, const checkpoint *k, fault *f) {
 /* Rank 0 writes what all have. */
 static bool collect_moments(trainer *t, fault *f) {
     const params *p = &t->model.params;
+    move_copy(t, true);
     if (t->dist->world == 1) return true;
     real *v = t->moments ? t->moments + p->elements : NULL;
     return dist_collect(t->dist, p->m, t->moments, f) && dist_collect(t->dist, p->v, v, f);
@@ -90,9 +120,9 @@ static void say_saved(const void *user, int64_t step) {
 
 static void copy_to_host(const void *user, void *to, const void *from, size_t bytes) {
     const trainer *t = user;
-    if (t->moments && (const real *)from >= t->moments &&
-        (const real *)from < t->moments + 2 * t->model.params.elements)
-        memcpy(to, from, bytes); /* collected, and so on the host */
+    if (t->copy || (t->moments && (const real *)from >= t->moments &&
+                    (const real *)from < t->moments + 2 * t->model.params.elements))
+        memcpy(to, from, bytes); /* copied or collected, and so on the host */
     else
         t->o->download(t->o, to, from, bytes);
 }

@@ -1,9 +1,13 @@
 /* main.c - train_125m: a model of any size, in one process or in several, from a YAML file to its
    checkpoints. All that it does is examples/common's, as in train_tiny. */
 #include <stdio.h>
+#include <string.h>
 
 #include "dist_mpi.h"
 #include "dist_nccl.h"
+#ifdef NSA_HAVE_CUDA
+#include "ops_cuda.h"
+#endif
 #include "threads.h"
 #include "train.h"
 
@@ -26,6 +30,30 @@ static void say_nothing(void *user, const char *line) {
     (void)line;
 }
 
+/* The back end that runtime.device names; auto: a GPU, where this program and the machine have one. */
+static bool open_ops(ops *o, const config *c, const dist *d, fault *f) {
+#ifdef NSA_HAVE_CUDA
+    if (c->runtime.device != CONFIG_CPU) {
+        if (ops_cuda_open(o, train_dtype(c), f)) return true;
+        if (c->runtime.device == CONFIG_CUDA) return false;
+        if (!d->rank) fprintf(stderr, "runtime.device: auto: %s\n", f->text);
+    }
+#endif
+    (void)d;
+    return train_open_cpu(o, c, f);
+}
+
+static void close_ops(ops *o) {
+    if (!o->state) return;
+#ifdef NSA_HAVE_CUDA
+    if (!strcmp(o->name, "cuda")) {
+        ops_cuda_close(o);
+        return;
+    }
+#endif
+    ops_cpu_close(o);
+}
+
 /* The settings, the same for all processes; one of them says what is wrong with them. */
 static int settle(config *c, dist *d, ops *o, int argc, char **argv) {
     static const config_program program = {
@@ -34,7 +62,7 @@ static int settle(config *c, dist *d, ops *o, int argc, char **argv) {
     fault f;
     if (d->rank) notes.say = say_nothing;
     config_outcome outcome = config_load(c, &program, argc, argv, &notes, &f);
-    bool ok = outcome == CONFIG_OK && dist_settle(d, c, &f) && train_open_cpu(o, c, &f);
+    bool ok = outcome == CONFIG_OK && dist_settle(d, c, &f) && open_ops(o, c, d, &f);
     return train_worst(d, ok || outcome == CONFIG_HELP ? 0 : 2, &f);
 }
 
@@ -54,7 +82,7 @@ int main(int argc, char **argv) {
         code = d.rank ? 0 : train_check(&c, &o, &d);
     else if (!code && o.state)
         code = train_run(&c, &o, &d);
-    if (o.state) ops_cpu_close(&o);
+    close_ops(&o);
     dist_close(&d);
     return code;
 }
