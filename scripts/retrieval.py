@@ -42,7 +42,8 @@ WINDOWS = {"nsa": 8, "full": 8, "window": 128}  # full does not use its own
 Phase = collections.namedtuple("Phase", "length batch steps lr")
 PHASES = (Phase(64, 64, 250, 5e-3), Phase(256, 16, 700, 4e-3), Phase(1024, 4, 400, 2e-3),
           Phase(2048, 2, 200, 1e-3), Phase(1024, 4, 500, 2e-3), Phase(4096, 2, 100, 5e-4),
-          Phase(1024, 4, 250, 5e-4), Phase(4096, 2, 100, 2e-4))
+          Phase(1024, 4, 250, 5e-4), Phase(4096, 2, 100, 2e-4),
+          Phase(256, 16, 500, 1e-3), Phase(4096, 2, 80, 3e-4))
 
 
 def state(out):
