@@ -476,6 +476,7 @@ bool ops_cuda_open(ops *o, nsa_dtype dtype, fault *f) {
         ok = cudaEventCreateWithFlags(&s->sent[i], cudaEventDisableTiming) == cudaSuccess;
     if (ok) s->gemm = gemm_cuda_open(&o->library);
     if (ok && s->gemm) {
+        o->stream = s->stream;
         phase_use(s->word);
         return true;
     }

@@ -75,7 +75,7 @@ int main(int argc, char **argv) {
     dist_link *link = open_link(&f);
     if (f.text[0] || !dist_open(&d, link, &f)) {
         fprintf(stderr, "%s\n", f.text);
-        return 1;
+        return 2;
     }
     int code = settle(&c, &d, &o, argc, argv);
     if (!code && c.check)
