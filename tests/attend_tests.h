@@ -653,10 +653,9 @@ static inline void test_nothing_to_do(const branch *br, nsa_dtype dtype) {
     cases[3].begins = empty;
     cases[4].begins = shifted, cases[4].tokens = cases[4].count = 0;
     for (int i = 0; i < COUNT(cases); i++) {
-#ifdef CHECK_CUDA
-        /* begins lie on the device: the host takes this view of no rows for one whose rows overlap */
-        if (cases[i].begins == empty) continue;
-#endif
+        /* On CUDA begins lie on the device: the host takes a view of no rows for one whose rows
+           overlap. */
+        if (CHECKS_CUDA && cases[i].begins == empty) continue;
         numbers n = numbers_new(br, &cases[i], dtype, 43);
         double *zeros = ref_zeros(n.nq + n.nk + n.nv);
         check_case("%s, %s, nothing to do, %d", br->name, dtype_name(dtype), i);
@@ -672,34 +671,93 @@ static inline void test_nothing_to_do(const branch *br, nsa_dtype dtype) {
     }
 }
 
+/* ---- Lists of others ---- */
+
+/* Lists that may hold anything: numbers out of reach, twice the same, out of order. An entry counts
+   if it is a candidate and greater than all that counted before it; `proper` has those alone. */
+static inline void any_blocks(const nsa_desc *d, uint64_t seed, int32_t *any, int32_t *proper) {
+    plan p = plan_of(d);
+    int width = nsa_block_list_width(d);
+    for (int b = 0; b < p.sequences; b++)
+        for (int i = 0; i < p.length[b] * d->kv_heads; i++) {
+            size_t row = (size_t)((p.row[b] * d->kv_heads + i) * width);
+            int last = i / d->kv_heads / d->slc_block, most = -1, kept = 0;
+            for (int slot = 0; slot < width; slot++) {
+                int kind = check_below(8, seed, row + (size_t)slot);
+                int32_t j = kind == 0   ? INT32_MIN
+                            : kind == 1 ? INT32_MAX
+                            : kind == 2 ? -1
+                                        : check_below(last + 3, seed + 1, row + (size_t)slot);
+                any[row + (size_t)slot] = j;
+                if (j > most && j <= last) proper[row + (size_t)kept++] = most = j;
+            }
+            while (kept < width) proper[row + (size_t)kept++] = -1;
+        }
+}
+
+/* No list makes a kernel fail; what it reads of one is what the lists of others' comment says. */
+static inline void test_any_lists(const branch *br, const geometry *g, nsa_dtype dtype) {
+    nsa_desc d = desc_of(g);
+    numbers n = numbers_new(br, &d, dtype, 51), m = n;
+    size_t lists = (size_t)(plan_of(&d).rows * d.kv_heads * nsa_block_list_width(&d));
+    m.blocks = (int32_t *)check_alloc(lists * sizeof *m.blocks);
+    any_blocks(&d, 52, n.blocks, m.blocks);
+    check_case("%s, %s, %s, lists that hold anything", br->name, g->name, dtype_name(dtype));
+    bits any = bits_of(br, &d, &n, dtype, 1), proper = bits_of(br, &d, &m, dtype, 1);
+    same_bits(&any, &proper);
+    bits_free(&any), bits_free(&proper);
+    free(m.blocks);
+    numbers_free(&n);
+}
+
 /* ---- All of it ---- */
 
-/* `quick`: every third geometry, for builds that only differ in how they were compiled. */
-static inline void test_all(const branch *br, int quick) {
-    int step = quick ? 3 : 1;
+/* A geometry outside of what CUDA takes is refused by the field's name, and asked nothing more. */
+static inline int attend_refused(const branch *br, const geometry *g) {
+    nsa_desc d = desc_of(g);
+    nsa_attend x;
+    memset(&x, 0, sizeof x);
+    if (!refused_by(&d)) return 0;
+    nsa_status s = br->forward(&x, &d, NULL, 0);
+    check_case("%s, %s, outside of CUDA's limits", br->name, g->name);
+    CHECK(!strcmp(nsa_status_where(s), refused_by(&d)), "blamed \"%s\", wanted \"%s\"",
+          nsa_status_where(s), refused_by(&d));
+    return 1;
+}
+
+/* `quick`: every third geometry, for builds that only differ in how they were compiled; on CUDA every
+   seventh, in one dtype, or as few as `little` says. */
+static inline void test_all(const branch *br, int quick, int little) {
+    int step = little ? 13 : !quick ? 1 : CHECKS_CUDA ? 7 : 3;
     for (int i = 0; i < COUNT(geometries); i += step)
         for (int k = 0; k < COUNT(dtypes); k++) {
             const geometry *g = &geometries[i];
             uint64_t seed = (uint64_t)(10 * i + k);
+            /* every geometry meets all questions in one dtype */
+            int others = (i / step + k) % COUNT(dtypes);
+            if (attend_refused(br, g) || (CHECKS_CUDA && quick && others)) continue;
             test_reference(br, g, dtypes[k], seed, NULL, "");
-            if ((i + k) % 3 && !quick)
-                continue; /* every geometry meets each of these in one dtype */
+            if (CHECKS_CUDA ? others || asks_little(g, quick) : others && !quick) continue;
             test_deterministic(br, g, dtypes[k]);
             test_slices(br, g, dtypes[k]);
             test_alone(br, g, dtypes[k]);
             test_causal(br, g, dtypes[k]);
             test_scaling(br, g, dtypes[k]);
             test_bad_values(br, g, dtypes[k]);
+            if (CHECKS_CUDA && br->keys == BRANCH_SLC) test_any_lists(br, g, dtypes[k]);
         }
     for (int k = 0; k < COUNT(dtypes); k++) {
-        test_extremes(br, &geometries[3], dtypes[k]);
+        if (!CHECKS_CUDA || !quick)
+            test_extremes(br, &geometries[3], dtypes[k]);
+        else if (k == 1 && !little)
+            test_reference(br, &geometries[0], dtypes[k], 21, rising_scores, ", rising scores");
         test_nothing_to_do(br, dtypes[k]);
     }
 #ifdef CHECK_F64
     for (int i = 0; i < COUNT(tiny_geometries); i++) test_gradcheck(br, &tiny_geometries[i]);
 #endif
     test_refusals(br);
-    test_absent_isa(br);
+    if (!CHECKS_CUDA) test_absent_isa(br);
 }
 
 /* The geometries that take the reference minutes. */
@@ -708,56 +766,18 @@ static inline void test_large(const branch *br) {
         test_reference(br, &large_geometries[i], dtypes[i % COUNT(dtypes)], (uint64_t)i, NULL, "");
 }
 
-/* Whether CUDA takes the geometry; if not, calls are refused for `where`. */
-static inline int cuda_takes(const geometry *g, const char **where) {
-    *where = g->Dk % 8 ? "dim" : g->Dv % 8 ? "dim_v" : "slc_block";
-    return g->Dk % 8 == 0 && g->Dv % 8 == 0 && g->slc_block % 16 == 0 && g->slc_block <= 128;
-}
-
-/* What the kernels are asked under the executor: every geometry in every dtype against the
-   reference, the other questions in one dtype of the light ones. */
-static inline void test_cuda(const branch *br, int step) {
-    for (int i = 0; i < COUNT(geometries); i += step)
-        for (int k = 0; k < COUNT(dtypes); k++) {
-            const geometry *g = &geometries[i];
-            const char *where;
-            nsa_desc d = desc_of(g);
-            nsa_attend x;
-            memset(&x, 0, sizeof x);
-            check_case("%s, %s", br->name, g->name);
-            if (!cuda_takes(g, &where)) {
-                nsa_status s = br->forward(&x, &d, NULL, 0);
-                CHECK(!strcmp(nsa_status_where(s), where), "blamed \"%s\", wanted \"%s\"",
-                      nsa_status_where(s), where);
-                continue;
-            }
-            test_reference(br, g, dtypes[k], (uint64_t)(10 * i + k), NULL, "");
-            if ((i + k) % 3 || is_heavy(g)) continue;
-            test_deterministic(br, g, dtypes[k]);
-            test_slices(br, g, dtypes[k]);
-            test_alone(br, g, dtypes[k]);
-            test_causal(br, g, dtypes[k]);
-            test_scaling(br, g, dtypes[k]);
-            test_bad_values(br, g, dtypes[k]);
-        }
-    for (int k = 0; k < COUNT(dtypes); k++) test_nothing_to_do(br, dtypes[k]);
-    test_extremes(br, &geometries[3], NSA_BF16);
-}
-
-/* The argument of a test program: nothing, "quick" or "slow". */
+/* The argument of a test program: nothing, "quick", "little" (under the executor) or "slow". */
 static inline int asked(int argc, char **argv, const char *what) {
     return argc > 1 && !strcmp(argv[1], what);
 }
 
 static inline int attend_main(const branch *br, const char *program, int argc, char **argv) {
-#ifdef CHECK_CUDA
-    test_cuda(br, asked(argc, argv, "quick") ? 7 : 1);
-    return check_done(program);
-#endif
+    refusals_left_out = asked(argc, argv, "little");
     if (asked(argc, argv, "slow"))
         test_large(br);
     else
-        test_all(br, asked(argc, argv, "quick"));
+        test_all(br, asked(argc, argv, "quick") || asked(argc, argv, "little"),
+                 asked(argc, argv, "little"));
     return check_done(program);
 }
 

@@ -51,6 +51,16 @@ static const geometry geometries[] = {
     {"varlen one", 1, 15, 4, 2, 32, 32, 8, 4, 8, 2, 1, 1, 8, 0, begins_one},
     {"varlen four", 4, 345, 4, 2, 32, 32, 32, 16, 32, 4, 1, 2, 64, 0, begins_four},
     {"varlen empty", 6, 49, 4, 2, 16, 24, 8, 4, 16, 2, 1, 1, 13, 0, begins_empty},
+#ifdef CHECK_CUDA
+    /* The edges of what CUDA takes: selection blocks that are no multiple of a tile, every padded
+       width, more heads than a tile of rows. */
+    {"l' 48", 1, 205, 3, 1, 32, 40, 16, 8, 48, 3, 1, 1, 33, 0, NULL},
+    {"l' 80", 1, 170, 2, 2, 128, 96, 16, 16, 80, 2, 0, 1, 40, 0, NULL},
+    {"l' 112", 1, 240, 4, 2, 64, 64, 28, 14, 112, 2, 1, 1, 70, 0, NULL},
+    {"D 136 / 200", 1, 70, 2, 1, 136, 200, 8, 8, 16, 3, 1, 1, 21, 0, NULL},
+    {"D 8 / 256", 1, 61, 3, 3, 8, 256, 8, 4, 16, 2, 1, 1, 17, 0, NULL},
+    {"G 80", 1, 37, 80, 1, 24, 16, 8, 4, 16, 2, 1, 1, 11, 0, NULL},
+#endif
 };
 
 /* Minutes under the reference: label slow. */
@@ -88,16 +98,42 @@ static const nsa_dtype dtypes[] = {
 #ifdef CHECK_F64
     NSA_F64, NSA_F32
 #else
-    NSA_F32, NSA_BF16, NSA_F16
+    NSA_F32, NSA_BF16,
+#ifndef NSA_CUDA_NO_F16
+    NSA_F16
+#endif
 #endif
 };
 
+/* Tests take another layout, slice and gradient dtype with each: CUDA, which has no instruction sets,
+   gets two turns. */
 #ifdef CHECK_CUDA
-static const nsa_isa isas[] = {NSA_ISA_DETECT};
+enum { CHECKS_CUDA = 1 };
+static const nsa_isa isas[] = {NSA_ISA_DETECT, NSA_ISA_DETECT};
 #else
+enum { CHECKS_CUDA = 0 };
 static const nsa_isa isas[] = {NSA_ISA_DETECT, NSA_ISA_PLAIN,  NSA_ISA_SSE2,
                                NSA_ISA_AVX2,   NSA_ISA_AVX512, NSA_ISA_NEON};
 #endif
+
+/* The field that a call of this geometry is refused by, NULL if it is taken: CUDA takes dims in
+   steps of 8, up to what is compiled, and selection blocks in steps of 16. */
+#ifndef NSA_CUDA_MAX_DIM
+#define NSA_CUDA_MAX_DIM 256
+#endif
+static inline const char *refused_by(const nsa_desc *d) {
+    if (!CHECKS_CUDA) return NULL;
+    if (d->dim % 8 || d->dim > NSA_CUDA_MAX_DIM) return "dim";
+    if (d->dim_v % 8 || d->dim_v > NSA_CUDA_MAX_DIM) return "dim_v";
+    return d->slc_block % 16 || d->slc_block > 128 ? "slc_block" : NULL;
+}
+
+/* Under the executor a kernel takes its time: quick runs there put the questions that take many runs
+   to small geometries only. */
+static inline int asks_little(const geometry *g, int quick) {
+    return CHECKS_CUDA &&
+           (quick ? g->B * g->T * g->H * (g->Dk + g->Dv) > 18000 : g->B * g->T * g->H > 1000);
+}
 
 /* n normal numbers rounded to the dtype. */
 static inline double *random_numbers(uint64_t seed, size_t n, nsa_dtype dtype) {

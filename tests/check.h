@@ -242,16 +242,19 @@ static inline void guards_verify(const char *call) {
     }
 }
 
+/* The newest buffer goes. */
+static inline void guarded_drop(void) {
+    guarded *g = guards_live;
+    guards_live = g->next;
+    guarded_poison(g, 0);
+    free(g->base);
+    free(g->copy);
+    free(g->open);
+    free(g);
+}
+
 static inline void guards_free(void) {
-    while (guards_live) {
-        guarded *g = guards_live;
-        guards_live = g->next;
-        guarded_poison(g, 0);
-        free(g->base);
-        free(g->copy);
-        free(g->open);
-        free(g);
-    }
+    while (guards_live) guarded_drop();
 }
 
 #endif

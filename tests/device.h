@@ -54,9 +54,31 @@ static inline void *device_put(const void *host, size_t bytes, int comes_back, s
     return b->device;
 }
 
-static inline void device_begin(void) {
+/* No GPU: the program ends as skipped, or as failed where NSA_REQUIRE_GPU=1 says that there is one. */
+static inline void device_open(void) {
+    static int count;
+    const char *demanded = getenv("NSA_REQUIRE_GPU");
+    if (count > 0) return;
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error == cudaSuccess && count > 0) return;
+    printf("device: no GPU: %s\n", cudaGetErrorString(error));
+    exit(demanded && !strcmp(demanded, "1") ? 1 : 77);
+}
+
+/* The descriptor of the call at hand, its begins on the device. */
+static const nsa_desc *device_d;
+
+static inline void device_begin(const nsa_desc *d) {
+    static nsa_desc copy;
+    device_open();
     for (guarded *g = guards_live; g; g = g->next)
         device_put(g->data, g->bytes, 1, strcmp(g->name, "workspace") ? 0 : DEVICE_SKEW);
+    device_d = d;
+    if (!d || !d->begins || d->batch < 1) return;
+    copy = *d;
+    copy.begins =
+        (const int32_t *)device_put(d->begins, ((size_t)d->batch + 1) * sizeof(int32_t), 0, 0);
+    device_d = &copy;
 }
 
 /* The twin of a pointer into what has been copied; another pointer stays as it is: no call may use
@@ -70,8 +92,40 @@ static inline void *device_of(const void *host) {
     return (void *)(uintptr_t)host;
 }
 
+/* The twin of an array that may lie in what has been copied or not. */
+static inline void *device_array_of(const void *host, size_t bytes) {
+    void *twin = device_of(host);
+    return twin == host ? device_put(host, bytes, 1, 0) : twin;
+}
+
+/* The stream of a call: the default one, or with NSA_TEST_GRAPH=1 one that records the call. */
+static cudaStream_t device_recording;
+
+static inline cudaStream_t device_stream(void) {
+    const char *graph = getenv("NSA_TEST_GRAPH");
+    if (!graph || strcmp(graph, "1")) return NULL;
+    device_demand(cudaStreamCreateWithFlags(&device_recording, cudaStreamNonBlocking), "a stream");
+    device_demand(cudaStreamBeginCapture(device_recording, cudaStreamCaptureModeGlobal), "capture");
+    return device_recording;
+}
+
+/* Runs what was recorded. */
+static inline void device_replay(void) {
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    device_demand(cudaStreamEndCapture(device_recording, &graph), "the end of capture");
+    device_demand(cudaGraphInstantiate(&exec, graph, 0), "a graph");
+    device_demand(cudaGraphLaunch(exec, device_recording), "a graph's launch");
+    device_demand(cudaStreamSynchronize(device_recording), "a kernel in a graph");
+    device_demand(cudaGraphExecDestroy(exec), "a graph");
+    device_demand(cudaGraphDestroy(graph), "a graph");
+    device_demand(cudaStreamDestroy(device_recording), "a stream");
+    device_recording = NULL;
+}
+
 /* Waits, brings everything back, frees it. A fault of a kernel ends the program here. */
 static inline nsa_status device_end(nsa_status s) {
+    if (device_recording) device_replay();
     device_demand(cudaDeviceSynchronize(), "a kernel");
     while (device_count) {
         device_block *b = &device_blocks[--device_count];
@@ -87,16 +141,6 @@ static inline nsa_status device_end(nsa_status s) {
 
 static inline void device_views(nsa_tensor *x, size_t n) {
     for (size_t i = 0; i < n; i++) x[i].data = device_of(x[i].data);
-}
-
-/* A descriptor whose begins lie on the device. */
-static inline const nsa_desc *device_desc(const nsa_desc *d) {
-    static nsa_desc copy;
-    if (!d || !d->begins || d->batch < 1) return d;
-    copy = *d;
-    copy.begins =
-        (const int32_t *)device_put(d->begins, ((size_t)d->batch + 1) * sizeof(int32_t), 0, 0);
-    return &copy;
 }
 
 /* Structs that are nothing but views: attend, select, gate. NULL stays NULL. */
@@ -133,22 +177,22 @@ static inline void device_attention(nsa_attention *x) {
 
 /* ---- Calls ---- */
 
-#define DEVICE_ATTEND(branch)                                                                      \
-    static inline nsa_status device_attend_##branch##_forward(                                     \
-        const nsa_attend *x, const nsa_desc *d, void *workspace, size_t bytes) {                   \
-        device_begin();                                                                            \
-        DEVICE_COPY(nsa_attend, x)                                                                 \
-        return device_end(nsa_cuda_attend_##branch##_forward(x_device, device_desc(d),             \
-                                                             device_of(workspace), bytes, NULL));  \
-    }                                                                                              \
-    static inline nsa_status device_attend_##branch##_backward(                                    \
-        const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d, void *workspace,             \
-        size_t bytes) {                                                                            \
-        device_begin();                                                                            \
-        DEVICE_COPY(nsa_attend, x)                                                                 \
-        DEVICE_COPY(nsa_attend, dx)                                                                \
-        return device_end(nsa_cuda_attend_##branch##_backward(dx_device, x_device, device_desc(d), \
-                                                              device_of(workspace), bytes, NULL)); \
+#define DEVICE_ATTEND(branch)                                                              \
+    static inline nsa_status device_attend_##branch##_forward(                             \
+        const nsa_attend *x, const nsa_desc *d, void *workspace, size_t bytes) {           \
+        device_begin(d);                                                                   \
+        DEVICE_COPY(nsa_attend, x)                                                         \
+        return device_end(nsa_cuda_attend_##branch##_forward(                              \
+            x_device, device_d, device_of(workspace), bytes, device_stream()));            \
+    }                                                                                      \
+    static inline nsa_status device_attend_##branch##_backward(                            \
+        const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d, void *workspace,     \
+        size_t bytes) {                                                                    \
+        device_begin(d);                                                                   \
+        DEVICE_COPY(nsa_attend, x)                                                         \
+        DEVICE_COPY(nsa_attend, dx)                                                        \
+        return device_end(nsa_cuda_attend_##branch##_backward(                             \
+            dx_device, x_device, device_d, device_of(workspace), bytes, device_stream())); \
     }
 DEVICE_ATTEND(cmp)
 DEVICE_ATTEND(slc)
@@ -157,33 +201,33 @@ DEVICE_ATTEND(dense)
 
 static inline nsa_status device_select_blocks(const nsa_select *x, const nsa_desc *d,
                                               void *workspace, size_t bytes) {
-    device_begin();
+    device_begin(d);
     DEVICE_COPY(nsa_select, x)
     return device_end(
-        nsa_cuda_select_blocks(x_device, device_desc(d), device_of(workspace), bytes, NULL));
+        nsa_cuda_select_blocks(x_device, device_d, device_of(workspace), bytes, device_stream()));
 }
 
 static inline nsa_status device_rank_blocks(const float *scores, int query, const nsa_desc *d,
                                             int32_t *list) {
     const int sound = d && nsa_desc_check(d) == NSA_OK && query >= 0 && query < d->tokens;
     const size_t n = sound ? (size_t)nsa_slc_candidates(d, query) : 0;
-    device_begin();
-    const float *from = sound && scores ? (const float *)device_put(scores, n * 4, 0, 0) : scores;
+    device_begin(d);
+    const float *from = sound && scores ? (const float *)device_array_of(scores, n * 4) : scores;
     int32_t *to = list;
     if (sound && list)
-        to = (int32_t *)device_put(list, (size_t)nsa_block_list_width(d) * sizeof *list, 1, 0);
-    return device_end(nsa_cuda_rank_blocks(from, query, d, to, NULL));
+        to = (int32_t *)device_array_of(list, (size_t)nsa_block_list_width(d) * sizeof *list);
+    return device_end(nsa_cuda_rank_blocks(from, query, d, to, device_stream()));
 }
 
 static inline nsa_status device_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                                              nsa_block_fault *fault) {
     nsa_cuda_block_verdict verdict;
     memset(&verdict, 0xff, sizeof verdict);
-    device_begin();
+    device_begin(d);
     DEVICE_COPY(nsa_tensor, blocks)
     void *to = device_put(&verdict, sizeof verdict, 1, 0);
-    nsa_status s = device_end(
-        nsa_cuda_check_blocks(blocks_device, device_desc(d), (nsa_cuda_block_verdict *)to, NULL));
+    nsa_status s = device_end(nsa_cuda_check_blocks(blocks_device, device_d,
+                                                    (nsa_cuda_block_verdict *)to, device_stream()));
     if (s != NSA_OK || !verdict.reason) return s;
     if (fault) {
         fault->batch = verdict.batch;
@@ -197,82 +241,82 @@ static inline nsa_status device_check_blocks(const nsa_tensor *blocks, const nsa
 }
 
 static inline nsa_status device_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
-    device_begin();
+    device_begin(d);
     DEVICE_COPY(nsa_tensor, blocks)
-    return device_end(nsa_cuda_normalize_blocks(blocks_device, device_desc(d), NULL));
+    return device_end(nsa_cuda_normalize_blocks(blocks_device, device_d, device_stream()));
 }
 
 static inline nsa_status device_gate_forward(const nsa_gate *x, const nsa_desc *d) {
-    device_begin();
+    device_begin(d);
     DEVICE_COPY(nsa_gate, x)
-    return device_end(nsa_cuda_gate_forward(x_device, device_desc(d), NULL));
+    return device_end(nsa_cuda_gate_forward(x_device, device_d, device_stream()));
 }
 
 static inline nsa_status device_gate_backward(const nsa_gate *dx, const nsa_gate *x,
                                               const nsa_desc *d) {
-    device_begin();
+    device_begin(d);
     DEVICE_COPY(nsa_gate, x)
     DEVICE_COPY(nsa_gate, dx)
-    return device_end(nsa_cuda_gate_backward(dx_device, x_device, device_desc(d), NULL));
+    return device_end(nsa_cuda_gate_backward(dx_device, x_device, device_d, device_stream()));
 }
 
 static inline nsa_status device_rope_forward(const nsa_rope *x, const nsa_desc *d) {
-    device_begin();
+    device_begin(d);
     DEVICE_COPY_BY(nsa_rope, x, device_rope)
-    return device_end(nsa_cuda_rope_forward(x_device, device_desc(d), NULL));
+    return device_end(nsa_cuda_rope_forward(x_device, device_d, device_stream()));
 }
 
 static inline nsa_status device_rope_backward(const nsa_rope *dx, const nsa_rope *x,
                                               const nsa_desc *d) {
-    device_begin();
+    device_begin(d);
     DEVICE_COPY_BY(nsa_rope, x, device_rope)
     DEVICE_COPY_BY(nsa_rope, dx, device_rope)
-    return device_end(nsa_cuda_rope_backward(dx_device, x_device, device_desc(d), NULL));
+    return device_end(nsa_cuda_rope_backward(dx_device, x_device, device_d, device_stream()));
 }
 
 static inline nsa_status device_compress_forward(const nsa_compress *x, const nsa_desc *d,
                                                  void *workspace, size_t bytes) {
-    device_begin();
+    device_begin(d);
     DEVICE_COPY_BY(nsa_compress, x, device_compress)
-    return device_end(
-        nsa_cuda_compress_forward(x_device, device_desc(d), device_of(workspace), bytes, NULL));
+    return device_end(nsa_cuda_compress_forward(x_device, device_d, device_of(workspace), bytes,
+                                                device_stream()));
 }
 
 static inline nsa_status device_compress_backward(const nsa_compress *dx, const nsa_compress *x,
                                                   const nsa_desc *d, void *workspace,
                                                   size_t bytes) {
-    device_begin();
+    device_begin(d);
     DEVICE_COPY_BY(nsa_compress, x, device_compress)
     DEVICE_COPY_BY(nsa_compress, dx, device_compress)
-    return device_end(nsa_cuda_compress_backward(dx_device, x_device, device_desc(d),
-                                                 device_of(workspace), bytes, NULL));
+    return device_end(nsa_cuda_compress_backward(dx_device, x_device, device_d,
+                                                 device_of(workspace), bytes, device_stream()));
 }
 
 static inline nsa_status device_attention_forward(const nsa_attention *x, const nsa_desc *d,
                                                   void *workspace, size_t bytes) {
-    device_begin();
+    device_begin(d);
     DEVICE_COPY_BY(nsa_attention, x, device_attention)
-    return device_end(
-        nsa_cuda_attention_forward(x_device, device_desc(d), device_of(workspace), bytes, NULL));
+    return device_end(nsa_cuda_attention_forward(x_device, device_d, device_of(workspace), bytes,
+                                                 device_stream()));
 }
 
 static inline nsa_status device_attention_backward(const nsa_attention *dx, const nsa_attention *x,
                                                    const nsa_desc *d, void *workspace,
                                                    size_t bytes) {
-    device_begin();
+    device_begin(d);
     DEVICE_COPY_BY(nsa_attention, x, device_attention)
     DEVICE_COPY_BY(nsa_attention, dx, device_attention)
-    return device_end(nsa_cuda_attention_backward(dx_device, x_device, device_desc(d),
-                                                  device_of(workspace), bytes, NULL));
+    return device_end(nsa_cuda_attention_backward(dx_device, x_device, device_d,
+                                                  device_of(workspace), bytes, device_stream()));
 }
 
 static inline nsa_status device_cmp_begins(const nsa_desc *d, int32_t *begins) {
     const int sound = d && d->batch >= 1;
-    device_begin();
+    device_begin(d);
     int32_t *to = begins;
     if (sound && begins)
-        to = (int32_t *)device_put(begins, ((size_t)d->batch + 1) * sizeof *begins, 1, 0);
-    return device_end(nsa_cuda_cmp_begins(device_desc(d), to, NULL));
+        to = (int32_t *)device_array_of(begins, ((size_t)d->batch + 1) * sizeof *begins);
+    return device_end(nsa_cuda_cmp_begins(device_d, to, device_stream()));
 }
 
 static inline nsa_status device_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
@@ -280,11 +324,11 @@ static inline nsa_status device_block_map(const nsa_desc *d, int tokens, int32_t
     const int sound = d && nsa_desc_check(d) == NSA_OK && tokens >= 0;
     const size_t rows = sound ? (size_t)nsa_slc_count(d, tokens) + 1 : 0;
     const size_t entries = sound ? (size_t)nsa_block_map_size(d, tokens) : 0;
-    device_begin();
-    if (sound && indptr) indptr = (int32_t *)device_put(indptr, rows * 4, 1, 0);
-    if (sound && indices) indices = (int32_t *)device_put(indices, entries * 4, 1, 0);
-    if (sound && weights) weights = (float *)device_put(weights, entries * 4, 1, 0);
-    return device_end(nsa_cuda_block_map(d, tokens, indptr, indices, weights, NULL));
+    device_begin(d);
+    if (sound && indptr) indptr = (int32_t *)device_array_of(indptr, rows * 4);
+    if (sound && indices) indices = (int32_t *)device_array_of(indices, entries * 4);
+    if (sound && weights) weights = (float *)device_array_of(weights, entries * 4);
+    return device_end(nsa_cuda_block_map(d, tokens, indptr, indices, weights, device_stream()));
 }
 
 /* ---- The names that tests use ---- */

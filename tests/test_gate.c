@@ -81,11 +81,11 @@ static suite suite_of(const gate_case *c) {
 }
 
 int main(int argc, char **argv) {
-    int step = asked(argc, argv, "quick") ? 3 : 1;
+    int step = asked_step(argc, argv, 3, 5);
     for (int i = 0; i < COUNT(gate_cases); i += step) {
         nsa_desc d = gate_desc(&gate_cases[i]);
         suite s = suite_of(&gate_cases[i]);
-        for (int k = 0; k < COUNT(dtypes); k++) {
+        for (int k = 0; k < COUNT(dtypes) && !suite_refused(&s, &d, NULL); k++) {
             suite_reference(&s, &d, dtypes[k], (uint64_t)(10 * i + k));
             if ((i / step + k) % COUNT(dtypes)) continue; /* these in one dtype a case */
             suite_bit_tests(&s, &d, dtypes[k]);

@@ -168,7 +168,7 @@ struct nsa__cuda_key_tile {
    Each lane follows the lists of queries lane and lane + 32; an entry counts if it is a candidate of
    its query and greater than those before it, so that any list is harmless. All warps walk alike. */
 template <int KEYS, int QUERIES> struct nsa__cuda_walk_keys {
-    static constexpr int LISTS = (QUERIES + 31) / 32, NONE = 0x7fffffff;
+    static constexpr int LISTS = (QUERIES + 31) / 32, NONE = INT32_MAX;
     nsa__cuda_key_tile tile;
     int end;  /* no query sees a key from here on */
     int stop; /* slc: where the block at hand ends */
@@ -200,6 +200,13 @@ nsa__cuda_walk_begin(nsa__cuda_walk_keys<KEYS, QUERIES> &w, const nsa__cuda_atte
     }
 }
 
+/* The next entry of list i. A number that happens to be NONE ends no list. */
+template <int KEYS, int QUERIES>
+NSA__DEVICE int nsa__cuda_walk_entry(nsa__cuda_walk_keys<KEYS, QUERIES> &w,
+                                     const nsa__cuda_attend_job &job, int i) {
+    return w.slot[i] < job.list_width ? min(w.list[i][w.slot[i]++], w.NONE - 1) : w.NONE;
+}
+
 /* Turns to the next block that any list holds. */
 template <int KEYS, int QUERIES>
 NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES> &w,
@@ -208,7 +215,7 @@ NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES> &w
 #pragma unroll
     for (int i = 0; i < w.LISTS; i++) {
         while (w.entry[i] != w.NONE && (w.entry[i] <= w.block || w.entry[i] > w.last[i]))
-            w.entry[i] = w.slot[i] < job.list_width ? w.list[i][w.slot[i]++] : w.NONE;
+            w.entry[i] = nsa__cuda_walk_entry(w, job, i);
         next = min(next, w.entry[i]);
     }
     next = __reduce_min_sync(0xffffffffu, next);
@@ -222,8 +229,7 @@ NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES> &w
         const uint64_t readers = __ballot_sync(0xffffffffu, w.entry[i] == next);
         w.tile.readers |= readers << (32 * i);
         /* asked for now, looked at when the next block is */
-        if (w.entry[i] == next)
-            w.entry[i] = w.slot[i] < job.list_width ? w.list[i][w.slot[i]++] : w.NONE;
+        if (w.entry[i] == next) w.entry[i] = nsa__cuda_walk_entry(w, job, i);
     }
     return true;
 }

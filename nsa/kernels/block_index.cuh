@@ -147,8 +147,9 @@ extern "C" nsa_status nsa_cuda_block_map(const nsa_desc *d, int tokens, int32_t 
     if (tokens < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_tokens);
     const int64_t entries = nsa_block_map_size(d, tokens);
     if (entries > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
-    if (!indptr || (entries && (!indices || !weights)))
-        return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!indptr) return nsa__error(NSA_ERROR_NULL, NSA__AT_indptr);
+    if (entries && !indices) return nsa__error(NSA_ERROR_NULL, NSA__AT_indices);
+    if (entries && !weights) return nsa__error(NSA_ERROR_NULL, NSA__AT_weights);
     const dim3 grid(static_cast<unsigned>(nsa_slc_count(d, tokens) / 128 + 1));
     return nsa__cuda_status(NSA_LAUNCH(nsa__block_map_kernel, grid, dim3(128), 0, stream, *d,
                                        tokens, indptr, indices, weights));
@@ -158,7 +159,7 @@ extern "C" nsa_status nsa_cuda_cmp_begins(const nsa_desc *d, int32_t *cmp_begins
                                           cudaStream_t stream) {
     nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
-    if (!cmp_begins) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!cmp_begins) return nsa__error(NSA_ERROR_NULL, NSA__AT_cmp_begins);
     const int64_t rows = static_cast<int64_t>(d->batch) * nsa_cmp_count(d, d->tokens);
     if (!d->begins && rows > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     return nsa__cuda_cmp_begins(d, cmp_begins, stream);
