@@ -20,7 +20,8 @@
      device; it can be captured in a CUDA graph. NSA_OK says that the launches were accepted,
      NSA_ERROR_CUDA that the runtime refused one: cudaGetLastError says why.
    - What lies on the device is not checked on the host: begins and block lists may hold anything,
-     and no kernel leaves its views' rows for it (packed rows end at begins[B], which is trusted).
+     and no kernel leaves its views' rows for it (packed rows end at begins[B], which is trusted;
+     compressed rows are as many as begins amount to, batch x nsa_cmp_count(tokens) at most).
      nsa_cuda_check_blocks leaves its verdict in device memory.
    - Sums are f32 whatever NSA_REAL is; f64 tensors are refused (NSA_ERROR_DTYPE); lse is f32.
    - dim, dim_v, a compress's hidden and rope's dim are multiples of 8 (else NSA_ERROR_SIZE),

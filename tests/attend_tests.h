@@ -710,6 +710,32 @@ static inline void test_any_lists(const branch *br, const geometry *g, nsa_dtype
     numbers_free(&n);
 }
 
+/* Begins that hold anything: accepted, and no kernel leaves its memory, which the device sees to. */
+static inline void test_any_begins(const branch *br, const geometry *g, nsa_dtype dtype) {
+    nsa_desc d = desc_of(g);
+    if (!d.begins) return;
+    d = roomy_desc(&d);
+    numbers n = numbers_new(br, &d, dtype, 53);
+    double *zeros = ref_zeros(n.nq + n.nk + n.nv);
+    for (int trial = 0; trial < ANY_BEGINS; trial++) {
+        int32_t begins[5];
+        any_begins(trial, begins);
+        check_case("%s, %s, any begins, %d %d %d %d", br->name, dtype_name(dtype), begins[0],
+                   begins[1], begins[2], begins[3]);
+        problem p = problem_new(br, &d, &n, dtype, dtype, trial, zeros);
+        p.d.begins = begins;
+        guarded *w = workspace_new(br->forward_size(&p.d), 1);
+        nsa_status s = br->forward(&p.x, &p.d, w->data, w->bytes);
+        CHECK_OK("forward", s);
+        w = workspace_new(br->backward_size(&p.d), 1);
+        s = br->backward(&p.dx, &p.x, &p.d, w->data, w->bytes);
+        CHECK_OK("backward", s);
+        guards_free();
+    }
+    free(zeros);
+    numbers_free(&n);
+}
+
 /* ---- All of it ---- */
 
 /* A geometry outside of what CUDA takes is refused by the field's name, and asked nothing more. */
@@ -745,6 +771,7 @@ static inline void test_all(const branch *br, int quick, int little) {
             test_scaling(br, g, dtypes[k]);
             test_bad_values(br, g, dtypes[k]);
             if (CHECKS_CUDA && br->keys == BRANCH_SLC) test_any_lists(br, g, dtypes[k]);
+            test_any_begins(br, g, dtypes[k]);
         }
     for (int k = 0; k < COUNT(dtypes); k++) {
         if (!CHECKS_CUDA || !quick)

@@ -32,8 +32,19 @@ typedef struct device_block {
 static device_block device_blocks[DEVICE_BLOCKS];
 static int device_count;
 
+/* No GPU: the program ends as skipped, or as failed where NSA_REQUIRE_GPU=1 says that there is one. */
+static inline void device_there(void) {
+    int count = 0;
+    const char *demanded = getenv("NSA_REQUIRE_GPU");
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error == cudaSuccess && count > 0) return;
+    printf("device: no GPU: %s\n", cudaGetErrorString(error));
+    exit(demanded && !strcmp(demanded, "1") ? 1 : 77);
+}
+
 static inline void device_demand(cudaError_t error, const char *what) {
     if (error == cudaSuccess) return;
+    device_there();
     printf("device: %s: %s [%s]\n", what, cudaGetErrorString(error), check_where);
     exit(99);
 }
@@ -54,23 +65,11 @@ static inline void *device_put(const void *host, size_t bytes, int comes_back, s
     return b->device;
 }
 
-/* No GPU: the program ends as skipped, or as failed where NSA_REQUIRE_GPU=1 says that there is one. */
-static inline void device_open(void) {
-    static int count;
-    const char *demanded = getenv("NSA_REQUIRE_GPU");
-    if (count > 0) return;
-    const cudaError_t error = cudaGetDeviceCount(&count);
-    if (error == cudaSuccess && count > 0) return;
-    printf("device: no GPU: %s\n", cudaGetErrorString(error));
-    exit(demanded && !strcmp(demanded, "1") ? 1 : 77);
-}
-
 /* The descriptor of the call at hand, its begins on the device. */
 static const nsa_desc *device_d;
 
 static inline void device_begin(const nsa_desc *d) {
     static nsa_desc copy;
-    device_open();
     for (guarded *g = guards_live; g; g = g->next)
         device_put(g->data, g->bytes, 1, strcmp(g->name, "workspace") ? 0 : DEVICE_SKEW);
     device_d = d;

@@ -787,6 +787,31 @@ static inline int suite_refused(const suite *s, const nsa_desc *d, const char *w
     return 1;
 }
 
+/* Begins that hold anything: accepted, and no kernel leaves its memory, which the device sees to. */
+static inline void suite_any_begins(const suite *s, const nsa_desc *of, nsa_dtype dtype) {
+    const nsa_desc d = roomy_desc(of);
+    if (!ANY_BEGINS || !of->begins) return;
+    values v = values_random(s, &d, dtype, 730), zeros = values_zero(s, &d);
+    for (int trial = 0; trial < ANY_BEGINS; trial++) {
+        int32_t begins[5];
+        instance p;
+        any_begins(trial, begins);
+        check_case("%s, %s, any begins, %d %d %d %d", s->name, dtype_name(dtype), begins[0],
+                   begins[1], begins[2], begins[3]);
+        instance_new(&p, s, &d, &v, dtype, dtype, trial, &zeros);
+        p.d.begins = begins;
+        void *x = instance_x(&p), *dx = instance_dx(&p);
+        size_t bytes = s->forward_size ? s->forward_size(x, &p.d) : 0;
+        nsa_status status = s->forward(x, &p.d, workspace_new(bytes, 1)->data, bytes);
+        CHECK_OK("forward", status);
+        bytes = s->backward_size ? s->backward_size(dx, x, &p.d) : 0;
+        if (s->backward) status = s->backward(dx, x, &p.d, workspace_new(bytes, 1)->data, bytes);
+        CHECK_OK("backward", status);
+        guards_free();
+    }
+    values_free(&v), values_free(&zeros);
+}
+
 /* Everything but the reference and the refusals, which the programs ask for one by one. */
 static inline void suite_bit_tests(const suite *s, const nsa_desc *d, nsa_dtype dtype) {
     suite_deterministic(s, d, dtype);
@@ -794,6 +819,7 @@ static inline void suite_bit_tests(const suite *s, const nsa_desc *d, nsa_dtype 
     suite_alone(s, d, dtype);
     suite_causal(s, d, dtype);
     suite_nothing_to_do(s, d, dtype);
+    suite_any_begins(s, d, dtype);
 }
 
 /* The argument of a test program: nothing, "quick", "little" (under the executor) or "slow". */

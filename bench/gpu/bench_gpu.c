@@ -1,0 +1,395 @@
+/* bench_gpu.c: what each branch, the whole, dense attention and a step of decoding take on a GPU,
+   beside the rate of a copy measured in the same run.
+   Twin: bench/bench_attention.c. Not here: PyTorch and other libraries (peers.py), a verdict.
+
+   usage: bench_gpu [--json FILE] [--quick] [--count]
+   --count prints the work of each row, counted, and runs nothing: it needs no GPU. */
+#include "nsa_cuda.cuh"
+
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct shape {
+    int heads, kv_heads, dim, dim_v;
+} shape;
+
+static const shape shapes[] = {
+    {64, 4, 128, 128}, {64, 4, 192, 128}, {16, 1, 64, 64}, {12, 2, 64, 64}, {32, 32, 128, 128}};
+static const int tokens_of[] = {2048, 4096, 8192, 16384, 32768, 65536, 131072};
+
+#define COUNT(table) ((int)(sizeof(table) / sizeof(table)[0]))
+
+static void demand(int ok, const char *what) {
+    if (ok) return;
+    fprintf(stderr, "bench_gpu: %s: %s\n", what, cudaGetErrorString(cudaGetLastError()));
+    exit(1);
+}
+
+/* ---- The problem: three branches over one K and V, bf16 ---- */
+
+enum { OWNED = 32 };
+
+typedef struct problem {
+    nsa_desc d;
+    nsa_attention x, dx;
+    nsa_attend dense, ddense;
+    nsa_cache cache;
+    void *workspace, *owned[OWNED];
+    size_t bytes;
+    int owns;
+} problem;
+
+static void *device_memory(problem *p, size_t bytes) {
+    void *data = NULL;
+    demand(cudaMalloc(&data, bytes ? bytes : 1) == cudaSuccess, "cudaMalloc");
+    demand(p->owns < OWNED, "more tensors than room for them");
+    return p->owned[p->owns++] = data;
+}
+
+/* Numbers of both signs and several sizes, as bf16; where `seed` is 0, zeros. */
+static void fill(void *to, size_t bytes, uint32_t seed) {
+    enum { CHUNK = 1 << 20 };
+    static uint16_t numbers[CHUNK];
+    if (!seed) {
+        demand(cudaMemset(to, 0, bytes) == cudaSuccess, "cudaMemset");
+        return;
+    }
+    for (int i = 0; i < CHUNK; i++) {
+        seed = seed * 1664525u + 1013904223u;
+        numbers[i] = nsa_f32_to_bf16(((float)(seed >> 8) / 8388608.0f - 1.0f) * 1.7f);
+    }
+    for (size_t at = 0; at < bytes; at += sizeof numbers) {
+        size_t n = bytes - at < sizeof numbers ? bytes - at : sizeof numbers;
+        demand(cudaMemcpy((char *)to + at, numbers, n, cudaMemcpyHostToDevice) == cudaSuccess,
+               "cudaMemcpy");
+    }
+}
+
+static nsa_tensor take(problem *p, nsa_dtype dtype, int rows, int heads, int width, uint32_t seed) {
+    size_t bytes = (size_t)rows * (size_t)heads * (size_t)width * (dtype == NSA_BF16 ? 2u : 4u);
+    void *data = device_memory(p, bytes);
+    fill(data, bytes, seed);
+    return nsa_tensor_bthd(data, dtype, rows, heads, width);
+}
+
+static nsa_compress mean_of(nsa_tensor x, nsa_tensor out, int dim) {
+    nsa_compress c;
+    memset(&c, 0, sizeof c);
+    c.phi = NSA_PHI_MEAN, c.dim = dim, c.x = x, c.out = out;
+    return c;
+}
+
+static nsa_desc desc_of(const shape *s, int tokens) {
+    nsa_desc d = nsa_desc_default(1, tokens, s->heads, s->kv_heads, s->dim);
+    d.dim_v = s->dim_v;
+    return d;
+}
+
+static void problem_views(problem *p) {
+    const nsa_desc *d = &p->d;
+    const int T = d->tokens, H = d->heads, Hk = d->kv_heads, cmp = nsa_cmp_count(d, T);
+    nsa_tensor k = take(p, NSA_BF16, T, Hk, d->dim, 2), v = take(p, NSA_BF16, T, Hk, d->dim_v, 3);
+    nsa_attention *x = &p->x;
+    x->q = take(p, NSA_BF16, T, H, d->dim, 1);
+    x->k_slc = x->k_win = k, x->v_slc = x->v_win = v;
+    x->k_cmp = mean_of(k, take(p, NSA_BF16, cmp, Hk, d->dim, 0), d->dim);
+    x->v_cmp = mean_of(v, take(p, NSA_BF16, cmp, Hk, d->dim_v, 0), d->dim_v);
+    x->gates = take(p, NSA_BF16, T, H, 3, 4);
+    x->blocks = take(p, NSA_I32, T, Hk, nsa_block_list_width(d), 0);
+    nsa_tensor *outs[] = {&x->out_cmp, &x->out_slc, &x->out_win, &x->out, &p->dense.out};
+    nsa_tensor *lses[] = {&x->lse_cmp, &x->lse_slc, &x->lse_win, &p->dense.lse};
+    for (int i = 0; i < COUNT(outs); i++) *outs[i] = take(p, NSA_BF16, T, H, d->dim_v, 0);
+    for (int i = 0; i < COUNT(lses); i++) *lses[i] = take(p, NSA_F32, T, H, 1, 0);
+    p->dense.q = x->q, p->dense.k = k, p->dense.v = v;
+    p->dx = *x;
+    p->dx.q = take(p, NSA_BF16, T, H, d->dim, 0);
+    p->dx.k_slc = p->dx.k_win = p->dx.k_cmp.x = take(p, NSA_BF16, T, Hk, d->dim, 0);
+    p->dx.v_slc = p->dx.v_win = p->dx.v_cmp.x = take(p, NSA_BF16, T, Hk, d->dim_v, 0);
+    p->dx.gates = take(p, NSA_BF16, T, H, 3, 0);
+    p->dx.out = take(p, NSA_BF16, T, H, d->dim_v, 5);
+    p->ddense.q = p->dx.q, p->ddense.k = p->dx.k_slc, p->ddense.v = p->dx.v_slc;
+    p->ddense.out = p->dx.out;
+}
+
+/* A cache that holds the problem's tokens and has room for the steps that are timed. */
+enum { CHUNK = 128 };
+
+static void problem_cache(problem *p) {
+    nsa_desc d = p->d;
+    d.tokens = d.count = p->d.tokens + CHUNK;
+    size_t bytes = nsa_cuda_cache_size(&d, NSA_BF16, CHUNK - 1);
+    demand(nsa_cuda_cache_init(&p->cache, &d, NSA_BF16, CHUNK - 1, device_memory(p, bytes), bytes,
+                               NULL) == NSA_OK,
+           "a cache");
+}
+
+static nsa_status decode(problem *p, int count) {
+    return nsa_cuda_decode(&p->x, &p->cache, count, NULL, NULL, NULL, p->workspace, p->bytes, NULL);
+}
+
+static void problem_make(problem *p, const shape *s, int tokens) {
+    memset(p, 0, sizeof *p);
+    p->d = desc_of(s, tokens);
+    problem_views(p);
+    problem_cache(p);
+    const size_t sizes[] = {nsa_cuda_attention_forward_workspace_size(&p->x, &p->d),
+                            nsa_cuda_attention_backward_workspace_size(&p->dx, &p->x, &p->d),
+                            nsa_cuda_attend_dense_forward_workspace_size(&p->d),
+                            nsa_cuda_attend_dense_backward_workspace_size(&p->d),
+                            nsa_cuda_decode_workspace_size(&p->x, &p->cache, CHUNK)};
+    for (int i = 0; i < COUNT(sizes); i++) p->bytes = sizes[i] > p->bytes ? sizes[i] : p->bytes;
+    p->workspace = device_memory(p, p->bytes);
+    for (int t = 0; t < tokens; t += CHUNK) demand(decode(p, CHUNK) == NSA_OK, "a chunk");
+}
+
+static void problem_free(problem *p) {
+    for (int i = 0; i < p->owns; i++) demand(cudaFree(p->owned[i]) == cudaSuccess, "cudaFree");
+}
+
+/* ---- What is timed ---- */
+
+typedef nsa_status run(problem *p);
+
+static nsa_attend branch_of(const nsa_attention *x, nsa_tensor k, nsa_tensor v, nsa_tensor out,
+                            nsa_tensor lse) {
+    nsa_attend a = {x->q, k, v, out, lse, x->blocks};
+    return a;
+}
+static nsa_attend cmp_of(const nsa_attention *x) {
+    return branch_of(x, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp);
+}
+static nsa_attend slc_of(const nsa_attention *x) {
+    return branch_of(x, x->k_slc, x->v_slc, x->out_slc, x->lse_slc);
+}
+static nsa_attend win_of(const nsa_attention *x) {
+    return branch_of(x, x->k_win, x->v_win, x->out_win, x->lse_win);
+}
+
+static nsa_status run_compress(problem *p) {
+    nsa_status s = nsa_cuda_compress_forward(&p->x.k_cmp, &p->d, p->workspace, p->bytes, NULL);
+    return s == NSA_OK ? nsa_cuda_compress_forward(&p->x.v_cmp, &p->d, p->workspace, p->bytes, NULL)
+                       : s;
+}
+static nsa_status run_cmp(problem *p) {
+    nsa_attend x = cmp_of(&p->x);
+    return nsa_cuda_attend_cmp_forward(&x, &p->d, p->workspace, p->bytes, NULL);
+}
+static nsa_status run_select(problem *p) {
+    nsa_select x = {p->x.q, p->x.k_cmp.out, p->x.lse_cmp, p->x.blocks};
+    return nsa_cuda_select_blocks(&x, &p->d, p->workspace, p->bytes, NULL);
+}
+static nsa_status run_slc(problem *p) {
+    nsa_attend x = slc_of(&p->x);
+    return nsa_cuda_attend_slc_forward(&x, &p->d, p->workspace, p->bytes, NULL);
+}
+static nsa_status run_win(problem *p) {
+    nsa_attend x = win_of(&p->x);
+    return nsa_cuda_attend_win_forward(&x, &p->d, p->workspace, p->bytes, NULL);
+}
+static nsa_status run_gate(problem *p) {
+    nsa_gate x = {p->x.gates, p->x.out_cmp, p->x.out_slc, p->x.out_win, p->x.out};
+    return nsa_cuda_gate_forward(&x, &p->d, NULL);
+}
+static nsa_status run_nsa(problem *p) {
+    return nsa_cuda_attention_forward(&p->x, &p->d, p->workspace, p->bytes, NULL);
+}
+static nsa_status run_dense(problem *p) {
+    return nsa_cuda_attend_dense_forward(&p->dense, &p->d, p->workspace, p->bytes, NULL);
+}
+/* A branch's backward adds to the gradients of dense attention, which have its shape. */
+static nsa_status run_slc_backward(problem *p) {
+    nsa_attend x = slc_of(&p->x);
+    return nsa_cuda_attend_slc_backward(&p->ddense, &x, &p->d, p->workspace, p->bytes, NULL);
+}
+static nsa_status run_win_backward(problem *p) {
+    nsa_attend x = win_of(&p->x);
+    return nsa_cuda_attend_win_backward(&p->ddense, &x, &p->d, p->workspace, p->bytes, NULL);
+}
+static nsa_status run_cmp_backward(problem *p) {
+    nsa_attend x = cmp_of(&p->x);
+    return nsa_cuda_attend_cmp_backward(&p->ddense, &x, &p->d, p->workspace, p->bytes, NULL);
+}
+static nsa_status run_nsa_backward(problem *p) {
+    return nsa_cuda_attention_backward(&p->dx, &p->x, &p->d, p->workspace, p->bytes, NULL);
+}
+static nsa_status run_dense_backward(problem *p) {
+    return nsa_cuda_attend_dense_backward(&p->ddense, &p->dense, &p->d, p->workspace, p->bytes,
+                                          NULL);
+}
+
+static nsa_status run_decode(problem *p) {
+    return decode(p, 1);
+}
+
+enum work { WORK_NONE, WORK_CMP, WORK_SLC, WORK_WIN, WORK_NSA, WORK_DENSE, WORK_SELECT };
+
+/* In an order in which each finds what it reads. */
+static const struct {
+    const char *branch, *pass;
+    run *run;
+    enum work work;
+} rows[] = {{"compress", "fwd", run_compress, WORK_NONE},
+            {"cmp", "fwd", run_cmp, WORK_CMP},
+            {"select", "fwd", run_select, WORK_SELECT},
+            {"slc", "fwd", run_slc, WORK_SLC},
+            {"win", "fwd", run_win, WORK_WIN},
+            {"gate", "fwd", run_gate, WORK_NONE},
+            {"nsa", "fwd", run_nsa, WORK_NSA},
+            {"dense", "fwd", run_dense, WORK_DENSE},
+            {"cmp", "bwd", run_cmp_backward, WORK_CMP},
+            {"slc", "bwd", run_slc_backward, WORK_SLC},
+            {"win", "bwd", run_win_backward, WORK_WIN},
+            {"nsa", "bwd", run_nsa_backward, WORK_NSA},
+            {"dense", "bwd", run_dense_backward, WORK_DENSE},
+            {"decode", "step", run_decode, WORK_NONE}};
+
+/* Query-key pairs over all query heads; of slc as many blocks as there are, up to the list's width. */
+static double pairs_of(const nsa_desc *d, enum work work) {
+    double cmp = 0, slc = 0, win = 0, dense = 0;
+    for (int t = 0; t < d->tokens; t++) {
+        int blocks = nsa_slc_candidates(d, t), width = nsa_block_list_width(d);
+        cmp += nsa_cmp_visible(d, t);
+        win += t + 1 - nsa_window_begin(d, t);
+        dense += t + 1.0;
+        slc += ((blocks < width ? blocks : width) - 1.0) * d->slc_block + t % d->slc_block + 1;
+    }
+    double pairs = work == WORK_CMP || work == WORK_SELECT ? cmp
+                   : work == WORK_SLC                      ? slc
+                   : work == WORK_WIN                      ? win
+                   : work == WORK_NSA                      ? cmp + slc + win
+                   : work == WORK_DENSE                    ? dense
+                                                           : 0;
+    return pairs * d->heads;
+}
+
+/* Forward: q k, p v. Backward: q k, dout v, p dout, ds k, ds q. Selection: q k alone. Selection's
+   second q k pass is not work of the whole: it is what the whole pays for it. */
+static double flops_of(const nsa_desc *d, int i) {
+    int backward = !strcmp(rows[i].pass, "bwd");
+    double per_pair = rows[i].work == WORK_SELECT ? d->dim
+                      : backward                  ? 3 * d->dim + 2 * d->dim_v
+                                                  : d->dim + d->dim_v;
+    return 2 * per_pair * pairs_of(d, rows[i].work);
+}
+
+/* ---- Time ---- */
+
+static int by_size(const void *a, const void *b) {
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+
+/* The median of up to 50 runs, or as many as half a second holds; `spread`: max over min. */
+static float milliseconds(run *call, problem *p, float *spread) {
+    enum { RUNS = 50, WARM = 3 };
+    float ms[RUNS], all = 0;
+    int n = 0;
+    cudaEvent_t begin, end; /* RUNS and WARM steps of decoding fit the cache */
+    demand(cudaEventCreate(&begin) == cudaSuccess && cudaEventCreate(&end) == cudaSuccess, "event");
+    for (int i = 0; i < WARM; i++) demand(call(p) == NSA_OK, "a call");
+    while (n < RUNS && (n < 5 || all < 500)) {
+        cudaEventRecord(begin, NULL);
+        demand(call(p) == NSA_OK, "a call");
+        cudaEventRecord(end, NULL);
+        demand(cudaEventSynchronize(end) == cudaSuccess, "a kernel");
+        cudaEventElapsedTime(&ms[n], begin, end);
+        all += ms[n++];
+    }
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    qsort(ms, (size_t)n, sizeof *ms, by_size);
+    *spread = ms[n - 1] / ms[0];
+    return ms[n / 2];
+}
+
+static nsa_status run_copy(problem *p) {
+    return cudaMemcpyAsync(p->owned[1], p->owned[0], p->bytes, cudaMemcpyDeviceToDevice, NULL) ==
+                   cudaSuccess
+               ? NSA_OK
+               : NSA_ERROR_CUDA;
+}
+
+/* GB/s of a copy on the device, bytes read and written. */
+static double copy_rate(void) {
+    problem p;
+    float spread;
+    memset(&p, 0, sizeof p);
+    p.bytes = (size_t)1 << 30;
+    for (int i = 0; i < 2; i++) fill(device_memory(&p, p.bytes), p.bytes, 0);
+    double rate = 2e-6 * (double)p.bytes / (double)milliseconds(run_copy, &p, &spread);
+    problem_free(&p);
+    return rate;
+}
+
+/* ---- The report ---- */
+
+typedef struct report {
+    FILE *json;
+    int rows;
+} report;
+
+static void report_row(report *r, const nsa_desc *d, int i, float ms, float spread) {
+    double flops = flops_of(d, i);
+    printf("%-8s %s  %2d %2d %3d/%3d  %6d  %9.4g TFLOP", rows[i].branch, rows[i].pass, d->heads,
+           d->kv_heads, d->dim, d->dim_v, d->tokens, flops * 1e-12);
+    if (ms > 0) printf("  %9.3f ms  %7.1f TFLOP/s", (double)ms, flops / (double)ms * 1e-9);
+    printf("\n");
+    if (!r->json) return;
+    fprintf(r->json, "%s\n  {\"branch\": \"%s\", \"pass\": \"%s\", \"heads\": %d, ",
+            r->rows++ ? "," : "", rows[i].branch, rows[i].pass, d->heads);
+    fprintf(r->json, "\"kv_heads\": %d, \"dim\": %d, \"dim_v\": %d, \"tokens\": %d, ", d->kv_heads,
+            d->dim, d->dim_v, d->tokens);
+    fprintf(r->json, "\"tflop\": %.6g, ", flops * 1e-12);
+    if (ms > 0)
+        fprintf(r->json, "\"ms\": %.5g, \"spread\": %.3g, \"tflops\": %.4g}", (double)ms,
+                (double)spread, flops / (double)ms * 1e-9);
+    else
+        fprintf(r->json, "\"ms\": null, \"spread\": null, \"tflops\": null}");
+}
+
+static void measure(report *r, const shape *s, int tokens, int count_only) {
+    problem p;
+    nsa_desc d = desc_of(s, tokens);
+    if (!count_only) {
+        problem_make(&p, s, tokens);
+        demand(run_nsa(&p) == NSA_OK && run_dense(&p) == NSA_OK, "the whole");
+    }
+    for (int i = 0; i < COUNT(rows); i++) {
+        float spread = 0, ms = count_only ? 0 : milliseconds(rows[i].run, &p, &spread);
+        report_row(r, &d, i, ms, spread);
+    }
+    if (!count_only) problem_free(&p);
+}
+
+int main(int argc, char **argv) {
+    report r = {NULL, 0};
+    int quick = 0, count_only = 0, devices = 0;
+    for (int i = 1; i < argc; i++) {
+        if (!strcmp(argv[i], "--quick"))
+            quick = 1;
+        else if (!strcmp(argv[i], "--count"))
+            count_only = 1;
+        else if (!strcmp(argv[i], "--json") && i + 1 < argc && (r.json = fopen(argv[i + 1], "w")))
+            i++;
+        else {
+            fprintf(stderr, "bench_gpu: %s: takes --json FILE (writable), --quick, --count\n",
+                    argv[i]);
+            return 2;
+        }
+    }
+    if (!count_only && (cudaGetDeviceCount(&devices) != cudaSuccess || !devices)) {
+        fprintf(stderr, "bench_gpu: no GPU\n");
+        return 77;
+    }
+    double copy = count_only ? 0 : copy_rate();
+    if (r.json) fprintf(r.json, "{\"copy_gbs\": %.5g, \"rows\": [", copy);
+    printf("a copy: %.0f GB/s\n", copy);
+    for (int s = 0; s < COUNT(shapes); s += quick ? COUNT(shapes) : 1)
+        for (int t = 0; t < COUNT(tokens_of); t++)
+            if (!quick || tokens_of[t] == 8192 || tokens_of[t] == 65536)
+                measure(&r, &shapes[s], tokens_of[t], count_only);
+    if (r.json) fprintf(r.json, "\n]}\n");
+    return r.json && fclose(r.json) ? 1 : 0;
+}

@@ -1,0 +1,223 @@
+/* test_counters.cpp: what a kernel moves and multiplies, counted by the executor, against formulas:
+   bytes brought into shared memory, products of tensor cores, bank conflicts (none).
+   Twin: bench/gpu/predict.py, which predicts times from the same formulas. Not here: results. */
+#include "nsa_cuda.cuh"
+
+#include "expect.h"
+
+#include <algorithm>
+#include <set>
+
+enum { ROWS = 64, KEYS = 64 }; /* of a tile, bf16, heads of 128 */
+
+/* One problem of bf16 zeros; only places and sizes matter here. */
+struct problem {
+    nsa_desc d;
+    std::vector<int32_t> lists;
+    device_array<uint16_t> q, k, v, out, dout, dq, dk, dv;
+    device_array<float> lse;
+    device_array<int32_t> blocks;
+    device_array<unsigned char> workspace;
+
+    static std::vector<int32_t> make_lists(const nsa_desc &d) {
+        const int width = nsa_block_list_width(&d);
+        std::vector<int32_t> lists(static_cast<size_t>(d.tokens * d.kv_heads * width), -1);
+        for (int i = 0; i < d.tokens * d.kv_heads; i++) {
+            const int candidates = i / d.kv_heads / d.slc_block + 1;
+            int slot = 0;
+            for (int j = 0; j < candidates && slot < width; j++)
+                if ((i * 7 + j * 3) % 4 || candidates - j <= width - slot)
+                    lists[static_cast<size_t>(i * width + slot++)] = j;
+        }
+        return lists;
+    }
+    static size_t count(const nsa_desc &d, int heads, int width) {
+        return static_cast<size_t>(d.tokens * heads * width);
+    }
+    explicit problem(const nsa_desc &of)
+        : d(of), lists(make_lists(of)), q(zeros(of.heads, of.dim)), k(zeros(of.kv_heads, of.dim)),
+          v(zeros(of.kv_heads, of.dim_v)), out(zeros(of.heads, of.dim_v)),
+          dout(zeros(of.heads, of.dim_v)), dq(zeros(of.heads, of.dim)),
+          dk(zeros(of.kv_heads, of.dim)), dv(zeros(of.kv_heads, of.dim_v)),
+          lse(std::vector<float>(count(of, of.heads, 1))), blocks(lists), workspace(8 << 20) {}
+    std::vector<uint16_t> zeros(int heads, int width) const {
+        return std::vector<uint16_t>(count(d, heads, width));
+    }
+    nsa_tensor view(void *data, nsa_dtype dtype, int heads, int width) const {
+        return nsa_tensor_bthd(data, dtype, d.tokens, heads, width);
+    }
+    nsa_attend x() const {
+        return {view(q.data, NSA_BF16, d.heads, d.dim),
+                view(k.data, NSA_BF16, d.kv_heads, d.dim),
+                view(v.data, NSA_BF16, d.kv_heads, d.dim_v),
+                view(out.data, NSA_BF16, d.heads, d.dim_v),
+                view(lse.data, NSA_F32, d.heads, 1),
+                view(blocks.data, NSA_I32, d.kv_heads, nsa_block_list_width(&d))};
+    }
+    nsa_attend dx(bool of_q) const {
+        nsa_attend g = x();
+        g.out.data = dout.data;
+        g.q.data = of_q ? dq.data : nullptr;
+        g.k.data = of_q ? nullptr : dk.data;
+        g.v.data = of_q ? nullptr : dv.data;
+        return g;
+    }
+};
+
+/* Bytes and products as a formula has them. */
+struct work {
+    uint64_t bytes = 0, products = 0;
+};
+
+typedef nsa_status forward_of(const nsa_attend *, const nsa_desc *, void *, size_t,
+                              nsa_cuda_stream);
+typedef nsa_status backward_of(const nsa_attend *, const nsa_attend *, const nsa_desc *, void *,
+                               size_t, nsa_cuda_stream);
+enum branch_keys { CMP, SLC, WIN, DENSE };
+static const struct {
+    const char *name;
+    branch_keys keys;
+    forward_of *forward;
+    backward_of *backward;
+} branches[] = {{"cmp", CMP, nsa_cuda_attend_cmp_forward, nsa_cuda_attend_cmp_backward},
+                {"slc", SLC, nsa_cuda_attend_slc_forward, nsa_cuda_attend_slc_backward},
+                {"win", WIN, nsa_cuda_attend_win_forward, nsa_cuda_attend_win_backward},
+                {"dense", DENSE, nsa_cuda_attend_dense_forward, nsa_cuda_attend_dense_backward}};
+
+/* The blocks that a query reads, by its list. */
+static std::set<int> listed(const problem &p, int kv_head, int query) {
+    const int width = nsa_block_list_width(&p.d);
+    const auto row = p.lists.begin() + (query * p.d.kv_heads + kv_head) * width;
+    std::set<int> blocks(row, row + width);
+    blocks.erase(-1);
+    return blocks;
+}
+
+/* Keys begin .. end - 1 of each tile that the queries first .. last read, and who of them does. */
+struct tile {
+    int begin, end;
+};
+
+static std::vector<tile> tiles_of(const problem &p, branch_keys keys, int kv_head, int first,
+                                  int last) {
+    std::vector<tile> tiles;
+    const auto add = [&](int begin, int end) {
+        for (; begin < end; begin += KEYS) tiles.push_back({begin, std::min(begin + KEYS, end)});
+    };
+    if (keys == CMP) add(0, nsa_cmp_visible(&p.d, last));
+    if (keys == DENSE) add(0, last + 1);
+    if (keys == WIN) add(nsa_window_begin(&p.d, first) / KEYS * KEYS, last + 1);
+    if (keys == SLC) {
+        std::set<int> blocks;
+        for (int t = first; t <= last; t++)
+            for (int j : listed(p, kv_head, t)) blocks.insert(j);
+        for (int j : blocks) add(j * p.d.slc_block, std::min((j + 1) * p.d.slc_block, last + 1));
+    }
+    return tiles;
+}
+
+/* Whether a query sees a key of the tile. */
+static bool sees(const problem &p, branch_keys keys, int kv_head, int query, const tile &t) {
+    const int end = keys == CMP ? nsa_cmp_visible(&p.d, query) : query + 1;
+    const int begin = keys == WIN ? nsa_window_begin(&p.d, query) : 0;
+    if (std::max(t.begin, begin) >= std::min(t.end, end)) return false;
+    return keys != SLC || listed(p, kv_head, query).count(t.begin / p.d.slc_block);
+}
+
+/* A tile of 64 rows brings in its own rows once and its key tiles one after the other; a warp, 16 of
+   the rows, multiplies a tile if one of its queries sees a key there: two products of m16n8k16
+   forward, three for dq, each of 16 rows, KEYS keys, a head's width. */
+static work query_side(const problem &p, branch_keys keys, bool backward) {
+    work w;
+    const nsa_desc &d = p.d;
+    const int G = d.heads / d.kv_heads, both = d.dim + d.dim_v;
+    const int width = backward ? d.dim + both : both, held = backward ? both : d.dim;
+    for (int kv_head = 0; kv_head < d.kv_heads; kv_head++)
+        for (int row = 0; row < d.tokens * G; row += ROWS) {
+            const int rows = std::min(int{ROWS}, d.tokens * G - row);
+            w.bytes += 2u * static_cast<unsigned>(rows * held);
+            for (const tile &t : tiles_of(p, keys, kv_head, row / G, (row + rows - 1) / G)) {
+                w.bytes += 2u * static_cast<unsigned>((t.end - t.begin) * both);
+                for (int warp = row; warp < row + rows; warp += 16) {
+                    bool any = false;
+                    for (int r = warp; r < std::min(warp + 16, row + rows); r++)
+                        any |= sees(p, keys, kv_head, r / G, t);
+                    if (any) w.products += static_cast<unsigned>(KEYS / 8 * width / 16);
+                }
+            }
+        }
+    return w;
+}
+
+/* A tile of 64 keys is brought in once, and then, once, every row that may read one of them. */
+static uint64_t key_side_bytes(const problem &p, branch_keys keys) {
+    uint64_t bytes = 0;
+    const nsa_desc &d = p.d;
+    const int G = d.heads / d.kv_heads, both = d.dim + d.dim_v;
+    const int of = keys == CMP ? nsa_cmp_count(&d, d.tokens) : d.tokens;
+    for (int kv_head = 0; kv_head < d.kv_heads; kv_head++)
+        for (int begin = 0; begin < of; begin += KEYS) {
+            const tile t = {begin, std::min(begin + KEYS, of)};
+            int readers = 0;
+            for (int query = 0; query < d.tokens; query++)
+                readers += sees(p, keys, kv_head, query, t);
+            if (readers)
+                bytes += 2u * static_cast<unsigned>((t.end - t.begin + readers * G) * both);
+        }
+    return bytes;
+}
+
+static void expect_no_conflicts(const char *name) {
+    const simt::counters &n = simt::count();
+    EXPECT(n.ldmatrix_phases > 0);
+    if (n.ldmatrix_cycles != n.ldmatrix_phases)
+        printf("%s: %llu cycles for %llu phases\n", name,
+               static_cast<unsigned long long>(n.ldmatrix_cycles),
+               static_cast<unsigned long long>(n.ldmatrix_phases));
+    EXPECT_EQUAL(n.ldmatrix_cycles, n.ldmatrix_phases);
+}
+
+static void test_branch(const problem &p, int i) {
+    const nsa_attend x = p.x(), dq = p.dx(true), dkv = p.dx(false);
+    const size_t bytes = p.workspace.count;
+    simt::reset_counters();
+    EXPECT(branches[i].forward(&x, &p.d, p.workspace.data, bytes, nullptr) == NSA_OK);
+    const work forward = query_side(p, branches[i].keys, false);
+    EXPECT_EQUAL(simt::count().async_bytes, forward.bytes);
+    EXPECT_EQUAL(simt::count().mma, forward.products);
+    expect_no_conflicts(branches[i].name);
+
+    simt::reset_counters();
+    EXPECT(branches[i].backward(&dq, &x, &p.d, p.workspace.data, bytes, nullptr) == NSA_OK);
+    const work backward = query_side(p, branches[i].keys, true);
+    EXPECT_EQUAL(simt::count().async_bytes, backward.bytes);
+    EXPECT_EQUAL(simt::count().mma, backward.products);
+    expect_no_conflicts(branches[i].name);
+
+    simt::reset_counters();
+    EXPECT(branches[i].backward(&dkv, &x, &p.d, p.workspace.data, bytes, nullptr) == NSA_OK);
+    EXPECT_EQUAL(simt::count().async_bytes, key_side_bytes(p, branches[i].keys));
+    expect_no_conflicts(branches[i].name);
+}
+
+/* Selection walks the compressed keys once for each tile of queries; no bank conflicts there. */
+static void test_select(const problem &p) {
+    const nsa_attend x = p.x();
+    const nsa_select s = {x.q, x.k, x.lse, x.blocks};
+    simt::reset_counters();
+    EXPECT(nsa_cuda_select_blocks(&s, &p.d, p.workspace.data, p.workspace.count, nullptr) ==
+           NSA_OK);
+    expect_no_conflicts("select");
+}
+
+int main() {
+    nsa_desc d = nsa_desc_default(1, 192, 32, 2, 128);
+    d.slc_count = 2, d.slc_local = 1, d.window = 70;
+    for (int heads = 32; heads >= 2; heads /= 4) { /* G 16, 4 and 1 */
+        d.heads = d.gate_heads = heads;
+        const problem p(d);
+        for (int i = 0; i < 4; i++) test_branch(p, i);
+        test_select(p);
+    }
+    return expect_result("test_counters");
+}
