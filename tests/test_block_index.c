@@ -148,6 +148,22 @@ static void test_begins(void) {
     }
 }
 
+/* More sequences than a warp has lanes. */
+static void test_many_begins(void) {
+    enum { B = 70 };
+    nsa_desc d = desc_of(&geometries[0]);
+    int32_t begins[B + 1] = {0}, got[B + 1], want = 0, wrong = -1;
+    for (int b = 0; b < B; b++) begins[b + 1] = begins[b] + 5 + b % 7 * 4;
+    d.batch = B, d.tokens = d.count = 40, d.begins = begins;
+    check_case("cmp_begins, %d sequences", (int)B);
+    CHECK(nsa_cmp_begins(&d, got) == NSA_OK, "refused");
+    for (int b = 0; b <= B; b++) {
+        if (got[b] != want) wrong = b;
+        if (b < B) want += nsa_cmp_count(&d, begins[b + 1] - begins[b]);
+    }
+    CHECK(wrong < 0, "sequence %d begins elsewhere", wrong);
+}
+
 /* What a decoder reads at length S: N(S) compressed rows, the tokens of its blocks, min(w, S). */
 static void test_read_counts(void) {
     nsa_desc d = nsa_desc_default(1, 1024, 1, 1, 16);
@@ -288,6 +304,7 @@ int main(void) {
     test_window();
     test_paper_weights();
     test_begins();
+    test_many_begins();
     test_read_counts();
     test_refusals();
     test_statuses();

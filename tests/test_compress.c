@@ -146,7 +146,7 @@ static void test_options(void) {
 }
 
 int main(int argc, char **argv) {
-    int step = asked_step(argc, argv, 3, 5);
+    int step = asked_step(argc, argv, CHECKS_CUDA ? 1 : 3, 5);
     for (int i = 0; i < COUNT(compress_cases); i += step) {
         nsa_desc d = desc_of(compress_cases[i].g);
         suite s = suite_of(&compress_cases[i]);

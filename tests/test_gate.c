@@ -81,7 +81,7 @@ static suite suite_of(const gate_case *c) {
 }
 
 int main(int argc, char **argv) {
-    int step = asked_step(argc, argv, 3, 5);
+    int step = asked_step(argc, argv, CHECKS_CUDA ? 1 : 3, 5);
     for (int i = 0; i < COUNT(gate_cases); i += step) {
         nsa_desc d = gate_desc(&gate_cases[i]);
         suite s = suite_of(&gate_cases[i]);
