@@ -180,6 +180,8 @@ checkpointing layer_checkpointing(const model *m, int layer);
 void layer_backward(model *m, int layer);
 /* The geometry of the pass that runs. */
 nsa_desc layer_desc(const model *m);
+/* What its attention reads and writes in a layer; where attention is sparse. */
+nsa_attention layer_views(const model *m, int layer);
 /* Bytes of workspace that a layer's attention needs for this geometry; from the caches, for `count`
    tokens at once. */
 size_t layer_workspace(model *m, const nsa_desc *d);

@@ -123,6 +123,11 @@ static nsa_attention sparse_views(const model *m, const layer_acts *a, const int
     return x;
 }
 
+nsa_attention layer_views(const model *m, int layer) {
+    nsa_desc d = layer_desc(m);
+    return sparse_views(m, &m->acts[layer], m->layer_slots[layer], &d);
+}
+
 /* Gradients of q and k before the rotation is undone, of v and the gates as they are. */
 static nsa_attention sparse_gradients(const model *m, const int *slots) {
     const model_config *c = &m->config;
@@ -290,7 +295,7 @@ static void attend_forward(model *m, int layer, const nsa_desc *d) {
 static void attend_restore(model *m, int layer, const nsa_desc *d) {
     const ops *o = m->o;
     if (m->config.full) return;
-    nsa_attention x = sparse_views(m, &m->acts[layer], m->layer_slots[layer], d);
+    nsa_attention x = layer_views(m, layer);
     o->attention_restore(o, &x, d, m->scratch.workspace, m->scratch.workspace_bytes);
 }
 

@@ -1,0 +1,265 @@
+/* main.c - inspect: what a checkpoint of either trainer reads of a text, layer by layer, as JSON.
+   Twins: README.md; draw.py, which makes pictures and a page of it. What is measured is
+   measure.c's; the model is the trainers' own and does not know that it is watched. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "files.h"
+#include "measure.h"
+#include "restore.h"
+#include "sample.h"
+#include "threads.h"
+
+enum { LONGEST_TEXT = 1 << 24 };
+
+typedef struct options {
+    const char *checkpoint, *text, *prompt, *out, *tokenizer;
+    long tokens; /* of the text, from its start; 0: all */
+} options;
+
+typedef struct inspector {
+    ops table; /* what the model is given: `inner`, but for mark. First, for mark gets only this */
+    ops inner;
+    options options;
+    checkpoint checkpoint;
+    tokenizer *tokenizer;
+    token_list text;
+    model model;
+    real *logits;
+    double *numbers, *keys; /* of one query: of its blocks, of its keys */
+    FILE *out;
+    bool watching;
+} inspector;
+
+/* ---- What a layer reads ---------------------------------------------------------------------- */
+
+static void write_numbers(FILE *out, const double *x, int count) {
+    for (int i = 0; i < count; i++) fprintf(out, "%s%.4g", i ? "," : "", x[i]);
+}
+
+static void write_blocks(FILE *out, const int32_t *list, int width) {
+    for (int i = 0; i < width && list[i] >= 0; i++) fprintf(out, "%s%d", i ? "," : "", list[i]);
+}
+
+/* One line for each token: gates, list, scores, mass. */
+static void write_query(inspector *n, const nsa_attention *x, const nsa_desc *d, int t, int head) {
+    const int32_t *list =
+        (const int32_t *)x->blocks.data + t * x->blocks.token + head * x->blocks.head;
+    int candidates = nsa_slc_candidates(d, t);
+    double gates[BRANCHES];
+    measure_gates(x, d, t, head, gates);
+    fprintf(n->out, "%s{\"gates\":[", t ? ",\n" : "");
+    write_numbers(n->out, gates, BRANCHES);
+    fprintf(n->out, "],\"blocks\":[");
+    write_blocks(n->out, list, nsa_block_list_width(d));
+    fprintf(n->out, "],\"score\":[");
+    measure_scores(x, d, t, head, n->numbers);
+    write_numbers(n->out, n->numbers, candidates);
+    fprintf(n->out, "],\"mass\":[");
+    measure_mass(x, d, t, head, n->keys, n->numbers);
+    write_numbers(n->out, n->numbers, candidates);
+    fprintf(n->out, "]}");
+}
+
+static void write_layer(inspector *n, int layer) {
+    nsa_desc d = layer_desc(&n->model);
+    nsa_attention x = layer_views(&n->model, layer);
+    fprintf(n->out, "%s[", layer ? ",\n" : "");
+    for (int head = 0; head < d.kv_heads; head++) {
+        fprintf(n->out, "%s[", head ? ",\n" : "");
+        for (int t = 0; t < d.tokens; t++) write_query(n, &x, &d, t, head);
+        fprintf(n->out, "]");
+    }
+    fprintf(n->out, "]");
+}
+
+/* Called before each layer: the one before it has ended, and its arrays are not used again yet. */
+static void mark(const ops *o, phase p, int layer) {
+    inspector *n =
+        (inspector *)(uintptr_t)o; /* the table is an inspector's first field, not const */
+    if (n->watching && layer > 0) write_layer(n, layer - 1);
+    n->inner.mark(&n->inner, p, layer);
+}
+
+/* ---- The command line ---------------------------------------------------------------------- */
+
+static const char usage[] =
+    "inspect CHECKPOINT (--text FILE | --prompt TEXT) --out FILE.json [OPTION]...\n\n"
+    "What a model of train_tiny or train_125m reads of a text. CHECKPOINT is the folder of a\n"
+    "checkpoint, or a run's out_dir, of which the newest is taken. draw.py draws the result.\n\n"
+    "  --text FILE            the text; at most the model's context, train.seq_len\n"
+    "  --prompt TEXT          the text itself\n"
+    "  --tokens N             only the first N tokens of it\n"
+    "  --out FILE             where the JSON goes\n"
+    "  --tokenizer-path DIR   vocab.json and merges.txt, where they are not where the training had "
+    "them\n"
+    "  --help                 this\n";
+
+static bool read_option(options *o, const char *flag, const char *value, fault *f) {
+    const struct {
+        const char *flag, **to;
+    } words[] = {{"--text", &o->text},
+                 {"--prompt", &o->prompt},
+                 {"--out", &o->out},
+                 {"--tokenizer-path", &o->tokenizer}};
+    char *end;
+    bool counts = !strcmp(flag, "--tokens");
+    size_t i = 0, count = sizeof words / sizeof *words;
+    while (i < count && strcmp(flag, words[i].flag)) i++;
+    if (i == count && !counts)
+        return fault_set(f, "%.100s: unknown option (--help lists all)", flag);
+    if (!value) return fault_set(f, "%.100s: its value is missing (--help lists all)", flag);
+    if (!counts) {
+        *words[i].to = value;
+        return true;
+    }
+    o->tokens = strtol(value, &end, 10);
+    if (end != value && !*end && o->tokens >= 1 && o->tokens <= LONGEST_TEXT) return true;
+    return fault_set(f, "--tokens %.100s: must be an integer in 1 .. %d", value, LONGEST_TEXT);
+}
+
+static bool read_options(options *o, int argc, char **argv, fault *f) {
+    for (int i = 1; i < argc; i++) {
+        const char *word = argv[i];
+        if (word[0] == '-') {
+            if (!read_option(o, word, i + 1 < argc ? argv[i + 1] : NULL, f)) return false;
+            i++;
+        } else if (o->checkpoint) {
+            return fault_set(f, "%.200s: one checkpoint at a time, after %.200s", word,
+                             o->checkpoint);
+        } else {
+            o->checkpoint = word;
+        }
+    }
+    if (!o->checkpoint) return fault_set(f, "which checkpoint? (--help says how to call this)");
+    if (!o->text == !o->prompt) return fault_set(f, "give either --text FILE or --prompt TEXT");
+    return o->out || fault_set(f, "--out FILE.json: where shall the result go?");
+}
+
+/* ---- Opening ------------------------------------------------------------------------------- */
+
+static bool read_text(inspector *n, int vocab, fault *f) {
+    const options *o = &n->options;
+    char *file = NULL;
+    size_t bytes = o->prompt ? strlen(o->prompt) : 0;
+    if (o->text && !(file = files_read(o->text, LONGEST_TEXT, &bytes, f))) return false;
+    const char *name = o->text ? o->text : "--prompt";
+    bool ok = bytes > 0 || fault_set(f, "%s: the text is empty; at least one token", name);
+    ok = ok && sample_prompt(n->tokenizer, file ? file : o->prompt, bytes, vocab, &n->text, f);
+    free(file);
+    if (!ok) return false;
+    if (o->tokens && (size_t)o->tokens < n->text.count) n->text.count = (size_t)o->tokens;
+    long long context = n->checkpoint.config.train.seq_len;
+    return (long long)n->text.count <= context ||
+           fault_set(f,
+                     "%s: %zu tokens; the model was trained with a context of %lld (--tokens %lld "
+                     "takes the first ones)",
+                     name, n->text.count, context, context);
+}
+
+static bool open_inspector(inspector *n, fault *f) {
+    config *c = &n->checkpoint.config;
+    if (!checkpoint_open(&n->checkpoint, n->options.checkpoint, f)) return false;
+    if (c->model.attention)
+        return fault_set(f,
+                         "%s: trained with other attention than nsa: it reads every key that "
+                         "it may, and there is nothing to inspect",
+                         n->options.checkpoint);
+    const char *folder = n->options.tokenizer ? n->options.tokenizer : c->data.tokenizer_path;
+    n->tokenizer = tokenizer_open(c->data.tokenizer, folder, f);
+    if (!n->tokenizer) return false;
+    int vocab = c->model.vocab_size ? (int)c->model.vocab_size : tokenizer_vocab_size(n->tokenizer);
+    if (!read_text(n, vocab, f) || !ops_cpu_open(&n->inner, 0, f)) return false;
+    n->table = n->inner;
+    n->table.mark = mark;
+    int count = (int)n->text.count;
+    if (!restore_model(&n->model, &n->checkpoint, vocab, count, count, &n->table, f)) return false;
+    n->logits = malloc((size_t)vocab * sizeof *n->logits);
+    n->numbers = malloc((size_t)count * sizeof *n->numbers);
+    n->keys = malloc((size_t)count * sizeof *n->keys);
+    if (!n->logits || !n->numbers || !n->keys) return fault_set(f, "out of memory");
+    n->out = fopen(n->options.out, "w");
+    return n->out || fault_errno(f, "%s: cannot create", n->options.out);
+}
+
+/* ---- Writing ------------------------------------------------------------------------------- */
+
+/* The bytes of each token in hex: a token of GPT-2's vocabulary may be half a character. */
+static void write_text(const inspector *n) {
+    for (size_t i = 0; i < n->text.count; i++) {
+        size_t bytes;
+        const char *text = tokenizer_bytes(n->tokenizer, n->text.ids[i], &bytes);
+        fprintf(n->out, "%s\"", i ? "," : "");
+        for (size_t c = 0; c < bytes; c++) fprintf(n->out, "%02x", (unsigned char)text[c]);
+        fprintf(n->out, "\"");
+    }
+}
+
+static void write_geometry(const inspector *n, const nsa_desc *d) {
+    const struct {
+        const char *name;
+        int value;
+    } sizes[] = {{"tokens", d->tokens},       {"layers", n->model.config.n_layers},
+                 {"heads", d->heads},         {"kv_heads", d->kv_heads},
+                 {"cmp_block", d->cmp_block}, {"cmp_stride", d->cmp_stride},
+                 {"slc_block", d->slc_block}, {"slc_count", d->slc_count},
+                 {"slc_init", d->slc_init},   {"slc_local", d->slc_local},
+                 {"window", d->window}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        fprintf(n->out, "\"%s\":%d,", sizes[i].name, sizes[i].value);
+    fprintf(n->out, "\"step\":%lld,", (long long)n->checkpoint.state.step);
+}
+
+/* The text twice: whole, to be watched, and through the caches, where the library counts reads. */
+static bool inspect(inspector *n, fault *f) {
+    model *m = &n->model;
+    int count = (int)n->text.count;
+    nsa_desc d = model_desc(m, 1, count);
+    fprintf(n->out, "{");
+    write_geometry(n, &d);
+    fprintf(n->out, "\"text\":[");
+    write_text(n);
+    fprintf(n->out, "],\n\"queries\":[");
+    n->watching = true;
+    bool ok = model_next(m, n->text.ids, count, n->logits, f);
+    n->watching = false;
+    if (ok) write_layer(n, m->config.n_layers - 1);
+    ok = ok && model_restart(m, f) && model_append(m, n->text.ids, count, 0, NULL, f);
+    fprintf(n->out, "],\n\"counted\":{\"cmp\":%lld,\"slc\":%lld,\"win\":%lld}}\n",
+            (long long)m->reads.cmp, (long long)m->reads.slc, (long long)m->reads.win);
+    bool failed = ferror(n->out) != 0;
+    failed |= fclose(n->out) != 0;
+    n->out = NULL;
+    if (ok && failed) ok = fault_errno(f, "%s: cannot write", n->options.out);
+    if (!ok) unlink(n->options.out);
+    return ok;
+}
+
+static void close_inspector(inspector *n) {
+    if (n->model.o) model_close(&n->model);
+    if (n->inner.state) ops_cpu_close(&n->inner);
+    checkpoint_close(&n->checkpoint);
+    tokenizer_close(n->tokenizer);
+    token_list_free(&n->text);
+    free(n->logits);
+    free(n->numbers);
+    free(n->keys);
+}
+
+int main(int argc, char **argv) {
+    threads_wait_asleep(argv);
+    static inspector n;
+    fault f;
+    for (int i = 1; i < argc; i++)
+        if (!strcmp(argv[i], "--help")) return fputs(usage, stdout) < 0;
+    int code = 0;
+    if (!read_options(&n.options, argc, argv, &f) || !open_inspector(&n, &f))
+        code = 2;
+    else if (!inspect(&n, &f))
+        code = 1;
+    if (code) fprintf(stderr, "inspect: %s\n", f.text);
+    close_inspector(&n);
+    return code;
+}
