@@ -7,6 +7,9 @@ tests/test_X.c (tests/test_attend.c serves every attend_...); a heading of docs/
 names it. And nothing on the CUDA side may be without its twin here: neither nsa_cuda_X in
 nsa_cuda.cuh nor a file kernels/X.cuh (twin of a primitive, or of a section of the implementation).
 
+  check_twins.py            checks, also that the map of the primitives in README.md is up to date
+  check_twins.py --write    brings that map up to date
+
 Exit code: the number of findings, at most 99.
 """
 import pathlib
@@ -71,7 +74,67 @@ def check_cuda(names, functions, sections):
             yield f"nsa/kernels/{path.name} is the twin of no primitive and of no section of nsa.h"
 
 
-def main():
+# ---- The map in README.md: where each primitive is, made from what the checks find ----
+
+MAP = re.compile(r"(<!-- map -->\n)(.*?)(<!-- end of map -->)", re.S)
+
+
+def declared_at(declarations, name, has_forward):
+    """Where nsa.h's public part declares a primitive's (forward) function."""
+    call = f"nsa_{name}_forward" if has_forward else f"nsa_{name}"
+    return re.search(rf"^NSA_API \w+ {call}\(", declarations, re.M).start()
+
+
+def link(path, words):
+    return f"[{words}]({path})"
+
+
+def heading_link(path, pattern):
+    """A link to the first heading of a document that matches, by the name that GitHub gives it; or ""."""
+    for line in read(path).splitlines():
+        if line.startswith("#") and re.search(pattern, line):
+            words = line.lstrip("# ")
+            anchor = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+            return link(f"{path}#{anchor}", pathlib.Path(path).stem)
+    return ""
+
+
+def map_row(name, has_forward, declarations):
+    call = f"nsa_{name}_forward" if has_forward else f"nsa_{name}"
+    above = declarations[:declared_at(declarations, name, has_forward)]
+    title = re.findall(r"^/\* ---- (.+?) -*(?: \*/)?$", above, re.M)[-1]
+    section, equation = re.split(r"[,:]", title)[0], re.search(r"Eq\. (.+)$", title)
+    branch = name.startswith("attend_")
+    test = "attend" if branch and not (ROOT / f"tests/test_{name}.c").is_file() else name
+    kernel = f"nsa/kernels/{name}.cuh"
+    backward = r"`nsa_attend_\w+_backward`" if branch else f"`nsa_{name}_backward`"
+    docs = [heading_link("docs/algorithm.md", rf"`nsa_{name}(_forward)?`"),
+            heading_link("docs/gradients.md", backward)]
+    cells = [f"`{call}`", equation[1] if equation else "", section,
+             link(kernel, pathlib.Path(kernel).name) if (ROOT / kernel).is_file() else "",
+             link(f"tests/test_{test}.c", f"test_{test}.c"), ", ".join(filter(None, docs))]
+    return "| " + " | ".join(cells) + " |"
+
+
+def check_map(names, declarations, write):
+    """The table between the two comments of README.md, in the order of the header."""
+    order = sorted(names, key=lambda name: declared_at(declarations, name, names[name]))
+    table = "\n".join(["| function | equation of the paper | section of nsa.h | kernel | test | read |",
+                       "|---|---|---|---|---|---|",
+                       *(map_row(name, names[name], declarations) for name in order), ""])
+    old = read("README.md")
+    new = MAP.sub(lambda m: m[1] + table + m[3], old)
+    if not MAP.search(old):
+        yield "README.md has no map of the primitives"
+    elif new != old and not write:
+        yield "README.md: the map of the primitives is out of date; run scripts/check_twins.py --write"
+    elif new != old:
+        (ROOT / "README.md").write_text(new)
+
+
+def main(arguments):
+    if arguments not in ([], ["--write"]):
+        raise SystemExit("usage: check_twins.py [--write]")
     header = read("nsa/nsa.h")
     declarations = header[:header.index("#endif /* NSA_H */")] if "#endif /* NSA_H */" in header else header
     functions = set(re.findall(r"\bnsa_\w+(?=\()", declarations))
@@ -82,6 +145,7 @@ def main():
     for name, has_forward in names.items():
         findings += check_primitive(name, has_forward, defined, declarations, headings)
     findings += check_cuda(names, functions, sections)
+    findings += check_map(names, declarations, bool(arguments))
     for finding in findings:
         print(finding)
     print(f"{len(names)} primitives checked ({', '.join(names)}), {len(findings)} findings")
@@ -89,4 +153,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
