@@ -12,10 +12,10 @@ import json
 import pathlib
 
 L, STRIDE, BLOCK, LIST, WINDOW = 32, 16, 64, 16, 512
-ROWS, KEYS = 64, 64  # of a tile
+ROWS, BACK_ROWS = 128, 64  # of a tile, forward and backward
 PEAK = 989e12  # FLOP/s of dense bf16, as published for the H200
 SHARED = PEAK / 2  # a warp of 16 rows reads 256 B of shared memory for a product of 4096 FLOP
-SHARE = 0.65  # of that bound: assumed
+RATE = {"mma": 0.65 * SHARED, "wgmma": 0.5 * PEAK}  # FLOP/s; both shares are assumed
 L2 = 5.5e12  # bytes/s: assumed
 MEMORY = 4.8e12 * 0.85  # bytes/s: published, 85 % of it assumed
 EXP2 = 132 * 16 * 1.83e9  # exponentials/s: 16 a cycle and multiprocessor
@@ -27,7 +27,7 @@ class Shape:
 
     def __init__(self, heads, kv_heads, dim, dim_v, tokens):
         self.heads, self.kv_heads, self.dim, self.dim_v = heads, kv_heads, dim, dim_v
-        self.tokens, self.queries = tokens, max(1, ROWS * kv_heads // heads)
+        self.tokens = tokens
         seen = [max(0, (t - L + 1) // STRIDE + 1) if t >= L - 1 else 0 for t in range(tokens)]
         listed = [(min(LIST, t // BLOCK + 1) - 1) * BLOCK + t % BLOCK + 1 for t in range(tokens)]
         self.pairs = {"cmp": heads * sum(seen), "slc": heads * sum(listed),
@@ -37,57 +37,76 @@ class Shape:
     def flop(self, branch, dims):
         return 2 * dims * self.pairs[branch]
 
-    def tile_bytes(self, branch, apart=1.0):
-        """K and V of the tiles that all tiles of query rows bring in; `apart`: how many times as many
-        blocks the union of a tile's lists holds as one of them."""
-        keys = self.pairs[branch] / self.heads / self.queries * apart
+    def queries(self, rows):
+        return max(1, rows * self.kv_heads // self.heads)
+
+    def apart(self, rows):
+        """How many times as many blocks as one list the union of a tile's lists holds, at worst:
+        neighbours agree in the forced blocks alone."""
+        return (3 + 13 * self.queries(rows)) / LIST
+
+    def tile_bytes(self, branch, rows, worst=False):
+        """K and V of the tiles that all tiles of query rows bring in."""
+        keys = self.pairs[branch] / self.heads / self.queries(rows)
+        if worst and branch == "slc":
+            keys *= self.apart(rows)
         return keys * self.kv_heads * 2 * (self.dim + self.dim_v)
 
     def rows_bytes(self, width, count=1):
         return 2 * count * self.tokens * self.heads * width
 
 
-def seconds(flop, l2_bytes):
-    return max(flop / (SHARED * SHARE), l2_bytes / L2)
+def seconds(rate, flop, l2_bytes):
+    return max(flop / rate, l2_bytes / L2)
 
 
-def forward(s, apart):
+def forward(s, path, worst):
     """Seconds of each part."""
     both = s.dim + s.dim_v
     parts = {"compress": 4 * 2 * s.tokens * s.kv_heads * both / L2}
     for branch in ("cmp", "slc", "win"):
-        spread = apart if branch == "slc" else 1
-        parts[branch] = seconds(s.flop(branch, both), s.tile_bytes(branch, spread))
+        parts[branch] = seconds(RATE[path], s.flop(branch, both) * more(s, branch, path, ROWS, worst),
+                                s.tile_bytes(branch, ROWS, worst))
     parts["select"] = s.flop("cmp", s.dim) / (PEAK / 2) + s.pairs["cmp"] / EXP2
     parts["gate"] = s.rows_bytes(s.dim_v, 4) / MEMORY
     return parts
 
 
-def backward(s, apart):
+def more(s, branch, path, rows, worst):
+    """How many times as much is multiplied as is seen: wgmma multiplies 64 rows with the union of
+    what they see; mma.sync 16, which are one query's."""
+    return s.apart(64) if worst and branch == "slc" and path == "wgmma" else 1
+
+
+def backward(s, path, worst):
     """dq takes three products of a pair, dk and dv four; sums of q's gradient go through memory in
     f32 once a branch, and the gate's, the row sums' and the flush's traffic comes on top."""
-    parts = {}
+    parts, rate = {}, RATE[path]
     for branch in ("cmp", "slc", "win"):
-        spread = apart if branch == "slc" else 1
-        parts[branch] = (seconds(s.flop(branch, 2 * s.dim + s.dim_v), s.tile_bytes(branch, spread)) +
-                         seconds(s.flop(branch, 2 * s.dim + 2 * s.dim_v), s.tile_bytes(branch)))
+        dq = s.flop(branch, 2 * s.dim + s.dim_v) * more(s, branch, path, BACK_ROWS, worst)
+        dkv = s.flop(branch, 2 * s.dim + 2 * s.dim_v)
+        parts[branch] = (seconds(rate, dq, s.tile_bytes(branch, BACK_ROWS, worst)) +
+                         seconds(rate, dkv, s.tile_bytes(branch, BACK_ROWS)))
     rows = s.rows_bytes(s.dim, 3 * 4 + 2 + 3) + s.rows_bytes(s.dim_v, 3 * 3 + 3 * 2)
     parts["rows, gate, sums"] = rows / MEMORY
     return parts
 
 
-def crossover(apart):
+def crossover(path, worst):
     """The first length, in steps of 1024, at which NSA's forward is faster than a dense kernel."""
     for tokens in range(1024, 65537, 1024):
         s = Shape(64, 4, 128, 128, tokens)
-        if sum(forward(s, apart).values()) < s.flop("dense", s.dim + s.dim_v) / FLASH:
+        if sum(forward(s, path, worst).values()) < s.flop("dense", s.dim + s.dim_v) / FLASH:
             return tokens
     return None
 
 
-def worst_apart(s):
-    """Neighbours that agree in the forced blocks alone."""
-    return (3 + 13 * s.queries) / LIST
+def five_products(s):
+    """Picoseconds for a pair of what backward does twice, the scores and dout v, and of ways round it:
+    sums of dq from each tile of 64 keys, in f32, or ds in bf16, written and read again."""
+    twice = 2 * (s.dim + s.dim_v)
+    return [1e12 * t for t in (twice / RATE["mma"], twice / RATE["wgmma"],
+                               2 * 4 * s.dim / 64 / MEMORY, 2 * 2 / MEMORY)]
 
 
 def measured_ms(report, branch, which, tokens):
@@ -99,49 +118,62 @@ def measured_ms(report, branch, which, tokens):
     return ""
 
 
-def table(report):
-    s = Shape(64, 4, 128, 128, 65536)
-    worst = worst_apart(s)
-    near, far = forward(s, 1), forward(s, worst)
-    back_near, back_far = backward(s, 1), backward(s, worst)
-    total = [sum(x.values()) for x in (near, far, back_near, back_far)]
-    rows = [("forward", "nsa", "fwd", total[0], total[1], "<= 34, then 20"),
-            ("backward", "nsa", "bwd", total[2], total[3], "<= 74, then 45"),
-            ("selection's extra over cmp", "select", "fwd", near["select"], far["select"],
-             "<= 8, then 4.5")]
-    rows += [(f"forward: {name}", name, "fwd", near[name], far[name], "")
-             for name in near if name != "select"]
-    rows += [(f"backward: {name}", name, "bwd", back_near[name], back_far[name], "")
-             for name in back_near]
-    lines = ["| what, ms | goal | predicted | measured |", "|---|---|---|---|"]
-    for what, branch, which, low, high, goal in rows:
-        span = f"{1e3 * low:.1f}" if f"{low:.4f}" == f"{high:.4f}" else \
-            f"{1e3 * low:.1f} .. {1e3 * high:.1f}"
-        lines.append(f"| {what} | {goal} | {span} | {measured_ms(report, branch, which, 65536)} |")
+def spans(parts_of, s, name=None):
+    """`low .. high` in ms for each path: neighbours that agree in all blocks, and in none."""
+    cells = []
+    for path in RATE:
+        low, high = (1e3 * (parts[name] if name else sum(parts.values()))
+                     for parts in (parts_of(s, path, worst) for worst in (False, True)))
+        cells.append(f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} .. {high:.1f}")
+    return " | ".join(cells)
+
+
+def table(s, report):
+    rows = [("forward", "nsa", "fwd", forward, None, "<= 34, then 20"),
+            ("backward", "nsa", "bwd", backward, None, "<= 74, then 45"),
+            ("selection's extra over cmp", "select", "fwd", forward, "select", "<= 8, then 4.5")]
+    rows += [(f"forward: {name}", name, "fwd", forward, name, "")
+             for name in forward(s, "mma", False) if name != "select"]
+    rows += [(f"backward: {name}", name, "bwd", backward, name, "")
+             for name in backward(s, "mma", False)]
+    lines = ["| what, ms | goal | by mma.sync | by wgmma | measured |", "|---|---|---|---|---|"]
+    for what, branch, which, parts_of, name, goal in rows:
+        lines.append(f"| {what} | {goal} | {spans(parts_of, s, name)} | "
+                     f"{measured_ms(report, branch, which, 65536)} |")
+    cells = " | ".join(f"{crossover(path, False)} .. {crossover(path, True)}" for path in RATE)
     lines.append("| tokens from which NSA's forward beats a dense kernel of "
-                 f"{FLASH * 1e-12:.0f} TFLOP/s | <= 11k, then 6k | {crossover(1)} .. "
-                 f"{crossover(worst)} | |")
-    return s, worst, lines
+                 f"{FLASH * 1e-12:.0f} TFLOP/s | <= 11k, then 6k | {cells} | |")
+    return lines
 
 
 HEAD = """# What the kernels should take on an H200
 
 Written by `bench/gpu/predict.py --write`; no GPU was at hand, so the last column is empty until
 `predict.py --measured gpu.json` fills it from what `tests/gpu/run` wrote. One sequence of 65536
-tokens, 64 query heads, 4 kv heads, D 128, bf16, the mma.sync path.
+tokens, 64 query heads, 4 kv heads, D 128, bf16. A build for sm_90a multiplies by wgmma, one for any
+other architecture by mma.sync.
 
-Counted, and held against the executor's counters by `tests/simt/test_counters.cpp`:
+Counted, and held against the executor's counters by `tests/simt/test_counters.cpp`, for both paths:
 
 """
 TAIL = """
-Assumed: a warp works on 16 rows, so that each product of 4096 FLOP reads 256 bytes of shared memory,
-which bounds it to half of the published {peak:.0f} TFLOP/s; {share:.0%} of that bound is reached; L2
+Assumed. By mma.sync a warp works on 16 rows, so that each product of 4096 FLOP reads 256 bytes of
+shared memory, which bounds it to half of the published {peak:.0f} TFLOP/s; 65 % of that bound is reached.
+By wgmma four warps read an operand once for 64 rows; half of the published rate is reached (the
+authors of FlashAttention-3 report 0.58 to 0.59 of it with one of their two overlaps left out). L2
 brings {l2:.1f} TB/s; memory 85 % of 4.8 TB/s. A range is from neighbouring queries that choose the same
-blocks to neighbours that agree in the forced blocks alone ({worst:.2f} times as many).
+blocks to neighbours that agree in the forced blocks alone.
 
-What that says: the first goal of the forward pass holds only if neighbours agree in most blocks, the
-second needs wgmma and tiles of more rows; backward takes seven products where five would do, and
-misses its first goal on this path; selection keeps its first goal.
+Why backward takes seven products and not five. dq's kernel and that of dk and dv both make the
+scores and dout v. Making them once saves {mma:.2f} ps of a pair by mma.sync and {wgmma:.2f} by wgmma, and
+costs, without float atomics, traffic: sums of dq from every tile of 64 keys {sums:.2f} ps, ds itself {ds:.2f}
+(and a buffer of as many bytes as there are pairs, times two, or many small launches to keep it
+small). By wgmma only the second could gain, and only as far as its traffic hides behind products.
+
+What that says: the forward pass keeps its first goal where neighbours agree in most blocks, with
+wgmma by far; its second is a matter of slc's tiles from L2 and of selection. Backward keeps its
+first goal by wgmma alone. Selection multiplies by mma.sync everywhere: decoding has to rank by the very
+same bits.
 """
 
 
@@ -151,17 +183,18 @@ def main():
     options.add_argument("--write", type=pathlib.Path)
     given = options.parse_args()
     report = json.loads(given.measured.read_text()) if given.measured else {}
-    s, worst, lines = table(report)
-    both = s.dim + s.dim_v
-    counted = ["| branch | pairs | forward TFLOP | backward TFLOP | GB of key tiles |",
+    s = Shape(64, 4, 128, 128, 65536)
+    counted = ["| branch | pairs | forward TFLOP | backward TFLOP | GB of key tiles, forward |",
                "|---|---|---|---|---|"]
     for branch in ("cmp", "slc", "win", "dense"):
-        high = f" .. {1e-9 * s.tile_bytes(branch, worst):.0f}" if branch == "slc" else ""
-        counted.append(f"| {branch} | {s.pairs[branch]:.3g} | {1e-12 * s.flop(branch, both):.2f} | "
+        high = f" .. {1e-9 * s.tile_bytes(branch, ROWS, True):.0f}" if branch == "slc" else ""
+        counted.append(f"| {branch} | {s.pairs[branch]:.3g} | "
+                       f"{1e-12 * s.flop(branch, s.dim + s.dim_v):.2f} | "
                        f"{1e-12 * s.flop(branch, 4 * s.dim + 3 * s.dim_v):.2f} | "
-                       f"{1e-9 * s.tile_bytes(branch):.0f}{high} |")
-    text = HEAD + "\n".join(counted) + "\n\n" + "\n".join(lines) + "\n" + TAIL.format(
-        peak=PEAK * 1e-12, share=SHARE, l2=L2 * 1e-12, worst=worst)
+                       f"{1e-9 * s.tile_bytes(branch, ROWS):.0f}{high} |")
+    mma, wgmma, sums, ds = five_products(s)
+    text = HEAD + "\n".join(counted) + "\n\n" + "\n".join(table(s, report)) + "\n" + TAIL.format(
+        peak=PEAK * 1e-12, l2=L2 * 1e-12, mma=mma, wgmma=wgmma, sums=sums, ds=ds)
     if given.write:
         given.write.write_text(text)
     else:

@@ -5,8 +5,8 @@
 
    A block holds a tile of query rows: the rows of neighbouring queries and of all heads of a group,
    which read the same keys, so that a key tile is brought in once for all of them. It walks key
-   tiles at absolute positions. A warp owns 16 rows and passes over a tile that none of them sees; a
-   row that sees nothing of a tile keeps its state to the bit, so a row's bits do not depend on the
+   tiles at absolute positions. A warp owns 16 rows and passes over a tile that none of them sees
+   (on sm_90a the four warps of a group, none of whose queries sees it); a row that sees nothing of a tile keeps its state to the bit, so a row's bits do not depend on the
    rows beside it. Tiles hold finite numbers only: rows with a non-finite value enter as zeros, and
    what read them is set to NaN at the end. */
 #ifndef NSA_ATTEND_CUH
@@ -149,6 +149,17 @@ NSA__DEVICE nsa__cuda_query_row nsa__cuda_query_row_of(const nsa__cuda_attend_jo
     return r;
 }
 
+/* Warps go in groups of four, 64 rows. The places, in the tile, of the first query of the warp's
+   group and behind its last one. */
+NSA__DEVICE int nsa__cuda_group_first(const nsa__cuda_attend_job &job,
+                                      const nsa__cuda_query_tile &tile) {
+    return (tile.skip + static_cast<int>(threadIdx.x) / 128 * 64) / job.group;
+}
+NSA__DEVICE int nsa__cuda_group_end(const nsa__cuda_attend_job &job,
+                                    const nsa__cuda_query_tile &tile) {
+    return (tile.skip + static_cast<int>(threadIdx.x) / 128 * 64 + 63) / job.group + 1;
+}
+
 /* The row of a view on the query's side. */
 template <typename T>
 NSA__DEVICE T *nsa__cuda_query_at(const nsa_tensor &x, const nsa__cuda_attend_place &at, int query,
@@ -160,7 +171,7 @@ NSA__DEVICE T *nsa__cuda_query_at(const nsa_tensor &x, const nsa__cuda_attend_pl
 
 struct nsa__cuda_key_tile {
     int begin, end;   /* at most KEYS */
-    uint64_t readers; /* a bit for each query of the tile of rows: it may see keys here */
+    uint64_t readers; /* a bit for each query of the warp's group: it may see keys here */
     uint64_t bad;     /* a bit for each key */
 };
 
@@ -170,8 +181,10 @@ struct nsa__cuda_key_tile {
 template <int KEYS, int QUERIES> struct nsa__cuda_walk_keys {
     static constexpr int LISTS = (QUERIES + 31) / 32, NONE = INT32_MAX;
     nsa__cuda_key_tile tile;
-    int end;  /* no query sees a key from here on */
-    int stop; /* slc: where the block at hand ends */
+    int group_first; /* the place of the first query of the warp's group */
+    uint64_t group;  /* a bit for each of its queries */
+    int end;         /* no query sees a key from here on */
+    int stop;        /* slc: where the block at hand ends */
     int block;
     const int32_t *list[LISTS];
     int slot[LISTS], entry[LISTS], last[LISTS];
@@ -186,7 +199,10 @@ nsa__cuda_walk_begin(nsa__cuda_walk_keys<KEYS, QUERIES> &w, const nsa__cuda_atte
     w.end = nsa__cuda_keys_of(job, rows.first + queries - 1).end;
     w.stop = w.end;
     w.tile.begin = nsa__cuda_keys_of(job, rows.first).begin / KEYS * KEYS - KEYS;
-    w.tile.readers = ~uint64_t(0);
+    w.group_first = nsa__cuda_group_first(job, rows);
+    w.group =
+        nsa__cuda_key_span_bits({0, min(queries, nsa__cuda_group_end(job, rows)) - w.group_first});
+    w.tile.readers = w.group;
     if (job.branch != NSA__KEYS_SLC) return;
     w.stop = w.tile.begin;
     w.block = -1;
@@ -205,6 +221,12 @@ template <int KEYS, int QUERIES>
 NSA__DEVICE int nsa__cuda_walk_entry(nsa__cuda_walk_keys<KEYS, QUERIES> &w,
                                      const nsa__cuda_attend_job &job, int i) {
     return w.slot[i] < job.list_width ? min(w.list[i][w.slot[i]++], w.NONE - 1) : w.NONE;
+}
+
+/* 32 bits, each `up` places higher; those that fall off are gone. */
+NSA__DEVICE uint64_t nsa__cuda_bits_moved(uint64_t bits, int up) {
+    if (up >= 64 || up <= -32) return 0;
+    return up >= 0 ? bits << up : bits >> -up;
 }
 
 /* Turns to the next block that any list holds. */
@@ -227,10 +249,11 @@ NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES> &w
 #pragma unroll
     for (int i = 0; i < w.LISTS; i++) {
         const uint64_t readers = __ballot_sync(0xffffffffu, w.entry[i] == next);
-        w.tile.readers |= readers << (32 * i);
+        w.tile.readers |= nsa__cuda_bits_moved(readers, 32 * i - w.group_first);
         /* asked for now, looked at when the next block is */
         if (w.entry[i] == next) w.entry[i] = nsa__cuda_walk_entry(w, job, i);
     }
+    w.tile.readers &= w.group;
     return true;
 }
 
@@ -259,7 +282,7 @@ NSA__DEVICE bool nsa__cuda_walk_next(nsa__cuda_walk_keys<KEYS, QUERIES> &w,
     return true;
 }
 
-/* What of a tile the query at place `number` of the tile of rows sees. */
+/* What of a tile the query at place `number` of the warp's group sees. */
 NSA__DEVICE nsa__cuda_key_span nsa__cuda_seen_of(const nsa__cuda_key_tile &tile,
                                                  nsa__cuda_key_span keys, int number) {
     nsa__cuda_key_span s = nsa__cuda_key_span_in(keys, tile.begin, tile.end);
@@ -311,8 +334,9 @@ enum { NSA__SHARED_MOST = 99 * 1024 - 2048 };
 
 /* A kernel holds one tile of rows, HELD_WIDTH wide, and streams tiles of the other side through two
    stages, STREAM_WIDTH wide: the largest that fit, of at most MOST rows or, in f32, MOST_F32, whose
-   products are unrolled over them. A warp owns 16 of the rows held. */
-template <typename T, int HELD_WIDTH, int STREAM_WIDTH, int MOST, int MOST_F32>
+   products are unrolled over them. A warp owns 16 of the rows held, of which there are 64, or
+   HELD_MOST where that leaves the streamed tiles as they are, so that they are brought in less often. */
+template <typename T, int HELD_WIDTH, int STREAM_WIDTH, int MOST, int MOST_F32, int HELD_MOST = 64>
 struct nsa__cuda_tile_shape {
     static constexpr int most = sizeof(T) == 2 ? MOST : MOST_F32;
     static constexpr int bytes(int held, int streamed) {
@@ -325,8 +349,11 @@ struct nsa__cuda_tile_shape {
                                                            : 0;
     }
     static constexpr int LEAST = sizeof(T) == 2 ? 16 : 8; /* of a product */
-    static constexpr int HELD = streamed_with(64) >= LEAST ? 64 : 32;
-    static constexpr int STREAMED = streamed_with(HELD), BYTES = bytes(HELD, STREAMED);
+    static constexpr int FEW = streamed_with(64) >= LEAST ? 64 : 32;
+    static constexpr int STREAMED = streamed_with(FEW);
+    static constexpr int HELD =
+        sizeof(T) == 2 && streamed_with(HELD_MOST) == STREAMED ? HELD_MOST : FEW;
+    static constexpr int BYTES = bytes(HELD, STREAMED);
     static constexpr int WARPS = HELD / 16;
     static_assert(STREAMED >= LEAST, "does not fit shared memory");
 };
@@ -351,19 +378,19 @@ template <typename T, int DK, int DV, int KEYS, int THREADS>
 NSA__DEVICE void nsa__cuda_clean_stage(T *stage, uint64_t bad) {
     nsa__cuda_tile_zero<T, DK, KEYS, THREADS>(stage, bad);
     nsa__cuda_tile_zero<T, DV, KEYS, THREADS>(stage + KEYS * DK, bad);
-    __syncthreads();
+    nsa__cuda_tiles_written<T, KEYS>();
 }
 
 /* ---- Forward ------------------------------------------------------------------------------- */
 
-template <typename T, int DK, int DV>
+template <typename T, int DK, int DV, int HELD_MOST = 128>
 struct nsa__cuda_forward_shape
-    : nsa__cuda_tile_shape<T, DK, DK + DV, (DV > 192 ? 16 : 64), (DV > 192 ? 8 : 16)> {};
+    : nsa__cuda_tile_shape<T, DK, DK + DV, (DV > 192 ? 16 : 64), (DV > 192 ? 8 : 16), HELD_MOST> {};
 
 /* What a thread knows of its two rows, g and g + 8 of its warp. */
 struct nsa__cuda_forward_rows {
     nsa__cuda_key_span keys[2];
-    int number[2]; /* the query's place in the tile of rows */
+    int number[2]; /* the query's place in the warp's group */
     float most[2]; /* the largest score so far, in base 2; -inf before the first */
     float sum[2];  /* of this thread's columns */
     bool bad[2];
@@ -478,7 +505,7 @@ NSA__DEVICE void nsa__cuda_forward_begin(nsa__cuda_forward_rows &rows,
     for (int h = 0; h < 2; h++) {
         const int r = lane / 4 + 8 * h;
         const nsa__cuda_query_row row = nsa__cuda_query_row_of(job, at, tile, 16 * warp + r);
-        rows.number[h] = row.query - tile.first;
+        rows.number[h] = row.query - tile.first - nsa__cuda_group_first(job, tile);
         rows.keys[h] = {0, 0};
         if (row.there) rows.keys[h] = nsa__cuda_keys_of(job, row.query);
         rows.most[h] = -INFINITY;
@@ -488,7 +515,8 @@ NSA__DEVICE void nsa__cuda_forward_begin(nsa__cuda_forward_rows &rows,
 }
 
 template <typename T, int DK, int DV>
-static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>::WARPS, 2)
+static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>::WARPS,
+                                         8 / nsa__cuda_forward_shape<T, DK, DV>::WARPS)
     nsa__cuda_attend_forward_kernel(nsa__cuda_attend_job job) {
     using shape = nsa__cuda_forward_shape<T, DK, DV>;
     constexpr int ROWS = shape::HELD, KEYS = shape::STREAMED, THREADS = 32 * shape::WARPS;
@@ -520,13 +548,14 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
     __syncthreads();
 
     nsa__cuda_forward_rows rows;
-    nsa__cuda_forward_begin(rows, job, at, tile_rows, nsa__cuda_tile_clean<T, DK>(q, warp_row));
+    nsa__cuda_forward_begin(rows, job, at, tile_rows,
+                            nsa__cuda_tile_clean<T, DK, ROWS>(q, warp_row));
     float out[DV / 8][4] = {};
     for (int at_stage = 0; more; at_stage ^= 1) {
         const nsa__cuda_key_tile tile = walk.tile;
         T *const k = stages + at_stage * KEYS * (DK + DV), *const v = k + KEYS * DK;
-        nsa__cp_async_wait<0>();
-        __syncthreads(); /* this stage is there, and nobody reads the other one any more */
+        /* this stage is there, and nobody reads the other one any more */
+        nsa__cuda_tiles_wait<T, KEYS>();
         more = nsa__cuda_walk_next(walk, job, at);
         if (more)
             nsa__cuda_stage_keys<T, DK, DV, KEYS, THREADS>(
@@ -537,9 +566,9 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
         const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
                                             nsa__cuda_seen_of(tile, rows.keys[1], rows.number[1])};
         const bool sees = seen[0].begin < seen[0].end || seen[1].begin < seen[1].end;
-        if (!__any_sync(0xffffffffu, sees)) continue;
-        float s[KEYS / 8][4] = {}, shrink[2];
-        nsa__cuda_product_nt<T, DK, KEYS>(s, q, warp_row, k);
+        if (!nsa__cuda_takes_part<T, KEYS>(sees, tile.readers != 0)) continue;
+        float s[KEYS / 8][4], shrink[2];
+        nsa__cuda_product_nt<T, DK, KEYS, ROWS>(s, q, warp_row, k);
         nsa__cuda_mask_tile(s, seen, job.scale2);
         nsa__cuda_softmax_tile(s, rows, shrink);
         if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f))
@@ -547,7 +576,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
             for (int n = 0; n < DV / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) out[n][e] *= shrink[e / 2];
-        nsa__cuda_product_nn<T, DV, KEYS, DV>(out, s, v, 0);
+        nsa__cuda_product_nn<T, KEYS, DV>(out, s, v, 0);
         if (tile.bad)
 #pragma unroll
             for (int h = 0; h < 2; h++)

@@ -132,7 +132,7 @@ NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_att
     for (int h = 0; h < 2; h++) {
         const nsa__cuda_query_row row =
             nsa__cuda_query_row_of(job, at, tile, thread / 32 * 16 + thread % 32 / 4 + 8 * h);
-        rows.number[h] = row.query - tile.first;
+        rows.number[h] = row.query - tile.first - nsa__cuda_group_first(job, tile);
         rows.keys[h] = {0, 0};
         rows.lse2[h] = INFINITY;
         rows.delta[h] = 0;
@@ -202,8 +202,8 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV>::WAR
     for (int stage = 0; more; stage ^= 1) {
         const nsa__cuda_key_tile tile = walk.tile;
         T *const k = stages + stage * KEYS * (DK + DV), *const v = k + KEYS * DK;
-        nsa__cp_async_wait<0>();
-        __syncthreads(); /* this stage is there, and nobody reads the other one any more */
+        /* this stage is there, and nobody reads the other one any more */
+        nsa__cuda_tiles_wait<T, KEYS>();
         more = nsa__cuda_walk_next(walk, job, at);
         if (more)
             nsa__cuda_stage_keys<T, DK, DV, KEYS, THREADS>(stages + (stage ^ 1) * KEYS * (DK + DV),
@@ -216,17 +216,17 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV>::WAR
         const bool sees[2] = {seen[0].begin < seen[0].end, seen[1].begin < seen[1].end};
         rows.reads[0] |= sees[0];
         rows.reads[1] |= sees[1];
-        if (!__any_sync(0xffffffffu, sees[0] || sees[1])) continue;
-        float s[KEYS / 8][4] = {}, dp[KEYS / 8][4] = {};
-        nsa__cuda_product_nt<T, DK, KEYS>(s, q, warp_row, k);
+        if (!nsa__cuda_takes_part<T, KEYS>(sees[0] || sees[1], tile.readers != 0)) continue;
+        float s[KEYS / 8][4], dp[KEYS / 8][4];
+        nsa__cuda_product_nt<T, DK, KEYS, ROWS>(s, q, warp_row, k);
         nsa__cuda_mask_tile(s, seen, job.scale2);
-        nsa__cuda_product_nt<T, DV, KEYS>(dp, dout, warp_row, v);
+        nsa__cuda_product_nt<T, DV, KEYS, ROWS>(dp, dout, warp_row, v);
 #pragma unroll
         for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 s[n][e] = nsa__ex2(s[n][e] - rows.lse2[e / 2]) * (dp[n][e] - rows.delta[e / 2]);
-        nsa__cuda_product_nn<T, DK, KEYS, DK>(dq, s, k, 0);
+        nsa__cuda_product_nn<T, KEYS, DK>(dq, s, k, 0);
     }
     nsa__cp_async_wait<0>(); /* a row without keys has waited for nothing yet */
     nsa__cuda_dq_end(job, at, tile_rows, rows, dq);
@@ -483,8 +483,8 @@ static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS
     float dk[NK / 8][4] = {}, dv[NV / 8][4] = {};
     bool bad_key[2] = {false, false};
     for (int step = 0; step < steps; step++) {
-        nsa__cp_async_wait<0>();
-        __syncthreads(); /* stage and next table are there; nobody reads the others any more */
+        /* stage and next table are there; nobody reads the others any more */
+        nsa__cuda_tiles_wait<T, ROWS>();
         if (step + 1 < steps) stage_rows(step + 1);
         nsa__cp_async_commit();
         nsa__cuda_reader_rows<ROWS>(tables[(step + 2) % 3], job, at, work, step + 2);
@@ -497,7 +497,7 @@ static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS
         if (bad) {
             nsa__cuda_tile_zero<T, DK, ROWS, THREADS>(q, bad);
             nsa__cuda_tile_zero<T, DV, ROWS, THREADS>(dout, bad);
-            __syncthreads();
+            nsa__cuda_tiles_written<T, ROWS>();
         }
         for (; bad; bad &= bad - 1) {
             const nsa__cuda_key_span reads = table[__ffs(static_cast<int>(bad)) - 1].keys;
@@ -506,15 +506,15 @@ static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS
                 bad_key[h] |= key + 8 * h >= reads.begin && key + 8 * h < reads.end;
         }
         const bool sees = mine.keys.begin < first_key + 16 && mine.keys.end > first_key;
-        if (first_key >= work.end || !__any_sync(0xffffffffu, sees)) continue;
+        if (!nsa__cuda_takes_part<T, ROWS>(sees && first_key < work.end, true)) continue;
         const bool whole = __all_sync(0xffffffffu, mine.keys.begin <= first_key &&
                                                        mine.keys.end >= first_key + 16);
-        float s[ROWS / 8][4] = {}, dp[ROWS / 8][4] = {};
-        nsa__cuda_product_nt<T, DK, ROWS>(s, k, warp_row, q);
-        nsa__cuda_product_nt<T, DV, ROWS>(dp, v, warp_row, dout);
+        float s[ROWS / 8][4], dp[ROWS / 8][4];
+        nsa__cuda_product_nt<T, DK, ROWS, KEYS>(s, k, warp_row, q);
+        nsa__cuda_product_nt<T, DV, ROWS, KEYS>(dp, v, warp_row, dout);
         nsa__cuda_dkv_tile(s, dp, table, key, job.scale2, whole);
-        nsa__cuda_product_nn<T, DV, ROWS, NV>(dv, s, dout, split * NV);
-        nsa__cuda_product_nn<T, DK, ROWS, NK>(dk, dp, q, split * NK);
+        nsa__cuda_product_nn<T, ROWS, NV>(dv, s, dout, split * NV);
+        nsa__cuda_product_nn<T, ROWS, NK>(dk, dp, q, split * NK);
     }
     const int key = first_key + lane / 4, column = lane % 4 * 2;
     nsa__cuda_dkv_end(job, at, work, job.dx.k, job.d.dim, 0, job.scale, key, column + split * NK,

@@ -218,10 +218,14 @@ NSA__DEVICE void nsa__cuda_decode_leave(const nsa__cuda_decode_job &job,
     }
 }
 
+/* Forward's tiles of keys, fewer rows: those of one query. */
 template <typename T, int DK, int DV>
-static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>::WARPS, 2)
+struct nsa__cuda_decode_shape : nsa__cuda_forward_shape<T, DK, DV, 64> {};
+
+template <typename T, int DK, int DV>
+static __global__ void __launch_bounds__(32 * nsa__cuda_decode_shape<T, DK, DV>::WARPS, 2)
     nsa__cuda_decode_attend_kernel(nsa__cuda_decode_job job) {
-    using shape = nsa__cuda_forward_shape<T, DK, DV>;
+    using shape = nsa__cuda_decode_shape<T, DK, DV>;
     constexpr int ROWS = shape::HELD, KEYS = shape::STREAMED, THREADS = 32 * shape::WARPS;
     NSA_SHARED_ALL(shared);
     T *const q = reinterpret_cast<T *>(shared), *const stages = q + ROWS * DK;
@@ -253,7 +257,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
 
     nsa__cuda_forward_rows rows;
     nsa__cuda_forward_begin(rows, job, block.at, block.rows,
-                            nsa__cuda_tile_clean<T, DK>(q, warp_row));
+                            nsa__cuda_tile_clean<T, DK, ROWS>(q, warp_row));
     const bool cmp = job.branch == NSA__KEYS_CMP;
     const int64_t row[2] = {nsa__cuda_decode_row(job, block, warp_row + lane / 4),
                             nsa__cuda_decode_row(job, block, warp_row + lane / 4 + 8)};
@@ -263,8 +267,8 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
     for (int n = first, stage = 0; n < last; n++, stage ^= 1) {
         const nsa__cuda_key_tile tile = next;
         T *const k = stages + stage * KEYS * (DK + DV), *const v = k + KEYS * DK;
-        nsa__cp_async_wait<0>();
-        __syncthreads(); /* this stage is there, and nobody reads the other one any more */
+        /* this stage is there, and nobody reads the other one any more */
+        nsa__cuda_tiles_wait<T, KEYS>();
         if (n + 1 < last) {
             next = nsa__cuda_decode_tile<KEYS>(job, block, list, n + 1);
             nsa__cuda_decode_stage<T, DK, DV, KEYS, THREADS>(
@@ -274,16 +278,17 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
         if (tile.bad) {
             nsa__cuda_tile_zero<T, DK, KEYS, THREADS>(k, tile.bad);
             if (!job.scan) nsa__cuda_tile_zero<T, DV, KEYS, THREADS>(v, tile.bad);
-            __syncthreads();
+            nsa__cuda_tiles_written<T, KEYS>();
         }
         const nsa__cuda_key_span span = nsa__cuda_key_span_in(block.keys, tile.begin, tile.end);
         read += max(span.end - span.begin, 0);
-        if (!__any_sync(0xffffffffu, (row[0] >= 0 || row[1] >= 0) && span.begin < span.end))
+        if (span.begin >= span.end ||
+            !nsa__cuda_takes_part<T, KEYS>(row[0] >= 0 || row[1] >= 0, true))
             continue;
         const nsa__cuda_key_span none = {0, 0};
         const nsa__cuda_key_span seen[2] = {row[0] >= 0 ? span : none, row[1] >= 0 ? span : none};
-        float s[KEYS / 8][4] = {}, shrink[2];
-        nsa__cuda_product_nt<T, DK, KEYS>(s, q, warp_row, k);
+        float s[KEYS / 8][4], shrink[2];
+        nsa__cuda_product_nt<T, DK, KEYS, ROWS>(s, q, warp_row, k);
         nsa__cuda_mask_tile(s, seen, job.scale2);
         if (job.scan) {
             nsa__cuda_decode_leave_most(s, job, row, n);
@@ -297,7 +302,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
             for (int c = 0; c < DV / 8; c++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) out[c][e] *= shrink[e / 2];
-        nsa__cuda_product_nn<T, DV, KEYS, DV>(out, s, v, 0);
+        nsa__cuda_product_nn<T, KEYS, DV>(out, s, v, 0);
         if (tile.bad)
 #pragma unroll
             for (int h = 0; h < 2; h++)
@@ -369,7 +374,7 @@ static __global__ void nsa__cuda_decode_combine_kernel(nsa__cuda_decode_job job)
 
 template <typename T, int DK, int DV> struct nsa__cuda_decode_run {
     static nsa_status launch(nsa__cuda_decode_job job, cudaStream_t stream) {
-        using shape = nsa__cuda_forward_shape<T, DK, DV>;
+        using shape = nsa__cuda_decode_shape<T, DK, DV>;
         nsa__cuda_decode_share(&job, shape::STREAMED);
         job.parts = (job.group - 1) / shape::HELD + 1;
         const int64_t rows = static_cast<int64_t>(job.d.batch) * job.d.count;

@@ -4,30 +4,33 @@
    A product is 16 rows of one warp. Its values lie as an m16n8 tensor-core product lies: with
    g = lane / 4 and i = lane % 4, c[n][0], c[n][1] are row g and c[n][2], c[n][3] row g + 8, columns
    8n + 2i and 8n + 2i + 1. There are two products, each for tensor cores (bf16, f16) and for plain
-   f32, and all of attention, forward and backward, is made of them. */
+   f32, and all of attention, forward and backward, is made of them. On sm_90a four warps multiply
+   their 64 rows together (warpgroup.cuh); who owns which value stays the same. */
 #ifndef NSA_TILES_CUH
 #define NSA_TILES_CUH
 
-#include "rows.cuh"
+#include "warpgroup.cuh"
 
 /* Elements of the 16 bytes that move at once. */
 template <typename T> struct nsa__cuda_piece { static constexpr int size = 16 / sizeof(T); };
 
-/* Chunk `chunk` of row `row` in a tile of rows of D elements. Chunks change places with the row, so
-   that eight rows of one column of chunks, which one ldmatrix phase reads, lie in eight banks. */
-template <typename T, int D> NSA__DEVICE int nsa__cuda_tile_offset(int row, int chunk) {
-    static_assert(D * sizeof(T) % 128 == 0, "a row is whole bank cycles");
-    return row * D + (chunk ^ (row & 7)) * nsa__cuda_piece<T>::size;
+/* Where chunk `chunk` of row `row` lies in a tile of ROWS rows: in panels of 128 bytes of every row,
+   one after the other. Chunks change places with the row, so that eight rows of one column of
+   chunks, which one ldmatrix phase reads, lie in eight banks; wgmma knows this layout as a swizzle of
+   128 bytes, if the tile starts at a multiple of 1024. */
+template <typename T, int ROWS> NSA__DEVICE int nsa__cuda_tile_offset(int row, int chunk) {
+    static_assert(ROWS % 8 == 0, "a panel is whole patterns");
+    return ((chunk / 8 * ROWS + row) * 8 + ((chunk ^ row) & 7)) * nsa__cuda_piece<T>::size;
 }
-template <typename T, int D> NSA__DEVICE T *nsa__cuda_tile_at(T *tile, int row, int chunk) {
-    return tile + nsa__cuda_tile_offset<T, D>(row, chunk);
+template <typename T, int ROWS> NSA__DEVICE T *nsa__cuda_tile_at(T *tile, int row, int chunk) {
+    return tile + nsa__cuda_tile_offset<T, ROWS>(row, chunk);
 }
 
 /* From the offset of chunk 0 or 1 of a row to that of the chunk `chunks` (even, or from chunk 0)
    behind it: an exclusive or and a constant, where nsa__cuda_tile_at would keep an address for each. */
-template <typename T> NSA__DEVICE int nsa__cuda_tile_step(int offset, int chunks) {
+template <typename T, int ROWS> NSA__DEVICE int nsa__cuda_tile_step(int offset, int chunks) {
     constexpr int size = nsa__cuda_piece<T>::size;
-    return (offset ^ chunks % 8 * size) + chunks / 8 * 8 * size;
+    return (offset ^ chunks % 8 * size) + chunks / 8 * 8 * size * ROWS;
 }
 
 /* Whether 16 bytes hold an infinity or a NaN, by their bits: an exponent of all ones. */
@@ -64,7 +67,7 @@ NSA__DEVICE void nsa__cuda_tile_copy(T *tile, int width, const T *any, Source so
     for (int row = thread / share::CHUNKS; row < ROWS; row += share::STEP) {
         const T *from = source(row);
         const bool there = from != nullptr && chunk * nsa__cuda_piece<T>::size < width;
-        nsa__cp_async<16>(nsa__cuda_tile_at<T, D>(tile, row, chunk),
+        nsa__cp_async<16>(nsa__cuda_tile_at<T, ROWS>(tile, row, chunk),
                           there ? from + chunk * nsa__cuda_piece<T>::size : any, there ? 16 : 0);
     }
 }
@@ -80,7 +83,7 @@ NSA__DEVICE void nsa__cuda_tile_round(T *tile, int width, Source source) {
     for (int row = thread / share::CHUNKS; row < ROWS; row += share::STEP) {
         const float *from = source(row);
         const bool there = from != nullptr && chunk * size < width;
-        T *to = nsa__cuda_tile_at<T, D>(tile, row, chunk);
+        T *to = nsa__cuda_tile_at<T, ROWS>(tile, row, chunk);
 #pragma unroll
         for (int e = 0; e < size; e += 4) {
             float4 x = make_float4(0, 0, 0, 0);
@@ -97,22 +100,23 @@ NSA__DEVICE void nsa__cuda_tile_zero(T *tile, uint64_t mask) {
     constexpr int chunks = D / nsa__cuda_piece<T>::size;
     for (int i = threadIdx.x; i < ROWS * chunks; i += THREADS)
         if (mask >> (i / chunks) & 1)
-            *reinterpret_cast<uint4 *>(nsa__cuda_tile_at<T, D>(tile, i / chunks, i % chunks)) =
+            *reinterpret_cast<uint4 *>(nsa__cuda_tile_at<T, ROWS>(tile, i / chunks, i % chunks)) =
                 make_uint4(0, 0, 0, 0);
 }
 
 /* Zeros those of a warp's own 16 rows that hold a non-finite value; bit r of the result: row r. */
-template <typename T, int D> NSA__DEVICE uint32_t nsa__cuda_tile_clean(T *tile, int first_row) {
+template <typename T, int D, int ROWS>
+NSA__DEVICE uint32_t nsa__cuda_tile_clean(T *tile, int first_row) {
     constexpr int chunks = D / nsa__cuda_piece<T>::size;
     const int lane = threadIdx.x % 32, row = first_row + lane % 16;
     bool bad = false;
     for (int chunk = lane / 16; chunk < chunks; chunk += 2)
         bad |= nsa__cuda_not_finite<T>(
-            *reinterpret_cast<const uint4 *>(nsa__cuda_tile_at<T, D>(tile, row, chunk)));
+            *reinterpret_cast<const uint4 *>(nsa__cuda_tile_at<T, ROWS>(tile, row, chunk)));
     uint32_t rows = __ballot_sync(0xffffffffu, bad);
     rows = (rows | rows >> 16) & 0xffffu;
     for (int chunk = lane / 16; chunk < chunks && (rows >> lane % 16 & 1); chunk += 2)
-        *reinterpret_cast<uint4 *>(nsa__cuda_tile_at<T, D>(tile, row, chunk)) =
+        *reinterpret_cast<uint4 *>(nsa__cuda_tile_at<T, ROWS>(tile, row, chunk)) =
             make_uint4(0, 0, 0, 0);
     __syncwarp();
     return rows;
@@ -127,36 +131,48 @@ NSA__DEVICE float nsa__cuda_dot4(float4 a, float4 b, float sum) {
 
 /* ---- Products ----------------------------------------------------------------------------- */
 
-/* c[16][N] += a b^T over D columns: the warp's rows of `a` from a_row on, rows 0 .. N - 1 of b. */
-template <typename T, int D, int N>
+template <int N> NSA__DEVICE void nsa__cuda_clear(float (&c)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) c[n][e] = 0;
+}
+
+/* c[16][N] = a b^T over D columns: the warp's rows of `a` (a tile of ROWS) from a_row on, all N rows
+   of b. */
+template <typename T, int D, int N, int ROWS>
 NSA__DEVICE void nsa__cuda_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if constexpr (sizeof(T) == 2) {
-        const int a_at = nsa__cuda_tile_offset<T, D>(a_row + lane % 16, lane / 16);
-        const int b_at = nsa__cuda_tile_offset<T, D>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    if constexpr (nsa__cuda_together<T, N>::value) {
+        nsa__cuda_group_product_nt<T, D, N, ROWS>(c, a, a_row, b);
+    } else if constexpr (sizeof(T) == 2) {
+        nsa__cuda_clear(c);
+        const int a_at = nsa__cuda_tile_offset<T, ROWS>(a_row + lane % 16, lane / 16);
+        const int b_at = nsa__cuda_tile_offset<T, N>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
         for (int k = 0; k < D / 16; k++) {
             uint32_t fa[4], fb[4];
-            nsa__ldmatrix_x4(fa, a + nsa__cuda_tile_step<T>(a_at, 2 * k));
+            nsa__ldmatrix_x4(fa, a + nsa__cuda_tile_step<T, ROWS>(a_at, 2 * k));
 #pragma unroll
             for (int n = 0; n < N / 16; n++) {
-                nsa__ldmatrix_x4(fb, b + nsa__cuda_tile_step<T>(b_at, 2 * k) + 16 * n * D);
+                nsa__ldmatrix_x4(fb, b + nsa__cuda_tile_step<T, N>(b_at, 2 * k) + 16 * n * 64);
                 nsa__mma_m16n8k16<T>(c[2 * n], fa, fb[0], fb[1]);
                 nsa__mma_m16n8k16<T>(c[2 * n + 1], fa, fb[2], fb[3]);
             }
         }
     } else {
+        nsa__cuda_clear(c);
         const int g = lane / 4, i = lane % 4;
 #pragma unroll 2
         for (int k = 0; k < D / 4; k++) {
-            const float4 a0 = nsa__cuda_float4_at(nsa__cuda_tile_at<T, D>(a, a_row + g, k)),
-                         a1 = nsa__cuda_float4_at(nsa__cuda_tile_at<T, D>(a, a_row + g + 8, k));
+            const float4 a0 = nsa__cuda_float4_at(nsa__cuda_tile_at<T, ROWS>(a, a_row + g, k)),
+                         a1 = nsa__cuda_float4_at(nsa__cuda_tile_at<T, ROWS>(a, a_row + g + 8, k));
 #pragma unroll
             for (int n = 0; n < N / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const float4 x =
-                        nsa__cuda_float4_at(nsa__cuda_tile_at<T, D>(b, 8 * n + 2 * i + e, k));
+                        nsa__cuda_float4_at(nsa__cuda_tile_at<T, N>(b, 8 * n + 2 * i + e, k));
                     c[n][e] = nsa__cuda_dot4(a0, x, c[n][e]);
                     c[n][2 + e] = nsa__cuda_dot4(a1, x, c[n][2 + e]);
                 }
@@ -164,23 +180,26 @@ NSA__DEVICE void nsa__cuda_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *
     }
 }
 
-/* c[16][N] += p b: p[16][K] is a product as it lies, b's rows 0 .. K - 1 and columns
-   `column` .. column + N - 1 of D. For tensor cores p is rounded to T. */
-template <typename T, int D, int K, int N>
+/* c[16][N] += p b: p[16][K] is a product as it lies, b's all K rows and columns
+   `column` .. column + N - 1, from a panel's begin. For tensor cores p is rounded to T. */
+template <typename T, int K, int N>
 NSA__DEVICE void nsa__cuda_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4], T *b,
                                       int column) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if constexpr (sizeof(T) == 2) {
-        const int b_at = nsa__cuda_tile_offset<T, D>(lane % 16, lane / 16) + column;
+    T *const from = b + column * K;
+    if constexpr (nsa__cuda_together<T, K>::value) {
+        nsa__cuda_group_product_nn<T, K, N>(c, p, from);
+    } else if constexpr (sizeof(T) == 2) {
+        const int b_at = nsa__cuda_tile_offset<T, K>(lane % 16, lane / 16);
 #pragma unroll
         for (int k = 0; k < K / 16; k++) {
-            const float(&low)[4] = p[2 * k], (&high)[4] = p[2 * k + 1];
-            const uint32_t fa[4] = {nsa__pack<T>(low[0], low[1]), nsa__pack<T>(low[2], low[3]),
-                                    nsa__pack<T>(high[0], high[1]), nsa__pack<T>(high[2], high[3])};
+            uint32_t fa[4];
+            nsa__cuda_pack_product<T>(fa, p[2 * k], p[2 * k + 1]);
 #pragma unroll
             for (int n = 0; n < N / 16; n++) {
                 uint32_t fb[4];
-                nsa__ldmatrix_x4_trans(fb, b + nsa__cuda_tile_step<T>(b_at, 2 * n) + 16 * k * D);
+                nsa__ldmatrix_x4_trans(fb,
+                                       from + nsa__cuda_tile_step<T, K>(b_at, 2 * n) + 16 * k * 64);
                 nsa__mma_m16n8k16<T>(c[2 * n], fa, fb[0], fb[1]);
                 nsa__mma_m16n8k16<T>(c[2 * n + 1], fa, fb[2], fb[3]);
             }
@@ -195,12 +214,12 @@ NSA__DEVICE void nsa__cuda_product_nn(float (&c)[N / 8][4], const float (&p)[K /
                 for (int i = 0; i < 4; i++) {
                     const float low = __shfl_sync(0xffffffffu, p[t][e], lane / 4 * 4 + i),
                                 high = __shfl_sync(0xffffffffu, p[t][2 + e], lane / 4 * 4 + i);
-                    const int b_at = nsa__cuda_tile_offset<T, D>(8 * t + 2 * i + e, lane / 2 % 2) +
-                                     column + lane % 2 * 2;
+                    const int b_at =
+                        nsa__cuda_tile_offset<T, K>(8 * t + 2 * i + e, lane / 2 % 2) + lane % 2 * 2;
 #pragma unroll
                     for (int n = 0; n < N / 8; n++) {
                         const float2 x = *reinterpret_cast<const float2 *>(
-                            b + nsa__cuda_tile_step<T>(b_at, 2 * n));
+                            from + nsa__cuda_tile_step<T, K>(b_at, 2 * n));
                         c[n][0] = fmaf(low, x.x, c[n][0]);
                         c[n][1] = fmaf(low, x.y, c[n][1]);
                         c[n][2] = fmaf(high, x.x, c[n][2]);

@@ -8,7 +8,13 @@
 #include <algorithm>
 #include <set>
 
-enum { ROWS = 64, KEYS = 64 }; /* of a tile, bf16, heads of 128 */
+enum { KEYS = 64 }; /* of a tile, bf16, heads of 128 */
+
+#ifdef NSA__SIMT_WGMMA
+enum { TOGETHER = 64 }; /* rows that are multiplied together */
+#else
+enum { TOGETHER = 16 };
+#endif
 
 /* One problem of bf16 zeros; only places and sizes matter here. */
 struct problem {
@@ -124,25 +130,32 @@ static bool sees(const problem &p, branch_keys keys, int kv_head, int query, con
     return keys != SLC || listed(p, kv_head, query).count(t.begin / p.d.slc_block);
 }
 
-/* A tile of 64 rows brings in its own rows once and its key tiles one after the other; a warp, 16 of
-   the rows, multiplies a tile if one of its queries sees a key there: two products of m16n8k16
-   forward, three for dq, each of 16 rows, KEYS keys, a head's width. */
+/* What a warp issues to multiply its 16 rows and KEYS keys: forward q k and p v, for dq a third
+   product. m16n8k16 each on its own; together k16 of all keys or of all columns. */
+static unsigned products_of(const nsa_desc &d, bool backward) {
+    const int nt = backward ? d.dim + d.dim_v : d.dim, nn = backward ? d.dim : d.dim_v;
+    return static_cast<unsigned>(TOGETHER == 64 ? nt / 16 + KEYS / 16 : KEYS / 8 * (nt + nn) / 16);
+}
+
+/* A tile of rows, 128 forward and 64 backward, brings in its own rows once and its key tiles one after
+   the other; rows that are multiplied together meet a tile if one of their queries sees a key there
+   (of contiguous keys, where the tile of rows as a whole does). */
 static work query_side(const problem &p, branch_keys keys, bool backward) {
     work w;
     const nsa_desc &d = p.d;
     const int G = d.heads / d.kv_heads, both = d.dim + d.dim_v;
-    const int width = backward ? d.dim + both : both, held = backward ? both : d.dim;
+    const int held = backward ? both : d.dim, ROWS = backward ? 64 : 128;
     for (int kv_head = 0; kv_head < d.kv_heads; kv_head++)
         for (int row = 0; row < d.tokens * G; row += ROWS) {
-            const int rows = std::min(int{ROWS}, d.tokens * G - row);
+            const int rows = std::min(ROWS, d.tokens * G - row);
             w.bytes += 2u * static_cast<unsigned>(rows * held);
             for (const tile &t : tiles_of(p, keys, kv_head, row / G, (row + rows - 1) / G)) {
                 w.bytes += 2u * static_cast<unsigned>((t.end - t.begin) * both);
-                for (int warp = row; warp < row + rows; warp += 16) {
-                    bool any = false;
-                    for (int r = warp; r < std::min(warp + 16, row + rows); r++)
+                for (int first = row; first < row + rows; first += TOGETHER) {
+                    bool any = TOGETHER == 64 && keys != SLC;
+                    for (int r = first; r < std::min(first + TOGETHER, row + rows); r++)
                         any |= sees(p, keys, kv_head, r / G, t);
-                    if (any) w.products += static_cast<unsigned>(KEYS / 8 * width / 16);
+                    if (any) w.products += TOGETHER / 16 * products_of(d, backward);
                 }
             }
         }
@@ -167,9 +180,14 @@ static uint64_t key_side_bytes(const problem &p, branch_keys keys) {
     return bytes;
 }
 
-static void expect_no_conflicts(const char *name) {
+static uint64_t products() {
+    return TOGETHER == 64 ? simt::count().wgmma : simt::count().mma;
+}
+
+/* ldmatrix is not needed where wgmma reads shared memory itself, in the same swizzle. */
+static void expect_no_conflicts(const char *name, bool attends) {
     const simt::counters &n = simt::count();
-    EXPECT(n.ldmatrix_phases > 0);
+    EXPECT_EQUAL(n.ldmatrix_phases > 0, TOGETHER == 16 || !attends);
     if (n.ldmatrix_cycles != n.ldmatrix_phases)
         printf("%s: %llu cycles for %llu phases\n", name,
                static_cast<unsigned long long>(n.ldmatrix_cycles),
@@ -184,20 +202,20 @@ static void test_branch(const problem &p, int i) {
     EXPECT(branches[i].forward(&x, &p.d, p.workspace.data, bytes, nullptr) == NSA_OK);
     const work forward = query_side(p, branches[i].keys, false);
     EXPECT_EQUAL(simt::count().async_bytes, forward.bytes);
-    EXPECT_EQUAL(simt::count().mma, forward.products);
-    expect_no_conflicts(branches[i].name);
+    EXPECT_EQUAL(products(), forward.products);
+    expect_no_conflicts(branches[i].name, true);
 
     simt::reset_counters();
     EXPECT(branches[i].backward(&dq, &x, &p.d, p.workspace.data, bytes, nullptr) == NSA_OK);
     const work backward = query_side(p, branches[i].keys, true);
     EXPECT_EQUAL(simt::count().async_bytes, backward.bytes);
-    EXPECT_EQUAL(simt::count().mma, backward.products);
-    expect_no_conflicts(branches[i].name);
+    EXPECT_EQUAL(products(), backward.products);
+    expect_no_conflicts(branches[i].name, true);
 
     simt::reset_counters();
     EXPECT(branches[i].backward(&dkv, &x, &p.d, p.workspace.data, bytes, nullptr) == NSA_OK);
     EXPECT_EQUAL(simt::count().async_bytes, key_side_bytes(p, branches[i].keys));
-    expect_no_conflicts(branches[i].name);
+    expect_no_conflicts(branches[i].name, true);
 }
 
 /* Selection walks the compressed keys once for each tile of queries; no bank conflicts there. */
@@ -207,7 +225,7 @@ static void test_select(const problem &p) {
     simt::reset_counters();
     EXPECT(nsa_cuda_select_blocks(&s, &p.d, p.workspace.data, p.workspace.count, nullptr) ==
            NSA_OK);
-    expect_no_conflicts("select");
+    expect_no_conflicts("select", false);
 }
 
 int main() {

@@ -1,0 +1,101 @@
+/* warpgroup.cuh: the products of tiles.cuh as sm_90a multiplies: four warps, 64 rows together, wgmma.
+   Twin: tiles.cuh, Products; a value has the same owner in both.
+   Not here: which rows (attend.cuh), how tiles lie (tiles.cuh).
+
+   An operand in shared memory is read once for 64 rows, where warps on their own read it once for
+   16. What the rows hold was written by ordinary stores and copies: nsa__cuda_tiles_written stands
+   between them and a product. All warps of a group take part in a product, or none. */
+#ifndef NSA_WARPGROUP_CUH
+#define NSA_WARPGROUP_CUH
+
+#include "rows.cuh"
+
+/* Under the executor tests say which path they run; NSA__SIMT_WGMMA is this one. */
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(NSA__SIMT_WGMMA)
+#define NSA__USES_WGMMA 1
+#else
+#define NSA__USES_WGMMA 0
+#endif
+
+/* Whether four warps multiply together: 16-bit elements against tiles of N rows, 32 at least. */
+template <typename T, int N> struct nsa__cuda_together {
+    static constexpr bool value = NSA__USES_WGMMA && sizeof(T) == 2 && N >= 32;
+};
+
+/* A barrier behind which all see what threads have written to tiles, products of N too. */
+template <typename T, int N> NSA__DEVICE void nsa__cuda_tiles_written() {
+#if NSA__USES_WGMMA
+    if constexpr (nsa__cuda_together<T, N>::value) nsa__fence_async();
+#endif
+    __syncthreads();
+}
+
+/* The same for what they copy. */
+template <typename T, int N> NSA__DEVICE void nsa__cuda_tiles_wait() {
+    nsa__cp_async_wait<0>();
+    nsa__cuda_tiles_written<T, N>();
+}
+
+/* Whether a warp takes part in a product: on its own, if one of its rows sees something; together, if
+   the group may, which all of it must know alike. */
+template <typename T, int N> NSA__DEVICE bool nsa__cuda_takes_part(bool sees, bool group_may_see) {
+    return nsa__cuda_together<T, N>::value ? group_may_see : __any_sync(0xffffffffu, sees);
+}
+
+/* Columns 0 .. 7 and 8 .. 15 of a product as the operand of the next one. */
+template <typename T>
+NSA__DEVICE void nsa__cuda_pack_product(uint32_t (&a)[4], const float (&low)[4],
+                                        const float (&high)[4]) {
+    a[0] = nsa__pack<T>(low[0], low[1]);
+    a[1] = nsa__pack<T>(low[2], low[3]);
+    a[2] = nsa__pack<T>(high[0], high[1]);
+    a[3] = nsa__pack<T>(high[2], high[3]);
+}
+
+/* nsa__cuda_product_nt of the 64 rows that a_row is one of, and nsa__cuda_product_nn. */
+template <typename T, int D, int N, int ROWS>
+NSA__DEVICE void nsa__cuda_group_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b);
+template <typename T, int K, int N>
+NSA__DEVICE void nsa__cuda_group_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4], T *b);
+
+#if NSA__USES_WGMMA
+
+/* A tile from the chunk that `at` points at. `panels`: bytes from one panel to the next, where a
+   product goes across them. */
+template <typename T> NSA__DEVICE uint64_t nsa__cuda_group_operand(const T *at, int panels) {
+    return nsa__wgmma_descriptor(at, panels, 1024, NSA__SWIZZLE_128);
+}
+
+template <typename T, int D, int N, int ROWS>
+NSA__DEVICE void nsa__cuda_group_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
+    static_assert(ROWS % 64 == 0, "whole groups");
+    float(&sums)[N / 2] = reinterpret_cast<float(&)[N / 2]>(c);
+    T *const rows = a + a_row / 64 * 64 * 64;
+    nsa__wgmma_fence(sums);
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+        nsa__wgmma<T, N, 0, 0>(sums,
+                               nsa__cuda_group_operand(rows + k / 4 * ROWS * 64 + k % 4 * 16, 16),
+                               nsa__cuda_group_operand(b + k / 4 * N * 64 + k % 4 * 16, 16), k > 0);
+    nsa__wgmma_commit();
+    nsa__wgmma_wait<0>(sums);
+}
+
+template <typename T, int K, int N>
+NSA__DEVICE void nsa__cuda_group_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4],
+                                            T *b) {
+    float(&sums)[N / 2] = reinterpret_cast<float(&)[N / 2]>(c);
+    uint32_t a[K / 16][4];
+#pragma unroll
+    for (int k = 0; k < K / 16; k++) nsa__cuda_pack_product<T>(a[k], p[2 * k], p[2 * k + 1]);
+    nsa__wgmma_fence(sums);
+#pragma unroll
+    for (int k = 0; k < K / 16; k++)
+        nsa__wgmma<T, N, 1>(sums, a[k], nsa__cuda_group_operand(b + k * 16 * 64, K * 128), 1);
+    nsa__wgmma_commit();
+    nsa__wgmma_wait<0>(sums);
+}
+
+#endif
+
+#endif
