@@ -104,6 +104,8 @@ const config_entry config_entries[] = {
            "or of every layer all but attention (--gc=selective)"),
     INTEGER("runtime.threads", runtime.threads, 0, 1024, "0", "--threads", NULL, CONFIG_NOT_SAVED,
             "CPU threads; 0: all"),
+    SWITCH("runtime.cuda_graph", runtime.cuda_graph, "false", "--cuda-graph", NULL,
+           CONFIG_NOT_SAVED, "GPU: record what a step launches, and run the recording"),
     INTEGER("runtime.ddp", runtime.ddp, -1, 1, "-1", "--ddp", NULL, LAUNCH,
             "several processes: 1 yes, 0 no, -1 where the launcher says so"),
     INTEGER("runtime.ddp_bucket_mb", runtime.ddp_bucket_mb, 1, 1024, "25", "--ddp-bucket-mb",

@@ -24,10 +24,12 @@ NSA__DEVICE float loss_reduce(float x, float *shared, bool most) {
 }
 
 /* losses[r] = ln sum exp(logits) - logits[label], 0 without a label; with scale != 0 the logits
-   become scale (p - onehot). */
+   become scale s->scaler.scale (p - onehot). */
 static __global__ void cross_entropy_kernel(double *losses, cuda_array logits,
-                                            const int32_t *labels, int vocab, float scale) {
+                                            const int32_t *labels, int vocab, const step_state *s,
+                                            double scale_alone) {
     NSA_SHARED(float, shared, [LOSS_WARPS]);
+    const float scale = static_cast<float>(scale_alone * s->scaler.scale);
     const int64_t row = static_cast<int64_t>(blockIdx.x) * vocab;
     const int32_t label = labels[blockIdx.x];
     const int thread = static_cast<int>(threadIdx.x);

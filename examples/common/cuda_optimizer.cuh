@@ -28,22 +28,34 @@ static __global__ void square_sum_kernel(step_state *s, const double *parts) {
     if (threadIdx.x == 0) s->squares += sum;
 }
 
-static __global__ void clip_kernel(step_state *s, double max_norm, double scale) {
-    const double norm = sqrt(s->squares) / scale;
-    s->grad_norm = norm;
-    s->clip = (max_norm > 0 && norm > max_norm ? max_norm / norm : 1) / scale;
-    s->overflow = !(s->squares <= 1.7976931348623157e308);
+NSA__DEVICE bool cuda_finite(double x) {
+    return fabs(x) <= 1.7976931348623157e308;
 }
 
-/* rate: lr / (1 - beta1^step); bias: 1 / sqrt(1 - beta2^step); keep: 1 - lr weight_decay */
-struct adamw_numbers {
-    float beta1, beta2, eps, rate, bias, keep;
-};
+static __global__ void clip_kernel(step_state *s, double max_norm, bool is_f16) {
+    loss_scaler *x = &s->scaler;
+    const double norm = sqrt(s->squares) / x->scale;
+    s->grad_norm = norm;
+    s->clip = (max_norm > 0 && norm > max_norm ? max_norm / norm : 1) / x->scale;
+    s->overflow = !cuda_finite(s->squares);
+    s->skipped = s->overflow && x->scale > 1 && cuda_finite(s->loss);
+    if (s->skipped) {
+        x->scale /= 2;
+        x->good_steps = 0;
+        x->skipped_steps++;
+    } else if (is_f16 && ++x->good_steps == SCALER_GOOD_STEPS) {
+        x->good_steps = 0;
+        if (x->scale < SCALER_MOST) x->scale *= 2;
+    }
+}
 
-static __global__ void adamw_kernel(adamw_numbers a, const step_state *s, float *value,
-                                    const float *grad, float *m, float *v, int64_t count) {
+static __global__ void adamw_kernel(const adamw_rates *rates, bool decay, const step_state *s,
+                                    float *value, const float *grad, float *m, float *v,
+                                    int64_t count) {
     const int64_t i = cuda_item();
     if (i >= count || s->overflow) return;
+    adamw_rates a = *rates;
+    if (!decay) a.keep = 1;
     const float g = grad[i] * static_cast<float>(s->clip);
     m[i] = a.beta1 * m[i] + (1.0f - a.beta1) * g;
     v[i] = a.beta2 * v[i] + (1.0f - a.beta2) * g * g;

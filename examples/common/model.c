@@ -99,12 +99,16 @@ bool model_evaluate(model *m, const model_batch *b, fault *f) {
     return !m->o->failed(m->o, f);
 }
 
-bool model_train(model *m, const model_batch *b, double scale, fault *f) {
-    if (!begin_pass(m, PHASE_FWD, b, f)) return false;
-    if (m->options.dist && m->last_of_step) dist_begin(m->options.dist);
+static void passes(model *m, double scale) {
     forward(m);
     head(m, scale);
     backward(m);
+}
+
+bool model_train(model *m, const model_batch *b, double scale, fault *f) {
+    if (!begin_pass(m, PHASE_FWD, b, f)) return false;
+    if (m->options.dist && m->last_of_step) dist_begin(m->options.dist);
+    model_launch(m, m->last_of_step ? MODEL_LAST_BATCH : MODEL_BATCH, passes, scale);
     return !m->o->failed(m->o, f);
 }
 
@@ -183,6 +187,47 @@ bool model_append(model *m, const int32_t *tokens, int count, int wanted, real *
     return ok;
 }
 
+/* ---- Recordings ---------------------------------------------------------------------------- */
+
+static void forget(const model *m, recording *r) {
+    recording none = {0};
+    if (r->graph) m->o->graph_free(m->o, r->graph);
+    *r = none;
+}
+
+void model_forget_recordings(model *m) {
+    for (int i = 0; i < MODEL_PARTS; i++) forget(m, &m->recordings[i]);
+}
+
+/* Documents differ from batch to batch, and with them what is launched. */
+static bool can_record(const model *m) {
+    return m->options.graphs && m->o->graph_begin && !m->documents;
+}
+
+void model_launch(model *m, model_part part, void (*run)(model *m, double number), double number) {
+    const ops *o = m->o;
+    recording *r = &m->recordings[part];
+    recording now = {NULL, number, m->batch, m->tokens_each, true};
+    if (!can_record(m)) {
+        run(m, number);
+        return;
+    }
+    bool same = r->known && r->number == number && r->batch == now.batch &&
+                r->tokens_each == now.tokens_each;
+    if (!same) {
+        forget(m, r);
+        *r = now;
+        run(m, number);
+        return;
+    }
+    if (!r->graph) {
+        o->graph_begin(o);
+        run(m, number);
+        r->graph = o->graph_end(o);
+    }
+    if (r->graph) o->graph_run(o, r->graph);
+}
+
 /* ---- State --------------------------------------------------------------------------------- */
 
 step_state model_state(const model *m) {
@@ -192,7 +237,22 @@ step_state model_state(const model *m) {
 }
 
 void model_zero_state(model *m) {
-    m->o->zero(m->o, m->state, sizeof *m->state);
+    m->o->zero(m->o, m->state, offsetof(step_state, scaler));
+}
+
+void model_set_scaler(model *m, const loss_scaler *s) {
+    m->o->upload(m->o, &m->state->scaler, s, sizeof *s);
+}
+
+void model_post_state(const model *m) {
+    if (m->o->post) m->o->post(m->o, m->state);
+}
+
+step_state model_fetch_state(const model *m) {
+    step_state s;
+    if (!m->o->fetch) return model_state(m);
+    m->o->fetch(m->o, &s);
+    return s;
 }
 
 void model_zero_gradients(model *m) {

@@ -50,6 +50,7 @@ typedef struct model_options {
     int first, end; /* of layers first .. end - 1; 0, 0: of all */
     int room;       /* tokens that model_append may append in all; 0: no cache */
     dist *dist;     /* NULL: one process */
+    bool graphs;    /* CUDA: what a step launches is recorded once (model_launch) */
 } model_options;
 
 /* What a call brings; arrays of the host. */
@@ -107,6 +108,17 @@ typedef struct scratch {
     size_t workspace_bytes;
 } scratch;
 
+/* What a step launches: the passes over a micro-batch, over the last of a step, and the update. */
+typedef enum model_part { MODEL_BATCH, MODEL_LAST_BATCH, MODEL_UPDATE, MODEL_PARTS } model_part;
+
+/* A part as it was recorded. What is launched depends on nothing but these numbers and the model. */
+typedef struct recording {
+    void *graph;
+    double number; /* the gradients' scale, the largest norm */
+    int batch, tokens_each;
+    bool known; /* launched once with these */
+} recording;
+
 /* What model_append keeps of a layer. */
 typedef struct layer_cache {
     nsa_cache sparse;
@@ -132,8 +144,11 @@ typedef struct model {
     scratch scratch;
     int32_t *tokens, *labels, *begins; /* the batch, in the back end's memory */
     step_state *state;                 /* likewise */
-    phase phase;                       /* of forward, for ops.mark */
-    bool last_of_step;                 /* dist hears of each gradient that is final */
+    adamw_rates *rates;                /* likewise */
+    recording recordings[MODEL_PARTS];
+    phase phase;       /* of forward, for ops.mark */
+    bool last_of_step; /* dist hears of each gradient that is final, and
+                                          observers look */
     int batch, tokens_each, rows, documents, longest; /* of the pass that runs */
     layer_cache *caches;                              /* of each layer; NULL without room */
     bool appending;                                   /* the pass attends from the caches */
@@ -153,8 +168,9 @@ bool model_measure(const model_config *c, const model_options *options, const op
 /* The geometry that each layer gives to nsa.h, for a batch of this shape. */
 nsa_desc model_desc(const model *m, int batch, int tokens);
 
-/* Adds a batch's losses to the state. model_train also adds the gradients of scale times their sum;
-   a caller sets last_of_step before those of a step's last batch. It zeroes state and gradients. */
+/* Adds a batch's losses to the state. model_train also adds the gradients of their sum, `scale` times
+   the scaler's scale times too large; a caller sets last_of_step before those of a step's last batch.
+   It zeroes state and gradients. */
 bool model_evaluate(model *m, const model_batch *b, fault *f);
 bool model_train(model *m, const model_batch *b, double scale, fault *f);
 
@@ -169,7 +185,18 @@ bool model_append(model *m, const int32_t *tokens, int count, int wanted, real *
 bool model_restart(model *m, fault *f);
 
 step_state model_state(const model *m);
-void model_zero_state(model *m);
+void model_zero_state(model *m); /* all but the scaler */
+void model_set_scaler(model *m, const loss_scaler *s);
+
+/* The state as it is when everything launched so far is done, without waiting for that; and later,
+   once for each. Where the back end cannot do that, fetch gives the state as it is. */
+void model_post_state(const model *m);
+step_state model_fetch_state(const model *m);
+
+/* Launches a part: run(m, number). With options.graphs its second time with these numbers is
+   recorded (the first may still load and choose), and from then on the recording is run. */
+void model_launch(model *m, model_part part, void (*run)(model *m, double number), double number);
+void model_forget_recordings(model *m);
 void model_zero_gradients(model *m);
 
 /* One layer, for model.c: forward from x[layer] to x[layer + 1]; what of it backward needs again;

@@ -274,6 +274,7 @@ static void layout(model *m, arena *a) {
     m->labels = arena_take(a, FOR_BATCH, ids);
     m->begins = arena_take(a, FOR_BATCH, ids + sizeof(int32_t));
     m->state = arena_take(a, FOR_BATCH, sizeof *m->state);
+    m->rates = arena_take(a, FOR_BATCH, sizeof *m->rates);
     nsa_desc d = model_desc(m, m->options.batch, m->options.tokens);
     m->scratch.workspace_bytes = layer_workspace(m, &d);
     if (m->caches) {
@@ -345,6 +346,7 @@ static void note_communication(const model *m, arena *a) {
 
 bool model_open(model *m, const model_config *c, const model_options *options, const ops *o,
                 uint64_t seed, fault *f) {
+    static const loss_scaler unscaled = {1, 0, 0};
     arena sizes = {0};
     bool ok = prepare(m, c, options, o, f);
     if (ok) {
@@ -357,6 +359,7 @@ bool model_open(model *m, const model_config *c, const model_options *options, c
         m->arena.base = m->memory;
         layout(m, &m->arena);
         note_communication(m, &m->arena);
+        model_set_scaler(m, &unscaled);
         ok = params_init(&m->params, o, seed, f) && (!m->caches || model_restart(m, f));
     }
     if (!ok) model_close(m);
@@ -376,6 +379,7 @@ bool model_measure(const model_config *c, const model_options *options, const op
 }
 
 void model_close(model *m) {
+    model_forget_recordings(m);
     if (m->memory) m->o->release(m->o, m->memory);
     params_free(&m->params);
     free(m->layer_slots);

@@ -13,45 +13,22 @@ static double now_ms(void) {
 
 /* ---- Statistics ---------------------------------------------------------------------------- */
 
-static void to_floats(float *to, const void *from, nsa_dtype dtype, int64_t count) {
-    const float *f32 = from;
-    const double *f64 = from;
-    const uint16_t *half = from;
-    for (int64_t i = 0; i < count; i++)
-        to[i] = dtype == NSA_F32    ? f32[i]
-                : dtype == NSA_F64  ? (float)f64[i]
-                : dtype == NSA_BF16 ? nsa_bf16_to_f32(half[i])
-                                    : nsa_f16_to_f32(half[i]);
-}
-
-/* The lists of a layer, sequence after sequence: a row of the batch, or a document. */
-static void add_lists(observer *x, const nsa_desc *d) {
-    const model *m = x->model;
-    int groups = m->config.n_kv_groups, width = nsa_block_list_width(d);
-    int sequences = m->documents ? m->documents : m->batch;
-    size_t bytes = ((size_t)m->documents + 1) * sizeof *x->begins;
-    if (m->documents) x->inner->download(x->inner, x->begins, m->begins, bytes);
-    for (int i = 0; i < sequences; i++) {
-        int64_t begin = m->documents ? x->begins[i] : (int64_t)i * m->tokens_each;
-        int64_t end = m->documents ? x->begins[i + 1] : begin + m->tokens_each;
-        stats_add_blocks(&x->sum, x->blocks + begin * groups * width, 0, end - begin, groups, width,
-                         m->config.l_sel);
-    }
-}
-
 static void collect(observer *x, int layer) {
     double begin = now_ms();
     const model *m = x->model;
-    const ops *o = x->inner;
-    const layer_acts *a = &m->acts[layer];
+    const model_config *c = &m->config;
     nsa_desc d = layer_desc(m);
-    int64_t rows = (int64_t)m->rows * m->config.n_kv_groups;
-    size_t lists = (size_t)rows * (size_t)nsa_block_list_width(&d);
-    o->download(o, x->raw, a->gates, (size_t)rows * BRANCHES * m->element);
-    o->download(o, x->blocks, a->blocks, lists * sizeof *x->blocks);
-    to_floats(x->gates, x->raw, o->dtype, rows * BRANCHES);
-    stats_add_gates(&x->sum, x->gates, rows, m->config.gate);
-    add_lists(x, &d);
+    layer_choices seen = {.gates = m->acts[layer].gates,
+                          .kind = c->gate,
+                          .blocks = m->acts[layer].blocks,
+                          .rows = m->rows,
+                          .groups = c->n_kv_groups,
+                          .width = nsa_block_list_width(&d),
+                          .slc_block = c->l_sel,
+                          .begins = m->documents ? m->begins : NULL,
+                          .sequences = m->documents ? m->documents : m->batch,
+                          .tokens_each = m->tokens_each};
+    x->inner->count_choices(x->inner, m->state, &seen);
     x->spent += now_ms() - begin;
 }
 
@@ -84,37 +61,13 @@ void observer_wrap(observer *x, const ops *o, const model *m) {
     x->table.mark = mark;
 }
 
-bool observer_open(observer *x, bool statistics, fault *f) {
-    const model *m = x->model;
-    if (!statistics || m->config.full) return true;
-    nsa_desc d = model_desc(m, m->options.batch, m->options.tokens);
-    size_t rows = (size_t)m->options.batch * (size_t)m->options.tokens;
-    x->begins = malloc((rows + 1) * sizeof *x->begins);
-    rows *= (size_t)m->config.n_kv_groups;
-    x->raw = malloc(rows * BRANCHES * m->element);
-    x->gates = malloc(rows * BRANCHES * sizeof *x->gates);
-    x->blocks = malloc(rows * (size_t)nsa_block_list_width(&d) * sizeof *x->blocks);
-    return (x->begins && x->raw && x->gates && x->blocks) ||
-           fault_set(f, "out of memory for statistics");
-}
-
-void observer_close(observer *x) {
-    free(x->begins);
-    free(x->raw);
-    free(x->gates);
-    free(x->blocks);
-}
-
 void observer_begin(observer *x) {
-    stats_sum zero = {0};
-    x->sum = zero;
     x->spent = 0;
-    x->collecting = x->raw != NULL;
+    x->collecting = x->statistics && !x->model->config.full;
 }
 
-bool observer_end(observer *x, stats *result) {
+void observer_end(observer *x) {
     x->collecting = false;
-    return stats_finish(&x->sum, result);
 }
 
 /* ---- Gradients ----------------------------------------------------------------------------- */

@@ -12,28 +12,21 @@ typedef struct observer {
     ops table; /* first: what the model is given */
     const ops *inner;
     const model *model;
-    listener trace; /* a line for each layer's backward; say NULL: none */
+    listener trace;  /* a line for each layer's backward; say NULL: none */
+    bool statistics; /* are wanted */
     bool collecting;
-    stats_sum sum;
-    double spent;    /* ms that collecting took, since observer_begin */
-    float *gates;    /* rows x groups x 3, of the host */
-    int32_t *blocks; /* rows x groups x width */
-    int32_t *begins; /* of documents */
-    void *raw;       /* gates as the back end has them */
-    phase phase;     /* of the mark before this one, and when it was */
+    double spent; /* ms that the host was busy with it, since observer_begin */
+    phase phase;  /* of the mark before this one, and when it was */
     int layer;
     double since;
 } observer;
 
 /* Before model_open: what `o` was is behind &observer->table. */
 void observer_wrap(observer *x, const ops *o, const model *m);
-/* After model_open; with `statistics` false nothing is ever collected. */
-bool observer_open(observer *x, bool statistics, fault *f);
-void observer_close(observer *x);
 
-/* Around the passes whose gates and lists are wanted. */
+/* Around the passes whose gates and lists are wanted; what is counted goes into the model's state. */
 void observer_begin(observer *x);
-bool observer_end(observer *x, stats *result); /* false: nothing was seen */
+void observer_end(observer *x);
 
 /* A line for each parameter's gradient: its norm and its largest element, divided by `scale`. */
 bool observer_trace_gradients(const observer *x, int64_t step, double scale, const listener *to,

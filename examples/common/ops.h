@@ -16,10 +16,21 @@
 #include "fault.h"
 #include "nsa.h"
 #include "phase.h"
+#include "stats.h"
 
 typedef nsa_real real;
 
-/* What a step leaves for the host to read; it lives in the back end's memory. */
+/* What f16 needs so that small gradients do not vanish: they are `scale` times too large. A step that
+   overflowed halves it; after many that did not it doubles. Other types keep 1. */
+typedef struct loss_scaler {
+    double scale;
+    int64_t good_steps, skipped_steps; /* since it changed; in all */
+} loss_scaler;
+
+enum { SCALER_GOOD_STEPS = 1000, SCALER_MOST = 1 << 24 };
+
+/* What a step leaves for the host to read; it lives in the back end's memory, where it also decides
+   what the host would learn too late: clipping, overflow, the next step's scale. */
 typedef struct step_state {
     double loss;      /* sum over the labels since it was zeroed */
     int64_t labels;   /* how many they were */
@@ -27,12 +38,30 @@ typedef struct step_state {
     double grad_norm; /* of all gradients, before clipping */
     double clip;      /* what adamw multiplies gradients with */
     int64_t overflow; /* 1: a gradient is not finite, and adamw leaves everything as it is */
+    int64_t skipped;  /* 1: and a smaller scale will help */
+    stats_sum seen;   /* of the passes that were looked at (observer.h) */
+    /* What follows outlives the step. */
+    loss_scaler scaler;
 } step_state;
 
-typedef struct adamw {
-    double lr, beta1, beta2, eps, weight_decay;
-    int64_t step; /* 1-based */
-} adamw;
+/* What a step of AdamW multiplies with, in the back end's memory. */
+typedef struct adamw_rates {
+    real beta1, beta2, eps;
+    real rate; /* lr / (1 - beta1^step) */
+    real bias; /* 1 / sqrt(1 - beta2^step) */
+    real keep; /* 1 - lr weight_decay, for tensors that decay */
+} adamw_rates;
+
+/* The gates and block lists of a layer's pass, of which statistics are wanted. */
+typedef struct layer_choices {
+    const void *gates; /* (rows, groups, 3), logits */
+    nsa_gate_kind kind;
+    const int32_t *blocks; /* (rows, groups, width) */
+    int64_t rows;          /* tokens */
+    int groups, width, slc_block;
+    const int32_t *begins; /* NULL, or sequences + 1 offsets; else each has tokens_each */
+    int sequences, tokens_each;
+} layer_choices;
 
 typedef struct ops ops;
 
@@ -93,18 +122,21 @@ struct ops {
                                 int64_t rows, int groups, int per_group, int dim);
 
     /* Adds the losses -ln softmax(logits)[label] to s, labels below 0 apart; with scale != 0 the
-       logits become their own gradient, scale (p - onehot). */
+       logits become their own gradient, scale s->scaler.scale (p - onehot). */
     void (*cross_entropy)(const ops *o, step_state *s, void *logits, const int32_t *labels,
                           int64_t rows, int vocab, double scale);
 
     /* s->squares += |grad|^2 */
     void (*square_sum)(const ops *o, step_state *s, const real *grad, int64_t count);
-    /* For gradients that are `scale` times what they stand for: s->grad_norm = sqrt(squares) / scale,
-       s->clip = min(1, max_norm / grad_norm) / scale; max_norm 0: no clipping. Sets s->overflow. */
-    void (*clip)(const ops *o, step_state *s, double max_norm, double scale);
+    /* For gradients that are s->scaler.scale times what they stand for: s->grad_norm =
+       sqrt(squares) / scale, s->clip = min(1, max_norm / grad_norm) / scale; max_norm 0: no
+       clipping. Sets s->overflow and s->skipped, and the scaler for the next step. */
+    void (*clip)(const ops *o, step_state *s, double max_norm);
     /* One step of AdamW on one tensor, with gradients s->clip * grad; nothing after an overflow. */
-    void (*adamw)(const ops *o, const adamw *a, const step_state *s, real *value, const real *grad,
-                  real *m, real *v, int64_t count);
+    void (*adamw)(const ops *o, const adamw_rates *a, bool decay, const step_state *s, real *value,
+                  const real *grad, real *m, real *v, int64_t count);
+    /* Adds to s->seen what stats.h counts of a layer. */
+    void (*count_choices)(const ops *o, step_state *s, const layer_choices *x);
 
     /* nsa.h's functions of the same names, on views of this back end's memory. */
     void (*rope_forward)(const ops *o, const nsa_rope *x, const nsa_desc *d);
@@ -147,6 +179,19 @@ struct ops {
     size_t (*decode_bytes)(const ops *o, const nsa_attention *x, const nsa_cache *cache, int count);
     void (*decode)(const ops *o, const nsa_attention *x, nsa_cache *cache, int count,
                    nsa_reads *reads, void *workspace, size_t bytes);
+
+    /* For a device that computes while the host goes on; both NULL where calls return when they are
+       done. post starts a copy of the state as it then is, fetch waits for the oldest that was not
+       fetched; two may be under way. */
+    void (*post)(const ops *o, const step_state *s);
+    void (*fetch)(const ops *o, step_state *s);
+
+    /* CUDA graphs, NULL elsewhere: what is launched between begin and end is recorded and not run;
+       graph_end gives it, NULL after a failure, to be run any number of times. */
+    void (*graph_begin)(const ops *o);
+    void *(*graph_end)(const ops *o);
+    void (*graph_run)(const ops *o, void *graph);
+    void (*graph_free)(const ops *o, void *graph);
 
     /* The first failure since the table was opened; forgets nothing. */
     bool (*failed)(const ops *o, fault *f);

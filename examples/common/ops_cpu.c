@@ -281,6 +281,7 @@ static void cpu_cross_entropy(const ops *o, step_state *s, void *logits, const i
                               int64_t rows, int vocab, double scale) {
     enum { ROWS = 512 };
     double losses[ROWS];
+    scale *= s->scaler.scale;
     for (int64_t first = 0; first < rows; first += ROWS) {
         int count = rows - first < ROWS ? (int)(rows - first) : ROWS;
         real *x = (real *)logits + first * vocab;
@@ -310,19 +311,26 @@ static void cpu_square_sum(const ops *o, step_state *s, const real *grad, int64_
     for (int i = 0; i < PARTS; i++) s->squares += part[i];
 }
 
-static void cpu_clip(const ops *o, step_state *s, double max_norm, double scale) {
-    (void)o;
-    s->grad_norm = sqrt(s->squares) / scale;
-    s->clip = (max_norm > 0 && s->grad_norm > max_norm ? max_norm / s->grad_norm : 1) / scale;
+static void cpu_clip(const ops *o, step_state *s, double max_norm) {
+    loss_scaler *x = &s->scaler;
+    s->grad_norm = sqrt(s->squares) / x->scale;
+    s->clip = (max_norm > 0 && s->grad_norm > max_norm ? max_norm / s->grad_norm : 1) / x->scale;
     s->overflow = !isfinite(s->squares);
+    s->skipped = s->overflow && x->scale > 1 && isfinite(s->loss);
+    if (s->skipped) {
+        x->scale /= 2;
+        x->good_steps = 0;
+        x->skipped_steps++;
+    } else if (o->dtype == NSA_F16 && ++x->good_steps == SCALER_GOOD_STEPS) {
+        x->good_steps = 0;
+        if (x->scale < SCALER_MOST) x->scale *= 2;
+    }
 }
 
-static void cpu_adamw(const ops *o, const adamw *a, const step_state *s, real *value,
-                      const real *grad, real *m, real *v, int64_t count) {
-    real beta1 = (real)a->beta1, beta2 = (real)a->beta2, clip = (real)s->clip, eps = (real)a->eps;
-    real rate = (real)(a->lr / (1 - pow(a->beta1, (double)a->step)));
-    real bias = (real)(1 / sqrt(1 - pow(a->beta2, (double)a->step)));
-    real keep = (real)(1 - a->lr * a->weight_decay);
+static void cpu_adamw(const ops *o, const adamw_rates *a, bool decay, const step_state *s,
+                      real *value, const real *grad, real *m, real *v, int64_t count) {
+    real beta1 = a->beta1, beta2 = a->beta2, clip = (real)s->clip, eps = a->eps;
+    real rate = a->rate, bias = a->bias, keep = decay ? a->keep : 1;
     if (s->overflow) return;
 #pragma omp parallel for simd num_threads(o->threads) schedule(static)
     for (int64_t i = 0; i < count; i++) {
@@ -332,6 +340,33 @@ static void cpu_adamw(const ops *o, const adamw *a, const step_state *s, real *v
         real root =
             sizeof(real) == sizeof(double) ? (real)sqrt((double)v[i]) : (real)sqrtf((float)v[i]);
         value[i] = value[i] * keep - rate * m[i] / (root * bias + eps);
+    }
+}
+
+/* ---- Statistics ---------------------------------------------------------------------------- */
+
+static float gate_at(const void *gates, nsa_dtype dtype, int64_t i) {
+    const uint16_t *half = gates;
+    return dtype == NSA_BF16  ? nsa_bf16_to_f32(half[i])
+           : dtype == NSA_F16 ? nsa_f16_to_f32(half[i])
+                              : (float)((const real *)gates)[i];
+}
+
+static void cpu_count_choices(const ops *o, step_state *s, const layer_choices *x) {
+    enum { ROWS = 256, GATES = 3 };
+    float some[ROWS * GATES];
+    int64_t rows = x->rows * x->groups;
+    for (int64_t first = 0; first < rows; first += ROWS) {
+        int64_t count = rows - first < ROWS ? rows - first : ROWS;
+        for (int64_t i = 0; i < count * GATES; i++)
+            some[i] = gate_at(x->gates, o->dtype, first * GATES + i);
+        stats_add_gates(&s->seen, some, count, x->kind);
+    }
+    for (int64_t i = 0; i < x->sequences; i++) {
+        int64_t begin = x->begins ? x->begins[i] : i * x->tokens_each;
+        int64_t end = x->begins ? x->begins[i + 1] : begin + x->tokens_each;
+        stats_add_blocks(&s->seen, x->blocks + begin * x->groups * x->width, 0, end - begin,
+                         x->groups, x->width, x->slc_block);
     }
 }
 
@@ -494,6 +529,7 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
         .square_sum = cpu_square_sum,
         .clip = cpu_clip,
         .adamw = cpu_adamw,
+        .count_choices = cpu_count_choices,
         .rope_forward = cpu_rope_forward,
         .rope_backward = cpu_rope_backward,
         .attention_forward_bytes = cpu_attention_forward_bytes,

@@ -10,6 +10,7 @@ extern "C" {
 #include "ops_cuda.h"
 #include "cuda_loss.cuh"
 #include "cuda_optimizer.cuh"
+#include "cuda_stats.cuh"
 #include "gemm_cuda.h"
 
 #include <math.h>
@@ -17,7 +18,7 @@ extern "C" {
 #include <stdlib.h>
 #include <string.h>
 
-enum { SCRATCH_BYTES = 4 << 20, STAGE_BYTES = 1 << 20, STAGES = 4 };
+enum { SCRATCH_BYTES = 4 << 20, STAGE_BYTES = 1 << 20, STAGES = 8, POSTS = 2 };
 
 struct cuda_state {
     gemm_cuda *gemm;
@@ -29,6 +30,9 @@ struct cuda_state {
     char *stage;    /* STAGES pieces of pinned memory that uploads pass through */
     cudaEvent_t sent[STAGES];
     int next;
+    step_state *posts; /* POSTS of them, pinned: states on their way to the host */
+    cudaEvent_t arrived[POSTS];
+    int posted, fetched; /* so far, modulo POSTS */
     bool failed;
     fault why;
 };
@@ -250,8 +254,8 @@ static void cuda_cross_entropy(const ops *o, step_state *s, void *logits, const 
         const cuda_array part = array_of(o, static_cast<char *>(logits) + first * vocab * element);
         demand(o, "cross_entropy",
                NSA_LAUNCH(cross_entropy_kernel, dim3(static_cast<unsigned>(count)),
-                          dim3(LOSS_THREADS), 0, stream, losses, part, labels + first, vocab,
-                          static_cast<float>(scale)));
+                          dim3(LOSS_THREADS), 0, stream, losses, part, labels + first, vocab, s,
+                          scale));
         demand(o, "cross_entropy",
                NSA_LAUNCH(loss_sum_kernel, dim3(1), dim3(32), 0, stream, s, losses, labels + first,
                           count));
@@ -267,21 +271,70 @@ static void cuda_square_sum(const ops *o, step_state *s, const real *grad, int64
     demand(o, "square_sum", NSA_LAUNCH(square_sum_kernel, dim3(1), dim3(32), 0, stream, s, parts));
 }
 
-static void cuda_clip(const ops *o, step_state *s, double max_norm, double scale) {
+static void cuda_clip(const ops *o, step_state *s, double max_norm) {
     demand(o, "clip",
-           NSA_LAUNCH(clip_kernel, dim3(1), dim3(1), 0, state_of(o)->stream, s, max_norm, scale));
+           NSA_LAUNCH(clip_kernel, dim3(1), dim3(1), 0, state_of(o)->stream, s, max_norm,
+                      o->dtype == NSA_F16));
 }
 
-static void cuda_adamw(const ops *o, const adamw *a, const step_state *s, real *value,
-                       const real *grad, real *m, real *v, int64_t count) {
-    const double step = static_cast<double>(a->step);
-    const adamw_numbers numbers = {static_cast<float>(a->beta1),
-                                   static_cast<float>(a->beta2),
-                                   static_cast<float>(a->eps),
-                                   static_cast<float>(a->lr / (1 - pow(a->beta1, step))),
-                                   static_cast<float>(1 / sqrt(1 - pow(a->beta2, step))),
-                                   static_cast<float>(1 - a->lr * a->weight_decay)};
-    LAUNCH_ITEMS(o, count, ROW_THREADS, adamw_kernel, numbers, s, value, grad, m, v, count);
+static void cuda_adamw(const ops *o, const adamw_rates *a, bool decay, const step_state *s,
+                       real *value, const real *grad, real *m, real *v, int64_t count) {
+    LAUNCH_ITEMS(o, count, ROW_THREADS, adamw_kernel, a, decay, s, value, grad, m, v, count);
+}
+
+/* ---- What the host learns ------------------------------------------------------------------- */
+
+static void cuda_count_choices(const ops *o, step_state *s, const layer_choices *x) {
+    const cudaStream_t stream = state_of(o)->stream;
+    stats_sum *parts = static_cast<stats_sum *>(state_of(o)->scratch);
+    demand(o, "statistics",
+           NSA_LAUNCH(stats_parts_kernel, dim3(STATS_PARTS), dim3(ROW_THREADS), 0, stream, parts,
+                      *x, array_of(o, x->gates)));
+    demand(o, "statistics",
+           NSA_LAUNCH(stats_sum_kernel, dim3(1), dim3(ROW_THREADS), 0, stream, s, parts));
+}
+
+static void cuda_post(const ops *o, const step_state *state) {
+    cuda_state *s = state_of(o);
+    demand(o, "post",
+           cudaMemcpyAsync(&s->posts[s->posted], state, sizeof *state, cudaMemcpyDeviceToHost,
+                           s->stream));
+    demand(o, "post", cudaEventRecord(s->arrived[s->posted], s->stream));
+    s->posted = (s->posted + 1) % POSTS;
+}
+
+static void cuda_fetch(const ops *o, step_state *state) {
+    cuda_state *s = state_of(o);
+    demand(o, "fetch", cudaEventSynchronize(s->arrived[s->fetched]));
+    *state = s->posts[s->fetched];
+    s->fetched = (s->fetched + 1) % POSTS;
+}
+
+/* ---- Graphs --------------------------------------------------------------------------------- */
+
+static void cuda_graph_begin(const ops *o) {
+    demand(o, "graph",
+           cudaStreamBeginCapture(state_of(o)->stream, cudaStreamCaptureModeThreadLocal));
+}
+
+static void *cuda_graph_end(const ops *o) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t executable = NULL;
+    cudaError_t error = cudaStreamEndCapture(state_of(o)->stream, &graph);
+    if (error == cudaSuccess) error = cudaGraphInstantiate(&executable, graph, 0);
+    if (graph) cudaGraphDestroy(graph);
+    demand(o, "graph", error);
+    return executable;
+}
+
+static void cuda_graph_run(const ops *o, void *graph) {
+    demand(o, "graph", cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), state_of(o)->stream));
+}
+
+/* It may still be running. */
+static void cuda_graph_free(const ops *o, void *graph) {
+    demand(o, "graph", cudaStreamSynchronize(state_of(o)->stream));
+    demand(o, "graph", cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)));
 }
 
 /* ---- nsa_cuda.cuh --------------------------------------------------------------------------- */
@@ -414,6 +467,13 @@ static void fill(ops *o) {
     o->square_sum = cuda_square_sum;
     o->clip = cuda_clip;
     o->adamw = cuda_adamw;
+    o->count_choices = cuda_count_choices;
+    o->post = cuda_post;
+    o->fetch = cuda_fetch;
+    o->graph_begin = cuda_graph_begin;
+    o->graph_end = cuda_graph_end;
+    o->graph_run = cuda_graph_run;
+    o->graph_free = cuda_graph_free;
     o->rope_forward = cuda_rope_forward;
     o->rope_backward = cuda_rope_backward;
     o->attention_forward_bytes = cuda_attention_forward_bytes;
@@ -471,7 +531,11 @@ bool ops_cuda_open(ops *o, nsa_dtype dtype, fault *f) {
         cudaHostAlloc(reinterpret_cast<void **>(&s->word), sizeof *s->word, cudaHostAllocMapped) ==
             cudaSuccess &&
         cudaHostAlloc(reinterpret_cast<void **>(&s->stage), STAGES * STAGE_BYTES,
+                      cudaHostAllocDefault) == cudaSuccess &&
+        cudaHostAlloc(reinterpret_cast<void **>(&s->posts), POSTS * sizeof *s->posts,
                       cudaHostAllocDefault) == cudaSuccess;
+    for (int i = 0; ok && i < POSTS; i++)
+        ok = cudaEventCreateWithFlags(&s->arrived[i], cudaEventDisableTiming) == cudaSuccess;
     for (int i = 0; ok && i < STAGES; i++)
         ok = cudaEventCreateWithFlags(&s->sent[i], cudaEventDisableTiming) == cudaSuccess;
     if (ok) s->gemm = gemm_cuda_open(&o->library);
@@ -494,6 +558,9 @@ void ops_cuda_close(ops *o) {
     gemm_cuda_close(s->gemm);
     for (int i = 0; i < STAGES; i++)
         if (s->sent[i]) cudaEventDestroy(s->sent[i]);
+    for (int i = 0; i < POSTS; i++)
+        if (s->arrived[i]) cudaEventDestroy(s->arrived[i]);
+    if (s->posts) cudaFreeHost(s->posts);
     if (s->stage) cudaFreeHost(s->stage);
     if (s->word) cudaFreeHost(s->word);
     if (s->reads) cudaFree(s->reads);

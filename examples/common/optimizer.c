@@ -1,6 +1,8 @@
 /* optimizer.c - clipping and AdamW over the table. Twin: optimizer.h. */
 #include "optimizer.h"
 
+#include <math.h>
+
 static int pieces(const model *m) {
     return m->options.dist ? dist_pieces(m->options.dist) : 1;
 }
@@ -13,7 +15,6 @@ static dist_piece piece_at(const model *m, int i) {
 /* Losses, labels and squares of all processes. */
 static bool add_states(model *m, fault *f) {
     dist *d = m->options.dist;
-    if (!d || !d->link) return true;
     step_state s = model_state(m);
     double sums[] = {s.loss, (double)s.labels, s.squares};
     if (!dist_sum(d, sums, 3, f)) return false;
@@ -25,36 +26,64 @@ static bool add_states(model *m, fault *f) {
 }
 
 /* The part of a tensor that lies in a piece. */
-static void update(model *m, const adamw *a, const param *x, const dist_piece *p) {
+static void update(const model *m, const param *x, const dist_piece *p) {
     const params *q = &m->params;
     int64_t first = x->offset > p->first ? x->offset : p->first;
     int64_t last = x->offset + x->count, end = p->first + p->count;
     if (end < last) last = end;
     if (first >= last) return;
-    adamw one = *a;
     int64_t own = p->own + first - p->first;
-    if (!x->decay) one.weight_decay = 0;
-    m->o->adamw(m->o, &one, m->state, q->value + first, q->grad + first, q->m + own, q->v + own,
-                last - first);
+    m->o->adamw(m->o, m->rates, x->decay, m->state, q->value + first, q->grad + first, q->m + own,
+                q->v + own, last - first);
 }
 
-bool optimizer_step(model *m, const adamw *a, double clip, double scale, fault *f) {
-    const ops *o = m->o;
-    const params *q = &m->params;
+static void send_rates(const model *m, const adamw *a) {
+    double step = (double)a->step;
+    adamw_rates r = {.beta1 = (real)a->beta1,
+                     .beta2 = (real)a->beta2,
+                     .eps = (real)a->eps,
+                     .rate = (real)(a->lr / (1 - pow(a->beta1, step))),
+                     .bias = (real)(1 / sqrt(1 - pow(a->beta2, step))),
+                     .keep = (real)(1 - a->lr * a->weight_decay)};
+    m->o->upload(m->o, m->rates, &r, sizeof r);
+}
+
+static void square_gradients(model *m) {
+    for (int i = 0; i < pieces(m); i++) {
+        dist_piece p = piece_at(m, i);
+        m->o->square_sum(m->o, m->state, m->params.grad + p.first, p.count);
+    }
+}
+
+static void update_all(model *m, double clip) {
+    m->o->clip(m->o, m->state, clip);
+    for (int i = 0; i < pieces(m); i++) {
+        dist_piece p = piece_at(m, i);
+        for (int t = 0; t < m->params.length; t++) update(m, &m->params.list[t], &p);
+    }
+}
+
+/* All of a step for one process. */
+static void step_alone(model *m, double clip) {
+    m->o->mark(m->o, PHASE_OPT, -1);
+    square_gradients(m);
+    update_all(m, clip);
+    params_changed(&m->params, m->o);
+}
+
+bool optimizer_step(model *m, const adamw *a, double clip, fault *f) {
     dist *d = m->options.dist;
-    if (d && !dist_reduced(d, f)) return false;
-    o->mark(o, PHASE_OPT, -1);
-    for (int i = 0; i < pieces(m); i++) {
-        dist_piece p = piece_at(m, i);
-        o->square_sum(o, m->state, q->grad + p.first, p.count);
+    send_rates(m, a);
+    if (!d || !d->link) {
+        model_launch(m, MODEL_UPDATE, step_alone, clip);
+        return true;
     }
+    if (!dist_reduced(d, f)) return false;
+    m->o->mark(m->o, PHASE_OPT, -1);
+    square_gradients(m);
     if (!add_states(m, f)) return false;
-    o->clip(o, m->state, clip, scale);
-    for (int i = 0; i < pieces(m); i++) {
-        dist_piece p = piece_at(m, i);
-        for (int t = 0; t < q->length; t++) update(m, a, &q->list[t], &p);
-    }
-    if (d && !dist_spread(d, f)) return false;
-    params_changed(q, o);
+    update_all(m, clip);
+    if (!dist_spread(d, f)) return false;
+    params_changed(&m->params, m->o);
     return true;
 }

@@ -84,6 +84,55 @@ static bool print_sample(trainer *t, const char *when, fault *f) {
 
 /* ---- Steps --------------------------------------------------------------------------------- */
 
+/* The newest step that was computed, or is still being computed. */
+static int64_t train_computed(const trainer *t) {
+    return t->pending.is ? t->pending.step : t->state.step;
+}
+
+static bool halt_for_nan(trainer *t, double loss, double norm, fault *f) {
+    fault why;
+    fault_set(&why, "step %lld: loss %g, gradient norm %g; checkpoints stay as they are",
+              (long long)t->pending.step, loss, norm);
+    telemetry_halt(t->telemetry, ANOMALY_NAN, why.text, f);
+    return false;
+}
+
+/* Waits for what the pending step came to, and reports it: from here on it is done. A device may
+   have begun the next one. Until it is done nothing may be saved. */
+static bool settle(trainer *t, fault *f) {
+    const config_train *c = &t->config->train;
+    const train_pending p = t->pending;
+    step_state s = model_fetch_state(&t->model);
+    double loss = s.labels ? s.loss / (double)s.labels : 0, now = now_seconds();
+    stats seen;
+    t->spoilt = true;
+    if (t->o->failed(t->o, f)) return false;
+    if (!s.skipped && !(isfinite(loss) && isfinite(s.grad_norm)))
+        return halt_for_nan(t, loss, s.grad_norm, f);
+    t->spoilt = t->pending.is = false;
+    int64_t tokens = c->batch_size * c->seq_len * c->accumulate_grad_batches;
+    t->state.step = p.step;
+    t->state.data = p.data;
+    t->state.tokens += tokens;
+    t->state.loss_scale = s.scaler.scale;
+    t->state.scaler_good_steps = s.scaler.good_steps;
+    t->state.skipped_steps = s.scaler.skipped_steps;
+    telemetry_step done = {.step = p.step,
+                           .loss = loss,
+                           .lr = p.lr,
+                           .grad_norm = s.grad_norm,
+                           .tokens = tokens,
+                           .seconds = now - (p.began > t->settled ? p.began : t->settled),
+                           .skipped = s.skipped,
+                           .stats = stats_finish(&s.seen, &seen) ? &seen : NULL,
+                           .stats_ms = p.stats_ms};
+    t->settled = now;
+    bool ok = telemetry_step_end(t->telemetry, &done, f);
+    if (ok && t->first_step == p.step && !t->dist->rank)
+        ok = train_report_memory(t, "mem_step1.json", f);
+    return ok;
+}
+
 /* Labels of a micro-batch over all processes; where documents are isolated they differ. */
 static bool count_labels(trainer *t, const data_batch *b, double *labels, fault *f) {
     *labels = (double)b->labelled * (b->begins ? 1 : t->dist->world);
@@ -95,8 +144,7 @@ static bool train_batch(trainer *t, const data_batch *b, bool last, fault *f) {
     model_batch batch = batch_of(b);
     if (!count_labels(t, b, &labels, f)) return false;
     t->model.last_of_step = last;
-    double scale = t->state.loss_scale / (labels * count);
-    if (b->labelled) return model_train(&t->model, &batch, scale, f);
+    if (b->labelled) return model_train(&t->model, &batch, 1 / (labels * count), f);
     if (last) dist_begin(t->dist);
     return true;
 }
@@ -134,69 +182,28 @@ static bool trace_gradients(const trainer *t, fault *f) {
                                     f);
 }
 
-/* f16: gradients that overflowed have left the parameters alone, and the loss is scaled less; after
-   many that did not, more. False: it is no overflow that a smaller scale can help. */
-static bool settle_scale(trainer *t, const step_state *s, double loss, bool *skipped) {
-    enum { GOOD_STEPS = 1000 };
-    static const double most = 16777216; /* 2^24 */
-    checkpoint_state *x = &t->state;
-    *skipped = s->overflow && x->loss_scale > 1 && isfinite(loss);
-    if (*skipped) {
-        x->loss_scale /= 2;
-        x->scaler_good_steps = 0;
-        x->skipped_steps++;
-    } else if (t->o->dtype == NSA_F16 && ++x->scaler_good_steps == GOOD_STEPS) {
-        x->scaler_good_steps = 0;
-        if (x->loss_scale < most) x->loss_scale *= 2;
-    }
-    return *skipped || (isfinite(loss) && isfinite(s->grad_norm));
-}
-
+/* Starts the step after the newest one; what came of it is settle's to learn. */
 static outcome step(trainer *t, fault *f) {
     const config_train *c = &t->config->train;
-    const config_telemetry *watch = &t->config->telemetry;
-    double begin = now_seconds();
-    data_position next;
-    outcome o = accumulate(t, &next, f);
+    train_pending p = {.is = true, .step = train_computed(t) + 1, .began = now_seconds()};
+    outcome o = accumulate(t, &p.data, f);
     if (o != STEP_DONE) return o;
-    stats seen;
-    bool counted = observer_end(&t->observer, &seen);
-    if (watch->trace_grads && t->dist->world == 1 && !trace_gradients(t, f)) return STEP_FAILED;
-    adamw a = {.lr = config_lr(c, t->state.step + 1),
+    observer_end(&t->observer);
+    p.stats_ms = t->observer.spent;
+    if (t->config->telemetry.trace_grads && t->dist->world == 1 && !trace_gradients(t, f))
+        return STEP_FAILED;
+    adamw a = {.lr = config_lr(c, p.step),
                .beta1 = 0.9,
                .beta2 = 0.95,
                .eps = 1e-8,
                .weight_decay = c->weight_decay,
-               .step = t->state.step + 1};
-    if (!optimizer_step(&t->model, &a, c->grad_clip, t->state.loss_scale, f)) return STEP_FAILED;
-    step_state s = model_state(&t->model);
-    double loss = s.labels ? s.loss / (double)s.labels : 0;
-    bool skipped;
-    if (!settle_scale(t, &s, loss, &skipped)) {
-        fault why;
-        fault_set(&why, "step %lld: loss %g, gradient norm %g; checkpoints stay as they are",
-                  (long long)a.step, loss, s.grad_norm);
-        telemetry_halt(t->telemetry, ANOMALY_NAN, why.text, f);
-        t->spoilt = true;
-        return STEP_FAILED;
-    }
-    int64_t tokens = c->batch_size * c->seq_len * c->accumulate_grad_batches;
-    t->state.step = a.step;
-    t->state.data = next;
-    t->state.tokens += tokens;
-    telemetry_step done = {.step = a.step,
-                           .loss = loss,
-                           .lr = a.lr,
-                           .grad_norm = s.grad_norm,
-                           .tokens = tokens,
-                           .seconds = now_seconds() - begin,
-                           .skipped = skipped,
-                           .stats = counted ? &seen : NULL,
-                           .stats_ms = t->observer.spent};
-    bool ok = telemetry_step_end(t->telemetry, &done, f);
-    if (ok && t->first_step == a.step && !t->dist->rank)
-        ok = train_report_memory(t, "mem_step1.json", f);
-    return ok ? STEP_DONE : STEP_FAILED;
+               .step = p.step};
+    if (!optimizer_step(&t->model, &a, c->grad_clip, f)) return STEP_FAILED;
+    p.lr = a.lr;
+    model_post_state(&t->model);
+    bool settled = !t->pending.is || settle(t, f);
+    t->pending = p;
+    return settled ? STEP_DONE : STEP_FAILED;
 }
 
 /* What each bucket's exchange took, for NSA_TRACE_DDP_BUCKETS. */
@@ -222,24 +229,42 @@ static bool due(int64_t every, int64_t step) {
     return every > 0 && step % every == 0;
 }
 
-static outcome steps(trainer *t, fault *f) {
+/* Whether something wants the step to be done: work that is due, the end, other processes. */
+static bool wanted(const trainer *t) {
     const config_train *c = &t->config->train;
-    while (t->state.step < c->steps) {
-        outcome o = step(t, f);
-        if (o != STEP_DONE) return o;
-        trace_buckets(t);
-        bool last = t->state.step == c->steps;
-        if (due(t->config->runtime.ddp_check_every, t->state.step) && !train_same_parameters(t, f))
-            return STEP_FAILED;
-        if ((due(c->eval_every, t->state.step) || (last && c->eval_every)) && !evaluate(t, f))
-            return STEP_FAILED;
-        if (!last && due(c->save_every, t->state.step) && !train_save(t, true, f))
-            return STEP_FAILED;
-        if (!saver_check(t->saver, f)) return STEP_FAILED;
-        if (!agree_to_stop(t, f)) return STEP_FAILED;
-        if (t->stopped_by && !last) return STEP_STOPPED;
+    int64_t step = train_computed(t);
+    return !t->o->post || t->dist->world > 1 || t->config->telemetry.trace_grads ||
+           step == c->steps || due(c->eval_every, step) || due(c->save_every, step) || stops_now(t);
+}
+
+/* What is due after a step that is done. */
+static outcome after_step(trainer *t, fault *f) {
+    const config_train *c = &t->config->train;
+    bool last = t->state.step == c->steps;
+    trace_buckets(t);
+    if (due(t->config->runtime.ddp_check_every, t->state.step) && !train_same_parameters(t, f))
+        return STEP_FAILED;
+    if ((due(c->eval_every, t->state.step) || (last && c->eval_every)) && !evaluate(t, f))
+        return STEP_FAILED;
+    if (!last && due(c->save_every, t->state.step) && !train_save(t, true, f)) return STEP_FAILED;
+    if (!saver_check(t->saver, f)) return STEP_FAILED;
+    if (!agree_to_stop(t, f)) return STEP_FAILED;
+    return t->stopped_by && !last ? STEP_STOPPED : STEP_DONE;
+}
+
+static outcome steps(trainer *t, fault *f) {
+    outcome o = STEP_DONE;
+    fault late;
+    while (o == STEP_DONE && train_computed(t) < t->config->train.steps) {
+        o = step(t, f);
+        if (o == STEP_DONE && wanted(t))
+            o = settle(t, f) ? after_step(t, f) : STEP_FAILED;
+        else if (o == STEP_DONE && !saver_check(t->saver, f))
+            o = STEP_FAILED;
     }
-    return STEP_DONE;
+    /* What ended the run need not concern the step before it. */
+    if (t->pending.is && !t->spoilt && !settle(t, o == STEP_FAILED ? &late : f)) return STEP_FAILED;
+    return o;
 }
 
 /* ---- The end ------------------------------------------------------------------------------- */

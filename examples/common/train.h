@@ -21,6 +21,14 @@ typedef struct train_tensors {
     char (*names)[PARAM_NAME_BYTES + 2]; /* of the moments */
 } train_tensors;
 
+/* A step that was started and is not done (train.c). */
+typedef struct train_pending {
+    bool is;
+    int64_t step;
+    double lr, began, stats_ms;
+    data_position data; /* behind it */
+} train_pending;
+
 typedef struct trainer {
     const config *config;
     const ops *o; /* the observer's, before the back end's */
@@ -35,6 +43,8 @@ typedef struct trainer {
     checkpoint_part parts[2];
     saver *saver;           /* NULL: nothing is saved while it trains */
     checkpoint_state state; /* as of the last whole step: what a checkpoint holds */
+    train_pending pending;  /* the step after that */
+    double settled;         /* when a step was last done */
     bool spoilt;            /* memory holds what must not be saved */
     int64_t first_step;     /* that this run does */
     int64_t saved_step;     /* of the newest checkpoint, be it still under way; -1: none yet */

@@ -93,6 +93,8 @@ model_options train_model_options(const config *c, dist *d) {
                              .tokens = (int)c->train.seq_len,
                              .training = true,
                              .dist = d};
+    options.graphs = c->runtime.cuda_graph && d->world == 1 && !c->data.isolate_documents &&
+                     !c->telemetry.trace_module_bwd;
     config_gc gc = config_gc_of(c->runtime.gradient_checkpointing);
     options.checkpointing = gc.kind == CONFIG_GC_SELECTIVE ? CHECKPOINT_SELECTIVE
                             : gc.kind == CONFIG_GC_NONE    ? CHECKPOINT_NONE
@@ -132,6 +134,10 @@ static void say_what_runs(trainer *t) {
         (long long)m->params.count, m->config.n_layers, attention,
         (double)m->arena.used / (1 << 20), t->o->name, train_dtype_name(t->o->dtype), t->o->threads,
         t->o->library);
+    if (t->config->runtime.cuda_graph && (!t->o->graph_begin || !m->options.graphs))
+        telemetry_say(t->telemetry,
+                      "runtime.cuda_graph: no effect: it needs a GPU, one process, documents that "
+                      "are not isolated, and no trace of backward");
     if (t->dist->link)
         telemetry_say(
             t->telemetry,
@@ -195,8 +201,11 @@ static bool open_own(trainer *t, checkpoint *opened, checkpoint **k, fault *f) {
     }
     t->first_step = t->state.step + 1;
     settle_scale(t);
-    return open_model(t, *k, f) && observer_open(&t->observer, !telemetry_without_stats(c), f) &&
-           train_open_saver(t, f);
+    t->observer.statistics = !telemetry_without_stats(c);
+    if (!open_model(t, *k, f) || !train_open_saver(t, f)) return false;
+    loss_scaler scaler = {t->state.loss_scale, t->state.scaler_good_steps, t->state.skipped_steps};
+    model_set_scaler(&t->model, &scaler);
+    return true;
 }
 
 /* Rank 0 makes the folder, or finds it used, before the others write their heartbeats there. */
@@ -238,7 +247,6 @@ void train_close(trainer *t) {
     dist_detach(t->dist);
     saver_close(t->saver);
     model_close(&t->model);
-    observer_close(&t->observer);
     token_list_free(&t->prompt);
     tokenizer_close(t->tokenizer);
     free(t->tensors.weights);

@@ -105,6 +105,7 @@ bool train_load(trainer *t, const checkpoint *k, fault *f) {
 static bool collect_moments(trainer *t, fault *f) {
     const params *p = &t->model.params;
     move_copy(t, true);
+    if (!t->o->host_memory && t->o->failed(t->o, f)) return false; /* it may be anything */
     if (t->dist->world == 1) return true;
     real *v = t->moments ? t->moments + p->elements : NULL;
     return dist_collect(t->dist, p->m, t->moments, f) && dist_collect(t->dist, p->v, v, f);

@@ -69,7 +69,7 @@ static void step(model *m, dist *d, int64_t number, double *loss, double *norm) 
         CHECK(model_train(m, &b, 1.0 / (ROWS * TOKENS * BATCHES), &why), "%s", why.text);
         passing = false;
     }
-    CHECK(optimizer_step(m, &a, 1, 1, &why), "%s", why.text);
+    CHECK(optimizer_step(m, &a, 1, &why), "%s", why.text);
     step_state s = model_state(m);
     *loss = s.loss / (double)s.labels;
     *norm = s.grad_norm;

@@ -45,7 +45,7 @@ static double lowest_mean(const ops *o, int window) {
         model_zero_gradients(&m);
         CHECK(model_train(&m, &b, 1.0 / (BATCH * TOKENS), &why), "%s", why.text);
         losses[step] = model_state(&m).loss / (BATCH * TOKENS);
-        CHECK(optimizer_step(&m, &a, 1, 1, &why), "%s", why.text);
+        CHECK(optimizer_step(&m, &a, 1, &why), "%s", why.text);
     }
     for (int step = MEAN; step <= STEPS; step++) {
         double sum = 0;

@@ -85,12 +85,12 @@ static void test_cross_entropy(const ops *o) {
     enum { ROWS = 700, V = 37 };
     static real x[ROWS * V], kept[ROWS * V];
     static int32_t labels[ROWS];
-    step_state s = {0};
+    step_state s = {.scaler = {2, 0, 0}};
     double loss = 0, worst = 0;
     check_case("cross entropy");
     for (int i = 0; i < ROWS * V; i++) kept[i] = x[i] = (real)(20 * check_normal(4, (uint64_t)i));
     for (int r = 0; r < ROWS; r++) labels[r] = r % 9 == 4 ? -1 : check_below(V, 5, (uint64_t)r);
-    o->cross_entropy(o, &s, x, labels, ROWS, V, 0.5);
+    o->cross_entropy(o, &s, x, labels, ROWS, V, 0.25); /* times the scaler's 2 */
     for (int r = 0; r < ROWS; r++) {
         double top = -INFINITY, sum = 0;
         for (int i = 0; i < V; i++) top = fmax(top, (double)kept[r * V + i]);
@@ -114,48 +114,57 @@ static void test_optimizer(const ops *o) {
     enum { COUNT = 1003 };
     real value[COUNT], grad[COUNT], m[COUNT] = {0}, v[COUNT] = {0};
     double w[COUNT], dm[COUNT] = {0}, dv[COUNT] = {0}, sum = 0, worst = 0;
-    step_state s = {0};
-    adamw a = {.lr = 0.01, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1};
+    step_state s = {.scaler = {1, 0, 0}};
+    adamw_rates a = {
+        .beta1 = (real)0.9, .beta2 = (real)0.95, .eps = (real)1e-8, .keep = 1 - (real)1e-3};
     check_case("clip and AdamW");
     for (int i = 0; i < COUNT; i++) w[i] = (double)(value[i] = (real)check_normal(6, (uint64_t)i));
-    for (a.step = 1; a.step <= 5; a.step++) {
+    for (int step = 1; step <= 5; step++) {
+        a.rate = (real)(0.01 / (1 - pow(0.9, step)));
+        a.bias = (real)(1 / sqrt(1 - pow(0.95, step)));
         for (int i = 0; i < COUNT; i++)
-            grad[i] = (real)check_normal(7 + (uint64_t)a.step, (uint64_t)i);
+            grad[i] = (real)check_normal(7 + (uint64_t)step, (uint64_t)i);
         sum = 0;
         for (int i = 0; i < COUNT; i++) sum += (double)grad[i] * (double)grad[i];
         s.squares = 0;
         o->square_sum(o, &s, grad, 400);
         o->square_sum(o, &s, grad + 400, COUNT - 400);
-        o->clip(o, &s, 2.5, 1);
+        o->clip(o, &s, 2.5);
         CHECK(fabs(s.grad_norm - sqrt(sum)) < 1e-9 * sqrt(sum), "norm %.12g, not %.12g",
               s.grad_norm, sqrt(sum));
-        o->adamw(o, &a, &s, value, grad, m, v, COUNT);
+        o->adamw(o, &a, true, &s, value, grad, m, v, COUNT);
         for (int i = 0; i < COUNT; i++) {
             double g = (double)grad[i] * 2.5 / sqrt(sum);
             dm[i] = 0.9 * dm[i] + 0.1 * g;
             dv[i] = 0.95 * dv[i] + 0.05 * g * g;
-            double step = dm[i] / (1 - pow(0.9, (double)a.step)) /
-                          (sqrt(dv[i] / (1 - pow(0.95, (double)a.step))) + 1e-8);
-            w[i] -= 0.01 * (step + 0.1 * w[i]);
+            double change =
+                dm[i] / (1 - pow(0.9, step)) / (sqrt(dv[i] / (1 - pow(0.95, step))) + 1e-8);
+            w[i] -= 0.01 * (change + 0.1 * w[i]);
         }
     }
     for (int i = 0; i < COUNT; i++) worst = fmax(worst, fabs((double)value[i] - w[i]));
     CHECK(worst < 2e-6, "parameters off by %g after 5 steps", worst);
-    o->clip(o, &s, 1000, 1);
+    real still = 7, zero = 0, first = 0, second = 0;
+    o->adamw(o, &a, false, &s, &still, &zero, &first, &second, 1);
+    CHECK(still == 7, "what does not decay went from 7 to %g", (double)still);
+    o->clip(o, &s, 1000);
     CHECK(s.clip == 1, "a norm below the limit is clipped by %g", s.clip);
-    o->clip(o, &s, 0, 1);
+    o->clip(o, &s, 0);
     CHECK(s.clip == 1, "without a limit gradients are clipped by %g", s.clip);
-    o->clip(o, &s, 2.5, 8);
+    s.scaler.scale = 8;
+    o->clip(o, &s, 2.5);
     CHECK(fabs(s.grad_norm - sqrt(sum) / 8) < 1e-9 * sqrt(sum), "scaled by 8: norm %.12g",
           s.grad_norm);
     CHECK(fabs(s.clip * s.grad_norm * 8 - 2.5) < 1e-12, "scaled by 8: clipped to %.12g",
           s.clip * s.grad_norm * 8);
     value[0] = 3, grad[5] = (real)INFINITY;
     o->square_sum(o, &s, grad, COUNT);
-    o->clip(o, &s, 2.5, 8);
-    o->adamw(o, &a, &s, value, grad, m, v, COUNT);
+    o->clip(o, &s, 2.5);
+    o->adamw(o, &a, true, &s, value, grad, m, v, COUNT);
     CHECK(s.overflow == 1 && value[0] == 3, "after an overflow the first parameter is %g",
           (double)value[0]);
+    CHECK(s.skipped == 1 && s.scaler.scale == 4 && s.scaler.skipped_steps == 1,
+          "after an overflow the scale is %g", s.scaler.scale);
 }
 
 /* How often each token is drawn; the logits are ln of the weights. */

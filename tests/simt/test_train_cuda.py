@@ -1,0 +1,91 @@
+"""train_125m_cuda as its users run it, its kernels under the executor: the losses of the CPU; recorded steps,
+a resumed run and one that was told to stop, to the same bits; fp16 that overflows; a loss that is no number.
+
+usage: test_train_cuda.py PROGRAM CPU_PROGRAM FOLDER. Twins: train.c, ops_cuda.cu. Each operation is
+test_trainer.c's.
+"""
+import json
+import pathlib
+import signal
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "trainer"))
+from poison import KINDS, change
+from runs import Runs, check, done, wait_for
+
+runs = Runs(sys.argv[1], sys.argv[3], "train_cuda")
+corpus = runs.text()
+LITTLE = ("--data", corpus, "--seq-len", 32, "--batch-size", 1, "--device", "cuda", "--precision", "fp32",
+          "--lr-schedule", "constant", "--eval-every", 5)
+
+
+def rows(out):
+    """Loss and gradient norm of each step."""
+    lines = [line.split(",") for line in (out / "training.csv").read_text().splitlines()[1:]]
+    check([int(line[0]) for line in lines] == list(range(1, len(lines) + 1)), "a step is missing", lines)
+    return [(float(line[1]), float(line[4])) for line in lines]
+
+
+def near(a, b):
+    check(len(a) == len(b), a, b)
+    for x, y in zip(a, b):
+        check(abs(x[0] - y[0]) <= 1e-5 * y[0] and abs(x[1] - y[1]) <= 1e-3 * y[1], a, b)
+
+
+# ---- The same steps ----
+
+whole, said, _ = runs.train("whole", *LITTLE, "--steps", 7, "--accum-batches", 2, "--save-every", 3,
+                            "--keep-checkpoints", 0)
+check("| cuda, f32," in said and "val_loss" in said, said)
+runs.program, program = sys.argv[2], runs.program
+cpu, _, _ = runs.train("cpu", *LITTLE, "--device", "cpu", "--steps", 7, "--accum-batches", 2)
+runs.program = program
+near(rows(whole), rows(cpu))
+k_stats = [(out / "k_stats.csv").read_text() for out in (whole, cpu)]
+check(k_stats[0] == k_stats[1] and k_stats[0].count("\n") == 8, k_stats)
+beats = [[json.loads(line) for line in (out / "heartbeat_rank0.jsonl").read_text().splitlines()]
+         for out in (whole, cpu)]
+for a, b in zip(*([x for x in each if x["msg"] == "step_end"] for each in beats)):
+    check(a["step"] == b["step"] and abs(a["gate_entropy_mean"] - b["gate_entropy_mean"]) < 1e-5, a, b)
+
+recorded, said, _ = runs.train("recorded", *LITTLE, "--steps", 7, "--accum-batches", 2, "--cuda-graph")
+check(rows(recorded) == rows(whole) and "no effect" not in said, rows(recorded), rows(whole))
+resumed, _, _ = runs.train("resumed", *LITTLE, "--steps", 7, "--accum-batches", 2, "--cuda-graph",
+                           "--resume", whole / "checkpoints/step_00000003")
+check((resumed / "training.csv").read_text().splitlines()[1].startswith("4,"), "resumed after step 3")
+tail = [line.split(",") for line in (resumed / "training.csv").read_text().splitlines()[1:]]
+check([(float(x[1]), float(x[4])) for x in tail] == rows(whole)[3:], tail, rows(whole))
+_, said, _ = runs.train("isolated", *LITTLE, "--steps", 2, "--cuda-graph", "--isolate-documents")
+check("runtime.cuda_graph: no effect" in said, said)
+
+# ---- Told to stop: what was computed is reported and saved ----
+
+out, run = runs.start("stopped", *LITTLE, "--steps", 100000, "--accum-batches", 2)
+wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 3)
+run.send_signal(signal.SIGTERM)
+check(run.wait(120) == 128 + signal.SIGTERM, run.returncode)
+last = len(rows(out))
+state = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]
+check(state["step"] == last == json.loads((out / "metrics.json").read_text())["steps_done"], state, last)
+runs.train("stopped", *LITTLE, "--steps", last + 2, "--accum-batches", 2, "--resume")
+common = min(last + 2, 7)
+check(common > 3 and rows(out)[:common] == rows(whole)[:common], rows(out), rows(whole))
+
+# ---- Overflow, decided on the device; and what no scale helps ----
+
+FP16 = ("--data", corpus, "--seq-len", 2, "--batch-size", 1, "--device", "cuda", "--precision", "fp16")
+out, said, _ = runs.train("overflow", *FP16, "--steps", 20, "--save-every", 8, "--keep-checkpoints", 0)
+state = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]
+check("overflow: step skipped" in said and 1 <= state["skipped_steps"] < 10, said, state)
+check(state["loss_scale"] == 65536 / 2 ** state["skipped_steps"], state)
+more, _, _ = runs.train("more", *FP16, "--steps", 20, "--resume", out / "checkpoints/step_00000008")
+check((more / "training.csv").read_text().splitlines()[1:] != [], "resumed")
+ends = [(x / "training.csv").read_text().splitlines()[-1].split(",") for x in (out, more)]
+check(ends[0][1] == ends[1][1] and ends[0][4] == ends[1][4], ends)
+
+out, _, _ = runs.train("nan", *LITTLE, "--steps", 1)
+change(out / "checkpoints/step_00000001", KINDS["nan"][0])
+_, _, said = runs.train("nan", *LITTLE, "--steps", 9, "--resume", code=3)
+check("halted: nan" in said and (out / ".anomaly_type").read_text() == "nan\n", said)
+check(not (out / "checkpoints/step_00000002").exists(), "what is no number is not saved")
+done()
