@@ -10,8 +10,13 @@ A table stands between two comments, the first of which says what is in it:
   <!-- end of numbers -->
 
 The file is what bench_attention --json or record_runs.py wrote: one object with machine, date, commit
-and rows. `where` may be left out; a row is shown if it has all of the values given.
+and rows. `where` may be left out; a row is shown if it has all of the values given, of which each may be
+several with | between them and hold *. `ms: layers by tokens` is a table of ms with a row for each number of
+layers and a column for each of tokens:
+
+  <!-- numbers bench/results/tinylm.json: ms: layers by tokens where model=dim 128*, batch=1 -->
 """
+import fnmatch
 import json
 import pathlib
 import re
@@ -28,22 +33,46 @@ def cell(value):
     return "" if value is None else str(value)
 
 
+def selected(source, rows, conditions):
+    wanted = re.findall(r"(\w+)=(.*?)(?=, \w+=|$)", conditions)
+    found = [row for row in rows
+             if all(any(fnmatch.fnmatchcase(cell(row.get(name)), value) for value in values.split("|"))
+                    for name, values in wanted)]
+    if not found or (conditions and not wanted):
+        raise SystemExit(f"{source} has no row where {conditions or 'anything'}")
+    return found
+
+
+def lines_of(header, rows):
+    printed = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    return [printed[0], "|" + "---|" * len(header), *printed[1:]]
+
+
+def crossed(source, rows, value, down, across):
+    """A row for each value of `down`, a column for each of `across`."""
+    at = {(row[down], row[across]): cell(row[value]) for row in rows}
+    if len(at) != len(rows):
+        raise SystemExit(f"{source}: several rows have the same {down} and {across}")
+    downs, acrosses = (list(dict.fromkeys(row[name] for row in rows)) for name in (down, across))
+    return lines_of([f"{down}, {across}:".replace("_", " "), *map(cell, acrosses)],
+                    [[cell(d), *(at.get((d, a), "") for a in acrosses)] for d in downs])
+
+
 def table(source, spec):
     """The lines between the comments."""
     report = json.loads((ROOT / source).read_text())
     columns, _, conditions = spec.partition(" where ")
-    columns = [name.strip() for name in columns.split(",")]
-    wanted = dict(pair.strip().split("=") for pair in conditions.split(",")) if conditions else {}
-    rows = [row for row in report["rows"]
-            if all(cell(row.get(name)) == value for name, value in wanted.items())]
-    if not rows:
-        raise SystemExit(f"{source} has no row where {conditions or 'anything'}")
+    rows = selected(source, report["rows"], conditions)
+    cross = re.fullmatch(r"(\w+): (\w+) by (\w+)", columns)
+    columns = list(cross.groups()) if cross else [name.strip() for name in columns.split(",")]
     missing = [name for name in columns if name not in rows[0]]
     if missing:
         raise SystemExit(f"{source}: its rows have no {', '.join(missing)}; they have {', '.join(rows[0])}")
-    lines = ["| " + " | ".join(name.replace("_", " ") for name in columns) + " |",
-             "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(cell(row.get(name)) for name in columns) + " |" for row in rows]
+    if cross:
+        lines = crossed(source, rows, *columns)
+    else:
+        lines = lines_of([name.replace("_", " ") for name in columns],
+                         [[cell(row.get(name)) for name in columns] for row in rows])
     lines += ["", f"Measured {report['date']} at commit {report['commit']} on {report['machine']}.", ""]
     return "\n".join(lines)
 
