@@ -299,8 +299,8 @@ NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins);
 
 /* ---- RoPE: rotary positions, per head ---------------------------------------------------------
    out = R(position) x, R a rotation of the plane of each pair (x[a], x[b]) by position * frequency.
-   Pair i of D/2 has frequency base^(-2i/D), changed by `scaling`. All on rows first .. first +
-   count of each sequence. */
+   Pair i of D/2 has frequency base^(-2i/D) radians a position, changed by `scaling`. All on rows
+   first .. first + count - 1 of each sequence. */
 
 typedef enum nsa_rope_pairs {
     NSA_ROPE_INTERLEAVED = 0, /* (x[2i], x[2i + 1]) */
@@ -526,7 +526,7 @@ typedef struct nsa_cache {
     nsa_tensor k_cmp, v_cmp; /* (B, N(tokens), Hk, D) */
 } nsa_cache;
 
-/* Bytes for nsa_cache_init; 0 for arguments that it refuses. */
+/* Bytes for nsa_cache_init; 0 for arguments that it refuses. Rows are rounded to `dtype` once. */
 NSA_API size_t nsa_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind);
 /* Lays an empty cache out in memory of any alignment, which lives as long as the cache is used. */
 NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype,
