@@ -79,29 +79,40 @@ static inline void reference_one(const branch *br, const nsa_desc *d, const numb
 /* Changes the numbers of a problem before they are used; NULL leaves them. */
 typedef void (*twist)(const nsa_desc *d, numbers *n, nsa_dtype dtype);
 
-/* The whole and a slice of its queries, every instruction set, the layouts in turn. */
-static inline void test_reference(const branch *br, const geometry *g, nsa_dtype dtype,
-                                  uint64_t seed, twist change, const char *rule) {
-    for (int slice = 0; slice < 2; slice++) {
-        nsa_desc d = desc_of(g);
-        if (slice) d.first = g->T / 3, d.count = (g->T + 1) / 2;
-        numbers in = numbers_new(br, &d, dtype, seed);
-        if (change) change(&d, &in, dtype);
-        numbers want = numbers_reference(br, &d, &in, REF_F64);
-        numbers plain = numbers_reference(br, &d, &in, dtype_prec(dtype));
-        for (int i = 0; i < COUNT(isas); i++) {
-            if (!nsa_isa_available(isas[i])) continue;
-            d.isa = isas[i];
-            d.threads = 1 + (i + (int)seed) % 3;
-            nsa_dtype grad = (i + slice) % 2 ? NSA_REAL_DTYPE : dtype;
-            check_case("%s, %s%s, %s, gradients %s, isa %s, rows %d + %d", br->name, g->name, rule,
-                       dtype_name(dtype), dtype_name(grad), nsa_isa_name(d.isa), d.first, d.count);
-            reference_one(br, &d, &in, &want, &plain, dtype, grad, i + (int)seed + slice);
-        }
-        numbers_free_results(&want);
-        numbers_free_results(&plain);
-        numbers_free(&in);
+/* How much of a table a call of test_reference walks. */
+typedef enum thorough {
+    IN_TURN, /* the whole, by the instruction set of the machine and one other */
+    ALL      /* the whole and a slice of its queries, by every instruction set */
+} thorough;
+
+/* The whole or a slice of its queries, several instruction sets, the layouts in turn. */
+static inline void test_rows(const branch *br, const geometry *g, nsa_dtype dtype, uint64_t seed,
+                             twist change, const char *rule, int slice, thorough how) {
+    nsa_desc d = desc_of(g);
+    if (slice) d.first = g->T / 3, d.count = (g->T + 1) / 2;
+    numbers in = numbers_new(br, &d, dtype, seed);
+    if (change) change(&d, &in, dtype);
+    numbers want = numbers_reference(br, &d, &in, REF_F64);
+    numbers plain = numbers_reference(br, &d, &in, dtype_prec(dtype));
+    int turn = 1 + (int)(seed % (COUNT(isas) - 1));
+    for (int i = 0; i < COUNT(isas); i++) {
+        if (!nsa_isa_available(isas[i]) || (how == IN_TURN && i && i != turn)) continue;
+        d.isa = isas[i];
+        d.threads = 1 + (i + (int)seed) % 3;
+        nsa_dtype grad = (i + slice) % 2 ? NSA_REAL_DTYPE : dtype;
+        check_case("%s, %s%s, %s, gradients %s, isa %s, rows %d + %d", br->name, g->name, rule,
+                   dtype_name(dtype), dtype_name(grad), nsa_isa_name(d.isa), d.first, d.count);
+        reference_one(br, &d, &in, &want, &plain, dtype, grad, i + (int)seed + slice);
     }
+    numbers_free_results(&want);
+    numbers_free_results(&plain);
+    numbers_free(&in);
+}
+
+static inline void test_reference(const branch *br, const geometry *g, nsa_dtype dtype,
+                                  uint64_t seed, twist change, const char *rule, thorough how) {
+    test_rows(br, g, dtype, seed, change, rule, 0, how);
+    if (how == ALL) test_rows(br, g, dtype, seed, change, rule, 1, how);
 }
 
 /* Scores that grow along the sequence, so that the maximum lies in a later tile than the first. */
@@ -140,11 +151,11 @@ static inline void tied_scores(const nsa_desc *d, numbers *n, nsa_dtype dtype) {
 }
 
 static inline void test_extremes(const branch *br, const geometry *g, nsa_dtype dtype) {
-    test_reference(br, g, dtype, 21, rising_scores, ", maximum in a later tile");
-    test_reference(br, g, dtype, 22, falling_scores, ", maximum in the first tile");
-    test_reference(br, g, dtype, 23, low_scores, ", scores far below 0");
-    test_reference(br, g, dtype, 24, high_scores, ", scores far above 0");
-    test_reference(br, g, dtype, 25, tied_scores, ", tied scores");
+    test_reference(br, g, dtype, 21, rising_scores, ", maximum in a later tile", ALL);
+    test_reference(br, g, dtype, 22, falling_scores, ", maximum in the first tile", ALL);
+    test_reference(br, g, dtype, 23, low_scores, ", scores far below 0", ALL);
+    test_reference(br, g, dtype, 24, high_scores, ", scores far above 0", ALL);
+    test_reference(br, g, dtype, 25, tied_scores, ", tied scores", ALL);
 }
 
 /* Where a run takes long, the tests that run often look at fewer places. */
@@ -202,11 +213,12 @@ static inline void same_bits(const bits *a, const bits *b) {
 
 /* Run to run, for any number of threads, in any layout. */
 static inline void test_deterministic(const branch *br, const geometry *g, nsa_dtype dtype) {
-    static const int threads[] = {1, 1, 2, 3, 7, 0};
+    static const int threads[] = {1, 7, 2, 1, 3, 0};
+    const int runs = is_heavy(g) ? 3 : COUNT(threads);
     nsa_desc d = desc_of(g);
     numbers n = numbers_new(br, &d, dtype, 5);
     bits first = {{NULL}, {0}};
-    for (int i = 0; i < COUNT(threads); i++) {
+    for (int i = 0; i < runs; i++) {
         d.threads = threads[i];
         check_case("%s, %s, %s, run %d, threads %d", br->name, g->name, dtype_name(dtype), i,
                    threads[i]);
@@ -762,7 +774,8 @@ static inline void test_all(const branch *br, int quick, int little) {
             /* every geometry meets all questions in one dtype */
             int others = (i / step + k) % COUNT(dtypes);
             if (attend_refused(br, g) || (CHECKS_CUDA && quick && others)) continue;
-            test_reference(br, g, dtypes[k], seed, NULL, "");
+            test_reference(br, g, dtypes[k], seed, NULL, "",
+                           others && !CHECKS_CUDA ? IN_TURN : ALL);
             if (CHECKS_CUDA ? others || asks_little(g, quick) : others && !quick) continue;
             test_deterministic(br, g, dtypes[k]);
             test_slices(br, g, dtypes[k]);
@@ -777,7 +790,8 @@ static inline void test_all(const branch *br, int quick, int little) {
         if (!CHECKS_CUDA || !quick)
             test_extremes(br, &geometries[3], dtypes[k]);
         else if (k == 1 && !little)
-            test_reference(br, &geometries[0], dtypes[k], 21, rising_scores, ", rising scores");
+            test_reference(br, &geometries[0], dtypes[k], 21, rising_scores, ", rising scores",
+                           ALL);
         test_nothing_to_do(br, dtypes[k]);
     }
 #ifdef CHECK_F64
@@ -790,7 +804,8 @@ static inline void test_all(const branch *br, int quick, int little) {
 /* The geometries that take the reference minutes. */
 static inline void test_large(const branch *br) {
     for (int i = 0; i < COUNT(large_geometries); i++)
-        test_reference(br, &large_geometries[i], dtypes[i % COUNT(dtypes)], (uint64_t)i, NULL, "");
+        test_reference(br, &large_geometries[i], dtypes[i % COUNT(dtypes)], (uint64_t)i, NULL, "",
+                       ALL);
 }
 
 /* The argument of a test program: nothing, "quick", "little" (under the executor) or "slow". */

@@ -230,13 +230,25 @@ static inline int guarded_zones_intact(const guarded *g) {
 }
 
 /* Every zone and every closed byte of every live buffer is as it was at guards_freeze(). */
+/* The first byte that was changed and not open, or g->bytes. Blocks of bytes without a branch: a test
+   asks this of all of its memory after each call. */
+static inline size_t guarded_changed(const guarded *g) {
+    enum { BLOCK = 4096 };
+    size_t i = 0;
+    for (int changed = 0; i + BLOCK <= g->bytes; i += BLOCK) {
+        for (size_t j = i; j < i + BLOCK; j++) changed |= (g->data[j] != g->copy[j]) & !g->open[j];
+        if (changed) break;
+    }
+    while (i < g->bytes && (g->open[i] || g->data[i] == g->copy[i])) i++;
+    return i;
+}
+
 static inline void guards_verify(const char *call) {
     for (guarded *g = guards_live; g; g = g->next) {
-        size_t i = 0;
         guarded_poison(g, 0);
         CHECK(guarded_zones_intact(g), "%s wrote outside the buffer of %s", call, g->name);
         guarded_poison(g, 1);
-        while (i < g->bytes && (g->open[i] || g->data[i] == g->copy[i])) i++;
+        size_t i = guarded_changed(g);
         CHECK(i == g->bytes, "%s changed byte %zu of %zu of %s, which it must not write", call, i,
               g->bytes, g->name);
     }
