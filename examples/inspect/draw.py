@@ -23,8 +23,7 @@ import zlib
 HERE = pathlib.Path(__file__).resolve().parent
 BRANCHES = ("cmp", "slc", "win")
 # Okabe and Ito's colours, which people who see few colours can tell apart.
-COLOUR = {"cmp": (0, 158, 115), "slc": (230, 159, 0), "win": (0, 114, 178), "grey": (128, 128, 128),
-          "red": (213, 94, 0)}
+COLOUR = {"cmp": (0, 158, 115), "slc": (230, 159, 0), "win": (0, 114, 178), "grey": (128, 128, 128)}
 STYLE = """<style>
 .ground { fill: #ffffff } text { font: 12px system-ui, sans-serif; fill: #1f2328 }
 .title { font-size: 15px; font-weight: 600 } .small { font-size: 11px; fill: #59636e }
@@ -146,7 +145,8 @@ def heat(x, y, width, height, columns, rows, pixel):
         return (struct.pack(">I", len(body)) + kind + body +
                 struct.pack(">I", zlib.crc32(kind + body)))
 
-    png = (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", columns * across, rows * down, 8, 6, 0, 0, 0)) +
+    size = struct.pack(">IIBBBBB", columns * across, rows * down, 8, 6, 0, 0, 0)
+    png = (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) +
            chunk(b"IDAT", zlib.compress(bytes(lines), 9)) + chunk(b"IEND", b""))
     return (f'<image x="{x}" y="{y}" width="{width}" height="{height}" preserveAspectRatio="none" '
             f'style="image-rendering: pixelated" '
