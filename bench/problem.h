@@ -111,7 +111,7 @@ static inline void problem_make(problem *p, int heads, int kv_heads, int dim, in
     p->workspace = allocate(p->bytes);
 }
 
-static void problem_free(problem *p) {
+static inline void problem_free(problem *p) {
     for (int i = 0; i < p->owns; i++) free(p->owned[i]);
     free(p->workspace);
 }

@@ -6,7 +6,7 @@
 #include "problem.h"
 #include <time.h>
 
-static double seconds(void) {
+static inline double seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
