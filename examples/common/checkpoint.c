@@ -17,6 +17,9 @@
 
 #include "files.h"
 
+/* No run counts further than COUNT_LIMIT: sums of counts and of what they are multiplied by stay
+   below what an int64_t holds. */
+#define COUNT_LIMIT ((int64_t)1 << 48)
 enum { STATE_LIMIT = 1 << 24, NAME_BYTES = 64, PATH_ROOM = CONFIG_PATH_BYTES + 256 };
 
 /* A folder in the making, one on its way out, and one that another of its name replaces. */
@@ -92,12 +95,13 @@ static bool state_from_json(checkpoint_state *s, const json_t *object, fault *f)
         int64_t integer = json_integer_value(v);
         uint64_t bits = 0;
         double number = json_is_null(v) ? (double)NAN : json_number_value(v);
-        bool ok = fields[i].kind == FIELD_INTEGER ? json_is_integer(v) && integer >= 0
-                  : fields[i].kind == FIELD_HEX   ? parse_hex(v, &bits)
-                                                  : json_is_number(v) || json_is_null(v);
+        bool ok = fields[i].kind == FIELD_INTEGER
+                      ? json_is_integer(v) && integer >= 0 && integer <= COUNT_LIMIT
+                  : fields[i].kind == FIELD_HEX ? parse_hex(v, &bits)
+                                                : json_is_number(v) || json_is_null(v);
         if (!ok)
             return fault_set(f, "\"state\": %s must be %s", fields[i].name,
-                             fields[i].kind == FIELD_INTEGER ? "an integer from 0"
+                             fields[i].kind == FIELD_INTEGER ? "an integer in 0 .. 2^48"
                              : fields[i].kind == FIELD_HEX   ? "16 hexadecimal digits"
                                                              : "a number");
         if (fields[i].kind == FIELD_INTEGER) memcpy(at, &integer, sizeof integer);
@@ -400,9 +404,8 @@ static bool hash_file(const char *path, uint64_t *bytes, uint64_t *xxh64, fault 
     enum { CHUNK = 1 << 20 };
     char *chunk = malloc(CHUNK);
     XXH64_state_t *hash = XXH64_createState();
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    bool ok = (chunk && hash) || fault_set(f, "%s: out of memory", path);
-    if (ok && fd < 0) ok = fault_errno(f, "%s: cannot open", path);
+    int fd = files_open(path, f);
+    bool ok = fd >= 0 && ((chunk && hash) || fault_set(f, "%s: out of memory", path));
     if (ok) XXH64_reset(hash, 0);
     *bytes = 0;
     while (ok) {

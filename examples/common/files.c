@@ -10,13 +10,29 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { PATH_ROOM = 4096 };
+/* A path has at most PATH_ROOM bytes, and each level of a listing two of them on the stack. */
+enum { PATH_ROOM = 4096, LEVELS = 64 };
+
+/* A named pipe would make a plain open wait for its writer, for ever. */
+int files_open(const char *path, fault *f) {
+    struct stat s;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) {
+        fault_errno(f, "%s: cannot open", path);
+        return -1;
+    }
+    if (!fstat(fd, &s) && S_ISREG(s.st_mode)) return fd;
+    close(fd);
+    fault_set(f, "%s: must be a plain file", path);
+    return -1;
+}
 
 char *files_read(const char *path, size_t most, size_t *bytes, fault *f) {
     size_t room = 65536, used = 0;
-    FILE *file = fopen(path, "rb");
+    int fd = files_open(path, f);
+    FILE *file = fd < 0 ? NULL : fdopen(fd, "rb");
     if (!file) {
-        fault_errno(f, "%s: cannot open", path);
+        if (fd >= 0) close(fd), fault_set(f, "%s: out of memory", path);
         return NULL;
     }
     char *text = malloc(room + 1);
@@ -91,7 +107,8 @@ bool files_replace(const char *path, const void *from, size_t bytes, fault *f) {
     char aside[PATH_ROOM], folder[PATH_ROOM];
     if (snprintf(aside, sizeof aside, "%s.%ld.tmp", path, (long)getpid()) >= PATH_ROOM)
         return fault_set(f, "%.200s...: the path is too long", path);
-    int fd = open(aside, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    unlink(aside); /* what a killed process of that number left; and no link is written through */
+    int fd = open(aside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (fd < 0) return fault_errno(f, "%s: cannot create", path);
     bool ok = files_write_all(fd, path, from, bytes, f);
     if (ok && fsync(fd)) ok = fault_errno(f, "%s: cannot flush", path);
@@ -131,15 +148,24 @@ bool files_sync_folder(const char *path, fault *f) {
     return ok;
 }
 
+/* A link is removed itself: what it points at is somebody else's. */
 bool files_remove_folder(const char *path, fault *f) {
-    char name[PATH_ROOM];
-    DIR *folder = opendir(path);
-    if (!folder) return errno == ENOENT || fault_errno(f, "%s: cannot open the folder", path);
+    struct stat s;
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0 && errno == ENOENT) return true;
+    if (fd < 0 && !lstat(path, &s) && S_ISLNK(s.st_mode))
+        return !unlink(path) || fault_errno(f, "%s: cannot remove", path);
+    DIR *folder = fd < 0 ? NULL : fdopendir(fd);
+    if (!folder) {
+        fault_errno(f, "%s: cannot open the folder", path);
+        if (fd >= 0) close(fd);
+        return false;
+    }
     bool ok = true;
     for (struct dirent *e; ok && (e = readdir(folder));) {
         if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
-        ok = files_join(name, sizeof name, path, e->d_name, f);
-        if (ok && unlink(name)) ok = fault_errno(f, "%s: cannot remove", name);
+        if (unlinkat(fd, e->d_name, 0))
+            ok = fault_errno(f, "%s/%.200s: cannot remove", path, e->d_name);
     }
     closedir(folder);
     if (ok && rmdir(path)) ok = fault_errno(f, "%s: cannot remove", path);
@@ -184,9 +210,12 @@ static bool list_add(files_list *list, const char *name) {
 
 /* Adds the files of `folder` and of those below it; `below` is its own name in the list, "" for the
    first. A link to a folder is not followed, so that no folder is met twice. */
-static bool list_folder(files_list *list, const char *folder, const char *below, fault *f) {
+static bool list_folder(files_list *list, const char *folder, const char *below, int level,
+                        fault *f) {
     char path[PATH_ROOM], name[PATH_ROOM];
     struct stat s;
+    if (level > LEVELS)
+        return fault_set(f, "%.200s...: folders in folders, more than %d deep", folder, LEVELS);
     DIR *open_folder = opendir(folder);
     if (!open_folder) return fault_errno(f, "%s: cannot open the folder", folder);
     bool ok = true;
@@ -196,7 +225,7 @@ static bool list_folder(files_list *list, const char *folder, const char *below,
              files_join(name, sizeof name, below, e->d_name, f);
         if (!ok || lstat(path, &s)) continue;
         if (S_ISDIR(s.st_mode))
-            ok = list_folder(list, path, name, f);
+            ok = list_folder(list, path, name, level + 1, f);
         else if (!stat(path, &s) && S_ISREG(s.st_mode) && !list_add(list, name))
             ok = fault_set(f, "%s: out of memory", folder);
     }
@@ -207,7 +236,7 @@ static bool list_folder(files_list *list, const char *folder, const char *below,
 bool files_list_open(files_list *list, const char *folder, fault *f) {
     files_list empty = {NULL, 0};
     *list = empty;
-    bool ok = list_folder(list, folder, "", f);
+    bool ok = list_folder(list, folder, "", 1, f);
     if (!ok)
         files_list_close(list);
     else if (list->count)

@@ -8,6 +8,9 @@
 
 #include "fault.h"
 
+/* A descriptor to read a plain file from; -1: unreadable, or a pipe, a device, a folder. */
+int files_open(const char *path, fault *f);
+
 /* The whole file, with a zero byte behind it, to be freed; NULL: unreadable or above `most` bytes.
  */
 char *files_read(const char *path, size_t most, size_t *bytes, fault *f);
@@ -27,7 +30,8 @@ bool files_make_folder(const char *path, fault *f);
 /* Flushes a folder's list of names to the disk. */
 bool files_sync_folder(const char *path, fault *f);
 
-/* Removes a folder and the files in it; a folder inside is a fault. Absent is no fault. */
+/* Removes a folder and the files in it; a folder inside is a fault. Absent is no fault. Of a link,
+   the link goes and what it points at stays. */
 bool files_remove_folder(const char *path, fault *f);
 
 bool files_exist(const char *path);
@@ -36,7 +40,7 @@ bool files_exist(const char *path);
 bool files_join(char *path, size_t bytes, const char *folder, const char *name, fault *f);
 
 /* The plain files in a folder and in those below it, "a.txt", "sub/b.txt", sorted by bytes; names that
-   start with a dot are passed over, folders too. */
+   start with a dot are passed over, folders too. Folders more than 64 deep are a fault. */
 typedef struct files_list {
     char **names;
     size_t count;

@@ -247,7 +247,7 @@ static bool read_header(safetensors_file *file, fault *f) {
     uint64_t length = 0;
     json_error_t e;
     if (fstat(file->fd, &s)) return fault_errno(f, "%s: cannot read", file->path);
-    if (!S_ISREG(s.st_mode) || s.st_size < 8)
+    if (s.st_size < 8)
         return fault_set(f, "%s: not a safetensors file: shorter than 8 bytes", file->path);
     if (!files_read_at(file->fd, file->path, bytes, 8, 0, f)) return false;
     for (int i = 7; i >= 0; i--) length = length << 8 | bytes[i];
@@ -277,9 +277,8 @@ safetensors_file *safetensors_open(const char *path, fault *f) {
         return NULL;
     }
     memcpy(file->path, path, length);
-    file->fd = open(path, O_RDONLY | O_CLOEXEC);
-    bool ok = file->fd >= 0 || fault_errno(f, "%s: cannot open", path);
-    if (ok && read_header(file, f)) return file;
+    file->fd = files_open(path, f);
+    if (file->fd >= 0 && read_header(file, f)) return file;
     safetensors_close(file);
     return NULL;
 }

@@ -20,6 +20,9 @@
 
 enum { STRETCHES = 16, BIN_HEADER_BYTES = 1024, BIN_MAGIC = 20240520, TELL_BYTES = 1 << 26 };
 
+/* Files may be sparse, so that their sizes are not to be trusted to add up. */
+#define MOST_TOKENS ((int64_t)1 << 48)
+
 typedef struct piece {
     int64_t begin, count; /* place among all tokens; the separator included */
     const char *name;     /* in the list of files */
@@ -58,8 +61,8 @@ static bool open_piece(corpus *c, size_t i, char *path, fault *f) {
     if (c->fd >= 0 && c->fd_piece == i) return true;
     if (c->fd >= 0) close(c->fd);
     c->fd_piece = i;
-    c->fd = open(path, O_RDONLY | O_CLOEXEC);
-    return c->fd >= 0 || fault_errno(f, "%s: cannot open", path);
+    c->fd = files_open(path, f);
+    return c->fd >= 0;
 }
 
 static bool read_disk(corpus *c, size_t i, int64_t first, int64_t count, int32_t *tokens,
@@ -299,8 +302,8 @@ static bool add_file(corpus *c, const char *name, bool is_bin, fault *f) {
     struct stat s;
     piece p = {.begin = c->tokens, .name = name};
     if (!path_of(c, name, path, f)) return false;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return fault_errno(f, "%s: cannot open", path);
+    int fd = files_open(path, f);
+    if (fd < 0) return false;
     bool ok = !fstat(fd, &s) || fault_errno(f, "%s: cannot read", path);
     if (ok && !is_bin && !s.st_size) {
         listener_say(&c->base.options->notes, "%s: empty, passed over", path);
@@ -310,7 +313,13 @@ static bool add_file(corpus *c, const char *name, bool is_bin, fault *f) {
     ok = ok && (is_bin ? check_bin(path, fd, s.st_size, &p, f)
                        : open_text(c, path, fd, s.st_size, &p, f));
     close(fd);
-    if (!ok) return false;
+    if (ok && p.count > MOST_TOKENS - c->tokens)
+        ok = fault_set(f, "%s: more than %lld tokens with those before it", path,
+                       (long long)MOST_TOKENS);
+    if (!ok) {
+        free(p.tokens);
+        return false;
+    }
     c->pieces[c->count++] = p;
     c->tokens += p.count;
     c->base.fingerprint =

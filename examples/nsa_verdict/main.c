@@ -41,8 +41,12 @@ static bool path_of(const run *r, const char *name, char path[CONFIG_PATH_BYTES 
 
 static json_t *read_json(const run *r, const char *name) {
     char path[CONFIG_PATH_BYTES + 64];
-    json_error_t e;
-    return path_of(r, name, path) ? json_load_file(path, JSON_REJECT_DUPLICATES, &e) : NULL;
+    size_t bytes;
+    fault unused;
+    char *text = path_of(r, name, path) ? files_read(path, 1 << 28, &bytes, &unused) : NULL;
+    json_t *v = text ? json_loadb(text, bytes, JSON_REJECT_DUPLICATES, NULL) : NULL;
+    free(text);
+    return v;
 }
 
 /* NaN where the run did not write the number. */

@@ -221,6 +221,49 @@ static void test_damage(void) {
     refuse(test_path("bad"), "optimizer.safetensors: cannot open");
 }
 
+/* ---- A folder that somebody else made ---- */
+
+/* A run's folder with links to what is not the run's: writing into it must not reach there. */
+static void test_links(void) {
+    check_case("links");
+    test_mkdir("precious");
+    test_write_text(test_path("precious/letter"), "dear");
+    CHECK(save(test_path("linked"), 1, 0), "%s", why.text);
+    const char *names[] = {".writing-step_00000003", ".removing-x", "step_00000001.old",
+                           "step_00000002"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+        char link[256];
+        snprintf(link, sizeof link, "linked/checkpoints/%s", names[i]);
+        CHECK(!symlink("../../precious", test_path(link)), "link");
+    }
+    for (int64_t step = 1; step < 5; step++)
+        CHECK(save(test_path("linked"), step, 1), "step %d: %s", (int)step, why.text);
+    CHECK(exists("precious/letter"), "a link was followed when a folder was removed");
+    CHECK(!exists("linked/checkpoints/.removing-x"), "the link itself is swept");
+    expect_step(test_path("linked"), 4);
+}
+
+/* A state that says of itself that it is sound: with numbers that no run reaches, or as a pipe. */
+static void test_hostile_state(void) {
+    const char *state = "hostile/checkpoints/step_00000001/state.json";
+    const char *model = "hostile/checkpoints/step_00000001/model.safetensors";
+    config c = settings;
+    checkpoint_state s = state_of(1);
+    check_case("hostile");
+    s.data.document = INT64_MAX;
+    set_values(1);
+    CHECK(checkpoint_write(test_path("hostile"), &c, &s, parts, 2, 0, &why), "%s", why.text);
+    refuse(test_path("hostile"), "data.document must be an integer in 0 .. 2^48");
+    unlink(test_path(state));
+    CHECK(!mkfifo(test_path(state), 0666), "pipe");
+    refuse(test_path("hostile"), "state.json: must be a plain file");
+    unlink(test_path(state));
+    CHECK(save(test_path("hostile"), 1, 0), "%s", why.text);
+    unlink(test_path(model));
+    CHECK(!mkfifo(test_path(model), 0666), "pipe");
+    refuse(test_path("hostile"), "model.safetensors: must be a plain file");
+}
+
 static void test_other_model(void) {
     checkpoint k;
     safetensors_tensor other = model_list[0];
@@ -320,6 +363,8 @@ int main(void) {
     test_retention();
     test_latest();
     test_damage();
+    test_links();
+    test_hostile_state();
     test_other_model();
     test_full_disk();
     test_kill();

@@ -834,6 +834,40 @@ static void test_refusals(void) {
     free_rows(&r);
 }
 
+/* ---- Data and checkpoints that somebody else made ---- */
+
+static void test_hostile(void) {
+    enum { LEVELS = 80 };
+    char folder[3 * LEVELS] = "deep";
+    shard_header shard = {20240520, 1, 1000};
+    static uint16_t tokens[1000];
+    check_case("folders in folders");
+    for (int level = 0; level < LEVELS; level++) {
+        test_mkdir(folder);
+        strcat(folder, "/d");
+    }
+    refuse_path(CONFIG_TEXT, test_path("deep"), "folders in folders, more than 64 deep");
+    check_case("a shard that becomes a pipe");
+    write_shard(test_path("turns.bin"), shard, tokens, 1000);
+    data_options o = options_for(CONFIG_BIN, test_path("turns.bin"));
+    fault unused;
+    source *s = source_open(&o, 0, -1, &unused);
+    int32_t window[SEQ + 1];
+    unsigned char starts[SEQ + 1], given[SEQ + 1];
+    source_window w = {window, starts, given, 0};
+    unlink(test_path("turns.bin"));
+    CHECK(s && !mkfifo(test_path("turns.bin"), 0666), "pipe");
+    TEST_FAULT(s->read(s, 0, &w, &why), &why, "turns.bin: must be a plain file");
+    s->close(s);
+    check_case("a checkpoint that has used more of a document than there is");
+    test_write_text(test_path("lines.jsonl"), "{\"text\":\"four\"}\n{\"text\":\"five\"}\n");
+    o = options_for(CONFIG_FINEWEB_LOCAL, test_path("lines.jsonl"));
+    data_position p = {.used = (int64_t)1 << 48};
+    o.resume = &p;
+    TEST_FAULT(data_open(&o, &why) != NULL, &why,
+               "has used 281474976710656 tokens of the document at byte 0, which has 5");
+}
+
 /* ---- Percentiles ---- */
 
 static void test_statistics(void) {
@@ -870,6 +904,7 @@ int main(void) {
     test_isolation();
     test_isolated_shards();
     test_refusals();
+    test_hostile();
     test_statistics();
     tokenizer_close(bytes_tokenizer);
     return test_end("test_data");

@@ -166,7 +166,14 @@ static void test_hostile(void) {
            "8 bytes of data, of which the tensors cover 4");
     check_case("absent");
     TEST_FAULT(safetensors_open(test_path("nowhere"), &why) != NULL, &why, "nowhere: cannot open");
-    TEST_FAULT(safetensors_open(test_root, &why) != NULL, &why, "not a safetensors file");
+    TEST_FAULT(safetensors_open(test_root, &why) != NULL, &why, "must be a plain file");
+    check_case("a named pipe, which nobody writes to");
+    CHECK(!mkfifo(test_path("pipe"), 0666), "pipe");
+    TEST_FAULT(safetensors_open(test_path("pipe"), &why) != NULL, &why,
+               "pipe: must be a plain file");
+    check_case("a name that would steer a terminal");
+    refuse("{\"\\u001b[2J\\nok\":1}", 0, "tensor ?[2J?ok: dtype");
+    CHECK(!strpbrk(why.text, "\x1b\n"), "control bytes in a message");
 }
 
 /* A file cut at any length, or with any one byte of its header changed, is refused or is harmless. */
