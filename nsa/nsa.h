@@ -1436,6 +1436,13 @@ static void nsa__announce(int32_t *progress, int64_t index, int32_t now) {
     (void)now; /* gcc takes what an atomic writes for unused */
 }
 
+/* Threads for so many multiply-adds. A thread that sleeps needs some 50 us to come, in which another
+   does as many as this: fewer are not worth a region. Of the shape alone, and no bit depends on it. */
+static int nsa__threads_for(int threads, int64_t work) {
+    const int64_t worth = (int64_t)1 << 22;
+    return (int)nsa__max(1, nsa__min(threads, work / worth));
+}
+
 /* Tasks 0 .. tasks - 1, begun in this order and by any thread: no two of them write the same row at
    the same time. */
 static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, const void *context) {
@@ -1476,6 +1483,8 @@ typedef struct nsa__tiles {
                         nsa_real *sum);
     /* how many of n numbers have bits of at least `least`, as integers */
     int (*at_least)(int n, const nsa_real *x, nsa__lane least);
+    /* whether all numbers are finite; n is a multiple of 16 */
+    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
     /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta) */
     void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
                      const nsa_real *lse2, const nsa_real *delta, nsa_real *s, nsa_real *dp);
@@ -1942,6 +1951,12 @@ typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branc
 
 enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__HEADS_AT_ONCE = 4, NSA__ROWS_AHEAD = 8 };
 
+/* Queries that go through the tiles at once: about NSA__BATCH_ROWS rows. No more than these are read
+   where they lie: see nsa__forward_few. */
+static int nsa__few_queries(const nsa_desc *d) {
+    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
+}
+
 typedef struct nsa__pass {
     const nsa_attend *x, *dx;
     const nsa_desc *d;
@@ -1955,6 +1970,7 @@ typedef struct nsa__pass {
     int wide, wide_v;  /* widths of packed rows: Dk and Dv rounded up to whole vectors */
     int batch_queries; /* queries that go through the tiles at once: about NSA__BATCH_ROWS rows */
     int task_queries;  /* queries of a task */
+    int few;           /* all queries are one task, and read keys where they lie */
     nsa_real scale, scale2; /* of q k, for e and for 2 as the base */
     int reach;              /* queries before this position are left out: see nsa__shared_reach */
     /* of the sequence and kv head at hand */
@@ -2051,7 +2067,7 @@ static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *
     p->tile_in_block = branch == NSA__SLC && d->slc_block % p->tile == 0;
     p->wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
     p->wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
-    p->batch_queries = p->task_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p->group);
+    p->batch_queries = p->task_queries = nsa__few_queries(d);
     if (branch ==
         NSA__SLC) { /* many queries, so that a tile finds readers, in a second-level cache */
         int64_t rows = (1 << 18) / (p->wide + p->wide_v);
@@ -2175,8 +2191,8 @@ static void nsa__each_heads(nsa__pass *passes, const nsa__team *team,
         for (int head = 0; seq.count && head < d->kv_heads; head += passes->heads) {
             int heads = (int)nsa__min(nsa__heads_at_once(d), d->kv_heads - (int64_t)head);
             for (int i = 0; i < heads; i++) nsa__pass_turn_to(&passes[i], &seq, head + i, heads);
-            nsa__run(team, (int64_t)heads * (passes->tile_end - passes->tile_begin), nsa__pack_task,
-                     passes);
+            int64_t tiles = passes->few ? 0 : passes->tile_end - passes->tile_begin;
+            nsa__run(team, heads * tiles, nsa__pack_task, passes);
             work(passes, team);
         }
 }
@@ -2304,7 +2320,7 @@ static nsa__batch nsa__batch_at(const nsa__walk *w, const nsa__pass *p, int from
     int left = (int)nsa__min(p->batch_queries, w->readers - from);
     uint64_t seen = 0;
     while (b.readers < left && b.reader[b.readers] == b.reader[0] + b.readers) b.readers++;
-    b.gathered = b.readers < left && b.readers * p->group < NSA__ROWS_AS_THEY_LIE;
+    b.gathered = !p->few && b.readers < left && b.readers * p->group < NSA__ROWS_AS_THEY_LIE;
     if (b.gathered) b.readers = left;
     b.rows = b.readers * p->group;
     for (int i = 0; i < b.readers; i++) seen |= b.mask[i];
@@ -2508,6 +2524,10 @@ typedef struct nsa__forward {
     nsa_real *s, *shrink;
     unsigned char *bad;
     nsa__scoring scoring; /* where lists are selected too */
+    /* of few queries: q as columns, `columns` apart; the scores of a tile like that; rows of keys
+       that cannot be read where they lie */
+    nsa_real *q_t, *s_t, *rows;
+    int columns;
 } nsa__forward;
 
 static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a) {
@@ -2525,6 +2545,11 @@ static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a
     f->s = nsa__take_reals(a, some * p->tile);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
     if (p->select) nsa__scoring_take(&f->scoring, p, a);
+    /* taken by many queries too, so that a workspace for them serves fewer */
+    f->columns = (int)nsa__ceil_div(some, NSA__LANES) * NSA__LANES + NSA__LANES;
+    f->q_t = nsa__take_reals(a, (int64_t)p->d->dim * f->columns);
+    f->s_t = nsa__take_reals(a, (int64_t)p->tile * f->columns);
+    f->rows = nsa__take_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
 }
 
 static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task) {
@@ -2535,6 +2560,82 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task
     memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
     for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
     nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
+    if (!p->few) return;
+    memset(f->q_t, 0, (size_t)p->d->dim * (size_t)f->columns * sizeof *f->q_t);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < p->d->dim; c++)
+            f->q_t[(ptrdiff_t)c * f->columns + r] = f->q[(ptrdiff_t)r * p->wide + c];
+}
+
+/* Rows of keys: `at` and every `row` numbers behind it. */
+typedef struct nsa__rows {
+    const nsa_real *at;
+    ptrdiff_t row;
+} nsa__rows;
+
+/* Whether rows can be read where they lie: reals, whole vectors, and not around a ring's end. */
+static int nsa__rows_lie_well(const nsa__pass *p, const nsa_tensor *x, int begin, int n, int width,
+                              int wide) {
+    return x->dtype == NSA_REAL_DTYPE && width == wide &&
+           (!p->ring || begin % p->ring + n <= p->ring);
+}
+
+static nsa__rows nsa__rows_here(const nsa__pass *p, const nsa_tensor *x, int begin) {
+    nsa__rows here = {(const nsa_real *)nsa__key(p, x, begin), x->token};
+    return here;
+}
+
+/* n rows of x from key `begin` on in `copy`, zeros and a bit of `bad` for those that are not finite. */
+static nsa__rows nsa__rows_copied(const nsa__pass *p, const nsa_tensor *x, int begin, int n,
+                                  int width, int wide, nsa_real *copy, uint64_t *bad) {
+    nsa__rows there = {copy, wide};
+    for (int i = 0; i < n; i++, copy += wide) {
+        if (!nsa__load_finite(copy, x->dtype, nsa__key(p, x, begin + i), width))
+            *bad |= (uint64_t)1 << i;
+        memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
+    }
+    return there;
+}
+
+enum { NSA__KEYS_AT_ONCE = 24 }; /* whole pieces of the product, whatever the vectors */
+
+/* The batch's scores of n keys from `begin` on, by the keys' rows and q's as columns: packing a tile
+   would cost few queries more than the product does. Every score is the same sum in the same order.
+   Rows that are not finite make no score that is. */
+static void nsa__few_scores(nsa__forward *f, const nsa__pass *p, const nsa__batch *b, int begin,
+                            int n, uint64_t *bad) {
+    const nsa_tensor *v = &p->x->v;
+    const nsa_real *q = f->q_t + (ptrdiff_t)b->reader[0] * p->group;
+    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, dim = p->d->dim;
+    int here = nsa__rows_lie_well(p, &p->x->k, begin, n, dim, p->wide), done = 0;
+    for (; !done; here = 0) {
+        nsa__rows k = here ? nsa__rows_here(p, &p->x->k, begin)
+                           : nsa__rows_copied(p, &p->x->k, begin, n, dim, p->wide, f->rows, bad);
+        for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
+            int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
+            for (int r = i; r < i + some; r++)
+                nsa__fetch(nsa__key(p, v, begin + r),
+                           (size_t)p->d->dim_v * nsa__dtype_bytes(v->dtype));
+            p->tiles->gemm(some, columns, dim, k.at + i * k.row, k.row, 1, q, f->columns,
+                           f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0, NULL);
+        }
+        done = !here || p->tiles->finite(n, columns, f->columns, f->s_t);
+    }
+    for (int r = 0; r < b->rows; r++) {
+        nsa_real *s = f->s + (ptrdiff_t)r * p->tile;
+        for (int i = 0; i < n; i++) s[i] = f->s_t[(ptrdiff_t)i * f->columns + r];
+        for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
+    }
+}
+
+static nsa__rows nsa__few_values(nsa__forward *f, const nsa__pass *p, int begin, int n,
+                                 uint64_t *bad) {
+    const nsa_tensor *x = &p->x->v;
+    if (nsa__rows_lie_well(p, x, begin, n, p->d->dim_v, p->wide_v)) {
+        nsa__rows v = nsa__rows_here(p, x, begin);
+        if (p->tiles->finite(n, p->wide_v, v.row, v.at)) return v;
+    }
+    return nsa__rows_copied(p, x, begin, n, p->d->dim_v, p->wide_v, f->rows, bad);
 }
 
 /* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
@@ -2544,14 +2645,22 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__b
              *out = nsa__gather(b, f->out, f->some_out, G * p->wide_v);
     nsa_real *m = nsa__gather(b, f->m, f->some_m, G),
              *l = nsa__gather(b, f->l, f->some_l, G * NSA__LANES);
-    p->tiles->gemm(b->rows, n, p->d->dim, q, p->wide, 1,
-                   nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL);
+    int there = p->few ? (int)nsa__min(n, p->keys - (int64_t)keys) : n;
+    uint64_t bad = p->few ? 0 : p->bad[f->walk.tile];
+    if (p->few)
+        nsa__few_scores(f, p, b, keys, there, &bad);
+    else
+        p->tiles->gemm(b->rows, n, p->d->dim, q, p->wide, 1,
+                       nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL);
     for (int r = 0; p->select && r < b->rows; r++)
         memcpy(f->scoring.s + ((ptrdiff_t)b->reader[0] * G + r) * f->scoring.stride + keys,
                f->s + (ptrdiff_t)r * tile, (size_t)n * sizeof *f->s);
     p->tiles->softmax(b->rows, n, tile, G, b->mask, b->begin, f->s, m, l, f->shrink);
-    p->tiles->gemm(b->rows, p->wide_v, n, f->s, tile, 1, p->v + (ptrdiff_t)keys * p->wide_v,
-                   p->wide_v, out, p->wide_v, 1, f->shrink);
+    nsa__rows v = {p->few ? NULL : p->v + (ptrdiff_t)keys * p->wide_v, p->wide_v};
+    if (p->few) v = nsa__few_values(f, p, keys, there, &bad);
+    if (p->few) bad <<= b->begin;
+    p->tiles->gemm(b->rows, p->wide_v, there, f->s, tile, 1, v.at, v.row, out, p->wide_v, 1,
+                   f->shrink);
     nsa__scatter(b, f->out, out, G * p->wide_v);
     nsa__scatter(b, f->m, m, G);
     nsa__scatter(b, f->l, l, G * NSA__LANES);
@@ -2559,8 +2668,7 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__b
         if (p->reads)
             p->reads[(f->walk.first - p->seq.first + b->reader[i]) * (int64_t)p->d->kv_heads +
                      p->kv_head] += nsa__bit_count(b->mask[i]);
-        if (b->mask[i] & p->bad[f->walk.tile])
-            memset(f->bad + (ptrdiff_t)b->reader[i] * G, 1, (size_t)G);
+        if (b->mask[i] & bad) memset(f->bad + (ptrdiff_t)b->reader[i] * G, 1, (size_t)G);
     }
 }
 
@@ -2764,8 +2872,10 @@ static size_t nsa__forward_plan(nsa__pass *passes, const nsa_select *select, nsa
     for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
         nsa__pass *p = &passes[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-        nsa__pass_take_keys(p, shared, 0, 0);
         if (select) nsa__take_stencil(p, select, shared);
+        p->few = p->d->count <= p->batch_queries;
+        if (p->few) continue;
+        nsa__pass_take_keys(p, shared, 0, 0);
         p->v = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
     }
     nsa__forward_take(&f, passes, &scratch);
@@ -2800,7 +2910,15 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
 }
 
 static void nsa__forward_heads(nsa__pass *passes, const nsa__team *team) {
-    nsa__run(team, nsa__query_tasks(passes), nsa__forward_task, passes);
+    nsa__team some = *team;
+    int64_t keys = (int64_t)(passes->tile_end - passes->tile_begin) * passes->tile;
+    if (passes->few && passes->branch == NSA__SLC)
+        keys = nsa__min(keys, (int64_t)passes->list_width * passes->d->slc_block);
+    if (passes->few)
+        some.threads =
+            nsa__threads_for(team->threads, passes->heads * keys * passes->seq.count *
+                                                passes->group * (passes->wide + passes->wide_v));
+    nsa__run(&some, nsa__query_tasks(passes), nsa__forward_task, passes);
 }
 
 /* What the chain and the cache ask of a branch beside its arguments; see nsa__pass. */
@@ -4227,47 +4345,72 @@ NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cach
     return NSA_OK;
 }
 
+/* What a task leaves: it is read when all have ended. */
+typedef struct nsa__decode_result {
+    nsa_reads reads;
+    nsa_status status;
+} nsa__decode_result;
+
+/* Of few queries every kv head of every sequence is a task, which a thread does from end to end. Of
+   many every sequence is one, and all threads work on one that is alone. */
 typedef struct nsa__decode_pass {
     const nsa_attention *x;
     nsa_cache *cache;
     int count;
     const int32_t *counts;
-    nsa_reads *reads;
-    size_t bytes; /* of one sequence's workspace */
-    int threads;  /* of one sequence */
+    int parts;                   /* tasks of a sequence */
+    int alone;                   /* one task, which has */
+    int threads;                 /* more than one of these */
+    size_t shared, bytes;        /* of the workspace: the results; a task's */
+    nsa__decode_result *results; /* of each task */
 } nsa__decode_pass;
 
-static nsa_tensor nsa__of_batch(nsa_tensor x, int batch) {
-    if (x.data) x.data = nsa__row(&x, batch, 0, 0);
+static nsa_tensor nsa__of_batch(nsa_tensor x, int batch, int64_t head) {
+    if (x.data) x.data = nsa__row(&x, batch, 0, head);
     return x;
 }
 
-/* The geometry of one sequence, its new tokens as the queries. */
-static nsa_desc nsa__decode_desc(const nsa_cache *cache, int length, int count, int threads) {
-    nsa_desc d = cache->desc;
+/* The geometry of a task: one sequence's new tokens as the queries, and its kv heads. */
+static nsa_desc nsa__decode_desc(const nsa__decode_pass *p, int length, int count) {
+    nsa_desc d = p->cache->desc;
     d.batch = 1;
     d.tokens = length + count;
     d.first = length;
     d.count = count;
-    d.threads = threads;
+    d.threads = p->threads;
+    d.gate_heads /= p->parts;
+    d.heads /= p->parts;
+    d.kv_heads /= p->parts;
     return d;
 }
 
-/* x as sequence b of the batch, over the cache's keys. */
-static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b) {
+/* x as sequence b of the batch from kv head `head` on, over the cache's keys. */
+static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b,
+                                       int head) {
+    const nsa_desc *d = &cache->desc;
+    int64_t G = d->heads / d->kv_heads;
     nsa_attention one = *x;
-    nsa_tensor *views[] = {&one.q,       &one.gates,   &one.blocks,  &one.out_cmp, &one.out_slc,
-                           &one.out_win, &one.lse_cmp, &one.lse_slc, &one.lse_win, &one.out};
+    nsa_compress *phis[] = {&one.k_cmp, &one.v_cmp};
+    nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win,
+                           &one.lse_cmp, &one.lse_slc, &one.lse_win, &one.out};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++)
-        *views[i] = nsa__of_batch(*views[i], b);
-    one.k_slc = nsa__of_batch(cache->k_slc, b);
-    one.v_slc = nsa__of_batch(cache->v_slc, b);
-    one.k_win = nsa__of_batch(cache->k_win, b);
-    one.v_win = nsa__of_batch(cache->v_win, b);
-    one.k_cmp.x = nsa__of_batch(cache->k_raw, b);
-    one.v_cmp.x = nsa__of_batch(cache->v_raw, b);
-    one.k_cmp.out = nsa__of_batch(cache->k_cmp, b);
-    one.v_cmp.out = nsa__of_batch(cache->v_cmp, b);
+        *views[i] = nsa__of_batch(*views[i], b, G * head);
+    one.gates = nsa__of_batch(one.gates, b, (int64_t)d->gate_heads / d->kv_heads * head);
+    one.blocks = nsa__of_batch(one.blocks, b, head);
+    one.k_slc = nsa__of_batch(cache->k_slc, b, head);
+    one.v_slc = nsa__of_batch(cache->v_slc, b, head);
+    one.k_win = nsa__of_batch(cache->k_win, b, head);
+    one.v_win = nsa__of_batch(cache->v_win, b, head);
+    one.k_cmp.x = nsa__of_batch(cache->k_raw, b, head);
+    one.v_cmp.x = nsa__of_batch(cache->v_raw, b, head);
+    one.k_cmp.out = nsa__of_batch(cache->k_cmp, b, head);
+    one.v_cmp.out = nsa__of_batch(cache->v_cmp, b, head);
+    for (int i = 0; i < 2; i++) {
+        nsa_tensor *parameters[] = {&phis[i]->pos, &phis[i]->w1, &phis[i]->b1, &phis[i]->w2,
+                                    &phis[i]->b2};
+        for (size_t j = 0; j < sizeof parameters / sizeof *parameters; j++)
+            *parameters[j] = nsa__of_batch(*parameters[j], 0, head);
+    }
     return one;
 }
 
@@ -4281,86 +4424,113 @@ static void nsa__decode_inputs(const nsa_attention *x, const nsa_tensor *inputs[
     inputs[NSA__PART_V_RAW] = &x->v_cmp.x;
 }
 
-static void nsa__decode_append(const nsa__decode_pass *p, int b, int length, int count) {
+static void nsa__decode_append(const nsa__decode_pass *p, int b, int head, const nsa_desc *d) {
     nsa__cache_part parts[NSA__PARTS];
     const nsa_tensor *inputs[6];
     nsa_real row[NSA__MAX_DIM];
     nsa__cache_parts(p->cache, parts);
     nsa__decode_inputs(p->x, inputs);
     for (int i = 0; i < 6; i++)
-        for (int t = 0; t < count; t++)
-            for (int h = 0; h < p->cache->desc.kv_heads; h++) {
-                int64_t at = parts[i].ring ? (length + t) % parts[i].ring : length + t;
+        for (int t = 0; t < d->count; t++)
+            for (int h = head; h < head + d->kv_heads; h++) {
+                int64_t at = parts[i].ring ? (d->first + t) % parts[i].ring : d->first + t;
                 nsa__load(row, inputs[i]->dtype, nsa__row(inputs[i], b, t, h), parts[i].width);
                 nsa__store(parts[i].rows->dtype, nsa__row(parts[i].rows, b, at, h), row,
                            parts[i].width);
             }
 }
 
-/* The chain over one sequence's cache: nsa_attention_forward's steps with the new tokens as its
-   queries, and phi for the blocks that they complete. Every argument has been checked. */
-static void nsa__decode_attend(const nsa_attention *one, const nsa_cache *cache, const nsa_desc *d,
-                               int64_t *reads, void *workspace, size_t bytes) {
+/* The chain over a task's cache: nsa_attention_forward's steps with the new tokens as its queries,
+   and phi for the blocks that they complete. */
+static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *cache,
+                                     const nsa_desc *d, int64_t *reads, void *workspace,
+                                     size_t bytes) {
     nsa__cache_part parts[NSA__PARTS];
     nsa_cache copy = *cache;
     nsa__chain c = nsa__chain_of(one);
     int begin = nsa_cmp_count(d, d->first), end = nsa_cmp_count(d, d->tokens);
+    nsa_status s = NSA_OK;
     nsa__cache_parts(&copy, parts);
     int raw = parts[NSA__PART_K_RAW].ring, win = parts[NSA__PART_K_WIN].ring;
-    if (begin < end) {
-        nsa__compress_go(NULL, &one->k_cmp, d, raw, begin, workspace, bytes);
-        nsa__compress_go(NULL, &one->v_cmp, d, raw, begin, workspace, bytes);
-    }
+    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, begin, workspace, bytes);
+    if (s == NSA_OK && begin < end)
+        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, begin, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
     const nsa__request of_cmp = {&c.select, 0, 0, reads}, of_slc = {NULL, 0, 0, reads + each},
                        of_win = {NULL, 0, win, reads + 2 * each};
-    nsa__attend_forward_run(&c.cmp, d, NSA__CMP, of_cmp, workspace, bytes);
-    nsa__attend_forward_run(&c.slc, d, NSA__SLC, of_slc, workspace, bytes);
-    nsa__attend_forward_run(&c.win, d, NSA__WIN, of_win, workspace, bytes);
-    nsa__gate_run(NULL, &c.gate, d);
+    if (s == NSA_OK) s = nsa__attend_forward_run(&c.cmp, d, NSA__CMP, of_cmp, workspace, bytes);
+    if (s == NSA_OK) s = nsa__attend_forward_run(&c.slc, d, NSA__SLC, of_slc, workspace, bytes);
+    if (s == NSA_OK) s = nsa__attend_forward_run(&c.win, d, NSA__WIN, of_win, workspace, bytes);
+    if (s == NSA_OK) nsa__gate_run(NULL, &c.gate, d);
+    return s;
+}
+
+static int nsa__decode_count(const nsa__decode_pass *p, int b) {
+    return p->counts ? p->counts[b] : p->count;
 }
 
 static void nsa__decode_task(const void *context, int64_t index, void *scratch) {
     const nsa__decode_pass *p = (const nsa__decode_pass *)context;
-    int b = (int)index, length = p->cache->lengths[b];
-    int count = p->counts ? p->counts[b] : p->count;
+    int b = (int)(index / p->parts), head = (int)(index % p->parts);
+    nsa__decode_result *result = &p->results[index];
     nsa__arena a = nsa__arena_at(scratch);
-    int64_t each = (int64_t)count * p->cache->desc.kv_heads; /* of a branch's reads */
-    int64_t *reads = (int64_t *)nsa__take(&a, 3 * each, sizeof *reads), sum[3] = {0, 0, 0};
-    if (count) {
-        nsa_desc d = nsa__decode_desc(p->cache, length, count, p->threads);
-        nsa_attention one = nsa__decode_views(p->x, p->cache, b);
-        memset(reads, 0, 3 * (size_t)each * sizeof *reads);
-        nsa__decode_append(p, b, length, count);
-        nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used,
-                           p->bytes - (size_t)(a.base + a.used - (char *)scratch));
-        for (int64_t i = 0; i < 3 * each; i++) sum[i / each] += reads[i];
-        p->cache->lengths[b] = length + count;
-        if (p->cache->newest[b] < length + count) p->cache->newest[b] = length + count;
+    memset(result, 0, sizeof *result);
+    if (!nsa__decode_count(p, b)) return;
+    nsa_desc d = nsa__decode_desc(p, p->cache->lengths[b], nsa__decode_count(p, b));
+    nsa_attention one = nsa__decode_views(p->x, p->cache, b, head);
+    int64_t each = (int64_t)d.count * d.kv_heads; /* of a branch's reads */
+    int64_t *reads = (int64_t *)nsa__take(&a, 3 * each, sizeof *reads);
+    size_t used = (size_t)(a.base + a.used - (char *)scratch);
+    if (p->bytes < used) {
+        result->status = nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+        return;
     }
-    if (p->reads) {
-        p->reads[b].cmp = sum[0];
-        p->reads[b].slc = sum[1];
-        p->reads[b].win = sum[2];
+    memset(reads, 0, 3 * (size_t)each * sizeof *reads);
+    nsa__decode_append(p, b, head, &d);
+    result->status =
+        nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used, p->bytes - used);
+    for (int64_t i = 0; i < each; i++) {
+        result->reads.cmp += reads[i];
+        result->reads.slc += reads[i + each];
+        result->reads.win += reads[i + 2 * each];
     }
 }
 
-/* A sequence alone is worked on by all threads; of several, each by one. */
-static size_t nsa__decode_bytes(const nsa_attention *x, const nsa_cache *cache, int count) {
+/* How a call of this many tokens is cut into tasks, and what they need; `threads` are those of a
+   sequence that is alone. */
+static nsa__decode_pass nsa__decode_plan(const nsa_attention *x, nsa_cache *cache, int count,
+                                         int threads) {
     const nsa_desc *all = &cache->desc;
+    nsa__decode_pass p = {x, cache, count, NULL, 1, 1, 0, 0, 0, NULL};
+    nsa__arena shared = {NULL, 0}, task = {NULL, 0};
+    if (count <= nsa__few_queries(all))
+        p.parts = all->kv_heads;
+    else
+        p.alone = all->batch == 1;
+    if (p.alone) p.threads = threads;
     count = (int)nsa__min(count, all->tokens);
-    nsa_desc d =
-        nsa__decode_desc(cache, all->tokens - count, count, all->batch > 1 ? 1 : all->threads);
-    nsa__arena a = {NULL, 0};
-    nsa__take(&a, 3 * (int64_t)count * all->kv_heads, sizeof(int64_t));
-    return a.used + nsa_attention_forward_workspace_size(x, &d) + NSA__ALIGN;
+    nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
+    nsa__take(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
+    nsa__take(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
+    p.shared = shared.used;
+    p.bytes = task.used + nsa_attention_forward_workspace_size(x, &d) + NSA__ALIGN;
+    return p;
 }
 
+static size_t nsa__decode_bytes(const nsa_attention *x, nsa_cache cache, int count) {
+    nsa__decode_pass p = nsa__decode_plan(x, &cache, count, cache.desc.threads);
+    nsa_desc d = cache.desc;
+    if (p.alone) d.threads = 1;
+    return nsa__workspace_bytes(&d, p.shared, p.bytes);
+}
+
+/* Enough for fewer tokens too, which may be cut otherwise. */
 NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache,
                                          int count) {
     if (!x || !cache || count < 0) return 0;
-    size_t one = nsa__decode_bytes(x, cache, count);
-    return cache->desc.batch > 1 ? nsa__workspace_bytes(&cache->desc, 0, one) : one;
+    int few = (int)nsa__min(count, nsa__few_queries(&cache->desc));
+    size_t of_few = nsa__decode_bytes(x, *cache, few), of_all = nsa__decode_bytes(x, *cache, count);
+    return of_few > of_all ? of_few : of_all;
 }
 
 static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cache *cache,
@@ -4370,7 +4540,7 @@ static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cach
     const nsa_tensor *inputs[6];
     nsa_desc d = cache->desc;
     d.count = (int)nsa__min(count, d.tokens);
-    nsa_attention all = nsa__decode_views(x, cache, 0);
+    nsa_attention all = nsa__decode_views(x, cache, 0, 0);
     nsa__chain c = nsa__chain_of(&all);
     nsa_status s = nsa__compress_check(&all.k_cmp, &d, 1, NSA__TO_K_CMP);
     if (s != NSA_OK) return s;
@@ -4404,27 +4574,58 @@ static nsa_status nsa__decode_check(const nsa_attention *x, const nsa_cache *cac
     return nsa__decode_check_views(x, cache, count);
 }
 
+/* Multiply-adds of the call, by the keys that its tokens read. */
+static int64_t nsa__decode_work(const nsa__decode_pass *p) {
+    const nsa_desc *d = &p->cache->desc;
+    int64_t keys = 0;
+    for (int b = 0; b < d->batch; b++) {
+        int count = nsa__decode_count(p, b), held = p->cache->lengths[b] + count;
+        keys += count * (nsa_cmp_count(d, held) + nsa__min(d->window, held) +
+                         nsa__min((int64_t)d->slc_count * d->slc_block, held));
+    }
+    return keys * d->heads * (d->dim + d->dim_v);
+}
+
+/* The tasks, and what they have left. The lengths grow only where all have succeeded; the rings
+   have been written in any case. */
+static nsa_status nsa__decode_run(nsa__decode_pass *p, const nsa__team *team, nsa_reads *reads) {
+    nsa_cache *cache = p->cache;
+    int64_t tasks = (int64_t)cache->desc.batch * p->parts;
+    for (int b = 0; b < cache->desc.batch; b++) {
+        int length = cache->lengths[b] + nsa__decode_count(p, b);
+        if (cache->newest[b] < length) cache->newest[b] = length;
+    }
+    nsa__run(team, tasks, nsa__decode_task, p);
+    for (int64_t i = 0; i < tasks; i++)
+        if (p->results[i].status != NSA_OK) return p->results[i].status;
+    for (int b = 0; b < cache->desc.batch; b++) cache->lengths[b] += nsa__decode_count(p, b);
+    if (reads) memset(reads, 0, (size_t)cache->desc.batch * sizeof *reads);
+    for (int64_t i = 0; reads && i < tasks; i++) {
+        reads[i / p->parts].cmp += p->results[i].reads.cmp;
+        reads[i / p->parts].slc += p->results[i].reads.slc;
+        reads[i / p->parts].win += p->results[i].reads.win;
+    }
+    return NSA_OK;
+}
+
 NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,
                               const int32_t *counts, nsa_reads *reads, void *workspace,
                               size_t bytes) {
-    nsa__decode_pass p = {x, cache, count, counts, reads, 0, 1};
-    nsa__team team = {1, (char *)workspace, 0};
+    nsa__team team;
     nsa_status s = nsa__decode_check(x, cache, count, counts);
     if (s != NSA_OK) return s;
-    nsa_desc least = cache->desc; /* a sequence alone in the fewest threads that may be used */
-    if (!least.threads) least.threads = 1;
-    nsa_cache narrow = *cache;
-    narrow.desc = least;
-    p.bytes = nsa__decode_bytes(x, &narrow, count);
-    if (!workspace || bytes < p.bytes) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    if (cache->desc.batch == 1) {
+    nsa_desc d = cache->desc;
+    nsa__decode_pass p = nsa__decode_plan(x, cache, count, d.threads ? d.threads : 1);
+    if (p.alone) d.threads = 1;
+    if ((s = nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes)) != NSA_OK) return s;
+    p.counts = counts;
+    p.results = (nsa__decode_result *)nsa__arena_at(workspace).base;
+    team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
+    if (p.alone) { /* what there is decides how many threads it uses */
         p.threads = cache->desc.threads;
-        p.bytes = bytes;
-    } else if ((s = nsa__team_make(&team, &cache->desc, workspace, bytes, 0, p.bytes)) != NSA_OK) {
-        return s;
+        p.bytes = bytes - NSA__ALIGN - p.shared;
     }
-    nsa__run(&team, cache->desc.batch, nsa__decode_task, &p);
-    return NSA_OK;
+    return nsa__decode_run(&p, &team, reads);
 }
 
 #ifdef __cplusplus
@@ -4677,7 +4878,25 @@ NSA__TARGET static int T(at_least)(int n, const nsa_real *x, nsa__lane least) {
     return sum;
 }
 
-static const nsa__tiles T(tiles) = {T(gemm), T(softmax), T(probability), T(at_least), T(gradient)};
+/* An exponent of ones, and one more, is the sign bit. */
+NSA__TARGET static int T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+    const int mantissa = sizeof *x == 8 ? 52 : 23, sign = 8 * (int)sizeof *x - 1;
+    const nsa__bits_t one = (nsa__bits_t)1 << mantissa, exponent = ((nsa__bits_t)1 << sign) - one;
+    nsa__bits_t lane[NSA__LANES], sum = 0;
+    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__LANES)
+            for (int i = 0; i < NSA__LANES; i++) {
+                nsa__bits_t bits;
+                memcpy(&bits, x + j + i, sizeof bits);
+                lane[i] |= (bits & exponent) + one;
+            }
+    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+    return !(sum >> sign);
+}
+
+static const nsa__tiles T(tiles) = {T(gemm),     T(softmax), T(probability),
+                                    T(at_least), T(finite),  T(gradient)};
 
 #undef NSA__PASTE_
 #undef NSA__PASTE

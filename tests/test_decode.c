@@ -1,8 +1,12 @@
 /* test_decode.c - the decoding cache: random schedules of append, chunk, guess, rewind and fork
    give the bits of the whole sequence's forward.
    Twin: section Decoding of nsa.h; with CHECK_CUDA, kernels/decode.cuh, whose block numbers are
-   those of the whole, and whose outputs are sums in another order. Not here: whether that forward
-   is right (test_attention.c). */
+   those of the whole, and whose outputs are sums in another order. With CHECK_INSIDE it looks behind
+   nsa_decode's door. Not here: whether that forward is right (test_attention.c). */
+#ifdef CHECK_INSIDE
+#define NSA_IMPLEMENTATION
+#define NSA_STATIC
+#endif
 #include "check.h"
 #include "nsa.h"
 
@@ -10,7 +14,7 @@
 #include "decode_device.h"
 #endif
 
-enum { CONTENTS = 3, SEQUENCES = 3, MOST = 40, INPUTS = 8 };
+enum { CONTENTS = 3, SEQUENCES = 3, MOST = 256, INPUTS = 8 };
 
 /* One sequence's rows, and what the whole forward makes of them. */
 typedef struct content {
@@ -164,6 +168,10 @@ typedef struct world {
     uint64_t seed, draws;
 } world;
 
+/* What main reports. */
+static int schedules_done, actions_done;
+static nsa_reads all_reads;
+
 static int draw(world *w, int n) {
     return check_below(n, w->seed, w->draws++);
 }
@@ -266,6 +274,9 @@ static void append(world *w, const int *counts, int wrong) {
         }
         CHECK(reads[b].cmp == cmp * w->g->kv_heads, "keys read by cmp");
         CHECK(reads[b].win == win * w->g->kv_heads, "keys read by win");
+        all_reads.cmp += reads[b].cmp;
+        all_reads.slc += reads[b].slc;
+        all_reads.win += reads[b].win;
     }
 }
 
@@ -371,7 +382,8 @@ static void test_schedules(world *w, int schedules, int actions) {
         w->seed = (uint64_t)s + 7;
         w->draws = 0;
         for (int b = 0; b < w->sequences; b++) nsa_cache_rewind(&w->cache, b, 0);
-        for (int i = 0; i < actions; i++) {
+        schedules_done++;
+        for (int i = 0; i < actions; i++, actions_done++) {
             int kind = draw(w, 8);
             if (kind < 4)
                 random_append(w, 0);
@@ -434,14 +446,53 @@ static void test_full(world *w, int at_once) {
     CHECK(w->cache.lengths[0] == TOKENS, "the cache is unchanged");
 }
 
-/* More sequences than a warp has lanes, each of its own length. */
-static void test_many(void) {
+/* More sequences than a warp has lanes, and more than a block of threads, each of its own length. */
+static void test_many(int sequences) {
     world w;
-    begin(&w, &geometries[0], MOST, 1);
-    check_case("%d sequences", MOST);
+    begin(&w, &geometries[0], sequences, 1);
+    check_case("%d sequences", sequences);
     for (int i = 0; i < 2; i++) random_append(&w, 0);
     end(&w);
 }
+
+#ifdef CHECK_INSIDE
+/* A task in less workspace than the door lets through: whichever of its parts lacks it, the call says
+   so and the sequence stays as it was; with enough it has the bits of the whole. */
+static void test_statuses(world *w, int count) {
+    check_case("%s, %d tokens, parts that lack workspace", w->g->name, count);
+    int counts[SEQUENCES], refused = 0;
+    nsa_attention x = w->step.x, *whole = &w->whole[w->holds[0]].x;
+    nsa_tensor *from[INPUTS], *to[INPUTS];
+    nsa_status s = NSA_ERROR_NULL;
+    inputs_of(whole, from);
+    inputs_of(&x, to);
+    for (int b = 0; b < w->sequences; b++) nsa_cache_rewind(&w->cache, b, 0);
+    for (int i = 0, held; i < 100; i += held) { /* as far as any part has work to do */
+        held = 100 - i < w->g->max_rewind + 1 ? 100 - i : w->g->max_rewind + 1;
+        for (int b = 0; b < w->sequences; b++) counts[b] = b ? 0 : held;
+        append(w, counts, 0);
+    }
+    for (int i = 0; i < INPUTS; i++)
+        memcpy(to[i]->data, row_at(from[i], TOKENS, 0, 100), (size_t)count * row_bytes(to[i]));
+    nsa__decode_pass p = nsa__decode_plan(&x, &w->cache, count, 1);
+    nsa__team team = {1, (char *)w->workspace + p.shared, p.bytes};
+    p.results = (nsa__decode_result *)w->workspace;
+    p.counts = counts;
+    for (int b = 0; b < w->sequences; b++) counts[b] = b ? 0 : count;
+    size_t enough = p.bytes;
+    for (p.bytes = 0; s != NSA_OK && p.bytes <= enough; p.bytes += 64) {
+        s = nsa__decode_run(&p, &team, NULL);
+        CHECK(s == NSA_OK || s == nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace),
+              "%zu bytes: %s", p.bytes, nsa_status_name(s));
+        CHECK(w->cache.lengths[0] == 100 + (s == NSA_OK ? count : 0), "%zu bytes: length %d",
+              p.bytes, w->cache.lengths[0]);
+        refused += s != NSA_OK;
+    }
+    CHECK(s == NSA_OK && refused > 10, "refused %d times, then %s", refused, nsa_status_name(s));
+    compare_rows(&x.out, x.out.data, row_at(&whole->out, TOKENS, 0, 100), count);
+    compare_rows(&x.blocks, x.blocks.data, row_at(&whole->blocks, TOKENS, 0, 100), count);
+}
+#endif
 
 /* Schedules, as many as the argument says. Kernels that run on the CPU take their time: there steps
    that are replayed from a graph fill the cache only, and "short" does that alone, for one
@@ -464,8 +515,16 @@ int main(int argc, char **argv) {
             test_refusals(&w);
             test_full(&w, 1);
 #endif
+#ifdef CHECK_INSIDE
+            for (int count = 1; count <= w.g->max_rewind + 1 && count <= 18; count += 8)
+                test_statuses(&w, count);
+#endif
             end(&w);
         }
-    if (!brief) test_many();
+    if (!brief) test_many(40);
+    if (!brief) test_many(MOST);
+    printf("%d schedules of %d actions in all; keys read: cmp %lld, slc %lld, win %lld\n",
+           schedules_done, actions_done, (long long)all_reads.cmp, (long long)all_reads.slc,
+           (long long)all_reads.win);
     return check_done("test_decode");
 }
