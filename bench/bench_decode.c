@@ -1,5 +1,6 @@
 /* bench_decode: a step of decoding beside the same step of dense attention, which keeps all k and v
-   too: time and bytes of a token, for one sequence and for a batch.
+   too: time and bytes of a token, for one sequence and for a batch, and beside the rate at which they
+   are read the rate at which memory can be.
    bench_decode [--quick] [--json FILE]; scripts/write_numbers.py makes tables of the file.
    It checks nothing: the tests do that. */
 #define _POSIX_C_SOURCE 200809L
@@ -32,6 +33,49 @@ static int steps_of(step *f, decoding *c) {
     return steps;
 }
 
+/* ---- Memory -------------------------------------------------------------------------------- */
+
+enum { CHUNKS = 64, CHUNK_WORDS = 1 << 19 }; /* 256 MiB: beyond every cache */
+
+typedef struct reading {
+    const uint64_t *words;
+    uint64_t sums[CHUNKS];
+} reading;
+
+static void read_chunk(const void *context, int64_t index, void *scratch) {
+    reading *r = (reading *)(uintptr_t)context;
+    const uint64_t *at = r->words + index * CHUNK_WORDS;
+    uint64_t sum[8] = {0};
+    (void)scratch;
+    for (int i = 0; i < CHUNK_WORDS; i += 8)
+        for (int j = 0; j < 8; j++) sum[j] += at[i + j];
+    for (int j = 1; j < 8; j++) sum[0] += sum[j];
+    r->sums[index] = sum[0];
+}
+
+/* Bytes a second that so many threads read from memory, the fastest of some rounds. */
+static double memory_rate(int threads) {
+    static reading r;
+    size_t bytes = (size_t)CHUNKS * CHUNK_WORDS * sizeof *r.words;
+    uint64_t *words = (uint64_t *)allocate(bytes), sum = 0;
+    nsa__team team = {threads, NULL, 0};
+    double least = 0;
+    memset(words, 1, bytes);
+    r.words = words;
+    for (int i = 0; i < MAX_ROUNDS; i++) {
+        double at = seconds();
+        nsa__run(&team, CHUNKS, read_chunk, &r);
+        double took = seconds() - at;
+        least = i == 0 || took < least ? took : least;
+        for (int j = 0; j < CHUNKS; j++) sum += r.sums[j];
+    }
+    if (sum == 0) exit(1); /* it is not; and so all of it must be read */
+    free(words);
+    return (double)bytes / least;
+}
+
+/* ---- Steps --------------------------------------------------------------------------------- */
+
 typedef struct result {
     timing sparse, dense;
     double over_dense; /* the median of the rounds' ratios */
@@ -51,9 +95,10 @@ static result time_rounds(decoding *c) {
     return r;
 }
 
-/* One row of the file; ms and bytes are those of one token. over 0: the row of dense itself. */
+/* One row of the file; ms and bytes are those of one token, and GB/s that of its bytes beside what
+   memory gives. over 0: the row of dense itself. */
 static void write_row(FILE *json, int *rows, const decoding *c, const char *branch, timing t,
-                      double bytes, double formula, double over, double bound) {
+                      double bytes, double formula, double memory, double over, double bound) {
     const nsa_desc *d = &c->p.d;
     fprintf(json, "%s\n    {\"branch\": \"%s\", \"pass\": \"step\", \"heads\": %d, ",
             (*rows)++ ? "," : "", branch, d->heads);
@@ -63,36 +108,44 @@ static void write_row(FILE *json, int *rows, const decoding *c, const char *bran
             t.median * 1e3 / d->batch, t.spread);
     fprintf(json, "\"gflops\": null, \"over_sgemm\": null, \"bytes\": %.0f, ", bytes);
     fprintf(json, "\"bytes_by_formula\": %.0f, ", formula);
+    fprintf(json, "\"gb_s\": %.3g, \"memory_gb_s\": %.3g, ", 1e-9 * bytes * d->batch / t.median,
+            1e-9 * memory);
     if (over > 0)
         fprintf(json, "\"over_dense\": %.3g, \"bound\": %.3g}", over, bound);
     else
         fprintf(json, "\"over_dense\": null, \"bound\": null}");
 }
 
-static void measure(FILE *json, int *rows, int tokens, int batch, int threads) {
+static void measure(FILE *json, int *rows, int tokens, int batch, int threads, double memory) {
     decoding c;
     decoding_make(&c, batch, 16, 1, 64, tokens, threads);
     result r = time_rounds(&c);
     decode_bytes b = count_bytes(&c);
     double bound = b.dense / b.counted;
+    double rate = 1e-9 * b.counted * batch / r.sparse.median;
+    double dense_rate = 1e-9 * b.dense * batch / r.dense.median;
     printf("%6d tokens x %2d, %d threads: %8.4f ms a token, dense %8.4f: %5.2f x, bound by bytes "
-           "%5.2f; %.0f bytes read, by the formula %.0f; spread %.0f %%\n",
+           "%5.2f; GB/s %.1f, dense %.1f, memory %.1f; %.0f bytes read, by the formula %.0f; "
+           "spread %.0f %%\n",
            tokens, batch, threads, r.sparse.median * 1e3 / batch, r.dense.median * 1e3 / batch,
-           r.over_dense, bound, b.counted, b.formula, 100 * r.sparse.spread);
+           r.over_dense, bound, rate, dense_rate, 1e-9 * memory, b.counted, b.formula,
+           100 * r.sparse.spread);
     fflush(stdout);
     if (json) {
-        write_row(json, rows, &c, "decode", r.sparse, b.counted, b.formula, r.over_dense, bound);
-        write_row(json, rows, &c, "dense decode", r.dense, b.dense, b.dense, 0, 0);
+        write_row(json, rows, &c, "decode", r.sparse, b.counted, b.formula, memory, r.over_dense,
+                  bound);
+        write_row(json, rows, &c, "dense decode", r.dense, b.dense, b.dense, memory, 0, 0);
     }
     decoding_free(&c);
 }
 
 static void measure_all(FILE *json, int *rows) {
     static const int lengths[] = {1024, 8192, 16384, 32768, 65536};
+    const double memory[] = {memory_rate(1), memory_rate(2)};
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
         for (int batch = 1; batch <= 16; batch *= 16)
             for (int threads = 1; threads <= 2; threads++)
-                measure(json, rows, lengths[i], batch, threads);
+                measure(json, rows, lengths[i], batch, threads, memory[threads - 1]);
 }
 
 int main(int argc, char **argv) {
@@ -116,7 +169,7 @@ int main(int argc, char **argv) {
     if (json) report_origin(json);
     if (json) fprintf(json, "  \"rows\": [");
     if (quick)
-        measure(json, &rows, 8192, 1, 1);
+        measure(json, &rows, 8192, 1, 1, memory_rate(1));
     else
         measure_all(json, &rows);
     if (!json) return 0;
