@@ -35,15 +35,21 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
 # RoPE's base keeps half of the channels almost still over 16k tokens.
 MODEL = """--dataset retrieval --vocab-size 512 --dim 64 --layers 1 --heads 2 --kv-groups 1 --d-k 32
---d-v 32 --nsa-l 4 --nsa-d 4 --nsa-l-sel 8 --nsa-n-sel 5 --rope-base 1000000 --seed 1337
+--d-v 32 --nsa-l 4 --nsa-d 4 --nsa-l-sel 8 --rope-base 1000000 --seed 1337
 --lr-schedule constant --warmup-steps 50 --grad-clip 1 --log-every 25""".split()
 WINDOWS = {"nsa": 8, "full": 8, "window": 128}  # full does not use its own
 
-Phase = collections.namedtuple("Phase", "length batch steps lr")
+# `blocks` are nsa's selected blocks: how many is no weight, and may change between phases. With few
+# the selection is learnt; with more, of long rows, little is lost by it.
+Phase = collections.namedtuple("Phase", "length batch steps lr blocks", defaults=(5,))
 PHASES = (Phase(64, 64, 250, 5e-3), Phase(256, 16, 700, 4e-3), Phase(1024, 4, 400, 2e-3),
           Phase(2048, 2, 200, 1e-3), Phase(1024, 4, 500, 2e-3), Phase(4096, 2, 100, 5e-4),
           Phase(1024, 4, 250, 5e-4), Phase(4096, 2, 100, 2e-4),
-          Phase(256, 16, 500, 1e-3), Phase(4096, 2, 80, 3e-4))
+          Phase(256, 16, 500, 1e-3), Phase(4096, 2, 80, 3e-4),
+          Phase(4096, 2, 150, 2e-4, blocks=16))
+
+
+COUNTS = ("asked", "right", "reached", "reached_right")
 
 
 def state(out):
@@ -64,7 +70,7 @@ def train(binaries, folder, attention, threads):
         if before and before["step"] >= steps:
             continue
         command = [str(binaries / "train_tiny"), *MODEL, "--attention", attention,
-                   "--nsa-w", str(WINDOWS[attention]),
+                   "--nsa-w", str(WINDOWS[attention]), "--nsa-n-sel", str(phase.blocks),
                    "--seq-len", str(phase.length), "--batch-size", str(phase.batch),
                    "--steps", str(steps), "--lr", str(phase.lr), "--threads", str(threads),
                    "--out-dir", str(out)] + (["--resume"] if before else [])
@@ -76,7 +82,8 @@ def train(binaries, folder, attention, threads):
 
 
 def examine(binaries, folder, attention, rows):
-    """{length: [(asked, right) of each tenth of the depth]}"""
+    """{length: [counts of each tenth of the depth]}: asked, right, the needle was among the keys of the
+    question's token, right of these"""
     lengths = [str(length) for length in LENGTHS]
     done = subprocess.run([str(binaries / "retrieval"), str(folder / attention), str(rows), *lengths],
                           stdout=subprocess.PIPE, text=True)
@@ -84,16 +91,16 @@ def examine(binaries, folder, attention, rows):
         raise SystemExit(f"retrieval {folder / attention}: exit code {done.returncode}")
     found = collections.defaultdict(list)
     for row in csv.DictReader(io.StringIO(done.stdout)):
-        found[int(row["length"])].append((int(row["asked"]), int(row["right"])))
+        found[int(row["length"])].append([int(row[name]) for name in COUNTS])
     return found
 
 
 def row_of(attention, length, tenths):
     """One row of the table: percentages, the oldest tenth first."""
-    asked, right = (sum(column) for column in zip(*tenths))
+    asked, right, reached, both = (sum(column) for column in zip(*tenths))
     row = {"attention": attention, "length": length, "questions": asked,
-           "found_%": round(100 * right / asked, 1)}
-    for i, (some, hits) in enumerate(tenths):
+           "found_%": round(100 * right / asked, 1), "read": reached, "read_and_found": both}
+    for i, (some, hits, _, _) in enumerate(tenths):
         row[f"{10 * i}-{10 * i + 10}"] = round(100 * hits / some, 1) if some else None
     return row
 

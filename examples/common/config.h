@@ -150,8 +150,8 @@ struct json_t;
 struct json_t *config_to_json(const config *c);
 bool config_from_json(config *c, const struct json_t *json, fault *f);
 
-/* Whether weights trained with b mean the same with a: every model. and nsa. setting is equal. The
-   fault names the first that differs. */
+/* Whether weights trained with b mean the same with a: every model. and nsa. setting is equal, but
+   for nsa.n_sel, how many blocks are read. The fault names the first that differs. */
 bool config_same_model(const config *a, const config *b, fault *f);
 
 #endif

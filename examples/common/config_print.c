@@ -159,6 +159,7 @@ bool config_same_model(const config *a, const config *b, fault *f) {
     for (size_t i = 0; i < config_entry_count; i++) {
         const config_entry *e = &config_entries[i];
         if (strncmp(e->key, "model.", 6) && strncmp(e->key, "nsa.", 4)) continue;
+        if (!strcmp(e->key, "nsa.n_sel")) continue; /* no weight depends on how many are read */
         config_value(a, e, values[0], sizeof values[0]);
         config_value(b, e, values[1], sizeof values[1]);
         if (strcmp(values[0], values[1]))

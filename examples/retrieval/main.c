@@ -12,6 +12,7 @@
 #include "threads.h"
 
 enum { CHUNK = 256, TENTHS = 10, SHORTEST = 16, LONGEST = 1 << 20 };
+enum { LEAST_BLOCKS = 3 }; /* the forced ones */
 
 typedef struct examiner {
     checkpoint checkpoint;
@@ -21,13 +22,16 @@ typedef struct examiner {
     real *logits; /* of the questions and answers */
 } examiner;
 
-/* By tenths of the depth, the oldest first. */
+/* By tenths of the depth, the oldest first. Of those asked, `reached` read the needle itself, whether
+   they make anything of it or not. */
 typedef struct score {
-    long long asked[TENTHS], right[TENTHS];
+    long long asked[TENTHS], right[TENTHS], reached[TENTHS], reached_right[TENTHS];
 } score;
 
-static bool open_examiner(examiner *e, const char *path, int longest, fault *f) {
+/* n_sel 0: as many selected blocks as the model was trained with. */
+static bool open_examiner(examiner *e, const char *path, int longest, int n_sel, fault *f) {
     if (!checkpoint_open(&e->checkpoint, path, f)) return false;
+    if (n_sel) e->checkpoint.config.nsa.n_sel = n_sel;
     const config *c = &e->checkpoint.config;
     if (c->model.vocab_size < RETRIEVAL_VOCAB)
         return fault_set(f, "%s: model.vocab_size = %lld; data.dataset = retrieval needs %d", path,
@@ -62,6 +66,17 @@ static int likeliest(const real *logits, int vocab) {
     return best;
 }
 
+/* Whether the last layer's query in row `row` of the last pass has `place` among its keys: in the
+   window, in a selected block, or because attention is dense. A compressed row does not count. */
+static bool reaches(const model *m, int64_t place, int row) {
+    const model_config *c = &m->config;
+    int lists = c->n_kv_groups * c->n_sel;
+    const int32_t *blocks = m->acts[c->n_layers - 1].blocks + (ptrdiff_t)row * lists;
+    bool found = (c->full && !c->windowed) || m->past - m->rows + row - place < c->w;
+    for (int i = 0; !c->full && i < lists; i++) found |= blocks[i] == place / c->l_sel;
+    return found;
+}
+
 static bool examine(examiner *e, int64_t sample, int length, score *s, fault *f) {
     int64_t places[RETRIEVAL_NEEDLES];
     int vocab = e->model.config.vocab;
@@ -69,22 +84,30 @@ static bool examine(examiner *e, int64_t sample, int length, score *s, fault *f)
                                      sample, length, &e->row, places);
     int first = length + 1 - 2 * count; /* of the questions */
     if (!model_restart(&e->model, f) ||
-        !model_append(&e->model, e->row.tokens, length, length - first, e->logits, f))
+        !model_append(&e->model, e->row.tokens, first, 0, NULL, f) ||
+        !model_append(&e->model, e->row.tokens + first, length - first, length - first, e->logits,
+                      f))
         return false;
     for (int q = 0; q < count; q++) {
         int64_t tenth = places[q] * TENTHS / first;
         int answer = likeliest(e->logits + (size_t)(2 * q) * (size_t)vocab, vocab);
+        bool right = answer == e->row.tokens[first + 2 * q + 1];
+        bool reached = reaches(&e->model, places[q], 2 * q);
         s->asked[tenth]++;
-        s->right[tenth] += answer == e->row.tokens[first + 2 * q + 1];
+        s->right[tenth] += right;
+        s->reached[tenth] += reached;
+        s->reached_right[tenth] += reached && right;
     }
     return true;
 }
 
 static bool examine_length(examiner *e, int samples, int length, fault *f) {
-    score s = {{0}, {0}};
+    score s = {0};
     for (int i = 0; i < samples; i++)
         if (!examine(e, i, length, &s, f)) return false;
-    for (int t = 0; t < TENTHS; t++) printf("%d,%d,%lld,%lld\n", length, t, s.asked[t], s.right[t]);
+    for (int t = 0; t < TENTHS; t++)
+        printf("%d,%d,%lld,%lld,%lld,%lld\n", length, t, s.asked[t], s.right[t], s.reached[t],
+               s.reached_right[t]);
     fflush(stdout);
     return true;
 }
@@ -97,23 +120,32 @@ static bool read_count(const char *what, const char *text, int least, int *to, f
     return fault_set(f, "%s %.100s: must be an integer in %d .. %d", what, text, least, LONGEST);
 }
 
+static int usage(bool asked) {
+    fprintf(asked ? stdout : stderr,
+            "usage: retrieval CHECKPOINT ROWS LENGTH... [--n-sel N]\nprints length, tenth of the "
+            "depth, questions asked, answered right, with the needle among the\nkeys of the "
+            "question's token, and right of these; --n-sel: blocks that are selected\n");
+    return asked ? 0 : 2;
+}
+
 int main(int argc, char **argv) {
     threads_wait_asleep(argv);
     static examiner e;
     fault f;
-    int samples, length, longest = 0;
-    if (argc < 4 || argv[1][0] == '-') {
-        fprintf(stderr, "usage: retrieval CHECKPOINT ROWS LENGTH...\nprints length, tenth of the "
-                        "depth, questions asked, answered right\n");
-        return argc == 2 && !strcmp(argv[1], "--help") ? 0 : 2;
+    int samples, length, longest = 0, n_sel = 0;
+    bool ok = true;
+    if (argc < 4 || argv[1][0] == '-') return usage(argc == 2 && !strcmp(argv[1], "--help"));
+    if (argc > 5 && !strcmp(argv[argc - 2], "--n-sel")) {
+        argc -= 2;
+        ok = read_count("--n-sel", argv[argc + 1], LEAST_BLOCKS, &n_sel, &f);
     }
-    bool ok = read_count("rows", argv[2], 1, &samples, &f);
+    ok = ok && read_count("rows", argv[2], 1, &samples, &f);
     for (int i = 3; ok && i < argc; i++) {
         ok = read_count("length", argv[i], SHORTEST, &length, &f);
         if (ok && length > longest) longest = length;
     }
-    int code = ok && open_examiner(&e, argv[1], longest, &f) ? 0 : 2;
-    if (!code) printf("length,tenth,asked,right\n");
+    int code = ok && open_examiner(&e, argv[1], longest, n_sel, &f) ? 0 : 2;
+    if (!code) printf("length,tenth,asked,right,reached,reached_right\n");
     for (int i = 3; !code && i < argc; i++)
         if (!examine_length(&e, samples, atoi(argv[i]), &f)) code = 1;
     if (code) fprintf(stderr, "%s\n", f.text);

@@ -335,6 +335,8 @@ static void test_json(void) {
         CHECK(!strcmp(a, b), "%s: %s became %s", e->key, a, b);
     }
     CHECK(config_same_model(&settings, &back, &why), "same model: %s", why.text);
+    back.nsa.n_sel++;
+    CHECK(config_same_model(&settings, &back, &why), "same weights, more blocks: %s", why.text);
     accept("--attention full --nsa-phi mlp --rope-scaling ntk --rope-factor 3.3 --tied-embeddings "
            "--nsa-w 65");
     TEST_FAULT(config_same_model(&settings, &first, &why), &why, "nsa.w is 65 here and 64 in");

@@ -197,19 +197,28 @@ static void test_printing(void) {
     tokenizer_close(t);
 }
 
-/* What the program counts, by the whole sequence's forward of each prefix. */
-static int answered_right(const model *m, const source_window *w, int length, int count) {
+/* What the program counts, by the whole sequence's forward of each prefix: answers that are right,
+   questions that read the needle, and both. */
+static void answer(const model *m, const source_window *w, const int64_t *places, int length,
+                   int count, int want[3]) {
     static real logits[RETRIEVAL_VOCAB];
-    int first = length + 1 - 2 * count, right = 0;
+    const model_config *c = &m->config;
+    int first = length + 1 - 2 * count;
     model whole = *m;
     for (int q = 0; q < count; q++) {
-        int best = 0;
+        int best = 0, at = first + 2 * q;
+        bool reached = places[q] > at - c->w;
         CHECK(model_next(&whole, w->tokens, first + 2 * q + 1, logits, &why), "%s", why.text);
         for (int i = 1; i < RETRIEVAL_VOCAB; i++)
             if (logits[i] > logits[best]) best = i;
-        right += best == w->tokens[first + 2 * q + 1];
+        for (int i = 0; i < c->n_kv_groups * c->n_sel; i++) {
+            int block = m->acts[c->n_layers - 1].blocks[at * c->n_kv_groups * c->n_sel + i];
+            reached |= places[q] >= block * c->l_sel && places[q] < (block + 1) * c->l_sel;
+        }
+        want[0] += best == w->tokens[at + 1];
+        want[1] += reached;
+        want[2] += reached && best == w->tokens[at + 1];
     }
-    return right;
 }
 
 static void test_examination(void) {
@@ -217,30 +226,40 @@ static void test_examination(void) {
     int32_t tokens[LENGTH + 1];
     unsigned char starts[LENGTH + 1], given[LENGTH + 1];
     source_window w = {tokens, starts, given, 0};
+    int64_t places[RETRIEVAL_NEEDLES];
     checkpoint k;
     model m;
     ops o = open_ops(1);
-    int want = 0, got = 0, asked = 0, lines = 0, length, tenth, some, right;
+    int want[3] = {0}, got[3] = {0}, asked = 0, lines = 0, length, tenth, some, n[3];
     check_case("retrieval");
     if (!CHECK(checkpoint_open(&k, test_path("needles"), &why), "%s", why.text)) return;
     CHECK(restore_model(&m, &k, RETRIEVAL_VOCAB, LENGTH, 0, &o, &why), "%s", why.text);
     for (int row = 0; row < ROWS; row++) {
         int count = source_retrieval_row((uint64_t)k.config.train.seed, RNG_RETRIEVAL_VAL, row,
-                                         LENGTH, &w, NULL);
-        want += answered_right(&m, &w, LENGTH, count);
+                                         LENGTH, &w, places);
+        answer(&m, &w, places, LENGTH, count, want);
     }
     expect(shell("%s %s %d %d", examiner, test_path("needles"), ROWS, LENGTH), 0, "length,tenth");
     for (char *at = strchr(output, '\n'); at && at[1]; at = strchr(at + 1, '\n'), lines++)
-        if (CHECK(sscanf(at, "%d,%d,%d,%d", &length, &tenth, &some, &right) == 4, "%s", at)) {
-            CHECK(length == LENGTH && tenth == lines && right <= some, "%s", at);
+        if (CHECK(sscanf(at, "%d,%d,%d,%d,%d,%d", &length, &tenth, &some, n, n + 1, n + 2) == 6,
+                  "%s", at)) {
+            CHECK(length == LENGTH && tenth == lines && n[0] <= some, "%s", at);
             asked += some;
-            got += right;
+            for (int i = 0; i < 3; i++) got[i] += n[i];
         }
     CHECK(lines == 10 && asked == ROWS * (LENGTH / 8), "%d questions in %d lines", asked, lines);
-    CHECK(got == want, "%d answered right, not %d", got, want);
+    for (int i = 0; i < 3; i++)
+        CHECK(got[i] == want[i], "count %d: %d, not %d", i, got[i], want[i]);
+    CHECK(got[1] > 0 && got[1] < asked, "%d of %d questions reach the needle", got[1], asked);
     expect(shell("%s %s 1 64", examiner, test_path("sparse")), 2, "retrieval needs 512");
     expect(shell("%s %s 0 64", examiner, test_path("needles")), 2, "rows 0: must be an integer");
     expect(shell("%s %s 1 15", examiner, test_path("needles")), 2, "in 16 ..");
+    expect(shell("%s %s 1 64 --n-sel 2", examiner, test_path("needles")), 2, "--n-sel 2: must be");
+    expect(shell("%s %s 1 %d --n-sel 8", examiner, test_path("needles"), LENGTH), 0, "100,9,");
+    for (char *at = strchr(output, '\n'); at && at[1]; at = strchr(at + 1, '\n'))
+        CHECK(sscanf(at, "%d,%d,%d,%d,%d,%d", &length, &tenth, &some, n, n + 1, n + 2) == 6 &&
+                  n[1] == some,
+              "all %d blocks are selected: %s", 8, at);
     expect(shell("%s", examiner), 2, "usage");
     model_close(&m);
     checkpoint_close(&k);
