@@ -548,7 +548,8 @@ typedef struct nsa_reads {
 /* Appends `count` tokens to every sequence, or counts[b] <= count to sequence b, and attends from
    them. The views of x hold the new rows only, `count` of each sequence: q, k_cmp.x .. v_win in;
    out, the branches' out and lse, and blocks out. k_cmp.out and v_cmp.out are the cache's and not
-   used here. `reads` is NULL or of B entries. Nothing is appended unless all sequences have room. */
+   used here. `reads` is NULL or of B entries. Nothing is appended unless all sequences have room. The
+   workspace for `count` tokens serves fewer too. */
 NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache, int count);
 NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,
                               const int32_t *counts, nsa_reads *reads, void *workspace,
@@ -2581,7 +2582,7 @@ static int nsa__rows_lie_well(const nsa__pass *p, const nsa_tensor *x, int begin
 }
 
 static nsa__rows nsa__rows_here(const nsa__pass *p, const nsa_tensor *x, int begin) {
-    nsa__rows here = {(const nsa_real *)nsa__key(p, x, begin), x->token};
+    nsa__rows here = {(const nsa_real *)nsa__key(p, x, begin), (ptrdiff_t)x->token};
     return here;
 }
 
@@ -4524,7 +4525,7 @@ static size_t nsa__decode_bytes(const nsa_attention *x, nsa_cache cache, int cou
     return nsa__workspace_bytes(&d, p.shared, p.bytes);
 }
 
-/* Enough for fewer tokens too, which may be cut otherwise. */
+/* Fewer tokens may be cut otherwise. */
 NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache,
                                          int count) {
     if (!x || !cache || count < 0) return 0;
