@@ -178,7 +178,7 @@ enum {
     NSA_ERROR_RANGE,     /* first < 0, count < 0 or first + count > tokens */
     NSA_ERROR_BEGINS, /* begins descends, starts below 0, or holds a sequence longer than tokens */
     NSA_ERROR_OPTION, /* an option that is no value of its enum */
-    NSA_ERROR_SCALE,  /* scale is not finite */
+    NSA_ERROR_SCALE,  /* scale is not finite, or beyond 1e38 */
     NSA_ERROR_ISA,    /* this machine, or this build, has no such instruction set */
     NSA_ERROR_BLOCKS, /* a block list that nsa_check_blocks refuses */
     NSA_ERROR_WORKSPACE, /* the workspace is null or smaller than its size query said */
@@ -1086,7 +1086,7 @@ NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int 
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
     X(NSA_ERROR_OPTION, "not a value of this option's enum")                                       \
-    X(NSA_ERROR_SCALE, "must be finite")                                                           \
+    X(NSA_ERROR_SCALE, "must be finite and at most 1e38")                                          \
     X(NSA_ERROR_ISA, "this machine or this build has no such instruction set")                     \
     X(NSA_ERROR_BLOCKS, "a block list must hold candidates of its query, ascending, no "           \
                         "duplicates, -1 behind the last; "                                         \
@@ -1194,7 +1194,9 @@ static nsa_status nsa__check_options(const nsa_desc *d) {
     if ((unsigned)d->gate > NSA_GATE_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_gate);
     if ((unsigned)d->isa > NSA_ISA_NEON) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
     if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
-    if (!nsa__is_finite(d->scale)) return nsa__error(NSA_ERROR_SCALE, NSA__AT_scale);
+    /* In base 2 and as a float it must be finite too. */
+    if (!nsa__is_finite(d->scale) || fabs(d->scale) > 1e38)
+        return nsa__error(NSA_ERROR_SCALE, NSA__AT_scale);
     return NSA_OK;
 }
 
@@ -1251,7 +1253,8 @@ static nsa__shape nsa__shape_of(const nsa_desc *d, int64_t rows, int64_t packed_
 }
 
 static int64_t nsa__packed_tokens(const nsa_desc *d) {
-    return d->begins ? d->begins[d->batch] : 0;
+    /* Without any token no row is touched, wherever they would begin. */
+    return d->begins && d->begins[d->batch] > d->begins[0] ? d->begins[d->batch] : 0;
 }
 
 static int64_t nsa__packed_cmp(const nsa_desc *d) {
@@ -1293,12 +1296,13 @@ static unsigned nsa__real_dtypes(void) {
     return 1u << NSA_REAL_DTYPE;
 }
 
-/* A gradient that is asked for: of its tensor's dtype, or of the real one. */
+/* A gradient that is asked for: of its tensor's dtype, or of the real one. A tensor that backward
+   does not read has not been checked. */
 static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x, nsa__shape shape,
                                       int field) {
     if (!dx->data) return NSA_OK;
-    return nsa__check_view(dx, shape, nsa__real_dtypes() | 1u << x->dtype, 1,
-                           field | NSA__GRADIENT);
+    unsigned own = (unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & nsa__floats();
+    return nsa__check_view(dx, shape, nsa__real_dtypes() | own, 1, field | NSA__GRADIENT);
 }
 
 /* ---- Sequences, workspace, threads --------------------------------------------------------- */
@@ -2504,9 +2508,9 @@ static void nsa__select_queries(const nsa__pass *p, const nsa__walk *w, const ns
     int G = p->group;
     for (int a = 0; a < w->queries; a++) {
         int query = w->first + a, visible = nsa_cmp_visible(p->d, query), bad = 0;
-        p->tiles->probability(G, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES, f->stride,
-                              lse2 + (ptrdiff_t)a * G, f->s + (ptrdiff_t)a * G * f->stride,
-                              f->p_cmp);
+        p->tiles->probability(G, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
+                              (ptrdiff_t)f->stride, lse2 + (ptrdiff_t)a * G,
+                              f->s + (ptrdiff_t)a * G * f->stride, f->p_cmp);
         nsa__scores(p, query, f->p_cmp, f->scores);
         for (int g = 0; g < G; g++) bad |= bad_rows[a * G + g];
         for (int j = 0; bad && j < nsa_slc_candidates(p->d, query); j++) f->scores[j] = 0;
@@ -3200,7 +3204,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     for (int tile = 0; tile < f.walk.tile_end; tile++) {
         ptrdiff_t key = (ptrdiff_t)tile * p->tile;
         p->tiles->gemm(rows, p->tile, p->d->dim, f.q, p->wide, 1, p->k_t + key * p->d->dim, p->tile,
-                       f.scoring.s + key, f.scoring.stride, 0, NULL);
+                       f.scoring.s + key, (ptrdiff_t)f.scoring.stride, 0, NULL);
     }
     nsa__select_queries(p, &f.walk, &f.scoring, f.lse2, f.bad);
 }

@@ -1,0 +1,92 @@
+/* test_findings.c - what fuzzing found in nsa.h, each as the smallest call that showed it.
+   Twin: tests/fuzz, which found them, and docs/hardening.md, which tells of each. Not here: what the
+   tests of the primitives hold already. */
+#include "check.h"
+#include "nsa.h"
+
+enum { T = 8, D = 4 };
+
+static float q[T * D], k[T * D], v[T * D], out[T * D], grad[T * D];
+static nsa_real lse[T];
+static char workspace[1 << 20];
+
+static nsa_desc small(void) {
+    nsa_desc d = nsa_desc_default(1, T, 1, 1, D);
+    d.cmp_block = d.cmp_stride = d.slc_block = 4;
+    d.window = 4;
+    d.threads = 1;
+    return d;
+}
+
+static nsa_attend window(void) {
+    nsa_attend x;
+    memset(&x, 0, sizeof x);
+    x.q = nsa_tensor_bthd(q, NSA_F32, T, 1, D);
+    x.k = nsa_tensor_bthd(k, NSA_F32, T, 1, D);
+    x.v = nsa_tensor_bthd(v, NSA_F32, T, 1, D);
+    x.out = nsa_tensor_bthd(out, NSA_F32, T, 1, D);
+    x.lse = nsa_tensor_bthd(lse, NSA_REAL_DTYPE, T, 1, 1);
+    return x;
+}
+
+/* 1e300 is a finite double and no float: every output became NaN. */
+static void test_scale_beyond_float(void) {
+    check_case("a scale that no float holds");
+    nsa_desc d = small();
+    nsa_attend x = window();
+    static const double refused[] = {1e300, -1e300, 1.1e38};
+    for (int i = 0; i < 3; i++) {
+        d.scale = refused[i];
+        nsa_status s = nsa_attend_win_forward(&x, &d, workspace, sizeof workspace);
+        CHECK(nsa_status_kind(s) == NSA_ERROR_SCALE, "scale %g: %s", d.scale, nsa_status_name(s));
+    }
+    d.scale = 1e38;
+    CHECK(nsa_attend_win_forward(&x, &d, workspace, sizeof workspace) == NSA_OK, "1e38");
+    CHECK(out[0] == v[0], "its softmax over equal keys: %g", (double)out[0]);
+}
+
+/* Two empty sequences that begin at row 5 have no rows; views without memory were refused, and so
+   were strides that keep no rows apart. */
+static void test_empty_sequences_behind_row_0(void) {
+    check_case("empty sequences that do not begin at 0");
+    static const int32_t begins[] = {5, 5, 5};
+    nsa_desc d = small();
+    d.batch = 2;
+    d.begins = begins;
+    nsa_attend x;
+    memset(&x, 0, sizeof x);
+    nsa_status s = nsa_attend_win_forward(&x, &d, workspace, sizeof workspace);
+    CHECK(s == NSA_OK, "forward: %s %s", nsa_status_name(s), nsa_status_where(s));
+    s = nsa_attend_win_backward(&x, &x, &d, workspace, sizeof workspace);
+    CHECK(s == NSA_OK, "backward: %s %s", nsa_status_name(s), nsa_status_where(s));
+}
+
+/* Backward of the mean does not read x, so nothing had looked at its dtype before a shift by it. */
+static void test_dtype_of_an_unread_tensor(void) {
+    check_case("dtypes of what backward does not read");
+    nsa_desc d = small();
+    nsa_compress x, dx;
+    memset(&x, 0, sizeof x);
+    x.dim = D;
+    dx = x;
+    dx.x = nsa_tensor_bthd(grad, NSA_F32, T, 1, D);
+    dx.out = nsa_tensor_bthd(q, NSA_F32, T / 4, 1, D);
+    static const int dtypes[] = {NSA_F32, NSA_I32, 5, 40, -1};
+    for (int i = 0; i < 5; i++) {
+        x.x.dtype = (nsa_dtype)dtypes[i];
+        dx.x.dtype = NSA_REAL_DTYPE;
+        nsa_status s = nsa_compress_backward(&dx, &x, &d, workspace, sizeof workspace);
+        CHECK(s == NSA_OK, "x of dtype %d: %s", dtypes[i], nsa_status_name(s));
+        dx.x.dtype = NSA_I32;
+        s = nsa_compress_backward(&dx, &x, &d, workspace, sizeof workspace);
+        CHECK(nsa_status_kind(s) == NSA_ERROR_DTYPE, "a gradient in i32: %s", nsa_status_name(s));
+    }
+}
+
+int main(void) {
+    for (int i = 0; i < T * D; i++) v[i] = 3;
+    test_scale_beyond_float();
+    test_empty_sequences_behind_row_0();
+    test_dtype_of_an_unread_tensor();
+    return check_done("test_findings");
+}
