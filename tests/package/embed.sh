@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # embed.sh WAY BUILD DIR: examples/embed as a project of somebody else, who takes nsa in that way:
-# bare, add_subdirectory, fetch_content, find_package or pkg_config. BUILD is a configured build
-# folder of this project; the last two install from it and move what was installed.
+# bare, static, shared, python, pool, add_subdirectory, fetch_content, find_package or pkg_config. BUILD
+# is a configured build folder of this project; the last two install from it and move what was
+# installed.
 set -euo pipefail
 
 way=$1
@@ -30,6 +31,29 @@ bare)
     cc embed.c -I"$root/nsa" -lm -o embed
     check ./embed
     ;;
+static)
+    cc -O1 -DNSA_IMPLEMENTATION -x c -c "$root/nsa/nsa.h" -o nsa.o
+    ar rcs libnsa.a nsa.o
+    sed '/define NSA_IMPLEMENTATION/d' embed.c >caller.c
+    cc caller.c -I"$root/nsa" -L. -lnsa -lm -o embed
+    check ./embed
+    ;;
+shared | python)
+    # The line that examples/embed/embed.py begins with.
+    cc -O2 -shared -fPIC -DNSA_IMPLEMENTATION -x c "$root/nsa/nsa.h" -o libnsa.so -lm
+    if [ "$way" = python ]; then
+        "$root/tests/package/need.sh" python3 || exit $?
+        [ "$(python3 "$root/examples/embed/embed.py" ./libnsa.so)" = "NSA_OK: 0.5034" ]
+        exit
+    fi
+    sed '/define NSA_IMPLEMENTATION/d' embed.c >caller.c
+    cc caller.c -I"$root/nsa" -L. -lnsa -Wl,-rpath,"$dir" -o embed
+    check ./embed
+    ;;
+pool)
+    cc -O1 -D_XOPEN_SOURCE=700 "$root/examples/embed/pool.c" -I"$root/nsa" -lm -lpthread -o pool
+    check ./pool
+    ;;
 pkg_config)
     "$root/tests/package/need.sh" pkg-config || exit $?
     install_and_move
@@ -53,7 +77,8 @@ add_subdirectory | fetch_content | find_package)
     }
     ;;
 *)
-    echo "embed.sh: WAY is bare, add_subdirectory, fetch_content, find_package or pkg_config"
+    echo "embed.sh: WAY is bare, static, shared, python, pool, add_subdirectory, fetch_content," \
+        "find_package or pkg_config"
     exit 2
     ;;
 esac
