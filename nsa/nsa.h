@@ -2602,6 +2602,21 @@ static nsa__rows nsa__rows_copied(const nsa__pass *p, const nsa_tensor *x, int b
     return there;
 }
 
+/* Asks for rows begin .. end - 1 of x that there are. */
+static void nsa__fetch_rows(const nsa__pass *p, const nsa_tensor *x, int begin, int end,
+                            int width) {
+    size_t bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
+    for (int key = begin; key < end && key < p->keys; key++) nsa__fetch(nsa__key(p, x, key), bytes);
+}
+
+/* The first key of the tile that is walked to next; p->keys where there is none. */
+static int nsa__walk_ahead(const nsa__walk *w, const nsa__pass *p) {
+    int tile = w->tile + 1;
+    if (p->branch == NSA__SLC)
+        while (tile < w->tile_end && w->list_begin[tile] == w->list_begin[tile + 1]) tile++;
+    return tile < w->tile_end ? tile * p->tile : p->keys;
+}
+
 enum { NSA__KEYS_AT_ONCE = 24 }; /* whole pieces of the product, whatever the vectors */
 
 /* The batch's scores of n keys from `begin` on, by the keys' rows and q's as columns: packing a tile
@@ -2609,7 +2624,7 @@ enum { NSA__KEYS_AT_ONCE = 24 }; /* whole pieces of the product, whatever the ve
    Rows that are not finite make no score that is. */
 static void nsa__few_scores(nsa__forward *f, const nsa__pass *p, const nsa__batch *b, int begin,
                             int n, uint64_t *bad) {
-    const nsa_tensor *v = &p->x->v;
+    int ahead = nsa__walk_ahead(&f->walk, p);
     const nsa_real *q = f->q_t + (ptrdiff_t)b->reader[0] * p->group;
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, dim = p->d->dim;
     int here = nsa__rows_lie_well(p, &p->x->k, begin, n, dim, p->wide), done = 0;
@@ -2618,9 +2633,8 @@ static void nsa__few_scores(nsa__forward *f, const nsa__pass *p, const nsa__batc
                            : nsa__rows_copied(p, &p->x->k, begin, n, dim, p->wide, f->rows, bad);
         for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
             int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
-            for (int r = i; r < i + some; r++)
-                nsa__fetch(nsa__key(p, v, begin + r),
-                           (size_t)p->d->dim_v * nsa__dtype_bytes(v->dtype));
+            nsa__fetch_rows(p, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
+            nsa__fetch_rows(p, &p->x->k, ahead + i, ahead + i + some, dim);
             p->tiles->gemm(some, columns, dim, k.at + i * k.row, k.row, 1, q, f->columns,
                            f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0, NULL);
         }
@@ -4506,7 +4520,7 @@ static void nsa__decode_task(const void *context, int64_t index, void *scratch) 
 static nsa__decode_pass nsa__decode_plan(const nsa_attention *x, nsa_cache *cache, int count,
                                          int threads) {
     const nsa_desc *all = &cache->desc;
-    nsa__decode_pass p = {x, cache, count, NULL, 1, 1, 0, 0, 0, NULL};
+    nsa__decode_pass p = {x, cache, count, NULL, 1, 0, 1, 0, 0, NULL};
     nsa__arena shared = {NULL, 0}, task = {NULL, 0};
     if (count <= nsa__few_queries(all))
         p.parts = all->kv_heads;
