@@ -9,7 +9,8 @@
        #define NSA_CUDA_IMPLEMENTATION
        #include "nsa_cuda.cuh"
 
-   and give that file to nvcc, for compute capability 8.0 or later. nsa.h's own implementation must
+   and give that file to nvcc, for compute capability 8.0 or later; for H100 and H200 name sm_90a, for
+   what it compiles to sm_90 alone does without their wgmma. nsa.h's own implementation must
    be in the program too (in a C file, or in this one): it holds what no GPU is needed for.
 
    WHAT DIFFERS FROM THE CPU
@@ -31,6 +32,8 @@
      need their element's alignment only.
    - The tensors of an attention, a selection or an mlp have one dtype; gradients have that or f32.
      Rope, gate, mean and conv take any mixture.
+   - With up to four query heads to a kv head slc's workspace has up to 512 MB more (or what 32
+     queries take): queries are gathered by the block they read, and what they find is added up.
    - desc.threads and desc.isa are not used.
 
    CONFIGURATION (define before the include in the file with the implementation; what is left out is

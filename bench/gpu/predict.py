@@ -13,6 +13,7 @@ import pathlib
 
 L, STRIDE, BLOCK, LIST, WINDOW = 32, 16, 64, 16, 512
 ROWS, BACK_ROWS = 128, 64  # of a tile, forward and backward
+GATHERED = 512 * 2**20  # bytes of what gathered queries find at a time
 PEAK = 989e12  # FLOP/s of dense bf16, as published for the H200
 SHARED = PEAK / 2  # a warp of 16 rows reads 256 B of shared memory for a product of 4096 FLOP
 RATE = {"mma": 0.65 * SHARED, "wgmma": 0.5 * PEAK}  # FLOP/s; both shares are assumed
@@ -42,8 +43,8 @@ class Shape:
 
     def apart(self, rows):
         """How many times as many blocks as one list the union of a tile's lists holds, at worst:
-        neighbours agree in the forced blocks alone."""
-        return (3 + 13 * self.queries(rows)) / LIST
+        neighbours agree in the forced blocks alone; no more than there are on average."""
+        return min(3 + 13 * self.queries(rows), self.tokens / BLOCK / 2) / LIST
 
     def tile_bytes(self, branch, rows, worst=False):
         """K and V of the tiles that all tiles of query rows bring in."""
@@ -65,17 +66,17 @@ def forward(s, path, worst):
     both = s.dim + s.dim_v
     parts = {"compress": 4 * 2 * s.tokens * s.kv_heads * both / L2}
     for branch in ("cmp", "slc", "win"):
-        parts[branch] = seconds(RATE[path], s.flop(branch, both) * more(s, branch, path, ROWS, worst),
+        parts[branch] = seconds(RATE[path], s.flop(branch, both) * more(s, branch, path, worst),
                                 s.tile_bytes(branch, ROWS, worst))
     parts["select"] = s.flop("cmp", s.dim) / (PEAK / 2) + s.pairs["cmp"] / EXP2
     parts["gate"] = s.rows_bytes(s.dim_v, 4) / MEMORY
     return parts
 
 
-def more(s, branch, path, rows, worst):
+def more(s, branch, path, worst):
     """How many times as much is multiplied as is seen: wgmma multiplies 64 rows with the union of
-    what they see; mma.sync 16, which are one query's."""
-    return s.apart(64) if worst and branch == "slc" and path == "wgmma" else 1
+    what they see; mma.sync 16."""
+    return s.apart(64 if path == "wgmma" else 16) if worst and branch == "slc" else 1
 
 
 def backward(s, path, worst):
@@ -83,13 +84,42 @@ def backward(s, path, worst):
     f32 once a branch, and the gate's, the row sums' and the flush's traffic comes on top."""
     parts, rate = {}, RATE[path]
     for branch in ("cmp", "slc", "win"):
-        dq = s.flop(branch, 2 * s.dim + s.dim_v) * more(s, branch, path, BACK_ROWS, worst)
+        dq = s.flop(branch, 2 * s.dim + s.dim_v) * more(s, branch, path, worst)
         dkv = s.flop(branch, 2 * s.dim + 2 * s.dim_v)
         parts[branch] = (seconds(rate, dq, s.tile_bytes(branch, BACK_ROWS, worst)) +
                          seconds(rate, dkv, s.tile_bytes(branch, BACK_ROWS)))
     rows = s.rows_bytes(s.dim, 3 * 4 + 2 + 3) + s.rows_bytes(s.dim_v, 3 * 3 + 3 * 2)
     parts["rows, gate, sums"] = rows / MEMORY
     return parts
+
+
+def gathered(s, path, products, width, rows):
+    """Seconds of slc in tiles of up to `rows` rows that read one block, each of which leaves `width`
+    floats in memory, to be read once more. The blocks are full, and chunks of queries so long that what
+    they find fills GATHERED bytes."""
+    found = s.pairs["slc"] / BLOCK
+    moved = 4 * width * found / MEMORY
+    chunk = GATHERED / (4 * width * LIST * s.heads)
+    readers = chunk * LIST / (s.tokens / BLOCK / 2) * s.heads / s.kv_heads
+    l2 = 2 * found * (s.dim + BLOCK * (s.dim + s.dim_v) / min(rows, readers))
+    return max(seconds(RATE[path], products * s.pairs["slc"], l2), moved) + moved
+
+
+def few_heads():
+    """Forward over listed blocks in ms, 64 query heads, G of them to a kv head: by tiles of
+    neighbouring queries, and gathered."""
+    lines = ["| G | " + " | ".join(f"{path}: tiles of neighbours | {path}: gathered"
+                                    for path in ("mma.sync", "wgmma")) + " |",
+             "|---|---|---|---|---|"]
+    for group in (1, 2, 4, 8, 16):
+        s = Shape(64, 64 // group, 128, 128, 65536)
+        cells = []
+        for path in RATE:
+            low, high = (1e3 * forward(s, path, worst)["slc"] for worst in (False, True))
+            whole = 1e3 * gathered(s, path, 2 * (s.dim + s.dim_v), s.dim_v + 2, ROWS)
+            cells.append(f"{low:.1f} .. {high:.1f} | {whole:.1f}")
+        lines.append(f"| {group} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def crossover(path, worst):
@@ -170,6 +200,13 @@ costs, without float atomics, traffic: sums of dq from every tile of 64 keys {su
 (and a buffer of as many bytes as there are pairs, times two, or many small launches to keep it
 small). By wgmma only the second could gain, and only as far as its traffic hides behind products.
 
+With few heads to a kv head a tile has many neighbouring queries, whose lists have many blocks in all:
+
+{few}
+
+Up to G = 4 slc's forward and dq gather the queries that read a block, and add up what they found: it
+costs the same however far neighbours are apart. From G = 8 on, tiles of neighbours are left to it.
+
 What that says: the forward pass keeps its first goal where neighbours agree in most blocks, with
 wgmma by far; its second is a matter of slc's tiles from L2 and of selection. Backward keeps its
 first goal by wgmma alone. Selection multiplies by mma.sync everywhere: decoding has to rank by the very
@@ -193,8 +230,9 @@ def main():
                        f"{1e-12 * s.flop(branch, 4 * s.dim + 3 * s.dim_v):.2f} | "
                        f"{1e-9 * s.tile_bytes(branch, ROWS):.0f}{high} |")
     mma, wgmma, sums, ds = five_products(s)
+    few = "\n".join(few_heads())
     text = HEAD + "\n".join(counted) + "\n\n" + "\n".join(table(s, report)) + "\n" + TAIL.format(
-        peak=PEAK * 1e-12, l2=L2 * 1e-12, mma=mma, wgmma=wgmma, sums=sums, ds=ds)
+        peak=PEAK * 1e-12, l2=L2 * 1e-12, mma=mma, wgmma=wgmma, sums=sums, ds=ds, few=few)
     if given.write:
         given.write.write_text(text)
     else:

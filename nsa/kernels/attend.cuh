@@ -1,14 +1,17 @@
 /* attend.cuh: attention over few keys, forward: one core for all branches.
-   Twin: nsa.h, "Attention over spans of keys". The branches differ in which keys a query sees, which
-   nsa__cuda_keys_of and nsa__walk answer; cmp, slc, win and dense have their doors in files of their own.
-   Not here: backward (attend_backward.cuh), how blocks are selected (select_blocks.cuh).
+   Twin: nsa.h, "Attention over spans of keys". The branches differ in which keys a query sees,
+   which nsa__cuda_keys_of and nsa__walk answer; cmp, slc, win and dense have their doors in files
+   of their own.
+   Not here: backward (attend_backward.cuh), how blocks are selected (select_blocks.cuh), forward's
+   calls (attend_gather.cuh).
 
-   A block holds a tile of query rows: the rows of neighbouring queries and of all heads of a group,
-   which read the same keys, so that a key tile is brought in once for all of them. It walks key
-   tiles at absolute positions. A warp owns 16 rows and passes over a tile that none of them sees
-   (on sm_90a the four warps of a group, none of whose queries sees it); a row that sees nothing of a tile keeps its state to the bit, so a row's bits do not depend on the
-   rows beside it. Tiles hold finite numbers only: rows with a non-finite value enter as zeros, and
-   what read them is set to NaN at the end. */
+   A block holds a tile of query rows: the rows of neighbouring queries and of all heads of a
+   group, which read the same keys, so that a key tile is brought in once for all of them. It
+   walks key tiles at absolute positions. A warp owns 16 rows and passes over a tile that none of
+   them sees; on sm_90a the four warps of a group pass over what none of their queries sees. A
+   row that sees nothing of a tile keeps its state to the bit, so a row's bits do not depend on
+   the rows beside it. Tiles hold finite numbers only: rows with a non-finite value enter as
+   zeros, and what read them is set to NaN at the end. */
 #ifndef NSA_ATTEND_CUH
 #define NSA_ATTEND_CUH
 
@@ -20,15 +23,21 @@
 
 enum nsa__cuda_branch_keys { NSA__KEYS_CMP, NSA__KEYS_SLC, NSA__KEYS_WIN, NSA__KEYS_DENSE };
 
-/* The queries that read each block, ascending: those of block j are query[begin[j] .. begin[j + 1]).
-   They are worked through in parts of at most `part`; parts are counted by part_begin, those of
-   blocks with more than one by slot_begin. */
+/* The queries that read each block, ascending: those of block j are
+   query[begin[j] .. begin[j + 1]). They are worked through in parts of at most `part`; parts are
+   counted by part_begin, those of blocks with more than one by slot_begin. */
 struct nsa__cuda_block_readers {
     int64_t *begin;
     int32_t *part_begin, *slot_begin, *query;
     int32_t *counts; /* (chunks + 1, blocks): where a chunk of queries puts its readers */
     int blocks, chunks, part;
     int64_t max_readers, max_parts, max_slots; /* of one sequence and kv head */
+};
+
+/* A part of a block's readers: query[0] .. query[count - 1], the part-th of `parts`. */
+struct nsa__cuda_reader_part {
+    int block, part, parts, count;
+    const int32_t *query;
 };
 
 /* What every kernel of one call is given. */
@@ -43,12 +52,18 @@ struct nsa__cuda_attend_job {
     uint64_t *bad;             /* a bit for each key: its k or v row has a non-finite value */
     int bad_words;             /* of one sequence and kv head */
     /* backward */
-    float2
-        *rows; /* (B, count, H): lse in base 2 and delta; lse is NaN where the row is not finite */
+    float2 *rows;   /* (B, rows_of, H): lse in base 2, NaN where the row is not finite, and delta */
+    int rows_of;    /* count of the whole call */
     float *partial; /* sums over parts of the readers of keys that have many */
     int max_parts;  /* cmp: parts of the queries */
-    /* slc, backward: the lists turned round; for each sequence and kv head an entry a block */
+    /* slc: the lists turned round; for each sequence and kv head an entry a block */
     nsa__cuda_block_readers readers;
+    /* slc of few heads: a tile of rows has readers of one block, and leaves for each of them
+       (B, count, H, list_width) what is then added up, chunk by chunk of queries (attend_gather.cuh) */
+    bool gathered;
+    int chunk;
+    float *found;       /* dim_v wide: the sum of p v; dim wide: of ds k */
+    float2 *found_sums; /* the largest score, base 2 (inf: a value was not finite), the sum of p */
 };
 
 /* The sequence and kv head of a block, and which of their tiles it has. */
@@ -79,6 +94,34 @@ NSA__DEVICE nsa__cuda_attend_place nsa__cuda_attend_place_of(const nsa__cuda_att
 NSA__DEVICE int64_t nsa__cuda_attend_pair(const nsa__cuda_attend_job &job,
                                           const nsa__cuda_attend_place &at) {
     return static_cast<int64_t>(at.b) * job.d.kv_heads + at.kv_head;
+}
+
+/* The part of readers with number `item`, counted over all blocks; block is -1 behind the last. */
+NSA__DEVICE nsa__cuda_reader_part nsa__cuda_reader_part_of(const nsa__cuda_attend_job &job,
+                                                           const nsa__cuda_attend_place &at,
+                                                           int item) {
+    const nsa__cuda_block_readers &r = job.readers;
+    const int64_t pair = nsa__cuda_attend_pair(job, at);
+    const int32_t *parts = r.part_begin + pair * (r.blocks + 1);
+    nsa__cuda_reader_part found = {-1, 0, 0, 0, nullptr};
+    if (item >= parts[r.blocks]) return found;
+    int low = 0, high = r.blocks; /* parts[low] <= item < parts[high] */
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (parts[middle] <= item)
+            low = middle;
+        else
+            high = middle;
+    }
+    found.block = low;
+    found.part = item - parts[low];
+    found.parts = parts[low + 1] - parts[low];
+    const int64_t begin =
+        r.begin[pair * (r.blocks + 1) + low] + static_cast<int64_t>(found.part) * r.part;
+    const int64_t end = r.begin[pair * (r.blocks + 1) + low + 1];
+    found.query = r.query + pair * r.max_readers + begin;
+    found.count = static_cast<int>(min(static_cast<int64_t>(r.part), end - begin));
+    return found;
 }
 
 /* A grid of `tiles` blocks for each sequence and kv head. */
@@ -117,9 +160,12 @@ NSA__DEVICE uint64_t nsa__cuda_key_span_bits(nsa__cuda_key_span s) {
 
 /* ---- Tiles of query rows ------------------------------------------------------------------- */
 
-/* Row r is head (skip + r) % G of query first + (skip + r) / G. */
+/* Row r is head (skip + r) % G of query first + (skip + r) / G or, gathered, of that one of
+   `list`. */
 struct nsa__cuda_query_tile {
-    int first, skip, end; /* end: the position behind the last query */
+    int first, skip, end; /* end: behind the last query */
+    int block;            /* gathered: what they all read */
+    const int32_t *list;  /* NULL: not gathered */
 };
 
 struct nsa__cuda_query_row {
@@ -130,9 +176,16 @@ struct nsa__cuda_query_row {
 NSA__DEVICE nsa__cuda_query_tile nsa__cuda_query_tile_of(const nsa__cuda_attend_job &job,
                                                          const nsa__cuda_attend_place &at,
                                                          int rows) {
+    nsa__cuda_query_tile t = {0, 0, 0, -1, nullptr};
+    if (job.gathered) {
+        const nsa__cuda_reader_part part = nsa__cuda_reader_part_of(job, at, at.tile);
+        t.end = part.count;
+        t.block = part.block;
+        t.list = part.query;
+        return t;
+    }
     /* late queries see most keys: they go first */
     const int64_t row = static_cast<int64_t>(job.tiles - 1 - at.tile) * rows;
-    nsa__cuda_query_tile t;
     t.first = at.seq.first + static_cast<int>(row / job.group);
     t.skip = static_cast<int>(row % job.group);
     t.end = at.seq.first + at.seq.count;
@@ -143,21 +196,24 @@ NSA__DEVICE nsa__cuda_query_row nsa__cuda_query_row_of(const nsa__cuda_attend_jo
                                                        const nsa__cuda_attend_place &at,
                                                        const nsa__cuda_query_tile &tile, int row) {
     nsa__cuda_query_row r;
-    r.query = tile.first + (tile.skip + row) / job.group;
+    const int place = tile.first + (tile.skip + row) / job.group;
+    r.there = place < tile.end;
+    r.query = tile.list && r.there ? tile.list[place] : place;
     r.head = at.kv_head * job.group + (tile.skip + row) % job.group;
-    r.there = r.query < tile.end;
     return r;
 }
 
-/* Warps go in groups of four, 64 rows. The places, in the tile, of the first query of the warp's
-   group and behind its last one. */
+/* Warps go in groups of four, 64 rows. The place, in the tile, of the first query of the warp's
+   group, and a bit for each of them. */
 NSA__DEVICE int nsa__cuda_group_first(const nsa__cuda_attend_job &job,
                                       const nsa__cuda_query_tile &tile) {
     return (tile.skip + static_cast<int>(threadIdx.x) / 128 * 64) / job.group;
 }
-NSA__DEVICE int nsa__cuda_group_end(const nsa__cuda_attend_job &job,
-                                    const nsa__cuda_query_tile &tile) {
-    return (tile.skip + static_cast<int>(threadIdx.x) / 128 * 64 + 63) / job.group + 1;
+NSA__DEVICE uint64_t nsa__cuda_group_bits(const nsa__cuda_attend_job &job,
+                                          const nsa__cuda_query_tile &tile) {
+    const int end = (tile.skip + static_cast<int>(threadIdx.x) / 128 * 64 + 63) / job.group + 1;
+    return nsa__cuda_key_span_bits(
+        {0, min(tile.end - tile.first, end) - nsa__cuda_group_first(job, tile)});
 }
 
 /* The row of a view on the query's side. */
@@ -165,6 +221,19 @@ template <typename T>
 NSA__DEVICE T *nsa__cuda_query_at(const nsa_tensor &x, const nsa__cuda_attend_place &at, int query,
                                   int head) {
     return nsa__row_of<T>(x, at.seq.batch, at.seq.row + query - at.seq.first, head);
+}
+
+/* Gathered: the number of what a row finds in the tile's block. */
+NSA__DEVICE int64_t nsa__cuda_found_at(const nsa__cuda_attend_job &job,
+                                       const nsa__cuda_attend_place &at,
+                                       const nsa__cuda_query_tile &tile,
+                                       const nsa__cuda_query_row &row) {
+    const int32_t *list =
+        nsa__cuda_query_at<const int32_t>(job.x.blocks, at, row.query, at.kv_head);
+    const int64_t place = static_cast<int64_t>(at.b) * job.d.count + row.query - at.seq.first;
+    int slot = 0;
+    while (list[slot] != tile.block) slot++; /* it is there: the list named the reader */
+    return (place * job.d.heads + row.head) * job.list_width + slot;
 }
 
 /* ---- Walking key tiles --------------------------------------------------------------------- */
@@ -175,16 +244,16 @@ struct nsa__cuda_key_tile {
     uint64_t bad;     /* a bit for each key */
 };
 
-/* The key tiles that a tile of up to QUERIES queries reads, ascending. slc: the union of the lists.
-   Each lane follows the lists of queries lane and lane + 32; an entry counts if it is a candidate of
-   its query and greater than those before it, so that any list is harmless. All warps walk alike. */
+/* The key tiles that a tile of up to QUERIES queries reads, ascending. slc: the union of the
+   lists. Each lane follows the lists of queries lane and lane + 32; an entry counts if it is a
+   candidate of its query and greater than those before it, so that any list is harmless. All
+   warps walk alike. */
 template <int KEYS, int QUERIES> struct nsa__cuda_walk_keys {
     static constexpr int LISTS = (QUERIES + 31) / 32, NONE = INT32_MAX;
     nsa__cuda_key_tile tile;
-    int group_first; /* the place of the first query of the warp's group */
-    uint64_t group;  /* a bit for each of its queries */
-    int end;         /* no query sees a key from here on */
-    int stop;        /* slc: where the block at hand ends */
+    int end;      /* no query sees a key from here on */
+    int stop;     /* where the block at hand ends, if lists are followed */
+    bool follows; /* slc, not gathered */
     int block;
     const int32_t *list[LISTS];
     int slot[LISTS], entry[LISTS], last[LISTS];
@@ -196,14 +265,18 @@ nsa__cuda_walk_begin(nsa__cuda_walk_keys<KEYS, QUERIES> &w, const nsa__cuda_atte
                      const nsa__cuda_attend_place &at, const nsa__cuda_query_tile &rows) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int queries = min((rows.skip + QUERIES - 1) / job.group + 1, rows.end - rows.first);
-    w.end = nsa__cuda_keys_of(job, rows.first + queries - 1).end;
-    w.stop = w.end;
+    const int last = rows.first + queries - 1;
+    w.end = nsa__cuda_keys_of(job, rows.list ? rows.list[last] : last).end;
     w.tile.begin = nsa__cuda_keys_of(job, rows.first).begin / KEYS * KEYS - KEYS;
-    w.group_first = nsa__cuda_group_first(job, rows);
-    w.group =
-        nsa__cuda_key_span_bits({0, min(queries, nsa__cuda_group_end(job, rows)) - w.group_first});
-    w.tile.readers = w.group;
-    if (job.branch != NSA__KEYS_SLC) return;
+    if (rows.list) {
+        const int begin = rows.block * job.d.slc_block;
+        w.end = begin + min(job.d.slc_block, w.end - begin);
+        w.tile.begin = begin - KEYS;
+    }
+    w.stop = w.end;
+    w.tile.readers = nsa__cuda_group_bits(job, rows);
+    w.follows = job.branch == NSA__KEYS_SLC && !rows.list;
+    if (!w.follows) return;
     w.stop = w.tile.begin;
     w.block = -1;
 #pragma unroll
@@ -232,7 +305,8 @@ NSA__DEVICE uint64_t nsa__cuda_bits_moved(uint64_t bits, int up) {
 /* Turns to the next block that any list holds. */
 template <int KEYS, int QUERIES>
 NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES> &w,
-                                           const nsa__cuda_attend_job &job) {
+                                           const nsa__cuda_attend_job &job,
+                                           const nsa__cuda_query_tile &rows) {
     int next = w.NONE;
 #pragma unroll
     for (int i = 0; i < w.LISTS; i++) {
@@ -246,14 +320,15 @@ NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES> &w
     w.tile.begin = next * job.d.slc_block;
     w.stop = w.tile.begin + min(job.d.slc_block, w.end - w.tile.begin);
     w.tile.readers = 0;
+    const int group_first = nsa__cuda_group_first(job, rows);
 #pragma unroll
     for (int i = 0; i < w.LISTS; i++) {
         const uint64_t readers = __ballot_sync(0xffffffffu, w.entry[i] == next);
-        w.tile.readers |= nsa__cuda_bits_moved(readers, 32 * i - w.group_first);
+        w.tile.readers |= nsa__cuda_bits_moved(readers, 32 * i - group_first);
         /* asked for now, looked at when the next block is */
         if (w.entry[i] == next) w.entry[i] = nsa__cuda_walk_entry(w, job, i);
     }
-    w.tile.readers &= w.group;
+    w.tile.readers &= nsa__cuda_group_bits(job, rows);
     return true;
 }
 
@@ -270,12 +345,11 @@ NSA__DEVICE uint64_t nsa__cuda_bad_keys(const nsa__cuda_attend_job &job,
 }
 
 template <int KEYS, int QUERIES>
-NSA__DEVICE bool nsa__cuda_walk_next(nsa__cuda_walk_keys<KEYS, QUERIES> &w,
-                                     const nsa__cuda_attend_job &job,
-                                     const nsa__cuda_attend_place &at) {
+NSA__DEVICE bool
+nsa__cuda_walk_next(nsa__cuda_walk_keys<KEYS, QUERIES> &w, const nsa__cuda_attend_job &job,
+                    const nsa__cuda_attend_place &at, const nsa__cuda_query_tile &rows) {
     w.tile.begin += KEYS;
-    if (w.tile.begin >= w.stop &&
-        (job.branch != NSA__KEYS_SLC || !nsa__cuda_walk_next_block(w, job)))
+    if (w.tile.begin >= w.stop && (!w.follows || !nsa__cuda_walk_next_block(w, job, rows)))
         return false;
     w.tile.end = w.tile.begin + min(KEYS, w.stop - w.tile.begin);
     w.tile.bad = nsa__cuda_bad_keys<KEYS>(job, at, w.tile.begin);
@@ -332,10 +406,11 @@ static __global__ void nsa__cuda_attend_scan_kernel(nsa__cuda_attend_job job) {
 /* The dynamic shared memory that a block may have on every architecture from 8.0 on. */
 enum { NSA__SHARED_MOST = 99 * 1024 - 2048 };
 
-/* A kernel holds one tile of rows, HELD_WIDTH wide, and streams tiles of the other side through two
-   stages, STREAM_WIDTH wide: the largest that fit, of at most MOST rows or, in f32, MOST_F32, whose
-   products are unrolled over them. A warp owns 16 of the rows held, of which there are 64, or
-   HELD_MOST where that leaves the streamed tiles as they are, so that they are brought in less often. */
+/* A kernel holds one tile of rows, HELD_WIDTH wide, and streams tiles of the other side through
+   two stages, STREAM_WIDTH wide: the largest that fit, of at most MOST rows or, in f32,
+   MOST_F32, whose products are unrolled over them. A warp owns 16 of the rows held, of which
+   there are 64, or HELD_MOST where that leaves the streamed tiles as they are, so that they are
+   brought in less often. */
 template <typename T, int HELD_WIDTH, int STREAM_WIDTH, int MOST, int MOST_F32, int HELD_MOST = 64>
 struct nsa__cuda_tile_shape {
     static constexpr int most = sizeof(T) == 2 ? MOST : MOST_F32;
@@ -380,6 +455,9 @@ NSA__DEVICE void nsa__cuda_clean_stage(T *stage, uint64_t bad) {
     nsa__cuda_tile_zero<T, DV, KEYS, THREADS>(stage + KEYS * DK, bad);
     nsa__cuda_tiles_written<T, KEYS>();
 }
+
+/* Turns the lists round, for parts of at most `part` readers (attend_gather.cuh). */
+static nsa_status nsa__cuda_gather(nsa__cuda_attend_job *job, int part, cudaStream_t stream);
 
 /* ---- Forward ------------------------------------------------------------------------------- */
 
@@ -438,8 +516,8 @@ NSA__DEVICE float nsa__cuda_shrink(float before, float most) {
     return most == before ? 1.0f : nsa__ex2(before - nsa__cuda_base(most));
 }
 
-/* s becomes p = 2^(s - most), 0 where masked; shrink is what earlier p of a row are to be multiplied
-   by: exactly 1 where the maximum stays. No infinity is subtracted from another. */
+/* s becomes p = 2^(s - most), 0 where masked; shrink is what earlier p of a row are to be
+   multiplied by: exactly 1 where the maximum stays. No infinity is subtracted from another. */
 template <int N>
 NSA__DEVICE void nsa__cuda_softmax_tile(float (&s)[N][4], nsa__cuda_forward_rows &rows,
                                         float (&shrink)[2]) {
@@ -463,6 +541,30 @@ NSA__DEVICE void nsa__cuda_softmax_tile(float (&s)[N][4], nsa__cuda_forward_rows
         shrink[h] = nsa__cuda_shrink(rows.most[h], most);
         rows.sum[h] = fmaf(rows.sum[h], shrink[h], sum);
         rows.most[h] = most;
+    }
+}
+
+/* What a gathered tile leaves of the thread's two rows. */
+template <int N>
+NSA__DEVICE void
+nsa__cuda_gathered_end(const nsa__cuda_attend_job &job, const nsa__cuda_attend_place &at,
+                       const nsa__cuda_query_tile &tile, const nsa__cuda_forward_rows &rows,
+                       const float (&out)[N][4]) {
+    const int thread = static_cast<int>(threadIdx.x), column = thread % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const nsa__cuda_query_row row =
+            nsa__cuda_query_row_of(job, at, tile, thread / 32 * 16 + thread % 32 / 4 + 8 * h);
+        const float sum = nsa__cuda_quad_sum(rows.sum[h]);
+        if (!row.there) continue;
+        const int64_t found = nsa__cuda_found_at(job, at, tile, row);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+            if (8 * n < job.d.dim_v)
+                nsa__store_pair(job.found + found * job.d.dim_v + 8 * n + column, out[n][2 * h],
+                                out[n][2 * h + 1]);
+        if (column == 0)
+            job.found_sums[found] = make_float2(rows.bad[h] ? INFINITY : rows.most[h], sum);
     }
 }
 
@@ -505,7 +607,7 @@ NSA__DEVICE void nsa__cuda_forward_begin(nsa__cuda_forward_rows &rows,
     for (int h = 0; h < 2; h++) {
         const int r = lane / 4 + 8 * h;
         const nsa__cuda_query_row row = nsa__cuda_query_row_of(job, at, tile, 16 * warp + r);
-        rows.number[h] = row.query - tile.first - nsa__cuda_group_first(job, tile);
+        rows.number[h] = (tile.skip + 16 * warp + r) / job.group - nsa__cuda_group_first(job, tile);
         rows.keys[h] = {0, 0};
         if (row.there) rows.keys[h] = nsa__cuda_keys_of(job, row.query);
         rows.most[h] = -INFINITY;
@@ -541,7 +643,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
             return row.there ? nsa__cuda_query_at<const T>(job.x.q, at, row.query, row.head)
                              : nullptr;
         });
-    bool more = nsa__cuda_walk_next(walk, job, at);
+    bool more = nsa__cuda_walk_next(walk, job, at, tile_rows);
     if (more) nsa__cuda_stage_keys<T, DK, DV, KEYS, THREADS>(stages, job, at, walk.tile);
     nsa__cp_async_commit();
     nsa__cp_async_wait<0>();
@@ -556,7 +658,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
         T *const k = stages + at_stage * KEYS * (DK + DV), *const v = k + KEYS * DK;
         /* this stage is there, and nobody reads the other one any more */
         nsa__cuda_tiles_wait<T, KEYS>();
-        more = nsa__cuda_walk_next(walk, job, at);
+        more = nsa__cuda_walk_next(walk, job, at, tile_rows);
         if (more)
             nsa__cuda_stage_keys<T, DK, DV, KEYS, THREADS>(
                 stages + (at_stage ^ 1) * KEYS * (DK + DV), job, at, walk.tile);
@@ -582,15 +684,23 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
             for (int h = 0; h < 2; h++)
                 rows.bad[h] |= (nsa__cuda_key_span_bits(seen[h]) & tile.bad) != 0;
     }
-    nsa__cuda_forward_end<T>(job, at, tile_rows, rows, out);
+    if (job.gathered)
+        nsa__cuda_gathered_end(job, at, tile_rows, rows, out);
+    else
+        nsa__cuda_forward_end<T>(job, at, tile_rows, rows, out);
 }
 
 template <typename T, int DK, int DV> struct nsa__cuda_forward_run {
     static nsa_status launch(nsa__cuda_attend_job job, cudaStream_t stream) {
         using shape = nsa__cuda_forward_shape<T, DK, DV>;
         dim3 grid;
-        const int64_t tiles =
+        int64_t tiles =
             nsa__cuda_ceil_div(static_cast<int64_t>(job.d.count) * job.group, shape::HELD);
+        if (job.gathered) {
+            const nsa_status s = nsa__cuda_gather(&job, shape::HELD / job.group, stream);
+            if (s != NSA_OK) return s;
+            tiles = job.readers.max_parts;
+        }
         const nsa_status s = nsa__cuda_attend_grid(&job, tiles, &grid);
         if (s != NSA_OK) return s;
         return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_forward_kernel<T, DK, DV>, grid,
@@ -704,32 +814,6 @@ static nsa_status nsa__cuda_attend_check(const nsa_attend *x, const nsa_desc *d,
     return nsa__check_view(&x->blocks,
                            nsa__cuda_query_shape(d, d->kv_heads, nsa_block_list_width(d)),
                            NSA__INTS, 0, at->blocks);
-}
-
-static size_t nsa__cuda_attend_forward_bytes(const nsa_desc *d, nsa__cuda_branch_keys branch) {
-    nsa__cuda_attend_job job;
-    nsa__cuda_arena arena = nsa__cuda_arena_at(NULL);
-    if (nsa__cuda_check_desc(d) != NSA_OK) return 0;
-    nsa__cuda_attend_plan(&job, d, branch, &arena);
-    return nsa__cuda_arena_bytes(&arena);
-}
-
-static nsa_status nsa__cuda_attend_forward(const nsa_attend *x, const nsa_desc *d,
-                                           nsa__cuda_branch_keys branch, void *workspace,
-                                           size_t bytes, cudaStream_t stream) {
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    s = nsa__cuda_attend_check(x, d, branch, 1, &nsa__cuda_attend_names);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_check_workspace(nsa__cuda_attend_forward_bytes(d, branch), workspace, bytes);
-    if (s != NSA_OK || d->count == 0) return s;
-    nsa__cuda_attend_job job;
-    nsa__cuda_arena arena = nsa__cuda_arena_at(workspace);
-    nsa__cuda_attend_plan(&job, d, branch, &arena);
-    job.x = *x;
-    if ((s = nsa__cuda_attend_prepare(&job, stream)) != NSA_OK) return s;
-    return nsa__cuda_attend_choose<nsa__cuda_forward_run>(job, stream);
 }
 
 #endif

@@ -13,7 +13,7 @@
 #ifndef NSA_ATTEND_BACKWARD_CUH
 #define NSA_ATTEND_BACKWARD_CUH
 
-#include "attend_readers.cuh"
+#include "attend_gather.cuh"
 
 /* Rows that one block works through before others share the readers of a tile of compressed keys,
    in at most NSA__CMP_PARTS parts of a sequence; tests define it small. */
@@ -39,7 +39,7 @@ NSA__DEVICE void nsa__cuda_add_pair(nsa_dtype dtype, void *row, int c, float fac
 
 NSA__DEVICE float2 *nsa__cuda_row_sums(const nsa__cuda_attend_job &job, int b, int place,
                                        int head) {
-    return job.rows + (static_cast<int64_t>(b) * job.d.count + place) * job.d.heads + head;
+    return job.rows + (static_cast<int64_t>(b) * job.rows_of + place) * job.d.heads + head;
 }
 
 /* A warp makes one row. lse is NaN where forward met a value that is not finite. */
@@ -132,7 +132,8 @@ NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_att
     for (int h = 0; h < 2; h++) {
         const nsa__cuda_query_row row =
             nsa__cuda_query_row_of(job, at, tile, thread / 32 * 16 + thread % 32 / 4 + 8 * h);
-        rows.number[h] = row.query - tile.first - nsa__cuda_group_first(job, tile);
+        rows.number[h] = (tile.skip + thread / 32 * 16 + thread % 32 / 4 + 8 * h) / job.group -
+                         nsa__cuda_group_first(job, tile);
         rows.keys[h] = {0, 0};
         rows.lse2[h] = INFINITY;
         rows.delta[h] = 0;
@@ -158,6 +159,14 @@ NSA__DEVICE void nsa__cuda_dq_end(const nsa__cuda_attend_job &job, const nsa__cu
         const nsa__cuda_query_row row =
             nsa__cuda_query_row_of(job, at, tile, thread / 32 * 16 + thread % 32 / 4 + 8 * h);
         if (!row.there || !rows.reads[h]) continue;
+        if (job.gathered) {
+            float *found = job.found + nsa__cuda_found_at(job, at, tile, row) * job.d.dim;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+                if (8 * n < job.d.dim)
+                    nsa__store_pair(found + 8 * n + column, dq[n][2 * h], dq[n][2 * h + 1]);
+            continue;
+        }
         void *to =
             nsa__row_at(job.dx.q, at.seq.batch, at.seq.row + row.query - at.seq.first, row.head);
 #pragma unroll
@@ -192,7 +201,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV>::WAR
     const auto row_of = [&](int r) { return nsa__cuda_query_row_of(job, at, tile_rows, r); };
     nsa__cuda_stage_q<T, DK, ROWS, THREADS>(q, job, at, row_of);
     nsa__cuda_stage_dout<T, DV, ROWS, THREADS>(dout, job, at, row_of);
-    bool more = nsa__cuda_walk_next(walk, job, at);
+    bool more = nsa__cuda_walk_next(walk, job, at, tile_rows);
     if (more) nsa__cuda_stage_keys<T, DK, DV, KEYS, THREADS>(stages, job, at, walk.tile);
     nsa__cp_async_commit();
 
@@ -204,7 +213,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV>::WAR
         T *const k = stages + stage * KEYS * (DK + DV), *const v = k + KEYS * DK;
         /* this stage is there, and nobody reads the other one any more */
         nsa__cuda_tiles_wait<T, KEYS>();
-        more = nsa__cuda_walk_next(walk, job, at);
+        more = nsa__cuda_walk_next(walk, job, at, tile_rows);
         if (more)
             nsa__cuda_stage_keys<T, DK, DV, KEYS, THREADS>(stages + (stage ^ 1) * KEYS * (DK + DV),
                                                            job, at, walk.tile);
@@ -232,12 +241,39 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV>::WAR
     nsa__cuda_dq_end(job, at, tile_rows, rows, dq);
 }
 
+/* A warp adds up what one row has found: dq += scale (the sum). */
+static __global__ void nsa__cuda_gather_dq_kernel(nsa__cuda_attend_job job) {
+    const nsa__cuda_gather_row row = nsa__cuda_gather_row_of(job);
+    if (!row.there) return;
+    const float *found = job.found + row.number * job.list_width * job.d.dim;
+    const bool bad = nsa__cuda_is_nan_bits(nsa__cuda_row_sums(job, row.b, row.place, row.head)->x);
+    const float nan = __uint_as_float(0x7fc00000u);
+    void *to = nsa__row_at(job.dx.q, row.batch, row.row, row.head);
+    for (int c = static_cast<int>(threadIdx.x) % 32 * 8; c < job.d.dim; c += 256) {
+        float sum[8] = {};
+        int before = -1;
+        for (int i = nsa__cuda_gather_next(job, row, 0, before); i < job.list_width;
+             i = nsa__cuda_gather_next(job, row, i + 1, before)) {
+            float x[8];
+            nsa__load8(x, NSA_F32, found + static_cast<int64_t>(i) * job.d.dim, c);
+#pragma unroll
+            for (int e = 0; e < 8; e++) sum[e] += bad ? nan : x[e];
+        }
+        if (before >= 0) nsa__add8(job.dx.q.dtype, to, c, job.scale, sum);
+    }
+}
+
 template <typename T, int DK, int DV> struct nsa__cuda_dq_run {
     static nsa_status launch(nsa__cuda_attend_job job, cudaStream_t stream) {
         using shape = nsa__cuda_dq_shape<T, DK, DV>;
         dim3 grid;
-        const int64_t tiles =
+        int64_t tiles =
             nsa__cuda_ceil_div(static_cast<int64_t>(job.d.count) * job.group, shape::HELD);
+        if (job.gathered) {
+            const nsa_status s = nsa__cuda_gather(&job, shape::HELD / job.group, stream);
+            if (s != NSA_OK) return s;
+            tiles = job.readers.max_parts;
+        }
         const nsa_status s = nsa__cuda_attend_grid(&job, tiles, &grid);
         if (s != NSA_OK) return s;
         return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_dq_kernel<T, DK, DV>, grid,
@@ -315,29 +351,18 @@ NSA__DEVICE nsa__cuda_key_work nsa__cuda_key_work_of_block(const nsa__cuda_atten
                                                            const nsa__cuda_attend_place &at,
                                                            int keys) {
     const nsa__cuda_block_readers &r = job.readers;
-    const int pieces = (job.d.slc_block + keys - 1) / keys, item = at.tile / pieces;
-    const int64_t pair = nsa__cuda_attend_pair(job, at);
-    const int32_t *parts = r.part_begin + pair * (r.blocks + 1);
+    const int pieces = (job.d.slc_block + keys - 1) / keys;
+    const nsa__cuda_reader_part part = nsa__cuda_reader_part_of(job, at, at.tile / pieces);
     nsa__cuda_key_work w = {0, 0, 0, 0, nullptr, nullptr};
-    if (item >= parts[r.blocks]) return w;
-    int low = 0, high = r.blocks; /* parts[low] <= item < parts[high] */
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (parts[middle] <= item)
-            low = middle;
-        else
-            high = middle;
-    }
-    const int block_begin = low * job.d.slc_block, part = item - parts[low];
-    const int64_t begin =
-        r.begin[pair * (r.blocks + 1) + low] + static_cast<int64_t>(part) * r.part;
-    const int64_t end = r.begin[pair * (r.blocks + 1) + low + 1];
+    if (part.block < 0) return w;
+    const int block_begin = part.block * job.d.slc_block;
     w.begin = block_begin + at.tile % pieces * keys;
     w.end = w.begin + min(min(keys, job.d.slc_block - (w.begin - block_begin)), at.keys - w.begin);
-    w.list = r.query + pair * r.max_readers + begin;
-    w.readers = static_cast<int>(min(static_cast<int64_t>(r.part), end - begin));
-    if (parts[low + 1] - parts[low] > 1) {
-        const int slot = r.slot_begin[pair * (r.blocks + 1) + low] + part;
+    w.list = part.query;
+    w.readers = part.count;
+    if (part.parts > 1) {
+        const int64_t pair = nsa__cuda_attend_pair(job, at);
+        const int slot = r.slot_begin[pair * (r.blocks + 1) + part.block] + part.part;
         w.partial =
             job.partial + ((pair * r.max_slots + slot) * job.d.slc_block + w.begin - block_begin) *
                               nsa__cuda_partial_row(job);
@@ -629,7 +654,15 @@ static void nsa__cuda_backward_plan(nsa__cuda_attend_job *job, const nsa_desc *d
     nsa__cuda_attend_plan(job, d, branch, arena);
     job->rows = nsa__cuda_take<float2>(arena, static_cast<int64_t>(d->batch) * d->count * d->heads);
     nsa__cuda_plan_parts(job, arena);
-    if (branch == NSA__KEYS_SLC) nsa__cuda_plan_readers(job, arena);
+    if (branch == NSA__KEYS_SLC) {
+        nsa__cuda_plan_readers(job, d->count, arena);
+        nsa__cuda_plan_reader_parts(job, NSA__SLC_PART_ROWS / job->group);
+        nsa__cuda_plan_slots(job, arena);
+    }
+    job->rows_of = d->count;
+    job->chunk = nsa__cuda_gather_chunk(job, d->dim);
+    job->found = nsa__cuda_take<float>(arena, static_cast<int64_t>(d->batch) * d->heads *
+                                                  job->list_width * job->chunk * d->dim);
 }
 
 static nsa_status nsa__cuda_attend_check_gradient(const nsa_attend *dx, const nsa_attend *x,
@@ -685,8 +718,12 @@ static nsa_status nsa__cuda_attend_backward(const nsa_attend *dx, const nsa_atte
     job.dx = *dx;
     if ((s = nsa__cuda_attend_prepare(&job, stream)) != NSA_OK) return s;
     if ((s = nsa__cuda_attend_rows(&job, stream)) != NSA_OK) return s;
-    if (dx->q.data && (s = nsa__cuda_attend_choose<nsa__cuda_dq_run>(job, stream)) != NSA_OK)
-        return s;
+    if (dx->q.data) {
+        s = job.chunk
+                ? nsa__cuda_gather_run<nsa__cuda_dq_run>(&job, nsa__cuda_gather_dq_kernel, stream)
+                : nsa__cuda_attend_choose<nsa__cuda_dq_run>(job, stream);
+        if (s != NSA_OK) return s;
+    }
     if (!dx->k.data && !dx->v.data) return NSA_OK;
     if (branch == NSA__KEYS_SLC && (s = nsa__cuda_invert_lists(&job, stream)) != NSA_OK) return s;
     return nsa__cuda_attend_choose<nsa__cuda_dkv_run>(job, stream);

@@ -2,7 +2,7 @@
    Twin: nsa.h, nsa__invert_blocks. A counting sort over chunks of queries: each chunk counts its
    readers of every block, the counts become places, each chunk puts its readers there. Nothing is
    atomic, so the readers of a block ascend, always.
-   Not here: what is done with them (attend_backward.cuh). */
+   Not here: what is done with them (attend_gather.cuh, attend_backward.cuh). */
 #ifndef NSA_ATTEND_READERS_CUH
 #define NSA_ATTEND_READERS_CUH
 
@@ -117,27 +117,38 @@ static __global__ void nsa__cuda_readers_begins_kernel(nsa__cuda_attend_job job)
     if (threadIdx.x == 0) r.begin[entry] = r.part_begin[entry] = r.slot_begin[entry] = 0;
 }
 
-/* A list has at most an entry for each block; k parts of a block, k > 1, hold more than k - 1 whole
-   ones, so that there are at most twice as many slots as whole parts. */
-static void nsa__cuda_plan_readers(nsa__cuda_attend_job *job, nsa__cuda_arena *arena) {
+/* Room for the readers among `count` queries. A list has at most an entry for each block. */
+static void nsa__cuda_plan_readers(nsa__cuda_attend_job *job, int count, nsa__cuda_arena *arena) {
     const nsa_desc *d = &job->d;
     nsa__cuda_block_readers *r = &job->readers;
     const int64_t pairs = static_cast<int64_t>(d->batch) * d->kv_heads;
     r->blocks = nsa_slc_count(d, d->tokens);
-    r->chunks = d->count < NSA__READERS_CHUNKS ? d->count : NSA__READERS_CHUNKS;
-    r->part = NSA__SLC_PART_ROWS / job->group > 1 ? NSA__SLC_PART_ROWS / job->group : 1;
-    r->max_readers = static_cast<int64_t>(d->count) *
-                     (job->list_width < r->blocks ? job->list_width : r->blocks);
-    r->max_parts = r->blocks + r->max_readers / r->part;
-    r->max_slots = 2 * r->max_readers / r->part;
+    r->chunks = count < NSA__READERS_CHUNKS ? count : NSA__READERS_CHUNKS;
+    r->max_readers =
+        static_cast<int64_t>(count) * (job->list_width < r->blocks ? job->list_width : r->blocks);
     r->begin = nsa__cuda_take<int64_t>(arena, pairs * (r->blocks + 1));
     r->part_begin = nsa__cuda_take<int32_t>(arena, pairs * (r->blocks + 1));
     r->slot_begin = nsa__cuda_take<int32_t>(arena, pairs * (r->blocks + 1));
     r->query = nsa__cuda_take<int32_t>(arena, pairs * r->max_readers);
     r->counts = nsa__cuda_take<int32_t>(arena, pairs * (r->chunks + 1) * r->blocks);
-    if (r->max_slots)
-        job->partial =
-            nsa__cuda_take<float>(arena, pairs * r->max_slots * d->slc_block * (d->dim + d->dim_v));
+}
+
+/* k parts of a block, k > 1, hold more than k - 1 whole ones, so that there are at most twice as
+   many slots as whole parts. */
+static void nsa__cuda_plan_reader_parts(nsa__cuda_attend_job *job, int part) {
+    nsa__cuda_block_readers *r = &job->readers;
+    r->part = part > 1 ? part : 1;
+    r->max_parts = r->blocks + r->max_readers / r->part;
+    r->max_slots = 2 * r->max_readers / r->part;
+}
+
+/* Where the parts of blocks that have more than one leave their sums. */
+static void nsa__cuda_plan_slots(nsa__cuda_attend_job *job, nsa__cuda_arena *arena) {
+    const nsa_desc *d = &job->d;
+    if (job->readers.max_slots)
+        job->partial = nsa__cuda_take<float>(arena, static_cast<int64_t>(d->batch) * d->kv_heads *
+                                                        job->readers.max_slots * d->slc_block *
+                                                        (d->dim + d->dim_v));
 }
 
 static nsa_status nsa__cuda_invert_lists(const nsa__cuda_attend_job *job, cudaStream_t stream) {

@@ -94,9 +94,8 @@ NSA__DEVICE nsa__cuda_decode_block nsa__cuda_decode_block_of(const nsa__cuda_dec
     at.tile = 0;
     at.key_row = 0;
     at.keys = at.seq.tokens;
-    block.rows.first = at.seq.first + row;
-    block.rows.skip = block.part * held;
-    block.rows.end = row < at.seq.count ? block.rows.first + 1 : block.rows.first;
+    const int query = at.seq.first + row;
+    block.rows = {query, block.part * held, row < at.seq.count ? query + 1 : query, -1, nullptr};
     block.keys = nsa__cuda_keys_of(job, block.rows.first);
     return block;
 }

@@ -14,10 +14,10 @@
 /* Elements of the 16 bytes that move at once. */
 template <typename T> struct nsa__cuda_piece { static constexpr int size = 16 / sizeof(T); };
 
-/* Where chunk `chunk` of row `row` lies in a tile of ROWS rows: in panels of 128 bytes of every row,
-   one after the other. Chunks change places with the row, so that eight rows of one column of
-   chunks, which one ldmatrix phase reads, lie in eight banks; wgmma knows this layout as a swizzle of
-   128 bytes, if the tile starts at a multiple of 1024. */
+/* Where chunk `chunk` of row `row` lies in a tile of ROWS rows: in panels of 128 bytes of every
+   row, one after the other. Chunks change places with the row, so that eight rows of one column
+   of chunks, which one ldmatrix phase reads, lie in eight banks; wgmma knows this layout as a
+   swizzle of 128 bytes, if the tile starts at a multiple of 1024. */
 template <typename T, int ROWS> NSA__DEVICE int nsa__cuda_tile_offset(int row, int chunk) {
     static_assert(ROWS % 8 == 0, "a panel is whole patterns");
     return ((chunk / 8 * ROWS + row) * 8 + ((chunk ^ row) & 7)) * nsa__cuda_piece<T>::size;
@@ -27,7 +27,8 @@ template <typename T, int ROWS> NSA__DEVICE T *nsa__cuda_tile_at(T *tile, int ro
 }
 
 /* From the offset of chunk 0 or 1 of a row to that of the chunk `chunks` (even, or from chunk 0)
-   behind it: an exclusive or and a constant, where nsa__cuda_tile_at would keep an address for each. */
+   behind it: an exclusive or and a constant, where nsa__cuda_tile_at would keep an address for
+   each. */
 template <typename T, int ROWS> NSA__DEVICE int nsa__cuda_tile_step(int offset, int chunks) {
     constexpr int size = nsa__cuda_piece<T>::size;
     return (offset ^ chunks % 8 * size) + chunks / 8 * 8 * size * ROWS;
@@ -138,8 +139,8 @@ template <int N> NSA__DEVICE void nsa__cuda_clear(float (&c)[N][4]) {
         for (int e = 0; e < 4; e++) c[n][e] = 0;
 }
 
-/* c[16][N] = a b^T over D columns: the warp's rows of `a` (a tile of ROWS) from a_row on, all N rows
-   of b. */
+/* c[16][N] = a b^T over D columns: the warp's rows of `a` (a tile of ROWS) from a_row on, all N
+   rows of b. */
 template <typename T, int D, int N, int ROWS>
 NSA__DEVICE void nsa__cuda_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
     const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -1,10 +1,10 @@
-/* warpgroup.cuh: the products of tiles.cuh as sm_90a multiplies: four warps, 64 rows together, wgmma.
+/* warpgroup.cuh: the products of tiles.cuh as sm_90a makes them: four warps, 64 rows, by wgmma.
    Twin: tiles.cuh, Products; a value has the same owner in both.
    Not here: which rows (attend.cuh), how tiles lie (tiles.cuh).
 
-   An operand in shared memory is read once for 64 rows, where warps on their own read it once for
-   16. What the rows hold was written by ordinary stores and copies: nsa__cuda_tiles_written stands
-   between them and a product. All warps of a group take part in a product, or none. */
+   An operand in shared memory is read once for 64 rows, where warps on their own read it once
+   for 16. What the rows hold was written by ordinary stores and copies: nsa__cuda_tiles_written
+   stands between them and a product. All warps of a group take part in a product, or none. */
 #ifndef NSA_WARPGROUP_CUH
 #define NSA_WARPGROUP_CUH
 
@@ -36,8 +36,8 @@ template <typename T, int N> NSA__DEVICE void nsa__cuda_tiles_wait() {
     nsa__cuda_tiles_written<T, N>();
 }
 
-/* Whether a warp takes part in a product: on its own, if one of its rows sees something; together, if
-   the group may, which all of it must know alike. */
+/* Whether a warp takes part in a product: on its own, if one of its rows sees something;
+   together, if the group may, which all of it must know alike. */
 template <typename T, int N> NSA__DEVICE bool nsa__cuda_takes_part(bool sees, bool group_may_see) {
     return nsa__cuda_together<T, N>::value ? group_may_see : __any_sync(0xffffffffu, sees);
 }

@@ -21,7 +21,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SHARE = 0.95
 LANGUAGE = ("-DNSA_SIMT -DCHECK_CUDA -DNSA_CUDA_NO_F16 -DNSA_CUDA_MAX_DIM=64 -fno-strict-aliasing "
-            "-DNSA__SLC_PART_ROWS=64 -DNSA__CMP_PART_ROWS=64 -w -g1").split()
+            "-DNSA__SLC_PART_ROWS=64 -DNSA__CMP_PART_ROWS=64 -DNSA__GATHER_BYTES=1 -w -g1").split()
 LANGUAGE.append(f"-fmacro-prefix-map={ROOT}/=")
 # One mode's compiler flags and schedule; each has what only it can see.
 MODES = {"plain": (["-O1"], {"NSA_SIMT_ASYNC": "late"}),

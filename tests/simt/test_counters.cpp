@@ -137,9 +137,9 @@ static unsigned products_of(const nsa_desc &d, bool backward) {
     return static_cast<unsigned>(TOGETHER == 64 ? nt / 16 + KEYS / 16 : KEYS / 8 * (nt + nn) / 16);
 }
 
-/* A tile of rows, 128 forward and 64 backward, brings in its own rows once and its key tiles one after
-   the other; rows that are multiplied together meet a tile if one of their queries sees a key there
-   (of contiguous keys, where the tile of rows as a whole does). */
+/* A tile of rows, 128 forward and 64 backward, brings in its own rows once and its key tiles one
+   after the other; rows that are multiplied together meet a tile if one of their queries sees a
+   key there (of contiguous keys, where the tile of rows as a whole does). */
 static work query_side(const problem &p, branch_keys keys, bool backward) {
     work w;
     const nsa_desc &d = p.d;
@@ -157,6 +157,30 @@ static work query_side(const problem &p, branch_keys keys, bool backward) {
                         any |= sees(p, keys, kv_head, r / G, t);
                     if (any) w.products += TOGETHER / 16 * products_of(d, backward);
                 }
+            }
+        }
+    return w;
+}
+
+/* slc of few heads: a tile of rows has readers of one block, and brings it in with them. */
+static work gathered_side(const problem &p, bool backward) {
+    work w;
+    const nsa_desc &d = p.d;
+    const int G = d.heads / d.kv_heads, both = d.dim + d.dim_v;
+    const int part = (backward ? 64 : 128) / G, held = backward ? both : d.dim;
+    for (int kv_head = 0; kv_head < d.kv_heads; kv_head++)
+        for (int begin = 0; begin < d.tokens; begin += d.slc_block) {
+            std::vector<int> readers;
+            for (int query = 0; query < d.tokens; query++)
+                if (listed(p, kv_head, query).count(begin / d.slc_block)) readers.push_back(query);
+            const int n = static_cast<int>(readers.size());
+            for (int i = 0; i < n; i += part) {
+                const int last = std::min(i + part, n) - 1, rows = (last - i + 1) * G;
+                const int end =
+                    std::min(begin + d.slc_block, readers[static_cast<size_t>(last)] + 1);
+                w.bytes += 2u * static_cast<unsigned>(rows * held + (end - begin) * both);
+                w.products += static_cast<unsigned>((rows + TOGETHER - 1) / TOGETHER) * TOGETHER /
+                              16 * products_of(d, backward);
             }
         }
     return w;
@@ -200,14 +224,16 @@ static void test_branch(const problem &p, int i) {
     const size_t bytes = p.workspace.count;
     simt::reset_counters();
     EXPECT(branches[i].forward(&x, &p.d, p.workspace.data, bytes, nullptr) == NSA_OK);
-    const work forward = query_side(p, branches[i].keys, false);
+    const bool gathered = branches[i].keys == SLC && p.d.heads / p.d.kv_heads <= 4;
+    const work forward =
+        gathered ? gathered_side(p, false) : query_side(p, branches[i].keys, false);
     EXPECT_EQUAL(simt::count().async_bytes, forward.bytes);
     EXPECT_EQUAL(products(), forward.products);
     expect_no_conflicts(branches[i].name, true);
 
     simt::reset_counters();
     EXPECT(branches[i].backward(&dq, &x, &p.d, p.workspace.data, bytes, nullptr) == NSA_OK);
-    const work backward = query_side(p, branches[i].keys, true);
+    const work backward = gathered ? gathered_side(p, true) : query_side(p, branches[i].keys, true);
     EXPECT_EQUAL(simt::count().async_bytes, backward.bytes);
     EXPECT_EQUAL(products(), backward.products);
     expect_no_conflicts(branches[i].name, true);
