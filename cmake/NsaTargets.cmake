@@ -51,8 +51,9 @@ function(nsa_add_test name)
         set(arg_TIMEOUT 600)
     endif()
     add_test(NAME ${name} COMMAND ${arg_COMMAND})
+    # Threads that wait for work must not keep a core from the next test.
     set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT}
-        SKIP_RETURN_CODE 77)
+        SKIP_RETURN_CODE 77 ENVIRONMENT OMP_WAIT_POLICY=passive)
 endfunction()
 
 # nsa_test(NAME LABELS label... [SOURCES file...] [LIBRARIES target...] [TIMEOUT seconds]): a test

@@ -180,6 +180,10 @@ struct ops {
     void (*decode)(const ops *o, const nsa_attention *x, nsa_cache *cache, int count,
                    nsa_reads *reads, void *workspace, size_t bytes);
 
+    /* Bytes of the device: what allocate has given, and what is taken of it in all. NULL: the memory is
+       the process's own. */
+    void (*memory)(const ops *o, int64_t *allocated, int64_t *taken);
+
     /* For a device that computes while the host goes on; both NULL where calls return when they are
        done. post starts a copy of the state as it then is, fetch waits for the oldest that was not
        fetched; two may be under way. */

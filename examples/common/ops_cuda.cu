@@ -33,6 +33,7 @@ struct cuda_state {
     step_state *posts; /* POSTS of them, pinned: states on their way to the host */
     cudaEvent_t arrived[POSTS];
     int posted, fetched; /* so far, modulo POSTS */
+    int64_t allocated;   /* bytes, ever: a run releases nothing before its end */
     bool failed;
     fault why;
 };
@@ -86,11 +87,19 @@ static void *cuda_allocate(const ops *o, size_t bytes) {
         return NULL;
     }
     demand(o, "cudaMemset", cudaMemsetAsync(memory, 0, bytes, state_of(o)->stream));
+    state_of(o)->allocated += static_cast<int64_t>(bytes);
     return memory;
 }
 
 static void cuda_release(const ops *o, void *memory) {
     demand(o, "cudaFree", cudaFree(memory));
+}
+
+static void cuda_memory(const ops *o, int64_t *allocated, int64_t *taken) {
+    size_t left = 0, total = 0;
+    demand(o, "memory", cudaMemGetInfo(&left, &total));
+    *allocated = state_of(o)->allocated;
+    *taken = static_cast<int64_t>(total - left);
 }
 
 /* Small arrays (a batch) pass through pinned memory, so that the host goes on at once. */
@@ -468,6 +477,7 @@ static void fill(ops *o) {
     o->clip = cuda_clip;
     o->adamw = cuda_adamw;
     o->count_choices = cuda_count_choices;
+    o->memory = cuda_memory;
     o->post = cuda_post;
     o->fetch = cuda_fetch;
     o->graph_begin = cuda_graph_begin;

@@ -127,6 +127,7 @@ static bool settle(trainer *t, fault *f) {
                            .stats = stats_finish(&s.seen, &seen) ? &seen : NULL,
                            .stats_ms = p.stats_ms};
     t->settled = now;
+    if (t->first_step == p.step) train_note_memory(t);
     bool ok = telemetry_step_end(t->telemetry, &done, f);
     if (ok && t->first_step == p.step && !t->dist->rank)
         ok = train_report_memory(t, "mem_step1.json", f);

@@ -92,6 +92,8 @@ void train_note_loader(const trainer *t, const char *what);
 /* env.json, mem_boot.json, opt_state_mb.txt, dtypes_report.txt; and one of memory's files alone. */
 bool train_report_start(const trainer *t, fault *f);
 bool train_report_memory(const trainer *t, const char *name, fault *f);
+/* For heartbeats and metrics.json, where there is a device. */
+void train_note_memory(const trainer *t);
 /* The model's options for one of these processes. */
 model_options train_model_options(const config *c, dist *d);
 

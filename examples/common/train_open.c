@@ -235,6 +235,7 @@ bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f) {
     if (ok) {
         open_traces(t);
         say_what_runs(t);
+        train_note_memory(t);
     }
     ok = ok && (d->rank || train_report_start(t, f)) && telemetry_note(t->telemetry, "boot", f) &&
          open_data(t, k, f);

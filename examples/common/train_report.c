@@ -44,18 +44,31 @@ static int64_t status_bytes(const char *key) {
     return (int64_t)kib * 1024;
 }
 
+/* What a device holds does not grow after the first step, which makes the last choices. */
+void train_note_memory(const trainer *t) {
+    int64_t allocated, taken;
+    if (!t->o->memory) return;
+    t->o->memory(t->o, &allocated, &taken);
+    telemetry_gpu_memory(t->telemetry, allocated, taken, taken);
+}
+
 /* allocated: what the model took from the back end, which does not grow; reserved: what the system
-   has given the process. */
+   has given the process, or what is taken of the device. */
 bool train_report_memory(const trainer *t, const char *name, fault *f) {
     const arena *a = &t->model.arena;
     json_t *o = json_object(), *purposes = json_object();
+    int64_t own = (int64_t)a->used, now = status_bytes("VmRSS"), most = status_bytes("VmHWM");
+    if (t->o->memory) {
+        t->o->memory(t->o, &own, &now);
+        most = now;
+    }
     const struct {
         const char *key;
         int64_t bytes;
-    } fields[] = {{"allocated_bytes.all.current", (int64_t)a->used},
-                  {"allocated_bytes.all.peak", (int64_t)a->used},
-                  {"reserved_bytes.all.current", status_bytes("VmRSS")},
-                  {"reserved_bytes.all.peak", status_bytes("VmHWM")}};
+    } fields[] = {{"allocated_bytes.all.current", own},
+                  {"allocated_bytes.all.peak", own},
+                  {"reserved_bytes.all.current", now},
+                  {"reserved_bytes.all.peak", most}};
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         json_object_set_new(o, fields[i].key, json_integer(fields[i].bytes));
     for (int i = 0; i < PURPOSES; i++)

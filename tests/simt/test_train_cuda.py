@@ -48,6 +48,12 @@ beats = [[json.loads(line) for line in (out / "heartbeat_rank0.jsonl").read_text
 for a, b in zip(*([x for x in each if x["msg"] == "step_end"] for each in beats)):
     check(a["step"] == b["step"] and abs(a["gate_entropy_mean"] - b["gate_entropy_mean"]) < 1e-5, a, b)
 
+memory = json.loads((whole / "mem_step1.json").read_text())
+check(0 < memory["allocated_bytes.all.current"] <= memory["reserved_bytes.all.current"], memory)
+check(all(0 < beat["gpu_mem_alloc"] <= beat["gpu_mem_reserved"] for beat in beats[0]), beats[0])
+peak = json.loads((whole / "metrics.json").read_text())["peak_memory_mib"]
+check(abs(peak - beats[0][-1]["gpu_mem_reserved"]) < 1e-5 * peak, peak, beats[0][-1])
+
 recorded, said, _ = runs.train("recorded", *LITTLE, "--steps", 7, "--accum-batches", 2, "--cuda-graph")
 check(rows(recorded) == rows(whole) and "no effect" not in said, rows(recorded), rows(whole))
 resumed, _, _ = runs.train("resumed", *LITTLE, "--steps", 7, "--accum-batches", 2, "--cuda-graph",

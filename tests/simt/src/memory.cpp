@@ -118,6 +118,12 @@ void *device_allocate(size_t bytes) {
     return start;
 }
 
+size_t device_live_bytes() {
+    size_t sum = 0;
+    for (const auto &it : allocations()) sum += it.second.live ? it.second.bytes : 0;
+    return sum;
+}
+
 bool device_free(void *pointer) {
     const auto it = allocations().find(static_cast<unsigned char *>(pointer));
     if (it == allocations().end() || !it->second.live) return false;

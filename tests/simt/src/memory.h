@@ -14,6 +14,7 @@ enum class region { none, global, shared };
 
 /* Device allocations. Addresses are never reused while fresh ones are left. */
 void *device_allocate(size_t bytes);                 /* nullptr: none left */
+size_t device_live_bytes();                          /* that are allocated now */
 bool device_free(void *pointer);                     /* false: not the start of an allocation */
 bool device_owns(const void *address, size_t bytes); /* all bytes inside one live allocation */
 const unsigned char *heap_start();

@@ -8,6 +8,7 @@
 #include "machine.h"
 #include "memory.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <set>
 
@@ -264,7 +265,8 @@ cudaError_t cudaRuntimeGetVersion(int *version) {
     return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
-    *available = *total = size_t(16) << 30;
+    *total = size_t(16) << 30;
+    *available = *total - std::min(*total, device_live_bytes());
     return sticky;
 }
 
