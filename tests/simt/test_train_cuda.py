@@ -80,11 +80,11 @@ check(common > 3 and rows(out)[:common] == rows(whole)[:common], rows(out), rows
 # ---- Overflow, decided on the device; and what no scale helps ----
 
 FP16 = ("--data", corpus, "--seq-len", 2, "--batch-size", 1, "--device", "cuda", "--precision", "fp16")
-out, said, _ = runs.train("overflow", *FP16, "--steps", 20, "--save-every", 8, "--keep-checkpoints", 0)
+out, said, _ = runs.train("overflow", *FP16, "--steps", 10, "--save-every", 4, "--keep-checkpoints", 0)
 state = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]
 check("overflow: step skipped" in said and 1 <= state["skipped_steps"] < 10, said, state)
 check(state["loss_scale"] == 65536 / 2 ** state["skipped_steps"], state)
-more, _, _ = runs.train("more", *FP16, "--steps", 20, "--resume", out / "checkpoints/step_00000008")
+more, _, _ = runs.train("more", *FP16, "--steps", 10, "--resume", out / "checkpoints/step_00000004")
 check((more / "training.csv").read_text().splitlines()[1:] != [], "resumed")
 ends = [(x / "training.csv").read_text().splitlines()[-1].split(",") for x in (out, more)]
 check(ends[0][1] == ends[1][1] and ends[0][4] == ends[1][4], ends)
