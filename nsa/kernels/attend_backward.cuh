@@ -22,16 +22,19 @@
 #endif
 enum { NSA__CMP_PARTS = 8, NSA__ROWS_WARPS = 8 };
 
-/* Neighbours c and c + 1 of a gradient's row: += factor times them. */
+/* Neighbours c and c + 1 of a gradient's row: += factor times them. The row is f32 or, as the tensors
+   are, T; naming T leaves one branch to compile for every pair. */
+template <typename T>
 NSA__DEVICE void nsa__cuda_add_pair(nsa_dtype dtype, void *row, int c, float factor, float low,
                                     float high) {
-    if (dtype == NSA_F32) {
+    constexpr nsa_dtype own = nsa__dtype_of<T>::value;
+    if (own == NSA_F32 || dtype == NSA_F32) {
         float2 *to = reinterpret_cast<float2 *>(static_cast<float *>(row) + c);
         *to = make_float2(to->x + factor * low, to->y + factor * high);
     } else {
         uint32_t *to = reinterpret_cast<uint32_t *>(static_cast<uint16_t *>(row) + c);
-        const float2 x = nsa__unpack(dtype, *to);
-        *to = nsa__pack_as(dtype, x.x + factor * low, x.y + factor * high);
+        const float2 x = nsa__unpack(own, *to);
+        *to = nsa__pack_as(own, x.x + factor * low, x.y + factor * high);
     }
 }
 
@@ -148,7 +151,7 @@ NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_att
 }
 
 /* dq += scale (what the thread's rows have summed up). */
-template <int N>
+template <typename T, int N>
 NSA__DEVICE void nsa__cuda_dq_end(const nsa__cuda_attend_job &job, const nsa__cuda_attend_place &at,
                                   const nsa__cuda_query_tile &tile, const nsa__cuda_dq_rows &rows,
                                   const float (&dq)[N][4]) {
@@ -172,9 +175,9 @@ NSA__DEVICE void nsa__cuda_dq_end(const nsa__cuda_attend_job &job, const nsa__cu
 #pragma unroll
         for (int n = 0; n < N; n++)
             if (8 * n < job.d.dim)
-                nsa__cuda_add_pair(job.dx.q.dtype, to, 8 * n + column, job.scale,
-                                   rows.bad[h] ? nan : dq[n][2 * h],
-                                   rows.bad[h] ? nan : dq[n][2 * h + 1]);
+                nsa__cuda_add_pair<T>(job.dx.q.dtype, to, 8 * n + column, job.scale,
+                                      rows.bad[h] ? nan : dq[n][2 * h],
+                                      rows.bad[h] ? nan : dq[n][2 * h + 1]);
     }
 }
 
@@ -238,7 +241,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV>::WAR
         nsa__cuda_product_nn<T, KEYS, DK>(dq, s, k, 0);
     }
     nsa__cp_async_wait<0>(); /* a row without keys has waited for nothing yet */
-    nsa__cuda_dq_end(job, at, tile_rows, rows, dq);
+    nsa__cuda_dq_end<T>(job, at, tile_rows, rows, dq);
 }
 
 /* A warp adds up what one row has found: dq += scale (the sum). */
@@ -428,7 +431,7 @@ NSA__DEVICE void nsa__cuda_dkv_tile(float (&s)[N][4], float (&dp)[N][4],
 }
 
 /* Adds a thread's rows of dk or dv to the gradient, or leaves them as partial sums. */
-template <int N>
+template <typename T, int N>
 NSA__DEVICE void nsa__cuda_dkv_end(const nsa__cuda_attend_job &job,
                                    const nsa__cuda_attend_place &at, const nsa__cuda_key_work &work,
                                    const nsa_tensor &to, int width, int partial_at, float factor,
@@ -450,7 +453,7 @@ NSA__DEVICE void nsa__cuda_dkv_end(const nsa__cuda_attend_job &job,
             if (part)
                 nsa__store_pair(part + c, low, high);
             else
-                nsa__cuda_add_pair(to.dtype, row, c, factor, low, high);
+                nsa__cuda_add_pair<T>(to.dtype, row, c, factor, low, high);
         }
     }
 }
@@ -542,10 +545,10 @@ static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS
         nsa__cuda_product_nn<T, ROWS, NK>(dk, dp, q, split * NK);
     }
     const int key = first_key + lane / 4, column = lane % 4 * 2;
-    nsa__cuda_dkv_end(job, at, work, job.dx.k, job.d.dim, 0, job.scale, key, column + split * NK,
-                      bad_key, dk);
-    nsa__cuda_dkv_end(job, at, work, job.dx.v, job.d.dim_v, job.d.dim, 1.0f, key,
-                      column + split * NV, bad_key, dv);
+    nsa__cuda_dkv_end<T>(job, at, work, job.dx.k, job.d.dim, 0, job.scale, key, column + split * NK,
+                         bad_key, dk);
+    nsa__cuda_dkv_end<T>(job, at, work, job.dx.v, job.d.dim_v, job.d.dim, 1.0f, key,
+                         column + split * NV, bad_key, dv);
 }
 
 /* ---- Adding up parts ----------------------------------------------------------------------- */

@@ -9,11 +9,14 @@
 #include "attend.cuh"
 
 /* Rows that one block of threads works through before others share the readers of a selection
-   block; tests define it small. */
+   block, and warps that share the queries of a sequence; tests define them small. */
 #ifndef NSA__SLC_PART_ROWS
 #define NSA__SLC_PART_ROWS 32768
 #endif
-enum { NSA__READERS_CHUNKS = 512, NSA__READERS_COLUMNS = 128 };
+#ifndef NSA__READERS_CHUNKS
+#define NSA__READERS_CHUNKS 512
+#endif
+enum { NSA__READERS_COLUMNS = 128 };
 
 NSA__DEVICE int nsa__cuda_inclusive_max(int x) {
     const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -100,13 +100,15 @@ NSA__DEVICE void nsa__cuda_select_load(nsa__cuda_select_columns<T, D, NT> &c, fl
         } else {
             const T *q = nsa__cuda_select_row<const T>(x.q, s, p, group, kv_head, first_query,
                                                        chunk, 8 * n + lane / 4);
+            const int width = q ? d.dim : 0; /* a multiple of 8: parts are there or not */
 #pragma unroll
             for (int k = 0; k < D / 16; k++)
 #pragma unroll
                 for (int part = 0; part < 2; part++) {
-                    const int at = 16 * k + 8 * part + lane % 4 * 2;
+                    const int at = 16 * k + 8 * part;
                     c.q[k][n][part] =
-                        q && at < d.dim ? *reinterpret_cast<const uint32_t *>(q + at) : 0u;
+                        at < width ? *reinterpret_cast<const uint32_t *>(q + at + lane % 4 * 2)
+                                   : 0u;
                 }
         }
     }
@@ -380,10 +382,10 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     if (!CHUNKS) nsa__cuda_select_load(c, w.lse2, x, d, s, p, kv_head, w.first_query, 0);
     const T *k = nsa__row_of<const T>(x.k, s.batch, nsa__cmp_row(d, p.cmp_begins, b), kv_head);
     const int keys = nsa__cmp_visible(d, s.first + min(first + tile_queries, s.count) - 1);
-    int ranked = 0;
+    int ranked = 0, key = 0;
     if (keys > 0) nsa__cuda_select_copy<T, D>(tiles, k, x.k.token, 0, keys, d.dim);
     nsa__cp_async_commit();
-    for (int key = 0; key < keys; key += shape::keys) {
+    do { /* once at least: forced blocks need no key */
         T *tile = tiles + key / shape::keys % 2 * shape::keys * D;
         T *next = tiles + (key / shape::keys + 1) % 2 * shape::keys * D;
         if (key + shape::keys < keys)
@@ -391,16 +393,18 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
         nsa__cp_async_commit();
         nsa__cp_async_wait<1>();
         __syncthreads();
-        if (key < w.visible) {
+        const bool sees = key < w.visible;
+        if (sees)
             nsa__cuda_select_sums<T, D, NT, CHUNKS>(c, x, d, s, p, w, kv_head, scale2, tile, key);
+        key += shape::keys;
+        if (sees || key >= keys) { /* one place for both, because it is much code */
+            const int end = key < keys ? min(key / p.strides, w.candidates) : w.candidates;
             __syncwarp();
-            const int end = min((key + shape::keys) / p.strides, w.candidates);
             nsa__cuda_select_rank(p, d.score_map, w, ranked, end);
             ranked = end;
         }
         __syncthreads();
-    }
-    nsa__cuda_select_rank(p, d.score_map, w, ranked, w.candidates);
+    } while (key < keys);
     for (int q = 0; q < p.queries && w.first_query + q < s.count; q++)
         nsa__cuda_rank_write(
             nsa__cuda_forced_of(d, s.first + w.first_query + q), w.lists + q * p.length,
