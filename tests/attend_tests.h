@@ -52,7 +52,6 @@ static inline void reference_one(const branch *br, const nsa_desc *d, const numb
     size_t most = in->nq > in->nk ? in->nq : in->nk;
     most = most > in->nv ? most : in->nv;
     double *start = random_numbers(77, most, grad);
-    if (dtype != NSA_REAL_DTYPE && grad == dtype) memset(start, 0, most * sizeof *start);
     problem p = problem_new(br, d, in, dtype, grad, form, start);
     run_both(br, &p);
 
@@ -763,17 +762,17 @@ static inline int attend_refused(const branch *br, const geometry *g) {
     return 1;
 }
 
-/* `quick`: every third geometry, for builds that only differ in how they were compiled; on CUDA every
-   seventh, in one dtype, or as few as `little` says. */
-static inline void test_all(const branch *br, int quick, int little) {
-    int step = little ? 13 : !quick ? 1 : CHECKS_CUDA ? 7 : 3;
-    for (int i = 0; i < COUNT(geometries); i += step)
+/* Quick runs on CUDA take each geometry in one dtype. */
+static inline void test_all(const branch *br, amount a) {
+    int quick = a != WHOLE, turn = 0;
+    for (int i = 0; i < COUNT(geometries); i++) {
+        const geometry *g = &geometries[i];
+        if (!is_taken(i, a) || attend_refused(br, g)) continue;
         for (int k = 0; k < COUNT(dtypes); k++) {
-            const geometry *g = &geometries[i];
             uint64_t seed = (uint64_t)(10 * i + k);
             /* every geometry meets all questions in one dtype */
-            int others = (i / step + k) % COUNT(dtypes);
-            if (attend_refused(br, g) || (CHECKS_CUDA && quick && others)) continue;
+            int others = (turn + k) % COUNT(dtypes);
+            if (CHECKS_CUDA && quick && others) continue;
             test_reference(br, g, dtypes[k], seed, NULL, "",
                            others && !CHECKS_CUDA ? IN_TURN : ALL);
             if (CHECKS_CUDA ? others || asks_little(g, quick) : others && !quick) continue;
@@ -786,10 +785,12 @@ static inline void test_all(const branch *br, int quick, int little) {
             if (CHECKS_CUDA && br->keys == BRANCH_SLC) test_any_lists(br, g, dtypes[k]);
             test_any_begins(br, g, dtypes[k]);
         }
+        turn++;
+    }
     for (int k = 0; k < COUNT(dtypes); k++) {
         if (!CHECKS_CUDA || !quick)
             test_extremes(br, &geometries[3], dtypes[k]);
-        else if (k == 1 && !little)
+        else if (k == 1 && a == QUICK)
             test_reference(br, &geometries[0], dtypes[k], 21, rising_scores, ", rising scores",
                            ALL);
         test_nothing_to_do(br, dtypes[k]);
@@ -808,18 +809,11 @@ static inline void test_large(const branch *br) {
                        ALL);
 }
 
-/* The argument of a test program: nothing, "quick", "little" (under the executor) or "slow". */
-static inline int asked(int argc, char **argv, const char *what) {
-    return argc > 1 && !strcmp(argv[1], what);
-}
-
 static inline int attend_main(const branch *br, const char *program, int argc, char **argv) {
-    refusals_left_out = asked(argc, argv, "little");
     if (asked(argc, argv, "slow"))
         test_large(br);
     else
-        test_all(br, asked(argc, argv, "quick") || asked(argc, argv, "little"),
-                 asked(argc, argv, "little"));
+        test_all(br, asked_amount(argc, argv));
     return check_done(program);
 }
 

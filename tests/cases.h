@@ -71,6 +71,17 @@ static const geometry large_geometries[] = {
     {"S 2100, n 16", 1, 2100, 4, 1, 128, 128, 32, 16, 64, 16, 1, 2, 512, 0, NULL},
 };
 
+/* Under the executor a geometry takes seconds, so quick runs there take these: empty sequences, several
+   tiles of compressed keys and of a selection block, one sequence alone (bad values ask for that), a
+   group that no tile of rows is a multiple of, many heads, every padded width. "little" takes the
+   first few. */
+static const char *const cuda_quick_names[] = {
+    "small",     "T 1",         "varlen empty", "one head, l' far above l",
+    "G 1, D 16", "l' 48",       "G 80",         "D 192 / 128",
+    "l' 80",     "D 136 / 200",
+};
+enum { CUDA_LITTLE_NAMES = 3 };
+
 /* For finite differences in every number. */
 static const geometry tiny_geometries[] = {
     {"grad, G 2", 1, 19, 2, 1, 4, 3, 4, 2, 4, 3, 1, 1, 5, 0, NULL},
@@ -160,6 +171,18 @@ static inline void any_begins(int trial, int32_t begins[5]) {
 static inline int asks_little(const geometry *g, int quick) {
     const int rows = (g->begins ? g->begins[g->B] : g->B * g->T) * g->H;
     return CHECKS_CUDA && (quick ? rows * (g->Dk + g->Dv) > 18000 : rows > 1000);
+}
+
+/* How much of the table a run takes: the argument of a test program. `quick` is for builds that only
+   differ in how they were compiled: every third geometry, on CUDA those above. */
+typedef enum amount { WHOLE, QUICK, LITTLE } amount;
+
+static inline int is_taken(int i, amount a) {
+    const int names = a == LITTLE ? CUDA_LITTLE_NAMES : COUNT(cuda_quick_names);
+    int taken = a == WHOLE || (!CHECKS_CUDA && i % 3 == 0);
+    for (int n = 0; CHECKS_CUDA && n < names; n++)
+        taken |= !strcmp(geometries[i].name, cuda_quick_names[n]);
+    return taken;
 }
 
 /* n normal numbers rounded to the dtype. */

@@ -822,15 +822,10 @@ static inline void suite_bit_tests(const suite *s, const nsa_desc *d, nsa_dtype 
     suite_any_begins(s, d, dtype);
 }
 
-/* The argument of a test program: nothing, "quick", "little" (under the executor) or "slow". */
-static inline int asked(int argc, char **argv, const char *what) {
-    return argc > 1 && !strcmp(argv[1], what);
-}
-
 /* Every how many-th case is asked for. */
 static inline int asked_step(int argc, char **argv, int quick, int little) {
-    refusals_left_out = asked(argc, argv, "little");
-    return refusals_left_out ? little : asked(argc, argv, "quick") ? quick : 1;
+    const amount a = asked_amount(argc, argv);
+    return a == LITTLE ? little : a == QUICK ? quick : 1;
 }
 
 #endif

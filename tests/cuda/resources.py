@@ -4,16 +4,21 @@
 A spill, a stack frame, a warning of nvcc, ptxas or the host compiler, or a runtime linked otherwise
 than statically is a finding. The table is what bench/results/kernel_resources.md holds.
 
+An architecture takes a minute, so its outcome is kept in WORK_FOLDER until a file under nsa/ changes.
+
 usage: resources.py NVCC WORK_FOLDER [--arch 80,90a] [--write FILE]
 """
 import argparse
+import hashlib
+import json
 import pathlib
 import re
 import subprocess
 import sys
 
 NSA = pathlib.Path(__file__).resolve().parent.parent.parent / "nsa"
-ARCHITECTURES = "80,86,89,90a,100,120"
+ARCHITECTURES = "80,86,89,90,90a,100,120"
+WHOLE = "80"  # the architecture whose object is built and linked too
 USER = """#define NSA_CUDA_IMPLEMENTATION
 #include "nsa_cuda.cuh"
 #define NSA_IMPLEMENTATION
@@ -22,25 +27,28 @@ int main(void) { return nsa_cuda_gate_forward(NULL, NULL, NULL) == NSA_OK; }
 """
 
 
-def compile_all(nvcc, work, architectures):
-    """nvcc's messages for one object of all architectures."""
+def run(command):
+    """What a command says; it must not fail."""
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        sys.exit(done.stdout + f"failed: {' '.join(str(word) for word in command)}")
+    return done.stdout
+
+
+def compile_one(nvcc, work, arch, whole):
+    """nvcc's messages for the device code of one architecture; for the `whole`, an object too."""
     source = work / "user.cu"
     source.write_text(USER)
-    command = [nvcc, "-std=c++17", "-O3", "-I", NSA, "-Xcompiler", "-Wall,-Wextra", "-Xptxas",
-               "-v,--warn-on-spills,--warn-on-local-memory-usage", "--threads", "2",
-               "-c", source, "-o", work / "user.o"]
-    for arch in architectures:
-        command += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-    run = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if run.returncode:
-        sys.exit(run.stdout + f"{source} does not compile")
-    return run.stdout
+    flags = ["-Xcompiler", "-Wall,-Wextra", "-c"] if whole else ["-cubin"]
+    return run([nvcc, "-std=c++17", "-O3", "-I", NSA, *flags, "-Xptxas",
+                "-v,--warn-on-spills,--warn-on-local-memory-usage", "-gencode",
+                f"arch=compute_{arch},code=sm_{arch}", source, "-o",
+                work / ("user.o" if whole else "user.cubin")])
 
 
 def kernel_name(mangled):
     """nsa__kernel<template arguments>, without the parameters' types."""
-    demangled = subprocess.run(["c++filt", mangled], text=True, stdout=subprocess.PIPE, check=True)
-    name = demangled.stdout.strip()
+    name = run(["c++filt", mangled]).strip()
     depth = 0
     for i, letter in enumerate(name):
         depth += {"<": 1, ">": -1}.get(letter, 0)
@@ -84,9 +92,27 @@ def report(table, architectures):
 def links_statically(nvcc, work):
     """The program needs no libcudart of the machine that it runs on."""
     program = work / "user"
-    subprocess.run([nvcc, work / "user.o", "-o", program], check=True)
-    needs = subprocess.run(["ldd", program], text=True, stdout=subprocess.PIPE, check=True).stdout
-    return "libcuda" not in needs
+    run([nvcc, work / "user.o", "-o", program])
+    return "libcuda" not in run(["ldd", program])
+
+
+def outcome(nvcc, work, arch, whole):
+    """(table, findings) of one architecture, from an earlier run if the sources are the same."""
+    sources = sorted(NSA.rglob("*.cuh")) + [NSA / "nsa.h"]
+    text = USER + "".join(path.read_text() for path in sources)
+    kept = work / f"{arch}.json"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if kept.exists() and json.loads(kept.read_text())["digest"] == digest:
+        rows, findings = (json.loads(kept.read_text())[name] for name in ("rows", "findings"))
+    else:
+        table, findings = parse(compile_one(nvcc, work, arch, whole))
+        if whole and not links_statically(nvcc, work):
+            findings.append("the program needs a shared libcudart or libcuda")
+        if not table:
+            findings.append(f"no kernel was compiled for sm_{arch}")
+        rows = [[*key, *value] for key, value in table.items()]
+        kept.write_text(json.dumps({"digest": digest, "rows": rows, "findings": findings}))
+    return {(kernel, a): (registers, shared) for kernel, a, registers, shared in rows}, findings
 
 
 def main():
@@ -98,22 +124,23 @@ def main():
     given = options.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     architectures = given.arch.split(",")
-    table, findings = parse(compile_all(given.nvcc, given.work, architectures))
-    if not links_statically(given.nvcc, given.work):
-        findings.append("the program needs a shared libcudart or libcuda")
+    table, findings = {}, []
     for arch in architectures:
-        if not any(a == arch for _, a in table):
-            findings.append(f"no kernel was compiled for sm_{arch}")
+        rows, found = outcome(given.nvcc, given.work, arch, arch == WHOLE)
+        table.update(rows)
+        findings += found
+        print(f"sm_{arch}: {len(rows)} kernels, {len(found)} findings", flush=True)
     for finding in findings:
         print(finding)
     if given.write:
-        version = subprocess.run([given.nvcc, "--version"], text=True, stdout=subprocess.PIPE,
-                                 check=True).stdout.splitlines()[-2]
+        version = run([given.nvcc, "--version"]).splitlines()[-2]
         given.write.write_text(
             "# Registers of each kernel\n\nWritten by `tests/cuda/resources.py --write` with " +
             version.replace("Cuda compilation tools, ", "nvcc ") + ".\nRegisters of a thread, by "
             "architecture, and bytes of static shared memory (the tiles of attention and\nselection "
-            "are dynamic). No kernel spills.\n\n" + report(table, architectures))
+            "are dynamic). " + (f"{len(findings)} findings." if findings else
+                                "No kernel spills, no compiler warns.") +
+            "\n\n" + report(table, architectures))
     print(f"{len(table)} kernels of {len(architectures)} architectures, {len(findings)} findings")
     return min(len(findings), 99)
 
