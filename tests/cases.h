@@ -71,16 +71,14 @@ static const geometry large_geometries[] = {
     {"S 2100, n 16", 1, 2100, 4, 1, 128, 128, 32, 16, 64, 16, 1, 2, 512, 0, NULL},
 };
 
-/* Under the executor a geometry takes seconds, so quick runs there take these: empty sequences, several
-   tiles of compressed keys and of a selection block, one sequence alone (bad values ask for that), a
-   group that no tile of rows is a multiple of, many heads, every padded width. "little" takes the
-   first few. */
-static const char *const cuda_quick_names[] = {
-    "small",     "T 1",         "varlen empty", "one head, l' far above l",
-    "G 1, D 16", "l' 48",       "G 80",         "D 192 / 128",
-    "l' 80",     "D 136 / 200",
+/* Under the executor a geometry takes seconds, so CUDA's short runs take these, from the first on.
+   Those that "broad" adds catch planted faults that no other does: one sequence alone (bad values ask
+   for that), a group that no tile of rows is a multiple of, many heads, the widest. */
+static const char *const cuda_names[] = {
+    "small", "T 1",       "varlen empty", "D 192 / 128", "T < l",       "one head, l' far above l",
+    "l' 80", "G 1, D 16", "l' 48",        "G 80",        "D 136 / 200",
 };
-enum { CUDA_LITTLE_NAMES = 3 };
+enum { CUDA_LITTLE = 3, CUDA_QUICK = 7 };
 
 /* For finite differences in every number. */
 static const geometry tiny_geometries[] = {
@@ -174,14 +172,14 @@ static inline int asks_little(const geometry *g, int quick) {
 }
 
 /* How much of the table a run takes: the argument of a test program. `quick` is for builds that only
-   differ in how they were compiled: every third geometry, on CUDA those above. */
-typedef enum amount { WHOLE, QUICK, LITTLE } amount;
+   differ in how they were compiled: every third geometry, on CUDA some of those above. */
+typedef enum amount { WHOLE, BROAD, QUICK, LITTLE } amount;
 
 static inline int is_taken(int i, amount a) {
-    const int names = a == LITTLE ? CUDA_LITTLE_NAMES : COUNT(cuda_quick_names);
+    const int names = a == LITTLE ? CUDA_LITTLE : a == QUICK ? CUDA_QUICK : COUNT(cuda_names);
     int taken = a == WHOLE || (!CHECKS_CUDA && i % 3 == 0);
     for (int n = 0; CHECKS_CUDA && n < names; n++)
-        taken |= !strcmp(geometries[i].name, cuda_quick_names[n]);
+        taken |= !strcmp(geometries[i].name, cuda_names[n]);
     return taken;
 }
 

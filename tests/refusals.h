@@ -20,14 +20,16 @@ typedef struct refusal {
    executor, and each copies all buffers to the device and back. */
 static int refusals_left_out;
 
-/* The argument of a test program: nothing, "quick", "little" (under the executor) or "slow". */
+/* The argument of a test program: nothing, "quick", "little" and "broad" (under the executor) or
+   "slow". */
 static inline int asked(int argc, char **argv, const char *what) {
     return argc > 1 && !strcmp(argv[1], what);
 }
 
 static inline amount asked_amount(int argc, char **argv) {
     refusals_left_out = asked(argc, argv, "little");
-    return refusals_left_out ? LITTLE : asked(argc, argv, "quick") ? QUICK : WHOLE;
+    if (refusals_left_out) return LITTLE;
+    return asked(argc, argv, "quick") ? QUICK : asked(argc, argv, "broad") ? BROAD : WHOLE;
 }
 
 /* `also` is a second kind that is right as well, or `kind` again. */

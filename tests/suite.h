@@ -825,7 +825,7 @@ static inline void suite_bit_tests(const suite *s, const nsa_desc *d, nsa_dtype 
 /* Every how many-th case is asked for. */
 static inline int asked_step(int argc, char **argv, int quick, int little) {
     const amount a = asked_amount(argc, argv);
-    return a == LITTLE ? little : a == QUICK ? quick : 1;
+    return a == LITTLE ? little : a == WHOLE ? 1 : quick;
 }
 
 #endif
