@@ -229,20 +229,22 @@ static inline int guarded_zones_intact(const guarded *g) {
     return 1;
 }
 
-/* Every zone and every closed byte of every live buffer is as it was at guards_freeze(). */
-/* The first byte that was changed and not open, or g->bytes. Blocks of bytes without a branch: a test
-   asks this of all of its memory after each call. */
+/* The first byte that was changed and not open (0, else 1), or g->bytes. Blocks of bytes as vectors: a
+   test asks this of all of its memory after each call. */
 static inline size_t guarded_changed(const guarded *g) {
     enum { BLOCK = 4096 };
     size_t i = 0;
-    for (int changed = 0; i + BLOCK <= g->bytes; i += BLOCK) {
-        for (size_t j = i; j < i + BLOCK; j++) changed |= (g->data[j] != g->copy[j]) & !g->open[j];
+    for (; i + BLOCK <= g->bytes; i += BLOCK) {
+        unsigned char changed = 0;
+        for (size_t j = i; j < i + BLOCK; j++)
+            changed |= (unsigned char)((g->data[j] ^ g->copy[j]) & (unsigned char)(g->open[j] - 1));
         if (changed) break;
     }
     while (i < g->bytes && (g->open[i] || g->data[i] == g->copy[i])) i++;
     return i;
 }
 
+/* Every zone and every closed byte of every live buffer is as it was at guards_freeze(). */
 static inline void guards_verify(const char *call) {
     for (guarded *g = guards_live; g; g = g->next) {
         guarded_poison(g, 0);
