@@ -1010,9 +1010,9 @@ NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int
     return sum;
 }
 
-/* Loads a row; one with a non-finite value comes as zeros and 0 is returned. No NaN enters a tile:
+/* Loads a row; one with a non-finite value comes as zeros and 0 is returned. No NaN stays in a tile:
    its readers are marked instead, so that it can reach nobody else and no kernel has to be
-   careful. */
+   careful. Few queries, which read keys where they lie, may meet one: then the tile is read again. */
 static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
     nsa__load(to, dtype, row, n);
     if (nsa__all_finite(to, n)) return 1;
@@ -4717,14 +4717,14 @@ NSA__INLINE I T(seen)(uint64_t mask, int j) {
 }
 #endif
 
-/* 2^x, exactly 1 for 0 and 0 for what lies below the normal numbers. */
+/* 2^x, exactly 1 for 0, and 0 or a number below the normal ones for what lies below them. */
 NSA__INLINE NSA__TARGET V T(exp2)(V x) {
     NSA__ARITHMETIC
     nsa_real lane[L];
 #if NSA__BYTES
     /* x = e + r, |r| <= 1/2 where x <= 0, as it is here but for rounding; 2^r by a polynomial, a
-       minimax fit of relative error 2e-9; e goes into the exponent, and what it makes of -127 is 0.
-       NaN stays NaN. */
+       minimax fit whose relative error is 2e-8 in f32; e goes into the exponent, and what it makes
+       of -127 is 0. NaN stays NaN. */
     if (sizeof(nsa_real) == sizeof(float)) {
         x = T(max)(T(splat)(-127), x);
         const I e = __builtin_convertvector(x - 0.5f, I);
