@@ -1,7 +1,7 @@
 /* bench_attention: how fast nsa.h is on this machine, each branch and the whole, forward and
    backward, beside the sgemm rate of the same run and beside dense attention.
-   bench_attention [--quick | --shape H,Hk,D,T]... [--json FILE]; scripts/write_numbers.py makes
-   tables of the file. It checks nothing: the tests do that. */
+   bench_attention [--quick | --shape H,Hk,D,T]... [--seconds S] [--json FILE];
+   scripts/write_numbers.py makes tables of the file. It checks nothing: the tests do that. */
 #define _POSIX_C_SOURCE 200809L
 #include "problem.h"
 #include "report.h"
@@ -10,8 +10,9 @@
 #include <cblas.h>
 #endif
 
-/* Dense attention over more tokens than these would take hours. */
-enum { MAX_ROUNDS = 9, MAX_DENSE = 65536, MAX_SHAPES = 32 };
+/* Dense attention over more tokens than MAX_DENSE would take hours, and over more than LONG is long
+   enough to need no warming up. */
+enum { MAX_ROUNDS = 9, MAX_DENSE = 65536, LONG = 8192, MAX_SHAPES = 32 };
 
 /* -- timing -- */
 
@@ -151,7 +152,7 @@ static void measure(report *r, const shape *s, int threads) {
     double pairs[ROWS], peak = sgemm_rate(threads);
     problem_make(&p, s->heads, s->kv_heads, s->dim, s->tokens, threads);
     run_nsa(&p); /* fills caches and the block lists */
-    if (s->tokens <= MAX_DENSE) run_dense(&p);
+    if (s->tokens <= LONG) run_dense(&p);
     count_pairs(&p, pairs);
     timings forward = time_rounds(forwards, &p, r->budget);
     timings backward = time_rounds(backwards, &p, r->budget);
@@ -179,7 +180,7 @@ static int report_end(report *r, const char *path) {
 
 /* In both numbers of threads, but for what takes minutes. */
 static void measure_threads(report *r, const shape *s) {
-    if (s->tokens <= 8192) measure(r, s, 1);
+    if (s->tokens <= LONG) measure(r, s, 1);
     measure(r, s, 2);
 }
 
@@ -208,9 +209,11 @@ static int parse_shape(shape *s, const char *text) {
 }
 
 static int usage(void) {
-    fprintf(stderr, "usage: bench_attention [--quick | --shape H,Hk,D,T]... [--json FILE]\n"
-                    "Hk divides H, D is at most 256; without either, the five shapes of the "
-                    "tables up to 65536 tokens, in about an hour\n");
+    fprintf(stderr,
+            "usage: bench_attention [--quick | --shape H,Hk,D,T]... [--seconds S] [--json FILE]\n"
+            "Hk divides H, D is at most 256; without either, the five shapes of the tables up to\n"
+            "65536 tokens, in about an hour. Rounds of one direction begin for S seconds, default "
+            "12.\n");
     return 2;
 }
 
@@ -225,6 +228,9 @@ int main(int argc, char **argv) {
             quick = 1;
         } else if (!strcmp(argv[i], "--shape") && value && count < MAX_SHAPES) {
             if (!parse_shape(&shapes[count++], value)) return usage();
+            i++;
+        } else if (!strcmp(argv[i], "--seconds") && value && atof(value) > 0) {
+            r.budget = atof(value);
             i++;
         } else if (!strcmp(argv[i], "--json") && value) {
             path = value;

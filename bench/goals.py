@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""What the CPU path was meant to reach beside what it reached, from the files of this folder's benches.
+
+  goals.py [FOLDER]    reads cpu.json, cpu_64k.json, flags.json and tinylm.json there (default:
+                       bench/results) and writes goals.json beside them
+
+Measures nothing. scripts/write_numbers.py makes the table of it.
+"""
+import json
+import pathlib
+import sys
+
+SHAPE = {"heads": 16, "kv_heads": 1, "dim": 64}
+BRANCHES = ("cmp", "slc", "win", "dense")
+EIGHT, MANY = 8192, 65536
+
+
+class Rows:
+    """The rows of the reports, found by what they are about; each must be there once."""
+
+    def __init__(self, folder, names):
+        reports = [json.loads((folder / name).read_text()) for name in names]
+        self.reports = reports
+        self.rows = [row for report in reports for row in report["rows"]]
+
+    def all(self, **about):
+        return [row for row in self.rows if all(row.get(name) == value for name, value in about.items())]
+
+    def one(self, **about):
+        found = self.all(**about)
+        if len(found) != 1:
+            raise SystemExit(f"goals.py: {len(found)} rows where {about}, one is needed")
+        return found[0]
+
+    def figure(self, name, **about):
+        return self.one(**about)[name]
+
+
+def tiles(cpu, pass_name, threads):
+    about = {**SHAPE, "pass": pass_name, "tokens": EIGHT, "threads": threads}
+    return " / ".join(f"{100 * cpu.figure('over_sgemm', branch=b, **about):.0f}" for b in BRANCHES)
+
+
+def over_dense(cpu, pass_name):
+    about = {**SHAPE, "branch": "nsa", "pass": pass_name, "threads": 2}
+    return " / ".join(f"{cpu.figure('over_dense', tokens=t, **about):.2f}" for t in (EIGHT, MANY))
+
+
+def milliseconds(cpu, tokens, branch, passes):
+    return sum(cpu.figure("ms", **SHAPE, branch=branch, tokens=tokens, threads=2, **{"pass": p})
+               for p in passes)
+
+
+def crossover(cpu, passes):
+    """The tokens from which NSA is faster, between two lengths measured: the ratio as a line."""
+    lengths = sorted({row["tokens"] for row in cpu.all(**SHAPE, branch="nsa", threads=2)})
+    ratio = {t: milliseconds(cpu, t, "dense", passes) / milliseconds(cpu, t, "nsa", passes)
+             for t in lengths}
+    for low, high in zip(lengths, lengths[1:]):
+        if ratio[low] < 1 <= ratio[high]:
+            at = low + (high - low) * (1 - ratio[low]) / (ratio[high] - ratio[low])
+            return f"{at / 1000:.1f}k"
+    raise SystemExit("goals.py: no two lengths have the crossover between them")
+
+
+def per_key(cpu, pass_name):
+    """Time per head and key of slc with a head of keys for every query head, over one for 16."""
+    about = {"branch": "slc", "pass": pass_name, "tokens": EIGHT, "threads": 1, "dim": 64}
+    alone = cpu.figure("ms", heads=12, kv_heads=12, **about) / 12
+    return alone / (cpu.figure("ms", heads=16, kv_heads=1, **about) / 16)
+
+
+def two_threads(cpu, pass_name):
+    about = {**SHAPE, "branch": "nsa", "pass": pass_name, "tokens": EIGHT}
+    return cpu.figure("ms", threads=1, **about) / cpu.figure("ms", threads=2, **about)
+
+
+def flags(report, pass_name):
+    about = {"branch": "nsa", "pass": pass_name}
+    return report.figure("ms", flags="-O3 -march=native", **about) / report.figure("ms", flags="-O2",
+                                                                                   **about)
+
+
+def production(tinylm, model):
+    return f"{tinylm.figure('tokens_per_second', model=model, layers=12, tokens=2048):.0f}"
+
+
+def both(figure, report, *arguments):
+    return " / ".join(f"{figure(report, p, *arguments):.2f}" for p in ("fwd", "bwd"))
+
+
+def goals(cpu, tinylm, built):
+    of_eight = "8k tokens, 16 heads over 1, 64 wide"
+    return [
+        (f"tiles over sgemm, forward, one thread: {' / '.join(BRANCHES)}, %; {of_eight}", "65", "80",
+         tiles(cpu, "fwd", 1)),
+        ("ditto, two threads", "65", "80", tiles(cpu, "fwd", 2)),
+        ("tiles over sgemm, backward, one thread, %", "60", "75", tiles(cpu, "bwd", 1)),
+        ("ditto, two threads", "60", "75", tiles(cpu, "bwd", 2)),
+        ("NSA over dense, forward, 8k / 64k (bound 2.43 / 9.25)", "2.1 / 8.5", "2.25 / 8.8",
+         over_dense(cpu, "fwd")),
+        ("NSA over dense, backward, 8k / 64k", "2.0 / 7.5", "2.2 / 8.2", over_dense(cpu, "bwd")),
+        ("crossover, forward / both, tokens", "3.2k / 4k", "2.9k / 3.2k",
+         f"{crossover(cpu, ['fwd'])} / {crossover(cpu, ['fwd', 'bwd'])}"),
+        ("slc, time per key at G = 1 over G = 16, forward / backward", "1.4", "1.15",
+         both(per_key, cpu)),
+        ("two threads over one, forward / backward", "1.85", "1.95", both(two_threads, cpu)),
+        ("`cc -O2` over `-O3 -march=native`, forward / backward", "0.95", "1.0", both(flags, built)),
+        ("TinyLM, dim 128, 2 layers, S 256, B 8, tokens/s", "25k", "45k",
+         f"{tinylm.figure('tokens_per_second', model='dim 128, S 256, B 8') / 1000:.1f}k"),
+        ("TinyLM of 12 layers, dim 768, S 2048, without / with checkpointing, tokens/s", "150 / 110",
+         "220 / 170", f"{production(tinylm, 'dim 768, S 2048, B 1')} / "
+         f"{production(tinylm, 'the same with checkpointing')}"),
+    ]
+
+
+def main(arguments):
+    if len(arguments) > 1:
+        raise SystemExit(__doc__)
+    folder = pathlib.Path(arguments[0] if arguments else pathlib.Path(__file__).parent / "results")
+    cpu = Rows(folder, ["cpu.json", "cpu_64k.json"])
+    tinylm, built = Rows(folder, ["tinylm.json"]), Rows(folder, ["flags.json"])
+    names = ("what", "must", "goal", "measured")
+    rows = [dict(zip(names, row)) for row in goals(cpu, tinylm, built)]
+    origin = {name: cpu.reports[0][name] for name in ("machine", "date", "commit")}
+    (folder / "goals.json").write_text(json.dumps({**origin, "rows": rows}, indent=1) + "\n")
+    for row in rows:
+        print(f"{row['what']}: {row['measured']} (must {row['must']}, goal {row['goal']})")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
