@@ -30,9 +30,17 @@ nsa_option(NSA_BLAS "matrix products through a system CBLAS")
 nsa_option(NSA_MPI "several processes through MPI")
 nsa_option(NSA_CUDA "the CUDA programs")
 
-# C++ serves the tests alone (the header in C++, the test executor): no compiler, no such tests.
+# check_language(), which also sees a compiler that was installed since a build folder was made.
 include(CheckLanguage)
-check_language(CXX)
+macro(nsa_check_language language)
+    if("${CMAKE_${language}_COMPILER}" MATCHES "NOTFOUND$")
+        unset(CMAKE_${language}_COMPILER CACHE)
+    endif()
+    check_language(${language})
+endmacro()
+
+# C++ serves the tests alone (the header in C++, the test executor): no compiler, no such tests.
+nsa_check_language(CXX)
 if(CMAKE_CXX_COMPILER)
     enable_language(CXX)
     nsa_part(CXX ON "${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}")
@@ -121,7 +129,7 @@ endif()
 if(NSA_CUDA STREQUAL "OFF")
     nsa_part(CUDA OFF "switched off")
 else()
-    check_language(CUDA)
+    nsa_check_language(CUDA)
     if(CMAKE_CUDA_COMPILER)
         nsa_part(CUDA ON "${CMAKE_CUDA_COMPILER}")
     else()
