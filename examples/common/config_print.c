@@ -43,7 +43,9 @@ void config_print_help(const config_program *program) {
     printf("%s: %s\n\nusage: %s [OPTION]...\n\n", program->name, program->summary, program->name);
     printf("A value comes from the command line, else from the environment, else from the file of\n"
            "--config, else it is the default. Options take their value as the next word or after "
-           "=.\nExit codes: 0 done, 1 failed, 2 wrong settings.\n");
+           "=.\nExit codes: 0 done, 1 failed, 2 wrong settings, 3 halted by the watchdog, 128 + n "
+           "ended "
+           "by signal n.\n");
     const char *section = "";
     for (size_t i = 0; i < config_entry_count; i++) {
         const config_entry *e = &config_entries[i];

@@ -45,7 +45,7 @@ const config_entry *config_find(const char *key); /* NULL: there is none */
 /* Stores a value written as text; on failure the message is what is allowed, without a place. */
 bool config_set(config *c, const config_entry *e, const char *text, fault *f);
 
-/* "an integer in 1 .. 65536", "one of cosine, constant" */
+/* "must be an integer in 1 .. 65536", "must be one of: cosine, constant" */
 void config_allowed(const config_entry *e, char *text, size_t bytes);
 
 /* The value in force, as it would be written in a file. */

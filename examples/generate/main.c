@@ -11,7 +11,7 @@
 #include "sample.h"
 #include "threads.h"
 
-enum { PROMPT_LIMIT = 1 << 26, BENCH_TOKENS = 32, DEFAULT_LENGTH = 200 };
+enum { PROMPT_LIMIT = 1 << 26, BENCH_TOKENS = 32, DEFAULT_LENGTH = 200, UNASKED = -1 };
 
 typedef struct generator {
     options options;
@@ -82,25 +82,29 @@ static double stretch(const config *c) {
     return c->model.rope_scaling == NSA_ROPE_SCALING_NONE ? 1 : c->model.rope_factor;
 }
 
-static bool check_context(const generator *g, int64_t context, fault *f) {
-    int64_t prompt = (int64_t)g->text.count, length = g->checkpoint.config.sample.length;
+/* Prompt and text must fit; a length that nobody asked for becomes one that does. */
+static bool fit_context(generator *g, int64_t context, fault *f) {
+    long long prompt = (long long)g->text.count, room = context - prompt;
+    int64_t *length = &g->checkpoint.config.sample.length;
+    char shorter[64] = "";
+    if (*length == UNASKED) *length = room < 1 ? 1 : room < DEFAULT_LENGTH ? room : DEFAULT_LENGTH;
     if (g->options.bench && context < 2 * BENCH_TOKENS)
         return fault_set(f, "--bench: a context of %lld; at least %d (--context)",
                          (long long)context, 2 * BENCH_TOKENS);
-    if (g->options.bench || prompt + length <= context) return true;
+    if (g->options.bench || *length <= room) return true;
+    if (room > 0) snprintf(shorter, sizeof shorter, " --length %lld,", room);
     return fault_set(f,
                      "a prompt of %lld tokens and %lld more are %lld: the context is %lld; a "
-                     "shorter prompt, --length %lld, or --context %lld (beyond what the model was "
-                     "trained for, --rope-scaling may help)",
-                     (long long)prompt, (long long)length, (long long)(prompt + length),
-                     (long long)context, (long long)(context > prompt ? context - prompt : 0),
-                     (long long)(prompt + length));
+                     "shorter prompt,%s or --context %lld (beyond what the model was trained for, "
+                     "--rope-scaling may help)",
+                     prompt, (long long)*length, prompt + (long long)*length, (long long)context,
+                     shorter, prompt + (long long)*length);
 }
 
 static bool open_generator(generator *g, int argc, char **argv, fault *f) {
     config *c = &g->checkpoint.config;
     if (!checkpoint_open(&g->checkpoint, g->options.checkpoint, f)) return false;
-    c->sample.length = DEFAULT_LENGTH;
+    c->sample.length = UNASKED;
     double trained = (double)c->train.seq_len / stretch(c);
     if (options_read(&g->options, c, argc, argv, f) != CONFIG_OK || !config_check_model(c, f))
         return false;
@@ -108,7 +112,7 @@ static bool open_generator(generator *g, int argc, char **argv, fault *f) {
     if (!g->tokenizer) return false;
     int vocab = c->model.vocab_size ? (int)c->model.vocab_size : tokenizer_vocab_size(g->tokenizer);
     int64_t context = g->options.context ? g->options.context : (int64_t)(trained * stretch(c));
-    if (!read_prompt(g, vocab, f) || !check_context(g, context, f)) return false;
+    if (!read_prompt(g, vocab, f) || !fit_context(g, context, f)) return false;
     int64_t room = g->options.bench ? context : (int64_t)g->text.count + c->sample.length;
     int chunk = g->options.chunk < room ? (int)g->options.chunk : (int)room;
     if (!ops_cpu_open(&g->ops, (int)c->runtime.threads, f) ||
@@ -165,6 +169,7 @@ static bool generate(generator *g, fault *f) {
     double steps = (double)c->length - 1, end = now_seconds();
     if (!ok) return false;
     printf("\n");
+    fflush(stdout); /* the figures come behind the text, wherever the two go */
     fprintf(stderr, "prompt: %d tokens, %.0f tokens/s\n", prompt, prompt / (prefilled - begin));
     if (steps < 1) return true;
     double keys = keys_read(&g->model, &before, steps, dense / steps);

@@ -8,23 +8,23 @@
 
 #include "config_table.h"
 
-/* Settings of the trainers that mean something here. */
+/* Settings of the trainers that mean something here, and what they mean where that is not the same. */
 static const struct {
-    const char *flag, *key;
+    const char *flag, *key, *help;
 } settings[] = {
-    {"--prompt", "sample.prompt"},
-    {"--length", "sample.length"},
-    {"--temperature", "sample.temperature"},
-    {"--top-k", "sample.top_k"},
-    {"--top-p", "sample.top_p"},
-    {"--repetition-penalty", "sample.repetition_penalty"},
-    {"--repetition-window", "sample.repetition_window"},
-    {"--seed", "train.seed"},
-    {"--threads", "runtime.threads"},
-    {"--tokenizer-path", "data.tokenizer_path"},
-    {"--rope-scaling", "model.rope_scaling"},
-    {"--rope-factor", "model.rope_factor"},
-    {"--rope-trained-context", "model.rope_trained_context"},
+    {"--prompt", "sample.prompt", "what the text goes on from"},
+    {"--length", "sample.length", "tokens to write; default 200, or what the context has room for"},
+    {"--temperature", "sample.temperature", NULL},
+    {"--top-k", "sample.top_k", NULL},
+    {"--top-p", "sample.top_p", NULL},
+    {"--repetition-penalty", "sample.repetition_penalty", NULL},
+    {"--repetition-window", "sample.repetition_window", NULL},
+    {"--seed", "train.seed", "of the draws; default: that of the training"},
+    {"--threads", "runtime.threads", NULL},
+    {"--tokenizer-path", "data.tokenizer_path", NULL},
+    {"--rope-scaling", "model.rope_scaling", NULL},
+    {"--rope-factor", "model.rope_factor", NULL},
+    {"--rope-trained-context", "model.rope_trained_context", NULL},
 };
 
 enum { SETTINGS = sizeof settings / sizeof settings[0], LONGEST = 1 << 24 };
@@ -48,7 +48,8 @@ static void print_help(void) {
     for (size_t i = 0; i < SETTINGS; i++) {
         const config_entry *e = config_find(settings[i].key);
         config_allowed(e, allowed, sizeof allowed);
-        printf("  %-26s %s; %s\n", settings[i].flag, e->help, allowed);
+        printf("  %-26s %s\n%29s%s\n", settings[i].flag,
+               settings[i].help ? settings[i].help : e->help, "", allowed + strlen("must be "));
     }
 }
 

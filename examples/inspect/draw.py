@@ -418,10 +418,13 @@ def main():
     pictures = {"reads": draw_reads(data, layer, options.kv_head), "blocks": draw_blocks(data),
                 "gates": draw_gates(data), "scores": draw_scores(data)}
     folder = pathlib.Path(options.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, picture in pictures.items():
-        (folder / f"{name}.svg").write_text(picture)
-    (folder / "index.html").write_text(page(data, pictures))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, picture in pictures.items():
+            (folder / f"{name}.svg").write_text(picture)
+        (folder / "index.html").write_text(page(data, pictures))
+    except OSError as error:
+        raise SystemExit(f"{folder}: cannot write there: {error}")
     print(f"wrote {', '.join(f'{name}.svg' for name in pictures)} and index.html to {folder}")
 
 

@@ -253,7 +253,7 @@ int main(int argc, char **argv) {
     static inspector n;
     fault f;
     for (int i = 1; i < argc; i++)
-        if (!strcmp(argv[i], "--help")) return fputs(usage, stdout) < 0;
+        if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) return fputs(usage, stdout) < 0;
     int code = 0;
     if (!read_options(&n.options, argc, argv, &f) || !open_inspector(&n, &f))
         code = 2;

@@ -134,7 +134,8 @@ int main(int argc, char **argv) {
     fault f;
     int samples, length, longest = 0, n_sel = 0;
     bool ok = true;
-    if (argc < 4 || argv[1][0] == '-') return usage(argc == 2 && !strcmp(argv[1], "--help"));
+    bool help = argc == 2 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"));
+    if (argc < 4 || argv[1][0] == '-') return usage(help);
     if (argc > 5 && !strcmp(argv[argc - 2], "--n-sel")) {
         argc -= 2;
         ok = read_count("--n-sel", argv[argc + 1], LEAST_BLOCKS, &n_sel, &f);

@@ -146,6 +146,19 @@ static void test_refusals(void) {
     expect(shell("%s %s --context 66 --length 65", generator, at), 0, "");
 }
 
+/* Without --length the text fills the context, which is shorter than 200 tokens here. */
+static void test_length(const char *name) {
+    check_case("no length");
+    const char *at = test_path(name), *prompt = "--prompt 'the quick' --temperature 0 --threads 1";
+    char whole[OUTPUT];
+    expect(shell("%s %s %s", generator, at, prompt), 0, "the quick");
+    memcpy(whole, output, OUTPUT);
+    expect(shell("%s %s %s --length 55", generator, at, prompt), 0, "the quick");
+    same("the default and what fits", whole, output);
+    differ("one token less", whole,
+           shell("%s %s %s --length 54", generator, at, prompt) ? "failed" : output);
+}
+
 /* A checkpoint whose settings and tensors tell of two geometries. */
 static void test_geometry(void) {
     static const struct {
@@ -287,6 +300,7 @@ int main(int argc, char **argv) {
     test_scaling("dense");
     test_bench("sparse");
     test_refusals();
+    test_length("sparse");
     test_geometry();
     test_printing();
     train("needles", "--dataset retrieval --vocab-size 512 --data ''");

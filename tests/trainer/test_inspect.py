@@ -104,6 +104,7 @@ def check_refusals(model, full, text, result):
     run(inspect, "--help", words="--tokenizer-path")
     run(sys.executable, draw, text, runs.root / "drawn", code=1, words="not what inspect writes")
     run(sys.executable, draw, result, runs.root / "drawn", "--layer", "2", code=1, words="layers 0 .. 1")
+    run(sys.executable, draw, result, text, code=1, words="cannot write there")
     data = json.loads(result.read_text())
     data["counted"]["slc"] += 1
     result.write_text(json.dumps(data))
