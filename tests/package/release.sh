@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# release.sh DIR: scripts/release builds both archives, twice the same bytes, and refuses a tree that
-# is not one to release.
+# release.sh DIR: scripts/release builds both archives, the same bytes from the same commit, and
+# refuses a tree that is not one to release.
 set -euo pipefail
 
 dir=$1
@@ -14,17 +14,32 @@ name=$(basename "$dir"/first/nsa-*.sha256 .sha256)
 tar -xzf "$dir/first/$name-header.tar.gz" -C "$dir"
 diff <(cd "$root" && git ls-files nsa) <(cd "$dir/$name" && find nsa -type f | LC_ALL=C sort)
 
-# A copy of the checkout with the version written a second time, and one that is not released.
-git clone -q --local "$root" "$dir/copy"
-cp "$root/scripts/release" "$dir/copy/scripts/release"
-if "$dir/copy/scripts/release" "$dir/second" >"$dir/log" 2>&1; then
-    echo "a tree whose CHANGELOG says \"not released yet\", or with changes, was released"
-    exit 1
-fi
-grep -q 'not released yet\|not committed' "$dir/log"
-echo "${name#nsa-}" >>"$dir/copy/README.md"
-if "$dir/copy/scripts/release" --draft "$dir/second" >"$dir/log" 2>&1; then
-    echo "a version in a second place was not seen"
-    exit 1
-fi
-grep -q 'second place' "$dir/log"
+# A copy of the checkout, in which one thing after another is wrong.
+copy=$dir/copy
+git clone -q --local "$root" "$copy"
+cp "$root/scripts/release" "$copy/scripts/release"
+
+# refused WORDS OPTION...: that release ends with an error that holds the words.
+refused() {
+    local words=$1
+    shift
+    if "$copy/scripts/release" "$@" "$dir/second" >"$dir/log" 2>&1; then
+        echo "not refused: $words"
+        exit 1
+    fi
+    grep -q "$words" "$dir/log" || { cat "$dir/log" && exit 1; }
+}
+version=${name#nsa-}
+sed -i "s/^## $version.*/## $version, not released yet/" "$copy/CHANGELOG.md"
+refused 'not released yet'
+sed -i "s/^## $version.*/## $version, 2000-01-01/" "$copy/CHANGELOG.md"
+refused 'not committed'
+echo "$version" >>"$copy/README.md"
+refused 'second place' --draft
+git -C "$copy" -c user.name=x -c user.email=x commit -qam changed
+refused 'second place'
+
+# What a release is: the same bytes once more, from the commit alone.
+git -C "$copy" reset -q --hard HEAD~1
+"$copy/scripts/release" --draft "$dir/second" >/dev/null
+cmp "$dir/first/$name.sha256" "$dir/second/$name.sha256"
