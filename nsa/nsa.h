@@ -4872,9 +4872,13 @@ NSA__TARGET static void T(gradient)(int rows, int n, ptrdiff_t ld, int group, co
 NSA__TARGET static void T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
                                        const nsa_real *s, nsa_real *sum) {
     NSA__ARITHMETIC
+    const V most = T(splat)(126); /* of another lse than that of s: no p is negative or NaN */
     for (int j = 0; j < n; j += L) {
         V p = T(splat)(0);
-        for (int r = 0; r < rows; r++) p += T(exp2)(IN(s + r * ld + j) - T(splat)(lse2[r]));
+        for (int r = 0; r < rows; r++) {
+            const V x = IN(s + r * ld + j) - T(splat)(lse2[r]);
+            p += T(exp2)(T(pick)(x < most, x, most));
+        }
         AT(sum + j) = p;
     }
 }

@@ -6,8 +6,8 @@
 
 enum { T = 8, D = 4 };
 
-static float q[T * D], k[T * D], v[T * D], out[T * D], grad[T * D];
-static nsa_real lse[T];
+static float q[T * D], k[T * D], v[T * D], out[T * D];
+static nsa_real lse[T], grad[T * D];
 static char workspace[1 << 20];
 
 static nsa_desc small(void) {
@@ -83,10 +83,47 @@ static void test_dtype_of_an_unread_tensor(void) {
     }
 }
 
+/* A score far above lse made p negative in the vectors' exponential; ranking takes no score for that,
+   and wrote behind the list. So did finite keys whose scores pass 2^30, for lse is rounded. */
+static void test_lse_of_other_scores(void) {
+    check_case("an lse that is not that of the scores");
+    enum { TOKENS = 4096, WIDTH = 16, CMP = TOKENS / 16 - 1, BEHIND = 64 };
+    static float keys[CMP * D];
+    static int32_t list[WIDTH + BEHIND];
+    nsa_desc d = nsa_desc_default(1, TOKENS, 1, 1, D);
+    d.first = TOKENS - 1;
+    d.count = d.threads = 1;
+    for (int i = 0; i < D; i++) q[i] = 1;
+    nsa_select x;
+    memset(&x, 0, sizeof x);
+    x.q = nsa_tensor_bthd(q, NSA_F32, 1, 1, D);
+    x.k = nsa_tensor_bthd(keys, NSA_F32, CMP, 1, D);
+    x.lse = nsa_tensor_bthd(lse, NSA_REAL_DTYPE, 1, 1, 1);
+    x.blocks = nsa_tensor_bthd(list, NSA_I32, 1, 1, WIDTH);
+    static const float spreads[] = {1, 30, 1000, 1e9f, 3e38f};
+    for (int isa = NSA_ISA_PLAIN; isa <= NSA_ISA_NEON; isa++)
+        for (int i = 0; nsa_isa_available((nsa_isa)isa) && i < 5 * 12; i++) {
+            d.isa = (nsa_isa)isa;
+            lse[0] = (nsa_real)(-100 * (i / 5));
+            for (int j = 0; j < CMP * D; j++)
+                keys[j] = spreads[i % 5] * ((float)(j * 7919 % 1009) / 1009 - 0.5f);
+            for (int j = 0; j < WIDTH + BEHIND; j++) list[j] = -9;
+            nsa_status s = nsa_select_blocks(&x, &d, workspace, sizeof workspace);
+            int behind = WIDTH;
+            while (behind < WIDTH + BEHIND && list[behind] == -9) behind++;
+            CHECK(s == NSA_OK && nsa_check_blocks(&x.blocks, &d, NULL) == NSA_OK &&
+                      list[WIDTH - 1] >= 0 && behind == WIDTH + BEHIND,
+                  "%s, lse %g, spread %g: %s, the last block %d, written behind: %d",
+                  nsa_isa_name(d.isa), (double)lse[0], (double)spreads[i % 5], nsa_status_name(s),
+                  (int)list[WIDTH - 1], behind < WIDTH + BEHIND);
+        }
+}
+
 int main(void) {
     for (int i = 0; i < T * D; i++) v[i] = 3;
     test_scale_beyond_float();
     test_empty_sequences_behind_row_0();
     test_dtype_of_an_unread_tensor();
+    test_lse_of_other_scores();
     return check_done("test_findings");
 }
