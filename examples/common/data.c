@@ -6,9 +6,9 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
+#include "clock.h"
 #include "source.h"
 
 enum { DEPTH = 4, TIMES = 1024, PARTING_SECONDS = 2, LOOKS_A_SECOND = 5 };
@@ -52,12 +52,6 @@ struct data {
     times wait;
     char description[512];
 };
-
-static double now_ms(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
-}
 
 static void add_time(times *t, double ms) {
     t->ms[t->count++ % TIMES] = ms;
@@ -107,10 +101,8 @@ static void close_documents(const data *d, slot *s) {
             b->max_document = s->begins[i + 1] - s->begins[i];
 }
 
-typedef bool (*read_window)(source *s, int64_t number, source_window *w, fault *f);
-
 /* This rank's rows of the micro-batch that begins with window `first`. */
-static bool fill_slot(const data *d, source *from, read_window read, int64_t first, slot *s,
+static bool fill_slot(const data *d, source *from, source_read read, int64_t first, slot *s,
                       fault *f) {
     int64_t seq_len = d->options.seq_len, mine = first + d->options.rank * d->rows;
     source_window w = {.epoch = 0};
@@ -196,10 +188,10 @@ static void *run(void *user) {
     int64_t sample = d->first;
     set_state(d, ok ? LOADER_RUNNING : LOADER_FAILED);
     for (slot *s; ok && (s = free_slot(d)); sample += d->options.batch_size) {
-        double begin = now_ms();
+        double begin = clock_ms();
         ok = fill_training(d, d->source, sample, s, &d->failure);
         if (ok)
-            hand_over(d, now_ms() - begin);
+            hand_over(d, clock_ms() - begin);
         else
             set_state(d, LOADER_FAILED);
     }
@@ -210,18 +202,9 @@ static void *run(void *user) {
     return NULL;
 }
 
-static struct timespec deadline_in(double seconds) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    double end = (double)t.tv_nsec * 1e-9 + seconds;
-    t.tv_sec += (time_t)end;
-    t.tv_nsec = (long)((end - (double)(time_t)end) * 1e9);
-    return t;
-}
-
 /* Ends the thread; one that is stuck in a read that cannot be interrupted is left behind. */
 static void part(data *d) {
-    struct timespec deadline = deadline_in(PARTING_SECONDS);
+    struct timespec deadline = clock_in(PARTING_SECONDS);
     if (d->parted) return;
     d->parted = true;
     pthread_mutex_lock(&d->lock);
@@ -278,12 +261,8 @@ static bool check_options(const data_options *o, fault *f) {
 }
 
 static bool start_thread(data *d, fault *f) {
-    pthread_condattr_t attributes;
     if (pipe(d->cancel)) return fault_errno(f, "the loader needs a pipe");
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&d->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    clock_condition(&d->changed);
     pthread_mutex_init(&d->lock, NULL);
     errno = pthread_create(&d->thread, NULL, run, d);
     if (!errno) return true;
@@ -316,7 +295,7 @@ static bool is_later(const struct timespec *a, const struct timespec *b) {
 /* Waits a moment for the thread, with the lock held. False: the deadline has passed, or the run is
    to stop. */
 static bool wait_on(data *d, const struct timespec *deadline) {
-    struct timespec look = deadline_in(1.0 / LOOKS_A_SECOND);
+    struct timespec look = clock_in(1.0 / LOOKS_A_SECOND);
     if (is_stopped(d)) return false;
     if (is_later(&look, deadline)) look = *deadline;
     if (pthread_cond_timedwait(&d->changed, &d->lock, &look) != ETIMEDOUT) return true;
@@ -330,7 +309,7 @@ static bool nothing_came(const data *d, fault *f) {
 
 /* Waits until the source is open, or failed, or out of time. */
 static bool wait_opened(data *d, fault *f) {
-    struct timespec deadline = deadline_in(d->config.loader_timeout);
+    struct timespec deadline = clock_in(d->config.loader_timeout);
     pthread_mutex_lock(&d->lock);
     while (d->state == LOADER_OPENING && wait_on(d, &deadline)) continue;
     loader_state state = d->state;
@@ -405,7 +384,7 @@ void data_close(data *d) {
 
 /* Gives the slot in use back and takes the next one. */
 static slot *take_slot(data *d, fault *f) {
-    struct timespec deadline = deadline_in(d->config.loader_timeout);
+    struct timespec deadline = clock_in(d->config.loader_timeout);
     pthread_mutex_lock(&d->lock);
     if (d->holding) {
         d->head = (d->head + 1) % DEPTH;
@@ -442,11 +421,11 @@ static void note_epoch(data *d, const data_batch *b) {
 }
 
 bool data_next(data *d, data_batch *batch, fault *f) {
-    double begin = now_ms();
+    double begin = clock_ms();
     slot *s = d->standby ? make_slot(d, f) : take_slot(d, f);
     if (!s && !d->standby && fall_back(d, d->next_sample, f)) s = make_slot(d, f);
     if (!s) return false;
-    add_time(&d->wait, now_ms() - begin);
+    add_time(&d->wait, clock_ms() - begin);
     *batch = s->batch;
     d->last = s->batch.next;
     d->next_sample = s->batch.next.sample;
@@ -466,20 +445,12 @@ bool data_val(data *d, int64_t k, data_batch *batch, fault *f) {
     return true;
 }
 
-static int by_size(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 static void percentiles(const times *t, double *p50, double *p95) {
     double sorted[TIMES];
     size_t n = t->count < TIMES ? t->count : TIMES;
-    *p50 = *p95 = 0;
-    if (!n) return;
     memcpy(sorted, t->ms, n * sizeof *sorted);
-    qsort(sorted, n, sizeof *sorted, by_size);
-    *p50 = sorted[(n - 1) / 2];
-    *p95 = sorted[(n - 1) * 95 / 100];
+    *p50 = clock_percentile(sorted, n, 50);
+    *p95 = clock_percentile(sorted, n, 95);
 }
 
 data_stats data_statistics(data *d) {

@@ -5,18 +5,14 @@
 #include <string.h>
 #include <time.h>
 
+#include "clock.h"
+
 /* What a process may share at once; a wait looks often for a while, then sleeps between looks; its end
    until the settings are known; time for rank 0 to write how the run ended. */
 enum { SHARE_BYTES = 1024, LOOKS = 2000, NAP_NS = 50000, TIMEOUT_S = 120, PARTING_S = 3 };
 
 /* Blocks are a multiple of this many elements, so that each begins on a line of cache. */
 enum { ALIGN = 16 };
-
-static double now_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 /* ---- Opening and closing ------------------------------------------------------------------- */
 
@@ -214,7 +210,7 @@ static bool look(dist *d, int lane, bool *done) {
 
 static bool wait_for(dist *d, int lane, fault *f) {
     struct timespec nap = {0, NAP_NS};
-    double begin = now_seconds();
+    double begin = clock_seconds();
     bool done = false;
     if (ended(d, f)) return false;
     for (int64_t looks = 0;; looks++) {
@@ -222,7 +218,7 @@ static bool wait_for(dist *d, int lane, fault *f) {
         if (done) return true;
         if (looks == LOOKS && d->o) d->o->mark(d->o, PHASE_COMM, -1);
         if (looks < LOOKS) continue;
-        double waited = now_seconds() - begin;
+        double waited = clock_seconds() - begin;
         if (waited > d->timeout) {
             too_late(d, lane);
             return !ended(d, f);
@@ -248,7 +244,7 @@ static link_bucket describe(const dist *d, real *array, int bucket) {
 }
 
 static void note_time(dist *d, int bucket, int which) {
-    if (d->times && d->timing) d->times[2 * bucket + which] = now_seconds() - d->began;
+    if (d->times && d->timing) d->times[2 * bucket + which] = clock_seconds() - d->began;
 }
 
 /* The oldest bucket under way, to its end. */
@@ -271,7 +267,7 @@ static void end_ready(dist *d) {
 
 void dist_begin(dist *d) {
     d->next = d->oldest = d->buckets - 1;
-    d->began = d->link ? now_seconds() : 0;
+    d->began = d->link ? clock_seconds() : 0;
     d->timing = true;
 }
 

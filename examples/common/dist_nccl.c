@@ -14,6 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "clock.h"
 #include "dist_tcp.h"
 
 enum { MEET_S = 120, ROLL_S = 3, NAP_NS = 1000000 };
@@ -27,12 +28,6 @@ typedef struct nccl_state {
     fault why;
     bool *missing;
 } nccl_state;
-
-static double now_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static void nap(void) {
     struct timespec t = {0, NAP_NS};
@@ -55,8 +50,8 @@ static void demand_cuda(nccl_state *s, const char *what, cudaError_t e) {
 
 /* A communicator that does not block may still be at it. */
 static void demand(nccl_state *s, const char *what, ncclResult_t r) {
-    double deadline = now_seconds() + MEET_S;
-    while (r == ncclInProgress && now_seconds() < deadline) {
+    double deadline = clock_seconds() + MEET_S;
+    while (r == ncclInProgress && clock_seconds() < deadline) {
         nap();
         ncclCommGetAsyncError(s->comm, &r);
     }
@@ -120,14 +115,14 @@ static link_progress nccl_test(dist_link *l, int lane, fault *f) {
 /* Who still answers. All that wait in vain call at about the same time. */
 static void call_roll(const dist_link *l) {
     nccl_state *s = l->state;
-    double deadline = now_seconds() + ROLL_S;
+    double deadline = clock_seconds() + ROLL_S;
     unsigned char *blocks = calloc((size_t)l->world, 1);
     link_progress p = LINK_WAITING;
     fault unused;
     s->called = true;
     if (!blocks) return;
     tcp_share_start(s->tcp, blocks, 1);
-    while (p == LINK_WAITING && now_seconds() < deadline) {
+    while (p == LINK_WAITING && clock_seconds() < deadline) {
         p = tcp_test(s->tcp, &unused);
         nap();
     }
@@ -184,12 +179,12 @@ static bool meet(dist_link *l, fault *f) {
     nccl_state *s = l->state;
     ncclConfig_t settings = NCCL_CONFIG_INITIALIZER;
     ncclUniqueId *ids = calloc((size_t)l->world, sizeof *ids);
-    double deadline = now_seconds() + MEET_S;
+    double deadline = clock_seconds() + MEET_S;
     link_progress p = LINK_WAITING;
     if (!ids) return fault_set(f, "out of memory");
     if (l->rank == 0) demand(s, "ncclGetUniqueId", ncclGetUniqueId(&ids[0]));
     tcp_share_start(s->tcp, ids, sizeof *ids);
-    while (!s->failed && p == LINK_WAITING && now_seconds() < deadline) {
+    while (!s->failed && p == LINK_WAITING && clock_seconds() < deadline) {
         p = tcp_test(s->tcp, f);
         nap();
     }

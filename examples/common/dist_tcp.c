@@ -17,6 +17,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "clock.h"
+
 enum { HELLO = 1, BLOCK, ALL, WORDS };
 enum { RETRY_MS = 100, TELL_MS = 500 };
 
@@ -41,12 +43,6 @@ struct dist_tcp {
     size_t each;
     bool answering; /* rank 0 has all blocks and sends them back */
 };
-
-static double now_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 /* Ranks that this process has a connection to: all others, or rank 0. */
 static bool is_peer(const dist_tcp *t, int r) {
@@ -192,7 +188,7 @@ void tcp_tell(dist_tcp *t, const char *text) {
 /* ---- Opening and closing ------------------------------------------------------------------- */
 
 static int milliseconds_until(double deadline) {
-    double left = deadline - now_seconds();
+    double left = deadline - clock_seconds();
     return left > 0 ? (int)(left * 1e3) + 1 : 0;
 }
 
@@ -278,7 +274,7 @@ static int connect_once(const char *address, int port) {
 static bool connect_to(dist_tcp *t, const char *address, int port, double deadline, fault *f) {
     struct timespec nap = {0, RETRY_MS * 1000000L};
     header h = {HELLO, (uint32_t)t->rank, (uint64_t)t->world};
-    while ((t->peers[0].fd = connect_once(address, port)) < 0 && now_seconds() < deadline)
+    while ((t->peers[0].fd = connect_once(address, port)) < 0 && clock_seconds() < deadline)
         nanosleep(&nap, NULL);
     int fd = t->peers[0].fd;
     if (fd < 0)
@@ -291,7 +287,7 @@ static bool connect_to(dist_tcp *t, const char *address, int port, double deadli
 
 dist_tcp *tcp_open(const char *address, int port, int rank, int world, double timeout, fault *f) {
     dist_tcp *t = calloc(1, sizeof *t);
-    double deadline = now_seconds() + timeout;
+    double deadline = clock_seconds() + timeout;
     if (t) t->peers = calloc((size_t)world, sizeof *t->peers);
     if (!t || !t->peers) {
         free(t);

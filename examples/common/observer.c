@@ -3,18 +3,13 @@
 
 #include <math.h>
 #include <stdlib.h>
-#include <time.h>
 
-static double now_ms(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
-}
+#include "clock.h"
 
 /* ---- Statistics ---------------------------------------------------------------------------- */
 
 static void collect(observer *x, int layer) {
-    double begin = now_ms();
+    double begin = clock_ms();
     const model *m = x->model;
     const model_config *c = &m->config;
     nsa_desc d = layer_desc(m);
@@ -29,14 +24,14 @@ static void collect(observer *x, int layer) {
                           .sequences = m->documents ? m->documents : m->batch,
                           .tokens_each = m->tokens_each};
     x->inner->count_choices(x->inner, m->state, &seen);
-    x->spent += now_ms() - begin;
+    x->spent += clock_ms() - begin;
 }
 
 /* ---- Marks --------------------------------------------------------------------------------- */
 
 static void trace_backward(observer *x, phase p, int layer) {
     bool same = p == x->phase && layer == x->layer; /* recomputing, then going back */
-    double now = now_ms();
+    double now = clock_ms();
     if (!same && x->phase == PHASE_BWD)
         listener_say(&x->trace, "trace: backward of layer %d, %.3f ms", x->layer, now - x->since);
     if (!same) x->since = now;

@@ -6,7 +6,8 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+
+#include "clock.h"
 
 enum { LIMIT_S = 3600 }; /* for a disk that answers no more */
 
@@ -49,11 +50,7 @@ static void *work(void *user) {
 /* Signals are for the training thread. */
 static bool start_thread(saver *s, fault *f) {
     sigset_t all, before;
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&s->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    clock_condition(&s->changed);
     pthread_mutex_init(&s->lock, NULL);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -119,9 +116,7 @@ static bool check_locked(const saver *s, fault *f) {
 }
 
 static bool wait_locked(saver *s, fault *f) {
-    struct timespec end;
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_sec += LIMIT_S;
+    struct timespec end = clock_in(LIMIT_S);
     while (s->busy)
         if (pthread_cond_timedwait(&s->changed, &s->lock, &end) == ETIMEDOUT)
             return fault_set(f, "%s: the checkpoint of step %lld is not written after %d s",

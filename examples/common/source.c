@@ -2,6 +2,7 @@
 #include "source.h"
 
 #include <errno.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 
@@ -80,4 +81,24 @@ bool source_position_by_number(source *s, int64_t sample, data_position *p, faul
     p->sample = sample;
     p->fingerprint = s->fingerprint;
     return true;
+}
+
+static void close_numbered(source *s) {
+    free(s);
+}
+
+source *source_numbered_open(const data_options *o, int64_t val_rows, source_read read,
+                             source_read read_val, fault *f) {
+    source *s = calloc(1, sizeof *s);
+    if (!s) {
+        fault_set(f, "out of memory");
+        return NULL;
+    }
+    s->options = o;
+    s->val_windows = val_rows;
+    s->read = read;
+    s->read_val = read_val;
+    s->position = source_position_by_number;
+    s->close = close_numbered;
+    return s;
 }

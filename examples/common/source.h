@@ -1,7 +1,6 @@
 /* source.h - what data.c reads windows from; one implementation for each kind of data. Twin:
    source.c (which kind it is), source_synthetic.c, source_retrieval.c, source_corpus.c,
-   source_stream.c. A source
-   belongs to the thread that opened it. */
+   source_stream.c. A source belongs to the thread that opened it. */
 #ifndef SOURCE_H
 #define SOURCE_H
 
@@ -17,6 +16,8 @@ typedef struct source_window {
 
 typedef struct source source;
 
+typedef bool (*source_read)(source *s, int64_t number, source_window *w, fault *f);
+
 struct source {
     const data_options *options;
     int cancel; /* readable once the owner wants blocked reads to end */
@@ -25,9 +26,9 @@ struct source {
     int64_t documents, skipped;
     char description[512];
 
-    /* Training window `sample`. A stream takes them in ascending order only. */
-    bool (*read)(source *s, int64_t sample, source_window *w, fault *f);
-    bool (*read_val)(source *s, int64_t window, source_window *w, fault *f);
+    /* A training window by its sample, which a stream takes in ascending order only; a window of
+       validation. */
+    source_read read, read_val;
     /* Where the data stand once all windows before `sample` are used. */
     bool (*position)(source *s, int64_t sample, data_position *p, fault *f);
     void (*close)(source *s);
@@ -55,5 +56,9 @@ source *source_stream_open(const data_options *o, const char *path, int64_t val_
 
 /* The position of a source that needs no more than the number of the sample. */
 bool source_position_by_number(source *s, int64_t sample, data_position *p, fault *f);
+
+/* A source whose windows are functions of their numbers alone; the caller describes it. */
+source *source_numbered_open(const data_options *o, int64_t val_rows, source_read read,
+                             source_read read_val, fault *f);
 
 #endif

@@ -6,7 +6,6 @@
    differ, its values are drawn one by one: nothing but the needle itself tells an answer, and a guess
    is right one time in 16. The needles that a question does not ask for are its distractors. */
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "rng.h"
@@ -66,10 +65,6 @@ static bool read_val(source *s, int64_t window, source_window *w, fault *f) {
     return true;
 }
 
-static void close_source(source *s) {
-    free(s);
-}
-
 static bool check(const data_options *o, fault *f) {
     if (o->seq_len < SHORTEST)
         return fault_set(
@@ -83,17 +78,8 @@ static bool check(const data_options *o, fault *f) {
 
 source *source_retrieval_open(const data_options *o, int64_t val_rows, fault *f) {
     if (!check(o, f)) return NULL;
-    source *s = calloc(1, sizeof *s);
-    if (!s) {
-        fault_set(f, "out of memory");
-        return NULL;
-    }
-    s->options = o;
-    s->val_windows = val_rows;
-    s->read = read_train;
-    s->read_val = read_val;
-    s->position = source_position_by_number;
-    s->close = close_source;
+    source *s = source_numbered_open(o, val_rows, read_train, read_val, f);
+    if (!s) return NULL;
     snprintf(s->description, sizeof s->description,
              "retrieval: needles in noise, asked for at the end of rows of %lld, seed %llu",
              (long long)o->seq_len, (unsigned long long)o->seed);

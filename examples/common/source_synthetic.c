@@ -3,7 +3,6 @@
 #include "source.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "rng.h"
 
@@ -30,22 +29,9 @@ static bool read_val(source *s, int64_t window, source_window *w, fault *f) {
     return true;
 }
 
-static void close_source(source *s) {
-    free(s);
-}
-
 source *source_synthetic_open(const data_options *o, int64_t val_rows, fault *f) {
-    source *s = calloc(1, sizeof *s);
-    if (!s) {
-        fault_set(f, "out of memory");
-        return NULL;
-    }
-    s->options = o;
-    s->val_windows = val_rows;
-    s->read = read_train;
-    s->read_val = read_val;
-    s->position = source_position_by_number;
-    s->close = close_source;
+    source *s = source_numbered_open(o, val_rows, read_train, read_val, f);
+    if (!s) return NULL;
     snprintf(s->description, sizeof s->description,
              "synthetic: uniformly random tokens of a vocabulary of %lld, seed %llu",
              (long long)o->vocab_size, (unsigned long long)o->seed);

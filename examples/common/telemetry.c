@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "anomaly.h"
+#include "clock.h"
 #include "csv.h"
 #include "curve.h"
 #include "dump.h"
@@ -60,16 +61,10 @@ struct telemetry {
 
 static telemetry *the_one; /* for exit() */
 
-static double now_ms(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
-}
-
 /* ---- Lines ---- */
 
 static void print_locked(telemetry *t, const char *line) {
-    t->last_line = now_ms();
+    t->last_line = clock_ms();
     if (!t->log) return;
     fprintf(t->log, "%s\n", line);
     fflush(t->log);
@@ -113,7 +108,7 @@ static void duration_text(char *text, size_t bytes, double seconds) {
 /* ---- Heartbeats ---- */
 
 static bool beat_locked(telemetry *t, const char *msg, fault *f) {
-    t->last_beat = now_ms();
+    t->last_beat = clock_ms();
     t->state.msg = msg;
     t->state.step = t->metrics.steps_done;
     return heartbeat_write(&t->heartbeat, &t->state, f);
@@ -200,15 +195,9 @@ static void *watch(void *user) {
     fault why, unused;
     pthread_mutex_lock(&t->lock);
     while (!t->stop) {
-        struct timespec tick;
-        clock_gettime(CLOCK_MONOTONIC, &tick);
-        tick.tv_nsec += TICK_MS * 1000000L;
-        if (tick.tv_nsec >= 1000000000L) {
-            tick.tv_sec++;
-            tick.tv_nsec -= 1000000000L;
-        }
+        struct timespec tick = clock_in(1e-3 * TICK_MS);
         pthread_cond_timedwait(&t->changed, &t->lock, &tick);
-        double now = now_ms();
+        double now = clock_ms();
         if (t->stop) break;
         uint32_t word = __atomic_load_n(phase_word(), __ATOMIC_RELAXED);
         if (anomaly_of_time(&t->watch, now * 1e-3, word, t->metrics.steps_done, &why))
@@ -227,11 +216,7 @@ static void *watch(void *user) {
 /* Signals are for the training thread. */
 static bool start_watch(telemetry *t, fault *f) {
     sigset_t all, before;
-    pthread_condattr_t attributes;
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&t->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    clock_condition(&t->changed);
     pthread_mutex_init(&t->lock, NULL);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -366,19 +351,12 @@ bool telemetry_without_stats(const config *c) {
 
 /* ---- metrics.json ---- */
 
-static int by_size(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 /* Of the newest steps: a run of any length takes the same memory. */
 static double median_rate(const telemetry *t) {
     double sorted[RATES];
     size_t count = t->rate_count < RATES ? (size_t)t->rate_count : RATES;
-    if (!count) return 0;
     memcpy(sorted, t->rates, count * sizeof *sorted);
-    qsort(sorted, count, sizeof *sorted, by_size);
-    return sorted[(count - 1) / 2];
+    return clock_percentile(sorted, count, 50);
 }
 
 static void refresh_memory(telemetry *t) {
@@ -434,7 +412,7 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     t->log = t->is_first_rank ? o->log : NULL;
     t->metrics = m;
     t->state.loss = t->state.toks_per_s = t->state.grad_norm = (double)NAN;
-    t->last_line = t->last_step = t->last_beat = now_ms();
+    t->last_line = t->last_step = t->last_beat = clock_ms();
     t->last_curve = t->last_line + FIRST_CURVE_MS - CURVE_MS;
     bool ok = (!t->is_first_rank || (check_folder(o, f) && open_files(t, o, f))) &&
               open_heartbeat(t, o, f) && dump_install(train->out_dir, o->rank, f);
@@ -545,7 +523,7 @@ static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
     bool wanted = is_due(c->train.log_every, s->step) || !t->step_seconds || s->skipped || last;
     pthread_mutex_lock(&t->lock);
     t->metrics.steps_done = s->step;
-    t->last_step = now_ms();
+    t->last_step = clock_ms();
     wanted = wanted || t->last_step - t->last_line >= STEP_SILENCE_MS;
     set_state(t, s, rate);
     if (last || is_due(c->telemetry.heartbeat_every, s->step)) ok = beat_locked(t, "step_end", f);
@@ -571,9 +549,9 @@ static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
 }
 
 bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {
-    double begin = now_ms();
+    double begin = clock_ms();
     bool ok = end_step(t, s, f);
-    double files = now_ms() - begin;
+    double files = clock_ms() - begin;
     t->files_ms += files;
     t->stats_ms += s->stats_ms;
     t->steps_ms += s->seconds * 1e3 + files;

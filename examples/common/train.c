@@ -4,8 +4,8 @@
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
-#include <time.h>
 
+#include "clock.h"
 #include "dump.h"
 #include "metrics.h"
 #include "optimizer.h"
@@ -13,12 +13,6 @@
 
 /* What a step came to. */
 typedef enum outcome { STEP_DONE, STEP_STOPPED, STEP_FAILED } outcome;
-
-static double now_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static model_batch batch_of(const data_batch *b) {
     model_batch m = {.tokens = b->tokens,
@@ -103,7 +97,7 @@ static bool settle(trainer *t, fault *f) {
     const config_train *c = &t->config->train;
     const train_pending p = t->pending;
     step_state s = model_fetch_state(&t->model);
-    double loss = s.labels ? s.loss / (double)s.labels : 0, now = now_seconds();
+    double loss = s.labels ? s.loss / (double)s.labels : 0, now = clock_seconds();
     stats seen;
     t->spoilt = true;
     if (t->o->failed(t->o, f)) return false;
@@ -186,7 +180,7 @@ static bool trace_gradients(const trainer *t, fault *f) {
 /* Starts the step after the newest one; what came of it is settle's to learn. */
 static outcome step(trainer *t, fault *f) {
     const config_train *c = &t->config->train;
-    train_pending p = {.is = true, .step = train_computed(t) + 1, .began = now_seconds()};
+    train_pending p = {.is = true, .step = train_computed(t) + 1, .began = clock_seconds()};
     outcome o = accumulate(t, &p.data, f);
     if (o != STEP_DONE) return o;
     observer_end(&t->observer);

@@ -27,6 +27,8 @@ class Attend(Structure):
     _fields_ = [(name, Tensor) for name in ("q", "k", "v", "out", "lse", "blocks")]
 
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 nsa = CDLL(sys.argv[1])
 nsa.nsa_desc_default.restype, nsa.nsa_tensor_bthd.restype = Desc, Tensor
 nsa.nsa_status_name.restype = c_char_p

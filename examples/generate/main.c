@@ -3,8 +3,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
+#include "clock.h"
 #include "config_table.h"
 #include "options.h"
 #include "restore.h"
@@ -23,12 +23,6 @@ typedef struct generator {
     real *logits;
     int32_t *order;
 } generator;
-
-static double now_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 /* ---- Opening ------------------------------------------------------------------------------- */
 
@@ -150,9 +144,9 @@ static bool generate(generator *g, fault *f) {
     uint64_t seed = (uint64_t)g->checkpoint.config.train.seed;
     sample_printer out = {.out = stdout};
     int prompt = (int)g->text.count, vocab = g->model.config.vocab;
-    double begin = now_seconds(), dense = 0;
+    double begin = clock_seconds(), dense = 0;
     bool ok = model_append(&g->model, g->text.ids, prompt, 1, g->logits, f);
-    double prefilled = now_seconds();
+    double prefilled = clock_seconds();
     nsa_reads before = g->model.reads;
     for (int i = 0; ok && i < prompt; i++) sample_put(&out, g->tokenizer, g->text.ids[i]);
     for (int64_t i = 0; ok && i < c->length; i++) {
@@ -166,7 +160,7 @@ static bool generate(generator *g, fault *f) {
         dense += g->model.past;
     }
     sample_flush(&out);
-    double steps = (double)c->length - 1, end = now_seconds();
+    double steps = (double)c->length - 1, end = clock_seconds();
     if (!ok) return false;
     printf("\n");
     fflush(stdout); /* the figures come behind the text, wherever the two go */
@@ -190,13 +184,13 @@ static bool bench_length(generator *g, int length, fault *f) {
     int32_t *tokens = malloc((size_t)length * sizeof *tokens);
     if (!tokens) return fault_set(f, "out of memory");
     for (int i = 0; i < length; i++) tokens[i] = g->text.ids[(size_t)(m->past + i) % g->text.count];
-    double begin = now_seconds();
+    double begin = clock_seconds();
     bool ok = model_append(m, tokens, count, 0, NULL, f);
-    double prefilled = now_seconds();
+    double prefilled = clock_seconds();
     nsa_reads before = m->reads;
     for (int i = 0; ok && i < BENCH_TOKENS; i++)
         ok = model_append(m, tokens + count + i, 1, 1, g->logits, f);
-    double end = now_seconds(), dense = length - (BENCH_TOKENS - 1) / 2.0;
+    double end = clock_seconds(), dense = length - (BENCH_TOKENS - 1) / 2.0;
     free(tokens);
     if (!ok) return false;
     double keys = keys_read(m, &before, BENCH_TOKENS, dense);
