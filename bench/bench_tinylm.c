@@ -1,7 +1,7 @@
-/* bench_tinylm.c - time and memory of TinyLM's forward and backward: over layers, and for the models
-   whose speed is tracked. bench_tinylm [THREADS] [--json FILE] prints two tables, medians of a few
-   passes; scripts/write_numbers.py makes tables of the file. Twin: model.c. The attention alone is
-   not measured here: that is bench_attention. */
+/* bench_tinylm.c - time and memory of TinyLM's forward and backward: over layers, and for the
+   models whose speed is tracked. bench_tinylm [THREADS] [--json FILE] prints two tables, medians of
+   a few passes; scripts/write_numbers.py makes tables of the file. Twin: model.c. The attention
+   alone is not measured here: that is bench_attention. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
-/* count_attention: every pass of every branch once, for valgrind to count; count_instructions.py runs
-   it. Heads 4, kv_heads 1, dim 64, 512 tokens, one thread, the AVX2 tiles. It prints how many
+/* count_attention: every pass of every branch once, for valgrind to count; count_instructions.py
+   runs it. Heads 4, kv_heads 1, dim 64, 512 tokens, one thread, the AVX2 tiles. It prints how many
    query-key pairs each branch has, and measures no time; bench_attention does. */
 #include "problem.h"
 

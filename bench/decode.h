@@ -86,7 +86,8 @@ static nsa_status run_dense_decode(decoding *c) {
     return nsa_attend_dense_forward(&c->dense, &c->dense_desc, c->workspace, c->bytes);
 }
 
-/* Bytes of k and v that a step reads, per sequence: as counted, as the formula has it, and dense. */
+/* Bytes of k and v that a step reads, per sequence: as counted, as the formula has it, and
+   dense. */
 typedef struct decode_bytes {
     double counted, formula, dense;
 } decode_bytes;

@@ -1,5 +1,5 @@
-/* report.h: what the programs of this folder time and report with: a clock, a median, where and when
-   a file of figures was made. The program defines _POSIX_C_SOURCE. No test. */
+/* report.h: what the programs of this folder time and report with: a clock, a median, where and
+   when a file of figures was made. The program defines _POSIX_C_SOURCE. No test. */
 #ifndef BENCH_REPORT_H
 #define BENCH_REPORT_H
 

@@ -721,7 +721,8 @@ static inline void test_any_lists(const branch *br, const geometry *g, nsa_dtype
     numbers_free(&n);
 }
 
-/* Begins that hold anything: accepted, and no kernel leaves its memory, which the device sees to. */
+/* Begins that hold anything: accepted, and no kernel leaves its memory, which the device sees
+   to. */
 static inline void test_any_begins(const branch *br, const geometry *g, nsa_dtype dtype) {
     nsa_desc d = desc_of(g);
     if (!d.begins) return;

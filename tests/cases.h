@@ -72,8 +72,8 @@ static const geometry large_geometries[] = {
 };
 
 /* Under the executor a geometry takes seconds, so CUDA's short runs take these, from the first on.
-   Those that "broad" adds catch planted faults that no other does: one sequence alone (bad values ask
-   for that), a group that no tile of rows is a multiple of, many heads, the widest. */
+   Those that "broad" adds catch planted faults that no other does: one sequence alone (bad values
+   ask for that), a group that no tile of rows is a multiple of, many heads, the widest. */
 static const char *const cuda_names[] = {
     "small", "T 1",       "varlen empty", "D 192 / 128", "T < l",       "one head, l' far above l",
     "l' 80", "G 1, D 16", "l' 48",        "G 80",        "D 136 / 200",
@@ -114,8 +114,8 @@ static const nsa_dtype dtypes[] = {
 #endif
 };
 
-/* Tests take another layout, slice and gradient dtype with each: CUDA, which has no instruction sets,
-   gets two turns. */
+/* Tests take another layout, slice and gradient dtype with each: CUDA, which has no instruction
+   sets, gets two turns. */
 #ifdef CHECK_CUDA
 enum { CHECKS_CUDA = 1 };
 static const nsa_isa isas[] = {NSA_ISA_DETECT, NSA_ISA_DETECT};
@@ -138,8 +138,9 @@ static inline const char *refused_by(const nsa_desc *d) {
 }
 
 /* Begins on the device may hold anything but a wrong end: kernels stay in their views' rows. Four
-   sequences of 50 rows, and in their place numbers that do not ascend and lie far outside. Sequences
-   that overlap write the same rows, which the executor's checker reports as what it is, a race. */
+   sequences of 50 rows, and in their place numbers that do not ascend and lie far outside.
+   Sequences that overlap write the same rows, which the executor's checker reports as what it is, a
+   race. */
 #if defined(CHECK_CUDA) && !defined(CHECK_RACES)
 enum { ANY_BEGINS = 12 };
 #else
@@ -164,15 +165,15 @@ static inline void any_begins(int trial, int32_t begins[5]) {
     begins[4] = 200;
 }
 
-/* Under the executor a kernel takes its time: quick runs there put the questions that take many runs
-   to small geometries only. */
+/* Under the executor a kernel takes its time: quick runs there put the questions that take many
+   runs to small geometries only. */
 static inline int asks_little(const geometry *g, int quick) {
     const int rows = (g->begins ? g->begins[g->B] : g->B * g->T) * g->H;
     return CHECKS_CUDA && (quick ? rows * (g->Dk + g->Dv) > 18000 : rows > 1000);
 }
 
-/* How much of the table a run takes: the argument of a test program. `quick` is for builds that only
-   differ in how they were compiled: every third geometry, on CUDA some of those above. */
+/* How much of the table a run takes: the argument of a test program. `quick` is for builds that
+   only differ in how they were compiled: every third geometry, on CUDA some of those above. */
 typedef enum amount { WHOLE, BROAD, QUICK, LITTLE } amount;
 
 static inline int is_taken(int i, amount a) {

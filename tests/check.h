@@ -229,8 +229,8 @@ static inline int guarded_zones_intact(const guarded *g) {
     return 1;
 }
 
-/* The first byte that was changed and not open (0, else 1), or g->bytes. Blocks of bytes as vectors: a
-   test asks this of all of its memory after each call. */
+/* The first byte that was changed and not open (0, else 1), or g->bytes. Blocks of bytes as
+   vectors: a test asks this of all of its memory after each call. */
 static inline size_t guarded_changed(const guarded *g) {
     enum { BLOCK = 4096 };
     size_t i = 0;

@@ -32,7 +32,8 @@ typedef struct device_block {
 static device_block device_blocks[DEVICE_BLOCKS];
 static int device_count;
 
-/* No GPU: the program ends as skipped, or as failed where NSA_REQUIRE_GPU=1 says that there is one. */
+/* No GPU: the program ends as skipped, or as failed where NSA_REQUIRE_GPU=1 says that there is
+   one. */
 static inline void device_there(void) {
     int count = 0;
     const char *demanded = getenv("NSA_REQUIRE_GPU");

@@ -787,7 +787,8 @@ static inline int suite_refused(const suite *s, const nsa_desc *d, const char *w
     return 1;
 }
 
-/* Begins that hold anything: accepted, and no kernel leaves its memory, which the device sees to. */
+/* Begins that hold anything: accepted, and no kernel leaves its memory, which the device sees
+   to. */
 static inline void suite_any_begins(const suite *s, const nsa_desc *of, nsa_dtype dtype) {
     const nsa_desc d = roomy_desc(of);
     if (!ANY_BEGINS || !of->begins) return;

@@ -286,8 +286,8 @@ static void test_reach(const chain_case *c) {
     guards_free();
 }
 
-/* The chain is its primitives one after the other, bit for bit; also where slc and win have one K and
-   V, and the chain computes queries that see every key through both only once. */
+/* The chain is its primitives one after the other, bit for bit; also where slc and win have one K
+   and V, and the chain computes queries that see every key through both only once. */
 static void test_composed(const chain_case *c, nsa_dtype dtype, int one_kv) {
     nsa_desc d = chain_desc(c);
     suite s = suite_of(c);

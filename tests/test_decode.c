@@ -1,8 +1,8 @@
 /* test_decode.c - the decoding cache: random schedules of append, chunk, guess, rewind and fork
    give the bits of the whole sequence's forward.
    Twin: section Decoding of nsa.h; with CHECK_CUDA, kernels/decode.cuh, whose block numbers are
-   those of the whole, and whose outputs are sums in another order. With CHECK_INSIDE it looks behind
-   nsa_decode's door. Not here: whether that forward is right (test_attention.c). */
+   those of the whole, and whose outputs are sums in another order. With CHECK_INSIDE it looks
+   behind nsa_decode's door. Not here: whether that forward is right (test_attention.c). */
 #ifdef CHECK_INSIDE
 #define NSA_IMPLEMENTATION
 #define NSA_STATIC
@@ -446,7 +446,8 @@ static void test_full(world *w, int at_once) {
     CHECK(w->cache.lengths[0] == TOKENS, "the cache is unchanged");
 }
 
-/* More sequences than a warp has lanes, and more than a block of threads, each of its own length. */
+/* More sequences than a warp has lanes, and more than a block of threads, each of its own
+   length. */
 static void test_many(int sequences, int appends) {
     world w;
     begin(&w, &geometries[0], sequences, 1);
@@ -456,8 +457,8 @@ static void test_many(int sequences, int appends) {
 }
 
 #ifdef CHECK_INSIDE
-/* A task in less workspace than the door lets through: whichever of its parts lacks it, the call says
-   so and the sequence stays as it was; with enough it has the bits of the whole. */
+/* A task in less workspace than the door lets through: whichever of its parts lacks it, the call
+   says so and the sequence stays as it was; with enough it has the bits of the whole. */
 static void test_statuses(world *w, int count) {
     check_case("%s, %d tokens, parts that lack workspace", w->g->name, count);
     int counts[SEQUENCES], refused = 0;

@@ -1,6 +1,6 @@
 /* test_findings.c - what fuzzing found in nsa.h, each as the smallest call that showed it.
-   Twin: tests/fuzz, which found them, and docs/hardening.md, which tells of each. Not here: what the
-   tests of the primitives hold already. */
+   Twin: tests/fuzz, which found them, and docs/hardening.md, which tells of each. Not here: what
+   the tests of the primitives hold already. */
 #include "check.h"
 #include "nsa.h"
 
@@ -83,8 +83,9 @@ static void test_dtype_of_an_unread_tensor(void) {
     }
 }
 
-/* A score far above lse made p negative in the vectors' exponential; ranking takes no score for that,
-   and wrote behind the list. So did finite keys whose scores pass 2^30, for lse is rounded. */
+/* A score far above lse made p negative in the vectors' exponential; ranking takes no score for
+   that, and wrote behind the list. So did finite keys whose scores pass 2^30, for lse is
+   rounded. */
 static void test_lse_of_other_scores(void) {
     check_case("an lse that is not that of the scores");
     enum { TOKENS = 4096, WIDTH = 16, CMP = TOKENS / 16 - 1, BEHIND = 64 };

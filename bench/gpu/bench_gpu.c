@@ -245,7 +245,8 @@ static const struct {
             {"dense", "bwd", run_dense_backward, WORK_DENSE},
             {"decode", "step", run_decode, WORK_NONE}};
 
-/* Query-key pairs over all query heads; of slc as many blocks as there are, up to the list's width. */
+/* Query-key pairs over all query heads; of slc as many blocks as there are, up to the list's
+   width. */
 static double pairs_of(const nsa_desc *d, enum work work) {
     double cmp = 0, slc = 0, win = 0, dense = 0;
     for (int t = 0; t < d->tokens; t++) {

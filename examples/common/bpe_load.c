@@ -25,8 +25,8 @@ static int byte_of_character(uint32_t character) {
     return n == 67 ? 173 : -1;
 }
 
-/* One character of UTF-8 up to U+07FF; the alphabet ends at U+0143. What is malformed spells nothing;
-   the zero byte behind the text bounds the read. */
+/* One character of UTF-8 up to U+07FF; the alphabet ends at U+0143. What is malformed spells
+   nothing; the zero byte behind the text bounds the read. */
 static uint32_t next_character(const char **text) {
     const unsigned char *s = (const unsigned char *)*text;
     *text += s[0] < 0x80 ? 1 : 2;

@@ -1,6 +1,6 @@
-/* checkpoint.c - see checkpoint.h. The order of events makes it safe to be killed at any moment: all
-   files are on the disk before the folder gets its name, `latest` moves after that, and old folders
-   lose their name before they lose their files. */
+/* checkpoint.c - see checkpoint.h. The order of events makes it safe to be killed at any moment:
+   all files are on the disk before the folder gets its name, `latest` moves after that, and old
+   folders lose their name before they lose their files. */
 #include "checkpoint.h"
 
 #include <dirent.h>

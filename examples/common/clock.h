@@ -40,7 +40,8 @@ static inline int clock_compare(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The time that `percent` of them do not pass, the lower of two; sorts them. 0 where there are none. */
+/* The time that `percent` of them do not pass, the lower of two; sorts them. 0 where there are
+   none. */
 static inline double clock_percentile(double *times, size_t count, size_t percent) {
     qsort(times, count, sizeof *times, clock_compare);
     return count ? times[(count - 1) * percent / 100] : 0;

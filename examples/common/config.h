@@ -29,7 +29,8 @@ enum {                                           /* data.dataset */
        CONFIG_RETRIEVAL
 };
 
-/* runtime.gradient_checkpointing: nothing, every layer, all but attention, or layers first .. last. */
+/* runtime.gradient_checkpointing: nothing, every layer, all but attention, or layers first ..
+   last. */
 enum { CONFIG_GC_NONE, CONFIG_GC_ALL, CONFIG_GC_SELECTIVE, CONFIG_GC_RANGE };
 
 typedef struct config_gc {

@@ -1,5 +1,5 @@
-/* csv.h - a CSV that grows by a row at a time and survives a resume: rows after its step are cut off.
-   Twin: csv.c. Values are numbers; the first column is the step. */
+/* csv.h - a CSV that grows by a row at a time and survives a resume: rows after its step are cut
+   off. Twin: csv.c. Values are numbers; the first column is the step. */
 #ifndef CSV_H
 #define CSV_H
 

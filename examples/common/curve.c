@@ -163,7 +163,8 @@ static void draw(FILE *out, const picture *p) {
             LEFT + COLUMNS / 2, HEIGHT - 8);
 }
 
-/* Straight into a file beside its place: a picture in memory would be the run's largest allocation. */
+/* Straight into a file beside its place: a picture in memory would be the run's largest
+   allocation. */
 static bool write_picture(const picture *p, const char *folder, fault *f) {
     char path[1280], aside[1280];
     if (!files_join(path, sizeof path, folder, "loss.svg", f) ||

@@ -7,8 +7,8 @@
 
 #include "clock.h"
 
-/* What a process may share at once; a wait looks often for a while, then sleeps between looks; its end
-   until the settings are known; time for rank 0 to write how the run ended. */
+/* What a process may share at once; a wait looks often for a while, then sleeps between looks; its
+   end until the settings are known; time for rank 0 to write how the run ended. */
 enum { SHARE_BYTES = 1024, LOOKS = 2000, NAP_NS = 50000, TIMEOUT_S = 120, PARTING_S = 3 };
 
 /* Blocks are a multiple of this many elements, so that each begins on a line of cache. */

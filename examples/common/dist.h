@@ -1,12 +1,13 @@
-/* dist.h - several processes that train one model: how their gradients become one, where the optimizer's
-   moments lie, and how a process that dies, stops or disagrees ends all of them. Twins: dist.c (what
-   is sent when), dist_link.h (how). One process is a world of 1, in which every call is free.
+/* dist.h - several processes that train one model: how their gradients become one, where the
+   optimizer's moments lie, and how a process that dies, stops or disagrees ends all of them. Twins:
+   dist.c (what is sent when), dist_link.h (how). One process is a world of 1, in which every call
+   is free.
 
    The flat array of gradients is cut into buckets, each bucket into one block a process. While
    backward still runs, buckets whose gradients are final are reduced, from the end of the array on,
    so that each process holds the sum of its own blocks. It keeps the moments of these blocks alone
-   (ZeRO-1), updates their parameters, and then all blocks go to all processes. A sum is taken in an order
-   that the layout decides, so one layout always gives the same bits. */
+   (ZeRO-1), updates their parameters, and then all blocks go to all processes. A sum is taken in an
+   order that the layout decides, so one layout always gives the same bits. */
 #ifndef DIST_H
 #define DIST_H
 
@@ -41,7 +42,8 @@ dist dist_alone(void);
 
 /* link NULL: one process. */
 bool dist_open(dist *d, dist_link *link, fault *f);
-/* Takes the settings of runtime.ddp_*; refuses those that contradict how the program was started. */
+/* Takes the settings of runtime.ddp_*; refuses those that contradict how the program was
+   started. */
 bool dist_settle(dist *d, const config *c, fault *f);
 /* After a run that ended for all processes alike. */
 void dist_close(dist *d);
@@ -77,8 +79,8 @@ void dist_final_from(dist *d, int64_t first);
 bool dist_reduced(dist *d, fault *f);
 bool dist_spread(dist *d, fault *f);
 
-/* Rank 0's `whole`, on the host, becomes an array of which each process has the pieces in `own`; and
-   back, without a message: every process has read `whole`. */
+/* Rank 0's `whole`, on the host, becomes an array of which each process has the pieces in `own`;
+   and back, without a message: every process has read `whole`. */
 bool dist_collect(dist *d, const real *own, real *whole, fault *f);
 void dist_pick(const dist *d, real *own, const real *whole);
 

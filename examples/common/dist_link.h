@@ -1,6 +1,6 @@
 /* dist_link.h - how processes reach each other: what dist.c needs of MPI or of NCCL, as a table of
-   functions. Twins: dist_mpi.c, dist_nccl.c. It knows no buckets and no timeouts; what is started here ends when
-   `test` says so. Only the training thread calls it. */
+   functions. Twins: dist_mpi.c, dist_nccl.c. It knows no buckets and no timeouts; what is started
+   here ends when `test` says so. Only the training thread calls it. */
 #ifndef DIST_LINK_H
 #define DIST_LINK_H
 
@@ -35,8 +35,9 @@ struct dist_link {
     /* Host memory that a lane needs for buckets of `each` reals a process. */
     size_t (*lane_bytes)(const dist_link *l, const ops *o, int64_t each, bool compress);
 
-    /* Block `rank` becomes the sum of all processes' blocks of this number, added in an order that the
-       layout decides (over MPI that of the ranks); what the other blocks become is undefined. */
+    /* Block `rank` becomes the sum of all processes' blocks of this number, added in an order that
+       the layout decides (over MPI that of the ranks); what the other blocks become is
+       undefined. */
     void (*reduce_start)(dist_link *l, int lane, const link_bucket *b);
     /* Each process's block `rank` comes to all others. */
     void (*gather_start)(dist_link *l, int lane, const link_bucket *b);

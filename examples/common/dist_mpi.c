@@ -1,12 +1,12 @@
-/* dist_mpi.c - the link between processes over MPI, for the CPU, and for GPUs by way of the host. Twin:
-   dist_link.h.
+/* dist_mpi.c - the link between processes over MPI, for the CPU, and for GPUs by way of the host.
+   Twin: dist_link.h.
 
-   MPI_THREAD_FUNNELED: the training thread alone calls MPI, between layers and while it waits. So MPI
-   needs no locks, any build of it will do, and no thread takes a core from the arithmetic.
+   MPI_THREAD_FUNNELED: the training thread alone calls MPI, between layers and while it waits. So
+   MPI needs no locks, any build of it will do, and no thread takes a core from the arithmetic.
 
-   Each process sends its blocks straight to their owners and adds up what it gets, rather than leave
-   both to MPI_Iallreduce: the order of the sum is ours, bf16 is added in f32, and a process that
-   waits knows whose message is missing. The traffic is the least that a reduction can have. */
+   Each process sends its blocks straight to their owners and adds up what it gets, rather than
+   leave both to MPI_Iallreduce: the order of the sum is ours, bf16 is added in f32, and a process
+   that waits knows whose message is missing. The traffic is the least that a reduction can have. */
 #include "dist_mpi.h"
 
 #include <mpi.h>
@@ -65,8 +65,8 @@ static size_t mpi_lane_bytes(const dist_link *l, const ops *o, int64_t each, boo
 
 /* ---- Sending ------------------------------------------------------------------------------- */
 
-/* From and to each other rank; block r of `in` comes from r, and block r of `out`, or where `one` is
-   set this process's own, goes to r. */
+/* From and to each other rank; block r of `in` comes from r, and block r of `out`, or where `one`
+   is set this process's own, goes to r. */
 static void exchange(dist_link *l, int number, const char *out, char *in, size_t bytes, bool one) {
     mpi_state *s = l->state;
     lane *x = &s->lanes[number];

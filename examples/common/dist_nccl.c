@@ -1,9 +1,9 @@
 /* dist_nccl.c - the link between processes over NCCL, one GPU each. Twin: dist_link.h.
 
-   Buckets are reduced and gathered in place on a stream of their own, behind what the operations' stream
-   has been given so far. NCCL knows no timeout and no names, so a few bytes go over sockets: the
-   processes meet there, share small sums, say last words, and call the roll when NCCL keeps them
-   waiting. A sum is taken in NCCL's order, which hangs on the layout. */
+   Buckets are reduced and gathered in place on a stream of their own, behind what the operations'
+   stream has been given so far. NCCL knows no timeout and no names, so a few bytes go over sockets:
+   the processes meet there, share small sums, say last words, and call the roll when NCCL keeps
+   them waiting. A sum is taken in NCCL's order, which hangs on the layout. */
 #include "dist_nccl.h"
 
 #include <cuda_runtime_api.h>
@@ -145,8 +145,8 @@ static void nccl_tell(dist_link *l, const char *text) {
     tcp_tell(s->tcp, text);
 }
 
-/* The others have been told, and torchrun ends those that cannot hear. Destructors would wait for the
-   device. */
+/* The others have been told, and torchrun ends those that cannot hear. Destructors would wait for
+   the device. */
 static void nccl_end(dist_link *l, int code) {
     (void)l;
     _exit(code);

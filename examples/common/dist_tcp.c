@@ -1,7 +1,8 @@
 /* dist_tcp.c - a star of sockets around rank 0. Twin: dist_tcp.h.
 
-   A message is a kind and a length, then the bytes. In an exchange each rank sends its block to rank 0,
-   which sends all of them back when it has the last. A connection that closes is a process that died. */
+   A message is a kind and a length, then the bytes. In an exchange each rank sends its block to
+   rank 0, which sends all of them back when it has the last. A connection that closes is a process
+   that died. */
 #include "dist_tcp.h"
 
 #include <errno.h>
@@ -158,7 +159,8 @@ bool tcp_is_missing(const dist_tcp *t, int rank) {
     return !t->peers[rank].arrived || t->peers[rank].body;
 }
 
-/* Looks at what is there and takes words alone: a rank that is ahead may have sent a block already. */
+/* Looks at what is there and takes words alone: a rank that is ahead may have sent a block
+   already. */
 bool tcp_ended(dist_tcp *t, fault *f) {
     for (int r = 0; r < t->world; r++) {
         peer *p = &t->peers[r];

@@ -8,7 +8,8 @@
 #define FAULT_BYTES 1024
 
 typedef struct fault {
-    char text[FAULT_BYTES]; /* what, where, and what is allowed; without a newline or other control bytes */
+    char text[FAULT_BYTES]; /* what, where, and what is allowed; without a newline or other control
+                               bytes */
 } fault;
 
 /* Fills the message and returns false, so that a caller can write `return fault_set(f, ...)`. */

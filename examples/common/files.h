@@ -39,8 +39,8 @@ bool files_exist(const char *path);
 /* "folder/name" in `path`; a path that does not fit is a fault. */
 bool files_join(char *path, size_t bytes, const char *folder, const char *name, fault *f);
 
-/* The plain files in a folder and in those below it, "a.txt", "sub/b.txt", sorted by bytes; names that
-   start with a dot are passed over, folders too. Folders more than 64 deep are a fault. */
+/* The plain files in a folder and in those below it, "a.txt", "sub/b.txt", sorted by bytes; names
+   that start with a dot are passed over, folders too. Folders more than 64 deep are a fault. */
 typedef struct files_list {
     char **names;
     size_t count;

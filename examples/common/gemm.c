@@ -1,8 +1,8 @@
 /* gemm.c - matrix products through CBLAS, or plain loops. Twin: gemm.h.
 
    The product is cut into tiles of c whose size hangs on the shapes alone. Threads take tiles, and
-   each tile is one call of a BLAS that is told to use one thread. So there is one team of threads in
-   the program, whatever build of OpenBLAS it meets, and the bits are the same for any number. */
+   each tile is one call of a BLAS that is told to use one thread. So there is one team of threads
+   in the program, whatever build of OpenBLAS it meets, and the bits are the same for any number. */
 #include "gemm.h"
 
 #include <stddef.h>

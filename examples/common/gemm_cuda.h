@@ -1,6 +1,6 @@
 /* gemm_cuda.h - matrix products on a CUDA device, row-major and packed. Twins: gemm_cuda.cu, over
-   cuBLASLt; tests/simt/gemm_loops.cpp, plain loops that run under the executor. It is not a BLAS: it does
-   what the model needs, and gemm.h does the same on the CPU. */
+   cuBLASLt; tests/simt/gemm_loops.cpp, plain loops that run under the executor. It is not a BLAS:
+   it does what the model needs, and gemm.h does the same on the CPU. */
 #ifndef GEMM_CUDA_H
 #define GEMM_CUDA_H
 

@@ -1,5 +1,5 @@
-/* metrics.h - metrics.json: what a run was and how it ended, written on every exit that can be caught.
-   Twin: metrics.c. */
+/* metrics.h - metrics.json: what a run was and how it ended, written on every exit that can be
+   caught. Twin: metrics.c. */
 #ifndef METRICS_H
 #define METRICS_H
 

@@ -6,8 +6,9 @@
      each layer:  x = x + attention(rmsnorm(x));  x = x + fc2(silu(fc1(rmsnorm(x))))
      logits = head(rmsnorm(x))
 
-   attention:   q, and a pair of k and v for each branch, are linear maps of x; the gate is an MLP of
-   the group mean of q; then RoPE turns q and each k, nsa.h attends, a linear map returns to dim. */
+   attention:   q, and a pair of k and v for each branch, are linear maps of x; the gate is an MLP
+   of the group mean of q; then RoPE turns q and each k, nsa.h attends, a linear map returns to
+   dim. */
 #ifndef MODEL_H
 #define MODEL_H
 
@@ -111,7 +112,8 @@ typedef struct scratch {
 /* What a step launches: the passes over a micro-batch, over the last of a step, and the update. */
 typedef enum model_part { MODEL_BATCH, MODEL_LAST_BATCH, MODEL_UPDATE, MODEL_PARTS } model_part;
 
-/* A part as it was recorded. What is launched depends on nothing but these numbers and the model. */
+/* A part as it was recorded. What is launched depends on nothing but these numbers and the
+   model. */
 typedef struct recording {
     void *graph;
     double number; /* the gradients' scale, the largest norm */
@@ -168,9 +170,9 @@ bool model_measure(const model_config *c, const model_options *options, const op
 /* The geometry that each layer gives to nsa.h, for a batch of this shape. */
 nsa_desc model_desc(const model *m, int batch, int tokens);
 
-/* Adds a batch's losses to the state. model_train also adds the gradients of their sum, `scale` times
-   the scaler's scale times too large; a caller sets last_of_step before those of a step's last batch.
-   It zeroes state and gradients. */
+/* Adds a batch's losses to the state. model_train also adds the gradients of their sum, `scale`
+   times the scaler's scale times too large; a caller sets last_of_step before those of a step's
+   last batch. It zeroes state and gradients. */
 bool model_evaluate(model *m, const model_batch *b, fault *f);
 bool model_train(model *m, const model_batch *b, double scale, fault *f);
 

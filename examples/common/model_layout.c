@@ -5,7 +5,8 @@
 
 #include "model.h"
 
-/* Attention's logits and gate stay near their middle at the start, yet every path has a gradient. */
+/* Attention's logits and gate stay near their middle at the start, yet every path has a
+   gradient. */
 static const double INIT_STD = 0.02, GATE_STD = 0.01;
 
 model_config tinylm(int vocab, int dim, int n_layers, int n_heads, int n_kv_groups, int d_k,

@@ -24,7 +24,8 @@ typedef struct observer {
 /* Before model_open: what `o` was is behind &observer->table. */
 void observer_wrap(observer *x, const ops *o, const model *m);
 
-/* Around the passes whose gates and lists are wanted; what is counted goes into the model's state. */
+/* Around the passes whose gates and lists are wanted; what is counted goes into the model's
+   state. */
 void observer_begin(observer *x);
 void observer_end(observer *x);
 

@@ -20,8 +20,8 @@
 
 typedef nsa_real real;
 
-/* What f16 needs so that small gradients do not vanish: they are `scale` times too large. A step that
-   overflowed halves it; after many that did not it doubles. Other types keep 1. */
+/* What f16 needs so that small gradients do not vanish: they are `scale` times too large. A step
+   that overflowed halves it; after many that did not it doubles. Other types keep 1. */
 typedef struct loss_scaler {
     double scale;
     int64_t good_steps, skipped_steps; /* since it changed; in all */
@@ -145,7 +145,8 @@ struct ops {
     void (*attention_forward)(const ops *o, const nsa_attention *x, const nsa_desc *d,
                               void *workspace, size_t bytes);
     /* Of attention_forward's outputs, those that follow from the branches, their lse and the block
-       lists, which are there: the compressed rows, and out. The workspace is attention_forward's. */
+       lists, which are there: the compressed rows, and out. The workspace is
+       attention_forward's. */
     void (*attention_restore)(const ops *o, const nsa_attention *x, const nsa_desc *d,
                               void *workspace, size_t bytes);
     size_t (*attention_backward_bytes)(const ops *o, const nsa_attention *dx,
@@ -180,8 +181,8 @@ struct ops {
     void (*decode)(const ops *o, const nsa_attention *x, nsa_cache *cache, int count,
                    nsa_reads *reads, void *workspace, size_t bytes);
 
-    /* Bytes of the device: what allocate has given, and what is taken of it in all. NULL: the memory is
-       the process's own. */
+    /* Bytes of the device: what allocate has given, and what is taken of it in all. NULL: the
+       memory is the process's own. */
     void (*memory)(const ops *o, int64_t *allocated, int64_t *taken);
 
     /* For a device that computes while the host goes on; both NULL where calls return when they are

@@ -1,6 +1,6 @@
-/* ops_half.c - the CPU's operations on bf16 or f16 activations: operands become reals, ops_cpu.c computes,
-   results are rounded. Attention, which nsa.h reads in any dtype, is not here. Twin: ops.h. It shows
-   on a CPU what a GPU's dtypes do to a run; it is not fast. */
+/* ops_half.c - the CPU's operations on bf16 or f16 activations: operands become reals, ops_cpu.c
+   computes, results are rounded. Attention, which nsa.h reads in any dtype, is not here. Twin:
+   ops.h. It shows on a CPU what a GPU's dtypes do to a run; it is not fast. */
 #include "ops_half.h"
 
 #include <stdlib.h>

@@ -11,8 +11,8 @@ typedef struct adamw {
 } adamw;
 
 /* Gradients are state->scaler.scale times those of the loss that the step minimises, accumulation
-   included; with several processes their sum is that, and each updates its own pieces. Afterwards the
-   state is that of all processes, state->grad_norm their norm before clipping. clip 0: none. */
+   included; with several processes their sum is that, and each updates its own pieces. Afterwards
+   the state is that of all processes, state->grad_norm their norm before clipping. clip 0: none. */
 bool optimizer_step(model *m, const adamw *a, double clip, fault *f);
 
 #endif

@@ -46,12 +46,12 @@ typedef struct param_spec {
 int params_add(params *p, int layer, const param_spec *spec);
 void params_free(params *p); /* the list; the arrays are the arena's */
 
-/* After the last tensor: the arrays become a multiple of so many elements, and of m and v each of so
-   many processes has an equal share. */
+/* After the last tensor: the arrays become a multiple of so many elements, and of m and v each of
+   so many processes has an equal share. */
 void params_divide(params *p, int64_t multiple, int processes);
 
-/* Takes the flat arrays; those of training only where asked; `element`: bytes of a value in the back
-   end's dtype. */
+/* Takes the flat arrays; those of training only where asked; `element`: bytes of a value in the
+   back end's dtype. */
 void params_layout(params *p, arena *a, bool training, size_t element);
 
 /* After each change of value. */

@@ -1,6 +1,6 @@
-/* phase.h - what a run is doing at this moment: a phase and a layer in one word, set by the training
-   thread, read by any other. On CUDA the device writes a word of the same form to mapped memory.
-   Twin: phase.c. */
+/* phase.h - what a run is doing at this moment: a phase and a layer in one word, set by the
+   training thread, read by any other. On CUDA the device writes a word of the same form to mapped
+   memory. Twin: phase.c. */
 #ifndef PHASE_H
 #define PHASE_H
 
@@ -26,7 +26,8 @@ const char *phase_name(phase p); /* "bwd" */
 /* The word itself, for what writes it from elsewhere: phase << 16 | layer + 1. */
 uint32_t *phase_word(void);
 
-/* From here on the word is this one, memory that a device writes too; NULL: the host's own again. */
+/* From here on the word is this one, memory that a device writes too; NULL: the host's own
+   again. */
 void phase_use(uint32_t *word);
 
 #endif

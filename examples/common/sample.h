@@ -16,12 +16,12 @@
 int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t seed, uint64_t index,
                      int32_t *order);
 
-/* Makes each token of the last c->repetition_window of the text less likely: its logit is divided by
-   c->repetition_penalty where it is above 0, else multiplied, as in CTRL (arXiv 1909.05858). */
+/* Makes each token of the last c->repetition_window of the text less likely: its logit is divided
+   by c->repetition_penalty where it is above 0, else multiplied, as in CTRL (arXiv 1909.05858). */
 void sample_discourage(real *logits, int vocab, const config_sample *c, const token_list *text);
 
-/* Appends c->length tokens to `text`, which holds the prompt: at least one token. The context is the
-   last m->options.tokens tokens. */
+/* Appends c->length tokens to `text`, which holds the prompt: at least one token. The context is
+   the last m->options.tokens tokens. */
 bool sample_text(model *m, const config_sample *c, uint64_t seed, token_list *text, fault *f);
 
 /* The prompt as tokens, to be freed; where it is empty, what separates documents. */

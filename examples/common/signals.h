@@ -1,6 +1,6 @@
 /* signals.h - what signals do to a run. SIGTERM, SIGINT and SIGHUP ask it to save and end, which it
-   looks at after each step; a second one ends it at once. SIGPIPE and SIGXFSZ are ignored, so that a
-   write that cannot be done fails with a message. Twin: signals.c. */
+   looks at after each step; a second one ends it at once. SIGPIPE and SIGXFSZ are ignored, so that
+   a write that cannot be done fails with a message. Twin: signals.c. */
 #ifndef SIGNALS_H
 #define SIGNALS_H
 

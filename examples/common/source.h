@@ -40,8 +40,8 @@ source *source_open(const data_options *o, int64_t val_rows, int cancel, fault *
 source *source_synthetic_open(const data_options *o, int64_t val_rows, fault *f);
 source *source_retrieval_open(const data_options *o, int64_t val_rows, fault *f);
 
-/* A row of the retrieval task. Returns its number of needles; question q, of which the last token of
-   w answers the last, asks for the needle at places[q], where places is not NULL. */
+/* A row of the retrieval task. Returns its number of needles; question q, of which the last token
+   of w answers the last, asks for the needle at places[q], where places is not NULL. */
 enum { RETRIEVAL_NEEDLES = 16, RETRIEVAL_KEYS = 16, RETRIEVAL_VALUES = 16, RETRIEVAL_VOCAB = 512 };
 int source_retrieval_row(uint64_t seed, uint64_t stream, int64_t sample, int64_t seq_len,
                          source_window *w, int64_t *places);

@@ -1,10 +1,12 @@
-/* source_retrieval.c - associative recall: needles lie at random places of a long noise, each a token
-   that names a key and a value, and at the end of the row every key is asked for once. Only the
-   answers have a loss. Row s is a function of (seed, s), so nothing is ever repeated. Twin: source.h.
+/* source_retrieval.c - associative recall: needles lie at random places of a long noise, each a
+   token that names a key and a value, and at the end of the row every key is asked for once. Only
+   the answers have a loss. Row s is a function of (seed, s), so nothing is ever repeated. Twin:
+   source.h.
 
    Tokens 0 .. 127 are noise, 128 .. 143 keys, 144 .. 159 values, 256 .. 511 needles. A row's keys
-   differ, its values are drawn one by one: nothing but the needle itself tells an answer, and a guess
-   is right one time in 16. The needles that a question does not ask for are its distractors. */
+   differ, its values are drawn one by one: nothing but the needle itself tells an answer, and a
+   guess is right one time in 16. The needles that a question does not ask for are its
+   distractors. */
 #include <stdio.h>
 #include <string.h>
 

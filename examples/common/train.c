@@ -323,8 +323,9 @@ static int finish(trainer *t, outcome o, fault *f) {
     return code;
 }
 
-/* A launcher that has lost a process asks the others to end and kills them a second later: what they
-   wait for will not come. metrics.json is written for that case; a run that goes on writes it anew. */
+/* A launcher that has lost a process asks the others to end and kills them a second later: what
+   they wait for will not come. metrics.json is written for that case; a run that goes on writes it
+   anew. */
 static void foresee_end(double waited) {
     static const double patience = 0.3;
     int number = signals_stop_requested();

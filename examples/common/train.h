@@ -54,7 +54,8 @@ typedef struct trainer {
 } trainer;
 
 /* Trains. Returns the program's exit code: 0, 2 for settings that cannot be used, 128 + the signal
-   that ended the run, TELEMETRY_HALTED for an anomaly, else 1; what is not 0 has been said on stderr. */
+   that ended the run, TELEMETRY_HALTED for an anomaly, else 1; what is not 0 has been said on
+   stderr. */
 int train_run(const config *c, const ops *o, dist *d);
 
 /* What --check prints: each setting, parameters, memory by purpose, keys read by a token. Returns
@@ -64,8 +65,8 @@ int train_check(const config *c, const ops *o, dist *d);
 /* What runtime.precision names. */
 nsa_dtype train_dtype(const config *c);
 
-/* The CPU's operations, in the precision that the command line asks for; what a file asks for is for a
-   GPU, and the CPU computes in fp32. */
+/* The CPU's operations, in the precision that the command line asks for; what a file asks for is
+   for a GPU, and the CPU computes in fp32. */
 bool train_open_cpu(ops *o, const config *c, fault *f);
 
 /* The model that the settings describe; vocab is the tokenizer's unless they name one. */

@@ -1,5 +1,5 @@
-/* train_agree.c - where the processes of a run must be at one: their settings, their parameters, how
-   they end. Twin: train.h. How they reach each other is dist.c's. */
+/* train_agree.c - where the processes of a run must be at one: their settings, their parameters,
+   how they end. Twin: train.h. How they reach each other is dist.c's. */
 #include <stdlib.h>
 #include <string.h>
 #include <xxhash.h>

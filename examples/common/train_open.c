@@ -177,7 +177,8 @@ static bool settle_device(const config *c, const ops *o, const dist *d, fault *f
     return true;
 }
 
-/* Small gradients would vanish in f16, so there the loss is scaled. A run that goes on keeps its scale. */
+/* Small gradients would vanish in f16, so there the loss is scaled. A run that goes on keeps its
+   scale. */
 static void settle_scale(trainer *t) {
     static const double first = 65536;
     if (t->o->dtype != NSA_F16)

@@ -1,5 +1,5 @@
-/* The smallest decoder: the sequence of embed.c through a cache, most of it in chunks as a prompt would
-   come, the last token alone as a generated one does. It prints what embed.c prints. */
+/* The smallest decoder: the sequence of embed.c through a cache, most of it in chunks as a prompt
+   would come, the last token alone as a generated one does. It prints what embed.c prints. */
 #define NSA_IMPLEMENTATION
 #include "nsa.h"
 #include <stdio.h>

@@ -8,7 +8,8 @@
 
 #include "config_table.h"
 
-/* Settings of the trainers that mean something here, and what they mean where that is not the same. */
+/* Settings of the trainers that mean something here, and what they mean where that is not the
+   same. */
 static const struct {
     const char *flag, *key, *help;
 } settings[] = {

@@ -22,8 +22,8 @@ typedef struct examiner {
     real *logits; /* of the questions and answers */
 } examiner;
 
-/* By tenths of the depth, the oldest first. Of those asked, `reached` read the needle itself, whether
-   they make anything of it or not. */
+/* By tenths of the depth, the oldest first. Of those asked, `reached` read the needle itself,
+   whether they make anything of it or not. */
 typedef struct score {
     long long asked[TENTHS], right[TENTHS], reached[TENTHS], reached_right[TENTHS];
 } score;

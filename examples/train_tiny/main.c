@@ -1,5 +1,6 @@
-/* main.c - train_tiny: a small model on the CPU, from a YAML file to a sample of what it learnt. All
-   that it does is examples/common's; train_125m is the same over more back ends and processes. */
+/* main.c - train_tiny: a small model on the CPU, from a YAML file to a sample of what it learnt.
+   All that it does is examples/common's; train_125m is the same over more back ends and
+   processes. */
 #include <stdio.h>
 
 #include "threads.h"

@@ -1,5 +1,5 @@
-/* model_test.h - what the model's tests share: small models, random tokens, a pass in one call. Twin:
-   none. Counting is check.h's. */
+/* model_test.h - what the model's tests share: small models, random tokens, a pass in one call.
+   Twin: none. Counting is check.h's. */
 #ifndef MODEL_TEST_H
 #define MODEL_TEST_H
 

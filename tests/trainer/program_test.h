@@ -1,5 +1,5 @@
-/* program_test.h - what the tests of whole trainers share: starting a program, what it said, what it
-   logged. Twin: none. Folders and files are trainer_test.h's. */
+/* program_test.h - what the tests of whole trainers share: starting a program, what it said, what
+   it logged. Twin: none. Folders and files are trainer_test.h's. */
 #ifndef PROGRAM_TEST_H
 #define PROGRAM_TEST_H
 

@@ -1,5 +1,5 @@
-/* safetensors_sample.c - writes a known file, or checks that one holds what Python was told to write:
-   the C side of safetensors_python.py. Twin: that script. */
+/* safetensors_sample.c - writes a known file, or checks that one holds what Python was told to
+   write: the C side of safetensors_python.py. Twin: that script. */
 #include <stdio.h>
 #include <string.h>
 

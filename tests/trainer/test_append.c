@@ -1,7 +1,8 @@
 /* test_append.c - decoding a model from its caches: whatever the chunks, logits, tokens and block
    numbers are the bits of the whole sequence's forward; keys are counted; refusals leave the caches
    as they were. Twin: model.c. Built with the plain products of gemm.c, of which a row does not
-   depend on the other rows; a BLAS's may, for which test_append_blas, this file too, allows 1e-4. */
+   depend on the other rows; a BLAS's may, for which test_append_blas, this file too, allows
+   1e-4. */
 #include <stdlib.h>
 #include <string.h>
 

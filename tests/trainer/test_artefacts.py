@@ -76,7 +76,8 @@ def test_start(out):
     header = json.loads(data[8:8 + struct.unpack("<Q", data[:8])[0]])
     header.pop("__metadata__", None)
     lines = (out / "dtypes_report.txt").read_text().splitlines()
-    check(lines[0] == "activations f32" and lines[1].split() == "parameter shape weight forward gradient moments".split())
+    check(lines[0] == "activations f32", lines[0])
+    check(lines[1].split() == "parameter shape weight forward gradient moments".split(), lines[1])
     tensors = {line.split()[0]: line.split()[1:] for line in lines[2:]}
     check(tensors.keys() == header.keys(), tensors.keys() ^ header.keys())
     for name, (shape, *dtypes) in tensors.items():
@@ -101,8 +102,8 @@ def test_start(out):
 
 
 def test_switches(text, training):
-    out, _, said = train("off", "--data", text, "--steps", 6, "--eval-every", 3, NSA_TB_DISABLE="1", NSA_DISABLE_CSV_LOGS="1",
-                         NSA_DISABLE_AUX_STATS="1", NSA_HEARTBEAT_EVERY="4", NSA_USE_FA2="1",
+    out, _, said = train("off", "--data", text, "--steps", 6, "--eval-every", 3, NSA_TB_DISABLE="1",
+                         NSA_DISABLE_CSV_LOGS="1", NSA_DISABLE_AUX_STATS="1", NSA_HEARTBEAT_EVERY="4", NSA_USE_FA2="1",
                          NSA_PREFILL_BATCHED="1", NSA_DDP_STATIC_GRAPH="1", NSA_DDP_FIND_UNUSED="1",
                          NSA_TB_DISABEL="1")
     check(not list(out.glob("*.csv")) and not (out / "tb").exists(), list(out.iterdir()))
@@ -138,7 +139,8 @@ def test_narrow(text, training):
 
 
 def test_traces(text, training):
-    out, log, _ = train("traces", "--data", text, "--steps", 2, "--eval-every", 3, "--gc", NSA_TRACE_GRADS="1", NSA_TRACE_MODULE_BWD="1")
+    out, log, _ = train("traces", "--data", text, "--steps", 2, "--eval-every", 3, "--gc", NSA_TRACE_GRADS="1",
+                        NSA_TRACE_MODULE_BWD="1")
     tensors = len((out / "dtypes_report.txt").read_text().splitlines()) - 2
     check(log.count(", gradient of ") == 2 * tensors, log)
     check(log.count("trace: backward of layer ") == 2 * LAYERS, log)

@@ -1,5 +1,5 @@
-/* test_config.c - settings: the four published configs, the order of sources, every kind of error with
-   its file, line and key, help and JSON from the same table. */
+/* test_config.c - settings: the four published configs, the order of sources, every kind of error
+   with its file, line and key, help and JSON from the same table. */
 #include <jansson.h>
 
 #include "config.h"

@@ -1,6 +1,6 @@
-/* test_data.c - what holds for every source: the same samples for 1, 2 and 4 ranks, a resume that goes
-   on where it stopped, labels one token on, a validation split that training never sees; and what each
-   source refuses. */
+/* test_data.c - what holds for every source: the same samples for 1, 2 and 4 ranks, a resume that
+   goes on where it stopped, labels one token on, a validation split that training never sees; and
+   what each source refuses. */
 #include <pthread.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -409,7 +409,8 @@ static void test_bad_shards(void) {
     data_close(d);
 }
 
-/* Whether a row, with its last label, is a stretch of the tokens, or two: rows leap over validation. */
+/* Whether a row, with its last label, is a stretch of the tokens, or two: rows leap over
+   validation. */
 static bool is_in_shard(const int32_t *row, const uint16_t *tokens, int count) {
     int prefix = 0, suffix = 0, n;
     int32_t all[SEQ + 1];
@@ -741,7 +742,8 @@ static void test_isolation(void) {
             int32_t begin = b.begins[i], end = b.begins[i + 1];
             CHECK(end > begin, "document %d is empty", (int)i);
             if (end - begin > longest) longest = end - begin;
-            /* A document begins where a row does or with its 'd', after a newline without a label. */
+            /* A document begins where a row does or with its 'd', after a newline without a
+               label. */
             if (begin % SEQ == 0) continue;
             documents++;
             CHECK(b.tokens[begin] == 'd' && b.tokens[begin - 1] == '\n' &&

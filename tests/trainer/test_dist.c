@@ -1,7 +1,8 @@
-/* test_dist.c - several processes, each with a slice of the batch, against one with all of it: loss,
-   gradients, parameters after some steps, bits from run to run, what is sent and when, moments collected
-   and given back, a process that disagrees. Run by a launcher of MPI; with TEST_NCCL it starts itself, as torchrun would.
-   A failure of any rank is a failure of all. Twin: dist.c. What whole programs do is test_mpi.c's. */
+/* test_dist.c - several processes, each with a slice of the batch, against one with all of it:
+   loss, gradients, parameters after some steps, bits from run to run, what is sent and when,
+   moments collected and given back, a process that disagrees. Run by a launcher of MPI; with
+   TEST_NCCL it starts itself, as torchrun would. A failure of any rank is a failure of all. Twin:
+   dist.c. What whole programs do is test_mpi.c's. */
 #include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -125,8 +126,8 @@ static double distance(const dist *d, const real *a, const real *b, int64_t elem
     return sqrt(difference / size);
 }
 
-/* The bound of the parameters: Adam divides a gradient by its own size, so a parameter whose gradient
-   is nearly zero may move by lr to the other side in each step. Few do. */
+/* The bound of the parameters: Adam divides a gradient by its own size, so a parameter whose
+   gradient is nearly zero may move by lr to the other side in each step. Few do. */
 static void compare(const result *x, const result *one, double gradients, double parameters) {
     CHECK(fabs(x->loss - one->loss) <= 1e-5 * one->loss, "loss %.9g, of one process %.9g", x->loss,
           one->loss);

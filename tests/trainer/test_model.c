@@ -221,8 +221,8 @@ static void test_memory(const ops *o) {
     }
 }
 
-/* Of the production model, in each form of checkpointing, twice the tokens take little more than twice
-   the memory. */
+/* Of the production model, in each form of checkpointing, twice the tokens take little more than
+   twice the memory. */
 static void test_growth(const ops *o) {
     model_config c = tinylm(256, 768, 12, 12, 2, 64, 64, 32, 16, 64, 16, 512);
     int64_t count;

@@ -44,8 +44,8 @@ static double slope(model *m, const model_batch *b, real *x, double step) {
     return (above - below) / (2 * step);
 }
 
-/* The derivative by one element: of second order in the step where that already agrees with `gradient` to
-   3e-7 of itself; else of fourth, which takes twice the passes. */
+/* The derivative by one element: of second order in the step where that already agrees with
+   `gradient` to 3e-7 of itself; else of fourth, which takes twice the passes. */
 static double numeric(model *m, const model_batch *b, real *x, double gradient) {
     /* truncation ~ h^4, rounding ~ 1e-14 / h: both far below 1e-7 */
     const double near = 2e-5, h = 3e-4;

@@ -1,7 +1,7 @@
-/* test_mpi.c - train_125m in several processes as its users run it: the losses of one process, the same
-   bits twice, resumed in another number of processes, a process that is told to stop, stopped or
-   killed, settings that differ, launches that are refused. Arguments: "trains" or "ends", the program, and
-   what starts it in two processes. Twin: dist.c. */
+/* test_mpi.c - train_125m in several processes as its users run it: the losses of one process, the
+   same bits twice, resumed in another number of processes, a process that is told to stop, stopped
+   or killed, settings that differ, launches that are refused. Arguments: "trains" or "ends", the
+   program, and what starts it in two processes. Twin: dist.c. */
 #include <ctype.h>
 
 #include "program_test.h"
@@ -205,7 +205,8 @@ static void test_ends(void) {
     expect_verdict(out, "killed by SIGTERM", "rank 1: no answer for 2 s");
 }
 
-/* A shard with one token that is none: the process that comes to it says so, the other hears of it. */
+/* A shard with one token that is none: the process that comes to it says so, the other hears of
+   it. */
 static void test_failure(void) {
     enum { HEADER = 512, TOKENS = 6000, BAD = 2500 }; /* in uint16; in the 68th row that is read */
     static uint16_t words[HEADER + TOKENS];

@@ -1,6 +1,6 @@
 /* test_ops.c - the operations one by one against plain f64 formulas: matrix products of odd shapes,
-   norms, SiLU, loss, clipping, AdamW; and the drawing of tokens. Twins: gemm.c, ops_cpu.c, sample.c.
-   The derivatives are checked through the model in test_model_gradients.c. */
+   norms, SiLU, loss, clipping, AdamW; and the drawing of tokens. Twins: gemm.c, ops_cpu.c,
+   sample.c. The derivatives are checked through the model in test_model_gradients.c. */
 #include <stdlib.h>
 
 #include "gemm.h"

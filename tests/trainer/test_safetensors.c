@@ -1,5 +1,5 @@
-/* test_safetensors.c - the file format: what is written is what the format's description says, what is
-   read back has the same bits, and every kind of damage is refused by name. */
+/* test_safetensors.c - the file format: what is written is what the format's description says, what
+   is read back has the same bits, and every kind of damage is refused by name. */
 #include <inttypes.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -176,7 +176,8 @@ static void test_hostile(void) {
     CHECK(!strpbrk(why.text, "\x1b\n"), "control bytes in a message");
 }
 
-/* A file cut at any length, or with any one byte of its header changed, is refused or is harmless. */
+/* A file cut at any length, or with any one byte of its header changed, is refused or is
+   harmless. */
 static void test_every_byte(void) {
     size_t count;
     char *file = test_read(write_sample(), &count);

@@ -137,7 +137,8 @@ def test_damage():
     damage("gone", lambda k: (k / moments).unlink(), moments, "cannot open")
     damage("state", lambda k: flip(k / "state.json", 100), "state.json")
     damage("empty", lambda k: (k / "state.json").write_text(""), "state.json", "not JSON")
-    damage("foreign", lambda k: (k / "state.json").write_text('{"step": 7}'), "state.json", "not the state of a checkpoint")
+    damage("foreign", lambda k: (k / "state.json").write_text('{"step": 7}'), "state.json",
+           "not the state of a checkpoint")
     out, _, _ = runs.train("other", "--data", corpus, "--steps", 1, "--dim", 48)
     _, _, said = runs.train("new", "--data", corpus, "--resume", out, code=2)
     check("model.dim" in said and "48" in said, said)

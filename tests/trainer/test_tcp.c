@@ -1,5 +1,5 @@
-/* test_tcp.c - the sockets between processes: blocks of any size come to all, last words and deaths are
-   heard, who is missing is known, a meeting to which not all come ends. Twin: dist_tcp.c. */
+/* test_tcp.c - the sockets between processes: blocks of any size come to all, last words and deaths
+   are heard, who is missing is known, a meeting to which not all come ends. Twin: dist_tcp.c. */
 #include <arpa/inet.h>
 #include <netdb.h>
 #include <signal.h>
@@ -68,7 +68,8 @@ static void test_missing(dist_tcp *t, int rank) {
     CHECK(finish(t, LONG) == LINK_DONE, "%s", why.text);
 }
 
-/* Rank 1 speaks, outside an exchange for rank 0; rank 2 hears of it once rank 0 ends its connection. */
+/* Rank 1 speaks, outside an exchange for rank 0; rank 2 hears of it once rank 0 ends its
+   connection. */
 static void test_words(dist_tcp *t, int rank) {
     check_case("words, rank %d", rank);
     if (rank == 1) {

@@ -106,8 +106,8 @@ static void test_precision(void) {
            0, "computes in fp32");
 }
 
-/* Few tokens make large gradients: some overflow at the first scale. Such a step leaves everything but
-   the scale as it was, and a run that goes on knows the scale. */
+/* Few tokens make large gradients: some overflow at the first scale. Such a step leaves everything
+   but the scale as it was, and a run that goes on knows the scale. */
 static void test_overflow(void) {
     const char *out = test_path("overflow"), *rest = test_path("more"), *text = test_path("text");
     char tenth[1200];

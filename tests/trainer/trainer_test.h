@@ -1,5 +1,5 @@
-/* trainer_test.h - what the trainers' tests share: a folder of their own, files in it, what was said,
-   faults that must name their cause. Twin: none. Counting is check.h's. */
+/* trainer_test.h - what the trainers' tests share: a folder of their own, files in it, what was
+   said, faults that must name their cause. Twin: none. Counting is check.h's. */
 #ifndef TRAINER_TEST_H
 #define TRAINER_TEST_H
 

@@ -1,5 +1,6 @@
-/* cuda_runtime_api.h - what dist_nccl.c needs of CUDA's runtime, on a machine without one: everything is
-   done when the call returns. Twin: nccl_double.c. Nothing else can be tested with it. */
+/* cuda_runtime_api.h - what dist_nccl.c needs of CUDA's runtime, on a machine without one:
+   everything is done when the call returns. Twin: nccl_double.c. Nothing else can be tested with
+   it. */
 #ifndef CUDA_RUNTIME_API_DOUBLE_H
 #define CUDA_RUNTIME_API_DOUBLE_H
 

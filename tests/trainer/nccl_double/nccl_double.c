@@ -1,6 +1,6 @@
-/* nccl_double.c - collectives over a file that the processes of one machine share. Twin: nccl.h beside
-   it. It checks what NCCL demands of its callers: calls in the same order, of the same size, in place as
-   it allows; a process that breaks that ends with a message. */
+/* nccl_double.c - collectives over a file that the processes of one machine share. Twin: nccl.h
+   beside it. It checks what NCCL demands of its callers: calls in the same order, of the same size,
+   in place as it allows; a process that breaks that ends with a message. */
 #include "nccl.h"
 
 #include <fcntl.h>
