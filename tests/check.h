@@ -223,10 +223,11 @@ static inline void guards_close(void) {
 }
 
 static inline int guarded_zones_intact(const guarded *g) {
-    const unsigned char *end = g->base + g->bytes + 2 * CHECK_ZONE;
-    for (const unsigned char *p = g->base; p < end; p++)
-        if ((p < g->data || p >= g->data + g->bytes) && *p != CHECK_GUARD) return 0;
-    return 1;
+    const unsigned char *end = g->base + g->bytes + 2 * CHECK_ZONE, *p = g->base;
+    while (p < g->data && *p == CHECK_GUARD) p++;
+    if (p < g->data) return 0;
+    for (p += g->bytes; p < end && *p == CHECK_GUARD;) p++;
+    return p == end;
 }
 
 /* The first byte that was changed and not open (0, else 1), or g->bytes. Blocks of bytes as
