@@ -76,6 +76,7 @@ bool dist_settle(dist *d, const config *c, fault *f) {
     d->compress = c->runtime.ddp_compress != 0;
     d->timeout = c->runtime.ddp_timeout;
     d->bucket_bytes = c->runtime.ddp_bucket_mb << 20;
+    d->timed = c->telemetry.trace_ddp_buckets;
     return check_launch(d, c, f);
 }
 
@@ -130,8 +131,7 @@ size_t dist_bytes(const dist *d, const ops *o, int64_t elements) {
            (size_t)(bucket + moments) * sizeof(real);
 }
 
-bool dist_attach(dist *d, const ops *o, real *value, real *grad, int64_t elements, bool times,
-                 fault *f) {
+bool dist_attach(dist *d, const ops *o, real *value, real *grad, int64_t elements, fault *f) {
     d->o = o;
     d->value = value;
     d->grad = grad;
@@ -149,8 +149,8 @@ bool dist_attach(dist *d, const ops *o, real *value, real *grad, int64_t element
     bool ok = true;
     for (int i = 0; i < LINK_LANES; i++) ok = (d->memory[i] = malloc(bytes + 1)) && ok;
     d->blocks = malloc((size_t)d->bucket * sizeof *d->blocks);
-    if (times) d->times = calloc(2 * (size_t)d->buckets, sizeof *d->times);
-    return (ok && d->blocks && (d->times || !times)) ||
+    if (d->timed) d->times = calloc(2 * (size_t)d->buckets, sizeof *d->times);
+    return (ok && d->blocks && (d->times || !d->timed)) ||
            fault_set(f, "out of memory for buckets of gradients: %.1f MiB",
                      (double)dist_bytes(d, o, elements) / (1 << 20));
 }
@@ -208,16 +208,24 @@ static bool look(dist *d, int lane, bool *done) {
     return !d->ended;
 }
 
+/* The phase and the layer of this process's own device. */
+static uint32_t place(void) {
+    return __atomic_load_n(phase_word(), __ATOMIC_RELAXED);
+}
+
+/* While this process's own device goes on, nobody keeps it waiting. */
 static bool wait_for(dist *d, int lane, fault *f) {
     struct timespec nap = {0, NAP_NS};
     double begin = clock_seconds();
+    uint32_t before = place();
     bool done = false;
     if (ended(d, f)) return false;
     for (int64_t looks = 0;; looks++) {
         if (!look(d, lane, &done)) return !ended(d, f);
         if (done) return true;
-        if (looks == LOOKS && d->o) d->o->mark(d->o, PHASE_COMM, -1);
+        if (looks == LOOKS && d->o && lane != LINK_STEP) d->o->mark(d->o, PHASE_COMM, -1);
         if (looks < LOOKS) continue;
+        if (before != place()) begin = clock_seconds(), before = place();
         double waited = clock_seconds() - begin;
         if (waited > d->timeout) {
             too_late(d, lane);
@@ -265,6 +273,14 @@ static void end_ready(dist *d) {
     }
 }
 
+/* The next bucket is under way; on the stream nobody asks when it ends. */
+static void started(dist *d) {
+    d->next--;
+    if (!dist_on_stream(d)) return;
+    d->oldest = d->next;
+    d->unjoined = true;
+}
+
 void dist_begin(dist *d) {
     d->next = d->oldest = d->buckets - 1;
     d->began = d->link ? clock_seconds() : 0;
@@ -280,7 +296,7 @@ void dist_final_from(dist *d, int64_t first) {
         link_bucket b = describe(d, d->grad, d->next);
         note_time(d, d->next, 0);
         d->link->reduce_start(d->link, lane_of(d, d->next), &b);
-        d->next--;
+        started(d);
     }
 }
 
@@ -288,8 +304,28 @@ bool dist_reduced(dist *d, fault *f) {
     dist_final_from(d, 0);
     while (d->link && d->oldest >= 0)
         if (ended(d, f) || !end_oldest(d, f)) return false;
+    dist_join(d);
     d->timing = false;
     return !ended(d, f);
+}
+
+bool dist_add(dist *d, step_state *s, fault *f) {
+    step_state x;
+    if (!d->link) return true;
+    if (dist_on_stream(d)) {
+        d->link->add_start(d->link, d->o, s);
+        d->unjoined = true;
+        dist_join(d);
+        return true;
+    }
+    d->o->download(d->o, &x, s, sizeof x);
+    double sums[] = {x.loss, (double)x.labels, x.squares};
+    if (!dist_sum(d, sums, 3, f)) return false;
+    x.loss = sums[0];
+    x.labels = (int64_t)sums[1];
+    x.squares = sums[2];
+    d->o->upload(d->o, s, &x, sizeof x);
+    return true;
 }
 
 bool dist_spread(dist *d, fault *f) {
@@ -299,10 +335,36 @@ bool dist_spread(dist *d, fault *f) {
         while (d->next >= 0 && d->oldest - d->next < LINK_LANES) {
             link_bucket b = describe(d, d->value, d->next);
             d->link->gather_start(d->link, lane_of(d, d->next), &b);
-            d->next--;
+            started(d);
         }
-        if (!end_oldest(d, f)) return false;
+        if (d->oldest >= 0 && !end_oldest(d, f)) return false;
     }
+    dist_join(d);
+    return true;
+}
+
+/* ---- On the device's streams ---------------------------------------------------------------- */
+
+bool dist_on_stream(const dist *d) {
+    return !d->link || (d->link->join && !d->timed);
+}
+
+void dist_join(dist *d) {
+    if (!d->unjoined) return;
+    d->o->mark(d->o, PHASE_COMM, -1);
+    d->link->join(d->link, d->o);
+    d->unjoined = false;
+}
+
+void dist_post(dist *d) {
+    if (!d->link || !dist_on_stream(d)) return;
+    d->link->post(d->link, d->o);
+    d->posted = true;
+}
+
+bool dist_catch_up(dist *d, fault *f) {
+    if (d->posted && !wait_for(d, LINK_STEP, f)) return false;
+    d->posted = false;
     return true;
 }
 

@@ -7,7 +7,11 @@
    backward still runs, buckets whose gradients are final are reduced, from the end of the array on,
    so that each process holds the sum of its own blocks. It keeps the moments of these blocks alone
    (ZeRO-1), updates their parameters, and then all blocks go to all processes. A sum is taken in an
-   order that the layout decides, so one layout always gives the same bits. */
+   order that the layout decides, so one layout always gives the same bits.
+
+   Over a link on the device's streams (NCCL) all of that is launched, and may be recorded in a
+   graph: the device waits for the other processes, the host only for the step before. Else the host
+   waits, and moves what is exchanged. */
 #ifndef DIST_H
 #define DIST_H
 
@@ -29,9 +33,12 @@ typedef struct dist {
     int buckets, next, oldest; /* to be started next, and under way, counting down */
     void *memory[LINK_LANES];
     real *blocks;  /* one bucket, on the host */
+    bool timed;    /* the host waits for each bucket, to say what its exchange took */
     double *times; /* of each bucket, started and done, s since dist_begin; NULL: not wanted */
     double began;
     bool timing;
+    bool unjoined,
+        posted; /* on the stream: something was started; a step is not yet known to be done */
     unsigned char *shared; /* SHARE_BYTES of each process */
     bool ended;            /* by a timeout or another's last words; `why` says it */
     fault why;
@@ -59,8 +66,7 @@ int64_t dist_multiple(const dist *d);
 size_t dist_bytes(const dist *d, const ops *o, int64_t elements);
 
 /* The arrays of one model, until detach or close. */
-bool dist_attach(dist *d, const ops *o, real *value, real *grad, int64_t elements, bool times,
-                 fault *f);
+bool dist_attach(dist *d, const ops *o, real *value, real *grad, int64_t elements, fault *f);
 void dist_detach(dist *d);
 
 /* What this process updates: elements first .. first + count - 1 of the flat arrays, whose moments
@@ -73,11 +79,24 @@ int dist_pieces(const dist *d);
 dist_piece dist_piece_at(const dist *d, int i);
 
 /* A step: begin before the backward pass whose gradients are the last to be added; whenever all
-   gradients from an element on are final; wait for the sums; after the update, send it round. */
+   gradients from an element on are final; wait for the sums; add up the losses, labels and squares
+   of the state; after the update, send it round. */
 void dist_begin(dist *d);
 void dist_final_from(dist *d, int64_t first);
 bool dist_reduced(dist *d, fault *f);
+bool dist_add(dist *d, step_state *s, fault *f);
 bool dist_spread(dist *d, fault *f);
+
+/* Whether nobody waits in these, so that they may be recorded: one process, or a link on the
+   stream. */
+bool dist_on_stream(const dist *d);
+/* There, a wait that is launched: what comes after it finds the sums. Elsewhere nothing. */
+void dist_join(dist *d);
+/* There, the host's wait for the step before: posted when all of that was launched, and caught up
+   with before the host has launched more than a pass of the next, for a device that waits for a
+   dead process takes only so much. Elsewhere it is done. */
+void dist_post(dist *d);
+bool dist_catch_up(dist *d, fault *f);
 
 /* Rank 0's `whole`, on the host, becomes an array of which each process has the pieces in `own`;
    and back, without a message: every process has read `whole`. */

@@ -6,8 +6,9 @@
 
 #include "ops.h"
 
-/* Exchanges that can be under way at once; each has a lane of its own. */
-enum { LINK_LANES = 4, LINK_SMALL = LINK_LANES, LINK_ALL };
+/* Exchanges that can be under way at once; each has a lane of its own. A link on the stream also
+   tests LINK_STEP: whether the device has done what it was given before `post`. */
+enum { LINK_LANES = 4, LINK_SMALL = LINK_LANES, LINK_ALL, LINK_STEP = LINK_ALL };
 
 typedef enum link_progress {
     LINK_WAITING,
@@ -43,6 +44,13 @@ struct dist_link {
     void (*gather_start)(dist_link *l, int lane, const link_bucket *b);
     /* The same for a few bytes of the host. */
     void (*share_start)(dist_link *l, int lane, void *blocks, size_t bytes_each);
+
+    /* Links whose exchanges lie on the device's streams, in the order in which they were started;
+       NULL elsewhere. What the operations launch after join comes behind all that was started. */
+    void (*join)(dist_link *l, const ops *o);
+    /* Losses, labels and squares become sums over all processes. */
+    void (*add_start)(dist_link *l, const ops *o, step_state *s);
+    void (*post)(dist_link *l, const ops *o);
 
     link_progress (*test)(dist_link *l, int lane, fault *f);
     bool (*is_missing)(const dist_link *l, int lane, int rank); /* while `test` says WAITING */

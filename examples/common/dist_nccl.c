@@ -1,9 +1,10 @@
 /* dist_nccl.c - the link between processes over NCCL, one GPU each. Twin: dist_link.h.
 
    Buckets are reduced and gathered in place on a stream of their own, behind what the operations'
-   stream has been given so far. NCCL knows no timeout and no names, so a few bytes go over sockets:
-   the processes meet there, share small sums, say last words, and call the roll when NCCL keeps
-   them waiting. A sum is taken in NCCL's order, which hangs on the layout. */
+   stream has been given so far; that stream waits for them, and the host does not. NCCL knows no
+   timeout and no names, so a few bytes go over sockets: the processes meet there, share small sums,
+   say last words, and call the roll when NCCL keeps them waiting. A sum is taken in NCCL's order,
+   which hangs on the layout. */
 #include "dist_nccl.h"
 
 #include <cuda_runtime_api.h>
@@ -23,7 +24,7 @@ typedef struct nccl_state {
     dist_tcp *tcp;
     ncclComm_t comm;
     cudaStream_t stream;
-    cudaEvent_t ready, done[LINK_LANES];
+    cudaEvent_t ready, joined, step, done[LINK_LANES];
     bool failed, called; /* the roll is called once */
     fault why;
     bool *missing;
@@ -89,6 +90,35 @@ static void nccl_gather_start(dist_link *l, int lane, const link_bucket *b) {
     demand_cuda(s, "cudaEventRecord", cudaEventRecord(s->done[lane], s->stream));
 }
 
+/* In one launch. */
+static void nccl_add_start(dist_link *l, const ops *o, step_state *sums) {
+    nccl_state *s = l->state;
+    const struct {
+        void *number;
+        ncclDataType_t type;
+    } parts[] = {
+        {&sums->loss, ncclFloat64}, {&sums->labels, ncclInt64}, {&sums->squares, ncclFloat64}};
+    after_operations(s, o);
+    demand(s, "ncclGroupStart", ncclGroupStart());
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        demand(s, "ncclAllReduce",
+               ncclAllReduce(parts[i].number, parts[i].number, 1, parts[i].type, ncclSum, s->comm,
+                             s->stream));
+    demand(s, "ncclGroupEnd", ncclGroupEnd());
+}
+
+static void nccl_join(dist_link *l, const ops *o) {
+    nccl_state *s = l->state;
+    demand_cuda(s, "cudaEventRecord", cudaEventRecord(s->joined, s->stream));
+    demand_cuda(s, "cudaStreamWaitEvent",
+                cudaStreamWaitEvent((cudaStream_t)o->stream, s->joined, 0));
+}
+
+static void nccl_post(dist_link *l, const ops *o) {
+    nccl_state *s = l->state;
+    demand_cuda(s, "cudaEventRecord", cudaEventRecord(s->step, (cudaStream_t)o->stream));
+}
+
 static void nccl_share_start(dist_link *l, int lane, void *blocks, size_t bytes) {
     nccl_state *s = l->state;
     (void)lane;
@@ -99,9 +129,10 @@ static link_progress nccl_test(dist_link *l, int lane, fault *f) {
     nccl_state *s = l->state;
     ncclResult_t r = ncclSuccess;
     if (!s->failed && lane == LINK_SMALL) return tcp_test(s->tcp, f);
-    cudaError_t e = s->failed ? cudaSuccess : cudaEventQuery(s->done[lane]);
+    cudaError_t e =
+        s->failed ? cudaSuccess : cudaEventQuery(lane == LINK_STEP ? s->step : s->done[lane]);
     if (!s->failed && e == cudaSuccess) return LINK_DONE;
-    if (e != cudaErrorNotReady) demand_cuda(s, "a bucket", e);
+    if (e != cudaErrorNotReady) demand_cuda(s, "the device", e);
     if (!s->failed && ncclCommGetAsyncError(s->comm, &r) == ncclSuccess && r != ncclInProgress &&
         r != ncclSuccess)
         note(s, "NCCL", ncclGetErrorString(r));
@@ -202,10 +233,11 @@ static bool prepare_device(nccl_state *s, int local, fault *f) {
     demand_cuda(s, "cudaSetDevice(LOCAL_RANK)", cudaSetDevice(local));
     demand_cuda(s, "cudaStreamCreate",
                 cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking));
-    for (int i = 0; i <= LINK_LANES; i++)
+    cudaEvent_t *events[LINK_LANES + 3] = {&s->ready, &s->joined, &s->step};
+    for (int i = 0; i < LINK_LANES; i++) events[3 + i] = &s->done[i];
+    for (int i = 0; i < LINK_LANES + 3; i++)
         demand_cuda(s, "cudaEventCreate",
-                    cudaEventCreateWithFlags(i < LINK_LANES ? &s->done[i] : &s->ready,
-                                             cudaEventDisableTiming));
+                    cudaEventCreateWithFlags(events[i], cudaEventDisableTiming));
     if (s->failed) *f = s->why;
     return !s->failed;
 }
@@ -220,6 +252,9 @@ dist_link *dist_nccl_open(fault *f) {
                           .reduce_start = nccl_reduce_start,
                           .gather_start = nccl_gather_start,
                           .share_start = nccl_share_start,
+                          .join = nccl_join,
+                          .add_start = nccl_add_start,
+                          .post = nccl_post,
                           .test = nccl_test,
                           .is_missing = nccl_is_missing,
                           .tell = nccl_tell,

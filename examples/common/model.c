@@ -90,6 +90,7 @@ static void backward(model *m) {
         final_from(m, m->layer_slots[i][NORM1]);
     }
     o->embed_backward(o, model_gradient(m, m->embed), s->dx, m->tokens, m->rows, c->dim);
+    final_from(m, 0);
 }
 
 bool model_evaluate(model *m, const model_batch *b, fault *f) {
@@ -99,16 +100,23 @@ bool model_evaluate(model *m, const model_batch *b, fault *f) {
     return !m->o->failed(m->o, f);
 }
 
+/* What is recorded waits for nothing; what is launched one by one is too much to launch behind a
+   step that may never end. */
 static void passes(model *m, double scale) {
+    dist *d = m->options.dist;
+    fault unused;
+    if (d && m->last_of_step) dist_begin(d);
     forward(m);
     head(m, scale);
+    if (d && !m->recording && !dist_catch_up(d, &unused)) return;
     backward(m);
+    if (d && m->last_of_step) dist_join(d);
 }
 
 bool model_train(model *m, const model_batch *b, double scale, fault *f) {
     if (!begin_pass(m, PHASE_FWD, b, f)) return false;
-    if (m->options.dist && m->last_of_step) dist_begin(m->options.dist);
     model_launch(m, m->last_of_step ? MODEL_LAST_BATCH : MODEL_BATCH, passes, scale);
+    if (m->options.dist && !dist_catch_up(m->options.dist, f)) return false;
     return !m->o->failed(m->o, f);
 }
 
@@ -222,7 +230,9 @@ void model_launch(model *m, model_part part, void (*run)(model *m, double number
     }
     if (!r->graph) {
         o->graph_begin(o);
+        m->recording = true;
         run(m, number);
+        m->recording = false;
         r->graph = o->graph_end(o);
     }
     if (r->graph) o->graph_run(o, r->graph);

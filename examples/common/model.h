@@ -148,6 +148,7 @@ typedef struct model {
     step_state *state;                 /* likewise */
     adamw_rates *rates;                /* likewise */
     recording recordings[MODEL_PARTS];
+    bool recording;    /* what is launched now is kept and not run */
     phase phase;       /* of forward, for ops.mark */
     bool last_of_step; /* dist hears of each gradient that is final, and
                                           observers look */

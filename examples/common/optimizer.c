@@ -12,19 +12,6 @@ static dist_piece piece_at(const model *m, int i) {
     return m->options.dist ? dist_piece_at(m->options.dist, i) : all;
 }
 
-/* Losses, labels and squares of all processes. */
-static bool add_states(model *m, fault *f) {
-    dist *d = m->options.dist;
-    step_state s = model_state(m);
-    double sums[] = {s.loss, (double)s.labels, s.squares};
-    if (!dist_sum(d, sums, 3, f)) return false;
-    s.loss = sums[0];
-    s.labels = (int64_t)sums[1];
-    s.squares = sums[2];
-    m->o->upload(m->o, m->state, &s, sizeof s);
-    return true;
-}
-
 /* The part of a tensor that lies in a piece. */
 static void update(const model *m, const param *x, const dist_piece *p) {
     const params *q = &m->params;
@@ -63,27 +50,28 @@ static void update_all(model *m, double clip) {
     }
 }
 
-/* All of a step for one process. */
-static void step_alone(model *m, double clip) {
+static bool step(model *m, double clip, fault *f) {
+    dist *d = m->options.dist;
     m->o->mark(m->o, PHASE_OPT, -1);
     square_gradients(m);
+    if (d && !dist_add(d, m->state, f)) return false;
     update_all(m, clip);
+    if (d && !dist_spread(d, f)) return false;
     params_changed(&m->params, m->o);
+    return true;
+}
+
+/* Where nobody waits, nothing can fail. */
+static void launch_step(model *m, double clip) {
+    fault unused;
+    (void)step(m, clip, &unused);
 }
 
 bool optimizer_step(model *m, const adamw *a, double clip, fault *f) {
     dist *d = m->options.dist;
     send_rates(m, a);
-    if (!d || !d->link) {
-        model_launch(m, MODEL_UPDATE, step_alone, clip);
-        return true;
-    }
-    if (!dist_reduced(d, f)) return false;
-    m->o->mark(m->o, PHASE_OPT, -1);
-    square_gradients(m);
-    if (!add_states(m, f)) return false;
-    update_all(m, clip);
-    if (!dist_spread(d, f)) return false;
-    params_changed(&m->params, m->o);
+    if (d && !dist_reduced(d, f)) return false;
+    if (d && !dist_on_stream(d)) return step(m, clip, f);
+    model_launch(m, MODEL_UPDATE, launch_step, clip);
     return true;
 }

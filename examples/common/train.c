@@ -96,11 +96,12 @@ static bool halt_for_nan(trainer *t, double loss, double norm, fault *f) {
 static bool settle(trainer *t, fault *f) {
     const config_train *c = &t->config->train;
     const train_pending p = t->pending;
+    t->spoilt = true;
+    if (!dist_catch_up(t->dist, f)) return false;
     step_state s = model_fetch_state(&t->model);
+    if (t->o->failed(t->o, f)) return false;
     double loss = s.labels ? s.loss / (double)s.labels : 0, now = clock_seconds();
     stats seen;
-    t->spoilt = true;
-    if (t->o->failed(t->o, f)) return false;
     if (!s.skipped && !(isfinite(loss) && isfinite(s.grad_norm)))
         return halt_for_nan(t, loss, s.grad_norm, f);
     t->spoilt = t->pending.is = false;
@@ -195,8 +196,9 @@ static outcome step(trainer *t, fault *f) {
                .step = p.step};
     if (!optimizer_step(&t->model, &a, c->grad_clip, f)) return STEP_FAILED;
     p.lr = a.lr;
-    model_post_state(&t->model);
     bool settled = !t->pending.is || settle(t, f);
+    model_post_state(&t->model);
+    dist_post(t->dist);
     t->pending = p;
     return settled ? STEP_DONE : STEP_FAILED;
 }
@@ -224,12 +226,15 @@ static bool due(int64_t every, int64_t step) {
     return every > 0 && step % every == 0;
 }
 
-/* Whether something wants the step to be done: work that is due, the end, other processes. */
+/* Whether something wants the step to be done: work that is due, the end, a host that moves what
+   the processes exchange. */
 static bool wanted(const trainer *t) {
     const config_train *c = &t->config->train;
     int64_t step = train_computed(t);
-    return !t->o->post || t->dist->world > 1 || t->config->telemetry.trace_grads ||
-           step == c->steps || due(c->eval_every, step) || due(c->save_every, step) || stops_now(t);
+    bool compares = t->dist->world > 1 && due(t->config->runtime.ddp_check_every, step);
+    return !t->o->post || !dist_on_stream(t->dist) || t->config->telemetry.trace_grads ||
+           step == c->steps || due(c->eval_every, step) || due(c->save_every, step) || compares ||
+           t->stopped_by || stops_now(t);
 }
 
 /* What is due after a step that is done. */
@@ -243,7 +248,6 @@ static outcome after_step(trainer *t, fault *f) {
         return STEP_FAILED;
     if (!last && due(c->save_every, t->state.step) && !train_save(t, true, f)) return STEP_FAILED;
     if (!saver_check(t->saver, f)) return STEP_FAILED;
-    if (!agree_to_stop(t, f)) return STEP_FAILED;
     return t->stopped_by && !last ? STEP_STOPPED : STEP_DONE;
 }
 
@@ -252,6 +256,7 @@ static outcome steps(trainer *t, fault *f) {
     fault late;
     while (o == STEP_DONE && train_computed(t) < t->config->train.steps) {
         o = step(t, f);
+        if (o == STEP_DONE && !agree_to_stop(t, f)) o = STEP_FAILED;
         if (o == STEP_DONE && wanted(t))
             o = settle(t, f) ? after_step(t, f) : STEP_FAILED;
         else if (o == STEP_DONE && !saver_check(t->saver, f))
@@ -358,7 +363,12 @@ int train_run(const config *c, const ops *o, dist *d) {
         telemetry_close(t.telemetry, opened ? "another process could not start" : f.text, code,
                         &reason);
     }
+    if (end == STEP_FAILED) {
+        /* Before anything is released: that would wait for a device which waits for another
+           process. */
+        (void)saver_wait(t.saver, &f);
+        dist_end(d, reason.text, code);
+    }
     train_close(&t);
-    if (end == STEP_FAILED) dist_end(d, reason.text, code);
     return code;
 }

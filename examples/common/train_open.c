@@ -93,7 +93,7 @@ model_options train_model_options(const config *c, dist *d) {
                              .tokens = (int)c->train.seq_len,
                              .training = true,
                              .dist = d};
-    options.graphs = c->runtime.cuda_graph && d->world == 1 && !c->data.isolate_documents &&
+    options.graphs = c->runtime.cuda_graph && dist_on_stream(d) && !c->data.isolate_documents &&
                      !c->telemetry.trace_module_bwd;
     config_gc gc = config_gc_of(c->runtime.gradient_checkpointing);
     options.checkpointing = gc.kind == CONFIG_GC_SELECTIVE ? CHECKPOINT_SELECTIVE
@@ -109,8 +109,7 @@ static bool open_model(trainer *t, const checkpoint *k, fault *f) {
     model_options options = train_model_options(c, t->dist);
     model *x = &t->model;
     return model_open(x, &m, &options, t->o, (uint64_t)c->train.seed, f) &&
-           dist_attach(t->dist, t->o, x->params.value, x->params.grad, x->params.elements,
-                       c->telemetry.trace_ddp_buckets, f) &&
+           dist_attach(t->dist, t->o, x->params.value, x->params.grad, x->params.elements, f) &&
            train_describe_tensors(t, f) && (!k || train_load(t, k, f)) &&
            sample_prompt(t->tokenizer, c->sample.prompt, strlen(c->sample.prompt), m.vocab,
                          &t->prompt, f);
@@ -136,8 +135,8 @@ static void say_what_runs(trainer *t) {
         t->o->library);
     if (t->config->runtime.cuda_graph && (!t->o->graph_begin || !m->options.graphs))
         telemetry_say(t->telemetry,
-                      "runtime.cuda_graph: no effect: it needs a GPU, one process, documents that "
-                      "are not isolated, and no trace of backward");
+                      "runtime.cuda_graph: no effect: it needs a GPU, one process or NCCL, "
+                      "documents that are not isolated, and no trace of backward or buckets");
     if (t->dist->link)
         telemetry_say(
             t->telemetry,

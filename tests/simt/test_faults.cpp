@@ -292,11 +292,11 @@ static __global__ void add_kernel(int *out, int x) {
    does, with the parameters they had. */
 static void test_capture() {
     cudaStream_t stream = nullptr, other = nullptr;
-    cudaEvent_t fork = nullptr;
+    cudaEvent_t fork = nullptr, join = nullptr;
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t exec = nullptr;
     EXPECT(cudaStreamCreate(&stream) == cudaSuccess && cudaStreamCreate(&other) == cudaSuccess);
-    EXPECT(cudaEventCreate(&fork) == cudaSuccess);
+    EXPECT(cudaEventCreate(&fork) == cudaSuccess && cudaEventCreate(&join) == cudaSuccess);
     device_array<int> out(std::vector<int>(32, 7));
     EXPECT(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal) == cudaSuccess);
     EXPECT(cudaMemsetAsync(out.data, 0, 128, stream) == cudaSuccess);
@@ -305,6 +305,8 @@ static void test_capture() {
     EXPECT(cudaEventRecord(fork, stream) == cudaSuccess);
     EXPECT(cudaStreamWaitEvent(other, fork, 0) == cudaSuccess);
     EXPECT(NSA_LAUNCH(add_kernel, 1, 32, 0, other, out.data, 10) == cudaSuccess);
+    EXPECT(cudaEventRecord(join, other) == cudaSuccess);
+    EXPECT(cudaStreamWaitEvent(stream, join, 0) == cudaSuccess);
     EXPECT(cudaStreamEndCapture(stream, &graph) == cudaSuccess);
     EXPECT(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess);
     EXPECT_EQUAL(out.read()[5], 7);
@@ -313,8 +315,30 @@ static void test_capture() {
         EXPECT_EQUAL(out.read()[5], 13);
     }
     EXPECT(cudaGraphExecDestroy(exec) == cudaSuccess && cudaGraphDestroy(graph) == cudaSuccess);
-    EXPECT(cudaEventDestroy(fork) == cudaSuccess && cudaStreamDestroy(stream) == cudaSuccess &&
-           cudaStreamDestroy(other) == cudaSuccess);
+    EXPECT(cudaEventDestroy(fork) == cudaSuccess && cudaEventDestroy(join) == cudaSuccess);
+    EXPECT(cudaStreamDestroy(stream) == cudaSuccess && cudaStreamDestroy(other) == cudaSuccess);
+}
+
+/* What a joined stream does last, the stream that began must wait for. */
+static void test_unjoined_capture() {
+    device_array<int> out(32);
+    cudaStream_t stream = nullptr, other = nullptr;
+    cudaEvent_t event = nullptr;
+    cudaGraph_t graph = nullptr;
+    EXPECT(cudaStreamCreate(&stream) == cudaSuccess && cudaStreamCreate(&other) == cudaSuccess);
+    EXPECT(cudaEventCreate(&event) == cudaSuccess);
+    for (int waits = 0; waits < 2; waits++) {
+        EXPECT(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal) == cudaSuccess);
+        EXPECT(cudaEventRecord(event, stream) == cudaSuccess);
+        EXPECT(cudaStreamWaitEvent(other, event, 0) == cudaSuccess);
+        EXPECT(cudaEventRecord(event, other) == cudaSuccess);
+        EXPECT(NSA_LAUNCH(fine_kernel, 1, 32, 0, other, out.data) == cudaSuccess);
+        if (waits) EXPECT(cudaStreamWaitEvent(stream, event, 0) == cudaSuccess); /* too early */
+        EXPECT_EQUAL(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureUnjoined);
+    }
+    cudaGetLastError();
+    EXPECT(cudaEventDestroy(event) == cudaSuccess && cudaStreamDestroy(stream) == cudaSuccess);
+    EXPECT(cudaStreamDestroy(other) == cudaSuccess);
 }
 
 /* What waits or allocates, or uses the default stream, spoils the recording. */
@@ -373,6 +397,7 @@ int main() {
         test_sticky();
         test_memory_errors();
         test_capture();
+        test_unjoined_capture();
         test_spoiled_capture();
     }
     return expect_result("test_faults");

@@ -1,5 +1,5 @@
 """train_125m_cuda as its users run it, its kernels under the executor: the losses of the CPU; recorded steps,
-a resumed run and one that was told to stop, to the same bits; fp16 that overflows; a loss that is no number.
+a resumed run and one that was told to stop, to the same bits; two processes over a double of NCCL; fp16 that overflows; a loss that is no number.
 
 usage: test_train_cuda.py PROGRAM CPU_PROGRAM FOLDER. Twins: train.c, ops_cuda.cu. Each operation is
 test_trainer.c's.
@@ -7,11 +7,12 @@ test_trainer.c's.
 import json
 import pathlib
 import signal
+import socket
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "trainer"))
 from poison import KINDS, change
-from runs import Runs, check, done, wait_for
+from runs import PATIENCE, Runs, check, done, wait_for
 
 runs = Runs(sys.argv[1], sys.argv[3], "train_cuda")
 corpus = runs.text()
@@ -76,6 +77,45 @@ check(state["step"] == last == json.loads((out / "metrics.json").read_text())["s
 runs.train("stopped", *LITTLE, "--steps", last + 2, "--accum-batches", 2, "--resume")
 common = min(last + 2, 7)
 check(common > 3 and rows(out)[:common] == rows(whole)[:common], rows(out), rows(whole))
+
+# ---- Two processes, whose sums lie on the device's streams ----
+
+TWO = (*LITTLE, "--batch-size", 2, "--ddp-check-every", 3)
+
+
+def start_two(name, *options):
+    """As torchrun starts them; but both on the one device that the executor has."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    pairs = [runs.start(name, *options, log=f"{name}{rank}", environment=where | {
+        "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": "0"}) for rank in (0, 1)]
+    return pairs[0][0], [run for _, run in pairs]
+
+
+def train_two(name, *options):
+    out, both = start_two(name, *options)
+    for run in both:
+        check(run.wait(PATIENCE) == 0, run.returncode, *((runs.root / f"{name}{r}.log").read_text() for r in (0, 1)))
+    return out, (runs.root / f"{name}0.log").read_text()
+
+
+two, said = train_two("two", *TWO, "--steps", 4, "--accum-batches", 2)
+check("processes: 2 over nccl" in said, said)
+runs.program = sys.argv[2]
+cpu, _, _ = runs.train("cpu_two", *TWO, "--device", "cpu", "--steps", 4, "--accum-batches", 2)
+runs.program = program
+near(rows(two), rows(cpu))
+recorded, said = train_two("recorded_two", *TWO, "--steps", 4, "--accum-batches", 2, "--cuda-graph")
+check(rows(recorded) == rows(two) and "no effect" not in said, rows(recorded), rows(two))
+
+out, both = start_two("stopped_two", *TWO, "--steps", 100000, "--cuda-graph")
+wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 3)
+both[1].send_signal(signal.SIGTERM)
+for run in both:
+    check(run.wait(PATIENCE) == 128 + signal.SIGTERM, run.returncode)
+state = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]
+check(state["step"] == len(rows(out)), state, rows(out))
 
 # ---- Overflow, decided on the device; and what no scale helps ----
 

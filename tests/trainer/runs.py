@@ -45,10 +45,10 @@ class Runs:
         path.write_text("".join(f"line {i} of {i * i % 97} words\n" for i in range(3000)))
         return path
 
-    def start(self, name, *options, environment=None, **popen):
-        """The small model in root/name: its folder, and the process, with its output in a file."""
+    def start(self, name, *options, environment=None, log=None, **popen):
+        """The small model in root/name: its folder, and the process, with its output in root/name.log, or log.log."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k != "CONFIG"}
-        log = open(self.root / f"{name}.log", "w")
+        log = open(self.root / f"{log or name}.log", "w")
         command = [*self.launcher, self.program, *SMALL, "--out-dir", str(self.root / name), *map(str, options)]
         return self.root / name, subprocess.Popen(command, env=env | (environment or {}), stdout=log,
                                                   stderr=subprocess.STDOUT,

@@ -30,15 +30,23 @@ static model_config geometry(bool tied) {
     return c;
 }
 
-/* Buckets that were sent, and those of them before model_train returned. */
+/* Buckets that were sent, and those of them while backward had more to do. */
 static int sent, sent_early;
 static bool passing;
 static void (*send)(dist_link *l, int lane, const link_bucket *b);
+static void (*last_of_backward)(const ops *o, real *dtable, const void *dx, const int32_t *ids,
+                                int64_t rows, int dim);
 
 static void count_and_send(dist_link *l, int lane, const link_bucket *b) {
     sent++;
     sent_early += passing;
     send(l, lane, b);
+}
+
+static void pass_and_stop(const ops *o, real *dtable, const void *dx, const int32_t *ids,
+                          int64_t rows, int dim) {
+    last_of_backward(o, dtable, dx, ids, rows, dim);
+    passing = false;
 }
 
 /* What a run comes to. */
@@ -68,9 +76,10 @@ static void step(model *m, dist *d, int64_t number, double *loss, double *norm) 
         m->last_of_step = k == BATCHES - 1;
         passing = true;
         CHECK(model_train(m, &b, 1.0 / (ROWS * TOKENS * BATCHES), &why), "%s", why.text);
-        passing = false;
     }
     CHECK(optimizer_step(m, &a, 1, &why), "%s", why.text);
+    dist_post(d);
+    CHECK(dist_catch_up(d, &why), "%s", why.text);
     step_state s = model_state(m);
     *loss = s.loss / (double)s.labels;
     *norm = s.grad_norm;
@@ -93,7 +102,7 @@ static result run(dist *d, const model_config *c, const ops *o) {
         .batch = ROWS / d->world, .tokens = TOKENS, .training = true, .dist = d};
     double norm, loss;
     if (!CHECK(model_open(&m, c, &options, o, 1, &why), "%s", why.text)) return r;
-    CHECK(dist_attach(d, o, m.params.value, m.params.grad, m.params.elements, false, &why), "%s",
+    CHECK(dist_attach(d, o, m.params.value, m.params.grad, m.params.elements, &why), "%s",
           why.text);
     for (int k = 1; k <= STEPS; k++) {
         step(&m, d, k, k == 1 ? &r.loss : &loss, k == 1 ? &r.norm : &norm);
@@ -133,7 +142,7 @@ static void compare(const result *x, const result *one, double gradients, double
           one->loss);
     CHECK(fabs(x->norm - one->norm) <= gradients * one->norm, "norm %.9g, of one process %.9g",
           x->norm, one->norm);
-    CHECK(dist_attach(&world, &plain, NULL, NULL, x->elements, false, &why), "%s", why.text);
+    CHECK(dist_attach(&world, &plain, NULL, NULL, x->elements, &why), "%s", why.text);
     double g = distance(&world, x->grad, one->grad, one->elements);
     dist_detach(&world);
     double v = distance(NULL, x->value, one->value, one->elements);
@@ -155,7 +164,8 @@ static void same_bits(const char *what, const result *a, const result *b) {
           a->loss, b->loss, a->norm, b->norm);
 }
 
-/* The last micro-batch of a step alone is sent, and most of it before its backward pass is over. */
+/* The last micro-batch of a step alone is sent, and all but one bucket of it before its backward
+   pass is over. */
 static void check_sent(const result *r) {
     CHECK(sent == STEPS * r->buckets, "%d buckets sent in %d steps of %d", sent, STEPS, r->buckets);
     CHECK(sent_early == STEPS * (r->buckets - 1), "%d of %d buckets sent during backward",
@@ -179,6 +189,11 @@ static void test_steps(void) {
         away.host_memory = false; /* as if each value had to be fetched */
         result staged = run(&world, &c, &away);
         same_bits("by way of the host", &staged, &many);
+        check_case("timed");
+        world.timed = true;
+        result timed = run(&world, &c, o);
+        same_bits("each bucket waited for", &timed, &many);
+        world.timed = false;
         check_case("bf16");
         world.compress = !world.link->needs_device;
         result half = run(&world, &c, o);
@@ -186,9 +201,53 @@ static void test_steps(void) {
         world.compress = false;
         CHECK(world.link->needs_device || memcmp(half.value, many.value, 1000),
               "bf16 changes nothing");
-        result *all[] = {&one, &many, &again, &staged, &half};
+        result *all[] = {&one, &many, &again, &staged, &timed, &half};
         for (size_t i = 0; i < sizeof all / sizeof *all; i++) release(all[i]);
     }
+}
+
+/* ---- A device that goes on, and one that does not ------------------------------------------- */
+
+enum { BUSY = 3000 };
+static int looks; /* at a step that never ends */
+
+/* The device is busy for a while; then it waits for rank 2, as this process does. */
+static link_progress never(dist_link *l, int lane, fault *f) {
+    (void)l, (void)f;
+    if (lane == LINK_STEP && ++looks <= BUSY) phase_set(PHASE_BWD, looks);
+    return LINK_WAITING;
+}
+
+static bool lacks_rank_2(const dist_link *l, int lane, int rank) {
+    (void)l, (void)lane;
+    return rank == 2;
+}
+
+static void no_words(dist_link *l, const char *words) {
+    (void)l, (void)words;
+}
+
+static void no_launch(dist_link *l, const ops *o) {
+    (void)l, (void)o;
+}
+
+static void test_catching_up(void) {
+    dist_link l = {.name = "none", .world = 3, .join = no_launch, .post = no_launch};
+    dist d;
+    l.test = never;
+    l.is_missing = lacks_rank_2;
+    l.tell = no_words;
+    check_case("a step that never ends");
+    CHECK(dist_open(&d, &l, &why), "%s", why.text);
+    CHECK(dist_on_stream(&d) && dist_catch_up(&d, &why), "nothing was posted");
+    d.timeout = 1e-3; /* less than the device is busy for */
+    dist_post(&d);
+    CHECK(!dist_catch_up(&d, &why) && strstr(why.text, "rank 2: no answer"), "\"%s\"", why.text);
+    CHECK(looks > BUSY, "given up after %d looks, while the device went on", looks);
+    CHECK(!dist_catch_up(&d, &why) && strstr(why.text, "rank 2"), "it stays ended");
+    d.timed = true;
+    CHECK(!dist_on_stream(&d), "the host waits for what it times");
+    free(d.shared);
 }
 
 /* Each process picks its own pieces of what rank 0 collects. */
@@ -200,7 +259,7 @@ static void test_moments(void) {
     check_case("moments");
     world.bucket_bytes = 4096;
     for (int64_t i = 0; i < count; i++) whole[i] = (real)i;
-    CHECK(dist_attach(&world, &plain, NULL, NULL, count, false, &why), "%s", why.text);
+    CHECK(dist_attach(&world, &plain, NULL, NULL, count, &why), "%s", why.text);
     dist_pick(&world, own, whole);
     dist_piece second = dist_piece_at(&world, 1);
     CHECK(own[second.own] == (real)second.first && second.first > 0, "a piece begins with %g",
@@ -299,7 +358,9 @@ int main(int argc, char **argv) {
     }
     plain = open_ops(1);
     plain.host_memory = !link->needs_device;
-    plain.stream = &plain; /* the double of NCCL has none */
+    plain.stream = &plain; /* the double of NCCL asks for none */
+    last_of_backward = plain.embed_backward;
+    plain.embed_backward = pass_and_stop;
     CHECK(dist_open(&world, link, &why), "%s", why.text);
     world.bucket_bytes = BUCKET;
     world.timeout = 60;
@@ -309,6 +370,7 @@ int main(int argc, char **argv) {
     test_steps();
     test_moments();
     test_agreement();
+    test_catching_up();
     test_disagreement();
     ops_cpu_close(&plain);
     int failures = check_done("test_dist");

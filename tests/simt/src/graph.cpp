@@ -1,12 +1,14 @@
-/* graph.cpp: stream capture and the graphs it makes, run in the order of recording.
-   Twin: the CUDA runtime's graphs, as far as captured streams go. Not here: graphs built node by node,
-   updates, conditional nodes. */
+/* graph.cpp: stream capture and the graphs it makes, run in the order of recording. Twin: the CUDA
+   runtime's graphs, as far as captured streams go. Not here: graphs built node by node, updates,
+   conditional nodes. */
 #include "graph.h"
 
 #include "machine.h"
 #include "runtime.h"
 
+#include <map>
 #include <set>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -17,8 +19,9 @@ using work_list = std::vector<std::function<void()>>;
 struct recording {
     bool active = false, spoiled = false;
     cudaStream_t origin = nullptr;
-    std::set<cudaStream_t> streams;
-    std::set<cudaEvent_t> events;
+    std::set<cudaStream_t> streams, unjoined; /* unjoined: with work that no other waits for */
+    std::map<cudaEvent_t, std::pair<cudaStream_t, size_t>> events; /* recorded where, behind what */
+    std::map<cudaStream_t, size_t> last; /* a stream's newest work, counted from 1 */
     work_list work;
 } now;
 
@@ -40,6 +43,8 @@ namespace simt {
 bool capture(cudaStream_t stream, std::function<void()> work) {
     if (!now.active || !now.streams.count(stream)) return false;
     now.work.push_back(std::move(work));
+    now.last[stream] = now.work.size();
+    if (stream != now.origin) now.unjoined.insert(stream);
     return true;
 }
 
@@ -57,13 +62,17 @@ cudaError_t refused_on_stream(cudaStream_t stream) {
 
 void capture_event(cudaEvent_t event, cudaStream_t stream) {
     if (now.active && now.streams.count(stream))
-        now.events.insert(event);
+        now.events[event] = {stream, now.last[stream]};
     else
         now.events.erase(event);
 }
 
 void capture_wait(cudaStream_t stream, cudaEvent_t event) {
-    if (now.active && now.events.count(event)) now.streams.insert(stream);
+    if (!now.active || !now.events.count(event)) return;
+    const auto [from, work] = now.events[event];
+    now.streams.insert(stream);
+    if (from == stream || work != now.last[from] || !now.unjoined.erase(from)) return;
+    if (stream != now.origin) now.unjoined.insert(stream);
 }
 
 } // namespace simt
@@ -90,6 +99,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     now.active = false;
     *graph = nullptr;
     if (now.spoiled) return remember(cudaErrorStreamCaptureInvalidated);
+    if (!now.unjoined.empty()) return remember(cudaErrorStreamCaptureUnjoined);
     *graph = new CUgraph_st{std::move(now.work)};
     return cudaSuccess;
 }

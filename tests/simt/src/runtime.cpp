@@ -176,6 +176,8 @@ static const struct {
      "operation not permitted when stream is capturing"},
     {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated",
      "operation failed due to a previous error during capture"},
+    {cudaErrorStreamCaptureUnjoined, "cudaErrorStreamCaptureUnjoined",
+     "capturing stream has unjoined work"},
     {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit",
      "operation would make the legacy stream depend on a capturing blocking stream"},
     {cudaErrorStreamCaptureWrongThread, "cudaErrorStreamCaptureWrongThread",
@@ -380,6 +382,14 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
     if (!known_event(start) || !known_event(end)) return remember(cudaErrorInvalidResourceHandle);
     *milliseconds = 0.0f; /* time is not modelled */
+    return sticky;
+}
+
+/* A function of the host, called in the stream's order. */
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
+    if (!known_stream(stream)) return remember(cudaErrorInvalidResourceHandle);
+    if (refused_on_stream(stream) != cudaSuccess) return last;
+    if (!capture(stream, [=] { function(data); })) function(data);
     return sticky;
 }
 

@@ -1,11 +1,11 @@
 /* nccl.h - what dist_nccl.c needs of NCCL, between processes of one machine without a GPU. Twin:
-   nccl_double.c. */
+   nccl_double.c. The streams are those of cuda/ beside it, or of the executor of kernels. */
 #ifndef NCCL_DOUBLE_H
 #define NCCL_DOUBLE_H
 
 #include <stddef.h>
 
-#include "cuda_runtime_api.h"
+#include <cuda_runtime_api.h>
 
 enum { NCCL_UNIQUE_ID_BYTES = 128 };
 
@@ -15,7 +15,7 @@ typedef struct {
 typedef struct ncclComm *ncclComm_t;
 typedef enum { ncclSuccess = 0, ncclSystemError = 2, ncclInProgress = 7 } ncclResult_t;
 typedef enum { ncclSum = 0 } ncclRedOp_t;
-typedef enum { ncclFloat32 = 7 } ncclDataType_t;
+typedef enum { ncclInt64 = 4, ncclFloat32 = 7, ncclFloat64 = 8 } ncclDataType_t;
 typedef struct {
     int blocking;
 } ncclConfig_t;
@@ -31,6 +31,10 @@ ncclResult_t ncclReduceScatter(const void *send, void *receive, size_t count, nc
                                ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
 ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type,
                            ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclAllReduce(const void *send, void *receive, size_t count, ncclDataType_t type,
+                           ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclGroupStart(void);
+ncclResult_t ncclGroupEnd(void);
 const char *ncclGetErrorString(ncclResult_t result);
 
 #endif

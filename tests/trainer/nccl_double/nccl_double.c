@@ -1,10 +1,12 @@
-/* nccl_double.c - collectives over a file that the processes of one machine share. Twin: nccl.h
-   beside it. It checks what NCCL demands of its callers: calls in the same order, of the same size,
-   in place as it allows; a process that breaks that ends with a message. */
+/* nccl_double.c - collectives over a file that the processes of one machine share, each a function
+   that its stream calls. Twin: nccl.h beside it. It checks what NCCL demands of its callers: calls
+   in the same order, of the same size, in place as it allows; a process that breaks that ends with
+   a message. */
 #include "nccl.h"
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,20 +14,36 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { RANKS = 8, BLOCK = 1 << 16, GATHER = 1, REDUCE = 2 };
+enum { RANKS = 8, BYTES = 1 << 20, GATHER = 1, REDUCE_SCATTER, ALL_REDUCE };
 
 typedef struct shared {
     pthread_barrier_t barrier;
     int ready;
     size_t call[RANKS], kind[RANKS];
-    float data[RANKS][BLOCK];
+    char data[RANKS][BYTES];
 } shared;
+
+/* A graph may run it again, so it lives as long as the communicator. */
+typedef struct call {
+    ncclComm_t comm;
+    int kind;
+    ncclDataType_t type;
+    size_t count;
+    const void *send;
+    void *receive;
+    struct call *next;
+} call;
 
 struct ncclComm {
     int rank, ranks;
     size_t calls;
     shared *s;
+    call *made;
 };
+
+static size_t width(ncclDataType_t type) {
+    return type == ncclFloat32 ? sizeof(float) : sizeof(double);
+}
 
 static void broken(const char *what) {
     fprintf(stderr, "nccl double: %s\n", what);
@@ -88,97 +106,102 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+    for (call *x = comm->made, *next; x; x = next) {
+        next = x->next;
+        free(x);
+    }
     munmap(comm->s, sizeof *comm->s);
     free(comm);
     return ncclSuccess;
 }
 
-static void agree(ncclComm_t c, size_t kind, size_t count) {
+/* ---- Calls --------------------------------------------------------------------------------- */
+
+static void agree(const call *x) {
+    ncclComm_t c = x->comm;
     shared *s = c->s;
+    size_t kind = (size_t)x->kind | (size_t)x->type << 2 | x->count << 6;
     s->call[c->rank] = ++c->calls;
-    s->kind[c->rank] = kind | count << 2;
+    s->kind[c->rank] = kind;
     pthread_barrier_wait(&s->barrier);
     for (int r = 0; r < c->ranks; r++)
-        if (s->call[r] != c->calls || s->kind[r] != (kind | count << 2))
+        if (s->call[r] != c->calls || s->kind[r] != kind)
             broken("the processes do not make the same calls");
+}
+
+/* sum += x */
+static void add(void *sum, const void *x, size_t count, ncclDataType_t type) {
+    for (size_t i = 0; i < count; i++) {
+        if (type == ncclFloat32)
+            ((float *)sum)[i] += ((const float *)x)[i];
+        else if (type == ncclFloat64)
+            ((double *)sum)[i] += ((const double *)x)[i];
+        else
+            ((long long *)sum)[i] += ((const long long *)x)[i];
+    }
+}
+
+/* What the stream does. */
+static void run(void *user) {
+    const call *x = user;
+    ncclComm_t c = x->comm;
+    bool scatter = x->kind == REDUCE_SCATTER;
+    size_t each = x->count * width(x->type), own = scatter ? (size_t)c->rank * each : 0;
+    memcpy(c->s->data[c->rank], x->send, scatter ? each * (size_t)c->ranks : each);
+    agree(x);
+    if (x->kind != GATHER) memset(x->receive, 0, each);
+    for (int r = 0; r < c->ranks; r++)
+        if (x->kind == GATHER)
+            memcpy((char *)x->receive + (size_t)r * each, c->s->data[r], each);
+        else
+            add(x->receive, c->s->data[r] + own, x->count, x->type);
+    pthread_barrier_wait(&c->s->barrier);
+}
+
+static ncclResult_t launch(call given, cudaStream_t stream) {
+    ncclComm_t c = given.comm;
+    size_t blocks = given.kind == REDUCE_SCATTER ? (size_t)c->ranks : 1;
+    call *x = malloc(sizeof *x);
+    if (!x || given.count * blocks * width(given.type) > BYTES) broken("too much");
+    *x = given;
+    x->next = c->made;
+    c->made = x;
+    return cudaLaunchHostFunc(stream, run, x) == cudaSuccess ? ncclSuccess : ncclSystemError;
 }
 
 ncclResult_t ncclReduceScatter(const void *send, void *receive, size_t count, ncclDataType_t type,
                                ncclRedOp_t op, ncclComm_t c, cudaStream_t stream) {
-    const float *from = send;
-    float *to = receive;
-    (void)stream;
-    if (type != ncclFloat32 || op != ncclSum || count * (size_t)c->ranks > BLOCK)
-        broken("arguments");
-    if (to != from + (size_t)c->rank * count) broken("ReduceScatter is not in place");
-    memcpy(c->s->data[c->rank], from, count * (size_t)c->ranks * sizeof *from);
-    agree(c, REDUCE, count);
-    for (size_t i = 0; i < count; i++) {
-        float sum = 0;
-        for (int r = 0; r < c->ranks; r++) sum += c->s->data[r][(size_t)c->rank * count + i];
-        to[i] = sum;
-    }
-    pthread_barrier_wait(&c->s->barrier);
-    return ncclSuccess;
+    call x = {c, REDUCE_SCATTER, type, count, send, receive, NULL};
+    if (op != ncclSum) broken("not a sum");
+    if ((char *)receive != (const char *)send + (size_t)c->rank * count * width(type))
+        broken("ReduceScatter is not in place");
+    return launch(x, stream);
 }
 
 ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type,
                            ncclComm_t c, cudaStream_t stream) {
-    (void)stream;
-    if (type != ncclFloat32 || count > BLOCK) broken("arguments");
-    if ((const float *)send != (const float *)receive + (size_t)c->rank * count)
+    call x = {c, GATHER, type, count, send, receive, NULL};
+    if ((const char *)send != (char *)receive + (size_t)c->rank * count * width(type))
         broken("AllGather is not in place");
-    memcpy(c->s->data[c->rank], send, count * sizeof(float));
-    agree(c, GATHER, count);
-    for (int r = 0; r < c->ranks; r++)
-        memcpy((float *)receive + (size_t)r * count, c->s->data[r], count * sizeof(float));
-    pthread_barrier_wait(&c->s->barrier);
+    return launch(x, stream);
+}
+
+ncclResult_t ncclAllReduce(const void *send, void *receive, size_t count, ncclDataType_t type,
+                           ncclRedOp_t op, ncclComm_t c, cudaStream_t stream) {
+    call x = {c, ALL_REDUCE, type, count, send, receive, NULL};
+    if (op != ncclSum || send != receive) broken("AllReduce is no sum, or not in place");
+    return launch(x, stream);
+}
+
+/* What a group holds is in order, so it need not wait for its end. */
+ncclResult_t ncclGroupStart(void) {
+    return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd(void) {
     return ncclSuccess;
 }
 
 const char *ncclGetErrorString(ncclResult_t result) {
     return result == ncclSuccess ? "no error" : "an error";
-}
-
-/* ---- CUDA ---------------------------------------------------------------------------------- */
-
-cudaError_t cudaSetDevice(int device) {
-    (void)device;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned int flags) {
-    (void)flags;
-    *stream = NULL;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-    (void)stream;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned int flags) {
-    (void)stream, (void)event, (void)flags;
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned int flags) {
-    (void)flags;
-    *event = NULL;
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    (void)event, (void)stream;
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventQuery(cudaEvent_t event) {
-    (void)event;
-    return cudaSuccess;
-}
-
-const char *cudaGetErrorString(cudaError_t error) {
-    return error == cudaSuccess ? "no error" : "an error";
 }
