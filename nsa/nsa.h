@@ -1171,9 +1171,9 @@ static nsa_status nsa__check_sizes(const nsa_desc *d) {
         {d->gate_heads, 1, INT_MAX, NSA__AT_gate_heads},
         {d->dim, 1, NSA__MAX_DIM, NSA__AT_dim},
         {d->dim_v, 1, NSA__MAX_DIM, NSA__AT_dim_v},
-        {d->cmp_block, 1, INT_MAX, NSA__AT_cmp_block},
+        {d->cmp_block, 1, INT_MAX / 2, NSA__AT_cmp_block},
         {d->cmp_stride, 1, INT_MAX, NSA__AT_cmp_stride},
-        {d->slc_block, 1, INT_MAX, NSA__AT_slc_block},
+        {d->slc_block, 1, INT_MAX / 2, NSA__AT_slc_block},
         {d->slc_count, 1, INT_MAX / 4, NSA__AT_slc_count},
         {d->slc_init, 0, INT_MAX / 4, NSA__AT_slc_init},
         {d->slc_local, 0, INT_MAX / 4, NSA__AT_slc_local},
@@ -1381,11 +1381,15 @@ static int nsa__threads(const nsa_desc *d) {
 #endif
 }
 
-/* Bytes of a workspace: what all share, a scratch for each thread, and slack to align its start. */
-static size_t nsa__workspace_bytes(const nsa_desc *d, size_t shared, size_t scratch) {
+/* Bytes of a workspace: what all share, so many scratches, and slack to align its start. */
+static size_t nsa__bytes_for(size_t shared, int scratches, size_t scratch) {
     nsa__arena total = {NULL, shared};
-    if (scratch) nsa__take(&total, (int64_t)nsa__threads(d), scratch);
+    if (scratch) nsa__take(&total, scratches, scratch);
     return total.used + NSA__ALIGN;
+}
+
+static size_t nsa__workspace_bytes(const nsa_desc *d, size_t shared, size_t scratch) {
+    return nsa__bytes_for(shared, nsa__threads(d), scratch);
 }
 
 /* How a call runs its loops. */
@@ -1399,7 +1403,7 @@ typedef struct nsa__team {
    the call uses. */
 static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *workspace, size_t bytes,
                                  size_t shared, size_t scratch) {
-    size_t least = shared + (d->threads ? (size_t)nsa__threads(d) : 1) * scratch + NSA__ALIGN;
+    size_t least = nsa__bytes_for(shared, d->threads ? nsa__threads(d) : 1, scratch);
     if (!workspace || bytes < least) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     size_t room = scratch ? (bytes - NSA__ALIGN - shared) / scratch : (size_t)nsa__threads(d);
     team->threads = (int)nsa__min((int64_t)nsa__min((int64_t)room, INT_MAX), nsa__threads(d));
@@ -2352,7 +2356,7 @@ static void nsa__scatter(const nsa__batch *b, nsa_real *all, const nsa_real *som
 }
 
 /* Loads the rows of a task's queries, times factor, with zeros up to `wide`; bad[r] is set for those
-   with a non-finite value, which come as zeros. */
+   with a value that is not finite, or not after it, which come as zeros. */
 static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x,
                               int width, int wide, nsa_real factor, nsa_real *to,
                               unsigned char *bad) {
@@ -2364,8 +2368,12 @@ static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_
         if (ahead < rows)
             nsa__fetch(nsa__row(x, p->seq.batch, first + ahead / G, head + ahead % G), row_bytes);
         const void *row = nsa__row(x, p->seq.batch, first + r / G, head + r % G);
-        if (!nsa__load_finite(to, x->dtype, row, width)) bad[r] = 1;
+        nsa__load(to, x->dtype, row, width);
         nsa__scale(to, factor, width);
+        if (!nsa__all_finite(to, width)) {
+            memset(to, 0, (size_t)width * sizeof *to);
+            bad[r] = 1;
+        }
         memset(to + width, 0, (size_t)(wide - width) * sizeof *to);
     }
 }
@@ -4038,9 +4046,11 @@ static void nsa__chain_gradient_plan(nsa__chain_gradient *g, const nsa_attention
         sum->width =
             i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
         if (!to[i]->data || to[i]->dtype == NSA_REAL_DTYPE) continue;
-        int same = 1; /* q has rows of its own; of the keys the first that adds to this memory holds
-                         the sum */
-        while (same < i && (i == NSA__SUM_Q || to[same]->data != to[i]->data)) same++;
+        int same = 1; /* q has rows of its own; of the keys the first that adds to this view holds
+                         the sum. Rows of another width in the same memory have their own */
+        while (same < i && (i == NSA__SUM_Q || !nsa__same_view(to[same], to[i]) ||
+                            g->sum[same].width != sum->width))
+            same++;
         if (i != NSA__SUM_Q && same < i) {
             sum->view = g->sum[same].view;
             continue;
@@ -4073,7 +4083,7 @@ NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
     nsa__arena a = {NULL, 0};
     if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
     nsa__chain_gradient_plan(&g, dx, d, &a);
-    return g.own + nsa__chain_backward_rest(x, d) + NSA__ALIGN;
+    return nsa__bytes_for(g.own, 1, nsa__chain_backward_rest(x, d));
 }
 
 static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const nsa_attention *x,
@@ -4332,7 +4342,8 @@ NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length) 
 
 static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
     const nsa_desc *x = &a->desc, *y = &b->desc;
-    return x->kv_heads == y->kv_heads && x->dim == y->dim && x->dim_v == y->dim_v &&
+    return x->window == y->window && x->window_rule == y->window_rule &&
+           x->kv_heads == y->kv_heads && x->dim == y->dim && x->dim_v == y->dim_v &&
            x->cmp_block == y->cmp_block && x->cmp_stride == y->cmp_stride &&
            a->k_slc.dtype == b->k_slc.dtype && a->max_rewind == b->max_rewind &&
            a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
@@ -4534,7 +4545,7 @@ static nsa__decode_pass nsa__decode_plan(const nsa_attention *x, nsa_cache *cach
     nsa__take(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
     nsa__take(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
     p.shared = shared.used;
-    p.bytes = task.used + nsa_attention_forward_workspace_size(x, &d) + NSA__ALIGN;
+    p.bytes = nsa__bytes_for(task.used, 1, nsa_attention_forward_workspace_size(x, &d));
     return p;
 }
 
@@ -4864,9 +4875,14 @@ NSA__TARGET static void T(gradient)(int rows, int n, ptrdiff_t ld, int group, co
         const V lse = T(splat)(lse2[r]), zero = T(splat)(0);
         for (int j = 0; j < n; j += L) {
             V p = T(exp2)(IN(s + r * ld + j) - lse);
-            if (seen != ~(uint64_t)0) p = T(pick)(T(seen)(seen, first + j), p, zero);
+            V ds = p * (IN(dp + r * ld + j) - T(splat)(delta[r]));
+            if (seen != ~(uint64_t)0) { /* ds too: what is masked may overflow, and 0 inf is NaN */
+                const I on = T(seen)(seen, first + j);
+                p = T(pick)(on, p, zero);
+                ds = T(pick)(on, ds, zero);
+            }
             AT(s + r * ld + j) = p;
-            AT(dp + r * ld + j) = p * (IN(dp + r * ld + j) - T(splat)(delta[r]));
+            AT(dp + r * ld + j) = ds;
         }
     }
 }

@@ -345,6 +345,42 @@ static void test_shared_keys(const chain_case *c, nsa_dtype dtype) {
     guards_free();
 }
 
+/* Gradients of keys within the rows of values, which are wider: they add up, and a sum of the narrow
+   rows does not stand in for one of the wide. */
+static void test_nested_rows(nsa_dtype dtype) {
+    const chain_case c = {"", &geometries[26], NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID,
+                          0};
+    nsa_desc d = chain_desc(&c);
+    suite s = suite_of(&c);
+    chain_slots at = slots_of(&c);
+    int k[] = {at.k_slc, at.k_win, at.k_cmp.at[PHI_X]},
+        v[] = {at.v_slc, at.v_win, at.v_cmp.at[PHI_X]};
+    values in = values_random(&s, &d, dtype, 10), zeros = values_zero(&s, &d);
+    instance p;
+    check_case("attention, %s, gradients of K in the rows of V", dtype_name(dtype));
+    instance_new(&p, &s, &d, &in, dtype, dtype, 0, &zeros);
+    nsa_attention *dx = (nsa_attention *)instance_dx(&p);
+    dx->k_slc = dx->k_win = dx->k_cmp.x = dx->v_win = dx->v_cmp.x = dx->v_slc;
+    instance_run(&p);
+    tensor_get(&p.x[at.blocks], in.x[at.blocks]);
+    values want = values_reference(&s, &d, &in, REF_F64),
+           plain = values_reference(&s, &d, &in, dtype_prec(dtype));
+    plan rows = plan_of(&d);
+    size_t wide = (size_t)d.dim_v, narrow = (size_t)d.dim,
+           count = slot_count(&s.slots[v[0]], &rows);
+    for (size_t j = 0; j < count; j++) {
+        size_t of_k = j / wide * narrow + j % wide;
+        for (int i = 0; i < 3; i++) {
+            if (i) want.dx[v[0]][j] += want.dx[v[i]][j], plain.dx[v[0]][j] += plain.dx[v[i]][j];
+            if (j % wide >= narrow) continue;
+            want.dx[v[0]][j] += want.dx[k[i]][of_k], plain.dx[v[0]][j] += plain.dx[k[i]][of_k];
+        }
+    }
+    suite_compare("dx.v", &p.dx[v[0]], &d, 0, want.dx[v[0]], plain.dx[v[0]], 3);
+    values_free(&in), values_free(&zeros), values_free(&want), values_free(&plain);
+    guards_free();
+}
+
 /* ---- A NaN in what cmp compresses: it may change lists, but only of queries that see it ---- */
 
 static void test_nan_before_selection(const chain_case *c, nsa_dtype dtype, int of_v) {
@@ -557,6 +593,7 @@ int main(int argc, char **argv) {
     if (!CHECKS_CUDA || !quick) test_shift(&chain_cases[5], 1000);
     test_full();
     test_widths();
+    test_nested_rows(dtypes[1]);
     if (!CHECKS_CUDA) test_workspace_is_linear();
 #ifdef CHECK_F64
     test_gradients();

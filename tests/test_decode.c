@@ -429,6 +429,17 @@ static void test_refusals(world *w) {
     s = nsa_decode(x, &other, 1, NULL, NULL, w->workspace, w->bytes);
     CHECK(nsa_status_kind(s) == NSA_ERROR_SIZE, "views of another geometry: %d", s);
     free(memory);
+    /* Another window may have rings of as many rows, where there is no room for more tokens. */
+    d = describe(w->g, SEQUENCES);
+    d.window = 2 * TOKENS;
+    d.tokens = d.count = (int)(w->cache.k_win.batch / w->cache.k_win.token);
+    size = nsa_cache_size(&d, w->g->dtype, w->g->max_rewind);
+    memory = malloc(size);
+    s = nsa_cache_init(&other, &d, w->g->dtype, w->g->max_rewind, memory, size);
+    CHECK(s == NSA_OK && other.k_win.batch == w->cache.k_win.batch, "rings of as many rows");
+    s = nsa_cache_fork(&other, 0, &w->cache, 0, 0);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "a cache of another window: %d", s);
+    free(memory);
 }
 
 /* From nothing to the last token, `at_once` tokens at a time where the cache takes as many. */

@@ -1,6 +1,9 @@
-/* test_findings.c - what fuzzing found in nsa.h, each as the smallest call that showed it.
-   Twin: tests/fuzz, which found them, and docs/hardening.md, which tells of each. Not here: what
+/* test_findings.c - what fuzzing and hostile readers found in nsa.h, each as the smallest call that
+   showed it.
+   Twin: tests/fuzz, which found the first, and docs/hardening.md, which tells of each. Not here: what
    the tests of the primitives hold already. */
+#include <limits.h>
+
 #include "check.h"
 #include "nsa.h"
 
@@ -120,11 +123,74 @@ static void test_lse_of_other_scores(void) {
         }
 }
 
+/* A product with what a query does not see may overflow: 0 times infinity made NaN of the query's
+   dq, so that finite values of a later token reached earlier ones; and a q that overflows once it is
+   scaled made NaN of the dk of keys that its query does not see. */
+static void test_overflow_behind_the_mask(void) {
+    check_case("products that overflow behind the mask");
+    enum { LATE = 6 };
+    static nsa_real dq[T * D], dk[T * D];
+    static float dout[T * D];
+    const float huge =
+        sizeof(nsa_real) == 4 ? 3e38f : 0; /* of floats no product overflows a double */
+    for (int isa = NSA_ISA_PLAIN; isa <= NSA_ISA_NEON; isa++)
+        for (int of_q = 0; nsa_isa_available((nsa_isa)isa) && of_q < 2; of_q++) {
+            nsa_desc d = small();
+            d.isa = (nsa_isa)isa;
+            d.scale = 4;
+            for (int i = 0; i < T * D; i++) {
+                q[i] = k[i] = (float)(i % 5) / 5;
+                v[i] = dout[i] = 3;
+            }
+            for (int i = LATE * D; i < LATE * D + D; i++) (of_q ? q : v)[i] = huge;
+            nsa_attend x = window(), dx = x;
+            memset(dq, 0, sizeof dq);
+            memset(dk, 0, sizeof dk);
+            dx.q = nsa_tensor_bthd(dq, NSA_REAL_DTYPE, T, 1, D);
+            dx.k = nsa_tensor_bthd(dk, NSA_REAL_DTYPE, T, 1, D);
+            dx.v.data = NULL;
+            dx.out = nsa_tensor_bthd(dout, NSA_F32, T, 1, D);
+            nsa_status s = nsa_attend_dense_forward(&x, &d, workspace, sizeof workspace);
+            if (s == NSA_OK)
+                s = nsa_attend_dense_backward(&dx, &x, &d, workspace, sizeof workspace);
+            double sum = 0; /* NaN where one of them is */
+            for (int i = 0; i < LATE * D; i++) sum += (double)dq[i] + (double)out[i];
+            if (of_q)
+                for (int i = LATE * D + D; i < T * D; i++) sum += (double)dk[i];
+            uint64_t bits;
+            memcpy(&bits, &sum, sizeof bits);
+            CHECK(s == NSA_OK && (bits >> 52 & 0x7ff) != 0x7ff, "%s, a huge %s: %s, %g",
+                  nsa_isa_name(d.isa), of_q ? "q" : "v", nsa_status_name(s), sum);
+        }
+}
+
+/* The sum of the parts' sizes passed 2^64, and the query returned what was left of it. */
+static void test_sizes_that_do_not_add_up(void) {
+    check_case("sizes whose sum passes the address space");
+    nsa_attention x, dx;
+    nsa_desc d = nsa_desc_default(1, 1 << 30, (1 << 21) - 1, (1 << 21) - 1, 256);
+    memset(&x, 0, sizeof x);
+    x.k_cmp.dim = x.v_cmp.dim = 256;
+    dx = x;
+    nsa_tensor *views[] = {&dx.q,     &dx.k_cmp.x, &dx.v_cmp.x, &dx.k_slc,
+                           &dx.v_slc, &dx.k_win,   &dx.v_win};
+    for (int i = 0; i < 7; i++)
+        *views[i] = nsa_tensor_bthd(workspace + 2 * i, NSA_BF16, d.tokens, d.heads, 256);
+    size_t bytes = nsa_attention_backward_workspace_size(&dx, &x, &d);
+    CHECK(sizeof(size_t) < 8 ? bytes == 0 : bytes == SIZE_MAX, "%zu bytes", bytes);
+    d = small();
+    d.cmp_stride = 1;
+    d.cmp_block = d.slc_block = INT_MAX; /* their strides together passed 2^31 */
+    CHECK(nsa_status_kind(nsa_desc_check(&d)) == NSA_ERROR_SIZE, "blocks of 2^31 - 1 tokens");
+}
+
 int main(void) {
     for (int i = 0; i < T * D; i++) v[i] = 3;
     test_scale_beyond_float();
     test_empty_sequences_behind_row_0();
     test_dtype_of_an_unread_tensor();
     test_lse_of_other_scores();
+    test_overflow_behind_the_mask();
+    test_sizes_that_do_not_add_up();
     return check_done("test_findings");
 }

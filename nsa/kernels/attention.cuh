@@ -157,6 +157,11 @@ static nsa_tensor nsa__cuda_take_tensor(nsa__cuda_arena *a, const nsa_desc *d, n
     return x;
 }
 
+static bool nsa__cuda_same_view(const nsa_tensor &a, const nsa_tensor &b) {
+    return a.data == b.data && a.dtype == b.dtype && a.batch == b.batch && a.token == b.token &&
+           a.head == b.head;
+}
+
 static void nsa__cuda_chain_gradient_plan(nsa__cuda_chain_gradient *g, const nsa_attention *dx,
                                           const nsa_attention *x, const nsa_desc *d,
                                           nsa__cuda_arena *a) {
@@ -178,10 +183,11 @@ static void nsa__cuda_chain_gradient_plan(nsa__cuda_chain_gradient *g, const nsa
                 ? d->dim_v
                 : d->dim;
         if (!to[i].data || to[i].dtype == NSA_F32) continue;
-        int same =
-            i; /* q has rows of its own; of the keys the first of this memory holds the sum */
+        int same = i; /* q has rows of its own; of the keys the first of this view holds the sum.
+                         Rows of another width in the same memory have their own */
         for (int other = i - 1; other > NSA__CUDA_SUM_Q; other--)
-            if (to[other].data == to[i].data) same = other;
+            if (nsa__cuda_same_view(to[other], to[i]) && g->sum[other].width == sum->width)
+                same = other;
         if (same < i) {
             sum->view = g->sum[same].view;
             continue;
@@ -211,7 +217,8 @@ extern "C" size_t nsa_cuda_attention_backward_workspace_size(const nsa_attention
     nsa__cuda_arena a = {NULL, 0};
     if (nsa__cuda_attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
     nsa__cuda_chain_gradient_plan(&g, dx, x, d, &a);
-    return g.own + NSA__CUDA_ALIGN + nsa__cuda_chain_backward_rest(x, d);
+    nsa__cuda_take<char>(&a, static_cast<int64_t>(nsa__cuda_chain_backward_rest(x, d)));
+    return nsa__cuda_arena_bytes(&a);
 }
 
 static nsa_status nsa__cuda_attention_gradient_check(const nsa_attention *dx,

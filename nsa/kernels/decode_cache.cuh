@@ -214,6 +214,8 @@ static bool nsa__cuda_cache_same_geometry(const nsa_cache *a, const nsa_cache *b
                             {x->dim_v, y->dim_v},
                             {x->cmp_block, y->cmp_block},
                             {x->cmp_stride, y->cmp_stride},
+                            {x->window, y->window},
+                            {x->window_rule, y->window_rule},
                             {a->max_rewind, b->max_rewind},
                             {a->k_slc.dtype, b->k_slc.dtype}};
     for (const int(&pair)[2] : pairs)
