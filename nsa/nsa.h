@@ -829,6 +829,8 @@ extern "C" {
 /* Stands for "no maximum yet". Finite, so that no difference of two maxima is inf - inf. */
 #define NSA__LOWEST ((nsa_real)(sizeof(nsa_real) == sizeof(double) ? -DBL_MAX : -FLT_MAX))
 
+enum { NSA__LANES = 16 }; /* packed rows are whole multiples: the widest vector */
+
 /* Integers as wide as nsa_real. */
 #define NSA__BITS_float       32
 #define NSA__BITS_double      64
@@ -1006,9 +1008,12 @@ NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype 
     for (int i = 0; i < n; i++) sum[i] += factor * x[i];
 }
 
+/* n is a multiple of 16. */
 NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int n) {
-    nsa_real sum = 0;
-    for (int i = 0; i < n; i++) sum += a[i] * b[i];
+    nsa_real part[NSA__LANES] = {0}, sum = 0;
+    for (int i = 0; i < n; i += NSA__LANES)
+        for (int j = 0; j < NSA__LANES; j++) part[j] += a[i + j] * b[i + j];
+    for (int j = 0; j < NSA__LANES; j++) sum += part[j];
     return sum;
 }
 
@@ -1473,8 +1478,6 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
    and desc.isa or the machine chooses among them when a call begins. The bits of a row of the
    result depend on that row's operands alone, never on how many rows there are or where it stands:
    every sum runs over k in ascending order. */
-
-enum { NSA__LANES = 16 }; /* packed rows are whole multiples: the widest vector */
 
 typedef struct nsa__tiles {
     /* c[m][n] = a[m][k] b[k][n], or with `add` c = keep c + a b, where keep is a factor for each
@@ -1960,7 +1963,8 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
 
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
 
-enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__HEADS_AT_ONCE = 4, NSA__ROWS_AHEAD = 8 };
+enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__HEADS_AT_ONCE = 4, NSA__TASKS = 32 };
+enum { NSA__ROWS_AHEAD = 8 };
 
 /* Queries that go through the tiles at once: about NSA__BATCH_ROWS rows. No more than these are read
    where they lie: see nsa__forward_few. */
@@ -2063,6 +2067,21 @@ static int nsa__max_keys(const nsa__pass *p) {
     return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
 }
 
+/* Heads that are worked on at once: as many as make a token's rows some 256 numbers. */
+static int nsa__heads_at_once(const nsa_desc *d) {
+    int64_t near = nsa__max(1, 256 / d->dim);
+    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_AT_ONCE));
+}
+
+/* slc takes many, so that a tile finds readers: what a second-level cache holds, but `tasks` of them
+   at least, for threads to share. */
+static int nsa__task_queries(const nsa__pass *p, int tasks) {
+    int64_t rows = (1 << 18) / (p->wide + p->wide_v);
+    if (p->branch != NSA__SLC) return p->batch_queries;
+    return (int)nsa__max(p->batch_queries,
+                         nsa__min(rows / p->group, nsa__ceil_div(p->d->count, tasks)));
+}
+
 static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *dx,
                            const nsa_desc *d, nsa__branch branch) {
     memset(p, 0, sizeof *p);
@@ -2078,22 +2097,11 @@ static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *
     p->tile_in_block = branch == NSA__SLC && d->slc_block % p->tile == 0;
     p->wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
     p->wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
-    p->batch_queries = p->task_queries = nsa__few_queries(d);
-    if (branch ==
-        NSA__SLC) { /* many queries, so that a tile finds readers, in a second-level cache */
-        int64_t rows = (1 << 18) / (p->wide + p->wide_v);
-        int64_t queries = nsa__min(rows / p->group, nsa__ceil_div(d->count, 32));
-        p->task_queries = (int)nsa__max(p->task_queries, queries);
-    }
+    p->batch_queries = nsa__few_queries(d);
+    p->task_queries = nsa__task_queries(p, NSA__TASKS);
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     p->scale = (nsa_real)scale;
     p->scale2 = (nsa_real)(scale * NSA__LOG2E);
-}
-
-/* Heads that are worked on at once: as many as make a token's rows some 256 numbers. */
-static int nsa__heads_at_once(const nsa_desc *d) {
-    int64_t near = nsa__max(1, 256 / d->dim);
-    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_AT_ONCE));
 }
 
 static void nsa__passes_init(nsa__pass *passes, const nsa_attend *x, const nsa_attend *dx,
@@ -2120,7 +2128,7 @@ static void nsa__pass_take_keys(nsa__pass *p, nsa__arena *a, int rows, int trans
     if (transposed_values) p->v_t = nsa__take_reals(a, size * p->d->dim_v);
 }
 
-static const void *nsa__key(const nsa__pass *p, const nsa_tensor *x, int key) {
+static void *nsa__key(const nsa__pass *p, const nsa_tensor *x, int key) {
     return nsa__row(x, p->seq.batch, p->key_row + (p->ring ? key % p->ring : key), p->kv_head);
 }
 
@@ -2355,20 +2363,19 @@ static void nsa__scatter(const nsa__batch *b, nsa_real *all, const nsa_real *som
                (size_t)width * sizeof *all);
 }
 
+/* Row r of a task's queries in x. */
+static void *nsa__query_row(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x, int r) {
+    return nsa__row(x, p->seq.batch, p->seq.row + w->first - p->seq.first + r / p->group,
+                    p->kv_head * p->group + r % p->group);
+}
+
 /* Loads the rows of a task's queries, times factor, with zeros up to `wide`; bad[r] is set for those
-   with a value that is not finite, or not after it, which come as zeros. */
+   with a value that is not finite, then or before, which come as zeros. */
 static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x,
                               int width, int wide, nsa_real factor, nsa_real *to,
                               unsigned char *bad) {
-    int G = p->group, rows = w->queries * G, head = p->kv_head * G;
-    int64_t first = p->seq.row + w->first - p->seq.first;
-    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
-    for (int r = 0; r < rows; r++, to += wide) {
-        int ahead = r + NSA__ROWS_AHEAD;
-        if (ahead < rows)
-            nsa__fetch(nsa__row(x, p->seq.batch, first + ahead / G, head + ahead % G), row_bytes);
-        const void *row = nsa__row(x, p->seq.batch, first + r / G, head + r % G);
-        nsa__load(to, x->dtype, row, width);
+    for (int r = 0; r < w->queries * p->group; r++, to += wide) {
+        nsa__load(to, x->dtype, nsa__query_row(p, w, x, r), width);
         nsa__scale(to, factor, width);
         if (!nsa__all_finite(to, width)) {
             memset(to, 0, (size_t)width * sizeof *to);
@@ -2381,9 +2388,7 @@ static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_
 /* lse of a row in base 2; where it is not finite 0, and the row is bad. */
 static nsa_real nsa__load_lse2(const nsa__pass *p, const nsa__walk *w, int r, unsigned char *bad) {
     nsa_real lse;
-    int64_t row = p->seq.row + w->first - p->seq.first + r / p->group;
-    nsa__load(&lse, p->x->lse.dtype,
-              nsa__row(&p->x->lse, p->seq.batch, row, p->kv_head * p->group + r % p->group), 1);
+    nsa__load(&lse, p->x->lse.dtype, nsa__query_row(p, w, &p->x->lse, r), 1);
     if (!nsa__is_finite((double)lse)) bad[r] = 1;
     return bad[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
 }
@@ -2705,10 +2710,7 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__b
 static void nsa__forward_end(nsa__forward *f, const nsa__pass *p) {
     int dim_v = p->d->dim_v;
     for (int r = 0; r < f->walk.queries * p->group; r++) {
-        int64_t row = p->seq.row + f->walk.first - p->seq.first + r / p->group;
-        int head = p->kv_head * p->group + r % p->group;
-        nsa_real *out = f->out + (ptrdiff_t)r * p->wide_v, lse = nsa__minus_infinity();
-        nsa_real l = 0;
+        nsa_real *out = f->out + (ptrdiff_t)r * p->wide_v, lse = nsa__minus_infinity(), l = 0;
         for (int j = 0; j < NSA__LANES; j++) l += f->l[(ptrdiff_t)r * NSA__LANES + j];
         if (l != 0) {
             nsa__scale(out, 1 / l, dim_v);
@@ -2718,8 +2720,8 @@ static void nsa__forward_end(nsa__forward *f, const nsa__pass *p) {
             for (int c = 0; c < dim_v; c++) out[c] = nsa__nan();
             lse = nsa__nan();
         }
-        nsa__store(p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, row, head), out, dim_v);
-        nsa__store(p->x->lse.dtype, nsa__row(&p->x->lse, p->seq.batch, row, head), &lse, 1);
+        nsa__store(p->x->out.dtype, nsa__query_row(p, &f->walk, &p->x->out, r), out, dim_v);
+        nsa__store(p->x->lse.dtype, nsa__query_row(p, &f->walk, &p->x->lse, r), &lse, 1);
         if (p->select) f->m[r] = nsa__load_lse2(p, &f->walk, r, f->bad);
     }
     if (p->select) nsa__select_queries(p, &f->walk, &f->scoring, f->m, f->bad);
@@ -2777,7 +2779,7 @@ static void nsa__backward_take(nsa__backward *f, const nsa__pass *p, nsa__arena 
 }
 
 static void nsa__backward_begin(nsa__backward *f, const nsa__pass *p, int64_t task) {
-    nsa_real out[NSA__MAX_DIM];
+    nsa_real out[NSA__MAX_DIM] = {0};
     nsa__walk_begin(&f->walk, p, task);
     int rows = f->walk.queries * p->group;
     memset(f->reads, 0, (size_t)f->walk.queries);
@@ -2786,12 +2788,9 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__pass *p, int64_t ta
     nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
     nsa__load_queries(p, &f->walk, &p->dx->out, p->d->dim_v, p->wide_v, 1, f->dout, f->bad);
     for (int r = 0; r < rows; r++) {
-        int64_t at = p->seq.row + f->walk.first - p->seq.first + r / p->group;
-        int head = p->kv_head * p->group + r % p->group;
-        nsa__load(out, p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, at, head), p->d->dim_v);
+        nsa__load(out, p->x->out.dtype, nsa__query_row(p, &f->walk, &p->x->out, r), p->d->dim_v);
         f->lse2[r] = nsa__load_lse2(p, &f->walk, r, f->bad);
-        f->delta[r] =
-            f->bad[r] ? 0 : nsa__dot(out, f->dout + (ptrdiff_t)r * p->wide_v, p->d->dim_v);
+        f->delta[r] = f->bad[r] ? 0 : nsa__dot(out, f->dout + (ptrdiff_t)r * p->wide_v, p->wide_v);
     }
 }
 
@@ -2833,10 +2832,7 @@ static void nsa__backward_end(nsa__backward *f, const nsa__pass *p) {
         nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
         if (!f->reads[r / p->group]) continue;
         for (int c = 0; f->bad[r] && c < dim; c++) dq[c] = nsa__nan();
-        void *to = nsa__row(&p->dx->q, p->seq.batch,
-                            p->seq.row + f->walk.first - p->seq.first + r / p->group,
-                            p->kv_head * p->group + r % p->group);
-        nsa__add(p->dx->q.dtype, to, p->scale, dq, dim);
+        nsa__add(p->dx->q.dtype, nsa__query_row(p, &f->walk, &p->dx->q, r), p->scale, dq, dim);
     }
 }
 
@@ -2870,12 +2866,12 @@ static void nsa__key_gradient_clear(const nsa__pass *p) {
 
 static void nsa__key_gradient_add(const nsa__pass *p, const nsa_tensor *to, int tile,
                                   nsa_real factor, nsa_real *sum, int width, int wide) {
-    int64_t begin = (int64_t)tile * p->tile;
-    for (int r = 0; sum && r < p->tile && begin + r < p->keys; r++) {
-        nsa_real *row = sum + (begin + r) * wide;
-        for (int c = 0; p->bad_key[tile] >> r & 1 && c < width; c++) row[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__row(to, p->seq.batch, p->key_row + begin + r, p->kv_head), factor,
-                 row, width);
+    int begin = tile * p->tile, end = (int)nsa__min((int64_t)begin + p->tile, p->keys);
+    for (int key = begin; sum && key < end; key++) {
+        nsa_real *row = sum + (ptrdiff_t)key * wide;
+        for (int c = 0; p->bad_key[tile] >> (key - begin) & 1 && c < width; c++)
+            row[c] = nsa__nan();
+        nsa__add(to->dtype, nsa__key(p, to, key), factor, row, width);
     }
 }
 
@@ -2917,6 +2913,9 @@ static size_t nsa__backward_plan(nsa__pass *passes, nsa__arena *shared) {
     for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
         nsa__pass *p = &passes[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+        /* every task comes back to the tiles' dk and dv: the tasks of all heads are as many as
+           forward's of one */
+        p->task_queries = nsa__task_queries(p, NSA__TASKS / nsa__heads_at_once(p->d));
         nsa__pass_take_keys(p, shared, 1, 1);
         p->dk = nsa__take_reals(shared, tiles * p->tile * p->wide);
         p->dv = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
