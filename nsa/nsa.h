@@ -2572,20 +2572,8 @@ static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a
     f->rows = nsa__take_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
 }
 
-static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task) {
-    nsa__walk_begin(&f->walk, p, task);
-    int rows = f->walk.queries * p->group;
-    memset(f->bad, 0, (size_t)rows);
-    memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
-    memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
-    for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
-    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
-    if (!p->few) return;
-    memset(f->q_t, 0, (size_t)p->d->dim * (size_t)f->columns * sizeof *f->q_t);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < p->d->dim; c++)
-            f->q_t[(ptrdiff_t)c * f->columns + r] = f->q[(ptrdiff_t)r * p->wide + c];
-}
+/* -- few queries, in decoding most of all: they read keys where they lie, for packing a tile would
+   cost more than its products do -- */
 
 /* Rows of keys: `at` and every `row` numbers behind it. */
 typedef struct nsa__rows {
@@ -2634,9 +2622,8 @@ static int nsa__walk_ahead(const nsa__walk *w, const nsa__pass *p) {
 
 enum { NSA__KEYS_AT_ONCE = 24 }; /* whole pieces of the product, whatever the vectors */
 
-/* The batch's scores of n keys from `begin` on, by the keys' rows and q's as columns: packing a tile
-   would cost few queries more than the product does. Every score is the same sum in the same order.
-   Rows that are not finite make no score that is. */
+/* The batch's scores of n keys from `begin` on, by the keys' rows and q's as columns. Every score is
+   the same sum in the same order. Rows that are not finite make no score that is. */
 static void nsa__few_scores(nsa__forward *f, const nsa__pass *p, const nsa__batch *b, int begin,
                             int n, uint64_t *bad) {
     int ahead = nsa__walk_ahead(&f->walk, p);
@@ -2670,6 +2657,23 @@ static nsa__rows nsa__few_values(nsa__forward *f, const nsa__pass *p, int begin,
         if (p->tiles->finite(n, p->wide_v, v.row, v.at)) return v;
     }
     return nsa__rows_copied(p, x, begin, n, p->d->dim_v, p->wide_v, f->rows, bad);
+}
+
+/* -- forward, of few queries and of many -- */
+
+static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task) {
+    nsa__walk_begin(&f->walk, p, task);
+    int rows = f->walk.queries * p->group;
+    memset(f->bad, 0, (size_t)rows);
+    memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
+    memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
+    for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
+    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
+    if (!p->few) return;
+    memset(f->q_t, 0, (size_t)p->d->dim * (size_t)f->columns * sizeof *f->q_t);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < p->d->dim; c++)
+            f->q_t[(ptrdiff_t)c * f->columns + r] = f->q[(ptrdiff_t)r * p->wide + c];
 }
 
 /* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
