@@ -1063,6 +1063,13 @@ NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int 
 
 /* ---- Checks -------------------------------------------------------------------------------- */
 
+/* Leaves a function with the status of what failed. */
+#define NSA__CHECK(call)                     \
+    do {                                     \
+        nsa_status failed = (call);          \
+        if (failed != NSA_OK) return failed; \
+    } while (0)
+
 /* Every kind of error once: its name and its sentence. */
 #define NSA__STATUSES(X)                                                                           \
     X(NSA_OK, "success")                                                                           \
@@ -1221,9 +1228,8 @@ static nsa_status nsa__check_begins(const nsa_desc *d) {
 
 static nsa_status nsa__check_geometry(const nsa_desc *d) {
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
-    nsa_status s = nsa__check_sizes(d);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__check_options(d)) != NSA_OK) return s;
+    NSA__CHECK(nsa__check_sizes(d));
+    NSA__CHECK(nsa__check_options(d));
     if (d->heads % d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_heads);
     if (d->gate_heads != d->heads && d->gate_heads != d->kv_heads)
         return nsa__error(NSA_ERROR_HEADS, NSA__AT_gate_heads);
@@ -1663,8 +1669,7 @@ NSA_API int64_t nsa_block_map_size(const nsa_desc *d, int tokens) {
 
 NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr, int32_t *indices,
                                  nsa_real *weights) {
-    nsa_status s = nsa__check_geometry(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__check_geometry(d));
     if (tokens < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_tokens);
     int64_t entries = nsa_block_map_size(d, tokens);
     if (entries > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
@@ -1758,10 +1763,9 @@ static void nsa__rope_task(const void *context, int64_t index, void *scratch) {
 }
 
 static nsa_status nsa__rope_check(const nsa_rope *x, const nsa_desc *d) {
-    nsa_status s = nsa_desc_check(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if ((s = nsa__rope_check_options(x)) != NSA_OK) return s;
+    NSA__CHECK(nsa__rope_check_options(x));
     if (!nsa__fits(d->batch, d->tokens, x->heads, x->dim))
         return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_heads);
     if (!x->positions.data) return NSA_OK;
@@ -1781,23 +1785,20 @@ static void nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc 
 }
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {
-    nsa_status s = nsa__rope_check(x, d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__rope_check(x, d));
     nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
-    if ((s = nsa__check_view(&x->x, shape, nsa__floats(), 0, NSA__AT_x)) != NSA_OK) return s;
-    if ((s = nsa__check_view(&x->out, shape, nsa__floats(), 1, NSA__AT_out)) != NSA_OK) return s;
+    NSA__CHECK(nsa__check_view(&x->x, shape, nsa__floats(), 0, NSA__AT_x));
+    NSA__CHECK(nsa__check_view(&x->out, shape, nsa__floats(), 1, NSA__AT_out));
     nsa__rope_run(NULL, x, d);
     return NSA_OK;
 }
 
 NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
-    nsa_status s = nsa__rope_check(x, d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__rope_check(x, d));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
-    s = nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__check_gradient(&dx->x, &x->x, shape, NSA__AT_x)) != NSA_OK) return s;
+    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gradient(&dx->x, &x->x, shape, NSA__AT_x));
     if (dx->x.data) nsa__rope_run(dx, x, d);
     return NSA_OK;
 }
@@ -1917,38 +1918,33 @@ static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forw
                                   const nsa__gate_fields *at) {
     nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
                logits = nsa__query_shape(d, d->gate_heads, 3);
-    nsa_status s = nsa__check_view(&x->logits, logits, nsa__floats(), 0, at->logits);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__check_view(&x->cmp, shape, nsa__floats(), 0, at->cmp)) != NSA_OK) return s;
-    if ((s = nsa__check_view(&x->slc, shape, nsa__floats(), 0, at->slc)) != NSA_OK) return s;
-    if ((s = nsa__check_view(&x->win, shape, nsa__floats(), 0, at->win)) != NSA_OK) return s;
+    NSA__CHECK(nsa__check_view(&x->logits, logits, nsa__floats(), 0, at->logits));
+    NSA__CHECK(nsa__check_view(&x->cmp, shape, nsa__floats(), 0, at->cmp));
+    NSA__CHECK(nsa__check_view(&x->slc, shape, nsa__floats(), 0, at->slc));
+    NSA__CHECK(nsa__check_view(&x->win, shape, nsa__floats(), 0, at->win));
     return forward ? nsa__check_view(&x->out, shape, nsa__floats(), 1, at->out) : NSA_OK;
 }
 
 NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
-    nsa_status s = nsa_desc_check(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if ((s = nsa__gate_check(x, d, 1, &nsa__gate_names)) != NSA_OK) return s;
+    NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
     nsa__gate_run(NULL, x, d);
     return NSA_OK;
 }
 
 NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
-    nsa_status s = nsa_desc_check(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    if ((s = nsa__gate_check(x, d, 0, &nsa__gate_names)) != NSA_OK) return s;
+    NSA__CHECK(nsa__gate_check(x, d, 0, &nsa__gate_names));
     nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
                logits = nsa__query_shape(d, d->gate_heads, 3);
-    s = nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__check_gradient(&dx->logits, &x->logits, logits, NSA__AT_logits)) != NSA_OK)
-        return s;
-    if ((s = nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp)) != NSA_OK) return s;
-    if ((s = nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc)) != NSA_OK) return s;
-    if ((s = nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win)) != NSA_OK) return s;
+    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gradient(&dx->logits, &x->logits, logits, NSA__AT_logits));
+    NSA__CHECK(nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp));
+    NSA__CHECK(nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc));
+    NSA__CHECK(nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win));
     nsa__gate_run(dx, x, d);
     return NSA_OK;
 }
@@ -2968,8 +2964,7 @@ static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d
     nsa__arena shared = nsa__arena_at(workspace);
     nsa__passes_init(passes, x, NULL, d, branch);
     size_t scratch = nsa__forward_plan(passes, ask.select, &shared);
-    nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
     for (int i = 0; i < nsa__heads_at_once(d); i++) {
         passes[i].reach = ask.reach;
         passes[i].ring = ask.ring;
@@ -2999,8 +2994,7 @@ static nsa_status nsa__attend_backward_run(const nsa_attend *dx, const nsa_atten
     nsa__arena shared = nsa__arena_at(workspace);
     nsa__passes_init(passes, x, dx, d, branch);
     size_t scratch = nsa__backward_plan(passes, &shared);
-    nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
     for (int i = 0; i < nsa__heads_at_once(d); i++) {
         passes[i].reach = reach;
         if (!dx->k.data) passes[i].dk = NULL;
@@ -3026,20 +3020,16 @@ static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa_
                                     int forward, int lists, const nsa__attend_fields *at) {
     nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
                lse = nsa__query_shape(d, d->heads, 1);
-    nsa_status s =
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__check_view(&x->k, nsa__branch_shape(d, branch, d->dim), nsa__floats(), 0,
-                             at->k)) != NSA_OK)
-        return s;
-    if ((s = nsa__check_view(&x->v, nsa__branch_shape(d, branch, d->dim_v), nsa__floats(), 0,
-                             at->v)) != NSA_OK)
-        return s;
-    if ((s = nsa__check_view(&x->out, out, nsa__floats(), forward, at->out)) != NSA_OK) return s;
-    if ((s = nsa__check_view(&x->lse, lse, nsa__real_dtypes(), forward, at->lse)) != NSA_OK)
-        return s;
+    NSA__CHECK(
+        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
+    NSA__CHECK(
+        nsa__check_view(&x->k, nsa__branch_shape(d, branch, d->dim), nsa__floats(), 0, at->k));
+    NSA__CHECK(
+        nsa__check_view(&x->v, nsa__branch_shape(d, branch, d->dim_v), nsa__floats(), 0, at->v));
+    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), forward, at->out));
+    NSA__CHECK(nsa__check_view(&x->lse, lse, nsa__real_dtypes(), forward, at->lse));
     if (branch != NSA__SLC || !lists) return NSA_OK;
-    s = nsa_check_blocks(&x->blocks, d, NULL);
+    nsa_status s = nsa_check_blocks(&x->blocks, d, NULL);
     return s == NSA_OK ? s : nsa__error(nsa_status_kind(s), at->blocks);
 }
 
@@ -3047,35 +3037,28 @@ static nsa_status nsa__attend_gradient_check(const nsa_attend *dx, const nsa_att
                                              const nsa_desc *d, nsa__branch branch,
                                              const nsa__attend_fields *at) {
     nsa__shape dout = nsa__query_shape(d, d->heads, d->dim_v);
-    nsa_status s = nsa__check_view(&dx->out, dout, nsa__floats(), 0, at->out | NSA__GRADIENT);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__check_gradient(&dx->q, &x->q, nsa__query_shape(d, d->heads, d->dim), at->q)) !=
-        NSA_OK)
-        return s;
-    if ((s = nsa__check_gradient(&dx->k, &x->k, nsa__branch_shape(d, branch, d->dim), at->k)) !=
-        NSA_OK)
-        return s;
+    NSA__CHECK(nsa__check_view(&dx->out, dout, nsa__floats(), 0, at->out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, nsa__query_shape(d, d->heads, d->dim), at->q));
+    NSA__CHECK(nsa__check_gradient(&dx->k, &x->k, nsa__branch_shape(d, branch, d->dim), at->k));
     return nsa__check_gradient(&dx->v, &x->v, nsa__branch_shape(d, branch, d->dim_v), at->v);
 }
 
 static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                       void *workspace, size_t bytes) {
-    nsa_status s = nsa_desc_check(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if ((s = nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names)) != NSA_OK) return s;
+    NSA__CHECK(nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names));
     const nsa__request nothing = {NULL, 0, 0, NULL};
     return nsa__attend_forward_run(x, d, branch, nothing, workspace, bytes);
 }
 
 static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
                                        nsa__branch branch, void *workspace, size_t bytes) {
-    nsa_status s = nsa_desc_check(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    if ((s = nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names)) != NSA_OK) return s;
-    if ((s = nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names)) != NSA_OK) return s;
+    NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
+    NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
     return nsa__attend_backward_run(dx, x, d, branch, 0, workspace, bytes);
 }
 
@@ -3112,8 +3095,7 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
 
 NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
                                    int32_t *list) {
-    nsa_status s = nsa__check_geometry(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__check_geometry(d));
     if (!scores || !list)
         return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
     if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
@@ -3142,12 +3124,10 @@ static int nsa__list_fault(const nsa_desc *d, int query, const int32_t *list, co
 
 NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                                     nsa_block_fault *fault) {
-    nsa_status s = nsa_desc_check(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa_desc_check(d));
     if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
-    s = nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d)),
-                        NSA__INTS, 0, NSA__AT_blocks);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d)),
+                               NSA__INTS, 0, NSA__AT_blocks));
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++)
             for (int head = 0; head < d->kv_heads; head++) {
@@ -3180,13 +3160,11 @@ static void nsa__sort_blocks(int32_t *list, int n) {
 }
 
 NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
-    nsa_status s = nsa_desc_check(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa_desc_check(d));
     if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
     int width = nsa_block_list_width(d);
-    s = nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, width), NSA__INTS, 1,
-                        NSA__AT_blocks);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, width), NSA__INTS, 1,
+                               NSA__AT_blocks));
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++)
             for (int head = 0; head < d->kv_heads; head++) {
@@ -3263,8 +3241,7 @@ static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *
     attend.lse = x->lse;
     nsa__passes_init(passes, &attend, NULL, d, NSA__CMP);
     size_t scratch = nsa__select_plan(passes, x, &shared);
-    nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
     for (int i = 0; i < nsa__heads_at_once(d); i++) nsa__fill_stencil(&passes[i]);
     nsa__each_heads(passes, &team, nsa__select_heads);
     return NSA_OK;
@@ -3282,21 +3259,19 @@ NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
 static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
                                     const nsa__attend_fields *at) {
     nsa__shape lists = nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d));
-    nsa_status s =
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__check_view(&x->k, nsa__cmp_shape(d, d->dim), nsa__floats(), 0, at->k)) != NSA_OK)
-        return s;
-    s = nsa__check_view(&x->lse, nsa__query_shape(d, d->heads, 1), nsa__real_dtypes(), 0, at->lse);
-    return s != NSA_OK ? s : nsa__check_view(&x->blocks, lists, NSA__INTS, 1, at->blocks);
+    NSA__CHECK(
+        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
+    NSA__CHECK(nsa__check_view(&x->k, nsa__cmp_shape(d, d->dim), nsa__floats(), 0, at->k));
+    NSA__CHECK(
+        nsa__check_view(&x->lse, nsa__query_shape(d, d->heads, 1), nsa__real_dtypes(), 0, at->lse));
+    return nsa__check_view(&x->blocks, lists, NSA__INTS, 1, at->blocks);
 }
 
 NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
                                      size_t bytes) {
-    nsa_status s = nsa_desc_check(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if ((s = nsa__select_check(x, d, &nsa__attend_names)) != NSA_OK) return s;
+    NSA__CHECK(nsa__select_check(x, d, &nsa__attend_names));
     return nsa__select_run(x, d, workspace, bytes);
 }
 
@@ -3710,8 +3685,7 @@ static void nsa__compress_backward_run(nsa__compress_pass *p, const nsa__team *t
 }
 
 static nsa_status nsa__compress_check_sizes(const nsa_compress *x, const nsa_desc *d, int base) {
-    nsa_status s = nsa_desc_check(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if ((unsigned)x->phi > NSA_PHI_MLP) return nsa__error(NSA_ERROR_OPTION, base + NSA__AT_phi);
     if (x->dim < 1 || x->dim > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_dim);
@@ -3731,24 +3705,21 @@ static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, 
                                       int base) {
     nsa__compress_pass p;
     nsa__parameter list[5];
-    nsa_status s = nsa__compress_check_sizes(x, d, base);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__compress_check_sizes(x, d, base));
     memset(&p, 0, sizeof p);
     p.x = x;
     p.d = d;
     int reads = forward || x->phi != NSA_PHI_MEAN;
-    if (reads && (s = nsa__check_view(&x->x, nsa__key_shape(d, x->dim), nsa__floats(), 0,
-                                      base + NSA__AT_x)) != NSA_OK)
-        return s;
-    if (forward && (s = nsa__check_view(&x->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 1,
-                                        base + NSA__AT_out)) != NSA_OK)
-        return s;
+    if (reads)
+        NSA__CHECK(
+            nsa__check_view(&x->x, nsa__key_shape(d, x->dim), nsa__floats(), 0, base + NSA__AT_x));
+    if (forward)
+        NSA__CHECK(nsa__check_view(&x->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 1,
+                                   base + NSA__AT_out));
     for (int i = 0, count = nsa__parameters(&p, list); i < count; i++) {
         if (list[i].optional && !list[i].x->data) continue;
         nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
-        if ((s = nsa__check_view(list[i].x, shape, nsa__floats(), 0, base + list[i].field)) !=
-            NSA_OK)
-            return s;
+        NSA__CHECK(nsa__check_view(list[i].x, shape, nsa__floats(), 0, base + list[i].field));
     }
     return NSA_OK;
 }
@@ -3789,8 +3760,7 @@ static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x
     p.ring = ring;
     p.cmp_first = cmp_first;
     (dx ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
-    nsa_status s = nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
     return NSA_OK;
 }
@@ -3820,13 +3790,11 @@ NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const
 
 NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compress *x,
                                          const nsa_desc *d, void *workspace, size_t bytes) {
-    nsa_status s = nsa__compress_check(x, d, 0, 0);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__compress_check(x, d, 0, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    s = nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
-                        NSA__AT_out | NSA__GRADIENT);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__compress_gradient_check(dx, x, d, 0)) != NSA_OK) return s;
+    NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
+                               NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__compress_gradient_check(dx, x, d, 0));
     return nsa__compress_go(dx, x, d, 0, 0, workspace, bytes);
 }
 
@@ -3884,28 +3852,23 @@ enum {
 };
 
 static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
-    nsa_status s = nsa_desc_check(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if ((s = nsa__compress_check_sizes(&x->k_cmp, d, NSA__TO_K_CMP)) != NSA_OK) return s;
-    if ((s = nsa__compress_check_sizes(&x->v_cmp, d, NSA__TO_V_CMP)) != NSA_OK) return s;
+    NSA__CHECK(nsa__compress_check_sizes(&x->k_cmp, d, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_check_sizes(&x->v_cmp, d, NSA__TO_V_CMP));
     if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
     return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
 }
 
 static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
-    nsa_status s = nsa__attention_check_sizes(x, d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__attention_check_sizes(x, d));
     nsa__chain c = nsa__chain_of(x);
-    if ((s = nsa__compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP)) != NSA_OK) return s;
-    if ((s = nsa__compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP)) != NSA_OK) return s;
-    if ((s = nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, &nsa__chain_cmp)) != NSA_OK)
-        return s;
-    if ((s = nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, &nsa__chain_slc)) != NSA_OK)
-        return s;
-    if ((s = nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, &nsa__chain_win)) != NSA_OK)
-        return s;
-    if (forward && (s = nsa__select_check(&c.select, d, &nsa__chain_cmp)) != NSA_OK) return s;
+    NSA__CHECK(nsa__compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, &nsa__chain_cmp));
+    NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, &nsa__chain_slc));
+    NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, &nsa__chain_win));
+    if (forward) NSA__CHECK(nsa__select_check(&c.select, d, &nsa__chain_cmp));
     return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
 }
 
@@ -3965,25 +3928,21 @@ NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, cons
 
 NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
                                          size_t bytes) {
-    nsa_status s = nsa__attention_check(x, d, 1);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__attention_check(x, d, 1));
     nsa__chain c = nsa__chain_of(x);
     nsa_desc one = *d; /* the least that any part runs in: then no part fails behind another that
                           has written */
     if (!one.threads) one.threads = 1;
     if (!workspace || bytes < nsa_attention_forward_workspace_size(x, &one))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    if ((s = nsa__compress_go(NULL, &x->k_cmp, d, 0, 0, workspace, bytes)) != NSA_OK) return s;
-    if ((s = nsa__compress_go(NULL, &x->v_cmp, d, 0, 0, workspace, bytes)) != NSA_OK) return s;
+    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, 0, workspace, bytes));
+    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, 0, workspace, bytes));
     int reach = nsa__shared_reach(x, d);
     const nsa__request cmp = {&c.select, 0, 0, NULL}, slc = {NULL, reach, 0, NULL},
                        win = {NULL, 0, 0, NULL};
-    s = nsa__attend_forward_run(&c.cmp, d, NSA__CMP, cmp, workspace, bytes);
-    if (s != NSA_OK) return s;
-    s = nsa__attend_forward_run(&c.slc, d, NSA__SLC, slc, workspace, bytes);
-    if (s != NSA_OK) return s;
-    s = nsa__attend_forward_run(&c.win, d, NSA__WIN, win, workspace, bytes);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__attend_forward_run(&c.cmp, d, NSA__CMP, cmp, workspace, bytes));
+    NSA__CHECK(nsa__attend_forward_run(&c.slc, d, NSA__SLC, slc, workspace, bytes));
+    NSA__CHECK(nsa__attend_forward_run(&c.win, d, NSA__WIN, win, workspace, bytes));
     nsa__copy_shared(x, d, reach);
     nsa__gate_run(NULL, &c.gate, d);
     return NSA_OK;
@@ -4094,17 +4053,14 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
     nsa__shape keys = nsa__key_shape(d, d->dim), values = nsa__key_shape(d, d->dim_v);
     nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
                queries = nsa__query_shape(d, d->heads, d->dim);
-    nsa_status s = nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__check_gradient(&dx->q, &x->q, queries, NSA__AT_q)) != NSA_OK) return s;
-    if ((s = nsa__compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP)) != NSA_OK)
-        return s;
-    if ((s = nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP)) != NSA_OK)
-        return s;
-    if ((s = nsa__check_gradient(&dx->k_slc, &x->k_slc, keys, NSA__AT_k_slc)) != NSA_OK) return s;
-    if ((s = nsa__check_gradient(&dx->v_slc, &x->v_slc, values, NSA__AT_v_slc)) != NSA_OK) return s;
-    if ((s = nsa__check_gradient(&dx->k_win, &x->k_win, keys, NSA__AT_k_win)) != NSA_OK) return s;
-    if ((s = nsa__check_gradient(&dx->v_win, &x->v_win, values, NSA__AT_v_win)) != NSA_OK) return s;
+    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, queries, NSA__AT_q));
+    NSA__CHECK(nsa__compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__check_gradient(&dx->k_slc, &x->k_slc, keys, NSA__AT_k_slc));
+    NSA__CHECK(nsa__check_gradient(&dx->v_slc, &x->v_slc, values, NSA__AT_v_slc));
+    NSA__CHECK(nsa__check_gradient(&dx->k_win, &x->k_win, keys, NSA__AT_k_win));
+    NSA__CHECK(nsa__check_gradient(&dx->v_win, &x->v_win, values, NSA__AT_v_win));
     nsa__shape logits = nsa__query_shape(d, d->gate_heads, 3);
     return nsa__check_gradient(&dx->gates, &x->gates, logits, NSA__AT_gates);
 }
@@ -4202,13 +4158,11 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
                     {NSA__SLC, sum[NSA__SUM_K_SLC].view, sum[NSA__SUM_V_SLC].view},
                     {NSA__WIN, sum[NSA__SUM_K_WIN].view, sum[NSA__SUM_V_WIN].view}};
     for (int i = 0; i < 3; i++) {
-        s = nsa__chain_branch_backward(g, &c, dx, d, branches[i].branch, reach, branches[i].dk,
-                                       branches[i].dv, bytes);
-        if (s != NSA_OK) return s;
+        NSA__CHECK(nsa__chain_branch_backward(g, &c, dx, d, branches[i].branch, reach,
+                                              branches[i].dk, branches[i].dv, bytes));
     }
-    s = nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp, sum[NSA__SUM_K_CMP].view,
-                                     g->rest, bytes);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
+                                            sum[NSA__SUM_K_CMP].view, g->rest, bytes));
     s = nsa__chain_compress_backward(&dx->v_cmp, &x->v_cmp, d, g->dv_cmp, sum[NSA__SUM_V_CMP].view,
                                      g->rest, bytes);
     if (s == NSA_OK) nsa__chain_flush(g, d);
@@ -4218,10 +4172,9 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
 NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x,
                                           const nsa_desc *d, void *workspace, size_t bytes) {
     nsa__chain_gradient g;
-    nsa_status s = nsa__attention_check(x, d, 0);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__attention_check(x, d, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    if ((s = nsa__attention_gradient_check(dx, x, d)) != NSA_OK) return s;
+    NSA__CHECK(nsa__attention_gradient_check(dx, x, d));
     nsa_desc one = *d;
     if (!one.threads) one.threads = 1;
     if (!workspace || bytes < nsa_attention_backward_workspace_size(dx, x, &one))
@@ -4274,8 +4227,7 @@ static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
 }
 
 static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
-    nsa_status s = nsa__check_geometry(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__check_geometry(d));
     if ((unsigned)dtype > NSA_I32 || !(nsa__floats() >> dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
     return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
@@ -4307,8 +4259,7 @@ NSA_API size_t nsa_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind
 
 NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype,
                                   int max_rewind, void *memory, size_t bytes) {
-    nsa_status s = nsa__cache_check(d, dtype, max_rewind);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cache_check(d, dtype, max_rewind));
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
     if (!memory || bytes < nsa_cache_size(d, dtype, max_rewind))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_cache);
@@ -4336,8 +4287,7 @@ static nsa_status nsa__check_length(const nsa_cache *c, int sequence, int length
 }
 
 NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length) {
-    nsa_status s = nsa__check_length(cache, sequence, length);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__check_length(cache, sequence, length));
     cache->lengths[sequence] = length;
     if (length == 0) cache->newest[sequence] = 0;
     return NSA_OK;
@@ -4356,8 +4306,7 @@ NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cach
                                   int from_sequence, int length) {
     nsa__cache_part source[NSA__PARTS], target[NSA__PARTS];
     nsa_cache copy;
-    nsa_status s = nsa__check_length(from, from_sequence, length);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__check_length(from, from_sequence, length));
     if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
     if (to_sequence < 0 || to_sequence >= to->desc.batch)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
@@ -4577,19 +4526,17 @@ static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cach
     d.count = (int)nsa__min(count, d.tokens);
     nsa_attention all = nsa__decode_views(x, cache, 0, 0);
     nsa__chain c = nsa__chain_of(&all);
-    nsa_status s = nsa__compress_check(&all.k_cmp, &d, 1, NSA__TO_K_CMP);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__compress_check(&all.v_cmp, &d, 1, NSA__TO_V_CMP)) != NSA_OK) return s;
-    if ((s = nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, &nsa__chain_cmp)) != NSA_OK) return s;
-    if ((s = nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, &nsa__chain_slc)) != NSA_OK) return s;
-    if ((s = nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, &nsa__chain_win)) != NSA_OK) return s;
-    if ((s = nsa__select_check(&c.select, &d, &nsa__chain_cmp)) != NSA_OK) return s;
-    if ((s = nsa__gate_check(&c.gate, &d, 1, &nsa__chain_gate)) != NSA_OK) return s;
+    NSA__CHECK(nsa__compress_check(&all.k_cmp, &d, 1, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_check(&all.v_cmp, &d, 1, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, &nsa__chain_cmp));
+    NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, &nsa__chain_slc));
+    NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, &nsa__chain_win));
+    NSA__CHECK(nsa__select_check(&c.select, &d, &nsa__chain_cmp));
+    NSA__CHECK(nsa__gate_check(&c.gate, &d, 1, &nsa__chain_gate));
     nsa__decode_inputs(x, inputs);
     for (int i = 0; i < 6; i++) {
         nsa__shape shape = {d.batch, d.count, d.kv_heads, i % 2 ? d.dim_v : d.dim};
-        if ((s = nsa__check_view(inputs[i], shape, nsa__floats(), 0, fields[i])) != NSA_OK)
-            return s;
+        NSA__CHECK(nsa__check_view(inputs[i], shape, nsa__floats(), 0, fields[i]));
     }
     return NSA_OK;
 }
@@ -4597,8 +4544,7 @@ static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cach
 static nsa_status nsa__decode_check(const nsa_attention *x, const nsa_cache *cache, int count,
                                     const int32_t *counts) {
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
-    nsa_status s = nsa__attention_check_sizes(x, &cache->desc);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__attention_check_sizes(x, &cache->desc));
     if (count < 0) return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
     for (int b = 0; b < cache->desc.batch; b++) {
         int64_t more = counts ? counts[b] : count;
@@ -4647,12 +4593,11 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
                               const int32_t *counts, nsa_reads *reads, void *workspace,
                               size_t bytes) {
     nsa__team team;
-    nsa_status s = nsa__decode_check(x, cache, count, counts);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__decode_check(x, cache, count, counts));
     nsa_desc d = cache->desc;
     nsa__decode_pass p = nsa__decode_plan(x, cache, count, d.threads ? d.threads : 1);
     if (p.alone) d.threads = 1;
-    if ((s = nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes)) != NSA_OK) return s;
+    NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
     p.counts = counts;
     p.results = (nsa__decode_result *)nsa__arena_at(workspace).base;
     team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
