@@ -88,6 +88,8 @@
      descriptor that nsa_desc_check refuses, and where none is needed.
    - Arguments are checked once, before anything is written: a call that does not return NSA_OK has
      touched nothing.
+   - An output shares no memory with an input or another output (RoPE's may be its input; gradients
+     may be added to one view). This is not checked.
 
    What it does not do: dropout, attention biases, cross attention, double backward, key-value
    caches of several layers, quantised keys.
