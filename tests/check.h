@@ -91,6 +91,11 @@ static inline int check_near(const char *file, int line, const char *what, const
 #define CHECK_NEAR(what, got, want, n, width, allowed) \
     check_near(__FILE__, __LINE__, what, got, want, n, width, allowed)
 
+/* The larger of two; a NaN stays one, which fmax() would drop and a limit then not see. */
+static inline double check_larger(double a, double b) {
+    return isnan(a) || b <= a ? a : b;
+}
+
 /* How far an analytic gradient is from a numeric one. */
 static inline double gradient_error(double analytic, double numeric) {
     double size = fmax(1, fmax(fabs(analytic), fabs(numeric)));

@@ -1,9 +1,10 @@
 /* test_model.c - TinyLM's parameters, memory and bits: the counts that are known, gradients that
    reach every tensor, the same bits with checkpointing and with any number of threads, documents as
-   if alone, refusals. Twin: model.c. Gradients are checked in test_model_gradients.c. */
+   if alone, updates, refusals. Twin: model.c. Gradients are checked in test_model_gradients.c. */
 #include <stdlib.h>
 
 #include "model_test.h"
+#include "optimizer.h"
 #include "threads.h"
 
 enum { BATCH = 2, TOKENS = 100, ROWS = BATCH * TOKENS, VOCAB = 64 };
@@ -63,7 +64,7 @@ static void test_nonzero_gradients(const ops *o) {
             const param *p = &m.params.list[i];
             double largest = 0;
             for (int64_t e = 0; e < p->count; e++)
-                largest = fmax(largest, fabs((double)m.params.grad[p->offset + e]));
+                largest = check_larger(largest, fabs((double)m.params.grad[p->offset + e]));
             /* More than rounding leaves where the sum ought to be zero. */
             CHECK(largest > 1e-5 && isfinite(largest), "%s: largest gradient %g", p->name, largest);
         }
@@ -185,6 +186,45 @@ static void test_documents(const ops *o) {
     }
     CHECK(difference <= 1e-10 * size, "gradients differ by %.3g", sqrt(difference / size));
     free(together);
+    model_close(&m);
+}
+
+/* AdamW as its authors write it, in f64, on the gradients of one pass: what optimizer_step makes of the
+   settings. The second step is clipped, which the first could not show: it divides by |g|. */
+static void test_updates(const ops *o) {
+    static const double clips[] = {0, 0.5, 0};
+    model_config c = small(1);
+    model m;
+    double norm = 0;
+    check_case("updates");
+    if (!open_model(&m, &c, BATCH, TOKENS, false, o)) return;
+    double *w = check_alloc((size_t)m.params.elements * sizeof *w);
+    double *m1 = calloc((size_t)m.params.elements, sizeof *m1);
+    double *m2 = calloc((size_t)m.params.elements, sizeof *m2);
+    for (int64_t e = 0; e < m.params.elements; e++) w[e] = (double)m.params.value[e];
+    train_once(&m, &batch);
+    for (int64_t e = 0; e < m.params.elements; e++) norm += pow((double)m.params.grad[e], 2);
+    for (int step = 1; step <= 3; step++) {
+        adamw a = {0.01, 0.9, 0.95, 1e-8, 0.1, step};
+        double clip = clips[step - 1], scale = clip > 0 ? clip / sqrt(norm) : 1;
+        model_zero_state(&m);
+        CHECK(optimizer_step(&m, &a, clip, &why), "%s", why.text);
+        for (int i = 0; i < m.params.length; i++) {
+            const param *p = &m.params.list[i];
+            double worst = 0;
+            for (int64_t e = p->offset; e < p->offset + p->count; e++) {
+                double g = (double)m.params.grad[e] * scale;
+                m1[e] = 0.9 * m1[e] + 0.1 * g;
+                m2[e] = 0.95 * m2[e] + 0.05 * g * g;
+                double up = m1[e] / (1 - pow(0.9, step)),
+                       down = sqrt(m2[e] / (1 - pow(0.95, step))) + 1e-8;
+                w[e] -= 0.01 * (up / down + (p->decay ? 0.1 * w[e] : 0));
+                worst = check_larger(worst, fabs((double)m.params.value[e] - w[e]));
+            }
+            CHECK(worst < 1e-6, "step %d: %s is off by %g", step, p->name, worst);
+        }
+    }
+    free(w), free(m1), free(m2);
     model_close(&m);
 }
 
@@ -319,6 +359,7 @@ int main(int argc, char **argv) {
     ops_cpu_close(&bf16);
     ops_cpu_close(&f16);
     test_documents(&o);
+    test_updates(&o);
     test_memory(&o);
     test_growth(&o);
     test_next(&o);

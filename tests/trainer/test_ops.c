@@ -98,7 +98,7 @@ static void test_cross_entropy(const ops *o) {
         for (int i = 0; i < V; i++) {
             double p = exp((double)kept[r * V + i] - top) / sum - (i == labels[r]);
             double want = labels[r] < 0 ? 0 : 0.5 * p;
-            worst = fmax(worst, fabs((double)x[r * V + i] - want));
+            worst = check_larger(worst, fabs((double)x[r * V + i] - want));
         }
         if (labels[r] >= 0) loss += top + log(sum) - (double)kept[r * V + labels[r]];
     }
@@ -142,7 +142,7 @@ static void test_optimizer(const ops *o) {
             w[i] -= 0.01 * (change + 0.1 * w[i]);
         }
     }
-    for (int i = 0; i < COUNT; i++) worst = fmax(worst, fabs((double)value[i] - w[i]));
+    for (int i = 0; i < COUNT; i++) worst = check_larger(worst, fabs((double)value[i] - w[i]));
     CHECK(worst < 2e-6, "parameters off by %g after 5 steps", worst);
     real still = 7, zero = 0, first = 0, second = 0;
     o->adamw(o, &a, false, &s, &still, &zero, &first, &second, 1);
