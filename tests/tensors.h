@@ -181,10 +181,6 @@ static inline void tensor_put_i32(const tensor *x, const int32_t *dense) {
     TENSOR_EACH(x, b, t, h, c) memcpy(tensor_at(x, b, t, h, c), dense++, 4);
 }
 
-static inline void tensor_get_i32(const tensor *x, int32_t *dense) {
-    TENSOR_EACH(x, b, t, h, c) memcpy(dense++, tensor_at(x, b, t, h, c), 4);
-}
-
 /* The elements' bytes without the gaps, malloced: what bit-for-bit comparisons use. */
 static inline unsigned char *tensor_bits(const tensor *x) {
     size_t size = dtype_size(x->view.dtype);

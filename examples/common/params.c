@@ -92,9 +92,3 @@ bool params_init(const params *p, const ops *o, uint64_t seed, fault *f) {
     params_changed(p, o);
     return true;
 }
-
-const param *params_find(const params *p, const char *name) {
-    for (int i = 0; i < p->length; i++)
-        if (!strcmp(p->list[i].name, name)) return &p->list[i];
-    return NULL;
-}

@@ -60,6 +60,4 @@ void params_changed(const params *p, const ops *o);
 /* Draws the values: element e of tensor i is a function of (seed, name, e) alone. */
 bool params_init(const params *p, const ops *o, uint64_t seed, fault *f);
 
-const param *params_find(const params *p, const char *name); /* NULL: no such tensor */
-
 #endif

@@ -38,14 +38,6 @@ static const struct {
               [SAFETENSORS_F16] = {"F16", 2}, [SAFETENSORS_F64] = {"F64", 8},
               [SAFETENSORS_I32] = {"I32", 4}, [SAFETENSORS_I64] = {"I64", 8}};
 
-const char *safetensors_dtype_name(safetensors_dtype dtype) {
-    return dtypes[dtype].name;
-}
-
-size_t safetensors_dtype_bytes(safetensors_dtype dtype) {
-    return dtypes[dtype].bytes;
-}
-
 size_t safetensors_tensor_bytes(const safetensors_tensor *t) {
     size_t bytes = dtypes[t->dtype].bytes;
     for (int i = 0; i < t->dims; i++) bytes *= (size_t)t->shape[i];

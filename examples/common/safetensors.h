@@ -29,8 +29,6 @@ typedef struct safetensors_tensor {
     void *data;
 } safetensors_tensor;
 
-const char *safetensors_dtype_name(safetensors_dtype dtype); /* "BF16" */
-size_t safetensors_dtype_bytes(safetensors_dtype dtype);
 size_t safetensors_tensor_bytes(const safetensors_tensor *t);
 
 /* Writes the tensors in the order given and flushes them to the disk; on failure no file is left.

@@ -233,7 +233,11 @@ static bool inspect(inspector *n, fault *f) {
     failed |= fclose(n->out) != 0;
     n->out = NULL;
     if (ok && failed) ok = fault_errno(f, "%s: cannot write", n->options.out);
-    if (!ok) unlink(n->options.out);
+    if (ok)
+        printf("wrote %s: %d tokens, %d layers; examples/inspect/draw.py makes pictures of it\n",
+               n->options.out, count, m->config.n_layers);
+    else
+        unlink(n->options.out);
     return ok;
 }
 
