@@ -2,7 +2,7 @@
 """Checks what README.md, docs/*.md and the READMEs of the examples claim about the tree.
 
   check_docs.py quotes     fenced code that names a file stands in that file, word for word
-  check_docs.py names      every nsa_... name and every path or link in the text exists
+  check_docs.py names      every nsa_... name, every path and every link in the text leads somewhere
   check_docs.py commands   every command block is run, and prints what the text says
   check_docs.py manual     the program in the manual of nsa.h is examples/embed/window.c and prints
                            what the manual says
@@ -107,6 +107,19 @@ def prose(path):
             yield number, line
 
 
+def anchor(heading):
+    """The name that GitHub gives a heading, for links into a page."""
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
+
+
+def leads_somewhere(page, target, place):
+    """Whether a link from a page leads to a file or folder, and `place`, if any, to a heading there."""
+    path = (ROOT / page).parent / target if target else ROOT / page
+    if not place:
+        return path.exists()
+    return path.is_file() and place in {anchor(line) for _, line in prose(path) if line.startswith("#")}
+
+
 def known_names():
     """Every nsa_ and NSA_ identifier in the sources and the build."""
     names = set()
@@ -127,10 +140,10 @@ def check_names():
                     family = word.endswith("_") and any(n.startswith(word) for n in names)
                     if word not in names and not family:
                         findings.append(f"{path}:{number}: no source has the name {word}")
-            for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", line):
+            for target, place in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", line):
                 checked += 1
-                if not ((ROOT / path).parent / target).exists():
-                    findings.append(f"{path}:{number}: the link {target} leads nowhere")
+                if not leads_somewhere(path, target, place):
+                    findings.append(f"{path}:{number}: the link {target}{place and '#'}{place} leads nowhere")
             for target in re.findall(r"`((?:\w+/)+[\w.-]+\.\w+)`", line):
                 checked += 1
                 if target.split("/")[0] not in ("build", "data", "artifacts") and not (ROOT / target).exists():

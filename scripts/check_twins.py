@@ -17,6 +17,8 @@ import re
 import subprocess
 import sys
 
+from check_docs import anchor
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Of kernels/: what tells nvcc from the host, and Hopper's products of a warp group. The CPU needs neither.
 WITHOUT_TWIN = {"common", "warpgroup"}
@@ -94,9 +96,7 @@ def heading_link(path, pattern):
     """A link to the first heading of a document that matches, by the name that GitHub gives it; or ""."""
     for line in read(path).splitlines():
         if line.startswith("#") and re.search(pattern, line):
-            words = line.lstrip("# ")
-            anchor = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
-            return link(f"{path}#{anchor}", pathlib.Path(path).stem)
+            return link(f"{path}#{anchor(line)}", pathlib.Path(path).stem)
     return ""
 
 
