@@ -48,6 +48,28 @@ static void test_counts(const ops *o) {
     }
 }
 
+/* Matrices begin with deviation 0.02; what is added to the residual stream, twice a layer, with less. */
+static void test_initial_values(const ops *o) {
+    enum { LAYERS = 8 };
+    model_config c = small(LAYERS);
+    model m;
+    check_case("initial values");
+    if (!open_model(&m, &c, 1, TOKENS, false, o)) return;
+    for (int i = 0; i < m.params.length; i++) {
+        const param *p = &m.params.list[i];
+        bool residual = strstr(p->name, "attn.out.") || strstr(p->name, "mlp.fc2.");
+        double want = residual ? 0.02 / sqrt(2.0 * LAYERS) : 0.02, squares = 0;
+        if (p->init_std == 0 || strstr(p->name, "gate.fc2") || p->count < 1000) continue;
+        for (int64_t e = 0; e < p->count; e++)
+            squares += pow((double)m.params.value[p->offset + e], 2);
+        double got = sqrt(squares / (double)p->count);
+        /* five deviations of an estimate from so many numbers */
+        CHECK(fabs(got / want - 1) < 5 / sqrt(2 * (double)p->count), "%s: deviation %g, not %g",
+              p->name, got, want);
+    }
+    model_close(&m);
+}
+
 static void test_nonzero_gradients(const ops *o) {
     for (int kind = 0; kind < 4; kind++) {
         model m;
@@ -347,6 +369,7 @@ int main(int argc, char **argv) {
     ops o = open_ops(1);
     random_tokens(tokens, labels, BATCH, TOKENS, VOCAB, 0);
     test_counts(&o);
+    test_initial_values(&o);
     test_nonzero_gradients(&o);
     ops bf16 = open_ops(1), f16 = open_ops(1);
     ops_cpu_narrow(&bf16, NSA_BF16);

@@ -81,6 +81,26 @@ static void test_silu(const ops *o) {
     CHECK(isnan((double)y[0]), "silu(NaN) = %g", (double)y[0]);
 }
 
+/* Rows so small that eps, 1e-6, is most of what is divided by. */
+static void test_rmsnorm(const ops *o) {
+    enum { ROWS = 5, DIM = 24 };
+    real x[ROWS * DIM], w[DIM], y[ROWS * DIM], rstd[ROWS];
+    double worst = 0;
+    check_case("rmsnorm");
+    for (int i = 0; i < ROWS * DIM; i++) x[i] = (real)(1e-3 * check_normal(20, (uint64_t)i));
+    for (int c = 0; c < DIM; c++) w[c] = (real)check_normal(21, (uint64_t)c);
+    o->rmsnorm_forward(o, y, rstd, x, w, ROWS, DIM);
+    for (int r = 0; r < ROWS; r++) {
+        double squares = 0;
+        for (int c = 0; c < DIM; c++) squares += pow((double)x[r * DIM + c], 2);
+        double scale = 1 / sqrt(squares / DIM + 1e-6);
+        for (int c = 0; c < DIM; c++)
+            worst = check_larger(worst, fabs((double)y[r * DIM + c] -
+                                             (double)x[r * DIM + c] * scale * (double)w[c]));
+    }
+    CHECK(worst < 1e-6, "off by %g", worst);
+}
+
 static void test_cross_entropy(const ops *o) {
     enum { ROWS = 700, V = 37 };
     static real x[ROWS * V], kept[ROWS * V];
@@ -165,6 +185,28 @@ static void test_optimizer(const ops *o) {
           (double)value[0]);
     CHECK(s.skipped == 1 && s.scaler.scale == 4 && s.scaler.skipped_steps == 1,
           "after an overflow the scale is %g", s.scaler.scale);
+    s.scaler.scale = 1; /* then it is no overflow of fp16, and not to be passed over */
+    o->clip(o, &s, 2.5);
+    CHECK(s.overflow == 1 && s.skipped == 0, "without a scale an infinite gradient is skipped");
+}
+
+/* The scale doubles after SCALER_GOOD_STEPS good steps, up to a limit, and in fp16 alone. */
+static void test_scaler(void) {
+    check_case("loss scale");
+    for (int half = 0; half < 2; half++) {
+        ops o = open_ops(1);
+        if (half) ops_cpu_narrow(&o, NSA_F16);
+        step_state s = {.squares = 1, .scaler = {4, 0, 0}};
+        for (int i = 1; i < SCALER_GOOD_STEPS; i++) o.clip(&o, &s, 1);
+        CHECK(s.scaler.scale == 4, "%g after %d steps", s.scaler.scale, SCALER_GOOD_STEPS - 1);
+        o.clip(&o, &s, 1);
+        CHECK(s.scaler.scale == (half ? 8 : 4) && s.scaler.good_steps == 0, "then %g",
+              s.scaler.scale);
+        s.scaler.scale = SCALER_MOST;
+        for (int i = 0; i < SCALER_GOOD_STEPS; i++) o.clip(&o, &s, 1);
+        CHECK(s.scaler.scale == SCALER_MOST, "past its limit: %g", s.scaler.scale);
+        ops_cpu_close(&o);
+    }
 }
 
 /* How often each token is drawn; the logits are ln of the weights. */
@@ -209,15 +251,33 @@ static void test_sampling(void) {
           "temperature 0.25: %d of %d", counts[1], DRAWS);
 }
 
+/* Of equal logits the first; what was said in the window is held back once, whatever its sign. */
+static void test_choices(void) {
+    real logits[] = {2, -2, 3, 3, 1};
+    int32_t order[5], said[] = {2, 4, 0, 1, 0};
+    config_sample c = {
+        .temperature = 0, .top_p = 1, .repetition_penalty = 2, .repetition_window = 3};
+    token_list text = {.ids = said, .count = 5};
+    check_case("choices");
+    CHECK(sample_token(logits, 5, &c, 1, 0, order) == 2, "the first of two likeliest");
+    sample_discourage(logits, 5, &c, &text);
+    CHECK(logits[0] == 1 && logits[1] == -4, "0 and 1 were said: %g %g", (double)logits[0],
+          (double)logits[1]);
+    CHECK(logits[2] == 3 && logits[3] == 3 && logits[4] == 1, "2 and 4 lie before the window");
+}
+
 int main(int argc, char **argv) {
     (void)argc;
     threads_wait_asleep(argv);
     ops o = open_ops(2);
     test_gemm();
     test_silu(&o);
+    test_rmsnorm(&o);
     test_cross_entropy(&o);
     test_optimizer(&o);
+    test_scaler();
     test_sampling();
+    test_choices();
     ops_cpu_close(&o);
     return check_done("test_ops");
 }

@@ -146,6 +146,27 @@ static void test_lines(void) {
     CHECK(access(test_path("silent/training.csv"), F_OK), "a CSV was written");
 }
 
+/* metrics.json has the largest share of any step, of the whole run. */
+static void test_largest_share(void) {
+    static const double shares[] = {0.1, 0.4, 0.2, 0.3};
+    check_case("pct_at_max");
+    load_settings(test_path("shares"), "4");
+    for (int half = 0; half < 2; half++) {
+        telemetry *t = open_run(2 * half, half);
+        if (!CHECK(t != NULL, "%s", why.text)) return;
+        for (int step = 2 * half + 1; step <= 2 * half + 2; step++) {
+            stats seen = {.entropy_mean = 1, .max_gate = 0.4, .pct_at_max = shares[step - 1]};
+            telemetry_step s = {
+                .step = step, .loss = 1, .grad_norm = 1, .seconds = 1, .stats = &seen};
+            CHECK(telemetry_step_end(t, &s, &why), "%s", why.text);
+        }
+        CHECK(telemetry_close(t, "completed", 0, &why), "%s", why.text);
+        json_t *m = read_metrics(test_path("shares"));
+        CHECK(metric(m, "sel_pct_at_max") == 0.4, "%g", metric(m, "sel_pct_at_max"));
+        json_decref(m);
+    }
+}
+
 /* NaN is a number in CSVs and null in JSON, which has none. */
 static void test_nan(void) {
     check_case("NaN");
@@ -426,6 +447,7 @@ int main(int argc, char **argv) {
     test_stall();
     test_run();
     test_lines();
+    test_largest_share();
     test_nan();
     test_refusals();
     test_full_disk(0, "full0/training.csv: cannot write the row of step 2&File too large");
