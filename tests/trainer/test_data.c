@@ -794,6 +794,41 @@ static void test_isolated_shards(void) {
     tokenizer_close(gpt2);
 }
 
+/* A row that leaps over what validation has set aside: a document ends there, and nowhere else. Token i
+   is i, so that a leap shows. */
+static void test_leaps(void) {
+    enum { TOKENS = 6000 };
+    static uint16_t tokens[TOKENS];
+    data_batch b;
+    int leaps = 0;
+    for (int i = 0; i < TOKENS; i++) tokens[i] = (uint16_t)i;
+    write_shard(test_path("leaps.bin"), (shard_header){20240520, 1, TOKENS}, tokens, TOKENS);
+    tokenizer *gpt2 = tokenizer_open(CONFIG_GPT2, "", &why);
+    data_options o = options_for(CONFIG_BIN, test_path("leaps.bin"));
+    o.tokenizer = gpt2;
+    o.vocab_size = 50257;
+    data_config.isolate_documents = 1;
+    check_case("leaps over validation");
+    data *d = data_open(&o, &why);
+    if (!CHECK(d != NULL, "%s", why.text)) exit(1);
+    for (int k = 0; k < TOKENS / SEQ / BATCH && data_next(d, &b, &why); k++) {
+        int64_t next = 0;
+        for (int i = 0; i < BATCH * SEQ; i++) {
+            bool leap = i % SEQ && b.tokens[i] != b.tokens[i - 1] + 1;
+            bool begins = next < b.documents && b.begins[next] == i;
+            next += begins;
+            leaps += leap;
+            CHECK(begins == (leap || i % SEQ == 0), "token %d after %d", (int)b.tokens[i],
+                  i ? (int)b.tokens[i - 1] : -1);
+            CHECK(b.labels[i] == b.tokens[i] + 1 || b.labels[i] == DATA_NO_LABEL, "label %d of %d",
+                  (int)b.labels[i], (int)b.tokens[i]);
+        }
+    }
+    CHECK(leaps > 1, "%d leaps", leaps);
+    data_close(d);
+    tokenizer_close(gpt2);
+}
+
 /* ---- Other refusals ---- */
 
 static void test_refusals(void) {
@@ -905,6 +940,7 @@ int main(void) {
     test_stall();
     test_isolation();
     test_isolated_shards();
+    test_leaps();
     test_refusals();
     test_hostile();
     test_statistics();
