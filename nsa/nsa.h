@@ -888,12 +888,10 @@ NSA_API uint16_t nsa_f32_to_f16(float x) {
     if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to 65536 or beyond */
     if (magnitude < 0x33000000u) return (uint16_t)sign; /* below half a subnormal step */
     int shift = 13;
-    uint32_t mantissa = magnitude;
+    uint32_t mantissa = magnitude - (112u << 23);
     if (magnitude < 0x38800000u) { /* subnormal: count in units of 2^-24 */
         shift = 126 - (int)(magnitude >> 23);
         mantissa = (magnitude & 0x7fffffu) | 0x800000u;
-    } else {
-        mantissa = magnitude - (112u << 23);
     }
     uint32_t half = 1u << (shift - 1), rest = mantissa & ((1u << shift) - 1);
     uint32_t rounded = mantissa >> shift;
@@ -2177,9 +2175,10 @@ static void nsa__mark_wanted(const nsa__pass *p) {
     if (many) return;
     for (int query = p->seq.first; query < p->seq.first + p->seq.count; query++) {
         const int32_t *list = nsa__block_list(p, query);
-        for (int i = 0; nsa__span(p, list, query, i, &begin, &end); i++)
-            memset(p->wanted + begin / p->tile, 1,
-                   (size_t)((end - 1) / p->tile - begin / p->tile + 1));
+        for (int i = 0; nsa__span(p, list, query, i, &begin, &end); i++) {
+            int first = begin / p->tile, tiles = (end - 1) / p->tile - first + 1;
+            memset(p->wanted + first, 1, (size_t)tiles);
+        }
     }
 }
 
@@ -4513,7 +4512,8 @@ static size_t nsa__decode_bytes(const nsa_attention *x, nsa_cache cache, int cou
 /* Fewer tokens may be cut otherwise. */
 NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache,
                                          int count) {
-    if (!x || !cache || count < 0) return 0;
+    if (!x || !cache || count < 0 || nsa__attention_check_sizes(x, &cache->desc) != NSA_OK)
+        return 0;
     int few = (int)nsa__min(count, nsa__few_queries(&cache->desc));
     size_t of_few = nsa__decode_bytes(x, *cache, few), of_all = nsa__decode_bytes(x, *cache, count);
     return of_few > of_all ? of_few : of_all;

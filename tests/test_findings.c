@@ -184,6 +184,20 @@ static void test_sizes_that_do_not_add_up(void) {
     CHECK(nsa_status_kind(nsa_desc_check(&d)) == NSA_ERROR_SIZE, "blocks of 2^31 - 1 tokens");
 }
 
+/* A cache of zeros is what a refused nsa_cache_init leaves behind: it was divided by its heads. */
+static void test_cache_that_was_not_made(void) {
+    check_case("a cache that was not made");
+    nsa_cache cache;
+    nsa_attention x;
+    memset(&cache, 0, sizeof cache);
+    memset(&x, 0, sizeof x);
+    CHECK(nsa_decode_workspace_size(&x, &cache, 1) == 0, "a size");
+    nsa_status s = nsa_decode(&x, &cache, 1, NULL, NULL, workspace, sizeof workspace);
+    CHECK(s != NSA_OK, "decoding with it");
+    CHECK(nsa_cache_rewind(&cache, 0, 0) != NSA_OK, "rewinding it");
+    CHECK(nsa_cache_fork(&cache, 0, &cache, 0, 0) != NSA_OK, "forking it");
+}
+
 int main(void) {
     for (int i = 0; i < T * D; i++) v[i] = 3;
     test_scale_beyond_float();
@@ -192,5 +206,6 @@ int main(void) {
     test_lse_of_other_scores();
     test_overflow_behind_the_mask();
     test_sizes_that_do_not_add_up();
+    test_cache_that_was_not_made();
     return check_done("test_findings");
 }

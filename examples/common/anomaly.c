@@ -40,7 +40,7 @@ static anomaly look_at_rate(anomaly_watch *w, const anomaly_step *s, fault *f) {
     }
     w->slow++;
     w->slow_seconds += s->seconds;
-    if (!w->timeout || w->slow < IN_A_ROW || w->slow_seconds < w->timeout) return ANOMALY_NONE;
+    if (w->timeout == 0 || w->slow < IN_A_ROW || w->slow_seconds < w->timeout) return ANOMALY_NONE;
     fault_set(f, "throughput: %.3g tokens/s in the last %d steps, %.0f s; before that %.3g",
               s->toks_per_s, w->slow, w->slow_seconds, w->rate);
     return ANOMALY_FLAT;
@@ -75,7 +75,7 @@ anomaly anomaly_of_time(anomaly_watch *w, double now, uint32_t word, int64_t ste
     w->last_look = now;
     w->word = word;
     w->step = step;
-    if (!w->timeout || w->still < w->timeout) return ANOMALY_NONE;
+    if (w->timeout == 0 || w->still < w->timeout) return ANOMALY_NONE;
     fault_set(f, "step %lld: no progress for %.0f s in phase %s, layer %d", (long long)step + 1,
               w->still, phase_name(p), (int)(word & 0xffff) - 1);
     return ANOMALY_STALL;

@@ -74,7 +74,8 @@ static bool slot_open(slot *s, const data *d, fault *f) {
     if (d->config.isolate_documents) s->begins = malloc((tokens + 1) * sizeof *s->begins);
     if (s->tokens && s->labels && (s->begins || !d->config.isolate_documents)) return true;
     slot_close(s);
-    return fault_set(f, "out of memory for a batch of %zu tokens", tokens);
+    fault_set(f, "out of memory for a batch of %zu tokens", tokens);
+    return false;
 }
 
 /* One row: labels are the tokens one further on; isolated documents end where the next begins. */

@@ -61,7 +61,7 @@ static bool enter(const ops *o, const operand *x, int count, real **r) {
 
 static void leave(const ops *o, const operand *x, int count, real *const *r) {
     for (int i = 0; i < count; i++)
-        if (x[i].use & OUT) half_convert(o, (void *)(uintptr_t)x[i].at, r[i], x[i].count);
+        if (r[i] && (x[i].use & OUT)) half_convert(o, (void *)(uintptr_t)x[i].at, r[i], x[i].count);
 }
 
 /* ---- Operations, in the order of ops.h ----------------------------------------------------- */

@@ -29,7 +29,7 @@ int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t s
                      int32_t *order) {
     for (int i = 0; i < vocab; i++) order[i] = i;
     for (int i = vocab / 2; i >= 0; i--) sift(logits, order, i, vocab);
-    real top = logits[order[0]];
+    real top = logits[order[0]]; /* NOLINT: a vocabulary is not empty */
     if (c->temperature <= 0) return order[0];
     double sum = 0;
     for (int i = 0; i < vocab; i++) {

@@ -184,7 +184,7 @@ static bool read_val(source *s, int64_t window, source_window *w, fault *f) {
     int64_t seq_len = s->options->seq_len, each = windows_in(c->stretch, seq_len);
     int64_t all = each * c->stretches, chosen = window * (all / s->val_windows) +
                                                 window * (all % s->val_windows) / s->val_windows;
-    int64_t part = chosen / each;
+    int64_t part = chosen / each; /* NOLINT: `each` is 0 where there are no windows to ask for */
     w->epoch = 0;
     return read_run(c, part_begin(c, part + 1) - c->stretch + chosen % each * seq_len, seq_len + 1,
                     w, 0, f);

@@ -323,7 +323,7 @@ static bool set_aside(stream *s, int64_t val_rows, fault *f) {
     s->val_starts = calloc(want, 1);
     if (!s->val_starts) return fault_set(f, "out of memory");
     while (s->val.count < want && (s->is_pipe || s->lines.offset < most)) {
-        if (s->val.count < want) s->val_starts[s->val.count] = 1;
+        s->val_starts[s->val.count] = 1;
         lines_result r = read_document(s, &s->val, &offset, f);
         if (r == LINES_FAULT) return false;
         if (r == LINES_END) break;

@@ -281,11 +281,11 @@ static bool open_csvs(telemetry *t, const telemetry_options *o, fault *f) {
     int64_t last = o->resumed ? o->resume_step : -1;
     char header[512] = "step";
     if (o->config->telemetry.disable_csv_logs) return true;
-    for (int i = 0; i < FALLBACKS; i++) {
+    for (int i = 0; i <= FALLBACKS; i++) {
+        const char *name = i < FALLBACKS ? fallback_name((fallback)i) : "total_fallbacks";
         size_t used = strlen(header);
-        snprintf(header + used, sizeof header - used, ",%s", fallback_name((fallback)i));
+        snprintf(header + used, sizeof header - used, ",%s", name);
     }
-    strcat(header, ",total_fallbacks");
     return csv_open(&t->training, folder, "training.csv", "step,loss,lr,toks_per_s,grad_norm", last,
                     f) &&
            csv_open(&t->val, folder, "val.csv", "step,val_loss,ppl", last, f) &&
@@ -520,7 +520,7 @@ static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
     const config *c = t->config;
     double rate = s->seconds > 0 ? (double)s->tokens / s->seconds : 0;
     bool ok = true, last = s->step == c->train.steps;
-    bool wanted = is_due(c->train.log_every, s->step) || !t->step_seconds || s->skipped || last;
+    bool wanted = is_due(c->train.log_every, s->step) || t->step_seconds == 0 || s->skipped || last;
     pthread_mutex_lock(&t->lock);
     t->metrics.steps_done = s->step;
     t->last_step = clock_ms();

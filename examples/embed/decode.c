@@ -40,7 +40,7 @@ int main(void) {
     fill(q, T * H * D, 1), fill(k, T * D, 2), fill(v, T * D, 3), fill(gates, T * H * 3, 4);
 
     nsa_desc d = nsa_desc_default(1, T, H, 1, D); /* room for T tokens */
-    nsa_cache cache;
+    nsa_cache cache = {0};
     size_t held = nsa_cache_size(&d, NSA_F32, CHUNK - 1); /* CHUNK tokens at once at most */
     void *memory = malloc(held);
     nsa_status s = nsa_cache_init(&cache, &d, NSA_F32, CHUNK - 1, memory, held);

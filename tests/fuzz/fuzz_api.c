@@ -104,51 +104,44 @@ ATTEND_CALLS(slc)
 ATTEND_CALLS(win)
 ATTEND_CALLS(dense)
 
-static nsa_status gate_forward(const problem *p, void *workspace, size_t bytes) {
-    (void)workspace, (void)bytes;
-    return nsa_gate_forward(&p->x.gate, &p->d);
+/* Without a workspace. */
+#define BARE_CALLS(name)                                                                 \
+    static nsa_status name##_forward(const problem *p, void *workspace, size_t bytes) {  \
+        (void)workspace, (void)bytes;                                                    \
+        return nsa_##name##_forward(&p->x.name, &p->d);                                  \
+    }                                                                                    \
+    static nsa_status name##_backward(const problem *p, void *workspace, size_t bytes) { \
+        (void)workspace, (void)bytes;                                                    \
+        return nsa_##name##_backward(&p->dx.name, &p->x.name, &p->d);                    \
+    }
+BARE_CALLS(gate)
+BARE_CALLS(rope)
+
+/* With one whose size depends on the views. */
+#define VIEWED_CALLS(name)                                                               \
+    static size_t name##_forward_size(const problem *p) {                                \
+        return nsa_##name##_forward_workspace_size(&p->x.name, &p->d);                   \
+    }                                                                                    \
+    static nsa_status name##_forward(const problem *p, void *workspace, size_t bytes) {  \
+        return nsa_##name##_forward(&p->x.name, &p->d, workspace, bytes);                \
+    }                                                                                    \
+    static nsa_status name##_backward(const problem *p, void *workspace, size_t bytes) { \
+        return nsa_##name##_backward(&p->dx.name, &p->x.name, &p->d, workspace, bytes);  \
+    }
+VIEWED_CALLS(compress)
+VIEWED_CALLS(attention)
+
+static size_t compress_backward_size(const problem *p) {
+    return nsa_compress_backward_workspace_size(&p->x.compress, &p->d);
 }
-static nsa_status gate_backward(const problem *p, void *workspace, size_t bytes) {
-    (void)workspace, (void)bytes;
-    return nsa_gate_backward(&p->dx.gate, &p->x.gate, &p->d);
-}
-static nsa_status rope_forward(const problem *p, void *workspace, size_t bytes) {
-    (void)workspace, (void)bytes;
-    return nsa_rope_forward(&p->x.rope, &p->d);
-}
-static nsa_status rope_backward(const problem *p, void *workspace, size_t bytes) {
-    (void)workspace, (void)bytes;
-    return nsa_rope_backward(&p->dx.rope, &p->x.rope, &p->d);
+static size_t attention_backward_size(const problem *p) {
+    return nsa_attention_backward_workspace_size(&p->dx.attention, &p->x.attention, &p->d);
 }
 static size_t select_size(const problem *p) {
     return nsa_select_blocks_workspace_size(&p->d);
 }
 static nsa_status select_forward(const problem *p, void *workspace, size_t bytes) {
     return nsa_select_blocks(&p->x.select, &p->d, workspace, bytes);
-}
-static size_t compress_forward_size(const problem *p) {
-    return nsa_compress_forward_workspace_size(&p->x.compress, &p->d);
-}
-static nsa_status compress_forward(const problem *p, void *workspace, size_t bytes) {
-    return nsa_compress_forward(&p->x.compress, &p->d, workspace, bytes);
-}
-static size_t compress_backward_size(const problem *p) {
-    return nsa_compress_backward_workspace_size(&p->x.compress, &p->d);
-}
-static nsa_status compress_backward(const problem *p, void *workspace, size_t bytes) {
-    return nsa_compress_backward(&p->dx.compress, &p->x.compress, &p->d, workspace, bytes);
-}
-static size_t attention_forward_size(const problem *p) {
-    return nsa_attention_forward_workspace_size(&p->x.attention, &p->d);
-}
-static nsa_status attention_forward(const problem *p, void *workspace, size_t bytes) {
-    return nsa_attention_forward(&p->x.attention, &p->d, workspace, bytes);
-}
-static size_t attention_backward_size(const problem *p) {
-    return nsa_attention_backward_workspace_size(&p->dx.attention, &p->x.attention, &p->d);
-}
-static nsa_status attention_backward(const problem *p, void *workspace, size_t bytes) {
-    return nsa_attention_backward(&p->dx.attention, &p->x.attention, &p->d, workspace, bytes);
 }
 
 #define ATTEND(branch, slots, count)                                                        \

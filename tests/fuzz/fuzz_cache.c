@@ -278,6 +278,13 @@ static void refused_calls(fuzz_input *in, world *w, int c) {
                 nsa_status_name(s));
     if (s == NSA_OK) (void)nsa_cache_fork(&other, 0, &w->cache[c], 0, w->held[c][0].length);
     free(memory);
+    /* A size for it, or none: a copy whose descriptor is spoilt is not written to. */
+    nsa_attention x;
+    nsa_tensor *views[INPUTS + OUTPUTS];
+    lay_out(w, &x, step_memory, ROOM, views);
+    other = w->cache[c];
+    other.desc = d;
+    (void)nsa_decode_workspace_size(&x, &other, length);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {

@@ -55,7 +55,7 @@ for standard in c99 c17; do
 done
 "${compiler[@]}" -std=c99 "${flags[@]}" -D_XOPEN_SOURCE=700 -I "$root/nsa" \
     "$root/examples/embed/pool.c" -o pool -lm -lpthread
-check ./pool
+"${run[@]}" ./pool | diff <(tail -n 1 "$root/examples/embed/expected.txt") -
 
 "${compiler[@]}" -O2 -I "$root/nsa" -c "$root/tests/nsa_impl.c" -o nsa_impl.o
 for test in "${tests[@]}"; do
