@@ -203,6 +203,13 @@ NSA__DEVICE nsa__cuda_query_row nsa__cuda_query_row_of(const nsa__cuda_attend_jo
     return r;
 }
 
+/* Of a product's sums a thread has two rows of its warp's 16, eight apart; the number of the
+   upper one. */
+NSA__DEVICE int nsa__cuda_upper_row() {
+    const int thread = static_cast<int>(threadIdx.x);
+    return thread / 32 * 16 + thread % 32 / 4;
+}
+
 /* Warps go in groups of four, 64 rows. The place, in the tile, of the first query of the warp's
    group, and a bit for each of them. */
 NSA__DEVICE int nsa__cuda_group_first(const nsa__cuda_attend_job &job,
@@ -550,11 +557,11 @@ NSA__DEVICE void
 nsa__cuda_gathered_end(const nsa__cuda_attend_job &job, const nsa__cuda_attend_place &at,
                        const nsa__cuda_query_tile &tile, const nsa__cuda_forward_rows &rows,
                        const float (&out)[N][4]) {
-    const int thread = static_cast<int>(threadIdx.x), column = thread % 4 * 2;
+    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const nsa__cuda_query_row row =
-            nsa__cuda_query_row_of(job, at, tile, thread / 32 * 16 + thread % 32 / 4 + 8 * h);
+            nsa__cuda_query_row_of(job, at, tile, nsa__cuda_upper_row() + 8 * h);
         const float sum = nsa__cuda_quad_sum(rows.sum[h]);
         if (!row.there) continue;
         const int64_t found = nsa__cuda_found_at(job, at, tile, row);
@@ -574,12 +581,12 @@ NSA__DEVICE void nsa__cuda_forward_end(const nsa__cuda_attend_job &job,
                                        const nsa__cuda_attend_place &at,
                                        const nsa__cuda_query_tile &tile,
                                        const nsa__cuda_forward_rows &rows, float (&out)[N][4]) {
-    const int thread = static_cast<int>(threadIdx.x), column = thread % 4 * 2;
+    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
     const float nan = __uint_as_float(0x7fc00000u), ln2 = 0.693147180559945f;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const nsa__cuda_query_row row =
-            nsa__cuda_query_row_of(job, at, tile, thread / 32 * 16 + thread % 32 / 4 + 8 * h);
+            nsa__cuda_query_row_of(job, at, tile, nsa__cuda_upper_row() + 8 * h);
         const float sum = nsa__cuda_quad_sum(rows.sum[h]);
         if (!row.there) continue;
         const bool empty = sum == 0, bad = rows.bad[h] && !empty;
@@ -690,18 +697,23 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
         nsa__cuda_forward_end<T>(job, at, tile_rows, rows, out);
 }
 
+/* The blocks of a kernel that holds `held` rows of queries: neighbours, or gathered first. */
+static nsa_status nsa__cuda_query_grid(nsa__cuda_attend_job *job, int held, dim3 *grid,
+                                       cudaStream_t stream) {
+    int64_t tiles = nsa__cuda_ceil_div(static_cast<int64_t>(job->d.count) * job->group, held);
+    if (job->gathered) {
+        const nsa_status s = nsa__cuda_gather(job, held / job->group, stream);
+        if (s != NSA_OK) return s;
+        tiles = job->readers.max_parts;
+    }
+    return nsa__cuda_attend_grid(job, tiles, grid);
+}
+
 template <typename T, int DK, int DV> struct nsa__cuda_forward_run {
     static nsa_status launch(nsa__cuda_attend_job job, cudaStream_t stream) {
         using shape = nsa__cuda_forward_shape<T, DK, DV>;
         dim3 grid;
-        int64_t tiles =
-            nsa__cuda_ceil_div(static_cast<int64_t>(job.d.count) * job.group, shape::HELD);
-        if (job.gathered) {
-            const nsa_status s = nsa__cuda_gather(&job, shape::HELD / job.group, stream);
-            if (s != NSA_OK) return s;
-            tiles = job.readers.max_parts;
-        }
-        const nsa_status s = nsa__cuda_attend_grid(&job, tiles, &grid);
+        const nsa_status s = nsa__cuda_query_grid(&job, shape::HELD, &grid, stream);
         if (s != NSA_OK) return s;
         return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_forward_kernel<T, DK, DV>, grid,
                                            dim3(32 * shape::WARPS), shape::BYTES, stream, job));
@@ -764,6 +776,31 @@ static void nsa__cuda_attend_plan(nsa__cuda_attend_job *job, const nsa_desc *d,
                                                    job->bad_words);
     if (branch == NSA__KEYS_CMP && d->begins)
         job->cmp_begins = nsa__cuda_take<int32_t>(arena, static_cast<int64_t>(d->batch) + 1);
+}
+
+typedef void nsa__cuda_attend_planner(nsa__cuda_attend_job *, const nsa_desc *,
+                                      nsa__cuda_branch_keys, nsa__cuda_arena *);
+
+static size_t nsa__cuda_attend_bytes(const nsa_desc *d, nsa__cuda_branch_keys branch,
+                                     nsa__cuda_attend_planner *plan) {
+    nsa__cuda_attend_job job;
+    nsa__cuda_arena arena = nsa__cuda_arena_at(NULL);
+    if (nsa__cuda_check_desc(d) != NSA_OK) return 0;
+    plan(&job, d, branch, &arena);
+    return nsa__cuda_arena_bytes(&arena);
+}
+
+/* The job of a call, in the caller's workspace if that is large enough. */
+static nsa_status nsa__cuda_attend_open(nsa__cuda_attend_job *job, const nsa_desc *d,
+                                        nsa__cuda_branch_keys branch,
+                                        nsa__cuda_attend_planner *plan, void *workspace,
+                                        size_t bytes) {
+    const nsa_status s =
+        nsa__cuda_check_workspace(nsa__cuda_attend_bytes(d, branch, plan), workspace, bytes);
+    if (s != NSA_OK) return s;
+    nsa__cuda_arena arena = nsa__cuda_arena_at(workspace);
+    plan(job, d, branch, &arena);
+    return NSA_OK;
 }
 
 /* What comes before any attention: where compressed rows begin, which keys are not finite. */

@@ -130,12 +130,11 @@ struct nsa__cuda_dq_rows {
 NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_attend_job &job,
                                     const nsa__cuda_attend_place &at,
                                     const nsa__cuda_query_tile &tile) {
-    const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const nsa__cuda_query_row row =
-            nsa__cuda_query_row_of(job, at, tile, thread / 32 * 16 + thread % 32 / 4 + 8 * h);
-        rows.number[h] = (tile.skip + thread / 32 * 16 + thread % 32 / 4 + 8 * h) / job.group -
+            nsa__cuda_query_row_of(job, at, tile, nsa__cuda_upper_row() + 8 * h);
+        rows.number[h] = (tile.skip + nsa__cuda_upper_row() + 8 * h) / job.group -
                          nsa__cuda_group_first(job, tile);
         rows.keys[h] = {0, 0};
         rows.lse2[h] = INFINITY;
@@ -155,12 +154,12 @@ template <typename T, int N>
 NSA__DEVICE void nsa__cuda_dq_end(const nsa__cuda_attend_job &job, const nsa__cuda_attend_place &at,
                                   const nsa__cuda_query_tile &tile, const nsa__cuda_dq_rows &rows,
                                   const float (&dq)[N][4]) {
-    const int thread = static_cast<int>(threadIdx.x), column = thread % 4 * 2;
+    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
     const float nan = __uint_as_float(0x7fc00000u);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const nsa__cuda_query_row row =
-            nsa__cuda_query_row_of(job, at, tile, thread / 32 * 16 + thread % 32 / 4 + 8 * h);
+            nsa__cuda_query_row_of(job, at, tile, nsa__cuda_upper_row() + 8 * h);
         if (!row.there || !rows.reads[h]) continue;
         if (job.gathered) {
             float *found = job.found + nsa__cuda_found_at(job, at, tile, row) * job.d.dim;
@@ -270,14 +269,7 @@ template <typename T, int DK, int DV> struct nsa__cuda_dq_run {
     static nsa_status launch(nsa__cuda_attend_job job, cudaStream_t stream) {
         using shape = nsa__cuda_dq_shape<T, DK, DV>;
         dim3 grid;
-        int64_t tiles =
-            nsa__cuda_ceil_div(static_cast<int64_t>(job.d.count) * job.group, shape::HELD);
-        if (job.gathered) {
-            const nsa_status s = nsa__cuda_gather(&job, shape::HELD / job.group, stream);
-            if (s != NSA_OK) return s;
-            tiles = job.readers.max_parts;
-        }
-        const nsa_status s = nsa__cuda_attend_grid(&job, tiles, &grid);
+        const nsa_status s = nsa__cuda_query_grid(&job, shape::HELD, &grid, stream);
         if (s != NSA_OK) return s;
         return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_dq_kernel<T, DK, DV>, grid,
                                            dim3(32 * shape::WARPS), shape::BYTES, stream, job));
@@ -683,14 +675,6 @@ static nsa_status nsa__cuda_attend_check_gradient(const nsa_attend *dx, const ns
                                     at->v);
 }
 
-static size_t nsa__cuda_attend_backward_bytes(const nsa_desc *d, nsa__cuda_branch_keys branch) {
-    nsa__cuda_attend_job job;
-    nsa__cuda_arena arena = nsa__cuda_arena_at(NULL);
-    if (nsa__cuda_check_desc(d) != NSA_OK) return 0;
-    nsa__cuda_backward_plan(&job, d, branch, &arena);
-    return nsa__cuda_arena_bytes(&arena);
-}
-
 static nsa_status nsa__cuda_attend_rows(const nsa__cuda_attend_job *job, cudaStream_t stream) {
     dim3 grid;
     const int64_t rows = static_cast<int64_t>(job->d.count) * job->d.heads;
@@ -712,11 +696,9 @@ static nsa_status nsa__cuda_attend_backward(const nsa_attend *dx, const nsa_atte
     if (s != NSA_OK) return s;
     s = nsa__cuda_attend_check_gradient(dx, x, d, branch, &nsa__cuda_attend_names);
     if (s != NSA_OK) return s;
-    s = nsa__cuda_check_workspace(nsa__cuda_attend_backward_bytes(d, branch), workspace, bytes);
-    if (s != NSA_OK || d->count == 0) return s;
     nsa__cuda_attend_job job;
-    nsa__cuda_arena arena = nsa__cuda_arena_at(workspace);
-    nsa__cuda_backward_plan(&job, d, branch, &arena);
+    s = nsa__cuda_attend_open(&job, d, branch, nsa__cuda_backward_plan, workspace, bytes);
+    if (s != NSA_OK || d->count == 0) return s;
     job.x = *x;
     job.dx = *dx;
     if ((s = nsa__cuda_attend_prepare(&job, stream)) != NSA_OK) return s;
@@ -735,7 +717,7 @@ static nsa_status nsa__cuda_attend_backward(const nsa_attend *dx, const nsa_atte
 /* The four public functions of a branch. */
 #define NSA__CUDA_ATTEND_DOORS(name, branch)                                                       \
     extern "C" size_t nsa_cuda_attend_##name##_forward_workspace_size(const nsa_desc *d) {         \
-        return nsa__cuda_attend_forward_bytes(d, branch);                                          \
+        return nsa__cuda_attend_bytes(d, branch, nsa__cuda_forward_plan);                          \
     }                                                                                              \
     extern "C" nsa_status nsa_cuda_attend_##name##_forward(const nsa_attend *x, const nsa_desc *d, \
                                                            void *workspace, size_t bytes,          \
@@ -743,7 +725,7 @@ static nsa_status nsa__cuda_attend_backward(const nsa_attend *dx, const nsa_atte
         return nsa__cuda_attend_forward(x, d, branch, workspace, bytes, stream);                   \
     }                                                                                              \
     extern "C" size_t nsa_cuda_attend_##name##_backward_workspace_size(const nsa_desc *d) {        \
-        return nsa__cuda_attend_backward_bytes(d, branch);                                         \
+        return nsa__cuda_attend_bytes(d, branch, nsa__cuda_backward_plan);                         \
     }                                                                                              \
     extern "C" nsa_status nsa_cuda_attend_##name##_backward(                                       \
         const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d, void *workspace,             \

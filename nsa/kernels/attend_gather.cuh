@@ -17,13 +17,12 @@
 #define NSA__GATHER_BYTES (512 << 20)
 #endif
 /* Of more heads, or in longer lists, neighbours' blocks are gathered by the query tile: what is
-   found would be more to move than the blocks themselves (bench/gpu/predict.py). */
-enum {
-    NSA__GATHER_HEADS = 4,
-    NSA__GATHER_LIST = 64,
-    NSA__GATHER_LEAST = 32,
-    NSA__GATHER_WARPS = 8
-};
+   found would be more to move than the blocks themselves (bench/gpu/predict.py). Tests define it
+   small, so that short lists go either way. */
+#ifndef NSA__GATHER_LIST
+#define NSA__GATHER_LIST 64
+#endif
+enum { NSA__GATHER_HEADS = 4, NSA__GATHER_LEAST = 32, NSA__GATHER_WARPS = 8 };
 
 static nsa_status nsa__cuda_gather(nsa__cuda_attend_job *job, int part, cudaStream_t stream) {
     nsa__cuda_plan_reader_parts(job, part);
@@ -181,14 +180,6 @@ static nsa_status nsa__cuda_gather_run(const nsa__cuda_attend_job *all,
     return NSA_OK;
 }
 
-static size_t nsa__cuda_attend_forward_bytes(const nsa_desc *d, nsa__cuda_branch_keys branch) {
-    nsa__cuda_attend_job job;
-    nsa__cuda_arena arena = nsa__cuda_arena_at(NULL);
-    if (nsa__cuda_check_desc(d) != NSA_OK) return 0;
-    nsa__cuda_forward_plan(&job, d, branch, &arena);
-    return nsa__cuda_arena_bytes(&arena);
-}
-
 static nsa_status nsa__cuda_attend_forward(const nsa_attend *x, const nsa_desc *d,
                                            nsa__cuda_branch_keys branch, void *workspace,
                                            size_t bytes, cudaStream_t stream) {
@@ -197,11 +188,9 @@ static nsa_status nsa__cuda_attend_forward(const nsa_attend *x, const nsa_desc *
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     s = nsa__cuda_attend_check(x, d, branch, 1, &nsa__cuda_attend_names);
     if (s != NSA_OK) return s;
-    s = nsa__cuda_check_workspace(nsa__cuda_attend_forward_bytes(d, branch), workspace, bytes);
-    if (s != NSA_OK || d->count == 0) return s;
     nsa__cuda_attend_job job;
-    nsa__cuda_arena arena = nsa__cuda_arena_at(workspace);
-    nsa__cuda_forward_plan(&job, d, branch, &arena);
+    s = nsa__cuda_attend_open(&job, d, branch, nsa__cuda_forward_plan, workspace, bytes);
+    if (s != NSA_OK || d->count == 0) return s;
     job.x = *x;
     if ((s = nsa__cuda_attend_prepare(&job, stream)) != NSA_OK) return s;
     if (job.chunk)

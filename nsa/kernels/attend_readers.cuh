@@ -28,11 +28,11 @@ NSA__DEVICE int nsa__cuda_inclusive_max(int x) {
     return x;
 }
 
-NSA__DEVICE int64_t nsa__cuda_inclusive_sum(int64_t x) {
+template <typename I> NSA__DEVICE I nsa__cuda_inclusive_sum(I x) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const int64_t left = __shfl_up_sync(0xffffffffu, x, step);
+        const I left = __shfl_up_sync(0xffffffffu, x, step);
         if (lane >= step) x += left;
     }
     return x;
@@ -105,9 +105,10 @@ static __global__ void nsa__cuda_readers_begins_kernel(nsa__cuda_attend_job job)
     for (int first = 0; first < r.blocks; first += 32) {
         const int j = first + static_cast<int>(threadIdx.x);
         const int n = j < r.blocks ? sums[j] : 0, n_parts = (n + r.part - 1) / r.part;
-        const int64_t readers_end = readers + nsa__cuda_inclusive_sum(n);
-        const int64_t parts_end = parts + nsa__cuda_inclusive_sum(n_parts);
-        const int64_t slots_end = slots + nsa__cuda_inclusive_sum(n_parts > 1 ? n_parts : 0);
+        const int64_t readers_end = readers + nsa__cuda_inclusive_sum<int64_t>(n);
+        const int64_t parts_end = parts + nsa__cuda_inclusive_sum<int64_t>(n_parts);
+        const int64_t slots_end =
+            slots + nsa__cuda_inclusive_sum<int64_t>(n_parts > 1 ? n_parts : 0);
         if (j < r.blocks) {
             r.begin[entry + j + 1] = readers_end;
             r.part_begin[entry + j + 1] = static_cast<int32_t>(parts_end);

@@ -16,6 +16,11 @@
 #include "compress_gemm.cuh"
 #include "compress_parts.cuh"
 
+/* The fewest rows of a slice of a product; tests define it small. */
+#ifndef NSA__MLP_SPLIT_ROWS
+#define NSA__MLP_SPLIT_ROWS 256
+#endif
+
 /* How many rows, for sequences of full length. */
 static int64_t nsa__cuda_mlp_rows(const nsa_desc *d) {
     const int64_t lead = d->cmp_block / d->cmp_stride - 1;
@@ -45,7 +50,7 @@ struct nsa__cuda_mlp_plan {
 static int nsa__cuda_mlp_splits(int64_t m, int64_t n, int heads, int rows) {
     const int64_t tiles =
         nsa__cuda_ceil_div(m, NSA__GEMM_TILE) * nsa__cuda_ceil_div(n, NSA__GEMM_TILE) * heads;
-    const int64_t most = nsa__cuda_ceil_div(rows, 4 * NSA__GEMM_TILE);
+    const int64_t most = nsa__cuda_ceil_div(rows, NSA__MLP_SPLIT_ROWS);
     const int64_t wanted = nsa__cuda_ceil_div(NSA__MLP_BLOCKS, tiles);
     return static_cast<int>(wanted < most ? wanted : most);
 }

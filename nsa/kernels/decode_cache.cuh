@@ -308,16 +308,6 @@ NSA__DEVICE nsa__cuda_new_blocks nsa__cuda_new_blocks_of(const nsa_desc &d, int2
     return {first, nsa__cmp_count(d, place.x + place.y) - first};
 }
 
-NSA__DEVICE int nsa__cuda_warp_prefix(int x) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int left = __shfl_up_sync(0xffffffffu, x, step);
-        if (lane >= step) x += left;
-    }
-    return x;
-}
-
 /* Why the sequence cannot take its new tokens; 0: it can. */
 NSA__DEVICE nsa_status nsa__cuda_refusal(const nsa_cache &cache, int b, int more, int most) {
     if (more < 0 || more > most) return NSA__REFUSED_COUNTS;
@@ -349,8 +339,8 @@ static __global__ void nsa__cuda_decode_places_kernel(nsa_cache cache, int count
         if (b < batch && !refused) place = make_int2(cache.lengths[b], counts ? counts[b] : count);
         const int made = nsa__cuda_new_blocks_of(d, place).count;
         const int staged = made ? (made - 1) * d.cmp_stride + d.cmp_block : 0;
-        const int rows_end = rows + nsa__cuda_warp_prefix(staged);
-        const int blocks_end = blocks + nsa__cuda_warp_prefix(made);
+        const int rows_end = rows + nsa__cuda_inclusive_sum(staged);
+        const int blocks_end = blocks + nsa__cuda_inclusive_sum(made);
         if (b < batch) {
             step.places[b] = place;
             step.begins[b + 1] = rows_end;
