@@ -501,8 +501,10 @@ static inline void test_bad_value(const branch *br, const geometry *g, nsa_dtype
     numbers n = numbers_new(br, &d, dtype, 31);
     int keys = br->keys == BRANCH_CMP ? nsa_cmp_count(&d, g->T) : g->T;
     int by_query = input == BAD_Q || input == BAD_DOUT;
-    int row = (by_query ? g->T : keys) / 3, heads = by_query ? d.heads : d.kv_heads,
-        head = heads - 1;
+    /* an infinity where a query sees one key: its one score may be -inf, which is no empty row */
+    int alone = br->keys == BRANCH_CMP ? g->l - 1 : 0;
+    int row = input == BAD_Q && isinf(value) ? alone : (by_query ? g->T : keys) / 3;
+    int heads = by_query ? d.heads : d.kv_heads, head = heads - 1;
     double *into[] = {n.q, n.k, n.v, n.dout};
     int width = input == BAD_V || input == BAD_DOUT ? d.dim_v : d.dim;
     check_case("%s, %s, %s, %g in %s", br->name, g->name, dtype_name(dtype), value, names[input]);
@@ -595,6 +597,16 @@ static inline void refuse_workspace(const refusal *r, attend_call *c) {
     c->work = work;
 }
 
+/* CUDA reads rows 16 bytes at a time: each stride is whole pieces. */
+static inline void refuse_strides(const refusal *r, const refused_tensor *t) {
+    int64_t *strides[] = {&t->x->batch, &t->x->token, &t->x->head};
+    for (int i = 0; CHECKS_CUDA && i < COUNT(strides); i++) {
+        *strides[i] += 1;
+        refused(r, "a stride of no whole pieces", NSA_ERROR_STRIDE, t->name);
+        *strides[i] -= 1;
+    }
+}
+
 static inline void test_refusals(const branch *br) {
     nsa_desc d = desc_of(&geometries[0]);
     numbers n = numbers_new(br, &d, NSA_REAL_DTYPE, 41);
@@ -620,7 +632,11 @@ static inline void test_refusals(const branch *br) {
         x[i].output = 0; /* backward reads what forward wrote */
         refuse_tensor(&backward, &x[i]);
     }
-    for (int i = 0; i < COUNT(dx); i++) refuse_tensor(&backward, &dx[i]);
+    for (int i = 0; i < COUNT(dx); i++) {
+        refuse_tensor(&backward, &dx[i]);
+        refuse_strides(&backward, &dx[i]);
+        refuse_strides(&forward, &x[i]); /* q, k, v, out */
+    }
     refuse_desc(&forward);
     refuse_desc(&backward);
     refuse_workspace(&forward, &forward_call);
@@ -768,7 +784,7 @@ static inline void test_all(const branch *br, amount a) {
     int quick = a != WHOLE, turn = 0;
     for (int i = 0; i < COUNT(geometries); i++) {
         const geometry *g = &geometries[i];
-        if (!is_taken(i, a) || attend_refused(br, g)) continue;
+        if (attend_refused(br, g) || !is_taken(i, a)) continue;
         for (int k = 0; k < COUNT(dtypes); k++) {
             uint64_t seed = (uint64_t)(10 * i + k);
             /* every geometry meets all questions in one dtype */

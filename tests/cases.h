@@ -31,19 +31,19 @@ static const geometry geometries[] = {
     {"G 6, D 80", 1, 129, 6, 1, 80, 80, 16, 4, 16, 5, 1, 2, 64, 0, NULL},
     {"G 12, D 96", 1, 90, 12, 1, 96, 96, 16, 8, 16, 4, 1, 2, 33, 0, NULL},
     {"G 16, D 128", 1, 100, 16, 1, 128, 128, 32, 16, 32, 2, 1, 1, 40, 0, NULL},
-    {"D 192 / 128", 1, 80, 4, 2, 192, 128, 16, 16, 16, 3, 1, 1, 31, 0, NULL},
+    {"D 192 / 128", 1, 80, 6, 1, 192, 128, 16, 16, 16, 3, 1, 1, 31, 0, NULL},
     {"D 7 / 13", 2, 65, 4, 2, 7, 13, 6, 3, 12, 3, 1, 1, 19, 0, NULL},
     {"D 1 / 2", 1, 40, 3, 3, 1, 2, 4, 1, 4, 4, 2, 2, 9, 0, NULL},
-    {"D 256", 1, 50, 2, 1, 256, 256, 8, 2, 8, 3, 0, 2, 16, 0, NULL},
+    {"D 256", 1, 50, 2, 1, 256, 256, 8, 2, 16, 3, 0, 2, 16, 0, NULL},
     {"scale 1, heads 16", 1, 63, 16, 1, 64, 64, 32, 16, 32, 16, 1, 2, 32, 1, NULL},
     {"scale 1, D 100", 3, 111, 32, 1, 100, 100, 32, 16, 32, 16, 1, 2, 32, 1, NULL},
-    {"T 1", 2, 1, 2, 1, 16, 16, 8, 4, 8, 2, 1, 1, 4, 0, NULL},
+    {"T 1", 2, 1, 2, 1, 16, 16, 8, 4, 16, 2, 1, 1, 4, 0, NULL},
     {"T < l", 1, 15, 2, 1, 16, 16, 16, 8, 16, 2, 1, 1, 64, 0, NULL},
     {"T = l", 1, 16, 2, 1, 16, 16, 16, 8, 16, 2, 1, 1, 64, 0, NULL},
     {"T > w, one block more", 1, 257, 2, 1, 16, 16, 16, 8, 32, 3, 1, 1, 16, 0, NULL},
     {"T no multiple of anything", 1, 211, 2, 1, 32, 32, 12, 6, 30, 3, 1, 1, 47, 0, NULL},
-    {"w 1", 1, 37, 2, 1, 16, 16, 4, 2, 4, 3, 1, 1, 1, 0, NULL},
-    {"w > T", 1, 37, 2, 1, 16, 16, 4, 2, 4, 3, 1, 1, 500, 0, NULL},
+    {"w 1", 1, 37, 2, 1, 16, 16, 4, 2, 16, 2, 1, 1, 1, 0, NULL},
+    {"w > T", 1, 37, 2, 1, 16, 16, 4, 2, 16, 2, 1, 1, 500, 0, NULL},
     {"n 1", 1, 66, 2, 1, 16, 16, 8, 4, 8, 1, 0, 1, 10, 0, NULL},
     {"one head, l' far above l", 1, 300, 1, 1, 32, 32, 4, 4, 128, 2, 0, 1, 90, 0, NULL},
     {"full at S 8", 1, 8, 4, 2, 16, 16, 4, 2, 4, 4, 1, 1, 16, 0, NULL},
@@ -53,13 +53,14 @@ static const geometry geometries[] = {
     {"varlen empty", 6, 49, 4, 2, 16, 24, 8, 4, 16, 2, 1, 1, 13, 0, begins_empty},
 #ifdef CHECK_CUDA
     /* The edges of what CUDA takes: selection blocks that are no multiple of a tile, every padded
-       width, more heads than a tile of rows. */
+       width, more heads than a tile of rows, more blocks than a warp has lanes. */
     {"l' 48", 1, 205, 3, 1, 32, 40, 16, 8, 48, 3, 1, 1, 33, 0, NULL},
     {"l' 80", 1, 170, 2, 2, 128, 96, 16, 16, 80, 2, 0, 1, 40, 0, NULL},
     {"l' 112", 1, 240, 4, 2, 64, 64, 28, 14, 112, 2, 1, 1, 70, 0, NULL},
     {"D 136 / 200", 1, 70, 2, 1, 136, 200, 8, 8, 16, 3, 1, 1, 21, 0, NULL},
     {"D 8 / 256", 1, 61, 3, 3, 8, 256, 8, 4, 16, 2, 1, 1, 17, 0, NULL},
     {"G 80", 1, 37, 80, 1, 24, 16, 8, 4, 16, 2, 1, 1, 11, 0, NULL},
+    {"35 blocks", 1, 550, 1, 1, 24, 16, 8, 8, 16, 2, 0, 1, 20, 0, NULL},
 #endif
 };
 
@@ -75,10 +76,11 @@ static const geometry large_geometries[] = {
    Those that "broad" adds catch planted faults that no other does: one sequence alone (bad values
    ask for that), a group that no tile of rows is a multiple of, many heads, the widest. */
 static const char *const cuda_names[] = {
-    "small", "T 1",       "varlen empty", "D 192 / 128", "T < l",       "one head, l' far above l",
-    "l' 80", "G 1, D 16", "l' 48",        "G 80",        "D 136 / 200",
+    "small",       "T 1",       "varlen empty", "D 192 / 128", "T < l", "one head, l' far above l",
+    "w 1",         "35 blocks", "l' 80",        "G 1, D 16",   "l' 48", "G 80",
+    "D 136 / 200",
 };
-enum { CUDA_LITTLE = 3, CUDA_QUICK = 7 };
+enum { CUDA_LITTLE = 3, CUDA_QUICK = 9 };
 
 /* For finite differences in every number. */
 static const geometry tiny_geometries[] = {

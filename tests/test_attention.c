@@ -308,6 +308,31 @@ static void test_composed(const chain_case *c, nsa_dtype dtype, int one_kv) {
     guards_free();
 }
 
+/* One K and one V for all three branches, their gradients likewise in one tensor. */
+static void run_shared(instance *p) {
+    nsa_attention *x = (nsa_attention *)instance_x(p), *dx = (nsa_attention *)instance_dx(p);
+    x->k_win = x->k_cmp.x = x->k_slc, x->v_win = x->v_cmp.x = x->v_slc;
+    dx->k_win = dx->k_cmp.x = dx->k_slc, dx->v_win = dx->v_cmp.x = dx->v_slc;
+    instance_run(p);
+}
+
+/* Shared gradients of low precision are the sums of the branches, `real`, rounded once. */
+static void test_shared_rounding(const suite *s, const nsa_desc *d, nsa_dtype dtype,
+                                 const values *in, const values *zeros, const instance *real,
+                                 const int keys[2]) {
+    instance p;
+    instance_new(&p, s, d, in, dtype, dtype, 0, zeros);
+    run_shared(&p);
+    for (int i = 0; i < 2; i++) {
+        size_t n = tensor_count(&real->dx[keys[i]]), width = (size_t)s->slots[keys[i]].width;
+        double *want = ref_zeros(n), *got = ref_zeros(n);
+        tensor_get(&real->dx[keys[i]], want), tensor_get(&p.dx[keys[i]], got);
+        for (size_t j = 0; j < n; j++) want[j] = ref_store(dtype_prec(dtype), want[j]);
+        CHECK_NEAR(s->slots[keys[i]].name, got, want, n, width, 0);
+        free(want), free(got);
+    }
+}
+
 /* All three branches over one K and one V, their gradients in one tensor: the sum of the three. */
 static void test_shared_keys(const chain_case *c, nsa_dtype dtype) {
     nsa_desc d = chain_desc(c);
@@ -324,10 +349,9 @@ static void test_shared_keys(const chain_case *c, nsa_dtype dtype) {
     instance p;
     check_case("attention, %s, %s, shared K and V", c->name, dtype_name(dtype));
     instance_new(&p, &s, &d, &in, dtype, NSA_REAL_DTYPE, 0, &zeros);
-    nsa_attention *x = (nsa_attention *)instance_x(&p), *dx = (nsa_attention *)instance_dx(&p);
-    x->k_win = x->k_cmp.x = x->k_slc, x->v_win = x->v_cmp.x = x->v_slc;
-    dx->k_win = dx->k_cmp.x = dx->k_slc, dx->v_win = dx->v_cmp.x = dx->v_slc;
-    instance_run(&p);
+    run_shared(&p);
+    const int keys[] = {k[0], v[0]};
+    if (dtype != NSA_REAL_DTYPE) test_shared_rounding(&s, &d, dtype, &in, &zeros, &p, keys);
     tensor_get(&p.x[at.blocks], in.x[at.blocks]);
     values want = values_reference(&s, &d, &in, REF_F64),
            plain = values_reference(&s, &d, &in, dtype_prec(dtype));
@@ -589,6 +613,7 @@ int main(int argc, char **argv) {
         }
         if (!CHECKS_CUDA || !quick || i == 0) test_reach(c);
     }
+    if (CHECKS_CUDA && quick && step < 19) test_shared_keys(&chain_cases[0], dtypes[1]);
     test_shift(&chain_cases[0], 1000);
     if (!CHECKS_CUDA || !quick) test_shift(&chain_cases[5], 1000);
     test_full();

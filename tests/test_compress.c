@@ -14,26 +14,30 @@ typedef struct compress_case {
 /* Units of the hidden layer, as many as the library takes: CUDA in steps of 8. */
 #define HIDDEN(n) (CHECKS_CUDA ? ((n) + 7) / 8 * 8 : (n))
 
-/* clang-format off: a table is read in columns. */
+/* clang-format off: a table is read in columns. Every fifth, which `little` takes, has each phi. */
 static const compress_case compress_cases[] = {
     {"mean", &geometries[0], NSA_PHI_MEAN, 16, 0, 0, 0},
     {"conv", &geometries[0], NSA_PHI_CONV, 16, 0, 0, 0},
     {"mlp", &geometries[0], NSA_PHI_MLP, 16, HIDDEN(24), 0, 0},
     {"conv, shared, bare", &geometries[2], NSA_PHI_CONV, 24, 0, 1, 1},
     {"mlp, shared", &geometries[2], NSA_PHI_MLP, 24, HIDDEN(10), 1, 0},
-    {"mlp, bare", &geometries[8], NSA_PHI_MLP, 7, HIDDEN(5), 0, 1},
+    {"mlp, varlen", &geometries[26], NSA_PHI_MLP, 16, HIDDEN(12), 0, 0},
     {"mlp, one hidden", &geometries[9], NSA_PHI_MLP, 1, HIDDEN(1), 0, 0},
     {"mean, the paper's", &geometries[23], NSA_PHI_MEAN, 64, 0, 0, 0},
-    {"conv, T = l", &geometries[15], NSA_PHI_CONV, 16, 0, 0, 0},
-    {"mlp, T < l", &geometries[14], NSA_PHI_MLP, 16, HIDDEN(8), 0, 0},
     {"mean, T < l", &geometries[14], NSA_PHI_MEAN, 16, 0, 0, 0},
+    {"mlp, T < l", &geometries[14], NSA_PHI_MLP, 16, HIDDEN(8), 0, 0},
+    {"conv, T = l", &geometries[15], NSA_PHI_CONV, 16, 0, 0, 0},
     {"mlp, overlap of 4", &geometries[4], NSA_PHI_MLP, 80, HIDDEN(33), 0, 0},
     {"conv, no multiple", &geometries[17], NSA_PHI_CONV, 32, 0, 0, 0},
     {"mlp, no multiple", &geometries[17], NSA_PHI_MLP, 12, HIDDEN(40), 0, 0},
     {"mean, D 256", &geometries[10], NSA_PHI_MEAN, 256, 0, 0, 0},
     {"mean, varlen", &geometries[26], NSA_PHI_MEAN, 16, 0, 0, 0},
     {"conv, varlen, shared", &geometries[25], NSA_PHI_CONV, 16, 0, 1, 0},
-    {"mlp, varlen", &geometries[26], NSA_PHI_MLP, 16, HIDDEN(12), 0, 0},
+    {"mlp, bare, D 7", &geometries[8], NSA_PHI_MLP, 7, HIDDEN(5), 0, 1},
+    {"mlp, bare", &geometries[0], NSA_PHI_MLP, 8, HIDDEN(8), 0, 1},
+#ifdef CHECK_CUDA
+    {"mlp, l D no multiple of a tile", &geometries[29], NSA_PHI_MLP, 8, 8, 0, 0},
+#endif
 };
 
 #ifdef CHECK_F64

@@ -495,6 +495,7 @@ int main(int argc, char **argv) {
     for (int i = 0; i < COUNT(isas); i++)
         for (int map = 0; map < 2 && nsa_isa_available(isas[i]); map++) {
             test_ties(&geometries[16], (nsa_score_map)map, isas[i]);
+            test_ties(&geometries[21], (nsa_score_map)map, isas[i]); /* three tiles of keys */
             test_ties(&geometries[6], (nsa_score_map)map, isas[i]);
             test_ties(&geometries[23], (nsa_score_map)map, isas[i]);
         }
