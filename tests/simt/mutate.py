@@ -1,20 +1,23 @@
 #!/usr/bin/env python3
 """Plants faults in the kernels, one at a time, and counts how many the tests catch.
 
-Each fault of faults.list is a small edit of one file under nsa/kernels. The kernels that a test needs
-are compiled anew with it, for the executor, and the CPU's test of that primitive runs on them, its
-smallest table first: a failure, a report of the executor or a time-out catches the fault. At least
-95 % must be caught; a fault that changes nothing that anybody could see is marked `equivalent` with
-its reason, and is not counted.
+Each fault of faults.list is a small edit of one file under nsa/kernels. The kernels that a test
+needs are compiled for the executor with all faults that name the test, and each run has one of them
+(plant.py); what must be a constant is compiled by itself. The CPU's test of that primitive runs on
+them, its smallest table first: a failure, a report of the executor or a time-out catches the fault.
+At least 95 % must be caught; a fault that changes nothing that anybody could see is marked
+`equivalent` with its reason, and is not counted.
 
-Results are appended to WORK/results.jsonl as they come. A fault that was caught is not tried again
-while its text and its function stay as they are, so that a run that was stopped goes on where it was.
+Results are appended to WORK/results.jsonl as they come. A fault that has not survived is not tried
+again while its text and its function stay as they are: a run that was stopped goes on where it was.
 
-usage: mutate.py --executor LIST --headers DIR --work DIR [--only TEXT] [--run no] [--write FILE]
+usage: mutate.py --executor LIST --definitions LIST --headers DIR --work DIR
+                 [--only TEXT] [--run no] [--write FILE]
 """
 import argparse
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -24,13 +27,13 @@ import subprocess
 import sys
 import time
 
+import plant
+
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SHARE = 0.95
-LANGUAGE = ("-DNSA_SIMT -DCHECK_CUDA -DNSA_CUDA_MAX_DIM=64 -fno-strict-aliasing "
-            "-DNSA__SLC_PART_ROWS=64 -DNSA__CMP_PART_ROWS=64 -DNSA__DECODE_RUN_KEYS=16 "
-            "-DNSA__READERS_CHUNKS=8 -DNSA__GATHER_BYTES=1 -w").split()
-LANGUAGE.append(f"-fmacro-prefix-map={ROOT}/=")
+LANGUAGE = ["-DNSA_SIMT", "-DCHECK_CUDA", "-fno-strict-aliasing", "-w",
+            f"-fmacro-prefix-map={ROOT}/="]
 # One mode's compiler flags and schedule; each has what only it can see: the checker, the path of
 # sm_90a.
 PLAIN = (["-O1"], {"NSA_SIMT_ASYNC": "late"})
@@ -47,13 +50,9 @@ NEEDS = {"block_index": ["block_index"], "rope": ["rope"], "compress": ["compres
 # A test's tables, the smallest first; the checker runs the first alone.
 TABLES = {test: ["little", "broad"] for test in NEEDS}
 TABLES.update(block_index=["quick"], decode=["short", "1"])
+NO_FAULT = 0
 COMPILER = (["ccache"] if shutil.which("ccache") else []) + ["g++", "-std=c++17"]
 HOST = COMPILER[:-2] + ["gcc", "-std=gnu99"]
-
-
-def language(test):
-    """f16 is bf16's code; of decoding's caches one is f16."""
-    return LANGUAGE + ([] if test == "decode" else ["-DNSA_CUDA_NO_F16"])
 
 
 class Fault:
@@ -64,12 +63,15 @@ class Fault:
         words = tests.split()
         self.modes = [w for w in words if w in MODES] or ["plain"]
         self.tests = [w for w in words if w in NEEDS]
-        self.equivalent = "equivalent" in words
+        self.equivalent, self.tried = "equivalent" in words, set()
         self.old = "\n".join(line[2:] for line in body if line.startswith("- "))
         self.new = "\n".join(line[2:] for line in body if line.startswith("+ "))
         unknown = set(words) - set(MODES) - set(NEEDS) - {"equivalent"}
         if unknown or not self.tests or not self.old:
             sys.exit(f"faults.list: {head}: {unknown or 'names no test, or has no text'}")
+
+    def pairs(self):
+        return [(mode, test) for mode in self.modes for test in self.tests]
 
     def key(self, kernels=ROOT / "nsa" / "kernels"):
         """Changes with the fault and with the function that it is planted in."""
@@ -93,33 +95,57 @@ def read_faults(path):
     return faults
 
 
+class Limits(dict):
+    """Seconds of processor time that a table may take, kept while no source changes."""
+
+    def __init__(self, path):
+        sources = [*(ROOT / "nsa").rglob("*.*"), *(ROOT / "tests").glob("*.[ch]")]
+        text = b"".join(source.read_bytes() for source in sorted(sources))
+        self.path, self.digest = path, hashlib.sha256(text).hexdigest()
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        super().__init__(kept["limits"] if kept.get("digest") == self.digest else {})
+
+    def __setitem__(self, name, seconds):
+        super().__setitem__(name, seconds)
+        self.path.write_text(json.dumps({"digest": self.digest, "limits": self}))
+
+
 class Bench:
     """The compiler, what is compiled once, and where."""
 
     def __init__(self, given):
         self.work, self.headers = given.work, given.headers
         self.executor = given.executor.split("|")
-        self.hosts, self.limits = set(), {}
+        self.definitions = [f"-D{word}" for word in given.definitions.split("|")]
+        self.hosts = set()
         self.work.mkdir(parents=True, exist_ok=True)
+        self.limits = Limits(given.work / "limits.json")
+        (self.work / "choice.c").write_text(plant.DEFINITION)
 
     def includes(self, nsa):
         return ["-I", HERE / "include", "-I", nsa, "-I", nsa / "kernels", "-I", HERE.parent,
                 "-isystem", self.headers]
+
+    def language(self, test):
+        """f16 is bf16's code; of decoding's caches one is f16."""
+        narrower = [] if test == "decode" else ["-DNSA_CUDA_NO_F16"]
+        return [*LANGUAGE, *self.definitions, *narrower]
 
     def run(self, command):
         return subprocess.run([str(word) for word in command], text=True, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT)
 
     def host(self, test, mode):
-        """The test and nsa.h's implementation, which no fault touches."""
+        """The test and nsa.h's implementation, which no fault touches; the choice of a fault."""
         objects = []
-        for name in (f"test_{test}", "nsa_impl"):
-            objects.append(self.work / f"{name}_{mode}.o")
+        for source in (ROOT / "tests" / f"test_{test}.c", ROOT / "tests" / "nsa_impl.c",
+                       self.work / "choice.c"):
+            objects.append(self.work / f"{source.stem}_{mode}.o")
             if objects[-1] in self.hosts:
                 continue
             races = ["-DCHECK_RACES"] if "check" in mode else []
-            done = self.run([*HOST, "-O1", *language(test), *races, *self.includes(ROOT / "nsa"),
-                             "-c", ROOT / "tests" / f"{name}.c", "-o", objects[-1]])
+            done = self.run([*HOST, "-O1", *self.language(test), *races,
+                             *self.includes(ROOT / "nsa"), "-c", source, "-o", objects[-1]])
             if done.returncode:
                 sys.exit(done.stdout)
             self.hosts.add(objects[-1])
@@ -128,23 +154,49 @@ class Bench:
     def program(self, nsa, test, mode, out):
         """Compiles the kernels of one test in one mode; what the compiler says if it refuses."""
         source = out.with_suffix(".cpp")
-        source.write_text("#define NSA_CUDA_IMPLEMENTATION\n#define NSA__CUDA_IMPLEMENTED\n"
+        source.write_text(plant.DECLARATION +
+                          "#define NSA_CUDA_IMPLEMENTATION\n#define NSA__CUDA_IMPLEMENTED\n"
                           '#include "nsa_cuda.cuh"\n' + "".join(
             f'#include "kernels/{name}.cuh"\n' for name in NEEDS[test]))
         kernels = out.with_suffix(".o")
-        done = self.run([*COMPILER, *MODES[mode][0], *language(test), *self.includes(nsa), "-c", source,
-                         "-o", kernels])
+        done = self.run([*COMPILER, *MODES[mode][0], *self.language(test), *self.includes(nsa),
+                         "-c", source, "-o", kernels])
         if done.returncode:
             return done.stdout
         done = self.run(["g++", *self.executor, kernels, *self.host(test, mode), "-lm", "-o", out])
         return done.stdout if done.returncode else None
 
-    def fails(self, program, table, mode, limit):
+    def together_in(self, test, mode):
+        return self.work / f"all_{test}_{mode}"
+
+    def together(self, faults, test, mode):
+        """The numbers of those of {number: fault} that can wait for a choice in one program."""
+        nsa, program = self.work / "nsa_all", self.together_in(test, mode)
+        while True:
+            lines = {}
+            shutil.copytree(ROOT / "nsa", nsa, dirs_exist_ok=True)
+            for file in {fault.file for fault in faults.values()}:
+                path = nsa / "kernels" / file
+                mine = {n: fault for n, fault in faults.items() if fault.file == file}
+                text, lines_of = plant.plant_many(path.read_text(), mine)
+                path.write_text(text)
+                lines.update({n: (file, span) for n, span in lines_of.items()})
+            refused = self.program(nsa, test, mode, program)
+            if not refused:
+                return set(lines)
+            errors = re.findall(r"(\w+\.cuh):(\d+):\d+: error", refused)
+            blamed = {n for n, (file, span) in lines.items()
+                      if any(at == file and int(line) in span for at, line in errors)}
+            if not faults:
+                sys.exit(f"mutate.py: {test} does not compile in mode {mode}: {refused}")
+            faults = {n: faults[n] for n in lines if n not in blamed} if blamed else {}
+
+    def fails(self, program, number, table, mode, limit):
         """Whether the test fails, and in which words: its first, for it is ended there. Time is the
         program's own, so that a loaded machine does not matter."""
         run = subprocess.Popen(["prlimit", f"--cpu={limit:.0f}", program, table], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               errors="replace", env={**os.environ, **MODES[mode][1]})
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
+                               env={**os.environ, **MODES[mode][1], "NSA_FAULT": str(number)})
         for line in run.stdout:
             if "FAIL" in line or "simt:" in line:
                 run.kill()
@@ -153,51 +205,60 @@ class Bench:
         status = run.wait()
         return f"status {status} ({limit:.0f} s of processor time allowed)" if status else None
 
-    def sound(self, test, mode):
+    def limit(self, test, table, mode):
         """Without a fault every table passes; a while more than ten times as long is the limit
         with one."""
-        if (test, mode) in self.limits:
-            return self.limits[test, mode]
-        program, limits = self.work / f"sound_{test}_{mode}", []
-        refused = self.program(ROOT / "nsa", test, mode, program)
-        for table in TABLES[test][:1] if "check" in mode else TABLES[test]:
+        name = f"{test} {table} {mode}"
+        if name not in self.limits:
             began = os.times().children_user
-            how = refused or self.fails(program, table, mode, 1800)
+            how = self.fails(self.together_in(test, mode), NO_FAULT, table, mode, 1800)
             if how:
                 sys.exit(f"mutate.py: {test} {table} fails in mode {mode} without a fault: {how}")
-            limits.append((table, 30 + 10 * (os.times().children_user - began)))
-        self.limits[test, mode] = limits
-        return limits
+            self.limits[name] = 30 + 10 * (os.times().children_user - began)
+        return self.limits[name]
+
+    def caught(self, program, number, test, mode):
+        """By which table and in which words; None if all of them pass."""
+        for table in TABLES[test][:1] if "check" in mode else TABLES[test]:
+            how = self.fails(program, number, table, mode, self.limit(test, table, mode))
+            if how:
+                return f"{test} {table}, {mode}: {how}"
+        return None
 
 
-def plant(fault, work):
-    """A copy of nsa/ with the fault in it; None where the text is not there exactly once."""
-    nsa = work / "nsa"
+def try_alone(bench, fault):
+    """('caught' | 'survived' | 'broken', how) of a fault that is compiled by itself."""
+    nsa, program = bench.work / "nsa_one", bench.work / "alone"
     shutil.copytree(ROOT / "nsa", nsa, dirs_exist_ok=True)
     file = nsa / "kernels" / fault.file
-    text = file.read_text()
-    if text.count(fault.old) != 1:
-        return None
-    file.write_text(text.replace(fault.old, fault.new))
-    return nsa
-
-
-def try_fault(bench, fault):
-    """('caught' | 'survived' | 'broken', how)."""
-    nsa = plant(fault, bench.work)
-    if not nsa:
+    if file.read_text().count(fault.old) != 1:
         return "broken", "its old text is not in the file exactly once"
-    for mode in fault.modes:
-        for test in fault.tests:
-            tables, program = bench.sound(test, mode), bench.work / "faulty"
-            refused = bench.program(nsa, test, mode, program)
-            if refused:
-                return "broken", "does not compile: " + refused.strip().splitlines()[0]
-            for table, limit in tables:
-                how = bench.fails(program, table, mode, limit)
-                if how:
-                    return "caught", f"{test} {table}, {mode}: {how}"
+    file.write_text(file.read_text().replace(fault.old, fault.new))
+    for mode, test in fault.pairs():
+        if refused := bench.program(nsa, test, mode, program):
+            return "broken", "does not compile: " + refused.strip().splitlines()[0]
+        if how := bench.caught(program, 1, test, mode):
+            return "caught", how
     return "survived", ""
+
+
+def try_all(bench, faults, waiting, tell):
+    """tell(fault, verdict, how) of each of `waiting`, {number: fault}: first what is compiled
+    together, test by test, with the faults that are known already, so that ccache knows it too."""
+    alone = set()
+    for mode, test in itertools.product(MODES, NEEDS):
+        mine = {n: fault for n, fault in faults.items() if (mode, test) in fault.pairs()}
+        if not mine.keys() & waiting.keys():
+            continue
+        planted = bench.together(mine, test, mode)
+        alone |= set(mine) - planted
+        for n in sorted(planted & waiting.keys() - alone):
+            how = bench.caught(bench.together_in(test, mode), n, test, mode)
+            waiting[n].tried.add((mode, test))
+            if how or waiting[n].tried == set(waiting[n].pairs()):
+                tell(waiting.pop(n), "caught" if how else "survived", how or "")
+    for fault in waiting.values():
+        tell(fault, *try_alone(bench, fault))
 
 
 def known_results(file):
@@ -236,6 +297,7 @@ def report(faults, results):
 def main():
     options = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     options.add_argument("--executor", required=True, help="its object files, joined by |")
+    options.add_argument("--definitions", required=True, help="of narrow kernels, joined by |")
     options.add_argument("--headers", type=pathlib.Path, required=True)
     options.add_argument("--work", type=pathlib.Path, required=True)
     options.add_argument("--only", default="", help="faults whose file, tests or text hold this")
@@ -243,30 +305,36 @@ def main():
     options.add_argument("--run", choices=["yes", "no"], default="yes",
                          help="no: only what earlier runs found is counted")
     given = options.parse_args()
-    faults = [f for f in read_faults(HERE / "faults.list")
-              if re.search(given.only, f"{f.file} {' '.join(f.tests)} {f.what}")]
+    all_faults = dict(enumerate(read_faults(HERE / "faults.list"), NO_FAULT + 1))
+    faults = {n: f for n, f in all_faults.items()
+              if re.search(given.only, f"{f.file} {' '.join(f.tests)} {f.what}")}
     bench = Bench(given)
-    results = known_results(given.work / "results.jsonl")
-    for fault in faults:
-        key, began = fault.key(), time.monotonic()
-        if given.run == "no" or results.get(key, {}).get("verdict") == "caught":
-            continue
-        verdict, how = try_fault(bench, fault)
-        row = {"key": key, "file": fault.file, "what": fault.what, "verdict": verdict,
-               "how": how[:200], "seconds": round(time.monotonic() - began, 1)}
-        results[key] = row
+    results, began = known_results(given.work / "results.jsonl"), time.monotonic()
+
+    def tell(fault, verdict, how):
+        nonlocal began
+        now = time.monotonic()
+        row = {"key": fault.key(), "file": fault.file, "what": fault.what, "verdict": verdict,
+               "how": how[:200], "seconds": round(now - began, 1)}
+        results[row["key"]], began = row, now
         with (given.work / "results.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{verdict:10} {fault.file}: {fault.what}" + (f" ({row['how']})" if how else ""),
               flush=True)
-    verdicts = [verdict_of(fault, results) for fault in faults]
+
+    if given.run == "yes":
+        try_all(bench, all_faults,
+                {n: fault for n, fault in faults.items()
+                 if verdict_of(fault, results) not in ("caught", "equivalent")}, tell)
+    verdicts = [verdict_of(fault, results) for fault in faults.values()]
     caught, survived = verdicts.count("caught"), verdicts.count("survived")
     print(f"{caught} of {caught + survived} faults caught, {verdicts.count('equivalent')} "
           f"equivalent, {verdicts.count('broken')} broken, {verdicts.count('not tried')} not tried")
     if given.write:
-        faults = read_faults(HERE / "faults.list")
-        given.write.write_text(json.dumps(report(faults, results), indent=1) + "\n")
-    return 1 if set(verdicts) & {"broken", "not tried"} or caught < SHARE * (caught + survived) else 0
+        rows = report(list(all_faults.values()), results)
+        given.write.write_text(json.dumps(rows, indent=1) + "\n")
+    unknown = set(verdicts) & {"broken", "not tried"}
+    return 1 if unknown or caught < SHARE * (caught + survived) else 0
 
 
 if __name__ == "__main__":
