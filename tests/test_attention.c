@@ -369,8 +369,8 @@ static void test_shared_keys(const chain_case *c, nsa_dtype dtype) {
     guards_free();
 }
 
-/* Gradients of keys within the rows of values, which are wider: they add up, and a sum of the narrow
-   rows does not stand in for one of the wide. */
+/* Gradients of keys within the rows of values, which are wider: they add up, and a sum of the
+   narrow rows does not stand in for one of the wide. */
 static void test_nested_rows(nsa_dtype dtype) {
     const chain_case c = {"", &geometries[26], NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID,
                           0};

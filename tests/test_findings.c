@@ -1,7 +1,7 @@
 /* test_findings.c - what fuzzing and hostile readers found in nsa.h, each as the smallest call that
    showed it.
-   Twin: tests/fuzz, which found the first, and docs/hardening.md, which tells of each. Not here: what
-   the tests of the primitives hold already. */
+   Twin: tests/fuzz, which found the first, and docs/hardening.md, which tells of each. Not here:
+   what the tests of the primitives hold already. */
 #include <limits.h>
 
 #include "check.h"
@@ -124,8 +124,8 @@ static void test_lse_of_other_scores(void) {
 }
 
 /* A product with what a query does not see may overflow: 0 times infinity made NaN of the query's
-   dq, so that finite values of a later token reached earlier ones; and a q that overflows once it is
-   scaled made NaN of the dk of keys that its query does not see. */
+   dq, so that finite values of a later token reached earlier ones; and a q that overflows once it
+   is scaled made NaN of the dk of keys that its query does not see. */
 static void test_overflow_behind_the_mask(void) {
     check_case("products that overflow behind the mask");
     enum { LATE = 6 };

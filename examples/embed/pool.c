@@ -1,6 +1,7 @@
 /* embed.c once more, with the program's own threads in place of OpenMP: phi first, then each thread
-   its slice of the queries through the branches. It prints the last line of what embed.c prints. Not
-   a pool that is kept: these threads live for one call. Compile without -fopenmp, with -lpthread. */
+   its slice of the queries through the branches. It prints the last line of what embed.c prints.
+   Not a pool that is kept: these threads live for one call. Compile without -fopenmp, with
+   -lpthread. */
 #define NSA_IMPLEMENTATION
 #include "nsa.h"
 #include <pthread.h>

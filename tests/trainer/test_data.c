@@ -794,8 +794,8 @@ static void test_isolated_shards(void) {
     tokenizer_close(gpt2);
 }
 
-/* A row that leaps over what validation has set aside: a document ends there, and nowhere else. Token i
-   is i, so that a leap shows. */
+/* A row that leaps over what validation has set aside: a document ends there, and nowhere else.
+   Token i is i, so that a leap shows. */
 static void test_leaps(void) {
     enum { TOKENS = 6000 };
     static uint16_t tokens[TOKENS];

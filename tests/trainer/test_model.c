@@ -48,7 +48,8 @@ static void test_counts(const ops *o) {
     }
 }
 
-/* Matrices begin with deviation 0.02; what is added to the residual stream, twice a layer, with less. */
+/* Matrices begin with deviation 0.02; what is added to the residual stream, twice a layer, with
+   less. */
 static void test_initial_values(const ops *o) {
     enum { LAYERS = 8 };
     model_config c = small(LAYERS);
@@ -211,8 +212,8 @@ static void test_documents(const ops *o) {
     model_close(&m);
 }
 
-/* AdamW as its authors write it, in f64, on the gradients of one pass: what optimizer_step makes of the
-   settings. The second step is clipped, which the first could not show: it divides by |g|. */
+/* AdamW as its authors write it, in f64, on the gradients of one pass: what optimizer_step makes of
+   the settings. The second step is clipped, which the first could not show: it divides by |g|. */
 static void test_updates(const ops *o) {
     static const double clips[] = {0, 0.5, 0};
     model_config c = small(1);
