@@ -352,7 +352,7 @@ bool dist_on_stream(const dist *d) {
 void dist_join(dist *d) {
     if (!d->unjoined) return;
     d->o->mark(d->o, PHASE_COMM, -1);
-    d->link->join(d->link, d->o);
+    d->link->join(d->link, d->o); /* NOLINT: without a link nothing is unjoined */
     d->unjoined = false;
 }
 

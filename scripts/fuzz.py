@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Runs the fuzzers of tests/fuzz for a given processor time each, in slices, so that a run that was
+ended goes on where it was; counts what they did.
+
+  fuzz.py BUILD FOLDER MINUTES NAME...            BUILD: the preset fuzz's folder, such as build/fuzz
+  fuzz.py --merge BUILD FOLDER NAME...            tests/fuzz/corpus/NAME: what reaches all that is reached
+  fuzz.py --record FOLDER > bench/results/fuzz.json
+
+FOLDER/NAME holds the inputs that were found, FOLDER/NAME.json the sums. Time is the processor's, as the
+kernel counts it for the process, not the clock's. Exit code 1: an input broke something; it is left in
+FOLDER, its name begins with NAME.
+"""
+import datetime
+import json
+import os
+import pathlib
+import re
+import resource
+import subprocess
+import sys
+
+from record_runs import commit, machine
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SLICE = 300  # seconds by the clock
+# Longest inputs that are worth while: what a harness reads at most, or some lines of a file.
+LONGEST = {"api": 600, "cache": 600}
+
+
+def limits():
+    """An input that never ends meets the processor's limit, wherever the process has to wait."""
+    resource.setrlimit(resource.RLIMIT_CPU, (2 * SLICE, 2 * SLICE))
+
+
+def run_slice(build, folder, name, seconds):
+    """One process of the fuzzer: what it printed, its exit code, its processor time."""
+    found = folder / name
+    found.mkdir(parents=True, exist_ok=True)
+    options = [f"-max_total_time={seconds}", "-print_final_stats=1", f"-artifact_prefix={folder}/{name}-",
+               f"-max_len={LONGEST.get(name, 2048)}", "-timeout=1200", "-report_slow_units=1200", "-verbosity=1"]
+    log = folder / f"{name}.log"
+    with open(log, "wb") as out:
+        child = subprocess.Popen([build / "bin" / f"fuzz_{name}", *options, found, ROOT / "tests/fuzz/corpus" / name],
+                                 stdout=out, stderr=out, preexec_fn=limits)
+        _, status, used = os.wait4(child.pid, 0)
+    return log.read_text(errors="replace"), os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+
+
+def fuzz(build, folder, minutes, name):
+    """Slices until the sum reaches `minutes`. False: an input broke something."""
+    file = folder / f"{name}.json"
+    row = json.loads(file.read_text()) if file.exists() else {"harness": name, "cpu_minutes": 0.0, "inputs_run": 0}
+    while row["cpu_minutes"] < minutes:
+        left = 60 * (minutes - row["cpu_minutes"])
+        text, code, seconds = run_slice(build, folder, name, min(SLICE, int(left) + 1))
+        units = re.findall(r"stat::number_of_executed_units: (\d+)", text)
+        status = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", text)
+        if code or not units or not status:
+            print(f"{name}: exit code {code}; the end of what it printed:", *text.splitlines()[-30:], sep="\n")
+            return False
+        row["cpu_minutes"] = round(row["cpu_minutes"] + seconds / 60, 2)
+        row["inputs_run"] += int(units[-1])
+        row["edges_reached"], row["kept_inputs"] = int(status[-1][0]), int(status[-1][2])
+        file.write_text(json.dumps(row) + "\n")
+        print(f"{datetime.datetime.now():%H:%M} {row}", flush=True)
+    return True
+
+
+def merge(build, folder, name):
+    """Adds the few inputs that reach edges which the kept ones do not; how often an edge is passed does
+    not count here."""
+    kept = ROOT / "tests/fuzz/corpus" / name
+    subprocess.run([build / "bin" / f"fuzz_{name}", "-merge=1", "-use_counters=0", "-timeout=1200",
+                    f"-max_len={LONGEST.get(name, 2048)}", kept, folder / name], check=True, stderr=subprocess.DEVNULL)
+    # libFuzzer names an input by its SHA-1; twelve digits of it tell them apart.
+    for file in filter(lambda file: re.fullmatch("[0-9a-f]{40}", file.name), kept.iterdir()):
+        file.rename(file.with_name(file.name[:12]))
+
+
+def record(folder):
+    rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    for row in rows:
+        row["inputs_per_second"] = round(row["inputs_run"] / row["cpu_minutes"] / 60)
+    json.dump({"machine": machine(), "date": datetime.date.today().isoformat(), "commit": commit(), "rows": rows},
+              sys.stdout, indent=1)
+    print()
+
+
+def main(words):
+    if words[:1] == ["--record"] and len(words) == 2:
+        return record(pathlib.Path(words[1]))
+    if words[:1] == ["--merge"] and len(words) >= 4:
+        for name in words[3:]:
+            merge(pathlib.Path(words[1]), pathlib.Path(words[2]), name)
+        return 0
+    if len(words) < 4 or not words[2].replace(".", "", 1).isdigit():
+        raise SystemExit(__doc__)
+    build, folder = (pathlib.Path(word).resolve() for word in words[:2])
+    return 1 - all([fuzz(build, folder, float(words[2]), name) for name in words[3:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
