@@ -37,7 +37,7 @@ int dist_announced(const char **launcher) {
 
 static bool check_launch(const dist *d, const config *c, fault *f) {
     const config_runtime *r = &c->runtime;
-    const char *launcher, *how = d->link ? d->link->launcher : "mpirun -n N, in a build with MPI";
+    const char *launcher, *how = d->link ? d->link->launcher : "mpirun -n N (a build with MPI)";
     int announced = dist_announced(&launcher);
     if (announced > 1 && !d->link)
         return fault_set(f, "%s has started %d processes, but this program was built without MPI",

@@ -358,9 +358,11 @@ static bool open_files(corpus *c, const char *path, bool is_bin, fault *f) {
     if (!find_files(c, path, f)) return false;
     c->pieces = calloc(c->files.count + 1, sizeof *c->pieces);
     if (!c->pieces) return fault_set(f, "out of memory");
-    for (size_t i = 0; i < c->files.count; i++)
-        if (is_wanted(c->files.names[i], is_bin) && !add_file(c, c->files.names[i], is_bin, f))
-            return false;
+    for (size_t i = 0; i < c->files.count; i++) {
+        /* A file that is given by name is meant, whatever its name. */
+        bool is_meant = !c->folder[0] || is_wanted(c->files.names[i], is_bin);
+        if (is_meant && !add_file(c, c->files.names[i], is_bin, f)) return false;
+    }
     if (!c->tokens)
         return fault_set(f, "%s: %s", path,
                          c->files.count > 1 || c->folder[0]

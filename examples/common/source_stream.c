@@ -159,6 +159,7 @@ static lines_result read_document(stream *s, token_list *to, int64_t *offset, fa
 }
 
 static bool pipe_ended(stream *s, fault *f) {
+    if (!s->document) return fault_set(f, "%s: ended before the first document", s->name);
     return fault_set(f, "%s: ended after %lld documents, at sample %lld; a pipe cannot start over",
                      s->name, (long long)s->document, (long long)s->next);
 }

@@ -37,9 +37,14 @@ static bool begins_again(const config *c) {
 static bool open_checkpoint(checkpoint *k, const config *c, fault *f) {
     const char *path = strcmp(c->train.resume, "latest") ? c->train.resume : c->train.out_dir;
     if (!checkpoint_open(k, path, f)) return false;
-    if (config_same_model(c, &k->config, f)) return true;
-    checkpoint_close(k);
-    return false;
+    fault why;
+    bool ok =
+        config_same_model(c, &k->config, &why) || fault_set(f, "%.400s: %s", k->path, why.text);
+    if (ok && k->state.step > c->train.steps)
+        ok = fault_set(f, "train.steps = %lld, but %.400s is after step %lld already",
+                       (long long)c->train.steps, k->path, (long long)k->state.step);
+    if (!ok) checkpoint_close(k);
+    return ok;
 }
 
 static bool open_telemetry(trainer *t, fault *f) {
@@ -123,7 +128,7 @@ static void open_traces(trainer *t) {
                       "telemetry.trace_grads: no effect: no process has all of a gradient's sum");
 }
 
-static void say_what_runs(trainer *t) {
+static void say_what_runs(trainer *t, const checkpoint *k) {
     const model *m = &t->model;
     const config_train *c = &t->config->train;
     const char *attention = m->config.windowed ? "window" : m->config.full ? "full" : "nsa";
@@ -144,9 +149,9 @@ static void say_what_runs(trainer *t) {
             t->dist->world, t->dist->link->name, (long long)(c->batch_size / t->dist->world),
             t->dist->buckets, (double)t->dist->bucket * (double)sizeof(real) / (1 << 20),
             t->dist->compress ? ", as bf16" : "");
-    if (t->state.step)
-        telemetry_say(t->telemetry, "resumed after step %lld of %lld", (long long)t->state.step,
-                      (long long)c->steps);
+    if (k)
+        telemetry_say(t->telemetry, "resumed after step %lld of %lld, from %s",
+                      (long long)t->state.step, (long long)c->steps, k->path);
     else if (c->resume[0])
         telemetry_say(t->telemetry, "resumed before the first checkpoint: from step 1 on");
 }
@@ -234,7 +239,7 @@ bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f) {
     ok = open_in_turn(t, ok, f);
     if (ok) {
         open_traces(t);
-        say_what_runs(t);
+        say_what_runs(t, k);
         train_note_memory(t);
     }
     ok = ok && (d->rank || train_report_start(t, f)) && telemetry_note(t->telemetry, "boot", f) &&
