@@ -4717,21 +4717,21 @@ NSA__INLINE NSA__TARGET nsa_real T(largest)(V x) {
 }
 
 /* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
-   chain of multiply-adds over ascending k. */
+   chain of multiply-adds over ascending k; with `keep` a chain of its own, that is added at the end:
+   of a long row's tiles each has its sum, which rounds less than one chain through all of them. */
 NSA__INLINE NSA__TARGET void T(piece)(int rows, int vectors, int k, const nsa_real *a,
                                       ptrdiff_t row, ptrdiff_t step, const nsa_real *b,
                                       ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
                                       const nsa_real *keep) {
     NSA__ARITHMETIC
     V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
-    for (int i = 0; i < rows; i++) {
-        const V factor = T(splat)(keep ? keep[i] : 1), zero = T(splat)(0);
+    const V zero = T(splat)(0);
+    for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++)
-            if (add)
-                sum[i][j] = factor * IN(c + i * ldc + j * L);
+            if (add && !keep)
+                sum[i][j] = IN(c + i * ldc + j * L);
             else
                 sum[i][j] = zero;
-    }
     for (int p = 0; p < k; p++, a += step, b += ldb) {
         for (int j = 0; j < vectors; j++) {
             of_b[j] = IN(b + j * L);
@@ -4743,7 +4743,10 @@ NSA__INLINE NSA__TARGET void T(piece)(int rows, int vectors, int k, const nsa_re
         }
     }
     for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vectors; j++) AT(c + i * ldc + j * L) = sum[i][j];
+        for (int j = 0; j < vectors; j++) {
+            if (keep) sum[i][j] += T(splat)(keep[i]) * IN(c + i * ldc + j * L);
+            AT(c + i * ldc + j * L) = sum[i][j];
+        }
 }
 
 /* Some columns of c. */
@@ -4775,9 +4778,9 @@ NSA__TARGET static void T(gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_
     for (; j + L <= n; j += L) T(columns)(1, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep);
     for (; j < n; j++)
         for (int i = 0; i < m; i++) {
-            nsa_real sum = add ? (keep ? keep[i] : 1) * c[i * ldc + j] : 0;
+            nsa_real sum = add && !keep ? c[i * ldc + j] : 0;
             for (int p = 0; p < k; p++) sum += a[i * row + p * step] * b[p * ldb + j];
-            c[i * ldc + j] = sum;
+            c[i * ldc + j] = keep ? sum + keep[i] * c[i * ldc + j] : sum;
         }
 }
 
