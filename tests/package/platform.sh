@@ -32,7 +32,12 @@ has() {
 mkdir -p "$dir"
 case $name in
 musl) compiler=(musl-gcc) package=musl-tools ;;
-32bit) compiler=(gcc -m32) package=gcc-multilib ;;
+32bit)
+    compiler=(gcc -m32) package=gcc-multilib
+    # The x87 keeps more bits in registers than in memory: no two loops have equal bits there.
+    tests=(test_block_index test_rope test_gate test_select_blocks test_attend_win test_attend_cmp
+        test_findings)
+    ;;
 32bit_sse2) compiler=(gcc -m32 -msse2 -mfpmath=sse) package=gcc-multilib ;;
 aarch64)
     compiler=(aarch64-linux-gnu-gcc) package=gcc-aarch64-linux-gnu
