@@ -20,18 +20,65 @@ static const ops *plain(const ops *o) {
 
 /* ---- Conversions --------------------------------------------------------------------------- */
 
+/* As nsa_f16_to_f32 and nsa_f32_to_f16, to the bit; without their branches and calls, so that a
+   compiler takes several at once: most of a step's time went there. */
+
+static inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* `yes` or `no`: a condition that a compiler makes a branch of takes one value at a time. */
+static inline uint32_t choose(bool condition, uint32_t yes, uint32_t no) {
+    uint32_t mask = 0 - (uint32_t)condition;
+    return (yes & mask) | (no & ~mask);
+}
+
+static inline float wide(uint16_t x) {
+    int32_t magnitude = (x & 0x7fff) << 13;
+    uint32_t sign = (uint32_t)(x & 0x8000) << 16;
+    uint32_t special = choose(magnitude >= 0x0f800000, 0x7f800000, 0); /* infinity, NaN */
+    return float_of(bits_of(float_of((uint32_t)magnitude) * 0x1p112f) | special | sign);
+}
+
+static inline uint16_t narrow(float x) {
+    uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7fffffff;
+    int32_t magnitude = (int32_t)bits;
+    uint32_t normal = (bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13;
+    /* the last bit of 0.5 counts what the last of a subnormal half does: the sum rounds to it */
+    uint32_t small = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
+    uint32_t half = choose(magnitude < 0x38800000, small, normal);
+    half = choose(magnitude >= 0x477ff000, 0x7c00, half); /* rounds to 65536 or beyond */
+    half = choose(magnitude > 0x7f800000, 0x7e00, half);
+    return (uint16_t)(sign | half);
+}
+
 static void widen(const ops *o, real *to, const uint16_t *from, int64_t count) {
+    if (o->dtype == NSA_BF16) {
 #pragma omp parallel for num_threads(o->threads) schedule(static)
-    for (int64_t i = 0; i < count; i++)
-        to[i] = (real)(o->dtype == NSA_BF16 ? nsa_bf16_to_f32(from[i]) : nsa_f16_to_f32(from[i]));
+        for (int64_t i = 0; i < count; i++) to[i] = (real)nsa_bf16_to_f32(from[i]);
+        return;
+    }
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) to[i] = (real)wide(from[i]);
 }
 
 static void half_convert(const ops *o, void *to, const real *from, int64_t count) {
     uint16_t *half = to;
+    if (o->dtype == NSA_BF16) {
 #pragma omp parallel for num_threads(o->threads) schedule(static)
-    for (int64_t i = 0; i < count; i++)
-        half[i] =
-            o->dtype == NSA_BF16 ? nsa_f32_to_bf16((float)from[i]) : nsa_f32_to_f16((float)from[i]);
+        for (int64_t i = 0; i < count; i++) half[i] = nsa_f32_to_bf16((float)from[i]);
+        return;
+    }
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) half[i] = narrow((float)from[i]);
 }
 
 /* Room grows to what the largest operation needs and stays. */
