@@ -209,6 +209,41 @@ static void test_scaler(void) {
     }
 }
 
+/* 16-bit types are widened and rounded as nsa.h does it: each of their values, the middle between it
+   and the next, and a bit to both sides of that. -0 is added to what is widened. */
+static void test_halves(nsa_dtype dtype) {
+    enum { ALL = 1 << 16 };
+    static uint16_t halves[ALL], zero[ALL], rounded[3 * ALL];
+    static float middles[3 * ALL];
+    int wide = 0, narrow = 0;
+    bool f16 = dtype == NSA_F16;
+    ops o = open_ops(1);
+    check_case(f16 ? "f16" : "bf16");
+    ops_cpu_narrow(&o, dtype);
+    for (int i = 0; i < ALL; i++) {
+        uint16_t next = (uint16_t)(i + 1);
+        double low = (double)(f16 ? nsa_f16_to_f32((uint16_t)i) : nsa_bf16_to_f32((uint16_t)i));
+        double high = (double)(f16 ? nsa_f16_to_f32(next) : nsa_bf16_to_f32(next));
+        float middle = isinf(high) && f16 ? 65520.0f : (float)((low + high) / 2);
+        halves[i] = (uint16_t)i;
+        zero[i] = 0x8000;
+        middles[3 * i] = nextafterf(middle, -INFINITY);
+        middles[3 * i + 1] = middle;
+        middles[3 * i + 2] = nextafterf(middle, INFINITY);
+    }
+    o.bias_forward(&o, halves, zero, 1, ALL);
+    o.convert(&o, rounded, middles, 3 * ALL);
+    for (int i = 0; i < ALL; i++) {
+        float x = f16 ? nsa_f16_to_f32((uint16_t)i) : nsa_bf16_to_f32((uint16_t)i);
+        wide += halves[i] != (f16 ? nsa_f32_to_f16(x) : nsa_f32_to_bf16(x));
+    }
+    for (int i = 0; i < 3 * ALL; i++)
+        narrow += rounded[i] != (f16 ? nsa_f32_to_f16(middles[i]) : nsa_f32_to_bf16(middles[i]));
+    CHECK(!wide && !narrow, "%d of %d widened, %d of %d rounded differ", wide, ALL, narrow,
+          3 * ALL);
+    ops_cpu_close(&o);
+}
+
 /* How often each token is drawn; the logits are ln of the weights. */
 static void draw_tokens(const double *weights, int vocab, const config_sample *c, int draws,
                         int *counts) {
@@ -276,6 +311,8 @@ int main(int argc, char **argv) {
     test_cross_entropy(&o);
     test_optimizer(&o);
     test_scaler();
+    test_halves(NSA_BF16);
+    test_halves(NSA_F16);
     test_sampling();
     test_choices();
     ops_cpu_close(&o);
