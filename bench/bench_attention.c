@@ -67,7 +67,7 @@ static void sgemm(int n, const float *a, const float *b, float *c, int threads) 
         for (int k = 0; k < n; k += 256) {
             for (int p = 0; p < 256; p++)
                 memcpy(panel + p * 64, b + (ptrdiff_t)(k + p) * n + j, 64 * sizeof *panel);
-            tiles->gemm(n, 64, 256, a + k, n, 1, panel, 64, c + j, n, k > 0, NULL);
+            tiles->gemm(n, 64, 256, a + k, n, 1, panel, 64, c + j, n, k > 0, NULL, NULL);
         }
     }
     (void)threads;

@@ -1485,19 +1485,26 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
    result depend on that row's operands alone, never on how many rows there are or where it stands:
    every sum runs over k in ascending order. */
 
+/* Which rows of a product's matrices are its rows 0, 1, ...; NULL where these are. */
+typedef struct nsa__which {
+    const int *a, *b, *c;
+} nsa__which;
+
 typedef struct nsa__tiles {
     /* c[m][n] = a[m][k] b[k][n], or with `add` c = keep c + a b, where keep is a factor for each
-       row, or NULL. Element (i, p) of a lies at a[i row + p step], so that a may be a transpose. */
+       row, or NULL. Element (i, p) of a lies at a[i row + p step], so that a may be a transpose.
+       `which` may be NULL. */
     void (*gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row, ptrdiff_t step,
                  const nsa_real *b, ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
-                 const nsa_real *keep);
+                 const nsa_real *keep, const nsa__which *which);
     /* n scores of one tile, in base 2, into the running softmax of their rows: s becomes
-       p = 2^(s - m), not yet divided by the sum; m and l move on; shrink, which has room for 16
-       more, is what all earlier p of the row are to be multiplied by. l is 16 partial sums. The scores are those of keys
-       first .. first + n - 1, and bits of mask[r / group] tell which of them row r sees: others get
-       p = 0, and a row that sees none keeps its state to the bit. n is a multiple of 16. */
+       p = 2^(s - m), not yet divided by the sum; m and l, of rows which[r], move on; shrink, which
+       has room for 16 more, is what all earlier p of the row are to be multiplied by. l is 16
+       partial sums. The scores are those of keys first .. first + n - 1, and bits of
+       mask[r / group] tell which of them row r sees: others get p = 0, and a row that sees none
+       keeps its state to the bit. n is a multiple of 16. */
     void (*softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                    nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink);
+                    const int *which, nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink);
     /* sum[j] = sum over the rows of 2^(s - lse2) */
     void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
                         nsa_real *sum);
@@ -1505,9 +1512,11 @@ typedef struct nsa__tiles {
     int (*at_least)(int n, const nsa_real *x, nsa__lane least);
     /* whether all numbers are finite; n is a multiple of 16 */
     int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
-    /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta) */
+    /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta), with lse2 and
+       delta of rows which[r] */
     void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                     const nsa_real *lse2, const nsa_real *delta, nsa_real *s, nsa_real *dp);
+                     const int *which, const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                     nsa_real *dp);
 } nsa__tiles;
 
 static nsa_real nsa__exp2(nsa_real x) {
@@ -2069,10 +2078,11 @@ static int nsa__heads_at_once(const nsa_desc *d) {
     return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_AT_ONCE));
 }
 
-/* slc takes many, so that a tile finds readers: what a second-level cache holds, but `tasks` of them
-   at least, for threads to share. */
-static int nsa__task_queries(const nsa__pass *p, int tasks) {
-    int64_t rows = (1 << 18) / (p->wide + p->wide_v);
+/* slc takes many, so that a tile finds readers, and comes to the cache, with its gradients, few
+   times: what a second-level cache holds, but so few that the heads at hand make NSA__TASKS tasks
+   for threads to share. */
+static int nsa__task_queries(const nsa__pass *p) {
+    int64_t rows = (1 << 18) / (p->wide + p->wide_v), tasks = NSA__TASKS / nsa__heads_at_once(p->d);
     if (p->branch != NSA__SLC) return p->batch_queries;
     return (int)nsa__max(p->batch_queries,
                          nsa__min(rows / p->group, nsa__ceil_div(p->d->count, tasks)));
@@ -2094,7 +2104,7 @@ static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *
     p->wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
     p->wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
     p->batch_queries = nsa__few_queries(d);
-    p->task_queries = nsa__task_queries(p, NSA__TASKS);
+    p->task_queries = nsa__task_queries(p);
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     p->scale = (nsa_real)scale;
     p->scale2 = (nsa_real)(scale * NSA__LOG2E);
@@ -2232,6 +2242,7 @@ typedef struct nsa__walk {
     int readers;            /* how many queries see any of it: */
     int *reader;            /* which, ascending */
     uint64_t *mask;         /* and what each of them sees */
+    int *row;               /* of a batch of them: the numbers of its rows */
     int *begin, *end;       /* of every query its one span, or for slc: */
     int *list, *list_begin; /* the readers of tile i are list[list_begin[i] .. list_begin[i + 1]) */
 } nsa__walk;
@@ -2239,6 +2250,7 @@ typedef struct nsa__walk {
 static void nsa__walk_take(nsa__walk *w, const nsa__pass *p, nsa__arena *a) {
     w->reader = (int *)nsa__take(a, p->task_queries, sizeof *w->reader);
     w->mask = (uint64_t *)nsa__take(a, p->task_queries, sizeof *w->mask);
+    w->row = (int *)nsa__take(a, (int64_t)p->batch_queries * p->group, sizeof *w->row);
     w->begin = (int *)nsa__take(a, p->task_queries, sizeof *w->begin);
     w->end = (int *)nsa__take(a, p->task_queries, sizeof *w->end);
     if (p->branch != NSA__SLC) return;
@@ -2320,44 +2332,28 @@ static int nsa__walk_next(nsa__walk *w, const nsa__pass *p) {
     return 0;
 }
 
-/* Readers that go through the tile at once. Their rows are taken as they lie where that makes
-   enough of them, and gathered otherwise. */
+/* Readers that go through the tile at once; few are neighbours, for they go as columns. */
 typedef struct nsa__batch {
-    int readers, rows, gathered;
+    int readers, rows;
     const int *reader;
     const uint64_t *mask;
+    const int *row; /* of each of its rows, which of the task's it is */
     int begin, end; /* the keys of the tile that any of them sees, in whole vectors */
 } nsa__batch;
 
-enum { NSA__ROWS_AS_THEY_LIE = 16 };
-
 static nsa__batch nsa__batch_at(const nsa__walk *w, const nsa__pass *p, int from) {
-    nsa__batch b = {1, 0, 0, w->reader + from, w->mask + from, 0, p->tile};
+    nsa__batch b = {0, 0, w->reader + from, w->mask + from, w->row, 0, p->tile};
     int left = (int)nsa__min(p->batch_queries, w->readers - from);
     uint64_t seen = 0;
-    while (b.readers < left && b.reader[b.readers] == b.reader[0] + b.readers) b.readers++;
-    b.gathered = !p->few && b.readers < left && b.readers * p->group < NSA__ROWS_AS_THEY_LIE;
-    if (b.gathered) b.readers = left;
-    b.rows = b.readers * p->group;
-    for (int i = 0; i < b.readers; i++) seen |= b.mask[i];
+    for (; b.readers < left; b.readers++) {
+        int a = b.reader[b.readers];
+        if (p->few && a != b.reader[0] + b.readers) break;
+        for (int g = 0; g < p->group; g++) w->row[b.rows++] = a * p->group + g;
+        seen |= b.mask[b.readers];
+    }
     while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
     return b;
-}
-
-/* The batch's rows of `all`, side by side. `width` is that of a query's rows. */
-static nsa_real *nsa__gather(const nsa__batch *b, nsa_real *all, nsa_real *some, int width) {
-    if (!b->gathered) return all + (ptrdiff_t)b->reader[0] * width;
-    for (int i = 0; i < b->readers; i++)
-        memcpy(some + (ptrdiff_t)i * width, all + (ptrdiff_t)b->reader[i] * width,
-               (size_t)width * sizeof *all);
-    return some;
-}
-
-static void nsa__scatter(const nsa__batch *b, nsa_real *all, const nsa_real *some, int width) {
-    for (int i = 0; b->gathered && i < b->readers; i++)
-        memcpy(all + (ptrdiff_t)b->reader[i] * width, some + (ptrdiff_t)i * width,
-               (size_t)width * sizeof *all);
 }
 
 /* Row r of a task's queries in x. */
@@ -2371,7 +2367,11 @@ static void *nsa__query_row(const nsa__pass *p, const nsa__walk *w, const nsa_te
 static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x,
                               int width, int wide, nsa_real factor, nsa_real *to,
                               unsigned char *bad) {
-    for (int r = 0; r < w->queries * p->group; r++, to += wide) {
+    int rows = w->queries * p->group;
+    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
+    for (int r = 0; r < rows; r++, to += wide) {
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(p, w, x, r + NSA__ROWS_AHEAD), row_bytes);
         nsa__load(to, x->dtype, nsa__query_row(p, w, x, r), width);
         nsa__scale(to, factor, width);
         if (!nsa__all_finite(to, width)) {
@@ -2536,9 +2536,8 @@ static void nsa__select_queries(const nsa__pass *p, const nsa__walk *w, const ns
 
 typedef struct nsa__forward {
     nsa__walk walk;
-    nsa_real *q, *out, *m, *l;                     /* of every row */
-    nsa_real *some_q, *some_out, *some_m, *some_l; /* of a gathered batch */
-    nsa_real *s, *shrink;
+    nsa_real *q, *out, *m, *l; /* of every row */
+    nsa_real *s, *shrink;      /* of a batch's */
     unsigned char *bad;
     nsa__scoring scoring; /* where lists are selected too */
     /* of few queries: q as columns, `columns` apart; the scores of a tile like that; rows of keys
@@ -2551,13 +2550,9 @@ static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a
     int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
     nsa__walk_take(&f->walk, p, a);
     f->q = nsa__take_reals(a, rows * p->wide);
-    f->some_q = nsa__take_reals(a, some * p->wide);
     f->out = nsa__take_reals(a, rows * p->wide_v);
-    f->some_out = nsa__take_reals(a, some * p->wide_v);
     f->m = nsa__take_reals(a, rows);
-    f->some_m = nsa__take_reals(a, some);
     f->l = nsa__take_reals(a, rows * NSA__LANES);
-    f->some_l = nsa__take_reals(a, some * NSA__LANES);
     f->shrink = nsa__take_reals(a, some + NSA__LANES);
     f->s = nsa__take_reals(a, some * p->tile);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
@@ -2635,7 +2630,7 @@ static void nsa__few_scores(nsa__forward *f, const nsa__pass *p, const nsa__batc
             nsa__fetch_rows(p, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
             nsa__fetch_rows(p, &p->x->k, ahead + i, ahead + i + some, dim);
             p->tiles->gemm(some, columns, dim, k.at + i * k.row, k.row, 1, q, f->columns,
-                           f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0, NULL);
+                           f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0, NULL, NULL);
         }
         done = !here || p->tiles->finite(n, columns, f->columns, f->s_t);
     }
@@ -2676,29 +2671,24 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task
 /* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
 static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__batch *b) {
     int G = p->group, tile = p->tile, n = b->end - b->begin, keys = f->walk.tile * tile + b->begin;
-    nsa_real *q = nsa__gather(b, f->q, f->some_q, G * p->wide),
-             *out = nsa__gather(b, f->out, f->some_out, G * p->wide_v);
-    nsa_real *m = nsa__gather(b, f->m, f->some_m, G),
-             *l = nsa__gather(b, f->l, f->some_l, G * NSA__LANES);
+    const nsa__which queries = {b->row, NULL, NULL}, sums = {NULL, NULL, b->row};
     int there = p->few ? (int)nsa__min(n, p->keys - (int64_t)keys) : n;
     uint64_t bad = p->few ? 0 : p->bad[f->walk.tile];
     if (p->few)
         nsa__few_scores(f, p, b, keys, there, &bad);
     else
-        p->tiles->gemm(b->rows, n, p->d->dim, q, p->wide, 1,
-                       nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL);
+        p->tiles->gemm(b->rows, n, p->d->dim, f->q, p->wide, 1,
+                       nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL,
+                       &queries);
     for (int r = 0; p->select && r < b->rows; r++)
         memcpy(f->scoring.s + ((ptrdiff_t)b->reader[0] * G + r) * f->scoring.stride + keys,
                f->s + (ptrdiff_t)r * tile, (size_t)n * sizeof *f->s);
-    p->tiles->softmax(b->rows, n, tile, G, b->mask, b->begin, f->s, m, l, f->shrink);
+    p->tiles->softmax(b->rows, n, tile, G, b->mask, b->begin, b->row, f->s, f->m, f->l, f->shrink);
     nsa__rows v = {p->few ? NULL : p->v + (ptrdiff_t)keys * p->wide_v, p->wide_v};
     if (p->few) v = nsa__few_values(f, p, keys, there, &bad);
     if (p->few) bad <<= b->begin;
-    p->tiles->gemm(b->rows, p->wide_v, there, f->s, tile, 1, v.at, v.row, out, p->wide_v, 1,
-                   f->shrink);
-    nsa__scatter(b, f->out, out, G * p->wide_v);
-    nsa__scatter(b, f->m, m, G);
-    nsa__scatter(b, f->l, l, G * NSA__LANES);
+    p->tiles->gemm(b->rows, p->wide_v, there, f->s, tile, 1, v.at, v.row, f->out, p->wide_v, 1,
+                   f->shrink, &sums);
     for (int i = 0; i < b->readers; i++) {
         if (p->reads)
             p->reads[(f->walk.first - p->seq.first + b->reader[i]) * (int64_t)p->d->kv_heads +
@@ -2753,26 +2743,20 @@ static void nsa__forward_task(const void *context, int64_t index, void *scratch)
 
 typedef struct nsa__backward {
     nsa__walk walk;
-    nsa_real *q, *dout, *dq, *lse2, *delta;                          /* of every row */
-    nsa_real *some_q, *some_dout, *some_dq, *some_lse2, *some_delta; /* of a gathered batch */
-    nsa_real *p, *ds;
-    unsigned char *bad;   /* of every row */
-    unsigned char *reads; /* of every query: whether it saw any key */
+    nsa_real *q, *dout, *dq, *lse2, *delta; /* of every row */
+    nsa_real *p, *ds;                       /* of a batch's */
+    unsigned char *bad;                     /* of every row */
+    unsigned char *reads;                   /* of every query: whether it saw any key */
 } nsa__backward;
 
 static void nsa__backward_take(nsa__backward *f, const nsa__pass *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
     nsa__walk_take(&f->walk, p, a);
     f->q = nsa__take_reals(a, rows * p->wide);
-    f->some_q = nsa__take_reals(a, some * p->wide);
     f->dq = nsa__take_reals(a, rows * p->wide);
-    f->some_dq = nsa__take_reals(a, some * p->wide);
     f->dout = nsa__take_reals(a, rows * p->wide_v);
-    f->some_dout = nsa__take_reals(a, some * p->wide_v);
     f->lse2 = nsa__take_reals(a, rows);
-    f->some_lse2 = nsa__take_reals(a, some);
     f->delta = nsa__take_reals(a, rows);
-    f->some_delta = nsa__take_reals(a, some);
     f->p = nsa__take_reals(a, some * p->tile);
     f->ds = nsa__take_reals(a, some * p->tile);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
@@ -2800,31 +2784,29 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__pass *p, int64_t ta
 static void nsa__backward_batch(nsa__backward *f, const nsa__pass *p, const nsa__batch *b) {
     int G = p->group, tile = p->tile, n = b->end - b->begin, rows = b->rows;
     ptrdiff_t keys = (ptrdiff_t)f->walk.tile * tile + b->begin;
-    nsa_real *q = nsa__gather(b, f->q, f->some_q, G * p->wide),
-             *dout = nsa__gather(b, f->dout, f->some_dout, G * p->wide_v);
-    p->tiles->gemm(rows, n, p->d->dim, q, p->wide, 1, nsa__key_columns(p, p->k_t, p->d->dim, keys),
-                   tile, f->p, tile, 0, NULL);
-    p->tiles->gemm(rows, n, p->d->dim_v, dout, p->wide_v, 1,
-                   nsa__key_columns(p, p->v_t, p->d->dim_v, keys), tile, f->ds, tile, 0, NULL);
-    p->tiles->gradient(rows, n, tile, G, b->mask, b->begin,
-                       nsa__gather(b, f->lse2, f->some_lse2, G),
-                       nsa__gather(b, f->delta, f->some_delta, G), f->p, f->ds);
+    const nsa__which queries = {b->row, NULL, NULL}, keys_of = {NULL, b->row, NULL},
+                     sums = {NULL, NULL, b->row};
+    p->tiles->gemm(rows, n, p->d->dim, f->q, p->wide, 1,
+                   nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->p, tile, 0, NULL,
+                   &queries);
+    p->tiles->gemm(rows, n, p->d->dim_v, f->dout, p->wide_v, 1,
+                   nsa__key_columns(p, p->v_t, p->d->dim_v, keys), tile, f->ds, tile, 0, NULL,
+                   &queries);
+    p->tiles->gradient(rows, n, tile, G, b->mask, b->begin, b->row, f->lse2, f->delta, f->p, f->ds);
     if (p->dv)
-        p->tiles->gemm(n, p->wide_v, rows, f->p, 1, tile, dout, p->wide_v, p->dv + keys * p->wide_v,
-                       p->wide_v, 1, NULL);
+        p->tiles->gemm(n, p->wide_v, rows, f->p, 1, tile, f->dout, p->wide_v,
+                       p->dv + keys * p->wide_v, p->wide_v, 1, NULL, &keys_of);
     if (p->dk)
-        p->tiles->gemm(n, p->wide, rows, f->ds, 1, tile, q, p->wide, p->dk + keys * p->wide,
-                       p->wide, 1, NULL);
+        p->tiles->gemm(n, p->wide, rows, f->ds, 1, tile, f->q, p->wide, p->dk + keys * p->wide,
+                       p->wide, 1, NULL, &keys_of);
     for (int i = 0; i < b->readers; i++) {
         f->reads[b->reader[i]] = 1;
         for (int g = 0; p->bad_key && g < G; g++)
             if (f->bad[b->reader[i] * G + g]) p->bad_key[f->walk.tile] |= b->mask[i];
     }
     if (!p->dx->q.data) return;
-    nsa_real *dq = nsa__gather(b, f->dq, f->some_dq, G * p->wide);
-    p->tiles->gemm(rows, p->wide, n, f->ds, tile, 1, p->k + keys * p->wide, p->wide, dq, p->wide, 1,
-                   NULL);
-    nsa__scatter(b, f->dq, dq, G * p->wide);
+    p->tiles->gemm(rows, p->wide, n, f->ds, tile, 1, p->k + keys * p->wide, p->wide, f->dq, p->wide,
+                   1, NULL, &sums);
 }
 
 static void nsa__backward_end(nsa__backward *f, const nsa__pass *p) {
@@ -2914,9 +2896,6 @@ static size_t nsa__backward_plan(nsa__pass *passes, nsa__arena *shared) {
     for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
         nsa__pass *p = &passes[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-        /* every task comes back to the tiles' dk and dv: the tasks of all heads are as many as
-           forward's of one */
-        p->task_queries = nsa__task_queries(p, NSA__TASKS / nsa__heads_at_once(p->d));
         nsa__pass_take_keys(p, shared, 1, 1);
         p->dk = nsa__take_reals(shared, tiles * p->tile * p->wide);
         p->dv = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
@@ -3210,7 +3189,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     for (int tile = 0; tile < f.walk.tile_end; tile++) {
         ptrdiff_t key = (ptrdiff_t)tile * p->tile;
         p->tiles->gemm(rows, p->tile, p->d->dim, f.q, p->wide, 1, p->k_t + key * p->d->dim, p->tile,
-                       f.scoring.s + key, (ptrdiff_t)f.scoring.stride, 0, NULL);
+                       f.scoring.s + key, (ptrdiff_t)f.scoring.stride, 0, NULL, NULL);
     }
     nsa__select_queries(p, &f.walk, &f.scoring, f.lse2, f.bad);
 }
@@ -3458,7 +3437,7 @@ static void nsa__mlp_hidden(const nsa__compress_pass *p, nsa__mlp_rows *f, int64
     for (int j = 0; j < p->d->cmp_block; j++) {
         nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
         p->tiles->gemm(n, hidden, dim, f->tap, dim, 1, p->w1_t + (ptrdiff_t)j * dim * hidden,
-                       hidden, f->h, hidden, 1, NULL);
+                       hidden, f->h, hidden, 1, NULL, NULL);
     }
 }
 
@@ -3474,7 +3453,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
     for (int i = 0; i < n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
     for (int i = 0; i < n; i++)
         nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
-    p->tiles->gemm(n, dim, hidden, f.h, hidden, 1, p->w2_t, dim, f.out, dim, 1, NULL);
+    p->tiles->gemm(n, dim, hidden, f.h, hidden, 1, p->w2_t, dim, f.out, dim, 1, NULL, NULL);
     for (int i = 0; i < n; i++)
         nsa__store(p->x->out.dtype,
                    nsa__row(&p->x->out, p->seq.batch, p->seq.cmp_row + begin + i, p->head),
@@ -3497,7 +3476,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
     for (int i = 0; i < n; i++)
         nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
                   nsa__row(dout, p->seq.batch, p->seq.cmp_row + begin + i, p->head), dim);
-    p->tiles->gemm(n, hidden, dim, f.out, dim, 1, p->w2, hidden, dh, hidden, 0, NULL);
+    p->tiles->gemm(n, hidden, dim, f.out, dim, 1, p->w2, hidden, dh, hidden, 0, NULL, NULL);
     for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
         nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
         act[i] = h * sigmoid;
@@ -3520,7 +3499,8 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t index, voi
         if (from >= to) continue;
         p->tiles->gemm((int)(to - from), dim, hidden, p->dh + (p->row + from) * hidden, hidden, 1,
                        p->w1 + (ptrdiff_t)j * dim, nsa__flat(p),
-                       sum + (from * stride + j - begin) * dim, (ptrdiff_t)stride * dim, 1, NULL);
+                       sum + (from * stride + j - begin) * dim, (ptrdiff_t)stride * dim, 1, NULL,
+                       NULL);
     }
     for (int64_t t = begin; t < end; t++)
         nsa__add(p->dx->x.dtype, nsa__row(&p->dx->x, p->seq.batch, p->seq.row + t, p->head), 1,
@@ -3541,7 +3521,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         if (j < p->d->cmp_block) {
             nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
             p->tiles->gemm(hidden, dim, n, dh, 1, hidden, rows, dim, p->dw1 + j * dim, flat, 1,
-                           NULL);
+                           NULL, NULL);
             continue;
         }
         for (int i = 0; i < n; i++) {
@@ -3551,7 +3531,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
             for (int c = 0; c < dim; c++) p->db2[c] += row[c];
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
-        p->tiles->gemm(dim, hidden, n, rows, 1, dim, act, hidden, p->dw2, hidden, 1, NULL);
+        p->tiles->gemm(dim, hidden, n, rows, 1, dim, act, hidden, p->dw2, hidden, 1, NULL, NULL);
     }
 }
 
@@ -3651,7 +3631,7 @@ static void nsa__compress_backward_sequence(nsa__compress_pass *p, const nsa__te
 /* db1 = sum dh and, as pos is added to every block alike, dpos = (sum dh) w1: into their sums. */
 static void nsa__mlp_finish_sums(const nsa__compress_pass *p) {
     p->tiles->gemm(1, nsa__flat(p), p->x->hidden, p->dh_sum, p->x->hidden, 1, p->w1, nsa__flat(p),
-                   p->dpos, nsa__flat(p), 1, NULL);
+                   p->dpos, nsa__flat(p), 1, NULL, NULL);
     for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
 }
 
@@ -4722,71 +4702,89 @@ NSA__INLINE NSA__TARGET nsa_real T(largest)(V x) {
 NSA__INLINE NSA__TARGET void T(piece)(int rows, int vectors, int k, const nsa_real *a,
                                       ptrdiff_t row, ptrdiff_t step, const nsa_real *b,
                                       ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
-                                      const nsa_real *keep) {
+                                      const nsa_real *keep, nsa__which which) {
     NSA__ARITHMETIC
     V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const V zero = T(splat)(0);
-    for (int i = 0; i < rows; i++)
+    const nsa_real *a_row[NSA__ROWS];
+    nsa_real *c_row[NSA__ROWS];
+    for (int i = 0; i < rows; i++) {
+        a_row[i] = a + (which.a ? which.a[i] : i) * row;
+        c_row[i] = c + (which.c ? which.c[i] : i) * ldc;
         for (int j = 0; j < vectors; j++)
             if (add && !keep)
-                sum[i][j] = IN(c + i * ldc + j * L);
+                sum[i][j] = IN(c_row[i] + j * L);
             else
                 sum[i][j] = zero;
-    for (int p = 0; p < k; p++, a += step, b += ldb) {
+    }
+    for (int p = 0; p < k; p++) {
+        const nsa_real *b_row = b + (which.b ? which.b[p] : p) * ldb;
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = IN(b + j * L);
+            of_b[j] = IN(b_row + j * L);
             NSA__HOLD(of_b[j]); /* or each of the multiply-adds would load it again */
         }
         for (int i = 0; i < rows; i++) {
-            const V of_a = T(splat)(a[i * row]);
+            const V of_a = T(splat)(a_row[i][p * step]);
             for (int j = 0; j < vectors; j++) sum[i][j] += of_a * of_b[j];
         }
     }
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) {
-            if (keep) sum[i][j] += T(splat)(keep[i]) * IN(c + i * ldc + j * L);
-            AT(c + i * ldc + j * L) = sum[i][j];
+            if (keep) sum[i][j] += T(splat)(keep[i]) * IN(c_row[i] + j * L);
+            AT(c_row[i] + j * L) = sum[i][j];
         }
 }
 
 /* Some columns of c. */
 NSA__INLINE NSA__TARGET void T(columns)(int vectors, int m, int k, const nsa_real *a, ptrdiff_t row,
                                         ptrdiff_t step, const nsa_real *b, ptrdiff_t ldb,
-                                        nsa_real *c, ptrdiff_t ldc, int add, const nsa_real *keep) {
+                                        nsa_real *c, ptrdiff_t ldc, int add, const nsa_real *keep,
+                                        nsa__which which) {
     for (; m >= NSA__ROWS; m -= NSA__ROWS) {
-        T(piece)(NSA__ROWS, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
-        a += NSA__ROWS * row;
-        c += NSA__ROWS * ldc;
+        T(piece)(NSA__ROWS, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+        if (which.a)
+            which.a += NSA__ROWS;
+        else
+            a += NSA__ROWS * row;
+        if (which.c)
+            which.c += NSA__ROWS;
+        else
+            c += NSA__ROWS * ldc;
         if (keep) keep += NSA__ROWS;
     }
 #if NSA__ROWS > 4
-    if (m == 5) T(piece)(5, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
-    if (m == 4) T(piece)(4, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
+    if (m == 5) T(piece)(5, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+    if (m == 4) T(piece)(4, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
 #endif
-    if (m == 3) T(piece)(3, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
-    if (m == 2) T(piece)(2, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
-    if (m == 1) T(piece)(1, vectors, k, a, row, step, b, ldb, c, ldc, add, keep);
+    if (m == 3) T(piece)(3, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+    if (m == 2) T(piece)(2, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+    if (m == 1) T(piece)(1, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
 }
 
 NSA__TARGET static void T(gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row,
                                 ptrdiff_t step, const nsa_real *b, ptrdiff_t ldb, nsa_real *c,
-                                ptrdiff_t ldc, int add, const nsa_real *keep) {
+                                ptrdiff_t ldc, int add, const nsa_real *keep,
+                                const nsa__which *rows) {
     NSA__ARITHMETIC
+    const nsa__which all = {NULL, NULL, NULL}, which = rows ? *rows : all;
     int j = 0;
     for (; j + NSA__VECTORS * L <= n; j += NSA__VECTORS * L)
-        T(columns)(NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep);
-    for (; j + L <= n; j += L) T(columns)(1, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep);
+        T(columns)(NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, which);
+    for (; j + L <= n; j += L)
+        T(columns)(1, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, which);
     for (; j < n; j++)
         for (int i = 0; i < m; i++) {
-            nsa_real sum = add && !keep ? c[i * ldc + j] : 0;
-            for (int p = 0; p < k; p++) sum += a[i * row + p * step] * b[p * ldb + j];
-            c[i * ldc + j] = keep ? sum + keep[i] * c[i * ldc + j] : sum;
+            const nsa_real *a_row = a + (which.a ? which.a[i] : i) * row;
+            nsa_real *to = c + (which.c ? which.c[i] : i) * ldc + j, sum = add && !keep ? *to : 0;
+            for (int p = 0; p < k; p++)
+                sum += a_row[p * step] * b[(which.b ? which.b[p] : p) * ldb + j];
+            *to = keep ? sum + keep[i] * *to : sum;
         }
 }
 
 NSA__TARGET static void T(softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask,
-                                   int first, nsa_real *s, nsa_real *m, nsa_real *l,
-                                   nsa_real *shrink) {
+                                   int first, const int *which, nsa_real *s, nsa_real *m,
+                                   nsa_real *l, nsa_real *shrink) {
     NSA__ARITHMETIC
     const V lowest = T(splat)(NSA__LOWEST);
     for (int r = 0; r < rows; r++) { /* the largest so far; masked scores become the lowest */
@@ -4799,14 +4797,15 @@ NSA__TARGET static void T(softmax)(int rows, int n, ptrdiff_t ld, int group, con
             most = T(max)(IN(x + j), most);
         }
         const nsa_real largest = T(largest)(most);
-        shrink[r] = m[r];
-        m[r] = largest > m[r] ? largest : m[r];
-        shrink[r] -= m[r];
+        nsa_real *so_far = m + which[r];
+        shrink[r] = *so_far;
+        *so_far = largest > *so_far ? largest : *so_far;
+        shrink[r] -= *so_far;
     }
     for (int r = 0; r < rows; r += L) AT(shrink + r) = T(exp2)(IN(shrink + r));
     for (int r = 0; r < rows; r++) {
-        const V most = T(splat)(m[r] == NSA__LOWEST ? 0 : m[r]);
-        nsa_real *x = s + r * ld, *sum = l + (ptrdiff_t)r * NSA__LANES;
+        const V most = T(splat)(m[which[r]] == NSA__LOWEST ? 0 : m[which[r]]);
+        nsa_real *x = s + r * ld, *sum = l + (ptrdiff_t)which[r] * NSA__LANES;
         for (int j = 0; j < NSA__LANES; j += L) {
             V of_lane = IN(sum + j) * T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
@@ -4820,15 +4819,16 @@ NSA__TARGET static void T(softmax)(int rows, int n, ptrdiff_t ld, int group, con
 }
 
 NSA__TARGET static void T(gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask,
-                                    int first, const nsa_real *lse2, const nsa_real *delta,
-                                    nsa_real *s, nsa_real *dp) {
+                                    int first, const int *which, const nsa_real *lse2,
+                                    const nsa_real *delta, nsa_real *s, nsa_real *dp) {
     NSA__ARITHMETIC
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
-        const V lse = T(splat)(lse2[r]), zero = T(splat)(0);
+        const V lse = T(splat)(lse2[which[r]]), of_row = T(splat)(delta[which[r]]);
+        const V zero = T(splat)(0);
         for (int j = 0; j < n; j += L) {
             V p = T(exp2)(IN(s + r * ld + j) - lse);
-            V ds = p * (IN(dp + r * ld + j) - T(splat)(delta[r]));
+            V ds = p * (IN(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) { /* ds too: what is masked may overflow, and 0 inf is NaN */
                 const I on = T(seen)(seen, first + j);
                 p = T(pick)(on, p, zero);
