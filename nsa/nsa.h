@@ -914,6 +914,12 @@ static void nsa__fetch(const void *at, size_t bytes) {
 #endif
 }
 
+#if defined(__GNUC__) || defined(__clang__)
+#define NSA__INLINE static inline __attribute__((always_inline))
+#else
+#define NSA__INLINE static inline
+#endif
+
 /* A user's -O0, -ffast-math or -std=c99 must not reach what is hot: GCC takes the level and the
    rules of arithmetic by attribute, clang the rules by pragma. (`on`: a product and the sum that it
    is written in are one rounding, always. With `fast` they are if they end up in one block of code,
@@ -1478,156 +1484,6 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
 #endif
 }
 
-/* ---- Tiles: where the time goes ---------------------------------------------------------------
-   All arithmetic on rows of keys: a few functions, whose one text stands at the end of this file and
-   is read once per instruction set. They are compiled for that set whatever flags the user gave,
-   and desc.isa or the machine chooses among them when a call begins. The bits of a row of the
-   result depend on that row's operands alone, never on how many rows there are or where it stands:
-   every sum runs over k in ascending order. */
-
-/* Which rows of a product's matrices are its rows 0, 1, ...; NULL where these are. */
-typedef struct nsa__which {
-    const int *a, *b, *c;
-} nsa__which;
-
-typedef struct nsa__tiles {
-    /* c[m][n] = a[m][k] b[k][n], or with `add` c = keep c + a b, where keep is a factor for each
-       row, or NULL. Element (i, p) of a lies at a[i row + p step], so that a may be a transpose.
-       `which` may be NULL. */
-    void (*gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row, ptrdiff_t step,
-                 const nsa_real *b, ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
-                 const nsa_real *keep, const nsa__which *which);
-    /* n scores of one tile, in base 2, into the running softmax of their rows: s becomes
-       p = 2^(s - m), not yet divided by the sum; m and l, of rows which[r], move on; shrink, which
-       has room for 16 more, is what all earlier p of the row are to be multiplied by. l is 16
-       partial sums. The scores are those of keys first .. first + n - 1, and bits of
-       mask[r / group] tell which of them row r sees: others get p = 0, and a row that sees none
-       keeps its state to the bit. n is a multiple of 16. */
-    void (*softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                    const int *which, nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink);
-    /* sum[j] = sum over the rows of 2^(s - lse2) */
-    void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
-                        nsa_real *sum);
-    /* how many of n numbers have bits of at least `least`, as integers */
-    int (*at_least)(int n, const nsa_real *x, nsa__lane least);
-    /* whether all numbers are finite; n is a multiple of 16 */
-    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
-    /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta), with lse2 and
-       delta of rows which[r] */
-    void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                     const int *which, const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
-                     nsa_real *dp);
-} nsa__tiles;
-
-static nsa_real nsa__exp2(nsa_real x) {
-    return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
-}
-
-#if defined(__GNUC__) || defined(__clang__)
-#define NSA__INLINE static inline __attribute__((always_inline))
-#else
-#define NSA__INLINE static inline
-#endif
-
-/* NSA__BYTES of a vector; NSA__ROWS x NSA__VECTORS of them hold a piece of c in registers, beside a
-   row of b and a factor. */
-#ifdef __FILE_NAME__
-#define NSA__THIS_FILE __FILE_NAME__
-#else
-#define NSA__THIS_FILE "nsa.h"
-#endif
-
-#define NSA__ISA     plain
-#define NSA__BYTES   0
-#define NSA__ROWS    4
-#define NSA__VECTORS 4
-#define NSA__TARGET  NSA__COMPILED
-#include NSA__THIS_FILE
-
-#if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__)
-#if defined(__SSE2__)
-#define NSA__HAS_SSE2
-#define NSA__ISA     sse2
-#define NSA__BYTES   16
-#define NSA__ROWS    4
-#define NSA__VECTORS 2
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+x"(x))
-#include NSA__THIS_FILE
-#if !defined(_WIN32) || defined(__clang__) /* there GCC spills wide vectors to unaligned stacks */
-#define NSA__HAS_AVX
-#define NSA__ISA     avx2
-#define NSA__BYTES   32
-#define NSA__ROWS    6
-#define NSA__VECTORS 2
-#define NSA__TARGET  __attribute__((target("avx2,fma"))) NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+x"(x))
-#include NSA__THIS_FILE
-#define NSA__ISA     avx512
-#define NSA__BYTES   64
-#define NSA__ROWS    6
-#define NSA__VECTORS 4
-#define NSA__TARGET \
-    __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+v"(x))
-#include NSA__THIS_FILE
-#endif
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-#define NSA__HAS_NEON
-#define NSA__ISA     neon
-#define NSA__BYTES   16
-#define NSA__ROWS    6
-#define NSA__VECTORS 4
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+w"(x))
-#include NSA__THIS_FILE
-#endif
-#endif
-
-/* The tiles of an instruction set; NULL where the machine or the build has none. */
-static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
-    if (isa == NSA_ISA_PLAIN) return &nsa__tiles_plain;
-#ifdef NSA__HAS_SSE2
-    if (isa == NSA_ISA_SSE2) return &nsa__tiles_sse2;
-#endif
-#ifdef NSA__HAS_AVX
-    if (isa == NSA_ISA_AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return &nsa__tiles_avx2;
-    if (isa == NSA_ISA_AVX512 && __builtin_cpu_supports("avx512f") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl"))
-        return &nsa__tiles_avx512;
-#endif
-#ifdef NSA__HAS_NEON
-    if (isa == NSA_ISA_NEON) return &nsa__tiles_neon;
-#endif
-    if (isa != NSA_ISA_DETECT) return NULL;
-    const nsa__tiles *best = NULL;
-    for (int i = NSA_ISA_NEON; !best; i--) best = nsa__tiles_of((nsa_isa)i);
-    return best;
-}
-
-NSA_API int nsa_isa_available(nsa_isa isa) {
-    return (unsigned)isa <= NSA_ISA_NEON && nsa__tiles_of(isa) != NULL;
-}
-
-NSA_API const char *nsa_isa_name(nsa_isa isa) {
-    static const char *const names[] = {"detect", "plain", "SSE2", "AVX2", "AVX-512", "NEON"};
-    return (unsigned)isa < sizeof names / sizeof *names ? names[isa] : "not an instruction set";
-}
-
-/* Bits begin .. end - 1 of a tile's mask. */
-static uint64_t nsa__bits(int begin, int end) {
-    int n = end - begin;
-    return n <= 0 ? 0 : (n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1) << begin;
-}
-
-static int nsa__bit_count(uint64_t mask) {
-    int n = 0;
-    for (; mask; mask &= mask - 1) n++;
-    return n;
-}
-
 /* ---- Block index --------------------------------------------------------------------------- */
 
 NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens) {
@@ -1971,16 +1827,10 @@ typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branc
 enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__HEADS_AT_ONCE = 4, NSA__TASKS = 32 };
 enum { NSA__ROWS_AHEAD = 8 };
 
-/* Queries that go through the tiles at once: about NSA__BATCH_ROWS rows. No more than these are read
-   where they lie: see nsa__forward_few. */
-static int nsa__few_queries(const nsa_desc *d) {
-    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
-}
-
 typedef struct nsa__pass {
     const nsa_attend *x, *dx;
     const nsa_desc *d;
-    const nsa__tiles *tiles;
+    const struct nsa__tiles *tiles;
     nsa__branch branch;
     int group; /* G */
     int list_width;
@@ -2048,16 +1898,173 @@ NSA__INLINE int nsa__span(const nsa__pass *p, const int32_t *list, int query, in
     return number == 0 && *begin < *end;
 }
 
-/* Of tile keys tile_begin .. tile_begin + tile - 1, those that `query` sees. */
-static uint64_t nsa__visible(const nsa__pass *p, int query, int tile_begin) {
-    const int32_t *list = nsa__block_list(p, query);
-    int begin, end;
-    int64_t tile_end = (int64_t)tile_begin + p->tile;
-    uint64_t mask = 0;
-    for (int i = 0; nsa__span(p, list, query, i, &begin, &end) && begin < tile_end; i++)
-        mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
-                          (int)nsa__min(end, tile_end) - tile_begin);
-    return mask;
+static int nsa__max_keys(const nsa__pass *p) {
+    return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
+}
+
+/* The pass of the head that task `index` is for; the index becomes the task's among that head's.
+   Heads take turns: their rows of one token lie side by side, in pages that are slow to turn to. */
+static const nsa__pass *nsa__pass_of(const void *passes, int64_t *index) {
+    const nsa__pass *first = (const nsa__pass *)passes;
+    const nsa__pass *p = first + *index % first->heads;
+    *index /= first->heads;
+    return p;
+}
+
+static void *nsa__key(const nsa__pass *p, const nsa_tensor *x, int key) {
+    return nsa__row(x, p->seq.batch, p->key_row + (p->ring ? key % p->ring : key), p->kv_head);
+}
+
+/* ---- Tiles: where the time goes ---------------------------------------------------------------
+   All arithmetic on rows of keys: a few functions, whose one text stands at the end of this file and
+   is read once per instruction set. They are compiled for that set whatever flags the user gave,
+   and desc.isa or the machine chooses among them when a call begins. The bits of a row of the
+   result depend on that row's operands alone, never on how many rows there are or where it stands:
+   every sum runs over k in ascending order. */
+
+/* Which rows of a product's matrices are its rows 0, 1, ...; NULL where these are. */
+typedef struct nsa__which {
+    const int *a, *b, *c;
+} nsa__which;
+
+typedef struct nsa__tiles {
+    /* c[m][n] = a[m][k] b[k][n], or with `add` c = keep c + a b, where keep is a factor for each
+       row, or NULL. Element (i, p) of a lies at a[i row + p step], so that a may be a transpose.
+       `which` may be NULL. */
+    void (*gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row, ptrdiff_t step,
+                 const nsa_real *b, ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
+                 const nsa_real *keep, const nsa__which *which);
+    /* n scores of one tile, in base 2, into the running softmax of their rows: s becomes
+       p = 2^(s - m), not yet divided by the sum; m and l, of rows which[r], move on; shrink, which
+       has room for 16 more, is what all earlier p of the row are to be multiplied by. l is 16
+       partial sums. The scores are those of keys first .. first + n - 1, and bits of
+       mask[r / group] tell which of them row r sees: others get p = 0, and a row that sees none
+       keeps its state to the bit. n is a multiple of 16. */
+    void (*softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
+                    const int *which, nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink);
+    /* sum[j] = sum over the rows of 2^(s - lse2) */
+    void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
+                        nsa_real *sum);
+    /* how many of n numbers have bits of at least `least`, as integers */
+    int (*at_least)(int n, const nsa_real *x, nsa__lane least);
+    /* whether all numbers are finite; n is a multiple of 16 */
+    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
+    /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta), with lse2 and
+       delta of rows which[r] */
+    void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
+                     const int *which, const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                     nsa_real *dp);
+} nsa__tiles;
+
+static nsa_real nsa__exp2(nsa_real x) {
+    return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
+}
+
+/* NSA__BYTES of a vector; NSA__ROWS x NSA__VECTORS of them hold a piece of c in registers, beside a
+   row of b and a factor. */
+#ifdef __FILE_NAME__
+#define NSA__THIS_FILE __FILE_NAME__
+#else
+#define NSA__THIS_FILE "nsa.h"
+#endif
+
+#define NSA__ISA     plain
+#define NSA__BYTES   0
+#define NSA__ROWS    4
+#define NSA__VECTORS 4
+#define NSA__TARGET  NSA__COMPILED
+#include NSA__THIS_FILE
+
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__)
+#if defined(__SSE2__)
+#define NSA__HAS_SSE2
+#define NSA__ISA     sse2
+#define NSA__BYTES   16
+#define NSA__ROWS    4
+#define NSA__VECTORS 2
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+x"(x))
+#include NSA__THIS_FILE
+#if !defined(_WIN32) || defined(__clang__) /* there GCC spills wide vectors to unaligned stacks */
+#define NSA__HAS_AVX
+#define NSA__ISA     avx2
+#define NSA__BYTES   32
+#define NSA__ROWS    6
+#define NSA__VECTORS 2
+#define NSA__TARGET  __attribute__((target("avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+x"(x))
+#include NSA__THIS_FILE
+#define NSA__ISA     avx512
+#define NSA__BYTES   64
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET \
+    __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+v"(x))
+#include NSA__THIS_FILE
+#endif
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#define NSA__HAS_NEON
+#define NSA__ISA     neon
+#define NSA__BYTES   16
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+w"(x))
+#include NSA__THIS_FILE
+#endif
+#endif
+
+/* The tiles of an instruction set; NULL where the machine or the build has none. */
+static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
+    if (isa == NSA_ISA_PLAIN) return &nsa__tiles_plain;
+#ifdef NSA__HAS_SSE2
+    if (isa == NSA_ISA_SSE2) return &nsa__tiles_sse2;
+#endif
+#ifdef NSA__HAS_AVX
+    if (isa == NSA_ISA_AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return &nsa__tiles_avx2;
+    if (isa == NSA_ISA_AVX512 && __builtin_cpu_supports("avx512f") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl"))
+        return &nsa__tiles_avx512;
+#endif
+#ifdef NSA__HAS_NEON
+    if (isa == NSA_ISA_NEON) return &nsa__tiles_neon;
+#endif
+    if (isa != NSA_ISA_DETECT) return NULL;
+    const nsa__tiles *best = NULL;
+    for (int i = NSA_ISA_NEON; !best; i--) best = nsa__tiles_of((nsa_isa)i);
+    return best;
+}
+
+NSA_API int nsa_isa_available(nsa_isa isa) {
+    return (unsigned)isa <= NSA_ISA_NEON && nsa__tiles_of(isa) != NULL;
+}
+
+NSA_API const char *nsa_isa_name(nsa_isa isa) {
+    static const char *const names[] = {"detect", "plain", "SSE2", "AVX2", "AVX-512", "NEON"};
+    return (unsigned)isa < sizeof names / sizeof *names ? names[isa] : "not an instruction set";
+}
+
+/* Bits begin .. end - 1 of a tile's mask. */
+static uint64_t nsa__bits(int begin, int end) {
+    int n = end - begin;
+    return n <= 0 ? 0 : (n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1) << begin;
+}
+
+static int nsa__bit_count(uint64_t mask) {
+    int n = 0;
+    for (; mask; mask &= mask - 1) n++;
+    return n;
+}
+
+/* -- how much of what goes through them at once -- */
+
+/* Queries that go through the tiles at once: about NSA__BATCH_ROWS rows. No more than these are read
+   where they lie: see nsa__forward_few. */
+static int nsa__few_queries(const nsa_desc *d) {
+    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
 }
 
 /* slc's tiles divide its blocks where they can, so that a tile holds keys of one block. */
@@ -2066,10 +2073,6 @@ static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
         for (int tile = NSA__TILE; tile >= 16; tile /= 2)
             if (d->slc_block % tile == 0) return tile;
     return NSA__TILE;
-}
-
-static int nsa__max_keys(const nsa__pass *p) {
-    return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
 }
 
 /* Heads that are worked on at once: as many as make a token's rows some 256 numbers. */
@@ -2088,41 +2091,7 @@ static int nsa__task_queries(const nsa__pass *p) {
                          nsa__min(rows / p->group, nsa__ceil_div(p->d->count, tasks)));
 }
 
-static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *dx,
-                           const nsa_desc *d, nsa__branch branch) {
-    memset(p, 0, sizeof *p);
-    p->x = x;
-    p->dx = dx;
-    p->d = d;
-    p->tiles = nsa__tiles_of(d->isa);
-    p->branch = branch;
-    p->group = d->heads / d->kv_heads;
-    p->list_width = nsa_block_list_width(d);
-    p->tile = nsa__tile_size(d, branch);
-    while (1 << p->tile_log2 < p->tile) p->tile_log2++;
-    p->tile_in_block = branch == NSA__SLC && d->slc_block % p->tile == 0;
-    p->wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
-    p->wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
-    p->batch_queries = nsa__few_queries(d);
-    p->task_queries = nsa__task_queries(p);
-    double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
-    p->scale = (nsa_real)scale;
-    p->scale2 = (nsa_real)(scale * NSA__LOG2E);
-}
-
-static void nsa__passes_init(nsa__pass *passes, const nsa_attend *x, const nsa_attend *dx,
-                             const nsa_desc *d, nsa__branch branch) {
-    for (int i = 0; i < nsa__heads_at_once(d); i++) nsa__pass_init(&passes[i], x, dx, d, branch);
-}
-
-/* The pass of the head that task `index` is for; the index becomes the task's among that head's.
-   Heads take turns: their rows of one token lie side by side, in pages that are slow to turn to. */
-static const nsa__pass *nsa__pass_of(const void *passes, int64_t *index) {
-    const nsa__pass *first = (const nsa__pass *)passes;
-    const nsa__pass *p = first + *index % first->heads;
-    *index /= first->heads;
-    return p;
-}
+/* -- keys packed by tile -- */
 
 /* Workspace that the threads share: packed keys of one sequence and kv head. */
 static void nsa__pass_take_keys(nsa__pass *p, nsa__arena *a, int rows, int transposed_values) {
@@ -2132,10 +2101,6 @@ static void nsa__pass_take_keys(nsa__pass *p, nsa__arena *a, int rows, int trans
     p->k_t = nsa__take_reals(a, size * p->d->dim);
     if (rows) p->k = nsa__take_reals(a, size * p->wide);
     if (transposed_values) p->v_t = nsa__take_reals(a, size * p->d->dim_v);
-}
-
-static void *nsa__key(const nsa__pass *p, const nsa_tensor *x, int key) {
-    return nsa__row(x, p->seq.batch, p->key_row + (p->ring ? key % p->ring : key), p->kv_head);
 }
 
 /* Fills a tile's rows and their transpose from n rows of x; rows behind them, and non-finite ones,
@@ -2192,46 +2157,24 @@ static void nsa__mark_wanted(const nsa__pass *p) {
     }
 }
 
-/* Turns to a sequence and kv head: finds the tiles that its queries can see. */
-static void nsa__pass_turn_to(nsa__pass *p, const nsa__seq *seq, int kv_head, int heads) {
-    int begin = 0, end = 0, last = seq->first + seq->count - 1;
-    p->seq = *seq;
-    p->skipped = (int)nsa__max(0, nsa__min(p->reach - (int64_t)seq->first, seq->count));
-    p->kv_head = kv_head;
-    p->heads = heads;
-    p->keys = p->branch == NSA__CMP ? p->seq.cmp_tokens : p->seq.tokens;
-    p->key_row = p->branch == NSA__CMP ? p->seq.cmp_row : p->seq.row;
-    if (p->branch == NSA__WIN) begin = nsa_window_begin(p->d, p->seq.first);
-    end = p->branch == NSA__CMP ? nsa_cmp_visible(p->d, last) : last + 1;
-    p->tile_begin = begin / p->tile;
-    p->tile_end = (int)nsa__ceil_div(end, p->tile);
-    if (p->wanted) nsa__mark_wanted(p);
-}
-
-/* Does `work` for every sequence and every few heads of it, whose passes stand side by side and have
-   packed their keys. */
-static void nsa__each_heads(nsa__pass *passes, const nsa__team *team,
-                            void (*work)(nsa__pass *passes, const nsa__team *team)) {
-    const nsa_desc *d = passes->d;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count && head < d->kv_heads; head += passes->heads) {
-            int heads = (int)nsa__min(nsa__heads_at_once(d), d->kv_heads - (int64_t)head);
-            for (int i = 0; i < heads; i++) nsa__pass_turn_to(&passes[i], &seq, head + i, heads);
-            int64_t tiles = passes->few ? 0 : passes->tile_end - passes->tile_begin;
-            nsa__run(team, heads * tiles, nsa__pack_task, passes);
-            work(passes, team);
-        }
-}
-
-/* The tasks of all heads at hand. */
-static int64_t nsa__query_tasks(const nsa__pass *p) {
-    return p->heads * nsa__ceil_div(p->seq.count - p->skipped, p->task_queries);
-}
-
 /* Columns of a transpose: of key `key` and those behind it in its tile. */
 static nsa_real *nsa__key_columns(const nsa__pass *p, nsa_real *transposed, int width,
                                   ptrdiff_t key) {
     return transposed + key / p->tile * p->tile * width + key % p->tile;
+}
+
+/* -- readers: the walk of a task over the tiles that its queries see -- */
+
+/* Of tile keys tile_begin .. tile_begin + tile - 1, those that `query` sees. */
+static uint64_t nsa__visible(const nsa__pass *p, int query, int tile_begin) {
+    const int32_t *list = nsa__block_list(p, query);
+    int begin, end;
+    int64_t tile_end = (int64_t)tile_begin + p->tile;
+    uint64_t mask = 0;
+    for (int i = 0; nsa__span(p, list, query, i, &begin, &end) && begin < tile_end; i++)
+        mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
+                          (int)nsa__min(end, tile_end) - tile_begin);
+    return mask;
 }
 
 /* A task's queries on their walk over key tiles. Rows are query-major: row a G + g is head g of
@@ -2354,6 +2297,180 @@ static nsa__batch nsa__batch_at(const nsa__walk *w, const nsa__pass *p, int from
     while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
     return b;
+}
+
+/* -- few queries, in decoding most of all: they read keys where they lie, for packing a tile would
+   cost more than its products do -- */
+
+/* Rows of keys: `at` and every `row` numbers behind it. */
+typedef struct nsa__rows {
+    const nsa_real *at;
+    ptrdiff_t row;
+} nsa__rows;
+
+/* Whether rows can be read where they lie: reals, whole vectors, and not around a ring's end. */
+static int nsa__rows_lie_well(const nsa__pass *p, const nsa_tensor *x, int begin, int n, int width,
+                              int wide) {
+    return x->dtype == NSA_REAL_DTYPE && width == wide &&
+           (!p->ring || begin % p->ring + n <= p->ring);
+}
+
+static nsa__rows nsa__rows_here(const nsa__pass *p, const nsa_tensor *x, int begin) {
+    nsa__rows here = {(const nsa_real *)nsa__key(p, x, begin), (ptrdiff_t)x->token};
+    return here;
+}
+
+/* n rows of x from key `begin` on in `copy`, zeros and a bit of `bad` for those that are not finite. */
+static nsa__rows nsa__rows_copied(const nsa__pass *p, const nsa_tensor *x, int begin, int n,
+                                  int width, int wide, nsa_real *copy, uint64_t *bad) {
+    nsa__rows there = {copy, wide};
+    for (int i = 0; i < n; i++, copy += wide) {
+        if (!nsa__load_finite(copy, x->dtype, nsa__key(p, x, begin + i), width))
+            *bad |= (uint64_t)1 << i;
+        memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
+    }
+    return there;
+}
+
+/* Asks for rows begin .. end - 1 of x that there are. */
+static void nsa__fetch_rows(const nsa__pass *p, const nsa_tensor *x, int begin, int end,
+                            int width) {
+    size_t bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
+    for (int key = begin; key < end && key < p->keys; key++) nsa__fetch(nsa__key(p, x, key), bytes);
+}
+
+/* The first key of the tile that is walked to next; p->keys where there is none. */
+static int nsa__walk_ahead(const nsa__walk *w, const nsa__pass *p) {
+    int tile = w->tile + 1;
+    if (p->branch == NSA__SLC)
+        while (tile < w->tile_end && w->list_begin[tile] == w->list_begin[tile + 1]) tile++;
+    return tile < w->tile_end ? tile * p->tile : p->keys;
+}
+
+/* Of one task: q as columns, `columns` apart; the scores of a tile like that; rows of keys that
+   cannot be read where they lie. */
+typedef struct nsa__few {
+    nsa_real *q_t, *s_t, *rows;
+    int columns;
+} nsa__few;
+
+static void nsa__few_take(nsa__few *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->batch_queries * p->group;
+    f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
+    f->q_t = nsa__take_reals(a, (int64_t)p->d->dim * f->columns);
+    f->s_t = nsa__take_reals(a, (int64_t)p->tile * f->columns);
+    f->rows = nsa__take_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
+}
+
+static void nsa__few_begin(const nsa__few *f, const nsa__pass *p, const nsa_real *q, int rows) {
+    memset(f->q_t, 0, (size_t)p->d->dim * (size_t)f->columns * sizeof *f->q_t);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < p->d->dim; c++)
+            f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->wide + c];
+}
+
+enum { NSA__KEYS_AT_ONCE = 24 }; /* whole pieces of the product, whatever the vectors */
+
+/* The batch's scores of n keys from `begin` on, by the keys' rows and q's as columns. Every score is
+   the same sum in the same order. Rows that are not finite make no score that is. */
+static void nsa__few_scores(const nsa__few *f, const nsa__pass *p, const nsa__walk *w,
+                            const nsa__batch *b, int begin, int n, nsa_real *s, uint64_t *bad) {
+    int ahead = nsa__walk_ahead(w, p);
+    const nsa_real *q = f->q_t + (ptrdiff_t)b->reader[0] * p->group;
+    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, dim = p->d->dim;
+    int here = nsa__rows_lie_well(p, &p->x->k, begin, n, dim, p->wide), done = 0;
+    for (; !done; here = 0) {
+        nsa__rows k = here ? nsa__rows_here(p, &p->x->k, begin)
+                           : nsa__rows_copied(p, &p->x->k, begin, n, dim, p->wide, f->rows, bad);
+        for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
+            int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
+            nsa__fetch_rows(p, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
+            nsa__fetch_rows(p, &p->x->k, ahead + i, ahead + i + some, dim);
+            p->tiles->gemm(some, columns, dim, k.at + i * k.row, k.row, 1, q, f->columns,
+                           f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0, NULL, NULL);
+        }
+        done = !here || p->tiles->finite(n, columns, f->columns, f->s_t);
+    }
+    for (int r = 0; r < b->rows; r++, s += p->tile) {
+        for (int i = 0; i < n; i++) s[i] = f->s_t[(ptrdiff_t)i * f->columns + r];
+        for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
+    }
+}
+
+static nsa__rows nsa__few_values(const nsa__few *f, const nsa__pass *p, int begin, int n,
+                                 uint64_t *bad) {
+    const nsa_tensor *x = &p->x->v;
+    if (nsa__rows_lie_well(p, x, begin, n, p->d->dim_v, p->wide_v)) {
+        nsa__rows v = nsa__rows_here(p, x, begin);
+        if (p->tiles->finite(n, p->wide_v, v.row, v.at)) return v;
+    }
+    return nsa__rows_copied(p, x, begin, n, p->d->dim_v, p->wide_v, f->rows, bad);
+}
+
+/* ---- Attention, forward and backward -----------------------------------------------------------
+   A pass is one branch on its way over the kv heads of one sequence after another. */
+
+static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *dx,
+                           const nsa_desc *d, nsa__branch branch) {
+    memset(p, 0, sizeof *p);
+    p->x = x;
+    p->dx = dx;
+    p->d = d;
+    p->tiles = nsa__tiles_of(d->isa);
+    p->branch = branch;
+    p->group = d->heads / d->kv_heads;
+    p->list_width = nsa_block_list_width(d);
+    p->tile = nsa__tile_size(d, branch);
+    while (1 << p->tile_log2 < p->tile) p->tile_log2++;
+    p->tile_in_block = branch == NSA__SLC && d->slc_block % p->tile == 0;
+    p->wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
+    p->wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    p->batch_queries = nsa__few_queries(d);
+    p->task_queries = nsa__task_queries(p);
+    double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
+    p->scale = (nsa_real)scale;
+    p->scale2 = (nsa_real)(scale * NSA__LOG2E);
+}
+
+static void nsa__passes_init(nsa__pass *passes, const nsa_attend *x, const nsa_attend *dx,
+                             const nsa_desc *d, nsa__branch branch) {
+    for (int i = 0; i < nsa__heads_at_once(d); i++) nsa__pass_init(&passes[i], x, dx, d, branch);
+}
+
+/* Turns to a sequence and kv head: finds the tiles that its queries can see. */
+static void nsa__pass_turn_to(nsa__pass *p, const nsa__seq *seq, int kv_head, int heads) {
+    int begin = 0, end = 0, last = seq->first + seq->count - 1;
+    p->seq = *seq;
+    p->skipped = (int)nsa__max(0, nsa__min(p->reach - (int64_t)seq->first, seq->count));
+    p->kv_head = kv_head;
+    p->heads = heads;
+    p->keys = p->branch == NSA__CMP ? p->seq.cmp_tokens : p->seq.tokens;
+    p->key_row = p->branch == NSA__CMP ? p->seq.cmp_row : p->seq.row;
+    if (p->branch == NSA__WIN) begin = nsa_window_begin(p->d, p->seq.first);
+    end = p->branch == NSA__CMP ? nsa_cmp_visible(p->d, last) : last + 1;
+    p->tile_begin = begin / p->tile;
+    p->tile_end = (int)nsa__ceil_div(end, p->tile);
+    if (p->wanted) nsa__mark_wanted(p);
+}
+
+/* Does `work` for every sequence and every few heads of it, whose passes stand side by side and have
+   packed their keys. */
+static void nsa__each_heads(nsa__pass *passes, const nsa__team *team,
+                            void (*work)(nsa__pass *passes, const nsa__team *team)) {
+    const nsa_desc *d = passes->d;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int head = 0; seq.count && head < d->kv_heads; head += passes->heads) {
+            int heads = (int)nsa__min(nsa__heads_at_once(d), d->kv_heads - (int64_t)head);
+            for (int i = 0; i < heads; i++) nsa__pass_turn_to(&passes[i], &seq, head + i, heads);
+            int64_t tiles = passes->few ? 0 : passes->tile_end - passes->tile_begin;
+            nsa__run(team, heads * tiles, nsa__pack_task, passes);
+            work(passes, team);
+        }
+}
+
+/* The tasks of all heads at hand. */
+static int64_t nsa__query_tasks(const nsa__pass *p) {
+    return p->heads * nsa__ceil_div(p->seq.count - p->skipped, p->task_queries);
 }
 
 /* Row r of a task's queries in x. */
@@ -2540,10 +2657,7 @@ typedef struct nsa__forward {
     nsa_real *s, *shrink;      /* of a batch's */
     unsigned char *bad;
     nsa__scoring scoring; /* where lists are selected too */
-    /* of few queries: q as columns, `columns` apart; the scores of a tile like that; rows of keys
-       that cannot be read where they lie */
-    nsa_real *q_t, *s_t, *rows;
-    int columns;
+    nsa__few few;
 } nsa__forward;
 
 static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a) {
@@ -2557,101 +2671,8 @@ static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a
     f->s = nsa__take_reals(a, some * p->tile);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
     if (p->select) nsa__scoring_take(&f->scoring, p, a);
-    /* taken by many queries too, so that a workspace for them serves fewer */
-    f->columns = (int)nsa__ceil_div(some, NSA__LANES) * NSA__LANES + NSA__LANES;
-    f->q_t = nsa__take_reals(a, (int64_t)p->d->dim * f->columns);
-    f->s_t = nsa__take_reals(a, (int64_t)p->tile * f->columns);
-    f->rows = nsa__take_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
+    nsa__few_take(&f->few, p, a); /* by many queries too: a workspace for them serves fewer */
 }
-
-/* -- few queries, in decoding most of all: they read keys where they lie, for packing a tile would
-   cost more than its products do -- */
-
-/* Rows of keys: `at` and every `row` numbers behind it. */
-typedef struct nsa__rows {
-    const nsa_real *at;
-    ptrdiff_t row;
-} nsa__rows;
-
-/* Whether rows can be read where they lie: reals, whole vectors, and not around a ring's end. */
-static int nsa__rows_lie_well(const nsa__pass *p, const nsa_tensor *x, int begin, int n, int width,
-                              int wide) {
-    return x->dtype == NSA_REAL_DTYPE && width == wide &&
-           (!p->ring || begin % p->ring + n <= p->ring);
-}
-
-static nsa__rows nsa__rows_here(const nsa__pass *p, const nsa_tensor *x, int begin) {
-    nsa__rows here = {(const nsa_real *)nsa__key(p, x, begin), (ptrdiff_t)x->token};
-    return here;
-}
-
-/* n rows of x from key `begin` on in `copy`, zeros and a bit of `bad` for those that are not finite. */
-static nsa__rows nsa__rows_copied(const nsa__pass *p, const nsa_tensor *x, int begin, int n,
-                                  int width, int wide, nsa_real *copy, uint64_t *bad) {
-    nsa__rows there = {copy, wide};
-    for (int i = 0; i < n; i++, copy += wide) {
-        if (!nsa__load_finite(copy, x->dtype, nsa__key(p, x, begin + i), width))
-            *bad |= (uint64_t)1 << i;
-        memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
-    }
-    return there;
-}
-
-/* Asks for rows begin .. end - 1 of x that there are. */
-static void nsa__fetch_rows(const nsa__pass *p, const nsa_tensor *x, int begin, int end,
-                            int width) {
-    size_t bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
-    for (int key = begin; key < end && key < p->keys; key++) nsa__fetch(nsa__key(p, x, key), bytes);
-}
-
-/* The first key of the tile that is walked to next; p->keys where there is none. */
-static int nsa__walk_ahead(const nsa__walk *w, const nsa__pass *p) {
-    int tile = w->tile + 1;
-    if (p->branch == NSA__SLC)
-        while (tile < w->tile_end && w->list_begin[tile] == w->list_begin[tile + 1]) tile++;
-    return tile < w->tile_end ? tile * p->tile : p->keys;
-}
-
-enum { NSA__KEYS_AT_ONCE = 24 }; /* whole pieces of the product, whatever the vectors */
-
-/* The batch's scores of n keys from `begin` on, by the keys' rows and q's as columns. Every score is
-   the same sum in the same order. Rows that are not finite make no score that is. */
-static void nsa__few_scores(nsa__forward *f, const nsa__pass *p, const nsa__batch *b, int begin,
-                            int n, uint64_t *bad) {
-    int ahead = nsa__walk_ahead(&f->walk, p);
-    const nsa_real *q = f->q_t + (ptrdiff_t)b->reader[0] * p->group;
-    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, dim = p->d->dim;
-    int here = nsa__rows_lie_well(p, &p->x->k, begin, n, dim, p->wide), done = 0;
-    for (; !done; here = 0) {
-        nsa__rows k = here ? nsa__rows_here(p, &p->x->k, begin)
-                           : nsa__rows_copied(p, &p->x->k, begin, n, dim, p->wide, f->rows, bad);
-        for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
-            int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
-            nsa__fetch_rows(p, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
-            nsa__fetch_rows(p, &p->x->k, ahead + i, ahead + i + some, dim);
-            p->tiles->gemm(some, columns, dim, k.at + i * k.row, k.row, 1, q, f->columns,
-                           f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0, NULL, NULL);
-        }
-        done = !here || p->tiles->finite(n, columns, f->columns, f->s_t);
-    }
-    for (int r = 0; r < b->rows; r++) {
-        nsa_real *s = f->s + (ptrdiff_t)r * p->tile;
-        for (int i = 0; i < n; i++) s[i] = f->s_t[(ptrdiff_t)i * f->columns + r];
-        for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
-    }
-}
-
-static nsa__rows nsa__few_values(nsa__forward *f, const nsa__pass *p, int begin, int n,
-                                 uint64_t *bad) {
-    const nsa_tensor *x = &p->x->v;
-    if (nsa__rows_lie_well(p, x, begin, n, p->d->dim_v, p->wide_v)) {
-        nsa__rows v = nsa__rows_here(p, x, begin);
-        if (p->tiles->finite(n, p->wide_v, v.row, v.at)) return v;
-    }
-    return nsa__rows_copied(p, x, begin, n, p->d->dim_v, p->wide_v, f->rows, bad);
-}
-
-/* -- forward, of few queries and of many -- */
 
 static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task) {
     nsa__walk_begin(&f->walk, p, task);
@@ -2661,11 +2682,7 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task
     memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
     for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
     nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
-    if (!p->few) return;
-    memset(f->q_t, 0, (size_t)p->d->dim * (size_t)f->columns * sizeof *f->q_t);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < p->d->dim; c++)
-            f->q_t[(ptrdiff_t)c * f->columns + r] = f->q[(ptrdiff_t)r * p->wide + c];
+    if (p->few) nsa__few_begin(&f->few, p, f->q, rows);
 }
 
 /* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
@@ -2675,7 +2692,7 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__b
     int there = p->few ? (int)nsa__min(n, p->keys - (int64_t)keys) : n;
     uint64_t bad = p->few ? 0 : p->bad[f->walk.tile];
     if (p->few)
-        nsa__few_scores(f, p, b, keys, there, &bad);
+        nsa__few_scores(&f->few, p, &f->walk, b, keys, there, f->s, &bad);
     else
         p->tiles->gemm(b->rows, n, p->d->dim, f->q, p->wide, 1,
                        nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL,
@@ -2685,7 +2702,7 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__b
                f->s + (ptrdiff_t)r * tile, (size_t)n * sizeof *f->s);
     p->tiles->softmax(b->rows, n, tile, G, b->mask, b->begin, b->row, f->s, f->m, f->l, f->shrink);
     nsa__rows v = {p->few ? NULL : p->v + (ptrdiff_t)keys * p->wide_v, p->wide_v};
-    if (p->few) v = nsa__few_values(f, p, keys, there, &bad);
+    if (p->few) v = nsa__few_values(&f->few, p, keys, there, &bad);
     if (p->few) bad <<= b->begin;
     p->tiles->gemm(b->rows, p->wide_v, there, f->s, tile, 1, v.at, v.row, f->out, p->wide_v, 1,
                    f->shrink, &sums);
