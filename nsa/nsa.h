@@ -550,8 +550,8 @@ typedef struct nsa_reads {
 /* Appends `count` tokens to every sequence, or counts[b] <= count to sequence b, and attends from
    them. The views of x hold the new rows only, `count` of each sequence: q, k_cmp.x .. v_win in;
    out, the branches' out and lse, and blocks out. k_cmp.out and v_cmp.out are the cache's and not
-   used here. `reads` is NULL or of B entries. Nothing is appended unless all sequences have room. The
-   workspace for `count` tokens serves fewer too. */
+   used here. `reads` is NULL or of B entries. Nothing is appended unless all sequences have room.
+   The workspace for `count` tokens serves fewer too. */
 NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache, int count);
 NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,
                               const int32_t *counts, nsa_reads *reads, void *workspace,
@@ -742,7 +742,7 @@ static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigne
     return NSA_OK;
 }
 
-/* By its bits: -ffast-math folds isnan and isinf to 0, and takes every comparison for a number's. */
+/* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's. */
 static int nsa__is_finite(double x) {
     uint64_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -904,8 +904,8 @@ static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t h
     return (char *)x->data + (ptrdiff_t)element * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
 }
 
-/* Asks for memory that is read soon: rows of one head lie a row of all heads apart, which is further
-   than hardware looks ahead. */
+/* Asks for memory that is read soon: rows of one head lie a row of all heads apart, which is
+   further than hardware looks ahead. */
 static void nsa__fetch(const void *at, size_t bytes) {
 #if defined(__GNUC__) || defined(__clang__)
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i);
@@ -1023,9 +1023,9 @@ NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int
     return sum;
 }
 
-/* Loads a row; one with a non-finite value comes as zeros and 0 is returned. No NaN stays in a tile:
-   its readers are marked instead, so that it can reach nobody else and no kernel has to be
-   careful. Few queries, which read keys where they lie, may meet one: then the tile is read again. */
+/* Loads a row; one with a non-finite value comes as zeros and 0 is returned. No NaN stays in a
+   tile: its readers are marked instead, so that it can reach nobody else and no kernel has to be
+   careful. Few queries, which read keys where they lie, may meet one: then they read it again. */
 static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
     nsa__load(to, dtype, row, n);
     if (nsa__all_finite(to, n)) return 1;
@@ -1464,8 +1464,9 @@ static void nsa__announce(int32_t *progress, int64_t index, int32_t now) {
     (void)now; /* gcc takes what an atomic writes for unused */
 }
 
-/* Threads for so many multiply-adds. A thread that sleeps needs some 50 us to come, in which another
-   does as many as this: fewer are not worth a region. Of the shape alone, and no bit depends on it. */
+/* Threads for so many multiply-adds. A thread that sleeps needs some 50 us to come, in which
+   another does as many as this: fewer are not worth a region. Of the shape alone, and no bit
+   depends on it. */
 static int nsa__threads_for(int threads, int64_t work) {
     const int64_t worth = (int64_t)1 << 22;
     return (int)nsa__max(1, nsa__min(threads, work / worth));
@@ -1836,7 +1837,7 @@ typedef struct nsa__pass {
     int list_width;
     int tile; /* keys of a tile: 2^tile_log2 */
     int tile_log2;
-    int tile_in_block; /* of slc: a tile lies in one block, which is seen as far as a query reaches */
+    int tile_in_block; /* of slc: a tile lies in one block, seen as far as a query reaches */
     int wide, wide_v;  /* widths of packed rows: Dk and Dv rounded up to whole vectors */
     int batch_queries; /* queries that go through the tiles at once: about NSA__BATCH_ROWS rows */
     int task_queries;  /* queries of a task */
@@ -1916,9 +1917,9 @@ static void *nsa__key(const nsa__pass *p, const nsa_tensor *x, int key) {
 }
 
 /* ---- Tiles: where the time goes ---------------------------------------------------------------
-   All arithmetic on rows of keys: a few functions, whose one text stands at the end of this file and
-   is read once per instruction set. They are compiled for that set whatever flags the user gave,
-   and desc.isa or the machine chooses among them when a call begins. The bits of a row of the
+   All arithmetic on rows of keys: a few functions, whose one text stands at the end of this file
+   and is read once per instruction set. They are compiled for that set whatever flags the user
+   gave, and desc.isa or the machine chooses among them when a call begins. The bits of a row of the
    result depend on that row's operands alone, never on how many rows there are or where it stands:
    every sum runs over k in ascending order. */
 
@@ -2061,8 +2062,8 @@ static int nsa__bit_count(uint64_t mask) {
 
 /* -- how much of what goes through them at once -- */
 
-/* Queries that go through the tiles at once: about NSA__BATCH_ROWS rows. No more than these are read
-   where they lie: see nsa__forward_few. */
+/* Queries that go through the tiles at once: about NSA__BATCH_ROWS rows. No more than these are
+   read where they lie: see nsa__few. */
 static int nsa__few_queries(const nsa_desc *d) {
     return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
 }
@@ -2320,7 +2321,8 @@ static nsa__rows nsa__rows_here(const nsa__pass *p, const nsa_tensor *x, int beg
     return here;
 }
 
-/* n rows of x from key `begin` on in `copy`, zeros and a bit of `bad` for those that are not finite. */
+/* n rows of x from key `begin` on in `copy`, zeros and a bit of `bad` for those that are not
+   finite. */
 static nsa__rows nsa__rows_copied(const nsa__pass *p, const nsa_tensor *x, int begin, int n,
                                   int width, int wide, nsa_real *copy, uint64_t *bad) {
     nsa__rows there = {copy, wide};
@@ -2371,8 +2373,8 @@ static void nsa__few_begin(const nsa__few *f, const nsa__pass *p, const nsa_real
 
 enum { NSA__KEYS_AT_ONCE = 24 }; /* whole pieces of the product, whatever the vectors */
 
-/* The batch's scores of n keys from `begin` on, by the keys' rows and q's as columns. Every score is
-   the same sum in the same order. Rows that are not finite make no score that is. */
+/* The batch's scores of n keys from `begin` on, by the keys' rows and q's as columns. Every score
+   is the same sum in the same order. Rows that are not finite make no score that is. */
 static void nsa__few_scores(const nsa__few *f, const nsa__pass *p, const nsa__walk *w,
                             const nsa__batch *b, int begin, int n, nsa_real *s, uint64_t *bad) {
     int ahead = nsa__walk_ahead(w, p);
@@ -2453,8 +2455,8 @@ static void nsa__pass_turn_to(nsa__pass *p, const nsa__seq *seq, int kv_head, in
     if (p->wanted) nsa__mark_wanted(p);
 }
 
-/* Does `work` for every sequence and every few heads of it, whose passes stand side by side and have
-   packed their keys. */
+/* Does `work` for every sequence and every few heads of it, whose passes stand side by side and
+   have packed their keys. */
 static void nsa__each_heads(nsa__pass *passes, const nsa__team *team,
                             void (*work)(nsa__pass *passes, const nsa__team *team)) {
     const nsa_desc *d = passes->d;
@@ -2479,8 +2481,8 @@ static void *nsa__query_row(const nsa__pass *p, const nsa__walk *w, const nsa_te
                     p->kv_head * p->group + r % p->group);
 }
 
-/* Loads the rows of a task's queries, times factor, with zeros up to `wide`; bad[r] is set for those
-   with a value that is not finite, then or before, which come as zeros. */
+/* Loads the rows of a task's queries, times factor, with zeros up to `wide`; bad[r] is set for
+   those with a value that is not finite, then or before, which come as zeros. */
 static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x,
                               int width, int wide, nsa_real factor, nsa_real *to,
                               unsigned char *bad) {
@@ -2523,8 +2525,8 @@ static nsa__bits_t nsa__score_key(nsa_real score) {
     return bits & sign ? ~bits : bits | sign;
 }
 
-/* How many of n scores have a key of at least `least`. With `tiles` none is negative or NaN, so that
-   their bits are in order as they are. */
+/* How many of n scores have a key of at least `least`. With `tiles` none is negative or NaN, so
+   that their bits are in order as they are. */
 NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
                                        const nsa__tiles *tiles) {
     int count = 0;
@@ -2752,11 +2754,11 @@ static void nsa__forward_task(const void *context, int64_t index, void *scratch)
 
 /* -- backward --
    With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
-     dv[s] = sum_t p dout[t],   ds = p (dout . v[s] - delta),   dq[t] = scale sum_s ds k[s],   dk[s]
-   = scale sum_t ds q[t].
-   One walk computes ds once and adds to all three: dq is the task's own, and a tile's dk and dv take
-   the tasks in their order, each of which follows the one before it from tile to tile. So every sum
-   has one order, for any number of threads. */
+     dv[s] = sum_t p dout[t],   ds = p (dout . v[s] - delta),
+     dq[t] = scale sum_s ds k[s],   dk[s] = scale sum_t ds q[t].
+   One walk computes ds once and adds to all three: dq is the task's own, and a tile's dk and dv
+   take the tasks in their order, each of which follows the one before it from tile to tile. So
+   every sum has one order, for any number of threads. */
 
 typedef struct nsa__backward {
     nsa__walk walk;
@@ -2887,8 +2889,8 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
 
 /* -- doors -- */
 
-/* The plans: what the passes of all heads at once take of the shared workspace. They return how much
-   scratch a thread needs. */
+/* The plans: what the passes of all heads at once take of the shared workspace. They return how
+   much scratch a thread needs. */
 
 /* `select` where cmp's forward pass selects lists too. */
 static size_t nsa__forward_plan(nsa__pass *passes, const nsa_select *select, nsa__arena *shared) {
@@ -4714,8 +4716,9 @@ NSA__INLINE NSA__TARGET nsa_real T(largest)(V x) {
 }
 
 /* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
-   chain of multiply-adds over ascending k; with `keep` a chain of its own, that is added at the end:
-   of a long row's tiles each has its sum, which rounds less than one chain through all of them. */
+   chain of multiply-adds over ascending k; with `keep` a chain of its own, that is added at the
+   end: of a long row's tiles each has its sum, which rounds less than one chain through all of
+   them. */
 NSA__INLINE NSA__TARGET void T(piece)(int rows, int vectors, int k, const nsa_real *a,
                                       ptrdiff_t row, ptrdiff_t step, const nsa_real *b,
                                       ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
