@@ -2700,8 +2700,8 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__b
                        nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL,
                        &queries);
     for (int r = 0; p->select && r < b->rows; r++)
-        memcpy(f->scoring.s + ((ptrdiff_t)b->reader[0] * G + r) * f->scoring.stride + keys,
-               f->s + (ptrdiff_t)r * tile, (size_t)n * sizeof *f->s);
+        memcpy(f->scoring.s + b->row[r] * f->scoring.stride + keys, f->s + (ptrdiff_t)r * tile,
+               (size_t)n * sizeof *f->s);
     p->tiles->softmax(b->rows, n, tile, G, b->mask, b->begin, b->row, f->s, f->m, f->l, f->shrink);
     nsa__rows v = {p->few ? NULL : p->v + (ptrdiff_t)keys * p->wide_v, p->wide_v};
     if (p->few) v = nsa__few_values(&f->few, p, keys, there, &bad);
