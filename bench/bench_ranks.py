@@ -52,6 +52,8 @@ def main():
     given, more = parser.parse_known_args()
     if given.rounds < 1 or given.steps <= WARM:
         parser.error(f"--rounds: at least 1; --steps: at least {WARM + 1}")
+    if not (given.bin / "train_125m").is_file():
+        parser.error(f"--bin: {given.bin} has no train_125m; build it first")
     alone, ranks, quotients = [], [], []
     for turn in range(given.rounds):
         rates = {}

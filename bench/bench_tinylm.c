@@ -9,6 +9,7 @@
 #include <time.h>
 
 #include "model.h"
+#include "origin.h"
 #include "rng.h"
 #include "threads.h"
 
@@ -120,25 +121,13 @@ static void tracked(report *r, const ops *o) {
         report_row(r, shapes[i].name, &shapes[i], measure(&shapes[i], o));
 }
 
-/* The first line of a command's output. */
-static void first_line(const char *command, char *to, int size) {
-    FILE *f = popen(command, "r");
-    to[0] = 0;
-    if (f && fgets(to, size, f)) to[strcspn(to, "\n\"\\")] = 0;
-    if (f) pclose(f);
-}
-
 static void report_open(report *r, const char *path, const ops *o) {
-    char machine[200], commit[64], date[16];
-    time_t now = time(NULL);
     if (path && !(r->json = fopen(path, "w"))) fail(strerror(errno));
     if (r->json) {
-        first_line("lscpu | sed -n 's/^Model name: *//p'", machine, sizeof machine);
-        first_line("git rev-parse --short HEAD 2>/dev/null", commit, sizeof commit);
-        strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
+        origin here = origin_here();
         fprintf(r->json, "{\n  \"machine\": \"%s, %d threads, %s\",\n  \"date\": \"%s\",\n",
-                machine, o->threads, o->library, date);
-        fprintf(r->json, "  \"commit\": \"%s\",\n  \"rows\": [", commit);
+                here.machine, o->threads, o->library, here.date);
+        fprintf(r->json, "  \"commit\": \"%s\",\n  \"rows\": [", here.commit);
     }
     printf("forward + backward, %d threads, %s\n", o->threads, o->library);
     printf("%-34s %6s %10s %10s %10s %10s\n", "model", "layers", "ms", "MiB", "ms / layer",

@@ -43,7 +43,8 @@ def main(arguments):
     if len(arguments) == 3:
         report = {"machine": "valgrind, AVX2 tiles, " + output("cc", "--version").split("\n")[0],
                   "date": output("date", "-u", "+%Y-%m-%d").strip(),
-                  "commit": output("git", "rev-parse", "--short", "HEAD").strip(), "rows": rows}
+                  "commit": output("git", "describe", "--always", "--dirty", "--exclude=*").strip(),
+                  "rows": rows}
         pathlib.Path(arguments[2]).write_text(json.dumps(report, indent=1) + "\n")
 
 

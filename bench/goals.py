@@ -19,6 +19,9 @@ class Rows:
     """The rows of the reports, found by what they are about; each must be there once."""
 
     def __init__(self, folder, names):
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise SystemExit(f"goals.py: {folder} has no {' and no '.join(missing)}")
         reports = [json.loads((folder / name).read_text()) for name in names]
         self.reports = reports
         self.rows = [row for report in reports for row in report["rows"]]
@@ -115,6 +118,8 @@ def goals(cpu, tinylm, built):
 
 
 def main(arguments):
+    if arguments[:1] in (["-h"], ["--help"]):
+        return print(__doc__)
     if len(arguments) > 1:
         raise SystemExit(__doc__)
     folder = pathlib.Path(arguments[0] if arguments else pathlib.Path(__file__).parent / "results")

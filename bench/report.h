@@ -1,10 +1,10 @@
-/* report.h: what the programs of this folder time and report with: a clock, a median, where and
-   when a file of figures was made. The program defines _POSIX_C_SOURCE. No test. */
+/* report.h: what the programs of this folder time and report with: a clock, a median, a file's
+   first lines. The program defines _POSIX_C_SOURCE. No test. */
 #ifndef BENCH_REPORT_H
 #define BENCH_REPORT_H
 
+#include "origin.h"
 #include "problem.h"
-#include <time.h>
 
 static inline double seconds(void) {
     struct timespec t;
@@ -36,26 +36,11 @@ static const char *widest_isa(void) {
     return nsa_isa_name((nsa_isa)isa);
 }
 
-/* The first line of a command's output, as a JSON string's inside. */
-static void first_line(const char *command, char *to, size_t size) {
-    FILE *f = popen(command, "r");
-    size_t n = 0;
-    int c;
-    while (f && (c = fgetc(f)) != EOF && c != '\n')
-        if (n + 1 < size && c >= 32 && c != '"' && c != '\\') to[n++] = (char)c;
-    to[n] = 0;
-    if (f) pclose(f);
-}
-
 /* The object's first lines. */
 static void report_origin(FILE *json) {
-    char machine[200], commit[64], date[16];
-    time_t now = time(NULL);
-    first_line("lscpu | sed -n 's/^Model name: *//p'", machine, sizeof machine);
-    first_line("git rev-parse --short HEAD 2>/dev/null", commit, sizeof commit);
-    strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
+    origin o = origin_here();
     fprintf(json, "{\n  \"machine\": \"%s, %s\",\n  \"date\": \"%s\",\n  \"commit\": \"%s\",\n",
-            machine, widest_isa(), date, commit);
+            o.machine, widest_isa(), o.date, o.commit);
 }
 
 #endif

@@ -23,6 +23,7 @@ from record_runs import commit, machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SLICE = 300  # seconds by the clock
+SHORTEST = 30  # a process reads all inputs first: on a busy machine ever shorter ones would do nothing else
 # Longest inputs that are worth while: what a harness reads at most, or some lines of a file.
 LONGEST = {"api": 600, "cache": 600}
 
@@ -52,7 +53,7 @@ def fuzz(build, folder, minutes, name):
     row = json.loads(file.read_text()) if file.exists() else {"harness": name, "cpu_minutes": 0.0, "inputs_run": 0}
     while row["cpu_minutes"] < minutes:
         left = 60 * (minutes - row["cpu_minutes"])
-        text, code, seconds = run_slice(build, folder, name, min(SLICE, int(left) + 1))
+        text, code, seconds = run_slice(build, folder, name, min(SLICE, max(SHORTEST, int(left) + 1)))
         units = re.findall(r"stat::number_of_executed_units: (\d+)", text)
         status = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", text)
         if code or not units or not status:

@@ -15,7 +15,7 @@ import shutil
 import statistics
 import sys
 
-from record_runs import commit, machine
+from record_runs import commit, machine, open_run
 
 SETTINGS = ("model.dim", "model.n_layers", "train.seq_len", "train.batch_size", "train.accumulate_grad_batches",
             "train.lr", "train.warmup_steps")
@@ -44,11 +44,9 @@ def main(arguments):
     if len(arguments) != 3:
         raise SystemExit("usage: record_loss.py OUT_DIR FILE.json PICTURE.svg")
     folder = pathlib.Path(arguments[0])
-    metrics = json.loads((folder / "metrics.json").read_text())
+    metrics, config = open_run(folder, "training.csv", "loss.svg")
     if metrics["verdict"] != "completed" and not metrics["verdict"].startswith("stopped by"):
         raise SystemExit(f"{folder}: this run {metrics['verdict']}; only runs that ended well are recorded")
-    state = json.loads(sorted(folder.glob("checkpoints/step_*/state.json"))[-1].read_text())
-    config = state["content"]["config"]
     steps = read_table(folder / "training.csv")
     tokens = config["train.batch_size"] * config["train.accumulate_grad_batches"] * config["train.seq_len"]
     val = folder / "val.csv"

@@ -27,23 +27,31 @@ def machine():
 
 def commit():
     root = pathlib.Path(__file__).resolve().parent
-    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, check=True, text=True,
+    done = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=root, check=True, text=True,
                           stdout=subprocess.PIPE)
     return done.stdout.strip()
 
 
+def open_run(folder, *tables):
+    """A run's metrics and settings; a folder that lacks them, or one of the tables, is refused."""
+    states = sorted(folder.glob("checkpoints/step_*/state.json"))
+    missing = [name for name in ("metrics.json", *tables) if not (folder / name).is_file()]
+    if missing or not states:
+        raise SystemExit(f"{folder} is no folder of a finished run: it has no "
+                         f"{', no '.join(missing + ['checkpoint'] * (not states))}")
+    return json.loads((folder / "metrics.json").read_text()), json.loads(states[-1].read_text())["content"]["config"]
+
+
 def read_run(folder):
     """One run: its settings, and its row of the table."""
-    metrics = json.loads((folder / "metrics.json").read_text())
+    metrics, config = open_run(folder, "val.csv")
     if metrics["verdict"] != "completed" or metrics["steps_done"] != metrics["steps"]:
         raise SystemExit(f"{folder}: this run is {metrics['verdict']} after {metrics['steps_done']} of "
                          f"{metrics['steps']} steps; only completed runs are recorded")
     with open(folder / "val.csv", newline="") as file:
-        last = list(csv.DictReader(file))[-1]
+        last = ([{"step": 0}] + list(csv.DictReader(file)))[-1]
     if int(last["step"]) != metrics["steps_done"]:
-        raise SystemExit(f"{folder}: the last evaluation is of step {last['step']}, not of the last one")
-    state = json.loads(sorted(folder.glob("checkpoints/step_*/state.json"))[-1].read_text())
-    config = state["content"]["config"]
+        raise SystemExit(f"{folder}: no evaluation of the last step, {metrics['steps_done']}")
     if config["data.tokenizer"] != "byte":
         raise SystemExit(f"{folder}: bits per byte are known for the byte tokenizer only")
     return config, {
@@ -58,6 +66,8 @@ def read_run(folder):
 
 
 def main(folders):
+    if folders[:1] in (["-h"], ["--help"]):
+        return print(__doc__)
     if not folders:
         raise SystemExit("usage: record_runs.py OUT_DIR...")
     runs = [read_run(pathlib.Path(folder)) for folder in folders]

@@ -226,12 +226,28 @@ static void test_refusals(void) {
     guards_free();
 }
 
+/* Every field that a status may blame has a name, no two share one, and a gradient's says so. */
+static void test_fields(void) {
+    int n = 0;
+    check_case("fields of statuses");
+    for (const char *name; *(name = nsa_status_where(NSA_ERROR_SIZE | (n + 1) << 8)); n++) {
+        const char *gradient = nsa_status_where(NSA_ERROR_SIZE | (n + 1) << 8 | 1 << 24);
+        CHECK(!strncmp(gradient, "dx.", 3) && !strcmp(gradient + 3, name), "%s, its gradient %s",
+              name, gradient);
+        for (int other = 1; other <= n; other++)
+            CHECK(strcmp(name, nsa_status_where(NSA_ERROR_SIZE | other << 8)),
+                  "%d and %d are both %s", other, n + 1, name);
+    }
+    CHECK(!strcmp(nsa_status_where(NSA_ERROR_SIZE | n << 8), "v_cmp.b2"), "the last of %d is %s", n,
+          nsa_status_where(NSA_ERROR_SIZE | n << 8));
+}
+
 /* Every kind has a name and a text, and no two share one. */
 static void test_statuses(void) {
     check_case("statuses");
     CHECK(!strcmp(nsa_status_name(NSA_OK), "NSA_OK") && !*nsa_status_where(NSA_OK), "NSA_OK is %s",
           nsa_status_name(NSA_OK));
-    for (int a = NSA_OK; a <= NSA_ERROR_CUDA; a++) {
+    for (int a = NSA_OK; a <= NSA_ERROR_REWIND; a++) {
         CHECK(nsa_status_kind(a) == a, "kind of %d is %d", a, nsa_status_kind(a));
         CHECK(strlen(nsa_status_text(a)) > 1, "no text for %d", a);
         for (int b = NSA_OK; b < a; b++)
@@ -240,6 +256,8 @@ static void test_statuses(void) {
     }
     CHECK(!strcmp(nsa_status_name(NSA_ERROR_WORKSPACE), "NSA_ERROR_WORKSPACE"), "%s",
           nsa_status_name(NSA_ERROR_WORKSPACE));
+    CHECK(!strcmp(nsa_status_name(NSA_ERROR_REWIND + 1), "not a status"),
+          "a kind that is not tested");
     CHECK(nsa_status_name(-5) && nsa_status_text(-5) && nsa_status_where(INT_MAX),
           "null for a number that is no status");
 }
@@ -308,6 +326,7 @@ int main(void) {
     test_read_counts();
     test_refusals();
     test_statuses();
+    test_fields();
     test_numbers();
     test_views();
     return check_done("test_block_index");

@@ -1,5 +1,5 @@
-/* cuda_stats.cuh: what stats.h counts of a layer's gates and block lists, on the device: parts, then
-   their sum, each in one order. Twin: stats.c. Not here: what is made of the counts. */
+/* cuda_stats.cuh: what stats.h counts of a layer's gates and block lists, on the device: parts,
+   then their sum, each in one order. Twin: stats.c. Not here: what is made of the counts. */
 #ifndef CUDA_STATS_CUH
 #define CUDA_STATS_CUH
 

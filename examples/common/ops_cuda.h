@@ -1,4 +1,5 @@
-/* ops_cuda.h - the operations on a CUDA device. Twin: ops_cuda.cu; ops_cpu.c is the same on the CPU. */
+/* ops_cuda.h - the operations on a CUDA device. Twin: ops_cuda.cu; ops_cpu.c is the same on the
+   CPU. */
 #ifndef OPS_CUDA_H
 #define OPS_CUDA_H
 
@@ -9,8 +10,8 @@ extern "C" {
 #endif
 
 /* The device at hand (the first, unless a link over NCCL chose another): nsa_cuda.cuh, matrix
-   products of gemm_cuda.h, kernels of cuda_*.cuh; one stream. False where there is no device, or none that these kernels run on. ops_cuda_close takes what
-   ops_cuda_open filled. */
+   products of gemm_cuda.h, kernels of cuda_*.cuh; one stream. False where there is no device, or
+   none that these kernels run on. ops_cuda_close takes what ops_cuda_open filled. */
 bool ops_cuda_open(ops *o, nsa_dtype dtype, fault *f);
 void ops_cuda_close(ops *o);
 

@@ -11,8 +11,8 @@
 #include "threads.h"
 #include "train.h"
 
-/* MPI, where its launcher has started the program, else NCCL, where torchrun's variables are set; NULL
-   with an empty fault: one process. */
+/* MPI, where its launcher has started the program, else NCCL, where torchrun's variables are set;
+   NULL with an empty fault: one process. */
 static dist_link *open_link(fault *f) {
     dist_link *link = NULL;
     f->text[0] = 0;
@@ -30,7 +30,8 @@ static void say_nothing(void *user, const char *line) {
     (void)line;
 }
 
-/* The back end that runtime.device names; auto: a GPU, where this program and the machine have one. */
+/* The back end that runtime.device names; auto: a GPU, where this program and the machine have
+   one. */
 static bool open_ops(ops *o, const config *c, const dist *d, fault *f) {
 #ifdef NSA_HAVE_CUDA
     if (c->runtime.device != CONFIG_CPU) {

@@ -288,8 +288,8 @@ def report(faults, results):
                      "equivalent": verdicts.count("equivalent"),
                      "share": round(verdicts.count("caught") / counted, 4) if counted else None,
                      "survived": [what for what, verdict in tried if verdict == "survived"]})
-    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], text=True,
-                            stdout=subprocess.PIPE).stdout.strip()
+    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty", "--exclude=*"],
+                            text=True, stdout=subprocess.PIPE).stdout.strip()
     return {"machine": "the executor of tests/simt", "date": datetime.date.today().isoformat(),
             "commit": commit or "unknown", "rows": rows}
 

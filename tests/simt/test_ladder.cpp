@@ -4,11 +4,11 @@
    Twin: bench/ladder.c, the same on the CPU, in times. Not here: times, which take a GPU. */
 #include "nsa_cuda.cuh"
 
+#include "../../bench/origin.h"
 #include "expect.h"
 
 #include <algorithm>
 #include <cmath>
-#include <ctime>
 
 using bf16 = __nv_bfloat16;
 /* 16 heads read one key-value head of 64; a block has 64 rows, a tile 32 keys. Row t heads + h of q
@@ -328,17 +328,12 @@ static void climb(const rung &r, const problem &p, FILE *json) {
     fprintf(json, r.cycles ? "%g}" : "null}", cycles);
 }
 
-/* Where and when the file was made, as bench/report.h has it. */
+/* The file's first lines. */
 static void write_origin(FILE *json) {
-    char commit[64] = "", date[16];
-    const time_t now = time(nullptr);
-    FILE *git = popen("git rev-parse --short HEAD 2>/dev/null", "r");
-    if (git && fgets(commit, sizeof commit, git)) commit[strcspn(commit, "\n")] = 0;
-    if (git) pclose(git);
-    strftime(date, sizeof date, "%Y-%m-%d", gmtime(&now));
+    const origin o = origin_here();
     fprintf(json,
             "{\n  \"machine\": \"the executor of tests/simt, which counts and does not time\",\n");
-    fprintf(json, "  \"date\": \"%s\",\n  \"commit\": \"%s\",\n  \"rows\": [", date, commit);
+    fprintf(json, "  \"date\": \"%s\",\n  \"commit\": \"%s\",\n  \"rows\": [", o.date, o.commit);
 }
 
 int main(int argc, char **argv) {

@@ -1,5 +1,6 @@
 """train_125m_cuda as its users run it, its kernels under the executor: the losses of the CPU; recorded steps,
-a resumed run and one that was told to stop, to the same bits; two processes over a double of NCCL; fp16 that overflows; a loss that is no number.
+a resumed run and one that was told to stop, to the same bits; two processes over a double of NCCL; fp16 that
+overflows; a loss that is no number.
 
 usage: test_train_cuda.py PROGRAM CPU_PROGRAM FOLDER. Twins: train.c, ops_cuda.cu. Each operation is
 test_trainer.c's.
