@@ -1,6 +1,7 @@
 /* test_trainer.c - the trainer's CUDA operations under the executor, beside those of the CPU: each
    alone over shapes, then whole training steps of small models: loss, every gradient, every update;
-   recorded steps; states that are read late. Twin: test_ops.c, which holds the CPU's against formulas. */
+   recorded steps; states that are read late. Twin: test_ops.c, which holds the CPU's against
+   formulas. */
 #include <stdlib.h>
 
 #include "model_test.h"
