@@ -1,8 +1,10 @@
-"""What a run leaves in its folder, read by csv and json: every file, every field, every switch.
+"""What a run leaves in its folder, read by csv and json: every file, every field, every switch; and that what
+its steps did to the weights is what it says.
 
 usage: test_artefacts.py PROGRAM FOLDER. Twins: telemetry.c, train_report.c. What TensorBoard reads is
 test_events.py's; what statistics mean is test_observer.c's.
 """
+import array
 import csv
 import json
 import math
@@ -70,27 +72,71 @@ def test_run(text):
     return out, training
 
 
+def tensors(path):
+    """{name: (shape, values)} of a safetensors file."""
+    data = path.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:start])
+    header.pop("__metadata__", None)
+    return {name: (t["shape"], array.array("f", data[start + t["data_offsets"][0]:start + t["data_offsets"][1]]))
+            for name, t in header.items()}
+
+
+def check_update(step, rate, decay, before, after):
+    """AdamW's formula on the weights and moments of two checkpoints; the norm of the gradient that it took."""
+    squares, off_v, off_w = 0, 0, 0
+    for name, (shape, weights) in after["model"].items():
+        keep = 1 - rate * decay * (len(shape) > 1 and "embed" not in name)
+        columns = [after["optimizer"][k + name][1] for k in ("m.", "v.")]
+        columns += [before["optimizer"][k + name][1] for k in ("m.", "v.")]
+        for new, m, v, m0, v0, old in zip(weights, *columns, before["model"][name][1]):
+            gradient = (m - 0.9 * m0) / 0.1
+            squares += gradient * gradient
+            off_v = max(off_v, abs(v - 0.95 * v0 - 0.05 * gradient ** 2) / (v + v0 + 1e-30))
+            change = rate * m / (1 - 0.9 ** step) / (math.sqrt(v / (1 - 0.95 ** step)) + 1e-8)
+            off_w = max(off_w, abs(new - (old * keep - change)) / (abs(old) + rate))
+    check(off_v < 1e-5 and off_w < 1e-6, step, off_v, off_w)
+    return math.sqrt(squares)
+
+
+def test_updates(text):
+    """Rates, bias corrections, decay and clipping of whole steps, from what three checkpoints hold."""
+    out, _, _ = train("updates", "--data", text, "--steps", 3, "--save-every", 1, "--keep-checkpoints", 0, "--lr", 0.01,
+                      "--warmup-steps", 2, "--weight-decay", 0.1, "--grad-clip", 0.5, "--accum-batches", 2)
+    training = rows(out / "training.csv", "step,loss,lr,toks_per_s,grad_norm")
+    check(json.loads((out / "metrics.json").read_text())["batch_global"] == 2 * BATCH, "rows of a step")
+    saved, seconds = [], 0
+    for (step, _, rate, _, norm), want in zip(training, (0.005, 0.01, 0.001)):  # warm-up; a tenth at the end
+        check(math.isclose(rate, want, rel_tol=1e-7), training)
+        k = out / f"checkpoints/step_{step:08.0f}"
+        state = json.loads((k / "state.json").read_text())["content"]["state"]
+        check(state["tokens"] == step * 2 * BATCH * TOKENS and state["seconds"] > seconds, state)
+        seconds = state["seconds"]
+        saved.append({part: tensors(k / f"{part}.safetensors") for part in ("model", "optimizer")})
+        if step > 1:
+            taken = check_update(step, rate, 0.1, *saved[-2:])
+            check(norm > 0.5 and math.isclose(taken, 0.5, rel_tol=1e-5), "clipped", norm, taken)
+
+
 def test_start(out):
     """What is written once, held against the checkpoint and against each other."""
-    data = (out / "checkpoints/latest/model.safetensors").read_bytes()
-    header = json.loads(data[8:8 + struct.unpack("<Q", data[:8])[0]])
-    header.pop("__metadata__", None)
+    held = tensors(out / "checkpoints/latest/model.safetensors")
     lines = (out / "dtypes_report.txt").read_text().splitlines()
     check(lines[0] == "activations f32", lines[0])
     check(lines[1].split() == "parameter shape weight forward gradient moments".split(), lines[1])
-    tensors = {line.split()[0]: line.split()[1:] for line in lines[2:]}
-    check(tensors.keys() == header.keys(), tensors.keys() ^ header.keys())
-    for name, (shape, *dtypes) in tensors.items():
-        check(shape == "x".join(map(str, header[name]["shape"])) and dtypes == ["f32"] * 4, name, shape, dtypes)
+    listed = {line.split()[0]: line.split()[1:] for line in lines[2:]}
+    check(listed.keys() == held.keys(), listed.keys() ^ held.keys())
+    for name, (shape, *dtypes) in listed.items():
+        check(shape == "x".join(map(str, held[name][0])) and dtypes == ["f32"] * 4, name, shape, dtypes)
     boot, step = (json.loads((out / name).read_text()) for name in ("mem_boot.json", "mem_step1.json"))
     for memory in (boot, step):
         check(sum(memory["bytes_by_purpose"].values()) == memory["allocated_bytes.all.current"], memory)
         check(0 < memory["reserved_bytes.all.current"] <= memory["reserved_bytes.all.peak"], memory)
         check(memory["allocated_bytes.all.current"] <= memory["reserved_bytes.all.peak"] + (1 << 20), memory)
     check((boot["step"], step["step"]) == (0, 1), boot, step)
-    parameters = sum(math.prod(t["shape"]) for t in header.values())
+    parameters = sum(len(values) for _, values in held.values())
     moments = boot["bytes_by_purpose"]["moments"]
-    check(8 * parameters <= moments <= 8 * parameters + 64 * 2 * len(tensors), moments, parameters)
+    check(8 * parameters <= moments <= 8 * parameters + 64 * 2 * len(held), moments, parameters)
     check(math.isclose(float((out / "opt_state_mb.txt").read_text()), moments / 2**20, abs_tol=1e-3))
     env = json.loads((out / "env.json").read_text())
     check(env["command"][0] == program and env["config"]["model.dim"] == 32, env)
@@ -157,8 +203,29 @@ def test_resume(text, out):
     check(beats[:len(old)] == old and beats[-1]["step"] == 8, "a resumed run adds to the heartbeats")
     steps = [r[0] for r in rows(out / "k_stats.csv", "step,k_mean,k_max,rows,pct_at_max")]
     check(steps == [1, 2, 3, 4, 5, 6, 7, 8], steps)
+    check([r[0] for r in rows(out / "val.csv", "step,val_loss,ppl")] == [3, 6, 8], "and after the last step")
+    first = rows(out / "training.csv", "step,loss,lr,toks_per_s,grad_norm")[0][1]
+    check(math.isclose(json.loads((out / "metrics.json").read_text())["loss_first"], first, rel_tol=1e-8), first)
     check(json.loads((out / "mem_step1.json").read_text())["step"] == 7, "the first step of this run")
     check(len(list((out / "tb").iterdir())) == 2, "an event file for each run")
+
+
+def test_bytes():
+    """Losses are of tokens, bits of bytes: here each token is the three bytes of " th"."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 spells other bytes as 256, 257, ...
+    spelled = {b: chr(b) for b in plain}
+    spelled |= {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in plain)}
+    names = [*spelled.values(), "th", spelled[32] + "th", "<|endoftext|>"]
+    folder, text = root / "bpe", root / "th"
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
+    (folder / "merges.txt").write_text(f"#version: 0.2\nt h\n{spelled[32]} th\n")
+    text.write_text(" th" * 9000)
+    out, log, _ = train("bytes", "--data", text, "--tokenizer", "gpt2", "--tokenizer-path", folder, "--steps", 1,
+                        "--eval-every", 1)
+    loss = rows(out / "val.csv", "step,val_loss,ppl")[0][1]
+    bits = float(log.split("bits/byte ")[1].split()[0])
+    check(math.isclose(bits, loss / math.log(2) / 3, rel_tol=0.01), loss, bits)
 
 
 def test_loader():
@@ -174,9 +241,11 @@ def test_loader():
 corpus = runs.text()
 folder, losses = test_run(corpus)
 test_start(folder)
+test_updates(corpus)
 test_switches(corpus, losses)
 test_narrow(corpus, losses)
 test_traces(corpus, losses)
 test_resume(corpus, folder)
+test_bytes()
 test_loader()
 done()

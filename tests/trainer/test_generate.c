@@ -244,6 +244,7 @@ static void test_examination(void) {
     model m;
     ops o = open_ops(1);
     int want[3] = {0}, got[3] = {0}, asked = 0, lines = 0, length, tenth, some, n[3];
+    int depths[10] = {0}; /* where the needles lie */
     check_case("retrieval");
     if (!CHECK(checkpoint_open(&k, test_path("needles"), &why), "%s", why.text)) return;
     CHECK(restore_model(&m, &k, RETRIEVAL_VOCAB, LENGTH, 0, &o, &why), "%s", why.text);
@@ -251,12 +252,14 @@ static void test_examination(void) {
         int count = source_retrieval_row((uint64_t)k.config.train.seed, RNG_RETRIEVAL_VAL, row,
                                          LENGTH, &w, places);
         answer(&m, &w, places, LENGTH, count, want);
+        for (int q = 0; q < count; q++) depths[places[q] * 10 / (LENGTH + 1 - 2 * count)]++;
     }
     expect(shell("%s %s %d %d", examiner, test_path("needles"), ROWS, LENGTH), 0, "length,tenth");
     for (char *at = strchr(output, '\n'); at && at[1]; at = strchr(at + 1, '\n'), lines++)
         if (CHECK(sscanf(at, "%d,%d,%d,%d,%d,%d", &length, &tenth, &some, n, n + 1, n + 2) == 6,
                   "%s", at)) {
-            CHECK(length == LENGTH && tenth == lines && n[0] <= some, "%s", at);
+            CHECK(length == LENGTH && tenth == lines && some == depths[lines] && n[0] <= some, "%s",
+                  at);
             asked += some;
             for (int i = 0; i < 3; i++) got[i] += n[i];
         }

@@ -98,11 +98,12 @@ int main(int argc, char **argv) {
     variant variants[8];
     int count = 0;
     enum { SOME = 40 };
-    variants[count++] = (variant){"phi mean, sigmoid", base, false, 0};
+    variants[count++] = (variant){"phi mean, sigmoid", base, false, SOME};
     variants[count] = (variant){"phi conv, softmax, tied", base, false, SOME};
     variants[count].config.phi = NSA_PHI_CONV;
     variants[count].config.gate = NSA_GATE_SOFTMAX;
     variants[count++].config.tied = true;
+    /* every element, of the model that has every kind of tensor */
     variants[count] = (variant){"phi mlp, halves", base, false, 0};
     variants[count].config.phi = NSA_PHI_MLP;
     variants[count++].config.rope_pairs = NSA_ROPE_HALVES;

@@ -146,7 +146,7 @@ static void test_lines(void) {
     CHECK(access(test_path("silent/training.csv"), F_OK), "a CSV was written");
 }
 
-/* metrics.json has the largest share of any step, of the whole run. */
+/* metrics.json has the largest share of any step, and the median of the rates, of the whole run. */
 static void test_largest_share(void) {
     static const double shares[] = {0.1, 0.4, 0.2, 0.3};
     check_case("pct_at_max");
@@ -156,13 +156,19 @@ static void test_largest_share(void) {
         if (!CHECK(t != NULL, "%s", why.text)) return;
         for (int step = 2 * half + 1; step <= 2 * half + 2; step++) {
             stats seen = {.entropy_mean = 1, .max_gate = 0.4, .pct_at_max = shares[step - 1]};
-            telemetry_step s = {
-                .step = step, .loss = 1, .grad_norm = 1, .seconds = 1, .stats = &seen};
+            telemetry_step s = {.step = step,
+                                .loss = 1,
+                                .grad_norm = 1,
+                                .seconds = 1,
+                                .tokens = (int64_t)(1000 * shares[step - 1]),
+                                .stats = &seen};
             CHECK(telemetry_step_end(t, &s, &why), "%s", why.text);
         }
         CHECK(telemetry_close(t, "completed", 0, &why), "%s", why.text);
         json_t *m = read_metrics(test_path("shares"));
         CHECK(metric(m, "sel_pct_at_max") == 0.4, "%g", metric(m, "sel_pct_at_max"));
+        double rate = metric(m, "toks_per_s_p50"); /* the lower of the two in the middle */
+        CHECK(rate == (half ? 200 : 100), "the median is %g", rate);
         json_decref(m);
     }
 }

@@ -106,6 +106,18 @@ static void test_precision(void) {
            0, "computes in fp32");
 }
 
+/* The last of the first steps that the output says was skipped. */
+static int last_skipped(int steps) {
+    int last = 0, step;
+    const char *line = strstr(output, "\nstep 0001 |");
+    for (; line; line = strchr(line + 1, '\n')) {
+        const char *skipped = strstr(line, "step skipped");
+        if (sscanf(line, "\nstep %d | loss", &step) != 1 || step > steps || !skipped) continue;
+        if (skipped < strchr(line + 1, '\n')) last = step;
+    }
+    return last;
+}
+
 /* Few tokens make large gradients: some overflow at the first scale. Such a step leaves everything
    but the scale as it was, and a run that goes on knows the scale. */
 static void test_overflow(void) {
@@ -118,6 +130,7 @@ static void test_overflow(void) {
                  "--seq-len", "2", "--steps", "40", "--save-every", "10", "--keep-checkpoints", "0",
                  NULL),
            0, "overflow: step skipped");
+    int last = last_skipped(10);
     expect(train("--data", text, "--out-dir", rest, "--precision", "fp16", "--batch-size", "1",
                  "--seq-len", "2", "--steps", "40", "--resume", tenth, NULL),
            0, "resumed after step 10");
@@ -128,6 +141,8 @@ static void test_overflow(void) {
     CHECK(skipped >= 1 && skipped < 10, "%g steps skipped", skipped);
     CHECK(number_after(state, "\"loss_scale\":") == 65536 / pow(2, skipped), "the scale is %g",
           number_after(state, "\"loss_scale\":"));
+    CHECK(number_after(state, "\"scaler_good_steps\":") == 10 - last, "%g good steps after step %d",
+          number_after(state, "\"scaler_good_steps\":"), last);
     free(state);
 }
 
@@ -155,6 +170,20 @@ static megabytes memory_of(const char *name, const char *const *options) {
     m.measured = number_after(metrics, "\"peak_memory_mib\":");
     free(metrics);
     return m;
+}
+
+/* A range of all layers is all layers. */
+static void test_range(void) {
+    static const char *const forms[] = {"--gc=true", "--gc=0..1", "--gc=0..0"};
+    double table[3];
+    check_case("a range of layers");
+    for (int i = 0; i < 3; i++) {
+        const char *options[] = {"--data", test_path("text"), forms[i], "--check", NULL};
+        expect(await(start(small, options)), 0, "memory, MiB");
+        table[i] = number_after(output, "\n  activations ");
+    }
+    CHECK(table[1] == table[0] && table[2] > table[0],
+          "activations: %g MiB, %g of both layers, %g of one", table[0], table[1], table[2]);
 }
 
 /* What a large model takes more than a small one: the program itself is in both. */
@@ -222,13 +251,15 @@ static void test_full_disk(void) {
 
 static void test_configs(void) {
     static const struct {
-        const char *file, *parameters;
-    } known[] = {{"train_showcase.yaml", "parameters: 254499\n"},
-                 {"m7c_3090_smoke.yaml", "parameters: 4659858\n"},
-                 {"m7c_125m_2k_test.yaml", "parameters: 78295332\n"},
-                 {"m7c_125m_2xa100_production.yaml", "parameters: 78295332\n"},
-                 {"gpt2_125m.yaml", "parameters: 116499492\n"},
-                 {"quickstart.yaml", "parameters: 443334\n"}};
+        const char *file, *parameters, *keys;
+    } known[] = {{"train_showcase.yaml", "parameters: 254499\n", "keys read by the last token"},
+                 {"m7c_3090_smoke.yaml", "parameters: 4659858\n",
+                  "of 1024: 127 compressed + 256 selected + 256 window = 639 (62 % of dense)\n"},
+                 {"m7c_125m_2k_test.yaml", "parameters: 78295332\n", "keys read by the last token"},
+                 {"m7c_125m_2xa100_production.yaml", "parameters: 78295332\n",
+                  "of 2048: 127 compressed + 1024 selected + 512 window = 1663 (81 % of dense)\n"},
+                 {"gpt2_125m.yaml", "parameters: 116499492\n", "keys read by the last token"},
+                 {"quickstart.yaml", "parameters: 443334\n", "keys read by the last token"}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         char path[1200];
         snprintf(path, sizeof path, "%s/%s", configs, known[i].file);
@@ -236,7 +267,7 @@ static void test_configs(void) {
         check_case("%s --check", known[i].file);
         int code = await(start(NULL, options));
         expect(code, 0, known[i].parameters);
-        expect(code, 0, "keys read by the last token");
+        expect(code, 0, known[i].keys);
         expect(code, 0, "train.lr_schedule");
     }
 }
@@ -275,6 +306,7 @@ int main(int argc, char **argv) {
     test_precision();
     test_overflow();
     test_memory();
+    test_range();
     test_stop();
     test_full_disk();
     test_configs();
