@@ -210,10 +210,10 @@ static inline void same_bits(const bits *a, const bits *b) {
     for (int i = 0; i < 5; i++) CHECK_BITS(bits_names[i], a->of[i], b->of[i], a->bytes[i], 1);
 }
 
-/* Run to run, for any number of threads, in any layout. */
+/* Run to run, for any number of threads, which CUDA has not, in any layout. */
 static inline void test_deterministic(const branch *br, const geometry *g, nsa_dtype dtype) {
     static const int threads[] = {1, 7, 2, 1, 3, 0};
-    const int runs = is_heavy(g) ? 3 : COUNT(threads);
+    const int runs = is_heavy(g) ? 3 : CHECKS_CUDA ? LAYOUTS : COUNT(threads);
     nsa_desc d = desc_of(g);
     numbers n = numbers_new(br, &d, dtype, 5);
     bits first = {{NULL}, {0}};
@@ -493,7 +493,8 @@ static inline reach reach_of(const branch *br, const nsa_desc *d, const numbers 
     return r;
 }
 
-/* One bad value in one row of q, k, v or dout. */
+/* One bad value in one row of q, k, v or dout: not finite, or so large that products with it
+   overflow, also those with what the mask hides. */
 static inline void test_bad_value(const branch *br, const geometry *g, nsa_dtype dtype, int input,
                                   double value) {
     static const char *const names[] = {"q", "k", "v", "dout"};
@@ -507,6 +508,7 @@ static inline void test_bad_value(const branch *br, const geometry *g, nsa_dtype
     int heads = by_query ? d.heads : d.kv_heads, head = heads - 1;
     double *into[] = {n.q, n.k, n.v, n.dout};
     int width = input == BAD_V || input == BAD_DOUT ? d.dim_v : d.dim;
+    const int nan = !isfinite(value);
     check_case("%s, %s, %s, %g in %s", br->name, g->name, dtype_name(dtype), value, names[input]);
     reach r = reach_of(br, &d, &n, input, row, head);
     bits clean = bits_of(br, &d, &n, dtype, 1);
@@ -515,9 +517,9 @@ static inline void test_bad_value(const branch *br, const geometry *g, nsa_dtype
     if (input == BAD_DOUT)
         CHECK_BITS("out", bad.of[0], clean.of[0], clean.bytes[0], 1);
     else
-        check_reach("out", r.queries, g->T * d.heads, clean.of[0], bad.of[0], dtype, d.dim_v, 1);
+        check_reach("out", r.queries, g->T * d.heads, clean.of[0], bad.of[0], dtype, d.dim_v, nan);
     check_reach("lse", r.queries, g->T * d.heads, clean.of[1], bad.of[1], NSA_REAL_DTYPE, 1, 0);
-    check_reach("dq", r.queries, g->T * d.heads, clean.of[2], bad.of[2], dtype, d.dim, 1);
+    check_reach("dq", r.queries, g->T * d.heads, clean.of[2], bad.of[2], dtype, d.dim, nan);
     check_reach("dk", r.keys, keys * d.kv_heads, clean.of[3], bad.of[3], dtype, d.dim, 0);
     check_reach("dv", r.keys, keys * d.kv_heads, clean.of[4], bad.of[4], dtype, d.dim_v, 0);
     free(r.queries);
@@ -534,6 +536,32 @@ static inline void test_bad_values(const branch *br, const geometry *g, nsa_dtyp
     for (int input = BAD_Q; input <= BAD_DOUT; input++)
         for (int i = 0; i < (is_heavy(g) ? 1 : COUNT(values)); i++)
             test_bad_value(br, g, dtype, input, values[i]);
+}
+
+/* Finite values so large that their products overflow, also those that the mask hides: 0 times
+   infinity is NaN, and must reach nobody who does not read them. */
+static inline void test_overflow(const branch *br) {
+    /* clang-format off: as in the table */
+    static const geometry g = {"products that overflow behind the mask",
+                               1,
+                               70,
+                               2,
+                               1,
+                               16,
+                               16,
+                               8,
+                               4,
+                               16,
+                               2,
+                               1,
+                               1,
+                               20,
+                               0,
+                               NULL};
+    /* clang-format on */
+    for (int input = BAD_Q; input <= BAD_DOUT; input++)
+        for (int k = 0; k < 2; k++)
+            test_bad_value(br, &g, dtypes[k], input, dtypes[k] == NSA_F64 ? 1.7e308 : 3e38);
 }
 
 /* V times 4 is out times 4, exactly, and lse is what it was. */
@@ -815,6 +843,7 @@ static inline void test_all(const branch *br, amount a) {
 #ifdef CHECK_F64
     for (int i = 0; i < COUNT(tiny_geometries); i++) test_gradcheck(br, &tiny_geometries[i]);
 #endif
+    test_overflow(br);
     test_refusals(br);
     if (!CHECKS_CUDA) test_absent_isa(br);
 }

@@ -448,11 +448,9 @@ NSA__DEVICE void nsa__cuda_stage_keys(T *stage, const nsa__cuda_attend_job &job,
     const T *k = nsa__row_of<const T>(job.x.k, at.seq.batch, at.key_row + tile.begin, at.kv_head);
     const T *v = nsa__row_of<const T>(job.x.v, at.seq.batch, at.key_row + tile.begin, at.kv_head);
     const int count = tile.end - tile.begin;
-    nsa__cuda_tile_copy<T, DK, KEYS, THREADS>(
-        stage, job.d.dim, k, [&](int r) { return r < count ? k + job.x.k.token * r : nullptr; });
-    nsa__cuda_tile_copy<T, DV, KEYS, THREADS>(stage + KEYS * DK, job.d.dim_v, v, [&](int r) {
-        return r < count ? v + job.x.v.token * r : nullptr;
-    });
+    nsa__cuda_tile_copy_rows<T, DK, KEYS, THREADS>(stage, job.d.dim, k, job.x.k.token, count);
+    nsa__cuda_tile_copy_rows<T, DV, KEYS, THREADS>(stage + KEYS * DK, job.d.dim_v, v, job.x.v.token,
+                                                   count);
 }
 
 /* Zeros the rows of a stage that hold a non-finite value. */
@@ -490,15 +488,11 @@ NSA__DEVICE float nsa__cuda_quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-/* Scales the scores; those of keys that a row does not see become -inf. */
+/* What belongs to keys that a row does not see becomes `value`. */
 template <int N>
-NSA__DEVICE void nsa__cuda_mask_tile(float (&s)[N][4], const nsa__cuda_key_span (&seen)[2],
-                                     float scale2) {
+NSA__DEVICE void nsa__cuda_hide(float (&s)[N][4], const nsa__cuda_key_span (&seen)[2],
+                                float value) {
     const int column = static_cast<int>(threadIdx.x) % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) s[n][e] *= scale2;
     bool whole = true;
 #pragma unroll
     for (int h = 0; h < 2; h++) whole &= seen[h].begin == 0 && seen[h].end == 8 * N;
@@ -508,8 +502,19 @@ NSA__DEVICE void nsa__cuda_mask_tile(float (&s)[N][4], const nsa__cuda_key_span 
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int c = 8 * n + column + e % 2;
-            if (c < seen[e / 2].begin || c >= seen[e / 2].end) s[n][e] = -INFINITY;
+            if (c < seen[e / 2].begin || c >= seen[e / 2].end) s[n][e] = value;
         }
+}
+
+/* Scales the scores; those of keys that a row does not see become -inf. */
+template <int N>
+NSA__DEVICE void nsa__cuda_mask_tile(float (&s)[N][4], const nsa__cuda_key_span (&seen)[2],
+                                     float scale2) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[n][e] *= scale2;
+    nsa__cuda_hide(s, seen, -INFINITY);
 }
 
 /* What is subtracted from scores whose largest is `most`: never an infinity. */

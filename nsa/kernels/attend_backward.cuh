@@ -237,6 +237,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV>::WAR
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 s[n][e] = nsa__ex2(s[n][e] - rows.lse2[e / 2]) * (dp[n][e] - rows.delta[e / 2]);
+        nsa__cuda_hide(s, seen, 0.0f); /* dp of what is masked may overflow, and 0 inf is NaN */
         nsa__cuda_product_nn<T, KEYS, DK>(dq, s, k, 0);
     }
     nsa__cp_async_wait<0>(); /* a row without keys has waited for nothing yet */
@@ -416,9 +417,11 @@ NSA__DEVICE void nsa__cuda_dkv_tile(float (&s)[N][4], float (&dp)[N][4],
             const nsa__cuda_reader_row &row = table[8 * n + column + e % 2];
             const int mine = key + e / 2 * 8;
             float p = nsa__ex2(fmaf(s[n][e], scale2, -row.lse2));
-            if (!whole && (mine < row.keys.begin || mine >= row.keys.end)) p = 0;
+            float ds = p * (dp[n][e] - row.delta);
+            /* ds too: what is masked may overflow, and 0 inf is NaN */
+            if (!whole && (mine < row.keys.begin || mine >= row.keys.end)) p = ds = 0;
             s[n][e] = p;
-            dp[n][e] = p * (dp[n][e] - row.delta);
+            dp[n][e] = ds;
         }
 }
 

@@ -150,7 +150,7 @@ NSA__DEVICE int64_t nsa__cuda_decode_row(const nsa__cuda_decode_job &job,
                                          const nsa__cuda_decode_block &block, int r) {
     const nsa_desc &d = job.d;
     const nsa__cuda_query_row row = nsa__cuda_query_row_of(job, block.at, block.rows, r);
-    if (!row.there || row.head >= (block.at.kv_head + 1) * job.group) return -1;
+    if (!row.there) return -1;
     return (static_cast<int64_t>(block.at.b) * d.count + row.query - block.at.seq.first) * d.heads +
            row.head;
 }

@@ -73,6 +73,28 @@ NSA__DEVICE void nsa__cuda_tile_copy(T *tile, int width, const T *any, Source so
     }
 }
 
+/* The same from rows that lie `stride` elements apart: `count` of them, zeros behind. Keys take this
+   way, tile after tile, so a step carries its addresses along instead of making them anew. */
+template <typename T, int D, int ROWS, int THREADS>
+NSA__DEVICE void nsa__cuda_tile_copy_rows(T *tile, int width, const T *from, int64_t stride,
+                                          int count) {
+    using share = nsa__cuda_tile_share<T, D, THREADS>;
+    constexpr int size = nsa__cuda_piece<T>::size;
+    const int thread = static_cast<int>(threadIdx.x), chunk = thread % share::CHUNKS;
+    const int first = thread / share::CHUNKS;
+    const int there = chunk * size < width ? count : 0;
+    if (thread >= share::STEP * share::CHUNKS) return;
+    const T *at = from + stride * first + chunk * size;
+    T *to = nsa__cuda_tile_at<T, ROWS>(tile, first, chunk);
+#pragma unroll 1
+    for (int row = first; row < ROWS; row += share::STEP) {
+        nsa__cp_async<16>(to, row < there ? at : from, row < there ? 16 : 0);
+        at += stride * share::STEP;
+        to = share::STEP % 8 == 0 ? to + share::STEP * 8 * size
+                                  : nsa__cuda_tile_at<T, ROWS>(tile, row + share::STEP, chunk);
+    }
+}
+
 /* The same from rows of f32, which are rounded to T on the way; done when it returns. */
 template <typename T, int D, int ROWS, int THREADS, typename Source>
 NSA__DEVICE void nsa__cuda_tile_round(T *tile, int width, Source source) {
