@@ -145,7 +145,10 @@ static void make_content(content *c, const geometry *g, const nsa_desc *d, int r
     x->blocks = rows_of(c, NSA_I32, rows, g->kv_heads, nsa_block_list_width(d), 0);
 }
 
+enum { EARLY_NAN = 20 };
+
 static void spoil_content(content *c) {
+    spoil(&c->x.v_win, EARLY_NAN);
     spoil(&c->x.q, 50);
     spoil(&c->x.k_slc, 70);
     spoil(&c->x.v_win, 90);
@@ -415,6 +418,13 @@ static void test_refusals(world *w) {
     counts[0] = 2;
     s = nsa_decode(x, &w->cache, 1, counts, NULL, w->workspace, w->bytes);
     CHECK(nsa_status_kind(s) == NSA_ERROR_RANGE, "counts beyond count: %d", s);
+    counts[0] = 0, counts[1] = -1;
+    s = nsa_decode(x, &w->cache, 1, counts, NULL, w->workspace, w->bytes);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_RANGE, "a count below 0: %d", s);
+    counts[1] = 0, counts[2] = most + 1;
+    s = most < TOKENS ? nsa_decode(x, &w->cache, most + 1, counts, NULL, w->workspace, w->bytes)
+                      : NSA_ERROR_CACHE;
+    CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "more of one sequence than max_rewind + 1: %d", s);
     size_t bytes = nsa_decode_workspace_size(x, &w->cache, 1);
     s = nsa_decode(x, &w->cache, 1, NULL, NULL, w->workspace, bytes - 1);
     CHECK(nsa_status_kind(s) == NSA_ERROR_WORKSPACE, "a byte short: %d", s);
@@ -461,6 +471,57 @@ static void test_full(world *w, int at_once) {
     nsa_status s = nsa_decode(&w->step.x, &w->cache, 1, NULL, NULL, w->workspace, w->bytes);
     CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "full: %d", s);
     CHECK(w->cache.lengths[0] == TOKENS, "the cache is unchanged");
+}
+
+static void append_some(world *w, int a, int b, int c) {
+    const int counts[SEQUENCES] = {a, b, c};
+    append(w, counts, 0);
+}
+
+static void test_not_held(world *w, int b, int length) {
+    nsa_status s = nsa_cache_rewind(&w->cache, b, length);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_REWIND, "sequence %d back to %d: %d", b, length, s);
+}
+
+/* What random schedules seldom reach. Sequence 2 goes beyond its first values that are not finite,
+   back, on by a token, and into sequence 0: both still hold what their newest token left in the
+   rings, and no more. Sequence 1 begins anew as another. */
+static void test_turns(world *w) {
+    const int r = w->g->max_rewind;
+    int newest = 0;
+    check_case("%s, turns", w->g->name);
+    for (int b = 0; b < SEQUENCES; b++) {
+        nsa_cache_rewind(&w->cache, b, 0);
+        w->holds[b] = b % CONTENTS;
+    }
+    for (; newest + r + 1 <= TOKENS - 10; newest += r + 1)
+        append_some(w, newest ? 0 : r + 1, newest ? 0 : r + 1, r + 1);
+    CHECK(nsa_cache_rewind(&w->cache, 2, newest - r / 2) == NSA_OK, "back");
+    append_some(w, 0, 0, 1);
+    test_not_held(w, 2, newest - r - 1);
+    CHECK(nsa_cache_fork(&w->cache, 0, &w->cache, 2, newest - r / 2 - 1) == NSA_OK, "fork");
+    w->holds[0] = w->holds[2];
+    test_not_held(w, 0, newest - r - 1);
+    CHECK(nsa_cache_rewind(&w->cache, 1, 0) == NSA_OK, "emptied");
+    w->holds[1] = 0;
+    append_some(w, r + 1, 2, r / 2);
+    CHECK(nsa_cache_rewind(&w->cache, 1, 1) == NSA_OK, "what it held before is forgotten");
+    append_some(w, 1, 3, 1);
+}
+
+/* The window's ring is shorter than a tile of keys: before the window's first row lies a token that
+   was taken back, whose value is not finite. */
+static void test_taken_back(world *w) {
+    const int r = w->g->max_rewind;
+    check_case("%s, a token taken back", w->g->name);
+    for (int b = 0; b < SEQUENCES; b++) nsa_cache_rewind(&w->cache, b, 0);
+    w->holds[2] = CONTENTS - 1;
+    for (int t = 0, more; t <= EARLY_NAN; t += more) {
+        more = t + r + 1 <= EARLY_NAN ? r + 1 : EARLY_NAN + 1 - t;
+        append_some(w, 0, 0, more);
+    }
+    CHECK(nsa_cache_rewind(&w->cache, 2, EARLY_NAN - 1) == NSA_OK, "back");
+    append_some(w, 0, 0, 1);
 }
 
 /* More sequences than a warp has lanes, and more than a block of threads, each of its own
@@ -514,13 +575,14 @@ static void test_statuses(world *w, int count) {
 #endif
 
 /* Schedules, as many as the argument says. Kernels that run on the CPU take their time: there steps
-   that are replayed from a graph fill the cache only, and "short" does that alone, for one
-   geometry. */
+   that are replayed from a graph have no schedules, and "short" has none at all, one geometry whose
+   steps are launched and one whose steps are replayed. */
 int main(int argc, char **argv) {
     int schedules = argc > 1 ? atoi(argv[1]) : 12;
     int brief = argc > 1 && !strcmp(argv[1], "short");
-    for (size_t i = brief ? 2 : 0; i < (brief ? 3 : sizeof geometries / sizeof *geometries); i++)
-        for (int threads = brief ? 2 : 1; threads <= 2; threads++) {
+    for (size_t i = 0; i < sizeof geometries / sizeof *geometries; i++)
+        for (int threads = 1; threads <= 2; threads++) {
+            if (brief && (int)i != threads) continue;
             world w;
             begin(&w, &geometries[i], SEQUENCES, threads);
 #ifdef CHECK_CUDA
@@ -529,9 +591,14 @@ int main(int argc, char **argv) {
                 test_schedules(&w, schedules, 6);
             else if (w.g->max_rewind >= 9)
                 test_full(&w, 18);
+            if (threads == 2 && w.g->max_rewind >= 9 && w.g->max_rewind < TOKENS / 2)
+                test_turns(&w);
+            if (threads == 1 && w.g->w < 16 && w.g->max_rewind) test_taken_back(&w);
 #else
             test_schedules(&w, schedules, 24);
             test_refusals(&w);
+            if (w.g->max_rewind >= 2 && w.g->max_rewind < TOKENS / 2) test_turns(&w);
+            if (w.g->w < 16 && w.g->max_rewind) test_taken_back(&w);
             test_full(&w, 1);
 #endif
 #ifdef CHECK_INSIDE
