@@ -19,7 +19,9 @@ SHARED = PEAK / 2  # a warp of 16 rows reads 256 B of shared memory for a produc
 RATE = {"mma": 0.65 * SHARED, "wgmma": 0.5 * PEAK}  # FLOP/s; both shares are assumed
 L2 = 5.5e12  # bytes/s: assumed
 MEMORY = 4.8e12 * 0.85  # bytes/s: published, 85 % of it assumed
-EXP2 = 132 * 16 * 1.83e9  # exponentials/s: 16 a cycle and multiprocessor
+COPY = 12  # instructions of the loop around one cp.async of a key tile: counted in sm_90a's PTX
+CLOCK, PROCESSORS = 1.83e9, 132
+EXP2 = PROCESSORS * 16 * CLOCK  # exponentials/s: 16 a cycle and multiprocessor
 FLASH = 650e12  # FLOP/s of the best dense kernel: what 105 ms at 64k (KERNELS.md) amount to
 
 
@@ -139,6 +141,14 @@ def five_products(s):
                                2 * 4 * s.dim / 64 / MEMORY, 2 * 2 / MEMORY)]
 
 
+def key_tile(s):
+    """Of one tile of 64 keys and 128 rows by wgmma: pieces of 16 bytes, instructions of all warps that
+    copy them, and how many could be issued while it is multiplied."""
+    pieces = 64 * 2 * (s.dim + s.dim_v) // 16
+    multiplied = 2 * 64 * ROWS * (s.dim + s.dim_v) / (RATE["wgmma"] / PROCESSORS)
+    return pieces, pieces // 32 * COPY, 4 * CLOCK * multiplied
+
+
 def measured_ms(report, branch, which, tokens):
     for row in report.get("rows", []):
         for r in row.get("result", {}).get("rows", []) if row["name"] == "bench" else []:
@@ -200,6 +210,20 @@ costs, without float atomics, traffic: sums of dq from every tile of 64 keys {su
 (and a buffer of as many bytes as there are pairs, times two, or many small launches to keep it
 small). By wgmma only the second could gain, and only as far as its traffic hides behind products.
 
+Why key tiles come by cp.async and not by TMA. A tile of 64 keys, K and V, is {pieces} pieces of 16 bytes,
+eight to a thread; the loop around a piece has {loop} instructions (sm_90a's PTX), so {copying:.0f} are issued
+by the eight warps where {slots:.0f} could be while the tile is multiplied: {share:.1f} %. That is all that TMA's
+four boxes would take away: no byte less, and no register that is short (forward has 186 of 255). Its cost:
+maps of each view that the driver encodes, looked up at run time; rows behind a sequence's end would be the
+next sequence's instead of zeros, so they had to be zeroed after all; and dk's and dv's streamed rows, heads
+of gathered queries, are no box. TMA with mbarriers pays as part of another structure, where one warp group
+multiplies while the other one exponentiates: the authors of FlashAttention-3 report 661 TFLOP/s with both of
+its overlaps and 570 to 582 with one of them left out (dense, no mask). Going from 570 to 661 would save
+{gain:.1f} ms of the {wide:.1f} that forward's products by wgmma take above. No goal hangs on it: forward keeps its
+first goal without, and misses the second with it. It was not built, because nothing here can show that it
+pays; the wrappers (mbarrier, bulk and tensor copies) are there, and run under the executor in
+`tests/simt/test_hopper.cpp`.
+
 With few heads to a kv head a tile has many neighbouring queries, whose lists have many blocks in all:
 
 {few}
@@ -231,8 +255,12 @@ def main():
                        f"{1e-9 * s.tile_bytes(branch, ROWS):.0f}{high} |")
     mma, wgmma, sums, ds = five_products(s)
     few = "\n".join(few_heads())
+    pieces, copying, slots = key_tile(s)
+    wide = 1e3 * sum(forward(s, "wgmma", False)[branch] for branch in ("cmp", "slc", "win"))
     text = HEAD + "\n".join(counted) + "\n\n" + "\n".join(table(s, report)) + "\n" + TAIL.format(
-        peak=PEAK * 1e-12, l2=L2 * 1e-12, mma=mma, wgmma=wgmma, sums=sums, ds=ds, few=few)
+        peak=PEAK * 1e-12, l2=L2 * 1e-12, mma=mma, wgmma=wgmma, sums=sums, ds=ds, few=few, pieces=pieces,
+        loop=COPY, copying=copying, slots=slots, share=100 * copying / slots, wide=wide,
+        gain=wide * (1 - 570 / 661))
     if given.write:
         given.write.write_text(text)
     else:
