@@ -1184,9 +1184,9 @@ static nsa_status nsa__check_sizes(const nsa_desc *d) {
     } sizes[] = {
         {d->batch, 1, INT_MAX, NSA__AT_batch},
         {d->tokens, 0, INT_MAX, NSA__AT_tokens},
-        {d->heads, 1, INT_MAX, NSA__AT_heads},
-        {d->kv_heads, 1, INT_MAX, NSA__AT_kv_heads},
-        {d->gate_heads, 1, INT_MAX, NSA__AT_gate_heads},
+        {d->heads, 1, INT_MAX / 2, NSA__AT_heads}, /* rows of a query are rounded up */
+        {d->kv_heads, 1, INT_MAX / 2, NSA__AT_kv_heads},
+        {d->gate_heads, 1, INT_MAX / 2, NSA__AT_gate_heads},
         {d->dim, 1, NSA__MAX_DIM, NSA__AT_dim},
         {d->dim_v, 1, NSA__MAX_DIM, NSA__AT_dim_v},
         {d->cmp_block, 1, INT_MAX / 2, NSA__AT_cmp_block},

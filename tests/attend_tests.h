@@ -625,6 +625,17 @@ static inline void refuse_workspace(const refusal *r, attend_call *c) {
     c->work = work;
 }
 
+static inline void refuse_null(const branch *br, const problem *p) {
+    const nsa_status s[] = {br->forward(NULL, &p->d, NULL, 0),
+                            br->backward(&p->dx, NULL, &p->d, NULL, 0),
+                            br->backward(NULL, &p->x, &p->d, NULL, 0)};
+    static const char *const where[] = {"arguments", "arguments", "dx.arguments"};
+    check_case("%s, refusal: null structs", br->name);
+    for (int i = 0; i < COUNT(s); i++)
+        CHECK(nsa_status_kind(s[i]) == NSA_ERROR_NULL && !strcmp(nsa_status_where(s[i]), where[i]),
+              "%d: %s (%s)", i, nsa_status_name(s[i]), nsa_status_where(s[i]));
+}
+
 /* CUDA reads rows 16 bytes at a time: each stride is whole pieces. */
 static inline void refuse_strides(const refusal *r, const refused_tensor *t) {
     int64_t *strides[] = {&t->x->batch, &t->x->token, &t->x->head};
@@ -669,6 +680,7 @@ static inline void test_refusals(const branch *br) {
     refuse_desc(&backward);
     refuse_workspace(&forward, &forward_call);
     refuse_workspace(&backward, &backward_call);
+    if (!CHECKS_CUDA) refuse_null(br, &p);
     free(zeros);
     numbers_free(&n);
     guards_free();

@@ -200,7 +200,7 @@ static inline void refuse_desc_sizes(const refusal *r) {
         refused(r, "scale not finite", NSA_ERROR_SCALE, "scale");
         *d = good;
     }
-    d->batch = d->tokens = d->count = INT_MAX, d->heads = d->gate_heads = INT_MAX / 2 * 2,
+    d->batch = d->tokens = d->count = INT_MAX, d->heads = d->gate_heads = INT_MAX / 4 * 2,
     d->kv_heads = 2;
     refused_somewhere(r, "sizes past the address space", NSA_ERROR_OVERFLOW);
     *d = good;

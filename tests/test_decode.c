@@ -406,6 +406,74 @@ static void test_schedules(world *w, int schedules, int actions) {
     }
 }
 
+#ifndef CHECK_CUDA
+/* Each view of a step, with a dtype that is none: blamed by its name. */
+static void test_refused_views(const world *w) {
+    nsa_attention x = w->step.x;
+    const struct {
+        nsa_tensor *view;
+        const char *name;
+    } views[] = {{&x.q, "q"},
+                 {&x.k_slc, "k_slc"},
+                 {&x.v_slc, "v_slc"},
+                 {&x.k_win, "k_win"},
+                 {&x.v_win, "v_win"},
+                 {&x.k_cmp.x, "k_cmp.x"},
+                 {&x.v_cmp.x, "v_cmp.x"},
+                 {&x.out_cmp, "out_cmp"},
+                 {&x.out_slc, "out_slc"},
+                 {&x.lse_win, "lse_win"},
+                 {&x.blocks, "blocks"},
+                 {&x.gates, "gates"},
+                 {&x.out, "out"}};
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++) {
+        const nsa_dtype good = views[i].view->dtype;
+        views[i].view->dtype = (nsa_dtype)77;
+        nsa_status s =
+            nsa_decode(&x, (nsa_cache *)&w->cache, 1, NULL, NULL, w->workspace, w->bytes);
+        views[i].view->dtype = good;
+        CHECK(nsa_status_kind(s) == NSA_ERROR_DTYPE && !strcmp(nsa_status_where(s), views[i].name),
+              "no dtype of %s: %s (%s)", views[i].name, nsa_status_name(s), nsa_status_where(s));
+    }
+}
+
+/* Caches and sequences that are not there, numbers below 0. */
+static void test_refused_caches(world *w) {
+    nsa_cache *c = &w->cache, none;
+    nsa_desc d = describe(w->g, SEQUENCES);
+    const nsa_attention *x = &w->step.x;
+    int r = w->g->max_rewind;
+    const struct {
+        nsa_status s;
+        int kind;
+        const char *where;
+    } calls[] = {
+        {nsa_cache_init(NULL, &d, w->g->dtype, r, NULL, 0), NSA_ERROR_NULL, "cache"},
+        {nsa_cache_init(&none, &d, w->g->dtype, r, NULL, 0), NSA_ERROR_WORKSPACE, "cache"},
+        {nsa_cache_init(&none, &d, w->g->dtype, -1, NULL, 0), NSA_ERROR_SIZE, "max_rewind"},
+        {nsa_cache_rewind(NULL, 0, 0), NSA_ERROR_NULL, "cache"},
+        {nsa_cache_rewind(c, -1, 0), NSA_ERROR_RANGE, "sequence"},
+        {nsa_cache_rewind(c, 0, -1), NSA_ERROR_REWIND, "length"},
+        {nsa_cache_fork(NULL, 0, c, 0, 0), NSA_ERROR_NULL, "cache"},
+        {nsa_cache_fork(c, 0, NULL, 0, 0), NSA_ERROR_NULL, "cache"},
+        {nsa_cache_fork(c, -1, c, 0, 0), NSA_ERROR_RANGE, "sequence"},
+        {nsa_cache_fork(c, SEQUENCES, c, 0, 0), NSA_ERROR_RANGE, "sequence"},
+        {nsa_cache_fork(c, 0, c, SEQUENCES, 0), NSA_ERROR_RANGE, "sequence"},
+        {nsa_decode(x, c, -1, NULL, NULL, w->workspace, w->bytes), NSA_ERROR_RANGE, "count"},
+        {nsa_decode(NULL, c, 1, NULL, NULL, w->workspace, w->bytes), NSA_ERROR_NULL, "arguments"},
+    };
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++)
+        CHECK(nsa_status_kind(calls[i].s) == calls[i].kind &&
+                  !strcmp(nsa_status_where(calls[i].s), calls[i].where),
+              "call %zu: %s (%s), not of %s", i, nsa_status_name(calls[i].s),
+              nsa_status_where(calls[i].s), calls[i].where);
+    CHECK(nsa_decode_workspace_size(x, c, -1) == 0 && nsa_decode_workspace_size(x, NULL, 1) == 0 &&
+              nsa_decode_workspace_size(NULL, c, 1) == 0,
+          "sizes for what is refused are 0");
+}
+
+#endif
+
 static void test_refusals(world *w) {
     check_case("%s, refusals", w->g->name);
     int32_t before[SEQUENCES], counts[SEQUENCES] = {0, 0, 0};
@@ -597,6 +665,8 @@ int main(int argc, char **argv) {
 #else
             test_schedules(&w, schedules, 24);
             test_refusals(&w);
+            test_refused_views(&w);
+            test_refused_caches(&w);
             if (w.g->max_rewind >= 2 && w.g->max_rewind < TOKENS / 2) test_turns(&w);
             if (w.g->w < 16 && w.g->max_rewind) test_taken_back(&w);
             test_full(&w, 1);

@@ -184,6 +184,20 @@ static void test_sizes_that_do_not_add_up(void) {
     CHECK(nsa_status_kind(nsa_desc_check(&d)) == NSA_ERROR_SIZE, "blocks of 2^31 - 1 tokens");
 }
 
+/* The heads of a group, rounded up to whole vectors, passed 2^31. */
+static void test_heads_near_2_31(void) {
+    check_case("heads near 2^31");
+    nsa_desc d = nsa_desc_default(1, 1, INT_MAX, 1, 16);
+    nsa_status s = nsa_desc_check(&d);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_SIZE && !strcmp(nsa_status_where(s), "heads"), "%s (%s)",
+          nsa_status_name(s), nsa_status_where(s));
+    CHECK(nsa_attend_win_forward_workspace_size(&d) == 0, "a size for what is refused");
+    d = nsa_desc_default(1, 1, INT_MAX / 2, 1, 16);
+    size_t bytes = nsa_attend_win_forward_workspace_size(&d);
+    CHECK(sizeof(size_t) < 8 || bytes / 16 / sizeof(nsa_real) > (size_t)d.heads,
+          "%zu bytes do not hold q", bytes);
+}
+
 /* A cache of zeros is what a refused nsa_cache_init leaves behind: it was divided by its heads. */
 static void test_cache_that_was_not_made(void) {
     check_case("a cache that was not made");
@@ -206,6 +220,7 @@ int main(void) {
     test_lse_of_other_scores();
     test_overflow_behind_the_mask();
     test_sizes_that_do_not_add_up();
+    test_heads_near_2_31();
     test_cache_that_was_not_made();
     return check_done("test_findings");
 }
