@@ -72,6 +72,10 @@ static nsa_desc describe(const geometry *g, int batch) {
     d.slc_count = g->n;
     d.window = g->w;
     d.window_rule = g->window_rule;
+    if (g->window_rule == NSA_WINDOW_BEFORE_SELF) { /* as others trained; no last block is forced */
+        d.forced = NSA_FORCED_ON_TOP;
+        d.slc_local = 0;
+    }
     d.gate_heads = g->kv_heads;
     return d;
 }
@@ -657,7 +661,7 @@ int main(int argc, char **argv) {
             test_refusals(&w);
             if (threads == 1)
                 test_schedules(&w, schedules, 6);
-            else if (w.g->max_rewind >= 9)
+            else if (w.g->max_rewind >= 9 && (brief || w.g->max_rewind >= TOKENS / 2))
                 test_full(&w, 18);
             if (threads == 2 && w.g->max_rewind >= 9 && w.g->max_rewind < TOKENS / 2)
                 test_turns(&w);
