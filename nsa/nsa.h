@@ -4787,9 +4787,13 @@ NSA__TARGET static void T(gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_
                                 const nsa__which *rows) {
     NSA__ARITHMETIC
     const nsa__which all = {NULL, NULL, NULL}, which = rows ? *rows : all;
+    const nsa__which b_all = {which.a, NULL, which.c}; /* for a loop that does not ask each time */
     int j = 0;
     for (; j + NSA__VECTORS * L <= n; j += NSA__VECTORS * L)
-        T(columns)(NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, which);
+        if (which.b)
+            T(columns)(NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, which);
+        else
+            T(columns)(NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, b_all);
     for (; j + L <= n; j += L)
         T(columns)(1, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, which);
     for (; j < n; j++)
