@@ -38,6 +38,12 @@ std::map<unsigned char *, allocation> &allocations() {
     return all;
 }
 
+/* Those that are not freed, and their bytes: looked at after every block. */
+std::map<unsigned char *, size_t> &live() {
+    static std::map<unsigned char *, size_t> all;
+    return all;
+}
+
 struct shared_array {
     const void *key;
     const char *name;
@@ -114,13 +120,14 @@ void *device_allocate(size_t bytes) {
     memset(start, 0xff, bytes);
     lay_red_zone(start + bytes, red_zone);
     allocations()[start] = {bytes, true};
+    live()[start] = bytes;
     check_allocate(start, bytes);
     return start;
 }
 
 size_t device_live_bytes() {
     size_t sum = 0;
-    for (const auto &it : allocations()) sum += it.second.live ? it.second.bytes : 0;
+    for (const auto &it : live()) sum += it.second;
     return sum;
 }
 
@@ -128,6 +135,7 @@ bool device_free(void *pointer) {
     const auto it = allocations().find(static_cast<unsigned char *>(pointer));
     if (it == allocations().end() || !it->second.live) return false;
     it->second.live = false;
+    live().erase(it->first);
     check_free(it->first, it->second.bytes);
     poison(it->first, it->second.bytes);
     const size_t page = 4096, first = round_up(reinterpret_cast<size_t>(it->first), page);
@@ -161,10 +169,10 @@ bool device_owns(const void *address, size_t bytes) {
 
 bool global_red_zones(phrase *damage) {
     if (__asan_poison_memory_region) return true;
-    for (const auto &[start, it] : allocations()) {
+    for (const auto &[start, bytes] : live()) {
         const unsigned char *where = nullptr;
-        if (it.live && !(intact(start - red_zone, red_zone, &where) &&
-                         intact(start + it.bytes, red_zone, &where))) {
+        if (!intact(start - red_zone, red_zone, &where) ||
+            !intact(start + bytes, red_zone, &where)) {
             *damage = "a write outside device memory: " + describe(where);
             return false;
         }
