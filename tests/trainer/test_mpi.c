@@ -199,9 +199,8 @@ static void expect_verdict(const char *out, const char *word, const char *other)
     free(metrics);
 }
 
-static void test_ends(void) {
+static void test_told(void) {
     const char *out = folder("told");
-    processes(two);
     check_case("SIGTERM to rank 1");
     expect(signal_rank(out, "1", SIGTERM), 128 + SIGTERM, "stopped by SIGTERM after step");
     expect_verdict(out, "stopped by SIGTERM", "\"stopped by SIGTERM");
@@ -210,22 +209,28 @@ static void test_ends(void) {
     snprintf(steps, sizeof steps, "%d", at ? atoi(at + 19) + 1 : 0);
     expect(train("--data", text, "--out-dir", out, "--steps", steps, "--resume", NULL), 0,
            "resumed after step");
+}
 
+static void test_stopped(void) {
+    const char *out = folder("halted");
     check_case("SIGSTOP to rank 1");
-    out = folder("halted");
     int code = signal_rank(out, "1", SIGSTOP);
     CHECK(code != 0, "exit code 0");
     expect(code, code, "rank 0: rank 1: no answer for 2 s");
     expect_verdict(out, "rank 1: no answer for 2 s", "rank 1 ends the run");
+}
 
+static void test_first_stopped(void) {
     check_case("SIGSTOP to rank 0");
-    code = signal_rank(folder("halted0"), "0", SIGSTOP);
+    int code = signal_rank(folder("halted0"), "0", SIGSTOP);
     CHECK(code != 0, "exit code 0");
     expect(code, code, "rank 1: rank 0: no answer for 2 s");
+}
 
+static void test_killed(void) {
+    const char *out = folder("killed");
     check_case("SIGKILL to rank 1");
-    out = folder("killed");
-    code = signal_rank(out, "1", SIGKILL);
+    int code = signal_rank(out, "1", SIGKILL);
     CHECK(code != 0, "exit code 0");
     expect(code, code, "rank 1"); /* the launcher says it */
     /* Whether the launcher is faster than the timeout. */
@@ -244,7 +249,6 @@ static void test_failure(void) {
     for (int i = 0; i < TOKENS; i++) words[HEADER + i] = (uint16_t)(i * 7 % 251);
     words[HEADER + BAD] = 60000;
     test_write(bin, words, sizeof words);
-    processes(two);
     int code = train("--data", bin, "--dataset", "bin", "--out-dir", out, "--steps", "100", NULL);
     CHECK(code != 0, "exit code 0");
     expect(code, code, "one.bin: token 60000");
@@ -288,6 +292,33 @@ static void test_refusals(void) {
     unsetenv("RANK");
 }
 
+/* Nearly all of their time passes in waiting: each in a process and a folder of its own. */
+static void test_ends(void) {
+    static void (*const ends[])(void) = {test_told,   test_stopped, test_first_stopped,
+                                         test_killed, test_failure, test_differing};
+    enum { ENDS = sizeof ends / sizeof *ends };
+    pid_t children[ENDS];
+    char name[16];
+    fflush(stdout);
+    for (int i = 0; i < ENDS; i++) {
+        snprintf(name, sizeof name, "end%d", i);
+        test_mkdir(name);
+        if ((children[i] = fork())) continue;
+        const char *own = folder(name);
+        snprintf(test_root, sizeof test_root, "%s", own);
+        processes(two);
+        ends[i]();
+        int failures = check_done("test_mpi");
+        fflush(stdout);
+        _exit(failures);
+    }
+    for (int i = 0; i < ENDS; i++) {
+        int status = 1;
+        waitpid(children[i], &status, 0);
+        CHECK(status == 0, "end %d: status %d", i, status);
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc != 5) {
         fprintf(stderr, "usage: %s trains|ends train_125m mpirun -n\n", argv[0]);
@@ -309,8 +340,6 @@ int main(int argc, char **argv) {
         test_refusals();
     } else {
         test_ends();
-        test_failure();
-        test_differing();
     }
     return test_end("test_mpi");
 }

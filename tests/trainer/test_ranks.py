@@ -3,6 +3,7 @@
 usage: test_ranks.py PROGRAM FOLDER VERDICT LAUNCHER... Twin: telemetry.c. How processes train together is
 test_mpi.c's.
 """
+import concurrent.futures
 import json
 import subprocess
 import sys
@@ -29,7 +30,8 @@ check(verdict().endswith("\nGO\n"), verdict())
 (out / "heartbeat_rank1.jsonl").unlink()
 check("heartbeat_rank1.jsonl        is missing\nNO-GO\n" in verdict(), verdict())
 
-for kind, (values, _) in KINDS.items():
+
+def end(kind, values):
     out, _, _ = runs.train(kind, "--data", corpus, "--steps", 1)
     change(out / "checkpoints/step_00000001", values)
     ran = subprocess.run([*runs.launcher, runs.program, "--data", corpus, "--steps", "90", "--out-dir", out,
@@ -39,6 +41,11 @@ for kind, (values, _) in KINDS.items():
     check((out / ".anomaly_type").read_text() == kind + "\n" and (out / ".HALT").exists(), kind)
     metrics = json.loads((out / "metrics.json").read_text())
     check(metrics["exit_code"] != 0 and metrics["steps_done"] < 9, metrics)
+
+
+with concurrent.futures.ThreadPoolExecutor() as beside:  # most of the time passes in waiting
+    for ended in [beside.submit(end, kind, values) for kind, (values, _) in KINDS.items()]:
+        ended.result()
 
 # A .HALT ends all of them after the same step, saved.
 out, run = runs.start("outside", "--data", corpus, "--steps", 1000000)
