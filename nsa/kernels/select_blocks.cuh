@@ -382,7 +382,7 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     if (!CHUNKS) nsa__cuda_select_load(c, w.lse2, x, d, s, p, kv_head, w.first_query, 0);
     const T *k = nsa__row_of<const T>(x.k, s.batch, nsa__cmp_row(d, p.cmp_begins, b), kv_head);
     const int keys = nsa__cmp_visible(d, s.first + min(first + tile_queries, s.count) - 1);
-    int ranked = 0, key = 0;
+    int key = 0;
     if (keys > 0) nsa__cuda_select_copy<T, D>(tiles, k, x.k.token, 0, keys, d.dim);
     nsa__cp_async_commit();
     do { /* once at least: forced blocks need no key */
@@ -399,9 +399,11 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
         key += shape::keys;
         if (sees || key >= keys) { /* one place for both, because it is much code */
             const int end = key < keys ? min(key / p.strides, w.candidates) : w.candidates;
+            /* behind the last tile that the warp saw: found once more, for lack of a register */
+            const int seen = (w.visible + shape::keys - 1) / shape::keys * shape::keys;
+            const int ranked = min(min(key - shape::keys, seen) / p.strides, w.candidates);
             __syncwarp();
             nsa__cuda_select_rank(p, d.score_map, w, ranked, end);
-            ranked = end;
         }
         __syncthreads();
     } while (key < keys);

@@ -85,7 +85,7 @@ NSA__DEVICE int nsa__cuda_list_fault(const int32_t *list, int width, int candida
 enum { NSA__CHECK_THREADS = 1024, NSA__NORMALIZE_WARPS = 4 };
 
 /* One block of threads, which goes through the lists in order and stops at the first fault. */
-static __global__ void __launch_bounds__(NSA__CHECK_THREADS)
+static __global__ void __launch_bounds__(NSA__CHECK_THREADS, 1)
     nsa__cuda_check_blocks_kernel(nsa_desc d, nsa_tensor blocks, int width,
                                   nsa_cuda_block_verdict *verdict) {
     NSA_SHARED(int, first, [1]);
