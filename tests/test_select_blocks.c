@@ -499,6 +499,10 @@ int main(int argc, char **argv) {
             test_ties(&geometries[6], (nsa_score_map)map, isas[i]);
             test_ties(&geometries[23], (nsa_score_map)map, isas[i]);
         }
+    geometry cut = geometries[21];
+    cut.name = "many chosen of blocks behind several tiles of keys", cut.slc_block = 16, cut.n = 6;
+    nsa_desc of_many = desc_of(&cut);
+    for (int k = 0; k < COUNT(dtypes); k++) test_reference(&cut, &of_many, dtypes[k], 900);
     test_rank();
     test_rank_refusals();
     test_check();
