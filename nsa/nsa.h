@@ -4600,7 +4600,7 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
     if (p.alone) d.threads = 1;
     NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
     p.counts = counts;
-    p.results = (nsa__decode_result *)nsa__arena_at(workspace).base;
+    p.results = (nsa__decode_result *)(void *)nsa__arena_at(workspace).base;
     team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
     if (p.alone) { /* what there is decides how many threads it uses */
         p.threads = cache->desc.threads;
