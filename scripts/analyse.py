@@ -23,12 +23,14 @@ CPPCHECK = ["cppcheck", "--quiet", "--std=c99", "--enable=warning,performance,po
 # Following every call through nsa.h did not end in minutes. So each function is looked at by itself, a call
 # being a summary, with at most two states a place; and not at what is uninitialised, of which summaries know
 # nothing.
-ANALYZER = ["-O0", "-fanalyzer", "-fanalyzer-call-summaries", "--param", "analyzer-min-snodes-for-call-summary=0",
-            "--param", "analyzer-max-enodes-per-program-point=2", "-Wno-analyzer-use-of-uninitialized-value",
-            "-Wno-analyzer-too-complex", "-fanalyzer-verbosity=0", "-fdiagnostics-plain-output", "-S",
-            "-o", "/dev/null"]
-# nsa__list gives NULL to the branches that have no list, and nsa__span reads it for the one that has.
-ARGUED = r"nsa\.h:\d+:\d+: warning: dereference of NULL '(list|0)' "
+ANALYZER = ["-O0", "-Wno-error", "-fanalyzer", "-fanalyzer-call-summaries",
+            "--param", "analyzer-min-snodes-for-call-summary=0", "--param", "analyzer-max-enodes-per-program-point=2",
+            "-Wno-analyzer-use-of-uninitialized-value", "-Wno-analyzer-too-complex", "-fanalyzer-verbosity=0",
+            "-fdiagnostics-plain-output", "-S", "-o", "/dev/null"]
+# What it says and is not so, docs/hardening.md says why.
+ARGUED = "|".join((r"nsa\.h:.*: dereference of NULL '(list|0)' ",
+                   r"nsa\.h:.*: shift by count \('23'\) >= precision of type ",
+                   r"source_corpus\.c:.*: dereference of NULL '\*c\.folder' "))
 
 
 def commands(build):

@@ -263,7 +263,7 @@ static found *find_all(const char *root, size_t *count) {
         list[(*count)++] = one;
     }
     closedir(folder);
-    if (*count) qsort(list, *count, sizeof *list, newest_first);
+    if (list) qsort(list, *count, sizeof *list, newest_first);
     return list;
 }
 
