@@ -72,7 +72,8 @@ def merge(build, folder, name):
     not count here."""
     kept = ROOT / "tests/fuzz/corpus" / name
     subprocess.run([build / "bin" / f"fuzz_{name}", "-merge=1", "-use_counters=0", "-timeout=1200",
-                    f"-max_len={LONGEST.get(name, 2048)}", kept, folder / name], check=True, stderr=subprocess.DEVNULL)
+                    f"-max_len={LONGEST.get(name, 2048)}", kept, folder / name], check=True,
+                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     # libFuzzer names an input by its SHA-1; twelve digits of it tell them apart.
     for file in filter(lambda file: re.fullmatch("[0-9a-f]{40}", file.name), kept.iterdir()):
         file.rename(file.with_name(file.name[:12]))
