@@ -9,9 +9,11 @@
        #define NSA_CUDA_IMPLEMENTATION
        #include "nsa_cuda.cuh"
 
-   and give that file to nvcc, for compute capability 8.0 or later; for H100 and H200 name sm_90a, for
-   what it compiles to sm_90 alone does without their wgmma. nsa.h's own implementation must
-   be in the program too (in a C file, or in this one): it holds what no GPU is needed for.
+   and give that file to nvcc, for compute capability 8.0 or later; for H100 and H200 name sm_90a, as
+   -gencode arch=compute_90a,code=sm_90a, for what it compiles to sm_90 alone does without their
+   wgmma. An architecture takes about a minute of one core (-arch=sm_90a adds PTX, and half as much
+   again); CONFIGURATION leaves out what is not used. nsa.h's own implementation must be in the
+   program too (in a C file, or in this one): it holds what no GPU is needed for.
 
    WHAT DIFFERS FROM THE CPU
 
@@ -27,9 +29,9 @@
    - Sums are f32 whatever NSA_REAL is; f64 tensors are refused (NSA_ERROR_DTYPE); lse is f32.
    - dim, dim_v, a compress's hidden and rope's dim are multiples of 8 (else NSA_ERROR_SIZE),
      slc_block is a multiple of 16 in 16 .. 128 (NSA_ERROR_SLC_BLOCK). Rows that are read in bulk
-   (q, k, v, out, cmp, slc, win, x, parameters, their gradients) start at multiples of 16 bytes:
-   data (NSA_ERROR_ALIGNMENT) and strides (NSA_ERROR_STRIDE). lse, logits, block lists and positions
-     need their element's alignment only.
+     (q, k, v, out, cmp, slc, win, x, parameters, their gradients) start at multiples of 16 bytes:
+     data (NSA_ERROR_ALIGNMENT) and strides (NSA_ERROR_STRIDE). lse, logits, block lists and
+     positions need their element's alignment only.
    - The tensors of an attention, a selection or an mlp have one dtype; gradients have that or f32.
      Rope, gate, mean and conv take any mixture.
    - With up to four query heads to a kv head slc's workspace has up to 512 MB more (or what 32
