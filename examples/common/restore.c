@@ -32,9 +32,6 @@ bool restore_model(model *m, const checkpoint *k, int vocab, int chunk, int room
     model_options options = {.batch = 1, .tokens = chunk, .room = room};
     if (!model_open(m, &c, &options, o, 0, f)) return false;
     bool ok = load(m, k, f);
-    if (ok)
-        params_changed(&m->params, o);
-    else
-        model_close(m);
+    if (!ok) model_close(m);
     return ok;
 }

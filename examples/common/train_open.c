@@ -116,8 +116,9 @@ static bool open_model(trainer *t, const checkpoint *k, fault *f) {
     return model_open(x, &m, &options, t->o, (uint64_t)c->train.seed, f) &&
            dist_attach(t->dist, t->o, x->params.value, x->params.grad, x->params.elements, f) &&
            train_describe_tensors(t, f) && (!k || train_load(t, k, f)) &&
-           sample_prompt(t->tokenizer, c->sample.prompt, strlen(c->sample.prompt), m.vocab,
-                         &t->prompt, f);
+           (c->sample.length == 0 || /* tokens that come as numbers need no vocabulary's files */
+            sample_prompt(t->tokenizer, c->sample.prompt, strlen(c->sample.prompt), m.vocab,
+                          &t->prompt, f));
 }
 
 static void open_traces(trainer *t) {

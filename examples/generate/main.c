@@ -41,7 +41,7 @@ static char *read_all(const char *path, size_t *bytes, fault *f) {
         room = room ? 2 * room : 1 << 16;
         char *more = room <= PROMPT_LIMIT ? realloc(text, room) : NULL;
         if (!more) {
-            fault_set(f, "--prompt-file %s: more than %d bytes", path, PROMPT_LIMIT / 2);
+            fault_set(f, "--prompt-file %s: more than %d bytes", path, PROMPT_LIMIT - 1);
             free(text);
             text = NULL;
             break;

@@ -68,6 +68,26 @@ static inline int train(const char *first, ...) {
     return await(start(small, options));
 }
 
+/* Runs a shell's command line; what it printed, and where it failed its errors too; its exit
+   code. */
+static inline int shell(const char *format, ...) {
+    char command[4096];
+    size_t bytes;
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(command, sizeof command, format, args);
+    va_end(args);
+    snprintf(command + n, sizeof command - (size_t)n, " > %s 2> %s", test_path("output"),
+             test_path("errors"));
+    int status = system(command);
+    char *text = test_read(test_path("output"), &bytes);
+    char *errors = test_read(test_path("errors"), &bytes);
+    snprintf(output, sizeof output, "%s%s", text ? text : "", status && errors ? errors : "");
+    free(text);
+    free(errors);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128;
+}
+
 static inline void expect(int code, int want, const char *word) {
     CHECK(code == want, "exit code %d, not %d: %s", code, want, output);
     CHECK(strstr(output, word) != NULL, "the output lacks \"%s\": %s", word, output);

@@ -1,51 +1,38 @@
-/* test_generate.c - generate as its users run it: the same text whatever the chunks and wherever
-   the prompt comes from, options that do what they say, what is refused; and what retrieval counts.
-   Arguments: the programs train_tiny, generate and retrieval. Twins: their main.c, restore.c,
-   sample.c. */
-#include <sys/wait.h>
-
+/* test_generate.c - generate as its users run it: its text against the whole sequence's forward for
+   each token, its figures, its options, what it refuses. Arguments: the programs train_tiny and
+   generate. Twins: its main.c and options.c, restore.c, sample.c. Single draws are test_ops.c's. */
 #include "model_test.h"
+#include "program_test.h"
 #include "restore.h"
 #include "sample.h"
-#include "source.h"
-#include "trainer_test.h"
 
 enum { OUTPUT = 1 << 16 };
 
-static const char *trainer, *generator, *examiner;
-static char output[OUTPUT]; /* of the last program that ended */
+static const char *generator;
 
-/* Runs a shell's command line with both outputs in one file; the exit code. */
-static int shell(const char *format, ...) {
-    char command[4096];
-    size_t bytes;
-    va_list args;
-    va_start(args, format);
-    int n = vsnprintf(command, sizeof command, format, args);
-    va_end(args);
-    snprintf(command + n, sizeof command - (size_t)n, " > %s 2> %s", test_path("output"),
-             test_path("errors"));
-    int status = system(command);
-    char *text = test_read(test_path("output"), &bytes);
-    char *errors = test_read(test_path("errors"), &bytes);
-    snprintf(output, sizeof output, "%s%s", text ? text : "", status && errors ? errors : "");
-    free(text);
-    free(errors);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128;
-}
-
-static void expect(int code, int want, const char *word) {
-    CHECK(code == want, "exit code %d, not %d: %s", code, want, output);
-    CHECK(strstr(output, word) != NULL, "the output lacks \"%s\": %s", word, output);
-}
-
-static void train(const char *name, const char *options) {
+/* Trains the small model on text, or on what the options say. */
+static void train_as(const char *name, const char *options) {
+    char words[1024] = "";
     check_case("training %s", name);
-    expect(shell("%s --dataset text --data %s --dim 32 --layers 2 --heads 4 --kv-groups 2 --d-k 8 "
-                 "--d-v 8 --nsa-l 8 --nsa-d 4 --nsa-l-sel 16 --nsa-n-sel 4 --nsa-w 16 --seq-len 64 "
-                 "--batch-size 4 --steps 30 --lr 1e-2 --threads 1 --out-dir %s %s",
-                 trainer, test_path("text"), test_path(name), options),
+    for (const char *const *word = small; *word; word++)
+        snprintf(words + strlen(words), sizeof words - strlen(words), " %s", *word);
+    expect(shell("%s%s --data %s --steps 30 --lr 1e-2 --threads 1 --out-dir %s %s", program, words,
+                 test_path("text"), test_path(name), options),
            0, "saved");
+}
+
+/* GPT-2's tokens, whose text nobody needs for training. */
+static void train_on_shard(void) {
+    static const int32_t header[256] = {20240520, 1, 2000}, tokens[1000];
+    FILE *file = fopen(test_path("shard.bin"), "wb");
+    if (!CHECK(file != NULL, "cannot write the shard")) return;
+    fwrite(header, sizeof header, 1, file);
+    fwrite(tokens, sizeof tokens, 1, file);
+    fclose(file);
+    char options[1024];
+    snprintf(options, sizeof options, "--tokenizer gpt2 --data %s --dim 8 --layers 1 --steps 1",
+             test_path("shard.bin"));
+    train_as("shards", options);
 }
 
 /* What generate prints with these options. */
@@ -76,6 +63,8 @@ static void test_texts(const char *name) {
     same("from a file", text, text_of(name, options));
     snprintf(options, sizeof options, "--prompt-file - < %s", test_path("prompt"));
     same("from standard input", text, text_of(name, options));
+    test_write_text(test_path("prompt"), "\n");
+    same("no prompt is what separates documents", text_of(name, options), text_of(name, ""));
     differ("another seed", text, text_of(name, "--prompt 'the quick' --seed 5"));
     const char *greedy = text_of(name, "--prompt 'the quick' --temperature 0");
     same("top-k of 1", greedy, text_of(name, "--prompt 'the quick' --top-k 1"));
@@ -86,6 +75,119 @@ static void test_texts(const char *name) {
                                       "--repetition-penalty 100 --repetition-window 4");
     for (const char *p = fresh + 9; p[0] && p[1] && p[2] && p[2] != '\n'; p++)
         CHECK(p[0] != p[1] && p[0] != p[2], "repeats in a window of 4: \"%s\"", fresh);
+}
+
+/* The prompt and what follows, from the forward of the whole text for each token. */
+static token_list whole_text(model *m, tokenizer *t, const config_sample *c, uint64_t seed) {
+    token_list text;
+    CHECK(sample_prompt(t, "the quick", 9, 256, &text, &why), "%s", why.text);
+    CHECK(sample_text(m, c, seed, &text, &why), "%s", why.text);
+    return text;
+}
+
+static void compare_whole(const char *name, tokenizer *t, const token_list *text,
+                          const char *options) {
+    char command[512];
+    size_t bytes;
+    FILE *file = fopen(test_path("whole"), "wb");
+    sample_print(t, text, file);
+    fputc('\n', file);
+    fclose(file);
+    char *want = test_read(test_path("whole"), &bytes);
+    snprintf(command, sizeof command, "--prompt 'the quick' %s", options);
+    same("text", want, text_of(name, command));
+    free(want);
+}
+
+/* A text whose last token begins a character: the seed that gives it. */
+static uint64_t cut_short(model *m, tokenizer *t, const config_sample *c, token_list *text) {
+    for (uint64_t seed = 1;; seed++) {
+        *text = whole_text(m, t, c, seed);
+        int32_t last = text->ids[text->count - 1];
+        if ((last >= 0xc2 && last < 0xf5) || !CHECK(seed < 200, "no such text")) return seed;
+        token_list_free(text);
+    }
+}
+
+static void test_against_whole(const char *name) {
+    static const struct {
+        const char *options;
+        config_sample c;
+        uint64_t seed;
+    } cases[] = {
+        {"--temperature 0", {.length = 40, .top_p = 1}, 1},
+        {"--temperature 1.5 --top-p 1 --seed 3", {.length = 40, .temperature = 1.5, .top_p = 1}, 3},
+        {"--temperature 0 --repetition-penalty 1.5 --repetition-window 3",
+         {.length = 40, .top_p = 1, .repetition_penalty = 1.5, .repetition_window = 3},
+         1},
+    };
+    ops o = open_ops(1);
+    checkpoint k;
+    model m;
+    char options[128];
+    if (!CHECK(checkpoint_open(&k, test_path(name), &why), "%s", why.text)) return;
+    CHECK(restore_model(&m, &k, 256, 64, 0, &o, &why), "%s", why.text);
+    tokenizer *t = tokenizer_open(CONFIG_BYTE, "", &why);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        check_case("%s against the whole: %s", name, cases[i].options);
+        token_list text = whole_text(&m, t, &cases[i].c, cases[i].seed);
+        compare_whole(name, t, &text, cases[i].options);
+        token_list_free(&text);
+    }
+    check_case("%s against the whole: what no option says is the checkpoint's", name);
+    config_sample c = k.config.sample;
+    c.length = 40;
+    token_list text = whole_text(&m, t, &c, (uint64_t)k.config.train.seed);
+    compare_whole(name, t, &text, "");
+    token_list_free(&text);
+    check_case("%s against the whole: the text ends within a character", name);
+    c = (config_sample){.length = 16, .temperature = 100, .top_p = 1};
+    snprintf(options, sizeof options, "--temperature 100 --top-p 1 --length 16 --seed %d",
+             (int)cut_short(&m, t, &c, &text));
+    compare_whole(name, t, &text, options);
+    token_list_free(&text);
+    tokenizer_close(t);
+    model_close(&m);
+    checkpoint_close(&k);
+    ops_cpu_close(&o);
+}
+
+/* Keys that the token at `place` reads, by formula: blocks of 8 every 4, 4 blocks of 16, of which
+   its own is one, and a window of 16. */
+static double keys_at(int place) {
+    int compressed = place < 7 ? 0 : (place - 7) / 4 + 1, blocks = place / 16 + 1;
+    int selected = blocks <= 4 ? place + 1 : 3 * 16 + place % 16 + 1;
+    return compressed + selected + (place < 15 ? place + 1 : 16);
+}
+
+static double mean_keys(int first, int end) {
+    double sum = 0;
+    for (int place = first; place < end; place++) sum += keys_at(place);
+    return sum / (end - first);
+}
+
+/* The last token drawn is not read. */
+static void test_figures(const char *name, bool sparse) {
+    int prompt = 0, tokens = 0;
+    double keys = 0, dense = 0, share = 0;
+    size_t bytes;
+    check_case("figures of %s", name);
+    expect(shell("%s %s --prompt 'the quick' --length 100 --context 128 --threads 1", generator,
+                 test_path(name)),
+           0, "the quick");
+    char *errors = test_read(test_path("errors"), &bytes), *at = strstr(errors, "text: ");
+    CHECK(sscanf(errors, "prompt: %d tokens", &prompt) == 1 && at &&
+              sscanf(at,
+                     "text: %d tokens, %*f tokens/s; a token read %lf keys, dense attention reads "
+                     "%lf (%lf %%)",
+                     &tokens, &keys, &dense, &share) == 4,
+          "\"%s\"", errors);
+    double want = sparse ? mean_keys(9, 108) : 59;
+    CHECK(prompt == 9 && tokens == 100, "%d and %d tokens", prompt, tokens);
+    CHECK(fabs(keys - want) < 0.06, "%g keys, not %g", keys, want);
+    CHECK(fabs(dense - 59) < 0.06, "%g keys of dense attention, not 59", dense);
+    CHECK(fabs(share - 100 * want / 59) < 0.6, "%g %%, not %g", share, 100 * want / 59);
+    free(errors);
 }
 
 /* A longer context than the model was trained with. */
@@ -121,14 +223,26 @@ static void test_stretched(void) {
     expect(shell("%s %s --length 64", generator, test_path("stretched")), 2, "the context is 64");
 }
 
-static void test_bench(const char *name) {
+/* Rows of the table; 32 tokens are read one by one up to each length. */
+static void test_bench(const char *name, bool sparse) {
+    int length = 256, got = 0;
+    double keys, dense, fewer;
     check_case("bench of %s", name);
     expect(shell("%s %s --bench --context 1024 --threads 1", generator, test_path(name)), 0,
-           "    1024 ");
+           "keys read");
+    for (char *at = strchr(output, '\n'); at && at[1]; at = strchr(at + 1, '\n'), length *= 2) {
+        double want = sparse ? mean_keys(length - 32, length) : length - 15.5;
+        CHECK(sscanf(at, "%d %*f %*f %*f %lf %lf %lf", &got, &keys, &dense, &fewer) == 4, "%s", at);
+        CHECK(got == length && fabs(keys - want) < 0.06 && fabs(dense - (length - 15.5)) < 0.06 &&
+                  fabs(fewer - (length - 15.5) / want) < 0.06,
+              "%d tokens, %g keys: %s", length, want, at);
+    }
+    CHECK(length == 2048, "the table ends before %d", length);
     expect(shell("%s %s --bench --context 40", generator, test_path(name)), 2, "at least 64");
 }
 
 static void test_refusals(void) {
+    static const char zeros[70000];
     char at[1024];
     snprintf(at, sizeof at, "%s", test_path("sparse"));
     check_case("refusals");
@@ -143,20 +257,36 @@ static void test_refusals(void) {
     expect(shell("%s %s --length 65", generator, at), 2, "the context is 64");
     expect(shell("head -c 100 %s | %s %s --prompt-file -", test_path("text"), generator, at), 2,
            "a prompt of 100 tokens");
+    test_write(test_path("long"), zeros, sizeof zeros);
+    expect(shell("%s %s --prompt-file %s", generator, at, test_path("long")), 2,
+           "a prompt of 70000 tokens");
     expect(shell("%s %s --context 66 --length 65", generator, at), 0, "");
+    expect(shell("%s %s --threads 1 --length 1", generator, test_path("shards")), 2,
+           "data.tokenizer_path: must name the folder");
+    expect(shell("%s %s --tokenizer-path /nowhere", generator, test_path("shards")), 2,
+           "/nowhere/vocab.json: cannot open");
+    token_list prompt;
+    tokenizer *t = tokenizer_open(CONFIG_BYTE, "", &why);
+    TEST_FAULT(sample_prompt(t, "aba", 3, 'b', &prompt, &why), &why, "token 98&knows 0 to 97");
+    CHECK(sample_prompt(t, "aba", 3, 'b' + 1, &prompt, &why), "%s", why.text);
+    token_list_free(&prompt);
+    tokenizer_close(t);
 }
 
-/* Without --length the text fills the context, which is shorter than 200 tokens here. */
+/* Without --length the text fills the context, and ends with 200 tokens. */
 static void test_length(const char *name) {
+    static const char *const pairs[][2] = {{"", "--length 55"},
+                                           {"--context 300", "--context 300 --length 200"}};
+    const char *prompt = "--prompt 'the quick' --temperature 0 --threads 1";
+    char whole[OUTPUT], at[1024];
+    snprintf(at, sizeof at, "%s", test_path(name));
     check_case("no length");
-    const char *at = test_path(name), *prompt = "--prompt 'the quick' --temperature 0 --threads 1";
-    char whole[OUTPUT];
-    expect(shell("%s %s %s", generator, at, prompt), 0, "the quick");
-    memcpy(whole, output, OUTPUT);
-    expect(shell("%s %s %s --length 55", generator, at, prompt), 0, "the quick");
-    same("the default and what fits", whole, output);
-    differ("one token less", whole,
-           shell("%s %s %s --length 54", generator, at, prompt) ? "failed" : output);
+    for (int i = 0; i < 2; i++) {
+        expect(shell("%s %s %s %s", generator, at, prompt, pairs[i][0]), 0, "the quick");
+        memcpy(whole, output, OUTPUT);
+        expect(shell("%s %s %s %s", generator, at, prompt, pairs[i][1]), 0, "the quick");
+        same("the default and what fits", whole, output);
+    }
 }
 
 /* A checkpoint whose settings and tensors tell of two geometries. */
@@ -210,103 +340,31 @@ static void test_printing(void) {
     tokenizer_close(t);
 }
 
-/* What the program counts, by the whole sequence's forward of each prefix: answers that are right,
-   questions that read the needle, and both. */
-static void answer(const model *m, const source_window *w, const int64_t *places, int length,
-                   int count, int want[3]) {
-    static real logits[RETRIEVAL_VOCAB];
-    const model_config *c = &m->config;
-    int first = length + 1 - 2 * count;
-    model whole = *m;
-    for (int q = 0; q < count; q++) {
-        int best = 0, at = first + 2 * q;
-        bool reached = places[q] > at - c->w;
-        CHECK(model_next(&whole, w->tokens, first + 2 * q + 1, logits, &why), "%s", why.text);
-        for (int i = 1; i < RETRIEVAL_VOCAB; i++)
-            if (logits[i] > logits[best]) best = i;
-        for (int i = 0; i < c->n_kv_groups * c->n_sel; i++) {
-            int block = m->acts[c->n_layers - 1].blocks[at * c->n_kv_groups * c->n_sel + i];
-            reached |= places[q] >= block * c->l_sel && places[q] < (block + 1) * c->l_sel;
-        }
-        want[0] += best == w->tokens[at + 1];
-        want[1] += reached;
-        want[2] += reached && best == w->tokens[at + 1];
-    }
-}
-
-static void test_examination(void) {
-    enum { LENGTH = 100, ROWS = 5 };
-    int32_t tokens[LENGTH + 1];
-    unsigned char starts[LENGTH + 1], given[LENGTH + 1];
-    source_window w = {tokens, starts, given, 0};
-    int64_t places[RETRIEVAL_NEEDLES];
-    checkpoint k;
-    model m;
-    ops o = open_ops(1);
-    int want[3] = {0}, got[3] = {0}, asked = 0, lines = 0, length, tenth, some, n[3];
-    int depths[10] = {0}; /* where the needles lie */
-    check_case("retrieval");
-    if (!CHECK(checkpoint_open(&k, test_path("needles"), &why), "%s", why.text)) return;
-    CHECK(restore_model(&m, &k, RETRIEVAL_VOCAB, LENGTH, 0, &o, &why), "%s", why.text);
-    for (int row = 0; row < ROWS; row++) {
-        int count = source_retrieval_row((uint64_t)k.config.train.seed, RNG_RETRIEVAL_VAL, row,
-                                         LENGTH, &w, places);
-        answer(&m, &w, places, LENGTH, count, want);
-        for (int q = 0; q < count; q++) depths[places[q] * 10 / (LENGTH + 1 - 2 * count)]++;
-    }
-    expect(shell("%s %s %d %d", examiner, test_path("needles"), ROWS, LENGTH), 0, "length,tenth");
-    for (char *at = strchr(output, '\n'); at && at[1]; at = strchr(at + 1, '\n'), lines++)
-        if (CHECK(sscanf(at, "%d,%d,%d,%d,%d,%d", &length, &tenth, &some, n, n + 1, n + 2) == 6,
-                  "%s", at)) {
-            CHECK(length == LENGTH && tenth == lines && some == depths[lines] && n[0] <= some, "%s",
-                  at);
-            asked += some;
-            for (int i = 0; i < 3; i++) got[i] += n[i];
-        }
-    CHECK(lines == 10 && asked == ROWS * (LENGTH / 8), "%d questions in %d lines", asked, lines);
-    for (int i = 0; i < 3; i++)
-        CHECK(got[i] == want[i], "count %d: %d, not %d", i, got[i], want[i]);
-    CHECK(got[1] > 0 && got[1] < asked, "%d of %d questions reach the needle", got[1], asked);
-    expect(shell("%s %s 1 64", examiner, test_path("sparse")), 2, "retrieval needs 512");
-    expect(shell("%s %s 0 64", examiner, test_path("needles")), 2, "rows 0: must be an integer");
-    expect(shell("%s %s 1 15", examiner, test_path("needles")), 2, "in 16 ..");
-    expect(shell("%s %s 1 64 --n-sel 2", examiner, test_path("needles")), 2, "--n-sel 2: must be");
-    expect(shell("%s %s 1 %d --n-sel 8", examiner, test_path("needles"), LENGTH), 0, "100,9,");
-    for (char *at = strchr(output, '\n'); at && at[1]; at = strchr(at + 1, '\n'))
-        CHECK(sscanf(at, "%d,%d,%d,%d,%d,%d", &length, &tenth, &some, n, n + 1, n + 2) == 6 &&
-                  n[1] == some,
-              "all %d blocks are selected: %s", 8, at);
-    expect(shell("%s", examiner), 2, "usage");
-    model_close(&m);
-    checkpoint_close(&k);
-    ops_cpu_close(&o);
-}
-
 int main(int argc, char **argv) {
-    if (argc != 4)
-        return fprintf(stderr, "usage: test_generate TRAIN_TINY GENERATE RETRIEVAL\n"), 2;
-    trainer = argv[1];
+    if (argc != 3) return fprintf(stderr, "usage: test_generate TRAIN_TINY GENERATE\n"), 2;
+    program = argv[1];
     generator = argv[2];
-    examiner = argv[3];
     test_begin();
     FILE *file = fopen(test_path("text"), "wb");
     for (int i = 0; file && i < 400; i++)
         fprintf(file, "%d the quick brown fox jumps over %d lazy dogs\n", i, i % 7);
     if (file) fclose(file);
-    train("sparse", "");
-    train("dense", "--attention full");
-    test_texts("sparse");
-    test_texts("dense");
-    train("stretched", "--rope-scaling yarn --rope-factor 4 --rope-trained-context 16");
+    train_as("sparse", "");
+    train_as("dense", "--attention full");
+    train_as("stretched", "--rope-scaling yarn --rope-factor 4 --rope-trained-context 16");
+    train_on_shard();
+    for (int dense = 0; dense < 2; dense++) {
+        const char *name = dense ? "dense" : "sparse";
+        test_texts(name);
+        test_against_whole(name);
+        test_figures(name, !dense);
+        test_scaling(name);
+        test_bench(name, !dense);
+    }
     test_stretched();
-    test_scaling("sparse");
-    test_scaling("dense");
-    test_bench("sparse");
     test_refusals();
     test_length("sparse");
     test_geometry();
     test_printing();
-    train("needles", "--dataset retrieval --vocab-size 512 --data ''");
-    test_examination();
     return test_end("test_generate");
 }
