@@ -117,8 +117,8 @@ static void test_against_whole(const char *name) {
     } cases[] = {
         {"--temperature 0", {.length = 40, .top_p = 1}, 1},
         {"--temperature 1.5 --top-p 1 --seed 3", {.length = 40, .temperature = 1.5, .top_p = 1}, 3},
-        {"--temperature 0 --repetition-penalty 1.5 --repetition-window 3",
-         {.length = 40, .top_p = 1, .repetition_penalty = 1.5, .repetition_window = 3},
+        {"--temperature 0 --repetition-penalty 3 --repetition-window 24",
+         {.length = 40, .top_p = 1, .repetition_penalty = 3, .repetition_window = 24},
          1},
     };
     ops o = open_ops(1);

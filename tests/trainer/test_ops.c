@@ -289,7 +289,7 @@ static void test_sampling(void) {
 /* Of equal logits the first; what was said in the window is held back once, whatever its sign. */
 static void test_choices(void) {
     real logits[] = {2, -2, 3, 3, 1};
-    int32_t order[5], said[] = {2, 4, 0, 1, 0};
+    int32_t order[5], said[] = {2, 4, 1, 0, 0};
     config_sample c = {
         .temperature = 0, .top_p = 1, .repetition_penalty = 2, .repetition_window = 3};
     token_list text = {.ids = said, .count = 5};
