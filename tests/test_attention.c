@@ -2,6 +2,10 @@
    Twin: nsa.h's "The whole". */
 #include "compress_slots.h"
 
+#if defined(__unix__) && !defined(CHECK_CUDA)
+#include <sys/mman.h>
+#endif
+
 typedef struct chain_case {
     const char *name;
     const geometry *g;
@@ -538,6 +542,74 @@ static void test_widths(void) {
     guards_free();
 }
 
+/* ---- Strides that pass 2^31 elements: what is read and written, and its bits, is the same ---- */
+
+#if defined(__unix__) && !defined(CHECK_CUDA)
+/* Every row of tokens at a place of its own, as far from the next as an int cannot say, in memory
+   of which the system gives those pages that are touched. */
+static void place_far(instance *p, unsigned char *memory, int64_t stride, const values *in) {
+    enum { APART = 1 << 14 }; /* a row of all heads fits in between */
+    for (int i = 0; i < p->s->count; i++) {
+        const slot *t = &p->s->slots[i];
+        tensor *both[] = {&p->x[i], &p->dx[i]};
+        const double *numbers[] = {t->output ? NULL : in->x[i], t->output ? in->dx[i] : NULL};
+        void *structs[] = {instance_x(p), instance_dx(p)};
+        for (int k = 0; k < 1 + t->gradient && t->rows != ROWS_PARAMETER; k++) {
+            both[k]->view = nsa_tensor_bthd(memory + (2 * i + k) * APART, both[k]->view.dtype,
+                                            both[k]->tokens, t->heads, t->width);
+            both[k]->view.token = stride;
+            *slot_view(t, structs[k]) = both[k]->view;
+            if (numbers[k]) tensor_put(both[k], numbers[k]);
+        }
+    }
+}
+
+static void test_far_rows(const chain_case *c) {
+    const int64_t stride = ((int64_t)1 << 31) + (1 << 20);
+    nsa_desc d = chain_desc(c);
+    suite s = suite_of(c);
+    check_case("attention, %s, rows 2^31 elements apart", c->name);
+    size_t room = ((size_t)d.tokens * (size_t)stride + (1 << 20)) * sizeof(nsa_real);
+    void *memory = sizeof room < 8 ? MAP_FAILED
+                                   : mmap(NULL, room, PROT_READ | PROT_WRITE,
+                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        printf("not tried, for want of addresses: attention, %s, far rows\n", c->name);
+        return;
+    }
+    values in = values_random(&s, &d, NSA_REAL_DTYPE, 11), zeros = values_zero(&s, &d);
+    instance near, far;
+    instance_new(&near, &s, &d, &in, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+    instance_new(&far, &s, &d, &in, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+    place_far(&far, (unsigned char *)memory, stride, &in);
+    instance_run(&near);
+    size_t forward = s.forward_size(instance_x(&far), &d),
+           backward = s.backward_size(instance_dx(&far), instance_x(&far), &d);
+    void *work = check_alloc(forward > backward ? forward : backward);
+    nsa_status status = s.forward(instance_x(&far), &d, work, forward);
+    CHECK_OK("forward", status);
+    status = s.backward(instance_dx(&far), instance_x(&far), &d, work, backward);
+    CHECK_OK("backward", status);
+    for (int i = 0; i < s.count; i++) {
+        const slot *t = &s.slots[i];
+        const tensor *a = t->output ? &far.x[i] : &far.dx[i],
+                     *b = t->output ? &near.x[i] : &near.dx[i];
+        if (!t->output && !t->gradient) continue;
+        unsigned char *got = tensor_bits(a), *want = tensor_bits(b);
+        CHECK_BITS(t->name, got, want, tensor_count(b) * dtype_size(b->view.dtype), 1);
+        free(got), free(want);
+    }
+    munmap(memory, room);
+    free(work);
+    values_free(&in), values_free(&zeros);
+    guards_free();
+}
+#else
+static void test_far_rows(const chain_case *c) {
+    (void)c; /* kernels' tests lie in the executor's memory, of which each byte is watched */
+}
+#endif
+
 /* ---- Memory: what docs/embedding.md says of the whole's workspace ---- */
 
 /* The documented bytes, without what threads and phi take. */
@@ -619,6 +691,8 @@ int main(int argc, char **argv) {
     test_full();
     test_widths();
     test_nested_rows(dtypes[1]);
+    test_far_rows(&chain_cases[5]);  /* tiles of packed keys */
+    test_far_rows(&chain_cases[14]); /* few queries; networks as phi */
     if (!CHECKS_CUDA) test_workspace_is_linear();
 #ifdef CHECK_F64
     test_gradients();

@@ -1,4 +1,4 @@
-/* test_retrieval.c - what the program retrieval counts, against the whole sequence's forward of each
+/* test_retrieval.c - what the program retrieval counts, beside the whole sequence's forward of each
    prefix; and what it refuses. Arguments: the programs train_tiny and retrieval. Twins: its main.c,
    source_retrieval.c. The rows themselves are test_data.c's. */
 #include "model_test.h"
