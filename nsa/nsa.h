@@ -46,15 +46,15 @@
    reads keys through three branches, each a softmax attention over few keys, and a gate adds the
    three up:
 
-     compress  k_cmp[i] = phi(k[i d .. i d + l)), v_cmp likewise       Eq. 7   nsa_compress_forward
-     cmp       attention over the compressed blocks before t                 nsa_attend_cmp_forward
+     compress  k_cmp[i] = phi(k[i d .. i d + l)), v_cmp likewise       Eq. 7    nsa_compress_forward
+     cmp       attention over the compressed blocks before t                  nsa_attend_cmp_forward
      select    p_cmp = softmax(q k_cmp)                                Eq. 8
                p_slc[j] = sum of p_cmp[i], weighted by how far
                block i overlaps block j, over the heads of a group     Eq. 9, 10
-               the n best blocks j of l' tokens                        Eq. 11, 12  nsa_select_blocks
-     slc       attention over the tokens of those blocks                     nsa_attend_slc_forward
-     win       attention over the last w tokens                              nsa_attend_win_forward
-     gate      out = g_cmp out_cmp + g_slc out_slc + g_win out_win     Eq. 5       nsa_gate_forward
+               the n best blocks j of l' tokens                        Eq. 11       nsa_select_blocks
+     slc       attention over the tokens of those blocks               Eq. 12  nsa_attend_slc_forward
+     win       attention over the last w tokens                               nsa_attend_win_forward
+     gate      out = g_cmp out_cmp + g_slc out_slc + g_win out_win     Eq. 5        nsa_gate_forward
 
    nsa_attention_forward runs all of it. nsa_rope_forward rotates q and k before anything else sees
    them. Each function but select has a backward of the same shape beside it.
@@ -235,7 +235,8 @@ typedef enum nsa_gate_kind {
     NSA_GATE_NONE         /* the logits are g itself */
 } nsa_gate_kind;
 
-/* One problem's geometry. Start from nsa_desc_default and change fields. */
+/* One problem's geometry. Start from nsa_desc_default and change fields. Heads and blocks end at
+   2^30 - 1; slc_count, slc_init and slc_local at 2^29 - 1. */
 typedef struct nsa_desc {
     int batch;             /* B >= 1 */
     int tokens;            /* T >= 0 keys held (variable length: the longest sequence) */
@@ -428,7 +429,7 @@ NSA_API size_t nsa_attend_dense_backward_workspace_size(const nsa_desc *d);
 NSA_API nsa_status nsa_attend_dense_backward(const nsa_attend *dx, const nsa_attend *x,
                                              const nsa_desc *d, void *workspace, size_t bytes);
 
-/* ---- Selection, Eq. 8 to 12 -------------------------------------------------------------------
+/* ---- Selection, Eq. 8 to 11 -------------------------------------------------------------------
    For each query and kv head: p_cmp = exp(scale q k_cmp - lse_cmp) over the visible compressed
    blocks, mapped to selection blocks (score_map), summed over the G heads of the group; then the
    forced blocks and the best of the rest. Equal scores: the lower index wins. NaN ranks last. It
@@ -1089,10 +1090,12 @@ NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int 
     X(NSA_ERROR_STRIDE, "strides must be >= 0, on CUDA multiples of 16 bytes, and those of an "    \
                         "output must keep its rows apart")                                         \
     X(NSA_ERROR_OVERFLOW, "the product of these sizes passes the address space")                   \
-    X(NSA_ERROR_SIZE, "out of range: batch, heads, blocks, strides, window and hidden are >= 1, "  \
-                      "tokens >= 0, dims 1..256 (even for rope), a factor >= 1; in a chain "       \
-                      "k_cmp.dim is dim and v_cmp.dim is dim_v; on CUDA dims and hidden are "      \
-                      "multiples of 8 and dims at most NSA_CUDA_MAX_DIM")                          \
+    X(NSA_ERROR_SIZE,                                                                              \
+      "out of range: batch, strides, window and hidden are >= 1, tokens and max_rewind >= 0, "     \
+      "heads and blocks 1..2^30-1, slc_count 1..2^29-1, slc_init and slc_local 0..2^29-1, "        \
+      "threads 0..65536, dims 1..256; of rope dim is even, base 0 or > 1, factor and "             \
+      "trained_context >= 1, fast > slow > 0; in a chain k_cmp.dim is dim and v_cmp.dim is "       \
+      "dim_v; on CUDA dims and hidden are multiples of 8 and dims at most NSA_CUDA_MAX_DIM")       \
     X(NSA_ERROR_HEADS,                                                                             \
       "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads")                \
     X(NSA_ERROR_CMP_STRIDE, "cmp_stride must divide cmp_block")                                    \
