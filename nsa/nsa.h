@@ -807,8 +807,9 @@ static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], doub
 
 /* ==== Implementation ============================================================================
 
-   Rows and numbers - checks - workspace and threads - tiles - block index - rope - compress -
-   attend - select - gate - attention. Below the public functions' checks every argument is
+   Rows and numbers - checks - sequences, workspace, threads - block index - RoPE - gate - attention
+   (over spans of keys; its tiles; forward and backward) - selection - compression - the whole -
+   decoding - the text of the tiles. Below the public functions' checks every argument is
    trusted. */
 #if defined(NSA_IMPLEMENTATION) && !defined(NSA__IMPLEMENTED)
 #define NSA__IMPLEMENTED
@@ -2412,7 +2413,7 @@ static nsa__rows nsa__few_values(const nsa__few *f, const nsa__pass *p, int begi
     return nsa__rows_copied(p, x, begin, n, p->d->dim_v, p->wide_v, f->rows, bad);
 }
 
-/* ---- Attention, forward and backward -----------------------------------------------------------
+/* ---- Attention over few keys: forward and backward ---------------------------------------------
    A pass is one branch on its way over the kv heads of one sequence after another. */
 
 static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *dx,
