@@ -541,23 +541,9 @@ static inline void test_bad_values(const branch *br, const geometry *g, nsa_dtyp
 /* Finite values so large that their products overflow, also those that the mask hides: 0 times
    infinity is NaN, and must reach nobody who does not read them. */
 static inline void test_overflow(const branch *br) {
-    /* clang-format off: as in the table */
+    /* clang-format off */
     static const geometry g = {"products that overflow behind the mask",
-                               1,
-                               70,
-                               2,
-                               1,
-                               16,
-                               16,
-                               8,
-                               4,
-                               16,
-                               2,
-                               1,
-                               1,
-                               20,
-                               0,
-                               NULL};
+                               1, 70, 2, 1, 16, 16, 8, 4, 16, 2, 1, 1, 20, 0, NULL};
     /* clang-format on */
     for (int input = BAD_Q; input <= BAD_DOUT; input++)
         for (int k = 0; k < 2; k++)

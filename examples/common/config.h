@@ -1,7 +1,6 @@
-/* config.h - every setting of both trainers: one struct, and one table that reads it from a YAML
-   file, the environment and the command line, documents it and prints it.
-   Twin: config.c (the table and its uses), config_yaml.c (the file). It decides nothing about a
-   run: what depends on the machine (device auto, a world size) is settled by the program. */
+/* config.h - every setting of both trainers: one struct, read from a YAML file, the environment and
+   the command line by one table. Twins: config_table.c (the table), config.c, config_yaml.c,
+   config_print.c. What depends on the machine (device auto, a world size) the program settles. */
 #ifndef CONFIG_H
 #define CONFIG_H
 

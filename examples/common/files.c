@@ -122,6 +122,16 @@ bool files_replace(const char *path, const void *from, size_t bytes, fault *f) {
     return files_sync_folder(folder, f);
 }
 
+void files_remove_partial(const char *path) {
+    struct stat s;
+    if (!lstat(path, &s) && S_ISREG(s.st_mode)) unlink(path);
+}
+
+bool files_end_output(fault *f) {
+    bool ok = !fflush(stdout) && !ferror(stdout);
+    return ok ? true : fault_errno(f, "standard output: cannot write");
+}
+
 bool files_make_folder(const char *path, fault *f) {
     char part[PATH_ROOM];
     struct stat s;

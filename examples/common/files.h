@@ -24,6 +24,12 @@ bool files_write_all(int fd, const char *path, const void *from, size_t bytes, f
 /* Writes beside `path`, flushes, and renames onto it: a reader sees the old file or the new one. */
 bool files_replace(const char *path, const void *from, size_t bytes, fault *f);
 
+/* Removes what was written half way, but never a device or a link that somebody named. */
+void files_remove_partial(const char *path);
+
+/* What was printed on the standard output has got there: a full disk or a closed one is a fault. */
+bool files_end_output(fault *f);
+
 /* Makes the folder and those above it. */
 bool files_make_folder(const char *path, fault *f);
 

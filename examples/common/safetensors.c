@@ -113,12 +113,6 @@ static bool put_all(writer *w, const safetensors_tensor *list, size_t count, fau
     return ok;
 }
 
-/* What failed half way is removed, but never a device that somebody named. */
-static bool is_file(const char *path) {
-    struct stat s;
-    return !lstat(path, &s) && S_ISREG(s.st_mode);
-}
-
 bool safetensors_write(const char *path, const safetensors_tensor *list, size_t count,
                        uint64_t *bytes, uint64_t *xxh64, fault *f) {
     writer w = {.path = path, .hash = XXH64_createState()};
@@ -129,7 +123,7 @@ bool safetensors_write(const char *path, const safetensors_tensor *list, size_t 
     ok = ok && put_all(&w, list, count, f);
     if (ok && fsync(w.fd)) ok = fault_errno(f, "%s: cannot flush", path);
     if (w.fd >= 0 && close(w.fd) && ok) ok = fault_errno(f, "%s: cannot close", path);
-    if (!ok && w.fd >= 0 && is_file(path)) unlink(path);
+    if (!ok && w.fd >= 0) files_remove_partial(path);
     *bytes = w.bytes;
     *xxh64 = XXH64_digest(w.hash);
     XXH64_freeState(w.hash);

@@ -6,6 +6,7 @@
 
 #include "clock.h"
 #include "config_table.h"
+#include "files.h"
 #include "options.h"
 #include "restore.h"
 #include "sample.h"
@@ -153,7 +154,7 @@ static bool generate(generator *g, fault *f) {
         sample_discourage(g->logits, vocab, c, &g->text);
         int32_t next = sample_token(g->logits, vocab, c, seed, (uint64_t)i, g->order);
         sample_put(&out, g->tokenizer, next);
-        fflush(stdout);
+        if (!files_end_output(f)) return false;
         if (!token_list_push(&g->text, next)) return fault_set(f, "out of memory");
         if (i + 1 == c->length) break;
         ok = model_append(&g->model, &next, 1, 1, g->logits, f);
@@ -163,7 +164,7 @@ static bool generate(generator *g, fault *f) {
     double steps = (double)c->length - 1, end = clock_seconds();
     if (!ok) return false;
     printf("\n");
-    fflush(stdout); /* the figures come behind the text, wherever the two go */
+    if (!files_end_output(f)) return false; /* figures come behind the text, wherever the two go */
     fprintf(stderr, "prompt: %d tokens, %.0f tokens/s\n", prompt, prompt / (prefilled - begin));
     if (steps < 1) return true;
     double keys = keys_read(&g->model, &before, steps, dense / steps);
@@ -197,8 +198,7 @@ static bool bench_length(generator *g, int length, fault *f) {
     printf("%8d %12.0f %12.0f %12.3f %10.1f %10.1f %8.1f\n", length, count / (prefilled - begin),
            BENCH_TOKENS / (end - prefilled), 1e3 * (end - prefilled) / BENCH_TOKENS, keys, dense,
            dense / keys);
-    fflush(stdout);
-    return true;
+    return files_end_output(f);
 }
 
 static bool bench(generator *g, fault *f) {

@@ -22,6 +22,9 @@ import zlib
 
 HERE = pathlib.Path(__file__).resolve().parent
 BRANCHES = ("cmp", "slc", "win")
+# What a file of inspect's holds beside the lists.
+SIZES = ("tokens", "layers", "heads", "kv_heads", "cmp_block", "cmp_stride", "slc_block", "slc_count",
+         "slc_init", "slc_local", "window", "step")
 # Okabe and Ito's colours, which people who see few colours can tell apart.
 COLOUR = {"cmp": (0, 158, 115), "slc": (230, 159, 0), "win": (0, 114, 178), "grey": (128, 128, 128)}
 STYLE = """<style>
@@ -408,6 +411,11 @@ def main():
     options = parser.parse_args()
     try:
         data = json.loads(pathlib.Path(options.json).read_text())
+        if not isinstance(data, dict):
+            raise ValueError("no object")
+        lacks = [key for key in (*SIZES, "text", "queries", "counted") if key not in data]
+        if lacks:
+            raise ValueError(f"without {', '.join(lacks)}")
     except (OSError, ValueError) as error:
         raise SystemExit(f"{options.json}: not what inspect writes: {error}")
     layer = data["layers"] - 1 if options.layer is None else options.layer

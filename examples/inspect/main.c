@@ -4,7 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "files.h"
 #include "measure.h"
@@ -237,7 +236,7 @@ static bool inspect(inspector *n, fault *f) {
         printf("wrote %s: %d tokens, %d layers; examples/inspect/draw.py makes pictures of it\n",
                n->options.out, count, m->config.n_layers);
     else
-        unlink(n->options.out);
+        files_remove_partial(n->options.out);
     return ok;
 }
 

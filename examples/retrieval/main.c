@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "files.h"
 #include "restore.h"
 #include "rng.h"
 #include "source.h"
@@ -108,8 +109,7 @@ static bool examine_length(examiner *e, int samples, int length, fault *f) {
     for (int t = 0; t < TENTHS; t++)
         printf("%d,%d,%lld,%lld,%lld,%lld\n", length, t, s.asked[t], s.right[t], s.reached[t],
                s.reached_right[t]);
-    fflush(stdout);
-    return true;
+    return files_end_output(f);
 }
 
 static bool read_count(const char *what, const char *text, int least, int *to, fault *f) {

@@ -255,6 +255,10 @@ static void test_refusals(void) {
     expect(shell("%s %s another", generator, at), 2, "one checkpoint at a time");
     expect(shell("%s %s --prompt-file /nowhere", generator, at), 2, "/nowhere: cannot open");
     expect(shell("%s %s --length 65", generator, at), 2, "the context is 64");
+    expect(shell("{ %s %s --length 3 >/dev/full; }", generator, at), 1,
+           "standard output: cannot write: No space left");
+    expect(shell("{ %s %s --bench --context 64 >&-; }", generator, at), 1,
+           "standard output: cannot write: Bad file");
     expect(shell("head -c 100 %s | %s %s --prompt-file -", test_path("text"), generator, at), 2,
            "a prompt of 100 tokens");
     test_write(test_path("long"), zeros, sizeof zeros);

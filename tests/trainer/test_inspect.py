@@ -101,8 +101,15 @@ def check_refusals(model, full, text, result):
             ("cannot create", model, "--text", text, "--out", runs.root / "no-folder" / "x.json")):
         run(inspect, *options, code=2, words=words)
     run(inspect, model, "--text", long, "--tokens", "128", *out)
+    link = runs.root / "sink"
+    link.symlink_to("/dev/full")
+    run(inspect, model, "--text", text, "--out", link, code=1, words="cannot write: No space left")
+    check(link.is_symlink(), "what was no file of its own is gone")
     run(inspect, "--help", words="--tokenizer-path")
     run(sys.executable, draw, text, runs.root / "drawn", code=1, words="not what inspect writes")
+    for other, words in (("5", "no object"), ("[]", "no object"), ('{"tokens": 1}', "without layers, heads")):
+        empty.write_text(other)
+        run(sys.executable, draw, empty, runs.root / "drawn", code=1, words=words)
     run(sys.executable, draw, result, runs.root / "drawn", "--layer", "2", code=1, words="layers 0 .. 1")
     run(sys.executable, draw, result, text, code=1, words="cannot write there")
     data = json.loads(result.read_text())

@@ -73,6 +73,8 @@ static void test_examination(void) {
         CHECK(sscanf(at, "%d,%d,%d,%d,%d,%d", &length, &tenth, &some, n, n + 1, n + 2) == 6 &&
                   n[1] == some,
               "all %d blocks are selected: %s", 8, at);
+    expect(shell("{ %s %s 1 64 >/dev/full; }", examiner, test_path("needles")), 1,
+           "standard output: cannot write: No space left");
     expect(shell("%s", examiner), 2, "usage");
     model_close(&m);
     checkpoint_close(&k);
