@@ -11,6 +11,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* The dynamic shared memory that a launch asks leave for, if it takes more than 48 KB. A kernel whose
+   launches differ in size stays within it: so all of them ask the same, and no host thread takes back
+   what another has just asked for. Static bytes fit beside it on every device from 8.0 on. */
+enum { NSA__SHARED_LIMIT = 95 * 1024 };
+
 #ifdef NSA_SIMT
 
 #include "nsa_simt.h"
@@ -65,8 +70,9 @@ template <typename... Params, typename... Args>
 static inline cudaError_t nsa__launch(void (*kernel)(Params...), dim3 grid, dim3 block,
                                       size_t shared_bytes, cudaStream_t stream, Args &&...args) {
     if (shared_bytes > 48 * 1024) {
+        const size_t least = NSA__SHARED_LIMIT, limit = shared_bytes > least ? shared_bytes : least;
         const cudaError_t e = cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
         if (e != cudaSuccess) return e;
     }
     cudaLaunchConfig_t config = {};
@@ -363,17 +369,28 @@ NSA__DEVICE uint64_t nsa__wgmma_descriptor(const void *tile, int leading, int st
            static_cast<uint64_t>(stride >> 4 & 0x3fff) << 32 | static_cast<uint64_t>(swizzle) << 62;
 }
 
-/* The compiler must keep the accumulators where they are across fence and wait. */
+/* The compiler must keep the registers where they are across fence and wait: accumulators ("+f") and
+   an operand ("+r"). */
 #ifdef NSA_SIMT
-#define NSA__IN_PLACE(c, count)
+#define NSA__IN_PLACE(kind, x, count) static_cast<void>(x)
 #else
-#define NSA__IN_PLACE(c, count) \
-    _Pragma("unroll") for (int i = 0; i < (count); i++) asm volatile("" : "+f"((c)[i])::"memory")
+#define NSA__IN_PLACE(kind, x, count) \
+    _Pragma("unroll") for (int i = 0; i < (count); i++) asm volatile("" : kind((x)[i])::"memory")
 #endif
 
 /* Before the first wgmma of a group: ordinary code may have written its registers. */
 template <int COUNT> NSA__DEVICE void nsa__wgmma_fence(float (&c)[COUNT] NSA__AT) {
-    NSA__IN_PLACE(c, COUNT);
+    NSA__IN_PLACE("+f", c, COUNT);
+    NSA__PTX(wgmma_fence(c, NSA__HERE), "wgmma.fence.sync.aligned;" ::: "memory");
+}
+/* The same where the group takes a from registers: they are written before the fence, too. */
+template <int COUNT, int STEPS>
+NSA__DEVICE void nsa__wgmma_fence(float (&c)[COUNT], uint32_t (&a)[STEPS][4] NSA__AT) {
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+        NSA__IN_PLACE("+r", a[k], 4);
+    }
+    NSA__IN_PLACE("+f", c, COUNT);
     NSA__PTX(wgmma_fence(c, NSA__HERE), "wgmma.fence.sync.aligned;" ::: "memory");
 }
 
@@ -386,7 +403,7 @@ NSA__DEVICE void nsa__wgmma_commit(NSA__AT_ONLY) {
 template <int PENDING, int COUNT> NSA__DEVICE void nsa__wgmma_wait(float (&c)[COUNT] NSA__AT) {
     NSA__PTX(wgmma_wait(PENDING, c, NSA__HERE), "wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING)
              : "memory");
-    NSA__IN_PLACE(c, COUNT);
+    NSA__IN_PLACE("+f", c, COUNT);
 }
 
 #ifndef NSA_SIMT

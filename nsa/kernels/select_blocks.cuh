@@ -415,9 +415,6 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
 
 /* ---- Launch --------------------------------------------------------------------------------- */
 
-/* What every device of compute capability 8.0 and later gives a block. */
-static const size_t nsa__cuda_select_shared_most = 96 * 1024;
-
 /* The element's size and a padded width are all that a plan needs to know of a kernel. */
 static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t element, int padded,
                                                       int wide, nsa__cuda_arena *a) {
@@ -441,7 +438,7 @@ static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t 
     const size_t sums =
         sizeof(nsa__cuda_select_query) + sizeof(float) * static_cast<size_t>(p.ring);
     const size_t list = sizeof(uint64_t) * static_cast<size_t>(p.length);
-    const size_t room = nsa__cuda_select_shared_most - tiles;
+    const size_t room = NSA__SHARED_LIMIT - tiles;
     const size_t queries = static_cast<size_t>(p.queries);
     const size_t warp = queries * sums + sizeof(float) * static_cast<size_t>(wide);
     p.warps = NSA__SELECT_WARPS;

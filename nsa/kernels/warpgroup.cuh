@@ -88,7 +88,7 @@ NSA__DEVICE void nsa__cuda_group_product_nn(float (&c)[N / 8][4], const float (&
     uint32_t a[K / 16][4];
 #pragma unroll
     for (int k = 0; k < K / 16; k++) nsa__cuda_pack_product<T>(a[k], p[2 * k], p[2 * k + 1]);
-    nsa__wgmma_fence(sums);
+    nsa__wgmma_fence(sums, a);
 #pragma unroll
     for (int k = 0; k < K / 16; k++)
         nsa__wgmma<T, N, 1>(sums, a[k], nsa__cuda_group_operand(b + k * 16 * 64, K * 128), 1);
