@@ -36,6 +36,7 @@ typedef struct problem {
     nsa_attention x, dx;
     nsa_attend dense, ddense;
     nsa_cache cache;
+    cudaGraphExec_t step; /* of decoding, once it is recorded */
     void *workspace, *owned[OWNED];
     size_t bytes;
     int owns;
@@ -48,15 +49,17 @@ static void *device_memory(problem *p, size_t bytes) {
     return p->owned[p->owns++] = data;
 }
 
-/* Numbers of both signs and several sizes, as bf16; where `seed` is 0, zeros. */
+/* Numbers of both signs and several sizes, as bf16; where `seed` is 0, zeros. As many of them as a
+   prime number says come again and again, so that no two rows are alike: keys that are would tie, and
+   all queries would read the first blocks, which stay in cache. */
 static void fill(void *to, size_t bytes, uint32_t seed) {
-    enum { CHUNK = 1 << 20 };
-    static uint16_t numbers[CHUNK];
+    enum { PERIOD = 1048573 };
+    static uint16_t numbers[PERIOD];
     if (!seed) {
         demand(cudaMemset(to, 0, bytes) == cudaSuccess, "cudaMemset");
         return;
     }
-    for (int i = 0; i < CHUNK; i++) {
+    for (int i = 0; i < PERIOD; i++) {
         seed = seed * 1664525u + 1013904223u;
         numbers[i] = nsa_f32_to_bf16(((float)(seed >> 8) / 8388608.0f - 1.0f) * 1.7f);
     }
@@ -125,8 +128,14 @@ static void problem_cache(problem *p) {
            "a cache");
 }
 
-static nsa_status decode(problem *p, int count) {
-    return nsa_cuda_decode(&p->x, &p->cache, count, NULL, NULL, NULL, p->workspace, p->bytes, NULL);
+/* The next `count` tokens of the cache are the problem's from `first` on. */
+static nsa_status decode(problem *p, int first, int count, cudaStream_t stream) {
+    nsa_attention x = p->x;
+    nsa_tensor *inputs[] = {&x.q,     &x.k_cmp.x, &x.v_cmp.x, &x.k_slc,
+                            &x.v_slc, &x.k_win,   &x.v_win,   &x.gates};
+    for (int i = 0; i < COUNT(inputs); i++)
+        inputs[i]->data = (uint16_t *)inputs[i]->data + inputs[i]->token * first;
+    return nsa_cuda_decode(&x, &p->cache, count, NULL, NULL, NULL, p->workspace, p->bytes, stream);
 }
 
 static void problem_make(problem *p, const shape *s, int tokens) {
@@ -141,10 +150,11 @@ static void problem_make(problem *p, const shape *s, int tokens) {
                             nsa_cuda_decode_workspace_size(&p->x, &p->cache, CHUNK)};
     for (int i = 0; i < COUNT(sizes); i++) p->bytes = sizes[i] > p->bytes ? sizes[i] : p->bytes;
     p->workspace = device_memory(p, p->bytes);
-    for (int t = 0; t < tokens; t += CHUNK) demand(decode(p, CHUNK) == NSA_OK, "a chunk");
+    for (int t = 0; t < tokens; t += CHUNK) demand(decode(p, t, CHUNK, NULL) == NSA_OK, "a chunk");
 }
 
 static void problem_free(problem *p) {
+    if (p->step) demand(cudaGraphExecDestroy(p->step) == cudaSuccess, "cudaGraphExecDestroy");
     for (int i = 0; i < p->owns; i++) demand(cudaFree(p->owned[i]) == cudaSuccess, "cudaFree");
 }
 
@@ -220,7 +230,24 @@ static nsa_status run_dense_backward(problem *p) {
 }
 
 static nsa_status run_decode(problem *p) {
-    return decode(p, 1);
+    return decode(p, 0, 1, NULL);
+}
+
+/* The same step, recorded once: without the time that its launches take the host. */
+static nsa_status run_decode_graph(problem *p) {
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    if (p->step) return cudaGraphLaunch(p->step, NULL) == cudaSuccess ? NSA_OK : NSA_ERROR_CUDA;
+    demand(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess, "a stream");
+    demand(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess,
+           "a recording");
+    nsa_status s = decode(p, 0, 1, stream);
+    demand(cudaStreamEndCapture(stream, &graph) == cudaSuccess &&
+               cudaGraphInstantiate(&p->step, graph, 0) == cudaSuccess,
+           "a graph");
+    demand(cudaGraphDestroy(graph) == cudaSuccess && cudaStreamDestroy(stream) == cudaSuccess,
+           "a graph's end");
+    return s;
 }
 
 enum work { WORK_NONE, WORK_CMP, WORK_SLC, WORK_WIN, WORK_NSA, WORK_DENSE, WORK_SELECT };
@@ -243,7 +270,8 @@ static const struct {
             {"win", "bwd", run_win_backward, WORK_WIN},
             {"nsa", "bwd", run_nsa_backward, WORK_NSA},
             {"dense", "bwd", run_dense_backward, WORK_DENSE},
-            {"decode", "step", run_decode, WORK_NONE}};
+            {"decode", "step", run_decode, WORK_NONE},
+            {"decode", "graph", run_decode_graph, WORK_NONE}};
 
 /* Query-key pairs over all query heads; of slc as many blocks as there are, up to the list's
    width. */
@@ -282,21 +310,27 @@ static int by_size(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* The median of up to 50 runs, or as many as half a second holds; `spread`: max over min. */
+/* The median of up to 50 runs, or as many as half a second holds, three at least; up to three more
+   come before, one if it takes long. `spread`: max over min. */
 static float milliseconds(run *call, problem *p, float *spread) {
-    enum { RUNS = 50, WARM = 3 };
+    enum { RUNS = 50, LEAST = 3, WARM = 3, LONG = 100 };
     float ms[RUNS], all = 0;
     int n = 0;
-    cudaEvent_t begin, end; /* RUNS and WARM steps of decoding fit the cache */
+    cudaEvent_t begin, end; /* twice RUNS and WARM steps of decoding fit the cache */
     demand(cudaEventCreate(&begin) == cudaSuccess && cudaEventCreate(&end) == cudaSuccess, "event");
-    for (int i = 0; i < WARM; i++) demand(call(p) == NSA_OK, "a call");
-    while (n < RUNS && (n < 5 || all < 500)) {
-        cudaEventRecord(begin, NULL);
+    for (int warm = WARM; n < RUNS && (n < LEAST || all < 500);) {
+        float one = 0;
+        demand(cudaEventRecord(begin, NULL) == cudaSuccess, "event");
         demand(call(p) == NSA_OK, "a call");
-        cudaEventRecord(end, NULL);
+        demand(cudaEventRecord(end, NULL) == cudaSuccess, "event");
         demand(cudaEventSynchronize(end) == cudaSuccess, "a kernel");
-        cudaEventElapsedTime(&ms[n], begin, end);
-        all += ms[n++];
+        demand(cudaEventElapsedTime(&one, begin, end) == cudaSuccess, "event");
+        if (warm > 0) {
+            warm = one < LONG ? warm - 1 : 0;
+            continue;
+        }
+        ms[n++] = one;
+        all += one;
     }
     cudaEventDestroy(begin);
     cudaEventDestroy(end);
@@ -348,6 +382,7 @@ static void report_row(report *r, const nsa_desc *d, int i, float ms, float spre
                 (double)spread, flops / (double)ms * 1e-9);
     else
         fprintf(r->json, "\"ms\": null, \"spread\": null, \"tflops\": null}");
+    fflush(r->json); /* what a run that is cut short has measured is told */
 }
 
 static void measure(report *r, const shape *s, int tokens, int count_only) {
@@ -362,6 +397,11 @@ static void measure(report *r, const shape *s, int tokens, int count_only) {
         report_row(r, &d, i, ms, spread);
     }
     if (!count_only) problem_free(&p);
+}
+
+/* What tells most goes first: the first shape at two lengths. */
+static int is_quick(int s, int t) {
+    return s == 0 && (tokens_of[t] == 8192 || tokens_of[t] == 65536);
 }
 
 int main(int argc, char **argv) {
@@ -387,10 +427,10 @@ int main(int argc, char **argv) {
     double copy = count_only ? 0 : copy_rate();
     if (r.json) fprintf(r.json, "{\"copy_gbs\": %.5g, \"rows\": [", copy);
     printf("a copy: %.0f GB/s\n", copy);
-    for (int s = 0; s < COUNT(shapes); s += quick ? COUNT(shapes) : 1)
-        for (int t = 0; t < COUNT(tokens_of); t++)
-            if (!quick || tokens_of[t] == 8192 || tokens_of[t] == 65536)
-                measure(&r, &shapes[s], tokens_of[t], count_only);
+    for (int rest = 0; rest < 2 - quick; rest++)
+        for (int s = 0; s < COUNT(shapes); s++)
+            for (int t = 0; t < COUNT(tokens_of); t++)
+                if (is_quick(s, t) != rest) measure(&r, &shapes[s], tokens_of[t], count_only);
     if (r.json) fprintf(r.json, "\n]}\n");
     return r.json && fclose(r.json) ? 1 : 0;
 }

@@ -17,17 +17,20 @@ QUICK_TOKENS = [8192, 65536]
 
 
 def milliseconds(torch, call):
-    """The median of up to 50 runs, or as many as half a second holds, after three."""
-    times = []
-    for _ in range(3):
-        call()
-    while len(times) < 50 and (len(times) < 5 or sum(times) < 500):
+    """As bench_gpu.c: the median of up to 50 runs, or as many as half a second holds, three at least,
+    after up to three more, one if it takes long."""
+    times, warm = [], 3
+    while len(times) < 50 and (len(times) < 3 or sum(times) < 500):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
+        one = begin.elapsed_time(end)
+        if warm:
+            warm = warm - 1 if one < 100 else 0
+        else:
+            times.append(one)
     return statistics.median(times)
 
 
@@ -106,9 +109,17 @@ def main():
     options.add_argument("--dry-run", action="store_true", help="rows without times; needs no GPU")
     given = options.parse_args()
     report = {"torch": None, "product_tflops": None, "rows": []}
-    shapes, lengths = (SHAPES[:1], QUICK_TOKENS) if given.quick else (SHAPES, TOKENS)
+    quick = [(SHAPES[0], t) for t in QUICK_TOKENS]
+    every = [(s, t) for s in SHAPES for t in TOKENS]
+    cases = quick if given.quick else quick + [case for case in every if case not in quick]
+
+    def write():
+        """After each row, so that a run which is cut short tells what it has measured."""
+        if given.json:
+            given.json.write_text(json.dumps(report, indent=1) + "\n")
+
     try:
-        import torch
+        import torch.nn.attention
     except ImportError as error:
         torch, reason = None, str(error)
     if torch is not None and not given.dry_run and not torch.cuda.is_available():
@@ -117,17 +128,15 @@ def main():
     if given.dry_run:
         torch, reason = None, "dry run"
     if torch is None:
-        report["rows"] = [row_of(peer, s, t, "fwd", None, reason) for s in shapes for t in lengths
+        report["rows"] = [row_of(peer, s, t, "fwd", None, reason) for s, t in cases
                           for peer in ("torch flash", "torch cudnn", "fla nsa")]
     else:
         report.update(torch=torch.__version__, product_tflops=product_tflops(torch))
-        for peer, make in peers_of(torch).items():
-            for shape in shapes:
-                for tokens in lengths:
-                    report["rows"] += measure(torch, peer, make, shape, tokens)
-    text = json.dumps(report, indent=1) + "\n"
-    if given.json:
-        given.json.write_text(text)
+        for shape, tokens in cases:
+            for peer, make in peers_of(torch).items():
+                report["rows"] += measure(torch, peer, make, shape, tokens)
+                write()
+    write()
     measured = sum(row["ms"] is not None for row in report["rows"])
     print(f"{len(report['rows'])} rows, {measured} measured")
     return 0
