@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""tests/gpu/run without a GPU: its commands are stand-ins that pass, fail, hang or are cut short, and
+what the report must still tell is looked for.
+
+usage: test_run.py WORK_FOLDER
+"""
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+RUN = pathlib.Path(__file__).resolve().parent / "run"
+STANDINS = {
+    "nvidia-smi": "echo 'A GPU, 9.0, 1.0'",
+    "compute-sanitizer": 'while [ "${1#/}" = "$1" ]; do shift; done; exec "$@"',
+    # makes the programs: each says what it was asked; some misbehave
+    "cmake": """[ "$1" = --build ] || exit 0
+mkdir -p "$2/bin" && cd "$2/bin"
+for name in attention decode attend_slc attend_cmp attend_win attend_dense select_blocks compress gate \\
+    rope block_index; do
+    echo "#!/bin/sh
+echo $name \\$* \\$NSA_TEST_GRAPH" >gpu_$name
+done
+cp "$HERE/fails" gpu_rope
+cp "$HERE/hangs" gpu_gate
+cp "$HERE/is_cut_short" bench_gpu
+chmod +x *""",
+    "fails": 'echo FIRST; i=0; while [ $i -lt 4000 ]; do echo "a line of many"; i=$((i + 1)); done\n'
+             "echo LAST; exit 3",
+    "hangs": 'trap "echo at case 7; exit 1" TERM; while :; do sleep 0.1; done',
+    "is_cut_short": """printf '{"copy_gbs": 1, "rows": [\\n {"ms": 2}' >"$2"
+trap "exit 1" TERM; while :; do sleep 0.1; done""",
+}
+failures = []
+
+
+def check(ok, what):
+    if not ok:
+        failures.append(what)
+        print(f"FAIL: {what}")
+
+
+def run(work, *words, path="bin"):
+    """The exit status, and the rows of the report by name."""
+    environment = {**os.environ, "PATH": f"{work / path}:{os.environ['PATH']}", "HERE": str(work / "bin")}
+    done = subprocess.run([sys.executable, RUN, "--build", work / "build", "--jobs", "4", *words],
+                          env=environment, text=True, stdout=subprocess.PIPE, timeout=120)
+    file = work / "build" / "gpu.json"
+    report = json.loads(file.read_text()) if file.exists() else {"rows": [], "failed": []}
+    return done.returncode, {row["name"]: row for row in report["rows"]}, report["failed"]
+
+
+def main():
+    work = pathlib.Path(sys.argv[1]).resolve()
+    shutil.rmtree(work, ignore_errors=True)
+    (work / "bin").mkdir(parents=True)
+    (work / "none").mkdir()
+    for name, text in STANDINS.items():
+        (work / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (work / "bin" / name).chmod(0o755)
+    (work / "none" / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (work / "none" / "nvidia-smi").chmod(0o755)
+
+    status, rows, failed = run(work, path="none")
+    check(status == 77 and not rows, "without a GPU it is skipped")
+
+    status, rows, failed = run(work, "--only", "test,peers", "--minutes", "0.06")
+    check(status == 1 and sorted(failed) == ["peers", "test gate", "test rope"], f"failed: {failed}")
+    check(rows["test decode"]["tail"] == "decode 3\n", f"of decode: {rows['test decode']}")
+    tail = rows["test rope"]["tail"]
+    check(rows["test rope"]["status"] == 3 and len(tail) < 33000, "how the failing one ended")
+    check(tail.startswith("FIRST") and "characters left out" in tail and tail.endswith("LAST\n"),
+          "begin and end of what the failing one said")
+    tail = rows["test gate"]["tail"]
+    check(rows["test gate"]["status"] == 124 and "at case 7" in tail and "no end after" in tail,
+          f"where the one that hangs was: {tail}")
+    check("not begun" in rows["peers"]["tail"], "what there was no time for")
+
+    status, rows, failed = run(work, "--only", "bench", "--minutes", "0.03")
+    check(status == 1 and rows["bench"]["result"] == {"copy_gbs": 1, "rows": [{"ms": 2}]},
+          f"what a bench had measured when it was ended: {rows['bench']}")
+
+    for name in ("fails", "hangs"):
+        (work / "bin" / name).write_text("#!/bin/sh\necho $*\n")
+    status, rows, failed = run(work, "--only", "graph,sanitizer")
+    check(status == 0 and not failed, f"all pass: {failed}")
+    check(len(rows) == 2 + 12 + 44, f"{len(rows)} steps")
+    check(rows["graph attention"]["tail"] == "attention quick 1\n", "a graph is asked for")
+    check(rows["racecheck decode"]["tail"] == "decode short\n", f"{rows['racecheck decode']}")
+    print(f"test_run: {len(failures)} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
