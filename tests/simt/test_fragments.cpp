@@ -173,6 +173,43 @@ template <typename T> static void test_values() {
             }
 }
 
+static __global__ void approximations_kernel(const float *x, float *ex2, float *lg2) {
+    ex2[threadIdx.x] = nsa__ex2(x[threadIdx.x]);
+    lg2[threadIdx.x] = nsa__log2(x[threadIdx.x]);
+}
+
+/* NSA_SIMT_ROUNDING=device: sums lose what lies 24 bits below their largest term, which exact ones do
+   not feel; ex2 and lg2 err, but by no more than the PTX manual allows. */
+static void test_coarse() {
+    std::vector<__nv_bfloat16> a(256, __nv_bfloat16(0.0f)), b(128, __nv_bfloat16(0.0f));
+    a[0] = __nv_bfloat16(1.5f), b[0] = __nv_bfloat16(0.5f);
+    const device_array<__nv_bfloat16> da(a), db(b);
+    const device_array<float> dc(std::vector<float>(128, 8388608.0f));
+    device_array<float> sum(128), ex2(64), lg2(64);
+    std::vector<float> x(64);
+    for (size_t i = 0; i < 64; i++) x[i] = 1.0f + 0.37f * static_cast<float>(i);
+    const device_array<float> dx(x);
+    int off = 0, beyond = 0;
+    for (int coarse = 0; coarse < 2; coarse++) {
+        simt::config().coarse = coarse != 0;
+        EXPECT(NSA_LAUNCH(mma_kernel<__nv_bfloat16>, 1, 32, 0, nullptr, da.data, db.data, dc.data,
+                          sum.data, 1) == cudaSuccess);
+        EXPECT_EQUAL(sum.read()[0], coarse ? 8388608.0f : 8388609.0f);
+        test_mma<__nv_bfloat16>();
+    }
+    EXPECT(NSA_LAUNCH(approximations_kernel, 1, 64, 0, nullptr, dx.data, ex2.data, lg2.data) ==
+           cudaSuccess);
+    for (size_t i = 0; i < 64; i++) {
+        const double error = fabs(double(ex2.read()[i]) / exp2(double(x[i])) - 1),
+                     error2 = fabs(double(lg2.read()[i]) - log2(double(x[i])));
+        off += (error > 0x1p-24) + (error2 > 0x1p-24 * fmax(1, log2(double(x[i]))));
+        beyond += error > 0x1.8p-22 || error2 > 0x1.8p-22 * fmax(1, log2(double(x[i])));
+    }
+    simt::config().coarse = false;
+    EXPECT(off > 32);
+    EXPECT_EQUAL(beyond, 0);
+}
+
 int main() {
     test_mma<__nv_bfloat16>();
     test_mma<__half>();
@@ -180,5 +217,6 @@ int main() {
     test_values<__half>();
     test_ldmatrix();
     test_conflicts();
+    test_coarse();
     return expect_result("test_fragments");
 }

@@ -19,6 +19,7 @@ struct settings {
     bool early;       /* asynchronous copies land when they are issued, not when waited for */
     unsigned preempt; /* checker only: one access in so many yields; 0: never */
     int architecture; /* 80, 86, 89, 90, 100 or 120: the limits that launches are held to */
+    bool coarse;      /* tensor cores cut sums off, ex2 and lg2 err, as far as a device's may */
     bool quiet;       /* no report on stderr: for tests that plant a fault */
 };
 settings &config();

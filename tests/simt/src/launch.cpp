@@ -43,9 +43,11 @@ int environment_word(const char *name, const char *const *words) {
 settings from_environment() {
     static const char *const orders[] = {"in_order", "reversed", "random", nullptr};
     static const char *const landings[] = {"late", "early", nullptr};
+    static const char *const roundings[] = {"nearest", "device", nullptr};
     settings s = {};
     s.schedule = static_cast<order>(environment_word("NSA_SIMT_SCHEDULE", orders));
     s.early = environment_word("NSA_SIMT_ASYNC", landings) == 1;
+    s.coarse = environment_word("NSA_SIMT_ROUNDING", roundings) == 1;
     s.seed = environment_number("NSA_SIMT_SEED", 1);
     s.preempt = static_cast<unsigned>(environment_number("NSA_SIMT_PREEMPT", 0));
     s.architecture = static_cast<int>(environment_number("NSA_SIMT_ARCH", 90));

@@ -1,4 +1,5 @@
-/* numbers.h: 16-bit floats as bits, made wide. Twin: the tensor cores' input conversion.
+/* numbers.h: 16-bit floats as bits, made wide; sums as tensor cores may cut them off. Twin: what
+   tensor cores do with single numbers.
    Not here: the way back, which is cuda_bf16.h's and cuda_fp16.h's. */
 #ifndef SIMT_NUMBERS_H
 #define SIMT_NUMBERS_H
@@ -18,6 +19,35 @@ inline float from_f16(unsigned bits) {
     if (exponent) return from_bits<float>(sign | (exponent + 112) << 23 | fraction << 13);
     const float small = static_cast<float>(fraction) * (1.0f / 16777216.0f);
     return sign ? -small : small;
+}
+
+/* c + the products, as a tensor core with short sums adds them: every term, and the sum, is cut off
+   to the 24 bits below the exponent of the largest. Devices were found to keep a bit or two more
+   (Fasi, Higham, Mikaitis, Pranesh: Numerical behavior of NVIDIA tensor cores, 2021). */
+inline float coarse_sum(float c, const float (&products)[16]) {
+    float plain = c, largest = fabsf(c);
+    for (const float x : products) {
+        plain += x;
+        largest = fmaxf(largest, fabsf(x));
+    }
+    if (!(fabsf(plain) < INFINITY) || largest == 0) return plain;
+    const double unit = ldexp(1.0, ilogbf(largest) - 23);
+    double sum = trunc(static_cast<double>(c) / unit);
+    for (const float x : products) sum += trunc(static_cast<double>(x) / unit);
+    const float rounded = static_cast<float>(sum);
+    const bool outward = fabs(static_cast<double>(rounded)) > fabs(sum);
+    return static_cast<float>(static_cast<double>(outward ? nextafterf(rounded, 0) : rounded) *
+                              unit);
+}
+
+/* A row of a product: c[column] += a b[.][column]. */
+template <int N>
+void add_coarsely(float *c, const float (&a)[16], const float (&b)[16][N], int columns) {
+    for (int column = 0; column < columns; column++) {
+        float products[16];
+        for (int k = 0; k < 16; k++) products[k] = a[k] * b[k][column];
+        c[column] = coarse_sum(c[column], products);
+    }
 }
 
 } // namespace simt

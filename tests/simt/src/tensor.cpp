@@ -1,7 +1,8 @@
 /* tensor.cpp: ldmatrix and mma.sync on 16-bit values, and the approximate functions beside them.
    Twin: sm_80's tensor cores; the fragment layouts are those of the PTX manual, which
    test_fragments.cpp checks one by one. Not here: wgmma (wgmma.cpp).
-   Sums are plain f32 in the order of k; a device's order and rounding differ. */
+   Sums are plain f32 in the order of k; a device's order and rounding differ, for which there is
+   NSA_SIMT_ROUNDING=device. */
 #include "checker.h"
 #include "machine.h"
 #include "memory.h"
@@ -32,9 +33,12 @@ template <float convert(unsigned)> void mma_all(const warp &w, uint32_t) {
                 b[2 * i + h + 8 * r][g] = convert(m.b[r] >> (16 * h) & 0xffffu);
         for (int r = 0; r < 4; r++) c[g + 8 * (r >> 1)][2 * i + (r & 1)] = m.c[r];
     }
-    for (int row = 0; row < 16; row++)
-        for (int k = 0; k < 16; k++)
+    const bool coarse = config().coarse;
+    for (int row = 0; row < 16; row++) {
+        if (coarse) add_coarsely(c[row], a[row], b, 8);
+        for (int k = 0; k < 16 && !coarse; k++)
             for (int column = 0; column < 8; column++) c[row][column] += a[row][k] * b[k][column];
+    }
     for (int lane = 0; lane < 32; lane++) {
         const mma_argument &m = *static_cast<mma_argument *>(lane_of(w, lane).argument);
         const int g = lane / 4, i = lane % 4;
@@ -90,6 +94,12 @@ void ldmatrix_all(const warp &w, uint32_t) {
     the.counted.ldmatrix++;
 }
 
+/* In -1 .. 1, by the bits of x alone: which way a function errs there, and how far. */
+float error_at(float x) {
+    const uint32_t mixed = static_cast<uint32_t>(to_bits(x)) * 2654435769u;
+    return static_cast<float>(static_cast<int32_t>(mixed ^ mixed >> 15)) * 0x1p-31f;
+}
+
 } // namespace
 
 void ldmatrix_x4(uint32_t *r, const void *row, bool transposed, site at) {
@@ -123,12 +133,15 @@ void pack_f16(uint32_t *r, float low, float high, site) {
 }
 
 void exp2_approx(float *y, float x, site) {
-    const float exact = exp2f(x);
+    float exact = exp2f(x);
+    if (config().coarse && x != 0) exact *= 1 + 0x1p-22f * error_at(x);
     *y = fabsf(exact) < 1.17549435e-38f ? 0.0f : exact; /* .ftz */
 }
 
 void log2_approx(float *y, float x, site) {
     *y = log2f(fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x);
+    if (config().coarse && x != 1 && fabsf(*y) < INFINITY)
+        *y += 0x1p-22f * fmaxf(fabsf(*y), 1.0f) * error_at(x);
 }
 
 } // namespace simt

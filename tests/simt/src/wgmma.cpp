@@ -7,6 +7,7 @@
    held. */
 #include "async.h"
 #include "checker.h"
+#include "machine.h"
 #include "memory.h"
 #include "numbers.h"
 
@@ -118,9 +119,12 @@ void carry_out(const product &p, int rank) {
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < r.n / 2; i++)
             c[row_of(lane, i)][column_of(lane, i)] = r.accumulate ? p.c[lane][i] : 0.0f;
-    for (int row = 0; row < 16; row++)
-        for (int k = 0; k < 16; k++)
+    const bool coarse = config().coarse;
+    for (int row = 0; row < 16; row++) {
+        if (coarse) add_coarsely(c[row], a[row], b, r.n);
+        for (int k = 0; k < 16 && !coarse; k++)
             for (int n = 0; n < r.n; n++) c[row][n] += a[row][k] * b[k][n];
+    }
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < r.n / 2; i++) p.c[lane][i] = c[row_of(lane, i)][column_of(lane, i)];
 }
