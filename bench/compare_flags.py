@@ -34,7 +34,7 @@ def run(folder, program):
 
 
 def main(arguments):
-    if len(arguments) != 1:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
         raise SystemExit(__doc__)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)

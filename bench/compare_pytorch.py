@@ -31,7 +31,7 @@ def milliseconds(torch, row):
 
 
 def main(arguments):
-    if len(arguments) != 1:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
         raise SystemExit(__doc__)
     try:
         import torch

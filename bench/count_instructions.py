@@ -22,7 +22,8 @@ def output(*command):
 
 
 def main(arguments):
-    if len(arguments) not in (1, 3) or (len(arguments) == 3 and arguments[1] != "--json"):
+    json_wanted = arguments[1:2] == ["--json"] and len(arguments) == 3
+    if not (json_wanted or len(arguments) == 1) or arguments[0].startswith("-"):
         raise SystemExit(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         pairs = output("valgrind", "-q", "--tool=callgrind",
@@ -40,7 +41,7 @@ def main(arguments):
                          "million_instructions": round(instructions / 1e6, 2),
                          "per_pair": per_pair and round(per_pair, 2)})
             print(f"{branch:6} {direction} {instructions / 1e6:9.2f} million")
-    if len(arguments) == 3:
+    if json_wanted:
         report = {"machine": "valgrind, AVX2 tiles, " + output("cc", "--version").split("\n")[0],
                   "date": output("date", "-u", "+%Y-%m-%d").strip(),
                   "commit": output("git", "describe", "--always", "--dirty", "--exclude=*").strip(),
