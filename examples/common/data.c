@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "clock.h"
+#include "signals.h"
 #include "source.h"
 
 enum { DEPTH = 4, TIMES = 1024, PARTING_SECONDS = 2, LOOKS_A_SECOND = 5 };
@@ -265,9 +266,7 @@ static bool start_thread(data *d, fault *f) {
     if (pipe(d->cancel)) return fault_errno(f, "the loader needs a pipe");
     clock_condition(&d->changed);
     pthread_mutex_init(&d->lock, NULL);
-    errno = pthread_create(&d->thread, NULL, run, d);
-    if (!errno) return true;
-    fault_errno(f, "the loader needs a thread");
+    if (signals_start_thread(&d->thread, run, d, "reads the data", f)) return true;
     pthread_cond_destroy(&d->changed);
     pthread_mutex_destroy(&d->lock);
     close(d->cancel[0]);

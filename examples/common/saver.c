@@ -3,11 +3,11 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "clock.h"
+#include "signals.h"
 
 enum { LIMIT_S = 3600 }; /* for a disk that answers no more */
 
@@ -47,17 +47,10 @@ static void *work(void *user) {
     return NULL;
 }
 
-/* Signals are for the training thread. */
 static bool start_thread(saver *s, fault *f) {
-    sigset_t all, before;
     clock_condition(&s->changed);
     pthread_mutex_init(&s->lock, NULL);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&s->thread, NULL, work, s);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return !error ||
-           fault_set(f, "cannot start the thread that writes checkpoints: %s", strerror(error));
+    return signals_start_thread(&s->thread, work, s, "writes checkpoints", f);
 }
 
 /* The same lists of tensors, in memory of their own. */

@@ -1,8 +1,8 @@
 /* signals.c - see signals.h. */
 #include "signals.h"
 
+#include <errno.h>
 #include <signal.h>
-#include <stdbool.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -48,9 +48,10 @@ static void handle(int number, void (*handler)(int), int flags) {
     sigaction(number, &a, NULL);
 }
 
+static const int fatal[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGQUIT, SIGXCPU};
+
 void signals_install(void (*last)(int number)) {
     static const int polite[] = {SIGTERM, SIGINT, SIGHUP};
-    static const int fatal[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGQUIT, SIGXCPU};
     stack_t stack = {.ss_sp = other_stack, .ss_size = sizeof other_stack};
     last_words = last;
     sigaltstack(&stack, NULL);
@@ -69,4 +70,16 @@ void signals_ask(int number) {
 
 int signals_stop_requested(void) {
     return __atomic_load_n(&requested, __ATOMIC_RELAXED);
+}
+
+bool signals_start_thread(pthread_t *thread, void *(*run)(void *), void *user, const char *what,
+                          fault *f) {
+    sigset_t most, before;
+    sigfillset(&most);
+    for (size_t i = 0; i < sizeof fatal / sizeof fatal[0]; i++) sigdelset(&most, fatal[i]);
+    pthread_sigmask(SIG_SETMASK, &most, &before);
+    errno = pthread_create(thread, NULL, run, user);
+    bool ok = !errno || fault_errno(f, "cannot start the thread that %s", what);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return ok;
 }

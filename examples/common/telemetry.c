@@ -213,17 +213,10 @@ static void *watch(void *user) {
     return NULL;
 }
 
-/* Signals are for the training thread. */
 static bool start_watch(telemetry *t, fault *f) {
-    sigset_t all, before;
     clock_condition(&t->changed);
     pthread_mutex_init(&t->lock, NULL);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&t->thread, NULL, watch, t);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return !error ||
-           fault_set(f, "cannot start the thread that watches the run: %s", strerror(error));
+    return signals_start_thread(&t->thread, watch, t, "watches the run", f);
 }
 
 static void stop_watch(telemetry *t) {
