@@ -35,6 +35,7 @@ typedef struct problem {
     nsa_desc d;
     nsa_attention x, dx;
     nsa_attend dense, ddense;
+    nsa_tensor near; /* block lists that neighbours share */
     nsa_cache cache;
     cudaGraphExec_t step; /* of decoding, once it is recorded */
     void *workspace, *owned[OWNED];
@@ -101,6 +102,7 @@ static void problem_views(problem *p) {
     x->v_cmp = mean_of(v, take(p, NSA_BF16, cmp, Hk, d->dim_v, 0), d->dim_v);
     x->gates = take(p, NSA_BF16, T, H, 3, 4);
     x->blocks = take(p, NSA_I32, T, Hk, nsa_block_list_width(d), 0);
+    p->near = take(p, NSA_I32, T, Hk, nsa_block_list_width(d), 0);
     nsa_tensor *outs[] = {&x->out_cmp, &x->out_slc, &x->out_win, &x->out, &p->dense.out};
     nsa_tensor *lses[] = {&x->lse_cmp, &x->lse_slc, &x->lse_win, &p->dense.lse};
     for (int i = 0; i < COUNT(outs); i++) *outs[i] = take(p, NSA_BF16, T, H, d->dim_v, 0);
@@ -153,6 +155,21 @@ static void problem_make(problem *p, const shape *s, int tokens) {
     for (int t = 0; t < tokens; t += CHUNK) demand(decode(p, t, CHUNK, NULL) == NSA_OK, "a chunk");
 }
 
+/* Once blocks are selected: the queries of a block all get the first one's list. Random rows select at
+   random; trained models are somewhere between the two. */
+static void problem_near(problem *p) {
+    const size_t row = (size_t)p->near.token * sizeof(int32_t);
+    const char *from = p->x.blocks.data;
+    char *to = p->near.data;
+    for (int t = 0; t < p->d.slc_block && t < p->d.tokens; t++) {
+        const size_t apart = row * (size_t)p->d.slc_block;
+        const size_t blocks = (size_t)((p->d.tokens - 1 - t) / p->d.slc_block + 1);
+        demand(cudaMemcpy2D(to + row * (size_t)t, apart, from, apart, row, blocks,
+                            cudaMemcpyDeviceToDevice) == cudaSuccess,
+               "cudaMemcpy2D");
+    }
+}
+
 static void problem_free(problem *p) {
     if (p->step) demand(cudaGraphExecDestroy(p->step) == cudaSuccess, "cudaGraphExecDestroy");
     for (int i = 0; i < p->owns; i++) demand(cudaFree(p->owned[i]) == cudaSuccess, "cudaFree");
@@ -194,6 +211,11 @@ static nsa_status run_slc(problem *p) {
     nsa_attend x = slc_of(&p->x);
     return nsa_cuda_attend_slc_forward(&x, &p->d, p->workspace, p->bytes, NULL);
 }
+static nsa_status run_slc_near(problem *p) {
+    nsa_attend x = slc_of(&p->x);
+    x.blocks = p->near;
+    return nsa_cuda_attend_slc_forward(&x, &p->d, p->workspace, p->bytes, NULL);
+}
 static nsa_status run_win(problem *p) {
     nsa_attend x = win_of(&p->x);
     return nsa_cuda_attend_win_forward(&x, &p->d, p->workspace, p->bytes, NULL);
@@ -211,6 +233,11 @@ static nsa_status run_dense(problem *p) {
 /* A branch's backward adds to the gradients of dense attention, which have its shape. */
 static nsa_status run_slc_backward(problem *p) {
     nsa_attend x = slc_of(&p->x);
+    return nsa_cuda_attend_slc_backward(&p->ddense, &x, &p->d, p->workspace, p->bytes, NULL);
+}
+static nsa_status run_slc_near_backward(problem *p) {
+    nsa_attend x = slc_of(&p->x);
+    x.blocks = p->near;
     return nsa_cuda_attend_slc_backward(&p->ddense, &x, &p->d, p->workspace, p->bytes, NULL);
 }
 static nsa_status run_win_backward(problem *p) {
@@ -261,12 +288,14 @@ static const struct {
             {"cmp", "fwd", run_cmp, WORK_CMP},
             {"select", "fwd", run_select, WORK_SELECT},
             {"slc", "fwd", run_slc, WORK_SLC},
+            {"slc_near", "fwd", run_slc_near, WORK_SLC},
             {"win", "fwd", run_win, WORK_WIN},
             {"gate", "fwd", run_gate, WORK_NONE},
             {"nsa", "fwd", run_nsa, WORK_NSA},
             {"dense", "fwd", run_dense, WORK_DENSE},
             {"cmp", "bwd", run_cmp_backward, WORK_CMP},
             {"slc", "bwd", run_slc_backward, WORK_SLC},
+            {"slc_near", "bwd", run_slc_near_backward, WORK_SLC},
             {"win", "bwd", run_win_backward, WORK_WIN},
             {"nsa", "bwd", run_nsa_backward, WORK_NSA},
             {"dense", "bwd", run_dense_backward, WORK_DENSE},
@@ -391,6 +420,7 @@ static void measure(report *r, const shape *s, int tokens, int count_only) {
     if (!count_only) {
         problem_make(&p, s, tokens);
         demand(run_nsa(&p) == NSA_OK && run_dense(&p) == NSA_OK, "the whole");
+        problem_near(&p);
     }
     for (int i = 0; i < COUNT(rows); i++) {
         float spread = 0, ms = count_only ? 0 : milliseconds(rows[i].run, &p, &spread);
