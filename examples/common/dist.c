@@ -21,7 +21,8 @@ dist dist_alone(void) {
     return d;
 }
 
-int dist_announced(const char **launcher) {
+/* How many processes a launcher says that it has started (1: none says so), and its name. */
+static int announced_processes(const char **launcher) {
     static const struct {
         const char *variable, *launcher;
     } known[] = {{"OMPI_COMM_WORLD_SIZE", "mpirun"},
@@ -38,7 +39,7 @@ int dist_announced(const char **launcher) {
 static bool check_launch(const dist *d, const config *c, fault *f) {
     const config_runtime *r = &c->runtime;
     const char *launcher, *how = d->link ? d->link->launcher : "mpirun -n N (a build with MPI)";
-    int announced = dist_announced(&launcher);
+    int announced = announced_processes(&launcher);
     if (announced > 1 && !d->link)
         return fault_set(f, "%s has started %d processes, but this program was built without MPI",
                          launcher, announced);

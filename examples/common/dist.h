@@ -57,9 +57,6 @@ void dist_close(dist *d);
 /* After one that did not: tells the others why, if they did not tell us, and ends all. */
 void dist_end(dist *d, const char *why, int code);
 
-/* How many processes a launcher says that it has started (1: none says so), and its name. */
-int dist_announced(const char **launcher);
-
 /* What the flat arrays must be a multiple of, and the memory that buckets take, and on rank 0 all
    moments while a checkpoint is written. */
 int64_t dist_multiple(const dist *d);

@@ -100,7 +100,8 @@ static void add_phi(builder *b, int *slots, const char *const names[PHI_TENSORS]
     }
 }
 
-static void add_gate(builder *b, int *slots) {
+/* What sparse attention has and dense has not: phi of k and of v, and the gate. */
+static void add_phi_and_gate(builder *b, int *slots) {
     static const char *const k_names[] = {"attn.phi_k.pos", "attn.phi_k.w1", "attn.phi_k.b1",
                                           "attn.phi_k.w2", NULL};
     static const char *const v_names[] = {"attn.phi_v.pos", "attn.phi_v.w1", "attn.phi_v.b1",
@@ -122,7 +123,7 @@ static void add_layer(builder *b, int layer, int *slots) {
     for (int s = 0; s < SLOTS; s++) slots[s] = -1;
     slots[NORM1] = add_constant(b, "norm1.weight", c->dim, 1);
     slots[W_QKV] = add_projections(b);
-    if (!c->full) add_gate(b, slots);
+    if (!c->full) add_phi_and_gate(b, slots);
     slots[W_OUT] =
         add_matrix(b, "attn.out.weight", c->dim, (int64_t)c->n_heads * c->d_v, residual_std);
     slots[NORM2] = add_constant(b, "norm2.weight", c->dim, 1);

@@ -50,23 +50,42 @@ static void test_counts(const ops *o) {
 
 /* Matrices begin with deviation 0.02; what is added to the residual stream, twice a layer, with
    less. */
-static void test_initial_values(const ops *o) {
+/* What begins as a constant: norms as 1, conv as the mean, biases as 0. */
+static void check_constant(const param *p, const real *values, const model_config *c) {
+    double want = strstr(p->name, "norm") ? 1 : strstr(p->name, ".w1") ? 1.0 / c->l : 0;
+    for (int64_t e = 0; e < p->count; e++)
+        if (!CHECK(values[e] == (real)want, "%s: %g, not %g", p->name, (double)values[e], want))
+            return;
+}
+
+static void test_initial_values(const ops *o, nsa_phi phi) {
     enum { LAYERS = 8 };
     model_config c = small(LAYERS);
     model m;
-    check_case("initial values");
+    c.phi = phi;
+    check_case("initial values, phi %d", (int)phi);
     if (!open_model(&m, &c, 1, TOKENS, false, o)) return;
     for (int i = 0; i < m.params.length; i++) {
         const param *p = &m.params.list[i];
+        const real *values = m.params.value + p->offset;
         bool residual = strstr(p->name, "attn.out.") || strstr(p->name, "mlp.fc2.");
-        double want = residual ? 0.02 / sqrt(2.0 * LAYERS) : 0.02, squares = 0;
-        if (p->init_std == 0 || strstr(p->name, "gate.fc2") || p->count < 1000) continue;
-        for (int64_t e = 0; e < p->count; e++)
-            squares += pow((double)m.params.value[p->offset + e], 2);
+        bool is_w = strstr(p->name, "phi_") && strstr(p->name, ".w"); /* of a network */
+        double width = strstr(p->name, "phi_k") ? c.d_k : c.d_v;
+        double want = residual ? 0.02 / sqrt(2.0 * LAYERS)
+                      : !is_w  ? 0.02
+                               : 1 / sqrt(strstr(p->name, ".w1") ? c.l * width : width);
+        double squares = 0;
+        if (p->init_std == 0) {
+            check_constant(p, values, &c);
+            continue;
+        }
+        for (int64_t e = 0; e < p->count; e++) squares += pow((double)values[e], 2);
         double got = sqrt(squares / (double)p->count);
-        /* five deviations of an estimate from so many numbers */
-        CHECK(fabs(got / want - 1) < 5 / sqrt(2 * (double)p->count), "%s: deviation %g, not %g",
-              p->name, got, want);
+        if (strstr(p->name, "gate.fc2"))
+            CHECK(got > 0 && got < 0.02, "%s: deviation %g, not small", p->name, got);
+        else /* five deviations of an estimate from so many numbers */
+            CHECK(fabs(got / want - 1) < 5 / sqrt(2 * (double)p->count), "%s: deviation %g, not %g",
+                  p->name, got, want);
     }
     model_close(&m);
 }
@@ -370,7 +389,7 @@ int main(int argc, char **argv) {
     ops o = open_ops(1);
     random_tokens(tokens, labels, BATCH, TOKENS, VOCAB, 0);
     test_counts(&o);
-    test_initial_values(&o);
+    for (int phi = NSA_PHI_MEAN; phi <= NSA_PHI_MLP; phi++) test_initial_values(&o, (nsa_phi)phi);
     test_nonzero_gradients(&o);
     ops bf16 = open_ops(1), f16 = open_ops(1);
     ops_cpu_narrow(&bf16, NSA_BF16);
