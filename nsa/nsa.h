@@ -46,15 +46,15 @@
    reads keys through three branches, each a softmax attention over few keys, and a gate adds the
    three up:
 
-     compress  k_cmp[i] = phi(k[i d .. i d + l)), v_cmp likewise       Eq. 7    nsa_compress_forward
-     cmp       attention over the compressed blocks before t                  nsa_attend_cmp_forward
+     compress  k_cmp[i] = phi(k[i d .. i d + l)), v_cmp likewise       Eq. 7   nsa_compress_forward
+     cmp       attention over the compressed blocks before t                 nsa_attend_cmp_forward
      select    p_cmp = softmax(q k_cmp)                                Eq. 8
                p_slc[j] = sum of p_cmp[i], weighted by how far
                block i overlaps block j, over the heads of a group     Eq. 9, 10
-               the n best blocks j of l' tokens                        Eq. 11       nsa_select_blocks
-     slc       attention over the tokens of those blocks               Eq. 12  nsa_attend_slc_forward
-     win       attention over the last w tokens                               nsa_attend_win_forward
-     gate      out = g_cmp out_cmp + g_slc out_slc + g_win out_win     Eq. 5        nsa_gate_forward
+               the n best blocks j of l' tokens                        Eq. 11      nsa_select_blocks
+     slc       attention over the tokens of those blocks               Eq. 12 nsa_attend_slc_forward
+     win       attention over the last w tokens                              nsa_attend_win_forward
+     gate      out = g_cmp out_cmp + g_slc out_slc + g_win out_win     Eq. 5       nsa_gate_forward
 
    nsa_attention_forward runs all of it. nsa_rope_forward rotates q and k before anything else sees
    them. Each function but select has a backward of the same shape beside it.

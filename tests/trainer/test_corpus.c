@@ -1,5 +1,5 @@
-/* test_corpus.c - data that lie in files: text, folders of it, .bin shards; their split, their epochs,
-   their documents, what is refused. Twin: source_corpus.c. */
+/* test_corpus.c - data that lie in files: text, folders of it, .bin shards; their split, epochs and
+   documents, what is refused. Twin: source_corpus.c. */
 #include "data_test.h"
 
 static tokenizer *gpt2_tokenizer;
