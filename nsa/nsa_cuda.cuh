@@ -9,8 +9,8 @@
        #define NSA_CUDA_IMPLEMENTATION
        #include "nsa_cuda.cuh"
 
-   and give that file to nvcc, for compute capability 8.0 or later; for H100 and H200 name sm_90a, as
-   -gencode arch=compute_90a,code=sm_90a, for what it compiles to sm_90 alone does without their
+   and give that file to nvcc, for compute capability 8.0 or later; for H100 and H200 name sm_90a,
+   as -gencode arch=compute_90a,code=sm_90a, for what it compiles to sm_90 alone does without their
    wgmma. An architecture takes about a minute of one core (-arch=sm_90a adds PTX, and half as much
    again); CONFIGURATION leaves out what is not used. nsa.h's own implementation must be in the
    program too (in a C file, or in this one): it holds what no GPU is needed for.
@@ -158,12 +158,12 @@ nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const nsa_attent
 
 /* ---- Decoding --------------------------------------------------------------------------------
    The cache's memory, lengths included, lies on the device; so do counts, reads and verdict. The
-   host does not know lengths, so what hangs on them is refused on the device: `verdict`, unless it is
-   NULL, becomes NSA_OK or the status that nsa.h's function of that name returns, and a refused call
-   changes nothing else. A step can be captured in a graph and replayed, each time with the tokens
-   that x, and the counts that counts, then hold. Block numbers are those of
-   nsa_cuda_attention_forward over the whole sequence; outputs are sums in another order. Chunks that
-   are longer than some 16 tokens are right, but faster through nsa_cuda_attention_forward. */
+   host does not know lengths, so what hangs on them is refused on the device: `verdict`, unless it
+   is NULL, becomes NSA_OK or the status that nsa.h's function of that name returns, and a refused
+   call changes nothing else. A step can be captured in a graph and replayed, each time with the
+   tokens that x, and the counts that counts, then hold. Block numbers are those of
+   nsa_cuda_attention_forward over the whole sequence; outputs are sums in another order. Chunks
+   that are longer than some 16 tokens are right, but faster through nsa_cuda_attention_forward. */
 
 size_t nsa_cuda_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind);
 nsa_status nsa_cuda_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype, int max_rewind,

@@ -6,6 +6,7 @@
   check_docs.py commands   every command block is run, and prints what the text says
   check_docs.py manual     the program in the manual of nsa.h is examples/embed/window.c and prints
                            what the manual says
+  check_docs.py columns    no line of C or CUDA has more than 100 columns, as CONTRIBUTING.md says
 
 A fence whose info string has a second word quotes that file: ```c nsa/nsa.h. A line of nothing but
 `...` in it leaves lines out; the pieces must follow one another in the file. Indentation that a
@@ -198,8 +199,21 @@ def check_manual():
     return findings, "1 program"
 
 
+def check_columns():
+    """clang-format breaks code, not comments."""
+    findings, checked = [], 0
+    for folder in ("nsa", "examples", "tests", "bench"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix not in {".c", ".h", ".cpp", ".cu", ".cuh"}:
+                continue
+            checked += 1
+            findings += [f"{path.relative_to(ROOT)}:{number}: {len(line)} columns, 100 at most"
+                         for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 100]
+    return findings, f"{checked} files"
+
+
 CHECKS = {"quotes": check_quotes, "names": check_names, "commands": check_commands,
-          "manual": check_manual}
+          "manual": check_manual, "columns": check_columns}
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in CHECKS:

@@ -51,8 +51,8 @@ static void *device_memory(problem *p, size_t bytes) {
 }
 
 /* Numbers of both signs and several sizes, as bf16; where `seed` is 0, zeros. As many of them as a
-   prime number says come again and again, so that no two rows are alike: keys that are would tie, and
-   all queries would read the first blocks, which stay in cache. */
+   prime number says come again and again, so that no two rows are alike: keys that are would tie,
+   and all queries would read the first blocks, which stay in cache. */
 static void fill(void *to, size_t bytes, uint32_t seed) {
     enum { PERIOD = 1048573 };
     static uint16_t numbers[PERIOD];
@@ -155,8 +155,8 @@ static void problem_make(problem *p, const shape *s, int tokens) {
     for (int t = 0; t < tokens; t += CHUNK) demand(decode(p, t, CHUNK, NULL) == NSA_OK, "a chunk");
 }
 
-/* Once blocks are selected: the queries of a block all get the first one's list. Random rows select at
-   random; trained models are somewhere between the two. */
+/* Once blocks are selected: the queries of a block all get the first one's list. Random rows select
+   at random; trained models are somewhere between the two. */
 static void problem_near(problem *p) {
     const size_t row = (size_t)p->near.token * sizeof(int32_t);
     const char *from = p->x.blocks.data;

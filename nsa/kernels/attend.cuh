@@ -58,8 +58,8 @@ struct nsa__cuda_attend_job {
     int max_parts;  /* cmp: parts of the queries */
     /* slc: the lists turned round; for each sequence and kv head an entry a block */
     nsa__cuda_block_readers readers;
-    /* slc of few heads: a tile of rows has readers of one block, and leaves for each of them
-       (B, count, H, list_width) what is then added up, chunk by chunk of queries (attend_gather.cuh) */
+    /* slc of few heads: a tile of rows has readers of one block, and leaves for each of them, in
+       (B, count, H, list_width), what attend_gather.cuh adds up, chunk by chunk of queries */
     bool gathered;
     int chunk;
     float *found;       /* dim_v wide: the sum of p v; dim wide: of ds k */

@@ -6,8 +6,8 @@
      dv[s] = sum_t p dout[t]    ds = p (dout . v[s] - delta)    dq[t] = scale sum_s ds k[s]
      dk[s] = scale sum_t ds q[t]
    One kernel goes over query tiles as forward does and makes dq; another holds a tile of keys, goes
-   over the rows that read it and makes dk and dv. Every row of a gradient has one owner, who adds to
-   it once, so nothing is atomic. Keys that very many queries read (the first block, the first
+   over the rows that read it and makes dk and dv. Every row of a gradient has one owner, who adds
+   to it once, so nothing is atomic. Keys that very many queries read (the first block, the first
    compressed rows) are shared out among blocks by parts of their readers, whose sums are then added
    up in order. */
 #ifndef NSA_ATTEND_BACKWARD_CUH
@@ -22,8 +22,8 @@
 #endif
 enum { NSA__CMP_PARTS = 8, NSA__ROWS_WARPS = 8 };
 
-/* Neighbours c and c + 1 of a gradient's row: += factor times them. The row is f32 or, as the tensors
-   are, T; naming T leaves one branch to compile for every pair. */
+/* Neighbours c and c + 1 of a gradient's row: += factor times them. The row is f32 or, as the
+   tensors are, T; naming T leaves one branch to compile for every pair. */
 template <typename T>
 NSA__DEVICE void nsa__cuda_add_pair(nsa_dtype dtype, void *row, int c, float factor, float low,
                                     float high) {
@@ -84,7 +84,7 @@ NSA__DEVICE bool nsa__cuda_is_nan_bits(float x) {
     return (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
-/* Starts copying rows of dout; rounds them on the way where they are f32 and the tensors are not. */
+/* Starts copying rows of dout; rounds them on the way where they are f32 and tensors are not. */
 template <typename T, int DV, int ROWS, int THREADS, typename Row>
 NSA__DEVICE void nsa__cuda_stage_dout(T *tile, const nsa__cuda_attend_job &job,
                                       const nsa__cuda_attend_place &at, Row row_of) {

@@ -68,8 +68,8 @@ struct nsa__cuda_places {
     const int2 *of; /* NULL: no decoding, the desc says it all */
 };
 
-/* Of a step's new tokens those that the desc's first .. first + count - 1 number; in the views of the
-   query's side they begin at row 0. */
+/* Of a step's new tokens those that the desc's first .. first + count - 1 number; in the views of
+   the query's side they begin at row 0. */
 NSA__DEVICE nsa__sequence nsa__sequence_at(const nsa_desc &d, int b, nsa__cuda_places places) {
     if (!places.of) return nsa__sequence_of(d, b);
     const int2 place = places.of[b];

@@ -11,9 +11,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The dynamic shared memory that a launch asks leave for, if it takes more than 48 KB. A kernel whose
-   launches differ in size stays within it: so all of them ask the same, and no host thread takes back
-   what another has just asked for. Static bytes fit beside it on every device from 8.0 on. */
+/* The dynamic shared memory that a launch asks leave for, if it takes more than 48 KB. A kernel
+   whose launches differ in size stays within it: so all of them ask the same, and no host thread
+   takes back what another has just asked for. Static bytes fit beside it on each device from 8.0. */
 enum { NSA__SHARED_LIMIT = 95 * 1024 };
 
 #ifdef NSA_SIMT
@@ -369,8 +369,8 @@ NSA__DEVICE uint64_t nsa__wgmma_descriptor(const void *tile, int leading, int st
            static_cast<uint64_t>(stride >> 4 & 0x3fff) << 32 | static_cast<uint64_t>(swizzle) << 62;
 }
 
-/* The compiler must keep the registers where they are across fence and wait: accumulators ("+f") and
-   an operand ("+r"). */
+/* The compiler must keep the registers where they are across fence and wait: accumulators ("+f")
+   and an operand ("+r"). */
 #ifdef NSA_SIMT
 #define NSA__IN_PLACE(kind, x, count) static_cast<void>(x)
 #else

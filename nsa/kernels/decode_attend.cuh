@@ -126,7 +126,7 @@ NSA__DEVICE nsa__cuda_key_tile nsa__cuda_decode_tile(const nsa__cuda_decode_job 
 }
 
 /* Starts copying a tile's keys and, unless only scores are asked for, values. Rows before the span
-   are left out: a ring may hold a later token there, of which a NaN would not be masked by p = 0. */
+   are left out: a ring may hold a later token there, whose NaN would not be masked by p = 0. */
 template <typename T, int DK, int DV, int KEYS, int THREADS>
 NSA__DEVICE void nsa__cuda_decode_stage(T *stage, const nsa__cuda_decode_job &job,
                                         const nsa__cuda_decode_block &block,

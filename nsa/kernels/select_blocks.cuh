@@ -479,8 +479,8 @@ template <int D> static constexpr int nsa__cuda_select_wide() {
     return D > 192 ? 2 : 4;
 }
 
-/* Which kernel a geometry takes: call.run<T, D, NT, CHUNKS>(). The one choice, which decoding shares:
-   on it hang the bits of the scores. */
+/* Which kernel a geometry takes: call.run<T, D, NT, CHUNKS>(). The one choice, which decoding
+   shares: on it hang the bits of the scores. */
 template <typename T, int D, typename Call>
 static nsa_status nsa__cuda_select_choose_columns(const nsa_desc *d, const Call &call) {
     const int group = d->heads / d->kv_heads;

@@ -73,8 +73,8 @@ NSA__DEVICE void nsa__cuda_tile_copy(T *tile, int width, const T *any, Source so
     }
 }
 
-/* The same from rows that lie `stride` elements apart: `count` of them, zeros behind. Keys take this
-   way, tile after tile, so a step carries its addresses along instead of making them anew. */
+/* The same from rows that lie `stride` elements apart: `count` of them, zeros behind. Keys take
+   this way, tile after tile, so a step carries its addresses along instead of making them anew. */
 template <typename T, int D, int ROWS, int THREADS>
 NSA__DEVICE void nsa__cuda_tile_copy_rows(T *tile, int width, const T *from, int64_t stride,
                                           int count) {

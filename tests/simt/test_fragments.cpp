@@ -178,8 +178,8 @@ static __global__ void approximations_kernel(const float *x, float *ex2, float *
     lg2[threadIdx.x] = nsa__log2(x[threadIdx.x]);
 }
 
-/* NSA_SIMT_ROUNDING=device: sums lose what lies 24 bits below their largest term, which exact ones do
-   not feel; ex2 and lg2 err, but by no more than the PTX manual allows. */
+/* NSA_SIMT_ROUNDING=device: sums lose what lies 24 bits below their largest term, which exact ones
+   do not feel; ex2 and lg2 err, but by no more than the PTX manual allows. */
 static void test_coarse() {
     std::vector<__nv_bfloat16> a(256, __nv_bfloat16(0.0f)), b(128, __nv_bfloat16(0.0f));
     a[0] = __nv_bfloat16(1.5f), b[0] = __nv_bfloat16(0.5f);

@@ -209,8 +209,8 @@ static void test_scaler(void) {
     }
 }
 
-/* 16-bit types are widened and rounded as nsa.h does it: each of their values, the middle between it
-   and the next, and a bit to both sides of that. -0 is added to what is widened. */
+/* 16-bit types are widened and rounded as nsa.h does it: each of their values, the middle between
+   it and the next, and a bit to both sides of that. -0 is added to what is widened. */
 static void test_halves(nsa_dtype dtype) {
     enum { ALL = 1 << 16 };
     static uint16_t halves[ALL], zero[ALL], rounded[3 * ALL];
