@@ -13,7 +13,7 @@
 
 /* The dynamic shared memory that a launch asks leave for, if it takes more than 48 KB. A kernel
    whose launches differ in size stays within it: so all of them ask the same, and no host thread
-   takes back what another has just asked for. Static bytes fit beside it on each device from 8.0. */
+   takes back what another has just asked for. Static bytes fit beside it on devices from 8.0 on. */
 enum { NSA__SHARED_LIMIT = 95 * 1024 };
 
 #ifdef NSA_SIMT
