@@ -84,6 +84,8 @@ def main():
 
     for name in ("fails", "hangs"):
         (work / "bin" / name).write_text("#!/bin/sh\necho $*\n")
+    status, rows, failed = run(work, "--only", "trainer")
+    check(status == 0 and "left out" in rows["trainer operations"]["tail"], "a trainer that is not built")
     status, rows, failed = run(work, "--only", "graph,sanitizer")
     check(status == 0 and not failed, f"all pass: {failed}")
     check(len(rows) == 2 + 12 + 44, f"{len(rows)} steps")
