@@ -217,10 +217,18 @@ static void test_other_faults() {
     device_array<int> out(64);
     PLANTED(32, "__trap", trap_kernel, out.data);
     simt::config().architecture = 86;
-    plant();
-    EXPECT(NSA_LAUNCH(too_much_shared_kernel, 1, 64, 30000, nullptr, out.data) == cudaSuccess);
-    fault_line = 0;
-    EXPECT_REPORT("110000 bytes of shared memory; sm_86 has 101376 a block");
+    for (const size_t beyond : {size_t(0), size_t(1), size_t(896)}) {
+        /* 80000 static bytes fill up to 80896 */
+        plant();
+        EXPECT(NSA_LAUNCH(too_much_shared_kernel, 1, 64, 20480 + beyond, nullptr, out.data) ==
+               cudaSuccess);
+        fault_line = 0;
+        if (beyond)
+            EXPECT_REPORT(beyond == 1 ? "101377 bytes of shared memory; sm_86 has 101376 a block"
+                                      : "102272 bytes of shared memory");
+        else
+            EXPECT(cudaGetLastError() == cudaSuccess);
+    }
     simt::config().architecture = 90;
 }
 

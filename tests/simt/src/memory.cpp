@@ -205,8 +205,10 @@ void *shared_static(const void *key, const char *name, size_t bytes, size_t alig
         if (statics[i].key == key) return statics[i].start;
     unsigned char *start =
         arena + round_up(static_cast<size_t>(arena_next - arena), align < 16 ? 16 : align);
-    size_t total = dynamic_bytes + bytes;
+    size_t total = bytes;
     for (int i = 0; i < static_count; i++) total += statics[i].bytes;
+    /* dynamic bytes, which begin at a multiple of 1024, stand behind: ptxas fills up to there */
+    if (dynamic_bytes) total = round_up(total, 1024) + dynamic_bytes;
     if (total > shared_limit_per_block() || static_count == 64)
         fail(at, text("NSA_SHARED(%s): %zu bytes of shared memory; sm_%d has %zu a block", name,
                       total, config().architecture, shared_limit_per_block()));
