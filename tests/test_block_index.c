@@ -298,6 +298,14 @@ static void test_numbers(void) {
         CHECK(nsa_f32_to_f16(f) == f16_bits(h), "f16 of %a is %04x, wanted %a", (double)f,
               nsa_f32_to_f16(f), h);
     }
+    for (uint32_t bit = 0; bit < 46; bit++) { /* a NaN of any one bit, of either sign */
+        uint32_t u = 0x7f800000u | 1u << bit % 23 | (bit < 23 ? 0 : 0x80000000u);
+        float f;
+        memcpy(&f, &u, 4);
+        uint16_t b = nsa_f32_to_bf16(f), h = nsa_f32_to_f16(f);
+        CHECK(isnan(bf16_value(b)) && isnan(f16_value(h)), "NaN %08x: bf16 %04x, f16 %04x", u, b,
+              h);
+    }
 }
 
 /* The views that the header offers, against the strides written out. */
