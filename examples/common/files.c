@@ -122,6 +122,20 @@ bool files_replace(const char *path, const void *from, size_t bytes, fault *f) {
     return files_sync_folder(folder, f);
 }
 
+bool files_may_write(const char *path, fault *f) {
+    char folder[PATH_ROOM];
+    struct stat s;
+    if (strlen(path) >= sizeof folder) return fault_set(f, "%.200s...: the path is too long", path);
+    folder_of(folder, sizeof folder, path);
+    if (stat(folder, &s)) return fault_errno(f, "%s: cannot use the folder", folder);
+    if (!S_ISDIR(s.st_mode)) return fault_set(f, "%s: is a file, must be a folder", folder);
+    if (!stat(path, &s)) {
+        if (S_ISDIR(s.st_mode)) return fault_set(f, "%s: is a folder, must be a file", path);
+        return !access(path, W_OK) || fault_errno(f, "%s: cannot write", path);
+    }
+    return !access(folder, W_OK | X_OK) || fault_errno(f, "%s: cannot write there", folder);
+}
+
 void files_remove_partial(const char *path) {
     struct stat s;
     if (!lstat(path, &s) && S_ISREG(s.st_mode)) unlink(path);

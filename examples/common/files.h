@@ -24,6 +24,9 @@ bool files_write_all(int fd, const char *path, const void *from, size_t bytes, f
 /* Writes beside `path`, flushes, and renames onto it: a reader sees the old file or the new one. */
 bool files_replace(const char *path, const void *from, size_t bytes, fault *f);
 
+/* Whether a file of that name can be made or written anew: asked before the work, not after it. */
+bool files_may_write(const char *path, fault *f);
+
 /* Removes what was written half way, but never a device or a link that somebody named. */
 void files_remove_partial(const char *path);
 

@@ -214,11 +214,18 @@ static bool open_own(trainer *t, checkpoint *opened, checkpoint **k, fault *f) {
     return true;
 }
 
+/* Where the final weights go is known to be open to us before the first step, not after the last. It
+   may be the run's own folder, which is there by now. */
+static bool check_save(const char *path, fault *f) {
+    fault why;
+    return !path[0] || files_may_write(path, &why) || fault_set(f, "train.save: %s", why.text);
+}
+
 /* Rank 0 makes the folder, or finds it used, before the others write their heartbeats there. */
 static bool open_in_turn(trainer *t, bool ok, fault *f) {
     int rank;
     fault lost;
-    if (ok && t->dist->rank == 0) ok = open_telemetry(t, f);
+    if (ok && t->dist->rank == 0) ok = open_telemetry(t, f) && check_save(t->config->train.save, f);
     int64_t failed = !ok;
     if (!dist_largest(t->dist, &failed, &rank, ok ? f : &lost)) return false;
     if (failed) return ok ? fault_set(f, "rank %d cannot start", rank) : false;

@@ -286,6 +286,12 @@ static void test_refusals(void) {
     expect(train("--data", text, "--nsa-d", "3", NULL), 2, "nsa.d");
     expect(train("--data", text, "--device", "cuda", NULL), 2, "--device cpu");
     expect(train("--data", text, "--out-dir", "/proc/nowhere", NULL), 2, "/proc/nowhere");
+    expect(
+        train("--data", text, "--out-dir", test_path("unsaved"), "--save", test_path("no/x"), NULL),
+        2, "train.save: ");
+    expect(train("--data", text, "--out-dir", test_path("unsaved too"), "--save", test_path("."),
+                 NULL),
+           2, "is a folder, must be a file");
     expect(train("--data", text, "--out-dir", test_path("new"), "--resume", NULL), 2, "new");
     expect(train("--help", NULL), 0, "--accum-batches");
 }
