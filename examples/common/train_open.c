@@ -214,8 +214,8 @@ static bool open_own(trainer *t, checkpoint *opened, checkpoint **k, fault *f) {
     return true;
 }
 
-/* Where the final weights go is known to be open to us before the first step, not after the last. It
-   may be the run's own folder, which is there by now. */
+/* Whether the final weights can be written is known before the first step, not after the last. They
+   may go to the run's own folder, which is there by now. */
 static bool check_save(const char *path, fault *f) {
     fault why;
     return !path[0] || files_may_write(path, &why) || fault_set(f, "train.save: %s", why.text);
