@@ -29,7 +29,7 @@ SOURCE_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh", ".py", ".sh", ".cmake", ".
 def documents():
     """The files that are checked, as paths relative to the root."""
     found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    for folder in ("docs", "examples", "tests", "bench"):
+    for folder in ("docs", "examples", "simt", "tests", "bench"):
         found += sorted((ROOT / folder).rglob("*.md"))
     return [path.relative_to(ROOT) for path in found if path.exists()]
 
@@ -124,7 +124,7 @@ def leads_somewhere(page, target, place):
 def known_names():
     """Every nsa_ and NSA_ identifier in the sources and the build."""
     names = set()
-    for folder in ("nsa", "examples", "tests", "bench", "cmake", "configs"):
+    for folder in ("nsa", "examples", "simt", "tests", "bench", "cmake", "configs"):
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and path.suffix in SOURCE_SUFFIXES - {".md"}:
                 names |= set(re.findall(r"\b(?:nsa|NSA)_\w+", path.read_text(errors="replace")))
@@ -202,7 +202,7 @@ def check_manual():
 def check_columns():
     """clang-format breaks code, not comments."""
     findings, checked = [], 0
-    for folder in ("nsa", "examples", "tests", "bench"):
+    for folder in ("nsa", "examples", "simt", "tests", "bench"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix not in {".c", ".h", ".cpp", ".cu", ".cuh"}:
                 continue

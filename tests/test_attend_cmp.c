@@ -1,6 +1,6 @@
 /* test_attend_cmp.c - the compressed blocks that a query sees.
    Twin: nsa.h's nsa_attend_cmp. What it shares with the other attentions is in attend_tests.h. */
-#include "attend_tests.h"
+#include "harness/attend_tests.h"
 
 static const branch this_branch = {"cmp",
                                    BRANCH_CMP,

@@ -1,6 +1,6 @@
 /* test_attend_dense.c - causal attention over every key.
    Twin: nsa.h's nsa_attend_dense. What it shares with the other attentions is in attend_tests.h. */
-#include "attend_tests.h"
+#include "harness/attend_tests.h"
 
 static const branch this_branch = {"dense",
                                    BRANCH_DENSE,

@@ -1,6 +1,6 @@
 /* test_attend_slc.c - the tokens of the selected blocks.
    Twin: nsa.h's nsa_attend_slc. What it shares with the other attentions is in attend_tests.h. */
-#include "attend_tests.h"
+#include "harness/attend_tests.h"
 
 static const branch this_branch = {"slc",
                                    BRANCH_SLC,

@@ -1,6 +1,6 @@
 /* test_attend_win.c - the sliding window.
    Twin: nsa.h's nsa_attend_win. What it shares with the other attentions is in attend_tests.h. */
-#include "attend_tests.h"
+#include "harness/attend_tests.h"
 
 static const branch this_branch = {"win",
                                    BRANCH_WIN,

@@ -1,7 +1,7 @@
 /* test_attention.c - the whole: compress, cmp, select, slc, win, gate, forward and backward.
    Twin: nsa.h's "The whole". */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS, MAP_NORESERVE */
-#include "compress_slots.h"
+#include "harness/compress_slots.h"
 
 #if defined(__unix__) && !defined(CHECK_CUDA)
 #include <sys/mman.h>

@@ -1,6 +1,6 @@
 /* test_block_index.c - counts, visibility, overlap map, against counting token by token.
    Twin: nsa.h's "Block index". */
-#include "refusals.h"
+#include "harness/refusals.h"
 
 typedef struct block_case {
     int l, d, slc_block;

@@ -1,6 +1,6 @@
 /* test_compress.c - phi: the mean, the depthwise convolution, the MLP.
    Twin: nsa.h's "Compression". */
-#include "compress_slots.h"
+#include "harness/compress_slots.h"
 
 typedef struct compress_case {
     const char *name;

@@ -7,11 +7,11 @@
 #define NSA_IMPLEMENTATION
 #define NSA_STATIC
 #endif
-#include "check.h"
+#include "harness/check.h"
 #include "nsa.h"
 
 #ifdef CHECK_CUDA
-#include "decode_device.h"
+#include "harness/decode_device.h"
 #endif
 
 enum { CONTENTS = 3, SEQUENCES = 3, MOST = 256, INPUTS = 8 };

@@ -4,7 +4,7 @@
    what the tests of the primitives hold already. */
 #include <limits.h>
 
-#include "check.h"
+#include "harness/check.h"
 #include "nsa.h"
 
 enum { T = 8, D = 4 };

@@ -1,6 +1,6 @@
 /* test_gate.c - the gate over the three branches.
    Twin: nsa.h's "Gate". */
-#include "suite.h"
+#include "harness/suite.h"
 
 typedef struct gate_case {
     const char *name;

@@ -1,6 +1,6 @@
 /* test_rope.c - rotary positions.
    Twin: nsa.h's "RoPE". */
-#include "suite.h"
+#include "harness/suite.h"
 
 typedef struct rope_case {
     const char *name;

@@ -1,7 +1,7 @@
 /* test_select_blocks.c - which blocks a query reads: scores, ranking, forced blocks, lists of
    others.
    Twin: nsa.h's "Selection". */
-#include "suite.h"
+#include "harness/suite.h"
 
 enum { SLOT_Q, SLOT_K, SLOT_LSE, SLOT_BLOCKS };
 

@@ -8,7 +8,7 @@
    names. */
 #include "fuzz.h"
 
-#include "check.h"
+#include "harness/check.h"
 #include "nsa.h"
 
 enum {

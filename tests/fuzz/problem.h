@@ -6,7 +6,7 @@
 
 #include "fuzz.h"
 
-#include "tensors.h"
+#include "harness/tensors.h"
 
 /* What a view's axes run over. PARAMETER rows stand under every width that is one. */
 typedef enum problem_rows { ROWS_QUERY, ROWS_KEY, ROWS_CMP, ROWS_PARAMETER } problem_rows;

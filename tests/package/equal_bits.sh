@@ -12,6 +12,6 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 mkdir -p "$dir"
 cd "$dir"
 flags=(-std=c99 -O1 -fsanitize=undefined -fsanitize-undefined-trap-on-error -I "$root/nsa" -I "$root/tests")
-"$compiler" "${flags[@]}" -c "$root/tests/nsa_impl.c" -o nsa_impl.o
+"$compiler" "${flags[@]}" -c "$root/tests/harness/nsa_impl.c" -o nsa_impl.o
 "$compiler" "${flags[@]}" "$root/tests/test_decode.c" nsa_impl.o -o test_decode -lm
 ./test_decode 1

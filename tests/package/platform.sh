@@ -70,7 +70,7 @@ done
     "$root/examples/embed/pool.c" -o pool -lm -lpthread
 "${run[@]}" ./pool | diff <(tail -n 1 "$root/examples/embed/expected.txt") -
 
-"${compiler[@]}" -O2 -I "$root/nsa" -c "$root/tests/nsa_impl.c" -o nsa_impl.o
+"${compiler[@]}" -O2 -I "$root/nsa" -c "$root/tests/harness/nsa_impl.c" -o nsa_impl.o
 for test in "${tests[@]}"; do
     "${compiler[@]}" -std=c99 -O2 -I "$root/nsa" -I "$root/tests" "$root/tests/$test.c" nsa_impl.o \
         -o "$test" -lm

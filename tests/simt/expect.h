@@ -1,5 +1,5 @@
 /* expect.h: what the executor's own tests share: checks, device arrays, planted faults.
-   Twin: tests/check.h for the C tests. Not here: kernels. */
+   Twin: tests/harness/check.h for the C tests. Not here: kernels. */
 #ifndef SIMT_EXPECT_H
 #define SIMT_EXPECT_H
 

@@ -99,7 +99,8 @@ class Limits(dict):
     """Seconds of processor time that a table may take, kept while no source changes."""
 
     def __init__(self, path):
-        sources = [*(ROOT / "nsa").rglob("*.*"), *(ROOT / "tests").glob("*.[ch]")]
+        sources = [*(ROOT / "nsa").rglob("*.*"), *(ROOT / "tests").glob("*.c"),
+                   *(ROOT / "tests/harness").glob("*.[ch]")]
         text = b"".join(source.read_bytes() for source in sorted(sources))
         self.path, self.digest = path, hashlib.sha256(text).hexdigest()
         kept = json.loads(path.read_text()) if path.exists() else {}
@@ -123,7 +124,7 @@ class Bench:
         (self.work / "choice.c").write_text(plant.DEFINITION)
 
     def includes(self, nsa):
-        return ["-I", HERE / "include", "-I", nsa, "-I", nsa / "kernels", "-I", HERE.parent,
+        return ["-I", ROOT / "simt" / "include", "-I", nsa, "-I", nsa / "kernels", "-I", HERE.parent,
                 "-isystem", self.headers]
 
     def language(self, test):
@@ -138,7 +139,7 @@ class Bench:
     def host(self, test, mode):
         """The test and nsa.h's implementation, which no fault touches; the choice of a fault."""
         objects = []
-        for source in (ROOT / "tests" / f"test_{test}.c", ROOT / "tests" / "nsa_impl.c",
+        for source in (ROOT / "tests" / f"test_{test}.c", ROOT / "tests" / "harness" / "nsa_impl.c",
                        self.work / "choice.c"):
             objects.append(self.work / f"{source.stem}_{mode}.o")
             if objects[-1] in self.hosts:

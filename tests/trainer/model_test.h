@@ -3,7 +3,7 @@
 #ifndef MODEL_TEST_H
 #define MODEL_TEST_H
 
-#include "check.h"
+#include "harness/check.h"
 #include "model.h"
 #include "rng.h"
 

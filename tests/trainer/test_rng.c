@@ -1,5 +1,5 @@
 /* test_rng.c - random numbers of the trainers: known answers, moments, permutations. */
-#include "check.h"
+#include "harness/check.h"
 #include "rng.h"
 
 /* The authors' published answers for Philox 4x32-10: counter, key, result. */

@@ -9,7 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "check.h"
+#include "harness/check.h"
 #include "dist_tcp.h"
 
 enum { WORLD = 3, LONG = 20 };

@@ -8,7 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "check.h"
+#include "harness/check.h"
 #include "fault.h"
 
 static char test_root[512];   /* the folder, removed by test_end */

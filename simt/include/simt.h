@@ -11,7 +11,7 @@ namespace simt {
 
 enum class order { in_order, reversed, random };
 
-/* Read from the environment before the first launch (names in tests/simt/README.md); a test may
+/* Read from the environment before the first launch (names in simt/README.md); a test may
    change them between launches. */
 struct settings {
     order schedule;   /* threads, warps and blocks of a launch */

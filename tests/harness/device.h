@@ -4,7 +4,7 @@
    Twin: none. Not here: a test; the tables and the tests are the CPU's own.
 
    Plain C99: the declarations of nsa_cuda.cuh and the runtime's C functions. The kernels are
-   another object, made by nvcc for a GPU or by g++ for the executor (tests/simt). */
+   another object, made by nvcc for a GPU or by g++ for the executor (simt/). */
 #ifndef NSA_TESTS_DEVICE_H
 #define NSA_TESTS_DEVICE_H
 
