@@ -130,7 +130,7 @@ static void test_paper_weights(void) {
 }
 
 static void test_begins(void) {
-    nsa_desc d = desc_of(&geometries[0]);
+    nsa_desc d = desc_of(shape("small"));
     int32_t got[8];
     const int32_t *begins[] = {NULL, begins_four, begins_empty};
     int batch[] = {2, 4, 6};
@@ -151,7 +151,7 @@ static void test_begins(void) {
 /* More sequences than a warp has lanes. */
 static void test_many_begins(void) {
     enum { B = 70 };
-    nsa_desc d = desc_of(&geometries[0]);
+    nsa_desc d = desc_of(shape("small"));
     int32_t begins[B + 1] = {0}, got[B + 1], want = 0, wrong = -1;
     for (int b = 0; b < B; b++) begins[b + 1] = begins[b] + 5 + b % 7 * 4;
     d.batch = B, d.tokens = d.count = 40, d.begins = begins;
@@ -201,7 +201,7 @@ static nsa_status call_begins(void *arguments) {
 }
 
 static void test_refusals(void) {
-    nsa_desc d = desc_of(&geometries[0]);
+    nsa_desc d = desc_of(shape("small"));
     guarded *memory = guarded_new("map", 4096, 8);
     map_call c = {d, 70, (int32_t *)(void *)memory->data, (int32_t *)(void *)(memory->data + 1024),
                   (nsa_real *)(void *)(memory->data + 2048)};

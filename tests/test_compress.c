@@ -3,8 +3,7 @@
 #include "harness/compress_slots.h"
 
 typedef struct compress_case {
-    const char *name;
-    const geometry *g;
+    const char *name, *shape;
     nsa_phi phi;
     int dim, hidden;
     int shared; /* one set of parameters for all heads */
@@ -16,39 +15,39 @@ typedef struct compress_case {
 
 /* clang-format off: a table is read in columns. Every fifth, which `little` takes, has each phi. */
 static const compress_case compress_cases[] = {
-    {"mean", &geometries[0], NSA_PHI_MEAN, 16, 0, 0, 0},
-    {"conv", &geometries[0], NSA_PHI_CONV, 16, 0, 0, 0},
-    {"mlp", &geometries[0], NSA_PHI_MLP, 16, HIDDEN(24), 0, 0},
-    {"conv, shared, bare", &geometries[2], NSA_PHI_CONV, 24, 0, 1, 1},
-    {"mlp, shared", &geometries[2], NSA_PHI_MLP, 24, HIDDEN(10), 1, 0},
-    {"mlp, varlen", &geometries[26], NSA_PHI_MLP, 16, HIDDEN(12), 0, 0},
-    {"mlp, one hidden", &geometries[9], NSA_PHI_MLP, 1, HIDDEN(1), 0, 0},
-    {"mean, the paper's", &geometries[23], NSA_PHI_MEAN, 64, 0, 0, 0},
-    {"mean, T < l", &geometries[14], NSA_PHI_MEAN, 16, 0, 0, 0},
-    {"mlp, T < l", &geometries[14], NSA_PHI_MLP, 16, HIDDEN(8), 0, 0},
-    {"conv, T = l", &geometries[15], NSA_PHI_CONV, 16, 0, 0, 0},
-    {"mlp, overlap of 4", &geometries[4], NSA_PHI_MLP, 80, HIDDEN(33), 0, 0},
-    {"conv, no multiple", &geometries[17], NSA_PHI_CONV, 32, 0, 0, 0},
-    {"mlp, no multiple", &geometries[17], NSA_PHI_MLP, 12, HIDDEN(40), 0, 0},
-    {"mean, D 256", &geometries[10], NSA_PHI_MEAN, 256, 0, 0, 0},
-    {"mean, varlen", &geometries[26], NSA_PHI_MEAN, 16, 0, 0, 0},
-    {"conv, varlen, shared", &geometries[25], NSA_PHI_CONV, 16, 0, 1, 0},
-    {"mlp, bare, D 7", &geometries[8], NSA_PHI_MLP, 7, HIDDEN(5), 0, 1},
-    {"mlp, bare", &geometries[0], NSA_PHI_MLP, 8, HIDDEN(8), 0, 1},
+    {"mean", "small", NSA_PHI_MEAN, 16, 0, 0, 0},
+    {"conv", "small", NSA_PHI_CONV, 16, 0, 0, 0},
+    {"mlp", "small", NSA_PHI_MLP, 16, HIDDEN(24), 0, 0},
+    {"conv, shared, bare", "G 2, D 24", NSA_PHI_CONV, 24, 0, 1, 1},
+    {"mlp, shared", "G 2, D 24", NSA_PHI_MLP, 24, HIDDEN(10), 1, 0},
+    {"mlp, varlen", "varlen empty", NSA_PHI_MLP, 16, HIDDEN(12), 0, 0},
+    {"mlp, one hidden", "D 1 / 2", NSA_PHI_MLP, 1, HIDDEN(1), 0, 0},
+    {"mean, the paper's", "the paper's blocks", NSA_PHI_MEAN, 64, 0, 0, 0},
+    {"mean, T < l", "T < l", NSA_PHI_MEAN, 16, 0, 0, 0},
+    {"mlp, T < l", "T < l", NSA_PHI_MLP, 16, HIDDEN(8), 0, 0},
+    {"conv, T = l", "T = l", NSA_PHI_CONV, 16, 0, 0, 0},
+    {"mlp, overlap of 4", "G 6, D 80", NSA_PHI_MLP, 80, HIDDEN(33), 0, 0},
+    {"conv, no multiple", "T no multiple of anything", NSA_PHI_CONV, 32, 0, 0, 0},
+    {"mlp, no multiple", "T no multiple of anything", NSA_PHI_MLP, 12, HIDDEN(40), 0, 0},
+    {"mean, D 256", "D 256", NSA_PHI_MEAN, 256, 0, 0, 0},
+    {"mean, varlen", "varlen empty", NSA_PHI_MEAN, 16, 0, 0, 0},
+    {"conv, varlen, shared", "varlen four", NSA_PHI_CONV, 16, 0, 1, 0},
+    {"mlp, bare, D 7", "D 7 / 13", NSA_PHI_MLP, 7, HIDDEN(5), 0, 1},
+    {"mlp, bare", "small", NSA_PHI_MLP, 8, HIDDEN(8), 0, 1},
 #ifdef CHECK_CUDA
-    {"mlp, l D no multiple of a tile", &geometries[29], NSA_PHI_MLP, 8, 8, 0, 0},
+    {"mlp, l D no multiple of a tile", "l' 112", NSA_PHI_MLP, 8, 8, 0, 0},
 #endif
 };
 
 #ifdef CHECK_F64
 static const compress_case tiny_cases[] = {
-    {"grad, mean", &tiny_geometries[0], NSA_PHI_MEAN, 3, 0, 0, 0},
-    {"grad, conv", &tiny_geometries[1], NSA_PHI_CONV, 3, 0, 0, 0},
-    {"grad, conv, shared", &tiny_geometries[1], NSA_PHI_CONV, 3, 0, 1, 1},
-    {"grad, mlp", &tiny_geometries[1], NSA_PHI_MLP, 3, 5, 0, 0},
-    {"grad, mlp, shared", &tiny_geometries[1], NSA_PHI_MLP, 3, 5, 1, 0},
-    {"grad, mlp, bare", &tiny_geometries[2], NSA_PHI_MLP, 2, 4, 0, 1},
-    {"grad, mlp, varlen", &tiny_geometries[3], NSA_PHI_MLP, 3, 4, 0, 0},
+    {"grad, mean", "grad, G 2", NSA_PHI_MEAN, 3, 0, 0, 0},
+    {"grad, conv", "grad, G 1", NSA_PHI_CONV, 3, 0, 0, 0},
+    {"grad, conv, shared", "grad, G 1", NSA_PHI_CONV, 3, 0, 1, 1},
+    {"grad, mlp", "grad, G 1", NSA_PHI_MLP, 3, 5, 0, 0},
+    {"grad, mlp, shared", "grad, G 1", NSA_PHI_MLP, 3, 5, 1, 0},
+    {"grad, mlp, bare", "grad, G 3, overlap 4", NSA_PHI_MLP, 2, 4, 0, 1},
+    {"grad, mlp, varlen", "grad, varlen", NSA_PHI_MLP, 3, 4, 0, 0},
 };
 #endif
 /* clang-format on */
@@ -78,7 +77,8 @@ static void compress_configure(const suite *s, void *x) {
 }
 
 static phi_case phi_of(const compress_case *c) {
-    phi_case p = {c->phi, c->dim, c->hidden, c->shared, c->bare, c->g->Hk, c->g->l};
+    const geometry *g = shape(c->shape);
+    phi_case p = {c->phi, c->dim, c->hidden, c->shared, c->bare, g->Hk, g->l};
     return p;
 }
 
@@ -112,7 +112,7 @@ static suite suite_of(const compress_case *c) {
 /* A convolution of weights 1/l is the mean: how its training starts. l is a power of two: exact
    weights. */
 static void test_conv_is_mean(void) {
-    nsa_desc d = desc_of(&geometries[0]);
+    nsa_desc d = desc_of(shape("small"));
     suite mean = suite_of(&compress_cases[0]), conv = suite_of(&compress_cases[1]);
     values v = values_random(&mean, &d, NSA_REAL_DTYPE, 4),
            w = values_random(&conv, &d, NSA_REAL_DTYPE, 4);
@@ -137,7 +137,7 @@ static void refuse_both(const spoiled *b, const char *what, int kind, const char
 
 static void test_options(void) {
     suite s = suite_of(&compress_cases[2]);
-    nsa_desc d = desc_of(compress_cases[2].g);
+    nsa_desc d = desc_of(shape(compress_cases[2].shape));
     spoiled b;
     spoiled_new(&b, &s, &d);
     nsa_compress *x = (nsa_compress *)instance_x(&b.p), good = *x;
@@ -152,7 +152,7 @@ static void test_options(void) {
 int main(int argc, char **argv) {
     int step = asked_step(argc, argv, CHECKS_CUDA ? 1 : 3, 5);
     for (int i = 0; i < COUNT(compress_cases); i += step) {
-        nsa_desc d = desc_of(compress_cases[i].g);
+        nsa_desc d = desc_of(shape(compress_cases[i].shape));
         suite s = suite_of(&compress_cases[i]);
         const char *limit = compress_cases[i].dim % 8 ? "dim" : NULL;
         for (int k = 0; k < COUNT(dtypes) && !suite_refused(&s, &d, limit); k++) {
@@ -164,15 +164,15 @@ int main(int argc, char **argv) {
     }
 #ifdef CHECK_F64
     for (int i = 0; i < COUNT(tiny_cases); i++) {
-        nsa_desc d = desc_of(tiny_cases[i].g);
+        nsa_desc d = desc_of(shape(tiny_cases[i].shape));
         suite s = suite_of(&tiny_cases[i]);
         suite_gradcheck(&s, &d);
     }
 #endif
     for (int i = 0; i < 5; i++) {
-        nsa_desc d = desc_of(&geometries[0]);
+        nsa_desc d = desc_of(shape("small"));
         compress_case c = compress_cases[i];
-        c.g = &geometries[0];
+        c.shape = "small";
         suite s = suite_of(&c);
         suite_refusals(&s, &d);
     }

@@ -431,7 +431,7 @@ static void test_normalize(const geometry *g, int form) {
 }
 
 static void test_list_refusals(void) {
-    nsa_desc d = desc_of(&geometries[0]);
+    nsa_desc d = desc_of(shape("small"));
     tensor x =
         tensor_of("blocks", LAYOUT_BTHD, NSA_I32, &d, 0, d.kv_heads, nsa_block_list_width(&d), 0);
     nsa_tensor bad = x.view;
@@ -456,7 +456,7 @@ static void test_list_refusals(void) {
 
 /* The width of a list by its definition. */
 static void test_width(void) {
-    nsa_desc d = desc_of(&geometries[4]);
+    nsa_desc d = desc_of(shape("G 6, D 80"));
     check_case("list width");
     CHECK(nsa_block_list_width(&d) == 5, "%d", nsa_block_list_width(&d));
     d.forced = NSA_FORCED_ON_TOP;
@@ -494,12 +494,13 @@ int main(int argc, char **argv) {
     }
     for (int i = 0; i < COUNT(isas); i++)
         for (int map = 0; map < 2 && nsa_isa_available(isas[i]); map++) {
-            test_ties(&geometries[16], (nsa_score_map)map, isas[i]);
-            test_ties(&geometries[21], (nsa_score_map)map, isas[i]); /* three tiles of keys */
-            test_ties(&geometries[6], (nsa_score_map)map, isas[i]);
-            test_ties(&geometries[23], (nsa_score_map)map, isas[i]);
+            test_ties(shape("T > w, one block more"), (nsa_score_map)map, isas[i]);
+            test_ties(shape("one head, l' far above l"), (nsa_score_map)map,
+                      isas[i]); /* three tiles of keys */
+            test_ties(shape("G 16, D 128"), (nsa_score_map)map, isas[i]);
+            test_ties(shape("the paper's blocks"), (nsa_score_map)map, isas[i]);
         }
-    geometry cut = geometries[21];
+    geometry cut = *shape("one head, l' far above l");
     cut.name = "many chosen of blocks behind several tiles of keys", cut.slc_block = 16, cut.n = 6;
     nsa_desc of_many = desc_of(&cut);
     for (int k = 0; k < COUNT(dtypes); k++) test_reference(&cut, &of_many, dtypes[k], 900);
@@ -508,7 +509,7 @@ int main(int argc, char **argv) {
     test_check();
     test_list_refusals();
     test_width();
-    nsa_desc d = desc_of(&geometries[0]);
+    nsa_desc d = desc_of(shape("small"));
     suite s = suite_of("refusals", &d);
     suite_refusals(&s, &d);
     return check_done("test_select_blocks");

@@ -633,7 +633,7 @@ static inline void refuse_strides(const refusal *r, const refused_tensor *t) {
 }
 
 static inline void test_refusals(const branch *br) {
-    nsa_desc d = desc_of(&geometries[0]);
+    nsa_desc d = desc_of(shape("small"));
     numbers n = numbers_new(br, &d, NSA_REAL_DTYPE, 41);
     double *zeros = ref_zeros(n.nq + n.nk + n.nv);
     problem p = problem_new(br, &d, &n, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, zeros);
@@ -678,7 +678,7 @@ static inline void test_refusals(const branch *br) {
 
 /* Instruction sets that this machine has not are refused by name. */
 static inline void test_absent_isa(const branch *br) {
-    nsa_desc d = desc_of(&geometries[0]);
+    nsa_desc d = desc_of(shape("small"));
     numbers n = numbers_new(br, &d, NSA_REAL_DTYPE, 42);
     double *zeros = ref_zeros(n.nq + n.nk + n.nv);
     problem p = problem_new(br, &d, &n, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, zeros);
@@ -698,7 +698,7 @@ static inline void test_absent_isa(const branch *br) {
 /* No tokens, no rows, only empty sequences: valid, and nothing is written. */
 static inline void test_nothing_to_do(const branch *br, nsa_dtype dtype) {
     static const int32_t empty[] = {0, 0, 0}, shifted[] = {4, 4, 4};
-    nsa_desc d = desc_of(&geometries[0]);
+    nsa_desc d = desc_of(shape("small"));
     nsa_desc cases[] = {d, d, d, d, d};
     cases[0].tokens = cases[0].count = 0;
     cases[1].count = 0;
@@ -832,9 +832,9 @@ static inline void test_all(const branch *br, amount a) {
     }
     for (int k = 0; k < COUNT(dtypes); k++) {
         if (!CHECKS_CUDA || !quick)
-            test_extremes(br, &geometries[3], dtypes[k]);
+            test_extremes(br, shape("G 3, D 64"), dtypes[k]);
         else if (k == 1 && a != LITTLE)
-            test_reference(br, &geometries[0], dtypes[k], 21, rising_scores, ", rising scores",
+            test_reference(br, shape("small"), dtypes[k], 21, rising_scores, ", rising scores",
                            ALL);
         test_nothing_to_do(br, dtypes[k]);
     }

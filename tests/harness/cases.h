@@ -82,6 +82,11 @@ static const char *const cuda_names[] = {
 };
 enum { CUDA_LITTLE = 3, CUDA_QUICK = 9 };
 
+/* Asked for by name, in no run over a table: selection blocks of 16, which CUDA takes too. */
+static const geometry single_geometries[] = {
+    {"full at S 60", 1, 60, 4, 2, 16, 16, 4, 2, 16, 4, 1, 1, 64, 0, NULL},
+};
+
 /* For finite differences in every number. */
 static const geometry tiny_geometries[] = {
     {"grad, G 2", 1, 19, 2, 1, 4, 3, 4, 2, 4, 3, 1, 1, 5, 0, NULL},
@@ -92,6 +97,20 @@ static const geometry tiny_geometries[] = {
 /* clang-format on */
 
 #define COUNT(table) ((int)(sizeof(table) / sizeof(table)[0]))
+
+/* The geometry of that name, from whichever table. Names are unique. */
+static inline const geometry *shape(const char *name) {
+    for (int i = 0; i < COUNT(geometries); i++)
+        if (!strcmp(geometries[i].name, name)) return &geometries[i];
+    for (int i = 0; i < COUNT(tiny_geometries); i++)
+        if (!strcmp(tiny_geometries[i].name, name)) return &tiny_geometries[i];
+    for (int i = 0; i < COUNT(large_geometries); i++)
+        if (!strcmp(large_geometries[i].name, name)) return &large_geometries[i];
+    for (int i = 0; i < COUNT(single_geometries); i++)
+        if (!strcmp(single_geometries[i].name, name)) return &single_geometries[i];
+    fprintf(stderr, "cases.h: no geometry is called \"%s\"\n", name);
+    exit(EXIT_FAILURE);
+}
 
 static inline nsa_desc desc_of(const geometry *g) {
     nsa_desc d = nsa_desc_default(g->B, g->T, g->H, g->Hk, g->Dk);
