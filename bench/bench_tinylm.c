@@ -8,10 +8,10 @@
 #include <string.h>
 #include <time.h>
 
-#include "model.h"
+#include "base/rng.h"
+#include "base/threads.h"
+#include "model/model.h"
 #include "origin.h"
-#include "rng.h"
-#include "threads.h"
 
 enum { PASSES = 5 };
 

@@ -4,13 +4,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "clock.h"
-#include "config_table.h"
-#include "files.h"
+#include "base/clock.h"
+#include "base/files.h"
+#include "base/threads.h"
 #include "options.h"
-#include "restore.h"
-#include "sample.h"
-#include "threads.h"
+#include "train/restore.h"
+#include "train/sample.h"
 
 enum { PROMPT_LIMIT = 1 << 26, BENCH_TOKENS = 32, DEFAULT_LENGTH = 200, UNASKED = -1 };
 

@@ -6,8 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "config_table.h"
-
 /* Settings of the trainers that mean something here, and what they mean where that is not the
    same. */
 static const struct {
@@ -47,10 +45,9 @@ static void print_help(void) {
     for (size_t i = 0; i < sizeof own / sizeof own[0]; i++)
         printf("  %-26s %s\n", own[i].flag, own[i].help);
     for (size_t i = 0; i < SETTINGS; i++) {
-        const config_entry *e = config_find(settings[i].key);
-        config_allowed(e, allowed, sizeof allowed);
-        printf("  %-26s %s\n%29s%s\n", settings[i].flag,
-               settings[i].help ? settings[i].help : e->help, "", allowed + strlen("must be "));
+        const char *help = config_describe(settings[i].key, allowed, sizeof allowed);
+        printf("  %-26s %s\n%29s%s\n", settings[i].flag, settings[i].help ? settings[i].help : help,
+               "", allowed + strlen("must be "));
     }
 }
 
@@ -64,9 +61,8 @@ static bool read_count(const char *flag, const char *text, long *to, fault *f) {
 
 /* `value` is NULL at the end of the command line. */
 static bool read_setting(config *c, size_t i, const char *value, fault *f) {
-    const config_entry *e = config_find(settings[i].key);
     fault reason;
-    if (!c || config_set(c, e, value, &reason)) return true;
+    if (!c || config_put(c, settings[i].key, value, &reason)) return true;
     return fault_set(f, "%s %.200s: %.256s", settings[i].flag, value, reason.text);
 }
 

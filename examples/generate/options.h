@@ -3,7 +3,7 @@
 #ifndef OPTIONS_H
 #define OPTIONS_H
 
-#include "checkpoint.h"
+#include "checkpoint/checkpoint.h"
 
 typedef struct options {
     const char *checkpoint;  /* a checkpoint, or a run's folder */

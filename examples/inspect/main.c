@@ -5,11 +5,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "files.h"
+#include "base/files.h"
+#include "base/threads.h"
 #include "measure.h"
-#include "restore.h"
-#include "sample.h"
-#include "threads.h"
+#include "train/restore.h"
+#include "train/sample.h"
 
 enum { LONGEST_TEXT = 1 << 24 };
 

@@ -8,8 +8,8 @@
 #include <string.h>
 #include <sys/stat.h>
 
-#include "config.h"
-#include "files.h"
+#include "base/files.h"
+#include "config/config.h"
 
 enum { GO, NO_GO, UNUSABLE }; /* exit codes */
 

@@ -6,11 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "files.h"
-#include "restore.h"
-#include "rng.h"
-#include "source.h"
-#include "threads.h"
+#include "base/files.h"
+#include "base/rng.h"
+#include "base/threads.h"
+#include "data/source.h"
+#include "train/restore.h"
 
 enum { CHUNK = 256, TENTHS = 10, SHORTEST = 16, LONGEST = 1 << 20 };
 enum { LEAST_BLOCKS = 3 }; /* the forced ones */

@@ -1,15 +1,15 @@
 /* main.c - train_125m: a model of any size, in one process or in several, from a YAML file to its
-   checkpoints. All that it does is examples/common's, as in train_tiny. */
+   checkpoints. All that it does is examples/trainer's, as in train_tiny. */
 #include <stdio.h>
 #include <string.h>
 
-#include "dist_mpi.h"
-#include "dist_nccl.h"
+#include "dist/dist_mpi.h"
+#include "dist/dist_nccl.h"
 #ifdef NSA_HAVE_CUDA
-#include "ops_cuda.h"
+#include "ops/cuda/ops_cuda.h"
 #endif
-#include "threads.h"
-#include "train.h"
+#include "base/threads.h"
+#include "train/train.h"
 
 /* MPI, where its launcher has started the program, else NCCL, where torchrun's variables are set;
    NULL with an empty fault: one process. */

@@ -1,10 +1,10 @@
 /* main.c - train_tiny: a small model on the CPU, from a YAML file to a sample of what it learnt.
-   All that it does is examples/common's; train_125m is the same over more back ends and
+   All that it does is examples/trainer's; train_125m is the same over more back ends and
    processes. */
 #include <stdio.h>
 
-#include "threads.h"
-#include "train.h"
+#include "base/threads.h"
+#include "train/train.h"
 
 int main(int argc, char **argv) {
     threads_wait_asleep(argv);

@@ -1,6 +1,6 @@
 /* fuzz_checkpoint.c - a checkpoint's state.json and GPT-2's vocabulary files, as JSON that anybody
-   may have written. Twin: examples/common/checkpoint.c, config.c, bpe_load.c. Not here: the tensors
-   (fuzz_safetensors.c).
+   may have written. Twin: examples/trainer/checkpoint/checkpoint.c, config.c, bpe_load.c. Not here:
+   the tensors (fuzz_safetensors.c).
 
    The first byte says which. A state is wrapped with a checksum that fits, so that what lies behind
    the checksum is reached. */
@@ -9,8 +9,8 @@
 #include <jansson.h>
 #include <xxhash.h>
 
-#include "checkpoint.h"
-#include "tokenizer.h"
+#include "checkpoint/checkpoint.h"
+#include "data/tokenizer.h"
 
 /* {"content": text, "xxh64": its checksum}, or NULL where the text is no JSON. */
 static char *with_checksum(const char *text, size_t bytes) {

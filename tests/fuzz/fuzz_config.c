@@ -1,5 +1,5 @@
-/* fuzz_config.c - config files and command lines. Twin: examples/common/config*.c. Not here: what a
-   run does with its settings.
+/* fuzz_config.c - config files and command lines. Twin: examples/trainer/config/config*.c. Not
+   here: what a run does with its settings.
 
    The input is a command line, one argument a line, up to a zero byte, and a YAML file behind it.
    Settings that are accepted lie in their ranges, and are the same when written and read. */
@@ -7,7 +7,7 @@
 
 #include <jansson.h>
 
-#include "config.h"
+#include "config/config.h"
 
 static void ignore(void *user, const char *line) {
     (void)user;

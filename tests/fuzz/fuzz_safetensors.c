@@ -1,12 +1,12 @@
-/* fuzz_safetensors.c - files that claim to be safetensors. Twin: examples/common/safetensors.c. Not
-   here: checkpoints around them (fuzz_checkpoint.c).
+/* fuzz_safetensors.c - files that claim to be safetensors. Twin:
+   examples/trainer/checkpoint/safetensors.c. Not here: checkpoints around them (fuzz_checkpoint.c).
 
    The first byte says whether the rest is a file as it is, or a header and data to which the length
    is added. What is opened must be loadable, hold the file's own bytes, and survive being written
    and read again. */
 #include "files.h"
 
-#include "safetensors.h"
+#include "checkpoint/safetensors.h"
 
 enum { MOST_TENSORS = 64, MOST_BYTES = 1 << 16 };
 

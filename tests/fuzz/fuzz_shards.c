@@ -1,12 +1,12 @@
 /* fuzz_shards.c - training data that somebody else made: token shards, text and JSON lines, and the
-   place in them that a checkpoint gives. Twin: examples/common/source*.c. Not here: the thread that
-   reads ahead (tests/trainer/test_stream.c).
+   place in them that a checkpoint gives. Twin: examples/trainer/data/source*.c. Not here: the
+   thread that reads ahead (tests/trainer/test_stream.c).
 
    Windows must hold tokens of the vocabulary, and where a source stood must be where it goes on. */
 #include "files.h"
 
-#include "config.h"
-#include "source.h"
+#include "config/config.h"
+#include "data/source.h"
 
 enum { SEQ = 8, WINDOWS = 6, VOCAB = 300 };
 

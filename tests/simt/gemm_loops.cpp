@@ -1,6 +1,6 @@
 /* gemm_loops.cpp - the matrix products of the CUDA trainer as plain loops, for the executor.
-   Twin: examples/common/gemm_cuda.cu. Not here: anything fast. */
-#include "gemm_cuda.h"
+   Twin: examples/trainer/ops/cuda/gemm_cuda.cu. Not here: anything fast. */
+#include "ops/cuda/gemm_cuda.h"
 
 #include "kernels/common.cuh"
 #include "kernels/rows.cuh"

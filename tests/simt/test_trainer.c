@@ -4,9 +4,9 @@
    formulas. */
 #include <stdlib.h>
 
+#include "model/optimizer.h"
 #include "model_test.h"
-#include "ops_cuda.h"
-#include "optimizer.h"
+#include "ops/cuda/ops_cuda.h"
 
 /* ---- Each operation ------------------------------------------------------------------------- */
 

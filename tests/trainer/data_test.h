@@ -3,9 +3,9 @@
 #ifndef DATA_TEST_H
 #define DATA_TEST_H
 
-#include "data.h"
-#include "rng.h"
-#include "source.h"
+#include "base/rng.h"
+#include "data/data.h"
+#include "data/source.h"
 #include "trainer_test.h"
 
 enum { SEQ = 32, BATCH = 4, VAL = 2 };

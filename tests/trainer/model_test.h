@@ -3,9 +3,9 @@
 #ifndef MODEL_TEST_H
 #define MODEL_TEST_H
 
+#include "base/rng.h"
 #include "harness/check.h"
-#include "model.h"
-#include "rng.h"
+#include "model/model.h"
 
 static fault why;
 

@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "safetensors.h"
+#include "checkpoint/safetensors.h"
 
 int main(int argc, char **argv) {
     static float f[2][3] = {{1, 2, 3}, {-4, 5.5f, 1e-20f}};

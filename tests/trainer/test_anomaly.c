@@ -1,6 +1,6 @@
 /* test_anomaly.c - what halts a run and what does not: each rule on both sides of its limit,
    with a clock that is made up; and the files. Twin: anomaly.c. */
-#include "anomaly.h"
+#include "telemetry/anomaly.h"
 #include "trainer_test.h"
 
 static fault why;

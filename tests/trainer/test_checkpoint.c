@@ -7,7 +7,7 @@
 #include <sys/wait.h>
 #include <time.h>
 
-#include "checkpoint.h"
+#include "checkpoint/checkpoint.h"
 #include "trainer_test.h"
 
 enum { WEIGHTS = 3000 };

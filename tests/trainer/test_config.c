@@ -2,8 +2,8 @@
    with its file, line and key, help and JSON from the same table. */
 #include <jansson.h>
 
-#include "config.h"
-#include "config_table.h"
+#include "config/config.h"
+#include "config/config_table.h"
 #include "nsa.h"
 #include "trainer_test.h"
 

@@ -8,14 +8,14 @@
 #include <unistd.h>
 
 #ifdef TEST_NCCL
-#include "dist_nccl.h"
+#include "dist/dist_nccl.h"
 #else
-#include "dist_mpi.h"
+#include "dist/dist_mpi.h"
 #endif
+#include "base/threads.h"
+#include "model/optimizer.h"
 #include "model_test.h"
-#include "optimizer.h"
-#include "threads.h"
-#include "train.h"
+#include "train/train_inside.h"
 
 /* Buckets are small, so that there are more of them than lanes. */
 enum { ROWS = 4, TOKENS = 60, VOCAB = 64, STEPS = 5, BATCHES = 2, BUCKET = 1 << 16 };

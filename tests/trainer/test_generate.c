@@ -3,8 +3,8 @@
    generate. Twins: its main.c and options.c, restore.c, sample.c. Single draws are test_ops.c's. */
 #include "model_test.h"
 #include "program_test.h"
-#include "restore.h"
-#include "sample.h"
+#include "train/restore.h"
+#include "train/sample.h"
 
 enum { OUTPUT = 1 << 16 };
 

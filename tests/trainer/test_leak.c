@@ -3,9 +3,9 @@
    planted leak must fail, or this test would prove nothing.
 
    Once with rows longer than the window, once with a window longer than the rows. */
+#include "base/threads.h"
+#include "model/optimizer.h"
 #include "model_test.h"
-#include "threads.h"
-#include "optimizer.h"
 
 enum { VOCAB = 256, BATCH = 4, TOKENS = 96, STEPS = 120, MEAN = 20 };
 

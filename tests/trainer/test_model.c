@@ -3,9 +3,9 @@
    if alone, updates, refusals. Twin: model.c. Gradients are checked in test_model_gradients.c. */
 #include <stdlib.h>
 
+#include "base/threads.h"
+#include "model/optimizer.h"
 #include "model_test.h"
-#include "optimizer.h"
-#include "threads.h"
 
 enum { BATCH = 2, TOKENS = 100, ROWS = BATCH * TOKENS, VOCAB = 64 };
 

@@ -2,8 +2,8 @@
    and those of a pass against a count over what the pass left in memory, with and without
    gradient checkpointing and documents; that looking changes no bit of a gradient. Twins:
    stats.c, observer.c. */
+#include "model/observer.h"
 #include "model_test.h"
-#include "observer.h"
 
 enum { VOCAB = 64, BATCH = 3, TOKENS = 48, LAYERS = 3, GROUPS = 2, N_SEL = 3, L_SEL = 8 };
 

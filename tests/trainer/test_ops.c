@@ -3,10 +3,10 @@
    sample.c. The derivatives are checked through the model in test_model_gradients.c. */
 #include <stdlib.h>
 
-#include "gemm.h"
+#include "base/threads.h"
 #include "model_test.h"
-#include "threads.h"
-#include "sample.h"
+#include "ops/gemm.h"
+#include "train/sample.h"
 
 static real *draw(int64_t count, uint64_t seed) {
     real *x = check_alloc((size_t)count * sizeof *x);

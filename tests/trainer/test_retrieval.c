@@ -1,10 +1,10 @@
 /* test_retrieval.c - what the program retrieval counts, beside the whole sequence's forward of each
    prefix; and what it refuses. Arguments: the programs train_tiny and retrieval. Twins: its main.c,
    source_retrieval.c. The rows themselves are test_data.c's. */
+#include "data/source.h"
 #include "model_test.h"
 #include "program_test.h"
-#include "restore.h"
-#include "source.h"
+#include "train/restore.h"
 
 static const char *examiner;
 

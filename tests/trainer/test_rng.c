@@ -1,6 +1,6 @@
 /* test_rng.c - random numbers of the trainers: known answers, moments, permutations. */
+#include "base/rng.h"
 #include "harness/check.h"
-#include "rng.h"
 
 /* The authors' published answers for Philox 4x32-10: counter, key, result. */
 static void test_known_answers(void) {

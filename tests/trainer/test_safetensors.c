@@ -5,7 +5,7 @@
 #include <sys/resource.h>
 #include <xxhash.h>
 
-#include "safetensors.h"
+#include "checkpoint/safetensors.h"
 #include "trainer_test.h"
 
 static fault why;

@@ -2,7 +2,7 @@
    asked for, the caller does not wait for it, and a failure is heard of. Twin: saver.c. */
 #include <semaphore.h>
 
-#include "saver.h"
+#include "checkpoint/saver.h"
 #include "trainer_test.h"
 
 enum { WEIGHTS = 50000 };

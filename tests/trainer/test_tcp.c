@@ -9,8 +9,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "dist/dist_tcp.h"
 #include "harness/check.h"
-#include "dist_tcp.h"
 
 enum { WORLD = 3, LONG = 20 };
 

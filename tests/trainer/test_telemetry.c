@@ -7,9 +7,9 @@
 #include <sys/wait.h>
 #include <time.h>
 
-#include "curve.h"
-#include "fallback.h"
-#include "telemetry.h"
+#include "base/fallback.h"
+#include "telemetry/curve.h"
+#include "telemetry/telemetry.h"
 #include "trainer_test.h"
 
 static fault why;

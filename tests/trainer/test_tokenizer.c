@@ -1,7 +1,7 @@
 /* test_tokenizer.c - bytes, and GPT-2's BPE with a small vocabulary made here, against a plain
    implementation that joins one pair at a time; files that are wrong. */
-#include "config.h"
-#include "tokenizer.h"
+#include "config/config.h"
+#include "data/tokenizer.h"
 #include "trainer_test.h"
 
 /* Merges of the test's vocabulary, best first. Spelled as in merges.txt, so "\xc4\xa0" is a space,

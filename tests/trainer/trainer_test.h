@@ -8,8 +8,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/fault.h"
 #include "harness/check.h"
-#include "fault.h"
 
 static char test_root[512];   /* the folder, removed by test_end */
 static char test_said[65536]; /* all lines that went to test_notes() */

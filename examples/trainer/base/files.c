@@ -1,0 +1,276 @@
+/* files.c - see files.h. */
+#include "base/files.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* A path has at most PATH_ROOM bytes, and each level of a listing two of them on the stack. */
+enum { PATH_ROOM = 4096, LEVELS = 64 };
+
+/* A named pipe would make a plain open wait for its writer, for ever. */
+int files_open(const char *path, fault *f) {
+    struct stat s;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) {
+        fault_errno(f, "%s: cannot open", path);
+        return -1;
+    }
+    if (!fstat(fd, &s) && S_ISREG(s.st_mode)) return fd;
+    close(fd);
+    fault_set(f, "%s: must be a plain file", path);
+    return -1;
+}
+
+char *files_read(const char *path, size_t most, size_t *bytes, fault *f) {
+    size_t room = 65536, used = 0;
+    int fd = files_open(path, f);
+    FILE *file = fd < 0 ? NULL : fdopen(fd, "rb");
+    if (!file) {
+        if (fd >= 0) close(fd), fault_set(f, "%s: out of memory", path);
+        return NULL;
+    }
+    char *text = malloc(room + 1);
+    while (text && !ferror(file) && !feof(file) && used <= most) {
+        used += fread(text + used, 1, room - used, file);
+        if (used < room) continue;
+        char *more = realloc(text, room * 2 + 1);
+        if (!more) free(text);
+        text = more;
+        room *= 2;
+    }
+    if (!text)
+        fault_set(f, "%s: out of memory", path);
+    else if (ferror(file))
+        fault_errno(f, "%s: cannot read", path);
+    else if (used > most)
+        fault_set(f, "%s: longer than the %zu bytes that are allowed", path, most);
+    bool ok = text && !ferror(file) && used <= most;
+    fclose(file);
+    if (!ok) {
+        free(text);
+        return NULL;
+    }
+    text[used] = 0;
+    *bytes = used;
+    return text;
+}
+
+static bool ends_early(int fd, const char *path, int64_t offset, size_t bytes, fault *f) {
+    struct stat s;
+    long long size = fstat(fd, &s) ? -1 : (long long)s.st_size;
+    return fault_set(f, "%s: %zu bytes were expected at byte %lld; the file has %lld", path, bytes,
+                     (long long)offset, size);
+}
+
+bool files_read_at(int fd, const char *path, void *to, size_t bytes, int64_t offset, fault *f) {
+    char *at = to;
+    while (bytes) {
+        ssize_t got = pread(fd, at, bytes, (off_t)offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return fault_errno(f, "%s: cannot read at byte %lld", path, (long long)offset);
+        if (!got) return ends_early(fd, path, offset, bytes, f);
+        at += got;
+        offset += got;
+        bytes -= (size_t)got;
+    }
+    return true;
+}
+
+bool files_write_all(int fd, const char *path, const void *from, size_t bytes, fault *f) {
+    const char *at = from;
+    while (bytes) {
+        ssize_t put = write(fd, at, bytes);
+        if (put < 0 && errno == EINTR) continue;
+        if (put < 0) return fault_errno(f, "%s: cannot write", path);
+        at += put;
+        bytes -= (size_t)put;
+    }
+    return true;
+}
+
+/* The folder that a path lies in. */
+static void folder_of(char *folder, size_t bytes, const char *path) {
+    const char *slash = strrchr(path, '/');
+    if (!slash)
+        snprintf(folder, bytes, ".");
+    else
+        snprintf(folder, bytes, "%.*s", slash == path ? 1 : (int)(slash - path), path);
+}
+
+bool files_replace(const char *path, const void *from, size_t bytes, fault *f) {
+    char aside[PATH_ROOM], folder[PATH_ROOM];
+    if (snprintf(aside, sizeof aside, "%s.%ld.tmp", path, (long)getpid()) >= PATH_ROOM)
+        return fault_set(f, "%.200s...: the path is too long", path);
+    unlink(aside); /* what a killed process of that number left; and no link is written through */
+    int fd = open(aside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd < 0) return fault_errno(f, "%s: cannot create", path);
+    bool ok = files_write_all(fd, path, from, bytes, f);
+    if (ok && fsync(fd)) ok = fault_errno(f, "%s: cannot flush", path);
+    if (close(fd) && ok) ok = fault_errno(f, "%s: cannot close", path);
+    if (ok && rename(aside, path)) ok = fault_errno(f, "%s: cannot put in place", path);
+    if (!ok) {
+        unlink(aside);
+        return false;
+    }
+    folder_of(folder, sizeof folder, path);
+    return files_sync_folder(folder, f);
+}
+
+bool files_may_write(const char *path, fault *f) {
+    char folder[PATH_ROOM];
+    struct stat s;
+    if (strlen(path) >= sizeof folder) return fault_set(f, "%.200s...: the path is too long", path);
+    folder_of(folder, sizeof folder, path);
+    if (stat(folder, &s)) return fault_errno(f, "%s: cannot use the folder", folder);
+    if (!S_ISDIR(s.st_mode)) return fault_set(f, "%s: is a file, must be a folder", folder);
+    if (!stat(path, &s)) {
+        if (S_ISDIR(s.st_mode)) return fault_set(f, "%s: is a folder, must be a file", path);
+        return !access(path, W_OK) || fault_errno(f, "%s: cannot write", path);
+    }
+    return !access(folder, W_OK | X_OK) || fault_errno(f, "%s: cannot write there", folder);
+}
+
+void files_remove_partial(const char *path) {
+    struct stat s;
+    if (!lstat(path, &s) && S_ISREG(s.st_mode)) unlink(path);
+}
+
+bool files_end_output(fault *f) {
+    bool ok = !fflush(stdout) && !ferror(stdout);
+    return ok ? true : fault_errno(f, "standard output: cannot write");
+}
+
+bool files_make_folder(const char *path, fault *f) {
+    char part[PATH_ROOM];
+    struct stat s;
+    size_t length = strlen(path);
+    if (length >= sizeof part) return fault_set(f, "%.200s...: the path is too long", path);
+    for (size_t i = 1; i <= length; i++) {
+        if (path[i] && path[i] != '/') continue;
+        memcpy(part, path, i);
+        part[i] = 0;
+        if (mkdir(part, 0777) && errno != EEXIST)
+            return fault_errno(f, "%s: cannot make the folder", part);
+    }
+    if (stat(path, &s)) return fault_errno(f, "%s: cannot use the folder", path);
+    if (!S_ISDIR(s.st_mode)) return fault_set(f, "%s: is a file, must be a folder", path);
+    return true;
+}
+
+bool files_sync_folder(const char *path, fault *f) {
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) return fault_errno(f, "%s: cannot open the folder", path);
+    /* Some file systems cannot flush a folder and say EINVAL: they need no flush. */
+    bool ok = !fsync(fd) || errno == EINVAL || fault_errno(f, "%s: cannot flush the folder", path);
+    close(fd);
+    return ok;
+}
+
+/* A link is removed itself: what it points at is somebody else's. */
+bool files_remove_folder(const char *path, fault *f) {
+    struct stat s;
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0 && errno == ENOENT) return true;
+    if (fd < 0 && !lstat(path, &s) && S_ISLNK(s.st_mode))
+        return !unlink(path) || fault_errno(f, "%s: cannot remove", path);
+    DIR *folder = fd < 0 ? NULL : fdopendir(fd);
+    if (!folder) {
+        fault_errno(f, "%s: cannot open the folder", path);
+        if (fd >= 0) close(fd);
+        return false;
+    }
+    bool ok = true;
+    for (struct dirent *e; ok && (e = readdir(folder));) {
+        if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
+        if (unlinkat(fd, e->d_name, 0))
+            ok = fault_errno(f, "%s/%.200s: cannot remove", path, e->d_name);
+    }
+    closedir(folder);
+    if (ok && rmdir(path)) ok = fault_errno(f, "%s: cannot remove", path);
+    return ok;
+}
+
+bool files_exist(const char *path) {
+    struct stat s;
+    return !lstat(path, &s);
+}
+
+bool files_join(char *path, size_t bytes, const char *folder, const char *name, fault *f) {
+    size_t a = strlen(folder), b = strlen(name);
+    bool slash = a && folder[a - 1] != '/';
+    if (a + slash + b >= bytes)
+        return fault_set(f, "%.200s/%.200s: the path is longer than %zu bytes", folder, name,
+                         bytes - 1);
+    memcpy(path, folder, a);
+    if (slash) path[a] = '/';
+    memcpy(path + a + slash, name, b + 1);
+    return true;
+}
+
+static int by_name(const void *a, const void *b) {
+    return strcmp(*(char *const *)a, *(char *const *)b);
+}
+
+static bool list_add(files_list *list, const char *name) {
+    if ((list->count & (list->count - 1)) == 0) { /* room doubles at each power of two */
+        size_t room = list->count ? list->count * 2 : 1;
+        char **more = realloc(list->names, room * sizeof *more);
+        if (!more) return false;
+        list->names = more;
+    }
+    size_t length = strlen(name) + 1;
+    char *copy = malloc(length);
+    if (!copy) return false;
+    memcpy(copy, name, length);
+    list->names[list->count++] = copy;
+    return true;
+}
+
+/* Adds the files of `folder` and of those below it; `below` is its own name in the list, "" for the
+   first. A link to a folder is not followed, so that no folder is met twice. */
+static bool list_folder(files_list *list, const char *folder, const char *below, int level,
+                        fault *f) {
+    char path[PATH_ROOM], name[PATH_ROOM];
+    struct stat s;
+    if (level > LEVELS)
+        return fault_set(f, "%.200s...: folders in folders, more than %d deep", folder, LEVELS);
+    DIR *open_folder = opendir(folder);
+    if (!open_folder) return fault_errno(f, "%s: cannot open the folder", folder);
+    bool ok = true;
+    for (struct dirent *e; ok && (e = readdir(open_folder));) {
+        if (e->d_name[0] == '.') continue;
+        ok = files_join(path, sizeof path, folder, e->d_name, f) &&
+             files_join(name, sizeof name, below, e->d_name, f);
+        if (!ok || lstat(path, &s)) continue;
+        if (S_ISDIR(s.st_mode))
+            ok = list_folder(list, path, name, level + 1, f);
+        else if (!stat(path, &s) && S_ISREG(s.st_mode) && !list_add(list, name))
+            ok = fault_set(f, "%s: out of memory", folder);
+    }
+    closedir(open_folder);
+    return ok;
+}
+
+bool files_list_open(files_list *list, const char *folder, fault *f) {
+    files_list empty = {NULL, 0};
+    *list = empty;
+    bool ok = list_folder(list, folder, "", 1, f);
+    if (!ok)
+        files_list_close(list);
+    else if (list->count)
+        qsort(list->names, list->count, sizeof *list->names, by_name);
+    return ok;
+}
+
+void files_list_close(files_list *list) {
+    for (size_t i = 0; i < list->count; i++) free(list->names[i]);
+    free(list->names);
+    list->names = NULL;
+    list->count = 0;
+}

@@ -1,0 +1,61 @@
+/* files.h - the few operations on files that must not lose data: whole reads with a limit, writes
+   that end up complete or not at all, folders. Twin: files.c. Not a general file layer. */
+#ifndef FILES_H
+#define FILES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/fault.h"
+
+/* A descriptor to read a plain file from; -1: unreadable, or a pipe, a device, a folder. */
+int files_open(const char *path, fault *f);
+
+/* The whole file, with a zero byte behind it, to be freed; NULL: unreadable or above `most` bytes.
+ */
+char *files_read(const char *path, size_t most, size_t *bytes, fault *f);
+
+/* Exactly `bytes` bytes at `offset`; a file that ends before is a fault. */
+bool files_read_at(int fd, const char *path, void *to, size_t bytes, int64_t offset, fault *f);
+
+/* All of it, however many writes that takes. */
+bool files_write_all(int fd, const char *path, const void *from, size_t bytes, fault *f);
+
+/* Writes beside `path`, flushes, and renames onto it: a reader sees the old file or the new one. */
+bool files_replace(const char *path, const void *from, size_t bytes, fault *f);
+
+/* Whether a file of that name can be made or written anew: asked before the work, not after it. */
+bool files_may_write(const char *path, fault *f);
+
+/* Removes what was written half way, but never a device or a link that somebody named. */
+void files_remove_partial(const char *path);
+
+/* What was printed on the standard output has got there: a full disk or a closed one is a fault. */
+bool files_end_output(fault *f);
+
+/* Makes the folder and those above it. */
+bool files_make_folder(const char *path, fault *f);
+
+/* Flushes a folder's list of names to the disk. */
+bool files_sync_folder(const char *path, fault *f);
+
+/* Removes a folder and the files in it; a folder inside is a fault. Absent is no fault. Of a link,
+   the link goes and what it points at stays. */
+bool files_remove_folder(const char *path, fault *f);
+
+bool files_exist(const char *path);
+
+/* "folder/name" in `path`; a path that does not fit is a fault. */
+bool files_join(char *path, size_t bytes, const char *folder, const char *name, fault *f);
+
+/* The plain files in a folder and in those below it, "a.txt", "sub/b.txt", sorted by bytes; names
+   that start with a dot are passed over, folders too. Folders more than 64 deep are a fault. */
+typedef struct files_list {
+    char **names;
+    size_t count;
+} files_list;
+
+bool files_list_open(files_list *list, const char *folder, fault *f);
+void files_list_close(files_list *list);
+
+#endif

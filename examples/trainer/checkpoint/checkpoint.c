@@ -1,0 +1,457 @@
+/* checkpoint.c - see checkpoint.h. The order of events makes it safe to be killed at any moment:
+   all files are on the disk before the folder gets its name, `latest` moves after that, and old
+   folders lose their name before they lose their files. */
+#include "checkpoint/checkpoint.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <jansson.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include "base/files.h"
+
+/* No run counts further than COUNT_LIMIT: sums of counts and of what they are multiplied by stay
+   below what an int64_t holds. */
+#define COUNT_LIMIT ((int64_t)1 << 48)
+enum { STATE_LIMIT = 1 << 24, NAME_BYTES = 64, PATH_ROOM = CONFIG_PATH_BYTES + 256 };
+
+/* A folder in the making, one on its way out, and one that another of its name replaces. */
+static const char writing[] = ".writing-", removing[] = ".removing-", replaced[] = ".old";
+
+/* ---- state.json ---- */
+
+typedef enum field_kind { FIELD_INTEGER, FIELD_NUMBER, FIELD_HEX } field_kind;
+
+#define FIELD(name, kind) \
+    { #name, kind, offsetof(checkpoint_state, name) }
+
+static const struct {
+    const char *name;
+    field_kind kind;
+    size_t offset;
+} fields[] = {
+    FIELD(step, FIELD_INTEGER),
+    FIELD(tokens, FIELD_INTEGER),
+    FIELD(seconds, FIELD_NUMBER),
+    FIELD(loss_first, FIELD_NUMBER),
+    FIELD(seed, FIELD_HEX),
+    FIELD(loss_scale, FIELD_NUMBER),
+    FIELD(scaler_good_steps, FIELD_INTEGER),
+    FIELD(skipped_steps, FIELD_INTEGER),
+    FIELD(data.sample, FIELD_INTEGER),
+    FIELD(data.epoch, FIELD_INTEGER),
+    FIELD(data.shard, FIELD_INTEGER),
+    FIELD(data.offset, FIELD_INTEGER),
+    FIELD(data.document, FIELD_INTEGER),
+    FIELD(data.used, FIELD_INTEGER),
+    FIELD(data.fingerprint, FIELD_HEX),
+};
+
+enum { FIELDS = sizeof fields / sizeof fields[0] };
+
+static json_t *json_hex(uint64_t x) {
+    char text[24];
+    snprintf(text, sizeof text, "%016" PRIx64, x);
+    return json_string(text);
+}
+
+static bool parse_hex(const json_t *v, uint64_t *x) {
+    const char *text = json_string_value(v);
+    if (!text || strlen(text) != 16 || strspn(text, "0123456789abcdef") != 16) return false;
+    *x = strtoull(text, NULL, 16);
+    return true;
+}
+
+static json_t *state_to_json(const checkpoint_state *s) {
+    json_t *object = json_object();
+    for (size_t i = 0; i < FIELDS; i++) {
+        const char *at = (const char *)s + fields[i].offset;
+        int64_t integer;
+        uint64_t bits;
+        double number;
+        memcpy(&integer, at, sizeof integer);
+        memcpy(&bits, at, sizeof bits);
+        memcpy(&number, at, sizeof number);
+        json_t *v = fields[i].kind == FIELD_INTEGER ? json_integer(integer)
+                    : fields[i].kind == FIELD_HEX   ? json_hex(bits)
+                    : isfinite(number)              ? json_real(number)
+                                                    : json_null(); /* JSON has no NaN */
+        json_object_set_new(object, fields[i].name, v);
+    }
+    return object;
+}
+
+static bool state_from_json(checkpoint_state *s, const json_t *object, fault *f) {
+    for (size_t i = 0; i < FIELDS; i++) {
+        const json_t *v = json_object_get(object, fields[i].name);
+        char *at = (char *)s + fields[i].offset;
+        int64_t integer = json_integer_value(v);
+        uint64_t bits = 0;
+        double number = json_is_null(v) ? (double)NAN : json_number_value(v);
+        bool ok = fields[i].kind == FIELD_INTEGER
+                      ? json_is_integer(v) && integer >= 0 && integer <= COUNT_LIMIT
+                  : fields[i].kind == FIELD_HEX ? parse_hex(v, &bits)
+                                                : json_is_number(v) || json_is_null(v);
+        if (!ok)
+            return fault_set(f, "\"state\": %s must be %s", fields[i].name,
+                             fields[i].kind == FIELD_INTEGER ? "an integer in 0 .. 2^48"
+                             : fields[i].kind == FIELD_HEX   ? "16 hexadecimal digits"
+                                                             : "a number");
+        if (fields[i].kind == FIELD_INTEGER) memcpy(at, &integer, sizeof integer);
+        if (fields[i].kind == FIELD_HEX) memcpy(at, &bits, sizeof bits);
+        if (fields[i].kind == FIELD_NUMBER) memcpy(at, &number, sizeof number);
+    }
+    return true;
+}
+
+/* The checksum of a JSON value is that of its one canonical text. */
+static bool json_checksum(const json_t *v, uint64_t *xxh64) {
+    char *text = json_dumps(v, JSON_COMPACT | JSON_SORT_KEYS | JSON_REAL_PRECISION(17));
+    if (!text) return false;
+    *xxh64 = XXH64(text, strlen(text), 0);
+    free(text);
+    return true;
+}
+
+static bool write_state(const char *folder, json_t *content, fault *f) {
+    char path[PATH_ROOM];
+    uint64_t xxh64;
+    if (!files_join(path, sizeof path, folder, "state.json", f)) return false;
+    json_t *root = json_checksum(content, &xxh64)
+                       ? json_pack("{s:O, s:o}", "content", content, "xxh64", json_hex(xxh64))
+                       : NULL;
+    char *text = root ? json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(17)) : NULL;
+    bool ok =
+        text ? files_replace(path, text, strlen(text), f) : fault_set(f, "%s: out of memory", path);
+    free(text);
+    json_decref(root);
+    return ok;
+}
+
+/* ---- Writing ---- */
+
+/* Removes what a run that was killed left behind. */
+static bool sweep(const char *root, fault *f) {
+    char path[PATH_ROOM];
+    DIR *folder = opendir(root);
+    if (!folder) return fault_errno(f, "%s: cannot open the folder", root);
+    bool ok = true;
+    for (struct dirent *e; ok && (e = readdir(folder));) {
+        bool stale = !strncmp(e->d_name, writing, sizeof writing - 1) ||
+                     !strncmp(e->d_name, removing, sizeof removing - 1);
+        if (stale)
+            ok = files_join(path, sizeof path, root, e->d_name, f) && files_remove_folder(path, f);
+    }
+    closedir(folder);
+    return ok;
+}
+
+static bool write_parts(const char *folder, const checkpoint_part *parts, size_t count,
+                        json_t *files, fault *f) {
+    char path[PATH_ROOM], name[NAME_BYTES];
+    uint64_t bytes, xxh64;
+    for (size_t i = 0; i < count; i++) {
+        snprintf(name, sizeof name, "%.40s.safetensors", parts[i].name);
+        if (!files_join(path, sizeof path, folder, name, f) ||
+            !safetensors_write(path, parts[i].tensors, parts[i].count, &bytes, &xxh64, f))
+            return false;
+        json_object_set_new(
+            files, name,
+            json_pack("{s:I, s:o}", "bytes", (json_int_t)bytes, "xxh64", json_hex(xxh64)));
+    }
+    return true;
+}
+
+static bool write_folder(const char *folder, const config *c, const checkpoint_state *state,
+                         const checkpoint_part *parts, size_t count, fault *f) {
+    json_t *files = json_object(), *settings = config_to_json(c);
+    if (mkdir(folder, 0777)) {
+        json_decref(files);
+        json_decref(settings);
+        return fault_errno(f, "%s: cannot make the folder", folder);
+    }
+    bool ok = settings || fault_set(f, "%s: a setting is not UTF-8 and cannot be saved", folder);
+    ok = ok && write_parts(folder, parts, count, files, f);
+    if (ok) {
+        json_t *content =
+            json_pack("{s:s, s:i, s:o, s:O, s:O}", "format", "nsa checkpoint", "version", 1,
+                      "state", state_to_json(state), "config", settings, "files", files);
+        ok = content ? write_state(folder, content, f) : fault_set(f, "%s: out of memory", folder);
+        json_decref(content);
+    }
+    json_decref(files);
+    json_decref(settings);
+    return ok && files_sync_folder(folder, f);
+}
+
+/* Gives the folder its name. One of that name, from a run that was resumed further back, keeps a
+   name that checkpoint_open understands until the new one is in place. */
+static bool put_in_place(const char *root, const char *aside, const char *name, fault *f) {
+    char path[PATH_ROOM], old[PATH_ROOM];
+    if (!files_join(path, sizeof path, root, name, f)) return false;
+    if (snprintf(old, sizeof old, "%s%s", path, replaced) >= PATH_ROOM)
+        return fault_set(f, "%.200s...: the path is too long", path);
+    bool again = files_exist(path);
+    if (again && !files_remove_folder(old, f)) return false;
+    if (again && rename(path, old)) return fault_errno(f, "%s: cannot be moved away", path);
+    if (rename(aside, path)) {
+        fault_errno(f, "%s: cannot be put in place", path);
+        if (again) (void)!rename(old, path); /* or else it is found as NAME.old */
+        return false;
+    }
+    return files_sync_folder(root, f) && (!again || files_remove_folder(old, f));
+}
+
+static bool point_latest(const char *root, const char *name, fault *f) {
+    char link[PATH_ROOM], aside[PATH_ROOM];
+    if (!files_join(link, sizeof link, root, "latest", f) ||
+        !files_join(aside, sizeof aside, root, ".latest", f))
+        return false;
+    unlink(aside);
+    if (symlink(name, aside) || rename(aside, link))
+        return fault_errno(f, "%s: cannot point it at %s", link, name);
+    return files_sync_folder(root, f);
+}
+
+/* ---- Retention ---- */
+
+typedef struct found {
+    char name[NAME_BYTES];
+    int64_t step;
+    struct timespec written;
+} found;
+
+/* "step_00000200", or that with ".old". */
+static bool parse_name(const char *name, int64_t *step) {
+    size_t digits = strspn(name + (strncmp(name, "step_", 5) ? 0 : 5), "0123456789");
+    if (strncmp(name, "step_", 5) || digits < 8 || digits > 18) return false;
+    *step = strtoll(name + 5, NULL, 10);
+    return !name[5 + digits] || !strcmp(name + 5 + digits, replaced);
+}
+
+static int newest_first(const void *a, const void *b) {
+    const struct timespec *x = &((const found *)a)->written, *y = &((const found *)b)->written;
+    if (x->tv_sec != y->tv_sec) return x->tv_sec < y->tv_sec ? 1 : -1;
+    return (x->tv_nsec < y->tv_nsec) - (x->tv_nsec > y->tv_nsec);
+}
+
+/* The checkpoints in a folder, to be freed; NULL where there are none or on a fault. */
+static found *find_all(const char *root, size_t *count) {
+    char path[PATH_ROOM];
+    struct stat s;
+    fault unused;
+    found *list = NULL, one;
+    DIR *folder = opendir(root);
+    *count = 0;
+    if (!folder) return NULL;
+    for (struct dirent *e; (e = readdir(folder));) {
+        if (!parse_name(e->d_name, &one.step) || strlen(e->d_name) >= NAME_BYTES) continue;
+        if (!files_join(path, sizeof path, root, e->d_name, &unused)) continue;
+        snprintf(one.name, sizeof one.name, "%.*s", NAME_BYTES - 1, e->d_name);
+        if (stat(path, &s) || !S_ISDIR(s.st_mode)) continue;
+        one.written = s.st_mtim;
+        found *more = realloc(list, (*count + 1) * sizeof *list);
+        if (!more) break;
+        list = more;
+        list[(*count)++] = one;
+    }
+    closedir(folder);
+    if (list) qsort(list, *count, sizeof *list, newest_first);
+    return list;
+}
+
+static bool remove_old(const char *root, const char *current, int64_t keep, fault *f) {
+    char path[PATH_ROOM], aside[PATH_ROOM], name[NAME_BYTES * 2];
+    size_t count;
+    int64_t kept = 1; /* the current one, whatever its time says */
+    bool ok = true;
+    if (!keep) return true;
+    found *list = find_all(root, &count);
+    for (size_t i = 0; ok && i < count; i++) {
+        if (!strcmp(list[i].name, current) || kept++ < keep) continue;
+        snprintf(name, sizeof name, "%s%s", removing, list[i].name);
+        ok = files_join(path, sizeof path, root, list[i].name, f) &&
+             files_join(aside, sizeof aside, root, name, f);
+        if (ok && rename(path, aside)) ok = fault_errno(f, "%s: cannot be removed", path);
+        ok = ok && files_remove_folder(aside, f);
+    }
+    free(list);
+    return ok;
+}
+
+bool checkpoint_write(const char *out_dir, const config *c, const checkpoint_state *state,
+                      const checkpoint_part *parts, size_t count, int64_t keep, fault *f) {
+    char root[PATH_ROOM], aside[PATH_ROOM], name[NAME_BYTES], hidden[NAME_BYTES * 2];
+    fault unused;
+    snprintf(name, sizeof name, "step_%08" PRId64, state->step);
+    snprintf(hidden, sizeof hidden, "%s%s", writing, name);
+    if (!files_join(root, sizeof root, out_dir, "checkpoints", f) ||
+        !files_join(aside, sizeof aside, root, hidden, f) || !files_make_folder(root, f) ||
+        !sweep(root, f))
+        return false;
+    if (!write_folder(aside, c, state, parts, count, f) || !put_in_place(root, aside, name, f)) {
+        files_remove_folder(aside, &unused);
+        return false;
+    }
+    return point_latest(root, name, f) && remove_old(root, name, keep, f);
+}
+
+/* ---- Reading ---- */
+
+static bool read_content(checkpoint *k, const json_t *root, fault *f) {
+    const json_t *content = json_object_get(root, "content");
+    uint64_t want, have;
+    if (!json_is_object(content) || !parse_hex(json_object_get(root, "xxh64"), &want))
+        return fault_set(f, "not the state of a checkpoint");
+    if (!json_checksum(content, &have)) return fault_set(f, "out of memory");
+    if (have != want)
+        return fault_set(f, "damaged: its checksum is %016" PRIx64 ", it says %016" PRIx64, have,
+                         want);
+    const char *format = json_string_value(json_object_get(content, "format"));
+    const json_t *version = json_object_get(content, "version");
+    if (!format || strcmp(format, "nsa checkpoint") || json_integer_value(version) != 1)
+        return fault_set(f, "another format, or another version than 1");
+    k->files = json_incref(json_object_get(content, "files"));
+    return state_from_json(&k->state, json_object_get(content, "state"), f) &&
+           config_from_json(&k->config, json_object_get(content, "config"), f);
+}
+
+static bool read_state(checkpoint *k, fault *f) {
+    char path[PATH_ROOM];
+    size_t bytes;
+    json_error_t e;
+    fault reason;
+    if (!files_join(path, sizeof path, k->path, "state.json", f)) return false;
+    char *text = files_read(path, STATE_LIMIT, &bytes, f);
+    if (!text) return false;
+    json_t *root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &e);
+    free(text);
+    if (!root) return fault_set(f, "%s:%d: not JSON: %s", path, e.line, e.text);
+    bool ok = read_content(k, root, &reason) || fault_set(f, "%.400s: %.600s", path, reason.text);
+    json_decref(root);
+    return ok;
+}
+
+static bool has_state(const char *folder) {
+    char path[PATH_ROOM];
+    fault unused;
+    return files_join(path, sizeof path, folder, "state.json", &unused) && files_exist(path);
+}
+
+/* The folder that root/latest names; else the highest step that is there. */
+static bool find_latest(const char *root, char *path, fault *f) {
+    char name[NAME_BYTES], link[PATH_ROOM];
+    size_t count;
+    int64_t step = -1;
+    if (!files_join(link, sizeof link, root, "latest", f)) return false;
+    ssize_t n = readlink(link, name, sizeof name - 1);
+    if (n > 0) {
+        name[n] = 0;
+        if (parse_name(name, &step) && files_join(path, CONFIG_PATH_BYTES, root, name, f) &&
+            has_state(path))
+            return true;
+    }
+    bool any = false;
+    found *list = find_all(root, &count);
+    for (size_t i = 0; i < count; i++) {
+        char candidate[CONFIG_PATH_BYTES];
+        if (any && list[i].step <= step) continue;
+        if (!files_join(candidate, sizeof candidate, root, list[i].name, f) ||
+            !has_state(candidate))
+            continue;
+        memcpy(path, candidate, sizeof candidate);
+        step = list[i].step;
+        any = true;
+    }
+    free(list);
+    return any;
+}
+
+bool checkpoint_exists(const char *out_dir) {
+    char root[PATH_ROOM];
+    size_t count = 0;
+    fault unused;
+    if (files_join(root, sizeof root, out_dir, "checkpoints", &unused))
+        free(find_all(root, &count));
+    return count > 0;
+}
+
+bool checkpoint_open(checkpoint *k, const char *path, fault *f) {
+    char root[PATH_ROOM];
+    memset(k, 0, sizeof *k);
+    if (has_state(path)) {
+        if (!files_join(k->path, sizeof k->path, "", path, f)) return false;
+    } else if (!files_join(root, sizeof root, path, "checkpoints", f) ||
+               (!find_latest(root, k->path, f) && !find_latest(path, k->path, f))) {
+        return fault_set(f,
+                         "%s: no checkpoint: must be a folder with a state.json, or a run's "
+                         "out_dir with one under checkpoints/",
+                         path);
+    }
+    if (read_state(k, f)) return true;
+    checkpoint_close(k);
+    return false;
+}
+
+static bool hash_file(const char *path, uint64_t *bytes, uint64_t *xxh64, fault *f) {
+    enum { CHUNK = 1 << 20 };
+    char *chunk = malloc(CHUNK);
+    XXH64_state_t *hash = XXH64_createState();
+    int fd = files_open(path, f);
+    bool ok = fd >= 0 && ((chunk && hash) || fault_set(f, "%s: out of memory", path));
+    if (ok) XXH64_reset(hash, 0);
+    *bytes = 0;
+    while (ok) {
+        ssize_t got = read(fd, chunk, CHUNK);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) ok = fault_errno(f, "%s: cannot read", path);
+        if (got <= 0) break;
+        XXH64_update(hash, chunk, (size_t)got);
+        *bytes += (uint64_t)got;
+    }
+    if (ok) *xxh64 = XXH64_digest(hash);
+    if (fd >= 0) close(fd);
+    XXH64_freeState(hash);
+    free(chunk);
+    return ok;
+}
+
+static bool verify(const checkpoint *k, const char *name, const char *path, fault *f) {
+    const json_t *file = json_object_get(k->files, name);
+    uint64_t want, have, bytes;
+    json_int_t size = json_integer_value(json_object_get(file, "bytes"));
+    if (!parse_hex(json_object_get(file, "xxh64"), &want))
+        return fault_set(f, "%s: state.json does not list %s", k->path, name);
+    if (!hash_file(path, &bytes, &have, f)) return false;
+    if (bytes != (uint64_t)size)
+        return fault_set(f, "%s: damaged: %" PRIu64 " bytes, state.json says %lld", path, bytes,
+                         (long long)size);
+    if (have != want)
+        return fault_set(f,
+                         "%s: damaged: its checksum is %016" PRIx64 ", state.json says %016" PRIx64,
+                         path, have, want);
+    return true;
+}
+
+bool checkpoint_load(const checkpoint *k, const checkpoint_part *part, fault *f) {
+    char path[PATH_ROOM], name[NAME_BYTES];
+    snprintf(name, sizeof name, "%.40s.safetensors", part->name);
+    if (!files_join(path, sizeof path, k->path, name, f) || !verify(k, name, path, f)) return false;
+    safetensors_file *file = safetensors_open(path, f);
+    if (!file) return false;
+    bool ok = safetensors_load(file, part->tensors, part->count, f);
+    safetensors_close(file);
+    return ok;
+}
+
+void checkpoint_close(checkpoint *k) {
+    json_decref(k->files);
+    k->files = NULL;
+}

@@ -1,0 +1,172 @@
+/* config.h - every setting of both trainers: one struct, read from a YAML file, the environment and
+   the command line by one table. Twins: config_table.c (the table), config.c, config_yaml.c,
+   config_print.c. What depends on the machine (device auto, a world size) the program settles. */
+#ifndef CONFIG_H
+#define CONFIG_H
+
+#include <stdint.h>
+#include <stdio.h>
+
+#include "base/fault.h"
+
+#define CONFIG_PATH_BYTES  1024
+#define CONFIG_ENTRIES_MAX 96
+
+/* Values of the settings that are words. Gate, phi and RoPE settings hold nsa.h's enums. */
+enum { CONFIG_NSA, CONFIG_FULL, CONFIG_WINDOW }; /* model.attention */
+enum { CONFIG_AUTO, CONFIG_CPU, CONFIG_CUDA };   /* runtime.device */
+enum { CONFIG_FP32, CONFIG_BF16, CONFIG_FP16 };  /* runtime.precision */
+enum { CONFIG_COSINE, CONFIG_CONSTANT };         /* train.lr_schedule */
+enum { CONFIG_BYTE, CONFIG_GPT2 };               /* data.tokenizer */
+enum {                                           /* data.dataset */
+       CONFIG_DATASET_AUTO, /* synthetic without data.path, else by what lies there */
+       CONFIG_SYNTHETIC,
+       CONFIG_TEXT,
+       CONFIG_FINEWEB,       /* JSONL or lines, from standard input unless data.path is given */
+       CONFIG_FINEWEB_LOCAL, /* JSONL or lines, from data.path */
+       CONFIG_BIN,
+       CONFIG_RETRIEVAL
+};
+
+/* runtime.gradient_checkpointing: nothing, every layer, all but attention, or layers first ..
+   last. */
+enum { CONFIG_GC_NONE, CONFIG_GC_ALL, CONFIG_GC_SELECTIVE, CONFIG_GC_RANGE };
+
+typedef struct config_gc {
+    int kind, first, last;
+} config_gc;
+
+config_gc config_gc_of(int64_t value); /* of the field in config_runtime */
+
+/* Where a value in force came from, later ones above earlier ones. */
+typedef enum config_layer {
+    CONFIG_FROM_DEFAULT,
+    CONFIG_FROM_CHECKPOINT, /* config_from_json */
+    CONFIG_FROM_FILE,
+    CONFIG_FROM_ENVIRONMENT,
+    CONFIG_FROM_COMMAND_LINE
+} config_layer;
+
+typedef struct config_model {
+    int64_t vocab_size; /* 0: the tokenizer's */
+    int64_t dim, n_layers, n_heads, n_kv_groups, d_k, d_v;
+    int64_t attention, tied_embeddings;
+    int64_t rope_pairs, rope_scaling, rope_trained_context; /* nsa_rope_pairs, nsa_rope_scaling */
+    double rope_base, rope_factor;
+} config_model;
+
+typedef struct config_nsa {
+    int64_t l, d, l_sel, n_sel, w;
+    int64_t phi, gate; /* nsa_phi, nsa_gate_kind */
+} config_nsa;
+
+typedef struct config_data {
+    int64_t dataset, tokenizer, isolate_documents, synthetic_on_fail, report_docs;
+    double val_fraction, loader_timeout;    /* of the data; seconds */
+    char path[CONFIG_PATH_BYTES];           /* file, folder, or "-" for standard input */
+    char tokenizer_path[CONFIG_PATH_BYTES]; /* folder with vocab.json and merges.txt */
+} config_data;
+
+typedef struct config_runtime {
+    int64_t device, precision, use_flash, use_triton_sel, gradient_checkpointing;
+    int64_t threads; /* 0: all */
+    int64_t cuda_graph;
+    int64_t ddp, ddp_bucket_mb, ddp_compress, ddp_check_every;
+    double ddp_timeout;                                /* seconds */
+    int64_t world_size, rank, local_rank, master_port; /* environment only */
+    char master_addr[CONFIG_PATH_BYTES];
+} config_runtime;
+
+typedef struct config_train {
+    int64_t steps, seq_len, batch_size, accumulate_grad_batches;
+    int64_t lr_schedule, warmup_steps, log_every, eval_every, eval_batches, save_every;
+    int64_t keep_checkpoints, seed;
+    double lr, weight_decay, grad_clip;
+    char out_dir[CONFIG_PATH_BYTES];
+    char save[CONFIG_PATH_BYTES];   /* "": no copy of the final weights */
+    char resume[CONFIG_PATH_BYTES]; /* "": a new run; "latest": out_dir's; else a checkpoint */
+} config_train;
+
+typedef struct config_telemetry {
+    int64_t heartbeat_every, tb_disable, disable_csv_logs, disable_aux_stats;
+    int64_t trace_grads, trace_module_bwd, trace_ddp_buckets;
+    double stall_timeout; /* seconds; 0: none */
+} config_telemetry;
+
+typedef struct config_sample {
+    int64_t length, top_k; /* tokens, 0: no sample; 0: all */
+    int64_t repetition_window;
+    double temperature, top_p, repetition_penalty;
+    char prompt[CONFIG_PATH_BYTES];
+} config_sample;
+
+typedef struct config_origin {
+    config_layer layer;
+    int line; /* in the file, where layer is CONFIG_FROM_FILE */
+} config_origin;
+
+typedef struct config {
+    config_model model;
+    config_nsa nsa;
+    config_data data;
+    config_runtime runtime;
+    config_train train;
+    config_telemetry telemetry;
+    config_sample sample;
+    int64_t check;                /* --check: validate, print, end */
+    char file[CONFIG_PATH_BYTES]; /* --config or CONFIG; "": built-in values */
+    config_origin origin[CONFIG_ENTRIES_MAX];
+} config;
+
+typedef struct config_program {
+    const char *name, *summary;   /* "train_tiny", one line for --help */
+    const char *const *no_effect; /* keys that this program accepts without using; NULL ends it */
+} config_program;
+
+typedef enum config_outcome {
+    CONFIG_OK,
+    CONFIG_HELP, /* --help was printed: exit 0 */
+    CONFIG_ERROR /* the fault says why: exit 2 */
+} config_outcome;
+
+/* Defaults, then the file, then the environment, then the command line; then every range and every
+   rule that ties settings together. Warnings go to `notes`, --help to stdout. */
+config_outcome config_load(config *c, const config_program *program, int argc, char **argv,
+                           const listener *notes, fault *f);
+
+/* The rules that tie the settings of a model to each other; config_load has applied them. */
+bool config_check_model(const config *c, fault *f);
+
+/* For a program with a command line of its own: stores one setting, by its key. On failure the
+   message is what is allowed, without a place. */
+bool config_put(config *c, const char *key, const char *text, fault *f);
+
+/* A setting's line of help; `allowed` becomes "must be an integer in 1 .. 65536". */
+const char *config_describe(const char *key, char *allowed, size_t bytes);
+
+/* The settings by number, from 0: their keys (NULL behind the last) and their values in force, as
+   they would be written in a file. */
+const char *config_key(size_t i);
+void config_text(const config *c, size_t i, char *text, size_t bytes);
+
+/* What --check prints of the settings: each key, its value, where it came from. */
+void config_print(const config *c, FILE *out);
+
+/* Where a key's value came from; the key must exist ("runtime.precision"). */
+config_layer config_from(const config *c, const char *key);
+
+/* Steps of warm-up, then the schedule down to a tenth of lr (constant stays). step is 1-based:
+   the first step of a warm-up of n runs at lr / n. */
+double config_lr(const config_train *t, int64_t step);
+
+/* The settings as a JSON object, "model.dim": 128 and so on, for checkpoints; and back. Keys of
+   launch and telemetry are left out. `json` is a json_t of jansson. */
+struct json_t;
+struct json_t *config_to_json(const config *c);
+bool config_from_json(config *c, const struct json_t *json, fault *f);
+
+/* Whether weights trained with b mean the same with a: every model. and nsa. setting is equal, but
+   for nsa.n_sel, how many blocks are read. The fault names the first that differs. */
+bool config_same_model(const config *a, const config *b, fault *f);
+
+#endif

@@ -1,0 +1,477 @@
+/* config_table.c - every setting: its key, type, range, default, flag and one line of help, and how
+   a value is read and written. Twin: config_table.h. A new setting is one row here and one field in
+   config.h. */
+#include "config/config_table.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define AT(field) offsetof(config, field)
+#define LAUNCH    (CONFIG_NOT_IN_FILE | CONFIG_NOT_SAVED)
+#define MILLION   1048576.0
+#define EXACT     9007199254740992.0 /* 2^53: every integer up to it is a double */
+
+#define INTEGER(key, field, min, max, initial, flag, env, traits, help) \
+    { key, CONFIG_INTEGER, AT(field), min, max, NULL, initial, flag, env, traits, help }
+#define NUMBER(key, field, min, max, initial, flag, traits, help) \
+    { key, CONFIG_NUMBER, AT(field), min, max, NULL, initial, flag, NULL, traits, help }
+#define SWITCH(key, field, initial, flag, env, traits, help) \
+    { key, CONFIG_SWITCH, AT(field), 0, 1, NULL, initial, flag, env, traits, help }
+#define LAYERS(key, field, initial, flag, traits, help) \
+    { key, CONFIG_LAYERS, AT(field), 0, 0, NULL, initial, flag, NULL, traits, help }
+#define WORD(key, field, words, initial, flag, env, traits, help) \
+    { key, CONFIG_WORD, AT(field), 0, 0, words, initial, flag, env, traits, help }
+#define STRING(key, field, initial, flag, env, traits, words, help) \
+    { key, CONFIG_STRING, AT(field), 0, 0, words, initial, flag, env, traits, help }
+
+const config_entry config_entries[] = {
+    INTEGER("model.vocab_size", model.vocab_size, 0, 16777216, "0", "--vocab-size", NULL, 0,
+            "rows of the embedding; 0: as many as the tokenizer has"),
+    INTEGER("model.dim", model.dim, 1, 65536, "128", "--dim", NULL, 0,
+            "width of the residual stream"),
+    INTEGER("model.n_layers", model.n_layers, 1, 1024, "1", "--layers", NULL, 0, "blocks"),
+    INTEGER("model.n_heads", model.n_heads, 1, 1024, "8", "--heads", NULL, 0, "query heads"),
+    INTEGER("model.n_kv_groups", model.n_kv_groups, 1, 1024, "2", "--kv-groups", NULL, 0,
+            "key-value heads; divides n_heads"),
+    INTEGER("model.d_k", model.d_k, 2, 256, "16", "--d-k", NULL, 0,
+            "width of q and k of a head; even"),
+    INTEGER("model.d_v", model.d_v, 1, 256, "16", "--d-v", NULL, 0, "width of v of a head"),
+    WORD("model.attention", model.attention, "nsa|full|window", "nsa", "--attention", NULL, 0,
+         "native sparse attention, or the baselines: dense, and the last nsa.w tokens alone"),
+    SWITCH("model.tied_embeddings", model.tied_embeddings, "false", "--tied-embeddings", NULL, 0,
+           "lm_head is the embedding"),
+    WORD("model.rope_pairs", model.rope_pairs, "interleaved|halves", "interleaved", "--rope-pairs",
+         NULL, 0, "which elements RoPE rotates together"),
+    NUMBER("model.rope_base", model.rope_base, 1, 1e12, "10000", "--rope-base", CONFIG_ABOVE_MIN,
+           "base of RoPE's frequencies"),
+    WORD("model.rope_scaling", model.rope_scaling, "none|linear|ntk|yarn", "none", "--rope-scaling",
+         NULL, 0, "how RoPE stretches past the context trained with"),
+    NUMBER("model.rope_factor", model.rope_factor, 1, 65536, "1", "--rope-factor", 0,
+           "context now over context trained with"),
+    INTEGER("model.rope_trained_context", model.rope_trained_context, 0, MILLION, "0",
+            "--rope-trained-context", NULL, 0, "tokens trained with; needed by yarn"),
+
+    INTEGER("nsa.l", nsa.l, 1, 65536, "16", "--nsa-l", NULL, 0, "tokens of a compression block"),
+    INTEGER("nsa.d", nsa.d, 1, 65536, "8", "--nsa-d", NULL, 0, "its stride; divides l and l_sel"),
+    INTEGER("nsa.l_sel", nsa.l_sel, 1, 65536, "32", "--nsa-l-sel", NULL, 0,
+            "tokens of a selection block; at least l"),
+    INTEGER("nsa.n_sel", nsa.n_sel, 3, 65536, "8", "--nsa-n-sel", NULL, 0,
+            "selected blocks, the first one and the two local ones included"),
+    INTEGER("nsa.w", nsa.w, 1, MILLION, "64", "--nsa-w", NULL, 0, "tokens of the sliding window"),
+    WORD("nsa.phi", nsa.phi, "avg|conv|mlp", "avg", "--nsa-phi", NULL, 0,
+         "how a block is compressed"),
+    WORD("nsa.gate", nsa.gate, "sigmoid|softmax", "sigmoid", "--nsa-gate", NULL, 0,
+         "how the gate mixes the three branches"),
+
+    WORD("data.dataset", data.dataset,
+         "auto|synthetic|text|fineweb_edu|fineweb_edu_local|bin|retrieval", "auto", "--dataset",
+         NULL, 0,
+         "auto: synthetic without data.path, else by what lies there;\n"
+         "fineweb_edu: JSONL or lines, from standard input unless data.path is given;\n"
+         "bin: token shards in llm.c's format;\n"
+         "retrieval: needles hidden in noise, asked for at the end (vocab_size 512)"),
+    STRING("data.path", data.path, "", "--data", NULL, 0, NULL,
+           "a file, a folder with those below it, or - for standard input"),
+    WORD("data.tokenizer", data.tokenizer, "byte|gpt2", "byte", "--tokenizer", NULL, 0,
+         "what a token is"),
+    STRING("data.tokenizer_path", data.tokenizer_path, "", "--tokenizer-path", NULL, 0, NULL,
+           "gpt2: the folder that holds vocab.json and merges.txt"),
+    SWITCH("data.isolate_documents", data.isolate_documents, "false", "--isolate-documents", NULL,
+           0, "keep attention and loss inside a document"),
+    NUMBER("data.val_fraction", data.val_fraction, 0, 0.5, "0.05", "--val-fraction", 0,
+           "share of the data set aside for validation"),
+    NUMBER("data.loader_timeout", data.loader_timeout, 0, 86400, "60", "--loader-timeout",
+           CONFIG_ABOVE_MIN | CONFIG_NOT_SAVED, "seconds that a batch may keep the run waiting"),
+    SWITCH("data.synthetic_on_fail", data.synthetic_on_fail, "false", "--synthetic-on-fail", NULL,
+           CONFIG_NOT_SAVED, "go on with synthetic data where the source fails, and say so"),
+    INTEGER("data.fwe_report_docs", data.report_docs, 0, EXACT, "1000", "--fwe-report-docs", NULL,
+            CONFIG_NOT_SAVED, "a line every so many documents of a stream; 0: none"),
+
+    WORD("runtime.device", runtime.device, "auto|cpu|cuda", "auto", "--device", NULL,
+         CONFIG_NOT_SAVED, "auto: cuda where the program and the machine have it"),
+    WORD("runtime.precision", runtime.precision, "fp32|bf16|fp16", "fp32", "--precision", NULL,
+         CONFIG_NOT_SAVED, "of activations; a CPU runs f32 unless the command line forces another"),
+    SWITCH("runtime.use_flash", runtime.use_flash, "false", NULL, NULL,
+           CONFIG_NO_EFFECT | CONFIG_NOT_SAVED, "accepted, no effect"),
+    SWITCH("runtime.use_triton_sel", runtime.use_triton_sel, "false", NULL, NULL,
+           CONFIG_NO_EFFECT | CONFIG_NOT_SAVED, "accepted, no effect"),
+    LAYERS("runtime.gradient_checkpointing", runtime.gradient_checkpointing, "false", "--gc",
+           CONFIG_NOT_SAVED,
+           "recompute activations in backward: of every layer (true), of some (2..8),\n"
+           "or of every layer all but attention (--gc=selective)"),
+    INTEGER("runtime.threads", runtime.threads, 0, 1024, "0", "--threads", NULL, CONFIG_NOT_SAVED,
+            "CPU threads; 0: all"),
+    SWITCH("runtime.cuda_graph", runtime.cuda_graph, "false", "--cuda-graph", NULL,
+           CONFIG_NOT_SAVED, "GPU: record what a step launches, and run the recording"),
+    INTEGER("runtime.ddp", runtime.ddp, -1, 1, "-1", "--ddp", NULL, LAUNCH,
+            "several processes: 1 yes, 0 no, -1 where the launcher says so"),
+    INTEGER("runtime.ddp_bucket_mb", runtime.ddp_bucket_mb, 1, 1024, "25", "--ddp-bucket-mb",
+            "NSA_DDP_BUCKET_MB", CONFIG_NOT_SAVED, "MiB of gradients reduced at once"),
+    WORD("runtime.ddp_compress", runtime.ddp_compress, "off|bf16", "off", "--ddp-compress",
+         "NSA_DDP_COMPRESS", CONFIG_NOT_SAVED, "dtype in which gradients travel"),
+    INTEGER("runtime.ddp_check_every", runtime.ddp_check_every, 0, 1e9, "100", "--ddp-check-every",
+            NULL, CONFIG_NOT_SAVED,
+            "steps between two comparisons of all processes' parameters; 0: none"),
+    NUMBER("runtime.ddp_timeout", runtime.ddp_timeout, 0, 86400, "120", "--ddp-timeout",
+           CONFIG_ABOVE_MIN | CONFIG_NOT_SAVED,
+           "seconds that a process may keep the others waiting before all of them end"),
+    INTEGER("runtime.world_size", runtime.world_size, 1, 65536, "1", NULL, "WORLD_SIZE", LAUNCH,
+            "processes"),
+    INTEGER("runtime.rank", runtime.rank, 0, 65535, "0", NULL, "RANK", LAUNCH, "this process"),
+    INTEGER("runtime.local_rank", runtime.local_rank, 0, 65535, "0", NULL, "LOCAL_RANK", LAUNCH,
+            "this process on its machine"),
+    STRING("runtime.master_addr", runtime.master_addr, "127.0.0.1", NULL, "MASTER_ADDR", LAUNCH,
+           NULL, "where rank 0 is"),
+    INTEGER("runtime.master_port", runtime.master_port, 1, 65535, "29500", NULL, "MASTER_PORT",
+            LAUNCH, "and its port"),
+
+    INTEGER("train.steps", train.steps, 1, 1e9, "200", "--steps", NULL, 0,
+            "optimizer steps in all"),
+    INTEGER("train.seq_len", train.seq_len, 1, MILLION, "128", "--seq-len", NULL, 0,
+            "tokens of a row"),
+    INTEGER("train.batch_size", train.batch_size, 1, 65536, "8", "--batch-size", NULL, 0,
+            "rows of a micro-batch over all processes"),
+    INTEGER("train.accumulate_grad_batches", train.accumulate_grad_batches, 1, 65536, "1",
+            "--accum-batches", NULL, 0, "micro-batches of a step"),
+    NUMBER("train.lr", train.lr, 0, 1, "3e-4", "--lr", CONFIG_ABOVE_MIN, "largest learning rate"),
+    WORD("train.lr_schedule", train.lr_schedule, "cosine|constant", "cosine", "--lr-schedule", NULL,
+         0, "after the warm-up; cosine ends at a tenth of lr"),
+    INTEGER("train.warmup_steps", train.warmup_steps, 0, 1e9, "0", "--warmup-steps", NULL, 0,
+            "steps over which the rate rises"),
+    NUMBER("train.weight_decay", train.weight_decay, 0, 1, "0", "--weight-decay", 0,
+           "AdamW's, on matrices only"),
+    NUMBER("train.grad_clip", train.grad_clip, 0, 1e9, "1", "--grad-clip", 0,
+           "largest gradient norm; 0: none"),
+    INTEGER("train.log_every", train.log_every, 1, 1e9, "20", "--log-every", NULL, CONFIG_NOT_SAVED,
+            "steps between two log lines"),
+    INTEGER("train.eval_every", train.eval_every, 0, 1e9, "0", "--eval-every", NULL,
+            CONFIG_NOT_SAVED, "steps between two evaluations; 0: none"),
+    INTEGER("train.eval_batches", train.eval_batches, 1, 1e6, "8", "--eval-batches", NULL,
+            CONFIG_NOT_SAVED, "micro-batches of an evaluation"),
+    INTEGER("train.save_every", train.save_every, 0, 1e9, "0", "--save-every", NULL,
+            CONFIG_NOT_SAVED, "steps between two checkpoints; 0: only where the run ends"),
+    INTEGER("train.keep_checkpoints", train.keep_checkpoints, 0, 1e6, "3", "--keep-checkpoints",
+            NULL, CONFIG_NOT_SAVED, "how many to keep; 0: all"),
+    INTEGER("train.seed", train.seed, 0, EXACT, "1337", "--seed", NULL, 0,
+            "of parameters, data order and samples"),
+    STRING("train.out_dir", train.out_dir, "artifacts/train_showcase", "--out-dir", NULL,
+           CONFIG_NOT_SAVED, NULL, "folder for everything that the run writes"),
+    STRING("train.save", train.save, "", "--save", NULL, LAUNCH, NULL,
+           "also write the final weights to this .safetensors file"),
+    STRING("train.resume", train.resume, "", "--resume", NULL, LAUNCH | CONFIG_OPTIONAL_ARGUMENT,
+           "latest", "go on from a checkpoint; without a path from the newest in out_dir"),
+
+    INTEGER("telemetry.heartbeat_every", telemetry.heartbeat_every, 0, 1e9, "1", NULL,
+            "NSA_HEARTBEAT_EVERY", CONFIG_NOT_SAVED, "steps between two heartbeats; 0: none"),
+    NUMBER("telemetry.stall_timeout", telemetry.stall_timeout, 0, 86400, "180", "--stall-timeout",
+           CONFIG_NOT_SAVED, "seconds without progress inside a step that halt the run; 0: never"),
+    SWITCH("telemetry.tb_disable", telemetry.tb_disable, "false", NULL, "NSA_TB_DISABLE",
+           CONFIG_NOT_SAVED, "no TensorBoard files"),
+    SWITCH("telemetry.disable_csv_logs", telemetry.disable_csv_logs, "false", NULL,
+           "NSA_DISABLE_CSV_LOGS", CONFIG_NOT_SAVED, "no CSV files"),
+    SWITCH("telemetry.disable_aux_stats", telemetry.disable_aux_stats, "false", NULL,
+           "NSA_DISABLE_AUX_STATS", CONFIG_NOT_SAVED, "no gate and selection statistics"),
+    SWITCH("telemetry.trace_grads", telemetry.trace_grads, "false", NULL, "NSA_TRACE_GRADS",
+           CONFIG_NOT_SAVED, "a line for each parameter's gradient"),
+    SWITCH("telemetry.trace_module_bwd", telemetry.trace_module_bwd, "false", NULL,
+           "NSA_TRACE_MODULE_BWD", CONFIG_NOT_SAVED, "a line for each layer's backward"),
+    SWITCH("telemetry.trace_ddp_buckets", telemetry.trace_ddp_buckets, "false", NULL,
+           "NSA_TRACE_DDP_BUCKETS", CONFIG_NOT_SAVED, "a line for each bucket reduced"),
+
+    INTEGER("sample.length", sample.length, 0, MILLION, "0", "--sample", NULL, CONFIG_NOT_SAVED,
+            "tokens of the text written before and after training; 0: none"),
+    STRING("sample.prompt", sample.prompt, "", "--prompt", NULL, CONFIG_NOT_SAVED, NULL,
+           "what that text goes on from"),
+    NUMBER("sample.temperature", sample.temperature, 0, 100, "0.8", "--temperature",
+           CONFIG_NOT_SAVED, "0: always the likeliest token"),
+    INTEGER("sample.top_k", sample.top_k, 0, 16777216, "0", "--top-k", NULL, CONFIG_NOT_SAVED,
+            "draw from the k likeliest; 0: from all"),
+    NUMBER("sample.top_p", sample.top_p, 0, 1, "0.95", "--top-p",
+           CONFIG_ABOVE_MIN | CONFIG_NOT_SAVED,
+           "draw from the likeliest tokens that make up this probability"),
+    NUMBER("sample.repetition_penalty", sample.repetition_penalty, 1, 100, "1",
+           "--repetition-penalty", CONFIG_NOT_SAVED,
+           "what the logits of recent tokens are divided by; 1: nothing"),
+    INTEGER("sample.repetition_window", sample.repetition_window, 0, MILLION, "64",
+            "--repetition-window", NULL, CONFIG_NOT_SAVED, "how many tokens are recent"),
+
+    SWITCH("check", check, "false", "--check", NULL, LAUNCH,
+           "validate, print every value in force, parameters and memory; train nothing"),
+    STRING("config", file, "", "--config", "CONFIG", LAUNCH, NULL, "the YAML file with these keys"),
+};
+
+const size_t config_entry_count = sizeof config_entries / sizeof config_entries[0];
+
+/* The table must fit the origins that config.h has room for. */
+typedef char
+    entries_fit[sizeof config_entries / sizeof config_entries[0] <= CONFIG_ENTRIES_MAX ? 1 : -1];
+
+const config_entry *config_find(const char *key) {
+    for (size_t i = 0; i < config_entry_count; i++)
+        if (!strcmp(config_entries[i].key, key)) return &config_entries[i];
+    return NULL;
+}
+
+static int64_t *integer_at(config *c, const config_entry *e) {
+    return (int64_t *)(void *)((char *)c + e->offset);
+}
+
+static int64_t integer_of(const config *c, const config_entry *e) {
+    return *(const int64_t *)(const void *)((const char *)c + e->offset);
+}
+
+static double number_of(const config *c, const config_entry *e) {
+    return *(const double *)(const void *)((const char *)c + e->offset);
+}
+
+static const char *string_of(const config *c, const config_entry *e) {
+    return (const char *)c + e->offset;
+}
+
+static bool in_range(const config_entry *e, double x) {
+    return x <= e->max && (e->traits & CONFIG_ABOVE_MIN ? x > e->min : x >= e->min);
+}
+
+static bool parse_integer(const config_entry *e, const char *text, int64_t *value) {
+    char *end;
+    errno = 0;
+    long long x = strtoll(text, &end, 10);
+    *value = x;
+    return end != text && !*end && !errno && in_range(e, (double)x);
+}
+
+/* strtod also takes "inf", "nan" and hexadecimal, which no config means. */
+static bool parse_number(const config_entry *e, const char *text, double *value) {
+    char *end;
+    if (!*text || strspn(text, "+-.0123456789eE") != strlen(text)) return false;
+    *value = strtod(text, &end);
+    return !*end && end != text && isfinite(*value) && in_range(e, *value);
+}
+
+static bool parse_switch(const char *text, int64_t *value) {
+    static const char *const words[] = {"false", "true", "no", "yes", "off", "on", "0", "1"};
+    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
+        if (strcmp(text, words[i])) continue;
+        *value = (int64_t)(i % 2);
+        return true;
+    }
+    return false;
+}
+
+/* Layers first .. last are one number above the other kinds. */
+enum { LAYERS_MAX = 1024 };
+
+config_gc config_gc_of(int64_t value) {
+    int64_t range = value - CONFIG_GC_RANGE;
+    config_gc g = {.kind = (int)(range < 0 ? value : CONFIG_GC_RANGE)};
+    if (range >= 0) {
+        g.first = (int)(range / LAYERS_MAX);
+        g.last = (int)(range % LAYERS_MAX);
+    }
+    return g;
+}
+
+/* "true", "selective", "2..8" */
+static bool parse_layers(const char *text, int64_t *value) {
+    int first, last, used = 0;
+    if (parse_switch(text, value)) return true;
+    *value = CONFIG_GC_SELECTIVE;
+    if (!strcmp(text, "selective")) return true;
+    if (sscanf(text, "%4d..%4d%n", &first, &last, &used) != 2 || text[used]) return false;
+    *value = CONFIG_GC_RANGE + (int64_t)first * LAYERS_MAX + last;
+    return first >= 0 && first <= last && last < LAYERS_MAX;
+}
+
+static bool parse_word(const char *words, const char *text, int64_t *value) {
+    size_t length = strlen(text);
+    for (*value = 0; words; ++*value) {
+        const char *bar = strchr(words, '|');
+        size_t word = bar ? (size_t)(bar - words) : strlen(words);
+        if (word == length && !strncmp(words, text, word)) return true;
+        words = bar ? bar + 1 : NULL;
+    }
+    return false;
+}
+
+static bool store(config *c, const config_entry *e, const char *text) {
+    int64_t integer = 0;
+    double number = 0;
+    switch (e->kind) {
+    case CONFIG_INTEGER:
+        if (!parse_integer(e, text, &integer)) return false;
+        break;
+    case CONFIG_SWITCH:
+        if (!parse_switch(text, &integer)) return false;
+        break;
+    case CONFIG_LAYERS:
+        if (!parse_layers(text, &integer)) return false;
+        break;
+    case CONFIG_WORD:
+        if (!parse_word(e->words, text, &integer)) return false;
+        break;
+    case CONFIG_NUMBER:
+        if (!parse_number(e, text, &number)) return false;
+        memcpy((char *)c + e->offset, &number, sizeof number);
+        return true;
+    case CONFIG_STRING:
+        if (strlen(text) >= CONFIG_PATH_BYTES) return false;
+        memcpy((char *)c + e->offset, text, strlen(text) + 1);
+        return true;
+    }
+    *integer_at(c, e) = integer;
+    return true;
+}
+
+bool config_set(config *c, const config_entry *e, const char *text, fault *f) {
+    char allowed[256];
+    if (store(c, e, text)) return true;
+    config_allowed(e, allowed, sizeof allowed);
+    return fault_set(f, "%s", allowed);
+}
+
+static void write_layers(char *text, size_t bytes, config_gc g) {
+    static const char *const words[] = {"false", "true", "selective"};
+    if (g.kind == CONFIG_GC_RANGE)
+        snprintf(text, bytes, "%d..%d", g.first, g.last);
+    else
+        snprintf(text, bytes, "%s", words[g.kind]);
+}
+
+/* Numbers as people write them: no exponent for whole ones, and no digit more than needed. */
+static void write_number(char *text, size_t bytes, double x) {
+    if (x == floor(x) && fabs(x) <= EXACT) {
+        snprintf(text, bytes, "%.0f", x);
+        return;
+    }
+    for (int digits = 6; digits <= 17; digits++) {
+        snprintf(text, bytes, "%.*g", digits, x);
+        if (strtod(text, NULL) == x) return;
+    }
+}
+
+/* "cosine|constant" to "cosine, constant" */
+static void write_words(char *text, size_t bytes, const char *words) {
+    size_t n = 0;
+    for (; *words && n + 3 < bytes; words++) {
+        if (*words != '|') {
+            text[n++] = *words;
+            continue;
+        }
+        text[n++] = ',';
+        text[n++] = ' ';
+    }
+    text[n] = 0;
+}
+
+void config_allowed(const config_entry *e, char *text, size_t bytes) {
+    char min[32], max[32], words[192];
+    write_number(min, sizeof min, e->min);
+    write_number(max, sizeof max, e->max);
+    switch (e->kind) {
+    case CONFIG_INTEGER:
+        snprintf(text, bytes, "must be an integer in %s .. %s", min, max);
+        break;
+    case CONFIG_NUMBER:
+        if (e->traits & CONFIG_ABOVE_MIN)
+            snprintf(text, bytes, "must be a number above %s, at most %s", min, max);
+        else
+            snprintf(text, bytes, "must be a number in %s .. %s", min, max);
+        break;
+    case CONFIG_SWITCH:
+        snprintf(text, bytes, "must be true or false");
+        break;
+    case CONFIG_LAYERS:
+        snprintf(text, bytes, "must be true or false, selective, or layers from 0 as 2..8");
+        break;
+    case CONFIG_WORD:
+        write_words(words, sizeof words, e->words);
+        snprintf(text, bytes, "must be one of: %s", words);
+        break;
+    case CONFIG_STRING:
+        snprintf(text, bytes, "must be text of at most %d bytes", CONFIG_PATH_BYTES - 1);
+        break;
+    }
+}
+
+void config_value(const config *c, const config_entry *e, char *text, size_t bytes) {
+    const char *word = e->words;
+    switch (e->kind) {
+    case CONFIG_INTEGER:
+        snprintf(text, bytes, "%" PRId64, integer_of(c, e));
+        break;
+    case CONFIG_NUMBER:
+        write_number(text, bytes, number_of(c, e));
+        break;
+    case CONFIG_SWITCH:
+        snprintf(text, bytes, "%s", integer_of(c, e) ? "true" : "false");
+        break;
+    case CONFIG_LAYERS:
+        write_layers(text, bytes, config_gc_of(integer_of(c, e)));
+        break;
+    case CONFIG_WORD:
+        for (int64_t i = integer_of(c, e); i > 0; i--) word = strchr(word, '|') + 1;
+        snprintf(text, bytes, "%.*s", (int)strcspn(word, "|"), word);
+        break;
+    case CONFIG_STRING:
+        snprintf(text, bytes, "%s", string_of(c, e));
+        break;
+    }
+}
+
+void config_place(const config *c, const config_entry *e, char *text, size_t bytes) {
+    const config_origin *o = &c->origin[e - config_entries];
+    switch (o->layer) {
+    case CONFIG_FROM_DEFAULT:
+        snprintf(text, bytes, "default");
+        break;
+    case CONFIG_FROM_CHECKPOINT:
+        snprintf(text, bytes, "checkpoint");
+        break;
+    case CONFIG_FROM_FILE:
+        snprintf(text, bytes, "%s:%d", c->file, o->line);
+        break;
+    case CONFIG_FROM_ENVIRONMENT:
+        snprintf(text, bytes, "environment %s", e->environment);
+        break;
+    case CONFIG_FROM_COMMAND_LINE:
+        snprintf(text, bytes, "command line %s", e->flag);
+        break;
+    }
+}
+
+/* Levenshtein's distance; names longer than the row are far from everything. */
+static size_t distance(const char *a, const char *b) {
+    enum { LONGEST = 64 };
+    size_t row[LONGEST + 1], length = strlen(b);
+    if (length > LONGEST) return SIZE_MAX;
+    for (size_t j = 0; j <= length; j++) row[j] = j;
+    for (size_t i = 0; a[i]; i++) {
+        size_t diagonal = row[0];
+        row[0] = i + 1;
+        for (size_t j = 0; j < length; j++) {
+            size_t best = diagonal + (a[i] != b[j]);
+            if (row[j] + 1 < best) best = row[j] + 1;
+            if (row[j + 1] + 1 < best) best = row[j + 1] + 1;
+            diagonal = row[j + 1];
+            row[j + 1] = best;
+        }
+    }
+    return row[length];
+}
+
+const config_entry *config_nearest(const char *name, config_name_of name_of) {
+    const config_entry *nearest = NULL;
+    size_t best = strlen(name) / 3 + 1;
+    for (size_t i = 0; i < config_entry_count; i++) {
+        const char *candidate = name_of(&config_entries[i]);
+        size_t far = candidate ? distance(name, candidate) : SIZE_MAX;
+        if (candidate && !strncmp(candidate, name, strlen(name))) far = 1; /* a name cut short */
+        if (far > best) continue;
+        if (far < best || !nearest) nearest = &config_entries[i];
+        best = far;
+    }
+    return nearest;
+}

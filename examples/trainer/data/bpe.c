@@ -1,0 +1,218 @@
+/* bpe.c - encoding with GPT-2's BPE: text is split into words by the published pattern, then in
+   each word the neighbours of the lowest rank are joined, leftmost first, until none can be. Twin:
+   bpe.h. */
+#include "data/bpe.h"
+
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "data/bpe_vocab.h"
+
+/* The splitter of GPT-2, as its authors published it. */
+static const char words[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|"
+                            "\\s+(?!\\S)|\\s+";
+
+/* A word being joined: a list of tokens, linked by their places. */
+typedef struct symbol {
+    int32_t id; /* -1: joined to the one before */
+    int32_t before, after;
+} symbol;
+
+/* Two neighbours that could be joined; out of date once either has changed. */
+typedef struct candidate {
+    int32_t rank, place, left, right, merged;
+} candidate;
+
+struct bpe {
+    bpe_vocab vocab;
+    pcre2_code *pattern;
+    pcre2_match_data *match;
+    symbol *symbols;
+    candidate *heap;
+    size_t room, waiting; /* symbols there is room for; entries of the heap */
+};
+
+bpe *bpe_open(const char *folder, fault *f) {
+    int error;
+    PCRE2_SIZE where;
+    bpe *b = calloc(1, sizeof *b);
+    if (!b) {
+        fault_set(f, "out of memory");
+        return NULL;
+    }
+    if (!bpe_vocab_load(&b->vocab, folder, f)) {
+        bpe_close(b);
+        return NULL;
+    }
+    b->pattern = pcre2_compile((PCRE2_SPTR)words, PCRE2_ZERO_TERMINATED,
+                               PCRE2_UTF | PCRE2_UCP | PCRE2_ANCHORED, &error, &where, NULL);
+    if (b->pattern) {
+        (void)pcre2_jit_compile(b->pattern, PCRE2_JIT_COMPLETE); /* where it cannot, slower */
+        b->match = pcre2_match_data_create_from_pattern(b->pattern, NULL);
+    }
+    if (b->match) return b;
+    fault_set(f, "the regular expression library refuses GPT-2's splitter (error %d)", error);
+    bpe_close(b);
+    return NULL;
+}
+
+void bpe_close(bpe *b) {
+    if (!b) return;
+    bpe_vocab_free(&b->vocab);
+    pcre2_match_data_free(b->match);
+    pcre2_code_free(b->pattern);
+    free(b->symbols);
+    free(b->heap);
+    free(b);
+}
+
+int32_t bpe_vocab_size(const bpe *b) {
+    return b->vocab.size;
+}
+
+int32_t bpe_end_of_text(const bpe *b) {
+    return b->vocab.end_of_text;
+}
+
+const char *bpe_bytes(const bpe *b, int32_t id, size_t *bytes) {
+    *bytes = 0;
+    if (id < 0 || id >= b->vocab.size) return "";
+    *bytes = b->vocab.tokens[id].bytes;
+    return b->vocab.arena + b->vocab.tokens[id].begin;
+}
+
+/* ---- Joining: a binary heap by (rank, place) ---- */
+
+static bool goes_first(const candidate *a, const candidate *b) {
+    return a->rank != b->rank ? a->rank < b->rank : a->place < b->place;
+}
+
+static void push(bpe *b, candidate c) {
+    size_t i = b->waiting++;
+    for (; i && goes_first(&c, &b->heap[(i - 1) / 2]); i = (i - 1) / 2)
+        b->heap[i] = b->heap[(i - 1) / 2];
+    b->heap[i] = c;
+}
+
+static candidate pop(bpe *b) {
+    candidate top = b->heap[0], last = b->heap[--b->waiting];
+    size_t i = 0;
+    for (;;) {
+        size_t child = 2 * i + 1;
+        if (child >= b->waiting) break;
+        if (child + 1 < b->waiting && goes_first(&b->heap[child + 1], &b->heap[child])) child++;
+        if (!goes_first(&b->heap[child], &last)) break;
+        b->heap[i] = b->heap[child];
+        i = child;
+    }
+    b->heap[i] = last;
+    return top;
+}
+
+static void propose(bpe *b, int32_t place) {
+    if (place < 0 || b->symbols[place].after < 0) return;
+    int32_t left = b->symbols[place].id, right = b->symbols[b->symbols[place].after].id;
+    const bpe_merge *m = bpe_vocab_merge(&b->vocab, left, right);
+    if (!m) return;
+    candidate c = {m->rank, place, left, right, m->merged};
+    push(b, c);
+}
+
+/* Each join proposes at most two new ones and removes a symbol: 3 n entries are enough. */
+static bool make_room(bpe *b, size_t n, fault *f) {
+    if (n <= b->room) return true;
+    if (n > INT32_MAX / 4) return fault_set(f, "a word of %zu bytes; at most 2^29 are allowed", n);
+    free(b->symbols);
+    free(b->heap);
+    b->room = n < 256 ? 256 : n;
+    b->symbols = malloc(b->room * sizeof *b->symbols);
+    b->heap = malloc(3 * b->room * sizeof *b->heap);
+    if (b->symbols && b->heap) return true;
+    b->room = 0;
+    return fault_set(f, "out of memory for a word of %zu bytes", n);
+}
+
+static void join(bpe *b) {
+    while (b->waiting) {
+        candidate c = pop(b);
+        symbol *left = &b->symbols[c.place];
+        if (left->id != c.left || left->after < 0 || b->symbols[left->after].id != c.right)
+            continue;
+        symbol *right = &b->symbols[left->after];
+        left->id = c.merged;
+        left->after = right->after;
+        if (right->after >= 0) b->symbols[right->after].before = c.place;
+        right->id = -1;
+        propose(b, left->before);
+        propose(b, c.place);
+    }
+}
+
+static bool encode_word(bpe *b, const char *word, size_t bytes, token_list *out, fault *f) {
+    if (!make_room(b, bytes, f)) return false;
+    int32_t n = (int32_t)bytes;
+    for (int32_t i = 0; i < n; i++) {
+        symbol s = {b->vocab.of_byte[(unsigned char)word[i]], i - 1, i + 1 < n ? i + 1 : -1};
+        b->symbols[i] = s;
+    }
+    b->waiting = 0;
+    for (int32_t i = 0; i < n; i++) propose(b, i);
+    join(b);
+    for (int32_t i = 0; i >= 0; i = b->symbols[i].after)
+        if (!token_list_push(out, b->symbols[i].id))
+            return fault_set(f, "out of memory for tokens");
+    return true;
+}
+
+/* ---- Splitting ---- */
+
+/* Bytes of the well-formed UTF-8 character at s, or 0 (Unicode, table 3-7). */
+static size_t character_bytes(const unsigned char *s, size_t left) {
+    size_t n = s[0] < 0x80   ? 1
+               : s[0] < 0xc2 ? 0
+               : s[0] < 0xe0 ? 2
+               : s[0] < 0xf0 ? 3
+               : s[0] < 0xf5 ? 4
+                             : 0;
+    unsigned low = s[0] == 0xe0 ? 0xa0 : s[0] == 0xf0 ? 0x90 : 0x80;
+    unsigned high = s[0] == 0xed ? 0x9f : s[0] == 0xf4 ? 0x8f : 0xbf;
+    if (n > left) return 0;
+    if (n > 1 && (s[1] < low || s[1] > high)) return 0;
+    for (size_t i = 2; i < n; i++)
+        if (s[i] < 0x80 || s[i] > 0xbf) return 0;
+    return n;
+}
+
+static size_t well_formed_bytes(const char *text, size_t bytes) {
+    size_t at = 0, n;
+    while (at < bytes && (n = character_bytes((const unsigned char *)text + at, bytes - at)))
+        at += n;
+    return at;
+}
+
+/* The text is known to be well-formed, so the library need not check it again at each word. */
+static bool encode_run(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
+    for (size_t at = 0; at < bytes;) {
+        int found = pcre2_match(b->pattern, (PCRE2_SPTR)text, bytes, at, PCRE2_NO_UTF_CHECK,
+                                b->match, NULL);
+        if (found < 1) return fault_set(f, "cannot split text at byte %zu (error %d)", at, found);
+        size_t end = pcre2_get_ovector_pointer(b->match)[1];
+        if (!encode_word(b, text + at, end - at, out, f)) return false;
+        at = end;
+    }
+    return true;
+}
+
+/* Bytes that are no UTF-8 are words of their own, so that every byte string survives. */
+bool bpe_encode(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
+    for (size_t at = 0; at < bytes;) {
+        size_t good = well_formed_bytes(text + at, bytes - at);
+        if (good && !encode_run(b, text + at, good, out, f)) return false;
+        at += good;
+        if (at < bytes && !encode_word(b, text + at, 1, out, f)) return false;
+        at += at < bytes;
+    }
+    return true;
+}

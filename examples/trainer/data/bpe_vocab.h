@@ -1,0 +1,36 @@
+/* bpe_vocab.h - what bpe_load.c reads and bpe.c encodes with: the bytes of each token, the token of
+   some bytes, the merge of two tokens. Twin: bpe_load.c. */
+#ifndef BPE_VOCAB_H
+#define BPE_VOCAB_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/fault.h"
+
+typedef struct bpe_span {
+    size_t begin, bytes; /* in arena; bytes 0: no such token */
+} bpe_span;
+
+typedef struct bpe_merge {
+    int32_t left, right; /* left -1: an empty slot */
+    int32_t rank, merged;
+} bpe_merge;
+
+typedef struct bpe_vocab {
+    int32_t size, end_of_text;
+    int32_t of_byte[256];
+    bpe_span *tokens; /* by id */
+    char *arena;
+    int32_t *ids; /* hash table: bytes to id, -1 empty */
+    bpe_merge *merges;
+    size_t id_slots, merge_slots; /* powers of two, at most half full */
+} bpe_vocab;
+
+bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f);
+void bpe_vocab_free(bpe_vocab *v);
+
+/* The merge of two neighbours, or NULL. */
+const bpe_merge *bpe_vocab_merge(const bpe_vocab *v, int32_t left, int32_t right);
+
+#endif

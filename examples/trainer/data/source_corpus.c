@@ -1,0 +1,424 @@
+/* source_corpus.c - tokens that can be read in any order: llm.c's .bin shards and text files, laid
+   end to end. Twin: source.h. Files are read as they are needed, never mapped: one that shrinks
+   during a run is a message, not a signal.
+
+   The validation split is up to 16 stretches of tokens at equal distances, so that it is like the
+   rest; training sees what is left between them. Each epoch is cut into windows from another
+   offset, and takes them in another order. */
+#include "data/source.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include "base/files.h"
+#include "base/rng.h"
+
+enum { STRETCHES = 16, BIN_HEADER_BYTES = 1024, BIN_MAGIC = 20240520, TELL_BYTES = 1 << 26 };
+
+/* Files may be sparse, so that their sizes are not to be trusted to add up. */
+#define MOST_TOKENS ((int64_t)1 << 48)
+
+typedef struct piece {
+    int64_t begin, count; /* place among all tokens; the separator included */
+    const char *name;     /* in the list of files */
+    int width;            /* bytes of a token on the disk; 0: in memory */
+    int64_t header;       /* bytes before the first token */
+    bool separator;       /* the last token is one that the file does not hold */
+    int32_t *tokens;      /* where width is 0 */
+} piece;
+
+typedef struct corpus {
+    source base;
+    char *folder; /* "" where the path is a file */
+    files_list files;
+    piece *pieces;
+    size_t count;
+    int64_t tokens;
+    int64_t stretches, stretch; /* of validation, and tokens of each */
+    int64_t windows, slack;     /* of an epoch, and how far its offset may go */
+    int fd;                     /* of the file read last, or -1 */
+    size_t fd_piece;
+    unsigned char *bytes; /* a window as it is on the disk */
+} corpus;
+
+static corpus *corpus_of(source *s) {
+    return (corpus *)(void *)s;
+}
+
+/* ---- Reading ---- */
+
+static bool path_of(const corpus *c, const char *name, char *path, fault *f) {
+    return files_join(path, CONFIG_PATH_BYTES + 256, c->folder, name, f);
+}
+
+static bool open_piece(corpus *c, size_t i, char *path, fault *f) {
+    if (!path_of(c, c->pieces[i].name, path, f)) return false;
+    if (c->fd >= 0 && c->fd_piece == i) return true;
+    if (c->fd >= 0) close(c->fd);
+    c->fd_piece = i;
+    c->fd = files_open(path, f);
+    return c->fd >= 0;
+}
+
+static bool read_disk(corpus *c, size_t i, int64_t first, int64_t count, int32_t *tokens,
+                      fault *f) {
+    char path[CONFIG_PATH_BYTES + 256];
+    const piece *p = &c->pieces[i];
+    int64_t offset = p->header + first * p->width, vocab = c->base.options->vocab_size;
+    if (!open_piece(c, i, path, f)) return false;
+    if (!files_read_at(c->fd, path, c->bytes, (size_t)(count * p->width), offset, f)) return false;
+    for (int64_t k = 0; k < count; k++) {
+        const unsigned char *at = c->bytes + k * p->width;
+        tokens[k] = p->width == 1 ? at[0] : at[0] | at[1] << 8;
+        if (tokens[k] >= vocab)
+            return fault_set(f, "%s: token %d at byte %lld: must be below the vocabulary's %lld",
+                             path, tokens[k], (long long)(offset + k * p->width), (long long)vocab);
+    }
+    return true;
+}
+
+/* Tokens first .. first + count of one piece. */
+static bool read_piece(corpus *c, size_t i, int64_t first, int64_t count, int32_t *tokens,
+                       fault *f) {
+    const piece *p = &c->pieces[i];
+    int64_t stored = p->count - p->separator;
+    int64_t from_file = first + count > stored ? stored - first : count;
+    if (from_file < count) tokens[count - 1] = tokenizer_separator(c->base.options->tokenizer);
+    if (from_file <= 0) return true;
+    if (p->width) return read_disk(c, i, first, from_file, tokens, f);
+    memcpy(tokens, p->tokens + first, (size_t)from_file * sizeof *tokens);
+    return true;
+}
+
+static size_t piece_at(const corpus *c, int64_t token) {
+    size_t low = 0, high = c->count;
+    while (high - low > 1) {
+        size_t middle = low + (high - low) / 2;
+        if (c->pieces[middle].begin <= token)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Tokens `from` .. of the whole; a piece starts a document, and so does what follows a separator
+   in shards and in GPT-2's vocabulary. (A newline separates bytes, but not every one does.) */
+static bool read_run(corpus *c, int64_t from, int64_t count, source_window *w, int64_t to,
+                     fault *f) {
+    tokenizer *t = c->base.options->tokenizer;
+    size_t i = piece_at(c, from);
+    while (count) {
+        const piece *p = &c->pieces[i];
+        int64_t first = from - p->begin, n = p->count - first < count ? p->count - first : count;
+        if (!read_piece(c, i, first, n, w->tokens + to, f)) return false;
+        for (int64_t k = 0; k < n; k++)
+            w->starts[to + k] = first + k == 0 || (!tokenizer_is_byte(t) && to + k > 0 &&
+                                                   w->tokens[to + k - 1] == tokenizer_separator(t));
+        from += n;
+        to += n;
+        count -= n;
+        i++;
+    }
+    return true;
+}
+
+/* ---- The split ---- */
+
+static int64_t part_begin(const corpus *c, int64_t part) {
+    return c->tokens / c->stretches * part +
+           (part < c->tokens % c->stretches ? part : c->tokens % c->stretches);
+}
+
+static int64_t train_tokens(const corpus *c) {
+    return c->tokens - c->stretches * c->stretch;
+}
+
+/* A training window by its place among the tokens that are left; it may leap over a stretch of
+   validation, which then counts as a document's end. */
+static bool read_training(corpus *c, int64_t from, source_window *w, fault *f) {
+    int64_t done = 0, want = c->base.options->seq_len + 1;
+    for (int64_t part = 0; part < c->stretches && done < want; part++) {
+        int64_t begin = part_begin(c, part), end = part_begin(c, part + 1) - c->stretch;
+        if (from >= end - begin) {
+            from -= end - begin;
+            continue;
+        }
+        int64_t n = end - begin - from < want - done ? end - begin - from : want - done;
+        if (!read_run(c, begin + from, n, w, done, f)) return false;
+        if (done) w->starts[done] = 1;
+        done += n;
+        from = 0;
+    }
+    return true;
+}
+
+static bool read_train(source *s, int64_t sample, source_window *w, fault *f) {
+    corpus *c = corpus_of(s);
+    const data_options *o = s->options;
+    uint64_t epoch = (uint64_t)(sample / c->windows), place = (uint64_t)(sample % c->windows);
+    uint64_t window = rng_permute(o->seed, RNG_SHUFFLE | epoch << 8, place, (uint64_t)c->windows);
+    uint64_t phase = rng_below(o->seed, RNG_PHASE, epoch, (uint64_t)c->slack + 1);
+    w->epoch = (int64_t)epoch;
+    return read_training(c, (int64_t)phase + (int64_t)window * o->seq_len, w, f);
+}
+
+static int64_t windows_in(int64_t tokens, int64_t seq_len) {
+    return tokens > seq_len ? (tokens - 1) / seq_len : 0;
+}
+
+static bool position(source *s, int64_t sample, data_position *p, fault *f) {
+    source_position_by_number(s, sample, p, f);
+    p->epoch = sample / corpus_of(s)->windows;
+    return true;
+}
+
+/* The wanted windows are spread evenly over all that the stretches hold. */
+static bool read_val(source *s, int64_t window, source_window *w, fault *f) {
+    corpus *c = corpus_of(s);
+    int64_t seq_len = s->options->seq_len, each = windows_in(c->stretch, seq_len);
+    int64_t all = each * c->stretches, chosen = window * (all / s->val_windows) +
+                                                window * (all % s->val_windows) / s->val_windows;
+    int64_t part = chosen / each; /* NOLINT: `each` is 0 where there are no windows to ask for */
+    w->epoch = 0;
+    return read_run(c, part_begin(c, part + 1) - c->stretch + chosen % each * seq_len, seq_len + 1,
+                    w, 0, f);
+}
+
+/* Sets aside the share that was asked for, and at least the windows that are wanted where that
+   takes no more than a quarter. */
+static void split(corpus *c, int64_t val_rows) {
+    const data_options *o = c->base.options;
+    int64_t share = (int64_t)(o->config->val_fraction * (double)c->tokens);
+    int64_t need = val_rows * o->seq_len + 1, window = o->seq_len + 1;
+    c->stretches = 1;
+    if (o->config->val_fraction <= 0 || !val_rows) return;
+    if (share < need) share = need;
+    if (share > c->tokens / 4) share = c->tokens / 4;
+    if (share < window) return;
+    c->stretches = share / (4 * window) < STRETCHES ? share / (4 * window) : STRETCHES;
+    if (c->stretches < 1) c->stretches = 1;
+    c->stretch = share / c->stretches;
+    int64_t all = windows_in(c->stretch, o->seq_len) * c->stretches;
+    c->base.val_windows = all < val_rows ? all : val_rows;
+}
+
+/* A large corpus gives up one window, so that the offset of an epoch's windows is free. */
+static bool lay_windows(corpus *c, const char *path, fault *f) {
+    int64_t seq_len = c->base.options->seq_len, tokens = train_tokens(c);
+    c->windows = windows_in(tokens, seq_len);
+    if (!c->windows)
+        return fault_set(f,
+                         "%s: %lld tokens to train on; a window of train.seq_len = %lld needs %lld",
+                         path, (long long)tokens, (long long)seq_len, (long long)seq_len + 1);
+    if (c->windows > 8) c->windows--;
+    c->slack = tokens - 1 - c->windows * seq_len;
+    if (c->slack >= seq_len) c->slack = seq_len - 1;
+    return true;
+}
+
+/* ---- Opening ---- */
+
+static int32_t little_endian_32(const unsigned char *b) {
+    return (int32_t)((uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 |
+                     (uint32_t)b[3] << 24);
+}
+
+static bool check_bin(const char *path, int fd, int64_t bytes, piece *p, fault *f) {
+    unsigned char header[12];
+    if (bytes < BIN_HEADER_BYTES)
+        return fault_set(f, "%s: %lld bytes; a token shard begins with a header of %d", path,
+                         (long long)bytes, BIN_HEADER_BYTES);
+    if (!files_read_at(fd, path, header, sizeof header, 0, f)) return false;
+    if (little_endian_32(header) != BIN_MAGIC)
+        return fault_set(f, "%s: not a token shard: its first number is %d, must be %d", path,
+                         little_endian_32(header), BIN_MAGIC);
+    if (little_endian_32(header + 4) != 1)
+        return fault_set(f, "%s: a token shard of version %d; allowed: 1 (uint16 tokens)", path,
+                         little_endian_32(header + 4));
+    p->count = little_endian_32(header + 8);
+    if (p->count < 1)
+        return fault_set(f, "%s: its header says %lld tokens; must be above 0", path,
+                         (long long)p->count);
+    if (bytes != BIN_HEADER_BYTES + 2 * p->count)
+        return fault_set(
+            f, "%s: its header says %lld tokens, that is %lld bytes; the file has %lld", path,
+            (long long)p->count, (long long)(BIN_HEADER_BYTES + 2 * p->count), (long long)bytes);
+    p->width = 2;
+    p->header = BIN_HEADER_BYTES;
+    return true;
+}
+
+static bool ends_with_newline(const char *path, int fd, int64_t bytes, bool *yes, fault *f) {
+    char last = 0;
+    if (!files_read_at(fd, path, &last, 1, bytes - 1, f)) return false;
+    *yes = last == '\n';
+    return true;
+}
+
+/* Text that is not bytes is encoded whole. */
+static bool encode_text(corpus *c, const char *path, piece *p, fault *f) {
+    size_t bytes;
+    token_list list = {NULL, 0, 0};
+    tokenizer *t = c->base.options->tokenizer;
+    char *text = files_read(path, SIZE_MAX / 2, &bytes, f);
+    if (!text) return false;
+    if (bytes > TELL_BYTES)
+        listener_say(&c->base.options->notes,
+                     "%s: encoding %zu MB before the first step; shards "
+                     "(.bin) open at once",
+                     path, bytes / 1000000);
+    bool ok = tokenizer_encode(t, text, bytes, &list, f);
+    free(text);
+    if (ok && !token_list_push(&list, tokenizer_separator(t)))
+        ok = fault_set(f, "%s: out of memory for tokens", path);
+    if (!ok) {
+        token_list_free(&list);
+        return false;
+    }
+    p->tokens = list.ids;
+    p->count = (int64_t)list.count;
+    return true;
+}
+
+static bool open_text(corpus *c, const char *path, int fd, int64_t bytes, piece *p, fault *f) {
+    bool newline;
+    if (!tokenizer_is_byte(c->base.options->tokenizer)) return encode_text(c, path, p, f);
+    if (!ends_with_newline(path, fd, bytes, &newline, f)) return false;
+    p->width = 1;
+    p->separator = !newline;
+    p->count = bytes + p->separator;
+    return true;
+}
+
+/* An empty file among others is passed over; alone it is refused, like any empty shard. */
+static bool add_file(corpus *c, const char *name, bool is_bin, fault *f) {
+    char path[CONFIG_PATH_BYTES + 256];
+    struct stat s;
+    piece p = {.begin = c->tokens, .name = name};
+    if (!path_of(c, name, path, f)) return false;
+    int fd = files_open(path, f);
+    if (fd < 0) return false;
+    bool ok = !fstat(fd, &s) || fault_errno(f, "%s: cannot read", path);
+    if (ok && !is_bin && !s.st_size) {
+        listener_say(&c->base.options->notes, "%s: empty, passed over", path);
+        close(fd);
+        return true;
+    }
+    ok = ok && (is_bin ? check_bin(path, fd, s.st_size, &p, f)
+                       : open_text(c, path, fd, s.st_size, &p, f));
+    close(fd);
+    if (ok && p.count > MOST_TOKENS - c->tokens)
+        ok = fault_set(f, "%s: more than %lld tokens with those before it", path,
+                       (long long)MOST_TOKENS);
+    if (!ok) {
+        free(p.tokens);
+        return false;
+    }
+    c->pieces[c->count++] = p;
+    c->tokens += p.count;
+    c->base.fingerprint =
+        XXH64(&p.count, sizeof p.count, XXH64(name, strlen(name), c->base.fingerprint));
+    return true;
+}
+
+static bool is_wanted(const char *name, bool is_bin) {
+    size_t length = strlen(name);
+    return !is_bin || (length > 4 && !strcmp(name + length - 4, ".bin"));
+}
+
+/* The files of a folder, or the one that the path names: then the folder is what lies before it. */
+static bool find_files(corpus *c, const char *path, fault *f) {
+    struct stat s;
+    size_t length = strlen(path);
+    c->folder = malloc(length + 1);
+    if (!c->folder) return fault_set(f, "out of memory");
+    memcpy(c->folder, path, length + 1);
+    if (stat(path, &s)) return fault_errno(f, "%s: cannot read the data", path);
+    if (S_ISDIR(s.st_mode)) return files_list_open(&c->files, path, f);
+    c->folder[0] = 0;
+    c->files.names = malloc(sizeof *c->files.names);
+    char *name = malloc(length + 1);
+    if (!c->files.names || !name) {
+        free(name);
+        return fault_set(f, "out of memory");
+    }
+    memcpy(name, path, length + 1);
+    c->files.names[0] = name;
+    c->files.count = 1;
+    return true;
+}
+
+static bool open_files(corpus *c, const char *path, bool is_bin, fault *f) {
+    if (!find_files(c, path, f)) return false;
+    c->pieces = calloc(c->files.count + 1, sizeof *c->pieces);
+    if (!c->pieces) return fault_set(f, "out of memory");
+    for (size_t i = 0; i < c->files.count; i++) {
+        /* A file that is given by name is meant, whatever its name. */
+        bool is_meant = !c->folder[0] || is_wanted(c->files.names[i], is_bin);
+        if (is_meant && !add_file(c, c->files.names[i], is_bin, f)) return false;
+    }
+    if (!c->tokens)
+        return fault_set(f, "%s: %s", path,
+                         c->files.count > 1 || c->folder[0]
+                             ? is_bin ? "a folder without .bin files" : "a folder without text"
+                             : "an empty file; data.path must hold text or tokens");
+    return true;
+}
+
+static void close_corpus(source *s) {
+    corpus *c = corpus_of(s);
+    for (size_t i = 0; i < c->count; i++) free(c->pieces[i].tokens);
+    if (c->fd >= 0) close(c->fd);
+    files_list_close(&c->files);
+    free(c->pieces);
+    free(c->folder);
+    free(c->bytes);
+    free(c);
+}
+
+static void describe(corpus *c, const char *path, bool is_bin) {
+    const data_options *o = c->base.options;
+    c->base.documents = (int64_t)c->count;
+    snprintf(c->base.description, sizeof c->base.description,
+             "%.250s: %zu %s%s, %lld tokens; %lld windows of %lld an epoch; %lld tokens in %lld "
+             "stretches "
+             "set aside for validation",
+             path, c->count, is_bin ? "shard" : "text file", c->count == 1 ? "" : "s",
+             (long long)c->tokens, (long long)c->windows, (long long)o->seq_len,
+             (long long)(c->stretch * c->stretches), (long long)(c->stretch ? c->stretches : 0));
+}
+
+source *source_corpus_open(const data_options *o, const char *path, bool is_bin, int64_t val_rows,
+                           fault *f) {
+    corpus *c = calloc(1, sizeof *c);
+    if (!c) {
+        fault_set(f, "out of memory");
+        return NULL;
+    }
+    c->fd = -1;
+    c->base.options = o;
+    c->base.fingerprint = XXH64(&o->seq_len, sizeof o->seq_len, o->seed);
+    c->base.read = read_train;
+    c->base.read_val = read_val;
+    c->base.position = position;
+    c->base.close = close_corpus;
+    bool ok = open_files(c, path, is_bin, f);
+    if (ok) split(c, val_rows);
+    ok = ok && lay_windows(c, path, f);
+    if (ok) {
+        c->bytes = malloc((size_t)(o->seq_len + 1) * 2);
+        ok = c->bytes || fault_set(f, "out of memory");
+    }
+    if (!ok) {
+        close_corpus(&c->base);
+        return NULL;
+    }
+    describe(c, path, is_bin);
+    return &c->base;
+}

@@ -1,0 +1,71 @@
+/* tokenizer.c - bytes as tokens, and the door to GPT-2's BPE (bpe.c). Twin: tokenizer.h. */
+#include "data/tokenizer.h"
+
+#include <stdlib.h>
+
+#include "config/config.h"
+#include "data/bpe.h"
+
+/* Of the published GPT-2 vocabulary: enough to train on ready-made tokens without its files. */
+enum { GPT2_VOCAB_SIZE = 50257, GPT2_END_OF_TEXT = 50256 };
+
+struct tokenizer {
+    bool is_byte;
+    bpe *bpe; /* NULL: bytes, or GPT-2 without its files */
+};
+
+tokenizer *tokenizer_open(int64_t kind, const char *folder, fault *f) {
+    tokenizer *t = calloc(1, sizeof *t);
+    if (!t) {
+        fault_set(f, "out of memory");
+        return NULL;
+    }
+    t->is_byte = kind == CONFIG_BYTE;
+    if (t->is_byte || !folder[0]) return t;
+    t->bpe = bpe_open(folder, f);
+    if (t->bpe) return t;
+    tokenizer_close(t);
+    return NULL;
+}
+
+void tokenizer_close(tokenizer *t) {
+    if (!t) return;
+    bpe_close(t->bpe);
+    free(t);
+}
+
+int32_t tokenizer_vocab_size(const tokenizer *t) {
+    if (t->is_byte) return 256;
+    return t->bpe ? bpe_vocab_size(t->bpe) : GPT2_VOCAB_SIZE;
+}
+
+int32_t tokenizer_separator(const tokenizer *t) {
+    if (t->is_byte) return '\n';
+    return t->bpe ? bpe_end_of_text(t->bpe) : GPT2_END_OF_TEXT;
+}
+
+bool tokenizer_is_byte(const tokenizer *t) {
+    return t->is_byte;
+}
+
+bool tokenizer_encode(tokenizer *t, const char *text, size_t bytes, token_list *out, fault *f) {
+    if (t->bpe) return bpe_encode(t->bpe, text, bytes, out, f);
+    if (!t->is_byte)
+        return fault_set(f, "data.tokenizer_path: must name the folder that holds vocab.json and "
+                            "merges.txt before text can be encoded");
+    for (size_t i = 0; i < bytes; i++)
+        if (!token_list_push(out, (unsigned char)text[i]))
+            return fault_set(f, "out of memory for tokens");
+    return true;
+}
+
+const char *tokenizer_bytes(const tokenizer *t, int32_t id, size_t *bytes) {
+    static const char all[] = {
+#define FOUR(n)       (char)(n), (char)((n) + 1), (char)((n) + 2), (char)((n) + 3)
+#define SIXTEEN(n)    FOUR(n), FOUR((n) + 4), FOUR((n) + 8), FOUR((n) + 12)
+#define SIXTY_FOUR(n) SIXTEEN(n), SIXTEEN((n) + 16), SIXTEEN((n) + 32), SIXTEEN((n) + 48)
+        SIXTY_FOUR(0), SIXTY_FOUR(64), SIXTY_FOUR(128), SIXTY_FOUR(192)};
+    if (t->bpe) return bpe_bytes(t->bpe, id, bytes);
+    *bytes = t->is_byte && id >= 0 && id < 256;
+    return *bytes ? all + id : "";
+}

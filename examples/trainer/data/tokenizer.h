@@ -1,0 +1,31 @@
+/* tokenizer.h - text to tokens and back: bytes, or GPT-2's byte-level BPE from a vocabulary that
+   the user supplies. Twin: tokenizer.c, bpe.c. It neither ships nor trains a vocabulary. */
+#ifndef TOKENIZER_H
+#define TOKENIZER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/fault.h"
+#include "data/token_list.h"
+
+typedef struct tokenizer tokenizer;
+
+/* kind is CONFIG_BYTE or CONFIG_GPT2; folder holds vocab.json and merges.txt (GPT-2 only). */
+tokenizer *tokenizer_open(int64_t kind, const char *folder, fault *f);
+void tokenizer_close(tokenizer *t);
+
+int32_t tokenizer_vocab_size(const tokenizer *t);
+
+/* What ends a document: newline for bytes, <|endoftext|> for GPT-2. */
+int32_t tokenizer_separator(const tokenizer *t);
+bool tokenizer_is_byte(const tokenizer *t);
+
+/* Appends the tokens of `text`, without a separator. Every byte string encodes, and decodes to
+   itself. Not for two threads at once on one tokenizer. */
+bool tokenizer_encode(tokenizer *t, const char *text, size_t bytes, token_list *out, fault *f);
+
+/* The bytes of one token, not zero-terminated; ids outside the vocabulary give none. */
+const char *tokenizer_bytes(const tokenizer *t, int32_t id, size_t *bytes);
+
+#endif

@@ -1,0 +1,224 @@
+/* model.h - TinyLM: a decoder over Native Sparse Attention, forward and backward, for any back end.
+   Twins: model_layout.c (parameters, memory), model_layer.c (one layer), model.c (the whole). It
+   knows no files, no data and no optimizer.
+
+     x = embed[token]
+     each layer:  x = x + attention(rmsnorm(x));  x = x + fc2(silu(fc1(rmsnorm(x))))
+     logits = head(rmsnorm(x))
+
+   attention:   q, and a pair of k and v for each branch, are linear maps of x; the gate is an MLP
+   of the group mean of q; then RoPE turns q and each k, nsa.h attends, a linear map returns to
+   dim. */
+#ifndef MODEL_H
+#define MODEL_H
+
+#include "base/arena.h"
+#include "dist/dist.h"
+#include "model/params.h"
+
+enum { BRANCHES = 3 }; /* cmp, slc, win, in this order */
+
+typedef struct model_config {
+    int vocab, dim, n_layers, n_heads, n_kv_groups, d_k, d_v;
+    int l, d, l_sel, n_sel, w;
+    bool full;     /* dense causal attention: one k and one v, no gate */
+    bool windowed; /* full, of which only the last w keys are read */
+    bool tied;     /* the head is the embedding */
+    nsa_phi phi;
+    nsa_gate_kind gate;
+    double rope_base, rope_factor;
+    nsa_rope_pairs rope_pairs;
+    nsa_rope_scaling rope_scaling;
+    int rope_trained_context;
+} model_config;
+
+/* The arguments of TinyLM in their order; what is not among them has its default: sparse, untied,
+   phi mean, sigmoid gate, RoPE of base 10000, interleaved. */
+model_config tinylm(int vocab, int dim, int n_layers, int n_heads, int n_kv_groups, int d_k,
+                    int d_v, int l, int d, int l_sel, int n_sel, int w);
+
+/* What backward computes again rather than keep. */
+typedef enum checkpointing {
+    CHECKPOINT_NONE,
+    CHECKPOINT_LAYERS,   /* all of a layer, from its input */
+    CHECKPOINT_SELECTIVE /* all but attention: its branches, their lse and block lists are kept */
+} checkpointing;
+
+typedef struct model_options {
+    int batch, tokens; /* the most rows, and tokens of a row, that a call may bring */
+    bool training;     /* room for gradients and moments */
+    checkpointing checkpointing;
+    int first, end; /* of layers first .. end - 1; 0, 0: of all */
+    int room;       /* tokens that model_append may append in all; 0: no cache */
+    dist *dist;     /* NULL: one process */
+    bool graphs;    /* CUDA: what a step launches is recorded once (model_launch) */
+} model_options;
+
+/* What a call brings; arrays of the host. */
+typedef struct model_batch {
+    const int32_t *tokens; /* (batch, tokens_each) */
+    const int32_t *labels; /* the same; below 0: no loss here. Forward alone needs none */
+    int batch, tokens_each;
+    const int32_t *begins; /* NULL, or documents + 1 offsets: attention stays inside a document */
+    int documents, longest;
+} model_batch;
+
+/* A layer's tensors in the table of parameters; phi's five follow one another. */
+typedef enum slot {
+    NORM1,
+    W_QKV, /* W_Q, then the k of each branch, then the v of each: one matrix */
+    W_OUT,
+    GATE_W1,
+    GATE_B1,
+    GATE_W2,
+    GATE_B2,
+    PHI_K,
+    PHI_V = PHI_K + 5,
+    NORM2 = PHI_V + 5,
+    FC1,
+    FC2,
+    SLOTS
+} slot;
+
+enum { PHI_POS, PHI_W1, PHI_B1, PHI_W2, PHI_B2, PHI_TENSORS };
+
+/* What forward leaves of a layer for backward. */
+typedef struct layer_acts {
+    real *rstd1, *rstd2;
+    void *qkv;              /* (rows, fused), rotated */
+    void *q_mean;           /* (rows, groups, d_k), before RoPE */
+    void *gate_hidden;      /* (rows, groups, d_k / 2), before SiLU */
+    void *gates;            /* (rows, groups, 3), logits */
+    void *k_cmp, *v_cmp;    /* compressed rows */
+    void *branch[BRANCHES]; /* (rows, heads, d_v) */
+    real *lse[BRANCHES];    /* (rows, heads) */
+    int32_t *blocks;        /* (rows, groups, n_sel) */
+    void *attention;        /* (rows, heads, d_v): the branches gated and added */
+    void *mid;              /* (rows, dim): x after attention */
+    void *hidden;           /* (rows, 4 dim), before SiLU */
+} layer_acts;
+
+/* What a layer's pass needs only while it runs, shared by all layers. */
+typedef struct scratch {
+    void *norm, *act, *gate_act;
+    void *dx, *dnorm, *dhidden, *dattention, *dqkv, *drotated;
+    void *dgates, *dgate_hidden, *dq_mean;
+    real *rstd;
+    void *logits;
+    void *workspace;
+    size_t workspace_bytes;
+} scratch;
+
+/* What a step launches: the passes over a micro-batch, over the last of a step, and the update. */
+typedef enum model_part { MODEL_BATCH, MODEL_LAST_BATCH, MODEL_UPDATE, MODEL_PARTS } model_part;
+
+/* A part as it was recorded. What is launched depends on nothing but these numbers and the
+   model. */
+typedef struct recording {
+    void *graph;
+    double number; /* the gradients' scale, the largest norm */
+    int batch, tokens_each;
+    bool known; /* launched once with these */
+} recording;
+
+/* What model_append keeps of a layer. */
+typedef struct layer_cache {
+    nsa_cache sparse;
+    void *k, *v;  /* full: (room, groups, d_k), (room, groups, d_v) */
+    void *memory; /* of sparse */
+    size_t bytes;
+} layer_cache;
+
+typedef struct model {
+    model_config config;
+    model_options options;
+    const ops *o;
+    params params;
+    int embed, norm, head;     /* places in the table */
+    int (*layer_slots)[SLOTS]; /* -1: this model has no such tensor */
+    size_t element;            /* bytes of an activation */
+    int rotated, fused;        /* columns of qkv: q and each k; all */
+    int gate_width, chunk;     /* d_k / 2; rows of logits at a time */
+    void *memory;
+    arena arena;
+    void **x;         /* n_layers + 1 inputs of layers; the last is the head's */
+    layer_acts *acts; /* of each layer; what is computed again is in the same memory for all */
+    scratch scratch;
+    int32_t *tokens, *labels, *begins; /* the batch, in the back end's memory */
+    step_state *state;                 /* likewise */
+    adamw_rates *rates;                /* likewise */
+    recording recordings[MODEL_PARTS];
+    bool recording;    /* what is launched now is kept and not run */
+    phase phase;       /* of forward, for ops.mark */
+    bool last_of_step; /* dist hears of each gradient that is final, and
+                                          observers look */
+    int batch, tokens_each, rows, documents, longest; /* of the pass that runs */
+    layer_cache *caches;                              /* of each layer; NULL without room */
+    bool appending;                                   /* the pass attends from the caches */
+    int past;                                         /* tokens that they hold */
+    nsa_reads reads; /* counted by nsa_decode since model_restart, summed over layers and groups */
+} model;
+
+/* Lays out the table, takes the memory, draws the weights. Keep `o` open until model_close. */
+bool model_open(model *m, const model_config *c, const model_options *options, const ops *o,
+                uint64_t seed, fault *f);
+void model_close(model *m);
+
+/* The sizes that model_open would take, without taking them, and the number of parameters. */
+bool model_measure(const model_config *c, const model_options *options, const ops *o, arena *sizes,
+                   int64_t *parameters, fault *f);
+
+/* The geometry that each layer gives to nsa.h, for a batch of this shape. */
+nsa_desc model_desc(const model *m, int batch, int tokens);
+
+/* Adds a batch's losses to the state. model_train also adds the gradients of their sum, `scale`
+   times the scaler's scale times too large; a caller sets last_of_step before those of a step's
+   last batch. It zeroes state and gradients. */
+bool model_evaluate(model *m, const model_batch *b, fault *f);
+bool model_train(model *m, const model_batch *b, double scale, fault *f);
+
+/* Logits of the token after tokens[count - 1]; `logits` holds vocab reals of the host. */
+bool model_next(model *m, const int32_t *tokens, int count, real *logits, fault *f);
+
+/* Appends tokens to the caches, options.tokens at a time, and attends from these: the result is
+   that of the whole sequence. `logits` holds wanted x vocab reals of the host: those that follow
+   the last `wanted` tokens. Refused, with nothing appended, where options.room is too small. */
+bool model_append(model *m, const int32_t *tokens, int count, int wanted, real *logits, fault *f);
+/* Empties the caches. */
+bool model_restart(model *m, fault *f);
+
+step_state model_state(const model *m);
+void model_zero_state(model *m); /* all but the scaler */
+void model_set_scaler(model *m, const loss_scaler *s);
+
+/* The state as it is when everything launched so far is done, without waiting for that; and later,
+   once for each. Where the back end cannot do that, fetch gives the state as it is. */
+void model_post_state(const model *m);
+step_state model_fetch_state(const model *m);
+
+/* Launches a part: run(m, number). With options.graphs its second time with these numbers is
+   recorded (the first may still load and choose), and from then on the recording is run. */
+void model_launch(model *m, model_part part, void (*run)(model *m, double number), double number);
+void model_forget_recordings(model *m);
+void model_zero_gradients(model *m);
+
+/* One layer, for model.c: forward from x[layer] to x[layer + 1]; what of it backward needs again;
+   and backward, in place on scratch.dx. */
+void layer_forward(model *m, int layer);
+void layer_recompute(model *m, int layer);
+checkpointing layer_checkpointing(const model *m, int layer);
+void layer_backward(model *m, int layer);
+/* The geometry of the pass that runs. */
+nsa_desc layer_desc(const model *m);
+/* What its attention reads and writes in a layer; where attention is sparse. */
+nsa_attention layer_views(const model *m, int layer);
+/* Bytes of workspace that a layer's attention needs for this geometry; from the caches, for `count`
+   tokens at once. */
+size_t layer_workspace(model *m, const nsa_desc *d);
+size_t layer_append_workspace(model *m, int count);
+
+/* Pointers into the table's arrays. */
+void *model_weight(const model *m, int place);
+real *model_gradient(const model *m, int place);
+
+#endif

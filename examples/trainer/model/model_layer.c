@@ -1,0 +1,432 @@
+/* model_layer.c - one layer of TinyLM, forward and backward. Twin: model.h. It says what reads and
+   writes what; the arithmetic is the back end's. */
+#include <string.h>
+
+#include "model/model.h"
+
+/* ---- Views --------------------------------------------------------------------------------- */
+
+static void *at(const model *m, void *base, int64_t elements) {
+    return (char *)base + (size_t)elements * m->element;
+}
+
+nsa_desc model_desc(const model *m, int batch, int tokens) {
+    const model_config *c = &m->config;
+    nsa_desc d = nsa_desc_default(batch, tokens, c->n_heads, c->n_kv_groups, c->d_k);
+    d.dim_v = c->d_v;
+    d.cmp_block = c->l;
+    d.cmp_stride = c->d;
+    d.slc_block = c->l_sel;
+    d.slc_count = c->n_sel;
+    d.window = c->w;
+    d.gate = c->gate;
+    d.gate_heads = c->n_kv_groups;
+    d.threads = m->o->threads;
+    return d;
+}
+
+nsa_desc layer_desc(const model *m) {
+    if (m->appending) {
+        nsa_desc d = model_desc(m, 1, m->past + m->rows);
+        d.first = m->past;
+        d.count = m->rows;
+        return d;
+    }
+    if (!m->documents) return model_desc(m, m->batch, m->tokens_each);
+    nsa_desc d = model_desc(m, m->documents, m->longest);
+    d.begins = m->begins;
+    return d;
+}
+
+/* Heads of `width` from column `column` on of a matrix with `stride` columns. */
+static nsa_tensor heads(const model *m, void *base, int64_t stride, int64_t column, int width) {
+    nsa_tensor t = {at(m, base, column), m->o->dtype, stride * m->tokens_each, stride, width};
+    return t;
+}
+
+static nsa_tensor packed(const model *m, void *base, int count, int width) {
+    return heads(m, base, (int64_t)count * width, 0, width);
+}
+
+static nsa_tensor reals(const model *m, real *base, int count) {
+    nsa_tensor t = packed(m, base, count, 1);
+    t.dtype = NSA_REAL_DTYPE;
+    return t;
+}
+
+static nsa_tensor compressed(const model *m, void *base, const nsa_desc *d, int width) {
+    nsa_tensor t = packed(m, base, m->config.n_kv_groups, width);
+    t.batch = t.token * nsa_cmp_count(d, d->tokens);
+    return t;
+}
+
+/* A tensor of phi, (groups, rows, columns) or (groups, columns): its values or its gradient. */
+static nsa_tensor phi_tensor(const model *m, int place, bool gradient) {
+    nsa_tensor t = {0};
+    if (place < 0) return t;
+    const param *x = &m->params.list[place];
+    t.data = gradient ? (void *)model_gradient(m, place) : model_weight(m, place);
+    t.dtype = gradient ? NSA_REAL_DTYPE : m->o->dtype;
+    t.token = x->shape[x->dims - 1];
+    t.head = x->count / x->shape[0];
+    return t;
+}
+
+static nsa_compress phi(const model *m, const int *slots, int width, bool gradient) {
+    nsa_compress p = {.phi = m->config.phi, .dim = width, .hidden = width};
+    p.pos = phi_tensor(m, slots[PHI_POS], gradient);
+    p.w1 = phi_tensor(m, slots[PHI_W1], gradient);
+    p.b1 = phi_tensor(m, slots[PHI_B1], gradient);
+    p.w2 = phi_tensor(m, slots[PHI_W2], gradient);
+    p.b2 = phi_tensor(m, slots[PHI_B2], gradient);
+    return p;
+}
+
+/* Columns of qkv and of its gradient: q, k of each branch, v of each branch. */
+static int64_t q_columns(const model *m) {
+    return (int64_t)m->config.n_heads * m->config.d_k;
+}
+
+static int64_t k_column(const model *m, int branch) {
+    return q_columns(m) + (int64_t)branch * m->config.n_kv_groups * m->config.d_k;
+}
+
+static int64_t v_column(const model *m, int branch) {
+    return m->rotated + (int64_t)branch * m->config.n_kv_groups * m->config.d_v;
+}
+
+static nsa_attention sparse_views(const model *m, const layer_acts *a, const int *slots,
+                                  const nsa_desc *d) {
+    const model_config *c = &m->config;
+    nsa_attention x = {0};
+    x.q = heads(m, a->qkv, m->fused, 0, c->d_k);
+    x.k_cmp = phi(m, slots + PHI_K, c->d_k, false);
+    x.v_cmp = phi(m, slots + PHI_V, c->d_v, false);
+    x.k_cmp.x = heads(m, a->qkv, m->fused, k_column(m, 0), c->d_k);
+    x.v_cmp.x = heads(m, a->qkv, m->fused, v_column(m, 0), c->d_v);
+    x.k_cmp.out = compressed(m, a->k_cmp, d, c->d_k);
+    x.v_cmp.out = compressed(m, a->v_cmp, d, c->d_v);
+    x.k_slc = heads(m, a->qkv, m->fused, k_column(m, 1), c->d_k);
+    x.v_slc = heads(m, a->qkv, m->fused, v_column(m, 1), c->d_v);
+    x.k_win = heads(m, a->qkv, m->fused, k_column(m, 2), c->d_k);
+    x.v_win = heads(m, a->qkv, m->fused, v_column(m, 2), c->d_v);
+    x.gates = packed(m, a->gates, c->n_kv_groups, BRANCHES);
+    x.blocks = packed(m, a->blocks, c->n_kv_groups, nsa_block_list_width(d));
+    x.blocks.dtype = NSA_I32;
+    x.out_cmp = packed(m, a->branch[0], c->n_heads, c->d_v);
+    x.out_slc = packed(m, a->branch[1], c->n_heads, c->d_v);
+    x.out_win = packed(m, a->branch[2], c->n_heads, c->d_v);
+    x.lse_cmp = reals(m, a->lse[0], c->n_heads);
+    x.lse_slc = reals(m, a->lse[1], c->n_heads);
+    x.lse_win = reals(m, a->lse[2], c->n_heads);
+    x.out = packed(m, a->attention, c->n_heads, c->d_v);
+    return x;
+}
+
+nsa_attention layer_views(const model *m, int layer) {
+    nsa_desc d = layer_desc(m);
+    return sparse_views(m, &m->acts[layer], m->layer_slots[layer], &d);
+}
+
+/* Gradients of q and k before the rotation is undone, of v and the gates as they are. */
+static nsa_attention sparse_gradients(const model *m, const int *slots) {
+    const model_config *c = &m->config;
+    const scratch *s = &m->scratch;
+    nsa_attention dx = {0};
+    dx.out = packed(m, s->dattention, c->n_heads, c->d_v);
+    dx.q = heads(m, s->drotated, m->rotated, 0, c->d_k);
+    dx.k_cmp = phi(m, slots + PHI_K, c->d_k, true);
+    dx.v_cmp = phi(m, slots + PHI_V, c->d_v, true);
+    dx.k_cmp.x = heads(m, s->drotated, m->rotated, k_column(m, 0), c->d_k);
+    dx.v_cmp.x = heads(m, s->dqkv, m->fused, v_column(m, 0), c->d_v);
+    dx.k_slc = heads(m, s->drotated, m->rotated, k_column(m, 1), c->d_k);
+    dx.v_slc = heads(m, s->dqkv, m->fused, v_column(m, 1), c->d_v);
+    dx.k_win = heads(m, s->drotated, m->rotated, k_column(m, 2), c->d_k);
+    dx.v_win = heads(m, s->dqkv, m->fused, v_column(m, 2), c->d_v);
+    dx.gates = packed(m, s->dgates, c->n_kv_groups, BRANCHES);
+    return dx;
+}
+
+static nsa_attend dense_views(const model *m, const layer_acts *a) {
+    const model_config *c = &m->config;
+    nsa_attend x = {0};
+    x.q = heads(m, a->qkv, m->fused, 0, c->d_k);
+    x.k = heads(m, a->qkv, m->fused, k_column(m, 0), c->d_k);
+    x.v = heads(m, a->qkv, m->fused, v_column(m, 0), c->d_v);
+    x.out = packed(m, a->attention, c->n_heads, c->d_v);
+    x.lse = reals(m, a->lse[0], c->n_heads);
+    return x;
+}
+
+static nsa_attend dense_gradients(const model *m) {
+    const model_config *c = &m->config;
+    const scratch *s = &m->scratch;
+    nsa_attend dx = {0};
+    dx.out = packed(m, s->dattention, c->n_heads, c->d_v);
+    dx.q = heads(m, s->drotated, m->rotated, 0, c->d_k);
+    dx.k = heads(m, s->drotated, m->rotated, k_column(m, 0), c->d_k);
+    dx.v = heads(m, s->dqkv, m->fused, v_column(m, 0), c->d_v);
+    return dx;
+}
+
+static size_t larger(size_t a, size_t b) {
+    return a > b ? a : b;
+}
+
+size_t layer_workspace(model *m, const nsa_desc *d) {
+    const ops *o = m->o;
+    bool training = m->options.training;
+    if (m->config.full) {
+        bool windowed = m->config.windowed;
+        size_t forward = windowed ? o->window_forward_bytes(o, d) : o->dense_forward_bytes(o, d);
+        if (!training) return forward;
+        return larger(forward,
+                      windowed ? o->window_backward_bytes(o, d) : o->dense_backward_bytes(o, d));
+    }
+    nsa_attention x = sparse_views(m, &m->acts[0], m->layer_slots[0], d);
+    size_t forward = o->attention_forward_bytes(o, &x, d);
+    if (!training) return forward;
+    nsa_attention dx = sparse_gradients(m, m->layer_slots[0]);
+    return larger(forward, o->attention_backward_bytes(o, &dx, &x, d));
+}
+
+size_t layer_append_workspace(model *m, int count) {
+    const ops *o = m->o;
+    nsa_desc d = model_desc(m, 1, m->options.room);
+    d.first = m->options.room - count;
+    d.count = count;
+    if (m->config.windowed) return o->window_forward_bytes(o, &d);
+    if (m->config.full) return o->dense_forward_bytes(o, &d);
+    nsa_attention x = sparse_views(m, &m->acts[0], m->layer_slots[0], &d);
+    return o->decode_bytes(o, &x, &m->caches[0].sparse, count);
+}
+
+/* ---- Attention ----------------------------------------------------------------------------- */
+
+/* q and each k lie side by side with heads of one width, so one call turns them all. */
+static nsa_rope rotation(const model *m, void *x, int64_t x_stride, void *out, int64_t out_stride) {
+    const model_config *c = &m->config;
+    nsa_rope r = {.x = heads(m, x, x_stride, 0, c->d_k),
+                  .out = heads(m, out, out_stride, 0, c->d_k),
+                  .heads = m->rotated / c->d_k,
+                  .dim = c->d_k,
+                  .base = c->rope_base,
+                  .pairs = c->rope_pairs,
+                  .scaling = c->rope_scaling,
+                  .factor = c->rope_factor,
+                  .trained_context = c->rope_trained_context};
+    return r;
+}
+
+/* gates = fc2(silu(fc1(mean of q over the group)) */
+static void gate_forward(model *m, const layer_acts *a, const int *slots) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    int groups = c->n_kv_groups, width = m->gate_width;
+    int64_t rows = (int64_t)m->rows * groups;
+    o->group_mean_forward(o, a->q_mean, a->qkv, m->fused, m->rows, groups, c->n_heads / groups,
+                          c->d_k);
+    o->linear_forward(o, a->gate_hidden, a->q_mean, model_weight(m, slots[GATE_W1]), NULL, rows,
+                      c->d_k, width);
+    o->bias_forward(o, a->gate_hidden, model_weight(m, slots[GATE_B1]), rows, width);
+    o->silu_forward(o, m->scratch.gate_act, a->gate_hidden, rows * width);
+    o->linear_forward(o, a->gates, m->scratch.gate_act, model_weight(m, slots[GATE_W2]), NULL, rows,
+                      width, BRANCHES);
+    o->bias_forward(o, a->gates, model_weight(m, slots[GATE_B2]), rows, BRANCHES);
+}
+
+/* Adds the gate's share to the gradient of q. */
+static void gate_backward(model *m, const layer_acts *a, const int *slots) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    const scratch *s = &m->scratch;
+    int groups = c->n_kv_groups, width = m->gate_width;
+    int64_t rows = (int64_t)m->rows * groups;
+    o->linear_backward_input(o, s->dgate_hidden, s->dgates, model_weight(m, slots[GATE_W2]), rows,
+                             width, BRANCHES);
+    o->silu_backward(o, s->dgate_hidden, s->gate_act, a->gate_hidden, rows * width);
+    o->bias_backward(o, model_gradient(m, slots[GATE_B2]), s->dgates, rows, BRANCHES);
+    o->linear_backward_weight(o, model_gradient(m, slots[GATE_W2]), s->dgates, s->gate_act, rows,
+                              width, BRANCHES);
+    o->bias_backward(o, model_gradient(m, slots[GATE_B1]), s->dgate_hidden, rows, width);
+    o->linear_backward_weight(o, model_gradient(m, slots[GATE_W1]), s->dgate_hidden, a->q_mean,
+                              rows, c->d_k, width);
+    o->linear_backward_input(o, s->dq_mean, s->dgate_hidden, model_weight(m, slots[GATE_W1]), rows,
+                             c->d_k, width);
+    o->group_mean_backward(o, s->dqkv, m->fused, s->dq_mean, m->rows, groups, c->n_heads / groups,
+                           c->d_k);
+}
+
+/* Puts the new rows behind those that the cache holds, and lets x read all of them. */
+static void append_dense(model *m, nsa_attend *x, const layer_cache *cache) {
+    const model_config *c = &m->config;
+    int64_t k = (int64_t)c->n_kv_groups * c->d_k, v = (int64_t)c->n_kv_groups * c->d_v;
+    m->o->copy_columns(m->o, at(m, cache->k, m->past * k), k, x->k.data, m->fused, m->rows, k);
+    m->o->copy_columns(m->o, at(m, cache->v, m->past * v), v, x->v.data, m->fused, m->rows, v);
+    x->k = packed(m, cache->k, c->n_kv_groups, c->d_k);
+    x->v = packed(m, cache->v, c->n_kv_groups, c->d_v);
+}
+
+static void attend_forward(model *m, int layer, const nsa_desc *d) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    const layer_acts *a = &m->acts[layer];
+    scratch *s = &m->scratch;
+    if (c->full) {
+        nsa_attend x = dense_views(m, a);
+        if (m->appending) append_dense(m, &x, &m->caches[layer]);
+        (c->windowed ? o->window_forward : o->dense_forward)(o, &x, d, s->workspace,
+                                                             s->workspace_bytes);
+        return;
+    }
+    nsa_attention x = sparse_views(m, a, m->layer_slots[layer], d);
+    if (!m->appending) {
+        o->attention_forward(o, &x, d, s->workspace, s->workspace_bytes);
+        return;
+    }
+    nsa_reads reads = {0};
+    o->decode(o, &x, &m->caches[layer].sparse, m->rows, &reads, s->workspace, s->workspace_bytes);
+    m->reads.cmp += reads.cmp;
+    m->reads.slc += reads.slc;
+    m->reads.win += reads.win;
+}
+
+/* Of attention, what follows from branches, lse and lists that are still there. */
+static void attend_restore(model *m, int layer, const nsa_desc *d) {
+    const ops *o = m->o;
+    if (m->config.full) return;
+    nsa_attention x = layer_views(m, layer);
+    o->attention_restore(o, &x, d, m->scratch.workspace, m->scratch.workspace_bytes);
+}
+
+/* mid = x + out(attention(norm1(x))) */
+static void attention_forward(model *m, int layer, bool restore) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    const layer_acts *a = &m->acts[layer];
+    const int *slots = m->layer_slots[layer];
+    scratch *s = &m->scratch;
+    o->rmsnorm_forward(o, s->norm, a->rstd1, m->x[layer], model_weight(m, slots[NORM1]), m->rows,
+                       c->dim);
+    o->linear_forward(o, a->qkv, s->norm, model_weight(m, slots[W_QKV]), NULL, m->rows, c->dim,
+                      m->fused);
+    if (!c->full) gate_forward(m, a, slots);
+    nsa_desc d = layer_desc(m);
+    nsa_rope r = rotation(m, a->qkv, m->fused, a->qkv, m->fused);
+    o->rope_forward(o, &r, &d);
+    (restore ? attend_restore : attend_forward)(m, layer, &d);
+    o->linear_forward(o, a->mid, a->attention, model_weight(m, slots[W_OUT]), m->x[layer], m->rows,
+                      c->n_heads * c->d_v, c->dim);
+}
+
+/* From the gradient of attention's output to that of qkv. */
+static void attend_backward(model *m, const layer_acts *a, const int *slots) {
+    const ops *o = m->o;
+    scratch *s = &m->scratch;
+    size_t rows = (size_t)m->rows;
+    o->zero(o, s->dqkv, rows * (size_t)m->fused * m->element);
+    o->zero(o, s->drotated, rows * (size_t)m->rotated * m->element);
+    nsa_desc d = layer_desc(m);
+    if (m->config.full) {
+        nsa_attend x = dense_views(m, a), dx = dense_gradients(m);
+        (m->config.windowed ? o->window_backward : o->dense_backward)(o, &dx, &x, &d, s->workspace,
+                                                                      s->workspace_bytes);
+    } else {
+        nsa_attention x = sparse_views(m, a, slots, &d), dx = sparse_gradients(m, slots);
+        o->zero(o, s->dgates, rows * (size_t)m->config.n_kv_groups * BRANCHES * m->element);
+        o->attention_backward(o, &dx, &x, &d, s->workspace, s->workspace_bytes);
+    }
+    nsa_rope x = rotation(m, a->qkv, m->fused, a->qkv, m->fused);
+    nsa_rope dx = rotation(m, s->dqkv, m->fused, s->drotated, m->rotated);
+    o->rope_backward(o, &dx, &x, &d);
+    if (!m->config.full) gate_backward(m, a, slots);
+}
+
+static void attention_backward(model *m, int layer) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    const layer_acts *a = &m->acts[layer];
+    const int *slots = m->layer_slots[layer];
+    scratch *s = &m->scratch;
+    int width = c->n_heads * c->d_v;
+    o->linear_backward_weight(o, model_gradient(m, slots[W_OUT]), s->dx, a->attention, m->rows,
+                              width, c->dim);
+    o->linear_backward_input(o, s->dattention, s->dx, model_weight(m, slots[W_OUT]), m->rows, width,
+                             c->dim);
+    attend_backward(m, a, slots);
+    o->rmsnorm_forward(o, s->norm, s->rstd, m->x[layer], model_weight(m, slots[NORM1]), m->rows,
+                       c->dim);
+    o->linear_backward_weight(o, model_gradient(m, slots[W_QKV]), s->dqkv, s->norm, m->rows, c->dim,
+                              m->fused);
+    o->linear_backward_input(o, s->dnorm, s->dqkv, model_weight(m, slots[W_QKV]), m->rows, c->dim,
+                             m->fused);
+    o->rmsnorm_backward(o, s->dx, model_gradient(m, slots[NORM1]), s->dnorm, m->x[layer],
+                        model_weight(m, slots[NORM1]), a->rstd1, m->rows, c->dim);
+}
+
+/* ---- MLP ----------------------------------------------------------------------------------- */
+
+/* hidden = fc1(norm2(mid)) */
+static void mlp_in_forward(model *m, int layer) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    const layer_acts *a = &m->acts[layer];
+    const int *slots = m->layer_slots[layer];
+    o->rmsnorm_forward(o, m->scratch.norm, a->rstd2, a->mid, model_weight(m, slots[NORM2]), m->rows,
+                       c->dim);
+    o->linear_forward(o, a->hidden, m->scratch.norm, model_weight(m, slots[FC1]), NULL, m->rows,
+                      c->dim, 4 * c->dim);
+}
+
+/* x[layer + 1] = mid + fc2(silu(hidden)) */
+static void mlp_out_forward(model *m, int layer) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    const layer_acts *a = &m->acts[layer];
+    o->silu_forward(o, m->scratch.act, a->hidden, (int64_t)m->rows * 4 * c->dim);
+    o->linear_forward(o, m->x[layer + 1], m->scratch.act,
+                      model_weight(m, m->layer_slots[layer][FC2]), a->mid, m->rows, 4 * c->dim,
+                      c->dim);
+}
+
+static void mlp_backward(model *m, int layer) {
+    const ops *o = m->o;
+    const model_config *c = &m->config;
+    const layer_acts *a = &m->acts[layer];
+    const int *slots = m->layer_slots[layer];
+    scratch *s = &m->scratch;
+    int wide = 4 * c->dim;
+    o->linear_backward_input(o, s->dhidden, s->dx, model_weight(m, slots[FC2]), m->rows, wide,
+                             c->dim);
+    o->silu_backward(o, s->dhidden, s->act, a->hidden, (int64_t)m->rows * wide);
+    o->linear_backward_weight(o, model_gradient(m, slots[FC2]), s->dx, s->act, m->rows, wide,
+                              c->dim);
+    o->rmsnorm_forward(o, s->norm, s->rstd, a->mid, model_weight(m, slots[NORM2]), m->rows, c->dim);
+    o->linear_backward_weight(o, model_gradient(m, slots[FC1]), s->dhidden, s->norm, m->rows,
+                              c->dim, wide);
+    o->linear_backward_input(o, s->dnorm, s->dhidden, model_weight(m, slots[FC1]), m->rows, c->dim,
+                             wide);
+    o->rmsnorm_backward(o, s->dx, model_gradient(m, slots[NORM2]), s->dnorm, a->mid,
+                        model_weight(m, slots[NORM2]), a->rstd2, m->rows, c->dim);
+}
+
+/* ---- The layer ----------------------------------------------------------------------------- */
+
+void layer_forward(model *m, int layer) {
+    m->o->mark(m->o, m->phase, layer);
+    attention_forward(m, layer, false);
+    mlp_in_forward(m, layer);
+    mlp_out_forward(m, layer);
+}
+
+void layer_recompute(model *m, int layer) {
+    m->o->mark(m->o, PHASE_BWD, layer);
+    attention_forward(m, layer, layer_checkpointing(m, layer) == CHECKPOINT_SELECTIVE);
+    mlp_in_forward(m, layer);
+}
+
+void layer_backward(model *m, int layer) {
+    m->o->mark(m->o, PHASE_BWD, layer);
+    mlp_backward(m, layer);
+    attention_backward(m, layer);
+}

@@ -1,0 +1,124 @@
+/* gemm.c - matrix products through CBLAS, or plain loops. Twin: gemm.h.
+
+   The product is cut into tiles of c whose size hangs on the shapes alone. Threads take tiles, and
+   each tile is one call of a BLAS that is told to use one thread. So there is one team of threads
+   in the program, whatever build of OpenBLAS it meets, and the bits are the same for any number. */
+#include "ops/gemm.h"
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifndef _OPENMP /* then the loops' pragmas are unknown, and what they alone name is unused */
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#endif
+
+typedef struct product {
+    const nsa_real *a, *b;
+    nsa_real *c;
+    ptrdiff_t a_row, a_col, b_row, b_col; /* strides of a as (m, k) and of b as (k, n) */
+    gemm_form form;
+    int m, n, k, add;
+} product;
+
+static int smaller(int a, int b) {
+    return a < b ? a : b;
+}
+
+#ifdef NSA_HAVE_CBLAS
+
+#include <cblas.h>
+
+/* Rows i .. i + rows - 1 and columns j .. j + cols - 1 of c. */
+static void multiply_tile(const product *p, int i, int rows, int j, int cols) {
+    CBLAS_TRANSPOSE ta = p->form == GEMM_TN ? CblasTrans : CblasNoTrans;
+    CBLAS_TRANSPOSE tb = p->form == GEMM_NT ? CblasTrans : CblasNoTrans;
+    int lda = p->form == GEMM_TN ? p->m : p->k, ldb = p->form == GEMM_NT ? p->k : p->n;
+    const void *a = p->a + i * p->a_row, *b = p->b + j * p->b_col;
+    void *c = p->c + (ptrdiff_t)i * p->n + j;
+    if (sizeof(nsa_real) == sizeof(double))
+        cblas_dgemm(CblasRowMajor, ta, tb, rows, cols, p->k, 1, a, lda, b, ldb, p->add, c, p->n);
+    else
+        cblas_sgemm(CblasRowMajor, ta, tb, rows, cols, p->k, 1, a, lda, b, ldb, (float)p->add, c,
+                    p->n);
+}
+
+const char *gemm_open(void) {
+    openblas_set_num_threads(1);
+    return openblas_get_config();
+}
+
+#else
+
+/* Part of b, DEEP x COLS, is copied so that the inner loop runs over packed memory whatever the
+   form; part of c, FEW x COLS, stays in first-level cache meanwhile. Every element of c is one sum
+   in the order of k. */
+enum { FEW = 4, DEEP = 128, COLS = 64 };
+
+static void copy_b(nsa_real tile[DEEP][COLS], const product *p, int row, int rows, int col,
+                   int cols) {
+    for (int i = 0; i < rows; i++) {
+        const nsa_real *b = p->b + (row + i) * p->b_row + col * p->b_col;
+        for (int j = 0; j < COLS; j++) tile[i][j] = j < cols ? b[j * p->b_col] : 0;
+    }
+}
+
+static void multiply_few(nsa_real acc[FEW][COLS], const product *p, int i, int few, int row,
+                         int rows, nsa_real tile[DEEP][COLS]) {
+    for (int r = 0; r < rows; r++)
+        for (int f = 0; f < few; f++) {
+            nsa_real x = p->a[(i + f) * p->a_row + (row + r) * p->a_col];
+            for (int j = 0; j < COLS; j++) acc[f][j] += x * tile[r][j];
+        }
+}
+
+static void multiply_panel(const product *p, int first, int last, int col, int cols) {
+    nsa_real tile[DEEP][COLS], acc[FEW][COLS];
+    for (int row = 0; row < p->k || row == 0; row += DEEP) {
+        int rows = smaller(DEEP, p->k - row), keep = p->add || row > 0;
+        copy_b(tile, p, row, rows, col, cols);
+        for (int i = first; i < last; i += FEW) {
+            int few = smaller(FEW, last - i);
+            memset(acc, 0, sizeof acc);
+            for (int f = 0; keep && f < few; f++)
+                memcpy(acc[f], p->c + (ptrdiff_t)(i + f) * p->n + col,
+                       (size_t)cols * sizeof acc[f][0]);
+            multiply_few(acc, p, i, few, row, rows, tile);
+            for (int f = 0; f < few; f++)
+                memcpy(p->c + (ptrdiff_t)(i + f) * p->n + col, acc[f],
+                       (size_t)cols * sizeof acc[f][0]);
+        }
+    }
+}
+
+/* Rows i .. i + rows - 1 and columns j .. j + cols - 1 of c. */
+static void multiply_tile(const product *p, int i, int rows, int j, int cols) {
+    for (int col = 0; col < cols; col += COLS)
+        multiply_panel(p, i, i + rows, j + col, smaller(COLS, cols - col));
+}
+
+const char *gemm_open(void) {
+    return "plain loops";
+}
+
+#endif
+
+void gemm(gemm_form form, int m, int n, int k, const nsa_real *a, const nsa_real *b, nsa_real *c,
+          int add, int threads) {
+    enum { WIDEST = 256, NARROWEST = 64, ENOUGH = 8 }; /* elements of a side; tiles to share out */
+    product p = {a, b, c, k, 1, n, 1, form, m, n, k, add};
+    int side = WIDEST, rows, cols;
+    if (form == GEMM_TN) p.a_row = 1, p.a_col = m;
+    if (form == GEMM_NT) p.b_row = 1, p.b_col = k;
+    for (;; side /= 2) {
+        rows = (m + side - 1) / side;
+        cols = (n + side - 1) / side;
+        if (side == NARROWEST || (int64_t)rows * cols >= ENOUGH) break;
+    }
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic)
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < cols; j++)
+            multiply_tile(&p, i * side, smaller(side, m - i * side), j * side,
+                          smaller(side, n - j * side));
+}

@@ -1,0 +1,31 @@
+/* metrics.h - metrics.json: what a run was and how it ended, written on every exit that can be
+   caught. Twin: metrics.c. */
+#ifndef METRICS_H
+#define METRICS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/fault.h"
+
+typedef struct metrics {
+    const char *device, *dtype;
+    int64_t steps, steps_done, seq_len, batch_global;
+    double lr, loss_first, loss_last, toks_per_s_p50, peak_memory_mib, seconds;
+    double sel_pct_at_max; /* the largest of the run; NaN: no statistics */
+    int64_t total_fallbacks;
+} metrics;
+
+/* Keeps what the last words of a signal would be; cheap enough for each step. */
+void metrics_prepare(const char *path, const metrics *m);
+
+/* Writes the file in a signal handler, from what was prepared. */
+void metrics_last_words(int signal_number);
+
+/* Nothing is prepared any more: the file is written, or the run is not one that writes it. */
+void metrics_disarm(void);
+
+bool metrics_write(const char *path, const metrics *m, const char *verdict, int exit_code,
+                   fault *f);
+
+#endif

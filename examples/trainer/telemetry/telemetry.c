@@ -1,0 +1,605 @@
+/* telemetry.c - see telemetry.h. */
+#include "telemetry/telemetry.h"
+
+#include <errno.h>
+#include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/fallback.h"
+#include "base/files.h"
+#include "telemetry/anomaly.h"
+#include "telemetry/csv.h"
+#include "telemetry/curve.h"
+#include "telemetry/dump.h"
+#include "telemetry/events.h"
+#include "telemetry/heartbeat.h"
+#include "telemetry/metrics.h"
+
+/* A line at least every 10 s: the thread looks twice a second and speaks up after 9. A step that
+   ends after 5 s of silence speaks for itself. */
+enum { TICK_MS = 500, SILENCE_MS = 9000, STEP_SILENCE_MS = 5000, DUMP_MS = 1000 };
+enum { RATES = 1024 };
+
+/* When a run draws its curve first, and how often anew. */
+enum { FIRST_CURVE_MS = 2000, CURVE_MS = 60000 };
+
+struct telemetry {
+    const config *config;
+    FILE *log;
+    bool is_first_rank;
+    csv training, val, k_stats, fallbacks;
+    events events;
+    char metrics_path[CONFIG_PATH_BYTES + 32];
+    metrics metrics;
+    double rates[RATES]; /* tokens/s of the newest steps, one after the other in a ring */
+    int64_t rate_count;
+    double line_tokens, line_seconds;    /* of the steps since the last log line */
+    double step_seconds;                 /* running mean, for the time left */
+    double steps_ms, stats_ms, files_ms; /* of all steps: in all, for statistics, for files */
+
+    pthread_t thread;
+    pthread_mutex_t lock; /* guards what follows, and log */
+    pthread_cond_t changed;
+    bool stop;
+    double last_line, last_step, last_beat; /* ms: of a printed line, a step's end, a heartbeat */
+    heartbeat heartbeat;
+    heartbeat_line state; /* what a heartbeat says at this moment */
+    stats stats;          /* that `state` points to, once there are any */
+    anomaly_watch watch;
+    bool halted;       /* by an anomaly of this process, or a .HALT that came up */
+    int dumps;         /* that have been said */
+    double last_curve; /* ms */
+};
+
+static telemetry *the_one; /* for exit() */
+
+/* ---- Lines ---- */
+
+static void print_locked(telemetry *t, const char *line) {
+    t->last_line = clock_ms();
+    if (!t->log) return;
+    fprintf(t->log, "%s\n", line);
+    fflush(t->log);
+}
+
+static void print(telemetry *t, const char *line) {
+    pthread_mutex_lock(&t->lock);
+    print_locked(t, line);
+    pthread_mutex_unlock(&t->lock);
+}
+
+void telemetry_say(telemetry *t, const char *format, ...) {
+    char line[2048];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(line, sizeof line, format, args);
+    va_end(args);
+    print(t, line);
+}
+
+static void say_line(void *user, const char *line) {
+    print(user, line);
+}
+
+listener telemetry_listener(telemetry *t) {
+    listener l = {say_line, t};
+    return l;
+}
+
+/* "1h02m", "3m20s", "7s" */
+static void duration_text(char *text, size_t bytes, double seconds) {
+    long long s = (long long)(seconds + 0.5);
+    if (s >= 3600)
+        snprintf(text, bytes, "%lldh%02lldm", s / 3600, s / 60 % 60);
+    else if (s >= 60)
+        snprintf(text, bytes, "%lldm%02llds", s / 60, s % 60);
+    else
+        snprintf(text, bytes, "%llds", s);
+}
+
+/* ---- Heartbeats ---- */
+
+static bool beat_locked(telemetry *t, const char *msg, fault *f) {
+    t->last_beat = clock_ms();
+    t->state.msg = msg;
+    t->state.step = t->metrics.steps_done;
+    return heartbeat_write(&t->heartbeat, &t->state, f);
+}
+
+bool telemetry_note(telemetry *t, const char *msg, fault *f) {
+    pthread_mutex_lock(&t->lock);
+    bool ok = beat_locked(t, msg, f);
+    pthread_mutex_unlock(&t->lock);
+    return ok;
+}
+
+/* ---- Signs of life ---- */
+
+static void sign_of_life(telemetry *t, double now) {
+    char line[256], where[32] = "";
+    int layer;
+    phase p = phase_get(&layer);
+    if (layer >= 0) snprintf(where, sizeof where, ", layer %d", layer);
+    snprintf(line, sizeof line, "step %04lld | running for %.0f s | phase %s%s",
+             (long long)t->metrics.steps_done + 1, (now - t->last_step) / 1e3, phase_name(p),
+             where);
+    print_locked(t, line);
+}
+
+/* Says that a dump was written. */
+static void look_for_dumps(telemetry *t) {
+    char line[1536];
+    fault unused;
+    int dumps = dump_count();
+    if (dumps == t->dumps) return;
+    t->dumps = dumps;
+    snprintf(line, sizeof line, "SIGUSR1: phase, layer and stack written to %s", dump_path());
+    print_locked(t, line);
+    (void)beat_locked(t, "watchdog_dump", &unused);
+}
+
+/* The training thread is stuck: what is left to do is done here, and the process ends. */
+static void end_stalled(telemetry *t, const char *reason) {
+    struct timespec nap = {0, 10000000};
+    char verdict[FAULT_BYTES + 16];
+    fault f;
+    int dumps = dump_count();
+    dump_ask();
+    for (int ms = 0; ms < DUMP_MS && dump_count() == dumps; ms += 10) nanosleep(&nap, NULL);
+    look_for_dumps(t);
+    snprintf(verdict, sizeof verdict, "halted: %s", reason);
+    fprintf(stderr, "%s; see %s and .HALT beside it\n", verdict, dump_path());
+    if (!anomaly_write(t->config->train.out_dir, ANOMALY_STALL, reason, &f))
+        fprintf(stderr, "%s\n", f.text);
+    metrics_disarm();
+    if (t->is_first_rank &&
+        !metrics_write(t->metrics_path, &t->metrics, verdict, TELEMETRY_HALTED, &f))
+        fprintf(stderr, "%s\n", f.text);
+    _exit(TELEMETRY_HALTED);
+}
+
+/* A .HALT that came up while the run goes, another process's or the user's, ends it as SIGTERM
+   does. */
+static void look_for_halt(telemetry *t) {
+    char path[CONFIG_PATH_BYTES + 32], line[CONFIG_PATH_BYTES + 64];
+    fault unused;
+    if (t->halted || !files_join(path, sizeof path, t->config->train.out_dir, ".HALT", &unused) ||
+        !files_exist(path))
+        return;
+    t->halted = true;
+    snprintf(line, sizeof line, "%s came up: the run saves and ends", path);
+    print_locked(t, line);
+    signals_ask(SIGTERM);
+}
+
+/* From what is on the disk, so that a step waits for nothing. */
+static void draw_curve(telemetry *t, double now) {
+    fault unused;
+    t->last_curve = now;
+    if (!t->training.file) return;
+    pthread_mutex_unlock(&t->lock);
+    (void)curve_write(t->config->train.out_dir, &unused);
+    pthread_mutex_lock(&t->lock);
+}
+
+static void *watch(void *user) {
+    telemetry *t = user;
+    fault why, unused;
+    pthread_mutex_lock(&t->lock);
+    while (!t->stop) {
+        struct timespec tick = clock_in(1e-3 * TICK_MS);
+        pthread_cond_timedwait(&t->changed, &t->lock, &tick);
+        double now = clock_ms();
+        if (t->stop) break;
+        uint32_t word = __atomic_load_n(phase_word(), __ATOMIC_RELAXED);
+        if (anomaly_of_time(&t->watch, now * 1e-3, word, t->metrics.steps_done, &why))
+            end_stalled(t, why.text);
+        if (now - t->last_line >= SILENCE_MS) sign_of_life(t, now);
+        if (now - t->last_beat >= SILENCE_MS)
+            (void)beat_locked(t, "beat", &unused); /* a full disk is for the next step to say */
+        look_for_dumps(t);
+        look_for_halt(t);
+        if (now - t->last_curve >= CURVE_MS) draw_curve(t, now);
+    }
+    pthread_mutex_unlock(&t->lock);
+    return NULL;
+}
+
+static bool start_watch(telemetry *t, fault *f) {
+    clock_condition(&t->changed);
+    pthread_mutex_init(&t->lock, NULL);
+    return signals_start_thread(&t->thread, watch, t, "watches the run", f);
+}
+
+static void stop_watch(telemetry *t) {
+    pthread_mutex_lock(&t->lock);
+    t->stop = true;
+    pthread_cond_signal(&t->changed);
+    pthread_mutex_unlock(&t->lock);
+    pthread_join(t->thread, NULL);
+    pthread_cond_destroy(&t->changed);
+    pthread_mutex_destroy(&t->lock);
+}
+
+/* ---- The folder ---- */
+
+/* Whether the file tells of a step: a row below the header, a heartbeat of one. */
+static bool tells_of_a_step(const char *path, const char *sign) {
+    size_t bytes;
+    fault unused;
+    char *text = files_exist(path) ? files_read(path, SIZE_MAX / 4, &bytes, &unused) : NULL;
+    const char *found = text ? strstr(text, sign) : NULL;
+    bool told = found && found[strlen(sign)];
+    free(text);
+    return told;
+}
+
+/* What is in the way of a run in this folder. A .HALT is, even when resuming; a run that failed
+   before its first step is not. */
+static bool check_folder(const telemetry_options *o, fault *f) {
+    static const struct {
+        const char *name, *sign; /* NULL: that it is there */
+    } used[] = {
+        {"training.csv", "\n"}, {"checkpoints", NULL}, {"heartbeat_rank0.jsonl", "\"step_end\""}};
+    char path[CONFIG_PATH_BYTES + 32];
+    const char *folder = o->config->train.out_dir;
+    if (!files_make_folder(folder, f) || !files_join(path, sizeof path, folder, ".HALT", f))
+        return false;
+    if (files_exist(path))
+        return fault_set(f,
+                         "%s: an earlier run was halted (see .anomaly_type beside it); remove "
+                         "the file to run here again",
+                         path);
+    for (size_t i = 0; !o->resumed && i < sizeof used / sizeof used[0]; i++) {
+        if (!files_join(path, sizeof path, folder, used[i].name, f)) return false;
+        if (used[i].sign ? tells_of_a_step(path, used[i].sign) : files_exist(path))
+            return fault_set(f,
+                             "%s: an earlier run is in this folder: go on with --resume, or give "
+                             "another --out-dir",
+                             path);
+    }
+    return true;
+}
+
+static bool open_csvs(telemetry *t, const telemetry_options *o, fault *f) {
+    const char *folder = o->config->train.out_dir;
+    int64_t last = o->resumed ? o->resume_step : -1;
+    char header[512] = "step";
+    if (o->config->telemetry.disable_csv_logs) return true;
+    for (int i = 0; i <= FALLBACKS; i++) {
+        const char *name = i < FALLBACKS ? fallback_name((fallback)i) : "total_fallbacks";
+        size_t used = strlen(header);
+        snprintf(header + used, sizeof header - used, ",%s", name);
+    }
+    return csv_open(&t->training, folder, "training.csv", "step,loss,lr,toks_per_s,grad_norm", last,
+                    f) &&
+           csv_open(&t->val, folder, "val.csv", "step,val_loss,ppl", last, f) &&
+           csv_open(&t->fallbacks, folder, "fallback_counters.csv", header, last, f) &&
+           (telemetry_without_stats(o->config) ||
+            csv_open(&t->k_stats, folder, "k_stats.csv", "step,k_mean,k_max,rows,pct_at_max", last,
+                     f));
+}
+
+static void recall_step(void *user, const double *values) {
+    telemetry *t = user;
+    t->metrics.loss_last = values[1];
+    t->rates[t->rate_count++ % RATES] = values[3];
+}
+
+static void recall_statistics(void *user, const double *values) {
+    telemetry *t = user;
+    t->metrics.sel_pct_at_max = fmax(t->metrics.sel_pct_at_max, values[4]);
+}
+
+static void recall_fallbacks(void *user, const double *values) {
+    (void)user;
+    for (int i = 0; i < FALLBACKS; i++) fallback_restore((fallback)i, (int64_t)values[i + 1]);
+}
+
+/* metrics.json is of the whole run: what its steps before came to is in the CSVs. */
+static bool recall(telemetry *t, const char *folder, fault *f) {
+    if (t->config->telemetry.disable_csv_logs) return true;
+    bool ok = csv_read(folder, "training.csv", 5, recall_step, t, f) &&
+              csv_read(folder, "k_stats.csv", 5, recall_statistics, t, f) &&
+              csv_read(folder, "fallback_counters.csv", FALLBACKS + 2, recall_fallbacks, t, f);
+    t->metrics.total_fallbacks = fallback_total();
+    return ok;
+}
+
+static bool open_files(telemetry *t, const telemetry_options *o, fault *f) {
+    const char *folder = o->config->train.out_dir;
+    if (!files_join(t->metrics_path, sizeof t->metrics_path, folder, "metrics.json", f))
+        return false;
+    /* What an earlier run came to must not pass for this one's end, should it be killed. */
+    if (unlink(t->metrics_path) && errno != ENOENT)
+        return fault_errno(f, "%s: cannot be removed", t->metrics_path);
+    return open_csvs(t, o, f) && recall(t, folder, f) &&
+           (o->config->telemetry.tb_disable || events_open(&t->events, folder, f));
+}
+
+static bool open_heartbeat(telemetry *t, const telemetry_options *o, fault *f) {
+    const char *folder = o->config->train.out_dir;
+    return !o->config->telemetry.heartbeat_every ||
+           (files_make_folder(folder, f) && heartbeat_open(&t->heartbeat, folder, o->rank, f));
+}
+
+static void close_files(telemetry *t) {
+    csv *const csvs[] = {&t->training, &t->val, &t->k_stats, &t->fallbacks};
+    for (size_t i = 0; i < sizeof csvs / sizeof *csvs; i++) csv_close(csvs[i]);
+    events_close(&t->events);
+    heartbeat_close(&t->heartbeat);
+}
+
+bool telemetry_without_stats(const config *c) {
+    return c->telemetry.disable_aux_stats || c->model.attention != CONFIG_NSA;
+}
+
+/* ---- metrics.json ---- */
+
+/* Of the newest steps: a run of any length takes the same memory. */
+static double median_rate(const telemetry *t) {
+    double sorted[RATES];
+    size_t count = t->rate_count < RATES ? (size_t)t->rate_count : RATES;
+    memcpy(sorted, t->rates, count * sizeof *sorted);
+    return clock_percentile(sorted, count, 50);
+}
+
+static void refresh_memory(telemetry *t) {
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    double own = (double)usage.ru_maxrss / 1024;
+    if (!strcmp(t->metrics.device, "cpu") || t->metrics.peak_memory_mib <= 0)
+        t->metrics.peak_memory_mib = own;
+}
+
+/* A program that ends by exit() has not told how it went. */
+static void at_exit(void) {
+    fault unused;
+    telemetry *t = the_one;
+    if (!t || !t->is_first_rank) return;
+    the_one = NULL;
+    metrics_disarm();
+    metrics_write(t->metrics_path, &t->metrics, "ended early, without a reason", 1, &unused);
+}
+
+static void arm_metrics(telemetry *t) {
+    static bool registered;
+    the_one = t;
+    if (!registered) atexit(at_exit);
+    registered = true;
+    refresh_memory(t);
+    if (t->is_first_rank) metrics_prepare(t->metrics_path, &t->metrics);
+    signals_install(metrics_last_words);
+}
+
+/* ---- The whole ---- */
+
+telemetry *telemetry_open(const telemetry_options *o, fault *f) {
+    telemetry *t = calloc(1, sizeof *t);
+    const config_train *train = &o->config->train;
+    metrics m = {.device = o->device,
+                 .dtype = o->dtype,
+                 .steps = train->steps,
+                 .steps_done = o->resume_step,
+                 .seq_len = train->seq_len,
+                 .batch_global = train->batch_size * train->accumulate_grad_batches,
+                 .lr = train->lr,
+                 .loss_first = o->resume_step ? o->loss_first : (double)NAN,
+                 .loss_last = (double)NAN,
+                 .sel_pct_at_max = (double)NAN,
+                 .seconds = o->seconds};
+    if (!t) {
+        fault_set(f, "out of memory");
+        return NULL;
+    }
+    t->config = o->config;
+    t->is_first_rank = o->rank == 0;
+    t->log = t->is_first_rank ? o->log : NULL;
+    t->metrics = m;
+    t->state.loss = t->state.toks_per_s = t->state.grad_norm = (double)NAN;
+    t->last_line = t->last_step = t->last_beat = clock_ms();
+    t->last_curve = t->last_line + FIRST_CURVE_MS - CURVE_MS;
+    bool ok = (!t->is_first_rank || (check_folder(o, f) && open_files(t, o, f))) &&
+              open_heartbeat(t, o, f) && dump_install(train->out_dir, o->rank, f);
+    t->watch.timeout = o->config->telemetry.stall_timeout;
+    t->dumps = dump_count();
+    dump_step(o->resume_step + 1);
+    if (!ok || !start_watch(t, f)) {
+        close_files(t);
+        free(t);
+        return NULL;
+    }
+    arm_metrics(t);
+    return t;
+}
+
+static void print_step(telemetry *t, const telemetry_step *s) {
+    char line[1024], left[32] = "";
+    int64_t steps = t->config->train.steps;
+    duration_text(left, sizeof left, t->step_seconds * (double)(steps - s->step));
+    snprintf(line, sizeof line,
+             "step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f%s%s%s | eta %s",
+             (long long)s->step, s->loss, s->lr,
+             t->line_seconds > 0 ? t->line_tokens / t->line_seconds : 0.0, s->grad_norm,
+             s->skipped ? " | overflow: step skipped" : "", s->extra ? " | " : "",
+             s->extra ? s->extra : "", left);
+    t->line_tokens = t->line_seconds = 0;
+    print(t, line);
+}
+
+/* What heartbeats say from now on. */
+static void set_state(telemetry *t, const telemetry_step *s, double rate) {
+    t->state.loss = s->loss;
+    t->state.toks_per_s = rate;
+    t->state.grad_norm = s->grad_norm;
+    t->state.stats = s->stats ? &t->stats : NULL;
+    if (s->stats) t->stats = *s->stats;
+}
+
+/* The rows and the scalars of a step. */
+static bool write_step(telemetry *t, const telemetry_step *s, double rate, fault *f) {
+    double training[] = {s->loss, s->lr, rate, s->grad_norm}, fallbacks[FALLBACKS + 1];
+    for (int i = 0; i < FALLBACKS; i++) fallbacks[i] = (double)fallback_count((fallback)i);
+    fallbacks[FALLBACKS] = (double)fallback_total();
+    events_scalar scalars[16] = {{"train/loss", s->loss},
+                                 {"train/toks_per_s", rate},
+                                 {"train/lr", s->lr},
+                                 {"train/grad_norm", s->grad_norm}};
+    int count = 4;
+    bool ok = csv_row(&t->training, s->step, training, 4, f) &&
+              csv_row(&t->fallbacks, s->step, fallbacks, FALLBACKS + 1, f);
+    if (ok && s->stats) {
+        const stats *x = s->stats;
+        double k[] = {x->k_mean, (double)x->k_max, (double)x->k_rows, x->pct_at_max};
+        const events_scalar more[] = {
+            {"gates/entropy_mean", x->entropy_mean},   {"gates/max_gate", x->max_gate},
+            {"gates/collapse_frac", x->collapse_frac}, {"gates/share_cmp", x->shares[0]},
+            {"gates/share_slc", x->shares[1]},         {"gates/share_win", x->shares[2]},
+            {"selection/k_mean", x->k_mean},           {"selection/k_max", (double)x->k_max},
+            {"selection/pct_at_max", x->pct_at_max}};
+        memcpy(scalars + count, more, sizeof more);
+        count += (int)(sizeof more / sizeof *more);
+        ok = csv_row(&t->k_stats, s->step, k, 4, f);
+    }
+    return ok && events_write(&t->events, s->step, scalars, count, f);
+}
+
+bool telemetry_halt(telemetry *t, anomaly a, const char *reason, fault *f) {
+    fault unused;
+    pthread_mutex_lock(&t->lock);
+    t->halted = true;
+    pthread_mutex_unlock(&t->lock);
+    fault_set(f, "%s: %.800s", anomaly_name(a), reason);
+    if (!anomaly_write(t->config->train.out_dir, a, reason, &unused))
+        telemetry_say(t, "%s", unused.text);
+    return false;
+}
+
+bool telemetry_halted(telemetry *t) {
+    pthread_mutex_lock(&t->lock);
+    bool halted = t->halted;
+    pthread_mutex_unlock(&t->lock);
+    return halted;
+}
+
+static bool judge_step(telemetry *t, const telemetry_step *s, double rate, fault *f) {
+    anomaly_step x = {.loss = s->loss,
+                      .grad_norm = s->grad_norm,
+                      .seconds = s->seconds,
+                      .toks_per_s = rate,
+                      .skipped = s->skipped,
+                      .stats = s->stats};
+    char reason[FAULT_BYTES + 32];
+    fault why;
+    anomaly a = anomaly_of_step(&t->watch, &x, &why);
+    if (!a) return true;
+    snprintf(reason, sizeof reason, "step %lld: %s", (long long)s->step, why.text);
+    return telemetry_halt(t, a, reason, f);
+}
+
+static bool is_due(int64_t every, int64_t step) {
+    return every > 0 && step % every == 0;
+}
+
+static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
+    const config *c = t->config;
+    double rate = s->seconds > 0 ? (double)s->tokens / s->seconds : 0;
+    bool ok = true, last = s->step == c->train.steps;
+    bool wanted = is_due(c->train.log_every, s->step) || t->step_seconds == 0 || s->skipped || last;
+    pthread_mutex_lock(&t->lock);
+    t->metrics.steps_done = s->step;
+    t->last_step = clock_ms();
+    wanted = wanted || t->last_step - t->last_line >= STEP_SILENCE_MS;
+    set_state(t, s, rate);
+    if (last || is_due(c->telemetry.heartbeat_every, s->step)) ok = beat_locked(t, "step_end", f);
+    pthread_mutex_unlock(&t->lock);
+    t->rates[t->rate_count++ % RATES] = rate;
+    t->line_tokens += (double)s->tokens;
+    t->line_seconds += s->seconds;
+    t->step_seconds = t->step_seconds > 0 ? 0.9 * t->step_seconds + 0.1 * s->seconds : s->seconds;
+    t->metrics.lr = s->lr;
+    t->metrics.loss_last = s->loss;
+    t->metrics.seconds += s->seconds;
+    t->metrics.total_fallbacks = fallback_total();
+    if (s->stats) t->metrics.sel_pct_at_max = fmax(t->metrics.sel_pct_at_max, s->stats->pct_at_max);
+    if (s->step == 1) t->metrics.loss_first = s->loss;
+    if (wanted) {
+        t->metrics.toks_per_s_p50 = median_rate(t);
+        refresh_memory(t);
+        print_step(t, s);
+    }
+    if (t->is_first_rank) metrics_prepare(t->metrics_path, &t->metrics);
+    dump_step(s->step + 1);
+    return ok && write_step(t, s, rate, f) && judge_step(t, s, rate, f);
+}
+
+bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {
+    double begin = clock_ms();
+    bool ok = end_step(t, s, f);
+    double files = clock_ms() - begin;
+    t->files_ms += files;
+    t->stats_ms += s->stats_ms;
+    t->steps_ms += s->seconds * 1e3 + files;
+    return ok;
+}
+
+/* What watching has cost the run; it must be little, so the run says it. */
+static void say_cost(telemetry *t) {
+    if (t->steps_ms > 0)
+        telemetry_say(t, "telemetry: statistics %.2f %%, files %.2f %% of the steps' time",
+                      100 * t->stats_ms / t->steps_ms, 100 * t->files_ms / t->steps_ms);
+}
+
+bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_per_token, fault *f) {
+    char bits[64] = "";
+    double row[] = {val_loss, exp(val_loss)};
+    if (bytes_per_token > 0)
+        snprintf(bits, sizeof bits, " | bits/byte %.4f",
+                 val_loss / 0.69314718055994530942 / bytes_per_token);
+    telemetry_say(t, "step %04lld | val_loss %.4f | ppl %.2f%s", (long long)step, val_loss, row[1],
+                  bits);
+    const events_scalar scalars[] = {{"val/loss", val_loss}, {"val/ppl", row[1]}};
+    return csv_row(&t->val, step, row, 2, f) && events_write(&t->events, step, scalars, 2, f) &&
+           telemetry_note(t, "progress", f);
+}
+
+void telemetry_gpu_memory(telemetry *t, int64_t allocated, int64_t reserved, int64_t peak) {
+    pthread_mutex_lock(&t->lock);
+    t->state.gpu_mem_alloc = (double)allocated / 1048576;
+    t->state.gpu_mem_reserved = (double)reserved / 1048576;
+    pthread_mutex_unlock(&t->lock);
+    t->metrics.peak_memory_mib = (double)peak / 1048576;
+}
+
+double telemetry_seconds(const telemetry *t) {
+    return t->metrics.seconds;
+}
+
+double telemetry_loss_first(const telemetry *t) {
+    return t->metrics.loss_first;
+}
+
+bool telemetry_close(telemetry *t, const char *verdict, int exit_code, fault *f) {
+    bool ok = true;
+    fault unused;
+    if (!t) return true;
+    say_cost(t);
+    stop_watch(t);
+    the_one = NULL;
+    metrics_disarm();
+    refresh_memory(t);
+    t->metrics.toks_per_s_p50 = median_rate(t);
+    if (t->is_first_rank) ok = metrics_write(t->metrics_path, &t->metrics, verdict, exit_code, f);
+    if (t->training.file && !curve_write(t->config->train.out_dir, ok ? f : &unused)) ok = false;
+    close_files(t);
+    free(t);
+    return ok;
+}

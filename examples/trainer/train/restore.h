@@ -1,0 +1,14 @@
+/* restore.h - a model from a checkpoint, to be read from and not trained. Twin: restore.c. It takes
+   the settings as they are in `k`, which a caller may have changed since checkpoint_open: a setting
+   that changes the shape of a tensor is refused by the tensor's name. */
+#ifndef RESTORE_H
+#define RESTORE_H
+
+#include "checkpoint/checkpoint.h"
+#include "model/model.h"
+
+/* options.batch is 1; options.training is off. */
+bool restore_model(model *m, const checkpoint *k, int vocab, int chunk, int room, const ops *o,
+                   fault *f);
+
+#endif

@@ -1,0 +1,164 @@
+/* sample.c - drawing tokens and writing them out. Twin: sample.h. */
+#include "train/sample.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/rng.h"
+
+/* ---- One token ----------------------------------------------------------------------------- */
+
+/* A heap whose root is the likeliest token: top-k and top-p take only as many as they need. Equal
+   logits: the lower token first. */
+static bool before(const real *x, int32_t a, int32_t b) {
+    return x[a] > x[b] || (!(x[a] < x[b]) && a < b);
+}
+
+static void sift(const real *x, int32_t *heap, int root, int count) {
+    for (int child; (child = 2 * root + 1) < count; root = child) {
+        if (child + 1 < count && before(x, heap[child + 1], heap[child])) child++;
+        if (!before(x, heap[child], heap[root])) return;
+        int32_t held = heap[root];
+        heap[root] = heap[child];
+        heap[child] = held;
+    }
+}
+
+int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t seed, uint64_t index,
+                     int32_t *order) {
+    for (int i = 0; i < vocab; i++) order[i] = i;
+    for (int i = vocab / 2; i >= 0; i--) sift(logits, order, i, vocab);
+    real top = logits[order[0]]; /* NOLINT: a vocabulary is not empty */
+    if (c->temperature <= 0) return order[0];
+    double sum = 0;
+    for (int i = 0; i < vocab; i++) {
+        logits[i] = (real)exp((double)(logits[i] - top) / c->temperature);
+        sum += (double)logits[i];
+    }
+    /* The likeliest go to the end of `order`, one by one, until enough of them are there. */
+    int taken = 0, most = c->top_k > 0 && c->top_k < vocab ? (int)c->top_k : vocab;
+    double held = 0, enough = c->top_p < 1 ? c->top_p * sum : INFINITY;
+    while (taken < most && (taken == 0 || held < enough)) {
+        int last = vocab - 1 - taken++;
+        int32_t best = order[0];
+        order[0] = order[last];
+        order[last] = best;
+        held += (double)logits[best];
+        sift(logits, order, 0, last);
+    }
+    double point = rng_uniform(seed, RNG_SAMPLE, index) * held;
+    for (int i = 0; i < taken - 1; i++) {
+        point -= (double)logits[order[vocab - 1 - i]];
+        if (point < 0) return order[vocab - 1 - i];
+    }
+    return order[vocab - taken];
+}
+
+void sample_discourage(real *logits, int vocab, const config_sample *c, const token_list *text) {
+    size_t window = (size_t)c->repetition_window;
+    size_t first = text->count > window ? text->count - window : 0;
+    if (c->repetition_penalty <= 1) return;
+    for (size_t i = first; i < text->count; i++) {
+        int32_t token = text->ids[i];
+        bool again = token < 0 || token >= vocab;
+        for (size_t j = first; j < i && !again; j++) again = text->ids[j] == token;
+        if (again) continue;
+        double x = (double)logits[token], p = c->repetition_penalty;
+        logits[token] = (real)(x > 0 ? x / p : x * p);
+    }
+}
+
+/* ---- Text ---------------------------------------------------------------------------------- */
+
+static bool extend(model *m, const config_sample *c, uint64_t seed, token_list *text, real *logits,
+                   int32_t *order, fault *f) {
+    size_t most = (size_t)m->options.tokens;
+    for (int64_t i = 0; i < c->length; i++) {
+        size_t count = text->count < most ? text->count : most;
+        if (!model_next(m, text->ids + text->count - count, (int)count, logits, f)) return false;
+        sample_discourage(logits, m->config.vocab, c, text);
+        int32_t next = sample_token(logits, m->config.vocab, c, seed, (uint64_t)i, order);
+        if (!token_list_push(text, next)) return fault_set(f, "sample: out of memory");
+    }
+    return true;
+}
+
+bool sample_text(model *m, const config_sample *c, uint64_t seed, token_list *text, fault *f) {
+    real *logits = malloc((size_t)m->config.vocab * sizeof *logits);
+    int32_t *order = malloc((size_t)m->config.vocab * sizeof *order);
+    bool ok = logits && order ? extend(m, c, seed, text, logits, order, f)
+                              : fault_set(f, "sample: out of memory");
+    free(logits);
+    free(order);
+    return ok;
+}
+
+bool sample_prompt(tokenizer *t, const char *text, size_t bytes, int vocab, token_list *prompt,
+                   fault *f) {
+    *prompt = (token_list){0};
+    bool ok = tokenizer_encode(t, text, bytes, prompt, f);
+    if (ok && !prompt->count && !token_list_push(prompt, tokenizer_separator(t)))
+        ok = fault_set(f, "sample: out of memory");
+    for (size_t i = 0; ok && i < prompt->count; i++)
+        if (prompt->ids[i] >= vocab)
+            ok = fault_set(f, "the prompt has token %d; the model knows 0 to %d", prompt->ids[i],
+                           vocab - 1);
+    if (!ok) token_list_free(prompt);
+    return ok;
+}
+
+/* ---- Writing ------------------------------------------------------------------------------- */
+
+/* Bytes of the UTF-8 character that begins with `first`, 0 where none does. Overlong forms and
+   surrogates are a terminal's own business: they do it no harm. */
+static size_t utf8_length(unsigned char first) {
+    return first < 0x80   ? 1
+           : first < 0xc2 ? 0
+           : first < 0xe0 ? 2
+           : first < 0xf0 ? 3
+           : first < 0xf5 ? 4
+                          : 0;
+}
+
+/* Takes one character, or one byte that is none, from the front; false: more bytes are needed. */
+static bool put_front(sample_printer *p) {
+    unsigned char *held = p->held;
+    size_t length = utf8_length(held[0]), whole = 1;
+    while (whole < length && whole < p->count && (held[whole] & 0xc0) == 0x80) whole++;
+    if (whole < length && whole == p->count) return false;
+    bool control =
+        length == 1 && (held[0] < 0x20 || held[0] == 0x7f) && held[0] != '\n' && held[0] != '\t';
+    bool c1 = length == 2 && held[0] == 0xc2 && held[1] < 0xa0;
+    bool plain = length == whole && !control && !c1;
+    if (length != whole) whole = 1; /* a character cut short: its first byte is none */
+    for (size_t i = 0; i < whole; i++)
+        if (plain)
+            fputc(held[i], p->out);
+        else
+            fprintf(p->out, "\\x%02x", held[i]);
+    p->count -= whole;
+    memmove(held, held + whole, p->count);
+    return p->count > 0;
+}
+
+void sample_put(sample_printer *p, const tokenizer *t, int32_t token) {
+    size_t bytes;
+    const char *piece = tokenizer_bytes(t, token, &bytes);
+    for (size_t i = 0; i < bytes; i++) {
+        p->held[p->count++] = (unsigned char)piece[i];
+        while (put_front(p)) continue;
+    }
+}
+
+void sample_flush(sample_printer *p) {
+    for (size_t i = 0; i < p->count; i++) fprintf(p->out, "\\x%02x", p->held[i]);
+    p->count = 0;
+    fflush(p->out);
+}
+
+void sample_print(const tokenizer *t, const token_list *text, FILE *out) {
+    sample_printer p = {.out = out};
+    for (size_t i = 0; i < text->count; i++) sample_put(&p, t, text->ids[i]);
+    sample_flush(&p);
+}

@@ -1,0 +1,45 @@
+/* sample.h - text from a model: one token after another, each drawn from the last logits. Twin:
+   sample.c. It computes the whole context for every token; it has no cache. */
+#ifndef SAMPLE_H
+#define SAMPLE_H
+
+#include <stdio.h>
+
+#include "config/config.h"
+#include "data/tokenizer.h"
+#include "model/model.h"
+
+/* Draws a token from softmax(logits / temperature), restricted to the top_k likeliest (0: all) and
+   of these to the fewest that hold top_p of the probability. temperature 0: the likeliest. The
+   number `index` of stream RNG_SAMPLE of the seed decides. `order` is room for vocab ints; logits
+   are overwritten. */
+int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t seed, uint64_t index,
+                     int32_t *order);
+
+/* Makes each token of the last c->repetition_window of the text less likely: its logit is divided
+   by c->repetition_penalty where it is above 0, else multiplied, as in CTRL (arXiv 1909.05858). */
+void sample_discourage(real *logits, int vocab, const config_sample *c, const token_list *text);
+
+/* Appends c->length tokens to `text`, which holds the prompt: at least one token. The context is
+   the last m->options.tokens tokens. */
+bool sample_text(model *m, const config_sample *c, uint64_t seed, token_list *text, fault *f);
+
+/* The prompt as tokens, to be freed; where it is empty, what separates documents. */
+bool sample_prompt(tokenizer *t, const char *text, size_t bytes, int vocab, token_list *prompt,
+                   fault *f);
+
+/* Writes tokens as text, one after another: control bytes other than newline and tab, and what is
+   no UTF-8, as escapes, so that a terminal stays in order. A character whose bytes are in several
+   tokens is held back until it is whole. Start from {.out = file}. */
+typedef struct sample_printer {
+    FILE *out;
+    unsigned char held[4];
+    size_t count;
+} sample_printer;
+
+void sample_put(sample_printer *p, const tokenizer *t, int32_t token);
+void sample_flush(sample_printer *p);
+
+void sample_print(const tokenizer *t, const token_list *text, FILE *out);
+
+#endif

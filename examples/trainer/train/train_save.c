@@ -1,0 +1,173 @@
+/* train_save.c - a run's tensors in checkpoints. Twin: train_inside.h. Formats are
+   checkpoint.c's. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "train/train_inside.h"
+
+safetensors_tensor train_tensor(const param *p, const char *name, real *values) {
+    safetensors_tensor t = {.name = name,
+                            .dtype = sizeof(real) == 8 ? SAFETENSORS_F64 : SAFETENSORS_F32,
+                            .dims = p->dims,
+                            .data = values + p->offset};
+    for (int i = 0; i < p->dims; i++) t.shape[i] = p->shape[i];
+    return t;
+}
+
+/* Values, m and v as the host reads and writes them: the back end's own memory, or a copy of it. */
+static bool find_values(trainer *t, real **values, fault *f) {
+    const params *p = &t->model.params;
+    size_t count = (size_t)(p->elements + 2 * p->moments);
+    *values = p->value;
+    if (t->o->host_memory) return true;
+    if (!t->copy) t->copy = malloc(count * sizeof *t->copy);
+    *values = t->copy;
+    return t->copy || fault_set(f, "out of memory for the host's copy of %zu numbers", count);
+}
+
+/* All of the copy, from the back end or to it; nothing where the host reads its memory. */
+static void move_copy(const trainer *t, bool to_host) {
+    const ops *o = t->o;
+    const params *p = &t->model.params;
+    real *const arrays[] = {p->value, p->m, p->v};
+    real *at = t->copy;
+    for (int i = 0; at && i < 3; i++) {
+        size_t count = (size_t)(i ? p->moments : p->elements);
+        if (to_host)
+            o->download(o, at, arrays[i], count * sizeof *at);
+        else
+            o->upload(o, arrays[i], at, count * sizeof *at);
+        at += count;
+    }
+}
+
+/* Where all of m and v lie once they are collected: with one process they always do. */
+static bool find_moments(trainer *t, real **m, real **v, fault *f) {
+    const params *p = &t->model.params;
+    *m = t->copy ? t->copy + p->elements : p->m;
+    *v = t->copy ? *m + p->moments : p->v;
+    if (t->dist->world == 1) return true;
+    if (!t->moments) t->moments = malloc(2 * (size_t)p->elements * sizeof *t->moments);
+    if (!t->moments) return fault_set(f, "out of memory for the moments of all processes");
+    *m = t->moments;
+    *v = t->moments + p->elements;
+    return true;
+}
+
+bool train_describe_tensors(trainer *t, fault *f) {
+    const params *p = &t->model.params;
+    real *values, *all_m, *all_v;
+    train_tensors *x = &t->tensors;
+    size_t count = (size_t)p->length;
+    x->weights = calloc(count, sizeof *x->weights);
+    x->moments = calloc(2 * count, sizeof *x->moments);
+    x->names = calloc(2 * count, sizeof *x->names);
+    if (!x->weights || !x->moments || !x->names)
+        return fault_set(f, "out of memory for the list of %zu tensors", count);
+    if (!find_values(t, &values, f) || !find_moments(t, &all_m, &all_v, f)) return false;
+    for (size_t i = 0; i < count; i++) {
+        const param *tensor = &p->list[i];
+        char *m = x->names[2 * i], *v = x->names[2 * i + 1];
+        snprintf(m, sizeof *x->names, "m.%s", tensor->name);
+        snprintf(v, sizeof *x->names, "v.%s", tensor->name);
+        x->weights[i] = train_tensor(tensor, tensor->name, values);
+        x->moments[2 * i] = train_tensor(tensor, m, all_m);
+        x->moments[2 * i + 1] = train_tensor(tensor, v, all_v);
+    }
+    x->weight_count = count;
+    x->moment_count = 2 * count;
+    return true;
+}
+
+static void list_parts(const trainer *t, checkpoint_part parts[2]) {
+    const train_tensors *x = &t->tensors;
+    parts[0] = (checkpoint_part){"model", x->weights, x->weight_count};
+    parts[1] = (checkpoint_part){"optimizer", x->moments, x->moment_count};
+}
+
+bool train_load(trainer *t, const checkpoint *k, fault *f) {
+    checkpoint_part parts[2];
+    const params *p = &t->model.params;
+    list_parts(t, parts);
+    move_copy(t, true); /* what lies between the tensors stays as it is */
+    if (!checkpoint_load(k, &parts[0], f) || !checkpoint_load(k, &parts[1], f)) return false;
+    move_copy(t, false);
+    params_changed(p, t->o);
+    if (t->dist->world == 1) return true;
+    dist_pick(t->dist, p->m, t->moments);
+    dist_pick(t->dist, p->v, t->moments + p->elements);
+    if (t->dist->rank == 0) return true;
+    free(t->moments); /* only rank 0 collects them again */
+    t->moments = NULL;
+    return true;
+}
+
+/* Rank 0 writes what all have. */
+static bool collect_moments(trainer *t, fault *f) {
+    const params *p = &t->model.params;
+    move_copy(t, true);
+    if (!t->o->host_memory && t->o->failed(t->o, f)) return false; /* it may be anything */
+    if (t->dist->world == 1) return true;
+    real *v = t->moments ? t->moments + p->elements : NULL;
+    return dist_collect(t->dist, p->m, t->moments, f) && dist_collect(t->dist, p->v, v, f);
+}
+
+static void say_saved(const void *user, int64_t step) {
+    const trainer *t = user;
+    fault unused;
+    telemetry_say(t->telemetry, "step %04lld | saved %s/checkpoints", (long long)step,
+                  t->config->train.out_dir);
+    (void)telemetry_note(t->telemetry, "progress", &unused);
+}
+
+static void copy_to_host(const void *user, void *to, const void *from, size_t bytes) {
+    const trainer *t = user;
+    if (t->copy || (t->moments && (const real *)from >= t->moments &&
+                    (const real *)from < t->moments + 2 * t->model.params.elements))
+        memcpy(to, from, bytes); /* copied or collected, and so on the host */
+    else
+        t->o->download(t->o, to, from, bytes);
+}
+
+/* What is saved only where the run ends needs no copy. */
+bool train_open_saver(trainer *t, fault *f) {
+    const config_train *c = &t->config->train;
+    saver_options options = {.out_dir = c->out_dir,
+                             .config = t->config,
+                             .parts = t->parts,
+                             .count = 2,
+                             .keep = c->keep_checkpoints,
+                             .copy = copy_to_host,
+                             .done = say_saved,
+                             .user = t};
+    list_parts(t, t->parts);
+    if (t->dist->rank || !c->save_every) return true;
+    train_note_snapshot(t->config, t->dist, t->model.params.count, &t->model.arena);
+    t->saver = saver_open(&options, f);
+    return t->saver != NULL;
+}
+
+void train_note_snapshot(const config *c, const dist *d, int64_t parameters, arena *a) {
+    if (c->train.save_every && d->rank == 0)
+        arena_note(a, FOR_SNAPSHOT, 3 * (size_t)parameters * sizeof(real));
+}
+
+bool train_save(trainer *t, bool beside, fault *f) {
+    const config_train *c = &t->config->train;
+    bool needed = !t->spoilt && t->saved_step != t->state.step;
+    t->o->mark(t->o, PHASE_SAVE, -1);
+    if (needed && !collect_moments(t, f)) return false;
+    if (needed) t->saved_step = t->state.step;
+    if (!beside && !saver_wait(t->saver, f)) {
+        if (t->spoilt) return false;
+        needed = true; /* once more, for what the thread could not write */
+    }
+    if (!needed || t->dist->rank) return true;
+    t->state.seconds = telemetry_seconds(t->telemetry);
+    t->state.loss_first = telemetry_loss_first(t->telemetry);
+    if (beside) return saver_write(t->saver, &t->state, f);
+    if (!checkpoint_write(c->out_dir, t->config, &t->state, t->parts, 2, c->keep_checkpoints, f))
+        return false;
+    say_saved(t, t->state.step);
+    return true;
+}
