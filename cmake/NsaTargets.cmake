@@ -33,7 +33,7 @@ function(nsa_program name)
 endfunction()
 
 # The labels that a test may carry; `ctest -L cpu` and the like rely on these names.
-set(NSA_LABELS cpu simt gpu mpi trainer package docs slow)
+set(NSA_LABELS cpu simt gpu mpi trainer package docs hosts slow)
 
 # nsa_add_test(NAME LABELS label... COMMAND ...): a ctest test. Exit code 77 means skipped, and no
 # test may hang: the limit is far above what any of them needs.

@@ -1,0 +1,227 @@
+"""The shared libraries of nsa.h: found, held against _abi.py, called; what they refuse is a ValueError.
+
+libnsa_f32.so adds up in float and libnsa_f64.so in double; a call goes to the second where a view of it is
+float64. Twins: native/library.c, _abi.py. Not here: the functions by name (_functions.py, __init__.py).
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+import warnings
+from typing import Any, Sequence
+
+from . import _abi
+from ._abi import Desc, Error
+from ._struct import Array, Struct
+from ._views import F64, I32, describe
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+
+
+class Refused(ValueError):
+    """What the library refuses, in its own words. kind: a member of Error; where: the field."""
+
+    def __init__(self, text: str, kind: Error, where: str):
+        super().__init__(text)
+        self.kind, self.where = kind, where
+
+
+class Library:
+    """A shared library of nsa.h, its functions as attributes."""
+
+    def __init__(self, path: pathlib.Path, real: Any):
+        self.path, self.real = path, real
+        self._handle = ctypes.CDLL(str(path))
+        self._check_layout()
+        for name, (result, arguments, _, _) in _abi.prototypes(real).items():
+            function = getattr(self._handle, name)
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self.path.name} has no function {name}")
+
+    def _check_layout(self) -> None:
+        """Every struct and every enum is the same here and there, or the import ends."""
+        entry = self._handle.nsa_python_layout
+        name, size, offset = ctypes.c_char_p(), ctypes.c_long(), ctypes.c_long()
+        there, i = {}, 0
+        while entry(i, ctypes.byref(name), ctypes.byref(size), ctypes.byref(offset)):
+            there[(name.value or b"").decode()] = (size.value, offset.value)
+            i += 1
+        here = {member: (value, -2) for member, value in _abi.MEMBERS.items()}
+        for struct, kind in _abi.STRUCTS.items():
+            here[struct] = (ctypes.sizeof(kind), -1)
+            for field, *_ in kind._fields_:
+                at = getattr(kind, field)
+                here[f"{struct}.{field}"] = (at.size, at.offset)
+        if here != there:
+            differ = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+            raise ImportError(f"{self.path} and nsa/_abi.py were built from different headers; they differ in "
+                              + ", ".join(differ))
+
+    def check(self, status: int) -> None:
+        if status:
+            raise refusal(self, status)
+
+
+def refusal(library: Any, status: int) -> Refused:
+    """The library's own words for a status."""
+    where = library.nsa_status_where(status).decode()
+    words = f"{library.nsa_status_name(status).decode()}: {library.nsa_status_text(status).decode()}"
+    return Refused(f"{where}: {words}" if where else words, Error(library.nsa_status_kind(status)), where)
+
+
+def _load(name: str, real: Any) -> Library:
+    """The build with OpenMP, or, on a machine without its runtime, the one for a single thread."""
+    parallel = FOLDER / f"lib{name}.so"
+    serial = FOLDER / f"lib{name}_serial.so"
+    if not parallel.exists():
+        return Library(serial, real)
+    try:
+        return Library(parallel, real)
+    except OSError as error:
+        if "libgomp" not in str(error) and "libomp" not in str(error):
+            raise
+        warnings.warn(f"nsa uses one thread: {error} (Debian, Ubuntu: libgomp1)", RuntimeWarning, stacklevel=3)
+        return Library(serial, real)
+
+
+@functools.lru_cache(None)
+def library(f64: bool = False) -> Library:
+    return _load("nsa_f64", ctypes.c_double) if f64 else _load("nsa_f32", ctypes.c_float)
+
+
+def library_for(structs: Sequence[Struct]) -> Library:
+    return library(any(array.dtype == F64 for x in structs for _, _, _, array in x.views()))
+
+
+# ---- Calls --------------------------------------------------------------------------------------
+
+def memory(size: int) -> Any:
+    """So many bytes, which the system gives as they are touched."""
+    return (ctypes.c_char * size).from_buffer(bytearray(size))
+
+
+def _packed(desc: Desc) -> list[int]:
+    """begins as a list, or nothing."""
+    if not desc.begins:
+        return []
+    array = desc.__dict__.get("arrays", {}).get("begins")
+    if array is not None and array.shape != (desc.batch + 1,):
+        raise ValueError(f"begins: shape {array.shape}, must be (batch + 1) = ({desc.batch + 1},)")
+    return list((ctypes.c_int32 * (desc.batch + 1)).from_address(desc.begins))
+
+
+def extents(desc: Desc, struct: Struct) -> dict[str, int]:
+    """What the letters of the fields' shapes amount to. Rows of packed sequences lie in one batch."""
+    begins, cmp_count = _packed(desc), library().nsa_cmp_count
+    if begins:
+        tokens = count = begins[-1]
+        rows = sum(cmp_count(ctypes.byref(desc), b - a) for a, b in zip(begins, begins[1:]))
+    else:
+        tokens, count = desc.tokens, desc.count
+        rows = cmp_count(ctypes.byref(desc), tokens)
+    known = {"B": 1 if begins else desc.batch, "T": tokens, "count": count, "N": rows, "H": desc.heads,
+             "Hk": desc.kv_heads, "Dk": desc.dim, "Dv": desc.dim_v, "l": desc.cmp_block,
+             "gate_heads": desc.gate_heads,
+             "nsa_block_list_width": library().nsa_block_list_width(ctypes.byref(desc))}
+    if hasattr(struct, "dim"):
+        known.update(dim=struct.dim, D=struct.dim)
+    if hasattr(struct, "heads"):
+        known.update(heads=struct.heads)
+    if hasattr(struct, "hidden"):
+        known.update(hidden=struct.hidden)
+    return known
+
+
+def shape_for(shapes: dict[str, tuple[str, ...]], words: Sequence[str]) -> tuple[str, ...] | None:
+    """The shape that the header gives for the first of these words, or for none."""
+    return next((shapes[word] for word in (*words, "") if word in shapes), None)
+
+
+def check_shapes(structs: Sequence[Struct], desc: Desc, words: Sequence[str]) -> None:
+    """An array that is smaller than the descriptor says would be read beyond its end."""
+    for top in structs:
+        for path, struct, field, array in top.views():
+            tag = (*words, _abi.Phi(struct.phi).name.lower()) if isinstance(struct, _abi.Compress) else words
+            shape = shape_for(struct._shapes_.get(field, {}), tag)
+            if shape is None:
+                continue
+            known = extents(desc, struct)
+            expected = [_extent(axis, known) for axis in shape]
+            shared = shape[0] == "Hk" and array.shape[:1] == (1,)
+            wanted = [1 if shared and i == 0 else extent for i, extent in enumerate(expected)]
+            if list(array.shape) != wanted:
+                raise ValueError(f"{path}: shape {tuple(array.shape)}, must be ({', '.join(shape)}) = {tuple(wanted)}")
+
+
+def _extent(axis: str, known: dict[str, int]) -> int:
+    """"Hk", "3", "l D"."""
+    product = 1
+    for part in axis.split():
+        product *= int(part) if part.isdigit() else known[part]
+    return product
+
+
+def check_writable(structs: Sequence[Struct], backward: bool) -> None:
+    """Outputs of a forward, gradients of a backward (its first struct, but for the incoming one)."""
+    for i, top in enumerate(structs):
+        for path, struct, field, array in top.views():
+            if backward:
+                written = i == 0 and field != "out"
+            else:
+                written = field.split("_")[0] in ("out", "lse", "blocks") and not _read(struct, field)
+            if written and array.readonly:
+                raise ValueError(f"{path}: is read-only, and would be written")
+
+
+def _read(struct: Struct, field: str) -> bool:
+    """Fields of those names that a forward only reads."""
+    return (isinstance(struct, _abi.Attend) and field == "blocks") or (isinstance(struct, _abi.Select)
+                                                                         and field == "lse")
+
+
+def _checked(lib: Library, desc: Desc) -> Any:
+    lib.check(lib.nsa_desc_check(ctypes.byref(desc)))
+    return ctypes.byref(desc)
+
+
+def call(name: str, structs: Sequence[Struct], desc: Desc, workspace: Array = None) -> None:
+    """A function of the header that returns a status; it takes its workspace itself unless given one."""
+    lib = library_for(structs)
+    d = _checked(lib, desc)
+    check_shapes(structs, desc, name.split("_"))
+    check_writable(structs, name.endswith("_backward"))
+    arguments: list[Any] = [ctypes.byref(x) for x in structs] + [d]
+    size = getattr(lib, name + "_workspace_size", None)
+    if size is not None:
+        taken = [ctypes.byref(x) for x in structs][-(len(size.argtypes) - 1):] if len(size.argtypes) > 1 else []
+        if workspace is None:
+            room = memory(max(1, size(*taken, d)))
+            arguments += [ctypes.addressof(room), len(room)]
+        else:
+            given = describe_bytes(workspace)
+            arguments += list(given)
+    lib.check(getattr(lib, name)(*arguments))
+
+
+def describe_bytes(workspace: Any) -> tuple[int, int]:
+    """(address, bytes) of a writable buffer."""
+    view = (ctypes.c_char * memoryview(workspace).nbytes).from_buffer(workspace)
+    return ctypes.addressof(view), len(view)
+
+
+def number(name: str, structs: Sequence[Struct], desc: Desc, *integers: int) -> int:
+    """A function of the header that returns a number."""
+    lib = library_for(structs)
+    return int(getattr(lib, name)(*[ctypes.byref(x) for x in structs], _checked(lib, desc), *integers))
+
+
+def integers_in(array: Any, name: str, count: int) -> int:
+    """The address of so many packed int32."""
+    found = describe(array, name)
+    if found.dtype != I32 or found.shape != (count,) or (count > 1 and found.strides != (1,)):
+        raise ValueError(f"{name}: {found.dtype_name}{list(found.shape)}, must be {count} packed int32")
+    return found.address

@@ -1,0 +1,110 @@
+"""What the structs of nsa.h share in Python: arrays become views, and stay alive as long as the struct.
+
+Twin: _abi.py, which bindings.py writes from the header. Not here: anything that calls the library.
+"""
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Iterator, Union
+
+from ._views import I32, Described, describe
+
+Address = Union[int, None]
+#: numpy.ndarray, torch.Tensor, and whatever else has __array_interface__ or __dlpack__.
+Array = Any
+
+
+class Struct(ctypes.Structure):
+    """A struct of nsa.h. Fields that are not given are 0; an enum's value may be given by its name.
+
+    A field that is a view takes an array (numpy, torch, anything with __dlpack__) and refers to its
+    memory: nothing is copied. Axes are those of the field's shape below, or None.
+    """
+    _shapes_: dict[str, dict[str, tuple[str, ...]]] = {}
+    _enums_: dict[str, Any] = {}
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__()
+        self.__dict__["arrays"] = {}
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind = dict(self._fields_).get(name)
+        if kind is None:
+            raise TypeError(f"{type(self).__name__} has no field {name}; it has "
+                            + ", ".join(str(field[0]) for field in self._fields_))
+        if isinstance(value, str):
+            value = self._member(name, value)
+        elif isinstance(kind, type) and issubclass(kind, Struct) and not isinstance(value, kind):
+            value = self._view(name, kind, value)
+        elif isinstance(value, Struct):
+            self._keep()[name] = value
+        elif kind is ctypes.c_void_p and value is not None and not isinstance(value, int):
+            array = describe(value, name)
+            if array.dtype != I32 or len(array.shape) != 1 or (array.shape[0] > 1 and array.strides[0] != 1):
+                raise ValueError(f"{name}: {array.dtype_name}{list(array.shape)}, must be packed int32 of one axis")
+            self._keep()[name] = array
+            value = array.address
+        super().__setattr__(name, value)
+
+    def _keep(self) -> dict[str, Any]:
+        if "arrays" not in self.__dict__:
+            raise TypeError("this struct lies inside another, which would not keep the array alive: "
+                            "make it first, then set it as a whole")
+        return self.__dict__["arrays"]
+
+    def _member(self, name: str, value: str) -> int:
+        members = self._enums_.get(name)
+        if members is None:
+            raise TypeError(f"{name} is a number, not {value!r}")
+        try:
+            return int(members[value.upper()])
+        except KeyError:
+            allowed = ", ".join(member.name.lower() for member in members)
+            raise ValueError(f"{name}: {value!r} is none of {allowed}") from None
+
+    def _view(self, name: str, kind: type, value: Any) -> Any:
+        """A view of an array: its axes are batch, token, head and the packed one, or head, token and
+        the packed one for parameters."""
+        if value is None:
+            self._keep().pop(name, None)
+            return kind()
+        array = describe(value, name)
+        axes, packed = axes_of(self._shapes_.get(name, {}), len(array.shape), name)
+        if packed and array.shape[-1] > 1 and array.strides[-1] != 1:
+            raise ValueError(f"{name}: the last axis must be packed, its stride is {array.strides[-1]} elements")
+        view = kind()
+        ctypes.Structure.__setattr__(view, "data", array.address or None)
+        ctypes.Structure.__setattr__(view, "dtype", array.dtype)
+        for axis, extent, stride in zip(axes, array.shape, array.strides):
+            ctypes.Structure.__setattr__(view, axis, stride if extent > 1 else 0)
+        self._keep()[name] = array
+        return view
+
+    def views(self, prefix: str = "") -> Iterator[tuple[str, "Struct", str, Described]]:
+        """(path, the struct that holds it, field, array) of every array, those of inner structs too."""
+        for name, value in self.__dict__.get("arrays", {}).items():
+            if isinstance(value, Struct):
+                yield from value.views(prefix + name + ".")
+            else:
+                yield prefix + name, self, name, value
+
+    def __repr__(self) -> str:
+        values = []
+        for name, _ in self._fields_:
+            array = self.__dict__.get("arrays", {}).get(name)
+            value = f"{array.dtype_name}{list(array.shape)}" if isinstance(array, Described) else getattr(self, name)
+            values.append(f"{name}={value!r}")
+        return f"{type(self).__name__}({', '.join(values)})"
+
+
+def axes_of(shapes: dict[str, tuple[str, ...]], rank: int, name: str) -> tuple[tuple[str, ...], bool]:
+    """The strides that an array's axes give, and whether its last axis is the packed one."""
+    ranks = {len(shape) for shape in shapes.values()} or {2, 3, 4}
+    if rank not in ranks:
+        allowed = "; ".join("(" + ", ".join(shape) + ")" for shape in shapes.values()) or "2 to 4 axes"
+        raise ValueError(f"{name}: {rank} axes, must be {allowed}")
+    if any(shape[0] == "Hk" for shape in shapes.values()):
+        return ("head", "token"), True
+    return ("batch", "token", "head")[:min(rank, 3)], rank == 4

@@ -1,0 +1,112 @@
+"""Where an array lies in memory: torch tensors, numpy's array interface, DLPack.
+
+Nothing is imported for it and nothing copied. Not here: what a field of the library demands of an array.
+"""
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+F32, BF16, F16, F64, I32 = range(5)
+NAMES = {"float32": F32, "bfloat16": BF16, "float16": F16, "float64": F64, "int32": I32}
+ALLOWED = ", ".join(NAMES)
+
+
+@dataclass(frozen=True)
+class Described:
+    """An array's memory; strides in elements. `owner` keeps the memory alive."""
+    address: int
+    dtype: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    readonly: bool
+    owner: Any
+
+    @property
+    def dtype_name(self) -> str:
+        return next(name for name, value in NAMES.items() if value == self.dtype)
+
+
+def describe(array: Any, name: str) -> Described:
+    """Where `array` lies. `name` is what an error calls it."""
+    if isinstance(array, Described):
+        return array
+    if hasattr(array, "data_ptr") and hasattr(array, "stride"):
+        return _of_torch(array, name)
+    if hasattr(array, "__array_interface__"):
+        return _of_interface(array, name)
+    if hasattr(array, "__dlpack__"):
+        return _of_dlpack(array, name)
+    raise TypeError(f"{name}: {type(array).__name__} is no array: it has neither __array_interface__ nor __dlpack__")
+
+
+def _dtype(spelled: str, name: str) -> int:
+    if spelled not in NAMES:
+        raise ValueError(f"{name}: the dtype {spelled}; allowed are {ALLOWED}")
+    return NAMES[spelled]
+
+
+def _of_torch(array: Any, name: str) -> Described:
+    if array.device.type != "cpu":
+        raise ValueError(f"{name}: lies on {array.device}; nsa.h computes on the CPU (nsa.torch has the operators for CUDA)")
+    dtype = _dtype(str(array.dtype).removeprefix("torch."), name)
+    return Described(array.data_ptr(), dtype, tuple(array.shape), tuple(array.stride()), False, array)
+
+
+def _of_interface(array: Any, name: str) -> Described:
+    interface = array.__array_interface__
+    dtype = _dtype(str(array.dtype), name)
+    size = int(interface["typestr"][2:])
+    shape = tuple(interface["shape"])
+    steps = interface.get("strides")
+    if interface["typestr"][0] == ">":
+        raise ValueError(f"{name}: bytes of another order than the machine's")
+    if steps is None:
+        steps, step = [], size
+        for extent in reversed(shape):
+            steps.insert(0, step)
+            step *= extent
+    if any(step % size for step in steps):
+        raise ValueError(f"{name}: strides of {tuple(steps)} bytes are no multiples of its elements'")
+    address, readonly = interface["data"]
+    return Described(address, dtype, shape, tuple(step // size for step in steps), readonly, array)
+
+
+# ---- DLPack -------------------------------------------------------------------------------------
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+                ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+                ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+                ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64)]
+
+
+_CPU, _INT, _FLOAT, _BFLOAT = 1, 0, 2, 4
+_DLPACK_DTYPES = {(_FLOAT, 32): F32, (_BFLOAT, 16): BF16, (_FLOAT, 16): F16, (_FLOAT, 64): F64, (_INT, 32): I32}
+
+
+def _of_dlpack(array: Any, name: str) -> Described:
+    # A capsule that nobody renames is freed, with what it holds, by its own destructor: it is the owner.
+    capsule = array.__dlpack__()
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))
+    if tensor.device_type != _CPU:
+        raise ValueError(f"{name}: lies on DLPack's device {tensor.device_type}; nsa.h computes on the CPU")
+    dtype = _DLPACK_DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if dtype is None:
+        raise ValueError(f"{name}: DLPack's dtype {tensor.code}, {tensor.bits} bits x {tensor.lanes}; "
+                         f"allowed are {ALLOWED}")
+    shape = tuple(tensor.shape[:tensor.ndim])
+    if tensor.strides:
+        strides = tuple(tensor.strides[:tensor.ndim])
+    else:
+        steps, step = [], 1
+        for extent in reversed(shape):
+            steps.insert(0, step)
+            step *= extent
+        strides = tuple(steps)
+    # This protocol has no flag for it; those who hand out immutable arrays say so by their type.
+    readonly = type(array).__module__.split(".")[0] in ("jax", "jaxlib")
+    return Described((tensor.data or 0) + tensor.byte_offset, dtype, shape, strides, readonly, capsule)

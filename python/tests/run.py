@@ -1,0 +1,30 @@
+"""Runs the tests of one file with the package that was built into a folder.
+
+    run.py FOLDER PACKAGES test_core        PACKAGES: where packages are fetched to that this Python lacks
+
+Exit code 77, skipped, where the host that the test needs is not on this machine; on CI that is a failure.
+"""
+import pathlib
+import sys
+import unittest
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "tests" / "trainer"))
+import packages  # noqa: E402
+
+NEEDS = {"test_core": ["numpy"], "test_torch": ["numpy", "torch"], "test_train": ["numpy", "torch"],
+         "test_jax": ["numpy", "jax"]}
+
+
+def main(arguments):
+    if len(arguments) != 3 or arguments[2] not in NEEDS:
+        sys.exit(__doc__)
+    folder, fetched, name = arguments
+    packages.need(fetched, *NEEDS[name])
+    sys.path[:0] = [folder, str(HERE)]
+    result = unittest.TextTestRunner(verbosity=1).run(unittest.defaultTestLoader.loadTestsFromName(name))
+    return not result.wasSuccessful()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,358 @@
+"""nsa without torch or jax: struct layouts, views, refusals, the primitives over numpy, the cache.
+
+    python3 -m unittest discover -s python/tests -p test_core.py      (PYTHONPATH: where nsa was installed)
+
+References are plain numpy in float64. Not here: the arithmetic at large, which tests/ of the library checks.
+"""
+import ctypes
+import pathlib
+import re
+import unittest
+
+import numpy as np
+
+import nsa
+from nsa import _abi, _library
+
+RNG = np.random.default_rng(7)
+HEADER = pathlib.Path(__file__).resolve().parents[2] / "nsa" / "nsa.h"
+
+
+def rows(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def softmax_attention(q, k, v, sees):
+    """out and lse of (B, T, H, D) over keys (B, S, Hk, D) where sees[t, s]."""
+    group = q.shape[2] // k.shape[2]
+    k, v = np.repeat(k, group, 2).astype(float), np.repeat(v, group, 2).astype(float)
+    score = np.einsum("bthd,bshd->bhts", q.astype(float), k) / np.sqrt(q.shape[3])
+    score = np.where(sees, score, -np.inf)
+    most = score.max(-1, keepdims=True)
+    e = np.exp(score - most)
+    out = np.einsum("bhts,bshd->bthd", e / e.sum(-1, keepdims=True), v)
+    return out, np.moveaxis((most + np.log(e.sum(-1, keepdims=True)))[..., 0], 1, 2)
+
+
+def window(tokens, width):
+    t, s = np.arange(tokens)[:, None], np.arange(tokens)
+    return (s <= t) & (s > t - width)
+
+
+class Problem:
+    """q, k, v of a small problem, and its descriptor."""
+
+    def __init__(self, tokens=96, dtype=np.float32, **fields):
+        self.B, self.T, self.H, self.Hk, self.D = 2, tokens, 4, 2, 16
+        self.desc = nsa.desc(self.B, self.T, self.H, self.Hk, self.D, cmp_block=8, cmp_stride=4, slc_block=16,
+                             slc_count=3, window=24, **fields)
+        self.q = rows(self.B, self.T, self.H, self.D, dtype=dtype)
+        self.k, self.v = (rows(self.B, self.T, self.Hk, self.D, dtype=dtype) for _ in range(2))
+        self.out = np.full_like(self.q, np.nan)
+        self.lse = np.full(self.q.shape[:3], np.nan, np.float64 if dtype == np.float64 else np.float32)
+
+    def attend(self, **fields):
+        return nsa.Attend(**{**dict(q=self.q, k=self.k, v=self.v, out=self.out, lse=self.lse), **fields})
+
+
+class Layout(unittest.TestCase):
+    def test_every_function_of_the_header_is_here(self):
+        names = re.findall(r"^NSA_API .*?\bnsa_(\w+)\(", HEADER.read_text().split("#endif /* NSA_H */")[0], re.M)
+        self.assertGreater(len(names), 50)
+        elsewhere = {"tensor_bthd": nsa.Tensor, "tensor_bhtd": nsa.Tensor, "status_kind": nsa.Refused,
+                     "status_name": nsa.Refused, "status_text": nsa.Refused, "status_where": nsa.Refused,
+                     "desc_default": nsa.desc, "cache_size": nsa.Cache, "cache_init": nsa.Cache,
+                     "cache_rewind": nsa.Cache.rewind, "cache_fork": nsa.Cache.fork,
+                     "decode_workspace_size": nsa.Cache.decode, "decode": nsa.Cache.decode}
+        self.assertEqual([n for n in names if not hasattr(nsa, n) and n not in elsewhere], [])
+
+    def test_every_letter_of_the_shapes_is_known(self):
+        letters = {part for struct in _abi.STRUCTS.values() if struct not in (_abi.Cache,)
+                   for shapes in struct._shapes_.values() for shape in shapes.values()
+                   for axis in shape for part in axis.split()}
+        x = nsa.Compress()
+        known = set(_library.extents(nsa.desc(1, 64, 2, 1, 16), x))
+        self.assertEqual({part for part in letters if not part.isdigit()} - known - {"heads"}, set())
+
+    def test_another_layout_does_not_load(self):
+        path = _library.library().path
+        real = _abi.STRUCTS["nsa_reads"]
+        for fields in ([("cmp", ctypes.c_int64), ("win", ctypes.c_int64), ("slc", ctypes.c_int64)],
+                       [("cmp", ctypes.c_int64), ("slc", ctypes.c_int64)]):
+            other = type("Reads", (ctypes.Structure,), {"_fields_": fields})
+            _abi.STRUCTS["nsa_reads"] = other
+            try:
+                with self.assertRaisesRegex(ImportError, "nsa_reads"):
+                    _library.Library(path, ctypes.c_float)
+            finally:
+                _abi.STRUCTS["nsa_reads"] = real
+        _abi.MEMBERS["NSA_F16"] += 1
+        try:
+            with self.assertRaisesRegex(ImportError, "NSA_F16"):
+                _library.Library(path, ctypes.c_float)
+        finally:
+            _abi.MEMBERS["NSA_F16"] -= 1
+
+    def test_version(self):
+        self.assertRegex(nsa.__version__, r"^\d+\.\d+\.\d+$")
+
+
+class Views(unittest.TestCase):
+    def test_strided_views_are_not_copied(self):
+        p = Problem()
+        plain = p.attend()
+        nsa.attend_win_forward(plain, p.desc)
+        fused = np.zeros((p.B, p.T, p.H + 2 * p.Hk, p.D), np.float32)
+        fused[:, :, :p.H], fused[:, :, p.H:p.H + p.Hk], fused[:, :, p.H + p.Hk:] = p.q, p.k, p.v
+        other = np.zeros((p.B, p.H, p.T, p.D), np.float32)
+        x = nsa.Attend(q=fused[:, :, :p.H], k=fused[:, :, p.H:p.H + p.Hk], v=fused[:, :, p.H + p.Hk:],
+                       out=other.transpose(0, 2, 1, 3), lse=np.zeros_like(p.lse))
+        self.assertEqual(x.q.data, fused.ctypes.data)
+        nsa.attend_win_forward(x, p.desc)
+        np.testing.assert_array_equal(other.transpose(0, 2, 1, 3), p.out)
+
+    def test_dlpack(self):
+        class Only:
+            """An array of which nothing is known but DLPack."""
+            def __init__(self, array):
+                self.array = array
+
+            def __dlpack__(self):
+                return self.array.__dlpack__()
+
+        p = Problem()
+        nsa.attend_win_forward(p.attend(), p.desc)
+        expected = p.out.copy()
+        p.out[:] = 0
+        wrapped = {name: Only(getattr(p, name)) for name in ("q", "k", "v", "out", "lse")}
+        nsa.attend_win_forward(nsa.Attend(**wrapped), p.desc)
+        np.testing.assert_array_equal(p.out, expected)
+
+    def test_arrays_live_as_long_as_the_struct(self):
+        x = nsa.Attend(q=rows(1, 64, 2, 16))
+        self.assertEqual(next(x.views())[3].owner.shape, (1, 64, 2, 16))
+
+    def test_what_cannot_be_viewed_is_refused(self):
+        p = Problem()
+        for field, array, words in (
+                ("q", p.q.astype(np.int64), "q: the dtype int64"),
+                ("q", p.q[..., ::2], "q: the last axis must be packed"),
+                ("q", p.q[0], r"q: 3 axes, must be \(B, count, H, Dk\)"),
+                ("q", p.q.astype(">f4"), "dtype|order"),
+                ("lse", p.q, "lse: 4 axes")):
+            with self.subTest(words), self.assertRaisesRegex(ValueError, words):
+                p.attend(**{field: array})
+        with self.assertRaisesRegex(TypeError, "no array"):
+            p.attend(q="queries" and 3)
+        with self.assertRaisesRegex(TypeError, "no field queries; it has q, k"):
+            nsa.Attend(queries=p.q)
+        with self.assertRaisesRegex(TypeError, "set it as a whole"):
+            nsa.Attention().k_cmp.x = p.k
+
+    def test_shapes_are_held_against_the_descriptor(self):
+        p = Problem()
+        for fields in (dict(q=p.q[:, :-1]), dict(k=p.k[:, :, :1]), dict(v=p.v[:1]), dict(lse=p.lse[:, :, :1])):
+            with self.subTest(list(fields)), self.assertRaisesRegex(ValueError, "shape .* must be"):
+                nsa.attend_win_forward(p.attend(**fields), p.desc)
+        self.assertTrue(np.isnan(p.out).all())
+
+    def test_read_only_arrays_are_not_written(self):
+        p = Problem()
+        p.out.setflags(write=False)
+        with self.assertRaisesRegex(ValueError, "out: is read-only"):
+            nsa.attend_win_forward(p.attend(), p.desc)
+        p.out.setflags(write=True)
+        p.q.setflags(write=False)
+        nsa.attend_win_forward(p.attend(), p.desc)
+        with self.assertRaisesRegex(ValueError, "k: is read-only"):
+            locked = np.zeros_like(p.k)
+            locked.setflags(write=False)
+            nsa.attend_win_backward(nsa.Attend(k=locked, out=p.out), p.attend(), p.desc)
+
+
+class Refusals(unittest.TestCase):
+    def test_the_librarys_own_words(self):
+        p = Problem()
+        p.desc.cmp_stride = 5
+        with self.assertRaises(nsa.Refused) as caught:
+            nsa.attend_win_forward(p.attend(), p.desc)
+        self.assertIsInstance(caught.exception, ValueError)
+        self.assertEqual((caught.exception.kind, caught.exception.where), (nsa.Error.CMP_STRIDE, "cmp_stride"))
+        self.assertRegex(str(caught.exception), "^cmp_stride: NSA_ERROR_CMP_STRIDE: .*divide")
+        self.assertTrue(np.isnan(p.out).all())
+
+    def test_a_gradients_field_is_named(self):
+        p = Problem()
+        nsa.attend_win_forward(p.attend(), p.desc)
+        with self.assertRaises(nsa.Refused) as caught:
+            nsa.attend_win_backward(nsa.Attend(q=p.q), p.attend(), p.desc)
+        self.assertEqual((caught.exception.kind, caught.exception.where), (nsa.Error.NULL, "dx.out"))
+
+    def test_lists_that_are_no_lists(self):
+        p = Problem()
+        blocks = np.full((p.B, p.T, p.Hk, 3), -1, np.int32)
+        blocks[:, :, :, 0] = 0
+        self.assertIsNone(nsa.check_blocks(blocks, p.desc))
+        blocks[1, 5, 1] = [3, 0, -1]
+        fault = nsa.check_blocks(blocks, p.desc)
+        self.assertEqual((fault.batch, fault.query, fault.kv_head, fault.slot, fault.value), (1, 5, 1, 0, 3))
+        self.assertEqual(fault.reason, b"not a candidate of its query")
+        with self.assertRaises(nsa.Refused):
+            nsa.attend_slc_forward(p.attend(blocks=blocks), p.desc)
+        nsa.normalize_blocks(blocks, p.desc)
+        self.assertIsNone(nsa.check_blocks(blocks, p.desc))
+        self.assertEqual(blocks[1, 5, 1].tolist(), [0, -1, -1])
+
+    def test_an_option_by_its_name(self):
+        self.assertEqual(nsa.desc(1, 8, 2, 1, 16, gate="softmax").gate, nsa.GateKind.SOFTMAX)
+        with self.assertRaisesRegex(ValueError, "gate: 'relu' is none of sigmoid, softmax, none"):
+            nsa.desc(1, 8, 2, 1, 16, gate="relu")
+        with self.assertRaisesRegex(TypeError, "no field windows"):
+            nsa.desc(1, 8, 2, 1, 16, windows=3)
+
+
+class Primitives(unittest.TestCase):
+    def test_win_and_dense(self):
+        for dtype, tolerance in ((np.float32, 2e-6), (np.float64, 1e-14)):
+            p = Problem(dtype=dtype)
+            for call, sees in ((nsa.attend_win_forward, window(p.T, 24)), (nsa.attend_dense_forward, window(p.T, p.T))):
+                call(p.attend(), p.desc)
+                out, lse = softmax_attention(p.q, p.k, p.v, sees)
+                np.testing.assert_allclose(p.out, out, atol=tolerance, rtol=tolerance)
+                np.testing.assert_allclose(p.lse, lse, atol=tolerance, rtol=tolerance)
+
+    def test_gradient_is_that_of_differences(self):
+        p = Problem(tokens=40, dtype=np.float64)
+        x = p.attend()
+        nsa.attend_win_forward(x, p.desc)
+        weight = rows(*p.out.shape, dtype=np.float64)
+        kept, grads = p.out.copy(), [np.zeros_like(a) for a in (p.q, p.k, p.v)]
+        nsa.attend_win_backward(nsa.Attend(q=grads[0], k=grads[1], v=grads[2], out=weight), x, p.desc)
+        for array, gradient in zip((p.q, p.k, p.v), grads):
+            for at in [tuple(RNG.integers(n) for n in array.shape) for _ in range(5)]:
+                value, sums = array[at], []
+                for step in (1e-5, -1e-5):
+                    array[at] = value + step
+                    nsa.attend_win_forward(x, p.desc)
+                    sums.append((p.out * weight).sum())
+                array[at] = value
+                self.assertAlmostEqual((sums[0] - sums[1]) / 2e-5, gradient[at], delta=1e-7)
+        np.testing.assert_array_equal(kept.shape, p.out.shape)
+
+    def test_compress_select_gate_rope(self):
+        p = Problem()
+        n = nsa.cmp_count(p.desc, p.T)
+        k_cmp = np.zeros((p.B, n, p.Hk, p.D), np.float32)
+        nsa.compress_forward(nsa.Compress(phi="mean", dim=p.D, x=p.k, out=k_cmp), p.desc)
+        expected = np.stack([p.k[:, 4 * i:4 * i + 8].mean(1) for i in range(n)], 1)
+        np.testing.assert_allclose(k_cmp, expected, atol=1e-6)
+        nsa.attend_cmp_forward(p.attend(k=k_cmp, v=k_cmp), p.desc)
+        blocks = np.zeros((p.B, p.T, p.Hk, nsa.block_list_width(p.desc)), np.int32)
+        nsa.select_blocks(nsa.Select(q=p.q, k=k_cmp, lse=p.lse, blocks=blocks), p.desc)
+        self.assertIsNone(nsa.check_blocks(blocks, p.desc))
+        self.assertEqual(set(blocks[:, -1, :, 0].flat), {0})
+        logits = rows(p.B, p.T, p.H, 3)
+        branches = [rows(*p.out.shape) for _ in range(3)]
+        nsa.gate_forward(nsa.Gate(logits=logits, cmp=branches[0], slc=branches[1], win=branches[2], out=p.out), p.desc)
+        expected = sum(branch / (1 + np.exp(-logits[..., i:i + 1])) for i, branch in enumerate(branches))
+        np.testing.assert_allclose(p.out, expected, atol=2e-6)
+        turned = np.zeros_like(p.q)
+        nsa.rope_forward(nsa.Rope(x=p.q, out=turned, heads=p.H, dim=p.D), p.desc)
+        pairs = p.q[..., 0::2] + 1j * p.q[..., 1::2]
+        angle = np.arange(p.T)[:, None, None] * 10000.0 ** (-np.arange(0, p.D, 2) / p.D)
+        pairs = pairs * np.exp(1j * angle)
+        np.testing.assert_allclose(turned, np.stack([pairs.real, pairs.imag], -1).reshape(turned.shape), atol=1e-5)
+
+    def test_block_index(self):
+        d = nsa.desc(1, 256, 2, 1, 16)
+        self.assertEqual((nsa.cmp_count(d, 256), nsa.slc_count(d, 256), nsa.window_begin(d, 200)), (15, 4, 0))
+        indptr, indices, weights = nsa.block_map(d, 256)
+        row = dict(zip(indices[indptr[1]:indptr[2]], weights[indptr[1]:indptr[2]]))
+        self.assertEqual(row, {3: 1.0, 4: 2.0, 5: 2.0, 6: 2.0, 7: 1.0})
+        self.assertEqual(nsa.block_overlap_range(d, 256, 1), (3, 8))
+        self.assertEqual(nsa.cmp_begins(d), [0, 15])
+        self.assertEqual(nsa.rank_blocks([0, 3, 1, 2, 0, 0, 0], 6 * 64, nsa.desc(1, 512, 2, 1, 16, slc_count=4)),
+                         [0, 1, 5, 6])
+        with self.assertRaises(nsa.Refused):
+            nsa.cmp_count(nsa.desc(1, 256, 2, 1, 16, cmp_stride=0), 256)
+
+    def test_packed_sequences_equal_each_alone(self):
+        p = Problem()
+        lengths = [40, 7, 49]
+        begins = np.array([0, 40, 47, 96], np.int32)
+        q, k, v = p.q[:1], p.k[:1], p.v[:1]
+        out, lse = np.zeros_like(q), np.zeros(q.shape[:3], np.float32)
+        d = nsa.desc(3, max(lengths), p.H, p.Hk, p.D, window=24, begins=begins)
+        nsa.attend_win_forward(nsa.Attend(q=q, k=k, v=v, out=out, lse=lse), d)
+        for a, b in zip(begins, begins[1:]):
+            alone, its = np.zeros_like(q[:, a:b]), np.zeros_like(lse[:, a:b])
+            nsa.attend_win_forward(nsa.Attend(q=q[:, a:b], k=k[:, a:b], v=v[:, a:b], out=alone, lse=its),
+                                   nsa.desc(1, int(b - a), p.H, p.Hk, p.D, window=24))
+            np.testing.assert_array_equal(out[:, a:b], alone)
+
+
+def whole(p, q, k, v, gates):
+    """nsa_attention's struct over given rows, with its outputs; k and v shared by the branches."""
+    B, count = q.shape[:2]
+    n, real = nsa.cmp_count(p.desc, p.T), p.lse.dtype
+    room = {name: np.zeros(q.shape, q.dtype) for name in ("out", "out_cmp", "out_slc", "out_win")}
+    room.update({name: np.zeros(q.shape[:3], real) for name in ("lse_cmp", "lse_slc", "lse_win")})
+    room["blocks"] = np.zeros((B, count, p.Hk, nsa.block_list_width(p.desc)), np.int32)
+    compressed = [np.zeros((B, n, p.Hk, p.D), q.dtype) for _ in range(2)]
+    parts = [nsa.Compress(phi="mean", dim=p.D, x=x) for x in (k, v)]
+    if count == p.T:
+        for part, out in zip(parts, compressed):
+            part.out = out
+    return nsa.Attention(q=q, k_cmp=parts[0], v_cmp=parts[1], k_slc=k, v_slc=v, k_win=k, v_win=v, gates=gates,
+                         **room), room
+
+
+class Whole(unittest.TestCase):
+    def test_decoding_has_the_bits_of_the_whole(self):
+        for dtype in (np.float32, np.float64):
+            p = Problem(dtype=dtype)
+            gates = rows(p.B, p.T, p.H, 3, dtype=dtype)
+            x, full = whole(p, p.q, p.k, p.v, gates)
+            nsa.attention_forward(x, p.desc)
+            cache = nsa.Cache(p.desc, "f64" if dtype == np.float64 else "f32", max_rewind=30)
+            first = 0
+            for count in (31, 1, 1, 20, 1):
+                some = slice(first, first + count)
+                step, room = whole(p, *(np.ascontiguousarray(a[:, some]) for a in (p.q, p.k, p.v, gates)))
+                reads = cache.decode(step, count)
+                for name in ("out", "blocks", "lse_slc"):
+                    np.testing.assert_array_equal(room[name], full[name][:, some], err_msg=name)
+                first += count
+            self.assertEqual(cache.lengths, [first, first])
+            self.assertEqual(reads[0].win, 24 * p.Hk)
+            cache.rewind(0, first - 3)
+            other = nsa.Cache(p.desc, "f64" if dtype == np.float64 else "f32", max_rewind=30)
+            other.fork(1, cache, 0, first - 3)
+            self.assertEqual((cache.lengths, other.lengths), ([first - 3, first], [0, first - 3]))
+            with self.assertRaises(nsa.Refused) as caught:
+                cache.rewind(1, first + 1)
+            self.assertEqual(caught.exception.kind, nsa.Error.REWIND)
+
+    def test_the_wholes_gradient(self):
+        p = Problem(tokens=40, dtype=np.float64)
+        gates = rows(p.B, p.T, p.H, 3, dtype=np.float64)
+        x, room = whole(p, p.q, p.k, p.v, gates)
+        nsa.attention_forward(x, p.desc)
+        weight = rows(*p.out.shape, dtype=np.float64)
+        dq, dk, dgates = np.zeros_like(p.q), np.zeros_like(p.k), np.zeros_like(gates)
+        dx = nsa.Attention(q=dq, k_cmp=nsa.Compress(phi="mean", dim=p.D, x=dk), k_slc=dk, k_win=dk, gates=dgates,
+                           out=weight)
+        nsa.attention_backward(dx, x, p.desc)
+        for array, gradient in ((p.q, dq), (p.k, dk), (gates, dgates)):
+            for at in [tuple(RNG.integers(n) for n in array.shape) for _ in range(4)]:
+                value, sums = array[at], []
+                for step in (1e-6, -1e-6):
+                    array[at] = value + step
+                    nsa.attention_forward(x, p.desc)
+                    sums.append((room["out"] * weight).sum())
+                array[at] = value
+                self.assertAlmostEqual((sums[0] - sums[1]) / 2e-6, gradient[at], delta=1e-6)
+
+
+if __name__ == "__main__":
+    unittest.main()
