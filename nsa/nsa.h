@@ -102,6 +102,11 @@
      NSA_REAL            float (default) or double: what is accumulated in. double also makes lse
                          f64 and admits f64 tensors: the same source becomes its own f64 oracle. Do
                          not mix the two in one program without NSA_STATIC.
+     NSA_THIS_FILE       the name of this file in quotes, as #include takes it. The implementation
+                         includes its own file once per instruction set; it needs the name only if
+                         the file is called something else than nsa.h and the compiler does not
+                         know __FILE_NAME__ (GCC before 12). nsa_one.h, which a release holds, is
+                         the same header without self-inclusion: paste that one into other files.
 */
 #ifndef NSA_H
 #define NSA_H
@@ -673,6 +678,13 @@ static nsa_status nsa__error(int kind, int field) {
     return kind | field << 8;
 }
 
+/* Leaves a function with the status of what failed. */
+#define NSA__CHECK(call)                     \
+    do {                                     \
+        nsa_status failed = (call);          \
+        if (failed != NSA_OK) return failed; \
+    } while (0)
+
 static size_t nsa__dtype_bytes(nsa_dtype dtype) {
     switch (dtype) {
     case NSA_BF16:
@@ -807,10 +819,10 @@ static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], doub
 
 /* ==== Implementation ============================================================================
 
-   Rows and numbers - checks - sequences, workspace, threads - block index - RoPE - gate - attention
-   (over spans of keys; its tiles; forward and backward) - selection - compression - the whole -
-   decoding - the text of the tiles. Below the public functions' checks every argument is
-   trusted. */
+   Rows and numbers - block index - checks - sequences, workspace, threads - tiles - RoPE -
+   compression - block lists - attention (over spans of keys; forward and backward) - selection -
+   gate - the whole - decoding - the text of the tiles. A section uses only sections above it, and
+   the text of the tiles. Below the public functions' checks every argument is trusted. */
 #if defined(NSA_IMPLEMENTATION) && !defined(NSA__IMPLEMENTED)
 #define NSA__IMPLEMENTED
 
@@ -936,6 +948,10 @@ static void nsa__fetch(const void *at, size_t bytes) {
 #define NSA__COMPILED
 #define NSA__ARITHMETIC
 #endif
+
+static nsa_real nsa__exp2(nsa_real x) {
+    return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
+}
 
 NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
     const uint16_t *half = (const uint16_t *)row;
@@ -1069,14 +1085,93 @@ NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int 
     return x;
 }
 
-/* ---- Checks -------------------------------------------------------------------------------- */
+/* ---- Block index: closed forms ------------------------------------------------------------- */
 
-/* Leaves a function with the status of what failed. */
-#define NSA__CHECK(call)                     \
-    do {                                     \
-        nsa_status failed = (call);          \
-        if (failed != NSA_OK) return failed; \
-    } while (0)
+NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens) {
+    return tokens < d->cmp_block ? 0 : (tokens - d->cmp_block) / d->cmp_stride + 1;
+}
+
+NSA_API int nsa_cmp_visible(const nsa_desc *d, int query) {
+    return query < d->cmp_block - 1 ? 0 : (query - (d->cmp_block - 1)) / d->cmp_stride + 1;
+}
+
+NSA_API int nsa_slc_count(const nsa_desc *d, int tokens) {
+    return (int)nsa__ceil_div(tokens, d->slc_block);
+}
+
+NSA_API int nsa_slc_candidates(const nsa_desc *d, int query) {
+    return query / d->slc_block + 1;
+}
+
+NSA_API int nsa_window_begin(const nsa_desc *d, int query) {
+    int64_t before = (int64_t)d->window - (d->window_rule == NSA_WINDOW_COUNTS_SELF);
+    return (int)nsa__max(0, query - before);
+}
+
+NSA_API int nsa_block_overlap(const nsa_desc *d, int cmp, int slc) {
+    int64_t cmp_begin = (int64_t)cmp * d->cmp_stride, slc_begin = (int64_t)slc * d->slc_block;
+    int64_t begin = nsa__max(cmp_begin, slc_begin);
+    int64_t end = nsa__min(cmp_begin + d->cmp_block, slc_begin + d->slc_block);
+    return (int)(nsa__max(0, end - begin) / d->cmp_stride);
+}
+
+NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int *begin, int *end) {
+    int64_t slc_begin = (int64_t)slc * d->slc_block, count = nsa_cmp_count(d, tokens);
+    int64_t reach =
+        d->cmp_block / d->cmp_stride - 1; /* blocks that start before slc_begin and reach into it */
+    *begin = (int)nsa__min(count, nsa__max(0, slc_begin / d->cmp_stride - reach));
+    *end = (int)nsa__min(count, (slc_begin + d->slc_block) / d->cmp_stride);
+}
+
+NSA_API int nsa_block_list_width(const nsa_desc *d) {
+    return d->forced == NSA_FORCED_ON_TOP ? d->slc_count + d->slc_init + d->slc_local
+                                          : d->slc_count;
+}
+
+/* ---- Instruction sets ---------------------------------------------------------------------- */
+
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__)
+#if defined(__SSE2__)
+#define NSA__HAS_SSE2
+#if !defined(_WIN32) || defined(__clang__) /* there GCC spills wide vectors to unaligned stacks */
+#define NSA__HAS_AVX
+#endif
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#define NSA__HAS_NEON
+#endif
+#endif
+
+NSA_API int nsa_isa_available(nsa_isa isa) {
+    switch (isa) {
+    case NSA_ISA_DETECT:
+    case NSA_ISA_PLAIN:
+        return 1;
+#ifdef NSA__HAS_SSE2
+    case NSA_ISA_SSE2:
+        return 1;
+#endif
+#ifdef NSA__HAS_AVX
+    case NSA_ISA_AVX2:
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case NSA_ISA_AVX512:
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+#endif
+#ifdef NSA__HAS_NEON
+    case NSA_ISA_NEON:
+        return 1;
+#endif
+    default:
+        return 0;
+    }
+}
+
+NSA_API const char *nsa_isa_name(nsa_isa isa) {
+    static const char *const names[] = {"detect", "plain", "SSE2", "AVX2", "AVX-512", "NEON"};
+    return (unsigned)isa < sizeof names / sizeof *names ? names[isa] : "not an instruction set";
+}
+
+/* ---- Checks -------------------------------------------------------------------------------- */
 
 /* Every kind of error once: its name and its sentence. */
 #define NSA__STATUSES(X)                                                                           \
@@ -1489,43 +1584,7 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
 #endif
 }
 
-/* ---- Block index --------------------------------------------------------------------------- */
-
-NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens) {
-    return tokens < d->cmp_block ? 0 : (tokens - d->cmp_block) / d->cmp_stride + 1;
-}
-
-NSA_API int nsa_cmp_visible(const nsa_desc *d, int query) {
-    return query < d->cmp_block - 1 ? 0 : (query - (d->cmp_block - 1)) / d->cmp_stride + 1;
-}
-
-NSA_API int nsa_slc_count(const nsa_desc *d, int tokens) {
-    return (int)nsa__ceil_div(tokens, d->slc_block);
-}
-
-NSA_API int nsa_slc_candidates(const nsa_desc *d, int query) {
-    return query / d->slc_block + 1;
-}
-
-NSA_API int nsa_window_begin(const nsa_desc *d, int query) {
-    int64_t before = (int64_t)d->window - (d->window_rule == NSA_WINDOW_COUNTS_SELF);
-    return (int)nsa__max(0, query - before);
-}
-
-NSA_API int nsa_block_overlap(const nsa_desc *d, int cmp, int slc) {
-    int64_t cmp_begin = (int64_t)cmp * d->cmp_stride, slc_begin = (int64_t)slc * d->slc_block;
-    int64_t begin = nsa__max(cmp_begin, slc_begin);
-    int64_t end = nsa__min(cmp_begin + d->cmp_block, slc_begin + d->slc_block);
-    return (int)(nsa__max(0, end - begin) / d->cmp_stride);
-}
-
-NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int *begin, int *end) {
-    int64_t slc_begin = (int64_t)slc * d->slc_block, count = nsa_cmp_count(d, tokens);
-    int64_t reach =
-        d->cmp_block / d->cmp_stride - 1; /* blocks that start before slc_begin and reach into it */
-    *begin = (int)nsa__min(count, nsa__max(0, slc_begin / d->cmp_stride - reach));
-    *end = (int)nsa__min(count, (slc_begin + d->slc_block) / d->cmp_stride);
-}
+/* ---- Block index as arrays ----------------------------------------------------------------- */
 
 NSA_API int64_t nsa_block_map_size(const nsa_desc *d, int tokens) {
     int64_t entries = 0;
@@ -1577,6 +1636,141 @@ NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins) {
         cmp_begins[b + 1] = cmp_begins[b] + nsa_cmp_count(d, tokens);
     }
     return NSA_OK;
+}
+
+/* ---- Tiles: products and sums over rows of keys ----------------------------------------------
+   All arithmetic on rows of keys: a few functions, whose one text stands at the end of this file
+   and is read once per instruction set. They are compiled for that set whatever flags the user
+   gave, and desc.isa or the machine chooses among them when a call begins. The bits of a row of the
+   result depend on that row's operands alone, never on how many rows there are or where it stands:
+   every sum runs over k in ascending order. */
+
+/* Which rows of a product's matrices are its rows 0, 1, ...; NULL where these are. */
+typedef struct nsa__which {
+    const int *a, *b, *c;
+} nsa__which;
+
+typedef struct nsa__tiles {
+    /* c[m][n] = a[m][k] b[k][n], or with `add` c = keep c + a b, where keep is a factor for each
+       row, or NULL. Element (i, p) of a lies at a[i row + p step], so that a may be a transpose.
+       `which` may be NULL. */
+    void (*gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row, ptrdiff_t step,
+                 const nsa_real *b, ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
+                 const nsa_real *keep, const nsa__which *which);
+    /* n scores of one tile, in base 2, into the running softmax of their rows: s becomes
+       p = 2^(s - m), not yet divided by the sum; m and l, of rows which[r], move on; shrink, which
+       has room for 16 more, is what all earlier p of the row are to be multiplied by. l is 16
+       partial sums. The scores are those of keys first .. first + n - 1, and bits of
+       mask[r / group] tell which of them row r sees: others get p = 0, and a row that sees none
+       keeps its state to the bit. n is a multiple of 16. */
+    void (*softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
+                    const int *which, nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink);
+    /* sum[j] = sum over the rows of 2^(s - lse2) */
+    void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
+                        nsa_real *sum);
+    /* how many of n numbers have bits of at least `least`, as integers */
+    int (*at_least)(int n, const nsa_real *x, nsa__lane least);
+    /* whether all numbers are finite; n is a multiple of 16 */
+    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
+    /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta), with lse2 and
+       delta of rows which[r] */
+    void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
+                     const int *which, const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                     nsa_real *dp);
+} nsa__tiles;
+
+/* ---- Tiles of each instruction set --------------------------------------------------------- */
+
+/* The file that includes itself once for each set of tiles. That cannot work if the file is pasted
+   into another, because all of the other would be repeated, nor if it has no name (stdin). */
+#ifdef NSA_THIS_FILE
+#define NSA__THIS_FILE NSA_THIS_FILE
+#elif defined(__FILE_NAME__)
+#define NSA__THIS_FILE __FILE_NAME__
+#else
+#define NSA__THIS_FILE "nsa.h"
+#endif
+#if defined(__INCLUDE_LEVEL__) && !defined(NSA_THIS_FILE)
+#if __INCLUDE_LEVEL__ == 0 && NSA_IMPLEMENTATION + 0 == 0
+#error "nsa.h is pasted into this file: it includes itself, so include it, or paste nsa_one.h"
+#endif
+#endif
+#ifdef __has_include
+#if !__has_include(NSA__THIS_FILE)
+#error "nsa.h cannot include itself: define NSA_THIS_FILE as its name in quotes, or use nsa_one.h"
+#endif
+#endif
+
+/* NSA__BYTES of a vector; NSA__ROWS x NSA__VECTORS of them hold a piece of c in registers, beside a
+   row of b and a factor. */
+#define NSA__ISA     plain
+#define NSA__BYTES   0
+#define NSA__ROWS    4
+#define NSA__VECTORS 4
+#define NSA__TARGET  NSA__COMPILED
+#include NSA__THIS_FILE
+
+#ifdef NSA__HAS_SSE2
+#define NSA__ISA     sse2
+#define NSA__BYTES   16
+#define NSA__ROWS    4
+#define NSA__VECTORS 2
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+x"(x))
+#include NSA__THIS_FILE
+#endif
+
+#ifdef NSA__HAS_AVX
+#define NSA__ISA     avx2
+#define NSA__BYTES   32
+#define NSA__ROWS    6
+#define NSA__VECTORS 2
+#define NSA__TARGET  __attribute__((target("avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+x"(x))
+#include NSA__THIS_FILE
+
+#define NSA__ISA     avx512
+#define NSA__BYTES   64
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET \
+    __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+v"(x))
+#include NSA__THIS_FILE
+#endif
+
+#ifdef NSA__HAS_NEON
+#define NSA__ISA     neon
+#define NSA__BYTES   16
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+w"(x))
+#include NSA__THIS_FILE
+#endif
+
+/* The tiles of an instruction set that nsa_isa_available has allowed. */
+static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
+    for (int widest = NSA_ISA_NEON; isa == NSA_ISA_DETECT; widest--)
+        if (nsa_isa_available((nsa_isa)widest)) isa = (nsa_isa)widest;
+    switch (isa) {
+#ifdef NSA__HAS_SSE2
+    case NSA_ISA_SSE2:
+        return &nsa__tiles_sse2;
+#endif
+#ifdef NSA__HAS_AVX
+    case NSA_ISA_AVX2:
+        return &nsa__tiles_avx2;
+    case NSA_ISA_AVX512:
+        return &nsa__tiles_avx512;
+#endif
+#ifdef NSA__HAS_NEON
+    case NSA_ISA_NEON:
+        return &nsa__tiles_neon;
+#endif
+    default:
+        return &nsa__tiles_plain;
+    }
 }
 
 /* ---- RoPE ---------------------------------------------------------------------------------- */
@@ -1671,1611 +1865,6 @@ NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, cons
     NSA__CHECK(nsa__check_gradient(&dx->x, &x->x, shape, NSA__AT_x));
     if (dx->x.data) nsa__rope_run(dx, x, d);
     return NSA_OK;
-}
-
-/* ---- Gate ---------------------------------------------------------------------------------- */
-
-typedef struct nsa__gate_pass {
-    const nsa_gate *x, *dx;
-    const nsa_desc *d;
-    nsa__seq seq;
-} nsa__gate_pass;
-
-static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
-    if (kind == NSA_GATE_SIGMOID)
-        for (int i = 0; i < 3; i++) g[i] = nsa__sigmoid(g[i]);
-    if (kind == NSA_GATE_SOFTMAX) {
-        nsa_real most = g[0] > g[1] ? g[0] : g[1], sum = 0;
-        most = most > g[2] ? most : g[2];
-        for (int i = 0; i < 3; i++) sum += g[i] = (nsa_real)exp((double)(g[i] - most));
-        for (int i = 0; i < 3; i++) g[i] /= sum;
-    }
-}
-
-enum { NSA__GATE_TOKENS = 16 };
-
-static void nsa__gate_forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__gate_pass *p = (const nsa__gate_pass *)context;
-    const nsa_desc *d = p->d;
-    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
-    int sharers = d->heads / d->gate_heads;
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
-    nsa_real g[3], out[NSA__MAX_DIM];
-    (void)scratch;
-    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < d->heads; h++) {
-            int64_t at = p->seq.row + t;
-            nsa__load(g, p->x->logits.dtype, nsa__row(&p->x->logits, p->seq.batch, at, h / sharers),
-                      3);
-            nsa__gate_weights(d->gate, g);
-            memset(out, 0, (size_t)d->dim_v * sizeof *out);
-            for (int i = 0; i < 3; i++)
-                nsa__add_to(out, g[i], branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
-                            d->dim_v);
-            nsa__store(p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, at, h), out, d->dim_v);
-        }
-}
-
-/* dg of the logits of one token and gate head, and the branches' gradients of its query heads:
-   out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout,  dg[i] = sum over heads and c of dout
-   branch[i]. */
-static void nsa__gate_backward_head(const nsa__gate_pass *p, int64_t at, int gate_head,
-                                    const nsa_real g[3], nsa_real dg[3]) {
-    const nsa_desc *d = p->d;
-    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
-    const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
-    int sharers = d->heads / d->gate_heads;
-    nsa_real row[NSA__MAX_DIM], dout[NSA__MAX_DIM];
-    dg[0] = dg[1] = dg[2] = 0;
-    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
-        nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
-        for (int i = 0; i < 3; i++) {
-            if (p->dx->logits.data) {
-                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
-                          d->dim_v);
-                for (int c = 0; c < d->dim_v; c++) dg[i] += dout[c] * row[c];
-            }
-            if (dbranch[i]->data)
-                nsa__add(dbranch[i]->dtype, nsa__row(dbranch[i], p->seq.batch, at, h), g[i], dout,
-                         d->dim_v);
-        }
-    }
-}
-
-static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__gate_pass *p = (const nsa__gate_pass *)context;
-    const nsa_desc *d = p->d;
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
-    nsa_real g[3], dg[3];
-    (void)scratch;
-    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < d->gate_heads; h++) {
-            int64_t at = p->seq.row + t;
-            nsa__load(g, p->x->logits.dtype, nsa__row(&p->x->logits, p->seq.batch, at, h), 3);
-            nsa__gate_weights(d->gate, g);
-            nsa__gate_backward_head(p, at, h, g, dg);
-            nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
-            for (int i = 0; i < 3; i++) {
-                if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
-                if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
-            }
-            if (p->dx->logits.data)
-                nsa__add(p->dx->logits.dtype, nsa__row(&p->dx->logits, p->seq.batch, at, h), 1, dg,
-                         3);
-        }
-}
-
-static void nsa__gate_run(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
-    nsa__gate_pass p;
-    nsa__team team = {nsa__threads(d), NULL, 0};
-    p.x = x;
-    p.dx = dx;
-    p.d = d;
-    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
-        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
-                 dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
-}
-
-/* Which fields a status names: the chain's views have other names than its primitives'. */
-typedef struct nsa__gate_fields {
-    int logits, cmp, slc, win, out;
-} nsa__gate_fields;
-
-static const nsa__gate_fields nsa__gate_names = {NSA__AT_logits, NSA__AT_cmp, NSA__AT_slc,
-                                                 NSA__AT_win, NSA__AT_out};
-
-static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
-                                  const nsa__gate_fields *at) {
-    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
-               logits = nsa__query_shape(d, d->gate_heads, 3);
-    NSA__CHECK(nsa__check_view(&x->logits, logits, nsa__floats(), 0, at->logits));
-    NSA__CHECK(nsa__check_view(&x->cmp, shape, nsa__floats(), 0, at->cmp));
-    NSA__CHECK(nsa__check_view(&x->slc, shape, nsa__floats(), 0, at->slc));
-    NSA__CHECK(nsa__check_view(&x->win, shape, nsa__floats(), 0, at->win));
-    return forward ? nsa__check_view(&x->out, shape, nsa__floats(), 1, at->out) : NSA_OK;
-}
-
-NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
-    nsa__gate_run(NULL, x, d);
-    return NSA_OK;
-}
-
-NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__gate_check(x, d, 0, &nsa__gate_names));
-    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
-               logits = nsa__query_shape(d, d->gate_heads, 3);
-    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&dx->logits, &x->logits, logits, NSA__AT_logits));
-    NSA__CHECK(nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp));
-    NSA__CHECK(nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc));
-    NSA__CHECK(nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win));
-    nsa__gate_run(dx, x, d);
-    return NSA_OK;
-}
-
-/* ---- Attention over spans of keys -------------------------------------------------------------
-   The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
-   one core. It walks tiles of up to 64 keys that lie at absolute positions, so that a query's sums
-   do not depend on who is computed beside it; which keys of a tile a query sees is a mask of 64
-   bits, and a tile that it does not see at all leaves its state as it is, to the bit. One sequence
-   and a few kv heads at a time: their keys are packed once, then tasks of neighbouring queries and
-   one head run side by side. */
-
-typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
-
-enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__HEADS_AT_ONCE = 4, NSA__TASKS = 32 };
-enum { NSA__ROWS_AHEAD = 8 };
-
-typedef struct nsa__pass {
-    const nsa_attend *x, *dx;
-    const nsa_desc *d;
-    const struct nsa__tiles *tiles;
-    nsa__branch branch;
-    int group; /* G */
-    int list_width;
-    int tile; /* keys of a tile: 2^tile_log2 */
-    int tile_log2;
-    int tile_in_block; /* of slc: a tile lies in one block, seen as far as a query reaches */
-    int wide, wide_v;  /* widths of packed rows: Dk and Dv rounded up to whole vectors */
-    int batch_queries; /* queries that go through the tiles at once: about NSA__BATCH_ROWS rows */
-    int task_queries;  /* queries of a task */
-    int few;           /* all queries are one task, and read keys where they lie */
-    nsa_real scale, scale2; /* of q k, for e and for 2 as the base */
-    int reach;              /* queries before this position are left out: see nsa__shared_reach */
-    /* of the sequence and kv head at hand */
-    int heads; /* that are worked on at once, each with a pass of its own */
-    nsa__seq seq;
-    int skipped; /* of its queries, for `reach` */
-    int kv_head, keys;
-    int64_t key_row;
-    int ring; /* a decoding cache's window: key s lies in row s % ring; 0 where rows are straight */
-    int tile_begin, tile_end; /* the tiles that any of the queries can see */
-    /* its keys, packed by tile: rows as they are and transposed; `bad` marks rows with a non-finite
-     * value, packed as zeros */
-    nsa_real *k, *k_t, *v, *v_t;
-    uint64_t *bad;
-    unsigned char *wanted; /* slc: the tiles that are in a list, others are not packed */
-    int64_t *reads;        /* NULL, or of each query and kv head: how many keys it has read */
-    /* backward: sums over the queries, keys by tile; bad_key marks keys that a NaN row reads */
-    nsa_real *dk, *dv;
-    uint64_t *bad_key;
-    int32_t *left; /* of every task: it, and all before it, have left the tiles before this one */
-    /* select */
-    const nsa_select *select;
-    nsa_real *stencil;
-} nsa__pass;
-
-/* slc's list of a query; NULL for the other branches. */
-static const int32_t *nsa__block_list(const nsa__pass *p, int query) {
-    if (p->branch != NSA__SLC) return NULL;
-    return (const int32_t *)nsa__row(&p->x->blocks, p->seq.batch, p->seq.row + query - p->seq.first,
-                                     p->kv_head);
-}
-
-/* Span `number` of the keys that `query` sees, by its list for slc; spans ascend. 0 where there is
-   none left. */
-NSA__INLINE int nsa__span(const nsa__pass *p, const int32_t *list, int query, int number,
-                          int *begin, int *end) {
-    const nsa_desc *d = p->d;
-    *begin = 0;
-    *end = query + 1;
-    switch (p->branch) {
-    case NSA__CMP:
-        *end = nsa_cmp_visible(d, query);
-        break;
-    case NSA__WIN:
-        *begin = nsa_window_begin(d, query);
-        break;
-    case NSA__SLC:
-        if (number >= p->list_width || list[number] < 0) return 0;
-        *begin = list[number] * d->slc_block;
-        *end = (int)nsa__min((int64_t)*begin + d->slc_block, query + 1);
-        return 1;
-    case NSA__DENSE:
-        break;
-    }
-    return number == 0 && *begin < *end;
-}
-
-static int nsa__max_keys(const nsa__pass *p) {
-    return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
-}
-
-/* The pass of the head that task `index` is for; the index becomes the task's among that head's.
-   Heads take turns: their rows of one token lie side by side, in pages that are slow to turn to. */
-static const nsa__pass *nsa__pass_of(const void *passes, int64_t *index) {
-    const nsa__pass *first = (const nsa__pass *)passes;
-    const nsa__pass *p = first + *index % first->heads;
-    *index /= first->heads;
-    return p;
-}
-
-static void *nsa__key(const nsa__pass *p, const nsa_tensor *x, int key) {
-    return nsa__row(x, p->seq.batch, p->key_row + (p->ring ? key % p->ring : key), p->kv_head);
-}
-
-/* ---- Tiles: where the time goes ---------------------------------------------------------------
-   All arithmetic on rows of keys: a few functions, whose one text stands at the end of this file
-   and is read once per instruction set. They are compiled for that set whatever flags the user
-   gave, and desc.isa or the machine chooses among them when a call begins. The bits of a row of the
-   result depend on that row's operands alone, never on how many rows there are or where it stands:
-   every sum runs over k in ascending order. */
-
-/* Which rows of a product's matrices are its rows 0, 1, ...; NULL where these are. */
-typedef struct nsa__which {
-    const int *a, *b, *c;
-} nsa__which;
-
-typedef struct nsa__tiles {
-    /* c[m][n] = a[m][k] b[k][n], or with `add` c = keep c + a b, where keep is a factor for each
-       row, or NULL. Element (i, p) of a lies at a[i row + p step], so that a may be a transpose.
-       `which` may be NULL. */
-    void (*gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row, ptrdiff_t step,
-                 const nsa_real *b, ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
-                 const nsa_real *keep, const nsa__which *which);
-    /* n scores of one tile, in base 2, into the running softmax of their rows: s becomes
-       p = 2^(s - m), not yet divided by the sum; m and l, of rows which[r], move on; shrink, which
-       has room for 16 more, is what all earlier p of the row are to be multiplied by. l is 16
-       partial sums. The scores are those of keys first .. first + n - 1, and bits of
-       mask[r / group] tell which of them row r sees: others get p = 0, and a row that sees none
-       keeps its state to the bit. n is a multiple of 16. */
-    void (*softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                    const int *which, nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink);
-    /* sum[j] = sum over the rows of 2^(s - lse2) */
-    void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
-                        nsa_real *sum);
-    /* how many of n numbers have bits of at least `least`, as integers */
-    int (*at_least)(int n, const nsa_real *x, nsa__lane least);
-    /* whether all numbers are finite; n is a multiple of 16 */
-    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
-    /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta), with lse2 and
-       delta of rows which[r] */
-    void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                     const int *which, const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
-                     nsa_real *dp);
-} nsa__tiles;
-
-static nsa_real nsa__exp2(nsa_real x) {
-    return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
-}
-
-/* NSA__BYTES of a vector; NSA__ROWS x NSA__VECTORS of them hold a piece of c in registers, beside a
-   row of b and a factor. */
-#ifdef __FILE_NAME__
-#define NSA__THIS_FILE __FILE_NAME__
-#else
-#define NSA__THIS_FILE "nsa.h"
-#endif
-
-#define NSA__ISA     plain
-#define NSA__BYTES   0
-#define NSA__ROWS    4
-#define NSA__VECTORS 4
-#define NSA__TARGET  NSA__COMPILED
-#include NSA__THIS_FILE
-
-#if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__)
-#if defined(__SSE2__)
-#define NSA__HAS_SSE2
-#define NSA__ISA     sse2
-#define NSA__BYTES   16
-#define NSA__ROWS    4
-#define NSA__VECTORS 2
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+x"(x))
-#include NSA__THIS_FILE
-#if !defined(_WIN32) || defined(__clang__) /* there GCC spills wide vectors to unaligned stacks */
-#define NSA__HAS_AVX
-#define NSA__ISA     avx2
-#define NSA__BYTES   32
-#define NSA__ROWS    6
-#define NSA__VECTORS 2
-#define NSA__TARGET  __attribute__((target("avx2,fma"))) NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+x"(x))
-#include NSA__THIS_FILE
-#define NSA__ISA     avx512
-#define NSA__BYTES   64
-#define NSA__ROWS    6
-#define NSA__VECTORS 4
-#define NSA__TARGET \
-    __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+v"(x))
-#include NSA__THIS_FILE
-#endif
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-#define NSA__HAS_NEON
-#define NSA__ISA     neon
-#define NSA__BYTES   16
-#define NSA__ROWS    6
-#define NSA__VECTORS 4
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+w"(x))
-#include NSA__THIS_FILE
-#endif
-#endif
-
-/* The tiles of an instruction set; NULL where the machine or the build has none. */
-static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
-    if (isa == NSA_ISA_PLAIN) return &nsa__tiles_plain;
-#ifdef NSA__HAS_SSE2
-    if (isa == NSA_ISA_SSE2) return &nsa__tiles_sse2;
-#endif
-#ifdef NSA__HAS_AVX
-    if (isa == NSA_ISA_AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return &nsa__tiles_avx2;
-    if (isa == NSA_ISA_AVX512 && __builtin_cpu_supports("avx512f") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl"))
-        return &nsa__tiles_avx512;
-#endif
-#ifdef NSA__HAS_NEON
-    if (isa == NSA_ISA_NEON) return &nsa__tiles_neon;
-#endif
-    if (isa != NSA_ISA_DETECT) return NULL;
-    const nsa__tiles *best = NULL;
-    for (int i = NSA_ISA_NEON; !best; i--) best = nsa__tiles_of((nsa_isa)i);
-    return best;
-}
-
-NSA_API int nsa_isa_available(nsa_isa isa) {
-    return (unsigned)isa <= NSA_ISA_NEON && nsa__tiles_of(isa) != NULL;
-}
-
-NSA_API const char *nsa_isa_name(nsa_isa isa) {
-    static const char *const names[] = {"detect", "plain", "SSE2", "AVX2", "AVX-512", "NEON"};
-    return (unsigned)isa < sizeof names / sizeof *names ? names[isa] : "not an instruction set";
-}
-
-/* Bits begin .. end - 1 of a tile's mask. */
-static uint64_t nsa__bits(int begin, int end) {
-    int n = end - begin;
-    return n <= 0 ? 0 : (n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1) << begin;
-}
-
-static int nsa__bit_count(uint64_t mask) {
-    int n = 0;
-    for (; mask; mask &= mask - 1) n++;
-    return n;
-}
-
-/* -- how much of what goes through them at once -- */
-
-/* Queries that go through the tiles at once: about NSA__BATCH_ROWS rows. No more than these are
-   read where they lie: see nsa__few. */
-static int nsa__few_queries(const nsa_desc *d) {
-    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
-}
-
-/* slc's tiles divide its blocks where they can, so that a tile holds keys of one block. */
-static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
-    if (branch == NSA__SLC)
-        for (int tile = NSA__TILE; tile >= 16; tile /= 2)
-            if (d->slc_block % tile == 0) return tile;
-    return NSA__TILE;
-}
-
-/* Heads that are worked on at once: as many as make a token's rows some 256 numbers. */
-static int nsa__heads_at_once(const nsa_desc *d) {
-    int64_t near = nsa__max(1, 256 / d->dim);
-    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_AT_ONCE));
-}
-
-/* slc takes many, so that a tile finds readers, and comes to the cache, with its gradients, few
-   times: what a second-level cache holds, but so few that the heads at hand make NSA__TASKS tasks
-   for threads to share. */
-static int nsa__task_queries(const nsa__pass *p) {
-    int64_t rows = (1 << 18) / (p->wide + p->wide_v), tasks = NSA__TASKS / nsa__heads_at_once(p->d);
-    if (p->branch != NSA__SLC) return p->batch_queries;
-    return (int)nsa__max(p->batch_queries,
-                         nsa__min(rows / p->group, nsa__ceil_div(p->d->count, tasks)));
-}
-
-/* -- keys packed by tile -- */
-
-/* Workspace that the threads share: packed keys of one sequence and kv head. */
-static void nsa__pass_take_keys(nsa__pass *p, nsa__arena *a, int rows, int transposed_values) {
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
-    p->bad = (uint64_t *)nsa__take(a, tiles, sizeof *p->bad);
-    if (p->branch == NSA__SLC) p->wanted = (unsigned char *)nsa__take(a, tiles, 1);
-    p->k_t = nsa__take_reals(a, size * p->d->dim);
-    if (rows) p->k = nsa__take_reals(a, size * p->wide);
-    if (transposed_values) p->v_t = nsa__take_reals(a, size * p->d->dim_v);
-}
-
-/* Fills a tile's rows and their transpose from n rows of x; rows behind them, and non-finite ones,
-   are zeros. Returns the mask of the non-finite ones. Either target may be NULL. */
-static uint64_t nsa__pack_rows(const nsa__pass *p, const nsa_tensor *x, int tile_begin, int n,
-                               int width, int wide, nsa_real *rows, nsa_real *transposed) {
-    nsa_real row[NSA__MAX_DIM] = {0};
-    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
-    uint64_t bad = 0;
-    for (int r = 0; r < p->tile; r++) {
-        if (r + NSA__ROWS_AHEAD < n)
-            nsa__fetch(nsa__key(p, x, tile_begin + r + NSA__ROWS_AHEAD), row_bytes);
-        if (r < n) {
-            const void *from = nsa__key(p, x, tile_begin + r);
-            if (!nsa__load_finite(row, x->dtype, from, width)) bad |= (uint64_t)1 << r;
-        } else {
-            memset(row, 0, (size_t)width * sizeof *row);
-        }
-        if (rows) memcpy(rows + (ptrdiff_t)r * wide, row, (size_t)wide * sizeof *row);
-        for (int c = 0; transposed && c < width; c++)
-            transposed[(ptrdiff_t)c * p->tile + r] = row[c];
-    }
-    return bad;
-}
-
-static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = nsa__pass_of(context, &index);
-    ptrdiff_t tile = p->tile_begin + (ptrdiff_t)index, key = tile * p->tile;
-    int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)p->keys - begin);
-    int dim = p->d->dim, dim_v = p->d->dim_v;
-    (void)scratch;
-    if (p->wanted && !p->wanted[tile]) return;
-    uint64_t bad = nsa__pack_rows(p, &p->x->k, begin, n, dim, p->wide,
-                                  p->k ? p->k + key * p->wide : NULL, p->k_t + key * dim);
-    if (p->v || p->v_t)
-        bad |= nsa__pack_rows(p, &p->x->v, begin, n, dim_v, p->wide_v,
-                              p->v ? p->v + key * p->wide_v : NULL,
-                              p->v_t ? p->v_t + key * dim_v : NULL);
-    p->bad[tile] = bad;
-}
-
-/* Marks the tiles that are in any list: a few queries of a long cache read few of them. Of many
-   queries one or another reads every tile. */
-static void nsa__mark_wanted(const nsa__pass *p) {
-    int begin, end, many = p->seq.count >= p->tile_end;
-    memset(p->wanted, many, (size_t)p->tile_end);
-    if (many) return;
-    for (int query = p->seq.first; query < p->seq.first + p->seq.count; query++) {
-        const int32_t *list = nsa__block_list(p, query);
-        for (int i = 0; nsa__span(p, list, query, i, &begin, &end); i++) {
-            int first = begin / p->tile, tiles = (end - 1) / p->tile - first + 1;
-            memset(p->wanted + first, 1, (size_t)tiles);
-        }
-    }
-}
-
-/* Columns of a transpose: of key `key` and those behind it in its tile. */
-static nsa_real *nsa__key_columns(const nsa__pass *p, nsa_real *transposed, int width,
-                                  ptrdiff_t key) {
-    return transposed + key / p->tile * p->tile * width + key % p->tile;
-}
-
-/* -- readers: the walk of a task over the tiles that its queries see -- */
-
-/* Of tile keys tile_begin .. tile_begin + tile - 1, those that `query` sees. */
-static uint64_t nsa__visible(const nsa__pass *p, int query, int tile_begin) {
-    const int32_t *list = nsa__block_list(p, query);
-    int begin, end;
-    int64_t tile_end = (int64_t)tile_begin + p->tile;
-    uint64_t mask = 0;
-    for (int i = 0; nsa__span(p, list, query, i, &begin, &end) && begin < tile_end; i++)
-        mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
-                          (int)nsa__min(end, tile_end) - tile_begin);
-    return mask;
-}
-
-/* A task's queries on their walk over key tiles. Rows are query-major: row a G + g is head g of
-   query a. */
-typedef struct nsa__walk {
-    int first, queries;     /* positions first .. first + queries - 1 */
-    int tile, tile_end;     /* the tile at hand */
-    int readers;            /* how many queries see any of it: */
-    int *reader;            /* which, ascending */
-    uint64_t *mask;         /* and what each of them sees */
-    int *row;               /* of a batch of them: the numbers of its rows */
-    int *begin, *end;       /* of every query its one span, or for slc: */
-    int *list, *list_begin; /* the readers of tile i are list[list_begin[i] .. list_begin[i + 1]) */
-} nsa__walk;
-
-static void nsa__walk_take(nsa__walk *w, const nsa__pass *p, nsa__arena *a) {
-    w->reader = (int *)nsa__take(a, p->task_queries, sizeof *w->reader);
-    w->mask = (uint64_t *)nsa__take(a, p->task_queries, sizeof *w->mask);
-    w->row = (int *)nsa__take(a, (int64_t)p->batch_queries * p->group, sizeof *w->row);
-    w->begin = (int *)nsa__take(a, p->task_queries, sizeof *w->begin);
-    w->end = (int *)nsa__take(a, p->task_queries, sizeof *w->end);
-    if (p->branch != NSA__SLC) return;
-    int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
-    int64_t of_block = p->d->slc_block / p->tile + (p->tile_in_block ? 0 : 2);
-    int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
-    w->list_begin = (int *)nsa__take(a, tiles + 2, sizeof *w->list_begin);
-    w->list = (int *)nsa__take(a, p->task_queries * of_query, sizeof *w->list);
-}
-
-/* The inverse of the block lists: a counting sort, so that a tile's readers ascend. */
-static void nsa__walk_invert(nsa__walk *w, const nsa__pass *p) {
-    int *at = w->list_begin + 1; /* moves from where a tile's readers begin to where they end */
-    int begin, end;
-    memset(w->list_begin, 0, (size_t)(p->tile_end + 2) * sizeof *at);
-    for (int fill = 0; fill < 2; fill++) {
-        for (int a = 0; a < w->queries; a++) {
-            const int32_t *list = nsa__block_list(p, w->first + a);
-            int next = 0; /* the first tile that this query has not been counted for */
-            if (!fill && a + NSA__ROWS_AHEAD < w->queries)
-                nsa__fetch(nsa__block_list(p, w->first + a + NSA__ROWS_AHEAD), 1);
-            for (int i = 0; nsa__span(p, list, w->first + a, i, &begin, &end); i++) {
-                int tile = (int)nsa__max(next, begin >> p->tile_log2);
-                for (next = (int)nsa__max(next, ((end - 1) >> p->tile_log2) + 1); tile < next;
-                     tile++) {
-                    if (fill)
-                        w->list[at[tile]++] = a;
-                    else
-                        at[tile + 1]++;
-                }
-            }
-        }
-        for (int tile = 0; !fill && tile < p->tile_end; tile++) at[tile + 1] += at[tile];
-    }
-}
-
-static void nsa__walk_begin(nsa__walk *w, const nsa__pass *p, int64_t task) {
-    w->first = p->seq.first + p->skipped + (int)task * p->task_queries;
-    w->queries = (int)nsa__min(p->task_queries, p->seq.first + p->seq.count - (int64_t)w->first);
-    w->tile = p->tile_begin;
-    w->tile_end = p->tile_end;
-    if (p->branch == NSA__SLC) {
-        nsa__walk_invert(w, p);
-    } else {
-        for (int a = 0; a < w->queries; a++)
-            if (!nsa__span(p, NULL, w->first + a, 0, &w->begin[a], &w->end[a])) w->end[a] = 0;
-        w->tile = w->end[0] ? w->begin[0] / p->tile : 0;
-        w->tile_end = (int)nsa__ceil_div(w->end[w->queries - 1], p->tile);
-    }
-    w->tile--;
-}
-
-static void nsa__walk_read(nsa__walk *w, const nsa__pass *p) {
-    int begin = w->tile * p->tile, listed = p->branch == NSA__SLC;
-    int n = listed ? w->list_begin[w->tile + 1] - w->list_begin[w->tile] : w->queries;
-    w->readers = 0;
-    for (int i = 0; i < n; i++) {
-        int a = listed ? w->list[w->list_begin[w->tile] + i] : i;
-        uint64_t mask;
-        if (!listed)
-            mask = nsa__bits((int)nsa__max(w->begin[a] - begin, 0),
-                             (int)nsa__min((int64_t)w->end[a] - begin, p->tile));
-        else if (p->tile_in_block)
-            mask = nsa__bits(0, (int)nsa__min((int64_t)w->first + a + 1 - begin, p->tile));
-        else
-            mask = nsa__visible(p, w->first + a, begin);
-        if (!mask) continue;
-        w->reader[w->readers] = a;
-        w->mask[w->readers++] = mask;
-    }
-}
-
-/* Moves to the next tile that any of the queries sees; 0 behind the last. */
-static int nsa__walk_next(nsa__walk *w, const nsa__pass *p) {
-    while (++w->tile < w->tile_end) {
-        nsa__walk_read(w, p);
-        if (w->readers) return 1;
-    }
-    return 0;
-}
-
-/* Readers that go through the tile at once; few are neighbours, for they go as columns. */
-typedef struct nsa__batch {
-    int readers, rows;
-    const int *reader;
-    const uint64_t *mask;
-    const int *row; /* of each of its rows, which of the task's it is */
-    int begin, end; /* the keys of the tile that any of them sees, in whole vectors */
-} nsa__batch;
-
-static nsa__batch nsa__batch_at(const nsa__walk *w, const nsa__pass *p, int from) {
-    nsa__batch b = {0, 0, w->reader + from, w->mask + from, w->row, 0, p->tile};
-    int left = (int)nsa__min(p->batch_queries, w->readers - from);
-    uint64_t seen = 0;
-    for (; b.readers < left; b.readers++) {
-        int a = b.reader[b.readers];
-        if (p->few && a != b.reader[0] + b.readers) break;
-        for (int g = 0; g < p->group; g++) w->row[b.rows++] = a * p->group + g;
-        seen |= b.mask[b.readers];
-    }
-    while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
-    while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
-    return b;
-}
-
-/* -- few queries, in decoding most of all: they read keys where they lie, for packing a tile would
-   cost more than its products do -- */
-
-/* Rows of keys: `at` and every `row` numbers behind it. */
-typedef struct nsa__rows {
-    const nsa_real *at;
-    ptrdiff_t row;
-} nsa__rows;
-
-/* Whether rows can be read where they lie: reals, whole vectors, and not around a ring's end. */
-static int nsa__rows_lie_well(const nsa__pass *p, const nsa_tensor *x, int begin, int n, int width,
-                              int wide) {
-    return x->dtype == NSA_REAL_DTYPE && width == wide &&
-           (!p->ring || begin % p->ring + n <= p->ring);
-}
-
-static nsa__rows nsa__rows_here(const nsa__pass *p, const nsa_tensor *x, int begin) {
-    nsa__rows here = {(const nsa_real *)nsa__key(p, x, begin), (ptrdiff_t)x->token};
-    return here;
-}
-
-/* n rows of x from key `begin` on in `copy`, zeros and a bit of `bad` for those that are not
-   finite. */
-static nsa__rows nsa__rows_copied(const nsa__pass *p, const nsa_tensor *x, int begin, int n,
-                                  int width, int wide, nsa_real *copy, uint64_t *bad) {
-    nsa__rows there = {copy, wide};
-    for (int i = 0; i < n; i++, copy += wide) {
-        if (!nsa__load_finite(copy, x->dtype, nsa__key(p, x, begin + i), width))
-            *bad |= (uint64_t)1 << i;
-        memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
-    }
-    return there;
-}
-
-/* Asks for rows begin .. end - 1 of x that there are. */
-static void nsa__fetch_rows(const nsa__pass *p, const nsa_tensor *x, int begin, int end,
-                            int width) {
-    size_t bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
-    for (int key = begin; key < end && key < p->keys; key++) nsa__fetch(nsa__key(p, x, key), bytes);
-}
-
-/* The first key of the tile that is walked to next; p->keys where there is none. */
-static int nsa__walk_ahead(const nsa__walk *w, const nsa__pass *p) {
-    int tile = w->tile + 1;
-    if (p->branch == NSA__SLC)
-        while (tile < w->tile_end && w->list_begin[tile] == w->list_begin[tile + 1]) tile++;
-    return tile < w->tile_end ? tile * p->tile : p->keys;
-}
-
-/* Of one task: q as columns, `columns` apart; the scores of a tile like that; rows of keys that
-   cannot be read where they lie. */
-typedef struct nsa__few {
-    nsa_real *q_t, *s_t, *rows;
-    int columns;
-} nsa__few;
-
-static void nsa__few_take(nsa__few *f, const nsa__pass *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->batch_queries * p->group;
-    f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
-    f->q_t = nsa__take_reals(a, (int64_t)p->d->dim * f->columns);
-    f->s_t = nsa__take_reals(a, (int64_t)p->tile * f->columns);
-    f->rows = nsa__take_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
-}
-
-static void nsa__few_begin(const nsa__few *f, const nsa__pass *p, const nsa_real *q, int rows) {
-    memset(f->q_t, 0, (size_t)p->d->dim * (size_t)f->columns * sizeof *f->q_t);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < p->d->dim; c++)
-            f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->wide + c];
-}
-
-enum { NSA__KEYS_AT_ONCE = 24 }; /* whole pieces of the product, whatever the vectors */
-
-/* The batch's scores of n keys from `begin` on, by the keys' rows and q's as columns. Every score
-   is the same sum in the same order. Rows that are not finite make no score that is. */
-static void nsa__few_scores(const nsa__few *f, const nsa__pass *p, const nsa__walk *w,
-                            const nsa__batch *b, int begin, int n, nsa_real *s, uint64_t *bad) {
-    int ahead = nsa__walk_ahead(w, p);
-    const nsa_real *q = f->q_t + (ptrdiff_t)b->reader[0] * p->group;
-    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, dim = p->d->dim;
-    int here = nsa__rows_lie_well(p, &p->x->k, begin, n, dim, p->wide), done = 0;
-    for (; !done; here = 0) {
-        nsa__rows k = here ? nsa__rows_here(p, &p->x->k, begin)
-                           : nsa__rows_copied(p, &p->x->k, begin, n, dim, p->wide, f->rows, bad);
-        for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
-            int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
-            nsa__fetch_rows(p, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
-            nsa__fetch_rows(p, &p->x->k, ahead + i, ahead + i + some, dim);
-            p->tiles->gemm(some, columns, dim, k.at + i * k.row, k.row, 1, q, f->columns,
-                           f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0, NULL, NULL);
-        }
-        done = !here || p->tiles->finite(n, columns, f->columns, f->s_t);
-    }
-    for (int r = 0; r < b->rows; r++, s += p->tile) {
-        for (int i = 0; i < n; i++) s[i] = f->s_t[(ptrdiff_t)i * f->columns + r];
-        for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
-    }
-}
-
-static nsa__rows nsa__few_values(const nsa__few *f, const nsa__pass *p, int begin, int n,
-                                 uint64_t *bad) {
-    const nsa_tensor *x = &p->x->v;
-    if (nsa__rows_lie_well(p, x, begin, n, p->d->dim_v, p->wide_v)) {
-        nsa__rows v = nsa__rows_here(p, x, begin);
-        if (p->tiles->finite(n, p->wide_v, v.row, v.at)) return v;
-    }
-    return nsa__rows_copied(p, x, begin, n, p->d->dim_v, p->wide_v, f->rows, bad);
-}
-
-/* ---- Attention over few keys: forward and backward ---------------------------------------------
-   A pass is one branch on its way over the kv heads of one sequence after another. */
-
-static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *dx,
-                           const nsa_desc *d, nsa__branch branch) {
-    memset(p, 0, sizeof *p);
-    p->x = x;
-    p->dx = dx;
-    p->d = d;
-    p->tiles = nsa__tiles_of(d->isa);
-    p->branch = branch;
-    p->group = d->heads / d->kv_heads;
-    p->list_width = nsa_block_list_width(d);
-    p->tile = nsa__tile_size(d, branch);
-    while (1 << p->tile_log2 < p->tile) p->tile_log2++;
-    p->tile_in_block = branch == NSA__SLC && d->slc_block % p->tile == 0;
-    p->wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
-    p->wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
-    p->batch_queries = nsa__few_queries(d);
-    p->task_queries = nsa__task_queries(p);
-    double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
-    p->scale = (nsa_real)scale;
-    p->scale2 = (nsa_real)(scale * NSA__LOG2E);
-}
-
-static void nsa__passes_init(nsa__pass *passes, const nsa_attend *x, const nsa_attend *dx,
-                             const nsa_desc *d, nsa__branch branch) {
-    for (int i = 0; i < nsa__heads_at_once(d); i++) nsa__pass_init(&passes[i], x, dx, d, branch);
-}
-
-/* Turns to a sequence and kv head: finds the tiles that its queries can see. */
-static void nsa__pass_turn_to(nsa__pass *p, const nsa__seq *seq, int kv_head, int heads) {
-    int begin = 0, end = 0, last = seq->first + seq->count - 1;
-    p->seq = *seq;
-    p->skipped = (int)nsa__max(0, nsa__min(p->reach - (int64_t)seq->first, seq->count));
-    p->kv_head = kv_head;
-    p->heads = heads;
-    p->keys = p->branch == NSA__CMP ? p->seq.cmp_tokens : p->seq.tokens;
-    p->key_row = p->branch == NSA__CMP ? p->seq.cmp_row : p->seq.row;
-    if (p->branch == NSA__WIN) begin = nsa_window_begin(p->d, p->seq.first);
-    end = p->branch == NSA__CMP ? nsa_cmp_visible(p->d, last) : last + 1;
-    p->tile_begin = begin / p->tile;
-    p->tile_end = (int)nsa__ceil_div(end, p->tile);
-    if (p->wanted) nsa__mark_wanted(p);
-}
-
-/* Does `work` for every sequence and every few heads of it, whose passes stand side by side and
-   have packed their keys. */
-static void nsa__each_heads(nsa__pass *passes, const nsa__team *team,
-                            void (*work)(nsa__pass *passes, const nsa__team *team)) {
-    const nsa_desc *d = passes->d;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count && head < d->kv_heads; head += passes->heads) {
-            int heads = (int)nsa__min(nsa__heads_at_once(d), d->kv_heads - (int64_t)head);
-            for (int i = 0; i < heads; i++) nsa__pass_turn_to(&passes[i], &seq, head + i, heads);
-            int64_t tiles = passes->few ? 0 : passes->tile_end - passes->tile_begin;
-            nsa__run(team, heads * tiles, nsa__pack_task, passes);
-            work(passes, team);
-        }
-}
-
-/* The tasks of all heads at hand. */
-static int64_t nsa__query_tasks(const nsa__pass *p) {
-    return p->heads * nsa__ceil_div(p->seq.count - p->skipped, p->task_queries);
-}
-
-/* Row r of a task's queries in x. */
-static void *nsa__query_row(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x, int r) {
-    return nsa__row(x, p->seq.batch, p->seq.row + w->first - p->seq.first + r / p->group,
-                    p->kv_head * p->group + r % p->group);
-}
-
-/* Loads the rows of a task's queries, times factor, with zeros up to `wide`; bad[r] is set for
-   those with a value that is not finite, then or before, which come as zeros. */
-static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x,
-                              int width, int wide, nsa_real factor, nsa_real *to,
-                              unsigned char *bad) {
-    int rows = w->queries * p->group;
-    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
-    for (int r = 0; r < rows; r++, to += wide) {
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(p, w, x, r + NSA__ROWS_AHEAD), row_bytes);
-        nsa__load(to, x->dtype, nsa__query_row(p, w, x, r), width);
-        nsa__scale(to, factor, width);
-        if (!nsa__all_finite(to, width)) {
-            memset(to, 0, (size_t)width * sizeof *to);
-            bad[r] = 1;
-        }
-        memset(to + width, 0, (size_t)(wide - width) * sizeof *to);
-    }
-}
-
-/* lse of a row in base 2; where it is not finite 0, and the row is bad. */
-static nsa_real nsa__load_lse2(const nsa__pass *p, const nsa__walk *w, int r, unsigned char *bad) {
-    nsa_real lse;
-    nsa__load(&lse, p->x->lse.dtype, nsa__query_row(p, w, &p->x->lse, r), 1);
-    if (!nsa__is_finite((double)lse)) bad[r] = 1;
-    return bad[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
-}
-
-/* -- selection, of the queries of a task that has their scores: nsa_select_blocks, or cmp's forward
-   pass on its way -- */
-
-/* A number that orders as scores do, NaN below all; by bits, for -ffast-math knows neither NaN nor
-   its order. */
-static nsa__bits_t nsa__score_key(nsa_real score) {
-    const nsa__bits_t sign = (nsa__bits_t)1 << (8 * sizeof score - 1);
-    const nsa__bits_t infinity =
-        (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
-    nsa__bits_t bits;
-    memcpy(&bits, &score, sizeof bits);
-    if ((bits & ~sign) > infinity) return 0; /* NaN */
-    if (bits == sign) bits = 0;              /* -0 equals 0 */
-    return bits & sign ? ~bits : bits | sign;
-}
-
-/* How many of n scores have a key of at least `least`. With `tiles` none is negative or NaN, so
-   that their bits are in order as they are. */
-NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
-                                       const nsa__tiles *tiles) {
-    int count = 0;
-    if (tiles) return tiles->at_least(n, scores, (nsa__lane)(least & ~nsa__score_key(0)));
-    for (int j = 0; j < n; j++) count += nsa__score_key(scores[j]) >= least;
-    return count;
-}
-
-/* The largest key that at least `room` of n scores reach, room <= n: bit by bit. */
-static nsa__bits_t nsa__key_of_rank(const nsa_real *scores, int n, int room,
-                                    const nsa__tiles *tiles) {
-    nsa__bits_t key = 0, bit = (nsa__bits_t)1 << (8 * sizeof key - 1);
-    for (int reached = n; bit && reached != room; bit >>= 1) {
-        int count = nsa__at_least(scores, n, key | bit, tiles);
-        if (count < room) continue;
-        key |= bit;
-        reached = count;
-    }
-    return key;
-}
-
-/* Forced blocks, and the `room` best of the rest: all above the key of that rank, and of those that
-   have it the lower ones. */
-NSA__COMPILED static void nsa__rank(const nsa_real *scores, int query, const nsa_desc *d,
-                                    const nsa__tiles *tiles, int32_t *list) {
-    int candidates = nsa_slc_candidates(d, query), width = nsa_block_list_width(d), n = 0;
-    int begin = (int)nsa__min(d->slc_init, candidates); /* forced: before begin, from end on */
-    int end = (int)nsa__max(begin, (int64_t)candidates - d->slc_local);
-    int forced = begin + candidates - end;
-    int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
-    room = (int)nsa__min(room, end - begin);
-    const nsa_real *rest = scores + begin;
-    nsa__bits_t key = room > 0 ? nsa__key_of_rank(rest, end - begin, room, tiles) : 0;
-    int ties = room - nsa__at_least(rest, end - begin, key + 1, tiles);
-    for (; n < begin; n++) list[n] = n;
-    for (int j = begin; room > 0 && j < end; j += NSA__LANES) {
-        int lanes = (int)nsa__min(NSA__LANES, end - j);
-        if (!nsa__at_least(scores + j, lanes, key, tiles)) continue;
-        for (int i = j; i < j + lanes; i++) {
-            nsa__bits_t of_block = nsa__score_key(scores[i]);
-            if (of_block > key || (of_block == key && ties-- > 0)) list[n++] = i;
-        }
-    }
-    for (int j = end; j < candidates; j++) list[n++] = j;
-    while (n < width) list[n++] = -1;
-}
-
-/* What selection needs of a task's rows: all of their scores against the compressed keys. */
-typedef struct nsa__scoring {
-    nsa_real *s;      /* of every row, in base 2 */
-    int64_t stride;   /* of a row of s */
-    nsa_real *p_cmp;  /* of one query: summed over the group's heads */
-    nsa_real *scores; /* of one query */
-} nsa__scoring;
-
-static void nsa__scoring_take(nsa__scoring *f, const nsa__pass *p, nsa__arena *a) {
-    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile + NSA__LANES; /* no power of 2 */
-    f->s = nsa__take_reals(a, (int64_t)p->task_queries * p->group * f->stride);
-    f->p_cmp = nsa__take_reals(a, f->stride);
-    f->scores = nsa__take_reals(a, nsa_slc_count(p->d, p->d->tokens));
-}
-
-/* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
-   size - 1. */
-static int nsa__stencil_lead(const nsa_desc *d) {
-    return d->cmp_block / d->cmp_stride - 1;
-}
-static int nsa__stencil_size(const nsa_desc *d) {
-    return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
-}
-
-static void nsa__take_stencil(nsa__pass *p, const nsa_select *select, nsa__arena *a) {
-    p->select = select;
-    p->stencil = nsa__take_reals(a, nsa__stencil_size(p->d));
-}
-
-static void nsa__fill_stencil(const nsa__pass *p) {
-    const nsa_desc *d = p->d;
-    int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
-    int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
-    for (int u = 0; u < nsa__stencil_size(d); u++)
-        p->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
-}
-
-/* Scores of the candidates of one query from its p_cmp. */
-NSA__COMPILED static void nsa__scores(const nsa__pass *p, int query, const nsa_real *p_cmp,
-                                      nsa_real *scores) {
-    const nsa_desc *d = p->d;
-    int visible = nsa_cmp_visible(d, query), size = nsa__stencil_size(d);
-    int candidates = nsa_slc_candidates(d, query), step = d->slc_block / d->cmp_stride;
-    int sums = d->score_map == NSA_SCORE_OVERLAP_SUM;
-    int64_t first = -(int64_t)nsa__stencil_lead(d); /* of block j, in compressed blocks */
-    for (int j = 0; j < candidates; j++, first += step) {
-        int from = (int)nsa__max(0, -first), to = (int)nsa__min(size, visible - first);
-        nsa_real score = 0;
-        for (int u = from; u < to; u++) {
-            nsa_real value = p_cmp[first + u];
-            if (sums)
-                score += p->stencil[u] * value;
-            else
-                score = value > score ? value : score;
-        }
-        scores[j] = score;
-    }
-}
-
-/* Of every query of a task p_cmp = exp(s - lse), summed over its heads, then the list. */
-static void nsa__select_queries(const nsa__pass *p, const nsa__walk *w, const nsa__scoring *f,
-                                const nsa_real *lse2, const unsigned char *bad_rows) {
-    int G = p->group;
-    for (int a = 0; a < w->queries; a++) {
-        int query = w->first + a, visible = nsa_cmp_visible(p->d, query), bad = 0;
-        p->tiles->probability(G, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
-                              (ptrdiff_t)f->stride, lse2 + (ptrdiff_t)a * G,
-                              f->s + (ptrdiff_t)a * G * f->stride, f->p_cmp);
-        nsa__scores(p, query, f->p_cmp, f->scores);
-        for (int g = 0; g < G; g++) bad |= bad_rows[a * G + g];
-        for (int j = 0; bad && j < nsa_slc_candidates(p->d, query); j++) f->scores[j] = 0;
-        int64_t row = p->seq.row + query - p->seq.first;
-        nsa__rank(f->scores, query, p->d, p->tiles,
-                  (int32_t *)nsa__row(&p->select->blocks, p->seq.batch, row, p->kv_head));
-    }
-}
-
-/* -- forward -- */
-
-typedef struct nsa__forward {
-    nsa__walk walk;
-    nsa_real *q, *out, *m, *l; /* of every row */
-    nsa_real *s, *shrink;      /* of a batch's */
-    unsigned char *bad;
-    nsa__scoring scoring; /* where lists are selected too */
-    nsa__few few;
-} nsa__forward;
-
-static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
-    nsa__walk_take(&f->walk, p, a);
-    f->q = nsa__take_reals(a, rows * p->wide);
-    f->out = nsa__take_reals(a, rows * p->wide_v);
-    f->m = nsa__take_reals(a, rows);
-    f->l = nsa__take_reals(a, rows * NSA__LANES);
-    f->shrink = nsa__take_reals(a, some + NSA__LANES);
-    f->s = nsa__take_reals(a, some * p->tile);
-    f->bad = (unsigned char *)nsa__take(a, rows, 1);
-    if (p->select) nsa__scoring_take(&f->scoring, p, a);
-    nsa__few_take(&f->few, p, a); /* by many queries too: a workspace for them serves fewer */
-}
-
-static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task) {
-    nsa__walk_begin(&f->walk, p, task);
-    int rows = f->walk.queries * p->group;
-    memset(f->bad, 0, (size_t)rows);
-    memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
-    memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
-    for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
-    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
-    if (p->few) nsa__few_begin(&f->few, p, f->q, rows);
-}
-
-/* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
-static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__batch *b) {
-    int G = p->group, tile = p->tile, n = b->end - b->begin, keys = f->walk.tile * tile + b->begin;
-    const nsa__which queries = {b->row, NULL, NULL}, sums = {NULL, NULL, b->row};
-    int there = p->few ? (int)nsa__min(n, p->keys - (int64_t)keys) : n;
-    uint64_t bad = p->few ? 0 : p->bad[f->walk.tile];
-    if (p->few)
-        nsa__few_scores(&f->few, p, &f->walk, b, keys, there, f->s, &bad);
-    else
-        p->tiles->gemm(b->rows, n, p->d->dim, f->q, p->wide, 1,
-                       nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL,
-                       &queries);
-    for (int r = 0; p->select && r < b->rows; r++)
-        memcpy(f->scoring.s + b->row[r] * f->scoring.stride + keys, f->s + (ptrdiff_t)r * tile,
-               (size_t)n * sizeof *f->s);
-    p->tiles->softmax(b->rows, n, tile, G, b->mask, b->begin, b->row, f->s, f->m, f->l, f->shrink);
-    nsa__rows v = {p->few ? NULL : p->v + (ptrdiff_t)keys * p->wide_v, p->wide_v};
-    if (p->few) v = nsa__few_values(&f->few, p, keys, there, &bad);
-    if (p->few) bad <<= b->begin;
-    p->tiles->gemm(b->rows, p->wide_v, there, f->s, tile, 1, v.at, v.row, f->out, p->wide_v, 1,
-                   f->shrink, &sums);
-    for (int i = 0; i < b->readers; i++) {
-        if (p->reads)
-            p->reads[(f->walk.first - p->seq.first + b->reader[i]) * (int64_t)p->d->kv_heads +
-                     p->kv_head] += nsa__bit_count(b->mask[i]);
-        if (b->mask[i] & bad) memset(f->bad + (ptrdiff_t)b->reader[i] * G, 1, (size_t)G);
-    }
-}
-
-/* out / l and lse; a row that saw no key has l = 0. */
-static void nsa__forward_end(nsa__forward *f, const nsa__pass *p) {
-    int dim_v = p->d->dim_v;
-    for (int r = 0; r < f->walk.queries * p->group; r++) {
-        nsa_real *out = f->out + (ptrdiff_t)r * p->wide_v, lse = nsa__minus_infinity(), l = 0;
-        for (int j = 0; j < NSA__LANES; j++) l += f->l[(ptrdiff_t)r * NSA__LANES + j];
-        if (l != 0) {
-            nsa__scale(out, 1 / l, dim_v);
-            lse = (nsa_real)(((double)f->m[r] + log2((double)l)) * NSA__LN2);
-        }
-        if (l != 0 && f->bad[r]) {
-            for (int c = 0; c < dim_v; c++) out[c] = nsa__nan();
-            lse = nsa__nan();
-        }
-        nsa__store(p->x->out.dtype, nsa__query_row(p, &f->walk, &p->x->out, r), out, dim_v);
-        nsa__store(p->x->lse.dtype, nsa__query_row(p, &f->walk, &p->x->lse, r), &lse, 1);
-        if (p->select) f->m[r] = nsa__load_lse2(p, &f->walk, r, f->bad);
-    }
-    if (p->select) nsa__select_queries(p, &f->walk, &f->scoring, f->m, f->bad);
-}
-
-static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = nsa__pass_of(context, &index);
-    nsa__forward f;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__forward_take(&f, p, &a);
-    nsa__forward_begin(&f, p, index);
-    while (nsa__walk_next(&f.walk, p))
-        for (int i = 0; i < f.walk.readers;) {
-            nsa__batch b = nsa__batch_at(&f.walk, p, i);
-            nsa__forward_batch(&f, p, &b);
-            i += b.readers;
-        }
-    nsa__forward_end(&f, p);
-}
-
-/* -- backward --
-   With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
-     dv[s] = sum_t p dout[t],   ds = p (dout . v[s] - delta),
-     dq[t] = scale sum_s ds k[s],   dk[s] = scale sum_t ds q[t].
-   One walk computes ds once and adds to all three: dq is the task's own, and a tile's dk and dv
-   take the tasks in their order, each of which follows the one before it from tile to tile. So
-   every sum has one order, for any number of threads. */
-
-typedef struct nsa__backward {
-    nsa__walk walk;
-    nsa_real *q, *dout, *dq, *lse2, *delta; /* of every row */
-    nsa_real *p, *ds;                       /* of a batch's */
-    unsigned char *bad;                     /* of every row */
-    unsigned char *reads;                   /* of every query: whether it saw any key */
-} nsa__backward;
-
-static void nsa__backward_take(nsa__backward *f, const nsa__pass *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
-    nsa__walk_take(&f->walk, p, a);
-    f->q = nsa__take_reals(a, rows * p->wide);
-    f->dq = nsa__take_reals(a, rows * p->wide);
-    f->dout = nsa__take_reals(a, rows * p->wide_v);
-    f->lse2 = nsa__take_reals(a, rows);
-    f->delta = nsa__take_reals(a, rows);
-    f->p = nsa__take_reals(a, some * p->tile);
-    f->ds = nsa__take_reals(a, some * p->tile);
-    f->bad = (unsigned char *)nsa__take(a, rows, 1);
-    f->reads = (unsigned char *)nsa__take(a, p->task_queries, 1);
-}
-
-static void nsa__backward_begin(nsa__backward *f, const nsa__pass *p, int64_t task) {
-    nsa_real out[NSA__MAX_DIM] = {0};
-    nsa__walk_begin(&f->walk, p, task);
-    int rows = f->walk.queries * p->group;
-    memset(f->reads, 0, (size_t)f->walk.queries);
-    memset(f->bad, 0, (size_t)rows);
-    memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
-    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
-    nsa__load_queries(p, &f->walk, &p->dx->out, p->d->dim_v, p->wide_v, 1, f->dout, f->bad);
-    for (int r = 0; r < rows; r++) {
-        nsa__load(out, p->x->out.dtype, nsa__query_row(p, &f->walk, &p->x->out, r), p->d->dim_v);
-        f->lse2[r] = nsa__load_lse2(p, &f->walk, r, f->bad);
-        f->delta[r] = f->bad[r] ? 0 : nsa__dot(out, f->dout + (ptrdiff_t)r * p->wide_v, p->wide_v);
-    }
-}
-
-/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta);
-   dv += p^T dout, dk += ds^T q, dq += ds k */
-static void nsa__backward_batch(nsa__backward *f, const nsa__pass *p, const nsa__batch *b) {
-    int G = p->group, tile = p->tile, n = b->end - b->begin, rows = b->rows;
-    ptrdiff_t keys = (ptrdiff_t)f->walk.tile * tile + b->begin;
-    const nsa__which queries = {b->row, NULL, NULL}, keys_of = {NULL, b->row, NULL},
-                     sums = {NULL, NULL, b->row};
-    p->tiles->gemm(rows, n, p->d->dim, f->q, p->wide, 1,
-                   nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->p, tile, 0, NULL,
-                   &queries);
-    p->tiles->gemm(rows, n, p->d->dim_v, f->dout, p->wide_v, 1,
-                   nsa__key_columns(p, p->v_t, p->d->dim_v, keys), tile, f->ds, tile, 0, NULL,
-                   &queries);
-    p->tiles->gradient(rows, n, tile, G, b->mask, b->begin, b->row, f->lse2, f->delta, f->p, f->ds);
-    if (p->dv)
-        p->tiles->gemm(n, p->wide_v, rows, f->p, 1, tile, f->dout, p->wide_v,
-                       p->dv + keys * p->wide_v, p->wide_v, 1, NULL, &keys_of);
-    if (p->dk)
-        p->tiles->gemm(n, p->wide, rows, f->ds, 1, tile, f->q, p->wide, p->dk + keys * p->wide,
-                       p->wide, 1, NULL, &keys_of);
-    for (int i = 0; i < b->readers; i++) {
-        f->reads[b->reader[i]] = 1;
-        for (int g = 0; p->bad_key && g < G; g++)
-            if (f->bad[b->reader[i] * G + g]) p->bad_key[f->walk.tile] |= b->mask[i];
-    }
-    if (!p->dx->q.data) return;
-    p->tiles->gemm(rows, p->wide, n, f->ds, tile, 1, p->k + keys * p->wide, p->wide, f->dq, p->wide,
-                   1, NULL, &sums);
-}
-
-static void nsa__backward_end(nsa__backward *f, const nsa__pass *p) {
-    int dim = p->d->dim;
-    for (int r = 0; p->dx->q.data && r < f->walk.queries * p->group; r++) {
-        nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
-        if (!f->reads[r / p->group]) continue;
-        for (int c = 0; f->bad[r] && c < dim; c++) dq[c] = nsa__nan();
-        nsa__add(p->dx->q.dtype, nsa__query_row(p, &f->walk, &p->dx->q, r), p->scale, dq, dim);
-    }
-}
-
-static void nsa__backward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = nsa__pass_of(context, &index);
-    nsa__backward f;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__backward_take(&f, p, &a);
-    nsa__backward_begin(&f, p, index);
-    while (nsa__walk_next(&f.walk, p)) {
-        nsa__await(p->left, index - 1, f.walk.tile + 1);
-        for (int i = 0; i < f.walk.readers;) {
-            nsa__batch b = nsa__batch_at(&f.walk, p, i);
-            nsa__backward_batch(&f, p, &b);
-            i += b.readers;
-        }
-        nsa__announce(p->left, index, f.walk.tile + 1);
-    }
-    nsa__backward_end(&f, p);
-    nsa__await(p->left, index - 1, INT_MAX);
-    nsa__announce(p->left, index, INT_MAX);
-}
-
-static void nsa__key_gradient_clear(const nsa__pass *p) {
-    ptrdiff_t begin = (ptrdiff_t)p->tile_begin, tiles = p->tile_end - begin, key = begin * p->tile;
-    size_t keys = (size_t)tiles * (size_t)p->tile;
-    memset(p->bad_key + begin, 0, (size_t)tiles * sizeof *p->bad_key);
-    if (p->dk) memset(p->dk + key * p->wide, 0, keys * (size_t)p->wide * sizeof *p->dk);
-    if (p->dv) memset(p->dv + key * p->wide_v, 0, keys * (size_t)p->wide_v * sizeof *p->dv);
-}
-
-static void nsa__key_gradient_add(const nsa__pass *p, const nsa_tensor *to, int tile,
-                                  nsa_real factor, nsa_real *sum, int width, int wide) {
-    int begin = tile * p->tile, end = (int)nsa__min((int64_t)begin + p->tile, p->keys);
-    for (int key = begin; sum && key < end; key++) {
-        nsa_real *row = sum + (ptrdiff_t)key * wide;
-        for (int c = 0; p->bad_key[tile] >> (key - begin) & 1 && c < width; c++)
-            row[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__key(p, to, key), factor, row, width);
-    }
-}
-
-static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = nsa__pass_of(context, &index);
-    int tile = p->tile_begin + (int)index;
-    (void)scratch;
-    if (p->wanted && !p->wanted[tile]) return;
-    /* q was loaded times scale log2(e) */
-    nsa__key_gradient_add(p, &p->dx->k, tile, (nsa_real)NSA__LN2, p->dk, p->d->dim, p->wide);
-    nsa__key_gradient_add(p, &p->dx->v, tile, 1, p->dv, p->d->dim_v, p->wide_v);
-}
-
-/* -- doors -- */
-
-/* The plans: what the passes of all heads at once take of the shared workspace. They return how
-   much scratch a thread needs. */
-
-/* `select` where cmp's forward pass selects lists too. */
-static size_t nsa__forward_plan(nsa__pass *passes, const nsa_select *select, nsa__arena *shared) {
-    nsa__forward f;
-    nsa__arena scratch = {NULL, 0};
-    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
-        nsa__pass *p = &passes[i];
-        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-        if (select) nsa__take_stencil(p, select, shared);
-        p->few = p->d->count <= p->batch_queries;
-        if (p->few) continue;
-        nsa__pass_take_keys(p, shared, 0, 0);
-        p->v = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
-    }
-    nsa__forward_take(&f, passes, &scratch);
-    return scratch.used;
-}
-
-static size_t nsa__backward_plan(nsa__pass *passes, nsa__arena *shared) {
-    nsa__backward f;
-    nsa__arena scratch = {NULL, 0};
-    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
-        nsa__pass *p = &passes[i];
-        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-        nsa__pass_take_keys(p, shared, 1, 1);
-        p->dk = nsa__take_reals(shared, tiles * p->tile * p->wide);
-        p->dv = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
-        p->bad_key = (uint64_t *)nsa__take(shared, tiles, sizeof *p->bad_key);
-        p->left = (int32_t *)nsa__take(shared, nsa__ceil_div(p->d->count, p->task_queries),
-                                       sizeof *p->left);
-    }
-    nsa__backward_take(&f, passes, &scratch);
-    return scratch.used;
-}
-
-static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
-    nsa__arena shared = {NULL, 0};
-    if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__passes_init(passes, NULL, NULL, d, branch);
-    size_t scratch =
-        backward ? nsa__backward_plan(passes, &shared) : nsa__forward_plan(passes, NULL, &shared);
-    return nsa__workspace_bytes(d, shared.used, scratch);
-}
-
-static void nsa__forward_heads(nsa__pass *passes, const nsa__team *team) {
-    nsa__team some = *team;
-    int64_t keys = (int64_t)(passes->tile_end - passes->tile_begin) * passes->tile;
-    if (passes->few && passes->branch == NSA__SLC)
-        keys = nsa__min(keys, (int64_t)passes->list_width * passes->d->slc_block);
-    if (passes->few)
-        some.threads =
-            nsa__threads_for(team->threads, passes->heads * keys * passes->seq.count *
-                                                passes->group * (passes->wide + passes->wide_v));
-    nsa__run(&some, nsa__query_tasks(passes), nsa__forward_task, passes);
-}
-
-/* What the chain and the cache ask of a branch beside its arguments; see nsa__pass. */
-typedef struct nsa__request {
-    const nsa_select *select; /* NULL, or what cmp selects on its way */
-    int reach, ring;
-    int64_t *reads;
-} nsa__request;
-
-static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d,
-                                          nsa__branch branch, nsa__request ask, void *workspace,
-                                          size_t bytes) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
-    nsa__team team;
-    nsa__arena shared = nsa__arena_at(workspace);
-    nsa__passes_init(passes, x, NULL, d, branch);
-    size_t scratch = nsa__forward_plan(passes, ask.select, &shared);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
-    for (int i = 0; i < nsa__heads_at_once(d); i++) {
-        passes[i].reach = ask.reach;
-        passes[i].ring = ask.ring;
-        passes[i].reads = ask.reads;
-        if (ask.select) nsa__fill_stencil(&passes[i]);
-    }
-    nsa__each_heads(passes, &team, nsa__forward_heads);
-    return NSA_OK;
-}
-
-static void nsa__backward_heads(nsa__pass *passes, const nsa__team *team) {
-    int64_t tasks = nsa__query_tasks(passes);
-    for (int i = 0; i < passes->heads; i++) {
-        nsa__key_gradient_clear(&passes[i]);
-        memset(passes[i].left, 0, (size_t)(tasks / passes->heads) * sizeof *passes[i].left);
-    }
-    nsa__run(team, tasks, nsa__backward_task, passes);
-    nsa__run(team, (int64_t)passes->heads * (passes->tile_end - passes->tile_begin),
-             nsa__key_gradient_task, passes);
-}
-
-static nsa_status nsa__attend_backward_run(const nsa_attend *dx, const nsa_attend *x,
-                                           const nsa_desc *d, nsa__branch branch, int reach,
-                                           void *workspace, size_t bytes) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
-    nsa__team team;
-    nsa__arena shared = nsa__arena_at(workspace);
-    nsa__passes_init(passes, x, dx, d, branch);
-    size_t scratch = nsa__backward_plan(passes, &shared);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
-    for (int i = 0; i < nsa__heads_at_once(d); i++) {
-        passes[i].reach = reach;
-        if (!dx->k.data) passes[i].dk = NULL;
-        if (!dx->v.data) passes[i].dv = NULL;
-    }
-    nsa__each_heads(passes, &team, nsa__backward_heads);
-    return NSA_OK;
-}
-
-typedef struct nsa__attend_fields {
-    int q, k, v, out, lse, blocks;
-} nsa__attend_fields;
-
-static const nsa__attend_fields nsa__attend_names = {NSA__AT_q,   NSA__AT_k,   NSA__AT_v,
-                                                     NSA__AT_out, NSA__AT_lse, NSA__AT_blocks};
-
-static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
-    return branch == NSA__CMP ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
-}
-
-/* `lists` 0: blocks are an output of the chain, not there yet. */
-static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                    int forward, int lists, const nsa__attend_fields *at) {
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               lse = nsa__query_shape(d, d->heads, 1);
-    NSA__CHECK(
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
-    NSA__CHECK(
-        nsa__check_view(&x->k, nsa__branch_shape(d, branch, d->dim), nsa__floats(), 0, at->k));
-    NSA__CHECK(
-        nsa__check_view(&x->v, nsa__branch_shape(d, branch, d->dim_v), nsa__floats(), 0, at->v));
-    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), forward, at->out));
-    NSA__CHECK(nsa__check_view(&x->lse, lse, nsa__real_dtypes(), forward, at->lse));
-    if (branch != NSA__SLC || !lists) return NSA_OK;
-    nsa_status s = nsa_check_blocks(&x->blocks, d, NULL);
-    return s == NSA_OK ? s : nsa__error(nsa_status_kind(s), at->blocks);
-}
-
-static nsa_status nsa__attend_gradient_check(const nsa_attend *dx, const nsa_attend *x,
-                                             const nsa_desc *d, nsa__branch branch,
-                                             const nsa__attend_fields *at) {
-    nsa__shape dout = nsa__query_shape(d, d->heads, d->dim_v);
-    NSA__CHECK(nsa__check_view(&dx->out, dout, nsa__floats(), 0, at->out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, nsa__query_shape(d, d->heads, d->dim), at->q));
-    NSA__CHECK(nsa__check_gradient(&dx->k, &x->k, nsa__branch_shape(d, branch, d->dim), at->k));
-    return nsa__check_gradient(&dx->v, &x->v, nsa__branch_shape(d, branch, d->dim_v), at->v);
-}
-
-static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                      void *workspace, size_t bytes) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names));
-    const nsa__request nothing = {NULL, 0, 0, NULL};
-    return nsa__attend_forward_run(x, d, branch, nothing, workspace, bytes);
-}
-
-static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
-                                       nsa__branch branch, void *workspace, size_t bytes) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
-    NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
-    return nsa__attend_backward_run(dx, x, d, branch, 0, workspace, bytes);
-}
-
-/* The four public functions of each branch. */
-#define NSA__ATTEND_DOORS(name, branch)                                                        \
-    NSA_API size_t nsa_attend_##name##_forward_workspace_size(const nsa_desc *d) {             \
-        return nsa__attend_bytes(d, branch, 0);                                                \
-    }                                                                                          \
-    NSA_API nsa_status nsa_attend_##name##_forward(const nsa_attend *x, const nsa_desc *d,     \
-                                                   void *workspace, size_t bytes) {            \
-        return nsa__attend_forward(x, d, branch, workspace, bytes);                            \
-    }                                                                                          \
-    NSA_API size_t nsa_attend_##name##_backward_workspace_size(const nsa_desc *d) {            \
-        return nsa__attend_bytes(d, branch, 1);                                                \
-    }                                                                                          \
-    NSA_API nsa_status nsa_attend_##name##_backward(const nsa_attend *dx, const nsa_attend *x, \
-                                                    const nsa_desc *d, void *workspace,        \
-                                                    size_t bytes) {                            \
-        return nsa__attend_backward(dx, x, d, branch, workspace, bytes);                       \
-    }
-
-NSA__ATTEND_DOORS(cmp, NSA__CMP)
-NSA__ATTEND_DOORS(slc, NSA__SLC)
-NSA__ATTEND_DOORS(win, NSA__WIN)
-NSA__ATTEND_DOORS(dense, NSA__DENSE)
-#undef NSA__ATTEND_DOORS
-
-/* ---- Selection ----------------------------------------------------------------------------- */
-
-NSA_API int nsa_block_list_width(const nsa_desc *d) {
-    return d->forced == NSA_FORCED_ON_TOP ? d->slc_count + d->slc_init + d->slc_local
-                                          : d->slc_count;
-}
-
-NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
-                                   int32_t *list) {
-    NSA__CHECK(nsa__check_geometry(d));
-    if (!scores || !list)
-        return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
-    if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
-    nsa__rank(scores, query, d, NULL, list);
-    return NSA_OK;
-}
-
-/* The first slot that breaks the form, or -1. */
-static int nsa__list_fault(const nsa_desc *d, int query, const int32_t *list, const char **reason) {
-    int candidates = nsa_slc_candidates(d, query);
-    for (int i = 0; i < nsa_block_list_width(d); i++) {
-        *reason = NULL;
-        if (list[i] < -1 || list[i] >= candidates) *reason = "not a candidate of its query";
-        if (i > 0 && list[i] >= 0) {
-            if (list[i - 1] < 0)
-                *reason = "entry behind a -1";
-            else if (list[i - 1] == list[i])
-                *reason = "duplicate";
-            else if (list[i - 1] > list[i])
-                *reason = "not ascending";
-        }
-        if (*reason) return i;
-    }
-    return -1;
-}
-
-NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
-                                    nsa_block_fault *fault) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
-    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d)),
-                               NSA__INTS, 0, NSA__AT_blocks));
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int t = 0; t < seq.count; t++)
-            for (int head = 0; head < d->kv_heads; head++) {
-                const int32_t *list =
-                    (const int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
-                const char *reason;
-                int slot = nsa__list_fault(d, seq.first + t, list, &reason);
-                if (slot < 0) continue;
-                if (fault) {
-                    fault->batch = seq.index;
-                    fault->query = seq.first + t;
-                    fault->kv_head = head;
-                    fault->slot = slot;
-                    fault->value = list[slot];
-                    fault->reason = reason;
-                }
-                return nsa__error(NSA_ERROR_BLOCKS, NSA__AT_blocks);
-            }
-    return NSA_OK;
-}
-
-/* Ascending order by insertion: lists are short, and nearly in order. */
-static void nsa__sort_blocks(int32_t *list, int n) {
-    for (int i = 1; i < n; i++) {
-        int32_t block = list[i];
-        int at = i;
-        for (; at > 0 && list[at - 1] > block; at--) list[at] = list[at - 1];
-        list[at] = block;
-    }
-}
-
-NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
-    int width = nsa_block_list_width(d);
-    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, width), NSA__INTS, 1,
-                               NSA__AT_blocks));
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int t = 0; t < seq.count; t++)
-            for (int head = 0; head < d->kv_heads; head++) {
-                int32_t *list = (int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
-                int candidates = nsa_slc_candidates(d, seq.first + t), n = 0, kept = 0;
-                for (int i = 0; i < width; i++)
-                    if (list[i] >= 0 && list[i] < candidates) list[n++] = list[i];
-                nsa__sort_blocks(list, n);
-                for (int i = 0; i < n; i++)
-                    if (kept == 0 || list[kept - 1] != list[i]) list[kept++] = list[i];
-                while (kept < width) list[kept++] = -1;
-            }
-    return NSA_OK;
-}
-
-typedef struct nsa__selecting {
-    nsa__walk walk;
-    nsa__scoring scoring;
-    nsa_real *q, *lse2;
-    unsigned char *bad; /* of every row */
-} nsa__selecting;
-
-static void nsa__selecting_take(nsa__selecting *f, const nsa__pass *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group;
-    nsa__walk_take(&f->walk, p, a);
-    nsa__scoring_take(&f->scoring, p, a);
-    f->q = nsa__take_reals(a, rows * p->wide);
-    f->lse2 = nsa__take_reals(a, rows);
-    f->bad = (unsigned char *)nsa__take(a, rows, 1);
-}
-
-static void nsa__select_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = nsa__pass_of(context, &index);
-    nsa__selecting f;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__selecting_take(&f, p, &a);
-    nsa__walk_begin(&f.walk, p, index);
-    int rows = f.walk.queries * p->group;
-    memset(f.bad, 0, (size_t)rows);
-    nsa__load_queries(p, &f.walk, &p->x->q, p->d->dim, p->wide, p->scale2, f.q, f.bad);
-    for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(p, &f.walk, r, f.bad);
-    for (int tile = 0; tile < f.walk.tile_end; tile++) {
-        ptrdiff_t key = (ptrdiff_t)tile * p->tile;
-        p->tiles->gemm(rows, p->tile, p->d->dim, f.q, p->wide, 1, p->k_t + key * p->d->dim, p->tile,
-                       f.scoring.s + key, (ptrdiff_t)f.scoring.stride, 0, NULL, NULL);
-    }
-    nsa__select_queries(p, &f.walk, &f.scoring, f.lse2, f.bad);
-}
-
-static size_t nsa__select_plan(nsa__pass *passes, const nsa_select *x, nsa__arena *shared) {
-    nsa__selecting f;
-    nsa__arena scratch = {NULL, 0};
-    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
-        nsa__pass_take_keys(&passes[i], shared, 0, 0);
-        nsa__take_stencil(&passes[i], x, shared);
-    }
-    nsa__selecting_take(&f, passes, &scratch);
-    return scratch.used;
-}
-
-static void nsa__select_heads(nsa__pass *passes, const nsa__team *team) {
-    nsa__run(team, nsa__query_tasks(passes), nsa__select_task, passes);
-}
-
-static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
-                                  size_t bytes) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
-    nsa__team team;
-    nsa_attend attend;
-    nsa__arena shared = nsa__arena_at(workspace);
-    memset(&attend, 0, sizeof attend);
-    attend.q = x->q;
-    attend.k = x->k;
-    attend.lse = x->lse;
-    nsa__passes_init(passes, &attend, NULL, d, NSA__CMP);
-    size_t scratch = nsa__select_plan(passes, x, &shared);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
-    for (int i = 0; i < nsa__heads_at_once(d); i++) nsa__fill_stencil(&passes[i]);
-    nsa__each_heads(passes, &team, nsa__select_heads);
-    return NSA_OK;
-}
-
-NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
-    nsa__arena shared = {NULL, 0};
-    if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__passes_init(passes, NULL, NULL, d, NSA__CMP);
-    size_t scratch = nsa__select_plan(passes, NULL, &shared);
-    return nsa__workspace_bytes(d, shared.used, scratch);
-}
-
-static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
-                                    const nsa__attend_fields *at) {
-    nsa__shape lists = nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d));
-    NSA__CHECK(
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
-    NSA__CHECK(nsa__check_view(&x->k, nsa__cmp_shape(d, d->dim), nsa__floats(), 0, at->k));
-    NSA__CHECK(
-        nsa__check_view(&x->lse, nsa__query_shape(d, d->heads, 1), nsa__real_dtypes(), 0, at->lse));
-    return nsa__check_view(&x->blocks, lists, NSA__INTS, 1, at->blocks);
-}
-
-NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
-                                     size_t bytes) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__select_check(x, d, &nsa__attend_names));
-    return nsa__select_run(x, d, workspace, bytes);
 }
 
 /* ---- Compression --------------------------------------------------------------------------- */
@@ -3800,6 +2389,1479 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
                                NSA__AT_out | NSA__GRADIENT));
     NSA__CHECK(nsa__compress_gradient_check(dx, x, d, 0));
     return nsa__compress_go(dx, x, d, 0, 0, workspace, bytes);
+}
+
+/* ---- Block lists: ranking, form ------------------------------------------------------------ */
+
+/* A number that orders as scores do, NaN below all; by bits, for -ffast-math knows neither NaN nor
+   its order. */
+static nsa__bits_t nsa__score_key(nsa_real score) {
+    const nsa__bits_t sign = (nsa__bits_t)1 << (8 * sizeof score - 1);
+    const nsa__bits_t infinity =
+        (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
+    nsa__bits_t bits;
+    memcpy(&bits, &score, sizeof bits);
+    if ((bits & ~sign) > infinity) return 0; /* NaN */
+    if (bits == sign) bits = 0;              /* -0 equals 0 */
+    return bits & sign ? ~bits : bits | sign;
+}
+
+/* How many of n scores have a key of at least `least`. With `tiles` none is negative or NaN, so
+   that their bits are in order as they are. */
+NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
+                                       const nsa__tiles *tiles) {
+    int count = 0;
+    if (tiles) return tiles->at_least(n, scores, (nsa__lane)(least & ~nsa__score_key(0)));
+    for (int j = 0; j < n; j++) count += nsa__score_key(scores[j]) >= least;
+    return count;
+}
+
+/* The largest key that at least `room` of n scores reach, room <= n: bit by bit. */
+static nsa__bits_t nsa__key_of_rank(const nsa_real *scores, int n, int room,
+                                    const nsa__tiles *tiles) {
+    nsa__bits_t key = 0, bit = (nsa__bits_t)1 << (8 * sizeof key - 1);
+    for (int reached = n; bit && reached != room; bit >>= 1) {
+        int count = nsa__at_least(scores, n, key | bit, tiles);
+        if (count < room) continue;
+        key |= bit;
+        reached = count;
+    }
+    return key;
+}
+
+/* Forced blocks, and the `room` best of the rest: all above the key of that rank, and of those that
+   have it the lower ones. */
+NSA__COMPILED static void nsa__rank(const nsa_real *scores, int query, const nsa_desc *d,
+                                    const nsa__tiles *tiles, int32_t *list) {
+    int candidates = nsa_slc_candidates(d, query), width = nsa_block_list_width(d), n = 0;
+    int begin = (int)nsa__min(d->slc_init, candidates); /* forced: before begin, from end on */
+    int end = (int)nsa__max(begin, (int64_t)candidates - d->slc_local);
+    int forced = begin + candidates - end;
+    int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
+    room = (int)nsa__min(room, end - begin);
+    const nsa_real *rest = scores + begin;
+    nsa__bits_t key = room > 0 ? nsa__key_of_rank(rest, end - begin, room, tiles) : 0;
+    int ties = room - nsa__at_least(rest, end - begin, key + 1, tiles);
+    for (; n < begin; n++) list[n] = n;
+    for (int j = begin; room > 0 && j < end; j += NSA__LANES) {
+        int lanes = (int)nsa__min(NSA__LANES, end - j);
+        if (!nsa__at_least(scores + j, lanes, key, tiles)) continue;
+        for (int i = j; i < j + lanes; i++) {
+            nsa__bits_t of_block = nsa__score_key(scores[i]);
+            if (of_block > key || (of_block == key && ties-- > 0)) list[n++] = i;
+        }
+    }
+    for (int j = end; j < candidates; j++) list[n++] = j;
+    while (n < width) list[n++] = -1;
+}
+
+NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
+                                   int32_t *list) {
+    NSA__CHECK(nsa__check_geometry(d));
+    if (!scores || !list)
+        return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
+    if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
+    nsa__rank(scores, query, d, NULL, list);
+    return NSA_OK;
+}
+
+/* The first slot that breaks the form, or -1. */
+static int nsa__list_fault(const nsa_desc *d, int query, const int32_t *list, const char **reason) {
+    int candidates = nsa_slc_candidates(d, query);
+    for (int i = 0; i < nsa_block_list_width(d); i++) {
+        *reason = NULL;
+        if (list[i] < -1 || list[i] >= candidates) *reason = "not a candidate of its query";
+        if (i > 0 && list[i] >= 0) {
+            if (list[i - 1] < 0)
+                *reason = "entry behind a -1";
+            else if (list[i - 1] == list[i])
+                *reason = "duplicate";
+            else if (list[i - 1] > list[i])
+                *reason = "not ascending";
+        }
+        if (*reason) return i;
+    }
+    return -1;
+}
+
+NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
+                                    nsa_block_fault *fault) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d)),
+                               NSA__INTS, 0, NSA__AT_blocks));
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int t = 0; t < seq.count; t++)
+            for (int head = 0; head < d->kv_heads; head++) {
+                const int32_t *list =
+                    (const int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
+                const char *reason;
+                int slot = nsa__list_fault(d, seq.first + t, list, &reason);
+                if (slot < 0) continue;
+                if (fault) {
+                    fault->batch = seq.index;
+                    fault->query = seq.first + t;
+                    fault->kv_head = head;
+                    fault->slot = slot;
+                    fault->value = list[slot];
+                    fault->reason = reason;
+                }
+                return nsa__error(NSA_ERROR_BLOCKS, NSA__AT_blocks);
+            }
+    return NSA_OK;
+}
+
+/* Ascending order by insertion: lists are short, and nearly in order. */
+static void nsa__sort_blocks(int32_t *list, int n) {
+    for (int i = 1; i < n; i++) {
+        int32_t block = list[i];
+        int at = i;
+        for (; at > 0 && list[at - 1] > block; at--) list[at] = list[at - 1];
+        list[at] = block;
+    }
+}
+
+NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    int width = nsa_block_list_width(d);
+    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, width), NSA__INTS, 1,
+                               NSA__AT_blocks));
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int t = 0; t < seq.count; t++)
+            for (int head = 0; head < d->kv_heads; head++) {
+                int32_t *list = (int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
+                int candidates = nsa_slc_candidates(d, seq.first + t), n = 0, kept = 0;
+                for (int i = 0; i < width; i++)
+                    if (list[i] >= 0 && list[i] < candidates) list[n++] = list[i];
+                nsa__sort_blocks(list, n);
+                for (int i = 0; i < n; i++)
+                    if (kept == 0 || list[kept - 1] != list[i]) list[kept++] = list[i];
+                while (kept < width) list[kept++] = -1;
+            }
+    return NSA_OK;
+}
+
+/* ---- Attention: passes and spans -------------------------------------------------------------
+   The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
+   one core. It walks tiles of up to 64 keys that lie at absolute positions, so that a query's sums
+   do not depend on who is computed beside it; which keys of a tile a query sees is a mask of 64
+   bits, and a tile that it does not see at all leaves its state as it is, to the bit. One sequence
+   and a few kv heads at a time: their keys are packed once, then tasks of neighbouring queries and
+   one head run side by side. */
+
+typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
+
+enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__HEADS_AT_ONCE = 4, NSA__TASKS = 32 };
+enum { NSA__ROWS_AHEAD = 8 };
+
+typedef struct nsa__pass {
+    const nsa_attend *x, *dx;
+    const nsa_desc *d;
+    const struct nsa__tiles *tiles;
+    nsa__branch branch;
+    int group; /* G */
+    int list_width;
+    int tile; /* keys of a tile: 2^tile_log2 */
+    int tile_log2;
+    int tile_in_block; /* of slc: a tile lies in one block, seen as far as a query reaches */
+    int wide, wide_v;  /* widths of packed rows: Dk and Dv rounded up to whole vectors */
+    int batch_queries; /* queries that go through the tiles at once: about NSA__BATCH_ROWS rows */
+    int task_queries;  /* queries of a task */
+    int few;           /* all queries are one task, and read keys where they lie */
+    nsa_real scale, scale2; /* of q k, for e and for 2 as the base */
+    int reach;              /* queries before this position are left out: see nsa__shared_reach */
+    /* of the sequence and kv head at hand */
+    int heads; /* that are worked on at once, each with a pass of its own */
+    nsa__seq seq;
+    int skipped; /* of its queries, for `reach` */
+    int kv_head, keys;
+    int64_t key_row;
+    int ring; /* a decoding cache's window: key s lies in row s % ring; 0 where rows are straight */
+    int tile_begin, tile_end; /* the tiles that any of the queries can see */
+    /* its keys, packed by tile: rows as they are and transposed; `bad` marks rows with a non-finite
+     * value, packed as zeros */
+    nsa_real *k, *k_t, *v, *v_t;
+    uint64_t *bad;
+    unsigned char *wanted; /* slc: the tiles that are in a list, others are not packed */
+    int64_t *reads;        /* NULL, or of each query and kv head: how many keys it has read */
+    /* backward: sums over the queries, keys by tile; bad_key marks keys that a NaN row reads */
+    nsa_real *dk, *dv;
+    uint64_t *bad_key;
+    int32_t *left; /* of every task: it, and all before it, have left the tiles before this one */
+    /* select */
+    const nsa_select *select;
+    nsa_real *stencil;
+} nsa__pass;
+
+/* slc's list of a query; NULL for the other branches. */
+static const int32_t *nsa__block_list(const nsa__pass *p, int query) {
+    if (p->branch != NSA__SLC) return NULL;
+    return (const int32_t *)nsa__row(&p->x->blocks, p->seq.batch, p->seq.row + query - p->seq.first,
+                                     p->kv_head);
+}
+
+/* Span `number` of the keys that `query` sees, by its list for slc; spans ascend. 0 where there is
+   none left. */
+NSA__INLINE int nsa__span(const nsa__pass *p, const int32_t *list, int query, int number,
+                          int *begin, int *end) {
+    const nsa_desc *d = p->d;
+    *begin = 0;
+    *end = query + 1;
+    switch (p->branch) {
+    case NSA__CMP:
+        *end = nsa_cmp_visible(d, query);
+        break;
+    case NSA__WIN:
+        *begin = nsa_window_begin(d, query);
+        break;
+    case NSA__SLC:
+        if (number >= p->list_width || list[number] < 0) return 0;
+        *begin = list[number] * d->slc_block;
+        *end = (int)nsa__min((int64_t)*begin + d->slc_block, query + 1);
+        return 1;
+    case NSA__DENSE:
+        break;
+    }
+    return number == 0 && *begin < *end;
+}
+
+static int nsa__max_keys(const nsa__pass *p) {
+    return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
+}
+
+/* The pass of the head that task `index` is for; the index becomes the task's among that head's.
+   Heads take turns: their rows of one token lie side by side, in pages that are slow to turn to. */
+static const nsa__pass *nsa__pass_of(const void *passes, int64_t *index) {
+    const nsa__pass *first = (const nsa__pass *)passes;
+    const nsa__pass *p = first + *index % first->heads;
+    *index /= first->heads;
+    return p;
+}
+
+static void *nsa__key(const nsa__pass *p, const nsa_tensor *x, int key) {
+    return nsa__row(x, p->seq.batch, p->key_row + (p->ring ? key % p->ring : key), p->kv_head);
+}
+
+/* Queries that go through the tiles at once: about NSA__BATCH_ROWS rows. No more than these are
+   read where they lie: see nsa__few. */
+static int nsa__few_queries(const nsa_desc *d) {
+    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
+}
+
+/* slc's tiles divide its blocks where they can, so that a tile holds keys of one block. */
+static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
+    if (branch == NSA__SLC)
+        for (int tile = NSA__TILE; tile >= 16; tile /= 2)
+            if (d->slc_block % tile == 0) return tile;
+    return NSA__TILE;
+}
+
+/* Heads that are worked on at once: as many as make a token's rows some 256 numbers. */
+static int nsa__heads_at_once(const nsa_desc *d) {
+    int64_t near = nsa__max(1, 256 / d->dim);
+    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_AT_ONCE));
+}
+
+/* slc takes many, so that a tile finds readers, and comes to the cache, with its gradients, few
+   times: what a second-level cache holds, but so few that the heads at hand make NSA__TASKS tasks
+   for threads to share. */
+static int nsa__task_queries(const nsa__pass *p) {
+    int64_t rows = (1 << 18) / (p->wide + p->wide_v), tasks = NSA__TASKS / nsa__heads_at_once(p->d);
+    if (p->branch != NSA__SLC) return p->batch_queries;
+    return (int)nsa__max(p->batch_queries,
+                         nsa__min(rows / p->group, nsa__ceil_div(p->d->count, tasks)));
+}
+
+static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *dx,
+                           const nsa_desc *d, nsa__branch branch) {
+    memset(p, 0, sizeof *p);
+    p->x = x;
+    p->dx = dx;
+    p->d = d;
+    p->tiles = nsa__tiles_of(d->isa);
+    p->branch = branch;
+    p->group = d->heads / d->kv_heads;
+    p->list_width = nsa_block_list_width(d);
+    p->tile = nsa__tile_size(d, branch);
+    while (1 << p->tile_log2 < p->tile) p->tile_log2++;
+    p->tile_in_block = branch == NSA__SLC && d->slc_block % p->tile == 0;
+    p->wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
+    p->wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    p->batch_queries = nsa__few_queries(d);
+    p->task_queries = nsa__task_queries(p);
+    double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
+    p->scale = (nsa_real)scale;
+    p->scale2 = (nsa_real)(scale * NSA__LOG2E);
+}
+
+static void nsa__passes_init(nsa__pass *passes, const nsa_attend *x, const nsa_attend *dx,
+                             const nsa_desc *d, nsa__branch branch) {
+    for (int i = 0; i < nsa__heads_at_once(d); i++) nsa__pass_init(&passes[i], x, dx, d, branch);
+}
+
+/* ---- Attention: keys packed by tile -------------------------------------------------------- */
+
+/* Workspace that the threads share: packed keys of one sequence and kv head. */
+static void nsa__pass_take_keys(nsa__pass *p, nsa__arena *a, int rows, int transposed_values) {
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
+    p->bad = (uint64_t *)nsa__take(a, tiles, sizeof *p->bad);
+    if (p->branch == NSA__SLC) p->wanted = (unsigned char *)nsa__take(a, tiles, 1);
+    p->k_t = nsa__take_reals(a, size * p->d->dim);
+    if (rows) p->k = nsa__take_reals(a, size * p->wide);
+    if (transposed_values) p->v_t = nsa__take_reals(a, size * p->d->dim_v);
+}
+
+/* Fills a tile's rows and their transpose from n rows of x; rows behind them, and non-finite ones,
+   are zeros. Returns the mask of the non-finite ones. Either target may be NULL. */
+static uint64_t nsa__pack_rows(const nsa__pass *p, const nsa_tensor *x, int tile_begin, int n,
+                               int width, int wide, nsa_real *rows, nsa_real *transposed) {
+    nsa_real row[NSA__MAX_DIM] = {0};
+    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
+    uint64_t bad = 0;
+    for (int r = 0; r < p->tile; r++) {
+        if (r + NSA__ROWS_AHEAD < n)
+            nsa__fetch(nsa__key(p, x, tile_begin + r + NSA__ROWS_AHEAD), row_bytes);
+        if (r < n) {
+            const void *from = nsa__key(p, x, tile_begin + r);
+            if (!nsa__load_finite(row, x->dtype, from, width)) bad |= (uint64_t)1 << r;
+        } else {
+            memset(row, 0, (size_t)width * sizeof *row);
+        }
+        if (rows) memcpy(rows + (ptrdiff_t)r * wide, row, (size_t)wide * sizeof *row);
+        for (int c = 0; transposed && c < width; c++)
+            transposed[(ptrdiff_t)c * p->tile + r] = row[c];
+    }
+    return bad;
+}
+
+static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = nsa__pass_of(context, &index);
+    ptrdiff_t tile = p->tile_begin + (ptrdiff_t)index, key = tile * p->tile;
+    int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)p->keys - begin);
+    int dim = p->d->dim, dim_v = p->d->dim_v;
+    (void)scratch;
+    if (p->wanted && !p->wanted[tile]) return;
+    uint64_t bad = nsa__pack_rows(p, &p->x->k, begin, n, dim, p->wide,
+                                  p->k ? p->k + key * p->wide : NULL, p->k_t + key * dim);
+    if (p->v || p->v_t)
+        bad |= nsa__pack_rows(p, &p->x->v, begin, n, dim_v, p->wide_v,
+                              p->v ? p->v + key * p->wide_v : NULL,
+                              p->v_t ? p->v_t + key * dim_v : NULL);
+    p->bad[tile] = bad;
+}
+
+/* Marks the tiles that are in any list: a few queries of a long cache read few of them. Of many
+   queries one or another reads every tile. */
+static void nsa__mark_wanted(const nsa__pass *p) {
+    int begin, end, many = p->seq.count >= p->tile_end;
+    memset(p->wanted, many, (size_t)p->tile_end);
+    if (many) return;
+    for (int query = p->seq.first; query < p->seq.first + p->seq.count; query++) {
+        const int32_t *list = nsa__block_list(p, query);
+        for (int i = 0; nsa__span(p, list, query, i, &begin, &end); i++) {
+            int first = begin / p->tile, tiles = (end - 1) / p->tile - first + 1;
+            memset(p->wanted + first, 1, (size_t)tiles);
+        }
+    }
+}
+
+/* Columns of a transpose: of key `key` and those behind it in its tile. */
+static nsa_real *nsa__key_columns(const nsa__pass *p, nsa_real *transposed, int width,
+                                  ptrdiff_t key) {
+    return transposed + key / p->tile * p->tile * width + key % p->tile;
+}
+
+/* ---- Attention: the walk of a task over tiles ---------------------------------------------- */
+
+/* Bits begin .. end - 1 of a tile's mask. */
+static uint64_t nsa__bits(int begin, int end) {
+    int n = end - begin;
+    return n <= 0 ? 0 : (n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1) << begin;
+}
+
+static int nsa__bit_count(uint64_t mask) {
+    int n = 0;
+    for (; mask; mask &= mask - 1) n++;
+    return n;
+}
+
+/* Of tile keys tile_begin .. tile_begin + tile - 1, those that `query` sees. */
+static uint64_t nsa__visible(const nsa__pass *p, int query, int tile_begin) {
+    const int32_t *list = nsa__block_list(p, query);
+    int begin, end;
+    int64_t tile_end = (int64_t)tile_begin + p->tile;
+    uint64_t mask = 0;
+    for (int i = 0; nsa__span(p, list, query, i, &begin, &end) && begin < tile_end; i++)
+        mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
+                          (int)nsa__min(end, tile_end) - tile_begin);
+    return mask;
+}
+
+/* A task's queries on their walk over key tiles. Rows are query-major: row a G + g is head g of
+   query a. */
+typedef struct nsa__walk {
+    int first, queries;     /* positions first .. first + queries - 1 */
+    int tile, tile_end;     /* the tile at hand */
+    int readers;            /* how many queries see any of it: */
+    int *reader;            /* which, ascending */
+    uint64_t *mask;         /* and what each of them sees */
+    int *row;               /* of a batch of them: the numbers of its rows */
+    int *begin, *end;       /* of every query its one span, or for slc: */
+    int *list, *list_begin; /* the readers of tile i are list[list_begin[i] .. list_begin[i + 1]) */
+} nsa__walk;
+
+static void nsa__walk_take(nsa__walk *w, const nsa__pass *p, nsa__arena *a) {
+    w->reader = (int *)nsa__take(a, p->task_queries, sizeof *w->reader);
+    w->mask = (uint64_t *)nsa__take(a, p->task_queries, sizeof *w->mask);
+    w->row = (int *)nsa__take(a, (int64_t)p->batch_queries * p->group, sizeof *w->row);
+    w->begin = (int *)nsa__take(a, p->task_queries, sizeof *w->begin);
+    w->end = (int *)nsa__take(a, p->task_queries, sizeof *w->end);
+    if (p->branch != NSA__SLC) return;
+    int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
+    int64_t of_block = p->d->slc_block / p->tile + (p->tile_in_block ? 0 : 2);
+    int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
+    w->list_begin = (int *)nsa__take(a, tiles + 2, sizeof *w->list_begin);
+    w->list = (int *)nsa__take(a, p->task_queries * of_query, sizeof *w->list);
+}
+
+/* The inverse of the block lists: a counting sort, so that a tile's readers ascend. */
+static void nsa__walk_invert(nsa__walk *w, const nsa__pass *p) {
+    int *at = w->list_begin + 1; /* moves from where a tile's readers begin to where they end */
+    int begin, end;
+    memset(w->list_begin, 0, (size_t)(p->tile_end + 2) * sizeof *at);
+    for (int fill = 0; fill < 2; fill++) {
+        for (int a = 0; a < w->queries; a++) {
+            const int32_t *list = nsa__block_list(p, w->first + a);
+            int next = 0; /* the first tile that this query has not been counted for */
+            if (!fill && a + NSA__ROWS_AHEAD < w->queries)
+                nsa__fetch(nsa__block_list(p, w->first + a + NSA__ROWS_AHEAD), 1);
+            for (int i = 0; nsa__span(p, list, w->first + a, i, &begin, &end); i++) {
+                int tile = (int)nsa__max(next, begin >> p->tile_log2);
+                for (next = (int)nsa__max(next, ((end - 1) >> p->tile_log2) + 1); tile < next;
+                     tile++) {
+                    if (fill)
+                        w->list[at[tile]++] = a;
+                    else
+                        at[tile + 1]++;
+                }
+            }
+        }
+        for (int tile = 0; !fill && tile < p->tile_end; tile++) at[tile + 1] += at[tile];
+    }
+}
+
+static void nsa__walk_begin(nsa__walk *w, const nsa__pass *p, int64_t task) {
+    w->first = p->seq.first + p->skipped + (int)task * p->task_queries;
+    w->queries = (int)nsa__min(p->task_queries, p->seq.first + p->seq.count - (int64_t)w->first);
+    w->tile = p->tile_begin;
+    w->tile_end = p->tile_end;
+    if (p->branch == NSA__SLC) {
+        nsa__walk_invert(w, p);
+    } else {
+        for (int a = 0; a < w->queries; a++)
+            if (!nsa__span(p, NULL, w->first + a, 0, &w->begin[a], &w->end[a])) w->end[a] = 0;
+        w->tile = w->end[0] ? w->begin[0] / p->tile : 0;
+        w->tile_end = (int)nsa__ceil_div(w->end[w->queries - 1], p->tile);
+    }
+    w->tile--;
+}
+
+static void nsa__walk_read(nsa__walk *w, const nsa__pass *p) {
+    int begin = w->tile * p->tile, listed = p->branch == NSA__SLC;
+    int n = listed ? w->list_begin[w->tile + 1] - w->list_begin[w->tile] : w->queries;
+    w->readers = 0;
+    for (int i = 0; i < n; i++) {
+        int a = listed ? w->list[w->list_begin[w->tile] + i] : i;
+        uint64_t mask;
+        if (!listed)
+            mask = nsa__bits((int)nsa__max(w->begin[a] - begin, 0),
+                             (int)nsa__min((int64_t)w->end[a] - begin, p->tile));
+        else if (p->tile_in_block)
+            mask = nsa__bits(0, (int)nsa__min((int64_t)w->first + a + 1 - begin, p->tile));
+        else
+            mask = nsa__visible(p, w->first + a, begin);
+        if (!mask) continue;
+        w->reader[w->readers] = a;
+        w->mask[w->readers++] = mask;
+    }
+}
+
+/* Moves to the next tile that any of the queries sees; 0 behind the last. */
+static int nsa__walk_next(nsa__walk *w, const nsa__pass *p) {
+    while (++w->tile < w->tile_end) {
+        nsa__walk_read(w, p);
+        if (w->readers) return 1;
+    }
+    return 0;
+}
+
+/* Readers that go through the tile at once; few are neighbours, for they go as columns. */
+typedef struct nsa__batch {
+    int readers, rows;
+    const int *reader;
+    const uint64_t *mask;
+    const int *row; /* of each of its rows, which of the task's it is */
+    int begin, end; /* the keys of the tile that any of them sees, in whole vectors */
+} nsa__batch;
+
+static nsa__batch nsa__batch_at(const nsa__walk *w, const nsa__pass *p, int from) {
+    nsa__batch b = {0, 0, w->reader + from, w->mask + from, w->row, 0, p->tile};
+    int left = (int)nsa__min(p->batch_queries, w->readers - from);
+    uint64_t seen = 0;
+    for (; b.readers < left; b.readers++) {
+        int a = b.reader[b.readers];
+        if (p->few && a != b.reader[0] + b.readers) break;
+        for (int g = 0; g < p->group; g++) w->row[b.rows++] = a * p->group + g;
+        seen |= b.mask[b.readers];
+    }
+    while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
+    while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
+    return b;
+}
+
+/* ---- Attention: few queries ------------------------------------------------------------------
+   In decoding most of all: few queries read keys where they lie, for packing a tile would cost more
+   than its products do. */
+
+/* Rows of keys: `at` and every `row` numbers behind it. */
+typedef struct nsa__rows {
+    const nsa_real *at;
+    ptrdiff_t row;
+} nsa__rows;
+
+/* Whether rows can be read where they lie: reals, whole vectors, and not around a ring's end. */
+static int nsa__rows_lie_well(const nsa__pass *p, const nsa_tensor *x, int begin, int n, int width,
+                              int wide) {
+    return x->dtype == NSA_REAL_DTYPE && width == wide &&
+           (!p->ring || begin % p->ring + n <= p->ring);
+}
+
+static nsa__rows nsa__rows_here(const nsa__pass *p, const nsa_tensor *x, int begin) {
+    nsa__rows here = {(const nsa_real *)nsa__key(p, x, begin), (ptrdiff_t)x->token};
+    return here;
+}
+
+/* n rows of x from key `begin` on in `copy`, zeros and a bit of `bad` for those that are not
+   finite. */
+static nsa__rows nsa__rows_copied(const nsa__pass *p, const nsa_tensor *x, int begin, int n,
+                                  int width, int wide, nsa_real *copy, uint64_t *bad) {
+    nsa__rows there = {copy, wide};
+    for (int i = 0; i < n; i++, copy += wide) {
+        if (!nsa__load_finite(copy, x->dtype, nsa__key(p, x, begin + i), width))
+            *bad |= (uint64_t)1 << i;
+        memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
+    }
+    return there;
+}
+
+/* Asks for rows begin .. end - 1 of x that there are. */
+static void nsa__fetch_rows(const nsa__pass *p, const nsa_tensor *x, int begin, int end,
+                            int width) {
+    size_t bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
+    for (int key = begin; key < end && key < p->keys; key++) nsa__fetch(nsa__key(p, x, key), bytes);
+}
+
+/* The first key of the tile that is walked to next; p->keys where there is none. */
+static int nsa__walk_ahead(const nsa__walk *w, const nsa__pass *p) {
+    int tile = w->tile + 1;
+    if (p->branch == NSA__SLC)
+        while (tile < w->tile_end && w->list_begin[tile] == w->list_begin[tile + 1]) tile++;
+    return tile < w->tile_end ? tile * p->tile : p->keys;
+}
+
+/* Of one task: q as columns, `columns` apart; the scores of a tile like that; rows of keys that
+   cannot be read where they lie. */
+typedef struct nsa__few {
+    nsa_real *q_t, *s_t, *rows;
+    int columns;
+} nsa__few;
+
+static void nsa__few_take(nsa__few *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->batch_queries * p->group;
+    f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
+    f->q_t = nsa__take_reals(a, (int64_t)p->d->dim * f->columns);
+    f->s_t = nsa__take_reals(a, (int64_t)p->tile * f->columns);
+    f->rows = nsa__take_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
+}
+
+static void nsa__few_begin(const nsa__few *f, const nsa__pass *p, const nsa_real *q, int rows) {
+    memset(f->q_t, 0, (size_t)p->d->dim * (size_t)f->columns * sizeof *f->q_t);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < p->d->dim; c++)
+            f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->wide + c];
+}
+
+enum { NSA__KEYS_AT_ONCE = 24 }; /* whole pieces of the product, whatever the vectors */
+
+/* The batch's scores of n keys from `begin` on, by the keys' rows and q's as columns. Every score
+   is the same sum in the same order. Rows that are not finite make no score that is. */
+static void nsa__few_scores(const nsa__few *f, const nsa__pass *p, const nsa__walk *w,
+                            const nsa__batch *b, int begin, int n, nsa_real *s, uint64_t *bad) {
+    int ahead = nsa__walk_ahead(w, p);
+    const nsa_real *q = f->q_t + (ptrdiff_t)b->reader[0] * p->group;
+    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, dim = p->d->dim;
+    int here = nsa__rows_lie_well(p, &p->x->k, begin, n, dim, p->wide), done = 0;
+    for (; !done; here = 0) {
+        nsa__rows k = here ? nsa__rows_here(p, &p->x->k, begin)
+                           : nsa__rows_copied(p, &p->x->k, begin, n, dim, p->wide, f->rows, bad);
+        for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
+            int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
+            nsa__fetch_rows(p, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
+            nsa__fetch_rows(p, &p->x->k, ahead + i, ahead + i + some, dim);
+            p->tiles->gemm(some, columns, dim, k.at + i * k.row, k.row, 1, q, f->columns,
+                           f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0, NULL, NULL);
+        }
+        done = !here || p->tiles->finite(n, columns, f->columns, f->s_t);
+    }
+    for (int r = 0; r < b->rows; r++, s += p->tile) {
+        for (int i = 0; i < n; i++) s[i] = f->s_t[(ptrdiff_t)i * f->columns + r];
+        for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
+    }
+}
+
+static nsa__rows nsa__few_values(const nsa__few *f, const nsa__pass *p, int begin, int n,
+                                 uint64_t *bad) {
+    const nsa_tensor *x = &p->x->v;
+    if (nsa__rows_lie_well(p, x, begin, n, p->d->dim_v, p->wide_v)) {
+        nsa__rows v = nsa__rows_here(p, x, begin);
+        if (p->tiles->finite(n, p->wide_v, v.row, v.at)) return v;
+    }
+    return nsa__rows_copied(p, x, begin, n, p->d->dim_v, p->wide_v, f->rows, bad);
+}
+
+/* ---- Attention: heads and queries ------------------------------------------------------------
+   A pass is one branch on its way over the kv heads of one sequence after another. */
+
+/* Turns to a sequence and kv head: finds the tiles that its queries can see. */
+static void nsa__pass_turn_to(nsa__pass *p, const nsa__seq *seq, int kv_head, int heads) {
+    int begin = 0, end = 0, last = seq->first + seq->count - 1;
+    p->seq = *seq;
+    p->skipped = (int)nsa__max(0, nsa__min(p->reach - (int64_t)seq->first, seq->count));
+    p->kv_head = kv_head;
+    p->heads = heads;
+    p->keys = p->branch == NSA__CMP ? p->seq.cmp_tokens : p->seq.tokens;
+    p->key_row = p->branch == NSA__CMP ? p->seq.cmp_row : p->seq.row;
+    if (p->branch == NSA__WIN) begin = nsa_window_begin(p->d, p->seq.first);
+    end = p->branch == NSA__CMP ? nsa_cmp_visible(p->d, last) : last + 1;
+    p->tile_begin = begin / p->tile;
+    p->tile_end = (int)nsa__ceil_div(end, p->tile);
+    if (p->wanted) nsa__mark_wanted(p);
+}
+
+/* Does `work` for every sequence and every few heads of it, whose passes stand side by side and
+   have packed their keys. */
+static void nsa__each_heads(nsa__pass *passes, const nsa__team *team,
+                            void (*work)(nsa__pass *passes, const nsa__team *team)) {
+    const nsa_desc *d = passes->d;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int head = 0; seq.count && head < d->kv_heads; head += passes->heads) {
+            int heads = (int)nsa__min(nsa__heads_at_once(d), d->kv_heads - (int64_t)head);
+            for (int i = 0; i < heads; i++) nsa__pass_turn_to(&passes[i], &seq, head + i, heads);
+            int64_t tiles = passes->few ? 0 : passes->tile_end - passes->tile_begin;
+            nsa__run(team, heads * tiles, nsa__pack_task, passes);
+            work(passes, team);
+        }
+}
+
+/* The tasks of all heads at hand. */
+static int64_t nsa__query_tasks(const nsa__pass *p) {
+    return p->heads * nsa__ceil_div(p->seq.count - p->skipped, p->task_queries);
+}
+
+/* Row r of a task's queries in x. */
+static void *nsa__query_row(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x, int r) {
+    return nsa__row(x, p->seq.batch, p->seq.row + w->first - p->seq.first + r / p->group,
+                    p->kv_head * p->group + r % p->group);
+}
+
+/* Loads the rows of a task's queries, times factor, with zeros up to `wide`; bad[r] is set for
+   those with a value that is not finite, then or before, which come as zeros. */
+static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x,
+                              int width, int wide, nsa_real factor, nsa_real *to,
+                              unsigned char *bad) {
+    int rows = w->queries * p->group;
+    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
+    for (int r = 0; r < rows; r++, to += wide) {
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(p, w, x, r + NSA__ROWS_AHEAD), row_bytes);
+        nsa__load(to, x->dtype, nsa__query_row(p, w, x, r), width);
+        nsa__scale(to, factor, width);
+        if (!nsa__all_finite(to, width)) {
+            memset(to, 0, (size_t)width * sizeof *to);
+            bad[r] = 1;
+        }
+        memset(to + width, 0, (size_t)(wide - width) * sizeof *to);
+    }
+}
+
+/* lse of a row in base 2; where it is not finite 0, and the row is bad. */
+static nsa_real nsa__load_lse2(const nsa__pass *p, const nsa__walk *w, int r, unsigned char *bad) {
+    nsa_real lse;
+    nsa__load(&lse, p->x->lse.dtype, nsa__query_row(p, w, &p->x->lse, r), 1);
+    if (!nsa__is_finite((double)lse)) bad[r] = 1;
+    return bad[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
+}
+
+/* ---- Selection: scores of blocks -------------------------------------------------------------
+   Of the queries of a task that has their scores: nsa_select_blocks, or cmp's forward pass on its
+   way. */
+
+/* What selection needs of a task's rows: all of their scores against the compressed keys. */
+typedef struct nsa__scoring {
+    nsa_real *s;      /* of every row, in base 2 */
+    int64_t stride;   /* of a row of s */
+    nsa_real *p_cmp;  /* of one query: summed over the group's heads */
+    nsa_real *scores; /* of one query */
+} nsa__scoring;
+
+static void nsa__scoring_take(nsa__scoring *f, const nsa__pass *p, nsa__arena *a) {
+    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile + NSA__LANES; /* no power of 2 */
+    f->s = nsa__take_reals(a, (int64_t)p->task_queries * p->group * f->stride);
+    f->p_cmp = nsa__take_reals(a, f->stride);
+    f->scores = nsa__take_reals(a, nsa_slc_count(p->d, p->d->tokens));
+}
+
+/* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
+   size - 1. */
+static int nsa__stencil_lead(const nsa_desc *d) {
+    return d->cmp_block / d->cmp_stride - 1;
+}
+static int nsa__stencil_size(const nsa_desc *d) {
+    return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
+}
+
+static void nsa__take_stencil(nsa__pass *p, const nsa_select *select, nsa__arena *a) {
+    p->select = select;
+    p->stencil = nsa__take_reals(a, nsa__stencil_size(p->d));
+}
+
+static void nsa__fill_stencil(const nsa__pass *p) {
+    const nsa_desc *d = p->d;
+    int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
+    int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
+    for (int u = 0; u < nsa__stencil_size(d); u++)
+        p->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
+}
+
+/* Scores of the candidates of one query from its p_cmp. */
+NSA__COMPILED static void nsa__scores(const nsa__pass *p, int query, const nsa_real *p_cmp,
+                                      nsa_real *scores) {
+    const nsa_desc *d = p->d;
+    int visible = nsa_cmp_visible(d, query), size = nsa__stencil_size(d);
+    int candidates = nsa_slc_candidates(d, query), step = d->slc_block / d->cmp_stride;
+    int sums = d->score_map == NSA_SCORE_OVERLAP_SUM;
+    int64_t first = -(int64_t)nsa__stencil_lead(d); /* of block j, in compressed blocks */
+    for (int j = 0; j < candidates; j++, first += step) {
+        int from = (int)nsa__max(0, -first), to = (int)nsa__min(size, visible - first);
+        nsa_real score = 0;
+        for (int u = from; u < to; u++) {
+            nsa_real value = p_cmp[first + u];
+            if (sums)
+                score += p->stencil[u] * value;
+            else
+                score = value > score ? value : score;
+        }
+        scores[j] = score;
+    }
+}
+
+/* Of every query of a task p_cmp = exp(s - lse), summed over its heads, then the list. */
+static void nsa__select_queries(const nsa__pass *p, const nsa__walk *w, const nsa__scoring *f,
+                                const nsa_real *lse2, const unsigned char *bad_rows) {
+    int group = p->group;
+    for (int a = 0; a < w->queries; a++) {
+        int query = w->first + a, visible = nsa_cmp_visible(p->d, query), bad = 0;
+        p->tiles->probability(group, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
+                              (ptrdiff_t)f->stride, lse2 + (ptrdiff_t)a * group,
+                              f->s + (ptrdiff_t)a * group * f->stride, f->p_cmp);
+        nsa__scores(p, query, f->p_cmp, f->scores);
+        for (int g = 0; g < group; g++) bad |= bad_rows[a * group + g];
+        for (int j = 0; bad && j < nsa_slc_candidates(p->d, query); j++) f->scores[j] = 0;
+        int64_t row = p->seq.row + query - p->seq.first;
+        nsa__rank(f->scores, query, p->d, p->tiles,
+                  (int32_t *)nsa__row(&p->select->blocks, p->seq.batch, row, p->kv_head));
+    }
+}
+
+/* ---- Attention: forward -------------------------------------------------------------------- */
+
+typedef struct nsa__forward {
+    nsa__walk walk;
+    nsa_real *q, *out, *m, *l; /* of every row */
+    nsa_real *s, *shrink;      /* of a batch's */
+    unsigned char *bad;
+    nsa__scoring scoring; /* where lists are selected too */
+    nsa__few few;
+} nsa__forward;
+
+static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
+    nsa__walk_take(&f->walk, p, a);
+    f->q = nsa__take_reals(a, rows * p->wide);
+    f->out = nsa__take_reals(a, rows * p->wide_v);
+    f->m = nsa__take_reals(a, rows);
+    f->l = nsa__take_reals(a, rows * NSA__LANES);
+    f->shrink = nsa__take_reals(a, some + NSA__LANES);
+    f->s = nsa__take_reals(a, some * p->tile);
+    f->bad = (unsigned char *)nsa__take(a, rows, 1);
+    if (p->select) nsa__scoring_take(&f->scoring, p, a);
+    nsa__few_take(&f->few, p, a); /* by many queries too: a workspace for them serves fewer */
+}
+
+static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task) {
+    nsa__walk_begin(&f->walk, p, task);
+    int rows = f->walk.queries * p->group;
+    memset(f->bad, 0, (size_t)rows);
+    memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
+    memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
+    for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
+    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
+    if (p->few) nsa__few_begin(&f->few, p, f->q, rows);
+}
+
+/* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
+static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__batch *b) {
+    int group = p->group, tile = p->tile, n = b->end - b->begin,
+        keys = f->walk.tile * tile + b->begin;
+    const nsa__which queries = {b->row, NULL, NULL}, sums = {NULL, NULL, b->row};
+    int there = p->few ? (int)nsa__min(n, p->keys - (int64_t)keys) : n;
+    uint64_t bad = p->few ? 0 : p->bad[f->walk.tile];
+    if (p->few)
+        nsa__few_scores(&f->few, p, &f->walk, b, keys, there, f->s, &bad);
+    else
+        p->tiles->gemm(b->rows, n, p->d->dim, f->q, p->wide, 1,
+                       nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL,
+                       &queries);
+    for (int r = 0; p->select && r < b->rows; r++)
+        memcpy(f->scoring.s + b->row[r] * f->scoring.stride + keys, f->s + (ptrdiff_t)r * tile,
+               (size_t)n * sizeof *f->s);
+    p->tiles->softmax(b->rows, n, tile, group, b->mask, b->begin, b->row, f->s, f->m, f->l,
+                      f->shrink);
+    nsa__rows v = {p->few ? NULL : p->v + (ptrdiff_t)keys * p->wide_v, p->wide_v};
+    if (p->few) v = nsa__few_values(&f->few, p, keys, there, &bad);
+    if (p->few) bad <<= b->begin;
+    p->tiles->gemm(b->rows, p->wide_v, there, f->s, tile, 1, v.at, v.row, f->out, p->wide_v, 1,
+                   f->shrink, &sums);
+    for (int i = 0; i < b->readers; i++) {
+        if (p->reads)
+            p->reads[(f->walk.first - p->seq.first + b->reader[i]) * (int64_t)p->d->kv_heads +
+                     p->kv_head] += nsa__bit_count(b->mask[i]);
+        if (b->mask[i] & bad) memset(f->bad + (ptrdiff_t)b->reader[i] * group, 1, (size_t)group);
+    }
+}
+
+/* out / l and lse; a row that saw no key has l = 0. */
+static void nsa__forward_end(nsa__forward *f, const nsa__pass *p) {
+    int dim_v = p->d->dim_v;
+    for (int r = 0; r < f->walk.queries * p->group; r++) {
+        nsa_real *out = f->out + (ptrdiff_t)r * p->wide_v, lse = nsa__minus_infinity(), l = 0;
+        for (int j = 0; j < NSA__LANES; j++) l += f->l[(ptrdiff_t)r * NSA__LANES + j];
+        if (l != 0) {
+            nsa__scale(out, 1 / l, dim_v);
+            lse = (nsa_real)(((double)f->m[r] + log2((double)l)) * NSA__LN2);
+        }
+        if (l != 0 && f->bad[r]) {
+            for (int c = 0; c < dim_v; c++) out[c] = nsa__nan();
+            lse = nsa__nan();
+        }
+        nsa__store(p->x->out.dtype, nsa__query_row(p, &f->walk, &p->x->out, r), out, dim_v);
+        nsa__store(p->x->lse.dtype, nsa__query_row(p, &f->walk, &p->x->lse, r), &lse, 1);
+        if (p->select) f->m[r] = nsa__load_lse2(p, &f->walk, r, f->bad);
+    }
+    if (p->select) nsa__select_queries(p, &f->walk, &f->scoring, f->m, f->bad);
+}
+
+static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = nsa__pass_of(context, &index);
+    nsa__forward f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__forward_take(&f, p, &a);
+    nsa__forward_begin(&f, p, index);
+    while (nsa__walk_next(&f.walk, p))
+        for (int i = 0; i < f.walk.readers;) {
+            nsa__batch b = nsa__batch_at(&f.walk, p, i);
+            nsa__forward_batch(&f, p, &b);
+            i += b.readers;
+        }
+    nsa__forward_end(&f, p);
+}
+
+/* The plans: what the passes of all heads at once take of the shared workspace. They return how
+   much scratch a thread needs. */
+
+/* `select` where cmp's forward pass selects lists too. */
+static size_t nsa__forward_plan(nsa__pass *passes, const nsa_select *select, nsa__arena *shared) {
+    nsa__forward f;
+    nsa__arena scratch = {NULL, 0};
+    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
+        nsa__pass *p = &passes[i];
+        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+        if (select) nsa__take_stencil(p, select, shared);
+        p->few = p->d->count <= p->batch_queries;
+        if (p->few) continue;
+        nsa__pass_take_keys(p, shared, 0, 0);
+        p->v = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
+    }
+    nsa__forward_take(&f, passes, &scratch);
+    return scratch.used;
+}
+
+static void nsa__forward_heads(nsa__pass *passes, const nsa__team *team) {
+    nsa__team some = *team;
+    int64_t keys = (int64_t)(passes->tile_end - passes->tile_begin) * passes->tile;
+    if (passes->few && passes->branch == NSA__SLC)
+        keys = nsa__min(keys, (int64_t)passes->list_width * passes->d->slc_block);
+    if (passes->few)
+        some.threads =
+            nsa__threads_for(team->threads, passes->heads * keys * passes->seq.count *
+                                                passes->group * (passes->wide + passes->wide_v));
+    nsa__run(&some, nsa__query_tasks(passes), nsa__forward_task, passes);
+}
+
+/* What the chain and the cache ask of a branch beside its arguments; see nsa__pass. */
+typedef struct nsa__request {
+    const nsa_select *select; /* NULL, or what cmp selects on its way */
+    int reach, ring;
+    int64_t *reads;
+} nsa__request;
+
+static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d,
+                                          nsa__branch branch, nsa__request ask, void *workspace,
+                                          size_t bytes) {
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    nsa__passes_init(passes, x, NULL, d, branch);
+    size_t scratch = nsa__forward_plan(passes, ask.select, &shared);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
+    for (int i = 0; i < nsa__heads_at_once(d); i++) {
+        passes[i].reach = ask.reach;
+        passes[i].ring = ask.ring;
+        passes[i].reads = ask.reads;
+        if (ask.select) nsa__fill_stencil(&passes[i]);
+    }
+    nsa__each_heads(passes, &team, nsa__forward_heads);
+    return NSA_OK;
+}
+
+/* ---- Attention: backward ---------------------------------------------------------------------
+   With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
+     dv[s] = sum_t p dout[t],   ds = p (dout . v[s] - delta),
+     dq[t] = scale sum_s ds k[s],   dk[s] = scale sum_t ds q[t].
+   One walk computes ds once and adds to all three: dq is the task's own, and a tile's dk and dv
+   take the tasks in their order, each of which follows the one before it from tile to tile. So
+   every sum has one order, for any number of threads. */
+
+typedef struct nsa__backward {
+    nsa__walk walk;
+    nsa_real *q, *dout, *dq, *lse2, *delta; /* of every row */
+    nsa_real *p, *ds;                       /* of a batch's */
+    unsigned char *bad;                     /* of every row */
+    unsigned char *reads;                   /* of every query: whether it saw any key */
+} nsa__backward;
+
+static void nsa__backward_take(nsa__backward *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
+    nsa__walk_take(&f->walk, p, a);
+    f->q = nsa__take_reals(a, rows * p->wide);
+    f->dq = nsa__take_reals(a, rows * p->wide);
+    f->dout = nsa__take_reals(a, rows * p->wide_v);
+    f->lse2 = nsa__take_reals(a, rows);
+    f->delta = nsa__take_reals(a, rows);
+    f->p = nsa__take_reals(a, some * p->tile);
+    f->ds = nsa__take_reals(a, some * p->tile);
+    f->bad = (unsigned char *)nsa__take(a, rows, 1);
+    f->reads = (unsigned char *)nsa__take(a, p->task_queries, 1);
+}
+
+static void nsa__backward_begin(nsa__backward *f, const nsa__pass *p, int64_t task) {
+    nsa_real out[NSA__MAX_DIM] = {0};
+    nsa__walk_begin(&f->walk, p, task);
+    int rows = f->walk.queries * p->group;
+    memset(f->reads, 0, (size_t)f->walk.queries);
+    memset(f->bad, 0, (size_t)rows);
+    memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
+    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
+    nsa__load_queries(p, &f->walk, &p->dx->out, p->d->dim_v, p->wide_v, 1, f->dout, f->bad);
+    for (int r = 0; r < rows; r++) {
+        nsa__load(out, p->x->out.dtype, nsa__query_row(p, &f->walk, &p->x->out, r), p->d->dim_v);
+        f->lse2[r] = nsa__load_lse2(p, &f->walk, r, f->bad);
+        f->delta[r] = f->bad[r] ? 0 : nsa__dot(out, f->dout + (ptrdiff_t)r * p->wide_v, p->wide_v);
+    }
+}
+
+/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta);
+   dv += p^T dout, dk += ds^T q, dq += ds k */
+static void nsa__backward_batch(nsa__backward *f, const nsa__pass *p, const nsa__batch *b) {
+    int group = p->group, tile = p->tile, n = b->end - b->begin, rows = b->rows;
+    ptrdiff_t keys = (ptrdiff_t)f->walk.tile * tile + b->begin;
+    const nsa__which queries = {b->row, NULL, NULL}, keys_of = {NULL, b->row, NULL},
+                     sums = {NULL, NULL, b->row};
+    p->tiles->gemm(rows, n, p->d->dim, f->q, p->wide, 1,
+                   nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->p, tile, 0, NULL,
+                   &queries);
+    p->tiles->gemm(rows, n, p->d->dim_v, f->dout, p->wide_v, 1,
+                   nsa__key_columns(p, p->v_t, p->d->dim_v, keys), tile, f->ds, tile, 0, NULL,
+                   &queries);
+    p->tiles->gradient(rows, n, tile, group, b->mask, b->begin, b->row, f->lse2, f->delta, f->p,
+                       f->ds);
+    if (p->dv)
+        p->tiles->gemm(n, p->wide_v, rows, f->p, 1, tile, f->dout, p->wide_v,
+                       p->dv + keys * p->wide_v, p->wide_v, 1, NULL, &keys_of);
+    if (p->dk)
+        p->tiles->gemm(n, p->wide, rows, f->ds, 1, tile, f->q, p->wide, p->dk + keys * p->wide,
+                       p->wide, 1, NULL, &keys_of);
+    for (int i = 0; i < b->readers; i++) {
+        f->reads[b->reader[i]] = 1;
+        for (int g = 0; p->bad_key && g < group; g++)
+            if (f->bad[b->reader[i] * group + g]) p->bad_key[f->walk.tile] |= b->mask[i];
+    }
+    if (!p->dx->q.data) return;
+    p->tiles->gemm(rows, p->wide, n, f->ds, tile, 1, p->k + keys * p->wide, p->wide, f->dq, p->wide,
+                   1, NULL, &sums);
+}
+
+static void nsa__backward_end(nsa__backward *f, const nsa__pass *p) {
+    int dim = p->d->dim;
+    for (int r = 0; p->dx->q.data && r < f->walk.queries * p->group; r++) {
+        nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
+        if (!f->reads[r / p->group]) continue;
+        for (int c = 0; f->bad[r] && c < dim; c++) dq[c] = nsa__nan();
+        nsa__add(p->dx->q.dtype, nsa__query_row(p, &f->walk, &p->dx->q, r), p->scale, dq, dim);
+    }
+}
+
+static void nsa__backward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = nsa__pass_of(context, &index);
+    nsa__backward f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__backward_take(&f, p, &a);
+    nsa__backward_begin(&f, p, index);
+    while (nsa__walk_next(&f.walk, p)) {
+        nsa__await(p->left, index - 1, f.walk.tile + 1);
+        for (int i = 0; i < f.walk.readers;) {
+            nsa__batch b = nsa__batch_at(&f.walk, p, i);
+            nsa__backward_batch(&f, p, &b);
+            i += b.readers;
+        }
+        nsa__announce(p->left, index, f.walk.tile + 1);
+    }
+    nsa__backward_end(&f, p);
+    nsa__await(p->left, index - 1, INT_MAX);
+    nsa__announce(p->left, index, INT_MAX);
+}
+
+static void nsa__key_gradient_clear(const nsa__pass *p) {
+    ptrdiff_t begin = (ptrdiff_t)p->tile_begin, tiles = p->tile_end - begin, key = begin * p->tile;
+    size_t keys = (size_t)tiles * (size_t)p->tile;
+    memset(p->bad_key + begin, 0, (size_t)tiles * sizeof *p->bad_key);
+    if (p->dk) memset(p->dk + key * p->wide, 0, keys * (size_t)p->wide * sizeof *p->dk);
+    if (p->dv) memset(p->dv + key * p->wide_v, 0, keys * (size_t)p->wide_v * sizeof *p->dv);
+}
+
+static void nsa__key_gradient_add(const nsa__pass *p, const nsa_tensor *to, int tile,
+                                  nsa_real factor, nsa_real *sum, int width, int wide) {
+    int begin = tile * p->tile, end = (int)nsa__min((int64_t)begin + p->tile, p->keys);
+    for (int key = begin; sum && key < end; key++) {
+        nsa_real *row = sum + (ptrdiff_t)key * wide;
+        for (int c = 0; p->bad_key[tile] >> (key - begin) & 1 && c < width; c++)
+            row[c] = nsa__nan();
+        nsa__add(to->dtype, nsa__key(p, to, key), factor, row, width);
+    }
+}
+
+static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = nsa__pass_of(context, &index);
+    int tile = p->tile_begin + (int)index;
+    (void)scratch;
+    if (p->wanted && !p->wanted[tile]) return;
+    /* q was loaded times scale log2(e) */
+    nsa__key_gradient_add(p, &p->dx->k, tile, (nsa_real)NSA__LN2, p->dk, p->d->dim, p->wide);
+    nsa__key_gradient_add(p, &p->dx->v, tile, 1, p->dv, p->d->dim_v, p->wide_v);
+}
+
+static size_t nsa__backward_plan(nsa__pass *passes, nsa__arena *shared) {
+    nsa__backward f;
+    nsa__arena scratch = {NULL, 0};
+    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
+        nsa__pass *p = &passes[i];
+        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+        nsa__pass_take_keys(p, shared, 1, 1);
+        p->dk = nsa__take_reals(shared, tiles * p->tile * p->wide);
+        p->dv = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
+        p->bad_key = (uint64_t *)nsa__take(shared, tiles, sizeof *p->bad_key);
+        p->left = (int32_t *)nsa__take(shared, nsa__ceil_div(p->d->count, p->task_queries),
+                                       sizeof *p->left);
+    }
+    nsa__backward_take(&f, passes, &scratch);
+    return scratch.used;
+}
+
+static void nsa__backward_heads(nsa__pass *passes, const nsa__team *team) {
+    int64_t tasks = nsa__query_tasks(passes);
+    for (int i = 0; i < passes->heads; i++) {
+        nsa__key_gradient_clear(&passes[i]);
+        memset(passes[i].left, 0, (size_t)(tasks / passes->heads) * sizeof *passes[i].left);
+    }
+    nsa__run(team, tasks, nsa__backward_task, passes);
+    nsa__run(team, (int64_t)passes->heads * (passes->tile_end - passes->tile_begin),
+             nsa__key_gradient_task, passes);
+}
+
+static nsa_status nsa__attend_backward_run(const nsa_attend *dx, const nsa_attend *x,
+                                           const nsa_desc *d, nsa__branch branch, int reach,
+                                           void *workspace, size_t bytes) {
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    nsa__passes_init(passes, x, dx, d, branch);
+    size_t scratch = nsa__backward_plan(passes, &shared);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
+    for (int i = 0; i < nsa__heads_at_once(d); i++) {
+        passes[i].reach = reach;
+        if (!dx->k.data) passes[i].dk = NULL;
+        if (!dx->v.data) passes[i].dv = NULL;
+    }
+    nsa__each_heads(passes, &team, nsa__backward_heads);
+    return NSA_OK;
+}
+
+/* ---- Attention: doors ---------------------------------------------------------------------- */
+
+static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
+    nsa__arena shared = {NULL, 0};
+    if (nsa_desc_check(d) != NSA_OK) return 0;
+    nsa__passes_init(passes, NULL, NULL, d, branch);
+    size_t scratch =
+        backward ? nsa__backward_plan(passes, &shared) : nsa__forward_plan(passes, NULL, &shared);
+    return nsa__workspace_bytes(d, shared.used, scratch);
+}
+
+typedef struct nsa__attend_fields {
+    int q, k, v, out, lse, blocks;
+} nsa__attend_fields;
+
+static const nsa__attend_fields nsa__attend_names = {NSA__AT_q,   NSA__AT_k,   NSA__AT_v,
+                                                     NSA__AT_out, NSA__AT_lse, NSA__AT_blocks};
+
+static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
+    return branch == NSA__CMP ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
+}
+
+/* `lists` 0: blocks are an output of the chain, not there yet. */
+static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
+                                    int forward, int lists, const nsa__attend_fields *at) {
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               lse = nsa__query_shape(d, d->heads, 1);
+    NSA__CHECK(
+        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
+    NSA__CHECK(
+        nsa__check_view(&x->k, nsa__branch_shape(d, branch, d->dim), nsa__floats(), 0, at->k));
+    NSA__CHECK(
+        nsa__check_view(&x->v, nsa__branch_shape(d, branch, d->dim_v), nsa__floats(), 0, at->v));
+    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), forward, at->out));
+    NSA__CHECK(nsa__check_view(&x->lse, lse, nsa__real_dtypes(), forward, at->lse));
+    if (branch != NSA__SLC || !lists) return NSA_OK;
+    nsa_status s = nsa_check_blocks(&x->blocks, d, NULL);
+    return s == NSA_OK ? s : nsa__error(nsa_status_kind(s), at->blocks);
+}
+
+static nsa_status nsa__attend_gradient_check(const nsa_attend *dx, const nsa_attend *x,
+                                             const nsa_desc *d, nsa__branch branch,
+                                             const nsa__attend_fields *at) {
+    nsa__shape dout = nsa__query_shape(d, d->heads, d->dim_v);
+    NSA__CHECK(nsa__check_view(&dx->out, dout, nsa__floats(), 0, at->out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, nsa__query_shape(d, d->heads, d->dim), at->q));
+    NSA__CHECK(nsa__check_gradient(&dx->k, &x->k, nsa__branch_shape(d, branch, d->dim), at->k));
+    return nsa__check_gradient(&dx->v, &x->v, nsa__branch_shape(d, branch, d->dim_v), at->v);
+}
+
+static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
+                                      void *workspace, size_t bytes) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names));
+    const nsa__request nothing = {NULL, 0, 0, NULL};
+    return nsa__attend_forward_run(x, d, branch, nothing, workspace, bytes);
+}
+
+static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
+                                       nsa__branch branch, void *workspace, size_t bytes) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
+    NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
+    return nsa__attend_backward_run(dx, x, d, branch, 0, workspace, bytes);
+}
+
+/* The four public functions of each branch. */
+#define NSA__ATTEND_DOORS(name, branch)                                                        \
+    NSA_API size_t nsa_attend_##name##_forward_workspace_size(const nsa_desc *d) {             \
+        return nsa__attend_bytes(d, branch, 0);                                                \
+    }                                                                                          \
+    NSA_API nsa_status nsa_attend_##name##_forward(const nsa_attend *x, const nsa_desc *d,     \
+                                                   void *workspace, size_t bytes) {            \
+        return nsa__attend_forward(x, d, branch, workspace, bytes);                            \
+    }                                                                                          \
+    NSA_API size_t nsa_attend_##name##_backward_workspace_size(const nsa_desc *d) {            \
+        return nsa__attend_bytes(d, branch, 1);                                                \
+    }                                                                                          \
+    NSA_API nsa_status nsa_attend_##name##_backward(const nsa_attend *dx, const nsa_attend *x, \
+                                                    const nsa_desc *d, void *workspace,        \
+                                                    size_t bytes) {                            \
+        return nsa__attend_backward(dx, x, d, branch, workspace, bytes);                       \
+    }
+
+NSA__ATTEND_DOORS(cmp, NSA__CMP)
+NSA__ATTEND_DOORS(slc, NSA__SLC)
+NSA__ATTEND_DOORS(win, NSA__WIN)
+NSA__ATTEND_DOORS(dense, NSA__DENSE)
+#undef NSA__ATTEND_DOORS
+
+/* ---- Selection ----------------------------------------------------------------------------- */
+
+typedef struct nsa__selecting {
+    nsa__walk walk;
+    nsa__scoring scoring;
+    nsa_real *q, *lse2;
+    unsigned char *bad; /* of every row */
+} nsa__selecting;
+
+static void nsa__selecting_take(nsa__selecting *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group;
+    nsa__walk_take(&f->walk, p, a);
+    nsa__scoring_take(&f->scoring, p, a);
+    f->q = nsa__take_reals(a, rows * p->wide);
+    f->lse2 = nsa__take_reals(a, rows);
+    f->bad = (unsigned char *)nsa__take(a, rows, 1);
+}
+
+static void nsa__select_task(const void *context, int64_t index, void *scratch) {
+    const nsa__pass *p = nsa__pass_of(context, &index);
+    nsa__selecting f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__selecting_take(&f, p, &a);
+    nsa__walk_begin(&f.walk, p, index);
+    int rows = f.walk.queries * p->group;
+    memset(f.bad, 0, (size_t)rows);
+    nsa__load_queries(p, &f.walk, &p->x->q, p->d->dim, p->wide, p->scale2, f.q, f.bad);
+    for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(p, &f.walk, r, f.bad);
+    for (int tile = 0; tile < f.walk.tile_end; tile++) {
+        ptrdiff_t key = (ptrdiff_t)tile * p->tile;
+        p->tiles->gemm(rows, p->tile, p->d->dim, f.q, p->wide, 1, p->k_t + key * p->d->dim, p->tile,
+                       f.scoring.s + key, (ptrdiff_t)f.scoring.stride, 0, NULL, NULL);
+    }
+    nsa__select_queries(p, &f.walk, &f.scoring, f.lse2, f.bad);
+}
+
+static size_t nsa__select_plan(nsa__pass *passes, const nsa_select *x, nsa__arena *shared) {
+    nsa__selecting f;
+    nsa__arena scratch = {NULL, 0};
+    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
+        nsa__pass_take_keys(&passes[i], shared, 0, 0);
+        nsa__take_stencil(&passes[i], x, shared);
+    }
+    nsa__selecting_take(&f, passes, &scratch);
+    return scratch.used;
+}
+
+static void nsa__select_heads(nsa__pass *passes, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(passes), nsa__select_task, passes);
+}
+
+static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                  size_t bytes) {
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
+    nsa__team team;
+    nsa_attend attend;
+    nsa__arena shared = nsa__arena_at(workspace);
+    memset(&attend, 0, sizeof attend);
+    attend.q = x->q;
+    attend.k = x->k;
+    attend.lse = x->lse;
+    nsa__passes_init(passes, &attend, NULL, d, NSA__CMP);
+    size_t scratch = nsa__select_plan(passes, x, &shared);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
+    for (int i = 0; i < nsa__heads_at_once(d); i++) nsa__fill_stencil(&passes[i]);
+    nsa__each_heads(passes, &team, nsa__select_heads);
+    return NSA_OK;
+}
+
+NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
+    nsa__arena shared = {NULL, 0};
+    if (nsa_desc_check(d) != NSA_OK) return 0;
+    nsa__passes_init(passes, NULL, NULL, d, NSA__CMP);
+    size_t scratch = nsa__select_plan(passes, NULL, &shared);
+    return nsa__workspace_bytes(d, shared.used, scratch);
+}
+
+static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
+                                    const nsa__attend_fields *at) {
+    nsa__shape lists = nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d));
+    NSA__CHECK(
+        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
+    NSA__CHECK(nsa__check_view(&x->k, nsa__cmp_shape(d, d->dim), nsa__floats(), 0, at->k));
+    NSA__CHECK(
+        nsa__check_view(&x->lse, nsa__query_shape(d, d->heads, 1), nsa__real_dtypes(), 0, at->lse));
+    return nsa__check_view(&x->blocks, lists, NSA__INTS, 1, at->blocks);
+}
+
+NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                     size_t bytes) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__select_check(x, d, &nsa__attend_names));
+    return nsa__select_run(x, d, workspace, bytes);
+}
+
+/* ---- Gate ---------------------------------------------------------------------------------- */
+
+typedef struct nsa__gate_pass {
+    const nsa_gate *x, *dx;
+    const nsa_desc *d;
+    nsa__seq seq;
+} nsa__gate_pass;
+
+static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
+    if (kind == NSA_GATE_SIGMOID)
+        for (int i = 0; i < 3; i++) g[i] = nsa__sigmoid(g[i]);
+    if (kind == NSA_GATE_SOFTMAX) {
+        nsa_real most = g[0] > g[1] ? g[0] : g[1], sum = 0;
+        most = most > g[2] ? most : g[2];
+        for (int i = 0; i < 3; i++) sum += g[i] = (nsa_real)exp((double)(g[i] - most));
+        for (int i = 0; i < 3; i++) g[i] /= sum;
+    }
+}
+
+enum { NSA__GATE_TOKENS = 16 };
+
+static void nsa__gate_forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__gate_pass *p = (const nsa__gate_pass *)context;
+    const nsa_desc *d = p->d;
+    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
+    int sharers = d->heads / d->gate_heads;
+    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    nsa_real g[3], out[NSA__MAX_DIM];
+    (void)scratch;
+    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+        for (int h = 0; h < d->heads; h++) {
+            int64_t at = p->seq.row + t;
+            nsa__load(g, p->x->logits.dtype, nsa__row(&p->x->logits, p->seq.batch, at, h / sharers),
+                      3);
+            nsa__gate_weights(d->gate, g);
+            memset(out, 0, (size_t)d->dim_v * sizeof *out);
+            for (int i = 0; i < 3; i++)
+                nsa__add_to(out, g[i], branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
+                            d->dim_v);
+            nsa__store(p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, at, h), out, d->dim_v);
+        }
+}
+
+/* dg of the logits of one token and gate head, and the branches' gradients of its query heads:
+   out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout,  dg[i] = sum over heads and c of dout
+   branch[i]. */
+static void nsa__gate_backward_head(const nsa__gate_pass *p, int64_t at, int gate_head,
+                                    const nsa_real g[3], nsa_real dg[3]) {
+    const nsa_desc *d = p->d;
+    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
+    const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
+    int sharers = d->heads / d->gate_heads;
+    nsa_real row[NSA__MAX_DIM], dout[NSA__MAX_DIM];
+    dg[0] = dg[1] = dg[2] = 0;
+    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
+        nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
+        for (int i = 0; i < 3; i++) {
+            if (p->dx->logits.data) {
+                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
+                          d->dim_v);
+                for (int c = 0; c < d->dim_v; c++) dg[i] += dout[c] * row[c];
+            }
+            if (dbranch[i]->data)
+                nsa__add(dbranch[i]->dtype, nsa__row(dbranch[i], p->seq.batch, at, h), g[i], dout,
+                         d->dim_v);
+        }
+    }
+}
+
+static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__gate_pass *p = (const nsa__gate_pass *)context;
+    const nsa_desc *d = p->d;
+    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    nsa_real g[3], dg[3];
+    (void)scratch;
+    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+        for (int h = 0; h < d->gate_heads; h++) {
+            int64_t at = p->seq.row + t;
+            nsa__load(g, p->x->logits.dtype, nsa__row(&p->x->logits, p->seq.batch, at, h), 3);
+            nsa__gate_weights(d->gate, g);
+            nsa__gate_backward_head(p, at, h, g, dg);
+            nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
+            for (int i = 0; i < 3; i++) {
+                if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
+                if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
+            }
+            if (p->dx->logits.data)
+                nsa__add(p->dx->logits.dtype, nsa__row(&p->dx->logits, p->seq.batch, at, h), 1, dg,
+                         3);
+        }
+}
+
+static void nsa__gate_run(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    nsa__gate_pass p;
+    nsa__team team = {nsa__threads(d), NULL, 0};
+    p.x = x;
+    p.dx = dx;
+    p.d = d;
+    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
+        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
+                 dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
+}
+
+/* Which fields a status names: the chain's views have other names than its primitives'. */
+typedef struct nsa__gate_fields {
+    int logits, cmp, slc, win, out;
+} nsa__gate_fields;
+
+static const nsa__gate_fields nsa__gate_names = {NSA__AT_logits, NSA__AT_cmp, NSA__AT_slc,
+                                                 NSA__AT_win, NSA__AT_out};
+
+static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
+                                  const nsa__gate_fields *at) {
+    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
+               logits = nsa__query_shape(d, d->gate_heads, 3);
+    NSA__CHECK(nsa__check_view(&x->logits, logits, nsa__floats(), 0, at->logits));
+    NSA__CHECK(nsa__check_view(&x->cmp, shape, nsa__floats(), 0, at->cmp));
+    NSA__CHECK(nsa__check_view(&x->slc, shape, nsa__floats(), 0, at->slc));
+    NSA__CHECK(nsa__check_view(&x->win, shape, nsa__floats(), 0, at->win));
+    return forward ? nsa__check_view(&x->out, shape, nsa__floats(), 1, at->out) : NSA_OK;
+}
+
+NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
+    nsa__gate_run(NULL, x, d);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__gate_check(x, d, 0, &nsa__gate_names));
+    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
+               logits = nsa__query_shape(d, d->gate_heads, 3);
+    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gradient(&dx->logits, &x->logits, logits, NSA__AT_logits));
+    NSA__CHECK(nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp));
+    NSA__CHECK(nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc));
+    NSA__CHECK(nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win));
+    nsa__gate_run(dx, x, d);
+    return NSA_OK;
 }
 
 /* ---- The whole ----------------------------------------------------------------------------- */
@@ -4376,13 +4438,13 @@ static nsa_desc nsa__decode_desc(const nsa__decode_pass *p, int length, int coun
 static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b,
                                        int head) {
     const nsa_desc *d = &cache->desc;
-    int64_t G = d->heads / d->kv_heads;
+    int64_t group = d->heads / d->kv_heads;
     nsa_attention one = *x;
     nsa_compress *phis[] = {&one.k_cmp, &one.v_cmp};
     nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win,
                            &one.lse_cmp, &one.lse_slc, &one.lse_win, &one.out};
     for (size_t i = 0; i < sizeof views / sizeof *views; i++)
-        *views[i] = nsa__of_batch(*views[i], b, G * head);
+        *views[i] = nsa__of_batch(*views[i], b, group * head);
     one.gates = nsa__of_batch(one.gates, b, (int64_t)d->gate_heads / d->kv_heads * head);
     one.blocks = nsa__of_batch(one.blocks, b, head);
     one.k_slc = nsa__of_batch(cache->k_slc, b, head);
@@ -4621,115 +4683,118 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
 
 #ifdef NSA__ISA
 /* ---- The text of the tiles, read once per instruction set --------------------------------------
-   Written for vectors of L numbers in GCC's vector extension, which clang shares; where there is
-   none a vector is one number. T(name) is the name for this instruction set. */
+   Written for vectors of NSA__L numbers in GCC's vector extension, which clang shares. Without the
+   extension a vector is one number. NSA__T(name) is the name for this instruction set. */
 
 #define NSA__PASTE_(a, b) nsa__##a##_##b
 #define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
-#define T(name)           NSA__PASTE(name, NSA__ISA)
+#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
 
 /* A vector, its lanes as integers of the same size, and one that may lie anywhere in memory. */
 #if NSA__BYTES
-#define L (NSA__BYTES / (int)sizeof(nsa_real))
-typedef nsa_real T(vector) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__lane T(lanes) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__bits_t T(bits) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa_real T(memory)
+#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
+typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(memory)
     __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
 #else
-#define L            1
-typedef nsa_real T(vector);
-typedef nsa__lane T(lanes);
-typedef nsa_real T(memory);
+#define NSA__L       1
+typedef nsa_real NSA__T(vector);
+typedef nsa__lane NSA__T(lanes);
+typedef nsa_real NSA__T(memory);
 #define NSA__HOLD(x) (void)(x)
 #endif
-#define V     T(vector)
-#define I     T(lanes)
-#define AT(x) (*(T(memory) *)(x))
-#define IN(x) (*(const T(memory) *)(x))
+#define NSA__V       NSA__T(vector)
+#define NSA__I       NSA__T(lanes)
+#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
+#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
 
 #if NSA__BYTES
-NSA__INLINE NSA__TARGET V T(splat)(nsa_real x) {
-    const V zero = {0}; /* x - 0 is a broadcast; x + 0 would be a sum, for -0 + 0 is 0 */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
+    const NSA__V zero = {0}; /* x - 0 is a broadcast; x + 0 would be a sum, for -0 + 0 is 0 */
     return x - zero;
 }
 /* Lane by lane on ? a : b, where the lanes of `on` are 0 or -1. */
-NSA__INLINE NSA__TARGET V T(pick)(I on, V a, V b) {
-    return (V)(((I)a & on) | ((I)b & ~on));
+NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
+    return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET V T(max)(V a, V b) {
-    return T(pick)(a > b, a, b);
+NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+    return NSA__T(pick)(a > b, a, b);
 }
-/* Bits j .. j + L - 1 of a mask. */
-NSA__INLINE NSA__TARGET I T(seen)(uint64_t mask, int j) {
+/* Bits j .. j + NSA__L - 1 of a mask. */
+NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
                                       256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-    I zero = {0}, lane;
+    NSA__I zero = {0}, lane;
     memcpy(&lane, bit, sizeof lane);
     return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
 }
 #else
-NSA__INLINE V T(splat)(nsa_real x) {
+NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
     return x;
 }
-NSA__INLINE V T(pick)(I on, V a, V b) {
+NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE V T(max)(V a, V b) {
+NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
 }
-NSA__INLINE I T(seen)(uint64_t mask, int j) {
-    return (I)(mask >> j & 1);
+NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
+    return (NSA__I)(mask >> j & 1);
 }
 #endif
 
 /* 2^x, exactly 1 for 0, and 0 or a number below the normal ones for what lies below them. */
-NSA__INLINE NSA__TARGET V T(exp2)(V x) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     NSA__ARITHMETIC
-    nsa_real lane[L];
+    nsa_real lane[NSA__L];
 #if NSA__BYTES
     /* x = e + r, |r| <= 1/2 where x <= 0, as it is here but for rounding; 2^r by a polynomial, a
        minimax fit whose relative error is 2e-8 in f32; e goes into the exponent, and what it makes
        of -127 is 0. NaN stays NaN. */
     if (sizeof(nsa_real) == sizeof(float)) {
-        x = T(max)(T(splat)(-127), x);
-        const I e = __builtin_convertvector(x - 0.5f, I);
-        const V r = x - __builtin_convertvector(e, V);
-        V p = r * 0.0001535336206885849f + 0.001339887439398139f;
+        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        const NSA__I e = __builtin_convertvector(x - 0.5f, NSA__I);
+        const NSA__V r = x - __builtin_convertvector(e, NSA__V);
+        NSA__V p = r * 0.0001535336206885849f + 0.001339887439398139f;
         p = p * r + 0.00961843735695742f;
         p = p * r + 0.055503324711908573f;
         p = p * r + 0.24022647913636852f;
         p = p * r + 0.6931472028550316f;
         p = p * r + 1.0f;
-        return (V)((T(bits))p + ((T(bits))e << 23));
+        return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
     }
 #endif
     memcpy(lane, &x, sizeof x);
-    for (int j = 0; j < L; j++) lane[j] = nsa__exp2(lane[j]);
+    for (int j = 0; j < NSA__L; j++) lane[j] = nsa__exp2(lane[j]);
     memcpy(&x, lane, sizeof x);
     return x;
 }
 
-NSA__INLINE NSA__TARGET nsa_real T(largest)(V x) {
+NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
     nsa_real lane[NSA__LANES];
     memcpy(lane, &x, sizeof x);
-    for (int j = 0; L > 8 && j < 8; j++) lane[j] = lane[j] > lane[j + 8] ? lane[j] : lane[j + 8];
-    for (int j = 0; L > 4 && j < 4; j++) lane[j] = lane[j] > lane[j + 4] ? lane[j] : lane[j + 4];
-    for (int j = 0; L > 2 && j < 2; j++) lane[j] = lane[j] > lane[j + 2] ? lane[j] : lane[j + 2];
-    return L > 1 && lane[1] > lane[0] ? lane[1] : lane[0];
+    for (int j = 0; NSA__L > 8 && j < 8; j++)
+        lane[j] = lane[j] > lane[j + 8] ? lane[j] : lane[j + 8];
+    for (int j = 0; NSA__L > 4 && j < 4; j++)
+        lane[j] = lane[j] > lane[j + 4] ? lane[j] : lane[j + 4];
+    for (int j = 0; NSA__L > 2 && j < 2; j++)
+        lane[j] = lane[j] > lane[j + 2] ? lane[j] : lane[j + 2];
+    return NSA__L > 1 && lane[1] > lane[0] ? lane[1] : lane[0];
 }
 
 /* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
    chain of multiply-adds over ascending k; with `keep` a chain of its own, that is added at the
    end: of a long row's tiles each has its sum, which rounds less than one chain through all of
    them. */
-NSA__INLINE NSA__TARGET void T(piece)(int rows, int vectors, int k, const nsa_real *a,
-                                      ptrdiff_t row, ptrdiff_t step, const nsa_real *b,
-                                      ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
-                                      const nsa_real *keep, nsa__which which) {
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, const nsa_real *a,
+                                           ptrdiff_t row, ptrdiff_t step, const nsa_real *b,
+                                           ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
+                                           const nsa_real *keep, nsa__which which) {
     NSA__ARITHMETIC
-    V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
-    const V zero = T(splat)(0);
+    NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
+    const NSA__V zero = NSA__T(splat)(0);
     const nsa_real *a_row[NSA__ROWS];
     nsa_real *c_row[NSA__ROWS];
     for (int i = 0; i < rows; i++) {
@@ -4737,35 +4802,35 @@ NSA__INLINE NSA__TARGET void T(piece)(int rows, int vectors, int k, const nsa_re
         c_row[i] = c + (which.c ? which.c[i] : i) * ldc;
         for (int j = 0; j < vectors; j++)
             if (add && !keep)
-                sum[i][j] = IN(c_row[i] + j * L);
+                sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
             else
                 sum[i][j] = zero;
     }
     for (int p = 0; p < k; p++) {
         const nsa_real *b_row = b + (which.b ? which.b[p] : p) * ldb;
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = IN(b_row + j * L);
+            of_b[j] = NSA__FROM(b_row + j * NSA__L);
             NSA__HOLD(of_b[j]); /* or each of the multiply-adds would load it again */
         }
         for (int i = 0; i < rows; i++) {
-            const V of_a = T(splat)(a_row[i][p * step]);
+            const NSA__V of_a = NSA__T(splat)(a_row[i][p * step]);
             for (int j = 0; j < vectors; j++) sum[i][j] += of_a * of_b[j];
         }
     }
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) {
-            if (keep) sum[i][j] += T(splat)(keep[i]) * IN(c_row[i] + j * L);
-            AT(c_row[i] + j * L) = sum[i][j];
+            if (keep) sum[i][j] += NSA__T(splat)(keep[i]) * NSA__FROM(c_row[i] + j * NSA__L);
+            NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
         }
 }
 
 /* Some columns of c. */
-NSA__INLINE NSA__TARGET void T(columns)(int vectors, int m, int k, const nsa_real *a, ptrdiff_t row,
-                                        ptrdiff_t step, const nsa_real *b, ptrdiff_t ldb,
-                                        nsa_real *c, ptrdiff_t ldc, int add, const nsa_real *keep,
-                                        nsa__which which) {
+NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, const nsa_real *a,
+                                             ptrdiff_t row, ptrdiff_t step, const nsa_real *b,
+                                             ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
+                                             const nsa_real *keep, nsa__which which) {
     for (; m >= NSA__ROWS; m -= NSA__ROWS) {
-        T(piece)(NSA__ROWS, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+        NSA__T(piece)(NSA__ROWS, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
         if (which.a)
             which.a += NSA__ROWS;
         else
@@ -4777,29 +4842,33 @@ NSA__INLINE NSA__TARGET void T(columns)(int vectors, int m, int k, const nsa_rea
         if (keep) keep += NSA__ROWS;
     }
 #if NSA__ROWS > 4
-    if (m == 5) T(piece)(5, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
-    if (m == 4) T(piece)(4, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+    if (m == 5) NSA__T(piece)(5, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+    if (m == 4) NSA__T(piece)(4, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
 #endif
-    if (m == 3) T(piece)(3, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
-    if (m == 2) T(piece)(2, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
-    if (m == 1) T(piece)(1, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+    if (m == 3) NSA__T(piece)(3, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+    if (m == 2) NSA__T(piece)(2, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+    if (m == 1) NSA__T(piece)(1, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
 }
 
-NSA__TARGET static void T(gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row,
-                                ptrdiff_t step, const nsa_real *b, ptrdiff_t ldb, nsa_real *c,
-                                ptrdiff_t ldc, int add, const nsa_real *keep,
-                                const nsa__which *rows) {
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row,
+                                     ptrdiff_t step, const nsa_real *b, ptrdiff_t ldb, nsa_real *c,
+                                     ptrdiff_t ldc, int add, const nsa_real *keep,
+                                     const nsa__which *rows) {
     NSA__ARITHMETIC
     const nsa__which all = {NULL, NULL, NULL}, which = rows ? *rows : all;
     const nsa__which b_all = {which.a, NULL, which.c}; /* for a loop that does not ask each time */
     int j = 0;
-    for (; j + NSA__VECTORS * L <= n; j += NSA__VECTORS * L)
-        if (which.b)
-            T(columns)(NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, which);
-        else
-            T(columns)(NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, b_all);
-    for (; j + L <= n; j += L)
-        T(columns)(1, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, which);
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        if (which.b) {
+            NSA__T(columns)
+            (NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, which);
+        } else {
+            NSA__T(columns)
+            (NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, b_all);
+        }
+    }
+    for (; j + NSA__L <= n; j += NSA__L)
+        NSA__T(columns)(1, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, which);
     for (; j < n; j++)
         for (int i = 0; i < m; i++) {
             const nsa_real *a_row = a + (which.a ? which.a[i] : i) * row;
@@ -4810,87 +4879,92 @@ NSA__TARGET static void T(gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_
         }
 }
 
-NSA__TARGET static void T(softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask,
-                                   int first, const int *which, nsa_real *s, nsa_real *m,
-                                   nsa_real *l, nsa_real *shrink) {
+NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, int group,
+                                        const uint64_t *mask, int first, const int *which,
+                                        nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink) {
     NSA__ARITHMETIC
-    const V lowest = T(splat)(NSA__LOWEST);
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
     for (int r = 0; r < rows; r++) { /* the largest so far; masked scores become the lowest */
         const uint64_t seen = mask[r / group];
         nsa_real *x = s + r * ld;
-        V most = lowest;
-        for (int j = 0; j < n; j += L) {
+        NSA__V most = lowest;
+        for (int j = 0; j < n; j += NSA__L) {
             if (seen != ~(uint64_t)0)
-                AT(x + j) = T(pick)(T(seen)(seen, first + j), IN(x + j), lowest);
-            most = T(max)(IN(x + j), most);
+                NSA__TO(x + j) =
+                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+            most = NSA__T(max)(NSA__FROM(x + j), most);
         }
-        const nsa_real largest = T(largest)(most);
+        const nsa_real largest = NSA__T(largest)(most);
         nsa_real *so_far = m + which[r];
         shrink[r] = *so_far;
         *so_far = largest > *so_far ? largest : *so_far;
         shrink[r] -= *so_far;
     }
-    for (int r = 0; r < rows; r += L) AT(shrink + r) = T(exp2)(IN(shrink + r));
+    for (int r = 0; r < rows; r += NSA__L)
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
     for (int r = 0; r < rows; r++) {
-        const V most = T(splat)(m[which[r]] == NSA__LOWEST ? 0 : m[which[r]]);
+        const NSA__V most = NSA__T(splat)(m[which[r]] == NSA__LOWEST ? 0 : m[which[r]]);
         nsa_real *x = s + r * ld, *sum = l + (ptrdiff_t)which[r] * NSA__LANES;
-        for (int j = 0; j < NSA__LANES; j += L) {
-            V of_lane = IN(sum + j) * T(splat)(shrink[r]);
+        for (int j = 0; j < NSA__LANES; j += NSA__L) {
+            NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
-                const V p = T(exp2)(IN(x + at) - most);
-                AT(x + at) = p;
+                const NSA__V p = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                NSA__TO(x + at) = p;
                 of_lane += p;
             }
-            AT(sum + j) = of_lane;
+            NSA__TO(sum + j) = of_lane;
         }
     }
 }
 
-NSA__TARGET static void T(gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask,
-                                    int first, const int *which, const nsa_real *lse2,
-                                    const nsa_real *delta, nsa_real *s, nsa_real *dp) {
+NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
+                                         const uint64_t *mask, int first, const int *which,
+                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         nsa_real *dp) {
     NSA__ARITHMETIC
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
-        const V lse = T(splat)(lse2[which[r]]), of_row = T(splat)(delta[which[r]]);
-        const V zero = T(splat)(0);
-        for (int j = 0; j < n; j += L) {
-            V p = T(exp2)(IN(s + r * ld + j) - lse);
-            V ds = p * (IN(dp + r * ld + j) - of_row);
+        const NSA__V lse = NSA__T(splat)(lse2[which[r]]), of_row = NSA__T(splat)(delta[which[r]]);
+        const NSA__V zero = NSA__T(splat)(0);
+        for (int j = 0; j < n; j += NSA__L) {
+            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) { /* ds too: what is masked may overflow, and 0 inf is NaN */
-                const I on = T(seen)(seen, first + j);
-                p = T(pick)(on, p, zero);
-                ds = T(pick)(on, ds, zero);
+                const NSA__I on = NSA__T(seen)(seen, first + j);
+                p = NSA__T(pick)(on, p, zero);
+                ds = NSA__T(pick)(on, ds, zero);
             }
-            AT(s + r * ld + j) = p;
-            AT(dp + r * ld + j) = ds;
+            NSA__TO(s + r * ld + j) = p;
+            NSA__TO(dp + r * ld + j) = ds;
         }
     }
 }
 
-NSA__TARGET static void T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
-                                       const nsa_real *s, nsa_real *sum) {
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+                                            const nsa_real *s, nsa_real *sum) {
     NSA__ARITHMETIC
-    const V most = T(splat)(126); /* of another lse than that of s: no p is negative or NaN */
-    for (int j = 0; j < n; j += L) {
-        V p = T(splat)(0);
+    const NSA__V most =
+        NSA__T(splat)(126); /* of another lse than that of s: no p is negative or NaN */
+    for (int j = 0; j < n; j += NSA__L) {
+        NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++) {
-            const V x = IN(s + r * ld + j) - T(splat)(lse2[r]);
-            p += T(exp2)(T(pick)(x < most, x, most));
+            const NSA__V x = NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]);
+            p += NSA__T(exp2)(NSA__T(pick)(x < most, x, most));
         }
-        AT(sum + j) = p;
+        NSA__TO(sum + j) = p;
     }
 }
 
-NSA__TARGET static int T(at_least)(int n, const nsa_real *x, nsa__lane least) {
+NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane least) {
     int j = 0, sum = 0;
 #if NSA__BYTES
-    nsa__lane lane[L];
-    I count = {0};
-    const I bound = count + least;
-    for (; j + L <= n; j += L) count -= (I)IN(x + j) >= bound; /* true is -1 */
+    nsa__lane lane[NSA__L];
+    NSA__I count = {0};
+    const NSA__I bound = count + least;
+    for (; j + NSA__L <= n; j += NSA__L)
+        count -= (NSA__I)NSA__FROM(x + j) >= bound; /* true is -1 */
     memcpy(lane, &count, sizeof count);
-    for (int i = 0; i < L; i++) sum += (int)lane[i];
+    for (int i = 0; i < NSA__L; i++) sum += (int)lane[i];
 #endif
     for (; j < n; j++) {
         nsa__lane bits;
@@ -4901,7 +4975,7 @@ NSA__TARGET static int T(at_least)(int n, const nsa_real *x, nsa__lane least) {
 }
 
 /* An exponent of ones, and one more, is the sign bit. */
-NSA__TARGET static int T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     const int mantissa = sizeof *x == 8 ? 52 : 23, sign = 8 * (int)sizeof *x - 1;
     const nsa__bits_t one = (nsa__bits_t)1 << mantissa, exponent = ((nsa__bits_t)1 << sign) - one;
     nsa__bits_t lane[NSA__LANES], sum = 0;
@@ -4917,17 +4991,17 @@ NSA__TARGET static int T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *
     return !(sum >> sign);
 }
 
-static const nsa__tiles T(tiles) = {T(gemm),     T(softmax), T(probability),
-                                    T(at_least), T(finite),  T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),     NSA__T(softmax), NSA__T(probability),
+                                         NSA__T(at_least), NSA__T(finite),  NSA__T(gradient)};
 
 #undef NSA__PASTE_
 #undef NSA__PASTE
-#undef T
-#undef L
-#undef V
-#undef I
-#undef AT
-#undef IN
+#undef NSA__T
+#undef NSA__L
+#undef NSA__V
+#undef NSA__I
+#undef NSA__TO
+#undef NSA__FROM
 #undef NSA__ISA
 #undef NSA__BYTES
 #undef NSA__ROWS

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # names.sh CC DIR: what nsa.h adds to a program. Every symbol, static or not, begins with nsa_, every
-# macro with NSA_; no writable data (no global state); and nothing is called but arithmetic and
-# memory moves of the C library: nothing allocates, prints or aborts.
+# macro with NSA_; no macro of the user disappears or changes; no writable data (no global state); and
+# nothing is called but arithmetic and memory moves of the C library: nothing allocates, prints or
+# aborts.
 set -euo pipefail
 
 cc=$1
@@ -63,6 +64,8 @@ macros() {
     comm -13 "$dir/macros.system" "$dir/macros.nsa" | awk '{ print $2 }' >"$dir/macros"
     grep -v '^NSA_' "$dir/macros" >"$dir/leaks" || true
     expect_none "macros that do not begin with NSA_ ($*)" "$dir/leaks"
+    comm -23 "$dir/macros.system" "$dir/macros.nsa" >"$dir/lost"
+    expect_none "macros that the header takes away ($*)" "$dir/lost"
     [ "$(grep -c '^NSA_' "$dir/macros")" -gt 3 ] || {
         echo "this check sees no macros of $header at all ($*)"
         failures=$((failures + 1))
@@ -71,4 +74,28 @@ macros() {
 macros nsa.h
 macros nsa.h -DNSA_IMPLEMENTATION
 macros nsa_cuda.cuh
+
+# A user's own macros, of every capital letter, and the I of <complex.h>: nsa.h uses none and leaves
+# all as they are.
+{
+    echo '#include <complex.h>'
+    for letter in {A..H} {J..Z} AT IN OUT; do echo "#define $letter user_$letter"; done
+} >"$dir/user_macros.h"
+cat >"$dir/user.c" <<'TEXT'
+#include "user_macros.h"
+#define NSA_IMPLEMENTATION
+#include "nsa.h"
+enum { T = 1, L = 2, V = 4, AT = 8, IN = 16 };
+int main(void) {
+    double complex z = 2 * I;
+    return user_T + user_L + user_V + user_AT + user_IN == 31 && cimag(z) > 1 ? 0 : 1;
+}
+TEXT
+"$cc" -std=c99 -Wall -Wextra -Werror -O0 -I "$nsa" "$dir/user.c" -o "$dir/user" -lm && "$dir/user" || {
+    echo "nsa.h does not stand beside a user's macros"
+    failures=$((failures + 1))
+}
+"$cc" -std=c99 -dM -E "$dir/user_macros.h" | sort >"$dir/macros.user"
+"$cc" -std=c99 -I "$nsa" -dM -E "$dir/user.c" | sort | comm -23 "$dir/macros.user" - >"$dir/lost"
+expect_none "macros of a user that the header takes away" "$dir/lost"
 exit "$failures"

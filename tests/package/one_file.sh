@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# one_file.sh CC DIR: nsa_one.h, which scripts/one_file.py makes, works where nsa.h cannot include
+# itself: pasted into a program, read from stdin, renamed without __FILE_NAME__. It computes the same
+# bits. There nsa.h says what to do; with NSA_THIS_FILE it can be renamed too.
+set -euo pipefail
+
+cc=$1
+dir=$2
+root=$(cd "$(dirname "$0")/../.." && pwd)
+"$root/tests/package/need.sh" "$cc" python3 || exit $?
+rm -rf "$dir"
+mkdir -p "$dir"
+cd "$dir"
+failures=0
+
+fail() {
+    echo "$*"
+    failures=$((failures + 1))
+}
+
+# build NAME OPTION...: compiles NAME.c, which may need no other file of the library.
+build() {
+    local name=$1
+    shift
+    "$cc" -std=c99 -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror "$@" "$name.c" -o "$name" -lm
+}
+
+# refused WORDS COMMAND...: that the compiler ends with an error that holds the words.
+refused() {
+    local words=$1
+    shift
+    if "$@" >log 2>&1; then
+        fail "compiles: $*"
+    elif ! grep -q "error.*$words" log; then
+        cat log
+        fail "another error: $*"
+    fi
+}
+
+python3 "$root/scripts/one_file.py" nsa_one.h
+! grep -n '^#include "\|^#include NSA' nsa_one.h || fail "nsa_one.h includes a file of its own"
+
+# A program: first with nsa.h, then with nsa_one.h pasted between its own lines.
+include='#include "nsa.h"'
+[ "$(grep -cFx "$include" "$root/examples/embed/embed.c")" = 1 ]
+build_with() {
+    awk -v include="$include" -v file="$1" '
+        $0 != include { print; next }
+        { while ((getline line < file) > 0) print line }' "$root/examples/embed/embed.c" >"$2"
+}
+build_with nsa_one.h pasted.c
+build pasted -O2
+./pasted | diff "$root/examples/embed/expected.txt" - || fail "pasted: prints other text"
+
+# The symbols are those of nsa.h, so that every set of tiles is there.
+"$cc" -std=c99 -O0 -DNSA_IMPLEMENTATION -x c -c "$root/nsa/nsa.h" -o whole.o
+"$cc" -std=c99 -O0 -DNSA_IMPLEMENTATION -x c -c - -o one.o <nsa_one.h
+diff <(nm whole.o | awk '{ print $2, $3 }' | sort) <(nm one.o | awk '{ print $2, $3 }' | sort) ||
+    fail "from stdin: other symbols than nsa.h"
+
+cp nsa_one.h other_name.h
+printf '#define NSA_IMPLEMENTATION\n#include "other_name.h"\nint main(void) { return 0; }\n' >renamed.c
+build renamed -O0 -Wno-builtin-macro-redefined -U__FILE_NAME__
+
+# nsa.h itself in the same places.
+build_with "$root/nsa/nsa.h" pasted.c
+refused 'pasted into this file' "$cc" -std=c99 -fsyntax-only pasted.c
+refused 'cannot include itself' "$cc" -DNSA_IMPLEMENTATION -fsyntax-only -x c - <"$root/nsa/nsa.h"
+cp "$root/nsa/nsa.h" other_name.h
+refused 'cannot include itself' "$cc" -std=c99 -Wno-builtin-macro-redefined -U__FILE_NAME__ -fsyntax-only renamed.c
+build renamed -O0 -Wno-builtin-macro-redefined -U__FILE_NAME__ '-DNSA_THIS_FILE="other_name.h"'
+exit "$failures"
