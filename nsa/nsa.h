@@ -102,6 +102,8 @@
      NSA_REAL            float (default) or double: what is accumulated in. double also makes lse
                          f64 and admits f64 tensors: the same source becomes its own f64 oracle. Do
                          not mix the two in one program without NSA_STATIC.
+     NSA_UNALIGNED_SPILLS  GCC for Windows: AVX too. For a compiler or an assembler that spills by
+                         unaligned moves, as with -Wa,-muse-unaligned-vector-move
      NSA_THIS_FILE       the name of this file in quotes, as #include takes it. The implementation
                          includes its own file once per instruction set; it needs the name only if
                          the file is called something else than nsa.h and the compiler does not
@@ -1133,7 +1135,8 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__)
 #if defined(__SSE2__)
 #define NSA__HAS_SSE2
-#if !defined(_WIN32) || defined(__clang__) /* there GCC spills wide vectors to unaligned stacks */
+/* There GCC spills wide vectors by aligned moves to stacks that are not: its PR 54412. */
+#if !defined(_WIN32) || defined(__clang__) || defined(NSA_UNALIGNED_SPILLS)
 #define NSA__HAS_AVX
 #endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
