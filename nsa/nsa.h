@@ -210,7 +210,8 @@ typedef enum nsa_isa {
     NSA_ISA_SSE2,
     NSA_ISA_AVX2, /* with FMA */
     NSA_ISA_AVX512,
-    NSA_ISA_NEON
+    NSA_ISA_NEON,
+    NSA_ISA_SIMD128 /* WebAssembly's */
 } nsa_isa;
 
 NSA_API int nsa_isa_available(nsa_isa isa);
@@ -1141,6 +1142,8 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
 #endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #define NSA__HAS_NEON
+#elif defined(__wasm_simd128__)
+#define NSA__HAS_SIMD128
 #endif
 #endif
 
@@ -1164,13 +1167,18 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
     case NSA_ISA_NEON:
         return 1;
 #endif
+#ifdef NSA__HAS_SIMD128
+    case NSA_ISA_SIMD128:
+        return 1;
+#endif
     default:
         return 0;
     }
 }
 
 NSA_API const char *nsa_isa_name(nsa_isa isa) {
-    static const char *const names[] = {"detect", "plain", "SSE2", "AVX2", "AVX-512", "NEON"};
+    static const char *const names[] = {"detect",  "plain", "SSE2",   "AVX2",
+                                        "AVX-512", "NEON",  "SIMD128"};
     return (unsigned)isa < sizeof names / sizeof *names ? names[isa] : "not an instruction set";
 }
 
@@ -1314,7 +1322,7 @@ static nsa_status nsa__check_options(const nsa_desc *d) {
     if ((unsigned)d->window_rule > NSA_WINDOW_BEFORE_SELF)
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_window_rule);
     if ((unsigned)d->gate > NSA_GATE_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_gate);
-    if ((unsigned)d->isa > NSA_ISA_NEON) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
+    if ((unsigned)d->isa > NSA_ISA_SIMD128) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
     if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
     /* In base 2 and as a float it must be finite too. */
     if (!nsa__is_finite(d->scale) || fabs(d->scale) > 1e38)
@@ -1752,9 +1760,19 @@ typedef struct nsa__tiles {
 #include NSA__THIS_FILE
 #endif
 
+#ifdef NSA__HAS_SIMD128
+#define NSA__ISA     simd128
+#define NSA__BYTES   16
+#define NSA__ROWS    4
+#define NSA__VECTORS 2
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) (void)(x) /* the engine that runs it chooses the registers */
+#include NSA__THIS_FILE
+#endif
+
 /* The tiles of an instruction set that nsa_isa_available has allowed. */
 static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
-    for (int widest = NSA_ISA_NEON; isa == NSA_ISA_DETECT; widest--)
+    for (int widest = NSA_ISA_SIMD128; isa == NSA_ISA_DETECT; widest--)
         if (nsa_isa_available((nsa_isa)widest)) isa = (nsa_isa)widest;
     switch (isa) {
 #ifdef NSA__HAS_SSE2
@@ -1770,6 +1788,10 @@ static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
 #ifdef NSA__HAS_NEON
     case NSA_ISA_NEON:
         return &nsa__tiles_neon;
+#endif
+#ifdef NSA__HAS_SIMD128
+    case NSA_ISA_SIMD128:
+        return &nsa__tiles_simd128;
 #endif
     default:
         return &nsa__tiles_plain;
