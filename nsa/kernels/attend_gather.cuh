@@ -1,12 +1,13 @@
-/* attend_gather.cuh: over listed blocks for few heads, queries gathered by block; forward's calls.
+/* attend_gather.cuh: slc with few heads: tiles of the queries that read one block.
    Twin: nsa.h, nsa__walk: the readers of each tile.
-   Not here: the kernel that multiplies (attend.cuh), lists turned round (attend_readers.cuh).
+   Not here: the kernels that multiply (attend_forward.cuh, attend_backward.cuh), the inversion of
+   the lists (attend_readers.cuh).
 
-   A tile of 128 rows has 128 / G neighbouring queries. Where G is small their lists have many
-   blocks in all, each of which few of the tile's rows read; so there a tile has the readers of
-   one block instead, and all of its rows multiply. What a query finds in a block goes to memory,
-   and is added up in the order of the query's list, so its bits depend on itself alone. Queries
-   are taken in chunks that keep that memory below NSA__GATHER_BYTES. */
+   A tile of 128 rows has 128 / G neighbouring queries. If G is small, their lists name many
+   blocks, and few of the tile's rows read each of them. A gathered tile holds readers of one
+   block instead, so all of its rows multiply. The partial result of a query and a block goes to
+   memory; partial results are added in the order of the query's list, so a query's bits depend
+   on itself alone. Queries are taken in chunks that keep that memory below NSA__GATHER_BYTES. */
 #ifndef NSA_ATTEND_GATHER_CUH
 #define NSA_ATTEND_GATHER_CUH
 
@@ -16,86 +17,82 @@
 #ifndef NSA__GATHER_BYTES
 #define NSA__GATHER_BYTES (512 << 20)
 #endif
-/* Of more heads, or in longer lists, neighbours' blocks are gathered by the query tile: what is
-   found would be more to move than the blocks themselves (bench/gpu/predict.py). Tests define it
-   small, so that short lists go either way. */
+/* Queries with more heads or longer lists are not gathered, because the partial results would be
+   more bytes than the blocks themselves (bench/gpu/predict.py). Tests define it small, so that
+   short lists go either way. */
 #ifndef NSA__GATHER_LIST
 #define NSA__GATHER_LIST 64
 #endif
 enum { NSA__GATHER_HEADS = 4, NSA__GATHER_LEAST = 32, NSA__GATHER_WARPS = 8 };
 
-static nsa_status nsa__cuda_gather(nsa__cuda_attend_job *job, int part, cudaStream_t stream) {
-    nsa__cuda_plan_reader_parts(job, part);
-    return nsa__cuda_invert_lists(job, stream);
-}
-
-/* The row of a warp that adds up. */
+/* The row whose partial results a warp adds. */
 struct nsa__cuda_gather_row {
     int64_t number; /* of (B, count, H) */
     int64_t batch, row;
-    int b, place, head, query;
+    int b, index, head, query; /* index: of the query in the slice */
     bool there;
     const int32_t *list;
 };
 
-NSA__DEVICE nsa__cuda_gather_row nsa__cuda_gather_row_of(const nsa__cuda_attend_job &job) {
-    const nsa_desc &d = job.d;
+NSA__DEVICE nsa__cuda_gather_row nsa__cuda_gather_row_of(const nsa__cuda_attend_params &params) {
+    const nsa_desc &d = params.d;
     nsa__cuda_gather_row r;
     r.number =
         static_cast<int64_t>(blockIdx.x) * NSA__GATHER_WARPS + static_cast<int>(threadIdx.x) / 32;
     r.head = static_cast<int>(r.number % d.heads);
-    r.place = static_cast<int>(r.number / d.heads % d.count);
+    r.index = static_cast<int>(r.number / d.heads % d.count);
     r.b = static_cast<int>(min(r.number / d.heads / d.count, static_cast<int64_t>(d.batch)));
     r.there = false;
     if (r.b == d.batch) return r;
     const nsa__sequence seq = nsa__sequence_of(d, r.b);
-    r.there = r.place < seq.count;
+    r.there = r.index < seq.count;
     r.batch = seq.batch;
-    r.row = seq.row + r.place;
-    r.query = seq.first + r.place;
-    r.list = nsa__row_of<const int32_t>(job.x.blocks, r.batch, r.row, r.head / job.group);
+    r.row = seq.row + r.index;
+    r.query = seq.first + r.index;
+    r.list = nsa__row_of<const int32_t>(params.x.blocks, r.batch, r.row, r.head / params.group);
     return r;
 }
 
 /* The entries of the row's list that count, as nsa__cuda_walk_keys has it: the first from `slot`
    on, list_width if there is none. `before` is the last that counted. */
-NSA__DEVICE int nsa__cuda_gather_next(const nsa__cuda_attend_job &job,
+NSA__DEVICE int nsa__cuda_gather_next(const nsa__cuda_attend_params &params,
                                       const nsa__cuda_gather_row &row, int slot, int &before) {
-    for (; slot < job.list_width; slot++)
-        if (row.list[slot] > before && row.list[slot] <= row.query / job.d.slc_block) {
+    for (; slot < params.list_width; slot++)
+        if (row.list[slot] > before && row.list[slot] <= nsa__cuda_last_block(params, row.query)) {
             before = row.list[slot];
             break;
         }
     return slot;
 }
 
-/* A warp adds up what one row has found: out and lse. */
-static __global__ void nsa__cuda_gather_forward_kernel(nsa__cuda_attend_job job) {
+/* A warp adds the partial results of one row: out and lse. */
+static __global__ void nsa__cuda_gather_forward_kernel(nsa__cuda_attend_params params) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const nsa__cuda_gather_row row = nsa__cuda_gather_row_of(job);
+    const nsa__cuda_gather_row row = nsa__cuda_gather_row_of(params);
     if (!row.there) return;
-    const float2 *sums = job.found_sums + row.number * job.list_width;
-    const float *found = job.found + row.number * job.list_width * job.d.dim_v;
+    const float2 *sums = params.partial_sums + row.number * params.list_width;
+    const float *partial = params.partial_out + row.number * params.list_width * params.d.dim_v;
     const float nan = __uint_as_float(0x7fc00000u), ln2 = 0.693147180559945f;
     float most = -INFINITY, sum = 0;
     int before = -1;
     bool bad = false;
-    for (int i = nsa__cuda_gather_next(job, row, 0, before); i < job.list_width;
-         i = nsa__cuda_gather_next(job, row, i + 1, before)) {
+    for (int i = nsa__cuda_gather_next(params, row, 0, before); i < params.list_width;
+         i = nsa__cuda_gather_next(params, row, i + 1, before)) {
         const float now = fmaxf(most, sums[i].x);
         bad |= sums[i].x == INFINITY;
         sum = fmaf(sum, nsa__cuda_shrink(most, now), sums[i].y * nsa__cuda_shrink(sums[i].x, now));
         most = now;
     }
     const float inverse = sum == 0 ? 0.0f : 1.0f / sum;
-    void *to = nsa__row_at(job.x.out, row.batch, row.row, row.head);
-    for (int c = 4 * lane; c < job.d.dim_v; c += 128) {
+    void *to = nsa__row_at(params.x.out, row.batch, row.row, row.head);
+    for (int c = 4 * lane; c < params.d.dim_v; c += 128) {
         float out[4] = {};
         before = -1;
-        for (int i = nsa__cuda_gather_next(job, row, 0, before); i < job.list_width && !bad;
-             i = nsa__cuda_gather_next(job, row, i + 1, before)) {
+        for (int i = nsa__cuda_gather_next(params, row, 0, before); i < params.list_width && !bad;
+             i = nsa__cuda_gather_next(params, row, i + 1, before)) {
             const float share = nsa__cuda_shrink(sums[i].x, most);
-            const float4 x = nsa__cuda_float4_at(found + static_cast<int64_t>(i) * job.d.dim_v + c);
+            const float4 x =
+                nsa__cuda_float4_at(partial + static_cast<int64_t>(i) * params.d.dim_v + c);
             out[0] = fmaf(x.x, share, out[0]);
             out[1] = fmaf(x.y, share, out[1]);
             out[2] = fmaf(x.z, share, out[2]);
@@ -103,10 +100,10 @@ static __global__ void nsa__cuda_gather_forward_kernel(nsa__cuda_attend_job job)
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) out[e] = bad ? nan : out[e] * inverse;
-        nsa__store4(job.x.out.dtype, to, c, out);
+        nsa__store4(params.x.out.dtype, to, c, out);
     }
     if (lane == 0)
-        *nsa__row_of<float>(job.x.lse, row.batch, row.row, row.head) =
+        *nsa__row_of<float>(params.x.lse, row.batch, row.row, row.head) =
             bad        ? nan
             : sum == 0 ? -INFINITY
                        : (most + nsa__log2(sum)) * ln2;
@@ -116,26 +113,15 @@ static __global__ void nsa__cuda_gather_forward_kernel(nsa__cuda_attend_job job)
 
 /* How many queries are gathered at a time, if one finds `width` floats in a block; 0: they are
    not. */
-static int nsa__cuda_gather_chunk(const nsa__cuda_attend_job *job, int width) {
-    const nsa_desc *d = &job->d;
-    if (job->branch != NSA__KEYS_SLC || job->group > NSA__GATHER_HEADS ||
-        job->list_width > NSA__GATHER_LIST)
+static int nsa__cuda_gather_chunk(const nsa__cuda_attend_params *params, int width) {
+    const nsa_desc *d = &params->d;
+    if (params->branch != NSA__KEYS_SLC || params->group > NSA__GATHER_HEADS ||
+        params->list_width > NSA__GATHER_LIST)
         return 0;
-    const int64_t most = NSA__GATHER_BYTES /
-                         (static_cast<int64_t>(d->batch) * d->heads * job->list_width * width * 4);
+    const int64_t most = NSA__GATHER_BYTES / (static_cast<int64_t>(d->batch) * d->heads *
+                                              params->list_width * width * 4);
     if (most >= d->count || NSA__GATHER_LEAST >= d->count) return d->count;
     return most > NSA__GATHER_LEAST ? static_cast<int>(most) : NSA__GATHER_LEAST;
-}
-
-static void nsa__cuda_forward_plan(nsa__cuda_attend_job *job, const nsa_desc *d,
-                                   nsa__cuda_branch_keys branch, nsa__cuda_arena *arena) {
-    nsa__cuda_attend_plan(job, d, branch, arena);
-    job->chunk = nsa__cuda_gather_chunk(job, d->dim_v + 2);
-    if (!job->chunk) return;
-    const int64_t found = static_cast<int64_t>(d->batch) * d->heads * job->list_width * job->chunk;
-    nsa__cuda_plan_readers(job, job->chunk, arena);
-    job->found = nsa__cuda_take<float>(arena, found * d->dim_v);
-    job->found_sums = nsa__cuda_take<float2>(arena, found);
 }
 
 /* A view on the query's side without its first `rows` rows; none stays none. */
@@ -153,50 +139,46 @@ static nsa_attend nsa__cuda_queries_from(nsa_attend x, int64_t rows) {
     return x;
 }
 
+/* The grid of a kernel with Q tiles of `tile` rows: neighbouring queries, or gathered ones, for
+   which the lists are inverted first. */
+static nsa_status nsa__cuda_query_grid(nsa__cuda_attend_params *params, int tile, dim3 *grid,
+                                       cudaStream_t stream) {
+    int64_t tiles = nsa__cuda_ceil_div(static_cast<int64_t>(params->d.count) * params->group, tile);
+    if (params->gathered) {
+        nsa__cuda_plan_reader_parts(params, tile / params->group);
+        const nsa_status s = nsa__cuda_invert_lists(params, stream);
+        if (s != NSA_OK) return s;
+        tiles = params->readers.max_parts;
+    }
+    return nsa__cuda_attend_grid(params, tiles, grid);
+}
+
 /* Chunk after chunk of queries: Run for the blocks, then `combine`, a warp to a row. */
 template <template <typename, int, int> class Run>
-static nsa_status nsa__cuda_gather_run(const nsa__cuda_attend_job *all,
-                                       void (*combine)(nsa__cuda_attend_job), cudaStream_t stream) {
+static nsa_status nsa__cuda_gather_run(const nsa__cuda_attend_params *all,
+                                       void (*combine)(nsa__cuda_attend_params),
+                                       cudaStream_t stream) {
     const nsa_desc *d = &all->d;
     for (int64_t first = 0; first < d->count; first += all->chunk) {
-        nsa__cuda_attend_job job = *all;
+        nsa__cuda_attend_params params = *all;
         dim3 grid;
-        job.gathered = true;
-        job.d.first = d->first + static_cast<int>(first);
-        job.d.count = static_cast<int>(d->count - first);
-        if (job.d.count > all->chunk) job.d.count = all->chunk;
-        job.x = nsa__cuda_queries_from(all->x, first);
-        job.dx = nsa__cuda_queries_from(all->dx, first);
-        if (job.rows) job.rows += first * d->heads;
-        nsa_status s = nsa__cuda_attend_choose<Run>(job, stream);
+        params.gathered = true;
+        params.d.first = d->first + static_cast<int>(first);
+        params.d.count = static_cast<int>(d->count - first);
+        if (params.d.count > all->chunk) params.d.count = all->chunk;
+        params.x = nsa__cuda_queries_from(all->x, first);
+        params.dx = nsa__cuda_queries_from(all->dx, first);
+        if (params.rows) params.rows += first * d->heads;
+        nsa_status s = nsa__cuda_attend_choose<Run>(params, stream);
         if (s != NSA_OK) return s;
-        const int64_t rows = static_cast<int64_t>(d->batch) * job.d.count * d->heads;
+        const int64_t rows = static_cast<int64_t>(d->batch) * params.d.count * d->heads;
         s = nsa__cuda_grid(nsa__cuda_ceil_div(rows, NSA__GATHER_WARPS), &grid);
         if (s != NSA_OK) return s;
         s = nsa__cuda_status(
-            NSA_LAUNCH(combine, grid, dim3(32 * NSA__GATHER_WARPS), 0, stream, job));
+            NSA_LAUNCH(combine, grid, dim3(32 * NSA__GATHER_WARPS), 0, stream, params));
         if (s != NSA_OK) return s;
     }
     return NSA_OK;
-}
-
-static nsa_status nsa__cuda_attend_forward(const nsa_attend *x, const nsa_desc *d,
-                                           nsa__cuda_branch_keys branch, void *workspace,
-                                           size_t bytes, cudaStream_t stream) {
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    s = nsa__cuda_attend_check(x, d, branch, 1, &nsa__cuda_attend_names);
-    if (s != NSA_OK) return s;
-    nsa__cuda_attend_job job;
-    s = nsa__cuda_attend_open(&job, d, branch, nsa__cuda_forward_plan, workspace, bytes);
-    if (s != NSA_OK || d->count == 0) return s;
-    job.x = *x;
-    if ((s = nsa__cuda_attend_prepare(&job, stream)) != NSA_OK) return s;
-    if (job.chunk)
-        return nsa__cuda_gather_run<nsa__cuda_forward_run>(&job, nsa__cuda_gather_forward_kernel,
-                                                           stream);
-    return nsa__cuda_attend_choose<nsa__cuda_forward_run>(job, stream);
 }
 
 #endif

@@ -6,7 +6,7 @@
 #ifndef NSA_ATTEND_READERS_CUH
 #define NSA_ATTEND_READERS_CUH
 
-#include "attend.cuh"
+#include "attend_keys.cuh"
 
 /* Rows that one block of threads works through before others share the readers of a selection
    block, and warps that share the queries of a sequence; tests define them small. */
@@ -51,11 +51,12 @@ NSA__DEVICE int nsa__cuda_listed(int entry, int last, int &most) {
 /* A warp takes a chunk of queries, one after the other, a lane to a list entry. place false: counts
    the readers of every block; true: puts them where the counts, by now places, say. Blocks of one
    list differ, so that lanes never meet. */
-static __global__ void nsa__cuda_readers_kernel(nsa__cuda_attend_job job, bool place) {
-    const nsa__cuda_attend_place at = nsa__cuda_attend_place_of(job, blockIdx.x);
-    const nsa__cuda_block_readers &r = job.readers;
-    const int lane = static_cast<int>(threadIdx.x), size = (job.d.count + r.chunks - 1) / r.chunks;
-    const int64_t pair = nsa__cuda_attend_pair(job, at);
+static __global__ void nsa__cuda_readers_kernel(nsa__cuda_attend_params params, bool place) {
+    const nsa__cuda_attend_head at = nsa__cuda_attend_head_of(params, blockIdx.x);
+    const nsa__cuda_block_readers &r = params.readers;
+    const int lane = static_cast<int>(threadIdx.x),
+              size = (params.d.count + r.chunks - 1) / r.chunks;
+    const int64_t pair = nsa__cuda_attend_pair(params, at);
     const int64_t *begin = r.begin + pair * (r.blocks + 1);
     int32_t *counts = r.counts + (pair * (r.chunks + 1) + at.tile) * r.blocks;
     if (!place)
@@ -65,11 +66,11 @@ static __global__ void nsa__cuda_readers_kernel(nsa__cuda_attend_job job, bool p
     const int end = min(first + size, at.seq.first + at.seq.count);
     for (int query = first; query < end; query++) {
         const int32_t *list =
-            nsa__cuda_query_at<const int32_t>(job.x.blocks, at, query, at.kv_head);
+            nsa__cuda_query_at<const int32_t>(params.x.blocks, at, query, at.kv_head);
         int most = -1;
-        for (int slot = lane; slot - lane < job.list_width; slot += 32) {
-            const int entry = slot < job.list_width ? list[slot] : -1;
-            const int j = nsa__cuda_listed(entry, query / job.d.slc_block, most);
+        for (int slot = lane; slot - lane < params.list_width; slot += 32) {
+            const int entry = slot < params.list_width ? list[slot] : -1;
+            const int j = nsa__cuda_listed(entry, nsa__cuda_last_block(params, query), most);
             if (j >= 0) {
                 if (place) r.query[pair * r.max_readers + begin[j] + counts[j]] = query;
                 counts[j]++;
@@ -80,12 +81,12 @@ static __global__ void nsa__cuda_readers_kernel(nsa__cuda_attend_job job, bool p
 }
 
 /* Counts of a block become the places of its chunks, their sum stands behind them. */
-static __global__ void nsa__cuda_readers_columns_kernel(nsa__cuda_attend_job job) {
-    const nsa__cuda_attend_place at = nsa__cuda_attend_place_of(job, blockIdx.x);
-    const nsa__cuda_block_readers &r = job.readers;
+static __global__ void nsa__cuda_readers_columns_kernel(nsa__cuda_attend_params params) {
+    const nsa__cuda_attend_head at = nsa__cuda_attend_head_of(params, blockIdx.x);
+    const nsa__cuda_block_readers &r = params.readers;
     const int j = at.tile * NSA__READERS_COLUMNS + static_cast<int>(threadIdx.x);
     if (j >= r.blocks) return;
-    int32_t *count = r.counts + nsa__cuda_attend_pair(job, at) * (r.chunks + 1) * r.blocks + j;
+    int32_t *count = r.counts + nsa__cuda_attend_pair(params, at) * (r.chunks + 1) * r.blocks + j;
     int sum = 0;
     for (int chunk = 0; chunk < r.chunks; chunk++, count += r.blocks) {
         const int n = *count;
@@ -96,10 +97,10 @@ static __global__ void nsa__cuda_readers_columns_kernel(nsa__cuda_attend_job job
 }
 
 /* One warp: where the readers, the parts and the slots for partial sums of each block begin. */
-static __global__ void nsa__cuda_readers_begins_kernel(nsa__cuda_attend_job job) {
-    const nsa__cuda_attend_place at = nsa__cuda_attend_place_of(job, blockIdx.x);
-    const nsa__cuda_block_readers &r = job.readers;
-    const int64_t pair = nsa__cuda_attend_pair(job, at), entry = pair * (r.blocks + 1);
+static __global__ void nsa__cuda_readers_begins_kernel(nsa__cuda_attend_params params) {
+    const nsa__cuda_attend_head at = nsa__cuda_attend_head_of(params, blockIdx.x);
+    const nsa__cuda_block_readers &r = params.readers;
+    const int64_t pair = nsa__cuda_attend_pair(params, at), entry = pair * (r.blocks + 1);
     const int32_t *sums = r.counts + (pair * (r.chunks + 1) + r.chunks) * r.blocks;
     int64_t readers = 0, parts = 0, slots = 0;
     for (int first = 0; first < r.blocks; first += 32) {
@@ -122,14 +123,15 @@ static __global__ void nsa__cuda_readers_begins_kernel(nsa__cuda_attend_job job)
 }
 
 /* Room for the readers among `count` queries. A list has at most an entry for each block. */
-static void nsa__cuda_plan_readers(nsa__cuda_attend_job *job, int count, nsa__cuda_arena *arena) {
-    const nsa_desc *d = &job->d;
-    nsa__cuda_block_readers *r = &job->readers;
+static void nsa__cuda_plan_readers(nsa__cuda_attend_params *params, int count,
+                                   nsa__cuda_arena *arena) {
+    const nsa_desc *d = &params->d;
+    nsa__cuda_block_readers *r = &params->readers;
     const int64_t pairs = static_cast<int64_t>(d->batch) * d->kv_heads;
     r->blocks = nsa_slc_count(d, d->tokens);
     r->chunks = count < NSA__READERS_CHUNKS ? count : NSA__READERS_CHUNKS;
-    r->max_readers =
-        static_cast<int64_t>(count) * (job->list_width < r->blocks ? job->list_width : r->blocks);
+    r->max_readers = static_cast<int64_t>(count) *
+                     (params->list_width < r->blocks ? params->list_width : r->blocks);
     r->begin = nsa__cuda_take<int64_t>(arena, pairs * (r->blocks + 1));
     r->part_begin = nsa__cuda_take<int32_t>(arena, pairs * (r->blocks + 1));
     r->slot_begin = nsa__cuda_take<int32_t>(arena, pairs * (r->blocks + 1));
@@ -139,29 +141,30 @@ static void nsa__cuda_plan_readers(nsa__cuda_attend_job *job, int count, nsa__cu
 
 /* k parts of a block, k > 1, hold more than k - 1 whole ones, so that there are at most twice as
    many slots as whole parts. */
-static void nsa__cuda_plan_reader_parts(nsa__cuda_attend_job *job, int part) {
-    nsa__cuda_block_readers *r = &job->readers;
+static void nsa__cuda_plan_reader_parts(nsa__cuda_attend_params *params, int part) {
+    nsa__cuda_block_readers *r = &params->readers;
     r->part = part > 1 ? part : 1;
     r->max_parts = r->blocks + r->max_readers / r->part;
     r->max_slots = 2 * r->max_readers / r->part;
 }
 
 /* Where the parts of blocks that have more than one leave their sums. */
-static void nsa__cuda_plan_slots(nsa__cuda_attend_job *job, nsa__cuda_arena *arena) {
-    const nsa_desc *d = &job->d;
-    if (job->readers.max_slots)
-        job->partial = nsa__cuda_take<float>(arena, static_cast<int64_t>(d->batch) * d->kv_heads *
-                                                        job->readers.max_slots * d->slc_block *
-                                                        (d->dim + d->dim_v));
+static void nsa__cuda_plan_slots(nsa__cuda_attend_params *params, nsa__cuda_arena *arena) {
+    const nsa_desc *d = &params->d;
+    if (params->readers.max_slots)
+        params->partial_dkv = nsa__cuda_take<float>(
+            arena, static_cast<int64_t>(d->batch) * d->kv_heads * params->readers.max_slots *
+                       d->slc_block * (d->dim + d->dim_v));
 }
 
-static nsa_status nsa__cuda_invert_lists(const nsa__cuda_attend_job *job, cudaStream_t stream) {
-    nsa__cuda_attend_job by_chunk = *job, by_column = *job, by_pair = *job;
+static nsa_status nsa__cuda_invert_lists(const nsa__cuda_attend_params *params,
+                                         cudaStream_t stream) {
+    nsa__cuda_attend_params by_chunk = *params, by_column = *params, by_pair = *params;
     dim3 chunks, columns, pairs;
-    nsa_status s = nsa__cuda_attend_grid(&by_chunk, job->readers.chunks, &chunks);
+    nsa_status s = nsa__cuda_attend_grid(&by_chunk, params->readers.chunks, &chunks);
     if (s != NSA_OK) return s;
     s = nsa__cuda_attend_grid(
-        &by_column, nsa__cuda_ceil_div(job->readers.blocks, NSA__READERS_COLUMNS), &columns);
+        &by_column, nsa__cuda_ceil_div(params->readers.blocks, NSA__READERS_COLUMNS), &columns);
     if (s != NSA_OK) return s;
     if ((s = nsa__cuda_attend_grid(&by_pair, 1, &pairs)) != NSA_OK) return s;
     s = nsa__cuda_status(

@@ -4,9 +4,7 @@
 #ifndef NSA_ATTENTION_CUH
 #define NSA_ATTENTION_CUH
 
-#include "attend_cmp.cuh"
-#include "attend_slc.cuh"
-#include "attend_win.cuh"
+#include "attend_branches.cuh"
 #include "compress.cuh"
 #include "gate.cuh"
 #include "select_blocks.cuh"
@@ -88,10 +86,10 @@ extern "C" size_t nsa_cuda_attention_forward_workspace_size(const nsa_attention 
     if (nsa__cuda_attention_check_sizes(x, d) != NSA_OK) return 0;
     const size_t parts[] = {nsa__cuda_compress_bytes(&x->k_cmp, d, 0),
                             nsa__cuda_compress_bytes(&x->v_cmp, d, 0),
-                            nsa_cuda_attend_cmp_forward_workspace_size(d),
+                            nsa__cuda_attend_bytes(d, NSA__KEYS_CMP, nsa__cuda_forward_plan),
                             nsa__cuda_select_bytes(d),
-                            nsa_cuda_attend_slc_forward_workspace_size(d),
-                            nsa_cuda_attend_win_forward_workspace_size(d)};
+                            nsa__cuda_attend_bytes(d, NSA__KEYS_SLC, nsa__cuda_forward_plan),
+                            nsa__cuda_attend_bytes(d, NSA__KEYS_WIN, nsa__cuda_forward_plan)};
     return nsa__cuda_most(parts, sizeof parts / sizeof *parts);
 }
 
@@ -106,10 +104,10 @@ extern "C" nsa_status nsa_cuda_attention_forward(const nsa_attention *x, const n
     const nsa__cuda_chain c = nsa__cuda_chain_of(x);
     s = nsa__cuda_compress_forward_run(&x->k_cmp, d, workspace, stream);
     if (s == NSA_OK) s = nsa__cuda_compress_forward_run(&x->v_cmp, d, workspace, stream);
-    if (s == NSA_OK) s = nsa_cuda_attend_cmp_forward(&c.cmp, d, workspace, bytes, stream);
+    if (s == NSA_OK) s = nsa__cuda_attend_forward_run(&c.cmp, d, NSA__KEYS_CMP, workspace, stream);
     if (s == NSA_OK) s = nsa__cuda_select_run(&c.select, d, workspace, stream);
-    if (s == NSA_OK) s = nsa_cuda_attend_slc_forward(&c.slc, d, workspace, bytes, stream);
-    if (s == NSA_OK) s = nsa_cuda_attend_win_forward(&c.win, d, workspace, bytes, stream);
+    if (s == NSA_OK) s = nsa__cuda_attend_forward_run(&c.slc, d, NSA__KEYS_SLC, workspace, stream);
+    if (s == NSA_OK) s = nsa__cuda_attend_forward_run(&c.win, d, NSA__KEYS_WIN, workspace, stream);
     return s == NSA_OK ? nsa__cuda_gate_forward_run(&c.gate, d, {NULL}, stream) : s;
 }
 
@@ -204,9 +202,9 @@ static void nsa__cuda_chain_gradient_plan(nsa__cuda_chain_gradient *g, const nsa
 static size_t nsa__cuda_chain_backward_rest(const nsa_attention *x, const nsa_desc *d) {
     const size_t parts[] = {nsa__cuda_compress_bytes(&x->k_cmp, d, 1),
                             nsa__cuda_compress_bytes(&x->v_cmp, d, 1),
-                            nsa_cuda_attend_cmp_backward_workspace_size(d),
-                            nsa_cuda_attend_slc_backward_workspace_size(d),
-                            nsa_cuda_attend_win_backward_workspace_size(d)};
+                            nsa__cuda_attend_bytes(d, NSA__KEYS_CMP, nsa__cuda_backward_plan),
+                            nsa__cuda_attend_bytes(d, NSA__KEYS_SLC, nsa__cuda_backward_plan),
+                            nsa__cuda_attend_bytes(d, NSA__KEYS_WIN, nsa__cuda_backward_plan)};
     return nsa__cuda_most(parts, sizeof parts / sizeof *parts);
 }
 
@@ -252,7 +250,7 @@ static nsa_status nsa__cuda_attention_gradient_check(const nsa_attention *dx,
 static nsa_status nsa__cuda_chain_branch(const nsa__cuda_chain_gradient *g,
                                          const nsa__cuda_chain *c, const nsa_attention *dx,
                                          const nsa_desc *d, nsa__cuda_branch_keys branch,
-                                         nsa_tensor dk, nsa_tensor dv, void *rest, size_t bytes,
+                                         nsa_tensor dk, nsa_tensor dv, void *rest,
                                          cudaStream_t stream) {
     nsa_gate dgate = {};
     nsa_attend dattend = {};
@@ -267,11 +265,10 @@ static nsa_status nsa__cuda_chain_branch(const nsa__cuda_chain_gradient *g,
     dattend.q = g->sum[NSA__CUDA_SUM_Q].view;
     dattend.k = dk;
     dattend.v = dv;
-    if (branch == NSA__KEYS_CMP)
-        return nsa_cuda_attend_cmp_backward(&dattend, &c->cmp, d, rest, bytes, stream);
-    if (branch == NSA__KEYS_SLC)
-        return nsa_cuda_attend_slc_backward(&dattend, &c->slc, d, rest, bytes, stream);
-    return nsa_cuda_attend_win_backward(&dattend, &c->win, d, rest, bytes, stream);
+    const nsa_attend &x = branch == NSA__KEYS_CMP   ? c->cmp
+                          : branch == NSA__KEYS_SLC ? c->slc
+                                                    : c->win;
+    return nsa__cuda_attend_backward_run(&dattend, &x, d, branch, rest, stream);
 }
 
 static nsa_status nsa__cuda_chain_compress(const nsa_compress *dx, const nsa_compress *x,
@@ -333,19 +330,17 @@ extern "C" nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
     nsa__cuda_chain_gradient_plan(&g, dx, x, d, &a);
     char *rest = a.base + g.own;
-    bytes -= static_cast<size_t>(rest - static_cast<char *>(workspace));
     const nsa__cuda_chain c = nsa__cuda_chain_of(x);
     const nsa__cuda_sum *sum = g.sum;
     if (g.zero_bytes) s = nsa__cuda_status(cudaMemsetAsync(g.zeros, 0, g.zero_bytes, stream));
     if (s == NSA_OK)
-        s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_CMP, g.dk_cmp, g.dv_cmp, rest, bytes,
-                                   stream);
+        s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_CMP, g.dk_cmp, g.dv_cmp, rest, stream);
     if (s == NSA_OK)
         s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_SLC, sum[NSA__CUDA_SUM_K_SLC].view,
-                                   sum[NSA__CUDA_SUM_V_SLC].view, rest, bytes, stream);
+                                   sum[NSA__CUDA_SUM_V_SLC].view, rest, stream);
     if (s == NSA_OK)
         s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_WIN, sum[NSA__CUDA_SUM_K_WIN].view,
-                                   sum[NSA__CUDA_SUM_V_WIN].view, rest, bytes, stream);
+                                   sum[NSA__CUDA_SUM_V_WIN].view, rest, stream);
     if (s == NSA_OK)
         s = nsa__cuda_chain_compress(&dx->k_cmp, &x->k_cmp, d, g.dk_cmp,
                                      sum[NSA__CUDA_SUM_K_CMP].view, rest, stream);

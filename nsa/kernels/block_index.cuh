@@ -138,7 +138,7 @@ static nsa_status nsa__cuda_cmp_begins(const nsa_desc *d, int32_t *cmp_begins,
         NSA_LAUNCH(nsa__cmp_begins_kernel, dim3(1), dim3(32), 0, stream, *d, cmp_begins));
 }
 
-/* ---- Doors ---------------------------------------------------------------------------------- */
+/* ---- Entry points ---------------------------------------------------------------------------------- */
 
 extern "C" nsa_status nsa_cuda_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
                                          int32_t *indices, float *weights, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-/* compress.cuh: phi, which makes one row of every l: mean and conv, and the doors of all three.
+/* compress.cuh: phi, which makes one row of every l: mean and conv, and the entry points of all three.
    Twin: nsa.h, Compression. Gradients are gathered, never scattered: a thread owns what it adds to.
    Not here: mlp (compress_mlp.cuh). */
 #ifndef NSA_COMPRESS_CUH
@@ -270,7 +270,7 @@ extern "C" size_t nsa_cuda_compress_backward_workspace_size(const nsa_compress *
                                                              : 0;
 }
 
-/* The launches alone, for the door and for the chain. */
+/* The launches alone, for the entry point and for the chain. */
 static nsa_status nsa__cuda_compress_forward_run(const nsa_compress *x, const nsa_desc *d,
                                                  void *workspace, cudaStream_t stream) {
     if (nsa_cmp_count(d, d->tokens) == 0) return NSA_OK;

@@ -20,8 +20,8 @@ struct nsa__cuda_decode_plan {
     int blocks;           /* that a sequence completes, at most */
     nsa_tensor k_rows, v_rows, k_blocks, v_blocks;
     void *compress;
-    nsa__cuda_decode_job cmp, slc, win;
-    nsa__cuda_decode_select_job select;
+    nsa__cuda_decode_params cmp, slc, win;
+    nsa__cuda_decode_select_params select;
 };
 
 /* No step takes more tokens of a sequence, whatever `count` allows; sizes need at least one. Of the
@@ -48,12 +48,12 @@ static nsa_compress nsa__cuda_decode_phi(const nsa_compress *x, nsa_tensor rows,
     return phi;
 }
 
-static void nsa__cuda_decode_plan_job(nsa__cuda_decode_job *job, const nsa_desc *d,
+static void nsa__cuda_decode_plan_job(nsa__cuda_decode_params *params, const nsa_desc *d,
                                       nsa__cuda_branch_keys branch, nsa__cuda_arena *a) {
     nsa__cuda_arena bits = {NULL, 0}; /* the cache has them */
-    *job = {};
-    nsa__cuda_attend_plan(job, d, branch, &bits);
-    nsa__cuda_decode_take(job, a);
+    *params = {};
+    nsa__cuda_attend_plan(params, d, branch, &bits);
+    nsa__cuda_decode_take(params, a);
 }
 
 static void nsa__cuda_decode_plan_of(nsa__cuda_decode_plan *p, const nsa_attention *x,
@@ -236,7 +236,7 @@ static nsa_status nsa__cuda_decode_attend(const nsa_attention *x, const nsa_cach
     const nsa__cuda_chain c = nsa__cuda_chain_of(&one);
     const nsa__cuda_places places = {p->step.places};
     const struct {
-        nsa__cuda_decode_job *job;
+        nsa__cuda_decode_params *params;
         const nsa_attend *x;
         uint64_t *bits;
         int words, ring;
@@ -251,15 +251,15 @@ static nsa_status nsa__cuda_decode_attend(const nsa_attention *x, const nsa_cach
     d.count = count;
     nsa_status s = NSA_OK;
     for (int i = 0; s == NSA_OK && i < 3; i++) {
-        nsa__cuda_decode_job *job = branches[i].job;
-        job->d = d;
-        job->x = *branches[i].x;
-        job->bad = branches[i].bits;
-        job->bad_words = branches[i].words;
-        job->ring = branches[i].ring;
-        job->reads = branches[i].reads;
-        job->places = places;
-        s = nsa__cuda_attend_choose<nsa__cuda_decode_run>(*job, stream);
+        nsa__cuda_decode_params *params = branches[i].params;
+        params->d = d;
+        params->x = *branches[i].x;
+        params->bad = branches[i].bits;
+        params->bad_words = branches[i].words;
+        params->ring = branches[i].ring;
+        params->reads = branches[i].reads;
+        params->places = places;
+        s = nsa__cuda_attend_choose<nsa__cuda_decode_run>(*params, stream);
         if (i > 0 || s != NSA_OK) continue;
         p->select.d = d;
         p->select.x = c.select;

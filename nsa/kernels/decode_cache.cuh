@@ -459,12 +459,12 @@ struct nsa__cuda_bits_jobs {
 /* A warp to a word: the bits of the new rows; those of older keys stay. */
 static __global__ void nsa__cuda_decode_bits_kernel(nsa_desc d, nsa__cuda_bits_jobs jobs,
                                                     const int2 *places) {
-    const auto &job = jobs.of[blockIdx.y];
+    const auto &params = jobs.of[blockIdx.y];
     const int lane = static_cast<int>(threadIdx.x),
               pair = static_cast<int>(blockIdx.x) % (d.batch * d.kv_heads);
     const int b = pair / d.kv_heads, head = pair % d.kv_heads;
     int begin = places[b].x, end = begin + places[b].y;
-    if (job.compressed) {
+    if (params.compressed) {
         const nsa__cuda_new_blocks made = nsa__cuda_new_blocks_of(d, places[b]);
         begin = made.first;
         end = begin + made.count;
@@ -472,16 +472,16 @@ static __global__ void nsa__cuda_decode_bits_kernel(nsa_desc d, nsa__cuda_bits_j
     const int word = begin / 64 + static_cast<int>(blockIdx.x) / (d.batch * d.kv_heads);
     const int first = max(begin, 64 * word), last = min(end, 64 * word + 64);
     if (first >= last) return;
-    uint64_t *to = job.bits + static_cast<int64_t>(pair) * job.words + word;
+    uint64_t *to = params.bits + static_cast<int64_t>(pair) * params.words + word;
     uint64_t bad = first > 64 * word ? *to & ((uint64_t(1) << (first - 64 * word)) - 1) : 0;
     const int of_k = d.dim / 8, pieces = of_k + d.dim_v / 8;
     for (int key = first; key < last; key++) {
-        const int row = nsa__cuda_ring_row(key, job.ring);
+        const int row = nsa__cuda_ring_row(key, params.ring);
         bool finite = true;
         for (int piece = lane; piece < pieces; piece += 32)
             finite &= piece < of_k
-                          ? nsa__cuda_piece_finite(job.k, b, row, head, piece * 8)
-                          : nsa__cuda_piece_finite(job.v, b, row, head, (piece - of_k) * 8);
+                          ? nsa__cuda_piece_finite(params.k, b, row, head, piece * 8)
+                          : nsa__cuda_piece_finite(params.v, b, row, head, (piece - of_k) * 8);
         if (!__all_sync(0xffffffffu, finite)) bad |= uint64_t(1) << (key - 64 * word);
     }
     __syncwarp(); /* every lane has read the word */

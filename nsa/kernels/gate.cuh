@@ -153,7 +153,7 @@ static nsa_status nsa__cuda_gate_grid(const nsa_desc *d, int heads, int team, di
                           grid);
 }
 
-/* The launches alone, for the doors and for the chain. */
+/* The launches alone, for the entry points and for the chain. */
 static nsa_status nsa__cuda_gate_forward_run(const nsa_gate *x, const nsa_desc *d,
                                              nsa__cuda_places places, cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;

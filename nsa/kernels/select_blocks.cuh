@@ -518,7 +518,7 @@ struct nsa__cuda_select_call {
     }
 };
 
-/* The launches alone, for the door and for the chain. */
+/* The launches alone, for the entry point and for the chain. */
 static nsa_status nsa__cuda_select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                        cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;

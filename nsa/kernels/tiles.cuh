@@ -1,5 +1,5 @@
 /* tiles.cuh: what a warp does with tiles of rows in shared memory: bring them in, multiply them.
-   Twin: "Rows and tiles" of nsa.h. Not here: which rows, and what the products mean (attend.cuh).
+   Twin: "Rows and tiles" of nsa.h. Not here: which rows, and what the products mean (attend_forward.cuh).
 
    A product is 16 rows of one warp. Its values lie as an m16n8 tensor-core product lies: with
    g = lane / 4 and i = lane % 4, c[n][0], c[n][1] are row g and c[n][2], c[n][3] row g + 8, columns
@@ -166,8 +166,8 @@ template <int N> NSA__DEVICE void nsa__cuda_clear(float (&c)[N][4]) {
 template <typename T, int D, int N, int ROWS>
 NSA__DEVICE void nsa__cuda_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if constexpr (nsa__cuda_together<T, N>::value) {
-        nsa__cuda_group_product_nt<T, D, N, ROWS>(c, a, a_row, b);
+    if constexpr (nsa__cuda_uses_warpgroup<T, N>::value) {
+        nsa__cuda_warpgroup_product_nt<T, D, N, ROWS>(c, a, a_row, b);
     } else if constexpr (sizeof(T) == 2) {
         nsa__cuda_clear(c);
         const int a_at = nsa__cuda_tile_offset<T, ROWS>(a_row + lane % 16, lane / 16);
@@ -210,8 +210,8 @@ NSA__DEVICE void nsa__cuda_product_nn(float (&c)[N / 8][4], const float (&p)[K /
                                       int column) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     T *const from = b + column * K;
-    if constexpr (nsa__cuda_together<T, K>::value) {
-        nsa__cuda_group_product_nn<T, K, N>(c, p, from);
+    if constexpr (nsa__cuda_uses_warpgroup<T, K>::value) {
+        nsa__cuda_warpgroup_product_nn<T, K, N>(c, p, from);
     } else if constexpr (sizeof(T) == 2) {
         const int b_at = nsa__cuda_tile_offset<T, K>(lane % 16, lane / 16);
 #pragma unroll

@@ -1,6 +1,6 @@
 /* warpgroup.cuh: the products of tiles.cuh as sm_90a makes them: four warps, 64 rows, by wgmma.
    Twin: tiles.cuh, Products; a value has the same owner in both.
-   Not here: which rows (attend.cuh), how tiles lie (tiles.cuh).
+   Not here: which rows (attend_forward.cuh), how tiles lie (tiles.cuh).
 
    An operand in shared memory is read once for 64 rows, where warps on their own read it once
    for 16. What the rows hold was written by ordinary stores and copies: nsa__cuda_tiles_written
@@ -18,14 +18,14 @@
 #endif
 
 /* Whether four warps multiply together: 16-bit elements against tiles of N rows, 32 at least. */
-template <typename T, int N> struct nsa__cuda_together {
+template <typename T, int N> struct nsa__cuda_uses_warpgroup {
     static constexpr bool value = NSA__USES_WGMMA && sizeof(T) == 2 && N >= 32;
 };
 
 /* A barrier behind which all see what threads have written to tiles, products of N too. */
 template <typename T, int N> NSA__DEVICE void nsa__cuda_tiles_written() {
 #if NSA__USES_WGMMA
-    if constexpr (nsa__cuda_together<T, N>::value) nsa__fence_async();
+    if constexpr (nsa__cuda_uses_warpgroup<T, N>::value) nsa__fence_async();
 #endif
     __syncthreads();
 }
@@ -39,7 +39,7 @@ template <typename T, int N> NSA__DEVICE void nsa__cuda_tiles_wait() {
 /* Whether a warp takes part in a product: on its own, if one of its rows sees something;
    together, if the group may, which all of it must know alike. */
 template <typename T, int N> NSA__DEVICE bool nsa__cuda_takes_part(bool sees, bool group_may_see) {
-    return nsa__cuda_together<T, N>::value ? group_may_see : __any_sync(0xffffffffu, sees);
+    return nsa__cuda_uses_warpgroup<T, N>::value ? group_may_see : __any_sync(0xffffffffu, sees);
 }
 
 /* Columns 0 .. 7 and 8 .. 15 of a product as the operand of the next one. */
@@ -54,36 +54,37 @@ NSA__DEVICE void nsa__cuda_pack_product(uint32_t (&a)[4], const float (&low)[4],
 
 /* nsa__cuda_product_nt of the 64 rows that a_row is one of, and nsa__cuda_product_nn. */
 template <typename T, int D, int N, int ROWS>
-NSA__DEVICE void nsa__cuda_group_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b);
+NSA__DEVICE void nsa__cuda_warpgroup_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b);
 template <typename T, int K, int N>
-NSA__DEVICE void nsa__cuda_group_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4], T *b);
+NSA__DEVICE void nsa__cuda_warpgroup_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4],
+                                                T *b);
 
 #if NSA__USES_WGMMA
 
 /* A tile from the chunk that `at` points at. `panels`: bytes from one panel to the next, where a
    product goes across them. */
-template <typename T> NSA__DEVICE uint64_t nsa__cuda_group_operand(const T *at, int panels) {
+template <typename T> NSA__DEVICE uint64_t nsa__cuda_warpgroup_operand(const T *at, int panels) {
     return nsa__wgmma_descriptor(at, panels, 1024, NSA__SWIZZLE_128);
 }
 
 template <typename T, int D, int N, int ROWS>
-NSA__DEVICE void nsa__cuda_group_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
+NSA__DEVICE void nsa__cuda_warpgroup_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
     static_assert(ROWS % 64 == 0, "whole groups");
     float(&sums)[N / 2] = reinterpret_cast<float(&)[N / 2]>(c);
     T *const rows = a + a_row / 64 * 64 * 64;
     nsa__wgmma_fence(sums);
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
-        nsa__wgmma<T, N, 0, 0>(sums,
-                               nsa__cuda_group_operand(rows + k / 4 * ROWS * 64 + k % 4 * 16, 16),
-                               nsa__cuda_group_operand(b + k / 4 * N * 64 + k % 4 * 16, 16), k > 0);
+        nsa__wgmma<T, N, 0, 0>(
+            sums, nsa__cuda_warpgroup_operand(rows + k / 4 * ROWS * 64 + k % 4 * 16, 16),
+            nsa__cuda_warpgroup_operand(b + k / 4 * N * 64 + k % 4 * 16, 16), k > 0);
     nsa__wgmma_commit();
     nsa__wgmma_wait<0>(sums);
 }
 
 template <typename T, int K, int N>
-NSA__DEVICE void nsa__cuda_group_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4],
-                                            T *b) {
+NSA__DEVICE void nsa__cuda_warpgroup_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4],
+                                                T *b) {
     float(&sums)[N / 2] = reinterpret_cast<float(&)[N / 2]>(c);
     uint32_t a[K / 16][4];
 #pragma unroll
@@ -91,7 +92,7 @@ NSA__DEVICE void nsa__cuda_group_product_nn(float (&c)[N / 8][4], const float (&
     nsa__wgmma_fence(sums, a);
 #pragma unroll
     for (int k = 0; k < K / 16; k++)
-        nsa__wgmma<T, N, 1>(sums, a[k], nsa__cuda_group_operand(b + k * 16 * 64, K * 128), 1);
+        nsa__wgmma<T, N, 1>(sums, a[k], nsa__cuda_warpgroup_operand(b + k * 16 * 64, K * 128), 1);
     nsa__wgmma_commit();
     nsa__wgmma_wait<0>(sums);
 }

@@ -7,4 +7,4 @@
 #define NSA_CUDA_MAX_DIM 64
 #include "nsa_cuda.cuh"
 
-#include "kernels/attend_win.cuh"
+#include "kernels/attend_branches.cuh"

@@ -1,0 +1,263 @@
+/* attend_forward.cuh: attention over few keys, forward: one kernel for all branches.
+   Twin: nsa.h, "Attention over spans of keys".
+   Not here: which keys (attend_keys.cuh), backward (attend_backward.cuh).
+
+   A warp owns 16 rows of the Q tile and skips a key tile that none of them sees. On sm_90a the four
+   warps of a warpgroup skip what none of their queries sees. A row that sees nothing of a tile
+   keeps its state to the bit, so a row's bits do not depend on its neighbours. Tiles hold finite
+   numbers only: rows with a non-finite value enter as zeros, and the rows that read them are set
+   to NaN at the end. */
+#ifndef NSA_ATTEND_FORWARD_CUH
+#define NSA_ATTEND_FORWARD_CUH
+
+#include "attend_gather.cuh"
+
+/* ---- Forward ------------------------------------------------------------------------------- */
+
+template <typename T, int DK, int DV, int TILE_MOST = 128>
+struct nsa__cuda_forward_shape
+    : nsa__cuda_tile_shape<T, DK, DK + DV, (DV > 192 ? 16 : 64), (DV > 192 ? 8 : 16), TILE_MOST> {};
+
+/* What a thread knows of its two rows, g and g + 8 of its warp. */
+struct nsa__cuda_forward_rows {
+    nsa__cuda_key_span keys[2];
+    int number[2]; /* the query's place in the warp's group */
+    float most[2]; /* the largest score so far, in base 2; -inf before the first */
+    float sum[2];  /* of this thread's columns */
+    bool bad[2];
+};
+
+/* s becomes p = 2^(s - most), 0 where masked; shrink is what earlier p of a row are to be
+   multiplied by: exactly 1 where the maximum stays. No infinity is subtracted from another. */
+template <int N>
+NSA__DEVICE void nsa__cuda_softmax_tile(float (&s)[N][4], nsa__cuda_forward_rows &rows,
+                                        float (&shrink)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float most = rows.most[h], sum = 0;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) most = fmaxf(most, s[n][2 * h + e]);
+        most = nsa__cuda_quad_max(most);
+        const float base = nsa__cuda_base(most);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float &x = s[n][2 * h + e];
+                x = nsa__ex2(x - base);
+                sum += x;
+            }
+        shrink[h] = nsa__cuda_shrink(rows.most[h], most);
+        rows.sum[h] = fmaf(rows.sum[h], shrink[h], sum);
+        rows.most[h] = most;
+    }
+}
+
+/* What a gathered tile leaves of the thread's two rows. */
+template <int N>
+NSA__DEVICE void
+nsa__cuda_gathered_end(const nsa__cuda_attend_params &params, const nsa__cuda_attend_head &at,
+                       const nsa__cuda_query_tile &tile, const nsa__cuda_forward_rows &rows,
+                       const float (&out)[N][4]) {
+    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const nsa__cuda_query_row row =
+            nsa__cuda_query_row_of(params, at, tile, nsa__cuda_upper_row() + 8 * h);
+        const float sum = nsa__cuda_quad_sum(rows.sum[h]);
+        if (!row.there) continue;
+        const int64_t index = nsa__cuda_partial_out_index(params, at, tile, row);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+            if (8 * n < params.d.dim_v)
+                nsa__store_pair(params.partial_out + index * params.d.dim_v + 8 * n + column,
+                                out[n][2 * h], out[n][2 * h + 1]);
+        if (column == 0)
+            params.partial_sums[index] = make_float2(rows.bad[h] ? INFINITY : rows.most[h], sum);
+    }
+}
+
+/* out / sum and lse of the thread's two rows. */
+template <typename T, int N>
+NSA__DEVICE void nsa__cuda_forward_end(const nsa__cuda_attend_params &params,
+                                       const nsa__cuda_attend_head &at,
+                                       const nsa__cuda_query_tile &tile,
+                                       const nsa__cuda_forward_rows &rows, float (&out)[N][4]) {
+    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
+    const float nan = __uint_as_float(0x7fc00000u), ln2 = 0.693147180559945f;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const nsa__cuda_query_row row =
+            nsa__cuda_query_row_of(params, at, tile, nsa__cuda_upper_row() + 8 * h);
+        const float sum = nsa__cuda_quad_sum(rows.sum[h]);
+        if (!row.there) continue;
+        const bool empty = sum == 0, bad = rows.bad[h] && !empty;
+        const float inverse = empty ? 0.0f : 1.0f / sum;
+        T *to = nsa__cuda_query_at<T>(params.x.out, at, row.query, row.head);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+            if (8 * n < params.d.dim_v)
+                nsa__store_pair(to + 8 * n + column, bad ? nan : out[n][2 * h] * inverse,
+                                bad ? nan : out[n][2 * h + 1] * inverse);
+        if (column == 0)
+            *nsa__cuda_query_at<float>(params.x.lse, at, row.query, row.head) =
+                bad     ? nan
+                : empty ? -INFINITY
+                        : (rows.most[h] + nsa__log2(sum)) * ln2;
+    }
+}
+
+NSA__DEVICE void nsa__cuda_forward_begin(nsa__cuda_forward_rows &rows,
+                                         const nsa__cuda_attend_params &params,
+                                         const nsa__cuda_attend_head &at,
+                                         const nsa__cuda_query_tile &tile, uint32_t bad) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int r = lane / 4 + 8 * h;
+        const nsa__cuda_query_row row = nsa__cuda_query_row_of(params, at, tile, 16 * warp + r);
+        rows.number[h] =
+            (tile.skip + 16 * warp + r) / params.group - nsa__cuda_warpgroup_first(params, tile);
+        rows.keys[h] = {0, 0};
+        if (row.there) rows.keys[h] = nsa__cuda_keys_of(params, row.query);
+        rows.most[h] = -INFINITY;
+        rows.sum[h] = 0;
+        rows.bad[h] = bad >> r & 1;
+    }
+}
+
+/* LISTS: slc, of which a tile of neighbouring queries reads the union of their block lists. */
+template <typename T, int DK, int DV, bool LISTS>
+static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>::WARPS,
+                                         8 / nsa__cuda_forward_shape<T, DK, DV>::WARPS)
+    nsa__cuda_attend_forward_kernel(nsa__cuda_attend_params params) {
+    using shape = nsa__cuda_forward_shape<T, DK, DV>;
+    constexpr int BLOCK_M = shape::TILE, BLOCK_N = shape::STAGE, THREADS = 32 * shape::WARPS;
+    NSA_SHARED_ALL(shared);
+    T *const q = reinterpret_cast<T *>(shared), *const stages = q + BLOCK_M * DK;
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
+
+    NSA_SHARED(nsa__cuda_attend_head, at, );
+    NSA_SHARED(nsa__cuda_query_tile, tile_rows, );
+    if (threadIdx.x == 0) {
+        at = nsa__cuda_attend_head_of(params, blockIdx.x);
+        tile_rows = nsa__cuda_query_tile_of(params, at, BLOCK_M);
+    }
+    __syncthreads();
+    if (tile_rows.first >= tile_rows.end) return;
+    nsa__cuda_walk_keys<BLOCK_N, BLOCK_M, LISTS> walk = {};
+    nsa__cuda_walk_begin(walk, params, at, tile_rows);
+
+    nsa__cuda_tile_copy<T, DK, BLOCK_M, THREADS>(
+        q, params.d.dim, static_cast<const T *>(params.x.q.data), [&](int r) {
+            const nsa__cuda_query_row row = nsa__cuda_query_row_of(params, at, tile_rows, r);
+            return row.there ? nsa__cuda_query_at<const T>(params.x.q, at, row.query, row.head)
+                             : nullptr;
+        });
+    bool more = nsa__cuda_walk_next(walk, params, at, tile_rows);
+    if (more) nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(stages, params, at, walk.tile);
+    nsa__cp_async_commit();
+    nsa__cp_async_wait<0>();
+    __syncthreads();
+
+    nsa__cuda_forward_rows rows;
+    nsa__cuda_forward_begin(rows, params, at, tile_rows,
+                            nsa__cuda_tile_clean<T, DK, BLOCK_M>(q, warp_row));
+    float out[DV / 8][4] = {};
+    for (int at_stage = 0; more; at_stage ^= 1) {
+        const nsa__cuda_key_tile tile = walk.tile;
+        T *const k = stages + at_stage * BLOCK_N * (DK + DV), *const v = k + BLOCK_N * DK;
+        /* this stage has arrived, and no warp reads the other one any more */
+        nsa__cuda_tiles_wait<T, BLOCK_N>();
+        more = nsa__cuda_walk_next(walk, params, at, tile_rows);
+        if (more)
+            nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(
+                stages + (at_stage ^ 1) * BLOCK_N * (DK + DV), params, at, walk.tile);
+        nsa__cp_async_commit();
+        if (tile.bad) nsa__cuda_clean_stage<T, DK, DV, BLOCK_N, THREADS>(k, tile.bad);
+
+        const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
+                                            nsa__cuda_seen_of(tile, rows.keys[1], rows.number[1])};
+        const bool sees = seen[0].begin < seen[0].end || seen[1].begin < seen[1].end;
+        if (!nsa__cuda_takes_part<T, BLOCK_N>(sees, tile.readers != 0)) continue;
+        float s[BLOCK_N / 8][4], shrink[2];
+        nsa__cuda_product_nt<T, DK, BLOCK_N, BLOCK_M>(s, q, warp_row, k);
+        nsa__cuda_mask_tile(s, seen, params.scale2);
+        nsa__cuda_softmax_tile(s, rows, shrink);
+        if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f))
+#pragma unroll
+            for (int n = 0; n < DV / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) out[n][e] *= shrink[e / 2];
+        nsa__cuda_product_nn<T, BLOCK_N, DV>(out, s, v, 0);
+        if (tile.bad)
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                rows.bad[h] |= (nsa__cuda_key_span_bits(seen[h]) & tile.bad) != 0;
+    }
+    if (!LISTS && params.gathered)
+        nsa__cuda_gathered_end(params, at, tile_rows, rows, out);
+    else
+        nsa__cuda_forward_end<T>(params, at, tile_rows, rows, out);
+}
+
+template <typename T, int DK, int DV> struct nsa__cuda_forward_launch {
+    static nsa_status launch(nsa__cuda_attend_params params, cudaStream_t stream) {
+        using shape = nsa__cuda_forward_shape<T, DK, DV>;
+        dim3 grid;
+        const nsa_status s = nsa__cuda_query_grid(&params, shape::TILE, &grid, stream);
+        if (s != NSA_OK) return s;
+        const bool lists = params.branch == NSA__KEYS_SLC && !params.gathered;
+        return nsa__cuda_status(
+            NSA_LAUNCH((lists ? nsa__cuda_attend_forward_kernel<T, DK, DV, true>
+                              : nsa__cuda_attend_forward_kernel<T, DK, DV, false>),
+                       grid, dim3(32 * shape::WARPS), shape::BYTES, stream, params));
+    }
+};
+
+/* ---- Calls --------------------------------------------------------------------------------- */
+
+static void nsa__cuda_forward_plan(nsa__cuda_attend_params *params, const nsa_desc *d,
+                                   nsa__cuda_branch_keys branch, nsa__cuda_arena *arena) {
+    nsa__cuda_attend_plan(params, d, branch, arena);
+    params->chunk = nsa__cuda_gather_chunk(params, d->dim_v + 2);
+    if (!params->chunk) return;
+    const int64_t partials =
+        static_cast<int64_t>(d->batch) * d->heads * params->list_width * params->chunk;
+    nsa__cuda_plan_readers(params, params->chunk, arena);
+    params->partial_out = nsa__cuda_take<float>(arena, partials * d->dim_v);
+    params->partial_sums = nsa__cuda_take<float2>(arena, partials);
+}
+
+/* Forward of one branch behind its checks; the workspace has nsa__cuda_forward_plan's bytes. */
+static nsa_status nsa__cuda_attend_forward_run(const nsa_attend *x, const nsa_desc *d,
+                                               nsa__cuda_branch_keys branch, void *workspace,
+                                               cudaStream_t stream) {
+    if (d->count == 0) return NSA_OK;
+    nsa__cuda_attend_params params =
+        nsa__cuda_attend_params_of(d, branch, nsa__cuda_forward_plan, workspace);
+    params.x = *x;
+    const nsa_status s = nsa__cuda_attend_prepare(&params, stream);
+    if (s != NSA_OK) return s;
+    if (params.chunk)
+        return nsa__cuda_gather_run<nsa__cuda_forward_launch>(
+            &params, nsa__cuda_gather_forward_kernel, stream);
+    return nsa__cuda_attend_choose<nsa__cuda_forward_launch>(params, stream);
+}
+
+static nsa_status nsa__cuda_attend_forward(const nsa_attend *x, const nsa_desc *d,
+                                           nsa__cuda_branch_keys branch, void *workspace,
+                                           size_t bytes, cudaStream_t stream) {
+    nsa_status s = nsa__cuda_check_desc(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    s = nsa__cuda_attend_check(x, d, branch, 1, &nsa__cuda_attend_names);
+    if (s != NSA_OK) return s;
+    s = nsa__cuda_check_workspace(nsa__cuda_attend_bytes(d, branch, nsa__cuda_forward_plan),
+                                  workspace, bytes);
+    return s == NSA_OK ? nsa__cuda_attend_forward_run(x, d, branch, workspace, stream) : s;
+}
+
+#endif

@@ -1,0 +1,677 @@
+/* attend_keys.cuh: what the kernels of attention over few keys share: the parameters of a call, the
+   keys that a query sees, tiles of query rows, the walk over key tiles.
+   Twin: nsa.h, "Attention over spans of keys".
+   Not here: the loops that multiply (attend_forward.cuh, attend_backward.cuh), how blocks are
+   selected (select_blocks.cuh).
+
+   The branches differ in which keys a query sees: nsa__cuda_keys_of and nsa__cuda_readers_of say
+   so, and slc's block lists. A thread block holds a tile of query rows: the rows of neighbouring
+   queries and of all heads of a group. They read the same keys, so a key tile is loaded once for
+   all of them. Key tiles lie at absolute positions. */
+#ifndef NSA_ATTEND_KEYS_CUH
+#define NSA_ATTEND_KEYS_CUH
+
+#include "block_index.cuh"
+#include "tiles.cuh"
+
+#include <math.h>
+#include <string.h>
+
+enum nsa__cuda_branch_keys { NSA__KEYS_CMP, NSA__KEYS_SLC, NSA__KEYS_WIN, NSA__KEYS_DENSE };
+
+/* The queries that read each block, ascending: those of block j are
+   query[begin[j] .. begin[j + 1]). They are worked through in parts of at most `part`; parts are
+   counted by part_begin, those of blocks with more than one by slot_begin. */
+struct nsa__cuda_block_readers {
+    int64_t *begin;
+    int32_t *part_begin, *slot_begin, *query;
+    int32_t *counts; /* (chunks + 1, blocks): where a chunk of queries puts its readers */
+    int blocks, chunks, part;
+    int64_t max_readers, max_parts, max_slots; /* of one sequence and kv head */
+};
+
+/* A part of a block's readers: query[0] .. query[count - 1], the part-th of `parts`. */
+struct nsa__cuda_reader_part {
+    int block, part, parts, count;
+    const int32_t *query;
+};
+
+/* The parameters of a call: every kernel of it takes them by value. */
+struct nsa__cuda_attend_params {
+    nsa_attend x, dx;
+    nsa_desc d;
+    nsa__cuda_branch_keys branch;
+    int group, list_width;
+    int tiles;                 /* what blockIdx counts for one sequence and kv head */
+    float scale, scale2;       /* of q k, for e and for 2 as the base */
+    const int32_t *cmp_begins; /* cmp of packed sequences */
+    uint64_t *bad;             /* a bit for each key: its k or v row has a non-finite value */
+    int bad_words;             /* of one sequence and kv head */
+    /* backward */
+    float2 *rows; /* (B, rows_of, H): lse in base 2, NaN where the row is not finite, and delta */
+    int rows_of;  /* count of the whole call */
+    float *partial_dkv; /* sums over parts of the readers of keys that have many */
+    int max_parts;      /* cmp: parts of the queries */
+    /* slc: the lists turned round; for each sequence and kv head an entry a block */
+    nsa__cuda_block_readers readers;
+    /* slc of few heads: the rows of a Q tile are readers of one block. Each leaves a partial result
+       in (B, count, H, list_width); attend_gather.cuh adds them, chunk by chunk of queries. */
+    bool gathered;
+    int chunk;
+    float *partial_out; /* dim_v wide: the sum of p v; dim wide: of ds k */
+    float2
+        *partial_sums; /* the largest score, base 2 (inf: a value was not finite), the sum of p */
+};
+
+/* The sequence and kv head that a thread block works on, and which of their tiles. */
+struct nsa__cuda_attend_head {
+    nsa__sequence seq;
+    int b, kv_head, tile;
+    int64_t key_row; /* row of key 0 in k and v */
+    int keys;
+};
+
+NSA__DEVICE nsa__cuda_attend_head nsa__cuda_attend_head_of(const nsa__cuda_attend_params &params,
+                                                           unsigned index) {
+    nsa__cuda_attend_head at;
+    const int pair = static_cast<int>(index / static_cast<unsigned>(params.tiles));
+    at.tile = static_cast<int>(index % static_cast<unsigned>(params.tiles));
+    at.b = pair / params.d.kv_heads;
+    at.kv_head = pair % params.d.kv_heads;
+    at.seq = nsa__sequence_of(params.d, at.b);
+    at.key_row = at.seq.row;
+    at.keys = at.seq.tokens;
+    if (params.branch == NSA__KEYS_CMP) {
+        at.key_row = nsa__cmp_row(params.d, params.cmp_begins, at.b);
+        at.keys = nsa__cmp_count(params.d, at.seq.tokens);
+    }
+    return at;
+}
+
+NSA__DEVICE int64_t nsa__cuda_attend_pair(const nsa__cuda_attend_params &params,
+                                          const nsa__cuda_attend_head &at) {
+    return static_cast<int64_t>(at.b) * params.d.kv_heads + at.kv_head;
+}
+
+/* The part of readers with number `item`, counted over all blocks; block is -1 behind the last. */
+NSA__DEVICE nsa__cuda_reader_part nsa__cuda_reader_part_of(const nsa__cuda_attend_params &params,
+                                                           const nsa__cuda_attend_head &at,
+                                                           int item) {
+    const nsa__cuda_block_readers &r = params.readers;
+    const int64_t pair = nsa__cuda_attend_pair(params, at);
+    const int32_t *parts = r.part_begin + pair * (r.blocks + 1);
+    nsa__cuda_reader_part reader = {-1, 0, 0, 0, nullptr};
+    if (item >= parts[r.blocks]) return reader;
+    int low = 0, high = r.blocks; /* parts[low] <= item < parts[high] */
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (parts[middle] <= item)
+            low = middle;
+        else
+            high = middle;
+    }
+    reader.block = low;
+    reader.part = item - parts[low];
+    reader.parts = parts[low + 1] - parts[low];
+    const int64_t begin =
+        r.begin[pair * (r.blocks + 1) + low] + static_cast<int64_t>(reader.part) * r.part;
+    const int64_t end = r.begin[pair * (r.blocks + 1) + low + 1];
+    reader.query = r.query + pair * r.max_readers + begin;
+    reader.count = static_cast<int>(min(static_cast<int64_t>(r.part), end - begin));
+    return reader;
+}
+
+/* A grid of `tiles` blocks for each sequence and kv head. */
+static inline nsa_status nsa__cuda_attend_grid(nsa__cuda_attend_params *params, int64_t tiles,
+                                               dim3 *grid) {
+    if (tiles > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+    params->tiles = static_cast<int>(tiles);
+    return nsa__cuda_grid(tiles * params->d.batch * params->d.kv_heads, grid);
+}
+
+/* ---- Which keys a query sees ---------------------------------------------------------------
+
+   The only code of the kernels that says what a query may see: nsa__cuda_keys_of, its inverse
+   nsa__cuda_readers_of, and nsa__cuda_last_block for the entries of a block list. */
+
+/* Keys begin .. end - 1. */
+struct nsa__cuda_key_span {
+    int begin, end;
+};
+
+/* The span that holds all keys of a query; of slc, the listed blocks in it. */
+NSA__DEVICE nsa__cuda_key_span nsa__cuda_keys_of(const nsa__cuda_attend_params &params, int query) {
+    nsa__cuda_key_span s = {0, query + 1};
+    if (params.branch == NSA__KEYS_CMP) s.end = nsa__cmp_visible(params.d, query);
+    if (params.branch == NSA__KEYS_WIN) s.begin = nsa__window_begin(params.d, query);
+    return s;
+}
+
+/* The positions of queries that may see keys begin .. end - 1. */
+NSA__DEVICE nsa__cuda_key_span nsa__cuda_readers_of(const nsa__cuda_attend_params &params,
+                                                    const nsa__cuda_attend_head &at, int begin,
+                                                    int end) {
+    int64_t first = begin, last = at.seq.tokens;
+    if (params.branch == NSA__KEYS_CMP)
+        first = static_cast<int64_t>(begin) * params.d.cmp_stride + params.d.cmp_block - 1;
+    if (params.branch == NSA__KEYS_WIN)
+        last = min(last, static_cast<int64_t>(end) + params.d.window -
+                             (params.d.window_rule == NSA_WINDOW_COUNTS_SELF));
+    first = max(first, static_cast<int64_t>(at.seq.first));
+    last = min(last, static_cast<int64_t>(at.seq.first) + at.seq.count);
+    return {static_cast<int>(min(first, last)), static_cast<int>(last)};
+}
+
+/* The last block that a list of a query may name: the query's own. */
+NSA__DEVICE int nsa__cuda_last_block(const nsa__cuda_attend_params &params, int query) {
+    return nsa__slc_candidates(params.d, query) - 1;
+}
+
+/* The part of a span in tile keys begin .. end - 1, counted from begin. */
+NSA__DEVICE nsa__cuda_key_span nsa__cuda_key_span_in(nsa__cuda_key_span s, int begin, int end) {
+    return {max(s.begin, begin) - begin, min(s.end, end) - begin};
+}
+
+/* Bits begin .. end - 1. */
+NSA__DEVICE uint64_t nsa__cuda_key_span_bits(nsa__cuda_key_span s) {
+    const int n = s.end - s.begin;
+    return n <= 0 ? 0 : (n >= 64 ? ~uint64_t(0) : (uint64_t(1) << n) - 1) << s.begin;
+}
+
+/* ---- Tiles of query rows ------------------------------------------------------------------- */
+
+/* Row r is head (skip + r) % G of query first + (skip + r) / G or, gathered, of that one of
+   `list`. */
+struct nsa__cuda_query_tile {
+    int first, skip, end; /* end: behind the last query */
+    int block;            /* gathered: what they all read */
+    const int32_t *list;  /* NULL: not gathered */
+};
+
+struct nsa__cuda_query_row {
+    int query, head;
+    bool there;
+};
+
+NSA__DEVICE nsa__cuda_query_tile nsa__cuda_query_tile_of(const nsa__cuda_attend_params &params,
+                                                         const nsa__cuda_attend_head &at,
+                                                         int rows) {
+    nsa__cuda_query_tile t = {0, 0, 0, -1, nullptr};
+    if (params.gathered) {
+        const nsa__cuda_reader_part part = nsa__cuda_reader_part_of(params, at, at.tile);
+        t.end = part.count;
+        t.block = part.block;
+        t.list = part.query;
+        return t;
+    }
+    /* late queries see most keys: they go first */
+    const int64_t row = static_cast<int64_t>(params.tiles - 1 - at.tile) * rows;
+    t.first = at.seq.first + static_cast<int>(row / params.group);
+    t.skip = static_cast<int>(row % params.group);
+    t.end = at.seq.first + at.seq.count;
+    return t;
+}
+
+NSA__DEVICE nsa__cuda_query_row nsa__cuda_query_row_of(const nsa__cuda_attend_params &params,
+                                                       const nsa__cuda_attend_head &at,
+                                                       const nsa__cuda_query_tile &tile, int row) {
+    nsa__cuda_query_row r;
+    const int index = tile.first + (tile.skip + row) / params.group;
+    r.there = index < tile.end;
+    r.query = tile.list && r.there ? tile.list[index] : index;
+    r.head = at.kv_head * params.group + (tile.skip + row) % params.group;
+    return r;
+}
+
+/* Of a product's sums a thread has two rows of its warp's 16, eight apart; the number of the
+   upper one. */
+NSA__DEVICE int nsa__cuda_upper_row() {
+    const int thread = static_cast<int>(threadIdx.x);
+    return thread / 32 * 16 + thread % 32 / 4;
+}
+
+/* Warps go in groups of four, 64 rows. The place, in the tile, of the first query of the warp's
+   group, and a bit for each of them. */
+NSA__DEVICE int nsa__cuda_warpgroup_first(const nsa__cuda_attend_params &params,
+                                          const nsa__cuda_query_tile &tile) {
+    return (tile.skip + static_cast<int>(threadIdx.x) / 128 * 64) / params.group;
+}
+NSA__DEVICE uint64_t nsa__cuda_warpgroup_bits(const nsa__cuda_attend_params &params,
+                                              const nsa__cuda_query_tile &tile) {
+    const int end = (tile.skip + static_cast<int>(threadIdx.x) / 128 * 64 + 63) / params.group + 1;
+    return nsa__cuda_key_span_bits(
+        {0, min(tile.end - tile.first, end) - nsa__cuda_warpgroup_first(params, tile)});
+}
+
+/* The row of a view on the query's side. */
+template <typename T>
+NSA__DEVICE T *nsa__cuda_query_at(const nsa_tensor &x, const nsa__cuda_attend_head &at, int query,
+                                  int head) {
+    return nsa__row_of<T>(x, at.seq.batch, at.seq.row + query - at.seq.first, head);
+}
+
+/* Gathered: the number of what a row finds in the tile's block. */
+NSA__DEVICE int64_t nsa__cuda_partial_out_index(const nsa__cuda_attend_params &params,
+                                                const nsa__cuda_attend_head &at,
+                                                const nsa__cuda_query_tile &tile,
+                                                const nsa__cuda_query_row &row) {
+    const int32_t *list =
+        nsa__cuda_query_at<const int32_t>(params.x.blocks, at, row.query, at.kv_head);
+    const int64_t place = static_cast<int64_t>(at.b) * params.d.count + row.query - at.seq.first;
+    int slot = 0;
+    while (list[slot] != tile.block) slot++; /* it is there: the list named the reader */
+    return (place * params.d.heads + row.head) * params.list_width + slot;
+}
+
+/* ---- Walking key tiles --------------------------------------------------------------------- */
+
+struct nsa__cuda_key_tile {
+    int begin, end;   /* at most KEYS */
+    uint64_t readers; /* a bit for each query of the warp's group: it may see keys here */
+    uint64_t bad;     /* a bit for each key */
+};
+
+/* The key tiles that a tile of up to QUERIES queries reads, ascending. LISTS: the union of the
+   queries' block lists; else one span, or the block that gathered queries share. Each lane follows
+   the lists of queries lane, lane + 32, ...; an entry counts if it is a candidate of its query and
+   greater than those before it, so any list is harmless. All warps walk alike. */
+template <int KEYS, int QUERIES, bool LISTS> struct nsa__cuda_walk_keys {
+    static constexpr int PER_LANE = (QUERIES + 31) / 32, NONE = INT32_MAX;
+    nsa__cuda_key_tile tile;
+    int end;     /* no query sees a key from here on */
+    int stop;    /* end of the current block; of the span if !LISTS */
+    int queries; /* of the tile */
+    int block;   /* the current one; -1 before the first */
+    const int32_t *list[PER_LANE];
+    int slot[PER_LANE], entry[PER_LANE], last[PER_LANE];
+};
+
+template <int KEYS, int QUERIES, bool LISTS>
+NSA__DEVICE void nsa__cuda_walk_begin(nsa__cuda_walk_keys<KEYS, QUERIES, LISTS> &w,
+                                      const nsa__cuda_attend_params &params,
+                                      const nsa__cuda_attend_head &at,
+                                      const nsa__cuda_query_tile &rows) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    w.queries = min((rows.skip + QUERIES - 1) / params.group + 1, rows.end - rows.first);
+    const int last = rows.first + w.queries - 1;
+    w.end = nsa__cuda_keys_of(params, !LISTS && rows.list ? rows.list[last] : last).end;
+    if constexpr (!LISTS) {
+        w.tile.begin = nsa__cuda_keys_of(params, rows.first).begin / KEYS * KEYS - KEYS;
+        if (rows.list) {
+            const int begin = rows.block * params.d.slc_block;
+            w.end = begin + min(params.d.slc_block, w.end - begin);
+            w.tile.begin = begin - KEYS;
+        }
+        w.stop = w.end;
+        w.tile.readers = nsa__cuda_warpgroup_bits(params, rows);
+        return;
+    }
+    w.stop = w.tile.begin = -KEYS;
+    w.block = -1;
+#pragma unroll
+    for (int i = 0; i < w.PER_LANE; i++) {
+        const int query = rows.first + (lane + 32 * i < w.queries ? lane + 32 * i : 0);
+        w.list[i] = nsa__cuda_query_at<const int32_t>(params.x.blocks, at, query, at.kv_head);
+        w.slot[i] = lane + 32 * i < w.queries ? 0 : params.list_width;
+        w.last[i] = nsa__cuda_last_block(params, query);
+        w.entry[i] = -1;
+    }
+}
+
+/* The next entry of list i. A number that happens to be NONE ends no list. */
+template <int KEYS, int QUERIES, bool LISTS>
+NSA__DEVICE int nsa__cuda_walk_entry(nsa__cuda_walk_keys<KEYS, QUERIES, LISTS> &w,
+                                     const nsa__cuda_attend_params &params, int i) {
+    return w.slot[i] < params.list_width ? min(w.list[i][w.slot[i]++], w.NONE - 1) : w.NONE;
+}
+
+/* 32 bits, each `up` places higher; those that fall off are gone. */
+NSA__DEVICE uint64_t nsa__cuda_bits_moved(uint64_t bits, int up) {
+    if (up >= 64 || up <= -32) return 0;
+    return up >= 0 ? bits << up : bits >> -up;
+}
+
+/* Turns to the next block that any list holds. */
+template <int KEYS, int QUERIES, bool LISTS>
+NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES, LISTS> &w,
+                                           const nsa__cuda_attend_params &params,
+                                           const nsa__cuda_query_tile &rows) {
+    int next = w.NONE;
+#pragma unroll
+    for (int i = 0; i < w.PER_LANE; i++) {
+        if (32 * i >= w.queries) break;
+        while (w.entry[i] != w.NONE && (w.entry[i] <= w.block || w.entry[i] > w.last[i]))
+            w.entry[i] = nsa__cuda_walk_entry(w, params, i);
+        next = min(next, w.entry[i]);
+    }
+    next = __reduce_min_sync(0xffffffffu, next);
+    if (next == w.NONE) return false;
+    w.block = next;
+    w.tile.begin = next * params.d.slc_block;
+    w.stop = w.tile.begin + min(params.d.slc_block, w.end - w.tile.begin);
+    w.tile.readers = 0;
+    const int group_first = nsa__cuda_warpgroup_first(params, rows);
+#pragma unroll
+    for (int i = 0; i < w.PER_LANE; i++) {
+        if (32 * i >= w.queries) break;
+        const uint64_t readers = __ballot_sync(0xffffffffu, w.entry[i] == next);
+        w.tile.readers |= nsa__cuda_bits_moved(readers, 32 * i - group_first);
+        /* asked for now, looked at when the next block is */
+        if (w.entry[i] == next) w.entry[i] = nsa__cuda_walk_entry(w, params, i);
+    }
+    w.tile.readers &= nsa__cuda_warpgroup_bits(params, rows);
+    return true;
+}
+
+/* A bit for each of the KEYS keys from begin on whose k or v row is not finite. */
+template <int KEYS>
+NSA__DEVICE uint64_t nsa__cuda_bad_keys(const nsa__cuda_attend_params &params,
+                                        const nsa__cuda_attend_head &at, int begin) {
+    const uint64_t *word =
+        params.bad + nsa__cuda_attend_pair(params, at) * params.bad_words + begin / 64;
+    const int shift = begin % 64;
+    uint64_t bad = word[0] >> shift;
+    if (KEYS + shift > 64) bad |= word[1] << (64 - shift);
+    if (KEYS < 64) bad &= (uint64_t(1) << KEYS % 64) - 1;
+    return bad;
+}
+
+template <int KEYS, int QUERIES, bool LISTS>
+NSA__DEVICE bool nsa__cuda_walk_next(nsa__cuda_walk_keys<KEYS, QUERIES, LISTS> &w,
+                                     const nsa__cuda_attend_params &params,
+                                     const nsa__cuda_attend_head &at,
+                                     const nsa__cuda_query_tile &rows) {
+    w.tile.begin += KEYS;
+    if (w.tile.begin >= w.stop && (!LISTS || !nsa__cuda_walk_next_block(w, params, rows)))
+        return false;
+    w.tile.end = w.tile.begin + min(KEYS, w.stop - w.tile.begin);
+    w.tile.bad = nsa__cuda_bad_keys<KEYS>(params, at, w.tile.begin);
+    return true;
+}
+
+/* What of a tile the query at place `number` of the warp's group sees. */
+NSA__DEVICE nsa__cuda_key_span nsa__cuda_seen_of(const nsa__cuda_key_tile &tile,
+                                                 nsa__cuda_key_span keys, int number) {
+    nsa__cuda_key_span s = nsa__cuda_key_span_in(keys, tile.begin, tile.end);
+    if (!(tile.readers >> number & 1)) s.end = 0;
+    return s;
+}
+
+/* ---- Which keys have a non-finite value ---------------------------------------------------- */
+
+enum { NSA__SCAN_WARPS = 8 };
+
+NSA__DEVICE bool nsa__cuda_piece_finite(const nsa_tensor &x, int64_t b, int64_t row, int head,
+                                        int c) {
+    float v[8];
+    bool finite = true;
+    nsa__load8(v, x.dtype, nsa__row_at(x, b, row, head), c);
+#pragma unroll
+    for (int i = 0; i < 8; i++) finite &= nsa__finite(v[i]);
+    return finite;
+}
+
+/* A warp writes one word: 64 keys, k and v side by side, eight elements to a lane. */
+static __global__ void nsa__cuda_attend_scan_kernel(nsa__cuda_attend_params params) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const nsa__cuda_attend_head at = nsa__cuda_attend_head_of(params, blockIdx.x);
+    const int word = at.tile * NSA__SCAN_WARPS + static_cast<int>(threadIdx.x) / 32;
+    if (word >= params.bad_words) return;
+    const int of_k = params.d.dim / 8, pieces = of_k + params.d.dim_v / 8;
+    const int count = static_cast<int>(min(int64_t(64), at.keys - int64_t(64) * word));
+    uint64_t bad = 0;
+#pragma unroll 4
+    for (int key = 0; key < count; key++) {
+        const int64_t row = at.key_row + int64_t(64) * word + key;
+        bool finite = true;
+        for (int piece = lane; piece < pieces; piece += 32)
+            finite &= piece < of_k ? nsa__cuda_piece_finite(params.x.k, at.seq.batch, row,
+                                                            at.kv_head, piece * 8)
+                                   : nsa__cuda_piece_finite(params.x.v, at.seq.batch, row,
+                                                            at.kv_head, (piece - of_k) * 8);
+        if (!__all_sync(0xffffffffu, finite)) bad |= uint64_t(1) << key;
+    }
+    if (lane == 0) params.bad[nsa__cuda_attend_pair(params, at) * params.bad_words + word] = bad;
+}
+
+/* ---- Tiles in shared memory ---------------------------------------------------------------- */
+
+/* The dynamic shared memory that a block may have on every architecture from 8.0 on. */
+enum { NSA__SHARED_MOST = 99 * 1024 - 2048 };
+
+/* A kernel keeps one tile of rows in shared memory, TILE_WIDTH wide, and loads tiles of the other
+   side through two stages, STAGE_WIDTH wide: the largest that fit, of at most MOST rows or, in f32,
+   MOST_F32, because products are unrolled over them. A warp owns 16 rows of the tile, which has 64,
+   or TILE_MOST if the stages keep their size: then they are loaded less often. The field calls the
+   two BLOCK_M and BLOCK_N: forward and dq keep queries (BLOCK_M) and load keys (BLOCK_N), dkv keeps
+   keys and loads queries. */
+template <typename T, int TILE_WIDTH, int STAGE_WIDTH, int MOST, int MOST_F32, int TILE_MOST = 64>
+struct nsa__cuda_tile_shape {
+    static constexpr int most = sizeof(T) == 2 ? MOST : MOST_F32;
+    static constexpr int bytes(int tile, int stage) {
+        return static_cast<int>(sizeof(T)) * (tile * TILE_WIDTH + 2 * stage * STAGE_WIDTH);
+    }
+    static constexpr int stage_with(int tile) {
+        return bytes(tile, most) <= NSA__SHARED_MOST       ? most
+               : bytes(tile, most / 2) <= NSA__SHARED_MOST ? most / 2
+               : bytes(tile, most / 4) <= NSA__SHARED_MOST ? most / 4
+                                                           : 0;
+    }
+    static constexpr int LEAST = sizeof(T) == 2 ? 16 : 8; /* of a product */
+    static constexpr int FEW = stage_with(64) >= LEAST ? 64 : 32;
+    static constexpr int STAGE = stage_with(FEW);
+    static constexpr int TILE = sizeof(T) == 2 && stage_with(TILE_MOST) == STAGE ? TILE_MOST : FEW;
+    static constexpr int BYTES = bytes(TILE, STAGE);
+    static constexpr int WARPS = TILE / 16;
+    static_assert(STAGE >= LEAST, "does not fit shared memory");
+};
+
+/* Starts copying a tile's keys and values, which lie side by side in a stage. */
+template <typename T, int DK, int DV, int KEYS, int THREADS>
+NSA__DEVICE void nsa__cuda_stage_keys(T *stage, const nsa__cuda_attend_params &params,
+                                      const nsa__cuda_attend_head &at,
+                                      const nsa__cuda_key_tile &tile) {
+    const T *k =
+        nsa__row_of<const T>(params.x.k, at.seq.batch, at.key_row + tile.begin, at.kv_head);
+    const T *v =
+        nsa__row_of<const T>(params.x.v, at.seq.batch, at.key_row + tile.begin, at.kv_head);
+    const int count = tile.end - tile.begin;
+    nsa__cuda_tile_copy_rows<T, DK, KEYS, THREADS>(stage, params.d.dim, k, params.x.k.token, count);
+    nsa__cuda_tile_copy_rows<T, DV, KEYS, THREADS>(stage + KEYS * DK, params.d.dim_v, v,
+                                                   params.x.v.token, count);
+}
+
+/* Zeros the rows of a stage that hold a non-finite value. */
+template <typename T, int DK, int DV, int KEYS, int THREADS>
+NSA__DEVICE void nsa__cuda_clean_stage(T *stage, uint64_t bad) {
+    nsa__cuda_tile_zero<T, DK, KEYS, THREADS>(stage, bad);
+    nsa__cuda_tile_zero<T, DV, KEYS, THREADS>(stage + KEYS * DK, bad);
+    nsa__cuda_tiles_written<T, KEYS>();
+}
+
+/* ---- Scores and softmax -------------------------------------------------------------------- */
+
+NSA__DEVICE float nsa__cuda_quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+NSA__DEVICE float nsa__cuda_quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+/* What belongs to keys that a row does not see becomes `value`. */
+template <int N>
+NSA__DEVICE void nsa__cuda_hide(float (&s)[N][4], const nsa__cuda_key_span (&seen)[2],
+                                float value) {
+    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
+    bool whole = true;
+#pragma unroll
+    for (int h = 0; h < 2; h++) whole &= seen[h].begin == 0 && seen[h].end == 8 * N;
+    if (__all_sync(0xffffffffu, whole)) return;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int c = 8 * n + column + e % 2;
+            if (c < seen[e / 2].begin || c >= seen[e / 2].end) s[n][e] = value;
+        }
+}
+
+/* Scales the scores; those of keys that a row does not see become -inf. Decoding has to find the
+   same bits, so no compiler may join the product with a later sum in one of the two. */
+template <int N>
+NSA__DEVICE void nsa__cuda_mask_tile(float (&s)[N][4], const nsa__cuda_key_span (&seen)[2],
+                                     float scale2) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[n][e] = __fmul_rn(s[n][e], scale2);
+    nsa__cuda_hide(s, seen, -INFINITY);
+}
+
+/* What is subtracted from scores whose largest is `most`: never an infinity. */
+NSA__DEVICE float nsa__cuda_base(float most) {
+    return most == -INFINITY ? 0.0f : most;
+}
+
+/* What sums relative to the largest score `before` become relative to `most`: times exactly 1 where
+   it stays. Decoding goes through the same steps tile by tile (decode_attend.cuh). */
+NSA__DEVICE float nsa__cuda_shrink(float before, float most) {
+    return most == before ? 1.0f : nsa__ex2(before - nsa__cuda_base(most));
+}
+
+/* ---- Choosing a kernel --------------------------------------------------------------------- */
+
+/* The padded widths that are compiled: 64, 128, 192 with 128 (the paper's), and the largest. */
+template <template <typename, int, int> class Run, typename T, typename Params>
+static nsa_status nsa__cuda_attend_choose_width(const Params &params, cudaStream_t stream) {
+    constexpr int MOST = NSA_CUDA_MAX_DIM;
+    const int dim = params.d.dim, dim_v = params.d.dim_v;
+    if (dim <= 64 && dim_v <= 64) return Run<T, 64, 64>::launch(params, stream);
+    if constexpr (MOST >= 128)
+        if (dim <= 128 && dim_v <= 128) return Run<T, 128, 128>::launch(params, stream);
+    if constexpr (MOST >= 192) {
+        if (dim <= 192 && dim_v <= 128) return Run<T, 192, 128>::launch(params, stream);
+        return Run<T, MOST, MOST>::launch(params, stream);
+    }
+    return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
+}
+
+template <template <typename, int, int> class Run, typename Params>
+static nsa_status nsa__cuda_attend_choose(const Params &params, cudaStream_t stream) {
+    switch (params.x.q.dtype) {
+#ifndef NSA_CUDA_NO_F32
+    case NSA_F32:
+        return nsa__cuda_attend_choose_width<Run, float>(params, stream);
+#endif
+#ifndef NSA_CUDA_NO_BF16
+    case NSA_BF16:
+        return nsa__cuda_attend_choose_width<Run, __nv_bfloat16>(params, stream);
+#endif
+#ifndef NSA_CUDA_NO_F16
+    case NSA_F16:
+        return nsa__cuda_attend_choose_width<Run, __half>(params, stream);
+#endif
+    default:
+        return nsa__error(NSA_ERROR_DTYPE, NSA__AT_q);
+    }
+}
+
+/* ---- Calls --------------------------------------------------------------------------------- */
+
+/* The workspace that forward and backward share, dealt out; the size query is the same code. */
+static void nsa__cuda_attend_plan(nsa__cuda_attend_params *params, const nsa_desc *d,
+                                  nsa__cuda_branch_keys branch, nsa__cuda_arena *arena) {
+    const int64_t keys = branch == NSA__KEYS_CMP ? nsa_cmp_count(d, d->tokens) : d->tokens;
+    const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
+    memset(params, 0, sizeof *params);
+    params->d = *d;
+    params->branch = branch;
+    params->group = d->heads / d->kv_heads;
+    params->list_width = nsa_block_list_width(d);
+    params->scale = static_cast<float>(scale);
+    params->scale2 = static_cast<float>(scale * 1.4426950408889634);
+    params->bad_words =
+        static_cast<int>(nsa__cuda_ceil_div(keys, 64) + 1); /* a tile may straddle */
+    params->bad = nsa__cuda_take<uint64_t>(arena, static_cast<int64_t>(d->batch) * d->kv_heads *
+                                                      params->bad_words);
+    if (branch == NSA__KEYS_CMP && d->begins)
+        params->cmp_begins = nsa__cuda_take<int32_t>(arena, static_cast<int64_t>(d->batch) + 1);
+}
+
+typedef void nsa__cuda_attend_planner(nsa__cuda_attend_params *, const nsa_desc *,
+                                      nsa__cuda_branch_keys, nsa__cuda_arena *);
+
+static size_t nsa__cuda_attend_bytes(const nsa_desc *d, nsa__cuda_branch_keys branch,
+                                     nsa__cuda_attend_planner *plan) {
+    nsa__cuda_attend_params params;
+    nsa__cuda_arena arena = nsa__cuda_arena_at(NULL);
+    if (nsa__cuda_check_desc(d) != NSA_OK) return 0;
+    plan(&params, d, branch, &arena);
+    return nsa__cuda_arena_bytes(&arena);
+}
+
+/* The parameters of a call whose workspace is large enough. */
+static nsa__cuda_attend_params nsa__cuda_attend_params_of(const nsa_desc *d,
+                                                          nsa__cuda_branch_keys branch,
+                                                          nsa__cuda_attend_planner *plan,
+                                                          void *workspace) {
+    nsa__cuda_attend_params params;
+    nsa__cuda_arena arena = nsa__cuda_arena_at(workspace);
+    plan(&params, d, branch, &arena);
+    return params;
+}
+
+/* What comes before any attention: where compressed rows begin, which keys are not finite. */
+static nsa_status nsa__cuda_attend_prepare(const nsa__cuda_attend_params *params,
+                                           cudaStream_t stream) {
+    nsa__cuda_attend_params scan = *params;
+    dim3 grid;
+    if (params->cmp_begins) {
+        const nsa_status s =
+            nsa__cuda_cmp_begins(&params->d, const_cast<int32_t *>(params->cmp_begins), stream);
+        if (s != NSA_OK) return s;
+    }
+    const nsa_status s =
+        nsa__cuda_attend_grid(&scan, nsa__cuda_ceil_div(params->bad_words, NSA__SCAN_WARPS), &grid);
+    if (s != NSA_OK) return s;
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_scan_kernel, grid,
+                                       dim3(32 * NSA__SCAN_WARPS), 0, stream, scan));
+}
+
+struct nsa__cuda_attend_fields {
+    int q, k, v, out, lse, blocks;
+};
+
+static const nsa__cuda_attend_fields nsa__cuda_attend_names = {
+    NSA__AT_q, NSA__AT_k, NSA__AT_v, NSA__AT_out, NSA__AT_lse, NSA__AT_blocks};
+
+static nsa__shape nsa__cuda_branch_shape(const nsa_desc *d, nsa__cuda_branch_keys branch,
+                                         int width) {
+    return branch == NSA__KEYS_CMP ? nsa__cuda_cmp_shape(d, width) : nsa__cuda_key_shape(d, width);
+}
+
+/* One dtype for all; what the lists hold is not looked at. */
+static nsa_status nsa__cuda_attend_check(const nsa_attend *x, const nsa_desc *d,
+                                         nsa__cuda_branch_keys branch, int forward,
+                                         const nsa__cuda_attend_fields *at) {
+    const nsa__shape q = nsa__cuda_query_shape(d, d->heads, d->dim);
+    const nsa__shape out = nsa__cuda_query_shape(d, d->heads, d->dim_v);
+    const nsa__shape lse = nsa__cuda_query_shape(d, d->heads, 1);
+    nsa_status s = nsa__cuda_check_rows(&x->q, q, NSA__CUDA_DTYPES, 0, at->q);
+    if (s != NSA_OK || d->count == 0) return s;
+    const unsigned same = 1u << x->q.dtype;
+    s = nsa__cuda_check_rows(&x->k, nsa__cuda_branch_shape(d, branch, d->dim), same, 0, at->k);
+    if (s != NSA_OK) return s;
+    s = nsa__cuda_check_rows(&x->v, nsa__cuda_branch_shape(d, branch, d->dim_v), same, 0, at->v);
+    if (s != NSA_OK) return s;
+    if ((s = nsa__cuda_check_rows(&x->out, out, same, forward, at->out)) != NSA_OK) return s;
+    if ((s = nsa__check_view(&x->lse, lse, 1u << NSA_F32, forward, at->lse)) != NSA_OK) return s;
+    if (branch != NSA__KEYS_SLC) return NSA_OK;
+    return nsa__check_view(&x->blocks,
+                           nsa__cuda_query_shape(d, d->kv_heads, nsa_block_list_width(d)),
+                           NSA__INTS, 0, at->blocks);
+}
+
+#endif
