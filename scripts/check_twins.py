@@ -5,7 +5,9 @@ A primitive X is what nsa.h declares as nsa_X_forward, or as nsa_X with a worksp
 needs: nsa_X_backward beside nsa_X_forward; a definition in nsa.h's implementation; a test
 tests/test_X.c (tests/test_attend.c serves every attend_...); a heading of docs/algorithm.md that
 names it. And nothing on the CUDA side may be without its twin here: neither nsa_cuda_X in
-nsa_cuda.cuh nor a file kernels/X.cuh (twin of a primitive, or of a section of the implementation).
+nsa_cuda.cuh nor a file kernels/X.cuh (twin of a primitive, of a section of the implementation, or part
+of one that is). A line `Twin: ...` at the top of a source file names files; each must exist. Under nsa/
+it names sections in quotes and functions of the first file, too; each must stand there.
 
   check_twins.py            checks, also that the map of the primitives in README.md is up to date
   check_twins.py --write    brings that map up to date
@@ -20,8 +22,9 @@ import sys
 from check_docs import anchor
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Of kernels/: what tells nvcc from the host, and Hopper's products of a warp group. The CPU needs neither.
+# Of kernels/: what tells nvcc from the host, and Hopper's products of a warpgroup. The CPU needs neither.
 WITHOUT_TWIN = {"common", "warpgroup"}
+BRANCHES = "attend_branches"  # the kernel file of every attend_X
 
 
 def read(path):
@@ -77,6 +80,56 @@ def check_cuda(names, functions, sections):
             yield f"nsa/kernels/{path.name} is the twin of no primitive and of no section of nsa.h"
 
 
+# ---- Twin lines ----
+
+TWIN = re.compile(r"\bTwin: (.*?)(?:\.(?=\s)|;|\*/)", re.S)
+FILE = re.compile(r"[\w/.*]*\w\.(?:cuh|cu|cpp|c|h|py)\b")
+
+
+def tracked():
+    """The files of the tree, of which git knows; without git, all."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout.splitlines()
+    found = listed or [str(p.relative_to(ROOT)) for p in ROOT.rglob("*.*")]
+    return [pathlib.Path(path) for path in found if (ROOT / path).is_file()]
+
+
+def titles(text):
+    """The titles of a file's sections; `/* -- backward --` is one, too."""
+    return re.findall(r"^/\* (----? .+?|-- .+?)(?: -*)?(?: \*/)?$", text, re.M)
+
+
+def check_twin_line(path, files):
+    """What the Twin line of a file names and cannot be found."""
+    found = TWIN.search("\n".join((ROOT / path).read_text(errors="replace").splitlines()[:12]))
+    if not found or found[1].startswith("none"):
+        return
+    sentence = " ".join(found[1].split())
+    twins = FILE.findall(sentence)
+    for twin in twins:
+        if not any(file.match(twin) for file in files):
+            yield f"{path}: its twin {twin} does not exist"
+    if path.parts[0] != "nsa" or not twins:
+        return
+    text = (ROOT / next(file for file in files if file.match(twins[0]))).read_text()
+    code = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    for section in re.findall(r'"(.+?)"', sentence):
+        if not any(title.lstrip("- ").startswith(section.strip("- ")) for title in titles(text)):
+            yield f"{path}: {twins[0]} has no section {section}"
+    for name in re.findall(r"\bnsa_\w+\b(?!\.)", sentence):
+        if not re.search(rf"\b{name}\b", code):
+            yield f"{path}: {twins[0]} has no {name}"
+    if path.parent.name == "kernels" and not re.search(r'"|\bnsa_\w+\b(?!\.)', sentence):
+        yield f"{path}: its Twin line names no section and no function"
+
+
+def check_twin_lines():
+    files = tracked()
+    for path in files:
+        if path.suffix in (".c", ".h", ".cpp", ".cu", ".cuh"):
+            yield from check_twin_line(path, files)
+
+
 # ---- The map in README.md: where each primitive is, made from what the checks find ----
 
 MAP = re.compile(r"(<!-- map -->\n)(.*?)(<!-- end of map -->)", re.S)
@@ -107,7 +160,7 @@ def map_row(name, has_forward, declarations):
     section, equation = re.split(r"[,:]", title)[0], re.search(r"Eq\. (.+)$", title)
     branch = name.startswith("attend_")
     test = "attend" if branch and not (ROOT / f"tests/test_{name}.c").is_file() else name
-    kernel = f"nsa/kernels/{name}.cuh"
+    kernel = f"nsa/kernels/{BRANCHES if branch else name}.cuh"
     backward = r"`nsa_attend_\w+_backward`" if branch else f"`nsa_{name}_backward`"
     docs = [heading_link("docs/algorithm.md", rf"`nsa_{name}(_forward)?`"),
             heading_link("docs/gradients.md", backward)]
@@ -146,6 +199,7 @@ def main(arguments):
     for name, has_forward in names.items():
         findings += check_primitive(name, has_forward, defined, declarations, headings)
     findings += check_cuda(names, functions, sections)
+    findings += check_twin_lines()
     findings += check_map(names, declarations, bool(arguments))
     for finding in findings:
         print(finding)

@@ -1,5 +1,5 @@
 /* attend_backward.cuh: attention over few keys, backward: one core for all branches.
-   Twin: nsa.h, "Attention over spans of keys", "-- backward --".
+   Twin: nsa.h, "Attention over few keys", its backward.
    Not here: which keys (attend_keys.cuh), which queries read a block (attend_readers.cuh), forward
    (attend_forward.cuh).
 
@@ -7,10 +7,10 @@
      dv[s] = sum_t p dout[t]    ds = p (dout . v[s] - delta)    dq[t] = scale sum_s ds k[s]
      dk[s] = scale sum_t ds q[t]
    One kernel walks the key tiles of a Q tile as forward does and makes dq. Another keeps a tile of
-   keys, walks the rows that read it and makes dk and dv. Every row of a gradient has one owner, who adds
-   to it once, so nothing is atomic. Keys that very many queries read (the first block, the first
-   compressed rows) are shared out among blocks by parts of their readers, whose sums are then added
-   up in order. */
+   keys, walks the rows that read it and makes dk and dv. Every row of a gradient has one owner,
+   who adds to it once, so nothing is atomic. Keys that very many queries read (the first block, the
+   first compressed rows) are shared out among blocks by parts of their readers, whose sums are
+   then added in order. */
 #ifndef NSA_ATTEND_BACKWARD_CUH
 #define NSA_ATTEND_BACKWARD_CUH
 

@@ -1,5 +1,5 @@
 /* attend_forward.cuh: attention over few keys, forward: one kernel for all branches.
-   Twin: nsa.h, "Attention over spans of keys".
+   Twin: nsa.h, "Attention over few keys".
    Not here: which keys (attend_keys.cuh), backward (attend_backward.cuh).
 
    A warp owns 16 rows of the Q tile and skips a key tile that none of them sees. On sm_90a the four

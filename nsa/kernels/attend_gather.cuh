@@ -1,5 +1,5 @@
 /* attend_gather.cuh: slc with few heads: tiles of the queries that read one block.
-   Twin: nsa.h, nsa__walk: the readers of each tile.
+   Twin: nsa.h, nsa_attend_slc_forward and nsa_attend_slc_backward.
    Not here: the kernels that multiply (attend_forward.cuh, attend_backward.cuh), the inversion of
    the lists (attend_readers.cuh).
 

@@ -1,6 +1,6 @@
 /* attend_keys.cuh: what the kernels of attention over few keys share: the parameters of a call, the
    keys that a query sees, tiles of query rows, the walk over key tiles.
-   Twin: nsa.h, "Attention over spans of keys".
+   Twin: nsa.h, "Attention over few keys".
    Not here: the loops that multiply (attend_forward.cuh, attend_backward.cuh), how blocks are
    selected (select_blocks.cuh).
 

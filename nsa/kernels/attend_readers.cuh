@@ -1,8 +1,8 @@
-/* attend_readers.cuh: block lists turned round: which queries read each block.
-   Twin: nsa.h, nsa__invert_blocks. A counting sort over chunks of queries: each chunk counts its
-   readers of every block, the counts become places, each chunk puts its readers there. Nothing is
-   atomic, so the readers of a block ascend, always.
-   Not here: what is done with them (attend_gather.cuh, attend_backward.cuh). */
+/* attend_readers.cuh: block lists inverted: which queries read each block.
+   Twin: nsa.h, nsa_attend_slc_backward. A counting sort over chunks of queries: each chunk counts
+   its readers of every block, prefix sums make offsets of the counts, each chunk writes its readers
+   there. Nothing is atomic, so the readers of a block always ascend.
+   Not here: the kernels that use them (attend_gather.cuh, attend_backward.cuh). */
 #ifndef NSA_ATTEND_READERS_CUH
 #define NSA_ATTEND_READERS_CUH
 

@@ -1,5 +1,5 @@
 /* attention.cuh: the chain: compress, cmp, select, slc, win, gate on one stream.
-   Twin: nsa.h, The whole.
+   Twin: nsa.h, "The whole".
    Not here: a kernel but the one that adds a sum to a view; the parts are the primitives'. */
 #ifndef NSA_ATTENTION_CUH
 #define NSA_ATTENTION_CUH

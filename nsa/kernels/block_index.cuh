@@ -1,5 +1,5 @@
 /* block_index.cuh: which rows a sequence has, which blocks there are, which of them a query sees.
-   Twin: nsa.h, Block index and Sequences. The closed forms stand here again because device code
+   Twin: nsa.h, "Block index" and "Sequences". The closed forms stand here again because device code
    cannot call the host's.
    Not here: scores of blocks (select_blocks.cuh). */
 #ifndef NSA_BLOCK_INDEX_CUH
@@ -138,7 +138,7 @@ static nsa_status nsa__cuda_cmp_begins(const nsa_desc *d, int32_t *cmp_begins,
         NSA_LAUNCH(nsa__cmp_begins_kernel, dim3(1), dim3(32), 0, stream, *d, cmp_begins));
 }
 
-/* ---- Entry points ---------------------------------------------------------------------------------- */
+/* ---- Entry points --------------------------------------------------------------------------- */
 
 extern "C" nsa_status nsa_cuda_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
                                          int32_t *indices, float *weights, cudaStream_t stream) {

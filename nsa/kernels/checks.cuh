@@ -1,6 +1,6 @@
 /* checks.cuh: what every nsa_cuda_ function asks before it launches; all of it host code.
-   Twin: nsa.h, Checks and workspace. The geometry's rules are nsa_desc_check's; here are CUDA's
-   own.
+   Twin: nsa.h, "Checks" and nsa_desc_check. The geometry's rules are nsa_desc_check's; here are
+   CUDA's own.
    Not here: anything that reads device memory (begins, block lists). */
 #ifndef NSA_CHECKS_CUH
 #define NSA_CHECKS_CUH

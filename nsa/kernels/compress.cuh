@@ -1,5 +1,7 @@
-/* compress.cuh: phi, which makes one row of every l: mean and conv, and the entry points of all three.
-   Twin: nsa.h, Compression. Gradients are gathered, never scattered: a thread owns what it adds to.
+/* compress.cuh: phi, which makes one row of every l: mean and conv, and the entry points of all
+   three.
+   Twin: nsa.h, "Compression". Gradients are gathered, never scattered: a thread owns what it adds
+   to.
    Not here: mlp (compress_mlp.cuh). */
 #ifndef NSA_COMPRESS_CUH
 #define NSA_COMPRESS_CUH

@@ -1,6 +1,6 @@
 /* compress_gemm.cuh: the matrix product that mlp compression is made of, c = a b on tiles of 64 x
    64.
-   Twin: nsa.h, Tiles (nsa__cuda_gemm_nn, nsa__cuda_gemm_tn) as Compression uses them.
+   Twin: nsa.h, "Tiles" as "Compression" uses them.
    Not here: a general BLAS. Operands are what an mlp over strided windows needs: rows gathered
    through a table, columns that continue in another row; any of k and v's strides. */
 #ifndef NSA_COMPRESS_GEMM_CUH

@@ -1,6 +1,6 @@
 /* compress_mlp.cuh: phi = mlp, h = w1 flatten(x + pos) + b1, out = w2 silu(h) + b2, as six
    products.
-   Twin: nsa.h, Compression (its mlp part).
+   Twin: nsa.h, "Compression", its mlp.
    Not here: the product itself (compress_gemm.cuh).
 
    pos is the same for every block, so w1 pos joins b1 as one f32 bias, and the gathered rows of x

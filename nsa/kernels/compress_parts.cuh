@@ -1,5 +1,5 @@
 /* compress_parts.cuh: the second stage of parameter gradients: parts, summed in order, are added.
-   Twin: nsa.h, Compression (its sums of parameter gradients). Always the same order, so always the
+   Twin: nsa.h, "Compression", its sums of parameter gradients. Always the same order, so always the
    same bits; no atomics.
    Not here: how parts come to be. */
 #ifndef NSA_COMPRESS_PARTS_CUH

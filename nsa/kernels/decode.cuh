@@ -1,5 +1,5 @@
 /* decode.cuh: the decoding step: append, compress, attend, commit, all positions on the device.
-   Twin: nsa.h, Decoding (nsa_decode).
+   Twin: nsa.h, "Decoding", nsa_decode.
    Not here: the cache (decode_cache.cuh), attention (decode_attend.cuh), selection
    (decode_select.cuh).
 

@@ -1,15 +1,15 @@
 /* decode_attend.cuh: one new token's attention, its keys shared out among blocks, and the sum of
    what they find.
-   Twin: nsa.h, Decoding (nsa_decode's three branches). Tiles, scores and softmax are forward's
+   Twin: nsa.h, "Decoding", nsa_decode: its three branches. Tiles, scores and softmax are forward's
    (attend_keys.cuh, attend_forward.cuh).
    Not here: which blocks are selected (decode_select.cuh).
 
-   A block has the heads of one query and kv head and a run of its key tiles. It leaves the product
-   with V, the sums of p and the largest score; a warp to a row adds the runs in their order. Of slc
-   and win a run starts from nothing. Of cmp the logarithm is what selection ranks by, and has to
-   have the very bits of attend_forward.cuh's walk from the first tile to the last: so a first pass leaves
-   the largest score of each tile, a run starts from the largest before it, and leaves its sums
-   tile by tile, which are added just as that walk adds them. */
+   A block has the heads of one query and kv head and a run of its key tiles. It leaves the
+   product with V, the sums of p and the largest score; a warp to a row adds the runs in their
+   order. Of slc and win a run starts from nothing. Of cmp the logarithm is what selection ranks
+   by, and has to have the very bits of attend_forward.cuh's walk from the first tile to the
+   last: so a first pass leaves the largest score of each tile, a run starts from the largest
+   before it, and leaves its sums tile by tile, which are added just as that walk adds them. */
 #ifndef NSA_DECODE_ATTEND_CUH
 #define NSA_DECODE_ATTEND_CUH
 

@@ -1,6 +1,6 @@
 /* decode_cache.cuh: the decoding cache on the device: layout, appending rows, compressing what they
    complete, rewinding, forking.
-   Twin: nsa.h, Decoding (nsa_cache_size to nsa_cache_fork).
+   Twin: nsa.h, "Decoding", nsa_cache_size to nsa_cache_fork.
    Not here: attention from the cache (decode_attend.cuh), the step (decode.cuh).
 
    Lengths live on the device alone, so that a captured step can be replayed: the host knows how

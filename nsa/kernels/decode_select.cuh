@@ -1,7 +1,7 @@
 /* decode_select.cuh: the blocks that new tokens read: the sums of p over a group's heads shared out
    among blocks by keys, then one warp ranks.
-   Twin: nsa.h, Decoding and Selection. Scores and ranking are select_blocks.cuh's functions, in the
-   same order, so that a list is the list that select_blocks.cuh writes.
+   Twin: nsa.h, "Decoding" and "Selection". Scores and ranking are select_blocks.cuh's functions, in
+   the same order, so that a list is the list that select_blocks.cuh writes.
    Not here: the logarithms that scores hang on (decode_attend.cuh). */
 #ifndef NSA_DECODE_SELECT_CUH
 #define NSA_DECODE_SELECT_CUH

@@ -1,5 +1,5 @@
 /* gate.cuh: out = g[0] cmp + g[1] slc + g[2] win.
-   Twin: nsa.h, Gate. Bound by memory: each row is read once and written once.
+   Twin: nsa.h, "Gate". Bound by memory: each row is read once and written once.
    Not here: the projection that makes the logits. */
 #ifndef NSA_GATE_CUH
 #define NSA_GATE_CUH

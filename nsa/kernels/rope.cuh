@@ -1,5 +1,5 @@
 /* rope.cuh: rotary positions.
-   Twin: nsa.h, RoPE. Frequencies come from nsa.h itself.
+   Twin: nsa.h, "RoPE". Frequencies come from nsa.h itself.
    Not here: a fusion with attention; q and each branch's k are rotated once, before all else. */
 #ifndef NSA_ROPE_CUH
 #define NSA_ROPE_CUH

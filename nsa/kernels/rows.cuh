@@ -1,5 +1,5 @@
 /* rows.cuh: rows of views as kernels read and write them, eight or four elements at a time.
-   Twin: nsa.h, Rows and numbers. The dtype is a value here, not a type: a kernel that is bound by
+   Twin: nsa.h, "Rows and numbers". The dtype is a value here, not a type: a kernel that is bound by
    memory loses nothing by a branch that all its threads take alike. Where a dtype decides which
    instructions run (tensor cores), kernels are templates on the element instead.
    Not here: which rows a sequence has (block_index.cuh). */

@@ -1,6 +1,6 @@
 /* select_blocks.cuh: the blocks that each query reads: a second pass over q k_cmp, from the
    softmax's logarithms to a list, with nothing of size queries x blocks in memory.
-   Twin: nsa.h, Selection.
+   Twin: nsa.h, "Selection".
    Not here: ranking (select_rank.cuh), lists from elsewhere (select_lists.cuh).
 
    A block of threads takes neighbouring queries of one kv head and walks the compressed keys in

@@ -1,5 +1,5 @@
 /* select_lists.cuh: block lists from elsewhere: ranking of given scores, the check, the normaliser.
-   Twin: nsa.h, Selection (nsa_rank_blocks, nsa_check_blocks, nsa_normalize_blocks).
+   Twin: nsa.h, "Selection", nsa_rank_blocks, nsa_check_blocks, nsa_normalize_blocks.
    Not here: select_blocks itself. */
 #ifndef NSA_SELECT_LISTS_CUH
 #define NSA_SELECT_LISTS_CUH

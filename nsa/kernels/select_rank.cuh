@@ -1,5 +1,5 @@
 /* select_rank.cuh: the n best of a stream of scores, kept sorted by a warp in memory of its own.
-   Twin: nsa.h, Selection (nsa__cuda_score_key, nsa__cuda_rank).
+   Twin: nsa.h, "Selection", nsa_rank_blocks.
    Not here: where scores come from (select_blocks.cuh).
 
    A candidate is one number: its score in the upper half, as an integer that orders as scores do,

@@ -1,5 +1,6 @@
 /* tiles.cuh: what a warp does with tiles of rows in shared memory: bring them in, multiply them.
-   Twin: "Rows and tiles" of nsa.h. Not here: which rows, and what the products mean (attend_forward.cuh).
+   Twin: nsa.h, "Tiles".
+   Not here: which rows, and what the products mean (attend_forward.cuh).
 
    A product is 16 rows of one warp. Its values lie as an m16n8 tensor-core product lies: with
    g = lane / 4 and i = lane % 4, c[n][0], c[n][1] are row g and c[n][2], c[n][3] row g + 8, columns

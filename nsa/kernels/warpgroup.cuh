@@ -1,5 +1,5 @@
 /* warpgroup.cuh: the products of tiles.cuh as sm_90a makes them: four warps, 64 rows, by wgmma.
-   Twin: tiles.cuh, Products; a value has the same owner in both.
+   Twin: tiles.cuh, "Products"; a value has the same owner in both.
    Not here: which rows (attend_forward.cuh), how tiles lie (tiles.cuh).
 
    An operand in shared memory is read once for 64 rows, where warps on their own read it once

@@ -1,7 +1,7 @@
 /* test_flash.cpp: causal attention of one head as a GPU does it - cp.async in two stages, ldmatrix,
    mma.sync, online softmax - against a plain f64 sum, then with one fault at a time.
-   Twin: nsa/kernels/attend.cuh, of which this is a small, independent cousin that stays as it is:
-   what the executor catches here is a figure about the executor.
+   Twin: nsa/kernels/attend_forward.cuh, of which this is a small, independent cousin that stays as
+   it is: what the executor catches here is a figure about the executor.
    Not here: faults in the real kernels (mutate/). */
 #include "expect.h"
 
