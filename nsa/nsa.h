@@ -835,6 +835,10 @@ static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], doub
 #include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
+#if defined(__unix__) || defined(__APPLE__)
+#include <sched.h>
+#define NSA__HAS_SCHED
+#endif
 #endif
 
 #ifdef __cplusplus
@@ -1549,31 +1553,6 @@ typedef void nsa__task(const void *context, int64_t index, void *scratch);
 #define NSA__IN_ORDER dynamic
 #endif
 
-/* Waits until task `index`, begun before this one, has come as far as `until`; there is none before
-   the first. */
-static void nsa__await(const int32_t *progress, int64_t index, int32_t until) {
-    int32_t now = index < 0 ? INT32_MAX : 0;
-    while (now < until) {
-#ifdef _OPENMP
-#pragma omp flush
-#pragma omp atomic read
-#endif
-        now = progress[index];
-    }
-#ifdef _OPENMP
-#pragma omp flush
-#endif
-}
-
-static void nsa__announce(int32_t *progress, int64_t index, int32_t now) {
-#ifdef _OPENMP
-#pragma omp flush
-#pragma omp atomic write
-#endif
-    progress[index] = now;
-    (void)now; /* gcc takes what an atomic writes for unused */
-}
-
 /* Threads for so many multiply-adds. A thread that sleeps needs some 50 us to come, in which
    another does as many as this: fewer are not worth a region. Of the shape alone, and no bit
    depends on it. */
@@ -1592,6 +1571,161 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
         task(context, i, team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num());
 #else
     for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
+#endif
+}
+
+/* -- tasks that take turns --
+   Each goes from tile to tile downwards, and may enter a tile when the task that it follows, and all
+   before that one, have left it. So a tile's sums have one order, for any number of threads. A task
+   that may not go on stays in its place, and its thread takes another: none waits for a thread that
+   may not be running while there is anything to do. */
+
+enum { NSA__PLACES = 4 }; /* for each thread: tasks that have begun at the same time */
+
+/* What a thread that finds nothing to do does: another may have the core. */
+static void nsa__yield(void) {
+#ifdef NSA__HAS_SCHED
+    sched_yield();
+#endif
+}
+
+static int32_t nsa__read(const int32_t *x) {
+    int32_t value;
+#ifdef _OPENMP
+#pragma omp atomic read
+#endif
+    value = *x;
+#ifdef _OPENMP
+#pragma omp flush
+#endif
+    return value;
+}
+
+static void nsa__write(int32_t *x, int32_t value) {
+#ifdef _OPENMP
+#pragma omp flush
+#pragma omp atomic write
+#endif
+    *x = value;
+    (void)value; /* gcc takes what an atomic writes for unused */
+}
+
+/* 1 for the first who asks, until it writes 0. */
+static int nsa__claim(int32_t *claims) {
+    int32_t earlier;
+#ifdef _OPENMP
+#pragma omp atomic capture
+#endif
+    earlier = (*claims)++;
+#ifdef _OPENMP
+#pragma omp flush
+#endif
+    return earlier == 0;
+}
+
+/* Where a task that has begun keeps its state until it is done; tasks i, i + places, ... come to
+   place i one after another. What follows it in memory is the task's own. */
+typedef struct nsa__place {
+    int32_t claims;  /* 0: no thread is at it */
+    int32_t task;    /* which is here, or comes next */
+    int32_t follows; /* whom it follows, or -1 */
+    int32_t tile;    /* that it will enter */
+    int32_t begun;
+} nsa__place;
+
+typedef struct nsa__turns {
+    int32_t tasks;
+    int32_t
+        *left; /* of every task: it, and all that it follows, have left the tiles from this on */
+    const void *context;
+    void (*come)(const struct nsa__turns *turns, nsa__place *place);
+    int (*go)(const struct nsa__turns *turns, nsa__place *place, void *scratch);
+    size_t place_bytes, scratch_bytes; /* of a thread: its scratch, and NSA__PLACES places */
+} nsa__turns;
+
+static size_t nsa__turns_scratch(const nsa__turns *turns) {
+    return turns->scratch_bytes + NSA__PLACES * turns->place_bytes;
+}
+
+static int nsa__may_enter(const nsa__turns *turns, int32_t follows, int32_t tile) {
+    return follows < 0 || nsa__read(turns->left + follows) <= tile;
+}
+
+static nsa__place *nsa__place_at(const nsa__turns *turns, const nsa__team *team, int i) {
+    char *of_thread = team->scratch + team->scratch_bytes * (size_t)(i / NSA__PLACES);
+    return (nsa__place *)(void *)(of_thread + turns->scratch_bytes +
+                                  turns->place_bytes * (size_t)(i % NSA__PLACES));
+}
+
+/* `task` comes to a place that no thread is at. */
+static void nsa__place_next(const nsa__turns *turns, nsa__place *place, int64_t task) {
+    nsa__write(&place->begun, 0);
+    nsa__write(&place->task, (int32_t)nsa__min(task, turns->tasks));
+    if (task < turns->tasks) turns->come(turns, place);
+}
+
+/* The first task that may go on and that no thread is at, in a place that is now this thread's; NULL
+   where there is none. `idle` tells whether any waits. */
+static nsa__place *nsa__place_find(const nsa__turns *turns, const nsa__team *team, int *idle) {
+    nsa__place *best = NULL;
+    int32_t first = turns->tasks;
+    *idle = 0;
+    for (int i = 0; i < team->threads * NSA__PLACES; i++) {
+        nsa__place *place = nsa__place_at(turns, team, i);
+        int32_t task = nsa__read(&place->task);
+        if (task >= turns->tasks || nsa__read(&place->claims)) continue;
+        *idle = 1;
+        if (task >= first ||
+            !nsa__may_enter(turns, nsa__read(&place->follows), nsa__read(&place->tile)))
+            continue;
+        first = task;
+        best = place;
+    }
+    if (!best || !nsa__claim(&best->claims)) return NULL;
+    if (best->task < turns->tasks && nsa__may_enter(turns, best->follows, best->tile)) return best;
+    nsa__write(&best->claims, 0); /* another thread has been at it meanwhile */
+    return NULL;
+}
+
+/* Does what there is to do for one task; 0 where there is nothing. */
+static int nsa__take_turn(const nsa__turns *turns, const nsa__team *team, void *scratch,
+                          int *idle) {
+    nsa__place *place = nsa__place_find(turns, team, idle);
+    if (!place) return 0;
+    if (turns->go(turns, place, scratch))
+        nsa__place_next(turns, place, place->task + (int64_t)team->threads * NSA__PLACES);
+    nsa__write(&place->claims, 0);
+    return 1;
+}
+
+/* What one thread does, until all that is left is done by others. The first task that is left may
+   always go on, so that there is nothing to do only while a thread is at it. */
+static void nsa__take_turns(const nsa__turns *turns, const nsa__team *team, void *scratch) {
+    for (int idle = 1; idle;)
+        if (nsa__take_turn(turns, team, scratch, &idle))
+            idle = 1;
+        else if (idle)
+            nsa__yield();
+}
+
+static void nsa__turns_begin(const nsa__turns *turns, const nsa__team *team) {
+    for (int i = 0; i < team->threads * NSA__PLACES; i++) {
+        nsa__place *place = nsa__place_at(turns, team, i);
+        place->claims = 0;
+        nsa__place_next(turns, place, i);
+    }
+    for (int32_t i = 0; i < turns->tasks; i++) turns->left[i] = INT32_MAX;
+}
+
+static void nsa__run_in_turn(const nsa__team *team, const nsa__turns *turns) {
+    nsa__turns_begin(turns, team);
+#ifdef _OPENMP
+    int threads = (int)nsa__max(1, nsa__min(team->threads, turns->tasks));
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    nsa__take_turns(turns, team,
+                    team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num());
+#else
+    nsa__take_turns(turns, team, team->scratch);
 #endif
 }
 
@@ -2613,7 +2747,7 @@ typedef struct nsa__pass {
     /* backward: sums over the queries, keys by tile; bad_key marks keys that a NaN row reads */
     nsa_real *dk, *dv;
     uint64_t *bad_key;
-    int32_t *left; /* of every task: it, and all before it, have left the tiles before this one */
+    int32_t *left; /* of every task of all heads at hand: see nsa__turns */
     /* select */
     const nsa_select *select;
     nsa_real *stencil;
@@ -2826,8 +2960,9 @@ static uint64_t nsa__visible(const nsa__pass *p, int query, int tile_begin) {
 /* A task's queries on their walk over key tiles. Rows are query-major: row a G + g is head g of
    query a. */
 typedef struct nsa__walk {
-    int first, queries;     /* positions first .. first + queries - 1 */
-    int tile, tile_end;     /* the tile at hand */
+    int first, queries; /* positions first .. first + queries - 1 */
+    int tile;           /* the tile at hand, of tile_begin .. tile_end - 1 */
+    int tile_begin, tile_end;
     int readers;            /* how many queries see any of it: */
     int *reader;            /* which, ascending */
     uint64_t *mask;         /* and what each of them sees */
@@ -2836,10 +2971,11 @@ typedef struct nsa__walk {
     int *list, *list_begin; /* the readers of tile i are list[list_begin[i] .. list_begin[i + 1]) */
 } nsa__walk;
 
-static void nsa__walk_take(nsa__walk *w, const nsa__pass *p, nsa__arena *a) {
-    w->reader = (int *)nsa__take(a, p->task_queries, sizeof *w->reader);
-    w->mask = (uint64_t *)nsa__take(a, p->task_queries, sizeof *w->mask);
-    w->row = (int *)nsa__take(a, (int64_t)p->batch_queries * p->group, sizeof *w->row);
+/* What holds for a tile is a thread's, the rest the task's. */
+static void nsa__walk_take(nsa__walk *w, const nsa__pass *p, nsa__arena *a, nsa__arena *of_tile) {
+    w->reader = (int *)nsa__take(of_tile, p->task_queries, sizeof *w->reader);
+    w->mask = (uint64_t *)nsa__take(of_tile, p->task_queries, sizeof *w->mask);
+    w->row = (int *)nsa__take(of_tile, (int64_t)p->batch_queries * p->group, sizeof *w->row);
     w->begin = (int *)nsa__take(a, p->task_queries, sizeof *w->begin);
     w->end = (int *)nsa__take(a, p->task_queries, sizeof *w->end);
     if (p->branch != NSA__SLC) return;
@@ -2879,17 +3015,17 @@ static void nsa__walk_invert(nsa__walk *w, const nsa__pass *p) {
 static void nsa__walk_begin(nsa__walk *w, const nsa__pass *p, int64_t task) {
     w->first = p->seq.first + p->skipped + (int)task * p->task_queries;
     w->queries = (int)nsa__min(p->task_queries, p->seq.first + p->seq.count - (int64_t)w->first);
-    w->tile = p->tile_begin;
+    w->tile_begin = p->tile_begin;
     w->tile_end = p->tile_end;
     if (p->branch == NSA__SLC) {
         nsa__walk_invert(w, p);
     } else {
         for (int a = 0; a < w->queries; a++)
             if (!nsa__span(p, NULL, w->first + a, 0, &w->begin[a], &w->end[a])) w->end[a] = 0;
-        w->tile = w->end[0] ? w->begin[0] / p->tile : 0;
+        w->tile_begin = w->end[0] ? w->begin[0] / p->tile : 0;
         w->tile_end = (int)nsa__ceil_div(w->end[w->queries - 1], p->tile);
     }
-    w->tile--;
+    w->tile = w->tile_begin - 1;
 }
 
 static void nsa__walk_read(nsa__walk *w, const nsa__pass *p) {
@@ -2919,6 +3055,14 @@ static int nsa__walk_next(nsa__walk *w, const nsa__pass *p) {
         if (w->readers) return 1;
     }
     return 0;
+}
+
+/* The same downwards, to the tile before the first at last. */
+static void nsa__walk_down(nsa__walk *w, const nsa__pass *p) {
+    while (--w->tile >= w->tile_begin) {
+        nsa__walk_read(w, p);
+        if (w->readers) return;
+    }
 }
 
 /* Readers that go through the tile at once; few are neighbours, for they go as columns. */
@@ -3222,7 +3366,7 @@ typedef struct nsa__forward {
 
 static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
-    nsa__walk_take(&f->walk, p, a);
+    nsa__walk_take(&f->walk, p, a, a);
     f->q = nsa__take_reals(a, rows * p->wide);
     f->out = nsa__take_reals(a, rows * p->wide_v);
     f->m = nsa__take_reals(a, rows);
@@ -3375,8 +3519,7 @@ static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d
      dv[s] = sum_t p dout[t],   ds = p (dout . v[s] - delta),
      dq[t] = scale sum_s ds k[s],   dk[s] = scale sum_t ds q[t].
    One walk computes ds once and adds to all three: dq is the task's own, and a tile's dk and dv
-   take the tasks in their order, each of which follows the one before it from tile to tile. So
-   every sum has one order, for any number of threads. */
+   take the tasks in their order (nsa__turns). */
 
 typedef struct nsa__backward {
     nsa__walk walk;
@@ -3384,18 +3527,20 @@ typedef struct nsa__backward {
     nsa_real *p, *ds;                       /* of a batch's */
     unsigned char *bad;                     /* of every row */
     unsigned char *reads;                   /* of every query: whether it saw any key */
+    int ended;                              /* all but the leaving of the last tiles */
 } nsa__backward;
 
-static void nsa__backward_take(nsa__backward *f, const nsa__pass *p, nsa__arena *a) {
+static void nsa__backward_take(nsa__backward *f, const nsa__pass *p, nsa__arena *a,
+                               nsa__arena *of_tile) {
     int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
-    nsa__walk_take(&f->walk, p, a);
+    nsa__walk_take(&f->walk, p, a, of_tile);
     f->q = nsa__take_reals(a, rows * p->wide);
     f->dq = nsa__take_reals(a, rows * p->wide);
     f->dout = nsa__take_reals(a, rows * p->wide_v);
     f->lse2 = nsa__take_reals(a, rows);
     f->delta = nsa__take_reals(a, rows);
-    f->p = nsa__take_reals(a, some * p->tile);
-    f->ds = nsa__take_reals(a, some * p->tile);
+    f->p = nsa__take_reals(of_tile, some * p->tile);
+    f->ds = nsa__take_reals(of_tile, some * p->tile);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
     f->reads = (unsigned char *)nsa__take(a, p->task_queries, 1);
 }
@@ -3403,6 +3548,8 @@ static void nsa__backward_take(nsa__backward *f, const nsa__pass *p, nsa__arena 
 static void nsa__backward_begin(nsa__backward *f, const nsa__pass *p, int64_t task) {
     nsa_real out[NSA__MAX_DIM] = {0};
     nsa__walk_begin(&f->walk, p, task);
+    f->walk.tile = f->walk.tile_end;
+    f->ended = 0;
     int rows = f->walk.queries * p->group;
     memset(f->reads, 0, (size_t)f->walk.queries);
     memset(f->bad, 0, (size_t)rows);
@@ -3457,24 +3604,63 @@ static void nsa__backward_end(nsa__backward *f, const nsa__pass *p) {
     }
 }
 
-static void nsa__backward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = nsa__pass_of(context, &index);
-    nsa__backward f;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__backward_take(&f, p, &a);
-    nsa__backward_begin(&f, p, index);
-    while (nsa__walk_next(&f.walk, p)) {
-        nsa__await(p->left, index - 1, f.walk.tile + 1);
-        for (int i = 0; i < f.walk.readers;) {
-            nsa__batch b = nsa__batch_at(&f.walk, p, i);
-            nsa__backward_batch(&f, p, &b);
+/* A place of the backward pass, and what the task in it has. */
+typedef struct nsa__backward_place {
+    nsa__place place;
+    nsa__backward task;
+} nsa__backward_place;
+
+/* What a thread, and a place, take. */
+static nsa__backward *nsa__backward_at(const nsa__pass *p, void *place, nsa__arena *scratch,
+                                       nsa__arena *own) {
+    nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : &any;
+    own->base = (char *)place;
+    nsa__take(own, 1, sizeof(nsa__backward_place));
+    nsa__backward_take(f, p, own, scratch);
+    return place ? f : NULL;
+}
+
+/* Task i of a head follows task i - 1, and enters the tile of its last query's last key first. */
+static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
+    const nsa__pass *passes = (const nsa__pass *)turns->context;
+    int64_t index = place->task;
+    const nsa__pass *p = nsa__pass_of(passes, &index);
+    int64_t end = nsa__min((index + 1) * p->task_queries, p->seq.count - p->skipped);
+    int last = p->seq.first + p->skipped + (int)end - 1;
+    int keys = p->branch == NSA__CMP ? nsa_cmp_visible(p->d, last) : last + 1;
+    nsa__write(&place->follows, index ? place->task - passes->heads : -1);
+    nsa__write(&place->tile, (int)nsa__max(0, keys - 1) / p->tile);
+}
+
+/* As far as the task may go; 1 where it is done. */
+static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *scratch) {
+    int64_t index = place->task;
+    const nsa__pass *p = nsa__pass_of(turns->context, &index);
+    nsa__arena of_tile = {(char *)scratch, 0}, own = {NULL, 0};
+    nsa__backward *f = nsa__backward_at(p, place, &of_tile, &own);
+    if (!place->begun) {
+        nsa__backward_begin(f, p, index);
+        nsa__walk_down(&f->walk, p);
+        place->begun = 1;
+    } else if (f->walk.tile >= f->walk.tile_begin) {
+        nsa__walk_read(&f->walk, p);
+    }
+    for (; f->walk.tile >= f->walk.tile_begin; nsa__walk_down(&f->walk, p)) {
+        nsa__write(&place->tile, f->walk.tile);
+        if (!nsa__may_enter(turns, place->follows, f->walk.tile)) return 0;
+        for (int i = 0; i < f->walk.readers;) {
+            nsa__batch b = nsa__batch_at(&f->walk, p, i);
+            nsa__backward_batch(f, p, &b);
             i += b.readers;
         }
-        nsa__announce(p->left, index, f.walk.tile + 1);
+        nsa__write(turns->left + place->task, f->walk.tile);
     }
-    nsa__backward_end(&f, p);
-    nsa__await(p->left, index - 1, INT_MAX);
-    nsa__announce(p->left, index, INT_MAX);
+    if (!f->ended) nsa__backward_end(f, p);
+    f->ended = 1;
+    nsa__write(&place->tile, 0);
+    if (!nsa__may_enter(turns, place->follows, 0)) return 0;
+    nsa__write(turns->left + place->task, 0);
+    return 1;
 }
 
 static void nsa__key_gradient_clear(const nsa__pass *p) {
@@ -3506,9 +3692,19 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
     nsa__key_gradient_add(p, &p->dx->v, tile, 1, p->dv, p->d->dim_v, p->wide_v);
 }
 
+static nsa__turns nsa__backward_turns(const nsa__pass *passes) {
+    nsa__arena scratch = {NULL, 0}, place = {NULL, 0};
+    nsa__backward_at(passes, NULL, &scratch, &place);
+    nsa__turns turns = {0,          passes->left, passes, nsa__backward_come, nsa__backward_go,
+                        place.used, scratch.used};
+    return turns;
+}
+
 static size_t nsa__backward_plan(nsa__pass *passes, nsa__arena *shared) {
-    nsa__backward f;
-    nsa__arena scratch = {NULL, 0};
+    nsa__turns turns = nsa__backward_turns(passes);
+    int64_t tasks = nsa__ceil_div(passes->d->count, passes->task_queries);
+    passes->left =
+        (int32_t *)nsa__take(shared, nsa__heads_at_once(passes->d) * tasks, sizeof *passes->left);
     for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
         nsa__pass *p = &passes[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
@@ -3516,20 +3712,15 @@ static size_t nsa__backward_plan(nsa__pass *passes, nsa__arena *shared) {
         p->dk = nsa__take_reals(shared, tiles * p->tile * p->wide);
         p->dv = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
         p->bad_key = (uint64_t *)nsa__take(shared, tiles, sizeof *p->bad_key);
-        p->left = (int32_t *)nsa__take(shared, nsa__ceil_div(p->d->count, p->task_queries),
-                                       sizeof *p->left);
     }
-    nsa__backward_take(&f, passes, &scratch);
-    return scratch.used;
+    return nsa__turns_scratch(&turns);
 }
 
 static void nsa__backward_heads(nsa__pass *passes, const nsa__team *team) {
-    int64_t tasks = nsa__query_tasks(passes);
-    for (int i = 0; i < passes->heads; i++) {
-        nsa__key_gradient_clear(&passes[i]);
-        memset(passes[i].left, 0, (size_t)(tasks / passes->heads) * sizeof *passes[i].left);
-    }
-    nsa__run(team, tasks, nsa__backward_task, passes);
+    nsa__turns turns = nsa__backward_turns(passes);
+    turns.tasks = (int32_t)nsa__query_tasks(passes);
+    for (int i = 0; i < passes->heads; i++) nsa__key_gradient_clear(&passes[i]);
+    nsa__run_in_turn(team, &turns);
     nsa__run(team, (int64_t)passes->heads * (passes->tile_end - passes->tile_begin),
              nsa__key_gradient_task, passes);
 }
@@ -3657,7 +3848,7 @@ typedef struct nsa__selecting {
 
 static void nsa__selecting_take(nsa__selecting *f, const nsa__pass *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->task_queries * p->group;
-    nsa__walk_take(&f->walk, p, a);
+    nsa__walk_take(&f->walk, p, a, a);
     nsa__scoring_take(&f->scoring, p, a);
     f->q = nsa__take_reals(a, rows * p->wide);
     f->lse2 = nsa__take_reals(a, rows);
