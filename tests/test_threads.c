@@ -1,0 +1,375 @@
+/* test_threads.c - backward, whose tasks take turns, under every way of having threads: more than
+   there are, fewer than asked for, in nested regions, on the caller's own, with one that does not
+   come back for long.
+   Twin: nsa.h's "tasks that take turns". Not here: whether the numbers are right, which the tests
+   of the primitives say for one thread; here all others must give the same bits.
+
+   CMake runs it with OpenMP's limits in the environment too, and test_threads.sh with other
+   compilers, whose OpenMP is another, and without OpenMP. */
+#define NSA_IMPLEMENTATION
+#define NSA_STATIC
+#include "nsa.h"
+
+#include "harness/check.h"
+#include <pthread.h>
+
+enum { T = 700, H = 8, HK = 4, D = 16, B = 2, CALLERS = 3 };
+enum { Q = B * T * H * D, K = B * T * HK * D, GATES = B * T * H * 3 };
+
+/* The chain and dense attention, with what they have given. */
+typedef struct problem {
+    nsa_desc d;
+    nsa_attention x, dx;
+    nsa_attend dense, ddense;
+    float *given[5]; /* dq, dk, dv, dgates of the chain and dense together, out */
+    float *owned[32];
+    int owns;
+} problem;
+
+static const size_t sizes[5] = {Q, K, K, GATES, Q};
+
+static nsa_tensor take(problem *p, int rows, int heads, int width, uint64_t seed) {
+    size_t n = (size_t)B * (size_t)rows * (size_t)heads * (size_t)width;
+    float *data = (float *)calloc(n, sizeof *data);
+    for (size_t i = 0; seed && i < n; i++) data[i] = (float)check_normal(seed, i);
+    p->owned[p->owns++] = data;
+    return nsa_tensor_bthd(data, NSA_F32, rows, heads, width);
+}
+
+static nsa_compress mean_of(nsa_tensor x, nsa_tensor out) {
+    nsa_compress c;
+    memset(&c, 0, sizeof c);
+    c.phi = NSA_PHI_MEAN;
+    c.dim = D;
+    c.x = x;
+    c.out = out;
+    return c;
+}
+
+static void problem_make(problem *p) {
+    memset(p, 0, sizeof *p);
+    nsa_desc *d = &p->d;
+    *d = nsa_desc_default(B, T, H, HK, D);
+    d->cmp_block = 8, d->cmp_stride = 4, d->slc_block = 16, d->slc_count = 5, d->window = 70;
+    nsa_tensor k = take(p, T, HK, D, 2), v = take(p, T, HK, D, 3);
+    int cmp = nsa_cmp_count(d, T);
+    p->x.q = take(p, T, H, D, 1);
+    p->x.k_slc = p->x.k_win = k;
+    p->x.v_slc = p->x.v_win = v;
+    p->x.k_cmp = mean_of(k, take(p, cmp, HK, D, 0));
+    p->x.v_cmp = mean_of(v, take(p, cmp, HK, D, 0));
+    p->x.gates = take(p, T, H, 3, 4);
+    p->x.blocks = take(p, T, HK, nsa_block_list_width(d), 0);
+    p->x.blocks.dtype = NSA_I32;
+    nsa_tensor *outs[] = {&p->x.out_cmp, &p->x.out_slc, &p->x.out_win, &p->x.out, &p->dense.out};
+    nsa_tensor *lses[] = {&p->x.lse_cmp, &p->x.lse_slc, &p->x.lse_win, &p->dense.lse};
+    for (int i = 0; i < 5; i++) *outs[i] = take(p, T, H, D, 0);
+    for (int i = 0; i < 4; i++) *lses[i] = take(p, T, H, 1, 0);
+    p->dense.q = p->x.q;
+    p->dense.k = k;
+    p->dense.v = v;
+    p->dx.q = p->ddense.q = take(p, T, H, D, 0);
+    p->dx.k_slc = p->dx.k_win = p->dx.k_cmp.x = p->ddense.k = take(p, T, HK, D, 0);
+    p->dx.v_slc = p->dx.v_win = p->dx.v_cmp.x = p->ddense.v = take(p, T, HK, D, 0);
+    p->dx.gates = take(p, T, H, 3, 0);
+    p->dx.out = p->ddense.out = take(p, T, H, D, 5);
+    p->given[0] = (float *)p->dx.q.data;
+    p->given[1] = (float *)p->dx.k_slc.data;
+    p->given[2] = (float *)p->dx.v_slc.data;
+    p->given[3] = (float *)p->dx.gates.data;
+    p->given[4] = (float *)p->x.out.data;
+}
+
+static void problem_free(problem *p) {
+    for (int i = 0; i < p->owns; i++) free(p->owned[i]);
+}
+
+typedef size_t sized(const nsa_desc *d);
+typedef nsa_status ran(const nsa_attend *x, const nsa_desc *d, void *workspace, size_t bytes);
+
+static size_t most_bytes(const problem *p) {
+    const size_t bytes[] = {nsa_attention_forward_workspace_size(&p->x, &p->d),
+                            nsa_attention_backward_workspace_size(&p->dx, &p->x, &p->d),
+                            nsa_attend_dense_forward_workspace_size(&p->d),
+                            nsa_attend_dense_backward_workspace_size(&p->d)};
+    size_t most = 0;
+    for (int i = 0; i < 4; i++) most = bytes[i] > most ? bytes[i] : most;
+    return most;
+}
+
+/* Everything once, by so many threads. */
+static nsa_status run_all(problem *p, int threads) {
+    p->d.threads = threads;
+    for (int i = 0; i < 4; i++) memset(p->given[i], 0, sizes[i] * sizeof(float));
+    size_t bytes = most_bytes(p);
+    void *workspace = malloc(bytes);
+    nsa_status s = nsa_attention_forward(&p->x, &p->d, workspace, bytes);
+    if (s == NSA_OK) s = nsa_attention_backward(&p->dx, &p->x, &p->d, workspace, bytes);
+    if (s == NSA_OK) s = nsa_attend_dense_forward(&p->dense, &p->d, workspace, bytes);
+    if (s == NSA_OK) s = nsa_attend_dense_backward(&p->ddense, &p->dense, &p->d, workspace, bytes);
+    free(workspace);
+    return s;
+}
+
+static problem want; /* by one thread */
+
+static void compare(const problem *got, nsa_status s) {
+    static const char *const names[] = {"dq", "dk", "dv", "dgates", "out"};
+    CHECK(s == NSA_OK, "%s %s", nsa_status_name(s), nsa_status_where(s));
+    for (int i = 0; i < 5; i++)
+        CHECK_BITS(names[i], got->given[i], want.given[i], sizes[i] * sizeof(float), sizeof(float));
+}
+
+static void test_numbers_of_threads(const char *how) {
+    static const int threads[] = {2, 3, 7, 16, 200, 0};
+    problem p;
+    problem_make(&p);
+    for (size_t i = 0; i < sizeof threads / sizeof *threads; i++) {
+        check_case("%s, threads %d", how, threads[i]);
+        nsa_status s = run_all(&p, threads[i]);
+        compare(&p, s);
+    }
+    problem_free(&p);
+}
+
+/* A workspace that was sized for fewer threads than the machine offers now. */
+static void test_less_room(void) {
+    problem p;
+    problem_make(&p);
+    p.d.threads = 1;
+    size_t bytes = nsa_attend_dense_backward_workspace_size(&p.d);
+    void *workspace = malloc(bytes);
+    p.d.threads = 0;
+    check_case("room for one thread");
+    nsa_status s = run_all(&p, 2);
+    compare(&p, s);
+    p.d.threads = 0;
+    float *dk = (float *)malloc(K * sizeof *dk);
+    memset(p.given[1], 0, K * sizeof *dk);
+    p.d.threads = 1;
+    s = nsa_attend_dense_backward(&p.ddense, &p.dense, &p.d, workspace, bytes);
+    CHECK(s == NSA_OK, "%s", nsa_status_name(s));
+    memcpy(dk, p.given[1], K * sizeof *dk);
+    memset(p.given[1], 0, K * sizeof *dk);
+    p.d.threads = 0;
+    s = nsa_attend_dense_backward(&p.ddense, &p.dense, &p.d, workspace, bytes);
+    CHECK(s == NSA_OK, "%s", nsa_status_name(s));
+    CHECK_BITS("dk", p.given[1], dk, K * sizeof *dk, sizeof *dk);
+    free(dk);
+    free(workspace);
+    problem_free(&p);
+}
+
+/* Calls at the same time, each in a thread of the caller's own. */
+typedef struct caller {
+    problem p;
+    nsa_status status;
+    int threads;
+} caller;
+
+static void *call(void *of) {
+    caller *c = (caller *)of;
+    c->status = run_all(&c->p, c->threads);
+    return NULL;
+}
+
+static void test_callers(int threads) {
+    static caller callers[CALLERS];
+    pthread_t of[CALLERS];
+    check_case("%d callers at once, threads %d", CALLERS, threads);
+    for (int i = 0; i < CALLERS; i++) problem_make(&callers[i].p), callers[i].threads = threads;
+    for (int i = 0; i < CALLERS; i++) {
+        int failed = pthread_create(&of[i], NULL, call, &callers[i]);
+        CHECK(!failed, "pthread_create: %d", failed);
+    }
+    for (int i = 0; i < CALLERS; i++) pthread_join(of[i], NULL);
+    for (int i = 0; i < CALLERS; i++) {
+        compare(&callers[i].p, callers[i].status);
+        problem_free(&callers[i].p);
+    }
+}
+
+/* The caller's pool: each thread has the dense backward pass of one sequence and key-value head. */
+typedef struct slice {
+    const problem *p;
+    int sequence, kv_head;
+    nsa_status status;
+} slice;
+
+static nsa_tensor part_of(nsa_tensor x, int sequence, int head) {
+    if (x.data)
+        x.data = (char *)x.data + (size_t)(x.batch * sequence + x.head * head) * sizeof(float);
+    return x;
+}
+
+static nsa_attend slice_of(const nsa_attend *x, int sequence, int kv_head) {
+    nsa_attend part = *x;
+    part.q = part_of(x->q, sequence, kv_head * (H / HK));
+    part.k = part_of(x->k, sequence, kv_head);
+    part.v = part_of(x->v, sequence, kv_head);
+    part.out = part_of(x->out, sequence, kv_head * (H / HK));
+    part.lse = part_of(x->lse, sequence, kv_head * (H / HK));
+    return part;
+}
+
+static void *run_slice(void *of) {
+    slice *s = (slice *)of;
+    nsa_desc d = s->p->d;
+    d.batch = d.kv_heads = d.threads = 1;
+    d.heads = d.gate_heads = H / HK;
+    nsa_attend x = slice_of(&s->p->dense, s->sequence, s->kv_head),
+               dx = slice_of(&s->p->ddense, s->sequence, s->kv_head);
+    size_t bytes = nsa_attend_dense_backward_workspace_size(&d);
+    void *workspace = malloc(bytes);
+    s->status = nsa_attend_dense_backward(&dx, &x, &d, workspace, bytes);
+    free(workspace);
+    return NULL;
+}
+
+static void test_pool(void) {
+    static slice slices[B * HK];
+    pthread_t of[B * HK];
+    problem p;
+    problem_make(&p);
+    nsa_status s = run_all(&p, 1);
+    CHECK(s == NSA_OK, "%s", nsa_status_name(s));
+    float *whole[3];
+    for (int i = 0; i < 3; i++) {
+        whole[i] = (float *)malloc(sizes[i] * sizeof(float));
+        memset(p.given[i], 0, sizes[i] * sizeof(float));
+    }
+    size_t bytes = nsa_attend_dense_backward_workspace_size(&p.d);
+    void *workspace = malloc(bytes);
+    s = nsa_attend_dense_backward(&p.ddense, &p.dense, &p.d, workspace, bytes);
+    CHECK(s == NSA_OK, "%s", nsa_status_name(s));
+    for (int i = 0; i < 3; i++) {
+        memcpy(whole[i], p.given[i], sizes[i] * sizeof(float));
+        memset(p.given[i], 0, sizes[i] * sizeof(float));
+    }
+    check_case("a pool's slices");
+    for (int i = 0; i < B * HK; i++) {
+        slices[i] = (slice){&p, i / HK, i % HK, NSA_OK};
+        int failed = pthread_create(&of[i], NULL, run_slice, &slices[i]);
+        CHECK(!failed, "pthread_create: %d", failed);
+    }
+    for (int i = 0; i < B * HK; i++) {
+        pthread_join(of[i], NULL);
+        CHECK(slices[i].status == NSA_OK, "%s", nsa_status_name(slices[i].status));
+    }
+    for (int i = 0; i < 3; i++) {
+        CHECK_BITS("gradient", p.given[i], whole[i], sizes[i] * sizeof(float), sizeof(float));
+        free(whole[i]);
+    }
+    free(workspace);
+    problem_free(&p);
+}
+
+/* One thread has taken task `stalled` and does not come back while others find anything to do. They
+   must get to do all that does not follow it, and the bits stay. */
+static struct {
+    int places; /* of the team that is played */
+    int task, done, held;
+} stalled;
+
+static void stalled_backward(nsa__pass *passes, const nsa__team *team) {
+    nsa__turns turns = nsa__backward_turns(passes);
+    turns.tasks = (int32_t)nsa__query_tasks(passes);
+    for (int i = 0; i < passes->heads; i++) nsa__key_gradient_clear(&passes[i]);
+    nsa__turns_begin(&turns, team);
+    nsa__place *held = nsa__place_at(&turns, team, stalled.task);
+    CHECK(nsa__claim(&held->claims), "task %d is free at first", stalled.task);
+    for (int idle; nsa__take_turn(&turns, team, team->scratch, &idle);) {
+    }
+    for (int i = 0; i < turns.tasks; i++) stalled.done += turns.left[i] == 0;
+    stalled.held = turns.left[stalled.task] == 0;
+    nsa__write(&held->claims, 0);
+    nsa__take_turns(&turns, team, team->scratch);
+    for (int i = 0; i < turns.tasks; i++)
+        if (turns.left[i]) CHECK(0, "task %d of %d is not done", i, (int)turns.tasks);
+    nsa__run(team, (int64_t)passes->heads * (passes->tile_end - passes->tile_begin),
+             nsa__key_gradient_task, passes);
+}
+
+static void test_stalled(int threads, int task) {
+    nsa__pass passes[NSA__HEADS_AT_ONCE];
+    nsa__team team;
+    problem p, alone;
+    problem_make(&p);
+    problem_make(&alone);
+    check_case("a thread that stalls in task %d of %d threads", task, threads);
+    nsa_status s = run_all(&p, 1);
+    CHECK(s == NSA_OK, "%s", nsa_status_name(s));
+    for (int i = 0; i < 3; i++) memset(p.given[i], 0, sizes[i] * sizeof(float));
+    p.d.threads = threads;
+    nsa__passes_init(passes, &p.dense, &p.ddense, &p.d, NSA__DENSE);
+    nsa__arena none = {NULL, 0};
+    size_t scratch = nsa__backward_plan(passes, &none);
+    size_t bytes = none.used + (size_t)threads * scratch + NSA__ALIGN;
+    void *workspace = malloc(bytes);
+    nsa__arena shared = nsa__arena_at(workspace);
+    nsa__passes_init(passes, &p.dense, &p.ddense, &p.d, NSA__DENSE);
+    nsa__backward_plan(passes, &shared);
+    team.threads = threads;
+    team.scratch = shared.base + shared.used;
+    team.scratch_bytes = scratch;
+    memset(&stalled, 0, sizeof stalled);
+    stalled.task = task;
+    nsa__each_heads(passes, &team, stalled_backward);
+    CHECK(!stalled.held, "the stalled task has run by itself");
+    CHECK(stalled.done > 0, "nothing was done meanwhile");
+    s = run_all(&alone, 1);
+    for (int i = 0; i < 3; i++) memset(alone.given[i], 0, sizes[i] * sizeof(float));
+    size_t room = nsa_attend_dense_backward_workspace_size(&alone.d);
+    void *other = malloc(room);
+    s = nsa_attend_dense_backward(&alone.ddense, &alone.dense, &alone.d, other, room);
+    CHECK(s == NSA_OK, "%s", nsa_status_name(s));
+    for (int i = 0; i < 3; i++)
+        CHECK_BITS("gradient", p.given[i], alone.given[i], sizes[i] * sizeof(float), sizeof(float));
+    free(other);
+    free(workspace);
+    problem_free(&p);
+    problem_free(&alone);
+}
+
+#ifdef _OPENMP
+/* Each of a region's threads calls, with and without threads of its own. */
+static void test_nested(int levels) {
+    static caller callers[CALLERS];
+    check_case("inside a region, %d active levels", levels);
+    omp_set_max_active_levels(levels);
+    for (int i = 0; i < CALLERS; i++) problem_make(&callers[i].p), callers[i].threads = 4;
+#pragma omp parallel for num_threads(CALLERS) schedule(static, 1)
+    for (int i = 0; i < CALLERS; i++) call(&callers[i]);
+    for (int i = 0; i < CALLERS; i++) {
+        compare(&callers[i].p, callers[i].status);
+        problem_free(&callers[i].p);
+    }
+    omp_set_max_active_levels(1);
+}
+#endif
+
+int main(void) {
+    problem_make(&want);
+    nsa_status s = run_all(&want, 1);
+    CHECK(s == NSA_OK, "%s", nsa_status_name(s));
+    double size = 0;
+    for (size_t i = 0; i < Q; i++) size += fabs((double)want.given[0][i]);
+    CHECK(size > 1, "there are gradients to compare");
+    test_numbers_of_threads("plain");
+    test_less_room();
+    test_callers(1);
+    test_callers(4);
+    test_pool();
+    test_stalled(2, 0);
+    test_stalled(2, 3);
+    test_stalled(3, 5);
+#ifdef _OPENMP
+    omp_set_dynamic(1);
+    test_numbers_of_threads("OMP_DYNAMIC");
+    omp_set_dynamic(0);
+    test_nested(1);
+    test_nested(2);
+#endif
+    problem_free(&want);
+    return check_done("test_threads");
+}
