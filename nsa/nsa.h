@@ -1575,10 +1575,10 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
 }
 
 /* -- tasks that take turns --
-   Each goes from tile to tile downwards, and may enter a tile when the task that it follows, and all
-   before that one, have left it. So a tile's sums have one order, for any number of threads. A task
-   that may not go on stays in its place, and its thread takes another: none waits for a thread that
-   may not be running while there is anything to do. */
+   Each goes from tile to tile downwards. It may enter a tile when the task that it follows, and all
+   before that one, have left it: so a tile's sums have one order, for any number of threads. A task
+   that may not go on stays in its place, and its thread takes another. So none waits for a thread
+   that may not be running while there is anything to do. */
 
 enum { NSA__PLACES = 4 }; /* for each thread: tasks that have begun at the same time */
 
@@ -1664,8 +1664,8 @@ static void nsa__place_next(const nsa__turns *turns, nsa__place *place, int64_t 
     if (task < turns->tasks) turns->come(turns, place);
 }
 
-/* The first task that may go on and that no thread is at, in a place that is now this thread's; NULL
-   where there is none. `idle` tells whether any waits. */
+/* The place of the first task that may go on and that no thread is at, which is now this thread's;
+   NULL where there is none. `idle` tells whether any waits. */
 static nsa__place *nsa__place_find(const nsa__turns *turns, const nsa__team *team, int *idle) {
     nsa__place *best = NULL;
     int32_t first = turns->tasks;

@@ -84,9 +84,6 @@ static void problem_free(problem *p) {
     for (int i = 0; i < p->owns; i++) free(p->owned[i]);
 }
 
-typedef size_t sized(const nsa_desc *d);
-typedef nsa_status ran(const nsa_attend *x, const nsa_desc *d, void *workspace, size_t bytes);
-
 static size_t most_bytes(const problem *p) {
     const size_t bytes[] = {nsa_attention_forward_workspace_size(&p->x, &p->d),
                             nsa_attention_backward_workspace_size(&p->dx, &p->x, &p->d),
@@ -139,11 +136,9 @@ static void test_less_room(void) {
     p.d.threads = 1;
     size_t bytes = nsa_attend_dense_backward_workspace_size(&p.d);
     void *workspace = malloc(bytes);
-    p.d.threads = 0;
     check_case("room for one thread");
-    nsa_status s = run_all(&p, 2);
-    compare(&p, s);
-    p.d.threads = 0;
+    nsa_status s = run_all(&p, 1);
+    CHECK(s == NSA_OK, "%s", nsa_status_name(s));
     float *dk = (float *)malloc(K * sizeof *dk);
     memset(p.given[1], 0, K * sizeof *dk);
     p.d.threads = 1;
@@ -266,10 +261,7 @@ static void test_pool(void) {
 
 /* One thread has taken task `stalled` and does not come back while others find anything to do. They
    must get to do all that does not follow it, and the bits stay. */
-static struct {
-    int places; /* of the team that is played */
-    int task, done, held;
-} stalled;
+static struct { int task, done, held; } stalled;
 
 static void stalled_backward(nsa__pass *passes, const nsa__team *team) {
     nsa__turns turns = nsa__backward_turns(passes);
