@@ -1,18 +1,23 @@
 /* bench_attention: how fast nsa.h is on this machine, each branch and the whole, forward and
-   backward, beside the sgemm rate of the same run and beside dense attention.
-   bench_attention [--quick | --shape H,Hk,D,T]... [--seconds S] [--json FILE];
+   backward, beside what its multiply-add units and sgemm reach in the same run, and beside dense
+   attention; with --beside K again while K processes do nothing but keep cores busy.
+   bench_attention [--quick | --shape H,Hk,D,T]... [--dtype f32|bf16|f16] [--beside K]
+                   [--seconds S] [--json FILE];
    scripts/write_numbers.py makes tables of the file. It checks nothing: the tests do that. */
 #define _POSIX_C_SOURCE 200809L
 #include "problem.h"
-#include "report.h"
+#include "peak.h"
 #include <errno.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #ifdef NSA_HAVE_CBLAS
 #include <cblas.h>
 #endif
 
 /* Dense attention over more tokens than MAX_DENSE would take hours, and over more than LONG is long
    enough to need no warming up. */
-enum { MAX_ROUNDS = 9, MAX_DENSE = 65536, LONG = 8192, MAX_SHAPES = 32 };
+enum { MAX_ROUNDS = 9, MAX_DENSE = 65536, LONG = 8192, MAX_SHAPES = 32, MAX_BESIDE = 256 };
 
 /* -- timing -- */
 
@@ -91,13 +96,53 @@ static double sgemm_rate(int threads) {
     return best;
 }
 
+/* -- busy neighbours -- */
+
+typedef struct neighbours {
+    pid_t pid[MAX_BESIDE];
+    int count;
+} neighbours;
+
+/* Processes of their own, as another program's would be; they end with this one in any case. */
+static void neighbours_begin(neighbours *n, int count) {
+    pid_t parent = getpid();
+    fflush(NULL);
+    for (n->count = 0; n->count < count; n->count++) {
+        pid_t pid = fork();
+        if (pid < 0) {
+            fprintf(stderr, "bench_attention: fork: %s\n", strerror(errno));
+            break;
+        }
+        for (volatile unsigned turns = 0; pid == 0; turns++)
+            if (turns % (1u << 24) == 0 && getppid() != parent) _exit(0);
+        n->pid[n->count] = pid;
+    }
+}
+
+static void neighbours_end(neighbours *n) {
+    for (int i = 0; i < n->count; i++) {
+        kill(n->pid[i], SIGKILL);
+        waitpid(n->pid[i], NULL, 0);
+    }
+}
+
 /* -- the report -- */
 
 typedef struct report {
     FILE *json;
     int rows;
     double budget; /* seconds for the rounds of one direction */
+    nsa_dtype dtype;
+    int beside; /* neighbours of a second measurement; 0: none */
 } report;
+
+static const char *dtype_names[] = {"f32", "bf16", "f16"};
+
+/* What the machine did in this run, quiet. */
+typedef struct limits {
+    double sgemm;
+    peak peak;
+} limits;
 
 typedef struct shape {
     int heads, kv_heads, dim, tokens;
@@ -117,7 +162,7 @@ static void json_number(FILE *f, const char *name, double value) {
 }
 
 static void report_row(report *r, const problem *p, int row, int backward, const timings *all,
-                       const double pairs[ROWS], double peak) {
+                       const double pairs[ROWS], const limits *of, int beside) {
     const nsa_desc *d = &p->d;
     timing t = all->row[row];
     /* forward: q k and p v; backward: q k, dout v, p dout, ds k, ds q */
@@ -128,7 +173,10 @@ static void report_row(report *r, const problem *p, int row, int backward, const
     if (t.median <= 0) return;
     printf("%-6s %s  %2d %2d %3d  %6d  %d  %10.2f ms", row_names[row], pass, d->heads, d->kv_heads,
            d->dim, d->tokens, d->threads, t.median * 1e3);
-    if (flops > 0) printf("  %6.1f GFLOP/s  %3.0f %% of sgemm", rate, 100 * rate / peak);
+    if (beside) printf("  beside %d", beside);
+    if (flops > 0)
+        printf("  %6.1f GFLOP/s  %3.0f %% of peak, %3.0f %% of sgemm", rate,
+               100 * rate / of->peak.rate, 100 * rate / of->sgemm);
     if (over_dense > 0) printf("  %.2f x dense, bound %.2f", over_dense, bound);
     printf("  spread %.0f %%\n", 100 * t.spread);
     fflush(stdout);
@@ -137,31 +185,52 @@ static void report_row(report *r, const problem *p, int row, int backward, const
             r->rows++ ? "," : "", row_names[row], pass, d->heads);
     fprintf(r->json, "\"kv_heads\": %d, \"dim\": %d, \"tokens\": %d, \"threads\": %d", d->kv_heads,
             d->dim, d->tokens, d->threads);
+    fprintf(r->json, ", \"dtype\": \"%s\", \"beside\": %d", dtype_names[p->dtype], beside);
     json_number(r->json, "ms", t.median * 1e3);
     fprintf(r->json, ", \"spread\": %.2g", t.spread);
     json_number(r->json, "gflops", rate);
-    json_number(r->json, "over_sgemm", rate / peak);
+    json_number(r->json, "over_sgemm", rate / of->sgemm);
+    json_number(r->json, "over_peak", rate / of->peak.rate);
+    fprintf(r->json, ", \"peak\": \"%s\", \"peak_gflops\": %.4g", of->peak.name, of->peak.rate);
     json_number(r->json, "over_dense", over_dense);
     json_number(r->json, "bound", row == ROW_NSA ? bound : 0);
     json_number(r->json, "workspace_mib", row == ROW_NSA ? workspace_mib(p, backward) : 0);
     fprintf(r->json, "}");
 }
 
+/* More than it had before stays: a machine may be disturbed at one of the readings. */
+static void limits_measure(limits *of, int threads) {
+    double sgemm = sgemm_rate(threads);
+    of->sgemm = sgemm > of->sgemm ? sgemm : of->sgemm;
+    peak_measure(&of->peak, threads);
+}
+
+static void measure_passes(report *r, problem *p, limits *of, int beside) {
+    double pairs[ROWS];
+    count_pairs(p, pairs);
+    timings forward = time_rounds(forwards, p, r->budget);
+    timings backward = time_rounds(backwards, p, r->budget);
+    if (!beside) limits_measure(of, p->d.threads);
+    for (int i = 0; i < ROWS; i++) report_row(r, p, i, 0, &forward, pairs, of, beside);
+    for (int i = 0; i < ROWS; i++) report_row(r, p, i, 1, &backward, pairs, of, beside);
+}
+
 static void measure(report *r, const shape *s, int threads) {
     problem p;
-    double pairs[ROWS], peak = sgemm_rate(threads);
-    problem_make(&p, s->heads, s->kv_heads, s->dim, s->tokens, threads);
+    neighbours busy;
+    limits of = {0, peak_of(r->dtype)};
+    limits_measure(&of, threads);
+    problem_make_as(&p, r->dtype, s->heads, s->kv_heads, s->dim, s->tokens, threads);
     run_nsa(&p); /* fills caches and the block lists */
     if (s->tokens <= LONG) run_dense(&p);
-    count_pairs(&p, pairs);
-    timings forward = time_rounds(forwards, &p, r->budget);
-    timings backward = time_rounds(backwards, &p, r->budget);
-    double peak_after = sgemm_rate(threads); /* for a machine that was disturbed at the beginning */
-    peak = peak_after > peak ? peak_after : peak;
-    printf("sgemm (%s), %d threads: %.1f GFLOP/s; tiles: %s\n", sgemm_name, threads, peak,
-           widest_isa());
-    for (int i = 0; i < ROWS; i++) report_row(r, &p, i, 0, &forward, pairs, peak);
-    for (int i = 0; i < ROWS; i++) report_row(r, &p, i, 1, &backward, pairs, peak);
+    measure_passes(r, &p, &of, 0);
+    printf("%d threads: peak (%s) %.1f GFLOP/s, sgemm (%s) %.1f; tiles: %s; rows: %s\n", threads,
+           of.peak.name, of.peak.rate, sgemm_name, of.sgemm, widest_isa(), dtype_names[r->dtype]);
+    if (r->beside) {
+        neighbours_begin(&busy, r->beside);
+        measure_passes(r, &p, &of, r->beside);
+        neighbours_end(&busy);
+    }
     problem_free(&p);
 }
 
@@ -212,15 +281,29 @@ static int parse_shape(shape *s, const char *text) {
 
 static int usage(void) {
     fprintf(stderr,
-            "usage: bench_attention [--quick | --shape H,Hk,D,T]... [--seconds S] [--json FILE]\n"
+            "usage: bench_attention [--quick | --shape H,Hk,D,T]... [--dtype f32|bf16|f16]\n"
+            "                       [--beside K] [--seconds S] [--json FILE]\n"
             "Hk divides H, D is at most 256; without either, the five shapes of the tables up to\n"
             "65536 tokens, in about an hour. Rounds of one direction begin for S seconds, default "
-            "12.\n");
+            "12.\n"
+            "--beside measures all a second time beside K busy processes, at most %d.\n",
+            MAX_BESIDE);
     return 2;
 }
 
+static int parse_dtype(nsa_dtype *dtype, const char *text) {
+    for (int i = NSA_F32; i <= NSA_F16; i++)
+        if (!strcmp(text, dtype_names[i])) return *dtype = (nsa_dtype)i, 1;
+    return 0;
+}
+
+static int parse_beside(int *beside, const char *text) {
+    char rest;
+    return sscanf(text, "%d%c", beside, &rest) == 1 && *beside > 0 && *beside <= MAX_BESIDE;
+}
+
 int main(int argc, char **argv) {
-    report r = {NULL, 0, 12};
+    report r = {NULL, 0, 12, NSA_F32, 0};
     const char *path = NULL;
     shape shapes[MAX_SHAPES];
     int count = 0, quick = 0;
@@ -228,15 +311,20 @@ int main(int argc, char **argv) {
         const char *value = i + 1 < argc ? argv[i + 1] : NULL;
         if (!strcmp(argv[i], "--quick")) {
             quick = 1;
-        } else if (!strcmp(argv[i], "--shape") && value && count < MAX_SHAPES) {
+            continue;
+        }
+        i++;
+        if (!value) return usage();
+        if (!strcmp(argv[i - 1], "--shape") && count < MAX_SHAPES) {
             if (!parse_shape(&shapes[count++], value)) return usage();
-            i++;
-        } else if (!strcmp(argv[i], "--seconds") && value && atof(value) > 0) {
+        } else if (!strcmp(argv[i - 1], "--seconds") && atof(value) > 0) {
             r.budget = atof(value);
-            i++;
-        } else if (!strcmp(argv[i], "--json") && value) {
+        } else if (!strcmp(argv[i - 1], "--json")) {
             path = value;
-            i++;
+        } else if (!strcmp(argv[i - 1], "--dtype")) {
+            if (!parse_dtype(&r.dtype, value)) return usage();
+        } else if (!strcmp(argv[i - 1], "--beside")) {
+            if (!parse_beside(&r.beside, value)) return usage();
         } else {
             return usage();
         }

@@ -39,18 +39,27 @@ typedef struct problem {
     nsa_attention x, dx;
     nsa_attend dense, ddense;
     nsa_select select;
+    nsa_dtype dtype; /* of what the caller stores, but lse */
     void *workspace;
     size_t bytes;
     void *owned[32];
     int owns;
 } problem;
 
-static nsa_tensor take(problem *p, int rows, int heads, int width, uint64_t seed) {
+static nsa_tensor take_as(problem *p, nsa_dtype dtype, int rows, int heads, int width,
+                          uint64_t seed) {
     size_t n = (size_t)rows * (size_t)heads * (size_t)width;
     float *data = seed ? random_floats(n, seed) : (float *)allocate(n * sizeof *data);
     if (!seed) memset(data, 0, n * sizeof *data);
+    uint16_t *half = (uint16_t *)data;
+    for (size_t i = 0; seed && dtype != NSA_F32 && i < n; i++)
+        half[i] = dtype == NSA_BF16 ? nsa_f32_to_bf16(data[i]) : nsa_f32_to_f16(data[i]);
     p->owned[p->owns++] = data;
-    return nsa_tensor_bthd(data, NSA_F32, rows, heads, width);
+    return nsa_tensor_bthd(data, dtype, rows, heads, width);
+}
+
+static nsa_tensor take(problem *p, int rows, int heads, int width, uint64_t seed) {
+    return take_as(p, p->dtype, rows, heads, width, seed);
 }
 
 static nsa_compress mean_of(nsa_tensor x, nsa_tensor out, int dim) {
@@ -77,9 +86,10 @@ static void problem_gradients(problem *p) {
     p->ddense.out = p->dx.out;
 }
 
-static inline void problem_make(problem *p, int heads, int kv_heads, int dim, int tokens,
-                                int threads) {
+static inline void problem_make_as(problem *p, nsa_dtype dtype, int heads, int kv_heads, int dim,
+                                   int tokens, int threads) {
     memset(p, 0, sizeof *p);
+    p->dtype = dtype;
     nsa_desc *d = &p->d;
     *d = nsa_desc_default(1, tokens, heads, kv_heads, dim);
     d->threads = threads;
@@ -91,13 +101,13 @@ static inline void problem_make(problem *p, int heads, int kv_heads, int dim, in
     p->x.k_cmp = mean_of(k, take(p, cmp, kv_heads, dim, 0), dim);
     p->x.v_cmp = mean_of(v, take(p, cmp, kv_heads, dim, 0), dim);
     p->x.gates = take(p, tokens, heads, 3, 4);
-    p->x.blocks = take(p, tokens, kv_heads, nsa_block_list_width(d), 0);
-    p->x.blocks.dtype = NSA_I32;
+    p->x.blocks = take_as(p, NSA_I32, tokens, kv_heads, nsa_block_list_width(d), 0);
     nsa_tensor *outs[] = {&p->x.out_cmp, &p->x.out_slc, &p->x.out_win, &p->x.out, &p->dense.out};
     nsa_tensor *lses[] = {&p->x.lse_cmp, &p->x.lse_slc, &p->x.lse_win, &p->dense.lse};
     for (size_t i = 0; i < sizeof outs / sizeof *outs; i++)
         *outs[i] = take(p, tokens, heads, dim, 0);
-    for (size_t i = 0; i < sizeof lses / sizeof *lses; i++) *lses[i] = take(p, tokens, heads, 1, 0);
+    for (size_t i = 0; i < sizeof lses / sizeof *lses; i++)
+        *lses[i] = take_as(p, NSA_F32, tokens, heads, 1, 0);
     p->dense.q = p->x.q;
     p->dense.k = k;
     p->dense.v = v;
@@ -109,6 +119,11 @@ static inline void problem_make(problem *p, int heads, int kv_heads, int dim, in
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         p->bytes = sizes[i] > p->bytes ? sizes[i] : p->bytes;
     p->workspace = allocate(p->bytes);
+}
+
+static inline void problem_make(problem *p, int heads, int kv_heads, int dim, int tokens,
+                                int threads) {
+    problem_make_as(p, NSA_F32, heads, kv_heads, dim, tokens, threads);
 }
 
 static inline void problem_free(problem *p) {
