@@ -103,7 +103,13 @@ typedef struct neighbours {
     int count;
 } neighbours;
 
-/* Processes of their own, as another program's would be; they end with this one in any case. */
+/* Until the parent is gone, if it does not end this before. */
+static void keep_busy(pid_t parent) {
+    for (volatile unsigned turns = 0;; turns++)
+        if (turns % (1u << 24) == 0 && getppid() != parent) _exit(0);
+}
+
+/* Processes of their own, as another program's would be. */
 static void neighbours_begin(neighbours *n, int count) {
     pid_t parent = getpid();
     fflush(NULL);
@@ -113,8 +119,7 @@ static void neighbours_begin(neighbours *n, int count) {
             fprintf(stderr, "bench_attention: fork: %s\n", strerror(errno));
             break;
         }
-        for (volatile unsigned turns = 0; pid == 0; turns++)
-            if (turns % (1u << 24) == 0 && getppid() != parent) _exit(0);
+        if (pid == 0) keep_busy(parent);
         n->pid[n->count] = pid;
     }
 }

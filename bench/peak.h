@@ -74,7 +74,7 @@ static int peak_has_bf16(void) {
 #endif
 }
 
-/* The units of the widest instruction set for this type. Rows of f16, and of bf16 where there are no
+/* The units of the widest instruction set for this type. Rows of f16, and of bf16 where it has no
    units for it, are widened to f32. */
 static peak peak_of(nsa_dtype dtype) {
     (void)dtype;
