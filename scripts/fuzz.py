@@ -3,14 +3,16 @@
 ended goes on where it was; counts what they did.
 
   fuzz.py BUILD FOLDER MINUTES NAME...            BUILD: the preset fuzz's folder, such as build/fuzz
-  fuzz.py --merge BUILD FOLDER NAME...            tests/fuzz/corpus/NAME: what reaches all that is reached
+  fuzz.py --merge BUILD FOLDER NAME...            adds to the kept inputs what reaches more than they do
+  fuzz.py --unpack FOLDER NAME                    the kept inputs as files, which is what libFuzzer reads
   fuzz.py --record FOLDER > bench/results/fuzz.json
 
-FOLDER/NAME holds the inputs that were found, FOLDER/NAME.json the sums. Time is the processor's, as the
+Kept inputs are lines of hex digits in tests/fuzz/corpus/NAME.hex. FOLDER/NAME holds the inputs that were found, FOLDER/NAME.json the sums. Time is the processor's, as the
 kernel counts it for the process, not the clock's. Exit code 1: an input broke something; it is left in
 FOLDER, its name begins with NAME.
 """
 import datetime
+import hashlib
 import json
 import os
 import pathlib
@@ -18,6 +20,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 
 from record_runs import commit, machine
 
@@ -33,15 +36,29 @@ def limits():
     resource.setrlimit(resource.RLIMIT_CPU, (2 * SLICE, 2 * SLICE))
 
 
+def kept_file(name):
+    return ROOT / "tests/fuzz/corpus" / f"{name}.hex"
+
+
+def unpack(name, folder):
+    """Writes the kept inputs to files of `folder`, named as libFuzzer names its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for line in kept_file(name).read_text().splitlines():
+        data = bytes.fromhex(line)
+        (folder / hashlib.sha1(data).hexdigest()).write_bytes(data)
+    return folder
+
+
 def run_slice(build, folder, name, seconds):
     """One process of the fuzzer: what it printed, its exit code, its processor time."""
     found = folder / name
     found.mkdir(parents=True, exist_ok=True)
+    kept = unpack(name, folder / f"{name}-kept")
     options = [f"-max_total_time={seconds}", "-print_final_stats=1", f"-artifact_prefix={folder}/{name}-",
                f"-max_len={LONGEST.get(name, 2048)}", "-timeout=1200", "-report_slow_units=1200", "-verbosity=1"]
     log = folder / f"{name}.log"
     with open(log, "wb") as out:
-        child = subprocess.Popen([build / "bin" / f"fuzz_{name}", *options, found, ROOT / "tests/fuzz/corpus" / name],
+        child = subprocess.Popen([build / "bin" / f"fuzz_{name}", *options, found, kept],
                                  stdout=out, stderr=out, preexec_fn=limits)
         _, status, used = os.wait4(child.pid, 0)
     return log.read_text(errors="replace"), os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
@@ -70,13 +87,13 @@ def fuzz(build, folder, minutes, name):
 def merge(build, folder, name):
     """Adds the few inputs that reach edges which the kept ones do not; how often an edge is passed does
     not count here."""
-    kept = ROOT / "tests/fuzz/corpus" / name
-    subprocess.run([build / "bin" / f"fuzz_{name}", "-merge=1", "-use_counters=0", "-timeout=1200",
-                    f"-max_len={LONGEST.get(name, 2048)}", kept, folder / name], check=True,
-                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    # libFuzzer names an input by its SHA-1; twelve digits of it tell them apart.
-    for file in filter(lambda file: re.fullmatch("[0-9a-f]{40}", file.name), kept.iterdir()):
-        file.rename(file.with_name(file.name[:12]))
+    with tempfile.TemporaryDirectory() as scratch:
+        kept = unpack(name, pathlib.Path(scratch) / name)
+        subprocess.run([build / "bin" / f"fuzz_{name}", "-merge=1", "-use_counters=0", "-timeout=1200",
+                        f"-max_len={LONGEST.get(name, 2048)}", kept, folder / name], check=True,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        lines = sorted(file.read_bytes().hex() for file in kept.iterdir())
+    kept_file(name).write_text("\n".join(lines) + "\n")
 
 
 def record(folder):
@@ -95,6 +112,8 @@ def main(words):
         for name in words[3:]:
             merge(pathlib.Path(words[1]), pathlib.Path(words[2]), name)
         return 0
+    if words[:1] == ["--unpack"] and len(words) == 3:
+        return unpack(words[2], pathlib.Path(words[1])) and 0
     if len(words) < 4 or not words[2].replace(".", "", 1).isdigit():
         raise SystemExit(__doc__)
     build, folder = (pathlib.Path(word).resolve() for word in words[:2])
