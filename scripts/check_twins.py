@@ -9,7 +9,7 @@ nsa_cuda.cuh nor a file kernels/X.cuh (twin of a primitive, of a section of the 
 of one that is). A line `Twin: ...` at the top of a source file names files; each must exist. Under nsa/
 it names sections in quotes and functions of the first file, too; each must stand there.
 
-  check_twins.py            checks, also that the map of the primitives in README.md is up to date
+  check_twins.py            checks, also that the map of the primitives in docs/algorithm.md is up to date
   check_twins.py --write    brings that map up to date
 
 Exit code: the number of findings, at most 99.
@@ -130,8 +130,9 @@ def check_twin_lines():
             yield from check_twin_line(path, files)
 
 
-# ---- The map in README.md: where each primitive is, made from what the checks find ----
+# ---- The map in docs/algorithm.md: where each primitive is, made from what the checks find ----
 
+MAP_PAGE = "docs/algorithm.md"
 MAP = re.compile(r"(<!-- map -->\n)(.*?)(<!-- end of map -->)", re.S)
 
 
@@ -142,7 +143,8 @@ def declared_at(declarations, name, has_forward):
 
 
 def link(path, words):
-    return f"[{words}]({path})"
+    """A link from docs/algorithm.md to a path relative to the root."""
+    return f"[{words}]({path.removeprefix('docs/') if path.startswith('docs/') else '../' + path})"
 
 
 def heading_link(path, pattern):
@@ -171,19 +173,19 @@ def map_row(name, has_forward, declarations):
 
 
 def check_map(names, declarations, write):
-    """The table between the two comments of README.md, in the order of the header."""
+    """The table between the two comments of docs/algorithm.md, in the order of the header."""
     order = sorted(names, key=lambda name: declared_at(declarations, name, names[name]))
     table = "\n".join(["| function | equation of the paper | section of nsa.h | kernel | test | read |",
                        "|---|---|---|---|---|---|",
                        *(map_row(name, names[name], declarations) for name in order), ""])
-    old = read("README.md")
+    old = read(MAP_PAGE)
     new = MAP.sub(lambda m: m[1] + table + m[3], old)
     if not MAP.search(old):
-        yield "README.md has no map of the primitives"
+        yield f"{MAP_PAGE} has no map of the primitives"
     elif new != old and not write:
-        yield "README.md: the map of the primitives is out of date; run scripts/check_twins.py --write"
+        yield f"{MAP_PAGE}: the map of the primitives is out of date; run scripts/check_twins.py --write"
     elif new != old:
-        (ROOT / "README.md").write_text(new)
+        (ROOT / MAP_PAGE).write_text(new)
 
 
 def main(arguments):

@@ -137,7 +137,7 @@ def run(options):
 
 # ---- The picture ----
 
-CELL, HIGH, LEFT, TOP, GAP = 44, 26, 60, 64, 40
+CELL, HIGH, LEFT, TOP, GAP = 44, 26, 60, 80, 40
 
 
 def colour(percent):
@@ -181,8 +181,8 @@ def picture():
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
-        '<text x="8" y="18" font-size="13">Needles found, %: tokens of a row downwards, '
-        'depth of the needle across (0: oldest)</text>',
+        '<text x="8" y="18" font-size="13">Needles found, % of the questions</text>',
+        '<text x="8" y="36">downwards: tokens of a row; across: depth of the needle, 0 the oldest</text>',
         *lines, "</svg>", ""])
 
 

@@ -12,10 +12,13 @@ A table stands between two comments, the first of which says what is in it:
 
 The file is what bench_attention --json or record_runs.py wrote: one object with machine, date, commit
 and rows. `where` may be left out; a row is shown if it has all of the values given, of which each may be
-several with | between them and hold *. `ms: layers by tokens` is a table of ms with a row for each number of
-layers and a column for each of tokens:
+several with | between them, hold *, or be empty where a row has no such figure. `ms: layers by tokens` is a
+table of ms with a row for each number of layers and a column for each of tokens:
 
   <!-- numbers bench/results/tinylm.json: ms: layers by tokens where model=dim 128*, batch=1 -->
+
+Rows of several files may stand in one table: their names with + between them. Without `where`'s rows for one
+of its places a crossed table has a dash there. `digits 2` before `where` rounds to as many significant ones.
 """
 import fnmatch
 import json
@@ -27,11 +30,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- numbers ([^:\n]+): ([^\n]+?) -->\n)(.*?)(<!-- end of numbers -->)", re.S)
 
 
-def cell(value):
-    """A figure as it is printed: four significant digits, thousands kept together."""
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 10000 else f"{value:.0f}"
-    return "" if value is None else str(value)
+def cell(value, digits=None):
+    """A figure as it is printed: at most four significant digits, or just so many; thousands together."""
+    if isinstance(value, float) and abs(value) < 10000:
+        return f"{value:#.{digits}g}".rstrip(".") if digits else f"{value:.4g}"
+    return "" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
 
 
 def selected(source, rows, conditions):
@@ -49,33 +52,40 @@ def lines_of(header, rows):
     return [printed[0], "|" + "---|" * len(header), *printed[1:]]
 
 
-def crossed(source, rows, value, down, across):
-    """A row for each value of `down`, a column for each of `across`."""
-    at = {(row[down], row[across]): cell(row[value]) for row in rows}
+def crossed(source, rows, value, down, across, digits):
+    """A row for each value of `down`, a column for each of `across`; a dash where nothing was measured."""
+    at = {(row[down], row[across]): cell(row[value], digits) or "-" for row in rows}
     if len(at) != len(rows):
         raise SystemExit(f"{source}: several rows have the same {down} and {across}")
     downs, acrosses = (list(dict.fromkeys(row[name] for row in rows)) for name in (down, across))
     return lines_of([f"{down}, {across}:".replace("_", " "), *map(cell, acrosses)],
-                    [[cell(d), *(at.get((d, a), "") for a in acrosses)] for d in downs])
+                    [[cell(d), *(at.get((d, a), "-") for a in acrosses)] for d in downs])
+
+
+def measured(reports):
+    """When, of what and on what the figures were taken."""
+    said = [", ".join(dict.fromkeys(str(report[name]) for report in reports))
+            for name in ("date", "commit", "machine")]
+    return "Measured {} at commit {} on {}.".format(*said)
 
 
 def table(source, spec):
     """The lines between the comments."""
-    report = json.loads((ROOT / source).read_text())
+    reports = [json.loads((ROOT / name).read_text()) for name in source.split(" + ")]
     columns, _, conditions = spec.partition(" where ")
-    rows = selected(source, report["rows"], conditions)
+    columns, _, digits = columns.partition(" digits ")
+    rows = selected(source, [row for report in reports for row in report["rows"]], conditions)
     cross = re.fullmatch(r"(\w+): (\w+) by (\w+)", columns)
     columns = list(cross.groups()) if cross else [name.strip() for name in columns.split(",")]
     missing = [name for name in columns if name not in rows[0]]
     if missing:
         raise SystemExit(f"{source}: its rows have no {', '.join(missing)}; they have {', '.join(rows[0])}")
     if cross:
-        lines = crossed(source, rows, *columns)
+        lines = crossed(source, rows, *columns, int(digits or 0))
     else:
         lines = lines_of([name.replace("_", " ") for name in columns],
-                         [[cell(row.get(name)) for name in columns] for row in rows])
-    lines += ["", f"Measured {report['date']} at commit {report['commit']} on {report['machine']}.", ""]
-    return "\n".join(lines)
+                         [[cell(row.get(name), int(digits or 0)) for name in columns] for row in rows])
+    return "\n".join([*lines, "", measured(reports), ""])
 
 
 def main(arguments):
