@@ -1,8 +1,8 @@
 /* test_decode.c - the decoding cache: random schedules of append, chunk, guess, rewind and fork
    give the bits of the whole sequence's forward.
    Twin: section Decoding of nsa.h; with CHECK_CUDA, kernels/decode.cuh, whose block numbers are
-   those of the whole, and whose outputs are sums in another order. With CHECK_INSIDE it looks
-   behind nsa_decode's door. Not here: whether that forward is right (test_attention.c). */
+   those of the whole, and whose outputs are sums in another order. With CHECK_INSIDE it calls
+   what nsa_decode calls. Not here: whether that forward is right (test_attention.c). */
 #ifdef CHECK_INSIDE
 #define NSA_IMPLEMENTATION
 #define NSA_STATIC

@@ -1,7 +1,7 @@
-/* test_findings.c - what fuzzing and hostile readers found in nsa.h, each as the smallest call that
-   showed it.
-   Twin: tests/fuzz, which found the first, and docs/hardening.md, which tells of each. Not here:
-   what the tests of the primitives hold already. */
+/* test_findings.c - the faults that fuzzing and reviews found in nsa.h, each as the smallest call
+   that showed it.
+   Twin: tests/fuzz, which found the first, and docs/hardening.md, which describes each. Not here:
+   anything that the tests of the primitives check already. */
 #include <limits.h>
 
 #include "harness/check.h"

@@ -1,5 +1,5 @@
-/* files.h - a folder for the harnesses of readers of files. Twin: none. Not here: what is written
-   into it. */
+/* files.h - a scratch folder for the harnesses that fuzz file parsers. Twin: none. Not here: the
+   files. */
 #ifndef NSA_TESTS_FUZZ_FILES_H
 #define NSA_TESTS_FUZZ_FILES_H
 

@@ -1,6 +1,6 @@
 /* fuzz.h - what the harnesses share: numbers drawn from the fuzzer's bytes, and how they fail.
-   Twin: replay.c, which gives a harness its inputs where there is no fuzzer. Not here: anything of
-   what is fuzzed. */
+   Twin: replay.c, which gives a harness its inputs where there is no fuzzer. Not here: the code
+   that is fuzzed. */
 #ifndef NSA_TESTS_FUZZ_H
 #define NSA_TESTS_FUZZ_H
 

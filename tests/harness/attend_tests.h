@@ -1,7 +1,7 @@
 /* attend_tests.h - the tests that the four attentions share: test_attend_cmp, _slc, _win and _dense
    run them all.
-   Twin: nsa.h's "Attention over few keys". Not here: what is true of one of them alone (its own
-   file), the problem itself (attend.h). */
+   Twin: nsa.h's "Attention over few keys". Not here: tests of one attention alone (its own file),
+   the problem itself (attend.h). */
 #ifndef NSA_TESTS_ATTEND_TESTS_H
 #define NSA_TESTS_ATTEND_TESTS_H
 

@@ -1,4 +1,4 @@
-/* check.h - what the tests count with: checks, comparisons, random numbers, guarded memory.
+/* check.h - counts what a test program checks; compares numbers, draws random ones, guards memory.
    Twin: none. Not here: anything of nsa.h (tensors.h), any formula (reference.h).
 
    A test program calls CHECK and the compare functions and returns check_done(), the number of its

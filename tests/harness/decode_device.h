@@ -1,6 +1,6 @@
-/* decode_device.h - the decoding cache of nsa_cuda.cuh in nsa.h's clothes: with CHECK_CUDA the
-   test of nsa_decode is the test of nsa_cuda_decode. What lies on the device stays there between
-   calls; of a cache the test holds a twin, whose lengths are brought back after every call.
+/* decode_device.h - the decoding cache of nsa_cuda.cuh under nsa.h's signatures: with CHECK_CUDA
+   the test of nsa_decode is the test of nsa_cuda_decode. A cache's rows stay on the device between
+   calls. The test holds a copy of its lengths, brought back after every call.
    Twin: device.h, for calls that keep nothing. Not here: a test. */
 #ifndef NSA_TESTS_DECODE_DEVICE_H
 #define NSA_TESTS_DECODE_DEVICE_H

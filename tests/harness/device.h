@@ -1,6 +1,6 @@
-/* device.h - the nsa_cuda_ functions in nsa.h's clothes: with CHECK_CUDA a test of nsa_X is the
-   test of nsa_cuda_X. A call copies all guarded memory to the device, runs there, waits, copies
-   back.
+/* device.h - the nsa_cuda_ functions under nsa.h's signatures: with CHECK_CUDA a test of nsa_X is
+   the test of nsa_cuda_X. A call copies all guarded memory to the device, runs there, waits, and
+   copies the memory back.
    Twin: none. Not here: a test; the tables and the tests are the CPU's own.
 
    Plain C99: the declarations of nsa_cuda.cuh and the runtime's C functions. The kernels are

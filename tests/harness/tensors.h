@@ -1,5 +1,5 @@
 /* tensors.h - nsa.h's views over guarded memory, in every layout and dtype, and the packing of
-   sequences. Twin: none. Not here: what is put into them (cases.h), what comes out (the tests).
+   sequences. Twin: none. Not here: the inputs (cases.h), and what results must be (the tests).
 
    A test keeps its numbers as dense doubles, rows of all sequences one after the other, already
    rounded to the dtype under test. A tensor holds the same numbers as nsa.h sees them. */
