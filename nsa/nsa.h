@@ -193,7 +193,8 @@ enum {
     NSA_ERROR_WORKSPACE, /* the workspace is null or smaller than its size query said */
     NSA_ERROR_CUDA,      /* the CUDA runtime refused a launch (nsa_cuda_ functions only) */
     NSA_ERROR_CACHE,     /* a cache without room for the new tokens, or of another geometry */
-    NSA_ERROR_REWIND     /* a length that the cache no longer, or not yet, holds */
+    NSA_ERROR_REWIND,    /* a length that the cache no longer, or not yet, holds */
+    NSA_ERROR_SHARED     /* a gradient of lse is forward's lse itself */
 };
 
 NSA_API int nsa_status_kind(nsa_status s);
@@ -409,9 +410,9 @@ typedef struct nsa_attend {
 NSA_API size_t nsa_attend_cmp_forward_workspace_size(const nsa_desc *d);
 NSA_API nsa_status nsa_attend_cmp_forward(const nsa_attend *x, const nsa_desc *d, void *workspace,
                                           size_t bytes);
-/* dx.out in; adds to dx.q, dx.k, dx.v (dx.lse and dx.blocks are not used). With dx.k and dx.v NULL
-   only dx.q is computed and the other way round. Slices by batch and kv head, and for dx.q by
-   queries, never add to the same row. */
+/* dx.out in, and dx.lse, the incoming gradient of lse, which may be NULL; adds to dx.q, dx.k, dx.v
+   (dx.blocks is not used). With dx.k and dx.v NULL only dx.q is computed and the other way round.
+   Slices by batch and kv head, and for dx.q by queries, never add to the same row. */
 NSA_API size_t nsa_attend_cmp_backward_workspace_size(const nsa_desc *d);
 NSA_API nsa_status nsa_attend_cmp_backward(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, void *workspace, size_t bytes);
@@ -437,10 +438,28 @@ NSA_API size_t nsa_attend_dense_backward_workspace_size(const nsa_desc *d);
 NSA_API nsa_status nsa_attend_dense_backward(const nsa_attend *dx, const nsa_attend *x,
                                              const nsa_desc *d, void *workspace, size_t bytes);
 
+/* ---- Merge: attention over two sets of keys made one ------------------------------------------
+   out = w_a out_a + w_b out_b, w_a = exp(lse_a - lse), lse = ln(exp lse_a + exp lse_b): what one
+   softmax over both sets gives, if no key is in both. A part without keys (lse = -inf) changes no
+   bit of the other; its out is not read. With it slc and win become one softmax, keys are split
+   over owners, and an attention sink is a part whose out is 0 and whose lse is the sink's logit
+   (views with strides of 0 need one row of each). */
+typedef struct nsa_merge {
+    nsa_tensor out_a, out_b; /* (B, count, H, Dv) */
+    nsa_tensor lse_a, lse_b; /* (B, count, H) of dtype NSA_REAL_DTYPE */
+    nsa_tensor out;          /* out: (B, count, H, Dv) */
+    nsa_tensor lse;          /* out: (B, count, H) of dtype NSA_REAL_DTYPE */
+} nsa_merge;
+
+NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d);
+/* dx.out in, and dx.lse, which may be NULL; adds to dx.out_a, dx.out_b, dx.lse_a, dx.lse_b. x.out
+   and x.lse are not read. */
+NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d);
+
 /* ---- Selection, Eq. 8 to 11 -------------------------------------------------------------------
    For each query and kv head: p_cmp = exp(scale q k_cmp - lse_cmp) over the visible compressed
-   blocks, mapped to selection blocks (score_map), summed over the G heads of the group; then the
-   forced blocks and the best of the rest. Equal scores: the lower index wins. NaN ranks last. It
+   blocks, summed over the G heads of the group, then mapped to selection blocks (score_map; of the
+   maximum the order matters); then the forced blocks and the best of the rest. Equal scores: the lower index wins. NaN ranks last. It
    has no gradient. */
 typedef struct nsa_select {
     nsa_tensor q;      /* (B, count, H, Dk) */
@@ -448,6 +467,8 @@ typedef struct nsa_select {
     nsa_tensor lse;    /* (B, count, H): of nsa_attend_cmp_forward */
     nsa_tensor blocks; /* out: (B, count, Hk, nsa_block_list_width) i32: ascending, no duplicates,
                           -1 behind the last */
+    nsa_tensor scores; /* out, optional: (B, count, Hk, nsa_slc_count(T)) of dtype NSA_REAL_DTYPE:
+                          what the blocks were chosen by; -inf behind the query's candidates */
 } nsa_select;
 
 /* Entries of a list: slc_count, and with NSA_FORCED_ON_TOP slc_init + slc_local more. */
@@ -457,10 +478,45 @@ NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d);
 NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
                                      size_t bytes);
 
+/* Scores that are no attention, and the lists of the best blocks by them: what learned indexers
+   compute (DeepSeek Sparse Attention, MiniMax Sparse Attention) and MoBA's gate. Token s scores
+   sum over the heads h of a group of weights[h] act(q[t, h] . k[s]); block j the maximum or the mean
+   over those of its tokens that t sees. desc.scale is not used. A list serves one kv head: ask with
+   kv_heads 1 for one list that all heads share. A block with a key that is not finite ranks last; of
+   a query with such a value all scores are 0. It has no gradient. */
+typedef enum nsa_score_act { NSA_SCORE_LINEAR = 0, NSA_SCORE_RELU } nsa_score_act;
+typedef enum nsa_score_pool { NSA_POOL_MAX = 0, NSA_POOL_MEAN } nsa_score_pool;
+
+typedef struct nsa_score {
+    nsa_score_act act;
+    nsa_score_pool pool;
+    nsa_tensor q;       /* (B, count, H, Dk) */
+    nsa_tensor k;       /* (B, T, Hk, Dk) */
+    nsa_tensor weights; /* optional: (B, count, H); without it every head weighs 1 */
+    nsa_tensor blocks;  /* out: (B, count, Hk, nsa_block_list_width) i32 */
+    nsa_tensor scores;  /* out, optional: (B, count, Hk, nsa_slc_count(T)) of dtype NSA_REAL_DTYPE;
+                           -inf where t sees no token of the block */
+} nsa_score;
+
+NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d);
+NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
+                                    size_t bytes);
+
 /* The ranking alone, for scores from elsewhere: scores[j] of blocks j = 0 ..
    nsa_slc_candidates(query) - 1, list of nsa_block_list_width entries. */
 NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
                                    int32_t *list);
+
+/* The ranking of every query and list at once. */
+typedef struct nsa_rank {
+    nsa_tensor
+        scores; /* (B, count, Hk, nsa_slc_count(T)): of the candidates, others are not read */
+    nsa_tensor blocks; /* out: (B, count, Hk, nsa_block_list_width) i32, as nsa_select_blocks' */
+} nsa_rank;
+
+NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d);
+NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
+                                    size_t bytes);
 
 /* What is wrong with a list, and where. */
 typedef struct nsa_block_fault {
@@ -649,6 +705,8 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     X(max_rewind, "max_rewind")               \
     X(query, "query")                         \
     X(scores, "scores")                       \
+    X(act, "act")                             \
+    X(pool, "pool")                           \
     X(q, "q")                                 \
     X(k, "k")                                 \
     X(v, "v")                                 \
@@ -666,9 +724,13 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     X(out_cmp, "out_cmp")                     \
     X(out_slc, "out_slc")                     \
     X(out_win, "out_win")                     \
+    X(out_a, "out_a")                         \
+    X(out_b, "out_b")                         \
     X(lse_cmp, "lse_cmp")                     \
     X(lse_slc, "lse_slc")                     \
     X(lse_win, "lse_win")                     \
+    X(lse_a, "lse_a")                         \
+    X(lse_b, "lse_b")                         \
     NSA__COMPRESS_FIELDS(X, , "")             \
     NSA__COMPRESS_FIELDS(X, k_cmp_, "k_cmp.") \
     NSA__COMPRESS_FIELDS(X, v_cmp_, "v_cmp.")
@@ -756,6 +818,16 @@ static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigne
         return nsa__error(NSA_ERROR_OVERFLOW, field);
     if (writes && !nsa__rows_apart(x, shape)) return nsa__error(NSA_ERROR_STRIDE, field);
     return NSA_OK;
+}
+
+/* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
+   forward's lse there, which would be taken for a gradient. */
+static nsa_status nsa__check_lse_gradient(const nsa_tensor *dlse, const nsa_tensor *lse,
+                                          nsa__shape shape) {
+    const int field = NSA__AT_lse | NSA__GRADIENT;
+    if (!dlse->data) return NSA_OK;
+    if (dlse->data == lse->data) return nsa__error(NSA_ERROR_SHARED, field);
+    return nsa__check_view(dlse, shape, 1u << NSA_REAL_DTYPE, 0, field);
 }
 
 /* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's. */
@@ -1231,7 +1303,9 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
       "the cache has no room for these tokens (its desc.tokens in all, max_rewind + 1 at once), "  \
       "or is of another geometry")                                                                 \
     X(NSA_ERROR_REWIND, "the cache does not hold this length: at most its newest length, at "      \
-                        "least that - max_rewind")
+                        "least that - max_rewind")                                                 \
+    X(NSA_ERROR_SHARED,                                                                            \
+      "the incoming gradient of lse must not be forward's lse: give its own view, or none")
 
 NSA_API int nsa_status_kind(nsa_status s) {
     return s & 0xff;
@@ -2552,25 +2626,39 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
 
 /* ---- Block lists: ranking, form ------------------------------------------------------------ */
 
+#define NSA__SIGN ((nsa__bits_t)1 << (8 * sizeof(nsa_real) - 1))
+
+static nsa__bits_t nsa__bits_of(nsa_real x) {
+    nsa__bits_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
 /* A number that orders as scores do, NaN below all; by bits, for -ffast-math knows neither NaN nor
    its order. */
 static nsa__bits_t nsa__score_key(nsa_real score) {
-    const nsa__bits_t sign = (nsa__bits_t)1 << (8 * sizeof score - 1);
     const nsa__bits_t infinity =
         (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
-    nsa__bits_t bits;
-    memcpy(&bits, &score, sizeof bits);
-    if ((bits & ~sign) > infinity) return 0; /* NaN */
-    if (bits == sign) bits = 0;              /* -0 equals 0 */
-    return bits & sign ? ~bits : bits | sign;
+    nsa__bits_t bits = nsa__bits_of(score);
+    if ((bits & ~NSA__SIGN) > infinity) return 0; /* NaN */
+    if (bits == NSA__SIGN) bits = 0;              /* -0 equals 0 */
+    return bits & NSA__SIGN ? ~bits : bits | NSA__SIGN;
 }
 
-/* How many of n scores have a key of at least `least`. With `tiles` none is negative or NaN, so
-   that their bits are in order as they are. */
+/* Scores as numbers whose bits, taken for signed integers, are in the scores' order. */
+NSA__COMPILED static void nsa__order(nsa_real *scores, int n) {
+    for (int j = 0; j < n; j++) {
+        nsa__bits_t order = nsa__score_key(scores[j]) ^ NSA__SIGN;
+        memcpy(scores + j, &order, sizeof order);
+    }
+}
+
+/* How many of n scores have a key of at least `least`. With `tiles` they are given as nsa__order
+   makes them, which leaves a score that is neither negative nor NaN as it is. */
 NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
                                        const nsa__tiles *tiles) {
     int count = 0;
-    if (tiles) return tiles->at_least(n, scores, (nsa__lane)(least & ~nsa__score_key(0)));
+    if (tiles) return tiles->at_least(n, scores, (nsa__lane)(least ^ NSA__SIGN));
     for (int j = 0; j < n; j++) count += nsa__score_key(scores[j]) >= least;
     return count;
 }
@@ -2606,7 +2694,8 @@ NSA__COMPILED static void nsa__rank(const nsa_real *scores, int query, const nsa
         int lanes = (int)nsa__min(NSA__LANES, end - j);
         if (!nsa__at_least(scores + j, lanes, key, tiles)) continue;
         for (int i = j; i < j + lanes; i++) {
-            nsa__bits_t of_block = nsa__score_key(scores[i]);
+            nsa__bits_t of_block =
+                tiles ? nsa__bits_of(scores[i]) ^ NSA__SIGN : nsa__score_key(scores[i]);
             if (of_block > key || (of_block == key && ties-- > 0)) list[n++] = i;
         }
     }
@@ -3272,6 +3361,14 @@ static nsa_real nsa__load_lse2(const nsa__pass *p, const nsa__walk *w, int r, un
     return bad[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
 }
 
+/* The incoming gradient of lse of a row; where it is not finite, the row is bad. */
+static nsa_real nsa__load_dlse(const nsa__pass *p, const nsa__walk *w, int r, unsigned char *bad) {
+    nsa_real dlse;
+    nsa__load(&dlse, p->dx->lse.dtype, nsa__query_row(p, w, &p->dx->lse, r), 1);
+    if (!nsa__is_finite((double)dlse)) bad[r] = 1;
+    return dlse;
+}
+
 /* ---- Selection: scores of blocks -------------------------------------------------------------
    Of the queries of a task that has their scores: nsa_select_blocks, or cmp's forward pass on its
    way. */
@@ -3335,6 +3432,17 @@ NSA__COMPILED static void nsa__scores(const nsa__pass *p, int query, const nsa_r
     }
 }
 
+/* The row of a query's scores, where they are asked for: -inf behind its candidates. */
+static void nsa__store_scores(const nsa__pass *p, const nsa_tensor *x, int query,
+                              const nsa_real *scores) {
+    int n = nsa_slc_candidates(p->d, query);
+    if (!x->data) return;
+    nsa_real *to =
+        (nsa_real *)nsa__row(x, p->seq.batch, p->seq.row + query - p->seq.first, p->kv_head);
+    memcpy(to, scores, (size_t)n * sizeof *to);
+    for (int j = n; j < nsa_slc_count(p->d, p->d->tokens); j++) to[j] = nsa__minus_infinity();
+}
+
 /* Of every query of a task p_cmp = exp(s - lse), summed over its heads, then the list. */
 static void nsa__select_queries(const nsa__pass *p, const nsa__walk *w, const nsa__scoring *f,
                                 const nsa_real *lse2, const unsigned char *bad_rows) {
@@ -3348,6 +3456,7 @@ static void nsa__select_queries(const nsa__pass *p, const nsa__walk *w, const ns
         for (int g = 0; g < group; g++) bad |= bad_rows[a * group + g];
         for (int j = 0; bad && j < nsa_slc_candidates(p->d, query); j++) f->scores[j] = 0;
         int64_t row = p->seq.row + query - p->seq.first;
+        nsa__store_scores(p, &p->select->scores, query, f->scores);
         nsa__rank(f->scores, query, p->d, p->tiles,
                   (int32_t *)nsa__row(&p->select->blocks, p->seq.batch, row, p->kv_head));
     }
@@ -3518,6 +3627,8 @@ static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d
    With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
      dv[s] = sum_t p dout[t],   ds = p (dout . v[s] - delta),
      dq[t] = scale sum_s ds k[s],   dk[s] = scale sum_t ds q[t].
+   dlse / ds = p, so an incoming gradient of lse is taken from delta: ds = p (dout . v - delta +
+   dlse).
    One walk computes ds once and adds to all three: dq is the task's own, and a tile's dk and dv
    take the tasks in their order (nsa__turns). */
 
@@ -3559,7 +3670,9 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__pass *p, int64_t ta
     for (int r = 0; r < rows; r++) {
         nsa__load(out, p->x->out.dtype, nsa__query_row(p, &f->walk, &p->x->out, r), p->d->dim_v);
         f->lse2[r] = nsa__load_lse2(p, &f->walk, r, f->bad);
-        f->delta[r] = f->bad[r] ? 0 : nsa__dot(out, f->dout + (ptrdiff_t)r * p->wide_v, p->wide_v);
+        f->delta[r] = nsa__dot(out, f->dout + (ptrdiff_t)r * p->wide_v, p->wide_v);
+        if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(p, &f->walk, r, f->bad);
+        if (f->bad[r]) f->delta[r] = 0;
     }
 }
 
@@ -3810,6 +3923,7 @@ static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
     NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
+    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__query_shape(d, d->heads, 1)));
     return nsa__attend_backward_run(dx, x, d, branch, 0, workspace, bytes);
 }
 
@@ -3837,6 +3951,153 @@ NSA__ATTEND_DOORS(win, NSA__WIN)
 NSA__ATTEND_DOORS(dense, NSA__DENSE)
 #undef NSA__ATTEND_DOORS
 
+/* ---- Merge --------------------------------------------------------------------------------- */
+
+typedef struct nsa__merge_job {
+    const nsa_merge *x, *dx;
+    const nsa_desc *d;
+    nsa__seq seq;
+} nsa__merge_job;
+
+enum { NSA__MERGE_TOKENS = 16 };
+
+/* Recognised by its bits, because -ffast-math knows no infinity. */
+static int nsa__is_minus_infinity(nsa_real x) {
+    const nsa_real infinity = nsa__minus_infinity();
+    return memcmp(&x, &infinity, sizeof x) == 0;
+}
+
+/* The parts' shares w[2] of one row, and lse of both. Returns 0 where neither part has a key. */
+static int nsa__merge_weights(nsa_real a, nsa_real b, nsa_real w[2], nsa_real *lse) {
+    int no_a = nsa__is_minus_infinity(a), no_b = nsa__is_minus_infinity(b);
+    w[0] = no_a ? 0 : 1;
+    w[1] = no_b ? 0 : 1;
+    *lse = no_a ? b : a;
+    if (no_a || no_b) return !(no_a && no_b);
+    if (!nsa__is_finite((double)a) || !nsa__is_finite((double)b)) {
+        *lse = w[0] = w[1] = nsa__nan();
+        return 1;
+    }
+    /* The exponent is <= 0, so that nothing overflows. */
+    double least = exp(-fabs((double)a - (double)b)), most = 1 / (1 + least);
+    w[a < b] = (nsa_real)most;
+    w[a >= b] = (nsa_real)(least * most);
+    *lse = (nsa_real)((double)(a < b ? b : a) + log1p(least));
+    return 1;
+}
+
+/* One real number of a view. */
+static nsa_real nsa__load_real(const nsa_tensor *x, int64_t batch, int64_t row, int64_t head) {
+    nsa_real value;
+    nsa__load(&value, x->dtype, nsa__row(x, batch, row, head), 1);
+    return value;
+}
+
+/* out = w_a out_a + w_b out_b, lse = ln(exp lse_a + exp lse_b) */
+static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t row, int head) {
+    const nsa_merge *x = job->x;
+    const nsa_tensor *part[2] = {&x->out_a, &x->out_b};
+    int64_t batch = job->seq.batch;
+    nsa_real w[2], lse, out[NSA__MAX_DIM] = {0};
+    nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
+                       nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
+    for (int i = 0; i < 2; i++)
+        if (w[i] != 0)
+            nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head),
+                        job->d->dim_v);
+    nsa__store(x->out.dtype, nsa__row(&x->out, batch, row, head), out, job->d->dim_v);
+    nsa__store(x->lse.dtype, nsa__row(&x->lse, batch, row, head), &lse, 1);
+}
+
+/* w_a = exp(lse_a - lse), so dw_a / dlse_a = w_a w_b = -dw_b / dlse_a, dlse / dlse_a = w_a:
+     dout_a = w_a dout,   dlse_a = w_a (w_b dout . (out_a - out_b) + dlse)
+   and the same with a and b exchanged. */
+static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int head) {
+    const nsa_merge *x = job->x, *dx = job->dx;
+    const nsa_tensor *part[2] = {&x->out_a, &x->out_b}, *dpart[2] = {&dx->out_a, &dx->out_b},
+                     *dlse_of[2] = {&dx->lse_a, &dx->lse_b};
+    int64_t batch = job->seq.batch;
+    int dim_v = job->d->dim_v;
+    nsa_real w[2], lse, along = 0, dout[NSA__MAX_DIM], out[2][NSA__MAX_DIM] = {{0}};
+    if (!nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
+                            nsa__load_real(&x->lse_b, batch, row, head), w, &lse))
+        return;
+    nsa_real dlse = dx->lse.data ? nsa__load_real(&dx->lse, batch, row, head) : 0;
+    nsa__load(dout, dx->out.dtype, nsa__row(&dx->out, batch, row, head), dim_v);
+    for (int i = 0; i < 2; i++)
+        if (w[i] != 0)
+            nsa__load(out[i], part[i]->dtype, nsa__row(part[i], batch, row, head), dim_v);
+    for (int c = 0; c < dim_v; c++) along += dout[c] * (out[0][c] - out[1][c]);
+    for (int i = 0; i < 2; i++) {
+        if (w[i] == 0) continue;
+        nsa_real sum = w[i] * ((i ? -along : along) * w[!i] + dlse);
+        if (dpart[i]->data)
+            nsa__add(dpart[i]->dtype, nsa__row(dpart[i], batch, row, head), w[i], dout, dim_v);
+        if (dlse_of[i]->data)
+            nsa__add(dlse_of[i]->dtype, nsa__row(dlse_of[i], batch, row, head), 1, &sum, 1);
+    }
+}
+
+static void nsa__merge_task(const void *context, int64_t index, void *scratch) {
+    const nsa__merge_job *job = (const nsa__merge_job *)context;
+    int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__MERGE_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__MERGE_TOKENS; t < end; t++)
+        for (int h = 0; h < job->d->heads; h++) {
+            if (job->dx)
+                nsa__merge_backward_row(job, job->seq.row + t, h);
+            else
+                nsa__merge_forward_row(job, job->seq.row + t, h);
+        }
+}
+
+static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
+    nsa__merge_job job;
+    nsa__team team = {nsa__threads(d), NULL, 0};
+    job.x = x;
+    job.dx = dx;
+    job.d = d;
+    for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
+        nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
+}
+
+static nsa_status nsa__merge_check(const nsa_merge *x, const nsa_desc *d, int forward) {
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               lse = nsa__query_shape(d, d->heads, 1);
+    NSA__CHECK(nsa__check_view(&x->out_a, out, nsa__floats(), 0, NSA__AT_out_a));
+    NSA__CHECK(nsa__check_view(&x->out_b, out, nsa__floats(), 0, NSA__AT_out_b));
+    NSA__CHECK(nsa__check_view(&x->lse_a, lse, nsa__real_dtypes(), 0, NSA__AT_lse_a));
+    NSA__CHECK(nsa__check_view(&x->lse_b, lse, nsa__real_dtypes(), 0, NSA__AT_lse_b));
+    if (!forward) return NSA_OK;
+    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), 1, NSA__AT_out));
+    return nsa__check_view(&x->lse, lse, nsa__real_dtypes(), 1, NSA__AT_lse);
+}
+
+NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__merge_check(x, d, 1));
+    nsa__merge_run(NULL, x, d);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__merge_check(x, d, 0));
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               lse = nsa__query_shape(d, d->heads, 1);
+    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, lse));
+    NSA__CHECK(nsa__check_gradient(&dx->out_a, &x->out_a, out, NSA__AT_out_a));
+    NSA__CHECK(nsa__check_gradient(&dx->out_b, &x->out_b, out, NSA__AT_out_b));
+    NSA__CHECK(nsa__check_gradient(&dx->lse_a, &x->lse_a, lse, NSA__AT_lse_a));
+    NSA__CHECK(nsa__check_gradient(&dx->lse_b, &x->lse_b, lse, NSA__AT_lse_b));
+    nsa__merge_run(dx, x, d);
+    return NSA_OK;
+}
+
 /* ---- Selection ----------------------------------------------------------------------------- */
 
 typedef struct nsa__selecting {
@@ -3853,6 +4114,62 @@ static void nsa__selecting_take(nsa__selecting *f, const nsa__pass *p, nsa__aren
     f->q = nsa__take_reals(a, rows * p->wide);
     f->lse2 = nsa__take_reals(a, rows);
     f->bad = (unsigned char *)nsa__take(a, rows, 1);
+}
+typedef struct nsa__rank_job {
+    const nsa_rank *x;
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    nsa__seq seq;
+} nsa__rank_job;
+
+enum { NSA__RANK_QUERIES = 8 };
+
+static void nsa__rank_task(const void *context, int64_t index, void *scratch) {
+    const nsa__rank_job *job = (const nsa__rank_job *)context;
+    const nsa_rank *x = job->x;
+    nsa_real *scores = (nsa_real *)scratch;
+    int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__RANK_QUERIES);
+    for (int64_t t = index * NSA__RANK_QUERIES; t < end; t++)
+        for (int head = 0; head < job->d->kv_heads; head++) {
+            int query = job->seq.first + (int)t, n = nsa_slc_candidates(job->d, query);
+            int64_t row = job->seq.row + t;
+            nsa__load(scores, x->scores.dtype, nsa__row(&x->scores, job->seq.batch, row, head), n);
+            nsa__order(scores, n);
+            nsa__rank(scores, query, job->d, job->tiles,
+                      (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, head));
+        }
+}
+
+/* Scratch of a thread: the scores of one list, in whole vectors. */
+static size_t nsa__rank_scratch(const nsa_desc *d) {
+    nsa__arena scratch = {NULL, 0};
+    nsa__take_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
+    return scratch.used;
+}
+
+NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d) {
+    return nsa_desc_check(d) == NSA_OK ? nsa__workspace_bytes(d, 0, nsa__rank_scratch(d)) : 0;
+}
+
+NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
+                                    size_t bytes) {
+    nsa__rank_job job;
+    nsa__team team;
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__check_view(&x->scores,
+                               nsa__query_shape(d, d->kv_heads, nsa_slc_count(d, d->tokens)),
+                               nsa__floats(), 0, NSA__AT_scores));
+    NSA__CHECK(nsa__check_view(&x->blocks,
+                               nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d)), NSA__INTS,
+                               1, NSA__AT_blocks));
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
+    job.x = x;
+    job.d = d;
+    job.tiles = nsa__tiles_of(d->isa);
+    for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
+        nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__RANK_QUERIES), nsa__rank_task, &job);
+    return NSA_OK;
 }
 
 static void nsa__select_task(const void *context, int64_t index, void *scratch) {
@@ -3915,6 +4232,13 @@ NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
     return nsa__workspace_bytes(d, shared.used, scratch);
 }
 
+/* Scores as an output, which may be absent. */
+static nsa_status nsa__check_scores(const nsa_tensor *scores, const nsa_desc *d) {
+    nsa__shape shape = nsa__query_shape(d, d->kv_heads, nsa_slc_count(d, d->tokens));
+    return scores->data ? nsa__check_view(scores, shape, nsa__real_dtypes(), 1, NSA__AT_scores)
+                        : NSA_OK;
+}
+
 static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
                                     const nsa__attend_fields *at) {
     nsa__shape lists = nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d));
@@ -3923,6 +4247,7 @@ static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
     NSA__CHECK(nsa__check_view(&x->k, nsa__cmp_shape(d, d->dim), nsa__floats(), 0, at->k));
     NSA__CHECK(
         nsa__check_view(&x->lse, nsa__query_shape(d, d->heads, 1), nsa__real_dtypes(), 0, at->lse));
+    NSA__CHECK(nsa__check_scores(&x->scores, d));
     return nsa__check_view(&x->blocks, lists, NSA__INTS, 1, at->blocks);
 }
 
@@ -3932,6 +4257,181 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__select_check(x, d, &nsa__attend_names));
     return nsa__select_run(x, d, workspace, bytes);
+}
+
+/* ---- Selection by scores that are no attention -------------------------------------------- */
+
+typedef struct nsa__scorer {
+    nsa__walk walk;
+    nsa_real *q;      /* of every row */
+    nsa_real *s;      /* products of every row with the keys of one tile */
+    nsa_real *scores; /* of every query, `stride` apart */
+    int64_t stride;
+    unsigned char *bad; /* of every row */
+} nsa__scorer;
+
+/* What the passes of a scorer share: they walk the keys as dense attention does. */
+typedef struct nsa__scorer_pass {
+    nsa__pass keys[NSA__HEADS_AT_ONCE]; /* first, so that nsa__pass_of finds them */
+    const nsa_score *x;
+} nsa__scorer_pass;
+
+static void nsa__scorer_take(nsa__scorer *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group;
+    nsa__walk_take(&f->walk, p, a);
+    f->stride = nsa__ceil_div(nsa_slc_count(p->d, p->d->tokens), NSA__LANES) * NSA__LANES;
+    f->q = nsa__take_reals(a, rows * p->wide);
+    f->s = nsa__take_reals(a, rows * p->tile);
+    f->scores = nsa__take_reals(a, p->task_queries * f->stride);
+    f->bad = (unsigned char *)nsa__take(a, rows, 1);
+}
+
+/* token[i] += weight act(s[i]) */
+NSA__COMPILED static void nsa__scorer_add_head(nsa_real *token, const nsa_real *s, int n,
+                                               nsa_real weight, nsa_score_act act) {
+    if (act == NSA_SCORE_RELU)
+        for (int i = 0; i < n; i++) token[i] += weight * (s[i] > 0 ? s[i] : 0);
+    else
+        for (int i = 0; i < n; i++) token[i] += weight * s[i];
+}
+
+/* Tokens begin .. end - 1 of a tile, which lie in one block, into its score. `bad` marks tokens
+   that are not finite. */
+static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, int end,
+                             uint64_t bad, nsa_score_pool pool) {
+    if (bad & nsa__bits(begin, end)) *score = nsa__nan();
+    if (nsa__score_key(*score) == 0) return; /* one NaN is enough */
+    for (int i = begin; i < end; i++) {
+        if (pool == NSA_POOL_MEAN)
+            *score += token[i];
+        else
+            *score = token[i] > *score ? token[i] : *score;
+    }
+}
+
+/* One query's tokens of one tile into the scores of their blocks. */
+static void nsa__scorer_tile(const nsa__scorer *f, const nsa__pass *p, const nsa_score *x, int a,
+                             int tile) {
+    int query = f->walk.first + a, begin = tile * p->tile, block = p->d->slc_block;
+    int end = (int)nsa__min(begin + (int64_t)p->tile, query + 1);
+    nsa_real token[NSA__TILE] = {0};
+    for (int g = 0; g < p->group; g++) {
+        nsa_real weight = 1;
+        int row = a * p->group + g;
+        if (x->weights.data)
+            nsa__load(&weight, x->weights.dtype, nsa__query_row(p, &f->walk, &x->weights, row), 1);
+        nsa__scorer_add_head(token, f->s + (ptrdiff_t)row * p->tile, p->tile, weight, x->act);
+    }
+    for (int key = begin; key < end;) {
+        int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
+        nsa__scorer_pool(f->scores + a * f->stride + j, token, key - begin, until - begin,
+                         p->bad[tile], x->pool);
+        key = until;
+    }
+}
+
+/* The mean's division; the row of scores out; the list. */
+static void nsa__scorer_end(const nsa__scorer *f, const nsa__pass *p, const nsa_score *x, int a) {
+    const nsa_desc *d = p->d;
+    int query = f->walk.first + a, n = nsa_slc_candidates(d, query), bad = 0;
+    int64_t row = p->seq.row + query - p->seq.first;
+    nsa_real *scores = f->scores + a * f->stride;
+    for (int j = 0; x->pool == NSA_POOL_MEAN && j < n; j++)
+        scores[j] /= (nsa_real)nsa__min(d->slc_block, query + 1 - (int64_t)j * d->slc_block);
+    for (int g = 0; g < p->group; g++) bad |= f->bad[a * p->group + g];
+    if (bad) memset(scores, 0, (size_t)n * sizeof *scores);
+    nsa__store_scores(p, &x->scores, query, scores);
+    nsa__order(scores, n);
+    nsa__rank(scores, query, d, p->tiles,
+              (int32_t *)nsa__row(&x->blocks, p->seq.batch, row, p->kv_head));
+}
+
+static void nsa__scorer_begin(nsa__scorer *f, const nsa__pass *p, const nsa_score *x,
+                              int64_t task) {
+    nsa__walk_begin(&f->walk, p, task);
+    int rows = f->walk.queries * p->group;
+    memset(f->bad, 0, (size_t)rows);
+    nsa__load_queries(p, &f->walk, &x->q, p->d->dim, p->wide, 1, f->q, f->bad);
+    for (int r = 0; x->weights.data && r < rows; r++) {
+        nsa_real weight;
+        nsa__load(&weight, x->weights.dtype, nsa__query_row(p, &f->walk, &x->weights, r), 1);
+        if (!nsa__is_finite((double)weight)) f->bad[r] = 1;
+    }
+    for (int a = 0; a < f->walk.queries; a++)
+        for (int j = 0; j < f->stride; j++)
+            f->scores[a * f->stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
+}
+
+static void nsa__scorer_task(const void *context, int64_t index, void *scratch) {
+    const nsa_score *x = ((const nsa__scorer_pass *)context)->x;
+    const nsa__pass *p = nsa__pass_of(context, &index);
+    nsa__scorer f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__scorer_take(&f, p, &a);
+    nsa__scorer_begin(&f, p, x, index);
+    for (int tile = 0; tile < f.walk.tile_end; tile++) {
+        p->tiles->gemm(f.walk.queries * p->group, p->tile, p->d->dim, f.q, p->wide, 1,
+                       p->k_t + (ptrdiff_t)tile * p->tile * p->d->dim, p->tile, f.s, p->tile, 0,
+                       NULL, NULL);
+        for (int i = 0; i < f.walk.queries; i++) nsa__scorer_tile(&f, p, x, i, tile);
+    }
+    for (int i = 0; i < f.walk.queries; i++) nsa__scorer_end(&f, p, x, i);
+}
+
+static size_t nsa__scorer_plan(nsa__pass *passes, nsa__arena *shared) {
+    nsa__scorer f;
+    nsa__arena scratch = {NULL, 0};
+    for (int i = 0; i < nsa__heads_at_once(passes->d); i++)
+        nsa__pass_take_keys(&passes[i], shared, 0, 0);
+    nsa__scorer_take(&f, passes, &scratch);
+    return scratch.used;
+}
+
+static void nsa__scorer_heads(nsa__pass *passes, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(passes), nsa__scorer_task, passes);
+}
+
+NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
+    nsa__scorer_pass pass;
+    nsa__arena shared = {NULL, 0};
+    if (nsa_desc_check(d) != NSA_OK) return 0;
+    nsa__passes_init(pass.keys, NULL, NULL, d, NSA__DENSE);
+    size_t scratch = nsa__scorer_plan(pass.keys, &shared);
+    return nsa__workspace_bytes(d, shared.used, scratch);
+}
+
+static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
+    if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
+    if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
+    NSA__CHECK(
+        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, NSA__AT_q));
+    NSA__CHECK(nsa__check_view(&x->k, nsa__key_shape(d, d->dim), nsa__floats(), 0, NSA__AT_k));
+    if (x->weights.data)
+        NSA__CHECK(nsa__check_view(&x->weights, nsa__query_shape(d, d->heads, 1), nsa__floats(), 0,
+                                   NSA__AT_weights));
+    NSA__CHECK(nsa__check_scores(&x->scores, d));
+    return nsa__check_view(&x->blocks, nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d)),
+                           NSA__INTS, 1, NSA__AT_blocks);
+}
+
+NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
+                                    size_t bytes) {
+    nsa__scorer_pass pass;
+    nsa__team team;
+    nsa_attend attend;
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__score_check(x, d));
+    memset(&attend, 0, sizeof attend);
+    attend.q = x->q;
+    attend.k = x->k;
+    pass.x = x;
+    nsa__passes_init(pass.keys, &attend, NULL, d, NSA__DENSE);
+    size_t scratch = nsa__scorer_plan(pass.keys, &shared);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
+    nsa__each_heads(pass.keys, &team, nsa__scorer_heads);
+    return NSA_OK;
 }
 
 /* ---- Gate ---------------------------------------------------------------------------------- */
@@ -4113,6 +4613,7 @@ static nsa_attend nsa__chain_attend(const nsa_attention *x, nsa_tensor k, nsa_te
 
 static nsa__chain nsa__chain_of(const nsa_attention *x) {
     nsa__chain c;
+    memset(&c, 0, sizeof c);
     c.cmp = nsa__chain_attend(x, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp);
     c.slc = nsa__chain_attend(x, x->k_slc, x->v_slc, x->out_slc, x->lse_slc);
     c.win = nsa__chain_attend(x, x->k_win, x->v_win, x->out_win, x->lse_win);

@@ -26,7 +26,7 @@ static void test_shared_block(nsa_dtype dtype) {
                                            : 0x1p-21;
     nsa_desc d = desc_of(&g);
     numbers n = numbers_new(&this_branch, &d, dtype, 61);
-    double *dout = copy_numbers(n.dout, n.nout);
+    double *dout = copy_numbers(n.dout, n.nout), *dlse = copy_numbers(n.dlse, n.nlse);
     bits of[3]; /* with dout of the first, of the second, of both */
     check_case("slc, %s, two queries and one block", dtype_name(dtype));
     for (int i = 0; i < 2 * g.T; i++) {
@@ -34,10 +34,11 @@ static void test_shared_block(nsa_dtype dtype) {
         n.blocks[i] = !reads ? -1 : i % 2 ? OWN : BLOCK;
     }
     for (int k = 0; k < 3; k++) {
-        for (size_t i = 0; i < n.nout; i++) {
-            int query = (int)(i / (size_t)(g.H * g.Dv));
+        for (int query = 0; query < g.T; query++) {
             int in = (query == FIRST && k != 1) || (query == SECOND && k != 0);
-            n.dout[i] = in ? dout[i] : 0;
+            for (int i = query * g.H * g.Dv; i < (query + 1) * g.H * g.Dv; i++)
+                n.dout[i] = in ? dout[i] : 0;
+            for (int i = query * g.H; i < (query + 1) * g.H; i++) n.dlse[i] = in ? dlse[i] : 0;
         }
         of[k] = bits_of(&this_branch, &d, &n, dtype, 0);
     }
@@ -61,7 +62,7 @@ static void test_shared_block(nsa_dtype dtype) {
               worst);
     }
     for (int k = 0; k < 3; k++) bits_free(&of[k]);
-    free(dout);
+    free(dout), free(dlse);
     numbers_free(&n);
 }
 

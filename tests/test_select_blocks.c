@@ -3,7 +3,7 @@
    Twin: nsa.h's "Selection". */
 #include "harness/suite.h"
 
-enum { SLOT_Q, SLOT_K, SLOT_LSE, SLOT_BLOCKS };
+enum { SLOT_Q, SLOT_K, SLOT_LSE, SLOT_BLOCKS, SLOT_SCORES };
 
 /* ---- The primitive as a suite ---- */
 
@@ -53,10 +53,14 @@ static void select_reference(const suite *s, const nsa_desc *d, int tokens, ref_
     size_t lists = (size_t)(tokens * d->kv_heads * ref_list_width(&r));
     double *scores = ref_zeros((size_t)(tokens * d->kv_heads * ref_slc_count(&r, tokens)));
     int32_t *blocks = (int32_t *)check_alloc(lists * sizeof *blocks);
-    (void)s, (void)prec, (void)dx;
+    (void)prec, (void)dx;
     ref_scores(&r, x[SLOT_Q], x[SLOT_K], x[SLOT_LSE], scores);
     ref_select(&r, scores, blocks);
     for (size_t i = 0; i < lists; i++) x[SLOT_BLOCKS][i] = blocks[i];
+    for (int row = 0; row < tokens * d->kv_heads && s->slots[SLOT_SCORES].name; row++)
+        for (int j = 0, J = ref_slc_count(&r, tokens); j < s->slots[SLOT_SCORES].width; j++)
+            x[SLOT_SCORES][row * s->slots[SLOT_SCORES].width + j] =
+                j <= row / d->kv_heads / d->slc_block ? scores[row * J + j] : -INFINITY;
     free(scores), free(blocks);
 }
 
@@ -73,6 +77,15 @@ static suite suite_of(const char *name, const nsa_desc *d) {
     slot *blocks = suite_add(&s, "blocks", offsetof(nsa_select, blocks), ROWS_QUERY, d->kv_heads,
                              nsa_block_list_width(d));
     blocks->output = 1, blocks->dtype = NSA_I32;
+    return s;
+}
+
+/* With the view of scores, whose rows are as wide as the longest sequence. */
+static suite suite_with_scores(const char *name, const nsa_desc *d) {
+    suite s = suite_of(name, d);
+    slot *scores = suite_add(&s, "scores", offsetof(nsa_select, scores), ROWS_QUERY, d->kv_heads,
+                             nsa_slc_count(d, d->tokens));
+    scores->output = scores->optional = 1, scores->dtype = NSA_REAL_DTYPE;
     return s;
 }
 
@@ -143,6 +156,19 @@ static void compare_lists(const nsa_desc *d, const values *in, const double *got
     CHECK(ties * 50 <= lists, "%d of %d lists differ by a tie", ties, lists);
 }
 
+/* Scores are f32 sums of probabilities: rounding, whatever the dtype of q and k. */
+static void compare_scores(const instance *p, const values *want) {
+    size_t n = tensor_count(&p->x[SLOT_SCORES]);
+    double *got = ref_zeros(n), *w = copy_numbers(want->x[SLOT_SCORES], n),
+           *b = copy_numbers(want->x[SLOT_SCORES], n);
+    tensor_get(&p->x[SLOT_SCORES], got);
+    plan_zero_outside(&p->d, got, p->x[SLOT_SCORES].heads * p->x[SLOT_SCORES].width);
+    check_empty_rows(got, w, b, n);
+    CHECK_NEAR("scores", got, w, n, (size_t)p->x[SLOT_SCORES].width,
+               allowed_error(1, w, b, n) + 1e-6 * check_norm(w, n) * (NSA_REAL_DTYPE == NSA_F32));
+    free(got), free(w), free(b);
+}
+
 static void test_reference(const geometry *g, const nsa_desc *options, nsa_dtype dtype,
                            uint64_t seed) {
     for (int i = 0; i < COUNT(isas); i++) {
@@ -150,7 +176,7 @@ static void test_reference(const geometry *g, const nsa_desc *options, nsa_dtype
         if (!nsa_isa_available(isas[i])) continue;
         d.isa = isas[i], d.threads = 1 + i % 3;
         if (i % 2) d.first = d.tokens / 3, d.count = (d.tokens + 1) / 2;
-        suite s = suite_of(g->name, &d);
+        suite s = i % 2 ? suite_of(g->name, &d) : suite_with_scores(g->name, &d);
         values in = values_random(&s, &d, dtype, seed), zeros = values_zero(&s, &d);
         values want = values_reference(&s, &d, &in, REF_F64);
         instance p;
@@ -163,6 +189,7 @@ static void test_reference(const geometry *g, const nsa_desc *options, nsa_dtype
         tensor_get(&p.x[SLOT_BLOCKS], got);
         compare_lists(&d, &in, got, want.x[SLOT_BLOCKS], 1);
         free(got);
+        if (!(i % 2)) compare_scores(&p, &want);
         values_free(&in), values_free(&zeros), values_free(&want);
         guards_free();
     }

@@ -19,6 +19,7 @@ typedef struct branch {
 
 typedef struct numbers {
     double *q, *k, *v, *dout;      /* inputs, dense, rounded to the dtype */
+    double *dlse;                  /* the incoming gradient of lse; one problem in three has none */
     int32_t *blocks;               /* slc */
     double *out, *lse;             /* results */
     double *dq, *dk, *dv;          /* gradients */
@@ -41,6 +42,7 @@ static inline numbers numbers_new(const branch *br, const nsa_desc *d, nsa_dtype
     n.k = random_numbers(seed + 1, n.nk, dtype);
     n.v = random_numbers(seed + 2, n.nv, dtype);
     n.dout = random_numbers(seed + 3, n.nout, dtype);
+    n.dlse = seed % 3 ? random_numbers(seed + 5, n.nlse, NSA_REAL_DTYPE) : NULL;
     n.blocks = br->keys == BRANCH_SLC ? random_blocks(d, seed + 4) : NULL;
     n.out = ref_zeros(n.nout), n.lse = ref_zeros(n.nlse);
     n.dq = ref_zeros(n.nq), n.dk = ref_zeros(n.nk), n.dv = ref_zeros(n.nv);
@@ -48,7 +50,7 @@ static inline numbers numbers_new(const branch *br, const nsa_desc *d, nsa_dtype
 }
 
 static inline void numbers_free(numbers *n) {
-    double *all[] = {n->q, n->k, n->v, n->dout, n->out, n->lse, n->dq, n->dk, n->dv};
+    double *all[] = {n->q, n->k, n->v, n->dout, n->dlse, n->out, n->lse, n->dq, n->dk, n->dv};
     for (int i = 0; i < COUNT(all); i++) free(all[i]);
     free(n->blocks);
 }
@@ -60,7 +62,9 @@ static inline numbers numbers_reference(const branch *br, const nsa_desc *d, con
     numbers n = *in;
     int width = nsa_block_list_width(d);
     double *dout = copy_numbers(in->dout, in->nout);
+    double *dlse = in->dlse ? copy_numbers(in->dlse, in->nlse) : NULL;
     plan_zero_outside(d, dout, d->heads * d->dim_v);
+    if (dlse) plan_zero_outside(d, dlse, d->heads);
     n.out = ref_zeros(n.nout), n.lse = ref_zeros(n.nlse);
     n.dq = ref_zeros(n.nq), n.dk = ref_zeros(n.nk), n.dv = ref_zeros(n.nv);
     for (int b = 0; b < p.sequences; b++) {
@@ -89,12 +93,13 @@ static inline numbers numbers_reference(const branch *br, const nsa_desc *d, con
                         in->v + v,
                         n.out + o,
                         n.lse + row * (size_t)d->heads};
-        ref_attend_grad dx = {dout + o, n.dq + q, n.dk + k, n.dv + v};
+        ref_attend_grad dx = {dout + o, n.dq + q, n.dk + k, n.dv + v,
+                              dlse ? dlse + row * (size_t)d->heads : NULL};
         ref_attend_forward(&x);
         ref_attend_backward(&x, &dx);
         free(mask);
     }
-    free(dout);
+    free(dout), free(dlse);
     plan_zero_outside(d, n.out, d->heads * d->dim_v);
     plan_zero_outside(d, n.lse, d->heads);
     return n;
@@ -107,7 +112,7 @@ static inline void numbers_free_results(numbers *n) {
 
 typedef struct problem {
     nsa_desc d;
-    tensor q, k, v, out, lse, blocks, dq, dk, dv, dout;
+    tensor q, k, v, out, lse, blocks, dq, dk, dv, dout, dlse;
     nsa_attend x, dx; /* views that start at row d.first */
 } problem;
 
@@ -129,6 +134,11 @@ static inline problem problem_new(const branch *br, const nsa_desc *d, const num
     p.dk = tensor_of("dx.k", LAYOUT_OF(3), grad, d, cmp, d->kv_heads, d->dim, 7);
     p.dv = tensor_of("dx.v", LAYOUT_OF(0), grad, d, cmp, d->kv_heads, d->dim_v, 1);
     p.dout = tensor_of("dx.out", LAYOUT_OF(1), dtype, d, 0, d->heads, d->dim_v, 3);
+    if (n->dlse) {
+        p.dlse = tensor_of("dx.lse", LAYOUT_OF(2), NSA_REAL_DTYPE, d, 0, d->heads, 1, 1);
+        tensor_put(&p.dlse, n->dlse);
+        p.dx.lse = view_from(p.dlse.view, 0, d->first, 0);
+    }
     tensor_put(&p.q, n->q), tensor_put(&p.k, n->k), tensor_put(&p.v, n->v),
         tensor_put(&p.dout, n->dout);
     tensor_put(&p.dq, start), tensor_put(&p.dk, start), tensor_put(&p.dv, start);

@@ -244,6 +244,7 @@ static inline numbers numbers_of_sequence(const branch *br, const nsa_desc *d, c
            keys = (size_t)((cmp ? ref_cmp_count(&r, tokens) : tokens) * d->kv_heads);
     size_t key = (size_t)((cmp ? p.cmp_row[b] : p.row[b]) * d->kv_heads);
     one.q += row * (size_t)d->dim, one.dout += row * (size_t)d->dim_v;
+    if (n->dlse) one.dlse += row;
     one.k += key * (size_t)d->dim, one.v += key * (size_t)d->dim_v;
     if (n->blocks) one.blocks += p.row[b] * d->kv_heads * width;
     one.nlse = (size_t)(tokens * d->heads), one.nq = one.nlse * (size_t)d->dim,
@@ -293,6 +294,7 @@ static inline void test_slices(const branch *br, const geometry *g, nsa_dtype dt
         s.x.q = view_from(x.q, 0, cut[i], 0), s.x.blocks = view_from(x.blocks, 0, cut[i], 0);
         s.x.out = view_from(x.out, 0, cut[i], 0), s.x.lse = view_from(x.lse, 0, cut[i], 0);
         s.dx.q = view_from(dx.q, 0, cut[i], 0), s.dx.out = view_from(dx.out, 0, cut[i], 0);
+        s.dx.lse = view_from(dx.lse, 0, cut[i], 0);
         s.dx.k.data = s.dx.v.data = NULL;
         check_case("%s, %s, %s, rows %d + %d", br->name, g->name, dtype_name(dtype), s.d.first,
                    s.d.count);
@@ -306,6 +308,7 @@ static inline void test_slices(const branch *br, const geometry *g, nsa_dtype dt
         s.x.k = view_from(x.k, 0, 0, hk), s.x.v = view_from(x.v, 0, 0, hk);
         s.dx = dx, s.dx.q.data = NULL, s.dx.out = view_from(dx.out, 0, 0, hk * G);
         s.dx.k = view_from(dx.k, 0, 0, hk), s.dx.v = view_from(dx.v, 0, 0, hk);
+        s.dx.lse = view_from(dx.lse, 0, 0, hk * G);
         check_case("%s, %s, %s, kv head %d", br->name, g->name, dtype_name(dtype), hk);
         nsa_status status = run_backward(br, &s);
         CHECK_OK("backward", status);
@@ -329,6 +332,10 @@ static inline double loss(const branch *br, const problem *p, const numbers *n, 
     tensor_get(&p->out, out);
     plan_zero_outside(&p->d, out, p->d.heads * p->d.dim_v);
     for (size_t i = 0; i < n->nout; i++) sum += out[i] * n->dout[i];
+    tensor_get(&p->lse, out);
+    plan_zero_outside(&p->d, out, p->d.heads);
+    for (size_t i = 0; n->dlse && i < n->nlse; i++) /* a query without keys has lse -inf */
+        if (!isinf(out[i])) sum += out[i] * n->dlse[i];
     free(out);
     return sum;
 }
@@ -375,7 +382,7 @@ static inline void test_gradcheck(const branch *br, const geometry *g) {
 
 /* ---- Question 5: causality ---- */
 
-/* Everything after token t changed: q, k, v, dout, block lists. */
+/* Everything after token t changed: q, k, v, dout, dlse, block lists. */
 static inline numbers numbers_changed_after(const branch *br, const nsa_desc *d, const numbers *n,
                                             int t, nsa_dtype dtype) {
     numbers m = *n, other = numbers_new(br, d, dtype, 99);
@@ -384,6 +391,8 @@ static inline numbers numbers_changed_after(const branch *br, const nsa_desc *d,
     size_t key = (size_t)((br->keys == BRANCH_CMP ? nsa_cmp_visible(d, t) : t + 1) * d->kv_heads);
     m.q = copy_numbers(n->q, n->nq), m.dout = copy_numbers(n->dout, n->nout);
     m.k = copy_numbers(n->k, n->nk), m.v = copy_numbers(n->v, n->nv);
+    m.dlse = n->dlse ? copy_numbers(n->dlse, n->nlse) : NULL;
+    for (size_t i = row; n->dlse && i < n->nlse; i++) m.dlse[i] = -2 * n->dlse[i];
     memcpy(m.q + row * (size_t)d->dim, other.q + row * (size_t)d->dim,
            (n->nq - row * (size_t)d->dim) * 8);
     memcpy(m.dout + row * (size_t)d->dim_v, other.dout + row * (size_t)d->dim_v,
@@ -416,7 +425,7 @@ static inline void test_causal(const branch *br, const geometry *g, nsa_dtype dt
         bits changed = bits_of(br, &d, &m, dtype, 0);
         for (int k = 0; k < 3; k++) same_rows(&all, &changed, k, g->T, 0, t + 1);
         bits_free(&changed);
-        free(m.q), free(m.k), free(m.v), free(m.dout), free(m.blocks);
+        free(m.q), free(m.k), free(m.v), free(m.dout), free(m.dlse), free(m.blocks);
 
         nsa_desc cut = d;
         cut.tokens = cut.count = t + 1;
@@ -469,7 +478,7 @@ typedef struct reach {
     unsigned char *queries, *keys;
 } reach;
 
-enum { BAD_Q, BAD_K, BAD_V, BAD_DOUT };
+enum { BAD_Q, BAD_K, BAD_V, BAD_DOUT, BAD_DLSE };
 
 static inline reach reach_of(const branch *br, const nsa_desc *d, const numbers *n, int input,
                              int row, int head) {
@@ -480,7 +489,7 @@ static inline reach reach_of(const branch *br, const nsa_desc *d, const numbers 
     for (int t = 0; t < d->tokens; t++)
         for (int h = 0; h < d->heads; h++) {
             const unsigned char *sees = mask + (size_t)(t * d->kv_heads + h / G) * (size_t)keys;
-            int by_query = input == BAD_Q || input == BAD_DOUT;
+            int by_query = input == BAD_Q || input >= BAD_DOUT;
             int reads = by_query ? t == row && h == head : h / G == head && sees[row];
             int any = 0;
             for (int s = 0; s < keys; s++) any |= sees[s];
@@ -493,28 +502,28 @@ static inline reach reach_of(const branch *br, const nsa_desc *d, const numbers 
     return r;
 }
 
-/* One bad value in one row of q, k, v or dout: not finite, or so large that products with it
+/* One bad value in one row of q, k, v, dout or dlse: not finite, or so large that products with it
    overflow, also those with what the mask hides. */
 static inline void test_bad_value(const branch *br, const geometry *g, nsa_dtype dtype, int input,
                                   double value) {
-    static const char *const names[] = {"q", "k", "v", "dout"};
+    static const char *const names[] = {"q", "k", "v", "dout", "dlse"};
     nsa_desc d = desc_of(g);
     numbers n = numbers_new(br, &d, dtype, 31);
     int keys = br->keys == BRANCH_CMP ? nsa_cmp_count(&d, g->T) : g->T;
-    int by_query = input == BAD_Q || input == BAD_DOUT;
+    int by_query = input == BAD_Q || input >= BAD_DOUT;
     /* an infinity where a query sees one key: its one score may be -inf, which is no empty row */
     int alone = br->keys == BRANCH_CMP ? g->l - 1 : 0;
     int row = input == BAD_Q && isinf(value) ? alone : (by_query ? g->T : keys) / 3;
     int heads = by_query ? d.heads : d.kv_heads, head = heads - 1;
-    double *into[] = {n.q, n.k, n.v, n.dout};
-    int width = input == BAD_V || input == BAD_DOUT ? d.dim_v : d.dim;
+    double *into[] = {n.q, n.k, n.v, n.dout, n.dlse};
+    int width = input == BAD_DLSE ? 1 : input == BAD_V || input == BAD_DOUT ? d.dim_v : d.dim;
     const int nan = !isfinite(value);
     check_case("%s, %s, %s, %g in %s", br->name, g->name, dtype_name(dtype), value, names[input]);
     reach r = reach_of(br, &d, &n, input, row, head);
     bits clean = bits_of(br, &d, &n, dtype, 1);
     into[input][(row * heads + head) * width + width / 2] = value;
     bits bad = bits_of(br, &d, &n, dtype, 1);
-    if (input == BAD_DOUT)
+    if (input >= BAD_DOUT)
         CHECK_BITS("out", bad.of[0], clean.of[0], clean.bytes[0], 1);
     else
         check_reach("out", r.queries, g->T * d.heads, clean.of[0], bad.of[0], dtype, d.dim_v, nan);
@@ -533,7 +542,7 @@ static inline void test_bad_values(const branch *br, const geometry *g, nsa_dtyp
     static const double values[] = {NAN, INFINITY, -INFINITY};
     nsa_desc d = desc_of(g);
     if (d.begins || d.batch != 1 || !nsa_cmp_count(&d, g->T)) return;
-    for (int input = BAD_Q; input <= BAD_DOUT; input++)
+    for (int input = BAD_Q; input <= BAD_DLSE; input++)
         for (int i = 0; i < (is_heavy(g) ? 1 : COUNT(values)); i++)
             test_bad_value(br, g, dtype, input, values[i]);
 }
@@ -545,7 +554,7 @@ static inline void test_overflow(const branch *br) {
     static const geometry g = {"products that overflow behind the mask",
                                1, 70, 2, 1, 16, 16, 8, 4, 16, 2, 1, 1, 20, 0, NULL};
     /* clang-format on */
-    for (int input = BAD_Q; input <= BAD_DOUT; input++)
+    for (int input = BAD_Q; input <= BAD_DLSE; input++)
         for (int k = 0; k < 2; k++)
             test_bad_value(br, &g, dtypes[k], input, dtypes[k] == NSA_F64 ? 1.7e308 : 3e38);
 }

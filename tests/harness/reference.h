@@ -175,6 +175,7 @@ typedef struct ref_attend {
 typedef struct ref_attend_grad {
     const double *out; /* in: the gradient of out */
     double *q, *k, *v; /* added to */
+    const double *lse; /* in: the gradient of lse, or NULL */
 } ref_attend_grad;
 
 static inline double ref_dot(ref_prec prec, const double *a, const double *b, int n) {
@@ -255,13 +256,14 @@ static inline void ref_attend_forward(const ref_attend *x) {
 
 /* One query of one head: P = softmax, dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ =
    scale dS K, dK = scale dS^T Q. The plain algorithm takes rowsum(P dP) as dO . O, which is the
-   same sum. */
+   same sum. lse has P as its derivative, so that dS gains P dlse. */
 static inline void ref_attend_backward_row(const ref_attend *x, const ref_attend_grad *dx, int t,
                                            int h, double *p) {
     ref_rows r = ref_rows_of(x, t, h);
     const double *dout = dx->out + r.query * (size_t)x->dim_v;
     double *dq = dx->q + r.query * (size_t)x->dim;
     ref_softmax_row(x, &r, p);
+    double dlse = dx->lse ? dx->lse[r.query] : 0;
     for (int s = 0; s < x->keys && isnan(x->lse[r.query]); s++) p[s] = NAN;
     double delta = ref_dot(x->prec, dout, x->out + r.query * (size_t)x->dim_v, x->dim_v);
     for (int s = 0; s < x->keys; s++) {
@@ -270,7 +272,7 @@ static inline void ref_attend_backward_row(const ref_attend *x, const ref_attend
         size_t row = (size_t)s * (size_t)x->kv_heads + r.head;
         double *dk = dx->k + row * (size_t)x->dim, *dv = dx->v + row * (size_t)x->dim_v;
         double dp = ref_dot(x->prec, dout, ref_value(x, &r, s), x->dim_v);
-        double ds = ref_store(x->prec, ref_sum(x->prec, p[s] * (dp - delta)));
+        double ds = ref_store(x->prec, ref_sum(x->prec, p[s] * (dp - delta + dlse)));
         ref_add(x->prec, dv, ref_store(x->prec, p[s]), dout, x->dim_v);
         ref_add(x->prec, dq, x->scale * ds, k, x->dim);
         ref_add(x->prec, dk, x->scale * ds, r.q, x->dim);
@@ -287,6 +289,67 @@ static inline void ref_attend_backward(const ref_attend *x, const ref_attend_gra
     ref_store_all(x->prec, dx->k, keys * (size_t)x->dim);
     ref_store_all(x->prec, dx->v, keys * (size_t)x->dim_v);
     free(p);
+}
+
+/* ---- Merge: two softmaxes over disjoint keys as one ---- */
+
+typedef struct ref_merge {
+    ref_prec prec;
+    int rows, dim_v;
+    const double *out[2], *lse[2]; /* [rows][Dv], [rows]; rows are (t, h) */
+    double *merged, *merged_lse;
+} ref_merge;
+
+typedef struct ref_merge_grad {
+    const double *merged, *merged_lse; /* in */
+    double *out[2], *lse[2];           /* added to */
+} ref_merge_grad;
+
+/* Shares of the parts: exp(lse) of each over the sum of both. */
+static inline double ref_merge_shares(const ref_merge *x, int r, double share[2]) {
+    double largest = fmax(x->lse[0][r], x->lse[1][r]), sum = 0;
+    if (isnan(x->lse[0][r] + x->lse[1][r]) && isnan(largest)) largest = NAN;
+    for (int i = 0; i < 2; i++) share[i] = 0;
+    if (largest == -INFINITY) return -INFINITY;
+    for (int i = 0; i < 2; i++) sum += share[i] = exp(x->lse[i][r] - largest);
+    for (int i = 0; i < 2; i++) share[i] /= sum;
+    return largest + log(sum);
+}
+
+static inline void ref_merge_forward(const ref_merge *x) {
+    for (int r = 0; r < x->rows; r++) {
+        double share[2];
+        x->merged_lse[r] = ref_sum(x->prec, ref_merge_shares(x, r, share));
+        for (int c = 0; c < x->dim_v; c++) {
+            size_t at = (size_t)r * (size_t)x->dim_v + (size_t)c;
+            double sum = 0;
+            for (int i = 0; i < 2; i++)
+                if (share[i] != 0) sum += ref_sum(x->prec, share[i]) * x->out[i][at];
+            x->merged[at] = ref_store(x->prec, sum);
+        }
+    }
+}
+
+/* The Jacobian of the softmax over two numbers, share[i] (1 if i is j, else 0 - share[j]), written
+   out for every pair. */
+static inline void ref_merge_backward(const ref_merge *x, const ref_merge_grad *dx) {
+    for (int r = 0; r < x->rows; r++) {
+        double share[2], along[2] = {0, 0};
+        ref_merge_shares(x, r, share);
+        for (int i = 0; i < 2; i++)
+            for (int c = 0; c < x->dim_v && share[i] != 0; c++) {
+                size_t at = (size_t)r * (size_t)x->dim_v + (size_t)c;
+                along[i] = ref_sum(x->prec, along[i] + dx->merged[at] * x->out[i][at]);
+                dx->out[i][at] += ref_store(x->prec, share[i] * dx->merged[at]);
+            }
+        for (int i = 0; i < 2; i++) {
+            if (share[i] == 0) continue;
+            double sum = share[i] * dx->merged_lse[r];
+            for (int j = 0; j < 2; j++)
+                if (share[j] != 0) sum += along[j] * share[j] * ((i == j ? 1 : 0) - share[i]);
+            dx->lse[i][r] += ref_sum(x->prec, sum);
+        }
+    }
 }
 
 /* ---- Selection ---- */
@@ -369,6 +432,43 @@ static inline void ref_select(const ref_desc *d, const double *scores, int32_t *
     for (int t = 0, row = 0; t < d->tokens; t++)
         for (int hk = 0; hk < d->kv_heads; hk++, row++)
             ref_rank(d, t, scores + (size_t)row * (size_t)J, blocks + (size_t)row * (size_t)width);
+}
+
+/* ---- Scores that are no attention ---- */
+
+typedef struct ref_scorer {
+    ref_prec prec;
+    int relu, mean;        /* of a product; over a block's tokens (else their maximum) */
+    const double *q, *k;   /* [T][H][D], [T][Hk][D] */
+    const double *weights; /* [T][H], or NULL: 1 */
+} ref_scorer;
+
+/* scores[T][Hk][J], J blocks of T tokens: for every token that t sees the weighted sum over the
+   heads of a group; then over the tokens of a block that t sees. -inf where t sees none. */
+static inline void ref_token_scores(const ref_desc *d, const ref_scorer *x, double *scores) {
+    int J = ref_slc_count(d, d->tokens), G = d->heads / d->kv_heads;
+    for (int row = 0; row < d->tokens * d->kv_heads; row++) {
+        int t = row / d->kv_heads, hk = row % d->kv_heads;
+        double *of_block = scores + (size_t)row * (size_t)J;
+        for (int j = 0; j < J; j++) {
+            double sum = 0, largest = -INFINITY;
+            int n = 0;
+            for (int s = j * d->slc_block; s < (j + 1) * d->slc_block && s <= t; s++, n++) {
+                double token = 0;
+                for (int h = hk * G; h < (hk + 1) * G; h++) {
+                    size_t query = (size_t)(t * d->heads + h);
+                    double dot =
+                        ref_dot(x->prec, x->q + query * (size_t)d->dim,
+                                x->k + (size_t)(s * d->kv_heads + hk) * (size_t)d->dim, d->dim);
+                    if (x->relu && dot < 0) dot = 0;
+                    token = ref_sum(x->prec, token + (x->weights ? x->weights[query] : 1) * dot);
+                }
+                sum = ref_sum(x->prec, sum + token);
+                if (token > largest) largest = token;
+            }
+            of_block[j] = !n ? -INFINITY : x->mean ? ref_sum(x->prec, sum / n) : largest;
+        }
+    }
 }
 
 /* ---- RoPE ---- */
@@ -788,7 +888,7 @@ static inline void ref_attention_backward(const ref_attention *x, const ref_desc
     ref_gate_backward(&g, &dg);
     for (int branch = 0; branch < 3; branch++) {
         ref_attend a = ref_attention_branch(x, d, branch);
-        ref_attend_grad da = {dbranch[branch], dx->q, dk[branch], dv[branch]};
+        ref_attend_grad da = {dbranch[branch], dx->q, dk[branch], dv[branch], NULL};
         ref_attend_backward(&a, &da);
         free((void *)a.mask);
     }

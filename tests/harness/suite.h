@@ -22,14 +22,15 @@ typedef struct slot {
     size_t at;        /* offset of the nsa_tensor */
     slot_rows rows;
     int parameter_rows, heads, width;
-    int output;   /* forward writes it */
-    int gradient; /* it has one */
-    int optional; /* NULL is allowed */
-    int dtype;    /* DTYPE_UNDER_TEST, or the only one allowed */
-    int shared;   /* head stride 0: `heads` is 1, the library sees it under every head */
-    int unread;   /* backward does not read it */
-    int no_heads; /* its head stride is not used */
-    int steers;   /* a NaN in it changes which rows others read: suite_nan leaves it out */
+    int output;            /* forward writes it */
+    int gradient;          /* it has one */
+    int optional;          /* NULL is allowed */
+    int gradient_optional; /* an output's incoming gradient may be NULL */
+    int dtype;             /* DTYPE_UNDER_TEST, or the only one allowed */
+    int shared;            /* head stride 0: `heads` is 1, the library sees it under every head */
+    int unread;            /* backward does not read it */
+    int no_heads;          /* its head stride is not used */
+    int steers;            /* a NaN in it changes which rows others read: suite_nan leaves it out */
 } slot;
 
 typedef struct suite suite;
@@ -73,6 +74,12 @@ static inline nsa_tensor *slot_view(const slot *t, void *x) {
 
 static inline nsa_dtype slot_dtype(const slot *t, nsa_dtype under_test) {
     return t->dtype == DTYPE_UNDER_TEST ? under_test : (nsa_dtype)t->dtype;
+}
+
+/* Of the slot's gradient, where those of inputs are asked for in `grad`: a tensor of one dtype has a
+   gradient of that. */
+static inline nsa_dtype slot_gradient_dtype(const slot *t, nsa_dtype under_test, nsa_dtype grad) {
+    return t->output || t->dtype != DTYPE_UNDER_TEST ? slot_dtype(t, under_test) : grad;
 }
 
 /* Rows of the slot's dense array, and where those of sequence b begin. */
@@ -204,7 +211,7 @@ static inline void instance_new(instance *p, const suite *s, const nsa_desc *d, 
         *x = view_from(p->x[i].view, 0, first, 0);
         if (t->shared) x->head = 0;
         if (!t->gradient) continue;
-        nsa_dtype type = t->output ? slot_dtype(t, dtype) : grad;
+        nsa_dtype type = slot_gradient_dtype(t, dtype, grad);
         p->dx[i] = slot_tensor(t, (layout)((form + i + 1) % LAYOUTS), type, d, (size_t)i % 5);
         tensor_put(&p->dx[i], t->output ? v->dx[i] : start->x[i]);
         *dx = view_from(p->dx[i].view, 0, first, 0);
@@ -305,7 +312,8 @@ static inline void suite_compare_all(const instance *p, const values *want, cons
         double *w = copy_numbers(want->dx[i], n), *b = copy_numbers(plain->dx[i], n);
         for (size_t j = 0; j < n; j++) {
             w[j] += start->x[i][j];
-            b[j] = ref_store(dtype_prec(grad), b[j] + start->x[i][j]);
+            nsa_dtype type = slot_gradient_dtype(t, grad, grad);
+            b[j] = ref_store(dtype_prec(type), b[j] + start->x[i][j]);
         }
         snprintf(name, sizeof name, "dx.%s", t->name);
         suite_compare(name, &p->dx[i], &p->d, query, w, b, 3);
@@ -730,9 +738,12 @@ static inline void suite_refusals(const suite *s, const nsa_desc *d) {
         refuse_tensor(&b.forward, &x);
         if (!t->gradient || !s->backward) continue;
         snprintf(name, sizeof name, "dx.%s", t->name);
-        refused_tensor dx = {name,      slot_view(t, instance_dx(&b.p)),
-                             t->output, !t->output && !t->shared,
-                             wrong,     t->no_heads,
+        refused_tensor dx = {name,
+                             slot_view(t, instance_dx(&b.p)),
+                             t->output && !t->gradient_optional,
+                             !t->output && !t->shared,
+                             wrong,
+                             t->no_heads,
                              one_row};
         refuse_tensor(&b.backward, &dx);
         x.output = 0;

@@ -1,0 +1,213 @@
+/* test_merge.c - attention over two sets of keys made one.
+   Twin: nsa.h's "Merge". */
+#include "harness/suite.h"
+
+typedef struct merge_case {
+    const char *name, *shape;
+    double apart; /* what lse is multiplied by */
+    int full;     /* every row has the keys of one part at least: finite differences need that */
+} merge_case;
+
+static const merge_case merge_cases[] = {
+    {"two sequences", "small", 1, 0},      {"grouped heads", "G 6, D 80", 1, 0},
+    {"lse far apart", "G 2, D 24", 60, 0}, {"Dv 2", "D 1 / 2", 1, 0},
+    {"varlen", "varlen empty", 1, 0},      {"varlen, far apart", "varlen four", 60, 0},
+};
+
+enum { SLOT_OUT_A, SLOT_OUT_B, SLOT_LSE_A, SLOT_LSE_B, SLOT_OUT, SLOT_LSE };
+
+static nsa_status merge_forward(const void *x, const nsa_desc *d, void *work, size_t bytes) {
+    (void)work, (void)bytes;
+    return nsa_merge_forward((const nsa_merge *)x, d);
+}
+
+static nsa_status merge_backward(const void *dx, const void *x, const nsa_desc *d, void *work,
+                                 size_t bytes) {
+    (void)work, (void)bytes;
+    return nsa_merge_backward((const nsa_merge *)dx, (const nsa_merge *)x, d);
+}
+
+static void merge_reference(const suite *s, const nsa_desc *d, int tokens, ref_prec prec,
+                            double **x, double **dx) {
+    ref_merge m = {prec,
+                   tokens * d->heads,
+                   d->dim_v,
+                   {x[SLOT_OUT_A], x[SLOT_OUT_B]},
+                   {x[SLOT_LSE_A], x[SLOT_LSE_B]},
+                   x[SLOT_OUT],
+                   x[SLOT_LSE]};
+    ref_merge_grad dm = {dx[SLOT_OUT],
+                         dx[SLOT_LSE],
+                         {dx[SLOT_OUT_A], dx[SLOT_OUT_B]},
+                         {dx[SLOT_LSE_A], dx[SLOT_LSE_B]}};
+    (void)s;
+    ref_merge_forward(&m);
+    ref_merge_backward(&m, &dm);
+}
+
+/* One row in five lacks the keys of one part, one in twenty-five those of both; such a part's out
+   is 0, as the attentions write it. */
+static void some_without_keys(const suite *s, const nsa_desc *d, double **x) {
+    const merge_case *c = (const merge_case *)s->options;
+    plan p = plan_of(d);
+    for (int r = 0; r < p.rows * d->heads; r++)
+        for (int part = 0; part < 2; part++) {
+            double *lse = &x[SLOT_LSE_A + part][r];
+            *lse = ref_store(REF_F32, *lse * c->apart);
+            if (check_below(5, 900 + (uint64_t)part, (uint64_t)r)) continue;
+            if (c->full && part && x[SLOT_LSE_A][r] == -INFINITY) continue;
+            *lse = -INFINITY;
+            for (int i = 0; i < d->dim_v; i++) x[SLOT_OUT_A + part][r * d->dim_v + i] = 0;
+        }
+}
+
+static suite suite_of(const merge_case *c, const nsa_desc *d) {
+    suite s;
+    memset(&s, 0, sizeof s);
+    s.name = c->name, s.struct_size = sizeof(nsa_merge), s.options = c;
+    s.forward = merge_forward, s.backward = merge_backward, s.reference = merge_reference;
+    s.prepare = some_without_keys;
+    const struct {
+        const char *name;
+        size_t at;
+        int width, output;
+    } slots[] = {
+        {"out_a", offsetof(nsa_merge, out_a), d->dim_v, 0},
+        {"out_b", offsetof(nsa_merge, out_b), d->dim_v, 0},
+        {"lse_a", offsetof(nsa_merge, lse_a), 1, 0},
+        {"lse_b", offsetof(nsa_merge, lse_b), 1, 0},
+        {"out", offsetof(nsa_merge, out), d->dim_v, 1},
+        {"lse", offsetof(nsa_merge, lse), 1, 1},
+    };
+    for (int i = 0; i < COUNT(slots); i++) {
+        slot *t = suite_add(&s, slots[i].name, slots[i].at, ROWS_QUERY, d->heads, slots[i].width);
+        t->gradient = 1, t->output = slots[i].output;
+        if (slots[i].width == 1 && i != SLOT_OUT_A && i != SLOT_OUT_B && i != SLOT_OUT)
+            t->dtype = NSA_REAL_DTYPE;
+    }
+    s.slots[SLOT_LSE].gradient_optional = 1;
+    return s;
+}
+
+/* What an attention over both sets of keys gives: slc over the lists' blocks, merged with itself
+   over the other blocks, is dense causal attention, with its gradients. */
+static void merge_is_one_softmax(void) {
+    enum { T = 96, H = 4, D = 16, BLOCK = 16, BLOCKS = T / BLOCK };
+    nsa_desc d = nsa_desc_default(1, T, H, 2, D);
+    d.cmp_block = 16, d.cmp_stride = 16, d.slc_block = BLOCK, d.slc_count = BLOCKS;
+    static nsa_real q[T * H * D], k[T * 2 * D], v[T * 2 * D], dout[T * H * D], dlse[T * H];
+    static nsa_real out[4][T * H * D], lse[4][T * H]; /* two parts, merged, dense */
+    static nsa_real dq[2][T * H * D], dk[2][T * 2 * D], dv[2][T * 2 * D];
+    static nsa_real dpart[2][T * H * D], dlse_part[2][T * H];
+    static int32_t lists[2][T * 2 * BLOCKS];
+    const nsa_dtype real = NSA_REAL_DTYPE;
+    for (int i = 0; i < T * H * D; i++) {
+        q[i] = (nsa_real)check_normal(1, (uint64_t)i);
+        dout[i] = (nsa_real)check_normal(2, (uint64_t)i);
+    }
+    for (int i = 0; i < T * 2 * D; i++) {
+        k[i] = (nsa_real)check_normal(3, (uint64_t)i);
+        v[i] = (nsa_real)check_normal(4, (uint64_t)i);
+    }
+    for (int i = 0; i < T * H; i++) dlse[i] = (nsa_real)check_normal(5, (uint64_t)i);
+    memset(lists, 0xff, sizeof lists);
+    for (int row = 0; row < T * 2; row++)
+        for (int j = 0, n[2] = {0, 0}; j <= row / 2 / BLOCK; j++) {
+            int part = check_below(2, 6, (uint64_t)(row * BLOCKS + j));
+            lists[part][row * BLOCKS + n[part]++] = j;
+        }
+    memset(dq, 0, sizeof dq), memset(dk, 0, sizeof dk), memset(dv, 0, sizeof dv);
+    memset(dpart, 0, sizeof dpart), memset(dlse_part, 0, sizeof dlse_part);
+    size_t bytes = nsa_attend_slc_backward_workspace_size(&d);
+    size_t others[] = {nsa_attend_slc_forward_workspace_size(&d),
+                       nsa_attend_dense_forward_workspace_size(&d),
+                       nsa_attend_dense_backward_workspace_size(&d)};
+    for (int i = 0; i < COUNT(others); i++) bytes = bytes > others[i] ? bytes : others[i];
+    void *work = check_alloc(bytes);
+    nsa_attend x[3], dx[3];
+    memset(x, 0, sizeof x), memset(dx, 0, sizeof dx);
+    for (int i = 0; i < 3; i++) { /* the parts, then dense */
+        x[i].q = nsa_tensor_bthd(q, real, T, H, D), x[i].k = nsa_tensor_bthd(k, real, T, 2, D);
+        x[i].v = nsa_tensor_bthd(v, real, T, 2, D);
+        x[i].out = nsa_tensor_bthd(out[i == 2 ? 3 : i], real, T, H, D);
+        x[i].lse = nsa_tensor_bthd(lse[i == 2 ? 3 : i], real, T, H, 1);
+        if (i < 2) x[i].blocks = nsa_tensor_bthd(lists[i], NSA_I32, T, 2, BLOCKS);
+        dx[i].q = nsa_tensor_bthd(dq[i == 2], real, T, H, D);
+        dx[i].k = nsa_tensor_bthd(dk[i == 2], real, T, 2, D);
+        dx[i].v = nsa_tensor_bthd(dv[i == 2], real, T, 2, D);
+        dx[i].out = nsa_tensor_bthd(i == 2 ? dout : dpart[i], real, T, H, D);
+        dx[i].lse = nsa_tensor_bthd(i == 2 ? dlse : dlse_part[i], real, T, H, 1);
+    }
+    nsa_merge m, dm;
+    memset(&m, 0, sizeof m), memset(&dm, 0, sizeof dm);
+    m.out_a = x[0].out, m.lse_a = x[0].lse, m.out_b = x[1].out, m.lse_b = x[1].lse;
+    m.out = nsa_tensor_bthd(out[2], real, T, H, D), m.lse = nsa_tensor_bthd(lse[2], real, T, H, 1);
+    dm.out_a = dx[0].out, dm.out_b = dx[1].out, dm.lse_a = dx[0].lse, dm.lse_b = dx[1].lse;
+    dm.out = dx[2].out, dm.lse = dx[2].lse;
+    check_case("one softmax over slc of two disjoint lists");
+    nsa_status status[8] = {NSA_OK};
+    for (int i = 0; i < 2; i++) status[i] = nsa_attend_slc_forward(&x[i], &d, work, bytes);
+    status[2] = nsa_merge_forward(&m, &d);
+    status[3] = nsa_merge_backward(&dm, &m, &d);
+    for (int i = 0; i < 2; i++)
+        status[4 + i] = nsa_attend_slc_backward(&dx[i], &x[i], &d, work, bytes);
+    status[6] = nsa_attend_dense_forward(&x[2], &d, work, bytes);
+    status[7] = nsa_attend_dense_backward(&dx[2], &x[2], &d, work, bytes);
+    for (int i = 0; i < COUNT(status); i++) CHECK_OK("a call", status[i]);
+    const struct {
+        const char *name;
+        const nsa_real *got, *want;
+        int n, width;
+    } pairs[] = {{"out", out[2], out[3], T * H * D, D},
+                 {"lse", lse[2], lse[3], T * H, 1},
+                 {"dq", dq[0], dq[1], T * H * D, D},
+                 {"dk", dk[0], dk[1], T * 2 * D, D},
+                 {"dv", dv[0], dv[1], T * 2 * D, D}};
+    for (int i = 0; i < COUNT(pairs); i++) {
+        double *got = ref_zeros((size_t)pairs[i].n), *want = ref_zeros((size_t)pairs[i].n);
+        for (int j = 0; j < pairs[i].n; j++)
+            got[j] = (double)pairs[i].got[j], want[j] = (double)pairs[i].want[j];
+        double allowed = (real == NSA_F64 ? 1e-13 : 2e-6) * check_norm(want, (size_t)pairs[i].n);
+        CHECK_NEAR(pairs[i].name, got, want, (size_t)pairs[i].n, (size_t)pairs[i].width, allowed);
+        free(got), free(want);
+    }
+    free(work);
+}
+
+/* dx filled by copying x holds forward's lse where the incoming gradient goes. */
+static void copied_struct_is_refused(const suite *s, const nsa_desc *d) {
+    spoiled b;
+    spoiled_new(&b, s, d);
+    nsa_merge *x = (nsa_merge *)instance_x(&b.p), *dx = (nsa_merge *)instance_dx(&b.p);
+    dx->lse = x->lse;
+    refused(&b.backward, "dx.lse is x.lse", NSA_ERROR_SHARED, "dx.lse");
+    guards_free();
+}
+
+int main(int argc, char **argv) {
+    int step = asked_step(argc, argv, CHECKS_CUDA ? 1 : 2, 4);
+    for (int i = 0; i < COUNT(merge_cases); i += step) {
+        nsa_desc d = desc_of(shape(merge_cases[i].shape));
+        suite s = suite_of(&merge_cases[i], &d);
+        for (int k = 0; k < COUNT(dtypes) && !suite_refused(&s, &d, NULL); k++) {
+            suite_reference(&s, &d, dtypes[k], (uint64_t)(10 * i + k));
+            if ((i / step + k) % COUNT(dtypes)) continue; /* these in one dtype a case */
+            suite_bit_tests(&s, &d, dtypes[k]);
+            suite_nan(&s, &d, dtypes[k]);
+        }
+    }
+#ifdef CHECK_F64
+    for (int i = 0; i < COUNT(tiny_geometries); i++) {
+        merge_case c = {tiny_geometries[i].name, NULL, 1, 1};
+        nsa_desc d = desc_of(&tiny_geometries[i]);
+        suite s = suite_of(&c, &d);
+        suite_gradcheck(&s, &d);
+    }
+#endif
+    nsa_desc d = desc_of(shape(merge_cases[0].shape));
+    suite s = suite_of(&merge_cases[0], &d);
+    suite_refusals(&s, &d);
+    copied_struct_is_refused(&s, &d);
+    merge_is_one_softmax();
+    return check_done("test_merge");
+}

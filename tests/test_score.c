@@ -1,0 +1,243 @@
+/* test_score.c - blocks chosen by scores that are no attention: sums over heads of weighted
+   products.
+   Twin: nsa.h's "Selection", nsa_score_blocks. */
+#include "harness/suite.h"
+
+typedef struct score_case {
+    const char *shape;
+    nsa_score_act act;
+    nsa_score_pool pool;
+    int weights;
+} score_case;
+
+static const score_case score_cases[] = {
+    {"small", NSA_SCORE_RELU, NSA_POOL_MAX, 1},
+    {"small", NSA_SCORE_LINEAR, NSA_POOL_MEAN, 0},
+    {"G 6, D 80", NSA_SCORE_RELU, NSA_POOL_MEAN, 1},
+    {"G 2, D 24", NSA_SCORE_LINEAR, NSA_POOL_MAX, 1},
+    {"G 12, D 96", NSA_SCORE_RELU, NSA_POOL_MAX, 0},
+    {"G 16, D 128", NSA_SCORE_RELU, NSA_POOL_MAX, 1},
+    {"T > w, one block more", NSA_SCORE_LINEAR, NSA_POOL_MEAN, 1},
+    {"one head, l' far above l", NSA_SCORE_RELU, NSA_POOL_MAX, 1},
+    {"D 1 / 2", NSA_SCORE_LINEAR, NSA_POOL_MAX, 0},
+    {"varlen empty", NSA_SCORE_RELU, NSA_POOL_MAX, 1},
+    {"varlen four", NSA_SCORE_LINEAR, NSA_POOL_MEAN, 1},
+};
+
+enum { SLOT_Q, SLOT_K, SLOT_BLOCKS, SLOT_SCORES, SLOT_WEIGHTS };
+
+static nsa_status score_forward(const void *x, const nsa_desc *d, void *work, size_t bytes) {
+    return nsa_score_blocks((const nsa_score *)x, d, work, bytes);
+}
+
+static size_t score_size(const void *x, const nsa_desc *d) {
+    (void)x;
+    return nsa_score_blocks_workspace_size(d);
+}
+
+static void score_configure(const suite *s, void *x) {
+    const score_case *c = (const score_case *)s->options;
+    ((nsa_score *)x)->act = c->act, ((nsa_score *)x)->pool = c->pool;
+}
+
+/* Scores in rows as wide as those of the longest sequence. */
+static void score_reference(const suite *s, const nsa_desc *d, int tokens, ref_prec prec,
+                            double **x, double **dx) {
+    const score_case *c = (const score_case *)s->options;
+    ref_desc r = ref_desc_of(d, tokens);
+    ref_scorer scorer = {
+        prec,      c->act == NSA_SCORE_RELU,           c->pool == NSA_POOL_MEAN, x[SLOT_Q],
+        x[SLOT_K], c->weights ? x[SLOT_WEIGHTS] : NULL};
+    int J = ref_slc_count(&r, tokens), row_width = s->slots[SLOT_SCORES].width;
+    double *scores = ref_zeros((size_t)(tokens * d->kv_heads * J));
+    (void)dx;
+    ref_token_scores(&r, &scorer, scores);
+    for (int row = 0; row < tokens * d->kv_heads; row++)
+        for (int j = 0; j < row_width; j++)
+            x[SLOT_SCORES][row * row_width + j] = j < J ? scores[row * J + j] : -INFINITY;
+    free(scores);
+}
+
+/* Without scores where rows of sequences alone are compared: a row is as wide as the longest
+   sequence. */
+static suite suite_with(const score_case *c, const nsa_desc *d, int with_scores) {
+    suite s;
+    memset(&s, 0, sizeof s);
+    s.name = c->shape, s.struct_size = sizeof(nsa_score), s.options = c;
+    s.forward = score_forward, s.forward_size = score_size;
+    s.configure = score_configure, s.reference = score_reference;
+    suite_add(&s, "q", offsetof(nsa_score, q), ROWS_QUERY, d->heads, d->dim);
+    suite_add(&s, "k", offsetof(nsa_score, k), ROWS_KEY, d->kv_heads, d->dim);
+    slot *blocks = suite_add(&s, "blocks", offsetof(nsa_score, blocks), ROWS_QUERY, d->kv_heads,
+                             nsa_block_list_width(d));
+    blocks->output = 1, blocks->dtype = NSA_I32;
+    slot *scores = suite_add(&s, "scores", offsetof(nsa_score, scores), ROWS_QUERY, d->kv_heads,
+                             nsa_slc_count(d, d->tokens));
+    scores->output = scores->optional = 1, scores->dtype = NSA_REAL_DTYPE;
+    if (!with_scores) s.count--;
+    if (!c->weights) return s;
+    slot *weights = suite_add(&s, "weights", offsetof(nsa_score, weights), ROWS_QUERY, d->heads, 1);
+    weights->optional = 1;
+    return s;
+}
+
+static suite suite_of(const score_case *c, const nsa_desc *d) {
+    return suite_with(c, d, 1);
+}
+
+/* The lists are the reference's ranking of the scores that the call itself wrote, so that no
+   rounding stands between them; and without the view of scores they keep their bits. */
+static void check_lists(instance *p) {
+    const nsa_desc *d = &p->d;
+    plan rows = plan_of(d);
+    size_t n = tensor_count(&p->x[SLOT_BLOCKS]);
+    double *scores = ref_zeros(tensor_count(&p->x[SLOT_SCORES])), *got = ref_zeros(n);
+    int width = nsa_block_list_width(d), J = p->x[SLOT_SCORES].width, wrong = -1;
+    int32_t *want = (int32_t *)check_alloc((size_t)width * sizeof *want);
+    tensor_get(&p->x[SLOT_SCORES], scores);
+    tensor_get(&p->x[SLOT_BLOCKS], got);
+    for (int b = 0; b < rows.sequences; b++) {
+        ref_desc r = ref_desc_of(d, rows.length[b]);
+        for (int t = d->first; t < rows.length[b] && t < d->first + d->count; t++)
+            for (int hk = 0; hk < d->kv_heads; hk++) {
+                int row = (rows.row[b] + t) * d->kv_heads + hk;
+                ref_rank(&r, t, scores + row * J, want);
+                for (int i = 0; i < width; i++)
+                    if (got[row * width + i] != want[i]) wrong = row;
+            }
+    }
+    CHECK(wrong < 0, "list %d is not the ranking of its scores", wrong);
+    free(scores), free(got), free(want);
+    unsigned char *before = tensor_bits(&p->x[SLOT_BLOCKS]);
+    ((nsa_score *)instance_x(p))->scores.data = NULL;
+    nsa_status status = instance_forward(p);
+    CHECK_OK("without scores", status);
+    unsigned char *after = tensor_bits(&p->x[SLOT_BLOCKS]);
+    CHECK_BITS("lists without scores", after, before, n * 4, 4);
+    free(before), free(after);
+}
+
+static void test_lists(const score_case *c, const nsa_desc *options, nsa_dtype dtype,
+                       uint64_t seed) {
+    for (int i = 0; i < COUNT(isas); i++) {
+        nsa_desc d = *options;
+        if (!nsa_isa_available(isas[i])) continue;
+        d.isa = isas[i], d.threads = 1 + i % 3;
+        if (i % 2) d.first = d.tokens / 3, d.count = (d.tokens + 1) / 2;
+        suite s = suite_of(c, &d);
+        values in = values_random(&s, &d, dtype, seed), zeros = values_zero(&s, &d);
+        instance p;
+        check_case("score, %s, %s, isa %s, act %d, pool %d", c->shape, dtype_name(dtype),
+                   nsa_isa_name(d.isa), (int)c->act, (int)c->pool);
+        instance_new(&p, &s, &d, &in, dtype, dtype, i, &zeros);
+        instance_run(&p);
+        check_lists(&p);
+        values_free(&in), values_free(&zeros);
+        guards_free();
+    }
+}
+
+/* Single tokens for blocks and one list for all heads: DeepSeek's indexer. */
+static void test_indexer(void) {
+    static const score_case c = {"tokens as blocks", NSA_SCORE_RELU, NSA_POOL_MAX, 1};
+    nsa_desc d = nsa_desc_default(1, 300, 4, 1, 16);
+    d.cmp_block = d.cmp_stride = d.slc_block = 1;
+    d.slc_count = 90, d.slc_init = 0, d.slc_local = 1;
+    for (int k = 0; k < COUNT(dtypes); k++) {
+        suite s = suite_of(&c, &d);
+        suite_reference(&s, &d, dtypes[k], 40 + (uint64_t)k);
+        test_lists(&c, &d, dtypes[k], 50 + (uint64_t)k);
+    }
+}
+
+/* A query with a value that is not finite keeps forced blocks and a proper list; a key with one
+   ranks its block last; no other query changes. */
+static void test_bad_value(int input, double value) {
+    static const score_case c = {"T > w, one block more", NSA_SCORE_RELU, NSA_POOL_MAX, 1};
+    nsa_desc d = desc_of(shape(c.shape));
+    suite s = suite_of(&c, &d);
+    values v = values_random(&s, &d, NSA_REAL_DTYPE, 60), zeros = values_zero(&s, &d);
+    int heads = s.slots[input].heads, width = s.slots[input].width, row = d.tokens / 3;
+    check_case("score, %g in %s", value, s.slots[input].name);
+    suite_bits clean = bits_of(&s, &d, &v, NSA_REAL_DTYPE, 0);
+    v.x[input][(row * heads + heads - 1) * width + width / 2] = value;
+    instance p;
+    instance_new(&p, &s, &d, &v, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+    instance_run(&p);
+    nsa_block_fault fault = {-7, -7, -7, -7, -7, "nothing"};
+    nsa_tensor lists = ((nsa_score *)instance_x(&p))->blocks;
+    CHECK(nsa_check_blocks(&lists, &d, &fault) == NSA_OK, "a list is not proper: %s at query %d",
+          fault.reason, fault.query);
+    suite_bits bad = bits_take(&p);
+    size_t list = (size_t)(d.kv_heads * nsa_block_list_width(&d)) * 4;
+    for (int t = 0; t < d.tokens; t++) {
+        int reads = input == SLOT_K ? t >= row : t == row;
+        if (!reads)
+            CHECK_BITS("a list that reads no bad value", bad.x[SLOT_BLOCKS] + (size_t)t * list,
+                       clean.x[SLOT_BLOCKS] + (size_t)t * list, list, 4);
+    }
+    if (input == SLOT_K) { /* its block is chosen only where it is forced, or nothing is left out */
+        int block = row / d.slc_block, chosen = 0, head = heads - 1;
+        for (int t = 0; t < d.tokens; t++)
+            for (int i = 0; i < nsa_block_list_width(&d); i++) {
+                int32_t j;
+                ref_desc r = ref_desc_of(&d, d.tokens);
+                memcpy(&j,
+                       bad.x[SLOT_BLOCKS] + (size_t)t * list +
+                           (size_t)(head * nsa_block_list_width(&d) + i) * 4,
+                       4);
+                chosen += j == block && !ref_forced(&r, t, j) &&
+                          nsa_slc_candidates(&d, t) > nsa_block_list_width(&d);
+            }
+        CHECK(!chosen, "the block of a key that is not finite was chosen %d times", chosen);
+    }
+    bits_free(&clean), bits_free(&bad);
+    values_free(&v), values_free(&zeros);
+    guards_free();
+}
+
+static nsa_status call_score(void *arguments) {
+    suite_call *c = (suite_call *)arguments;
+    return call_suite_forward(c);
+}
+
+static void test_options_refused(const suite *s, const nsa_desc *d) {
+    spoiled b;
+    spoiled_new(&b, s, d);
+    nsa_score *x = (nsa_score *)instance_x(&b.p);
+    refusal r = {"forward", call_score, &b.forward_call, &b.p.d};
+    x->act = (nsa_score_act)7;
+    refused(&r, "act 7", NSA_ERROR_OPTION, "act");
+    x->act = NSA_SCORE_RELU, x->pool = (nsa_score_pool)-1;
+    refused(&r, "pool -1", NSA_ERROR_OPTION, "pool");
+    guards_free();
+}
+
+int main(int argc, char **argv) {
+    int step = asked_step(argc, argv, CHECKS_CUDA ? 1 : 2, 4);
+    for (int i = 0; i < COUNT(score_cases); i += step) {
+        const score_case *c = &score_cases[i];
+        nsa_desc d = desc_of(shape(c->shape));
+        suite s = suite_of(c, &d);
+        for (int k = 0; k < COUNT(dtypes) && !suite_refused(&s, &d, NULL); k++) {
+            suite_reference(&s, &d, dtypes[k], (uint64_t)(10 * i + k));
+            test_lists(c, &d, dtypes[k], (uint64_t)(10 * i + k + 5));
+            if ((i / step + k) % COUNT(dtypes)) continue; /* these in one dtype a case */
+            s = suite_with(c, &d, !d.begins);
+            suite_bit_tests(&s, &d, dtypes[k]);
+            s = suite_of(c, &d);
+        }
+    }
+    test_indexer();
+    static const double bad[] = {NAN, INFINITY, -INFINITY};
+    for (int i = 0; i < COUNT(bad); i++) {
+        test_bad_value(SLOT_Q, bad[i]);
+        test_bad_value(SLOT_K, bad[i]);
+        test_bad_value(SLOT_WEIGHTS, bad[i]);
+    }
+    nsa_desc d = desc_of(shape(score_cases[0].shape));
+    suite s = suite_of(&score_cases[0], &d);
+    suite_refusals(&s, &d);
+    test_options_refused(&s, &d);
+    return check_done("test_score");
+}
