@@ -74,6 +74,12 @@ static __global__ void nsa__cuda_attend_rows_kernel(nsa__cuda_attend_params para
     }
 #pragma unroll
     for (int step = 16; step; step /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
+    if (params.dx.lse.data) { /* dlse / ds = p: ds = p (dout . v - delta + dlse) */
+        const float dlse =
+            *nsa__row_of<float>(params.dx.lse, seq.batch, seq.row + place, head);
+        finite &= nsa__finite(dlse);
+        delta -= dlse;
+    }
     finite = __all_sync(0xffffffffu, finite);
     if (lane == 0)
         *nsa__cuda_row_sums(params, b, static_cast<int>(place), head) =
@@ -717,6 +723,8 @@ static nsa_status nsa__cuda_attend_backward(const nsa_attend *dx, const nsa_atte
     s = nsa__cuda_attend_check(x, d, branch, 0, &nsa__cuda_attend_names);
     if (s != NSA_OK) return s;
     s = nsa__cuda_attend_check_gradient(dx, x, d, branch, &nsa__cuda_attend_names);
+    if (s != NSA_OK) return s;
+    s = nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__cuda_query_shape(d, d->heads, 1));
     if (s != NSA_OK) return s;
     s = nsa__cuda_check_workspace(nsa__cuda_attend_bytes(d, branch, nsa__cuda_backward_plan),
                                   workspace, bytes);

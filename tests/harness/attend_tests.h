@@ -660,13 +660,19 @@ static inline void test_refusals(const branch *br) {
     refused_tensor dx[] = {{"dx.q", &p.dx.q, 0, 1, NSA_I32, 0, 0},
                            {"dx.k", &p.dx.k, 0, 1, NSA_I32, 0, 0},
                            {"dx.v", &p.dx.v, 0, 1, NSA_I32, 0, 0},
-                           {"dx.out", &p.dx.out, 1, 0, NSA_I32, 0, 0}};
+                           {"dx.out", &p.dx.out, 1, 0, NSA_I32, 0, 0},
+                           {"dx.lse", &p.dx.lse, 0, 0, NSA_F16, 0, 0}};
     for (int i = 0; i < COUNT(x) - (br->keys != BRANCH_SLC); i++) {
         refuse_tensor(&forward, &x[i]);
         x[i].output = 0; /* backward reads what forward wrote */
         refuse_tensor(&backward, &x[i]);
     }
-    for (int i = 0; i < COUNT(dx); i++) {
+    refuse_tensor(&backward, &dx[4]);
+    nsa_tensor dlse = p.dx.lse;
+    p.dx.lse = p.x.lse;
+    refused(&backward, "dx.lse is x.lse", NSA_ERROR_SHARED, "dx.lse");
+    p.dx.lse = dlse;
+    for (int i = 0; i < 4; i++) {
         refuse_tensor(&backward, &dx[i]);
         refuse_strides(&backward, &dx[i]);
         refuse_strides(&forward, &x[i]); /* q, k, v, out */

@@ -1,4 +1,4 @@
-/* test_score.c - blocks chosen by scores that are no attention: sums over heads of weighted
+/* test_score_blocks.c - blocks chosen by scores that are no attention: sums over heads of weighted
    products.
    Twin: nsa.h's "Selection", nsa_score_blocks. */
 #include "harness/suite.h"
@@ -239,5 +239,5 @@ int main(int argc, char **argv) {
     suite s = suite_of(&score_cases[0], &d);
     suite_refusals(&s, &d);
     test_options_refused(&s, &d);
-    return check_done("test_score");
+    return check_done("test_score_blocks");
 }

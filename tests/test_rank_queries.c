@@ -1,4 +1,4 @@
-/* test_rank.c - lists of the best blocks for every query at once, from scores of any origin.
+/* test_rank_queries.c - lists of the best blocks for every query at once, from scores of any origin.
    Twin: nsa.h's "Selection", nsa_rank_queries. */
 #include "harness/suite.h"
 
@@ -106,5 +106,5 @@ int main(int argc, char **argv) {
     nsa_desc d = desc_of(shape("small"));
     suite s = suite_of("refusals", &d);
     suite_refusals(&s, &d);
-    return check_done("test_rank");
+    return check_done("test_rank_queries");
 }
