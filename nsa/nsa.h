@@ -4100,21 +4100,6 @@ NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, c
 
 /* ---- Selection ----------------------------------------------------------------------------- */
 
-typedef struct nsa__selecting {
-    nsa__walk walk;
-    nsa__scoring scoring;
-    nsa_real *q, *lse2;
-    unsigned char *bad; /* of every row */
-} nsa__selecting;
-
-static void nsa__selecting_take(nsa__selecting *f, const nsa__pass *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group;
-    nsa__walk_take(&f->walk, p, a, a);
-    nsa__scoring_take(&f->scoring, p, a);
-    f->q = nsa__take_reals(a, rows * p->wide);
-    f->lse2 = nsa__take_reals(a, rows);
-    f->bad = (unsigned char *)nsa__take(a, rows, 1);
-}
 typedef struct nsa__rank_job {
     const nsa_rank *x;
     const nsa_desc *d;
@@ -4170,6 +4155,22 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
         nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__RANK_QUERIES), nsa__rank_task, &job);
     return NSA_OK;
+}
+
+typedef struct nsa__selecting {
+    nsa__walk walk;
+    nsa__scoring scoring;
+    nsa_real *q, *lse2;
+    unsigned char *bad; /* of every row */
+} nsa__selecting;
+
+static void nsa__selecting_take(nsa__selecting *f, const nsa__pass *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group;
+    nsa__walk_take(&f->walk, p, a, a);
+    nsa__scoring_take(&f->scoring, p, a);
+    f->q = nsa__take_reals(a, rows * p->wide);
+    f->lse2 = nsa__take_reals(a, rows);
+    f->bad = (unsigned char *)nsa__take(a, rows, 1);
 }
 
 static void nsa__select_task(const void *context, int64_t index, void *scratch) {
@@ -4278,7 +4279,7 @@ typedef struct nsa__scorer_pass {
 
 static void nsa__scorer_take(nsa__scorer *f, const nsa__pass *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->task_queries * p->group;
-    nsa__walk_take(&f->walk, p, a);
+    nsa__walk_take(&f->walk, p, a, a);
     f->stride = nsa__ceil_div(nsa_slc_count(p->d, p->d->tokens), NSA__LANES) * NSA__LANES;
     f->q = nsa__take_reals(a, rows * p->wide);
     f->s = nsa__take_reals(a, rows * p->tile);
