@@ -459,8 +459,8 @@ NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, c
 /* ---- Selection, Eq. 8 to 11 -------------------------------------------------------------------
    For each query and kv head: p_cmp = exp(scale q k_cmp - lse_cmp) over the visible compressed
    blocks, summed over the G heads of the group, then mapped to selection blocks (score_map; of the
-   maximum the order matters); then the forced blocks and the best of the rest. Equal scores: the lower index wins. NaN ranks last. It
-   has no gradient. */
+   maximum the order matters); then the forced blocks and the best of the rest. Equal scores: the
+   lower index wins. NaN ranks last. It has no gradient. */
 typedef struct nsa_select {
     nsa_tensor q;      /* (B, count, H, Dk) */
     nsa_tensor k;      /* (B, N, Hk, Dk): compressed keys */
@@ -479,11 +479,11 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
                                      size_t bytes);
 
 /* Scores that are no attention, and the lists of the best blocks by them: what learned indexers
-   compute (DeepSeek Sparse Attention, MiniMax Sparse Attention) and MoBA's gate. Token s scores
-   sum over the heads h of a group of weights[h] act(q[t, h] . k[s]); block j the maximum or the mean
-   over those of its tokens that t sees. desc.scale is not used. A list serves one kv head: ask with
-   kv_heads 1 for one list that all heads share. A block with a key that is not finite ranks last; of
-   a query with such a value all scores are 0. It has no gradient. */
+   compute (DeepSeek Sparse Attention, MiniMax Sparse Attention) and MoBA's gate. Token s has the
+   score sum over the heads h of a group of weights[h] act(q[t, h] . k[s]); block j the maximum or
+   the mean over those of its tokens that t sees. desc.scale is not used. A list serves one kv head:
+   ask with kv_heads 1 for one list that all heads share. A block with a key that is not finite
+   ranks last; a query with such a value has scores of 0. It has no gradient. */
 typedef enum nsa_score_act { NSA_SCORE_LINEAR = 0, NSA_SCORE_RELU } nsa_score_act;
 typedef enum nsa_score_pool { NSA_POOL_MAX = 0, NSA_POOL_MEAN } nsa_score_pool;
 

@@ -1,4 +1,4 @@
-/* test_rank_queries.c - lists of the best blocks for every query at once, from scores of any origin.
+/* test_rank_queries.c - lists of the best blocks for every query at once, from any scores.
    Twin: nsa.h's "Selection", nsa_rank_queries. */
 #include "harness/suite.h"
 

@@ -76,8 +76,8 @@ static inline nsa_dtype slot_dtype(const slot *t, nsa_dtype under_test) {
     return t->dtype == DTYPE_UNDER_TEST ? under_test : (nsa_dtype)t->dtype;
 }
 
-/* Of the slot's gradient, where those of inputs are asked for in `grad`: a tensor of one dtype has a
-   gradient of that. */
+/* Of the slot's gradient, where those of inputs are asked for in `grad`: a tensor of one dtype has
+   a gradient of that. */
 static inline nsa_dtype slot_gradient_dtype(const slot *t, nsa_dtype under_test, nsa_dtype grad) {
     return t->output || t->dtype != DTYPE_UNDER_TEST ? slot_dtype(t, under_test) : grad;
 }
