@@ -148,7 +148,7 @@ static void test_overflow_behind_the_mask(void) {
             memset(dk, 0, sizeof dk);
             dx.q = nsa_tensor_bthd(dq, NSA_REAL_DTYPE, T, 1, D);
             dx.k = nsa_tensor_bthd(dk, NSA_REAL_DTYPE, T, 1, D);
-            dx.v.data = NULL;
+            dx.v.data = dx.lse.data = NULL;
             dx.out = nsa_tensor_bthd(dout, NSA_F32, T, 1, D);
             nsa_status s = nsa_attend_dense_forward(&x, &d, workspace, sizeof workspace);
             if (s == NSA_OK)
