@@ -69,7 +69,7 @@ typedef struct config_data {
 
 typedef struct config_runtime {
     int64_t device, precision, use_flash, use_triton_sel, gradient_checkpointing;
-    int64_t threads; /* 0: all */
+    int64_t threads; /* 0: all that the process may use */
     int64_t cuda_graph;
     int64_t ddp, ddp_bucket_mb, ddp_compress, ddp_check_every;
     double ddp_timeout;                                /* seconds */

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/threads.h"
 #include "ops/gemm.h"
 #include "ops/ops_half.h"
 
@@ -495,9 +496,12 @@ static void cpu_decode(const ops *o, const nsa_attention *x, nsa_cache *cache, i
 
 /* ---- The table ----------------------------------------------------------------------------- */
 
+/* More threads than processors, or than a quota pays for, would only wait for one another; whoever
+   sets OMP_NUM_THREADS has asked for them. */
 static int all_threads(void) {
 #ifdef _OPENMP
-    return omp_get_max_threads();
+    int available = threads_available(), offered = omp_get_max_threads();
+    return getenv("OMP_NUM_THREADS") || offered < available ? offered : available;
 #else
     return 1;
 #endif

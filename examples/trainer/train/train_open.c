@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/files.h"
+#include "base/threads.h"
 #include "train/sample.h"
 #include "train/train_inside.h"
 
@@ -183,6 +184,16 @@ static bool settle_device(const config *c, const ops *o, const dist *d, fault *f
     return true;
 }
 
+/* Threads beyond the processors take turns on them, which costs more than they bring. */
+static void warn_of_threads(const ops *o, const dist *d) {
+    int available = threads_available();
+    if (!o->host_memory || d->rank || o->threads <= available) return;
+    fprintf(stderr,
+            "runtime.threads: %d, but this process may use %d processor%s (affinity, CPU quota): "
+            "slower than --threads %d\n",
+            o->threads, available, available == 1 ? "" : "s", available);
+}
+
 /* Small gradients would vanish in f16, so there the loss is scaled. A run that goes on keeps its
    scale. */
 static void settle_scale(trainer *t) {
@@ -198,6 +209,7 @@ static bool open_own(trainer *t, checkpoint *opened, checkpoint **k, fault *f) {
     const config *c = t->config;
     *k = NULL;
     if (!settle_device(c, t->o, t->dist, f)) return false;
+    warn_of_threads(t->o, t->dist);
     t->tokenizer = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!t->tokenizer) return false;
     if (c->train.resume[0] && !begins_again(c)) {

@@ -1,0 +1,85 @@
+/* test_quota.c - how many threads a control group's quota pays for, in a tree of files like the
+   kernel's, and what train_tiny makes of too many.
+   Twin: base/threads.c. Not here: how threads wait. */
+#include <limits.h>
+#include <stdlib.h>
+
+#include "base/threads.h"
+#include "trainer_test.h"
+
+static void quota(const char *group, const char *text) {
+    char path[1024];
+    snprintf(path, sizeof path, "%s%s", test_root, group);
+    mkdir(path, 0777);
+    snprintf(path, sizeof path, "%s%s/cpu.max", test_root, group);
+    test_write(path, text, strlen(text));
+}
+
+static void test_quotas(void) {
+    static const struct {
+        const char *text;
+        int threads;
+    } cases[] = {{"max 100000\n", INT_MAX},
+                 {"200000 100000\n", 2},
+                 {"50000 100000\n", 1},
+                 {"150000 100000\n", 2},
+                 {"1000 100000\n", 1},
+                 {"300000 50000\n", 6},
+                 {"", INT_MAX},
+                 {"0 100000\n", INT_MAX},
+                 {"7 0\n", INT_MAX}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        check_case("cpu.max \"%s\"", cases[i].text);
+        quota("", cases[i].text);
+        int got = threads_of_quota(test_root, "/");
+        CHECK(got == cases[i].threads, "%d threads, %d expected", got, cases[i].threads);
+    }
+}
+
+/* The least of a group's own and its parents' holds; a group that is not there has its parents'. */
+static void test_parents(void) {
+    static const struct {
+        const char *group;
+        int threads;
+    } cases[] = {{"/", 8}, {"", 8}, {"/a", 3}, {"/a/b", 3}, {"/a/c", 1}, {"/a/none/of", 3}};
+    quota("", "800000 100000");
+    quota("/a", "300000 100000");
+    quota("/a/b", "500000 100000");
+    quota("/a/c", "100000 100000");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        check_case("group %s", cases[i].group);
+        int got = threads_of_quota(test_root, cases[i].group);
+        CHECK(got == cases[i].threads, "%d threads, %d expected", got, cases[i].threads);
+    }
+    CHECK(threads_of_quota("/no/such/folder", "/") == INT_MAX, "no control groups, no quota");
+}
+
+/* One line for too many, none for what there is; the default is what there is. */
+static void test_trainer(const char *program) {
+    char command[4096], line[1024];
+    int available = threads_available(), asked[] = {0, available, available + 5};
+    CHECK(available >= 1, "%d available", available);
+    for (int i = 0; i < 3; i++) {
+        int lines = 0;
+        check_case("--threads %d of %d", asked[i], available);
+        snprintf(command, sizeof command,
+                 "env -u OMP_NUM_THREADS %s --steps 1 --layers 1 --dim 16 --heads 2 --kv-groups 1 "
+                 "--seq-len 64 --batch-size 1 --dataset synthetic --threads %d --out-dir %s/run%d "
+                 "2>&1",
+                 program, asked[i], test_root, i);
+        FILE *said = popen(command, "r");
+        while (said && fgets(line, sizeof line, said))
+            lines += strstr(line, "runtime.threads:") != NULL;
+        int status = said ? pclose(said) : -1;
+        CHECK(status == 0, "exit %d of %s", status, command);
+        CHECK(lines == (asked[i] > available), "%d lines speak of threads", lines);
+    }
+}
+
+int main(int argc, char **argv) {
+    test_begin();
+    test_quotas();
+    test_parents();
+    if (argc > 1) test_trainer(argv[1]);
+    return test_end("test_quota");
+}
