@@ -212,6 +212,135 @@ static void test_cache_that_was_not_made(void) {
     CHECK(nsa_cache_fork(&cache, 0, &cache, 0, 0) != NSA_OK, "forking it");
 }
 
+/* What pairs of a row turn by at position 1, with x = (1, 0) in every pair: cos and sin of it. */
+static void rope_at_1(const nsa_rope *options, double turned[]) {
+    enum { MOST = 16 };
+    static const int32_t one[1] = {1};
+    static float x[MOST], to[MOST];
+    nsa_rope r = *options;
+    nsa_desc d = nsa_desc_default(1, 2, 1, 1, 4);
+    d.count = 1;
+    for (int i = 0; i < MOST; i++) x[i] = i % 2 ? 0 : 1;
+    r.heads = 1;
+    r.x = nsa_tensor_bthd(x, NSA_F32, 1, 1, r.dim);
+    r.out = nsa_tensor_bthd(to, NSA_F32, 1, 1, r.dim);
+    r.positions = nsa_tensor_bthd((void *)(uintptr_t)one, NSA_I32, 1, 1, 1);
+    nsa_status s = nsa_rope_forward(&r, &d);
+    CHECK(s == NSA_OK, "%s %s", nsa_status_name(s), nsa_status_where(s));
+    for (int i = 0; i < r.dim / 2; i++) turned[i] = atan2((double)to[2 * i + 1], (double)to[2 * i]);
+}
+
+/* YaRN's ramp over pair numbers ends at the last of them, however slowly the base lets them turn;
+   and where both of its ends are one pair, that pair is unchanged and those behind it are slowed.
+   (NTK's guard for a dim of 2 is there for the division alone: its one pair has frequency 1 by any
+   base, so that nothing can see it.) */
+static void test_ends_of_the_ramp(void) {
+    enum { DIM = 8, PAIRS = DIM / 2 };
+    nsa_rope r;
+    double turned[PAIRS];
+    memset(&r, 0, sizeof r);
+    r.dim = DIM;
+    r.scaling = NSA_ROPE_SCALING_YARN;
+    r.factor = 8;
+    for (int alike = 0; alike < 2; alike++) {
+        check_case(alike ? "YaRN's ends alike" : "YaRN's upper end behind the last pair");
+        r.base = alike ? 1e200 : 1.5;
+        r.trained_context = alike ? 1 : 10000;
+        r.fast = alike ? 0 : 2000;
+        rope_at_1(&r, turned);
+        for (int i = 0; i < PAIRS; i++) {
+            double frequency = pow(r.base, -2.0 * i / DIM), ramp = i / (DIM - 1.0);
+            if (alike) ramp = i > 0;
+            frequency += ramp * (frequency / r.factor - frequency);
+            CHECK(fabs(turned[i] - frequency) < 1e-5 * frequency + 1e-12,
+                  "pair %d turns by %.9g, not %.9g", i, turned[i], frequency);
+        }
+    }
+}
+
+/* Given positions of packed sequences lie where the sequences do. */
+static void test_positions_of_packed_sequences(void) {
+    check_case("rope's positions of packed sequences");
+    static const int32_t begins[] = {0, 3, T}, positions[T] = {5, 1, 9, 70, 2, 33, 4, 8};
+    static float alone[D];
+    nsa_rope r;
+    nsa_desc d = nsa_desc_default(2, T, 1, 1, D), one = nsa_desc_default(1, 1, 1, 1, D);
+    d.begins = begins;
+    for (int i = 0; i < T * D; i++) q[i] = (float)(i % 7 - 3);
+    memset(&r, 0, sizeof r);
+    r.heads = 1;
+    r.dim = D;
+    r.x = nsa_tensor_bthd(q, NSA_F32, T, 1, D);
+    r.out = nsa_tensor_bthd(out, NSA_F32, T, 1, D);
+    r.positions = nsa_tensor_bthd((void *)(uintptr_t)positions, NSA_I32, T, 1, 1);
+    nsa_status s = nsa_rope_forward(&r, &d);
+    CHECK(s == NSA_OK, "%s %s", nsa_status_name(s), nsa_status_where(s));
+    for (int t = 0; t < T; t++) {
+        nsa_rope row = r;
+        row.x.data = q + t * D;
+        row.out.data = alone;
+        row.positions.data = (void *)(uintptr_t)(positions + t);
+        s = nsa_rope_forward(&row, &one);
+        CHECK(s == NSA_OK, "%s", nsa_status_name(s));
+        CHECK_BITS("a row and it alone", out + t * D, alone, sizeof alone, sizeof *alone);
+    }
+}
+
+/* Sequences that end before row `first` have no rows to compute, so no view is looked at. */
+static void test_first_behind_every_sequence(void) {
+    check_case("packed sequences that end before `first`");
+    static const int32_t begins[] = {0, 3, 5};
+    nsa_desc d = small();
+    d.batch = 2;
+    d.begins = begins;
+    d.first = 4;
+    d.count = 2;
+    nsa_attend x = window();
+    x.q.data = x.out.data = x.lse.data = NULL;
+    nsa_status s = nsa_attend_win_forward(&x, &d, workspace, sizeof workspace);
+    CHECK(s == NSA_OK, "%s %s", nsa_status_name(s), nsa_status_where(s));
+    d.first = 2; /* the first sequence has one row there */
+    s = nsa_attend_win_forward(&x, &d, workspace, sizeof workspace);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_NULL, "%s", nsa_status_name(s));
+}
+
+/* Rows of w1's gradient are cmp_block * dim wide, and are added in parts of 256: with one block and
+   one hidden unit dw1 is x, times one factor. */
+static void test_rows_wider_than_a_part(void) {
+    enum { L = 8, WIDE = 80, FLAT = L * WIDE };
+    static nsa_real x[FLAT], w1[FLAT], w2[WIDE], dout[WIDE], dw1[FLAT];
+    nsa_desc d = nsa_desc_default(1, L, 1, 1, WIDE);
+    d.cmp_block = d.cmp_stride = d.slc_block = L;
+    d.threads = 1;
+    check_case("gradients of rows of %d numbers", FLAT);
+    for (int i = 0; i < FLAT; i++) {
+        x[i] = (nsa_real)(1 + i % 11);
+        w1[i] = (nsa_real)0.001;
+        dw1[i] = (nsa_real)i;
+    }
+    for (int i = 0; i < WIDE; i++) w2[i] = dout[i] = 1;
+    nsa_compress c, dc;
+    memset(&c, 0, sizeof c);
+    c.phi = NSA_PHI_MLP;
+    c.dim = WIDE;
+    c.hidden = 1;
+    c.x = nsa_tensor_bthd(x, NSA_REAL_DTYPE, L, 1, WIDE);
+    c.w1 = nsa_tensor_bthd(w1, NSA_REAL_DTYPE, 1, 1, FLAT);
+    c.w2 = nsa_tensor_bthd(w2, NSA_REAL_DTYPE, WIDE, 1, 1);
+    memset(&dc, 0, sizeof dc);
+    dc.out = nsa_tensor_bthd(dout, NSA_REAL_DTYPE, 1, 1, WIDE);
+    dc.w1 = nsa_tensor_bthd(dw1, NSA_REAL_DTYPE, 1, 1, FLAT);
+    nsa_status s = nsa_compress_backward(&dc, &c, &d, workspace, sizeof workspace);
+    CHECK(s == NSA_OK, "%s %s", nsa_status_name(s), nsa_status_where(s));
+    double factor = (double)dw1[0] / (double)x[0];
+    CHECK(factor > 1, "the factor is %g", factor);
+    for (int i = 0; i < FLAT; i++) {
+        double want = i + factor * (double)x[i];
+        CHECK(fabs((double)dw1[i] - want) < 1e-5 * want, "dw1[%d] is %g, not %g", i, (double)dw1[i],
+              want);
+    }
+}
+
 int main(void) {
     for (int i = 0; i < T * D; i++) v[i] = 3;
     test_scale_beyond_float();
@@ -222,5 +351,9 @@ int main(void) {
     test_sizes_that_do_not_add_up();
     test_heads_near_2_31();
     test_cache_that_was_not_made();
+    test_ends_of_the_ramp();
+    test_positions_of_packed_sequences();
+    test_first_behind_every_sequence();
+    test_rows_wider_than_a_part();
     return check_done("test_findings");
 }
