@@ -21,7 +21,7 @@ static nsa__cuda_chain nsa__cuda_chain_of(const nsa_attention *x) {
         {x->q, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp, x->blocks},
         {x->q, x->k_slc, x->v_slc, x->out_slc, x->lse_slc, x->blocks},
         {x->q, x->k_win, x->v_win, x->out_win, x->lse_win, x->blocks},
-        {x->q, x->k_cmp.out, x->lse_cmp, x->blocks},
+        {x->q, x->k_cmp.out, x->lse_cmp, x->blocks, {}},
         {x->gates, x->out_cmp, x->out_slc, x->out_win, x->out}};
     return c;
 }
