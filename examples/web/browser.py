@@ -35,8 +35,8 @@ class Browser:
         to_browser, self.write = pipe()
         self.read, from_browser = pipe()
         # Descriptors 3 and 4 are what the browser listens to and answers on.
-        command = (f'exec {program} --headless --no-sandbox --disable-gpu --hide-scrollbars --disable-dev-shm-usage --no-first-run '
-                   f'--user-data-dir={self.folder.name} --remote-debugging-pipe about:blank '
+        options = "--headless --no-sandbox --disable-gpu --hide-scrollbars --disable-dev-shm-usage --no-first-run"
+        command = (f'exec {program} {options} --user-data-dir={self.folder.name} --remote-debugging-pipe about:blank '
                    f'3<&{to_browser} 4>&{from_browser} >/dev/null 2>&1')
         self.process = subprocess.Popen(["bash", "-c", command], pass_fds=(to_browser, from_browser))
         os.close(to_browser)

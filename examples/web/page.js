@@ -152,7 +152,8 @@ function layOutHeads() {
   grid.style.gridTemplateColumns = `1.4rem repeat(${heads}, minmax(0, 1fr))`;
   grid.append(element("span"));
   for (let h = 0; h < heads; h++)
-    grid.append(element("span", {class: h && h % group === 0 ? "name second" : "name", title: `group ${kvHead(h)}`}, `${h}`));
+    grid.append(element("span", {class: h && h % group === 0 ? "name second" : "name", title: `group ${kvHead(h)}`},
+      `${h}`));
   for (let layer = 0; layer < layers; layer++) {
     grid.append(element("span", {class: "name", title: `layer ${layer}`}, `L${layer}`));
     for (let h = 0; h < heads; h++) {
@@ -222,7 +223,7 @@ function barsOf(values, height, place, classOf, most = Math.max(1e-9, ...values)
 
 function drawLanes(spans, look) {
   const {token} = state, T = state.text.length, {cmpBlock, cmpStride} = nsa.sizes, size = geometry.slcBlock;
-  const wide = Math.max(300, at("lanes").clientWidth), narrow = wide < 560; /* in pixels, so that words keep their size */
+  const wide = Math.max(300, at("lanes").clientWidth); /* in pixels, so that words keep their size */
   const tall = 54, pitch = tall + 38, first = 24, each = wide / T, listed = new Set(spans.blocks);
   const block = (j) => [j * size * each + 1, (Math.min(T, (j + 1) * size) - j * size) * each - 2];
   const seen = (kind, begin, end) => ["rect", {class: `b-${kind} seen`, x: begin * each, y: 0,
@@ -230,15 +231,18 @@ function drawLanes(spans, look) {
   const kindOf = (j) => isForced(j, token) ? "forced" : "slc";
   const chosen = spans.blocks.filter((j) => !isForced(j, token));
   const most = Math.max(1e-9, ...look.scores, ...look.mass);
+  const outlined = wide < 560 ? "outline: dense" : "outline: what dense attention would give the block";
   const outline = look.mass.slice(0, Math.floor(token / size) + 1);
   const lanes = [
     lane("cmp", wide, first, tall, "Compressed", `${spans.reads.cmp} rows of ${cmpBlock} tokens`, [
       seen("cmp", 0, spans.covered),
-      ...barsOf(look.cmp, tall, (i) => [(i * cmpStride + (cmpBlock - cmpStride) / 2) * each, cmpStride * each - .5], () => "b-cmp")]),
-    lane("score", wide, first + pitch, tall, "Scores of blocks", narrow ? "outline: dense" : "outline: what dense attention would give the block", [
+      ...barsOf(look.cmp, tall,
+        (i) => [(i * cmpStride + (cmpBlock - cmpStride) / 2) * each, cmpStride * each - .5], () => "b-cmp")]),
+    lane("score", wide, first + pitch, tall, "Scores of blocks", outlined, [
       ...barsOf(look.scores, tall, block, (j) => listed.has(j) ? `b-${kindOf(j)}` : "b-score", most),
       ...barsOf(outline, tall, block, () => "b-mass", most)]),
-    lane("slc", wide, first + 2 * pitch, tall, "Selected", `${spans.reads.slc} tokens of ${spans.blocks.length} blocks`, [
+    lane("slc", wide, first + 2 * pitch, tall, "Selected",
+      `${spans.reads.slc} tokens of ${spans.blocks.length} blocks`, [
       ...spans.blocks.map((j) => seen(kindOf(j), j * size, Math.min(token + 1, (j + 1) * size))),
       ...barsOf(look.slc, tall, (s) => [s * each, each], (s) => `b-${kindOf(Math.floor(s / size))}`)]),
     lane("win", wide, first + 3 * pitch, tall, "Window", `the last ${spans.reads.win} tokens`, [
@@ -248,14 +252,15 @@ function drawLanes(spans, look) {
   const bottom = first + 3 * pitch + tall, x = (token + .5) * each;
   at("lanes").replaceChildren(svg("svg", {viewBox: `0 0 ${wide} ${bottom + 4}`, role: "img",
     "aria-label": sentence(spans, look, chosen)}, [
-    ["rect", {class: "future", x: (token + 1) * each, y: first, width: wide - (token + 1) * each, height: bottom - first}],
+    ["rect", {class: "future", x: (token + 1) * each, y: first, width: wide - (token + 1) * each,
+      height: bottom - first}],
     ["line", {class: "query-line", x1: x, x2: x, y1: first, y2: bottom}], ...lanes]));
 }
 
 function sentence(spans, look, chosen) {
-  const {reads} = spans;
+  const {reads} = spans, ofThese = chosen.length ? `, of which it chose ${chosen.join(", ")}` : "";
   return `Token ${state.token}, layer ${state.layer}, head ${state.head}: reads ${reads.cmp} compressed rows, ` +
-    `${reads.slc} tokens of blocks ${spans.blocks.join(", ")}${chosen.length ? `, of which it chose ${chosen.join(", ")}` : ""}, ` +
+    `${reads.slc} tokens of blocks ${spans.blocks.join(", ")}${ofThese}, ` +
     `and ${reads.win} of its window; dense attention reads ${state.token + 1}. ` +
     `Gates ${[...look.gates].map((g) => g.toFixed(2)).join(", ")}.`;
 }
@@ -268,14 +273,16 @@ function showGates(look) {
 }
 
 function shown(byte) {
-  return byte === 10 ? "⏎" : byte === 32 ? "␣" : byte < 32 || byte > 126 ? `\\x${byte.toString(16)}` : String.fromCharCode(byte);
+  if (byte === 10 || byte === 32) return byte === 10 ? "⏎" : "␣";
+  return byte < 32 || byte > 126 ? `\\x${byte.toString(16).padStart(2, "0")}` : String.fromCharCode(byte);
 }
 
 function showNext() {
   const p = nsa.next(state.token), after = state.text[state.token + 1];
   const best = [...p.keys()].sort((a, b) => p[b] - p[a]).slice(0, 5);
   const parts = best.flatMap((byte) => [element("code", {}, shown(byte)), ` ${percent(p[byte])}  `]);
-  const truth = after === undefined ? [] : ["The text goes on with ", element("code", {}, shown(after)), ` (${percent(p[after])}).`];
+  const truth = after === undefined ? [] :
+    ["The text goes on with ", element("code", {}, shown(after)), ` (${percent(p[after])}).`];
   at("next").replaceChildren("Out of all layers comes a guess at the next byte: ", ...parts, ...truth);
 }
 
@@ -290,7 +297,8 @@ function showSteps(spans, look) {
     `t = ${t}, w = ${geometry.window}: tokens ${spans.begin} … ${t}, ${reads.win} keys`,
     reads.cmp ? `l = ${cmpBlock}, d = ${cmpStride}: ${reads.cmp} rows for tokens 0 … ${spans.covered - 1}` :
       `t + 1 < l = ${cmpBlock}: no block is complete yet`,
-    `n = ${geometry.slcCount} of ${candidates}: ` + (chosen.length ? `chosen ${chosen.join(", ")}` : "nothing to choose") +
+    `n = ${geometry.slcCount} of ${candidates}: ` +
+      (chosen.length ? `chosen ${chosen.join(", ")}` : "nothing to choose") +
       `, forced ${spans.blocks.filter((j) => isForced(j, t)).join(", ")}`,
     `${spans.blocks.length} blocks of l′ = ${geometry.slcBlock}: ${reads.slc} keys`,
     `out = ${gates[0]} cmp + ${gates[1]} slc + ${gates[2]} win`,
@@ -315,7 +323,8 @@ function paintMap() {
   const paint = (t, s, [r, g, b], a) => image.data.set([r, g, b, a], 4 * (t * T + s));
   for (let t = 0; t < T; t++) {
     const spans = spansOf(state.layer, state.head, t);
-    for (let s = 0; s < spans.covered; s++) paint(t, s, [0, 158, 115], Math.floor(s / nsa.sizes.cmpStride) % 2 ? 74 : 48);
+    for (let s = 0; s < spans.covered; s++)
+      paint(t, s, [0, 158, 115], Math.floor(s / nsa.sizes.cmpStride) % 2 ? 74 : 48);
     for (const j of spans.blocks)
       for (let s = j * size; s < Math.min(t + 1, (j + 1) * size); s++)
         paint(t, s, [230, 159, 0], isForced(j, t) ? 120 : 255);
@@ -367,12 +376,13 @@ function raceOnce(question) {
 }
 
 async function race() {
-  const results = [], with_ = {...nsa.sizes, ...geometry}, isa = state.isa;
+  const results = [], rules = {...nsa.sizes, ...geometry}, isa = state.isa;
   at("race").disabled = true;
   try {
+    await raceOnce({tokens: RACE_LENGTHS[0], geometry: rules, dense: false, isa}); /* compiled while it runs */
     for (const tokens of RACE_LENGTHS) {
-      const sparse = await raceOnce({tokens, geometry: with_, dense: false, isa});
-      const dense = await raceOnce({tokens, geometry: with_, dense: true, isa});
+      const sparse = await raceOnce({tokens, geometry: rules, dense: false, isa});
+      const dense = await raceOnce({tokens, geometry: rules, dense: true, isa});
       results.push({tokens, sparse, dense});
       drawRace(results);
     }
@@ -384,22 +394,28 @@ async function race() {
 
 function drawRace(results) {
   const all = results.flatMap((r) => [r.sparse.ms, r.dense.ms]), left = 54, right = 390, top = 12, bottom = 208;
-  const low = Math.floor(Math.log10(Math.max(.1, Math.min(...all)))), high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...all))));
-  const x = (tokens) => left + (right - left) * Math.log2(tokens / RACE_LENGTHS[0]) / Math.log2(RACE_LENGTHS.at(-1) / RACE_LENGTHS[0]);
+  const low = Math.floor(Math.log10(Math.max(.1, Math.min(...all))));
+  const high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...all))));
+  const doublings = (tokens) => Math.log2(tokens / RACE_LENGTHS[0]);
+  const x = (tokens) => left + (right - left) * doublings(tokens) / doublings(RACE_LENGTHS.at(-1));
   const y = (ms) => bottom - (bottom - top) * (Math.log10(Math.max(ms, .01)) - low) / (high - low);
-  const line = (kind) => [["path", {class: kind, d: "M" + results.map((r) => `${x(r.tokens).toFixed(1)} ${y(r[kind].ms).toFixed(1)}`).join("L")}],
+  const place = (kind) => (r) => `${x(r.tokens).toFixed(1)} ${y(r[kind].ms).toFixed(1)}`;
+  const line = (kind) => [["path", {class: kind, d: `M${results.map(place(kind)).join("L")}`}],
     ...results.map((r) => ["circle", {class: kind, cx: x(r.tokens), cy: y(r[kind].ms), r: 3.5},
       [["title", {}, `${r.tokens} tokens: ${words(r[kind].ms)} ms, ${r[kind].keys.toFixed(0)} keys a query`]]])];
   const rows = [];
   for (let e = low; e <= high; e++)
     rows.push(["line", {class: "grid", x1: left, x2: right, y1: y(10 ** e), y2: y(10 ** e)}],
-      ["text", {x: left - 6, y: y(10 ** e) + 4, "text-anchor": "end"}, e >= 3 ? `${10 ** (e - 3)} s` : `${10 ** e} ms`]);
+      ["text", {x: left - 6, y: y(10 ** e) + 4, "text-anchor": "end"},
+        e >= 3 ? `${10 ** (e - 3)} s` : `${10 ** e} ms`]);
   const last = results.at(-1);
-  at("race-chart").replaceChildren(svg("svg", {viewBox: "0 0 410 240", role: "img", "aria-label": "milliseconds by the number of tokens, both logarithmic"}, [
+  at("race-chart").replaceChildren(svg("svg", {viewBox: "0 0 410 248", role: "img",
+    "aria-label": "milliseconds by the number of tokens, both logarithmic"}, [
     ...rows, ...RACE_LENGTHS.map((n) => ["text", {x: x(n), y: bottom + 18, "text-anchor": "middle"}, `${n}`]),
     ["text", {x: (left + right) / 2, y: bottom + 34, "text-anchor": "middle"}, "tokens"],
     ...line("dense"), ...line("sparse")]));
-  at("race-words").textContent = `At ${last.tokens} tokens a query reads ${last.sparse.keys.toFixed(0)} keys instead of ` +
+  at("race-words").textContent =
+    `At ${last.tokens} tokens a query reads ${last.sparse.keys.toFixed(0)} keys instead of ` +
     `${last.dense.keys.toFixed(0)}: ${words(last.sparse.ms)} ms instead of ${words(last.dense.ms)} (grey), ` +
     `${(last.dense.ms / last.sparse.ms).toFixed(1)} times as fast.`;
 }
@@ -418,7 +434,8 @@ function show() {
   showNext();
   showSteps(spans, look);
   drawMap();
-  at("detail-title").textContent = `Layer ${state.layer}, head ${state.head}: token ${state.token} of ${state.text.length}`;
+  at("detail-title").textContent =
+    `Layer ${state.layer}, head ${state.head}: token ${state.token} of ${state.text.length}`;
   at("summary").textContent = sentence(spans, look, spans.blocks.filter((j) => !isForced(j, state.token)));
 }
 
@@ -589,11 +606,13 @@ async function unpack(id) {
 function introduce() {
   const {parameters, layers, heads, kvHeads, steps, context} = nsa.sizes;
   at("limit").textContent = context;
-  at("about").textContent = `${parameters.toLocaleString("en")} parameters, ${layers} layers, ${heads} query heads that share ${kvHeads} ` +
-    `key-value heads, a token for each byte. ./quickstart trained it on an English dictionary, ${steps} steps; nsa/nsa.h computes ` +
-    "it here, as WebAssembly. Nothing is loaded and nothing is sent.";
-  at("foot").textContent = "What the vector code of nsa.h computes here has the bits of its SSE2 code on a PC, and the plain C those of " +
-    "plain C: a test compares every number that this page shows with a native build of the same sources.";
+  at("about").textContent =
+    `${parameters.toLocaleString("en")} parameters, ${layers} layers, ${heads} query heads that share ${kvHeads} ` +
+    `key-value heads, a token for each byte. ./quickstart trained it on an English dictionary, ${steps} steps; ` +
+    "nsa/nsa.h computes it here, as WebAssembly. Nothing is loaded and nothing is sent.";
+  at("foot").textContent =
+    "What the vector code of nsa.h computes here has the bits of its SSE2 code on a PC, and the plain C those of " +
+    "plain C: a test compares what this page shows with a native build of the same sources.";
 }
 
 async function open() {

@@ -8,7 +8,8 @@
                                    the page in a headless Chromium: those numbers, pointer, keyboard,
                                    sliders, the race, a phone's width, reduced motion; no request
 
-Builds in FOLDER (build/web) what it needs. Exit code 77: something is not installed, and which.
+Without a word: numbers and page. Builds in FOLDER (build/web) what it needs. Exit code 77: something is not
+installed, and which.
 Twins: build.py, browser.py.
 """
 import argparse
@@ -34,22 +35,21 @@ PRIMITIVES = ("block_index", "rope", "compress", "select_blocks", "gate", "atten
               "attend_dense", "decode", "findings")
 
 
-def skip(words):
-    print(f"skipped: {words}")
-    sys.exit(77)
+class Skipped(Exception):
+    """What is not installed."""
 
 
 def need_compiler():
     """clang, the linker, C's library and the compiler's own, for WebAssembly."""
     for program in ("clang", "wasm-ld"):
         if not shutil.which(program):
-            skip(f"no {program}")
+            raise Skipped(f"no {program}")
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder) / "a.c"
         source.write_text("#include <math.h>\nint main(void) { return (int)exp(1.0); }\n")
         done = subprocess.run(["clang", build.WASM[0], source, "-lm", "-o", f"{source}.wasm"], capture_output=True)
     if done.returncode:
-        skip("clang cannot build for wasm32-wasi: wasi-libc or libclang-rt-dev-wasm32 is missing")
+        raise Skipped("clang cannot build for wasm32-wasi: wasi-libc or libclang-rt-dev-wasm32 is missing")
 
 
 def native_numbers(out, isa):
@@ -74,9 +74,9 @@ def same(a, b, words):
 
 def numbers(out):
     if platform.machine() not in ("x86_64", "AMD64"):
-        skip("the bits are SSE2's; this is no x86-64")
+        raise Skipped("the bits are SSE2's; this is no x86-64")
     if not shutil.which("node"):
-        skip("no node")
+        raise Skipped("no node")
     need_compiler()
     build.build_wasm(out)
     build.build_native(out)
@@ -92,7 +92,7 @@ def numbers(out):
 
 def primitives(out):
     if not shutil.which("node"):
-        skip("no node")
+        raise Skipped("no node")
     need_compiler()
     tests = build.ROOT / "tests"
     for name in PRIMITIVES:
@@ -112,13 +112,19 @@ def token_of(page):
     return page.evaluate("state.token")
 
 
+def bytes_of(data):
+    """An expression of these bytes."""
+    return f"Uint8Array.from(atob('{base64.b64encode(data).decode()}'), (c) => c.charCodeAt(0))"
+
+
 def check_reads(page):
     """What the page says that a query reads, beside the formulas of docs/algorithm.md."""
     for token in (0, 14, 15, 100, 301):
         page.evaluate(f"point({token}, true)")
         said = page.evaluate("nsa.reads(state.layer, kvHead(state.head), state.token)")
         blocks = page.evaluate("nsa.blocks(state.layer, kvHead(state.head), state.token)")
-        size, window, l, d = page.evaluate("[geometry.slcBlock, geometry.window, nsa.sizes.cmpBlock, nsa.sizes.cmpStride]")
+        size, window = page.evaluate("[geometry.slcBlock, geometry.window]")
+        l, d = page.evaluate("[nsa.sizes.cmpBlock, nsa.sizes.cmpStride]")
         expected = {"cmp": 0 if token < l - 1 else (token - l + 1) // d + 1, "win": min(window, token + 1),
                     "slc": sum(min(token + 1, (j + 1) * size) - j * size for j in blocks)}
         check(said == expected, f"token {token} reads {expected}")
@@ -168,7 +174,8 @@ def check_sliders(page):
 
 
 def check_pointer(page):
-    place = "(() => { const b = state.spans[40].getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+    place = ("(() => { const b = state.spans[40].getBoundingClientRect(); "
+             "return [b.x + b.width / 2, b.y + b.height / 2]; })()")
     page.evaluate("point(9, true), state.held = false, at('tokens').scrollTop = 0, at('tokens').scrollIntoView()")
     x, y = page.evaluate(place)
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
@@ -182,8 +189,7 @@ def check_pointer(page):
 
 def check_text(page):
     for text, tokens in (("", 1), ("a", 1), ("é", 2), ("x" * 600, 512), ("</script>\u0000\U0001f600", 14)):
-        encoded = base64.b64encode(text.encode()).decode()
-        page.evaluate("setText(new TextDecoder().decode(Uint8Array.from(atob('%s'), (c) => c.charCodeAt(0))))" % encoded)
+        page.evaluate(f"setText(new TextDecoder().decode({bytes_of(text.encode())}))")
         check(page.evaluate("[state.spans.length, state.token < state.spans.length]") == [tokens, True],
               f"a text of {len(text)} characters: {tokens} tokens")
     page.evaluate("at('edit').click(), at('input').select()")
@@ -214,7 +220,7 @@ def check_phone(page):
 def page_test(out, pictures):
     program = browser.find()
     if not program:
-        skip("no chromium")
+        raise Skipped("no chromium")
     need_compiler()
     build.build_wasm(out)
     build.build_native(out)
@@ -234,12 +240,11 @@ def page_test(out, pictures):
             take_pictures(page, pictures)
         check_phone(page)
         page.media(prefers_reduced_motion="reduce")
-        check(page.evaluate("getComputedStyle(at('play')).display") == "none", "reduced motion: nothing moves by itself")
+        check(page.evaluate("getComputedStyle(at('play')).display") == "none", "reduced motion: nothing moves")
         if platform.machine() in ("x86_64", "AMD64"):
-            text = base64.b64encode(TEXT.read_bytes()).decode()
             page.evaluate((HERE / "numbers.js").read_text())
             for name, (native, wasm) in PAIRS.items():
-                there = page.evaluate(f"numbersOf(nsa, Uint8Array.from(atob('{text}'), (c) => c.charCodeAt(0)), {wasm})")
+                there = page.evaluate(f"numbersOf(nsa, {bytes_of(TEXT.read_bytes())}, {wasm})")
                 same(native_numbers(out, native), there, f"{name}: the same bits natively and in the page")
         check(not page.problems(), f"no error, and no request: {page.problems()}")
     finally:
@@ -263,15 +268,22 @@ def take_pictures(page, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("numbers", "primitives", "page"))
+    parser.add_argument("what", nargs="*", help="numbers, page, primitives")
     parser.add_argument("--out", type=pathlib.Path, default=build.ROOT / "build" / "web")
     parser.add_argument("--pictures", type=pathlib.Path)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.what == "page":
-        page_test(options.out, options.pictures)
-    else:
-        {"numbers": numbers, "primitives": primitives}[options.what](options.out)
+    tests = {"numbers": numbers, "primitives": primitives, "page": lambda out: page_test(out, options.pictures)}
+    skipped = False
+    for name in options.what or ("numbers", "page"):
+        if name not in tests:
+            parser.error(f"{name}: must be one of {', '.join(tests)}")
+        try:
+            tests[name](options.out)
+        except Skipped as reason:
+            print(f"skipped: {name}: {reason}")
+            skipped = True
+    sys.exit(77 if skipped else 0)
 
 
 if __name__ == "__main__":
