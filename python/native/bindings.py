@@ -318,13 +318,12 @@ def write_functions(found, prototypes):
         elif result in ("c_int", "c_int64", "c_size_t") and set(rest) <= {"c_int"} and name != "nsa_desc_check":
             integers = [argument for argument, _ in arguments[len(pointers):]]
             text += f"def {plain}({given}" + "".join(f", {argument}: int" for argument in integers) + ") -> int:\n"
-            body = f"    return number({name!r}, {passed}, desc, {', '.join(integers)})\n"
-            body = body.replace(", )", ")") if not integers else body
+            body = f"    return number({', '.join([repr(name), passed, 'desc', *integers])})\n"
         else:
             continue
         text += docstring(comment, 4) + body + "\n\n"
         names.append(plain)
-    return text + "NAMES = [" + ", ".join(f'"{name}"' for name in names) + "]\n"
+    return text + "__all__ = [\n" + "".join(f'    "{name}",\n' for name in names) + "]\n"
 
 
 def main(arguments):

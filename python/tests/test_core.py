@@ -79,7 +79,7 @@ class Layout(unittest.TestCase):
         real = _abi.STRUCTS["nsa_reads"]
         for fields in ([("cmp", ctypes.c_int64), ("win", ctypes.c_int64), ("slc", ctypes.c_int64)],
                        [("cmp", ctypes.c_int64), ("slc", ctypes.c_int64)]):
-            other = type("Reads", (ctypes.Structure,), {"_fields_": fields})
+            other = type("Reads", (nsa.Reads.__base__,), {"_fields_": fields})
             _abi.STRUCTS["nsa_reads"] = other
             try:
                 with self.assertRaisesRegex(ImportError, "nsa_reads"):

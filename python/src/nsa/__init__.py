@@ -139,7 +139,7 @@ class Cache:
     @property
     def lengths(self) -> list[int]:
         """Tokens that each sequence holds."""
-        return list((ctypes.c_int32 * self.desc.batch).from_address(self.struct.lengths))
+        return list((ctypes.c_int32 * self.desc.batch).from_address(self.struct.lengths or 0))
 
     def rewind(self, sequence: int, length: int) -> None:
         """Takes a sequence back to so many tokens; to 0 it may always go."""
@@ -195,5 +195,5 @@ __all__ = [
     "GateKind", "Isa", "Phi", "Reads", "Refused", "Rope", "RopePairs", "RopeScaling", "ScoreMap", "Select",
     "Tensor", "WindowRule", "bf16_to_f32", "block_map", "block_overlap_range", "check_blocks", "cmp_begins",
     "desc", "desc_check", "f16_to_f32", "f32_to_bf16", "f32_to_f16", "isa_available", "isa_name",
-    "normalize_blocks", "rank_blocks", *_functions.NAMES,
+    "normalize_blocks", "rank_blocks", *_functions.__all__,
 ]

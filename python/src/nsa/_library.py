@@ -53,7 +53,7 @@ class Library:
         here = {member: (value, -2) for member, value in _abi.MEMBERS.items()}
         for struct, kind in _abi.STRUCTS.items():
             here[struct] = (ctypes.sizeof(kind), -1)
-            for field, *_ in kind._fields_:
+            for field in kind.kinds():
                 at = getattr(kind, field)
                 here[f"{struct}.{field}"] = (at.size, at.offset)
         if here != there:
@@ -145,7 +145,7 @@ def check_shapes(structs: Sequence[Struct], desc: Desc, words: Sequence[str]) ->
     """An array that is smaller than the descriptor says would be read beyond its end."""
     for top in structs:
         for path, struct, field, array in top.views():
-            tag = (*words, _abi.Phi(struct.phi).name.lower()) if isinstance(struct, _abi.Compress) else words
+            tag = (*words, _abi.Phi(int(struct.phi)).name.lower()) if isinstance(struct, _abi.Compress) else words
             shape = shape_for(struct._shapes_.get(field, {}), tag)
             if shape is None:
                 continue

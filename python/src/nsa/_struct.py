@@ -23,6 +23,11 @@ class Struct(ctypes.Structure):
     _shapes_: dict[str, dict[str, tuple[str, ...]]] = {}
     _enums_: dict[str, Any] = {}
 
+    @classmethod
+    def kinds(cls) -> dict[str, Any]:
+        """The C type of each field."""
+        return {field[0]: field[1] for field in cls._fields_}
+
     def __init__(self, **fields: Any) -> None:
         super().__init__()
         self.__dict__["arrays"] = {}
@@ -30,10 +35,10 @@ class Struct(ctypes.Structure):
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        kind = dict(self._fields_).get(name)
+        kind = self.kinds().get(name)
         if kind is None:
             raise TypeError(f"{type(self).__name__} has no field {name}; it has "
-                            + ", ".join(str(field[0]) for field in self._fields_))
+                            + ", ".join(self.kinds()))
         if isinstance(value, str):
             value = self._member(name, value)
         elif isinstance(kind, type) and issubclass(kind, Struct) and not isinstance(value, kind):
@@ -92,7 +97,7 @@ class Struct(ctypes.Structure):
 
     def __repr__(self) -> str:
         values = []
-        for name, _ in self._fields_:
+        for name in self.kinds():
             array = self.__dict__.get("arrays", {}).get(name)
             value = f"{array.dtype_name}{list(array.shape)}" if isinstance(array, Described) else getattr(self, name)
             values.append(f"{name}={value!r}")

@@ -47,6 +47,15 @@ def _dtype(spelled: str, name: str) -> int:
     return NAMES[spelled]
 
 
+def _packed_strides(shape: tuple[int, ...], step: int) -> tuple[int, ...]:
+    """Of an array whose last axis has that step."""
+    steps: list[int] = []
+    for extent in reversed(shape):
+        steps.insert(0, step)
+        step *= extent
+    return tuple(steps)
+
+
 def _of_torch(array: Any, name: str) -> Described:
     if array.device.type != "cpu":
         raise ValueError(f"{name}: lies on {array.device}; nsa.h computes on the CPU (nsa.torch has the operators for CUDA)")
@@ -63,10 +72,7 @@ def _of_interface(array: Any, name: str) -> Described:
     if interface["typestr"][0] == ">":
         raise ValueError(f"{name}: bytes of another order than the machine's")
     if steps is None:
-        steps, step = [], size
-        for extent in reversed(shape):
-            steps.insert(0, step)
-            step *= extent
+        steps = _packed_strides(shape, size)
     if any(step % size for step in steps):
         raise ValueError(f"{name}: strides of {tuple(steps)} bytes are no multiples of its elements'")
     address, readonly = interface["data"]
@@ -102,11 +108,7 @@ def _of_dlpack(array: Any, name: str) -> Described:
     if tensor.strides:
         strides = tuple(tensor.strides[:tensor.ndim])
     else:
-        steps, step = [], 1
-        for extent in reversed(shape):
-            steps.insert(0, step)
-            step *= extent
-        strides = tuple(steps)
+        strides = _packed_strides(shape, 1)
     # This protocol has no flag for it; those who hand out immutable arrays say so by their type.
     readonly = type(array).__module__.split(".")[0] in ("jax", "jaxlib")
     return Described((tensor.data or 0) + tensor.byte_offset, dtype, shape, strides, readonly, capsule)

@@ -1,0 +1,99 @@
+"""Native Sparse Attention for PyTorch: differentiable operators, and a module that drops into a model.
+
+Tensors are (B, T, H, D) with any strides whose last is 1; a head-first tensor is passed as x.transpose(1, 2).
+Packed sequences: tensors of (1, rows, H, D), `begins` (B + 1 offsets, int32, also called cu_seqlens) and
+`longest`. With `first`, q holds rows first .. of each sequence's keys. Options are fields of nsa.Desc, by name:
+window=512, gate="softmax". float64 is computed in double, bfloat16 and float16 with sums in float32.
+
+The operators are torch.ops.nsa.*: they have fake kernels, gradients, and autocast as
+scaled_dot_product_attention has it. lse, lists and compressed rows that forward returns carry no gradient.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import torch as _torch
+
+from . import _operators as _o
+from ._module import Cache, NativeSparseAttention
+from ._native import cuda_library, options as _options
+
+Tensor = _torch.Tensor
+
+__all__ = ["Cache", "NativeSparseAttention", "attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention",
+           "compress", "cuda_library", "gate", "rope", "select_blocks"]
+
+
+def rope(x: Tensor, positions: Tensor | None = None, *, begins: Tensor | None = None, longest: int = 0,
+         first: int = 0, **options: Any) -> Tensor:
+    """x (B, T, H, D) turned by its positions (B, T), int32; without them a row's place, from `first` on.
+    Options: those of nsa.Rope, as base=10000.0, pairs="halves"."""
+    return _o.rope(x, positions, begins, longest, first, _options(**options))
+
+
+def compress(x: Tensor, pos: Tensor | None = None, w1: Tensor | None = None, b1: Tensor | None = None,
+             w2: Tensor | None = None, b2: Tensor | None = None, *, phi: str = "mean", begins: Tensor | None = None,
+             longest: int = 0, **options: Any) -> Tensor:
+    """Eq. 7: (B, T, Hk, D) to (B, N, Hk, D), N = (T - l) / d + 1. phi: mean; conv with w1 (Hk, l, D) and b1
+    (Hk, 1, D); mlp with pos (Hk, l, D), w1 (Hk, hidden, l D), b1 (Hk, 1, hidden), w2 (Hk, D, hidden), b2 (Hk, 1, D).
+    A first axis of 1 is one parameter for all heads. Of packed sequences the rows lie packed too, then zeros."""
+    return _o.compress(x, pos, w1, b1, w2, b2, begins, longest, phi, _options(**options))
+
+
+def attend_cmp(q: Tensor, k: Tensor, v: Tensor, *, tokens: int, begins: Tensor | None = None, first: int = 0,
+               **options: Any) -> tuple[Tensor, Tensor]:
+    """(out (B, T, H, Dv), lse (B, T, H)) over compressed rows k (B, N, Hk, Dk), v (B, N, Hk, Dv) of so many tokens
+    (packed: of the longest sequence)."""
+    return _o.attend["cmp"](q, k, v, None, begins, tokens, first, _options(**options))
+
+
+def attend_slc(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, begins: Tensor | None = None, longest: int = 0,
+               first: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the tokens of the blocks listed for each query and kv head: (B, T, Hk, n) int32, in the form
+    of select_blocks."""
+    return _o.attend["slc"](q, k, v, blocks, begins, _tokens(k, begins, longest), first, _options(**options))
+
+
+def attend_win(q: Tensor, k: Tensor, v: Tensor, *, begins: Tensor | None = None, longest: int = 0, first: int = 0,
+               **options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) over the last `window` tokens."""
+    return _o.attend["win"](q, k, v, None, begins, _tokens(k, begins, longest), first, _options(**options))
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, *, begins: Tensor | None = None, longest: int = 0, first: int = 0,
+                 **options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of causal attention."""
+    return _o.attend["dense"](q, k, v, None, begins, _tokens(k, begins, longest), first, _options(**options))
+
+
+def select_blocks(q: Tensor, k: Tensor, lse: Tensor, *, tokens: int, begins: Tensor | None = None, first: int = 0,
+                  **options: Any) -> Tensor:
+    """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. No gradient."""
+    return _o.select_blocks(q, k, lse, begins, tokens, first, _options(**options))
+
+
+def gate(logits: Tensor, cmp: Tensor, slc: Tensor, win: Tensor, kind: str = "sigmoid") -> Tensor:
+    """Eq. 5: the branches (B, T, H, Dv), gated by logits (B, T, H or Hk, 3) and added."""
+    return _o.gate(logits, cmp, slc, win, _options(gate=kind))
+
+
+def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor,
+              gates: Tensor, *, phi_k: tuple[str, dict[str, Tensor]] | str = "mean",
+              phi_v: tuple[str, dict[str, Tensor]] | str = "mean", begins: Tensor | None = None, longest: int = 0,
+              first: int = 0, blocks: bool = False, **options: Any) -> Any:
+    """The whole: out (B, T, H, Dv), and with blocks=True also the lists that were selected.
+
+    k_* (B, T, Hk, Dk) and v_* (B, T, Hk, Dv) of each branch may be one tensor. gates (B, T, H or Hk, 3).
+    phi_k, phi_v: "mean", or a kind and its parameters by name as compress takes them: ("mlp", {"w1": ...})."""
+    kinds, given = [], []
+    for phi in (phi_k, phi_v):
+        kind, parameters = (phi, {}) if isinstance(phi, str) else phi
+        kinds.append(kind)
+        given += [parameters.get(name) for name in _o._PHI]
+    found = _o.attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *given, begins, longest, first, *kinds,
+                         _options(**options))
+    return found[:2] if blocks else found[0]
+
+
+def _tokens(k: Tensor, begins: Tensor | None, longest: int) -> int:
+    return k.shape[1] if begins is None else longest
