@@ -14,7 +14,7 @@ from .. import _abi
 from ._native import (Packer, cmp_count, desc, list_width, native, option, parameters, parse, rows)
 
 #: Whether this torch has operators with fake kernels and autograd formulas (2.4 and later).
-HAS_OPERATORS = hasattr(torch.library, "register_fake") and hasattr(torch.library, "register_autograd")
+HAS_OPERATORS = hasattr(torch.library, "register_fake")
 
 _ATTEND, _ATTENTION, _COMPRESS = Packer(_abi.Attend), Packer(_abi.Attention), Packer(_abi.Compress)
 _SELECT, _GATE, _ROPE = Packer(_abi.Select), Packer(_abi.Gate), Packer(_abi.Rope)
@@ -35,35 +35,38 @@ def _define(name: str, schema: str, shapes: Callable, kernel: Callable, setup: C
             backward: Callable | None = None, autocast: Sequence[int] | None = None) -> Callable:
     """autocast: None, or the places of arguments that are not cast."""
     if not HAS_OPERATORS:
-        return _define_function(kernel, setup, backward, autocast)
+        return _casting(_differentiable(kernel, setup, backward), autocast)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    qualified = "nsa::" + name
     for key in ("CPU", "CUDA"):
         _library.impl(name, kernel, key)
-    torch.library.register_fake(qualified, shapes, lib=_library)
+    torch.library.register_fake("nsa::" + name, shapes, lib=_library)
     operator = getattr(torch.ops.nsa, name).default
     if backward is not None:
-        torch.library.register_autograd(qualified, backward, setup_context=setup, lib=_library)
+        _library.impl(name, _differentiable(_below_autograd(operator), setup, backward), "Autograd")
     if autocast is not None:
-        for device in ("cpu", "cuda"):
-            def casting(*arguments: Any, device: str = device) -> Any:
-                with torch.autocast(device, enabled=False):
-                    return operator(*_cast(arguments, device, autocast))
-            _library.impl(name, casting, "AutocastCPU" if device == "cpu" else "AutocastCUDA")
+        for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+            _library.impl(name, _cast_for(operator, device, autocast), key)
     return operator
 
 
-def _define_function(kernel: Callable, setup: Callable | None, backward: Callable | None,
-                     autocast: Sequence[int] | None) -> Callable:
-    """The same for a torch without operators."""
+def _below_autograd(operator: Callable) -> Callable:
+    def run(*arguments: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+    return run
+
+
+def _differentiable(run: Callable, setup: Callable | None, backward: Callable | None) -> Callable:
+    """`run` with its gradient. torch.library.register_autograd would do the same, but it looks through all
+    arguments for each of them at every call: 0.4 ms for the 24 of attention."""
     if backward is None or setup is None:
-        return kernel
+        return run
     save, differentiate = setup, backward
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            found = kernel(*arguments)
+            found = run(*arguments)
             save(ctx, arguments, found)
             return found
 
@@ -72,12 +75,29 @@ def _define_function(kernel: Callable, setup: Callable | None, backward: Callabl
             return differentiate(ctx, *gradients)
 
     def apply(*arguments: Any) -> Any:
-        device = "cuda" if any(isinstance(x, torch.Tensor) and x.is_cuda for x in arguments) else "cpu"
-        enabled = torch.is_autocast_enabled() if device == "cuda" else torch.is_autocast_cpu_enabled()
-        if autocast is not None and enabled:
-            with torch.autocast(device, enabled=False):
-                return Function.apply(*_cast(arguments, device, autocast))
-        return Function.apply(*arguments)
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+            return Function.apply(*arguments)
+        return run(*arguments)
+    return apply
+
+
+def _cast_for(run: Callable, device: str, keep: Sequence[int]) -> Callable:
+    def cast(*arguments: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            return run(*_cast(arguments, device, keep))
+    return cast
+
+
+def _casting(run: Callable, keep: Sequence[int] | None) -> Callable:
+    """What the autocast keys of operators do, for a torch without operators."""
+    if keep is None:
+        return run
+    on = {"cpu": _cast_for(run, "cpu", keep), "cuda": _cast_for(run, "cuda", keep)}
+
+    def apply(*arguments: Any) -> Any:
+        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in arguments):
+            return (on["cuda"] if torch.is_autocast_enabled() else run)(*arguments)
+        return (on["cpu"] if torch.is_autocast_cpu_enabled() else run)(*arguments)
     return apply
 
 

@@ -1,0 +1,98 @@
+"""What PyTorch adds to a call: the same problem by nsa.h alone and through nsa.torch.
+
+    python3 python/examples/overhead.py [--tokens 64] [--threads 2] [--seconds 20]
+
+By nsa.h alone: structs, buffers and workspace are there already, and one C function is called. Through nsa.torch:
+attention() is called with tensors, which allocates what it returns, and backward() allocates gradients. The two
+take turns, and the least time of each counts.
+"""
+import argparse
+import ctypes
+import time
+
+import torch
+
+import nsa
+import nsa.torch as nt
+from nsa._library import library, memory
+
+
+def problem(tokens, heads, kv_heads, dim):
+    torch.manual_seed(0)
+    q, gates = torch.randn(1, tokens, heads, dim), torch.randn(1, tokens, heads, 3)
+    return [q, *(torch.randn(1, tokens, kv_heads, dim) for _ in range(6)), gates]
+
+
+class Alone:
+    """nsa_attention_forward and _backward on buffers that are kept."""
+
+    def __init__(self, tensors):
+        q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = tensors
+        _, tokens, heads, dim = q.shape
+        kv_heads = k_slc.shape[2]
+        self.d = nsa.desc(1, tokens, heads, kv_heads, dim, threads=torch.get_num_threads())
+        n = nsa.cmp_count(self.d, tokens)
+        phis = [nsa.Compress(phi="mean", dim=dim, x=x, out=torch.empty(1, n, kv_heads, dim)) for x in (k_cmp, v_cmp)]
+        outs = {name: torch.empty_like(q) for name in ("out", "out_cmp", "out_slc", "out_win")}
+        lses = {name: torch.empty(1, tokens, heads) for name in ("lse_cmp", "lse_slc", "lse_win")}
+        blocks = torch.empty(1, tokens, kv_heads, nsa.block_list_width(self.d), dtype=torch.int32)
+        self.x = nsa.Attention(q=q, k_cmp=phis[0], v_cmp=phis[1], k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win,
+                               gates=gates, blocks=blocks, **outs, **lses)
+        g = self.gradients = [torch.zeros_like(t) for t in tensors]
+        self.dx = nsa.Attention(
+            q=g[0], k_cmp=nsa.Compress(phi="mean", dim=dim, x=g[1]), v_cmp=nsa.Compress(phi="mean", dim=dim, x=g[2]),
+            k_slc=g[3], v_slc=g[4], k_win=g[5], v_win=g[6], gates=g[7], out=torch.ones_like(q))
+        self.lib, x, dx, d = library(), ctypes.byref(self.x), ctypes.byref(self.dx), ctypes.byref(self.d)
+        self.rooms = [memory(self.lib.nsa_attention_forward_workspace_size(x, d)),
+                      memory(self.lib.nsa_attention_backward_workspace_size(dx, x, d))]
+        rooms = [(ctypes.addressof(room), len(room)) for room in self.rooms]
+        self.forward = lambda: self.lib.check(self.lib.nsa_attention_forward(x, d, *rooms[0]))
+        self.backward = lambda: self.lib.check(self.lib.nsa_attention_backward(dx, x, d, *rooms[1]))
+
+    def step(self):
+        """Forward, then backward into gradients that are zeroed first."""
+        self.forward()
+        for gradient in self.gradients:
+            gradient.zero_()
+        self.backward()
+
+
+def least(calls, seconds):
+    """The least time of each, in microseconds, in turns."""
+    best, end = [float("inf")] * len(calls), time.perf_counter() + seconds
+    for call in calls:
+        call()
+    while time.perf_counter() < end:
+        for i, call in enumerate(calls):
+            begin = time.perf_counter()
+            call()
+            best[i] = min(best[i], time.perf_counter() - begin)
+    return [b * 1e6 for b in best]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, value in (("tokens", 64), ("heads", 16), ("kv-heads", 1), ("dim", 64), ("threads", 2), ("seconds", 20)):
+        parser.add_argument("--" + name, type=int, default=value)
+    a = parser.parse_args()
+    torch.set_num_threads(a.threads)
+    tensors = problem(a.tokens, a.heads, a.kv_heads, a.dim)
+    learning = [t.clone().requires_grad_() for t in tensors]
+    alone, ones = Alone(tensors), torch.ones_like(tensors[0])
+
+    def step():
+        for t in learning:
+            t.grad = None
+        nt.attention(*learning).backward(ones)
+
+    print(f"torch {torch.__version__}, {a.tokens} tokens, {a.heads}/{a.kv_heads}/{a.dim}, {a.threads} threads, "
+          "microseconds")
+    forward = least([alone.forward, lambda: nt.attention(*tensors), lambda: nt.attention(*learning)], a.seconds / 2)
+    both = least([alone.step, step], a.seconds / 2)
+    for name, c, t in (("forward", forward[0], forward[1]), ("forward, recorded for backward", forward[0], forward[2]),
+                       ("forward and backward", both[0], both[1])):
+        print(f"{name:32} nsa.h {c:11.1f}   nsa.torch {t:11.1f}   more {t - c:9.1f} = {100 * (t / c - 1):5.1f} %")
+
+
+if __name__ == "__main__":
+    main()
