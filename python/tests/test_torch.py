@@ -12,7 +12,7 @@ import torch
 import nsa
 import nsa.torch as nt
 from nsa.torch import _operators as operators
-from nsa.torch._native import options
+from nsa._pack import PHI, options
 
 DEVICE = os.environ.get("NSA_TEST_DEVICE", "cpu")
 GEOMETRY = dict(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, window=24)
@@ -310,7 +310,7 @@ class Operators(unittest.TestCase):
         yield torch.ops.nsa.rope.default, (q, None, None, 0, 0, "")
         for kind in ("mean", "mlp"):
             p = parameters(kind, D, dtype=dtype)
-            given = [p.get(name) for name in operators._PHI]
+            given = [p.get(name) for name in PHI]
             yield torch.ops.nsa.compress.default, (k, *given, None, 0, kind, text)
         for branch in ("win", "dense"):
             yield getattr(torch.ops.nsa, "attend_" + branch).default, (q, k, v, None, None, T, 0, text)
@@ -322,7 +322,7 @@ class Operators(unittest.TestCase):
         yield torch.ops.nsa.gate.default, (rows(B, T, HK, 3, dtype=dtype), *(rows(B, T, H, D, dtype=dtype) for _ in "abc"),
                                            "")
         q, k, v, gates, phi_k, phi_v = whole_tensors(dtype=dtype)
-        given = [p[name] for p in (phi_k, phi_v) for name in operators._PHI]
+        given = [p[name] for p in (phi_k, phi_v) for name in PHI]
         yield torch.ops.nsa.attention.default, (q, k[0], v[0], k[1], v[1], k[2], v[2], gates, *given, None, 0, 0, "mlp",
                                                 "mlp", text)
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch as _torch
 
+from .._pack import PHI as _PHI, options as _options
 from . import _operators as _o
 from ._module import Cache, NativeSparseAttention
-from ._native import cuda_library, options as _options
+from ._native import cuda_library
 
 Tensor = _torch.Tensor
 
@@ -89,7 +90,7 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
     for phi in (phi_k, phi_v):
         kind, parameters = (phi, {}) if isinstance(phi, str) else phi
         kinds.append(kind)
-        given += [parameters.get(name) for name in _o._PHI]
+        given += [parameters.get(name) for name in _PHI]
     found = _o.attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *given, begins, longest, first, *kinds,
                          _options(**options))
     return found[:2] if blocks else found[0]

@@ -14,7 +14,8 @@ from torch.nn import functional
 import nsa
 
 from . import _operators as _o
-from ._native import DTYPES, options
+from .._pack import PHI, options
+from ._native import DTYPES
 
 _BRANCHES = ("cmp", "slc", "win")
 
@@ -25,7 +26,7 @@ class _Phi(nn.Module):
     def __init__(self, kind: str, heads: int, block: int, width: int, bias: bool):
         super().__init__()
         self.kind = kind
-        for name in _o._PHI:
+        for name in PHI:
             self.register_parameter(name, None)
         if kind == "conv":
             self.w1 = nn.Parameter(torch.full((heads, block, width), 1 / block))
@@ -162,7 +163,7 @@ class Cache:
         lses = [torch.empty(heads, dtype=real) for _ in range(3)]
         blocks = torch.empty(*q.shape[:2], module.kv_heads, nsa.block_list_width(self.rows.desc), dtype=torch.int32)
         phis = [nsa.Compress(phi=phi.kind, dim=x.shape[3], hidden=x.shape[3], x=x,
-                             **{n: None if p is None else p.detach().to(q.dtype) for n, p in zip(_o._PHI, phi.given())})
+                             **{n: None if p is None else p.detach().to(q.dtype) for n, p in zip(PHI, phi.given())})
                 for phi, x in ((module.phi_k, k[0]), (module.phi_v, v[0]))]
         self.rows.decode(nsa.Attention(
             q=q, k_cmp=phis[0], v_cmp=phis[1], k_slc=k[1], v_slc=v[1], k_win=k[2], v_win=v[2], gates=gates,

@@ -11,7 +11,8 @@ from typing import Any, Callable, Sequence
 import torch
 
 from .. import _abi
-from ._native import (Packer, cmp_count, desc, list_width, native, option, parameters, parse, rows)
+from .._pack import PHI as _PHI, Packer, cmp_count, list_width, option, parse
+from ._native import desc, native, parameters, rows
 
 #: Whether this torch has operators with fake kernels and autograd formulas (2.4 and later).
 HAS_OPERATORS = hasattr(torch.library, "register_fake")
@@ -214,9 +215,6 @@ rope = _define("rope", "(Tensor x, Tensor? positions, Tensor? begins, SymInt lon
 
 
 # ---- Compression --------------------------------------------------------------------------------
-
-_PHI = ("pos", "w1", "b1", "w2", "b2")
-
 
 def _phi_fields(prefix: str, phi: str, x: torch.Tensor, given: Sequence[Any], block: int) -> dict[str, tuple[Any, ...]]:
     """phi's parameters, of which each shape is held against its rule."""

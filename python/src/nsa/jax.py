@@ -1,0 +1,443 @@
+"""Native Sparse Attention for JAX on the CPU: the functions of nsa.h under jit, grad and vmap.
+
+    python -m nsa.build jax     once, after the package is installed: makes the handlers for XLA
+
+Arrays are (B, T, H, D), or (1, rows, H, D) with `begins` (B + 1 offsets, int32) and `longest`. With `first`, q holds
+rows first .. of each sequence's keys. Options are fields of nsa.Desc by name: window=512, gate="softmax". lse, lists
+and compressed rows carry no gradient, as if by stop_gradient. vmap runs the function once for each item.
+
+Twin: native/xla.c. Not here: CUDA.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from . import _abi
+from ._library import FOLDER, library
+from ._pack import BEGINS, PHI, Packer, cmp_count, desc_bytes, list_width, option, options as _options, parse
+
+__all__ = ["attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention", "compress", "gate", "rope",
+           "select_blocks"]
+
+_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3, "int32": 4}
+_ATTEND, _ATTENTION, _COMPRESS = Packer(_abi.Attend), Packer(_abi.Attention), Packer(_abi.Compress)
+_SELECT, _GATE, _ROPE = Packer(_abi.Select), Packer(_abi.Gate), Packer(_abi.Rope)
+
+
+@functools.lru_cache(None)
+def _register() -> None:
+    path = FOLDER / "libnsa_xla.so"
+    if not path.exists():
+        raise RuntimeError(f"{path} is not there: `python -m nsa.build jax` makes it, with a C compiler")
+    handle = ctypes.CDLL(str(path))
+    handle.nsa_xla_open.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    if not handle.nsa_xla_open(bytes(library(False).path), bytes(library(True).path)):
+        raise RuntimeError(f"{path} could not open the libraries beside it")
+    jax.ffi.register_ffi_target("nsa", jax.ffi.pycapsule(handle.nsa_xla_call), platform="cpu")
+
+
+# ---- Calls --------------------------------------------------------------------------------------
+
+def _dtype(x: Any) -> int:
+    name = jnp.dtype(x.dtype).name
+    if name not in _DTYPES:
+        raise ValueError(f"the dtype {name}; allowed are {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _strides(x: Any) -> tuple[int, ...]:
+    steps = [1]
+    for extent in reversed(x.shape[1:]):
+        steps.insert(0, steps[0] * extent)
+    return tuple(steps)
+
+
+def _rows(x: Any) -> tuple[int, ...]:
+    """The view of (B, T, H, D), (B, T, H) or (B, T), without its address."""
+    steps = (*_strides(x)[:3], 0)[:3]
+    return 0, _dtype(x), *steps
+
+
+def _parameters(x: Any) -> tuple[int, ...]:
+    """The view of (Hk, rows, columns), or (1, rows, columns) that all heads share."""
+    head, token, _ = _strides(x)
+    return 0, _dtype(x), 0, token, 0 if x.shape[0] == 1 else head
+
+
+class _Call:
+    """One call of a function: its structs, and where in them the buffers' addresses go."""
+
+    def __init__(self, function: str, desc: bytes, begins: Any = None):
+        self.function, self.desc, self.begins = function, desc, begins
+        self.structs: list[bytes] = []
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
+        self._input_places: list[int] = []
+        self._output_places: list[int] = []
+
+    def add(self, packer: Packer, fixed: dict[str, tuple[Any, ...]], inputs: dict[str, Any], outputs: dict[str, Any],
+            parameters: Sequence[str] = ()) -> None:
+        """A struct: constants, arrays that are read, shapes of what is returned."""
+        base, fields = sum(map(len, self.structs)), dict(fixed)
+        for arrays, list_, places in ((inputs, self.inputs, self._input_places),
+                                      (outputs, self.outputs, self._output_places)):
+            for name, x in arrays.items():
+                if x is None:
+                    continue
+                fields[name] = (_parameters if name in parameters else _rows)(x)
+                list_.append(x)
+                places.append(base + packer.offsets[name])
+        self.structs.append(packer.pack(fields))
+
+    def run(self, zero: bool = False) -> Sequence[Array]:
+        _register()
+        inputs, places = list(self.inputs), list(self._input_places)
+        if self.begins is not None:
+            inputs.append(self.begins)
+            places.append(sum(map(len, self.structs)) + BEGINS)
+        structs = [*self.structs, self.desc]
+        size = _abi.prototypes(ctypes.c_float).get(f"nsa_{self.function}_workspace_size")
+        buffers = [*inputs, *self.outputs]
+        call = jax.ffi.ffi_call("nsa", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.outputs],
+                                vmap_method="broadcast_all")
+        return call(*inputs, function=self.function, f64=np.int64(any(_dtype(x) == 3 for x in buffers)),
+                    structs=np.frombuffer(b"".join(structs), np.uint8), sizes=np.array([len(s) for s in structs], np.int64),
+                    counted=np.int64(-1 if size is None else len(size[1])), zero=np.int64(zero),
+                    places=np.array(places + self._output_places, np.int64),
+                    items=np.array([x.size * jnp.dtype(x.dtype).itemsize for x in buffers], np.int64))
+
+
+def _like(x: Any, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape or x.shape, dtype or x.dtype)
+
+
+def _real(x: Any) -> Any:
+    return jnp.float64 if jnp.dtype(x.dtype) == jnp.float64 else jnp.float32
+
+
+def _expect(name: str, x: Any, *shape: int) -> None:
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, must be {shape}")
+
+
+def _problem(q: Any, begins: Any, tokens: int, first: int) -> tuple[int, int, int]:
+    """(sequences, tokens of the longest, query rows of each)"""
+    if begins is None:
+        return q.shape[0], tokens, q.shape[1]
+    if begins.dtype != jnp.int32 or begins.ndim != 1 or q.shape[0] != 1:
+        raise ValueError("begins: must be int32 of one axis, with arrays of (1, rows, heads, width)")
+    return begins.shape[0] - 1, tokens, tokens - first
+
+
+# ---- RoPE ---------------------------------------------------------------------------------------
+
+def _rope_call(function: str, x: Any, begins: Any, longest: int, first: int) -> _Call:
+    batch, tokens, count = _problem(x, begins, longest if begins is not None else first + x.shape[1], first)
+    return _Call(function, desc_bytes("", batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, 0), begins)
+
+
+def _rope_fixed(x: Any, text: str) -> dict[str, tuple[Any, ...]]:
+    made = _abi.Rope(**parse(text, _abi.Rope))
+    fields = {name: (getattr(made, name),) for name, of in _abi.Rope.kinds().items() if of is not _abi.Tensor}
+    fields.update(heads=(x.shape[2],), dim=(x.shape[3],))
+    return fields
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _rope(x, positions, begins, longest, first, text):
+    call = _rope_call("rope_forward", x, begins, longest, first)
+    call.add(_ROPE, _rope_fixed(x, text), dict(x=x, positions=positions), dict(out=_like(x)))
+    return call.run()[0]
+
+
+def _rope_forward(x, positions, begins, longest, first, text):
+    return _rope(x, positions, begins, longest, first, text), (positions, begins)
+
+
+def _rope_backward(longest, first, text, saved, dout):
+    positions, begins = saved
+    call = _rope_call("rope_backward", dout, begins, longest, first)
+    call.add(_ROPE, {}, dict(out=dout), dict(x=_like(dout)))
+    call.add(_ROPE, _rope_fixed(dout, text), dict(x=dout, out=dout, positions=positions), {})
+    return call.run(zero=True)[0], None, None
+
+
+_rope.defvjp(_rope_forward, _rope_backward)
+
+
+def rope(x: Array, positions: Array | None = None, *, begins: Array | None = None, longest: int = 0, first: int = 0,
+         **options: Any) -> Array:
+    """x (B, T, H, D) turned by its positions (B, T), int32; without them a row's place, from `first` on."""
+    if positions is not None:
+        _expect("positions", positions, *x.shape[:2])
+    return _rope(x, positions, begins, longest, first, _options(**options))
+
+
+# ---- Compression --------------------------------------------------------------------------------
+
+def _phi_fixed(prefix: str, phi: str, x: Any, given: dict[str, Any], block: int) -> dict[str, tuple[Any, ...]]:
+    unknown = set(given) - set(PHI)
+    if unknown:
+        raise ValueError(f"phi: {', '.join(sorted(unknown))}: none of {', '.join(PHI)}")
+    width = x.shape[3]
+    hidden = given["w1"].shape[1] if phi == "mlp" and "w1" in given else 0
+    shapes = {"pos": (block, width), "w2": (width, hidden), "b2": (1, width),
+              "w1": (hidden, block * width) if phi == "mlp" else (block, width),
+              "b1": (1, hidden if phi == "mlp" else width)}
+    for name, p in given.items():
+        _expect(prefix + name, p, p.shape[0] if p.shape[0] == 1 else x.shape[2], *shapes[name])
+    return {prefix + "phi": (int(_abi.Phi[phi.upper()]),), prefix + "dim": (width,), prefix + "hidden": (hidden,)}
+
+
+def _compress_call(function: str, x: Any, begins: Any, longest: int, text: str) -> _Call:
+    batch, tokens, count = _problem(x, begins, longest if begins is not None else x.shape[1], 0)
+    return _Call(function, desc_bytes(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, 0), begins)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _compress(x, given, begins, longest, phi, text):
+    call = _compress_call("compress_forward", x, begins, longest, text)
+    shape = (x.shape[0], cmp_count(text, x.shape[1]), *x.shape[2:])
+    call.add(_COMPRESS, _phi_fixed("", phi, x, given, option(text, "cmp_block")), dict(x=x, **given),
+             dict(out=_like(x, *shape)), PHI)
+    # Packed sequences have at most as many blocks as one sequence of all rows; what is behind them is 0.
+    return call.run(zero=begins is not None)[0]
+
+
+def _compress_forward(x, given, begins, longest, phi, text):
+    return _compress(x, given, begins, longest, phi, text), (x, given, begins)
+
+
+def _compress_backward(longest, phi, text, saved, dout):
+    x, given, begins = saved
+    call = _compress_call("compress_backward", x, begins, longest, text)
+    gradients = {"x": _like(x), **{name: _like(p) for name, p in given.items()}}
+    call.add(_COMPRESS, {}, dict(out=dout), gradients, PHI)
+    call.add(_COMPRESS, _phi_fixed("", phi, x, given, option(text, "cmp_block")), dict(x=x, out=dout, **given), {}, PHI)
+    dx, *rest = call.run(zero=True)
+    return dx, dict(zip(given, rest)), None
+
+
+_compress.defvjp(_compress_forward, _compress_backward)
+
+
+def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str = "mean", begins: Array | None = None,
+             longest: int = 0, **options: Any) -> Array:
+    """Eq. 7: (B, T, Hk, D) to (B, N, Hk, D), N = (T - l) / d + 1. phi: mean; conv with w1 (Hk, l, D) and b1
+    (Hk, 1, D); mlp with pos (Hk, l, D), w1 (Hk, hidden, l D), b1 (Hk, 1, hidden), w2 (Hk, D, hidden), b2 (Hk, 1, D).
+    Of packed sequences the rows lie packed too, then zeros."""
+    return _compress(x, parameters or {}, begins, longest, phi, _options(**options))
+
+
+# ---- Attention over few keys --------------------------------------------------------------------
+
+def _attend_call(branch, function, q, k, v, blocks, begins, tokens, first, text):
+    batch, tokens, count = _problem(q, begins, tokens, first)
+    if begins is None:
+        rows = cmp_count(text, tokens) if branch == "cmp" else tokens
+    else:
+        rows = cmp_count(text, q.shape[1]) if branch == "cmp" else q.shape[1]
+    _expect("k", k, q.shape[0], rows, k.shape[2], q.shape[3])
+    _expect("v", v, q.shape[0], rows, k.shape[2], v.shape[3])
+    if branch == "slc":
+        _expect("blocks", blocks, q.shape[0], q.shape[1], k.shape[2], list_width(text))
+    return _Call(function, desc_bytes(text, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count,
+                                      0), begins)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 6, 7, 8))
+def _attend(branch, q, k, v, blocks, begins, tokens, first, text):
+    call = _attend_call(branch, f"attend_{branch}_forward", q, k, v, blocks, begins, tokens, first, text)
+    call.add(_ATTEND, {}, dict(q=q, k=k, v=v, blocks=blocks),
+             dict(out=_like(q, *q.shape[:3], v.shape[3]), lse=_like(q, *q.shape[:3], dtype=_real(q))))
+    return tuple(call.run())
+
+
+def _attend_forward(branch, q, k, v, blocks, begins, tokens, first, text):
+    out, lse = _attend(branch, q, k, v, blocks, begins, tokens, first, text)
+    return (out, lse), (q, k, v, blocks, begins, out, lse)
+
+
+def _attend_backward(branch, tokens, first, text, saved, gradients):
+    q, k, v, blocks, begins, out, lse = saved
+    call = _attend_call(branch, f"attend_{branch}_backward", q, k, v, blocks, begins, tokens, first, text)
+    call.add(_ATTEND, {}, dict(out=gradients[0]), dict(q=_like(q), k=_like(k), v=_like(v)))
+    call.add(_ATTEND, {}, dict(q=q, k=k, v=v, out=out, lse=lse, blocks=blocks), {})
+    return *call.run(zero=True), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _attend_public(branch, q, k, v, blocks, begins, tokens, first, options):
+    out, lse = _attend(branch, q, k, v, blocks, begins, tokens, first, _options(**options))
+    return out, jax.lax.stop_gradient(lse)
+
+
+def attend_cmp(q: Array, k: Array, v: Array, *, tokens: int, begins: Array | None = None, first: int = 0,
+               **options: Any) -> tuple[Array, Array]:
+    """(out (B, T, H, Dv), lse (B, T, H)) over compressed rows (B, N, Hk, D) of so many tokens (packed: of the
+    longest sequence)."""
+    return _attend_public("cmp", q, k, v, None, begins, tokens, first, options)
+
+
+def attend_slc(q: Array, k: Array, v: Array, blocks: Array, *, begins: Array | None = None, longest: int = 0,
+               first: int = 0, **options: Any) -> tuple[Array, Array]:
+    """(out, lse) over the tokens of the blocks listed for each query and kv head: (B, T, Hk, n) int32."""
+    return _attend_public("slc", q, k, v, blocks, begins, _tokens(k, begins, longest), first, options)
+
+
+def attend_win(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int = 0,
+               **options: Any) -> tuple[Array, Array]:
+    """(out, lse) over the last `window` tokens."""
+    return _attend_public("win", q, k, v, None, begins, _tokens(k, begins, longest), first, options)
+
+
+def attend_dense(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int = 0,
+                 **options: Any) -> tuple[Array, Array]:
+    """(out, lse) of causal attention."""
+    return _attend_public("dense", q, k, v, None, begins, _tokens(k, begins, longest), first, options)
+
+
+def _tokens(k: Any, begins: Any, longest: int) -> int:
+    return k.shape[1] if begins is None else longest
+
+
+# ---- Selection ----------------------------------------------------------------------------------
+
+def select_blocks(q: Array, k: Array, lse: Array, *, tokens: int, begins: Array | None = None, first: int = 0,
+                  **options: Any) -> Array:
+    """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. No gradient."""
+    q, k, lse = map(jax.lax.stop_gradient, (q, k, lse))
+    text = _options(**options)
+    call = _attend_call("cmp", "select_blocks", q, k, k, None, begins, tokens, first, text)
+    _expect("lse", lse, *q.shape[:3])
+    call.add(_SELECT, {}, dict(q=q, k=k, lse=lse),
+             dict(blocks=_like(q, *q.shape[:2], k.shape[2], list_width(text), dtype=jnp.int32)))
+    return call.run()[0]
+
+
+# ---- Gate ---------------------------------------------------------------------------------------
+
+def _gate_call(function, logits, cmp, slc, win, text):
+    batch, tokens, heads, width = cmp.shape
+    _expect("slc", slc, *cmp.shape)
+    _expect("win", win, *cmp.shape)
+    _expect("logits", logits, batch, tokens, logits.shape[2], 3)
+    return _Call(function, desc_bytes(f"{text},gate_heads={logits.shape[2]}", batch, tokens, heads, logits.shape[2], 1,
+                                      width, 0, tokens, 0))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _gate(logits, cmp, slc, win, text):
+    call = _gate_call("gate_forward", logits, cmp, slc, win, text)
+    call.add(_GATE, {}, dict(logits=logits, cmp=cmp, slc=slc, win=win), dict(out=_like(cmp)))
+    return call.run()[0]
+
+
+def _gate_forward(logits, cmp, slc, win, text):
+    return _gate(logits, cmp, slc, win, text), (logits, cmp, slc, win)
+
+
+def _gate_backward(text, saved, dout):
+    inputs = dict(zip(("logits", "cmp", "slc", "win"), saved))
+    call = _gate_call("gate_backward", *saved, text)
+    call.add(_GATE, {}, dict(out=dout), {name: _like(x) for name, x in inputs.items()})
+    call.add(_GATE, {}, inputs, {})
+    return tuple(call.run(zero=True))
+
+
+_gate.defvjp(_gate_forward, _gate_backward)
+
+
+def gate(logits: Array, cmp: Array, slc: Array, win: Array, kind: str = "sigmoid") -> Array:
+    """Eq. 5: the branches (B, T, H, Dv), gated by logits (B, T, H or Hk, 3) and added."""
+    return _gate(logits, cmp, slc, win, _options(gate=kind))
+
+
+# ---- The whole ----------------------------------------------------------------------------------
+
+_WHOLE = ("q", "k_cmp.x", "v_cmp.x", "k_slc", "v_slc", "k_win", "v_win", "gates")
+_PHIS = tuple(f"{which}_cmp.{name}" for which in "kv" for name in PHI)
+
+
+def _whole_call(function, x, begins, longest, first, text):
+    q, k, v = x["q"], x["k_slc"], x["v_slc"]
+    tokens = longest if begins is not None else k.shape[1]
+    batch, tokens, count = _problem(q, begins, tokens, first)
+    for name in ("k_cmp.x", "k_win"):
+        _expect(name, x[name], *k.shape)
+    for name in ("v_cmp.x", "v_win"):
+        _expect(name, x[name], *v.shape)
+    _expect("k_slc", k, q.shape[0], q.shape[1] if begins is not None else k.shape[1], k.shape[2], q.shape[3])
+    _expect("v_slc", v, *k.shape[:3], v.shape[3])
+    _expect("gates", x["gates"], *q.shape[:2], x["gates"].shape[2], 3)
+    return _Call(function, desc_bytes(f"{text},gate_heads={x['gates'].shape[2]}", batch, tokens, q.shape[2], k.shape[2],
+                                      q.shape[3], v.shape[3], first, count, 0), begins)
+
+
+def _whole_fixed(x, phis, kinds, text):
+    fixed = {}
+    for which, kind, given in zip("kv", kinds, phis):
+        fixed.update(_phi_fixed(f"{which}_cmp.", kind, x[f"{which}_cmp.x"], given, option(text, "cmp_block")))
+    return fixed
+
+
+def _named(phis):
+    return {f"{which}_cmp.{name}": p for which, given in zip("kv", phis) for name, p in given.items()}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _attention(arrays, phis, begins, longest, first, kinds, text):
+    x = dict(zip(_WHOLE, arrays))
+    call = _whole_call("attention_forward", x, begins, longest, first, text)
+    q, v = x["q"], x["v_slc"]
+    heads, n = q.shape[:3], cmp_count(text, x["k_slc"].shape[1])
+    outputs = {"out": _like(q, *heads, v.shape[3]),
+               "blocks": _like(q, *q.shape[:2], v.shape[2], list_width(text), dtype=jnp.int32),
+               "k_cmp.out": _like(q, q.shape[0], n, v.shape[2], q.shape[3]),
+               "v_cmp.out": _like(q, q.shape[0], n, v.shape[2], v.shape[3]),
+               **{"out_" + b: _like(q, *heads, v.shape[3]) for b in ("cmp", "slc", "win")},
+               **{"lse_" + b: _like(q, *heads, dtype=_real(q)) for b in ("cmp", "slc", "win")}}
+    call.add(_ATTENTION, _whole_fixed(x, phis, kinds, text), {**x, **_named(phis)}, outputs, _PHIS)
+    return dict(zip(outputs, call.run()))
+
+
+def _attention_forward(arrays, phis, begins, longest, first, kinds, text):
+    found = _attention(arrays, phis, begins, longest, first, kinds, text)
+    return found, (arrays, phis, begins, {name: a for name, a in found.items() if name != "out"})
+
+
+def _attention_backward(longest, first, kinds, text, saved, gradients):
+    arrays, phis, begins, outputs = saved
+    x, named = dict(zip(_WHOLE, arrays)), _named(phis)
+    call = _whole_call("attention_backward", x, begins, longest, first, text)
+    call.add(_ATTENTION, {}, dict(out=gradients["out"]), {name: _like(a) for name, a in {**x, **named}.items()}, _PHIS)
+    # x.out is not read, but it is part of the struct: the incoming gradient has its shape.
+    call.add(_ATTENTION, _whole_fixed(x, phis, kinds, text), {**x, **named, **outputs, "out": gradients["out"]}, {}, _PHIS)
+    found = dict(zip([*x, *named], call.run(zero=True)))
+    given = tuple({name: found[f"{which}_cmp.{name}"] for name in of} for which, of in zip("kv", phis))
+    return tuple(found[name] for name in _WHOLE), given, None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, k_win: Array, v_win: Array, gates: Array,
+              *, phi_k: tuple[str, dict[str, Array]] | str = "mean", phi_v: tuple[str, dict[str, Array]] | str = "mean",
+              begins: Array | None = None, longest: int = 0, first: int = 0, blocks: bool = False, **options: Any) -> Any:
+    """The whole: out (B, T, H, Dv), and with blocks=True also the lists that were selected.
+
+    k_* (B, T, Hk, Dk) and v_* (B, T, Hk, Dv) of each branch may be one array. gates (B, T, H or Hk, 3).
+    phi_k, phi_v: "mean", or a kind and its parameters by name as compress takes them: ("mlp", {"w1": ...})."""
+    phis = [(phi, {}) if isinstance(phi, str) else phi for phi in (phi_k, phi_v)]
+    found = _attention((q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates), tuple(given for _, given in phis), begins,
+                       longest, first, tuple(kind for kind, _ in phis), _options(**options))
+    return (found["out"], found["blocks"]) if blocks else found["out"]

@@ -1,0 +1,197 @@
+"""nsa.jax against plain jax.numpy: values and gradients, under jit, grad and vmap.
+
+References share nothing with the library.
+"""
+import os
+import pathlib
+import subprocess
+import sys
+import unittest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import nsa  # noqa: E402
+
+jax.config.update("jax_enable_x64", True)
+if not (pathlib.Path(nsa.__file__).parent / "libnsa_xla.so").exists():
+    subprocess.run([sys.executable, "-m", "nsa.build", "jax"], check=True,
+                   env={**os.environ, "PYTHONPATH": str(pathlib.Path(nsa.__file__).parents[1])})
+import nsa.jax as nj  # noqa: E402
+
+GEOMETRY = dict(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, window=24)
+B, T, H, HK, D, DV = 2, 52, 4, 2, 16, 8
+RNG = np.random.default_rng(11)
+
+
+def rows(*shape, dtype=jnp.float64):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+def reference(q, k, v, sees):
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    score = jnp.where(sees, jnp.einsum("bthd,bshd->bths", q, k) / jnp.sqrt(q.shape[3]), -jnp.inf)
+    some = sees.any(-1, keepdims=True)
+    p = jnp.where(some, jax.nn.softmax(jnp.where(some, score, 0), -1), 0)
+    return jnp.einsum("bths,bshd->bthd", p, v)
+
+
+def sees_window(tokens, width):
+    t, s = jnp.arange(tokens)[:, None], jnp.arange(tokens)
+    return ((s <= t) & (s > t - width))[None, :, None]
+
+
+def sees_compressed(tokens, count):
+    return (jnp.arange(count) * 4 + 7 <= jnp.arange(tokens)[:, None])[None, :, None]
+
+
+def sees_blocks(blocks, group, tokens):
+    s = jnp.arange(tokens)
+    inside = ((s // 16) == blocks[..., None]).any(-2) & (s <= s[:, None, None])
+    return jnp.repeat(inside, group, 2)
+
+
+def parameters(kind, width):
+    if kind == "conv":
+        return dict(w1=rows(HK, 8, width), b1=rows(HK, 1, width))
+    if kind == "mlp":
+        return dict(pos=rows(HK, 8, width), w1=rows(HK, 5, 8 * width), b1=rows(HK, 1, 5), w2=rows(HK, width, 5),
+                    b2=rows(HK, 1, width))
+    return {}
+
+
+def reference_phi(x, kind, p):
+    n = (x.shape[1] - 8) // 4 + 1
+    blocks = jnp.stack([x[:, 4 * i:4 * i + 8] for i in range(n)], 1).transpose(0, 1, 3, 2, 4)
+    if kind == "mean":
+        return blocks.mean(3)
+    if kind == "conv":
+        return (blocks * p["w1"]).sum(3) + p["b1"][:, 0]
+    flat = (blocks + p["pos"]).reshape(*blocks.shape[:3], -1)
+    hidden = jax.nn.silu(jnp.einsum("bnhi,hoi->bnho", flat, p["w1"]) + p["b1"][:, 0])
+    return jnp.einsum("bnho,hdo->bnhd", hidden, p["w2"]) + p["b2"][:, 0]
+
+
+def whole_inputs(kind):
+    q, gates = rows(B, T, H, D), rows(B, T, HK, 3)
+    k, v = ([rows(B, T, HK, w) for _ in range(3)] for w in (D, DV))
+    return [q, k[0], v[0], k[1], v[1], k[2], v[2], gates], parameters(kind, D), parameters(kind, DV)
+
+
+def whole(arrays, phi_k, phi_v, kind, **more):
+    return nj.attention(*arrays, phi_k=(kind, phi_k), phi_v=(kind, phi_v), **GEOMETRY, **more)
+
+
+def reference_whole(arrays, phi_k, phi_v, kind, blocks):
+    q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = arrays
+    k_cmp, v_cmp = reference_phi(k_cmp, kind, phi_k), reference_phi(v_cmp, kind, phi_v)
+    branches = (reference(q, k_cmp, v_cmp, sees_compressed(T, k_cmp.shape[1])),
+                reference(q, k_slc, v_slc, sees_blocks(blocks, H // HK, T)), reference(q, k_win, v_win, sees_window(T, 24)))
+    g = jnp.repeat(jax.nn.sigmoid(gates), H // HK, 2)
+    return sum(g[..., i:i + 1] * branch for i, branch in enumerate(branches))
+
+
+def close(a, b, tolerance=1e-9):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+
+
+def both(function, plain, *inputs):
+    """Values and all gradients of a weighted sum, both under jit."""
+    out = jax.jit(function)(*inputs)
+    close(out, plain(*inputs))
+    weight = rows(*out.shape)
+    places = tuple(range(len(inputs)))
+    found = jax.jit(jax.grad(lambda *x: (function(*x) * weight).sum(), places))(*inputs)
+    close(found, jax.grad(lambda *x: (plain(*x) * weight).sum(), places)(*inputs))
+
+
+class Jax(unittest.TestCase):
+    def setUp(self):
+        self.q, self.k, self.v = rows(B, T, H, D), rows(B, T, HK, D), rows(B, T, HK, DV)
+
+    def test_win_and_dense(self):
+        both(lambda *x: nj.attend_win(*x, **GEOMETRY)[0], lambda *x: reference(*x, sees_window(T, 24)), self.q, self.k,
+             self.v)
+        both(lambda *x: nj.attend_dense(*x)[0], lambda *x: reference(*x, sees_window(T, T)), self.q, self.k, self.v)
+
+    def test_cmp_select_slc(self):
+        k, v = rows(B, 12, HK, D), rows(B, 12, HK, DV)
+        both(lambda *x: nj.attend_cmp(*x, tokens=T, **GEOMETRY)[0], lambda *x: reference(*x, sees_compressed(T, 12)),
+             self.q, k, v)
+        _, lse = nj.attend_cmp(self.q, k, v, tokens=T, **GEOMETRY)
+        blocks = jax.jit(lambda *x: nj.select_blocks(*x, tokens=T, **GEOMETRY))(self.q, k, lse)
+        d = nsa.desc(B, T, H, HK, D, **GEOMETRY)
+        self.assertIsNone(nsa.check_blocks(np.asarray(blocks), d))
+        both(lambda *x: nj.attend_slc(*x, blocks, **GEOMETRY)[0], lambda *x: reference(*x, sees_blocks(blocks, H // HK, T)),
+             self.q, self.k, self.v)
+
+    def test_compress(self):
+        for kind in ("mean", "conv", "mlp"):
+            both(lambda x, p: nj.compress(x, p, phi=kind, cmp_block=8, cmp_stride=4),
+                 lambda x, p: reference_phi(x, kind, p), self.k, parameters(kind, D))
+
+    def test_gate_and_rope(self):
+        def plain(logits, *x):
+            g = jnp.repeat(jax.nn.sigmoid(logits), H // HK, 2)
+            return sum(g[..., i:i + 1] * y for i, y in enumerate(x))
+        both(nj.gate, plain, rows(B, T, HK, 3), *(rows(B, T, H, DV) for _ in range(3)))
+
+        def turned(x):
+            angle = jnp.arange(T)[:, None, None] * 10000.0 ** (-jnp.arange(D // 2) * 2 / D)
+            a, b = x[..., :D // 2], x[..., D // 2:]
+            return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+        both(lambda x: nj.rope(x, pairs="halves"), turned, self.q)
+
+    def test_the_whole(self):
+        for kind in ("mean", "conv", "mlp"):
+            arrays, phi_k, phi_v = whole_inputs(kind)
+            _, blocks = whole(arrays, phi_k, phi_v, kind, blocks=True)
+            both(lambda a, p, r: whole(a, p, r, kind), lambda a, p, r: reference_whole(a, p, r, kind, blocks),
+                 arrays, phi_k, phi_v)
+
+    def test_vmap(self):
+        arrays, phi_k, phi_v = whole_inputs("mlp")
+        more = [jnp.stack([a, 2 * a, a[::-1]]) for a in arrays]
+
+        def one(a, p):
+            return whole(a, p, phi_v, "mlp")
+        found = jax.jit(jax.vmap(one, (0, None)))(more, phi_k)
+        for i in range(3):
+            close(found[i], one([a[i] for a in more], phi_k))
+        weight = rows(*found.shape)
+        each = [jax.grad(lambda p: (one([a[i] for a in more], p) * weight[i]).sum())(phi_k) for i in range(3)]
+        summed = jax.grad(lambda p: (jax.vmap(one, (0, None))(more, p) * weight).sum())(phi_k)
+        close(summed, jax.tree.map(lambda *x: sum(x), *each))
+
+    def test_packed_sequences(self):
+        begins = jnp.array([0, 20, 52], jnp.int32)
+        q, k, v = self.q[:1], self.k[:1], self.v[:1]
+        out, _ = jax.jit(lambda *x: nj.attend_win(*x, begins=begins, longest=32, window=24))(q, k, v)
+        for a, b in ((0, 20), (20, 52)):
+            close(out[:, a:b], nj.attend_win(q[:, a:b], k[:, a:b], v[:, a:b], window=24)[0])
+
+    def test_floats_and_halves(self):
+        exact = nj.attend_win(self.q, self.k, self.v, **GEOMETRY)[0]
+        for dtype, bound in ((jnp.float32, 1e-6), (jnp.bfloat16, 2e-2), (jnp.float16, 2e-3)):
+            out, lse = nj.attend_win(*(x.astype(dtype) for x in (self.q, self.k, self.v)), **GEOMETRY)
+            self.assertEqual((out.dtype, lse.dtype), (dtype, jnp.float32))
+            self.assertLess(float(jnp.linalg.norm(out.astype(jnp.float64) - exact) / jnp.linalg.norm(exact)), bound)
+
+    def test_lse_carries_no_gradient(self):
+        g = jax.grad(lambda q: nj.attend_win(q, self.k, self.v, **GEOMETRY)[1].sum())(self.q)
+        self.assertEqual(float(jnp.abs(g).max()), 0)
+
+    def test_refusals(self):
+        with self.assertRaisesRegex(Exception, "window: NSA_ERROR_SIZE"):
+            jax.block_until_ready(nj.attend_win(self.q, self.k, self.v, window=0))
+        with self.assertRaisesRegex(ValueError, "windows: no option"):
+            nj.attend_win(self.q, self.k, self.v, windows=3)
+        with self.assertRaisesRegex(ValueError, "v: shape"):
+            nj.attend_win(self.q, self.k, self.v[:1])
+
+
+if __name__ == "__main__":
+    unittest.main()
