@@ -13,6 +13,8 @@ import textwrap
 
 SCALARS = {"int": "c_int", "double": "c_double", "float": "c_float", "int32_t": "c_int32",
            "int64_t": "c_int64", "uint16_t": "c_uint16", "size_t": "c_size_t"}
+# B, count, Hk, nsa_slc_count(T)
+AXES = r"((?:\w+, )+[\w ]+(?:\(T\))?)"
 
 
 def fail(what):
@@ -68,10 +70,10 @@ def enums(text):
 
 
 def short(member, of):
-    """NSA_GATE_SIGMOID of nsa_gate_kind -> SIGMOID: the words that the type's name begins with go."""
+    """NSA_GATE_SIGMOID of nsa_gate_kind -> SIGMOID: its first words go that are words of the type."""
     words, type_words = member.split("_"), of.upper().split("_")
-    while len(words) > 1 and type_words and words[0] == type_words[0]:
-        words, type_words = words[1:], type_words[1:]
+    while len(words) > 1 and words[0] in type_words:
+        words = words[1:]
     name = "_".join(words)
     return name if name[0].isalpha() else "_" + name
 
@@ -84,7 +86,7 @@ class Field:
     def shapes(self):
         """{"": ("B", "T", "Hk", "D"), "cmp": ...}, as the comment has them, by the word before each."""
         found = {}
-        for word, axes in re.findall(r"(?:(\w+)(?:, optional)?: )?\(((?:\w+, )+[\w ]+)\)", self.comment):
+        for word, axes in re.findall(r"(?:(\w+)(?:, optional)?: )?\(" + AXES + r"\)", self.comment):
             found.setdefault("" if word in ("out", "optional") else word,
                              tuple(axis.strip() for axis in axes.split(",")))
         return found
@@ -97,11 +99,11 @@ def share_shapes(struct):
         by_declaration.setdefault(field.declaration, []).append(field)
     before = []
     for group in by_declaration.values():
-        all_shapes = re.findall(r"\((?:\w+, )+[\w ]+\)", group[0].comment)
+        all_shapes = re.findall(r"\(" + AXES + r"\)", group[0].comment)
         for i, field in enumerate(group):
             field.known_shapes = field.shapes()
             if len(group) > 1 and len(all_shapes) == len(group):
-                field.known_shapes = {"": tuple(part.strip() for part in all_shapes[i][1:-1].split(","))}
+                field.known_shapes = {"": tuple(part.strip() for part in all_shapes[i].split(","))}
             if field.comment.startswith("likewise") and len(before) == len(group):
                 field.known_shapes = before[i].known_shapes
             same = re.match(r"as (\w+);", field.comment)
@@ -257,9 +259,14 @@ def write_struct(name, fields, comment):
     text += "".join(f'        ("{field.name}", {field.ctype}),\n' for field in fields) + "    ]\n"
     shapes = {field.name: field.known_shapes for field in fields
               if field.known_shapes and field.ctype == "Tensor"}
+    # What a forward writes: the header says "out", and Attend is the struct of forwards whose lse is one.
+    written = [field.name for field in fields if field.ctype == "Tensor"
+               and (field.name == "out" or re.match("out[:,]", field.comment)
+                    or (name, field.name) == ("nsa_attend", "lse"))]
     marks = {field.name: camel(field.enum) for field in fields if field.enum}
     text += "    _shapes_ = {" + "".join(f"\n        {k!r}: {v!r}," for k, v in shapes.items())
     text += "\n    }\n" if shapes else "}\n"
+    text += f"    _outputs_ = {tuple(written)!r}\n"
     text += "    _enums_ = {" + ", ".join(f'"{k}": {v}' for k, v in marks.items()) + "}\n"
     return text + "\n\n"
 

@@ -1,5 +1,5 @@
 /* library.c - nsa.h as a shared library with plain symbols, and what nsa/_library.py asks it.
-   Twins: ../src/nsa/_library.py; layout.c, which bindings.py writes. It is compiled once for each
+   Twins: src/nsa/_library.py; layout.c, which bindings.py writes. It is compiled once for each
    NSA_REAL. Not here: anything that knows Python. */
 
 /* glibc 2.29 gave these functions new versions, which differ in how they report errors alone. By

@@ -1,5 +1,5 @@
 /* xla.c - the functions of nsa.h as one handler of XLA's foreign functions, for JAX on the CPU.
-   Twin: ../src/nsa/jax.py, which packs the structs. Not here: shapes, gradients; nsa.h itself, whose
+   Twin: src/nsa/jax.py, which packs the structs. Not here: shapes, gradients; nsa.h itself, whose
    shared libraries nsa_xla_open is told.
 
    A call's attributes: `function`, without its nsa_; `f64`; `structs`, the bytes of its structs one

@@ -180,9 +180,18 @@ class Jax(unittest.TestCase):
             self.assertEqual((out.dtype, lse.dtype), (dtype, jnp.float32))
             self.assertLess(float(jnp.linalg.norm(out.astype(jnp.float64) - exact) / jnp.linalg.norm(exact)), bound)
 
-    def test_lse_carries_no_gradient(self):
-        g = jax.grad(lambda q: nj.attend_win(q, self.k, self.v, **GEOMETRY)[1].sum())(self.q)
-        self.assertEqual(float(jnp.abs(g).max()), 0)
+    def test_lse_and_merge(self):
+        def lse(q, k, v):
+            score = jnp.einsum("bthd,bshd->bths", q, jnp.repeat(k, H // HK, 2)) / jnp.sqrt(D)
+            return jax.nn.logsumexp(jnp.where(sees_window(T, 24), score, -jnp.inf), -1) + 0 * v.sum()
+        both(lambda *x: nj.attend_win(*x, **GEOMETRY)[1], lse, self.q, self.k, self.v)
+
+        def merged(out_a, lse_a, out_b, lse_b):
+            total = jnp.logaddexp(lse_a, lse_b)
+            return jnp.exp(lse_a - total)[..., None] * out_a + jnp.exp(lse_b - total)[..., None] * out_b
+        parts = rows(B, T, H, DV), rows(B, T, H), rows(B, T, H, DV), rows(B, T, H)
+        both(lambda *x: nj.merge(*x)[0], merged, *parts)
+        both(lambda *x: nj.merge(*x)[1], lambda a, la, b, lb: jnp.logaddexp(la, lb) + 0 * (a + b).sum(-1), *parts)
 
     def test_refusals(self):
         with self.assertRaisesRegex(Exception, "window: NSA_ERROR_SIZE"):

@@ -36,6 +36,17 @@ def reference(q, k, v, sees):
     return torch.einsum("bths,bshd->bthd", p, v)
 
 
+def reference_lse(q, k, v, sees):
+    score = torch.einsum("bthd,bshd->bths", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2)) / math.sqrt(q.shape[3])
+    return score.masked_fill(~sees, -math.inf).logsumexp(-1) + 0 * v.sum()
+
+
+def reference_merge(out_a, lse_a, out_b, lse_b):
+    lse = torch.logaddexp(lse_a, lse_b)
+    out = (lse_a - lse).exp()[..., None] * out_a + (lse_b - lse).exp()[..., None] * out_b
+    return torch.cat([out.flatten(), lse.flatten()])
+
+
 def sees_window(tokens, width):
     t, s = torch.arange(tokens)[:, None], torch.arange(tokens)
     return ((s <= t) & (s > t - width))[None, :, None].to(DEVICE)
@@ -96,6 +107,9 @@ def cases():
                 lambda *x: reference(*x, sees_compressed(T, 12))),
         "slc": (lambda *x: nt.attend_slc(*x, blocks, **GEOMETRY)[0], (q, k, v),
                 lambda *x: reference(*x, sees_blocks(blocks, H // HK, T, 16))),
+        "lse": (lambda *x: nt.attend_win(*x, **GEOMETRY)[1], (q, k, v), lambda *x: reference_lse(*x, sees_window(T, 24))),
+        "merge": (lambda oa, la, ob, lb: torch.cat([a.flatten() for a in nt.merge(oa, la, ob, lb)]),
+                  (rows(B, T, H, DV), rows(B, T, H), rows(B, T, H, DV), rows(B, T, H)), reference_merge),
         "gate": (nt.gate, (rows(B, T, HK, 3), *(rows(B, T, H, DV) for _ in range(3))),
                  lambda g, *x: sum(torch.sigmoid(g[..., i:i + 1]).repeat_interleave(H // HK, 2) * y
                                    for i, y in enumerate(x))),
@@ -182,12 +196,34 @@ class Gradients(unittest.TestCase):
         expected = torch.autograd.grad(reference(q, k, v, sees_window(T, 24)).sum(), (q, v))
         torch.testing.assert_close((q.grad, v.grad), expected)
 
-    def test_lse_and_lists_carry_no_gradient(self):
-        q, k, v = rows(B, T, H, D), rows(B, T, HK, D), rows(B, T, HK, DV)
-        out, lse = nt.attend_win(q, k, v, **GEOMETRY)
-        self.assertTrue(out.requires_grad and not lse.requires_grad)
-        with self.assertRaises(RuntimeError):
-            lse.sum().backward()
+    def test_window_and_the_rest_merged_are_dense(self):
+        q, k, v = rows(1, T, H, D), rows(1, T, HK, D), rows(1, T, HK, DV)
+        win = nt.attend_win(q, k, v, window=T // 2)
+        # Keys before the window, which the last half of the queries has: dense attention over these alone.
+        first = T // 2
+        parts = [nt.attend_dense(q[:, t:t + 1], k[:, :t - first + 1], v[:, :t - first + 1], first=t - first)
+                 for t in range(first, T)]
+        out, lse = nt.merge(win[0][:, first:], win[1][:, first:], torch.cat([p[0] for p in parts], 1),
+                            torch.cat([p[1] for p in parts], 1))
+        expected, its = nt.attend_dense(q, k, v)
+        torch.testing.assert_close((out, lse), (expected[:, first:], its[:, first:]))
+        weight = torch.randn_like(out)
+        found = torch.autograd.grad((out * weight).sum() + lse.sum(), (q, k, v))
+        plain = torch.autograd.grad((expected[:, first:] * weight).sum() + its[:, first:].sum(), (q, k, v))
+        torch.testing.assert_close(found, plain)
+
+    def test_lists_by_scores(self):
+        q, k, w = rows(B, T, H, D, grad=False), rows(B, T, HK, D, grad=False), rows(B, T, H, grad=False)
+        blocks = nt.score_blocks(q, k, w, act="relu", pool="mean", cmp_block=8, cmp_stride=4, slc_block=16, slc_count=2,
+                                 slc_init=0, slc_local=1)
+        group = H // HK
+        score = torch.einsum("bthgd,bshd->bthgs", q.view(B, T, HK, group, D), k).relu()
+        score = (score * w.view(B, T, HK, group, 1)).sum(3)
+        for t in (15, 40, T - 1):
+            means = torch.stack([score[:, t, :, 16 * j:min(16 * j + 16, t + 1)].mean(-1) for j in range(t // 16 + 1)], -1)
+            means[..., t // 16] = math.inf  # the query's own block is forced
+            best = means.topk(min(2, t // 16 + 1), -1).indices.sort(-1).values.int()
+            self.assertTrue(torch.equal(blocks[:, t, :, :best.shape[-1]], best))
 
     def test_what_is_saved(self):
         q, k, v = rows(B, T, H, D), rows(B, T, HK, D), rows(B, T, HK, DV)
@@ -319,6 +355,9 @@ class Operators(unittest.TestCase):
         yield torch.ops.nsa.attend_cmp.default, (q, *compressed, None, None, T, 0, text)
         lse = nt.attend_cmp(q, *compressed, tokens=T, **GEOMETRY)[1]
         yield torch.ops.nsa.select_blocks.default, (q.detach(), compressed[0].detach(), lse.detach(), None, T, 0, text)
+        yield torch.ops.nsa.score_blocks.default, (q.detach(), k.detach(), None, None, T, 0, "relu", "max", text)
+        yield torch.ops.nsa.merge.default, tuple(rows(*shape, dtype=dtype) for shape in
+                                                 ((B, T, H, DV), (B, T, H, DV), (B, T, H), (B, T, H)))
         yield torch.ops.nsa.gate.default, (rows(B, T, HK, 3, dtype=dtype), *(rows(B, T, H, D, dtype=dtype) for _ in "abc"),
                                            "")
         q, k, v, gates, phi_k, phi_v = whole_tensors(dtype=dtype)

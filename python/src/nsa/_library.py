@@ -126,6 +126,7 @@ def extents(desc: Desc, struct: Struct) -> dict[str, int]:
     known = {"B": 1 if begins else desc.batch, "T": tokens, "count": count, "N": rows, "H": desc.heads,
              "Hk": desc.kv_heads, "Dk": desc.dim, "Dv": desc.dim_v, "l": desc.cmp_block,
              "gate_heads": desc.gate_heads,
+             "nsa_slc_count(T)": library().nsa_slc_count(ctypes.byref(desc), desc.tokens),
              "nsa_block_list_width": library().nsa_block_list_width(ctypes.byref(desc))}
     if hasattr(struct, "dim"):
         known.update(dim=struct.dim, D=struct.dim)
@@ -166,21 +167,12 @@ def _extent(axis: str, known: dict[str, int]) -> int:
 
 
 def check_writable(structs: Sequence[Struct], backward: bool) -> None:
-    """Outputs of a forward, gradients of a backward (its first struct, but for the incoming one)."""
+    """Outputs of a forward; gradients of a backward: its first struct, but for those that come in."""
     for i, top in enumerate(structs):
         for path, struct, field, array in top.views():
-            if backward:
-                written = i == 0 and field != "out"
-            else:
-                written = field.split("_")[0] in ("out", "lse", "blocks") and not _read(struct, field)
+            written = (i == 0 and field not in ("out", "lse")) if backward else field in struct._outputs_
             if written and array.readonly:
                 raise ValueError(f"{path}: is read-only, and would be written")
-
-
-def _read(struct: Struct, field: str) -> bool:
-    """Fields of those names that a forward only reads."""
-    return (isinstance(struct, _abi.Attend) and field == "blocks") or (isinstance(struct, _abi.Select)
-                                                                         and field == "lse")
 
 
 def _checked(lib: Library, desc: Desc) -> Any:

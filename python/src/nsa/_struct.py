@@ -21,6 +21,7 @@ class Struct(ctypes.Structure):
     memory: nothing is copied. Axes are those of the field's shape below, or None.
     """
     _shapes_: dict[str, dict[str, tuple[str, ...]]] = {}
+    _outputs_: tuple[str, ...] = ()
     _enums_: dict[str, Any] = {}
 
     @classmethod

@@ -3,8 +3,8 @@
     python -m nsa.build jax     once, after the package is installed: makes the handlers for XLA
 
 Arrays are (B, T, H, D), or (1, rows, H, D) with `begins` (B + 1 offsets, int32) and `longest`. With `first`, q holds
-rows first .. of each sequence's keys. Options are fields of nsa.Desc by name: window=512, gate="softmax". lse, lists
-and compressed rows carry no gradient, as if by stop_gradient. vmap runs the function once for each item.
+rows first .. of each sequence's keys. Options are fields of nsa.Desc by name: window=512, gate="softmax". Block lists
+carry no gradient. vmap runs the function once for each item.
 
 Twin: native/xla.c. Not here: CUDA.
 """
@@ -23,12 +23,13 @@ from . import _abi
 from ._library import FOLDER, library
 from ._pack import BEGINS, PHI, Packer, cmp_count, desc_bytes, list_width, option, options as _options, parse
 
-__all__ = ["attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention", "compress", "gate", "rope",
-           "select_blocks"]
+__all__ = ["attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention", "compress", "gate", "merge",
+           "rope", "select_blocks"]
 
 _DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3, "int32": 4}
 _ATTEND, _ATTENTION, _COMPRESS = Packer(_abi.Attend), Packer(_abi.Attention), Packer(_abi.Compress)
 _SELECT, _GATE, _ROPE = Packer(_abi.Select), Packer(_abi.Gate), Packer(_abi.Rope)
+_MERGE = Packer(_abi.Merge)
 
 
 @functools.lru_cache(None)
@@ -268,7 +269,7 @@ def _attend_forward(branch, q, k, v, blocks, begins, tokens, first, text):
 def _attend_backward(branch, tokens, first, text, saved, gradients):
     q, k, v, blocks, begins, out, lse = saved
     call = _attend_call(branch, f"attend_{branch}_backward", q, k, v, blocks, begins, tokens, first, text)
-    call.add(_ATTEND, {}, dict(out=gradients[0]), dict(q=_like(q), k=_like(k), v=_like(v)))
+    call.add(_ATTEND, {}, dict(out=gradients[0], lse=gradients[1]), dict(q=_like(q), k=_like(k), v=_like(v)))
     call.add(_ATTEND, {}, dict(q=q, k=k, v=v, out=out, lse=lse, blocks=blocks), {})
     return *call.run(zero=True), None, None
 
@@ -277,8 +278,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _attend_public(branch, q, k, v, blocks, begins, tokens, first, options):
-    out, lse = _attend(branch, q, k, v, blocks, begins, tokens, first, _options(**options))
-    return out, jax.lax.stop_gradient(lse)
+    return _attend(branch, q, k, v, blocks, begins, tokens, first, _options(**options))
 
 
 def attend_cmp(q: Array, k: Array, v: Array, *, tokens: int, begins: Array | None = None, first: int = 0,
@@ -308,6 +308,44 @@ def attend_dense(q: Array, k: Array, v: Array, *, begins: Array | None = None, l
 
 def _tokens(k: Any, begins: Any, longest: int) -> int:
     return k.shape[1] if begins is None else longest
+
+
+# ---- Merge --------------------------------------------------------------------------------------
+
+_PARTS = ("out_a", "out_b", "lse_a", "lse_b")
+
+
+def _merge_call(function, parts):
+    batch, tokens, heads, width = parts[0].shape
+    for name, x, shape in zip(_PARTS, parts, (parts[0].shape,) * 2 + (parts[0].shape[:3],) * 2):
+        _expect(name, x, *shape)
+    return _Call(function, desc_bytes("", batch, tokens, heads, heads, 1, width, 0, tokens, 0))
+
+
+@jax.custom_vjp
+def _merge(*parts):
+    call = _merge_call("merge_forward", parts)
+    call.add(_MERGE, {}, dict(zip(_PARTS, parts)), dict(out=_like(parts[0]), lse=_like(parts[2])))
+    return tuple(call.run())
+
+
+def _merge_forward(*parts):
+    return _merge(*parts), parts
+
+
+def _merge_backward(parts, gradients):
+    call = _merge_call("merge_backward", parts)
+    call.add(_MERGE, {}, dict(out=gradients[0], lse=gradients[1]), {name: _like(x) for name, x in zip(_PARTS, parts)})
+    call.add(_MERGE, {}, dict(zip(_PARTS, parts)), {})
+    return tuple(call.run(zero=True))
+
+
+_merge.defvjp(_merge_forward, _merge_backward)
+
+
+def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """(out, lse) of one softmax over the keys of two: outs (B, T, H, Dv), lses (B, T, H)."""
+    return _merge(out_a, out_b, lse_a, lse_b)
 
 
 # ---- Selection ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Packed sequences: tensors of (1, rows, H, D), `begins` (B + 1 offsets, int32, al
 window=512, gate="softmax". float64 is computed in double, bfloat16 and float16 with sums in float32.
 
 The operators are torch.ops.nsa.*: they have fake kernels, gradients, and autocast as
-scaled_dot_product_attention has it. lse, lists and compressed rows that forward returns carry no gradient.
+scaled_dot_product_attention has it. Block lists carry no gradient.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._native import cuda_library
 Tensor = _torch.Tensor
 
 __all__ = ["Cache", "NativeSparseAttention", "attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention",
-           "compress", "cuda_library", "gate", "rope", "select_blocks"]
+           "compress", "cuda_library", "gate", "merge", "rope", "score_blocks", "select_blocks"]
 
 
 def rope(x: Tensor, positions: Tensor | None = None, *, begins: Tensor | None = None, longest: int = 0,
@@ -71,6 +71,18 @@ def select_blocks(q: Tensor, k: Tensor, lse: Tensor, *, tokens: int, begins: Ten
                   **options: Any) -> Tensor:
     """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. No gradient."""
     return _o.select_blocks(q, k, lse, begins, tokens, first, _options(**options))
+
+
+def score_blocks(q: Tensor, k: Tensor, weights: Tensor | None = None, *, act: str = "linear", pool: str = "max",
+                 begins: Tensor | None = None, longest: int = 0, first: int = 0, **options: Any) -> Tensor:
+    """The lists (B, T, Hk, n) int32 of the best blocks by the score of their tokens, sum over the heads of a group of
+    weights (B, T, H) act(q . k), linear or relu; of a block the max or the mean. No gradient."""
+    return _o.score_blocks(q, k, weights, begins, _tokens(k, begins, longest), first, act, pool, _options(**options))
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one softmax over the keys of two: outs (B, T, H, Dv), lses (B, T, H)."""
+    return _o.merge(out_a, out_b, lse_a, lse_b)
 
 
 def gate(logits: Tensor, cmp: Tensor, slc: Tensor, win: Tensor, kind: str = "sigmoid") -> Tensor:

@@ -19,6 +19,7 @@ HAS_OPERATORS = hasattr(torch.library, "register_fake")
 
 _ATTEND, _ATTENTION, _COMPRESS = Packer(_abi.Attend), Packer(_abi.Attention), Packer(_abi.Compress)
 _SELECT, _GATE, _ROPE = Packer(_abi.Select), Packer(_abi.Gate), Packer(_abi.Rope)
+_MERGE, _SCORE = Packer(_abi.Merge), Packer(_abi.Score)
 _library: Any = torch.library.Library("nsa", "DEF") if HAS_OPERATORS else None
 
 
@@ -321,7 +322,7 @@ def _attend_shapes(q, k, v, blocks, begins, tokens, first, options):
             torch.empty(q.shape[:3], dtype=_real(q), device=q.device))
 
 
-def _attend_backward_shapes(dout, q, k, v, blocks, begins, out, lse, tokens, first, options, mask):
+def _attend_backward_shapes(dout, dlse, q, k, v, blocks, begins, out, lse, tokens, first, options, mask):
     return [_zeros(t, bool(mask >> i & 1)) for i, t in enumerate((q, k, v))]
 
 
@@ -339,29 +340,29 @@ def _make_attend(branch: str) -> Callable:
     def setup(ctx, inputs, output):
         q, k, v, blocks, begins, ctx.tokens, ctx.first, ctx.options = inputs
         ctx.save_for_backward(q, k, v, blocks, begins, *output)
-        ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
-    def backward_kernel(dout, q, k, v, blocks, begins, out, lse, tokens, first, options, mask):
-        found = _attend_backward_shapes(dout, q, k, v, blocks, begins, out, lse, tokens, first, options, mask)
+    def backward_kernel(dout, dlse, q, k, v, blocks, begins, out, lse, tokens, first, options, mask):
+        found = _attend_backward_shapes(dout, dlse, q, k, v, blocks, begins, out, lse, tokens, first, options, mask)
         dout, q, k, v, blocks = (_packed(x) for x in (dout, q, k, v, blocks))
         d = _attend_desc(branch, q, k, v, blocks, begins, tokens, first, options)
         x = _ATTEND.pack(dict(q=rows(q), k=rows(k), v=rows(v), out=rows(out), lse=rows(lse), blocks=rows(blocks)))
         gradient = {n: rows(g) for i, (n, g) in enumerate(zip("qkv", found)) if mask >> i & 1}
-        gradient["out"] = rows(dout)
+        gradient.update(out=rows(dout), lse=rows(dlse))
         native(q).run(name + "_backward", q, (_ATTEND.pack(gradient), x), d)
         return found
 
     backward = _define(
-        name + "_backward", "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor? blocks, Tensor? begins, Tensor out, "
-        "Tensor lse, SymInt tokens, SymInt first, str options, int mask) -> Tensor[]",
+        name + "_backward", "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? blocks, "
+        "Tensor? begins, Tensor out, Tensor lse, SymInt tokens, SymInt first, str options, int mask) -> Tensor[]",
         _attend_backward_shapes, backward_kernel)
 
     def gradient(ctx, dout, dlse):
-        if dout is None:
+        if dout is None and dlse is None:
             return (None,) * 8
-        mask = _mask(ctx, 3)
-        found = backward(dout, *ctx.saved_tensors, ctx.tokens, ctx.first, ctx.options, mask)
+        mask, saved = _mask(ctx, 3), ctx.saved_tensors
+        dout = torch.zeros_like(saved[5]) if dout is None else dout
+        found = backward(dout, dlse, *saved, ctx.tokens, ctx.first, ctx.options, mask)
         return (*_or_none(found, mask), None, None, None, None, None)
 
     return _define(name, "(Tensor q, Tensor k, Tensor v, Tensor? blocks, Tensor? begins, SymInt tokens, SymInt first, "
@@ -369,6 +370,69 @@ def _make_attend(branch: str) -> Callable:
 
 
 attend = {branch: _make_attend(branch) for branch in ("cmp", "slc", "win", "dense")}
+
+
+# ---- Merge --------------------------------------------------------------------------------------
+
+def _merge_desc(out_a, out_b, lse_a, lse_b):
+    batch, tokens, heads, width = out_a.shape
+    _expect("out_b", out_b, *out_a.shape)
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        _expect(name, lse, *out_a.shape[:3])
+    return desc("", batch, tokens, heads, heads, 1, width, 0, tokens, None)
+
+
+def _merge_shapes(out_a, out_b, lse_a, lse_b):
+    return (torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device),
+            torch.empty(lse_a.shape, dtype=lse_a.dtype, device=lse_a.device))
+
+
+def _merge_views(out_a, out_b, lse_a, lse_b):
+    return dict(out_a=rows(out_a), out_b=rows(out_b), lse_a=rows(lse_a), lse_b=rows(lse_b))
+
+
+def _merge_kernel(out_a, out_b, lse_a, lse_b):
+    out, lse = _merge_shapes(out_a, out_b, lse_a, lse_b)
+    out_a, out_b = _packed(out_a), _packed(out_b)
+    x = _MERGE.pack(dict(_merge_views(out_a, out_b, lse_a, lse_b), out=rows(out), lse=rows(lse)))
+    native(out).run("merge_forward", out, (x,), _merge_desc(out_a, out_b, lse_a, lse_b))
+    return out, lse
+
+
+def _merge_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _merge_backward_shapes(dout, dlse, out_a, out_b, lse_a, lse_b, mask):
+    return [_zeros(t, bool(mask >> i & 1)) for i, t in enumerate((out_a, out_b, lse_a, lse_b))]
+
+
+def _merge_backward_kernel(dout, dlse, out_a, out_b, lse_a, lse_b, mask):
+    found = _merge_backward_shapes(dout, dlse, out_a, out_b, lse_a, lse_b, mask)
+    dout, out_a, out_b = _packed(dout), _packed(out_a), _packed(out_b)
+    gradient = {name: rows(g) for i, (name, g) in enumerate(zip(("out_a", "out_b", "lse_a", "lse_b"), found))
+                if mask >> i & 1}
+    gradient.update(out=rows(dout), lse=rows(dlse))
+    x = _MERGE.pack(_merge_views(out_a, out_b, lse_a, lse_b))
+    native(dout).run("merge_backward", dout, (_MERGE.pack(gradient), x), _merge_desc(out_a, out_b, lse_a, lse_b))
+    return found
+
+
+merge_backward = _define("merge_backward", "(Tensor dout, Tensor? dlse, Tensor out_a, Tensor out_b, Tensor lse_a, "
+                         "Tensor lse_b, int mask) -> Tensor[]", _merge_backward_shapes, _merge_backward_kernel)
+
+
+def _merge_gradient(ctx, dout, dlse):
+    if dout is None and dlse is None:
+        return None, None, None, None
+    mask, saved = _mask(ctx, 4), ctx.saved_tensors
+    dout = torch.zeros_like(saved[0]) if dout is None else dout
+    return tuple(_or_none(merge_backward(dout, dlse, *saved, mask), mask))
+
+
+merge = _define("merge", "(Tensor out_a, Tensor out_b, Tensor lse_a, Tensor lse_b) -> (Tensor, Tensor)", _merge_shapes,
+                _merge_kernel, _merge_setup, _merge_gradient)
 
 
 # ---- Selection ----------------------------------------------------------------------------------
@@ -389,6 +453,27 @@ def _select_kernel(q, k, lse, begins, tokens, first, options):
 
 select_blocks = _define("select_blocks", "(Tensor q, Tensor k, Tensor lse, Tensor? begins, SymInt tokens, SymInt first, "
                         "str options) -> Tensor", _select_shapes, _select_kernel, autocast=(2,))
+
+
+def _score_shapes(q, k, weights, begins, tokens, first, act, pool, options):
+    return torch.empty((*q.shape[:2], k.shape[2], list_width(options)), dtype=torch.int32, device=q.device)
+
+
+def _score_kernel(q, k, weights, begins, tokens, first, act, pool, options):
+    blocks = _score_shapes(q, k, weights, begins, tokens, first, act, pool, options)
+    q, k = _packed(q), _packed(k)
+    d = _attend_desc("score", q, k, k, None, begins, tokens, first, options)
+    if weights is not None:
+        _expect("weights", weights, *q.shape[:3])
+    kinds = _abi.Score(act=act, pool=pool)
+    x = _SCORE.pack(dict(act=(kinds.act,), pool=(kinds.pool,), q=rows(q), k=rows(k), weights=rows(weights),
+                         blocks=rows(blocks)))
+    native(q).run("score_blocks", q, (x,), d)
+    return blocks
+
+
+score_blocks = _define("score_blocks", "(Tensor q, Tensor k, Tensor? weights, Tensor? begins, SymInt tokens, "
+                       "SymInt first, str act, str pool, str options) -> Tensor", _score_shapes, _score_kernel, autocast=())
 
 
 # ---- Gate ---------------------------------------------------------------------------------------
