@@ -72,7 +72,9 @@ static void sgemm(int n, const float *a, const float *b, float *c, int threads) 
         for (int k = 0; k < n; k += 256) {
             for (int p = 0; p < 256; p++)
                 memcpy(panel + p * 64, b + (ptrdiff_t)(k + p) * n + j, 64 * sizeof *panel);
-            tiles->gemm(n, 64, 256, a + k, n, 1, panel, 64, c + j, n, k > 0, NULL, NULL);
+            const nsa__matrix left = {a + k, n, 1, NULL}, right = {panel, 64, 1, NULL};
+            const nsa__result sum = {c + j, n, NULL, k > 0, NULL};
+            tiles->gemm(n, 64, 256, &left, &right, &sum);
         }
     }
     (void)threads;

@@ -1170,8 +1170,14 @@ NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens) {
     return tokens < d->cmp_block ? 0 : (tokens - d->cmp_block) / d->cmp_stride + 1;
 }
 
+/* Tokens before this one are visible to `query`. All that is causal follows from it: blocks that it
+   sees, blocks that it may select, the end of its spans. */
+static int nsa__visible_end(int query) {
+    return query + 1;
+}
+
 NSA_API int nsa_cmp_visible(const nsa_desc *d, int query) {
-    return query < d->cmp_block - 1 ? 0 : (query - (d->cmp_block - 1)) / d->cmp_stride + 1;
+    return nsa_cmp_count(d, nsa__visible_end(query));
 }
 
 NSA_API int nsa_slc_count(const nsa_desc *d, int tokens) {
@@ -1179,7 +1185,7 @@ NSA_API int nsa_slc_count(const nsa_desc *d, int tokens) {
 }
 
 NSA_API int nsa_slc_candidates(const nsa_desc *d, int query) {
-    return query / d->slc_block + 1;
+    return nsa_slc_count(d, nsa__visible_end(query));
 }
 
 NSA_API int nsa_window_begin(const nsa_desc *d, int query) {
@@ -1196,9 +1202,9 @@ NSA_API int nsa_block_overlap(const nsa_desc *d, int cmp, int slc) {
 
 NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int *begin, int *end) {
     int64_t slc_begin = (int64_t)slc * d->slc_block, count = nsa_cmp_count(d, tokens);
-    int64_t reach =
-        d->cmp_block / d->cmp_stride - 1; /* blocks that start before slc_begin and reach into it */
-    *begin = (int)nsa__min(count, nsa__max(0, slc_begin / d->cmp_stride - reach));
+    /* blocks that start before slc_begin and overlap it */
+    int64_t before = d->cmp_block / d->cmp_stride - 1;
+    *begin = (int)nsa__min(count, nsa__max(0, slc_begin / d->cmp_stride - before));
     *end = (int)nsa__min(count, (slc_begin + d->slc_block) / d->cmp_stride);
 }
 
@@ -1557,7 +1563,7 @@ typedef struct nsa__arena {
 
 enum { NSA__ALIGN = 64 };
 
-static void *nsa__take(nsa__arena *a, int64_t count, size_t size) {
+static void *nsa__alloc(nsa__arena *a, int64_t count, size_t size) {
     char *at = a->base ? a->base + a->used : NULL;
     if ((uint64_t)count > (SIZE_MAX - a->used - NSA__ALIGN) / size) {
         a->used = SIZE_MAX - NSA__ALIGN;
@@ -1567,8 +1573,8 @@ static void *nsa__take(nsa__arena *a, int64_t count, size_t size) {
     return at;
 }
 
-static nsa_real *nsa__take_reals(nsa__arena *a, int64_t count) {
-    return (nsa_real *)nsa__take(a, count, sizeof(nsa_real));
+static nsa_real *nsa__alloc_reals(nsa__arena *a, int64_t count) {
+    return (nsa_real *)nsa__alloc(a, count, sizeof(nsa_real));
 }
 
 static nsa__arena nsa__arena_at(void *workspace) {
@@ -1586,10 +1592,15 @@ static int nsa__threads(const nsa_desc *d) {
 #endif
 }
 
+/* Threads whose scratch a workspace must hold at least. */
+static int nsa__least_threads(const nsa_desc *d) {
+    return d->threads ? nsa__threads(d) : 1;
+}
+
 /* Bytes of a workspace: what all share, so many scratches, and slack to align its start. */
 static size_t nsa__bytes_for(size_t shared, int scratches, size_t scratch) {
     nsa__arena total = {NULL, shared};
-    if (scratch) nsa__take(&total, scratches, scratch);
+    if (scratch) nsa__alloc(&total, scratches, scratch);
     return total.used + NSA__ALIGN;
 }
 
@@ -1608,7 +1619,7 @@ typedef struct nsa__team {
    the call uses. */
 static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *workspace, size_t bytes,
                                  size_t shared, size_t scratch) {
-    size_t least = nsa__bytes_for(shared, d->threads ? nsa__threads(d) : 1, scratch);
+    size_t least = nsa__bytes_for(shared, nsa__least_threads(d), scratch);
     if (!workspace || bytes < least) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     size_t room = scratch ? (bytes - NSA__ALIGN - shared) / scratch : (size_t)nsa__threads(d);
     team->threads = (int)nsa__min((int64_t)nsa__min((int64_t)room, INT_MAX), nsa__threads(d));
@@ -1864,26 +1875,38 @@ NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins) {
    result depend on that row's operands alone, never on how many rows there are or where it stands:
    every sum runs over k in ascending order. */
 
-/* Which rows of a product's matrices are its rows 0, 1, ...; NULL where these are. */
-typedef struct nsa__which {
-    const int *a, *b, *c;
-} nsa__which;
+/* What a product reads: packed keys and values, queries, their gradients, weights. Operands of
+   another type begin with another type here. */
+typedef nsa_real nsa__packed;
+
+/* An operand of a product: element (i, c) is data[r * row + c * step], where r is i, or rows[i]. */
+typedef struct nsa__matrix {
+    const nsa__packed *data;
+    ptrdiff_t row, step; /* in elements; step is 1 in the right operand */
+    const int *rows;     /* NULL: all rows in order */
+} nsa__matrix;
+
+/* What a product writes: c = a b, or with `add` c = keep c + a b. */
+typedef struct nsa__result {
+    nsa_real *data;
+    ptrdiff_t row;
+    const int *rows; /* NULL: all rows in order */
+    int add;
+    const nsa_real *keep; /* a factor for each row of the product, NULL: 1 */
+} nsa__result;
 
 typedef struct nsa__tiles {
-    /* c[m][n] = a[m][k] b[k][n], or with `add` c = keep c + a b, where keep is a factor for each
-       row, or NULL. Element (i, p) of a lies at a[i row + p step], so that a may be a transpose.
-       `which` may be NULL. */
-    void (*gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row, ptrdiff_t step,
-                 const nsa_real *b, ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
-                 const nsa_real *keep, const nsa__which *which);
+    /* c[m][n] = a[m][k] b[k][n] */
+    void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
+                 const nsa__result *c);
     /* n scores of one tile, in base 2, into the running softmax of their rows: s becomes
-       p = 2^(s - m), not yet divided by the sum; m and l, of rows which[r], move on; shrink, which
-       has room for 16 more, is what all earlier p of the row are to be multiplied by. l is 16
+       p = 2^(s - m), not yet divided by the sum; m and l, of rows row_index[r], move on; shrink,
+       which has room for 16 more, is what all earlier p of the row are to be multiplied by. l is 16
        partial sums. The scores are those of keys first .. first + n - 1, and bits of
        mask[r / group] tell which of them row r sees: others get p = 0, and a row that sees none
        keeps its state to the bit. n is a multiple of 16. */
     void (*softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                    const int *which, nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink);
+                    const int *row_index, nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink);
     /* sum[j] = sum over the rows of 2^(s - lse2) */
     void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
                         nsa_real *sum);
@@ -1892,9 +1915,9 @@ typedef struct nsa__tiles {
     /* whether all numbers are finite; n is a multiple of 16 */
     int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
     /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta), with lse2 and
-       delta of rows which[r] */
+       delta of rows row_index[r] */
     void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                     const int *which, const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                     const int *row_index, const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
                      nsa_real *dp);
 } nsa__tiles;
 
@@ -2008,13 +2031,13 @@ static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
 
 /* ---- RoPE ---------------------------------------------------------------------------------- */
 
-typedef struct nsa__rope_pass {
+typedef struct nsa__rope_job {
     const nsa_rope *x, *dx;
     const nsa_desc *d;
     nsa__seq seq;
     double frequency[NSA__MAX_DIM / 2];
     double magnitude; /* YaRN's factor on the result */
-} nsa__rope_pass;
+} nsa__rope_job;
 
 /* Rotates one row by the angles whose cosines and sines are given; sign -1 rotates back. */
 static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const double *sine,
@@ -2031,7 +2054,7 @@ static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const doub
 enum { NSA__ROPE_TOKENS = 16 }; /* tokens of a task */
 
 static void nsa__rope_task(const void *context, int64_t index, void *scratch) {
-    const nsa__rope_pass *p = (const nsa__rope_pass *)context;
+    const nsa__rope_job *p = (const nsa__rope_job *)context;
     const nsa_rope *x = p->x;
     double cosine[NSA__MAX_DIM / 2], sine[NSA__MAX_DIM / 2];
     nsa_real row[NSA__MAX_DIM];
@@ -2071,7 +2094,7 @@ static nsa_status nsa__rope_check(const nsa_rope *x, const nsa_desc *d) {
 }
 
 static void nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
-    nsa__rope_pass p;
+    nsa__rope_job p;
     nsa__team team = {nsa__threads(d), NULL, 0};
     p.x = x;
     p.dx = dx;
@@ -2102,7 +2125,7 @@ NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, cons
 
 /* ---- Compression --------------------------------------------------------------------------- */
 
-typedef struct nsa__compress_pass {
+typedef struct nsa__compress_job {
     const nsa_compress *x, *dx;
     const nsa_desc *d;
     const nsa__tiles *tiles;
@@ -2119,7 +2142,7 @@ typedef struct nsa__compress_pass {
     int64_t rows, row;
     /* sums of the parameter gradients */
     nsa_real *dpos, *dw1, *db1, *dw2, *db2, *dh_sum;
-} nsa__compress_pass;
+} nsa__compress_job;
 
 enum { NSA__CMP_ROWS = 64, NSA__CMP_TOKENS = 64 };
 
@@ -2135,14 +2158,14 @@ static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int
         memset(to, 0, (size_t)n * sizeof *to);
 }
 
-static const void *nsa__compress_input(const nsa__compress_pass *p, int64_t token) {
+static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token) {
     if (p->ring) token %= p->ring;
     return nsa__row(&p->x->x, p->seq.batch, p->seq.row + token, p->head);
 }
 
 /* mean and conv: out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean */
 
-static void nsa__load_taps(const nsa__compress_pass *p, nsa_real *w, int j) {
+static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
     if (p->x->phi == NSA_PHI_CONV)
         nsa__load_parameter(w, &p->x->w1, p->head, j, p->x->dim);
     else
@@ -2150,7 +2173,7 @@ static void nsa__load_taps(const nsa__compress_pass *p, nsa_real *w, int j) {
 }
 
 static void nsa__filter_task(const void *context, int64_t index, void *scratch) {
-    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_compress *x = p->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
     int64_t begin = p->cmp_first + index * NSA__CMP_ROWS;
@@ -2173,8 +2196,7 @@ static void nsa__filter_task(const void *context, int64_t index, void *scratch) 
 }
 
 /* The compressed blocks *begin .. *end - 1 that cover a token. */
-static void nsa__covering(const nsa__compress_pass *p, int64_t token, int64_t *begin,
-                          int64_t *end) {
+static void nsa__covering(const nsa__compress_job *p, int64_t token, int64_t *begin, int64_t *end) {
     int l = p->d->cmp_block, stride = p->d->cmp_stride;
     *begin = token < l ? 0 : (token - l) / stride + 1;
     *end = nsa__min(p->seq.cmp_tokens, token / stride + 1);
@@ -2183,7 +2205,7 @@ static void nsa__covering(const nsa__compress_pass *p, int64_t token, int64_t *b
 /* dx[t][c] = sum over the blocks i that cover t of w[t - i d][c] dout[i][c]: gathered by token, so
    that no two tasks add to one row. */
 static void nsa__filter_input_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out, *to = &p->dx->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], sum[NSA__MAX_DIM];
     int dim = p->x->dim;
@@ -2206,7 +2228,7 @@ static void nsa__filter_input_gradient_task(const void *context, int64_t index, 
 
 /* Task j: dw[j][c] += sum_i dout[i][c] x[i d + j][c]; task l: db[c] += sum_i dout[i][c]. */
 static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
-    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out;
     nsa_real row[NSA__MAX_DIM], grad[NSA__MAX_DIM];
     int dim = p->x->dim, bias = j == p->d->cmp_block;
@@ -2229,19 +2251,19 @@ static void nsa__transpose(nsa_real *to, const nsa_real *from, int rows, int col
             to[(ptrdiff_t)c * rows + r] = from[(ptrdiff_t)r * columns + c];
 }
 
-static int nsa__flat(const nsa__compress_pass *p) {
+static int nsa__flat(const nsa__compress_job *p) {
     return p->d->cmp_block * p->x->dim;
 }
 
-static void nsa__mlp_take_weights(nsa__compress_pass *p, nsa__arena *a) {
+static void nsa__mlp_alloc_weights(nsa__compress_job *p, nsa__arena *a) {
     int64_t w1 = (int64_t)p->x->hidden * nsa__flat(p), w2 = (int64_t)p->x->hidden * p->x->dim;
-    p->w1 = nsa__take_reals(a, w1);
-    p->w1_t = nsa__take_reals(a, w1);
-    p->w2 = nsa__take_reals(a, w2);
-    p->w2_t = nsa__take_reals(a, w2);
+    p->w1 = nsa__alloc_reals(a, w1);
+    p->w1_t = nsa__alloc_reals(a, w1);
+    p->w2 = nsa__alloc_reals(a, w2);
+    p->w2_t = nsa__alloc_reals(a, w2);
 }
 
-static void nsa__mlp_load_weights(const nsa__compress_pass *p) {
+static void nsa__mlp_load_weights(const nsa__compress_job *p) {
     int flat = nsa__flat(p), hidden = p->x->hidden, dim = p->x->dim;
     for (int r = 0; r < hidden; r++)
         nsa__load_parameter(p->w1 + (ptrdiff_t)r * flat, &p->x->w1, p->head, r, flat);
@@ -2252,8 +2274,8 @@ static void nsa__mlp_load_weights(const nsa__compress_pass *p) {
 }
 
 /* One tap of the flattened input: row i of `to` is x[(begin + i) d + j] + pos[j]. */
-static void nsa__mlp_load_tap(const nsa__compress_pass *p, int64_t begin, int n, int j,
-                              nsa_real *to, int ld) {
+static void nsa__mlp_load_tap(const nsa__compress_job *p, int64_t begin, int n, int j, nsa_real *to,
+                              int ld) {
     nsa_real pos[NSA__MAX_DIM];
     int dim = p->x->dim;
     nsa__load_parameter(pos, &p->x->pos, p->head, j, dim);
@@ -2268,37 +2290,41 @@ typedef struct nsa__mlp_rows {
     nsa_real *tap, *h, *out;
 } nsa__mlp_rows;
 
-static void nsa__mlp_rows_take(nsa__mlp_rows *f, const nsa__compress_pass *p, nsa__arena *a) {
-    f->tap = nsa__take_reals(a, NSA__CMP_ROWS * p->x->dim);
-    f->h = nsa__take_reals(a, (int64_t)NSA__CMP_ROWS * p->x->hidden);
-    f->out = nsa__take_reals(a, NSA__CMP_ROWS * p->x->dim);
+static void nsa__mlp_rows_alloc(nsa__mlp_rows *f, const nsa__compress_job *p, nsa__arena *a) {
+    f->tap = nsa__alloc_reals(a, NSA__CMP_ROWS * p->x->dim);
+    f->h = nsa__alloc_reals(a, (int64_t)NSA__CMP_ROWS * p->x->hidden);
+    f->out = nsa__alloc_reals(a, NSA__CMP_ROWS * p->x->dim);
 }
 
 /* h of blocks begin .. begin + n - 1, before the SiLU. */
-static void nsa__mlp_hidden(const nsa__compress_pass *p, nsa__mlp_rows *f, int64_t begin, int n) {
+static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_t begin, int n) {
     int hidden = p->x->hidden, dim = p->x->dim;
     for (int i = 0; i < n; i++)
         nsa__load_parameter(f->h + (ptrdiff_t)i * hidden, &p->x->b1, p->head, 0, hidden);
     for (int j = 0; j < p->d->cmp_block; j++) {
         nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
-        p->tiles->gemm(n, hidden, dim, f->tap, dim, 1, p->w1_t + (ptrdiff_t)j * dim * hidden,
-                       hidden, f->h, hidden, 1, NULL, NULL);
+        const nsa__matrix tap = {f->tap, dim, 1, NULL};
+        const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
+        const nsa__result h = {f->h, hidden, NULL, 1, NULL};
+        p->tiles->gemm(n, hidden, dim, &tap, &w1_t, &h);
     }
 }
 
 static void nsa__mlp_forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa__arena a = {(char *)scratch, 0};
     nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
     int64_t begin = p->cmp_first + index * NSA__CMP_ROWS;
     int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
-    nsa__mlp_rows_take(&f, p, &a);
+    nsa__mlp_rows_alloc(&f, p, &a);
     nsa__mlp_hidden(p, &f, begin, n);
     for (int i = 0; i < n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
     for (int i = 0; i < n; i++)
         nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
-    p->tiles->gemm(n, dim, hidden, f.h, hidden, 1, p->w2_t, dim, f.out, dim, 1, NULL, NULL);
+    const nsa__matrix act = {f.h, hidden, 1, NULL}, w2_t = {p->w2_t, dim, 1, NULL};
+    const nsa__result out = {f.out, dim, NULL, 1, NULL};
+    p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
     for (int i = 0; i < n; i++)
         nsa__store(p->x->out.dtype,
                    nsa__row(&p->x->out, p->seq.batch, p->seq.cmp_row + begin + i, p->head),
@@ -2308,7 +2334,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
 /* act = silu(h);  dact = dout w2,  dh = dact silu'(h),  silu'(h) = sigmoid(h) (1 + h (1 -
    sigmoid(h))) */
 static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out;
     nsa__arena a = {(char *)scratch, 0};
     nsa__mlp_rows f;
@@ -2316,12 +2342,14 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
     int64_t begin = index * NSA__CMP_ROWS;
     int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
     nsa_real *act = p->act + (p->row + begin) * hidden, *dh = p->dh + (p->row + begin) * hidden;
-    nsa__mlp_rows_take(&f, p, &a);
+    nsa__mlp_rows_alloc(&f, p, &a);
     nsa__mlp_hidden(p, &f, begin, n);
     for (int i = 0; i < n; i++)
         nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
                   nsa__row(dout, p->seq.batch, p->seq.cmp_row + begin + i, p->head), dim);
-    p->tiles->gemm(n, hidden, dim, f.out, dim, 1, p->w2, hidden, dh, hidden, 0, NULL, NULL);
+    const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
+    const nsa__result dact = {dh, hidden, NULL, 0, NULL};
+    p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
     for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
         nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
         act[i] = h * sigmoid;
@@ -2332,7 +2360,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
 /* dx[i d + j] += dh[i] w1[:, j], gathered by chunks of tokens: of block i's tap j the chunk's own
    tokens only. */
 static void nsa__mlp_input_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa_real *sum = (nsa_real *)scratch;
     int hidden = p->x->hidden, dim = p->x->dim, stride = p->d->cmp_stride;
     int64_t chunk = (int64_t)NSA__CMP_ROWS * stride, begin = index * chunk;
@@ -2342,10 +2370,11 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t index, voi
         int64_t from = nsa__max(0, nsa__ceil_div(nsa__max(0, begin - j), stride));
         int64_t to = nsa__min(p->seq.cmp_tokens, nsa__ceil_div(nsa__max(0, end - j), stride));
         if (from >= to) continue;
-        p->tiles->gemm((int)(to - from), dim, hidden, p->dh + (p->row + from) * hidden, hidden, 1,
-                       p->w1 + (ptrdiff_t)j * dim, nsa__flat(p),
-                       sum + (from * stride + j - begin) * dim, (ptrdiff_t)stride * dim, 1, NULL,
-                       NULL);
+        const nsa__matrix dh = {p->dh + (p->row + from) * hidden, hidden, 1, NULL};
+        const nsa__matrix w1 = {p->w1 + (ptrdiff_t)j * dim, nsa__flat(p), 1, NULL};
+        const nsa__result dx = {sum + (from * stride + j - begin) * dim, (ptrdiff_t)stride * dim,
+                                NULL, 1, NULL};
+        p->tiles->gemm((int)(to - from), dim, hidden, &dh, &w1, &dx);
     }
     for (int64_t t = begin; t < end; t++)
         nsa__add(p->dx->x.dtype, nsa__row(&p->dx->x, p->seq.batch, p->seq.row + t, p->head), 1,
@@ -2355,7 +2384,7 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t index, voi
 /* Task j < l: dw1[:, j] += dh^T (x + pos)[j]. Task l: dw2 += dout^T act, db2 += sum dout, db1 +=
    sum dh. */
 static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
-    const nsa__compress_pass *p = (const nsa__compress_pass *)context;
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out;
     nsa_real *rows = (nsa_real *)scratch;
     int hidden = p->x->hidden, dim = p->x->dim, flat = nsa__flat(p);
@@ -2365,8 +2394,9 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
                        *act = p->act + (p->row + begin) * hidden;
         if (j < p->d->cmp_block) {
             nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
-            p->tiles->gemm(hidden, dim, n, dh, 1, hidden, rows, dim, p->dw1 + j * dim, flat, 1,
-                           NULL, NULL);
+            const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
+            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL};
+            p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
             continue;
         }
         for (int i = 0; i < n; i++) {
@@ -2376,24 +2406,26 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
             for (int c = 0; c < dim; c++) p->db2[c] += row[c];
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
-        p->tiles->gemm(dim, hidden, n, rows, 1, dim, act, hidden, p->dw2, hidden, 1, NULL, NULL);
+        const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
+        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL};
+        p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
     }
 }
 
 /* -- sums of the parameter gradients, and the doors -- */
 
-static void nsa__compress_take_sums(nsa__compress_pass *p, nsa__arena *a) {
+static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
     int64_t flat = nsa__flat(p), hidden = p->x->phi == NSA_PHI_MLP ? p->x->hidden : 1;
     if (p->x->phi == NSA_PHI_MEAN) return;
-    p->dw1 = nsa__take_reals(a, hidden * flat);
-    p->db1 = nsa__take_reals(a, p->x->phi == NSA_PHI_MLP ? hidden : p->x->dim);
+    p->dw1 = nsa__alloc_reals(a, hidden * flat);
+    p->db1 = nsa__alloc_reals(a, p->x->phi == NSA_PHI_MLP ? hidden : p->x->dim);
     if (p->x->phi == NSA_PHI_CONV) return;
-    p->dpos = nsa__take_reals(a, flat);
-    p->dw2 = nsa__take_reals(a, hidden * p->x->dim);
-    p->db2 = nsa__take_reals(a, p->x->dim);
-    p->dh_sum = nsa__take_reals(a, hidden);
-    p->act = nsa__take_reals(a, p->rows * hidden);
-    p->dh = nsa__take_reals(a, p->rows * hidden);
+    p->dpos = nsa__alloc_reals(a, flat);
+    p->dw2 = nsa__alloc_reals(a, hidden * p->x->dim);
+    p->db2 = nsa__alloc_reals(a, p->x->dim);
+    p->dh_sum = nsa__alloc_reals(a, hidden);
+    p->act = nsa__alloc_reals(a, p->rows * hidden);
+    p->dh = nsa__alloc_reals(a, p->rows * hidden);
 }
 
 /* The parameters as a table: shape, sum of the gradient, view. The one list of them. */
@@ -2404,7 +2436,7 @@ typedef struct nsa__parameter {
     int width, optional, field;
 } nsa__parameter;
 
-static int nsa__parameters(const nsa__compress_pass *p, nsa__parameter list[5]) {
+static int nsa__parameters(const nsa__compress_job *p, nsa__parameter list[5]) {
     const nsa_compress *x = p->x, *dx = p->dx ? p->dx : x;
     const int flat = nsa__flat(p), l = p->d->cmp_block;
     const nsa__parameter conv[2] = {{&x->w1, &dx->w1, p->dw1, l, x->dim, 0, NSA__AT_w1},
@@ -2419,32 +2451,32 @@ static int nsa__parameters(const nsa__compress_pass *p, nsa__parameter list[5]) 
     return x->phi == NSA_PHI_MLP ? 5 : x->phi == NSA_PHI_CONV ? 2 : 0;
 }
 
-static void nsa__compress_forward_plan(nsa__compress_pass *p, nsa__arena *shared,
+static void nsa__compress_forward_plan(nsa__compress_job *p, nsa__arena *shared,
                                        nsa__arena *scratch) {
     nsa__mlp_rows f;
     if (p->x->phi == NSA_PHI_MLP) {
-        nsa__mlp_take_weights(p, shared);
-        nsa__mlp_rows_take(&f, p, scratch);
+        nsa__mlp_alloc_weights(p, shared);
+        nsa__mlp_rows_alloc(&f, p, scratch);
     } else {
-        nsa__take_reals(scratch, NSA__CMP_ROWS * p->x->dim);
+        nsa__alloc_reals(scratch, NSA__CMP_ROWS * p->x->dim);
     }
 }
 
-static void nsa__compress_backward_plan(nsa__compress_pass *p, nsa__arena *shared,
+static void nsa__compress_backward_plan(nsa__compress_job *p, nsa__arena *shared,
                                         nsa__arena *scratch) {
     nsa__mlp_rows f;
     p->rows = p->d->begins ? nsa__packed_cmp(p->d)
                            : (int64_t)p->d->batch * nsa_cmp_count(p->d, p->d->tokens);
-    nsa__compress_take_sums(p, shared);
+    nsa__compress_alloc_sums(p, shared);
     if (p->x->phi != NSA_PHI_MLP) return;
     nsa__arena other = {NULL, 0};
-    nsa__mlp_take_weights(p, shared);
-    nsa__mlp_rows_take(&f, p, scratch);
-    nsa__take_reals(&other, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride * p->x->dim);
+    nsa__mlp_alloc_weights(p, shared);
+    nsa__mlp_rows_alloc(&f, p, scratch);
+    nsa__alloc_reals(&other, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride * p->x->dim);
     if (other.used > scratch->used) scratch->used = other.used;
 }
 
-static void nsa__compress_forward_run(nsa__compress_pass *p, const nsa__team *team) {
+static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *team) {
     for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
         if (p->x->phi == NSA_PHI_MLP) nsa__mlp_load_weights(p);
         for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
@@ -2455,7 +2487,7 @@ static void nsa__compress_forward_run(nsa__compress_pass *p, const nsa__team *te
 }
 
 /* The gradients of one sequence and head, those of the parameters into their sums. */
-static void nsa__compress_backward_sequence(nsa__compress_pass *p, const nsa__team *team,
+static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__team *team,
                                             int parameters) {
     int mlp = p->x->phi == NSA_PHI_MLP;
     if (p->seq.cmp_tokens == 0) return;
@@ -2474,13 +2506,15 @@ static void nsa__compress_backward_sequence(nsa__compress_pass *p, const nsa__te
 }
 
 /* db1 = sum dh and, as pos is added to every block alike, dpos = (sum dh) w1: into their sums. */
-static void nsa__mlp_finish_sums(const nsa__compress_pass *p) {
-    p->tiles->gemm(1, nsa__flat(p), p->x->hidden, p->dh_sum, p->x->hidden, 1, p->w1, nsa__flat(p),
-                   p->dpos, nsa__flat(p), 1, NULL, NULL);
+static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
+    const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
+    const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
+    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL};
+    p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
     for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
 }
 
-static void nsa__compress_backward_run(nsa__compress_pass *p, const nsa__team *team) {
+static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *team) {
     nsa__parameter list[5];
     int count = nsa__parameters(p, list), wanted = 0;
     for (int i = 0; i < count; i++) wanted |= list[i].dx->data != NULL;
@@ -2511,8 +2545,6 @@ static void nsa__compress_backward_run(nsa__compress_pass *p, const nsa__team *t
 }
 
 static nsa_status nsa__compress_check_sizes(const nsa_compress *x, const nsa_desc *d, int base) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if ((unsigned)x->phi > NSA_PHI_MLP) return nsa__error(NSA_ERROR_OPTION, base + NSA__AT_phi);
     if (x->dim < 1 || x->dim > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_dim);
     if (x->phi == NSA_PHI_MLP && x->hidden < 1)
@@ -2525,13 +2557,18 @@ static nsa_status nsa__compress_check_sizes(const nsa_compress *x, const nsa_des
     return NSA_OK;
 }
 
-/* `base` is what the chain adds to the names of the fields. A parameter with head stride 0 is one
-   for all heads. */
+static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    return nsa__compress_check_sizes(x, d, 0);
+}
+
+/* Checks views, whose sizes have been checked. `base` is what the chain adds to the names of the
+   fields. A parameter with head stride 0 is one for all heads. */
 static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
                                       int base) {
-    nsa__compress_pass p;
+    nsa__compress_job p;
     nsa__parameter list[5];
-    NSA__CHECK(nsa__compress_check_sizes(x, d, base));
     memset(&p, 0, sizeof p);
     p.x = x;
     p.d = d;
@@ -2552,7 +2589,7 @@ static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, 
 
 static nsa_status nsa__compress_gradient_check(const nsa_compress *dx, const nsa_compress *x,
                                                const nsa_desc *d, int base) {
-    nsa__compress_pass p;
+    nsa__compress_job p;
     nsa__parameter list[5];
     memset(&p, 0, sizeof p);
     p.x = x;
@@ -2567,7 +2604,7 @@ static nsa_status nsa__compress_gradient_check(const nsa_compress *dx, const nsa
     return s;
 }
 
-static void nsa__compress_init(nsa__compress_pass *p, const nsa_compress *dx, const nsa_compress *x,
+static void nsa__compress_init(nsa__compress_job *p, const nsa_compress *dx, const nsa_compress *x,
                                const nsa_desc *d) {
     memset(p, 0, sizeof *p);
     p->x = x;
@@ -2576,10 +2613,10 @@ static void nsa__compress_init(nsa__compress_pass *p, const nsa_compress *dx, co
     p->tiles = nsa__tiles_of(d->isa);
 }
 
-/* `ring` and `cmp_first` are a decoding cache's: see nsa__compress_pass. */
+/* `ring` and `cmp_first` are a decoding cache's: see nsa__compress_job. */
 static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
                                    int ring, int cmp_first, void *workspace, size_t bytes) {
-    nsa__compress_pass p;
+    nsa__compress_job p;
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
     nsa__compress_init(&p, dx, x, d);
@@ -2591,31 +2628,35 @@ static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x
     return NSA_OK;
 }
 
-static size_t nsa__compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward) {
-    nsa__compress_pass p;
+static size_t nsa__compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward,
+                                  int threads) {
+    nsa__compress_job p;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    if (nsa__compress_check_sizes(x, d, 0) != NSA_OK) return 0;
     nsa__compress_init(&p, NULL, x, d);
     (backward ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
-    return nsa__workspace_bytes(d, shared.used, scratch.used);
+    return nsa__bytes_for(shared.used, threads, scratch.used);
 }
 
 NSA_API size_t nsa_compress_forward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
-    return nsa__compress_bytes(x, d, 0);
+    if (nsa__compress_check_arguments(x, d) != NSA_OK) return 0;
+    return nsa__compress_bytes(x, d, 0, nsa__threads(d));
 }
 
 NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
                                         size_t bytes) {
-    nsa_status s = nsa__compress_check(x, d, 1, 0);
-    return s != NSA_OK ? s : nsa__compress_go(NULL, x, d, 0, 0, workspace, bytes);
+    NSA__CHECK(nsa__compress_check_arguments(x, d));
+    NSA__CHECK(nsa__compress_check(x, d, 1, 0));
+    return nsa__compress_go(NULL, x, d, 0, 0, workspace, bytes);
 }
 
 NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
-    return nsa__compress_bytes(x, d, 1);
+    if (nsa__compress_check_arguments(x, d) != NSA_OK) return 0;
+    return nsa__compress_bytes(x, d, 1, nsa__threads(d));
 }
 
 NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compress *x,
                                          const nsa_desc *d, void *workspace, size_t bytes) {
+    NSA__CHECK(nsa__compress_check_arguments(x, d));
     NSA__CHECK(nsa__compress_check(x, d, 0, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
@@ -2636,7 +2677,7 @@ static nsa__bits_t nsa__bits_of(nsa_real x) {
 
 /* A number that orders as scores do, NaN below all; by bits, for -ffast-math knows neither NaN nor
    its order. */
-static nsa__bits_t nsa__score_key(nsa_real score) {
+static nsa__bits_t nsa__score_order(nsa_real score) {
     const nsa__bits_t infinity =
         (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
     nsa__bits_t bits = nsa__bits_of(score);
@@ -2648,36 +2689,36 @@ static nsa__bits_t nsa__score_key(nsa_real score) {
 /* Scores as numbers whose bits, taken for signed integers, are in the scores' order. */
 NSA__COMPILED static void nsa__order(nsa_real *scores, int n) {
     for (int j = 0; j < n; j++) {
-        nsa__bits_t order = nsa__score_key(scores[j]) ^ NSA__SIGN;
+        nsa__bits_t order = nsa__score_order(scores[j]) ^ NSA__SIGN;
         memcpy(scores + j, &order, sizeof order);
     }
 }
 
-/* How many of n scores have a key of at least `least`. With `tiles` they are given as nsa__order
+/* How many of n scores have an order of at least `least`. With `tiles` they are given as nsa__order
    makes them, which leaves a score that is neither negative nor NaN as it is. */
 NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
                                        const nsa__tiles *tiles) {
     int count = 0;
     if (tiles) return tiles->at_least(n, scores, (nsa__lane)(least ^ NSA__SIGN));
-    for (int j = 0; j < n; j++) count += nsa__score_key(scores[j]) >= least;
+    for (int j = 0; j < n; j++) count += nsa__score_order(scores[j]) >= least;
     return count;
 }
 
-/* The largest key that at least `room` of n scores reach, room <= n: bit by bit. */
-static nsa__bits_t nsa__key_of_rank(const nsa_real *scores, int n, int room,
-                                    const nsa__tiles *tiles) {
-    nsa__bits_t key = 0, bit = (nsa__bits_t)1 << (8 * sizeof key - 1);
+/* The largest order that at least `room` of n scores reach, room <= n: bit by bit. */
+static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
+                                      const nsa__tiles *tiles) {
+    nsa__bits_t order = 0, bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
     for (int reached = n; bit && reached != room; bit >>= 1) {
-        int count = nsa__at_least(scores, n, key | bit, tiles);
+        int count = nsa__at_least(scores, n, order | bit, tiles);
         if (count < room) continue;
-        key |= bit;
+        order |= bit;
         reached = count;
     }
-    return key;
+    return order;
 }
 
-/* Forced blocks, and the `room` best of the rest: all above the key of that rank, and of those that
-   have it the lower ones. */
+/* Forced blocks, and the `room` best of the rest: all above the order of that rank, and of those
+   that have it the lower ones. */
 NSA__COMPILED static void nsa__rank(const nsa_real *scores, int query, const nsa_desc *d,
                                     const nsa__tiles *tiles, int32_t *list) {
     int candidates = nsa_slc_candidates(d, query), width = nsa_block_list_width(d), n = 0;
@@ -2687,16 +2728,16 @@ NSA__COMPILED static void nsa__rank(const nsa_real *scores, int query, const nsa
     int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
     room = (int)nsa__min(room, end - begin);
     const nsa_real *rest = scores + begin;
-    nsa__bits_t key = room > 0 ? nsa__key_of_rank(rest, end - begin, room, tiles) : 0;
-    int ties = room - nsa__at_least(rest, end - begin, key + 1, tiles);
+    nsa__bits_t order = room > 0 ? nsa__order_of_rank(rest, end - begin, room, tiles) : 0;
+    int ties = room - nsa__at_least(rest, end - begin, order + 1, tiles);
     for (; n < begin; n++) list[n] = n;
     for (int j = begin; room > 0 && j < end; j += NSA__LANES) {
         int lanes = (int)nsa__min(NSA__LANES, end - j);
-        if (!nsa__at_least(scores + j, lanes, key, tiles)) continue;
+        if (!nsa__at_least(scores + j, lanes, order, tiles)) continue;
         for (int i = j; i < j + lanes; i++) {
             nsa__bits_t of_block =
-                tiles ? nsa__bits_of(scores[i]) ^ NSA__SIGN : nsa__score_key(scores[i]);
-            if (of_block > key || (of_block == key && ties-- > 0)) list[n++] = i;
+                tiles ? nsa__bits_of(scores[i]) ^ NSA__SIGN : nsa__score_order(scores[i]);
+            if (of_block > order || (of_block == order && ties-- > 0)) list[n++] = i;
         }
     }
     for (int j = end; j < candidates; j++) list[n++] = j;
@@ -2732,10 +2773,9 @@ static int nsa__list_fault(const nsa_desc *d, int query, const int32_t *list, co
     return -1;
 }
 
-NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
-                                    nsa_block_fault *fault) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+/* The view and the form of all lists; the first fault goes to *fault, which may be NULL. */
+static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
+                                   nsa_block_fault *fault) {
     NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d)),
                                NSA__INTS, 0, NSA__AT_blocks));
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
@@ -2757,6 +2797,13 @@ NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                 return nsa__error(NSA_ERROR_BLOCKS, NSA__AT_blocks);
             }
     return NSA_OK;
+}
+
+NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
+                                    nsa_block_fault *fault) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    return nsa__check_lists(blocks, d, fault);
 }
 
 /* Ascending order by insertion: lists are short, and nearly in order. */
@@ -2790,7 +2837,7 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
     return NSA_OK;
 }
 
-/* ---- Attention: passes and spans -------------------------------------------------------------
+/* ---- Attention: plan and spans ----------------------------------------------------------------
    The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
    one core. It walks tiles of up to 64 keys that lie at absolute positions, so that a query's sums
    do not depend on who is computed beside it; which keys of a tile a query sees is a mask of 64
@@ -2803,97 +2850,110 @@ typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branc
 enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__HEADS_AT_ONCE = 4, NSA__TASKS = 32 };
 enum { NSA__ROWS_AHEAD = 8 };
 
-typedef struct nsa__pass {
-    const nsa_attend *x, *dx;
-    const nsa_desc *d;
-    const struct nsa__tiles *tiles;
-    nsa__branch branch;
-    int group; /* G */
-    int list_width;
-    int tile; /* keys of a tile: 2^tile_log2 */
-    int tile_log2;
-    int tile_in_block; /* of slc: a tile lies in one block, seen as far as a query reaches */
-    int wide, wide_v;  /* widths of packed rows: Dk and Dv rounded up to whole vectors */
-    int batch_queries; /* queries that go through the tiles at once: about NSA__BATCH_ROWS rows */
-    int task_queries;  /* queries of a task */
-    int few;           /* all queries are one task, and read keys where they lie */
-    nsa_real scale, scale2; /* of q k, for e and for 2 as the base */
-    int reach;              /* queries before this position are left out: see nsa__shared_reach */
-    /* of the sequence and kv head at hand */
-    int heads; /* that are worked on at once, each with a pass of its own */
-    nsa__seq seq;
-    int skipped; /* of its queries, for `reach` */
-    int kv_head, keys;
-    int64_t key_row;
+/* What the chain and the cache ask of a branch beside its arguments. */
+typedef struct nsa__attend_options {
+    const nsa_select *select; /* NULL, or where cmp's forward writes lists too */
+    int shared_prefix; /* queries before this position are left out: see nsa__shared_prefix */
     int ring; /* a decoding cache's window: key s lies in row s % ring; 0 where rows are straight */
-    int tile_begin, tile_end; /* the tiles that any of the queries can see */
-    /* its keys, packed by tile: rows as they are and transposed; `bad` marks rows with a non-finite
-     * value, packed as zeros */
-    nsa_real *k, *k_t, *v, *v_t;
-    uint64_t *bad;
-    unsigned char *wanted; /* slc: the tiles that are in a list, others are not packed */
-    int64_t *reads;        /* NULL, or of each query and kv head: how many keys it has read */
-    /* backward: sums over the queries, keys by tile; bad_key marks keys that a NaN row reads */
-    nsa_real *dk, *dv;
-    uint64_t *bad_key;
-    int32_t *left; /* of every task of all heads at hand: see nsa__turns */
-    /* select */
-    const nsa_select *select;
-    nsa_real *stencil;
-} nsa__pass;
+    int64_t *reads; /* NULL, or of each query and kv head: how many keys it has read */
+} nsa__attend_options;
+
+/* What is the same for all sequences and heads of a call. A size query fills one and returns its
+   bytes; a call fills one, checks the workspace against it and runs it. Constant from then on. */
+typedef struct nsa__attend_plan {
+    const nsa_attend *x, *dx; /* NULL in a size query */
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    nsa__branch branch;
+    nsa__attend_options options;
+    int group;           /* query heads of a kv head */
+    int list_width;      /* entries of a block list */
+    int tile, tile_log2; /* keys of a tile, and its logarithm */
+    int tile_in_block;   /* slc: every tile lies in one selection block */
+    int wide, wide_v;    /* dim and dim_v rounded up to whole vectors */
+    int batch_queries;   /* queries of a batch */
+    int task_queries;    /* queries of a task */
+    int in_place;        /* K and V are read unpacked; then all queries are one task */
+    int jobs;            /* kv heads that are worked on at once */
+    nsa_real scale;      /* of q k */
+    nsa_real scale2;     /* the same times log2(e): softmax is computed in base 2 */
+    size_t shared;       /* bytes of workspace that all threads share */
+    size_t scratch;      /* bytes of workspace for each thread */
+} nsa__attend_plan;
+
+/* State of one branch's kernel for one (sequence, kv head). The arrays are workspace and serve one
+   head after another. */
+typedef struct nsa__head_job {
+    const nsa__attend_plan *plan;
+    int heads; /* jobs that run at once, side by side in one array */
+    nsa__seq seq;
+    int skipped; /* queries of the sequence before options.shared_prefix */
+    int kv_head;
+    int keys;                 /* rows of K that the sequence has */
+    int64_t key_row;          /* the view's row of key 0 */
+    int tile_begin, tile_end; /* tiles that any of the queries sees */
+    nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
+    nsa__packed *k_t, *v_t;   /* the same, transposed tile by tile */
+    uint64_t *nonfinite;      /* of every tile: keys with a non-finite value, packed as zeros */
+    unsigned char *listed;    /* slc: tiles that a list names; the others are not packed */
+    nsa_real *dk, *dv;        /* backward: sums over the queries, rows as in k and v; or NULL */
+    uint64_t *nonfinite_keys; /* backward, of every tile: keys that get NaN */
+    int32_t *progress;        /* backward, of every task of all jobs at hand: see nsa__turns */
+    nsa_real *stencil;        /* selection: weights of Eq. 9 around a selection block */
+} nsa__head_job;
 
 /* slc's list of a query; NULL for the other branches. */
-static const int32_t *nsa__block_list(const nsa__pass *p, int query) {
+static const int32_t *nsa__block_list(const nsa__head_job *job, int query) {
+    const nsa__attend_plan *p = job->plan;
     if (p->branch != NSA__SLC) return NULL;
-    return (const int32_t *)nsa__row(&p->x->blocks, p->seq.batch, p->seq.row + query - p->seq.first,
-                                     p->kv_head);
+    return (const int32_t *)nsa__row(&p->x->blocks, job->seq.batch,
+                                     job->seq.row + query - job->seq.first, job->kv_head);
+}
+
+/* Keys begin .. end - 1 are the most that a query sees: all of cmp, win and dense; of slc those of
+   them that its list names. Both grow with the query. */
+static int nsa__span_begin(const nsa__attend_plan *p, int query) {
+    return p->branch == NSA__WIN ? nsa_window_begin(p->d, query) : 0;
+}
+static int nsa__span_end(const nsa__attend_plan *p, int query) {
+    return p->branch == NSA__CMP ? nsa_cmp_visible(p->d, query) : nsa__visible_end(query);
 }
 
 /* Span `number` of the keys that `query` sees, by its list for slc; spans ascend. 0 where there is
    none left. */
-NSA__INLINE int nsa__span(const nsa__pass *p, const int32_t *list, int query, int number,
+NSA__INLINE int nsa__span(const nsa__attend_plan *p, const int32_t *list, int query, int number,
                           int *begin, int *end) {
-    const nsa_desc *d = p->d;
-    *begin = 0;
-    *end = query + 1;
-    switch (p->branch) {
-    case NSA__CMP:
-        *end = nsa_cmp_visible(d, query);
-        break;
-    case NSA__WIN:
-        *begin = nsa_window_begin(d, query);
-        break;
-    case NSA__SLC:
-        if (number >= p->list_width || list[number] < 0) return 0;
-        *begin = list[number] * d->slc_block;
-        *end = (int)nsa__min((int64_t)*begin + d->slc_block, query + 1);
-        return 1;
-    case NSA__DENSE:
-        break;
-    }
-    return number == 0 && *begin < *end;
+    *begin = nsa__span_begin(p, query);
+    *end = nsa__span_end(p, query);
+    if (p->branch != NSA__SLC) return number == 0 && *begin < *end;
+    if (number >= p->list_width || list[number] < 0) return 0;
+    *begin = list[number] * p->d->slc_block;
+    *end = (int)nsa__min((int64_t)*begin + p->d->slc_block, *end);
+    return 1;
 }
 
-static int nsa__max_keys(const nsa__pass *p) {
+static int nsa__max_keys(const nsa__attend_plan *p) {
     return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
 }
 
-/* The pass of the head that task `index` is for; the index becomes the task's among that head's.
-   Heads take turns: their rows of one token lie side by side, in pages that are slow to turn to. */
-static const nsa__pass *nsa__pass_of(const void *passes, int64_t *index) {
-    const nsa__pass *first = (const nsa__pass *)passes;
-    const nsa__pass *p = first + *index % first->heads;
+/* The job of the head that task `index` is for; the index becomes the task's among that head's.
+   Tasks interleave heads: rows of neighbouring heads share a page, so this saves TLB misses. */
+static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
+    const nsa__head_job *first = (const nsa__head_job *)jobs;
+    const nsa__head_job *job = first + *index % first->heads;
     *index /= first->heads;
-    return p;
+    return job;
 }
 
-static void *nsa__key(const nsa__pass *p, const nsa_tensor *x, int key) {
-    return nsa__row(x, p->seq.batch, p->key_row + (p->ring ? key % p->ring : key), p->kv_head);
+static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
+    const nsa__attend_plan *p = job->plan;
+    return nsa__row(x, job->seq.batch,
+                    job->key_row + (p->options.ring ? key % p->options.ring : key), job->kv_head);
 }
 
 /* Queries that go through the tiles at once: about NSA__BATCH_ROWS rows. No more than these are
-   read where they lie: see nsa__few. */
-static int nsa__few_queries(const nsa_desc *d) {
+   read where they lie: see nsa__in_place. */
+static int nsa__batch_queries(const nsa_desc *d) {
     return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
 }
 
@@ -2914,65 +2974,80 @@ static int nsa__heads_at_once(const nsa_desc *d) {
 /* slc takes many, so that a tile finds readers, and comes to the cache, with its gradients, few
    times: what a second-level cache holds, but so few that the heads at hand make NSA__TASKS tasks
    for threads to share. */
-static int nsa__task_queries(const nsa__pass *p) {
+static int nsa__task_queries(const nsa__attend_plan *p) {
     int64_t rows = (1 << 18) / (p->wide + p->wide_v), tasks = NSA__TASKS / nsa__heads_at_once(p->d);
     if (p->branch != NSA__SLC) return p->batch_queries;
     return (int)nsa__max(p->batch_queries,
                          nsa__min(rows / p->group, nsa__ceil_div(p->d->count, tasks)));
 }
 
-static void nsa__pass_init(nsa__pass *p, const nsa_attend *x, const nsa_attend *dx,
-                           const nsa_desc *d, nsa__branch branch) {
-    memset(p, 0, sizeof *p);
-    p->x = x;
-    p->dx = dx;
-    p->d = d;
-    p->tiles = nsa__tiles_of(d->isa);
-    p->branch = branch;
-    p->group = d->heads / d->kv_heads;
-    p->list_width = nsa_block_list_width(d);
-    p->tile = nsa__tile_size(d, branch);
-    while (1 << p->tile_log2 < p->tile) p->tile_log2++;
-    p->tile_in_block = branch == NSA__SLC && d->slc_block % p->tile == 0;
-    p->wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
-    p->wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
-    p->batch_queries = nsa__few_queries(d);
-    p->task_queries = nsa__task_queries(p);
+static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
+                                            const nsa_desc *d, nsa__branch branch) {
+    nsa__attend_plan p;
+    memset(&p, 0, sizeof p);
+    p.x = x;
+    p.dx = dx;
+    p.d = d;
+    p.tiles = nsa__tiles_of(d->isa);
+    p.branch = branch;
+    p.group = d->heads / d->kv_heads;
+    p.list_width = nsa_block_list_width(d);
+    p.tile = nsa__tile_size(d, branch);
+    while (1 << p.tile_log2 < p.tile) p.tile_log2++;
+    p.tile_in_block = branch == NSA__SLC && d->slc_block % p.tile == 0;
+    p.wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
+    p.wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    p.batch_queries = nsa__batch_queries(d);
+    p.task_queries = nsa__task_queries(&p);
+    p.jobs = nsa__heads_at_once(d);
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
-    p->scale = (nsa_real)scale;
-    p->scale2 = (nsa_real)(scale * NSA__LOG2E);
+    p.scale = (nsa_real)scale;
+    p.scale2 = (nsa_real)(scale * NSA__LOG2E);
+    return p;
 }
 
-static void nsa__passes_init(nsa__pass *passes, const nsa_attend *x, const nsa_attend *dx,
-                             const nsa_desc *d, nsa__branch branch) {
-    for (int i = 0; i < nsa__heads_at_once(d); i++) nsa__pass_init(&passes[i], x, dx, d, branch);
+static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
+    return (nsa__packed *)nsa__alloc(a, count, sizeof(nsa__packed));
+}
+
+static size_t nsa__attend_plan_bytes(const nsa__attend_plan *p, int threads) {
+    return nsa__bytes_for(p->shared, threads, p->scratch);
+}
+
+static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
+    nsa__head_job job;
+    memset(&job, 0, sizeof job);
+    job.plan = p;
+    return job;
 }
 
 /* ---- Attention: keys packed by tile -------------------------------------------------------- */
 
 /* Workspace that the threads share: packed keys of one sequence and kv head. */
-static void nsa__pass_take_keys(nsa__pass *p, nsa__arena *a, int rows, int transposed_values) {
+static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
+    const nsa__attend_plan *p = job->plan;
     int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
-    p->bad = (uint64_t *)nsa__take(a, tiles, sizeof *p->bad);
-    if (p->branch == NSA__SLC) p->wanted = (unsigned char *)nsa__take(a, tiles, 1);
-    p->k_t = nsa__take_reals(a, size * p->d->dim);
-    if (rows) p->k = nsa__take_reals(a, size * p->wide);
-    if (transposed_values) p->v_t = nsa__take_reals(a, size * p->d->dim_v);
+    job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
+    if (p->branch == NSA__SLC) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
+    job->k_t = nsa__alloc_packed(a, size * p->d->dim);
+    if (rows) job->k = nsa__alloc_packed(a, size * p->wide);
+    if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
 }
 
 /* Fills a tile's rows and their transpose from n rows of x; rows behind them, and non-finite ones,
    are zeros. Returns the mask of the non-finite ones. Either target may be NULL. */
-static uint64_t nsa__pack_rows(const nsa__pass *p, const nsa_tensor *x, int tile_begin, int n,
-                               int width, int wide, nsa_real *rows, nsa_real *transposed) {
+static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x, int tile_begin, int n,
+                               int width, int wide, nsa__packed *rows, nsa__packed *transposed) {
+    const nsa__attend_plan *p = job->plan;
     nsa_real row[NSA__MAX_DIM] = {0};
     size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
-    uint64_t bad = 0;
+    uint64_t nonfinite = 0;
     for (int r = 0; r < p->tile; r++) {
         if (r + NSA__ROWS_AHEAD < n)
-            nsa__fetch(nsa__key(p, x, tile_begin + r + NSA__ROWS_AHEAD), row_bytes);
+            nsa__fetch(nsa__key(job, x, tile_begin + r + NSA__ROWS_AHEAD), row_bytes);
         if (r < n) {
-            const void *from = nsa__key(p, x, tile_begin + r);
-            if (!nsa__load_finite(row, x->dtype, from, width)) bad |= (uint64_t)1 << r;
+            const void *from = nsa__key(job, x, tile_begin + r);
+            if (!nsa__load_finite(row, x->dtype, from, width)) nonfinite |= (uint64_t)1 << r;
         } else {
             memset(row, 0, (size_t)width * sizeof *row);
         }
@@ -2980,47 +3055,50 @@ static uint64_t nsa__pack_rows(const nsa__pass *p, const nsa_tensor *x, int tile
         for (int c = 0; transposed && c < width; c++)
             transposed[(ptrdiff_t)c * p->tile + r] = row[c];
     }
-    return bad;
+    return nonfinite;
 }
 
 static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = nsa__pass_of(context, &index);
-    ptrdiff_t tile = p->tile_begin + (ptrdiff_t)index, key = tile * p->tile;
-    int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)p->keys - begin);
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
+    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->tile;
+    int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)job->keys - begin);
     int dim = p->d->dim, dim_v = p->d->dim_v;
     (void)scratch;
-    if (p->wanted && !p->wanted[tile]) return;
-    uint64_t bad = nsa__pack_rows(p, &p->x->k, begin, n, dim, p->wide,
-                                  p->k ? p->k + key * p->wide : NULL, p->k_t + key * dim);
-    if (p->v || p->v_t)
-        bad |= nsa__pack_rows(p, &p->x->v, begin, n, dim_v, p->wide_v,
-                              p->v ? p->v + key * p->wide_v : NULL,
-                              p->v_t ? p->v_t + key * dim_v : NULL);
-    p->bad[tile] = bad;
+    if (job->listed && !job->listed[tile]) return;
+    uint64_t nonfinite =
+        nsa__pack_rows(job, &p->x->k, begin, n, dim, p->wide,
+                       job->k ? job->k + key * p->wide : NULL, job->k_t + key * dim);
+    if (job->v || job->v_t)
+        nonfinite |= nsa__pack_rows(job, &p->x->v, begin, n, dim_v, p->wide_v,
+                                    job->v ? job->v + key * p->wide_v : NULL,
+                                    job->v_t ? job->v_t + key * dim_v : NULL);
+    job->nonfinite[tile] = nonfinite;
 }
 
 /* Marks the tiles that are in any list: a few queries of a long cache read few of them. Of many
    queries one or another reads every tile. */
-static void nsa__mark_wanted(const nsa__pass *p) {
-    int begin, end, many = p->seq.count >= p->tile_end;
-    memset(p->wanted, many, (size_t)p->tile_end);
+static void nsa__mark_listed(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int begin, end, many = job->seq.count >= job->tile_end;
+    memset(job->listed, many, (size_t)job->tile_end);
     if (many) return;
-    for (int query = p->seq.first; query < p->seq.first + p->seq.count; query++) {
-        const int32_t *list = nsa__block_list(p, query);
+    for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
+        const int32_t *list = nsa__block_list(job, query);
         for (int i = 0; nsa__span(p, list, query, i, &begin, &end); i++) {
             int first = begin / p->tile, tiles = (end - 1) / p->tile - first + 1;
-            memset(p->wanted + first, 1, (size_t)tiles);
+            memset(job->listed + first, 1, (size_t)tiles);
         }
     }
 }
 
 /* Columns of a transpose: of key `key` and those behind it in its tile. */
-static nsa_real *nsa__key_columns(const nsa__pass *p, nsa_real *transposed, int width,
-                                  ptrdiff_t key) {
+static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__packed *transposed,
+                                           int width, ptrdiff_t key) {
     return transposed + key / p->tile * p->tile * width + key % p->tile;
 }
 
-/* ---- Attention: the walk of a task over tiles ---------------------------------------------- */
+/* ---- Attention: tile iteration ------------------------------------------------------------- */
 
 /* Bits begin .. end - 1 of a tile's mask. */
 static uint64_t nsa__bits(int begin, int end) {
@@ -3035,8 +3113,9 @@ static int nsa__bit_count(uint64_t mask) {
 }
 
 /* Of tile keys tile_begin .. tile_begin + tile - 1, those that `query` sees. */
-static uint64_t nsa__visible(const nsa__pass *p, int query, int tile_begin) {
-    const int32_t *list = nsa__block_list(p, query);
+static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin) {
+    const nsa__attend_plan *p = job->plan;
+    const int32_t *list = nsa__block_list(job, query);
     int begin, end;
     int64_t tile_end = (int64_t)tile_begin + p->tile;
     uint64_t mask = 0;
@@ -3046,204 +3125,210 @@ static uint64_t nsa__visible(const nsa__pass *p, int query, int tile_begin) {
     return mask;
 }
 
-/* A task's queries on their walk over key tiles. Rows are query-major: row a G + g is head g of
-   query a. */
-typedef struct nsa__walk {
+/* A task iterates over the tiles that any of its queries sees. Queries count from 0 in their task;
+   rows are query-major: row a group + g is query head g of query a. */
+typedef struct nsa__tile_iter {
     int first, queries; /* positions first .. first + queries - 1 */
-    int tile;           /* the tile at hand, of tile_begin .. tile_end - 1 */
+    int tile;           /* the current tile, of tile_begin .. tile_end - 1 */
     int tile_begin, tile_end;
-    int readers;            /* how many queries see any of it: */
-    int *reader;            /* which, ascending */
-    uint64_t *mask;         /* and what each of them sees */
-    int *row;               /* of a batch of them: the numbers of its rows */
-    int *begin, *end;       /* of every query its one span, or for slc: */
-    int *list, *list_begin; /* the readers of tile i are list[list_begin[i] .. list_begin[i + 1]) */
-} nsa__walk;
+    int tile_queries; /* how many queries see any key of the current tile */
+    int *tile_query;  /* these queries, ascending */
+    uint64_t *mask;   /* for each of them the keys of the tile that it sees */
+    int *row;         /* the rows of a batch of them */
+    int *begin, *end; /* of every query its one span; not for slc */
+    int *list;        /* slc: the queries of each tile, one tile after the other */
+    int *list_begin;  /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
+} nsa__tile_iter;
 
 /* What holds for a tile is a thread's, the rest the task's. */
-static void nsa__walk_take(nsa__walk *w, const nsa__pass *p, nsa__arena *a, nsa__arena *of_tile) {
-    w->reader = (int *)nsa__take(of_tile, p->task_queries, sizeof *w->reader);
-    w->mask = (uint64_t *)nsa__take(of_tile, p->task_queries, sizeof *w->mask);
-    w->row = (int *)nsa__take(of_tile, (int64_t)p->batch_queries * p->group, sizeof *w->row);
-    w->begin = (int *)nsa__take(a, p->task_queries, sizeof *w->begin);
-    w->end = (int *)nsa__take(a, p->task_queries, sizeof *w->end);
+static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, nsa__arena *a,
+                                 nsa__arena *of_tile) {
+    it->tile_query = (int *)nsa__alloc(of_tile, p->task_queries, sizeof *it->tile_query);
+    it->mask = (uint64_t *)nsa__alloc(of_tile, p->task_queries, sizeof *it->mask);
+    it->row = (int *)nsa__alloc(of_tile, (int64_t)p->batch_queries * p->group, sizeof *it->row);
+    it->begin = (int *)nsa__alloc(a, p->task_queries, sizeof *it->begin);
+    it->end = (int *)nsa__alloc(a, p->task_queries, sizeof *it->end);
     if (p->branch != NSA__SLC) return;
     int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
     int64_t of_block = p->d->slc_block / p->tile + (p->tile_in_block ? 0 : 2);
     int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
-    w->list_begin = (int *)nsa__take(a, tiles + 2, sizeof *w->list_begin);
-    w->list = (int *)nsa__take(a, p->task_queries * of_query, sizeof *w->list);
+    it->list_begin = (int *)nsa__alloc(a, tiles + 2, sizeof *it->list_begin);
+    it->list = (int *)nsa__alloc(a, p->task_queries * of_query, sizeof *it->list);
 }
 
 /* The inverse of the block lists: a counting sort, so that a tile's readers ascend. */
-static void nsa__walk_invert(nsa__walk *w, const nsa__pass *p) {
-    int *at = w->list_begin + 1; /* moves from where a tile's readers begin to where they end */
+static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int *at = it->list_begin + 1; /* moves from where a tile's readers begin to where they end */
     int begin, end;
-    memset(w->list_begin, 0, (size_t)(p->tile_end + 2) * sizeof *at);
+    memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
     for (int fill = 0; fill < 2; fill++) {
-        for (int a = 0; a < w->queries; a++) {
-            const int32_t *list = nsa__block_list(p, w->first + a);
+        for (int a = 0; a < it->queries; a++) {
+            const int32_t *list = nsa__block_list(job, it->first + a);
             int next = 0; /* the first tile that this query has not been counted for */
-            if (!fill && a + NSA__ROWS_AHEAD < w->queries)
-                nsa__fetch(nsa__block_list(p, w->first + a + NSA__ROWS_AHEAD), 1);
-            for (int i = 0; nsa__span(p, list, w->first + a, i, &begin, &end); i++) {
+            if (!fill && a + NSA__ROWS_AHEAD < it->queries)
+                nsa__fetch(nsa__block_list(job, it->first + a + NSA__ROWS_AHEAD), 1);
+            for (int i = 0; nsa__span(p, list, it->first + a, i, &begin, &end); i++) {
                 int tile = (int)nsa__max(next, begin >> p->tile_log2);
                 for (next = (int)nsa__max(next, ((end - 1) >> p->tile_log2) + 1); tile < next;
                      tile++) {
                     if (fill)
-                        w->list[at[tile]++] = a;
+                        it->list[at[tile]++] = a;
                     else
                         at[tile + 1]++;
                 }
             }
         }
-        for (int tile = 0; !fill && tile < p->tile_end; tile++) at[tile + 1] += at[tile];
+        for (int tile = 0; !fill && tile < job->tile_end; tile++) at[tile + 1] += at[tile];
     }
 }
 
-static void nsa__walk_begin(nsa__walk *w, const nsa__pass *p, int64_t task) {
-    w->first = p->seq.first + p->skipped + (int)task * p->task_queries;
-    w->queries = (int)nsa__min(p->task_queries, p->seq.first + p->seq.count - (int64_t)w->first);
-    w->tile_begin = p->tile_begin;
-    w->tile_end = p->tile_end;
+static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t task) {
+    const nsa__attend_plan *p = job->plan;
+    it->first = job->seq.first + job->skipped + (int)task * p->task_queries;
+    it->queries =
+        (int)nsa__min(p->task_queries, job->seq.first + job->seq.count - (int64_t)it->first);
+    it->tile_begin = job->tile_begin;
+    it->tile_end = job->tile_end;
     if (p->branch == NSA__SLC) {
-        nsa__walk_invert(w, p);
+        nsa__tile_iter_invert(it, job);
     } else {
-        for (int a = 0; a < w->queries; a++)
-            if (!nsa__span(p, NULL, w->first + a, 0, &w->begin[a], &w->end[a])) w->end[a] = 0;
-        w->tile_begin = w->end[0] ? w->begin[0] / p->tile : 0;
-        w->tile_end = (int)nsa__ceil_div(w->end[w->queries - 1], p->tile);
+        for (int a = 0; a < it->queries; a++)
+            if (!nsa__span(p, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
+        it->tile_begin = it->end[0] ? it->begin[0] / p->tile : 0;
+        it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->tile);
     }
-    w->tile = w->tile_begin - 1;
+    it->tile = it->tile_begin - 1;
 }
 
-static void nsa__walk_read(nsa__walk *w, const nsa__pass *p) {
-    int begin = w->tile * p->tile, listed = p->branch == NSA__SLC;
-    int n = listed ? w->list_begin[w->tile + 1] - w->list_begin[w->tile] : w->queries;
-    w->readers = 0;
+static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int begin = it->tile * p->tile, listed = p->branch == NSA__SLC;
+    int n = listed ? it->list_begin[it->tile + 1] - it->list_begin[it->tile] : it->queries;
+    it->tile_queries = 0;
     for (int i = 0; i < n; i++) {
-        int a = listed ? w->list[w->list_begin[w->tile] + i] : i;
+        int a = listed ? it->list[it->list_begin[it->tile] + i] : i;
         uint64_t mask;
         if (!listed)
-            mask = nsa__bits((int)nsa__max(w->begin[a] - begin, 0),
-                             (int)nsa__min((int64_t)w->end[a] - begin, p->tile));
+            mask = nsa__bits((int)nsa__max(it->begin[a] - begin, 0),
+                             (int)nsa__min((int64_t)it->end[a] - begin, p->tile));
         else if (p->tile_in_block)
-            mask = nsa__bits(0, (int)nsa__min((int64_t)w->first + a + 1 - begin, p->tile));
+            mask = nsa__bits(
+                0, (int)nsa__min((int64_t)nsa__span_end(p, it->first + a) - begin, p->tile));
         else
-            mask = nsa__visible(p, w->first + a, begin);
+            mask = nsa__visible(job, it->first + a, begin);
         if (!mask) continue;
-        w->reader[w->readers] = a;
-        w->mask[w->readers++] = mask;
+        it->tile_query[it->tile_queries] = a;
+        it->mask[it->tile_queries++] = mask;
     }
 }
 
 /* Moves to the next tile that any of the queries sees; 0 behind the last. */
-static int nsa__walk_next(nsa__walk *w, const nsa__pass *p) {
-    while (++w->tile < w->tile_end) {
-        nsa__walk_read(w, p);
-        if (w->readers) return 1;
+static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
+    while (++it->tile < it->tile_end) {
+        nsa__tile_iter_read(it, job);
+        if (it->tile_queries) return 1;
     }
     return 0;
 }
 
 /* The same downwards, to the tile before the first at last. */
-static void nsa__walk_down(nsa__walk *w, const nsa__pass *p) {
-    while (--w->tile >= w->tile_begin) {
-        nsa__walk_read(w, p);
-        if (w->readers) return;
+static void nsa__tile_iter_down(nsa__tile_iter *it, const nsa__head_job *job) {
+    while (--it->tile >= it->tile_begin) {
+        nsa__tile_iter_read(it, job);
+        if (it->tile_queries) return;
     }
 }
 
-/* Readers that go through the tile at once; few are neighbours, for they go as columns. */
+/* Queries that go through a tile at once. In place they are neighbours, because there their rows
+   are columns of one matrix. */
 typedef struct nsa__batch {
-    int readers, rows;
-    const int *reader;
-    const uint64_t *mask;
-    const int *row; /* of each of its rows, which of the task's it is */
-    int begin, end; /* the keys of the tile that any of them sees, in whole vectors */
+    int queries, rows;
+    const int *query;     /* which of the task's queries, ascending */
+    const uint64_t *mask; /* for each query the keys of the tile that it sees */
+    const int *row;       /* which of the task's rows */
+    int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
 } nsa__batch;
 
-static nsa__batch nsa__batch_at(const nsa__walk *w, const nsa__pass *p, int from) {
-    nsa__batch b = {0, 0, w->reader + from, w->mask + from, w->row, 0, p->tile};
-    int left = (int)nsa__min(p->batch_queries, w->readers - from);
+static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__attend_plan *p, int from) {
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile};
+    int left = (int)nsa__min(p->batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
-    for (; b.readers < left; b.readers++) {
-        int a = b.reader[b.readers];
-        if (p->few && a != b.reader[0] + b.readers) break;
-        for (int g = 0; g < p->group; g++) w->row[b.rows++] = a * p->group + g;
-        seen |= b.mask[b.readers];
+    for (; b.queries < left; b.queries++) {
+        int a = b.query[b.queries];
+        if (p->in_place && a != b.query[0] + b.queries) break;
+        for (int g = 0; g < p->group; g++) it->row[b.rows++] = a * p->group + g;
+        seen |= b.mask[b.queries];
     }
     while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
     return b;
 }
 
-/* ---- Attention: few queries ------------------------------------------------------------------
-   In decoding most of all: few queries read keys where they lie, for packing a tile would cost more
-   than its products do. */
+/* ---- Attention: in-place keys -----------------------------------------------------------------
+   Small query counts (decoding) use K and V in place, unpacked, because packing a tile would cost
+   more than its products do. */
 
-/* Rows of keys: `at` and every `row` numbers behind it. */
-typedef struct nsa__rows {
-    const nsa_real *at;
-    ptrdiff_t row;
-} nsa__rows;
-
-/* Whether rows can be read where they lie: reals, whole vectors, and not around a ring's end. */
-static int nsa__rows_lie_well(const nsa__pass *p, const nsa_tensor *x, int begin, int n, int width,
-                              int wide) {
+/* Whether a product can read rows in place: reals, whole vectors, and not around a ring's end. */
+static int nsa__fits_in_place(const nsa__attend_plan *p, const nsa_tensor *x, int begin, int n,
+                              int width, int wide) {
     return x->dtype == NSA_REAL_DTYPE && width == wide &&
-           (!p->ring || begin % p->ring + n <= p->ring);
+           (!p->options.ring || begin % p->options.ring + n <= p->options.ring);
 }
 
-static nsa__rows nsa__rows_here(const nsa__pass *p, const nsa_tensor *x, int begin) {
-    nsa__rows here = {(const nsa_real *)nsa__key(p, x, begin), (ptrdiff_t)x->token};
-    return here;
+static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor *x, int begin) {
+    nsa__matrix rows = {(const nsa__packed *)nsa__key(job, x, begin), (ptrdiff_t)x->token, 1, NULL};
+    return rows;
 }
 
-/* n rows of x from key `begin` on in `copy`, zeros and a bit of `bad` for those that are not
+/* n rows of x from key `begin` on in `copy`, zeros and a bit of `nonfinite` for those that are not
    finite. */
-static nsa__rows nsa__rows_copied(const nsa__pass *p, const nsa_tensor *x, int begin, int n,
-                                  int width, int wide, nsa_real *copy, uint64_t *bad) {
-    nsa__rows there = {copy, wide};
+static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *x, int begin, int n,
+                                    int width, int wide, nsa_real *copy, uint64_t *nonfinite) {
+    nsa__matrix rows = {copy, wide, 1, NULL};
     for (int i = 0; i < n; i++, copy += wide) {
-        if (!nsa__load_finite(copy, x->dtype, nsa__key(p, x, begin + i), width))
-            *bad |= (uint64_t)1 << i;
+        if (!nsa__load_finite(copy, x->dtype, nsa__key(job, x, begin + i), width))
+            *nonfinite |= (uint64_t)1 << i;
         memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
     }
-    return there;
+    return rows;
 }
 
 /* Asks for rows begin .. end - 1 of x that there are. */
-static void nsa__fetch_rows(const nsa__pass *p, const nsa_tensor *x, int begin, int end,
+static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int begin, int end,
                             int width) {
     size_t bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
-    for (int key = begin; key < end && key < p->keys; key++) nsa__fetch(nsa__key(p, x, key), bytes);
+    for (int key = begin; key < end && key < job->keys; key++)
+        nsa__fetch(nsa__key(job, x, key), bytes);
 }
 
-/* The first key of the tile that is walked to next; p->keys where there is none. */
-static int nsa__walk_ahead(const nsa__walk *w, const nsa__pass *p) {
-    int tile = w->tile + 1;
+/* The first key of the tile that is walked to next; job->keys where there is none. */
+static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int tile = it->tile + 1;
     if (p->branch == NSA__SLC)
-        while (tile < w->tile_end && w->list_begin[tile] == w->list_begin[tile + 1]) tile++;
-    return tile < w->tile_end ? tile * p->tile : p->keys;
+        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
+    return tile < it->tile_end ? tile * p->tile : job->keys;
 }
 
-/* Of one task: q as columns, `columns` apart; the scores of a tile like that; rows of keys that
-   cannot be read where they lie. */
-typedef struct nsa__few {
-    nsa_real *q_t, *s_t, *rows;
+/* Of one task. Queries are columns, so that the keys are rows, as they lie in memory. */
+typedef struct nsa__in_place {
+    nsa_real *q_t;  /* (dim, columns): q transposed */
+    nsa_real *s_t;  /* (tile, columns): the scores of a tile, transposed */
+    nsa_real *rows; /* copies of rows that no product can read in place */
     int columns;
-} nsa__few;
+} nsa__in_place;
 
-static void nsa__few_take(nsa__few *f, const nsa__pass *p, nsa__arena *a) {
+static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->batch_queries * p->group;
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
-    f->q_t = nsa__take_reals(a, (int64_t)p->d->dim * f->columns);
-    f->s_t = nsa__take_reals(a, (int64_t)p->tile * f->columns);
-    f->rows = nsa__take_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
+    f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
+    f->s_t = nsa__alloc_reals(a, (int64_t)p->tile * f->columns);
+    f->rows = nsa__alloc_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
 }
 
-static void nsa__few_begin(const nsa__few *f, const nsa__pass *p, const nsa_real *q, int rows) {
+static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
+                                const nsa_real *q, int rows) {
     memset(f->q_t, 0, (size_t)p->d->dim * (size_t)f->columns * sizeof *f->q_t);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < p->d->dim; c++)
@@ -3252,25 +3337,41 @@ static void nsa__few_begin(const nsa__few *f, const nsa__pass *p, const nsa_real
 
 enum { NSA__KEYS_AT_ONCE = 24 }; /* whole pieces of the product, whatever the vectors */
 
-/* The batch's scores of n keys from `begin` on, by the keys' rows and q's as columns. Every score
-   is the same sum in the same order. Rows that are not finite make no score that is. */
-static void nsa__few_scores(const nsa__few *f, const nsa__pass *p, const nsa__walk *w,
-                            const nsa__batch *b, int begin, int n, nsa_real *s, uint64_t *bad) {
-    int ahead = nsa__walk_ahead(w, p);
-    const nsa_real *q = f->q_t + (ptrdiff_t)b->reader[0] * p->group;
-    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, dim = p->d->dim;
-    int here = nsa__rows_lie_well(p, &p->x->k, begin, n, dim, p->wide), done = 0;
-    for (; !done; here = 0) {
-        nsa__rows k = here ? nsa__rows_here(p, &p->x->k, begin)
-                           : nsa__rows_copied(p, &p->x->k, begin, n, dim, p->wide, f->rows, bad);
-        for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
-            int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
-            nsa__fetch_rows(p, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
-            nsa__fetch_rows(p, &p->x->k, ahead + i, ahead + i + some, dim);
-            p->tiles->gemm(some, columns, dim, k.at + i * k.row, k.row, 1, q, f->columns,
-                           f->s_t + (ptrdiff_t)i * f->columns, f->columns, 0, NULL, NULL);
-        }
-        done = !here || p->tiles->finite(n, columns, f->columns, f->s_t);
+/* s_t = k q_t for n keys from `begin` on; meanwhile their values and the next tile's keys are
+   fetched. Every score is the same sum in the same order as from packed keys. */
+static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
+                                  const nsa__tile_iter *it, const nsa__batch *b,
+                                  const nsa__matrix *keys, int begin, int n) {
+    const nsa__attend_plan *p = job->plan;
+    int ahead = nsa__tile_iter_peek(it, job), dim = p->d->dim;
+    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
+    const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
+    for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
+        int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
+        const nsa__matrix k = {keys->data + i * keys->row, keys->row, 1, NULL};
+        const nsa__result s_t = {f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL};
+        nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
+        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, dim);
+        p->tiles->gemm(some, columns, dim, &k, &q_t, &s_t);
+    }
+}
+
+/* The batch's scores of n keys from `begin` on. A non-finite key makes a non-finite score, so the
+   rows are looked at one by one, in copies, only if a score is not finite. */
+static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *job,
+                                 const nsa__tile_iter *it, const nsa__batch *b, int begin, int n,
+                                 nsa_real *s, uint64_t *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *x = &p->x->k;
+    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, done = 0;
+    if (nsa__fits_in_place(p, x, begin, n, p->d->dim, p->wide)) {
+        nsa__matrix k = nsa__rows_in_place(job, x, begin);
+        nsa__in_place_product(f, job, it, b, &k, begin, n);
+        done = p->tiles->finite(n, columns, f->columns, f->s_t);
+    }
+    if (!done) {
+        nsa__matrix k = nsa__rows_copied(job, x, begin, n, p->d->dim, p->wide, f->rows, nonfinite);
+        nsa__in_place_product(f, job, it, b, &k, begin, n);
     }
     for (int r = 0; r < b->rows; r++, s += p->tile) {
         for (int i = 0; i < n; i++) s[i] = f->s_t[(ptrdiff_t)i * f->columns + r];
@@ -3278,94 +3379,102 @@ static void nsa__few_scores(const nsa__few *f, const nsa__pass *p, const nsa__wa
     }
 }
 
-static nsa__rows nsa__few_values(const nsa__few *f, const nsa__pass *p, int begin, int n,
-                                 uint64_t *bad) {
+static nsa__matrix nsa__in_place_values(const nsa__in_place *f, const nsa__head_job *job, int begin,
+                                        int n, uint64_t *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = &p->x->v;
-    if (nsa__rows_lie_well(p, x, begin, n, p->d->dim_v, p->wide_v)) {
-        nsa__rows v = nsa__rows_here(p, x, begin);
-        if (p->tiles->finite(n, p->wide_v, v.row, v.at)) return v;
+    if (nsa__fits_in_place(p, x, begin, n, p->d->dim_v, p->wide_v)) {
+        nsa__matrix v = nsa__rows_in_place(job, x, begin);
+        if (p->tiles->finite(n, p->wide_v, v.row, v.data)) return v;
     }
-    return nsa__rows_copied(p, x, begin, n, p->d->dim_v, p->wide_v, f->rows, bad);
+    return nsa__rows_copied(job, x, begin, n, p->d->dim_v, p->wide_v, f->rows, nonfinite);
 }
 
-/* ---- Attention: heads and queries ------------------------------------------------------------
-   A pass is one branch on its way over the kv heads of one sequence after another. */
+/* ---- Attention: heads and queries ---------------------------------------------------------- */
 
-/* Turns to a sequence and kv head: finds the tiles that its queries can see. */
-static void nsa__pass_turn_to(nsa__pass *p, const nsa__seq *seq, int kv_head, int heads) {
-    int begin = 0, end = 0, last = seq->first + seq->count - 1;
-    p->seq = *seq;
-    p->skipped = (int)nsa__max(0, nsa__min(p->reach - (int64_t)seq->first, seq->count));
-    p->kv_head = kv_head;
-    p->heads = heads;
-    p->keys = p->branch == NSA__CMP ? p->seq.cmp_tokens : p->seq.tokens;
-    p->key_row = p->branch == NSA__CMP ? p->seq.cmp_row : p->seq.row;
-    if (p->branch == NSA__WIN) begin = nsa_window_begin(p->d, p->seq.first);
-    end = p->branch == NSA__CMP ? nsa_cmp_visible(p->d, last) : last + 1;
-    p->tile_begin = begin / p->tile;
-    p->tile_end = (int)nsa__ceil_div(end, p->tile);
-    if (p->wanted) nsa__mark_wanted(p);
+/* Sets sequence and kv head; computes the range of tiles its queries need. */
+static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int kv_head, int heads) {
+    const nsa__attend_plan *p = job->plan;
+    int prefix = p->options.shared_prefix, last = seq->first + seq->count - 1;
+    job->seq = *seq;
+    job->skipped = (int)nsa__max(0, nsa__min(prefix - (int64_t)seq->first, seq->count));
+    job->kv_head = kv_head;
+    job->heads = heads;
+    job->keys = p->branch == NSA__CMP ? seq->cmp_tokens : seq->tokens;
+    job->key_row = p->branch == NSA__CMP ? seq->cmp_row : seq->row;
+    job->tile_begin = nsa__span_begin(p, seq->first) / p->tile;
+    job->tile_end = (int)nsa__ceil_div(nsa__span_end(p, last), p->tile);
+    if (job->listed) nsa__mark_listed(job);
 }
 
-/* Does `work` for every sequence and every few heads of it, whose passes stand side by side and
-   have packed their keys. */
-static void nsa__each_heads(nsa__pass *passes, const nsa__team *team,
-                            void (*work)(nsa__pass *passes, const nsa__team *team)) {
-    const nsa_desc *d = passes->d;
+/* Does `work` for every sequence and every few heads of it, whose jobs stand side by side and have
+   packed their keys. */
+static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
+                            void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
+    const nsa__attend_plan *p = jobs->plan;
+    const nsa_desc *d = p->d;
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count && head < d->kv_heads; head += passes->heads) {
-            int heads = (int)nsa__min(nsa__heads_at_once(d), d->kv_heads - (int64_t)head);
-            for (int i = 0; i < heads; i++) nsa__pass_turn_to(&passes[i], &seq, head + i, heads);
-            int64_t tiles = passes->few ? 0 : passes->tile_end - passes->tile_begin;
-            nsa__run(team, heads * tiles, nsa__pack_task, passes);
-            work(passes, team);
+        for (int head = 0; seq.count && head < d->kv_heads; head += jobs->heads) {
+            int heads = (int)nsa__min(p->jobs, d->kv_heads - (int64_t)head);
+            for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], &seq, head + i, heads);
+            int64_t tiles = p->in_place ? 0 : jobs->tile_end - jobs->tile_begin;
+            nsa__run(team, heads * tiles, nsa__pack_task, jobs);
+            work(jobs, team);
         }
 }
 
 /* The tasks of all heads at hand. */
-static int64_t nsa__query_tasks(const nsa__pass *p) {
-    return p->heads * nsa__ceil_div(p->seq.count - p->skipped, p->task_queries);
+static int64_t nsa__query_tasks(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    return job->heads * nsa__ceil_div(job->seq.count - job->skipped, p->task_queries);
 }
 
 /* Row r of a task's queries in x. */
-static void *nsa__query_row(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x, int r) {
-    return nsa__row(x, p->seq.batch, p->seq.row + w->first - p->seq.first + r / p->group,
-                    p->kv_head * p->group + r % p->group);
+static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
+                            int r) {
+    const nsa__attend_plan *p = job->plan;
+    return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
+                    job->kv_head * p->group + r % p->group);
 }
 
-/* Loads the rows of a task's queries, times factor, with zeros up to `wide`; bad[r] is set for
-   those with a value that is not finite, then or before, which come as zeros. */
-static void nsa__load_queries(const nsa__pass *p, const nsa__walk *w, const nsa_tensor *x,
-                              int width, int wide, nsa_real factor, nsa_real *to,
-                              unsigned char *bad) {
-    int rows = w->queries * p->group;
+/* Loads the rows of a task's queries, times factor, with zeros up to `wide`. A row with a
+   non-finite value becomes zeros, and its nonfinite[r] is set. */
+static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
+                              const nsa_tensor *x, int width, int wide, nsa_real factor,
+                              nsa_real *to, unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    int rows = it->queries * p->group;
     size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
     for (int r = 0; r < rows; r++, to += wide) {
         if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(p, w, x, r + NSA__ROWS_AHEAD), row_bytes);
-        nsa__load(to, x->dtype, nsa__query_row(p, w, x, r), width);
+            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), row_bytes);
+        nsa__load(to, x->dtype, nsa__query_row(job, it, x, r), width);
         nsa__scale(to, factor, width);
         if (!nsa__all_finite(to, width)) {
             memset(to, 0, (size_t)width * sizeof *to);
-            bad[r] = 1;
+            nonfinite[r] = 1;
         }
         memset(to + width, 0, (size_t)(wide - width) * sizeof *to);
     }
 }
 
-/* lse of a row in base 2; where it is not finite 0, and the row is bad. */
-static nsa_real nsa__load_lse2(const nsa__pass *p, const nsa__walk *w, int r, unsigned char *bad) {
+/* lse of a row in base 2; where it is not finite 0, and the row is nonfinite. */
+static nsa_real nsa__load_lse2(const nsa__head_job *job, const nsa__tile_iter *it, int r,
+                               unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
     nsa_real lse;
-    nsa__load(&lse, p->x->lse.dtype, nsa__query_row(p, w, &p->x->lse, r), 1);
-    if (!nsa__is_finite((double)lse)) bad[r] = 1;
-    return bad[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
+    nsa__load(&lse, p->x->lse.dtype, nsa__query_row(job, it, &p->x->lse, r), 1);
+    if (!nsa__is_finite((double)lse)) nonfinite[r] = 1;
+    return nonfinite[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
 }
 
-/* The incoming gradient of lse of a row; where it is not finite, the row is bad. */
-static nsa_real nsa__load_dlse(const nsa__pass *p, const nsa__walk *w, int r, unsigned char *bad) {
+/* The incoming gradient of lse of a row; where it is not finite, the row is nonfinite. */
+static nsa_real nsa__load_dlse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
+                               unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
     nsa_real dlse;
-    nsa__load(&dlse, p->dx->lse.dtype, nsa__query_row(p, w, &p->dx->lse, r), 1);
-    if (!nsa__is_finite((double)dlse)) bad[r] = 1;
+    nsa__load(&dlse, p->dx->lse.dtype, nsa__query_row(job, it, &p->dx->lse, r), 1);
+    if (!nsa__is_finite((double)dlse)) nonfinite[r] = 1;
     return dlse;
 }
 
@@ -3381,11 +3490,11 @@ typedef struct nsa__scoring {
     nsa_real *scores; /* of one query */
 } nsa__scoring;
 
-static void nsa__scoring_take(nsa__scoring *f, const nsa__pass *p, nsa__arena *a) {
+static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
     f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile + NSA__LANES; /* no power of 2 */
-    f->s = nsa__take_reals(a, (int64_t)p->task_queries * p->group * f->stride);
-    f->p_cmp = nsa__take_reals(a, f->stride);
-    f->scores = nsa__take_reals(a, nsa_slc_count(p->d, p->d->tokens));
+    f->s = nsa__alloc_reals(a, (int64_t)p->task_queries * p->group * f->stride);
+    f->p_cmp = nsa__alloc_reals(a, f->stride);
+    f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
 }
 
 /* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
@@ -3397,22 +3506,19 @@ static int nsa__stencil_size(const nsa_desc *d) {
     return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
 }
 
-static void nsa__take_stencil(nsa__pass *p, const nsa_select *select, nsa__arena *a) {
-    p->select = select;
-    p->stencil = nsa__take_reals(a, nsa__stencil_size(p->d));
-}
-
-static void nsa__fill_stencil(const nsa__pass *p) {
+static void nsa__fill_stencil(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
     int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
     int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
     for (int u = 0; u < nsa__stencil_size(d); u++)
-        p->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
+        job->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
 }
 
 /* Scores of the candidates of one query from its p_cmp. */
-NSA__COMPILED static void nsa__scores(const nsa__pass *p, int query, const nsa_real *p_cmp,
+NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const nsa_real *p_cmp,
                                       nsa_real *scores) {
+    const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
     int visible = nsa_cmp_visible(d, query), size = nsa__stencil_size(d);
     int candidates = nsa_slc_candidates(d, query), step = d->slc_block / d->cmp_stride;
@@ -3424,7 +3530,7 @@ NSA__COMPILED static void nsa__scores(const nsa__pass *p, int query, const nsa_r
         for (int u = from; u < to; u++) {
             nsa_real value = p_cmp[first + u];
             if (sums)
-                score += p->stencil[u] * value;
+                score += job->stencil[u] * value;
             else
                 score = value > score ? value : score;
         }
@@ -3433,193 +3539,223 @@ NSA__COMPILED static void nsa__scores(const nsa__pass *p, int query, const nsa_r
 }
 
 /* The row of a query's scores, where they are asked for: -inf behind its candidates. */
-static void nsa__store_scores(const nsa__pass *p, const nsa_tensor *x, int query,
+static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int query,
                               const nsa_real *scores) {
+    const nsa__attend_plan *p = job->plan;
     int n = nsa_slc_candidates(p->d, query);
     if (!x->data) return;
-    nsa_real *to =
-        (nsa_real *)nsa__row(x, p->seq.batch, p->seq.row + query - p->seq.first, p->kv_head);
+    nsa_real *to = (nsa_real *)nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first,
+                                        job->kv_head);
     memcpy(to, scores, (size_t)n * sizeof *to);
     for (int j = n; j < nsa_slc_count(p->d, p->d->tokens); j++) to[j] = nsa__minus_infinity();
 }
 
 /* Of every query of a task p_cmp = exp(s - lse), summed over its heads, then the list. */
-static void nsa__select_queries(const nsa__pass *p, const nsa__walk *w, const nsa__scoring *f,
-                                const nsa_real *lse2, const unsigned char *bad_rows) {
+static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
+                                const nsa__scoring *f, const nsa_real *lse2,
+                                const unsigned char *nonfinite_rows) {
+    const nsa__attend_plan *p = job->plan;
     int group = p->group;
-    for (int a = 0; a < w->queries; a++) {
-        int query = w->first + a, visible = nsa_cmp_visible(p->d, query), bad = 0;
+    for (int a = 0; a < it->queries; a++) {
+        int query = it->first + a, visible = nsa_cmp_visible(p->d, query), nonfinite = 0;
         p->tiles->probability(group, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
                               (ptrdiff_t)f->stride, lse2 + (ptrdiff_t)a * group,
                               f->s + (ptrdiff_t)a * group * f->stride, f->p_cmp);
-        nsa__scores(p, query, f->p_cmp, f->scores);
-        for (int g = 0; g < group; g++) bad |= bad_rows[a * group + g];
-        for (int j = 0; bad && j < nsa_slc_candidates(p->d, query); j++) f->scores[j] = 0;
-        int64_t row = p->seq.row + query - p->seq.first;
-        nsa__store_scores(p, &p->select->scores, query, f->scores);
-        nsa__rank(f->scores, query, p->d, p->tiles,
-                  (int32_t *)nsa__row(&p->select->blocks, p->seq.batch, row, p->kv_head));
+        nsa__scores(job, query, f->p_cmp, f->scores);
+        for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
+        for (int j = 0; nonfinite && j < nsa_slc_candidates(p->d, query); j++) f->scores[j] = 0;
+        int64_t row = job->seq.row + query - job->seq.first;
+        nsa__store_scores(job, &p->options.select->scores, query, f->scores);
+        nsa__rank(
+            f->scores, query, p->d, p->tiles,
+            (int32_t *)nsa__row(&p->options.select->blocks, job->seq.batch, row, job->kv_head));
     }
 }
 
 /* ---- Attention: forward -------------------------------------------------------------------- */
 
 typedef struct nsa__forward {
-    nsa__walk walk;
+    nsa__tile_iter iter;
     nsa_real *q, *out, *m, *l; /* of every row */
     nsa_real *s, *shrink;      /* of a batch's */
-    unsigned char *bad;
+    unsigned char *nonfinite;
     nsa__scoring scoring; /* where lists are selected too */
-    nsa__few few;
+    nsa__in_place in_place;
 } nsa__forward;
 
-static void nsa__forward_take(nsa__forward *f, const nsa__pass *p, nsa__arena *a) {
+static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
-    nsa__walk_take(&f->walk, p, a, a);
-    f->q = nsa__take_reals(a, rows * p->wide);
-    f->out = nsa__take_reals(a, rows * p->wide_v);
-    f->m = nsa__take_reals(a, rows);
-    f->l = nsa__take_reals(a, rows * NSA__LANES);
-    f->shrink = nsa__take_reals(a, some + NSA__LANES);
-    f->s = nsa__take_reals(a, some * p->tile);
-    f->bad = (unsigned char *)nsa__take(a, rows, 1);
-    if (p->select) nsa__scoring_take(&f->scoring, p, a);
-    nsa__few_take(&f->few, p, a); /* by many queries too: a workspace for them serves fewer */
+    nsa__tile_iter_alloc(&f->iter, p, a, a);
+    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->out = nsa__alloc_reals(a, rows * p->wide_v);
+    f->m = nsa__alloc_reals(a, rows);
+    f->l = nsa__alloc_reals(a, rows * NSA__LANES);
+    f->shrink = nsa__alloc_reals(a, some + NSA__LANES);
+    f->s = nsa__alloc_reals(a, some * p->tile);
+    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+    if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
+    nsa__in_place_alloc(&f->in_place, p,
+                        a); /* by many queries too: a workspace for them serves fewer */
 }
 
-static void nsa__forward_begin(nsa__forward *f, const nsa__pass *p, int64_t task) {
-    nsa__walk_begin(&f->walk, p, task);
-    int rows = f->walk.queries * p->group;
-    memset(f->bad, 0, (size_t)rows);
+static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_t task) {
+    const nsa__attend_plan *p = job->plan;
+    nsa__tile_iter_begin(&f->iter, job, task);
+    int rows = f->iter.queries * p->group;
+    memset(f->nonfinite, 0, (size_t)rows);
     memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
     memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
     for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
-    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
-    if (p->few) nsa__few_begin(&f->few, p, f->q, rows);
+    nsa__load_queries(job, &f->iter, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->nonfinite);
+    if (p->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
 }
 
-/* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
-static void nsa__forward_batch(nsa__forward *f, const nsa__pass *p, const nsa__batch *b) {
-    int group = p->group, tile = p->tile, n = b->end - b->begin,
-        keys = f->walk.tile * tile + b->begin;
-    const nsa__which queries = {b->row, NULL, NULL}, sums = {NULL, NULL, b->row};
-    int there = p->few ? (int)nsa__min(n, p->keys - (int64_t)keys) : n;
-    uint64_t bad = p->few ? 0 : p->bad[f->walk.tile];
-    if (p->few)
-        nsa__few_scores(&f->few, p, &f->walk, b, keys, there, f->s, &bad);
-    else
-        p->tiles->gemm(b->rows, n, p->d->dim, f->q, p->wide, 1,
-                       nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->s, tile, 0, NULL,
-                       &queries);
-    for (int r = 0; p->select && r < b->rows; r++)
-        memcpy(f->scoring.s + b->row[r] * f->scoring.stride + keys, f->s + (ptrdiff_t)r * tile,
+/* p = softmax so far, of n keys from `keys` on. Where lists are selected the scores are kept. */
+static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
+                                 int keys, int n) {
+    const nsa__attend_plan *p = job->plan;
+    for (int r = 0; p->options.select && r < b->rows; r++)
+        memcpy(f->scoring.s + b->row[r] * f->scoring.stride + keys, f->s + (ptrdiff_t)r * p->tile,
                (size_t)n * sizeof *f->s);
-    p->tiles->softmax(b->rows, n, tile, group, b->mask, b->begin, b->row, f->s, f->m, f->l,
+    p->tiles->softmax(b->rows, n, p->tile, p->group, b->mask, b->begin, b->row, f->s, f->m, f->l,
                       f->shrink);
-    nsa__rows v = {p->few ? NULL : p->v + (ptrdiff_t)keys * p->wide_v, p->wide_v};
-    if (p->few) v = nsa__few_values(&f->few, p, keys, there, &bad);
-    if (p->few) bad <<= b->begin;
-    p->tiles->gemm(b->rows, p->wide_v, there, f->s, tile, 1, v.at, v.row, f->out, p->wide_v, 1,
-                   f->shrink, &sums);
-    for (int i = 0; i < b->readers; i++) {
-        if (p->reads)
-            p->reads[(f->walk.first - p->seq.first + b->reader[i]) * (int64_t)p->d->kv_heads +
-                     p->kv_head] += nsa__bit_count(b->mask[i]);
-        if (b->mask[i] & bad) memset(f->bad + (ptrdiff_t)b->reader[i] * group, 1, (size_t)group);
+}
+
+/* Counts the keys that the batch has read, and marks its rows that read a non-finite one. */
+static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
+                              uint64_t nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    int64_t *reads = p->options.reads;
+    for (int i = 0; i < b->queries; i++) {
+        int64_t query = f->iter.first - job->seq.first + b->query[i];
+        if (reads) reads[query * p->d->kv_heads + job->kv_head] += nsa__bit_count(b->mask[i]);
+        if (b->mask[i] & nonfinite)
+            memset(f->nonfinite + (ptrdiff_t)b->query[i] * p->group, 1, (size_t)p->group);
     }
 }
 
+/* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
+static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
+    const nsa__attend_plan *p = job->plan;
+    int tile = p->tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
+    const nsa__matrix q = {f->q, p->wide, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->d->dim, keys), tile, 1, NULL};
+    const nsa__result s = {f->s, tile, NULL, 0, NULL};
+    p->tiles->gemm(b->rows, n, p->d->dim, &q, &k_t, &s);
+    nsa__forward_softmax(f, job, b, keys, n);
+    const nsa__matrix weights = {f->s, tile, 1, NULL};
+    const nsa__matrix v = {job->v + (ptrdiff_t)keys * p->wide_v, p->wide_v, 1, NULL};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink};
+    p->tiles->gemm(b->rows, p->wide_v, n, &weights, &v, &out);
+    nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
+}
+
+/* The same from keys and values in place. The last tile may be short there. */
+static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *job,
+                                        const nsa__batch *b) {
+    const nsa__attend_plan *p = job->plan;
+    int n = b->end - b->begin, keys = f->iter.tile * p->tile + b->begin;
+    int held = (int)nsa__min(n, job->keys - (int64_t)keys);
+    uint64_t nonfinite = 0;
+    nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, f->s, &nonfinite);
+    nsa__forward_softmax(f, job, b, keys, n);
+    const nsa__matrix weights = {f->s, p->tile, 1, NULL};
+    const nsa__matrix v = nsa__in_place_values(&f->in_place, job, keys, held, &nonfinite);
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink};
+    p->tiles->gemm(b->rows, p->wide_v, held, &weights, &v, &out);
+    nsa__forward_note(f, job, b, nonfinite << b->begin);
+}
+
 /* out / l and lse; a row that saw no key has l = 0. */
-static void nsa__forward_end(nsa__forward *f, const nsa__pass *p) {
+static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
     int dim_v = p->d->dim_v;
-    for (int r = 0; r < f->walk.queries * p->group; r++) {
+    for (int r = 0; r < f->iter.queries * p->group; r++) {
         nsa_real *out = f->out + (ptrdiff_t)r * p->wide_v, lse = nsa__minus_infinity(), l = 0;
         for (int j = 0; j < NSA__LANES; j++) l += f->l[(ptrdiff_t)r * NSA__LANES + j];
         if (l != 0) {
             nsa__scale(out, 1 / l, dim_v);
             lse = (nsa_real)(((double)f->m[r] + log2((double)l)) * NSA__LN2);
         }
-        if (l != 0 && f->bad[r]) {
+        if (l != 0 && f->nonfinite[r]) {
             for (int c = 0; c < dim_v; c++) out[c] = nsa__nan();
             lse = nsa__nan();
         }
-        nsa__store(p->x->out.dtype, nsa__query_row(p, &f->walk, &p->x->out, r), out, dim_v);
-        nsa__store(p->x->lse.dtype, nsa__query_row(p, &f->walk, &p->x->lse, r), &lse, 1);
-        if (p->select) f->m[r] = nsa__load_lse2(p, &f->walk, r, f->bad);
+        nsa__store(p->x->out.dtype, nsa__query_row(job, &f->iter, &p->x->out, r), out, dim_v);
+        nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
+        if (p->options.select) f->m[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
     }
-    if (p->select) nsa__select_queries(p, &f->walk, &f->scoring, f->m, f->bad);
+    if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
 static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = nsa__pass_of(context, &index);
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
-    nsa__forward_take(&f, p, &a);
-    nsa__forward_begin(&f, p, index);
-    while (nsa__walk_next(&f.walk, p))
-        for (int i = 0; i < f.walk.readers;) {
-            nsa__batch b = nsa__batch_at(&f.walk, p, i);
-            nsa__forward_batch(&f, p, &b);
-            i += b.readers;
+    nsa__forward_alloc(&f, p, &a);
+    nsa__forward_begin(&f, job, index);
+    while (nsa__tile_iter_next(&f.iter, job))
+        for (int i = 0; i < f.iter.tile_queries;) {
+            nsa__batch b = nsa__batch_at(&f.iter, p, i);
+            if (p->in_place)
+                nsa__forward_batch_in_place(&f, job, &b);
+            else
+                nsa__forward_batch(&f, job, &b);
+            i += b.queries;
         }
-    nsa__forward_end(&f, p);
+    nsa__forward_end(&f, job);
 }
 
-/* The plans: what the passes of all heads at once take of the shared workspace. They return how
-   much scratch a thread needs. */
-
-/* `select` where cmp's forward pass selects lists too. */
-static size_t nsa__forward_plan(nsa__pass *passes, const nsa_select *select, nsa__arena *shared) {
-    nsa__forward f;
-    nsa__arena scratch = {NULL, 0};
-    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
-        nsa__pass *p = &passes[i];
+/* What the jobs take of the shared workspace. A plan counts it, without a base. */
+static void nsa__forward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                nsa__arena *shared) {
+    for (int i = 0; i < p->jobs; i++) {
+        nsa__head_job *job = &jobs[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-        if (select) nsa__take_stencil(p, select, shared);
-        p->few = p->d->count <= p->batch_queries;
-        if (p->few) continue;
-        nsa__pass_take_keys(p, shared, 0, 0);
-        p->v = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
+        *job = nsa__job_make(p);
+        if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
+        if (p->in_place) continue;
+        nsa__alloc_keys(job, shared, 0, 0);
+        job->v = nsa__alloc_packed(shared, tiles * p->tile * p->wide_v);
     }
-    nsa__forward_take(&f, passes, &scratch);
-    return scratch.used;
 }
 
-static void nsa__forward_heads(nsa__pass *passes, const nsa__team *team) {
+static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
+                                          nsa__branch branch, nsa__attend_options options) {
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch);
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__forward f;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    p.options = options;
+    p.in_place = d->count <= p.batch_queries;
+    nsa__forward_layout(jobs, &p, &shared);
+    nsa__forward_alloc(&f, &p, &scratch);
+    p.shared = shared.used;
+    p.scratch = scratch.used;
+    return p;
+}
+
+static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
+    const nsa__attend_plan *p = jobs->plan;
     nsa__team some = *team;
-    int64_t keys = (int64_t)(passes->tile_end - passes->tile_begin) * passes->tile;
-    if (passes->few && passes->branch == NSA__SLC)
-        keys = nsa__min(keys, (int64_t)passes->list_width * passes->d->slc_block);
-    if (passes->few)
-        some.threads =
-            nsa__threads_for(team->threads, passes->heads * keys * passes->seq.count *
-                                                passes->group * (passes->wide + passes->wide_v));
-    nsa__run(&some, nsa__query_tasks(passes), nsa__forward_task, passes);
+    int64_t keys = (int64_t)(jobs->tile_end - jobs->tile_begin) * p->tile;
+    if (p->in_place && p->branch == NSA__SLC)
+        keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
+    if (p->in_place)
+        some.threads = nsa__threads_for(team->threads, jobs->heads * keys * jobs->seq.count *
+                                                           p->group * (p->wide + p->wide_v));
+    nsa__run(&some, nsa__query_tasks(jobs), nsa__forward_task, jobs);
 }
 
-/* What the chain and the cache ask of a branch beside its arguments; see nsa__pass. */
-typedef struct nsa__request {
-    const nsa_select *select; /* NULL, or what cmp selects on its way */
-    int reach, ring;
-    int64_t *reads;
-} nsa__request;
-
-static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d,
-                                          nsa__branch branch, nsa__request ask, void *workspace,
-                                          size_t bytes) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
+static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
-    nsa__passes_init(passes, x, NULL, d, branch);
-    size_t scratch = nsa__forward_plan(passes, ask.select, &shared);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
-    for (int i = 0; i < nsa__heads_at_once(d); i++) {
-        passes[i].reach = ask.reach;
-        passes[i].ring = ask.ring;
-        passes[i].reads = ask.reads;
-        if (ask.select) nsa__fill_stencil(&passes[i]);
-    }
-    nsa__each_heads(passes, &team, nsa__forward_heads);
+    NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
+    nsa__forward_layout(jobs, p, &shared);
+    for (int i = 0; p->options.select && i < p->jobs; i++) nsa__fill_stencil(&jobs[i]);
+    nsa__each_heads(jobs, &team, nsa__forward_heads);
     return NSA_OK;
 }
 
@@ -3633,87 +3769,102 @@ static nsa_status nsa__attend_forward_run(const nsa_attend *x, const nsa_desc *d
    take the tasks in their order (nsa__turns). */
 
 typedef struct nsa__backward {
-    nsa__walk walk;
+    nsa__tile_iter iter;
     nsa_real *q, *dout, *dq, *lse2, *delta; /* of every row */
     nsa_real *p, *ds;                       /* of a batch's */
-    unsigned char *bad;                     /* of every row */
+    unsigned char *nonfinite;               /* of every row */
     unsigned char *reads;                   /* of every query: whether it saw any key */
     int ended;                              /* all but the leaving of the last tiles */
 } nsa__backward;
 
-static void nsa__backward_take(nsa__backward *f, const nsa__pass *p, nsa__arena *a,
-                               nsa__arena *of_tile) {
+static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
+                                nsa__arena *of_tile) {
     int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
-    nsa__walk_take(&f->walk, p, a, of_tile);
-    f->q = nsa__take_reals(a, rows * p->wide);
-    f->dq = nsa__take_reals(a, rows * p->wide);
-    f->dout = nsa__take_reals(a, rows * p->wide_v);
-    f->lse2 = nsa__take_reals(a, rows);
-    f->delta = nsa__take_reals(a, rows);
-    f->p = nsa__take_reals(of_tile, some * p->tile);
-    f->ds = nsa__take_reals(of_tile, some * p->tile);
-    f->bad = (unsigned char *)nsa__take(a, rows, 1);
-    f->reads = (unsigned char *)nsa__take(a, p->task_queries, 1);
+    nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
+    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->dq = nsa__alloc_reals(a, rows * p->wide);
+    f->dout = nsa__alloc_reals(a, rows * p->wide_v);
+    f->lse2 = nsa__alloc_reals(a, rows);
+    f->delta = nsa__alloc_reals(a, rows);
+    f->p = nsa__alloc_reals(of_tile, some * p->tile);
+    f->ds = nsa__alloc_reals(of_tile, some * p->tile);
+    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+    f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
 }
 
-static void nsa__backward_begin(nsa__backward *f, const nsa__pass *p, int64_t task) {
+static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
+    const nsa__attend_plan *p = job->plan;
     nsa_real out[NSA__MAX_DIM] = {0};
-    nsa__walk_begin(&f->walk, p, task);
-    f->walk.tile = f->walk.tile_end;
+    nsa__tile_iter_begin(&f->iter, job, task);
+    f->iter.tile = f->iter.tile_end;
     f->ended = 0;
-    int rows = f->walk.queries * p->group;
-    memset(f->reads, 0, (size_t)f->walk.queries);
-    memset(f->bad, 0, (size_t)rows);
+    int rows = f->iter.queries * p->group;
+    memset(f->reads, 0, (size_t)f->iter.queries);
+    memset(f->nonfinite, 0, (size_t)rows);
     memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
-    nsa__load_queries(p, &f->walk, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->bad);
-    nsa__load_queries(p, &f->walk, &p->dx->out, p->d->dim_v, p->wide_v, 1, f->dout, f->bad);
+    nsa__load_queries(job, &f->iter, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->nonfinite);
+    nsa__load_queries(job, &f->iter, &p->dx->out, p->d->dim_v, p->wide_v, 1, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
-        nsa__load(out, p->x->out.dtype, nsa__query_row(p, &f->walk, &p->x->out, r), p->d->dim_v);
-        f->lse2[r] = nsa__load_lse2(p, &f->walk, r, f->bad);
+        nsa__load(out, p->x->out.dtype, nsa__query_row(job, &f->iter, &p->x->out, r), p->d->dim_v);
+        f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
         f->delta[r] = nsa__dot(out, f->dout + (ptrdiff_t)r * p->wide_v, p->wide_v);
-        if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(p, &f->walk, r, f->bad);
-        if (f->bad[r]) f->delta[r] = 0;
+        if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
+        if (f->nonfinite[r]) f->delta[r] = 0;
+    }
+}
+
+/* Marks the queries that have read a key, and the keys that a row with NaN has read. */
+static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
+    int group = job->plan->group;
+    for (int i = 0; i < b->queries; i++) {
+        f->reads[b->query[i]] = 1;
+        for (int g = 0; g < group; g++)
+            if (f->nonfinite[b->query[i] * group + g])
+                job->nonfinite_keys[f->iter.tile] |= b->mask[i];
     }
 }
 
 /* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta);
    dv += p^T dout, dk += ds^T q, dq += ds k */
-static void nsa__backward_batch(nsa__backward *f, const nsa__pass *p, const nsa__batch *b) {
-    int group = p->group, tile = p->tile, n = b->end - b->begin, rows = b->rows;
-    ptrdiff_t keys = (ptrdiff_t)f->walk.tile * tile + b->begin;
-    const nsa__which queries = {b->row, NULL, NULL}, keys_of = {NULL, b->row, NULL},
-                     sums = {NULL, NULL, b->row};
-    p->tiles->gemm(rows, n, p->d->dim, f->q, p->wide, 1,
-                   nsa__key_columns(p, p->k_t, p->d->dim, keys), tile, f->p, tile, 0, NULL,
-                   &queries);
-    p->tiles->gemm(rows, n, p->d->dim_v, f->dout, p->wide_v, 1,
-                   nsa__key_columns(p, p->v_t, p->d->dim_v, keys), tile, f->ds, tile, 0, NULL,
-                   &queries);
-    p->tiles->gradient(rows, n, tile, group, b->mask, b->begin, b->row, f->lse2, f->delta, f->p,
+static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
+    const nsa__attend_plan *p = job->plan;
+    int tile = p->tile, n = b->end - b->begin, rows = b->rows;
+    ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
+    const nsa__matrix q = {f->q, p->wide, 1, b->row}, dout = {f->dout, p->wide_v, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->d->dim, keys), tile, 1, NULL};
+    const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->d->dim_v, keys), tile, 1, NULL};
+    const nsa__result s = {f->p, tile, NULL, 0, NULL}, dp = {f->ds, tile, NULL, 0, NULL};
+    p->tiles->gemm(rows, n, p->d->dim, &q, &k_t, &s);
+    p->tiles->gemm(rows, n, p->d->dim_v, &dout, &v_t, &dp);
+    p->tiles->gradient(rows, n, tile, p->group, b->mask, b->begin, b->row, f->lse2, f->delta, f->p,
                        f->ds);
-    if (p->dv)
-        p->tiles->gemm(n, p->wide_v, rows, f->p, 1, tile, f->dout, p->wide_v,
-                       p->dv + keys * p->wide_v, p->wide_v, 1, NULL, &keys_of);
-    if (p->dk)
-        p->tiles->gemm(n, p->wide, rows, f->ds, 1, tile, f->q, p->wide, p->dk + keys * p->wide,
-                       p->wide, 1, NULL, &keys_of);
-    for (int i = 0; i < b->readers; i++) {
-        f->reads[b->reader[i]] = 1;
-        for (int g = 0; p->bad_key && g < group; g++)
-            if (f->bad[b->reader[i] * group + g]) p->bad_key[f->walk.tile] |= b->mask[i];
+    if (job->dv) {
+        const nsa__matrix p_t = {f->p, 1, tile, NULL};
+        const nsa__result dv = {job->dv + keys * p->wide_v, p->wide_v, NULL, 1, NULL};
+        p->tiles->gemm(n, p->wide_v, rows, &p_t, &dout, &dv);
     }
-    if (!p->dx->q.data) return;
-    p->tiles->gemm(rows, p->wide, n, f->ds, tile, 1, p->k + keys * p->wide, p->wide, f->dq, p->wide,
-                   1, NULL, &sums);
+    if (job->dk) {
+        const nsa__matrix ds_t = {f->ds, 1, tile, NULL};
+        const nsa__result dk = {job->dk + keys * p->wide, p->wide, NULL, 1, NULL};
+        p->tiles->gemm(n, p->wide, rows, &ds_t, &q, &dk);
+    }
+    if (p->dx->q.data) {
+        const nsa__matrix ds = {f->ds, tile, 1, NULL};
+        const nsa__matrix k = {job->k + keys * p->wide, p->wide, 1, NULL};
+        const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL};
+        p->tiles->gemm(rows, p->wide, n, &ds, &k, &dq);
+    }
+    nsa__backward_note(f, job, b);
 }
 
-static void nsa__backward_end(nsa__backward *f, const nsa__pass *p) {
+static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
     int dim = p->d->dim;
-    for (int r = 0; p->dx->q.data && r < f->walk.queries * p->group; r++) {
+    for (int r = 0; p->dx->q.data && r < f->iter.queries * p->group; r++) {
         nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
         if (!f->reads[r / p->group]) continue;
-        for (int c = 0; f->bad[r] && c < dim; c++) dq[c] = nsa__nan();
-        nsa__add(p->dx->q.dtype, nsa__query_row(p, &f->walk, &p->dx->q, r), p->scale, dq, dim);
+        for (int c = 0; f->nonfinite[r] && c < dim; c++) dq[c] = nsa__nan();
+        nsa__add(p->dx->q.dtype, nsa__query_row(job, &f->iter, &p->dx->q, r), p->scale, dq, dim);
     }
 }
 
@@ -3724,51 +3875,51 @@ typedef struct nsa__backward_place {
 } nsa__backward_place;
 
 /* What a thread, and a place, take. */
-static nsa__backward *nsa__backward_at(const nsa__pass *p, void *place, nsa__arena *scratch,
+static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *place, nsa__arena *scratch,
                                        nsa__arena *own) {
     nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : &any;
     own->base = (char *)place;
-    nsa__take(own, 1, sizeof(nsa__backward_place));
-    nsa__backward_take(f, p, own, scratch);
+    nsa__alloc(own, 1, sizeof(nsa__backward_place));
+    nsa__backward_alloc(f, p, own, scratch);
     return place ? f : NULL;
 }
 
 /* Task i of a head follows task i - 1, and enters the tile of its last query's last key first. */
 static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
-    const nsa__pass *passes = (const nsa__pass *)turns->context;
     int64_t index = place->task;
-    const nsa__pass *p = nsa__pass_of(passes, &index);
-    int64_t end = nsa__min((index + 1) * p->task_queries, p->seq.count - p->skipped);
-    int last = p->seq.first + p->skipped + (int)end - 1;
-    int keys = p->branch == NSA__CMP ? nsa_cmp_visible(p->d, last) : last + 1;
-    nsa__write(&place->follows, index ? place->task - passes->heads : -1);
+    const nsa__head_job *job = nsa__job_of(turns->context, &index);
+    const nsa__attend_plan *p = job->plan;
+    int64_t end = nsa__min((index + 1) * p->task_queries, job->seq.count - job->skipped);
+    int keys = nsa__span_end(p, job->seq.first + job->skipped + (int)end - 1);
+    nsa__write(&place->follows, index ? place->task - job->heads : -1);
     nsa__write(&place->tile, (int)nsa__max(0, keys - 1) / p->tile);
 }
 
 /* As far as the task may go; 1 where it is done. */
 static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *scratch) {
     int64_t index = place->task;
-    const nsa__pass *p = nsa__pass_of(turns->context, &index);
+    const nsa__head_job *job = nsa__job_of(turns->context, &index);
+    const nsa__attend_plan *p = job->plan;
     nsa__arena of_tile = {(char *)scratch, 0}, own = {NULL, 0};
     nsa__backward *f = nsa__backward_at(p, place, &of_tile, &own);
     if (!place->begun) {
-        nsa__backward_begin(f, p, index);
-        nsa__walk_down(&f->walk, p);
+        nsa__backward_begin(f, job, index);
+        nsa__tile_iter_down(&f->iter, job);
         place->begun = 1;
-    } else if (f->walk.tile >= f->walk.tile_begin) {
-        nsa__walk_read(&f->walk, p);
+    } else if (f->iter.tile >= f->iter.tile_begin) {
+        nsa__tile_iter_read(&f->iter, job);
     }
-    for (; f->walk.tile >= f->walk.tile_begin; nsa__walk_down(&f->walk, p)) {
-        nsa__write(&place->tile, f->walk.tile);
-        if (!nsa__may_enter(turns, place->follows, f->walk.tile)) return 0;
-        for (int i = 0; i < f->walk.readers;) {
-            nsa__batch b = nsa__batch_at(&f->walk, p, i);
-            nsa__backward_batch(f, p, &b);
-            i += b.readers;
+    for (; f->iter.tile >= f->iter.tile_begin; nsa__tile_iter_down(&f->iter, job)) {
+        nsa__write(&place->tile, f->iter.tile);
+        if (!nsa__may_enter(turns, place->follows, f->iter.tile)) return 0;
+        for (int i = 0; i < f->iter.tile_queries;) {
+            nsa__batch b = nsa__batch_at(&f->iter, p, i);
+            nsa__backward_batch(f, job, &b);
+            i += b.queries;
         }
-        nsa__write(turns->left + place->task, f->walk.tile);
+        nsa__write(turns->left + place->task, f->iter.tile);
     }
-    if (!f->ended) nsa__backward_end(f, p);
+    if (!f->ended) nsa__backward_end(f, job);
     f->ended = 1;
     nsa__write(&place->tile, 0);
     if (!nsa__may_enter(turns, place->follows, 0)) return 0;
@@ -3776,96 +3927,105 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
     return 1;
 }
 
-static void nsa__key_gradient_clear(const nsa__pass *p) {
-    ptrdiff_t begin = (ptrdiff_t)p->tile_begin, tiles = p->tile_end - begin, key = begin * p->tile;
+static void nsa__key_gradient_clear(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    ptrdiff_t begin = (ptrdiff_t)job->tile_begin, tiles = job->tile_end - begin,
+              key = begin * p->tile;
     size_t keys = (size_t)tiles * (size_t)p->tile;
-    memset(p->bad_key + begin, 0, (size_t)tiles * sizeof *p->bad_key);
-    if (p->dk) memset(p->dk + key * p->wide, 0, keys * (size_t)p->wide * sizeof *p->dk);
-    if (p->dv) memset(p->dv + key * p->wide_v, 0, keys * (size_t)p->wide_v * sizeof *p->dv);
+    memset(job->nonfinite_keys + begin, 0, (size_t)tiles * sizeof *job->nonfinite_keys);
+    if (job->dk) memset(job->dk + key * p->wide, 0, keys * (size_t)p->wide * sizeof *job->dk);
+    if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * (size_t)p->wide_v * sizeof *job->dv);
 }
 
-static void nsa__key_gradient_add(const nsa__pass *p, const nsa_tensor *to, int tile,
+static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to, int tile,
                                   nsa_real factor, nsa_real *sum, int width, int wide) {
-    int begin = tile * p->tile, end = (int)nsa__min((int64_t)begin + p->tile, p->keys);
+    const nsa__attend_plan *p = job->plan;
+    int begin = tile * p->tile, end = (int)nsa__min((int64_t)begin + p->tile, job->keys);
     for (int key = begin; sum && key < end; key++) {
         nsa_real *row = sum + (ptrdiff_t)key * wide;
-        for (int c = 0; p->bad_key[tile] >> (key - begin) & 1 && c < width; c++)
+        for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < width; c++)
             row[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__key(p, to, key), factor, row, width);
+        nsa__add(to->dtype, nsa__key(job, to, key), factor, row, width);
     }
 }
 
 static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = nsa__pass_of(context, &index);
-    int tile = p->tile_begin + (int)index;
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
+    int tile = job->tile_begin + (int)index;
     (void)scratch;
-    if (p->wanted && !p->wanted[tile]) return;
+    if (job->listed && !job->listed[tile]) return;
     /* q was loaded times scale log2(e) */
-    nsa__key_gradient_add(p, &p->dx->k, tile, (nsa_real)NSA__LN2, p->dk, p->d->dim, p->wide);
-    nsa__key_gradient_add(p, &p->dx->v, tile, 1, p->dv, p->d->dim_v, p->wide_v);
+    nsa__key_gradient_add(job, &p->dx->k, tile, (nsa_real)NSA__LN2, job->dk, p->d->dim, p->wide);
+    nsa__key_gradient_add(job, &p->dx->v, tile, 1, job->dv, p->d->dim_v, p->wide_v);
 }
 
-static nsa__turns nsa__backward_turns(const nsa__pass *passes) {
+static nsa__turns nsa__backward_turns(const nsa__head_job *jobs) {
     nsa__arena scratch = {NULL, 0}, place = {NULL, 0};
-    nsa__backward_at(passes, NULL, &scratch, &place);
-    nsa__turns turns = {0,          passes->left, passes, nsa__backward_come, nsa__backward_go,
+    nsa__backward_at(jobs->plan, NULL, &scratch, &place);
+    nsa__turns turns = {0,          jobs->progress, jobs, nsa__backward_come, nsa__backward_go,
                         place.used, scratch.used};
     return turns;
 }
 
-static size_t nsa__backward_plan(nsa__pass *passes, nsa__arena *shared) {
-    nsa__turns turns = nsa__backward_turns(passes);
-    int64_t tasks = nsa__ceil_div(passes->d->count, passes->task_queries);
-    passes->left =
-        (int32_t *)nsa__take(shared, nsa__heads_at_once(passes->d) * tasks, sizeof *passes->left);
-    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
-        nsa__pass *p = &passes[i];
-        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-        nsa__pass_take_keys(p, shared, 1, 1);
-        p->dk = nsa__take_reals(shared, tiles * p->tile * p->wide);
-        p->dv = nsa__take_reals(shared, tiles * p->tile * p->wide_v);
-        p->bad_key = (uint64_t *)nsa__take(shared, tiles, sizeof *p->bad_key);
+static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                 nsa__arena *shared) {
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+    int64_t tasks = nsa__ceil_div(p->d->count, p->task_queries);
+    int32_t *progress = (int32_t *)nsa__alloc(shared, p->jobs * tasks, sizeof *progress);
+    for (int i = 0; i < p->jobs; i++) {
+        nsa__head_job *job = &jobs[i];
+        *job = nsa__job_make(p);
+        job->progress = progress;
+        nsa__alloc_keys(job, shared, 1, 1);
+        job->dk = nsa__alloc_reals(shared, tiles * p->tile * p->wide);
+        job->dv = nsa__alloc_reals(shared, tiles * p->tile * p->wide_v);
+        job->nonfinite_keys = (uint64_t *)nsa__alloc(shared, tiles, sizeof *job->nonfinite_keys);
+        if (p->dx && !p->dx->k.data) job->dk = NULL;
+        if (p->dx && !p->dx->v.data) job->dv = NULL;
     }
-    return nsa__turns_scratch(&turns);
 }
 
-static void nsa__backward_heads(nsa__pass *passes, const nsa__team *team) {
-    nsa__turns turns = nsa__backward_turns(passes);
-    turns.tasks = (int32_t)nsa__query_tasks(passes);
-    for (int i = 0; i < passes->heads; i++) nsa__key_gradient_clear(&passes[i]);
+static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
+                                           const nsa_desc *d, nsa__branch branch) {
+    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch);
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__arena shared = {NULL, 0};
+    nsa__backward_layout(jobs, &p, &shared);
+    nsa__turns turns = nsa__backward_turns(jobs);
+    p.shared = shared.used;
+    p.scratch = nsa__turns_scratch(&turns);
+    return p;
+}
+
+static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__turns turns = nsa__backward_turns(jobs);
+    turns.tasks = (int32_t)nsa__query_tasks(jobs);
+    for (int i = 0; i < jobs->heads; i++) nsa__key_gradient_clear(&jobs[i]);
     nsa__run_in_turn(team, &turns);
-    nsa__run(team, (int64_t)passes->heads * (passes->tile_end - passes->tile_begin),
-             nsa__key_gradient_task, passes);
+    nsa__run(team, (int64_t)jobs->heads * (jobs->tile_end - jobs->tile_begin),
+             nsa__key_gradient_task, jobs);
 }
 
-static nsa_status nsa__attend_backward_run(const nsa_attend *dx, const nsa_attend *x,
-                                           const nsa_desc *d, nsa__branch branch, int reach,
-                                           void *workspace, size_t bytes) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
+static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
-    nsa__passes_init(passes, x, dx, d, branch);
-    size_t scratch = nsa__backward_plan(passes, &shared);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
-    for (int i = 0; i < nsa__heads_at_once(d); i++) {
-        passes[i].reach = reach;
-        if (!dx->k.data) passes[i].dk = NULL;
-        if (!dx->v.data) passes[i].dv = NULL;
-    }
-    nsa__each_heads(passes, &team, nsa__backward_heads);
+    NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
+    nsa__backward_layout(jobs, p, &shared);
+    nsa__each_heads(jobs, &team, nsa__backward_heads);
     return NSA_OK;
 }
 
-/* ---- Attention: doors ---------------------------------------------------------------------- */
+/* ---- Attention: entry points --------------------------------------------------------------- */
+
+static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL};
 
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
-    nsa__arena shared = {NULL, 0};
     if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__passes_init(passes, NULL, NULL, d, branch);
-    size_t scratch =
-        backward ? nsa__backward_plan(passes, &shared) : nsa__forward_plan(passes, NULL, &shared);
-    return nsa__workspace_bytes(d, shared.used, scratch);
+    nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch)
+                                  : nsa__forward_plan(NULL, d, branch, nsa__no_options);
+    return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
 typedef struct nsa__attend_fields {
@@ -3893,7 +4053,7 @@ static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa_
     NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), forward, at->out));
     NSA__CHECK(nsa__check_view(&x->lse, lse, nsa__real_dtypes(), forward, at->lse));
     if (branch != NSA__SLC || !lists) return NSA_OK;
-    nsa_status s = nsa_check_blocks(&x->blocks, d, NULL);
+    nsa_status s = nsa__check_lists(&x->blocks, d, NULL);
     return s == NSA_OK ? s : nsa__error(nsa_status_kind(s), at->blocks);
 }
 
@@ -3912,8 +4072,8 @@ static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, ns
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names));
-    const nsa__request nothing = {NULL, 0, 0, NULL};
-    return nsa__attend_forward_run(x, d, branch, nothing, workspace, bytes);
+    const nsa__attend_plan p = nsa__forward_plan(x, d, branch, nsa__no_options);
+    return nsa__forward_run(&p, workspace, bytes);
 }
 
 static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
@@ -3924,11 +4084,12 @@ static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x
     NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
     NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
     NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__query_shape(d, d->heads, 1)));
-    return nsa__attend_backward_run(dx, x, d, branch, 0, workspace, bytes);
+    const nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch);
+    return nsa__backward_run(&p, workspace, bytes);
 }
 
 /* The four public functions of each branch. */
-#define NSA__ATTEND_DOORS(name, branch)                                                        \
+#define NSA__ATTEND_ENTRY_POINTS(name, branch)                                                 \
     NSA_API size_t nsa_attend_##name##_forward_workspace_size(const nsa_desc *d) {             \
         return nsa__attend_bytes(d, branch, 0);                                                \
     }                                                                                          \
@@ -3945,11 +4106,11 @@ static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x
         return nsa__attend_backward(dx, x, d, branch, workspace, bytes);                       \
     }
 
-NSA__ATTEND_DOORS(cmp, NSA__CMP)
-NSA__ATTEND_DOORS(slc, NSA__SLC)
-NSA__ATTEND_DOORS(win, NSA__WIN)
-NSA__ATTEND_DOORS(dense, NSA__DENSE)
-#undef NSA__ATTEND_DOORS
+NSA__ATTEND_ENTRY_POINTS(cmp, NSA__CMP)
+NSA__ATTEND_ENTRY_POINTS(slc, NSA__SLC)
+NSA__ATTEND_ENTRY_POINTS(win, NSA__WIN)
+NSA__ATTEND_ENTRY_POINTS(dense, NSA__DENSE)
+#undef NSA__ATTEND_ENTRY_POINTS
 
 /* ---- Merge --------------------------------------------------------------------------------- */
 
@@ -4128,7 +4289,7 @@ static void nsa__rank_task(const void *context, int64_t index, void *scratch) {
 /* Scratch of a thread: the scores of one list, in whole vectors. */
 static size_t nsa__rank_scratch(const nsa_desc *d) {
     nsa__arena scratch = {NULL, 0};
-    nsa__take_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
+    nsa__alloc_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
     return scratch.used;
 }
 
@@ -4158,57 +4319,72 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
 }
 
 typedef struct nsa__selecting {
-    nsa__walk walk;
+    nsa__tile_iter iter;
     nsa__scoring scoring;
     nsa_real *q, *lse2;
-    unsigned char *bad; /* of every row */
+    unsigned char *nonfinite; /* of every row */
 } nsa__selecting;
 
-static void nsa__selecting_take(nsa__selecting *f, const nsa__pass *p, nsa__arena *a) {
+static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->task_queries * p->group;
-    nsa__walk_take(&f->walk, p, a, a);
-    nsa__scoring_take(&f->scoring, p, a);
-    f->q = nsa__take_reals(a, rows * p->wide);
-    f->lse2 = nsa__take_reals(a, rows);
-    f->bad = (unsigned char *)nsa__take(a, rows, 1);
+    nsa__tile_iter_alloc(&f->iter, p, a, a);
+    nsa__scoring_alloc(&f->scoring, p, a);
+    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->lse2 = nsa__alloc_reals(a, rows);
+    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
 
 static void nsa__select_task(const void *context, int64_t index, void *scratch) {
-    const nsa__pass *p = nsa__pass_of(context, &index);
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
     nsa__selecting f;
     nsa__arena a = {(char *)scratch, 0};
-    nsa__selecting_take(&f, p, &a);
-    nsa__walk_begin(&f.walk, p, index);
-    int rows = f.walk.queries * p->group;
-    memset(f.bad, 0, (size_t)rows);
-    nsa__load_queries(p, &f.walk, &p->x->q, p->d->dim, p->wide, p->scale2, f.q, f.bad);
-    for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(p, &f.walk, r, f.bad);
-    for (int tile = 0; tile < f.walk.tile_end; tile++) {
+    nsa__selecting_alloc(&f, p, &a);
+    nsa__tile_iter_begin(&f.iter, job, index);
+    int rows = f.iter.queries * p->group;
+    memset(f.nonfinite, 0, (size_t)rows);
+    nsa__load_queries(job, &f.iter, &p->x->q, p->d->dim, p->wide, p->scale2, f.q, f.nonfinite);
+    for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(job, &f.iter, r, f.nonfinite);
+    const nsa__matrix q = {f.q, p->wide, 1, NULL};
+    for (int tile = 0; tile < f.iter.tile_end; tile++) {
         ptrdiff_t key = (ptrdiff_t)tile * p->tile;
-        p->tiles->gemm(rows, p->tile, p->d->dim, f.q, p->wide, 1, p->k_t + key * p->d->dim, p->tile,
-                       f.scoring.s + key, (ptrdiff_t)f.scoring.stride, 0, NULL, NULL);
+        const nsa__matrix k_t = {job->k_t + key * p->d->dim, p->tile, 1, NULL};
+        const nsa__result scores = {f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL};
+        p->tiles->gemm(rows, p->tile, p->d->dim, &q, &k_t, &scores);
     }
-    nsa__select_queries(p, &f.walk, &f.scoring, f.lse2, f.bad);
+    nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);
 }
 
-static size_t nsa__select_plan(nsa__pass *passes, const nsa_select *x, nsa__arena *shared) {
+static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
+    for (int i = 0; i < p->jobs; i++) {
+        jobs[i] = nsa__job_make(p);
+        nsa__alloc_keys(&jobs[i], shared, 0, 0);
+        jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
+    }
+}
+
+/* x has what cmp's forward reads of q, k and lse. */
+static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *select,
+                                         const nsa_desc *d) {
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP);
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__selecting f;
-    nsa__arena scratch = {NULL, 0};
-    for (int i = 0; i < nsa__heads_at_once(passes->d); i++) {
-        nsa__pass_take_keys(&passes[i], shared, 0, 0);
-        nsa__take_stencil(&passes[i], x, shared);
-    }
-    nsa__selecting_take(&f, passes, &scratch);
-    return scratch.used;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    p.options.select = select;
+    nsa__select_layout(jobs, &p, &shared);
+    nsa__selecting_alloc(&f, &p, &scratch);
+    p.shared = shared.used;
+    p.scratch = scratch.used;
+    return p;
 }
 
-static void nsa__select_heads(nsa__pass *passes, const nsa__team *team) {
-    nsa__run(team, nsa__query_tasks(passes), nsa__select_task, passes);
+static void nsa__select_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(jobs), nsa__select_task, jobs);
 }
 
 static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                   size_t bytes) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__team team;
     nsa_attend attend;
     nsa__arena shared = nsa__arena_at(workspace);
@@ -4216,21 +4392,18 @@ static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *
     attend.q = x->q;
     attend.k = x->k;
     attend.lse = x->lse;
-    nsa__passes_init(passes, &attend, NULL, d, NSA__CMP);
-    size_t scratch = nsa__select_plan(passes, x, &shared);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
-    for (int i = 0; i < nsa__heads_at_once(d); i++) nsa__fill_stencil(&passes[i]);
-    nsa__each_heads(passes, &team, nsa__select_heads);
+    const nsa__attend_plan p = nsa__select_plan(&attend, x, d);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
+    nsa__select_layout(jobs, &p, &shared);
+    for (int i = 0; i < p.jobs; i++) nsa__fill_stencil(&jobs[i]);
+    nsa__each_heads(jobs, &team, nsa__select_heads);
     return NSA_OK;
 }
 
 NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
-    nsa__arena shared = {NULL, 0};
     if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__passes_init(passes, NULL, NULL, d, NSA__CMP);
-    size_t scratch = nsa__select_plan(passes, NULL, &shared);
-    return nsa__workspace_bytes(d, shared.used, scratch);
+    nsa__attend_plan p = nsa__select_plan(NULL, NULL, d);
+    return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
 /* Scores as an output, which may be absent. */
@@ -4263,28 +4436,28 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
 /* ---- Selection by scores that are no attention -------------------------------------------- */
 
 typedef struct nsa__scorer {
-    nsa__walk walk;
+    nsa__tile_iter iter;
     nsa_real *q;      /* of every row */
     nsa_real *s;      /* products of every row with the keys of one tile */
     nsa_real *scores; /* of every query, `stride` apart */
     int64_t stride;
-    unsigned char *bad; /* of every row */
+    unsigned char *nonfinite; /* of every row */
 } nsa__scorer;
 
-/* What the passes of a scorer share: they walk the keys as dense attention does. */
-typedef struct nsa__scorer_pass {
-    nsa__pass keys[NSA__HEADS_AT_ONCE]; /* first, so that nsa__pass_of finds them */
+/* The jobs of a scorer, which iterate over keys as dense attention does, and its arguments. */
+typedef struct nsa__scorer_jobs {
+    nsa__head_job keys[NSA__HEADS_AT_ONCE]; /* first, so that nsa__job_of finds them */
     const nsa_score *x;
-} nsa__scorer_pass;
+} nsa__scorer_jobs;
 
-static void nsa__scorer_take(nsa__scorer *f, const nsa__pass *p, nsa__arena *a) {
+static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->task_queries * p->group;
-    nsa__walk_take(&f->walk, p, a, a);
+    nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->stride = nsa__ceil_div(nsa_slc_count(p->d, p->d->tokens), NSA__LANES) * NSA__LANES;
-    f->q = nsa__take_reals(a, rows * p->wide);
-    f->s = nsa__take_reals(a, rows * p->tile);
-    f->scores = nsa__take_reals(a, p->task_queries * f->stride);
-    f->bad = (unsigned char *)nsa__take(a, rows, 1);
+    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->s = nsa__alloc_reals(a, rows * p->tile);
+    f->scores = nsa__alloc_reals(a, p->task_queries * f->stride);
+    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
 
 /* token[i] += weight act(s[i]) */
@@ -4296,12 +4469,12 @@ NSA__COMPILED static void nsa__scorer_add_head(nsa_real *token, const nsa_real *
         for (int i = 0; i < n; i++) token[i] += weight * s[i];
 }
 
-/* Tokens begin .. end - 1 of a tile, which lie in one block, into its score. `bad` marks tokens
-   that are not finite. */
+/* Adds tokens begin .. end - 1 of a tile, which lie in one block, to its score. `nonfinite` marks
+   tokens that are not finite. */
 static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, int end,
-                             uint64_t bad, nsa_score_pool pool) {
-    if (bad & nsa__bits(begin, end)) *score = nsa__nan();
-    if (nsa__score_key(*score) == 0) return; /* one NaN is enough */
+                             uint64_t nonfinite, nsa_score_pool pool) {
+    if (nonfinite & nsa__bits(begin, end)) *score = nsa__nan();
+    if (nsa__score_order(*score) == 0) return; /* one NaN is enough */
     for (int i = begin; i < end; i++) {
         if (pool == NSA_POOL_MEAN)
             *score += token[i];
@@ -4311,94 +4484,109 @@ static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, 
 }
 
 /* One query's tokens of one tile into the scores of their blocks. */
-static void nsa__scorer_tile(const nsa__scorer *f, const nsa__pass *p, const nsa_score *x, int a,
-                             int tile) {
-    int query = f->walk.first + a, begin = tile * p->tile, block = p->d->slc_block;
+static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                             int a, int tile) {
+    const nsa__attend_plan *p = job->plan;
+    int query = f->iter.first + a, begin = tile * p->tile, block = p->d->slc_block;
     int end = (int)nsa__min(begin + (int64_t)p->tile, query + 1);
     nsa_real token[NSA__TILE] = {0};
     for (int g = 0; g < p->group; g++) {
         nsa_real weight = 1;
         int row = a * p->group + g;
         if (x->weights.data)
-            nsa__load(&weight, x->weights.dtype, nsa__query_row(p, &f->walk, &x->weights, row), 1);
+            nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, row),
+                      1);
         nsa__scorer_add_head(token, f->s + (ptrdiff_t)row * p->tile, p->tile, weight, x->act);
     }
     for (int key = begin; key < end;) {
         int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
         nsa__scorer_pool(f->scores + a * f->stride + j, token, key - begin, until - begin,
-                         p->bad[tile], x->pool);
+                         job->nonfinite[tile], x->pool);
         key = until;
     }
 }
 
 /* The mean's division; the row of scores out; the list. */
-static void nsa__scorer_end(const nsa__scorer *f, const nsa__pass *p, const nsa_score *x, int a) {
+static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                            int a) {
+    const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
-    int query = f->walk.first + a, n = nsa_slc_candidates(d, query), bad = 0;
-    int64_t row = p->seq.row + query - p->seq.first;
+    int query = f->iter.first + a, n = nsa_slc_candidates(d, query), nonfinite = 0;
+    int64_t row = job->seq.row + query - job->seq.first;
     nsa_real *scores = f->scores + a * f->stride;
     for (int j = 0; x->pool == NSA_POOL_MEAN && j < n; j++)
         scores[j] /= (nsa_real)nsa__min(d->slc_block, query + 1 - (int64_t)j * d->slc_block);
-    for (int g = 0; g < p->group; g++) bad |= f->bad[a * p->group + g];
-    if (bad) memset(scores, 0, (size_t)n * sizeof *scores);
-    nsa__store_scores(p, &x->scores, query, scores);
+    for (int g = 0; g < p->group; g++) nonfinite |= f->nonfinite[a * p->group + g];
+    if (nonfinite) memset(scores, 0, (size_t)n * sizeof *scores);
+    nsa__store_scores(job, &x->scores, query, scores);
     nsa__order(scores, n);
     nsa__rank(scores, query, d, p->tiles,
-              (int32_t *)nsa__row(&x->blocks, p->seq.batch, row, p->kv_head));
+              (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->kv_head));
 }
 
-static void nsa__scorer_begin(nsa__scorer *f, const nsa__pass *p, const nsa_score *x,
+static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                               int64_t task) {
-    nsa__walk_begin(&f->walk, p, task);
-    int rows = f->walk.queries * p->group;
-    memset(f->bad, 0, (size_t)rows);
-    nsa__load_queries(p, &f->walk, &x->q, p->d->dim, p->wide, 1, f->q, f->bad);
+    const nsa__attend_plan *p = job->plan;
+    nsa__tile_iter_begin(&f->iter, job, task);
+    int rows = f->iter.queries * p->group;
+    memset(f->nonfinite, 0, (size_t)rows);
+    nsa__load_queries(job, &f->iter, &x->q, p->d->dim, p->wide, 1, f->q, f->nonfinite);
     for (int r = 0; x->weights.data && r < rows; r++) {
         nsa_real weight;
-        nsa__load(&weight, x->weights.dtype, nsa__query_row(p, &f->walk, &x->weights, r), 1);
-        if (!nsa__is_finite((double)weight)) f->bad[r] = 1;
+        nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, r), 1);
+        if (!nsa__is_finite((double)weight)) f->nonfinite[r] = 1;
     }
-    for (int a = 0; a < f->walk.queries; a++)
+    for (int a = 0; a < f->iter.queries; a++)
         for (int j = 0; j < f->stride; j++)
             f->scores[a * f->stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
 }
 
 static void nsa__scorer_task(const void *context, int64_t index, void *scratch) {
-    const nsa_score *x = ((const nsa__scorer_pass *)context)->x;
-    const nsa__pass *p = nsa__pass_of(context, &index);
+    const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
     nsa__scorer f;
     nsa__arena a = {(char *)scratch, 0};
-    nsa__scorer_take(&f, p, &a);
-    nsa__scorer_begin(&f, p, x, index);
-    for (int tile = 0; tile < f.walk.tile_end; tile++) {
-        p->tiles->gemm(f.walk.queries * p->group, p->tile, p->d->dim, f.q, p->wide, 1,
-                       p->k_t + (ptrdiff_t)tile * p->tile * p->d->dim, p->tile, f.s, p->tile, 0,
-                       NULL, NULL);
-        for (int i = 0; i < f.walk.queries; i++) nsa__scorer_tile(&f, p, x, i, tile);
+    nsa__scorer_alloc(&f, p, &a);
+    nsa__scorer_begin(&f, job, x, index);
+    const nsa__matrix q = {f.q, p->wide, 1, NULL};
+    const nsa__result products = {f.s, p->tile, NULL, 0, NULL};
+    for (int tile = 0; tile < f.iter.tile_end; tile++) {
+        const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->tile * p->d->dim, p->tile, 1,
+                                 NULL};
+        p->tiles->gemm(f.iter.queries * p->group, p->tile, p->d->dim, &q, &k_t, &products);
+        for (int i = 0; i < f.iter.queries; i++) nsa__scorer_tile(&f, job, x, i, tile);
     }
-    for (int i = 0; i < f.walk.queries; i++) nsa__scorer_end(&f, p, x, i);
+    for (int i = 0; i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
 }
 
-static size_t nsa__scorer_plan(nsa__pass *passes, nsa__arena *shared) {
+static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
+    for (int i = 0; i < p->jobs; i++) {
+        jobs[i] = nsa__job_make(p);
+        nsa__alloc_keys(&jobs[i], shared, 0, 0);
+    }
+}
+
+static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE);
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__scorer f;
-    nsa__arena scratch = {NULL, 0};
-    for (int i = 0; i < nsa__heads_at_once(passes->d); i++)
-        nsa__pass_take_keys(&passes[i], shared, 0, 0);
-    nsa__scorer_take(&f, passes, &scratch);
-    return scratch.used;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    nsa__scorer_layout(jobs, &p, &shared);
+    nsa__scorer_alloc(&f, &p, &scratch);
+    p.shared = shared.used;
+    p.scratch = scratch.used;
+    return p;
 }
 
-static void nsa__scorer_heads(nsa__pass *passes, const nsa__team *team) {
-    nsa__run(team, nsa__query_tasks(passes), nsa__scorer_task, passes);
+static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(jobs), nsa__scorer_task, jobs);
 }
 
 NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
-    nsa__scorer_pass pass;
-    nsa__arena shared = {NULL, 0};
     if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__passes_init(pass.keys, NULL, NULL, d, NSA__DENSE);
-    size_t scratch = nsa__scorer_plan(pass.keys, &shared);
-    return nsa__workspace_bytes(d, shared.used, scratch);
+    nsa__attend_plan p = nsa__scorer_plan(NULL, d);
+    return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
 static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
@@ -4417,31 +4605,31 @@ static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
 
 NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
                                     size_t bytes) {
-    nsa__scorer_pass pass;
+    nsa__scorer_jobs jobs;
     nsa__team team;
     nsa_attend attend;
-    nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__score_check(x, d));
     memset(&attend, 0, sizeof attend);
     attend.q = x->q;
     attend.k = x->k;
-    pass.x = x;
-    nsa__passes_init(pass.keys, &attend, NULL, d, NSA__DENSE);
-    size_t scratch = nsa__scorer_plan(pass.keys, &shared);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch));
-    nsa__each_heads(pass.keys, &team, nsa__scorer_heads);
+    jobs.x = x;
+    const nsa__attend_plan p = nsa__scorer_plan(&attend, d);
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
+    nsa__scorer_layout(jobs.keys, &p, &shared);
+    nsa__each_heads(jobs.keys, &team, nsa__scorer_heads);
     return NSA_OK;
 }
 
 /* ---- Gate ---------------------------------------------------------------------------------- */
 
-typedef struct nsa__gate_pass {
+typedef struct nsa__gate_job {
     const nsa_gate *x, *dx;
     const nsa_desc *d;
     nsa__seq seq;
-} nsa__gate_pass;
+} nsa__gate_job;
 
 static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
     if (kind == NSA_GATE_SIGMOID)
@@ -4457,7 +4645,7 @@ static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
 enum { NSA__GATE_TOKENS = 16 };
 
 static void nsa__gate_forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__gate_pass *p = (const nsa__gate_pass *)context;
+    const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
     const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
     int sharers = d->heads / d->gate_heads;
@@ -4481,7 +4669,7 @@ static void nsa__gate_forward_task(const void *context, int64_t index, void *scr
 /* dg of the logits of one token and gate head, and the branches' gradients of its query heads:
    out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout,  dg[i] = sum over heads and c of dout
    branch[i]. */
-static void nsa__gate_backward_head(const nsa__gate_pass *p, int64_t at, int gate_head,
+static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate_head,
                                     const nsa_real g[3], nsa_real dg[3]) {
     const nsa_desc *d = p->d;
     const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
@@ -4505,7 +4693,7 @@ static void nsa__gate_backward_head(const nsa__gate_pass *p, int64_t at, int gat
 }
 
 static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__gate_pass *p = (const nsa__gate_pass *)context;
+    const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
     int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
     nsa_real g[3], dg[3];
@@ -4528,7 +4716,7 @@ static void nsa__gate_backward_task(const void *context, int64_t index, void *sc
 }
 
 static void nsa__gate_run(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
-    nsa__gate_pass p;
+    nsa__gate_job p;
     nsa__team team = {nsa__threads(d), NULL, 0};
     p.x = x;
     p.dx = dx;
@@ -4663,18 +4851,18 @@ static int nsa__same_view(const nsa_tensor *a, const nsa_tensor *b) {
 
 /* Queries before this position read the same keys through slc and win, all there are, where the two
    branches share K and V and tiles of one size: then they are computed once, by win. */
-static int nsa__shared_reach(const nsa_attention *x, const nsa_desc *d) {
+static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
     int64_t window = (int64_t)d->window + (d->window_rule != NSA_WINDOW_COUNTS_SELF);
     if (!nsa__same_view(&x->k_slc, &x->k_win) || !nsa__same_view(&x->v_slc, &x->v_win)) return 0;
     if (nsa__tile_size(d, NSA__SLC) != NSA__TILE || x->out_slc.dtype != x->out_win.dtype) return 0;
     return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
 }
 
-/* slc's rows of the queries before `reach` are win's. */
-static void nsa__copy_shared(const nsa_attention *x, const nsa_desc *d, int reach) {
+/* slc's rows of the queries before `prefix` are win's. */
+static void nsa__copy_shared(const nsa_attention *x, const nsa_desc *d, int prefix) {
     nsa_real row[NSA__MAX_DIM];
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int64_t t = 0; t < seq.count && seq.first + t < reach; t++)
+        for (int64_t t = 0; t < seq.count && seq.first + t < prefix; t++)
             for (int h = 0; h < d->heads; h++) {
                 nsa__load(row, x->out_win.dtype, nsa__row(&x->out_win, seq.batch, seq.row + t, h),
                           d->dim_v);
@@ -4687,48 +4875,58 @@ static void nsa__copy_shared(const nsa_attention *x, const nsa_desc *d, int reac
             }
 }
 
-/* cmp's forward pass with selection on its way */
-static size_t nsa__cmp_select_bytes(const nsa_desc *d) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
-    nsa_select any;
-    nsa__arena shared = {NULL, 0};
-    memset(&any, 0, sizeof any);
-    nsa__passes_init(passes, NULL, NULL, d, NSA__CMP);
-    size_t scratch = nsa__forward_plan(passes, &any, &shared);
-    return nsa__workspace_bytes(d, shared.used, scratch);
+/* One call of the chain: its views, and the plans of the branches, which point to the views. */
+typedef struct nsa__chain_plan {
+    nsa__chain views;
+    nsa__attend_plan cmp, slc, win;
+} nsa__chain_plan;
+
+static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
+    p->views = nsa__chain_of(x);
+    const nsa__attend_options cmp = {&p->views.select, 0, 0, NULL};
+    const nsa__attend_options slc = {NULL, nsa__shared_prefix(x, d), 0, NULL};
+    p->cmp = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
+    p->slc = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
+    p->win = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
+}
+
+static size_t nsa__largest(const size_t parts[5]) {
+    size_t most = 0;
+    for (int i = 0; i < 5; i++) most = parts[i] > most ? parts[i] : most;
+    return most;
+}
+
+static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
+                                    const nsa_desc *d, int threads) {
+    const size_t parts[5] = {
+        nsa__compress_bytes(&x->k_cmp, d, 0, threads),
+        nsa__compress_bytes(&x->v_cmp, d, 0, threads), nsa__attend_plan_bytes(&p->cmp, threads),
+        nsa__attend_plan_bytes(&p->slc, threads), nsa__attend_plan_bytes(&p->win, threads)};
+    return nsa__largest(parts);
 }
 
 NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
+    nsa__chain_plan p;
     if (nsa__attention_check_sizes(x, d) != NSA_OK) return 0;
-    const size_t parts[] = {nsa_compress_forward_workspace_size(&x->k_cmp, d),
-                            nsa_compress_forward_workspace_size(&x->v_cmp, d),
-                            nsa__cmp_select_bytes(d), nsa_attend_slc_forward_workspace_size(d),
-                            nsa_attend_win_forward_workspace_size(d)};
-    size_t most = 0;
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        most = parts[i] > most ? parts[i] : most;
-    return most;
+    nsa__chain_plan_make(&p, x, d);
+    return nsa__chain_plan_bytes(&p, x, d, nsa__threads(d));
 }
 
 NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
                                          size_t bytes) {
+    nsa__chain_plan p;
     NSA__CHECK(nsa__attention_check(x, d, 1));
-    nsa__chain c = nsa__chain_of(x);
-    nsa_desc one = *d; /* the least that any part runs in: then no part fails behind another that
-                          has written */
-    if (!one.threads) one.threads = 1;
-    if (!workspace || bytes < nsa_attention_forward_workspace_size(x, &one))
+    nsa__chain_plan_make(&p, x, d);
+    /* The most that any part needs at least: so no part fails after another has written. */
+    if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, 0, workspace, bytes));
     NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, 0, workspace, bytes));
-    int reach = nsa__shared_reach(x, d);
-    const nsa__request cmp = {&c.select, 0, 0, NULL}, slc = {NULL, reach, 0, NULL},
-                       win = {NULL, 0, 0, NULL};
-    NSA__CHECK(nsa__attend_forward_run(&c.cmp, d, NSA__CMP, cmp, workspace, bytes));
-    NSA__CHECK(nsa__attend_forward_run(&c.slc, d, NSA__SLC, slc, workspace, bytes));
-    NSA__CHECK(nsa__attend_forward_run(&c.win, d, NSA__WIN, win, workspace, bytes));
-    nsa__copy_shared(x, d, reach);
-    nsa__gate_run(NULL, &c.gate, d);
+    NSA__CHECK(nsa__forward_run(&p.cmp, workspace, bytes));
+    NSA__CHECK(nsa__forward_run(&p.slc, workspace, bytes));
+    NSA__CHECK(nsa__forward_run(&p.win, workspace, bytes));
+    nsa__copy_shared(x, d, p.slc.options.shared_prefix);
+    nsa__gate_run(NULL, &p.views.gate, d);
     return NSA_OK;
 }
 
@@ -4753,6 +4951,7 @@ typedef struct nsa__sum {
 } nsa__sum;
 
 typedef struct nsa__chain_gradient {
+    nsa__attend_plan plan[NSA__DENSE]; /* of cmp, slc and win, without their views */
     nsa__sum sum[NSA__SUMS];
     nsa_tensor dbranch;        /* dout of the branch at hand */
     nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows */
@@ -4760,13 +4959,13 @@ typedef struct nsa__chain_gradient {
     size_t own;                /* bytes before it */
 } nsa__chain_gradient;
 
-static nsa_tensor nsa__take_tensor(nsa__arena *a, nsa__shape shape) {
+static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
     nsa_tensor x;
     x.dtype = NSA_REAL_DTYPE;
     x.head = shape.width;
     x.token = shape.width * shape.heads;
     x.batch = x.token * shape.rows;
-    x.data = nsa__take(a, x.batch * shape.batch, sizeof(nsa_real));
+    x.data = nsa__alloc(a, x.batch * shape.batch, sizeof(nsa_real));
     return x;
 }
 
@@ -4779,8 +4978,8 @@ static nsa__shape nsa__sum_shape(const nsa_desc *d, int i, const nsa__sum *sum) 
                            : nsa__key_shape(d, sum->width);
 }
 
-static void nsa__chain_gradient_plan(nsa__chain_gradient *g, const nsa_attention *dx,
-                                     const nsa_desc *d, nsa__arena *a) {
+static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attention *dx,
+                                       const nsa_desc *d, nsa__arena *a) {
     const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
                                        &dx->v_slc, &dx->k_win,   &dx->v_win};
     for (int i = 0; i < NSA__SUMS; i++) {
@@ -4802,25 +5001,26 @@ static void nsa__chain_gradient_plan(nsa__chain_gradient *g, const nsa_attention
             continue;
         }
         sum->owner = 1;
-        sum->view = nsa__take_tensor(a, nsa__sum_shape(d, i, sum));
+        sum->view = nsa__alloc_tensor(a, nsa__sum_shape(d, i, sum));
     }
-    g->dbranch = nsa__take_tensor(a, nsa__query_shape(d, d->heads, d->dim_v));
-    g->dk_cmp = nsa__take_tensor(a, nsa__cmp_shape(d, d->dim));
-    g->dv_cmp = nsa__take_tensor(a, nsa__cmp_shape(d, d->dim_v));
+    g->dbranch = nsa__alloc_tensor(a, nsa__query_shape(d, d->heads, d->dim_v));
+    g->dk_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
+    g->dv_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
     g->own = a->used;
     g->rest = a->base ? a->base + a->used : NULL;
 }
 
-static size_t nsa__chain_backward_rest(const nsa_attention *x, const nsa_desc *d) {
-    const size_t parts[] = {nsa_compress_backward_workspace_size(&x->k_cmp, d),
-                            nsa_compress_backward_workspace_size(&x->v_cmp, d),
-                            nsa_attend_cmp_backward_workspace_size(d),
-                            nsa_attend_slc_backward_workspace_size(d),
-                            nsa_attend_win_backward_workspace_size(d)};
-    size_t most = 0;
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        most = parts[i] > most ? parts[i] : most;
-    return most;
+/* The plans of all parts, and the bytes that the call needs. */
+static size_t nsa__chain_backward_plan(nsa__chain_gradient *g, const nsa_attention *x,
+                                       const nsa_desc *d, int threads) {
+    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++)
+        g->plan[branch] = nsa__backward_plan(NULL, NULL, d, (nsa__branch)branch);
+    const size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 1, threads),
+                             nsa__compress_bytes(&x->v_cmp, d, 1, threads),
+                             nsa__attend_plan_bytes(&g->plan[NSA__CMP], threads),
+                             nsa__attend_plan_bytes(&g->plan[NSA__SLC], threads),
+                             nsa__attend_plan_bytes(&g->plan[NSA__WIN], threads)};
+    return nsa__bytes_for(g->own, 1, nsa__largest(parts));
 }
 
 NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
@@ -4828,8 +5028,8 @@ NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
     nsa__chain_gradient g;
     nsa__arena a = {NULL, 0};
     if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
-    nsa__chain_gradient_plan(&g, dx, d, &a);
-    return nsa__bytes_for(g.own, 1, nsa__chain_backward_rest(x, d));
+    nsa__chain_gradient_layout(&g, dx, d, &a);
+    return nsa__chain_backward_plan(&g, x, d, nsa__threads(d));
 }
 
 static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const nsa_attention *x,
@@ -4849,43 +5049,43 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
     return nsa__check_gradient(&dx->gates, &x->gates, logits, NSA__AT_gates);
 }
 
-/* nsa__shared_reach where the gradients are shared too, and the lists hold every block that they
+/* nsa__shared_prefix where the gradients are shared too, and the lists hold every block that they
    may: backward takes lists from the caller. */
-static int nsa__shared_gradient_reach(const nsa_attention *dx, const nsa_attention *x,
-                                      const nsa_desc *d) {
-    int reach = nsa__shared_reach(x, d);
+static int nsa__shared_gradient_prefix(const nsa_attention *dx, const nsa_attention *x,
+                                       const nsa_desc *d) {
+    int prefix = nsa__shared_prefix(x, d);
     if (!nsa__same_view(&dx->k_slc, &dx->k_win) || !nsa__same_view(&dx->v_slc, &dx->v_win))
         return 0;
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int t = 0; t < seq.count && seq.first + t < reach; t++)
+        for (int t = 0; t < seq.count && seq.first + t < prefix; t++)
             for (int head = 0; head < d->kv_heads; head++) {
                 const int32_t *list =
                     (const int32_t *)nsa__row(&x->blocks, seq.batch, seq.row + t, head);
                 if (list[nsa_slc_candidates(d, seq.first + t) - 1] < 0) return 0;
             }
-    return reach;
+    return prefix;
 }
 
-static void nsa__zero_branch(const nsa_tensor *x, const nsa_desc *d, int reach) {
+static void nsa__zero_branch(const nsa_tensor *x, const nsa_desc *d, int prefix) {
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
-        int64_t kept = nsa__max(0, nsa__min(reach - (int64_t)seq.first, seq.count));
+        int64_t kept = nsa__max(0, nsa__min(prefix - (int64_t)seq.first, seq.count));
         memset(nsa__row(x, seq.batch, seq.row + kept, 0), 0,
                (size_t)((seq.count - kept) * x->token) * sizeof(nsa_real));
     }
 }
 
 /* One branch: its share of dout from the gate, then its own backward. win, which is the last, adds
-   its share to slc's of the queries before `reach`. */
+   its share to slc's of the queries before `prefix`. */
 static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa__chain *c,
                                              const nsa_attention *dx, const nsa_desc *d,
-                                             nsa__branch branch, int reach, nsa_tensor dk,
+                                             nsa__branch branch, int prefix, nsa_tensor dk,
                                              nsa_tensor dv, size_t bytes) {
     const nsa_attend *x = branch == NSA__CMP ? &c->cmp : branch == NSA__SLC ? &c->slc : &c->win;
     nsa_gate dgate;
     nsa_attend dattend;
     memset(&dgate, 0, sizeof dgate);
     memset(&dattend, 0, sizeof dattend);
-    nsa__zero_branch(&g->dbranch, d, branch == NSA__WIN ? reach : 0);
+    nsa__zero_branch(&g->dbranch, d, branch == NSA__WIN ? prefix : 0);
     dgate.out = dx->out;
     *(branch == NSA__CMP ? &dgate.cmp : branch == NSA__SLC ? &dgate.slc : &dgate.win) = g->dbranch;
     nsa__gate_run(&dgate, &c->gate, d);
@@ -4893,8 +5093,11 @@ static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const
     dattend.q = g->sum[NSA__SUM_Q].view;
     dattend.k = dk;
     dattend.v = dv;
-    return nsa__attend_backward_run(&dattend, x, d, branch, branch == NSA__SLC ? reach : 0, g->rest,
-                                    bytes);
+    nsa__attend_plan p = g->plan[branch];
+    p.x = x;
+    p.dx = &dattend;
+    p.options.shared_prefix = branch == NSA__SLC ? prefix : 0;
+    return nsa__backward_run(&p, g->rest, bytes);
 }
 
 static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
@@ -4934,7 +5137,7 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]));
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim));
     nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v));
-    int reach = nsa__shared_gradient_reach(dx, x, d);
+    int prefix = nsa__shared_gradient_prefix(dx, x, d);
     const struct {
         nsa__branch branch;
         nsa_tensor dk, dv;
@@ -4942,7 +5145,7 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
                     {NSA__SLC, sum[NSA__SUM_K_SLC].view, sum[NSA__SUM_V_SLC].view},
                     {NSA__WIN, sum[NSA__SUM_K_WIN].view, sum[NSA__SUM_V_WIN].view}};
     for (int i = 0; i < 3; i++) {
-        NSA__CHECK(nsa__chain_branch_backward(g, &c, dx, d, branches[i].branch, reach,
+        NSA__CHECK(nsa__chain_branch_backward(g, &c, dx, d, branches[i].branch, prefix,
                                               branches[i].dk, branches[i].dv, bytes));
     }
     NSA__CHECK(nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
@@ -4959,12 +5162,12 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
     NSA__CHECK(nsa__attention_check(x, d, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__attention_gradient_check(dx, x, d));
-    nsa_desc one = *d;
-    if (!one.threads) one.threads = 1;
-    if (!workspace || bytes < nsa_attention_backward_workspace_size(dx, x, &one))
+    nsa__arena a = {NULL, 0};
+    nsa__chain_gradient_layout(&g, dx, d, &a);
+    if (!workspace || bytes < nsa__chain_backward_plan(&g, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    nsa__arena a = nsa__arena_at(workspace);
-    nsa__chain_gradient_plan(&g, dx, d, &a);
+    a = nsa__arena_at(workspace);
+    nsa__chain_gradient_layout(&g, dx, d, &a);
     return nsa__attention_backward_run(&g, dx, x, d,
                                        bytes - (size_t)((char *)g.rest - (char *)workspace));
 }
@@ -5021,31 +5224,35 @@ static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_r
 static void nsa__cache_lay_out(nsa_cache *c, nsa_dtype dtype, nsa__arena *a) {
     nsa__cache_part parts[NSA__PARTS];
     int batch = c->desc.batch, heads = c->desc.kv_heads;
-    c->lengths = (int32_t *)nsa__take(a, batch, sizeof *c->lengths);
-    c->newest = (int32_t *)nsa__take(a, batch, sizeof *c->newest);
+    c->lengths = (int32_t *)nsa__alloc(a, batch, sizeof *c->lengths);
+    c->newest = (int32_t *)nsa__alloc(a, batch, sizeof *c->newest);
     nsa__cache_parts(c, parts);
     for (int i = 0; i < NSA__PARTS; i++) {
         int rows = (int)parts[i].count;
         *parts[i].rows = nsa_tensor_bthd(NULL, dtype, rows, heads, parts[i].width);
-        parts[i].rows->data = nsa__take(a, parts[i].rows->batch * batch, nsa__dtype_bytes(dtype));
+        parts[i].rows->data = nsa__alloc(a, parts[i].rows->batch * batch, nsa__dtype_bytes(dtype));
     }
 }
 
-NSA_API size_t nsa_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+static size_t nsa__cache_bytes(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
     nsa_cache cache;
     nsa__arena a = {NULL, 0};
-    if (nsa__cache_check(d, dtype, max_rewind) != NSA_OK) return 0;
     cache.desc = *d;
     cache.max_rewind = max_rewind;
     nsa__cache_lay_out(&cache, dtype, &a);
     return a.used + NSA__ALIGN;
 }
 
+NSA_API size_t nsa_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+    if (nsa__cache_check(d, dtype, max_rewind) != NSA_OK) return 0;
+    return nsa__cache_bytes(d, dtype, max_rewind);
+}
+
 NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype,
                                   int max_rewind, void *memory, size_t bytes) {
     NSA__CHECK(nsa__cache_check(d, dtype, max_rewind));
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
-    if (!memory || bytes < nsa_cache_size(d, dtype, max_rewind))
+    if (!memory || bytes < nsa__cache_bytes(d, dtype, max_rewind))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_cache);
     nsa__arena a = nsa__arena_at(memory);
     cache->desc = *d;
@@ -5121,7 +5328,7 @@ typedef struct nsa__decode_result {
 
 /* Of few queries every kv head of every sequence is a task, which a thread does from end to end. Of
    many every sequence is one, and all threads work on one that is alone. */
-typedef struct nsa__decode_pass {
+typedef struct nsa__decode_job {
     const nsa_attention *x;
     nsa_cache *cache;
     int count;
@@ -5131,7 +5338,7 @@ typedef struct nsa__decode_pass {
     int threads;                 /* more than one of these */
     size_t shared, bytes;        /* of the workspace: the results; a task's */
     nsa__decode_result *results; /* of each task */
-} nsa__decode_pass;
+} nsa__decode_job;
 
 static nsa_tensor nsa__of_batch(nsa_tensor x, int batch, int64_t head) {
     if (x.data) x.data = nsa__row(&x, batch, 0, head);
@@ -5139,7 +5346,7 @@ static nsa_tensor nsa__of_batch(nsa_tensor x, int batch, int64_t head) {
 }
 
 /* The geometry of a task: one sequence's new tokens as the queries, and its kv heads. */
-static nsa_desc nsa__decode_desc(const nsa__decode_pass *p, int length, int count) {
+static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int length, int count) {
     nsa_desc d = p->cache->desc;
     d.batch = 1;
     d.tokens = length + count;
@@ -5192,7 +5399,7 @@ static void nsa__decode_inputs(const nsa_attention *x, const nsa_tensor *inputs[
     inputs[NSA__PART_V_RAW] = &x->v_cmp.x;
 }
 
-static void nsa__decode_append(const nsa__decode_pass *p, int b, int head, const nsa_desc *d) {
+static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const nsa_desc *d) {
     nsa__cache_part parts[NSA__PARTS];
     const nsa_tensor *inputs[6];
     nsa_real row[NSA__MAX_DIM];
@@ -5224,21 +5431,23 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
     if (s == NSA_OK && begin < end)
         s = nsa__compress_go(NULL, &one->v_cmp, d, raw, begin, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__request of_cmp = {&c.select, 0, 0, reads}, of_slc = {NULL, 0, 0, reads + each},
-                       of_win = {NULL, 0, win, reads + 2 * each};
-    if (s == NSA_OK) s = nsa__attend_forward_run(&c.cmp, d, NSA__CMP, of_cmp, workspace, bytes);
-    if (s == NSA_OK) s = nsa__attend_forward_run(&c.slc, d, NSA__SLC, of_slc, workspace, bytes);
-    if (s == NSA_OK) s = nsa__attend_forward_run(&c.win, d, NSA__WIN, of_win, workspace, bytes);
+    const nsa__attend_options of_cmp = {&c.select, 0, 0, reads},
+                              of_slc = {NULL, 0, 0, reads + each},
+                              of_win = {NULL, 0, win, reads + 2 * each};
+    const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
+                                       nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
+                                       nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
+    for (int i = 0; s == NSA_OK && i < 3; i++) s = nsa__forward_run(&plans[i], workspace, bytes);
     if (s == NSA_OK) nsa__gate_run(NULL, &c.gate, d);
     return s;
 }
 
-static int nsa__decode_count(const nsa__decode_pass *p, int b) {
+static int nsa__decode_count(const nsa__decode_job *p, int b) {
     return p->counts ? p->counts[b] : p->count;
 }
 
 static void nsa__decode_task(const void *context, int64_t index, void *scratch) {
-    const nsa__decode_pass *p = (const nsa__decode_pass *)context;
+    const nsa__decode_job *p = (const nsa__decode_job *)context;
     int b = (int)(index / p->parts), head = (int)(index % p->parts);
     nsa__decode_result *result = &p->results[index];
     nsa__arena a = nsa__arena_at(scratch);
@@ -5247,7 +5456,7 @@ static void nsa__decode_task(const void *context, int64_t index, void *scratch) 
     nsa_desc d = nsa__decode_desc(p, p->cache->lengths[b], nsa__decode_count(p, b));
     nsa_attention one = nsa__decode_views(p->x, p->cache, b, head);
     int64_t each = (int64_t)d.count * d.kv_heads; /* of a branch's reads */
-    int64_t *reads = (int64_t *)nsa__take(&a, 3 * each, sizeof *reads);
+    int64_t *reads = (int64_t *)nsa__alloc(&a, 3 * each, sizeof *reads);
     size_t used = (size_t)(a.base + a.used - (char *)scratch);
     if (p->bytes < used) {
         result->status = nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
@@ -5266,27 +5475,29 @@ static void nsa__decode_task(const void *context, int64_t index, void *scratch) 
 
 /* How a call of this many tokens is cut into tasks, and what they need; `threads` are those of a
    sequence that is alone. */
-static nsa__decode_pass nsa__decode_plan(const nsa_attention *x, nsa_cache *cache, int count,
-                                         int threads) {
+static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache, int count,
+                                        int threads) {
     const nsa_desc *all = &cache->desc;
-    nsa__decode_pass p = {x, cache, count, NULL, 1, 0, 1, 0, 0, NULL};
+    nsa__decode_job p = {x, cache, count, NULL, 1, 0, 1, 0, 0, NULL};
+    nsa__chain_plan chain;
     nsa__arena shared = {NULL, 0}, task = {NULL, 0};
-    if (count <= nsa__few_queries(all))
+    if (count <= nsa__batch_queries(all))
         p.parts = all->kv_heads;
     else
         p.alone = all->batch == 1;
     if (p.alone) p.threads = threads;
     count = (int)nsa__min(count, all->tokens);
     nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
-    nsa__take(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
-    nsa__take(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
+    nsa__alloc(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
+    nsa__alloc(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
+    nsa__chain_plan_make(&chain, x, &d);
     p.shared = shared.used;
-    p.bytes = nsa__bytes_for(task.used, 1, nsa_attention_forward_workspace_size(x, &d));
+    p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_plan_bytes(&chain, x, &d, nsa__threads(&d)));
     return p;
 }
 
 static size_t nsa__decode_bytes(const nsa_attention *x, nsa_cache cache, int count) {
-    nsa__decode_pass p = nsa__decode_plan(x, &cache, count, cache.desc.threads);
+    nsa__decode_job p = nsa__decode_plan(x, &cache, count, cache.desc.threads);
     nsa_desc d = cache.desc;
     if (p.alone) d.threads = 1;
     return nsa__workspace_bytes(&d, p.shared, p.bytes);
@@ -5297,7 +5508,7 @@ NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache
                                          int count) {
     if (!x || !cache || count < 0 || nsa__attention_check_sizes(x, &cache->desc) != NSA_OK)
         return 0;
-    int few = (int)nsa__min(count, nsa__few_queries(&cache->desc));
+    int few = (int)nsa__min(count, nsa__batch_queries(&cache->desc));
     size_t of_few = nsa__decode_bytes(x, *cache, few), of_all = nsa__decode_bytes(x, *cache, count);
     return of_few > of_all ? of_few : of_all;
 }
@@ -5341,7 +5552,7 @@ static nsa_status nsa__decode_check(const nsa_attention *x, const nsa_cache *cac
 }
 
 /* Multiply-adds of the call, by the keys that its tokens read. */
-static int64_t nsa__decode_work(const nsa__decode_pass *p) {
+static int64_t nsa__decode_work(const nsa__decode_job *p) {
     const nsa_desc *d = &p->cache->desc;
     int64_t keys = 0;
     for (int b = 0; b < d->batch; b++) {
@@ -5354,7 +5565,7 @@ static int64_t nsa__decode_work(const nsa__decode_pass *p) {
 
 /* The tasks, and what they have left. The lengths grow only where all have succeeded; the rings
    have been written in any case. */
-static nsa_status nsa__decode_run(nsa__decode_pass *p, const nsa__team *team, nsa_reads *reads) {
+static nsa_status nsa__decode_run(nsa__decode_job *p, const nsa__team *team, nsa_reads *reads) {
     nsa_cache *cache = p->cache;
     int64_t tasks = (int64_t)cache->desc.batch * p->parts;
     for (int b = 0; b < cache->desc.batch; b++) {
@@ -5380,7 +5591,7 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
     nsa__team team;
     NSA__CHECK(nsa__decode_check(x, cache, count, counts));
     nsa_desc d = cache->desc;
-    nsa__decode_pass p = nsa__decode_plan(x, cache, count, d.threads ? d.threads : 1);
+    nsa__decode_job p = nsa__decode_plan(x, cache, count, d.threads ? d.threads : 1);
     if (p.alone) d.threads = 1;
     NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
     p.counts = counts;
@@ -5506,99 +5717,96 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
    chain of multiply-adds over ascending k; with `keep` a chain of its own, that is added at the
    end: of a long row's tiles each has its sum, which rounds less than one chain through all of
    them. */
-NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, const nsa_real *a,
-                                           ptrdiff_t row, ptrdiff_t step, const nsa_real *b,
-                                           ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
-                                           const nsa_real *keep, nsa__which which) {
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
+                                           nsa__matrix b, nsa__result c) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
-    const nsa_real *a_row[NSA__ROWS];
+    const nsa__packed *a_row[NSA__ROWS];
     nsa_real *c_row[NSA__ROWS];
     for (int i = 0; i < rows; i++) {
-        a_row[i] = a + (which.a ? which.a[i] : i) * row;
-        c_row[i] = c + (which.c ? which.c[i] : i) * ldc;
+        a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
+        c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
         for (int j = 0; j < vectors; j++)
-            if (add && !keep)
+            if (c.add && !c.keep)
                 sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
             else
                 sum[i][j] = zero;
     }
     for (int p = 0; p < k; p++) {
-        const nsa_real *b_row = b + (which.b ? which.b[p] : p) * ldb;
+        const nsa__packed *b_row = b.data + (b.rows ? b.rows[p] : p) * b.row;
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__FROM(b_row + j * NSA__L);
             NSA__HOLD(of_b[j]); /* or each of the multiply-adds would load it again */
         }
         for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(splat)(a_row[i][p * step]);
+            const NSA__V of_a = NSA__T(splat)(a_row[i][p * a.step]);
             for (int j = 0; j < vectors; j++) sum[i][j] += of_a * of_b[j];
         }
     }
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) {
-            if (keep) sum[i][j] += NSA__T(splat)(keep[i]) * NSA__FROM(c_row[i] + j * NSA__L);
+            if (c.keep) sum[i][j] += NSA__T(splat)(c.keep[i]) * NSA__FROM(c_row[i] + j * NSA__L);
             NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
         }
 }
 
 /* Some columns of c. */
-NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, const nsa_real *a,
-                                             ptrdiff_t row, ptrdiff_t step, const nsa_real *b,
-                                             ptrdiff_t ldb, nsa_real *c, ptrdiff_t ldc, int add,
-                                             const nsa_real *keep, nsa__which which) {
+NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
+                                             nsa__matrix b, nsa__result c) {
     for (; m >= NSA__ROWS; m -= NSA__ROWS) {
-        NSA__T(piece)(NSA__ROWS, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
-        if (which.a)
-            which.a += NSA__ROWS;
+        NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c);
+        if (a.rows)
+            a.rows += NSA__ROWS;
         else
-            a += NSA__ROWS * row;
-        if (which.c)
-            which.c += NSA__ROWS;
+            a.data += NSA__ROWS * a.row;
+        if (c.rows)
+            c.rows += NSA__ROWS;
         else
-            c += NSA__ROWS * ldc;
-        if (keep) keep += NSA__ROWS;
+            c.data += NSA__ROWS * c.row;
+        if (c.keep) c.keep += NSA__ROWS;
     }
 #if NSA__ROWS > 4
-    if (m == 5) NSA__T(piece)(5, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
-    if (m == 4) NSA__T(piece)(4, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+    if (m == 5) NSA__T(piece)(5, vectors, k, a, b, c);
+    if (m == 4) NSA__T(piece)(4, vectors, k, a, b, c);
 #endif
-    if (m == 3) NSA__T(piece)(3, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
-    if (m == 2) NSA__T(piece)(2, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
-    if (m == 1) NSA__T(piece)(1, vectors, k, a, row, step, b, ldb, c, ldc, add, keep, which);
+    if (m == 3) NSA__T(piece)(3, vectors, k, a, b, c);
+    if (m == 2) NSA__T(piece)(2, vectors, k, a, b, c);
+    if (m == 1) NSA__T(piece)(1, vectors, k, a, b, c);
 }
 
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa_real *a, ptrdiff_t row,
-                                     ptrdiff_t step, const nsa_real *b, ptrdiff_t ldb, nsa_real *c,
-                                     ptrdiff_t ldc, int add, const nsa_real *keep,
-                                     const nsa__which *rows) {
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
+                                     const nsa__matrix *right, const nsa__result *result) {
     NSA__ARITHMETIC
-    const nsa__which all = {NULL, NULL, NULL}, which = rows ? *rows : all;
-    const nsa__which b_all = {which.a, NULL, which.c}; /* for a loop that does not ask each time */
+    const nsa__matrix a = *left;
+    nsa__matrix b = *right, b_all = b;
+    nsa__result c = *result;
     int j = 0;
+    b_all.rows = NULL; /* for a loop that does not ask each time */
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        if (which.b) {
-            NSA__T(columns)
-            (NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, which);
-        } else {
-            NSA__T(columns)
-            (NSA__VECTORS, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, b_all);
-        }
+        b_all.data = b.data;
+        if (b.rows)
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c);
+        else
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c);
+        b.data += NSA__VECTORS * NSA__L;
+        c.data += NSA__VECTORS * NSA__L;
     }
-    for (; j + NSA__L <= n; j += NSA__L)
-        NSA__T(columns)(1, m, k, a, row, step, b + j, ldb, c + j, ldc, add, keep, which);
-    for (; j < n; j++)
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
+        NSA__T(columns)(1, m, k, a, b, c);
+    for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
-            const nsa_real *a_row = a + (which.a ? which.a[i] : i) * row;
-            nsa_real *to = c + (which.c ? which.c[i] : i) * ldc + j, sum = add && !keep ? *to : 0;
+            const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
+            nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
+            nsa_real sum = c.add && !c.keep ? *to : 0;
             for (int p = 0; p < k; p++)
-                sum += a_row[p * step] * b[(which.b ? which.b[p] : p) * ldb + j];
-            *to = keep ? sum + keep[i] * *to : sum;
+                sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
+            *to = c.keep ? sum + c.keep[i] * *to : sum;
         }
 }
 
 NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, int group,
-                                        const uint64_t *mask, int first, const int *which,
+                                        const uint64_t *mask, int first, const int *row_index,
                                         nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink) {
     NSA__ARITHMETIC
     const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
@@ -5613,7 +5821,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, int group
             most = NSA__T(max)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
-        nsa_real *so_far = m + which[r];
+        nsa_real *so_far = m + row_index[r];
         shrink[r] = *so_far;
         *so_far = largest > *so_far ? largest : *so_far;
         shrink[r] -= *so_far;
@@ -5621,8 +5829,8 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, int group
     for (int r = 0; r < rows; r += NSA__L)
         NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
     for (int r = 0; r < rows; r++) {
-        const NSA__V most = NSA__T(splat)(m[which[r]] == NSA__LOWEST ? 0 : m[which[r]]);
-        nsa_real *x = s + r * ld, *sum = l + (ptrdiff_t)which[r] * NSA__LANES;
+        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        nsa_real *x = s + r * ld, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
@@ -5636,13 +5844,14 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, int group
 }
 
 NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
-                                         const uint64_t *mask, int first, const int *which,
+                                         const uint64_t *mask, int first, const int *row_index,
                                          const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
                                          nsa_real *dp) {
     NSA__ARITHMETIC
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
-        const NSA__V lse = NSA__T(splat)(lse2[which[r]]), of_row = NSA__T(splat)(delta[which[r]]);
+        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+                     of_row = NSA__T(splat)(delta[row_index[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
             NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);

@@ -626,7 +626,7 @@ static void test_statuses(world *w, int count) {
     }
     for (int i = 0; i < INPUTS; i++)
         memcpy(to[i]->data, row_at(from[i], TOKENS, 0, 100), (size_t)count * row_bytes(to[i]));
-    nsa__decode_pass p = nsa__decode_plan(&x, &w->cache, count, 1);
+    nsa__decode_job p = nsa__decode_plan(&x, &w->cache, count, 1);
     CHECK(!p.alone && p.threads == 1, "several sequences: threads take one each, not one together");
     nsa__team team = {1, (char *)w->workspace + p.shared, p.bytes};
     p.results = (nsa__decode_result *)w->workspace;

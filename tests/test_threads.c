@@ -263,10 +263,10 @@ static void test_pool(void) {
    must get to do all that does not follow it, and the bits stay. */
 static struct { int task, done, held; } stalled;
 
-static void stalled_backward(nsa__pass *passes, const nsa__team *team) {
-    nsa__turns turns = nsa__backward_turns(passes);
-    turns.tasks = (int32_t)nsa__query_tasks(passes);
-    for (int i = 0; i < passes->heads; i++) nsa__key_gradient_clear(&passes[i]);
+static void stalled_backward(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__turns turns = nsa__backward_turns(jobs);
+    turns.tasks = (int32_t)nsa__query_tasks(jobs);
+    for (int i = 0; i < jobs->heads; i++) nsa__key_gradient_clear(&jobs[i]);
     nsa__turns_begin(&turns, team);
     nsa__place *held = nsa__place_at(&turns, team, stalled.task);
     CHECK(nsa__claim(&held->claims), "task %d is free at first", stalled.task);
@@ -278,12 +278,12 @@ static void stalled_backward(nsa__pass *passes, const nsa__team *team) {
     nsa__take_turns(&turns, team, team->scratch);
     for (int i = 0; i < turns.tasks; i++)
         if (turns.left[i]) CHECK(0, "task %d of %d is not done", i, (int)turns.tasks);
-    nsa__run(team, (int64_t)passes->heads * (passes->tile_end - passes->tile_begin),
-             nsa__key_gradient_task, passes);
+    nsa__run(team, (int64_t)jobs->heads * (jobs->tile_end - jobs->tile_begin),
+             nsa__key_gradient_task, jobs);
 }
 
 static void test_stalled(int threads, int task) {
-    nsa__pass passes[NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__team team;
     problem p, alone;
     problem_make(&p);
@@ -293,20 +293,16 @@ static void test_stalled(int threads, int task) {
     CHECK(s == NSA_OK, "%s", nsa_status_name(s));
     for (int i = 0; i < 3; i++) memset(p.given[i], 0, sizes[i] * sizeof(float));
     p.d.threads = threads;
-    nsa__passes_init(passes, &p.dense, &p.ddense, &p.d, NSA__DENSE);
-    nsa__arena none = {NULL, 0};
-    size_t scratch = nsa__backward_plan(passes, &none);
-    size_t bytes = none.used + (size_t)threads * scratch + NSA__ALIGN;
+    nsa__attend_plan plan = nsa__backward_plan(&p.ddense, &p.dense, &p.d, NSA__DENSE);
+    size_t bytes = nsa__attend_plan_bytes(&plan, threads);
     void *workspace = malloc(bytes);
     nsa__arena shared = nsa__arena_at(workspace);
-    nsa__passes_init(passes, &p.dense, &p.ddense, &p.d, NSA__DENSE);
-    nsa__backward_plan(passes, &shared);
-    team.threads = threads;
-    team.scratch = shared.base + shared.used;
-    team.scratch_bytes = scratch;
+    nsa_status planned = nsa__team_make(&team, &p.d, workspace, bytes, plan.shared, plan.scratch);
+    CHECK(planned == NSA_OK && team.threads == threads, "%s", nsa_status_name(planned));
+    nsa__backward_layout(jobs, &plan, &shared);
     memset(&stalled, 0, sizeof stalled);
     stalled.task = task;
-    nsa__each_heads(passes, &team, stalled_backward);
+    nsa__each_heads(jobs, &team, stalled_backward);
     CHECK(!stalled.held, "the stalled task has run by itself");
     CHECK(stalled.done > 0, "nothing was done meanwhile");
     s = run_all(&alone, 1);

@@ -21,7 +21,7 @@ expect_none() {
 }
 
 allowed='mem(cpy|move|set|cmp)'
-allowed+='|(exp|exp2|log|log2|sqrt|pow|sin|cos|sincos|floor|ceil|fabs|fmax|fmin|ldexp|frexp)f?'
+allowed+='|(exp|exp2|log|log1p|log2|sqrt|pow|sin|cos|sincos|floor|ceil|fabs|fmax|fmin|ldexp|frexp)f?'
 allowed+='|__cpu_(model|indicator_init)|sched_yield|(omp|GOMP|__kmpc)_[a-z_0-9]+|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail'
 
 cat >"$dir/implementation.c" <<'TEXT'
