@@ -302,6 +302,7 @@ NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int
    compressed block. The arrays are the caller's: indptr holds nsa_slc_count(d, tokens) + 1 entries,
    indices and weights nsa_block_map_size(d, tokens). */
 NSA_API int64_t nsa_block_map_size(const nsa_desc *d, int tokens);
+/* Row j of the CSR has the compressed blocks that overlap selection block j. */
 NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr, int32_t *indices,
                                  nsa_real *weights);
 
@@ -895,9 +896,37 @@ static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], doub
 /* ==== Implementation ============================================================================
 
    Rows and numbers - block index - checks - sequences, workspace, threads - tiles - RoPE -
-   compression - block lists - attention (over spans of keys; forward and backward) - selection -
-   gate - the whole - decoding - the text of the tiles. A section uses only sections above it, and
-   the text of the tiles. Below the public functions' checks every argument is trusted. */
+   compression - block lists - attention (over spans of keys; forward and backward) - merge -
+   selection - gate - the whole - decoding - the text of the tiles. A section uses only sections
+   above it, and the text of the tiles. Public functions check their arguments; below them every
+   argument is trusted.
+
+   Words, each with one meaning:
+
+     arena         workspace that is handed out from its start; without a base it only counts bytes
+     batch         the queries of a task that go through one tile at once
+     branch        cmp, slc, win or dense: an attention over its own set of keys
+     entry point   a public function: it checks the descriptor and every view once
+     group         the query heads that share one kv head
+     head job      state of one branch for one (sequence, kv head): packed keys, sums, tiles
+     in place      K and V are read from the caller's memory, unpacked
+     layout        the function that hands out an arena to head jobs; a size query runs it too
+     list          the selection blocks of a query and kv head, ascending, -1 behind the last
+     listed        named by at least one list of the queries at hand
+     lse2          logarithm of a softmax's sum, for base 2
+     nonfinite     a mask or flag of rows with an infinity or NaN; they are computed as zeros
+     packed        copied to workspace by tile, as rows of whole vectors or transposed
+     place         memory of a backward task between its turns
+     plan          what is constant in a call: geometry, tile sizes, bytes of workspace
+     row           the dim or dim_v numbers of one token and head
+     sequence      one of the batch; begins gives its rows if lengths vary
+     shrink        what earlier sums of a row are multiplied by when its maximum grows
+     span          keys begin .. end - 1 that a query sees
+     stencil       weights of the compressed blocks around a selection block, Eq. 9
+     task          queries of one head that a thread computes from end to end
+     team          the threads of a call, each with its scratch
+     tile          up to 64 neighbouring keys; also the functions that compute with them
+     tile queries  the queries of a task that see a key of the current tile */
 #if defined(NSA_IMPLEMENTATION) && !defined(NSA__IMPLEMENTED)
 #define NSA__IMPLEMENTED
 
@@ -997,8 +1026,8 @@ static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t h
     return (char *)x->data + (ptrdiff_t)element * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
 }
 
-/* Asks for memory that is read soon: rows of one head lie a row of all heads apart, which is
-   further than hardware looks ahead. */
+/* Prefetches memory. Rows of one head are a row of all heads apart, which is further than the
+   hardware prefetches. */
 static void nsa__fetch(const void *at, size_t bytes) {
 #if defined(__GNUC__) || defined(__clang__)
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i);
@@ -1120,9 +1149,9 @@ NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int
     return sum;
 }
 
-/* Loads a row; one with a non-finite value comes as zeros and 0 is returned. No NaN stays in a
-   tile: its readers are marked instead, so that it can reach nobody else and no kernel has to be
-   careful. Few queries, which read keys where they lie, may meet one: then they read it again. */
+/* Loads a row. A non-finite row becomes zeros and returns 0: the caller records it in a mask, and
+   queries that use the row get NaN at the end. So no kernel meets a NaN and no other query is
+   affected. In-place keys are the exception: there the scores are checked afterwards. */
 static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
     nsa__load(to, dtype, row, n);
     if (nsa__all_finite(to, n)) return 1;
@@ -1426,6 +1455,8 @@ static nsa_status nsa__check_begins(const nsa_desc *d) {
     return NSA_OK;
 }
 
+/* All rules of a descriptor but those of begins. Entry points call it once, through
+   nsa_desc_check. */
 static nsa_status nsa__check_geometry(const nsa_desc *d) {
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
     NSA__CHECK(nsa__check_sizes(d));
@@ -1455,6 +1486,7 @@ NSA_API nsa_status nsa_desc_check(const nsa_desc *d) {
     return s != NSA_OK ? s : nsa__check_begins(d);
 }
 
+/* A view's shape: (batch, rows, heads, width), or one sequence of all packed rows. */
 static nsa__shape nsa__shape_of(const nsa_desc *d, int64_t rows, int64_t packed_rows, int64_t heads,
                                 int64_t width) {
     nsa__shape shape = {d->batch, rows, heads, width};
@@ -1465,11 +1497,13 @@ static nsa__shape nsa__shape_of(const nsa_desc *d, int64_t rows, int64_t packed_
     return shape;
 }
 
+/* Packed rows up to the last token; a view is addressed from row 0, not from begins[0]. */
 static int64_t nsa__packed_tokens(const nsa_desc *d) {
     /* Without any token no row is touched, wherever they would begin. */
     return d->begins && d->begins[d->batch] > d->begins[0] ? d->begins[d->batch] : 0;
 }
 
+/* Compressed rows of all sequences, packed one after another. */
 static int64_t nsa__packed_cmp(const nsa_desc *d) {
     int64_t rows = 0;
     for (int b = 0; d->begins && b < d->batch; b++)
@@ -1531,6 +1565,7 @@ typedef struct nsa__seq {
     int first, count; /* the queries to compute that it has */
 } nsa__seq;
 
+/* Fills the fields that follow from `index`; behind the last sequence they keep their values. */
 static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
     if (s->index >= d->batch) return;
     s->batch = d->begins ? 0 : s->index;
@@ -1554,8 +1589,8 @@ static void nsa__seq_next(const nsa_desc *d, nsa__seq *s) {
     nsa__seq_set(d, s);
 }
 
-/* The caller's workspace, dealt out from its start. With base NULL it only counts: a size query is
-   the same code as the call itself. `used` saturates. */
+/* The caller's workspace, handed out from its start. Without a base it only counts, so that a size
+   query is the same code as the call itself. `used` saturates, so that no sum overflows. */
 typedef struct nsa__arena {
     char *base;
     size_t used;
@@ -1583,6 +1618,7 @@ static nsa__arena nsa__arena_at(void *workspace) {
     return a;
 }
 
+/* Threads that the caller asks for: desc.threads, or what OpenMP offers. */
 static int nsa__threads(const nsa_desc *d) {
 #ifdef _OPENMP
     return d->threads ? d->threads : omp_get_max_threads();
@@ -1608,15 +1644,15 @@ static size_t nsa__workspace_bytes(const nsa_desc *d, size_t shared, size_t scra
     return nsa__bytes_for(shared, nsa__threads(d), scratch);
 }
 
-/* How a call runs its loops. */
+/* The threads of a call. Thread i has scratch_bytes of scratch from scratch + i scratch_bytes. */
 typedef struct nsa__team {
     int threads;
     char *scratch;
     size_t scratch_bytes;
 } nsa__team;
 
-/* Checks the workspace and splits it. Where `threads` is 0 the workspace decides how many threads
-   the call uses. */
+/* Checks the workspace and splits it into the shared part and each thread's scratch. If `threads`
+   is 0, the size of the workspace decides how many threads the call uses. */
 static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *workspace, size_t bytes,
                                  size_t shared, size_t scratch) {
     size_t least = nsa__bytes_for(shared, nsa__least_threads(d), scratch);
@@ -1638,9 +1674,8 @@ typedef void nsa__task(const void *context, int64_t index, void *scratch);
 #define NSA__IN_ORDER dynamic
 #endif
 
-/* Threads for so many multiply-adds. A thread that sleeps needs some 50 us to come, in which
-   another does as many as this: fewer are not worth a region. Of the shape alone, and no bit
-   depends on it. */
+/* Threads for this many multiply-adds. Waking a thread takes some 50 us; with less work than that a
+   parallel region does not pay. It depends on the shape alone, and no bit depends on it. */
 static int nsa__threads_for(int threads, int64_t work) {
     const int64_t worth = (int64_t)1 << 22;
     return (int)nsa__max(1, nsa__min(threads, work / worth));
@@ -2053,6 +2088,8 @@ static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const doub
 
 enum { NSA__ROPE_TOKENS = 16 }; /* tokens of a task */
 
+/* Forward rotates x into out; backward rotates dout back and adds it to dx. Angles are computed
+   once per token, in double, and serve all heads. */
 static void nsa__rope_task(const void *context, int64_t index, void *scratch) {
     const nsa__rope_job *p = (const nsa__rope_job *)context;
     const nsa_rope *x = p->x;
@@ -2093,6 +2130,8 @@ static nsa_status nsa__rope_check(const nsa_rope *x, const nsa_desc *d) {
                            NSA__AT_positions);
 }
 
+/* Frequencies are computed once per call, because pow is slow and they depend on the options alone.
+   */
 static void nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
     nsa__rope_job p;
     nsa__team team = {nsa__threads(d), NULL, 0};
@@ -2172,6 +2211,8 @@ static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
         for (int c = 0; c < p->x->dim; c++) w[c] = (nsa_real)(1.0 / p->d->cmp_block);
 }
 
+/* Taps are the outer loop, because a tap's weights are then loaded once for all blocks of the task.
+   */
 static void nsa__filter_task(const void *context, int64_t index, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_compress *x = p->x;
@@ -2263,6 +2304,8 @@ static void nsa__mlp_alloc_weights(nsa__compress_job *p, nsa__arena *a) {
     p->w2_t = nsa__alloc_reals(a, w2);
 }
 
+/* Packs the parameters of one kv head, as they are and transposed: a product wants the rows of its
+   right operand contiguous. */
 static void nsa__mlp_load_weights(const nsa__compress_job *p) {
     int flat = nsa__flat(p), hidden = p->x->hidden, dim = p->x->dim;
     for (int r = 0; r < hidden; r++)
@@ -2310,6 +2353,7 @@ static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_
     }
 }
 
+/* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks. */
 static void nsa__mlp_forward_task(const void *context, int64_t index, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa__arena a = {(char *)scratch, 0};
@@ -2412,7 +2456,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
     }
 }
 
-/* -- sums of the parameter gradients, and the doors -- */
+/* -- sums of the parameter gradients, and the entry points -- */
 
 static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
     int64_t flat = nsa__flat(p), hidden = p->x->phi == NSA_PHI_MLP ? p->x->hidden : 1;
@@ -2462,6 +2506,7 @@ static void nsa__compress_forward_plan(nsa__compress_job *p, nsa__arena *shared,
     }
 }
 
+/* act and dh of all compressed rows of a kv head are kept, so that h is computed once. */
 static void nsa__compress_backward_plan(nsa__compress_job *p, nsa__arena *shared,
                                         nsa__arena *scratch) {
     nsa__mlp_rows f;
@@ -2514,6 +2559,8 @@ static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
     for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
 }
 
+/* Heads are the outer loop, because packed weights and sums are those of one head. A gradient with
+   head stride 0 belongs to all heads: its sum starts at the first and is added after the last. */
 static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *team) {
     nsa__parameter list[5];
     int count = nsa__parameters(p, list), wanted = 0;
@@ -2675,8 +2722,8 @@ static nsa__bits_t nsa__bits_of(nsa_real x) {
     return bits;
 }
 
-/* A number that orders as scores do, NaN below all; by bits, for -ffast-math knows neither NaN nor
-   its order. */
+/* Maps a score to an integer with the same order, NaN below all. It looks at bits because
+   -ffast-math assumes that there is no NaN. */
 static nsa__bits_t nsa__score_order(nsa_real score) {
     const nsa__bits_t infinity =
         (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
@@ -2704,7 +2751,8 @@ NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_
     return count;
 }
 
-/* The largest order that at least `room` of n scores reach, room <= n: bit by bit. */
+/* The largest order that at least `room` of n scores have, room <= n. It is found bit by bit: a bit
+   stays set if enough scores are still at or above. */
 static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
                                       const nsa__tiles *tiles) {
     nsa__bits_t order = 0, bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
@@ -2932,6 +2980,7 @@ NSA__INLINE int nsa__span(const nsa__attend_plan *p, const int32_t *list, int qu
     return 1;
 }
 
+/* The most keys that a sequence can have: arrays of tiles are sized by it. */
 static int nsa__max_keys(const nsa__attend_plan *p) {
     return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
 }
@@ -2945,14 +2994,15 @@ static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
     return job;
 }
 
+/* The row of a key in K or V, or in their gradients. */
 static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
     const nsa__attend_plan *p = job->plan;
     return nsa__row(x, job->seq.batch,
                     job->key_row + (p->options.ring ? key % p->options.ring : key), job->kv_head);
 }
 
-/* Queries that go through the tiles at once: about NSA__BATCH_ROWS rows. No more than these are
-   read where they lie: see nsa__in_place. */
+/* Queries of a batch: about NSA__BATCH_ROWS rows. If a call has no more queries than that, it reads
+   K and V in place. */
 static int nsa__batch_queries(const nsa_desc *d) {
     return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
 }
@@ -2965,15 +3015,15 @@ static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
     return NSA__TILE;
 }
 
-/* Heads that are worked on at once: as many as make a token's rows some 256 numbers. */
+/* Head jobs at once: as many as make one token's rows some 256 numbers, because rows of
+   neighbouring heads share pages. */
 static int nsa__heads_at_once(const nsa_desc *d) {
     int64_t near = nsa__max(1, 256 / d->dim);
     return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_AT_ONCE));
 }
 
-/* slc takes many, so that a tile finds readers, and comes to the cache, with its gradients, few
-   times: what a second-level cache holds, but so few that the heads at hand make NSA__TASKS tasks
-   for threads to share. */
+/* slc uses large tasks: each K/V tile is then loaded into L2 once for many queries. The upper bound
+   keeps NSA__TASKS tasks per group of head jobs, so that threads have work to share. */
 static int nsa__task_queries(const nsa__attend_plan *p) {
     int64_t rows = (1 << 18) / (p->wide + p->wide_v), tasks = NSA__TASKS / nsa__heads_at_once(p->d);
     if (p->branch != NSA__SLC) return p->batch_queries;
@@ -2981,6 +3031,7 @@ static int nsa__task_queries(const nsa__attend_plan *p) {
                          nsa__min(rows / p->group, nsa__ceil_div(p->d->count, tasks)));
 }
 
+/* The part of a plan that does not depend on what is computed. */
 static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
                                             const nsa_desc *d, nsa__branch branch) {
     nsa__attend_plan p;
@@ -3010,10 +3061,12 @@ static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
     return (nsa__packed *)nsa__alloc(a, count, sizeof(nsa__packed));
 }
 
+/* Bytes of workspace for so many threads. */
 static size_t nsa__attend_plan_bytes(const nsa__attend_plan *p, int threads) {
     return nsa__bytes_for(p->shared, threads, p->scratch);
 }
 
+/* A head job without memory; a layout hands it out. */
 static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
     nsa__head_job job;
     memset(&job, 0, sizeof job);
@@ -3058,6 +3111,7 @@ static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x, in
     return nonfinite;
 }
 
+/* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
 static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
     const nsa__attend_plan *p = job->plan;
@@ -3106,6 +3160,7 @@ static uint64_t nsa__bits(int begin, int end) {
     return n <= 0 ? 0 : (n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1) << begin;
 }
 
+/* Ones of a mask, without a builtin: it is used once per query and tile. */
 static int nsa__bit_count(uint64_t mask) {
     int n = 0;
     for (; mask; mask &= mask - 1) n++;
@@ -3156,10 +3211,13 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
     it->list = (int *)nsa__alloc(a, p->task_queries * of_query, sizeof *it->list);
 }
 
-/* The inverse of the block lists: a counting sort, so that a tile's readers ascend. */
+/* Inverts the block lists: for each tile the queries that list it, ascending. A counting sort in
+   two passes over the lists. The first counts the queries of tile i in at[i + 1]; the sums then
+   make at[i] the place where tile i begins. The second writes each query and moves at[i] on, so
+   that list_begin[i + 1], the same number, ends where tile i ends. */
 static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int *at = it->list_begin + 1; /* moves from where a tile's readers begin to where they end */
+    int *at = it->list_begin + 1; /* of each tile: its next free place */
     int begin, end;
     memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
     for (int fill = 0; fill < 2; fill++) {
@@ -3183,6 +3241,8 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
     }
 }
 
+/* Starts before the task's first tile. Spans grow with the query (nsa__span_begin, nsa__span_end),
+   so the first query's begin and the last query's end bound the tiles of a task without lists. */
 static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
     it->first = job->seq.first + job->skipped + (int)task * p->task_queries;
@@ -3201,6 +3261,9 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     it->tile = it->tile_begin - 1;
 }
 
+/* Finds the queries that see a key of the current tile, and their masks. A query without a list has
+   one span. With lists the inverted lists name the queries; if a tile lies in one block, only the
+   end of the span can cut it. */
 static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int begin = it->tile * p->tile, listed = p->branch == NSA__SLC;
@@ -3223,7 +3286,7 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     }
 }
 
-/* Moves to the next tile that any of the queries sees; 0 behind the last. */
+/* Goes up to the next tile that any query of the task sees. Returns 0 if there is none. */
 static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
     while (++it->tile < it->tile_end) {
         nsa__tile_iter_read(it, job);
@@ -3250,6 +3313,8 @@ typedef struct nsa__batch {
     int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
 } nsa__batch;
 
+/* The batch that begins with tile query `from`. Keys that no query of it sees are cut off at both
+   ends, in whole vectors: sparse masks then cost less. */
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__attend_plan *p, int from) {
     nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile};
     int left = (int)nsa__min(p->batch_queries, it->tile_queries - from);
@@ -3327,6 +3392,7 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     f->rows = nsa__alloc_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
 }
 
+/* Transposes the task's queries; columns behind the last are zeros. */
 static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
                                 const nsa_real *q, int rows) {
     memset(f->q_t, 0, (size_t)p->d->dim * (size_t)f->columns * sizeof *f->q_t);
@@ -3379,6 +3445,7 @@ static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *jo
     }
 }
 
+/* The values of n keys as rows of a product. Non-finite rows come from copies, as zeros. */
 static nsa__matrix nsa__in_place_values(const nsa__in_place *f, const nsa__head_job *job, int begin,
                                         int n, uint64_t *nonfinite) {
     const nsa__attend_plan *p = job->plan;
@@ -3407,8 +3474,8 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int kv_head, 
     if (job->listed) nsa__mark_listed(job);
 }
 
-/* Does `work` for every sequence and every few heads of it, whose jobs stand side by side and have
-   packed their keys. */
+/* Calls `work` for every sequence and every few kv heads, after packing their keys. Their head jobs
+   are neighbours in `jobs`. */
 static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
                             void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
     const nsa__attend_plan *p = jobs->plan;
@@ -3506,6 +3573,8 @@ static int nsa__stencil_size(const nsa_desc *d) {
     return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
 }
 
+/* Weights are those of any block whose stencil does not begin before block 0; the edge is cut off
+   later, by nsa__scores. */
 static void nsa__fill_stencil(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
@@ -3598,6 +3667,8 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
                         a); /* by many queries too: a workspace for them serves fewer */
 }
 
+/* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
+   case of its own. */
 static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
     nsa__tile_iter_begin(&f->iter, job, task);
@@ -3688,6 +3759,8 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
+/* All tiles of one task: every batch of the tile's queries updates the running softmax of its
+   rows. */
 static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
     const nsa__attend_plan *p = job->plan;
@@ -3721,6 +3794,7 @@ static void nsa__forward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
     }
 }
 
+/* Plans for `x`, which is NULL in a size query. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
                                           nsa__branch branch, nsa__attend_options options) {
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch);
@@ -3736,6 +3810,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     return p;
 }
 
+/* Runs the tasks of the head jobs. Few queries may have too little work for all threads. */
 static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
     const nsa__attend_plan *p = jobs->plan;
     nsa__team some = *team;
@@ -3792,6 +3867,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
 }
 
+/* Loads q and dout, and computes lse2 and delta = dout . out - dlse of every row. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
     nsa_real out[NSA__MAX_DIM] = {0};
@@ -3857,6 +3933,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     nsa__backward_note(f, job, b);
 }
 
+/* Adds the task's dq. A row that read a non-finite number gets NaN; one that read nothing stays. */
 static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int dim = p->d->dim;
@@ -3927,6 +4004,7 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
     return 1;
 }
 
+/* Zeroes the sums of the tiles that this head's queries see. */
 static void nsa__key_gradient_clear(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     ptrdiff_t begin = (ptrdiff_t)job->tile_begin, tiles = job->tile_end - begin,
@@ -3937,6 +4015,7 @@ static void nsa__key_gradient_clear(const nsa__head_job *job) {
     if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * (size_t)p->wide_v * sizeof *job->dv);
 }
 
+/* Adds a tile's sum to dk or dv. Keys that a NaN row has read get NaN. */
 static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to, int tile,
                                   nsa_real factor, nsa_real *sum, int width, int wide) {
     const nsa__attend_plan *p = job->plan;
@@ -3960,6 +4039,7 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
     nsa__key_gradient_add(job, &p->dx->v, tile, 1, job->dv, p->d->dim_v, p->wide_v);
 }
 
+/* How the tasks of these jobs take turns; `tasks` is set when the heads are known. */
 static nsa__turns nsa__backward_turns(const nsa__head_job *jobs) {
     nsa__arena scratch = {NULL, 0}, place = {NULL, 0};
     nsa__backward_at(jobs->plan, NULL, &scratch, &place);
@@ -3986,6 +4066,7 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
     }
 }
 
+/* Plans for `x` and `dx`, which are NULL in a size query. */
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch) {
     nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch);
@@ -4334,6 +4415,7 @@ static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, n
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
 
+/* Scores of all visible compressed keys for the queries of a task, then their lists. */
 static void nsa__select_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
     const nsa__attend_plan *p = job->plan;
@@ -4631,6 +4713,8 @@ typedef struct nsa__gate_job {
     nsa__seq seq;
 } nsa__gate_job;
 
+/* Turns three logits into the weights g. Softmax subtracts the maximum, so that exp cannot
+   overflow. */
 static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
     if (kind == NSA_GATE_SIGMOID)
         for (int i = 0; i < 3; i++) g[i] = nsa__sigmoid(g[i]);
@@ -4644,6 +4728,7 @@ static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
 
 enum { NSA__GATE_TOKENS = 16 };
 
+/* out = sum_i g[i] branch[i], for some tokens and all heads. */
 static void nsa__gate_forward_task(const void *context, int64_t index, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
@@ -4692,6 +4777,7 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     }
 }
 
+/* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg). */
 static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
@@ -4800,6 +4886,7 @@ static nsa_attend nsa__chain_attend(const nsa_attention *x, nsa_tensor k, nsa_te
     return branch;
 }
 
+/* Copies views, no rows. */
 static nsa__chain nsa__chain_of(const nsa_attention *x) {
     nsa__chain c;
     memset(&c, 0, sizeof c);
@@ -4832,6 +4919,8 @@ static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_d
     return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
 }
 
+/* Views of all parts, in the order of the chain. Blocks are an output of forward and an input of
+   backward, so lists are checked only there. */
 static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
     NSA__CHECK(nsa__attention_check_sizes(x, d));
     nsa__chain c = nsa__chain_of(x);
@@ -4849,8 +4938,8 @@ static int nsa__same_view(const nsa_tensor *a, const nsa_tensor *b) {
            a->token == b->token && a->head == b->head;
 }
 
-/* Queries before this position read the same keys through slc and win, all there are, where the two
-   branches share K and V and tiles of one size: then they are computed once, by win. */
+/* For queries before this position slc and win both see every key. If K, V and the tile size are
+   equal too, win computes them and slc copies the result. */
 static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
     int64_t window = (int64_t)d->window + (d->window_rule != NSA_WINDOW_COUNTS_SELF);
     if (!nsa__same_view(&x->k_slc, &x->k_win) || !nsa__same_view(&x->v_slc, &x->v_win)) return 0;
@@ -4881,6 +4970,7 @@ typedef struct nsa__chain_plan {
     nsa__attend_plan cmp, slc, win;
 } nsa__chain_plan;
 
+/* p must not be moved afterwards, because the plans point to its views. */
 static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
     p->views = nsa__chain_of(x);
     const nsa__attend_options cmp = {&p->views.select, 0, 0, NULL};
@@ -4978,6 +5068,7 @@ static nsa__shape nsa__sum_shape(const nsa_desc *d, int i, const nsa__sum *sum) 
                            : nsa__key_shape(d, sum->width);
 }
 
+/* Finds out which gradients need a sum in workspace, and which of them share one. */
 static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attention *dx,
                                        const nsa_desc *d, nsa__arena *a) {
     const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
@@ -5100,6 +5191,7 @@ static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const
     return nsa__backward_run(&p, g->rest, bytes);
 }
 
+/* Adds the sums of the real dtype to the caller's views, with one rounding. */
 static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
     for (int i = 0; i < NSA__SUMS; i++) {
         const nsa__sum *sum = &g->sum[i];
@@ -5122,6 +5214,7 @@ static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa
     return nsa__compress_go(&gradient, x, d, 0, 0, workspace, bytes);
 }
 
+/* The gate's logits first, then the branches, then phi of k and v, which needs the sums of cmp. */
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
                                               const nsa_attention *x, const nsa_desc *d,
                                               size_t bytes) {
@@ -5199,6 +5292,7 @@ static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
     return (int)nsa__max(1, nsa__min(needed + max_rewind, d->tokens));
 }
 
+/* The table of the cache's arrays, in the order of the enum. */
 static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
     const nsa_desc *d = &c->desc;
     int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
@@ -5326,8 +5420,8 @@ typedef struct nsa__decode_result {
     nsa_status status;
 } nsa__decode_result;
 
-/* Of few queries every kv head of every sequence is a task, which a thread does from end to end. Of
-   many every sequence is one, and all threads work on one that is alone. */
+/* At most nsa__batch_queries tokens: one task per (sequence, kv head). More: one task per sequence;
+   a single sequence uses all threads. */
 typedef struct nsa__decode_job {
     const nsa_attention *x;
     nsa_cache *cache;
@@ -5399,6 +5493,8 @@ static void nsa__decode_inputs(const nsa_attention *x, const nsa_tensor *inputs[
     inputs[NSA__PART_V_RAW] = &x->v_cmp.x;
 }
 
+/* Converts the new rows to the cache's dtype and stores them, in the ring or behind the last row.
+   */
 static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const nsa_desc *d) {
     nsa__cache_part parts[NSA__PARTS];
     const nsa_tensor *inputs[6];
@@ -5446,6 +5542,8 @@ static int nsa__decode_count(const nsa__decode_job *p, int b) {
     return p->counts ? p->counts[b] : p->count;
 }
 
+/* One task: append, compress, attend. The status of a task is kept, because tasks run in any
+   thread. */
 static void nsa__decode_task(const void *context, int64_t index, void *scratch) {
     const nsa__decode_job *p = (const nsa__decode_job *)context;
     int b = (int)(index / p->parts), head = (int)(index % p->parts);
@@ -5503,7 +5601,8 @@ static size_t nsa__decode_bytes(const nsa_attention *x, nsa_cache cache, int cou
     return nsa__workspace_bytes(&d, p.shared, p.bytes);
 }
 
-/* Fewer tokens may be cut otherwise. */
+/* A smaller count can be split into other tasks and need more memory, so take the larger of both
+   sizes. */
 NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache,
                                          int count) {
     if (!x || !cache || count < 0 || nsa__attention_check_sizes(x, &cache->desc) != NSA_OK)
@@ -5513,6 +5612,7 @@ NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache
     return of_few > of_all ? of_few : of_all;
 }
 
+/* Checks the views of the chain over the cache's arrays, then those of the new rows. */
 static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cache *cache,
                                           int count) {
     static const int fields[6] = {NSA__AT_k_slc, NSA__AT_v_slc,   NSA__AT_k_win,
