@@ -608,8 +608,9 @@ function introduce() {
   at("limit").textContent = context;
   at("about").textContent =
     `${parameters.toLocaleString("en")} parameters, ${layers} layers, ${heads} query heads that share ${kvHeads} ` +
-    `key-value heads, a token for each byte. ./quickstart trained it on an English dictionary, ${steps} steps; ` +
-    "nsa/nsa.h computes it here, as WebAssembly. Nothing is loaded and nothing is sent.";
+    `key-value heads, a token for each byte, ${steps} steps of training by this project's ./quickstart. nsa/nsa.h ` +
+    "computes it here, as WebAssembly. Nothing is loaded and nothing is sent.";
+  at("too-short").textContent = context;
   at("foot").textContent =
     "What the vector code of nsa.h computes here has the bits of its SSE2 code on a PC, and the plain C those of " +
     "plain C: a test compares what this page shows with a native build of the same sources.";
