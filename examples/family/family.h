@@ -221,7 +221,7 @@ static inline void check(int ok, const char *what) {
     printf("  %s%s\n", what, ok ? "" : "  FAILED");
 }
 
-/* The mask of block lists (T, Hk, n), one for the heads of a group: the tokens s <= t of a block. */
+/* The mask of block lists (T, Hk, n), one for the heads of a group: tokens s <= t of a block. */
 static inline void mask_of_lists(const problem *p, const int32_t *lists, int list_heads, int n,
                                  int block) {
     for (int t = 0; t < p->T; t++)
