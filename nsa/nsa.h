@@ -2172,15 +2172,12 @@ typedef struct nsa__compress_job {
     int head;
     int ring;      /* a decoding cache's raw rows: token t lies in row t % ring; 0: straight */
     int cmp_first; /* the first block to compute: those before it are in the cache */
-    /* mlp: the parameters of `head`, packed: w1 (hidden, l D), w2 (D, hidden), and their
-       transposes */
-    nsa_real *w1, *w1_t, *w2, *w2_t;
-    /* mlp backward, of every compressed row of `head`: silu(h) and dh; rows of `seq` begin at
-       row */
-    nsa_real *act, *dh;
-    int64_t rows, row;
-    /* sums of the parameter gradients */
-    nsa_real *dpos, *dw1, *db1, *dw2, *db2, *dh_sum;
+    nsa_real *w1, *w1_t; /* mlp, of `head`: (hidden, l D) and its transpose */
+    nsa_real *w2, *w2_t; /* mlp, of `head`: (D, hidden) and its transpose */
+    nsa_real *act, *dh;  /* mlp backward, of every compressed row of `head`: silu(h) and dh */
+    int64_t rows, row;   /* rows of act and dh, and where those of `seq` begin */
+    nsa_real *dpos, *dw1, *db1, *dw2, *db2; /* sums of the parameter gradients */
+    nsa_real *dh_sum;                       /* mlp backward: the sum of dh over all rows */
 } nsa__compress_job;
 
 enum { NSA__CMP_ROWS = 64, NSA__CMP_TOKENS = 64 };
@@ -2329,6 +2326,7 @@ static void nsa__mlp_load_tap(const nsa__compress_job *p, int64_t begin, int n, 
     }
 }
 
+/* Scratch for NSA__CMP_ROWS blocks: one tap of their inputs, h, and out or its gradient. */
 typedef struct nsa__mlp_rows {
     nsa_real *tap, *h, *out;
 } nsa__mlp_rows;
@@ -3643,12 +3641,17 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
 
 /* ---- Attention: forward -------------------------------------------------------------------- */
 
+/* A forward task's scratch. */
 typedef struct nsa__forward {
     nsa__tile_iter iter;
-    nsa_real *q, *out, *m, *l; /* of every row */
-    nsa_real *s, *shrink;      /* of a batch's */
-    unsigned char *nonfinite;
-    nsa__scoring scoring; /* where lists are selected too */
+    nsa_real *q;              /* rows of the task, times scale2 */
+    nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
+    nsa_real *m;              /* of every row: the largest score so far */
+    nsa_real *l;              /* of every row: NSA__LANES partial sums of p */
+    nsa_real *s;              /* rows of a batch: scores of a tile, then p */
+    nsa_real *shrink;         /* of every row of a batch */
+    unsigned char *nonfinite; /* of every row: its results become NaN */
+    nsa__scoring scoring;     /* if lists are selected too */
     nsa__in_place in_place;
 } nsa__forward;
 
@@ -3843,13 +3846,15 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
    One walk computes ds once and adds to all three: dq is the task's own, and a tile's dk and dv
    take the tasks in their order (nsa__turns). */
 
+/* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
 typedef struct nsa__backward {
     nsa__tile_iter iter;
-    nsa_real *q, *dout, *dq, *lse2, *delta; /* of every row */
-    nsa_real *p, *ds;                       /* of a batch's */
-    unsigned char *nonfinite;               /* of every row */
-    unsigned char *reads;                   /* of every query: whether it saw any key */
-    int ended;                              /* all but the leaving of the last tiles */
+    nsa_real *q, *dout, *dq;  /* rows of the task */
+    nsa_real *lse2, *delta;   /* of every row */
+    nsa_real *p, *ds;         /* rows of a batch: scores and dp of a tile, then p and ds */
+    unsigned char *nonfinite; /* of every row: what it adds to becomes NaN */
+    unsigned char *reads;     /* of every query: 1 if it has seen a key */
+    int ended;                /* dq has been added; the last tiles may not be left yet */
 } nsa__backward;
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
@@ -5068,6 +5073,14 @@ static nsa__shape nsa__sum_shape(const nsa_desc *d, int i, const nsa__sum *sum) 
                            : nsa__key_shape(d, sum->width);
 }
 
+/* The first sum before sum i that adds to the same view, or i. q has rows of its own, and so have
+   rows of another width in the same memory. */
+static int nsa__shared_sum(const nsa__sum *sums, int i) {
+    for (int k = NSA__SUM_K_CMP; i != NSA__SUM_Q && k < i; k++)
+        if (nsa__same_view(sums[k].to, sums[i].to) && sums[k].width == sums[i].width) return k;
+    return i;
+}
+
 /* Finds out which gradients need a sum in workspace, and which of them share one. */
 static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attention *dx,
                                        const nsa_desc *d, nsa__arena *a) {
@@ -5082,12 +5095,8 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         sum->width =
             i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
         if (!to[i]->data || to[i]->dtype == NSA_REAL_DTYPE) continue;
-        int same = 1; /* q has rows of its own; of the keys the first that adds to this view holds
-                         the sum. Rows of another width in the same memory have their own */
-        while (same < i && (i == NSA__SUM_Q || !nsa__same_view(to[same], to[i]) ||
-                            g->sum[same].width != sum->width))
-            same++;
-        if (i != NSA__SUM_Q && same < i) {
+        int same = nsa__shared_sum(g->sum, i);
+        if (same < i) {
             sum->view = g->sum[same].view;
             continue;
         }
@@ -5425,13 +5434,14 @@ typedef struct nsa__decode_result {
 typedef struct nsa__decode_job {
     const nsa_attention *x;
     nsa_cache *cache;
-    int count;
-    const int32_t *counts;
-    int parts;                   /* tasks of a sequence */
-    int alone;                   /* one task, which has */
-    int threads;                 /* more than one of these */
-    size_t shared, bytes;        /* of the workspace: the results; a task's */
-    nsa__decode_result *results; /* of each task */
+    int count;                   /* new tokens of every sequence, at most */
+    const int32_t *counts;       /* NULL, or of every sequence: its new tokens */
+    int parts;                   /* tasks of a sequence: its kv heads, or 1 */
+    int alone;                   /* 1: there is one task, and it uses all threads */
+    int threads;                 /* of a task */
+    size_t shared;               /* bytes of workspace for the results */
+    size_t bytes;                /* bytes of workspace for a task */
+    nsa__decode_result *results; /* of every task */
 } nsa__decode_job;
 
 static nsa_tensor nsa__of_batch(nsa_tensor x, int batch, int64_t head) {
@@ -5697,7 +5707,7 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
     p.counts = counts;
     p.results = (nsa__decode_result *)(void *)nsa__arena_at(workspace).base;
     team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
-    if (p.alone) { /* what there is decides how many threads it uses */
+    if (p.alone) { /* the one task gets all of the workspace, which decides its threads */
         p.threads = cache->desc.threads;
         p.bytes = bytes - NSA__ALIGN - p.shared;
     }
@@ -5926,9 +5936,10 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, int group
         *so_far = largest > *so_far ? largest : *so_far;
         shrink[r] -= *so_far;
     }
+    /* shrink = 2^(the maximum before - the maximum now) */
     for (int r = 0; r < rows; r += NSA__L)
         NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows; r++) { /* p, and the sums; a row that has seen no key stays 0 */
         const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
         nsa_real *x = s + r * ld, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
