@@ -32,7 +32,7 @@ PAIRS = {"the plain loops": (1, 1), "SSE2 and SIMD128": (2, 6)}
 PHONE = (390, 844)
 # All but test_attention, which asks for workspaces of millions of tokens: of 32 bits there are none.
 PRIMITIVES = ("block_index", "rope", "compress", "select_blocks", "gate", "attend_cmp", "attend_slc", "attend_win",
-              "attend_dense", "decode", "findings")
+              "attend_dense", "merge", "rank_queries", "score_blocks", "decode", "findings")
 
 
 class Skipped(Exception):
