@@ -1,6 +1,7 @@
 """Runs the tests of one file with the package that was built into a folder.
 
     run.py FOLDER PACKAGES test_core        PACKAGES: where packages are fetched to that this Python lacks
+    run.py FOLDER PACKAGES train ARG...     examples/train.py
 
 Exit code 77, skipped, where the host that the test needs is not on this machine; on CI that is a failure.
 """
@@ -14,14 +15,14 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "trainer"))
 import packages  # noqa: E402
 
-NEEDS = {"test_core": ["numpy"], "test_torch": ["numpy", "torch"], "test_train": ["numpy", "torch"],
-         "test_jax": ["numpy", "jax"]}
+NEEDS = {"test_core": ["numpy"], "test_torch": ["numpy", "torch"], "test_jax": ["numpy", "jax"],
+         "train": ["torch"]}
 
 
 def main(arguments):
-    if len(arguments) != 3 or arguments[2] not in NEEDS:
+    if len(arguments) < 3 or arguments[2] not in NEEDS or (len(arguments) > 3 and arguments[2] != "train"):
         sys.exit(__doc__)
-    folder, fetched, name = arguments
+    folder, fetched, name = arguments[:3]
     # A distribution's packages belong to its own Python, which need not be the first in PATH.
     system = "/usr/bin/python3"
     if packages.missing(NEEDS[name]) and os.path.realpath(sys.executable) != os.path.realpath(system):
@@ -30,6 +31,11 @@ def main(arguments):
             os.execv(system, [system, __file__, *arguments])
     packages.need(fetched, *NEEDS[name])
     sys.path[:0] = [folder, str(HERE)]
+    if name == "train":
+        sys.path.insert(0, str(HERE.parent / "examples"))
+        import train
+        sys.argv[1:] = arguments[3:]
+        return train.main()
     result = unittest.TextTestRunner(verbosity=1).run(unittest.defaultTestLoader.loadTestsFromName(name))
     return not result.wasSuccessful()
 

@@ -69,8 +69,8 @@ def parameters(kind, width, heads=HK, dtype=torch.float64):
     if kind == "conv":
         return dict(w1=rows(heads, 8, width, dtype=dtype), b1=rows(heads, 1, width, dtype=dtype))
     if kind == "mlp":
-        return dict(pos=rows(heads, 8, width, dtype=dtype), w1=rows(heads, 5, 8 * width, dtype=dtype),
-                    b1=rows(heads, 1, 5, dtype=dtype), w2=rows(heads, width, 5, dtype=dtype),
+        return dict(pos=rows(heads, 8, width, dtype=dtype), w1=rows(heads, 24, 8 * width, dtype=dtype),
+                    b1=rows(heads, 1, 24, dtype=dtype), w2=rows(heads, width, 24, dtype=dtype),
                     b2=rows(heads, 1, width, dtype=dtype))
     return {}
 
@@ -87,9 +87,9 @@ def reference_phi(x, kind, p):
     return torch.einsum("bnho,hdo->bnhd", hidden, p["w2"]) + p["b2"][:, 0]
 
 
-def lists():
+def lists(dtype=torch.float64):
     """Lists that the library itself selects."""
-    q, k = rows(B, T, H, D, grad=False), rows(B, 12, HK, D, grad=False)
+    q, k = rows(B, T, H, D, dtype=dtype, grad=False), rows(B, 12, HK, D, dtype=dtype, grad=False)
     _, lse = nt.attend_cmp(q, k, k, tokens=T, **GEOMETRY)
     return nt.select_blocks(q, k, lse, tokens=T, **GEOMETRY)
 
@@ -342,7 +342,7 @@ class Operators(unittest.TestCase):
     def samples(self, dtype):
         text = options(**GEOMETRY)
         q, k, v = (rows(B, T, h, D, dtype=dtype) for h in (H, HK, HK))
-        blocks = lists()
+        blocks = lists(dtype)
         yield torch.ops.nsa.rope.default, (q, None, None, 0, 0, "")
         for kind in ("mean", "mlp"):
             p = parameters(kind, D, dtype=dtype)
