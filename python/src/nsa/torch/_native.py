@@ -65,6 +65,8 @@ class Native:
     def run(self, name: str, like: torch.Tensor, structs: Sequence[bytes], d: bytes) -> None:
         """Runs a function that returns a status, with a workspace of PyTorch's."""
         functions = self._functions
+        if name not in functions:
+            raise NotImplementedError(f"nsa_{name} is not there on {like.device.type}")
         size_of = functions.get(name + "_workspace_size")
         arguments: list[Any] = [*structs, d]
         if size_of is not None:
