@@ -638,7 +638,8 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
 
 /* ==== Private, shared with nsa_cuda.cuh =========================================================
 
-   Host code that both need: what a status can name, the check of one view, RoPE's frequencies. */
+   Host code that both need: what a status can name, the check of one view, RoPE's frequencies, the
+   views of the whole's primitives. */
 #if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_PARTS)
 #define NSA__SHARED_PARTS
 
@@ -890,6 +891,93 @@ static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], doub
         frequency_of[i] = frequency;
     }
 }
+
+typedef struct nsa__attend_fields {
+    int q, k, v, out, lse, blocks;
+} nsa__attend_fields;
+
+static const nsa__attend_fields nsa__attend_names = {NSA__AT_q,   NSA__AT_k,   NSA__AT_v,
+                                                     NSA__AT_out, NSA__AT_lse, NSA__AT_blocks};
+
+/* Which fields a status names: the chain's views have other names than its primitives'. */
+typedef struct nsa__gate_fields {
+    int logits, cmp, slc, win, out;
+} nsa__gate_fields;
+
+static const nsa__gate_fields nsa__gate_names = {NSA__AT_logits, NSA__AT_cmp, NSA__AT_slc,
+                                                 NSA__AT_win, NSA__AT_out};
+
+/* The whole calls its primitives with these views and field names. */
+static const nsa__attend_fields nsa__chain_cmp = {NSA__AT_q,         NSA__AT_k_cmp_out,
+                                                  NSA__AT_v_cmp_out, NSA__AT_out_cmp,
+                                                  NSA__AT_lse_cmp,   NSA__AT_blocks};
+static const nsa__attend_fields nsa__chain_slc = {NSA__AT_q,       NSA__AT_k_slc,   NSA__AT_v_slc,
+                                                  NSA__AT_out_slc, NSA__AT_lse_slc, NSA__AT_blocks};
+static const nsa__attend_fields nsa__chain_win = {NSA__AT_q,       NSA__AT_k_win,   NSA__AT_v_win,
+                                                  NSA__AT_out_win, NSA__AT_lse_win, NSA__AT_blocks};
+static const nsa__gate_fields nsa__chain_gate = {NSA__AT_gates, NSA__AT_out_cmp, NSA__AT_out_slc,
+                                                 NSA__AT_out_win, NSA__AT_out};
+
+/* The chain's views as its primitives see them; for a gradient struct, their gradients. */
+typedef struct nsa__chain {
+    nsa_attend cmp, slc, win;
+    nsa_select select;
+    nsa_gate gate;
+} nsa__chain;
+
+static nsa_attend nsa__chain_attend(const nsa_attention *x, nsa_tensor k, nsa_tensor v,
+                                    nsa_tensor out, nsa_tensor lse) {
+    nsa_attend branch;
+    branch.q = x->q;
+    branch.k = k;
+    branch.v = v;
+    branch.out = out;
+    branch.lse = lse;
+    branch.blocks = x->blocks;
+    return branch;
+}
+
+/* Copies views, no rows. */
+static nsa__chain nsa__chain_of(const nsa_attention *x) {
+    nsa__chain c;
+    memset(&c, 0, sizeof c);
+    c.cmp = nsa__chain_attend(x, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp);
+    c.slc = nsa__chain_attend(x, x->k_slc, x->v_slc, x->out_slc, x->lse_slc);
+    c.win = nsa__chain_attend(x, x->k_win, x->v_win, x->out_win, x->lse_win);
+    c.select.q = x->q;
+    c.select.k = x->k_cmp.out;
+    c.select.lse = x->lse_cmp;
+    c.select.blocks = x->blocks;
+    c.gate.logits = x->gates;
+    c.gate.cmp = x->out_cmp;
+    c.gate.slc = x->out_slc;
+    c.gate.win = x->out_win;
+    c.gate.out = x->out;
+    return c;
+}
+
+enum {
+    NSA__TO_K_CMP = NSA__AT_k_cmp_phi - NSA__AT_phi,
+    NSA__TO_V_CMP = NSA__AT_v_cmp_phi - NSA__AT_phi
+};
+
+static int nsa__same_view(const nsa_tensor *a, const nsa_tensor *b) {
+    return a->data == b->data && a->dtype == b->dtype && a->batch == b->batch &&
+           a->token == b->token && a->head == b->head;
+}
+
+/* A gradient that several branches add to. Where its view is not of the real dtype the sum is taken
+   in workspace and added to the view once; views of the same memory share the sum. */
+enum {
+    NSA__SUM_Q,
+    NSA__SUM_K_CMP,
+    NSA__SUM_V_CMP,
+    NSA__SUM_K_SLC,
+    NSA__SUM_V_SLC,
+    NSA__SUM_K_WIN,
+    NSA__SUM_V_WIN,
+    NSA__SUMS
+};
 
 #endif /* NSA__SHARED_PARTS */
 
@@ -4114,13 +4202,6 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
-typedef struct nsa__attend_fields {
-    int q, k, v, out, lse, blocks;
-} nsa__attend_fields;
-
-static const nsa__attend_fields nsa__attend_names = {NSA__AT_q,   NSA__AT_k,   NSA__AT_v,
-                                                     NSA__AT_out, NSA__AT_lse, NSA__AT_blocks};
-
 static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
     return branch == NSA__CMP ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
 }
@@ -4817,14 +4898,6 @@ static void nsa__gate_run(const nsa_gate *dx, const nsa_gate *x, const nsa_desc 
                  dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
 }
 
-/* Which fields a status names: the chain's views have other names than its primitives'. */
-typedef struct nsa__gate_fields {
-    int logits, cmp, slc, win, out;
-} nsa__gate_fields;
-
-static const nsa__gate_fields nsa__gate_names = {NSA__AT_logits, NSA__AT_cmp, NSA__AT_slc,
-                                                 NSA__AT_win, NSA__AT_out};
-
 static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
                                   const nsa__gate_fields *at) {
     nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
@@ -4862,59 +4935,6 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
 
 /* ---- The whole ----------------------------------------------------------------------------- */
 
-static const nsa__attend_fields nsa__chain_cmp = {NSA__AT_q,         NSA__AT_k_cmp_out,
-                                                  NSA__AT_v_cmp_out, NSA__AT_out_cmp,
-                                                  NSA__AT_lse_cmp,   NSA__AT_blocks};
-static const nsa__attend_fields nsa__chain_slc = {NSA__AT_q,       NSA__AT_k_slc,   NSA__AT_v_slc,
-                                                  NSA__AT_out_slc, NSA__AT_lse_slc, NSA__AT_blocks};
-static const nsa__attend_fields nsa__chain_win = {NSA__AT_q,       NSA__AT_k_win,   NSA__AT_v_win,
-                                                  NSA__AT_out_win, NSA__AT_lse_win, NSA__AT_blocks};
-static const nsa__gate_fields nsa__chain_gate = {NSA__AT_gates, NSA__AT_out_cmp, NSA__AT_out_slc,
-                                                 NSA__AT_out_win, NSA__AT_out};
-
-/* The chain's views as its primitives see them; for a gradient struct, their gradients. */
-typedef struct nsa__chain {
-    nsa_attend cmp, slc, win;
-    nsa_select select;
-    nsa_gate gate;
-} nsa__chain;
-
-static nsa_attend nsa__chain_attend(const nsa_attention *x, nsa_tensor k, nsa_tensor v,
-                                    nsa_tensor out, nsa_tensor lse) {
-    nsa_attend branch;
-    branch.q = x->q;
-    branch.k = k;
-    branch.v = v;
-    branch.out = out;
-    branch.lse = lse;
-    branch.blocks = x->blocks;
-    return branch;
-}
-
-/* Copies views, no rows. */
-static nsa__chain nsa__chain_of(const nsa_attention *x) {
-    nsa__chain c;
-    memset(&c, 0, sizeof c);
-    c.cmp = nsa__chain_attend(x, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp);
-    c.slc = nsa__chain_attend(x, x->k_slc, x->v_slc, x->out_slc, x->lse_slc);
-    c.win = nsa__chain_attend(x, x->k_win, x->v_win, x->out_win, x->lse_win);
-    c.select.q = x->q;
-    c.select.k = x->k_cmp.out;
-    c.select.lse = x->lse_cmp;
-    c.select.blocks = x->blocks;
-    c.gate.logits = x->gates;
-    c.gate.cmp = x->out_cmp;
-    c.gate.slc = x->out_slc;
-    c.gate.win = x->out_win;
-    c.gate.out = x->out;
-    return c;
-}
-
-enum {
-    NSA__TO_K_CMP = NSA__AT_k_cmp_phi - NSA__AT_phi,
-    NSA__TO_V_CMP = NSA__AT_v_cmp_phi - NSA__AT_phi
-};
-
 static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
@@ -4936,11 +4956,6 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
     NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, &nsa__chain_win));
     if (forward) NSA__CHECK(nsa__select_check(&c.select, d, &nsa__chain_cmp));
     return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
-}
-
-static int nsa__same_view(const nsa_tensor *a, const nsa_tensor *b) {
-    return a->data == b->data && a->dtype == b->dtype && a->batch == b->batch &&
-           a->token == b->token && a->head == b->head;
 }
 
 /* For queries before this position slc and win both see every key. If K, V and the tile size are
@@ -5024,19 +5039,6 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     nsa__gate_run(NULL, &p.views.gate, d);
     return NSA_OK;
 }
-
-/* A gradient that several branches add to. Where its view is not of the real dtype the sum is taken
-   in workspace and added to the view once; views of the same memory share the sum. */
-enum {
-    NSA__SUM_Q,
-    NSA__SUM_K_CMP,
-    NSA__SUM_V_CMP,
-    NSA__SUM_K_SLC,
-    NSA__SUM_V_SLC,
-    NSA__SUM_K_WIN,
-    NSA__SUM_V_WIN,
-    NSA__SUMS
-};
 
 typedef struct nsa__sum {
     const nsa_tensor *to; /* the caller's view */

@@ -75,8 +75,7 @@ static __global__ void nsa__cuda_attend_rows_kernel(nsa__cuda_attend_params para
 #pragma unroll
     for (int step = 16; step; step /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
     if (params.dx.lse.data) { /* dlse / ds = p: ds = p (dout . v - delta + dlse) */
-        const float dlse =
-            *nsa__row_of<float>(params.dx.lse, seq.batch, seq.row + place, head);
+        const float dlse = *nsa__row_of<float>(params.dx.lse, seq.batch, seq.row + place, head);
         finite &= nsa__finite(dlse);
         delta -= dlse;
     }
@@ -281,8 +280,7 @@ template <typename T, int DK, int DV> struct nsa__cuda_dq_launch {
     static nsa_status launch(nsa__cuda_attend_params params, cudaStream_t stream) {
         using shape = nsa__cuda_dq_shape<T, DK, DV>;
         dim3 grid;
-        const nsa_status s = nsa__cuda_query_grid(&params, shape::TILE, &grid, stream);
-        if (s != NSA_OK) return s;
+        NSA__CHECK(nsa__cuda_query_grid(&params, shape::TILE, &grid, stream));
         const bool lists = params.branch == NSA__KEYS_SLC && !params.gathered;
         return nsa__cuda_status(NSA_LAUNCH((lists ? nsa__cuda_attend_dq_kernel<T, DK, DV, true>
                                                   : nsa__cuda_attend_dq_kernel<T, DK, DV, false>),
@@ -669,15 +667,14 @@ static void nsa__cuda_backward_plan(nsa__cuda_attend_params *params, const nsa_d
 
 static nsa_status nsa__cuda_attend_check_gradient(const nsa_attend *dx, const nsa_attend *x,
                                                   const nsa_desc *d, nsa__cuda_branch_keys branch,
-                                                  const nsa__cuda_attend_fields *at) {
+                                                  const nsa__attend_fields *at) {
     const unsigned dtypes = 1u << x->q.dtype | 1u << NSA_F32;
-    nsa_status s = nsa__cuda_check_rows(&dx->out, nsa__cuda_query_shape(d, d->heads, d->dim_v),
-                                        dtypes, 0, at->out | NSA__GRADIENT);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_check_gradient(&dx->q, &x->q, nsa__cuda_query_shape(d, d->heads, d->dim), at->q);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_check_gradient(&dx->k, &x->k, nsa__cuda_branch_shape(d, branch, d->dim), at->k);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_rows(&dx->out, nsa__cuda_query_shape(d, d->heads, d->dim_v), dtypes,
+                                    0, at->out | NSA__GRADIENT));
+    NSA__CHECK(
+        nsa__cuda_check_gradient(&dx->q, &x->q, nsa__cuda_query_shape(d, d->heads, d->dim), at->q));
+    NSA__CHECK(
+        nsa__cuda_check_gradient(&dx->k, &x->k, nsa__cuda_branch_shape(d, branch, d->dim), at->k));
     return nsa__cuda_check_gradient(&dx->v, &x->v, nsa__cuda_branch_shape(d, branch, d->dim_v),
                                     at->v);
 }
@@ -686,9 +683,7 @@ static nsa_status nsa__cuda_attend_rows(const nsa__cuda_attend_params *params,
                                         cudaStream_t stream) {
     dim3 grid;
     const int64_t rows = static_cast<int64_t>(params->d.count) * params->d.heads;
-    const nsa_status s =
-        nsa__cuda_grid(params->d.batch * nsa__cuda_ceil_div(rows, NSA__ROWS_WARPS), &grid);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_grid(params->d.batch * nsa__cuda_ceil_div(rows, NSA__ROWS_WARPS), &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_rows_kernel, grid,
                                        dim3(32 * NSA__ROWS_WARPS), 0, stream, *params));
 }
@@ -716,18 +711,14 @@ static nsa_status nsa__cuda_attend_backward_run(const nsa_attend *dx, const nsa_
 static nsa_status nsa__cuda_attend_backward(const nsa_attend *dx, const nsa_attend *x,
                                             const nsa_desc *d, nsa__cuda_branch_keys branch,
                                             void *workspace, size_t bytes, cudaStream_t stream) {
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    s = nsa__cuda_attend_check(x, d, branch, 0, &nsa__cuda_attend_names);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_attend_check_gradient(dx, x, d, branch, &nsa__cuda_attend_names);
-    if (s != NSA_OK) return s;
-    s = nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__cuda_query_shape(d, d->heads, 1));
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_check_workspace(nsa__cuda_attend_bytes(d, branch, nsa__cuda_backward_plan),
-                                  workspace, bytes);
+    NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 0, &nsa__attend_names));
+    NSA__CHECK(nsa__cuda_attend_check_gradient(dx, x, d, branch, &nsa__attend_names));
+    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__cuda_query_shape(d, d->heads, 1)));
+    nsa_status s = nsa__cuda_check_workspace(
+        nsa__cuda_attend_bytes(d, branch, nsa__cuda_backward_plan), workspace, bytes);
     return s == NSA_OK ? nsa__cuda_attend_backward_run(dx, x, d, branch, workspace, stream) : s;
 }
 

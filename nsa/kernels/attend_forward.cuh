@@ -207,8 +207,7 @@ template <typename T, int DK, int DV> struct nsa__cuda_forward_launch {
     static nsa_status launch(nsa__cuda_attend_params params, cudaStream_t stream) {
         using shape = nsa__cuda_forward_shape<T, DK, DV>;
         dim3 grid;
-        const nsa_status s = nsa__cuda_query_grid(&params, shape::TILE, &grid, stream);
-        if (s != NSA_OK) return s;
+        NSA__CHECK(nsa__cuda_query_grid(&params, shape::TILE, &grid, stream));
         const bool lists = params.branch == NSA__KEYS_SLC && !params.gathered;
         return nsa__cuda_status(
             NSA_LAUNCH((lists ? nsa__cuda_attend_forward_kernel<T, DK, DV, true>
@@ -239,8 +238,7 @@ static nsa_status nsa__cuda_attend_forward_run(const nsa_attend *x, const nsa_de
     nsa__cuda_attend_params params =
         nsa__cuda_attend_params_of(d, branch, nsa__cuda_forward_plan, workspace);
     params.x = *x;
-    const nsa_status s = nsa__cuda_attend_prepare(&params, stream);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_attend_prepare(&params, stream));
     if (params.chunk)
         return nsa__cuda_gather_run<nsa__cuda_forward_launch>(
             &params, nsa__cuda_gather_forward_kernel, stream);
@@ -250,13 +248,11 @@ static nsa_status nsa__cuda_attend_forward_run(const nsa_attend *x, const nsa_de
 static nsa_status nsa__cuda_attend_forward(const nsa_attend *x, const nsa_desc *d,
                                            nsa__cuda_branch_keys branch, void *workspace,
                                            size_t bytes, cudaStream_t stream) {
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    s = nsa__cuda_attend_check(x, d, branch, 1, &nsa__cuda_attend_names);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_check_workspace(nsa__cuda_attend_bytes(d, branch, nsa__cuda_forward_plan),
-                                  workspace, bytes);
+    NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 1, &nsa__attend_names));
+    nsa_status s = nsa__cuda_check_workspace(
+        nsa__cuda_attend_bytes(d, branch, nsa__cuda_forward_plan), workspace, bytes);
     return s == NSA_OK ? nsa__cuda_attend_forward_run(x, d, branch, workspace, stream) : s;
 }
 

@@ -146,8 +146,7 @@ static nsa_status nsa__cuda_query_grid(nsa__cuda_attend_params *params, int tile
     int64_t tiles = nsa__cuda_ceil_div(static_cast<int64_t>(params->d.count) * params->group, tile);
     if (params->gathered) {
         nsa__cuda_plan_reader_parts(params, tile / params->group);
-        const nsa_status s = nsa__cuda_invert_lists(params, stream);
-        if (s != NSA_OK) return s;
+        NSA__CHECK(nsa__cuda_invert_lists(params, stream));
         tiles = params->readers.max_parts;
     }
     return nsa__cuda_attend_grid(params, tiles, grid);
@@ -169,14 +168,11 @@ static nsa_status nsa__cuda_gather_run(const nsa__cuda_attend_params *all,
         params.x = nsa__cuda_queries_from(all->x, first);
         params.dx = nsa__cuda_queries_from(all->dx, first);
         if (params.rows) params.rows += first * d->heads;
-        nsa_status s = nsa__cuda_attend_choose<Run>(params, stream);
-        if (s != NSA_OK) return s;
+        NSA__CHECK(nsa__cuda_attend_choose<Run>(params, stream));
         const int64_t rows = static_cast<int64_t>(d->batch) * params.d.count * d->heads;
-        s = nsa__cuda_grid(nsa__cuda_ceil_div(rows, NSA__GATHER_WARPS), &grid);
-        if (s != NSA_OK) return s;
-        s = nsa__cuda_status(
-            NSA_LAUNCH(combine, grid, dim3(32 * NSA__GATHER_WARPS), 0, stream, params));
-        if (s != NSA_OK) return s;
+        NSA__CHECK(nsa__cuda_grid(nsa__cuda_ceil_div(rows, NSA__GATHER_WARPS), &grid));
+        NSA__CHECK(nsa__cuda_status(
+            NSA_LAUNCH(combine, grid, dim3(32 * NSA__GATHER_WARPS), 0, stream, params)));
     }
     return NSA_OK;
 }

@@ -629,23 +629,14 @@ static nsa_status nsa__cuda_attend_prepare(const nsa__cuda_attend_params *params
     nsa__cuda_attend_params scan = *params;
     dim3 grid;
     if (params->cmp_begins) {
-        const nsa_status s =
-            nsa__cuda_cmp_begins(&params->d, const_cast<int32_t *>(params->cmp_begins), stream);
-        if (s != NSA_OK) return s;
+        NSA__CHECK(
+            nsa__cuda_cmp_begins(&params->d, const_cast<int32_t *>(params->cmp_begins), stream));
     }
-    const nsa_status s =
-        nsa__cuda_attend_grid(&scan, nsa__cuda_ceil_div(params->bad_words, NSA__SCAN_WARPS), &grid);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_attend_grid(&scan, nsa__cuda_ceil_div(params->bad_words, NSA__SCAN_WARPS),
+                                     &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_scan_kernel, grid,
                                        dim3(32 * NSA__SCAN_WARPS), 0, stream, scan));
 }
-
-struct nsa__cuda_attend_fields {
-    int q, k, v, out, lse, blocks;
-};
-
-static const nsa__cuda_attend_fields nsa__cuda_attend_names = {
-    NSA__AT_q, NSA__AT_k, NSA__AT_v, NSA__AT_out, NSA__AT_lse, NSA__AT_blocks};
 
 static nsa__shape nsa__cuda_branch_shape(const nsa_desc *d, nsa__cuda_branch_keys branch,
                                          int width) {
@@ -655,19 +646,19 @@ static nsa__shape nsa__cuda_branch_shape(const nsa_desc *d, nsa__cuda_branch_key
 /* One dtype for all; what the lists hold is not looked at. */
 static nsa_status nsa__cuda_attend_check(const nsa_attend *x, const nsa_desc *d,
                                          nsa__cuda_branch_keys branch, int forward,
-                                         const nsa__cuda_attend_fields *at) {
+                                         const nsa__attend_fields *at) {
     const nsa__shape q = nsa__cuda_query_shape(d, d->heads, d->dim);
     const nsa__shape out = nsa__cuda_query_shape(d, d->heads, d->dim_v);
     const nsa__shape lse = nsa__cuda_query_shape(d, d->heads, 1);
     nsa_status s = nsa__cuda_check_rows(&x->q, q, NSA__CUDA_DTYPES, 0, at->q);
     if (s != NSA_OK || d->count == 0) return s;
     const unsigned same = 1u << x->q.dtype;
-    s = nsa__cuda_check_rows(&x->k, nsa__cuda_branch_shape(d, branch, d->dim), same, 0, at->k);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_check_rows(&x->v, nsa__cuda_branch_shape(d, branch, d->dim_v), same, 0, at->v);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__cuda_check_rows(&x->out, out, same, forward, at->out)) != NSA_OK) return s;
-    if ((s = nsa__check_view(&x->lse, lse, 1u << NSA_F32, forward, at->lse)) != NSA_OK) return s;
+    NSA__CHECK(
+        nsa__cuda_check_rows(&x->k, nsa__cuda_branch_shape(d, branch, d->dim), same, 0, at->k));
+    NSA__CHECK(
+        nsa__cuda_check_rows(&x->v, nsa__cuda_branch_shape(d, branch, d->dim_v), same, 0, at->v));
+    NSA__CHECK(nsa__cuda_check_rows(&x->out, out, same, forward, at->out));
+    NSA__CHECK(nsa__check_view(&x->lse, lse, 1u << NSA_F32, forward, at->lse));
     if (branch != NSA__KEYS_SLC) return NSA_OK;
     return nsa__check_view(&x->blocks,
                            nsa__cuda_query_shape(d, d->kv_heads, nsa_block_list_width(d)),

@@ -161,21 +161,16 @@ static nsa_status nsa__cuda_invert_lists(const nsa__cuda_attend_params *params,
                                          cudaStream_t stream) {
     nsa__cuda_attend_params by_chunk = *params, by_column = *params, by_pair = *params;
     dim3 chunks, columns, pairs;
-    nsa_status s = nsa__cuda_attend_grid(&by_chunk, params->readers.chunks, &chunks);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_attend_grid(
-        &by_column, nsa__cuda_ceil_div(params->readers.blocks, NSA__READERS_COLUMNS), &columns);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__cuda_attend_grid(&by_pair, 1, &pairs)) != NSA_OK) return s;
-    s = nsa__cuda_status(
-        NSA_LAUNCH(nsa__cuda_readers_kernel, chunks, dim3(32), 0, stream, by_chunk, false));
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_readers_columns_kernel, columns,
-                                    dim3(NSA__READERS_COLUMNS), 0, stream, by_column));
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_status(
-        NSA_LAUNCH(nsa__cuda_readers_begins_kernel, pairs, dim3(32), 0, stream, by_pair));
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_attend_grid(&by_chunk, params->readers.chunks, &chunks));
+    NSA__CHECK(nsa__cuda_attend_grid(
+        &by_column, nsa__cuda_ceil_div(params->readers.blocks, NSA__READERS_COLUMNS), &columns));
+    NSA__CHECK(nsa__cuda_attend_grid(&by_pair, 1, &pairs));
+    NSA__CHECK(nsa__cuda_status(
+        NSA_LAUNCH(nsa__cuda_readers_kernel, chunks, dim3(32), 0, stream, by_chunk, false)));
+    NSA__CHECK(nsa__cuda_status(NSA_LAUNCH(nsa__cuda_readers_columns_kernel, columns,
+                                           dim3(NSA__READERS_COLUMNS), 0, stream, by_column)));
+    NSA__CHECK(nsa__cuda_status(
+        NSA_LAUNCH(nsa__cuda_readers_begins_kernel, pairs, dim3(32), 0, stream, by_pair)));
     return nsa__cuda_status(
         NSA_LAUNCH(nsa__cuda_readers_kernel, chunks, dim3(32), 0, stream, by_chunk, true));
 }

@@ -9,70 +9,29 @@
 #include "gate.cuh"
 #include "select_blocks.cuh"
 
-/* The chain's views as its primitives see them, and what a status calls them. */
-struct nsa__cuda_chain {
-    nsa_attend cmp, slc, win;
-    nsa_select select;
-    nsa_gate gate;
-};
-
-static nsa__cuda_chain nsa__cuda_chain_of(const nsa_attention *x) {
-    const nsa__cuda_chain c = {
-        {x->q, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp, x->blocks},
-        {x->q, x->k_slc, x->v_slc, x->out_slc, x->lse_slc, x->blocks},
-        {x->q, x->k_win, x->v_win, x->out_win, x->lse_win, x->blocks},
-        {x->q, x->k_cmp.out, x->lse_cmp, x->blocks, {}},
-        {x->gates, x->out_cmp, x->out_slc, x->out_win, x->out}};
-    return c;
-}
-
-static const nsa__cuda_attend_fields nsa__cuda_chain_cmp = {NSA__AT_q,         NSA__AT_k_cmp_out,
-                                                            NSA__AT_v_cmp_out, NSA__AT_out_cmp,
-                                                            NSA__AT_lse_cmp,   NSA__AT_blocks};
-static const nsa__cuda_attend_fields nsa__cuda_chain_slc = {
-    NSA__AT_q, NSA__AT_k_slc, NSA__AT_v_slc, NSA__AT_out_slc, NSA__AT_lse_slc, NSA__AT_blocks};
-static const nsa__cuda_attend_fields nsa__cuda_chain_win = {
-    NSA__AT_q, NSA__AT_k_win, NSA__AT_v_win, NSA__AT_out_win, NSA__AT_lse_win, NSA__AT_blocks};
 static const nsa__cuda_select_fields nsa__cuda_chain_select = {NSA__AT_q, NSA__AT_k_cmp_out,
                                                                NSA__AT_lse_cmp, NSA__AT_blocks};
-static const nsa__cuda_gate_fields nsa__cuda_chain_gate = {
-    NSA__AT_gates, NSA__AT_out_cmp, NSA__AT_out_slc, NSA__AT_out_win, NSA__AT_out};
-
-enum {
-    NSA__CUDA_TO_K_CMP = NSA__AT_k_cmp_phi - NSA__AT_phi,
-    NSA__CUDA_TO_V_CMP = NSA__AT_v_cmp_phi - NSA__AT_phi
-};
 
 static nsa_status nsa__cuda_attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    s = nsa__cuda_compress_check_sizes(&x->k_cmp, d, NSA__CUDA_TO_K_CMP);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_compress_check_sizes(&x->v_cmp, d, NSA__CUDA_TO_V_CMP);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_compress_check_sizes(&x->k_cmp, d, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__cuda_compress_check_sizes(&x->v_cmp, d, NSA__TO_V_CMP));
     if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
     return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
 }
 
 static nsa_status nsa__cuda_attention_check(const nsa_attention *x, const nsa_desc *d,
                                             int forward) {
-    nsa_status s = nsa__cuda_attention_check_sizes(x, d);
-    if (s != NSA_OK) return s;
-    const nsa__cuda_chain c = nsa__cuda_chain_of(x);
-    s = nsa__cuda_compress_check(&x->k_cmp, d, forward, NSA__CUDA_TO_K_CMP);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_compress_check(&x->v_cmp, d, forward, NSA__CUDA_TO_V_CMP);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_attend_check(&c.cmp, d, NSA__KEYS_CMP, forward, &nsa__cuda_chain_cmp);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_attend_check(&c.slc, d, NSA__KEYS_SLC, forward, &nsa__cuda_chain_slc);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_attend_check(&c.win, d, NSA__KEYS_WIN, forward, &nsa__cuda_chain_win);
-    if (s != NSA_OK) return s;
-    if (forward && (s = nsa__cuda_select_check(&c.select, d, &nsa__cuda_chain_select)) != NSA_OK)
-        return s;
-    return nsa__cuda_gate_check(&c.gate, d, forward, &nsa__cuda_chain_gate);
+    NSA__CHECK(nsa__cuda_attention_check_sizes(x, d));
+    const nsa__chain c = nsa__chain_of(x);
+    NSA__CHECK(nsa__cuda_compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__cuda_compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__cuda_attend_check(&c.cmp, d, NSA__KEYS_CMP, forward, &nsa__chain_cmp));
+    NSA__CHECK(nsa__cuda_attend_check(&c.slc, d, NSA__KEYS_SLC, forward, &nsa__chain_slc));
+    NSA__CHECK(nsa__cuda_attend_check(&c.win, d, NSA__KEYS_WIN, forward, &nsa__chain_win));
+    if (forward) NSA__CHECK(nsa__cuda_select_check(&c.select, d, &nsa__cuda_chain_select));
+    return nsa__cuda_gate_check(&c.gate, d, forward, &nsa__chain_gate);
 }
 
 static size_t nsa__cuda_most(const size_t *sizes, size_t n) {
@@ -96,13 +55,11 @@ extern "C" size_t nsa_cuda_attention_forward_workspace_size(const nsa_attention 
 extern "C" nsa_status nsa_cuda_attention_forward(const nsa_attention *x, const nsa_desc *d,
                                                  void *workspace, size_t bytes,
                                                  cudaStream_t stream) {
-    nsa_status s = nsa__cuda_attention_check(x, d, 1);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_check_workspace(nsa_cuda_attention_forward_workspace_size(x, d), workspace,
-                                  bytes);
-    if (s != NSA_OK) return s;
-    const nsa__cuda_chain c = nsa__cuda_chain_of(x);
-    s = nsa__cuda_compress_forward_run(&x->k_cmp, d, workspace, stream);
+    NSA__CHECK(nsa__cuda_attention_check(x, d, 1));
+    NSA__CHECK(nsa__cuda_check_workspace(nsa_cuda_attention_forward_workspace_size(x, d), workspace,
+                                         bytes));
+    const nsa__chain c = nsa__chain_of(x);
+    nsa_status s = nsa__cuda_compress_forward_run(&x->k_cmp, d, workspace, stream);
     if (s == NSA_OK) s = nsa__cuda_compress_forward_run(&x->v_cmp, d, workspace, stream);
     if (s == NSA_OK) s = nsa__cuda_attend_forward_run(&c.cmp, d, NSA__KEYS_CMP, workspace, stream);
     if (s == NSA_OK) s = nsa__cuda_select_run(&c.select, d, workspace, stream);
@@ -113,19 +70,6 @@ extern "C" nsa_status nsa_cuda_attention_forward(const nsa_attention *x, const n
 
 /* ---- Backward ------------------------------------------------------------------------------- */
 
-/* A gradient that several branches add to. Where its view is not f32 the sum is taken in workspace
-   and added to the view once; views of the same memory share the sum. */
-enum {
-    NSA__CUDA_SUM_Q,
-    NSA__CUDA_SUM_K_CMP,
-    NSA__CUDA_SUM_V_CMP,
-    NSA__CUDA_SUM_K_SLC,
-    NSA__CUDA_SUM_V_SLC,
-    NSA__CUDA_SUM_K_WIN,
-    NSA__CUDA_SUM_V_WIN,
-    NSA__CUDA_SUMS
-};
-
 struct nsa__cuda_sum {
     nsa_tensor to;   /* the caller's view */
     nsa_tensor view; /* what the primitives add to */
@@ -134,7 +78,7 @@ struct nsa__cuda_sum {
 };
 
 struct nsa__cuda_chain_gradient {
-    nsa__cuda_sum sum[NSA__CUDA_SUMS];
+    nsa__cuda_sum sum[NSA__SUMS];
     nsa_tensor dbranch;        /* dout of the branch at hand, of the tensors' dtype */
     nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows, f32 */
     char *zeros;               /* sums, dk_cmp and dv_cmp lie in one piece */
@@ -155,44 +99,37 @@ static nsa_tensor nsa__cuda_take_tensor(nsa__cuda_arena *a, const nsa_desc *d, n
     return x;
 }
 
-static bool nsa__cuda_same_view(const nsa_tensor &a, const nsa_tensor &b) {
-    return a.data == b.data && a.dtype == b.dtype && a.batch == b.batch && a.token == b.token &&
-           a.head == b.head;
-}
-
 static void nsa__cuda_chain_gradient_plan(nsa__cuda_chain_gradient *g, const nsa_attention *dx,
                                           const nsa_attention *x, const nsa_desc *d,
                                           nsa__cuda_arena *a) {
-    const nsa_tensor to[NSA__CUDA_SUMS] = {dx->q,     dx->k_cmp.x, dx->v_cmp.x, dx->k_slc,
-                                           dx->v_slc, dx->k_win,   dx->v_win};
+    const nsa_tensor to[NSA__SUMS] = {dx->q,     dx->k_cmp.x, dx->v_cmp.x, dx->k_slc,
+                                      dx->v_slc, dx->k_win,   dx->v_win};
     const int query_rows = d->begins ? d->tokens : d->count;
     const int blocks = nsa_cmp_count(d, d->tokens);
     const size_t first = a->used;
     g->zeros = a->base ? a->base + first : NULL;
     g->dk_cmp = nsa__cuda_take_tensor(a, d, NSA_F32, blocks, d->kv_heads, d->dim);
     g->dv_cmp = nsa__cuda_take_tensor(a, d, NSA_F32, blocks, d->kv_heads, d->dim_v);
-    for (int i = 0; i < NSA__CUDA_SUMS; i++) {
+    for (int i = 0; i < NSA__SUMS; i++) {
         nsa__cuda_sum *sum = &g->sum[i];
         sum->to = sum->view = to[i];
         sum->owner = false;
-        sum->heads = i == NSA__CUDA_SUM_Q ? d->heads : d->kv_heads;
+        sum->heads = i == NSA__SUM_Q ? d->heads : d->kv_heads;
         sum->width =
-            i == NSA__CUDA_SUM_V_CMP || i == NSA__CUDA_SUM_V_SLC || i == NSA__CUDA_SUM_V_WIN
-                ? d->dim_v
-                : d->dim;
+            i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
         if (!to[i].data || to[i].dtype == NSA_F32) continue;
         int same = i; /* q has rows of its own; of the keys the first of this view holds the sum.
                          Rows of another width in the same memory have their own */
-        for (int other = i - 1; other > NSA__CUDA_SUM_Q; other--)
-            if (nsa__cuda_same_view(to[other], to[i]) && g->sum[other].width == sum->width)
+        for (int other = i - 1; other > NSA__SUM_Q; other--)
+            if (nsa__same_view(&to[other], &to[i]) && g->sum[other].width == sum->width)
                 same = other;
         if (same < i) {
             sum->view = g->sum[same].view;
             continue;
         }
         sum->owner = true;
-        sum->view = nsa__cuda_take_tensor(
-            a, d, NSA_F32, i == NSA__CUDA_SUM_Q ? query_rows : d->tokens, sum->heads, sum->width);
+        sum->view = nsa__cuda_take_tensor(a, d, NSA_F32, i == NSA__SUM_Q ? query_rows : d->tokens,
+                                          sum->heads, sum->width);
     }
     g->zero_bytes = a->used - first;
     g->dbranch = nsa__cuda_take_tensor(a, d, x->q.dtype, query_rows, d->heads, d->dim_v);
@@ -236,10 +173,8 @@ static nsa_status nsa__cuda_attention_gradient_check(const nsa_attention *dx,
                                         NSA__FLOATS, 0, NSA__AT_out | NSA__GRADIENT);
     for (size_t i = 0; s == NSA_OK && i < sizeof views / sizeof *views; i++)
         s = nsa__cuda_check_gradient(views[i].dx, views[i].x, views[i].shape, views[i].field);
-    if (s == NSA_OK)
-        s = nsa__cuda_compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__CUDA_TO_K_CMP);
-    if (s == NSA_OK)
-        s = nsa__cuda_compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__CUDA_TO_V_CMP);
+    if (s == NSA_OK) s = nsa__cuda_compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP);
+    if (s == NSA_OK) s = nsa__cuda_compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
     if (s != NSA_OK || !dx->gates.data) return s;
     return nsa__check_view(&dx->gates, nsa__cuda_query_shape(d, d->gate_heads, 3),
                            1u << NSA_F32 | 1u << x->gates.dtype, 1, NSA__AT_gates | NSA__GRADIENT);
@@ -247,11 +182,10 @@ static nsa_status nsa__cuda_attention_gradient_check(const nsa_attention *dx,
 
 /* One branch: its share of dout from the gate (with the first also dlogits), then its own
    backward. */
-static nsa_status nsa__cuda_chain_branch(const nsa__cuda_chain_gradient *g,
-                                         const nsa__cuda_chain *c, const nsa_attention *dx,
-                                         const nsa_desc *d, nsa__cuda_branch_keys branch,
-                                         nsa_tensor dk, nsa_tensor dv, void *rest,
-                                         cudaStream_t stream) {
+static nsa_status nsa__cuda_chain_branch(const nsa__cuda_chain_gradient *g, const nsa__chain *c,
+                                         const nsa_attention *dx, const nsa_desc *d,
+                                         nsa__cuda_branch_keys branch, nsa_tensor dk, nsa_tensor dv,
+                                         void *rest, cudaStream_t stream) {
     nsa_gate dgate = {};
     nsa_attend dattend = {};
     dgate.out = dx->out;
@@ -259,10 +193,9 @@ static nsa_status nsa__cuda_chain_branch(const nsa__cuda_chain_gradient *g,
     (branch == NSA__KEYS_CMP   ? dgate.cmp
      : branch == NSA__KEYS_SLC ? dgate.slc
                                : dgate.win) = g->dbranch;
-    const nsa_status s = nsa__cuda_gate_backward_run(&dgate, &c->gate, d, false, stream);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_gate_backward_run(&dgate, &c->gate, d, false, stream));
     dattend.out = g->dbranch;
-    dattend.q = g->sum[NSA__CUDA_SUM_Q].view;
+    dattend.q = g->sum[NSA__SUM_Q].view;
     dattend.k = dk;
     dattend.v = dv;
     const nsa_attend &x = branch == NSA__KEYS_CMP   ? c->cmp
@@ -300,17 +233,17 @@ static __global__ void nsa__cuda_flush_kernel(nsa_desc d, nsa__cuda_sum sum, boo
 static nsa_status nsa__cuda_chain_flush(const nsa__cuda_chain_gradient *g, const nsa_desc *d,
                                         cudaStream_t stream) {
     nsa_status s = NSA_OK;
-    for (int i = 0; s == NSA_OK && i < NSA__CUDA_SUMS; i++) {
+    for (int i = 0; s == NSA_OK && i < NSA__SUMS; i++) {
         const nsa__cuda_sum *sum = &g->sum[i];
-        const int64_t rows = i == NSA__CUDA_SUM_Q ? d->count : d->tokens;
+        const int64_t rows = i == NSA__SUM_Q ? d->count : d->tokens;
         if (!sum->owner || rows == 0) continue;
         dim3 grid;
-        s = nsa__cuda_grid(d->batch * nsa__cuda_ceil_div(rows * sum->heads * (sum->width / 8),
+        NSA__CHECK(
+            nsa__cuda_grid(d->batch * nsa__cuda_ceil_div(rows * sum->heads * (sum->width / 8),
                                                          NSA__CUDA_FLUSH_THREADS),
-                           &grid);
-        if (s != NSA_OK) return s;
+                           &grid));
         s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_flush_kernel, grid, dim3(NSA__CUDA_FLUSH_THREADS),
-                                        0, stream, *d, *sum, i == NSA__CUDA_SUM_Q));
+                                        0, stream, *d, *sum, i == NSA__SUM_Q));
     }
     return s;
 }
@@ -330,23 +263,23 @@ extern "C" nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
     nsa__cuda_chain_gradient_plan(&g, dx, x, d, &a);
     char *rest = a.base + g.own;
-    const nsa__cuda_chain c = nsa__cuda_chain_of(x);
+    const nsa__chain c = nsa__chain_of(x);
     const nsa__cuda_sum *sum = g.sum;
     if (g.zero_bytes) s = nsa__cuda_status(cudaMemsetAsync(g.zeros, 0, g.zero_bytes, stream));
     if (s == NSA_OK)
         s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_CMP, g.dk_cmp, g.dv_cmp, rest, stream);
     if (s == NSA_OK)
-        s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_SLC, sum[NSA__CUDA_SUM_K_SLC].view,
-                                   sum[NSA__CUDA_SUM_V_SLC].view, rest, stream);
+        s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_SLC, sum[NSA__SUM_K_SLC].view,
+                                   sum[NSA__SUM_V_SLC].view, rest, stream);
     if (s == NSA_OK)
-        s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_WIN, sum[NSA__CUDA_SUM_K_WIN].view,
-                                   sum[NSA__CUDA_SUM_V_WIN].view, rest, stream);
+        s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_WIN, sum[NSA__SUM_K_WIN].view,
+                                   sum[NSA__SUM_V_WIN].view, rest, stream);
     if (s == NSA_OK)
-        s = nsa__cuda_chain_compress(&dx->k_cmp, &x->k_cmp, d, g.dk_cmp,
-                                     sum[NSA__CUDA_SUM_K_CMP].view, rest, stream);
+        s = nsa__cuda_chain_compress(&dx->k_cmp, &x->k_cmp, d, g.dk_cmp, sum[NSA__SUM_K_CMP].view,
+                                     rest, stream);
     if (s == NSA_OK)
-        s = nsa__cuda_chain_compress(&dx->v_cmp, &x->v_cmp, d, g.dv_cmp,
-                                     sum[NSA__CUDA_SUM_V_CMP].view, rest, stream);
+        s = nsa__cuda_chain_compress(&dx->v_cmp, &x->v_cmp, d, g.dv_cmp, sum[NSA__SUM_V_CMP].view,
+                                     rest, stream);
     return s == NSA_OK ? nsa__cuda_chain_flush(&g, d, stream) : s;
 }
 

@@ -142,8 +142,7 @@ static nsa_status nsa__cuda_cmp_begins(const nsa_desc *d, int32_t *cmp_begins,
 
 extern "C" nsa_status nsa_cuda_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
                                          int32_t *indices, float *weights, cudaStream_t stream) {
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (tokens < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_tokens);
     const int64_t entries = nsa_block_map_size(d, tokens);
     if (entries > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
@@ -157,8 +156,7 @@ extern "C" nsa_status nsa_cuda_block_map(const nsa_desc *d, int tokens, int32_t 
 
 extern "C" nsa_status nsa_cuda_cmp_begins(const nsa_desc *d, int32_t *cmp_begins,
                                           cudaStream_t stream) {
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!cmp_begins) return nsa__error(NSA_ERROR_NULL, NSA__AT_cmp_begins);
     const int64_t rows = static_cast<int64_t>(d->batch) * nsa_cmp_count(d, d->tokens);
     if (!d->begins && rows > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);

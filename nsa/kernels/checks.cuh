@@ -74,8 +74,7 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     nsa_desc host = *d;
     host.begins = NULL;
     host.isa = NSA_ISA_DETECT;
-    const nsa_status s = nsa_desc_check(&host);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa_desc_check(&host));
     if (d->dim % 8 || d->dim > NSA_CUDA_MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
     if (d->dim_v % 8 || d->dim_v > NSA_CUDA_MAX_DIM)
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim_v);

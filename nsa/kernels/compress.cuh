@@ -137,8 +137,7 @@ static nsa_status nsa__cuda_filter_forward(const nsa_compress *x, const nsa_desc
     const nsa__cuda_filter_plan p = nsa__cuda_filter_plan_of(x, d, 0, &a);
     dim3 grid;
     nsa_status s = nsa__cuda_filter_grid(d, nsa_cmp_count(d, d->tokens), x->dim, &grid);
-    if (s == NSA_OK && d->begins) s = nsa__cuda_cmp_begins(d, p.cmp_begins, stream);
-    if (s != NSA_OK) return s;
+    if (s == NSA_OK && d->begins) NSA__CHECK(nsa__cuda_cmp_begins(d, p.cmp_begins, stream));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_filter_forward_kernel, grid,
                                        dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, p.cmp_begins));
 }
@@ -151,17 +150,16 @@ static nsa_status nsa__cuda_filter_backward(const nsa_compress *dx, const nsa_co
     nsa_status s = d->begins ? nsa__cuda_cmp_begins(d, p.cmp_begins, stream) : NSA_OK;
     dim3 grid;
     if (s == NSA_OK && dx->x.data) {
-        if ((s = nsa__cuda_filter_grid(d, d->tokens, x->dim, &grid)) != NSA_OK) return s;
+        NSA__CHECK(nsa__cuda_filter_grid(d, d->tokens, x->dim, &grid));
         s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_filter_input_gradient_kernel, grid,
                                         dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, *dx,
                                         p.cmp_begins));
     }
     if (s != NSA_OK || x->phi != NSA_PHI_CONV || (!dx->w1.data && !dx->b1.data)) return s;
     const int64_t rows = d->cmp_block + int64_t(1), part = rows * x->dim;
-    s = nsa__cuda_grid(p.part_count * d->kv_heads *
-                           nsa__cuda_ceil_div(rows * (x->dim / 8), NSA__FILTER_THREADS),
-                       &grid);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_grid(p.part_count * d->kv_heads *
+                                  nsa__cuda_ceil_div(rows * (x->dim / 8), NSA__FILTER_THREADS),
+                              &grid));
     s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_conv_parameter_gradient_kernel, grid,
                                     dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, dx->out, p.parts,
                                     p.part_count, p.chunks, p.cmp_begins));
@@ -197,8 +195,7 @@ static int nsa__cuda_parameters(const nsa_compress *dx, const nsa_compress *x, c
 
 static nsa_status nsa__cuda_compress_check_sizes(const nsa_compress *x, const nsa_desc *d,
                                                  int base) {
-    const nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (static_cast<unsigned>(x->phi) > NSA_PHI_MLP)
         return nsa__error(NSA_ERROR_OPTION, base + NSA__AT_phi);
@@ -290,23 +287,20 @@ static nsa_status nsa__cuda_compress_backward_run(const nsa_compress *dx, const 
 extern "C" nsa_status nsa_cuda_compress_forward(const nsa_compress *x, const nsa_desc *d,
                                                 void *workspace, size_t bytes,
                                                 cudaStream_t stream) {
-    nsa_status s = nsa__cuda_compress_check(x, d, 1, 0);
-    if (s != NSA_OK) return s;
-    s = nsa__cuda_check_workspace(nsa__cuda_compress_bytes(x, d, 0), workspace, bytes);
+    NSA__CHECK(nsa__cuda_compress_check(x, d, 1, 0));
+    nsa_status s = nsa__cuda_check_workspace(nsa__cuda_compress_bytes(x, d, 0), workspace, bytes);
     return s == NSA_OK ? nsa__cuda_compress_forward_run(x, d, workspace, stream) : s;
 }
 
 extern "C" nsa_status nsa_cuda_compress_backward(const nsa_compress *dx, const nsa_compress *x,
                                                  const nsa_desc *d, void *workspace, size_t bytes,
                                                  cudaStream_t stream) {
-    nsa_status s = nsa__cuda_compress_check(x, d, 0, 0);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_compress_check(x, d, 0, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    s = nsa__cuda_check_rows(&dx->out, nsa__cuda_cmp_shape(d, x->dim), NSA__FLOATS, 0,
-                             NSA__AT_out | NSA__GRADIENT);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__cuda_compress_gradient_check(dx, x, d, 0)) != NSA_OK) return s;
-    s = nsa__cuda_check_workspace(nsa__cuda_compress_bytes(x, d, 1), workspace, bytes);
+    NSA__CHECK(nsa__cuda_check_rows(&dx->out, nsa__cuda_cmp_shape(d, x->dim), NSA__FLOATS, 0,
+                                    NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__cuda_compress_gradient_check(dx, x, d, 0));
+    nsa_status s = nsa__cuda_check_workspace(nsa__cuda_compress_bytes(x, d, 1), workspace, bytes);
     return s == NSA_OK ? nsa__cuda_compress_backward_run(dx, x, d, workspace, stream) : s;
 }
 

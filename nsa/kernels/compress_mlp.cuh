@@ -312,8 +312,7 @@ template <typename T>
 static nsa_status nsa__cuda_mlp_hidden(const nsa_compress *x, const nsa_desc *d,
                                        const nsa__cuda_mlp_plan *p, float *slope,
                                        cudaStream_t stream) {
-    const nsa_status s = nsa__cuda_mlp_prepare(x, d, p, stream);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_mlp_prepare(x, d, p, stream));
     const nsa__cuda_gemm_shape shape = {p->rows, x->hidden, p->flat, 1, d->kv_heads, p->count};
     const nsa__cuda_mlp_hidden_done<T> done = {p->bias, static_cast<T *>(p->act), slope, p->rows,
                                                x->hidden};
@@ -327,8 +326,7 @@ static nsa_status nsa__cuda_mlp_forward_as(const nsa_compress *x, const nsa_desc
                                            void *workspace, cudaStream_t stream) {
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
     const nsa__cuda_mlp_plan p = nsa__cuda_mlp_plan_of(x, d, 0, &a);
-    const nsa_status s = nsa__cuda_mlp_hidden<T>(x, d, &p, NULL, stream);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_mlp_hidden<T>(x, d, &p, NULL, stream));
     const nsa__cuda_gemm_shape shape = {p.rows, x->dim, x->hidden, 1, d->kv_heads, p.count};
     const nsa__cuda_mlp_out_done<T> done = {x->out, x->b2, p.gather};
     return nsa__cuda_gemm_run<T, true, true>(nsa__cuda_packed_operand(p.act, p.rows, x->hidden),
@@ -340,16 +338,13 @@ static nsa_status nsa__cuda_mlp_forward_as(const nsa_compress *x, const nsa_desc
 template <typename T>
 static nsa_status nsa__cuda_mlp_dh(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
                                    const nsa__cuda_mlp_plan *p, cudaStream_t stream) {
-    nsa_status s = nsa__cuda_mlp_hidden<T>(x, d, p, p->slope, stream);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_mlp_hidden<T>(x, d, p, p->slope, stream));
     dim3 grid;
     const int64_t items = static_cast<int64_t>(d->kv_heads) * p->rows * (x->dim / 8);
-    if ((s = nsa__cuda_grid(nsa__cuda_ceil_div(items, NSA__MLP_THREADS), &grid)) != NSA_OK)
-        return s;
-    s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_mlp_dout_kernel, grid, dim3(NSA__MLP_THREADS), 0,
-                                    stream, dx->out, x->x.dtype, d->kv_heads, x->dim, p->rows,
-                                    p->gather, p->count, p->dout));
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_grid(nsa__cuda_ceil_div(items, NSA__MLP_THREADS), &grid));
+    NSA__CHECK(nsa__cuda_status(NSA_LAUNCH(nsa__cuda_mlp_dout_kernel, grid, dim3(NSA__MLP_THREADS),
+                                           0, stream, dx->out, x->x.dtype, d->kv_heads, x->dim,
+                                           p->rows, p->gather, p->count, p->dout)));
     const nsa__cuda_gemm_shape shape = {p->rows, x->hidden, x->dim, 1, d->kv_heads, p->count};
     const nsa__cuda_mlp_dh_done<T> done = {p->slope, static_cast<T *>(p->dh), p->rows, x->hidden};
     return nsa__cuda_gemm_run<T, true, false>(nsa__cuda_packed_operand(p->dout, p->rows, x->dim),
@@ -382,8 +377,7 @@ static nsa_status nsa__cuda_mlp_column_sums(const void *rows, int width, const n
                                             cudaStream_t stream) {
     dim3 grid;
     const int64_t items = static_cast<int64_t>(p->column_parts) * d->kv_heads * (width / 8);
-    const nsa_status s = nsa__cuda_grid(nsa__cuda_ceil_div(items, NSA__MLP_THREADS), &grid);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_grid(nsa__cuda_ceil_div(items, NSA__MLP_THREADS), &grid));
     return nsa__cuda_status(
         NSA_LAUNCH(nsa__cuda_mlp_column_sums_kernel, grid, dim3(NSA__MLP_THREADS), 0, stream, rows,
                    x->x.dtype, d->kv_heads, p->rows, width, p->column_parts, p->count, p->parts));
@@ -409,8 +403,7 @@ static nsa_status nsa__cuda_mlp_biases(const nsa_compress *dx, const nsa_compres
     dim3 grid;
     if (s == NSA_OK && dx->pos.data) {
         const int64_t items = static_cast<int64_t>(dx->pos.head ? d->kv_heads : 1) * (p->flat / 8);
-        if ((s = nsa__cuda_grid(nsa__cuda_ceil_div(items, NSA__MLP_THREADS), &grid)) != NSA_OK)
-            return s;
+        NSA__CHECK(nsa__cuda_grid(nsa__cuda_ceil_div(items, NSA__MLP_THREADS), &grid));
         s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_mlp_dpos_kernel, grid, dim3(NSA__MLP_THREADS), 0,
                                         stream, *x, dx->pos, d->kv_heads, p->flat, p->dh_sum));
     }

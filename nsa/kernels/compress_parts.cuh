@@ -61,8 +61,7 @@ static nsa_status nsa__cuda_add_parts(const nsa__cuda_parts *p,
     const nsa__cuda_outer_product none = {};
     const int64_t units = p->rows * (p->width / 8) * (to->head ? p->heads : 1);
     dim3 grid;
-    const nsa_status s = nsa__cuda_grid(nsa__cuda_ceil_div(units, NSA__PARTS_THREADS), &grid);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_grid(nsa__cuda_ceil_div(units, NSA__PARTS_THREADS), &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_add_parts_kernel, grid, dim3(NSA__PARTS_THREADS),
                                        0, stream, *p, outer ? *outer : none, *to));
 }

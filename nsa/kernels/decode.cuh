@@ -233,7 +233,7 @@ static nsa_status nsa__cuda_decode_attend(const nsa_attention *x, const nsa_cach
                                    &one.out_slc, &one.out_win, &one.lse_cmp, &one.lse_slc,
                                    &one.lse_win, &one.out};
     for (nsa_tensor *view : queries) *view = nsa__cuda_rows_from(*view, first);
-    const nsa__cuda_chain c = nsa__cuda_chain_of(&one);
+    const nsa__chain c = nsa__chain_of(&one);
     const nsa__cuda_places places = {p->step.places};
     const struct {
         nsa__cuda_decode_params *params;

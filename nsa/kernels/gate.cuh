@@ -127,23 +127,14 @@ static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, ns
     }
 }
 
-/* Which fields a status names: the chain's views have other names than its primitives'. */
-struct nsa__cuda_gate_fields {
-    int logits, cmp, slc, win, out;
-};
-
-static const nsa__cuda_gate_fields nsa__cuda_gate_names = {NSA__AT_logits, NSA__AT_cmp, NSA__AT_slc,
-                                                           NSA__AT_win, NSA__AT_out};
-
 static nsa_status nsa__cuda_gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
-                                       const nsa__cuda_gate_fields *at) {
+                                       const nsa__gate_fields *at) {
     const nsa__shape shape = nsa__cuda_query_shape(d, d->heads, d->dim_v);
     const nsa__shape logits = nsa__cuda_query_shape(d, d->gate_heads, 3);
-    nsa_status s = nsa__check_view(&x->logits, logits, NSA__FLOATS, 0, at->logits);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__cuda_check_rows(&x->cmp, shape, NSA__FLOATS, 0, at->cmp)) != NSA_OK) return s;
-    if ((s = nsa__cuda_check_rows(&x->slc, shape, NSA__FLOATS, 0, at->slc)) != NSA_OK) return s;
-    if ((s = nsa__cuda_check_rows(&x->win, shape, NSA__FLOATS, 0, at->win)) != NSA_OK) return s;
+    NSA__CHECK(nsa__check_view(&x->logits, logits, NSA__FLOATS, 0, at->logits));
+    NSA__CHECK(nsa__cuda_check_rows(&x->cmp, shape, NSA__FLOATS, 0, at->cmp));
+    NSA__CHECK(nsa__cuda_check_rows(&x->slc, shape, NSA__FLOATS, 0, at->slc));
+    NSA__CHECK(nsa__cuda_check_rows(&x->win, shape, NSA__FLOATS, 0, at->win));
     return forward ? nsa__cuda_check_rows(&x->out, shape, NSA__FLOATS, 1, at->out) : NSA_OK;
 }
 
@@ -159,8 +150,7 @@ static nsa_status nsa__cuda_gate_forward_run(const nsa_gate *x, const nsa_desc *
     if (d->count == 0) return NSA_OK;
     const int team = nsa__cuda_gate_team(d->dim_v);
     dim3 grid;
-    const nsa_status s = nsa__cuda_gate_grid(d, d->heads, team, &grid);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_gate_grid(d, d->heads, team, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_forward_kernel, grid, dim3(NSA__GATE_THREADS),
                                        0, stream, *d, *x, team, places));
 }
@@ -169,8 +159,7 @@ static nsa_status nsa__cuda_gate_backward_run(const nsa_gate *dx, const nsa_gate
     if (d->count == 0) return NSA_OK;
     const int team = nsa__cuda_gate_team(d->dim_v);
     dim3 grid;
-    const nsa_status s = nsa__cuda_gate_grid(d, d->gate_heads, team, &grid);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_gate_grid(d, d->gate_heads, team, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_backward_kernel, grid,
                                        dim3(NSA__GATE_THREADS), 0, stream, *d, *x, *dx, team,
                                        adds));
@@ -178,10 +167,9 @@ static nsa_status nsa__cuda_gate_backward_run(const nsa_gate *dx, const nsa_gate
 
 extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d,
                                             cudaStream_t stream) {
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if ((s = nsa__cuda_gate_check(x, d, 1, &nsa__cuda_gate_names)) != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_gate_check(x, d, 1, &nsa__gate_names));
     return nsa__cuda_gate_forward_run(x, d, {NULL}, stream);
 }
 
@@ -191,7 +179,7 @@ extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate 
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    if ((s = nsa__cuda_gate_check(x, d, 0, &nsa__cuda_gate_names)) != NSA_OK) return s;
+    if ((s = nsa__cuda_gate_check(x, d, 0, &nsa__gate_names)) != NSA_OK) return s;
     const nsa__shape shape = nsa__cuda_query_shape(d, d->heads, d->dim_v);
     const nsa__shape logits = nsa__cuda_query_shape(d, d->gate_heads, 3);
     s = nsa__cuda_check_rows(&dx->out, shape, NSA__FLOATS, 0, NSA__AT_out | NSA__GRADIENT);

@@ -72,10 +72,9 @@ static __global__ void nsa__cuda_rope_kernel(nsa_desc d, nsa_rope x, nsa_tensor 
 }
 
 static nsa_status nsa__cuda_rope_check(const nsa_rope *x, const nsa_desc *d) {
-    nsa_status s = nsa__cuda_check_desc(d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if ((s = nsa__rope_check_options(x)) != NSA_OK) return s;
+    NSA__CHECK(nsa__rope_check_options(x));
     if (x->dim % 8) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
     if (!nsa__fits(d->batch, d->tokens, x->heads, x->dim))
         return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_heads);
@@ -97,8 +96,7 @@ static nsa_status nsa__cuda_rope_run(const nsa_rope *x, const nsa_desc *d, const
     const int64_t row_blocks =
         nsa__cuda_ceil_div(static_cast<int64_t>(d->count) * (x->dim / 8), NSA__ROPE_THREADS);
     dim3 grid;
-    const nsa_status s = nsa__cuda_grid(d->batch * head_blocks * row_blocks, &grid);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_grid(d->batch * head_blocks * row_blocks, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rope_kernel<BACKWARD>, grid,
                                        dim3(NSA__ROPE_THREADS), 0, stream, *d, *x, *from, *to,
                                        table));
@@ -106,24 +104,21 @@ static nsa_status nsa__cuda_rope_run(const nsa_rope *x, const nsa_desc *d, const
 
 extern "C" nsa_status nsa_cuda_rope_forward(const nsa_rope *x, const nsa_desc *d,
                                             cudaStream_t stream) {
-    nsa_status s = nsa__cuda_rope_check(x, d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_rope_check(x, d));
     const nsa__shape shape = nsa__cuda_query_shape(d, x->heads, x->dim);
-    if ((s = nsa__cuda_check_rows(&x->x, shape, NSA__FLOATS, 0, NSA__AT_x)) != NSA_OK) return s;
-    if ((s = nsa__cuda_check_rows(&x->out, shape, NSA__FLOATS, 1, NSA__AT_out)) != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_rows(&x->x, shape, NSA__FLOATS, 0, NSA__AT_x));
+    NSA__CHECK(nsa__cuda_check_rows(&x->out, shape, NSA__FLOATS, 1, NSA__AT_out));
     return nsa__cuda_rope_run<false>(x, d, &x->x, &x->out, stream);
 }
 
 /* dx.x += R^T dx.out */
 extern "C" nsa_status nsa_cuda_rope_backward(const nsa_rope *dx, const nsa_rope *x,
                                              const nsa_desc *d, cudaStream_t stream) {
-    nsa_status s = nsa__cuda_rope_check(x, d);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_rope_check(x, d));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     const nsa__shape shape = nsa__cuda_query_shape(d, x->heads, x->dim);
-    s = nsa__cuda_check_rows(&dx->out, shape, NSA__FLOATS, 0, NSA__AT_out | NSA__GRADIENT);
-    if (s != NSA_OK) return s;
-    if ((s = nsa__cuda_check_gradient(&dx->x, &x->x, shape, NSA__AT_x)) != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_rows(&dx->out, shape, NSA__FLOATS, 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__cuda_check_gradient(&dx->x, &x->x, shape, NSA__AT_x));
     return dx->x.data ? nsa__cuda_rope_run<true>(x, d, &dx->out, &dx->x, stream) : NSA_OK;
 }
 
