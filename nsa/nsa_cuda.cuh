@@ -21,7 +21,11 @@
      and the structs are the host's, and so is what *_workspace_size returns.
    - A call only launches, on the stream given: no allocation, no wait, no copy between host and
      device; it can be captured in a CUDA graph. NSA_OK says that the launches were accepted,
-     NSA_ERROR_CUDA that the runtime refused one: cudaGetLastError says why.
+     NSA_ERROR_CUDA that the runtime refused one: cudaGetLastError says why. The launches before it
+     have run, so outputs may be partly written; any other error has touched nothing.
+   - The stream's device must be current (cudaSetDevice): kernels are loaded onto the current
+     device. The first call of a kind loads its kernels, which takes long and may not be captured;
+     nsa_cuda_load and nsa_cuda_load_decode do it ahead of time.
    - What lies on the device is not checked on the host: begins and block lists may hold anything,
      and no kernel leaves its views' rows for it (packed rows end at begins[B], which is trusted;
      compressed rows are as many as begins amount to, batch x nsa_cmp_count(tokens) at most).
@@ -44,6 +48,7 @@
      NSA_CUDA_NO_F32, NSA_CUDA_NO_BF16, NSA_CUDA_NO_F16
                          leave a dtype out of attention, selection and mlp
      NSA_CUDA_MAX_DIM    the largest dim and dim_v: 64, 128, 192 or 256 (the default)
+     NSA_CUDA_QUIET      no message if code is compiled for plain sm_90, which has no wgmma
 */
 #ifndef NSA_CUDA_CUH
 #define NSA_CUDA_CUH
@@ -156,6 +161,11 @@ nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const nsa_attent
                                        const nsa_desc *d, void *workspace, size_t bytes,
                                        nsa_cuda_stream stream);
 
+/* Loads onto the current device the kernels that nsa_cuda_attention_forward(x, d) and, unless dx is
+   NULL, nsa_cuda_attention_backward(dx, x, d) launch. It checks its arguments as they do, launches
+   nothing and touches no view. Call it before a capture, and before times are taken. */
+nsa_status nsa_cuda_load(const nsa_attention *dx, const nsa_attention *x, const nsa_desc *d);
+
 /* ---- Decoding --------------------------------------------------------------------------------
    The cache's memory, lengths included, lies on the device; so do counts, reads and verdict. The
    host does not know lengths, so what hangs on them is refused on the device: `verdict`, unless it
@@ -179,6 +189,9 @@ nsa_status nsa_cuda_decode(const nsa_attention *x, nsa_cache *cache, int count,
                            const int32_t *counts, nsa_reads *reads, nsa_status *verdict,
                            void *workspace, size_t bytes, nsa_cuda_stream stream);
 
+/* The same for the kernels of nsa_cuda_decode(x, cache, count). */
+nsa_status nsa_cuda_load_decode(const nsa_attention *x, nsa_cache *cache, int count);
+
 #ifdef __cplusplus
 }
 #endif
@@ -201,5 +214,6 @@ nsa_status nsa_cuda_decode(const nsa_attention *x, nsa_cache *cache, int count,
 #include "kernels/gate.cuh"
 #include "kernels/attention.cuh"
 #include "kernels/decode.cuh"
+#include "kernels/load.cuh"
 
 #endif

@@ -22,8 +22,8 @@ import sys
 from check_docs import anchor
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Of kernels/: what tells nvcc from the host, and Hopper's products of a warpgroup. The CPU needs neither.
-WITHOUT_TWIN = {"common", "warpgroup"}
+# Of kernels/: what tells nvcc from the host, loading, Hopper's products of a warpgroup. The CPU needs none.
+WITHOUT_TWIN = {"common", "load", "warpgroup"}
 BRANCHES = "attend_branches"  # the kernel file of every attend_X
 
 

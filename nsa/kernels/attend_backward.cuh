@@ -3,18 +3,19 @@
    Not here: which keys (attend_keys.cuh), which queries read a block (attend_readers.cuh), forward
    (attend_forward.cuh).
 
-   With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
-     dv[s] = sum_t p dout[t]    ds = p (dout . v[s] - delta)    dq[t] = scale sum_s ds k[s]
-     dk[s] = scale sum_t ds q[t]
-   One kernel walks the key tiles of a Q tile as forward does and makes dq. Another keeps a tile of
-   keys, walks the rows that read it and makes dk and dv. Every row of a gradient has one owner,
-   who adds to it once, so nothing is atomic. Keys that very many queries read (the first block, the
-   first compressed rows) are shared out among blocks by parts of their readers, whose sums are
-   then added in order. */
+   With p = exp(scale q k - lse), out = sum p v and delta = dout . out: dv[s] = sum_t p dout[t]
+   ds = p (dout . v[s] - delta)    dq[t] = scale sum_s ds k[s] dk[s] = scale sum_t ds q[t] In the
+   whole, out = sum_i gate_i out_i. dout of branch i is gate_i dout, so p of the first line is
+   gate_i p, and delta is that of dout: nobody writes the branch's dout down. One kernel walks the
+   key tiles of a Q tile as forward does and makes dq. Another keeps a tile of keys, walks the rows
+   that read it and makes dk and dv. Every row of a gradient has one owner, who adds to it once, so
+   nothing is atomic. Keys that very many queries read (the first block, the first compressed rows)
+   are shared out among blocks by parts of their readers, whose sums are then added in order. */
 #ifndef NSA_ATTEND_BACKWARD_CUH
 #define NSA_ATTEND_BACKWARD_CUH
 
 #include "attend_forward.cuh"
+#include "gate.cuh"
 
 /* Rows that one block works through before others share the readers of a tile of compressed keys,
    in at most NSA__CMP_PARTS parts of a sequence; tests define it small. */
@@ -39,87 +40,112 @@ NSA__DEVICE void nsa__cuda_add_pair(nsa_dtype dtype, void *row, int c, float fac
     }
 }
 
-/* ---- lse and delta of every row ------------------------------------------------------------ */
+/* ---- Terms of every row -------------------------------------------------------------------- */
 
-NSA__DEVICE float2 *nsa__cuda_row_sums(const nsa__cuda_attend_params &params, int b, int index,
-                                       int head) {
+NSA__DEVICE nsa__cuda_row_terms *nsa__cuda_row_terms_at(const nsa__cuda_attend_params &params,
+                                                        int b, int index, int head) {
     return params.rows + (static_cast<int64_t>(b) * params.rows_of + index) * params.d.heads + head;
 }
 
-/* A warp makes one row. lse is NaN where forward met a value that is not finite. */
-static __global__ void nsa__cuda_attend_rows_kernel(nsa__cuda_attend_params params) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-    const int blocks = static_cast<int>(gridDim.x) / params.d.batch;
-    const int b = static_cast<int>(blockIdx.x) / blocks;
-    const int64_t item =
-        static_cast<int64_t>(static_cast<int>(blockIdx.x) % blocks) * NSA__ROWS_WARPS + warp;
-    const nsa__sequence seq = nsa__sequence_of(params.d, b);
-    const int64_t place = item / params.d.heads;
-    const int head = static_cast<int>(item % params.d.heads);
-    if (place >= seq.count) return;
-    const void *out = nsa__row_at(params.x.out, seq.batch, seq.row + place, head);
-    const void *dout = nsa__row_at(params.dx.out, seq.batch, seq.row + place, head);
-    const float lse = *nsa__row_of<float>(params.x.lse, seq.batch, seq.row + place, head);
-    bool finite = nsa__finite(lse);
-    float delta = 0;
-    for (int c = 8 * lane; c < params.d.dim_v; c += 256) {
-        float o[8], g[8];
-        nsa__load8(o, params.x.out.dtype, out, c);
-        nsa__load8(g, params.dx.out.dtype, dout, c);
+/* One branch without a gate, or the three of the whole with theirs. */
+struct nsa__cuda_rows_params {
+    nsa_desc d;
+    int branches, gate_heads, team;
+    nsa_tensor dout, out[3], lse[3];
+    nsa__cuda_row_terms *rows[3]; /* (B, count, H) */
+    nsa_tensor logits, dlogits;   /* data NULL: no gate; no gradient of it */
+    nsa_tensor dlse;              /* of one branch; data NULL: none */
+};
+
+/* dout . out of the branches, added up over a team; whether all of dout is finite. */
+NSA__DEVICE bool nsa__cuda_rows_dot(const nsa__cuda_rows_params &p, const nsa__cuda_gate_place &at,
+                                    int head, float (&dot)[3]) {
+    const int64_t t = at.s.row + at.row;
+    int finite = 1;
+    dot[0] = dot[1] = dot[2] = 0;
+    if (at.mine && at.c < p.d.dim_v) {
+        float dout[8], out[8];
+        nsa__load8(dout, p.dout.dtype, nsa__row_at(p.dout, at.s.batch, t, head), at.c);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            finite &= nsa__finite(g[i]);
-            delta = fmaf(o[i], g[i], delta);
+        for (int e = 0; e < 8; e++) finite &= nsa__finite(dout[e]);
+#pragma unroll
+        for (int i = 0; i < 3; i++) {
+            if (i >= p.branches) continue;
+            nsa__load8(out, p.out[i].dtype, nsa__row_at(p.out[i], at.s.batch, t, head), at.c);
+#pragma unroll
+            for (int e = 0; e < 8; e++) dot[i] = fmaf(out[e], dout[e], dot[i]);
         }
     }
+    for (int step = p.team / 2; step > 0; step /= 2) {
+        finite &= __shfl_xor_sync(0xffffffffu, finite, step);
 #pragma unroll
-    for (int step = 16; step; step /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
-    if (params.dx.lse.data) { /* dlse / ds = p: ds = p (dout . v - delta + dlse) */
-        const float dlse = *nsa__row_of<float>(params.dx.lse, seq.batch, seq.row + place, head);
-        finite &= nsa__finite(dlse);
-        delta -= dlse;
+        for (int i = 0; i < 3; i++) dot[i] += __shfl_xor_sync(0xffffffffu, dot[i], step);
     }
-    finite = __all_sync(0xffffffffu, finite);
-    if (lane == 0)
-        *nsa__cuda_row_sums(params, b, static_cast<int>(place), head) =
-            finite ? make_float2(lse * 1.44269504f, delta)
-                   : make_float2(__uint_as_float(0x7fc00000u), 0.0f);
+    return finite != 0;
+}
+
+/* out = sum_i g[i] out_i  =>  dout_i = g[i] dout, and dg[i] = sum over the heads that share the
+   gate of dout . out_i, which is delta_i before the gate. A team makes the rows of one gate head.
+   lse is NaN where forward met a value that is not finite. */
+static __global__ void
+nsa__cuda_attend_rows_kernel(const NSA_GRID_CONSTANT nsa__cuda_rows_params p) {
+    const nsa__cuda_gate_place at = nsa__cuda_gate_place_of(p.d, p.gate_heads, p.team);
+    const int64_t t = at.s.row + at.row;
+    const int sharers = p.d.heads / p.gate_heads;
+    float g[3] = {1, 1, 1}, dg[3] = {0, 0, 0};
+    if (at.mine && p.logits.data)
+        nsa__cuda_gate_weights(p.d.gate, p.logits, at.s.batch, t, at.head, g);
+    for (int head = at.head * sharers; head < (at.head + 1) * sharers; head++) {
+        float dot[3];
+        const bool finite = nsa__cuda_rows_dot(p, at, head, dot);
+        for (int i = 0; i < 3; i++) {
+            dg[i] += dot[i];
+            if (i >= p.branches || !at.mine || at.c != 0) continue;
+            const float lse = *nsa__row_of<float>(p.lse[i], at.s.batch, t, head);
+            const int64_t row =
+                (static_cast<int64_t>(at.b) * p.d.count + at.row) * p.d.heads + head;
+            const float dlse = p.dlse.data ? *nsa__row_of<float>(p.dlse, at.s.batch, t, head) : 0;
+            const bool good = finite && nsa__finite(lse) && nsa__finite(g[i]) && nsa__finite(dlse);
+            /* dlse / ds = p: ds = p (dout . v - delta + dlse) */
+            p.rows[i][row] = {good ? lse * 1.44269504f : __uint_as_float(0x7fc00000u),
+                              good ? dot[i] - dlse : 0.0f, good ? g[i] : 0.0f};
+        }
+    }
+    if (p.dlogits.data && at.mine && at.c == 0)
+        nsa__cuda_gate_put_logits(p.d, p.dlogits, nsa__row_at(p.dlogits, at.s.batch, t, at.head), g,
+                                  dg);
+}
+
+static nsa_status nsa__cuda_attend_rows(nsa__cuda_rows_params p, cudaStream_t stream) {
+    dim3 grid;
+    p.team = nsa__cuda_gate_team(p.d.dim_v);
+    NSA__CHECK(nsa__cuda_gate_grid(&p.d, p.gate_heads, p.team, &grid));
+    return nsa__cuda_status(
+        NSA_LAUNCH(nsa__cuda_attend_rows_kernel, grid, dim3(NSA__GATE_THREADS), 0, stream, p));
 }
 
 NSA__DEVICE bool nsa__cuda_is_nan_bits(float x) {
     return (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
-/* Starts copying rows of dout; rounds them on the way where they are f32 and tensors are not. */
-template <typename T, int DV, int ROWS, int THREADS, typename Row>
+/* Starts copying rows of dout; rounds them on the way if dout is of another dtype. `offset` of a
+   row: its element offset in the view, or -1: no row. */
+template <typename T, int DV, int ROWS, int THREADS, typename Offset>
 NSA__DEVICE void nsa__cuda_stage_dout(T *tile, const nsa__cuda_attend_params &params,
-                                      const nsa__cuda_attend_head &at, Row row_of) {
-    if (params.dx.out.dtype == nsa__dtype_of<T>::value)
-        nsa__cuda_tile_copy<T, DV, ROWS, THREADS>(
-            tile, params.d.dim_v, static_cast<const T *>(params.dx.out.data), [&](int r) {
-                const nsa__cuda_query_row row = row_of(r);
-                return row.there
-                           ? nsa__cuda_query_at<const T>(params.dx.out, at, row.query, row.head)
-                           : nullptr;
-            });
-    else
-        nsa__cuda_tile_round<T, DV, ROWS, THREADS>(tile, params.d.dim_v, [&](int r) {
-            const nsa__cuda_query_row row = row_of(r);
-            return row.there
-                       ? nsa__cuda_query_at<const float>(params.dx.out, at, row.query, row.head)
-                       : nullptr;
+                                      Offset offset) {
+    const nsa_tensor &dout = params.dx.out;
+    if (dout.dtype == nsa__dtype_of<T>::value) {
+        const T *const from = static_cast<const T *>(dout.data);
+        nsa__cuda_tile_copy<T, DV, ROWS, THREADS>(tile, params.d.dim_v, from, [&](int r) {
+            const int64_t at = offset(r);
+            return at >= 0 ? from + at : nullptr;
         });
-}
-
-template <typename T, int DK, int ROWS, int THREADS, typename Row>
-NSA__DEVICE void nsa__cuda_stage_q(T *tile, const nsa__cuda_attend_params &params,
-                                   const nsa__cuda_attend_head &at, Row row_of) {
-    nsa__cuda_tile_copy<T, DK, ROWS, THREADS>(
-        tile, params.d.dim, static_cast<const T *>(params.x.q.data), [&](int r) {
-            const nsa__cuda_query_row row = row_of(r);
-            return row.there ? nsa__cuda_query_at<const T>(params.x.q, at, row.query, row.head)
-                             : nullptr;
+    } else {
+        nsa__cuda_tile_round<T, DV, ROWS, THREADS>(tile, params.d.dim_v, dout.dtype, [&](int r) {
+            const int64_t at = offset(r);
+            return at >= 0 ? nsa__element_at(dout, at) : nullptr;
         });
+    }
 }
 
 /* ---- dq ------------------------------------------------------------------------------------ */
@@ -127,12 +153,14 @@ NSA__DEVICE void nsa__cuda_stage_q(T *tile, const nsa__cuda_attend_params &param
 template <typename T, int DK, int DV>
 struct nsa__cuda_dq_shape : nsa__cuda_tile_shape<T, DK + DV, DK + DV, 64, 16> {};
 
-/* What a thread knows of its two rows, g and g + 8 of its warp. */
+/* What a thread knows of its two rows, g and g + 8 of its warp, in one branch; reads and bad are of
+   all branches so far. */
 struct nsa__cuda_dq_rows {
     nsa__cuda_key_span keys[2];
     int number[2];
-    float lse2[2], delta[2]; /* lse2 is inf where p is to be 0 */
-    bool bad[2], reads[2];
+    nsa__cuda_row_terms terms[2]; /* lse2 is inf where p is to be 0 */
+    bool nan[2], sees[2];         /* this branch: the row is not finite; it has seen a key */
+    bool reads[2], bad[2];        /* some branch has seen a key; some that has was not finite */
 };
 
 NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_attend_params &params,
@@ -145,15 +173,14 @@ NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_att
         rows.number[h] = (tile.skip + nsa__cuda_upper_row() + 8 * h) / params.group -
                          nsa__cuda_warpgroup_first(params, tile);
         rows.keys[h] = {0, 0};
-        rows.lse2[h] = INFINITY;
-        rows.delta[h] = 0;
-        rows.bad[h] = rows.reads[h] = false;
+        rows.terms[h] = {INFINITY, 0, 0};
+        rows.nan[h] = rows.sees[h] = false;
         if (!row.there) continue;
-        const float2 sums = *nsa__cuda_row_sums(params, at.b, row.query - at.seq.first, row.head);
+        rows.terms[h] = *nsa__cuda_row_terms_at(params, at.b, row.query - at.seq.first, row.head);
         rows.keys[h] = nsa__cuda_keys_of(params, row.query);
-        rows.bad[h] = nsa__cuda_is_nan_bits(sums.x);
-        if (!rows.bad[h]) rows.lse2[h] = sums.x;
-        rows.delta[h] = sums.y;
+        rows.nan[h] = nsa__cuda_is_nan_bits(rows.terms[h].lse2);
+        if (rows.nan[h]) rows.terms[h].lse2 = INFINITY;
+        rows.terms[h].delta *= rows.terms[h].gate; /* ds = p (gate dp - gate delta) */
     }
 }
 
@@ -189,16 +216,91 @@ NSA__DEVICE void nsa__cuda_dq_end(const nsa__cuda_attend_params &params,
     }
 }
 
+/* The thread block's tiles: q and dout stay, keys and values come in two stages. */
+template <typename T> struct nsa__cuda_dq_tiles { T *q, *dout, *stages; };
+
+/* What one branch adds to dq. `at` is shared: its key rows are the branch's. */
 template <typename T, int DK, int DV, bool LISTS>
-static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV>::WARPS, 2)
-    nsa__cuda_attend_dq_kernel(nsa__cuda_attend_params params) {
+NSA__DEVICE void
+nsa__cuda_dq_branch(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows,
+                    const nsa__cuda_dq_tiles<T> &tiles, const nsa__cuda_attend_params &params,
+                    nsa__cuda_attend_head &at, const nsa__cuda_query_tile &tile_rows) {
     using shape = nsa__cuda_dq_shape<T, DK, DV>;
     constexpr int BLOCK_M = shape::TILE, BLOCK_N = shape::STAGE, THREADS = 32 * shape::WARPS;
-    NSA_SHARED_ALL(shared);
-    T *const q = reinterpret_cast<T *>(shared), *const dout = q + BLOCK_M * DK,
-             *const stages = dout + BLOCK_M * DV;
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
+    __syncthreads(); /* nobody reads `at` or a stage any more */
+    if (threadIdx.x == 0) at = nsa__cuda_attend_head_of(params, blockIdx.x);
+    __syncthreads();
+    nsa__cuda_walk_keys<BLOCK_N, BLOCK_M, LISTS> walk = {};
+    nsa__cuda_walk_begin(walk, params, at, tile_rows);
+    bool more = nsa__cuda_walk_next(walk, params, at, tile_rows);
+    if (more)
+        nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(tiles.stages, params, at, walk.tile);
+    nsa__cp_async_commit();
+    nsa__cuda_dq_begin(rows, params, at, tile_rows);
+    for (int stage = 0; more; stage ^= 1) {
+        const nsa__cuda_key_tile tile = nsa__cuda_walk_tile(walk);
+        T *const k = tiles.stages + stage * BLOCK_N * (DK + DV), *const v = k + BLOCK_N * DK;
+        /* this stage has arrived, and no warp reads the other one any more */
+        nsa__cuda_tiles_wait<T, BLOCK_N>();
+        if (__builtin_expect(tile.bad != 0, 0))
+            nsa__cuda_clean_stage<T, DK, DV, BLOCK_N, THREADS>(k, tile.bad);
+        float s[BLOCK_N / 8][4], dp[BLOCK_N / 8][4];
+        nsa__cuda_product_nt_begin<T, DK, BLOCK_N, BLOCK_M>(s, tiles.q, warp_row, k);
+        nsa__cuda_product_nt_begin<T, DV, BLOCK_N, BLOCK_M>(dp, tiles.dout, warp_row, v);
+        more = nsa__cuda_walk_next(walk, params, at, tile_rows);
+        if (more)
+            nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(
+                tiles.stages + (stage ^ 1) * BLOCK_N * (DK + DV), params, at, walk.tile);
+        nsa__cp_async_commit();
+        const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
+                                            nsa__cuda_seen_of(tile, rows.keys[1], rows.number[1])};
+        const bool sees[2] = {seen[0].begin < seen[0].end, seen[1].begin < seen[1].end};
+        rows.sees[0] |= sees[0];
+        rows.sees[1] |= sees[1];
+        nsa__cuda_product_nt_await<T, BLOCK_N, 1>(s);
+        nsa__cuda_product_nt_await<T, BLOCK_N, 0>(dp);
+        if (!nsa__cuda_takes_part<T, BLOCK_N>(sees[0] || sees[1], tile.readers != 0)) continue;
+        nsa__cuda_product_nt_finish<T, DK, BLOCK_N, BLOCK_M>(s, tiles.q, warp_row, k);
+        nsa__cuda_mask_tile(s, seen, params.scale2);
+        nsa__cuda_product_nt_finish<T, DV, BLOCK_N, BLOCK_M>(dp, tiles.dout, warp_row, v);
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const nsa__cuda_row_terms &row = rows.terms[e / 2];
+                s[n][e] = nsa__ex2(s[n][e] - row.lse2) * fmaf(row.gate, dp[n][e], -row.delta);
+            }
+        nsa__cuda_hide(s, seen, 0.0f); /* dp of what is masked may overflow, and 0 inf is NaN */
+        nsa__cuda_product_nn<T, BLOCK_N, DK>(dq, s, k, 0);
+    }
+    nsa__cp_async_wait<0>(); /* a row without keys has waited for nothing yet */
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        rows.reads[h] |= rows.sees[h];
+        rows.bad[h] |= rows.sees[h] && rows.nan[h];
+    }
+}
 
+/* The branches whose dq one kernel makes: of the whole cmp, win and slc, so that dq stays in
+   registers and is added to memory once. */
+struct nsa__cuda_dq_params {
+    nsa__cuda_attend_params branch[3];
+    int branches; /* LISTS: the last one follows block lists */
+};
+
+template <typename T, int DK, int DV, bool LISTS>
+static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV>::WARPS, 2)
+    nsa__cuda_attend_dq_kernel(const NSA_GRID_CONSTANT nsa__cuda_dq_params all) {
+    using shape = nsa__cuda_dq_shape<T, DK, DV>;
+    constexpr int BLOCK_M = shape::TILE, THREADS = 32 * shape::WARPS;
+    NSA_SHARED_ALL(shared);
+    nsa__cuda_dq_tiles<T> tiles;
+    tiles.q = reinterpret_cast<T *>(shared);
+    tiles.dout = tiles.q + BLOCK_M * DK;
+    tiles.stages = tiles.dout + BLOCK_M * DV;
+
+    const nsa__cuda_attend_params &params = all.branch[0];
     NSA_SHARED(nsa__cuda_attend_head, at, );
     NSA_SHARED(nsa__cuda_query_tile, tile_rows, );
     if (threadIdx.x == 0) {
@@ -207,49 +309,25 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV>::WAR
     }
     __syncthreads();
     if (tile_rows.first >= tile_rows.end) return;
-    nsa__cuda_walk_keys<BLOCK_N, BLOCK_M, LISTS> walk = {};
-    nsa__cuda_walk_begin(walk, params, at, tile_rows);
-    const auto row_of = [&](int r) { return nsa__cuda_query_row_of(params, at, tile_rows, r); };
-    nsa__cuda_stage_q<T, DK, BLOCK_M, THREADS>(q, params, at, row_of);
-    nsa__cuda_stage_dout<T, DV, BLOCK_M, THREADS>(dout, params, at, row_of);
-    bool more = nsa__cuda_walk_next(walk, params, at, tile_rows);
-    if (more) nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(stages, params, at, walk.tile);
-    nsa__cp_async_commit();
-
-    nsa__cuda_dq_rows rows;
-    nsa__cuda_dq_begin(rows, params, at, tile_rows);
+    nsa__cuda_tile_copy<T, DK, BLOCK_M, THREADS>(
+        tiles.q, params.d.dim, static_cast<const T *>(params.x.q.data), [&](int r) {
+            const nsa__cuda_query_row row = nsa__cuda_query_row_of(params, at, tile_rows, r);
+            return row.there ? nsa__cuda_query_at<const T>(params.x.q, at, row.query, row.head)
+                             : nullptr;
+        });
+    nsa__cuda_stage_dout<T, DV, BLOCK_M, THREADS>(tiles.dout, params, [&](int r) {
+        const nsa__cuda_query_row row = nsa__cuda_query_row_of(params, at, tile_rows, r);
+        return row.there ? nsa__cuda_query_offset(params.dx.out, at, row.query, row.head)
+                         : int64_t(-1);
+    });
+    nsa__cuda_dq_rows rows = {};
     float dq[DK / 8][4] = {};
-    for (int stage = 0; more; stage ^= 1) {
-        const nsa__cuda_key_tile tile = walk.tile;
-        T *const k = stages + stage * BLOCK_N * (DK + DV), *const v = k + BLOCK_N * DK;
-        /* this stage has arrived, and no warp reads the other one any more */
-        nsa__cuda_tiles_wait<T, BLOCK_N>();
-        more = nsa__cuda_walk_next(walk, params, at, tile_rows);
-        if (more)
-            nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(
-                stages + (stage ^ 1) * BLOCK_N * (DK + DV), params, at, walk.tile);
-        nsa__cp_async_commit();
-        if (tile.bad) nsa__cuda_clean_stage<T, DK, DV, BLOCK_N, THREADS>(k, tile.bad);
-
-        const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
-                                            nsa__cuda_seen_of(tile, rows.keys[1], rows.number[1])};
-        const bool sees[2] = {seen[0].begin < seen[0].end, seen[1].begin < seen[1].end};
-        rows.reads[0] |= sees[0];
-        rows.reads[1] |= sees[1];
-        if (!nsa__cuda_takes_part<T, BLOCK_N>(sees[0] || sees[1], tile.readers != 0)) continue;
-        float s[BLOCK_N / 8][4], dp[BLOCK_N / 8][4];
-        nsa__cuda_product_nt<T, DK, BLOCK_N, BLOCK_M>(s, q, warp_row, k);
-        nsa__cuda_mask_tile(s, seen, params.scale2);
-        nsa__cuda_product_nt<T, DV, BLOCK_N, BLOCK_M>(dp, dout, warp_row, v);
-#pragma unroll
-        for (int n = 0; n < BLOCK_N / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                s[n][e] = nsa__ex2(s[n][e] - rows.lse2[e / 2]) * (dp[n][e] - rows.delta[e / 2]);
-        nsa__cuda_hide(s, seen, 0.0f); /* dp of what is masked may overflow, and 0 inf is NaN */
-        nsa__cuda_product_nn<T, BLOCK_N, DK>(dq, s, k, 0);
-    }
-    nsa__cp_async_wait<0>(); /* a row without keys has waited for nothing yet */
+#pragma unroll 1
+    for (int i = 0; i < all.branches - LISTS; i++)
+        nsa__cuda_dq_branch<T, DK, DV, false>(dq, rows, tiles, all.branch[i], at, tile_rows);
+    if constexpr (LISTS)
+        nsa__cuda_dq_branch<T, DK, DV, true>(dq, rows, tiles, all.branch[all.branches - 1], at,
+                                             tile_rows);
     nsa__cuda_dq_end<T>(params, at, tile_rows, rows, dq);
 }
 
@@ -259,7 +337,7 @@ static __global__ void nsa__cuda_gather_dq_kernel(nsa__cuda_attend_params params
     if (!row.there) return;
     const float *partial = params.partial_out + row.number * params.list_width * params.d.dim;
     const bool bad =
-        nsa__cuda_is_nan_bits(nsa__cuda_row_sums(params, row.b, row.index, row.head)->x);
+        nsa__cuda_is_nan_bits(nsa__cuda_row_terms_at(params, row.b, row.index, row.head)->lse2);
     const float nan = __uint_as_float(0x7fc00000u);
     void *to = nsa__row_at(params.dx.q, row.batch, row.row, row.head);
     for (int c = static_cast<int>(threadIdx.x) % 32 * 8; c < params.d.dim; c += 256) {
@@ -276,16 +354,36 @@ static __global__ void nsa__cuda_gather_dq_kernel(nsa__cuda_attend_params params
     }
 }
 
+/* The host's form of nsa__cuda_dq_params: the first branch, and those behind it. */
+struct nsa__cuda_dq_whole : nsa__cuda_attend_params {
+    const nsa__cuda_attend_params *more[2];
+    int branches;
+};
+
 template <typename T, int DK, int DV> struct nsa__cuda_dq_launch {
-    static nsa_status launch(nsa__cuda_attend_params params, cudaStream_t stream) {
-        using shape = nsa__cuda_dq_shape<T, DK, DV>;
+    using shape = nsa__cuda_dq_shape<T, DK, DV>;
+    static nsa_status launch(const nsa__cuda_dq_whole &whole, cudaStream_t stream) {
+        nsa__cuda_dq_params all;
         dim3 grid;
-        NSA__CHECK(nsa__cuda_query_grid(&params, shape::TILE, &grid, stream));
-        const bool lists = params.branch == NSA__KEYS_SLC && !params.gathered;
+        all.branches = whole.branches;
+        all.branch[0] = whole;
+        NSA__CHECK(nsa__cuda_query_grid(&all.branch[0], shape::TILE, &grid, stream));
+        for (int i = 1; i < all.branches; i++) {
+            all.branch[i] = *whole.more[i - 1];
+            all.branch[i].tiles = all.branch[0].tiles;
+        }
+        const nsa__cuda_attend_params &last = all.branch[all.branches - 1];
+        const bool lists = last.branch == NSA__KEYS_SLC && !last.gathered;
         return nsa__cuda_status(NSA_LAUNCH((lists ? nsa__cuda_attend_dq_kernel<T, DK, DV, true>
                                                   : nsa__cuda_attend_dq_kernel<T, DK, DV, false>),
                                            grid, dim3(32 * shape::WARPS), shape::BYTES, stream,
-                                           params));
+                                           all));
+    }
+    static nsa_status launch(const nsa__cuda_attend_params &params, cudaStream_t stream) {
+        nsa__cuda_dq_whole whole;
+        static_cast<nsa__cuda_attend_params &>(whole) = params;
+        whole.branches = 1;
+        return launch(whole, stream);
     }
 };
 
@@ -377,37 +475,70 @@ struct nsa__cuda_dkv_shape : nsa__cuda_tile_shape<T, DK + DV, DK + DV, (DK + DV 
 
 /* A row that reads the keys of the tile, as the thread block shares it. */
 struct nsa__cuda_reader_row {
-    int query, head;         /* query < 0: no row */
-    nsa__cuda_key_span keys; /* empty where there is no row */
-    float lse2, delta;       /* lse2 is inf where p is to be 0 */
+    bool there;
     int bad;
+    nsa__cuda_key_span keys;   /* empty if there is no row */
+    nsa__cuda_row_terms terms; /* lse2 is inf where p is to be 0 */
+    int64_t q, dout;           /* element offsets of the row in both views */
 };
 
-template <int ROWS>
-NSA__DEVICE void
-nsa__cuda_reader_rows(nsa__cuda_reader_row *table, const nsa__cuda_attend_params &params,
-                      const nsa__cuda_attend_head &at, const nsa__cuda_key_work &work, int step) {
+/* What one thread knows of the rows ahead: row r of a step, of the next step, and so on. A step's
+   entry is written two calls after its query was asked for, so no call waits for memory. */
+struct nsa__cuda_reader_ahead {
+    int index, head;             /* of the reader that is asked for next; the head of its row */
+    int query, query_head;       /* asked for in the last call; -1: no row */
+    int terms_query, terms_head; /* its terms were asked for in the last call */
+    nsa__cuda_row_terms terms;
+};
+
+NSA__DEVICE void nsa__cuda_reader_begin(nsa__cuda_reader_ahead &a,
+                                        const nsa__cuda_attend_params &params) {
     const int r = static_cast<int>(threadIdx.x);
-    if (r >= ROWS) return;
-    const int64_t row = static_cast<int64_t>(step) * ROWS + r, i = row / params.group;
-    nsa__cuda_reader_row x = {-1, 0, {0, 0}, INFINITY, 0, 0};
-    if (i < work.readers) {
-        x.query = work.list ? work.list[i] : work.first + static_cast<int>(i);
-        x.head = at.kv_head * params.group + static_cast<int>(row % params.group);
-        x.keys = nsa__cuda_keys_of(params, x.query);
-        const float2 sums = *nsa__cuda_row_sums(params, at.b, x.query - at.seq.first, x.head);
-        x.bad = nsa__cuda_is_nan_bits(sums.x);
-        if (!x.bad) x.lse2 = sums.x;
-        x.delta = sums.y;
-    }
-    table[r] = x;
+    a = {r / params.group, r % params.group, -1, 0, -1, 0, {0, 0, 0}};
 }
 
-/* s = k q^T becomes p, and dp = v dout^T becomes ds; columns are rows of the table. */
+/* Writes the table of one step, asks for the terms of the next one and the queries of the one
+   behind. `table` NULL: only asks. */
+template <int ROWS>
+NSA__DEVICE void nsa__cuda_reader_rows(nsa__cuda_reader_row *table, nsa__cuda_reader_ahead &a,
+                                       const nsa__cuda_attend_params &params,
+                                       const nsa__cuda_attend_head &at,
+                                       const nsa__cuda_key_work &work) {
+    if (threadIdx.x >= ROWS) return;
+    if (table) {
+        nsa__cuda_reader_row x = {false, 0, {0, 0}, {INFINITY, 0, 0}, 0, 0};
+        if (a.terms_query >= 0) {
+            const nsa_tensor &q = params.x.q, &dout = params.dx.out;
+            const int64_t row = at.seq.row + a.terms_query - at.seq.first;
+            x.there = true;
+            x.keys = nsa__cuda_keys_of(params, a.terms_query);
+            x.q = q.batch * at.seq.batch + q.token * row + q.head * a.terms_head;
+            x.dout = dout.batch * at.seq.batch + dout.token * row + dout.head * a.terms_head;
+            x.terms = a.terms;
+            x.bad = nsa__cuda_is_nan_bits(a.terms.lse2);
+            if (x.bad) x.terms.lse2 = INFINITY;
+        }
+        table[threadIdx.x] = x;
+    }
+    a.terms_query = a.query;
+    a.terms_head = a.query_head;
+    if (a.query >= 0)
+        a.terms = *nsa__cuda_row_terms_at(params, at.b, a.query - at.seq.first, a.query_head);
+    a.query = -1;
+    if (a.index < work.readers) a.query = work.list ? work.list[a.index] : work.first + a.index;
+    a.query_head = at.kv_head * params.group + a.head;
+    a.index += ROWS / params.group;
+    a.head += ROWS % params.group;
+    if (a.head >= params.group) {
+        a.head -= params.group;
+        a.index++;
+    }
+}
+
+/* s = k q^T becomes gate p; columns are rows of the table. */
 template <int N>
-NSA__DEVICE void nsa__cuda_dkv_tile(float (&s)[N][4], float (&dp)[N][4],
-                                    const nsa__cuda_reader_row *table, int key, float scale2,
-                                    bool whole) {
+NSA__DEVICE void nsa__cuda_dkv_p(float (&s)[N][4], const nsa__cuda_reader_row *table, int key,
+                                 float scale2, bool whole) {
     const int column = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int n = 0; n < N; n++)
@@ -415,12 +546,23 @@ NSA__DEVICE void nsa__cuda_dkv_tile(float (&s)[N][4], float (&dp)[N][4],
         for (int e = 0; e < 4; e++) {
             const nsa__cuda_reader_row &row = table[8 * n + column + e % 2];
             const int mine = key + e / 2 * 8;
-            float p = nsa__ex2(fmaf(s[n][e], scale2, -row.lse2));
-            float ds = p * (dp[n][e] - row.delta);
-            /* ds too: what is masked may overflow, and 0 inf is NaN */
-            if (!whole && (mine < row.keys.begin || mine >= row.keys.end)) p = ds = 0;
-            s[n][e] = p;
-            dp[n][e] = ds;
+            s[n][e] = nsa__ex2(fmaf(s[n][e], scale2, -row.terms.lse2)) * row.terms.gate;
+            if (!whole && (mine < row.keys.begin || mine >= row.keys.end)) s[n][e] = 0;
+        }
+}
+
+/* dp = v dout^T becomes ds = p (dp - delta). It is 0 where p is: dp of what is masked may overflow,
+   and 0 inf is NaN. */
+template <int N>
+NSA__DEVICE void nsa__cuda_dkv_ds(const float (&p)[N][4], float (&dp)[N][4],
+                                  const nsa__cuda_reader_row *table) {
+    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float delta = table[8 * n + column + e % 2].terms.delta;
+            dp[n][e] = p[n][e] == 0 ? 0.0f : p[n][e] * (dp[n][e] - delta);
         }
 }
 
@@ -481,15 +623,19 @@ static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS
 
     const auto stage_rows = [&](int step) {
         T *const q = stages + step % 2 * BLOCK_M * (DK + DV);
-        const auto row_of = [&](int r) {
-            const nsa__cuda_reader_row &x = tables[step % 3][r];
-            return nsa__cuda_query_row{x.query, x.head, x.query >= 0};
-        };
-        nsa__cuda_stage_q<T, DK, BLOCK_M, THREADS>(q, params, at, row_of);
-        nsa__cuda_stage_dout<T, DV, BLOCK_M, THREADS>(q + BLOCK_M * DK, params, at, row_of);
+        const nsa__cuda_reader_row *const table = tables[step % 3];
+        const T *const from = static_cast<const T *>(params.x.q.data);
+        nsa__cuda_tile_copy<T, DK, BLOCK_M, THREADS>(q, params.d.dim, from, [&](int r) {
+            return table[r].there ? from + table[r].q : nullptr;
+        });
+        nsa__cuda_stage_dout<T, DV, BLOCK_M, THREADS>(q + BLOCK_M * DK, params, [&](int r) {
+            return table[r].there ? table[r].dout : int64_t(-1);
+        });
     };
-    nsa__cuda_reader_rows<BLOCK_M>(tables[0], params, at, work, 0);
-    nsa__cuda_reader_rows<BLOCK_M>(tables[1], params, at, work, 1);
+    nsa__cuda_reader_ahead ahead;
+    nsa__cuda_reader_begin(ahead, params);
+    for (int step = -2; step < 2; step++)
+        nsa__cuda_reader_rows<BLOCK_M>(step < 0 ? nullptr : tables[step], ahead, params, at, work);
     __syncthreads();
     const nsa__cuda_key_tile k_tile = {work.begin, work.end, 0,
                                        nsa__cuda_bad_keys<BLOCK_N>(params, at, work.begin)};
@@ -507,10 +653,6 @@ static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS
     for (int step = 0; step < steps; step++) {
         /* this stage and the next table have arrived, and no warp reads the others any more */
         nsa__cuda_tiles_wait<T, BLOCK_M>();
-        if (step + 1 < steps) stage_rows(step + 1);
-        nsa__cp_async_commit();
-        nsa__cuda_reader_rows<BLOCK_M>(tables[(step + 2) % 3], params, at, work, step + 2);
-
         const nsa__cuda_reader_row *const table = tables[step % 3];
         T *const q = stages + step % 2 * BLOCK_M * (DK + DV), *const dout = q + BLOCK_M * DK;
         const nsa__cuda_reader_row &mine = table[lane % BLOCK_M];
@@ -527,16 +669,29 @@ static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS
             for (int h = 0; h < 2; h++)
                 bad_key[h] |= key + 8 * h >= reads.begin && key + 8 * h < reads.end;
         }
+        float s[BLOCK_M / 8][4], dp[BLOCK_M / 8][4];
+        nsa__cuda_product_nt_begin<T, DK, BLOCK_M, BLOCK_N>(s, k, warp_row, q);
+        nsa__cuda_product_nt_begin<T, DV, BLOCK_M, BLOCK_N>(dp, v, warp_row, dout);
+        if (step + 1 < steps) stage_rows(step + 1);
+        nsa__cp_async_commit();
+        nsa__cuda_reader_rows<BLOCK_M>(tables[(step + 2) % 3], ahead, params, at, work);
         const bool sees = mine.keys.begin < first_key + 16 && mine.keys.end > first_key;
-        if (!nsa__cuda_takes_part<T, BLOCK_M>(sees && first_key < work.end, true)) continue;
         const bool whole = __all_sync(0xffffffffu, mine.keys.begin <= first_key &&
                                                        mine.keys.end >= first_key + 16);
-        float s[BLOCK_M / 8][4], dp[BLOCK_M / 8][4];
-        nsa__cuda_product_nt<T, DK, BLOCK_M, BLOCK_N>(s, k, warp_row, q);
-        nsa__cuda_product_nt<T, DV, BLOCK_M, BLOCK_N>(dp, v, warp_row, dout);
-        nsa__cuda_dkv_tile(s, dp, table, key, params.scale2, whole);
-        nsa__cuda_product_nn<T, BLOCK_M, NV>(dv, s, dout, split * NV);
-        nsa__cuda_product_nn<T, BLOCK_M, NK>(dk, dp, q, split * NK);
+        nsa__cuda_product_nt_await<T, BLOCK_M, 1>(s);
+        nsa__cuda_product_nt_await<T, BLOCK_M, 0>(dp);
+        if (!nsa__cuda_takes_part<T, BLOCK_M>(sees && first_key < work.end, true)) continue;
+        nsa__cuda_product_nt_finish<T, DK, BLOCK_M, BLOCK_N>(s, k, warp_row, q);
+        uint32_t p[BLOCK_M / 16 ? BLOCK_M / 16 : 1][4], ds[BLOCK_M / 16 ? BLOCK_M / 16 : 1][4];
+        nsa__cuda_dkv_p(s, table, key, params.scale2, whole);
+        nsa__cuda_product_nn_begin<T, BLOCK_M, NV>(dv, p, s, dout, split * NV);
+        nsa__cuda_product_nt_finish<T, DV, BLOCK_M, BLOCK_N>(dp, v, warp_row, dout);
+        nsa__cuda_dkv_ds(s, dp, table);
+        nsa__cuda_product_nn_begin<T, BLOCK_M, NK>(dk, ds, dp, q, split * NK);
+        nsa__cuda_product_nn_await<T, BLOCK_M, NV, 1>(dv);
+        nsa__cuda_product_nn_await<T, BLOCK_M, NK, 0>(dk);
+        nsa__cuda_product_nn_finish<T, BLOCK_M, NV>(dv, s, dout, split * NV);
+        nsa__cuda_product_nn_finish<T, BLOCK_M, NK>(dk, dp, q, split * NK);
     }
     const int key = first_key + lane / 4, column = lane % 4 * 2;
     nsa__cuda_dkv_end<T>(params, at, work, params.dx.k, params.d.dim, 0, params.scale, key,
@@ -650,8 +805,8 @@ static void nsa__cuda_plan_parts(nsa__cuda_attend_params *params, nsa__cuda_aren
 static void nsa__cuda_backward_plan(nsa__cuda_attend_params *params, const nsa_desc *d,
                                     nsa__cuda_branch_keys branch, nsa__cuda_arena *arena) {
     nsa__cuda_attend_plan(params, d, branch, arena);
-    params->rows =
-        nsa__cuda_take<float2>(arena, static_cast<int64_t>(d->batch) * d->count * d->heads);
+    params->rows = nsa__cuda_take<nsa__cuda_row_terms>(arena, static_cast<int64_t>(d->batch) *
+                                                                  d->count * d->heads);
     nsa__cuda_plan_parts(params, arena);
     if (branch == NSA__KEYS_SLC) {
         nsa__cuda_plan_readers(params, d->count, arena);
@@ -679,13 +834,19 @@ static nsa_status nsa__cuda_attend_check_gradient(const nsa_attend *dx, const ns
                                     at->v);
 }
 
-static nsa_status nsa__cuda_attend_rows(const nsa__cuda_attend_params *params,
-                                        cudaStream_t stream) {
-    dim3 grid;
-    const int64_t rows = static_cast<int64_t>(params->d.count) * params->d.heads;
-    NSA__CHECK(nsa__cuda_grid(params->d.batch * nsa__cuda_ceil_div(rows, NSA__ROWS_WARPS), &grid));
-    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_rows_kernel, grid,
-                                       dim3(32 * NSA__ROWS_WARPS), 0, stream, *params));
+/* dq of one branch, whose row terms are there. */
+static nsa_status nsa__cuda_attend_dq(const nsa__cuda_attend_params *params, cudaStream_t stream) {
+    if (params->chunk)
+        return nsa__cuda_gather_run<nsa__cuda_dq_launch>(params, nsa__cuda_gather_dq_kernel,
+                                                         stream);
+    return nsa__cuda_attend_choose<nsa__cuda_dq_launch>(*params, stream);
+}
+
+/* dk and dv of one branch, whose row terms are there. */
+static nsa_status nsa__cuda_attend_dkv(const nsa__cuda_attend_params *params, cudaStream_t stream) {
+    if (!params->dx.k.data && !params->dx.v.data) return NSA_OK;
+    if (params->branch == NSA__KEYS_SLC) NSA__CHECK(nsa__cuda_invert_lists(params, stream));
+    return nsa__cuda_attend_choose<nsa__cuda_dkv_launch>(*params, stream);
 }
 
 /* Backward of one branch behind its checks; the workspace has nsa__cuda_backward_plan's bytes. */
@@ -697,15 +858,19 @@ static nsa_status nsa__cuda_attend_backward_run(const nsa_attend *dx, const nsa_
         nsa__cuda_attend_params_of(d, branch, nsa__cuda_backward_plan, workspace);
     params.x = *x;
     params.dx = *dx;
-    nsa_status s = nsa__cuda_attend_prepare(&params, stream);
-    if (s == NSA_OK) s = nsa__cuda_attend_rows(&params, stream);
-    if (s == NSA_OK && dx->q.data)
-        s = params.chunk ? nsa__cuda_gather_run<nsa__cuda_dq_launch>(
-                               &params, nsa__cuda_gather_dq_kernel, stream)
-                         : nsa__cuda_attend_choose<nsa__cuda_dq_launch>(params, stream);
-    if (s != NSA_OK || (!dx->k.data && !dx->v.data)) return s;
-    if (branch == NSA__KEYS_SLC) s = nsa__cuda_invert_lists(&params, stream);
-    return s == NSA_OK ? nsa__cuda_attend_choose<nsa__cuda_dkv_launch>(params, stream) : s;
+    nsa__cuda_rows_params rows = {};
+    rows.d = *d;
+    rows.branches = 1;
+    rows.gate_heads = d->heads;
+    rows.dout = dx->out;
+    rows.out[0] = x->out;
+    rows.lse[0] = x->lse;
+    rows.rows[0] = params.rows;
+    rows.dlse = dx->lse;
+    NSA__CHECK(nsa__cuda_attend_prepare(&params, stream));
+    NSA__CHECK(nsa__cuda_attend_rows(rows, stream));
+    if (dx->q.data) NSA__CHECK(nsa__cuda_attend_dq(&params, stream));
+    return nsa__cuda_attend_dkv(&params, stream);
 }
 
 static nsa_status nsa__cuda_attend_backward(const nsa_attend *dx, const nsa_attend *x,

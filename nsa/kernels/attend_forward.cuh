@@ -167,23 +167,27 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
                             nsa__cuda_tile_clean<T, DK, BLOCK_M>(q, warp_row));
     float out[DV / 8][4] = {};
     for (int at_stage = 0; more; at_stage ^= 1) {
-        const nsa__cuda_key_tile tile = walk.tile;
+        const nsa__cuda_key_tile tile = nsa__cuda_walk_tile(walk);
         T *const k = stages + at_stage * BLOCK_N * (DK + DV), *const v = k + BLOCK_N * DK;
         /* this stage has arrived, and no warp reads the other one any more */
         nsa__cuda_tiles_wait<T, BLOCK_N>();
+        if (__builtin_expect(tile.bad != 0, 0))
+            nsa__cuda_clean_stage<T, DK, DV, BLOCK_N, THREADS>(k, tile.bad);
+        float s[BLOCK_N / 8][4], shrink[2];
+        /* A warpgroup that sees nothing multiplies too: a product that only some of them start
+           would make the compiler wait for each. Walk and copies run under the product. */
+        nsa__cuda_product_nt_begin<T, DK, BLOCK_N, BLOCK_M>(s, q, warp_row, k);
         more = nsa__cuda_walk_next(walk, params, at, tile_rows);
         if (more)
             nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(
                 stages + (at_stage ^ 1) * BLOCK_N * (DK + DV), params, at, walk.tile);
         nsa__cp_async_commit();
-        if (tile.bad) nsa__cuda_clean_stage<T, DK, DV, BLOCK_N, THREADS>(k, tile.bad);
-
         const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
                                             nsa__cuda_seen_of(tile, rows.keys[1], rows.number[1])};
         const bool sees = seen[0].begin < seen[0].end || seen[1].begin < seen[1].end;
+        nsa__cuda_product_nt_await<T, BLOCK_N, 0>(s);
         if (!nsa__cuda_takes_part<T, BLOCK_N>(sees, tile.readers != 0)) continue;
-        float s[BLOCK_N / 8][4], shrink[2];
-        nsa__cuda_product_nt<T, DK, BLOCK_N, BLOCK_M>(s, q, warp_row, k);
+        nsa__cuda_product_nt_finish<T, DK, BLOCK_N, BLOCK_M>(s, q, warp_row, k);
         nsa__cuda_mask_tile(s, seen, params.scale2);
         nsa__cuda_softmax_tile(s, rows, shrink);
         if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f))

@@ -36,6 +36,14 @@ struct nsa__cuda_reader_part {
     const int32_t *query;
 };
 
+/* What backward needs of a row. `gate` is the branch's weight in the whole, 1 without a gate: then
+   dout of the branch is gate * dout of the whole, and nobody has to write it down. */
+struct nsa__cuda_row_terms {
+    float lse2;  /* lse in base 2; NaN if lse, dout or gate is not finite */
+    float delta; /* dout . out */
+    float gate;
+};
+
 /* The parameters of a call: every kernel of it takes them by value. */
 struct nsa__cuda_attend_params {
     nsa_attend x, dx;
@@ -48,10 +56,10 @@ struct nsa__cuda_attend_params {
     uint64_t *bad;             /* a bit for each key: its k or v row has a non-finite value */
     int bad_words;             /* of one sequence and kv head */
     /* backward */
-    float2 *rows; /* (B, rows_of, H): lse in base 2, NaN where the row is not finite, and delta */
-    int rows_of;  /* count of the whole call */
-    float *partial_dkv; /* sums over parts of the readers of keys that have many */
-    int max_parts;      /* cmp: parts of the queries */
+    nsa__cuda_row_terms *rows; /* (B, rows_of, H) */
+    int rows_of;               /* count of the whole call */
+    float *partial_dkv;        /* sums over parts of the readers of keys that have many */
+    int max_parts;             /* cmp: parts of the queries */
     /* slc: the lists turned round; for each sequence and kv head an entry a block */
     nsa__cuda_block_readers readers;
     /* slc of few heads: the rows of a Q tile are readers of one block. Each leaves a partial result
@@ -243,7 +251,11 @@ NSA__DEVICE uint64_t nsa__cuda_warpgroup_bits(const nsa__cuda_attend_params &par
         {0, min(tile.end - tile.first, end) - nsa__cuda_warpgroup_first(params, tile)});
 }
 
-/* The row of a view on the query's side. */
+/* The row of a view on the query's side: its element offset, and its address. */
+NSA__DEVICE int64_t nsa__cuda_query_offset(const nsa_tensor &x, const nsa__cuda_attend_head &at,
+                                           int query, int head) {
+    return x.batch * at.seq.batch + x.token * (at.seq.row + query - at.seq.first) + x.head * head;
+}
 template <typename T>
 NSA__DEVICE T *nsa__cuda_query_at(const nsa_tensor &x, const nsa__cuda_attend_head &at, int query,
                                   int head) {
@@ -271,13 +283,19 @@ struct nsa__cuda_key_tile {
     uint64_t bad;     /* a bit for each key */
 };
 
+/* The words of params.bad that hold the bits of up to 64 keys from begin on. */
+struct nsa__cuda_bad_words {
+    uint64_t low, high;
+};
+
 /* The key tiles that a tile of up to QUERIES queries reads, ascending. LISTS: the union of the
    queries' block lists; else one span, or the block that gathered queries share. Each lane follows
    the lists of queries lane, lane + 32, ...; an entry counts if it is a candidate of its query and
    greater than those before it, so any list is harmless. All warps walk alike. */
 template <int KEYS, int QUERIES, bool LISTS> struct nsa__cuda_walk_keys {
     static constexpr int PER_LANE = (QUERIES + 31) / 32, NONE = INT32_MAX;
-    nsa__cuda_key_tile tile;
+    nsa__cuda_key_tile tile; /* without `bad`: nsa__cuda_walk_tile adds it */
+    nsa__cuda_bad_words bad;
     int end;     /* no query sees a key from here on */
     int stop;    /* end of the current block; of the span if !LISTS */
     int queries; /* of the tile */
@@ -363,17 +381,28 @@ NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES, LI
     return true;
 }
 
+template <int KEYS>
+NSA__DEVICE nsa__cuda_bad_words nsa__cuda_load_bad(const nsa__cuda_attend_params &params,
+                                                   const nsa__cuda_attend_head &at, int begin) {
+    const uint64_t *word =
+        params.bad + nsa__cuda_attend_pair(params, at) * params.bad_words + begin / 64;
+    return {word[0], KEYS + begin % 64 > 64 ? word[1] : 0};
+}
+
 /* A bit for each of the KEYS keys from begin on whose k or v row is not finite. */
+template <int KEYS>
+NSA__DEVICE uint64_t nsa__cuda_bad_bits(const nsa__cuda_bad_words &words, int begin) {
+    const int shift = begin % 64;
+    uint64_t bad = words.low >> shift;
+    if (shift) bad |= words.high << (64 - shift);
+    if (KEYS < 64) bad &= (uint64_t(1) << KEYS % 64) - 1;
+    return bad;
+}
+
 template <int KEYS>
 NSA__DEVICE uint64_t nsa__cuda_bad_keys(const nsa__cuda_attend_params &params,
                                         const nsa__cuda_attend_head &at, int begin) {
-    const uint64_t *word =
-        params.bad + nsa__cuda_attend_pair(params, at) * params.bad_words + begin / 64;
-    const int shift = begin % 64;
-    uint64_t bad = word[0] >> shift;
-    if (KEYS + shift > 64) bad |= word[1] << (64 - shift);
-    if (KEYS < 64) bad &= (uint64_t(1) << KEYS % 64) - 1;
-    return bad;
+    return nsa__cuda_bad_bits<KEYS>(nsa__cuda_load_bad<KEYS>(params, at, begin), begin);
 }
 
 template <int KEYS, int QUERIES, bool LISTS>
@@ -385,8 +414,18 @@ NSA__DEVICE bool nsa__cuda_walk_next(nsa__cuda_walk_keys<KEYS, QUERIES, LISTS> &
     if (w.tile.begin >= w.stop && (!LISTS || !nsa__cuda_walk_next_block(w, params, rows)))
         return false;
     w.tile.end = w.tile.begin + min(KEYS, w.stop - w.tile.begin);
-    w.tile.bad = nsa__cuda_bad_keys<KEYS>(params, at, w.tile.begin);
+    w.bad = nsa__cuda_load_bad<KEYS>(params, at, w.tile.begin);
     return true;
+}
+
+/* The tile that nsa__cuda_walk_next has moved to. Its bad keys were loaded then and are looked at
+   only now, a tile later, so nothing waits for the load. */
+template <int KEYS, int QUERIES, bool LISTS>
+NSA__DEVICE nsa__cuda_key_tile
+nsa__cuda_walk_tile(const nsa__cuda_walk_keys<KEYS, QUERIES, LISTS> &w) {
+    nsa__cuda_key_tile tile = w.tile;
+    tile.bad = nsa__cuda_bad_bits<KEYS>(w.bad, tile.begin);
+    return tile;
 }
 
 /* What of a tile the query at place `number` of the warp's group sees. */

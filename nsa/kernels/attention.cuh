@@ -79,12 +79,27 @@ struct nsa__cuda_sum {
 
 struct nsa__cuda_chain_gradient {
     nsa__cuda_sum sum[NSA__SUMS];
-    nsa_tensor dbranch;        /* dout of the branch at hand, of the tensors' dtype */
     nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows, f32 */
     char *zeros;               /* sums, dk_cmp and dv_cmp lie in one piece */
     size_t zero_bytes;
-    size_t own; /* bytes before the primitives' workspace */
+    void *rest;                        /* the branches' workspace, then compression's */
+    nsa__cuda_attend_params branch[3]; /* cmp, slc, win */
 };
+
+/* A gradient that one kernel adds to once needs no sum: q, unless slc's queries are gathered, and
+   keys whose view no other branch shares. Compression may add more than once. */
+static bool nsa__cuda_chain_adds_once(const nsa_tensor to[NSA__SUMS], int i, const nsa_desc *d) {
+    if (i == NSA__SUM_Q) {
+        nsa__cuda_attend_params slc;
+        nsa__cuda_arena none = {NULL, 0};
+        nsa__cuda_backward_plan(&slc, d, NSA__KEYS_SLC, &none);
+        return slc.chunk == 0;
+    }
+    if (i == NSA__SUM_K_CMP || i == NSA__SUM_V_CMP) return false;
+    for (int other = NSA__SUM_K_CMP; other < NSA__SUMS; other++)
+        if (other != i && to[other].data == to[i].data) return false;
+    return true;
+}
 
 /* A view of (B, rows, heads, width) in workspace; packed rows are numbered below B * tokens. */
 static nsa_tensor nsa__cuda_take_tensor(nsa__cuda_arena *a, const nsa_desc *d, nsa_dtype dtype,
@@ -118,6 +133,7 @@ static void nsa__cuda_chain_gradient_plan(nsa__cuda_chain_gradient *g, const nsa
         sum->width =
             i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
         if (!to[i].data || to[i].dtype == NSA_F32) continue;
+        if (nsa__cuda_chain_adds_once(to, i, d)) continue;
         int same = i; /* q has rows of its own; of the keys the first of this view holds the sum.
                          Rows of another width in the same memory have their own */
         for (int other = i - 1; other > NSA__SUM_Q; other--)
@@ -132,17 +148,14 @@ static void nsa__cuda_chain_gradient_plan(nsa__cuda_chain_gradient *g, const nsa
                                           sum->heads, sum->width);
     }
     g->zero_bytes = a->used - first;
-    g->dbranch = nsa__cuda_take_tensor(a, d, x->q.dtype, query_rows, d->heads, d->dim_v);
-    g->own = a->used;
-}
-
-static size_t nsa__cuda_chain_backward_rest(const nsa_attention *x, const nsa_desc *d) {
+    g->rest = a->base ? a->base + a->used : NULL;
+    nsa__cuda_arena compress = *a;
+    const nsa__cuda_branch_keys branches[3] = {NSA__KEYS_CMP, NSA__KEYS_SLC, NSA__KEYS_WIN};
+    for (int i = 0; i < 3; i++) nsa__cuda_backward_plan(&g->branch[i], d, branches[i], a);
     const size_t parts[] = {nsa__cuda_compress_bytes(&x->k_cmp, d, 1),
-                            nsa__cuda_compress_bytes(&x->v_cmp, d, 1),
-                            nsa__cuda_attend_bytes(d, NSA__KEYS_CMP, nsa__cuda_backward_plan),
-                            nsa__cuda_attend_bytes(d, NSA__KEYS_SLC, nsa__cuda_backward_plan),
-                            nsa__cuda_attend_bytes(d, NSA__KEYS_WIN, nsa__cuda_backward_plan)};
-    return nsa__cuda_most(parts, sizeof parts / sizeof *parts);
+                            nsa__cuda_compress_bytes(&x->v_cmp, d, 1)};
+    nsa__cuda_take<char>(&compress, static_cast<int64_t>(nsa__cuda_most(parts, 2)));
+    if (compress.used > a->used) a->used = compress.used;
 }
 
 extern "C" size_t nsa_cuda_attention_backward_workspace_size(const nsa_attention *dx,
@@ -152,7 +165,6 @@ extern "C" size_t nsa_cuda_attention_backward_workspace_size(const nsa_attention
     nsa__cuda_arena a = {NULL, 0};
     if (nsa__cuda_attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
     nsa__cuda_chain_gradient_plan(&g, dx, x, d, &a);
-    nsa__cuda_take<char>(&a, static_cast<int64_t>(nsa__cuda_chain_backward_rest(x, d)));
     return nsa__cuda_arena_bytes(&a);
 }
 
@@ -180,28 +192,67 @@ static nsa_status nsa__cuda_attention_gradient_check(const nsa_attention *dx,
                            1u << NSA_F32 | 1u << x->gates.dtype, 1, NSA__AT_gates | NSA__GRADIENT);
 }
 
-/* One branch: its share of dout from the gate (with the first also dlogits), then its own
-   backward. */
-static nsa_status nsa__cuda_chain_branch(const nsa__cuda_chain_gradient *g, const nsa__chain *c,
+/* The branches' parameters, and which of their keys are not finite; win shares slc's answer where
+   it shares slc's keys. */
+static nsa_status nsa__cuda_chain_prepare(nsa__cuda_chain_gradient *g, const nsa__chain *c,
+                                          const nsa_attention *dx, cudaStream_t stream) {
+    const nsa_attend x[3] = {c->cmp, c->slc, c->win};
+    const nsa_tensor dk[3] = {g->dk_cmp, g->sum[NSA__SUM_K_SLC].view, g->sum[NSA__SUM_K_WIN].view};
+    const nsa_tensor dv[3] = {g->dv_cmp, g->sum[NSA__SUM_V_SLC].view, g->sum[NSA__SUM_V_WIN].view};
+    for (int i = 0; i < 3; i++) {
+        nsa__cuda_attend_params *params = &g->branch[i];
+        params->x = x[i];
+        params->dx.out = dx->out;
+        params->dx.q = g->sum[NSA__SUM_Q].view;
+        params->dx.k = dk[i];
+        params->dx.v = dv[i];
+        if (i == 2 && nsa__same_view(&x[1].k, &x[2].k) && nsa__same_view(&x[1].v, &x[2].v))
+            params->bad = g->branch[1].bad;
+        else
+            NSA__CHECK(nsa__cuda_attend_prepare(params, stream));
+    }
+    return NSA_OK;
+}
+
+/* The terms of every row in all branches, and the gate's gradient. */
+static nsa_status nsa__cuda_chain_rows(const nsa__cuda_chain_gradient *g, const nsa__chain *c,
+                                       const nsa_attention *dx, const nsa_desc *d,
+                                       cudaStream_t stream) {
+    nsa__cuda_rows_params rows = {};
+    rows.d = *d;
+    rows.branches = 3;
+    rows.gate_heads = d->gate_heads;
+    rows.dout = dx->out;
+    rows.logits = c->gate.logits;
+    rows.dlogits = dx->gates;
+    for (int i = 0; i < 3; i++) {
+        rows.out[i] = g->branch[i].x.out;
+        rows.lse[i] = g->branch[i].x.lse;
+        rows.rows[i] = g->branch[i].rows;
+    }
+    return nsa__cuda_attend_rows(rows, stream);
+}
+
+/* dq of all branches by one kernel; gathered queries of slc take one of their own. */
+static nsa_status nsa__cuda_chain_dq(const nsa__cuda_chain_gradient *g, cudaStream_t stream) {
+    nsa__cuda_dq_whole whole;
+    static_cast<nsa__cuda_attend_params &>(whole) = g->branch[0];
+    whole.more[0] = &g->branch[2];
+    whole.more[1] = &g->branch[1];
+    whole.branches = g->branch[1].chunk ? 2 : 3;
+    NSA__CHECK(nsa__cuda_attend_choose<nsa__cuda_dq_launch>(whole, stream));
+    return g->branch[1].chunk ? nsa__cuda_attend_dq(&g->branch[1], stream) : NSA_OK;
+}
+
+static nsa_status nsa__cuda_chain_attend(nsa__cuda_chain_gradient *g, const nsa__chain *c,
                                          const nsa_attention *dx, const nsa_desc *d,
-                                         nsa__cuda_branch_keys branch, nsa_tensor dk, nsa_tensor dv,
-                                         void *rest, cudaStream_t stream) {
-    nsa_gate dgate = {};
-    nsa_attend dattend = {};
-    dgate.out = dx->out;
-    if (branch == NSA__KEYS_CMP) dgate.logits = dx->gates;
-    (branch == NSA__KEYS_CMP   ? dgate.cmp
-     : branch == NSA__KEYS_SLC ? dgate.slc
-                               : dgate.win) = g->dbranch;
-    NSA__CHECK(nsa__cuda_gate_backward_run(&dgate, &c->gate, d, false, stream));
-    dattend.out = g->dbranch;
-    dattend.q = g->sum[NSA__SUM_Q].view;
-    dattend.k = dk;
-    dattend.v = dv;
-    const nsa_attend &x = branch == NSA__KEYS_CMP   ? c->cmp
-                          : branch == NSA__KEYS_SLC ? c->slc
-                                                    : c->win;
-    return nsa__cuda_attend_backward_run(&dattend, &x, d, branch, rest, stream);
+                                         cudaStream_t stream) {
+    if (d->count == 0) return NSA_OK;
+    NSA__CHECK(nsa__cuda_chain_prepare(g, c, dx, stream));
+    NSA__CHECK(nsa__cuda_chain_rows(g, c, dx, d, stream));
+    if (dx->q.data) NSA__CHECK(nsa__cuda_chain_dq(g, stream));
+    for (int i = 0; i < 3; i++) NSA__CHECK(nsa__cuda_attend_dkv(&g->branch[i], stream));
+    return NSA_OK;
 }
 
 static nsa_status nsa__cuda_chain_compress(const nsa_compress *dx, const nsa_compress *x,
@@ -251,36 +302,22 @@ static nsa_status nsa__cuda_chain_flush(const nsa__cuda_chain_gradient *g, const
 extern "C" nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const nsa_attention *x,
                                                   const nsa_desc *d, void *workspace, size_t bytes,
                                                   cudaStream_t stream) {
-    nsa_status s = nsa__cuda_attention_check(x, d, 0);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_attention_check(x, d, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    if ((s = nsa__cuda_attention_gradient_check(dx, x, d)) != NSA_OK) return s;
-    s = nsa__cuda_check_workspace(nsa_cuda_attention_backward_workspace_size(dx, x, d), workspace,
-                                  bytes);
-    if (s != NSA_OK) return s;
-
+    NSA__CHECK(nsa__cuda_attention_gradient_check(dx, x, d));
+    NSA__CHECK(nsa__cuda_check_workspace(nsa_cuda_attention_backward_workspace_size(dx, x, d),
+                                         workspace, bytes));
     nsa__cuda_chain_gradient g;
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
     nsa__cuda_chain_gradient_plan(&g, dx, x, d, &a);
-    char *rest = a.base + g.own;
     const nsa__chain c = nsa__chain_of(x);
-    const nsa__cuda_sum *sum = g.sum;
-    if (g.zero_bytes) s = nsa__cuda_status(cudaMemsetAsync(g.zeros, 0, g.zero_bytes, stream));
-    if (s == NSA_OK)
-        s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_CMP, g.dk_cmp, g.dv_cmp, rest, stream);
-    if (s == NSA_OK)
-        s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_SLC, sum[NSA__SUM_K_SLC].view,
-                                   sum[NSA__SUM_V_SLC].view, rest, stream);
-    if (s == NSA_OK)
-        s = nsa__cuda_chain_branch(&g, &c, dx, d, NSA__KEYS_WIN, sum[NSA__SUM_K_WIN].view,
-                                   sum[NSA__SUM_V_WIN].view, rest, stream);
-    if (s == NSA_OK)
-        s = nsa__cuda_chain_compress(&dx->k_cmp, &x->k_cmp, d, g.dk_cmp, sum[NSA__SUM_K_CMP].view,
-                                     rest, stream);
-    if (s == NSA_OK)
-        s = nsa__cuda_chain_compress(&dx->v_cmp, &x->v_cmp, d, g.dv_cmp, sum[NSA__SUM_V_CMP].view,
-                                     rest, stream);
-    return s == NSA_OK ? nsa__cuda_chain_flush(&g, d, stream) : s;
+    if (g.zero_bytes) NSA__CHECK(nsa__cuda_status(nsa__memset(g.zeros, 0, g.zero_bytes, stream)));
+    NSA__CHECK(nsa__cuda_chain_attend(&g, &c, dx, d, stream));
+    NSA__CHECK(nsa__cuda_chain_compress(&dx->k_cmp, &x->k_cmp, d, g.dk_cmp,
+                                        g.sum[NSA__SUM_K_CMP].view, g.rest, stream));
+    NSA__CHECK(nsa__cuda_chain_compress(&dx->v_cmp, &x->v_cmp, d, g.dv_cmp,
+                                        g.sum[NSA__SUM_V_CMP].view, g.rest, stream));
+    return nsa__cuda_chain_flush(&g, d, stream);
 }
 
 #endif

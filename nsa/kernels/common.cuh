@@ -16,6 +16,10 @@
    takes back what another has just asked for. Static bytes fit beside it on devices from 8.0 on. */
 enum { NSA__SHARED_LIMIT = 95 * 1024 };
 
+/* While a host thread loads kernels (nsa_cuda_load), its launches load the kernel and do nothing
+   else. */
+static thread_local bool nsa__loading = false;
+
 #ifdef NSA_SIMT
 
 #include "nsa_simt.h"
@@ -36,11 +40,16 @@ enum { NSA__SHARED_LIMIT = 95 * 1024 };
         ::simt::shared_static(&nsa__key_##name, #name, sizeof(nsa__type_##name), \
                               alignof(nsa__type_##name), ::simt::site{__FILE__, __LINE__}))
 #define NSA_SHARED_ALL(name) unsigned char *name = ::simt::shared_dynamic()
+#define NSA_GRID_CONSTANT
 
 /* NSA_LAUNCH(kernel<T, 64>, grid, block, shared_bytes, stream, arguments...) -> cudaError_t */
-#define NSA_LAUNCH(...) ::simt::launch(::simt::site{__FILE__, __LINE__}, #__VA_ARGS__, __VA_ARGS__)
+#define NSA_LAUNCH(...)         \
+    (nsa__loading ? cudaSuccess \
+                  : ::simt::launch(::simt::site{__FILE__, __LINE__}, #__VA_ARGS__, __VA_ARGS__))
 
 #else
+
+#include <atomic>
 
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -49,6 +58,11 @@ enum { NSA__SHARED_LIMIT = 95 * 1024 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "nsa kernels need compute capability 8.0 or later: name one, for instance nvcc -arch=sm_80"
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL) && \
+    !defined(NSA_CUDA_QUIET)
+#pragma message("nsa: plain sm_90 has no wgmma, so attention is slower on H100 and H200: name " \
+                "sm_90a; NSA_CUDA_QUIET turns this message off")
 #endif
 
 #define NSA__AT
@@ -60,20 +74,57 @@ enum { NSA__SHARED_LIMIT = 95 * 1024 };
 
 #define NSA_SHARED(type, name, ...) __shared__ type name __VA_ARGS__
 #define NSA_SHARED_ALL(name)        unsigned char *name = nsa__shared_all
+/* A kernel's parameter that is read where it lies, not copied, even by an index. */
+#define NSA_GRID_CONSTANT           __grid_constant__
 extern __shared__ __align__(1024) unsigned char nsa__shared_all[];
 
 #define NSA_LAUNCH(...) nsa__launch(__VA_ARGS__)
 
-/* More than 48 KB of dynamic shared memory must be asked for by name; the call is host-side
-   only. */
+/* Which devices a kernel may use more than 48 KB of dynamic shared memory on: bit d for device d.
+   NULL if the table is full. Slots are found by the kernel's address and never freed. */
+struct nsa__shared_slot {
+    std::atomic<const void *> kernel;
+    std::atomic<uint64_t> devices;
+};
+static inline std::atomic<uint64_t> *nsa__shared_devices(const void *kernel) {
+    enum { SLOTS = 512 };
+    static nsa__shared_slot slots[SLOTS];
+    size_t at = reinterpret_cast<uintptr_t>(kernel) / 16 % SLOTS;
+    for (int i = 0; i < SLOTS; i++, at = (at + 1) % SLOTS) {
+        const void *owner = NULL;
+        if (slots[at].kernel.compare_exchange_strong(owner, kernel) || owner == kernel)
+            return &slots[at].devices;
+    }
+    return NULL;
+}
+
+/* A kernel needs leave for more than 48 KB of dynamic shared memory, on each device once. Asking
+   costs microseconds and loads the kernel, so a second launch does not ask again. */
+static inline cudaError_t nsa__allow_shared(const void *kernel, size_t bytes) {
+    int device = 0;
+    const cudaError_t e = cudaGetDevice(&device);
+    if (e != cudaSuccess) return e;
+    std::atomic<uint64_t> *devices = device < 64 ? nsa__shared_devices(kernel) : NULL;
+    const uint64_t bit = uint64_t(1) << device % 64;
+    if (devices && devices->load() & bit) return cudaSuccess;
+    const size_t least = NSA__SHARED_LIMIT, limit = bytes > least ? bytes : least;
+    const cudaError_t failed = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
+    if (failed == cudaSuccess && devices) devices->fetch_or(bit);
+    return failed;
+}
+
 template <typename... Params, typename... Args>
 static inline cudaError_t nsa__launch(void (*kernel)(Params...), dim3 grid, dim3 block,
                                       size_t shared_bytes, cudaStream_t stream, Args &&...args) {
+    const void *const address = reinterpret_cast<const void *>(kernel);
     if (shared_bytes > 48 * 1024) {
-        const size_t least = NSA__SHARED_LIMIT, limit = shared_bytes > least ? shared_bytes : least;
-        const cudaError_t e = cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
+        const cudaError_t e = nsa__allow_shared(address, shared_bytes);
         if (e != cudaSuccess) return e;
+    }
+    if (nsa__loading) {
+        cudaFuncAttributes loaded;
+        return cudaFuncGetAttributes(&loaded, address);
     }
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
@@ -84,6 +135,11 @@ static inline cudaError_t nsa__launch(void (*kernel)(Params...), dim3 grid, dim3
 }
 
 #endif
+
+/* Bytes of device memory, set on the stream. */
+static inline cudaError_t nsa__memset(void *to, int value, size_t bytes, cudaStream_t stream) {
+    return nsa__loading ? cudaSuccess : cudaMemsetAsync(to, value, bytes, stream);
+}
 
 #define NSA__DEVICE static __device__ __forceinline__
 

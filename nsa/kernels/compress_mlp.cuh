@@ -287,7 +287,7 @@ static nsa_status nsa__cuda_mlp_prepare(const nsa_compress *x, const nsa_desc *d
     nsa_status s = d->begins ? nsa__cuda_cmp_begins(d, p->cmp_begins, stream) : NSA_OK;
     if (s == NSA_OK)
         s = nsa__cuda_status(
-            cudaMemsetAsync(p->gather, 0xff, sizeof(int4) * static_cast<size_t>(p->rows), stream));
+            nsa__memset(p->gather, 0xff, sizeof(int4) * static_cast<size_t>(p->rows), stream));
     dim3 grid;
     if (s == NSA_OK)
         s = nsa__cuda_grid(
@@ -395,7 +395,7 @@ static nsa_status nsa__cuda_mlp_biases(const nsa_compress *dx, const nsa_compres
     const nsa_tensor sum = {p->dh_sum, NSA_F32, 0, x->hidden, x->hidden};
     const size_t bytes =
         sizeof(float) * static_cast<size_t>(d->kv_heads) * static_cast<size_t>(x->hidden);
-    if (s == NSA_OK) s = nsa__cuda_status(cudaMemsetAsync(p->dh_sum, 0, bytes, stream));
+    if (s == NSA_OK) s = nsa__cuda_status(nsa__memset(p->dh_sum, 0, bytes, stream));
     if (s == NSA_OK) s = nsa__cuda_mlp_column_sums(p->dh, x->hidden, x, d, p, stream);
     if (s == NSA_OK) s = nsa__cuda_add_parts(&hidden, NULL, &sum, stream);
     const nsa__cuda_parts whole = {p->dh_sum, 1, d->kv_heads, x->hidden, 1, x->hidden};

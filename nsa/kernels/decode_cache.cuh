@@ -129,7 +129,7 @@ extern "C" nsa_status nsa_cuda_cache_init(nsa_cache *cache, const nsa_desc *d, n
                  {bits.win, words * static_cast<size_t>(bits.words)},
                  {bits.cmp, words * static_cast<size_t>(bits.cmp_words)}};
     for (size_t i = 0; s == NSA_OK && i < sizeof zeros / sizeof *zeros; i++)
-        s = nsa__cuda_status(cudaMemsetAsync(zeros[i].at, 0, zeros[i].bytes, stream));
+        s = nsa__cuda_status(nsa__memset(zeros[i].at, 0, zeros[i].bytes, stream));
     return s;
 }
 

@@ -37,6 +37,7 @@ static inline int nsa__cuda_gate_team(int dim_v) {
 /* Which row (t, h) of which sequence a team works on: teams count through (b, t, h). */
 struct nsa__cuda_gate_place {
     nsa__sequence s;
+    int b;
     int64_t row;
     int head, c; /* of `heads`; the thread's first element */
     bool mine;
@@ -48,7 +49,8 @@ NSA__DEVICE nsa__cuda_gate_place nsa__cuda_gate_place_of(const nsa_desc &d, int 
     const int64_t item =
         static_cast<int64_t>(blockIdx.x % blocks) * (NSA__GATE_THREADS / team) + threadIdx.x / team;
     nsa__cuda_gate_place p;
-    p.s = nsa__sequence_at(d, static_cast<int>(blockIdx.x) / blocks, places);
+    p.b = static_cast<int>(blockIdx.x) / blocks;
+    p.s = nsa__sequence_at(d, p.b, places);
     p.row = item / heads;
     p.head = static_cast<int>(item % heads);
     p.c = static_cast<int>(threadIdx.x) % team * 8;
@@ -74,24 +76,22 @@ static __global__ void nsa__cuda_gate_forward_kernel(nsa_desc d, nsa_gate x, int
     nsa__store8(x.out.dtype, nsa__row_at(x.out, p.s.batch, t, p.head), p.c, out);
 }
 
-/* dbranch (+)= g dout. The chain, whose buffers hold nothing yet, overwrites. */
-NSA__DEVICE void nsa__cuda_gate_put(const nsa_tensor &dbranch, const nsa__cuda_gate_place &p,
-                                    int64_t t, int h, float g, const float (&dout)[8], bool adds) {
-    void *row = nsa__row_at(dbranch, p.s.batch, t, h);
-    float value[8];
-    if (adds) {
-        nsa__add8(dbranch.dtype, row, p.c, g, dout);
-        return;
-    }
+/* dlogits += the derivative of the gate's kind, of which dg is the gradient of g. */
+NSA__DEVICE void nsa__cuda_gate_put_logits(const nsa_desc &d, const nsa_tensor &dlogits, void *row,
+                                           const float (&g)[3], float (&dg)[3]) {
+    const float mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
 #pragma unroll
-    for (int c = 0; c < 8; c++) value[c] = g * dout[c];
-    nsa__store8(dbranch.dtype, row, p.c, value);
+    for (int i = 0; i < 3; i++) {
+        if (d.gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1.0f - g[i]);
+        if (d.gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
+        nsa__store1(dlogits.dtype, row, i, nsa__load1(dlogits.dtype, row, i) + dg[i]);
+    }
 }
 
 /* out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout, and over the heads that share the gate
    dg[i] = sum_h sum_c dout branch[i]; then through the gate's kind to the logits. */
-static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, nsa_gate dx, int team,
-                                                      bool adds) {
+static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, nsa_gate dx,
+                                                      int team) {
     const nsa__cuda_gate_place p = nsa__cuda_gate_place_of(d, d.gate_heads, team);
     const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
     const nsa_tensor *dbranch[3] = {&dx.cmp, &dx.slc, &dx.win};
@@ -104,7 +104,9 @@ static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, ns
         nsa__load8(dout, dx.out.dtype, nsa__row_at(dx.out, p.s.batch, t, h), p.c);
 #pragma unroll
         for (int i = 0; i < 3; i++) {
-            if (dbranch[i]->data) nsa__cuda_gate_put(*dbranch[i], p, t, h, g[i], dout, adds);
+            if (dbranch[i]->data)
+                nsa__add8(dbranch[i]->dtype, nsa__row_at(*dbranch[i], p.s.batch, t, h), p.c, g[i],
+                          dout);
             if (!dx.logits.data) continue;
             float row[8];
             nsa__load8(row, branch[i]->dtype, nsa__row_at(*branch[i], p.s.batch, t, h), p.c);
@@ -117,14 +119,7 @@ static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, ns
 #pragma unroll
         for (int i = 0; i < 3; i++) dg[i] += __shfl_xor_sync(0xffffffffu, dg[i], step);
     if (!p.mine || p.c != 0) return;
-    const float mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
-    void *row = nsa__row_at(dx.logits, p.s.batch, t, p.head);
-#pragma unroll
-    for (int i = 0; i < 3; i++) {
-        if (d.gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1.0f - g[i]);
-        if (d.gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
-        nsa__store1(dx.logits.dtype, row, i, nsa__load1(dx.logits.dtype, row, i) + dg[i]);
-    }
+    nsa__cuda_gate_put_logits(d, dx.logits, nsa__row_at(dx.logits, p.s.batch, t, p.head), g, dg);
 }
 
 static nsa_status nsa__cuda_gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
@@ -155,14 +150,13 @@ static nsa_status nsa__cuda_gate_forward_run(const nsa_gate *x, const nsa_desc *
                                        0, stream, *d, *x, team, places));
 }
 static nsa_status nsa__cuda_gate_backward_run(const nsa_gate *dx, const nsa_gate *x,
-                                              const nsa_desc *d, bool adds, cudaStream_t stream) {
+                                              const nsa_desc *d, cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
     const int team = nsa__cuda_gate_team(d->dim_v);
     dim3 grid;
     NSA__CHECK(nsa__cuda_gate_grid(d, d->gate_heads, team, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_backward_kernel, grid,
-                                       dim3(NSA__GATE_THREADS), 0, stream, *d, *x, *dx, team,
-                                       adds));
+                                       dim3(NSA__GATE_THREADS), 0, stream, *d, *x, *dx, team));
 }
 
 extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d,
@@ -191,7 +185,7 @@ extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate 
     if ((s = nsa__cuda_check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp)) != NSA_OK) return s;
     if ((s = nsa__cuda_check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc)) != NSA_OK) return s;
     if ((s = nsa__cuda_check_gradient(&dx->win, &x->win, shape, NSA__AT_win)) != NSA_OK) return s;
-    return nsa__cuda_gate_backward_run(dx, x, d, true, stream);
+    return nsa__cuda_gate_backward_run(dx, x, d, stream);
 }
 
 #endif

@@ -25,6 +25,12 @@ NSA__DEVICE void *nsa__row_at(const nsa_tensor &x, int64_t b, int64_t t, int64_t
            element * (x.dtype == NSA_F32 || x.dtype == NSA_I32 ? 4 : 2);
 }
 
+/* The element of a view at an offset in elements. */
+NSA__DEVICE const void *nsa__element_at(const nsa_tensor &x, int64_t offset) {
+    return static_cast<const char *>(x.data) +
+           offset * (x.dtype == NSA_F32 || x.dtype == NSA_I32 ? 4 : 2);
+}
+
 NSA__DEVICE float2 nsa__unpack_bf16(uint32_t pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }

@@ -96,24 +96,24 @@ NSA__DEVICE void nsa__cuda_tile_copy_rows(T *tile, int width, const T *from, int
     }
 }
 
-/* The same from rows of f32, which are rounded to T on the way; done when it returns. */
+/* The same from rows of another dtype, which are rounded to T on the way; done when it returns. */
 template <typename T, int D, int ROWS, int THREADS, typename Source>
-NSA__DEVICE void nsa__cuda_tile_round(T *tile, int width, Source source) {
+NSA__DEVICE void nsa__cuda_tile_round(T *tile, int width, nsa_dtype dtype, Source source) {
     using share = nsa__cuda_tile_share<T, D, THREADS>;
     constexpr int size = nsa__cuda_piece<T>::size;
     const int thread = static_cast<int>(threadIdx.x), chunk = thread % share::CHUNKS;
     if (thread >= share::STEP * share::CHUNKS) return;
 #pragma unroll 1
     for (int row = thread / share::CHUNKS; row < ROWS; row += share::STEP) {
-        const float *from = source(row);
+        const void *from = source(row);
         const bool there = from != nullptr && chunk * size < width;
         T *to = nsa__cuda_tile_at<T, ROWS>(tile, row, chunk);
 #pragma unroll
         for (int e = 0; e < size; e += 4) {
-            float4 x = make_float4(0, 0, 0, 0);
-            if (there) x = *reinterpret_cast<const float4 *>(from + chunk * size + e);
-            nsa__store_pair(to + e, x.x, x.y);
-            nsa__store_pair(to + e + 2, x.z, x.w);
+            float x[4] = {0, 0, 0, 0};
+            if (there) nsa__load4(x, dtype, from, chunk * size + e);
+            nsa__store_pair(to + e, x[0], x[1]);
+            nsa__store_pair(to + e + 2, x[2], x[3]);
         }
     }
 }
@@ -163,12 +163,23 @@ template <int N> NSA__DEVICE void nsa__cuda_clear(float (&c)[N][4]) {
 }
 
 /* c[16][N] = a b^T over D columns: the warp's rows of `a` (a tile of ROWS) from a_row on, all N
-   rows of b. */
+   rows of b. In three steps, so that other work runs while the tensor cores multiply: begin starts
+   the product on a warpgroup, await waits until at most PENDING later products are under way. Both
+   do nothing elsewhere: there finish is the product. */
 template <typename T, int D, int N, int ROWS>
-NSA__DEVICE void nsa__cuda_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
+NSA__DEVICE void nsa__cuda_product_nt_begin(float (&c)[N / 8][4], T *a, int a_row, T *b) {
+    if constexpr (nsa__cuda_uses_warpgroup<T, N>::value)
+        nsa__cuda_warpgroup_begin_nt<T, D, N, ROWS>(c, a, a_row, b);
+}
+template <typename T, int N, int PENDING>
+NSA__DEVICE void nsa__cuda_product_nt_await(float (&c)[N / 8][4]) {
+    if constexpr (nsa__cuda_uses_warpgroup<T, N>::value) nsa__cuda_warpgroup_await<N, PENDING>(c);
+}
+template <typename T, int D, int N, int ROWS>
+NSA__DEVICE void nsa__cuda_product_nt_finish(float (&c)[N / 8][4], T *a, int a_row, T *b) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if constexpr (nsa__cuda_uses_warpgroup<T, N>::value) {
-        nsa__cuda_warpgroup_product_nt<T, D, N, ROWS>(c, a, a_row, b);
+        /* awaited: c is the product */
     } else if constexpr (sizeof(T) == 2) {
         nsa__cuda_clear(c);
         const int a_at = nsa__cuda_tile_offset<T, ROWS>(a_row + lane % 16, lane / 16);
@@ -204,15 +215,35 @@ NSA__DEVICE void nsa__cuda_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *
     }
 }
 
+/* The three steps in one. */
+template <typename T, int D, int N, int ROWS>
+NSA__DEVICE void nsa__cuda_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
+    nsa__cuda_product_nt_begin<T, D, N, ROWS>(c, a, a_row, b);
+    nsa__cuda_product_nt_await<T, N, 0>(c);
+    nsa__cuda_product_nt_finish<T, D, N, ROWS>(c, a, a_row, b);
+}
+
 /* c[16][N] += p b: p[16][K] is a product as it lies, b's all K rows and columns
-   `column` .. column + N - 1, from a panel's begin. For tensor cores p is rounded to T. */
+   `column` .. column + N - 1, from a panel's begin. For tensor cores p is rounded to T. In the same
+   steps; `a` keeps the rounded p of a product that is under way. */
 template <typename T, int K, int N>
-NSA__DEVICE void nsa__cuda_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4], T *b,
-                                      int column) {
+NSA__DEVICE void nsa__cuda_product_nn_begin(float (&c)[N / 8][4],
+                                            uint32_t (&a)[K / 16 ? K / 16 : 1][4],
+                                            const float (&p)[K / 8][4], T *b, int column) {
+    if constexpr (nsa__cuda_uses_warpgroup<T, K>::value)
+        nsa__cuda_warpgroup_begin_nn<T, K, N>(c, a, p, b + column * K);
+}
+template <typename T, int K, int N, int PENDING>
+NSA__DEVICE void nsa__cuda_product_nn_await(float (&c)[N / 8][4]) {
+    if constexpr (nsa__cuda_uses_warpgroup<T, K>::value) nsa__cuda_warpgroup_await<N, PENDING>(c);
+}
+template <typename T, int K, int N>
+NSA__DEVICE void nsa__cuda_product_nn_finish(float (&c)[N / 8][4], const float (&p)[K / 8][4], T *b,
+                                             int column) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     T *const from = b + column * K;
     if constexpr (nsa__cuda_uses_warpgroup<T, K>::value) {
-        nsa__cuda_warpgroup_product_nn<T, K, N>(c, p, from);
+        /* awaited: c is the product */
     } else if constexpr (sizeof(T) == 2) {
         const int b_at = nsa__cuda_tile_offset<T, K>(lane % 16, lane / 16);
 #pragma unroll
@@ -251,6 +282,15 @@ NSA__DEVICE void nsa__cuda_product_nn(float (&c)[N / 8][4], const float (&p)[K /
                     }
                 }
     }
+}
+
+template <typename T, int K, int N>
+NSA__DEVICE void nsa__cuda_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4], T *b,
+                                      int column) {
+    uint32_t a[K / 16 ? K / 16 : 1][4];
+    nsa__cuda_product_nn_begin<T, K, N>(c, a, p, b, column);
+    nsa__cuda_product_nn_await<T, K, N, 0>(c);
+    nsa__cuda_product_nn_finish<T, K, N>(c, p, b, column);
 }
 
 #endif

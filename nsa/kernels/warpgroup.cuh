@@ -52,49 +52,55 @@ NSA__DEVICE void nsa__cuda_pack_product(uint32_t (&a)[4], const float (&low)[4],
     a[3] = nsa__pack<T>(high[2], high[3]);
 }
 
-/* nsa__cuda_product_nt of the 64 rows that a_row is one of, and nsa__cuda_product_nn. */
+/* The start of nsa__cuda_product_nt for the 64 rows that a_row is one of, and of
+   nsa__cuda_product_nn, whose operand `a` stays untouched until the product has been awaited. */
 template <typename T, int D, int N, int ROWS>
-NSA__DEVICE void nsa__cuda_warpgroup_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b);
+NSA__DEVICE void nsa__cuda_warpgroup_begin_nt(float (&c)[N / 8][4], T *a, int a_row, T *b);
+template <int N, int PENDING> NSA__DEVICE void nsa__cuda_warpgroup_await(float (&c)[N / 8][4]);
 template <typename T, int K, int N>
-NSA__DEVICE void nsa__cuda_warpgroup_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4],
-                                                T *b);
+NSA__DEVICE void nsa__cuda_warpgroup_begin_nn(float (&c)[N / 8][4], uint32_t (&a)[K / 16][4],
+                                              const float (&p)[K / 8][4], T *b);
 
 #if NSA__USES_WGMMA
 
-/* A tile from the chunk that `at` points at. `panels`: bytes from one panel to the next, where a
-   product goes across them. */
+/* The descriptor of a tile from the chunk that `at` points at. `panels`: bytes from one panel to
+   the next, if a product goes across them. The shuffle tells the compiler that all lanes have the
+   same value: then it lies in a uniform register, and a step along the tile is one addition of
+   elements / 8, the descriptor's unit of 16 bytes. */
 template <typename T> NSA__DEVICE uint64_t nsa__cuda_warpgroup_operand(const T *at, int panels) {
-    return nsa__wgmma_descriptor(at, panels, 1024, NSA__SWIZZLE_128);
+    const uint64_t d = nsa__wgmma_descriptor(at, panels, 1024, NSA__SWIZZLE_128);
+    return (d & 0xffffffff00000000u) | __shfl_sync(0xffffffffu, static_cast<uint32_t>(d), 0);
 }
 
 template <typename T, int D, int N, int ROWS>
-NSA__DEVICE void nsa__cuda_warpgroup_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
-    static_assert(ROWS % 64 == 0, "whole groups");
+NSA__DEVICE void nsa__cuda_warpgroup_begin_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
+    static_assert(ROWS % 64 == 0, "whole warpgroups");
     float(&sums)[N / 2] = reinterpret_cast<float(&)[N / 2]>(c);
-    T *const rows = a + a_row / 64 * 64 * 64;
+    const uint64_t da = nsa__cuda_warpgroup_operand(a + a_row / 64 * 64 * 64, 16);
+    const uint64_t db = nsa__cuda_warpgroup_operand(b, 16);
     nsa__wgmma_fence(sums);
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
-        nsa__wgmma<T, N, 0, 0>(
-            sums, nsa__cuda_warpgroup_operand(rows + k / 4 * ROWS * 64 + k % 4 * 16, 16),
-            nsa__cuda_warpgroup_operand(b + k / 4 * N * 64 + k % 4 * 16, 16), k > 0);
+        nsa__wgmma<T, N, 0, 0>(sums, da + (k / 4 * ROWS * 8 + k % 4 * 2),
+                               db + (k / 4 * N * 8 + k % 4 * 2), k > 0);
     nsa__wgmma_commit();
-    nsa__wgmma_wait<0>(sums);
+}
+
+template <int N, int PENDING> NSA__DEVICE void nsa__cuda_warpgroup_await(float (&c)[N / 8][4]) {
+    nsa__wgmma_wait<PENDING>(reinterpret_cast<float(&)[N / 2]>(c));
 }
 
 template <typename T, int K, int N>
-NSA__DEVICE void nsa__cuda_warpgroup_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4],
-                                                T *b) {
+NSA__DEVICE void nsa__cuda_warpgroup_begin_nn(float (&c)[N / 8][4], uint32_t (&a)[K / 16][4],
+                                              const float (&p)[K / 8][4], T *b) {
     float(&sums)[N / 2] = reinterpret_cast<float(&)[N / 2]>(c);
-    uint32_t a[K / 16][4];
 #pragma unroll
     for (int k = 0; k < K / 16; k++) nsa__cuda_pack_product<T>(a[k], p[2 * k], p[2 * k + 1]);
+    const uint64_t db = nsa__cuda_warpgroup_operand(b, K * 128);
     nsa__wgmma_fence(sums, a);
 #pragma unroll
-    for (int k = 0; k < K / 16; k++)
-        nsa__wgmma<T, N, 1>(sums, a[k], nsa__cuda_warpgroup_operand(b + k * 16 * 64, K * 128), 1);
+    for (int k = 0; k < K / 16; k++) nsa__wgmma<T, N, 1>(sums, a[k], db + k * 128, 1);
     nsa__wgmma_commit();
-    nsa__wgmma_wait<0>(sums);
 }
 
 #endif

@@ -133,8 +133,12 @@ static inline nsa_status device_decode_run(const nsa_attention *x, nsa_cache *ca
                                            const int32_t *counts, nsa_reads *reads,
                                            nsa_status *verdict, void *workspace, size_t bytes,
                                            int graph) {
-    if (!graph)
-        return nsa_cuda_decode(x, cache, count, counts, reads, verdict, workspace, bytes, NULL);
+    if (!graph) {
+        const nsa_status loaded = nsa_cuda_load_decode(x, cache, count);
+        const nsa_status ran =
+            nsa_cuda_decode(x, cache, count, counts, reads, verdict, workspace, bytes, NULL);
+        return ran == NSA_OK && !counts ? loaded : ran;
+    }
     cudaStream_t stream;
     cudaGraph_t recorded;
     cudaGraphExec_t step;

@@ -309,8 +309,10 @@ static inline nsa_status device_attention_forward(const nsa_attention *x, const 
                                                   void *workspace, size_t bytes) {
     device_begin(d);
     DEVICE_COPY_BY(nsa_attention, x, device_attention)
-    return device_end(nsa_cuda_attention_forward(x_device, device_d, device_of(workspace), bytes,
-                                                 device_stream()));
+    const nsa_status loaded = nsa_cuda_load(NULL, x_device, device_d);
+    const nsa_status status = device_end(nsa_cuda_attention_forward(
+        x_device, device_d, device_of(workspace), bytes, device_stream()));
+    return status == NSA_OK ? loaded : status;
 }
 
 static inline nsa_status device_attention_backward(const nsa_attention *dx, const nsa_attention *x,
@@ -319,8 +321,10 @@ static inline nsa_status device_attention_backward(const nsa_attention *dx, cons
     device_begin(d);
     DEVICE_COPY_BY(nsa_attention, x, device_attention)
     DEVICE_COPY_BY(nsa_attention, dx, device_attention)
-    return device_end(nsa_cuda_attention_backward(dx_device, x_device, device_d,
-                                                  device_of(workspace), bytes, device_stream()));
+    const nsa_status loaded = nsa_cuda_load(dx_device, x_device, device_d);
+    const nsa_status status = device_end(nsa_cuda_attention_backward(
+        dx_device, x_device, device_d, device_of(workspace), bytes, device_stream()));
+    return status == NSA_OK ? loaded : status;
 }
 
 static inline nsa_status device_cmp_begins(const nsa_desc *d, int32_t *begins) {
