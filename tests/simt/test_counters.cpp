@@ -130,11 +130,18 @@ static bool sees(const problem &p, branch_keys keys, int kv_head, int query, con
     return keys != SLC || listed(p, kv_head, query).count(t.begin / p.d.slc_block);
 }
 
-/* What a warp issues to multiply its 16 rows and KEYS keys: forward q k and p v, for dq a third
-   product. m16n8k16 each on its own; together k16 of all keys or of all columns. */
+/* What a warp issues to multiply its 16 rows and KEYS keys if they take part: forward q k and p v, for
+   dq a third product. m16n8k16 each on its own; together k16 of all columns, and
+   warpgroup_started has the rest. */
 static unsigned products_of(const nsa_desc &d, bool backward) {
     const int nt = backward ? d.dim + d.dim_v : d.dim, nn = backward ? d.dim : d.dim_v;
-    return static_cast<unsigned>(TOGETHER == 64 ? nt / 16 + KEYS / 16 : KEYS / 8 * (nt + nn) / 16);
+    return static_cast<unsigned>(TOGETHER == 64 ? KEYS / 16 : KEYS / 8 * (nt + nn) / 16);
+}
+
+/* A key tile's products that all warps of a tile of ROWS rows issue, whoever sees it. */
+static unsigned warpgroup_started(const nsa_desc &d, bool backward, int ROWS) {
+    const int nt = backward ? d.dim + d.dim_v : d.dim;
+    return static_cast<unsigned>(TOGETHER == 64 ? ROWS / 16 * (nt / 16) : 0);
 }
 
 /* A tile of rows, 128 forward and 64 backward, brings in its own rows once and its key tiles one
@@ -151,6 +158,7 @@ static work query_side(const problem &p, branch_keys keys, bool backward) {
             w.bytes += 2u * static_cast<unsigned>(rows * held);
             for (const tile &t : tiles_of(p, keys, kv_head, row / G, (row + rows - 1) / G)) {
                 w.bytes += 2u * static_cast<unsigned>((t.end - t.begin) * both);
+                w.products += warpgroup_started(d, backward, ROWS);
                 for (int first = row; first < row + rows; first += TOGETHER) {
                     bool any = TOGETHER == 64 && keys != SLC;
                     for (int r = first; r < std::min(first + TOGETHER, row + rows); r++)
@@ -179,6 +187,7 @@ static work gathered_side(const problem &p, bool backward) {
                 const int end =
                     std::min(begin + d.slc_block, readers[static_cast<size_t>(last)] + 1);
                 w.bytes += 2u * static_cast<unsigned>(rows * held + (end - begin) * both);
+                w.products += warpgroup_started(d, backward, part * G);
                 w.products += static_cast<unsigned>((rows + TOGETHER - 1) / TOGETHER) * TOGETHER /
                               16 * products_of(d, backward);
             }
