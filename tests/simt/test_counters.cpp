@@ -63,6 +63,7 @@ struct problem {
     nsa_attend dx(bool of_q) const {
         nsa_attend g = x();
         g.out.data = dout.data;
+        g.lse = nsa_tensor{};
         g.q.data = of_q ? dq.data : nullptr;
         g.k.data = of_q ? nullptr : dk.data;
         g.v.data = of_q ? nullptr : dv.data;
