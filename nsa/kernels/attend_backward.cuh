@@ -3,14 +3,16 @@
    Not here: which keys (attend_keys.cuh), which queries read a block (attend_readers.cuh), forward
    (attend_forward.cuh).
 
-   With p = exp(scale q k - lse), out = sum p v and delta = dout . out: dv[s] = sum_t p dout[t]
-   ds = p (dout . v[s] - delta)    dq[t] = scale sum_s ds k[s] dk[s] = scale sum_t ds q[t] In the
-   whole, out = sum_i gate_i out_i. dout of branch i is gate_i dout, so p of the first line is
-   gate_i p, and delta is that of dout: nobody writes the branch's dout down. One kernel walks the
-   key tiles of a Q tile as forward does and makes dq. Another keeps a tile of keys, walks the rows
-   that read it and makes dk and dv. Every row of a gradient has one owner, who adds to it once, so
-   nothing is atomic. Keys that very many queries read (the first block, the first compressed rows)
-   are shared out among blocks by parts of their readers, whose sums are then added in order. */
+   With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
+     dv[s] = sum_t p dout[t]    ds = p (dout . v[s] - delta)    dq[t] = scale sum_s ds k[s]
+     dk[s] = scale sum_t ds q[t]
+   In the whole, out = sum_i gate_i out_i, so dout of branch i is gate_i dout. It is not written
+   down: gate_i p stands for p, and delta is dout . out_i.
+   One kernel walks the key tiles of a Q tile as forward does and makes dq, of the whole for all
+   branches at once. Another keeps a tile of keys, walks the rows that read it and makes dk and dv.
+   Every row of a gradient has one owner, who adds to it once, so nothing is atomic. Keys that very
+   many queries read (the first block, the first compressed rows) are shared out among blocks by
+   parts of their readers, whose sums are then added in order. */
 #ifndef NSA_ATTEND_BACKWARD_CUH
 #define NSA_ATTEND_BACKWARD_CUH
 
@@ -150,8 +152,11 @@ NSA__DEVICE void nsa__cuda_stage_dout(T *tile, const nsa__cuda_attend_params &pa
 
 /* ---- dq ------------------------------------------------------------------------------------ */
 
-template <typename T, int DK, int DV>
-struct nsa__cuda_dq_shape : nsa__cuda_tile_shape<T, DK + DV, DK + DV, 64, 16> {};
+/* dq of heads wider than 128 leaves registers for half the keys. */
+template <typename T, int DK, int DV, int HOPPER>
+struct nsa__cuda_dq_shape
+    : nsa__cuda_tile_shape<T, DK + DV, DK + DV, (DK > 128 ? 32 : 64), (DK > 192 ? 8 : 16), HOPPER> {
+};
 
 /* What a thread knows of its two rows, g and g + 8 of its warp, in one branch; reads and bad are of
    all branches so far. */
@@ -225,7 +230,7 @@ NSA__DEVICE void
 nsa__cuda_dq_branch(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows,
                     const nsa__cuda_dq_tiles<T> &tiles, const nsa__cuda_attend_params &params,
                     nsa__cuda_attend_head &at, const nsa__cuda_query_tile &tile_rows) {
-    using shape = nsa__cuda_dq_shape<T, DK, DV>;
+    using shape = nsa__cuda_dq_shape<T, DK, DV, NSA__HOPPER>;
     constexpr int BLOCK_M = shape::TILE, BLOCK_N = shape::STAGE, THREADS = 32 * shape::WARPS;
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
     __syncthreads(); /* nobody reads `at` or a stage any more */
@@ -290,9 +295,9 @@ struct nsa__cuda_dq_params {
 };
 
 template <typename T, int DK, int DV, bool LISTS>
-static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV>::WARPS, 2)
+static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV, NSA__HOPPER>::WARPS, 2)
     nsa__cuda_attend_dq_kernel(const NSA_GRID_CONSTANT nsa__cuda_dq_params all) {
-    using shape = nsa__cuda_dq_shape<T, DK, DV>;
+    using shape = nsa__cuda_dq_shape<T, DK, DV, NSA__HOPPER>;
     constexpr int BLOCK_M = shape::TILE, THREADS = 32 * shape::WARPS;
     NSA_SHARED_ALL(shared);
     nsa__cuda_dq_tiles<T> tiles;
@@ -361,8 +366,9 @@ struct nsa__cuda_dq_whole : nsa__cuda_attend_params {
 };
 
 template <typename T, int DK, int DV> struct nsa__cuda_dq_launch {
-    using shape = nsa__cuda_dq_shape<T, DK, DV>;
-    static nsa_status launch(const nsa__cuda_dq_whole &whole, cudaStream_t stream) {
+    template <int HOPPER>
+    static nsa_status launch_as(const nsa__cuda_dq_whole &whole, cudaStream_t stream) {
+        using shape = nsa__cuda_dq_shape<T, DK, DV, HOPPER>;
         nsa__cuda_dq_params all;
         dim3 grid;
         all.branches = whole.branches;
@@ -378,6 +384,11 @@ template <typename T, int DK, int DV> struct nsa__cuda_dq_launch {
                                                   : nsa__cuda_attend_dq_kernel<T, DK, DV, false>),
                                            grid, dim3(32 * shape::WARPS), shape::BYTES, stream,
                                            all));
+    }
+    static nsa_status launch(const nsa__cuda_dq_whole &whole, cudaStream_t stream) {
+        bool hopper;
+        NSA__CHECK(nsa__cuda_on_hopper(&hopper));
+        return hopper ? launch_as<1>(whole, stream) : launch_as<0>(whole, stream);
     }
     static nsa_status launch(const nsa__cuda_attend_params &params, cudaStream_t stream) {
         nsa__cuda_dq_whole whole;
@@ -465,74 +476,90 @@ NSA__DEVICE nsa__cuda_key_work nsa__cuda_key_work_of_block(const nsa__cuda_atten
 
 /* ---- dk and dv ----------------------------------------------------------------------------- */
 
-/* Where the accumulators of 16 keys pass what a thread has, two warps share the columns. */
-template <typename T, int DK, int DV>
-struct nsa__cuda_dkv_shape : nsa__cuda_tile_shape<T, DK + DV, DK + DV, (DK + DV > 256 ? 16 : 32),
-                                                  (DK + DV > 256 ? 8 : 16)> {
+/* Where the accumulators of 16 keys pass what a thread has, two warps share the columns. On Hopper
+   the loaded tiles have more rows: a product of 64 columns reads its operands at half the rate. */
+template <typename T, int DK, int DV, int HOPPER>
+struct nsa__cuda_dkv_shape : nsa__cuda_tile_shape<T, DK + DV, DK + DV,
+                                                  (HOPPER          ? (DK + DV > 320   ? 16
+                                                                      : DK + DV > 256 ? 32
+                                                                                      : 64)
+                                                   : DK + DV > 256 ? 16
+                                                                   : 32),
+                                                  (DK + DV > 256 ? 8 : 16), HOPPER> {
     static constexpr int SPLIT = DK + DV > 320 ? 2 : 1;
     static constexpr int THREADS = 32 * SPLIT * nsa__cuda_dkv_shape::WARPS;
 };
 
-/* A row that reads the keys of the tile, as the thread block shares it. */
+/* A row that reads the keys of the tile, as the thread block shares it. Its terms are copied
+   asynchronously; all are 0 if there is no row. */
 struct nsa__cuda_reader_row {
     bool there;
-    int bad;
-    nsa__cuda_key_span keys;   /* empty if there is no row */
-    nsa__cuda_row_terms terms; /* lse2 is inf where p is to be 0 */
-    int64_t q, dout;           /* element offsets of the row in both views */
-};
-
-/* What one thread knows of the rows ahead: row r of a step, of the next step, and so on. A step's
-   entry is written two calls after its query was asked for, so no call waits for memory. */
-struct nsa__cuda_reader_ahead {
-    int index, head;             /* of the reader that is asked for next; the head of its row */
-    int query, query_head;       /* asked for in the last call; -1: no row */
-    int terms_query, terms_head; /* its terms were asked for in the last call */
+    nsa__cuda_key_span keys; /* empty if there is no row */
+    int64_t q, dout;         /* element offsets of the row in both views */
     nsa__cuda_row_terms terms;
 };
 
-NSA__DEVICE void nsa__cuda_reader_begin(nsa__cuda_reader_ahead &a,
-                                        const nsa__cuda_attend_params &params) {
-    const int r = static_cast<int>(threadIdx.x);
-    a = {r / params.group, r % params.group, -1, 0, -1, 0, {0, 0, 0}};
+/* Whose row of a step thread r makes: the reader's number, and the head of its row. A step on is an
+   addition, not a division. */
+struct nsa__cuda_reader_index {
+    int reader, head;
+};
+
+/* Starts copying the query of a reader, for the same thread in the next call. */
+NSA__DEVICE void nsa__cuda_reader_ask(int32_t *queries, const nsa__cuda_reader_index &index,
+                                      const nsa__cuda_key_work &work) {
+    if (!work.list) return;
+    const bool there = index.reader < work.readers;
+    nsa__cp_async<4>(queries + threadIdx.x, there ? work.list + index.reader : work.list,
+                     there ? 4 : 0);
 }
 
-/* Writes the table of one step, asks for the terms of the next one and the queries of the one
-   behind. `table` NULL: only asks. */
+/* Writes the table of one step, whose queries were asked for a step ago, and starts copying its
+   terms and the next step's queries: nothing waits for memory here. */
 template <int ROWS>
-NSA__DEVICE void nsa__cuda_reader_rows(nsa__cuda_reader_row *table, nsa__cuda_reader_ahead &a,
-                                       const nsa__cuda_attend_params &params,
-                                       const nsa__cuda_attend_head &at,
-                                       const nsa__cuda_key_work &work) {
+NSA__DEVICE void
+nsa__cuda_reader_rows(nsa__cuda_reader_row *table, int32_t *queries,
+                      nsa__cuda_reader_index *indices, const nsa__cuda_attend_params &params,
+                      const nsa__cuda_attend_head &at, const nsa__cuda_key_work &work) {
     if (threadIdx.x >= ROWS) return;
-    if (table) {
-        nsa__cuda_reader_row x = {false, 0, {0, 0}, {INFINITY, 0, 0}, 0, 0};
-        if (a.terms_query >= 0) {
-            const nsa_tensor &q = params.x.q, &dout = params.dx.out;
-            const int64_t row = at.seq.row + a.terms_query - at.seq.first;
-            x.there = true;
-            x.keys = nsa__cuda_keys_of(params, a.terms_query);
-            x.q = q.batch * at.seq.batch + q.token * row + q.head * a.terms_head;
-            x.dout = dout.batch * at.seq.batch + dout.token * row + dout.head * a.terms_head;
-            x.terms = a.terms;
-            x.bad = nsa__cuda_is_nan_bits(a.terms.lse2);
-            if (x.bad) x.terms.lse2 = INFINITY;
-        }
-        table[threadIdx.x] = x;
+    nsa__cuda_reader_row &x = table[threadIdx.x];
+    nsa__cuda_reader_index index = indices[threadIdx.x];
+    const nsa__cuda_row_terms *terms = params.rows;
+    x.there = index.reader < work.readers;
+    x.keys = {0, 0};
+    if (x.there) {
+        const int query = work.list ? queries[threadIdx.x] : work.first + index.reader;
+        const int head = at.kv_head * params.group + index.head;
+        x.keys = nsa__cuda_keys_of(params, query);
+        x.q = nsa__cuda_query_offset(params.x.q, at, query, head);
+        x.dout = nsa__cuda_query_offset(params.dx.out, at, query, head);
+        terms = nsa__cuda_row_terms_at(params, at.b, query - at.seq.first, head);
     }
-    a.terms_query = a.query;
-    a.terms_head = a.query_head;
-    if (a.query >= 0)
-        a.terms = *nsa__cuda_row_terms_at(params, at.b, a.query - at.seq.first, a.query_head);
-    a.query = -1;
-    if (a.index < work.readers) a.query = work.list ? work.list[a.index] : work.first + a.index;
-    a.query_head = at.kv_head * params.group + a.head;
-    a.index += ROWS / params.group;
-    a.head += ROWS % params.group;
-    if (a.head >= params.group) {
-        a.head -= params.group;
-        a.index++;
+    const int bytes = x.there ? 4 : 0;
+    nsa__cp_async<4>(&x.terms.lse2, &terms->lse2, bytes);
+    nsa__cp_async<4>(&x.terms.delta, &terms->delta, bytes);
+    nsa__cp_async<4>(&x.terms.gate, &terms->gate, bytes);
+    index.reader += ROWS / params.group;
+    index.head += ROWS % params.group;
+    if (index.head >= params.group) {
+        index.head -= params.group;
+        index.reader++;
     }
+    indices[threadIdx.x] = index;
+    nsa__cuda_reader_ask(queries, index, work);
+}
+
+/* A bit for each row of the table that is not finite. */
+template <int ROWS> NSA__DEVICE uint64_t nsa__cuda_bad_readers(const nsa__cuda_reader_row *table) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    uint64_t bad = 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; r += 32) {
+        const bool mine =
+            r + lane < ROWS && nsa__cuda_is_nan_bits(table[(r + lane) % ROWS].terms.lse2);
+        bad |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, mine)) << r;
+    }
+    return bad;
 }
 
 /* s = k q^T becomes gate p; columns are rows of the table. */
@@ -595,14 +622,17 @@ NSA__DEVICE void nsa__cuda_dkv_end(const nsa__cuda_attend_params &params,
 }
 
 template <typename T, int DK, int DV>
-static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS,
-                                         nsa__cuda_dkv_shape<T, DK, DV>::SPLIT == 1 ? 2 : 1)
+static __global__ void
+__launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>::THREADS,
+                  nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>::SPLIT == 1 ? 2 : 1)
     nsa__cuda_attend_dkv_kernel(nsa__cuda_attend_params params) {
-    using shape = nsa__cuda_dkv_shape<T, DK, DV>;
+    using shape = nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>;
     constexpr int BLOCK_N = shape::TILE, BLOCK_M = shape::STAGE, THREADS = shape::THREADS;
     constexpr int NK = DK / shape::SPLIT, NV = DV / shape::SPLIT;
     NSA_SHARED_ALL(shared);
     NSA_SHARED(nsa__cuda_reader_row, tables, [3][BLOCK_M]);
+    NSA_SHARED(int32_t, queries, [BLOCK_M]);
+    NSA_SHARED(nsa__cuda_reader_index, indices, [BLOCK_M]);
     T *const k = reinterpret_cast<T *>(shared), *const v = k + BLOCK_N * DK,
              *const stages = v + BLOCK_N * DV;
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -632,10 +662,16 @@ static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS
             return table[r].there ? table[r].dout : int64_t(-1);
         });
     };
-    nsa__cuda_reader_ahead ahead;
-    nsa__cuda_reader_begin(ahead, params);
-    for (int step = -2; step < 2; step++)
-        nsa__cuda_reader_rows<BLOCK_M>(step < 0 ? nullptr : tables[step], ahead, params, at, work);
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread < BLOCK_M) {
+        indices[thread] = {thread / params.group, thread % params.group};
+        nsa__cuda_reader_ask(queries, indices[thread], work);
+    }
+    for (int step = 0; step < 2; step++) {
+        nsa__cp_async_commit();
+        nsa__cp_async_wait<0>();
+        nsa__cuda_reader_rows<BLOCK_M>(tables[step], queries, indices, params, at, work);
+    }
     __syncthreads();
     const nsa__cuda_key_tile k_tile = {work.begin, work.end, 0,
                                        nsa__cuda_bad_keys<BLOCK_N>(params, at, work.begin)};
@@ -655,16 +691,18 @@ static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS
         nsa__cuda_tiles_wait<T, BLOCK_M>();
         const nsa__cuda_reader_row *const table = tables[step % 3];
         T *const q = stages + step % 2 * BLOCK_M * (DK + DV), *const dout = q + BLOCK_M * DK;
-        const nsa__cuda_reader_row &mine = table[lane % BLOCK_M];
         const int key = first_key + lane / 4;
-        uint32_t bad = __ballot_sync(0xffffffffu, mine.bad && lane < BLOCK_M);
-        if (bad) {
+        uint64_t bad = nsa__cuda_bad_readers<BLOCK_M>(table);
+        if (__builtin_expect(bad != 0, 0)) {
             nsa__cuda_tile_zero<T, DK, BLOCK_M, THREADS>(q, bad);
             nsa__cuda_tile_zero<T, DV, BLOCK_M, THREADS>(dout, bad);
+            __syncthreads(); /* all have seen what is not finite */
+            if (thread < BLOCK_M && bad >> thread & 1)
+                tables[step % 3][thread].terms.lse2 = INFINITY; /* p is 0 */
             nsa__cuda_tiles_written<T, BLOCK_M>();
         }
         for (; bad; bad &= bad - 1) {
-            const nsa__cuda_key_span reads = table[__ffs(static_cast<int>(bad)) - 1].keys;
+            const nsa__cuda_key_span reads = table[__ffsll(static_cast<long long>(bad)) - 1].keys;
 #pragma unroll
             for (int h = 0; h < 2; h++)
                 bad_key[h] |= key + 8 * h >= reads.begin && key + 8 * h < reads.end;
@@ -673,11 +711,16 @@ static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS
         nsa__cuda_product_nt_begin<T, DK, BLOCK_M, BLOCK_N>(s, k, warp_row, q);
         nsa__cuda_product_nt_begin<T, DV, BLOCK_M, BLOCK_N>(dp, v, warp_row, dout);
         if (step + 1 < steps) stage_rows(step + 1);
+        nsa__cuda_reader_rows<BLOCK_M>(tables[(step + 2) % 3], queries, indices, params, at, work);
         nsa__cp_async_commit();
-        nsa__cuda_reader_rows<BLOCK_M>(tables[(step + 2) % 3], ahead, params, at, work);
-        const bool sees = mine.keys.begin < first_key + 16 && mine.keys.end > first_key;
-        const bool whole = __all_sync(0xffffffffu, mine.keys.begin <= first_key &&
-                                                       mine.keys.end >= first_key + 16);
+        bool sees = false, whole = true;
+#pragma unroll
+        for (int r = 0; r < BLOCK_M; r += 32) {
+            const nsa__cuda_key_span keys = table[(r + lane) % BLOCK_M].keys;
+            sees |= keys.begin < first_key + 16 && keys.end > first_key;
+            whole &= keys.begin <= first_key && keys.end >= first_key + 16;
+        }
+        whole = __all_sync(0xffffffffu, whole);
         nsa__cuda_product_nt_await<T, BLOCK_M, 1>(s);
         nsa__cuda_product_nt_await<T, BLOCK_M, 0>(dp);
         if (!nsa__cuda_takes_part<T, BLOCK_M>(sees && first_key < work.end, true)) continue;
@@ -693,6 +736,7 @@ static __global__ void __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV>::THREADS
         nsa__cuda_product_nn_finish<T, BLOCK_M, NV>(dv, s, dout, split * NV);
         nsa__cuda_product_nn_finish<T, BLOCK_M, NK>(dk, dp, q, split * NK);
     }
+    nsa__cp_async_wait<0>(); /* the tables of steps behind the last */
     const int key = first_key + lane / 4, column = lane % 4 * 2;
     nsa__cuda_dkv_end<T>(params, at, work, params.dx.k, params.d.dim, 0, params.scale, key,
                          column + split * NK, bad_key, dk);
@@ -763,8 +807,9 @@ static __global__ void nsa__cuda_attend_parts_kernel(nsa__cuda_attend_params par
 }
 
 template <typename T, int DK, int DV> struct nsa__cuda_dkv_launch {
-    static nsa_status launch(nsa__cuda_attend_params params, cudaStream_t stream) {
-        using shape = nsa__cuda_dkv_shape<T, DK, DV>;
+    template <int HOPPER>
+    static nsa_status launch_as(nsa__cuda_attend_params params, cudaStream_t stream) {
+        using shape = nsa__cuda_dkv_shape<T, DK, DV, HOPPER>;
         const bool slc = params.branch == NSA__KEYS_SLC, cmp = params.branch == NSA__KEYS_CMP;
         const int64_t keys = cmp ? nsa_cmp_count(&params.d, params.d.tokens) : params.d.tokens;
         const int64_t tiles = nsa__cuda_ceil_div(keys, shape::TILE);
@@ -784,6 +829,11 @@ template <typename T, int DK, int DV> struct nsa__cuda_dkv_launch {
         return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_parts_kernel, grid,
                                            dim3(NSA__ATTEND_PARTS_THREADS), 0, stream, params,
                                            int{shape::TILE}));
+    }
+    static nsa_status launch(const nsa__cuda_attend_params &params, cudaStream_t stream) {
+        bool hopper;
+        NSA__CHECK(nsa__cuda_on_hopper(&hopper));
+        return hopper ? launch_as<1>(params, stream) : launch_as<0>(params, stream);
     }
 };
 

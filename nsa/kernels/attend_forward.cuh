@@ -14,9 +14,9 @@
 
 /* ---- Forward ------------------------------------------------------------------------------- */
 
-template <typename T, int DK, int DV, int TILE_MOST = 128>
-struct nsa__cuda_forward_shape
-    : nsa__cuda_tile_shape<T, DK, DK + DV, (DV > 192 ? 16 : 64), (DV > 192 ? 8 : 16), TILE_MOST> {};
+template <typename T, int DK, int DV, int HOPPER, int TILE_MOST = 128>
+struct nsa__cuda_forward_shape : nsa__cuda_tile_shape<T, DK, DK + DV, (DV > 192 ? 16 : 64),
+                                                      (DV > 192 ? 8 : 16), HOPPER, TILE_MOST> {};
 
 /* What a thread knows of its two rows, g and g + 8 of its warp. */
 struct nsa__cuda_forward_rows {
@@ -130,10 +130,11 @@ NSA__DEVICE void nsa__cuda_forward_begin(nsa__cuda_forward_rows &rows,
 
 /* LISTS: slc, of which a tile of neighbouring queries reads the union of their block lists. */
 template <typename T, int DK, int DV, bool LISTS>
-static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>::WARPS,
-                                         8 / nsa__cuda_forward_shape<T, DK, DV>::WARPS)
+static __global__ void __launch_bounds__(32 *
+                                             nsa__cuda_forward_shape<T, DK, DV, NSA__HOPPER>::WARPS,
+                                         8 / nsa__cuda_forward_shape<T, DK, DV, NSA__HOPPER>::WARPS)
     nsa__cuda_attend_forward_kernel(nsa__cuda_attend_params params) {
-    using shape = nsa__cuda_forward_shape<T, DK, DV>;
+    using shape = nsa__cuda_forward_shape<T, DK, DV, NSA__HOPPER>;
     constexpr int BLOCK_M = shape::TILE, BLOCK_N = shape::STAGE, THREADS = 32 * shape::WARPS;
     NSA_SHARED_ALL(shared);
     T *const q = reinterpret_cast<T *>(shared), *const stages = q + BLOCK_M * DK;
@@ -208,8 +209,9 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_forward_shape<T, DK, DV>
 }
 
 template <typename T, int DK, int DV> struct nsa__cuda_forward_launch {
-    static nsa_status launch(nsa__cuda_attend_params params, cudaStream_t stream) {
-        using shape = nsa__cuda_forward_shape<T, DK, DV>;
+    template <int HOPPER>
+    static nsa_status launch_as(nsa__cuda_attend_params params, cudaStream_t stream) {
+        using shape = nsa__cuda_forward_shape<T, DK, DV, HOPPER>;
         dim3 grid;
         NSA__CHECK(nsa__cuda_query_grid(&params, shape::TILE, &grid, stream));
         const bool lists = params.branch == NSA__KEYS_SLC && !params.gathered;
@@ -217,6 +219,11 @@ template <typename T, int DK, int DV> struct nsa__cuda_forward_launch {
             NSA_LAUNCH((lists ? nsa__cuda_attend_forward_kernel<T, DK, DV, true>
                               : nsa__cuda_attend_forward_kernel<T, DK, DV, false>),
                        grid, dim3(32 * shape::WARPS), shape::BYTES, stream, params));
+    }
+    static nsa_status launch(const nsa__cuda_attend_params &params, cudaStream_t stream) {
+        bool hopper;
+        NSA__CHECK(nsa__cuda_on_hopper(&hopper));
+        return hopper ? launch_as<1>(params, stream) : launch_as<0>(params, stream);
     }
 };
 

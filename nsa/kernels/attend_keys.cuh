@@ -475,8 +475,40 @@ static __global__ void nsa__cuda_attend_scan_kernel(nsa__cuda_attend_params para
 
 /* ---- Tiles in shared memory ---------------------------------------------------------------- */
 
-/* The dynamic shared memory that a block may have on every architecture from 8.0 on. */
-enum { NSA__SHARED_MOST = 99 * 1024 - 2048 };
+/* The dynamic shared memory that a thread block may have: on every architecture from 8.0 on, and on
+   Hopper, where static bytes have 2 KB beside it. */
+enum { NSA__SHARED_MOST = 99 * 1024 - 2048, NSA__SHARED_HOPPER = 227 * 1024 - 2048 };
+
+/* The shapes of tiles differ by architecture. Device code knows its own; the host asks which code
+   its device has loaded (nsa__cuda_on_hopper). */
+enum { NSA__HOPPER = NSA__USES_WGMMA };
+
+#ifdef NSA_SIMT
+static inline nsa_status nsa__cuda_on_hopper(bool *hopper) {
+    *hopper = NSA__HOPPER;
+    return NSA_OK;
+}
+#else
+/* Its launch bounds tell the host whether this device runs code that multiplies by wgmma. */
+static __global__ void __launch_bounds__(NSA__HOPPER ? 256 : 128) nsa__cuda_probe_kernel() {}
+
+static inline nsa_status nsa__cuda_on_hopper(bool *hopper) {
+    enum { DEVICES = 64 };
+    static std::atomic<int> known[DEVICES]; /* 0: not asked yet; the kernel's threads */
+    int device = 0;
+    cudaFuncAttributes probe;
+    NSA__CHECK(nsa__cuda_status(cudaGetDevice(&device)));
+    int threads = device < DEVICES ? known[device].load() : 0;
+    if (!threads) {
+        NSA__CHECK(nsa__cuda_status(
+            cudaFuncGetAttributes(&probe, reinterpret_cast<const void *>(nsa__cuda_probe_kernel))));
+        threads = probe.maxThreadsPerBlock;
+        if (device < DEVICES) known[device].store(threads);
+    }
+    *hopper = threads == 256;
+    return NSA_OK;
+}
+#endif
 
 /* A kernel keeps one tile of rows in shared memory, TILE_WIDTH wide, and loads tiles of the other
    side through two stages, STAGE_WIDTH wide: the largest that fit, of at most MOST rows or, in f32,
@@ -484,17 +516,19 @@ enum { NSA__SHARED_MOST = 99 * 1024 - 2048 };
    or TILE_MOST if the stages keep their size: then they are loaded less often. The field calls the
    two BLOCK_M and BLOCK_N: forward and dq keep queries (BLOCK_M) and load keys (BLOCK_N), dkv keeps
    keys and loads queries. */
-template <typename T, int TILE_WIDTH, int STAGE_WIDTH, int MOST, int MOST_F32, int TILE_MOST = 64>
+template <typename T, int TILE_WIDTH, int STAGE_WIDTH, int MOST, int MOST_F32, int HOPPER,
+          int TILE_MOST = 64>
 struct nsa__cuda_tile_shape {
     static constexpr int most = sizeof(T) == 2 ? MOST : MOST_F32;
+    static constexpr int limit = HOPPER ? NSA__SHARED_HOPPER : NSA__SHARED_MOST;
     static constexpr int bytes(int tile, int stage) {
         return static_cast<int>(sizeof(T)) * (tile * TILE_WIDTH + 2 * stage * STAGE_WIDTH);
     }
     static constexpr int stage_with(int tile) {
-        return bytes(tile, most) <= NSA__SHARED_MOST       ? most
-               : bytes(tile, most / 2) <= NSA__SHARED_MOST ? most / 2
-               : bytes(tile, most / 4) <= NSA__SHARED_MOST ? most / 4
-                                                           : 0;
+        return bytes(tile, most) <= limit       ? most
+               : bytes(tile, most / 2) <= limit ? most / 2
+               : bytes(tile, most / 4) <= limit ? most / 4
+                                                : 0;
     }
     static constexpr int LEAST = sizeof(T) == 2 ? 16 : 8; /* of a product */
     static constexpr int FEW = stage_with(64) >= LEAST ? 64 : 32;

@@ -87,8 +87,18 @@ static __global__ void nsa__cuda_readers_columns_kernel(nsa__cuda_attend_params 
     const int j = at.tile * NSA__READERS_COLUMNS + static_cast<int>(threadIdx.x);
     if (j >= r.blocks) return;
     int32_t *count = r.counts + nsa__cuda_attend_pair(params, at) * (r.chunks + 1) * r.blocks + j;
-    int sum = 0;
-    for (int chunk = 0; chunk < r.chunks; chunk++, count += r.blocks) {
+    int sum = 0, chunk = 0;
+    for (; chunk + 8 <= r.chunks; chunk += 8) { /* eight loads at a time, which wait together */
+        int n[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) n[i] = count[static_cast<int64_t>(i) * r.blocks];
+#pragma unroll
+        for (int i = 0; i < 8; i++, count += r.blocks) {
+            *count = sum;
+            sum += n[i];
+        }
+    }
+    for (; chunk < r.chunks; chunk++, count += r.blocks) {
         const int n = *count;
         *count = sum;
         sum += n;

@@ -221,13 +221,14 @@ NSA__DEVICE void nsa__cuda_decode_leave(const nsa__cuda_decode_params &params,
 }
 
 /* Forward's tiles of keys, fewer rows: those of one query. */
-template <typename T, int DK, int DV>
-struct nsa__cuda_decode_shape : nsa__cuda_forward_shape<T, DK, DV, 64> {};
+template <typename T, int DK, int DV, int HOPPER>
+struct nsa__cuda_decode_shape : nsa__cuda_forward_shape<T, DK, DV, HOPPER, 64> {};
 
 template <typename T, int DK, int DV>
-static __global__ void __launch_bounds__(32 * nsa__cuda_decode_shape<T, DK, DV>::WARPS, 2)
+static __global__ void __launch_bounds__(32 * nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>::WARPS,
+                                         2)
     nsa__cuda_decode_attend_kernel(nsa__cuda_decode_params params) {
-    using shape = nsa__cuda_decode_shape<T, DK, DV>;
+    using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
     constexpr int ROWS = shape::TILE, KEYS = shape::STAGE, THREADS = 32 * shape::WARPS;
     NSA_SHARED_ALL(shared);
     T *const q = reinterpret_cast<T *>(shared), *const stages = q + ROWS * DK;
@@ -378,8 +379,9 @@ static __global__ void nsa__cuda_decode_combine_kernel(nsa__cuda_decode_params p
 /* ---- Launches -------------------------------------------------------------------------------- */
 
 template <typename T, int DK, int DV> struct nsa__cuda_decode_run {
-    static nsa_status launch(nsa__cuda_decode_params params, cudaStream_t stream) {
-        using shape = nsa__cuda_decode_shape<T, DK, DV>;
+    template <int HOPPER>
+    static nsa_status launch_as(nsa__cuda_decode_params params, cudaStream_t stream) {
+        using shape = nsa__cuda_decode_shape<T, DK, DV, HOPPER>;
         nsa__cuda_decode_share(&params, shape::STAGE);
         params.parts = (params.group - 1) / shape::TILE + 1;
         const int64_t rows = static_cast<int64_t>(params.d.batch) * params.d.count;
@@ -398,6 +400,11 @@ template <typename T, int DK, int DV> struct nsa__cuda_decode_run {
         return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_decode_combine_kernel, combine,
                                            dim3(32 * NSA__DECODE_COMBINE_WARPS), 0, stream,
                                            params));
+    }
+    static nsa_status launch(const nsa__cuda_decode_params &params, cudaStream_t stream) {
+        bool hopper;
+        NSA__CHECK(nsa__cuda_on_hopper(&hopper));
+        return hopper ? launch_as<1>(params, stream) : launch_as<0>(params, stream);
     }
 };
 

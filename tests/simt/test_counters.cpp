@@ -131,8 +131,8 @@ static bool sees(const problem &p, branch_keys keys, int kv_head, int query, con
     return keys != SLC || listed(p, kv_head, query).count(t.begin / p.d.slc_block);
 }
 
-/* What a warp issues to multiply its 16 rows and KEYS keys if they take part: forward q k and p v, for
-   dq a third product. m16n8k16 each on its own; together k16 of all columns, and
+/* What a warp issues to multiply its 16 rows and KEYS keys if they take part: forward q k and p v,
+   for dq a third product. m16n8k16 each on its own; together k16 of all columns, and
    warpgroup_started has the rest. */
 static unsigned products_of(const nsa_desc &d, bool backward) {
     const int nt = backward ? d.dim + d.dim_v : d.dim, nn = backward ? d.dim : d.dim_v;
@@ -196,7 +196,8 @@ static work gathered_side(const problem &p, bool backward) {
     return w;
 }
 
-/* A tile of 64 keys is brought in once, and then, once, every row that may read one of them. */
+/* A tile of 64 keys is brought in once, and then, once, every row that may read one of them, with
+   three floats of its terms and, of slc, the number of its query. */
 static uint64_t key_side_bytes(const problem &p, branch_keys keys) {
     uint64_t bytes = 0;
     const nsa_desc &d = p.d;
@@ -209,7 +210,8 @@ static uint64_t key_side_bytes(const problem &p, branch_keys keys) {
             for (int query = 0; query < d.tokens; query++)
                 readers += sees(p, keys, kv_head, query, t);
             if (readers)
-                bytes += 2u * static_cast<unsigned>((t.end - t.begin + readers * G) * both);
+                bytes += 2u * static_cast<unsigned>((t.end - t.begin + readers * G) * both) +
+                         (keys == SLC ? 16u : 12u) * static_cast<unsigned>(readers * G);
         }
     return bytes;
 }
