@@ -302,6 +302,7 @@ template <int KEYS, int QUERIES, bool LISTS> struct nsa__cuda_walk_keys {
     int block;   /* the current one; -1 before the first */
     const int32_t *list[PER_LANE];
     int slot[PER_LANE], entry[PER_LANE], last[PER_LANE];
+    uint32_t ballots[PER_LANE]; /* bit l of ballots[i]: query 32 i + l reads the block */
 };
 
 template <int KEYS, int QUERIES, bool LISTS>
@@ -349,6 +350,15 @@ NSA__DEVICE uint64_t nsa__cuda_bits_moved(uint64_t bits, int up) {
     return up >= 0 ? bits << up : bits >> -up;
 }
 
+/* The queries of the warp's group, which begin at `first`, among those that ballots name. */
+template <int N>
+NSA__DEVICE uint64_t nsa__cuda_walk_readers(const uint32_t *ballots, int first, uint64_t group) {
+    uint64_t readers = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) readers |= nsa__cuda_bits_moved(ballots[i], 32 * i - first);
+    return readers & group;
+}
+
 /* Turns to the next block that any list holds. */
 template <int KEYS, int QUERIES, bool LISTS>
 NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES, LISTS> &w,
@@ -367,17 +377,16 @@ NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES, LI
     w.block = next;
     w.tile.begin = next * params.d.slc_block;
     w.stop = w.tile.begin + min(params.d.slc_block, w.end - w.tile.begin);
-    w.tile.readers = 0;
-    const int group_first = nsa__cuda_warpgroup_first(params, rows);
 #pragma unroll
     for (int i = 0; i < w.PER_LANE; i++) {
-        if (32 * i >= w.queries) break;
-        const uint64_t readers = __ballot_sync(0xffffffffu, w.entry[i] == next);
-        w.tile.readers |= nsa__cuda_bits_moved(readers, 32 * i - group_first);
+        w.ballots[i] = 0;
+        if (32 * i >= w.queries) continue;
+        w.ballots[i] = __ballot_sync(0xffffffffu, w.entry[i] == next);
         /* asked for now, looked at when the next block is */
         if (w.entry[i] == next) w.entry[i] = nsa__cuda_walk_entry(w, params, i);
     }
-    w.tile.readers &= nsa__cuda_warpgroup_bits(params, rows);
+    w.tile.readers = nsa__cuda_walk_readers<(QUERIES + 31) / 32>(
+        w.ballots, nsa__cuda_warpgroup_first(params, rows), nsa__cuda_warpgroup_bits(params, rows));
     return true;
 }
 

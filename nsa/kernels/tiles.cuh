@@ -63,7 +63,7 @@ template <typename T, int D, int THREADS> struct nsa__cuda_tile_share {
 template <typename T, int D, int ROWS, int THREADS, typename Source>
 NSA__DEVICE void nsa__cuda_tile_copy(T *tile, int width, const T *any, Source source) {
     using share = nsa__cuda_tile_share<T, D, THREADS>;
-    const int thread = static_cast<int>(threadIdx.x), chunk = thread % share::CHUNKS;
+    const int thread = static_cast<int>(threadIdx.x) % THREADS, chunk = thread % share::CHUNKS;
     if (thread >= share::STEP * share::CHUNKS) return;
 #pragma unroll 1
     for (int row = thread / share::CHUNKS; row < ROWS; row += share::STEP) {
@@ -81,7 +81,7 @@ NSA__DEVICE void nsa__cuda_tile_copy_rows(T *tile, int width, const T *from, int
                                           int count) {
     using share = nsa__cuda_tile_share<T, D, THREADS>;
     constexpr int size = nsa__cuda_piece<T>::size;
-    const int thread = static_cast<int>(threadIdx.x), chunk = thread % share::CHUNKS;
+    const int thread = static_cast<int>(threadIdx.x) % THREADS, chunk = thread % share::CHUNKS;
     const int first = thread / share::CHUNKS;
     const int there = chunk * size < width ? count : 0;
     if (thread >= share::STEP * share::CHUNKS) return;
@@ -101,7 +101,7 @@ template <typename T, int D, int ROWS, int THREADS, typename Source>
 NSA__DEVICE void nsa__cuda_tile_round(T *tile, int width, nsa_dtype dtype, Source source) {
     using share = nsa__cuda_tile_share<T, D, THREADS>;
     constexpr int size = nsa__cuda_piece<T>::size;
-    const int thread = static_cast<int>(threadIdx.x), chunk = thread % share::CHUNKS;
+    const int thread = static_cast<int>(threadIdx.x) % THREADS, chunk = thread % share::CHUNKS;
     if (thread >= share::STEP * share::CHUNKS) return;
 #pragma unroll 1
     for (int row = thread / share::CHUNKS; row < ROWS; row += share::STEP) {
@@ -122,7 +122,7 @@ NSA__DEVICE void nsa__cuda_tile_round(T *tile, int width, nsa_dtype dtype, Sourc
 template <typename T, int D, int ROWS, int THREADS>
 NSA__DEVICE void nsa__cuda_tile_zero(T *tile, uint64_t mask) {
     constexpr int chunks = D / nsa__cuda_piece<T>::size;
-    for (int i = threadIdx.x; i < ROWS * chunks; i += THREADS)
+    for (int i = static_cast<int>(threadIdx.x) % THREADS; i < ROWS * chunks; i += THREADS)
         if (mask >> (i / chunks) & 1)
             *reinterpret_cast<uint4 *>(nsa__cuda_tile_at<T, ROWS>(tile, i / chunks, i % chunks)) =
                 make_uint4(0, 0, 0, 0);

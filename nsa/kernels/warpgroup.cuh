@@ -90,17 +90,24 @@ template <int N, int PENDING> NSA__DEVICE void nsa__cuda_warpgroup_await(float (
     nsa__wgmma_wait<PENDING>(reinterpret_cast<float(&)[N / 2]>(c));
 }
 
+/* nsa__cuda_warpgroup_begin_nn of p that is packed already. */
 template <typename T, int K, int N>
-NSA__DEVICE void nsa__cuda_warpgroup_begin_nn(float (&c)[N / 8][4], uint32_t (&a)[K / 16][4],
-                                              const float (&p)[K / 8][4], T *b) {
+NSA__DEVICE void nsa__cuda_warpgroup_start_nn(float (&c)[N / 8][4], uint32_t (&a)[K / 16][4],
+                                              T *b) {
     float(&sums)[N / 2] = reinterpret_cast<float(&)[N / 2]>(c);
-#pragma unroll
-    for (int k = 0; k < K / 16; k++) nsa__cuda_pack_product<T>(a[k], p[2 * k], p[2 * k + 1]);
     const uint64_t db = nsa__cuda_warpgroup_operand(b, K * 128);
     nsa__wgmma_fence(sums, a);
 #pragma unroll
     for (int k = 0; k < K / 16; k++) nsa__wgmma<T, N, 1>(sums, a[k], db + k * 128, 1);
     nsa__wgmma_commit();
+}
+
+template <typename T, int K, int N>
+NSA__DEVICE void nsa__cuda_warpgroup_begin_nn(float (&c)[N / 8][4], uint32_t (&a)[K / 16][4],
+                                              const float (&p)[K / 8][4], T *b) {
+#pragma unroll
+    for (int k = 0; k < K / 16; k++) nsa__cuda_pack_product<T>(a[k], p[2 * k], p[2 * k + 1]);
+    nsa__cuda_warpgroup_start_nn<T, K, N>(c, a, b);
 }
 
 #endif

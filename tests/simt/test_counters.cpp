@@ -132,17 +132,18 @@ static bool sees(const problem &p, branch_keys keys, int kv_head, int query, con
 }
 
 /* What a warp issues to multiply its 16 rows and KEYS keys if they take part: forward q k and p v,
-   for dq a third product. m16n8k16 each on its own; together k16 of all columns, and
-   warpgroup_started has the rest. */
+   for dq a third product. m16n8k16 each on its own; together k16 of all keys or of all columns, of
+   dq those of warpgroup_started left out. */
 static unsigned products_of(const nsa_desc &d, bool backward) {
     const int nt = backward ? d.dim + d.dim_v : d.dim, nn = backward ? d.dim : d.dim_v;
-    return static_cast<unsigned>(TOGETHER == 64 ? KEYS / 16 : KEYS / 8 * (nt + nn) / 16);
+    if (TOGETHER == 64) return static_cast<unsigned>(backward ? KEYS / 16 : nt / 16 + KEYS / 16);
+    return static_cast<unsigned>(KEYS / 8 * (nt + nn) / 16);
 }
 
-/* A key tile's products that all warps of a tile of ROWS rows issue, whoever sees it. */
+/* dq's products of a key tile that all warps of a tile of ROWS rows start, whoever sees it. */
 static unsigned warpgroup_started(const nsa_desc &d, bool backward, int ROWS) {
-    const int nt = backward ? d.dim + d.dim_v : d.dim;
-    return static_cast<unsigned>(TOGETHER == 64 ? ROWS / 16 * (nt / 16) : 0);
+    const int steps = (d.dim + d.dim_v) / 16;
+    return static_cast<unsigned>(TOGETHER == 64 && backward ? ROWS / 16 * steps : 0);
 }
 
 /* A tile of rows, 128 forward and 64 backward, brings in its own rows once and its key tiles one
