@@ -119,22 +119,26 @@ static void test_retention(void) {
           "the newest two are there");
     CHECK(!exists("keep/checkpoints/step_00000030") && !exists("keep/checkpoints/step_00000010"),
           "the others are not");
-    /* A run resumed at 20 writes 30 beside the 40 and 50 that it left behind: 30 is the newest. */
-    CHECK(save(test_path("keep"), 30, 2), "save: %s", why.text);
+    /* A run resumed at 20 writes 30 beside a 40 and a 50 that it left behind: 30 is the newest. */
+    CHECK(save(test_path("keep"), 30, 1), "save: %s", why.text);
     expect_step(test_path("keep"), 30);
-    CHECK(exists("keep/checkpoints/step_00000050") && !exists("keep/checkpoints/step_00000040"),
-          "by age, not by number");
+    CHECK(exists("keep/checkpoints/step_00000050") && exists("keep/checkpoints/step_00000040"),
+          "what is later is not of its past");
     CHECK(save(test_path("keep"), 50, 1), "again the same step: %s", why.text);
     expect_step(test_path("keep"), 50);
     CHECK(!exists("keep/checkpoints/step_00000050.old") &&
-              !exists("keep/checkpoints/step_00000030"),
+              !exists("keep/checkpoints/step_00000030") &&
+              !exists("keep/checkpoints/step_00000040"),
           "one is left");
-    /* A clock that was set back must not cost the checkpoint that was just written. */
+    check_case("retention, with a clock that was set back");
     struct timespec ahead[2] = {{4000000000, 0}, {4000000000, 0}};
-    CHECK(!utimensat(AT_FDCWD, test_path("keep/checkpoints/step_00000050"), ahead, 0),
+    CHECK(save(test_path("clock"), 10, 0) && save(test_path("clock"), 20, 0), "%s", why.text);
+    CHECK(!utimensat(AT_FDCWD, test_path("clock/checkpoints/step_00000010"), ahead, 0),
           "set the time");
-    CHECK(save(test_path("keep"), 60, 1), "save: %s", why.text);
-    expect_step(test_path("keep"), 60);
+    CHECK(save(test_path("clock"), 30, 2), "save: %s", why.text);
+    expect_step(test_path("clock"), 30);
+    CHECK(exists("clock/checkpoints/step_00000020") && !exists("clock/checkpoints/step_00000010"),
+          "by step, not by time");
     check_case("keep all");
     for (int64_t step = 1; step <= 5; step++)
         CHECK(save(test_path("all"), step, 0), "%s", why.text);
@@ -162,6 +166,79 @@ static void test_latest(void) {
     refuse(test_path("nowhere"), "nowhere: no checkpoint");
     test_mkdir("empty");
     refuse(test_path("empty"), "empty: no checkpoint: must be a folder with a state.json");
+}
+
+/* Half removed: its state is there, its tensors are not. Without `latest` it must not be taken. */
+static void test_torn(void) {
+    check_case("a torn checkpoint");
+    CHECK(save(test_path("torn"), 1, 0) && save(test_path("torn"), 2, 0), "%s", why.text);
+    unlink(test_path("torn/checkpoints/latest"));
+    CHECK(!rename(test_path("torn/checkpoints/step_00000002"),
+                  test_path("torn/checkpoints/step_00000002.old")),
+          "rename");
+    CHECK(!unlink(test_path("torn/checkpoints/step_00000002.old/model.safetensors")), "unlink");
+    expect_step(test_path("torn"), 1);
+    CHECK(save(test_path("torn"), 2, 0), "%s", why.text);
+    unlink(test_path("torn/checkpoints/latest"));
+    CHECK(!exists("torn/checkpoints/step_00000002.old"), "what was replaced is gone");
+    expect_step(test_path("torn"), 2);
+}
+
+/* ---- Going on from one ---- */
+
+static bool adopt(const char *from, const char *out_dir, const config *c) {
+    checkpoint k;
+    if (!checkpoint_open(&k, from, &why)) return false;
+    bool ok = checkpoint_adopt(&k, out_dir, c, &why);
+    checkpoint_close(&k);
+    return ok;
+}
+
+static double lr_of(const char *path) {
+    checkpoint k;
+    if (!CHECK(checkpoint_open(&k, path, &why), "%s", why.text)) return -1;
+    checkpoint_close(&k);
+    return k.config.train.lr;
+}
+
+static void test_adopt(void) {
+    listener notes = test_notes();
+    config other = settings;
+    other.train.lr = 0.125;
+    check_case("going back");
+    for (int64_t step = 10; step <= 60; step += 10)
+        CHECK(save(test_path("back"), step, 0), "%s", why.text);
+    CHECK(adopt(test_path("back/checkpoints/step_00000020"), test_path("back"), &settings), "%s",
+          why.text);
+    expect_step(test_path("back"), 20);
+    CHECK(checkpoint_leave_later(test_path("back"), 20, &notes, &why), "%s", why.text);
+    CHECK(strstr(test_said, "now step_00000060.left"), "what was set aside is said: %s", test_said);
+    CHECK(exists("back/checkpoints/step_00000030.left") && exists("back/checkpoints/step_00000010"),
+          "later ones are set aside, earlier ones stay");
+    expect_step(test_path("back/checkpoints/step_00000060.left"), 60);
+    CHECK(save(test_path("back"), 30, 0), "%s", why.text);
+    CHECK(adopt(test_path("back/checkpoints/step_00000020"), test_path("back"), &settings) &&
+              checkpoint_leave_later(test_path("back"), 20, &notes, &why) &&
+              exists("back/checkpoints/step_00000030.left2"),
+          "a second time");
+    check_case("other settings from here on");
+    CHECK(adopt(test_path("back"), test_path("back"), &other), "%s", why.text);
+    expect_step(test_path("back"), 20);
+    CHECK(lr_of(test_path("back")) == 0.125, "lr is %g", lr_of(test_path("back")));
+    CHECK(!exists("back/checkpoints/step_00000020.old"), "the one before is gone");
+    check_case("from another folder");
+    CHECK(adopt(test_path("back/checkpoints/step_00000010"), test_path("away"), &other), "%s",
+          why.text);
+    expect_step(test_path("away"), 10);
+    CHECK(lr_of(test_path("back/checkpoints/step_00000010")) == settings.train.lr,
+          "that folder stays as it was");
+    check_case("verification");
+    checkpoint k;
+    CHECK(checkpoint_open(&k, test_path("away"), &why) && checkpoint_verify(&k, &why), "%s",
+          why.text);
+    CHECK(!truncate(test_path("away/checkpoints/step_00000010/optimizer.safetensors"), 10), "cut");
+    TEST_FAULT(checkpoint_verify(&k, &why), &why, "optimizer.safetensors: damaged: 10 bytes");
+    checkpoint_close(&k);
 }
 
 /* ---- Damage ---- */
@@ -362,6 +439,8 @@ int main(void) {
     test_round_trip();
     test_retention();
     test_latest();
+    test_torn();
+    test_adopt();
     test_damage();
     test_links();
     test_hostile_state();

@@ -191,22 +191,35 @@ static bool write_folder(const char *folder, const config *c, const checkpoint_s
     return ok && files_sync_folder(folder, f);
 }
 
+/* Takes a checkpoint's name away before its files: what is half removed is no checkpoint. */
+static bool remove_checkpoint(const char *root, const char *name, fault *f) {
+    char path[PATH_ROOM], aside[PATH_ROOM], hidden[NAME_BYTES * 2];
+    snprintf(hidden, sizeof hidden, "%s%s", removing, name);
+    if (!files_join(path, sizeof path, root, name, f) ||
+        !files_join(aside, sizeof aside, root, hidden, f) || !files_remove_folder(aside, f))
+        return false;
+    if (rename(path, aside) && errno != ENOENT)
+        return fault_errno(f, "%s: cannot be removed", path);
+    return files_remove_folder(aside, f);
+}
+
 /* Gives the folder its name. One of that name, from a run that was resumed further back, keeps a
    name that checkpoint_open understands until the new one is in place. */
 static bool put_in_place(const char *root, const char *aside, const char *name, fault *f) {
-    char path[PATH_ROOM], old[PATH_ROOM];
-    if (!files_join(path, sizeof path, root, name, f)) return false;
-    if (snprintf(old, sizeof old, "%s%s", path, replaced) >= PATH_ROOM)
-        return fault_set(f, "%.200s...: the path is too long", path);
+    char path[PATH_ROOM], old[PATH_ROOM], old_name[NAME_BYTES * 2];
+    snprintf(old_name, sizeof old_name, "%s%s", name, replaced);
+    if (!files_join(path, sizeof path, root, name, f) ||
+        !files_join(old, sizeof old, root, old_name, f))
+        return false;
     bool again = files_exist(path);
-    if (again && !files_remove_folder(old, f)) return false;
+    if (again && !remove_checkpoint(root, old_name, f)) return false;
     if (again && rename(path, old)) return fault_errno(f, "%s: cannot be moved away", path);
     if (rename(aside, path)) {
         fault_errno(f, "%s: cannot be put in place", path);
         if (again) (void)!rename(old, path); /* or else it is found as NAME.old */
         return false;
     }
-    return files_sync_folder(root, f) && (!again || files_remove_folder(old, f));
+    return files_sync_folder(root, f) && remove_checkpoint(root, old_name, f);
 }
 
 static bool point_latest(const char *root, const char *name, fault *f) {
@@ -225,7 +238,6 @@ static bool point_latest(const char *root, const char *name, fault *f) {
 typedef struct found {
     char name[NAME_BYTES];
     int64_t step;
-    struct timespec written;
 } found;
 
 /* "step_00000200", or that with ".old". */
@@ -236,10 +248,11 @@ static bool parse_name(const char *name, int64_t *step) {
     return !name[5 + digits] || !strcmp(name + 5 + digits, replaced);
 }
 
+/* Of two of one step the one that was being replaced comes last. */
 static int newest_first(const void *a, const void *b) {
-    const struct timespec *x = &((const found *)a)->written, *y = &((const found *)b)->written;
-    if (x->tv_sec != y->tv_sec) return x->tv_sec < y->tv_sec ? 1 : -1;
-    return (x->tv_nsec < y->tv_nsec) - (x->tv_nsec > y->tv_nsec);
+    const found *x = a, *y = b;
+    if (x->step != y->step) return x->step < y->step ? 1 : -1;
+    return strcmp(x->name, y->name);
 }
 
 /* The checkpoints in a folder, to be freed; NULL where there are none or on a fault. */
@@ -256,7 +269,6 @@ static found *find_all(const char *root, size_t *count) {
         if (!files_join(path, sizeof path, root, e->d_name, &unused)) continue;
         snprintf(one.name, sizeof one.name, "%.*s", NAME_BYTES - 1, e->d_name);
         if (stat(path, &s) || !S_ISDIR(s.st_mode)) continue;
-        one.written = s.st_mtim;
         found *more = realloc(list, (*count + 1) * sizeof *list);
         if (!more) break;
         list = more;
@@ -267,21 +279,15 @@ static found *find_all(const char *root, size_t *count) {
     return list;
 }
 
-static bool remove_old(const char *root, const char *current, int64_t keep, fault *f) {
-    char path[PATH_ROOM], aside[PATH_ROOM], name[NAME_BYTES * 2];
+/* By step, for a clock can be set back. Higher steps than the current one are none of its past. */
+static bool remove_old(const char *root, int64_t step, int64_t keep, fault *f) {
     size_t count;
-    int64_t kept = 1; /* the current one, whatever its time says */
+    int64_t kept = 0;
     bool ok = true;
     if (!keep) return true;
     found *list = find_all(root, &count);
-    for (size_t i = 0; ok && i < count; i++) {
-        if (!strcmp(list[i].name, current) || kept++ < keep) continue;
-        snprintf(name, sizeof name, "%s%s", removing, list[i].name);
-        ok = files_join(path, sizeof path, root, list[i].name, f) &&
-             files_join(aside, sizeof aside, root, name, f);
-        if (ok && rename(path, aside)) ok = fault_errno(f, "%s: cannot be removed", path);
-        ok = ok && files_remove_folder(aside, f);
-    }
+    for (size_t i = 0; ok && i < count; i++)
+        if (list[i].step <= step && kept++ >= keep) ok = remove_checkpoint(root, list[i].name, f);
     free(list);
     return ok;
 }
@@ -300,7 +306,7 @@ bool checkpoint_write(const char *out_dir, const config *c, const checkpoint_sta
         files_remove_folder(aside, &unused);
         return false;
     }
-    return point_latest(root, name, f) && remove_old(root, name, keep, f);
+    return point_latest(root, name, f) && remove_old(root, state->step, keep, f);
 }
 
 /* ---- Reading ---- */
@@ -345,7 +351,27 @@ static bool has_state(const char *folder) {
     return files_join(path, sizeof path, folder, "state.json", &unused) && files_exist(path);
 }
 
-/* The folder that root/latest names; else the highest step that is there. */
+/* Whether the state can be read and every file that it lists is as long as it says. */
+static bool is_whole(const char *folder) {
+    checkpoint k = {.files = NULL};
+    char path[PATH_ROOM];
+    const char *name;
+    json_t *file;
+    struct stat s;
+    fault unused;
+    bool ok = files_join(k.path, sizeof k.path, "", folder, &unused) && read_state(&k, &unused);
+    if (ok) {
+        json_object_foreach(k.files, name, file) {
+            ok = ok && files_join(path, sizeof path, folder, name, &unused) && !stat(path, &s) &&
+                 s.st_size == json_integer_value(json_object_get(file, "bytes"));
+        }
+    }
+    checkpoint_close(&k);
+    return ok;
+}
+
+/* The folder that root/latest names; else the highest step that is whole; else, for its fault to be
+   named, the highest that is there. */
 static bool find_latest(const char *root, char *path, fault *f) {
     char name[NAME_BYTES], link[PATH_ROOM];
     size_t count;
@@ -358,16 +384,15 @@ static bool find_latest(const char *root, char *path, fault *f) {
             has_state(path))
             return true;
     }
-    bool any = false;
+    bool any = false, whole = false;
     found *list = find_all(root, &count);
-    for (size_t i = 0; i < count; i++) {
+    for (size_t i = 0; !whole && i < count; i++) {
         char candidate[CONFIG_PATH_BYTES];
-        if (any && list[i].step <= step) continue;
         if (!files_join(candidate, sizeof candidate, root, list[i].name, f) ||
             !has_state(candidate))
             continue;
-        memcpy(path, candidate, sizeof candidate);
-        step = list[i].step;
+        whole = is_whole(candidate);
+        if (whole || !any) memcpy(path, candidate, sizeof candidate);
         any = true;
     }
     free(list);
@@ -448,6 +473,127 @@ bool checkpoint_load(const checkpoint *k, const checkpoint_part *part, fault *f)
     if (!file) return false;
     bool ok = safetensors_load(file, part->tensors, part->count, f);
     safetensors_close(file);
+    return ok;
+}
+
+bool checkpoint_verify(const checkpoint *k, fault *f) {
+    char path[PATH_ROOM];
+    const char *name;
+    json_t *file;
+    json_object_foreach(k->files, name, file) {
+        if (!files_join(path, sizeof path, k->path, name, f) || !verify(k, name, path, f))
+            return false;
+    }
+    return true;
+}
+
+/* ---- Going on from one ---- */
+
+static bool copy_file(const char *from, const char *to, fault *f) {
+    enum { CHUNK = 1 << 20 };
+    char *chunk = malloc(CHUNK);
+    int in = files_open(from, f);
+    int out = in < 0 ? -1 : open(to, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    bool ok = in >= 0;
+    if (ok && out < 0) ok = fault_errno(f, "%s: cannot create", to);
+    if (ok && !chunk) ok = fault_set(f, "%s: out of memory", to);
+    while (ok) {
+        ssize_t got = read(in, chunk, CHUNK);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) ok = fault_errno(f, "%s: cannot read", from);
+        if (got <= 0) break;
+        ok = files_write_all(out, to, chunk, (size_t)got, f);
+    }
+    if (ok && fsync(out)) ok = fault_errno(f, "%s: cannot flush", to);
+    if (in >= 0) close(in);
+    if (out >= 0) close(out);
+    free(chunk);
+    return ok;
+}
+
+/* The same files under another name, for nobody writes into them; copies on another file system. */
+static bool take_files(const checkpoint *k, const char *folder, fault *f) {
+    char from[PATH_ROOM], to[PATH_ROOM];
+    const char *name;
+    json_t *file;
+    if (mkdir(folder, 0777)) return fault_errno(f, "%s: cannot make the folder", folder);
+    json_object_foreach(k->files, name, file) {
+        if (!files_join(from, sizeof from, k->path, name, f) ||
+            !files_join(to, sizeof to, folder, name, f) ||
+            (link(from, to) && !copy_file(from, to, f)))
+            return false;
+    }
+    return true;
+}
+
+static bool take_folder(const checkpoint *k, const char *folder, const config *c, fault *f) {
+    json_t *settings = config_to_json(c);
+    json_t *content =
+        json_pack("{s:s, s:i, s:o, s:o, s:O}", "format", "nsa checkpoint", "version", 1, "state",
+                  state_to_json(&k->state), "config", settings, "files", k->files);
+    bool ok = content ? take_files(k, folder, f) && write_state(folder, content, f) &&
+                            files_sync_folder(folder, f)
+                      : fault_set(f, "%s: out of memory", folder);
+    json_decref(content);
+    return ok;
+}
+
+static bool same_folder(const char *a, const char *b) {
+    struct stat x, y;
+    return !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+}
+
+static bool same_settings(const config *a, const config *b) {
+    json_t *x = config_to_json(a), *y = config_to_json(b);
+    bool same = x && y && json_equal(x, y);
+    json_decref(x);
+    json_decref(y);
+    return same;
+}
+
+bool checkpoint_adopt(const checkpoint *k, const char *out_dir, const config *c, fault *f) {
+    char root[PATH_ROOM], aside[PATH_ROOM], path[PATH_ROOM], name[NAME_BYTES];
+    char hidden[NAME_BYTES * 2];
+    fault unused;
+    snprintf(name, sizeof name, "step_%08" PRId64, k->state.step);
+    snprintf(hidden, sizeof hidden, "%s%s", writing, name);
+    if (!files_join(root, sizeof root, out_dir, "checkpoints", f) ||
+        !files_join(path, sizeof path, root, name, f) ||
+        !files_join(aside, sizeof aside, root, hidden, f) || !files_make_folder(root, f) ||
+        !sweep(root, f))
+        return false;
+    bool is_it = same_folder(path, k->path) && same_settings(c, &k->config);
+    if (!is_it && (!take_folder(k, aside, c, f) || !put_in_place(root, aside, name, f))) {
+        files_remove_folder(aside, &unused);
+        return false;
+    }
+    return point_latest(root, name, f);
+}
+
+/* Under the first of its names that is free: step_00000060.left, step_00000060.left2 ... */
+static bool leave(const char *root, const char *name, const listener *notes, fault *f) {
+    char path[PATH_ROOM], to[PATH_ROOM], left[NAME_BYTES * 2], number[16] = "";
+    for (int i = 2;; i++) {
+        snprintf(left, sizeof left, "%s.left%s", name, number);
+        if (!files_join(path, sizeof path, root, name, f) ||
+            !files_join(to, sizeof to, root, left, f))
+            return false;
+        if (!files_exist(to)) break;
+        snprintf(number, sizeof number, "%d", i);
+    }
+    if (rename(path, to)) return fault_errno(f, "%s: cannot be renamed", path);
+    listener_say(notes, "%s: later than where this run goes on from, now %s", path, left);
+    return true;
+}
+
+bool checkpoint_leave_later(const char *out_dir, int64_t step, const listener *notes, fault *f) {
+    char root[PATH_ROOM];
+    size_t count;
+    bool ok = files_join(root, sizeof root, out_dir, "checkpoints", f);
+    found *list = ok ? find_all(root, &count) : NULL;
+    for (size_t i = 0; list && ok && i < count && list[i].step > step; i++)
+        ok = leave(root, list[i].name, notes, f);
+    free(list);
     return ok;
 }
 

@@ -27,8 +27,8 @@ typedef struct checkpoint_state {
     int64_t tokens;    /* trained on so far */
 } checkpoint_state;
 
-/* Writes out_dir/checkpoints/step_N, points `latest` at it, then removes all but the newest `keep`
-   (0: keeps all). On failure the older ones are as they were. */
+/* Writes out_dir/checkpoints/step_N, points `latest` at it, then removes of the steps up to N all but
+   the highest `keep` (0: keeps all). On failure the older ones are as they were. */
 bool checkpoint_write(const char *out_dir, const config *c, const checkpoint_state *state,
                       const checkpoint_part *parts, size_t count, int64_t keep, fault *f);
 
@@ -41,8 +41,20 @@ typedef struct checkpoint {
 } checkpoint;
 
 /* `path` is a checkpoint, or an out_dir (or its checkpoints folder), of which the newest is taken:
-   the one `latest` names, or the highest complete step where that is missing. */
+   the one `latest` names, or the highest whole step where that is missing. */
 bool checkpoint_open(checkpoint *k, const char *path, fault *f);
+
+/* From here on `k` is the newest checkpoint of out_dir, with these settings: it is linked or copied
+   there where it is not there yet, or has others. Whoever resumes out_dir after a kill goes on from
+   it. Its tensors must have been loaded. */
+bool checkpoint_adopt(const checkpoint *k, const char *out_dir, const config *c, fault *f);
+
+/* Later checkpoints of out_dir, of a future that was given up, get names that nothing takes for
+   newer ones: step_00000060.left. */
+bool checkpoint_leave_later(const char *out_dir, int64_t step, const listener *notes, fault *f);
+
+/* Every file that the checkpoint lists is there, with its checksum. */
+bool checkpoint_verify(const checkpoint *k, fault *f);
 
 /* Whether an out_dir has a checkpoint, or the remains of one. */
 bool checkpoint_exists(const char *out_dir);
