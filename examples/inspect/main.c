@@ -252,6 +252,7 @@ static void close_inspector(inspector *n) {
 }
 
 int main(int argc, char **argv) {
+    files_claim_standard();
     threads_wait_asleep(argv);
     static inspector n;
     fault f;

@@ -9,15 +9,21 @@
 #include <sys/stat.h>
 
 #include "base/files.h"
+#include "checkpoint/checkpoint.h"
 #include "config/config.h"
+#include "telemetry/csv.h"
 
 enum { GO, NO_GO, UNUSABLE }; /* exit codes */
 
 static const double MEMORY_GB = 40, TOKENS_PER_S = 50, PCT_AT_MAX = 0.3, FALLBACKS_BELOW = 10;
 
+/* What a loss must at least have fallen to, for the run to have learnt something. */
+static const double LEARNT = 0.99;
+
 typedef struct run {
     const char *folder;
-    json_t *metrics, *env; /* NULL: missing or unreadable */
+    json_t *metrics, *env;          /* NULL: missing or unreadable */
+    double most_asked, began_after; /* steps */
     bool go;
 } run;
 
@@ -81,27 +87,155 @@ static void judge_exit(run *r) {
           halted ? ", and there is a .HALT" : "");
 }
 
-/* The step of the last row of training.csv, or -1. */
-static long long last_row(const run *r) {
-    char path[CONFIG_PATH_BYTES + 64];
-    size_t bytes;
-    fault unused;
-    long long step = -1;
-    if (!path_of(r, "training.csv", path)) return -1;
-    char *text = files_read(path, SIZE_MAX / 4, &bytes, &unused);
-    while (text && bytes && text[bytes - 1] == '\n') text[--bytes] = 0;
-    const char *row = text ? strrchr(text, '\n') : NULL;
-    if (row) step = atoll(row + 1);
-    free(text);
-    return step;
+/* ---- What was asked for, by history.jsonl: each start of the run ---- */
+
+/* The most steps that a start asked for, less is a run that was cut short; and the step after which
+   the folder's first start began, for a run that goes on from another folder's checkpoint. */
+static void read_history(run *r) {
+    char path[CONFIG_PATH_BYTES + 64], *line = NULL;
+    size_t room = 0;
+    FILE *file = path_of(r, "history.jsonl", path) ? fopen(path, "r") : NULL;
+    for (bool first = true; file && getline(&line, &room, file) > 0;) {
+        json_t *start = json_loads(line, JSON_REJECT_DUPLICATES, NULL);
+        json_t *settings = json_object_get(start, "config");
+        double steps = json_number_value(json_object_get(settings, "train.steps"));
+        double step = json_number_value(json_object_get(start, "step"));
+        if (steps > r->most_asked) r->most_asked = steps;
+        if (first && start) r->began_after = step;
+        if (start) first = false;
+        json_decref(start);
+    }
+    free(line);
+    if (file) fclose(file);
 }
 
 static void judge_steps(run *r) {
     double done = number(r, "steps_done"), asked = number(r, "steps");
-    long long row = is_off(r, "csv") ? (long long)done : last_row(r);
-    judge(r, "steps", done == asked && asked > 0 && row == (long long)asked,
-          "%.0f of %.0f done; training.csv ends with step %lld", done, asked, row);
+    bool all = asked >= r->most_asked;
+    judge(r, "steps", done == asked && asked > 0 && all,
+          all ? "%.0f of %.0f done" : "%.0f of %.0f done, but the run was started for %.0f", done,
+          asked, r->most_asked);
 }
+
+/* ---- The losses ---- */
+
+typedef struct table {
+    double *steps, *losses;
+    size_t count, room;
+    bool failed;
+} table;
+
+static void add_row(void *user, const double *values) {
+    table *t = user;
+    if (t->count == t->room) {
+        size_t room = t->room ? 2 * t->room : 1024;
+        double *steps = realloc(t->steps, room * sizeof *steps);
+        double *losses = steps ? realloc(t->losses, room * sizeof *losses) : NULL;
+        if (steps) t->steps = steps;
+        if (losses) t->losses = losses;
+        t->failed = t->failed || !losses;
+        if (!losses) return;
+        t->room = room;
+    }
+    t->steps[t->count] = values[0];
+    t->losses[t->count++] = values[1];
+}
+
+static table read_table(const run *r, const char *name, int columns) {
+    table t = {.count = 0};
+    fault unused;
+    if (!csv_read(r->folder, name, columns, add_row, &t, &unused) || t.failed) t.count = 0;
+    return t;
+}
+
+static void free_table(table *t) {
+    free(t->steps);
+    free(t->losses);
+}
+
+/* A row for each step, none twice, none missing. */
+static void judge_rows(run *r, const table *t) {
+    double first = r->began_after + 1, done = number(r, "steps_done"), want = first;
+    size_t i = 0;
+    if (is_off(r, "csv")) {
+        judge(r, "rows", true, "CSVs were switched off");
+        return;
+    }
+    while (i < t->count && t->steps[i] == want) i++, want++;
+    if (i < t->count)
+        judge(r, "rows", false, "training.csv has step %.0f where %.0f is due", t->steps[i], want);
+    else
+        judge(r, "rows", want == done + 1 && t->count > 0,
+              "training.csv: steps %.0f to %.0f, each once", first, want - 1);
+}
+
+static double mean_of(const double *x, size_t count) {
+    double sum = 0;
+    for (size_t i = 0; i < count; i++) sum += x[i];
+    return count ? sum / (double)count : (double)NAN;
+}
+
+/* Random tokens, where they were asked for, cannot be learnt. */
+static bool is_synthetic(const run *r) {
+    const char *set =
+        json_string_value(json_object_get(json_object_get(r->env, "config"), "data.dataset"));
+    return set && !strcmp(set, "synthetic");
+}
+
+/* The mean loss of the last tenth of the steps against that of the first. */
+static void judge_loss(run *r, const table *t) {
+    size_t part = t->count / 10 ? t->count / 10 : 1;
+    if (is_off(r, "csv") || t->count < 2) {
+        judge(r, "loss", true,
+              is_off(r, "csv") ? "not judged: CSVs were switched off"
+                               : "not judged: fewer than two steps");
+        return;
+    }
+    double first = mean_of(t->losses, part), last = mean_of(t->losses + t->count - part, part);
+    if (is_synthetic(r))
+        judge(r, "loss", isfinite(last), "%.4f to %.4f; not judged: random tokens were asked for",
+              first, last);
+    else
+        judge(r, "loss", last < LEARNT * first, "%.4f at first, %.4f at last (below %g of it)",
+              first, last, LEARNT);
+}
+
+static void judge_validation(run *r, const table *t) {
+    table v = read_table(r, "val.csv", 3);
+    double last = v.count ? v.losses[v.count - 1] : (double)NAN;
+    if (is_off(r, "evaluation") || is_off(r, "csv"))
+        judge(r, "validation", true, "not judged: %s switched off",
+              is_off(r, "csv") ? "CSVs were" : "evaluation was");
+    else if (!v.count)
+        judge(r, "validation", false, "val.csv has no evaluation");
+    else if (t->count < 2 || is_synthetic(r))
+        judge(r, "validation", isfinite(last), "%.4f; not judged, as the loss", last);
+    else
+        judge(r, "validation", last < t->losses[0],
+              "%.4f at last (below the first step's %.4f), %zu evaluations", last, t->losses[0],
+              v.count);
+    free_table(&v);
+}
+
+static void judge_data(run *r) {
+    double made_up = number(r, "synthetic_from");
+    const char *what = json_string_value(json_object_get(r->metrics, "data"));
+    if (made_up >= 0)
+        judge(r, "data", false, "made up from sample %.0f on: the source failed", made_up);
+    else
+        judge(r, "data", what && *what, "%s", what && *what ? what : "not known");
+}
+
+static void judge_losses(run *r) {
+    table t = read_table(r, "training.csv", 5);
+    judge_rows(r, &t);
+    judge_loss(r, &t);
+    judge_validation(r, &t);
+    free_table(&t);
+    judge_data(r);
+}
+
+/* ---- What it cost ---- */
 
 static void judge_figures(run *r) {
     double memory = number(r, "peak_memory_mib") * 1048576 / 1e9;
@@ -119,8 +253,28 @@ static void judge_figures(run *r) {
               is_off(r, "statistics") ? ": statistics were switched off" : "");
     else
         judge(r, "pct_at_max", pct < PCT_AT_MAX, "%.4f at most (below %g)", pct, PCT_AT_MAX);
-    judge(r, "fallbacks", fallbacks < FALLBACKS_BELOW, "%.0f (below %g)", fallbacks,
-          FALLBACKS_BELOW);
+    judge(r, "fallbacks", fallbacks < FALLBACKS_BELOW,
+          "%.0f (below %g; no operation of this version has a slower path to fall back to)",
+          fallbacks, FALLBACKS_BELOW);
+}
+
+/* ---- The checkpoint ---- */
+
+/* The newest one is that of the last step, and every byte of it is what was written. */
+static void judge_checkpoint(run *r) {
+    checkpoint k;
+    fault why;
+    double done = number(r, "steps_done");
+    if (!checkpoint_open(&k, r->folder, &why)) {
+        judge(r, "checkpoint", false, "%s", why.text);
+        return;
+    }
+    if (!checkpoint_verify(&k, &why))
+        judge(r, "checkpoint", false, "%s", why.text);
+    else
+        judge(r, "checkpoint", (double)k.state.step == done, "of step %lld, whole (%.0f were done)",
+              (long long)k.state.step, done);
+    checkpoint_close(&k);
 }
 
 /* ---- Artefacts ---- */
@@ -159,6 +313,7 @@ static void judge_artefacts(run *r) {
     } always[] = {
         {"metrics.json", NULL},
         {"env.json", NULL},
+        {"history.jsonl", NULL},
         {"mem_boot.json", NULL},
         {"mem_step1.json", NULL},
         {"opt_state_mb.txt", NULL},
@@ -200,9 +355,12 @@ int main(int argc, char **argv) {
     run r = {.folder = argv[1], .go = true};
     r.metrics = read_json(&r, "metrics.json");
     r.env = read_json(&r, "env.json");
+    read_history(&r);
     judge_exit(&r);
     judge_steps(&r);
+    judge_losses(&r);
     judge_figures(&r);
+    judge_checkpoint(&r);
     judge_artefacts(&r);
     printf("%s\n", r.go ? "GO" : "NO-GO");
     json_decref(r.metrics);

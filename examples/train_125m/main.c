@@ -8,6 +8,7 @@
 #ifdef NSA_HAVE_CUDA
 #include "ops/cuda/ops_cuda.h"
 #endif
+#include "base/files.h"
 #include "base/threads.h"
 #include "train/train.h"
 
@@ -58,7 +59,7 @@ static void close_ops(ops *o) {
 /* The settings, the same for all processes; one of them says what is wrong with them. */
 static int settle(config *c, dist *d, ops *o, int argc, char **argv) {
     static const config_program program = {
-        "train_125m", "Trains a language model with Native Sparse Attention.", NULL};
+        "train_125m", "Trains a language model with Native Sparse Attention.", NULL, train_recall};
     listener notes = listener_stderr();
     fault f;
     if (d->rank) notes.say = say_nothing;
@@ -68,6 +69,7 @@ static int settle(config *c, dist *d, ops *o, int argc, char **argv) {
 }
 
 int main(int argc, char **argv) {
+    files_claim_standard();
     threads_wait_asleep(argv);
     static config c;
     dist d;

@@ -3,10 +3,12 @@
    processes. */
 #include <stdio.h>
 
+#include "base/files.h"
 #include "base/threads.h"
 #include "train/train.h"
 
 int main(int argc, char **argv) {
+    files_claim_standard();
     threads_wait_asleep(argv);
     static const char *const no_effect[] = {"runtime.ddp",
                                             "runtime.ddp_bucket_mb",
@@ -22,7 +24,7 @@ int main(int argc, char **argv) {
                                             NULL};
     static const config_program program = {
         "train_tiny", "Trains a small language model with Native Sparse Attention on the CPU.",
-        no_effect};
+        no_effect, train_recall};
     static config c;
     listener notes = listener_stderr();
     ops o;

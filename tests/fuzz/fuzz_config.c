@@ -16,7 +16,7 @@ static void ignore(void *user, const char *line) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     enum { ARGUMENTS = 24 };
-    static const config_program program = {"fuzz", "", NULL};
+    static const config_program program = {"fuzz", "", NULL, NULL};
     static config c, copy;
     static char path[600];
     char *argv[ARGUMENTS + 3] = {"fuzz"}, *text = malloc(size + 1);

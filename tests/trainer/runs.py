@@ -54,11 +54,13 @@ class Runs:
                                                   stderr=subprocess.STDOUT,
                                                   **{"stdin": subprocess.DEVNULL} | popen)
 
-    def train(self, name, *options, code=0, given=None, **environment):
-        """Runs it to its end: its folder, what it printed, what it complained of."""
+    def train(self, name, *options, code=0, given=None, small=True, **environment):
+        """Runs it to its end: its folder, what it printed, what it complained of. Without `small` its settings are
+        those of the program, or of the checkpoint that it goes on from."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k != "CONFIG"}
-        command = [*self.launcher, self.program, *SMALL, "--out-dir", str(self.root / name), *map(str, options)]
-        ran = subprocess.run(command, text=True, env=env | environment, input=given,
+        command = [*self.launcher, self.program, *(SMALL if small else ()), "--out-dir", str(self.root / name),
+                   *map(str, options)]
+        ran = subprocess.run(command, text=True, errors="replace", env=env | environment, input=given,
                              stdin=None if given else subprocess.DEVNULL, capture_output=True, timeout=300)
         check(ran.returncode == code, ran.returncode, ran.stdout, ran.stderr)
         return self.root / name, ran.stdout, ran.stderr

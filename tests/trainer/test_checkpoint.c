@@ -430,11 +430,11 @@ static void test_kill(void) {
 }
 
 int main(void) {
-    config_program program = {"test", "", NULL};
+    config_program program = {"test", "", NULL, NULL};
     listener notes = test_notes();
-    char *argv[] = {"test"};
+    char *argv[] = {"test", "--dataset=synthetic"};
     signal(SIGXFSZ, SIG_IGN);
-    CHECK(config_load(&settings, &program, 1, argv, &notes, &why) == CONFIG_OK, "%s", why.text);
+    CHECK(config_load(&settings, &program, 2, argv, &notes, &why) == CONFIG_OK, "%s", why.text);
     test_begin();
     test_round_trip();
     test_retention();

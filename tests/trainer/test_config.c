@@ -10,14 +10,25 @@
 static config settings;
 static fault why;
 
+/* What a checkpoint would give. */
+static config kept_settings;
+static const char *no_checkpoint; /* not NULL: why there is none */
+
+static bool recall(const config *asked, config *kept, fault *f) {
+    (void)asked;
+    if (no_checkpoint) return fault_set(f, "%s", no_checkpoint);
+    *kept = kept_settings;
+    return true;
+}
+
 /* config_load with the words of `line` as arguments. */
 static config_outcome load(const char *line) {
     static const char *const no_effect[] = {"runtime.gradient_checkpointing", NULL};
     static char words[4096];
-    config_program program = {"test", "a test", no_effect};
+    config_program program = {"test", "a test", no_effect, recall};
     listener notes = test_notes();
-    char *argv[64] = {"test"};
-    int argc = 1;
+    char *argv[64] = {"test", "--dataset", "synthetic"};
+    int argc = strstr(line, "--dataset") || strstr(line, "--data") ? 1 : 3;
     snprintf(words, sizeof words, "%s", line);
     for (char *word = strtok(words, " "); word && argc < 63; word = strtok(NULL, " "))
         argv[argc++] = word;
@@ -81,8 +92,8 @@ static const expected published[] = {
     {"train.weight_decay", {"0", "0.01", "0.01", "0.01"}},
     {"train.grad_clip", {"1", "1", "1", "1"}},
     {"train.log_every", {"20", "20", "5", "20"}},
-    {"train.eval_every", {"0", "0", "50", "1000"}},
-    {"train.save_every", {"0", "0", "0", "5000"}},
+    {"train.eval_every", {"100", "0", "50", "1000"}},
+    {"train.save_every", {"1000", "0", "0", "5000"}},
     {"train.seed", {"1337", "1337", "1337", "1337"}},
     {"train.out_dir",
      {"artifacts/train_showcase", "artifacts/3090_smoke", "artifacts/m7c_125m_2k_test",
@@ -116,6 +127,60 @@ static void test_quickstart(const char *folder) {
     int64_t keys = (tokens - n->l) / n->d + 1 + n->n_sel * n->l_sel + n->w;
     CHECK(tokens >= 512 && 3 * keys <= tokens, "%lld keys of %lld", (long long)keys,
           (long long)tokens);
+}
+
+/* ---- A resumed run ---- */
+
+/* Saved and read, as a checkpoint's settings are. */
+static void keep(const char *line) {
+    accept(line);
+    json_t *json = config_to_json(&settings);
+    CHECK(json && config_from_json(&kept_settings, json, &why), "%s", why.text);
+    json_decref(json);
+}
+
+static void test_recall(void) {
+    char line[1300];
+    check_case("settings of a checkpoint");
+    keep("--lr 1e-3 --batch-size 6 --weight-decay 0.1 --eval-every 7 --data my/text --dim 64");
+    accept("--resume");
+    CHECK(settings.train.lr == 1e-3 && settings.train.batch_size == 6 &&
+              settings.train.weight_decay == 0.1 && settings.train.eval_every == 7 &&
+              settings.model.dim == 64 && !strcmp(settings.data.path, "my/text"),
+          "what was not given is the checkpoint's");
+    CHECK(config_from(&settings, "train.lr") == CONFIG_FROM_CHECKPOINT, "origin");
+    accept("--resume --lr 2e-3");
+    CHECK(settings.train.lr == 2e-3 && settings.train.batch_size == 6, "the command line changes");
+    CHECK(strstr(test_said, "train.lr = 0.002 (command line --lr); in the checkpoint it is 0.001"),
+          "a change is said: %s", test_said);
+    CHECK(!strstr(test_said, "train.batch_size"), "only what changes: %s", test_said);
+    snprintf(line, sizeof line, "%s --resume", file("train:\n  lr: 3e-3\n  log_every: 9\n"));
+    accept(line);
+    CHECK(settings.train.lr == 1e-3, "a file does not change a run that goes on");
+    CHECK(strstr(test_said, "train.lr = 0.001, from the checkpoint;") &&
+              strstr(test_said, "c.yaml:2 says 0.003, and is not used"),
+          "that is said: %s", test_said);
+    snprintf(line, sizeof line, "%s --resume", file("model:\n  dim: 32\n"));
+    accept(line);
+    CHECK(settings.model.dim == 32, "a file's model stands, to be refused");
+    accept("--lr 5e-4");
+    CHECK(settings.train.lr == 5e-4 && settings.train.batch_size == 8, "a new run recalls nothing");
+    no_checkpoint = "nowhere: no checkpoint";
+    refuse("--resume nowhere", "nowhere: no checkpoint");
+    no_checkpoint = NULL;
+    check_case("what changes");
+    keep("--lr 1e-3 --data a");
+    config before = kept_settings;
+    accept("--lr 2e-3 --data b --threads 3");
+    json_t *changes = config_changes(&before, &settings);
+    char *text = json_dumps(changes, JSON_COMPACT | JSON_SORT_KEYS);
+    CHECK(text && !strcmp(text, "{\"data.path\":[\"a\",\"b\"],\"train.lr\":[0.001,0.002]}"), "%s",
+          text ? text : "none");
+    free(text);
+    json_decref(changes);
+    check_case("text that is not UTF-8");
+    keep("--data caf\xe9");
+    CHECK(!strcmp(kept_settings.data.path, "caf\xe9"), "%s", kept_settings.data.path);
 }
 
 /* ---- Order and provenance ---- */
@@ -167,6 +232,9 @@ static void test_flags(void) {
     refuse("stray", "stray: unknown option");
     refuse("--lr", "--lr: its value is missing&a number above 0, at most 1");
     refuse("--no-gc=1", "--no-gc=1: takes no value");
+    refuse("--prompt --check", "--prompt: its value is missing");
+    accept("--prompt=--check");
+    CHECK(!strcmp(settings.sample.prompt, "--check") && !settings.check, "a value behind =");
     refuse("--ddp 2", "--ddp 2: must be an integer in -1 .. 1");
     refuse("--precision fp8", "--precision fp8: must be one of: fp32, bf16, fp16");
     refuse("--steps 1e3", "--steps 1e3: must be an integer in 1 .. 1000000000");
@@ -229,6 +297,12 @@ static void test_files(void) {
     refuse(file("train:\n  steps:\n"), "c.yaml:2: train.steps is empty: must be an integer");
     refuse(file("train:\n  steps: [1]\n"), "c.yaml:2: train.steps is a list or a section");
     refuse(file("train:\n  steps: 7\n  steps: 8\n"), "c.yaml:3: train.steps: given twice&line 2");
+    refuse(file("train:\n  steps: 7\nnsa:\n  l: 16\ntrain:\n  lr: 1e-3\n"),
+           "c.yaml:5: train: given twice, first in line 1");
+    refuse(file("train:\n  steps: 010\n"), "c.yaml:2: train.steps = 010: must be an integer");
+    static char nested[40000];
+    memset(nested, '[', sizeof nested - 1);
+    refuse(file(nested), "c.yaml: 39999 bytes; a config has at most 16384");
     refuse(file("runtime:\n  use_flash: 2\n"),
            "c.yaml:2: runtime.use_flash = 2: must be true or false");
     refuse(file("nsa:\n  phi: mean\n"), "c.yaml:2: nsa.phi = mean: must be one of: avg, conv, mlp");
@@ -264,8 +338,13 @@ static void test_rules(void) {
     refuse("--d-k 15", "model.d_k = 15&must be even");
     refuse("--rope-scaling yarn", "model.rope_trained_context = 0 (default): must be above 0");
     refuse("--dataset bin", "data.path = &must name a file or a folder&data.dataset = bin");
+    refuse("--dataset auto", "data.path = &must name a file or a folder&--dataset synthetic&auto");
+    accept("--steps 10 --warmup-steps 10");
+    CHECK(strstr(test_said, "train.warmup_steps = 10 with train.steps = 10"), "%s", test_said);
+    accept("--steps 10 --warmup-steps 9");
+    CHECK(!strstr(test_said, "warmup"), "%s", test_said);
     refuse("--nsa-n-sel 2", "--nsa-n-sel 2: must be an integer in 3 .. 65536");
-    accept("--steps 6000 --device cuda");
+    accept("--steps 6000 --device cuda --save-every 0");
     CHECK(strstr(test_said, "train.save_every = 0") &&
               strstr(test_said, "runtime.precision = fp32"),
           "warnings for long runs: %s", test_said);
@@ -387,6 +466,7 @@ int main(int argc, char **argv) {
     test_begin();
     test_published(argv[1]);
     test_quickstart(argv[1]);
+    test_recall();
     test_order();
     test_flags();
     test_environment();

@@ -123,6 +123,122 @@ static void test_epoch_order(void) {
     data_close(d);
 }
 
+/* Records in rows of any length, of training or of validation. */
+static void mark_records(const data_batch *b, int *seen, int records) {
+    char text[4096];
+    for (int64_t row = 0; row < b->rows; row++) {
+        for (int64_t i = 0; i < b->seq_len; i++) text[i] = (char)b->tokens[row * b->seq_len + i];
+        text[b->seq_len] = 0;
+        for (char *at = text; (at = strchr(at, '\n')) && strchr(at + 1, '\n'); at++) {
+            int number = record_number(at + 1);
+            if (number >= 0 && number < records) seen[number]++;
+        }
+    }
+}
+
+/* Validation records of a run that goes on from `at`, among those that `seen` counts. */
+static int overlap(data_options o, const data_position *at, const int *seen, int records,
+                   int *validated) {
+    int *val = calloc((size_t)records, sizeof *val), both = 0;
+    data_batch b;
+    o.resume = at;
+    data *d = data_open(&o, &why);
+    if (!CHECK(d != NULL, "%s", why.text)) exit(1);
+    for (int64_t k = 0; k < data_val_batches(d); k++)
+        if (CHECK(data_val(d, k, &b, &why), "%s", why.text)) mark_records(&b, val, records);
+    data_close(d);
+    *validated = 0;
+    for (int i = 0; i < records; i++) {
+        both += val[i] && seen[i];
+        *validated += val[i] > 0;
+    }
+    free(val);
+    return both;
+}
+
+/* What was set aside when a run began stays so, whatever is asked of evaluation later. */
+static void test_split_stays(void) {
+    enum { RECORDS = 2000 };
+    static int seen[RECORDS];
+    data_batch b = {.epoch = 0};
+    int validated;
+    data_options o = options_for(CONFIG_TEXT, test_path("one.txt"));
+    check_case("the split of a run that goes on");
+    data *d = data_open(&o, &why);
+    while (d && data_next(d, &b, &why) && b.epoch < 1) mark_records(&b, seen, RECORDS);
+    data_position at = b.next;
+    data_close(d);
+    CHECK(at.split_parts > 0 && at.split_size > 0, "%d parts", (int)at.split_parts);
+    static const struct {
+        int64_t batches, batch_size, seq_len;
+        double fraction;
+    } later[] = {{40, BATCH, SEQ, 0.1},
+                 {VAL, BATCH, SEQ, 0.5},
+                 {VAL, BATCH, 2 * SEQ, 0.1},
+                 {1, 2 * BATCH, SEQ, 0.01}};
+    for (size_t i = 0; i < sizeof later / sizeof *later; i++) {
+        check_case("the split with other settings, %zu", i);
+        o.val_batches = later[i].batches;
+        o.batch_size = later[i].batch_size;
+        o.seq_len = later[i].seq_len;
+        data_config.val_fraction = later[i].fraction;
+        int both = overlap(o, &at, seen, RECORDS, &validated);
+        CHECK(both == 0 && validated > 5, "%d of %d validated records were trained on", both,
+              validated);
+    }
+    check_case("a checkpoint that does not know its split");
+    at.split_parts = -1;
+    (void)overlap(o, &at, seen, RECORDS, &validated);
+    CHECK(strstr(test_said, "does not say what was set aside"), "%s", test_said);
+}
+
+/* Fewer rows than a batch has: the rest of it asks for nothing. None at all is said. */
+static void test_little_validation(void) {
+    data_batch b;
+    int full = 0;
+    check_case("few rows of validation");
+    write_records(test_path("little.txt"), 0, 100); /* 800 tokens */
+    data_options o = options_for(CONFIG_TEXT, test_path("little.txt"));
+    o.batch_size = 16;
+    data *d = data_open(&o, &why);
+    if (!CHECK(d && data_val_batches(d) == 1 && data_val(d, 0, &b, &why), "%s", why.text)) return;
+    for (int64_t row = 0; row < b.rows; row++) full += b.labels[row * SEQ] != DATA_NO_LABEL;
+    CHECK(full > 0 && full < 16 && b.labelled == full * SEQ, "%d rows, %d labels", full,
+          (int)b.labelled);
+    CHECK(strstr(test_said, "evaluation on") && strstr(test_said, "not the 32"), "%s", test_said);
+    data_close(d);
+    check_case("no validation");
+    o = options_for(CONFIG_TEXT, test_path("little.txt"));
+    o.seq_len = 256;
+    d = data_open(&o, &why);
+    CHECK(d && data_val_batches(d) == 0, "%s", why.text);
+    CHECK(strstr(test_said, "warning: no evaluation: what is set aside"), "%s", test_said);
+    data_close(d);
+}
+
+/* Processes that have other contents under one path must notice. */
+static void test_fingerprint(void) {
+    enum { RECORDS = 300000 };
+    uint64_t before, after;
+    check_case("contents");
+    write_records(test_path("print.txt"), 0, RECORDS);
+    data_options o = options_for(CONFIG_TEXT, test_path("print.txt"));
+    data *d = data_open(&o, &why);
+    before = d ? data_fingerprint(d) : 0;
+    data_close(d);
+    write_records(test_path("print.txt"), 1, RECORDS);
+    o = options_for(CONFIG_TEXT, test_path("print.txt"));
+    d = data_open(&o, &why);
+    after = d ? data_fingerprint(d) : 0;
+    data_close(d);
+    CHECK(before && after && before != after, "the same size, other contents: the same print");
+    o.seq_len = 2 * SEQ;
+    o.seed = 99;
+    d = data_open(&o, &why);
+    CHECK(d && data_fingerprint(d) == after, "settings are not contents");
+    data_close(d);
+}
+
 /* ---- .bin shards ---- */
 
 typedef struct shard_header {
@@ -371,6 +487,9 @@ int main(void) {
     test_begin();
     test_text();
     test_epoch_order();
+    test_split_stays();
+    test_little_validation();
+    test_fingerprint();
     test_bin();
     test_isolated_shards();
     test_leaps();

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
 from packages import need
 
@@ -15,11 +16,12 @@ need(folder, "absl", "google.protobuf", "numpy", "packaging", "safetensors", "te
 
 import numpy
 from safetensors.numpy import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 out = folder / "events"
 shutil.rmtree(out, ignore_errors=True)
-small = "--dim 32 --heads 4 --d-k 8 --d-v 8 --seq-len 64 --batch-size 2 --threads 1 --eval-every 2"
+small = "--dim 32 --heads 4 --d-k 8 --d-v 8 --seq-len 64 --batch-size 2 --threads 1 --eval-every 2 --dataset synthetic"
 for options in ("--steps 4", "--steps 6 --resume"):
     subprocess.run([program, *small.split(), *options.split(), "--out-dir", out], check=True,
                    stdout=subprocess.DEVNULL)
@@ -62,4 +64,15 @@ assert moments.keys() == {f"{m}.{name}" for m in "mv" for name in weights}, mome
 for name, values in (weights | moments).items():
     assert values.dtype == numpy.float32 and numpy.isfinite(values).all(), name
     assert not name.startswith("v.") or (values >= 0).all() and values.any(), name
+# A run that went back: what TensorBoard shows has each step once.
+back = folder / "events_back"
+shutil.rmtree(back, ignore_errors=True)
+for options in (["--steps", "6", "--save-every", "2"], ["--steps", "5", "--resume", back / "checkpoints/step_00000002"]):
+    subprocess.run([program, *small.split(), *options, "--out-dir", back], check=True, stdout=subprocess.DEVNULL,
+                   stderr=subprocess.DEVNULL)
+    time.sleep(1.1)  # files are read in the order of the seconds in their names
+shown = EventAccumulator(str(back / "tb"))
+shown.Reload()
+steps = [event.step for event in shown.Scalars("train/loss")]
+assert steps == [1, 2, 3, 4, 5], steps
 print(f"{sum(map(len, read.values()))} scalars passed, 0 failed")

@@ -234,7 +234,7 @@ static void test_killed(void) {
     CHECK(code != 0, "exit code 0");
     expect(code, code, "rank 1"); /* the launcher says it */
     /* Whether the launcher is faster than the timeout. */
-    expect_verdict(out, "killed by SIGTERM", "rank 1: no answer for 2 s");
+    expect_verdict(out, "ended by SIGTERM while waiting for rank 1", "rank 1: no answer for 2 s");
 }
 
 /* A shard with one token that is none: the process that comes to it says so, the other hears of

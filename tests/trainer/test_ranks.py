@@ -5,15 +5,19 @@ test_mpi.c's.
 """
 import concurrent.futures
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 from poison import KINDS, change
 from runs import SMALL, Runs, check, done, wait_for
 
 runs = Runs(sys.argv[1], sys.argv[2], "ranks", sys.argv[4:])
 corpus = runs.text()
-out, _, _ = runs.train("both", "--data", corpus, "--steps", 4, "--eval-every", 2, "--save-every", 2)
+out, _, _ = runs.train("both", "--data", corpus, "--steps", 4, "--eval-every", 2, "--save-every", 2,
+                       NSA_HEARTBEAT_EVERY="1")
 for rank in range(2):
     beats = [json.loads(line) for line in (out / f"heartbeat_rank{rank}.jsonl").read_text().splitlines()]
     check({b["rank"] for b in beats} == {rank} and beats[0]["msg"] == "boot", beats)
@@ -56,4 +60,50 @@ metrics = json.loads((out / "metrics.json").read_text())
 check(code != 0 and metrics["verdict"] == "stopped by SIGTERM", code, metrics)
 saved = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]["step"]
 check(saved == metrics["steps_done"], saved, metrics)
+
+# Two folders under one name, of the same size: found before the first step.
+for rank in range(2):
+    (runs.root / str(rank)).mkdir()
+    (runs.root / str(rank) / "text").write_text("".join(f"line {i * (rank + 1) % 7} of words\n" for i in range(3000)))
+apart = ["sh", "-c", 'cd "$0/${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" && exec "$@"', str(runs.root)]
+ran = subprocess.run([*runs.launcher, *apart, runs.program, *SMALL, "--data", "text", "--steps", "3", "--out-dir",
+                      runs.root / "apart"], text=True, stdin=subprocess.DEVNULL, timeout=120, stdout=subprocess.PIPE,
+                     stderr=subprocess.STDOUT)
+check(ran.returncode != 0 and "contents differ" in ran.stdout and "data.path = text" in ran.stdout, ran)
+check((runs.root / "apart/training.csv").read_text().count("\n") == 1, "a step was done")
+
+
+def begin(name, *options):
+    """A run of steps without end; and the processes of its ranks."""
+    out, run = runs.start(name, "--data", corpus, "--steps", 1000000, *options)
+    wait_for("steps", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 3)
+    return out, run, [json.loads((out / f"heartbeat_rank{rank}.jsonl").read_text().splitlines()[0])["pid"]
+                      for rank in range(2)]
+
+
+# All of them stand still for longer than one may keep another waiting: nobody has waited.
+out, run, pids = begin("asleep", "--ddp-timeout", 2)
+for number in (signal.SIGSTOP, signal.SIGCONT):
+    for pid in pids:
+        os.kill(pid, number)
+    time.sleep(4)
+rows = (out / "training.csv").read_text().count("\n")
+wait_for("more steps", lambda: (out / "training.csv").read_text().count("\n") > rows)
+run.send_signal(signal.SIGTERM)
+run.wait(120)
+check(json.loads((out / "metrics.json").read_text())["verdict"] == "stopped by SIGTERM", "it went on, and ended")
+
+# A rank that is gone: metrics.json names it, by a survivor where it is rank 0.
+for rank, number in ((1, signal.SIGKILL), (0, signal.SIGKILL), (0, signal.SIGSTOP)):
+    out, run, pids = begin(f"lost{rank}_{number}", "--ddp-timeout", 2)
+    os.kill(pids[rank], number)
+    wait_for("metrics.json", lambda: (out / "metrics.json").exists())
+    metrics = json.loads((out / "metrics.json").read_text())
+    check(f"rank {rank}" in metrics["verdict"] and metrics["exit_code"] != 0, rank, number, metrics)
+    run.wait(120)
+    if number == signal.SIGSTOP:
+        try:
+            os.kill(pids[rank], signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 done()

@@ -87,8 +87,9 @@ int main(int argc, char **argv) {
     examiner = argv[2];
     test_begin();
     check_case("training");
-    expect(train("--steps", "1", "--threads", "1", "--out-dir", test_path("sparse"), NULL), 0,
-           "saved");
+    expect(train("--dataset", "synthetic", "--steps", "1", "--threads", "1", "--out-dir",
+                 test_path("sparse"), NULL),
+           0, "saved");
     expect(train("--dataset", "retrieval", "--vocab-size", "512", "--steps", "30", "--lr", "1e-2",
                  "--threads", "1", "--out-dir", test_path("needles"), NULL),
            0, "saved");

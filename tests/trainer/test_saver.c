@@ -117,10 +117,10 @@ static void test_failure(void) {
 
 int main(void) {
     test_begin();
-    char *argv[] = {"test"};
-    config_program options = {"test", "", NULL};
+    char *argv[] = {"test", "--dataset=synthetic"};
+    config_program options = {"test", "", NULL, NULL};
     listener notes = test_notes();
-    CHECK(config_load(&settings, &options, 1, argv, &notes, &why) == CONFIG_OK, "%s", why.text);
+    CHECK(config_load(&settings, &options, 2, argv, &notes, &why) == CONFIG_OK, "%s", why.text);
     sem_init(&may_end, 0, 0);
     test_copies();
     test_failure();

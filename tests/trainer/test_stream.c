@@ -105,6 +105,54 @@ static void test_stream_split(void) {
     data_close(d);
 }
 
+/* What was set aside when a run began stays so, whatever is asked of evaluation later. */
+static void test_split_stays(void) {
+    static const struct {
+        int64_t batches, seq_len;
+        double fraction;
+    } later[] = {{20, SEQ, 0.1}, {VAL, SEQ, 0.5}, {VAL, 2 * SEQ, 0.1}, {1, SEQ, 0.001}};
+    static int seen[500];
+    data_options o = options_for(CONFIG_FINEWEB_LOCAL, test_path("one.jsonl"));
+    data_batch b = {.epoch = 0};
+    check_case("the split of a stream that goes on");
+    data *d = data_open(&o, &why);
+    while (d && data_next(d, &b, &why) && b.epoch < 1)
+        for (int64_t row = 0; row < b.rows; row++) {
+            char text[SEQ + 1] = "";
+            for (int i = 0; i < SEQ; i++) text[i] = (char)b.tokens[row * SEQ + i];
+            for (char *at = strchr(text, 'd'); at && at + 6 < text + SEQ; at = strchr(at + 1, 'd'))
+                seen[atoi(at + 1)]++;
+        }
+    data_position at = b.next;
+    data_close(d);
+    CHECK(at.split_parts > 0, "%d documents", (int)at.split_parts);
+    for (size_t i = 0; i < sizeof later / sizeof *later; i++) {
+        char text[8 * SEQ * BATCH] = "";
+        int both = 0, validated = 0;
+        check_case("the split of a stream with other settings, %zu", i);
+        o.resume = &at;
+        o.val_batches = later[i].batches;
+        o.seq_len = later[i].seq_len;
+        data_config.val_fraction = later[i].fraction;
+        d = data_open(&o, &why);
+        if (!CHECK(d != NULL, "%s", why.text)) return;
+        for (int64_t k = 0; k < data_val_batches(d); k++) {
+            data_val(d, k, &b, &why);
+            int n = 0;
+            for (int64_t t = 0; t < b.rows * b.seq_len; t++)
+                if (b.labels[t] != DATA_NO_LABEL) text[n++] = (char)b.tokens[t];
+            text[n] = 0;
+            for (char *p = strchr(text, 'd'); p; p = strchr(p + 1, 'd')) {
+                validated++;
+                both += atoi(p + 1) < 500 && seen[atoi(p + 1)] > 0;
+            }
+        }
+        data_close(d);
+        CHECK(validated > 3 && both <= 1, "%d of %d validated documents were trained on", both,
+              validated); /* one whose number is cut short */
+    }
+}
+
 static void test_bad_lines(void) {
     data_batch b;
     char *text = malloc(1 << 20);
@@ -345,6 +393,7 @@ int main(void) {
     test_begin();
     test_streams();
     test_stream_split();
+    test_split_stays();
     test_bad_lines();
     test_pipe();
     test_timeout();

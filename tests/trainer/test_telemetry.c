@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "base/fallback.h"
+#include "base/files.h"
 #include "telemetry/curve.h"
 #include "telemetry/telemetry.h"
 #include "trainer_test.h"
@@ -17,12 +18,18 @@ static config settings;
 static char log_path[1024];
 
 static void load_settings(const char *out_dir, const char *steps) {
-    char *argv[] = {
-        "test",        "--out-dir", (char *)(uintptr_t)out_dir, "--steps", (char *)(uintptr_t)steps,
-        "--log-every", "5"};
-    config_program program = {"test", "", NULL};
+    char *argv[] = {"test",
+                    "--out-dir",
+                    (char *)(uintptr_t)out_dir,
+                    "--steps",
+                    (char *)(uintptr_t)steps,
+                    "--log-every",
+                    "5",
+                    "--dataset",
+                    "synthetic"};
+    config_program program = {"test", "", NULL, NULL};
     listener notes = test_notes();
-    CHECK(config_load(&settings, &program, 7, argv, &notes, &why) == CONFIG_OK, "%s", why.text);
+    CHECK(config_load(&settings, &program, 9, argv, &notes, &why) == CONFIG_OK, "%s", why.text);
 }
 
 static telemetry *open_run(int64_t resume_step, bool resumed) {
@@ -131,8 +138,8 @@ static void test_lines(void) {
     load_settings(test_path("lines"), "12");
     run(1, 12, false);
     char *log = test_read(log_path, &bytes);
-    CHECK(strstr(log,
-                 "step 0001 | loss 5.9000 | lr 1.00e-03 | toks/s 4000 | grad_norm 0.50 | eta 3s"),
+    CHECK(strstr(log, "step 0001 | loss 5.9000 | lr 1.00e-03 | toks/s 4000 | grad_norm 0.50 | "
+                      "tokens 1k | eta 3s"),
           "first step: %s", log);
     CHECK(strstr(log, "step 0005 |") && strstr(log, "step 0010 |") && strstr(log, "step 0012 |"),
           "every fifth, and the last: %s", log);
@@ -144,6 +151,112 @@ static void test_lines(void) {
     settings.telemetry.disable_csv_logs = 1;
     run(1, 2, false);
     CHECK(access(test_path("silent/training.csv"), F_OK), "a CSV was written");
+}
+
+/* Evaluation and saving are time of the run: in the time left, and in what it has taken. */
+static void test_time_beside(void) {
+    size_t bytes;
+    check_case("time beside the steps");
+    load_settings(test_path("beside"), "20");
+    telemetry *t = open_run(0, false);
+    for (int step = 1; step <= 10; step++) {
+        telemetry_step s = {.step = step, .loss = 1, .grad_norm = 1, .seconds = 1, .tokens = 1000};
+        CHECK(telemetry_step_end(t, &s, &why), "%s", why.text);
+        telemetry_beside(t, 9);
+    }
+    CHECK(fabs(telemetry_seconds(t) - 102) < 1e-9, "%g s", telemetry_seconds(t)); /* 2 before */
+    CHECK(telemetry_close(t, "completed", 0, &why), "%s", why.text);
+    char *log = test_read(log_path, &bytes);
+    CHECK(strstr(log, "step 0010 |") && strstr(log, "| tokens 10k | eta 1m31s"), "%s", log);
+    free(log);
+}
+
+/* Slower than ever for minutes: told once, and the run goes on. */
+static void test_slow_is_told(void) {
+    size_t bytes;
+    int told = 0;
+    check_case("a busy machine");
+    load_settings(test_path("busy"), "60");
+    telemetry *t = open_run(0, false);
+    for (int step = 1; step <= 40; step++) {
+        telemetry_step s = {.step = step,
+                            .loss = 1,
+                            .grad_norm = 1,
+                            .seconds = step > 15 ? 100 : 0.1,
+                            .tokens = 1000};
+        CHECK(telemetry_step_end(t, &s, &why), "step %d: %s", step, why.text);
+    }
+    CHECK(!telemetry_halted(t) && telemetry_close(t, "completed", 0, &why), "it was halted");
+    CHECK(access(test_path("busy/.HALT"), F_OK), "there is a .HALT");
+    char *log = test_read(log_path, &bytes);
+    for (char *at = log; (at = strstr(at, "throughput:")); at++) told++;
+    CHECK(told == 1, "told %d times: %s", told, log);
+    free(log);
+}
+
+/* Heartbeats: once a second where nobody asked for more; and a file of any length is not read. */
+static void test_heartbeats(void) {
+    enum { STEPS = 2000 };
+    char steps[16];
+    size_t bytes;
+    int lines = 0;
+    check_case("heartbeats of fast steps");
+    snprintf(steps, sizeof steps, "%d", STEPS);
+    unsetenv("NSA_HEARTBEAT_EVERY");
+    load_settings(test_path("fast"), steps);
+    run(1, STEPS, false);
+    setenv("NSA_HEARTBEAT_EVERY", "1", 1);
+    char *text = test_read(test_path("fast/heartbeat_rank0.jsonl"), &bytes);
+    for (char *at = text; (at = strstr(at, "\"step_end\"")); at++) lines++;
+    CHECK(lines >= 2 && lines < STEPS / 4, "%d lines of %d steps", lines, STEPS);
+    free(text);
+    check_case("a long heartbeat file");
+    FILE *file = fopen(test_path("long.jsonl"), "w");
+    for (int i = 0; i < 100000; i++) fprintf(file, "{\"step\": %d}\n", i);
+    fprintf(file, "{\"step\": 1"); /* a kill cut it short */
+    long long whole = ftell(file) - 10;
+    fclose(file);
+    CHECK(files_drop_partial_line(test_path("long.jsonl"), &why), "%s", why.text);
+    struct stat s;
+    CHECK(!stat(test_path("long.jsonl"), &s) && s.st_size == whole, "%lld bytes, not %lld",
+          (long long)s.st_size, whole);
+    CHECK(files_drop_partial_line(test_path("none.jsonl"), &why), "%s", why.text);
+}
+
+/* What a killed process was writing is removed; what is named like it is not. */
+static void test_sweep(void) {
+    check_case("what a kill left");
+    load_settings(test_path("swept"), "2");
+    test_mkdir("swept");
+    test_write_text(test_path("swept/loss.svg.12345.tmp"), "half");
+    test_write_text(test_path("swept/my.tmp"), "mine");
+    test_write_text(test_path("swept/notes.12a.tmp"), "mine");
+    run(1, 2, false);
+    CHECK(access(test_path("swept/loss.svg.12345.tmp"), F_OK), "it is still there");
+    CHECK(!access(test_path("swept/my.tmp"), F_OK) &&
+              !access(test_path("swept/notes.12a.tmp"), F_OK),
+          "somebody's own files are gone");
+}
+
+/* Two runs in one folder: the second is refused, the first goes on. */
+static void test_two_at_once(void) {
+    check_case("two runs at once");
+    load_settings(test_path("twice"), "2");
+    telemetry *t = open_run(0, false);
+    pid_t child = fork();
+    if (!child) {
+        fault f;
+        int fd = files_lock(test_path("twice"), ".lock", &f);
+        _exit(fd < 0 && strstr(f.text, "another run is in this folder (process") ? 7 : 8);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7, "it was let in");
+    CHECK(telemetry_close(t, "completed", 0, &why), "%s", why.text);
+    child = fork();
+    if (!child) _exit(files_lock(test_path("twice"), ".lock", &why) < 0);
+    waitpid(child, &status, 0);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the folder stays locked");
 }
 
 /* metrics.json has the largest share of any step, and the median of the rates, of the whole run. */
@@ -444,6 +557,7 @@ static void test_sign_of_life(void) {
 /* Without an argument the tests that are over at once; "slow": the one that has to wait. */
 int main(int argc, char **argv) {
     test_begin();
+    setenv("NSA_HEARTBEAT_EVERY", "1", 1); /* each step */
     snprintf(log_path, sizeof log_path, "%s/log", test_root);
     if (argc == 2 && !strcmp(argv[1], "slow")) {
         test_sign_of_life();
@@ -453,6 +567,11 @@ int main(int argc, char **argv) {
     test_stall();
     test_run();
     test_lines();
+    test_time_beside();
+    test_slow_is_told();
+    test_heartbeats();
+    test_sweep();
+    test_two_at_once();
     test_largest_share();
     test_nan();
     test_refusals();

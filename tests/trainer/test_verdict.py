@@ -3,6 +3,8 @@
 usage: test_verdict.py PROGRAM FOLDER VERDICT. Twin: examples/nsa_verdict.
 """
 import json
+import os
+import random
 import shutil
 import signal
 import subprocess
@@ -30,7 +32,8 @@ def verdict(out, code):
             artefacts[figure.split()[0]] = (holds == "ok", figure.split(None, 1)[1])
         else:
             said[criterion] = (holds == "ok", figure)
-    check(list(said) == ["exit", "steps", "memory", "throughput", "pct_at_max", "fallbacks"], said)
+    check(list(said) == ["exit", "steps", "rows", "loss", "validation", "data", "memory", "throughput", "pct_at_max",
+                         "fallbacks", "checkpoint"], said)
     check((code == 0) == all(holds for holds, _ in [*said.values(), *artefacts.values()]), ran.stdout)
     return said, artefacts
 
@@ -54,7 +57,8 @@ def only(out, criterion, *words):
     """NO-GO for this reason and no other."""
     said, artefacts = verdict(out, 1)
     reasons = {c: f for c, (holds, f) in [*said.items(), *artefacts.items()] if not holds}
-    check(list(reasons) == [criterion], reasons)
+    check(list(reasons) == ([criterion] if isinstance(criterion, str) else list(criterion)), reasons)
+    criterion = list(reasons)[0]
     for word in words:
         check(word in reasons[criterion], reasons)
 
@@ -63,7 +67,7 @@ corpus = runs.text()
 sound, _, _ = runs.train("sound", "--data", corpus, "--steps", 8, "--eval-every", 4)
 
 said, artefacts = verdict(sound, 0)
-check(len(artefacts) == 16, artefacts)
+check(len(artefacts) == 17, artefacts)
 for name, (_, size) in artefacts.items():
     path = sound / name
     files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
@@ -82,9 +86,58 @@ for criterion, key, good, bad in (
 only(changed("code", with_metrics(exit_code=1)), "exit", "exit code 1")
 only(changed("failed", with_metrics(verdict="failed: why")), "exit", "failed: why")
 only(changed("halted", lambda out: (out / ".HALT").write_text("nan\n")), "exit", ".HALT")
-only(changed("fewer", with_metrics(steps_done=7)), "steps", "7 of 8")
+only(changed("fewer", with_metrics(steps_done=7)), ("steps", "rows", "checkpoint"), "7 of 8")
 only(changed("more", with_metrics(steps=9)), "steps", "8 of 9")
-only(changed("row", lambda out: (out / "training.csv").write_text("step,loss\n1,2\n7,2\n")), "steps", "step 7")
+
+
+# What it learnt, and from what.
+def rows_changed(change):
+    def write(out):
+        head, *rows = (out / "training.csv").read_text().splitlines()
+        (out / "training.csv").write_text("\n".join([head, *change(rows)]) + "\n")
+    return write
+
+
+def with_losses(losses):
+    return rows_changed(lambda rows: [f"{i + 1},{loss},1e-3,5000,1" for i, loss in enumerate(losses)])
+
+
+def in_history(*lines):
+    def write(out):
+        first = json.loads((out / "history.jsonl").read_text())
+        (out / "history.jsonl").write_text("".join(json.dumps(first | line) + "\n" for line in lines))
+    return write
+
+
+only(changed("hole", rows_changed(lambda rows: rows[:3] + rows[5:])), "rows", "has step 6 where 4 is due")
+only(changed("cut", rows_changed(lambda rows: rows[:5])), "rows", "steps 1 to 5")
+only(changed("twice", rows_changed(lambda rows: rows[:3] + rows[2:])), "rows", "has step 3 where 4 is due")
+only(changed("rises", with_losses([5.58, 6, 7, 8, 9, 10, 100, 132.9])), "loss", "5.5800 at first, 132.9000 at last")
+only(changed("idle", with_losses([5.55] * 8)), "loss")
+verdict(changed("learns", with_losses([5.5, 5.5, 5.4, 5.3, 5.2, 5.2, 5.1, 5.0])), 0)
+only(changed("wrong", lambda out: (out / "val.csv").write_text("step,val_loss,ppl\n8,7.5,1800\n")), "validation",
+     "7.5000 at last")
+only(changed("unseen", lambda out: (out / "val.csv").write_text("step,val_loss,ppl\n")), "validation", "no evaluation")
+only(changed("madeup", with_metrics(synthetic_from=64)), "data", "made up from sample 64 on")
+only(changed("short", in_history({"config": {"train.steps": 100000}}, {"config": {"train.steps": 8}})), "steps",
+     "started for 100000")
+verdict(changed("longer", in_history({"config": {"train.steps": 4}}, {"config": {"train.steps": 8}})), 0)
+only(changed("weights", lambda out: os.truncate(out / "checkpoints/latest/model.safetensors", 10)), "checkpoint",
+     "model.safetensors: damaged: 10 bytes")
+out, _, _ = runs.train("noeval", "--data", corpus, "--steps", 8, "--eval-every", 0)
+check("evaluation was switched off" in verdict(out, 0)[0]["validation"][1], "no evaluation is said")
+out, _, _ = runs.train("lazy", "--data", corpus, "--steps", 8, "--lr", "1e-30", "--eval-every", 4)
+check(not verdict(out, 1)[0]["loss"][0], "a rate of next to nothing")
+out, _, _ = runs.train("random", "--dataset", "synthetic", "--steps", 8, "--eval-every", 4)
+said, _ = verdict(out, 0)
+check("uniformly random" in said["data"][1] and "not judged: random tokens" in said["loss"][1], said)
+noise = runs.root / "noise"
+noise.write_bytes(random.Random(1).randbytes(60000))
+out, _, _ = runs.train("noise_run", "--data", noise, "--steps", 60, "--lr", "3e-4", "--eval-every", 30)
+check(not verdict(out, 1)[0]["loss"][0], "random bytes")
+first, _, _ = runs.train("earlier", "--data", corpus, "--steps", 6)
+out, _, _ = runs.train("goes_on", "--steps", 14, "--resume", first / "checkpoints/step_00000006")
+check("steps 7 to 14, each once" in verdict(out, 0)[0]["rows"][1], "a run that goes on from another folder")
 for name, text in (("killed", None), ("garbage", "{"), ("list", "[]")):
     out = changed(name, lambda out: (out / "metrics.json").unlink() if text is None else
                   (out / "metrics.json").write_text(text))
@@ -95,6 +148,7 @@ run.send_signal(signal.SIGTERM)
 run.wait(120)
 said, _ = verdict(out, 1)
 check(not said["exit"][0] and not said["steps"][0] and "of 500000" in said["steps"][1], said)
+check(said["rows"][0] and said["checkpoint"][0], said)
 
 # What must be there.
 for name in artefacts:

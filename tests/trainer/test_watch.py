@@ -5,6 +5,7 @@ test_anomaly.c's, a stall test_telemetry.c's. Gates, gradient and loss go wrong 
 in a checkpoint are changed, with the checksums that such a checkpoint would have.
 """
 import concurrent.futures
+import fcntl
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import sys
 import time
 
 from poison import KINDS, change
-from runs import Runs, check, done, wait_for
+from runs import SMALL, Runs, check, done, wait_for
 
 runs = Runs(sys.argv[1], sys.argv[2], "watch")
 
@@ -82,6 +83,7 @@ def test_halt_from_outside(text):
 def test_slow():
     """Data that take longer to come than a step may stall for: the run waits, and nothing is raised."""
     out, run = runs.start("slow", "--dataset", "fineweb_edu", "--steps", 12, "--batch-size", 1, "--stall-timeout", 2,
+                          "--val-fraction", 0,
                           stdin=subprocess.PIPE)
     for i in range(4):
         run.stdin.write((f"word {i}, " * 28)[:239].encode() + b"\n")  # 240 tokens, not quite 4 rows
@@ -93,11 +95,70 @@ def test_slow():
     check(not (out / ".HALT").exists() and not (out / ".anomaly_type").exists(), "a slow run was halted")
 
 
+# ---- Where its lines go ----
+
+def test_closed_output(text):
+    """Started without standard input, output and errors: its lines must not land in its files."""
+    out = runs.root / "closed"
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", runs.program, *SMALL, "--out-dir", str(out), "--data",
+               str(text), "--steps", "5"]
+    code = subprocess.run(command, timeout=120).returncode
+    check(code == 0, code)
+    rows = (out / "training.csv").read_text().splitlines()
+    check([row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4", "5"], rows)
+
+
+def test_stalled_reader(text):
+    """Nobody reads what it prints: it trains on, gives signs of life, and ends."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    command = [runs.program, *SMALL, "--out-dir", str(runs.root / "unread"), "--data", str(text), "--steps", "300"]
+    run = subprocess.Popen(command, stdout=writer, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    os.close(writer)
+    check(run.wait(120) == 0, run.returncode)
+    check((runs.root / "unread/training.csv").read_text().count("\n") == 301, "rows")
+    printed = os.read(reader, 1 << 16)
+    os.close(reader)
+    check(printed.startswith(b"model: ") or b"data: " in printed, printed)
+
+
+def test_two_in_one_folder(text):
+    out, run = runs.start("shared", "--data", text, "--steps", 1000000)
+    wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 2)
+    for more in ((), ("--resume",)):
+        _, _, said = runs.train("shared", "--data", text, "--steps", 5, *more, code=2)
+        check("another run is in this folder" in said or "no checkpoint" in said or "earlier run" in said, said)
+    check(f"(process {run.pid})" in runs.train("shared", "--data", text, "--steps", 5, code=2)[2], "its process")
+    run.send_signal(signal.SIGTERM)
+    check(run.wait(120) == 143, run.returncode)
+
+
+# ---- Time that is nobody's fault ----
+
+def test_stopped_while_waiting():
+    """Ctrl-Z while it waits for data, for longer than those may take: it waits on."""
+    _, run = runs.start("stopped", "--dataset", "fineweb_edu", "--val-fraction", 0, "--loader-timeout", 3, "--steps", 2,
+                        stdin=subprocess.PIPE)
+    time.sleep(1)
+    run.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    run.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    for i in range(40):
+        run.stdin.write(b"words " * 20 + b"\n")
+    run.stdin.close()
+    check(run.wait(120) == 0, run.returncode, (runs.root / "stopped.log").read_text())
+
+
 corpus = runs.text()
 with concurrent.futures.ThreadPoolExecutor() as beside:
-    slow = beside.submit(test_slow)
+    slow, stopped = beside.submit(test_slow), beside.submit(test_stopped_while_waiting)
     test_anomalies(corpus)
     test_asked_where_it_is(corpus)
     test_halt_from_outside(corpus)
+    test_closed_output(corpus)
+    test_stalled_reader(corpus)
+    test_two_in_one_folder(corpus)
     slow.result()
+    stopped.result()
 done()

@@ -122,6 +122,20 @@ bool files_replace(const char *path, const void *from, size_t bytes, fault *f) {
     return files_sync_folder(folder, f);
 }
 
+bool files_append_line(const char *path, const char *line, fault *f) {
+    char last = '\n';
+    struct stat s;
+    int fd = open(path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (fd < 0) return fault_errno(f, "%s: cannot open", path);
+    bool ok = !fstat(fd, &s) || fault_errno(f, "%s: cannot read", path);
+    if (ok && s.st_size) ok = files_read_at(fd, path, &last, 1, s.st_size - 1, f);
+    ok = ok && (last == '\n' || files_write_all(fd, path, "\n", 1, f)) &&
+         files_write_all(fd, path, line, strlen(line), f) && files_write_all(fd, path, "\n", 1, f);
+    if (ok && fsync(fd)) ok = fault_errno(f, "%s: cannot flush", path);
+    close(fd);
+    return ok;
+}
+
 bool files_may_write(const char *path, fault *f) {
     char folder[PATH_ROOM];
     struct stat s;
@@ -139,6 +153,53 @@ bool files_may_write(const char *path, fault *f) {
 void files_remove_partial(const char *path) {
     struct stat s;
     if (!lstat(path, &s) && S_ISREG(s.st_mode)) unlink(path);
+}
+
+void files_claim_standard(void) {
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", fd ? O_WRONLY : O_RDONLY) != fd) return;
+}
+
+int files_lock(const char *folder, const char *name, fault *f) {
+    char path[PATH_ROOM];
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
+    if (!files_join(path, sizeof path, folder, name, f)) return -1;
+    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0) {
+        fault_errno(f, "%s: cannot open", path);
+        return -1;
+    }
+    if (!fcntl(fd, F_SETLK, &lock) || (errno != EACCES && errno != EAGAIN)) return fd;
+    lock.l_pid = 0;
+    (void)fcntl(fd, F_GETLK, &lock);
+    fault_set(f, "%s: another run is in this folder (process %ld)", folder, (long)lock.l_pid);
+    close(fd);
+    return -1;
+}
+
+/* The place behind the last newline of the first `size` bytes; -1: unreadable. */
+static int64_t last_line_end(int fd, const char *path, int64_t size, fault *f) {
+    char block[4096];
+    while (size > 0) {
+        int64_t count = size < (int64_t)sizeof block ? size : (int64_t)sizeof block;
+        if (!files_read_at(fd, path, block, (size_t)count, size - count, f)) return -1;
+        for (int64_t i = count; i > 0; i--)
+            if (block[i - 1] == '\n') return size - count + i;
+        size -= count;
+    }
+    return 0;
+}
+
+bool files_drop_partial_line(const char *path, fault *f) {
+    struct stat s;
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) return errno == ENOENT || fault_errno(f, "%s: cannot open", path);
+    bool ok = !fstat(fd, &s) || fault_errno(f, "%s: cannot read", path);
+    int64_t kept = ok ? last_line_end(fd, path, s.st_size, f) : -1;
+    if (kept >= 0 && kept < s.st_size && ftruncate(fd, (off_t)kept))
+        kept = -1, fault_errno(f, "%s: cannot be cut back", path);
+    close(fd);
+    return kept >= 0;
 }
 
 bool files_end_output(fault *f) {

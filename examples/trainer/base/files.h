@@ -24,11 +24,25 @@ bool files_write_all(int fd, const char *path, const void *from, size_t bytes, f
 /* Writes beside `path`, flushes, and renames onto it: a reader sees the old file or the new one. */
 bool files_replace(const char *path, const void *from, size_t bytes, fault *f);
 
+/* Adds a line, of which a killed process leaves all or a part that the next call ends; flushed. */
+bool files_append_line(const char *path, const char *line, fault *f);
+
 /* Whether a file of that name can be made or written anew: asked before the work, not after it. */
 bool files_may_write(const char *path, fault *f);
 
 /* Removes what was written half way, but never a device or a link that somebody named. */
 void files_remove_partial(const char *path);
+
+/* First in main: where a program is started without standard input, output or errors, the next
+   files that it opens would take their places, and get its lines. */
+void files_claim_standard(void);
+
+/* Holds the file `name` of a folder for this process, until the descriptor is closed; -1: another
+   has it. A file system without locks gives it to everybody. */
+int files_lock(const char *folder, const char *name, fault *f);
+
+/* Cuts off what follows the last newline, reading no more than the end. */
+bool files_drop_partial_line(const char *path, fault *f);
 
 /* What was printed on the standard output has got there: a full disk or a closed one is a fault. */
 bool files_end_output(fault *f);

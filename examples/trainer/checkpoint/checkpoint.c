@@ -27,7 +27,8 @@ static const char writing[] = ".writing-", removing[] = ".removing-", replaced[]
 
 /* ---- state.json ---- */
 
-typedef enum field_kind { FIELD_INTEGER, FIELD_NUMBER, FIELD_HEX } field_kind;
+/* A FIELD_LATER is an integer that older checkpoints do not have: -1 there. */
+typedef enum field_kind { FIELD_INTEGER, FIELD_NUMBER, FIELD_HEX, FIELD_LATER } field_kind;
 
 #define FIELD(name, kind) \
     { #name, kind, offsetof(checkpoint_state, name) }
@@ -52,6 +53,8 @@ static const struct {
     FIELD(data.document, FIELD_INTEGER),
     FIELD(data.used, FIELD_INTEGER),
     FIELD(data.fingerprint, FIELD_HEX),
+    FIELD(data.split_parts, FIELD_LATER),
+    FIELD(data.split_size, FIELD_LATER),
 };
 
 enum { FIELDS = sizeof fields / sizeof fields[0] };
@@ -79,13 +82,23 @@ static json_t *state_to_json(const checkpoint_state *s) {
         memcpy(&integer, at, sizeof integer);
         memcpy(&bits, at, sizeof bits);
         memcpy(&number, at, sizeof number);
-        json_t *v = fields[i].kind == FIELD_INTEGER ? json_integer(integer)
-                    : fields[i].kind == FIELD_HEX   ? json_hex(bits)
-                    : isfinite(number)              ? json_real(number)
-                                                    : json_null(); /* JSON has no NaN */
+        json_t *v = json_null(); /* JSON has no NaN */
+        if (fields[i].kind == FIELD_INTEGER || fields[i].kind == FIELD_LATER)
+            v = json_integer(integer);
+        else if (fields[i].kind == FIELD_HEX)
+            v = json_hex(bits);
+        else if (isfinite(number))
+            v = json_real(number);
         json_object_set_new(object, fields[i].name, v);
     }
     return object;
+}
+
+/* An integer that may be missing, or -1. */
+static bool later_field(char *at, const json_t *v) {
+    int64_t integer = v ? json_integer_value(v) : -1;
+    memcpy(at, &integer, sizeof integer);
+    return !v || (json_is_integer(v) && integer >= -1 && integer <= COUNT_LIMIT);
 }
 
 static bool state_from_json(checkpoint_state *s, const json_t *object, fault *f) {
@@ -97,11 +110,13 @@ static bool state_from_json(checkpoint_state *s, const json_t *object, fault *f)
         double number = json_is_null(v) ? (double)NAN : json_number_value(v);
         bool ok = fields[i].kind == FIELD_INTEGER
                       ? json_is_integer(v) && integer >= 0 && integer <= COUNT_LIMIT
-                  : fields[i].kind == FIELD_HEX ? parse_hex(v, &bits)
-                                                : json_is_number(v) || json_is_null(v);
+                  : fields[i].kind == FIELD_HEX   ? parse_hex(v, &bits)
+                  : fields[i].kind == FIELD_LATER ? later_field(at, v)
+                                                  : json_is_number(v) || json_is_null(v);
         if (!ok)
             return fault_set(f, "\"state\": %s must be %s", fields[i].name,
                              fields[i].kind == FIELD_INTEGER ? "an integer in 0 .. 2^48"
+                             : fields[i].kind == FIELD_LATER ? "an integer in -1 .. 2^48"
                              : fields[i].kind == FIELD_HEX   ? "16 hexadecimal digits"
                                                              : "a number");
         if (fields[i].kind == FIELD_INTEGER) memcpy(at, &integer, sizeof integer);

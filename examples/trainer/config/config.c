@@ -143,7 +143,7 @@ static bool take_argument(int argc, char **argv, int *i, argument *a, fault *f) 
             a->value = argv[++*i];
         return true;
     }
-    if (last) {
+    if (last || !strncmp(argv[*i + 1], "--", 2)) {
         char allowed[256];
         config_allowed(a->entry, allowed, sizeof allowed);
         return fault_set(f, "%s: its value is missing; it %s", text, allowed);
@@ -185,6 +185,47 @@ static bool find_file(config *c, int argc, char **argv, fault *f) {
     return true;
 }
 
+/* ---- A resumed run's checkpoint ---- */
+
+/* A file's settings of a model must agree with the checkpoint, so that a wrong one is found. */
+static bool stands_in_file(const config *c, const config_entry *e) {
+    return c->origin[e - config_entries].layer == CONFIG_FROM_FILE &&
+           (!strncmp(e->key, "model.", 6) || !strncmp(e->key, "nsa.", 4));
+}
+
+/* One setting of the checkpoint: below the environment and the command line, above the file. */
+static void take_kept(config *c, const config *kept, const config_entry *e, const listener *notes) {
+    char mine[CONFIG_PATH_BYTES], theirs[CONFIG_PATH_BYTES], place[CONFIG_PATH_BYTES + 32];
+    fault unused;
+    config_layer layer = origin_of(c, e)->layer;
+    config_value(c, e, mine, sizeof mine);
+    config_value(kept, e, theirs, sizeof theirs);
+    config_place(c, e, place, sizeof place);
+    if (layer == CONFIG_FROM_ENVIRONMENT || layer == CONFIG_FROM_COMMAND_LINE) {
+        if (strcmp(mine, theirs))
+            listener_say(notes, "%s = %.250s (%.250s); in the checkpoint it is %.250s", e->key,
+                         mine, place, theirs[0] ? theirs : "none");
+        return;
+    }
+    if (layer == CONFIG_FROM_FILE && strcmp(mine, theirs))
+        listener_say(notes, "%s = %.250s, from the checkpoint; %.250s says %.250s, and is not used",
+                     e->key, theirs, place, mine);
+    config_set(c, e, theirs, &unused);
+    origin_of(c, e)->layer = CONFIG_FROM_CHECKPOINT;
+}
+
+static bool recall(config *c, const config_program *program, const listener *notes, fault *f) {
+    config kept;
+    if (!c->train.resume[0] || !program->recall) return true;
+    memset(&kept, 0, sizeof kept);
+    if (!program->recall(c, &kept, f)) return false;
+    for (size_t i = 0; i < config_entry_count; i++)
+        if (kept.origin[i].layer == CONFIG_FROM_CHECKPOINT &&
+            !stands_in_file(c, &config_entries[i]))
+            take_kept(c, &kept, &config_entries[i], notes);
+    return true;
+}
+
 /* ---- Rules between settings ---- */
 
 /* "nsa.d = 5 (x.yaml:9) RULE nsa.l = 16 (default)" */
@@ -217,9 +258,13 @@ bool config_check_model(const config *c, fault *f) {
 
 static bool check_data(const config *c, fault *f) {
     int64_t set = c->data.dataset;
-    bool needs_path = set == CONFIG_TEXT || set == CONFIG_FINEWEB_LOCAL || set == CONFIG_BIN;
+    bool needs_path = set != CONFIG_SYNTHETIC && set != CONFIG_RETRIEVAL && set != CONFIG_FINEWEB;
     return rule(c, !needs_path || c->data.path[0], "data.path",
-                "must name a file or a folder (--data PATH) with", "data.dataset", f) &&
+                set == CONFIG_DATASET_AUTO
+                    ? "must name a file or a folder (--data PATH; random tokens are --dataset "
+                      "synthetic) with"
+                    : "must name a file or a folder (--data PATH) with",
+                "data.dataset", f) &&
            rule(c, config_gc_of(c->runtime.gradient_checkpointing).last < c->model.n_layers,
                 "runtime.gradient_checkpointing", "must name layers, from 0, below",
                 "model.n_layers", f) &&
@@ -245,6 +290,11 @@ static void say_notes(const config *c, const config_program *program, const list
             note_no_effect(c, &config_entries[i], program->name, notes);
     for (const char *const *key = program->no_effect; key && *key; key++)
         note_no_effect(c, config_find(*key), program->name, notes);
+    if (c->train.warmup_steps >= c->train.steps)
+        listener_say(notes,
+                     "warning: train.warmup_steps = %lld with train.steps = %lld: the run ends "
+                     "before it has reached its learning rate",
+                     (long long)c->train.warmup_steps, (long long)c->train.steps);
     if (c->train.steps < 5000) return;
     if (!c->train.save_every)
         listener_say(notes,
@@ -275,7 +325,8 @@ config_outcome config_load(config *c, const config_program *program, int argc, c
     }
     set_defaults(c);
     bool ok = find_file(c, argc, argv, f) && read_file(c, f) && read_environment(c, notes, f) &&
-              read_command_line(c, argc, argv, f) && config_check_model(c, f) && check_data(c, f);
+              read_command_line(c, argc, argv, f) && recall(c, program, notes, f) &&
+              config_check_model(c, f) && check_data(c, f);
     if (!ok) return CONFIG_ERROR;
     say_notes(c, program, notes);
     return CONFIG_OK;

@@ -19,7 +19,7 @@ enum { CONFIG_FP32, CONFIG_BF16, CONFIG_FP16 };  /* runtime.precision */
 enum { CONFIG_COSINE, CONFIG_CONSTANT };         /* train.lr_schedule */
 enum { CONFIG_BYTE, CONFIG_GPT2 };               /* data.tokenizer */
 enum {                                           /* data.dataset */
-       CONFIG_DATASET_AUTO, /* synthetic without data.path, else by what lies there */
+       CONFIG_DATASET_AUTO,                      /* by what lies at data.path */
        CONFIG_SYNTHETIC,
        CONFIG_TEXT,
        CONFIG_FINEWEB,       /* JSONL or lines, from standard input unless data.path is given */
@@ -41,8 +41,8 @@ config_gc config_gc_of(int64_t value); /* of the field in config_runtime */
 /* Where a value in force came from, later ones above earlier ones. */
 typedef enum config_layer {
     CONFIG_FROM_DEFAULT,
-    CONFIG_FROM_CHECKPOINT, /* config_from_json */
     CONFIG_FROM_FILE,
+    CONFIG_FROM_CHECKPOINT, /* config_from_json */
     CONFIG_FROM_ENVIRONMENT,
     CONFIG_FROM_COMMAND_LINE
 } config_layer;
@@ -83,8 +83,9 @@ typedef struct config_train {
     int64_t keep_checkpoints, seed;
     double lr, weight_decay, grad_clip;
     char out_dir[CONFIG_PATH_BYTES];
-    char save[CONFIG_PATH_BYTES];   /* "": no copy of the final weights */
-    char resume[CONFIG_PATH_BYTES]; /* "": a new run; "latest": out_dir's; else a checkpoint */
+    char save[CONFIG_PATH_BYTES];      /* "": no copy of the final weights */
+    char resume[CONFIG_PATH_BYTES];    /* "": a new run; "latest": out_dir's; else a checkpoint */
+    char init_from[CONFIG_PATH_BYTES]; /* "": random weights; else a checkpoint's */
 } config_train;
 
 typedef struct config_telemetry {
@@ -121,6 +122,9 @@ typedef struct config {
 typedef struct config_program {
     const char *name, *summary;   /* "train_tiny", one line for --help */
     const char *const *no_effect; /* keys that this program accepts without using; NULL ends it */
+    /* NULL, or what gives the settings of the checkpoint that train.resume names; those that it
+       does not know have CONFIG_FROM_DEFAULT as their origin. */
+    bool (*recall)(const struct config *asked, struct config *kept, fault *f);
 } config_program;
 
 typedef enum config_outcome {
@@ -129,8 +133,10 @@ typedef enum config_outcome {
     CONFIG_ERROR /* the fault says why: exit 2 */
 } config_outcome;
 
-/* Defaults, then the file, then the environment, then the command line; then every range and every
-   rule that ties settings together. Warnings go to `notes`, --help to stdout. */
+/* Defaults, then the file, then a resumed run's checkpoint, then the environment, then the command
+   line; then every range and every rule that ties settings together. The file's settings of a
+   model are not replaced by the checkpoint's. Warnings, and what differs from the checkpoint, go to
+   `notes`, --help to stdout. */
 config_outcome config_load(config *c, const config_program *program, int argc, char **argv,
                            const listener *notes, fault *f);
 
@@ -164,6 +170,10 @@ double config_lr(const config_train *t, int64_t step);
 struct json_t;
 struct json_t *config_to_json(const config *c);
 bool config_from_json(config *c, const struct json_t *json, fault *f);
+
+/* The saved settings in which b differs from a: {"train.lr": [0.001, 0.0001]}, a's first; NULL: out
+   of memory. */
+struct json_t *config_changes(const config *a, const config *b);
 
 /* Whether weights trained with b mean the same with a: every model. and nsa. setting is equal, but
    for nsa.n_sel, how many blocks are read. The fault names the first that differs. */

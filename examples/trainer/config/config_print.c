@@ -73,6 +73,38 @@ void config_print(const config *c, FILE *out) {
 
 /* ---- Checkpoints ---- */
 
+/* Text, or {"hex": "..."} where it is not UTF-8, for which JSON has no string. */
+static json_t *text_to_json(const char *text) {
+    static const char digits[] = "0123456789abcdef";
+    char hex[2 * CONFIG_PATH_BYTES] = "";
+    json_t *plain = json_string(text);
+    if (plain) return plain;
+    for (size_t i = 0; text[i] && 2 * i + 2 < sizeof hex; i++) {
+        unsigned char byte = (unsigned char)text[i];
+        hex[2 * i] = digits[byte >> 4];
+        hex[2 * i + 1] = digits[byte & 15];
+        hex[2 * i + 2] = 0;
+    }
+    return json_pack("{s:s}", "hex", hex);
+}
+
+static int digit_of(char c) {
+    return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
+static bool json_to_text(const json_t *v, char *text, size_t bytes) {
+    const char *hex = json_string_value(json_object_get(v, "hex"));
+    size_t n = hex ? strlen(hex) : 0;
+    if (!hex || n % 2 || n / 2 >= bytes) return false;
+    for (size_t i = 0; i < n / 2; i++) {
+        int high = digit_of(hex[2 * i]), low = digit_of(hex[2 * i + 1]);
+        if (high < 0 || low < 0 || high + low == 0) return false;
+        text[i] = (char)(16 * high + low);
+    }
+    text[n / 2] = 0;
+    return true;
+}
+
 static json_t *entry_to_json(const config *c, const config_entry *e) {
     char text[CONFIG_PATH_BYTES];
     const void *at = (const char *)c + e->offset;
@@ -94,7 +126,7 @@ static json_t *entry_to_json(const config *c, const config_entry *e) {
         break;
     }
     config_value(c, e, text, sizeof text);
-    return json_string(text);
+    return text_to_json(text);
 }
 
 json_t *config_to_json(const config *c) {
@@ -103,7 +135,7 @@ json_t *config_to_json(const config *c) {
         const config_entry *e = &config_entries[i];
         if (e->traits & CONFIG_NOT_SAVED) continue;
         if (!json_object_set_new(object, e->key, entry_to_json(c, e))) continue;
-        json_decref(object); /* out of memory, or a path that is not UTF-8 */
+        json_decref(object);
         return NULL;
     }
     return object;
@@ -128,6 +160,7 @@ static bool json_text(const config_entry *e, const json_t *v, char *text, size_t
     case CONFIG_LAYERS:
     case CONFIG_WORD:
     case CONFIG_STRING:
+        if (json_is_object(v)) return json_to_text(v, text, bytes);
         ok = json_is_string(v) && json_string_length(v) < bytes;
         snprintf(text, bytes, "%s", ok ? json_string_value(v) : "");
         break;
@@ -154,6 +187,19 @@ bool config_from_json(config *c, const json_t *json, fault *f) {
         return fault_set(f, "\"config\": %s %s", key, allowed);
     }
     return config_check_model(c, f);
+}
+
+json_t *config_changes(const config *a, const config *b) {
+    json_t *from = config_to_json(a), *to = config_to_json(b), *changes = json_object(), *value;
+    const char *key;
+    json_object_foreach(to, key, value) {
+        json_t *old = json_object_get(from, key);
+        if (!json_equal(old, value))
+            json_object_set_new(changes, key, json_pack("[O?, O]", old, value));
+    }
+    json_decref(from);
+    json_decref(to);
+    return changes;
 }
 
 bool config_same_model(const config *a, const config *b, fault *f) {

@@ -69,7 +69,7 @@ const config_entry config_entries[] = {
     WORD("data.dataset", data.dataset,
          "auto|synthetic|text|fineweb_edu|fineweb_edu_local|bin|retrieval", "auto", "--dataset",
          NULL, 0,
-         "auto: synthetic without data.path, else by what lies there;\n"
+         "auto: by what lies at data.path; synthetic: uniformly random tokens;\n"
          "fineweb_edu: JSONL or lines, from standard input unless data.path is given;\n"
          "bin: token shards in llm.c's format;\n"
          "retrieval: needles hidden in noise, asked for at the end (vocab_size 512)"),
@@ -145,16 +145,16 @@ const config_entry config_entries[] = {
            "AdamW's, on matrices only"),
     NUMBER("train.grad_clip", train.grad_clip, 0, 1e9, "1", "--grad-clip", 0,
            "largest gradient norm; 0: none"),
-    INTEGER("train.log_every", train.log_every, 1, 1e9, "20", "--log-every", NULL, CONFIG_NOT_SAVED,
+    INTEGER("train.log_every", train.log_every, 1, 1e9, "20", "--log-every", NULL, 0,
             "steps between two log lines"),
-    INTEGER("train.eval_every", train.eval_every, 0, 1e9, "0", "--eval-every", NULL,
-            CONFIG_NOT_SAVED, "steps between two evaluations; 0: none"),
-    INTEGER("train.eval_batches", train.eval_batches, 1, 1e6, "8", "--eval-batches", NULL,
-            CONFIG_NOT_SAVED, "micro-batches of an evaluation"),
-    INTEGER("train.save_every", train.save_every, 0, 1e9, "0", "--save-every", NULL,
-            CONFIG_NOT_SAVED, "steps between two checkpoints; 0: only where the run ends"),
+    INTEGER("train.eval_every", train.eval_every, 0, 1e9, "100", "--eval-every", NULL, 0,
+            "steps between two evaluations; 0: none"),
+    INTEGER("train.eval_batches", train.eval_batches, 1, 1e6, "8", "--eval-batches", NULL, 0,
+            "micro-batches of an evaluation"),
+    INTEGER("train.save_every", train.save_every, 0, 1e9, "1000", "--save-every", NULL, 0,
+            "steps between two checkpoints; 0: only where the run ends"),
     INTEGER("train.keep_checkpoints", train.keep_checkpoints, 0, 1e6, "3", "--keep-checkpoints",
-            NULL, CONFIG_NOT_SAVED, "how many to keep; 0: all"),
+            NULL, 0, "how many to keep; 0: all"),
     INTEGER("train.seed", train.seed, 0, EXACT, "1337", "--seed", NULL, 0,
             "of parameters, data order and samples"),
     STRING("train.out_dir", train.out_dir, "artifacts/train_showcase", "--out-dir", NULL,
@@ -162,7 +162,10 @@ const config_entry config_entries[] = {
     STRING("train.save", train.save, "", "--save", NULL, LAUNCH, NULL,
            "also write the final weights to this .safetensors file"),
     STRING("train.resume", train.resume, "", "--resume", NULL, LAUNCH | CONFIG_OPTIONAL_ARGUMENT,
-           "latest", "go on from a checkpoint; without a path from the newest in out_dir"),
+           "latest",
+           "go on from a checkpoint, with its settings; without a path from the newest in out_dir"),
+    STRING("train.init_from", train.init_from, "", "--init-from", NULL, LAUNCH, NULL,
+           "begin at step 1 with the weights of this checkpoint"),
 
     INTEGER("telemetry.heartbeat_every", telemetry.heartbeat_every, 0, 1e9, "1", NULL,
             "NSA_HEARTBEAT_EVERY", CONFIG_NOT_SAVED, "steps between two heartbeats; 0: none"),
@@ -239,7 +242,10 @@ static bool parse_integer(const config_entry *e, const char *text, int64_t *valu
     char *end;
     errno = 0;
     long long x = strtoll(text, &end, 10);
+    const char *digits = text + (*text == '-');
     *value = x;
+    if (*digits < '0' || *digits > '9') return false;
+    if (*digits == '0' && digits[1]) return false; /* 010 is 8 to some readers of YAML */
     return end != text && !*end && !errno && in_range(e, (double)x);
 }
 

@@ -7,6 +7,9 @@
 #include <sys/stat.h>
 #include <yaml.h>
 
+/* The parser's time grows with the square of nested brackets: 400 KB of them take minutes. */
+enum { MOST_BYTES = 16384 };
+
 typedef struct reader {
     config *config;
     const char *path;
@@ -102,6 +105,18 @@ static bool is_section(const char *name) {
     return false;
 }
 
+/* Sections of one name would be merged, and what stands further down would be overlooked. */
+static bool check_again(reader *r, const yaml_node_pair_t *first, const yaml_node_pair_t *p,
+                        const yaml_node_t *name) {
+    for (const yaml_node_pair_t *before = first; before < p; before++) {
+        yaml_node_t *other = yaml_document_get_node(&r->document, before->key);
+        if (!strcmp(text_of(other), text_of(name)))
+            return fault_set(r->fault, "%s:%d: %s: given twice, first in line %d", r->path,
+                             line_of(name), text_of(name), line_of(other));
+    }
+    return true;
+}
+
 static bool read_sections(reader *r) {
     yaml_node_t *root = yaml_document_get_root_node(&r->document);
     if (!root) return fault_set(r->fault, "%s:1: the file has no settings", r->path);
@@ -118,6 +133,7 @@ static bool read_sections(reader *r) {
                              "train, telemetry, sample",
                              r->path, line_of(name),
                              is_plain_text(name) ? text_of(name) : "a key that is no word");
+        if (!check_again(r, root->data.mapping.pairs.start, p, name)) return false;
         if (value->type == YAML_SCALAR_NODE && is_null(value)) continue;
         if (value->type != YAML_MAPPING_NODE)
             return fault_set(r->fault, "%s:%d: %s: must be a section of settings", r->path,
@@ -155,9 +171,12 @@ bool config_read_yaml(config *c, const char *path, fault *f) {
     struct stat s;
     FILE *file = fopen(path, "rb");
     if (!file) return fault_errno(f, "%s: cannot open the config", path);
-    if (fstat(fileno(file), &s) || S_ISDIR(s.st_mode)) {
+    if (fstat(fileno(file), &s) || S_ISDIR(s.st_mode) || s.st_size > MOST_BYTES) {
         fclose(file);
-        return fault_set(f, "%s: a folder, not a config file", path);
+        return s.st_size > MOST_BYTES && !S_ISDIR(s.st_mode)
+                   ? fault_set(f, "%s: %lld bytes; a config has at most %d", path,
+                               (long long)s.st_size, MOST_BYTES)
+                   : fault_set(f, "%s: a folder, not a config file", path);
     }
     if (!yaml_parser_initialize(&parser)) {
         fclose(file);

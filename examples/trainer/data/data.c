@@ -3,6 +3,7 @@
 #include "data/data.h"
 
 #include <errno.h>
+#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -103,9 +104,19 @@ static void close_documents(const data *d, slot *s) {
             b->max_document = s->begins[i + 1] - s->begins[i];
 }
 
-/* This rank's rows of the micro-batch that begins with window `first`. */
-static bool fill_slot(const data *d, source *from, source_read read, int64_t first, slot *s,
-                      fault *f) {
+/* Where there are too few rows of validation: one that asks for nothing. */
+static void fill_empty_row(const data *d, slot *s, int64_t row) {
+    int64_t seq_len = d->options.seq_len;
+    for (int64_t i = row * seq_len; i < (row + 1) * seq_len; i++) {
+        s->tokens[i] = 0;
+        s->labels[i] = DATA_NO_LABEL;
+    }
+    if (s->begins) s->begins[s->batch.documents++] = (int32_t)(row * seq_len);
+}
+
+/* This rank's rows of the micro-batch that begins with window `first`, of those below `end`. */
+static bool fill_slot(const data *d, source *from, source_read read, int64_t first, int64_t end,
+                      slot *s, fault *f) {
     int64_t seq_len = d->options.seq_len, mine = first + d->options.rank * d->rows;
     source_window w = {.epoch = 0};
     data_batch b = {.rows = d->rows,
@@ -121,6 +132,10 @@ static bool fill_slot(const data *d, source *from, source_read read, int64_t fir
     w.given = calloc((size_t)seq_len + 1, 1);
     if (!w.tokens || !w.starts || !w.given) ok = fault_set(f, "out of memory for a row");
     for (int64_t row = 0; ok && row < d->rows; row++) {
+        if (mine + row >= end) {
+            fill_empty_row(d, s, row);
+            continue;
+        }
         ok = read(from, mine + row, &w, f);
         if (ok) fill_row(d, s, row, &w);
         if (row == 0) s->batch.epoch = w.epoch;
@@ -133,18 +148,23 @@ static bool fill_slot(const data *d, source *from, source_read read, int64_t fir
 }
 
 static bool fill_training(data *d, source *from, int64_t first, slot *s, fault *f) {
-    return fill_slot(d, from, from->read, first, s, f) &&
-           from->position(from, first + d->options.batch_size, &s->batch.next, f);
+    data_position *next = &s->batch.next;
+    if (!fill_slot(d, from, from->read, first, INT64_MAX, s, f) ||
+        !from->position(from, first + d->options.batch_size, next, f))
+        return false;
+    next->split_parts = from->split_parts;
+    next->split_size = from->split_size;
+    return true;
 }
 
 static bool fill_validation(data *d, source *from, fault *f) {
-    int64_t batches = from->val_windows / d->options.batch_size;
+    int64_t size = d->options.batch_size, batches = (from->val_windows + size - 1) / size;
     if (!d->val) d->val = calloc((size_t)d->options.val_batches + 1, sizeof *d->val);
     if (!d->val) return fault_set(f, "out of memory");
     for (int64_t k = 0; k < batches; k++) {
         slot *s = &d->val[k];
         if (!s->tokens && !slot_open(s, d, f)) return false;
-        if (!fill_slot(d, from, from->read_val, k * d->options.batch_size, s, f)) return false;
+        if (!fill_slot(d, from, from->read_val, k * size, from->val_windows, s, f)) return false;
     }
     d->val_batches = batches;
     return true;
@@ -288,18 +308,15 @@ static bool timed_out(const data *d, fault *f) {
                      d->description[0] ? d->description : path, d->config.loader_timeout);
 }
 
-static bool is_later(const struct timespec *a, const struct timespec *b) {
-    return a->tv_sec != b->tv_sec ? a->tv_sec > b->tv_sec : a->tv_nsec > b->tv_nsec;
-}
-
-/* Waits a moment for the thread, with the lock held. False: the deadline has passed, or the run is
-   to stop. */
-static bool wait_on(data *d, const struct timespec *deadline) {
-    struct timespec look = clock_in(1.0 / LOOKS_A_SECOND);
+/* Waits a moment for the thread, with the lock held. False: no patience is left, or the run is to
+   stop. A process that was stopped itself (Ctrl-Z, a machine that slept) has not waited. */
+static bool wait_on(data *d, double *patience) {
+    double moment = fmin(1.0 / LOOKS_A_SECOND, *patience), begin = clock_seconds();
+    struct timespec look = clock_in(moment);
     if (is_stopped(d)) return false;
-    if (is_later(&look, deadline)) look = *deadline;
-    if (pthread_cond_timedwait(&d->changed, &d->lock, &look) != ETIMEDOUT) return true;
-    return is_later(deadline, &look);
+    (void)pthread_cond_timedwait(&d->changed, &d->lock, &look);
+    *patience -= fmin(clock_seconds() - begin, 2 * moment);
+    return *patience > 0;
 }
 
 static bool nothing_came(const data *d, fault *f) {
@@ -309,9 +326,9 @@ static bool nothing_came(const data *d, fault *f) {
 
 /* Waits until the source is open, or failed, or out of time. */
 static bool wait_opened(data *d, fault *f) {
-    struct timespec deadline = clock_in(d->config.loader_timeout);
+    double patience = d->config.loader_timeout;
     pthread_mutex_lock(&d->lock);
-    while (d->state == LOADER_OPENING && wait_on(d, &deadline)) continue;
+    while (d->state == LOADER_OPENING && wait_on(d, &patience)) continue;
     loader_state state = d->state;
     pthread_mutex_unlock(&d->lock);
     if (state == LOADER_OPENING) return nothing_came(d, f);
@@ -321,12 +338,35 @@ static bool wait_opened(data *d, fault *f) {
 
 static void note_resume(const data *d) {
     const data_position *p = d->options.resume;
-    if (!p || p->fingerprint == d->source->fingerprint) return;
-    listener_say(
-        &d->options.notes,
-        "warning: the data are not those of the checkpoint (names, sizes, train.seq_len or "
-        "train.seed differ); going on at sample %lld of what is here",
-        (long long)p->sample);
+    const source *s = d->source;
+    if (!p) return;
+    if (p->fingerprint != s->fingerprint)
+        listener_say(&d->options.notes,
+                     "warning: the data are not those of the checkpoint (names, sizes or contents "
+                     "differ); going on at sample %lld of what is here, and validation may be on "
+                     "text that was trained on",
+                     (long long)p->sample);
+    else if (p->split_parts != s->split_parts || p->split_size != s->split_size)
+        listener_say(&d->options.notes,
+                     "warning: the checkpoint does not say what was set aside for validation; it "
+                     "may be text that was trained on");
+}
+
+/* Evaluations that cannot be made, or only on less than was asked for. */
+static void note_validation(const data *d) {
+    const data_options *o = &d->options;
+    int64_t wanted = o->val_batches * o->batch_size, have = d->source->val_windows;
+    if (have >= wanted) return;
+    if (!have)
+        listener_say(&o->notes,
+                     "warning: no evaluation: what is set aside (data.val_fraction = %g) holds no "
+                     "row of train.seq_len = %lld",
+                     d->config.val_fraction, (long long)o->seq_len);
+    else
+        listener_say(&o->notes,
+                     "evaluation on %lld rows, not the %lld of train.eval_batches: more "
+                     "is not set aside",
+                     (long long)have, (long long)wanted);
 }
 
 data *data_open(const data_options *o, fault *f) {
@@ -345,6 +385,8 @@ data *data_open(const data_options *o, fault *f) {
         d->first = o->resume->sample;
     }
     d->next_sample = d->first;
+    d->last.split_parts = -1;
+    if (o->resume) d->last = *o->resume;
     d->rows = o->batch_size / o->world;
     d->epoch = o->resume ? o->resume->epoch : 0;
     d->synthetic_from = -1;
@@ -357,6 +399,7 @@ data *data_open(const data_options *o, fault *f) {
     if (wait_opened(d, f)) {
         memcpy(d->description, d->source->description, sizeof d->description);
         note_resume(d);
+        note_validation(d);
         return d;
     }
     if (fall_back(d, d->first, f)) {
@@ -384,14 +427,14 @@ void data_close(data *d) {
 
 /* Gives the slot in use back and takes the next one. */
 static slot *take_slot(data *d, fault *f) {
-    struct timespec deadline = clock_in(d->config.loader_timeout);
+    double patience = d->config.loader_timeout;
     pthread_mutex_lock(&d->lock);
     if (d->holding) {
         d->head = (d->head + 1) % DEPTH;
         d->filled--;
         pthread_cond_broadcast(&d->changed);
     }
-    while (!d->filled && d->state == LOADER_RUNNING && wait_on(d, &deadline)) continue;
+    while (!d->filled && d->state == LOADER_RUNNING && wait_on(d, &patience)) continue;
     d->holding = d->filled > 0;
     bool failed = d->state == LOADER_FAILED;
     pthread_mutex_unlock(&d->lock);
@@ -463,6 +506,10 @@ data_stats data_statistics(data *d) {
     percentiles(&fetch, &s.fetch_p50_ms, &s.fetch_p95_ms);
     percentiles(&d->wait, &s.wait_p50_ms, &s.wait_p95_ms);
     return s;
+}
+
+uint64_t data_fingerprint(const data *d) {
+    return d->standby ? 0 : d->source->fingerprint;
 }
 
 const char *data_describe(const data *d) {

@@ -21,10 +21,14 @@
 /* Where the data of a run stand: all that a resume needs. Goes into a checkpoint as it is. */
 typedef struct data_position {
     int64_t sample;       /* the next global sample */
-    uint64_t fingerprint; /* of the source: names, sizes, windows; 0 where a stream has none */
+    uint64_t fingerprint; /* of the data: names, sizes, contents; 0 where a stream has none */
     int64_t epoch;        /* streams: which pass, which shard of it, where in the shard the next */
     int64_t shard, offset, document; /* document begins, its number, how many of its tokens are */
     int64_t used;                    /* in earlier windows */
+    /* What is set aside for validation: decided when a run begins, for the settings of evaluation
+       may change, and what was trained on must not be validated on. Stretches and tokens of each;
+       of a stream documents, and 0. Parts -1: not known. */
+    int64_t split_parts, split_size;
 } data_position;
 
 typedef struct data_batch {
@@ -47,7 +51,7 @@ typedef struct data_options {
     int64_t seq_len, batch_size; /* batch_size: the global micro-batch, a multiple of world */
     uint64_t seed;
     int64_t rank, world;
-    int64_t val_batches;         /* wanted for an evaluation */
+    int64_t val_batches;         /* wanted for an evaluation; 0: nothing is set aside */
     int input;                   /* the descriptor that "-" reads: 0 in a program */
     const data_position *resume; /* NULL: from the start */
     int (*stop)(void); /* not NULL: once it is not 0, waiting for data ends with a fault */
@@ -64,8 +68,9 @@ void data_close(data *d);
    end of a pipe, unless synthetic_on_fail; the fault says which. */
 bool data_next(data *d, data_batch *batch, fault *f);
 
-/* Validation micro-batch k of data_val_batches (0: the data are too short for one), the same at
-   each call, spread over all that is set aside. Its tokens never appear in training. */
+/* Validation micro-batch k of data_val_batches (0: the data are too short for a row), the same at
+   each call, spread over all that is set aside. Its tokens never appear in training. Where there
+   are too few rows for the last batch, the rest of it has no labels. */
 int64_t data_val_batches(const data *d);
 bool data_val(data *d, int64_t k, data_batch *batch, fault *f);
 
@@ -77,6 +82,9 @@ typedef struct data_stats {
 } data_stats;
 
 data_stats data_statistics(data *d);
+
+/* Of what is read, names, sizes and contents: processes of one run must have the same. */
+uint64_t data_fingerprint(const data *d);
 
 /* One line: what is read, how much of it, how it is split. */
 const char *data_describe(const data *d);

@@ -22,7 +22,8 @@ struct source {
     const data_options *options;
     int cancel; /* readable once the owner wants blocked reads to end */
     uint64_t fingerprint;
-    int64_t val_windows; /* set aside; numbered from 0 */
+    int64_t val_windows;             /* set aside; numbered from 0 */
+    int64_t split_parts, split_size; /* see data_position */
     int64_t documents, skipped;
     char description[512];
 
@@ -53,6 +54,11 @@ source *source_corpus_open(const data_options *o, const char *path, bool is_bin,
 /* Documents in the order of the data: JSONL or lines, from files or a pipe. */
 source *source_stream_open(const data_options *o, const char *path, int64_t val_rows, int cancel,
                            fault *f);
+
+/* Adds a file's size and contents to a sum: all of a small one, of a large one blocks at equal
+   distances, fewer where there are many files. */
+bool source_add_contents(uint64_t *sum, int fd, const char *path, int64_t size, size_t files,
+                         fault *f);
 
 /* The position of a source that needs no more than the number of the sample. */
 bool source_position_by_number(source *s, int64_t sample, data_position *p, fault *f);

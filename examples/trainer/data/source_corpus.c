@@ -190,9 +190,20 @@ static bool read_val(source *s, int64_t window, source_window *w, fault *f) {
                     w, 0, f);
 }
 
+/* What a resumed run had set aside; false: it does not fit the data, or is not known. */
+static bool split_as_before(corpus *c, const data_position *p) {
+    if (!p || p->split_parts < 0) return false;
+    if (p->split_parts > STRETCHES || p->split_size < 0 ||
+        (p->split_parts && p->split_size > c->tokens / 2 / p->split_parts))
+        return false;
+    c->stretches = p->split_parts ? p->split_parts : 1;
+    c->stretch = p->split_parts ? p->split_size : 0;
+    return true;
+}
+
 /* Sets aside the share that was asked for, and at least the windows that are wanted where that
    takes no more than a quarter. */
-static void split(corpus *c, int64_t val_rows) {
+static void split_anew(corpus *c, int64_t val_rows) {
     const data_options *o = c->base.options;
     int64_t share = (int64_t)(o->config->val_fraction * (double)c->tokens);
     int64_t need = val_rows * o->seq_len + 1, window = o->seq_len + 1;
@@ -204,8 +215,14 @@ static void split(corpus *c, int64_t val_rows) {
     c->stretches = share / (4 * window) < STRETCHES ? share / (4 * window) : STRETCHES;
     if (c->stretches < 1) c->stretches = 1;
     c->stretch = share / c->stretches;
-    int64_t all = windows_in(c->stretch, o->seq_len) * c->stretches;
+}
+
+static void split(corpus *c, int64_t val_rows) {
+    if (!split_as_before(c, c->base.options->resume)) split_anew(c, val_rows);
+    int64_t all = windows_in(c->stretch, c->base.options->seq_len) * c->stretches;
     c->base.val_windows = all < val_rows ? all : val_rows;
+    c->base.split_parts = c->stretch ? c->stretches : 0;
+    c->base.split_size = c->stretch;
 }
 
 /* A large corpus gives up one window, so that the offset of an epoch's windows is free. */
@@ -310,8 +327,10 @@ static bool add_file(corpus *c, const char *name, bool is_bin, fault *f) {
         close(fd);
         return true;
     }
-    ok = ok && (is_bin ? check_bin(path, fd, s.st_size, &p, f)
-                       : open_text(c, path, fd, s.st_size, &p, f));
+    ok = ok &&
+         (is_bin ? check_bin(path, fd, s.st_size, &p, f)
+                 : open_text(c, path, fd, s.st_size, &p, f)) &&
+         source_add_contents(&c->base.fingerprint, fd, path, s.st_size, c->files.count, f);
     close(fd);
     if (ok && p.count > MOST_TOKENS - c->tokens)
         ok = fault_set(f, "%s: more than %lld tokens with those before it", path,
@@ -322,8 +341,7 @@ static bool add_file(corpus *c, const char *name, bool is_bin, fault *f) {
     }
     c->pieces[c->count++] = p;
     c->tokens += p.count;
-    c->base.fingerprint =
-        XXH64(&p.count, sizeof p.count, XXH64(name, strlen(name), c->base.fingerprint));
+    c->base.fingerprint = XXH64(name, strlen(name), c->base.fingerprint);
     return true;
 }
 
@@ -403,7 +421,6 @@ source *source_corpus_open(const data_options *o, const char *path, bool is_bin,
     }
     c->fd = -1;
     c->base.options = o;
-    c->base.fingerprint = XXH64(&o->seq_len, sizeof o->seq_len, o->seed);
     c->base.read = read_train;
     c->base.read_val = read_val;
     c->base.position = position;

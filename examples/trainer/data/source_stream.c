@@ -51,6 +51,7 @@ typedef struct stream {
 
     token_list val;
     unsigned char *val_starts;
+    int64_t val_documents;
 } stream;
 
 static stream *stream_of(source *s) {
@@ -313,25 +314,43 @@ static bool read_val(source *base, int64_t window, source_window *w, fault *f) {
     return true;
 }
 
-/* Takes the first documents, at most val_fraction of the bytes there are (a pipe has no such
- * limit). */
-static bool set_aside(stream *s, int64_t val_rows, fault *f) {
+/* Whether one more document is set aside: as many as when the run began; then as many as fill the
+   rows that are wanted, from at most val_fraction of the bytes there are (a pipe has no such
+   limit). */
+static bool sets_aside(const stream *s, int64_t val_rows) {
     const data_options *o = s->base.options;
-    size_t want = (size_t)(val_rows * o->seq_len + 1);
-    int64_t most = (int64_t)(o->config->val_fraction * (double)s->file_bytes), offset;
+    int64_t most = (int64_t)(o->config->val_fraction * (double)s->file_bytes);
+    if (o->resume && o->resume->split_parts >= 0) return s->val_documents < o->resume->split_parts;
+    return o->config->val_fraction > 0 && val_rows &&
+           s->val.count < (size_t)(val_rows * o->seq_len + 1) &&
+           (s->is_pipe || s->lines.offset < most);
+}
+
+/* Marks where the document begins that the next token of validation belongs to. */
+static bool mark_start(stream *s, size_t begin) {
+    unsigned char *more = realloc(s->val_starts, s->val.count + 1);
+    if (!more) return false;
+    s->val_starts = more;
+    memset(more + begin, 0, s->val.count - begin);
+    more[begin] = 1;
+    return true;
+}
+
+static bool set_aside(stream *s, int64_t val_rows, fault *f) {
+    int64_t offset, seq_len = s->base.options->seq_len;
     if (!open_shard(s, 0, 0, f)) return false;
-    if (o->config->val_fraction <= 0 || !val_rows) return true;
-    s->val_starts = calloc(want, 1);
-    if (!s->val_starts) return fault_set(f, "out of memory");
-    while (s->val.count < want && (s->is_pipe || s->lines.offset < most)) {
-        s->val_starts[s->val.count] = 1;
+    while (sets_aside(s, val_rows)) {
+        size_t begin = s->val.count;
         lines_result r = read_document(s, &s->val, &offset, f);
         if (r == LINES_FAULT) return false;
         if (r == LINES_END) break;
+        if (!mark_start(s, begin)) return fault_set(f, "out of memory");
+        s->val_documents++;
     }
-    if (s->val.count > (size_t)o->seq_len)
-        s->base.val_windows = ((int64_t)s->val.count - 1) / o->seq_len;
+    if ((int64_t)s->val.count > seq_len)
+        s->base.val_windows = ((int64_t)s->val.count - 1) / seq_len;
     if (s->base.val_windows > val_rows) s->base.val_windows = val_rows;
+    s->base.split_parts = s->val_documents;
     s->val_end = s->lines.offset;
     return true;
 }
@@ -340,7 +359,7 @@ static bool set_aside(stream *s, int64_t val_rows, fault *f) {
 
 static bool count_shards(stream *s, fault *f) {
     struct stat st;
-    uint64_t h = s->base.options->seed;
+    uint64_t h = 0;
     s->shards = 1;
     if (!strcmp(s->path, "-")) {
         s->is_pipe = true;
@@ -357,9 +376,12 @@ static bool count_shards(stream *s, fault *f) {
     for (int64_t i = 0; i < s->shards; i++) {
         if (!name_shard(s, i, f)) return false;
         if (stat(s->name, &st)) return fault_errno(f, "%s: cannot read", s->name);
-        int64_t size = st.st_size;
-        s->file_bytes += size;
-        h = XXH64(&size, sizeof size, XXH64(s->name, strlen(s->name), h));
+        s->file_bytes += st.st_size;
+        h = XXH64(s->name, strlen(s->name), h);
+        int fd = files_open(s->name, f);
+        bool ok = fd >= 0 && source_add_contents(&h, fd, s->name, st.st_size, (size_t)s->shards, f);
+        if (fd >= 0) close(fd);
+        if (!ok) return false;
     }
     s->base.fingerprint = h;
     return s->file_bytes || fault_set(f, "%s: empty; data.path must hold documents", s->path);

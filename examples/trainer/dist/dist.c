@@ -1,11 +1,13 @@
 /* dist.c - buckets, waiting with an end, sums and comparisons. Twin: dist.h. */
 #include "dist/dist.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 #include "base/clock.h"
+#include "base/signals.h"
 
 /* What a process may share at once; a wait looks often for a while, then sleeps between looks; its
    end until the settings are known; time for rank 0 to write how the run ended. */
@@ -214,10 +216,12 @@ static uint32_t place(void) {
     return __atomic_load_n(phase_word(), __ATOMIC_RELAXED);
 }
 
-/* While this process's own device goes on, nobody keeps it waiting. */
+/* While this process's own device goes on, nobody keeps it waiting. Nor does time count in which
+   the process itself stood still: a machine that slept, all processes stopped at once. */
 static bool wait_for(dist *d, int lane, fault *f) {
+    static const double longest_nap = 0.1; /* a look later than that was held up itself */
     struct timespec nap = {0, NAP_NS};
-    double begin = clock_seconds();
+    double waited = 0, last = clock_seconds();
     uint32_t before = place();
     bool done = false;
     if (ended(d, f)) return false;
@@ -226,13 +230,19 @@ static bool wait_for(dist *d, int lane, fault *f) {
         if (done) return true;
         if (looks == LOOKS && d->o && lane != LINK_STEP) d->o->mark(d->o, PHASE_COMM, -1);
         if (looks < LOOKS) continue;
-        if (before != place()) begin = clock_seconds(), before = place();
-        double waited = clock_seconds() - begin;
+        double now = clock_seconds();
+        waited += fmin(now - last, longest_nap);
+        last = now;
+        if (before != place()) waited = 0, before = place();
         if (waited > d->timeout) {
             too_late(d, lane);
             return !ended(d, f);
         }
-        if (d->waiting) d->waiting(waited);
+        if (d->waiting && signals_stop_requested()) {
+            char missing[256];
+            list_missing(d, lane, missing, sizeof missing);
+            d->waiting(d, waited, missing);
+        }
         nanosleep(&nap, NULL);
     }
 }

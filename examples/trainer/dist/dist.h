@@ -25,7 +25,9 @@ typedef struct dist {
     double timeout;       /* seconds that another process may keep this one waiting */
     int64_t bucket_bytes; /* at most */
 
-    void (*waiting)(double seconds); /* NULL, or called while this process waits for another */
+    /* NULL, or called while this process waits and was told to end: for so long, and for whom:
+       "rank 1, rank 3". */
+    void (*waiting)(const struct dist *d, double seconds, const char *missing);
 
     const ops *o;
     real *value, *grad;

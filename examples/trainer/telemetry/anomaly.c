@@ -43,6 +43,9 @@ static anomaly look_at_rate(anomaly_watch *w, const anomaly_step *s, fault *f) {
     if (w->timeout == 0 || w->slow < IN_A_ROW || w->slow_seconds < w->timeout) return ANOMALY_NONE;
     fault_set(f, "throughput: %.3g tokens/s in the last %d steps, %.0f s; before that %.3g",
               s->toks_per_s, w->slow, w->slow_seconds, w->rate);
+    w->rate = s->toks_per_s; /* told once: from here on this is its rate */
+    w->slow = 0;
+    w->slow_seconds = 0;
     return ANOMALY_FLAT;
 }
 

@@ -1,10 +1,11 @@
-/* anomaly.h - what makes a run not worth going on with: a stall, a throughput that has collapsed,
-   gates that have, a gradient of zero, a loss that is no number. Twin: anomaly.c. It looks at
-   numbers and at a clock that it is given; who watches, and what then happens, is telemetry.c's.
+/* anomaly.h - what makes a run not worth going on with: a stall, gates that have collapsed, a
+   gradient of zero, a loss that is no number. Twin: anomaly.c. It looks at numbers and at a clock
+   that it is given; who watches, and what then happens, is telemetry.c's.
 
-   A slow run is none of it. Progress is a change of the phase word or of the step, however long
-   the step takes; a rate is compared with the run's own, and only once it has been low for as
-   long as a stall may last. */
+   A slow run is none of it: a machine that is busy for a day costs a run that day and no more. A
+   throughput that falls is told, once for each fall, and halts nothing. Progress is a change of the
+   phase word or of the step, however long the step takes; a rate is compared with the run's own,
+   and only once it has been low for as long as a stall may last. */
 #ifndef ANOMALY_H
 #define ANOMALY_H
 
@@ -16,9 +17,9 @@
 
 typedef enum anomaly {
     ANOMALY_NONE,
-    ANOMALY_STALL,         /* no progress inside a step for the time allowed */
-    ANOMALY_FLAT,          /* below a twentieth of the run's own rate, 3 steps and that long */
-    ANOMALY_GATES,         /* entropy < 0.2, largest > 0.9 or half collapsed, 3 times in a row */
+    ANOMALY_STALL, /* no progress inside a step for the time allowed */
+    ANOMALY_FLAT,  /* below a twentieth of the run's own rate, 3 steps and that long: told */
+    ANOMALY_GATES, /* entropy < 0.2, largest > 0.9 or half collapsed, 3 times in a row */
     ANOMALY_ZERO_GRADIENT, /* exactly, and the loss is not */
     ANOMALY_NAN            /* loss or gradient norm */
 } anomaly;

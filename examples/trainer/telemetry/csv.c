@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/files.h"
 
@@ -50,6 +51,11 @@ bool csv_open(csv *c, const char *folder, const char *name, const char *header, 
 void csv_close(csv *c) {
     if (c->file) fclose(c->file);
     c->file = NULL;
+}
+
+bool csv_sync(csv *c, fault *f) {
+    if (!c->file || !fsync(fileno(c->file)) || errno == EINVAL) return true;
+    return fault_errno(f, "%s: cannot flush", c->path);
 }
 
 static bool parse_row(const char *at, int columns, double *values) {

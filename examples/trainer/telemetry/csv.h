@@ -18,6 +18,9 @@ bool csv_open(csv *c, const char *folder, const char *name, const char *header, 
               fault *f);
 void csv_close(csv *c);
 
+/* All rows are on the disk: what a checkpoint will go on from. */
+bool csv_sync(csv *c, fault *f);
+
 /* Gives each row's numbers, the step first, to `row`; where there is no such file, none. Lines with
    fewer than `columns` numbers, the header among them, are passed over. */
 enum { CSV_COLUMNS = 16 }; /* at most */

@@ -107,7 +107,18 @@ static void put_scalar(message *summary, const events_scalar *s) {
 
 /* ---- The file ---- */
 
-bool events_open(events *e, const char *folder, fault *f) {
+/* Event: session_log = 7; in it status = 1, START = 1: readers drop older events from this step on.
+   */
+static bool write_start(events *e, int64_t first_step, fault *f) {
+    message start = {.count = 0}, m;
+    put_key(&start, 1, VARINT);
+    put_varint(&start, 1);
+    begin_event(&m, first_step);
+    put_bytes(&m, 7, start.bytes, start.count);
+    return write_record(e, m.bytes, m.count, f);
+}
+
+bool events_open(events *e, const char *folder, int64_t first_step, fault *f) {
     char tb[1280], name[256], host[64] = "localhost";
     static const char version[] = "brain.Event:2";
     message m;
@@ -122,7 +133,7 @@ bool events_open(events *e, const char *folder, fault *f) {
     if (!e->file) return fault_errno(f, "%s: cannot open", e->path);
     begin_event(&m, 0);
     put_bytes(&m, 3, version, sizeof version - 1);
-    if (write_record(e, m.bytes, m.count, f)) return true;
+    if (write_record(e, m.bytes, m.count, f) && write_start(e, first_step, f)) return true;
     events_close(e);
     return false;
 }

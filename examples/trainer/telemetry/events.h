@@ -19,8 +19,9 @@ typedef struct events_scalar {
     double value;
 } events_scalar;
 
-/* A new file in folder/tb; a resumed run adds its own beside those of the runs before. */
-bool events_open(events *e, const char *folder, fault *f);
+/* A new file in folder/tb; a resumed run adds its own beside those of the runs before, and says
+   that what those have of `first_step` and later is void. */
+bool events_open(events *e, const char *folder, int64_t first_step, fault *f);
 void events_close(events *e);
 
 /* All scalars of one step, as one record, in the file when this returns. */

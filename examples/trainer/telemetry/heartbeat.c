@@ -11,24 +11,13 @@
 #include "base/files.h"
 #include "base/phase.h"
 
-/* A line that a kill cut short has no newline; it goes. */
-static bool drop_partial_line(const char *path, fault *f) {
-    size_t bytes, kept;
-    if (!files_exist(path)) return true;
-    char *text = files_read(path, SIZE_MAX / 4, &bytes, f);
-    if (!text) return false;
-    for (kept = bytes; kept && text[kept - 1] != '\n';) kept--;
-    bool ok = kept == bytes || files_replace(path, text, kept, f);
-    free(text);
-    return ok;
-}
-
 bool heartbeat_open(heartbeat *h, const char *folder, int64_t rank, fault *f) {
     char name[64];
     snprintf(name, sizeof name, "heartbeat_rank%lld.jsonl", (long long)rank);
     h->rank = rank;
     h->file = NULL;
-    if (!files_join(h->path, sizeof h->path, folder, name, f) || !drop_partial_line(h->path, f))
+    if (!files_join(h->path, sizeof h->path, folder, name, f) ||
+        !files_drop_partial_line(h->path, f)) /* a kill cut it short */
         return false;
     h->file = fopen(h->path, "a");
     return h->file || fault_errno(f, "%s: cannot open", h->path);

@@ -1,6 +1,8 @@
 /* telemetry.c - see telemetry.h. */
 #include "telemetry/telemetry.h"
 
+#include <ctype.h>
+#include <dirent.h>
 #include <errno.h>
 #include <math.h>
 #include <pthread.h>
@@ -22,10 +24,11 @@
 #include "telemetry/events.h"
 #include "telemetry/heartbeat.h"
 #include "telemetry/metrics.h"
+#include "telemetry/terminal.h"
 
 /* A line at least every 10 s: the thread looks twice a second and speaks up after 9. A step that
    ends after 5 s of silence speaks for itself. */
-enum { TICK_MS = 500, SILENCE_MS = 9000, STEP_SILENCE_MS = 5000, DUMP_MS = 1000 };
+enum { TICK_MS = 500, SILENCE_MS = 9000, STEP_SILENCE_MS = 5000, DUMP_MS = 1000, BEAT_MS = 1000 };
 enum { RATES = 1024 };
 
 /* When a run draws its curve first, and how often anew. */
@@ -33,7 +36,8 @@ enum { FIRST_CURVE_MS = 2000, CURVE_MS = 60000 };
 
 struct telemetry {
     const config *config;
-    FILE *log;
+    terminal *log; /* NULL: silent */
+    int held;      /* descriptor of the folder's lock; -1: none */
     bool is_first_rank;
     csv training, val, k_stats, fallbacks;
     events events;
@@ -43,6 +47,8 @@ struct telemetry {
     int64_t rate_count;
     double line_tokens, line_seconds;    /* of the steps since the last log line */
     double step_seconds;                 /* running mean, for the time left */
+    double beside;                       /* s, beside the steps of this start */
+    int64_t tokens, first_step;          /* trained on in all; first step of this start */
     double steps_ms, stats_ms, files_ms; /* of all steps: in all, for statistics, for files */
 
     pthread_t thread;
@@ -64,10 +70,15 @@ static telemetry *the_one; /* for exit() */
 /* ---- Lines ---- */
 
 static void print_locked(telemetry *t, const char *line) {
+    char text[2056];
     t->last_line = clock_ms();
     if (!t->log) return;
-    fprintf(t->log, "%s\n", line);
-    fflush(t->log);
+    int n = snprintf(text, sizeof text, "%.2053s\n", line);
+    terminal_put(t->log, text, (size_t)n);
+}
+
+void telemetry_print(telemetry *t, const char *text, size_t bytes) {
+    if (t->log) terminal_put(t->log, text, bytes);
 }
 
 static void print(telemetry *t, const char *line) {
@@ -163,6 +174,7 @@ static void end_stalled(telemetry *t, const char *reason) {
     if (t->is_first_rank &&
         !metrics_write(t->metrics_path, &t->metrics, verdict, TELEMETRY_HALTED, &f))
         fprintf(stderr, "%s\n", f.text);
+    if (t->log) terminal_flush(t->log, 1);
     _exit(TELEMETRY_HALTED);
 }
 
@@ -231,28 +243,52 @@ static void stop_watch(telemetry *t) {
 
 /* ---- The folder ---- */
 
-/* Whether the file tells of a step: a row below the header, a heartbeat of one. */
+/* Whether the file tells of a step: a row below the header, a heartbeat of one. It may be long. */
 static bool tells_of_a_step(const char *path, const char *sign) {
-    size_t bytes;
+    char *line = NULL;
+    size_t room = 0;
+    bool told = false;
     fault unused;
-    char *text = files_exist(path) ? files_read(path, SIZE_MAX / 4, &bytes, &unused) : NULL;
-    const char *found = text ? strstr(text, sign) : NULL;
-    bool told = found && found[strlen(sign)];
-    free(text);
+    int fd = files_exist(path) ? files_open(path, &unused) : -1;
+    FILE *file = fd < 0 ? NULL : fdopen(fd, "r");
+    for (int lines = 0; file && !told && getline(&line, &room, file) > 0; lines++)
+        told = sign ? strstr(line, sign) != NULL : lines > 0;
+    free(line);
+    if (file)
+        fclose(file);
+    else if (fd >= 0)
+        close(fd);
     return told;
+}
+
+/* NAME.PID.tmp, which a killed process was writing: nobody else is here now. */
+static void sweep(const char *folder) {
+    char path[CONFIG_PATH_BYTES + 300];
+    fault unused;
+    DIR *d = opendir(folder);
+    for (struct dirent *e; d && (e = readdir(d));) {
+        size_t length = strlen(e->d_name), digits = 0;
+        if (length < 6 || strcmp(e->d_name + length - 4, ".tmp")) continue;
+        while (digits < length - 5 && isdigit((unsigned char)e->d_name[length - 5 - digits]))
+            digits++;
+        if (!digits || e->d_name[length - 5 - digits] != '.') continue;
+        if (files_join(path, sizeof path, folder, e->d_name, &unused)) files_remove_partial(path);
+    }
+    if (d) closedir(d);
 }
 
 /* What is in the way of a run in this folder. A .HALT is, even when resuming; a run that failed
    before its first step is not. */
 static bool check_folder(const telemetry_options *o, fault *f) {
     static const struct {
-        const char *name, *sign; /* NULL: that it is there */
-    } used[] = {
-        {"training.csv", "\n"}, {"checkpoints", NULL}, {"heartbeat_rank0.jsonl", "\"step_end\""}};
+        const char *name, *sign; /* NULL: a second line */
+        bool alone;              /* that it is there is enough */
+    } used[] = {{"training.csv", NULL, false},
+                {"checkpoints", NULL, true},
+                {"heartbeat_rank0.jsonl", "\"step_end\"", false}};
     char path[CONFIG_PATH_BYTES + 32];
     const char *folder = o->config->train.out_dir;
-    if (!files_make_folder(folder, f) || !files_join(path, sizeof path, folder, ".HALT", f))
-        return false;
+    if (!files_join(path, sizeof path, folder, ".HALT", f)) return false;
     if (files_exist(path))
         return fault_set(f,
                          "%s: an earlier run was halted (see .anomaly_type beside it); remove "
@@ -260,7 +296,7 @@ static bool check_folder(const telemetry_options *o, fault *f) {
                          path);
     for (size_t i = 0; !o->resumed && i < sizeof used / sizeof used[0]; i++) {
         if (!files_join(path, sizeof path, folder, used[i].name, f)) return false;
-        if (used[i].sign ? tells_of_a_step(path, used[i].sign) : files_exist(path))
+        if (used[i].alone ? files_exist(path) : tells_of_a_step(path, used[i].sign))
             return fault_set(f,
                              "%s: an earlier run is in this folder: go on with --resume, or give "
                              "another --out-dir",
@@ -299,6 +335,12 @@ static void recall_statistics(void *user, const double *values) {
     t->metrics.sel_pct_at_max = fmax(t->metrics.sel_pct_at_max, values[4]);
 }
 
+static void recall_validation(void *user, const double *values) {
+    telemetry *t = user;
+    t->metrics.val_loss = values[1];
+    t->metrics.val_loss_best = fmin(t->metrics.val_loss_best, values[1]);
+}
+
 static void recall_fallbacks(void *user, const double *values) {
     (void)user;
     for (int i = 0; i < FALLBACKS; i++) fallback_restore((fallback)i, (int64_t)values[i + 1]);
@@ -308,6 +350,7 @@ static void recall_fallbacks(void *user, const double *values) {
 static bool recall(telemetry *t, const char *folder, fault *f) {
     if (t->config->telemetry.disable_csv_logs) return true;
     bool ok = csv_read(folder, "training.csv", 5, recall_step, t, f) &&
+              csv_read(folder, "val.csv", 3, recall_validation, t, f) &&
               csv_read(folder, "k_stats.csv", 5, recall_statistics, t, f) &&
               csv_read(folder, "fallback_counters.csv", FALLBACKS + 2, recall_fallbacks, t, f);
     t->metrics.total_fallbacks = fallback_total();
@@ -316,13 +359,12 @@ static bool recall(telemetry *t, const char *folder, fault *f) {
 
 static bool open_files(telemetry *t, const telemetry_options *o, fault *f) {
     const char *folder = o->config->train.out_dir;
-    if (!files_join(t->metrics_path, sizeof t->metrics_path, folder, "metrics.json", f))
-        return false;
     /* What an earlier run came to must not pass for this one's end, should it be killed. */
     if (unlink(t->metrics_path) && errno != ENOENT)
         return fault_errno(f, "%s: cannot be removed", t->metrics_path);
     return open_csvs(t, o, f) && recall(t, folder, f) &&
-           (o->config->telemetry.tb_disable || events_open(&t->events, folder, f));
+           (o->config->telemetry.tb_disable ||
+            events_open(&t->events, folder, o->resume_step + 1, f));
 }
 
 static bool open_heartbeat(telemetry *t, const telemetry_options *o, fault *f) {
@@ -336,6 +378,7 @@ static void close_files(telemetry *t) {
     for (size_t i = 0; i < sizeof csvs / sizeof *csvs; i++) csv_close(csvs[i]);
     events_close(&t->events);
     heartbeat_close(&t->heartbeat);
+    if (t->held >= 0) close(t->held);
 }
 
 bool telemetry_without_stats(const config *c) {
@@ -376,11 +419,30 @@ static void arm_metrics(telemetry *t) {
     if (!registered) atexit(at_exit);
     registered = true;
     refresh_memory(t);
-    if (t->is_first_rank) metrics_prepare(t->metrics_path, &t->metrics);
-    signals_install(metrics_last_words);
+    metrics_prepare(t->metrics_path, &t->metrics);
+    signals_install(t->is_first_rank ? metrics_last_words : NULL);
 }
 
 /* ---- The whole ---- */
+
+static bool enter_folder(telemetry *t, const telemetry_options *o, fault *f) {
+    const char *folder = o->config->train.out_dir;
+    if (!files_join(t->metrics_path, sizeof t->metrics_path, folder, "metrics.json", f))
+        return false;
+    if (!t->is_first_rank) return true;
+    if (!files_make_folder(folder, f)) return false;
+    t->held = files_lock(folder, ".lock", f);
+    if (t->held < 0 || !check_folder(o, f)) return false;
+    sweep(folder);
+    return open_files(t, o, f);
+}
+
+static bool open_terminal(telemetry *t, FILE *log, fault *f) {
+    if (!t->is_first_rank || !log) return true;
+    fflush(log);
+    t->log = terminal_open(fileno(log), f);
+    return t->log != NULL;
+}
 
 telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     telemetry *t = calloc(1, sizeof *t);
@@ -395,6 +457,10 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
                  .loss_first = o->resume_step ? o->loss_first : (double)NAN,
                  .loss_last = (double)NAN,
                  .sel_pct_at_max = (double)NAN,
+                 .val_loss = (double)NAN,
+                 .val_loss_best = (double)NAN,
+                 .tokens = o->tokens,
+                 .synthetic_from = -1,
                  .seconds = o->seconds};
     if (!t) {
         fault_set(f, "out of memory");
@@ -402,18 +468,21 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     }
     t->config = o->config;
     t->is_first_rank = o->rank == 0;
-    t->log = t->is_first_rank ? o->log : NULL;
+    t->held = -1;
+    t->tokens = o->tokens;
+    t->first_step = o->resume_step + 1;
     t->metrics = m;
     t->state.loss = t->state.toks_per_s = t->state.grad_norm = (double)NAN;
     t->last_line = t->last_step = t->last_beat = clock_ms();
     t->last_curve = t->last_line + FIRST_CURVE_MS - CURVE_MS;
-    bool ok = (!t->is_first_rank || (check_folder(o, f) && open_files(t, o, f))) &&
-              open_heartbeat(t, o, f) && dump_install(train->out_dir, o->rank, f);
+    bool ok = enter_folder(t, o, f) && open_heartbeat(t, o, f) &&
+              dump_install(train->out_dir, o->rank, f) && open_terminal(t, o->log, f);
     t->watch.timeout = o->config->telemetry.stall_timeout;
     t->dumps = dump_count();
     dump_step(o->resume_step + 1);
     if (!ok || !start_watch(t, f)) {
         close_files(t);
+        terminal_close(t->log);
         free(t);
         return NULL;
     }
@@ -421,16 +490,27 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     return t;
 }
 
+/* "512", "81.9k", "1.64M", "3.28B" */
+static void count_text(char *text, size_t bytes, double count) {
+    static const char units[] = " kMBT";
+    int unit = 0;
+    for (; count >= 999.5 && units[unit + 1]; unit++) count /= 1000;
+    snprintf(text, bytes, unit ? "%.3g%c" : "%.0f", count, units[unit]);
+}
+
 static void print_step(telemetry *t, const telemetry_step *s) {
-    char line[1024], left[32] = "";
-    int64_t steps = t->config->train.steps;
-    duration_text(left, sizeof left, t->step_seconds * (double)(steps - s->step));
+    char line[1024], left[32] = "", tokens[32];
+    double beside = t->beside / (double)(s->step - t->first_step + 1);
+    duration_text(left, sizeof left,
+                  (t->step_seconds + beside) * (double)(t->config->train.steps - s->step));
+    count_text(tokens, sizeof tokens, (double)t->tokens);
     snprintf(line, sizeof line,
-             "step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f%s%s%s | eta %s",
+             "step %04lld | loss %.4f | lr %.2e | toks/s %.0f | grad_norm %.2f%s%s%s | tokens %s | "
+             "eta %s",
              (long long)s->step, s->loss, s->lr,
              t->line_seconds > 0 ? t->line_tokens / t->line_seconds : 0.0, s->grad_norm,
              s->skipped ? " | overflow: step skipped" : "", s->extra ? " | " : "",
-             s->extra ? s->extra : "", left);
+             s->extra ? s->extra : "", tokens, left);
     t->line_tokens = t->line_seconds = 0;
     print(t, line);
 }
@@ -501,12 +581,25 @@ static bool judge_step(telemetry *t, const telemetry_step *s, double rate, fault
     fault why;
     anomaly a = anomaly_of_step(&t->watch, &x, &why);
     if (!a) return true;
+    if (a == ANOMALY_FLAT) {
+        telemetry_say(t, "warning: step %lld: %s", (long long)s->step, why.text);
+        return true;
+    }
     snprintf(reason, sizeof reason, "step %lld: %s", (long long)s->step, why.text);
     return telemetry_halt(t, a, reason, f);
 }
 
 static bool is_due(int64_t every, int64_t step) {
     return every > 0 && step % every == 0;
+}
+
+/* Every heartbeat_every steps where that was asked for; else once a second, for a model of
+   milliseconds would write gigabytes. */
+static bool beats(const telemetry *t, int64_t step, double now) {
+    const config *c = t->config;
+    if (!is_due(c->telemetry.heartbeat_every, step)) return false;
+    return config_from(c, "telemetry.heartbeat_every") != CONFIG_FROM_DEFAULT ||
+           step == t->first_step || now - t->last_beat >= BEAT_MS;
 }
 
 static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
@@ -519,10 +612,11 @@ static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
     t->last_step = clock_ms();
     wanted = wanted || t->last_step - t->last_line >= STEP_SILENCE_MS;
     set_state(t, s, rate);
-    if (last || is_due(c->telemetry.heartbeat_every, s->step)) ok = beat_locked(t, "step_end", f);
+    if (last || beats(t, s->step, t->last_step)) ok = beat_locked(t, "step_end", f);
     pthread_mutex_unlock(&t->lock);
     t->rates[t->rate_count++ % RATES] = rate;
     t->line_tokens += (double)s->tokens;
+    t->tokens += s->tokens;
     t->line_seconds += s->seconds;
     t->step_seconds = t->step_seconds > 0 ? 0.9 * t->step_seconds + 0.1 * s->seconds : s->seconds;
     t->metrics.lr = s->lr;
@@ -536,7 +630,8 @@ static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
         refresh_memory(t);
         print_step(t, s);
     }
-    if (t->is_first_rank) metrics_prepare(t->metrics_path, &t->metrics);
+    t->metrics.tokens = t->tokens;
+    metrics_prepare(t->metrics_path, &t->metrics);
     dump_step(s->step + 1);
     return ok && write_step(t, s, rate, f) && judge_step(t, s, rate, f);
 }
@@ -549,6 +644,16 @@ bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {
     t->stats_ms += s->stats_ms;
     t->steps_ms += s->seconds * 1e3 + files;
     return ok;
+}
+
+void telemetry_beside(telemetry *t, double seconds) {
+    t->beside += seconds;
+    t->metrics.seconds += seconds;
+}
+
+bool telemetry_sync(telemetry *t, fault *f) {
+    return csv_sync(&t->training, f) && csv_sync(&t->val, f) && csv_sync(&t->k_stats, f) &&
+           csv_sync(&t->fallbacks, f);
 }
 
 /* What watching has cost the run; it must be little, so the run says it. */
@@ -566,6 +671,8 @@ bool telemetry_eval(telemetry *t, int64_t step, double val_loss, double bytes_pe
                  val_loss / 0.69314718055994530942 / bytes_per_token);
     telemetry_say(t, "step %04lld | val_loss %.4f | ppl %.2f%s", (long long)step, val_loss, row[1],
                   bits);
+    t->metrics.val_loss = val_loss;
+    t->metrics.val_loss_best = fmin(t->metrics.val_loss_best, val_loss);
     const events_scalar scalars[] = {{"val/loss", val_loss}, {"val/ppl", row[1]}};
     return csv_row(&t->val, step, row, 2, f) && events_write(&t->events, step, scalars, 2, f) &&
            telemetry_note(t, "progress", f);
@@ -577,6 +684,11 @@ void telemetry_gpu_memory(telemetry *t, int64_t allocated, int64_t reserved, int
     t->state.gpu_mem_reserved = (double)reserved / 1048576;
     pthread_mutex_unlock(&t->lock);
     t->metrics.peak_memory_mib = (double)peak / 1048576;
+}
+
+void telemetry_data(telemetry *t, const char *description, int64_t synthetic_from) {
+    snprintf(t->metrics.data, sizeof t->metrics.data, "%s", description);
+    t->metrics.synthetic_from = synthetic_from;
 }
 
 double telemetry_seconds(const telemetry *t) {
@@ -597,9 +709,11 @@ bool telemetry_close(telemetry *t, const char *verdict, int exit_code, fault *f)
     metrics_disarm();
     refresh_memory(t);
     t->metrics.toks_per_s_p50 = median_rate(t);
-    if (t->is_first_rank) ok = metrics_write(t->metrics_path, &t->metrics, verdict, exit_code, f);
+    if (t->is_first_rank || (exit_code == 1 && !files_exist(t->metrics_path)))
+        ok = metrics_write(t->metrics_path, &t->metrics, verdict, exit_code, f);
     if (t->training.file && !curve_write(t->config->train.out_dir, ok ? f : &unused)) ok = false;
     close_files(t);
+    terminal_close(t->log);
     free(t);
     return ok;
 }

@@ -24,10 +24,12 @@ typedef struct telemetry_options {
     bool resumed;               /* false: a used out_dir is refused */
     int64_t resume_step;        /* steps done before; 0 for a new run */
     double loss_first, seconds; /* of a resumed run, from its checkpoint */
+    int64_t tokens;             /* so are these: trained on before */
     FILE *log;                  /* the terminal; NULL: silent */
 } telemetry_options;
 
-/* Makes out_dir, refuses one that is used (or that holds a .HALT), cuts CSVs back to resume_step,
+/* Makes out_dir, refuses one that is used (by another process at this moment, by an earlier run, or
+   that holds a .HALT), removes what a killed run left half written, cuts CSVs back to resume_step,
    installs the signal handlers, starts the thread that watches the run, and arms metrics.json for
    every exit. The thread that calls is the one that trains. One at a time in a process.
 
@@ -43,7 +45,7 @@ typedef struct telemetry_step {
     double loss;        /* mean over accumulation and ranks */
     double lr;          /* that the step used */
     double grad_norm;   /* before clipping */
-    double seconds;     /* that the step took, evaluation and saving not counted */
+    double seconds;     /* that the step took, evaluation and saving not counted: see below */
     int64_t tokens;     /* of this step, over all ranks */
     bool skipped;       /* fp16 overflow: counted, and said */
     const stats *stats; /* of its gates and block lists; NULL: none were taken */
@@ -55,6 +57,12 @@ typedef struct telemetry_step {
    every log_every steps, on the first and the last one, and where there was none for a while.
    False: the disk refused one of them, or the step shows an anomaly: then the run is halted. */
 bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f);
+
+/* What the run has spent beside its steps, on evaluation, samples and saving. */
+void telemetry_beside(telemetry *t, double seconds);
+
+/* The rows of the CSVs are on the disk, so that a checkpoint finds them after a power failure. */
+bool telemetry_sync(telemetry *t, fault *f);
 
 /* After an evaluation: a row of val.csv and a line. bytes_per_token turns nats into bits per
    byte (1 for bytes; 0: not known). */
@@ -70,16 +78,22 @@ bool telemetry_note(telemetry *t, const char *msg, fault *f);
 /* One line on the terminal; any thread. */
 void telemetry_say(telemetry *t, const char *format, ...) __attribute__((format(printf, 2, 3)));
 listener telemetry_listener(telemetry *t);
+/* Text as it is. */
+void telemetry_print(telemetry *t, const char *text, size_t bytes);
+
+/* What the run reads, and the first sample that was made up for a source that failed, or -1. */
+void telemetry_data(telemetry *t, const char *description, int64_t synthetic_from);
 
 /* What a GPU holds for this process, and the most it held; without it memory is the process's
    own. */
 void telemetry_gpu_memory(telemetry *t, int64_t allocated, int64_t reserved, int64_t peak);
 
-double telemetry_seconds(const telemetry *t);    /* trained so far, earlier runs included */
+double telemetry_seconds(const telemetry *t);    /* of the run so far, earlier starts included */
 double telemetry_loss_first(const telemetry *t); /* of step 1 */
 
 /* Writes metrics.json with this verdict ("completed", "stopped by SIGTERM", "failed: ...") and
-   frees all. Where the program ends without it (exit, abort, a fatal signal) metrics.json says
+   frees all. Rank 0 writes it; another rank that fails does where rank 0 has not, for it may be
+   dead. Where the program ends without it (exit, abort, a fatal signal) metrics.json says
    so. */
 bool telemetry_close(telemetry *t, const char *verdict, int exit_code, fault *f);
 

@@ -4,6 +4,7 @@
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/clock.h"
 #include "model/optimizer.h"
@@ -57,6 +58,22 @@ static bool evaluate(trainer *t, fault *f) {
            telemetry_eval(t->telemetry, t->state.step, sums[0] / sums[1], sums[2] / sums[1], f);
 }
 
+static bool print_text(trainer *t, const token_list *list, const char *when, fault *f) {
+    char *text = NULL;
+    size_t bytes;
+    FILE *out = open_memstream(&text, &bytes);
+    if (!out) return fault_set(f, "out of memory");
+    sample_print(t->tokenizer, list, out);
+    bool ok = !fclose(out) || fault_set(f, "out of memory");
+    if (ok) {
+        telemetry_say(t->telemetry, "---- sample %s training ----", when);
+        telemetry_print(t->telemetry, text, bytes);
+        telemetry_say(t->telemetry, "\n----");
+    }
+    free(text);
+    return ok;
+}
+
 /* Every process writes it, and rank 0 prints it: so nobody waits for another. */
 static bool print_sample(trainer *t, const char *when, fault *f) {
     const config_sample *c = &t->config->sample;
@@ -67,11 +84,7 @@ static bool print_sample(trainer *t, const char *when, fault *f) {
     for (size_t i = 0; ok && i < t->prompt.count; i++)
         if (!token_list_push(&text, t->prompt.ids[i])) ok = fault_set(f, "out of memory");
     ok = ok && sample_text(&t->model, c, t->state.seed, &text, f);
-    if (ok && t->dist->rank == 0) {
-        telemetry_say(t->telemetry, "---- sample %s training ----", when);
-        sample_print(t->tokenizer, &text, stdout);
-        telemetry_say(t->telemetry, "\n----");
-    }
+    if (ok && t->dist->rank == 0) ok = print_text(t, &text, when, f);
     token_list_free(&text);
     return ok;
 }
@@ -241,12 +254,14 @@ static bool wanted(const trainer *t) {
 static outcome after_step(trainer *t, fault *f) {
     const config_train *c = &t->config->train;
     bool last = t->state.step == c->steps;
+    double begin = clock_seconds();
     trace_buckets(t);
     if (due(t->config->runtime.ddp_check_every, t->state.step) && !train_same_parameters(t, f))
         return STEP_FAILED;
     if ((due(c->eval_every, t->state.step) || (last && c->eval_every)) && !evaluate(t, f))
         return STEP_FAILED;
     if (!last && due(c->save_every, t->state.step) && !train_save(t, true, f)) return STEP_FAILED;
+    telemetry_beside(t->telemetry, clock_seconds() - begin);
     if (!saver_check(t->saver, f)) return STEP_FAILED;
     return t->stopped_by && !last ? STEP_STOPPED : STEP_DONE;
 }
@@ -271,6 +286,7 @@ static outcome steps(trainer *t, fault *f) {
 
 static void say_data(const trainer *t) {
     data_stats s = data_statistics(t->data);
+    telemetry_data(t->telemetry, data_describe(t->data), s.synthetic_from);
     telemetry_say(t->telemetry,
                   "data: fetch p50 %.2f ms, p95 %.2f ms; waited p50 %.2f ms, p95 %.2f ms",
                   s.fetch_p50_ms, s.fetch_p95_ms, s.wait_p50_ms, s.wait_p95_ms);
@@ -294,7 +310,7 @@ static bool save_end(trainer *t, outcome o, fault *f) {
 static int judge(trainer *t, outcome o, fault *f, char *verdict, size_t bytes) {
     int code = o == STEP_FAILED;
     fault save;
-    if (o != STEP_FAILED) say_data(t);
+    say_data(t);
     if (!save_end(t, o, &save)) {
         if (code == 0) *f = save;
         code = 1;
@@ -306,8 +322,9 @@ static int judge(trainer *t, outcome o, fault *f, char *verdict, size_t bytes) {
         code = 128 + t->stopped_by;
         snprintf(verdict, bytes, "stopped by %s", signals_name(t->stopped_by));
         if (t->dist->rank == 0)
-            fprintf(stderr, "%s after step %lld; go on with --resume\n", verdict,
-                    (long long)t->state.step);
+            fprintf(stderr, "%s after step %lld; %sgo on with --resume\n", verdict,
+                    (long long)t->state.step,
+                    telemetry_halted(t->telemetry) ? "remove the .HALT, then " : "");
     }
     if (code != 1) return code;
     bool halted = telemetry_halted(t->telemetry);
@@ -329,21 +346,26 @@ static int finish(trainer *t, outcome o, fault *f) {
 }
 
 /* A launcher that has lost a process asks the others to end and kills them a second later: what
-   they wait for will not come. metrics.json is written for that case; a run that goes on writes it
-   anew. */
-static void foresee_end(double waited) {
+   they wait for will not come. metrics.json is written for that case, by another rank where rank 0
+   is the one that is lost; a run that goes on writes it anew. */
+static void foresee_end(const dist *d, double waited, const char *missing) {
     static const double patience = 0.3;
     int number = signals_stop_requested();
+    char verdict[320];
     static bool done;
-    if (done || !number || waited < patience) return;
+    if (done || waited < patience) return;
     done = true;
-    metrics_last_words(number);
+    snprintf(verdict, sizeof verdict, "ended by %s while waiting for %s", signals_name(number),
+             missing[0] ? missing : "another process");
+    bool is_first = strncmp(missing, "rank 0", 6) == 0 && !(missing[6] >= '0' && missing[6] <= '9');
+    if (!d->rank || is_first) metrics_foretell(verdict, 128 + number, d->rank != 0);
 }
 
 /* From here on the processes are at one. */
 static outcome run(trainer *t, fault *f) {
     t->dist->waiting = foresee_end;
-    if (!train_same_parameters(t, f) || !print_sample(t, "before", f)) return STEP_FAILED;
+    if (!train_same_parameters(t, f) || !train_same_data(t, f) || !print_sample(t, "before", f))
+        return STEP_FAILED;
     return steps(t, f);
 }
 

@@ -16,6 +16,9 @@ int train_run(const config *c, const ops *o, dist *d);
    the exit code. */
 int train_check(const config *c, const ops *o, dist *d);
 
+/* For config_program.recall: the settings of the checkpoint that a run goes on from. */
+bool train_recall(const config *asked, config *kept, fault *f);
+
 /* What runtime.precision names. */
 nsa_dtype train_dtype(const config *c);
 

@@ -53,6 +53,18 @@ bool train_same_parameters(trainer *t, fault *f) {
                      rank, (long long)t->state.step);
 }
 
+bool train_same_data(trainer *t, fault *f) {
+    uint64_t sum = data_fingerprint(t->data);
+    int rank, which;
+    if (t->dist->world == 1) return true;
+    if (!dist_same(t->dist, &sum, 1, &rank, &which, f)) return false;
+    return rank < 0 ||
+           fault_set(f,
+                     "data.path = %.300s: what rank %d reads there is not what the other processes "
+                     "read: names, sizes or contents differ",
+                     t->config->data.path, rank);
+}
+
 void train_complain(const dist *d, const char *why) {
     if (d->world > 1)
         fprintf(stderr, "rank %d: %s\n", d->rank, why);

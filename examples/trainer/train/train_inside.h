@@ -58,6 +58,8 @@ bool train_describe_tensors(trainer *t, fault *f);
 /* Counts what the checkpoints beside the steps take. */
 void train_note_snapshot(const config *c, const dist *d, int64_t parameters, arena *a);
 bool train_load(trainer *t, const checkpoint *k, fault *f);
+/* The weights alone. */
+bool train_load_weights(trainer *t, const checkpoint *k, fault *f);
 /* A checkpoint of t->state, unless there is one; beside the steps, or before it returns. */
 bool train_save(trainer *t, bool beside, fault *f);
 bool train_open_saver(trainer *t, fault *f);
@@ -67,17 +69,19 @@ const char *train_dtype_name(nsa_dtype dtype); /* "bf16" */
 /* A heartbeat fineweb_loader_..., where the data are such a stream. */
 void train_note_loader(const trainer *t, const char *what);
 
-/* env.json, mem_boot.json, opt_state_mb.txt, dtypes_report.txt; and one of memory's files alone. */
-bool train_report_start(const trainer *t, fault *f);
+/* env.json, mem_boot.json, opt_state_mb.txt, dtypes_report.txt, a line of history.jsonl; and one of
+   memory's files alone. `k` is what the run goes on from, or NULL. */
+bool train_report_start(const trainer *t, const checkpoint *k, fault *f);
 bool train_report_memory(const trainer *t, const char *name, fault *f);
 /* For heartbeats and metrics.json, where there is a device. */
 void train_note_memory(const trainer *t);
 /* The model's options for one of these processes. */
 model_options train_model_options(const config *c, dist *d);
 
-/* Whether all processes have the same settings, and the same parameters. */
+/* Whether all processes have the same settings, the same parameters, the same data. */
 bool train_same_settings(const config *c, dist *d, fault *f);
 bool train_same_parameters(trainer *t, fault *f);
+bool train_same_data(trainer *t, fault *f);
 /* Prints why this process fails, with its rank where there are several. */
 void train_complain(const dist *d, const char *why);
 

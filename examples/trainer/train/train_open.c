@@ -35,10 +35,22 @@ static bool begins_again(const config *c) {
     return !strcmp(c->train.resume, "latest") && files_exist(folder) && !checkpoint_exists(folder);
 }
 
+static const char *resumed_path(const config *c) {
+    return strcmp(c->train.resume, "latest") ? c->train.resume : c->train.out_dir;
+}
+
+bool train_recall(const config *asked, config *kept, fault *f) {
+    checkpoint k;
+    if (begins_again(asked)) return true;
+    if (!checkpoint_open(&k, resumed_path(asked), f)) return false;
+    *kept = k.config;
+    checkpoint_close(&k);
+    return true;
+}
+
 /* A resumed run must be the same model; all else may change, and its data goes on where it was. */
 static bool open_checkpoint(checkpoint *k, const config *c, fault *f) {
-    const char *path = strcmp(c->train.resume, "latest") ? c->train.resume : c->train.out_dir;
-    if (!checkpoint_open(k, path, f)) return false;
+    if (!checkpoint_open(k, resumed_path(c), f)) return false;
     fault why;
     bool ok =
         config_same_model(c, &k->config, &why) || fault_set(f, "%.400s: %s", k->path, why.text);
@@ -60,6 +72,7 @@ static bool open_telemetry(trainer *t, fault *f) {
                                  .resume_step = t->state.step,
                                  .loss_first = t->state.loss_first,
                                  .seconds = t->state.seconds,
+                                 .tokens = t->state.tokens,
                                  .log = stdout};
     t->telemetry = telemetry_open(&options, f);
     return t->telemetry != NULL;
@@ -84,7 +97,7 @@ static bool open_data(trainer *t, const checkpoint *k, fault *f) {
                             .seed = (uint64_t)c->train.seed,
                             .rank = t->dist->rank,
                             .world = t->dist->world,
-                            .val_batches = c->train.eval_every ? c->train.eval_batches : 0,
+                            .val_batches = c->train.eval_batches,
                             .resume = k ? &t->state.data : NULL,
                             .stop = t->dist->world == 1 ? signals_stop_requested : NULL,
                             .notes = telemetry_listener(t->telemetry)};
@@ -110,6 +123,23 @@ model_options train_model_options(const config *c, dist *d) {
     return options;
 }
 
+/* --init-from: a new run on weights that are there. */
+static bool load_first_weights(trainer *t, fault *f) {
+    checkpoint k;
+    fault why;
+    if (!checkpoint_open(&k, t->config->train.init_from, f)) return false;
+    bool ok = config_same_model(t->config, &k.config, &why) ||
+              fault_set(f, "train.init_from: %.400s: %s", k.path, why.text);
+    ok = ok && train_load_weights(t, &k, f);
+    checkpoint_close(&k);
+    return ok;
+}
+
+static bool open_weights(trainer *t, const checkpoint *k, fault *f) {
+    if (k) return train_load(t, k, f);
+    return !t->config->train.init_from[0] || load_first_weights(t, f);
+}
+
 static bool open_model(trainer *t, const checkpoint *k, fault *f) {
     const config *c = t->config;
     model_config m = train_model_config(c, tokenizer_vocab_size(t->tokenizer));
@@ -117,7 +147,7 @@ static bool open_model(trainer *t, const checkpoint *k, fault *f) {
     model *x = &t->model;
     return model_open(x, &m, &options, t->o, (uint64_t)c->train.seed, f) &&
            dist_attach(t->dist, t->o, x->params.value, x->params.grad, x->params.elements, f) &&
-           train_describe_tensors(t, f) && (!k || train_load(t, k, f)) &&
+           train_describe_tensors(t, f) && open_weights(t, k, f) &&
            (c->sample.length == 0 || /* tokens that come as numbers need no vocabulary's files */
             sample_prompt(t->tokenizer, c->sample.prompt, strlen(c->sample.prompt), m.vocab,
                           &t->prompt, f));
@@ -157,6 +187,12 @@ static void say_what_runs(trainer *t, const checkpoint *k) {
                       (long long)t->state.step, (long long)c->steps, k->path);
     else if (c->resume[0])
         telemetry_say(t->telemetry, "resumed before the first checkpoint: from step 1 on");
+    if (c->init_from[0])
+        telemetry_say(t->telemetry,
+                      k ? "train.init_from: no effect: the run goes on from its own "
+                          "checkpoint; %s is not read"
+                        : "weights from %s",
+                      c->init_from);
 }
 
 nsa_dtype train_dtype(const config *c) {
@@ -245,6 +281,17 @@ static bool open_in_turn(trainer *t, bool ok, fault *f) {
     return t->dist->rank == 0 || open_telemetry(t, f);
 }
 
+/* What the run goes on from is now the newest on the disk, with the settings of this start: a kill
+   before the next checkpoint loses neither. Every process has read it by now. */
+static bool adopt(trainer *t, const checkpoint *k, fault *f) {
+    const config *c = t->config;
+    listener notes = telemetry_listener(t->telemetry);
+    if (t->dist->rank || !k) return true;
+    if (!checkpoint_adopt(k, c->train.out_dir, c, f)) return false;
+    return !strcmp(c->train.resume, "latest") ||
+           checkpoint_leave_later(c->train.out_dir, k->state.step, &notes, f);
+}
+
 bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f) {
     checkpoint opened, *k = NULL;
     memset(t, 0, sizeof *t);
@@ -263,8 +310,8 @@ bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f) {
         say_what_runs(t, k);
         train_note_memory(t);
     }
-    ok = ok && (d->rank || train_report_start(t, f)) && telemetry_note(t->telemetry, "boot", f) &&
-         open_data(t, k, f);
+    ok = ok && adopt(t, k, f) && (d->rank || train_report_start(t, k, f)) &&
+         telemetry_note(t->telemetry, "boot", f) && open_data(t, k, f);
     if (k) checkpoint_close(k);
     return ok;
 }

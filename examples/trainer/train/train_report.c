@@ -1,11 +1,12 @@
 /* train_report.c - what a run is and what it takes, written when it starts and after its first
-   step: env.json, mem_boot.json, mem_step1.json, opt_state_mb.txt, dtypes_report.txt. Twin:
-   train_inside.h. What it writes while it goes is telemetry.c's. */
+   step: env.json, mem_boot.json, mem_step1.json, opt_state_mb.txt, dtypes_report.txt,
+   history.jsonl. Twin: train_inside.h. What it writes while it goes is telemetry.c's. */
 #include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/utsname.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/files.h"
@@ -133,6 +134,20 @@ static bool is_telling(const char *variable) {
     return false;
 }
 
+/* As it is, or with \\xNN for what is no ASCII where it is not UTF-8. */
+static json_t *readable(const char *text) {
+    char escaped[4 * CONFIG_PATH_BYTES] = "";
+    size_t n = 0;
+    json_t *plain = json_string(text);
+    if (plain) return plain;
+    for (; *text && n + 5 < sizeof escaped; text++) {
+        unsigned char byte = (unsigned char)*text;
+        n += (size_t)snprintf(escaped + n, sizeof escaped - n,
+                              byte < 32 || byte > 126 ? "\\x%02x" : "%c", byte);
+    }
+    return json_string(escaped);
+}
+
 static json_t *environment(void) {
     char name[128];
     json_t *o = json_object();
@@ -140,7 +155,7 @@ static json_t *environment(void) {
         size_t length = strcspn(*v, "=");
         if (!is_telling(*v) || length >= sizeof name || !(*v)[length]) continue;
         snprintf(name, sizeof name, "%.*s", (int)length, *v);
-        json_object_set_new(o, name, json_string(*v + length + 1)); /* not UTF-8: left out */
+        json_object_set_new(o, name, readable(*v + length + 1));
     }
     return o;
 }
@@ -152,7 +167,7 @@ static json_t *command(void) {
     json_t *words = json_array();
     char *text = files_read("/proc/self/cmdline", 1 << 20, &bytes, &unused);
     for (size_t i = 0; text && i < bytes; i += strlen(text + i) + 1)
-        json_array_append_new(words, json_string(text + i));
+        json_array_append_new(words, readable(text + i));
     free(text);
     return words;
 }
@@ -202,7 +217,38 @@ static bool write_environment(const trainer *t, fault *f) {
     return write_json(t, "env.json", o, f);
 }
 
-bool train_report_start(const trainer *t, fault *f) {
-    return write_environment(t, f) && train_report_memory(t, "mem_boot.json", f) &&
-           write_optimizer_size(t, f) && write_dtypes(t, f);
+/* ---- What was started here ----------------------------------------------------------------- */
+
+static json_t *time_of_day(void) {
+    time_t now = time(NULL);
+    struct tm utc;
+    char text[32];
+    gmtime_r(&now, &utc);
+    strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &utc);
+    return json_string(text);
+}
+
+/* Each start adds a line to history.jsonl: env.json is of the newest alone. */
+static bool write_history(const trainer *t, const checkpoint *k, fault *f) {
+    char path[CONFIG_PATH_BYTES + 32];
+    const config *c = t->config;
+    json_t *o = json_pack("{s:o, s:I, s:I, s:o, s:o, s:o, s:o, s:o}", "iso", time_of_day(), "pid",
+                          (json_int_t)getpid(), "step", (json_int_t)t->state.step, "from",
+                          k ? readable(k->path) : json_null(), "init_from",
+                          c->train.init_from[0] ? readable(c->train.init_from) : json_null(),
+                          "changed", k ? config_changes(&k->config, c) : json_object(), "command",
+                          command(), "config", config_to_json(c));
+    char *text = o ? json_dumps(o, JSON_COMPACT | JSON_REAL_PRECISION(15)) : NULL;
+    json_decref(o);
+    bool ok = text ? files_join(path, sizeof path, c->train.out_dir, "history.jsonl", f) &&
+                         files_append_line(path, text, f)
+                   : fault_set(f, "history.jsonl: out of memory");
+    free(text);
+    return ok;
+}
+
+bool train_report_start(const trainer *t, const checkpoint *k, fault *f) {
+    return write_environment(t, f) && write_history(t, k, f) &&
+           train_report_memory(t, "mem_boot.json", f) && write_optimizer_size(t, f) &&
+           write_dtypes(t, f);
 }

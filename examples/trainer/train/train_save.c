@@ -102,6 +102,16 @@ bool train_load(trainer *t, const checkpoint *k, fault *f) {
     return true;
 }
 
+bool train_load_weights(trainer *t, const checkpoint *k, fault *f) {
+    checkpoint_part parts[2];
+    list_parts(t, parts);
+    move_copy(t, true);
+    if (!checkpoint_load(k, &parts[0], f)) return false;
+    move_copy(t, false);
+    params_changed(&t->model.params, t->o);
+    return true;
+}
+
 /* Rank 0 writes what all have. */
 static bool collect_moments(trainer *t, fault *f) {
     const params *p = &t->model.params;
@@ -129,6 +139,11 @@ static void copy_to_host(const void *user, void *to, const void *from, size_t by
         t->o->download(t->o, to, from, bytes);
 }
 
+/* Whether there is a checkpoint before the last step. */
+static bool saves_beside(const config_train *c) {
+    return c->save_every && c->save_every < c->steps;
+}
+
 /* What is saved only where the run ends needs no copy. */
 bool train_open_saver(trainer *t, fault *f) {
     const config_train *c = &t->config->train;
@@ -141,14 +156,14 @@ bool train_open_saver(trainer *t, fault *f) {
                              .done = say_saved,
                              .user = t};
     list_parts(t, t->parts);
-    if (t->dist->rank || !c->save_every) return true;
+    if (t->dist->rank || !saves_beside(c)) return true;
     train_note_snapshot(t->config, t->dist, t->model.params.count, &t->model.arena);
     t->saver = saver_open(&options, f);
     return t->saver != NULL;
 }
 
 void train_note_snapshot(const config *c, const dist *d, int64_t parameters, arena *a) {
-    if (c->train.save_every && d->rank == 0)
+    if (saves_beside(&c->train) && d->rank == 0)
         arena_note(a, FOR_SNAPSHOT, 3 * (size_t)parameters * sizeof(real));
 }
 
@@ -163,6 +178,7 @@ bool train_save(trainer *t, bool beside, fault *f) {
         needed = true; /* once more, for what the thread could not write */
     }
     if (!needed || t->dist->rank) return true;
+    if (!telemetry_sync(t->telemetry, f)) return false;
     t->state.seconds = telemetry_seconds(t->telemetry);
     t->state.loss_first = telemetry_loss_first(t->telemetry);
     if (beside) return saver_write(t->saver, &t->state, f);
