@@ -249,6 +249,15 @@ static void test_full_disk(void) {
 
 /* ---- Settings ------------------------------------------------------------------------------ */
 
+static void write_shard(const char *path) {
+    enum { HEADER = 512, TOKENS = 20000 }; /* in uint16 */
+    static uint16_t words[HEADER + TOKENS];
+    const int32_t head[] = {20240520, 1, TOKENS};
+    memcpy(words, head, sizeof head);
+    for (int i = 0; i < TOKENS; i++) words[HEADER + i] = (uint16_t)(i * 7 % 50257);
+    test_write(path, words, sizeof words);
+}
+
 static void test_configs(void) {
     static const struct {
         const char *file, *parameters, *keys;
@@ -260,10 +269,12 @@ static void test_configs(void) {
                   "of 2048: 127 compressed + 1024 selected + 512 window = 1663 (81 % of dense)\n"},
                  {"gpt2_125m.yaml", "parameters: 116499492\n", "keys read by the last token"},
                  {"quickstart.yaml", "parameters: 443334\n", "keys read by the last token"}};
+    write_shard(test_path("shard.bin"));
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         char path[1200];
         snprintf(path, sizeof path, "%s/%s", configs, known[i].file);
-        const char *options[] = {"--config", path, "--data", test_path("text"), "--check", NULL};
+        const char *data = strstr(path, "gpt2") ? test_path("shard.bin") : test_path("text");
+        const char *options[] = {"--config", path, "--data", data, "--check", NULL};
         check_case("%s --check", known[i].file);
         int code = await(start(NULL, options));
         expect(code, 0, known[i].parameters);
@@ -294,6 +305,20 @@ static void test_refusals(void) {
            2, "is a folder, must be a file");
     expect(train("--data", text, "--out-dir", test_path("new"), "--resume", NULL), 2, "new");
     expect(train("--help", NULL), 0, "--accum-batches");
+    check_case("refusals of --check");
+    expect(train("--data", text, "--check", "--vocab-size", "100", NULL), 2,
+           "model.vocab_size = 100");
+    expect(train("--data", test_path("nowhere"), "--check", NULL), 2, "nowhere");
+    expect(train("--check", NULL), 2, "--dataset synthetic");
+    expect(train("--data", text, "--check", "--out-dir", test_path("refused"), NULL), 2,
+           "an earlier run is in");
+    expect(train("--data", text, "--check", "--out-dir", "/proc/nowhere/x", NULL), 2, "/proc");
+    expect(train("--data", text, "--check", "--out-dir", text, NULL), 2,
+           "is a file, must be a folder");
+    expect(train("--data", text, "--check", "--batch-size", "65536", "--seq-len", "1048576", NULL),
+           2, "train.batch_size x train.seq_len");
+    expect(train("--data", text, "--check", "--out-dir", test_path("unmade/x"), NULL), 0, "data: ");
+    CHECK(access(test_path("unmade"), F_OK), "--check made a folder");
 }
 
 int main(int argc, char **argv) {

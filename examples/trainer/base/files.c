@@ -150,6 +150,23 @@ bool files_may_write(const char *path, fault *f) {
     return !access(folder, W_OK | X_OK) || fault_errno(f, "%s: cannot write there", folder);
 }
 
+bool files_may_make_folder(const char *path, fault *f) {
+    char part[PATH_ROOM], above[PATH_ROOM];
+    struct stat s;
+    if (strlen(path) >= sizeof part) return fault_set(f, "%.200s...: the path is too long", path);
+    snprintf(part, sizeof part, "%s", path);
+    while (stat(part, &s)) {
+        if (errno != ENOENT || !strcmp(part, "."))
+            return fault_errno(f, "%s: cannot use the folder", part);
+        size_t length = strlen(part);
+        while (length > 1 && part[length - 1] == '/') part[--length] = 0;
+        folder_of(above, sizeof above, part);
+        memcpy(part, above, strlen(above) + 1);
+    }
+    if (!S_ISDIR(s.st_mode)) return fault_set(f, "%s: is a file, must be a folder", part);
+    return !access(part, W_OK | X_OK) || fault_errno(f, "%s: cannot write there", part);
+}
+
 void files_remove_partial(const char *path) {
     struct stat s;
     if (!lstat(path, &s) && S_ISREG(s.st_mode)) unlink(path);

@@ -30,6 +30,9 @@ bool files_append_line(const char *path, const char *line, fault *f);
 /* Whether a file of that name can be made or written anew: asked before the work, not after it. */
 bool files_may_write(const char *path, fault *f);
 
+/* The same of a folder, with those above it. */
+bool files_may_make_folder(const char *path, fault *f);
+
 /* Removes what was written half way, but never a device or a link that somebody named. */
 void files_remove_partial(const char *path);
 

@@ -305,8 +305,9 @@ static bool check_sizes(const model_config *c, const model_options *options, fau
                              sizes[i].value);
     if (c->d_k % 2) return fault_set(f, "model: d_k is %d: must be even, RoPE turns pairs", c->d_k);
     if ((int64_t)options->batch * options->tokens > INT32_MAX)
-        return fault_set(f, "model: %d rows of %d tokens: at most 2147483647 tokens in a batch",
-                         options->batch, options->tokens);
+        return fault_set(
+            f, "train.batch_size x train.seq_len: %d rows of %d tokens; at most 2147483647",
+            options->batch, options->tokens);
     return true;
 }
 

@@ -279,7 +279,7 @@ static void sweep(const char *folder) {
 
 /* What is in the way of a run in this folder. A .HALT is, even when resuming; a run that failed
    before its first step is not. */
-static bool check_folder(const telemetry_options *o, fault *f) {
+static bool check_folder(const config *c, bool resumed, fault *f) {
     static const struct {
         const char *name, *sign; /* NULL: a second line */
         bool alone;              /* that it is there is enough */
@@ -287,14 +287,14 @@ static bool check_folder(const telemetry_options *o, fault *f) {
                 {"checkpoints", NULL, true},
                 {"heartbeat_rank0.jsonl", "\"step_end\"", false}};
     char path[CONFIG_PATH_BYTES + 32];
-    const char *folder = o->config->train.out_dir;
+    const char *folder = c->train.out_dir;
     if (!files_join(path, sizeof path, folder, ".HALT", f)) return false;
     if (files_exist(path))
         return fault_set(f,
                          "%s: an earlier run was halted (see .anomaly_type beside it); remove "
                          "the file to run here again",
                          path);
-    for (size_t i = 0; !o->resumed && i < sizeof used / sizeof used[0]; i++) {
+    for (size_t i = 0; !resumed && i < sizeof used / sizeof used[0]; i++) {
         if (!files_join(path, sizeof path, folder, used[i].name, f)) return false;
         if (used[i].alone ? files_exist(path) : tells_of_a_step(path, used[i].sign))
             return fault_set(f,
@@ -303,6 +303,11 @@ static bool check_folder(const telemetry_options *o, fault *f) {
                              path);
     }
     return true;
+}
+
+bool telemetry_check_folder(const config *c, fault *f) {
+    return files_may_make_folder(c->train.out_dir, f) &&
+           check_folder(c, c->train.resume[0] != 0, f);
 }
 
 static bool open_csvs(telemetry *t, const telemetry_options *o, fault *f) {
@@ -432,7 +437,7 @@ static bool enter_folder(telemetry *t, const telemetry_options *o, fault *f) {
     if (!t->is_first_rank) return true;
     if (!files_make_folder(folder, f)) return false;
     t->held = files_lock(folder, ".lock", f);
-    if (t->held < 0 || !check_folder(o, f)) return false;
+    if (t->held < 0 || !check_folder(o->config, o->resumed, f)) return false;
     sweep(folder);
     return open_files(t, o, f);
 }

@@ -37,6 +37,10 @@ typedef struct telemetry_options {
    with exit code TELEMETRY_HALTED, and for a .HALT that comes up, which is taken as a SIGTERM. */
 telemetry *telemetry_open(const telemetry_options *o, fault *f);
 
+/* Whether a run with these settings would be let into its out_dir, and could make it; nothing is
+   made. */
+bool telemetry_check_folder(const config *c, fault *f);
+
 /* Whether this run has no statistics of gates and selection: switched off, or nothing to count. */
 bool telemetry_without_stats(const config *c);
 

@@ -1,4 +1,7 @@
 /* train_check.c - what a configuration means before anything is trained. Twin: train.h. */
+#include <string.h>
+#include <sys/stat.h>
+
 #include "train/train_inside.h"
 
 /* Tokens of the selected blocks of query t; its own block, always among them, ends at t. */
@@ -30,6 +33,30 @@ static void print_sizes(const arena *a, int64_t parameters) {
     printf("  %-13s %10.1f\n", "all", (double)a->used / (1 << 20));
 }
 
+/* A pipe gives what it has once. */
+static bool is_pipe(const config_data *c) {
+    struct stat s;
+    if (c->dataset == CONFIG_FINEWEB && !c->path[0]) return true;
+    return !strcmp(c->path, "-") ||
+           (c->path[0] && !stat(c->path, &s) && !S_ISREG(s.st_mode) && !S_ISDIR(s.st_mode));
+}
+
+/* What the run would refuse before its first step: its folder, its data. */
+static bool check_run(const config *c, tokenizer *t, int64_t vocab, const dist *d, fault *f) {
+    data_options options = train_data_options(c, t, vocab, d);
+    options.notes = listener_stderr();
+    fflush(stdout);
+    if (!telemetry_check_folder(c, f)) return false;
+    if (is_pipe(&c->data)) {
+        printf("data: a pipe, which is not read here\n");
+        return true;
+    }
+    data *x = data_open(&options, f);
+    if (x) printf("data: %s\n", data_describe(x));
+    data_close(x);
+    return x != NULL;
+}
+
 int train_check(const config *c, const ops *o, dist *d) {
     fault f;
     arena sizes;
@@ -47,6 +74,7 @@ int train_check(const config *c, const ops *o, dist *d) {
             train_note_snapshot(c, d, parameters, &sizes);
             print_sizes(&sizes, parameters);
             if (!m.full) print_keys(&x);
+            ok = check_run(c, t, m.vocab, d, &f);
         }
     }
     if (!ok) fprintf(stderr, "%s\n", f.text);

@@ -66,6 +66,9 @@ bool train_open_saver(trainer *t, fault *f);
 
 const char *train_dtype_name(nsa_dtype dtype); /* "bf16" */
 
+/* Of a run from its start; resume, stop and notes are the caller's. */
+data_options train_data_options(const config *c, tokenizer *t, int64_t vocab, const dist *d);
+
 /* A heartbeat fineweb_loader_..., where the data are such a stream. */
 void train_note_loader(const trainer *t, const char *what);
 

@@ -87,20 +87,25 @@ void train_note_loader(const trainer *t, const char *what) {
         (void)telemetry_note(t->telemetry, msg, &unused);
 }
 
-static bool open_data(trainer *t, const checkpoint *k, fault *f) {
-    const config *c = t->config;
+data_options train_data_options(const config *c, tokenizer *t, int64_t vocab, const dist *d) {
     data_options options = {.config = &c->data,
-                            .tokenizer = t->tokenizer,
-                            .vocab_size = t->model.config.vocab,
+                            .tokenizer = t,
+                            .vocab_size = vocab,
                             .seq_len = c->train.seq_len,
                             .batch_size = c->train.batch_size,
                             .seed = (uint64_t)c->train.seed,
-                            .rank = t->dist->rank,
-                            .world = t->dist->world,
-                            .val_batches = c->train.eval_batches,
-                            .resume = k ? &t->state.data : NULL,
-                            .stop = t->dist->world == 1 ? signals_stop_requested : NULL,
-                            .notes = telemetry_listener(t->telemetry)};
+                            .rank = d->rank,
+                            .world = d->world,
+                            .val_batches = c->train.eval_batches};
+    return options;
+}
+
+static bool open_data(trainer *t, const checkpoint *k, fault *f) {
+    data_options options =
+        train_data_options(t->config, t->tokenizer, t->model.config.vocab, t->dist);
+    options.resume = k ? &t->state.data : NULL;
+    options.stop = t->dist->world == 1 ? signals_stop_requested : NULL;
+    options.notes = telemetry_listener(t->telemetry);
     train_note_loader(t, "warmup");
     t->data = data_open(&options, f);
     train_note_loader(t, t->data ? "ready" : "error");
