@@ -32,7 +32,7 @@ def measure(launcher, threads, given, more):
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "run"
         command = [*launcher, given.bin / "train_125m", "--config", given.config, "--device", "cpu", "--threads",
-                   threads, "--steps", given.steps, "--out-dir", out, *more]
+                   threads, "--steps", given.steps, "--dataset", "synthetic", "--out-dir", out, *more]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
         ran = subprocess.run([str(word) for word in command], env=environment | QUIET, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
