@@ -45,8 +45,8 @@ MODES = {"plain": PLAIN, "check": CHECK, "wgmma": (PLAIN[0] + WGMMA, PLAIN[1]),
 # What a test needs of nsa/kernels.
 NEEDS = {"block_index": ["block_index"], "rope": ["rope"], "compress": ["compress"],
          "gate": ["gate"], "select_blocks": ["select_blocks", "select_lists"],
-         "attend_cmp": ["attend_cmp"], "attend_slc": ["attend_slc"], "attend_win": ["attend_win"],
-         "attend_dense": ["attend_dense"], "attention": ["attention"], "decode": ["decode"]}
+         "attend_cmp": ["attend_branches"], "attend_slc": ["attend_branches"], "attend_win": ["attend_branches"],
+         "attend_dense": ["attend_branches"], "attention": ["attention"], "decode": ["decode"]}
 # A test's tables, the smallest first; the checker runs the first alone.
 TABLES = {test: ["little", "broad"] for test in NEEDS}
 TABLES.update(block_index=["quick"], decode=["short", "1"])
