@@ -37,10 +37,10 @@ def near(a, b):
 # ---- The same steps ----
 
 whole, said, _ = runs.train("whole", *LITTLE, "--steps", 7, "--accum-batches", 2, "--save-every", 3,
-                            "--keep-checkpoints", 0)
+                            "--keep-checkpoints", 0, NSA_HEARTBEAT_EVERY="1")
 check("| cuda, f32," in said and "val_loss" in said, said)
 runs.program, program = sys.argv[2], runs.program
-cpu, _, _ = runs.train("cpu", *LITTLE, "--device", "cpu", "--steps", 7, "--accum-batches", 2)
+cpu, _, _ = runs.train("cpu", *LITTLE, "--device", "cpu", "--steps", 7, "--accum-batches", 2, NSA_HEARTBEAT_EVERY="1")
 runs.program = program
 near(rows(whole), rows(cpu))
 k_stats = [(out / "k_stats.csv").read_text() for out in (whole, cpu)]
