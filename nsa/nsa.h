@@ -238,6 +238,13 @@ typedef enum nsa_window_rule {
     NSA_WINDOW_BEFORE_SELF      /* w keys before t, and t: t - w .. t */
 } nsa_window_rule;
 
+/* Which keys a query may see at all. */
+typedef enum nsa_mask {
+    NSA_MASK_CAUSAL = 0, /* those at or before it */
+    NSA_MASK_NONE        /* all of its sequence: a window holds the keys with |t - s| < w (with
+                            NSA_WINDOW_BEFORE_SELF <= w), and no block is forced for its place */
+} nsa_mask;
+
 typedef enum nsa_gate_kind {
     NSA_GATE_SIGMOID = 0, /* g = sigmoid(logits), each branch by itself (the paper) */
     NSA_GATE_SOFTMAX,     /* g = softmax of the three logits */
@@ -267,6 +274,9 @@ typedef struct nsa_desc {
     nsa_window_rule window_rule;
     nsa_gate_kind gate;
     int gate_heads; /* H, or Hk: then one gate serves a group */
+    nsa_mask mask;
+    int list_heads; /* heads that have block lists of their own: 0 means Hk, one list for the heads
+                       of a group; H, or between them a multiple of Hk that divides H */
     int threads; /* 0: what OpenMP offers when the workspace is sized; a call uses no more than its
                     workspace holds */
     nsa_isa isa;
@@ -405,7 +415,7 @@ typedef struct nsa_attend {
     nsa_tensor v;      /* (B, T, Hk, Dv); cmp: (B, N, Hk, Dv) */
     nsa_tensor out;    /* (B, count, H, Dv) */
     nsa_tensor lse;    /* (B, count, H) of dtype NSA_REAL_DTYPE */
-    nsa_tensor blocks; /* slc: (B, count, Hk, nsa_block_list_width) i32 */
+    nsa_tensor blocks; /* slc: (B, count, list heads, nsa_block_list_width) i32 */
 } nsa_attend;
 
 NSA_API size_t nsa_attend_cmp_forward_workspace_size(const nsa_desc *d);
@@ -463,12 +473,14 @@ NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, c
    maximum the order matters); then the forced blocks and the best of the rest. Equal scores: the
    lower index wins. NaN ranks last. It has no gradient. */
 typedef struct nsa_select {
-    nsa_tensor q;      /* (B, count, H, Dk) */
-    nsa_tensor k;      /* (B, N, Hk, Dk): compressed keys */
-    nsa_tensor lse;    /* (B, count, H): of nsa_attend_cmp_forward */
-    nsa_tensor blocks; /* out: (B, count, Hk, nsa_block_list_width) i32: ascending, no duplicates,
+    nsa_tensor q;   /* (B, count, H, Dk) */
+    nsa_tensor k;   /* (B, N, Hk, Dk): compressed keys */
+    nsa_tensor lse; /* (B, count, H): of nsa_attend_cmp_forward */
+    nsa_tensor
+        blocks; /* out: (B, count, list heads, nsa_block_list_width) i32: ascending, no duplicates,
                           -1 behind the last */
-    nsa_tensor scores; /* out, optional: (B, count, Hk, nsa_slc_count(T)) of dtype NSA_REAL_DTYPE:
+    nsa_tensor
+        scores; /* out, optional: (B, count, list heads, nsa_slc_count(T)) of dtype NSA_REAL_DTYPE:
                           what the blocks were chosen by; -inf behind the query's candidates */
 } nsa_select;
 
@@ -494,8 +506,9 @@ typedef struct nsa_score {
     nsa_tensor q;       /* (B, count, H, Dk) */
     nsa_tensor k;       /* (B, T, Hk, Dk) */
     nsa_tensor weights; /* optional: (B, count, H); without it every head weighs 1 */
-    nsa_tensor blocks;  /* out: (B, count, Hk, nsa_block_list_width) i32 */
-    nsa_tensor scores;  /* out, optional: (B, count, Hk, nsa_slc_count(T)) of dtype NSA_REAL_DTYPE;
+    nsa_tensor blocks;  /* out: (B, count, list heads, nsa_block_list_width) i32 */
+    nsa_tensor
+        scores; /* out, optional: (B, count, list heads, nsa_slc_count(T)) of dtype NSA_REAL_DTYPE;
                            -inf where t sees no token of the block */
 } nsa_score;
 
@@ -511,8 +524,9 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
 /* The ranking of every query and list at once. */
 typedef struct nsa_rank {
     nsa_tensor
-        scores; /* (B, count, Hk, nsa_slc_count(T)): of the candidates, others are not read */
-    nsa_tensor blocks; /* out: (B, count, Hk, nsa_block_list_width) i32, as nsa_select_blocks' */
+        scores; /* (B, count, list heads, nsa_slc_count(T)): of the candidates, others are not read */
+    nsa_tensor
+        blocks; /* out: (B, count, list heads, nsa_block_list_width) i32, as nsa_select_blocks' */
 } nsa_rank;
 
 NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d);
@@ -557,7 +571,7 @@ typedef struct nsa_attention {
     nsa_tensor k_slc, v_slc;   /* (B, T, Hk, Dk), (B, T, Hk, Dv) */
     nsa_tensor k_win, v_win;   /* likewise */
     nsa_tensor gates;          /* (B, count, gate_heads, 3): logits, or g with NSA_GATE_NONE */
-    nsa_tensor blocks;         /* out: (B, count, Hk, nsa_block_list_width) i32 */
+    nsa_tensor blocks;         /* out: (B, count, list heads, nsa_block_list_width) i32 */
     nsa_tensor out_cmp, out_slc, out_win; /* out: (B, count, H, Dv) */
     nsa_tensor lse_cmp, lse_slc, lse_win; /* out: (B, count, H) of dtype NSA_REAL_DTYPE */
     nsa_tensor out;                       /* out: (B, count, H, Dv) */
@@ -581,7 +595,8 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
    compressed rows. nsa_decode appends tokens and attends from them: one at a time, a prompt in
    chunks, or some at once to check a guess. The blocks it selects and the bits of its outputs are
    those of nsa_attention_forward over the whole sequence; the work for one token is that of its own
-   keys and, every cmp_stride tokens, of one compressed row. */
+   keys and, every cmp_stride tokens, of one compressed row. Decoding is causal, and a kv head has
+   one list: desc.mask and desc.list_heads that say otherwise are refused. */
 typedef struct nsa_cache {
     nsa_desc desc;  /* batch: sequences; tokens: room of each; first, count, begins are not used */
     int max_rewind; /* r: how far a sequence can be taken back; r + 1 tokens at once at most */
@@ -687,6 +702,8 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     X(score_map, "score_map")                 \
     X(window_rule, "window_rule")             \
     X(gate, "gate")                           \
+    X(mask, "mask")                           \
+    X(list_heads, "list_heads")               \
     X(threads, "threads")                     \
     X(isa, "isa")                             \
     X(indptr, "indptr")                       \
@@ -1287,27 +1304,47 @@ NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens) {
     return tokens < d->cmp_block ? 0 : (tokens - d->cmp_block) / d->cmp_stride + 1;
 }
 
-/* Tokens before this one are visible to `query`. All that is causal follows from it: blocks that it
-   sees, blocks that it may select, the end of its spans. */
-static int nsa__visible_end(int query) {
-    return query + 1;
+/* Tokens before this one are visible to `query` of a sequence of `tokens`. All that is causal
+   follows from it: blocks that it sees, blocks that it may select, the end of its spans. */
+static int nsa__visible_end(const nsa_desc *d, int tokens, int query) {
+    return d->mask == NSA_MASK_NONE ? tokens : query + 1;
+}
+
+static int nsa__cmp_visible(const nsa_desc *d, int tokens, int query) {
+    return nsa_cmp_count(d, nsa__visible_end(d, tokens, query));
 }
 
 NSA_API int nsa_cmp_visible(const nsa_desc *d, int query) {
-    return nsa_cmp_count(d, nsa__visible_end(query));
+    return nsa__cmp_visible(d, d->tokens, query);
 }
 
 NSA_API int nsa_slc_count(const nsa_desc *d, int tokens) {
     return (int)nsa__ceil_div(tokens, d->slc_block);
 }
 
+static int nsa__slc_candidates(const nsa_desc *d, int tokens, int query) {
+    return nsa_slc_count(d, nsa__visible_end(d, tokens, query));
+}
+
 NSA_API int nsa_slc_candidates(const nsa_desc *d, int query) {
-    return nsa_slc_count(d, nsa__visible_end(query));
+    return nsa__slc_candidates(d, d->tokens, query);
 }
 
 NSA_API int nsa_window_begin(const nsa_desc *d, int query) {
     int64_t before = (int64_t)d->window - (d->window_rule == NSA_WINDOW_COUNTS_SELF);
     return (int)nsa__max(0, query - before);
+}
+
+/* Behind the last token of the window: without a mask it reaches as far ahead as back. */
+static int nsa__window_end(const nsa_desc *d, int tokens, int query) {
+    int64_t ahead = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
+    int end = nsa__visible_end(d, tokens, query);
+    return d->mask == NSA_MASK_NONE ? (int)nsa__min(end, query + ahead) : end;
+}
+
+/* Heads that have block lists. */
+static int nsa__list_heads(const nsa_desc *d) {
+    return d->list_heads ? d->list_heads : d->kv_heads;
 }
 
 NSA_API int nsa_block_overlap(const nsa_desc *d, int cmp, int slc) {
@@ -1325,9 +1362,17 @@ NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int
     *end = (int)nsa__min(count, (slc_begin + d->slc_block) / d->cmp_stride);
 }
 
+/* Forced blocks at the start of the sequence, and at the query. */
+static int nsa__forced_first(const nsa_desc *d) {
+    return d->mask == NSA_MASK_NONE ? 0 : d->slc_init;
+}
+static int nsa__forced_local(const nsa_desc *d) {
+    return d->mask == NSA_MASK_NONE ? 0 : d->slc_local;
+}
+
 NSA_API int nsa_block_list_width(const nsa_desc *d) {
-    return d->forced == NSA_FORCED_ON_TOP ? d->slc_count + d->slc_init + d->slc_local
-                                          : d->slc_count;
+    int on_top = d->forced == NSA_FORCED_ON_TOP;
+    return d->slc_count + (on_top ? nsa__forced_first(d) + nsa__forced_local(d) : 0);
 }
 
 /* ---- Instruction sets ---------------------------------------------------------------------- */
@@ -1403,7 +1448,8 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
       "trained_context >= 1, fast > slow > 0; in a chain k_cmp.dim is dim and v_cmp.dim is "       \
       "dim_v; on CUDA dims and hidden are multiples of 8 and dims at most NSA_CUDA_MAX_DIM")       \
     X(NSA_ERROR_HEADS,                                                                             \
-      "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads")                \
+      "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads, list_heads 0 "  \
+      "or a multiple of kv_heads that divides heads")                                              \
     X(NSA_ERROR_CMP_STRIDE, "cmp_stride must divide cmp_block")                                    \
     X(NSA_ERROR_SLC_BLOCK,                                                                         \
       "slc_block must be a multiple of cmp_stride and at least cmp_block, on "                     \
@@ -1498,6 +1544,7 @@ static nsa_status nsa__check_sizes(const nsa_desc *d) {
         {d->heads, 1, INT_MAX / 2, NSA__AT_heads}, /* rows of a query are rounded up */
         {d->kv_heads, 1, INT_MAX / 2, NSA__AT_kv_heads},
         {d->gate_heads, 1, INT_MAX / 2, NSA__AT_gate_heads},
+        {d->list_heads, 0, INT_MAX / 2, NSA__AT_list_heads},
         {d->dim, 1, NSA__MAX_DIM, NSA__AT_dim},
         {d->dim_v, 1, NSA__MAX_DIM, NSA__AT_dim_v},
         {d->cmp_block, 1, INT_MAX / 2, NSA__AT_cmp_block},
@@ -1522,6 +1569,7 @@ static nsa_status nsa__check_options(const nsa_desc *d) {
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_score_map);
     if ((unsigned)d->window_rule > NSA_WINDOW_BEFORE_SELF)
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_window_rule);
+    if ((unsigned)d->mask > NSA_MASK_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
     if ((unsigned)d->gate > NSA_GATE_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_gate);
     if ((unsigned)d->isa > NSA_ISA_SIMD128) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
     if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
@@ -1552,10 +1600,12 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
     if (d->heads % d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_heads);
     if (d->gate_heads != d->heads && d->gate_heads != d->kv_heads)
         return nsa__error(NSA_ERROR_HEADS, NSA__AT_gate_heads);
+    if (d->heads % nsa__list_heads(d) || nsa__list_heads(d) % d->kv_heads)
+        return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
     if (d->cmp_block % d->cmp_stride) return nsa__error(NSA_ERROR_CMP_STRIDE, NSA__AT_cmp_stride);
     if (d->slc_block % d->cmp_stride || d->slc_block < d->cmp_block)
         return nsa__error(NSA_ERROR_SLC_BLOCK, NSA__AT_slc_block);
-    if (d->forced == NSA_FORCED_INSIDE) {
+    if (d->forced == NSA_FORCED_INSIDE && d->mask == NSA_MASK_CAUSAL) {
         if (d->slc_local < 1) return nsa__error(NSA_ERROR_SLC_LOCAL, NSA__AT_slc_local);
         if (d->slc_init + d->slc_local > d->slc_count)
             return nsa__error(NSA_ERROR_SLC_COUNT, NSA__AT_slc_count);
@@ -1564,7 +1614,7 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
     if (d->count < 0 || d->count > d->tokens - d->first)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
     if (!nsa__fits(d->batch, d->tokens, d->heads, NSA__MAX_DIM) ||
-        !nsa__fits(d->batch, d->tokens, d->kv_heads, nsa_block_list_width(d)))
+        !nsa__fits(d->batch, d->tokens, nsa__list_heads(d), nsa_block_list_width(d)))
         return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     return NSA_OK;
 }
@@ -2853,11 +2903,11 @@ static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
 
 /* Forced blocks, and the `room` best of the rest: all above the order of that rank, and of those
    that have it the lower ones. */
-NSA__COMPILED static void nsa__rank(const nsa_real *scores, int query, const nsa_desc *d,
+NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, const nsa_desc *d,
                                     const nsa__tiles *tiles, int32_t *list) {
-    int candidates = nsa_slc_candidates(d, query), width = nsa_block_list_width(d), n = 0;
-    int begin = (int)nsa__min(d->slc_init, candidates); /* forced: before begin, from end on */
-    int end = (int)nsa__max(begin, (int64_t)candidates - d->slc_local);
+    int width = nsa_block_list_width(d), n = 0;
+    int begin = (int)nsa__min(nsa__forced_first(d), candidates); /* forced: before begin, */
+    int end = (int)nsa__max(begin, (int64_t)candidates - nsa__forced_local(d)); /* from end on */
     int forced = begin + candidates - end;
     int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
     room = (int)nsa__min(room, end - begin);
@@ -2865,13 +2915,16 @@ NSA__COMPILED static void nsa__rank(const nsa_real *scores, int query, const nsa
     nsa__bits_t order = room > 0 ? nsa__order_of_rank(rest, end - begin, room, tiles) : 0;
     int ties = room - nsa__at_least(rest, end - begin, order + 1, tiles);
     for (; n < begin; n++) list[n] = n;
-    for (int j = begin; room > 0 && j < end; j += NSA__LANES) {
+    for (int j = begin, full = begin + room; n < full; j += NSA__LANES) {
         int lanes = (int)nsa__min(NSA__LANES, end - j);
         if (!nsa__at_least(scores + j, lanes, order, tiles)) continue;
-        for (int i = j; i < j + lanes; i++) {
+        for (int i = j; i < j + lanes && n < full; i++) {
             nsa__bits_t of_block =
                 tiles ? nsa__bits_of(scores[i]) ^ NSA__SIGN : nsa__score_order(scores[i]);
-            if (of_block > order || (of_block == order && ties-- > 0)) list[n++] = i;
+            int ties_in = of_block == order && ties > 0;
+            list[n] = i; /* stays if it is taken: a branch would be mispredicted often */
+            n += of_block > order || ties_in;
+            ties -= ties_in;
         }
     }
     for (int j = end; j < candidates; j++) list[n++] = j;
@@ -2884,13 +2937,13 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     if (!scores || !list)
         return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
     if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
-    nsa__rank(scores, query, d, NULL, list);
+    nsa__rank(scores, nsa_slc_candidates(d, query), d, NULL, list);
     return NSA_OK;
 }
 
 /* The first slot that breaks the form, or -1. */
-static int nsa__list_fault(const nsa_desc *d, int query, const int32_t *list, const char **reason) {
-    int candidates = nsa_slc_candidates(d, query);
+static int nsa__list_fault(const nsa_desc *d, int candidates, const int32_t *list,
+                           const char **reason) {
     for (int i = 0; i < nsa_block_list_width(d); i++) {
         *reason = NULL;
         if (list[i] < -1 || list[i] >= candidates) *reason = "not a candidate of its query";
@@ -2910,15 +2963,17 @@ static int nsa__list_fault(const nsa_desc *d, int query, const int32_t *list, co
 /* The view and the form of all lists; the first fault goes to *fault, which may be NULL. */
 static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
                                    nsa_block_fault *fault) {
-    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d)),
+    NSA__CHECK(nsa__check_view(blocks,
+                               nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
                                NSA__INTS, 0, NSA__AT_blocks));
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++)
-            for (int head = 0; head < d->kv_heads; head++) {
+            for (int head = 0; head < nsa__list_heads(d); head++) {
                 const int32_t *list =
                     (const int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
                 const char *reason;
-                int slot = nsa__list_fault(d, seq.first + t, list, &reason);
+                int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t);
+                int slot = nsa__list_fault(d, candidates, list, &reason);
                 if (slot < 0) continue;
                 if (fault) {
                     fault->batch = seq.index;
@@ -2954,13 +3009,13 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
     NSA__CHECK(nsa_desc_check(d));
     if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
     int width = nsa_block_list_width(d);
-    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, d->kv_heads, width), NSA__INTS, 1,
+    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, nsa__list_heads(d), width), NSA__INTS, 1,
                                NSA__AT_blocks));
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++)
-            for (int head = 0; head < d->kv_heads; head++) {
+            for (int head = 0; head < nsa__list_heads(d); head++) {
                 int32_t *list = (int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
-                int candidates = nsa_slc_candidates(d, seq.first + t), n = 0, kept = 0;
+                int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t), n = 0, kept = 0;
                 for (int i = 0; i < width; i++)
                     if (list[i] >= 0 && list[i] < candidates) list[n++] = list[i];
                 nsa__sort_blocks(list, n);
@@ -3000,7 +3055,9 @@ typedef struct nsa__attend_plan {
     const nsa__tiles *tiles;
     nsa__branch branch;
     nsa__attend_options options;
-    int group;           /* query heads of a kv head */
+    int heads;           /* heads with keys or lists of their own: each is a job */
+    int sharers;         /* of them that read one kv head */
+    int group;           /* query heads of a job */
     int list_width;      /* entries of a block list */
     int tile, tile_log2; /* keys of a tile, and its logarithm */
     int tile_in_block;   /* slc: every tile lies in one selection block */
@@ -3021,8 +3078,8 @@ typedef struct nsa__head_job {
     const nsa__attend_plan *plan;
     int heads; /* jobs that run at once, side by side in one array */
     nsa__seq seq;
-    int skipped; /* queries of the sequence before options.shared_prefix */
-    int kv_head;
+    int skipped;              /* queries of the sequence before options.shared_prefix */
+    int head, kv_head;        /* which of plan->heads, and whose keys */
     int keys;                 /* rows of K that the sequence has */
     int64_t key_row;          /* the view's row of key 0 */
     int tile_begin, tile_end; /* tiles that any of the queries sees */
@@ -3041,7 +3098,7 @@ static const int32_t *nsa__block_list(const nsa__head_job *job, int query) {
     const nsa__attend_plan *p = job->plan;
     if (p->branch != NSA__SLC) return NULL;
     return (const int32_t *)nsa__row(&p->x->blocks, job->seq.batch,
-                                     job->seq.row + query - job->seq.first, job->kv_head);
+                                     job->seq.row + query - job->seq.first, job->head);
 }
 
 /* Keys begin .. end - 1 are the most that a query sees: all of cmp, win and dense; of slc those of
@@ -3049,16 +3106,21 @@ static const int32_t *nsa__block_list(const nsa__head_job *job, int query) {
 static int nsa__span_begin(const nsa__attend_plan *p, int query) {
     return p->branch == NSA__WIN ? nsa_window_begin(p->d, query) : 0;
 }
-static int nsa__span_end(const nsa__attend_plan *p, int query) {
-    return p->branch == NSA__CMP ? nsa_cmp_visible(p->d, query) : nsa__visible_end(query);
+static int nsa__span_end(const nsa__head_job *job, int query) {
+    const nsa__attend_plan *p = job->plan;
+    int tokens = job->seq.tokens;
+    if (p->branch == NSA__WIN) return nsa__window_end(p->d, tokens, query);
+    return p->branch == NSA__CMP ? nsa__cmp_visible(p->d, tokens, query)
+                                 : nsa__visible_end(p->d, tokens, query);
 }
 
 /* Span `number` of the keys that `query` sees, by its list for slc; spans ascend. 0 where there is
    none left. */
-NSA__INLINE int nsa__span(const nsa__attend_plan *p, const int32_t *list, int query, int number,
+NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
                           int *begin, int *end) {
+    const nsa__attend_plan *p = job->plan;
     *begin = nsa__span_begin(p, query);
-    *end = nsa__span_end(p, query);
+    *end = nsa__span_end(job, query);
     if (p->branch != NSA__SLC) return number == 0 && *begin < *end;
     if (number >= p->list_width || list[number] < 0) return 0;
     *begin = list[number] * p->d->slc_block;
@@ -3111,15 +3173,16 @@ static int nsa__heads_at_once(const nsa_desc *d) {
 /* slc uses large tasks: each K/V tile is then loaded into L2 once for many queries. The upper bound
    keeps NSA__TASKS tasks per group of head jobs, so that threads have work to share. */
 static int nsa__task_queries(const nsa__attend_plan *p) {
-    int64_t rows = (1 << 18) / (p->wide + p->wide_v), tasks = NSA__TASKS / nsa__heads_at_once(p->d);
+    int64_t rows = (1 << 18) / (p->wide + p->wide_v), tasks = NSA__TASKS / p->jobs;
     if (p->branch != NSA__SLC) return p->batch_queries;
     return (int)nsa__max(p->batch_queries,
                          nsa__min(rows / p->group, nsa__ceil_div(p->d->count, tasks)));
 }
 
-/* The part of a plan that does not depend on what is computed. */
+/* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
+   so that each head with a list is a job of its own. */
 static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
-                                            const nsa_desc *d, nsa__branch branch) {
+                                            const nsa_desc *d, nsa__branch branch, int lists) {
     nsa__attend_plan p;
     memset(&p, 0, sizeof p);
     p.x = x;
@@ -3127,16 +3190,18 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.d = d;
     p.tiles = nsa__tiles_of(d->isa);
     p.branch = branch;
-    p.group = d->heads / d->kv_heads;
+    p.heads = lists ? nsa__list_heads(d) : d->kv_heads;
+    p.sharers = p.heads / d->kv_heads;
+    p.group = d->heads / p.heads;
     p.list_width = nsa_block_list_width(d);
     p.tile = nsa__tile_size(d, branch);
     while (1 << p.tile_log2 < p.tile) p.tile_log2++;
     p.tile_in_block = branch == NSA__SLC && d->slc_block % p.tile == 0;
     p.wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
     p.wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
-    p.batch_queries = nsa__batch_queries(d);
+    p.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p.group);
+    p.jobs = p.sharers > 1 ? 1 : nsa__heads_at_once(d); /* sharers add to the same dk and dv */
     p.task_queries = nsa__task_queries(&p);
-    p.jobs = nsa__heads_at_once(d);
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     p.scale = (nsa_real)scale;
     p.scale2 = (nsa_real)(scale * NSA__LOG2E);
@@ -3217,15 +3282,15 @@ static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
 }
 
 /* Marks the tiles that are in any list: a few queries of a long cache read few of them. Of many
-   queries one or another reads every tile. */
+   queries one or another reads every tile; so do, with lists of their own, heads of one kv head. */
 static void nsa__mark_listed(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int begin, end, many = job->seq.count >= job->tile_end;
+    int begin, end, many = p->sharers > 1 || job->seq.count >= job->tile_end;
     memset(job->listed, many, (size_t)job->tile_end);
     if (many) return;
     for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
         const int32_t *list = nsa__block_list(job, query);
-        for (int i = 0; nsa__span(p, list, query, i, &begin, &end); i++) {
+        for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
             int first = begin / p->tile, tiles = (end - 1) / p->tile - first + 1;
             memset(job->listed + first, 1, (size_t)tiles);
         }
@@ -3260,7 +3325,7 @@ static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin
     int begin, end;
     int64_t tile_end = (int64_t)tile_begin + p->tile;
     uint64_t mask = 0;
-    for (int i = 0; nsa__span(p, list, query, i, &begin, &end) && begin < tile_end; i++)
+    for (int i = 0; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
                           (int)nsa__min(end, tile_end) - tile_begin);
     return mask;
@@ -3312,7 +3377,7 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
             int next = 0; /* the first tile that this query has not been counted for */
             if (!fill && a + NSA__ROWS_AHEAD < it->queries)
                 nsa__fetch(nsa__block_list(job, it->first + a + NSA__ROWS_AHEAD), 1);
-            for (int i = 0; nsa__span(p, list, it->first + a, i, &begin, &end); i++) {
+            for (int i = 0; nsa__span(job, list, it->first + a, i, &begin, &end); i++) {
                 int tile = (int)nsa__max(next, begin >> p->tile_log2);
                 for (next = (int)nsa__max(next, ((end - 1) >> p->tile_log2) + 1); tile < next;
                      tile++) {
@@ -3340,7 +3405,7 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
         nsa__tile_iter_invert(it, job);
     } else {
         for (int a = 0; a < it->queries; a++)
-            if (!nsa__span(p, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
+            if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
         it->tile_begin = it->end[0] ? it->begin[0] / p->tile : 0;
         it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->tile);
     }
@@ -3363,7 +3428,7 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
                              (int)nsa__min((int64_t)it->end[a] - begin, p->tile));
         else if (p->tile_in_block)
             mask = nsa__bits(
-                0, (int)nsa__min((int64_t)nsa__span_end(p, it->first + a) - begin, p->tile));
+                0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->tile));
         else
             mask = nsa__visible(job, it->first + a, begin);
         if (!mask) continue;
@@ -3546,17 +3611,18 @@ static nsa__matrix nsa__in_place_values(const nsa__in_place *f, const nsa__head_
 /* ---- Attention: heads and queries ---------------------------------------------------------- */
 
 /* Sets sequence and kv head; computes the range of tiles its queries need. */
-static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int kv_head, int heads) {
+static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int heads) {
     const nsa__attend_plan *p = job->plan;
     int prefix = p->options.shared_prefix, last = seq->first + seq->count - 1;
     job->seq = *seq;
     job->skipped = (int)nsa__max(0, nsa__min(prefix - (int64_t)seq->first, seq->count));
-    job->kv_head = kv_head;
+    job->head = head;
+    job->kv_head = head / p->sharers;
     job->heads = heads;
     job->keys = p->branch == NSA__CMP ? seq->cmp_tokens : seq->tokens;
     job->key_row = p->branch == NSA__CMP ? seq->cmp_row : seq->row;
     job->tile_begin = nsa__span_begin(p, seq->first) / p->tile;
-    job->tile_end = (int)nsa__ceil_div(nsa__span_end(p, last), p->tile);
+    job->tile_end = (int)nsa__ceil_div(nsa__span_end(job, last), p->tile);
     if (job->listed) nsa__mark_listed(job);
 }
 
@@ -3567,8 +3633,8 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count && head < d->kv_heads; head += jobs->heads) {
-            int heads = (int)nsa__min(p->jobs, d->kv_heads - (int64_t)head);
+        for (int head = 0; seq.count && head < p->heads; head += jobs->heads) {
+            int heads = (int)nsa__min(p->jobs, p->heads - (int64_t)head);
             for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], &seq, head + i, heads);
             int64_t tiles = p->in_place ? 0 : jobs->tile_end - jobs->tile_begin;
             nsa__run(team, heads * tiles, nsa__pack_task, jobs);
@@ -3587,7 +3653,7 @@ static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, 
                             int r) {
     const nsa__attend_plan *p = job->plan;
     return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
-                    job->kv_head * p->group + r % p->group);
+                    job->head * p->group + r % p->group);
 }
 
 /* Loads the rows of a task's queries, times factor, with zeros up to `wide`. A row with a
@@ -3675,8 +3741,9 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
                                       nsa_real *scores) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
-    int visible = nsa_cmp_visible(d, query), size = nsa__stencil_size(d);
-    int candidates = nsa_slc_candidates(d, query), step = d->slc_block / d->cmp_stride;
+    int visible = nsa__cmp_visible(d, job->seq.tokens, query), size = nsa__stencil_size(d);
+    int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
+        step = d->slc_block / d->cmp_stride;
     int sums = d->score_map == NSA_SCORE_OVERLAP_SUM;
     int64_t first = -(int64_t)nsa__stencil_lead(d); /* of block j, in compressed blocks */
     for (int j = 0; j < candidates; j++, first += step) {
@@ -3697,10 +3764,10 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
 static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int query,
                               const nsa_real *scores) {
     const nsa__attend_plan *p = job->plan;
-    int n = nsa_slc_candidates(p->d, query);
+    int n = nsa__slc_candidates(p->d, job->seq.tokens, query);
     if (!x->data) return;
-    nsa_real *to = (nsa_real *)nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first,
-                                        job->kv_head);
+    nsa_real *to =
+        (nsa_real *)nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first, job->head);
     memcpy(to, scores, (size_t)n * sizeof *to);
     for (int j = n; j < nsa_slc_count(p->d, p->d->tokens); j++) to[j] = nsa__minus_infinity();
 }
@@ -3712,18 +3779,19 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
     const nsa__attend_plan *p = job->plan;
     int group = p->group;
     for (int a = 0; a < it->queries; a++) {
-        int query = it->first + a, visible = nsa_cmp_visible(p->d, query), nonfinite = 0;
+        int query = it->first + a, nonfinite = 0;
+        int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
+        int candidates = nsa__slc_candidates(p->d, job->seq.tokens, query);
         p->tiles->probability(group, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
                               (ptrdiff_t)f->stride, lse2 + (ptrdiff_t)a * group,
                               f->s + (ptrdiff_t)a * group * f->stride, f->p_cmp);
         nsa__scores(job, query, f->p_cmp, f->scores);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
-        for (int j = 0; nonfinite && j < nsa_slc_candidates(p->d, query); j++) f->scores[j] = 0;
+        for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
         int64_t row = job->seq.row + query - job->seq.first;
         nsa__store_scores(job, &p->options.select->scores, query, f->scores);
-        nsa__rank(
-            f->scores, query, p->d, p->tiles,
-            (int32_t *)nsa__row(&p->options.select->blocks, job->seq.batch, row, job->kv_head));
+        nsa__rank(f->scores, candidates, p->d, p->tiles,
+                  (int32_t *)nsa__row(&p->options.select->blocks, job->seq.batch, row, job->head));
     }
 }
 
@@ -3888,7 +3956,8 @@ static void nsa__forward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
 /* Plans for `x`, which is NULL in a size query. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
                                           nsa__branch branch, nsa__attend_options options) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch);
+    nsa__attend_plan p =
+        nsa__attend_plan_of(x, NULL, d, branch, branch == NSA__SLC || options.select != NULL);
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__forward f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
@@ -4060,7 +4129,7 @@ static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
     const nsa__head_job *job = nsa__job_of(turns->context, &index);
     const nsa__attend_plan *p = job->plan;
     int64_t end = nsa__min((index + 1) * p->task_queries, job->seq.count - job->skipped);
-    int keys = nsa__span_end(p, job->seq.first + job->skipped + (int)end - 1);
+    int keys = nsa__span_end(job, job->seq.first + job->skipped + (int)end - 1);
     nsa__write(&place->follows, index ? place->task - job->heads : -1);
     nsa__write(&place->tile, (int)nsa__max(0, keys - 1) / p->tile);
 }
@@ -4098,8 +4167,11 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
 }
 
 /* Zeroes the sums of the tiles that this head's queries see. */
+/* Heads that share a kv head add to the same sums, one after another: the first clears them, the
+   last adds them to dx. */
 static void nsa__key_gradient_clear(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
+    if (job->head % p->sharers) return;
     ptrdiff_t begin = (ptrdiff_t)job->tile_begin, tiles = job->tile_end - begin,
               key = begin * p->tile;
     size_t keys = (size_t)tiles * (size_t)p->tile;
@@ -4126,6 +4198,7 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
     const nsa__attend_plan *p = job->plan;
     int tile = job->tile_begin + (int)index;
     (void)scratch;
+    if (job->head % p->sharers != p->sharers - 1) return;
     if (job->listed && !job->listed[tile]) return;
     /* q was loaded times scale log2(e) */
     nsa__key_gradient_add(job, &p->dx->k, tile, (nsa_real)NSA__LN2, job->dk, p->d->dim, p->wide);
@@ -4162,7 +4235,7 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
 /* Plans for `x` and `dx`, which are NULL in a size query. */
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch);
+    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC);
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
@@ -4443,12 +4516,13 @@ static void nsa__rank_task(const void *context, int64_t index, void *scratch) {
     nsa_real *scores = (nsa_real *)scratch;
     int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__RANK_QUERIES);
     for (int64_t t = index * NSA__RANK_QUERIES; t < end; t++)
-        for (int head = 0; head < job->d->kv_heads; head++) {
-            int query = job->seq.first + (int)t, n = nsa_slc_candidates(job->d, query);
+        for (int head = 0; head < nsa__list_heads(job->d); head++) {
+            int query = job->seq.first + (int)t;
+            int n = nsa__slc_candidates(job->d, job->seq.tokens, query);
             int64_t row = job->seq.row + t;
             nsa__load(scores, x->scores.dtype, nsa__row(&x->scores, job->seq.batch, row, head), n);
             nsa__order(scores, n);
-            nsa__rank(scores, query, job->d, job->tiles,
+            nsa__rank(scores, n, job->d, job->tiles,
                       (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, head));
         }
 }
@@ -4471,11 +4545,11 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__check_view(&x->scores,
-                               nsa__query_shape(d, d->kv_heads, nsa_slc_count(d, d->tokens)),
+                               nsa__query_shape(d, nsa__list_heads(d), nsa_slc_count(d, d->tokens)),
                                nsa__floats(), 0, NSA__AT_scores));
     NSA__CHECK(nsa__check_view(&x->blocks,
-                               nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d)), NSA__INTS,
-                               1, NSA__AT_blocks));
+                               nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
+                               NSA__INTS, 1, NSA__AT_blocks));
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
     job.x = x;
     job.d = d;
@@ -4534,7 +4608,7 @@ static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
 /* x has what cmp's forward reads of q, k and lse. */
 static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *select,
                                          const nsa_desc *d) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP);
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP, 1);
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__selecting f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
@@ -4576,14 +4650,14 @@ NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
 
 /* Scores as an output, which may be absent. */
 static nsa_status nsa__check_scores(const nsa_tensor *scores, const nsa_desc *d) {
-    nsa__shape shape = nsa__query_shape(d, d->kv_heads, nsa_slc_count(d, d->tokens));
+    nsa__shape shape = nsa__query_shape(d, nsa__list_heads(d), nsa_slc_count(d, d->tokens));
     return scores->data ? nsa__check_view(scores, shape, nsa__real_dtypes(), 1, NSA__AT_scores)
                         : NSA_OK;
 }
 
 static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
                                     const nsa__attend_fields *at) {
-    nsa__shape lists = nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d));
+    nsa__shape lists = nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d));
     NSA__CHECK(
         nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
     NSA__CHECK(nsa__check_view(&x->k, nsa__cmp_shape(d, d->dim), nsa__floats(), 0, at->k));
@@ -4656,7 +4730,7 @@ static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, con
                              int a, int tile) {
     const nsa__attend_plan *p = job->plan;
     int query = f->iter.first + a, begin = tile * p->tile, block = p->d->slc_block;
-    int end = (int)nsa__min(begin + (int64_t)p->tile, query + 1);
+    int end = (int)nsa__min(begin + (int64_t)p->tile, nsa__span_end(job, query));
     nsa_real token[NSA__TILE] = {0};
     for (int g = 0; g < p->group; g++) {
         nsa_real weight = 1;
@@ -4679,17 +4753,18 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
                             int a) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
-    int query = f->iter.first + a, n = nsa_slc_candidates(d, query), nonfinite = 0;
+    int query = f->iter.first + a, nonfinite = 0, tokens = nsa__span_end(job, query);
+    int n = nsa_slc_count(d, tokens);
     int64_t row = job->seq.row + query - job->seq.first;
     nsa_real *scores = f->scores + a * f->stride;
     for (int j = 0; x->pool == NSA_POOL_MEAN && j < n; j++)
-        scores[j] /= (nsa_real)nsa__min(d->slc_block, query + 1 - (int64_t)j * d->slc_block);
+        scores[j] /= (nsa_real)nsa__min(d->slc_block, tokens - (int64_t)j * d->slc_block);
     for (int g = 0; g < p->group; g++) nonfinite |= f->nonfinite[a * p->group + g];
     if (nonfinite) memset(scores, 0, (size_t)n * sizeof *scores);
     nsa__store_scores(job, &x->scores, query, scores);
     nsa__order(scores, n);
-    nsa__rank(scores, query, d, p->tiles,
-              (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->kv_head));
+    nsa__rank(scores, n, d, p->tiles,
+              (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->head));
 }
 
 static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
@@ -4736,7 +4811,7 @@ static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
 }
 
 static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE);
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE, 1);
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
@@ -4767,7 +4842,8 @@ static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
         NSA__CHECK(nsa__check_view(&x->weights, nsa__query_shape(d, d->heads, 1), nsa__floats(), 0,
                                    NSA__AT_weights));
     NSA__CHECK(nsa__check_scores(&x->scores, d));
-    return nsa__check_view(&x->blocks, nsa__query_shape(d, d->kv_heads, nsa_block_list_width(d)),
+    return nsa__check_view(&x->blocks,
+                           nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
                            NSA__INTS, 1, NSA__AT_blocks);
 }
 
@@ -4962,6 +5038,7 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
    equal too, win computes them and slc copies the result. */
 static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
     int64_t window = (int64_t)d->window + (d->window_rule != NSA_WINDOW_COUNTS_SELF);
+    if (d->mask == NSA_MASK_NONE) return 0;
     if (!nsa__same_view(&x->k_slc, &x->k_win) || !nsa__same_view(&x->v_slc, &x->v_win)) return 0;
     if (nsa__tile_size(d, NSA__SLC) != NSA__TILE || x->out_slc.dtype != x->out_win.dtype) return 0;
     return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
@@ -5160,7 +5237,7 @@ static int nsa__shared_gradient_prefix(const nsa_attention *dx, const nsa_attent
         return 0;
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count && seq.first + t < prefix; t++)
-            for (int head = 0; head < d->kv_heads; head++) {
+            for (int head = 0; head < nsa__list_heads(d); head++) {
                 const int32_t *list =
                     (const int32_t *)nsa__row(&x->blocks, seq.batch, seq.row + t, head);
                 if (list[nsa_slc_candidates(d, seq.first + t) - 1] < 0) return 0;
@@ -5320,6 +5397,8 @@ static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
 
 static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
     NSA__CHECK(nsa__check_geometry(d));
+    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
+    if (nsa__list_heads(d) != d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
     if ((unsigned)dtype > NSA_I32 || !(nsa__floats() >> dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
     return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;

@@ -76,7 +76,7 @@ static inline numbers numbers_reference(const branch *br, const nsa_desc *d, con
         unsigned char *mask =
             br->keys == BRANCH_CMP ? ref_mask_cmp(&r)
             : br->keys == BRANCH_SLC
-                ? ref_mask_slc(&r, in->blocks + row * (size_t)(d->kv_heads * width))
+                ? ref_mask_slc(&r, in->blocks + row * (size_t)(list_heads_of(d) * width))
             : br->keys == BRANCH_WIN ? ref_mask_win(&r)
                                      : ref_mask_dense(&r);
         ref_attend x = {prec,
@@ -92,7 +92,8 @@ static inline numbers numbers_reference(const branch *br, const nsa_desc *d, con
                         in->k + k,
                         in->v + v,
                         n.out + o,
-                        n.lse + row * (size_t)d->heads};
+                        n.lse + row * (size_t)d->heads,
+                        br->keys == BRANCH_SLC ? list_heads_of(d) : 0};
         ref_attend_grad dx = {dout + o, n.dq + q, n.dk + k, n.dv + v,
                               dlse ? dlse + row * (size_t)d->heads : NULL};
         ref_attend_forward(&x);
@@ -143,7 +144,7 @@ static inline problem problem_new(const branch *br, const nsa_desc *d, const num
         tensor_put(&p.dout, n->dout);
     tensor_put(&p.dq, start), tensor_put(&p.dk, start), tensor_put(&p.dv, start);
     if (br->keys == BRANCH_SLC) {
-        p.blocks = tensor_of("blocks", LAYOUT_OF(3), NSA_I32, d, 0, d->kv_heads, width, 1);
+        p.blocks = tensor_of("blocks", LAYOUT_OF(3), NSA_I32, d, 0, list_heads_of(d), width, 1);
         tensor_put_i32(&p.blocks, n->blocks);
         p.x.blocks = view_from(p.blocks.view, 0, d->first, 0);
     }

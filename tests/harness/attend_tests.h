@@ -246,7 +246,7 @@ static inline numbers numbers_of_sequence(const branch *br, const nsa_desc *d, c
     one.q += row * (size_t)d->dim, one.dout += row * (size_t)d->dim_v;
     if (n->dlse) one.dlse += row;
     one.k += key * (size_t)d->dim, one.v += key * (size_t)d->dim_v;
-    if (n->blocks) one.blocks += p.row[b] * d->kv_heads * width;
+    if (n->blocks) one.blocks += p.row[b] * list_heads_of(d) * width;
     one.nlse = (size_t)(tokens * d->heads), one.nq = one.nlse * (size_t)d->dim,
     one.nout = one.nlse * (size_t)d->dim_v;
     one.nk = keys * (size_t)d->dim, one.nv = keys * (size_t)d->dim_v;
@@ -302,9 +302,11 @@ static inline void test_slices(const branch *br, const geometry *g, nsa_dtype dt
     }
     for (int hk = 0; hk < d.kv_heads; hk++) {
         int G = d.heads / d.kv_heads;
-        s.d = d, s.d.heads = s.d.gate_heads = G, s.d.kv_heads = 1;
+        int lists = list_heads_of(&d) / d.kv_heads;
+        s.d = d, s.d.heads = s.d.gate_heads = G, s.d.kv_heads = 1, s.d.list_heads = lists;
         s.x.q = view_from(x.q, 0, 0, hk * G), s.x.out = view_from(x.out, 0, 0, hk * G);
-        s.x.lse = view_from(x.lse, 0, 0, hk * G), s.x.blocks = view_from(x.blocks, 0, 0, hk);
+        s.x.lse = view_from(x.lse, 0, 0, hk * G),
+        s.x.blocks = view_from(x.blocks, 0, 0, hk * lists);
         s.x.k = view_from(x.k, 0, 0, hk), s.x.v = view_from(x.v, 0, 0, hk);
         s.dx = dx, s.dx.q.data = NULL, s.dx.out = view_from(dx.out, 0, 0, hk * G);
         s.dx.k = view_from(dx.k, 0, 0, hk), s.dx.v = view_from(dx.v, 0, 0, hk);
@@ -387,7 +389,7 @@ static inline numbers numbers_changed_after(const branch *br, const nsa_desc *d,
                                             int t, nsa_dtype dtype) {
     numbers m = *n, other = numbers_new(br, d, dtype, 99);
     size_t row = (size_t)((t + 1) * d->heads),
-           width = (size_t)(d->kv_heads * nsa_block_list_width(d));
+           width = (size_t)(list_heads_of(d) * nsa_block_list_width(d));
     size_t key = (size_t)((br->keys == BRANCH_CMP ? nsa_cmp_visible(d, t) : t + 1) * d->kv_heads);
     m.q = copy_numbers(n->q, n->nq), m.dout = copy_numbers(n->dout, n->nout);
     m.k = copy_numbers(n->k, n->nk), m.v = copy_numbers(n->v, n->nv);
@@ -863,6 +865,34 @@ static inline void test_all(const branch *br, amount a) {
     if (!CHECKS_CUDA) test_absent_isa(br);
 }
 
+/* Not causal, and lists by query head: the same questions, of a few geometries each. */
+static inline void test_options(const branch *br, amount a) {
+    static const char *const shapes[] = {"small",       "G 6, D 80",   "G 2, D 24",
+                                         "D 192 / 128", "varlen four", "varlen empty"};
+    for (int option = 1; option < 4; option++) {
+        case_options.mask = option & 1 ? NSA_MASK_NONE : NSA_MASK_CAUSAL;
+        case_options.lists_by_head = option >> 1;
+        if (case_options.lists_by_head && br->keys != BRANCH_SLC) continue;
+        for (int i = 0; i < COUNT(shapes); i += a == WHOLE ? 1 : 2) {
+            const geometry *g = shape(shapes[i]);
+            nsa_dtype dtype = dtypes[(i + option) % COUNT(dtypes)];
+            if (attend_refused(br, g)) continue;
+            test_reference(br, g, dtype, (uint64_t)(1000 + 10 * i + option), NULL,
+                           option == 1   ? ", not causal"
+                           : option == 2 ? ", lists by head"
+                                         : ", not causal, lists by head",
+                           ALL);
+            test_deterministic(br, g, dtype);
+            test_slices(br, g, dtype);
+            test_alone(br, g, dtype);
+        }
+#ifdef CHECK_F64
+        for (int i = 0; i < COUNT(tiny_geometries); i++) test_gradcheck(br, &tiny_geometries[i]);
+#endif
+    }
+    memset(&case_options, 0, sizeof case_options);
+}
+
 /* The geometries that take the reference minutes. */
 static inline void test_large(const branch *br) {
     for (int i = 0; i < COUNT(large_geometries); i++)
@@ -874,7 +904,7 @@ static inline int attend_main(const branch *br, const char *program, int argc, c
     if (asked(argc, argv, "slow"))
         test_large(br);
     else
-        test_all(br, asked_amount(argc, argv));
+        test_all(br, asked_amount(argc, argv)), test_options(br, asked_amount(argc, argv));
     return check_done(program);
 }
 

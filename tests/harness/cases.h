@@ -112,6 +112,12 @@ static inline const geometry *shape(const char *name) {
     exit(EXIT_FAILURE);
 }
 
+/* Options that desc_of gives every geometry; a test that sets them sets them back. */
+static struct {
+    nsa_mask mask;
+    int lists_by_head; /* every query head has a list of its own */
+} case_options;
+
 static inline nsa_desc desc_of(const geometry *g) {
     nsa_desc d = nsa_desc_default(g->B, g->T, g->H, g->Hk, g->Dk);
     d.dim_v = g->Dv;
@@ -120,6 +126,8 @@ static inline nsa_desc desc_of(const geometry *g) {
     d.slc_block = g->slc_block, d.slc_count = g->n, d.slc_init = g->init, d.slc_local = g->local;
     d.window = g->w;
     d.scale = g->scale;
+    d.mask = case_options.mask;
+    if (case_options.lists_by_head) d.list_heads = d.heads;
     return d;
 }
 
@@ -222,14 +230,15 @@ static inline double *copy_numbers(const double *x, size_t n) {
    the candidates, empty and full ones among them. */
 static inline int32_t *random_blocks(const nsa_desc *d, uint64_t seed) {
     plan p = plan_of(d);
-    int width = nsa_block_list_width(d);
-    int32_t *blocks = (int32_t *)check_alloc((size_t)p.rows * (size_t)(d->kv_heads * width) * 4);
-    for (int i = 0; i < p.rows * d->kv_heads * width; i++) blocks[i] = -1;
+    int width = nsa_block_list_width(d), heads = list_heads_of(d);
+    int32_t *blocks = (int32_t *)check_alloc((size_t)p.rows * (size_t)(heads * width) * 4);
+    for (int i = 0; i < p.rows * heads * width; i++) blocks[i] = -1;
     for (int b = 0; b < p.sequences; b++)
         for (int t = 0; t < p.length[b]; t++)
-            for (int hk = 0; hk < d->kv_heads; hk++) {
-                int row = (p.row[b] + t) * d->kv_heads + hk, slot = 0,
-                    candidates = t / d->slc_block + 1;
+            for (int h = 0; h < heads; h++) {
+                int row = (p.row[b] + t) * heads + h, slot = 0,
+                    last = d->mask == NSA_MASK_NONE ? p.length[b] - 1 : t,
+                    candidates = last / d->slc_block + 1;
                 int room = check_below(4, seed + 1, (uint64_t)row)
                                ? width
                                : check_below(width + 1, seed + 2, (uint64_t)row);

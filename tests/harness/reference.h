@@ -69,6 +69,8 @@ typedef struct ref_desc {
     int cmp_block, cmp_stride, slc_block, slc_count, slc_init, slc_local, window;
     int forced_on_top, score_max, window_before_self; /* options, 0 is the paper */
     double scale;                                     /* never 0 here */
+    int not_causal;                                   /* every key is seen, no block forced */
+    int list_heads;                                   /* heads with lists, a multiple of kv_heads */
 } ref_desc;
 
 /* Block i exists if all of its tokens do. */
@@ -87,13 +89,13 @@ static inline int ref_slc_count(const ref_desc *d, int tokens) {
 /* Query t sees compressed block i if no token of the block lies after t. */
 static inline int ref_cmp_sees(const ref_desc *d, int t, int i) {
     for (int s = i * d->cmp_stride; s < i * d->cmp_stride + d->cmp_block; s++)
-        if (s > t) return 0;
+        if (s > t && !d->not_causal) return 0;
     return 1;
 }
 
 static inline int ref_win_sees(const ref_desc *d, int t, int s) {
     int before = d->window_before_self ? d->window : d->window - 1;
-    return s <= t && s >= t - before;
+    return (s <= t || (d->not_causal && s <= t + before)) && s >= t - before;
 }
 
 /* M(i, j): the tokens that lie in both, counted one by one, in strides. */
@@ -105,10 +107,10 @@ static inline int ref_overlap(const ref_desc *d, int i, int j) {
 }
 
 static inline int ref_list_width(const ref_desc *d) {
-    return d->slc_count + (d->forced_on_top ? d->slc_init + d->slc_local : 0);
+    return d->slc_count + (d->forced_on_top && !d->not_causal ? d->slc_init + d->slc_local : 0);
 }
 
-/* ---- Masks: mask[T][Hk][keys] is 1 where the query sees the key ---- */
+/* ---- Masks: mask[T][Hk][keys], for slc [T][heads with lists][keys], is 1 where the query sees the key ---- */
 
 static inline unsigned char *ref_mask(size_t n) {
     unsigned char *m = (unsigned char *)calloc(n ? n : 1, 1);
@@ -141,21 +143,23 @@ static inline unsigned char *ref_mask_dense(const ref_desc *d) {
     unsigned char *m = ref_mask(T * (size_t)d->kv_heads * T);
     for (int t = 0, row = 0; t < d->tokens; t++)
         for (int hk = 0; hk < d->kv_heads; hk++, row++)
-            for (size_t s = 0; s <= (size_t)t; s++) m[(size_t)row * T + s] = 1;
+            for (size_t s = 0; s < T; s++)
+                if (s <= (size_t)t || d->not_causal) m[(size_t)row * T + s] = 1;
     return m;
 }
 
-/* blocks[T][Hk][width], -1 where there is none. */
+/* blocks[T][heads with lists][width], -1 where there is none. */
 static inline unsigned char *ref_mask_slc(const ref_desc *d, const int32_t *blocks) {
     size_t T = (size_t)d->tokens;
     int width = ref_list_width(d);
-    unsigned char *m = ref_mask(T * (size_t)d->kv_heads * T);
+    unsigned char *m = ref_mask(T * (size_t)d->list_heads * T);
     for (int t = 0, row = 0; t < d->tokens; t++)
-        for (int hk = 0; hk < d->kv_heads; hk++, row++)
+        for (int h = 0; h < d->list_heads; h++, row++)
             for (int slot = 0; slot < width; slot++) {
                 int32_t j = blocks[(size_t)row * (size_t)width + (size_t)slot];
-                for (int s = 0; j >= 0 && s <= t; s++)
-                    if (s / d->slc_block == j) m[(size_t)row * T + (size_t)s] = 1;
+                for (int s = 0; j >= 0 && s < d->tokens; s++)
+                    if (s / d->slc_block == j && (s <= t || d->not_causal))
+                        m[(size_t)row * T + (size_t)s] = 1;
             }
     return m;
 }
@@ -170,6 +174,7 @@ typedef struct ref_attend {
     const double *q;           /* [queries][H][Dk] */
     const double *k, *v;       /* [keys][Hk][Dk], [keys][Hk][Dv] */
     double *out, *lse;         /* [queries][H][Dv], [queries][H] */
+    int mask_heads;            /* heads of the mask; 0: kv_heads */
 } ref_attend;
 
 typedef struct ref_attend_grad {
@@ -204,7 +209,8 @@ static inline ref_rows ref_rows_of(const ref_attend *x, int t, int h) {
     r.query = (size_t)t * (size_t)x->heads + (size_t)h;
     r.head = (size_t)(h / (x->heads / x->kv_heads));
     r.q = x->q + r.query * (size_t)x->dim;
-    r.mask = x->mask + ((size_t)t * (size_t)x->kv_heads + r.head) * (size_t)x->keys;
+    int masks = x->mask_heads ? x->mask_heads : x->kv_heads;
+    r.mask = x->mask + (size_t)(t * masks + h / (x->heads / masks)) * (size_t)x->keys;
     return r;
 }
 
@@ -359,24 +365,26 @@ static inline void ref_p_cmp(const ref_desc *d, int t, int h, const double *q, c
                              const double *lse, double *group) {
     size_t query = (size_t)t * (size_t)d->heads + (size_t)h;
     size_t hk = (size_t)(h / (d->heads / d->kv_heads));
-    for (int i = 0; i < ref_cmp_count(d, t + 1); i++) {
+    for (int i = 0; i < ref_cmp_count(d, d->tokens); i++) {
+        if (!ref_cmp_sees(d, t, i)) continue;
         const double *k = k_cmp + ((size_t)i * (size_t)d->kv_heads + hk) * (size_t)d->dim;
         group[i] +=
             exp(d->scale * ref_dot(REF_F64, q + query * (size_t)d->dim, k, d->dim) - lse[query]);
     }
 }
 
-/* scores[T][Hk][J]: p_cmp summed over the heads of a group, mapped to selection blocks: by overlap,
+/* scores[T][heads with lists][J]: p_cmp summed over the heads of a list, mapped to selection blocks: by overlap,
    or the largest of the blocks that overlap. lse[T][H] belongs to q and k_cmp. */
 static inline void ref_scores(const ref_desc *d, const double *q, const double *k_cmp,
                               const double *lse, double *scores) {
     int N = ref_cmp_count(d, d->tokens), J = ref_slc_count(d, d->tokens),
-        G = d->heads / d->kv_heads;
+        G = d->heads / d->list_heads;
     double *group = ref_zeros((size_t)N);
     for (int t = 0; t < d->tokens; t++)
-        for (int hk = 0; hk < d->kv_heads; hk++) {
+        for (int list = 0; list < d->list_heads; list++) {
             for (int i = 0; i < N; i++) group[i] = 0;
-            for (int h = hk * G; h < (hk + 1) * G; h++) ref_p_cmp(d, t, h, q, k_cmp, lse, group);
+            for (int h = list * G; h < (list + 1) * G; h++)
+                ref_p_cmp(d, t, h, q, k_cmp, lse, group);
             for (int j = 0; j < J; j++) {
                 double score = 0;
                 for (int i = 0; i < N; i++) {
@@ -386,7 +394,7 @@ static inline void ref_scores(const ref_desc *d, const double *q, const double *
                     else if (overlap && group[i] > score)
                         score = group[i];
                 }
-                scores[((size_t)t * (size_t)d->kv_heads + (size_t)hk) * (size_t)J + (size_t)j] =
+                scores[((size_t)t * (size_t)d->list_heads + (size_t)list) * (size_t)J + (size_t)j] =
                     score;
             }
         }
@@ -397,7 +405,7 @@ static inline void ref_scores(const ref_desc *d, const double *q, const double *
  * own? */
 static inline int ref_forced(const ref_desc *d, int t, int j) {
     int own = t / d->slc_block;
-    return j <= own && (j < d->slc_init || j > own - d->slc_local);
+    return !d->not_causal && j <= own && (j < d->slc_init || j > own - d->slc_local);
 }
 
 /* Does block a, of score x, go before block b, of score y? */
@@ -409,7 +417,8 @@ static inline int ref_before(double x, int a, double y, int b) {
 
 /* list[width]: forced blocks, then the best of the rest one after the other, written ascending. */
 static inline void ref_rank(const ref_desc *d, int t, const double *scores, int32_t *list) {
-    int candidates = t / d->slc_block + 1, width = ref_list_width(d), forced = 0;
+    int candidates = d->not_causal ? ref_slc_count(d, d->tokens) : t / d->slc_block + 1;
+    int width = ref_list_width(d), forced = 0;
     unsigned char *chosen = ref_mask((size_t)candidates);
     for (int j = 0; j < candidates; j++) forced += chosen[j] = (unsigned char)ref_forced(d, t, j);
     int rest = d->forced_on_top ? d->slc_count : d->slc_count - forced;
@@ -426,11 +435,11 @@ static inline void ref_rank(const ref_desc *d, int t, const double *scores, int3
     free(chosen);
 }
 
-/* blocks[T][Hk][width] of scores[T][Hk][J]. */
+/* blocks[T][heads with lists][width] of scores[T][heads with lists][J]. */
 static inline void ref_select(const ref_desc *d, const double *scores, int32_t *blocks) {
     int J = ref_slc_count(d, d->tokens), width = ref_list_width(d);
     for (int t = 0, row = 0; t < d->tokens; t++)
-        for (int hk = 0; hk < d->kv_heads; hk++, row++)
+        for (int list = 0; list < d->list_heads; list++, row++)
             ref_rank(d, t, scores + (size_t)row * (size_t)J, blocks + (size_t)row * (size_t)width);
 }
 
@@ -443,19 +452,22 @@ typedef struct ref_scorer {
     const double *weights; /* [T][H], or NULL: 1 */
 } ref_scorer;
 
-/* scores[T][Hk][J], J blocks of T tokens: for every token that t sees the weighted sum over the
+/* scores[T][heads with lists][J], J blocks of T tokens: for every token that t sees the weighted sum over the
    heads of a group; then over the tokens of a block that t sees. -inf where t sees none. */
 static inline void ref_token_scores(const ref_desc *d, const ref_scorer *x, double *scores) {
-    int J = ref_slc_count(d, d->tokens), G = d->heads / d->kv_heads;
-    for (int row = 0; row < d->tokens * d->kv_heads; row++) {
-        int t = row / d->kv_heads, hk = row % d->kv_heads;
+    int J = ref_slc_count(d, d->tokens), G = d->heads / d->list_heads;
+    for (int row = 0; row < d->tokens * d->list_heads; row++) {
+        int t = row / d->list_heads, list = row % d->list_heads;
+        int hk = list / (d->list_heads / d->kv_heads);
         double *of_block = scores + (size_t)row * (size_t)J;
         for (int j = 0; j < J; j++) {
             double sum = 0, largest = -INFINITY;
             int n = 0;
-            for (int s = j * d->slc_block; s < (j + 1) * d->slc_block && s <= t; s++, n++) {
+            for (int s = j * d->slc_block; s < (j + 1) * d->slc_block && s < d->tokens; s++) {
+                if (s > t && !d->not_causal) continue;
+                n++;
                 double token = 0;
-                for (int h = hk * G; h < (hk + 1) * G; h++) {
+                for (int h = list * G; h < (list + 1) * G; h++) {
                     size_t query = (size_t)(t * d->heads + h);
                     double dot =
                         ref_dot(x->prec, x->q + query * (size_t)d->dim,

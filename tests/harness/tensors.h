@@ -224,6 +224,11 @@ typedef struct plan {
         cmp_count[PLAN_SEQUENCES];
 } plan;
 
+/* Heads that have block lists. */
+static inline int list_heads_of(const nsa_desc *d) {
+    return d->list_heads ? d->list_heads : d->kv_heads;
+}
+
 static inline ref_desc ref_desc_of(const nsa_desc *d, int tokens) {
     ref_desc r;
     memset(&r, 0, sizeof r);
@@ -235,6 +240,8 @@ static inline ref_desc ref_desc_of(const nsa_desc *d, int tokens) {
     r.forced_on_top = d->forced == NSA_FORCED_ON_TOP;
     r.score_max = d->score_map == NSA_SCORE_OVERLAP_MAX;
     r.window_before_self = d->window_rule == NSA_WINDOW_BEFORE_SELF;
+    r.not_causal = d->mask == NSA_MASK_NONE;
+    r.list_heads = list_heads_of(d);
     r.scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     return r;
 }
