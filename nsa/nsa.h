@@ -523,8 +523,8 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
 
 /* The ranking of every query and list at once. */
 typedef struct nsa_rank {
-    nsa_tensor
-        scores; /* (B, count, list heads, nsa_slc_count(T)): of the candidates, others are not read */
+    nsa_tensor scores; /* (B, count, list heads, nsa_slc_count(T)): of the candidates; others are
+                          not read */
     nsa_tensor
         blocks; /* out: (B, count, list heads, nsa_block_list_width) i32, as nsa_select_blocks' */
 } nsa_rank;
@@ -1449,7 +1449,7 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
       "dim_v; on CUDA dims and hidden are multiples of 8 and dims at most NSA_CUDA_MAX_DIM")       \
     X(NSA_ERROR_HEADS,                                                                             \
       "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads, list_heads 0 "  \
-      "or a multiple of kv_heads that divides heads")                                              \
+      "or a multiple of kv_heads that divides heads (on CUDA and in a cache kv_heads)")            \
     X(NSA_ERROR_CMP_STRIDE, "cmp_stride must divide cmp_block")                                    \
     X(NSA_ERROR_SLC_BLOCK,                                                                         \
       "slc_block must be a multiple of cmp_stride and at least cmp_block, on "                     \
@@ -1460,7 +1460,8 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens")                \
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
-    X(NSA_ERROR_OPTION, "not a value of this option's enum")                                       \
+    X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \
+                        "(mask on CUDA and in a cache)")                                           \
     X(NSA_ERROR_SCALE, "must be finite and at most 1e38")                                          \
     X(NSA_ERROR_ISA, "this machine or this build has no such instruction set")                     \
     X(NSA_ERROR_BLOCKS, "a block list must hold candidates of its query, ascending, no "           \

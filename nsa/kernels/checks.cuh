@@ -68,6 +68,10 @@ static inline unsigned nsa__cuda_one_dtype(nsa_dtype dtype) {
         break;                                                                     \
     }
 
+static inline int nsa__cuda_list_heads(const nsa_desc *d) {
+    return d->list_heads ? d->list_heads : d->kv_heads;
+}
+
 /* begins lie on the device: nsa_desc_check sees a batch of full length instead. */
 static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
@@ -75,6 +79,9 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     host.begins = NULL;
     host.isa = NSA_ISA_DETECT;
     NSA__CHECK(nsa_desc_check(&host));
+    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
+    if (nsa__cuda_list_heads(d) != d->kv_heads)
+        return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
     if (d->dim % 8 || d->dim > NSA_CUDA_MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
     if (d->dim_v % 8 || d->dim_v > NSA_CUDA_MAX_DIM)
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim_v);

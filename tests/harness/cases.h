@@ -161,6 +161,8 @@ static const nsa_isa isas[] = {NSA_ISA_DETECT, NSA_ISA_PLAIN, NSA_ISA_SSE2,   NS
 #endif
 static inline const char *refused_by(const nsa_desc *d) {
     if (!CHECKS_CUDA) return NULL;
+    if (d->mask != NSA_MASK_CAUSAL) return "mask";
+    if (d->list_heads && d->list_heads != d->kv_heads) return "list_heads";
     if (d->dim % 8 || d->dim > NSA_CUDA_MAX_DIM) return "dim";
     if (d->dim_v % 8 || d->dim_v > NSA_CUDA_MAX_DIM) return "dim_v";
     return d->slc_block % 16 || d->slc_block > 128 ? "slc_block" : NULL;

@@ -107,10 +107,12 @@ static inline int ref_overlap(const ref_desc *d, int i, int j) {
 }
 
 static inline int ref_list_width(const ref_desc *d) {
-    return d->slc_count + (d->forced_on_top && !d->not_causal ? d->slc_init + d->slc_local : 0);
+    int forced = d->forced_on_top && !d->not_causal;
+    return d->slc_count + (forced ? d->slc_init + d->slc_local : 0);
 }
 
-/* ---- Masks: mask[T][Hk][keys], for slc [T][heads with lists][keys], is 1 where the query sees the key ---- */
+/* ---- Masks: mask[T][Hk][keys], for slc [T][heads with lists][keys]; 1 where the query sees the key
+   ---- */
 
 static inline unsigned char *ref_mask(size_t n) {
     unsigned char *m = (unsigned char *)calloc(n ? n : 1, 1);
@@ -373,8 +375,9 @@ static inline void ref_p_cmp(const ref_desc *d, int t, int h, const double *q, c
     }
 }
 
-/* scores[T][heads with lists][J]: p_cmp summed over the heads of a list, mapped to selection blocks: by overlap,
-   or the largest of the blocks that overlap. lse[T][H] belongs to q and k_cmp. */
+/* scores[T][heads with lists][J]: p_cmp summed over the heads of a list, mapped to selection
+   blocks: by overlap, or the largest of the blocks that overlap. lse[T][H] belongs to q and
+   k_cmp. */
 static inline void ref_scores(const ref_desc *d, const double *q, const double *k_cmp,
                               const double *lse, double *scores) {
     int N = ref_cmp_count(d, d->tokens), J = ref_slc_count(d, d->tokens),
@@ -452,8 +455,9 @@ typedef struct ref_scorer {
     const double *weights; /* [T][H], or NULL: 1 */
 } ref_scorer;
 
-/* scores[T][heads with lists][J], J blocks of T tokens: for every token that t sees the weighted sum over the
-   heads of a group; then over the tokens of a block that t sees. -inf where t sees none. */
+/* scores[T][heads with lists][J], J blocks of T tokens: for every token that t sees the weighted
+   sum over the heads of a list; then over the tokens of a block that t sees. -inf where t sees
+   none. */
 static inline void ref_token_scores(const ref_desc *d, const ref_scorer *x, double *scores) {
     int J = ref_slc_count(d, d->tokens), G = d->heads / d->list_heads;
     for (int row = 0; row < d->tokens * d->list_heads; row++) {
