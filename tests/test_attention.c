@@ -509,8 +509,9 @@ static void test_full(void) {
     unsigned char *mask = ref_mask_dense(&r);
     size_t n = tensor_count(&p.x[at.branch[1]]);
     double *out = ref_zeros(n), *lse = ref_zeros((size_t)(d.tokens * d.heads));
-    ref_attend a = {REF_F64, d.tokens, d.tokens,   d.heads,        d.kv_heads,     d.dim, d.dim_v,
-                    r.scale, mask,     in.x[at.q], in.x[at.k_slc], in.x[at.v_slc], out,   lse};
+    ref_attend a = {REF_F64,        d.tokens,       d.tokens, d.heads, d.kv_heads,
+                    d.dim,          d.dim_v,        r.scale,  mask,    in.x[at.q],
+                    in.x[at.k_slc], in.x[at.v_slc], out,      lse,     0};
     ref_attend_forward(&a);
     suite_compare("out_slc", &p.x[at.branch[1]], &d, 1, out, out, 2);
     suite_compare("out_win", &p.x[at.branch[2]], &d, 1, out, out, 2);

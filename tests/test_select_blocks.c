@@ -38,7 +38,8 @@ static void select_lse(const suite *s, const nsa_desc *d, double **x) {
                         x[SLOT_K] + p.cmp_row[b] * d->kv_heads * d->dim,
                         zeros,
                         out,
-                        x[SLOT_LSE] + p.row[b] * d->heads};
+                        x[SLOT_LSE] + p.row[b] * d->heads,
+                        0};
         ref_attend_forward(&a);
         free(mask), free(zeros), free(out);
     }

@@ -334,7 +334,8 @@ static void compare_reference(const call *c, const problem *one) {
                     k,
                     v,
                     out,
-                    want};
+                    want,
+                    0};
     ref_attend_forward(&x);
     for (size_t i = 0; i < n; i++)
         FUZZ_ASSERT(fabs(got[i] - out[i]) <= 1e-4, "%s: out[%zu] %.9g, reference %.9g", c->name, i,

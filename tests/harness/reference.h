@@ -111,8 +111,8 @@ static inline int ref_list_width(const ref_desc *d) {
     return d->slc_count + (forced ? d->slc_init + d->slc_local : 0);
 }
 
-/* ---- Masks: mask[T][Hk][keys], for slc [T][heads with lists][keys]; 1 where the query sees the key
-   ---- */
+/* ---- Masks: mask[T][Hk][keys] is 1 where the query sees the key; slc's has a mask for each head
+   with a list ---- */
 
 static inline unsigned char *ref_mask(size_t n) {
     unsigned char *m = (unsigned char *)calloc(n ? n : 1, 1);
