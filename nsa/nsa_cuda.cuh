@@ -32,12 +32,12 @@
      nsa_cuda_check_blocks leaves its verdict in device memory.
    - Sums are f32 whatever NSA_REAL is; f64 tensors are refused (NSA_ERROR_DTYPE); lse is f32.
    - dim, dim_v, a compress's hidden and rope's dim are multiples of 8 (else NSA_ERROR_SIZE),
-     slc_block is a multiple of 16 in 16 .. 128 (NSA_ERROR_SLC_BLOCK). Rows that are read in bulk
+     slc_block is at most 128 (NSA_ERROR_SLC_BLOCK). Rows that are read in bulk
      (q, k, v, out, cmp, slc, win, x, parameters, their gradients) start at multiples of 16 bytes:
      data (NSA_ERROR_ALIGNMENT) and strides (NSA_ERROR_STRIDE). lse, logits, block lists and
      positions need their element's alignment only.
    - The tensors of an attention, a selection or an mlp have one dtype; gradients have that or f32.
-     Rope, gate, mean and conv take any mixture.
+     Rope, gate, merge, mean and conv take any mixture.
    - With up to four query heads to a kv head slc's workspace has up to 512 MB more (or what 32
      queries take): queries are gathered by the block they read, and what they find is added up.
    - desc.threads and desc.isa are not used.
@@ -119,15 +119,30 @@ nsa_status nsa_cuda_attend_dense_backward(const nsa_attend *dx, const nsa_attend
                                           const nsa_desc *d, void *workspace, size_t bytes,
                                           nsa_cuda_stream stream);
 
+/* ---- Merge ----------------------------------------------------------------------------------- */
+
+nsa_status nsa_cuda_merge_forward(const nsa_merge *x, const nsa_desc *d, nsa_cuda_stream stream);
+nsa_status nsa_cuda_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d,
+                                   nsa_cuda_stream stream);
+
 /* ---- Selection ------------------------------------------------------------------------------- */
 
 size_t nsa_cuda_select_blocks_workspace_size(const nsa_desc *d);
 nsa_status nsa_cuda_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
                                   size_t bytes, nsa_cuda_stream stream);
 
+/* A product that overflows counts as one with a key that is not finite. The workspace holds the
+   scores of some 2048 lists at a time. */
+size_t nsa_cuda_score_blocks_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
+                                 size_t bytes, nsa_cuda_stream stream);
+
 /* scores and list lie on the device. */
 nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const nsa_desc *d, int32_t *list,
                                 nsa_cuda_stream stream);
+
+/* It takes no workspace. */
+nsa_status nsa_cuda_rank_queries(const nsa_rank *x, const nsa_desc *d, nsa_cuda_stream stream);
 
 /* nsa_block_fault for device memory: its reason is a number, and nsa_cuda_block_reason has the
    words. All zeros: the lists are in the form of nsa_select_blocks. */
@@ -209,8 +224,10 @@ nsa_status nsa_cuda_load_decode(const nsa_attention *x, nsa_cache *cache, int co
 #include "kernels/rope.cuh"
 #include "kernels/compress.cuh"
 #include "kernels/attend_branches.cuh"
+#include "kernels/merge.cuh"
 #include "kernels/select_blocks.cuh"
 #include "kernels/select_lists.cuh"
+#include "kernels/score_blocks.cuh"
 #include "kernels/gate.cuh"
 #include "kernels/attention.cuh"
 #include "kernels/decode.cuh"

@@ -89,17 +89,31 @@ static suite suite_of(const merge_case *c, const nsa_desc *d) {
     return s;
 }
 
+/* n zeros, where a device finds them too. */
+static nsa_real *reals(size_t n) {
+    guarded *g = guarded_new("reals", n * sizeof(nsa_real), 16);
+    memset(g->data, 0, g->bytes);
+    return (nsa_real *)g->data;
+}
+
 /* What an attention over both sets of keys gives: slc over the lists' blocks, merged with itself
    over the other blocks, is dense causal attention, with its gradients. */
 static void merge_is_one_softmax(void) {
     enum { T = 96, H = 4, D = 16, BLOCK = 16, BLOCKS = T / BLOCK };
     nsa_desc d = nsa_desc_default(1, T, H, 2, D);
     d.cmp_block = 16, d.cmp_stride = 16, d.slc_block = BLOCK, d.slc_count = BLOCKS;
-    static nsa_real q[T * H * D], k[T * 2 * D], v[T * 2 * D], dout[T * H * D], dlse[T * H];
-    static nsa_real out[4][T * H * D], lse[4][T * H]; /* two parts, merged, dense */
-    static nsa_real dq[2][T * H * D], dk[2][T * 2 * D], dv[2][T * 2 * D];
-    static nsa_real dpart[2][T * H * D], dlse_part[2][T * H];
-    static int32_t lists[2][T * 2 * BLOCKS];
+    nsa_real *q = reals(T * H * D), *k = reals(T * 2 * D), *v = reals(T * 2 * D);
+    nsa_real *dout = reals(T * H * D), *dlse = reals(T * H);
+    nsa_real *out[4], *lse[4]; /* two parts, merged, dense */
+    nsa_real *dq[2], *dk[2], *dv[2], *dpart[2], *dlse_part[2];
+    int32_t *lists[2];
+    for (int i = 0; i < 4; i++) out[i] = reals(T * H * D), lse[i] = reals(T * H);
+    for (int i = 0; i < 2; i++) {
+        dq[i] = reals(T * H * D), dk[i] = reals(T * 2 * D), dv[i] = reals(T * 2 * D);
+        dpart[i] = reals(T * H * D), dlse_part[i] = reals(T * H);
+        lists[i] = (int32_t *)reals(T * 2 * BLOCKS);
+        for (int j = 0; j < T * 2 * BLOCKS; j++) lists[i][j] = -1;
+    }
     const nsa_dtype real = NSA_REAL_DTYPE;
     for (int i = 0; i < T * H * D; i++) {
         q[i] = (nsa_real)check_normal(1, (uint64_t)i);
@@ -110,20 +124,17 @@ static void merge_is_one_softmax(void) {
         v[i] = (nsa_real)check_normal(4, (uint64_t)i);
     }
     for (int i = 0; i < T * H; i++) dlse[i] = (nsa_real)check_normal(5, (uint64_t)i);
-    memset(lists, 0xff, sizeof lists);
     for (int row = 0; row < T * 2; row++)
         for (int j = 0, n[2] = {0, 0}; j <= row / 2 / BLOCK; j++) {
             int part = check_below(2, 6, (uint64_t)(row * BLOCKS + j));
             lists[part][row * BLOCKS + n[part]++] = j;
         }
-    memset(dq, 0, sizeof dq), memset(dk, 0, sizeof dk), memset(dv, 0, sizeof dv);
-    memset(dpart, 0, sizeof dpart), memset(dlse_part, 0, sizeof dlse_part);
     size_t bytes = nsa_attend_slc_backward_workspace_size(&d);
     size_t others[] = {nsa_attend_slc_forward_workspace_size(&d),
                        nsa_attend_dense_forward_workspace_size(&d),
                        nsa_attend_dense_backward_workspace_size(&d)};
     for (int i = 0; i < COUNT(others); i++) bytes = bytes > others[i] ? bytes : others[i];
-    void *work = check_alloc(bytes);
+    void *work = guarded_new("workspace", bytes, 1)->data;
     nsa_attend x[3], dx[3];
     memset(x, 0, sizeof x), memset(dx, 0, sizeof dx);
     for (int i = 0; i < 3; i++) { /* the parts, then dense */
@@ -171,7 +182,7 @@ static void merge_is_one_softmax(void) {
         CHECK_NEAR(pairs[i].name, got, want, (size_t)pairs[i].n, (size_t)pairs[i].width, allowed);
         free(got), free(want);
     }
-    free(work);
+    guards_free();
 }
 
 /* dx filled by copying x holds forward's lse where the incoming gradient goes. */

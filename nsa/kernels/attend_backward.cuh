@@ -67,7 +67,7 @@ struct nsa__cuda_rows_params {
 };
 
 /* dout . out of the branches, added up over a team; whether all of dout is finite. */
-NSA__DEVICE bool nsa__cuda_rows_dot(const nsa__cuda_rows_params &p, const nsa__cuda_gate_place &at,
+NSA__DEVICE bool nsa__cuda_rows_dot(const nsa__cuda_rows_params &p, const nsa__cuda_team_place &at,
                                     int head, float (&dot)[3]) {
     const int64_t t = at.s.row + at.row;
     int finite = 1;
@@ -98,7 +98,7 @@ NSA__DEVICE bool nsa__cuda_rows_dot(const nsa__cuda_rows_params &p, const nsa__c
    lse is NaN where forward met a value that is not finite. */
 static __global__ void
 nsa__cuda_attend_rows_kernel(const NSA_GRID_CONSTANT nsa__cuda_rows_params p) {
-    const nsa__cuda_gate_place at = nsa__cuda_gate_place_of(p.d, p.gate_heads, p.team);
+    const nsa__cuda_team_place at = nsa__cuda_team_place_of(p.d, p.gate_heads, p.team);
     const int64_t t = at.s.row + at.row;
     const int sharers = p.d.heads / p.gate_heads;
     float g[3] = {1, 1, 1}, dg[3] = {0, 0, 0};
@@ -127,10 +127,10 @@ nsa__cuda_attend_rows_kernel(const NSA_GRID_CONSTANT nsa__cuda_rows_params p) {
 
 static nsa_status nsa__cuda_attend_rows(nsa__cuda_rows_params p, cudaStream_t stream) {
     dim3 grid;
-    p.team = nsa__cuda_gate_team(p.d.dim_v);
-    NSA__CHECK(nsa__cuda_gate_grid(&p.d, p.gate_heads, p.team, &grid));
+    p.team = nsa__cuda_team_of(p.d.dim_v);
+    NSA__CHECK(nsa__cuda_team_grid(&p.d, p.gate_heads, p.team, &grid));
     return nsa__cuda_status(
-        NSA_LAUNCH(nsa__cuda_attend_rows_kernel, grid, dim3(NSA__GATE_THREADS), 0, stream, p));
+        NSA_LAUNCH(nsa__cuda_attend_rows_kernel, grid, dim3(NSA__TEAM_THREADS), 0, stream, p));
 }
 
 NSA__DEVICE bool nsa__cuda_is_nan_bits(float x) {

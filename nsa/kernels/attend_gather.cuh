@@ -124,13 +124,6 @@ static int nsa__cuda_gather_chunk(const nsa__cuda_attend_params *params, int wid
     return most > NSA__GATHER_LEAST ? static_cast<int>(most) : NSA__GATHER_LEAST;
 }
 
-/* A view on the query's side without its first `rows` rows; none stays none. */
-static nsa_tensor nsa__cuda_view_from(nsa_tensor x, int64_t rows) {
-    const int64_t bytes = static_cast<int64_t>(nsa__dtype_bytes(x.dtype));
-    if (x.data) x.data = static_cast<char *>(x.data) + rows * x.token * bytes;
-    return x;
-}
-
 static nsa_attend nsa__cuda_queries_from(nsa_attend x, int64_t rows) {
     x.q = nsa__cuda_view_from(x.q, rows);
     x.out = nsa__cuda_view_from(x.out, rows);

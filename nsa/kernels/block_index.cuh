@@ -15,7 +15,7 @@ NSA__DEVICE int nsa__cmp_visible(const nsa_desc &d, int query) {
     return query < d.cmp_block - 1 ? 0 : (query - (d.cmp_block - 1)) / d.cmp_stride + 1;
 }
 NSA__DEVICE int nsa__slc_count(const nsa_desc &d, int tokens) {
-    return (tokens - 1) / d.slc_block + (tokens > 0);
+    return tokens < 1 ? 0 : (tokens - 1) / d.slc_block + 1;
 }
 NSA__DEVICE int nsa__slc_candidates(const nsa_desc &d, int query) {
     return query / d.slc_block + 1;
@@ -81,6 +81,47 @@ NSA__DEVICE nsa__sequence nsa__sequence_at(const nsa_desc &d, int b, nsa__cuda_p
 /* The row of a sequence's compressed block 0; cmp_begins is read where sequences are packed. */
 NSA__DEVICE int64_t nsa__cmp_row(const nsa_desc &d, const int32_t *cmp_begins, int b) {
     return d.begins ? cmp_begins[b] : 0;
+}
+
+/* ---- Rows by teams of threads, for kernels bound by memory ----------------------------------- */
+
+enum { NSA__TEAM_THREADS = 128 };
+
+/* The team of threads that shares a row, eight elements each: a power of two. */
+static inline int nsa__cuda_team_of(int width) {
+    int team = 1;
+    while (team * 8 < width) team *= 2;
+    return team;
+}
+
+/* Which row (t, h) of which sequence a team works on: teams count through (b, t, h). */
+struct nsa__cuda_team_place {
+    nsa__sequence s;
+    int b;
+    int64_t row;
+    int head, c; /* of `heads`; the thread's first element */
+    bool mine;
+};
+
+NSA__DEVICE nsa__cuda_team_place nsa__cuda_team_place_of(const nsa_desc &d, int heads, int team,
+                                                         nsa__cuda_places places = {NULL}) {
+    const int blocks = static_cast<int>(gridDim.x) / d.batch;
+    const int64_t item =
+        static_cast<int64_t>(blockIdx.x % blocks) * (NSA__TEAM_THREADS / team) + threadIdx.x / team;
+    nsa__cuda_team_place p;
+    p.b = static_cast<int>(blockIdx.x) / blocks;
+    p.s = nsa__sequence_at(d, p.b, places);
+    p.row = item / heads;
+    p.head = static_cast<int>(item % heads);
+    p.c = static_cast<int>(threadIdx.x) % team * 8;
+    p.mine = p.row < p.s.count;
+    return p;
+}
+
+static nsa_status nsa__cuda_team_grid(const nsa_desc *d, int heads, int team, dim3 *grid) {
+    return nsa__cuda_grid(d->batch * nsa__cuda_ceil_div(static_cast<int64_t>(d->count) * heads,
+                                                        NSA__TEAM_THREADS / team),
+                          grid);
 }
 
 /* ---- The map M as CSR ----------------------------------------------------------------------- */

@@ -85,8 +85,7 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     if (d->dim % 8 || d->dim > NSA_CUDA_MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
     if (d->dim_v % 8 || d->dim_v > NSA_CUDA_MAX_DIM)
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim_v);
-    if (d->slc_block % 16 || d->slc_block > 128)
-        return nsa__error(NSA_ERROR_SLC_BLOCK, NSA__AT_slc_block);
+    if (d->slc_block > 128) return nsa__error(NSA_ERROR_SLC_BLOCK, NSA__AT_slc_block);
     return NSA_OK;
 }
 
@@ -130,6 +129,13 @@ static inline nsa_status nsa__cuda_check_gradient(const nsa_tensor *dx, const ns
     if (!dx->data) return NSA_OK;
     const unsigned own = static_cast<unsigned>(x->dtype) > NSA_I32 ? 0u : 1u << x->dtype;
     return nsa__cuda_check_rows(dx, shape, 1u << NSA_F32 | own, 1, field | NSA__GRADIENT);
+}
+
+/* A view on the query's side without its first `rows` rows; none stays none. */
+static nsa_tensor nsa__cuda_view_from(nsa_tensor x, int64_t rows) {
+    const int64_t bytes = static_cast<int64_t>(nsa__dtype_bytes(x.dtype));
+    if (x.data) x.data = static_cast<char *>(x.data) + rows * x.token * bytes;
+    return x;
 }
 
 /* The caller's workspace, dealt out from its start; with base NULL it only counts, so that a size

@@ -82,12 +82,12 @@ static __global__ void __launch_bounds__(32 * NSA__DECODE_SELECT_WARPS,
         nsa__cuda_decode_select_warp_of(params, p, NSA__DECODE_SELECT_WARPS, queries, lse2, 8 * NT);
     nsa__cuda_select_plan plan = params.plan;
     plan.length = 0; /* lists are the ranking's */
-    nsa__cuda_select_begin(w, params.x, params.d, p.s, plan, p.kv_head);
+    nsa__cuda_select_begin<false>(w, params.x, params.d, p.s, plan, p.b, p.kv_head);
 
     nsa__cuda_select_columns<T, D, NT> c;
     if (!CHUNKS)
-        nsa__cuda_select_load(c, w.lse2, params.x, params.d, p.s, plan, p.kv_head, w.first_query,
-                              0);
+        nsa__cuda_select_load<T, D, NT, false>(c, w.lse2, params.x, params.d, p.s, plan, p.kv_head,
+                                               w.first_query, 0);
     const T *k = nsa__row_of<const T>(params.x.k, p.s.batch, 0, p.kv_head);
     nsa__cuda_select_copy<T, D>(tiles, k, params.x.k.token, first, keys, params.d.dim);
     nsa__cp_async_commit();
@@ -101,8 +101,8 @@ static __global__ void __launch_bounds__(32 * NSA__DECODE_SELECT_WARPS,
         nsa__cp_async_wait<1>();
         __syncthreads();
         if (key < w.visible)
-            nsa__cuda_select_sums<T, D, NT, CHUNKS>(c, params.x, params.d, p.s, plan, w, p.kv_head,
-                                                    params.scale2, tile, key);
+            nsa__cuda_select_sums<T, D, NT, CHUNKS, false>(c, params.x, params.d, p.s, plan, w,
+                                                           p.kv_head, params.scale2, tile, key);
         __syncthreads();
     }
 }
@@ -114,8 +114,8 @@ static __global__ void nsa__cuda_decode_select_rank_kernel(nsa__cuda_decode_sele
     const nsa__cuda_decode_select_place p = nsa__cuda_decode_select_place_of(params, 1);
     if (p.tile * params.plan.queries >= p.s.count) return;
     nsa__cuda_select_warp w = nsa__cuda_decode_select_warp_of(params, p, 1, queries, lse2, 0);
-    nsa__cuda_select_begin(w, params.x, params.d, p.s, params.plan, p.kv_head);
-    nsa__cuda_select_rank(params.plan, params.d.score_map, w, 0, w.candidates);
+    nsa__cuda_select_begin<false>(w, params.x, params.d, p.s, params.plan, p.b, p.kv_head);
+    nsa__cuda_select_rank<false>(params.plan, params.d.score_map, w, 0, w.candidates);
     for (int q = 0; q < params.plan.queries && w.first_query + q < p.s.count; q++)
         nsa__cuda_rank_write(
             nsa__cuda_forced_of(params.d, p.s.first + w.first_query + q),
@@ -130,7 +130,8 @@ static __global__ void nsa__cuda_decode_select_rank_kernel(nsa__cuda_decode_sele
 static nsa__cuda_select_plan nsa__cuda_decode_select_plan(const nsa_desc *d, size_t element,
                                                           int padded, int wide) {
     nsa__cuda_arena none = {NULL, 0};
-    nsa__cuda_select_plan p = nsa__cuda_select_plan_of(d, element, padded, wide, &none);
+    nsa__cuda_select_plan p =
+        nsa__cuda_select_plan_of(d, element, padded, wide, nsa__cuda_select_length(d), &none);
     const int keys = nsa_cmp_count(d, d->tokens) + 64; /* the last tile may reach behind them */
     while (p.ring < keys) p.ring *= 2;
     const size_t tiles =

@@ -6,8 +6,6 @@
 
 #include "block_index.cuh"
 
-enum { NSA__GATE_THREADS = 128 };
-
 /* g of a logit row; the same in every thread that needs it. */
 NSA__DEVICE void nsa__cuda_gate_weights(nsa_gate_kind kind, const nsa_tensor &logits, int64_t b,
                                         int64_t t, int64_t h, float (&g)[3]) {
@@ -27,40 +25,9 @@ NSA__DEVICE void nsa__cuda_gate_weights(nsa_gate_kind kind, const nsa_tensor &lo
     }
 }
 
-/* The team of threads that shares a row, eight elements each: a power of two. */
-static inline int nsa__cuda_gate_team(int dim_v) {
-    int team = 1;
-    while (team * 8 < dim_v) team *= 2;
-    return team;
-}
-
-/* Which row (t, h) of which sequence a team works on: teams count through (b, t, h). */
-struct nsa__cuda_gate_place {
-    nsa__sequence s;
-    int b;
-    int64_t row;
-    int head, c; /* of `heads`; the thread's first element */
-    bool mine;
-};
-
-NSA__DEVICE nsa__cuda_gate_place nsa__cuda_gate_place_of(const nsa_desc &d, int heads, int team,
-                                                         nsa__cuda_places places = {NULL}) {
-    const int blocks = static_cast<int>(gridDim.x) / d.batch;
-    const int64_t item =
-        static_cast<int64_t>(blockIdx.x % blocks) * (NSA__GATE_THREADS / team) + threadIdx.x / team;
-    nsa__cuda_gate_place p;
-    p.b = static_cast<int>(blockIdx.x) / blocks;
-    p.s = nsa__sequence_at(d, p.b, places);
-    p.row = item / heads;
-    p.head = static_cast<int>(item % heads);
-    p.c = static_cast<int>(threadIdx.x) % team * 8;
-    p.mine = p.row < p.s.count;
-    return p;
-}
-
 static __global__ void nsa__cuda_gate_forward_kernel(nsa_desc d, nsa_gate x, int team,
                                                      nsa__cuda_places places) {
-    const nsa__cuda_gate_place p = nsa__cuda_gate_place_of(d, d.heads, team, places);
+    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, d.heads, team, places);
     if (!p.mine || p.c >= d.dim_v) return;
     const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
     const int64_t t = p.s.row + p.row;
@@ -92,7 +59,7 @@ NSA__DEVICE void nsa__cuda_gate_put_logits(const nsa_desc &d, const nsa_tensor &
    dg[i] = sum_h sum_c dout branch[i]; then through the gate's kind to the logits. */
 static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, nsa_gate dx,
                                                       int team) {
-    const nsa__cuda_gate_place p = nsa__cuda_gate_place_of(d, d.gate_heads, team);
+    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, d.gate_heads, team);
     const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
     const nsa_tensor *dbranch[3] = {&dx.cmp, &dx.slc, &dx.win};
     const int64_t t = p.s.row + p.row;
@@ -133,30 +100,24 @@ static nsa_status nsa__cuda_gate_check(const nsa_gate *x, const nsa_desc *d, int
     return forward ? nsa__cuda_check_rows(&x->out, shape, NSA__FLOATS, 1, at->out) : NSA_OK;
 }
 
-static nsa_status nsa__cuda_gate_grid(const nsa_desc *d, int heads, int team, dim3 *grid) {
-    return nsa__cuda_grid(d->batch * nsa__cuda_ceil_div(static_cast<int64_t>(d->count) * heads,
-                                                        NSA__GATE_THREADS / team),
-                          grid);
-}
-
 /* The launches alone, for the entry points and for the chain. */
 static nsa_status nsa__cuda_gate_forward_run(const nsa_gate *x, const nsa_desc *d,
                                              nsa__cuda_places places, cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
-    const int team = nsa__cuda_gate_team(d->dim_v);
+    const int team = nsa__cuda_team_of(d->dim_v);
     dim3 grid;
-    NSA__CHECK(nsa__cuda_gate_grid(d, d->heads, team, &grid));
-    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_forward_kernel, grid, dim3(NSA__GATE_THREADS),
+    NSA__CHECK(nsa__cuda_team_grid(d, d->heads, team, &grid));
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_forward_kernel, grid, dim3(NSA__TEAM_THREADS),
                                        0, stream, *d, *x, team, places));
 }
 static nsa_status nsa__cuda_gate_backward_run(const nsa_gate *dx, const nsa_gate *x,
                                               const nsa_desc *d, cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
-    const int team = nsa__cuda_gate_team(d->dim_v);
+    const int team = nsa__cuda_team_of(d->dim_v);
     dim3 grid;
-    NSA__CHECK(nsa__cuda_gate_grid(d, d->gate_heads, team, &grid));
+    NSA__CHECK(nsa__cuda_team_grid(d, d->gate_heads, team, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_backward_kernel, grid,
-                                       dim3(NSA__GATE_THREADS), 0, stream, *d, *x, *dx, team));
+                                       dim3(NSA__TEAM_THREADS), 0, stream, *d, *x, *dx, team));
 }
 
 extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d,

@@ -8,7 +8,11 @@
    query head (the transpose of attention's), so that the sum over the heads of a group is a sum
    over a thread's own values and its three neighbours. Sums go to a ring in shared memory, as long
    as a tile and a stencil; when all of a selection block's stencil has passed, the block is scored
-   and offered to its query's list. A query's bits depend on its own rows alone. */
+   and offered to its query's list. A query's bits depend on its own rows alone.
+
+   SCORER: scores that are no attention (score_blocks.cuh). The keys are tokens, compressed blocks
+   of one; weighed products take the place of p, a maximum or a mean that of the stencil, and scores
+   are written, not ranked. */
 #ifndef NSA_SELECT_BLOCKS_CUH
 #define NSA_SELECT_BLOCKS_CUH
 
@@ -29,6 +33,9 @@ struct nsa__cuda_select_plan {
     int strides; /* l' / d */
     int reach;   /* l / d */
     size_t shared_bytes;
+    bool own;          /* the scores' rows are counted for each sequence from 0: a workspace */
+    nsa_score_act act; /* of a SCORER */
+    nsa_score_pool pool;
 };
 
 /* Keys of a tile, and how far apart its two copies lie. */
@@ -69,37 +76,43 @@ template <int D, int NT> struct nsa__cuda_select_columns<float, D, NT> {
 };
 
 /* Row of a column's query head, NULL where there is none. */
-template <typename T>
-NSA__DEVICE T *nsa__cuda_select_row(const nsa_tensor &x, const nsa__sequence &s,
-                                    const nsa__cuda_select_plan &p, int group, int kv_head,
-                                    int first_query, int chunk, int column) {
+NSA__DEVICE const void *nsa__cuda_select_row(const nsa_tensor &x, const nsa__sequence &s,
+                                             const nsa__cuda_select_plan &p, int group, int kv_head,
+                                             int first_query, int chunk, int column) {
     const int query = first_query + column / p.columns, g = chunk * p.columns + column % p.columns;
     if (query >= s.count || g >= group) return nullptr;
-    return nsa__row_of<T>(x, s.batch, s.row + query, static_cast<int64_t>(kv_head) * group + g);
+    return nsa__row_at(x, s.batch, s.row + query, static_cast<int64_t>(kv_head) * group + g);
 }
 
-/* Brings in a warp's columns; lse2[column]: their logarithms to base 2, inf where there is none. */
-template <typename T, int D, int NT>
+/* Brings in a warp's columns. lse2[column]: their logarithms to base 2, of a SCORER their weights;
+   inf where there is none, and where it is not finite. */
+template <typename T, int D, int NT, bool SCORER>
 NSA__DEVICE void nsa__cuda_select_load(nsa__cuda_select_columns<T, D, NT> &c, float *lse2,
                                        const nsa_select &x, const nsa_desc &d,
                                        const nsa__sequence &s, const nsa__cuda_select_plan &p,
                                        int kv_head, int first_query, int chunk) {
     const int group = d.heads / d.kv_heads, lane = static_cast<int>(threadIdx.x) % 32;
     if (lane < 8 * NT) {
-        const float *lse = nsa__cuda_select_row<const float>(x.lse, s, p, group, kv_head,
-                                                             first_query, chunk, lane);
-        lse2[lane] = lse && nsa__finite(*lse) ? *lse * 1.44269504f : __uint_as_float(0x7f800000u);
+        const bool given = !SCORER || x.lse.data; /* without weights every head weighs 1 */
+        const void *row = nsa__cuda_select_row(given ? x.lse : x.q, s, p, group, kv_head,
+                                               first_query, chunk, lane);
+        float value = __uint_as_float(0x7f800000u);
+        if (row) {
+            const float found = given ? nsa__load1(x.lse.dtype, row, 0) : 1.0f;
+            if (nsa__finite(found)) value = SCORER ? found : found * 1.44269504f;
+        }
+        lse2[lane] = value;
     }
 #pragma unroll
     for (int n = 0; n < NT; n++) {
         if constexpr (sizeof(T) == 4) {
 #pragma unroll
             for (int e = 0; e < 2; e++)
-                c.q[n][e] = nsa__cuda_select_row<const float>(
-                    x.q, s, p, group, kv_head, first_query, chunk, 8 * n + lane % 4 * 2 + e);
+                c.q[n][e] = static_cast<const float *>(nsa__cuda_select_row(
+                    x.q, s, p, group, kv_head, first_query, chunk, 8 * n + lane % 4 * 2 + e));
         } else {
-            const T *q = nsa__cuda_select_row<const T>(x.q, s, p, group, kv_head, first_query,
-                                                       chunk, 8 * n + lane / 4);
+            const T *q = static_cast<const T *>(nsa__cuda_select_row(
+                x.q, s, p, group, kv_head, first_query, chunk, 8 * n + lane / 4));
             const int width = q ? d.dim : 0; /* a multiple of 8: parts are there or not */
 #pragma unroll
             for (int k = 0; k < D / 16; k++)
@@ -242,10 +255,13 @@ NSA__DEVICE void nsa__cuda_select_sum_heads(const float (&p)[NT][4],
     }
 }
 
-/* A query as its warp ranks for it: compressed keys it sees (-1: a logarithm is not finite, so that
-   all scores are NaN), blocks .init .. .local - 1 to rank, how many of them to take. */
+/* A query as its warp ranks for it: keys it sees (-1: a value of its own is not finite, so that all
+   scores are 0), blocks .init .. .local - 1 to rank, how many of them to take; where scores are
+   asked for, its row of them, for that many blocks. */
 struct alignas(16) nsa__cuda_select_query {
     int visible, init, local, room;
+    float *scores;
+    int candidates;
 };
 
 /* A warp's queries and what it keeps of them. */
@@ -259,24 +275,46 @@ struct nsa__cuda_select_warp {
     float *lse2; /* of its columns */
 };
 
+/* Whether a value of a query is not finite: its logarithms, of a SCORER its weights and rows of q.
+   By a warp. */
+template <bool SCORER>
+NSA__DEVICE bool nsa__cuda_select_is_bad(const nsa_select &x, const nsa_desc &d,
+                                         const nsa__sequence &s, int row, int kv_head) {
+    const int group = d.heads / d.kv_heads, lane = static_cast<int>(threadIdx.x) % 32;
+    const int64_t first = static_cast<int64_t>(kv_head) * group;
+    bool bad = false;
+    for (int g = lane; x.lse.data && g < group; g += 32)
+        bad |= !nsa__finite(
+            nsa__load1(x.lse.dtype, nsa__row_at(x.lse, s.batch, s.row + row, first + g), 0));
+    for (int i = lane; SCORER && i < group * (d.dim / 4); i += 32) {
+        float q[4];
+        nsa__load4(q, x.q.dtype, nsa__row_at(x.q, s.batch, s.row + row, first + i / (d.dim / 4)),
+                   i % (d.dim / 4) * 4);
+#pragma unroll
+        for (int c = 0; c < 4; c++) bad |= !nsa__finite(q[c]);
+    }
+    return __any_sync(0xffffffffu, bad);
+}
+
 /* Looks at a warp's queries: fills w.queries, w.visible and w.candidates, empties its lists. */
+template <bool SCORER>
 NSA__DEVICE void nsa__cuda_select_begin(nsa__cuda_select_warp &w, const nsa_select &x,
                                         const nsa_desc &d, const nsa__sequence &s,
-                                        const nsa__cuda_select_plan &p, int kv_head) {
-    const int group = d.heads / d.kv_heads, lane = static_cast<int>(threadIdx.x) % 32;
+                                        const nsa__cuda_select_plan &p, int b, int kv_head) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     w.visible = w.candidates = 0;
     for (int q = 0; q < p.queries; q++) {
         const int row = w.first_query + q, query = s.first + row;
-        nsa__cuda_select_query found = {0, 0, 0, 0};
+        nsa__cuda_select_query found = {0, 0, 0, 0, nullptr, 0};
         if (row < s.count) {
             const nsa__cuda_forced_blocks f = nsa__cuda_forced_of(d, query);
-            bool bad = false;
-            for (int g = lane; g < group; g += 32)
-                bad |= !nsa__finite(*nsa__row_of<const float>(
-                    x.lse, s.batch, s.row + row, static_cast<int64_t>(kv_head) * group + g));
+            const bool bad = nsa__cuda_select_is_bad<SCORER>(x, d, s, row, kv_head);
             w.visible = nsa__cmp_visible(d, query);
             w.candidates = f.candidates;
-            found = {__any_sync(0xffffffffu, bad) ? -1 : w.visible, f.init, f.local, f.room};
+            found = {bad ? -1 : w.visible, f.init, f.local, f.room, nullptr, f.candidates};
+            if (x.scores.data)
+                found.scores = nsa__row_of<float>(x.scores, p.own ? b : s.batch,
+                                                  p.own ? row : s.row + row, kv_head);
         }
         if (lane == 0) w.queries[q] = found;
     }
@@ -287,7 +325,7 @@ NSA__DEVICE void nsa__cuda_select_begin(nsa__cuda_select_warp &w, const nsa_sele
 /* The score of selection block j, from the sums in `ring`. */
 NSA__DEVICE float nsa__cuda_select_score(const nsa__cuda_select_plan &p, nsa_score_map map,
                                          const float *ring, int visible, int j) {
-    if (visible < 0) return __uint_as_float(0x7fc00000u);
+    if (visible < 0) return 0.0f;
     const int first = j * p.strides - (p.reach - 1), size = p.strides + p.reach - 1;
     float score = 0.0f;
     for (int u = max(0, -first); u < min(size, visible - first); u++) {
@@ -301,7 +339,29 @@ NSA__DEVICE float nsa__cuda_select_score(const nsa__cuda_select_plan &p, nsa_sco
     return score;
 }
 
-/* Scores blocks begin .. end - 1 of the warp's queries and offers them. */
+/* The score of block j from its tokens' scores in `ring`: a NaN among them makes it one. */
+NSA__DEVICE float nsa__cuda_select_pool(const nsa__cuda_select_plan &p, const float *ring,
+                                        int visible, int j) {
+    if (visible < 0) return 0.0f;
+    const bool mean = p.pool == NSA_POOL_MEAN;
+    const int first = j * p.strides, size = min(p.strides, visible - first);
+    float score = mean ? 0.0f : __uint_as_float(0xff800000u);
+    bool bad = false;
+    for (int u = 0; u < size; u++) {
+        const float token = ring[(first + u) & (p.ring - 1)];
+        bad |= nsa__cuda_score_key(token) == 0;
+        if (mean)
+            score += token;
+        else if (token > score)
+            score = token;
+    }
+    if (bad) return __uint_as_float(0x7fc00000u);
+    return mean ? score / static_cast<float>(size) : score;
+}
+
+/* Scores blocks begin .. end - 1 of the warp's queries, writes the scores that are asked for and
+   offers them. */
+template <bool SCORER>
 NSA__DEVICE void nsa__cuda_select_rank(const nsa__cuda_select_plan &p, nsa_score_map map,
                                        const nsa__cuda_select_warp &w, int begin, int end) {
     const int lane = static_cast<int>(threadIdx.x) % 32, blocks = end - begin;
@@ -309,16 +369,45 @@ NSA__DEVICE void nsa__cuda_select_rank(const nsa__cuda_select_plan &p, nsa_score
         const int item = min(base + lane, p.queries * blocks - 1), q = item / blocks;
         const int j = begin + item % blocks;
         const nsa__cuda_select_query query = w.queries[q];
+        const bool ranked = !SCORER && j >= query.init && j < query.local;
+        const bool written = query.scores && j < query.candidates;
         uint64_t candidate = 0;
-        if (base + lane == item && j >= query.init && j < query.local)
-            candidate = nsa__cuda_candidate(
-                nsa__cuda_select_score(p, map, w.ring + q * p.ring, query.visible, j), j);
-        nsa__cuda_rank_offer(w.lists, p.length, q, query.room, candidate);
+        if (base + lane == item && (ranked || written)) {
+            const float *ring = w.ring + q * p.ring;
+            const float score = SCORER ? nsa__cuda_select_pool(p, ring, query.visible, j)
+                                       : nsa__cuda_select_score(p, map, ring, query.visible, j);
+            if (written) query.scores[j] = score;
+            if (ranked) candidate = nsa__cuda_candidate(score, j);
+        }
+        if (!SCORER) nsa__cuda_rank_offer(w.lists, p.length, q, query.room, candidate);
     }
 }
 
+/* Behind a query's candidates scores are -inf. */
+NSA__DEVICE void nsa__cuda_select_fill(const nsa__cuda_select_plan &p,
+                                       const nsa__cuda_select_warp &w, int blocks) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (int q = 0; q < p.queries; q++) {
+        float *scores = w.queries[q].scores;
+        for (int j = w.queries[q].candidates + lane; scores && j < blocks; j += 32)
+            scores[j] = __uint_as_float(0xff800000u);
+    }
+}
+
+/* What a product of a key with a query head adds to the sum over the heads: p or, of a SCORER,
+   the weighed product: NaN where it is not finite, for then the key is not, and 0 of a column
+   without a head. */
+template <bool SCORER>
+NSA__DEVICE float nsa__cuda_select_term(const nsa__cuda_select_plan &p, float product, float scale2,
+                                        float lse2) {
+    if (!SCORER) return nsa__ex2(fmaf(product, scale2, -lse2));
+    if (!nsa__finite(lse2)) return 0.0f;
+    if (!nsa__finite(product)) return __uint_as_float(0x7fc00000u);
+    return lse2 * (p.act == NSA_SCORE_RELU ? fmaxf(product, 0.0f) : product);
+}
+
 /* The warp's sums for the keys of one tile. */
-template <typename T, int D, int NT, bool CHUNKS>
+template <typename T, int D, int NT, bool CHUNKS, bool SCORER>
 NSA__DEVICE void nsa__cuda_select_sums(nsa__cuda_select_columns<T, D, NT> &c, const nsa_select &x,
                                        const nsa_desc &d, const nsa__sequence &s,
                                        const nsa__cuda_select_plan &p,
@@ -327,7 +416,9 @@ NSA__DEVICE void nsa__cuda_select_sums(nsa__cuda_select_columns<T, D, NT> &c, co
     const int lane = static_cast<int>(threadIdx.x) % 32;
     for (int chunk = 0; chunk < (CHUNKS ? p.chunks : 1); chunk++) {
         if (CHUNKS) __syncwarp(); /* the last chunk has been read */
-        if (CHUNKS) nsa__cuda_select_load(c, w.lse2, x, d, s, p, kv_head, w.first_query, chunk);
+        if (CHUNKS)
+            nsa__cuda_select_load<T, D, NT, SCORER>(c, w.lse2, x, d, s, p, kv_head, w.first_query,
+                                                    chunk);
         const nsa__cuda_select_ring ring = {w.ring, p.ring, chunk > 0};
 #pragma unroll 1
         for (int row = 0; row < nsa__cuda_select_tile<T, D>::keys; row += 16) {
@@ -340,7 +431,8 @@ NSA__DEVICE void nsa__cuda_select_sums(nsa__cuda_select_columns<T, D, NT> &c, co
                 const float2 lse2 = *reinterpret_cast<float2 *>(w.lse2 + 8 * n + lane % 4 * 2);
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    acc[n][e] = nsa__ex2(fmaf(acc[n][e], scale2, -(e % 2 ? lse2.y : lse2.x)));
+                    acc[n][e] = nsa__cuda_select_term<SCORER>(p, acc[n][e], scale2,
+                                                              e % 2 ? lse2.y : lse2.x);
             }
             nsa__cuda_select_sum_heads<NT>(acc, ring, p.columns, first_key + row + lane / 4);
         }
@@ -349,7 +441,7 @@ NSA__DEVICE void nsa__cuda_select_sums(nsa__cuda_select_columns<T, D, NT> &c, co
 
 enum { NSA__SELECT_WARPS = 8 };
 
-template <typename T, int D, int NT, bool CHUNKS>
+template <typename T, int D, int NT, bool CHUNKS, bool SCORER>
 static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && sizeof(T) == 2 ? 2 : 1)
     nsa__cuda_select_blocks_kernel(nsa_desc d, nsa_select x, nsa__cuda_select_plan p,
                                    float scale2) {
@@ -376,11 +468,13 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     w.lse2 = lse2 + warp * 8 * NT;
     if (p.lists) lists = p.lists + static_cast<int64_t>(block) * tile_queries * p.length;
     w.lists = lists + warp * p.queries * p.length;
-    nsa__cuda_select_begin(w, x, d, s, p, kv_head);
+    nsa__cuda_select_begin<SCORER>(w, x, d, s, p, b, kv_head);
 
     nsa__cuda_select_columns<T, D, NT> c;
-    if (!CHUNKS) nsa__cuda_select_load(c, w.lse2, x, d, s, p, kv_head, w.first_query, 0);
-    const T *k = nsa__row_of<const T>(x.k, s.batch, nsa__cmp_row(d, p.cmp_begins, b), kv_head);
+    if (!CHUNKS)
+        nsa__cuda_select_load<T, D, NT, SCORER>(c, w.lse2, x, d, s, p, kv_head, w.first_query, 0);
+    const T *k = nsa__row_of<const T>(x.k, s.batch,
+                                      SCORER ? s.row : nsa__cmp_row(d, p.cmp_begins, b), kv_head);
     const int keys = nsa__cmp_visible(d, s.first + min(first + tile_queries, s.count) - 1);
     int key = 0;
     if (keys > 0) nsa__cuda_select_copy<T, D>(tiles, k, x.k.token, 0, keys, d.dim);
@@ -395,7 +489,8 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
         __syncthreads();
         const bool sees = key < w.visible;
         if (sees)
-            nsa__cuda_select_sums<T, D, NT, CHUNKS>(c, x, d, s, p, w, kv_head, scale2, tile, key);
+            nsa__cuda_select_sums<T, D, NT, CHUNKS, SCORER>(c, x, d, s, p, w, kv_head, scale2, tile,
+                                                            key);
         key += shape::keys;
         if (sees || key >= keys) { /* one place for both, because it is much code */
             const int end = key < keys ? min(key / p.strides, w.candidates) : w.candidates;
@@ -403,11 +498,12 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
             const int seen = (w.visible + shape::keys - 1) / shape::keys * shape::keys;
             const int ranked = min(min(key - shape::keys, seen) / p.strides, w.candidates);
             __syncwarp();
-            nsa__cuda_select_rank(p, d.score_map, w, ranked, end);
+            nsa__cuda_select_rank<SCORER>(p, d.score_map, w, ranked, end);
         }
         __syncthreads();
     } while (key < keys);
-    for (int q = 0; q < p.queries && w.first_query + q < s.count; q++)
+    if (x.scores.data && !p.own) nsa__cuda_select_fill(p, w, nsa__slc_count(d, d.tokens));
+    for (int q = 0; !SCORER && q < p.queries && w.first_query + q < s.count; q++)
         nsa__cuda_rank_write(
             nsa__cuda_forced_of(d, s.first + w.first_query + q), w.lists + q * p.length,
             nsa__row_of<int32_t>(x.blocks, s.batch, s.row + w.first_query + q, kv_head), p.width);
@@ -415,12 +511,13 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
 
 /* ---- Launch --------------------------------------------------------------------------------- */
 
-/* The element's size and a padded width are all that a plan needs to know of a kernel. */
+/* The element's size and a padded width are all that a plan needs to know of a kernel. `most`: the
+   longest list that it keeps. */
 static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t element, int padded,
-                                                      int wide, nsa__cuda_arena *a) {
+                                                      int wide, int most, nsa__cuda_arena *a) {
     const int group = d->heads / d->kv_heads;
     const int keys = element == 2 ? 64 : 32;
-    nsa__cuda_select_plan p;
+    nsa__cuda_select_plan p = {};
     p.columns = 1;
     while (p.columns < group && p.columns < wide) p.columns *= 2;
     p.chunks = (group - 1) / p.columns + 1;
@@ -430,9 +527,7 @@ static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t 
     p.ring = 1;
     while (p.ring < keys + p.strides + p.reach) p.ring *= 2;
     p.width = nsa_block_list_width(d);
-    const int most = nsa_slc_count(d, d->tokens);
-    p.length = d->slc_count < most ? d->slc_count : most;
-    if (p.length < 1) p.length = 1;
+    p.length = most;
 
     const size_t tiles = 2 * static_cast<size_t>(keys) * static_cast<size_t>(padded) * element;
     const size_t sums =
@@ -456,21 +551,29 @@ static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t 
     return p;
 }
 
+/* The longest list of selection. */
+static int nsa__cuda_select_length(const nsa_desc *d) {
+    const int blocks = nsa_slc_count(d, d->tokens);
+    const int length = d->slc_count < blocks ? d->slc_count : blocks;
+    return length < 1 ? 1 : length;
+}
+
 /* NT: a warp's columns over 8. */
 template <typename T, int D, int NT, bool CHUNKS>
 static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d, void *workspace,
                                           cudaStream_t stream) {
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
-    const nsa__cuda_select_plan p = nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, &a);
+    const nsa__cuda_select_plan p =
+        nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, nsa__cuda_select_length(d), &a);
     const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
     nsa_status s = d->begins ? nsa__cuda_cmp_begins(d, p.cmp_begins, stream) : NSA_OK;
     dim3 grid;
     if (s == NSA_OK)
         s = nsa__cuda_grid(static_cast<int64_t>(p.tiles) * d->batch * d->kv_heads, &grid);
     if (s != NSA_OK) return s;
-    return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_select_blocks_kernel<T, D, NT, CHUNKS>), grid,
-                                       dim3(32u * static_cast<unsigned>(p.warps)), p.shared_bytes,
-                                       stream, *d, *x, p,
+    return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_select_blocks_kernel<T, D, NT, CHUNKS, false>),
+                                       grid, dim3(32u * static_cast<unsigned>(p.warps)),
+                                       p.shared_bytes, stream, *d, *x, p,
                                        static_cast<float>(scale * 1.4426950408889634)));
 }
 
@@ -532,7 +635,8 @@ static size_t nsa__cuda_select_bytes(const nsa_desc *d) {
     for (size_t element = 2; element <= 4; element += 2)
         for (int wide = 8; wide <= 32; wide *= 2) {
             nsa__cuda_arena a = {NULL, 0};
-            nsa__cuda_select_plan_of(d, element, NSA_CUDA_MAX_DIM, wide, &a);
+            nsa__cuda_select_plan_of(d, element, NSA_CUDA_MAX_DIM, wide, nsa__cuda_select_length(d),
+                                     &a);
             const size_t bytes = nsa__cuda_arena_bytes(&a);
             most = bytes > most ? bytes : most;
         }
@@ -548,6 +652,12 @@ struct nsa__cuda_select_fields {
     int q, k, lse, blocks;
 };
 
+/* Scores as an output, which may be absent. */
+static nsa_status nsa__cuda_check_scores(const nsa_tensor *scores, const nsa_desc *d) {
+    const nsa__shape shape = nsa__cuda_query_shape(d, d->kv_heads, nsa_slc_count(d, d->tokens));
+    return scores->data ? nsa__check_view(scores, shape, 1u << NSA_F32, 1, NSA__AT_scores) : NSA_OK;
+}
+
 static nsa_status nsa__cuda_select_check(const nsa_select *x, const nsa_desc *d,
                                          const nsa__cuda_select_fields *at) {
     const unsigned dtypes = nsa__cuda_one_dtype(x->q.dtype);
@@ -558,6 +668,7 @@ static nsa_status nsa__cuda_select_check(const nsa_select *x, const nsa_desc *d,
     if (s != NSA_OK) return s;
     s = nsa__check_view(&x->lse, nsa__cuda_query_shape(d, d->heads, 1), 1u << NSA_F32, 0, at->lse);
     if (s != NSA_OK) return s;
+    if ((s = nsa__cuda_check_scores(&x->scores, d)) != NSA_OK) return s;
     return nsa__check_view(&x->blocks,
                            nsa__cuda_query_shape(d, d->kv_heads, nsa_block_list_width(d)),
                            NSA__INTS, 1, at->blocks);

@@ -1,5 +1,6 @@
 /* select_lists.cuh: block lists from elsewhere: ranking of given scores, the check, the normaliser.
-   Twin: nsa.h, "Selection", nsa_rank_blocks, nsa_check_blocks, nsa_normalize_blocks.
+   Twin: nsa.h, "Selection", nsa_rank_blocks, nsa_rank_queries, nsa_check_blocks,
+   nsa_normalize_blocks.
    Not here: select_blocks itself. */
 #ifndef NSA_SELECT_LISTS_CUH
 #define NSA_SELECT_LISTS_CUH
@@ -8,40 +9,124 @@
 
 /* ---- Ranking alone --------------------------------------------------------------------------- */
 
-enum { NSA__RANK_BEST = 1024 };
+enum { NSA__RANK_THREADS = 256 }; /* one for each value of a digit of 8 bits */
 
-/* One warp. Where more are wanted than a list in shared memory holds, it is filled again with the
-   next best; what counts in the end is the last of them: everything as good is taken. */
-static __global__ void nsa__cuda_rank_blocks_kernel(nsa_desc d, const float *scores, int query,
-                                                    int32_t *list, int width) {
-    NSA_SHARED(uint64_t, best, [NSA__RANK_BEST]);
-    const int lane = static_cast<int>(threadIdx.x);
-    const nsa__cuda_forced_blocks f = nsa__cuda_forced_of(d, query);
-    uint64_t least = ~uint64_t(0); /* the last one taken */
-    for (int room = f.room; room > 0; room -= NSA__RANK_BEST) {
-        const int length = min(room, static_cast<int>(NSA__RANK_BEST));
-        for (int i = lane; i < length; i += 32) best[i] = 0;
-        __syncwarp();
-        for (int base = f.init; base < f.local; base += 32) {
-            const int j = base + lane;
-            uint64_t candidate = j < f.local ? nsa__cuda_candidate(scores[j], j) : 0;
-            if (candidate >= least) candidate = 0;
-            nsa__cuda_rank_offer(best, length, 0, length, candidate);
+/* What the ranking of a row keeps in shared memory. */
+struct nsa__cuda_rank_memory {
+    int bins[NSA__RANK_THREADS];
+    int sums[NSA__RANK_THREADS / 32];     /* of warps */
+    int taken[2][NSA__RANK_THREADS / 32]; /* sure ones and ties of warps, a turn and the next */
+    int ties[2][NSA__RANK_THREADS / 32];
+    uint32_t digit;
+    int room;
+};
+
+/* Of scores whose key is above `key` all are taken, of those equal to it the first `ties`. */
+struct nsa__cuda_rank_limit {
+    uint32_t key;
+    int ties;
+};
+
+/* Among bins counted from the last down: the one with the room-th entry, and the room that those
+   above leave. By a block. */
+NSA__DEVICE void nsa__cuda_rank_find_digit(nsa__cuda_rank_memory &m, int room) {
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+    const int bin = NSA__RANK_THREADS - 1 - thread, count = m.bins[bin];
+    int up_to = count;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int left = __shfl_up_sync(0xffffffffu, up_to, step);
+        if (lane >= step) up_to += left;
+    }
+    if (lane == 31) m.sums[warp] = up_to;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < NSA__RANK_THREADS / 32; w++)
+        if (w < warp) up_to += m.sums[w];
+    const int above = up_to - count;
+    if (above >= room || up_to < room) return;
+    m.digit = static_cast<uint32_t>(bin);
+    m.room = room - above;
+}
+
+/* The key of the room-th best of scores begin .. end - 1, 1 <= room <= end - begin, digit by digit
+   from the highest: each pass counts the scores that agree in the digits before. */
+NSA__DEVICE nsa__cuda_rank_limit nsa__cuda_rank_find(nsa__cuda_rank_memory &m, nsa_dtype dtype,
+                                                     const void *scores, int begin, int end,
+                                                     int room) {
+    nsa__cuda_rank_limit limit = {0, room};
+    uint32_t known = 0; /* the bits of the digits before */
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        m.bins[threadIdx.x] = 0;
+        __syncthreads();
+        uint32_t digit = 0;
+        int same = 0; /* many scores may be equal: those in a row are counted at once */
+        for (int j = begin + static_cast<int>(threadIdx.x); j < end; j += NSA__RANK_THREADS) {
+            const uint32_t key = nsa__cuda_score_key(nsa__load1(dtype, scores, j));
+            const uint32_t of_key = key >> shift & 255;
+            if ((key ^ limit.key) & known) continue;
+            if (same && of_key != digit) {
+                atomicAdd(&m.bins[digit], same);
+                same = 0;
+            }
+            digit = of_key;
+            same++;
         }
-        least = best[length - 1];
-        __syncwarp();
+        if (same) atomicAdd(&m.bins[digit], same);
+        __syncthreads();
+        nsa__cuda_rank_find_digit(m, limit.ties);
+        __syncthreads();
+        limit.key |= m.digit << shift;
+        limit.ties = m.room;
+        known |= 255u << shift;
     }
-    int n = 0;
-    for (int base = 0; base < f.candidates; base += 32) {
-        const int j = base + lane;
-        const bool forced = j < f.init || j >= f.local;
-        const bool taken =
-            j < f.candidates && (forced || nsa__cuda_candidate(scores[j], j) >= least);
-        const unsigned all = __ballot_sync(0xffffffffu, taken);
-        if (taken) list[n + __popc(all & ((1u << lane) - 1))] = j;
-        n += __popc(all);
+    return limit;
+}
+
+/* Ranks one row of scores into one list: forced blocks and the best of the rest, ascending, -1
+   behind the last. By a block. */
+NSA__DEVICE void nsa__cuda_rank_row(nsa__cuda_rank_memory &m, nsa_dtype dtype, const void *scores,
+                                    const nsa__cuda_forced_blocks &f, int32_t *list, int width) {
+    constexpr int WARPS = NSA__RANK_THREADS / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    const bool chooses = f.room > 0 && f.room < f.local - f.init; /* else all of the rest or none */
+    nsa__cuda_rank_limit limit = {0, max(f.room, 0)};
+    if (chooses) limit = nsa__cuda_rank_find(m, dtype, scores, f.init, f.local, f.room);
+    int taken = 0, ties = 0; /* of the turns before: without a tie, and ties */
+    for (int base = 0, turn = 0; base < f.candidates; base += NSA__RANK_THREADS, turn ^= 1) {
+        const int j = base + static_cast<int>(threadIdx.x);
+        bool sure = j < f.init || (j >= f.local && j < f.candidates), tie = false;
+        if (j >= f.init && j < f.local) {
+            const uint32_t key =
+                chooses ? nsa__cuda_score_key(nsa__load1(dtype, scores, j)) : limit.key;
+            sure = key > limit.key;
+            tie = key == limit.key;
+        }
+        const unsigned all_sure = __ballot_sync(0xffffffffu, sure);
+        const unsigned all_ties = __ballot_sync(0xffffffffu, tie), before = (1u << lane) - 1;
+        if (lane == 0) m.taken[turn][warp] = __popc(all_sure);
+        if (lane == 0) m.ties[turn][warp] = __popc(all_ties);
+        __syncthreads();
+        int my_taken = taken + __popc(all_sure & before),
+            my_ties = ties + __popc(all_ties & before);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            if (w < warp) my_taken += m.taken[turn][w], my_ties += m.ties[turn][w];
+            taken += m.taken[turn][w];
+            ties += m.ties[turn][w];
+        }
+        if (sure || (tie && my_ties < limit.ties)) list[my_taken + min(my_ties, limit.ties)] = j;
     }
-    for (int i = n + lane; i < width; i += 32) list[i] = -1;
+    for (int i = taken + min(ties, limit.ties) + static_cast<int>(threadIdx.x); i < width;
+         i += NSA__RANK_THREADS)
+        list[i] = -1;
+}
+
+static __global__ void __launch_bounds__(NSA__RANK_THREADS)
+    nsa__cuda_rank_blocks_kernel(nsa_desc d, const float *scores, int query, int32_t *list,
+                                 int width) {
+    NSA_SHARED(nsa__cuda_rank_memory, memory, [1]);
+    nsa__cuda_rank_row(memory[0], NSA_F32, scores, nsa__cuda_forced_of(d, query), list, width);
 }
 
 extern "C" nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const nsa_desc *d,
@@ -51,8 +136,51 @@ extern "C" nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const
     if (!scores || !list)
         return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
     if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
-    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rank_blocks_kernel, dim3(1), dim3(32), 0, stream,
-                                       *d, scores, query, list, nsa_block_list_width(d)));
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rank_blocks_kernel, dim3(1),
+                                       dim3(NSA__RANK_THREADS), 0, stream, *d, scores, query, list,
+                                       nsa_block_list_width(d)));
+}
+
+/* A block ranks one row. `own`: rows of the scores are counted for each sequence from 0, because
+   they lie in a workspace. */
+static __global__ void __launch_bounds__(NSA__RANK_THREADS)
+    nsa__cuda_rank_queries_kernel(nsa_desc d, nsa_rank x, int width, bool own) {
+    NSA_SHARED(nsa__cuda_rank_memory, memory, [1]);
+    const int head = static_cast<int>(blockIdx.x) % d.kv_heads;
+    const int item = static_cast<int>(blockIdx.x) / d.kv_heads, b = item / d.count;
+    const int row = item % d.count;
+    const nsa__sequence s = nsa__sequence_of(d, b);
+    if (row >= s.count) return;
+    nsa__cuda_rank_row(memory[0], x.scores.dtype,
+                       nsa__row_at(x.scores, own ? b : s.batch, own ? row : s.row + row, head),
+                       nsa__cuda_forced_of(d, s.first + row),
+                       nsa__row_of<int32_t>(x.blocks, s.batch, s.row + row, head), width);
+}
+
+/* The launch alone, for the entry point and for scores that are no attention. */
+static nsa_status nsa__cuda_rank_queries_run(const nsa_rank *x, const nsa_desc *d, bool own,
+                                             cudaStream_t stream) {
+    dim3 grid;
+    if (d->count == 0) return NSA_OK;
+    const nsa_status s =
+        nsa__cuda_grid(static_cast<int64_t>(d->batch) * d->count * d->kv_heads, &grid);
+    if (s != NSA_OK) return s;
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rank_queries_kernel, grid, dim3(NSA__RANK_THREADS),
+                                       0, stream, *d, *x, nsa_block_list_width(d), own));
+}
+
+extern "C" nsa_status nsa_cuda_rank_queries(const nsa_rank *x, const nsa_desc *d,
+                                            cudaStream_t stream) {
+    nsa_status s = nsa__cuda_check_desc(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    s = nsa__check_view(&x->scores,
+                        nsa__cuda_query_shape(d, d->kv_heads, nsa_slc_count(d, d->tokens)),
+                        NSA__FLOATS, 0, NSA__AT_scores);
+    if (s != NSA_OK) return s;
+    s = nsa__check_view(&x->blocks, nsa__cuda_query_shape(d, d->kv_heads, nsa_block_list_width(d)),
+                        NSA__INTS, 1, NSA__AT_blocks);
+    return s == NSA_OK ? nsa__cuda_rank_queries_run(x, d, false, stream) : s;
 }
 
 /* ---- What is wrong with lists ---------------------------------------------------------------- */

@@ -52,8 +52,9 @@ static const geometry geometries[] = {
     {"varlen four", 4, 345, 4, 2, 32, 32, 32, 16, 32, 4, 1, 2, 64, 0, begins_four},
     {"varlen empty", 6, 49, 4, 2, 16, 24, 8, 4, 16, 2, 1, 1, 13, 0, begins_empty},
 #ifdef CHECK_CUDA
-    /* The edges of what CUDA takes: selection blocks that are no multiple of a tile, every padded
-       width, more heads than a tile of rows, more blocks than a warp has lanes. */
+    /* The edges of what CUDA takes: selection blocks that are no multiple of a tile, of single
+       tokens, and too long; every padded width, more heads than a tile of rows, more blocks than a
+       warp has lanes. */
     {"l' 48", 1, 205, 3, 1, 32, 40, 16, 8, 48, 3, 1, 1, 33, 0, NULL},
     {"l' 80", 1, 170, 2, 2, 128, 96, 16, 16, 80, 2, 0, 1, 40, 0, NULL},
     {"l' 112", 1, 240, 4, 2, 64, 64, 28, 14, 112, 2, 1, 1, 70, 0, NULL},
@@ -61,6 +62,9 @@ static const geometry geometries[] = {
     {"D 8 / 256", 1, 61, 3, 3, 8, 256, 8, 4, 16, 2, 1, 1, 17, 0, NULL},
     {"G 80", 1, 37, 80, 1, 24, 16, 8, 4, 16, 2, 1, 1, 11, 0, NULL},
     {"35 blocks", 1, 550, 1, 1, 24, 16, 8, 8, 16, 2, 0, 1, 20, 0, NULL},
+    {"tokens for blocks", 1, 150, 6, 2, 24, 16, 1, 1, 1, 40, 1, 2, 20, 0, NULL},
+    {"l' 4", 2, 90, 8, 1, 16, 16, 4, 2, 4, 7, 0, 1, 20, 0, NULL},
+    {"l' 256", 1, 300, 2, 1, 16, 16, 32, 16, 256, 1, 0, 1, 20, 0, NULL},
 #endif
 };
 
@@ -76,11 +80,11 @@ static const geometry large_geometries[] = {
    Those that "broad" adds catch planted faults that no other does: one sequence alone (bad values
    ask for that), a group that no tile of rows is a multiple of, many heads, the widest. */
 static const char *const cuda_names[] = {
-    "small",       "T 1",       "varlen empty", "D 192 / 128", "T < l", "one head, l' far above l",
-    "w 1",         "35 blocks", "l' 80",        "G 1, D 16",   "l' 48", "G 80",
-    "D 136 / 200",
+    "small",     "T 1",       "varlen empty", "D 192 / 128", "T < l", "one head, l' far above l",
+    "w 1",       "35 blocks", "l' 80",        "l' 256",      "l' 4",  "tokens for blocks",
+    "G 1, D 16", "l' 48",     "G 80",         "D 136 / 200",
 };
-enum { CUDA_LITTLE = 3, CUDA_QUICK = 9 };
+enum { CUDA_LITTLE = 3, CUDA_QUICK = 12 };
 
 /* Asked for by name, in no run over a table: selection blocks of 16, which CUDA takes too. */
 static const geometry single_geometries[] = {
@@ -155,7 +159,7 @@ static const nsa_isa isas[] = {NSA_ISA_DETECT, NSA_ISA_PLAIN, NSA_ISA_SSE2,   NS
 #endif
 
 /* The field that a call of this geometry is refused by, NULL if it is taken: CUDA takes dims in
-   steps of 8, up to what is compiled, and selection blocks in steps of 16. */
+   steps of 8, up to what is compiled, and selection blocks of at most 128 tokens. */
 #ifndef NSA_CUDA_MAX_DIM
 #define NSA_CUDA_MAX_DIM 256
 #endif
@@ -165,7 +169,7 @@ static inline const char *refused_by(const nsa_desc *d) {
     if (d->list_heads && d->list_heads != d->kv_heads) return "list_heads";
     if (d->dim % 8 || d->dim > NSA_CUDA_MAX_DIM) return "dim";
     if (d->dim_v % 8 || d->dim_v > NSA_CUDA_MAX_DIM) return "dim_v";
-    return d->slc_block % 16 || d->slc_block > 128 ? "slc_block" : NULL;
+    return d->slc_block > 128 ? "slc_block" : NULL;
 }
 
 /* Begins on the device may hold anything but a wrong end: kernels stay in their views' rows. Four

@@ -156,7 +156,7 @@ static inline void device_views(nsa_tensor *x, size_t n) {
     for (size_t i = 0; i < n; i++) x[i].data = device_of(x[i].data);
 }
 
-/* Structs that are nothing but views: attend, select, gate. NULL stays NULL. */
+/* Structs that are nothing but views: attend, select, merge, gate. NULL stays NULL. */
 #define DEVICE_COPY(type, name)                                                            \
     type name##_copy, *name##_device = NULL;                                               \
     if (name) {                                                                            \
@@ -171,6 +171,10 @@ static inline void device_compress(nsa_compress *x) {
 
 static inline void device_rope(nsa_rope *x) {
     device_views(&x->x, 3); /* x, out, positions */
+}
+
+static inline void device_score(nsa_score *x) {
+    device_views(&x->q, 5); /* q, k, weights, blocks, scores */
 }
 
 static inline void device_attention(nsa_attention *x) {
@@ -220,6 +224,14 @@ static inline nsa_status device_select_blocks(const nsa_select *x, const nsa_des
         nsa_cuda_select_blocks(x_device, device_d, device_of(workspace), bytes, device_stream()));
 }
 
+static inline nsa_status device_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
+                                             size_t bytes) {
+    device_begin(d);
+    DEVICE_COPY_BY(nsa_score, x, device_score)
+    return device_end(
+        nsa_cuda_score_blocks(x_device, device_d, device_of(workspace), bytes, device_stream()));
+}
+
 static inline nsa_status device_rank_blocks(const float *scores, int query, const nsa_desc *d,
                                             int32_t *list) {
     const int sound = d && nsa_desc_check(d) == NSA_OK && query >= 0 && query < d->tokens;
@@ -230,6 +242,19 @@ static inline nsa_status device_rank_blocks(const float *scores, int query, cons
     if (sound && list)
         to = (int32_t *)device_array_of(list, (size_t)nsa_block_list_width(d) * sizeof *list);
     return device_end(nsa_cuda_rank_blocks(from, query, d, to, device_stream()));
+}
+
+static inline size_t device_rank_queries_workspace_size(const nsa_desc *d) {
+    (void)d;
+    return 0;
+}
+
+static inline nsa_status device_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
+                                             size_t bytes) {
+    (void)workspace, (void)bytes;
+    device_begin(d);
+    DEVICE_COPY(nsa_rank, x)
+    return device_end(nsa_cuda_rank_queries(x_device, device_d, device_stream()));
 }
 
 static inline nsa_status device_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
@@ -271,6 +296,20 @@ static inline nsa_status device_gate_backward(const nsa_gate *dx, const nsa_gate
     DEVICE_COPY(nsa_gate, x)
     DEVICE_COPY(nsa_gate, dx)
     return device_end(nsa_cuda_gate_backward(dx_device, x_device, device_d, device_stream()));
+}
+
+static inline nsa_status device_merge_forward(const nsa_merge *x, const nsa_desc *d) {
+    device_begin(d);
+    DEVICE_COPY(nsa_merge, x)
+    return device_end(nsa_cuda_merge_forward(x_device, device_d, device_stream()));
+}
+
+static inline nsa_status device_merge_backward(const nsa_merge *dx, const nsa_merge *x,
+                                               const nsa_desc *d) {
+    device_begin(d);
+    DEVICE_COPY(nsa_merge, x)
+    DEVICE_COPY(nsa_merge, dx)
+    return device_end(nsa_cuda_merge_backward(dx_device, x_device, device_d, device_stream()));
 }
 
 static inline nsa_status device_rope_forward(const nsa_rope *x, const nsa_desc *d) {
@@ -376,9 +415,15 @@ static inline nsa_status device_block_map(const nsa_desc *d, int tokens, int32_t
 #define nsa_attend_dense_backward                device_attend_dense_backward
 #define nsa_select_blocks_workspace_size         nsa_cuda_select_blocks_workspace_size
 #define nsa_select_blocks                        device_select_blocks
+#define nsa_score_blocks_workspace_size          nsa_cuda_score_blocks_workspace_size
+#define nsa_score_blocks                         device_score_blocks
 #define nsa_rank_blocks                          device_rank_blocks
+#define nsa_rank_queries_workspace_size          device_rank_queries_workspace_size
+#define nsa_rank_queries                         device_rank_queries
 #define nsa_check_blocks                         device_check_blocks
 #define nsa_normalize_blocks                     device_normalize_blocks
+#define nsa_merge_forward                        device_merge_forward
+#define nsa_merge_backward                       device_merge_backward
 #define nsa_gate_forward                         device_gate_forward
 #define nsa_gate_backward                        device_gate_backward
 #define nsa_attention_forward_workspace_size     nsa_cuda_attention_forward_workspace_size

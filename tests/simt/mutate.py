@@ -44,7 +44,9 @@ MODES = {"plain": PLAIN, "check": CHECK, "wgmma": (PLAIN[0] + WGMMA, PLAIN[1]),
          "wgmma_check": (CHECK[0] + WGMMA, CHECK[1])}
 # What a test needs of nsa/kernels.
 NEEDS = {"block_index": ["block_index"], "rope": ["rope"], "compress": ["compress"],
-         "gate": ["gate"], "select_blocks": ["select_blocks", "select_lists"],
+         "gate": ["gate"], "merge": ["merge", "attend_branches"],
+         "select_blocks": ["select_blocks", "select_lists"], "rank_queries": ["select_lists"],
+         "score_blocks": ["score_blocks"],
          "attend_cmp": ["attend_branches"], "attend_slc": ["attend_branches"], "attend_win": ["attend_branches"],
          "attend_dense": ["attend_branches"], "attention": ["attention"], "decode": ["decode"]}
 # A test's tables, the smallest first; the checker runs the first alone.

@@ -1,0 +1,129 @@
+/* score_blocks.cuh: lists of the best blocks by scores that are no attention: weighed products,
+   summed over the heads of a group, of every block the largest or the mean.
+   Twin: nsa.h, "Selection by scores that are no attention". The kernel is that of
+   select_blocks.cuh, the ranking that of select_lists.cuh.
+   Not here: a T x T buffer. Queries go chunk by chunk; the workspace holds the scores of one. */
+#ifndef NSA_SCORE_BLOCKS_CUH
+#define NSA_SCORE_BLOCKS_CUH
+
+#include "select_blocks.cuh"
+#include "select_lists.cuh"
+
+/* Lists of a chunk, enough to fill a device, but no fewer queries than some blocks of threads work
+   on; tests define both small. */
+#ifndef NSA__SCORE_LISTS
+#define NSA__SCORE_LISTS 2048
+#endif
+#ifndef NSA__SCORE_QUERIES
+#define NSA__SCORE_QUERIES 64
+#endif
+
+/* Queries of a chunk, of each sequence. */
+static int nsa__cuda_score_chunk(const nsa_desc *d) {
+    const int64_t most = NSA__SCORE_LISTS / (static_cast<int64_t>(d->batch) * d->kv_heads);
+    const int64_t queries = most > NSA__SCORE_QUERIES ? most : NSA__SCORE_QUERIES;
+    return queries < d->count ? static_cast<int>(queries) : d->count;
+}
+
+/* The scores of one chunk, (B, chunk, Hk, blocks). */
+static nsa_tensor nsa__cuda_score_take(const nsa_desc *d, nsa__cuda_arena *a) {
+    const int64_t blocks = nsa_slc_count(d, d->tokens), chunk = nsa__cuda_score_chunk(d);
+    const int64_t rows = d->batch * chunk * d->kv_heads;
+    nsa_tensor scores = {};
+    scores.data = nsa__cuda_take<float>(a, rows * blocks);
+    scores.dtype = NSA_F32;
+    scores.batch = chunk * d->kv_heads * blocks;
+    scores.token = d->kv_heads * blocks;
+    scores.head = blocks;
+    return scores;
+}
+
+/* One chunk's scores; tokens are compressed blocks of one. */
+struct nsa__cuda_score_call {
+    const nsa_select *x;
+    const nsa_desc *d;
+    const nsa_score *score;
+    bool own;
+    cudaStream_t stream;
+    template <typename T, int D, int NT, bool CHUNKS> nsa_status run() const {
+        nsa__cuda_arena none = {NULL, 0};
+        nsa__cuda_select_plan p = nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, 0, &none);
+        p.own = own;
+        p.act = score->act;
+        p.pool = score->pool;
+        dim3 grid;
+        const nsa_status s =
+            nsa__cuda_grid(static_cast<int64_t>(p.tiles) * d->batch * d->kv_heads, &grid);
+        if (s != NSA_OK) return s;
+        return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_select_blocks_kernel<T, D, NT, CHUNKS, true>),
+                                           grid, dim3(32u * static_cast<unsigned>(p.warps)),
+                                           p.shared_bytes, stream, *d, *x, p, 1.0f));
+    }
+};
+
+static nsa_status nsa__cuda_score_run(const nsa_score *x, const nsa_desc *d, void *workspace,
+                                      cudaStream_t stream) {
+    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    const nsa_tensor room = nsa__cuda_score_take(d, &a);
+    const int chunk = nsa__cuda_score_chunk(d);
+    const bool own = !x->scores.data;
+    nsa_status s = NSA_OK;
+    for (int first = 0; first < d->count && s == NSA_OK; first += chunk) {
+        nsa_desc part = *d;
+        part.cmp_block = part.cmp_stride = 1;
+        part.first += first;
+        part.count = d->count - first < chunk ? d->count - first : chunk;
+        nsa_select scored = {};
+        scored.q = nsa__cuda_view_from(x->q, first);
+        scored.k = x->k;
+        scored.lse = nsa__cuda_view_from(x->weights, first);
+        scored.scores = own ? room : nsa__cuda_view_from(x->scores, first);
+        const nsa_rank ranked = {scored.scores, nsa__cuda_view_from(x->blocks, first)};
+        const nsa__cuda_score_call call = {&scored, &part, x, own, stream};
+        s = nsa__cuda_select_choose(x->q.dtype, &part, call);
+        if (s == NSA_OK) s = nsa__cuda_rank_queries_run(&ranked, &part, own, stream);
+    }
+    return s;
+}
+
+static size_t nsa__cuda_score_bytes(const nsa_desc *d) {
+    nsa__cuda_arena a = {NULL, 0};
+    nsa__cuda_score_take(d, &a);
+    return nsa__cuda_arena_bytes(&a);
+}
+
+extern "C" size_t nsa_cuda_score_blocks_workspace_size(const nsa_desc *d) {
+    return nsa__cuda_check_desc(d) == NSA_OK ? nsa__cuda_score_bytes(d) : 0;
+}
+
+static nsa_status nsa__cuda_score_check(const nsa_score *x, const nsa_desc *d) {
+    const unsigned dtypes = nsa__cuda_one_dtype(x->q.dtype);
+    if (static_cast<unsigned>(x->act) > NSA_SCORE_RELU)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
+    if (static_cast<unsigned>(x->pool) > NSA_POOL_MEAN)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
+    nsa_status s = nsa__cuda_check_rows(&x->q, nsa__cuda_query_shape(d, d->heads, d->dim), dtypes,
+                                        0, NSA__AT_q);
+    if (s != NSA_OK) return s;
+    s = nsa__cuda_check_rows(&x->k, nsa__cuda_key_shape(d, d->dim), dtypes, 0, NSA__AT_k);
+    if (s != NSA_OK) return s;
+    if (x->weights.data && (s = nsa__check_view(&x->weights, nsa__cuda_query_shape(d, d->heads, 1),
+                                                NSA__FLOATS, 0, NSA__AT_weights)) != NSA_OK)
+        return s;
+    if ((s = nsa__cuda_check_scores(&x->scores, d)) != NSA_OK) return s;
+    return nsa__check_view(&x->blocks,
+                           nsa__cuda_query_shape(d, d->kv_heads, nsa_block_list_width(d)),
+                           NSA__INTS, 1, NSA__AT_blocks);
+}
+
+extern "C" nsa_status nsa_cuda_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
+                                            size_t bytes, cudaStream_t stream) {
+    nsa_status s = nsa__cuda_check_desc(d);
+    if (s != NSA_OK) return s;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if ((s = nsa__cuda_score_check(x, d)) != NSA_OK) return s;
+    s = nsa__cuda_check_workspace(nsa__cuda_score_bytes(d), workspace, bytes);
+    return s == NSA_OK ? nsa__cuda_score_run(x, d, workspace, stream) : s;
+}
+
+#endif
