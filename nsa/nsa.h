@@ -1268,6 +1268,19 @@ static nsa_real nsa__sigmoid(nsa_real x) {
     return (nsa_real)(1 / (1 + exp(-(double)x)));
 }
 
+/* Turns three logits into the weights g. Softmax subtracts the maximum, so that exp cannot
+   overflow. */
+static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
+    if (kind == NSA_GATE_SIGMOID)
+        for (int i = 0; i < 3; i++) g[i] = nsa__sigmoid(g[i]);
+    if (kind == NSA_GATE_SOFTMAX) {
+        nsa_real most = g[0] > g[1] ? g[0] : g[1], sum = 0;
+        most = most > g[2] ? most : g[2];
+        for (int i = 0; i < 3; i++) sum += g[i] = (nsa_real)exp((double)(g[i] - most));
+        for (int i = 0; i < 3; i++) g[i] /= sum;
+    }
+}
+
 static int64_t nsa__min(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
@@ -3046,6 +3059,9 @@ typedef struct nsa__attend_options {
     int shared_prefix; /* queries before this position are left out: see nsa__shared_prefix */
     int ring; /* a decoding cache's window: key s lies in row s % ring; 0 where rows are straight */
     int64_t *reads; /* NULL, or of each query and kv head: how many keys it has read */
+    const nsa_gate
+        *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
+    int both;  /* with gate: queries before this position take slc's g too */
 } nsa__attend_options;
 
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its
@@ -4030,6 +4046,28 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
 }
 
+/* dout of the branch: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
+static void nsa__backward_gate(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_desc *d = p->d;
+    const nsa_tensor *logits = &p->options.gate->logits;
+    int sharers = d->heads / d->gate_heads;
+    for (int r = 0; r < f->iter.queries * p->group; r++) {
+        int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
+        nsa_real *dout = f->dout + (ptrdiff_t)r * p->wide_v, g[3];
+        nsa__load(
+            g, logits->dtype,
+            nsa__row(logits, job->seq.batch, job->seq.row + query - job->seq.first, head / sharers),
+            3);
+        nsa__gate_weights(d->gate, g);
+        if (query < p->options.both) g[p->branch] += g[NSA__SLC];
+        nsa__scale(dout, g[p->branch], d->dim_v);
+        if (nsa__all_finite(dout, d->dim_v)) continue;
+        memset(dout, 0, (size_t)d->dim_v * sizeof *dout);
+        f->nonfinite[r] = 1;
+    }
+}
+
 /* Loads q and dout, and computes lse2 and delta = dout . out - dlse of every row. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
@@ -4043,6 +4081,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
     nsa__load_queries(job, &f->iter, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->nonfinite);
     nsa__load_queries(job, &f->iter, &p->dx->out, p->d->dim_v, p->wide_v, 1, f->dout, f->nonfinite);
+    if (p->options.gate) nsa__backward_gate(f, job);
     for (int r = 0; r < rows; r++) {
         nsa__load(out, p->x->out.dtype, nsa__query_row(job, &f->iter, &p->x->out, r), p->d->dim_v);
         f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
@@ -4267,7 +4306,7 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
 
 /* ---- Attention: entry points --------------------------------------------------------------- */
 
-static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL};
+static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL, NULL, 0};
 
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
     if (nsa_desc_check(d) != NSA_OK) return 0;
@@ -4876,19 +4915,6 @@ typedef struct nsa__gate_job {
     nsa__seq seq;
 } nsa__gate_job;
 
-/* Turns three logits into the weights g. Softmax subtracts the maximum, so that exp cannot
-   overflow. */
-static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
-    if (kind == NSA_GATE_SIGMOID)
-        for (int i = 0; i < 3; i++) g[i] = nsa__sigmoid(g[i]);
-    if (kind == NSA_GATE_SOFTMAX) {
-        nsa_real most = g[0] > g[1] ? g[0] : g[1], sum = 0;
-        most = most > g[2] ? most : g[2];
-        for (int i = 0; i < 3; i++) sum += g[i] = (nsa_real)exp((double)(g[i] - most));
-        for (int i = 0; i < 3; i++) g[i] /= sum;
-    }
-}
-
 enum { NSA__GATE_TOKENS = 16 };
 
 /* out = sum_i g[i] branch[i], for some tokens and all heads. */
@@ -5071,8 +5097,8 @@ typedef struct nsa__chain_plan {
 /* p must not be moved afterwards, because the plans point to its views. */
 static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
     p->views = nsa__chain_of(x);
-    const nsa__attend_options cmp = {&p->views.select, 0, 0, NULL};
-    const nsa__attend_options slc = {NULL, nsa__shared_prefix(x, d), 0, NULL};
+    const nsa__attend_options cmp = {&p->views.select, 0, 0, NULL, NULL, 0};
+    const nsa__attend_options slc = {NULL, nsa__shared_prefix(x, d), 0, NULL, NULL, 0};
     p->cmp = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
     p->slc = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
     p->win = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
@@ -5125,10 +5151,10 @@ typedef struct nsa__sum {
     int owner; /* this sum holds the memory, and flushes it */
 } nsa__sum;
 
+/* The branches' backward runs for a few kv heads of one sequence at a time, so that the sum of dq
+   needs memory for those alone. */
 typedef struct nsa__chain_gradient {
-    nsa__attend_plan plan[NSA__DENSE]; /* of cmp, slc and win, without their views */
     nsa__sum sum[NSA__SUMS];
-    nsa_tensor dbranch;        /* dout of the branch at hand */
     nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows */
     void *rest;                /* the primitives' workspace */
     size_t own;                /* bytes before it */
@@ -5148,9 +5174,30 @@ static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape) {
     memset(x->data, 0, (size_t)(x->batch * shape.batch) * sizeof(nsa_real));
 }
 
+/* kv heads whose rows of a token are some 1024 numbers of q, but no more than attention takes at
+   once. */
+static int nsa__chain_heads(const nsa_desc *d) {
+    int64_t row = (int64_t)d->dim * (d->heads / d->kv_heads);
+    return (int)nsa__min(nsa__heads_at_once(d), nsa__max(1, 1024 / row));
+}
+
+/* The geometry of some kv heads of one sequence. */
+static nsa_desc nsa__chain_slice(const nsa_desc *d, const nsa__seq *seq, int kv_heads) {
+    nsa_desc slice = *d;
+    slice.batch = 1;
+    slice.begins = NULL;
+    slice.tokens = seq->tokens;
+    slice.count = seq->count;
+    slice.kv_heads = kv_heads;
+    slice.heads = d->heads / d->kv_heads * kv_heads;
+    slice.gate_heads = d->gate_heads == d->heads ? slice.heads : kv_heads;
+    slice.list_heads = nsa__list_heads(d) / d->kv_heads * kv_heads;
+    return slice;
+}
+
 static nsa__shape nsa__sum_shape(const nsa_desc *d, int i, const nsa__sum *sum) {
-    return i == NSA__SUM_Q ? nsa__query_shape(d, sum->heads, sum->width)
-                           : nsa__key_shape(d, sum->width);
+    nsa__shape of_q = {1, d->count, sum->heads, sum->width};
+    return i == NSA__SUM_Q ? of_q : nsa__key_shape(d, sum->width);
 }
 
 /* The first sum before sum i that adds to the same view, or i. q has rows of its own, and so have
@@ -5171,7 +5218,7 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         sum->to = to[i];
         sum->view = *to[i];
         sum->owner = 0;
-        sum->heads = i == NSA__SUM_Q ? d->heads : d->kv_heads;
+        sum->heads = i == NSA__SUM_Q ? d->heads / d->kv_heads * nsa__chain_heads(d) : d->kv_heads;
         sum->width =
             i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
         if (!to[i]->data || to[i]->dtype == NSA_REAL_DTYPE) continue;
@@ -5183,24 +5230,29 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         sum->owner = 1;
         sum->view = nsa__alloc_tensor(a, nsa__sum_shape(d, i, sum));
     }
-    g->dbranch = nsa__alloc_tensor(a, nsa__query_shape(d, d->heads, d->dim_v));
     g->dk_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
     g->dv_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
     g->own = a->used;
     g->rest = a->base ? a->base + a->used : NULL;
 }
 
-/* The plans of all parts, and the bytes that the call needs. */
-static size_t nsa__chain_backward_plan(nsa__chain_gradient *g, const nsa_attention *x,
-                                       const nsa_desc *d, int threads) {
-    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++)
-        g->plan[branch] = nsa__backward_plan(NULL, NULL, d, (nsa__branch)branch);
-    const size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 1, threads),
-                             nsa__compress_bytes(&x->v_cmp, d, 1, threads),
-                             nsa__attend_plan_bytes(&g->plan[NSA__CMP], threads),
-                             nsa__attend_plan_bytes(&g->plan[NSA__SLC], threads),
-                             nsa__attend_plan_bytes(&g->plan[NSA__WIN], threads)};
-    return nsa__bytes_for(g->own, 1, nsa__largest(parts));
+/* The bytes that the call needs: the branches' for the first heads, which are the most, of every
+   sequence. */
+static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_attention *x,
+                                        const nsa_desc *d, int threads) {
+    size_t most = nsa__compress_bytes(&x->k_cmp, d, 1, threads),
+           other = nsa__compress_bytes(&x->v_cmp, d, 1, threads);
+    most = most > other ? most : other;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+        nsa_desc slice = nsa__chain_slice(d, &seq, nsa__chain_heads(d));
+        for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
+            const nsa__attend_plan p = nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch);
+            other = nsa__attend_plan_bytes(&p, threads);
+            most = most > other ? most : other;
+        }
+        if (!d->begins) break; /* all are alike */
+    }
+    return nsa__bytes_for(g->own, 1, most);
 }
 
 NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
@@ -5209,7 +5261,7 @@ NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
     nsa__arena a = {NULL, 0};
     if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
     nsa__chain_gradient_layout(&g, dx, d, &a);
-    return nsa__chain_backward_plan(&g, x, d, nsa__threads(d));
+    return nsa__chain_backward_bytes(&g, x, d, nsa__threads(d));
 }
 
 static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const nsa_attention *x,
@@ -5246,51 +5298,129 @@ static int nsa__shared_gradient_prefix(const nsa_attention *dx, const nsa_attent
     return prefix;
 }
 
-static void nsa__zero_branch(const nsa_tensor *x, const nsa_desc *d, int prefix) {
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
-        int64_t kept = nsa__max(0, nsa__min(prefix - (int64_t)seq.first, seq.count));
-        memset(nsa__row(x, seq.batch, seq.row + kept, 0), 0,
-               (size_t)((seq.count - kept) * x->token) * sizeof(nsa_real));
-    }
+/* A view whose row 0 and head 0 are these. */
+static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int head) {
+    if (x.data) x.data = nsa__row(&x, batch, row, head);
+    return x;
 }
 
-/* One branch: its share of dout from the gate, then its own backward. win, which is the last, adds
-   its share to slc's of the queries before `prefix`. */
-static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa__chain *c,
-                                             const nsa_attention *dx, const nsa_desc *d,
-                                             nsa__branch branch, int prefix, nsa_tensor dk,
-                                             nsa_tensor dv, size_t bytes) {
-    const nsa_attend *x = branch == NSA__CMP ? &c->cmp : branch == NSA__SLC ? &c->slc : &c->win;
-    nsa_gate dgate;
-    nsa_attend dattend;
-    memset(&dgate, 0, sizeof dgate);
-    memset(&dattend, 0, sizeof dattend);
-    nsa__zero_branch(&g->dbranch, d, branch == NSA__WIN ? prefix : 0);
-    dgate.out = dx->out;
-    *(branch == NSA__CMP ? &dgate.cmp : branch == NSA__SLC ? &dgate.slc : &dgate.win) = g->dbranch;
-    nsa__gate_run(&dgate, &c->gate, d);
-    dattend.out = g->dbranch;
-    dattend.q = g->sum[NSA__SUM_Q].view;
-    dattend.k = dk;
-    dattend.v = dv;
-    nsa__attend_plan p = g->plan[branch];
-    p.x = x;
-    p.dx = &dattend;
+/* The views of some heads of a sequence: where they begin. */
+typedef struct nsa__chain_at {
+    nsa__seq seq;
+    int kv_head;
+} nsa__chain_at;
+
+static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
+                                 const nsa__chain_at *at) {
+    int64_t batch = at->seq.batch, row = at->seq.row;
+    int64_t key_row = branch == NSA__CMP ? at->seq.cmp_row : row;
+    int head = at->kv_head * (d->heads / d->kv_heads);
+    nsa_attend part;
+    part.q = nsa__view_at(x->q, batch, row, head);
+    part.k = nsa__view_at(x->k, batch, key_row, at->kv_head);
+    part.v = nsa__view_at(x->v, batch, key_row, at->kv_head);
+    part.out = nsa__view_at(x->out, batch, row, head);
+    part.lse = nsa__view_at(x->lse, batch, row, head);
+    part.blocks =
+        nsa__view_at(x->blocks, batch, row, at->kv_head * (nsa__list_heads(d) / d->kv_heads));
+    return part;
+}
+
+/* One branch of some heads; `slice` is their geometry. win, which is the last, computes slc's share
+   of the queries before `prefix` too. */
+static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
+                                             const nsa_attend *dx, const nsa_gate *gate,
+                                             const nsa_desc *slice, nsa__branch branch, int prefix,
+                                             size_t bytes) {
+    nsa__attend_plan p = nsa__backward_plan(dx, x, slice, branch);
     p.options.shared_prefix = branch == NSA__SLC ? prefix : 0;
+    p.options.both = branch == NSA__WIN ? prefix : 0;
+    p.options.gate = gate;
     return nsa__backward_run(&p, g->rest, bytes);
 }
 
-/* Adds the sums of the real dtype to the caller's views, with one rounding. */
+/* Rows of a sum and where they go. */
+typedef struct nsa__flush {
+    nsa_tensor from, to;
+    int64_t rows;
+    int heads, width, clear; /* clear: the rows become zeros, and go nowhere */
+} nsa__flush;
+
+enum { NSA__FLUSH_ROWS = 64 };
+
+static void nsa__flush_task(const void *context, int64_t index, void *scratch) {
+    const nsa__flush *f = (const nsa__flush *)context;
+    int64_t end = nsa__min(f->rows, (index + 1) * NSA__FLUSH_ROWS);
+    (void)scratch;
+    for (int64_t t = index * NSA__FLUSH_ROWS; t < end; t++)
+        for (int h = 0; h < f->heads; h++) {
+            nsa_real *row = (nsa_real *)nsa__row(&f->from, 0, t, h);
+            if (f->clear)
+                memset(row, 0, (size_t)f->width * sizeof *row);
+            else
+                nsa__add(f->to.dtype, nsa__row(&f->to, 0, t, h), 1, row, f->width);
+        }
+}
+
+static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
+    nsa__team team = {nsa__threads(d), NULL, 0};
+    nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
+}
+
+/* The three branches of some heads of a sequence, and their dq. */
+static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
+                                            const nsa_attention *x, const nsa_desc *d,
+                                            const nsa__chain_at *at, int kv_heads, int prefix,
+                                            size_t bytes) {
+    const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
+    const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
+    const nsa__chain c = nsa__chain_of(x);
+    const nsa_attend *of_x[] = {&c.cmp, &c.slc, &c.win};
+    const nsa_tensor dk[] = {g->dk_cmp, sum[NSA__SUM_K_SLC].view, sum[NSA__SUM_K_WIN].view},
+                     dv[] = {g->dv_cmp, sum[NSA__SUM_V_SLC].view, sum[NSA__SUM_V_WIN].view};
+    nsa_gate gate = c.gate;
+    nsa_attend all;
+    nsa__flush dq;
+    memset(&all, 0, sizeof all);
+    all.q = dx->q;
+    all.out = dx->out;
+    dq.to = nsa__attend_at(&all, d, NSA__CMP, at).q;
+    dq.from = q->view;
+    dq.rows = slice.count;
+    dq.heads = slice.heads;
+    dq.width = d->dim;
+    dq.clear = 1;
+    gate.logits = nsa__view_at(gate.logits, at->seq.batch, at->seq.row,
+                               at->kv_head * (d->gate_heads / d->kv_heads));
+    if (q->owner) nsa__flush_run(&dq, d);
+    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
+        nsa_attend views = nsa__attend_at(of_x[branch], d, (nsa__branch)branch, at), dviews;
+        all.k = dk[branch];
+        all.v = dv[branch];
+        dviews = nsa__attend_at(&all, d, (nsa__branch)branch, at);
+        if (q->owner) dviews.q = q->view;
+        NSA__CHECK(nsa__chain_branch_backward(g, &views, &dviews, &gate, &slice,
+                                              (nsa__branch)branch, prefix, bytes));
+    }
+    dq.clear = 0;
+    if (q->owner) nsa__flush_run(&dq, d);
+    return NSA_OK;
+}
+
+/* Adds the sums of keys and values to the caller's views, with one rounding. */
 static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
-    for (int i = 0; i < NSA__SUMS; i++) {
+    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++) {
         const nsa__sum *sum = &g->sum[i];
         if (!sum->owner) continue;
-        for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-            for (int64_t t = 0; t < (i == NSA__SUM_Q ? seq.count : seq.tokens); t++)
-                for (int h = 0; h < sum->heads; h++)
-                    nsa__add(sum->to->dtype, nsa__row(sum->to, seq.batch, seq.row + t, h), 1,
-                             (const nsa_real *)nsa__row(&sum->view, seq.batch, seq.row + t, h),
-                             sum->width);
+        for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+            const nsa__flush f = {nsa__view_at(sum->view, seq.batch, seq.row, 0),
+                                  nsa__view_at(*sum->to, seq.batch, seq.row, 0),
+                                  seq.tokens,
+                                  sum->heads,
+                                  sum->width,
+                                  0};
+            nsa__flush_run(&f, d);
+        }
     }
 }
 
@@ -5315,21 +5445,17 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
     dlogits.out = dx->out;
     dlogits.logits = dx->gates;
     if (dx->gates.data) nsa__gate_run(&dlogits, &c.gate, d);
-    for (int i = 0; i < NSA__SUMS; i++)
+    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]));
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim));
     nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v));
-    int prefix = nsa__shared_gradient_prefix(dx, x, d);
-    const struct {
-        nsa__branch branch;
-        nsa_tensor dk, dv;
-    } branches[] = {{NSA__CMP, g->dk_cmp, g->dv_cmp},
-                    {NSA__SLC, sum[NSA__SUM_K_SLC].view, sum[NSA__SUM_V_SLC].view},
-                    {NSA__WIN, sum[NSA__SUM_K_WIN].view, sum[NSA__SUM_V_WIN].view}};
-    for (int i = 0; i < 3; i++) {
-        NSA__CHECK(nsa__chain_branch_backward(g, &c, dx, d, branches[i].branch, prefix,
-                                              branches[i].dk, branches[i].dv, bytes));
-    }
+    int prefix = nsa__shared_gradient_prefix(dx, x, d), near = nsa__chain_heads(d);
+    nsa__chain_at at;
+    for (at.seq = nsa__seq_begin(d); at.seq.index < d->batch; nsa__seq_next(d, &at.seq))
+        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += near) {
+            int heads = (int)nsa__min(near, d->kv_heads - (int64_t)at.kv_head);
+            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, prefix, bytes));
+        }
     NSA__CHECK(nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
                                             sum[NSA__SUM_K_CMP].view, g->rest, bytes));
     s = nsa__chain_compress_backward(&dx->v_cmp, &x->v_cmp, d, g->dv_cmp, sum[NSA__SUM_V_CMP].view,
@@ -5346,7 +5472,7 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
     NSA__CHECK(nsa__attention_gradient_check(dx, x, d));
     nsa__arena a = {NULL, 0};
     nsa__chain_gradient_layout(&g, dx, d, &a);
-    if (!workspace || bytes < nsa__chain_backward_plan(&g, x, d, nsa__least_threads(d)))
+    if (!workspace || bytes < nsa__chain_backward_bytes(&g, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     a = nsa__arena_at(workspace);
     nsa__chain_gradient_layout(&g, dx, d, &a);
@@ -5619,9 +5745,9 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
     if (s == NSA_OK && begin < end)
         s = nsa__compress_go(NULL, &one->v_cmp, d, raw, begin, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__attend_options of_cmp = {&c.select, 0, 0, reads},
-                              of_slc = {NULL, 0, 0, reads + each},
-                              of_win = {NULL, 0, win, reads + 2 * each};
+    const nsa__attend_options of_cmp = {&c.select, 0, 0, reads, NULL, 0},
+                              of_slc = {NULL, 0, 0, reads + each, NULL, 0},
+                              of_win = {NULL, 0, win, reads + 2 * each, NULL, 0};
     const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
                                        nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
                                        nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};

@@ -616,8 +616,10 @@ static double documented_bytes(const nsa_desc *d, int backward) {
     double heads = near < 1 ? 1 : near > 4 ? 4 : near;
     if (heads > d->kv_heads) heads = d->kv_heads;
     if (!backward) return real * tokens * heads * (d->dim + d->dim_v);
+    double rows = floor(1024.0 * d->kv_heads / d->heads / d->dim);
+    if (heads > rows) heads = rows < 1 ? 1 : rows;
     return real * tokens *
-           (heads * (3 * d->dim + 2 * d->dim_v) + (double)d->heads * d->dim_v +
+           (heads * (3 * d->dim + 2 * d->dim_v) +
             (double)d->kv_heads * (d->dim + d->dim_v) / d->cmp_stride);
 }
 
@@ -638,6 +640,25 @@ static void test_workspace_is_linear(void) {
             CHECK(fabs(backward / documented_bytes(&d, 1) - 1) < 0.1,
                   "backward: %.0f bytes, not %.0f", backward, documented_bytes(&d, 1));
         }
+}
+
+/* Sums of bf16 gradients: those of q only for the heads at hand, of keys and values for all. */
+static void test_workspace_of_half(void) {
+    static char memory[8];
+    const double goal = 1.2e9 * sizeof(nsa_real) / sizeof(float);
+    nsa_desc d = nsa_desc_default(1, 65536, 64, 4, 128);
+    nsa_attention x;
+    memset(&x, 0, sizeof x);
+    d.threads = 1;
+    x.k_cmp.dim = x.v_cmp.dim = d.dim;
+    x.q = nsa_tensor_bthd(memory, NSA_BF16, d.tokens, d.heads, d.dim);
+    x.k_slc = nsa_tensor_bthd(memory + 2, NSA_BF16, d.tokens, d.kv_heads, d.dim);
+    x.v_slc = nsa_tensor_bthd(memory + 4, NSA_BF16, d.tokens, d.kv_heads, d.dim);
+    x.k_win = x.k_cmp.x = x.k_slc;
+    x.v_win = x.v_cmp.x = x.v_slc;
+    check_case("attention, workspace of bf16 gradients");
+    double bytes = (double)nsa_attention_backward_workspace_size(&x, &x, &d);
+    CHECK(bytes > goal / 2 && bytes < goal, "%.0f bytes", bytes);
 }
 
 #ifdef CHECK_F64
@@ -692,7 +713,7 @@ int main(int argc, char **argv) {
     test_nested_rows(dtypes[1]);
     test_far_rows(&chain_cases[5]);  /* tiles of packed keys */
     test_far_rows(&chain_cases[14]); /* few queries; networks as phi */
-    if (!CHECKS_CUDA) test_workspace_is_linear();
+    if (!CHECKS_CUDA) test_workspace_is_linear(), test_workspace_of_half();
 #ifdef CHECK_F64
     test_gradients();
 #endif

@@ -168,7 +168,7 @@ static void test_overflow_behind_the_mask(void) {
 static void test_sizes_that_do_not_add_up(void) {
     check_case("sizes whose sum passes the address space");
     nsa_attention x, dx;
-    nsa_desc d = nsa_desc_default(1, 1 << 30, (1 << 21) - 1, (1 << 21) - 1, 256);
+    nsa_desc d = nsa_desc_default(1, 1 << 30, (1 << 22) - 1, (1 << 22) - 1, 256);
     memset(&x, 0, sizeof x);
     x.k_cmp.dim = x.v_cmp.dim = 256;
     dx = x;
