@@ -279,6 +279,9 @@ static void layout(model *m, arena *a) {
     m->rates = arena_take(a, FOR_BATCH, sizeof *m->rates);
     nsa_desc d = model_desc(m, m->options.batch, m->options.tokens);
     m->scratch.workspace_bytes = layer_workspace(m, &d);
+    /* Of packed documents a device keeps where each one's compressed rows begin, too: one number a
+       document, of which there are at most as many as rows, in a whole piece of workspace. */
+    if (!m->o->host_memory) m->scratch.workspace_bytes += ids + 512;
     if (m->caches) {
         layout_caches(m, a);
         size_t bytes = layer_append_workspace(m, smaller(m->options.tokens, m->options.room));
