@@ -53,6 +53,7 @@ static void read_windows(source *s, const data_options *o, int64_t sample, int a
         check_window(&w);
         if (!again) continue;
         data_options later = *o;
+        p.split_parts = s->split_parts, p.split_size = s->split_size; /* as data.c saves them */
         later.resume = &p;
         source *other = source_open(&later, 2, -1, &why);
         FUZZ_ASSERT(other, "from its own place: %s", why.text);
@@ -68,6 +69,7 @@ static void read_windows(source *s, const data_options *o, int64_t sample, int a
 static void draw_position(fuzz_input *in, data_position *p) {
     int64_t *fields[] = {&p->sample, &p->epoch, &p->shard, &p->offset, &p->document, &p->used};
     memset(p, 0, sizeof *p);
+    p->split_parts = -1; /* not known */
     /* What checkpoint.c lets through: 0 .. 2^48. */
     for (int i = 0; i < 6; i++)
         *fields[i] = fuzz_below(in, 2) ? 0 : (int64_t)(fuzz_number(in) & (((int64_t)1 << 48) - 1));
