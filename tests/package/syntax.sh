@@ -44,6 +44,7 @@ case $target in
         "-I$root/nsa" "${common[@]}")
     ;;
 esac
+cd "$dir" # to clang-cl a path that begins with /w is an option
 for options in "" -DNSA_STATIC -DNSA_REAL=double; do
-    "${cc[@]}" ${options:+"$options"} "$dir/one.c"
+    "${cc[@]}" ${options:+"$options"} one.c
 done
