@@ -12,7 +12,7 @@ rm -rf "$dir"
 mkdir -p "$dir/c"
 
 {
-    for f in exp exp2 log log2 sqrt floor ceil fabs cos sin tanh; do
+    for f in exp exp2 log log1p log2 sqrt floor ceil fabs cos sin tanh; do
         echo "double $f(double);"
         echo "float ${f}f(float);"
     done
