@@ -664,7 +664,7 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
 #define NSA__MAX_DIM 256
 
 /* Every field that a status can name. The fields of a compress stand three times, in the same
-   order. */
+   order, because the whole adds NSA__TO_K_CMP or NSA__TO_V_CMP to the id of such a field. */
 #define NSA__COMPRESS_FIELDS(X, id, prefix) \
     X(id##phi, prefix "phi")                \
     X(id##dim, prefix "dim")                \
@@ -754,6 +754,8 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     NSA__COMPRESS_FIELDS(X, k_cmp_, "k_cmp.") \
     NSA__COMPRESS_FIELDS(X, v_cmp_, "v_cmp.")
 
+/* A status has its kind in bits 0 to 7 and the id of its field from bit 8 on. NSA__GRADIENT is
+   added to an id if the field is one of dx. */
 #define NSA__FIELD_ID(id, text) NSA__AT_##id,
 enum { NSA__FIELDS(NSA__FIELD_ID) NSA__AT_END, NSA__GRADIENT = 1 << 16 };
 #undef NSA__FIELD_ID
@@ -783,8 +785,8 @@ static size_t nsa__dtype_bytes(nsa_dtype dtype) {
     return 4;
 }
 
-/* 1 if the product of the sizes, each >= 0, in elements of up to 8 bytes, fits the address
-   space. */
+/* 1 if the product of the sizes, each >= 0, in elements of up to 8 bytes, fits the address space.
+   The product is taken in double, because it could overflow an int64_t. */
 static int nsa__fits(int64_t a, int64_t b, int64_t c, int64_t e) {
     const double limit =
         sizeof(size_t) >= 8 ? 1152921504606846976.0 /* 2^60 */ : (double)(SIZE_MAX / 16);
@@ -796,11 +798,14 @@ typedef struct nsa__shape {
     int64_t batch, rows, heads, width;
 } nsa__shape;
 
+/* One axis of a view: elements from entry to entry, and the number of entries. */
 typedef struct nsa__axis {
     int64_t stride, extent;
 } nsa__axis;
 
-/* 1 if no two rows of the shape share an element. */
+/* 1 if no two rows of the shape share an element. Axes are sorted by stride. Rows are apart if each
+   stride steps over all elements that the axes before it cover. Interleaved axes are refused too,
+   even if they share nothing. */
 static int nsa__rows_apart(const nsa_tensor *x, nsa__shape shape) {
     nsa__axis axes[3] = {{x->batch, shape.batch}, {x->token, shape.rows}, {x->head, shape.heads}};
     for (int i = 1; i < 3; i++) /* ascending strides */
@@ -820,6 +825,8 @@ static int nsa__rows_apart(const nsa_tensor *x, nsa__shape shape) {
 
 enum { NSA__FLOATS = 1 << NSA_F32 | 1 << NSA_BF16 | 1 << NSA_F16, NSA__INTS = 1 << NSA_I32 };
 
+/* Checks one view. `dtypes` is a set: bit x stands for dtype x. `writes` 1: the view is an output,
+   so its rows must be apart. A stride is not looked at if its axis has one entry. */
 static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigned dtypes,
                                   int writes, int field) {
     if (shape.batch == 0 || shape.rows == 0 || shape.heads == 0)
@@ -877,12 +884,20 @@ static nsa_status nsa__rope_check_options(const nsa_rope *x) {
     return NSA_OK;
 }
 
-/* The pair, as a fractional number, that turns `turns` times over the trained context. */
+/* The pair, as a fractional number, that turns `turns` times over the trained context of L tokens:
+   L base^(-2i/dim) / (2 pi) = turns, solved for i. */
 static double nsa__rope_pair_of(const nsa_rope *x, double base, double turns) {
     return x->dim * log(x->trained_context / (turns * 6.283185307179586)) / (2 * log(base));
 }
 
-/* What pair i turns by from one position to the next, and YaRN's factor on the result. */
+/* The angle of pair i from one position to the next, and YaRN's factor on the result.
+   linear: every frequency / factor.
+   NTK:    a larger base. Pair 0 keeps its frequency; the exponent dim / (dim - 2) divides that of
+           the last pair, dim / 2 - 1, by exactly the factor.
+   YaRN:   pairs up to `low` turn at least `fast` times over the trained context and keep their
+           frequency; pairs from `high` on turn at most `slow` times and get frequency / factor;
+           between them the ramp mixes both. If low and high meet, 0.001 between them keeps the
+           ramp's division from 0 / 0. */
 static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], double *magnitude) {
     double base = x->base != 0 ? x->base : 10000, factor = x->factor;
     double low = 0, high = 0;
@@ -909,6 +924,8 @@ static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], doub
     }
 }
 
+/* Which fields a status names. The chain passes other names than its primitives do, because its
+   views are fields of nsa_attention. */
 typedef struct nsa__attend_fields {
     int q, k, v, out, lse, blocks;
 } nsa__attend_fields;
@@ -916,7 +933,6 @@ typedef struct nsa__attend_fields {
 static const nsa__attend_fields nsa__attend_names = {NSA__AT_q,   NSA__AT_k,   NSA__AT_v,
                                                      NSA__AT_out, NSA__AT_lse, NSA__AT_blocks};
 
-/* Which fields a status names: the chain's views have other names than its primitives'. */
 typedef struct nsa__gate_fields {
     int logits, cmp, slc, win, out;
 } nsa__gate_fields;
@@ -924,7 +940,7 @@ typedef struct nsa__gate_fields {
 static const nsa__gate_fields nsa__gate_names = {NSA__AT_logits, NSA__AT_cmp, NSA__AT_slc,
                                                  NSA__AT_win, NSA__AT_out};
 
-/* The whole calls its primitives with these views and field names. */
+/* The chain's field names: q is one view for all branches, the rest is each branch's own. */
 static const nsa__attend_fields nsa__chain_cmp = {NSA__AT_q,         NSA__AT_k_cmp_out,
                                                   NSA__AT_v_cmp_out, NSA__AT_out_cmp,
                                                   NSA__AT_lse_cmp,   NSA__AT_blocks};
@@ -983,8 +999,9 @@ static int nsa__same_view(const nsa_tensor *a, const nsa_tensor *b) {
            a->token == b->token && a->head == b->head;
 }
 
-/* A gradient that several branches add to. Where its view is not of the real dtype the sum is taken
-   in workspace and added to the view once; views of the same memory share the sum. */
+/* Gradients that several branches may add to. If the caller's view is not of the real dtype, the
+   sum is taken in workspace and added to the view once, because each addition would round. Views of
+   the same memory share one sum. */
 enum {
     NSA__SUM_Q,
     NSA__SUM_K_CMP,
@@ -1058,9 +1075,12 @@ extern "C" {
 /* Stands for "no maximum yet". Finite, so that no difference of two maxima is inf - inf. */
 #define NSA__LOWEST ((nsa_real)(sizeof(nsa_real) == sizeof(double) ? -DBL_MAX : -FLT_MAX))
 
-enum { NSA__LANES = 16 }; /* packed rows are whole multiples: the widest vector */
+/* Numbers of the widest vector (AVX-512 in f32). Packed rows are padded to whole multiples of it.
+   */
+enum { NSA__LANES = 16 };
 
-/* Integers as wide as nsa_real. */
+/* Integers as wide as nsa_real. Their names are pasted together from the text of NSA_REAL, because
+   the preprocessor knows no sizeof. */
 #define NSA__BITS_float       32
 #define NSA__BITS_double      64
 #define NSA__INT_(bits, kind) kind##bits##_t
@@ -1093,12 +1113,18 @@ NSA_API float nsa_bf16_to_f32(uint16_t x) {
     return nsa__float_from_bits((uint32_t)x << 16);
 }
 
+/* bf16 is the upper half of an f32. Adding 0x7fff, and 1 more if the kept half is odd, carries into
+   the kept half exactly if it must be rounded up: to nearest, ties to even. A carry out of the
+   mantissa raises the exponent, at the end to infinity, as it must. The bit 0x40 makes a NaN quiet;
+   without it a NaN whose payload lies in the lower half would become infinity. */
 NSA_API uint16_t nsa_f32_to_bf16(float x) {
     uint32_t bits = nsa__float_bits(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40); /* a quiet NaN */
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
+/* f16 has 5 bits of exponent with bias 15 and 10 of mantissa, f32 has 8 with bias 127 and 23: the
+   exponent grows by 112, the mantissa moves up by 13 bits. */
 NSA_API float nsa_f16_to_f32(uint16_t x) {
     uint32_t sign = (uint32_t)(x & 0x8000u) << 16, exponent = x >> 10 & 31, mantissa = x & 0x3ffu;
     if (exponent == 31) return nsa__float_from_bits(sign | 0x7f800000u | mantissa << 13);
@@ -1109,6 +1135,9 @@ NSA_API float nsa_f16_to_f32(uint16_t x) {
     return nsa__float_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
+/* Exponent and mantissa are rounded as one integer, so that a carry out of the mantissa raises the
+   exponent. 0x477ff000 is 65520, halfway between the largest f16 and 65536. 0x33000000 is 2^-25,
+   half of the smallest subnormal; the tie there goes to 0, which is even. */
 NSA_API uint16_t nsa_f32_to_f16(float x) {
     uint32_t bits = nsa__float_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
@@ -1126,6 +1155,7 @@ NSA_API uint16_t nsa_f32_to_f16(float x) {
     return (uint16_t)(sign | rounded);
 }
 
+/* The address of a row: the one place that turns strides, which count elements, into bytes. */
 static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t head) {
     int64_t element = x->batch * batch + x->token * row + x->head * head;
     return (char *)x->data + (ptrdiff_t)element * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
@@ -1206,7 +1236,8 @@ NSA__COMPILED static void nsa__store(nsa_dtype dtype, void *row, const nsa_real 
     }
 }
 
-/* row += factor * from, summed in the real dtype and rounded once. */
+/* row += factor * from, summed in the real dtype and rounded once. Rows of w1 in a compress can be
+   longer than NSA__MAX_DIM, so the sum is taken piece by piece. */
 NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
                                    const nsa_real *from, int n) {
     nsa_real sum[NSA__MAX_DIM];
@@ -1245,7 +1276,8 @@ NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype 
     for (int i = 0; i < n; i++) sum[i] += factor * x[i];
 }
 
-/* n is a multiple of 16. */
+/* a . b; n is a multiple of 16. The order of the sum is written out as 16 partial sums, so that a
+   compiler's choice of vectors changes no bit. */
 NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int n) {
     nsa_real part[NSA__LANES] = {0}, sum = 0;
     for (int i = 0; i < n; i += NSA__LANES)
@@ -1268,8 +1300,8 @@ static nsa_real nsa__sigmoid(nsa_real x) {
     return (nsa_real)(1 / (1 + exp(-(double)x)));
 }
 
-/* Turns three logits into the weights g. Softmax subtracts the maximum, so that exp cannot
-   overflow. */
+/* Turns three logits into the weights g of Eq. 5; without a gate function the logits are g. Softmax
+   subtracts the maximum, so that exp cannot overflow. */
 static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
     if (kind == NSA_GATE_SIGMOID)
         for (int i = 0; i < 3; i++) g[i] = nsa__sigmoid(g[i]);
@@ -1281,6 +1313,7 @@ static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
     }
 }
 
+/* Arguments are int64_t, so that sums and products are compared before they are narrowed to int. */
 static int64_t nsa__min(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
@@ -1313,12 +1346,15 @@ NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int 
 
 /* ---- Block index: closed forms ------------------------------------------------------------- */
 
+/* N(tokens): compressed block i covers tokens i d .. i d + l - 1 and exists if all of them do, so i
+   <= (tokens - l) / d. */
 NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens) {
     return tokens < d->cmp_block ? 0 : (tokens - d->cmp_block) / d->cmp_stride + 1;
 }
 
 /* Tokens before this one are visible to `query` of a sequence of `tokens`. All that is causal
-   follows from it: blocks that it sees, blocks that it may select, the end of its spans. */
+   follows from this end: the compressed blocks that the query sees, the blocks that it may select,
+   the end of its spans. */
 static int nsa__visible_end(const nsa_desc *d, int tokens, int query) {
     return d->mask == NSA_MASK_NONE ? tokens : query + 1;
 }
@@ -1348,7 +1384,8 @@ NSA_API int nsa_window_begin(const nsa_desc *d, int query) {
     return (int)nsa__max(0, query - before);
 }
 
-/* Behind the last token of the window: without a mask it reaches as far ahead as back. */
+/* One behind the window's last token. With a mask that token is the query; without one the window
+   reaches as far ahead as back. */
 static int nsa__window_end(const nsa_desc *d, int tokens, int query) {
     int64_t ahead = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
     int end = nsa__visible_end(d, tokens, query);
@@ -1360,6 +1397,8 @@ static int nsa__list_heads(const nsa_desc *d) {
     return d->list_heads ? d->list_heads : d->kv_heads;
 }
 
+/* The weight of p_cmp[cmp] in p_slc[slc], Eq. 9: tokens that both blocks cover, in strides. The
+   paper's double sum over (m, n) counts the same, if its indices begin at 1. */
 NSA_API int nsa_block_overlap(const nsa_desc *d, int cmp, int slc) {
     int64_t cmp_begin = (int64_t)cmp * d->cmp_stride, slc_begin = (int64_t)slc * d->slc_block;
     int64_t begin = nsa__max(cmp_begin, slc_begin);
@@ -1367,6 +1406,8 @@ NSA_API int nsa_block_overlap(const nsa_desc *d, int cmp, int slc) {
     return (int)(nsa__max(0, end - begin) / d->cmp_stride);
 }
 
+/* Compressed blocks *begin .. *end - 1 overlap the selection block. All sizes are multiples of d,
+   so the block that begins l - d before slc_begin is the first that reaches into it. */
 NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int *begin, int *end) {
     int64_t slc_begin = (int64_t)slc * d->slc_block, count = nsa_cmp_count(d, tokens);
     /* blocks that start before slc_begin and overlap it */
@@ -1375,7 +1416,8 @@ NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int
     *end = (int)nsa__min(count, (slc_begin + d->slc_block) / d->cmp_stride);
 }
 
-/* Forced blocks at the start of the sequence, and at the query. */
+/* Forced blocks at the start of the sequence, and at the query. They belong to the causal mask:
+   without it neither place is special, so no block is forced. */
 static int nsa__forced_first(const nsa_desc *d) {
     return d->mask == NSA_MASK_NONE ? 0 : d->slc_init;
 }
@@ -1393,7 +1435,8 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__)
 #if defined(__SSE2__)
 #define NSA__HAS_SSE2
-/* There GCC spills wide vectors by aligned moves to stacks that are not: its PR 54412. */
+/* GCC for Windows spills wide vectors by aligned moves to a stack that is not aligned for them: its
+   PR 54412. */
 #if !defined(_WIN32) || defined(__clang__) || defined(NSA_UNALIGNED_SPILLS)
 #define NSA__HAS_AVX
 #endif
@@ -1549,13 +1592,15 @@ NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads
     return d;
 }
 
+/* Limits leave room for sums in int: rows of a query are rounded up to whole vectors, and the width
+   of a list is slc_count + slc_init + slc_local. */
 static nsa_status nsa__check_sizes(const nsa_desc *d) {
     const struct {
         int value, least, most, field;
     } sizes[] = {
         {d->batch, 1, INT_MAX, NSA__AT_batch},
         {d->tokens, 0, INT_MAX, NSA__AT_tokens},
-        {d->heads, 1, INT_MAX / 2, NSA__AT_heads}, /* rows of a query are rounded up */
+        {d->heads, 1, INT_MAX / 2, NSA__AT_heads},
         {d->kv_heads, 1, INT_MAX / 2, NSA__AT_kv_heads},
         {d->gate_heads, 1, INT_MAX / 2, NSA__AT_gate_heads},
         {d->list_heads, 0, INT_MAX / 2, NSA__AT_list_heads},
@@ -1587,7 +1632,7 @@ static nsa_status nsa__check_options(const nsa_desc *d) {
     if ((unsigned)d->gate > NSA_GATE_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_gate);
     if ((unsigned)d->isa > NSA_ISA_SIMD128) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
     if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
-    /* In base 2 and as a float it must be finite too. */
+    /* 1e38 leaves room for the factor log2(e): scale2 must be finite as a float too. */
     if (!nsa__is_finite(d->scale) || fabs(d->scale) > 1e38)
         return nsa__error(NSA_ERROR_SCALE, NSA__AT_scale);
     return NSA_OK;
@@ -1663,9 +1708,10 @@ static int64_t nsa__packed_cmp(const nsa_desc *d) {
     return rows;
 }
 
+/* The shape of a view on the query's side: row 0 is query `first`. */
 static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t width) {
-    /* The last row that is touched: a sequence's row count - 1, seen from the view's row 0, which
-     * is row `first`. */
+    /* Query `first` of sequence b is row begins[b] of a packed view. The last sequence that has
+       queries has the last row. */
     int64_t packed = 0;
     for (int b = 0; d->begins && b < d->batch; b++) {
         int64_t length = d->begins[b + 1] - d->begins[b];
@@ -1688,6 +1734,7 @@ static nsa__shape nsa__parameter_shape(const nsa_desc *d, int64_t rows, int64_t 
     return shape;
 }
 
+/* Sets of dtypes for nsa__check_view: tensors may have the first, lse the second. */
 static unsigned nsa__floats(void) {
     return NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1u << NSA_F64 : 0u);
 }
@@ -1695,8 +1742,8 @@ static unsigned nsa__real_dtypes(void) {
     return 1u << NSA_REAL_DTYPE;
 }
 
-/* A gradient that is asked for: of its tensor's dtype, or of the real one. A tensor that backward
-   does not read has not been checked. */
+/* Checks a gradient that is asked for: its dtype is its tensor's or the real one. The range of the
+   tensor's dtype is tested, because a tensor that backward does not read is unchecked. */
 static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x, nsa__shape shape,
                                       int field) {
     if (!dx->data) return NSA_OK;
