@@ -1075,8 +1075,7 @@ extern "C" {
 /* Stands for "no maximum yet". Finite, so that no difference of two maxima is inf - inf. */
 #define NSA__LOWEST ((nsa_real)(sizeof(nsa_real) == sizeof(double) ? -DBL_MAX : -FLT_MAX))
 
-/* Numbers of the widest vector (AVX-512 in f32). Packed rows are padded to whole multiples of it.
-   */
+/* Numbers of the widest vector, AVX-512's in f32. Packed rows are padded to multiples of it. */
 enum { NSA__LANES = 16 };
 
 /* Integers as wide as nsa_real. Their names are pasted together from the text of NSA_REAL, because
@@ -1753,15 +1752,15 @@ static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x,
 
 /* ---- Sequences, workspace, threads --------------------------------------------------------- */
 
-/* One sequence of the batch. Walk with nsa__seq_begin and nsa__seq_next: packed compressed rows add
-   up. */
+/* One sequence of the batch. Iterate with nsa__seq_begin and nsa__seq_next from the first one on,
+   because cmp_row is a sum over the sequences before. */
 typedef struct nsa__seq {
-    int index;       /* b */
-    int64_t batch;   /* what batch strides multiply: b, or 0 where sequences are packed */
-    int64_t row;     /* the view's row of token 0; on the query's side of query `first` */
-    int64_t cmp_row; /* the row of compressed block 0 */
-    int tokens, cmp_tokens;
-    int first, count; /* the queries to compute that it has */
+    int index;              /* b */
+    int64_t batch;          /* what batch strides multiply: b, or 0 where sequences are packed */
+    int64_t row;            /* the view's row of token 0; on the query's side of query `first` */
+    int64_t cmp_row;        /* the row of compressed block 0 */
+    int tokens, cmp_tokens; /* its keys, and its compressed keys */
+    int first, count; /* the queries to compute that it has: positions first .. first + count - 1 */
 } nsa__seq;
 
 /* Fills the fields that follow from `index`; behind the last sequence they keep their values. */
@@ -1775,6 +1774,7 @@ static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
     s->count = (int)nsa__max(0, nsa__min(d->count, (int64_t)s->tokens - d->first));
 }
 
+/* The first sequence. The loop ends when index reaches d->batch. */
 static nsa__seq nsa__seq_begin(const nsa_desc *d) {
     nsa__seq s;
     memset(&s, 0, sizeof s);
@@ -1795,8 +1795,10 @@ typedef struct nsa__arena {
     size_t used;
 } nsa__arena;
 
-enum { NSA__ALIGN = 64 };
+enum { NSA__ALIGN = 64 }; /* bytes: a cache line, and the widest vector */
 
+/* Hands out `count` elements, from a multiple of NSA__ALIGN on. A size that does not fit leaves
+   `used` at its largest value, which no workspace can satisfy. */
 static void *nsa__alloc(nsa__arena *a, int64_t count, size_t size) {
     char *at = a->base ? a->base + a->used : NULL;
     if ((uint64_t)count > (SIZE_MAX - a->used - NSA__ALIGN) / size) {
@@ -1811,6 +1813,7 @@ static nsa_real *nsa__alloc_reals(nsa__arena *a, int64_t count) {
     return (nsa_real *)nsa__alloc(a, count, sizeof(nsa_real));
 }
 
+/* An arena whose base is the workspace's first multiple of NSA__ALIGN. */
 static nsa__arena nsa__arena_at(void *workspace) {
     uintptr_t skew = (NSA__ALIGN - (uintptr_t)workspace % NSA__ALIGN) % NSA__ALIGN;
     nsa__arena a = {workspace ? (char *)workspace + skew : NULL, 0};
@@ -1832,7 +1835,9 @@ static int nsa__least_threads(const nsa_desc *d) {
     return d->threads ? nsa__threads(d) : 1;
 }
 
-/* Bytes of a workspace: what all share, so many scratches, and slack to align its start. */
+/* Bytes of a workspace, whose parts lie in this order:
+     | up to 63 bytes to align | shared | scratch of thread 0 | scratch of thread 1 | ... |
+   `shared` holds packed keys and sums; a thread's scratch is used by one task after another. */
 static size_t nsa__bytes_for(size_t shared, int scratches, size_t scratch) {
     nsa__arena total = {NULL, shared};
     if (scratch) nsa__alloc(&total, scratches, scratch);
@@ -1863,6 +1868,9 @@ static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *works
     return NSA_OK;
 }
 
+/* A task: piece `index` of the work that `context` describes. It writes rows that no other task
+   writes, each as a sum in one fixed order. So no bit depends on which thread runs the task, or
+   when. */
 typedef void nsa__task(const void *context, int64_t index, void *scratch);
 
 #if defined(_OPENMP) && _OPENMP >= 201511
@@ -2060,6 +2068,8 @@ NSA_API int64_t nsa_block_map_size(const nsa_desc *d, int tokens) {
     return entries;
 }
 
+/* Eq. 9 as a sparse matrix in CSR form: the entries of row j are indptr[j] .. indptr[j + 1] - 1,
+   the column is the compressed block, the weight nsa_block_overlap. */
 NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr, int32_t *indices,
                                  nsa_real *weights) {
     NSA__CHECK(nsa__check_geometry(d));
@@ -2120,7 +2130,8 @@ typedef struct nsa__matrix {
     const int *rows;     /* NULL: all rows in order */
 } nsa__matrix;
 
-/* What a product writes: c = a b, or with `add` c = keep c + a b. */
+/* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
+   keep[i] times what is there; softmax needs this to shrink a row's earlier sums. */
 typedef struct nsa__result {
     nsa_real *data;
     ptrdiff_t row;
@@ -2177,8 +2188,10 @@ typedef struct nsa__tiles {
 #endif
 #endif
 
-/* NSA__BYTES of a vector; NSA__ROWS x NSA__VECTORS of them hold a piece of c in registers, beside a
-   row of b and a factor. */
+/* NSA__BYTES is the size of a vector. A piece of a product, NSA__ROWS x NSA__VECTORS, stays in
+   registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
+   registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__HOLD(x) is an empty
+   instruction that may change x, so that the compiler keeps x in a register. */
 #define NSA__ISA     plain
 #define NSA__BYTES   0
 #define NSA__ROWS    4
@@ -2235,7 +2248,8 @@ typedef struct nsa__tiles {
 #include NSA__THIS_FILE
 #endif
 
-/* The tiles of an instruction set that nsa_isa_available has allowed. */
+/* The tiles of an instruction set that nsa_isa_available has allowed. The enum lists the sets of
+   one kind of machine from narrow to wide, so the first available from its end is the widest. */
 static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
     for (int widest = NSA_ISA_SIMD128; isa == NSA_ISA_DETECT; widest--)
         if (nsa_isa_available((nsa_isa)widest)) isa = (nsa_isa)widest;
@@ -2266,14 +2280,16 @@ static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
 /* ---- RoPE ---------------------------------------------------------------------------------- */
 
 typedef struct nsa__rope_job {
-    const nsa_rope *x, *dx;
+    const nsa_rope *x, *dx; /* dx NULL: forward */
     const nsa_desc *d;
     nsa__seq seq;
-    double frequency[NSA__MAX_DIM / 2];
-    double magnitude; /* YaRN's factor on the result */
+    double frequency[NSA__MAX_DIM / 2]; /* of each pair, radians from one position to the next */
+    double magnitude;                   /* YaRN's factor on the result */
 } nsa__rope_job;
 
-/* Rotates one row by the angles whose cosines and sines are given; sign -1 rotates back. */
+/* Rotates one row: pair (a, b) becomes (a cos - b sin, b cos + a sin). The pair is numbers
+   (2i, 2i + 1), or (i, i + dim/2) with NSA_ROPE_HALVES. With sign -1 the matrix is the transpose,
+   which backward needs. */
 static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const double *sine,
                              double sign, nsa_real *row) {
     int step = x->pairs == NSA_ROPE_HALVES ? 1 : 2,
@@ -2288,7 +2304,8 @@ static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const doub
 enum { NSA__ROPE_TOKENS = 16 }; /* tokens of a task */
 
 /* Forward rotates x into out; backward rotates dout back and adds it to dx. Angles are computed
-   once per token, in double, and serve all heads. */
+   once per token and serve all heads. They are doubles, because f32 has steps of 1/16 near an angle
+   of 10^6 radians. */
 static void nsa__rope_task(const void *context, int64_t index, void *scratch) {
     const nsa__rope_job *p = (const nsa__rope_job *)context;
     const nsa_rope *x = p->x;
@@ -2375,17 +2392,19 @@ typedef struct nsa__compress_job {
     nsa_real *w2, *w2_t; /* mlp, of `head`: (D, hidden) and its transpose */
     nsa_real *act, *dh;  /* mlp backward, of every compressed row of `head`: silu(h) and dh */
     int64_t rows, row;   /* rows of act and dh, and where those of `seq` begin */
-    nsa_real *dpos, *dw1, *db1, *dw2, *db2; /* sums of the parameter gradients */
-    nsa_real *dh_sum;                       /* mlp backward: the sum of dh over all rows */
+    nsa_real *dpos, *dw1, *db1, *dw2, *db2; /* sums of the gradients, of their parameters' shapes */
+    nsa_real *dh_sum; /* mlp backward: (hidden), the sum of dh over all rows of `head` */
 } nsa__compress_job;
 
+/* Blocks of a task, and tokens of a task that gathers dx. */
 enum { NSA__CMP_ROWS = 64, NSA__CMP_TOKENS = 64 };
 
 static void *nsa__parameter_row(const nsa_tensor *x, int head, int64_t row) {
     return nsa__row(x, 0, row, head);
 }
 
-/* Row `row` of a parameter, or zeros where it is optional and absent. */
+/* Row `row` of a parameter of one head; zeros if the parameter is absent: pos, b1 and b2 are
+   optional. */
 static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int64_t row, int n) {
     if (x->data)
         nsa__load(to, x->dtype, nsa__parameter_row(x, head, row), n);
@@ -2393,13 +2412,17 @@ static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int
         memset(to, 0, (size_t)n * sizeof *to);
 }
 
+/* The row of x of a token, which counts from the start of the sequence. */
 static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token) {
     if (p->ring) token %= p->ring;
     return nsa__row(&p->x->x, p->seq.batch, p->seq.row + token, p->head);
 }
 
-/* mean and conv: out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean */
+/* -- mean and conv: Eq. 7 with phi a weighted sum of the l rows, each channel for itself --
+   out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean. Tap j of a block is its token
+   i d + j. */
 
+/* The weights w[j][c] of tap j for all channels. */
 static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
     if (p->x->phi == NSA_PHI_CONV)
         nsa__load_parameter(w, &p->x->w1, p->head, j, p->x->dim);
@@ -2408,7 +2431,7 @@ static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
 }
 
 /* Taps are the outer loop, because a tap's weights are then loaded once for all blocks of the task.
-   */
+   A sum still runs over ascending j, so its bits depend on its own block alone. */
 static void nsa__filter_task(const void *context, int64_t index, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_compress *x = p->x;
@@ -2432,7 +2455,9 @@ static void nsa__filter_task(const void *context, int64_t index, void *scratch) 
                    out + (i - begin) * x->dim, x->dim);
 }
 
-/* The compressed blocks *begin .. *end - 1 that cover a token. */
+/* The compressed blocks *begin .. *end - 1 that cover a token: i d <= token < i d + l, so
+   (token - l) / d < i <= token / d. The case token < l is apart, because C rounds a negative quotient
+   towards 0. */
 static void nsa__covering(const nsa__compress_job *p, int64_t token, int64_t *begin, int64_t *end) {
     int l = p->d->cmp_block, stride = p->d->cmp_stride;
     *begin = token < l ? 0 : (token - l) / stride + 1;
@@ -2480,7 +2505,16 @@ static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, vo
     }
 }
 
-/* mlp: h = w1 flatten(x + pos) + b1, out = w2 silu(h) + b2 */
+/* -- mlp: h = w1 u + b1, out = w2 silu(h) + b2, u = flatten(x + pos) the l D numbers of a block --
+   The u of all blocks would hold every token l / d times, so u is never built. h is a sum over
+   the taps j: (x[i d + j] + pos[j]) times columns j D .. (j + 1) D of w1. For n blocks:
+     h (n, hidden) = sum_j tap_j (n, D) w1_t[j D ..] (D, hidden) + b1
+     out (n, D)    = silu(h) (n, hidden) w2_t (hidden, D) + b2
+   Backward, in this order:
+     act = silu(h), dh = (dout w2) silu'(h)           nsa__mlp_hidden_gradient_task
+     dx[i d + j] += dh[i] w1[:, j]                    nsa__mlp_input_gradient_task
+     dw1[:, j] += dh^T tap_j, dw2 += dout^T act       nsa__mlp_parameter_gradient_task
+     db1 = sum dh, dpos = (sum dh) w1                 nsa__mlp_finish_sums */
 
 static void nsa__transpose(nsa_real *to, const nsa_real *from, int rows, int columns) {
     for (int r = 0; r < rows; r++)
@@ -2488,6 +2522,7 @@ static void nsa__transpose(nsa_real *to, const nsa_real *from, int rows, int col
             to[(ptrdiff_t)c * rows + r] = from[(ptrdiff_t)r * columns + c];
 }
 
+/* l D: the numbers of a block, and of a row of w1. */
 static int nsa__flat(const nsa__compress_job *p) {
     return p->d->cmp_block * p->x->dim;
 }
@@ -2500,8 +2535,8 @@ static void nsa__mlp_alloc_weights(nsa__compress_job *p, nsa__arena *a) {
     p->w2_t = nsa__alloc_reals(a, w2);
 }
 
-/* Packs the parameters of one kv head, as they are and transposed: a product wants the rows of its
-   right operand contiguous. */
+/* Packs the parameters of one kv head, as they are and transposed, because the right operand of a
+   product has contiguous rows. Forward uses the transposes, backward uses both. */
 static void nsa__mlp_load_weights(const nsa__compress_job *p) {
     int flat = nsa__flat(p), hidden = p->x->hidden, dim = p->x->dim;
     for (int r = 0; r < hidden; r++)
@@ -2536,7 +2571,8 @@ static void nsa__mlp_rows_alloc(nsa__mlp_rows *f, const nsa__compress_job *p, ns
     f->out = nsa__alloc_reals(a, NSA__CMP_ROWS * p->x->dim);
 }
 
-/* h of blocks begin .. begin + n - 1, before the SiLU. */
+/* h of blocks begin .. begin + n - 1, before the SiLU. The sum begins with b1 and goes through the
+   taps in order. */
 static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_t begin, int n) {
     int hidden = p->x->hidden, dim = p->x->dim;
     for (int i = 0; i < n; i++)
@@ -2550,7 +2586,7 @@ static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_
     }
 }
 
-/* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks. */
+/* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks; silu(h) = h sigmoid(h). */
 static void nsa__mlp_forward_task(const void *context, int64_t index, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa__arena a = {(char *)scratch, 0};
@@ -2572,8 +2608,9 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
                    f.out + (ptrdiff_t)i * dim, dim);
 }
 
-/* act = silu(h);  dact = dout w2,  dh = dact silu'(h),  silu'(h) = sigmoid(h) (1 + h (1 -
-   sigmoid(h))) */
+/* act = silu(h), dact = dout w2, dh = dact silu'(h), with
+     silu'(h) = sigmoid(h) (1 + h (1 - sigmoid(h))).
+   h is computed again, because forward keeps nothing. dact is computed where dh will be. */
 static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out;
@@ -2598,8 +2635,10 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
     }
 }
 
-/* dx[i d + j] += dh[i] w1[:, j], gathered by chunks of tokens: of block i's tap j the chunk's own
-   tokens only. */
+/* dx[i d + j] += dh[i] w1[:, j], gathered by chunks of tokens, because blocks overlap and two tasks
+   must not add to one row. For each tap j the task takes the blocks whose token i d + j lies in its
+   chunk: ceil((begin - j) / d) <= i < ceil((end - j) / d). Their rows of the sum are d tokens
+   apart. */
 static void nsa__mlp_input_gradient_task(const void *context, int64_t index, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa_real *sum = (nsa_real *)scratch;
@@ -2622,8 +2661,8 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t index, voi
                  sum + (t - begin) * dim, dim);
 }
 
-/* Task j < l: dw1[:, j] += dh^T (x + pos)[j]. Task l: dw2 += dout^T act, db2 += sum dout, db1 +=
-   sum dh. */
+/* Task j < l: dw1[:, j] += dh^T (x + pos)[j], columns that no other task writes. Task l: dw2 +=
+   dout^T act, db2 += sum dout, dh_sum += sum dh, of which db1 and dpos are made. */
 static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out;
@@ -2655,6 +2694,8 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
 
 /* -- sums of the parameter gradients, and the entry points -- */
 
+/* The sums have the shapes of nsa__parameters for one head. A pointer that a phi does not use stays
+   NULL. */
 static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
     int64_t flat = nsa__flat(p), hidden = p->x->phi == NSA_PHI_MLP ? p->x->hidden : 1;
     if (p->x->phi == NSA_PHI_MEAN) return;
@@ -2669,11 +2710,11 @@ static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
     p->dh = nsa__alloc_reals(a, p->rows * hidden);
 }
 
-/* The parameters as a table: shape, sum of the gradient, view. The one list of them. */
+/* The parameters as a table, the one list of them. */
 typedef struct nsa__parameter {
-    const nsa_tensor *x, *dx;
-    nsa_real *sum;
-    int64_t rows;
+    const nsa_tensor *x, *dx; /* the caller's views; dx is x if no gradient is computed */
+    nsa_real *sum;            /* backward: the gradient of `head`, before it is added to dx */
+    int64_t rows;             /* for one head: rows of `width` numbers */
     int width, optional, field;
 } nsa__parameter;
 
@@ -2703,7 +2744,8 @@ static void nsa__compress_forward_plan(nsa__compress_job *p, nsa__arena *shared,
     }
 }
 
-/* act and dh of all compressed rows of a kv head are kept, so that h is computed once. */
+/* act and dh of all compressed rows of a kv head are kept, so that h is computed once. The tasks of
+   the three steps run one after another, so a thread's scratch is the larger of their needs. */
 static void nsa__compress_backward_plan(nsa__compress_job *p, nsa__arena *shared,
                                         nsa__arena *scratch) {
     nsa__mlp_rows f;
@@ -2718,6 +2760,8 @@ static void nsa__compress_backward_plan(nsa__compress_job *p, nsa__arena *shared
     if (other.used > scratch->used) scratch->used = other.used;
 }
 
+/* Tasks of up to NSA__CMP_ROWS blocks, for each head and sequence. A decoding cache begins at
+   cmp_first; all other calls at 0. */
 static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *team) {
     for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
         if (p->x->phi == NSA_PHI_MLP) nsa__mlp_load_weights(p);
@@ -2747,7 +2791,8 @@ static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__tea
                  mlp ? nsa__mlp_parameter_gradient_task : nsa__conv_parameter_gradient_task, p);
 }
 
-/* db1 = sum dh and, as pos is added to every block alike, dpos = (sum dh) w1: into their sums. */
+/* db1 = sum dh. pos is added to every block alike, so dpos = sum_i dh[i] w1 = (sum_i dh[i]) w1: one
+   row times w1 instead of N rows. */
 static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
     const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
     const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
@@ -2760,8 +2805,8 @@ static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
    head stride 0 belongs to all heads: its sum starts at the first and is added after the last. */
 static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *team) {
     nsa__parameter list[5];
-    int count = nsa__parameters(p, list), wanted = 0;
-    for (int i = 0; i < count; i++) wanted |= list[i].dx->data != NULL;
+    int count = nsa__parameters(p, list), parameters = 0; /* 1: the gradient of one is asked for */
+    for (int i = 0; i < count; i++) parameters |= list[i].dx->data != NULL;
     for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
         for (int i = 0; i < count; i++) /* a head stride of 0: the sum runs on over the heads */
             if (p->head == 0 || list[i].dx->head != 0)
@@ -2774,7 +2819,7 @@ static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *te
         p->row = 0;
         for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
              nsa__seq_next(p->d, &p->seq)) {
-            nsa__compress_backward_sequence(p, team, wanted);
+            nsa__compress_backward_sequence(p, team, parameters);
             p->row += p->seq.cmp_tokens;
         }
         if (p->x->phi == NSA_PHI_MLP) nsa__mlp_finish_sums(p);
@@ -2807,8 +2852,8 @@ static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa
     return nsa__compress_check_sizes(x, d, 0);
 }
 
-/* Checks views, whose sizes have been checked. `base` is what the chain adds to the names of the
-   fields. A parameter with head stride 0 is one for all heads. */
+/* Checks the views, after nsa__compress_check_sizes. `base` is 0, or NSA__TO_K_CMP or NSA__TO_V_CMP
+   in the chain. Backward of the mean does not read x. */
 static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
                                       int base) {
     nsa__compress_job p;
