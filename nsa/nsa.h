@@ -2456,8 +2456,8 @@ static void nsa__filter_task(const void *context, int64_t index, void *scratch) 
 }
 
 /* The compressed blocks *begin .. *end - 1 that cover a token: i d <= token < i d + l, so
-   (token - l) / d < i <= token / d. The case token < l is apart, because C rounds a negative quotient
-   towards 0. */
+   (token - l) / d < i <= token / d. The case token < l is apart, because C rounds a negative
+   quotient towards 0. */
 static void nsa__covering(const nsa__compress_job *p, int64_t token, int64_t *begin, int64_t *end) {
     int l = p->d->cmp_block, stride = p->d->cmp_stride;
     *begin = token < l ? 0 : (token - l) / stride + 1;
@@ -2964,8 +2964,9 @@ static nsa__bits_t nsa__bits_of(nsa_real x) {
     return bits;
 }
 
-/* Maps a score to an integer with the same order, NaN below all. It looks at bits because
-   -ffast-math assumes that there is no NaN. */
+/* Maps a score to an unsigned integer with the same order, NaN below all. Bits of positive floats
+   ascend already; the sign bit puts them above the negative ones, whose bits descend and are
+   inverted. The function looks at bits, because -ffast-math assumes that there is no NaN. */
 static nsa__bits_t nsa__score_order(nsa_real score) {
     const nsa__bits_t infinity =
         (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
@@ -2975,7 +2976,8 @@ static nsa__bits_t nsa__score_order(nsa_real score) {
     return bits & NSA__SIGN ? ~bits : bits | NSA__SIGN;
 }
 
-/* Scores as numbers whose bits, taken for signed integers, are in the scores' order. */
+/* Scores as numbers whose bits, taken for signed integers, are in the scores' order: vector units
+   compare signed integers. */
 NSA__COMPILED static void nsa__order(nsa_real *scores, int n) {
     for (int j = 0; j < n; j++) {
         nsa__bits_t order = nsa__score_order(scores[j]) ^ NSA__SIGN;
@@ -3007,8 +3009,11 @@ static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
     return order;
 }
 
-/* Forced blocks, and the `room` best of the rest: all above the order of that rank, and of those
-   that have it the lower ones. */
+/* Eq. 11: forced blocks, and the `room` best of the rest. Candidates are three ranges:
+     | 0 .. begin - 1 forced | begin .. end - 1 the rest | end .. candidates - 1 forced |
+   Of the rest, all blocks above the order of rank `room` are taken, and `ties` blocks that have
+   this order, the lower indices first. Blocks are visited by index, so the list ascends without a
+   sort. NaN has order 0: it is taken only if numbers do not fill the list. */
 NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, const nsa_desc *d,
                                     const nsa__tiles *tiles, int32_t *list) {
     int width = nsa_block_list_width(d), n = 0;
@@ -3101,7 +3106,7 @@ NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
     return nsa__check_lists(blocks, d, fault);
 }
 
-/* Ascending order by insertion: lists are short, and nearly in order. */
+/* Sorts by insertion, because lists are short and nearly in order. */
 static void nsa__sort_blocks(int32_t *list, int n) {
     for (int i = 1; i < n; i++) {
         int32_t block = list[i];
@@ -3140,12 +3145,18 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
    and a few kv heads at a time: their keys are packed once, then tasks of neighbouring queries and
    one head run side by side. */
 
+/* The order is that of the gate's three weights. */
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
 
-enum { NSA__TILE = 64, NSA__BATCH_ROWS = 64, NSA__HEADS_AT_ONCE = 4, NSA__TASKS = 32 };
-enum { NSA__ROWS_AHEAD = 8 };
+enum {
+    NSA__TILE = 64,         /* keys of a tile at most, because a query's mask of it is a uint64_t */
+    NSA__BATCH_ROWS = 64,   /* rows of a batch, about: they share the loads of a tile */
+    NSA__HEADS_AT_ONCE = 4, /* head jobs side by side, at most */
+    NSA__TASKS = 32         /* slc: tasks of the head jobs at hand, about */
+};
+enum { NSA__ROWS_AHEAD = 8 }; /* rows between a load and its prefetch */
 
-/* What the chain and the cache ask of a branch beside its arguments. */
+/* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
     const nsa_select *select; /* NULL, or where cmp's forward writes lists too */
     int shared_prefix; /* queries before this position are left out: see nsa__shared_prefix */
@@ -3164,8 +3175,8 @@ typedef struct nsa__attend_plan {
     const nsa__tiles *tiles;
     nsa__branch branch;
     nsa__attend_options options;
-    int heads;           /* heads with keys or lists of their own: each is a job */
-    int sharers;         /* of them that read one kv head */
+    int heads;           /* head jobs of a sequence: kv heads, or heads with lists of their own */
+    int sharers;         /* jobs that read one kv head: 1, or list heads of a kv head */
     int group;           /* query heads of a job */
     int list_width;      /* entries of a block list */
     int tile, tile_log2; /* keys of a tile, and its logarithm */
@@ -3174,9 +3185,9 @@ typedef struct nsa__attend_plan {
     int batch_queries;   /* queries of a batch */
     int task_queries;    /* queries of a task */
     int in_place;        /* K and V are read unpacked; then all queries are one task */
-    int jobs;            /* kv heads that are worked on at once */
+    int jobs;            /* head jobs at once; the workspace holds packed keys of that many */
     nsa_real scale;      /* of q k */
-    nsa_real scale2;     /* the same times log2(e): softmax is computed in base 2 */
+    nsa_real scale2;     /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
     size_t shared;       /* bytes of workspace that all threads share */
     size_t scratch;      /* bytes of workspace for each thread */
 } nsa__attend_plan;
@@ -3211,7 +3222,7 @@ static const int32_t *nsa__block_list(const nsa__head_job *job, int query) {
 }
 
 /* Keys begin .. end - 1 are the most that a query sees: all of cmp, win and dense; of slc those of
-   them that its list names. Both grow with the query. */
+   them that its list names. Both grow with the query. Keys of cmp count compressed blocks. */
 static int nsa__span_begin(const nsa__attend_plan *p, int query) {
     return p->branch == NSA__WIN ? nsa_window_begin(p->d, query) : 0;
 }
@@ -3223,8 +3234,9 @@ static int nsa__span_end(const nsa__head_job *job, int query) {
                                  : nsa__visible_end(p->d, tokens, query);
 }
 
-/* Span `number` of the keys that `query` sees, by its list for slc; spans ascend. 0 where there is
-   none left. */
+/* Span `number` of the keys that `query` sees; spans ascend. Returns 0 if there is none left. slc
+   has a span for each listed block (Eq. 12), cut at the query's end, because the block that holds
+   the query goes on behind it. */
 NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
                           int *begin, int *end) {
     const nsa__attend_plan *p = job->plan;
@@ -3243,7 +3255,8 @@ static int nsa__max_keys(const nsa__attend_plan *p) {
 }
 
 /* The job of the head that task `index` is for; the index becomes the task's among that head's.
-   Tasks interleave heads: rows of neighbouring heads share a page, so this saves TLB misses. */
+   `jobs` points to the first of first->heads jobs. Tasks interleave heads, because rows of
+   neighbouring heads share a page: this saves TLB misses. */
 static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
     const nsa__head_job *first = (const nsa__head_job *)jobs;
     const nsa__head_job *job = first + *index % first->heads;
@@ -3258,13 +3271,14 @@ static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
                     job->key_row + (p->options.ring ? key % p->options.ring : key), job->kv_head);
 }
 
-/* Queries of a batch: about NSA__BATCH_ROWS rows. If a call has no more queries than that, it reads
-   K and V in place. */
+/* Queries of a batch: about NSA__BATCH_ROWS rows. If a call has no more queries than one batch, it
+   reads K and V in place. */
 static int nsa__batch_queries(const nsa_desc *d) {
     return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
 }
 
-/* slc's tiles divide its blocks where they can, so that a tile holds keys of one block. */
+/* slc's tiles divide its blocks if a power of two from 16 to 64 does, so that a tile holds keys of
+   one block: then a query sees all of a listed tile, up to the end of its span. */
 static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
     if (branch == NSA__SLC)
         for (int tile = NSA__TILE; tile >= 16; tile /= 2)
@@ -3336,7 +3350,12 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
 
 /* ---- Attention: keys packed by tile -------------------------------------------------------- */
 
-/* Workspace that the threads share: packed keys of one sequence and kv head. */
+/* Workspace that the threads share: packed keys of one sequence and kv head.
+     k, v      one row a key: element (key, c) at key wide + c
+     k_t, v_t  tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
+       | tile 0: c = 0 of its keys | c = 1 of its keys | ... | tile 1: c = 0 of its keys | ...
+   A right operand has contiguous rows, so q k^T reads k_t and p v reads v. Backward reads v_t for
+   dout v^T and k for ds k. */
 static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
     const nsa__attend_plan *p = job->plan;
     int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
@@ -3347,8 +3366,9 @@ static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int tra
     if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
 }
 
-/* Fills a tile's rows and their transpose from n rows of x; rows behind them, and non-finite ones,
-   are zeros. Returns the mask of the non-finite ones. Either target may be NULL. */
+/* Fills a tile's rows and their transpose from n rows of x. Rows behind them, and non-finite ones,
+   are zeros: products then need no short tiles. Returns the mask of the non-finite ones. Either
+   target may be NULL. */
 static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x, int tile_begin, int n,
                                int width, int wide, nsa__packed *rows, nsa__packed *transposed) {
     const nsa__attend_plan *p = job->plan;
@@ -3390,8 +3410,10 @@ static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
     job->nonfinite[tile] = nonfinite;
 }
 
-/* Marks the tiles that are in any list: a few queries of a long cache read few of them. Of many
-   queries one or another reads every tile; so do, with lists of their own, heads of one kv head. */
+/* Marks the tiles that any list names, because a few queries of a long cache read few tiles.
+   Every tile is marked, and no list is read, if there are at least as many queries as tiles.
+   Every tile is marked too if heads share a kv head, because dk and dv then sum over the lists
+   of all of them. */
 static void nsa__mark_listed(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int begin, end, many = p->sharers > 1 || job->seq.count >= job->tile_end;
@@ -3406,7 +3428,7 @@ static void nsa__mark_listed(const nsa__head_job *job) {
     }
 }
 
-/* Columns of a transpose: of key `key` and those behind it in its tile. */
+/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
 static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__packed *transposed,
                                            int width, ptrdiff_t key) {
     return transposed + key / p->tile * p->tile * width + key % p->tile;
@@ -3427,7 +3449,7 @@ static int nsa__bit_count(uint64_t mask) {
     return n;
 }
 
-/* Of tile keys tile_begin .. tile_begin + tile - 1, those that `query` sees. */
+/* The keys tile_begin .. tile_begin + tile - 1 that `query` sees, as a mask. */
 static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin) {
     const nsa__attend_plan *p = job->plan;
     const int32_t *list = nsa__block_list(job, query);
@@ -3450,12 +3472,14 @@ typedef struct nsa__tile_iter {
     int *tile_query;  /* these queries, ascending */
     uint64_t *mask;   /* for each of them the keys of the tile that it sees */
     int *row;         /* the rows of a batch of them */
-    int *begin, *end; /* of every query its one span; not for slc */
+    int *begin, *end; /* of every query its one span, end 0 if it sees nothing; not for slc */
     int *list;        /* slc: the queries of each tile, one tile after the other */
     int *list_begin;  /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
 } nsa__tile_iter;
 
-/* What holds for a tile is a thread's, the rest the task's. */
+/* What holds for one tile comes from `of_tile`, the thread's scratch; the rest from `a`, which
+   keeps its content as long as the task lasts. A listed block touches at most l' / tile + 2 tiles,
+   or exactly l' / tile if tiles divide blocks. */
 static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, nsa__arena *a,
                                  nsa__arena *of_tile) {
     it->tile_query = (int *)nsa__alloc(of_tile, p->task_queries, sizeof *it->tile_query);
@@ -3555,7 +3579,7 @@ static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
     return 0;
 }
 
-/* The same downwards, to the tile before the first at last. */
+/* Goes down to the next tile that any query of the task sees, at last to tile_begin - 1. */
 static void nsa__tile_iter_down(nsa__tile_iter *it, const nsa__head_job *job) {
     while (--it->tile >= it->tile_begin) {
         nsa__tile_iter_read(it, job);
@@ -3573,8 +3597,10 @@ typedef struct nsa__batch {
     int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
 } nsa__batch;
 
-/* The batch that begins with tile query `from`. Keys that no query of it sees are cut off at both
-   ends, in whole vectors: sparse masks then cost less. */
+/* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
+   both ends, in whole vectors, because windows and diagonals leave much of a tile unseen. Every
+   mask has a bit, so the two loops end. Cut keys would add p = 0, and a key keeps its lane of the
+   partial sums, so the cut changes no bit. */
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__attend_plan *p, int from) {
     nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile};
     int left = (int)nsa__min(p->batch_queries, it->tile_queries - from);
