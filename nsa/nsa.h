@@ -3620,7 +3620,8 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__attend_plan
    Small query counts (decoding) use K and V in place, unpacked, because packing a tile would cost
    more than its products do. */
 
-/* Whether a product can read rows in place: reals, whole vectors, and not around a ring's end. */
+/* 1 if a product can read rows begin .. begin + n - 1 of x in place: they are reals, in whole
+   vectors, and do not go around a ring's end. */
 static int nsa__fits_in_place(const nsa__attend_plan *p, const nsa_tensor *x, int begin, int n,
                               int width, int wide) {
     return x->dtype == NSA_REAL_DTYPE && width == wide &&
@@ -3632,8 +3633,8 @@ static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor
     return rows;
 }
 
-/* n rows of x from key `begin` on in `copy`, zeros and a bit of `nonfinite` for those that are not
-   finite. */
+/* Copies n rows of x from key `begin` on. A non-finite row becomes zeros and sets its bit of
+   `nonfinite`. */
 static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *x, int begin, int n,
                                     int width, int wide, nsa_real *copy, uint64_t *nonfinite) {
     nsa__matrix rows = {copy, wide, 1, NULL};
@@ -3645,7 +3646,7 @@ static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *
     return rows;
 }
 
-/* Asks for rows begin .. end - 1 of x that there are. */
+/* Prefetches rows begin .. end - 1 of x, as far as there are keys. */
 static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int begin, int end,
                             int width) {
     size_t bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
@@ -3653,7 +3654,7 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
         nsa__fetch(nsa__key(job, x, key), bytes);
 }
 
-/* The first key of the tile that is walked to next; job->keys where there is none. */
+/* The first key of the tile that the task iterates to next; job->keys if there is none. */
 static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int tile = it->tile + 1;
@@ -3662,12 +3663,14 @@ static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *jo
     return tile < it->tile_end ? tile * p->tile : job->keys;
 }
 
-/* Of one task. Queries are columns, so that the keys are rows, as they lie in memory. */
+/* Scratch of a task that reads keys in place. It computes s^T = k q^T, because the right operand of
+   a product has contiguous rows: queries are cheap to transpose, keys are not. */
 typedef struct nsa__in_place {
     nsa_real *q_t;  /* (dim, columns): q transposed */
     nsa_real *s_t;  /* (tile, columns): the scores of a tile, transposed */
     nsa_real *rows; /* copies of rows that no product can read in place */
-    int columns;
+    int columns;    /* rows of a batch in whole vectors, and one vector more: a product reads whole
+                       vectors from any row on that a batch begins with */
 } nsa__in_place;
 
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
@@ -3687,10 +3690,10 @@ static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *
             f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->wide + c];
 }
 
-enum { NSA__KEYS_AT_ONCE = 24 }; /* whole pieces of the product, whatever the vectors */
+enum { NSA__KEYS_AT_ONCE = 24 }; /* a multiple of the rows of a product's piece, which are 4 or 6 */
 
-/* s_t = k q_t for n keys from `begin` on; meanwhile their values and the next tile's keys are
-   fetched. Every score is the same sum in the same order as from packed keys. */
+/* s_t = k q_t for n keys from `begin` on. Before each part of the product its values and the next
+   tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
 static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
                                   const nsa__tile_iter *it, const nsa__batch *b,
                                   const nsa__matrix *keys, int begin, int n) {
@@ -3708,8 +3711,8 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
     }
 }
 
-/* The batch's scores of n keys from `begin` on. A non-finite key makes a non-finite score, so the
-   rows are looked at one by one, in copies, only if a score is not finite. */
+/* The batch's scores of n keys from `begin` on, as rows of s. A non-finite key makes a non-finite
+   score, so keys are tested one by one, in copies, only if a score is not finite. */
 static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *job,
                                  const nsa__tile_iter *it, const nsa__batch *b, int begin, int n,
                                  nsa_real *s, uint64_t *nonfinite) {
@@ -3761,8 +3764,9 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     if (job->listed) nsa__mark_listed(job);
 }
 
-/* Calls `work` for every sequence and every few kv heads, after packing their keys. Their head jobs
-   are neighbours in `jobs`. */
+/* Packs the keys of up to plan->jobs heads of a sequence, then calls `work` for them: for every
+   sequence and all heads. Packing and work are two parallel loops, because a task reads tiles that
+   other threads have packed. The head jobs are neighbours in `jobs`. */
 static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
                             void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
     const nsa__attend_plan *p = jobs->plan;
@@ -3812,7 +3816,8 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
     }
 }
 
-/* lse of a row in base 2; where it is not finite 0, and the row is nonfinite. */
+/* lse of a row in base 2. If lse is not finite, the result is 0 and the row is marked. That marks
+   queries without keys too (lse = -inf), without effect, because they read no tile. */
 static nsa_real nsa__load_lse2(const nsa__head_job *job, const nsa__tile_iter *it, int r,
                                unsigned char *nonfinite) {
     const nsa__attend_plan *p = job->plan;
@@ -3822,7 +3827,7 @@ static nsa_real nsa__load_lse2(const nsa__head_job *job, const nsa__tile_iter *i
     return nonfinite[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
 }
 
-/* The incoming gradient of lse of a row; where it is not finite, the row is nonfinite. */
+/* The incoming gradient of a row's lse. The row is marked if it is not finite. */
 static nsa_real nsa__load_dlse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
                                unsigned char *nonfinite) {
     const nsa__attend_plan *p = job->plan;
@@ -3833,26 +3838,33 @@ static nsa_real nsa__load_dlse(const nsa__head_job *job, const nsa__tile_iter *i
 }
 
 /* ---- Selection: scores of blocks -------------------------------------------------------------
-   Of the queries of a task that has their scores: nsa_select_blocks, or cmp's forward pass on its
-   way. */
+   From scores to lists, for the queries of a task. nsa_select_blocks computes the scores for this
+   end; cmp's forward keeps those that it computes anyway.
+     Eq. 8:  p_cmp = exp(scale q k_cmp - lse_cmp), of every head
+     Eq. 10: p_cmp is summed over the heads of a group
+     Eq. 9:  p_slc[j] = sum_u stencil[u] p_cmp[j l'/d - lead + u]
+     Eq. 11: nsa__rank
+   Eq. 10 comes before Eq. 9, because Eq. 9 is linear: the heads' sum is mapped once, not each head.
+   The maximum of NSA_SCORE_OVERLAP_MAX is taken over that sum. */
 
 /* What selection needs of a task's rows: all of their scores against the compressed keys. */
 typedef struct nsa__scoring {
-    nsa_real *s;      /* of every row, in base 2 */
-    int64_t stride;   /* of a row of s */
-    nsa_real *p_cmp;  /* of one query: summed over the group's heads */
-    nsa_real *scores; /* of one query */
+    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale2 */
+    int64_t stride;   /* of a row of s: whole tiles and one vector */
+    nsa_real *p_cmp;  /* of one query and compressed block: summed over the group's heads */
+    nsa_real *scores; /* of one query and selection block: p_slc */
 } nsa__scoring;
 
 static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
-    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile + NSA__LANES; /* no power of 2 */
+    /* One vector more: rows a power of two apart would share the same few sets of the cache. */
+    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile + NSA__LANES;
     f->s = nsa__alloc_reals(a, (int64_t)p->task_queries * p->group * f->stride);
     f->p_cmp = nsa__alloc_reals(a, f->stride);
     f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
 }
 
 /* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
-   size - 1. */
+   size - 1. With l 32, d 16, l' 64 these are blocks 4j - 1 .. 4j + 3, with weights 1 2 2 2 1. */
 static int nsa__stencil_lead(const nsa_desc *d) {
     return d->cmp_block / d->cmp_stride - 1;
 }
@@ -3871,7 +3883,8 @@ static void nsa__fill_stencil(const nsa__head_job *job) {
         job->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
 }
 
-/* Scores of the candidates of one query from its p_cmp. */
+/* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
+   last compressed block that the query sees. A candidate without such a block has score 0. */
 NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const nsa_real *p_cmp,
                                       nsa_real *scores) {
     const nsa__attend_plan *p = job->plan;
@@ -3895,7 +3908,7 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
     }
 }
 
-/* The row of a query's scores, where they are asked for: -inf behind its candidates. */
+/* Stores a query's scores if they are asked for, and -inf behind its candidates. */
 static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int query,
                               const nsa_real *scores) {
     const nsa__attend_plan *p = job->plan;
@@ -3907,7 +3920,8 @@ static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int
     for (int j = n; j < nsa_slc_count(p->d, p->d->tokens); j++) to[j] = nsa__minus_infinity();
 }
 
-/* Of every query of a task p_cmp = exp(s - lse), summed over its heads, then the list. */
+/* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
+   list of equal scores, because its real scores are NaN and a list must still be valid. */
 static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
                                 const nsa__scoring *f, const nsa_real *lse2,
                                 const unsigned char *nonfinite_rows) {
@@ -3930,7 +3944,14 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
     }
 }
 
-/* ---- Attention: forward -------------------------------------------------------------------- */
+/* ---- Attention: forward ----------------------------------------------------------------------
+   Softmax in one pass over the keys. s is in base 2: q has been multiplied by scale2. For each row
+   and tile:
+     m'  = max(m, max s)             the largest score so far
+     p   = 2^(s - m')                never more than 1, so nothing overflows
+     l   = l 2^(m - m') + sum p      2^(m - m') is the shrink of all sums before this tile
+     out = out 2^(m - m') + p v
+   At the end out / l is the softmax's average of v, and lse = ln 2 (m + log2 l). */
 
 /* A forward task's scratch. */
 typedef struct nsa__forward {
@@ -3940,8 +3961,8 @@ typedef struct nsa__forward {
     nsa_real *m;              /* of every row: the largest score so far */
     nsa_real *l;              /* of every row: NSA__LANES partial sums of p */
     nsa_real *s;              /* rows of a batch: scores of a tile, then p */
-    nsa_real *shrink;         /* of every row of a batch */
-    unsigned char *nonfinite; /* of every row: its results become NaN */
+    nsa_real *shrink;         /* of every row of a batch, for the tile at hand */
+    unsigned char *nonfinite; /* of every row: 1 if it used a non-finite number; it becomes NaN */
     nsa__scoring scoring;     /* if lists are selected too */
     nsa__in_place in_place;
 } nsa__forward;
@@ -3957,8 +3978,8 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     f->s = nsa__alloc_reals(a, some * p->tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
-    nsa__in_place_alloc(&f->in_place, p,
-                        a); /* by many queries too: a workspace for them serves fewer */
+    /* Allocated for many queries too, because a workspace for them must serve fewer. */
+    nsa__in_place_alloc(&f->in_place, p, a);
 }
 
 /* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
@@ -3975,7 +3996,8 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     if (p->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
 }
 
-/* p = softmax so far, of n keys from `keys` on. Where lists are selected the scores are kept. */
+/* p = softmax so far, of n keys from `keys` on. If lists are selected, the scores are kept, because
+   softmax overwrites s with p. */
 static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
                                  int keys, int n) {
     const nsa__attend_plan *p = job->plan;
@@ -3986,7 +4008,8 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
                       f->shrink);
 }
 
-/* Counts the keys that the batch has read, and marks its rows that read a non-finite one. */
+/* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
+   row goes on with zeros in place of the key, and is made NaN at the end. */
 static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
                               uint64_t nonfinite) {
     const nsa__attend_plan *p = job->plan;
@@ -4015,7 +4038,8 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
 }
 
-/* The same from keys and values in place. The last tile may be short there. */
+/* The same from keys and values in place. The last tile may be short there: of n keys only `held`
+   exist, and masks hide the rest. */
 static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *job,
                                         const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
@@ -4031,7 +4055,8 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__forward_note(f, job, b, nonfinite << b->begin);
 }
 
-/* out / l and lse; a row that saw no key has l = 0. */
+/* out / l and lse; a row that saw no key has l = 0, so out = 0 and lse = -inf. Selection reads lse
+   back from the caller's view, because nsa_select_blocks does: both get the same bits. */
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int dim_v = p->d->dim_v;
@@ -4105,7 +4130,8 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     return p;
 }
 
-/* Runs the tasks of the head jobs. Few queries may have too little work for all threads. */
+/* Runs the tasks of the head jobs. Queries that read in place may have too little work for all
+   threads. */
 static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
     const nsa__attend_plan *p = jobs->plan;
     nsa__team some = *team;
@@ -4437,7 +4463,8 @@ static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int w
     return branch == NSA__CMP ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
 }
 
-/* `lists` 0: blocks are an output of the chain, not there yet. */
+/* Checks the views of a branch. `lists` 0: block lists are not checked, because the chain's forward
+   has yet to write them. */
 static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                     int forward, int lists, const nsa__attend_fields *at) {
     nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
@@ -4455,6 +4482,7 @@ static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa_
     return s == NSA_OK ? s : nsa__error(nsa_status_kind(s), at->blocks);
 }
 
+/* dx.out is read; the other gradients are added to, and may be absent. */
 static nsa_status nsa__attend_gradient_check(const nsa_attend *dx, const nsa_attend *x,
                                              const nsa_desc *d, nsa__branch branch,
                                              const nsa__attend_fields *at) {
@@ -4526,7 +4554,8 @@ static int nsa__is_minus_infinity(nsa_real x) {
     return memcmp(&x, &infinity, sizeof x) == 0;
 }
 
-/* The parts' shares w[2] of one row, and lse of both. Returns 0 where neither part has a key. */
+/* The parts' shares w[2] of one row, and lse of both: w_a = exp(lse_a - lse). Returns 0 if neither
+   part has a key. A part without keys leaves w = 1 and lse of the other as they are, to the bit. */
 static int nsa__merge_weights(nsa_real a, nsa_real b, nsa_real w[2], nsa_real *lse) {
     int no_a = nsa__is_minus_infinity(a), no_b = nsa__is_minus_infinity(b);
     w[0] = no_a ? 0 : 1;
@@ -4537,7 +4566,8 @@ static int nsa__merge_weights(nsa_real a, nsa_real b, nsa_real w[2], nsa_real *l
         *lse = w[0] = w[1] = nsa__nan();
         return 1;
     }
-    /* The exponent is <= 0, so that nothing overflows. */
+    /* lse = max + ln(1 + exp(min - max)): exp of a number <= 0 cannot overflow. a < b is the index
+       of the larger part. */
     double least = exp(-fabs((double)a - (double)b)), most = 1 / (1 + least);
     w[a < b] = (nsa_real)most;
     w[a >= b] = (nsa_real)(least * most);
@@ -4597,6 +4627,7 @@ static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int 
     }
 }
 
+/* Rows of x and out are read and written in one step, so a task needs no scratch. */
 static void nsa__merge_task(const void *context, int64_t index, void *scratch) {
     const nsa__merge_job *job = (const nsa__merge_job *)context;
     int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__MERGE_TOKENS);
@@ -4666,8 +4697,10 @@ typedef struct nsa__rank_job {
     nsa__seq seq;
 } nsa__rank_job;
 
+/* Queries of a task. */
 enum { NSA__RANK_QUERIES = 8 };
 
+/* Eq. 11 for some queries: their scores as reals, then as ordered integers, then the lists. */
 static void nsa__rank_task(const void *context, int64_t index, void *scratch) {
     const nsa__rank_job *job = (const nsa__rank_job *)context;
     const nsa_rank *x = job->x;
@@ -4717,6 +4750,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     return NSA_OK;
 }
 
+/* Scratch of a task of nsa_select_blocks: as a forward task's, without values and softmax. */
 typedef struct nsa__selecting {
     nsa__tile_iter iter;
     nsa__scoring scoring;
@@ -4733,7 +4767,9 @@ static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, n
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
 
-/* Scores of all visible compressed keys for the queries of a task, then their lists. */
+/* Scores of all compressed keys up to the last query's, for all queries of a task; then their
+   lists. Keys that a query does not see are not masked, because nsa__scores does not read their
+   p_cmp. */
 static void nsa__select_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
     const nsa__attend_plan *p = job->plan;
@@ -4763,7 +4799,7 @@ static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
     }
 }
 
-/* x has what cmp's forward reads of q, k and lse. */
+/* The plan of cmp's forward without values. x has q, k and lse; NULL in a size query. */
 static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *select,
                                          const nsa_desc *d) {
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP, 1);
@@ -4833,20 +4869,25 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
     return nsa__select_run(x, d, workspace, bytes);
 }
 
-/* ---- Selection by scores that are no attention -------------------------------------------- */
+/* ---- Selection by scores that are no attention -----------------------------------------------
+   token[s] = sum_h weights[t, h] act(q[t, h] . k[s]) for query t and the heads h of a group. The
+   score of block j is the maximum or the mean of token[s] over those s of the block that t sees.
+   Tasks iterate over keys as dense attention does, tile by tile. A tile may hold parts of several
+   blocks, and a block may cover several tiles, so a block's score is pooled part by part. */
 
+/* Scratch of a task. */
 typedef struct nsa__scorer {
     nsa__tile_iter iter;
-    nsa_real *q;      /* of every row */
-    nsa_real *s;      /* products of every row with the keys of one tile */
-    nsa_real *scores; /* of every query, `stride` apart */
-    int64_t stride;
-    unsigned char *nonfinite; /* of every row */
+    nsa_real *q;              /* of every row, not scaled */
+    nsa_real *s;              /* of every row: q . k for the keys of the tile at hand */
+    nsa_real *scores;         /* of every query and selection block, pooled so far */
+    int64_t stride;           /* of a query's scores */
+    unsigned char *nonfinite; /* of every row: 1 if its q or weight is not finite */
 } nsa__scorer;
 
-/* The jobs of a scorer, which iterate over keys as dense attention does, and its arguments. */
+/* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
 typedef struct nsa__scorer_jobs {
-    nsa__head_job keys[NSA__HEADS_AT_ONCE]; /* first, so that nsa__job_of finds them */
+    nsa__head_job keys[NSA__HEADS_AT_ONCE]; /* first: nsa__job_of takes the context for it */
     const nsa_score *x;
 } nsa__scorer_jobs;
 
@@ -4860,7 +4901,7 @@ static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__ar
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
 
-/* token[i] += weight act(s[i]) */
+/* One head's part of n tokens: token[i] += weight act(s[i]). */
 NSA__COMPILED static void nsa__scorer_add_head(nsa_real *token, const nsa_real *s, int n,
                                                nsa_real weight, nsa_score_act act) {
     if (act == NSA_SCORE_RELU)
@@ -4869,12 +4910,13 @@ NSA__COMPILED static void nsa__scorer_add_head(nsa_real *token, const nsa_real *
         for (int i = 0; i < n; i++) token[i] += weight * s[i];
 }
 
-/* Adds tokens begin .. end - 1 of a tile, which lie in one block, to its score. `nonfinite` marks
-   tokens that are not finite. */
+/* Pools tokens begin .. end - 1 of a tile, which lie in one block, into the block's score.
+   `nonfinite` has a bit for each non-finite key of the tile. One such key makes the score NaN. NaN
+   is found by its order, because -ffast-math folds comparisons with it. */
 static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, int end,
                              uint64_t nonfinite, nsa_score_pool pool) {
     if (nonfinite & nsa__bits(begin, end)) *score = nsa__nan();
-    if (nsa__score_order(*score) == 0) return; /* one NaN is enough */
+    if (nsa__score_order(*score) == 0) return;
     for (int i = begin; i < end; i++) {
         if (pool == NSA_POOL_MEAN)
             *score += token[i];
@@ -4883,7 +4925,8 @@ static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, 
     }
 }
 
-/* One query's tokens of one tile into the scores of their blocks. */
+/* One query and tile: sums the heads' products to token scores, then pools them block by block, up
+   to the last token that the query sees. */
 static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                              int a, int tile) {
     const nsa__attend_plan *p = job->plan;
@@ -4906,7 +4949,8 @@ static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, con
     }
 }
 
-/* The mean's division; the row of scores out; the list. */
+/* Ends one query: divides sums by the tokens seen if the mean is asked for, stores the scores,
+   ranks them. The last block that the query sees may be cut by the query's own position. */
 static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                             int a) {
     const nsa__attend_plan *p = job->plan;
@@ -4925,6 +4969,8 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
               (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->head));
 }
 
+/* Loads the rows of q, marks rows whose weight is not finite, and starts the pools: 0 for a sum,
+   the lowest number for a maximum. */
 static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                               int64_t task) {
     const nsa__attend_plan *p = job->plan;
@@ -4942,6 +4988,8 @@ static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const ns
             f->scores[a * f->stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
 }
 
+/* All tiles from 0 to the last query's. Each tile is one product for all rows of the task; then
+   each query pools what it sees of the tile. */
 static void nsa__scorer_task(const void *context, int64_t index, void *scratch) {
     const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
     const nsa__head_job *job = nsa__job_of(context, &index);
@@ -4968,6 +5016,7 @@ static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
     }
 }
 
+/* The plan of dense attention, whose spans are all keys that a query sees. */
 static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE, 1);
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
@@ -5084,7 +5133,8 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     }
 }
 
-/* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg). */
+/* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
+   without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
 static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
