@@ -5204,7 +5204,10 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
     return NSA_OK;
 }
 
-/* ---- The whole ----------------------------------------------------------------------------- */
+/* ---- The whole -------------------------------------------------------------------------------
+   Forward runs its primitives one after another: phi of k and v, cmp with selection, slc, win,
+   gate. Each may overwrite the workspace of the one before, so the largest need serves all.
+   Backward runs the gate's logits, then the branches, then phi of k and v. */
 
 static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
     NSA__CHECK(nsa_desc_check(d));
@@ -5229,8 +5232,10 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
     return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
 }
 
-/* For queries before this position slc and win both see every key. If K, V and the tile size are
-   equal too, win computes them and slc copies the result. */
+/* For queries before this position slc and win both see every key: the window reaches key 0, and a
+   list has room for all candidates. If K, V and the tile size are equal too, win computes these
+   queries and slc copies the result. The tile size matters, because the same tiles in the same
+   order give the same bits. */
 static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
     int64_t window = (int64_t)d->window + (d->window_rule != NSA_WINDOW_COUNTS_SELF);
     if (d->mask == NSA_MASK_NONE) return 0;
@@ -5239,7 +5244,7 @@ static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
     return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
 }
 
-/* slc's rows of the queries before `prefix` are win's. */
+/* Copies win's out and lse of the queries before `prefix` to slc. */
 static void nsa__copy_shared(const nsa_attention *x, const nsa_desc *d, int prefix) {
     nsa_real row[NSA__MAX_DIM];
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
@@ -5299,7 +5304,7 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     nsa__chain_plan p;
     NSA__CHECK(nsa__attention_check(x, d, 1));
     nsa__chain_plan_make(&p, x, d);
-    /* The most that any part needs at least: so no part fails after another has written. */
+    /* The largest of the parts' least needs, so that no part fails after another has written. */
     if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, 0, workspace, bytes));
@@ -5312,18 +5317,20 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     return NSA_OK;
 }
 
+/* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
 typedef struct nsa__sum {
     const nsa_tensor *to; /* the caller's view */
-    nsa_tensor view;      /* what the primitives add to */
+    nsa_tensor view;      /* what the primitives add to: *to itself, or reals in workspace */
     int heads, width;
-    int owner; /* this sum holds the memory, and flushes it */
+    int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
 } nsa__sum;
 
-/* The branches' backward runs for a few kv heads of one sequence at a time, so that the sum of dq
-   needs memory for those alone. */
+/* The workspace of backward: | sums | dk_cmp | dv_cmp | the primitives' workspace |. The branches
+   run for a few kv heads of one sequence at a time, so that the sum of dq needs memory for those
+   heads alone. */
 typedef struct nsa__chain_gradient {
     nsa__sum sum[NSA__SUMS];
-    nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows */
+    nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
     void *rest;                /* the primitives' workspace */
     size_t own;                /* bytes before it */
 } nsa__chain_gradient;
@@ -5342,14 +5349,14 @@ static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape) {
     memset(x->data, 0, (size_t)(x->batch * shape.batch) * sizeof(nsa_real));
 }
 
-/* kv heads whose rows of a token are some 1024 numbers of q, but no more than attention takes at
-   once. */
+/* kv heads of one run of the branches: about 1024 numbers of q a token, but no more heads than
+   attention has jobs at once. */
 static int nsa__chain_heads(const nsa_desc *d) {
     int64_t row = (int64_t)d->dim * (d->heads / d->kv_heads);
     return (int)nsa__min(nsa__heads_at_once(d), nsa__max(1, 1024 / row));
 }
 
-/* The geometry of some kv heads of one sequence. */
+/* The geometry of some kv heads of one sequence, as if they were a call of their own. */
 static nsa_desc nsa__chain_slice(const nsa_desc *d, const nsa__seq *seq, int kv_heads) {
     nsa_desc slice = *d;
     slice.batch = 1;
@@ -5368,15 +5375,16 @@ static nsa__shape nsa__sum_shape(const nsa_desc *d, int i, const nsa__sum *sum) 
     return i == NSA__SUM_Q ? of_q : nsa__key_shape(d, sum->width);
 }
 
-/* The first sum before sum i that adds to the same view, or i. q has rows of its own, and so have
-   rows of another width in the same memory. */
+/* The first sum before sum i that adds to the same view, or i. Sums of the same memory but another
+   width are apart, because their rows are not the same rows. q is never shared. */
 static int nsa__shared_sum(const nsa__sum *sums, int i) {
     for (int k = NSA__SUM_K_CMP; i != NSA__SUM_Q && k < i; k++)
         if (nsa__same_view(sums[k].to, sums[i].to) && sums[k].width == sums[i].width) return k;
     return i;
 }
 
-/* Finds out which gradients need a sum in workspace, and which of them share one. */
+/* Finds out which gradients need a sum in workspace, and which of them share one. A gradient of the
+   real dtype needs none: the primitives add to the caller's view. */
 static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attention *dx,
                                        const nsa_desc *d, nsa__arena *a) {
     const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
@@ -5404,8 +5412,8 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
     g->rest = a->base ? a->base + a->used : NULL;
 }
 
-/* The bytes that the call needs: the branches' for the first heads, which are the most, of every
-   sequence. */
+/* The bytes that the call needs. Of a sequence the first run of the branches needs the most,
+   because later runs have as many heads or fewer. */
 static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_attention *x,
                                         const nsa_desc *d, int threads) {
     size_t most = nsa__compress_bytes(&x->k_cmp, d, 1, threads),
@@ -5449,8 +5457,9 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
     return nsa__check_gradient(&dx->gates, &x->gates, logits, NSA__AT_gates);
 }
 
-/* nsa__shared_prefix where the gradients are shared too, and the lists hold every block that they
-   may: backward takes lists from the caller. */
+/* nsa__shared_prefix, if slc and win share their gradients too and the lists of these queries hold
+   every candidate; otherwise 0. Lists are read, because backward takes them from the caller. A list
+   has no duplicates, so it is complete if its entry number (candidates - 1) is not -1. */
 static int nsa__shared_gradient_prefix(const nsa_attention *dx, const nsa_attention *x,
                                        const nsa_desc *d) {
     int prefix = nsa__shared_prefix(x, d);
@@ -5466,13 +5475,13 @@ static int nsa__shared_gradient_prefix(const nsa_attention *dx, const nsa_attent
     return prefix;
 }
 
-/* A view whose row 0 and head 0 are these. */
+/* The view x from a row and head on, which become row 0 and head 0. */
 static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int head) {
     if (x.data) x.data = nsa__row(&x, batch, row, head);
     return x;
 }
 
-/* The views of some heads of a sequence: where they begin. */
+/* Where the views of some heads of a sequence begin. */
 typedef struct nsa__chain_at {
     nsa__seq seq;
     int kv_head;
@@ -5494,8 +5503,9 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
     return part;
 }
 
-/* One branch of some heads; `slice` is their geometry. win, which is the last, computes slc's share
-   of the queries before `prefix` too. */
+/* One branch of some heads; `slice` is their geometry. slc leaves out the queries before `prefix`.
+   win, which is the last, takes them with weight g_win + g_slc, because both branches have the same
+   p, k and v there. */
 static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
                                              const nsa_attend *dx, const nsa_gate *gate,
                                              const nsa_desc *slice, nsa__branch branch, int prefix,
@@ -5507,14 +5517,14 @@ static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const
     return nsa__backward_run(&p, g->rest, bytes);
 }
 
-/* Rows of a sum and where they go. */
+/* Rows of a sum in workspace, and the caller's rows that they are added to. */
 typedef struct nsa__flush {
     nsa_tensor from, to;
     int64_t rows;
     int heads, width, clear; /* clear: the rows become zeros, and go nowhere */
 } nsa__flush;
 
-enum { NSA__FLUSH_ROWS = 64 };
+enum { NSA__FLUSH_ROWS = 64 }; /* of a task */
 
 static void nsa__flush_task(const void *context, int64_t index, void *scratch) {
     const nsa__flush *f = (const nsa__flush *)context;
@@ -5535,7 +5545,8 @@ static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
     nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
 }
 
-/* The three branches of some heads of a sequence, and their dq. */
+/* The three branches of some heads of a sequence. Their dq is cleared, then each branch adds to it,
+   then it is added to dx.q with one rounding. dk and dv go to the sums of all heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
                                             const nsa_attention *x, const nsa_desc *d,
                                             const nsa__chain_at *at, int kv_heads, int prefix,
@@ -5592,6 +5603,8 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
     }
 }
 
+/* phi's backward of k or v: its dout is the sum of cmp, its dx the sum that is shared with slc and
+   win. */
 static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa_compress *x,
                                                const nsa_desc *d, nsa_tensor dout, nsa_tensor to,
                                                void *workspace, size_t bytes) {
@@ -5601,7 +5614,8 @@ static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa
     return nsa__compress_go(&gradient, x, d, 0, 0, workspace, bytes);
 }
 
-/* The gate's logits first, then the branches, then phi of k and v, which needs the sums of cmp. */
+/* The gate's logits first, then the branches, then phi of k and v: its dout is dk_cmp and dv_cmp,
+   which are complete when every query has been computed. Sums reach the caller's views last. */
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
                                               const nsa_attention *x, const nsa_desc *d,
                                               size_t bytes) {
@@ -5648,14 +5662,26 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
                                        bytes - (size_t)((char *)g.rest - (char *)workspace));
 }
 
-/* ---- Decoding ------------------------------------------------------------------------------ */
+/* ---- Decoding --------------------------------------------------------------------------------
+   nsa_decode takes a sequence from length L to L + n:
+     1. All checks; nothing has been written before they pass.
+     2. newest = max(newest, L + n), because the rings are about to lose rows.
+     3. Each task appends its n rows: k_slc and v_slc at L, k_win .. v_raw into rings.
+     4. It compresses the blocks that end in the new tokens, from the raw rows of the ring.
+     5. cmp, selection, slc, win, gate: the code of forward, with first = L and count = n.
+     6. lengths = L + n, if every task has succeeded.
+   A ring of R rows holds token s in row s % R: the last R tokens written. R is what a query needs,
+   the keys of a window or l, plus max_rewind r. With a need of 3, r = 2 and 8 tokens the rows hold
+   | 5 | 6 | 7 | 3 | 4 |. The sequence may go back to length 6, whose last three tokens are 3 to 5,
+   and no further. A rewind only sets the length; rows behind it are overwritten when tokens come
+   again. */
 
-/* The cache's arrays once: what they hold, how many rows, how they are indexed. */
+/* One of the cache's arrays: what it holds, how many rows, how they are indexed. */
 typedef struct nsa__cache_part {
-    nsa_tensor *rows;
-    int64_t count; /* rows of a sequence */
-    int width;
-    int ring; /* rows of a ring, 0 for straight arrays */
+    nsa_tensor *rows; /* the cache's view */
+    int64_t count;    /* rows of a sequence */
+    int width;        /* numbers of a row */
+    int ring;         /* rows of a ring, 0 for straight arrays */
 } nsa__cache_part;
 
 enum {
@@ -5670,7 +5696,8 @@ enum {
     NSA__PARTS
 };
 
-/* Rows of a ring that always holds the last `needed` rows and max_rewind before them. */
+/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
+   fewer tokens needs no more rows than tokens. */
 static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
     return (int)nsa__max(1, nsa__min(needed + max_rewind, d->tokens));
 }
@@ -5745,7 +5772,9 @@ NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype
     return NSA_OK;
 }
 
-/* 1 if the sequence can be taken back to `length`: the rings still hold what leads to it. */
+/* NSA_OK if the sequence can be taken back to `length`: the rings hold the rows that a query there
+   needs. They lost rows when the sequence was at `newest`, not at its present length. Length 0
+   needs no row. */
 static nsa_status nsa__check_length(const nsa_cache *c, int sequence, int length) {
     if (!c) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
     if (sequence < 0 || sequence >= c->desc.batch)
@@ -5763,6 +5792,7 @@ NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length) 
     return NSA_OK;
 }
 
+/* 1 if rows of one cache can be copied to the other: equal dtypes, widths, rings and strides. */
 static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
     const nsa_desc *x = &a->desc, *y = &b->desc;
     return x->window == y->window && x->window_rule == y->window_rule &&
@@ -5772,6 +5802,8 @@ static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
            a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
 }
 
+/* Copies whole rings, because rows are indexed by s % R in both caches; of straight arrays the rows
+   before `length`. `newest` goes with them, because the rings are those of the source. */
 NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
                                   int from_sequence, int length) {
     nsa__cache_part source[NSA__PARTS], target[NSA__PARTS];
@@ -5799,7 +5831,7 @@ NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cach
     return NSA_OK;
 }
 
-/* What a task leaves: it is read when all have ended. */
+/* What a task returns. It is read when all tasks have ended. */
 typedef struct nsa__decode_result {
     nsa_reads reads;
     nsa_status status;
@@ -5825,7 +5857,8 @@ static nsa_tensor nsa__of_batch(nsa_tensor x, int batch, int64_t head) {
     return x;
 }
 
-/* The geometry of a task: one sequence's new tokens as the queries, and its kv heads. */
+/* The geometry of a task: the sequence's new tokens as queries at `length` and behind, over all
+   keys up to them; its share of the heads. */
 static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int length, int count) {
     nsa_desc d = p->cache->desc;
     d.batch = 1;
@@ -5897,8 +5930,10 @@ static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const 
             }
 }
 
-/* The chain over a task's cache: nsa_attention_forward's steps with the new tokens as its queries,
-   and phi for the blocks that they complete. */
+/* The chain over a task's cache: nsa_attention_forward's steps with the new tokens as its queries.
+   phi runs for blocks begin .. end - 1, which the new tokens complete. Earlier rows are in the
+   cache, so a token costs 1 / d compressed rows. `reads` has count x kv_heads numbers of each
+   branch. */
 static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *cache,
                                      const nsa_desc *d, int64_t *reads, void *workspace,
                                      size_t bytes) {
@@ -5928,8 +5963,8 @@ static int nsa__decode_count(const nsa__decode_job *p, int b) {
     return p->counts ? p->counts[b] : p->count;
 }
 
-/* One task: append, compress, attend. The status of a task is kept, because tasks run in any
-   thread. */
+/* One task: append, compress, attend. It returns its status through p->results, because a task has
+   no caller that could look at it. Its workspace is the thread's scratch. */
 static void nsa__decode_task(const void *context, int64_t index, void *scratch) {
     const nsa__decode_job *p = (const nsa__decode_job *)context;
     int b = (int)(index / p->parts), head = (int)(index % p->parts);
@@ -5957,8 +5992,9 @@ static void nsa__decode_task(const void *context, int64_t index, void *scratch) 
     }
 }
 
-/* How a call of this many tokens is cut into tasks, and what they need; `threads` are those of a
-   sequence that is alone. */
+/* How a call of this many tokens is cut into tasks, and what they need. `threads` are those of a
+   sequence that is alone. Sizes are those of a full cache, so that the workspace stays the same
+   while sequences grow. */
 static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache, int count,
                                         int threads) {
     const nsa_desc *all = &cache->desc;
@@ -6023,6 +6059,8 @@ static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cach
     return NSA_OK;
 }
 
+/* At most max_rewind + 1 tokens come at once, because all are appended before the first of them
+   attends: the rings must still hold the keys of that one. */
 static nsa_status nsa__decode_check(const nsa_attention *x, const nsa_cache *cache, int count,
                                     const int32_t *counts) {
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
@@ -6037,7 +6075,7 @@ static nsa_status nsa__decode_check(const nsa_attention *x, const nsa_cache *cac
     return nsa__decode_check_views(x, cache, count);
 }
 
-/* Multiply-adds of the call, by the keys that its tokens read. */
+/* Multiply-adds of the call, from the keys that its tokens read at most. */
 static int64_t nsa__decode_work(const nsa__decode_job *p) {
     const nsa_desc *d = &p->cache->desc;
     int64_t keys = 0;
@@ -6049,8 +6087,8 @@ static int64_t nsa__decode_work(const nsa__decode_job *p) {
     return keys * d->heads * (d->dim + d->dim_v);
 }
 
-/* The tasks, and what they have left. The lengths grow only where all have succeeded; the rings
-   have been written in any case. */
+/* Runs the tasks and adds up their reads. The lengths grow only if all tasks have succeeded.
+   `newest` grows before, because a task that fails has written to the rings already. */
 static nsa_status nsa__decode_run(nsa__decode_job *p, const nsa__team *team, nsa_reads *reads) {
     nsa_cache *cache = p->cache;
     int64_t tasks = (int64_t)cache->desc.batch * p->parts;
@@ -6083,7 +6121,7 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
     p.counts = counts;
     p.results = (nsa__decode_result *)(void *)nsa__arena_at(workspace).base;
     team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
-    if (p.alone) { /* the one task gets all of the workspace, which decides its threads */
+    if (p.alone) { /* the one task gets all of the workspace; its size decides how many threads */
         p.threads = cache->desc.threads;
         p.bytes = bytes - NSA__ALIGN - p.shared;
     }
@@ -6105,7 +6143,8 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
 #define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
 #define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
 
-/* A vector, its lanes as integers of the same size, and one that may lie anywhere in memory. */
+/* A vector, its lanes as signed and as unsigned integers, and a vector that may lie at any address
+   of a number. */
 #if NSA__BYTES
 #define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
 typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
@@ -6160,14 +6199,16 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 }
 #endif
 
-/* 2^x, exactly 1 for 0, and 0 or a number below the normal ones for what lies below them. */
+/* 2^x for x <= 0, as softmax needs it. 2^0 is exactly 1, so a shrink of 1 changes no bit. Results
+   below the normal numbers are 0 or subnormal. */
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     NSA__ARITHMETIC
     nsa_real lane[NSA__L];
 #if NSA__BYTES
-    /* x = e + r, |r| <= 1/2 where x <= 0, as it is here but for rounding; 2^r by a polynomial, a
-       minimax fit whose relative error is 2e-8 in f32; e goes into the exponent, and what it makes
-       of -127 is 0. NaN stays NaN. */
+    /* x = e + r with e an integer and |r| <= 1/2: conversion truncates, so of x - 1/2 <= 0 it gives
+       the integer nearest to x. 2^r is a minimax polynomial with a relative error of 2e-8 in f32.
+       Its bits plus e << 23 are 2^r 2^e, because e is added to the exponent. x is cut at -127,
+       where the exponent becomes 0 and the result 0. NaN stays NaN. */
     if (sizeof(nsa_real) == sizeof(float)) {
         x = NSA__T(max)(NSA__T(splat)(-127), x);
         const NSA__I e = __builtin_convertvector(x - 0.5f, NSA__I);
@@ -6187,6 +6228,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
+/* The largest lane, by halves. */
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
     nsa_real lane[NSA__LANES];
     memcpy(lane, &x, sizeof x);
@@ -6200,9 +6242,10 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 }
 
 /* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
-   chain of multiply-adds over ascending k; with `keep` a chain of its own, that is added at the
-   end: of a long row's tiles each has its sum, which rounds less than one chain through all of
-   them. */
+   chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
+   and column alone. With `add` alone the chain begins with the c that is there. With `keep` it
+   begins with 0 and keep c is added at the end. Softmax adds many tiles to a row: a chain for each
+   tile rounds less than one chain through all of them. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
                                            nsa__matrix b, nsa__result c) {
     NSA__ARITHMETIC
@@ -6237,7 +6280,8 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         }
 }
 
-/* Some columns of c. */
+/* Some columns of c: m rows in pieces of NSA__ROWS, and one smaller piece. The number of rows is a
+   constant in each call, so that the compiler can hold the piece in registers. */
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
                                              nsa__matrix b, nsa__result c) {
     for (; m >= NSA__ROWS; m -= NSA__ROWS) {
@@ -6261,6 +6305,8 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
     if (m == 1) NSA__T(piece)(1, vectors, k, a, b, c);
 }
 
+/* Columns in whole pieces, then in single vectors, then one by one. The last loop is the same chain
+   of multiply-adds, so an element has the same bits in each of the three. */
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
                                      const nsa__matrix *right, const nsa__result *result) {
     NSA__ARITHMETIC
@@ -6268,7 +6314,7 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
     nsa__matrix b = *right, b_all = b;
     nsa__result c = *result;
     int j = 0;
-    b_all.rows = NULL; /* for a loop that does not ask each time */
+    b_all.rows = NULL; /* a constant, so that the loop over k has no test of it */
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
         b_all.data = b.data;
         if (b.rows)
@@ -6291,6 +6337,8 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
         }
 }
 
+/* Three loops over the rows: the maxima, the shrinks of all rows as vectors, then p and the sums.
+   See nsa__tiles for the arguments. A mask of ones, which most tiles have, needs no picking. */
 NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, int group,
                                         const uint64_t *mask, int first, const int *row_index,
                                         nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink) {
@@ -6315,7 +6363,9 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, int group
     /* shrink = 2^(the maximum before - the maximum now) */
     for (int r = 0; r < rows; r += NSA__L)
         NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
-    for (int r = 0; r < rows; r++) { /* p, and the sums; a row that has seen no key stays 0 */
+    /* p, and the sums. A row that has seen no key subtracts 0 and gets p = 2^lowest = 0; lowest -
+       lowest = 0 would make p 1. Key j adds to partial sum j % 16, for vectors of any width. */
+    for (int r = 0; r < rows; r++) {
         const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
         nsa_real *x = s + r * ld, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
@@ -6330,6 +6380,8 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, int group
     }
 }
 
+/* p = 2^(s - lse2) and ds = p (dp - delta), where delta is dout . out - dlse. s and dp are
+   overwritten. */
 NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
                                          const uint64_t *mask, int first, const int *row_index,
                                          const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
@@ -6354,11 +6406,14 @@ NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int grou
     }
 }
 
+/* Eq. 8 and 10: p_cmp of each key, summed over the heads of a group, for one query. */
 NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
                                             const nsa_real *s, nsa_real *sum) {
     NSA__ARITHMETIC
-    const NSA__V most =
-        NSA__T(splat)(126); /* of another lse than that of s: no p is negative or NaN */
+    /* s <= lse2 but for rounding, if lse is that of s. A caller of nsa_select_blocks may give
+       another lse. The cut at 126 keeps the exponent in range, so p is wrong but neither negative
+       nor NaN. */
+    const NSA__V most = NSA__T(splat)(126);
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++) {
@@ -6369,6 +6424,8 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
     }
 }
 
+/* How many x, as integers, are at least `least`: a compare makes -1 of true, which is
+   subtracted. */
 NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane least) {
     int j = 0, sum = 0;
 #if NSA__BYTES
@@ -6388,7 +6445,7 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
     return sum;
 }
 
-/* An exponent of ones, and one more, is the sign bit. */
+/* nsa__all_finite for rows: an exponent of ones, and one more, is the sign bit. */
 NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     const int mantissa = sizeof *x == 8 ? 52 : 23, sign = 8 * (int)sizeof *x - 1;
     const nsa__bits_t one = (nsa__bits_t)1 << mantissa, exponent = ((nsa__bits_t)1 << sign) - one;
