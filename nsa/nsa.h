@@ -999,9 +999,8 @@ static int nsa__same_view(const nsa_tensor *a, const nsa_tensor *b) {
            a->token == b->token && a->head == b->head;
 }
 
-/* Gradients that several branches may add to. If the caller's view is not of the real dtype, the
-   sum is taken in workspace and added to the view once, because each addition would round. Views of
-   the same memory share one sum. */
+/* Gradients that several branches may add to. Each addition to a view of bf16 or f16 would round,
+   so the sum is then taken in workspace and added once. Views of the same memory share one sum. */
 enum {
     NSA__SUM_Q,
     NSA__SUM_K_CMP,
@@ -1112,10 +1111,10 @@ NSA_API float nsa_bf16_to_f32(uint16_t x) {
     return nsa__float_from_bits((uint32_t)x << 16);
 }
 
-/* bf16 is the upper half of an f32. Adding 0x7fff, and 1 more if the kept half is odd, carries into
-   the kept half exactly if it must be rounded up: to nearest, ties to even. A carry out of the
-   mantissa raises the exponent, at the end to infinity, as it must. The bit 0x40 makes a NaN quiet;
-   without it a NaN whose payload lies in the lower half would become infinity. */
+/* bf16 is the upper half of an f32. The code adds 0x7fff, and 1 more if the kept half is odd. That
+   carries into the kept half exactly if it must be rounded up: to nearest, ties to even. A carry
+   out of the mantissa raises the exponent, at the end to infinity, as it must. The bit 0x40 makes a
+   NaN quiet; without it a NaN whose payload lies in the lower half would become infinity. */
 NSA_API uint16_t nsa_f32_to_bf16(float x) {
     uint32_t bits = nsa__float_bits(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40); /* a quiet NaN */
@@ -1176,10 +1175,10 @@ static void nsa__fetch(const void *at, size_t bytes) {
 #define NSA__INLINE static inline
 #endif
 
-/* A user's -O0, -ffast-math or -std=c99 must not reach what is hot: GCC takes the level and the
-   rules of arithmetic by attribute, clang the rules by pragma. (`on`: a product and the sum that it
-   is written in are one rounding, always. With `fast` they are if they end up in one block of code,
-   which sanitizers prevent here and there, and bits that must be equal differ.) */
+/* A user's -O0, -ffast-math or -std=c99 must not reach what is hot. GCC takes the level and the
+   rules of arithmetic by attribute, clang takes the rules by pragma. With clang's `on` a product
+   and the sum in the same expression are always one rounding. With `fast` they are so only within
+   one block of code; sanitizers split blocks, and bits that must be equal would differ. */
 #if defined(__clang__)
 #define NSA__COMPILED
 #define NSA__ARITHMETIC _Pragma("clang fp reassociate(off) contract(on)")
@@ -1249,8 +1248,9 @@ NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
     }
 }
 
-/* An exponent of ones, and one more, is the sign bit: found by and, add and or, which every vector
-   unit has for integers, where SSE2 has no maximum of them. */
+/* 1 if no number is infinite or NaN, that is, has an exponent of ones. Such an exponent plus one is
+   the sign bit, so an and, an add and an or find it. Every vector unit has these three for
+   integers; SSE2 has no integer maximum. */
 NSA__COMPILED static int nsa__all_finite(const nsa_real *x, int n) {
     const int mantissa = sizeof *x == 8 ? 52 : 23, sign = 8 * (int)sizeof *x - 1;
     const nsa__bits_t one = (nsa__bits_t)1 << mantissa, exponent = ((nsa__bits_t)1 << sign) - one;
@@ -1351,9 +1351,8 @@ NSA_API int nsa_cmp_count(const nsa_desc *d, int tokens) {
     return tokens < d->cmp_block ? 0 : (tokens - d->cmp_block) / d->cmp_stride + 1;
 }
 
-/* Tokens before this one are visible to `query` of a sequence of `tokens`. All that is causal
-   follows from this end: the compressed blocks that the query sees, the blocks that it may select,
-   the end of its spans. */
+/* Tokens before this one are visible to `query` of a sequence of `tokens`. Causality
+   enters here alone: visible compressed blocks, candidates and the end of spans follow from it. */
 static int nsa__visible_end(const nsa_desc *d, int tokens, int query) {
     return d->mask == NSA_MASK_NONE ? tokens : query + 1;
 }
@@ -2113,11 +2112,11 @@ NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins) {
 }
 
 /* ---- Tiles: products and sums over rows of keys ----------------------------------------------
-   All arithmetic on rows of keys: a few functions, whose one text stands at the end of this file
-   and is read once per instruction set. They are compiled for that set whatever flags the user
-   gave, and desc.isa or the machine chooses among them when a call begins. The bits of a row of the
-   result depend on that row's operands alone, never on how many rows there are or where it stands:
-   every sum runs over k in ascending order. */
+   All arithmetic on rows of keys is in a few functions. Their one text stands at the end of this
+   file and is read once per instruction set. They are compiled for that set whatever flags the user
+   gave; desc.isa or the machine chooses among them when a call begins. The bits of a row of the
+   result depend on that row's operands alone, because every sum runs over k in ascending order. How
+   many rows there are, and where the row stands among them, changes nothing. */
 
 /* What a product reads: packed keys and values, queries, their gradients, weights. Operands of
    another type begin with another type here. */
@@ -2144,15 +2143,16 @@ typedef struct nsa__tiles {
     /* c[m][n] = a[m][k] b[k][n] */
     void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
                  const nsa__result *c);
-    /* n scores of one tile, in base 2, into the running softmax of their rows: s becomes
-       p = 2^(s - m), not yet divided by the sum; m and l, of rows row_index[r], move on; shrink,
-       which has room for 16 more, is what all earlier p of the row are to be multiplied by. l is 16
-       partial sums. The scores are those of keys first .. first + n - 1, and bits of
-       mask[r / group] tell which of them row r sees: others get p = 0, and a row that sees none
-       keeps its state to the bit. n is a multiple of 16. */
+    /* Takes n scores of one tile, in base 2, into the running softmax of their rows.
+         s              scores of keys first .. first + n - 1; becomes p = 2^(s - m)
+         m, l           state of rows row_index[r]: the maximum, and 16 partial sums of p
+         shrink         of each row r: what earlier sums of p are to be multiplied by; written in
+                        whole vectors, so it has room for 16 more
+         mask[r/group]  bit j is 1 if row r sees key j of the tile; other keys get p = 0
+       A row that sees none of the keys keeps its state to the bit. n is a multiple of 16. */
     void (*softmax)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
                     const int *row_index, nsa_real *s, nsa_real *m, nsa_real *l, nsa_real *shrink);
-    /* sum[j] = sum over the rows of 2^(s - lse2) */
+    /* sum[j] = sum over the rows r of 2^(s[r][j] - lse2[r]) */
     void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
                         nsa_real *sum);
     /* how many of n numbers have bits of at least `least`, as integers */
@@ -3139,11 +3139,11 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
 
 /* ---- Attention: plan and spans ----------------------------------------------------------------
    The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
-   one core. It walks tiles of up to 64 keys that lie at absolute positions, so that a query's sums
-   do not depend on who is computed beside it; which keys of a tile a query sees is a mask of 64
-   bits, and a tile that it does not see at all leaves its state as it is, to the bit. One sequence
-   and a few kv heads at a time: their keys are packed once, then tasks of neighbouring queries and
-   one head run side by side. */
+   one core. It iterates over tiles of up to 64 keys. Tile i holds keys i tile .. (i + 1) tile - 1
+   of the sequence, whatever the queries, so a query's sums do not depend on its neighbours. The
+   keys of a tile that a query sees are a mask of 64 bits. A tile that it does not see leaves its
+   state as it is, to the bit. The core takes one sequence and a few kv heads at a time. It packs
+   their keys once, then runs tasks of neighbouring queries and one head side by side. */
 
 /* The order is that of the gate's three weights. */
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
@@ -3277,8 +3277,8 @@ static int nsa__batch_queries(const nsa_desc *d) {
     return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
 }
 
-/* slc's tiles divide its blocks if a power of two from 16 to 64 does, so that a tile holds keys of
-   one block: then a query sees all of a listed tile, up to the end of its span. */
+/* slc's tiles divide its blocks if a power of two from 16 to 64 does. A tile then holds keys of one
+   block, and a query sees all of a listed tile, up to the end of its span. */
 static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
     if (branch == NSA__SLC)
         for (int tile = NSA__TILE; tile >= 16; tile /= 2)
@@ -4925,8 +4925,8 @@ static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, 
     }
 }
 
-/* One query and tile: sums the heads' products to token scores, then pools them block by block, up
-   to the last token that the query sees. */
+/* One query and tile: adds up the heads' token scores, then pools them block by block, up to the
+   last token that the query sees. */
 static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                              int a, int tile) {
     const nsa__attend_plan *p = job->plan;
@@ -5504,8 +5504,8 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
 }
 
 /* One branch of some heads; `slice` is their geometry. slc leaves out the queries before `prefix`.
-   win, which is the last, takes them with weight g_win + g_slc, because both branches have the same
-   p, k and v there. */
+   win, the last branch, takes them with weight g_win + g_slc, because p, k and v of both are equal
+   there. */
 static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
                                              const nsa_attend *dx, const nsa_gate *gate,
                                              const nsa_desc *slice, nsa__branch branch, int prefix,
@@ -5545,8 +5545,8 @@ static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
     nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
 }
 
-/* The three branches of some heads of a sequence. Their dq is cleared, then each branch adds to it,
-   then it is added to dx.q with one rounding. dk and dv go to the sums of all heads. */
+/* The three branches of some heads of a sequence. Their dq is cleared, each branch adds to it, and
+   the sum is added to dx.q with one rounding. dk and dv go to the sums of all heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
                                             const nsa_attention *x, const nsa_desc *d,
                                             const nsa__chain_at *at, int kv_heads, int prefix,
@@ -5614,8 +5614,8 @@ static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa
     return nsa__compress_go(&gradient, x, d, 0, 0, workspace, bytes);
 }
 
-/* The gate's logits first, then the branches, then phi of k and v: its dout is dk_cmp and dv_cmp,
-   which are complete when every query has been computed. Sums reach the caller's views last. */
+/* The gate's logits first, then the branches, then phi of k and v. phi comes after them because its
+   dout, dk_cmp and dv_cmp, sums over all queries. Sums reach the caller's views last. */
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
                                               const nsa_attention *x, const nsa_desc *d,
                                               size_t bytes) {
@@ -6059,8 +6059,8 @@ static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cach
     return NSA_OK;
 }
 
-/* At most max_rewind + 1 tokens come at once, because all are appended before the first of them
-   attends: the rings must still hold the keys of that one. */
+/* At most max_rewind + 1 tokens come at once. All are appended before the first of them attends,
+   and the rings must still hold its keys then. */
 static nsa_status nsa__decode_check(const nsa_attention *x, const nsa_cache *cache, int count,
                                     const int32_t *counts) {
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
@@ -6109,6 +6109,9 @@ static nsa_status nsa__decode_run(nsa__decode_job *p, const nsa__team *team, nsa
     return NSA_OK;
 }
 
+/* Many tasks: each runs on one thread, with a thread's scratch as its workspace. One task (alone):
+   the plan is made for the fewest threads, so that any sufficient workspace passes. The task then
+   gets all of the workspace, and the primitives in it use as many threads as fit. */
 NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,
                               const int32_t *counts, nsa_reads *reads, void *workspace,
                               size_t bytes) {
