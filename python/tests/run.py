@@ -2,9 +2,11 @@
 
     run.py FOLDER PACKAGES test_core        PACKAGES: where packages are fetched to that this Python lacks
     run.py FOLDER PACKAGES train ARG...     examples/train.py
+    run.py FOLDER PACKAGES convert ARG...   convert.py
 
 Exit code 77, skipped, where the host that the test needs is not on this machine; on CI that is a failure.
 """
+import importlib
 import os
 import pathlib
 import subprocess
@@ -16,11 +18,12 @@ sys.path.insert(0, str(HERE.parents[1] / "tests" / "trainer"))
 import packages  # noqa: E402
 
 NEEDS = {"test_core": ["numpy"], "test_torch": ["numpy", "torch"], "test_jax": ["numpy", "jax"],
-         "train": ["torch"]}
+         "train": ["torch"], "convert": ["torch"]}
+PROGRAMS = ("train", "convert")  # with arguments of their own
 
 
 def main(arguments):
-    if len(arguments) < 3 or arguments[2] not in NEEDS or (len(arguments) > 3 and arguments[2] != "train"):
+    if len(arguments) < 3 or arguments[2] not in NEEDS or (len(arguments) > 3 and arguments[2] not in PROGRAMS):
         sys.exit(__doc__)
     folder, fetched, name = arguments[:3]
     # A distribution's packages belong to its own Python, which need not be the first in PATH.
@@ -31,11 +34,10 @@ def main(arguments):
             os.execv(system, [system, __file__, *arguments])
     packages.need(fetched, *NEEDS[name])
     sys.path[:0] = [folder, str(HERE)]
-    if name == "train":
+    if name in PROGRAMS:
         sys.path.insert(0, str(HERE.parent / "examples"))
-        import train
         sys.argv[1:] = arguments[3:]
-        return train.main()
+        return importlib.import_module(name).main()
     result = unittest.TextTestRunner(verbosity=1).run(unittest.defaultTestLoader.loadTestsFromName(name))
     return not result.wasSuccessful()
 

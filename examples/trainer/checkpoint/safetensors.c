@@ -73,10 +73,11 @@ static json_t *describe(const safetensors_tensor *t, json_int_t begin) {
                      "data_offsets", begin, begin + (json_int_t)safetensors_tensor_bytes(t));
 }
 
-/* The header, padded with spaces so that the data are aligned to 8 bytes. */
+/* The header, padded with spaces so that the data are aligned to 8 bytes. Its metadata are what
+   transformers asks for: matrices are (out, in), as PyTorch has them. */
 static char *header_text(const char *path, const safetensors_tensor *list, size_t count,
                          size_t *bytes, fault *f) {
-    json_t *header = json_object();
+    json_t *header = json_pack("{s:{s:s}}", "__metadata__", "format", "pt");
     json_int_t at = 0;
     for (size_t i = 0; header && i < count; i++) {
         bool twice = json_object_get(header, list[i].name);

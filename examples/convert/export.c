@@ -1,0 +1,236 @@
+/* export.c - see export.h. */
+#include "export.h"
+
+#include <jansson.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/files.h"
+#include "data/tokenizer.h"
+
+enum { PATH_ROOM = CONFIG_PATH_BYTES + 256, FILE_LIMIT = 1 << 28 };
+
+static bool write_file(const char *folder, const char *name, const void *bytes, size_t count,
+                       fault *f) {
+    char path[PATH_ROOM];
+    return files_join(path, sizeof path, folder, name, f) && files_replace(path, bytes, count, f);
+}
+
+/* `root` may be NULL, for want of memory; it is given up here. */
+static bool write_json(const char *folder, const char *name, json_t *root, fault *f) {
+    char *text = root ? json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(15)) : NULL;
+    bool ok = text ? write_file(folder, name, text, strlen(text), f)
+                   : fault_set(f, "%s/%s: out of memory", folder, name);
+    free(text);
+    json_decref(root);
+    return ok;
+}
+
+/* ---- The model ----------------------------------------------------------------------------- */
+
+static json_t *rope_json(const config_model *m) {
+    static const char *const pairs[] = {"interleaved", "halves"};
+    static const char *const scalings[] = {"none", "linear", "ntk", "yarn"};
+    return json_pack("{s:f, s:s, s:s, s:f, s:I}", "base", m->rope_base, "pairs",
+                     pairs[m->rope_pairs], "scaling", scalings[m->rope_scaling], "factor",
+                     m->rope_factor, "trained_context", (json_int_t)m->rope_trained_context);
+}
+
+/* What NSAConfig of modeling_nsa.py takes. `vocab` is the tokenizer's where the settings name
+   none. */
+static json_t *model_json(const config *c, int64_t vocab) {
+    static const char *const attentions[] = {"nsa", "full", "window"};
+    static const char *const phis[] = {"mean", "conv", "mlp"};
+    static const char *const gates[] = {"sigmoid", "softmax"};
+    const config_model *m = &c->model;
+    const config_nsa *n = &c->nsa;
+    return json_pack(
+        "{s:[s], s:s, s:{s:s, s:s}, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:b, s:I, "
+        "s:s, s:I, s:I, s:I, s:I, s:I, s:s, s:s, s:o}",
+        "architectures", "NSAForCausalLM", "model_type", "nsa_decoder", "auto_map", "AutoConfig",
+        "modeling_nsa.NSAConfig", "AutoModelForCausalLM", "modeling_nsa.NSAForCausalLM",
+        "torch_dtype", "float32", "vocab_size", vocab, "hidden_size", m->dim, "num_hidden_layers",
+        m->n_layers, "num_attention_heads", m->n_heads, "num_key_value_heads", m->n_kv_groups,
+        "head_dim", m->d_k, "v_head_dim", m->d_v, "intermediate_size", 4 * m->dim, "rms_norm_eps",
+        1e-6, "tie_word_embeddings", (int)m->tied_embeddings, "max_position_embeddings",
+        c->train.seq_len, "attention", attentions[m->attention], "cmp_block", n->l, "cmp_stride",
+        n->d, "slc_block", n->l_sel, "slc_count", n->n_sel, "window", n->w, "phi", phis[n->phi],
+        "gate", gates[n->gate], "rope", rope_json(m));
+}
+
+/* Every tensor of the checkpoint's model.safetensors, in memory; `block` holds their data. */
+static bool read_tensors(safetensors_file *from, safetensors_tensor **list, char **block,
+                         fault *f) {
+    size_t count = safetensors_count(from), bytes = 0;
+    *list = calloc(count + 1, sizeof **list);
+    for (size_t i = 0; *list && i < count; i++) {
+        (*list)[i] = safetensors_info(from, i);
+        bytes += safetensors_tensor_bytes(&(*list)[i]);
+    }
+    *block = malloc(bytes + 1);
+    if (!*list || !*block) return fault_set(f, "out of memory for the model's %zu tensors", count);
+    for (size_t i = 0, at = 0; i < count; i++) {
+        (*list)[i].data = *block + at;
+        at += safetensors_tensor_bytes(&(*list)[i]);
+    }
+    return safetensors_load(from, *list, count, f);
+}
+
+static bool write_model(const checkpoint *k, const char *folder, fault *f) {
+    char from_path[PATH_ROOM], path[PATH_ROOM];
+    safetensors_tensor *list = NULL;
+    char *block = NULL;
+    uint64_t bytes, xxh64;
+    if (!files_join(from_path, sizeof from_path, k->path, "model.safetensors", f) ||
+        !files_join(path, sizeof path, folder, "model.safetensors", f))
+        return false;
+    safetensors_file *from = safetensors_open(from_path, f);
+    if (!from) return false;
+    bool ok = read_tensors(from, &list, &block, f) &&
+              safetensors_write(path, list, safetensors_count(from), &bytes, &xxh64, f);
+    safetensors_close(from);
+    free(list);
+    free(block);
+    return ok;
+}
+
+/* ---- Settings that have no counterpart ---- */
+
+/* A setting of the model that differs from its default must be one that model_json writes. */
+bool export_check(const config *c, fault *f) {
+    static const char *const known[] = {"model.vocab_size",
+                                        "model.dim",
+                                        "model.n_layers",
+                                        "model.n_heads",
+                                        "model.n_kv_groups",
+                                        "model.d_k",
+                                        "model.d_v",
+                                        "model.attention",
+                                        "model.tied_embeddings",
+                                        "model.rope_pairs",
+                                        "model.rope_base",
+                                        "model.rope_scaling",
+                                        "model.rope_factor",
+                                        "model.rope_trained_context",
+                                        "nsa.l",
+                                        "nsa.d",
+                                        "nsa.l_sel",
+                                        "nsa.n_sel",
+                                        "nsa.w",
+                                        "nsa.phi",
+                                        "nsa.gate"};
+    static config defaults;
+    json_t *none = json_object(), *changes = NULL;
+    bool ok = config_from_json(&defaults, none, f);
+    if (ok && !(changes = config_changes(&defaults, c))) ok = fault_set(f, "out of memory");
+    const char *key;
+    json_t *value;
+    json_object_foreach(changes, key, value) {
+        size_t i = 0, count = sizeof known / sizeof *known;
+        while (i < count && strcmp(key, known[i])) i++;
+        bool models = !strncmp(key, "model.", 6) || !strncmp(key, "nsa.", 4);
+        if (ok && models && i == count)
+            ok = fault_set(f, "%s: modeling_nsa.py has no such setting", key);
+    }
+    json_decref(none);
+    json_decref(changes);
+    return ok;
+}
+
+/* ---- The tokenizer ------------------------------------------------------------------------- */
+
+/* The character, in UTF-8, by which byte-level vocabularies spell a byte: itself where it is
+   printable in Latin-1, and the others, in order, those from 256 on. */
+static void spell_byte(int byte, char text[3]) {
+    int character = byte;
+    bool printable = (byte >= 33 && byte <= 126) || (byte >= 161 && byte != 173);
+    if (!printable) {
+        character = byte <= 32 ? 256 + byte : byte == 173 ? 323 : 256 + 33 + byte - 127;
+    }
+    memset(text, 0, 3);
+    if (character < 128) {
+        text[0] = (char)character;
+    } else {
+        text[0] = (char)(0xc0 | character >> 6);
+        text[1] = (char)(0x80 | (character & 0x3f));
+    }
+}
+
+/* Bytes as byte-level BPE without a merge: token n is byte n. */
+static json_t *byte_tokenizer(void) {
+    json_t *vocab = json_object();
+    for (int byte = 0; byte < 256; byte++) {
+        char text[3];
+        spell_byte(byte, text);
+        json_object_set_new(vocab, text, json_integer(byte));
+    }
+    return json_pack("{s:s, s:n, s:n, s:[], s:n, s:{s:s, s:b, s:b, s:b}, s:n, s:{s:s, s:b, s:b, "
+                     "s:b}, s:{s:s, s:n, s:n, s:n, s:n, s:b, s:b, s:b, s:o, s:[]}}",
+                     "version", "1.0", "truncation", "padding", "added_tokens", "normalizer",
+                     "pre_tokenizer", "type", "ByteLevel", "add_prefix_space", 0, "trim_offsets", 0,
+                     "use_regex", 0, "post_processor", "decoder", "type", "ByteLevel",
+                     "add_prefix_space", 0, "trim_offsets", 0, "use_regex", 0, "model", "type",
+                     "BPE", "dropout", "unk_token", "continuing_subword_prefix",
+                     "end_of_word_suffix", "fuse_unk", 0, "byte_fallback", 0, "ignore_merges", 0,
+                     "vocab", vocab, "merges");
+}
+
+static bool write_byte_tokenizer(const char *folder, int64_t context, fault *f) {
+    json_t *settings =
+        json_pack("{s:s, s:b, s:I}", "tokenizer_class", "PreTrainedTokenizerFast",
+                  "clean_up_tokenization_spaces", 0, "model_max_length", (json_int_t)context);
+    return write_json(folder, "tokenizer_config.json", settings, f) &&
+           write_json(folder, "tokenizer.json", byte_tokenizer(), f);
+}
+
+static bool copy_file(const char *from_folder, const char *folder, const char *name, fault *f) {
+    char path[PATH_ROOM];
+    size_t bytes;
+    if (!files_join(path, sizeof path, from_folder, name, f)) return false;
+    char *text = files_read(path, FILE_LIMIT, &bytes, f);
+    bool ok = text && write_file(folder, name, text, bytes, f);
+    free(text);
+    return ok;
+}
+
+static bool write_gpt2_tokenizer(const char *from, const char *folder, int64_t context, fault *f) {
+    static const char end[] = "<|endoftext|>";
+    json_t *settings =
+        json_pack("{s:s, s:s, s:s, s:s, s:I}", "tokenizer_class", "GPT2Tokenizer", "bos_token", end,
+                  "eos_token", end, "unk_token", end, "model_max_length", (json_int_t)context);
+    return write_json(folder, "tokenizer_config.json", settings, f) &&
+           copy_file(from, folder, "vocab.json", f) && copy_file(from, folder, "merges.txt", f);
+}
+
+static bool write_tokenizer(const config *c, const char *folder, const listener *notes, fault *f) {
+    const char *from = c->data.tokenizer_path;
+    if (c->data.tokenizer == CONFIG_BYTE) return write_byte_tokenizer(folder, c->train.seq_len, f);
+    if (from[0]) return write_gpt2_tokenizer(from, folder, c->train.seq_len, f);
+    listener_say(notes, "no tokenizer: the checkpoint's data.tokenizer_path names no folder with "
+                        "vocab.json and merges.txt (--tokenizer-path)");
+    return true;
+}
+
+/* ---- The folder ---------------------------------------------------------------------------- */
+
+/* What ends a text, where the tokenizer has a token for it: bytes have none. */
+static json_t *generation_json(const tokenizer *t) {
+    json_t *root = json_pack("{s:b}", "use_cache", 1);
+    if (!tokenizer_is_byte(t))
+        json_object_set_new(root, "eos_token_id", json_integer(tokenizer_separator(t)));
+    return root;
+}
+
+bool export_folder(const checkpoint *k, const char *folder, const listener *notes, fault *f) {
+    const config *c = &k->config;
+    tokenizer *t = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
+    if (!t) return false;
+    json_t *generation = generation_json(t);
+    int64_t vocab = c->model.vocab_size ? c->model.vocab_size : tokenizer_vocab_size(t);
+    tokenizer_close(t);
+    bool ok = checkpoint_verify(k, f) && files_make_folder(folder, f) &&
+              write_json(folder, "config.json", model_json(c, vocab), f);
+    ok = write_json(folder, "generation_config.json", generation, f) && ok;
+    return ok && write_file(folder, "modeling_nsa.py", modeling_nsa, modeling_nsa_bytes, f) &&
+           write_tokenizer(c, folder, notes, f) && write_model(k, folder, f);
+}

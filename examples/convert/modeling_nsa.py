@@ -1,0 +1,399 @@
+"""A decoder over Native Sparse Attention (arXiv 2502.11089) in plain PyTorch, as transformers opens it.
+
+Twin of examples/trainer/model of the nsa library, whose checkpoints it reads with their names: `convert export` writes
+it beside config.json and model.safetensors. It needs torch and transformers. Where the package nsa is installed, it
+computes attention on the CPU; the results are the same within rounding. Plain attention here takes memory for every
+query and key of a chunk: it is for reading, short contexts and other devices.
+
+Letters: B sequences, T keys, Q queries, H heads over Hk key-value heads, G = H / Hk.
+"""
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+try:
+    import nsa.torch as library
+except ImportError:
+    library = None
+
+BRANCHES = ("cmp", "slc", "win")
+CHUNK = 512  # queries at a time
+
+
+class NSAConfig(PretrainedConfig):
+    """Sizes by their usual names; those of sparse attention by nsa.h's. attention: nsa, full or window, one for all
+    layers or a list. phi: mean, conv or mlp. gate: sigmoid or softmax, its logits from an MLP of the group's mean query
+    (gate_form mlp) or a linear map of x (linear). rope: base, pairs, scaling, factor, trained_context."""
+
+    model_type = "nsa_decoder"
+
+    def __init__(self, vocab_size=256, hidden_size=128, num_hidden_layers=1, num_attention_heads=8,
+                 num_key_value_heads=2, head_dim=16, v_head_dim=16, intermediate_size=512, mlp="silu",
+                 rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=128, attention="nsa",
+                 shared_kv=False, cmp_block=16, cmp_stride=8, slc_block=32, slc_count=8, slc_init=1, slc_local=2,
+                 window=64, phi="mean", gate="sigmoid", gate_form="mlp", rope=None, **kwargs):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.v_head_dim = v_head_dim
+        self.intermediate_size = intermediate_size
+        self.mlp = mlp
+        self.rms_norm_eps = rms_norm_eps
+        self.max_position_embeddings = max_position_embeddings
+        self.attention = attention
+        self.shared_kv = shared_kv
+        self.cmp_block = cmp_block
+        self.cmp_stride = cmp_stride
+        self.slc_block = slc_block
+        self.slc_count = slc_count
+        self.slc_init = slc_init
+        self.slc_local = slc_local
+        self.window = window
+        self.phi = phi
+        self.gate = gate
+        self.gate_form = gate_form
+        self.rope = rope or {"base": 10000.0, "pairs": "interleaved", "scaling": "none", "factor": 1.0,
+                             "trained_context": 0}
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        for name, value, known in (("mlp", mlp, ("silu", "swiglu")), ("phi", phi, ("mean", "conv", "mlp")),
+                                   ("gate", gate, ("sigmoid", "softmax")), ("gate_form", gate_form, ("mlp", "linear"))):
+            if value not in known:
+                raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
+
+    def attention_of(self, layer):
+        kind = self.attention if isinstance(self.attention, str) else self.attention[layer]
+        if kind not in ("nsa", "full", "window"):
+            raise ValueError(f"attention: {kind!r} is none of nsa, full, window")
+        return kind
+
+
+# ---- Positions ----
+
+
+def frequencies(rope, width):
+    """What each pair turns by from one position to the next, and YaRN's factor on the result."""
+    base, factor, scaling = rope["base"], rope["factor"], rope["scaling"]
+    if scaling == "ntk" and width > 2:
+        base *= factor ** (width / (width - 2))
+    plain = [base ** (-2 * i / width) for i in range(width // 2)]
+    if scaling == "linear":
+        return [f / factor for f in plain], 1.0
+    if scaling != "yarn":
+        return plain, 1.0
+    low, high = (width * math.log(rope["trained_context"] / (turns * 2 * math.pi)) / (2 * math.log(base))
+                 for turns in (32, 1))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
+    high = high if high > low else low + 0.001
+    ramps = [min(max((i - low) / (high - low), 0), 1) for i in range(width // 2)]
+    return [f + r * (f / factor - f) for f, r in zip(plain, ramps)], 0.1 * math.log(factor) + 1
+
+
+def turn(x, first, rope):
+    """RoPE of x (B, T, H, D), whose row 0 stands at position `first`."""
+    turns, magnitude = frequencies(rope, x.shape[-1])
+    places = torch.arange(first, first + x.shape[1], dtype=torch.float64)
+    angles = places[:, None, None] * torch.tensor(turns, dtype=torch.float64)
+    cosine = (angles.cos() * magnitude).to(x.device, x.dtype)
+    sine = (angles.sin() * magnitude).to(x.device, x.dtype)
+    if rope["pairs"] == "halves":
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cosine - b * sine, a * sine + b * cosine), -1)
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * cosine - b * sine, a * sine + b * cosine), -1).flatten(-2)
+
+
+# ---- Sparse attention ----
+
+
+def attend(q, k, v, seen):
+    """q (B, Hk, G, Q, D), k and v (B, Hk, S, D), seen (..., Q, S): the output, and the probabilities in f32. A query
+    that sees no key gets zeros."""
+    scores = torch.einsum("bhgqd,bhsd->bhgqs", q, k).float() * q.shape[-1] ** -0.5
+    p = torch.softmax(scores.masked_fill(~seen, torch.finfo(torch.float32).min), -1)
+    p = torch.where(seen, p, torch.zeros_like(p))
+    return torch.einsum("bhgqs,bhsd->bhgqd", p.to(v.dtype), v), p
+
+
+def overlaps(count, tokens, config, device):
+    """(count, blocks): how many strides of a compressed block lie in a selection block, Eq. 9."""
+    begin = torch.arange(count, device=device)[:, None] * config.cmp_stride
+    block = torch.arange(-(-tokens // config.slc_block), device=device)[None] * config.slc_block
+    both = torch.minimum(begin + config.cmp_block, block + config.slc_block) - torch.maximum(begin, block)
+    return both.clamp(min=0).float() / config.cmp_stride
+
+
+@torch.no_grad()
+def select(p, places, tokens, config):
+    """The selected blocks of each query as a mask (B, Hk, Q, blocks), from p (B, Hk, G, Q, N) of the compressed keys.
+    First and last blocks are forced and count; of equal scores the lower index wins; NaN ranks last."""
+    score = p.sum(2) @ overlaps(p.shape[-1], tokens, config, p.device)
+    block = torch.arange(score.shape[-1], device=p.device)
+    last = (places // config.slc_block)[:, None]
+    candidate = block <= last
+    forced = candidate & ((block < config.slc_init) | (block > last - config.slc_local))
+    score = score.masked_fill(score.isnan(), -1).masked_fill(forced, math.inf).masked_fill(~candidate, -math.inf)
+    best = torch.sort(score, dim=-1, descending=True, stable=True).indices[..., :config.slc_count]
+    return torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True) & candidate
+
+
+def attend_sparse(q, k, v, k_cmp, v_cmp, gates, first, config):
+    """q (B, Q, H, D), of which row 0 stands at `first`; k and v of slc and win (B, T, Hk, D); compressed rows (B, N, Hk,
+    D); gates (B, Q, H, 3). Returns (B, Q, H, Dv)."""
+    tokens, groups, device = k[0].shape[1], k[0].shape[2], q.device
+    q = q.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+    (k_slc, k_win), (v_slc, v_win) = ([x.transpose(1, 2) for x in pair] for pair in (k, v))
+    k_cmp, v_cmp = k_cmp.transpose(1, 2), v_cmp.transpose(1, 2)
+    key = torch.arange(tokens, device=device)
+    last = torch.arange(k_cmp.shape[2], device=device) * config.cmp_stride + config.cmp_block - 1
+    outs = []
+    for begin in range(0, q.shape[3], CHUNK):
+        some = q[:, :, :, begin:begin + CHUNK]
+        place = torch.arange(first + begin, first + begin + some.shape[3], device=device)
+        past = key <= place[:, None]
+        cmp, p = attend(some, k_cmp, v_cmp, last <= place[:, None])
+        chosen = select(p, place, tokens, config).repeat_interleave(config.slc_block, -1)[..., :tokens]
+        slc, _ = attend(some, k_slc, v_slc, (chosen & past)[:, :, None])
+        win, _ = attend(some, k_win, v_win, past & (key > place[:, None] - config.window))
+        outs.append(torch.stack((cmp, slc, win), -1))
+    branches = torch.cat(outs, 3).permute(0, 3, 1, 2, 4, 5).flatten(2, 3)
+    return (branches * gates[:, :, :, None]).sum(-1)
+
+
+def attend_dense(q, k, v, first, window):
+    """Every key up to the query, or the last `window` of them where it is not 0."""
+    tokens = k.shape[1]
+    q = q.unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4)
+    k, v, key = k.transpose(1, 2), v.transpose(1, 2), torch.arange(tokens, device=q.device)
+    outs = []
+    for begin in range(0, q.shape[3], CHUNK):
+        some = q[:, :, :, begin:begin + CHUNK]
+        place = torch.arange(first + begin, first + begin + some.shape[3], device=q.device)[:, None]
+        outs.append(attend(some, k, v, (key <= place) & (key > place - (window or tokens)))[0])
+    return torch.cat(outs, 3).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+# ---- Modules ----
+
+
+class NSARMSNorm(nn.Module):
+    def __init__(self, width, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class NSAPhi(nn.Module):
+    """Compression of l rows to one, by key-value head; a bias of every key would change no softmax, so k has none."""
+
+    NAMES = ("pos", "w1", "b1", "w2", "b2")
+
+    def __init__(self, config, width, bias):
+        super().__init__()
+        heads, block = config.num_key_value_heads, config.cmp_block
+        self.kind, self.block, self.stride = config.phi, block, config.cmp_stride
+        shapes = {}
+        if config.phi == "conv":
+            shapes = {"w1": (heads, block, width), "b1": (heads, width) if bias else None}
+        elif config.phi == "mlp":
+            shapes = {"pos": (heads, block, width), "w1": (heads, width, block * width), "b1": (heads, width),
+                      "w2": (heads, width, width), "b2": (heads, width) if bias else None}
+        for name in self.NAMES:
+            shape = shapes.get(name)
+            self.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape)))
+        self.reset()
+
+    def reset(self):
+        with torch.no_grad():
+            for name, x in self.named_parameters(recurse=False):
+                if self.kind == "conv" and name == "w1":
+                    x.fill_(1 / self.block)
+                elif name in ("b1", "b2"):
+                    x.zero_()
+                else:
+                    x.normal_(std=0.02 if name == "pos" else x.shape[-1] ** -0.5)
+
+    def given(self):
+        """As nsa.torch takes it."""
+        found = {name: getattr(self, name) for name in self.NAMES if getattr(self, name) is not None}
+        return self.kind, {name: x[:, None] if name in ("b1", "b2") else x for name, x in found.items()}
+
+    def forward(self, x):
+        if x.shape[1] < self.block:
+            return x[:, :0]
+        rows = x.unfold(1, self.block, self.stride).transpose(-1, -2)  # (B, N, Hk, l, D)
+        if self.kind == "mean":
+            return rows.mean(-2)
+        if self.kind == "conv":
+            y = torch.einsum("bnhld,hld->bnhd", rows, self.w1)
+            return y if self.b1 is None else y + self.b1
+        y = torch.einsum("bnhf,hof->bnho", (rows + self.pos).flatten(3), self.w1) + self.b1
+        y = torch.einsum("bnhf,hof->bnho", F.silu(y), self.w2)
+        return y if self.b2 is None else y + self.b2
+
+
+class NSAAttention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config, self.layer, self.kind = config, layer, config.attention_of(layer)
+        heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+        self.branches = [""] if self.kind != "nsa" or config.shared_kv else ["_" + b for b in BRANCHES]
+        self.W_Q = nn.Linear(width, heads * config.head_dim, bias=False)
+        for name in self.branches:
+            setattr(self, "W_K" + name, nn.Linear(width, groups * config.head_dim, bias=False))
+            setattr(self, "W_V" + name, nn.Linear(width, groups * config.v_head_dim, bias=False))
+        if self.kind == "nsa":
+            self.phi_k = NSAPhi(config, config.head_dim, bias=False)
+            self.phi_v = NSAPhi(config, config.v_head_dim, bias=True)
+            if config.gate_form == "linear":
+                self.gate = nn.Linear(width, heads * len(BRANCHES), bias=False)
+            else:
+                half = config.head_dim // 2
+                self.gate = nn.ModuleDict({"fc1": nn.Linear(config.head_dim, half), "fc2": nn.Linear(half, 3)})
+        self.out = nn.Linear(heads * config.v_head_dim, width, bias=False)
+
+    def logits_of_gates(self, x, q):
+        """(B, Q, H or Hk, 3), from q before positions turn it."""
+        if self.config.gate_form == "linear":
+            return self.gate(x).unflatten(-1, (-1, len(BRANCHES)))
+        mean = q.unflatten(2, (self.config.num_key_value_heads, -1)).mean(3)
+        return self.gate["fc2"](F.silu(self.gate["fc1"](mean)))
+
+    def keys(self, x, first, past):
+        """k and v of each branch, all tokens so far; the cache holds the branches' heads side by side."""
+        config = self.config
+        k = [getattr(self, "W_K" + n)(x).unflatten(-1, (-1, config.head_dim)) for n in self.branches]
+        v = [getattr(self, "W_V" + n)(x).unflatten(-1, (-1, config.v_head_dim)) for n in self.branches]
+        k, v = turn(torch.cat(k, 2), first, config.rope), torch.cat(v, 2)
+        if past is not None:
+            k, v = (y.transpose(1, 2) for y in past.update(k.transpose(1, 2), v.transpose(1, 2), self.layer))
+        return [x.split(config.num_key_value_heads, 2) * (1 if len(self.branches) > 1 else 3) for x in (k, v)]
+
+    def forward(self, x, first, past):
+        config = self.config
+        q = self.W_Q(x).unflatten(-1, (config.num_attention_heads, config.head_dim))
+        gates = self.logits_of_gates(x, q) if self.kind == "nsa" else None
+        q = turn(q, first, config.rope)
+        k, v = self.keys(x, first, past)
+        by_library = library is not None and x.device.type == "cpu"
+        attended = (self.by_library if by_library else self.by_torch)(q, k, v, gates, first)
+        return self.out(attended.flatten(2))
+
+    def by_torch(self, q, k, v, gates, first):
+        config = self.config
+        if self.kind != "nsa":
+            return attend_dense(q, k[0], v[0], first, config.window if self.kind == "window" else 0)
+        gates = gates.sigmoid() if config.gate == "sigmoid" else gates.softmax(-1)
+        gates = gates.repeat_interleave(config.num_attention_heads // gates.shape[2], 2)
+        return attend_sparse(q, k[1:], v[1:], self.phi_k(k[0]), self.phi_v(v[0]), gates, first, config)
+
+    def by_library(self, q, k, v, gates, first):
+        config = self.config
+        if self.kind == "full":
+            return library.attend_dense(q, k[0], v[0], first=first)[0]
+        if self.kind == "window":
+            return library.attend_win(q, k[0], v[0], first=first, window=config.window)[0]
+        return library.attention(q, k[0], v[0], k[1], v[1], k[2], v[2], gates, phi_k=self.phi_k.given(),
+                                 phi_v=self.phi_v.given(), first=first, gate=config.gate, cmp_block=config.cmp_block,
+                                 cmp_stride=config.cmp_stride, slc_block=config.slc_block, slc_count=config.slc_count,
+                                 slc_init=config.slc_init, slc_local=config.slc_local, window=config.window)
+
+
+class NSAMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate = None
+        if config.mlp == "swiglu":
+            self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+
+    def forward(self, x):
+        return self.fc2(F.silu(self.fc1(x)) if self.gate is None else F.silu(self.gate(x)) * self.fc1(x))
+
+
+class NSABlock(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.norm1 = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = NSAAttention(config, layer)
+        self.norm2 = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = NSAMLP(config)
+
+    def forward(self, x, first, past):
+        x = x + self.attn(self.norm1(x), first, past)
+        return x + self.mlp(self.norm2(x))
+
+
+class NSAForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = NSAConfig
+    _no_split_modules = ["NSABlock"]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(NSABlock(config, i) for i in range(config.num_hidden_layers))
+        self.norm = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, NSARMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, NSAPhi):
+            module.reset()
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def set_input_embeddings(self, embed):
+        self.embed = embed
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+                labels=None, use_cache=None, logits_to_keep=0, return_dict=None, **kwargs):
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            from transformers import DynamicCache
+            past_key_values = DynamicCache()
+        first = 0 if past_key_values is None else past_key_values.get_seq_length()
+        check_places(attention_mask, position_ids, first, x.shape[1])
+        for block in self.blocks:
+            x = block(x, first, past_key_values)
+        x = self.norm(x)
+        kept = x[:, -logits_to_keep:] if logits_to_keep else x
+        logits = F.linear(kept, self.embed.weight) if self.lm_head is None else self.lm_head(kept)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+        if return_dict is False:
+            return tuple(y for y in (loss, logits, past_key_values) if y is not None)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+
+def check_places(mask, places, first, count):
+    """A token's block is its place in the sequence: padding in front, or positions of one's own, would move it."""
+    if mask is not None:
+        behind = mask.dim() == 2 and bool((mask[:, :1] != 0).all() and (mask[:, 1:] <= mask[:, :-1]).all())
+        if not behind:
+            raise ValueError("attention_mask: must be (B, T), with padding behind a sequence's tokens alone")
+    if places is not None and not bool((places == torch.arange(first, first + count, device=places.device)).all()):
+        raise ValueError(f"position_ids: must be {first} .. {first + count - 1}, the tokens' places")
