@@ -1214,6 +1214,7 @@ NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *r
     }
 }
 
+/* f64 reaches bf16 and f16 through f32, so it is rounded twice there. */
 NSA__COMPILED static void nsa__store(nsa_dtype dtype, void *row, const nsa_real *from, int n) {
     uint16_t *half = (uint16_t *)row;
     switch (dtype) {
@@ -2833,6 +2834,7 @@ static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *te
     }
 }
 
+/* The limits let NSA__CMP_ROWS rows of l D or hidden numbers be counted by an int. */
 static nsa_status nsa__compress_check_sizes(const nsa_compress *x, const nsa_desc *d, int base) {
     if ((unsigned)x->phi > NSA_PHI_MLP) return nsa__error(NSA_ERROR_OPTION, base + NSA__AT_phi);
     if (x->dim < 1 || x->dim > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_dim);
@@ -2876,6 +2878,8 @@ static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, 
     return NSA_OK;
 }
 
+/* A gradient whose head stride is 0 sums over the heads: then its view has one head, and its rows
+   are apart. */
 static nsa_status nsa__compress_gradient_check(const nsa_compress *dx, const nsa_compress *x,
                                                const nsa_desc *d, int base) {
     nsa__compress_job p;
@@ -4156,13 +4160,16 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
 }
 
 /* ---- Attention: backward ---------------------------------------------------------------------
-   With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
-     dv[s] = sum_t p dout[t],   ds = p (dout . v[s] - delta),
-     dq[t] = scale sum_s ds k[s],   dk[s] = scale sum_t ds q[t].
-   dlse / ds = p, so an incoming gradient of lse is taken from delta: ds = p (dout . v - delta +
-   dlse).
-   One walk computes ds once and adds to all three: dq is the task's own, and a tile's dk and dv
-   take the tasks in their order (nsa__turns). */
+   With p = exp(scale q k - lse), delta = dout . out and dlse, the incoming gradient of lse:
+     dv[s] = sum_t p dout[t]                   because out = sum_s p v[s]
+     ds    = p (dout . v[s] - delta + dlse)    because delta = sum_s p (dout . v[s]), dlse / ds = p
+     dq[t] = scale sum_s ds k[s],  dk[s] = scale sum_t ds q[t]
+   delta comes from out, so no row needs all its p at once; dlse is subtracted from delta when the
+   row is loaded. q is loaded times scale2 = scale log2(e), as in forward. ds^T q then lacks the
+   factor ln 2, which is applied when dk is added to the caller's view; dq gets scale there. A task
+   computes p and ds of a tile once and uses them three times. dq belongs to the task alone. A
+   tile's dk and dv belong to all tasks that read the tile, which add in a fixed order (nsa__turns).
+   So all sums have the same bits for any number of threads. */
 
 /* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
 typedef struct nsa__backward {
@@ -4190,7 +4197,8 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
 }
 
-/* dout of the branch: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
+/* dout of the branch: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. Scaling the rows here saves
+   the chain a gradient of every branch's output. */
 static void nsa__backward_gate(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
@@ -4235,7 +4243,8 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     }
 }
 
-/* Marks the queries that have read a key, and the keys that a row with NaN has read. */
+/* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and
+   dv become NaN, because each is a sum with that row. */
 static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     int group = job->plan->group;
     for (int i = 0; i < b->queries; i++) {
@@ -5487,6 +5496,8 @@ typedef struct nsa__chain_at {
     int kv_head;
 } nsa__chain_at;
 
+/* The views of a branch from a sequence and kv head on: query heads begin at the group of this
+   head, keys of cmp at the sequence's compressed rows. */
 static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                  const nsa__chain_at *at) {
     int64_t batch = at->seq.batch, row = at->seq.row;
