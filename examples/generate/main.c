@@ -129,14 +129,21 @@ static void close_generator(generator *g) {
 
 /* ---- Text ---------------------------------------------------------------------------------- */
 
-/* Keys that a token has read in a layer and kv head, the mean over `tokens`: counted by the library
-   where attention is sparse. */
-static double keys_read(const model *m, const nsa_reads *before, double tokens, double dense) {
-    double heads = (double)m->config.n_layers * m->config.n_kv_groups;
+/* Keys that a token has read in a layer and kv head, the mean over `tokens` and layers: counted by
+   the library where attention is sparse. `dense` is what all of a full layer's tokens read, the
+   first of them `first`, and a window's follow from their places. */
+static double keys_read(const model *m, const nsa_reads *before, int first, double tokens,
+                        double dense) {
+    const model_config *c = &m->config;
     nsa_reads r = m->reads;
-    if (m->config.full) return dense;
-    return (double)(r.cmp + r.slc + r.win - before->cmp - before->slc - before->win) /
-           (tokens * heads);
+    double sparse = (double)(r.cmp + r.slc + r.win - before->cmp - before->slc - before->win);
+    double sum = sparse / c->n_kv_groups;
+    for (int i = 0; i < c->n_layers; i++) {
+        if (layer_kind(m, i) == ATTENTION_FULL) sum += dense * tokens;
+        for (int t = 0; layer_kind(m, i) == ATTENTION_WINDOW && t < (int)tokens; t++)
+            sum += first + t + 1 < c->w ? first + t + 1 : c->w;
+    }
+    return sum / (tokens * c->n_layers);
 }
 
 static bool generate(generator *g, fault *f) {
@@ -166,7 +173,7 @@ static bool generate(generator *g, fault *f) {
     if (!files_end_output(f)) return false; /* figures come behind the text, wherever the two go */
     fprintf(stderr, "prompt: %d tokens, %.0f tokens/s\n", prompt, prompt / (prefilled - begin));
     if (steps < 1) return true;
-    double keys = keys_read(&g->model, &before, steps, dense / steps);
+    double keys = keys_read(&g->model, &before, prompt, steps, dense / steps);
     fprintf(stderr,
             "text: %lld tokens, %.0f tokens/s; a token read %.1f keys, dense attention reads %.1f "
             "(%.0f %%)\n",
@@ -193,7 +200,7 @@ static bool bench_length(generator *g, int length, fault *f) {
     double end = clock_seconds(), dense = length - (BENCH_TOKENS - 1) / 2.0;
     free(tokens);
     if (!ok) return false;
-    double keys = keys_read(m, &before, BENCH_TOKENS, dense);
+    double keys = keys_read(m, &before, length - BENCH_TOKENS, BENCH_TOKENS, dense);
     printf("%8d %12.0f %12.0f %12.3f %10.1f %10.1f %8.1f\n", length, count / (prefilled - begin),
            BENCH_TOKENS / (end - prefilled), 1e3 * (end - prefilled) / BENCH_TOKENS, keys, dense,
            dense / keys);

@@ -24,7 +24,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 BRANCHES = ("cmp", "slc", "win")
 # What a file of inspect's holds beside the lists.
 SIZES = ("tokens", "layers", "heads", "kv_heads", "cmp_block", "cmp_stride", "slc_block", "slc_count",
-         "slc_init", "slc_local", "window", "step")
+         "slc_init", "slc_local", "window", "step", "numbers")
 # Okabe and Ito's colours, which people who see few colours can tell apart.
 COLOUR = {"cmp": (0, 158, 115), "slc": (230, 159, 0), "win": (0, 114, 178), "grey": (128, 128, 128)}
 STYLE = """<style>
@@ -45,10 +45,6 @@ def cmp_visible(data, query):
     return 0 if back < 0 else back // data["cmp_stride"] + 1
 
 
-def window_begin(data, query):
-    return max(0, query - data["window"] + 1)
-
-
 def is_forced(data, query, block):
     return block < data["slc_init"] or block > query // data["slc_block"] - data["slc_local"]
 
@@ -62,7 +58,7 @@ def selected_keys(data, query, blocks):
 def reads(data, query, record):
     """Keys that one query and kv head reads in each branch."""
     return {"cmp": cmp_visible(data, query), "slc": selected_keys(data, query, record["blocks"]),
-            "win": query + 1 - window_begin(data, query)}
+            "win": record["win"]}
 
 
 def check_counts(data):
@@ -228,7 +224,7 @@ def reads_panels(data, head, side, top):
         return ("slc", .4 if is_forced(data, t, s // size) else 1)
 
     def win(t, s):
-        return ("win", .9) if window_begin(data, t) <= s <= t else None
+        return ("win", .9) if t - head[t]["win"] < s <= t else None
 
     names = {"cmp": f"cmp: a key for every {data['cmp_stride']} tokens, of {data['cmp_block']} each",
              "slc": f"slc: {data['slc_count']} blocks of {size} tokens",
@@ -267,7 +263,7 @@ def draw_reads(data, layer, head):
     lines += reads_panels(data, data["queries"][layer][head], side, top)
     lines += reads_sum(data, data["queries"][layer][head], 54, top + side + 56, 3 * side + 68, 150)
     title = "Which keys each query reads"
-    return document(940, top + side + 256, title, f"layer {layer}, key-value head {head}", lines)
+    return document(940, top + side + 256, title, f"layer {data['numbers'][layer]}, key-value head {head}", lines)
 
 
 def draw_blocks(data):
@@ -276,7 +272,7 @@ def draw_blocks(data):
     lines = legend(54, 68, [("slc", 1, "chosen by score"), ("grey", .45, "forced")])
     for layer, heads in enumerate(data["queries"]):
         x = 54 + layer * (side + 20)
-        lines.append(text(x, top - 8, f"layer {layer}"))
+        lines.append(text(x, top - 8, f"layer {data['numbers'][layer]}"))
         for head, records in enumerate(heads):
             y = top + head * (side + 14)
             sees = [set(record["blocks"]) for record in records]
@@ -315,7 +311,7 @@ def draw_gates(data):
     lines = legend(54, 68, [("cmp", .85, "cmp"), ("slc", .85, "slc"), ("win", .85, "win")])
     for layer, heads in enumerate(data["queries"]):
         x = 54 + layer * (width + 20)
-        lines.append(text(x, top - 8, f"layer {layer}"))
+        lines.append(text(x, top - 8, f"layer {data['numbers'][layer]}"))
         for head, records in enumerate(heads):
             y, bottom = top + head * (height + 34), [0] * min(64, len(records))
             shares = mean_shares(data, records)
@@ -379,7 +375,7 @@ def draw_scores(data):
     for layer, heads in enumerate(data["queries"]):
         means, correlation, pairs = judge(data, heads)
         x = 54 + layer * (side + 20)
-        lines += scores_panel(x, top, side, layer, correlation, pairs)
+        lines += scores_panel(x, top, side, data["numbers"][layer], correlation, pairs)
         lines += bars(x, top + side + 84, side, layer, means)
     for e in range(-5, 1):
         lines.append(text(49, top + side * -e / 5 + 4, f"1e{e}" if e else "1", "small", "end"))
@@ -418,10 +414,12 @@ def main():
             raise ValueError(f"without {', '.join(lacks)}")
     except (OSError, ValueError) as error:
         raise SystemExit(f"{options.json}: not what inspect writes: {error}")
-    layer = data["layers"] - 1 if options.layer is None else options.layer
-    if not 0 <= layer < data["layers"] or not 0 <= options.kv_head < data["kv_heads"]:
-        raise SystemExit(f"--layer {layer} --kv-head {options.kv_head}: there are layers 0 .. "
-                         f"{data['layers'] - 1} and kv heads 0 .. {data['kv_heads'] - 1}")
+    numbers = data["numbers"]  # of the layers that choose; the others are not in the file
+    number = numbers[-1] if options.layer is None else options.layer
+    if number not in numbers or not 0 <= options.kv_head < data["kv_heads"]:
+        raise SystemExit(f"--layer {number} --kv-head {options.kv_head}: there are layers "
+                         f"{', '.join(map(str, numbers))} and kv heads 0 .. {data['kv_heads'] - 1}")
+    layer = numbers.index(number)
     check_counts(data)
     pictures = {"reads": draw_reads(data, layer, options.kv_head), "blocks": draw_blocks(data),
                 "gates": draw_gates(data), "scores": draw_scores(data)}

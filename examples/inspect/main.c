@@ -30,6 +30,7 @@ typedef struct inspector {
     double *numbers, *keys; /* of one query: of its blocks, of its keys */
     FILE *out;
     bool watching;
+    int written; /* layers */
 } inspector;
 
 /* ---- What a layer reads ---------------------------------------------------------------------- */
@@ -42,14 +43,16 @@ static void write_blocks(FILE *out, const int32_t *list, int width) {
     for (int i = 0; i < width && list[i] >= 0; i++) fprintf(out, "%s%d", i ? "," : "", list[i]);
 }
 
-/* One line for each token: gates, list, scores, mass. */
-static void write_query(inspector *n, const nsa_attention *x, const nsa_desc *d, int t, int head) {
+/* One line for each token: keys of the window, gates, list, scores, mass. */
+static void write_query(inspector *n, const nsa_attention *x, const nsa_desc *d, bool has_window,
+                        int t, int head) {
     const int32_t *list =
         (const int32_t *)x->blocks.data + t * x->blocks.token + head * x->blocks.head;
     int candidates = nsa_slc_candidates(d, t);
     double gates[BRANCHES];
     measure_gates(x, d, t, head, gates);
-    fprintf(n->out, "%s{\"gates\":[", t ? ",\n" : "");
+    fprintf(n->out, "%s{\"win\":%d,\"gates\":[", t ? ",\n" : "",
+            has_window ? t + 1 - nsa_window_begin(d, t) : 0);
     write_numbers(n->out, gates, BRANCHES);
     fprintf(n->out, "],\"blocks\":[");
     write_blocks(n->out, list, nsa_block_list_width(d));
@@ -62,13 +65,16 @@ static void write_query(inspector *n, const nsa_attention *x, const nsa_desc *d,
     fprintf(n->out, "]}");
 }
 
+/* A dense layer chooses nothing, and is left out. */
 static void write_layer(inspector *n, int layer) {
-    nsa_desc d = layer_desc(&n->model);
+    attention_kind kind = layer_kind(&n->model, layer);
+    if (!attention_is_sparse(kind)) return;
+    nsa_desc d = layer_desc(&n->model, layer);
     nsa_attention x = layer_views(&n->model, layer);
-    fprintf(n->out, "%s[", layer ? ",\n" : "");
+    fprintf(n->out, "%s[", n->written++ ? ",\n" : "");
     for (int head = 0; head < d.kv_heads; head++) {
         fprintf(n->out, "%s[", head ? ",\n" : "");
-        for (int t = 0; t < d.tokens; t++) write_query(n, &x, &d, t, head);
+        for (int t = 0; t < d.tokens; t++) write_query(n, &x, &d, kind == ATTENTION_NSA, t, head);
         fprintf(n->out, "]");
     }
     fprintf(n->out, "]");
@@ -158,10 +164,16 @@ static bool read_text(inspector *n, int vocab, fault *f) {
                      name, n->text.count, context, context);
 }
 
+static int sparse_layers(const config_model *m) {
+    int count = 0;
+    for (int64_t i = 0; i < m->n_layers; i++) count += attention_is_sparse(config_attention(m, i));
+    return count;
+}
+
 static bool open_inspector(inspector *n, fault *f) {
     config *c = &n->checkpoint.config;
     if (!checkpoint_open(&n->checkpoint, n->options.checkpoint, f)) return false;
-    if (c->model.attention)
+    if (!sparse_layers(&c->model))
         return fault_set(f,
                          "%s: trained with other attention than nsa: it reads every key that "
                          "it may, and there is nothing to inspect",
@@ -197,25 +209,35 @@ static void write_text(const inspector *n) {
 }
 
 static void write_geometry(const inspector *n, const nsa_desc *d) {
+    const config_model *c = &n->checkpoint.config.model;
     const struct {
         const char *name;
         int value;
-    } sizes[] = {{"tokens", d->tokens},       {"layers", n->model.config.n_layers},
-                 {"heads", d->heads},         {"kv_heads", d->kv_heads},
-                 {"cmp_block", d->cmp_block}, {"cmp_stride", d->cmp_stride},
-                 {"slc_block", d->slc_block}, {"slc_count", d->slc_count},
-                 {"slc_init", d->slc_init},   {"slc_local", d->slc_local},
-                 {"window", d->window}};
+    } sizes[] = {{"tokens", d->tokens},
+                 {"layers", sparse_layers(c)},
+                 {"heads", d->heads},
+                 {"kv_heads", d->kv_heads},
+                 {"cmp_block", d->cmp_block},
+                 {"cmp_stride", d->cmp_stride},
+                 {"slc_block", d->slc_block},
+                 {"slc_count", d->slc_count},
+                 {"slc_init", d->slc_init},
+                 {"slc_local", d->slc_local},
+                 {"window", (int)n->checkpoint.config.nsa.w}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         fprintf(n->out, "\"%s\":%d,", sizes[i].name, sizes[i].value);
-    fprintf(n->out, "\"step\":%lld,", (long long)n->checkpoint.state.step);
+    fprintf(n->out, "\"step\":%lld,\"numbers\":[", (long long)n->checkpoint.state.step);
+    for (int i = 0, count = 0; i < c->n_layers; i++)
+        if (attention_is_sparse(config_attention(c, i)))
+            fprintf(n->out, "%s%d", count++ ? "," : "", i);
+    fprintf(n->out, "],");
 }
 
 /* The text twice: whole, to be watched, and through the caches, where the library counts reads. */
 static bool inspect(inspector *n, fault *f) {
     model *m = &n->model;
     int count = (int)n->text.count;
-    nsa_desc d = model_desc(m, 1, count);
+    nsa_desc d = model_desc(m, 0, 1, count);
     fprintf(n->out, "{");
     write_geometry(n, &d);
     fprintf(n->out, "\"text\":[");
@@ -234,7 +256,7 @@ static bool inspect(inspector *n, fault *f) {
     if (ok && failed) ok = fault_errno(f, "%s: cannot write", n->options.out);
     if (ok)
         printf("wrote %s: %d tokens, %d layers; examples/inspect/draw.py makes pictures of it\n",
-               n->options.out, count, m->config.n_layers);
+               n->options.out, count, n->written);
     else
         files_remove_partial(n->options.out);
     return ok;

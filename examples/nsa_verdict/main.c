@@ -246,7 +246,7 @@ static void judge_figures(run *r) {
     judge(r, "memory", memory < MEMORY_GB, "%.3f GB at most (below %g)", memory, MEMORY_GB);
     judge(r, "throughput", rate > TOKENS_PER_S, "%.1f tokens/s, median (above %g)", rate,
           TOKENS_PER_S);
-    if (attention && strcmp(attention, "nsa"))
+    if (attention && !strstr(attention, "nsa") && !strstr(attention, "slc"))
         judge(r, "pct_at_max", true, "attention %s selects nothing", attention);
     else if (isnan(pct))
         judge(r, "pct_at_max", false, "not known%s",

@@ -71,10 +71,13 @@ static int likeliest(const real *logits, int vocab) {
    window, in a selected block, or because attention is dense. A compressed row does not count. */
 static bool reaches(const model *m, int64_t place, int row) {
     const model_config *c = &m->config;
-    int lists = c->n_kv_groups * c->n_sel;
-    const int32_t *blocks = m->acts[c->n_layers - 1].blocks + (ptrdiff_t)row * lists;
-    bool found = (c->full && !c->windowed) || m->past - m->rows + row - place < c->w;
-    for (int i = 0; !c->full && i < lists; i++) found |= blocks[i] == place / c->l_sel;
+    int last = c->n_layers - 1, lists = c->n_kv_groups * c->n_sel;
+    attention_kind kind = layer_kind(m, last);
+    const int32_t *blocks = m->acts[last].blocks + (ptrdiff_t)row * lists;
+    bool near = m->past - m->rows + row - place < c->w && kind != ATTENTION_CMP_SLC;
+    bool found = kind == ATTENTION_FULL || near;
+    for (int i = 0; attention_is_sparse(kind) && i < lists; i++)
+        found |= blocks[i] == place / c->l_sel;
     return found;
 }
 

@@ -204,7 +204,7 @@ static void close_page(void) {
 
 static void note_sizes(const int32_t *n) {
     const model *m = &page.model;
-    const nsa_desc d = model_desc(m, 1, n[FILE_CONTEXT]);
+    const nsa_desc d = model_desc(m, 0, 1, n[FILE_CONTEXT]);
     const int sizes[WEB_SIZES] = {
         n[FILE_LAYERS],       n[FILE_HEADS],     n[FILE_KV_HEADS],  n[FILE_CMP_BLOCK],
         n[FILE_CMP_STRIDE],   n[FILE_SLC_BLOCK], n[FILE_SLC_COUNT], n[FILE_WINDOW],
@@ -269,7 +269,7 @@ static bool set_geometry(int tokens, int slc_count, int window, int slc_block) {
     m->config.n_sel = slc_count;
     m->config.w = window;
     m->config.l_sel = slc_block;
-    nsa_desc d = model_desc(m, 1, tokens);
+    nsa_desc d = model_desc(m, 0, 1, tokens);
     nsa_status status = slc_count <= MOST_SELECTED ? nsa_desc_check(&d) : NSA_ERROR_SIZE;
     bool ok =
         status == NSA_OK &&
@@ -367,7 +367,7 @@ const int32_t *web_blocks(int layer, int kv_head, int token) {
 
 const int32_t *web_reads(int layer, int kv_head, int token) {
     const int32_t *list = web_blocks(layer, kv_head, token);
-    nsa_desc d = layer_desc(&page.model);
+    nsa_desc d = layer_desc(&page.model, 0);
     if (!list) return NULL;
     page.reads[0] = nsa_cmp_visible(&d, token);
     page.reads[1] = 0;
@@ -378,7 +378,7 @@ const int32_t *web_reads(int layer, int kv_head, int token) {
 }
 
 int web_part(int which) {
-    nsa_desc d = layer_desc(&page.model);
+    nsa_desc d = layer_desc(&page.model, 0);
     const int sizes[WEB_PARTS] = {BRANCHES,
                                   nsa_slc_count(&d, page.tokens),
                                   nsa_slc_count(&d, page.tokens),
@@ -411,7 +411,7 @@ const double *web_look(int layer, int head, int token) {
         end += web_part(i);
     }
     memset(page.look, 0, (size_t)(end - page.look) * sizeof *end);
-    nsa_desc d = layer_desc(&page.model);
+    nsa_desc d = layer_desc(&page.model, 0);
     nsa_attention x = layer_views(&page.model, layer);
     int kv_head = head / (d.heads / d.kv_heads);
     const int32_t *list = blocks_at(&x, token, kv_head);

@@ -509,14 +509,15 @@ static void test_narrow(model_config c, nsa_dtype dtype, const ops *cpu) {
 }
 
 /* Logits from a cache, a few tokens at a time. */
-static void test_decoding(const model_config *c, const ops *cpu, const ops *cuda) {
+static void test_decoding(const char *name, const model_config *c, const ops *cpu,
+                          const ops *cuda) {
     enum { AT_ONCE = 7 };
     const ops *both[2] = {cpu, cuda};
     model_options options = {.batch = 1, .tokens = AT_ONCE, .room = TOKENS};
     static real logits[2][TOKENS * VOCAB];
     static double want[TOKENS * VOCAB], got[TOKENS * VOCAB];
     model m;
-    check_case("decoding, %s", c->full ? "full" : "nsa");
+    check_case("decoding, %s", name);
     for (int i = 0; i < 2; i++) {
         if (!CHECK(model_open(&m, c, &options, both[i], 1, &why), "%s", why.text)) return;
         CHECK(model_append(&m, tokens, 40, 40, logits[i], &why), "%s", why.text);
@@ -553,7 +554,7 @@ int main(int argc, char **argv) {
         return check_done("test_trainer");
     }
     model_config c = small(NSA_PHI_MEAN);
-    test_decoding(&c, &cpu, &cuda);
+    test_decoding("nsa", &c, &cpu, &cuda);
     test_model("mean", &c, NULL, CHECKPOINT_NONE, &cpu, &cuda);
     test_model("mean, checkpointing", &c, NULL, CHECKPOINT_SELECTIVE, &cpu, &cuda);
     test_model("mean, documents", &c, begins, CHECKPOINT_NONE, &cpu, &cuda);
@@ -564,11 +565,14 @@ int main(int argc, char **argv) {
     c = small(NSA_PHI_MLP);
     c.gate = NSA_GATE_SOFTMAX;
     test_model("mlp, softmax", &c, NULL, CHECKPOINT_NONE, &cpu, &cuda);
-    c.full = true;
-    test_decoding(&c, &cpu, &cuda);
+    model_attend_with(&c, ATTENTION_FULL);
+    test_decoding("full", &c, &cpu, &cuda);
     test_model("full", &c, NULL, CHECKPOINT_NONE, &cpu, &cuda);
-    c.windowed = true;
-    test_model("window", &c, NULL, CHECKPOINT_NONE, &cpu, &cuda);
+    c = small(NSA_PHI_MEAN);
+    c.attention[0] = ATTENTION_WINDOW;
+    c.attention[1] = ATTENTION_CMP_SLC;
+    test_decoding("window and cmp+slc", &c, &cpu, &cuda);
+    test_model("window and cmp+slc", &c, NULL, CHECKPOINT_LAYERS, &cpu, &cuda);
     CHECK(phase_get(&phase_layer) == PHASE_OPT && phase_layer == -1, "the device says where it is");
     ops_cuda_close(&cuda);
     c = small(NSA_PHI_MLP);

@@ -20,23 +20,27 @@ static model_config small(void) {
 typedef struct variant {
     const char *name;
     nsa_phi phi;
-    bool full, windowed;
+    attention_kind attention[LAYERS];
     nsa_rope_scaling scaling;
 } variant;
 
 static const variant variants[] = {
-    {"mean", NSA_PHI_MEAN, false, false, NSA_ROPE_SCALING_NONE},
-    {"conv, linear", NSA_PHI_CONV, false, false, NSA_ROPE_SCALING_LINEAR},
-    {"mlp, yarn", NSA_PHI_MLP, false, false, NSA_ROPE_SCALING_YARN},
-    {"full", NSA_PHI_MEAN, true, false, NSA_ROPE_SCALING_NONE},
-    {"window, ntk", NSA_PHI_MEAN, true, true, NSA_ROPE_SCALING_NTK},
+    {"mean", NSA_PHI_MEAN, {ATTENTION_NSA, ATTENTION_NSA}, NSA_ROPE_SCALING_NONE},
+    {"conv, linear", NSA_PHI_CONV, {ATTENTION_NSA, ATTENTION_NSA}, NSA_ROPE_SCALING_LINEAR},
+    {"mlp, yarn", NSA_PHI_MLP, {ATTENTION_NSA, ATTENTION_NSA}, NSA_ROPE_SCALING_YARN},
+    {"full", NSA_PHI_MEAN, {ATTENTION_FULL, ATTENTION_FULL}, NSA_ROPE_SCALING_NONE},
+    {"window, ntk", NSA_PHI_MEAN, {ATTENTION_WINDOW, ATTENTION_WINDOW}, NSA_ROPE_SCALING_NTK},
+    {"window and cmp+slc",
+     NSA_PHI_MEAN,
+     {ATTENTION_WINDOW, ATTENTION_CMP_SLC},
+     NSA_ROPE_SCALING_NONE},
+    {"nsa and full", NSA_PHI_CONV, {ATTENTION_NSA, ATTENTION_FULL}, NSA_ROPE_SCALING_NONE},
 };
 
 static model_config config_of(const variant *v) {
     model_config c = small();
     c.phi = v->phi;
-    c.full = v->full;
-    c.windowed = v->windowed;
+    for (int i = 0; i < LAYERS; i++) c.attention[i] = (unsigned char)v->attention[i];
     c.rope_scaling = v->scaling;
     c.rope_factor = v->scaling == NSA_ROPE_SCALING_NONE ? 1 : 4;
     c.rope_trained_context = 32;
@@ -52,9 +56,10 @@ static bool open(model *m, const model_config *c, int chunk, int room, const ops
 }
 
 static void compare_blocks(const model *got, const model *want, int first, int count, int width) {
-    for (int i = 0; !got->config.full && i < LAYERS; i++)
-        CHECK(!memcmp(got->acts[i].blocks, want->acts[i].blocks + first * GROUPS * width,
-                      (size_t)(count * GROUPS * width) * sizeof(int32_t)),
+    for (int i = 0; i < LAYERS; i++)
+        CHECK(!attention_is_sparse(layer_kind(got, i)) ||
+                  !memcmp(got->acts[i].blocks, want->acts[i].blocks + first * GROUPS * width,
+                          (size_t)(count * GROUPS * width) * sizeof(int32_t)),
               "layer %d: block numbers of tokens %d .. %d differ", i, first, first + count - 1);
 }
 
@@ -131,7 +136,7 @@ static void test_reads(const ops *o) {
     check_case("reads");
     if (!open(&m, &c, 8, TOKENS, o)) return;
     nsa_reads want = {0};
-    nsa_desc d = model_desc(&m, 1, TOKENS);
+    nsa_desc d = model_desc(&m, 0, 1, TOKENS);
     for (int t = 0; t < TOKENS; t++) {
         int candidates = nsa_slc_candidates(&d, t);
         int blocks = candidates < c.n_sel ? candidates : c.n_sel;

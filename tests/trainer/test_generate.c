@@ -311,7 +311,7 @@ static void test_geometry(void) {
         check_case("another geometry: %s", cases[i].name);
         other.config.model.dim = cases[i].dim;
         other.config.model.n_layers = cases[i].layers;
-        if (cases[i].full) other.config.model.attention = CONFIG_FULL;
+        if (cases[i].full) strcpy(other.config.model.attention, "full");
         TEST_FAULT(restore_model(&m, &other, 256, 8, 64, &o, &why), &why, cases[i].words);
     }
     check_case("its own geometry");

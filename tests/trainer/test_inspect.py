@@ -110,7 +110,7 @@ def check_refusals(model, full, text, result):
     for other, words in (("5", "no object"), ("[]", "no object"), ('{"tokens": 1}', "without layers, heads")):
         empty.write_text(other)
         run(sys.executable, draw, empty, runs.root / "drawn", code=1, words=words)
-    run(sys.executable, draw, result, runs.root / "drawn", "--layer", "2", code=1, words="layers 0 .. 1")
+    run(sys.executable, draw, result, runs.root / "drawn", "--layer", "2", code=1, words="layers 0, 1")
     run(sys.executable, draw, result, text, code=1, words="cannot write there")
     data = json.loads(result.read_text())
     data["counted"]["slc"] += 1
@@ -138,4 +138,14 @@ check(data["queries"][0] != data["queries"][1], "two layers with the same number
 run(sys.executable, draw, result, runs.root / "drawn", words="wrote reads.svg")
 check_pictures(runs.root / "drawn", data)
 check_refusals(model, full, text, result)
+# Of attention by layer what chooses is shown, under its layer's number; cmp+slc has no window.
+mixed, _, _ = runs.train("mixed", *options, "--layers", 3, "--attention", "nsa,full,cmp+slc")
+run(inspect, mixed, "--text", text, "--out", result, words="2 layers")
+data = json.loads(result.read_text())
+check(data["numbers"] == [0, 2] and len(data["queries"]) == 2, data["numbers"])
+check(all(record["win"] == 0 and record["gates"][2] == 0 for head in data["queries"][1] for record in head), "a window")
+check(all(record["win"] == min(WINDOW, t + 1) for t, record in enumerate(data["queries"][0][0])), "no window")
+run(sys.executable, draw, result, runs.root / "drawn", words="wrote reads.svg")
+check("layer 2, key-value head 0" in (runs.root / "drawn" / "reads.svg").read_text(), "the layer's number")
+run(sys.executable, draw, result, runs.root / "drawn", "--layer", "1", code=1, words="layers 0, 2")
 done()

@@ -90,16 +90,21 @@ static void test_initial_values(const ops *o, nsa_phi phi) {
     model_close(&m);
 }
 
+/* Every kind of layer beside every other, in this order. */
+static model_config mixed(void) {
+    model_config c = small(4);
+    for (int i = 0; i < ATTENTION_KINDS; i++) c.attention[i] = (unsigned char)i;
+    return c;
+}
+
 static void test_nonzero_gradients(const ops *o) {
-    for (int kind = 0; kind < 4; kind++) {
+    static const char *const names[] = {"mean", "conv", "mlp", "full", "by layer"};
+    for (int kind = 0; kind < 5; kind++) {
         model m;
-        model_config c = small(2);
-        c.full = kind == 3;
+        model_config c = kind == 4 ? mixed() : small(2);
+        if (kind == 3) model_attend_with(&c, ATTENTION_FULL);
         if (kind < 3) c.phi = (nsa_phi)kind;
-        check_case("gradients, %s", c.full      ? "full"
-                                    : kind == 0 ? "mean"
-                                    : kind == 1 ? "conv"
-                                                : "mlp");
+        check_case("gradients, %s", names[kind]);
         if (!open_model(&m, &c, BATCH, TOKENS, false, o)) return;
         train_once(&m, &batch);
         for (int i = 0; i < m.params.length; i++) {
@@ -146,12 +151,13 @@ static void test_same_bits(const ops *one, const char *dtype) {
                  {"layers 0 to 2, selective", CHECKPOINT_SELECTIVE, 0, 3}};
     ops two = open_ops(2);
     if (one->dtype != NSA_F32) ops_cpu_narrow(&two, one->dtype);
-    for (int full = 0; full < 2; full++) {
-        model_config c = small(4);
+    static const char *const names[] = {"nsa", "full", "by layer"};
+    for (int kind = 0; kind < 3; kind++) {
+        model_config c = kind == 2 ? mixed() : small(4);
         int64_t count, other;
         double loss, again;
-        c.full = full;
-        check_case("bits, %s, %s", full ? "full" : "nsa", dtype);
+        if (kind == 1) model_attend_with(&c, ATTENTION_FULL);
+        check_case("bits, %s, %s", names[kind], dtype);
         real *want = gradients(&c, CHECKPOINT_NONE, 0, 0, one, &count, &loss);
         for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
             real *recomputed =
@@ -171,6 +177,54 @@ static void test_same_bits(const ops *one, const char *dtype) {
         free(threads);
     }
     ops_cpu_close(&two);
+}
+
+/* Copies what two models have in common, by name; the rest of `to` stays. */
+static void copy_common(const model *to, const model *from) {
+    for (int i = 0; i < to->params.length; i++)
+        for (int j = 0; j < from->params.length; j++) {
+            const param *x = &to->params.list[i], *y = &from->params.list[j];
+            int64_t count = x->count < y->count ? x->count : y->count;
+            if (strcmp(x->name, y->name)) continue;
+            memcpy(to->params.value + x->offset, from->params.value + y->offset,
+                   (size_t)count * sizeof(real));
+        }
+}
+
+static const param *named(const model *m, const char *name) {
+    for (int i = 0; i < m->params.length; i++)
+        if (!strcmp(m->params.list[i].name, name)) return &m->params.list[i];
+    return NULL;
+}
+
+/* cmp+slc is nsa whose window's gate is shut, whatever that window holds: the same loss, and the
+   same gradients of what both have, to the bit. */
+static void test_without_window(const ops *o, nsa_gate_kind gate) {
+    model_config c = small(1), whole = c;
+    model part, all;
+    c.gate = whole.gate = gate;
+    check_case("cmp+slc, gate %d", (int)gate);
+    model_attend_with(&c, ATTENTION_CMP_SLC);
+    if (!open_model(&part, &c, BATCH, TOKENS, false, o)) return;
+    if (!open_model(&all, &whole, BATCH, TOKENS, false, o)) return;
+    enlarge(&part, 4);
+    enlarge(&all, 4);
+    copy_common(&all, &part);
+    const param *w = named(&all, "blocks.0.attn.gate.fc2.weight");
+    const param *b = named(&all, "blocks.0.attn.gate.fc2.bias");
+    memset(all.params.value + w->offset + 2 * w->shape[1], 0, (size_t)w->shape[1] * sizeof(real));
+    all.params.value[b->offset + 2] = -10000;
+    double loss = train_once(&part, &batch), want = train_once(&all, &batch);
+    CHECK(loss == want, "loss %.9g, with the window shut %.9g", loss, want);
+    for (int i = 0; i < part.params.length; i++) {
+        const param *x = &part.params.list[i], *y = named(&all, x->name);
+        if (CHECK(y != NULL, "%s: not there", x->name))
+            CHECK_BITS(x->name, part.params.grad + x->offset, all.params.grad + y->offset,
+                       (size_t)x->count * sizeof(real), sizeof(real));
+    }
+    CHECK(part.params.count < all.params.count, "no pair was spared");
+    model_close(&part);
+    model_close(&all);
 }
 
 /* Activations of 16 bits: the loss and the gradients of f32, but for their rounding. */
@@ -401,6 +455,8 @@ int main(int argc, char **argv) {
     test_next(&bf16);
     ops_cpu_close(&bf16);
     ops_cpu_close(&f16);
+    test_without_window(&o, NSA_GATE_SIGMOID);
+    test_without_window(&o, NSA_GATE_SOFTMAX);
     test_documents(&o);
     test_updates(&o);
     test_memory(&o);

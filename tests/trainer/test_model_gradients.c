@@ -84,7 +84,7 @@ static void check_variant(const variant *v, const ops *whole) {
     labels[5] = -1;
     enlarge(&m, 4);
     double loss = train_once(&m, &b);
-    if (!v->config.full) kept.attention_forward = attend_with_lists_kept;
+    kept.attention_forward = attend_with_lists_kept;
     m.o = &kept;
     CHECK(loss == evaluate_once(&m, &b), "the seam changes the loss of the unperturbed point");
     for (int i = 0; i < m.params.length; i++) check_tensor(&m, &b, &m.params.list[i], v->most);
@@ -95,7 +95,7 @@ int main(int argc, char **argv) {
     bool quick = argc == 2 && !strcmp(argv[1], "quick"); /* some elements of each tensor */
     ops o = open_ops(1);
     model_config base = tinylm(VOCAB, 8, 2, 4, 2, 4, 6, 4, 2, 4, 4, 5);
-    variant variants[8];
+    variant variants[16];
     int count = 0;
     enum { SOME = 40 };
     variants[count++] = (variant){"phi mean, sigmoid", base, false, SOME};
@@ -108,13 +108,21 @@ int main(int argc, char **argv) {
     variants[count].config.phi = NSA_PHI_MLP;
     variants[count++].config.rope_pairs = NSA_ROPE_HALVES;
     variants[count] = (variant){"full", base, false, SOME};
-    variants[count++].config.full = true;
+    model_attend_with(&variants[count++].config, ATTENTION_FULL);
     variants[count] = (variant){"window", base, false, SOME};
-    variants[count].config.full = true;
-    variants[count++].config.windowed = true;
+    model_attend_with(&variants[count++].config, ATTENTION_WINDOW);
+    variants[count] = (variant){"cmp+slc, softmax", base, false, SOME};
+    variants[count].config.gate = NSA_GATE_SOFTMAX;
+    model_attend_with(&variants[count++].config, ATTENTION_CMP_SLC);
+    /* one layer that compresses and one that does not, one with three pairs and one with two */
+    variants[count] = (variant){"cmp+slc and window, documents", base, true, SOME};
+    variants[count].config.attention[0] = ATTENTION_CMP_SLC;
+    variants[count++].config.attention[1] = ATTENTION_WINDOW;
+    variants[count] = (variant){"full and nsa", base, false, SOME};
+    variants[count++].config.attention[0] = ATTENTION_FULL;
     variants[count++] = (variant){"documents", base, true, SOME};
     variants[count] = (variant){"full, documents", base, true, SOME};
-    variants[count++].config.full = true;
+    model_attend_with(&variants[count++].config, ATTENTION_FULL);
     for (int i = 0; i < count; i++) {
         if (quick) variants[i].most = SOME;
         check_variant(&variants[i], &o);

@@ -585,19 +585,37 @@ bool checkpoint_adopt(const checkpoint *k, const char *out_dir, const config *c,
     return point_latest(root, name, f);
 }
 
-/* Under the first of its names that is free: step_00000060.left, step_00000060.left2 ... */
-static bool leave(const char *root, const char *name, const listener *notes, fault *f) {
-    char path[PATH_ROOM], to[PATH_ROOM], left[NAME_BYTES * 2], number[16] = "";
+/* The first of its names that is free: step_00000060.left, step_00000060.left2 ... */
+static bool free_name(const char *root, const char *name, char left[NAME_BYTES * 2],
+                      char to[PATH_ROOM], fault *f) {
+    char number[16] = "";
     for (int i = 2;; i++) {
-        snprintf(left, sizeof left, "%s.left%s", name, number);
-        if (!files_join(path, sizeof path, root, name, f) ||
-            !files_join(to, sizeof to, root, left, f))
-            return false;
-        if (!files_exist(to)) break;
+        snprintf(left, NAME_BYTES * 2, "%s.left%s", name, number);
+        if (!files_join(to, PATH_ROOM, root, left, f)) return false;
+        if (!files_exist(to)) return true;
         snprintf(number, sizeof number, "%d", i);
     }
+}
+
+static bool leave(const char *root, const char *name, const listener *notes, fault *f) {
+    char path[PATH_ROOM], to[PATH_ROOM], left[NAME_BYTES * 2];
+    if (!files_join(path, sizeof path, root, name, f) || !free_name(root, name, left, to, f))
+        return false;
     if (rename(path, to)) return fault_errno(f, "%s: cannot be renamed", path);
     listener_say(notes, "%s: later than where this run goes on from, now %s", path, left);
+    return true;
+}
+
+bool checkpoint_set_aside(const checkpoint *k, const char *out_dir, const listener *notes,
+                          fault *f) {
+    char root[PATH_ROOM], path[PATH_ROOM], to[PATH_ROOM], name[NAME_BYTES], left[NAME_BYTES * 2];
+    snprintf(name, sizeof name, "step_%08" PRId64, k->state.step);
+    if (!files_join(root, sizeof root, out_dir, "checkpoints", f) ||
+        !files_join(path, sizeof path, root, name, f) || !free_name(root, name, left, to, f))
+        return false;
+    if (!same_folder(path, k->path)) return true;
+    if (!take_folder(k, to, &k->config, f)) return false;
+    listener_say(notes, "%s: replaced, and kept as %s", path, left);
     return true;
 }
 

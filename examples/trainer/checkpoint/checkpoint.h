@@ -49,6 +49,11 @@ bool checkpoint_open(checkpoint *k, const char *path, fault *f);
    it. Its tensors must have been loaded. */
 bool checkpoint_adopt(const checkpoint *k, const char *out_dir, const config *c, fault *f);
 
+/* Where `k` is out_dir's own, its files also get a name under which nothing replaces them:
+   step_00000060.left. */
+bool checkpoint_set_aside(const checkpoint *k, const char *out_dir, const listener *notes,
+                          fault *f);
+
 /* Later checkpoints of out_dir, of a future that was given up, get names that nothing takes for
    newer ones: step_00000060.left. */
 bool checkpoint_leave_later(const char *out_dir, int64_t step, const listener *notes, fault *f);

@@ -242,6 +242,12 @@ static bool rule(const config *c, bool holds, const char *key, const char *text,
                      other, value[1], place[1]);
 }
 
+static int64_t config_kinds(const config_model *m) {
+    int64_t count = 1;
+    for (const char *c = m->attention; *c; c++) count += *c == ',';
+    return count;
+}
+
 bool config_check_model(const config *c, fault *f) {
     const config_model *m = &c->model;
     const config_nsa *n = &c->nsa;
@@ -251,6 +257,8 @@ bool config_check_model(const config *c, fault *f) {
                 "model.rope_pairs", f) &&
            rule(c, m->rope_scaling != NSA_ROPE_SCALING_YARN || m->rope_trained_context > 0,
                 "model.rope_trained_context", "must be above 0 with", "model.rope_scaling", f) &&
+           rule(c, config_kinds(m) <= m->n_layers, "model.attention",
+                "must name at most as many kinds as there are layers,", "model.n_layers", f) &&
            rule(c, n->l % n->d == 0, "nsa.d", "must divide", "nsa.l", f) &&
            rule(c, n->l_sel % n->d == 0, "nsa.d", "must divide", "nsa.l_sel", f) &&
            rule(c, n->l <= n->l_sel, "nsa.l", "must be at most", "nsa.l_sel", f);

@@ -7,19 +7,19 @@
 #include <stdint.h>
 #include <stdio.h>
 
+#include "base/attention.h"
 #include "base/fault.h"
 
 #define CONFIG_PATH_BYTES  1024
 #define CONFIG_ENTRIES_MAX 96
 
 /* Values of the settings that are words. Gate, phi and RoPE settings hold nsa.h's enums. */
-enum { CONFIG_NSA, CONFIG_FULL, CONFIG_WINDOW }; /* model.attention */
-enum { CONFIG_AUTO, CONFIG_CPU, CONFIG_CUDA };   /* runtime.device */
-enum { CONFIG_FP32, CONFIG_BF16, CONFIG_FP16 };  /* runtime.precision */
-enum { CONFIG_COSINE, CONFIG_CONSTANT };         /* train.lr_schedule */
-enum { CONFIG_BYTE, CONFIG_GPT2 };               /* data.tokenizer */
-enum {                                           /* data.dataset */
-       CONFIG_DATASET_AUTO,                      /* by what lies at data.path */
+enum { CONFIG_AUTO, CONFIG_CPU, CONFIG_CUDA };  /* runtime.device */
+enum { CONFIG_FP32, CONFIG_BF16, CONFIG_FP16 }; /* runtime.precision */
+enum { CONFIG_COSINE, CONFIG_CONSTANT };        /* train.lr_schedule */
+enum { CONFIG_BYTE, CONFIG_GPT2 };              /* data.tokenizer */
+enum {                                          /* data.dataset */
+       CONFIG_DATASET_AUTO,                     /* by what lies at data.path */
        CONFIG_SYNTHETIC,
        CONFIG_TEXT,
        CONFIG_FINEWEB,       /* JSONL or lines, from standard input unless data.path is given */
@@ -50,7 +50,8 @@ typedef enum config_layer {
 typedef struct config_model {
     int64_t vocab_size; /* 0: the tokenizer's */
     int64_t dim, n_layers, n_heads, n_kv_groups, d_k, d_v;
-    int64_t attention, tied_embeddings;
+    char attention[CONFIG_PATH_BYTES]; /* kinds, which the layers take in turn: "window,nsa" */
+    int64_t tied_embeddings;
     int64_t rope_pairs, rope_scaling, rope_trained_context; /* nsa_rope_pairs, nsa_rope_scaling */
     double rope_base, rope_factor;
 } config_model;
@@ -161,6 +162,10 @@ void config_print(const config *c, FILE *out);
 /* Where a key's value came from; the key must exist ("runtime.precision"). */
 config_layer config_from(const config *c, const char *key);
 
+/* What a layer attends with. */
+attention_kind config_attention(const config_model *m, int64_t layer);
+const char *config_attention_name(attention_kind kind);
+
 /* Steps of warm-up, then the schedule down to a tenth of lr (constant stays). step is 1-based:
    the first step of a warm-up of n runs at lr / n. */
 double config_lr(const config_train *t, int64_t step);
@@ -171,12 +176,16 @@ struct json_t;
 struct json_t *config_to_json(const config *c);
 bool config_from_json(config *c, const struct json_t *json, fault *f);
 
+/* Whether every layer attends alike in both. */
+bool config_same_attention(const config_model *a, const config_model *b);
+
 /* The saved settings in which b differs from a: {"train.lr": [0.001, 0.0001]}, a's first; NULL: out
    of memory. */
 struct json_t *config_changes(const config *a, const config *b);
 
 /* Whether weights trained with b mean the same with a: every model. and nsa. setting is equal, but
-   for nsa.n_sel, how many blocks are read. The fault names the first that differs. */
+   for nsa.n_sel, how many blocks are read, and model.attention where the command line changes it.
+   The fault names the first that differs. */
 bool config_same_model(const config *a, const config *b, fault *f);
 
 #endif

@@ -8,7 +8,7 @@
 
 /* What to type: "--seq-len N", or the environment's name where there is no flag, or the key. */
 static void handle_text(const config_entry *e, char *text, size_t bytes) {
-    static const char *const values[] = {" N", " X", "", "", " WORD", " TEXT"};
+    static const char *const values[] = {" N", " X", "", "", " WORD", " LIST", " TEXT"};
     bool is_switch = e->kind == CONFIG_SWITCH || e->kind == CONFIG_LAYERS;
     const char *value = e->traits & CONFIG_OPTIONAL_ARGUMENT ? " [PATH]" : values[e->kind];
     if (!e->flag)
@@ -122,6 +122,7 @@ static json_t *entry_to_json(const config *c, const config_entry *e) {
         return json_real(number);
     case CONFIG_LAYERS:
     case CONFIG_WORD:
+    case CONFIG_PATTERN:
     case CONFIG_STRING:
         break;
     }
@@ -159,6 +160,7 @@ static bool json_text(const config_entry *e, const json_t *v, char *text, size_t
         break;
     case CONFIG_LAYERS:
     case CONFIG_WORD:
+    case CONFIG_PATTERN:
     case CONFIG_STRING:
         if (json_is_object(v)) return json_to_text(v, text, bytes);
         ok = json_is_string(v) && json_string_length(v) < bytes;
@@ -202,12 +204,23 @@ json_t *config_changes(const config *a, const config *b) {
     return changes;
 }
 
+/* "window,nsa" and "window,nsa,window" are one model of three layers. */
+bool config_same_attention(const config_model *a, const config_model *b) {
+    bool same = a->n_layers == b->n_layers;
+    for (int64_t i = 0; same && i < a->n_layers; i++)
+        same = config_attention(a, i) == config_attention(b, i);
+    return same;
+}
+
 bool config_same_model(const config *a, const config *b, fault *f) {
     char values[2][CONFIG_PATH_BYTES];
+    bool attends = config_same_attention(&a->model, &b->model) ||
+                   config_from(a, "model.attention") == CONFIG_FROM_COMMAND_LINE;
     for (size_t i = 0; i < config_entry_count; i++) {
         const config_entry *e = &config_entries[i];
         if (strncmp(e->key, "model.", 6) && strncmp(e->key, "nsa.", 4)) continue;
         if (!strcmp(e->key, "nsa.n_sel")) continue; /* no weight depends on how many are read */
+        if (attends && !strcmp(e->key, "model.attention")) continue;
         config_value(a, e, values[0], sizeof values[0]);
         config_value(b, e, values[1], sizeof values[1]);
         if (strcmp(values[0], values[1]))

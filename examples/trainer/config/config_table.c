@@ -14,6 +14,9 @@
 #define MILLION   1048576.0
 #define EXACT     9007199254740992.0 /* 2^53: every integer up to it is a double */
 
+/* In the order of attention_kind. */
+#define ATTENTIONS "nsa|full|window|cmp+slc"
+
 #define INTEGER(key, field, min, max, initial, flag, env, traits, help) \
     { key, CONFIG_INTEGER, AT(field), min, max, NULL, initial, flag, env, traits, help }
 #define NUMBER(key, field, min, max, initial, flag, traits, help) \
@@ -24,6 +27,8 @@
     { key, CONFIG_LAYERS, AT(field), 0, 0, NULL, initial, flag, NULL, traits, help }
 #define WORD(key, field, words, initial, flag, env, traits, help) \
     { key, CONFIG_WORD, AT(field), 0, 0, words, initial, flag, env, traits, help }
+#define PATTERN(key, field, words, initial, flag, help) \
+    { key, CONFIG_PATTERN, AT(field), 0, 0, words, initial, flag, NULL, 0, help }
 #define STRING(key, field, initial, flag, env, traits, words, help) \
     { key, CONFIG_STRING, AT(field), 0, 0, words, initial, flag, env, traits, help }
 
@@ -39,8 +44,10 @@ const config_entry config_entries[] = {
     INTEGER("model.d_k", model.d_k, 2, 256, "16", "--d-k", NULL, 0,
             "width of q and k of a head; even"),
     INTEGER("model.d_v", model.d_v, 1, 256, "16", "--d-v", NULL, 0, "width of v of a head"),
-    WORD("model.attention", model.attention, "nsa|full|window", "nsa", "--attention", NULL, 0,
-         "native sparse attention, or the baselines: dense, and the last nsa.w tokens alone"),
+    PATTERN("model.attention", model.attention, ATTENTIONS, "nsa", "--attention",
+            "native sparse attention, or the baselines: dense, and the last nsa.w tokens alone;\n"
+            "cmp+slc is nsa without its window. A list is taken in turn by the layers, again\n"
+            "and again: window,cmp+slc alternates"),
     SWITCH("model.tied_embeddings", model.tied_embeddings, "false", "--tied-embeddings", NULL, 0,
            "lm_head is the embedding"),
     WORD("model.rope_pairs", model.rope_pairs, "interleaved|halves", "interleaved", "--rope-pairs",
@@ -302,7 +309,59 @@ static bool parse_word(const char *words, const char *text, int64_t *value) {
     return false;
 }
 
+/* The shortest list that says the same when it is repeated: "nsa,nsa" is "nsa". */
+static void shorten(char *text) {
+    size_t length = strlen(text);
+    text[length] = ',';
+    for (size_t n = 1; n <= length; n++) {
+        if (text[n] != ',' || (length + 1) % (n + 1)) continue;
+        if (memcmp(text, text + n + 1, length - n)) continue;
+        text[n] = 0;
+        return;
+    }
+}
+
+/* "window, nsa": words with commas between them, and spaces where anyone likes. */
+static bool parse_pattern(const char *words, const char *text, char *pattern) {
+    size_t used = 0;
+    int64_t unused;
+    for (;; text++) {
+        char *word = pattern + used;
+        size_t length;
+        text += strspn(text, " ");
+        length = strcspn(text, ", ");
+        if (used + length + 2 > CONFIG_PATH_BYTES) return false;
+        memcpy(word, text, length);
+        word[length] = 0;
+        if (!parse_word(words, word, &unused)) return false;
+        used += length;
+        text += length + strspn(text + length, " ");
+        if (!*text) break;
+        if (*text != ',') return false;
+        pattern[used++] = ',';
+    }
+    shorten(pattern);
+    return true;
+}
+
+attention_kind config_attention(const config_model *m, int64_t layer) {
+    const char *at = m->attention;
+    int64_t count = 1, kind = 0;
+    char word[32];
+    for (const char *c = at; *c; c++) count += *c == ',';
+    for (int64_t i = layer % count; i > 0; i--) at = strchr(at, ',') + 1;
+    snprintf(word, sizeof word, "%.*s", (int)strcspn(at, ","), at);
+    (void)parse_word(ATTENTIONS, word, &kind);
+    return (attention_kind)kind;
+}
+
+const char *config_attention_name(attention_kind kind) {
+    static const char *const names[] = {"nsa", "full", "window", "cmp+slc"};
+    return names[kind];
+}
+
 static bool store(config *c, const config_entry *e, const char *text) {
+    char pattern[CONFIG_PATH_BYTES];
     int64_t integer = 0;
     double number = 0;
     switch (e->kind) {
@@ -321,6 +380,10 @@ static bool store(config *c, const config_entry *e, const char *text) {
     case CONFIG_NUMBER:
         if (!parse_number(e, text, &number)) return false;
         memcpy((char *)c + e->offset, &number, sizeof number);
+        return true;
+    case CONFIG_PATTERN:
+        if (!parse_pattern(e->words, text, pattern)) return false;
+        memcpy((char *)c + e->offset, pattern, strlen(pattern) + 1);
         return true;
     case CONFIG_STRING:
         if (strlen(text) >= CONFIG_PATH_BYTES) return false;
@@ -396,6 +459,10 @@ void config_allowed(const config_entry *e, char *text, size_t bytes) {
         write_words(words, sizeof words, e->words);
         snprintf(text, bytes, "must be one of: %s", words);
         break;
+    case CONFIG_PATTERN:
+        write_words(words, sizeof words, e->words);
+        snprintf(text, bytes, "must be one of, or a list of: %s", words);
+        break;
     case CONFIG_STRING:
         snprintf(text, bytes, "must be text of at most %d bytes", CONFIG_PATH_BYTES - 1);
         break;
@@ -421,6 +488,7 @@ void config_value(const config *c, const config_entry *e, char *text, size_t byt
         for (int64_t i = integer_of(c, e); i > 0; i--) word = strchr(word, '|') + 1;
         snprintf(text, bytes, "%.*s", (int)strcspn(word, "|"), word);
         break;
+    case CONFIG_PATTERN:
     case CONFIG_STRING:
         snprintf(text, bytes, "%s", string_of(c, e));
         break;

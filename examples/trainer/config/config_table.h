@@ -13,6 +13,7 @@ typedef enum config_kind {
     CONFIG_SWITCH,  /* int64_t, 0 or 1 */
     CONFIG_LAYERS,  /* int64_t, see config_gc_of; a switch that can say more */
     CONFIG_WORD,    /* int64_t, the place of the word in `words` */
+    CONFIG_PATTERN, /* char[CONFIG_PATH_BYTES], some of `words` with commas between them */
     CONFIG_STRING   /* char[CONFIG_PATH_BYTES] */
 } config_kind;
 

@@ -1,5 +1,6 @@
 /* config_yaml.c - reads a config file: sections of scalar settings, each error with file, line and
-   key. Twin: config_table.h. Not a general YAML reader: lists and deeper levels are refused. */
+   key. Twin: config_table.h. Not a general YAML reader: deeper levels are refused, and so are lists but where
+   a setting takes one (model.attention). */
 #include "config/config_table.h"
 
 #include <errno.h>
@@ -47,13 +48,29 @@ static bool key_fault(reader *r, int line, const char *key) {
     return fault_set(r->fault, "%s:%d: %s: unknown key (--help lists all)", r->path, line, key);
 }
 
+/* The words of a list with commas between them; false: no list of words. */
+static bool join(reader *r, const yaml_node_t *list, char *text, size_t bytes) {
+    size_t used = 0;
+    text[0] = 0;
+    for (yaml_node_item_t *i = list->data.sequence.items.start; i < list->data.sequence.items.top;
+         i++) {
+        const yaml_node_t *item = yaml_document_get_node(&r->document, *i);
+        if (!is_plain_text(item)) return false;
+        used += (size_t)snprintf(text + used, bytes - used, "%s%s", used ? "," : "", text_of(item));
+        if (used >= bytes) return false;
+    }
+    return true;
+}
+
 /* Why a node cannot be the value of e, or NULL. Quotes make text of a number, as YAML has it. */
 static const char *refusal(const config_entry *e, const yaml_node_t *node) {
+    if (e->kind == CONFIG_PATTERN && node->type == YAML_SEQUENCE_NODE) return NULL;
     if (node->type != YAML_SCALAR_NODE) return "is a list or a section";
     if (!is_plain_text(node)) return "contains a zero byte";
     if (e->kind == CONFIG_STRING) return NULL;
     if (is_null(node)) return "is empty";
-    if (e->kind != CONFIG_WORD && node->data.scalar.style != YAML_PLAIN_SCALAR_STYLE)
+    if (e->kind != CONFIG_WORD && e->kind != CONFIG_PATTERN &&
+        node->data.scalar.style != YAML_PLAIN_SCALAR_STYLE)
         return "is quoted text";
     return NULL;
 }
@@ -71,7 +88,12 @@ static bool read_setting(reader *r, const char *key, const yaml_node_t *at, yaml
         config_allowed(e, allowed, sizeof allowed);
         return fault_set(r->fault, "%s:%d: %s %s: %s", r->path, line_of(node), key, why, allowed);
     }
-    const char *text = e->kind == CONFIG_STRING && is_null(node) ? "" : text_of(node);
+    char list[CONFIG_PATH_BYTES];
+    const char *text = list;
+    if (node->type != YAML_SEQUENCE_NODE)
+        text = e->kind == CONFIG_STRING && is_null(node) ? "" : text_of(node);
+    else if (!join(r, node, list, sizeof list))
+        list[0] = 0; /* which config_set refuses */
     fault reason;
     if (!config_set(r->config, e, text, &reason))
         return fault_set(r->fault, "%s:%d: %s = %.200s: %.256s", r->path, line_of(node), key, text,

@@ -7,8 +7,13 @@
 
 /* The workspace was sized for whole rows; documents inside them read fewer keys. */
 static bool documents_fit(model *m, fault *f) {
-    nsa_desc d = layer_desc(m);
-    size_t bytes = layer_workspace(m, &d);
+    size_t bytes = 0;
+    for (int kind = 0; kind < ATTENTION_KINDS; kind++) {
+        if (m->first_of[kind] < 0) continue;
+        nsa_desc d = layer_desc(m, m->first_of[kind]);
+        size_t needed = layer_workspace(m, m->first_of[kind], &d);
+        if (needed > bytes) bytes = needed;
+    }
     if (bytes <= m->scratch.workspace_bytes) return true;
     return fault_set(f, "model: %d documents in a batch need %zu bytes of workspace, there are %zu",
                      m->documents, bytes, m->scratch.workspace_bytes);
@@ -148,12 +153,14 @@ bool model_next(model *m, const int32_t *tokens, int count, real *logits, fault 
 /* ---- Appending ----------------------------------------------------------------------------- */
 
 bool model_restart(model *m, fault *f) {
-    nsa_desc d = model_desc(m, 1, m->options.room);
     m->past = 0;
     memset(&m->reads, 0, sizeof m->reads);
-    for (int i = 0; !m->config.full && i < m->config.n_layers; i++)
-        m->o->cache_open(m->o, &m->caches[i].sparse, &d, m->options.tokens - 1, m->caches[i].memory,
-                         m->caches[i].bytes);
+    for (int i = 0; i < m->config.n_layers; i++) {
+        nsa_desc d = model_desc(m, i, 1, m->options.room);
+        if (attention_is_sparse(layer_kind(m, i)))
+            m->o->cache_open(m->o, &m->caches[i].sparse, &d, m->options.tokens - 1,
+                             m->caches[i].memory, m->caches[i].bytes);
+    }
     return !m->o->failed(m->o, f);
 }
 

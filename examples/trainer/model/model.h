@@ -8,11 +8,13 @@
 
    attention:   q, and a pair of k and v for each branch, are linear maps of x; the gate is an MLP
    of the group mean of q; then RoPE turns q and each k, nsa.h attends, a linear map returns to
-   dim. */
+   dim. Dense layers have one pair and no gate. cmp+slc is nsa.h's whole with two pairs: its window
+   is one token wide, reads slc's pair, and has a gate that is shut, so it adds 0. */
 #ifndef MODEL_H
 #define MODEL_H
 
 #include "base/arena.h"
+#include "base/attention.h"
 #include "dist/dist.h"
 #include "model/params.h"
 
@@ -21,9 +23,8 @@ enum { BRANCHES = 3 }; /* cmp, slc, win, in this order */
 typedef struct model_config {
     int vocab, dim, n_layers, n_heads, n_kv_groups, d_k, d_v;
     int l, d, l_sel, n_sel, w;
-    bool full;     /* dense causal attention: one k and one v, no gate */
-    bool windowed; /* full, of which only the last w keys are read */
-    bool tied;     /* the head is the embedding */
+    unsigned char attention[LAYERS_MOST]; /* of each layer: attention_kind */
+    bool tied;                            /* the head is the embedding */
     nsa_phi phi;
     nsa_gate_kind gate;
     double rope_base, rope_factor;
@@ -36,6 +37,9 @@ typedef struct model_config {
    phi mean, sigmoid gate, RoPE of base 10000, interleaved. */
 model_config tinylm(int vocab, int dim, int n_layers, int n_heads, int n_kv_groups, int d_k,
                     int d_v, int l, int d, int l_sel, int n_sel, int w);
+
+/* All layers attend alike. */
+void model_attend_with(model_config *c, attention_kind kind);
 
 /* What backward computes again rather than keep. */
 typedef enum checkpointing {
@@ -85,7 +89,7 @@ enum { PHI_POS, PHI_W1, PHI_B1, PHI_W2, PHI_B2, PHI_TENSORS };
 /* What forward leaves of a layer for backward. */
 typedef struct layer_acts {
     real *rstd1, *rstd2;
-    void *qkv;              /* (rows, fused), rotated */
+    void *qkv;              /* (rows, layer_fused), rotated */
     void *q_mean;           /* (rows, groups, d_k), before RoPE */
     void *gate_hidden;      /* (rows, groups, d_k / 2), before SiLU */
     void *gates;            /* (rows, groups, 3), logits */
@@ -102,6 +106,7 @@ typedef struct layer_acts {
 typedef struct scratch {
     void *norm, *act, *gate_act;
     void *dx, *dnorm, *dhidden, *dattention, *dqkv, *drotated;
+    void *gate_pair; /* (rows, groups, 2): gates of cmp+slc, or their gradient */
     void *dgates, *dgate_hidden, *dq_mean;
     real *rstd;
     void *logits;
@@ -124,7 +129,7 @@ typedef struct recording {
 /* What model_append keeps of a layer. */
 typedef struct layer_cache {
     nsa_cache sparse;
-    void *k, *v;  /* full: (room, groups, d_k), (room, groups, d_v) */
+    void *k, *v;  /* dense: (room, groups, d_k), (room, groups, d_v) */
     void *memory; /* of sparse */
     size_t bytes;
 } layer_cache;
@@ -134,11 +139,12 @@ typedef struct model {
     model_options options;
     const ops *o;
     params params;
-    int embed, norm, head;     /* places in the table */
-    int (*layer_slots)[SLOTS]; /* -1: this model has no such tensor */
-    size_t element;            /* bytes of an activation */
-    int rotated, fused;        /* columns of qkv: q and each k; all */
-    int gate_width, chunk;     /* d_k / 2; rows of logits at a time */
+    int embed, norm, head;         /* places in the table */
+    int (*layer_slots)[SLOTS];     /* -1: this model has no such tensor */
+    size_t element;                /* bytes of an activation */
+    int first_of[ATTENTION_KINDS]; /* the first layer of each kind; -1: none */
+    int gate_width, chunk;         /* d_k / 2; rows of logits at a time */
+    void *shut;                    /* (3): what is added to the gates of cmp+slc */
     void *memory;
     arena arena;
     void **x;         /* n_layers + 1 inputs of layers; the last is the head's */
@@ -164,12 +170,19 @@ bool model_open(model *m, const model_config *c, const model_options *options, c
                 uint64_t seed, fault *f);
 void model_close(model *m);
 
+/* The table of parameters alone; model_close frees it. */
+bool model_describe(model *m, const model_config *c, const ops *o, fault *f);
+
 /* The sizes that model_open would take, without taking them, and the number of parameters. */
 bool model_measure(const model_config *c, const model_options *options, const ops *o, arena *sizes,
                    int64_t *parameters, fault *f);
 
-/* The geometry that each layer gives to nsa.h, for a batch of this shape. */
-nsa_desc model_desc(const model *m, int batch, int tokens);
+/* The geometry that a layer gives to nsa.h, for a batch of this shape. */
+nsa_desc model_desc(const model *m, int layer, int batch, int tokens);
+attention_kind layer_kind(const model *m, int layer);
+/* Columns of qkv: q and each k; all. */
+int layer_rotated(const model *m, int layer);
+int layer_fused(const model *m, int layer);
 
 /* Adds a batch's losses to the state. model_train also adds the gradients of their sum, `scale`
    times the scaler's scale times too large; a caller sets last_of_step before those of a step's
@@ -209,13 +222,13 @@ void layer_recompute(model *m, int layer);
 checkpointing layer_checkpointing(const model *m, int layer);
 void layer_backward(model *m, int layer);
 /* The geometry of the pass that runs. */
-nsa_desc layer_desc(const model *m);
+nsa_desc layer_desc(const model *m, int layer);
 /* What its attention reads and writes in a layer; where attention is sparse. */
 nsa_attention layer_views(const model *m, int layer);
 /* Bytes of workspace that a layer's attention needs for this geometry; from the caches, for `count`
    tokens at once. */
-size_t layer_workspace(model *m, const nsa_desc *d);
-size_t layer_append_workspace(model *m, int count);
+size_t layer_workspace(model *m, int layer, const nsa_desc *d);
+size_t layer_append_workspace(model *m, int layer, int count);
 
 /* Pointers into the table's arrays. */
 void *model_weight(const model *m, int place);

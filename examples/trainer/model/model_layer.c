@@ -10,7 +10,26 @@ static void *at(const model *m, void *base, int64_t elements) {
     return (char *)base + (size_t)elements * m->element;
 }
 
-nsa_desc model_desc(const model *m, int batch, int tokens) {
+attention_kind layer_kind(const model *m, int layer) {
+    return (attention_kind)m->config.attention[layer];
+}
+
+static bool is_sparse(const model *m, int layer) {
+    return attention_is_sparse(layer_kind(m, layer));
+}
+
+int layer_rotated(const model *m, int layer) {
+    const model_config *c = &m->config;
+    return c->d_k * (c->n_heads + attention_pairs(layer_kind(m, layer)) * c->n_kv_groups);
+}
+
+int layer_fused(const model *m, int layer) {
+    const model_config *c = &m->config;
+    return layer_rotated(m, layer) +
+           attention_pairs(layer_kind(m, layer)) * c->n_kv_groups * c->d_v;
+}
+
+nsa_desc model_desc(const model *m, int layer, int batch, int tokens) {
     const model_config *c = &m->config;
     nsa_desc d = nsa_desc_default(batch, tokens, c->n_heads, c->n_kv_groups, c->d_k);
     d.dim_v = c->d_v;
@@ -18,22 +37,22 @@ nsa_desc model_desc(const model *m, int batch, int tokens) {
     d.cmp_stride = c->d;
     d.slc_block = c->l_sel;
     d.slc_count = c->n_sel;
-    d.window = c->w;
+    d.window = layer_kind(m, layer) == ATTENTION_CMP_SLC ? 1 : c->w;
     d.gate = c->gate;
     d.gate_heads = c->n_kv_groups;
     d.threads = m->o->threads;
     return d;
 }
 
-nsa_desc layer_desc(const model *m) {
+nsa_desc layer_desc(const model *m, int layer) {
     if (m->appending) {
-        nsa_desc d = model_desc(m, 1, m->past + m->rows);
+        nsa_desc d = model_desc(m, layer, 1, m->past + m->rows);
         d.first = m->past;
         d.count = m->rows;
         return d;
     }
-    if (!m->documents) return model_desc(m, m->batch, m->tokens_each);
-    nsa_desc d = model_desc(m, m->documents, m->longest);
+    if (!m->documents) return model_desc(m, layer, m->batch, m->tokens_each);
+    nsa_desc d = model_desc(m, layer, m->documents, m->longest);
     d.begins = m->begins;
     return d;
 }
@@ -82,34 +101,44 @@ static nsa_compress phi(const model *m, const int *slots, int width, bool gradie
     return p;
 }
 
-/* Columns of qkv and of its gradient: q, k of each branch, v of each branch. */
+/* Columns of qkv and of its gradient: q, k of each branch, v of each branch. A branch without a
+   pair of its own reads the last one. */
 static int64_t q_columns(const model *m) {
     return (int64_t)m->config.n_heads * m->config.d_k;
 }
 
-static int64_t k_column(const model *m, int branch) {
-    return q_columns(m) + (int64_t)branch * m->config.n_kv_groups * m->config.d_k;
+static int pair_of(const model *m, int layer, int branch) {
+    int last = attention_pairs(layer_kind(m, layer)) - 1;
+    return branch < last ? branch : last;
 }
 
-static int64_t v_column(const model *m, int branch) {
-    return m->rotated + (int64_t)branch * m->config.n_kv_groups * m->config.d_v;
+static int64_t k_column(const model *m, int layer, int branch) {
+    return q_columns(m) +
+           (int64_t)pair_of(m, layer, branch) * m->config.n_kv_groups * m->config.d_k;
 }
 
-static nsa_attention sparse_views(const model *m, const layer_acts *a, const int *slots,
-                                  const nsa_desc *d) {
+static int64_t v_column(const model *m, int layer, int branch) {
+    return layer_rotated(m, layer) +
+           (int64_t)pair_of(m, layer, branch) * m->config.n_kv_groups * m->config.d_v;
+}
+
+static nsa_attention sparse_views(const model *m, int layer, const nsa_desc *d) {
     const model_config *c = &m->config;
+    const layer_acts *a = &m->acts[layer];
+    const int *slots = m->layer_slots[layer];
+    int fused = layer_fused(m, layer);
     nsa_attention x = {0};
-    x.q = heads(m, a->qkv, m->fused, 0, c->d_k);
+    x.q = heads(m, a->qkv, fused, 0, c->d_k);
     x.k_cmp = phi(m, slots + PHI_K, c->d_k, false);
     x.v_cmp = phi(m, slots + PHI_V, c->d_v, false);
-    x.k_cmp.x = heads(m, a->qkv, m->fused, k_column(m, 0), c->d_k);
-    x.v_cmp.x = heads(m, a->qkv, m->fused, v_column(m, 0), c->d_v);
+    x.k_cmp.x = heads(m, a->qkv, fused, k_column(m, layer, 0), c->d_k);
+    x.v_cmp.x = heads(m, a->qkv, fused, v_column(m, layer, 0), c->d_v);
     x.k_cmp.out = compressed(m, a->k_cmp, d, c->d_k);
     x.v_cmp.out = compressed(m, a->v_cmp, d, c->d_v);
-    x.k_slc = heads(m, a->qkv, m->fused, k_column(m, 1), c->d_k);
-    x.v_slc = heads(m, a->qkv, m->fused, v_column(m, 1), c->d_v);
-    x.k_win = heads(m, a->qkv, m->fused, k_column(m, 2), c->d_k);
-    x.v_win = heads(m, a->qkv, m->fused, v_column(m, 2), c->d_v);
+    x.k_slc = heads(m, a->qkv, fused, k_column(m, layer, 1), c->d_k);
+    x.v_slc = heads(m, a->qkv, fused, v_column(m, layer, 1), c->d_v);
+    x.k_win = heads(m, a->qkv, fused, k_column(m, layer, 2), c->d_k);
+    x.v_win = heads(m, a->qkv, fused, v_column(m, layer, 2), c->d_v);
     x.gates = packed(m, a->gates, c->n_kv_groups, BRANCHES);
     x.blocks = packed(m, a->blocks, c->n_kv_groups, nsa_block_list_width(d));
     x.blocks.dtype = NSA_I32;
@@ -124,48 +153,53 @@ static nsa_attention sparse_views(const model *m, const layer_acts *a, const int
 }
 
 nsa_attention layer_views(const model *m, int layer) {
-    nsa_desc d = layer_desc(m);
-    return sparse_views(m, &m->acts[layer], m->layer_slots[layer], &d);
+    nsa_desc d = layer_desc(m, layer);
+    return sparse_views(m, layer, &d);
 }
 
 /* Gradients of q and k before the rotation is undone, of v and the gates as they are. */
-static nsa_attention sparse_gradients(const model *m, const int *slots) {
+static nsa_attention sparse_gradients(const model *m, int layer) {
     const model_config *c = &m->config;
     const scratch *s = &m->scratch;
+    const int *slots = m->layer_slots[layer];
+    int rotated = layer_rotated(m, layer), fused = layer_fused(m, layer);
     nsa_attention dx = {0};
     dx.out = packed(m, s->dattention, c->n_heads, c->d_v);
-    dx.q = heads(m, s->drotated, m->rotated, 0, c->d_k);
+    dx.q = heads(m, s->drotated, rotated, 0, c->d_k);
     dx.k_cmp = phi(m, slots + PHI_K, c->d_k, true);
     dx.v_cmp = phi(m, slots + PHI_V, c->d_v, true);
-    dx.k_cmp.x = heads(m, s->drotated, m->rotated, k_column(m, 0), c->d_k);
-    dx.v_cmp.x = heads(m, s->dqkv, m->fused, v_column(m, 0), c->d_v);
-    dx.k_slc = heads(m, s->drotated, m->rotated, k_column(m, 1), c->d_k);
-    dx.v_slc = heads(m, s->dqkv, m->fused, v_column(m, 1), c->d_v);
-    dx.k_win = heads(m, s->drotated, m->rotated, k_column(m, 2), c->d_k);
-    dx.v_win = heads(m, s->dqkv, m->fused, v_column(m, 2), c->d_v);
+    dx.k_cmp.x = heads(m, s->drotated, rotated, k_column(m, layer, 0), c->d_k);
+    dx.v_cmp.x = heads(m, s->dqkv, fused, v_column(m, layer, 0), c->d_v);
+    dx.k_slc = heads(m, s->drotated, rotated, k_column(m, layer, 1), c->d_k);
+    dx.v_slc = heads(m, s->dqkv, fused, v_column(m, layer, 1), c->d_v);
+    dx.k_win = heads(m, s->drotated, rotated, k_column(m, layer, 2), c->d_k);
+    dx.v_win = heads(m, s->dqkv, fused, v_column(m, layer, 2), c->d_v);
     dx.gates = packed(m, s->dgates, c->n_kv_groups, BRANCHES);
     return dx;
 }
 
-static nsa_attend dense_views(const model *m, const layer_acts *a) {
+static nsa_attend dense_views(const model *m, int layer) {
     const model_config *c = &m->config;
+    const layer_acts *a = &m->acts[layer];
+    int fused = layer_fused(m, layer);
     nsa_attend x = {0};
-    x.q = heads(m, a->qkv, m->fused, 0, c->d_k);
-    x.k = heads(m, a->qkv, m->fused, k_column(m, 0), c->d_k);
-    x.v = heads(m, a->qkv, m->fused, v_column(m, 0), c->d_v);
+    x.q = heads(m, a->qkv, fused, 0, c->d_k);
+    x.k = heads(m, a->qkv, fused, k_column(m, layer, 0), c->d_k);
+    x.v = heads(m, a->qkv, fused, v_column(m, layer, 0), c->d_v);
     x.out = packed(m, a->attention, c->n_heads, c->d_v);
     x.lse = reals(m, a->lse[0], c->n_heads);
     return x;
 }
 
-static nsa_attend dense_gradients(const model *m) {
+static nsa_attend dense_gradients(const model *m, int layer) {
     const model_config *c = &m->config;
     const scratch *s = &m->scratch;
+    int rotated = layer_rotated(m, layer);
     nsa_attend dx = {0};
     dx.out = packed(m, s->dattention, c->n_heads, c->d_v);
-    dx.q = heads(m, s->drotated, m->rotated, 0, c->d_k);
-    dx.k = heads(m, s->drotated, m->rotated, k_column(m, 0), c->d_k);
-    dx.v = heads(m, s->dqkv, m->fused, v_column(m, 0), c->d_v);
+    dx.q = heads(m, s->drotated, rotated, 0, c->d_k);
+    dx.k = heads(m, s->drotated, rotated, k_column(m, layer, 0), c->d_k);
+    dx.v = heads(m, s->dqkv, layer_fused(m, layer), v_column(m, layer, 0), c->d_v);
     return dx;
 }
 
@@ -173,42 +207,43 @@ static size_t larger(size_t a, size_t b) {
     return a > b ? a : b;
 }
 
-size_t layer_workspace(model *m, const nsa_desc *d) {
+size_t layer_workspace(model *m, int layer, const nsa_desc *d) {
     const ops *o = m->o;
     bool training = m->options.training;
-    if (m->config.full) {
-        bool windowed = m->config.windowed;
+    if (!is_sparse(m, layer)) {
+        bool windowed = layer_kind(m, layer) == ATTENTION_WINDOW;
         size_t forward = windowed ? o->window_forward_bytes(o, d) : o->dense_forward_bytes(o, d);
         if (!training) return forward;
         return larger(forward,
                       windowed ? o->window_backward_bytes(o, d) : o->dense_backward_bytes(o, d));
     }
-    nsa_attention x = sparse_views(m, &m->acts[0], m->layer_slots[0], d);
+    nsa_attention x = sparse_views(m, layer, d);
     size_t forward = o->attention_forward_bytes(o, &x, d);
     if (!training) return forward;
-    nsa_attention dx = sparse_gradients(m, m->layer_slots[0]);
+    nsa_attention dx = sparse_gradients(m, layer);
     return larger(forward, o->attention_backward_bytes(o, &dx, &x, d));
 }
 
-size_t layer_append_workspace(model *m, int count) {
+size_t layer_append_workspace(model *m, int layer, int count) {
     const ops *o = m->o;
-    nsa_desc d = model_desc(m, 1, m->options.room);
+    nsa_desc d = model_desc(m, layer, 1, m->options.room);
     d.first = m->options.room - count;
     d.count = count;
-    if (m->config.windowed) return o->window_forward_bytes(o, &d);
-    if (m->config.full) return o->dense_forward_bytes(o, &d);
-    nsa_attention x = sparse_views(m, &m->acts[0], m->layer_slots[0], &d);
-    return o->decode_bytes(o, &x, &m->caches[0].sparse, count);
+    if (layer_kind(m, layer) == ATTENTION_WINDOW) return o->window_forward_bytes(o, &d);
+    if (layer_kind(m, layer) == ATTENTION_FULL) return o->dense_forward_bytes(o, &d);
+    nsa_attention x = sparse_views(m, layer, &d);
+    return o->decode_bytes(o, &x, &m->caches[layer].sparse, count);
 }
 
 /* ---- Attention ----------------------------------------------------------------------------- */
 
 /* q and each k lie side by side with heads of one width, so one call turns them all. */
-static nsa_rope rotation(const model *m, void *x, int64_t x_stride, void *out, int64_t out_stride) {
+static nsa_rope rotation(const model *m, int layer, void *x, int64_t x_stride, void *out,
+                         int64_t out_stride) {
     const model_config *c = &m->config;
     nsa_rope r = {.x = heads(m, x, x_stride, 0, c->d_k),
                   .out = heads(m, out, out_stride, 0, c->d_k),
-                  .heads = m->rotated / c->d_k,
+                  .heads = layer_rotated(m, layer) / c->d_k,
                   .dim = c->d_k,
                   .base = c->rope_base,
                   .pairs = c->rope_pairs,
@@ -218,68 +253,87 @@ static nsa_rope rotation(const model *m, void *x, int64_t x_stride, void *out, i
     return r;
 }
 
+/* Pairs of gates become triples, of which the last is shut. */
+static void shut_window(const model *m, const layer_acts *a, int64_t rows) {
+    const ops *o = m->o;
+    o->zero(o, a->gates, (size_t)(rows * BRANCHES) * m->element);
+    o->copy_columns(o, a->gates, BRANCHES, m->scratch.gate_pair, 2, rows, 2);
+    o->bias_forward(o, a->gates, m->shut, rows, BRANCHES);
+}
+
 /* gates = fc2(silu(fc1(mean of q over the group)) */
-static void gate_forward(model *m, const layer_acts *a, const int *slots) {
+static void gate_forward(model *m, int layer) {
     const ops *o = m->o;
     const model_config *c = &m->config;
+    const layer_acts *a = &m->acts[layer];
+    const int *slots = m->layer_slots[layer];
     int groups = c->n_kv_groups, width = m->gate_width;
+    int pairs = attention_pairs(layer_kind(m, layer));
     int64_t rows = (int64_t)m->rows * groups;
-    o->group_mean_forward(o, a->q_mean, a->qkv, m->fused, m->rows, groups, c->n_heads / groups,
-                          c->d_k);
+    void *gates = pairs == BRANCHES ? a->gates : m->scratch.gate_pair;
+    o->group_mean_forward(o, a->q_mean, a->qkv, layer_fused(m, layer), m->rows, groups,
+                          c->n_heads / groups, c->d_k);
     o->linear_forward(o, a->gate_hidden, a->q_mean, model_weight(m, slots[GATE_W1]), NULL, rows,
                       c->d_k, width);
     o->bias_forward(o, a->gate_hidden, model_weight(m, slots[GATE_B1]), rows, width);
     o->silu_forward(o, m->scratch.gate_act, a->gate_hidden, rows * width);
-    o->linear_forward(o, a->gates, m->scratch.gate_act, model_weight(m, slots[GATE_W2]), NULL, rows,
-                      width, BRANCHES);
-    o->bias_forward(o, a->gates, model_weight(m, slots[GATE_B2]), rows, BRANCHES);
+    o->linear_forward(o, gates, m->scratch.gate_act, model_weight(m, slots[GATE_W2]), NULL, rows,
+                      width, pairs);
+    o->bias_forward(o, gates, model_weight(m, slots[GATE_B2]), rows, pairs);
+    if (pairs < BRANCHES) shut_window(m, a, rows);
 }
 
 /* Adds the gate's share to the gradient of q. */
-static void gate_backward(model *m, const layer_acts *a, const int *slots) {
+static void gate_backward(model *m, int layer) {
     const ops *o = m->o;
     const model_config *c = &m->config;
     const scratch *s = &m->scratch;
+    const layer_acts *a = &m->acts[layer];
+    const int *slots = m->layer_slots[layer];
     int groups = c->n_kv_groups, width = m->gate_width;
+    int pairs = attention_pairs(layer_kind(m, layer));
     int64_t rows = (int64_t)m->rows * groups;
-    o->linear_backward_input(o, s->dgate_hidden, s->dgates, model_weight(m, slots[GATE_W2]), rows,
-                             width, BRANCHES);
+    const void *dgates = pairs == BRANCHES ? s->dgates : s->gate_pair;
+    if (pairs < BRANCHES) o->copy_columns(o, s->gate_pair, 2, s->dgates, BRANCHES, rows, 2);
+    o->linear_backward_input(o, s->dgate_hidden, dgates, model_weight(m, slots[GATE_W2]), rows,
+                             width, pairs);
     o->silu_backward(o, s->dgate_hidden, s->gate_act, a->gate_hidden, rows * width);
-    o->bias_backward(o, model_gradient(m, slots[GATE_B2]), s->dgates, rows, BRANCHES);
-    o->linear_backward_weight(o, model_gradient(m, slots[GATE_W2]), s->dgates, s->gate_act, rows,
-                              width, BRANCHES);
+    o->bias_backward(o, model_gradient(m, slots[GATE_B2]), dgates, rows, pairs);
+    o->linear_backward_weight(o, model_gradient(m, slots[GATE_W2]), dgates, s->gate_act, rows,
+                              width, pairs);
     o->bias_backward(o, model_gradient(m, slots[GATE_B1]), s->dgate_hidden, rows, width);
     o->linear_backward_weight(o, model_gradient(m, slots[GATE_W1]), s->dgate_hidden, a->q_mean,
                               rows, c->d_k, width);
     o->linear_backward_input(o, s->dq_mean, s->dgate_hidden, model_weight(m, slots[GATE_W1]), rows,
                              c->d_k, width);
-    o->group_mean_backward(o, s->dqkv, m->fused, s->dq_mean, m->rows, groups, c->n_heads / groups,
-                           c->d_k);
+    o->group_mean_backward(o, s->dqkv, layer_fused(m, layer), s->dq_mean, m->rows, groups,
+                           c->n_heads / groups, c->d_k);
 }
 
 /* Puts the new rows behind those that the cache holds, and lets x read all of them. */
-static void append_dense(model *m, nsa_attend *x, const layer_cache *cache) {
+static void append_dense(model *m, int layer, nsa_attend *x) {
     const model_config *c = &m->config;
+    const layer_cache *cache = &m->caches[layer];
+    int fused = layer_fused(m, layer);
     int64_t k = (int64_t)c->n_kv_groups * c->d_k, v = (int64_t)c->n_kv_groups * c->d_v;
-    m->o->copy_columns(m->o, at(m, cache->k, m->past * k), k, x->k.data, m->fused, m->rows, k);
-    m->o->copy_columns(m->o, at(m, cache->v, m->past * v), v, x->v.data, m->fused, m->rows, v);
+    m->o->copy_columns(m->o, at(m, cache->k, m->past * k), k, x->k.data, fused, m->rows, k);
+    m->o->copy_columns(m->o, at(m, cache->v, m->past * v), v, x->v.data, fused, m->rows, v);
     x->k = packed(m, cache->k, c->n_kv_groups, c->d_k);
     x->v = packed(m, cache->v, c->n_kv_groups, c->d_v);
 }
 
 static void attend_forward(model *m, int layer, const nsa_desc *d) {
     const ops *o = m->o;
-    const model_config *c = &m->config;
-    const layer_acts *a = &m->acts[layer];
     scratch *s = &m->scratch;
-    if (c->full) {
-        nsa_attend x = dense_views(m, a);
-        if (m->appending) append_dense(m, &x, &m->caches[layer]);
-        (c->windowed ? o->window_forward : o->dense_forward)(o, &x, d, s->workspace,
-                                                             s->workspace_bytes);
+    if (!is_sparse(m, layer)) {
+        nsa_attend x = dense_views(m, layer);
+        bool windowed = layer_kind(m, layer) == ATTENTION_WINDOW;
+        if (m->appending) append_dense(m, layer, &x);
+        (windowed ? o->window_forward : o->dense_forward)(o, &x, d, s->workspace,
+                                                          s->workspace_bytes);
         return;
     }
-    nsa_attention x = sparse_views(m, a, m->layer_slots[layer], d);
+    nsa_attention x = sparse_views(m, layer, d);
     if (!m->appending) {
         o->attention_forward(o, &x, d, s->workspace, s->workspace_bytes);
         return;
@@ -288,13 +342,13 @@ static void attend_forward(model *m, int layer, const nsa_desc *d) {
     o->decode(o, &x, &m->caches[layer].sparse, m->rows, &reads, s->workspace, s->workspace_bytes);
     m->reads.cmp += reads.cmp;
     m->reads.slc += reads.slc;
-    m->reads.win += reads.win;
+    if (layer_kind(m, layer) == ATTENTION_NSA) m->reads.win += reads.win;
 }
 
 /* Of attention, what follows from branches, lse and lists that are still there. */
 static void attend_restore(model *m, int layer, const nsa_desc *d) {
     const ops *o = m->o;
-    if (m->config.full) return;
+    if (!is_sparse(m, layer)) return;
     nsa_attention x = layer_views(m, layer);
     o->attention_restore(o, &x, d, m->scratch.workspace, m->scratch.workspace_bytes);
 }
@@ -306,13 +360,14 @@ static void attention_forward(model *m, int layer, bool restore) {
     const layer_acts *a = &m->acts[layer];
     const int *slots = m->layer_slots[layer];
     scratch *s = &m->scratch;
+    int fused = layer_fused(m, layer);
     o->rmsnorm_forward(o, s->norm, a->rstd1, m->x[layer], model_weight(m, slots[NORM1]), m->rows,
                        c->dim);
     o->linear_forward(o, a->qkv, s->norm, model_weight(m, slots[W_QKV]), NULL, m->rows, c->dim,
-                      m->fused);
-    if (!c->full) gate_forward(m, a, slots);
-    nsa_desc d = layer_desc(m);
-    nsa_rope r = rotation(m, a->qkv, m->fused, a->qkv, m->fused);
+                      fused);
+    if (is_sparse(m, layer)) gate_forward(m, layer);
+    nsa_desc d = layer_desc(m, layer);
+    nsa_rope r = rotation(m, layer, a->qkv, fused, a->qkv, fused);
     o->rope_forward(o, &r, &d);
     (restore ? attend_restore : attend_forward)(m, layer, &d);
     o->linear_forward(o, a->mid, a->attention, model_weight(m, slots[W_OUT]), m->x[layer], m->rows,
@@ -320,26 +375,29 @@ static void attention_forward(model *m, int layer, bool restore) {
 }
 
 /* From the gradient of attention's output to that of qkv. */
-static void attend_backward(model *m, const layer_acts *a, const int *slots) {
+static void attend_backward(model *m, int layer) {
     const ops *o = m->o;
+    const layer_acts *a = &m->acts[layer];
     scratch *s = &m->scratch;
     size_t rows = (size_t)m->rows;
-    o->zero(o, s->dqkv, rows * (size_t)m->fused * m->element);
-    o->zero(o, s->drotated, rows * (size_t)m->rotated * m->element);
-    nsa_desc d = layer_desc(m);
-    if (m->config.full) {
-        nsa_attend x = dense_views(m, a), dx = dense_gradients(m);
-        (m->config.windowed ? o->window_backward : o->dense_backward)(o, &dx, &x, &d, s->workspace,
-                                                                      s->workspace_bytes);
+    int rotated = layer_rotated(m, layer), fused = layer_fused(m, layer);
+    o->zero(o, s->dqkv, rows * (size_t)fused * m->element);
+    o->zero(o, s->drotated, rows * (size_t)rotated * m->element);
+    nsa_desc d = layer_desc(m, layer);
+    if (!is_sparse(m, layer)) {
+        nsa_attend x = dense_views(m, layer), dx = dense_gradients(m, layer);
+        bool windowed = layer_kind(m, layer) == ATTENTION_WINDOW;
+        (windowed ? o->window_backward : o->dense_backward)(o, &dx, &x, &d, s->workspace,
+                                                            s->workspace_bytes);
     } else {
-        nsa_attention x = sparse_views(m, a, slots, &d), dx = sparse_gradients(m, slots);
+        nsa_attention x = sparse_views(m, layer, &d), dx = sparse_gradients(m, layer);
         o->zero(o, s->dgates, rows * (size_t)m->config.n_kv_groups * BRANCHES * m->element);
         o->attention_backward(o, &dx, &x, &d, s->workspace, s->workspace_bytes);
     }
-    nsa_rope x = rotation(m, a->qkv, m->fused, a->qkv, m->fused);
-    nsa_rope dx = rotation(m, s->dqkv, m->fused, s->drotated, m->rotated);
+    nsa_rope x = rotation(m, layer, a->qkv, fused, a->qkv, fused);
+    nsa_rope dx = rotation(m, layer, s->dqkv, fused, s->drotated, rotated);
     o->rope_backward(o, &dx, &x, &d);
-    if (!m->config.full) gate_backward(m, a, slots);
+    if (is_sparse(m, layer)) gate_backward(m, layer);
 }
 
 static void attention_backward(model *m, int layer) {
@@ -348,18 +406,18 @@ static void attention_backward(model *m, int layer) {
     const layer_acts *a = &m->acts[layer];
     const int *slots = m->layer_slots[layer];
     scratch *s = &m->scratch;
-    int width = c->n_heads * c->d_v;
+    int width = c->n_heads * c->d_v, fused = layer_fused(m, layer);
     o->linear_backward_weight(o, model_gradient(m, slots[W_OUT]), s->dx, a->attention, m->rows,
                               width, c->dim);
     o->linear_backward_input(o, s->dattention, s->dx, model_weight(m, slots[W_OUT]), m->rows, width,
                              c->dim);
-    attend_backward(m, a, slots);
+    attend_backward(m, layer);
     o->rmsnorm_forward(o, s->norm, s->rstd, m->x[layer], model_weight(m, slots[NORM1]), m->rows,
                        c->dim);
     o->linear_backward_weight(o, model_gradient(m, slots[W_QKV]), s->dqkv, s->norm, m->rows, c->dim,
-                              m->fused);
+                              fused);
     o->linear_backward_input(o, s->dnorm, s->dqkv, model_weight(m, slots[W_QKV]), m->rows, c->dim,
-                             m->fused);
+                             fused);
     o->rmsnorm_backward(o, s->dx, model_gradient(m, slots[NORM1]), s->dnorm, m->x[layer],
                         model_weight(m, slots[NORM1]), a->rstd1, m->rows, c->dim);
 }

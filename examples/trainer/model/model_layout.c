@@ -30,6 +30,10 @@ model_config tinylm(int vocab, int dim, int n_layers, int n_heads, int n_kv_grou
     return c;
 }
 
+void model_attend_with(model_config *c, attention_kind kind) {
+    memset(c->attention, (int)kind, sizeof c->attention);
+}
+
 /* ---- The table of parameters --------------------------------------------------------------- */
 
 typedef struct builder {
@@ -55,17 +59,19 @@ static int add_constant(builder *b, const char *name, int64_t size, double value
 /* W_Q and the k and v of each branch; returns the place of the first, at which all of them can be
    read as one matrix. */
 static int add_projections(builder *b) {
-    static const char *const sparse[] = {"attn.W_K_cmp.weight", "attn.W_K_slc.weight",
-                                         "attn.W_K_win.weight", "attn.W_V_cmp.weight",
-                                         "attn.W_V_slc.weight", "attn.W_V_win.weight"};
-    static const char *const dense[] = {"attn.W_K.weight", "attn.W_V.weight"};
+    static const char *const sparse[2][BRANCHES] = {
+        {"attn.W_K_cmp.weight", "attn.W_K_slc.weight", "attn.W_K_win.weight"},
+        {"attn.W_V_cmp.weight", "attn.W_V_slc.weight", "attn.W_V_win.weight"}};
+    static const char *const dense[2] = {"attn.W_K.weight", "attn.W_V.weight"};
     const model_config *c = &b->m->config;
-    const char *const *names = c->full ? dense : sparse;
-    int pairs = c->full ? 1 : BRANCHES;
+    attention_kind kind = layer_kind(b->m, b->layer);
+    int pairs = attention_pairs(kind);
     int first = add_matrix(b, "attn.W_Q.weight", (int64_t)c->n_heads * c->d_k, c->dim, INIT_STD);
     for (int i = 0; i < 2 * pairs; i++) {
-        int64_t rows = (int64_t)c->n_kv_groups * (i < pairs ? c->d_k : c->d_v);
-        add(b, (param_spec){names[i], {rows, c->dim}, 0, INIT_STD, true, true});
+        bool is_v = i >= pairs;
+        int64_t rows = (int64_t)c->n_kv_groups * (is_v ? c->d_v : c->d_k);
+        const char *name = attention_is_sparse(kind) ? sparse[is_v][i % pairs] : dense[is_v];
+        add(b, (param_spec){name, {rows, c->dim}, 0, INIT_STD, true, true});
     }
     return first;
 }
@@ -112,8 +118,9 @@ static void add_phi_and_gate(builder *b, int *slots) {
     add_phi(b, slots + PHI_V, v_names, c->d_v);
     slots[GATE_W1] = add_matrix(b, "attn.gate.fc1.weight", width, c->d_k, INIT_STD);
     slots[GATE_B1] = add_constant(b, "attn.gate.fc1.bias", width, 0);
-    slots[GATE_W2] = add_matrix(b, "attn.gate.fc2.weight", BRANCHES, width, GATE_STD);
-    slots[GATE_B2] = add_constant(b, "attn.gate.fc2.bias", BRANCHES, 0);
+    int pairs = attention_pairs(layer_kind(b->m, b->layer));
+    slots[GATE_W2] = add_matrix(b, "attn.gate.fc2.weight", pairs, width, GATE_STD);
+    slots[GATE_B2] = add_constant(b, "attn.gate.fc2.bias", pairs, 0);
 }
 
 static void add_layer(builder *b, int layer, int *slots) {
@@ -123,7 +130,7 @@ static void add_layer(builder *b, int layer, int *slots) {
     for (int s = 0; s < SLOTS; s++) slots[s] = -1;
     slots[NORM1] = add_constant(b, "norm1.weight", c->dim, 1);
     slots[W_QKV] = add_projections(b);
-    if (!c->full) add_phi_and_gate(b, slots);
+    if (attention_is_sparse(layer_kind(b->m, layer))) add_phi_and_gate(b, slots);
     slots[W_OUT] =
         add_matrix(b, "attn.out.weight", c->dim, (int64_t)c->n_heads * c->d_v, residual_std);
     slots[NORM2] = add_constant(b, "norm2.weight", c->dim, 1);
@@ -161,13 +168,25 @@ static real *take_reals(arena *a, purpose p, int64_t count) {
     return arena_take(a, p, (size_t)count * sizeof(real));
 }
 
+/* Kinds of layers, as bits; and what the arrays of one of them have room for. */
+enum { SPARSE = 1 << ATTENTION_NSA | 1 << ATTENTION_CMP_SLC, ANY = (1 << ATTENTION_KINDS) - 1 };
+
+static int widest(const model *m, int kinds, int (*columns)(const model *m, int layer)) {
+    int most = 0;
+    for (int kind = 0; kind < ATTENTION_KINDS; kind++) {
+        int layer = m->first_of[kind];
+        if (kinds >> kind & 1 && layer >= 0 && columns(m, layer) > most) most = columns(m, layer);
+    }
+    return most;
+}
+
 /* What attention leaves for backward. */
-static void layout_attended(model *m, arena *a, layer_acts *x) {
+static void layout_attended(model *m, arena *a, layer_acts *x, int kinds) {
     const model_config *c = &m->config;
     int64_t rows = m->rows, heads = c->n_heads;
-    nsa_desc d = model_desc(m, m->options.batch, m->options.tokens);
+    nsa_desc d = model_desc(m, 0, m->options.batch, m->options.tokens);
     x->lse[0] = take_reals(a, FOR_ACTIVATIONS, rows * heads);
-    if (c->full) {
+    if (!(kinds & SPARSE)) {
         x->attention = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
         return;
     }
@@ -179,17 +198,17 @@ static void layout_attended(model *m, arena *a, layer_acts *x) {
 }
 
 /* All else, which follows from a layer's input and from the above. */
-static void layout_rest(model *m, arena *a, layer_acts *x) {
+static void layout_rest(model *m, arena *a, layer_acts *x, int kinds) {
     const model_config *c = &m->config;
     int64_t rows = m->rows, heads = c->n_heads, groups = c->n_kv_groups;
-    nsa_desc d = model_desc(m, m->options.batch, m->options.tokens);
+    nsa_desc d = model_desc(m, 0, m->options.batch, m->options.tokens);
     int64_t compressed = (int64_t)m->options.batch * nsa_cmp_count(&d, m->options.tokens);
     x->rstd1 = take_reals(a, FOR_ACTIVATIONS, rows);
-    x->qkv = take(m, a, FOR_ACTIVATIONS, rows * m->fused);
+    x->qkv = take(m, a, FOR_ACTIVATIONS, rows * widest(m, kinds, layer_fused));
     x->mid = take(m, a, FOR_ACTIVATIONS, rows * c->dim);
     x->rstd2 = take_reals(a, FOR_ACTIVATIONS, rows);
     x->hidden = take(m, a, FOR_ACTIVATIONS, rows * 4 * c->dim);
-    if (c->full) return;
+    if (!(kinds & SPARSE)) return;
     x->attention = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
     x->q_mean = take(m, a, FOR_ACTIVATIONS, rows * groups * c->d_k);
     x->gate_hidden = take(m, a, FOR_ACTIVATIONS, rows * groups * m->gate_width);
@@ -204,23 +223,40 @@ checkpointing layer_checkpointing(const model *m, int layer) {
     return inside ? o->checkpointing : CHECKPOINT_NONE;
 }
 
+/* How a layer's activations are kept where there is no backward pass: they are not. */
+static checkpointing layer_keeps(const model *m, int layer) {
+    return m->options.training ? layer_checkpointing(m, layer) : CHECKPOINT_LAYERS;
+}
+
+/* The kinds of the layers that are computed again, as bits. */
+static int recomputed_kinds(const model *m) {
+    int kinds = 0;
+    for (int i = 0; i < m->config.n_layers; i++)
+        if (layer_keeps(m, i) != CHECKPOINT_NONE) kinds |= 1 << layer_kind(m, i);
+    return kinds;
+}
+
 static void layout_layers(model *m, arena *a) {
     const model_config *c = &m->config;
-    const layer_acts *shared = NULL; /* of the layers that are computed again */
+    layer_acts shared = {0}; /* of the layers that are computed again: room for any of them */
+    bool has_shared = false;
     int64_t size = (int64_t)m->rows * c->dim;
     for (int i = 0; i <= c->n_layers; i++) {
         bool kept = m->options.training || i < 2;
         m->x[i] = kept ? take(m, a, FOR_CHECKPOINTS, size) : m->x[i - 2];
     }
     for (int i = 0; i < c->n_layers; i++) {
-        layer_acts *x = &m->acts[i];
-        checkpointing how = m->options.training ? layer_checkpointing(m, i) : CHECKPOINT_LAYERS;
-        if (how != CHECKPOINT_NONE && shared)
-            *x = *shared;
-        else
-            layout_rest(m, a, x);
-        if (how != CHECKPOINT_LAYERS || !shared) layout_attended(m, a, x);
-        if (how != CHECKPOINT_NONE && !shared) shared = x;
+        layer_acts *x = &m->acts[i], none = {0};
+        checkpointing how = layer_keeps(m, i);
+        int kinds = how == CHECKPOINT_NONE ? 1 << layer_kind(m, i) : recomputed_kinds(m);
+        layer_acts *rest = how == CHECKPOINT_NONE ? &none : &shared;
+        if (how == CHECKPOINT_NONE || !has_shared) {
+            layout_rest(m, a, rest, kinds);
+            if (how == CHECKPOINT_LAYERS) layout_attended(m, a, rest, kinds);
+        }
+        *x = *rest;
+        if (how != CHECKPOINT_LAYERS) layout_attended(m, a, x, 1 << layer_kind(m, i));
+        has_shared = has_shared || how != CHECKPOINT_NONE;
     }
 }
 
@@ -231,6 +267,7 @@ static void layout_scratch(model *m, arena *a) {
     s->norm = take(m, a, FOR_BACKWARD, rows * c->dim);
     s->act = take(m, a, FOR_BACKWARD, rows * 4 * c->dim);
     s->gate_act = take(m, a, FOR_BACKWARD, gates * m->gate_width);
+    if (m->first_of[ATTENTION_CMP_SLC] >= 0) s->gate_pair = take(m, a, FOR_BACKWARD, gates * 2);
     s->rstd = take_reals(a, FOR_BACKWARD, rows);
     s->logits = take(m, a, FOR_LOGITS, (int64_t)m->chunk * c->vocab);
     if (!m->options.training) return;
@@ -238,9 +275,9 @@ static void layout_scratch(model *m, arena *a) {
     s->dnorm = take(m, a, FOR_BACKWARD, rows * c->dim);
     s->dhidden = take(m, a, FOR_BACKWARD, rows * 4 * c->dim);
     s->dattention = take(m, a, FOR_BACKWARD, rows * c->n_heads * c->d_v);
-    s->dqkv = take(m, a, FOR_BACKWARD, rows * m->fused);
-    s->drotated = take(m, a, FOR_BACKWARD, rows * m->rotated);
-    if (c->full) return;
+    s->dqkv = take(m, a, FOR_BACKWARD, rows * widest(m, ANY, layer_fused));
+    s->drotated = take(m, a, FOR_BACKWARD, rows * widest(m, ANY, layer_rotated));
+    if (m->first_of[ATTENTION_NSA] < 0 && m->first_of[ATTENTION_CMP_SLC] < 0) return;
     s->dgates = take(m, a, FOR_BACKWARD, gates * BRANCHES);
     s->dgate_hidden = take(m, a, FOR_BACKWARD, gates * m->gate_width);
     s->dq_mean = take(m, a, FOR_BACKWARD, gates * c->d_k);
@@ -253,10 +290,10 @@ static int smaller(int a, int b) {
 static void layout_caches(model *m, arena *a) {
     const model_config *c = &m->config;
     int64_t rows = (int64_t)m->options.room * c->n_kv_groups;
-    nsa_desc d = model_desc(m, 1, m->options.room);
     for (int i = 0; i < c->n_layers; i++) {
+        nsa_desc d = model_desc(m, i, 1, m->options.room);
         layer_cache *x = &m->caches[i];
-        if (c->full) {
+        if (!attention_is_sparse(layer_kind(m, i))) {
             x->k = take(m, a, FOR_CACHE, rows * c->d_k);
             x->v = take(m, a, FOR_CACHE, rows * c->d_v);
         } else {
@@ -265,6 +302,36 @@ static void layout_caches(model *m, arena *a) {
             x->memory = arena_take(a, FOR_CACHE, x->bytes);
         }
     }
+}
+
+/* Of the layers of each kind, the largest. */
+static size_t workspace_bytes(model *m, bool appending) {
+    size_t most = 0;
+    for (int kind = 0; kind < ATTENTION_KINDS; kind++) {
+        int layer = m->first_of[kind];
+        if (layer < 0) continue;
+        nsa_desc d = model_desc(m, layer, m->options.batch, m->options.tokens);
+        size_t bytes =
+            appending
+                ? layer_append_workspace(m, layer, smaller(m->options.tokens, m->options.room))
+                : layer_workspace(m, layer, &d);
+        if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
+static void layout_workspace(model *m, arena *a) {
+    scratch *s = &m->scratch;
+    s->workspace_bytes = workspace_bytes(m, false);
+    /* Of packed documents a device keeps where each one's compressed rows begin, too: one number a
+       document, of which there are at most as many as rows, in a whole piece of workspace. */
+    if (!m->o->host_memory) s->workspace_bytes += (size_t)m->rows * sizeof(int32_t) + 512;
+    if (m->caches) {
+        layout_caches(m, a);
+        size_t bytes = workspace_bytes(m, true);
+        if (bytes > s->workspace_bytes) s->workspace_bytes = bytes;
+    }
+    s->workspace = arena_take(a, FOR_WORKSPACE, s->workspace_bytes);
 }
 
 static void layout(model *m, arena *a) {
@@ -277,17 +344,9 @@ static void layout(model *m, arena *a) {
     m->begins = arena_take(a, FOR_BATCH, ids + sizeof(int32_t));
     m->state = arena_take(a, FOR_BATCH, sizeof *m->state);
     m->rates = arena_take(a, FOR_BATCH, sizeof *m->rates);
-    nsa_desc d = model_desc(m, m->options.batch, m->options.tokens);
-    m->scratch.workspace_bytes = layer_workspace(m, &d);
-    /* Of packed documents a device keeps where each one's compressed rows begin, too: one number a
-       document, of which there are at most as many as rows, in a whole piece of workspace. */
-    if (!m->o->host_memory) m->scratch.workspace_bytes += ids + 512;
-    if (m->caches) {
-        layout_caches(m, a);
-        size_t bytes = layer_append_workspace(m, smaller(m->options.tokens, m->options.room));
-        if (bytes > m->scratch.workspace_bytes) m->scratch.workspace_bytes = bytes;
-    }
-    m->scratch.workspace = arena_take(a, FOR_WORKSPACE, m->scratch.workspace_bytes);
+    if (m->first_of[ATTENTION_CMP_SLC] >= 0)
+        m->shut = arena_take(a, FOR_WEIGHTS, BRANCHES * m->element);
+    layout_workspace(m, a);
 }
 
 /* ---- Opening ------------------------------------------------------------------------------- */
@@ -320,9 +379,6 @@ static bool prepare(model *m, const model_config *c, const model_options *option
     enum { LOGITS = 1 << 21, FEWEST = 128 }; /* 8 MiB of f32, or as much as 128 rows need */
     memset(m, 0, sizeof *m);
     if (!check_sizes(c, options, f)) return false;
-    if (c->windowed && !o->window_forward)
-        return fault_set(f, "model.attention: window is not there on the %s; allowed: nsa, full",
-                         o->name);
     if (options->room && !o->decode)
         return fault_set(f, "model: the %s does not decode from a cache", o->name);
     m->config = *c;
@@ -332,13 +388,12 @@ static bool prepare(model *m, const model_config *c, const model_options *option
     m->batch = options->batch;
     m->tokens_each = options->tokens;
     m->rows = options->batch * options->tokens;
-    int pairs = c->full ? 1 : BRANCHES;
-    m->rotated = c->d_k * (c->n_heads + pairs * c->n_kv_groups);
-    m->fused = m->rotated + pairs * c->n_kv_groups * c->d_v;
+    for (int kind = 0; kind < ATTENTION_KINDS; kind++) m->first_of[kind] = -1;
+    for (int i = c->n_layers - 1; i >= 0; i--) m->first_of[c->attention[i]] = i;
     m->gate_width = c->d_k / 2;
     m->chunk = LOGITS / c->vocab > FEWEST ? LOGITS / c->vocab : FEWEST;
     if (m->chunk > m->rows) m->chunk = m->rows;
-    nsa_desc d = model_desc(m, options->batch, options->tokens);
+    nsa_desc d = model_desc(m, 0, options->batch, options->tokens);
     nsa_status status = nsa_desc_check(&d);
     if (status != NSA_OK)
         return fault_set(f, "model: %s (%s)", nsa_status_text(status), nsa_status_where(status));
@@ -348,6 +403,18 @@ static bool prepare(model *m, const model_config *c, const model_options *option
 static void note_communication(const model *m, arena *a) {
     const dist *d = m->options.dist;
     if (d) arena_note(a, FOR_COMMUNICATION, dist_bytes(d, m->o, m->params.elements));
+}
+
+/* exp of it is 0 in every type, and so is its sigmoid. */
+static void shut_gates(model *m) {
+    static const real closed[BRANCHES] = {0, 0, -10000};
+    uint16_t half[BRANCHES];
+    if (!m->shut) return;
+    for (int i = 0; i < BRANCHES; i++)
+        half[i] = m->o->dtype == NSA_BF16 ? nsa_f32_to_bf16((float)closed[i])
+                                          : nsa_f32_to_f16((float)closed[i]);
+    bool narrow = m->o->dtype != NSA_REAL_DTYPE;
+    m->o->upload(m->o, m->shut, narrow ? (const void *)half : closed, BRANCHES * m->element);
 }
 
 bool model_open(model *m, const model_config *c, const model_options *options, const ops *o,
@@ -366,6 +433,7 @@ bool model_open(model *m, const model_config *c, const model_options *options, c
         layout(m, &m->arena);
         note_communication(m, &m->arena);
         model_set_scaler(m, &unscaled);
+        shut_gates(m);
         ok = params_init(&m->params, o, seed, f) && (!m->caches || model_restart(m, f));
     }
     if (!ok) model_close(m);
@@ -382,6 +450,11 @@ bool model_measure(const model_config *c, const model_options *options, const op
     *parameters = m.params.count;
     model_close(&m);
     return ok;
+}
+
+bool model_describe(model *m, const model_config *c, const ops *o, fault *f) {
+    const model_options options = {.batch = 1, .tokens = 1};
+    return prepare(m, c, &options, o, f);
 }
 
 void model_close(model *m) {

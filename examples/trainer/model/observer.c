@@ -12,7 +12,8 @@ static void collect(observer *x, int layer) {
     double begin = clock_ms();
     const model *m = x->model;
     const model_config *c = &m->config;
-    nsa_desc d = layer_desc(m);
+    if (!attention_is_sparse(layer_kind(m, layer))) return;
+    nsa_desc d = layer_desc(m, layer);
     layer_choices seen = {.gates = m->acts[layer].gates,
                           .kind = c->gate,
                           .blocks = m->acts[layer].blocks,
@@ -58,7 +59,7 @@ void observer_wrap(observer *x, const ops *o, const model *m) {
 
 void observer_begin(observer *x) {
     x->spent = 0;
-    x->collecting = x->statistics && !x->model->config.full;
+    x->collecting = x->statistics;
 }
 
 void observer_end(observer *x) {

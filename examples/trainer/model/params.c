@@ -28,6 +28,7 @@ int params_add(params *p, int layer, const param_spec *spec) {
         x->shape[x->dims] = spec->shape[x->dims];
         x->count *= spec->shape[x->dims];
     }
+    x->layer = layer;
     x->init_mean = spec->mean;
     x->init_std = spec->std;
     x->decay = spec->decay;

@@ -12,6 +12,7 @@ enum { PARAM_DIMS = 3, PARAM_NAME_BYTES = 64 };
 
 typedef struct param {
     char name[PARAM_NAME_BYTES]; /* "blocks.0.attn.W_Q.weight" */
+    int layer;                   /* -1: of none */
     int dims;
     int64_t shape[PARAM_DIMS];
     int64_t offset, count;      /* in elements of the flat arrays */

@@ -160,7 +160,7 @@ struct ops {
     void (*dense_backward)(const ops *o, const nsa_attend *dx, const nsa_attend *x,
                            const nsa_desc *d, void *workspace, size_t bytes);
 
-    /* The same over desc.window's keys. NULL where the back end has none: model_open says so. */
+    /* The same over desc.window's keys. */
     size_t (*window_forward_bytes)(const ops *o, const nsa_desc *d);
     void (*window_forward)(const ops *o, const nsa_attend *x, const nsa_desc *d, void *workspace,
                            size_t bytes);

@@ -387,7 +387,10 @@ static void close_files(telemetry *t) {
 }
 
 bool telemetry_without_stats(const config *c) {
-    return c->telemetry.disable_aux_stats || c->model.attention != CONFIG_NSA;
+    bool sparse = false; /* gates and lists are in sparse layers alone */
+    for (int64_t i = 0; i < c->model.n_layers; i++)
+        sparse |= attention_is_sparse(config_attention(&c->model, i));
+    return c->telemetry.disable_aux_stats || !sparse;
 }
 
 /* ---- metrics.json ---- */

@@ -11,19 +11,46 @@ static int64_t selected(const nsa_desc *d, int t) {
     return (int64_t)(blocks - 1) * d->slc_block + t % d->slc_block + 1;
 }
 
-static void print_keys(const nsa_desc *d) {
+/* Keys that query t reads in a layer of this kind, by branch; dense layers as a window. */
+static void count_keys(const nsa_desc *d, attention_kind kind, int t, int64_t keys[3]) {
+    bool sparse = attention_is_sparse(kind);
+    keys[0] = sparse ? nsa_cmp_visible(d, t) : 0;
+    keys[1] = sparse ? selected(d, t) : 0;
+    keys[2] = kind == ATTENTION_CMP_SLC ? 0
+              : kind == ATTENTION_FULL  ? t + 1
+                                        : t - nsa_window_begin(d, t) + 1;
+}
+
+static void print_keys(const nsa_desc *d, const char *name, attention_kind kind) {
     int last = d->tokens - 1;
-    int64_t sum = 0, dense = (int64_t)d->tokens * (d->tokens + 1) / 2;
-    int64_t cmp = nsa_cmp_visible(d, last), slc = selected(d, last);
-    int64_t win = last - nsa_window_begin(d, last) + 1;
-    for (int t = 0; t < d->tokens; t++)
-        sum += nsa_cmp_visible(d, t) + selected(d, t) + t - nsa_window_begin(d, t) + 1;
-    printf("keys read by the last token of %d: %lld compressed + %lld selected + %lld window = "
+    int64_t keys[3] = {0}, sum = 0, dense = (int64_t)d->tokens * (d->tokens + 1) / 2;
+    for (int t = 0; t < d->tokens; t++) {
+        count_keys(d, kind, t, keys);
+        sum += keys[0] + keys[1] + keys[2];
+    }
+    int64_t all = keys[0] + keys[1] + keys[2];
+    printf("%skeys read by the last token of %d: %lld compressed + %lld selected + %lld %s = "
            "%lld (%.0f %% of dense)\n",
-           d->tokens, (long long)cmp, (long long)slc, (long long)win, (long long)(cmp + slc + win),
-           100.0 * (double)(cmp + slc + win) / d->tokens);
-    printf("keys read by a token, mean: %.1f (dense: %.1f)\n", (double)sum / d->tokens,
+           name, d->tokens, (long long)keys[0], (long long)keys[1], (long long)keys[2],
+           kind == ATTENTION_FULL ? "dense" : "window", (long long)all,
+           100.0 * (double)all / (last + 1));
+    printf("%skeys read by a token, mean: %.1f (dense: %.1f)\n", name, (double)sum / d->tokens,
            (double)dense / d->tokens);
+}
+
+/* By kind of layer, under its name where there are several. */
+static void print_all_keys(const config *c, const model_config *m, const model_options *options,
+                           const ops *o) {
+    model shape = {.config = *m, .o = o};
+    bool several = strchr(c->model.attention, ',') != NULL, done[ATTENTION_KINDS] = {false};
+    for (int i = 0; i < m->n_layers; i++) {
+        attention_kind kind = layer_kind(&shape, i);
+        nsa_desc x = model_desc(&shape, i, options->batch, options->tokens);
+        char name[32] = "";
+        if (several) snprintf(name, sizeof name, "%s: ", config_attention_name(kind));
+        if (!done[kind]) print_keys(&x, name, kind);
+        done[kind] = true;
+    }
 }
 
 static void print_sizes(const arena *a, int64_t parameters) {
@@ -69,11 +96,9 @@ int train_check(const config *c, const ops *o, dist *d) {
         config_print(c, stdout);
         ok = model_measure(&m, &options, o, &sizes, &parameters, &f);
         if (ok) {
-            model shape = {.config = m, .o = o};
-            nsa_desc x = model_desc(&shape, options.batch, options.tokens);
             train_note_snapshot(c, d, parameters, &sizes);
             print_sizes(&sizes, parameters);
-            if (!m.full) print_keys(&x);
+            print_all_keys(c, &m, &options, o);
             ok = check_run(c, t, m.vocab, d, &f);
         }
     }

@@ -1,5 +1,5 @@
 /* train_inside.h - what the files of a run share. Twins: train.c (steps), train_open.c (what a run
-   stands on), train_save.c (checkpoints), train_agree.c (several processes), train_report.c (what
+   stands on), train_save.c (checkpoints), train_carry.c (those of other attention), train_agree.c (several processes), train_report.c (what
    it is and takes). Programs include train.h, not this. */
 #ifndef TRAIN_INSIDE_H
 #define TRAIN_INSIDE_H
@@ -48,6 +48,7 @@ typedef struct trainer {
     int64_t saved_step;     /* of the newest checkpoint, be it still under way; -1: none yet */
     real *copy;             /* values, m and v, where the host cannot read the back end's */
     real *moments;          /* several processes, rank 0: all of m, then all of v, to be saved */
+    int fresh;              /* tensors that the checkpoint, of other attention, has nothing for */
     int stopped_by;         /* the signal that a process was sent, as all of them know it */
 } trainer;
 
@@ -60,6 +61,13 @@ void train_note_snapshot(const config *c, const dist *d, int64_t parameters, are
 bool train_load(trainer *t, const checkpoint *k, fault *f);
 /* The weights alone. */
 bool train_load_weights(trainer *t, const checkpoint *k, fault *f);
+/* The same of a checkpoint with other attention, into the host's view of the tensors. */
+bool train_carry(trainer *t, const checkpoint *k, bool moments, fault *f);
+void train_say_attention(const trainer *t, const config_model *old);
+/* Whether the run attends otherwise than the checkpoint that it goes on from. */
+bool train_other_attention(const trainer *t, const checkpoint *k);
+/* A checkpoint of what train_carry made, at once; the one that it was made of keeps its files. */
+bool train_save_carried(trainer *t, const checkpoint *k, fault *f);
 /* A checkpoint of t->state, unless there is one; beside the steps, or before it returns. */
 bool train_save(trainer *t, bool beside, fault *f);
 bool train_open_saver(trainer *t, fault *f);

@@ -15,8 +15,8 @@ model_config train_model_config(const config *c, int vocab) {
     model_config x = tinylm(vocab, (int)m->dim, (int)m->n_layers, (int)m->n_heads,
                             (int)m->n_kv_groups, (int)m->d_k, (int)m->d_v, (int)c->nsa.l,
                             (int)c->nsa.d, (int)c->nsa.l_sel, (int)c->nsa.n_sel, (int)c->nsa.w);
-    x.full = m->attention != CONFIG_NSA;
-    x.windowed = m->attention == CONFIG_WINDOW;
+    for (int64_t i = 0; i < m->n_layers; i++)
+        x.attention[i] = (unsigned char)config_attention(m, i);
     x.tied = m->tied_embeddings;
     x.phi = (nsa_phi)c->nsa.phi;
     x.gate = (nsa_gate_kind)c->nsa.gate;
@@ -169,11 +169,10 @@ static void open_traces(trainer *t) {
 static void say_what_runs(trainer *t, const checkpoint *k) {
     const model *m = &t->model;
     const config_train *c = &t->config->train;
-    const char *attention = m->config.windowed ? "window" : m->config.full ? "full" : "nsa";
     telemetry_say(
         t->telemetry,
-        "model: %lld parameters, %d layers, attention %s, %.0f MiB | %s, %s, %d threads, %s",
-        (long long)m->params.count, m->config.n_layers, attention,
+        "model: %lld parameters, %d layers, attention %.100s, %.0f MiB | %s, %s, %d threads, %s",
+        (long long)m->params.count, m->config.n_layers, t->config->model.attention,
         (double)m->arena.used / (1 << 20), t->o->name, train_dtype_name(t->o->dtype), t->o->threads,
         t->o->library);
     if (t->config->runtime.cuda_graph && (!t->o->graph_begin || !m->options.graphs))
@@ -192,6 +191,7 @@ static void say_what_runs(trainer *t, const checkpoint *k) {
                       (long long)t->state.step, (long long)c->steps, k->path);
     else if (c->resume[0])
         telemetry_say(t->telemetry, "resumed before the first checkpoint: from step 1 on");
+    if (k && train_other_attention(t, k)) train_say_attention(t, &k->config.model);
     if (c->init_from[0])
         telemetry_say(t->telemetry,
                       k ? "train.init_from: no effect: the run goes on from its own "
@@ -292,7 +292,9 @@ static bool adopt(trainer *t, const checkpoint *k, fault *f) {
     const config *c = t->config;
     listener notes = telemetry_listener(t->telemetry);
     if (t->dist->rank || !k) return true;
-    if (!checkpoint_adopt(k, c->train.out_dir, c, f)) return false;
+    if (!(train_other_attention(t, k) ? train_save_carried(t, k, f)
+                                      : checkpoint_adopt(k, c->train.out_dir, c, f)))
+        return false;
     return !strcmp(c->train.resume, "latest") ||
            checkpoint_leave_later(c->train.out_dir, k->state.step, &notes, f);
 }

@@ -85,12 +85,21 @@ static void list_parts(const trainer *t, checkpoint_part parts[2]) {
     parts[1] = (checkpoint_part){"optimizer", x->moments, x->moment_count};
 }
 
-bool train_load(trainer *t, const checkpoint *k, fault *f) {
+bool train_other_attention(const trainer *t, const checkpoint *k) {
+    return !config_same_attention(&t->config->model, &k->config.model);
+}
+
+static bool load_parts(trainer *t, const checkpoint *k, bool moments, fault *f) {
     checkpoint_part parts[2];
-    const params *p = &t->model.params;
     list_parts(t, parts);
+    if (train_other_attention(t, k)) return train_carry(t, k, moments, f);
+    return checkpoint_load(k, &parts[0], f) && (!moments || checkpoint_load(k, &parts[1], f));
+}
+
+bool train_load(trainer *t, const checkpoint *k, fault *f) {
+    const params *p = &t->model.params;
     move_copy(t, true); /* what lies between the tensors stays as it is */
-    if (!checkpoint_load(k, &parts[0], f) || !checkpoint_load(k, &parts[1], f)) return false;
+    if (!load_parts(t, k, true, f)) return false;
     move_copy(t, false);
     params_changed(p, t->o);
     if (t->dist->world == 1) return true;
@@ -103,10 +112,8 @@ bool train_load(trainer *t, const checkpoint *k, fault *f) {
 }
 
 bool train_load_weights(trainer *t, const checkpoint *k, fault *f) {
-    checkpoint_part parts[2];
-    list_parts(t, parts);
     move_copy(t, true);
-    if (!checkpoint_load(k, &parts[0], f)) return false;
+    if (!load_parts(t, k, false, f)) return false;
     move_copy(t, false);
     params_changed(&t->model.params, t->o);
     return true;
@@ -165,6 +172,14 @@ bool train_open_saver(trainer *t, fault *f) {
 void train_note_snapshot(const config *c, const dist *d, int64_t parameters, arena *a) {
     if (saves_beside(&c->train) && d->rank == 0)
         arena_note(a, FOR_SNAPSHOT, 3 * (size_t)parameters * sizeof(real));
+}
+
+/* Rank 0 has all of it, for it has just been loaded. */
+bool train_save_carried(trainer *t, const checkpoint *k, fault *f) {
+    const config_train *c = &t->config->train;
+    listener notes = telemetry_listener(t->telemetry);
+    if (!checkpoint_set_aside(k, c->out_dir, &notes, f)) return false;
+    return checkpoint_write(c->out_dir, t->config, &t->state, t->parts, 2, 0, f);
 }
 
 bool train_save(trainer *t, bool beside, fault *f) {
