@@ -4563,17 +4563,18 @@ static int nsa__is_minus_infinity(nsa_real x) {
     return memcmp(&x, &infinity, sizeof x) == 0;
 }
 
-/* The parts' shares w[2] of one row, and lse of both: w_a = exp(lse_a - lse). Returns 0 if neither
-   part has a key. A part without keys leaves w = 1 and lse of the other as they are, to the bit. */
+/* The parts' shares w[2] of one row, and lse of both: w_a = exp(lse_a - lse). A part without keys
+   leaves w = 1 and lse of the other as they are, to the bit. Returns the parts that count, as bits,
+   because under -ffast-math a NaN share may compare equal to 0. */
 static int nsa__merge_weights(nsa_real a, nsa_real b, nsa_real w[2], nsa_real *lse) {
     int no_a = nsa__is_minus_infinity(a), no_b = nsa__is_minus_infinity(b);
     w[0] = no_a ? 0 : 1;
     w[1] = no_b ? 0 : 1;
     *lse = no_a ? b : a;
-    if (no_a || no_b) return !(no_a && no_b);
+    if (no_a || no_b) return !no_a | !no_b << 1;
     if (!nsa__is_finite((double)a) || !nsa__is_finite((double)b)) {
         *lse = w[0] = w[1] = nsa__nan();
-        return 1;
+        return 3;
     }
     /* lse = max + ln(1 + exp(min - max)): exp of a number <= 0 cannot overflow. a < b is the index
        of the larger part. */
@@ -4581,7 +4582,7 @@ static int nsa__merge_weights(nsa_real a, nsa_real b, nsa_real w[2], nsa_real *l
     w[a < b] = (nsa_real)most;
     w[a >= b] = (nsa_real)(least * most);
     *lse = (nsa_real)((double)(a < b ? b : a) + log1p(least));
-    return 1;
+    return (w[0] > 0) | (w[1] > 0) << 1;
 }
 
 /* One real number of a view. */
@@ -4597,10 +4598,10 @@ static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t row, int h
     const nsa_tensor *part[2] = {&x->out_a, &x->out_b};
     int64_t batch = job->seq.batch;
     nsa_real w[2], lse, out[NSA__MAX_DIM] = {0};
-    nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
-                       nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
+    int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
+                                   nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
     for (int i = 0; i < 2; i++)
-        if (w[i] != 0)
+        if (parts >> i & 1)
             nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head),
                         job->d->dim_v);
     nsa__store(x->out.dtype, nsa__row(&x->out, batch, row, head), out, job->d->dim_v);
@@ -4617,17 +4618,17 @@ static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int 
     int64_t batch = job->seq.batch;
     int dim_v = job->d->dim_v;
     nsa_real w[2], lse, along = 0, dout[NSA__MAX_DIM], out[2][NSA__MAX_DIM] = {{0}};
-    if (!nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
-                            nsa__load_real(&x->lse_b, batch, row, head), w, &lse))
-        return;
+    int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
+                                   nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
+    if (!parts) return;
     nsa_real dlse = dx->lse.data ? nsa__load_real(&dx->lse, batch, row, head) : 0;
     nsa__load(dout, dx->out.dtype, nsa__row(&dx->out, batch, row, head), dim_v);
     for (int i = 0; i < 2; i++)
-        if (w[i] != 0)
+        if (parts >> i & 1)
             nsa__load(out[i], part[i]->dtype, nsa__row(part[i], batch, row, head), dim_v);
     for (int c = 0; c < dim_v; c++) along += dout[c] * (out[0][c] - out[1][c]);
     for (int i = 0; i < 2; i++) {
-        if (w[i] == 0) continue;
+        if (!(parts >> i & 1)) continue;
         nsa_real sum = w[i] * ((i ? -along : along) * w[!i] + dlse);
         if (dpart[i]->data)
             nsa__add(dpart[i]->dtype, nsa__row(dpart[i], batch, row, head), w[i], dout, dim_v);

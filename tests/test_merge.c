@@ -185,6 +185,62 @@ static void merge_is_one_softmax(void) {
     guards_free();
 }
 
+/* A logarithm that is no number makes its row NaN, in either part and backward too, unless only one
+   part has keys. */
+static void bad_logarithms(void) {
+    static const double pairs[][2] = {{1, NAN},
+                                      {NAN, 1},
+                                      {1, INFINITY},
+                                      {INFINITY, 1},
+                                      {-1, -INFINITY},
+                                      {-INFINITY, NAN},
+                                      {INFINITY, -INFINITY},
+                                      {NAN, INFINITY},
+                                      {2, 1},
+                                      {-INFINITY, -INFINITY}};
+    enum { ROWS = COUNT(pairs), D = 8 };
+    nsa_desc d = nsa_desc_default(1, ROWS, 1, 1, D);
+    nsa_real *out[3], *lse[3], *dout[3], *dlse[3]; /* the parts, merged */
+    nsa_merge x, dx;
+    memset(&x, 0, sizeof x), memset(&dx, 0, sizeof dx);
+    for (int i = 0; i < 3; i++) {
+        out[i] = reals(ROWS * D), lse[i] = reals(ROWS);
+        dout[i] = reals(ROWS * D), dlse[i] = reals(ROWS);
+        for (int r = 0; i < 2 && r < ROWS; r++) lse[i][r] = (nsa_real)pairs[r][i];
+        for (int j = 0; j < ROWS * D; j++) out[i][j] = (nsa_real)(i + 1);
+    }
+    for (int j = 0; j < ROWS * D; j++) dout[2][j] = 1;
+    const nsa_dtype real = NSA_REAL_DTYPE;
+    nsa_tensor *of_parts[][3] = {{&x.out_a, &x.out_b, &x.out}, {&dx.out_a, &dx.out_b, &dx.out}};
+    nsa_tensor *logarithms[][3] = {{&x.lse_a, &x.lse_b, &x.lse}, {&dx.lse_a, &dx.lse_b, &dx.lse}};
+    for (int i = 0; i < 3; i++)
+        for (int g = 0; g < 2; g++) {
+            *of_parts[g][i] = nsa_tensor_bthd(g ? dout[i] : out[i], real, ROWS, 1, D);
+            *logarithms[g][i] = nsa_tensor_bthd(g ? dlse[i] : lse[i], real, ROWS, 1, 1);
+        }
+    check_case("logarithms that are no numbers");
+    nsa_status status[] = {nsa_merge_forward(&x, &d), nsa_merge_backward(&dx, &x, &d)};
+    CHECK_OK("forward", status[0]);
+    CHECK_OK("backward", status[1]);
+    for (int r = 0; r < ROWS; r++) {
+        const double a = pairs[r][0], b = pairs[r][1];
+        int no_a = a == -INFINITY, no_b = b == -INFINITY, numbers = isfinite(a) && isfinite(b);
+        double got = (double)out[2][r * D + D - 1], from_a = (double)dout[0][r * D];
+        if (no_a || no_b) { /* the other part, bit for bit */
+            CHECK(got == (no_a && no_b ? 0 : no_a ? 2 : 1), "row %d: out %g", r, got);
+            CHECK(from_a == !no_a, "row %d: dout_a %g", r, from_a);
+            CHECK(no_a || dlse[0][r] == 0, "row %d: dlse_a %g", r, (double)dlse[0][r]);
+        } else {
+            CHECK(isnan(got) == !numbers, "row %d: out %g", r, got);
+            CHECK(isnan((double)lse[2][r]) == !numbers, "row %d: lse %g", r, (double)lse[2][r]);
+            CHECK(isnan(from_a) == !numbers, "row %d: dout_a %g", r, from_a);
+            CHECK(isnan((double)dlse[0][r]) == !numbers, "row %d: dlse_a is a number or none", r);
+            CHECK(isnan((double)dlse[1][r]) == !numbers, "row %d: dlse_b is a number or none", r);
+        }
+    }
+    guards_free();
+}
+
 /* dx filled by copying x holds forward's lse where the incoming gradient goes. */
 static void copied_struct_is_refused(const suite *s, const nsa_desc *d) {
     spoiled b;
@@ -220,5 +276,6 @@ int main(int argc, char **argv) {
     suite_refusals(&s, &d);
     copied_struct_is_refused(&s, &d);
     merge_is_one_softmax();
+    bad_logarithms();
     return check_done("test_merge");
 }
