@@ -4571,7 +4571,7 @@ static int nsa__merge_weights(nsa_real a, nsa_real b, nsa_real w[2], nsa_real *l
     w[0] = no_a ? 0 : 1;
     w[1] = no_b ? 0 : 1;
     *lse = no_a ? b : a;
-    if (no_a || no_b) return !no_a | !no_b << 1;
+    if (no_a || no_b) return (no_a ? 0 : 1) | (no_b ? 0 : 2);
     if (!nsa__is_finite((double)a) || !nsa__is_finite((double)b)) {
         *lse = w[0] = w[1] = nsa__nan();
         return 3;
@@ -4582,7 +4582,7 @@ static int nsa__merge_weights(nsa_real a, nsa_real b, nsa_real w[2], nsa_real *l
     w[a < b] = (nsa_real)most;
     w[a >= b] = (nsa_real)(least * most);
     *lse = (nsa_real)((double)(a < b ? b : a) + log1p(least));
-    return (w[0] > 0) | (w[1] > 0) << 1;
+    return (w[0] > 0 ? 1 : 0) | (w[1] > 0 ? 2 : 0);
 }
 
 /* One real number of a view. */

@@ -1,9 +1,6 @@
 /* dsa.c - DeepSeek Sparse Attention (arXiv 2512.02556): a lightning indexer scores every earlier
    token by sum_h w_h ReLU(q_h . k), the best tokens are read, one list for all heads.
    Twin: none; indexer.h computes it with nsa.h and naively. */
-#define NSA_IMPLEMENTATION
-#include "nsa.h"
-
 #include "indexer.h"
 
 int main(void) {

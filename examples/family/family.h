@@ -2,21 +2,37 @@
    definition says it, in double.
    Twin: none. Not here: any method; each has a program of its own.
 
-   A program includes this file behind nsa.h, computes its method with nsa.h and again naively, and
-   returns the number of comparisons that failed. */
+   A program computes its method with nsa.h and again naively, and returns the number of comparisons
+   that failed. Its calls are CUDA's too: FAMILY_NSA names a header that has them on a device under
+   nsa.h's names, and allocate and release for memory that a device finds. */
 #ifndef FAMILY_H
 #define FAMILY_H
 
+#ifdef FAMILY_NSA
+#include FAMILY_NSA
+#else
+#ifndef FAMILY_LINKED /* a build of all programs compiles nsa.h once, in nsa.c */
+#define NSA_IMPLEMENTATION
+#endif
+#include "nsa.h"
+#endif
+
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 static int failures;
 
+#ifndef FAMILY_NSA
 static inline void *allocate(size_t bytes) {
     void *memory = calloc(bytes ? bytes : 1, 1);
     if (!memory) exit(fprintf(stderr, "out of memory for %zu bytes\n", bytes) != 0);
     return memory;
 }
+static inline void release(void *memory) {
+    free(memory);
+}
+#endif
 
 static inline float *floats(size_t n) {
     return (float *)allocate(n * sizeof(float));
@@ -58,7 +74,7 @@ static inline problem problem_new(int T, int H, int Hk, int D) {
 
 static inline void problem_free(problem *p) {
     void *all[] = {p->q, p->k, p->v, p->dout, p->out, p->lse, p->dq, p->dk, p->dv, p->mask};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) release(all[i]);
 }
 
 static inline nsa_tensor view(const float *x, int T, int heads, int width) {
@@ -97,10 +113,17 @@ static inline void demand(nsa_status s) {
         size_t bytes = (size);             \
         void *workspace = allocate(bytes); \
         demand(call);                      \
-        free(workspace);                   \
+        release(workspace);                \
     } while (0)
 
 /* ---- The definition ---- */
+
+/* A problem in double. */
+typedef struct definition {
+    int T, H, Hk, D;
+    double *q, *k, *v, *dout;
+    const unsigned char *mask;
+} definition;
 
 typedef struct result {
     double *out, *lse, *dq, *dk, *dv;
@@ -115,7 +138,32 @@ static inline result result_new(const problem *p) {
 }
 
 static inline void result_free(result *r) {
-    free(r->out), free(r->lse), free(r->dq), free(r->dk), free(r->dv);
+    release(r->out), release(r->lse), release(r->dq), release(r->dk), release(r->dv);
+}
+
+static inline double *widened(const float *x, size_t n) {
+    double *wide = doubles(n);
+    for (size_t i = 0; i < n; i++) wide[i] = (double)x[i];
+    return wide;
+}
+
+static inline definition definition_of(const problem *p) {
+    size_t rows = (size_t)p->T * (size_t)p->H * (size_t)p->D;
+    size_t keys = (size_t)p->T * (size_t)p->Hk * (size_t)p->D;
+    definition d = {p->T,
+                    p->H,
+                    p->Hk,
+                    p->D,
+                    widened(p->q, rows),
+                    widened(p->k, keys),
+                    widened(p->v, keys),
+                    widened(p->dout, rows),
+                    p->mask};
+    return d;
+}
+
+static inline void definition_free(definition *d) {
+    release(d->q), release(d->k), release(d->v), release(d->dout);
 }
 
 static inline double dot(const float *a, const float *b, int n) {
@@ -124,55 +172,68 @@ static inline double dot(const float *a, const float *b, int n) {
     return sum;
 }
 
+static inline double dot_wide(const double *a, const double *b, int n) {
+    double sum = 0;
+    for (int c = 0; c < n; c++) sum += a[c] * b[c];
+    return sum;
+}
+
 /* One query of one head: p = softmax over the keys of its mask, and, with `sink`, over one logit
    more that has no value. Returns the share of the sink. */
-static inline double softmax_row(const problem *p, int t, int h, const double *sink, double *of_key,
-                                 double *lse) {
-    const unsigned char *mask = p->mask + ((size_t)t * (size_t)p->H + (size_t)h) * (size_t)p->T;
-    const float *q = p->q + ((size_t)t * (size_t)p->H + (size_t)h) * (size_t)p->D;
-    double most = sink ? *sink : -INFINITY, sum = 0, scale = 1 / sqrt((double)p->D);
-    for (int s = 0; s < p->T; s++) {
-        size_t key = (size_t)s * (size_t)p->Hk + (size_t)(h / (p->H / p->Hk));
+static inline double softmax_row(const definition *d, int t, int h, const double *sink,
+                                 double *of_key, double *lse) {
+    const unsigned char *mask = d->mask + ((size_t)t * (size_t)d->H + (size_t)h) * (size_t)d->T;
+    const double *q = d->q + ((size_t)t * (size_t)d->H + (size_t)h) * (size_t)d->D;
+    double most = sink ? *sink : -INFINITY, sum = 0, scale = 1 / sqrt((double)d->D);
+    for (int s = 0; s < d->T; s++) {
+        size_t key = (size_t)s * (size_t)d->Hk + (size_t)(h / (d->H / d->Hk));
         if (!mask[s]) continue;
-        of_key[s] = scale * dot(q, p->k + key * (size_t)p->D, p->D);
+        of_key[s] = scale * dot_wide(q, d->k + key * (size_t)d->D, d->D);
         most = of_key[s] > most ? of_key[s] : most;
     }
-    for (int s = 0; s < p->T; s++) sum += of_key[s] = mask[s] ? exp(of_key[s] - most) : 0;
+    for (int s = 0; s < d->T; s++) sum += of_key[s] = mask[s] ? exp(of_key[s] - most) : 0;
     double rest = sink ? exp(*sink - most) : 0;
     sum += rest;
-    for (int s = 0; s < p->T && sum > 0; s++) of_key[s] /= sum;
+    for (int s = 0; s < d->T && sum > 0; s++) of_key[s] /= sum;
     *lse = sum > 0 ? most + log(sum) : -INFINITY;
     return sum > 0 ? rest / sum : 0;
 }
 
 /* Masked attention and its gradient, the Jacobian of the softmax row by row. `sinks`: NULL, or a
    logit for each head; dsinks is added to. */
-static inline void attend_naively(const problem *p, const double *sinks, double *dsinks,
+static inline void attend_defined(const definition *d, const double *sinks, double *dsinks,
                                   result *r) {
-    double *of_key = doubles((size_t)p->T), scale = 1 / sqrt((double)p->D);
-    for (int t = 0; t < p->T; t++)
-        for (int h = 0; h < p->H; h++) {
-            size_t row = (size_t)t * (size_t)p->H + (size_t)h, width = (size_t)p->D;
-            const float *q = p->q + row * width, *dout = p->dout + row * width;
-            double *out = r->out + row * width, along = 0;
-            double rest = softmax_row(p, t, h, sinks ? &sinks[h] : NULL, of_key, &r->lse[row]);
-            for (int s = 0; s < p->T; s++) {
-                size_t key = ((size_t)s * (size_t)p->Hk + (size_t)(h / (p->H / p->Hk))) * width;
-                for (int c = 0; c < p->D; c++) out[c] += of_key[s] * (double)p->v[key + (size_t)c];
+    double *of_key = doubles((size_t)d->T), scale = 1 / sqrt((double)d->D);
+    for (int t = 0; t < d->T; t++)
+        for (int h = 0; h < d->H; h++) {
+            size_t row = (size_t)t * (size_t)d->H + (size_t)h, width = (size_t)d->D;
+            const double *q = d->q + row * width, *dout = d->dout + row * width;
+            double *out = r->out + row * width;
+            double rest = softmax_row(d, t, h, sinks ? &sinks[h] : NULL, of_key, &r->lse[row]);
+            for (int s = 0; s < d->T; s++) {
+                size_t key = ((size_t)s * (size_t)d->Hk + (size_t)(h / (d->H / d->Hk))) * width;
+                for (size_t c = 0; c < width; c++) out[c] += of_key[s] * d->v[key + c];
             }
-            for (int c = 0; c < p->D; c++) along += out[c] * (double)dout[c];
+            double along = dot_wide(out, dout, d->D);
             if (sinks) dsinks[h] -= rest * along;
-            for (int s = 0; s < p->T; s++) {
-                size_t key = ((size_t)s * (size_t)p->Hk + (size_t)(h / (p->H / p->Hk))) * width;
-                double ds = of_key[s] * (dot(dout, p->v + key, p->D) - along);
-                for (int c = 0; c < p->D; c++) {
-                    r->dv[key + (size_t)c] += of_key[s] * (double)dout[c];
-                    r->dk[key + (size_t)c] += scale * ds * (double)q[c];
-                    r->dq[row * width + (size_t)c] += scale * ds * (double)p->k[key + (size_t)c];
+            for (int s = 0; s < d->T; s++) {
+                size_t key = ((size_t)s * (size_t)d->Hk + (size_t)(h / (d->H / d->Hk))) * width;
+                double ds = of_key[s] * (dot_wide(dout, d->v + key, d->D) - along);
+                for (size_t c = 0; c < width; c++) {
+                    r->dv[key + c] += of_key[s] * dout[c];
+                    r->dk[key + c] += scale * ds * q[c];
+                    r->dq[row * width + c] += scale * ds * d->k[key + c];
                 }
             }
         }
-    free(of_key);
+    release(of_key);
+}
+
+static inline void attend_naively(const problem *p, const double *sinks, double *dsinks,
+                                  result *r) {
+    definition d = definition_of(p);
+    attend_defined(&d, sinks, dsinks, r);
+    definition_free(&d);
 }
 
 /* ---- Comparing ---- */

@@ -106,7 +106,8 @@ static inline int indexer_main(const indexer *x) {
     mask_of_lists(&p, lists, x->list_heads, x->count, x->block);
     attend_naively(&p, NULL, NULL, &r);
     compare_all(&p, &r);
-    free(in.q), free(in.k), free(in.weights), free(lists), free(scores), free(of_block), free(want);
+    release(in.q), release(in.k), release(in.weights), release(lists), release(scores),
+        release(of_block), release(want);
     return finish(&p, &r);
 }
 

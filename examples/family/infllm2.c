@@ -2,9 +2,6 @@
    score of the pooled keys that overlap it, the first block and the latest ones are always read,
    and one softmax runs over all of it.
    Twin: none; its definition, computed naively, stands below. */
-#define NSA_IMPLEMENTATION
-#include "nsa.h"
-
 #include "family.h"
 
 enum { T = 384, H = 8, HK = 2, D = 32, L = 8, STRIDE = 4, BLOCK = 16, COUNT = 8, LOCAL = 3 };
@@ -36,7 +33,7 @@ static void with_nsa(problem *p, int32_t *lists) {
                    nsa_attend_slc_forward(&x, &d, workspace, bytes));
     WITH_WORKSPACE(nsa_attend_slc_backward_workspace_size(&d),
                    nsa_attend_slc_backward(&dx, &x, &d, workspace, bytes));
-    free(pooled), free(ignored);
+    release(pooled), release(ignored);
 }
 
 /* softmax over the pooled keys that lie wholly at or before t, summed over the heads of a group; a
@@ -72,7 +69,7 @@ static void scores_naively(const problem *p, int t, int hk, double *of_block) {
 int main(void) {
     problem p = problem_new(T, H, HK, D);
     result r = result_new(&p);
-    static int32_t lists[T * HK * COUNT];
+    int32_t *lists = (int32_t *)allocate(sizeof *lists * T * HK * COUNT);
     int best = 1;
     printf("InfLLM-V2\n");
     with_nsa(&p, lists);
@@ -86,5 +83,6 @@ int main(void) {
     /* lse was the scorer's until slc wrote its own */
     attend_naively(&p, NULL, NULL, &r);
     compare_all(&p, &r);
+    release(lists);
     return finish(&p, &r);
 }

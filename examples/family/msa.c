@@ -1,9 +1,6 @@
 /* msa.c - MiniMax Sparse Attention (arXiv 2606.13392): one index head a kv group, a block scores by
    its best token, 16 blocks of 128 tokens are read, the query's own among them.
    Twin: none; indexer.h computes it with nsa.h and naively. */
-#define NSA_IMPLEMENTATION
-#include "nsa.h"
-
 #include "indexer.h"
 
 int main(void) {

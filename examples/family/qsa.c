@@ -1,9 +1,6 @@
 /* qsa.c - Qwen's sparse attention: as DeepSeek's, but index heads have no weights and score means
    of four tokens, and blocks of four are read; the tail at the query is always among them.
    Twin: none; indexer.h computes it with nsa.h and naively. */
-#define NSA_IMPLEMENTATION
-#include "nsa.h"
-
 #include "indexer.h"
 
 int main(void) {
