@@ -176,6 +176,15 @@ static void test_bad_value(int input, double value) {
             CHECK_BITS("a list that reads no bad value", bad.x[SLOT_BLOCKS] + (size_t)t * list,
                        clean.x[SLOT_BLOCKS] + (size_t)t * list, list, 4);
     }
+    if (input != SLOT_K) { /* its list has scores of 0 */
+        int J = p.x[SLOT_SCORES].width, wrong = 0;
+        double *scores = ref_zeros(tensor_count(&p.x[SLOT_SCORES]));
+        tensor_get(&p.x[SLOT_SCORES], scores);
+        for (int j = 0; j < nsa_slc_candidates(&d, row); j++)
+            wrong += scores[(row * d.kv_heads + d.kv_heads - 1) * J + j] != 0;
+        CHECK(!wrong, "%d scores of a query with a bad value are not 0", wrong);
+        free(scores);
+    }
     if (input == SLOT_K) { /* its block is chosen only where it is forced, or nothing is left out */
         int block = row / d.slc_block, chosen = 0, head = heads - 1;
         for (int t = 0; t < d.tokens; t++)

@@ -4,6 +4,6 @@
 #include "indexer.h"
 
 int main(void) {
-    static const indexer dsa = {"DSA", 320, 8, 2, 32, 4, 1, 16, 1, 64, 1, 1, 0, NSA_SCORE_RELU};
+    static const indexer dsa = {"DSA", 144, 8, 2, 32, 4, 1, 16, 1, 40, 1, 1, 0, NSA_SCORE_RELU};
     return indexer_main(&dsa);
 }

@@ -5,6 +5,6 @@
 
 int main(void) {
     /* the mean of logits is the logit of the mean, as long as nothing stands between them */
-    static const indexer qsa = {"QSA", 320, 8, 2, 32, 1, 1, 16, 4, 20, 2, 0, 1, NSA_SCORE_LINEAR};
+    static const indexer qsa = {"QSA", 192, 8, 2, 32, 1, 1, 16, 4, 14, 2, 0, 1, NSA_SCORE_LINEAR};
     return indexer_main(&qsa);
 }
