@@ -13,8 +13,8 @@ import textwrap
 
 SCALARS = {"int": "c_int", "double": "c_double", "float": "c_float", "int32_t": "c_int32",
            "int64_t": "c_int64", "uint16_t": "c_uint16", "size_t": "c_size_t"}
-# B, count, Hk, nsa_slc_count(T)
-AXES = r"((?:\w+, )+[\w ]+(?:\(T\))?)"
+# B, count, list heads, nsa_slc_count(T)
+AXES = r"((?:[\w ]+, )+[\w ]+(?:\(T\))?)"
 
 
 def fail(what):
@@ -291,6 +291,8 @@ def write_abi(version, all_enums, found, prototypes):
     text += "MEMBERS = {\n" + "".join(f'    "{member}": {value},\n' for _, members, _ in all_enums
                                     for member, value in members) + "}\n\n"
     text += "STRUCTS = {\n" + "".join(f'    "{name}": {camel(name)},\n' for name in found) + "}\n\n\n"
+    text += "__all__ = [\n" + "".join(f'    "{camel(name)}",\n' for name in sorted(
+        [name or "nsa_error" for name, _, _ in all_enums] + list(found))) + "]\n\n\n"
     text += "def prototypes(real: Any) -> dict[str, tuple[Any, list[Any], list[str], str]]:\n"
     text += '    """name: (result, argument types, argument names, what the header says), for a C type of sums."""\n'
     text += "    return {\n"

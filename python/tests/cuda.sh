@@ -15,7 +15,8 @@ from nsa import _abi, _library
 _library.Library(pathlib.Path(sys.argv[1]), ctypes.c_float)  # its layout is that of the package
 handle = ctypes.CDLL(sys.argv[1])
 called = [f"{name}{way}" for name in ("attend_cmp", "attend_slc", "attend_win", "attend_dense", "compress", "gate",
-                                      "rope", "attention") for way in ("_forward", "_backward")] + ["select_blocks"]
+                                      "rope", "merge", "attention") for way in ("_forward", "_backward")]
+called += ["select_blocks", "score_blocks", "rank_queries"]
 missing = [name for name in called if not hasattr(handle, "nsa_cuda_" + name)]
 print(f"{len(called) - len(missing)} functions are there; missing: {missing}")
 sys.exit(bool(missing))

@@ -66,13 +66,25 @@ class Layout(unittest.TestCase):
                      "decode_workspace_size": nsa.Cache.decode, "decode": nsa.Cache.decode}
         self.assertEqual([n for n in names if not hasattr(nsa, n) and n not in elsewhere], [])
 
+    def test_every_struct_and_enum_of_the_header_is_here(self):
+        names = re.findall(r"^typedef (?:struct|enum) nsa_(\w+)", HEADER.read_text().split("#endif /* NSA_H */")[0], re.M)
+        self.assertGreater(len(names), 25)
+        missing = {"".join(word.capitalize() for word in name.split("_")) for name in names} - set(nsa.__all__)
+        self.assertEqual(missing, set())
+        self.assertEqual([name for name in nsa.__all__ if not hasattr(nsa, name)], [])
+
     def test_every_letter_of_the_shapes_is_known(self):
-        letters = {part for struct in _abi.STRUCTS.values() if struct not in (_abi.Cache,)
-                   for shapes in struct._shapes_.values() for shape in shapes.values()
-                   for axis in shape for part in axis.split()}
-        x = nsa.Compress()
-        known = set(_library.extents(nsa.desc(1, 64, 2, 1, 16), x))
-        self.assertEqual({part for part in letters if not part.isdigit()} - known - {"heads"}, set())
+        axes = {axis for struct in _abi.STRUCTS.values() if struct not in (_abi.Cache,)
+                for shapes in struct._shapes_.values() for shape in shapes.values() for axis in shape}
+        known = set(_library.extents(nsa.desc(1, 64, 2, 1, 16), nsa.Compress()))
+        letters = {part for axis in axes - known for part in axis.split() if not part.isdigit()}
+        self.assertEqual(letters - known - {"heads"}, set())
+
+    def test_every_view_has_a_shape(self):
+        for name, struct in _abi.STRUCTS.items():
+            without = [field for field, kind in struct.kinds().items()
+                       if kind is nsa.Tensor and field not in struct._shapes_ and struct is not _abi.Cache]
+            self.assertEqual(without, [], name)
 
     def test_another_layout_does_not_load(self):
         path = _library.library().path
@@ -275,6 +287,52 @@ class Primitives(unittest.TestCase):
                          [0, 1, 5, 6])
         with self.assertRaises(nsa.Refused):
             nsa.cmp_count(nsa.desc(1, 256, 2, 1, 16, cmp_stride=0), 256)
+
+    def test_every_key_is_seen_and_each_head_has_lists(self):
+        p = Problem(mask="none", list_heads=4)
+        nsa.attend_win_forward(p.attend(), p.desc)
+        t, s = np.arange(p.T)[:, None], np.arange(p.T)
+        out, lse = softmax_attention(p.q, p.k, p.v, abs(t - s) < 24)
+        np.testing.assert_allclose(p.out, out, atol=2e-6, rtol=2e-6)
+        blocks = np.zeros((p.B, p.T, p.H, 3), np.int32)
+        scores = np.zeros((p.B, p.T, p.H, nsa.slc_count(p.desc, p.T)), np.float32)
+        nsa.score_blocks(nsa.Score(act="linear", pool="max", q=p.q, k=p.k, blocks=blocks, scores=scores), p.desc)
+        dots = np.einsum("bthd,bshd->bths", p.q, np.repeat(p.k, p.H // p.Hk, 2))
+        expected = dots.reshape(p.B, p.T, p.H, -1, 16).max(-1)
+        np.testing.assert_allclose(scores, expected, atol=1e-5)
+        best = np.sort(np.argsort(-expected, -1, kind="stable")[..., :3], -1)
+        np.testing.assert_array_equal(blocks, best)
+        again = np.zeros_like(blocks)
+        nsa.rank_queries(nsa.Rank(scores=scores, blocks=again), p.desc)
+        np.testing.assert_array_equal(again, blocks)
+        nsa.attend_slc_forward(p.attend(blocks=blocks), p.desc)
+        for head in range(p.H):
+            for query in (0, 50, p.T - 1):
+                sees = np.isin(np.arange(p.T) // 16, blocks[1, query, head])
+                out, _ = softmax_attention(p.q[1:, query:query + 1, head:head + 1], p.k[1:, :, head // 2:head // 2 + 1],
+                                           p.v[1:, :, head // 2:head // 2 + 1], sees[None])
+                np.testing.assert_allclose(p.out[1, query, head], out[0, 0, 0], atol=2e-6, rtol=2e-6)
+        self.assertIsNone(nsa.check_blocks(blocks, p.desc))
+        with self.assertRaisesRegex(ValueError, r"blocks: shape .* must be \(B, count, list heads"):
+            nsa.attend_slc_forward(p.attend(blocks=blocks[:, :, :2]), p.desc)
+
+    def test_merge(self):
+        p, q = Problem(), Problem()
+        both, lse = np.zeros_like(p.out), np.zeros_like(p.lse)
+        nsa.attend_win_forward(p.attend(), p.desc)
+        nsa.attend_win_forward(q.attend(), q.desc)
+        x = nsa.Merge(out_a=p.out, lse_a=p.lse, out_b=q.out, lse_b=q.lse, out=both, lse=lse)
+        nsa.merge_forward(x, p.desc)
+        np.testing.assert_allclose(lse, np.logaddexp(p.lse, q.lse), rtol=1e-6)
+        share = np.exp(p.lse - lse)[..., None]
+        np.testing.assert_allclose(both, share * p.out + (1 - share) * q.out, atol=2e-6)
+        dout = np.ones_like(both)
+        gradient = nsa.Merge(out_a=np.zeros_like(both), lse_a=np.zeros_like(lse), out=dout)
+        nsa.merge_backward(gradient, x, p.desc)
+        found = {path: array.owner for path, _, _, array in gradient.views()}
+        np.testing.assert_allclose(found["out_a"], np.broadcast_to(share, both.shape), atol=2e-6)
+        moved = (share * (1 - share) * (p.out - q.out)).sum(-1)
+        np.testing.assert_allclose(found["lse_a"], moved, atol=1e-5)
 
     def test_packed_sequences_equal_each_alone(self):
         p = Problem()

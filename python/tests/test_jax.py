@@ -193,6 +193,34 @@ class Jax(unittest.TestCase):
         both(lambda *x: nj.merge(*x)[0], merged, *parts)
         both(lambda *x: nj.merge(*x)[1], lambda a, la, b, lb: jnp.logaddexp(la, lb) + 0 * (a + b).sum(-1), *parts)
 
+    def test_scores_and_the_ranking_of_them(self):
+        blocks, scores = jax.jit(lambda *x: nj.score_blocks(*x, act="relu", pool="mean", scores=True, **GEOMETRY))(
+            self.q, self.k)
+        dots = jax.nn.relu(jnp.einsum("bthgd,bshd->bthgs", self.q.reshape(B, T, HK, H // HK, D), self.k)).sum(3)
+        close(scores[:, T - 1, :, 1], dots[:, T - 1, :, 16:32].mean(-1))
+        ranked = jax.jit(lambda x: nj.rank_queries(x, tokens=T, **GEOMETRY))(scores)
+        np.testing.assert_array_equal(ranked, blocks)
+        weights = rows(B, T, H)
+        _, weighed = nj.score_blocks(self.q, self.k, weights, scores=True, **GEOMETRY)
+        dots = jnp.einsum("bthgd,bshd->bthgs", self.q.reshape(B, T, HK, H // HK, D), self.k)
+        dots = (dots * weights.reshape(B, T, HK, H // HK, 1)).sum(3)
+        close(weighed[:, T - 1, :, 2], dots[:, T - 1, :, 32:48].max(-1))
+        k = rows(B, 12, HK, D)
+        _, lse = nj.attend_cmp(self.q, k, k, tokens=T, **GEOMETRY)
+        blocks, scores = nj.select_blocks(self.q, k, lse, tokens=T, scores=True, **GEOMETRY)
+        np.testing.assert_array_equal(nj.rank_queries(scores, tokens=T, **GEOMETRY), blocks)
+
+    def test_mask_and_list_heads(self):
+        t, s = jnp.arange(T)[:, None], jnp.arange(T)
+        both(lambda *x: nj.attend_win(*x, mask="none", **GEOMETRY)[0],
+             lambda *x: reference(*x, (jnp.abs(t - s) < 24)[None, :, None]), self.q, self.k, self.v)
+        each = dict(GEOMETRY, list_heads=H, slc_local=1)
+        blocks = nj.score_blocks(self.q, rows(B, T, HK, D), **each)
+        self.assertEqual(blocks.shape, (B, T, H, 3))
+        self.assertFalse(np.array_equal(blocks[:, :, 0], blocks[:, :, 1]))
+        both(lambda *x: nj.attend_slc(*x, blocks, **each)[0],
+             lambda *x: reference(*x, sees_blocks(blocks, 1, T)), self.q, self.k, self.v)
+
     def test_refusals(self):
         with self.assertRaisesRegex(Exception, "window: NSA_ERROR_SIZE"):
             jax.block_until_ready(nj.attend_win(self.q, self.k, self.v, window=0))

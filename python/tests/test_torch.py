@@ -225,6 +225,49 @@ class Gradients(unittest.TestCase):
             best = means.topk(min(2, t // 16 + 1), -1).indices.sort(-1).values.int()
             self.assertTrue(torch.equal(blocks[:, t, :, :best.shape[-1]], best))
 
+    def test_scores_and_the_ranking_of_them(self):
+        q, k = rows(B, T, H, D, grad=False), rows(B, T, HK, D, grad=False)
+        blocks, scores = nt.score_blocks(q, k, scores=True, **GEOMETRY)
+        self.assertTrue(torch.equal(nt.rank_queries(scores, tokens=T, **GEOMETRY), blocks))
+        best = torch.einsum("bthd,bshd->bths", q, k.repeat_interleave(H // HK, 2)).view(B, T, HK, H // HK, T).sum(3)
+        torch.testing.assert_close(scores[:, T - 1, :, 1], best[:, T - 1, :, 16:32].amax(-1))
+        self.assertTrue((scores[:, 15, :, 1:] == -math.inf).all())
+        k_cmp = nt.compress(k, cmp_block=8, cmp_stride=4)
+        lse = nt.attend_cmp(q, k_cmp, k_cmp, tokens=T, **GEOMETRY)[1]
+        blocks, scores = nt.select_blocks(q, k_cmp, lse, tokens=T, scores=True, **GEOMETRY)
+        self.assertTrue(torch.equal(nt.rank_queries(scores, tokens=T, **GEOMETRY), blocks))
+        total = torch.full((B, HK), 4 * H / HK)  # each of 12 blocks, 8 tokens in steps of 4: twice the sum of p but at ends
+        self.assertTrue((scores[:, T - 1].sum(-1).cpu() <= total).all())
+
+    def test_every_key_is_seen(self):
+        q, k, v = rows(B, T, H, D), rows(B, T, HK, D), rows(B, T, HK, DV)
+        t, s = torch.arange(T)[:, None], torch.arange(T)
+        near = ((t - s).abs() < 24)[None, :, None]
+        found, plain = nt.attend_win(q, k, v, mask="none", **GEOMETRY)[0], reference(q, k, v, near)
+        torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-10)
+        weight = torch.randn_like(found)
+        for a, b in zip(torch.autograd.grad((found * weight).sum(), (q, k, v)),
+                        torch.autograd.grad((plain * weight).sum(), (q, k, v))):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+    def test_lists_of_each_head(self):
+        torch.manual_seed(6)
+        q, k, v, gates, phi_k, phi_v = whole_tensors("mean")
+        out, blocks = whole(q, k, v, gates, phi_k, phi_v, "mean", blocks=True, list_heads=H, slc_local=1)
+        self.assertEqual(tuple(blocks.shape), (B, T, H, 3))
+        self.assertFalse(torch.equal(blocks[:, :, 0], blocks[:, :, 1]))
+        compressed = [reference_phi(x, "mean", {}) for x in (k[0], v[0])]
+        expected = sum(torch.sigmoid(gates[..., i:i + 1]).repeat_interleave(H // HK, 2) * branch for i, branch in enumerate((
+            reference(q, *compressed, sees_compressed(T, 12)), reference(q, k[1], v[1], sees_blocks(blocks, 1, T, 16)),
+            reference(q, k[2], v[2], sees_window(T, 24)))))
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+        weight, asked = torch.randn_like(out), leaves(q, k, v, gates, {}, {})
+        for a, b in zip(torch.autograd.grad((out * weight).sum(), asked),
+                        torch.autograd.grad((expected * weight).sum(), asked)):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+        given = nt.attend_slc(q, k[1], v[1], blocks, list_heads=H, slc_local=1, **GEOMETRY)[0]
+        torch.testing.assert_close(given, reference(q, k[1], v[1], sees_blocks(blocks, 1, T, 16)), rtol=1e-10, atol=1e-10)
+
     def test_what_is_saved(self):
         q, k, v = rows(B, T, H, D), rows(B, T, HK, D), rows(B, T, HK, DV)
         saved = []
@@ -236,9 +279,11 @@ class Gradients(unittest.TestCase):
         n = 12
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             whole(*tensors)
-        # Its inputs, three branches with their lse, the lists, the compressed rows: not what it returned.
-        outputs = 3 * B * T * H * (DV + 1) + B * T * HK * 3 + B * n * HK * (D + DV)
-        self.assertEqual(sum(t.numel() for t in saved), sum(t.numel() for t in leaves(*tensors)) + outputs)
+        # Its inputs, three branches with their lse, the lists, the compressed rows: not what it returned. What
+        # forward wrote are bytes of one tensor, in which each of eight begins at a multiple of 64.
+        outputs = 8 * (3 * B * T * H * (DV + 1) + B * n * HK * (D + DV)) + 4 * B * T * HK * 3
+        more = sum(t.numel() * t.element_size() for t in saved) - 8 * sum(t.numel() for t in leaves(*tensors)) - outputs
+        self.assertTrue(0 <= more < 8 * 64, more)
 
 
 class Layouts(unittest.TestCase):
@@ -354,8 +399,12 @@ class Operators(unittest.TestCase):
         compressed = [rows(B, 12, HK, D, dtype=dtype) for _ in range(2)]
         yield torch.ops.nsa.attend_cmp.default, (q, *compressed, None, None, T, 0, text)
         lse = nt.attend_cmp(q, *compressed, tokens=T, **GEOMETRY)[1]
-        yield torch.ops.nsa.select_blocks.default, (q.detach(), compressed[0].detach(), lse.detach(), None, T, 0, text)
-        yield torch.ops.nsa.score_blocks.default, (q.detach(), k.detach(), None, None, T, 0, "relu", "max", text)
+        for scores in (False, True):
+            yield torch.ops.nsa.select_blocks.default, (q.detach(), compressed[0].detach(), lse.detach(), None, T, 0,
+                                                        scores, text)
+            yield torch.ops.nsa.score_blocks.default, (q.detach(), k.detach(), None, None, T, 0, "relu", "max", scores,
+                                                       text)
+        yield torch.ops.nsa.rank_queries.default, (rows(B, T, HK, 4, dtype=dtype, grad=False), None, T, 0, text)
         yield torch.ops.nsa.merge.default, tuple(rows(*shape, dtype=dtype) for shape in
                                                  ((B, T, H, DV), (B, T, H, DV), (B, T, H), (B, T, H)))
         yield torch.ops.nsa.gate.default, (rows(B, T, HK, 3, dtype=dtype), *(rows(B, T, H, D, dtype=dtype) for _ in "abc"),

@@ -15,9 +15,9 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Sequence
 
-from . import _functions
-from ._abi import (VERSION, Attend, Attention, BlockFault, Compress, Desc, Dtype, Error, Forced, Gate, GateKind,
-                   Isa, Phi, Reads, Rope, RopePairs, RopeScaling, ScoreMap, Select, Tensor, WindowRule)
+from . import _abi, _functions
+from ._abi import *  # noqa: F403
+from ._abi import VERSION, Attention, BlockFault, Desc, Dtype, Error, Isa, Reads, Select
 from ._abi import Cache as _Cache
 from ._functions import *  # noqa: F403
 from ._library import Library, Refused, call, check_shapes, integers_in, library, library_for, memory
@@ -191,9 +191,7 @@ def f32_to_f16(x: float) -> int:
 
 
 __all__ = [
-    "Attend", "Attention", "BlockFault", "Cache", "Compress", "Desc", "Dtype", "Error", "Forced", "Gate",
-    "GateKind", "Isa", "Phi", "Reads", "Refused", "Rope", "RopePairs", "RopeScaling", "ScoreMap", "Select",
-    "Tensor", "WindowRule", "bf16_to_f32", "block_map", "block_overlap_range", "check_blocks", "cmp_begins",
-    "desc", "desc_check", "f16_to_f32", "f32_to_bf16", "f32_to_f16", "isa_available", "isa_name",
-    "normalize_blocks", "rank_blocks", *_functions.__all__,
+    "Refused", "bf16_to_f32", "block_map", "block_overlap_range", "check_blocks", "cmp_begins", "desc", "desc_check",
+    "f16_to_f32", "f32_to_bf16", "f32_to_f16", "isa_available", "isa_name", "normalize_blocks", "rank_blocks",
+    *_abi.__all__, *_functions.__all__,
 ]

@@ -125,7 +125,7 @@ def extents(desc: Desc, struct: Struct) -> dict[str, int]:
         rows = cmp_count(ctypes.byref(desc), tokens)
     known = {"B": 1 if begins else desc.batch, "T": tokens, "count": count, "N": rows, "H": desc.heads,
              "Hk": desc.kv_heads, "Dk": desc.dim, "Dv": desc.dim_v, "l": desc.cmp_block,
-             "gate_heads": desc.gate_heads,
+             "gate_heads": desc.gate_heads, "list heads": desc.list_heads or desc.kv_heads,
              "nsa_slc_count(T)": library().nsa_slc_count(ctypes.byref(desc), desc.tokens),
              "nsa_block_list_width": library().nsa_block_list_width(ctypes.byref(desc))}
     if hasattr(struct, "dim"):
@@ -159,7 +159,9 @@ def check_shapes(structs: Sequence[Struct], desc: Desc, words: Sequence[str]) ->
 
 
 def _extent(axis: str, known: dict[str, int]) -> int:
-    """"Hk", "3", "l D"."""
+    """"Hk", "3", "list heads", "l D"."""
+    if axis in known:
+        return known[axis]
     product = 1
     for part in axis.split():
         product *= int(part) if part.isdigit() else known[part]

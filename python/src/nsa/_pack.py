@@ -30,8 +30,9 @@ class Packer:
         self._end = 0
         self._walk(kind, "", 0, codes)
         codes.append(f"{ctypes.sizeof(kind) - self._end}x")
-        self._struct = struct.Struct("=" + "".join(codes))
-        assert self._struct.size == ctypes.sizeof(kind)
+        made = struct.Struct("=" + "".join(codes))
+        assert made.size == ctypes.sizeof(kind)
+        self.bytes = made.pack  #: of values
 
     def _walk(self, kind: Any, prefix: str, base: int, codes: list[str]) -> None:
         for name, of in kind.kinds().items():
@@ -47,11 +48,19 @@ class Packer:
             else:
                 self._walk(of, prefix + name + ".", at, codes)
 
-    def pack(self, given: dict[str, tuple[Any, ...]]) -> bytes:
-        values: list[Any] = []
+    def values(self, given: dict[str, tuple[Any, ...]]) -> list[Any]:
+        found: list[Any] = []
         for name, zeros in self.fields:
-            values += given.get(name, zeros)
-        return self._struct.pack(*values)
+            found += given.get(name, zeros)
+        return found
+
+    def place(self, field: str) -> int:
+        """Of a field's first value among all."""
+        names = [name for name, _ in self.fields]
+        return sum(len(zeros) for _, zeros in self.fields[:names.index(field)])
+
+    def pack(self, given: dict[str, tuple[Any, ...]]) -> bytes:
+        return self.bytes(*self.values(given))
 
 
 # ---- Descriptors --------------------------------------------------------------------------------
@@ -108,9 +117,26 @@ def list_width(text: str) -> int:
     return library().nsa_block_list_width(ctypes.byref(desc_struct(text, 1, 1, 1, 1, 1, 1, 0, 1, 1)))
 
 
+def check_options(text: str) -> None:
+    library().check(library().nsa_desc_check(ctypes.byref(desc_struct(text, 1, 1, 1, 1, 1, 1, 0, 1, 1))))
+
+
+def list_heads(text: str, kv_heads: Any) -> Any:
+    """How many heads have lists of their own."""
+    return option(text, "list_heads") or kv_heads
+
+
+def slc_count(text: str, tokens: Any) -> Any:
+    """Selection blocks of so many tokens, which may be symbolic."""
+    block = option(text, "slc_block")
+    if block < 1:
+        check_options(text)
+    return (tokens + block - 1) // block
+
+
 def cmp_count(text: str, tokens: Any) -> Any:
     """N(tokens); tokens may be symbolic."""
     block, stride = option(text, "cmp_block"), option(text, "cmp_stride")
     if stride < 1 or block < 1:
-        library().check(library().nsa_desc_check(ctypes.byref(desc_struct(text, 1, 1, 1, 1, 1, 1, 0, 1, 1))))
+        check_options(text)
     return 0 if tokens < block else (tokens - block) // stride + 1

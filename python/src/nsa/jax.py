@@ -21,15 +21,16 @@ from jax import Array
 
 from . import _abi
 from ._library import FOLDER, library
-from ._pack import BEGINS, PHI, Packer, cmp_count, desc_bytes, list_width, option, options as _options, parse
+from ._pack import (BEGINS, PHI, Packer, cmp_count, desc_bytes, list_heads, list_width, option, options as _options, parse,
+                    slc_count)
 
 __all__ = ["attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention", "compress", "gate", "merge",
-           "rope", "select_blocks"]
+           "rank_queries", "rope", "score_blocks", "select_blocks"]
 
 _DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3, "int32": 4}
 _ATTEND, _ATTENTION, _COMPRESS = Packer(_abi.Attend), Packer(_abi.Attention), Packer(_abi.Compress)
 _SELECT, _GATE, _ROPE = Packer(_abi.Select), Packer(_abi.Gate), Packer(_abi.Rope)
-_MERGE = Packer(_abi.Merge)
+_MERGE, _SCORE, _RANK = Packer(_abi.Merge), Packer(_abi.Score), Packer(_abi.Rank)
 
 
 @functools.lru_cache(None)
@@ -117,6 +118,10 @@ class _Call:
 
 def _like(x: Any, *shape: int, dtype: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape or x.shape, dtype or x.dtype)
+
+
+def _lists(q: Any, kv_heads: int, text: str) -> jax.ShapeDtypeStruct:
+    return _like(q, *q.shape[:2], list_heads(text, kv_heads), list_width(text), dtype=jnp.int32)
 
 
 def _real(x: Any) -> Any:
@@ -248,7 +253,7 @@ def _attend_call(branch, function, q, k, v, blocks, begins, tokens, first, text)
     _expect("k", k, q.shape[0], rows, k.shape[2], q.shape[3])
     _expect("v", v, q.shape[0], rows, k.shape[2], v.shape[3])
     if branch == "slc":
-        _expect("blocks", blocks, q.shape[0], q.shape[1], k.shape[2], list_width(text))
+        _expect("blocks", blocks, *_lists(q, k.shape[2], text).shape)
     return _Call(function, desc_bytes(text, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count,
                                       0), begins)
 
@@ -350,15 +355,54 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array
 
 # ---- Selection ----------------------------------------------------------------------------------
 
+def _chosen(call: _Call, packer: Packer, fixed: dict[str, tuple[Any, ...]], inputs: dict[str, Any], lists: Any, tokens: int,
+            scores: bool, text: str) -> Any:
+    """The lists, and with `scores` what they were chosen by."""
+    outputs = {"blocks": lists}
+    if scores:
+        outputs["scores"] = _like(inputs["q"], *lists.shape[:3], slc_count(text, tokens), dtype=_real(inputs["q"]))
+    call.add(packer, fixed, inputs, outputs)
+    found = call.run()
+    return tuple(found) if scores else found[0]
+
+
 def select_blocks(q: Array, k: Array, lse: Array, *, tokens: int, begins: Array | None = None, first: int = 0,
-                  **options: Any) -> Array:
-    """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. No gradient."""
+                  scores: bool = False, **options: Any) -> Any:
+    """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. With scores=True
+    also what they were chosen by, (B, T, Hk, selection blocks), -inf behind a query's candidates. No gradient."""
     q, k, lse = map(jax.lax.stop_gradient, (q, k, lse))
     text = _options(**options)
     call = _attend_call("cmp", "select_blocks", q, k, k, None, begins, tokens, first, text)
     _expect("lse", lse, *q.shape[:3])
-    call.add(_SELECT, {}, dict(q=q, k=k, lse=lse),
-             dict(blocks=_like(q, *q.shape[:2], k.shape[2], list_width(text), dtype=jnp.int32)))
+    return _chosen(call, _SELECT, {}, dict(q=q, k=k, lse=lse), _lists(q, k.shape[2], text), tokens, scores, text)
+
+
+def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str = "linear", pool: str = "max",
+                 begins: Array | None = None, longest: int = 0, first: int = 0, scores: bool = False,
+                 **options: Any) -> Any:
+    """The lists (B, T, Hk, n) int32 of the best blocks by the score of their tokens, sum over the heads of a group of
+    weights (B, T, H) act(q . k), linear or relu; of a block the max or the mean. With scores=True also the scores of
+    the blocks. No gradient."""
+    q, k = map(jax.lax.stop_gradient, (q, k))
+    if weights is not None:
+        _expect("weights", weights, *q.shape[:3])
+        weights = jax.lax.stop_gradient(weights)
+    text, tokens, kinds = _options(**options), _tokens(k, begins, longest), _abi.Score(act=act, pool=pool)
+    call = _attend_call("score", "score_blocks", q, k, k, None, begins, tokens, first, text)
+    return _chosen(call, _SCORE, dict(act=(kinds.act,), pool=(kinds.pool,)), dict(q=q, k=k, weights=weights),
+                   _lists(q, k.shape[2], text), tokens, scores, text)
+
+
+def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, first: int = 0, **options: Any) -> Array:
+    """The lists (B, T, Hk, n) int32 of the best blocks by scores from elsewhere, (B, T, Hk, selection blocks of so many
+    tokens), in float32 or, of doubles, float64."""
+    scores, text = jax.lax.stop_gradient(scores), _options(**options)
+    batch, tokens, count = _problem(scores, begins, tokens, first)
+    heads = scores.shape[2]
+    _expect("scores", scores, *scores.shape[:3], slc_count(text, tokens))
+    call = _Call("rank_queries", desc_bytes(text, batch, tokens, heads, heads, 1, 1, first, count, 0), begins)
+    call.add(_RANK, {}, dict(scores=scores),
+             dict(blocks=_like(scores, *scores.shape[:3], list_width(text), dtype=jnp.int32)))
     return call.run()[0]
 
 
@@ -439,7 +483,7 @@ def _attention(arrays, phis, begins, longest, first, kinds, text):
     q, v = x["q"], x["v_slc"]
     heads, n = q.shape[:3], cmp_count(text, x["k_slc"].shape[1])
     outputs = {"out": _like(q, *heads, v.shape[3]),
-               "blocks": _like(q, *q.shape[:2], v.shape[2], list_width(text), dtype=jnp.int32),
+               "blocks": _lists(q, v.shape[2], text),
                "k_cmp.out": _like(q, q.shape[0], n, v.shape[2], q.shape[3]),
                "v_cmp.out": _like(q, q.shape[0], n, v.shape[2], v.shape[3]),
                **{"out_" + b: _like(q, *heads, v.shape[3]) for b in ("cmp", "slc", "win")},

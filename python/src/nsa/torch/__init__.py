@@ -22,7 +22,7 @@ from ._native import cuda_library
 Tensor = _torch.Tensor
 
 __all__ = ["Cache", "NativeSparseAttention", "attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention",
-           "compress", "cuda_library", "gate", "merge", "rope", "score_blocks", "select_blocks"]
+           "compress", "cuda_library", "gate", "merge", "rank_queries", "rope", "score_blocks", "select_blocks"]
 
 
 def rope(x: Tensor, positions: Tensor | None = None, *, begins: Tensor | None = None, longest: int = 0,
@@ -68,16 +68,30 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, *, begins: Tensor | None = Non
 
 
 def select_blocks(q: Tensor, k: Tensor, lse: Tensor, *, tokens: int, begins: Tensor | None = None, first: int = 0,
-                  **options: Any) -> Tensor:
-    """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. No gradient."""
-    return _o.select_blocks(q, k, lse, begins, tokens, first, _options(**options))
+                  scores: bool = False, **options: Any) -> Any:
+    """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. With scores=True
+    also what they were chosen by, (B, T, Hk, selection blocks), -inf behind a query's candidates. No gradient."""
+    return _selected(_o.select_blocks(q, k, lse, begins, tokens, first, scores, _options(**options)), scores)
 
 
 def score_blocks(q: Tensor, k: Tensor, weights: Tensor | None = None, *, act: str = "linear", pool: str = "max",
-                 begins: Tensor | None = None, longest: int = 0, first: int = 0, **options: Any) -> Tensor:
+                 begins: Tensor | None = None, longest: int = 0, first: int = 0, scores: bool = False,
+                 **options: Any) -> Any:
     """The lists (B, T, Hk, n) int32 of the best blocks by the score of their tokens, sum over the heads of a group of
-    weights (B, T, H) act(q . k), linear or relu; of a block the max or the mean. No gradient."""
-    return _o.score_blocks(q, k, weights, begins, _tokens(k, begins, longest), first, act, pool, _options(**options))
+    weights (B, T, H) act(q . k), linear or relu; of a block the max or the mean. With scores=True also the scores of
+    the blocks. No gradient."""
+    return _selected(_o.score_blocks(q, k, weights, begins, _tokens(k, begins, longest), first, act, pool, scores,
+                                     _options(**options)), scores)
+
+
+def rank_queries(scores: Tensor, *, tokens: int, begins: Tensor | None = None, first: int = 0, **options: Any) -> Tensor:
+    """The lists (B, T, Hk, n) int32 of the best blocks by scores from elsewhere, (B, T, Hk, selection blocks of so many
+    tokens), in float32 or, of doubles, float64."""
+    return _o.rank_queries(scores, begins, tokens, first, _options(**options))
+
+
+def _selected(found: tuple[Tensor, Tensor], scores: bool) -> Any:
+    return tuple(found) if scores else found[0]
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

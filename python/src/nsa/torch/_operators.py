@@ -1,7 +1,7 @@
 """The operators nsa::... of PyTorch: schema, shapes, forward, backward, autocast.
 
-For each: shapes() allocates what it returns, and is its fake kernel; the kernel fills that; setup() saves what
-backward reads and no more. Tensors are (B, T, H, D), or (1, rows, H, D) with `begins`. From torch 2.4 on they
+For each: rooms() says what it returns, which is its fake kernel too; structs() makes the library's structs of views;
+setup() saves what backward reads and no more. Tensors are (B, T, H, D), or (1, rows, H, D) with `begins`. From torch 2.4 on they
 are operators of torch.library; before, autograd Functions. Twin: __init__.py, the functions people call.
 """
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, Callable, Sequence
 import torch
 
 from .. import _abi
-from .._pack import PHI as _PHI, Packer, cmp_count, list_width, option, parse
-from ._native import desc, native, parameters, rows
+from .._pack import PHI as _PHI, Packer, cmp_count, list_heads, list_width, option, parse, slc_count
+from ._native import Room, Slot, View, desc, parameters, rows, run
 
 #: Whether this torch has operators with fake kernels and autograd formulas (2.4 and later).
 HAS_OPERATORS = hasattr(torch.library, "register_fake")
 
 _ATTEND, _ATTENTION, _COMPRESS = Packer(_abi.Attend), Packer(_abi.Attention), Packer(_abi.Compress)
 _SELECT, _GATE, _ROPE = Packer(_abi.Select), Packer(_abi.Gate), Packer(_abi.Rope)
-_MERGE, _SCORE = Packer(_abi.Merge), Packer(_abi.Score)
+_MERGE, _SCORE, _RANK = Packer(_abi.Merge), Packer(_abi.Score), Packer(_abi.Rank)
 _library: Any = torch.library.Library("nsa", "DEF") if HAS_OPERATORS else None
 
 
@@ -33,15 +33,29 @@ def _cast(arguments: Sequence[Any], device: str, keep: Sequence[int]) -> list[An
             and i not in keep else x for i, x in enumerate(arguments)]
 
 
-def _define(name: str, schema: str, shapes: Callable, kernel: Callable, setup: Callable | None = None,
-            backward: Callable | None = None, autocast: Sequence[int] | None = None) -> Callable:
-    """autocast: None, or the places of arguments that are not cast."""
+def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: Callable | None = None,
+            backward: Callable | None = None, autocast: Sequence[int] | None = None, of: str | None = None) -> Callable:
+    """autocast: None, or the places of arguments that are not cast. of: the library's function, if not `name`."""
+    function, returned = of or name, schema.partition(" -> ")[2]
+    arguments = schema[1:schema.index(")")].split(", ")
+    places = [i for i, argument in enumerate(arguments) if argument.startswith("Tensor")]
+    begins = next((i for i, argument in enumerate(arguments) if argument.endswith(" begins")), None)
+
+    def shaped(found: list[torch.Tensor]) -> Any:
+        return found[0] if returned == "Tensor" else found if returned == "Tensor[]" else tuple(found)
+
+    def kernel(*given: Any) -> Any:
+        if begins is not None and given[begins] is not None:
+            _check_begins(given[begins], given[0].shape[1])
+        return shaped(run(function, given, places, rooms, structs))
+
     if not HAS_OPERATORS:
         return _casting(_differentiable(kernel, setup, backward), autocast)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         _library.impl(name, kernel, key)
-    torch.library.register_fake("nsa::" + name, shapes, lib=_library)
+    torch.library.register_fake(
+        "nsa::" + name, lambda *given: shaped([room.empty(given[0].device) for room in rooms(*given)]), lib=_library)
     operator = getattr(torch.ops.nsa, name).default
     if backward is not None:
         _library.impl(name, _differentiable(_below_autograd(operator), setup, backward), "Autograd")
@@ -110,81 +124,82 @@ def _expect(name: str, x: Any, *shape: Any) -> None:
         raise ValueError(f"{name}: shape {tuple(x.shape)}, must be {shape}")
 
 
-def _packed(x: Any) -> Any:
-    """With a packed last axis, which autograd's own gradients need not have."""
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
-def _real(x: torch.Tensor) -> torch.dtype:
+def _real(x: Any) -> torch.dtype:
     """What is summed in, and lse's dtype."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _problem(q: torch.Tensor, begins: Any, tokens: int, first: int) -> tuple[int, int, int]:
+def _like(x: Any, *shape: Any) -> Room:
+    return Room(shape or tuple(x.shape), x.dtype)
+
+
+def _problem(q: Any, begins: Any, tokens: int, first: int) -> tuple[int, int, int]:
     """(sequences, tokens of the longest, query rows of each)."""
     if begins is None:
         return q.shape[0], tokens, q.shape[1]
-    if begins.dtype != torch.int32 or begins.dim() != 1 or q.shape[0] != 1:
+    if begins.dtype != torch.int32 or len(begins.shape) != 1 or q.shape[0] != 1:
         raise ValueError("begins: must be int32 of one axis, with tensors of (1, rows, heads, width)")
-    _check_begins(begins, q.shape[1])
     return begins.shape[0] - 1, tokens, tokens - first
 
 
 def _check_begins(begins: torch.Tensor, total: int) -> None:
     """On the CPU: rows that the tensors do not have must not be read. On CUDA no kernel leaves its views, and
     nobody waits for the device."""
-    if begins.device.type == "cpu" and type(begins) is torch.Tensor and begins.shape[0]:
-        ends = begins.tolist()
-        if ends[-1] > total:
-            raise ValueError(f"begins: ends at row {ends[-1]}, there are {total}")
+    if begins.device.type == "cpu" and begins.dim() == 1 and begins.shape[0]:
+        if not begins.is_contiguous():
+            raise ValueError("begins: must be packed")
+        end = int(begins[-1])
+        if end > total:
+            raise ValueError(f"begins: ends at row {end}, there are {total}")
 
 
-def _zeros(x: torch.Tensor, wanted: bool) -> torch.Tensor:
-    """Room for a gradient; nothing where it is not wanted."""
-    return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if wanted else x.new_empty(0)
+def _lists(q: Any, kv_heads: Any, options: str) -> Room:
+    return Room((*q.shape[:2], list_heads(options, kv_heads), list_width(options)), torch.int32)
+
+
+def _gradients(tensors: Sequence[Any], mask: int) -> list[Room]:
+    """Of those that are asked for."""
+    return [Room(tuple(x.shape), x.dtype, True) for i, x in enumerate(tensors) if mask >> i & 1]
+
+
+def _named(names: Sequence[str], mask: int, found: Sequence[Any]) -> dict[str, Any]:
+    """The gradients that are asked for, by their names."""
+    return dict(zip([name for i, name in enumerate(names) if mask >> i & 1], found))
 
 
 def _mask(ctx: Any, count: int) -> int:
-    return sum(1 << i for i in range(count) if ctx.needs_input_grad[i])
+    mask = 0
+    for i, needed in enumerate(ctx.needs_input_grad[:count]):
+        mask |= needed << i
+    return mask
 
 
-def _or_none(gradients: Sequence[torch.Tensor], mask: int) -> list[Any]:
-    return [g if mask >> i & 1 else None for i, g in enumerate(gradients)]
+def _in_places(gradients: Sequence[torch.Tensor], mask: int, count: int) -> list[Any]:
+    """None where none was asked for."""
+    left = iter(gradients)
+    return [next(left) if mask >> i & 1 else None for i in range(count)]
 
 
 # ---- RoPE ---------------------------------------------------------------------------------------
 
-def _rope_desc(x: torch.Tensor, positions: Any, begins: Any, longest: int, first: int) -> bytes:
+def _rope_desc(x: View, positions: Any, begins: Any, longest: int, first: int) -> Any:
     batch, tokens, count = _problem(x, begins, longest if begins is not None else first + x.shape[1], first)
     if positions is not None:
         _expect("positions", positions, *x.shape[:2])
     return desc("", batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, begins)
 
 
-def _rope_fields(x: Any, options: str) -> dict[str, tuple[Any, ...]]:
+def _rope_fields(x: View, positions: Any, options: str) -> dict[str, tuple[Any, ...]]:
     made = _abi.Rope(**parse(options, _abi.Rope))
     fields = {name: (getattr(made, name),) for name, of in _abi.Rope.kinds().items() if of is not _abi.Tensor}
-    fields.update(heads=(x.shape[2],), dim=(x.shape[3],))
+    fields.update(heads=(x.shape[2],), dim=(x.shape[3],), x=rows(x), positions=rows(positions))
     return fields
 
 
-def _positions(positions: Any) -> tuple[int, ...]:
-    if positions is None:
-        return (0, 0, 0, 0, 0)
-    batch, token = positions.stride()
-    return positions.data_ptr(), 4, batch, token, 0
-
-
-def _rope_shapes(x, positions, begins, longest, first, options):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _rope_kernel(x, positions, begins, longest, first, options):
-    out, x = _rope_shapes(x, positions, begins, longest, first, options), _packed(x)
-    fields = _rope_fields(x, options)
-    fields.update(x=rows(x), out=rows(out), positions=_positions(positions))
-    native(x).run("rope_forward", x, (_ROPE.pack(fields),), _rope_desc(x, positions, begins, longest, first))
-    return out
+def _rope_structs(arguments, returned):
+    x, positions, begins, longest, first, options = arguments
+    fields = dict(_rope_fields(x, positions, options), out=rows(returned[0]))
+    return (_ROPE, fields), _rope_desc(x, positions, begins, longest, first)
 
 
 def _rope_setup(ctx, inputs, output):
@@ -192,18 +207,15 @@ def _rope_setup(ctx, inputs, output):
     ctx.save_for_backward(positions, begins)
 
 
-def _rope_backward_kernel(dout, positions, begins, longest, first, options):
-    dx, dout = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device), _packed(dout)
-    fields = _rope_fields(dout, options)
-    fields.update(x=rows(dout), out=rows(dout), positions=_positions(positions))
-    gradient = _ROPE.pack(dict(x=rows(dx), out=rows(dout)))
-    native(dout).run("rope_backward", dout, (gradient, _ROPE.pack(fields)),
-                     _rope_desc(dout, positions, begins, longest, first))
-    return dx
+def _rope_backward_structs(arguments, returned):
+    dout, positions, begins, longest, first, options = arguments
+    fields = dict(_rope_fields(dout, positions, options), out=rows(dout))
+    return (_ROPE, dict(x=rows(returned[0]), out=rows(dout))), (_ROPE, fields), _rope_desc(dout, positions, begins,
+                                                                                            longest, first)
 
 
 rope_backward = _define("rope_backward", "(Tensor dout, Tensor? positions, Tensor? begins, SymInt longest, SymInt first, "
-                        "str options) -> Tensor", _rope_shapes, _rope_backward_kernel)
+                        "str options) -> Tensor", lambda dout, *_: _gradients([dout], 1), _rope_backward_structs)
 
 
 def _rope_gradient(ctx, dout):
@@ -212,12 +224,12 @@ def _rope_gradient(ctx, dout):
 
 
 rope = _define("rope", "(Tensor x, Tensor? positions, Tensor? begins, SymInt longest, SymInt first, str options) -> Tensor",
-               _rope_shapes, _rope_kernel, _rope_setup, _rope_gradient)
+               lambda x, *_: [_like(x)], _rope_structs, _rope_setup, _rope_gradient, of="rope_forward")
 
 
 # ---- Compression --------------------------------------------------------------------------------
 
-def _phi_fields(prefix: str, phi: str, x: torch.Tensor, given: Sequence[Any], block: int) -> dict[str, tuple[Any, ...]]:
+def _phi_fields(prefix: str, phi: str, x: View, given: Sequence[Any], block: int) -> dict[str, tuple[Any, ...]]:
     """phi's parameters, of which each shape is held against its rule."""
     width, hidden = x.shape[3], 0
     pos, w1, b1, w2, b2 = given
@@ -235,25 +247,20 @@ def _phi_fields(prefix: str, phi: str, x: torch.Tensor, given: Sequence[Any], bl
     return fields
 
 
-def _compress_desc(x: torch.Tensor, begins: Any, longest: int, options: str) -> bytes:
+def _compress_desc(x: View, begins: Any, longest: int, options: str) -> Any:
     batch, tokens, count = _problem(x, begins, longest if begins is not None else x.shape[1], 0)
     return desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, begins)
 
 
-def _compress_shapes(x, pos, w1, b1, w2, b2, begins, longest, phi, options):
+def _compress_rooms(x, pos, w1, b1, w2, b2, begins, longest, phi, options):
     # Packed sequences have at most as many blocks as one sequence of all rows; what is behind them stays 0.
-    shape = (x.shape[0], cmp_count(options, x.shape[1]), x.shape[2], x.shape[3])
-    make = torch.empty if begins is None else torch.zeros
-    return make(shape, dtype=x.dtype, device=x.device)
+    return [Room((x.shape[0], cmp_count(options, x.shape[1]), x.shape[2], x.shape[3]), x.dtype, begins is not None)]
 
 
-def _compress_kernel(x, pos, w1, b1, w2, b2, begins, longest, phi, options):
-    out = _compress_shapes(x, pos, w1, b1, w2, b2, begins, longest, phi, options)
-    x = _packed(x)
-    fields = _phi_fields("", phi, x, [_packed(p) for p in (pos, w1, b1, w2, b2)], option(options, "cmp_block"))
-    fields["out"] = rows(out)
-    native(x).run("compress_forward", x, (_COMPRESS.pack(fields),), _compress_desc(x, begins, longest, options))
-    return out
+def _compress_structs(arguments, returned):
+    x, *given, begins, longest, phi, options = arguments
+    fields = _phi_fields("", phi, x, given, option(options, "cmp_block"))
+    return (_COMPRESS, dict(fields, out=rows(returned[0]))), _compress_desc(x, begins, longest, options)
 
 
 def _compress_setup(ctx, inputs, output):
@@ -261,40 +268,35 @@ def _compress_setup(ctx, inputs, output):
     ctx.save_for_backward(*tensors)
 
 
-def _compress_backward_shapes(dout, x, pos, w1, b1, w2, b2, begins, longest, phi, options, mask):
-    return [_zeros(t, bool(mask >> i & 1)) if t is not None else x.new_empty(0)
-            for i, t in enumerate((x, pos, w1, b1, w2, b2))]
+def _compress_backward_rooms(dout, *arguments):
+    return _gradients(arguments[:6], arguments[-1])
 
 
-def _compress_backward_kernel(dout, x, pos, w1, b1, w2, b2, begins, longest, phi, options, mask):
-    found = _compress_backward_shapes(dout, x, pos, w1, b1, w2, b2, begins, longest, phi, options, mask)
-    dout, x, given = _packed(dout), _packed(x), [_packed(p) for p in (pos, w1, b1, w2, b2)]
+def _compress_backward_structs(arguments, returned):
+    dout, x, *given, begins, longest, phi, options, mask = arguments
     fields = _phi_fields("", phi, x, given, option(options, "cmp_block"))
-    fields["out"] = rows(dout)
     gradient = {name: (rows if name == "x" else parameters)(g)
-                for i, (name, g) in enumerate(zip(("x", *_PHI), found)) if g.numel() and mask >> i & 1}
-    gradient["out"] = rows(dout)
-    native(x).run("compress_backward", x, (_COMPRESS.pack(gradient), _COMPRESS.pack(fields)),
-                  _compress_desc(x, begins, longest, options))
-    return found
+                for name, g in _named(("x", *_PHI), mask, returned).items()}
+    return ((_COMPRESS, dict(gradient, out=rows(dout))), (_COMPRESS, dict(fields, out=rows(dout))),
+            _compress_desc(x, begins, longest, options))
 
 
 compress_backward = _define(
     "compress_backward", "(Tensor dout, Tensor x, Tensor? pos, Tensor? w1, Tensor? b1, Tensor? w2, Tensor? b2, "
     "Tensor? begins, SymInt longest, str phi, str options, int mask) -> Tensor[]",
-    _compress_backward_shapes, _compress_backward_kernel)
+    _compress_backward_rooms, _compress_backward_structs)
 
 
 def _compress_gradient(ctx, dout):
     mask = _mask(ctx, 6)
     found = compress_backward(dout, *ctx.saved_tensors, ctx.longest, ctx.phi, ctx.options, mask)
-    return (*_or_none(found, mask), None, None, None, None)
+    return (*_in_places(found, mask, 6), None, None, None, None)
 
 
 compress = _define(
     "compress", "(Tensor x, Tensor? pos, Tensor? w1, Tensor? b1, Tensor? w2, Tensor? b2, Tensor? begins, "
     "SymInt longest, str phi, str options) -> Tensor",
-    _compress_shapes, _compress_kernel, _compress_setup, _compress_gradient, autocast=())
+    _compress_rooms, _compress_structs, _compress_setup, _compress_gradient, autocast=(), of="compress_forward")
 
 
 # ---- Attention over few keys --------------------------------------------------------------------
@@ -313,49 +315,43 @@ def _attend_desc(branch, q, k, v, blocks, begins, tokens, first, options):
     _expect("k", k, q.shape[0], key_rows, k.shape[2], q.shape[3])
     _expect("v", v, q.shape[0], key_rows, k.shape[2], v.shape[3])
     if branch == "slc":
-        _expect("blocks", blocks, q.shape[0], q.shape[1], k.shape[2], list_width(options))
+        _expect("blocks", blocks, *_lists(q, k.shape[2], options).shape)
     return desc(options, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count, begins)
 
 
-def _attend_shapes(q, k, v, blocks, begins, tokens, first, options):
-    return (torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device),
-            torch.empty(q.shape[:3], dtype=_real(q), device=q.device))
+def _attend_rooms(q, k, v, *_):
+    return [_like(q, *q.shape[:3], v.shape[3]), Room(tuple(q.shape[:3]), _real(q))]
 
 
-def _attend_backward_shapes(dout, dlse, q, k, v, blocks, begins, out, lse, tokens, first, options, mask):
-    return [_zeros(t, bool(mask >> i & 1)) for i, t in enumerate((q, k, v))]
+def _attend_backward_rooms(dout, dlse, *arguments):
+    return _gradients(arguments[:3], arguments[-1])
 
 
 def _make_attend(branch: str) -> Callable:
     name = "attend_" + branch
 
-    def kernel(q, k, v, blocks, begins, tokens, first, options):
-        out, lse = _attend_shapes(q, k, v, blocks, begins, tokens, first, options)
-        q, k, v, blocks = _packed(q), _packed(k), _packed(v), _packed(blocks)
-        d = _attend_desc(branch, q, k, v, blocks, begins, tokens, first, options)
-        x = _ATTEND.pack(dict(q=rows(q), k=rows(k), v=rows(v), out=rows(out), lse=rows(lse), blocks=rows(blocks)))
-        native(q).run(name + "_forward", q, (x,), d)
-        return out, lse
+    def structs(arguments, returned):
+        q, k, v, blocks = arguments[:4]
+        out, lse = returned
+        x = dict(q=rows(q), k=rows(k), v=rows(v), out=rows(out), lse=rows(lse), blocks=rows(blocks))
+        return (_ATTEND, x), _attend_desc(branch, *arguments)
 
     def setup(ctx, inputs, output):
         q, k, v, blocks, begins, ctx.tokens, ctx.first, ctx.options = inputs
         ctx.save_for_backward(q, k, v, blocks, begins, *output)
         ctx.set_materialize_grads(False)
 
-    def backward_kernel(dout, dlse, q, k, v, blocks, begins, out, lse, tokens, first, options, mask):
-        found = _attend_backward_shapes(dout, dlse, q, k, v, blocks, begins, out, lse, tokens, first, options, mask)
-        dout, q, k, v, blocks = (_packed(x) for x in (dout, q, k, v, blocks))
-        d = _attend_desc(branch, q, k, v, blocks, begins, tokens, first, options)
-        x = _ATTEND.pack(dict(q=rows(q), k=rows(k), v=rows(v), out=rows(out), lse=rows(lse), blocks=rows(blocks)))
-        gradient = {n: rows(g) for i, (n, g) in enumerate(zip("qkv", found)) if mask >> i & 1}
+    def backward_structs(arguments, returned):
+        dout, dlse, q, k, v, blocks, begins, out, lse, tokens, first, options, mask = arguments
+        x = dict(q=rows(q), k=rows(k), v=rows(v), out=rows(out), lse=rows(lse), blocks=rows(blocks))
+        gradient = {n: rows(g) for n, g in _named("qkv", mask, returned).items()}
         gradient.update(out=rows(dout), lse=rows(dlse))
-        native(q).run(name + "_backward", q, (_ATTEND.pack(gradient), x), d)
-        return found
+        return (_ATTEND, gradient), (_ATTEND, x), _attend_desc(branch, q, k, v, blocks, begins, tokens, first, options)
 
     backward = _define(
         name + "_backward", "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? blocks, "
         "Tensor? begins, Tensor out, Tensor lse, SymInt tokens, SymInt first, str options, int mask) -> Tensor[]",
-        _attend_backward_shapes, backward_kernel)
+        _attend_backward_rooms, backward_structs)
 
     def gradient(ctx, dout, dlse):
         if dout is None and dlse is None:
@@ -363,16 +359,20 @@ def _make_attend(branch: str) -> Callable:
         mask, saved = _mask(ctx, 3), ctx.saved_tensors
         dout = torch.zeros_like(saved[5]) if dout is None else dout
         found = backward(dout, dlse, *saved, ctx.tokens, ctx.first, ctx.options, mask)
-        return (*_or_none(found, mask), None, None, None, None, None)
+        return (*_in_places(found, mask, 3), None, None, None, None, None)
 
     return _define(name, "(Tensor q, Tensor k, Tensor v, Tensor? blocks, Tensor? begins, SymInt tokens, SymInt first, "
-                   "str options) -> (Tensor, Tensor)", _attend_shapes, kernel, setup, gradient, autocast=())
+                   "str options) -> (Tensor, Tensor)", _attend_rooms, structs, setup, gradient, autocast=(),
+                   of=name + "_forward")
 
 
 attend = {branch: _make_attend(branch) for branch in ("cmp", "slc", "win", "dense")}
 
 
 # ---- Merge --------------------------------------------------------------------------------------
+
+_PARTS = ("out_a", "out_b", "lse_a", "lse_b")
+
 
 def _merge_desc(out_a, out_b, lse_a, lse_b):
     batch, tokens, heads, width = out_a.shape
@@ -382,21 +382,10 @@ def _merge_desc(out_a, out_b, lse_a, lse_b):
     return desc("", batch, tokens, heads, heads, 1, width, 0, tokens, None)
 
 
-def _merge_shapes(out_a, out_b, lse_a, lse_b):
-    return (torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device),
-            torch.empty(lse_a.shape, dtype=lse_a.dtype, device=lse_a.device))
-
-
-def _merge_views(out_a, out_b, lse_a, lse_b):
-    return dict(out_a=rows(out_a), out_b=rows(out_b), lse_a=rows(lse_a), lse_b=rows(lse_b))
-
-
-def _merge_kernel(out_a, out_b, lse_a, lse_b):
-    out, lse = _merge_shapes(out_a, out_b, lse_a, lse_b)
-    out_a, out_b = _packed(out_a), _packed(out_b)
-    x = _MERGE.pack(dict(_merge_views(out_a, out_b, lse_a, lse_b), out=rows(out), lse=rows(lse)))
-    native(out).run("merge_forward", out, (x,), _merge_desc(out_a, out_b, lse_a, lse_b))
-    return out, lse
+def _merge_structs(arguments, returned):
+    out, lse = returned
+    x = dict(zip(_PARTS, map(rows, arguments)), out=rows(out), lse=rows(lse))
+    return (_MERGE, x), _merge_desc(*arguments)
 
 
 def _merge_setup(ctx, inputs, output):
@@ -404,23 +393,16 @@ def _merge_setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _merge_backward_shapes(dout, dlse, out_a, out_b, lse_a, lse_b, mask):
-    return [_zeros(t, bool(mask >> i & 1)) for i, t in enumerate((out_a, out_b, lse_a, lse_b))]
-
-
-def _merge_backward_kernel(dout, dlse, out_a, out_b, lse_a, lse_b, mask):
-    found = _merge_backward_shapes(dout, dlse, out_a, out_b, lse_a, lse_b, mask)
-    dout, out_a, out_b = _packed(dout), _packed(out_a), _packed(out_b)
-    gradient = {name: rows(g) for i, (name, g) in enumerate(zip(("out_a", "out_b", "lse_a", "lse_b"), found))
-                if mask >> i & 1}
+def _merge_backward_structs(arguments, returned):
+    dout, dlse, *parts, mask = arguments
+    gradient = {name: rows(g) for name, g in _named(_PARTS, mask, returned).items()}
     gradient.update(out=rows(dout), lse=rows(dlse))
-    x = _MERGE.pack(_merge_views(out_a, out_b, lse_a, lse_b))
-    native(dout).run("merge_backward", dout, (_MERGE.pack(gradient), x), _merge_desc(out_a, out_b, lse_a, lse_b))
-    return found
+    return (_MERGE, gradient), (_MERGE, dict(zip(_PARTS, map(rows, parts)))), _merge_desc(*parts)
 
 
 merge_backward = _define("merge_backward", "(Tensor dout, Tensor? dlse, Tensor out_a, Tensor out_b, Tensor lse_a, "
-                         "Tensor lse_b, int mask) -> Tensor[]", _merge_backward_shapes, _merge_backward_kernel)
+                         "Tensor lse_b, int mask) -> Tensor[]",
+                         lambda dout, dlse, *a: _gradients(a[:4], a[4]), _merge_backward_structs)
 
 
 def _merge_gradient(ctx, dout, dlse):
@@ -428,76 +410,96 @@ def _merge_gradient(ctx, dout, dlse):
         return None, None, None, None
     mask, saved = _mask(ctx, 4), ctx.saved_tensors
     dout = torch.zeros_like(saved[0]) if dout is None else dout
-    return tuple(_or_none(merge_backward(dout, dlse, *saved, mask), mask))
+    return tuple(_in_places(merge_backward(dout, dlse, *saved, mask), mask, 4))
 
 
-merge = _define("merge", "(Tensor out_a, Tensor out_b, Tensor lse_a, Tensor lse_b) -> (Tensor, Tensor)", _merge_shapes,
-                _merge_kernel, _merge_setup, _merge_gradient)
+merge = _define("merge", "(Tensor out_a, Tensor out_b, Tensor lse_a, Tensor lse_b) -> (Tensor, Tensor)",
+                lambda out_a, out_b, lse_a, lse_b: [_like(out_a), _like(lse_a)], _merge_structs, _merge_setup,
+                _merge_gradient, of="merge_forward")
 
 
 # ---- Selection ----------------------------------------------------------------------------------
 
-def _select_shapes(q, k, lse, begins, tokens, first, options):
-    return torch.empty((*q.shape[:2], k.shape[2], list_width(options)), dtype=torch.int32, device=q.device)
+def _selected(q: Any, kv_heads: Any, tokens: Any, options: str, scores: bool) -> list[Room]:
+    """The lists, and what they were chosen by: of 0 tokens if nobody asks."""
+    blocks = _lists(q, kv_heads, options)
+    return [blocks, Room((*blocks.shape[:3], slc_count(options, tokens)) if scores else (0,), _real(q))]
 
 
-def _select_kernel(q, k, lse, begins, tokens, first, options):
-    blocks = _select_shapes(q, k, lse, begins, tokens, first, options)
-    q, k = _packed(q), _packed(k)
-    d = _attend_desc("cmp", q, k, k, None, begins, tokens, first, options)
+def _select_rooms(q, k, lse, begins, tokens, first, scores, options):
+    return _selected(q, k.shape[2], tokens, options, scores)
+
+
+def _select_structs(arguments, returned):
+    q, k, lse, begins, tokens, first, scores, options = arguments
     _expect("lse", lse, *q.shape[:3])
-    x = _SELECT.pack(dict(q=rows(q), k=rows(k), lse=rows(lse), blocks=rows(blocks)))
-    native(q).run("select_blocks", q, (x,), d)
-    return blocks
+    x = dict(q=rows(q), k=rows(k), lse=rows(lse), blocks=rows(returned[0]))
+    if scores:
+        x["scores"] = rows(returned[1])
+    return (_SELECT, x), _attend_desc("cmp", q, k, k, None, begins, tokens, first, options)
 
 
 select_blocks = _define("select_blocks", "(Tensor q, Tensor k, Tensor lse, Tensor? begins, SymInt tokens, SymInt first, "
-                        "str options) -> Tensor", _select_shapes, _select_kernel, autocast=(2,))
+                        "bool scores, str options) -> (Tensor, Tensor)", _select_rooms, _select_structs, autocast=(2,))
 
 
-def _score_shapes(q, k, weights, begins, tokens, first, act, pool, options):
-    return torch.empty((*q.shape[:2], k.shape[2], list_width(options)), dtype=torch.int32, device=q.device)
+def _score_rooms(q, k, weights, begins, tokens, first, act, pool, scores, options):
+    return _selected(q, k.shape[2], tokens, options, scores)
 
 
-def _score_kernel(q, k, weights, begins, tokens, first, act, pool, options):
-    blocks = _score_shapes(q, k, weights, begins, tokens, first, act, pool, options)
-    q, k = _packed(q), _packed(k)
-    d = _attend_desc("score", q, k, k, None, begins, tokens, first, options)
+def _score_structs(arguments, returned):
+    q, k, weights, begins, tokens, first, act, pool, scores, options = arguments
     if weights is not None:
         _expect("weights", weights, *q.shape[:3])
     kinds = _abi.Score(act=act, pool=pool)
-    x = _SCORE.pack(dict(act=(kinds.act,), pool=(kinds.pool,), q=rows(q), k=rows(k), weights=rows(weights),
-                         blocks=rows(blocks)))
-    native(q).run("score_blocks", q, (x,), d)
-    return blocks
+    x = dict(act=(kinds.act,), pool=(kinds.pool,), q=rows(q), k=rows(k), weights=rows(weights), blocks=rows(returned[0]))
+    if scores:
+        x["scores"] = rows(returned[1])
+    return (_SCORE, x), _attend_desc("score", q, k, k, None, begins, tokens, first, options)
 
 
 score_blocks = _define("score_blocks", "(Tensor q, Tensor k, Tensor? weights, Tensor? begins, SymInt tokens, "
-                       "SymInt first, str act, str pool, str options) -> Tensor", _score_shapes, _score_kernel, autocast=())
+                       "SymInt first, str act, str pool, bool scores, str options) -> (Tensor, Tensor)", _score_rooms,
+                       _score_structs, autocast=())
+
+
+def _rank_rooms(scores, begins, tokens, first, options):
+    return [Room((*scores.shape[:3], list_width(options)), torch.int32)]
+
+
+def _rank_structs(arguments, returned):
+    scores, begins, tokens, first, options = arguments
+    batch, tokens, count = _problem(scores, begins, tokens, first)
+    heads = scores.shape[2]
+    _expect("scores", scores, *scores.shape[:3], slc_count(options, tokens))
+    return ((_RANK, dict(scores=rows(scores), blocks=rows(returned[0]))),
+            desc(options, batch, tokens, heads, heads, 1, 1, first, count, begins))
+
+
+rank_queries = _define("rank_queries", "(Tensor scores, Tensor? begins, SymInt tokens, SymInt first, str options) -> "
+                       "Tensor", _rank_rooms, _rank_structs)
 
 
 # ---- Gate ---------------------------------------------------------------------------------------
+
+_GATED = ("logits", "cmp", "slc", "win")
+
 
 def _gate_desc(logits, cmp, slc, win, options):
     batch, tokens, heads, width = cmp.shape
     for name, x in (("slc", slc), ("win", win)):
         _expect(name, x, *cmp.shape)
     _expect("logits", logits, batch, tokens, logits.shape[2], 3)
+    return desc(_gated(options, logits), batch, tokens, heads, logits.shape[2], 1, width, 0, tokens, None)
+
+
+def _gated(options: str, logits: Any) -> str:
     gated = f"gate_heads={logits.shape[2]}"
-    return desc(options + "," + gated if options else gated, batch, tokens, heads, logits.shape[2], 1, width, 0,
-                tokens, None)
+    return options + "," + gated if options else gated
 
 
-def _gate_shapes(logits, cmp, slc, win, options):
-    return torch.empty(cmp.shape, dtype=cmp.dtype, device=cmp.device)
-
-
-def _gate_kernel(logits, cmp, slc, win, options):
-    out = _gate_shapes(logits, cmp, slc, win, options)
-    logits, cmp, slc, win = (_packed(x) for x in (logits, cmp, slc, win))
-    x = _GATE.pack(dict(logits=rows(logits), cmp=rows(cmp), slc=rows(slc), win=rows(win), out=rows(out)))
-    native(cmp).run("gate_forward", cmp, (x,), _gate_desc(logits, cmp, slc, win, options))
-    return out
+def _gate_structs(arguments, returned):
+    return (_GATE, dict(zip(_GATED, map(rows, arguments)), out=rows(returned[0]))), _gate_desc(*arguments)
 
 
 def _gate_setup(ctx, inputs, output):
@@ -505,59 +507,71 @@ def _gate_setup(ctx, inputs, output):
     ctx.save_for_backward(*tensors)
 
 
-def _gate_backward_shapes(dout, logits, cmp, slc, win, options, mask):
-    return [_zeros(t, bool(mask >> i & 1)) for i, t in enumerate((logits, cmp, slc, win))]
-
-
-def _gate_backward_kernel(dout, logits, cmp, slc, win, options, mask):
-    found = _gate_backward_shapes(dout, logits, cmp, slc, win, options, mask)
-    dout, logits, cmp, slc, win = (_packed(x) for x in (dout, logits, cmp, slc, win))
-    x = _GATE.pack(dict(logits=rows(logits), cmp=rows(cmp), slc=rows(slc), win=rows(win)))
-    gradient = {n: rows(g) for i, (n, g) in enumerate(zip(("logits", "cmp", "slc", "win"), found)) if mask >> i & 1}
-    gradient["out"] = rows(dout)
-    native(cmp).run("gate_backward", cmp, (_GATE.pack(gradient), x), _gate_desc(logits, cmp, slc, win, options))
-    return found
+def _gate_backward_structs(arguments, returned):
+    dout, *inputs, options, mask = arguments
+    gradient = {name: rows(g) for name, g in _named(_GATED, mask, returned).items()}
+    return ((_GATE, dict(gradient, out=rows(dout))), (_GATE, dict(zip(_GATED, map(rows, inputs)))),
+            _gate_desc(*inputs, options))
 
 
 gate_backward = _define("gate_backward", "(Tensor dout, Tensor logits, Tensor cmp, Tensor slc, Tensor win, str options, "
-                        "int mask) -> Tensor[]", _gate_backward_shapes, _gate_backward_kernel)
+                        "int mask) -> Tensor[]", lambda dout, *a: _gradients(a[:4], a[5]), _gate_backward_structs)
 
 
 def _gate_gradient(ctx, dout):
     mask = _mask(ctx, 4)
-    return (*_or_none(gate_backward(dout, *ctx.saved_tensors, ctx.options, mask), mask), None)
+    return (*_in_places(gate_backward(dout, *ctx.saved_tensors, ctx.options, mask), mask, 4), None)
 
 
-gate = _define("gate", "(Tensor logits, Tensor cmp, Tensor slc, Tensor win, str options) -> Tensor", _gate_shapes,
-               _gate_kernel, _gate_setup, _gate_gradient)
+gate = _define("gate", "(Tensor logits, Tensor cmp, Tensor slc, Tensor win, str options) -> Tensor",
+               lambda logits, cmp, *_: [_like(cmp)], _gate_structs, _gate_setup, _gate_gradient, of="gate_forward")
 
 
 # ---- The whole ----------------------------------------------------------------------------------
 
 _WHOLE_IN = ("q", "k_cmp.x", "v_cmp.x", "k_slc", "v_slc", "k_win", "v_win", "gates")
-_WHOLE_OUT = ("out", "blocks", "k_cmp.out", "v_cmp.out", "out_cmp", "out_slc", "out_win", "lse_cmp", "lse_slc",
-              "lse_win")
 _PHIS = tuple(f"{which}_cmp.{name}" for which in "kv" for name in _PHI)
 _WHOLE_TENSORS = len(_WHOLE_IN) + len(_PHIS)
+_ALIGNED = 64
 
 
-def _whole_shapes(*arguments):
-    q, k_cmp, v_cmp, k_slc, _, _, _, _ = arguments[:8]
-    options = arguments[-1]
-    dim_v = v_cmp.shape[3]
+def _kept_rooms(q, k_cmp, v_cmp, options):
+    """What backward reads of what forward wrote, but for the lists. It lies in one tensor of bytes, for
+    each tensor more is microseconds more."""
     n = cmp_count(options, k_cmp.shape[1])
-
-    def make(*shape, dtype=q.dtype):
-        return torch.empty(shape, dtype=dtype, device=q.device)
-    heads, real = q.shape[:3], _real(q)
-    return (make(*heads, dim_v), make(*q.shape[:2], k_slc.shape[2], list_width(options), dtype=torch.int32),
-            make(q.shape[0], n, k_cmp.shape[2], q.shape[3]), make(q.shape[0], n, k_cmp.shape[2], dim_v),
-            make(*heads, dim_v), make(*heads, dim_v), make(*heads, dim_v),
-            make(*heads, dtype=real), make(*heads, dtype=real), make(*heads, dtype=real))
+    heads, real, dim_v = tuple(q.shape[:3]), _real(q), v_cmp.shape[3]
+    compressed = (q.shape[0], n, k_cmp.shape[2])
+    return {"k_cmp.out": Room((*compressed, q.shape[3]), q.dtype), "v_cmp.out": Room((*compressed, dim_v), q.dtype),
+            **{"out_" + branch: Room((*heads, dim_v), q.dtype) for branch in ("cmp", "slc", "win")},
+            **{"lse_" + branch: Room(heads, real) for branch in ("cmp", "slc", "win")}}
 
 
-def _whole(arguments, outputs):
-    """(the struct's fields, the descriptor)"""
+_BYTES = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4, torch.float64: 8}
+
+
+def _room_bytes(room: Room) -> Any:
+    size = _BYTES[room.dtype]
+    for extent in room.shape:
+        size = size * extent
+    return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+
+
+def _whole_rooms(*arguments):
+    q, k_cmp, v_cmp, k_slc = arguments[:4]
+    options = arguments[-1]
+    kept = sum(map(_room_bytes, _kept_rooms(q, k_cmp, v_cmp, options).values()))
+    return [_like(q, *q.shape[:3], v_cmp.shape[3]), _lists(q, k_slc.shape[2], options), Room((kept,), torch.uint8)]
+
+
+def _kept_views(kept: View, rooms: dict[str, Room]) -> dict[str, tuple[Any, ...]]:
+    views, offset = {}, 0
+    for name, room in rooms.items():
+        views[name] = rows(View(Slot(kept.slot.place, offset), room.shape, room.dtype, kept.device))
+        offset += _room_bytes(room)
+    return views
+
+
+def _whole(arguments, out, blocks, kept):
     *tensors, begins, longest, first, phi_k, phi_v, options = arguments
     q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = tensors[:8]
     tokens = longest if begins is not None else k_slc.shape[1]
@@ -570,26 +584,18 @@ def _whole(arguments, outputs):
     if begins is not None:
         _expect("k_slc", k_slc, 1, q.shape[1], *k_slc.shape[2:])
     _expect("gates", gates, *q.shape[:2], gates.shape[2], 3)
-    gated = f"gate_heads={gates.shape[2]}"
-    d = desc(options + "," + gated if options else gated, batch, tokens, q.shape[2], k_slc.shape[2], q.shape[3],
-             v_slc.shape[3], first, count, begins)
+    d = desc(_gated(options, gates), batch, tokens, q.shape[2], k_slc.shape[2], q.shape[3], v_slc.shape[3], first, count,
+             begins)
     block = option(options, "cmp_block")
     fields = _phi_fields("k_cmp.", phi_k, k_cmp, tensors[8:13], block)
     fields.update(_phi_fields("v_cmp.", phi_v, v_cmp, tensors[13:18], block))
     fields.update(zip(_WHOLE_IN, map(rows, tensors[:8])))
-    fields.update(zip(_WHOLE_OUT, map(rows, outputs)))
-    return fields, d
+    fields.update(_kept_views(kept, _kept_rooms(q, k_cmp, v_cmp, options)), out=rows(out), blocks=rows(blocks))
+    return (_ATTENTION, fields), d
 
 
-def _whole_packed(arguments):
-    return [*map(_packed, arguments[:_WHOLE_TENSORS]), *arguments[_WHOLE_TENSORS:]]
-
-
-def _whole_kernel(*arguments):
-    outputs, arguments = _whole_shapes(*arguments), _whole_packed(arguments)
-    fields, d = _whole(arguments, outputs)
-    native(arguments[0]).run("attention_forward", arguments[0], (_ATTENTION.pack(fields),), d)
-    return outputs
+def _whole_structs(arguments, returned):
+    return _whole(arguments, *returned)
 
 
 def _whole_setup(ctx, inputs, output):
@@ -599,25 +605,18 @@ def _whole_setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _whole_backward_shapes(dout, *arguments):
-    mask = arguments[-1]
-    return [_zeros(t, bool(mask >> i & 1)) if t is not None else dout.new_empty(0)
-            for i, t in enumerate(arguments[:_WHOLE_TENSORS])]
+def _whole_backward_rooms(dout, *arguments):
+    return _gradients(arguments[:_WHOLE_TENSORS], arguments[-1])
 
 
-def _whole_backward_kernel(dout, *arguments):
-    found = _whole_backward_shapes(dout, *arguments)
-    *arguments, mask = arguments
-    inputs, saved = arguments[:_WHOLE_TENSORS + 1], arguments[_WHOLE_TENSORS + 1:_WHOLE_TENSORS + 10]
-    rest, dout = arguments[_WHOLE_TENSORS + 10:], _packed(dout)
+def _whole_backward_structs(arguments, returned):
+    dout, *arguments, mask = arguments
+    inputs, (blocks, kept) = arguments[:_WHOLE_TENSORS + 1], arguments[_WHOLE_TENSORS + 1:_WHOLE_TENSORS + 3]
     # x.out is not read, but it is part of the struct: the incoming gradient has its shape.
-    fields, d = _whole(_whole_packed([*inputs, *rest]), (dout, *saved))
-    gradient = {"out": rows(dout)}
-    for i, (name, g) in enumerate(zip(_WHOLE_IN + _PHIS, found)):
-        if mask >> i & 1:
-            gradient[name] = (rows if i < len(_WHOLE_IN) else parameters)(g)
-    native(dout).run("attention_backward", dout, (_ATTENTION.pack(gradient), _ATTENTION.pack(fields)), d)
-    return found
+    x, d = _whole([*inputs, *arguments[_WHOLE_TENSORS + 3:]], dout, blocks, kept)
+    gradient = {name: (parameters if name in _PHIS else rows)(g)
+                for name, g in _named(_WHOLE_IN + _PHIS, mask, returned).items()}
+    return (_ATTENTION, dict(gradient, out=rows(dout))), x, d
 
 
 _WHOLE_SCHEMA = ("Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_slc, Tensor v_slc, Tensor k_win, Tensor v_win, "
@@ -626,9 +625,8 @@ _WHOLE_SCHEMA = ("Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_slc, Tensor v_s
 _WHOLE_REST = "SymInt longest, SymInt first, str phi_k, str phi_v, str options"
 
 attention_backward = _define(
-    "attention_backward", "(Tensor dout, " + _WHOLE_SCHEMA + ", Tensor blocks, Tensor rows_k, Tensor rows_v, "
-    "Tensor out_cmp, Tensor out_slc, Tensor out_win, Tensor lse_cmp, Tensor lse_slc, Tensor lse_win, " + _WHOLE_REST
-    + ", int mask) -> Tensor[]", _whole_backward_shapes, _whole_backward_kernel)
+    "attention_backward", "(Tensor dout, " + _WHOLE_SCHEMA + ", Tensor blocks, Tensor kept, " + _WHOLE_REST
+    + ", int mask) -> Tensor[]", _whole_backward_rooms, _whole_backward_structs)
 
 
 def _whole_gradient(ctx, dout, *_):
@@ -636,8 +634,8 @@ def _whole_gradient(ctx, dout, *_):
         return (None,) * (_WHOLE_TENSORS + 6)
     mask = _mask(ctx, _WHOLE_TENSORS)
     found = attention_backward(dout, *ctx.saved_tensors, *ctx.rest, mask)
-    return (*_or_none(found, mask), None, None, None, None, None, None)
+    return (*_in_places(found, mask, _WHOLE_TENSORS), None, None, None, None, None, None)
 
 
-attention = _define("attention", "(" + _WHOLE_SCHEMA + ", " + _WHOLE_REST + ") -> (" + ", ".join(["Tensor"] * 10) + ")",
-                    _whole_shapes, _whole_kernel, _whole_setup, _whole_gradient, autocast=(7,))
+attention = _define("attention", "(" + _WHOLE_SCHEMA + ", " + _WHOLE_REST + ") -> (Tensor, Tensor, Tensor)",
+                    _whole_rooms, _whole_structs, _whole_setup, _whole_gradient, autocast=(7,), of="attention_forward")
