@@ -4220,7 +4220,8 @@ static void nsa__backward_gate(nsa__backward *f, const nsa__head_job *job) {
     }
 }
 
-/* Loads q and dout, and computes lse2 and delta = dout . out - dlse of every row. */
+/* Loads q and dout, and computes lse2 and delta = dout . out - dlse of every row. A row that read a
+   non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
     nsa_real out[NSA__MAX_DIM] = {0};
