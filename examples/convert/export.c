@@ -36,26 +36,39 @@ static json_t *rope_json(const config_model *m) {
                      m->rope_factor, "trained_context", (json_int_t)m->rope_trained_context);
 }
 
+/* One kind, or that of each layer. */
+static json_t *attention_json(const config_model *m) {
+    json_t *list = json_array();
+    bool alike = true;
+    for (int64_t i = 0; i < m->n_layers; i++) {
+        attention_kind kind = config_attention(m, i);
+        alike = alike && kind == config_attention(m, 0);
+        json_array_append_new(list, json_string(config_attention_name(kind)));
+    }
+    json_t *whole = alike ? json_incref(json_array_get(list, 0)) : json_incref(list);
+    json_decref(list);
+    return whole;
+}
+
 /* What NSAConfig of modeling_nsa.py takes. `vocab` is the tokenizer's where the settings name
    none. */
 static json_t *model_json(const config *c, int64_t vocab) {
-    static const char *const attentions[] = {"nsa", "full", "window"};
     static const char *const phis[] = {"mean", "conv", "mlp"};
     static const char *const gates[] = {"sigmoid", "softmax"};
     const config_model *m = &c->model;
     const config_nsa *n = &c->nsa;
     return json_pack(
         "{s:[s], s:s, s:{s:s, s:s}, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:b, s:I, "
-        "s:s, s:I, s:I, s:I, s:I, s:I, s:s, s:s, s:o}",
+        "s:o, s:I, s:I, s:I, s:I, s:I, s:s, s:s, s:o}",
         "architectures", "NSAForCausalLM", "model_type", "nsa_decoder", "auto_map", "AutoConfig",
         "modeling_nsa.NSAConfig", "AutoModelForCausalLM", "modeling_nsa.NSAForCausalLM",
         "torch_dtype", "float32", "vocab_size", vocab, "hidden_size", m->dim, "num_hidden_layers",
         m->n_layers, "num_attention_heads", m->n_heads, "num_key_value_heads", m->n_kv_groups,
         "head_dim", m->d_k, "v_head_dim", m->d_v, "intermediate_size", 4 * m->dim, "rms_norm_eps",
         1e-6, "tie_word_embeddings", (int)m->tied_embeddings, "max_position_embeddings",
-        c->train.seq_len, "attention", attentions[m->attention], "cmp_block", n->l, "cmp_stride",
-        n->d, "slc_block", n->l_sel, "slc_count", n->n_sel, "window", n->w, "phi", phis[n->phi],
-        "gate", gates[n->gate], "rope", rope_json(m));
+        c->train.seq_len, "attention", attention_json(m), "cmp_block", n->l, "cmp_stride", n->d,
+        "slc_block", n->l_sel, "slc_count", n->n_sel, "window", n->w, "phi", phis[n->phi], "gate",
+        gates[n->gate], "rope", rope_json(m));
 }
 
 /* Every tensor of the checkpoint's model.safetensors, in memory; `block` holds their data. */

@@ -25,9 +25,9 @@ CHUNK = 512  # queries at a time
 
 
 class NSAConfig(PretrainedConfig):
-    """Sizes by their usual names; those of sparse attention by nsa.h's. attention: nsa, full or window, one for all
-    layers or a list. phi: mean, conv or mlp. gate: sigmoid or softmax, its logits from an MLP of the group's mean query
-    (gate_form mlp) or a linear map of x (linear). rope: base, pairs, scaling, factor, trained_context."""
+    """Sizes by their usual names; those of sparse attention by nsa.h's. attention: nsa, cmp+slc, full or window, one
+    for all layers or a list. phi: mean, conv or mlp. gate: sigmoid or softmax, its logits from an MLP of the group's
+    mean query (gate_form mlp) or a linear map of x (linear). rope: base, pairs, scaling, factor, trained_context."""
 
     model_type = "nsa_decoder"
 
@@ -69,8 +69,8 @@ class NSAConfig(PretrainedConfig):
 
     def attention_of(self, layer):
         kind = self.attention if isinstance(self.attention, str) else self.attention[layer]
-        if kind not in ("nsa", "full", "window"):
-            raise ValueError(f"attention: {kind!r} is none of nsa, full, window")
+        if kind not in ("nsa", "cmp+slc", "full", "window"):
+            raise ValueError(f"attention: {kind!r} is none of nsa, cmp+slc, full, window")
         return kind
 
 
@@ -144,11 +144,11 @@ def select(p, places, tokens, config):
 
 
 def attend_sparse(q, k, v, k_cmp, v_cmp, gates, first, config):
-    """q (B, Q, H, D), of which row 0 stands at `first`; k and v of slc and win (B, T, Hk, D); compressed rows (B, N, Hk,
-    D); gates (B, Q, H, 3). Returns (B, Q, H, Dv)."""
+    """q (B, Q, H, D), of which row 0 stands at `first`; k and v (B, T, Hk, D) of slc and, if there is a third gate,
+    win; compressed rows (B, N, Hk, D); gates (B, Q, H, 2 or 3). Returns (B, Q, H, Dv)."""
     tokens, groups, device = k[0].shape[1], k[0].shape[2], q.device
     q = q.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
-    (k_slc, k_win), (v_slc, v_win) = ([x.transpose(1, 2) for x in pair] for pair in (k, v))
+    k, v = ([x.transpose(1, 2) for x in pair] for pair in (k, v))
     k_cmp, v_cmp = k_cmp.transpose(1, 2), v_cmp.transpose(1, 2)
     key = torch.arange(tokens, device=device)
     last = torch.arange(k_cmp.shape[2], device=device) * config.cmp_stride + config.cmp_block - 1
@@ -159,9 +159,10 @@ def attend_sparse(q, k, v, k_cmp, v_cmp, gates, first, config):
         past = key <= place[:, None]
         cmp, p = attend(some, k_cmp, v_cmp, last <= place[:, None])
         chosen = select(p, place, tokens, config).repeat_interleave(config.slc_block, -1)[..., :tokens]
-        slc, _ = attend(some, k_slc, v_slc, (chosen & past)[:, :, None])
-        win, _ = attend(some, k_win, v_win, past & (key > place[:, None] - config.window))
-        outs.append(torch.stack((cmp, slc, win), -1))
+        branches = [cmp, attend(some, k[0], v[0], (chosen & past)[:, :, None])[0]]
+        if gates.shape[-1] == 3:
+            branches.append(attend(some, k[1], v[1], past & (key > place[:, None] - config.window))[0])
+        outs.append(torch.stack(branches, -1))
     branches = torch.cat(outs, 3).permute(0, 3, 1, 2, 4, 5).flatten(2, 3)
     return (branches * gates[:, :, :, None]).sum(-1)
 
@@ -247,25 +248,27 @@ class NSAAttention(nn.Module):
         super().__init__()
         self.config, self.layer, self.kind = config, layer, config.attention_of(layer)
         heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-        self.branches = [""] if self.kind != "nsa" or config.shared_kv else ["_" + b for b in BRANCHES]
+        self.sparse = self.kind in ("nsa", "cmp+slc")
+        self.count = 3 if self.kind == "nsa" else 2  # branches, if there are any
+        self.branches = ["_" + b for b in BRANCHES[:self.count]] if self.sparse and not config.shared_kv else [""]
         self.W_Q = nn.Linear(width, heads * config.head_dim, bias=False)
         for name in self.branches:
             setattr(self, "W_K" + name, nn.Linear(width, groups * config.head_dim, bias=False))
             setattr(self, "W_V" + name, nn.Linear(width, groups * config.v_head_dim, bias=False))
-        if self.kind == "nsa":
+        if self.sparse:
             self.phi_k = NSAPhi(config, config.head_dim, bias=False)
             self.phi_v = NSAPhi(config, config.v_head_dim, bias=True)
             if config.gate_form == "linear":
-                self.gate = nn.Linear(width, heads * len(BRANCHES), bias=False)
+                self.gate = nn.Linear(width, heads * self.count, bias=False)
             else:
                 half = config.head_dim // 2
-                self.gate = nn.ModuleDict({"fc1": nn.Linear(config.head_dim, half), "fc2": nn.Linear(half, 3)})
+                self.gate = nn.ModuleDict({"fc1": nn.Linear(config.head_dim, half), "fc2": nn.Linear(half, self.count)})
         self.out = nn.Linear(heads * config.v_head_dim, width, bias=False)
 
     def logits_of_gates(self, x, q):
-        """(B, Q, H or Hk, 3), from q before positions turn it."""
+        """(B, Q, H or Hk, branches), from q before positions turn it."""
         if self.config.gate_form == "linear":
-            return self.gate(x).unflatten(-1, (-1, len(BRANCHES)))
+            return self.gate(x).unflatten(-1, (-1, self.count))
         mean = q.unflatten(2, (self.config.num_key_value_heads, -1)).mean(3)
         return self.gate["fc2"](F.silu(self.gate["fc1"](mean)))
 
@@ -282,7 +285,7 @@ class NSAAttention(nn.Module):
     def forward(self, x, first, past):
         config = self.config
         q = self.W_Q(x).unflatten(-1, (config.num_attention_heads, config.head_dim))
-        gates = self.logits_of_gates(x, q) if self.kind == "nsa" else None
+        gates = self.logits_of_gates(x, q) if self.sparse else None
         q = turn(q, first, config.rope)
         k, v = self.keys(x, first, past)
         by_library = library is not None and x.device.type == "cpu"
@@ -291,7 +294,7 @@ class NSAAttention(nn.Module):
 
     def by_torch(self, q, k, v, gates, first):
         config = self.config
-        if self.kind != "nsa":
+        if not self.sparse:
             return attend_dense(q, k[0], v[0], first, config.window if self.kind == "window" else 0)
         gates = gates.sigmoid() if config.gate == "sigmoid" else gates.softmax(-1)
         gates = gates.repeat_interleave(config.num_attention_heads // gates.shape[2], 2)
@@ -303,10 +306,13 @@ class NSAAttention(nn.Module):
             return library.attend_dense(q, k[0], v[0], first=first)[0]
         if self.kind == "window":
             return library.attend_win(q, k[0], v[0], first=first, window=config.window)[0]
-        return library.attention(q, k[0], v[0], k[1], v[1], k[2], v[2], gates, phi_k=self.phi_k.given(),
+        window = config.window
+        if self.count == 2:  # a window of one token, whose gate is shut: the logit's exp and its sigmoid are 0
+            gates, window = torch.cat((gates, torch.full_like(gates[..., :1], -1e4)), -1), 1
+        return library.attention(q, k[0], v[0], k[1], v[1], k[-1], v[-1], gates, phi_k=self.phi_k.given(),
                                  phi_v=self.phi_v.given(), first=first, gate=config.gate, cmp_block=config.cmp_block,
                                  cmp_stride=config.cmp_stride, slc_block=config.slc_block, slc_count=config.slc_count,
-                                 slc_init=config.slc_init, slc_local=config.slc_local, window=config.window)
+                                 slc_init=config.slc_init, slc_local=config.slc_local, window=window)
 
 
 class NSAMLP(nn.Module):

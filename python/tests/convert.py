@@ -27,6 +27,7 @@ CASES = {
     "conv": "--nsa-phi conv --nsa-gate softmax --rope-pairs halves --tied-embeddings",
     "mlp": "--nsa-phi mlp --rope-scaling ntk --rope-factor 4 --heads 6 --rope-base 5000",
     "yarn": "--kv-groups 1 --rope-scaling yarn --rope-factor 4 --rope-trained-context 64 --nsa-l 16 --nsa-d 16",
+    "layers": "--attention window,cmp+slc,nsa,full --layers 4 --nsa-phi mlp",
     "full": "--attention full --rope-scaling linear --rope-factor 2",
     "window": "--attention window --tied-embeddings --rope-pairs halves",
 }
