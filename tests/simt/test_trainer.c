@@ -101,11 +101,35 @@ static void clip_and_adamw(const ops *o, const setup *x) {
         o->adamw(o, x->rates, decay, x->state, p[0], p[1], p[2], p[3], decay ? count - half : half);
     }
 }
-/* A gradient that is not finite leaves everything as it is. */
+/* Directions of clipped gradients, and an update by what stands for their matrix. */
+static void muon(const ops *o, const setup *x) {
+    const adamw_rates a = {.keep = 0.999f, .momentum = 0.95f, .lr = 0.01f};
+    int64_t count = (int64_t)x->s.rows * x->s.dim;
+    o->upload(o, x->rates, &a, sizeof a);
+    square_sum(o, x);
+    o->clip(o, x->state, 0.5);
+    o->muon_direction(o, x->rates, x->state, x->b[1], x->b[2], count);
+    o->muon_update(o, x->rates, x->state, x->b[0], x->b[3], 1.6, count);
+}
+static void unit(const ops *o, const setup *x) {
+    o->unit(o, x->b[0], x->b[1], (int64_t)x->s.rows * x->s.dim);
+    o->unit(o, x->b[2], x->b[2], x->s.dim);
+}
+static void mix(const ops *o, const setup *x) {
+    o->mix(o, x->b[0], x->b[1], 3.4445, -4.775, (int64_t)x->s.rows * x->s.dim);
+}
+static void products(const ops *o, const setup *x) {
+    const shape *s = &x->s;
+    o->product(o, PRODUCT_NN, x->b[0], x->b[3], x->b[4], s->rows, s->vocab, s->dim);
+    o->product(o, PRODUCT_NT, x->b[1], x->b[3], x->b[4], s->rows, s->vocab, s->dim);
+    o->product(o, PRODUCT_TN, x->b[2], x->b[3], x->b[4], s->dim, s->vocab, s->rows);
+}
+/* A gradient that is not finite leaves everything as it is, but for what nobody reads. */
 static void overflow(const ops *o, const setup *x) {
     static const real infinite = (real)INFINITY;
     o->upload(o, x->b[1], &infinite, sizeof infinite);
     clip_and_adamw(o, x);
+    muon(o, x);
 }
 
 #define OPERATION(name) \
@@ -113,16 +137,30 @@ static void overflow(const ops *o, const setup *x) {
 static const struct operation {
     const char *name;
     void (*run)(const ops *o, const setup *x);
-} operations[] = {OPERATION(embed_forward),         OPERATION(embed_backward),
-                  OPERATION(rmsnorm_forward),       OPERATION(rmsnorm_backward),
-                  OPERATION(linear_forward),        OPERATION(linear_residual),
-                  OPERATION(linear_backward_input), OPERATION(linear_backward_weight),
-                  OPERATION(bias_forward),          OPERATION(bias_backward),
-                  OPERATION(silu_forward),          OPERATION(silu_backward),
-                  OPERATION(group_mean_forward),    OPERATION(group_mean_backward),
-                  OPERATION(copy_columns),          OPERATION(loss_alone),
-                  OPERATION(cross_entropy),         OPERATION(square_sum),
-                  OPERATION(clip_and_adamw),        OPERATION(overflow)};
+} operations[] = {OPERATION(embed_forward),
+                  OPERATION(embed_backward),
+                  OPERATION(rmsnorm_forward),
+                  OPERATION(rmsnorm_backward),
+                  OPERATION(linear_forward),
+                  OPERATION(linear_residual),
+                  OPERATION(linear_backward_input),
+                  OPERATION(linear_backward_weight),
+                  OPERATION(bias_forward),
+                  OPERATION(bias_backward),
+                  OPERATION(silu_forward),
+                  OPERATION(silu_backward),
+                  OPERATION(group_mean_forward),
+                  OPERATION(group_mean_backward),
+                  OPERATION(copy_columns),
+                  OPERATION(loss_alone),
+                  OPERATION(cross_entropy),
+                  OPERATION(square_sum),
+                  OPERATION(clip_and_adamw),
+                  OPERATION(muon),
+                  OPERATION(unit),
+                  OPERATION(mix),
+                  OPERATION(products),
+                  OPERATION(overflow)};
 
 static size_t room_of(const shape *s) {
     return (size_t)(s->rows + s->vocab) * (size_t)(2 * PER_GROUP * s->dim + 3 + s->vocab);
@@ -423,7 +461,7 @@ static real *steps_of(const model_config *c, const ops *o, bool graphs, int coun
                       step_state *last) {
     enum { HALF = BATCH / 2 * TOKENS };
     model_options options = {
-        .batch = BATCH / 2, .tokens = TOKENS, .training = true, .graphs = graphs};
+        .batch = BATCH / 2, .tokens = TOKENS, .training = true, .muon = true, .graphs = graphs};
     adamw a = {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1};
     model m;
     if (!CHECK(model_open(&m, c, &options, o, 1, &why), "%s", why.text)) exit(99);

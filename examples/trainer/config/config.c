@@ -264,6 +264,15 @@ bool config_check_model(const config *c, fault *f) {
            rule(c, n->l <= n->l_sel, "nsa.l", "must be at most", "nsa.l_sel", f);
 }
 
+/* A rate that falls before it has risen is none that anybody means. */
+static bool check_schedule(const config *c, fault *f) {
+    const config_train *t = &c->train;
+    double rising = (double)t->warmup_steps / (double)t->steps;
+    return rule(c, t->lr_schedule != CONFIG_WSD || rising + t->decay_fraction <= 1,
+                "train.decay_fraction", "must leave the warm-up its share of train.steps, by",
+                "train.warmup_steps", f);
+}
+
 static bool check_data(const config *c, fault *f) {
     int64_t set = c->data.dataset;
     bool needs_path = set != CONFIG_SYNTHETIC && set != CONFIG_RETRIEVAL && set != CONFIG_FINEWEB;
@@ -334,7 +343,7 @@ config_outcome config_load(config *c, const config_program *program, int argc, c
     set_defaults(c);
     bool ok = find_file(c, argc, argv, f) && read_file(c, f) && read_environment(c, notes, f) &&
               read_command_line(c, argc, argv, f) && recall(c, program, notes, f) &&
-              config_check_model(c, f) && check_data(c, f);
+              config_check_model(c, f) && check_data(c, f) && check_schedule(c, f);
     if (!ok) return CONFIG_ERROR;
     say_notes(c, program, notes);
     return CONFIG_OK;
@@ -365,6 +374,12 @@ void config_text(const config *c, size_t i, char *text, size_t bytes) {
 double config_lr(const config_train *t, int64_t step) {
     if (step <= t->warmup_steps) return t->lr * (double)step / (double)t->warmup_steps;
     if (t->lr_schedule == CONFIG_CONSTANT) return t->lr;
+    if (t->lr_schedule == CONFIG_WSD) {
+        double falling = floor(t->decay_fraction * (double)t->steps + 0.5);
+        double ahead = (double)(t->steps + 1 - step); /* steps until it is 0 */
+        if (ahead < 0) ahead = 0;
+        return ahead > falling ? t->lr : t->lr * ahead / (falling + 1);
+    }
     double left = (double)(t->steps - t->warmup_steps);
     double done = left > 0 ? (double)(step - t->warmup_steps) / left : 1;
     if (done > 1) done = 1;

@@ -14,12 +14,13 @@
 #define CONFIG_ENTRIES_MAX 96
 
 /* Values of the settings that are words. Gate, phi and RoPE settings hold nsa.h's enums. */
-enum { CONFIG_AUTO, CONFIG_CPU, CONFIG_CUDA };  /* runtime.device */
-enum { CONFIG_FP32, CONFIG_BF16, CONFIG_FP16 }; /* runtime.precision */
-enum { CONFIG_COSINE, CONFIG_CONSTANT };        /* train.lr_schedule */
-enum { CONFIG_BYTE, CONFIG_GPT2 };              /* data.tokenizer */
-enum {                                          /* data.dataset */
-       CONFIG_DATASET_AUTO,                     /* by what lies at data.path */
+enum { CONFIG_AUTO, CONFIG_CPU, CONFIG_CUDA };       /* runtime.device */
+enum { CONFIG_FP32, CONFIG_BF16, CONFIG_FP16 };      /* runtime.precision */
+enum { CONFIG_COSINE, CONFIG_CONSTANT, CONFIG_WSD }; /* train.lr_schedule */
+enum { CONFIG_ADAMW, CONFIG_MUON };                  /* train.optimizer */
+enum { CONFIG_BYTE, CONFIG_GPT2 };                   /* data.tokenizer */
+enum {                                               /* data.dataset */
+       CONFIG_DATASET_AUTO,                          /* by what lies at data.path */
        CONFIG_SYNTHETIC,
        CONFIG_TEXT,
        CONFIG_FINEWEB,       /* JSONL or lines, from standard input unless data.path is given */
@@ -80,9 +81,9 @@ typedef struct config_runtime {
 
 typedef struct config_train {
     int64_t steps, seq_len, batch_size, accumulate_grad_batches;
-    int64_t lr_schedule, warmup_steps, log_every, eval_every, eval_batches, save_every;
+    int64_t optimizer, lr_schedule, warmup_steps, log_every, eval_every, eval_batches, save_every;
     int64_t keep_checkpoints, seed;
-    double lr, weight_decay, grad_clip;
+    double lr, decay_fraction, weight_decay, grad_clip;
     char out_dir[CONFIG_PATH_BYTES];
     char save[CONFIG_PATH_BYTES];      /* "": no copy of the final weights */
     char resume[CONFIG_PATH_BYTES];    /* "": a new run; "latest": out_dir's; else a checkpoint */
@@ -166,8 +167,9 @@ config_layer config_from(const config *c, const char *key);
 attention_kind config_attention(const config_model *m, int64_t layer);
 const char *config_attention_name(attention_kind kind);
 
-/* Steps of warm-up, then the schedule down to a tenth of lr (constant stays). step is 1-based:
-   the first step of a warm-up of n runs at lr / n. */
+/* Steps of warm-up, then the schedule: cosine down to a tenth of lr; constant; or wsd, which stays
+   and then falls in even steps, the first behind the last one to 0. step is 1-based: the first step
+   of a warm-up of n runs at lr / n. */
 double config_lr(const config_train *t, int64_t step);
 
 /* The settings as a JSON object, "model.dim": 128 and so on, for checkpoints; and back. Keys of

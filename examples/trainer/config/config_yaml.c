@@ -1,6 +1,6 @@
 /* config_yaml.c - reads a config file: sections of scalar settings, each error with file, line and
-   key. Twin: config_table.h. Not a general YAML reader: deeper levels are refused, and so are lists but where
-   a setting takes one (model.attention). */
+   key. Twin: config_table.h. Not a general YAML reader: deeper levels are
+   refused, and so are lists but where a setting takes one (model.attention). */
 #include "config/config_table.h"
 
 #include <errno.h>

@@ -339,12 +339,12 @@ bool dist_add(dist *d, step_state *s, fault *f) {
     return true;
 }
 
-bool dist_spread(dist *d, fault *f) {
+bool dist_spread(dist *d, real *array, fault *f) {
     if (!d->link) return true;
     d->next = d->oldest = d->buckets - 1;
     while (d->oldest >= 0) {
         while (d->next >= 0 && d->oldest - d->next < LINK_LANES) {
-            link_bucket b = describe(d, d->value, d->next);
+            link_bucket b = describe(d, array, d->next);
             d->link->gather_start(d->link, lane_of(d, d->next), &b);
             started(d);
         }

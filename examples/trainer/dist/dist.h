@@ -79,12 +79,13 @@ dist_piece dist_piece_at(const dist *d, int i);
 
 /* A step: begin before the backward pass whose gradients are the last to be added; whenever all
    gradients from an element on are final; wait for the sums; add up the losses, labels and squares
-   of the state; after the update, send it round. */
+   of the state; after the update, send it round, or any other array like it of which each process
+   has its own pieces. */
 void dist_begin(dist *d);
 void dist_final_from(dist *d, int64_t first);
 bool dist_reduced(dist *d, fault *f);
 bool dist_add(dist *d, step_state *s, fault *f);
-bool dist_spread(dist *d, fault *f);
+bool dist_spread(dist *d, real *array, fault *f);
 
 /* Whether nobody waits in these, so that they may be recorded: one process, or a link on the
    stream. */

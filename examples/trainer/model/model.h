@@ -16,6 +16,7 @@
 #include "base/arena.h"
 #include "base/attention.h"
 #include "dist/dist.h"
+#include "model/muon.h"
 #include "model/params.h"
 
 enum { BRANCHES = 3 }; /* cmp, slc, win, in this order */
@@ -55,6 +56,7 @@ typedef struct model_options {
     int first, end; /* of layers first .. end - 1; 0, 0: of all */
     int room;       /* tokens that model_append may append in all; 0: no cache */
     dist *dist;     /* NULL: one process */
+    bool muon;      /* room for Muon's products; matrices inside blocks take its steps */
     bool graphs;    /* CUDA: what a step launches is recorded once (model_launch) */
 } model_options;
 
@@ -153,6 +155,7 @@ typedef struct model {
     int32_t *tokens, *labels, *begins; /* the batch, in the back end's memory */
     step_state *state;                 /* likewise */
     adamw_rates *rates;                /* likewise */
+    muon_room muon;                    /* with options.muon */
     recording recordings[MODEL_PARTS];
     bool recording;    /* what is launched now is kept and not run */
     phase phase;       /* of forward, for ops.mark */

@@ -334,6 +334,23 @@ static void layout_workspace(model *m, arena *a) {
     s->workspace = arena_take(a, FOR_WORKSPACE, s->workspace_bytes);
 }
 
+static void layout_muon(model *m, arena *a) {
+    int64_t largest = 0, square = 0;
+    if (!m->options.muon) return;
+    for (int i = 0; i < m->params.length; i++) {
+        const param *x = &m->params.list[i];
+        if (!x->inner) continue;
+        int64_t rows = x->shape[x->dims - 2], cols = x->shape[x->dims - 1];
+        int64_t side = rows < cols ? rows : cols;
+        if (rows * cols > largest) largest = rows * cols;
+        if (side * side > square) square = side * side;
+    }
+    m->muon.x = take_reals(a, FOR_WORKSPACE, largest);
+    m->muon.y = take_reals(a, FOR_WORKSPACE, largest);
+    m->muon.gram = take_reals(a, FOR_WORKSPACE, square);
+    m->muon.square = take_reals(a, FOR_WORKSPACE, square);
+}
+
 static void layout(model *m, arena *a) {
     params_layout(&m->params, a, m->options.training, m->element);
     layout_layers(m, a);
@@ -347,6 +364,7 @@ static void layout(model *m, arena *a) {
     if (m->first_of[ATTENTION_CMP_SLC] >= 0)
         m->shut = arena_take(a, FOR_WEIGHTS, BRANCHES * m->element);
     layout_workspace(m, a);
+    layout_muon(m, a);
 }
 
 /* ---- Opening ------------------------------------------------------------------------------- */

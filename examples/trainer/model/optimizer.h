@@ -1,5 +1,10 @@
-/* optimizer.h - one step of AdamW over the table of parameters, behind clipping by the global norm.
-   Twin: optimizer.c. The learning rate's course is config_lr's. */
+/* optimizer.h - one step over the table of parameters, behind clipping by the global norm: AdamW,
+   or with model_options.muon Muon for the matrices inside blocks and AdamW for all else. Twin:
+   optimizer.c. The learning rate's course is config_lr's.
+
+   Muon keeps one moment, m; v of its matrices stays 0. Over several processes each holds the m of
+   its own pieces and makes their directions; these are gathered, for a matrix is orthogonalised as
+   a whole. */
 #ifndef OPTIMIZER_H
 #define OPTIMIZER_H
 

@@ -32,6 +32,7 @@ int params_add(params *p, int layer, const param_spec *spec) {
     x->init_mean = spec->mean;
     x->init_std = spec->std;
     x->decay = spec->decay;
+    x->inner = spec->decay && layer >= 0;
     x->offset = spec->joined ? p->elements : (p->elements + ALIGN - 1) / ALIGN * ALIGN;
     p->elements = x->offset + x->count;
     p->count += x->count;

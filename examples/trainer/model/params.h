@@ -18,6 +18,7 @@ typedef struct param {
     int64_t offset, count;      /* in elements of the flat arrays */
     double init_mean, init_std; /* normal; std 0: a constant */
     bool decay;                 /* weight decay: matrices only */
+    bool inner; /* a matrix inside a block, or several of them: Muon's where that is wanted */
 } param;
 
 /* value, grad, m and v are flat arrays of `elements` reals that hold every tensor at its offset;

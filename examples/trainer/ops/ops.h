@@ -44,12 +44,13 @@ typedef struct step_state {
     loss_scaler scaler;
 } step_state;
 
-/* What a step of AdamW multiplies with, in the back end's memory. */
+/* What a step of the optimizer multiplies with, in the back end's memory. */
 typedef struct adamw_rates {
     real beta1, beta2, eps;
-    real rate; /* lr / (1 - beta1^step) */
-    real bias; /* 1 / sqrt(1 - beta2^step) */
-    real keep; /* 1 - lr weight_decay, for tensors that decay */
+    real rate;         /* lr / (1 - beta1^step) */
+    real bias;         /* 1 / sqrt(1 - beta2^step) */
+    real keep;         /* 1 - lr weight_decay, for tensors that decay */
+    real momentum, lr; /* Muon's */
 } adamw_rates;
 
 /* The gates and block lists of a layer's pass, of which statistics are wanted. */
@@ -62,6 +63,9 @@ typedef struct layer_choices {
     const int32_t *begins; /* NULL, or sequences + 1 offsets; else each has tokens_each */
     int sequences, tokens_each;
 } layer_choices;
+
+/* Matrix products of reals: c (m, n) = a b, a b^T or a^T b, as gemm_form has them. */
+typedef enum product_form { PRODUCT_NN, PRODUCT_NT, PRODUCT_TN } product_form;
 
 typedef struct ops ops;
 
@@ -135,6 +139,20 @@ struct ops {
     /* One step of AdamW on one tensor, with gradients s->clip * grad; nothing after an overflow. */
     void (*adamw)(const ops *o, const adamw_rates *a, bool decay, const step_state *s, real *value,
                   const real *grad, real *m, real *v, int64_t count);
+    /* Muon, in reals. The direction of some elements, in place of their gradient g = s->clip *
+       grad: m = momentum m + g, then g + momentum m. And value = keep value - lr scale x for a
+       matrix x that was made of such directions. Both nothing after an overflow. */
+    void (*muon_direction)(const ops *o, const adamw_rates *a, const step_state *s, real *grad,
+                           real *m, int64_t count);
+    void (*muon_update)(const ops *o, const adamw_rates *a, const step_state *s, real *value,
+                        const real *x, double scale, int64_t count);
+    /* What directions become matrices with: a product; x = from / (|from| + 1e-7);
+       y = a x + b y. */
+    void (*product)(const ops *o, product_form form, real *c, const real *a, const real *b, int m,
+                    int n, int k);
+    void (*unit)(const ops *o, real *x, const real *from, int64_t count);
+    void (*mix)(const ops *o, real *y, const real *x, double a, double b, int64_t count);
+
     /* Adds to s->seen what stats.h counts of a layer. */
     void (*count_choices)(const ops *o, step_state *s, const layer_choices *x);
 

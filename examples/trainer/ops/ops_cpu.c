@@ -300,9 +300,9 @@ static void cpu_cross_entropy(const ops *o, step_state *s, void *logits, const i
 /* ---- Optimizer ----------------------------------------------------------------------------- */
 
 /* Partial sums of fixed blocks, added in their order. */
-static void cpu_square_sum(const ops *o, step_state *s, const real *grad, int64_t count) {
+static double squares_of(const ops *o, const real *grad, int64_t count) {
     enum { PARTS = 256 };
-    double part[PARTS];
+    double part[PARTS], sum = 0;
     int64_t block = count / PARTS + 1;
 #pragma omp parallel for num_threads(o->threads) schedule(static)
     for (int i = 0; i < PARTS; i++) {
@@ -310,7 +310,12 @@ static void cpu_square_sum(const ops *o, step_state *s, const real *grad, int64_
         part[i] = 0;
         for (int64_t j = i * block; j < last; j++) part[i] += (double)grad[j] * (double)grad[j];
     }
-    for (int i = 0; i < PARTS; i++) s->squares += part[i];
+    for (int i = 0; i < PARTS; i++) sum += part[i];
+    return sum;
+}
+
+static void cpu_square_sum(const ops *o, step_state *s, const real *grad, int64_t count) {
+    s->squares += squares_of(o, grad, count);
 }
 
 static void cpu_clip(const ops *o, step_state *s, double max_norm) {
@@ -343,6 +348,43 @@ static void cpu_adamw(const ops *o, const adamw_rates *a, bool decay, const step
             sizeof(real) == sizeof(double) ? (real)sqrt((double)v[i]) : (real)sqrtf((float)v[i]);
         value[i] = value[i] * keep - rate * m[i] / (root * bias + eps);
     }
+}
+
+static void cpu_muon_direction(const ops *o, const adamw_rates *a, const step_state *s, real *grad,
+                               real *m, int64_t count) {
+    real momentum = a->momentum, clip = (real)s->clip;
+    if (s->overflow) return;
+#pragma omp parallel for simd num_threads(o->threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) {
+        real g = grad[i] * clip;
+        m[i] = momentum * m[i] + g;
+        grad[i] = g + momentum * m[i];
+    }
+}
+
+static void cpu_muon_update(const ops *o, const adamw_rates *a, const step_state *s, real *value,
+                            const real *x, double scale, int64_t count) {
+    real rate = (real)((double)a->lr * scale), keep = a->keep;
+    if (s->overflow) return;
+#pragma omp parallel for simd num_threads(o->threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) value[i] = value[i] * keep - rate * x[i];
+}
+
+static void cpu_product(const ops *o, product_form form, real *c, const real *a, const real *b,
+                        int m, int n, int k) {
+    gemm((gemm_form)form, m, n, k, a, b, c, 0, o->threads);
+}
+
+static void cpu_unit(const ops *o, real *x, const real *from, int64_t count) {
+    real scale = (real)(1 / (sqrt(squares_of(o, from, count)) + 1e-7));
+#pragma omp parallel for simd num_threads(o->threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) x[i] = from[i] * scale;
+}
+
+static void cpu_mix(const ops *o, real *y, const real *x, double a, double b, int64_t count) {
+    real of_x = (real)a, of_y = (real)b;
+#pragma omp parallel for simd num_threads(o->threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) y[i] = of_x * x[i] + of_y * y[i];
 }
 
 /* ---- Statistics ---------------------------------------------------------------------------- */
@@ -534,6 +576,11 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
         .square_sum = cpu_square_sum,
         .clip = cpu_clip,
         .adamw = cpu_adamw,
+        .muon_direction = cpu_muon_direction,
+        .muon_update = cpu_muon_update,
+        .product = cpu_product,
+        .unit = cpu_unit,
+        .mix = cpu_mix,
         .count_choices = cpu_count_choices,
         .rope_forward = cpu_rope_forward,
         .rope_backward = cpu_rope_backward,

@@ -8,41 +8,32 @@
 /* The checkpoint's tensors on the host: what train_tensors is for the model's. */
 typedef struct old_tensors {
     model table; /* its list of parameters; it has no memory */
-    real *values, *m, *v;
-    safetensors_tensor *weights, *moments;
-    char (*names)[PARAM_NAME_BYTES + 2];
+    train_tensors tensors;
 } old_tensors;
 
 static void close_old(old_tensors *x) {
     model_close(&x->table);
-    free(x->values);
-    free(x->weights);
-    free(x->moments);
-    free(x->names);
+    free(x->tensors.flat[0]);
+    free(x->tensors.weights);
+    free(x->tensors.moments);
+    free(x->tensors.names);
 }
 
 static bool open_old(old_tensors *x, const trainer *t, const checkpoint *k, fault *f) {
     model_config c = train_model_config(&k->config, tokenizer_vocab_size(t->tokenizer));
+    train_tensors *list = &x->tensors;
     memset(x, 0, sizeof *x);
     if (!model_describe(&x->table, &c, t->o, f)) return false;
-    const params *p = &x->table.params;
-    size_t count = (size_t)p->length, elements = (size_t)p->elements;
-    x->values = calloc(3 * elements, sizeof *x->values);
-    x->weights = calloc(count, sizeof *x->weights);
-    x->moments = calloc(2 * count, sizeof *x->moments);
-    x->names = calloc(2 * count, sizeof *x->names);
-    if (!x->values || !x->weights || !x->moments || !x->names)
+    size_t count = (size_t)x->table.params.length, elements = (size_t)x->table.params.elements;
+    list->flat[0] = calloc(3 * elements, sizeof *list->flat[0]);
+    list->weights = calloc(count, sizeof *list->weights);
+    list->moments = calloc(2 * count, sizeof *list->moments);
+    list->names = calloc(2 * count, sizeof *list->names);
+    if (!list->flat[0] || !list->weights || !list->moments || !list->names)
         return fault_set(f, "out of memory for the checkpoint's tensors beside the model's");
-    x->m = x->values + elements;
-    x->v = x->m + elements;
-    for (size_t i = 0; i < count; i++) {
-        char *m = x->names[2 * i], *v = x->names[2 * i + 1];
-        snprintf(m, sizeof *x->names, "m.%s", p->list[i].name);
-        snprintf(v, sizeof *x->names, "v.%s", p->list[i].name);
-        x->weights[i] = train_tensor(&p->list[i], p->list[i].name, x->values);
-        x->moments[2 * i] = train_tensor(&p->list[i], m, x->m);
-        x->moments[2 * i + 1] = train_tensor(&p->list[i], v, x->v);
-    }
+    list->flat[1] = list->flat[0] + elements;
+    list->flat[2] = list->flat[1] + elements;
+    train_list_tensors(list, &x->table.params, t->model.options.muon);
     return true;
 }
 
@@ -70,43 +61,32 @@ static const param *source_of(const params *old, const param *x, attention_kind 
     return NULL;
 }
 
-/* Where one has fewer gates, the rows of those that both have stand first. */
-static void copy_rows(safetensors_tensor *to, const real *from, int64_t count) {
-    memcpy(to->data, from, (size_t)count * sizeof *from);
-}
-
-static void zero_tensor(safetensors_tensor *to) {
-    memset(to->data, 0, safetensors_tensor_bytes(to));
-}
-
 /* Fills the run's tensors; those without a source keep their first values, and begin with moments
-   of zero. */
-static void transplant(trainer *t, const old_tensors *x, bool moments, int *fresh) {
+   of zero. Where one has fewer gates, the rows of those that both have stand first. */
+static void transplant(trainer *t, const old_tensors *x, bool moments) {
     const params *p = &t->model.params;
-    train_tensors *to = &t->tensors;
+    real *const *to = t->tensors.flat, *const *from = x->tensors.flat;
     for (int i = 0; i < p->length; i++) {
         const param *n = &p->list[i];
         attention_kind kind = n->layer < 0 ? ATTENTION_NSA : layer_kind(&t->model, n->layer);
         const param *old = source_of(&x->table.params, n, kind);
-        if (moments) zero_tensor(&to->moments[2 * i]), zero_tensor(&to->moments[2 * i + 1]);
-        *fresh += !old;
-        if (!old) continue;
-        int64_t count = n->count < old->count ? n->count : old->count;
-        copy_rows(&to->weights[i], x->values + old->offset, count);
-        if (!moments) continue;
-        copy_rows(&to->moments[2 * i], x->m + old->offset, count);
-        copy_rows(&to->moments[2 * i + 1], x->v + old->offset, count);
+        size_t count = old ? (size_t)(n->count < old->count ? n->count : old->count) : 0;
+        t->fresh += !old;
+        for (int k = 0; k < (moments ? 3 : 1); k++) {
+            if (k) memset(to[k] + n->offset, 0, (size_t)n->count * sizeof(real));
+            if (old) memcpy(to[k] + n->offset, from[k] + old->offset, count * sizeof(real));
+        }
     }
 }
 
 bool train_carry(trainer *t, const checkpoint *k, bool moments, fault *f) {
     old_tensors x;
     bool ok = open_old(&x, t, k, f);
-    size_t count = (size_t)x.table.params.length;
-    checkpoint_part parts[] = {{"model", x.weights, count}, {"optimizer", x.moments, 2 * count}};
+    checkpoint_part parts[] = {{"model", x.tensors.weights, x.tensors.weight_count},
+                               {"optimizer", x.tensors.moments, x.tensors.moment_count}};
     ok = ok && checkpoint_load(k, &parts[0], f);
     ok = ok && (!moments || checkpoint_load(k, &parts[1], f));
-    if (ok) transplant(t, &x, moments, &t->fresh);
+    if (ok) transplant(t, &x, moments);
     close_old(&x);
     return ok;
 }

@@ -1,6 +1,7 @@
 /* train_inside.h - what the files of a run share. Twins: train.c (steps), train_open.c (what a run
-   stands on), train_save.c (checkpoints), train_carry.c (those of other attention), train_agree.c (several processes), train_report.c (what
-   it is and takes). Programs include train.h, not this. */
+   stands on), train_save.c (checkpoints), train_carry.c (those of other attention), train_agree.c
+   (several processes), train_report.c (what it is and takes). Programs include train.h, not
+   this. */
 #ifndef TRAIN_INSIDE_H
 #define TRAIN_INSIDE_H
 
@@ -14,7 +15,9 @@
 
 /* The parameters and moments as a checkpoint names them. */
 typedef struct train_tensors {
-    safetensors_tensor *weights, *moments; /* one a tensor; two: "m.NAME" and "v.NAME" */
+    safetensors_tensor *weights; /* one a tensor */
+    safetensors_tensor *moments; /* "m.NAME" of each, and "v.NAME" but of Muon's */
+    real *flat[3];               /* values, m and v, all of them, as the host has them */
     size_t weight_count, moment_count;
     char (*names)[PARAM_NAME_BYTES + 2]; /* of the moments */
 } train_tensors;
@@ -55,6 +58,8 @@ typedef struct trainer {
 bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f);
 void train_close(trainer *t);
 safetensors_tensor train_tensor(const param *p, const char *name, real *values);
+/* Fills both lists, with room for two moments each, from x->flat. */
+void train_list_tensors(train_tensors *x, const params *p, bool muon);
 bool train_describe_tensors(trainer *t, fault *f);
 /* Counts what the checkpoints beside the steps take. */
 void train_note_snapshot(const config *c, const dist *d, int64_t parameters, arena *a);

@@ -48,12 +48,24 @@ bool train_recall(const config *asked, config *kept, fault *f) {
     return true;
 }
 
-/* A resumed run must be the same model; all else may change, and its data goes on where it was. */
+/* Moments of one optimizer mean nothing to another. */
+static bool same_optimizer(const config *c, const config *kept, fault *f) {
+    static const char *const names[] = {"adamw", "muon"};
+    int64_t here = c->train.optimizer, there = kept->train.optimizer;
+    return here == there ||
+           fault_set(f,
+                     "train.optimizer is %s here and %s in the checkpoint, whose moments it could "
+                     "not use; --init-from takes the weights alone",
+                     names[here], names[there]);
+}
+
+/* A resumed run must be the same model under the same optimizer; all else may change, and its data
+   goes on where it was. */
 static bool open_checkpoint(checkpoint *k, const config *c, fault *f) {
     if (!checkpoint_open(k, resumed_path(c), f)) return false;
     fault why;
-    bool ok =
-        config_same_model(c, &k->config, &why) || fault_set(f, "%.400s: %s", k->path, why.text);
+    bool ok = (config_same_model(c, &k->config, &why) && same_optimizer(c, &k->config, &why)) ||
+              fault_set(f, "%.400s: %s", k->path, why.text);
     if (ok && k->state.step > c->train.steps)
         ok = fault_set(f, "train.steps = %lld, but %.400s is after step %lld already",
                        (long long)c->train.steps, k->path, (long long)k->state.step);
@@ -117,6 +129,7 @@ model_options train_model_options(const config *c, dist *d) {
     model_options options = {.batch = (int)c->train.batch_size / d->world,
                              .tokens = (int)c->train.seq_len,
                              .training = true,
+                             .muon = c->train.optimizer == CONFIG_MUON,
                              .dist = d};
     options.graphs = c->runtime.cuda_graph && dist_on_stream(d) && !c->data.isolate_documents &&
                      !c->telemetry.trace_module_bwd;

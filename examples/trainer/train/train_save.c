@@ -54,9 +54,22 @@ static bool find_moments(trainer *t, real **m, real **v, fault *f) {
     return true;
 }
 
+void train_list_tensors(train_tensors *x, const params *p, bool muon) {
+    size_t n = 0;
+    for (int i = 0; i < p->length; i++) {
+        const param *tensor = &p->list[i];
+        x->weights[i] = train_tensor(tensor, tensor->name, x->flat[0]);
+        for (int k = 0; k < (muon && tensor->inner ? 1 : 2); k++, n++) {
+            snprintf(x->names[n], sizeof *x->names, "%c.%s", "mv"[k], tensor -> name);
+            x->moments[n] = train_tensor(tensor, x->names[n], x->flat[1 + k]);
+        }
+    }
+    x->weight_count = (size_t)p->length;
+    x->moment_count = n;
+}
+
 bool train_describe_tensors(trainer *t, fault *f) {
     const params *p = &t->model.params;
-    real *values, *all_m, *all_v;
     train_tensors *x = &t->tensors;
     size_t count = (size_t)p->length;
     x->weights = calloc(count, sizeof *x->weights);
@@ -64,18 +77,9 @@ bool train_describe_tensors(trainer *t, fault *f) {
     x->names = calloc(2 * count, sizeof *x->names);
     if (!x->weights || !x->moments || !x->names)
         return fault_set(f, "out of memory for the list of %zu tensors", count);
-    if (!find_values(t, &values, f) || !find_moments(t, &all_m, &all_v, f)) return false;
-    for (size_t i = 0; i < count; i++) {
-        const param *tensor = &p->list[i];
-        char *m = x->names[2 * i], *v = x->names[2 * i + 1];
-        snprintf(m, sizeof *x->names, "m.%s", tensor->name);
-        snprintf(v, sizeof *x->names, "v.%s", tensor->name);
-        x->weights[i] = train_tensor(tensor, tensor->name, values);
-        x->moments[2 * i] = train_tensor(tensor, m, all_m);
-        x->moments[2 * i + 1] = train_tensor(tensor, v, all_v);
-    }
-    x->weight_count = count;
-    x->moment_count = 2 * count;
+    if (!find_values(t, &x->flat[0], f) || !find_moments(t, &x->flat[1], &x->flat[2], f))
+        return false;
+    train_list_tensors(x, p, t->model.options.muon);
     return true;
 }
 

@@ -21,6 +21,15 @@ static __global__ void square_parts_kernel(double *parts, const float *grad, int
     parts[blockIdx.x] = sum;
 }
 
+/* parts[0] = the sum of all parts */
+static __global__ void square_total_kernel(double *parts) {
+    double sum = 0;
+    for (int part = cuda_lane(); part < SQUARE_PARTS; part += 32) sum += parts[part];
+    sum = cuda_warp_sum(sum);
+    __syncwarp();
+    if (threadIdx.x == 0) parts[0] = sum;
+}
+
 static __global__ void square_sum_kernel(step_state *s, const double *parts) {
     double sum = 0;
     for (int part = cuda_lane(); part < SQUARE_PARTS; part += 32) sum += parts[part];
@@ -60,6 +69,35 @@ static __global__ void adamw_kernel(const adamw_rates *rates, bool decay, const 
     m[i] = a.beta1 * m[i] + (1.0f - a.beta1) * g;
     v[i] = a.beta2 * v[i] + (1.0f - a.beta2) * g * g;
     value[i] = value[i] * a.keep - a.rate * m[i] / (sqrtf(v[i]) * a.bias + a.eps);
+}
+
+static __global__ void muon_direction_kernel(const adamw_rates *rates, const step_state *s,
+                                             float *grad, float *m, int64_t count) {
+    const int64_t i = cuda_item();
+    if (i >= count || s->overflow) return;
+    const float g = grad[i] * static_cast<float>(s->clip);
+    m[i] = rates->momentum * m[i] + g;
+    grad[i] = g + rates->momentum * m[i];
+}
+
+static __global__ void muon_update_kernel(const adamw_rates *rates, const step_state *s,
+                                          float *value, const float *x, double scale,
+                                          int64_t count) {
+    const int64_t i = cuda_item();
+    if (i >= count || s->overflow) return;
+    const float rate = static_cast<float>(static_cast<double>(rates->lr) * scale);
+    value[i] = value[i] * rates->keep - rate * x[i];
+}
+
+static __global__ void unit_kernel(float *x, const float *from, const double *squares,
+                                   int64_t count) {
+    const int64_t i = cuda_item();
+    if (i < count) x[i] = from[i] * static_cast<float>(1 / (sqrt(squares[0]) + 1e-7));
+}
+
+static __global__ void mix_kernel(float *y, const float *x, float a, float b, int64_t count) {
+    const int64_t i = cuda_item();
+    if (i < count) y[i] = a * x[i] + b * y[i];
 }
 
 #endif

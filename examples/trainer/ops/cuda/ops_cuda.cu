@@ -291,6 +291,36 @@ static void cuda_adamw(const ops *o, const adamw_rates *a, bool decay, const ste
     LAUNCH_ITEMS(o, count, ROW_THREADS, adamw_kernel, a, decay, s, value, grad, m, v, count);
 }
 
+static void cuda_muon_direction(const ops *o, const adamw_rates *a, const step_state *s, real *grad,
+                                real *m, int64_t count) {
+    LAUNCH_ITEMS(o, count, ROW_THREADS, muon_direction_kernel, a, s, grad, m, count);
+}
+
+static void cuda_muon_update(const ops *o, const adamw_rates *a, const step_state *s, real *value,
+                             const real *x, double scale, int64_t count) {
+    LAUNCH_ITEMS(o, count, ROW_THREADS, muon_update_kernel, a, s, value, x, scale, count);
+}
+
+static void cuda_product(const ops *o, product_form form, real *c, const real *a, const real *b,
+                         int m, int n, int k) {
+    product(o, {static_cast<gemm_cuda_form>(form), m, n, k, NSA_F32, NSA_F32, a, b, NULL, c});
+}
+
+static void cuda_unit(const ops *o, real *x, const real *from, int64_t count) {
+    const cudaStream_t stream = state_of(o)->stream;
+    double *parts = static_cast<double *>(state_of(o)->scratch);
+    demand(o, "unit",
+           NSA_LAUNCH(square_parts_kernel, dim3(SQUARE_PARTS), dim3(ROW_THREADS), 0, stream, parts,
+                      from, count));
+    demand(o, "unit", NSA_LAUNCH(square_total_kernel, dim3(1), dim3(32), 0, stream, parts));
+    LAUNCH_ITEMS(o, count, ROW_THREADS, unit_kernel, x, from, parts, count);
+}
+
+static void cuda_mix(const ops *o, real *y, const real *x, double a, double b, int64_t count) {
+    LAUNCH_ITEMS(o, count, ROW_THREADS, mix_kernel, y, x, static_cast<float>(a),
+                 static_cast<float>(b), count);
+}
+
 /* ---- What the host learns ------------------------------------------------------------------- */
 
 static void cuda_count_choices(const ops *o, step_state *s, const layer_choices *x) {
@@ -476,6 +506,11 @@ static void fill(ops *o) {
     o->square_sum = cuda_square_sum;
     o->clip = cuda_clip;
     o->adamw = cuda_adamw;
+    o->muon_direction = cuda_muon_direction;
+    o->muon_update = cuda_muon_update;
+    o->product = cuda_product;
+    o->unit = cuda_unit;
+    o->mix = cuda_mix;
     o->count_choices = cuda_count_choices;
     o->memory = cuda_memory;
     o->post = cuda_post;
