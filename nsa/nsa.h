@@ -1516,7 +1516,7 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
     X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \
-                        "(mask on CUDA and in a cache)")                                           \
+                        "(mask in a cache)")                                                       \
     X(NSA_ERROR_SCALE, "must be finite and at most 1e38")                                          \
     X(NSA_ERROR_ISA, "this machine or this build has no such instruction set")                     \
     X(NSA_ERROR_BLOCKS, "a block list must hold candidates of its query, ascending, no "           \

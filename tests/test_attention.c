@@ -95,7 +95,8 @@ static chain_slots add_slots(suite *s, const chain_case *c) {
     at.k_win = add_input(s, "k_win", AT(k_win), ROWS_KEY, g->Hk, g->Dk);
     at.v_win = add_input(s, "v_win", AT(v_win), ROWS_KEY, g->Hk, g->Dv);
     at.gates = add_input(s, "gates", AT(gates), ROWS_QUERY, d.gate_heads, 3);
-    at.blocks = add_output(s, "blocks", AT(blocks), g->Hk, nsa_block_list_width(&d), NSA_I32);
+    at.blocks =
+        add_output(s, "blocks", AT(blocks), list_heads_of(&d), nsa_block_list_width(&d), NSA_I32);
     at.branch[0] = add_output(s, "out_cmp", AT(out_cmp), g->H, g->Dv, DTYPE_UNDER_TEST);
     at.branch[1] = add_output(s, "out_slc", AT(out_slc), g->H, g->Dv, DTYPE_UNDER_TEST);
     at.branch[2] = add_output(s, "out_win", AT(out_win), g->H, g->Dv, DTYPE_UNDER_TEST);
@@ -151,7 +152,7 @@ static void chain_reference(const suite *s, const nsa_desc *d, int tokens, ref_p
     chain_slots at = slots_of(c);
     phi_case k = phi_of(c, 0), v = phi_of(c, 1);
     ref_desc r = ref_desc_of(d, tokens);
-    size_t lists = (size_t)(tokens * d->kv_heads * ref_list_width(&r));
+    size_t lists = (size_t)(tokens * list_heads_of(d) * ref_list_width(&r));
     int32_t *blocks = (int32_t *)check_alloc(lists * sizeof *blocks);
     for (size_t i = 0; i < lists; i++) {
         double j = x[at.blocks][i];
@@ -309,6 +310,23 @@ static void test_composed(const chain_case *c, nsa_dtype dtype, int one_kv) {
     bits_free(&chain), bits_free(&parts);
     values_free(&in), values_free(&zeros);
     guards_free();
+}
+
+/* Not causal, and every query head with a list of its own; then both. */
+static void test_options(int cases) {
+    for (int i = 0; i < cases; i++)
+        for (int option = 1; option < 4; option++) {
+            case_options.mask = option & 1 ? NSA_MASK_NONE : NSA_MASK_CAUSAL;
+            case_options.heads_of_list = option >> 1;
+            const chain_case *c = &chain_cases[i];
+            nsa_desc d = chain_desc(c);
+            suite s = suite_of(c);
+            if ((i + option) % 2 && cases > 1) continue;
+            if (suite_refused(&s, &d, NULL)) continue;
+            test_reference(c, dtypes[(i + option) % COUNT(dtypes)], 40 + 2 * i);
+            test_composed(c, dtypes[(i + option) % COUNT(dtypes)], option == 1);
+        }
+    memset(&case_options, 0, sizeof case_options);
 }
 
 /* One K and one V for all three branches, their gradients likewise in one tensor. */
@@ -705,6 +723,7 @@ int main(int argc, char **argv) {
         }
         if (!CHECKS_CUDA || !quick || i == 0) test_reach(c);
     }
+    test_options(!quick ? COUNT(chain_cases) : CHECKS_CUDA ? 1 : 3);
     if (CHECKS_CUDA && quick && step < 19) test_shared_keys(&chain_cases[0], dtypes[1]);
     test_shift(&chain_cases[0], 1000);
     if (!CHECKS_CUDA || !quick) test_shift(&chain_cases[5], 1000);

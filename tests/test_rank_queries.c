@@ -28,8 +28,8 @@ static void rank_reference(const suite *s, const nsa_desc *d, int tokens, ref_pr
     int width = ref_list_width(&r), row_width = s->slots[SLOT_SCORES].width;
     int32_t *list = (int32_t *)check_alloc((size_t)width * sizeof *list);
     (void)prec, (void)dx;
-    for (int row = 0; row < tokens * d->kv_heads; row++) {
-        ref_rank(&r, row / d->kv_heads, x[SLOT_SCORES] + row * row_width, list);
+    for (int row = 0; row < tokens * list_heads_of(d); row++) {
+        ref_rank(&r, row / list_heads_of(d), x[SLOT_SCORES] + row * row_width, list);
         for (int i = 0; i < width; i++) x[SLOT_BLOCKS][row * width + i] = list[i];
     }
     free(list);
@@ -41,9 +41,9 @@ static suite suite_of(const char *name, const nsa_desc *d) {
     s.name = name, s.struct_size = sizeof(nsa_rank);
     s.forward = rank_forward, s.forward_size = rank_size;
     s.reference = rank_reference, s.prepare = few_scores;
-    suite_add(&s, "scores", offsetof(nsa_rank, scores), ROWS_QUERY, d->kv_heads,
+    suite_add(&s, "scores", offsetof(nsa_rank, scores), ROWS_QUERY, list_heads_of(d),
               nsa_slc_count(d, d->tokens));
-    slot *blocks = suite_add(&s, "blocks", offsetof(nsa_rank, blocks), ROWS_QUERY, d->kv_heads,
+    slot *blocks = suite_add(&s, "blocks", offsetof(nsa_rank, blocks), ROWS_QUERY, list_heads_of(d),
                              nsa_block_list_width(d));
     blocks->output = 1, blocks->dtype = NSA_I32;
     return s;
@@ -61,14 +61,15 @@ static void test_reference(const char *name, const nsa_desc *options, nsa_dtype 
         values in = values_random(&s, &d, dtype, seed), zeros = values_zero(&s, &d);
         values want = values_reference(&s, &d, &in, REF_F64);
         instance p;
-        check_case("rank, %s, %s, isa %s, forced %d, rows %d + %d", name, dtype_name(dtype),
-                   nsa_isa_name(d.isa), (int)d.forced, d.first, d.count);
+        check_case("rank, %s, %s, isa %s, forced %d, mask %d, rows %d + %d", name,
+                   dtype_name(dtype), nsa_isa_name(d.isa), (int)d.forced, (int)d.mask, d.first,
+                   d.count);
         instance_new(&p, &s, &d, &in, dtype, dtype, i, &zeros);
         instance_run(&p);
         size_t n = tensor_count(&p.x[SLOT_BLOCKS]);
         double *got = ref_zeros(n);
         tensor_get(&p.x[SLOT_BLOCKS], got);
-        plan_zero_outside(&d, got, d.kv_heads * nsa_block_list_width(&d));
+        plan_zero_outside(&d, got, list_heads_of(&d) * nsa_block_list_width(&d));
         CHECK_BITS("lists", got, want.x[SLOT_BLOCKS], n * sizeof *got, sizeof *got);
         free(got);
         values_free(&in), values_free(&zeros), values_free(&want);
@@ -102,6 +103,8 @@ int main(int argc, char **argv) {
         }
         d.forced = NSA_FORCED_ON_TOP, d.slc_local = 0;
         test_reference(name, &d, NSA_REAL_DTYPE, (uint64_t)(10 * i + 9));
+        d.mask = NSA_MASK_NONE, d.list_heads = d.heads;
+        test_reference(name, &d, NSA_REAL_DTYPE, (uint64_t)(10 * i + 8));
     }
     test_long_lists();
     nsa_desc d = desc_of(shape("small"));

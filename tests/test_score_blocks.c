@@ -49,10 +49,10 @@ static void score_reference(const suite *s, const nsa_desc *d, int tokens, ref_p
         prec,      c->act == NSA_SCORE_RELU,           c->pool == NSA_POOL_MEAN, x[SLOT_Q],
         x[SLOT_K], c->weights ? x[SLOT_WEIGHTS] : NULL};
     int J = ref_slc_count(&r, tokens), row_width = s->slots[SLOT_SCORES].width;
-    double *scores = ref_zeros((size_t)(tokens * d->kv_heads * J));
+    double *scores = ref_zeros((size_t)(tokens * list_heads_of(d) * J));
     (void)dx;
     ref_token_scores(&r, &scorer, scores);
-    for (int row = 0; row < tokens * d->kv_heads; row++)
+    for (int row = 0; row < tokens * list_heads_of(d); row++)
         for (int j = 0; j < row_width; j++)
             x[SLOT_SCORES][row * row_width + j] = j < J ? scores[row * J + j] : -INFINITY;
     free(scores);
@@ -68,11 +68,11 @@ static suite suite_with(const score_case *c, const nsa_desc *d, int with_scores)
     s.configure = score_configure, s.reference = score_reference;
     suite_add(&s, "q", offsetof(nsa_score, q), ROWS_QUERY, d->heads, d->dim);
     suite_add(&s, "k", offsetof(nsa_score, k), ROWS_KEY, d->kv_heads, d->dim);
-    slot *blocks = suite_add(&s, "blocks", offsetof(nsa_score, blocks), ROWS_QUERY, d->kv_heads,
-                             nsa_block_list_width(d));
+    slot *blocks = suite_add(&s, "blocks", offsetof(nsa_score, blocks), ROWS_QUERY,
+                             list_heads_of(d), nsa_block_list_width(d));
     blocks->output = 1, blocks->dtype = NSA_I32;
-    slot *scores = suite_add(&s, "scores", offsetof(nsa_score, scores), ROWS_QUERY, d->kv_heads,
-                             nsa_slc_count(d, d->tokens));
+    slot *scores = suite_add(&s, "scores", offsetof(nsa_score, scores), ROWS_QUERY,
+                             list_heads_of(d), nsa_slc_count(d, d->tokens));
     scores->output = scores->optional = 1, scores->dtype = NSA_REAL_DTYPE;
     if (!with_scores) s.count--;
     if (!c->weights) return s;
@@ -99,8 +99,8 @@ static void check_lists(instance *p) {
     for (int b = 0; b < rows.sequences; b++) {
         ref_desc r = ref_desc_of(d, rows.length[b]);
         for (int t = d->first; t < rows.length[b] && t < d->first + d->count; t++)
-            for (int hk = 0; hk < d->kv_heads; hk++) {
-                int row = (rows.row[b] + t) * d->kv_heads + hk;
+            for (int list = 0; list < list_heads_of(d); list++) {
+                int row = (rows.row[b] + t) * list_heads_of(d) + list;
                 ref_rank(&r, t, scores + row * J, want);
                 for (int i = 0; i < width; i++)
                     if (got[row * width + i] != want[i]) wrong = row;
@@ -238,6 +238,13 @@ int main(int argc, char **argv) {
         }
     }
     test_indexer();
+    for (int i = 0; i < 2; i++) { /* not causal, and every query head with a list of its own */
+        nsa_desc d = desc_of(shape(score_cases[i].shape));
+        d.mask = NSA_MASK_NONE, d.list_heads = i ? 0 : d.heads;
+        suite s = suite_of(&score_cases[i], &d);
+        suite_reference(&s, &d, dtypes[1], 70 + (uint64_t)i);
+        test_lists(&score_cases[i], &d, dtypes[1], 75 + (uint64_t)i);
+    }
     static const double bad[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < COUNT(bad); i++) {
         test_bad_value(SLOT_Q, bad[i]);

@@ -51,17 +51,18 @@ static void select_lse(const suite *s, const nsa_desc *d, double **x) {
 static void select_reference(const suite *s, const nsa_desc *d, int tokens, ref_prec prec,
                              double **x, double **dx) {
     ref_desc r = ref_desc_of(d, tokens);
-    size_t lists = (size_t)(tokens * d->kv_heads * ref_list_width(&r));
-    double *scores = ref_zeros((size_t)(tokens * d->kv_heads * ref_slc_count(&r, tokens)));
+    int heads = list_heads_of(d);
+    size_t lists = (size_t)(tokens * heads * ref_list_width(&r));
+    double *scores = ref_zeros((size_t)(tokens * heads * ref_slc_count(&r, tokens)));
     int32_t *blocks = (int32_t *)check_alloc(lists * sizeof *blocks);
     (void)prec, (void)dx;
     ref_scores(&r, x[SLOT_Q], x[SLOT_K], x[SLOT_LSE], scores);
     ref_select(&r, scores, blocks);
     for (size_t i = 0; i < lists; i++) x[SLOT_BLOCKS][i] = blocks[i];
-    for (int row = 0; row < tokens * d->kv_heads && s->slots[SLOT_SCORES].name; row++)
+    for (int row = 0; row < tokens * heads && s->slots[SLOT_SCORES].name; row++)
         for (int j = 0, J = ref_slc_count(&r, tokens); j < s->slots[SLOT_SCORES].width; j++)
             x[SLOT_SCORES][row * s->slots[SLOT_SCORES].width + j] =
-                j <= row / d->kv_heads / d->slc_block ? scores[row * J + j] : -INFINITY;
+                j < ref_candidates(&r, row / heads) ? scores[row * J + j] : -INFINITY;
     free(scores), free(blocks);
 }
 
@@ -75,8 +76,8 @@ static suite suite_of(const char *name, const nsa_desc *d) {
     suite_add(&s, "k", offsetof(nsa_select, k), ROWS_CMP, d->kv_heads, d->dim);
     suite_add(&s, "lse", offsetof(nsa_select, lse), ROWS_QUERY, d->heads, 1)->dtype =
         NSA_REAL_DTYPE;
-    slot *blocks = suite_add(&s, "blocks", offsetof(nsa_select, blocks), ROWS_QUERY, d->kv_heads,
-                             nsa_block_list_width(d));
+    slot *blocks = suite_add(&s, "blocks", offsetof(nsa_select, blocks), ROWS_QUERY,
+                             list_heads_of(d), nsa_block_list_width(d));
     blocks->output = 1, blocks->dtype = NSA_I32;
     return s;
 }
@@ -84,8 +85,8 @@ static suite suite_of(const char *name, const nsa_desc *d) {
 /* With the view of scores, whose rows are as wide as the longest sequence. */
 static suite suite_with_scores(const char *name, const nsa_desc *d) {
     suite s = suite_of(name, d);
-    slot *scores = suite_add(&s, "scores", offsetof(nsa_select, scores), ROWS_QUERY, d->kv_heads,
-                             nsa_slc_count(d, d->tokens));
+    slot *scores = suite_add(&s, "scores", offsetof(nsa_select, scores), ROWS_QUERY,
+                             list_heads_of(d), nsa_slc_count(d, d->tokens));
     scores->output = scores->optional = 1, scores->dtype = NSA_REAL_DTYPE;
     return s;
 }
@@ -103,7 +104,7 @@ static int in_list(const double *list, int width, int j) {
 static int tied_lists(const ref_desc *r, int t, const double *scores, const double *got,
                       const double *want, int width) {
     double low = INFINITY, high = -INFINITY, largest = 0;
-    int more = 0, candidates = t / r->slc_block + 1;
+    int more = 0, candidates = ref_candidates(r, t);
     for (int j = 0; j < candidates; j++) {
         int a = in_list(got, width, j), b = in_list(want, width, j);
         if (scores[j] > largest) largest = scores[j];
@@ -131,23 +132,23 @@ static int proper_list(const double *list, int width, int candidates) {
 static void compare_lists(const nsa_desc *d, const values *in, const double *got,
                           const double *want, int may_tie) {
     plan p = plan_of(d);
-    int width = nsa_block_list_width(d), ties = 0, lists = 0, wrong = -1, improper = -1;
+    int width = nsa_block_list_width(d), heads = list_heads_of(d);
+    int ties = 0, lists = 0, wrong = -1, improper = -1;
     for (int b = 0; b < p.sequences; b++) {
         ref_desc r = ref_desc_of(d, p.length[b]);
         int J = ref_slc_count(&r, p.length[b]);
-        double *scores = ref_zeros((size_t)(p.length[b] * d->kv_heads * J));
+        double *scores = ref_zeros((size_t)(p.length[b] * heads * J));
         ref_scores(&r, in->x[SLOT_Q] + p.row[b] * d->heads * d->dim,
                    in->x[SLOT_K] + p.cmp_row[b] * d->kv_heads * d->dim,
                    in->x[SLOT_LSE] + p.row[b] * d->heads, scores);
         for (int t = d->first; t < p.length[b] && t < d->first + d->count; t++)
-            for (int hk = 0; hk < d->kv_heads; hk++, lists++) {
-                int row = (p.row[b] + t) * d->kv_heads + hk;
+            for (int list = 0; list < heads; list++, lists++) {
+                int row = (p.row[b] + t) * heads + list;
                 const double *a = got + row * width, *c = want + row * width;
-                if (!proper_list(a, width, t / d->slc_block + 1)) improper = row;
+                if (!proper_list(a, width, ref_candidates(&r, t))) improper = row;
                 if (!memcmp(a, c, (size_t)width * sizeof *a)) continue;
                 ties++;
-                if (!may_tie ||
-                    !tied_lists(&r, t, scores + (t * d->kv_heads + hk) * J, a, c, width))
+                if (!may_tie || !tied_lists(&r, t, scores + (t * heads + list) * J, a, c, width))
                     wrong = row;
             }
         free(scores);
@@ -181,8 +182,9 @@ static void test_reference(const geometry *g, const nsa_desc *options, nsa_dtype
         values in = values_random(&s, &d, dtype, seed), zeros = values_zero(&s, &d);
         values want = values_reference(&s, &d, &in, REF_F64);
         instance p;
-        check_case("select, %s, %s, isa %s, forced %d, map %d", g->name, dtype_name(dtype),
-                   nsa_isa_name(d.isa), (int)d.forced, (int)d.score_map);
+        check_case("select, %s, %s, isa %s, forced %d, map %d, mask %d, lists %d", g->name,
+                   dtype_name(dtype), nsa_isa_name(d.isa), (int)d.forced, (int)d.score_map,
+                   (int)d.mask, list_heads_of(&d));
         instance_new(&p, &s, &d, &in, dtype, dtype, i, &zeros);
         instance_run(&p);
         size_t n = tensor_count(&p.x[SLOT_BLOCKS]);
@@ -216,6 +218,15 @@ static int set_option(nsa_desc *d, int option) {
     case 5:
         d->slc_init = d->slc_count - d->slc_local;
         return 1; /* nothing left to score */
+    case 6:
+        d->mask = NSA_MASK_NONE, d->forced = NSA_FORCED_ON_TOP;
+        return 1;
+    case 7:
+        d->list_heads = d->heads;
+        return 1;
+    case 8:
+        d->mask = NSA_MASK_NONE, d->list_heads = d->heads, d->score_map = NSA_SCORE_OVERLAP_MAX;
+        return 1;
     default:
         return 0;
     }
@@ -410,11 +421,13 @@ static void test_check(void) {
 static void test_normalize(const geometry *g, int form) {
     nsa_desc d = desc_of(g);
     if (form % 2) d.first = d.tokens / 3, d.count = (d.tokens + 1) / 2;
+    if (form % 2) d.mask = NSA_MASK_NONE;
+    if (form / 2 % 2) d.list_heads = d.heads;
     plan p = plan_of(&d);
-    int width = nsa_block_list_width(&d);
-    tensor x = tensor_of("blocks", (layout)form, NSA_I32, &d, 0, d.kv_heads, width, 1);
-    int32_t *lists = (int32_t *)check_alloc((size_t)(p.rows * d.kv_heads * width) * 4);
-    for (int i = 0; i < p.rows * d.kv_heads * width; i++) {
+    int width = nsa_block_list_width(&d), heads = list_heads_of(&d);
+    tensor x = tensor_of("blocks", (layout)form, NSA_I32, &d, 0, heads, width, 1);
+    int32_t *lists = (int32_t *)check_alloc((size_t)(p.rows * heads * width) * 4);
+    for (int i = 0; i < p.rows * heads * width; i++) {
         int kind = check_below(10, 70, (uint64_t)i);
         lists[i] = kind == 0   ? INT32_MIN
                    : kind == 1 ? INT32_MAX
@@ -430,13 +443,13 @@ static void test_normalize(const geometry *g, int form) {
     guards_verify("nsa_normalize_blocks");
     CHECK_OK("nsa_normalize_blocks", status);
     CHECK(nsa_check_blocks(&view, &d, NULL) == NSA_OK, "not proper");
-    for (int b = 0; b < p.sequences; b++)
+    for (int b = 0; b < p.sequences; b++) {
+        ref_desc of_sequence = ref_desc_of(&d, p.length[b]);
         for (int t = d.first; t < p.length[b] && t < d.first + d.count; t++)
-            for (int row = (p.row[b] + t) * d.kv_heads; row < (p.row[b] + t + 1) * d.kv_heads;
-                 row++) {
-                int next = 0, same = 1, r = row / d.kv_heads, hk = row % d.kv_heads;
+            for (int row = (p.row[b] + t) * heads; row < (p.row[b] + t + 1) * heads; row++) {
+                int next = 0, same = 1, r = row / heads, hk = row % heads;
                 int32_t got;
-                for (int j = 0; j <= t / d.slc_block; j++) {
+                for (int j = 0; j < ref_candidates(&of_sequence, t); j++) {
                     int held = 0;
                     for (int i = 0; i < width; i++) held |= lists[row * width + i] == j;
                     if (!held) continue;
@@ -454,6 +467,7 @@ static void test_normalize(const geometry *g, int form) {
                 }
                 if (!same) CHECK(0, "sequence %d, query %d", b, t);
             }
+    }
     free(lists);
     guards_free();
 }
@@ -502,7 +516,7 @@ int main(int argc, char **argv) {
         for (int k = 0; k < COUNT(dtypes); k++) {
             nsa_desc d = desc_of(g);
             for (int option = 0; set_option(&d, option); d = desc_of(g), option++)
-                if (option == 0 || (option + turn + k) % 5 == 0 || i < 2)
+                if (option == 0 || i < 2 || (option < 6 && (option + turn + k) % 5 == 0))
                     test_reference(g, &d, dtypes[k], (uint64_t)(10 * i + k));
             if ((turn + k) % COUNT(dtypes) || asks_little(g, quick))
                 continue; /* these in one dtype a geometry */

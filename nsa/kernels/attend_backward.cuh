@@ -189,7 +189,7 @@ NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_att
         rows.nan[h] = rows.sees[h] = false;
         if (!row.there) continue;
         rows.terms[h] = *nsa__cuda_row_terms_at(params, at.b, row.query - at.seq.first, row.head);
-        rows.keys[h] = nsa__cuda_keys_of(params, row.query);
+        rows.keys[h] = nsa__cuda_keys_of(params, at.seq.tokens, row.query);
         rows.nan[h] = nsa__cuda_is_nan_bits(rows.terms[h].lse2);
         if (rows.nan[h]) rows.terms[h].lse2 = INFINITY;
         rows.terms[h].delta *= rows.terms[h].gate; /* ds = p (gate dp - gate delta) */
@@ -384,6 +384,9 @@ template <typename T, int DK, int DV> struct nsa__cuda_dq_launch {
         for (int i = 1; i < all.branches; i++) {
             all.branch[i] = *whole.more[i - 1];
             all.branch[i].tiles = all.branch[0].tiles;
+            all.branch[i].group = all.branch[0].group;
+            all.branch[i].lists = all.branch[0].lists;
+            all.branch[i].spread = all.branch[0].spread;
         }
         const nsa__cuda_attend_params &last = all.branch[all.branches - 1];
         const bool lists = last.branch == NSA__KEYS_SLC && !last.gathered;
@@ -535,9 +538,11 @@ nsa__cuda_reader_rows(nsa__cuda_reader_row *table, int32_t *queries,
     x.there = index.reader < work.readers;
     x.keys = {0, 0};
     if (x.there) {
-        const int query = work.list ? queries[threadIdx.x] : work.first + index.reader;
-        const int head = at.kv_head * params.group + index.head;
-        x.keys = nsa__cuda_keys_of(params, query);
+        nsa__cuda_reader reader = {work.first + index.reader, 0};
+        if (work.list) reader = nsa__cuda_reader_of(params, queries[threadIdx.x]);
+        const int query = reader.query;
+        const int head = (at.list + reader.list) * params.group + index.head;
+        x.keys = nsa__cuda_keys_of(params, at.seq.tokens, query);
         x.q = nsa__cuda_query_offset(params.x.q, at, query, head);
         x.dout = nsa__cuda_query_offset(params.dx.out, at, query, head);
         terms = nsa__cuda_row_terms_at(params, at.b, query - at.seq.first, head);

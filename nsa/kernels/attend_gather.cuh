@@ -30,6 +30,7 @@ struct nsa__cuda_gather_row {
     int64_t number; /* of (B, count, H) */
     int64_t batch, row;
     int b, index, head, query; /* index: of the query in the slice */
+    int tokens;                /* of its sequence */
     bool there;
     const int32_t *list;
 };
@@ -49,6 +50,7 @@ NSA__DEVICE nsa__cuda_gather_row nsa__cuda_gather_row_of(const nsa__cuda_attend_
     r.batch = seq.batch;
     r.row = seq.row + r.index;
     r.query = seq.first + r.index;
+    r.tokens = seq.tokens;
     r.list = nsa__row_of<const int32_t>(params.x.blocks, r.batch, r.row, r.head / params.group);
     return r;
 }
@@ -57,8 +59,9 @@ NSA__DEVICE nsa__cuda_gather_row nsa__cuda_gather_row_of(const nsa__cuda_attend_
    on, list_width if there is none. `before` is the last that counted. */
 NSA__DEVICE int nsa__cuda_gather_next(const nsa__cuda_attend_params &params,
                                       const nsa__cuda_gather_row &row, int slot, int &before) {
+    const int last = nsa__cuda_last_block(params, row.tokens, row.query);
     for (; slot < params.list_width; slot++)
-        if (row.list[slot] > before && row.list[slot] <= nsa__cuda_last_block(params, row.query)) {
+        if (row.list[slot] > before && row.list[slot] <= last) {
             before = row.list[slot];
             break;
         }
@@ -137,6 +140,7 @@ static nsa_attend nsa__cuda_queries_from(nsa_attend x, int64_t rows) {
 static nsa_status nsa__cuda_query_grid(nsa__cuda_attend_params *params, int tile, dim3 *grid,
                                        cudaStream_t stream) {
     int64_t tiles = nsa__cuda_ceil_div(static_cast<int64_t>(params->d.count) * params->group, tile);
+    params->spread = params->gathered ? 1 : params->lists;
     if (params->gathered) {
         nsa__cuda_plan_reader_parts(params, tile / params->group);
         NSA__CHECK(nsa__cuda_invert_lists(params, stream));

@@ -6,8 +6,8 @@
 
    The branches differ in which keys a query sees: nsa__cuda_keys_of and nsa__cuda_readers_of say
    so, and slc's block lists. A thread block holds a tile of query rows: the rows of neighbouring
-   queries and of all heads of a group. They read the same keys, so a key tile is loaded once for
-   all of them. Key tiles lie at absolute positions. */
+   queries and of all heads of a group, in slc of one list. They read the same keys, so a key tile
+   is loaded once for all of them. Key tiles lie at absolute positions. */
 #ifndef NSA_ATTEND_KEYS_CUH
 #define NSA_ATTEND_KEYS_CUH
 
@@ -49,7 +49,10 @@ struct nsa__cuda_attend_params {
     nsa_attend x, dx;
     nsa_desc d;
     nsa__cuda_branch_keys branch;
-    int group, list_width;
+    int group;  /* query heads that read the same keys, and lie in one tile */
+    int lists;  /* slc: block lists of a kv head */
+    int spread; /* a grid's heads for each kv head: 1, or one for each list */
+    int list_width;
     int tiles;                 /* what blockIdx counts for one sequence and kv head */
     float scale, scale2;       /* of q k, for e and for 2 as the base */
     const int32_t *cmp_begins; /* cmp of packed sequences */
@@ -75,6 +78,7 @@ struct nsa__cuda_attend_params {
 struct nsa__cuda_attend_head {
     nsa__sequence seq;
     int b, kv_head, tile;
+    int list;        /* the first list of its queries; list * group is their first query head */
     int64_t key_row; /* row of key 0 in k and v */
     int keys;
 };
@@ -84,8 +88,10 @@ NSA__DEVICE nsa__cuda_attend_head nsa__cuda_attend_head_of(const nsa__cuda_atten
     nsa__cuda_attend_head at;
     const int pair = static_cast<int>(index / static_cast<unsigned>(params.tiles));
     at.tile = static_cast<int>(index % static_cast<unsigned>(params.tiles));
-    at.b = pair / params.d.kv_heads;
-    at.kv_head = pair % params.d.kv_heads;
+    const int heads = params.d.kv_heads * params.spread;
+    at.b = pair / heads;
+    at.kv_head = pair % heads / params.spread;
+    at.list = pair % heads * (params.lists / params.spread);
     at.seq = nsa__sequence_of(params.d, at.b);
     at.key_row = at.seq.row;
     at.keys = at.seq.tokens;
@@ -129,12 +135,23 @@ NSA__DEVICE nsa__cuda_reader_part nsa__cuda_reader_part_of(const nsa__cuda_atten
     return reader;
 }
 
-/* A grid of `tiles` blocks for each sequence and kv head. */
+/* An entry of a block's readers names a query and which of the kv head's lists reads the block. */
+struct nsa__cuda_reader {
+    int query, list;
+};
+
+NSA__DEVICE nsa__cuda_reader nsa__cuda_reader_of(const nsa__cuda_attend_params &params, int entry) {
+    nsa__cuda_reader r = {entry, 0};
+    if (params.lists > 1) r = {entry / params.lists, entry % params.lists};
+    return r;
+}
+
+/* A grid of `tiles` blocks for each sequence and head. */
 static inline nsa_status nsa__cuda_attend_grid(nsa__cuda_attend_params *params, int64_t tiles,
                                                dim3 *grid) {
     if (tiles > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     params->tiles = static_cast<int>(tiles);
-    return nsa__cuda_grid(tiles * params->d.batch * params->d.kv_heads, grid);
+    return nsa__cuda_grid(tiles * params->d.batch * params->d.kv_heads * params->spread, grid);
 }
 
 /* ---- Which keys a query sees ---------------------------------------------------------------
@@ -147,11 +164,14 @@ struct nsa__cuda_key_span {
     int begin, end;
 };
 
-/* The span that holds all keys of a query; of slc, the listed blocks in it. */
-NSA__DEVICE nsa__cuda_key_span nsa__cuda_keys_of(const nsa__cuda_attend_params &params, int query) {
-    nsa__cuda_key_span s = {0, query + 1};
-    if (params.branch == NSA__KEYS_CMP) s.end = nsa__cmp_visible(params.d, query);
-    if (params.branch == NSA__KEYS_WIN) s.begin = nsa__window_begin(params.d, query);
+/* The span that holds all keys of a query of a sequence of `tokens`; of slc, the listed blocks in
+   it. */
+NSA__DEVICE nsa__cuda_key_span nsa__cuda_keys_of(const nsa__cuda_attend_params &params, int tokens,
+                                                 int query) {
+    nsa__cuda_key_span s = {0, nsa__visible_end(params.d, tokens, query)};
+    if (params.branch == NSA__KEYS_CMP) s.end = nsa__cmp_visible(params.d, tokens, query);
+    if (params.branch == NSA__KEYS_WIN)
+        s = {nsa__window_begin(params.d, query), nsa__window_end(params.d, tokens, query)};
     return s;
 }
 
@@ -159,20 +179,22 @@ NSA__DEVICE nsa__cuda_key_span nsa__cuda_keys_of(const nsa__cuda_attend_params &
 NSA__DEVICE nsa__cuda_key_span nsa__cuda_readers_of(const nsa__cuda_attend_params &params,
                                                     const nsa__cuda_attend_head &at, int begin,
                                                     int end) {
+    const bool causal = params.d.mask == NSA_MASK_CAUSAL, win = params.branch == NSA__KEYS_WIN;
+    const int64_t reach =
+        static_cast<int64_t>(params.d.window) - (params.d.window_rule == NSA_WINDOW_COUNTS_SELF);
     int64_t first = begin, last = at.seq.tokens;
     if (params.branch == NSA__KEYS_CMP)
         first = static_cast<int64_t>(begin) * params.d.cmp_stride + params.d.cmp_block - 1;
-    if (params.branch == NSA__KEYS_WIN)
-        last = min(last, static_cast<int64_t>(end) + params.d.window -
-                             (params.d.window_rule == NSA_WINDOW_COUNTS_SELF));
+    if (!causal) first = win ? begin - reach : 0;
+    if (win) last = min(last, end + reach);
     first = max(first, static_cast<int64_t>(at.seq.first));
     last = min(last, static_cast<int64_t>(at.seq.first) + at.seq.count);
     return {static_cast<int>(min(first, last)), static_cast<int>(last)};
 }
 
-/* The last block that a list of a query may name: the query's own. */
-NSA__DEVICE int nsa__cuda_last_block(const nsa__cuda_attend_params &params, int query) {
-    return nsa__slc_candidates(params.d, query) - 1;
+/* The last block that a list of a query may name: the last that it sees a token of. */
+NSA__DEVICE int nsa__cuda_last_block(const nsa__cuda_attend_params &params, int tokens, int query) {
+    return nsa__slc_candidates(params.d, tokens, query) - 1;
 }
 
 /* The part of a span in tile keys begin .. end - 1, counted from begin. */
@@ -197,7 +219,7 @@ struct nsa__cuda_query_tile {
 };
 
 struct nsa__cuda_query_row {
-    int query, head;
+    int query, head, list;
     bool there;
 };
 
@@ -226,8 +248,11 @@ NSA__DEVICE nsa__cuda_query_row nsa__cuda_query_row_of(const nsa__cuda_attend_pa
     nsa__cuda_query_row r;
     const int index = tile.first + (tile.skip + row) / params.group;
     r.there = index < tile.end;
-    r.query = tile.list && r.there ? tile.list[index] : index;
-    r.head = at.kv_head * params.group + (tile.skip + row) % params.group;
+    nsa__cuda_reader reader = {index, 0};
+    if (tile.list && r.there) reader = nsa__cuda_reader_of(params, tile.list[index]);
+    r.query = reader.query;
+    r.list = at.list + reader.list;
+    r.head = r.list * params.group + (tile.skip + row) % params.group;
     return r;
 }
 
@@ -268,7 +293,7 @@ NSA__DEVICE int64_t nsa__cuda_partial_out_index(const nsa__cuda_attend_params &p
                                                 const nsa__cuda_query_tile &tile,
                                                 const nsa__cuda_query_row &row) {
     const int32_t *list =
-        nsa__cuda_query_at<const int32_t>(params.x.blocks, at, row.query, at.kv_head);
+        nsa__cuda_query_at<const int32_t>(params.x.blocks, at, row.query, row.list);
     const int64_t place = static_cast<int64_t>(at.b) * params.d.count + row.query - at.seq.first;
     int slot = 0;
     while (list[slot] != tile.block) slot++; /* it is there: the list named the reader */
@@ -312,10 +337,12 @@ NSA__DEVICE void nsa__cuda_walk_begin(nsa__cuda_walk_keys<KEYS, QUERIES, LISTS> 
                                       const nsa__cuda_query_tile &rows) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     w.queries = min((rows.skip + QUERIES - 1) / params.group + 1, rows.end - rows.first);
-    const int last = rows.first + w.queries - 1;
-    w.end = nsa__cuda_keys_of(params, !LISTS && rows.list ? rows.list[last] : last).end;
+    int last = rows.first + w.queries - 1;
+    if (!LISTS && rows.list) last = nsa__cuda_reader_of(params, rows.list[last]).query;
+    w.end = nsa__cuda_keys_of(params, at.seq.tokens, last).end;
     if constexpr (!LISTS) {
-        w.tile.begin = nsa__cuda_keys_of(params, rows.first).begin / KEYS * KEYS - KEYS;
+        w.tile.begin =
+            nsa__cuda_keys_of(params, at.seq.tokens, rows.first).begin / KEYS * KEYS - KEYS;
         if (rows.list) {
             const int begin = rows.block * params.d.slc_block;
             w.end = begin + min(params.d.slc_block, w.end - begin);
@@ -330,9 +357,9 @@ NSA__DEVICE void nsa__cuda_walk_begin(nsa__cuda_walk_keys<KEYS, QUERIES, LISTS> 
 #pragma unroll
     for (int i = 0; i < w.PER_LANE; i++) {
         const int query = rows.first + (lane + 32 * i < w.queries ? lane + 32 * i : 0);
-        w.list[i] = nsa__cuda_query_at<const int32_t>(params.x.blocks, at, query, at.kv_head);
+        w.list[i] = nsa__cuda_query_at<const int32_t>(params.x.blocks, at, query, at.list);
         w.slot[i] = lane + 32 * i < w.queries ? 0 : params.list_width;
-        w.last[i] = nsa__cuda_last_block(params, query);
+        w.last[i] = nsa__cuda_last_block(params, at.seq.tokens, query);
         w.entry[i] = -1;
     }
 }
@@ -670,7 +697,9 @@ static void nsa__cuda_attend_plan(nsa__cuda_attend_params *params, const nsa_des
     memset(params, 0, sizeof *params);
     params->d = *d;
     params->branch = branch;
-    params->group = d->heads / d->kv_heads;
+    params->lists = branch == NSA__KEYS_SLC ? nsa__cuda_list_heads(d) / d->kv_heads : 1;
+    params->spread = 1;
+    params->group = d->heads / d->kv_heads / params->lists;
     params->list_width = nsa_block_list_width(d);
     params->scale = static_cast<float>(scale);
     params->scale2 = static_cast<float>(scale * 1.4426950408889634);
@@ -742,9 +771,8 @@ static nsa_status nsa__cuda_attend_check(const nsa_attend *x, const nsa_desc *d,
     NSA__CHECK(nsa__cuda_check_rows(&x->out, out, same, forward, at->out));
     NSA__CHECK(nsa__check_view(&x->lse, lse, 1u << NSA_F32, forward, at->lse));
     if (branch != NSA__KEYS_SLC) return NSA_OK;
-    return nsa__check_view(&x->blocks,
-                           nsa__cuda_query_shape(d, d->kv_heads, nsa_block_list_width(d)),
-                           NSA__INTS, 0, at->blocks);
+    return nsa__check_view(&x->blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS,
+                           0, at->blocks);
 }
 
 #endif

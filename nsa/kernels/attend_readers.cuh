@@ -64,15 +64,17 @@ static __global__ void nsa__cuda_readers_kernel(nsa__cuda_attend_params params, 
     __syncwarp();
     const int first = at.seq.first + at.tile * size;
     const int end = min(first + size, at.seq.first + at.seq.count);
-    for (int query = first; query < end; query++) {
+    for (int reader = first * params.lists; reader < end * params.lists; reader++) {
+        const nsa__cuda_reader of = nsa__cuda_reader_of(params, reader);
         const int32_t *list =
-            nsa__cuda_query_at<const int32_t>(params.x.blocks, at, query, at.kv_head);
+            nsa__cuda_query_at<const int32_t>(params.x.blocks, at, of.query, at.list + of.list);
+        const int last = nsa__cuda_last_block(params, at.seq.tokens, of.query);
         int most = -1;
         for (int slot = lane; slot - lane < params.list_width; slot += 32) {
             const int entry = slot < params.list_width ? list[slot] : -1;
-            const int j = nsa__cuda_listed(entry, nsa__cuda_last_block(params, query), most);
+            const int j = nsa__cuda_listed(entry, last, most);
             if (j >= 0) {
-                if (place) r.query[pair * r.max_readers + begin[j] + counts[j]] = query;
+                if (place) r.query[pair * r.max_readers + begin[j] + counts[j]] = reader;
                 counts[j]++;
             }
             __syncwarp(); /* the next entry of this block is another lane's */
@@ -140,7 +142,7 @@ static void nsa__cuda_plan_readers(nsa__cuda_attend_params *params, int count,
     const int64_t pairs = static_cast<int64_t>(d->batch) * d->kv_heads;
     r->blocks = nsa_slc_count(d, d->tokens);
     r->chunks = count < NSA__READERS_CHUNKS ? count : NSA__READERS_CHUNKS;
-    r->max_readers = static_cast<int64_t>(count) *
+    r->max_readers = static_cast<int64_t>(count) * params->lists *
                      (params->list_width < r->blocks ? params->list_width : r->blocks);
     r->begin = nsa__cuda_take<int64_t>(arena, pairs * (r->blocks + 1));
     r->part_begin = nsa__cuda_take<int32_t>(arena, pairs * (r->blocks + 1));

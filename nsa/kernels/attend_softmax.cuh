@@ -109,7 +109,7 @@ NSA__DEVICE void nsa__cuda_forward_begin(nsa__cuda_forward_rows &rows,
         rows.number[h] =
             (tile.skip + 16 * warp + r) / params.group - nsa__cuda_warpgroup_first(params, tile);
         rows.keys[h] = {0, 0};
-        if (row.there) rows.keys[h] = nsa__cuda_keys_of(params, row.query);
+        if (row.there) rows.keys[h] = nsa__cuda_keys_of(params, at.seq.tokens, row.query);
         rows.most[h] = -INFINITY;
         rows.sum[h] = 0;
         rows.bad[h] = bad >> r & 1;

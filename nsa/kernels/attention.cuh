@@ -240,6 +240,10 @@ static nsa_status nsa__cuda_chain_dq(const nsa__cuda_chain_gradient *g, cudaStre
     whole.more[0] = &g->branch[2];
     whole.more[1] = &g->branch[1];
     whole.branches = g->branch[1].chunk ? 2 : 3;
+    if (!g->branch[1].chunk) { /* a tile has the heads of one list */
+        whole.group = g->branch[1].group;
+        whole.lists = g->branch[1].lists;
+    }
     NSA__CHECK(nsa__cuda_attend_choose<nsa__cuda_dq_launch>(whole, stream));
     return g->branch[1].chunk ? nsa__cuda_attend_dq(&g->branch[1], stream) : NSA_OK;
 }

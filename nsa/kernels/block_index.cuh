@@ -11,18 +11,30 @@
 NSA__DEVICE int nsa__cmp_count(const nsa_desc &d, int tokens) {
     return tokens < d.cmp_block ? 0 : (tokens - d.cmp_block) / d.cmp_stride + 1;
 }
-NSA__DEVICE int nsa__cmp_visible(const nsa_desc &d, int query) {
-    return query < d.cmp_block - 1 ? 0 : (query - (d.cmp_block - 1)) / d.cmp_stride + 1;
+/* Tokens before this one are visible to `query` of a sequence of `tokens`: all that is causal
+   follows from it. It is a branch that all threads take alike, asked once a row and never in a
+   product, so no kernel is compiled twice for it. */
+NSA__DEVICE int nsa__visible_end(const nsa_desc &d, int tokens, int query) {
+    return d.mask == NSA_MASK_NONE ? tokens : query + 1;
+}
+NSA__DEVICE int nsa__cmp_visible(const nsa_desc &d, int tokens, int query) {
+    return nsa__cmp_count(d, nsa__visible_end(d, tokens, query));
 }
 NSA__DEVICE int nsa__slc_count(const nsa_desc &d, int tokens) {
     return tokens < 1 ? 0 : (tokens - 1) / d.slc_block + 1;
 }
-NSA__DEVICE int nsa__slc_candidates(const nsa_desc &d, int query) {
-    return query / d.slc_block + 1;
+NSA__DEVICE int nsa__slc_candidates(const nsa_desc &d, int tokens, int query) {
+    return nsa__slc_count(d, nsa__visible_end(d, tokens, query));
 }
 NSA__DEVICE int nsa__window_begin(const nsa_desc &d, int query) {
     const int before = d.window - (d.window_rule == NSA_WINDOW_COUNTS_SELF);
     return before >= query ? 0 : query - before;
+}
+/* Behind the last token of the window: without a mask it reaches as far ahead as back. */
+NSA__DEVICE int nsa__window_end(const nsa_desc &d, int tokens, int query) {
+    const int end = nsa__visible_end(d, tokens, query);
+    const int ahead = d.window - (d.window_rule == NSA_WINDOW_COUNTS_SELF);
+    return d.mask == NSA_MASK_NONE && ahead < end - query - 1 ? query + ahead + 1 : end;
 }
 
 /* The stencil of a selection block: the compressed blocks nsa__stencil_begin(j) + u, u = 0 ..

@@ -72,6 +72,18 @@ static inline int nsa__cuda_list_heads(const nsa_desc *d) {
     return d->list_heads ? d->list_heads : d->kv_heads;
 }
 
+/* The geometry in which every block list has a kv head of its own, for what makes lists and ranks;
+   keys are then shared by nsa__cuda_key_sharers heads. */
+static inline nsa_desc nsa__cuda_by_list(const nsa_desc *d) {
+    nsa_desc by = *d;
+    by.kv_heads = nsa__cuda_list_heads(d);
+    by.list_heads = 0;
+    return by;
+}
+static inline int nsa__cuda_key_sharers(const nsa_desc *d) {
+    return nsa__cuda_list_heads(d) / d->kv_heads;
+}
+
 /* begins lie on the device: nsa_desc_check sees a batch of full length instead. */
 static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
@@ -79,13 +91,13 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     host.begins = NULL;
     host.isa = NSA_ISA_DETECT;
     NSA__CHECK(nsa_desc_check(&host));
-    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
-    if (nsa__cuda_list_heads(d) != d->kv_heads)
-        return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
     if (d->dim % 8 || d->dim > NSA_CUDA_MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
     if (d->dim_v % 8 || d->dim_v > NSA_CUDA_MAX_DIM)
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim_v);
     if (d->slc_block > 128) return nsa__error(NSA_ERROR_SLC_BLOCK, NSA__AT_slc_block);
+    /* a block's reader is a query and which of its lists, in one int32 (nsa__cuda_reader_of) */
+    if (static_cast<int64_t>(d->tokens) * nsa__cuda_key_sharers(d) > INT32_MAX)
+        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
     return NSA_OK;
 }
 
@@ -102,6 +114,9 @@ static inline nsa__shape nsa__cuda_shape(const nsa_desc *d, int64_t rows, int64_
 }
 static inline nsa__shape nsa__cuda_query_shape(const nsa_desc *d, int64_t heads, int64_t width) {
     return nsa__cuda_shape(d, d->count, heads, width);
+}
+static inline nsa__shape nsa__cuda_list_shape(const nsa_desc *d, int64_t width) {
+    return nsa__cuda_query_shape(d, nsa__cuda_list_heads(d), width);
 }
 static inline nsa__shape nsa__cuda_key_shape(const nsa_desc *d, int64_t width) {
     return nsa__cuda_shape(d, d->tokens, d->kv_heads, width);

@@ -132,6 +132,7 @@ static nsa_status nsa__cuda_decode_check(const nsa_attention *x, const nsa_cache
     if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
     nsa_status s = nsa__cuda_attention_check_sizes(x, &cache->desc);
     if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_decodes(&cache->desc));
     if (count < 0) return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
     nsa_desc d = cache->desc;
     d.count = count && d.tokens ? nsa__cuda_decode_most(cache, count) : 0;

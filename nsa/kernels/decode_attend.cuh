@@ -90,14 +90,14 @@ NSA__DEVICE nsa__cuda_decode_block nsa__cuda_decode_block_of(const nsa__cuda_dec
     const int pair = static_cast<int>(index / static_cast<unsigned>(d.count));
     nsa__cuda_attend_head &at = block.at;
     at.b = pair / d.kv_heads;
-    at.kv_head = pair % d.kv_heads;
+    at.kv_head = at.list = pair % d.kv_heads;
     at.seq = nsa__sequence_at(d, at.b, params.places);
     at.tile = 0;
     at.key_row = 0;
     at.keys = at.seq.tokens;
     const int query = at.seq.first + row;
     block.rows = {query, block.part * held, row < at.seq.count ? query + 1 : query, -1, nullptr};
-    block.keys = nsa__cuda_keys_of(params, block.rows.first);
+    block.keys = nsa__cuda_keys_of(params, at.seq.tokens, block.rows.first);
     return block;
 }
 
@@ -351,7 +351,8 @@ static __global__ void nsa__cuda_decode_combine_kernel(nsa__cuda_decode_params p
     if (b >= d.batch) return;
     const nsa__sequence seq = nsa__sequence_at(d, static_cast<int>(b), params.places);
     if (i >= seq.count) return;
-    const int tiles = nsa__cuda_decode_tiles(params, nsa__cuda_keys_of(params, seq.first + i));
+    const int tiles =
+        nsa__cuda_decode_tiles(params, nsa__cuda_keys_of(params, seq.tokens, seq.first + i));
     const int runs = (tiles + params.per_split - 1) / params.per_split;
     const float nan = __uint_as_float(0x7fc00000u), ln2 = 0.693147180559945f;
     bool bad = false;

@@ -79,6 +79,14 @@ static nsa__cuda_cache_bits nsa__cuda_cache_bits_of(const nsa_cache *cache) {
     return nsa__cuda_cache_lay_out(&copy, cache->k_slc.dtype, &a);
 }
 
+/* A step sees what came before it, through one list for each kv head. */
+static nsa_status nsa__cuda_check_decodes(const nsa_desc *d) {
+    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
+    if (nsa__cuda_list_heads(d) != d->kv_heads)
+        return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
+    return NSA_OK;
+}
+
 static nsa_status nsa__cuda_cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
     nsa_desc room = *d;
@@ -86,6 +94,7 @@ static nsa_status nsa__cuda_cache_check(const nsa_desc *d, nsa_dtype dtype, int 
     room.begins = NULL;
     const nsa_status s = nsa__cuda_check_desc(&room);
     if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_check_decodes(d));
     if (!nsa__cuda_one_dtype(dtype)) return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
     if (max_rewind < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind);
     const int64_t rows = static_cast<int64_t>(d->batch) * d->kv_heads;

@@ -74,8 +74,8 @@ static __global__ void __launch_bounds__(32 * NSA__DECODE_SELECT_WARPS,
     const int tile_queries = NSA__DECODE_SELECT_WARPS * params.plan.queries;
     const int first_query = p.tile * tile_queries, first = p.split * params.run_keys;
     if (first_query >= p.s.count) return;
-    const int keys =
-        nsa__cmp_visible(params.d, p.s.first + min(first_query + tile_queries, p.s.count) - 1);
+    const int keys = nsa__cmp_visible(params.d, p.s.tokens,
+                                      p.s.first + min(first_query + tile_queries, p.s.count) - 1);
     const int last = min(first + params.run_keys, keys);
     if (first >= last) return;
     nsa__cuda_select_warp w =
@@ -118,7 +118,7 @@ static __global__ void nsa__cuda_decode_select_rank_kernel(nsa__cuda_decode_sele
     nsa__cuda_select_rank<false>(params.plan, params.d.score_map, w, 0, w.candidates);
     for (int q = 0; q < params.plan.queries && w.first_query + q < p.s.count; q++)
         nsa__cuda_rank_write(
-            nsa__cuda_forced_of(params.d, p.s.first + w.first_query + q),
+            nsa__cuda_forced_of(params.d, p.s.tokens, p.s.first + w.first_query + q),
             w.lists + q * params.plan.length,
             nsa__row_of<int32_t>(params.x.blocks, p.s.batch, w.first_query + q, p.kv_head),
             params.plan.width);

@@ -41,14 +41,16 @@ static nsa_tensor nsa__cuda_score_take(const nsa_desc *d, nsa__cuda_arena *a) {
 /* One chunk's scores; tokens are compressed blocks of one. */
 struct nsa__cuda_score_call {
     const nsa_select *x;
-    const nsa_desc *d;
+    const nsa_desc *d; /* by list */
     const nsa_score *score;
+    int sharers;
     bool own;
     cudaStream_t stream;
     template <typename T, int D, int NT, bool CHUNKS> nsa_status run() const {
         nsa__cuda_arena none = {NULL, 0};
         nsa__cuda_select_plan p = nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, 0, &none);
         p.own = own;
+        p.sharers = sharers;
         p.act = score->act;
         p.pool = score->pool;
         dim3 grid;
@@ -64,12 +66,13 @@ struct nsa__cuda_score_call {
 static nsa_status nsa__cuda_score_run(const nsa_score *x, const nsa_desc *d, void *workspace,
                                       cudaStream_t stream) {
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
-    const nsa_tensor room = nsa__cuda_score_take(d, &a);
-    const int chunk = nsa__cuda_score_chunk(d);
+    const nsa_desc by = nsa__cuda_by_list(d);
+    const nsa_tensor room = nsa__cuda_score_take(&by, &a);
+    const int chunk = nsa__cuda_score_chunk(&by);
     const bool own = !x->scores.data;
     nsa_status s = NSA_OK;
     for (int first = 0; first < d->count && s == NSA_OK; first += chunk) {
-        nsa_desc part = *d;
+        nsa_desc part = by;
         part.cmp_block = part.cmp_stride = 1;
         part.first += first;
         part.count = d->count - first < chunk ? d->count - first : chunk;
@@ -79,7 +82,8 @@ static nsa_status nsa__cuda_score_run(const nsa_score *x, const nsa_desc *d, voi
         scored.lse = nsa__cuda_view_from(x->weights, first);
         scored.scores = own ? room : nsa__cuda_view_from(x->scores, first);
         const nsa_rank ranked = {scored.scores, nsa__cuda_view_from(x->blocks, first)};
-        const nsa__cuda_score_call call = {&scored, &part, x, own, stream};
+        const nsa__cuda_score_call call = {&scored, &part, x, nsa__cuda_key_sharers(d),
+                                           own,     stream};
         s = nsa__cuda_select_choose(x->q.dtype, &part, call);
         if (s == NSA_OK) s = nsa__cuda_rank_queries_run(&ranked, &part, own, stream);
     }
@@ -87,8 +91,9 @@ static nsa_status nsa__cuda_score_run(const nsa_score *x, const nsa_desc *d, voi
 }
 
 static size_t nsa__cuda_score_bytes(const nsa_desc *d) {
+    const nsa_desc by = nsa__cuda_by_list(d);
     nsa__cuda_arena a = {NULL, 0};
-    nsa__cuda_score_take(d, &a);
+    nsa__cuda_score_take(&by, &a);
     return nsa__cuda_arena_bytes(&a);
 }
 
@@ -111,9 +116,8 @@ static nsa_status nsa__cuda_score_check(const nsa_score *x, const nsa_desc *d) {
                                                 NSA__FLOATS, 0, NSA__AT_weights)) != NSA_OK)
         return s;
     if ((s = nsa__cuda_check_scores(&x->scores, d)) != NSA_OK) return s;
-    return nsa__check_view(&x->blocks,
-                           nsa__cuda_query_shape(d, d->kv_heads, nsa_block_list_width(d)),
-                           NSA__INTS, 1, NSA__AT_blocks);
+    return nsa__check_view(&x->blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS,
+                           1, NSA__AT_blocks);
 }
 
 extern "C" nsa_status nsa_cuda_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,

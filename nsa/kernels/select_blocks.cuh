@@ -32,6 +32,7 @@ struct nsa__cuda_select_plan {
     int width;   /* of the lists that are written */
     int strides; /* l' / d */
     int reach;   /* l / d */
+    int sharers; /* lists of a kv head, which the desc of a launch counts as its kv heads */
     size_t shared_bytes;
     bool own;          /* the scores' rows are counted for each sequence from 0: a workspace */
     nsa_score_act act; /* of a SCORER */
@@ -307,9 +308,9 @@ NSA__DEVICE void nsa__cuda_select_begin(nsa__cuda_select_warp &w, const nsa_sele
         const int row = w.first_query + q, query = s.first + row;
         nsa__cuda_select_query found = {0, 0, 0, 0, nullptr, 0};
         if (row < s.count) {
-            const nsa__cuda_forced_blocks f = nsa__cuda_forced_of(d, query);
+            const nsa__cuda_forced_blocks f = nsa__cuda_forced_of(d, s.tokens, query);
             const bool bad = nsa__cuda_select_is_bad<SCORER>(x, d, s, row, kv_head);
-            w.visible = nsa__cmp_visible(d, query);
+            w.visible = nsa__cmp_visible(d, s.tokens, query);
             w.candidates = f.candidates;
             found = {bad ? -1 : w.visible, f.init, f.local, f.room, nullptr, f.candidates};
             if (x.scores.data)
@@ -473,9 +474,10 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     nsa__cuda_select_columns<T, D, NT> c;
     if (!CHUNKS)
         nsa__cuda_select_load<T, D, NT, SCORER>(c, w.lse2, x, d, s, p, kv_head, w.first_query, 0);
-    const T *k = nsa__row_of<const T>(x.k, s.batch,
-                                      SCORER ? s.row : nsa__cmp_row(d, p.cmp_begins, b), kv_head);
-    const int keys = nsa__cmp_visible(d, s.first + min(first + tile_queries, s.count) - 1);
+    const T *k = nsa__row_of<const T>(
+        x.k, s.batch, SCORER ? s.row : nsa__cmp_row(d, p.cmp_begins, b), kv_head / p.sharers);
+    const int keys =
+        nsa__cmp_visible(d, s.tokens, s.first + min(first + tile_queries, s.count) - 1);
     int key = 0;
     if (keys > 0) nsa__cuda_select_copy<T, D>(tiles, k, x.k.token, 0, keys, d.dim);
     nsa__cp_async_commit();
@@ -505,7 +507,7 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     if (x.scores.data && !p.own) nsa__cuda_select_fill(p, w, nsa__slc_count(d, d.tokens));
     for (int q = 0; !SCORER && q < p.queries && w.first_query + q < s.count; q++)
         nsa__cuda_rank_write(
-            nsa__cuda_forced_of(d, s.first + w.first_query + q), w.lists + q * p.length,
+            nsa__cuda_forced_of(d, s.tokens, s.first + w.first_query + q), w.lists + q * p.length,
             nsa__row_of<int32_t>(x.blocks, s.batch, s.row + w.first_query + q, kv_head), p.width);
 }
 
@@ -528,6 +530,7 @@ static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t 
     while (p.ring < keys + p.strides + p.reach) p.ring *= 2;
     p.width = nsa_block_list_width(d);
     p.length = most;
+    p.sharers = 1;
 
     const size_t tiles = 2 * static_cast<size_t>(keys) * static_cast<size_t>(padded) * element;
     const size_t sums =
@@ -560,11 +563,12 @@ static int nsa__cuda_select_length(const nsa_desc *d) {
 
 /* NT: a warp's columns over 8. */
 template <typename T, int D, int NT, bool CHUNKS>
-static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d, void *workspace,
-                                          cudaStream_t stream) {
+static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d, int sharers,
+                                          void *workspace, cudaStream_t stream) {
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
-    const nsa__cuda_select_plan p =
+    nsa__cuda_select_plan p =
         nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, nsa__cuda_select_length(d), &a);
+    p.sharers = sharers;
     const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
     nsa_status s = d->begins ? nsa__cuda_cmp_begins(d, p.cmp_begins, stream) : NSA_OK;
     dim3 grid;
@@ -613,11 +617,12 @@ static nsa_status nsa__cuda_select_choose(nsa_dtype dtype, const nsa_desc *d, co
 
 struct nsa__cuda_select_call {
     const nsa_select *x;
-    const nsa_desc *d;
+    const nsa_desc *d; /* by list */
+    int sharers;
     void *workspace;
     cudaStream_t stream;
     template <typename T, int D, int NT, bool CHUNKS> nsa_status run() const {
-        return nsa__cuda_select_launch<T, D, NT, CHUNKS>(x, d, workspace, stream);
+        return nsa__cuda_select_launch<T, D, NT, CHUNKS>(x, d, sharers, workspace, stream);
     }
 };
 
@@ -625,18 +630,20 @@ struct nsa__cuda_select_call {
 static nsa_status nsa__cuda_select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                        cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
-    const nsa__cuda_select_call call = {x, d, workspace, stream};
-    return nsa__cuda_select_choose(x->q.dtype, d, call);
+    const nsa_desc by = nsa__cuda_by_list(d);
+    const nsa__cuda_select_call call = {x, &by, nsa__cuda_key_sharers(d), workspace, stream};
+    return nsa__cuda_select_choose(x->q.dtype, &by, call);
 }
 
 /* A caller's workspace serves every dtype: of all kernels' needs, the largest. */
 static size_t nsa__cuda_select_bytes(const nsa_desc *d) {
+    const nsa_desc by = nsa__cuda_by_list(d);
     size_t most = 0;
     for (size_t element = 2; element <= 4; element += 2)
         for (int wide = 8; wide <= 32; wide *= 2) {
             nsa__cuda_arena a = {NULL, 0};
-            nsa__cuda_select_plan_of(d, element, NSA_CUDA_MAX_DIM, wide, nsa__cuda_select_length(d),
-                                     &a);
+            nsa__cuda_select_plan_of(&by, element, NSA_CUDA_MAX_DIM, wide,
+                                     nsa__cuda_select_length(d), &a);
             const size_t bytes = nsa__cuda_arena_bytes(&a);
             most = bytes > most ? bytes : most;
         }
@@ -654,7 +661,7 @@ struct nsa__cuda_select_fields {
 
 /* Scores as an output, which may be absent. */
 static nsa_status nsa__cuda_check_scores(const nsa_tensor *scores, const nsa_desc *d) {
-    const nsa__shape shape = nsa__cuda_query_shape(d, d->kv_heads, nsa_slc_count(d, d->tokens));
+    const nsa__shape shape = nsa__cuda_list_shape(d, nsa_slc_count(d, d->tokens));
     return scores->data ? nsa__check_view(scores, shape, 1u << NSA_F32, 1, NSA__AT_scores) : NSA_OK;
 }
 
@@ -669,9 +676,8 @@ static nsa_status nsa__cuda_select_check(const nsa_select *x, const nsa_desc *d,
     s = nsa__check_view(&x->lse, nsa__cuda_query_shape(d, d->heads, 1), 1u << NSA_F32, 0, at->lse);
     if (s != NSA_OK) return s;
     if ((s = nsa__cuda_check_scores(&x->scores, d)) != NSA_OK) return s;
-    return nsa__check_view(&x->blocks,
-                           nsa__cuda_query_shape(d, d->kv_heads, nsa_block_list_width(d)),
-                           NSA__INTS, 1, at->blocks);
+    return nsa__check_view(&x->blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS,
+                           1, at->blocks);
 }
 
 extern "C" nsa_status nsa_cuda_select_blocks(const nsa_select *x, const nsa_desc *d,

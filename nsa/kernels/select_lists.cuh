@@ -126,7 +126,8 @@ static __global__ void __launch_bounds__(NSA__RANK_THREADS)
     nsa__cuda_rank_blocks_kernel(nsa_desc d, const float *scores, int query, int32_t *list,
                                  int width) {
     NSA_SHARED(nsa__cuda_rank_memory, memory, [1]);
-    nsa__cuda_rank_row(memory[0], NSA_F32, scores, nsa__cuda_forced_of(d, query), list, width);
+    nsa__cuda_rank_row(memory[0], NSA_F32, scores, nsa__cuda_forced_of(d, d.tokens, query), list,
+                       width);
 }
 
 extern "C" nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const nsa_desc *d,
@@ -153,7 +154,7 @@ static __global__ void __launch_bounds__(NSA__RANK_THREADS)
     if (row >= s.count) return;
     nsa__cuda_rank_row(memory[0], x.scores.dtype,
                        nsa__row_at(x.scores, own ? b : s.batch, own ? row : s.row + row, head),
-                       nsa__cuda_forced_of(d, s.first + row),
+                       nsa__cuda_forced_of(d, s.tokens, s.first + row),
                        nsa__row_of<int32_t>(x.blocks, s.batch, s.row + row, head), width);
 }
 
@@ -162,11 +163,12 @@ static nsa_status nsa__cuda_rank_queries_run(const nsa_rank *x, const nsa_desc *
                                              cudaStream_t stream) {
     dim3 grid;
     if (d->count == 0) return NSA_OK;
+    const nsa_desc by = nsa__cuda_by_list(d);
     const nsa_status s =
-        nsa__cuda_grid(static_cast<int64_t>(d->batch) * d->count * d->kv_heads, &grid);
+        nsa__cuda_grid(static_cast<int64_t>(d->batch) * d->count * by.kv_heads, &grid);
     if (s != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rank_queries_kernel, grid, dim3(NSA__RANK_THREADS),
-                                       0, stream, *d, *x, nsa_block_list_width(d), own));
+                                       0, stream, by, *x, nsa_block_list_width(d), own));
 }
 
 extern "C" nsa_status nsa_cuda_rank_queries(const nsa_rank *x, const nsa_desc *d,
@@ -174,12 +176,11 @@ extern "C" nsa_status nsa_cuda_rank_queries(const nsa_rank *x, const nsa_desc *d
     nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    s = nsa__check_view(&x->scores,
-                        nsa__cuda_query_shape(d, d->kv_heads, nsa_slc_count(d, d->tokens)),
+    s = nsa__check_view(&x->scores, nsa__cuda_list_shape(d, nsa_slc_count(d, d->tokens)),
                         NSA__FLOATS, 0, NSA__AT_scores);
     if (s != NSA_OK) return s;
-    s = nsa__check_view(&x->blocks, nsa__cuda_query_shape(d, d->kv_heads, nsa_block_list_width(d)),
-                        NSA__INTS, 1, NSA__AT_blocks);
+    s = nsa__check_view(&x->blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS, 1,
+                        NSA__AT_blocks);
     return s == NSA_OK ? nsa__cuda_rank_queries_run(x, d, false, stream) : s;
 }
 
@@ -231,8 +232,8 @@ static __global__ void __launch_bounds__(NSA__CHECK_THREADS, 1)
             if (base + thread < lists) {
                 const int32_t *list =
                     nsa__row_of<const int32_t>(blocks, s.batch, s.row + row, head);
-                slot =
-                    nsa__cuda_list_fault(list, width, nsa__slc_candidates(d, query), &mine.reason);
+                slot = nsa__cuda_list_fault(list, width, nsa__slc_candidates(d, s.tokens, query),
+                                            &mine.reason);
                 if (slot >= 0) mine = {mine.reason, b, query, head, slot, list[slot]};
             }
             if (thread == 0) first[0] = NSA__CHECK_THREADS;
@@ -254,7 +255,8 @@ static __global__ void nsa__cuda_normalize_blocks_kernel(nsa_desc d, nsa_tensor 
     const int lane = static_cast<int>(threadIdx.x) % 32,
               b = static_cast<int>(blockIdx.x) / per_sequence;
     const nsa__sequence s = nsa__sequence_of(d, b);
-    const int row = warp / d.kv_heads, candidates = nsa__slc_candidates(d, s.first + row);
+    const int row = warp / d.kv_heads;
+    const int candidates = nsa__slc_candidates(d, s.tokens, s.first + row);
     if (row >= s.count) return;
     int32_t *list = nsa__row_of<int32_t>(blocks, s.batch, s.row + row, warp % d.kv_heads);
     for (int i = lane; i < width; i += 32)
@@ -286,8 +288,8 @@ static nsa_status nsa__cuda_check_lists(const nsa_tensor *blocks, const nsa_desc
     const nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
     if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
-    return nsa__check_view(blocks, nsa__cuda_query_shape(d, d->kv_heads, nsa_block_list_width(d)),
-                           NSA__INTS, writes, NSA__AT_blocks);
+    return nsa__check_view(blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS,
+                           writes, NSA__AT_blocks);
 }
 
 extern "C" nsa_status nsa_cuda_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
@@ -296,20 +298,21 @@ extern "C" nsa_status nsa_cuda_check_blocks(const nsa_tensor *blocks, const nsa_
     if (s != NSA_OK) return s;
     if (!verdict) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_check_blocks_kernel, dim3(1),
-                                       dim3(NSA__CHECK_THREADS), 0, stream, *d, *blocks,
-                                       nsa_block_list_width(d), verdict));
+                                       dim3(NSA__CHECK_THREADS), 0, stream, nsa__cuda_by_list(d),
+                                       *blocks, nsa_block_list_width(d), verdict));
 }
 
 extern "C" nsa_status nsa_cuda_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                                                 cudaStream_t stream) {
     nsa_status s = nsa__cuda_check_lists(blocks, d, 1);
     if (s != NSA_OK || d->count == 0) return s;
+    const nsa_desc by = nsa__cuda_by_list(d);
     const int64_t per_sequence =
-        nsa__cuda_ceil_div(static_cast<int64_t>(d->count) * d->kv_heads, NSA__NORMALIZE_WARPS);
+        nsa__cuda_ceil_div(static_cast<int64_t>(d->count) * by.kv_heads, NSA__NORMALIZE_WARPS);
     dim3 grid;
     if ((s = nsa__cuda_grid(per_sequence * d->batch, &grid)) != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_normalize_blocks_kernel, grid,
-                                       dim3(32 * NSA__NORMALIZE_WARPS), 0, stream, *d, *blocks,
+                                       dim3(32 * NSA__NORMALIZE_WARPS), 0, stream, by, *blocks,
                                        nsa_block_list_width(d), static_cast<int>(per_sequence)));
 }
 

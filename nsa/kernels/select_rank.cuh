@@ -30,11 +30,12 @@ struct nsa__cuda_forced_blocks {
     int init, local, candidates, room;
 };
 
-NSA__DEVICE nsa__cuda_forced_blocks nsa__cuda_forced_of(const nsa_desc &d, int query) {
+NSA__DEVICE nsa__cuda_forced_blocks nsa__cuda_forced_of(const nsa_desc &d, int tokens, int query) {
+    const bool by_place = d.mask == NSA_MASK_CAUSAL; /* else no block is forced for its place */
     nsa__cuda_forced_blocks f;
-    f.candidates = nsa__slc_candidates(d, query);
-    f.init = min(d.slc_init, f.candidates);
-    f.local = max(f.candidates - d.slc_local, f.init);
+    f.candidates = nsa__slc_candidates(d, tokens, query);
+    f.init = by_place ? min(d.slc_init, f.candidates) : 0;
+    f.local = by_place ? max(f.candidates - d.slc_local, f.init) : f.candidates;
     f.room = d.slc_count;
     if (d.forced == NSA_FORCED_INSIDE) f.room -= f.init + f.candidates - f.local;
     f.room = min(f.room, f.local - f.init);

@@ -404,6 +404,11 @@ static inline void ref_scores(const ref_desc *d, const double *q, const double *
     free(group);
 }
 
+/* The blocks that query t sees a token of. */
+static inline int ref_candidates(const ref_desc *d, int t) {
+    return d->not_causal ? ref_slc_count(d, d->tokens) : t / d->slc_block + 1;
+}
+
 /* Is block j forced for query t: one of the first `slc_init`, or of the last `slc_local` up to t's
  * own? */
 static inline int ref_forced(const ref_desc *d, int t, int j) {
@@ -420,7 +425,7 @@ static inline int ref_before(double x, int a, double y, int b) {
 
 /* list[width]: forced blocks, then the best of the rest one after the other, written ascending. */
 static inline void ref_rank(const ref_desc *d, int t, const double *scores, int32_t *list) {
-    int candidates = d->not_causal ? ref_slc_count(d, d->tokens) : t / d->slc_block + 1;
+    int candidates = ref_candidates(d, t);
     int width = ref_list_width(d), forced = 0;
     unsigned char *chosen = ref_mask((size_t)candidates);
     for (int j = 0; j < candidates; j++) forced += chosen[j] = (unsigned char)ref_forced(d, t, j);
@@ -848,6 +853,7 @@ static inline ref_attend ref_attention_branch(const ref_attention *x, const ref_
     a.mask = branch == 0   ? ref_mask_cmp(d)
              : branch == 1 ? ref_mask_slc(d, x->blocks)
                            : ref_mask_win(d);
+    a.mask_heads = branch == 1 ? d->list_heads : 0;
     a.q = x->q;
     a.k = branch == 0 ? x->k_cmp.out : branch == 1 ? x->k_slc : x->k_win;
     a.v = branch == 0 ? x->v_cmp.out : branch == 1 ? x->v_slc : x->v_win;
@@ -878,7 +884,7 @@ static inline void ref_attention_forward(const ref_attention *x, const ref_desc 
         ref_attend_forward(&a);
         free((void *)a.mask);
         if (branch == 0 && !x->blocks_given) {
-            double *scores = ref_zeros((size_t)d->tokens * (size_t)d->kv_heads *
+            double *scores = ref_zeros((size_t)d->tokens * (size_t)d->list_heads *
                                        (size_t)ref_slc_count(d, d->tokens));
             ref_scores(d, x->q, x->k_cmp.out, x->lse[0], scores);
             ref_select(d, scores, x->blocks);
