@@ -60,24 +60,29 @@ HOST = COMPILER[:-2] + ["gcc", "-std=gnu99"]
 class Fault:
     """One entry: `== FILE | TESTS [MODE] | what it breaks`, then lines of - old and + new text."""
 
+    known_modes, known_tests = MODES, NEEDS
+
     def __init__(self, head, body):
         self.file, tests, self.what = (part.strip() for part in head.split("|", 2))
         words = tests.split()
-        self.modes = [w for w in words if w in MODES] or ["plain"]
-        self.tests = [w for w in words if w in NEEDS]
+        self.modes = [w for w in words if w in self.known_modes] or ["plain"]
+        self.tests = [w for w in words if w in self.known_tests]
         self.equivalent, self.tried = "equivalent" in words, set()
         self.old = "\n".join(line[2:] for line in body if line.startswith("- "))
         self.new = "\n".join(line[2:] for line in body if line.startswith("+ "))
-        unknown = set(words) - set(MODES) - set(NEEDS) - {"equivalent"}
+        unknown = set(words) - set(self.known_modes) - set(self.known_tests) - {"equivalent"}
         if unknown or not self.tests or not self.old:
-            sys.exit(f"faults.list: {head}: {unknown or 'names no test, or has no text'}")
+            sys.exit(f"{head}: {unknown or 'names no test, or has no text'}")
 
     def pairs(self):
         return [(mode, test) for mode in self.modes for test in self.tests]
 
-    def key(self, kernels=ROOT / "nsa" / "kernels"):
+    def source(self):
+        return ROOT / "nsa" / "kernels" / self.file
+
+    def key(self):
         """Changes with the fault and with the function that it is planted in."""
-        text = (kernels / self.file).read_text()
+        text = self.source().read_text()
         at = max(text.find(self.old), 0)
         begin, end = text.rfind("\n}\n", 0, at), text.find("\n}\n", at + len(self.old))
         words = [self.file, *self.modes, *self.tests, self.old, self.new,
@@ -85,12 +90,12 @@ class Fault:
         return hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
 
 
-def read_faults(path):
+def read_faults(path, kind=Fault):
     faults, head, body = [], None, []
     for line in path.read_text().splitlines() + ["== "]:
         if line.startswith("== "):
             if head:
-                faults.append(Fault(head, body))
+                faults.append(kind(head, body))
             head, body = line[3:], []
         elif line[:2] in ("- ", "+ ") or line in ("-", "+"):
             body.append(line)
@@ -277,7 +282,7 @@ def verdict_of(fault, results):
     return "equivalent" if fault.equivalent and verdict == "survived" else verdict
 
 
-def report(faults, results):
+def report(faults, results, machine):
     """What bench/results/faults.json holds: a row a file, and one of all. `tried` are those of
     which there is a result for the sources as they are; the share is of them."""
     rows = []
@@ -293,25 +298,26 @@ def report(faults, results):
                      "survived": [what for what, verdict in tried if verdict == "survived"]})
     commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty", "--exclude=*"],
                             text=True, stdout=subprocess.PIPE).stdout.strip()
-    return {"machine": "the executor of tests/simt", "date": datetime.date.today().isoformat(),
+    return {"machine": machine, "date": datetime.date.today().isoformat(),
             "commit": commit or "unknown", "rows": rows}
 
 
-def main():
-    options = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    options.add_argument("--executor", required=True, help="its object files, joined by |")
-    options.add_argument("--definitions", required=True, help="of narrow kernels, joined by |")
-    options.add_argument("--headers", type=pathlib.Path, required=True)
+def arguments(text):
+    options = argparse.ArgumentParser(description=text.split("\n\n")[0])
     options.add_argument("--work", type=pathlib.Path, required=True)
     options.add_argument("--only", default="", help="faults whose file, tests or text hold this")
     options.add_argument("--write", type=pathlib.Path, help="JSON of all faults' results")
     options.add_argument("--run", choices=["yes", "no"], default="yes",
                          help="no: only what earlier runs found is counted")
-    given = options.parse_args()
-    all_faults = dict(enumerate(read_faults(HERE / "faults.list"), NO_FAULT + 1))
+    return options
+
+
+def settle(given, every, attempt, machine):
+    """Tries the faults that are asked for by attempt(all, waiting, tell), counts and writes; the exit
+    status."""
+    all_faults = dict(enumerate(every, NO_FAULT + 1))
     faults = {n: f for n, f in all_faults.items()
               if re.search(given.only, f"{f.file} {' '.join(f.tests)} {f.what}")}
-    bench = Bench(given)
     results, began = known_results(given.work / "results.jsonl"), time.monotonic()
 
     def tell(fault, verdict, how):
@@ -326,18 +332,29 @@ def main():
               flush=True)
 
     if given.run == "yes":
-        try_all(bench, all_faults,
-                {n: fault for n, fault in faults.items()
-                 if verdict_of(fault, results) not in ("caught", "equivalent")}, tell)
+        attempt(all_faults, {n: fault for n, fault in faults.items()
+                             if verdict_of(fault, results) not in ("caught", "equivalent")}, tell)
     verdicts = [verdict_of(fault, results) for fault in faults.values()]
     caught, survived = verdicts.count("caught"), verdicts.count("survived")
     print(f"{caught} of {caught + survived} faults caught, {verdicts.count('equivalent')} "
           f"equivalent, {verdicts.count('broken')} broken, {verdicts.count('not tried')} not tried")
     if given.write:
-        rows = report(list(all_faults.values()), results)
+        rows = report(list(all_faults.values()), results, machine)
         given.write.write_text(json.dumps(rows, indent=1) + "\n")
     unknown = set(verdicts) & {"broken", "not tried"}
     return 1 if unknown or caught < SHARE * (caught + survived) else 0
+
+
+def main():
+    options = arguments(__doc__)
+    options.add_argument("--executor", required=True, help="its object files, joined by |")
+    options.add_argument("--definitions", required=True, help="of narrow kernels, joined by |")
+    options.add_argument("--headers", type=pathlib.Path, required=True)
+    given = options.parse_args()
+    bench = Bench(given)
+    return settle(given, read_faults(HERE / "faults.list"),
+                  lambda faults, waiting, tell: try_all(bench, faults, waiting, tell),
+                  "the executor of tests/simt")
 
 
 if __name__ == "__main__":

@@ -135,10 +135,31 @@ class Piece:
         return f"{space}({''.join(new)}{wrap.format(whole.strip())})"
 
 
+def functions(text):
+    """(begin, end) of pieces of a file that each end with the end of a function."""
+    ends = [found.end() for found in re.finditer(r"^}\n", text, re.M)]
+    return list(zip([0, *ends], [*ends, len(text)]))
+
+
 def plant_many(text, faults):
-    """(text, {number: its lines}) of a file with those of {number: fault} that go together."""
-    pieces = [Piece(text, fault, number) for number, fault in faults.items()
-              if text.count(fault.old) == 1]
+    """(text, {number: its lines}) of a file with those of {number: fault} that go together: each
+    within one function."""
+    lines, result = {}, []
+    for begin, end in functions(text):
+        mine = {number: fault for number, fault in faults.items()
+                if text.count(fault.old) == 1 and begin <= text.index(fault.old)
+                and text.index(fault.old) + len(fault.old) <= end}
+        planted, lines_of = plant_in(text[begin:end], mine) if mine else (text[begin:end], {})
+        first = text.count("\n", 0, begin)
+        lines.update({number: range(span.start + first, span.stop + first)
+                      for number, span in lines_of.items()})
+        result.append(planted)
+    return "".join(result), lines
+
+
+def plant_in(text, faults):
+    """The same of one function."""
+    pieces = [Piece(text, fault, number) for number, fault in faults.items()]
     kept = []
     for piece in sorted(pieces, key=lambda piece: piece.begin - piece.end):
         if not any(other.takes(piece) for other in kept) and all(

@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""Plants faults in nsa.h, one at a time, and counts how many the tests catch.
+
+Each fault of header_faults.list is a small edit of the implementation. It is compiled once with all
+of them, and each run has one (simt/plant.py); what must be a constant is compiled by itself. A fault
+is tried on the tests that it names, the smallest table first: a failure, a report of a sanitizer or
+a time-out catches it. At least 95 % must be caught; a fault that changes nothing that anybody could
+see is marked `equivalent` with its reason, and is not counted.
+
+Results are kept as those of simt/mutate.py are, whose engine this is: what goes on after a stop, and
+when a fault is tried again, is said there.
+
+usage: mutate_header.py --work DIR [--only TEXT] [--run no] [--write FILE]
+"""
+import pathlib
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "simt"))
+import mutate  # noqa: E402
+import plant  # noqa: E402
+
+HEADER = HERE.parent / "nsa" / "nsa.h"
+COMPILER = mutate.HOST + ["-fopenmp", "-w"]
+SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+MODES = {"plain": ["-O2"], "sanitize": ["-O1", *SANITIZE]}
+TESTS = [test for test in mutate.NEEDS]
+# A test's tables, the smallest first; "" is the whole.
+TABLES = {test: ["little", "quick"] for test in TESTS}
+TABLES.update(block_index=[""], decode=["1"])
+
+
+class Fault(mutate.Fault):
+    """One entry: `== SECTION | TESTS [MODE] | what it breaks`."""
+
+    known_modes, known_tests = MODES, TESTS
+
+    def source(self):
+        return HEADER
+
+
+class Bench:
+    """The compiler, what is compiled once, and where."""
+
+    def __init__(self, work):
+        self.work, self.limits = work, mutate.Limits(work / "limits.json")
+        (work / "choice.c").write_text(plant.DEFINITION)
+        (work / "choice.h").write_text("extern const int nsa_fault;\n")
+        self.folder = work / "planted"
+        self.folder.mkdir(exist_ok=True)
+
+    def run(self, *command):
+        return subprocess.run([str(word) for word in command], text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)
+
+    def compile(self, mode, source, out, *words):
+        done = self.run(*COMPILER, *MODES[mode], *(["-DCHECK_ASAN"] if mode == "sanitize" else []),
+                        "-I", self.folder, "-I", HERE, *words, "-c", source, "-o", out)
+        return done.stdout if done.returncode else None
+
+    def implementation(self, text, mode):
+        """nsa.h as `text`, compiled; what the compiler says if it refuses."""
+        (self.folder / "nsa.h").write_text(text)
+        return self.compile(mode, HERE / "harness" / "nsa_impl.c", self.work / f"header_{mode}.o",
+                            "-include", self.work / "choice.h")
+
+    def program(self, test, mode):
+        """A test program over the implementation that was compiled last."""
+        out, objects = self.work / f"{test}_{mode}", [self.work / f"header_{mode}.o"]
+        for source in (HERE / f"test_{test}.c", self.work / "choice.c"):
+            objects.append(self.work / f"{source.stem}_{mode}.o")
+            if refused := self.compile(mode, source, objects[-1]):
+                sys.exit(refused)
+        done = self.run(*COMPILER, *MODES[mode], *objects, "-lm", "-o", out)
+        if done.returncode:
+            sys.exit(done.stdout)
+        return out
+
+    def together(self, faults, mode):
+        """The numbers of those of {number: fault} that can wait for a choice in one program."""
+        while True:
+            text, lines = plant.plant_many(HEADER.read_text(), faults)
+            refused = self.implementation(text, mode)
+            if not refused:
+                return set(lines)
+            blamed = {n for n in lines for line in mutate.re.findall(r"nsa\.h:(\d+):\d+: error", refused)
+                      if int(line) in lines[n]}
+            if not blamed:
+                sys.exit(f"mutate_header.py: nsa.h does not compile in mode {mode}: {refused}")
+            faults = {n: faults[n] for n in lines if n not in blamed}
+
+    def limit(self, program, table, mode):
+        """As mutate.Bench.limit: ten times what a table takes without a fault."""
+        name = f"{program.name} {table}"
+        if name not in self.limits:
+            began = mutate.os.times().children_user
+            if how := self.fails(program, mutate.NO_FAULT, table, 3600):
+                sys.exit(f"mutate_header.py: {name} fails without a fault: {how}")
+            self.limits[name] = 30 + 10 * (mutate.os.times().children_user - began)
+        return self.limits[name]
+
+    def fails(self, program, number, table, limit):
+        """Whether the test fails, and in which words: its first, for it is ended there."""
+        run = subprocess.Popen(["prlimit", f"--cpu={limit:.0f}", program, *table.split()], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
+                               env={**mutate.os.environ, "NSA_FAULT": str(number),
+                                    "OMP_WAIT_POLICY": "passive"})
+        for line in run.stdout:
+            if "FAIL" in line or "ERROR: AddressSanitizer" in line or "runtime error" in line:
+                run.kill()
+                run.wait()
+                return line.strip()
+        status = run.wait()
+        return f"status {status} ({limit:.0f} s of processor time allowed)" if status else None
+
+    def caught(self, number, fault, mode):
+        """By which test and table, in which words; None if all of them pass."""
+        for test in fault.tests:
+            program = self.work / f"{test}_{mode}"
+            if not program.exists():
+                self.program(test, mode)
+            for table in TABLES[test]:
+                how = self.fails(program, number, table, self.limit(program, table, mode))
+                if how:
+                    return f"{test} {table}, {mode}: {how}"
+        return None
+
+    def forget(self):
+        """Programs are linked again after the implementation has changed."""
+        for mode in MODES:
+            for test in TESTS:
+                (self.work / f"{test}_{mode}").unlink(missing_ok=True)
+
+
+def try_alone(bench, fault):
+    """('caught' | 'survived' | 'broken', how) of a fault that is compiled by itself."""
+    text = HEADER.read_text()
+    if text.count(fault.old) != 1:
+        return "broken", "its old text is not in the file exactly once"
+    for mode in fault.modes:
+        bench.forget()
+        if refused := bench.implementation(text.replace(fault.old, fault.new), mode):
+            return "broken", "does not compile: " + refused.strip().splitlines()[0]
+        if how := bench.caught(mutate.NO_FAULT + 1, fault, mode):
+            return "caught", how
+    return "survived", ""
+
+
+def try_all(bench, faults, waiting, tell):
+    """tell(fault, verdict, how) of each of `waiting`, {number: fault}: first what is compiled
+    together."""
+    alone = set()
+    for mode in MODES:
+        mine = {n: fault for n, fault in faults.items() if mode in fault.modes}
+        if not mine.keys() & waiting.keys():
+            continue
+        bench.forget()
+        planted = bench.together(mine, mode)
+        alone |= set(mine) - planted
+        for n in sorted(planted & waiting.keys() - alone):
+            how = bench.caught(n, waiting[n], mode)
+            waiting[n].tried.add(mode)
+            if how or waiting[n].tried == set(waiting[n].modes):
+                tell(waiting.pop(n), "caught" if how else "survived", how or "")
+    for fault in waiting.values():
+        tell(fault, *try_alone(bench, fault))
+
+
+def main():
+    given = mutate.arguments(__doc__).parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    bench = Bench(given.work)
+    return mutate.settle(given, mutate.read_faults(HERE / "header_faults.list", Fault),
+                         lambda faults, waiting, tell: try_all(bench, faults, waiting, tell),
+                         "the tests of nsa.h, gcc")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
