@@ -865,8 +865,8 @@ static inline void test_all(const branch *br, amount a) {
     if (!CHECKS_CUDA) test_absent_isa(br);
 }
 
-/* Not causal, and lists by query head: the same questions, of a few geometries each. Under the
-   executor each takes one geometry. */
+/* Not causal, lists by query head, the other rule of windows: the same questions, of a few geometries
+   each. Under the executor each takes one geometry. */
 static inline void test_options(const branch *br, amount a) {
     static const char *const shapes[] = {"small",       "G 2, D 24",   "G 6, D 80",
                                          "D 192 / 128", "varlen four", "varlen empty"};
@@ -886,6 +886,7 @@ static inline void test_options(const branch *br, amount a) {
             const int few = CHECKS_CUDA && a != WHOLE;
             const geometry *g = shape(few ? options[option].on_cuda : shapes[i]);
             nsa_dtype dtype = dtypes[(i + option) % COUNT(dtypes)];
+            case_options.window_rule = i / 2 % 2 ? NSA_WINDOW_BEFORE_SELF : NSA_WINDOW_COUNTS_SELF;
             if ((few && i) || (of_list && g->H / g->Hk % of_list) || attend_refused(br, g))
                 continue;
             test_reference(br, g, dtype, (uint64_t)(1000 + 10 * i + option), NULL,

@@ -121,6 +121,7 @@ static inline const geometry *shape(const char *name) {
 static struct {
     nsa_mask mask;
     int heads_of_list; /* query heads that share a list; 0: all heads of a group */
+    nsa_window_rule window_rule;
 } case_options;
 
 static inline nsa_desc desc_of(const geometry *g) {
@@ -132,7 +133,12 @@ static inline nsa_desc desc_of(const geometry *g) {
     d.window = g->w;
     d.scale = g->scale;
     d.mask = case_options.mask;
+<<<<<<< HEAD
     if (case_options.heads_of_list) d.list_heads = d.heads / case_options.heads_of_list;
+=======
+    d.window_rule = case_options.window_rule;
+    if (case_options.lists_by_head) d.list_heads = d.heads;
+>>>>>>> ff11640 (tests: the other rule of windows where nothing is masked)
     return d;
 }
 
