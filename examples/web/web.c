@@ -273,7 +273,7 @@ static bool set_geometry(int tokens, int slc_count, int window, int slc_block) {
     nsa_status status = slc_count <= MOST_SELECTED ? nsa_desc_check(&d) : NSA_ERROR_SIZE;
     bool ok =
         status == NSA_OK &&
-        reserve(&page.workspace, &page.workspace_bytes, layer_workspace(m, &d)) &&
+        reserve(&page.workspace, &page.workspace_bytes, layer_workspace(m, 0, &d)) &&
         reserve(&page.dense_workspace, &page.dense_bytes, page.inner.dense_forward_bytes(m->o, &d));
     if (!ok) {
         m->config = before;

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # build.sh PYTHON CC DIR: the package's folder nsa/ in DIR, by python/CMakeLists.txt, and what must hold
-# for it to run elsewhere: no symbol younger than glibc 2.28, no library but libc, libm and OpenMP's.
+# for it to run elsewhere: no symbol younger than glibc 2.28, no library but libc, libm and OpenMP's. Without
+# the serial libraries, whose compilation would take as long again: newest.sh, where pip builds, has them.
 set -euo pipefail
 
 python=$1
@@ -11,6 +12,7 @@ mkdir -p "$dir"
 log=$dir/build.log
 {
     cmake -S "$root/python" -B "$dir/build" -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_COMPILER="$cc" \
+        -DNSA_PYTHON_SERIAL=OFF \
         -DPython3_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')"
     cmake --build "$dir/build" --parallel 2
     cmake --install "$dir/build" --prefix "$dir"

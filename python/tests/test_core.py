@@ -105,6 +105,19 @@ class Layout(unittest.TestCase):
         finally:
             _abi.MEMBERS["NSA_F16"] -= 1
 
+    def test_without_openmps_runtime(self):
+        path = _library.FOLDER / "libnsa_f32_serial.so"
+        if not path.exists():
+            self.skipTest("built without the serial libraries")
+        p = Problem()
+        nsa.attend_win_forward(p.attend(), p.desc)
+        expected, alone = p.out.copy(), _library.Library(path, ctypes.c_float)
+        p.out[:] = np.nan
+        room = _library.memory(alone.nsa_attend_win_forward_workspace_size(ctypes.byref(p.desc)))
+        alone.check(alone.nsa_attend_win_forward(ctypes.byref(p.attend()), ctypes.byref(p.desc),
+                                                 ctypes.addressof(room), len(room)))
+        np.testing.assert_array_equal(p.out, expected)
+
     def test_version(self):
         self.assertRegex(nsa.__version__, r"^\d+\.\d+\.\d+$")
 
