@@ -5628,7 +5628,8 @@ static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa
 }
 
 /* The gate's logits first, then the branches, then phi of k and v. phi comes after them because its
-   dout, dk_cmp and dv_cmp, sums over all queries. Sums reach the caller's views last. */
+   dout, dk_cmp and dv_cmp, sums over all queries. The sums of keys and values reach the caller's
+   views last. */
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
                                               const nsa_attention *x, const nsa_desc *d,
                                               size_t bytes) {
