@@ -133,12 +133,8 @@ static inline nsa_desc desc_of(const geometry *g) {
     d.window = g->w;
     d.scale = g->scale;
     d.mask = case_options.mask;
-<<<<<<< HEAD
     if (case_options.heads_of_list) d.list_heads = d.heads / case_options.heads_of_list;
-=======
     d.window_rule = case_options.window_rule;
-    if (case_options.lists_by_head) d.list_heads = d.heads;
->>>>>>> ff11640 (tests: the other rule of windows where nothing is masked)
     return d;
 }
 
