@@ -21,7 +21,7 @@ SIZES = ("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v")
 LENGTHS = ("l", "d", "l_sel", "n_sel", "w")
 WORDS = {"nsa.phi": ("avg", "conv", "mlp"), "nsa.gate": ("sigmoid", "softmax"),
          "model.rope_pairs": ("interleaved", "halves")}
-MUST_BE = {"model.attention": "nsa", "model.tied_embeddings": False, "model.rope_scaling": "none",
+MUST_BE = {"model.attention": "nsa", "model.tied_embeddings": False, "model.qk_norm": False, "model.rope_scaling": "none",
            "data.tokenizer": "byte"}
 
 
@@ -74,7 +74,7 @@ def pack(folder):
     content = json.loads((folder / "state.json").read_text())["content"]
     config = content["config"]
     for key, value in MUST_BE.items():
-        if config[key] != value:
+        if config.get(key, value) != value:  # what older checkpoints lack they do not have
             raise SystemExit(f"{folder}: {key} is {config[key]}; the page takes {value} alone")
     tensors = [pack_tensor(*tensor) for tensor in read_tensors(folder / "model.safetensors")]
     numbers = [MAGIC, config["model.vocab_size"] or 256]

@@ -609,6 +609,7 @@ int main(int argc, char **argv) {
     c = small(NSA_PHI_MEAN);
     c.attention[0] = ATTENTION_WINDOW;
     c.attention[1] = ATTENTION_CMP_SLC;
+    c.qk_norm = true;
     test_decoding("window and cmp+slc", &c, &cpu, &cuda);
     test_model("window and cmp+slc", &c, NULL, CHECKPOINT_LAYERS, &cpu, &cuda);
     CHECK(phase_get(&phase_layer) == PHASE_OPT && phase_layer == -1, "the device says where it is");

@@ -22,19 +22,29 @@ typedef struct variant {
     nsa_phi phi;
     attention_kind attention[LAYERS];
     nsa_rope_scaling scaling;
+    bool qk_norm;
 } variant;
 
 static const variant variants[] = {
-    {"mean", NSA_PHI_MEAN, {ATTENTION_NSA, ATTENTION_NSA}, NSA_ROPE_SCALING_NONE},
-    {"conv, linear", NSA_PHI_CONV, {ATTENTION_NSA, ATTENTION_NSA}, NSA_ROPE_SCALING_LINEAR},
-    {"mlp, yarn", NSA_PHI_MLP, {ATTENTION_NSA, ATTENTION_NSA}, NSA_ROPE_SCALING_YARN},
-    {"full", NSA_PHI_MEAN, {ATTENTION_FULL, ATTENTION_FULL}, NSA_ROPE_SCALING_NONE},
-    {"window, ntk", NSA_PHI_MEAN, {ATTENTION_WINDOW, ATTENTION_WINDOW}, NSA_ROPE_SCALING_NTK},
+    {"mean", NSA_PHI_MEAN, {ATTENTION_NSA, ATTENTION_NSA}, NSA_ROPE_SCALING_NONE, false},
+    {"conv, linear", NSA_PHI_CONV, {ATTENTION_NSA, ATTENTION_NSA}, NSA_ROPE_SCALING_LINEAR, false},
+    {"mlp, yarn", NSA_PHI_MLP, {ATTENTION_NSA, ATTENTION_NSA}, NSA_ROPE_SCALING_YARN, false},
+    {"full", NSA_PHI_MEAN, {ATTENTION_FULL, ATTENTION_FULL}, NSA_ROPE_SCALING_NONE, false},
+    {"window, ntk",
+     NSA_PHI_MEAN,
+     {ATTENTION_WINDOW, ATTENTION_WINDOW},
+     NSA_ROPE_SCALING_NTK,
+     false},
     {"window and cmp+slc",
      NSA_PHI_MEAN,
      {ATTENTION_WINDOW, ATTENTION_CMP_SLC},
-     NSA_ROPE_SCALING_NONE},
-    {"nsa and full", NSA_PHI_CONV, {ATTENTION_NSA, ATTENTION_FULL}, NSA_ROPE_SCALING_NONE},
+     NSA_ROPE_SCALING_NONE,
+     false},
+    {"nsa and full, norm of q and k",
+     NSA_PHI_CONV,
+     {ATTENTION_NSA, ATTENTION_FULL},
+     NSA_ROPE_SCALING_NONE,
+     true},
 };
 
 static model_config config_of(const variant *v) {
@@ -42,6 +52,7 @@ static model_config config_of(const variant *v) {
     c.phi = v->phi;
     for (int i = 0; i < LAYERS; i++) c.attention[i] = (unsigned char)v->attention[i];
     c.rope_scaling = v->scaling;
+    c.qk_norm = v->qk_norm;
     c.rope_factor = v->scaling == NSA_ROPE_SCALING_NONE ? 1 : 4;
     c.rope_trained_context = 32;
     return c;

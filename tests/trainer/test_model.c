@@ -94,6 +94,7 @@ static void test_initial_values(const ops *o, nsa_phi phi) {
 static model_config mixed(void) {
     model_config c = small(4);
     for (int i = 0; i < ATTENTION_KINDS; i++) c.attention[i] = (unsigned char)i;
+    c.qk_norm = true;
     return c;
 }
 

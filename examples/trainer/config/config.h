@@ -52,7 +52,7 @@ typedef struct config_model {
     int64_t vocab_size; /* 0: the tokenizer's */
     int64_t dim, n_layers, n_heads, n_kv_groups, d_k, d_v;
     char attention[CONFIG_PATH_BYTES]; /* kinds, which the layers take in turn: "window,nsa" */
-    int64_t tied_embeddings;
+    int64_t tied_embeddings, qk_norm;
     int64_t rope_pairs, rope_scaling, rope_trained_context; /* nsa_rope_pairs, nsa_rope_scaling */
     double rope_base, rope_factor;
 } config_model;

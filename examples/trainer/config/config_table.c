@@ -50,6 +50,8 @@ const config_entry config_entries[] = {
             "and again: window,cmp+slc alternates"),
     SWITCH("model.tied_embeddings", model.tied_embeddings, "false", "--tied-embeddings", NULL, 0,
            "lm_head is the embedding"),
+    SWITCH("model.qk_norm", model.qk_norm, "false", "--qk-norm", NULL, 0,
+           "RMSNorm of each head's q and k, before the gate and RoPE"),
     WORD("model.rope_pairs", model.rope_pairs, "interleaved|halves", "interleaved", "--rope-pairs",
          NULL, 0, "which elements RoPE rotates together"),
     NUMBER("model.rope_base", model.rope_base, 1, 1e12, "10000", "--rope-base", CONFIG_ABOVE_MIN,

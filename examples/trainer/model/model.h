@@ -6,7 +6,8 @@
      each layer:  x = x + attention(rmsnorm(x));  x = x + fc2(silu(fc1(rmsnorm(x))))
      logits = head(rmsnorm(x))
 
-   attention:   q, and a pair of k and v for each branch, are linear maps of x; the gate is an MLP
+   attention:   q, and a pair of k and v for each branch, are linear maps of x; with qk_norm q and k
+   of each head go through rmsnorm, with one weight for q and one for k; the gate is an MLP
    of the group mean of q; then RoPE turns q and each k, nsa.h attends, a linear map returns to
    dim. Dense layers have one pair and no gate. cmp+slc is nsa.h's whole with two pairs: its window
    is one token wide, reads slc's pair, and has a gate that is shut, so it adds 0. */
@@ -26,6 +27,7 @@ typedef struct model_config {
     int l, d, l_sel, n_sel, w;
     unsigned char attention[LAYERS_MOST]; /* of each layer: attention_kind */
     bool tied;                            /* the head is the embedding */
+    bool qk_norm;                         /* each head's q and k through RMSNorm */
     nsa_phi phi;
     nsa_gate_kind gate;
     double rope_base, rope_factor;
@@ -80,7 +82,9 @@ typedef enum slot {
     GATE_B2,
     PHI_K,
     PHI_V = PHI_K + 5,
-    NORM2 = PHI_V + 5,
+    Q_NORM = PHI_V + 5,
+    K_NORM,
+    NORM2,
     FC1,
     FC2,
     SLOTS
@@ -91,6 +95,8 @@ enum { PHI_POS, PHI_W1, PHI_B1, PHI_W2, PHI_B2, PHI_TENSORS };
 /* What forward leaves of a layer for backward. */
 typedef struct layer_acts {
     real *rstd1, *rstd2;
+    void *raw;              /* (rows, heads of q and k, d_k): before qk_norm, q's rows first */
+    real *rstd_heads;       /* of these */
     void *qkv;              /* (rows, layer_fused), rotated */
     void *q_mean;           /* (rows, groups, d_k), before RoPE */
     void *gate_hidden;      /* (rows, groups, d_k / 2), before SiLU */
@@ -108,6 +114,7 @@ typedef struct layer_acts {
 typedef struct scratch {
     void *norm, *act, *gate_act;
     void *dx, *dnorm, *dhidden, *dattention, *dqkv, *drotated;
+    void *normed;    /* (rows, layer_rotated): what qk_norm makes, or its gradient */
     void *gate_pair; /* (rows, groups, 2): gates of cmp+slc, or their gradient */
     void *dgates, *dgate_hidden, *dq_mean;
     real *rstd;

@@ -253,6 +253,63 @@ static nsa_rope rotation(const model *m, int layer, void *x, int64_t x_stride, v
     return r;
 }
 
+/* ---- Norms of heads ------------------------------------------------------------------------ */
+
+/* q's heads, or those of every k: columns of qkv that share a weight. */
+typedef struct normed_heads {
+    int64_t column, columns;
+    int64_t heads; /* rows x heads */
+    void *raw, *normed;
+    real *rstd;
+    int weight;
+} normed_heads;
+
+static normed_heads heads_of(const model *m, int layer, bool is_k) {
+    const layer_acts *a = &m->acts[layer];
+    int64_t q = q_columns(m), d_k = m->config.d_k, before = is_k ? m->rows * q : 0;
+    normed_heads x = {.column = is_k ? q : 0,
+                      .columns = is_k ? layer_rotated(m, layer) - q : q,
+                      .raw = at(m, a->raw, before),
+                      .normed = at(m, m->scratch.normed, before),
+                      .rstd = a->rstd_heads + before / d_k,
+                      .weight = m->layer_slots[layer][is_k ? K_NORM : Q_NORM]};
+    x.heads = m->rows * x.columns / d_k;
+    return x;
+}
+
+/* In place on qkv; what was there is kept for backward. */
+static void heads_forward(model *m, int layer) {
+    const ops *o = m->o;
+    void *qkv = m->acts[layer].qkv;
+    int fused = layer_fused(m, layer);
+    for (int is_k = 0; is_k < 2; is_k++) {
+        normed_heads x = heads_of(m, layer, is_k);
+        void *columns = at(m, qkv, x.column);
+        o->copy_columns(o, x.raw, x.columns, columns, fused, m->rows, x.columns);
+        o->rmsnorm_forward(o, x.normed, x.rstd, x.raw, model_weight(m, x.weight), x.heads,
+                           m->config.d_k);
+        o->copy_columns(o, columns, fused, x.normed, x.columns, m->rows, x.columns);
+    }
+}
+
+/* In place on the gradient of qkv; drotated has been read and is free. */
+static void heads_backward(model *m, int layer) {
+    const ops *o = m->o;
+    scratch *s = &m->scratch;
+    int fused = layer_fused(m, layer);
+    for (int is_k = 0; is_k < 2; is_k++) {
+        normed_heads x = heads_of(m, layer, is_k);
+        void *columns = at(m, s->dqkv, x.column);
+        o->copy_columns(o, x.normed, x.columns, columns, fused, m->rows, x.columns);
+        o->zero(o, s->drotated, (size_t)(m->rows * x.columns) * m->element);
+        o->rmsnorm_backward(o, s->drotated, model_gradient(m, x.weight), x.normed, x.raw,
+                            model_weight(m, x.weight), x.rstd, x.heads, m->config.d_k);
+        o->copy_columns(o, columns, fused, s->drotated, x.columns, m->rows, x.columns);
+    }
+}
+
+/* ---- Attention, forward and backward -------------------------------------------------------- */
+
 /* Pairs of gates become triples, of which the last is shut. */
 static void shut_window(const model *m, const layer_acts *a, int64_t rows) {
     const ops *o = m->o;
@@ -365,6 +422,7 @@ static void attention_forward(model *m, int layer, bool restore) {
                        c->dim);
     o->linear_forward(o, a->qkv, s->norm, model_weight(m, slots[W_QKV]), NULL, m->rows, c->dim,
                       fused);
+    if (c->qk_norm) heads_forward(m, layer);
     if (is_sparse(m, layer)) gate_forward(m, layer);
     nsa_desc d = layer_desc(m, layer);
     nsa_rope r = rotation(m, layer, a->qkv, fused, a->qkv, fused);
@@ -398,6 +456,7 @@ static void attend_backward(model *m, int layer) {
     nsa_rope dx = rotation(m, layer, s->dqkv, fused, s->drotated, rotated);
     o->rope_backward(o, &dx, &x, &d);
     if (is_sparse(m, layer)) gate_backward(m, layer);
+    if (m->config.qk_norm) heads_backward(m, layer);
 }
 
 static void attention_backward(model *m, int layer) {

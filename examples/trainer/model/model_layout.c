@@ -130,6 +130,10 @@ static void add_layer(builder *b, int layer, int *slots) {
     for (int s = 0; s < SLOTS; s++) slots[s] = -1;
     slots[NORM1] = add_constant(b, "norm1.weight", c->dim, 1);
     slots[W_QKV] = add_projections(b);
+    if (c->qk_norm) {
+        slots[Q_NORM] = add_constant(b, "attn.q_norm.weight", c->d_k, 1);
+        slots[K_NORM] = add_constant(b, "attn.k_norm.weight", c->d_k, 1);
+    }
     if (attention_is_sparse(layer_kind(b->m, layer))) add_phi_and_gate(b, slots);
     slots[W_OUT] =
         add_matrix(b, "attn.out.weight", c->dim, (int64_t)c->n_heads * c->d_v, residual_std);
@@ -205,6 +209,11 @@ static void layout_rest(model *m, arena *a, layer_acts *x, int kinds) {
     int64_t compressed = (int64_t)m->options.batch * nsa_cmp_count(&d, m->options.tokens);
     x->rstd1 = take_reals(a, FOR_ACTIVATIONS, rows);
     x->qkv = take(m, a, FOR_ACTIVATIONS, rows * widest(m, kinds, layer_fused));
+    if (c->qk_norm) {
+        int64_t columns = widest(m, kinds, layer_rotated);
+        x->raw = take(m, a, FOR_ACTIVATIONS, rows * columns);
+        x->rstd_heads = take_reals(a, FOR_ACTIVATIONS, rows * columns / c->d_k);
+    }
     x->mid = take(m, a, FOR_ACTIVATIONS, rows * c->dim);
     x->rstd2 = take_reals(a, FOR_ACTIVATIONS, rows);
     x->hidden = take(m, a, FOR_ACTIVATIONS, rows * 4 * c->dim);
@@ -267,6 +276,7 @@ static void layout_scratch(model *m, arena *a) {
     s->norm = take(m, a, FOR_BACKWARD, rows * c->dim);
     s->act = take(m, a, FOR_BACKWARD, rows * 4 * c->dim);
     s->gate_act = take(m, a, FOR_BACKWARD, gates * m->gate_width);
+    if (c->qk_norm) s->normed = take(m, a, FOR_BACKWARD, rows * widest(m, ANY, layer_rotated));
     if (m->first_of[ATTENTION_CMP_SLC] >= 0) s->gate_pair = take(m, a, FOR_BACKWARD, gates * 2);
     s->rstd = take_reals(a, FOR_BACKWARD, rows);
     s->logits = take(m, a, FOR_LOGITS, (int64_t)m->chunk * c->vocab);

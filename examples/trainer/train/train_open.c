@@ -18,6 +18,7 @@ model_config train_model_config(const config *c, int vocab) {
     for (int64_t i = 0; i < m->n_layers; i++)
         x.attention[i] = (unsigned char)config_attention(m, i);
     x.tied = m->tied_embeddings;
+    x.qk_norm = m->qk_norm;
     x.phi = (nsa_phi)c->nsa.phi;
     x.gate = (nsa_gate_kind)c->nsa.gate;
     x.rope_base = m->rope_base;
