@@ -72,6 +72,19 @@
      then speak of every sequence alike (rows that a sequence does not have are skipped). Compressed
      rows are packed in the same order from row 0, nsa_cmp_count(desc, length) for each sequence. A
      sequence's results equal those of it alone, bit for bit.
+   - Ragged batch: with `firsts` and `counts` sequence b has the queries firsts[b] .. firsts[b] +
+     counts[b] - 1, some a prompt's chunk, some one token, and keys up to the last of them (with
+     `begins` those that it says). Rows on the query's side are packed, counts[b] of sequence b
+     behind those of b - 1; batch strides are not used there. `first` is not used, and `count` is
+     at least the largest of counts. Compression then makes the rows that the new tokens complete,
+     nsa_cmp_count(firsts[b]) .. nsa_cmp_count(firsts[b] + counts[b]) - 1, behind those of earlier
+     calls.
+   - Pages: with `pages` token s of sequence b lies in row s % page_tokens of the page that entry
+     s / page_tokens of its table names. Views of k and v (slc, win, dense, and what phi reads) are
+     then (page_count, page_tokens, Hk, D): batch strides over pages. Compressed rows lie in the
+     same pages, each where the last token of its block does: (page_count, page_tokens / d, Hk, D),
+     block i in row (i d + l - 1) % page_tokens / d. So sequences with one prefix share its pages.
+     A serving engine's own cache is attended where it is, to the bits of straight rows.
    - Forward overwrites its outputs. Backward ADDS to its gradients: zero them first, or let
      branches share one. A gradient struct has the type of its primitive: dx.q is the gradient of
      x.q; dx.out is the incoming gradient of x.out. A gradient whose data is NULL is not computed. A
@@ -194,7 +207,8 @@ enum {
     NSA_ERROR_CUDA,      /* the CUDA runtime refused a launch (nsa_cuda_ functions only) */
     NSA_ERROR_CACHE,     /* a cache without room for the new tokens, or of another geometry */
     NSA_ERROR_REWIND,    /* a length that the cache no longer, or not yet, holds */
-    NSA_ERROR_SHARED     /* a gradient of lse is forward's lse itself */
+    NSA_ERROR_SHARED,    /* a gradient of lse is forward's lse itself */
+    NSA_ERROR_PAGES      /* a table of pages that nsa_check_pages refuses */
 };
 
 NSA_API int nsa_status_kind(nsa_status s);
@@ -261,6 +275,8 @@ typedef struct nsa_desc {
     int dim, dim_v;        /* Dk of q and k, Dv of v and out: 1 .. 256 */
     int first, count;      /* the query rows to compute: first .. first + count - 1 */
     const int32_t *begins; /* NULL, or B + 1 ascending offsets of packed sequences */
+    const int32_t *firsts; /* NULL, or of each sequence its first query; needs counts */
+    const int32_t *counts; /* NULL, or of each sequence how many queries; needs firsts */
     int cmp_block;         /* l: tokens a compressed block covers */
     int cmp_stride;        /* d: tokens between the starts of compressed blocks; divides l and l' */
     int slc_block;         /* l' >= l: tokens of a selection block */
@@ -277,6 +293,11 @@ typedef struct nsa_desc {
     nsa_mask mask;
     int list_heads; /* heads that have block lists of their own: 0 means Hk, one list for the heads
                        of a group; H, or between them a multiple of Hk that divides H */
+    const int32_t *pages; /* NULL, or (B, table_width): the page of each page_tokens tokens of a
+                             sequence; entries behind its last token are not read */
+    int table_width;
+    int page_tokens; /* rows of a page, a multiple of cmp_stride */
+    int page_count;  /* pages that the views of K and V have */
     int threads; /* 0: what OpenMP offers when the workspace is sized; a call uses no more than its
                     workspace holds */
     nsa_isa isa;
@@ -289,6 +310,20 @@ NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads
 /* NSA_OK, or the first rule that the descriptor breaks. Every function checks it; this is for
    asking early. */
 NSA_API nsa_status nsa_desc_check(const nsa_desc *d);
+
+/* What is wrong with firsts, counts or pages, and where. */
+typedef struct nsa_page_fault {
+    int sequence;
+    int slot; /* of its row of the table, or 0 */
+    int32_t value;
+    const char *reason; /* "first below 0", "count below 0", "count above desc.count", "queries
+                           behind the last token", "more tokens than the table has pages for",
+                           "not a page" */
+} nsa_page_fault;
+
+/* NSA_OK, or what every call that is given this descriptor returns, NSA_ERROR_RANGE or
+   NSA_ERROR_PAGES, and *fault (which may be NULL) the first fault. */
+NSA_API nsa_status nsa_check_pages(const nsa_desc *d, nsa_page_fault *fault);
 
 /* ---- Block index: which blocks there are, and which a query may see ---------------------------
    Closed forms, for a descriptor that nsa_desc_check accepts. Compressed block i covers tokens
@@ -363,8 +398,9 @@ NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, cons
 
 /* ---- Compression: phi, Eq. 7 ------------------------------------------------------------------
    out[i] = phi(x[i d], .., x[i d + l - 1]) for the N(T) blocks of every sequence and kv head; first
-   and count are not used. Called once for k (rotated) and once for v, each with its own
-   parameters. */
+   and count are not used; with firsts only for the blocks that the new tokens complete. Called once
+   for k (rotated) and once for v, each with its own parameters. Backward takes neither firsts nor
+   pages. */
 
 typedef enum nsa_phi {
     NSA_PHI_MEAN = 0, /* the average of the l rows */
@@ -408,7 +444,7 @@ NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compr
      dense  keys are 0 .. t: causal attention, the baseline and the fall-back
 
    Backward recomputes p from lse: x.q, x.k, x.v, x.out, x.lse (and x.blocks) must be what forward
-   read and wrote. */
+   read and wrote. It takes no pages: sequences that share one would add to the same rows. */
 typedef struct nsa_attend {
     nsa_tensor q;      /* (B, count, H, Dk) */
     nsa_tensor k;      /* (B, T, Hk, Dk); cmp: (B, N, Hk, Dk) */
@@ -564,7 +600,9 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
 /* ---- The whole --------------------------------------------------------------------------------
    compress, cmp, select, slc, win, gate. Each branch has its own keys and values, or shares them:
    give the same view. What backward needs again is a named output. k_cmp.dim is dim, v_cmp.dim is
-   dim_v. */
+   dim_v. With firsts forward is a step of a serving engine: the caller has stored the new tokens'
+   rows of K and V, in pages or straight, and k_cmp.out and v_cmp.out hold the compressed rows of
+   earlier steps. Backward takes neither firsts nor pages. */
 typedef struct nsa_attention {
     nsa_tensor q;              /* (B, count, H, Dk) */
     nsa_compress k_cmp, v_cmp; /* x: what cmp compresses; out: the compressed rows, an output */
@@ -595,8 +633,10 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
    compressed rows. nsa_decode appends tokens and attends from them: one at a time, a prompt in
    chunks, or some at once to check a guess. The blocks it selects and the bits of its outputs are
    those of nsa_attention_forward over the whole sequence; the work for one token is that of its own
-   keys and, every cmp_stride tokens, of one compressed row. Decoding is causal, and a kv head has
-   one list: desc.mask and desc.list_heads that say otherwise are refused. */
+   keys and, every cmp_stride tokens, of one compressed row. Decoding is causal, a kv head has one
+   list, and the cache knows positions and rows: desc.mask, desc.list_heads, desc.firsts and
+   desc.pages that say otherwise are refused. (Over a cache of yours, in pages or straight, call
+   nsa_attention_forward with firsts and counts.) */
 typedef struct nsa_cache {
     nsa_desc desc;  /* batch: sequences; tokens: room of each; first, count, begins are not used */
     int max_rewind; /* r: how far a sequence can be taken back; r + 1 tokens at once at most */
@@ -690,6 +730,11 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     X(first, "first")                         \
     X(count, "count")                         \
     X(begins, "begins")                       \
+    X(firsts, "firsts")                       \
+    X(pages, "pages")                         \
+    X(table_width, "table_width")             \
+    X(page_tokens, "page_tokens")             \
+    X(page_count, "page_count")               \
     X(cmp_block, "cmp_block")                 \
     X(cmp_stride, "cmp_stride")               \
     X(slc_block, "slc_block")                 \
@@ -1499,24 +1544,27 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     X(NSA_ERROR_SIZE,                                                                              \
       "out of range: batch, strides, window and hidden are >= 1, tokens and max_rewind >= 0, "     \
       "heads and blocks 1..2^30-1, slc_count 1..2^29-1, slc_init and slc_local 0..2^29-1, "        \
+      "page_tokens >= 1, page_count and table_width >= 0, "                                        \
       "threads 0..65536, dims 1..256; of rope dim is even, base 0 or > 1, factor and "             \
       "trained_context >= 1, fast > slow > 0; in a chain k_cmp.dim is dim and v_cmp.dim is "       \
       "dim_v; on CUDA dims and hidden are multiples of 8 and dims at most NSA_CUDA_MAX_DIM")       \
     X(NSA_ERROR_HEADS,                                                                             \
       "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads, list_heads 0 "  \
       "or a multiple of kv_heads that divides heads (on CUDA and in a cache kv_heads)")            \
-    X(NSA_ERROR_CMP_STRIDE, "cmp_stride must divide cmp_block")                                    \
+    X(NSA_ERROR_CMP_STRIDE,                                                                        \
+      "cmp_stride must divide cmp_block, and page_tokens if there are pages")                      \
     X(NSA_ERROR_SLC_BLOCK,                                                                         \
       "slc_block must be a multiple of cmp_stride and at least cmp_block, on "                     \
       "CUDA a multiple of 16 in 16..128")                                                          \
     X(NSA_ERROR_SLC_COUNT,                                                                         \
       "slc_init + slc_local must not exceed slc_count (or use NSA_FORCED_ON_TOP)")                 \
     X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP)")                 \
-    X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens")                \
+    X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens; of every "      \
+                       "sequence too, and no count above desc.count: nsa_check_pages says where")  \
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
     X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \
-                        "(mask in a cache)")                                                       \
+                        "(mask in a cache; firsts and pages there, on CUDA and in backward)")      \
     X(NSA_ERROR_SCALE, "must be finite and at most 1e38")                                          \
     X(NSA_ERROR_ISA, "this machine or this build has no such instruction set")                     \
     X(NSA_ERROR_BLOCKS, "a block list must hold candidates of its query, ascending, no "           \
@@ -1530,7 +1578,9 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     X(NSA_ERROR_REWIND, "the cache does not hold this length: at most its newest length, at "      \
                         "least that - max_rewind")                                                 \
     X(NSA_ERROR_SHARED,                                                                            \
-      "the incoming gradient of lse must not be forward's lse: give its own view, or none")
+      "the incoming gradient of lse must not be forward's lse: give its own view, or none")        \
+    X(NSA_ERROR_PAGES, "every page of a sequence's tokens must be in 0..page_count-1, and its "    \
+                       "table long enough; nsa_check_pages says which is not")
 
 NSA_API int nsa_status_kind(nsa_status s) {
     return s & 0xff;
@@ -1613,6 +1663,9 @@ static nsa_status nsa__check_sizes(const nsa_desc *d) {
         {d->slc_local, 0, INT_MAX / 4, NSA__AT_slc_local},
         {d->window, 1, INT_MAX, NSA__AT_window},
         {d->threads, 0, 1 << 16, NSA__AT_threads},
+        {d->pages ? d->table_width : 0, 0, INT_MAX, NSA__AT_table_width},
+        {d->pages ? d->page_tokens : 1, 1, INT_MAX, NSA__AT_page_tokens},
+        {d->pages ? d->page_count : 0, 0, INT_MAX, NSA__AT_page_count},
     };
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < sizes[i].least || sizes[i].value > sizes[i].most)
@@ -1649,7 +1702,58 @@ static nsa_status nsa__check_begins(const nsa_desc *d) {
     return NSA_OK;
 }
 
-/* All rules of a descriptor but those of begins. Entry points call it once, through
+/* Tokens of sequence b. */
+static int nsa__tokens_of(const nsa_desc *d, int b) {
+    if (d->begins) return d->begins[b + 1] - d->begins[b];
+    return d->counts ? d->firsts[b] + d->counts[b] : d->tokens;
+}
+
+/* The row of the table that is sequence b's. */
+static const int32_t *nsa__table(const nsa_desc *d, int b) {
+    return d->pages ? d->pages + (ptrdiff_t)b * d->table_width : NULL;
+}
+
+static nsa_status nsa__check_queries(const nsa_desc *d, int b, nsa_page_fault *fault) {
+    int64_t first = d->firsts[b], count = d->counts[b];
+    int64_t tokens = d->begins ? d->begins[b + 1] - d->begins[b] : d->tokens;
+    fault->value = (int32_t)(first < 0 ? first : count);
+    fault->reason = first < 0                ? "first below 0"
+                    : count < 0              ? "count below 0"
+                    : count > d->count       ? "count above desc.count"
+                    : first + count > tokens ? "queries behind the last token"
+                                             : NULL;
+    if (!fault->reason) return NSA_OK;
+    return nsa__error(NSA_ERROR_RANGE, first < 0 ? NSA__AT_firsts : NSA__AT_counts);
+}
+
+static nsa_status nsa__check_table(const nsa_desc *d, int b, nsa_page_fault *fault) {
+    const int32_t *table = nsa__table(d, b);
+    int64_t pages = nsa__ceil_div(nsa__tokens_of(d, b), d->page_tokens);
+    fault->value = d->table_width;
+    fault->reason = "more tokens than the table has pages for";
+    if (pages > d->table_width) return nsa__error(NSA_ERROR_PAGES, NSA__AT_pages);
+    fault->reason = "not a page";
+    for (fault->slot = 0; fault->slot < pages; fault->slot++) {
+        fault->value = table[fault->slot];
+        if (fault->value < 0 || fault->value >= d->page_count)
+            return nsa__error(NSA_ERROR_PAGES, NSA__AT_pages);
+    }
+    return NSA_OK;
+}
+
+/* Like begins, these arrays are read here, so this part is the CPU's alone. */
+static nsa_status nsa__check_ragged(const nsa_desc *d, nsa_page_fault *fault) {
+    if (!d->firsts != !d->counts)
+        return nsa__error(NSA_ERROR_NULL, d->firsts ? NSA__AT_counts : NSA__AT_firsts);
+    for (fault->sequence = 0; fault->sequence < d->batch; fault->sequence++) {
+        fault->slot = 0;
+        if (d->counts) NSA__CHECK(nsa__check_queries(d, fault->sequence, fault));
+        if (d->pages) NSA__CHECK(nsa__check_table(d, fault->sequence, fault));
+    }
+    return NSA_OK;
+}
+
+/* All rules of a descriptor but those of its arrays. Entry points call it once, through
    nsa_desc_check. */
 static nsa_status nsa__check_geometry(const nsa_desc *d) {
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
@@ -1661,6 +1765,8 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
     if (d->heads % nsa__list_heads(d) || nsa__list_heads(d) % d->kv_heads)
         return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
     if (d->cmp_block % d->cmp_stride) return nsa__error(NSA_ERROR_CMP_STRIDE, NSA__AT_cmp_stride);
+    if (d->pages && d->page_tokens % d->cmp_stride)
+        return nsa__error(NSA_ERROR_CMP_STRIDE, NSA__AT_page_tokens);
     if (d->slc_block % d->cmp_stride || d->slc_block < d->cmp_block)
         return nsa__error(NSA_ERROR_SLC_BLOCK, NSA__AT_slc_block);
     if (d->forced == NSA_FORCED_INSIDE && d->mask == NSA_MASK_CAUSAL) {
@@ -1677,9 +1783,24 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
     return NSA_OK;
 }
 
+NSA_API nsa_status nsa_check_pages(const nsa_desc *d, nsa_page_fault *fault) {
+    nsa_page_fault found;
+    NSA__CHECK(nsa__check_geometry(d));
+    NSA__CHECK(nsa__check_begins(d));
+    nsa_status s = nsa__check_ragged(d, &found);
+    int located = nsa_status_kind(s) == NSA_ERROR_RANGE || nsa_status_kind(s) == NSA_ERROR_PAGES;
+    if (fault && located) *fault = found;
+    return s;
+}
+
 NSA_API nsa_status nsa_desc_check(const nsa_desc *d) {
-    nsa_status s = nsa__check_geometry(d);
-    return s != NSA_OK ? s : nsa__check_begins(d);
+    return nsa_check_pages(d, NULL);
+}
+
+/* What backward is not computed for: pages, and if `whole` sequences at positions of their own. */
+static nsa_status nsa__check_backward(const nsa_desc *d, int whole) {
+    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
+    return whole && d->firsts ? nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts) : NSA_OK;
 }
 
 /* A view's shape: (batch, rows, heads, width), or one sequence of all packed rows. */
@@ -1712,6 +1833,11 @@ static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t wid
     /* Query `first` of sequence b is row begins[b] of a packed view. The last sequence that has
        queries has the last row. */
     int64_t packed = 0;
+    if (d->counts) {
+        for (int b = 0; b < d->batch; b++) packed += d->counts[b];
+        nsa__shape ragged = {1, packed, heads, width};
+        return ragged;
+    }
     for (int b = 0; d->begins && b < d->batch; b++) {
         int64_t length = d->begins[b + 1] - d->begins[b];
         int64_t rows = nsa__min(length - d->first, d->count);
@@ -1720,11 +1846,18 @@ static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t wid
     return nsa__shape_of(d, d->count, packed, heads, width);
 }
 
+static nsa__shape nsa__paged_shape(const nsa_desc *d, int64_t page_rows, int64_t width) {
+    nsa__shape shape = {d->page_count, page_rows, d->kv_heads, width};
+    return shape;
+}
+
 static nsa__shape nsa__key_shape(const nsa_desc *d, int64_t width) {
+    if (d->pages) return nsa__paged_shape(d, d->page_tokens, width);
     return nsa__shape_of(d, d->tokens, nsa__packed_tokens(d), d->kv_heads, width);
 }
 
 static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
+    if (d->pages) return nsa__paged_shape(d, d->page_tokens / d->cmp_stride, width);
     return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__packed_cmp(d), d->kv_heads, width);
 }
 
@@ -1752,26 +1885,59 @@ static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x,
 
 /* ---- Sequences, workspace, threads --------------------------------------------------------- */
 
+/* Where the rows of a sequence's keys lie, or of its compressed ones. */
+typedef struct nsa__rows {
+    int64_t batch, row;   /* what batch strides multiply, and the row of key 0 */
+    int ring;             /* a decoding cache's: key s lies in row s % ring; 0: straight */
+    const int32_t *pages; /* NULL, or where batch and row are found: see nsa__key_row */
+    int page_rows, lead;
+} nsa__rows;
+
+/* The row of a key: the one place that knows rings and pages. */
+static void *nsa__key_row(const nsa__rows *rows, const nsa_tensor *x, int64_t key, int64_t head) {
+    if (rows->pages) {
+        uint32_t at = (uint32_t)(key + rows->lead), n = (uint32_t)rows->page_rows;
+        return nsa__row(x, rows->pages[at / n], at % n, head);
+    }
+    return nsa__row(x, rows->batch, rows->row + (rows->ring ? key % rows->ring : key), head);
+}
+
+/* Keys from this one on whose rows follow each other by the token stride. */
+static int nsa__rows_together(const nsa__rows *rows, int key) {
+    if (rows->pages)
+        return rows->page_rows - (int)((uint32_t)(key + rows->lead) % (uint32_t)rows->page_rows);
+    return rows->ring ? rows->ring - key % rows->ring : INT_MAX;
+}
+
 /* One sequence of the batch. Iterate with nsa__seq_begin and nsa__seq_next from the first one on,
-   because cmp_row is a sum over the sequences before. */
+   because packed rows are sums over the sequences before. */
 typedef struct nsa__seq {
-    int index;              /* b */
-    int64_t batch;          /* what batch strides multiply: b, or 0 where sequences are packed */
-    int64_t row;            /* the view's row of token 0; on the query's side of query `first` */
-    int64_t cmp_row;        /* the row of compressed block 0 */
+    int index;          /* b */
+    int64_t batch, row; /* on the query's side: what batch strides multiply, and the view's row of
+                           query `first` */
+    nsa__rows keys, cmp;
     int tokens, cmp_tokens; /* its keys, and its compressed keys */
     int first, count; /* the queries to compute that it has: positions first .. first + count - 1 */
 } nsa__seq;
 
 /* Fills the fields that follow from `index`; behind the last sequence they keep their values. */
 static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
-    if (s->index >= d->batch) return;
-    s->batch = d->begins ? 0 : s->index;
-    s->row = d->begins ? d->begins[s->index] : 0;
-    s->tokens = d->begins ? d->begins[s->index + 1] - d->begins[s->index] : d->tokens;
+    int b = s->index;
+    if (b >= d->batch) return;
+    s->tokens = nsa__tokens_of(d, b);
     s->cmp_tokens = nsa_cmp_count(d, s->tokens);
-    s->first = d->first;
-    s->count = (int)nsa__max(0, nsa__min(d->count, (int64_t)s->tokens - d->first));
+    s->first = d->firsts ? d->firsts[b] : d->first;
+    s->count = d->counts ? d->counts[b]
+                         : (int)nsa__max(0, nsa__min(d->count, (int64_t)s->tokens - d->first));
+    s->keys.batch = s->cmp.batch = d->begins ? 0 : b;
+    s->keys.row = d->begins ? d->begins[b] : 0;
+    s->batch = d->counts ? 0 : s->keys.batch;
+    if (!d->counts) s->row = s->keys.row;
+    if (!d->pages) return;
+    s->keys.pages = s->cmp.pages = nsa__table(d, b);
+    s->keys.page_rows = d->page_tokens;
+    s->cmp.page_rows = d->page_tokens / d->cmp_stride;
+    s->cmp.lead = d->cmp_block / d->cmp_stride - 1; /* a block lies where its last token does */
 }
 
 /* The first sequence. The loop ends when index reaches d->batch. */
@@ -1783,7 +1949,8 @@ static nsa__seq nsa__seq_begin(const nsa_desc *d) {
 }
 
 static void nsa__seq_next(const nsa_desc *d, nsa__seq *s) {
-    if (d->begins) s->cmp_row += s->cmp_tokens;
+    if (d->begins) s->cmp.row += s->cmp_tokens;
+    if (d->counts) s->row += s->count;
     s->index++;
     nsa__seq_set(d, s);
 }
@@ -2387,8 +2554,8 @@ typedef struct nsa__compress_job {
     const nsa__tiles *tiles;
     nsa__seq seq;
     int head;
-    int ring;      /* a decoding cache's raw rows: token t lies in row t % ring; 0: straight */
-    int cmp_first; /* the first block to compute: those before it are in the cache */
+    int ring;            /* a decoding cache's raw rows; 0: straight */
+    int appends;         /* blocks that the tokens before query `first` complete are there */
     nsa_real *w1, *w1_t; /* mlp, of `head`: (hidden, l D) and its transpose */
     nsa_real *w2, *w2_t; /* mlp, of `head`: (D, hidden) and its transpose */
     nsa_real *act, *dh;  /* mlp backward, of every compressed row of `head`: silu(h) and dh */
@@ -2415,8 +2582,12 @@ static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int
 
 /* The row of x of a token, which counts from the start of the sequence. */
 static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token) {
-    if (p->ring) token %= p->ring;
-    return nsa__row(&p->x->x, p->seq.batch, p->seq.row + token, p->head);
+    return nsa__key_row(&p->seq.keys, &p->x->x, token, p->head);
+}
+
+/* The first block to compute. */
+static int nsa__compress_begin(const nsa__compress_job *p) {
+    return p->appends ? nsa_cmp_count(p->d, p->seq.first) : 0;
 }
 
 /* -- mean and conv: Eq. 7 with phi a weighted sum of the l rows, each channel for itself --
@@ -2437,7 +2608,7 @@ static void nsa__filter_task(const void *context, int64_t index, void *scratch) 
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_compress *x = p->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
-    int64_t begin = p->cmp_first + index * NSA__CMP_ROWS;
+    int64_t begin = nsa__compress_begin(p) + index * NSA__CMP_ROWS;
     int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
     for (int64_t i = begin; i < end; i++) {
         memset(out + (i - begin) * x->dim, 0, (size_t)x->dim * sizeof *out);
@@ -2452,7 +2623,7 @@ static void nsa__filter_task(const void *context, int64_t index, void *scratch) 
         }
     }
     for (int64_t i = begin; i < end; i++)
-        nsa__store(x->out.dtype, nsa__row(&x->out, p->seq.batch, p->seq.cmp_row + i, p->head),
+        nsa__store(x->out.dtype, nsa__key_row(&p->seq.cmp, &x->out, i, p->head),
                    out + (i - begin) * x->dim, x->dim);
 }
 
@@ -2481,11 +2652,10 @@ static void nsa__filter_input_gradient_task(const void *context, int64_t index, 
         memset(sum, 0, sizeof sum);
         for (int64_t i = begin; i < end; i++) {
             nsa__load_taps(p, w, (int)(t - i * p->d->cmp_stride));
-            nsa__load(row, dout->dtype, nsa__row(dout, p->seq.batch, p->seq.cmp_row + i, p->head),
-                      dim);
+            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
             for (int c = 0; c < dim; c++) sum[c] += w[c] * row[c];
         }
-        nsa__add(to->dtype, nsa__row(to, p->seq.batch, p->seq.row + t, p->head), 1, sum, dim);
+        nsa__add(to->dtype, nsa__key_row(&p->seq.keys, to, t, p->head), 1, sum, dim);
     }
 }
 
@@ -2498,8 +2668,7 @@ static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, vo
     nsa_real *sum = bias ? p->db1 : p->dw1 + j * dim;
     (void)scratch;
     for (int64_t i = 0; i < p->seq.cmp_tokens; i++) {
-        nsa__load(grad, dout->dtype, nsa__row(dout, p->seq.batch, p->seq.cmp_row + i, p->head),
-                  dim);
+        nsa__load(grad, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
         if (!bias)
             nsa__load(row, p->x->x.dtype, nsa__compress_input(p, i * p->d->cmp_stride + j), dim);
         for (int c = 0; c < dim; c++) sum[c] += bias ? grad[c] : grad[c] * row[c];
@@ -2593,7 +2762,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
     nsa__arena a = {(char *)scratch, 0};
     nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = p->cmp_first + index * NSA__CMP_ROWS;
+    int64_t begin = nsa__compress_begin(p) + index * NSA__CMP_ROWS;
     int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
     nsa__mlp_rows_alloc(&f, p, &a);
     nsa__mlp_hidden(p, &f, begin, n);
@@ -2604,8 +2773,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
     const nsa__result out = {f.out, dim, NULL, 1, NULL};
     p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
     for (int i = 0; i < n; i++)
-        nsa__store(p->x->out.dtype,
-                   nsa__row(&p->x->out, p->seq.batch, p->seq.cmp_row + begin + i, p->head),
+        nsa__store(p->x->out.dtype, nsa__key_row(&p->seq.cmp, &p->x->out, begin + i, p->head),
                    f.out + (ptrdiff_t)i * dim, dim);
 }
 
@@ -2625,7 +2793,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
     nsa__mlp_hidden(p, &f, begin, n);
     for (int i = 0; i < n; i++)
         nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
-                  nsa__row(dout, p->seq.batch, p->seq.cmp_row + begin + i, p->head), dim);
+                  nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
     const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
     const nsa__result dact = {dh, hidden, NULL, 0, NULL};
     p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
@@ -2658,7 +2826,7 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t index, voi
         p->tiles->gemm((int)(to - from), dim, hidden, &dh, &w1, &dx);
     }
     for (int64_t t = begin; t < end; t++)
-        nsa__add(p->dx->x.dtype, nsa__row(&p->dx->x, p->seq.batch, p->seq.row + t, p->head), 1,
+        nsa__add(p->dx->x.dtype, nsa__key_row(&p->seq.keys, &p->dx->x, t, p->head), 1,
                  sum + (t - begin) * dim, dim);
 }
 
@@ -2682,8 +2850,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         }
         for (int i = 0; i < n; i++) {
             nsa_real *row = rows + (ptrdiff_t)i * dim;
-            nsa__load(row, dout->dtype,
-                      nsa__row(dout, p->seq.batch, p->seq.cmp_row + begin + i, p->head), dim);
+            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
             for (int c = 0; c < dim; c++) p->db2[c] += row[c];
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
@@ -2767,9 +2934,11 @@ static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *tea
     for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
         if (p->x->phi == NSA_PHI_MLP) nsa__mlp_load_weights(p);
         for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
-             nsa__seq_next(p->d, &p->seq))
-            nsa__run(team, nsa__ceil_div(p->seq.cmp_tokens - p->cmp_first, NSA__CMP_ROWS),
+             nsa__seq_next(p->d, &p->seq)) {
+            p->seq.keys.ring = p->ring;
+            nsa__run(team, nsa__ceil_div(p->seq.cmp_tokens - nsa__compress_begin(p), NSA__CMP_ROWS),
                      p->x->phi == NSA_PHI_MLP ? nsa__mlp_forward_task : nsa__filter_task, p);
+        }
     }
 }
 
@@ -2906,15 +3075,15 @@ static void nsa__compress_init(nsa__compress_job *p, const nsa_compress *dx, con
     p->tiles = nsa__tiles_of(d->isa);
 }
 
-/* `ring` and `cmp_first` are a decoding cache's: see nsa__compress_job. */
+/* `ring` and `appends`: see nsa__compress_job. */
 static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                                   int ring, int cmp_first, void *workspace, size_t bytes) {
+                                   int ring, int appends, void *workspace, size_t bytes) {
     nsa__compress_job p;
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
     nsa__compress_init(&p, dx, x, d);
     p.ring = ring;
-    p.cmp_first = cmp_first;
+    p.appends = appends;
     (dx ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
     (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
@@ -2939,7 +3108,7 @@ NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d
                                         size_t bytes) {
     NSA__CHECK(nsa__compress_check_arguments(x, d));
     NSA__CHECK(nsa__compress_check(x, d, 1, 0));
-    return nsa__compress_go(NULL, x, d, 0, 0, workspace, bytes);
+    return nsa__compress_go(NULL, x, d, 0, d->firsts != NULL, workspace, bytes);
 }
 
 NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
@@ -2950,6 +3119,7 @@ NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const
 NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compress *x,
                                          const nsa_desc *d, void *workspace, size_t bytes) {
     NSA__CHECK(nsa__compress_check_arguments(x, d));
+    NSA__CHECK(nsa__check_backward(d, 1));
     NSA__CHECK(nsa__compress_check(x, d, 0, 0));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
@@ -3164,8 +3334,8 @@ enum { NSA__ROWS_AHEAD = 8 }; /* rows between a load and its prefetch */
 typedef struct nsa__attend_options {
     const nsa_select *select; /* NULL, or where cmp's forward writes lists too */
     int shared_prefix; /* queries before this position are left out: see nsa__shared_prefix */
-    int ring; /* a decoding cache's window: key s lies in row s % ring; 0 where rows are straight */
-    int64_t *reads; /* NULL, or of each query and kv head: how many keys it has read */
+    int ring;          /* a decoding cache's window: see nsa__rows; 0 where rows are straight */
+    int64_t *reads;    /* NULL, or of each query and kv head: how many keys it has read */
     const nsa_gate
         *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
     int both;  /* with gate: queries before this position take slc's g too */
@@ -3188,7 +3358,7 @@ typedef struct nsa__attend_plan {
     int wide, wide_v;    /* dim and dim_v rounded up to whole vectors */
     int batch_queries;   /* queries of a batch */
     int task_queries;    /* queries of a task */
-    int in_place;        /* K and V are read unpacked; then all queries are one task */
+    int few;             /* forward: of sequences with so many queries K and V are read unpacked */
     int jobs;            /* head jobs at once; the workspace holds packed keys of that many */
     nsa_real scale;      /* of q k */
     nsa_real scale2;     /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
@@ -3205,7 +3375,8 @@ typedef struct nsa__head_job {
     int skipped;              /* queries of the sequence before options.shared_prefix */
     int head, kv_head;        /* which of plan->heads, and whose keys */
     int keys;                 /* rows of K that the sequence has */
-    int64_t key_row;          /* the view's row of key 0 */
+    nsa__rows rows;           /* where they lie */
+    int in_place;             /* K and V are read unpacked; then all queries are one task */
     int tile_begin, tile_end; /* tiles that any of the queries sees */
     nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
     nsa__packed *k_t, *v_t;   /* the same, transposed tile by tile */
@@ -3270,13 +3441,11 @@ static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
 
 /* The row of a key in K or V, or in their gradients. */
 static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
-    const nsa__attend_plan *p = job->plan;
-    return nsa__row(x, job->seq.batch,
-                    job->key_row + (p->options.ring ? key % p->options.ring : key), job->kv_head);
+    return nsa__key_row(&job->rows, x, key, job->kv_head);
 }
 
-/* Queries of a batch: about NSA__BATCH_ROWS rows. If a call has no more queries than one batch, it
-   reads K and V in place. */
+/* Queries of a batch: about NSA__BATCH_ROWS rows. If a sequence has no more queries than one batch,
+   its K and V are read in place. */
 static int nsa__batch_queries(const nsa_desc *d) {
     return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
 }
@@ -3605,13 +3774,14 @@ typedef struct nsa__batch {
    both ends, in whole vectors, because windows and diagonals leave much of a tile unseen. Every
    mask has a bit, so the two loops end. Cut keys would add p = 0, and a key keeps its lane of the
    partial sums, so the cut changes no bit. */
-static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__attend_plan *p, int from) {
+static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
+    const nsa__attend_plan *p = job->plan;
     nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile};
     int left = (int)nsa__min(p->batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
     for (; b.queries < left; b.queries++) {
         int a = b.query[b.queries];
-        if (p->in_place && a != b.query[0] + b.queries) break;
+        if (job->in_place && a != b.query[0] + b.queries) break;
         for (int g = 0; g < p->group; g++) it->row[b.rows++] = a * p->group + g;
         seen |= b.mask[b.queries];
     }
@@ -3625,11 +3795,11 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__attend_plan
    more than its products do. */
 
 /* 1 if a product can read rows begin .. begin + n - 1 of x in place: they are reals, in whole
-   vectors, and do not go around a ring's end. */
-static int nsa__fits_in_place(const nsa__attend_plan *p, const nsa_tensor *x, int begin, int n,
+   vectors, and go neither around a ring's end nor from page to page. */
+static int nsa__fits_in_place(const nsa__head_job *job, const nsa_tensor *x, int begin, int n,
                               int width, int wide) {
     return x->dtype == NSA_REAL_DTYPE && width == wide &&
-           (!p->options.ring || begin % p->options.ring + n <= p->options.ring);
+           n <= nsa__rows_together(&job->rows, begin);
 }
 
 static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor *x, int begin) {
@@ -3723,7 +3893,7 @@ static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *jo
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = &p->x->k;
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, done = 0;
-    if (nsa__fits_in_place(p, x, begin, n, p->d->dim, p->wide)) {
+    if (nsa__fits_in_place(job, x, begin, n, p->d->dim, p->wide)) {
         nsa__matrix k = nsa__rows_in_place(job, x, begin);
         nsa__in_place_product(f, job, it, b, &k, begin, n);
         done = p->tiles->finite(n, columns, f->columns, f->s_t);
@@ -3743,7 +3913,7 @@ static nsa__matrix nsa__in_place_values(const nsa__in_place *f, const nsa__head_
                                         int n, uint64_t *nonfinite) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = &p->x->v;
-    if (nsa__fits_in_place(p, x, begin, n, p->d->dim_v, p->wide_v)) {
+    if (nsa__fits_in_place(job, x, begin, n, p->d->dim_v, p->wide_v)) {
         nsa__matrix v = nsa__rows_in_place(job, x, begin);
         if (p->tiles->finite(n, p->wide_v, v.row, v.data)) return v;
     }
@@ -3762,25 +3932,28 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->kv_head = head / p->sharers;
     job->heads = heads;
     job->keys = p->branch == NSA__CMP ? seq->cmp_tokens : seq->tokens;
-    job->key_row = p->branch == NSA__CMP ? seq->cmp_row : seq->row;
+    job->rows = p->branch == NSA__CMP ? seq->cmp : seq->keys;
+    job->rows.ring = p->options.ring;
+    job->in_place = seq->count <= p->few;
     job->tile_begin = nsa__span_begin(p, seq->first) / p->tile;
     job->tile_end = (int)nsa__ceil_div(nsa__span_end(job, last), p->tile);
-    if (job->listed) nsa__mark_listed(job);
+    if (job->listed && !job->in_place) nsa__mark_listed(job);
 }
 
 /* Packs the keys of up to plan->jobs heads of a sequence, then calls `work` for them: for every
-   sequence and all heads. Packing and work are two parallel loops, because a task reads tiles that
-   other threads have packed. The head jobs are neighbours in `jobs`. */
+   sequence and all heads, but for those that read in place. Packing and work are two parallel
+   loops, because a task reads tiles that other threads have packed. The head jobs are neighbours in
+   `jobs`. */
 static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
                             void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count && head < p->heads; head += jobs->heads) {
+        for (int head = 0; seq.count > p->few && head < p->heads; head += jobs->heads) {
             int heads = (int)nsa__min(p->jobs, p->heads - (int64_t)head);
             for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], &seq, head + i, heads);
-            int64_t tiles = p->in_place ? 0 : jobs->tile_end - jobs->tile_begin;
-            nsa__run(team, heads * tiles, nsa__pack_task, jobs);
+            nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task,
+                     jobs);
             work(jobs, team);
         }
 }
@@ -3997,7 +4170,7 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
     for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
     nsa__load_queries(job, &f->iter, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->nonfinite);
-    if (p->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
+    if (job->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
 }
 
 /* p = softmax so far, of n keys from `keys` on. If lists are selected, the scores are kept, because
@@ -4086,15 +4259,14 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
    rows. */
 static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
-    const nsa__attend_plan *p = job->plan;
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
-    nsa__forward_alloc(&f, p, &a);
+    nsa__forward_alloc(&f, job->plan, &a);
     nsa__forward_begin(&f, job, index);
     while (nsa__tile_iter_next(&f.iter, job))
         for (int i = 0; i < f.iter.tile_queries;) {
-            nsa__batch b = nsa__batch_at(&f.iter, p, i);
-            if (p->in_place)
+            nsa__batch b = nsa__batch_at(&f.iter, job, i);
+            if (job->in_place)
                 nsa__forward_batch_in_place(&f, job, &b);
             else
                 nsa__forward_batch(&f, job, &b);
@@ -4103,18 +4275,27 @@ static void nsa__forward_task(const void *context, int64_t index, void *scratch)
     nsa__forward_end(&f, job);
 }
 
-/* What the jobs take of the shared workspace. A plan counts it, without a base. */
-static void nsa__forward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
-                                nsa__arena *shared) {
+/* Head jobs of sequences with few queries that run side by side. */
+static int64_t nsa__few_at_once(const nsa__attend_plan *p) {
+    return nsa__min(2 * NSA__TASKS, (int64_t)p->d->batch * p->heads);
+}
+
+/* What the jobs take of the shared workspace. A plan counts it, without a base. Returns the jobs
+   that read in place. */
+static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                          nsa__arena *shared) {
+    nsa__head_job *few =
+        (nsa__head_job *)nsa__alloc(shared, nsa__few_at_once(p), sizeof(nsa__head_job));
     for (int i = 0; i < p->jobs; i++) {
         nsa__head_job *job = &jobs[i];
         int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
         *job = nsa__job_make(p);
         if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
-        if (p->in_place) continue;
+        if (p->d->count <= p->few) continue;
         nsa__alloc_keys(job, shared, 0, 0);
         job->v = nsa__alloc_packed(shared, tiles * p->tile * p->wide_v);
     }
+    return few;
 }
 
 /* Plans for `x`, which is NULL in a size query. */
@@ -4126,7 +4307,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__forward f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options = options;
-    p.in_place = d->count <= p.batch_queries;
+    p.few = p.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
     nsa__forward_alloc(&f, &p, &scratch);
     p.shared = shared.used;
@@ -4134,18 +4315,39 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     return p;
 }
 
-/* Runs the tasks of the head jobs. Queries that read in place may have too little work for all
-   threads. */
 static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(jobs), nsa__forward_task, jobs);
+}
+
+/* Runs n jobs of one task each, which may have too little work for all threads. */
+static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *team) {
     const nsa__attend_plan *p = jobs->plan;
     nsa__team some = *team;
-    int64_t keys = (int64_t)(jobs->tile_end - jobs->tile_begin) * p->tile;
-    if (p->in_place && p->branch == NSA__SLC)
-        keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
-    if (p->in_place)
-        some.threads = nsa__threads_for(team->threads, jobs->heads * keys * jobs->seq.count *
-                                                           p->group * (p->wide + p->wide_v));
-    nsa__run(&some, nsa__query_tasks(jobs), nsa__forward_task, jobs);
+    int64_t work = 0;
+    for (int i = 0; i < n; i++) {
+        int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->tile;
+        if (p->branch == NSA__SLC) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
+        work += keys * jobs[i].seq.count;
+        jobs[i].heads = n;
+    }
+    some.threads = nsa__threads_for(team->threads, work * p->group * (p->wide + p->wide_v));
+    nsa__run(&some, n, nsa__forward_task, jobs);
+}
+
+/* The sequences with few queries. Nothing is packed for them, so that heads of many run at once. */
+static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, const nsa__team *team) {
+    const nsa__attend_plan *p = any->plan;
+    int n = 0;
+    for (nsa__seq seq = nsa__seq_begin(p->d); seq.index < p->d->batch; nsa__seq_next(p->d, &seq))
+        for (int head = 0; seq.count && seq.count <= p->few && head < p->heads; head++) {
+            jobs[n] = *any;
+            nsa__set_head(&jobs[n], &seq, head, 0);
+            n += jobs[n].skipped < seq.count;
+            if (n < nsa__few_at_once(p)) continue;
+            nsa__forward_few_run(jobs, n, team);
+            n = 0;
+        }
+    if (n) nsa__forward_few_run(jobs, n, team);
 }
 
 static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
@@ -4153,8 +4355,9 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__forward_layout(jobs, p, &shared);
+    nsa__head_job *few = nsa__forward_layout(jobs, p, &shared);
     for (int i = 0; p->options.select && i < p->jobs; i++) nsa__fill_stencil(&jobs[i]);
+    nsa__forward_few(jobs, few, &team);
     nsa__each_heads(jobs, &team, nsa__forward_heads);
     return NSA_OK;
 }
@@ -4346,7 +4549,7 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
         nsa__write(&place->tile, f->iter.tile);
         if (!nsa__may_enter(turns, place->follows, f->iter.tile)) return 0;
         for (int i = 0; i < f->iter.tile_queries;) {
-            nsa__batch b = nsa__batch_at(&f->iter, p, i);
+            nsa__batch b = nsa__batch_at(&f->iter, job, i);
             nsa__backward_batch(f, job, &b);
             i += b.queries;
         }
@@ -4463,7 +4666,7 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
 static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL, NULL, 0};
 
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
-    if (nsa_desc_check(d) != NSA_OK) return 0;
+    if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
     nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch)
                                   : nsa__forward_plan(NULL, d, branch, nsa__no_options);
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
@@ -4517,6 +4720,7 @@ static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__check_backward(d, 0));
     NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
     NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
     NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__query_shape(d, d->heads, 1)));
@@ -5318,8 +5522,9 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     /* The largest of the parts' least needs, so that no part fails after another has written. */
     if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
         return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, 0, workspace, bytes));
-    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, 0, workspace, bytes));
+    const int appends = d->firsts != NULL;
+    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, appends, workspace, bytes));
+    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, appends, workspace, bytes));
     NSA__CHECK(nsa__forward_run(&p.cmp, workspace, bytes));
     NSA__CHECK(nsa__forward_run(&p.slc, workspace, bytes));
     NSA__CHECK(nsa__forward_run(&p.win, workspace, bytes));
@@ -5503,7 +5708,7 @@ typedef struct nsa__chain_at {
 static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                  const nsa__chain_at *at) {
     int64_t batch = at->seq.batch, row = at->seq.row;
-    int64_t key_row = branch == NSA__CMP ? at->seq.cmp_row : row;
+    int64_t key_row = branch == NSA__CMP ? at->seq.cmp.row : at->seq.keys.row;
     int head = at->kv_head * (d->heads / d->kv_heads);
     nsa_attend part;
     part.q = nsa__view_at(x->q, batch, row, head);
@@ -5605,8 +5810,8 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
         const nsa__sum *sum = &g->sum[i];
         if (!sum->owner) continue;
         for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
-            const nsa__flush f = {nsa__view_at(sum->view, seq.batch, seq.row, 0),
-                                  nsa__view_at(*sum->to, seq.batch, seq.row, 0),
+            const nsa__flush f = {nsa__view_at(sum->view, seq.keys.batch, seq.keys.row, 0),
+                                  nsa__view_at(*sum->to, seq.keys.batch, seq.keys.row, 0),
                                   seq.tokens,
                                   sum->heads,
                                   sum->width,
@@ -5664,6 +5869,7 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
                                           const nsa_desc *d, void *workspace, size_t bytes) {
     nsa__chain_gradient g;
     NSA__CHECK(nsa__attention_check(x, d, 0));
+    NSA__CHECK(nsa__check_backward(d, 1));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__attention_gradient_check(dx, x, d));
     nsa__arena a = {NULL, 0};
@@ -5735,6 +5941,8 @@ static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_r
     NSA__CHECK(nsa__check_geometry(d));
     if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
     if (nsa__list_heads(d) != d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
+    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
+    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
     if ((unsigned)dtype > NSA_I32 || !(nsa__floats() >> dtype & 1))
         return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
     return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
@@ -5958,9 +6166,9 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
     nsa_status s = NSA_OK;
     nsa__cache_parts(&copy, parts);
     int raw = parts[NSA__PART_K_RAW].ring, win = parts[NSA__PART_K_WIN].ring;
-    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, begin, workspace, bytes);
+    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, 1, workspace, bytes);
     if (s == NSA_OK && begin < end)
-        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, begin, workspace, bytes);
+        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, 1, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
     const nsa__attend_options of_cmp = {&c.select, 0, 0, reads, NULL, 0},
                               of_slc = {NULL, 0, 0, reads + each, NULL, 0},

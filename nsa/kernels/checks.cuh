@@ -84,9 +84,12 @@ static inline int nsa__cuda_key_sharers(const nsa_desc *d) {
     return nsa__cuda_list_heads(d) / d->kv_heads;
 }
 
-/* begins lie on the device: nsa_desc_check sees a batch of full length instead. */
+/* begins lie on the device: nsa_desc_check sees a batch of full length instead. The kernels know
+   neither positions by sequence nor pages. */
 static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
+    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
+    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
     nsa_desc host = *d;
     host.begins = NULL;
     host.isa = NSA_ISA_DETECT;

@@ -206,10 +206,41 @@ static inline void refuse_desc_sizes(const refusal *r) {
     *d = good;
 }
 
+/* Positions by sequence and pages, which CUDA refuses whatever they hold. Sequences of 71 tokens, a
+   page that there is not, a table too narrow; test_pages.c has the rest. */
+static inline void refuse_ragged(const refusal *r) {
+    static const int32_t zeros[] = {0, 0}, many[] = {70, 71}, pages[] = {0, 7};
+    nsa_desc *d = r->d;
+    const nsa_desc good = *d;
+    d->firsts = zeros;
+    refused_as(r, "firsts alone", NSA_ERROR_NULL, NSA_ERROR_OPTION,
+               CHECKS_CUDA ? "firsts" : "counts");
+    d->counts = many;
+    refused_as(r, "counts past the last token", NSA_ERROR_RANGE, NSA_ERROR_OPTION,
+               CHECKS_CUDA ? "firsts" : "counts");
+    *d = good;
+    d->pages = pages, d->table_width = 1, d->page_tokens = 72, d->page_count = 7;
+    refused_as(r, "a page that there is not", NSA_ERROR_PAGES, NSA_ERROR_OPTION, "pages");
+    d->page_count = 8, d->page_tokens = 68;
+    refused_as(r, "a table too narrow", NSA_ERROR_PAGES, NSA_ERROR_OPTION, "pages");
+    if (!CHECKS_CUDA) {
+        d->page_tokens = 74;
+        refused(r, "page_tokens 74", NSA_ERROR_CMP_STRIDE, "page_tokens");
+        d->page_tokens = 0;
+        refused(r, "page_tokens 0", NSA_ERROR_SIZE, "page_tokens");
+        d->page_tokens = 72, d->page_count = -1;
+        refused(r, "page_count -1", NSA_ERROR_SIZE, "page_count");
+        d->page_count = 8, d->table_width = -1;
+        refused(r, "table_width -1", NSA_ERROR_SIZE, "table_width");
+    }
+    *d = good;
+}
+
 static inline void refuse_desc(const refusal *r) {
     nsa_desc *d = r->d;
     const nsa_desc good = *d;
     refuse_desc_sizes(r);
+    refuse_ragged(r);
     if (CHECKS_CUDA) return; /* begins lie on the device: no call looks at them */
     /* B 2, T 70: an offset that descends, one below 0, a sequence of 71 tokens. */
     static const int32_t begins[][3] = {
