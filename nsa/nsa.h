@@ -2055,8 +2055,8 @@ static int nsa__threads_for(int threads, int64_t work) {
     return (int)nsa__max(1, nsa__min(threads, work / worth));
 }
 
-/* Tasks 0 .. tasks - 1, begun in this order and by any thread: no two of them write the same row at
-   the same time. */
+/* Runs tasks 0 .. tasks - 1 on the team's threads. They begin in index order, because neighbouring
+   tasks read neighbouring rows and often the same tiles; no result depends on the order. */
 static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, const void *context) {
 #ifdef _OPENMP
     int threads = (int)nsa__max(1, nsa__min(team->threads, tasks));
@@ -2069,20 +2069,28 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
 }
 
 /* -- tasks that take turns --
-   Each goes from tile to tile downwards. It may enter a tile when the task that it follows, and all
-   before that one, have left it: so a tile's sums have one order, for any number of threads. A task
-   that may not go on stays in its place, and its thread takes another. So none waits for a thread
-   that may not be running while there is anything to do. */
+   Backward's tasks add to dk and dv of the same tiles. Each sum must have one order of tasks,
+   whatever the number of threads. So a task enters a tile only if the task that it follows, and all
+   before that one, have left it.
+   Tasks go through their tiles downwards. Spans end later for later tasks, so task i + 1 begins
+   with tiles that task i does not read; then it stays behind task i, and both run at the same time.
+   A task that may not go on keeps its state in its place, and its thread takes another task. No
+   thread waits for one that has lost its core as long as there is other work.
+   Place i takes tasks i, i + places, i + 2 places, ... one after another, so tasks begin in index
+   order. The first unfinished task is then always in a place, and it waits for no other task: the
+   tasks cannot lock. */
 
-enum { NSA__PLACES = 4 }; /* for each thread: tasks that have begun at the same time */
+enum { NSA__PLACES = 4 }; /* places for each thread */
 
-/* What a thread that finds nothing to do does: another may have the core. */
+/* Gives the core to another thread, because the caller has found nothing to do. */
 static void nsa__yield(void) {
 #ifdef NSA__HAS_SCHED
     sched_yield();
 #endif
 }
 
+/* Reads a number that other threads write. Behind the flush this thread sees all that the writer
+   had written before it wrote the number. */
 static int32_t nsa__read(const int32_t *x) {
     int32_t value;
 #ifdef _OPENMP
@@ -2095,6 +2103,8 @@ static int32_t nsa__read(const int32_t *x) {
     return value;
 }
 
+/* Writes a number that other threads read. The flush before it lets them see the sums of a tile
+   before they see that the tile is free. */
 static void nsa__write(int32_t *x, int32_t value) {
 #ifdef _OPENMP
 #pragma omp flush
@@ -2104,7 +2114,8 @@ static void nsa__write(int32_t *x, int32_t value) {
     (void)value; /* gcc takes what an atomic writes for unused */
 }
 
-/* 1 for the first who asks, until it writes 0. */
+/* 1 for the first thread that asks, until that thread writes 0. The others only count on, and leave
+   the place alone. */
 static int nsa__claim(int32_t *claims) {
     int32_t earlier;
 #ifdef _OPENMP
@@ -2117,24 +2128,27 @@ static int nsa__claim(int32_t *claims) {
     return earlier == 0;
 }
 
-/* Where a task that has begun keeps its state until it is done; tasks i, i + places, ... come to
-   place i one after another. What follows it in memory is the task's own. */
+/* Where a task keeps its state from its first tile to its last. The state itself follows in memory.
+   A thread that has not claimed the place reads its fields by nsa__read, as a hint. */
 typedef struct nsa__place {
-    int32_t claims;  /* 0: no thread is at it */
-    int32_t task;    /* which is here, or comes next */
-    int32_t follows; /* whom it follows, or -1 */
-    int32_t tile;    /* that it will enter */
-    int32_t begun;
+    int32_t claims;  /* 0: no thread works here */
+    int32_t task;    /* the task that is here or begins next; turns->tasks: none is left */
+    int32_t follows; /* the task that it follows, or -1 */
+    int32_t tile;    /* the tile that it enters next */
+    int32_t begun;   /* 1: its state has been loaded */
 } nsa__place;
 
+/* A run of such tasks. A thread's scratch is | scratch_bytes | place 0 | .. | place 3 |. */
 typedef struct nsa__turns {
     int32_t tasks;
-    int32_t
-        *left; /* of every task: it, and all that it follows, have left the tiles from this on */
+    int32_t *progress; /* of task i: it, and all that it follows, have left tiles >= progress[i] */
     const void *context;
+    /* sets follows and tile of a task that has come to a place */
     void (*come)(const struct nsa__turns *turns, nsa__place *place);
+    /* goes on with a task as far as it may; returns 1 if the task is done */
     int (*go)(const struct nsa__turns *turns, nsa__place *place, void *scratch);
-    size_t place_bytes, scratch_bytes; /* of a thread: its scratch, and NSA__PLACES places */
+    size_t place_bytes;   /* of a place and the state of its task */
+    size_t scratch_bytes; /* of a thread, before its places: what holds for one tile only */
 } nsa__turns;
 
 static size_t nsa__turns_scratch(const nsa__turns *turns) {
@@ -2142,7 +2156,7 @@ static size_t nsa__turns_scratch(const nsa__turns *turns) {
 }
 
 static int nsa__may_enter(const nsa__turns *turns, int32_t follows, int32_t tile) {
-    return follows < 0 || nsa__read(turns->left + follows) <= tile;
+    return follows < 0 || nsa__read(turns->progress + follows) <= tile;
 }
 
 static nsa__place *nsa__place_at(const nsa__turns *turns, const nsa__team *team, int i) {
@@ -2151,15 +2165,16 @@ static nsa__place *nsa__place_at(const nsa__turns *turns, const nsa__team *team,
                                   turns->place_bytes * (size_t)(i % NSA__PLACES));
 }
 
-/* `task` comes to a place that no thread is at. */
+/* Puts `task` into a place that no other thread works at, or marks the place as done. */
 static void nsa__place_next(const nsa__turns *turns, nsa__place *place, int64_t task) {
     nsa__write(&place->begun, 0);
     nsa__write(&place->task, (int32_t)nsa__min(task, turns->tasks));
     if (task < turns->tasks) turns->come(turns, place);
 }
 
-/* The place of the first task that may go on and that no thread is at, which is now this thread's;
-   NULL where there is none. `idle` tells whether any waits. */
+/* Claims the place of the first task that may go on and that no thread works at; NULL if there is
+   none. *idle becomes 1 if any unfinished task is unclaimed. Fields are read before the place is
+   claimed, and tested again behind the claim, because another thread may have gone on with it. */
 static nsa__place *nsa__place_find(const nsa__turns *turns, const nsa__team *team, int *idle) {
     nsa__place *best = NULL;
     int32_t first = turns->tasks;
@@ -2181,7 +2196,7 @@ static nsa__place *nsa__place_find(const nsa__turns *turns, const nsa__team *tea
     return NULL;
 }
 
-/* Does what there is to do for one task; 0 where there is nothing. */
+/* Goes on with one task, as far as it may. Returns 0 if no task may go on. */
 static int nsa__take_turn(const nsa__turns *turns, const nsa__team *team, void *scratch,
                           int *idle) {
     nsa__place *place = nsa__place_find(turns, team, idle);
@@ -2192,8 +2207,9 @@ static int nsa__take_turn(const nsa__turns *turns, const nsa__team *team, void *
     return 1;
 }
 
-/* What one thread does, until all that is left is done by others. The first task that is left may
-   always go on, so that there is nothing to do only while a thread is at it. */
+/* The work of one thread. It ends if every task that is not done is claimed by another thread.
+   The first unfinished task may always go on, so a thread yields only while another works at
+   that task. */
 static void nsa__take_turns(const nsa__turns *turns, const nsa__team *team, void *scratch) {
     for (int idle = 1; idle;)
         if (nsa__take_turn(turns, team, scratch, &idle))
@@ -2202,13 +2218,14 @@ static void nsa__take_turns(const nsa__turns *turns, const nsa__team *team, void
             nsa__yield();
 }
 
+/* Fills the places with the first tasks. No task has left any tile. */
 static void nsa__turns_begin(const nsa__turns *turns, const nsa__team *team) {
     for (int i = 0; i < team->threads * NSA__PLACES; i++) {
         nsa__place *place = nsa__place_at(turns, team, i);
         place->claims = 0;
         nsa__place_next(turns, place, i);
     }
-    for (int32_t i = 0; i < turns->tasks; i++) turns->left[i] = INT32_MAX;
+    for (int32_t i = 0; i < turns->tasks; i++) turns->progress[i] = INT32_MAX;
 }
 
 static void nsa__run_in_turn(const nsa__team *team, const nsa__turns *turns) {
@@ -4504,13 +4521,14 @@ static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     }
 }
 
-/* A place of the backward pass, and what the task in it has. */
+/* A place of the backward pass: the place, the task's state, then the arrays of that state. */
 typedef struct nsa__backward_place {
     nsa__place place;
     nsa__backward task;
 } nsa__backward_place;
 
-/* What a thread, and a place, take. */
+/* The state of the task in a place, with its arrays: those of one tile in `scratch`, the others in
+   `own`, behind the place. Without a place it only counts the bytes of both arenas. */
 static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *place, nsa__arena *scratch,
                                        nsa__arena *own) {
     nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : &any;
@@ -4520,7 +4538,8 @@ static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *place, n
     return place ? f : NULL;
 }
 
-/* Task i of a head follows task i - 1, and enters the tile of its last query's last key first. */
+/* Task i of a head follows task i - 1 of that head. Its first tile is that of its last query's last
+   key, because spans end later for later queries. */
 static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
     int64_t index = place->task;
     const nsa__head_job *job = nsa__job_of(turns->context, &index);
@@ -4531,7 +4550,10 @@ static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
     nsa__write(&place->tile, (int)nsa__max(0, keys - 1) / p->tile);
 }
 
-/* As far as the task may go; 1 where it is done. */
+/* Goes on with a task as far as it may; returns 1 if it is done. A task may come back in another
+   thread, whose scratch does not have its masks, so it reads its tile again. After the last tile it
+   adds dq, then waits once more, because its progress 0 says that the tasks before it are done
+   too. */
 static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *scratch) {
     int64_t index = place->task;
     const nsa__head_job *job = nsa__job_of(turns->context, &index);
@@ -4553,19 +4575,18 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
             nsa__backward_batch(f, job, &b);
             i += b.queries;
         }
-        nsa__write(turns->left + place->task, f->iter.tile);
+        nsa__write(turns->progress + place->task, f->iter.tile);
     }
     if (!f->ended) nsa__backward_end(f, job);
     f->ended = 1;
     nsa__write(&place->tile, 0);
     if (!nsa__may_enter(turns, place->follows, 0)) return 0;
-    nsa__write(turns->left + place->task, 0);
+    nsa__write(turns->progress + place->task, 0);
     return 1;
 }
 
-/* Zeroes the sums of the tiles that this head's queries see. */
-/* Heads that share a kv head add to the same sums, one after another: the first clears them, the
-   last adds them to dx. */
+/* Zeroes the sums of the tiles that this head's queries see. Heads that share a kv head add to the
+   same sums, one head after another: the first clears them, the last adds them to dx. */
 static void nsa__key_gradient_clear(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     if (job->head % p->sharers) return;
@@ -4590,6 +4611,7 @@ static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to
     }
 }
 
+/* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. */
 static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
     const nsa__attend_plan *p = job->plan;
@@ -4602,7 +4624,7 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
     nsa__key_gradient_add(job, &p->dx->v, tile, 1, job->dv, p->d->dim_v, p->wide_v);
 }
 
-/* How the tasks of these jobs take turns; `tasks` is set when the heads are known. */
+/* The turns of these jobs' tasks. nsa__backward_heads sets `tasks` when it knows the queries. */
 static nsa__turns nsa__backward_turns(const nsa__head_job *jobs) {
     nsa__arena scratch = {NULL, 0}, place = {NULL, 0};
     nsa__backward_at(jobs->plan, NULL, &scratch, &place);
