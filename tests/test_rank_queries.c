@@ -56,7 +56,7 @@ static void test_reference(const char *name, const nsa_desc *options, nsa_dtype 
         nsa_desc d = *options;
         if (!nsa_isa_available(isas[i])) continue;
         d.isa = isas[i], d.threads = 1 + i % 3;
-        if (i % 2) d.first = d.tokens / 3, d.count = (d.tokens + 1) / 2;
+        if (i % 2 && d.count == d.tokens) d.first = d.tokens / 3, d.count = (d.tokens + 1) / 2;
         suite s = suite_of(name, &d);
         values in = values_random(&s, &d, dtype, seed), zeros = values_zero(&s, &d);
         values want = values_reference(&s, &d, &in, REF_F64);
@@ -83,6 +83,7 @@ static void test_long_lists(void) {
     nsa_desc d = nsa_desc_default(1, CHECKS_CUDA ? 320 : 700, 2, 1, 16);
     d.cmp_block = d.cmp_stride = d.slc_block = 1;
     d.slc_count = 200, d.slc_init = 0, d.slc_local = 1;
+    if (CHECKS_CUDA) d.first = 290, d.count = 30; /* the executor is slow */
     for (int k = 0; k < (CHECKS_CUDA ? 1 : COUNT(dtypes)); k++)
         test_reference("tokens as blocks", &d, dtypes[k], 80 + (uint64_t)k);
     d.forced = NSA_FORCED_ON_TOP, d.slc_local = 0;

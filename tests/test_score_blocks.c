@@ -140,9 +140,9 @@ static void test_lists(const score_case *c, const nsa_desc *options, nsa_dtype d
 /* Single tokens for blocks and one list for all heads: DeepSeek's indexer. */
 static void test_indexer(void) {
     static const score_case c = {"tokens as blocks", NSA_SCORE_RELU, NSA_POOL_MAX, 1};
-    nsa_desc d = nsa_desc_default(1, CHECKS_CUDA ? 120 : 300, 4, 1, 16);
+    nsa_desc d = nsa_desc_default(1, CHECKS_CUDA ? 72 : 300, 4, 1, 16);
     d.cmp_block = d.cmp_stride = d.slc_block = 1;
-    d.slc_count = CHECKS_CUDA ? 40 : 90, d.slc_init = 0, d.slc_local = 1;
+    d.slc_count = CHECKS_CUDA ? 24 : 90, d.slc_init = 0, d.slc_local = 1;
     for (int k = 0; k < (CHECKS_CUDA ? 1 : COUNT(dtypes)); k++) {
         suite s = suite_of(&c, &d);
         suite_reference(&s, &d, dtypes[k], 40 + (uint64_t)k);
