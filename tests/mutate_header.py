@@ -28,7 +28,8 @@ MODES = {"plain": ["-O2"], "sanitize": ["-O1", *SANITIZE]}
 TESTS = [test for test in mutate.NEEDS]
 # A test's tables, the smallest first; "" is the whole.
 TABLES = {test: ["little", "quick"] for test in TESTS}
-TABLES.update(block_index=[""], decode=["1"])
+TABLES.update({test: ["little", "quick", ""] for test in TESTS if "att" not in test},
+              block_index=[""], decode=["1"])
 
 
 class Fault(mutate.Fault):
