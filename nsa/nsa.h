@@ -2945,8 +2945,8 @@ static void nsa__compress_backward_plan(nsa__compress_job *p, nsa__arena *shared
     if (other.used > scratch->used) scratch->used = other.used;
 }
 
-/* Tasks of up to NSA__CMP_ROWS blocks, for each head and sequence. A decoding cache begins at
-   cmp_first; all other calls at 0. */
+/* Tasks of up to NSA__CMP_ROWS blocks, for each head and sequence. If tokens are appended, only the
+   blocks that they complete are computed: see nsa__compress_begin. */
 static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *team) {
     for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
         if (p->x->phi == NSA_PHI_MLP) nsa__mlp_load_weights(p);
@@ -3349,7 +3349,7 @@ enum { NSA__ROWS_AHEAD = 8 }; /* rows between a load and its prefetch */
 
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
-    const nsa_select *select; /* NULL, or where cmp's forward writes lists too */
+    const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
     int shared_prefix; /* queries before this position are left out: see nsa__shared_prefix */
     int ring;          /* a decoding cache's window: see nsa__rows; 0 where rows are straight */
     int64_t *reads;    /* NULL, or of each query and kv head: how many keys it has read */
@@ -3794,9 +3794,9 @@ typedef struct nsa__batch {
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
     const nsa__attend_plan *p = job->plan;
     nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile};
-    int left = (int)nsa__min(p->batch_queries, it->tile_queries - from);
+    int most = (int)nsa__min(p->batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
-    for (; b.queries < left; b.queries++) {
+    for (; b.queries < most; b.queries++) {
         int a = b.query[b.queries];
         if (job->in_place && a != b.query[0] + b.queries) break;
         for (int g = 0; g < p->group; g++) it->row[b.rows++] = a * p->group + g;
@@ -4351,7 +4351,8 @@ static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *te
     nsa__run(&some, n, nsa__forward_task, jobs);
 }
 
-/* The sequences with few queries. Nothing is packed for them, so that heads of many run at once. */
+/* Runs the sequences with few queries, which read keys in place. Nothing is packed for them, so
+   heads of many sequences run at once. */
 static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, const nsa__team *team) {
     const nsa__attend_plan *p = any->plan;
     int n = 0;
