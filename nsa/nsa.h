@@ -3351,7 +3351,7 @@ enum { NSA__ROWS_AHEAD = 8 }; /* rows between a load and its prefetch */
 typedef struct nsa__attend_options {
     const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
     int shared_prefix; /* queries before this position are left out: see nsa__shared_prefix */
-    int ring;          /* a decoding cache's window: see nsa__rows; 0 where rows are straight */
+    int ring;          /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
     int64_t *reads;    /* NULL, or of each query and kv head: how many keys it has read */
     const nsa_gate
         *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
@@ -3392,7 +3392,7 @@ typedef struct nsa__head_job {
     int skipped;              /* queries of the sequence before options.shared_prefix */
     int head, kv_head;        /* which of plan->heads, and whose keys */
     int keys;                 /* rows of K that the sequence has */
-    nsa__rows rows;           /* where they lie */
+    nsa__rows rows;           /* where K and V lie */
     int in_place;             /* K and V are read unpacked; then all queries are one task */
     int tile_begin, tile_end; /* tiles that any of the queries sees */
     nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
