@@ -36,10 +36,12 @@ def one_file(header):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("--"):
         raise SystemExit(__doc__)
     made = one_file((ROOT / "nsa/nsa.h").read_text())
     if sys.argv[1] == "-":
         sys.stdout.write(made)
+    elif pathlib.Path(sys.argv[1]).resolve() == ROOT / "nsa/nsa.h":
+        raise SystemExit("one_file.py: nsa/nsa.h is what this is made from: give another file")
     else:
         pathlib.Path(sys.argv[1]).write_text(made)

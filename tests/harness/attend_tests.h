@@ -865,8 +865,8 @@ static inline void test_all(const branch *br, amount a) {
     if (!CHECKS_CUDA) test_absent_isa(br);
 }
 
-/* Not causal, lists by query head, the other rule of windows: the same questions, of a few geometries
-   each. Under the executor each takes one geometry. */
+/* Not causal, lists by query head, the other rule of windows: the same questions, of a few
+   geometries each. Under the executor each takes one geometry. */
 static inline void test_options(const branch *br, amount a) {
     static const char *const shapes[] = {"small",       "G 2, D 24",   "G 6, D 80",
                                          "D 192 / 128", "varlen four", "varlen empty"};
