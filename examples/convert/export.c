@@ -57,18 +57,27 @@ static json_t *model_json(const config *c, int64_t vocab) {
     static const char *const gates[] = {"sigmoid", "softmax"};
     const config_model *m = &c->model;
     const config_nsa *n = &c->nsa;
-    return json_pack(
-        "{s:[s], s:s, s:{s:s, s:s}, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:f, s:b, s:I, "
-        "s:o, s:I, s:I, s:I, s:I, s:I, s:s, s:s, s:o}",
+    static const char *const mlps[] = {"silu", "swiglu"}, *const forms[] = {"mlp", "linear"};
+    json_t *root = json_pack(
+        "{s:[s], s:s, s:{s:s, s:s}, s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:f, s:b, "
+        "s:I, s:o}",
         "architectures", "NSAForCausalLM", "model_type", "nsa_decoder", "auto_map", "AutoConfig",
         "modeling_nsa.NSAConfig", "AutoModelForCausalLM", "modeling_nsa.NSAForCausalLM",
         "torch_dtype", "float32", "vocab_size", vocab, "hidden_size", m->dim, "num_hidden_layers",
         m->n_layers, "num_attention_heads", m->n_heads, "num_key_value_heads", m->n_kv_groups,
-        "head_dim", m->d_k, "v_head_dim", m->d_v, "intermediate_size", 4 * m->dim, "rms_norm_eps",
-        1e-6, "tie_word_embeddings", (int)m->tied_embeddings, "max_position_embeddings",
-        c->train.seq_len, "attention", attention_json(m), "cmp_block", n->l, "cmp_stride", n->d,
-        "slc_block", n->l_sel, "slc_count", n->n_sel, "window", n->w, "phi", phis[n->phi], "gate",
-        gates[n->gate], "rope", rope_json(m));
+        "head_dim", m->d_k, "v_head_dim", m->d_v, "intermediate_size",
+        m->mlp_hidden ? m->mlp_hidden : 4 * m->dim, "mlp", mlps[m->mlp], "rms_norm_eps",
+        m->norm_eps, "tie_word_embeddings", (int)m->tied_embeddings, "max_position_embeddings",
+        c->train.seq_len, "rope", rope_json(m));
+    json_t *attention =
+        json_pack("{s:o, s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:s, s:s}", "attention",
+                  attention_json(m), "shared_kv", (int)m->shared_kv, "cmp_block", n->l,
+                  "cmp_stride", n->d, "slc_block", n->l_sel, "slc_count", n->n_sel, "slc_init",
+                  n->n_init, "slc_local", n->n_local, "window", n->w, "phi", phis[n->phi], "gate",
+                  gates[n->gate], "gate_form", forms[n->gate_form]);
+    if (root && attention) json_object_update(root, attention);
+    json_decref(attention);
+    return root;
 }
 
 /* Every tensor of the checkpoint's model.safetensors, in memory; `block` holds their data. */
@@ -131,7 +140,14 @@ bool export_check(const config *c, fault *f) {
                                         "nsa.n_sel",
                                         "nsa.w",
                                         "nsa.phi",
-                                        "nsa.gate"};
+                                        "nsa.gate",
+                                        "nsa.gate_form",
+                                        "nsa.n_init",
+                                        "nsa.n_local",
+                                        "model.shared_kv",
+                                        "model.mlp",
+                                        "model.mlp_hidden",
+                                        "model.norm_eps"};
     static config defaults;
     json_t *none = json_object(), *changes = NULL;
     bool ok = config_from_json(&defaults, none, f);

@@ -15,17 +15,25 @@ static double scaled_dot(const nsa_desc *d, const nsa_real *q, const nsa_real *k
     return sum * (d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim));
 }
 
-void measure_gates(const nsa_attention *x, const nsa_desc *d, int token, int kv_head, double g[3]) {
-    const nsa_real *logits = row(&x->gates, token, kv_head * (d->gate_heads / d->kv_heads));
+/* The gates of one head of gates. */
+static void gates_of(const nsa_real *logits, nsa_gate_kind kind, double g[3]) {
     double sum = 0;
     for (int b = 0; b < 3; b++) {
         double z = (double)logits[b];
-        g[b] = d->gate == NSA_GATE_SIGMOID ? 1 / (1 + exp(-z))
-               : d->gate == NSA_GATE_NONE  ? z
-                                           : exp(z);
+        g[b] = kind == NSA_GATE_SIGMOID ? 1 / (1 + exp(-z)) : kind == NSA_GATE_NONE ? z : exp(z);
         sum += g[b];
     }
-    for (int b = 0; b < 3 && d->gate == NSA_GATE_SOFTMAX; b++) g[b] /= sum;
+    for (int b = 0; b < 3 && kind == NSA_GATE_SOFTMAX; b++) g[b] /= sum;
+}
+
+void measure_gates(const nsa_attention *x, const nsa_desc *d, int token, int kv_head, double g[3]) {
+    int heads = d->gate_heads / d->kv_heads;
+    double one[3], sum[3] = {0};
+    for (int h = 0; h < heads; h++) {
+        gates_of(row(&x->gates, token, kv_head * heads + h), d->gate, one);
+        for (int b = 0; b < 3; b++) sum[b] += one[b];
+    }
+    for (int b = 0; b < 3; b++) g[b] = sum[b] / heads;
 }
 
 void measure_scores(const nsa_attention *x, const nsa_desc *d, int token, int kv_head,

@@ -6,7 +6,8 @@
 
 #include "nsa.h"
 
-/* The three gates of a token and kv head, after the sigmoid or softmax. */
+/* The three gates of a token and kv head, after the sigmoid or softmax; where each query head has
+   its own, their mean. */
 void measure_gates(const nsa_attention *x, const nsa_desc *d, int token, int kv_head, double g[3]);
 
 /* score[j] of candidates j = 0 .. nsa_slc_candidates(d, token) - 1: Eq. 9, mean over the group's

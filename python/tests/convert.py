@@ -27,6 +27,8 @@ CASES = {
     "conv": "--nsa-phi conv --nsa-gate softmax --rope-pairs halves --tied-embeddings",
     "mlp": "--nsa-phi mlp --rope-scaling ntk --rope-factor 4 --heads 6 --rope-base 5000",
     "yarn": "--kv-groups 1 --rope-scaling yarn --rope-factor 4 --rope-trained-context 64 --nsa-l 16 --nsa-d 16",
+    "llama": "--shared-kv --mlp swiglu --mlp-hidden 48 --nsa-gate-form linear --norm-eps 1e-5 --nsa-n-init 0 --nsa-n-local 1"
+             " --nsa-l 16 --nsa-d 16 --rope-pairs halves --rope-base 500000 --tied-embeddings --d-v 8",
     "layers": "--attention window,cmp+slc,nsa,full --layers 4 --nsa-phi mlp",
     "full": "--attention full --rope-scaling linear --rope-factor 2",
     "window": "--attention window --tied-embeddings --rope-pairs halves",

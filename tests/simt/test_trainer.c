@@ -35,7 +35,7 @@ static void embed_backward(const ops *o, const setup *x) {
     o->embed_backward(o, x->b[0], x->b[1], x->tokens, x->s.rows, x->s.dim);
 }
 static void rmsnorm_forward(const ops *o, const setup *x) {
-    o->rmsnorm_forward(o, x->b[0], x->b[1], x->b[2], x->b[3], x->s.rows, x->s.dim);
+    o->rmsnorm_forward(o, x->b[0], x->b[1], x->b[2], x->b[3], x->s.rows, x->s.dim, 1e-5);
 }
 static void rmsnorm_backward(const ops *o, const setup *x) {
     o->rmsnorm_backward(o, x->b[0], x->b[1], x->b[2], x->b[3], x->b[4], x->b[5], x->s.rows,
@@ -64,6 +64,12 @@ static void silu_forward(const ops *o, const setup *x) {
 }
 static void silu_backward(const ops *o, const setup *x) {
     o->silu_backward(o, x->b[0], x->b[1], x->b[2], (int64_t)x->s.rows * x->s.dim);
+}
+static void swiglu_forward(const ops *o, const setup *x) {
+    o->swiglu_forward(o, x->b[0], x->b[1], x->s.rows, x->s.dim);
+}
+static void swiglu_backward(const ops *o, const setup *x) {
+    o->swiglu_backward(o, x->b[0], x->b[1], x->b[2], x->b[3], x->s.rows, x->s.dim);
 }
 static void group_mean_forward(const ops *o, const setup *x) {
     o->group_mean_forward(o, x->b[0], x->b[1], x->stride, x->s.rows, 2, PER_GROUP, x->s.dim);
@@ -149,6 +155,8 @@ static const struct operation {
                   OPERATION(bias_backward),
                   OPERATION(silu_forward),
                   OPERATION(silu_backward),
+                  OPERATION(swiglu_forward),
+                  OPERATION(swiglu_backward),
                   OPERATION(group_mean_forward),
                   OPERATION(group_mean_backward),
                   OPERATION(copy_columns),
@@ -297,10 +305,11 @@ static void *sent(const ops *o, const void *host, size_t bytes) {
    some rows are collapsed. */
 static void count_twice(const ops *o, nsa_gate_kind kind, bool documents, step_state *found) {
     enum { ROWS = 9000, GROUPS = 2, WIDTH = 4, BLOCK = 16, SEQUENCES = 3, EACH = ROWS / SEQUENCES };
+    enum { HEADS = 3, STRIDE = 3 * HEADS + 2 };
     static const int32_t begins[] = {0, 40, 41, ROWS};
-    static float gates[3 * ROWS * GROUPS];
+    static float gates[ROWS * STRIDE];
     static int32_t lists[ROWS * GROUPS * WIDTH];
-    for (int i = 0; i < 3 * ROWS * GROUPS; i++)
+    for (int i = 0; i < ROWS * STRIDE; i++)
         gates[i] = (float)((i / 3 % 7 ? 1 : 20) * check_normal(11, (uint64_t)i));
     for (int64_t r = 0; r < ROWS * GROUPS; r++)
         for (int i = 0; i < WIDTH; i++) /* now and then shorter, or past the row's own token */
@@ -315,7 +324,9 @@ static void count_twice(const ops *o, nsa_gate_kind kind, bool documents, step_s
                        BLOCK,
                        NULL,
                        SEQUENCES,
-                       EACH};
+                       EACH,
+                       HEADS,
+                       STRIDE};
     void *at = sent(o, begins, sizeof begins);
     step_state *s = sent(o, &none, sizeof none);
     if (documents) x.begins = at;
@@ -597,6 +608,11 @@ int main(int argc, char **argv) {
     test_model("mean, checkpointing", &c, NULL, CHECKPOINT_SELECTIVE, &cpu, &cuda);
     test_model("mean, documents", &c, begins, CHECKPOINT_NONE, &cpu, &cuda);
     test_graphs(&c, &cuda);
+    c.shared_kv = c.gate_linear = c.swiglu = true;
+    c.hidden = 40;
+    c.slc_init = 0;
+    test_decoding("swiglu, shared k and v, linear gate", &c, &cpu, &cuda);
+    test_model("swiglu, shared k and v, linear gate", &c, NULL, CHECKPOINT_LAYERS, &cpu, &cuda);
     c = small(NSA_PHI_CONV);
     c.tied = true;
     test_model("conv, tied", &c, NULL, CHECKPOINT_NONE, &cpu, &cuda);

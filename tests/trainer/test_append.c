@@ -23,6 +23,7 @@ typedef struct variant {
     attention_kind attention[LAYERS];
     nsa_rope_scaling scaling;
     bool qk_norm;
+    bool llama; /* one k and v, a linear gate, swiglu */
 } variant;
 
 static const variant variants[] = {
@@ -44,7 +45,9 @@ static const variant variants[] = {
      NSA_PHI_CONV,
      {ATTENTION_NSA, ATTENTION_FULL},
      NSA_ROPE_SCALING_NONE,
-     true},
+     true,
+     false},
+    {"llama", NSA_PHI_MEAN, {ATTENTION_NSA, ATTENTION_NSA}, NSA_ROPE_SCALING_NONE, false, true},
 };
 
 static model_config config_of(const variant *v) {
@@ -55,6 +58,7 @@ static model_config config_of(const variant *v) {
     c.qk_norm = v->qk_norm;
     c.rope_factor = v->scaling == NSA_ROPE_SCALING_NONE ? 1 : 4;
     c.rope_trained_context = 32;
+    c.shared_kv = c.gate_linear = c.swiglu = v->llama;
     return c;
 }
 

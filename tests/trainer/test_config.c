@@ -343,7 +343,9 @@ static void test_rules(void) {
     CHECK(strstr(test_said, "train.warmup_steps = 10 with train.steps = 10"), "%s", test_said);
     accept("--steps 10 --warmup-steps 9");
     CHECK(!strstr(test_said, "warmup"), "%s", test_said);
-    refuse("--nsa-n-sel 2", "--nsa-n-sel 2: must be an integer in 3 .. 65536");
+    refuse("--nsa-n-sel 0", "--nsa-n-sel 0: must be an integer in 1 .. 65536");
+    refuse("--nsa-n-sel 2", "nsa.n_sel = 2 (command line --nsa-n-sel): must have room for "
+                            "nsa.n_init and nsa.n_local = 2");
     accept("--steps 6000 --device cuda --save-every 0");
     CHECK(strstr(test_said, "train.save_every = 0") &&
               strstr(test_said, "runtime.precision = fp32"),

@@ -127,6 +127,21 @@ int main(int argc, char **argv) {
     variants[count++] = (variant){"documents", base, true, SOME};
     variants[count] = (variant){"full, documents", base, true, SOME};
     model_attend_with(&variants[count++].config, ATTENTION_FULL);
+    /* as public models of Llama's shape have it */
+    variants[count] = (variant){"swiglu, shared k and v, linear gate", base, false, SOME};
+    variants[count].config.swiglu = variants[count].config.shared_kv = true;
+    variants[count].config.gate_linear = true;
+    variants[count].config.hidden = 10;
+    variants[count].config.slc_init = 0;
+    variants[count].config.slc_local = 1;
+    variants[count++].config.norm_eps = 1e-2;
+    variants[count] = (variant){"nsa, linear gate, and full; swiglu", base, false, SOME};
+    variants[count].config.attention[1] = ATTENTION_FULL;
+    variants[count].config.swiglu = variants[count].config.gate_linear = true;
+    variants[count++].config.gate = NSA_GATE_SOFTMAX;
+    variants[count] = (variant){"cmp+slc, shared k and v, documents", base, true, SOME};
+    model_attend_with(&variants[count].config, ATTENTION_CMP_SLC);
+    variants[count++].config.shared_kv = true;
     for (int i = 0; i < count; i++) {
         if (quick) variants[i].most = SOME;
         check_variant(&variants[i], &o);

@@ -81,19 +81,42 @@ static void test_silu(const ops *o) {
     CHECK(isnan((double)y[0]), "silu(NaN) = %g", (double)y[0]);
 }
 
-/* Rows so small that eps, 1e-6, is most of what is divided by. */
-static void test_rmsnorm(const ops *o) {
+/* silu(a) b and its derivatives, in rows of two halves. */
+static void test_swiglu(const ops *o) {
+    enum { ROWS = 7, WIDTH = 33 };
+    real x[ROWS * 2 * WIDTH], dy[ROWS * WIDTH], y[2][ROWS * WIDTH], dx[ROWS * 2 * WIDTH];
+    double worst = 0;
+    check_case("swiglu");
+    for (int i = 0; i < ROWS * 2 * WIDTH; i++) x[i] = (real)(3 * check_normal(30, (uint64_t)i));
+    for (int i = 0; i < ROWS * WIDTH; i++) dy[i] = (real)check_normal(31, (uint64_t)i);
+    o->swiglu_forward(o, y[0], x, ROWS, WIDTH);
+    o->swiglu_backward(o, dx, y[1], x, dy, ROWS, WIDTH);
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < WIDTH; c++) {
+            int at = r * 2 * WIDTH + c, i = r * WIDTH + c;
+            double a = (double)x[at], b = (double)x[at + WIDTH], g = (double)dy[i];
+            double s = 1 / (1 + exp(-a));
+            const double off[] = {(double)y[0][i] - a * s * b, (double)y[1][i] - a * s * b,
+                                  (double)dx[at] - g * b * s * (1 + a * (1 - s)),
+                                  (double)dx[at + WIDTH] - g * a * s};
+            for (int k = 0; k < 4; k++) worst = check_larger(worst, fabs(off[k]));
+        }
+    CHECK(worst < 1e-5, "off by %g", worst);
+}
+
+/* Rows so small that eps is most of what is divided by. */
+static void test_rmsnorm(const ops *o, double eps) {
     enum { ROWS = 5, DIM = 24 };
     real x[ROWS * DIM], w[DIM], y[ROWS * DIM], rstd[ROWS];
     double worst = 0;
     check_case("rmsnorm");
     for (int i = 0; i < ROWS * DIM; i++) x[i] = (real)(1e-3 * check_normal(20, (uint64_t)i));
     for (int c = 0; c < DIM; c++) w[c] = (real)check_normal(21, (uint64_t)c);
-    o->rmsnorm_forward(o, y, rstd, x, w, ROWS, DIM);
+    o->rmsnorm_forward(o, y, rstd, x, w, ROWS, DIM, eps);
     for (int r = 0; r < ROWS; r++) {
         double squares = 0;
         for (int c = 0; c < DIM; c++) squares += pow((double)x[r * DIM + c], 2);
-        double scale = 1 / sqrt(squares / DIM + 1e-6);
+        double scale = 1 / sqrt(squares / DIM + eps);
         for (int c = 0; c < DIM; c++)
             worst = check_larger(worst, fabs((double)y[r * DIM + c] -
                                              (double)x[r * DIM + c] * scale * (double)w[c]));
@@ -307,7 +330,9 @@ int main(int argc, char **argv) {
     ops o = open_ops(2);
     test_gemm();
     test_silu(&o);
-    test_rmsnorm(&o);
+    test_swiglu(&o);
+    test_rmsnorm(&o, 1e-6);
+    test_rmsnorm(&o, 1e-5);
     test_cross_entropy(&o);
     test_optimizer(&o);
     test_scaler();

@@ -261,7 +261,9 @@ bool config_check_model(const config *c, fault *f) {
                 "must name at most as many kinds as there are layers,", "model.n_layers", f) &&
            rule(c, n->l % n->d == 0, "nsa.d", "must divide", "nsa.l", f) &&
            rule(c, n->l_sel % n->d == 0, "nsa.d", "must divide", "nsa.l_sel", f) &&
-           rule(c, n->l <= n->l_sel, "nsa.l", "must be at most", "nsa.l_sel", f);
+           rule(c, n->l <= n->l_sel, "nsa.l", "must be at most", "nsa.l_sel", f) &&
+           rule(c, n->n_init + n->n_local <= n->n_sel, "nsa.n_sel",
+                "must have room for nsa.n_init and", "nsa.n_local", f);
 }
 
 /* A rate that falls before it has risen is none that anybody means. */

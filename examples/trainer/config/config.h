@@ -14,6 +14,8 @@
 #define CONFIG_ENTRIES_MAX 96
 
 /* Values of the settings that are words. Gate, phi and RoPE settings hold nsa.h's enums. */
+enum { CONFIG_SILU, CONFIG_SWIGLU };                 /* model.mlp */
+enum { CONFIG_GATE_MLP, CONFIG_GATE_LINEAR };        /* nsa.gate_form */
 enum { CONFIG_AUTO, CONFIG_CPU, CONFIG_CUDA };       /* runtime.device */
 enum { CONFIG_FP32, CONFIG_BF16, CONFIG_FP16 };      /* runtime.precision */
 enum { CONFIG_COSINE, CONFIG_CONSTANT, CONFIG_WSD }; /* train.lr_schedule */
@@ -52,14 +54,17 @@ typedef struct config_model {
     int64_t vocab_size; /* 0: the tokenizer's */
     int64_t dim, n_layers, n_heads, n_kv_groups, d_k, d_v;
     char attention[CONFIG_PATH_BYTES]; /* kinds, which the layers take in turn: "window,nsa" */
-    int64_t tied_embeddings, qk_norm;
+    int64_t tied_embeddings, qk_norm, shared_kv;
+    int64_t mlp, mlp_hidden; /* 0: 4 dim */
+    double norm_eps;
     int64_t rope_pairs, rope_scaling, rope_trained_context; /* nsa_rope_pairs, nsa_rope_scaling */
     double rope_base, rope_factor;
 } config_model;
 
 typedef struct config_nsa {
     int64_t l, d, l_sel, n_sel, w;
-    int64_t phi, gate; /* nsa_phi, nsa_gate_kind */
+    int64_t n_init, n_local;      /* of n_sel */
+    int64_t phi, gate, gate_form; /* nsa_phi, nsa_gate_kind */
 } config_nsa;
 
 typedef struct config_data {

@@ -46,7 +46,7 @@ static void forward(model *m) {
     o->embed_forward(o, m->x[0], model_weight(m, m->embed), m->tokens, m->rows, c->dim);
     for (int i = 0; i < c->n_layers; i++) layer_forward(m, i);
     o->rmsnorm_forward(o, m->scratch.norm, m->scratch.rstd, m->x[c->n_layers],
-                       model_weight(m, m->norm), m->rows, c->dim);
+                       model_weight(m, m->norm), m->rows, c->dim, c->norm_eps);
 }
 
 /* Logits exist for `chunk` rows at a time: loss, their gradient and what follows from it are done

@@ -4,13 +4,15 @@
 
      x = embed[token]
      each layer:  x = x + attention(rmsnorm(x));  x = x + fc2(silu(fc1(rmsnorm(x))))
+                  or, swiglu, x + fc2(silu(gate(n)) * fc1(n)), n = rmsnorm(x)
      logits = head(rmsnorm(x))
 
    attention:   q, and a pair of k and v for each branch, are linear maps of x; with qk_norm q and k
    of each head go through rmsnorm, with one weight for q and one for k; the gate is an MLP
-   of the group mean of q; then RoPE turns q and each k, nsa.h attends, a linear map returns to
-   dim. Dense layers have one pair and no gate. cmp+slc is nsa.h's whole with two pairs: its window
-   is one token wide, reads slc's pair, and has a gate that is shut, so it adds 0. */
+   of the group mean of q, or a linear map of x; then RoPE turns q and each k, nsa.h attends, a
+   linear map returns to dim. Dense layers have one pair and no gate. cmp+slc is nsa.h's whole with
+   two pairs: its window is one token wide, reads slc's pair, and has a gate that is shut, so it
+   adds 0. */
 #ifndef MODEL_H
 #define MODEL_H
 
@@ -28,6 +30,12 @@ typedef struct model_config {
     unsigned char attention[LAYERS_MOST]; /* of each layer: attention_kind */
     bool tied;                            /* the head is the embedding */
     bool qk_norm;                         /* each head's q and k through RMSNorm */
+    bool shared_kv;                       /* sparse layers: one k and one v for all branches */
+    bool gate_linear;                     /* nsa: the gate is a linear map of x, by query head */
+    bool swiglu;                          /* fc2(silu(gate) * fc1) */
+    int hidden;                           /* width of the MLP */
+    int slc_init, slc_local;              /* blocks that are always selected: first, last ones */
+    double norm_eps;
     nsa_phi phi;
     nsa_gate_kind gate;
     double rope_base, rope_factor;
@@ -37,7 +45,7 @@ typedef struct model_config {
 } model_config;
 
 /* The arguments of TinyLM in their order; what is not among them has its default: sparse, untied,
-   phi mean, sigmoid gate, RoPE of base 10000, interleaved. */
+   phi mean, sigmoid gate, RoPE of base 10000, interleaved, an MLP of 4 dim. */
 model_config tinylm(int vocab, int dim, int n_layers, int n_heads, int n_kv_groups, int d_k,
                     int d_v, int l, int d, int l_sel, int n_sel, int w);
 
@@ -74,7 +82,7 @@ typedef struct model_batch {
 /* A layer's tensors in the table of parameters; phi's five follow one another. */
 typedef enum slot {
     NORM1,
-    W_QKV, /* W_Q, then the k of each branch, then the v of each: one matrix */
+    W_QKV, /* W_Q, then the k of each branch, then the v of each, then a linear gate: one matrix */
     W_OUT,
     GATE_W1,
     GATE_B1,
@@ -85,7 +93,7 @@ typedef enum slot {
     Q_NORM = PHI_V + 5,
     K_NORM,
     NORM2,
-    FC1,
+    FC1, /* of swiglu its gate, then fc1: one matrix */
     FC2,
     SLOTS
 } slot;
@@ -107,13 +115,13 @@ typedef struct layer_acts {
     int32_t *blocks;        /* (rows, groups, n_sel) */
     void *attention;        /* (rows, heads, d_v): the branches gated and added */
     void *mid;              /* (rows, dim): x after attention */
-    void *hidden;           /* (rows, 4 dim), before SiLU */
+    void *hidden;           /* (rows, mlp_in), before SiLU */
 } layer_acts;
 
 /* What a layer's pass needs only while it runs, shared by all layers. */
 typedef struct scratch {
     void *norm, *act, *gate_act;
-    void *dx, *dnorm, *dhidden, *dattention, *dqkv, *drotated;
+    void *dx, *dnorm, *dhidden, *dact, *dattention, *dqkv, *drotated;
     void *normed;    /* (rows, layer_rotated): what qk_norm makes, or its gradient */
     void *gate_pair; /* (rows, groups, 2): gates of cmp+slc, or their gradient */
     void *dgates, *dgate_hidden, *dq_mean;
@@ -153,6 +161,7 @@ typedef struct model {
     size_t element;                /* bytes of an activation */
     int first_of[ATTENTION_KINDS]; /* the first layer of each kind; -1: none */
     int gate_width, chunk;         /* d_k / 2; rows of logits at a time */
+    int mlp_in;                    /* columns of an MLP's first matrix */
     void *shut;                    /* (3): what is added to the gates of cmp+slc */
     void *memory;
     arena arena;
@@ -192,6 +201,9 @@ nsa_desc model_desc(const model *m, int layer, int batch, int tokens);
 attention_kind layer_kind(const model *m, int layer);
 /* Columns of qkv: q and each k; all. */
 int layer_rotated(const model *m, int layer);
+/* Its pairs of k and v, and whether its gate is a linear map of x. */
+int layer_pairs(const model *m, int layer);
+bool layer_linear_gate(const model *m, int layer);
 int layer_fused(const model *m, int layer);
 
 /* Adds a batch's losses to the state. model_train also adds the gradients of their sum, `scale`

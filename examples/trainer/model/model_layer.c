@@ -18,15 +18,23 @@ static bool is_sparse(const model *m, int layer) {
     return attention_is_sparse(layer_kind(m, layer));
 }
 
+int layer_pairs(const model *m, int layer) {
+    return m->config.shared_kv ? 1 : attention_pairs(layer_kind(m, layer));
+}
+
+bool layer_linear_gate(const model *m, int layer) {
+    return m->config.gate_linear && is_sparse(m, layer);
+}
+
 int layer_rotated(const model *m, int layer) {
     const model_config *c = &m->config;
-    return c->d_k * (c->n_heads + attention_pairs(layer_kind(m, layer)) * c->n_kv_groups);
+    return c->d_k * (c->n_heads + layer_pairs(m, layer) * c->n_kv_groups);
 }
 
 int layer_fused(const model *m, int layer) {
     const model_config *c = &m->config;
-    return layer_rotated(m, layer) +
-           attention_pairs(layer_kind(m, layer)) * c->n_kv_groups * c->d_v;
+    int gates = layer_linear_gate(m, layer) ? BRANCHES * c->n_heads : 0;
+    return layer_rotated(m, layer) + layer_pairs(m, layer) * c->n_kv_groups * c->d_v + gates;
 }
 
 nsa_desc model_desc(const model *m, int layer, int batch, int tokens) {
@@ -37,9 +45,11 @@ nsa_desc model_desc(const model *m, int layer, int batch, int tokens) {
     d.cmp_stride = c->d;
     d.slc_block = c->l_sel;
     d.slc_count = c->n_sel;
+    d.slc_init = c->slc_init;
+    d.slc_local = c->slc_local;
     d.window = layer_kind(m, layer) == ATTENTION_CMP_SLC ? 1 : c->w;
     d.gate = c->gate;
-    d.gate_heads = c->n_kv_groups;
+    d.gate_heads = c->gate_linear ? c->n_heads : c->n_kv_groups;
     d.threads = m->o->threads;
     return d;
 }
@@ -101,14 +111,14 @@ static nsa_compress phi(const model *m, const int *slots, int width, bool gradie
     return p;
 }
 
-/* Columns of qkv and of its gradient: q, k of each branch, v of each branch. A branch without a
-   pair of its own reads the last one. */
+/* Columns of qkv and of its gradient: q, k of each branch, v of each branch, a linear gate. A
+   branch without a pair of its own reads the last one. */
 static int64_t q_columns(const model *m) {
     return (int64_t)m->config.n_heads * m->config.d_k;
 }
 
 static int pair_of(const model *m, int layer, int branch) {
-    int last = attention_pairs(layer_kind(m, layer)) - 1;
+    int last = layer_pairs(m, layer) - 1;
     return branch < last ? branch : last;
 }
 
@@ -120,6 +130,15 @@ static int64_t k_column(const model *m, int layer, int branch) {
 static int64_t v_column(const model *m, int layer, int branch) {
     return layer_rotated(m, layer) +
            (int64_t)pair_of(m, layer, branch) * m->config.n_kv_groups * m->config.d_v;
+}
+
+/* The gate's logits or their gradient: those of an MLP in an array of their own, those of a linear
+   map the last columns of qkv. */
+static nsa_tensor gate_view(const model *m, int layer, void *own, void *qkv) {
+    const model_config *c = &m->config;
+    int fused = layer_fused(m, layer);
+    if (!c->gate_linear) return packed(m, own, c->n_kv_groups, BRANCHES);
+    return heads(m, qkv, fused, fused - BRANCHES * c->n_heads, BRANCHES);
 }
 
 static nsa_attention sparse_views(const model *m, int layer, const nsa_desc *d) {
@@ -139,7 +158,7 @@ static nsa_attention sparse_views(const model *m, int layer, const nsa_desc *d) 
     x.v_slc = heads(m, a->qkv, fused, v_column(m, layer, 1), c->d_v);
     x.k_win = heads(m, a->qkv, fused, k_column(m, layer, 2), c->d_k);
     x.v_win = heads(m, a->qkv, fused, v_column(m, layer, 2), c->d_v);
-    x.gates = packed(m, a->gates, c->n_kv_groups, BRANCHES);
+    x.gates = gate_view(m, layer, a->gates, a->qkv);
     x.blocks = packed(m, a->blocks, c->n_kv_groups, nsa_block_list_width(d));
     x.blocks.dtype = NSA_I32;
     x.out_cmp = packed(m, a->branch[0], c->n_heads, c->d_v);
@@ -174,7 +193,7 @@ static nsa_attention sparse_gradients(const model *m, int layer) {
     dx.v_slc = heads(m, s->dqkv, fused, v_column(m, layer, 1), c->d_v);
     dx.k_win = heads(m, s->drotated, rotated, k_column(m, layer, 2), c->d_k);
     dx.v_win = heads(m, s->dqkv, fused, v_column(m, layer, 2), c->d_v);
-    dx.gates = packed(m, s->dgates, c->n_kv_groups, BRANCHES);
+    dx.gates = gate_view(m, layer, s->dgates, s->dqkv);
     return dx;
 }
 
@@ -287,7 +306,7 @@ static void heads_forward(model *m, int layer) {
         void *columns = at(m, qkv, x.column);
         o->copy_columns(o, x.raw, x.columns, columns, fused, m->rows, x.columns);
         o->rmsnorm_forward(o, x.normed, x.rstd, x.raw, model_weight(m, x.weight), x.heads,
-                           m->config.d_k);
+                           m->config.d_k, m->config.norm_eps);
         o->copy_columns(o, columns, fused, x.normed, x.columns, m->rows, x.columns);
     }
 }
@@ -419,11 +438,11 @@ static void attention_forward(model *m, int layer, bool restore) {
     scratch *s = &m->scratch;
     int fused = layer_fused(m, layer);
     o->rmsnorm_forward(o, s->norm, a->rstd1, m->x[layer], model_weight(m, slots[NORM1]), m->rows,
-                       c->dim);
+                       c->dim, c->norm_eps);
     o->linear_forward(o, a->qkv, s->norm, model_weight(m, slots[W_QKV]), NULL, m->rows, c->dim,
                       fused);
     if (c->qk_norm) heads_forward(m, layer);
-    if (is_sparse(m, layer)) gate_forward(m, layer);
+    if (is_sparse(m, layer) && !c->gate_linear) gate_forward(m, layer);
     nsa_desc d = layer_desc(m, layer);
     nsa_rope r = rotation(m, layer, a->qkv, fused, a->qkv, fused);
     o->rope_forward(o, &r, &d);
@@ -449,13 +468,14 @@ static void attend_backward(model *m, int layer) {
                                                             s->workspace_bytes);
     } else {
         nsa_attention x = sparse_views(m, layer, &d), dx = sparse_gradients(m, layer);
-        o->zero(o, s->dgates, rows * (size_t)m->config.n_kv_groups * BRANCHES * m->element);
+        if (s->dgates)
+            o->zero(o, s->dgates, rows * (size_t)m->config.n_kv_groups * BRANCHES * m->element);
         o->attention_backward(o, &dx, &x, &d, s->workspace, s->workspace_bytes);
     }
     nsa_rope x = rotation(m, layer, a->qkv, fused, a->qkv, fused);
     nsa_rope dx = rotation(m, layer, s->dqkv, fused, s->drotated, rotated);
     o->rope_backward(o, &dx, &x, &d);
-    if (is_sparse(m, layer)) gate_backward(m, layer);
+    if (is_sparse(m, layer) && !m->config.gate_linear) gate_backward(m, layer);
     if (m->config.qk_norm) heads_backward(m, layer);
 }
 
@@ -472,7 +492,7 @@ static void attention_backward(model *m, int layer) {
                              c->dim);
     attend_backward(m, layer);
     o->rmsnorm_forward(o, s->norm, s->rstd, m->x[layer], model_weight(m, slots[NORM1]), m->rows,
-                       c->dim);
+                       c->dim, c->norm_eps);
     o->linear_backward_weight(o, model_gradient(m, slots[W_QKV]), s->dqkv, s->norm, m->rows, c->dim,
                               fused);
     o->linear_backward_input(o, s->dnorm, s->dqkv, model_weight(m, slots[W_QKV]), m->rows, c->dim,
@@ -483,26 +503,29 @@ static void attention_backward(model *m, int layer) {
 
 /* ---- MLP ----------------------------------------------------------------------------------- */
 
-/* hidden = fc1(norm2(mid)) */
+/* hidden = fc1(norm2(mid)), of swiglu its gate beside it */
 static void mlp_in_forward(model *m, int layer) {
     const ops *o = m->o;
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
     const int *slots = m->layer_slots[layer];
     o->rmsnorm_forward(o, m->scratch.norm, a->rstd2, a->mid, model_weight(m, slots[NORM2]), m->rows,
-                       c->dim);
+                       c->dim, c->norm_eps);
     o->linear_forward(o, a->hidden, m->scratch.norm, model_weight(m, slots[FC1]), NULL, m->rows,
-                      c->dim, 4 * c->dim);
+                      c->dim, m->mlp_in);
 }
 
-/* x[layer + 1] = mid + fc2(silu(hidden)) */
+/* x[layer + 1] = mid + fc2(act), act silu(hidden) or swiglu's */
 static void mlp_out_forward(model *m, int layer) {
     const ops *o = m->o;
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
-    o->silu_forward(o, m->scratch.act, a->hidden, (int64_t)m->rows * 4 * c->dim);
+    if (c->swiglu)
+        o->swiglu_forward(o, m->scratch.act, a->hidden, m->rows, c->hidden);
+    else
+        o->silu_forward(o, m->scratch.act, a->hidden, (int64_t)m->rows * c->hidden);
     o->linear_forward(o, m->x[layer + 1], m->scratch.act,
-                      model_weight(m, m->layer_slots[layer][FC2]), a->mid, m->rows, 4 * c->dim,
+                      model_weight(m, m->layer_slots[layer][FC2]), a->mid, m->rows, c->hidden,
                       c->dim);
 }
 
@@ -512,17 +535,21 @@ static void mlp_backward(model *m, int layer) {
     const layer_acts *a = &m->acts[layer];
     const int *slots = m->layer_slots[layer];
     scratch *s = &m->scratch;
-    int wide = 4 * c->dim;
-    o->linear_backward_input(o, s->dhidden, s->dx, model_weight(m, slots[FC2]), m->rows, wide,
+    void *dact = c->swiglu ? s->dact : s->dhidden; /* silu goes back in place */
+    o->linear_backward_input(o, dact, s->dx, model_weight(m, slots[FC2]), m->rows, c->hidden,
                              c->dim);
-    o->silu_backward(o, s->dhidden, s->act, a->hidden, (int64_t)m->rows * wide);
-    o->linear_backward_weight(o, model_gradient(m, slots[FC2]), s->dx, s->act, m->rows, wide,
+    if (c->swiglu)
+        o->swiglu_backward(o, s->dhidden, s->act, a->hidden, dact, m->rows, c->hidden);
+    else
+        o->silu_backward(o, s->dhidden, s->act, a->hidden, (int64_t)m->rows * c->hidden);
+    o->linear_backward_weight(o, model_gradient(m, slots[FC2]), s->dx, s->act, m->rows, c->hidden,
                               c->dim);
-    o->rmsnorm_forward(o, s->norm, s->rstd, a->mid, model_weight(m, slots[NORM2]), m->rows, c->dim);
+    o->rmsnorm_forward(o, s->norm, s->rstd, a->mid, model_weight(m, slots[NORM2]), m->rows, c->dim,
+                       c->norm_eps);
     o->linear_backward_weight(o, model_gradient(m, slots[FC1]), s->dhidden, s->norm, m->rows,
-                              c->dim, wide);
+                              c->dim, m->mlp_in);
     o->linear_backward_input(o, s->dnorm, s->dhidden, model_weight(m, slots[FC1]), m->rows, c->dim,
-                             wide);
+                             m->mlp_in);
     o->rmsnorm_backward(o, s->dx, model_gradient(m, slots[NORM2]), s->dnorm, a->mid,
                         model_weight(m, slots[NORM2]), a->rstd2, m->rows, c->dim);
 }

@@ -25,6 +25,10 @@ model_config tinylm(int vocab, int dim, int n_layers, int n_heads, int n_kv_grou
                       .w = w,
                       .phi = NSA_PHI_MEAN,
                       .gate = NSA_GATE_SIGMOID,
+                      .hidden = 4 * dim,
+                      .slc_init = 1,
+                      .slc_local = 2,
+                      .norm_eps = 1e-6,
                       .rope_base = 10000,
                       .rope_factor = 1};
     return c;
@@ -56,23 +60,29 @@ static int add_constant(builder *b, const char *name, int64_t size, double value
     return add(b, (param_spec){name, {size}, value, 0, false, false});
 }
 
-/* W_Q and the k and v of each branch; returns the place of the first, at which all of them can be
-   read as one matrix. */
+/* W_Q, the k and v of each branch, and a linear gate; returns the place of the first, at which all
+   of them can be read as one matrix. */
 static int add_projections(builder *b) {
     static const char *const sparse[2][BRANCHES] = {
         {"attn.W_K_cmp.weight", "attn.W_K_slc.weight", "attn.W_K_win.weight"},
         {"attn.W_V_cmp.weight", "attn.W_V_slc.weight", "attn.W_V_win.weight"}};
-    static const char *const dense[2] = {"attn.W_K.weight", "attn.W_V.weight"};
+    static const char *const one[2] = {"attn.W_K.weight", "attn.W_V.weight"};
     const model_config *c = &b->m->config;
-    attention_kind kind = layer_kind(b->m, b->layer);
-    int pairs = attention_pairs(kind);
+    int pairs = layer_pairs(b->m, b->layer);
     int first = add_matrix(b, "attn.W_Q.weight", (int64_t)c->n_heads * c->d_k, c->dim, INIT_STD);
     for (int i = 0; i < 2 * pairs; i++) {
         bool is_v = i >= pairs;
         int64_t rows = (int64_t)c->n_kv_groups * (is_v ? c->d_v : c->d_k);
-        const char *name = attention_is_sparse(kind) ? sparse[is_v][i % pairs] : dense[is_v];
+        const char *name = pairs == 1 ? one[is_v] : sparse[is_v][i % pairs];
         add(b, (param_spec){name, {rows, c->dim}, 0, INIT_STD, true, true});
     }
+    if (layer_linear_gate(b->m, b->layer))
+        add(b, (param_spec){"attn.gate.weight",
+                            {(int64_t)BRANCHES * c->n_heads, c->dim},
+                            0,
+                            GATE_STD,
+                            true,
+                            true});
     return first;
 }
 
@@ -106,7 +116,7 @@ static void add_phi(builder *b, int *slots, const char *const names[PHI_TENSORS]
     }
 }
 
-/* What sparse attention has and dense has not: phi of k and of v, and the gate. */
+/* What sparse attention has and dense has not: phi of k and of v, and the gate that is an MLP. */
 static void add_phi_and_gate(builder *b, int *slots) {
     static const char *const k_names[] = {"attn.phi_k.pos", "attn.phi_k.w1", "attn.phi_k.b1",
                                           "attn.phi_k.w2", NULL};
@@ -116,6 +126,7 @@ static void add_phi_and_gate(builder *b, int *slots) {
     int width = b->m->gate_width;
     add_phi(b, slots + PHI_K, k_names, c->d_k);
     add_phi(b, slots + PHI_V, v_names, c->d_v);
+    if (c->gate_linear) return;
     slots[GATE_W1] = add_matrix(b, "attn.gate.fc1.weight", width, c->d_k, INIT_STD);
     slots[GATE_B1] = add_constant(b, "attn.gate.fc1.bias", width, 0);
     int pairs = attention_pairs(layer_kind(b->m, b->layer));
@@ -138,8 +149,11 @@ static void add_layer(builder *b, int layer, int *slots) {
     slots[W_OUT] =
         add_matrix(b, "attn.out.weight", c->dim, (int64_t)c->n_heads * c->d_v, residual_std);
     slots[NORM2] = add_constant(b, "norm2.weight", c->dim, 1);
-    slots[FC1] = add_matrix(b, "mlp.fc1.weight", 4 * (int64_t)c->dim, c->dim, INIT_STD);
-    slots[FC2] = add_matrix(b, "mlp.fc2.weight", c->dim, 4 * (int64_t)c->dim, residual_std);
+    if (c->swiglu) slots[FC1] = add_matrix(b, "mlp.gate.weight", c->hidden, c->dim, INIT_STD);
+    int fc1 =
+        add(b, (param_spec){"mlp.fc1.weight", {c->hidden, c->dim}, 0, INIT_STD, true, c->swiglu});
+    if (!c->swiglu) slots[FC1] = fc1;
+    slots[FC2] = add_matrix(b, "mlp.fc2.weight", c->dim, c->hidden, residual_std);
 }
 
 static bool build_table(model *m, fault *f) {
@@ -216,14 +230,15 @@ static void layout_rest(model *m, arena *a, layer_acts *x, int kinds) {
     }
     x->mid = take(m, a, FOR_ACTIVATIONS, rows * c->dim);
     x->rstd2 = take_reals(a, FOR_ACTIVATIONS, rows);
-    x->hidden = take(m, a, FOR_ACTIVATIONS, rows * 4 * c->dim);
+    x->hidden = take(m, a, FOR_ACTIVATIONS, rows * m->mlp_in);
     if (!(kinds & SPARSE)) return;
     x->attention = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
+    x->k_cmp = take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_k);
+    x->v_cmp = take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_v);
+    if (c->gate_linear) return;
     x->q_mean = take(m, a, FOR_ACTIVATIONS, rows * groups * c->d_k);
     x->gate_hidden = take(m, a, FOR_ACTIVATIONS, rows * groups * m->gate_width);
     x->gates = take(m, a, FOR_ACTIVATIONS, rows * groups * BRANCHES);
-    x->k_cmp = take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_k);
-    x->v_cmp = take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_v);
 }
 
 checkpointing layer_checkpointing(const model *m, int layer) {
@@ -274,7 +289,7 @@ static void layout_scratch(model *m, arena *a) {
     scratch *s = &m->scratch;
     int64_t rows = m->rows, gates = rows * c->n_kv_groups;
     s->norm = take(m, a, FOR_BACKWARD, rows * c->dim);
-    s->act = take(m, a, FOR_BACKWARD, rows * 4 * c->dim);
+    s->act = take(m, a, FOR_BACKWARD, rows * c->hidden);
     s->gate_act = take(m, a, FOR_BACKWARD, gates * m->gate_width);
     if (c->qk_norm) s->normed = take(m, a, FOR_BACKWARD, rows * widest(m, ANY, layer_rotated));
     if (m->first_of[ATTENTION_CMP_SLC] >= 0) s->gate_pair = take(m, a, FOR_BACKWARD, gates * 2);
@@ -283,10 +298,12 @@ static void layout_scratch(model *m, arena *a) {
     if (!m->options.training) return;
     s->dx = take(m, a, FOR_BACKWARD, rows * c->dim);
     s->dnorm = take(m, a, FOR_BACKWARD, rows * c->dim);
-    s->dhidden = take(m, a, FOR_BACKWARD, rows * 4 * c->dim);
+    s->dhidden = take(m, a, FOR_BACKWARD, rows * m->mlp_in);
+    if (c->swiglu) s->dact = take(m, a, FOR_BACKWARD, rows * c->hidden);
     s->dattention = take(m, a, FOR_BACKWARD, rows * c->n_heads * c->d_v);
     s->dqkv = take(m, a, FOR_BACKWARD, rows * widest(m, ANY, layer_fused));
     s->drotated = take(m, a, FOR_BACKWARD, rows * widest(m, ANY, layer_rotated));
+    if (c->gate_linear) return;
     if (m->first_of[ATTENTION_NSA] < 0 && m->first_of[ATTENTION_CMP_SLC] < 0) return;
     s->dgates = take(m, a, FOR_BACKWARD, gates * BRANCHES);
     s->dgate_hidden = take(m, a, FOR_BACKWARD, gates * m->gate_width);
@@ -387,8 +404,10 @@ static bool check_sizes(const model_config *c, const model_options *options, fau
     const struct {
         const char *name;
         int value;
-    } sizes[] = {{"vocab", c->vocab}, {"dim", c->dim},           {"n_layers", c->n_layers},
-                 {"d_k", c->d_k},     {"batch", options->batch}, {"tokens", options->tokens}};
+    } sizes[] = {{"vocab", c->vocab},        {"dim", c->dim},
+                 {"n_layers", c->n_layers},  {"d_k", c->d_k},
+                 {"hidden", c->hidden},      {"batch", options->batch},
+                 {"tokens", options->tokens}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         if (sizes[i].value < 1)
             return fault_set(f, "model: %s is %d: must be at least 1", sizes[i].name,
@@ -418,6 +437,11 @@ static bool prepare(model *m, const model_config *c, const model_options *option
     m->rows = options->batch * options->tokens;
     for (int kind = 0; kind < ATTENTION_KINDS; kind++) m->first_of[kind] = -1;
     for (int i = c->n_layers - 1; i >= 0; i--) m->first_of[c->attention[i]] = i;
+    if (c->gate_linear && m->first_of[ATTENTION_CMP_SLC] >= 0)
+        return fault_set(f,
+                         "nsa.gate_form: linear is a gate of three branches, and model.attention "
+                         "has layers of two (cmp+slc); allowed: mlp");
+    m->mlp_in = c->swiglu ? 2 * c->hidden : c->hidden;
     m->gate_width = c->d_k / 2;
     m->chunk = LOGITS / c->vocab > FEWEST ? LOGITS / c->vocab : FEWEST;
     if (m->chunk > m->rows) m->chunk = m->rows;

@@ -14,7 +14,8 @@ static void collect(observer *x, int layer) {
     const model_config *c = &m->config;
     if (!attention_is_sparse(layer_kind(m, layer))) return;
     nsa_desc d = layer_desc(m, layer);
-    layer_choices seen = {.gates = m->acts[layer].gates,
+    nsa_attention views = layer_views(m, layer);
+    layer_choices seen = {.gates = views.gates.data,
                           .kind = c->gate,
                           .blocks = m->acts[layer].blocks,
                           .rows = m->rows,
@@ -23,7 +24,9 @@ static void collect(observer *x, int layer) {
                           .slc_block = c->l_sel,
                           .begins = m->documents ? m->begins : NULL,
                           .sequences = m->documents ? m->documents : m->batch,
-                          .tokens_each = m->tokens_each};
+                          .tokens_each = m->tokens_each,
+                          .gate_heads = d.gate_heads,
+                          .gate_stride = views.gates.token};
     x->inner->count_choices(x->inner, m->state, &seen);
     x->spent += clock_ms() - begin;
 }

@@ -55,13 +55,15 @@ typedef struct adamw_rates {
 
 /* The gates and block lists of a layer's pass, of which statistics are wanted. */
 typedef struct layer_choices {
-    const void *gates; /* (rows, groups, 3), logits */
+    const void *gates; /* (rows, gate_heads, 3), logits, rows gate_stride elements apart */
     nsa_gate_kind kind;
     const int32_t *blocks; /* (rows, groups, width) */
     int64_t rows;          /* tokens */
     int groups, width, slc_block;
     const int32_t *begins; /* NULL, or sequences + 1 offsets; else each has tokens_each */
     int sequences, tokens_each;
+    int gate_heads;
+    int64_t gate_stride;
 } layer_choices;
 
 /* Matrix products of reals: c (m, n) = a b, a b^T or a^T b, as gemm_form has them. */
@@ -96,9 +98,9 @@ struct ops {
     void (*embed_backward)(const ops *o, real *dtable, const void *dx, const int32_t *tokens,
                            int64_t rows, int dim);
 
-    /* y = x w / rms(x), rms with 1e-6 under the root; backward adds to dx. */
+    /* y = x w / rms(x), rms with eps under the root; backward adds to dx. */
     void (*rmsnorm_forward)(const ops *o, void *y, real *rstd, const void *x, const void *w,
-                            int64_t rows, int dim);
+                            int64_t rows, int dim, double eps);
     void (*rmsnorm_backward)(const ops *o, void *dx, real *dw, const void *dy, const void *x,
                              const void *w, const real *rstd, int64_t rows, int dim);
 
@@ -117,6 +119,11 @@ struct ops {
     /* y = x sigmoid(x);  dx = dx * silu'(x), in place, and y once more */
     void (*silu_forward)(const ops *o, void *y, const void *x, int64_t count);
     void (*silu_backward)(const ops *o, void *dx, void *y, const void *x, int64_t count);
+
+    /* Rows of x hold a and b, `width` each: y = silu(a) b;  dx from dy, and y once more */
+    void (*swiglu_forward)(const ops *o, void *y, const void *x, int64_t rows, int width);
+    void (*swiglu_backward)(const ops *o, void *dx, void *y, const void *x, const void *dy,
+                            int64_t rows, int width);
 
     /* mean[r][g] = the average of a group's heads of q[r], rows of q `stride` apart; backward adds
        to dq. */

@@ -115,7 +115,7 @@ static void cpu_embed_backward(const ops *o, real *dtable, const void *dx, const
 /* ---- RMSNorm ------------------------------------------------------------------------------- */
 
 static void cpu_rmsnorm_forward(const ops *o, void *y, real *rstd, const void *x, const void *w,
-                                int64_t rows, int dim) {
+                                int64_t rows, int dim, double eps) {
     const real *weight = w;
 #pragma omp parallel for num_threads(o->threads) schedule(static)
     for (int64_t r = 0; r < rows; r++) {
@@ -123,7 +123,7 @@ static void cpu_rmsnorm_forward(const ops *o, void *y, real *rstd, const void *x
         real *out = (real *)y + r * dim, sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int c = 0; c < dim; c++) sum += in[c] * in[c];
-        real scale = (real)(1 / sqrt((double)sum / dim + 1e-6));
+        real scale = (real)(1 / sqrt((double)sum / dim + eps));
         for (int c = 0; c < dim; c++) out[c] = in[c] * scale * weight[c];
         rstd[r] = scale;
     }
@@ -218,6 +218,33 @@ static void cpu_silu_backward(const ops *o, void *dx, void *y, const void *x, in
     for (int64_t i = 0; i < count; i += BLOCK)
         silu_backward_block((real *)dx + i, (real *)y + i, (const real *)x + i,
                             block_length(count, i));
+}
+
+static void cpu_swiglu_forward(const ops *o, void *y, const void *x, int64_t rows, int width) {
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const real *a = (const real *)x + r * 2 * width, *b = a + width;
+        real *to = (real *)y + r * width;
+        silu_block(to, a, width);
+        for (int c = 0; c < width; c++) to[c] *= b[c];
+    }
+}
+
+/* da = dy b silu'(a), db = dy silu(a), y = silu(a) b */
+static void cpu_swiglu_backward(const ops *o, void *dx, void *y, const void *x, const void *dy,
+                                int64_t rows, int width) {
+#pragma omp parallel for num_threads(o->threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const real *a = (const real *)x + r * 2 * width, *b = a + width;
+        const real *grad = (const real *)dy + r * width;
+        real *da = (real *)dx + r * 2 * width, *db = da + width, *to = (real *)y + r * width;
+        for (int c = 0; c < width; c++) da[c] = grad[c] * b[c];
+        silu_backward_block(da, to, a, width);
+        for (int c = 0; c < width; c++) {
+            db[c] = grad[c] * to[c];
+            to[c] *= b[c];
+        }
+    }
 }
 
 /* ---- The gate's input ---------------------------------------------------------------------- */
@@ -399,11 +426,13 @@ static float gate_at(const void *gates, nsa_dtype dtype, int64_t i) {
 static void cpu_count_choices(const ops *o, step_state *s, const layer_choices *x) {
     enum { ROWS = 256, GATES = 3 };
     float some[ROWS * GATES];
-    int64_t rows = x->rows * x->groups;
+    int64_t width = (int64_t)x->gate_heads * GATES, rows = x->rows * x->gate_heads;
     for (int64_t first = 0; first < rows; first += ROWS) {
         int64_t count = rows - first < ROWS ? rows - first : ROWS;
-        for (int64_t i = 0; i < count * GATES; i++)
-            some[i] = gate_at(x->gates, o->dtype, first * GATES + i);
+        for (int64_t i = 0; i < count * GATES; i++) {
+            int64_t at = first * GATES + i;
+            some[i] = gate_at(x->gates, o->dtype, at / width * x->gate_stride + at % width);
+        }
         stats_add_gates(&s->seen, some, count, x->kind);
     }
     for (int64_t i = 0; i < x->sequences; i++) {
@@ -570,6 +599,8 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
         .bias_backward = cpu_bias_backward,
         .silu_forward = cpu_silu_forward,
         .silu_backward = cpu_silu_backward,
+        .swiglu_forward = cpu_swiglu_forward,
+        .swiglu_backward = cpu_swiglu_backward,
         .group_mean_forward = cpu_group_mean_forward,
         .group_mean_backward = cpu_group_mean_backward,
         .cross_entropy = cpu_cross_entropy,

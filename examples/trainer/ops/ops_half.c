@@ -129,11 +129,11 @@ static void half_embed_backward(const ops *o, real *dtable, const void *dx, cons
 }
 
 static void half_rmsnorm_forward(const ops *o, void *y, real *rstd, const void *x, const void *w,
-                                 int64_t rows, int dim) {
+                                 int64_t rows, int dim, double eps) {
     const operand a[] = {{y, rows * dim, OUT}, {x, rows * dim, IN}, {w, dim, IN}};
     real *r[3];
     if (!enter(o, a, 3, r)) return;
-    plain(o)->rmsnorm_forward(o, r[0], rstd, r[1], r[2], rows, dim);
+    plain(o)->rmsnorm_forward(o, r[0], rstd, r[1], r[2], rows, dim, eps);
     leave(o, a, 3, r);
 }
 
@@ -205,6 +205,26 @@ static void half_silu_backward(const ops *o, void *dx, void *y, const void *x, i
     leave(o, a, 3, r);
 }
 
+static void half_swiglu_forward(const ops *o, void *y, const void *x, int64_t rows, int width) {
+    const operand a[] = {{y, rows * width, OUT}, {x, 2 * rows * width, IN}};
+    real *r[2];
+    if (!enter(o, a, 2, r)) return;
+    plain(o)->swiglu_forward(o, r[0], r[1], rows, width);
+    leave(o, a, 2, r);
+}
+
+static void half_swiglu_backward(const ops *o, void *dx, void *y, const void *x, const void *dy,
+                                 int64_t rows, int width) {
+    const operand a[] = {{dx, 2 * rows * width, OUT},
+                         {y, rows * width, OUT},
+                         {x, 2 * rows * width, IN},
+                         {dy, rows * width, IN}};
+    real *r[4];
+    if (!enter(o, a, 4, r)) return;
+    plain(o)->swiglu_backward(o, r[0], r[1], r[2], r[3], rows, width);
+    leave(o, a, 4, r);
+}
+
 /* Elements from a row's first to the last row's last. */
 static int64_t span(int64_t rows, int64_t stride, int64_t columns) {
     return rows ? (rows - 1) * stride + columns : 0;
@@ -265,6 +285,8 @@ void ops_cpu_narrow(ops *o, nsa_dtype dtype) {
     o->bias_backward = half_bias_backward;
     o->silu_forward = half_silu_forward;
     o->silu_backward = half_silu_backward;
+    o->swiglu_forward = half_swiglu_forward;
+    o->swiglu_backward = half_swiglu_backward;
     o->group_mean_forward = half_group_mean_forward;
     o->group_mean_backward = half_group_mean_backward;
     o->cross_entropy = half_cross_entropy;

@@ -21,6 +21,13 @@ model_config train_model_config(const config *c, int vocab) {
     x.qk_norm = m->qk_norm;
     x.phi = (nsa_phi)c->nsa.phi;
     x.gate = (nsa_gate_kind)c->nsa.gate;
+    x.shared_kv = m->shared_kv;
+    x.gate_linear = c->nsa.gate_form == CONFIG_GATE_LINEAR;
+    x.swiglu = m->mlp == CONFIG_SWIGLU;
+    if (m->mlp_hidden) x.hidden = (int)m->mlp_hidden;
+    x.slc_init = (int)c->nsa.n_init;
+    x.slc_local = (int)c->nsa.n_local;
+    x.norm_eps = m->norm_eps;
     x.rope_base = m->rope_base;
     x.rope_factor = m->rope_factor;
     x.rope_pairs = (nsa_rope_pairs)m->rope_pairs;

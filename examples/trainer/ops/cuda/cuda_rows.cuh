@@ -80,9 +80,9 @@ static __global__ void embed_backward_kernel(float *dtable, cuda_array dx, const
 
 /* ---- RMSNorm -------------------------------------------------------------------------------- */
 
-/* A warp to a row: y = x s w, s = (mean(x^2) + 1e-6)^(-1/2) */
+/* A warp to a row: y = x s w, s = (mean(x^2) + eps)^(-1/2) */
 static __global__ void rmsnorm_forward_kernel(cuda_array y, float *rstd, cuda_array x, cuda_array w,
-                                              int64_t rows, int dim) {
+                                              int64_t rows, int dim, float eps) {
     const int64_t r = cuda_warp_item();
     if (r >= rows) return;
     float sum = 0;
@@ -91,7 +91,7 @@ static __global__ void rmsnorm_forward_kernel(cuda_array y, float *rstd, cuda_ar
         sum = fmaf(value, value, sum);
     }
     sum = cuda_warp_sum(sum);
-    const float scale = 1.0f / sqrtf(sum / static_cast<float>(dim) + 1e-6f);
+    const float scale = 1.0f / sqrtf(sum / static_cast<float>(dim) + eps);
     for (int c = cuda_lane(); c < dim; c += 32)
         cuda_store(y, r * dim + c, cuda_load(x, r * dim + c) * scale * cuda_load(w, c));
     if (cuda_lane() == 0) rstd[r] = scale;
@@ -168,6 +168,28 @@ static __global__ void silu_backward_kernel(cuda_array dx, cuda_array y, cuda_ar
     const float value = cuda_load(x, i), s = 1.0f / (1.0f + expf(-value));
     cuda_store(y, i, value * s);
     cuda_store(dx, i, cuda_load(dx, i) * s * (1.0f + value * (1.0f - s)));
+}
+
+/* Rows of x hold a and b: y = silu(a) b */
+static __global__ void swiglu_forward_kernel(cuda_array y, cuda_array x, int64_t rows, int width) {
+    const int64_t i = cuda_item();
+    if (i >= rows * width) return;
+    const int64_t at = i / width * 2 * width + i % width;
+    const float a = cuda_load(x, at), b = cuda_load(x, at + width);
+    cuda_store(y, i, a / (1.0f + expf(-a)) * b);
+}
+
+/* da = dy b silu'(a), db = dy silu(a), y = silu(a) b */
+static __global__ void swiglu_backward_kernel(cuda_array dx, cuda_array y, cuda_array x,
+                                              cuda_array dy, int64_t rows, int width) {
+    const int64_t i = cuda_item();
+    if (i >= rows * width) return;
+    const int64_t at = i / width * 2 * width + i % width;
+    const float a = cuda_load(x, at), b = cuda_load(x, at + width), grad = cuda_load(dy, i);
+    const float s = 1.0f / (1.0f + expf(-a));
+    cuda_store(y, i, a * s * b);
+    cuda_store(dx, at, grad * b * s * (1.0f + a * (1.0f - s)));
+    cuda_store(dx, at + width, grad * a * s);
 }
 
 /* ---- The gate's input ----------------------------------------------------------------------- */

@@ -35,10 +35,10 @@ NSA__DEVICE void stats_reduce(stats_sum *mine, stats_sum *shared) {
     if (thread == 0) *mine = shared[0];
 }
 
-NSA__DEVICE void stats_add_gate_row(stats_sum *s, const cuda_array &logits, int64_t row,
+NSA__DEVICE void stats_add_gate_row(stats_sum *s, const cuda_array &logits, int64_t at,
                                     nsa_gate_kind kind) {
     float g[3], all = 0, entropy = 0, largest = 0;
-    for (int b = 0; b < 3; b++) g[b] = cuda_load(logits, 3 * row + b);
+    for (int b = 0; b < 3; b++) g[b] = cuda_load(logits, at + b);
     const float most = fmaxf(fmaxf(g[0], g[1]), g[2]);
     for (int b = 0; b < 3; b++) {
         if (kind == NSA_GATE_SIGMOID) g[b] = 1.0f / (1.0f + expf(-g[b]));
@@ -91,13 +91,13 @@ NSA__DEVICE void stats_add_list(stats_sum *s, const layer_choices &x, int64_t ro
 /* A thread takes every so many'th row. */
 static __global__ void stats_parts_kernel(stats_sum *parts, layer_choices x, cuda_array gates) {
     NSA_SHARED(stats_sum, shared, [ROW_THREADS]);
-    const int64_t rows = x.rows * x.groups;
+    const int64_t rows = x.rows * x.groups, gate_rows = x.rows * x.gate_heads;
+    const int64_t step = static_cast<int64_t>(STATS_PARTS) * ROW_THREADS;
     stats_sum mine = {};
-    for (int64_t row = cuda_item(); row < rows;
-         row += static_cast<int64_t>(STATS_PARTS) * ROW_THREADS) {
-        stats_add_gate_row(&mine, gates, row, x.kind);
-        stats_add_list(&mine, x, row);
-    }
+    for (int64_t row = cuda_item(); row < gate_rows; row += step)
+        stats_add_gate_row(&mine, gates,
+                           row / x.gate_heads * x.gate_stride + row % x.gate_heads * 3, x.kind);
+    for (int64_t row = cuda_item(); row < rows; row += step) stats_add_list(&mine, x, row);
     stats_reduce(&mine, shared);
     if (threadIdx.x == 0) parts[blockIdx.x] = mine;
 }

@@ -154,9 +154,9 @@ static void cuda_embed_backward(const ops *o, real *dtable, const void *dx, cons
 }
 
 static void cuda_rmsnorm_forward(const ops *o, void *y, real *rstd, const void *x, const void *w,
-                                 int64_t rows, int dim) {
+                                 int64_t rows, int dim, double eps) {
     LAUNCH_ITEMS(o, rows, ROW_WARPS, rmsnorm_forward_kernel, array_of(o, y), rstd, array_of(o, x),
-                 array_of(o, w), rows, dim);
+                 array_of(o, w), rows, dim, static_cast<float>(eps));
 }
 
 /* to += the sums of dy's columns, times x rstd where there is x. */
@@ -202,6 +202,17 @@ static void cuda_silu_forward(const ops *o, void *y, const void *x, int64_t coun
 static void cuda_silu_backward(const ops *o, void *dx, void *y, const void *x, int64_t count) {
     LAUNCH_ITEMS(o, count, ROW_THREADS, silu_backward_kernel, array_of(o, dx), array_of(o, y),
                  array_of(o, x), count);
+}
+
+static void cuda_swiglu_forward(const ops *o, void *y, const void *x, int64_t rows, int width) {
+    LAUNCH_ITEMS(o, rows * width, ROW_THREADS, swiglu_forward_kernel, array_of(o, y),
+                 array_of(o, x), rows, width);
+}
+
+static void cuda_swiglu_backward(const ops *o, void *dx, void *y, const void *x, const void *dy,
+                                 int64_t rows, int width) {
+    LAUNCH_ITEMS(o, rows * width, ROW_THREADS, swiglu_backward_kernel, array_of(o, dx),
+                 array_of(o, y), array_of(o, x), array_of(o, dy), rows, width);
 }
 
 static void cuda_group_mean_forward(const ops *o, void *mean, const void *q, int64_t stride,
@@ -500,6 +511,8 @@ static void fill(ops *o) {
     o->bias_backward = cuda_bias_backward;
     o->silu_forward = cuda_silu_forward;
     o->silu_backward = cuda_silu_backward;
+    o->swiglu_forward = cuda_swiglu_forward;
+    o->swiglu_backward = cuda_swiglu_backward;
     o->group_mean_forward = cuda_group_mean_forward;
     o->group_mean_backward = cuda_group_mean_backward;
     o->cross_entropy = cuda_cross_entropy;
