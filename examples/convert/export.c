@@ -70,11 +70,11 @@ static json_t *model_json(const config *c, int64_t vocab) {
         m->norm_eps, "tie_word_embeddings", (int)m->tied_embeddings, "max_position_embeddings",
         c->train.seq_len, "rope", rope_json(m));
     json_t *attention =
-        json_pack("{s:o, s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:s, s:s}", "attention",
-                  attention_json(m), "shared_kv", (int)m->shared_kv, "cmp_block", n->l,
-                  "cmp_stride", n->d, "slc_block", n->l_sel, "slc_count", n->n_sel, "slc_init",
-                  n->n_init, "slc_local", n->n_local, "window", n->w, "phi", phis[n->phi], "gate",
-                  gates[n->gate], "gate_form", forms[n->gate_form]);
+        json_pack("{s:o, s:b, s:b, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:s, s:s}", "attention",
+                  attention_json(m), "shared_kv", (int)m->shared_kv, "qk_norm", (int)m->qk_norm,
+                  "cmp_block", n->l, "cmp_stride", n->d, "slc_block", n->l_sel, "slc_count",
+                  n->n_sel, "slc_init", n->n_init, "slc_local", n->n_local, "window", n->w, "phi",
+                  phis[n->phi], "gate", gates[n->gate], "gate_form", forms[n->gate_form]);
     if (root && attention) json_object_update(root, attention);
     json_decref(attention);
     return root;
@@ -141,6 +141,7 @@ bool export_check(const config *c, fault *f) {
                                         "nsa.w",
                                         "nsa.phi",
                                         "nsa.gate",
+                                        "model.qk_norm",
                                         "nsa.gate_form",
                                         "nsa.n_init",
                                         "nsa.n_local",

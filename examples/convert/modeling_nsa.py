@@ -34,8 +34,8 @@ class NSAConfig(PretrainedConfig):
     def __init__(self, vocab_size=256, hidden_size=128, num_hidden_layers=1, num_attention_heads=8,
                  num_key_value_heads=2, head_dim=16, v_head_dim=16, intermediate_size=512, mlp="silu",
                  rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=128, attention="nsa",
-                 shared_kv=False, cmp_block=16, cmp_stride=8, slc_block=32, slc_count=8, slc_init=1, slc_local=2,
-                 window=64, phi="mean", gate="sigmoid", gate_form="mlp", rope=None, **kwargs):
+                 shared_kv=False, qk_norm=False, cmp_block=16, cmp_stride=8, slc_block=32, slc_count=8, slc_init=1,
+                 slc_local=2, window=64, phi="mean", gate="sigmoid", gate_form="mlp", rope=None, **kwargs):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
@@ -49,6 +49,7 @@ class NSAConfig(PretrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.attention = attention
         self.shared_kv = shared_kv
+        self.qk_norm = qk_norm
         self.cmp_block = cmp_block
         self.cmp_stride = cmp_stride
         self.slc_block = slc_block
@@ -263,6 +264,10 @@ class NSAAttention(nn.Module):
             else:
                 half = config.head_dim // 2
                 self.gate = nn.ModuleDict({"fc1": nn.Linear(config.head_dim, half), "fc2": nn.Linear(half, self.count)})
+        self.q_norm = self.k_norm = None  # of each head, before the gate and RoPE
+        if config.qk_norm:
+            self.q_norm = NSARMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = NSARMSNorm(config.head_dim, config.rms_norm_eps)
         self.out = nn.Linear(heads * config.v_head_dim, width, bias=False)
 
     def logits_of_gates(self, x, q):
@@ -277,7 +282,8 @@ class NSAAttention(nn.Module):
         config = self.config
         k = [getattr(self, "W_K" + n)(x).unflatten(-1, (-1, config.head_dim)) for n in self.branches]
         v = [getattr(self, "W_V" + n)(x).unflatten(-1, (-1, config.v_head_dim)) for n in self.branches]
-        k, v = turn(torch.cat(k, 2), first, config.rope), torch.cat(v, 2)
+        k, v = torch.cat(k, 2), torch.cat(v, 2)
+        k = turn(k if self.k_norm is None else self.k_norm(k), first, config.rope)
         if past is not None:
             k, v = (y.transpose(1, 2) for y in past.update(k.transpose(1, 2), v.transpose(1, 2), self.layer))
         return [x.split(config.num_key_value_heads, 2) * (1 if len(self.branches) > 1 else 3) for x in (k, v)]
@@ -285,6 +291,7 @@ class NSAAttention(nn.Module):
     def forward(self, x, first, past):
         config = self.config
         q = self.W_Q(x).unflatten(-1, (config.num_attention_heads, config.head_dim))
+        q = q if self.q_norm is None else self.q_norm(q)
         gates = self.logits_of_gates(x, q) if self.sparse else None
         q = turn(q, first, config.rope)
         k, v = self.keys(x, first, past)

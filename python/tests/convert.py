@@ -1,7 +1,8 @@
-"""`convert export` as others use what it writes: checkpoints of the C trainer with every option of its model, opened by
-modeling_nsa.py, whose logits must be those of the C program.
+"""`convert` as others use it. Export: checkpoints of the C trainer with every option of its model, opened by
+modeling_nsa.py, whose logits must be those of the C program. Import: random weights of Llama's shape and of nsa-vibe's
+names, in files as public models have them; their logits in the C program must be those of a reference of their own.
 
-    convert.py TRAIN_TINY CONVERT LOGITS     run.py calls it, with the package nsa in the path
+    convert.py TRAIN_TINY CONVERT LOGITS GENERATE INSPECT     run.py calls it, with the package nsa in the path
 
 With the environment variable TRANSFORMERS the real transformers opens the folders; without it a stand-in of a few lines
 does, for CI has only Debian's torch. Attention runs in plain PyTorch and through nsa.torch.
@@ -27,9 +28,9 @@ CASES = {
     "conv": "--nsa-phi conv --nsa-gate softmax --rope-pairs halves --tied-embeddings",
     "mlp": "--nsa-phi mlp --rope-scaling ntk --rope-factor 4 --heads 6 --rope-base 5000",
     "yarn": "--kv-groups 1 --rope-scaling yarn --rope-factor 4 --rope-trained-context 64 --nsa-l 16 --nsa-d 16",
-    "llama": "--shared-kv --mlp swiglu --mlp-hidden 48 --nsa-gate-form linear --norm-eps 1e-5 --nsa-n-init 0 --nsa-n-local 1"
-             " --nsa-l 16 --nsa-d 16 --rope-pairs halves --rope-base 500000 --tied-embeddings --d-v 8",
-    "layers": "--attention window,cmp+slc,nsa,full --layers 4 --nsa-phi mlp",
+    "llama": "--shared-kv --mlp swiglu --mlp-hidden 48 --nsa-gate-form linear --norm-eps 1e-5 --nsa-n-init 0"
+             " --nsa-n-local 1 --nsa-l 16 --nsa-d 16 --rope-pairs halves --rope-base 500000 --tied-embeddings --d-v 8",
+    "layers": "--attention window,cmp+slc,nsa,full --layers 4 --nsa-phi mlp --qk-norm",
     "full": "--attention full --rope-scaling linear --rope-factor 2",
     "window": "--attention window --tied-embeddings --rope-pairs halves",
 }
@@ -209,8 +210,223 @@ def check_generate(model, tokens):
     assert made[0].shape == (1, 90) and bool((made[0] == made[1]).all()), made
 
 
+# ---- Import ---------------------------------------------------------------------------------------------
+
+# NSA-1B's shape, small: one block size for all, groups of 16 heads, tied, an eps and a base of its own.
+LLAMA = {"architectures": ["LlamaNSAForCausalLM"], "model_type": "llama-nsa", "attention_bias": False, "head_dim": 8,
+         "hidden_act": "silu", "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 4096,
+         "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 2, "num_key_value_heads": 2,
+         "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+         "vocab_size": 256, "block_size": 16, "block_counts": 4, "window_size": 24}
+
+
+def random_llama(config, seed):
+    """Tensors by Llama's names, in bf16; large enough for logits and choices of blocks that differ."""
+    draw = torch.Generator().manual_seed(seed)
+    dim, hidden, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes = {"self_attn.q_proj": (heads * width, dim), "self_attn.k_proj": (groups * width, dim),
+              "self_attn.v_proj": (groups * width, dim), "self_attn.o_proj": (dim, heads * width),
+              "mlp.gate_proj": (hidden, dim), "mlp.up_proj": (hidden, dim), "mlp.down_proj": (dim, hidden)}
+    if "block_size" in config:
+        shapes["self_attn.g_proj"] = (3 * heads, dim)
+    found = {"model.embed_tokens.weight": torch.randn(config["vocab_size"], dim, generator=draw)}
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in shapes.items():
+            found[f"model.layers.{layer}.{name}.weight"] = torch.randn(shape, generator=draw) * 1.5 * shape[1] ** -0.5
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"model.layers.{layer}.{name}.weight"] = 1 + 0.3 * torch.randn(dim, generator=draw)
+    found["model.norm.weight"] = 1 + 0.3 * torch.randn(dim, generator=draw)
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = torch.randn(config["vocab_size"], dim, generator=draw)
+    return {name: x.to(torch.bfloat16) for name, x in found.items()}
+
+
+def write_safetensors(path, tensors):
+    header, data = {}, b""
+    for name, x in tensors.items():
+        kind = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[x.dtype]
+        bits = torch.int16 if x.element_size() == 2 else torch.int32
+        raw = bytes(x.contiguous().view(bits).numpy().tobytes())
+        header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def write_llama(folder, config, tensors):
+    """In two files and an index."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names, index = list(tensors), {}
+    for i in range(2):
+        file = f"model-0000{i + 1}-of-00002.safetensors"
+        some = names[i::2]
+        write_safetensors(folder / file, {name: tensors[name] for name in some})
+        index.update({name: file for name in some})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def softmax_over(q, keys, values, seen):
+    """One query row against the keys that `seen` lists: NumPy's way, in f64."""
+    if not seen:
+        return torch.zeros(values.shape[-1], dtype=torch.float64), {}
+    scores = keys[seen] @ q * q.shape[-1] ** -0.5
+    p = torch.exp(scores - scores.max())
+    p = p / p.sum()
+    return p @ values[seen], dict(zip(seen, p.tolist()))
+
+
+def reference_attention(q, k, v, gates, config):
+    """Query by query, in f64, from the definition: blocks of one size, complete ones averaged; a query's own block and
+    the best others; the window. q (T, H, D), k and v (T, Hk, D), gates (T, H, 3)."""
+    tokens, heads, size = q.shape[0], q.shape[1], config["block_size"]
+    groups = k.shape[1]
+    out = torch.zeros(tokens, heads, v.shape[-1], dtype=torch.float64)
+    for g in range(groups):
+        pooled_k = torch.stack([k[i:i + size, g].mean(0) for i in range(0, tokens - size + 1, size)])
+        pooled_v = torch.stack([v[i:i + size, g].mean(0) for i in range(0, tokens - size + 1, size)])
+        for t in range(tokens):
+            mine = range(g * heads // groups, (g + 1) * heads // groups)
+            complete, own, score = list(range((t + 1) // size)), t // size, {}
+            cmp = {}
+            for h in mine:
+                cmp[h], p = softmax_over(q[t, h], pooled_k, pooled_v, complete)
+                for block, share in p.items():
+                    score[block] = score.get(block, 0) + share
+            others = sorted((b for b in range(own)), key=lambda b: (-score.get(b, 0), b))
+            blocks = sorted(others[:config["block_counts"] - 1] + [own])
+            chosen = [s for b in blocks for s in range(b * size, min((b + 1) * size, t + 1))]
+            near = list(range(max(0, t - config["window_size"] + 1), t + 1))
+            for h in mine:
+                slc, win = (softmax_over(q[t, h], k[:, g], v[:, g], seen)[0] for seen in (chosen, near))
+                out[t, h] = gates[t, h, 0] * cmp[h] + gates[t, h, 1] * slc + gates[t, h, 2] * win
+    return out
+
+
+def reference_llama(config, tensors, tokens):
+    """The logits of Llama's shape with sparse attention, in f64."""
+    w = {name: x.double() for name, x in tensors.items()}
+
+    def norm(x, name):
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config["rms_norm_eps"]) * w[name]
+
+    def turned(x):
+        half = config["head_dim"] // 2
+        rate = torch.tensor([config["rope_theta"] ** (-i / half) for i in range(half)], dtype=torch.float64)
+        angle = torch.arange(x.shape[0], dtype=torch.float64)[:, None, None] * rate
+        left, right = x[..., :half], x[..., half:]
+        return torch.cat((left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()), -1)
+
+    x = w["model.embed_tokens.weight"][torch.tensor(tokens)]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        y = norm(x, at + "input_layernorm.weight")
+        q, k, v = ((y @ w[f"{at}self_attn.{n}_proj.weight"].T).reshape(len(tokens), -1, config["head_dim"])
+                   for n in "qkv")
+        gates = torch.sigmoid(y @ w[at + "self_attn.g_proj.weight"].T).reshape(len(tokens), -1, 3)
+        attended = reference_attention(turned(q), turned(k), v, gates, config)
+        x = x + attended.reshape(len(tokens), -1) @ w[at + "self_attn.o_proj.weight"].T
+        y = norm(x, at + "post_attention_layernorm.weight")
+        gate, up = y @ w[at + "mlp.gate_proj.weight"].T, y @ w[at + "mlp.up_proj.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * up) @ w[at + "mlp.down_proj.weight"].T
+    return norm(x, "model.norm.weight") @ w["model.embed_tokens.weight"].T
+
+
+def check_import(programs, folder, tokens):
+    """bf16 in two files to the C program's logits; then generate, inspect, and out again to the same weights."""
+    train, convert, logits, generate, inspect = programs
+    tokens = tokens[:150]
+    tensors = random_llama(LLAMA, 5)
+    write_llama(folder / "llama_nsa", LLAMA, tensors)
+    run(convert, "import", folder / "llama_nsa", folder / "imported")
+    got = logits_of(logits, folder / "imported", tokens, folder)
+    want = reference_llama(LLAMA, tensors, tokens)
+    worst = far("import", got.double(), want)
+    print(f"import: largest difference of a logit {worst:.2g}, spread {float(want.std()):.2g}")
+    run(generate, folder / "imported", "--prompt", "7 is the square of", "--length", "20")
+    run(inspect, folder / "imported", "--prompt", "81 is the square of 9, odd. " * 4, "--out", folder / "inspect.json")
+    run(convert, "export", folder / "imported", folder / "again")
+    again = read_safetensors(folder / "again" / "model.safetensors")
+    assert bool((again["blocks.1.attn.W_K.weight"] == tensors["model.layers.1.self_attn.k_proj.weight"].float()).all())
+    run(train, "--init-from", folder / "imported", "--data", folder / "text", "--out-dir", folder / "tuned", "--steps",
+        "1", "--seq-len", "64", "--threads", "1", *settings_of(folder / "imported"))
+
+
+def settings_of(checkpoint):
+    """The flags of train_tiny that make the model of a checkpoint."""
+    latest = (checkpoint / "checkpoints" / "latest").resolve()
+    saved = json.loads((latest / "state.json").read_text())["content"]["config"]
+    flags = {"model.n_layers": "--layers", "model.n_heads": "--heads", "model.n_kv_groups": "--kv-groups"}
+    words = []
+    for key, value in saved.items():
+        if key.startswith(("model.", "nsa.")):
+            name = key.split(".")[1].replace("_", "-")
+            flag = flags.get(key) or ("--nsa-" + name if key.startswith("nsa.") else "--" + name)
+            words += [flag + "=" + str(value).lower()]
+    return words
+
+
+def check_vibe(programs, folder, tokens):
+    """The names of nsa-vibe's byte model: W_K_sel for W_K_slc, norm_f for norm; one file, settings by hand. In f32
+    nothing may change; f16 must be what its numbers are in f32."""
+    train, convert, logits = programs[:3]
+    run(train, *SMALL, "--nsa-gate", "softmax", "--data", folder / "text", "--out-dir", folder / "byte")
+    run(convert, "export", folder / "byte", folder / "hf_byte")
+    tensors = read_safetensors(folder / "hf_byte" / "model.safetensors")
+    theirs = {name.replace("_slc.", "_sel."): x for name, x in tensors.items()}
+    theirs["norm_f.weight"] = theirs.pop("norm.weight")
+    half = {name: x.half() for name, x in theirs.items()}
+    found = {"byte": logits_of(logits, folder / "byte", tokens, folder)}
+    for name, some in (("f32", theirs), ("f16", half), ("wide", {name: x.float() for name, x in half.items()})):
+        (folder / name).mkdir()
+        write_safetensors(folder / name / "model.safetensors", some)
+        shape = SMALL[:SMALL.index("--batch-size")]
+        run(convert, "import", folder / name, folder / f"{name}_in", *shape, "--nsa-gate", "softmax")
+        found[name] = logits_of(logits, folder / f"{name}_in", tokens, folder)
+    assert bool((found["byte"] == found["f32"]).all() and (found["f16"] == found["wide"]).all()), found
+    assert not bool((found["f32"] == found["f16"]).all())
+
+
+def refused(words, *command):
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode in (1, 2) and words in done.stderr, (words, done.returncode, done.stderr)
+
+
+def check_import_refusals(convert, folder):
+    """What has no counterpart, is missing, or is too much, by name."""
+    tensors = random_llama(LLAMA, 5)
+    for i, (change, words) in enumerate((({"hidden_act": "gelu"}, "hidden_act"), ({"mlp_bias": True}, "mlp_bias"),
+                                         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: llama3"),
+                                         ({"vocab_size": "many"}, "vocab_size"), ({"block_counts": 0}, "--nsa-n-sel"),
+                                         ({"head_dim": 16}, "its shape is not"),
+                                         ({"num_hidden_layers": 3}, "blocks.2."),
+                                         ({"num_hidden_layers": 1}, "model.layers.1."))):
+        write_llama(folder / f"bad{i}", {**LLAMA, **change}, tensors)
+        refused(words, convert, "import", folder / f"bad{i}", folder / "none")
+        assert not (folder / "none" / "checkpoints").exists(), words
+    index = folder / "bad0" / "model.safetensors.index.json"
+    (folder / "bad0" / "config.json").write_text(json.dumps(LLAMA))
+    index.write_text(json.dumps({"weight_map": {"x": "../llama_nsa/model-00001-of-00002.safetensors"}}))
+    refused("must name a file of the folder", convert, "import", folder / "bad0", folder / "none")
+
+
+def check_dense(programs, folder, tokens):
+    """transformers' own Llama, dense, with a head of its own."""
+    import transformers
+    config = {name: x for name, x in LLAMA.items() if name not in ("block_size", "block_counts", "window_size")}
+    config.update(num_attention_heads=6, tie_word_embeddings=False, model_type="llama")
+    config["architectures"] = ["LlamaForCausalLM"]
+    write_llama(folder / "dense", config, random_llama(config, 6))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "dense", dtype=torch.float32)
+    run(programs[1], "import", folder / "dense", folder / "dense_in")
+    with torch.no_grad():
+        want = model(torch.tensor(tokens)[None]).logits[0]
+    print(f"dense: {far('dense', logits_of(programs[2], folder / 'dense_in', tokens, folder), want):.2g}")
+
+
 def main():
-    train, convert, logits = sys.argv[1:4]
+    programs = train, convert, logits, _, _ = sys.argv[1:6]
     real = bool(os.environ.get("TRANSFORMERS"))
     if not real:
         stand_in()
@@ -230,4 +446,9 @@ def main():
         check_ties(model, module)
         if real:
             check_generate(model, torch.tensor(tokens)[None])
+    check_import(programs, folder, tokens)
+    check_vibe(programs, folder, tokens)
+    check_import_refusals(convert, folder)
+    if real:
+        check_dense(programs, folder, tokens)
     return 0

@@ -20,4 +20,4 @@ python=$dir/bin/python
 cd "$root/python/tests"
 export OMP_WAIT_POLICY=passive TRANSFORMERS=1 HF_HUB_OFFLINE=1 HF_HOME=$dir/huggingface
 "$python" -c 'import convert, sys; sys.exit(convert.main())' "$build/bin/train_tiny" "$build/bin/convert" \
-    "$build/bin/logits"
+    "$build/bin/logits" "$build/bin/generate" "$build/bin/inspect"

@@ -1,0 +1,393 @@
+/* import.c - see import.h. */
+#include "import.h"
+
+#include <inttypes.h>
+#include <jansson.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/files.h"
+#include "data/tokenizer.h"
+#include "model/model.h"
+#include "train/train.h"
+
+enum {
+    PATH_ROOM = CONFIG_PATH_BYTES + 256,
+    JSON_LIMIT = 1 << 28,
+    NAME_ROOM = 2 * PARAM_NAME_BYTES,
+    CONTEXT_MOST = 1 << 20
+};
+
+static json_t *read_json(const char *folder, const char *name, fault *f) {
+    char path[PATH_ROOM];
+    size_t bytes;
+    json_error_t e;
+    if (!files_join(path, sizeof path, folder, name, f)) return NULL;
+    char *text = files_read(path, JSON_LIMIT, &bytes, f);
+    if (!text) return NULL;
+    json_t *root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &e);
+    free(text);
+    if (!root) fault_set(f, "%s:%d: not JSON: %s", path, e.line, e.text);
+    if (root && !json_is_object(root)) fault_set(f, "%s: must be a JSON object", path);
+    if (root && json_is_object(root)) return root;
+    json_decref(root);
+    return NULL;
+}
+
+static bool has_file(const char *folder, const char *name) {
+    char path[PATH_ROOM];
+    fault unused;
+    return files_join(path, sizeof path, folder, name, &unused) && files_exist(path);
+}
+
+/* ---- Settings ------------------------------------------------------------------------------ */
+
+bool import_has_settings(const char *folder) {
+    return has_file(folder, "config.json");
+}
+
+/* "--dim=768"; the table below and what follows it stay far below IMPORT_FLAGS. */
+static void add_word(import_flags *x, const char *flag, const char *word) {
+    snprintf(x->text[x->count++], IMPORT_TEXT, "%s=%s", flag, word);
+}
+
+static void add(import_flags *x, const char *flag, const char *format, double value) {
+    char word[IMPORT_TEXT / 2];
+    snprintf(word, sizeof word, format, value);
+    add_word(x, flag, word);
+}
+
+/* A key of config.json that is a number, and the flag that takes it. Where it is missing, `other`
+   stands for it, if that is not negative. */
+static const struct {
+    const char *key, *flag, *format;
+    double other;
+    bool sparse; /* of models with block_size alone */
+} numbers[] = {
+    {"vocab_size", "--vocab-size", "%.0f", -1, false},
+    {"hidden_size", "--dim", "%.0f", -1, false},
+    {"num_hidden_layers", "--layers", "%.0f", -1, false},
+    {"num_attention_heads", "--heads", "%.0f", -1, false},
+    {"num_key_value_heads", "--kv-groups", "%.0f", -1, false},
+    {"intermediate_size", "--mlp-hidden", "%.0f", -1, false},
+    {"rms_norm_eps", "--norm-eps", "%.17g", 1e-6, false},
+    {"block_size", "--nsa-l", "%.0f", -1, true},
+    {"block_size", "--nsa-d", "%.0f", -1, true},
+    {"block_size", "--nsa-l-sel", "%.0f", -1, true},
+    {"block_counts", "--nsa-n-sel", "%.0f", -1, true},
+    {"window_size", "--nsa-w", "%.0f", -1, true},
+};
+
+static bool add_numbers(import_flags *x, const json_t *root, bool sparse, fault *f) {
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        const json_t *v = json_object_get(root, numbers[i].key);
+        if (numbers[i].sparse && !sparse) continue;
+        if (!json_is_number(v) && (numbers[i].other < 0 || (v && !json_is_null(v))))
+            return fault_set(f, "config.json: %s: must be a number", numbers[i].key);
+        double value = json_is_number(v) ? json_number_value(v) : numbers[i].other;
+        add(x, numbers[i].flag, numbers[i].format, value);
+    }
+    return true;
+}
+
+/* What a model may say and the trainers' model cannot do: it must be absent, or this. */
+static bool check_plain(const json_t *root, fault *f) {
+    static const char *const off[] = {"attention_bias", "mlp_bias", "use_qk_norm", "qk_norm"};
+    const char *act = json_string_value(json_object_get(root, "hidden_act"));
+    for (size_t i = 0; i < sizeof off / sizeof *off; i++)
+        if (json_is_true(json_object_get(root, off[i])))
+            return fault_set(f, "config.json: %s: must be false", off[i]);
+    if (act && strcmp(act, "silu"))
+        return fault_set(f, "config.json: hidden_act: %.60s; must be silu", act);
+    return true;
+}
+
+/* rope_theta and rope_scaling, or both in rope_parameters, as newer files have them. */
+static bool add_rope(import_flags *x, const json_t *root, fault *f) {
+    const json_t *scaling = json_object_get(root, "rope_scaling");
+    const json_t *base = json_object_get(root, "rope_theta");
+    const json_t *both = json_object_get(root, "rope_parameters");
+    if (json_is_object(both)) {
+        scaling = both;
+        if (json_is_number(json_object_get(both, "rope_theta")))
+            base = json_object_get(both, "rope_theta");
+    }
+    add(x, "--rope-base", "%.17g", json_is_number(base) ? json_number_value(base) : 10000);
+    const char *kind = json_string_value(json_object_get(scaling, "rope_type"));
+    if (!kind) kind = json_string_value(json_object_get(scaling, "type"));
+    if (!kind || !strcmp(kind, "default")) return true;
+    if (strcmp(kind, "linear"))
+        return fault_set(f, "config.json: rope_scaling: %.60s; must be linear, or none", kind);
+    add_word(x, "--rope-scaling", "linear");
+    add(x, "--rope-factor", "%.17g", json_number_value(json_object_get(scaling, "factor")));
+    return true;
+}
+
+/* Heads of a width of their own, or of an equal share. */
+static bool add_head_width(import_flags *x, const json_t *root, fault *f) {
+    const json_t *v = json_object_get(root, "head_dim");
+    json_int_t dim = json_integer_value(json_object_get(root, "hidden_size"));
+    json_int_t heads = json_integer_value(json_object_get(root, "num_attention_heads"));
+    json_int_t width = json_is_integer(v) ? json_integer_value(v) : heads > 0 ? dim / heads : 0;
+    if (width < 1) return fault_set(f, "config.json: head_dim: must be a number");
+    add(x, "--d-k", "%.0f", (double)width);
+    add(x, "--d-v", "%.0f", (double)width);
+    return true;
+}
+
+bool import_settings(import_flags *x, const char *folder, fault *f) {
+    json_t *root = read_json(folder, "config.json", f);
+    if (!root) return false;
+    memset(x, 0, sizeof *x);
+    bool sparse = json_object_get(root, "block_size") != NULL;
+    double context = json_number_value(json_object_get(root, "max_position_embeddings"));
+    bool ok = check_plain(root, f) && add_numbers(x, root, sparse, f) &&
+              add_head_width(x, root, f) && add_rope(x, root, f);
+    if (ok) {
+        add(x, "--seq-len", "%.0f",
+            context < 1              ? 2048
+            : context < CONTEXT_MOST ? context
+                                     : CONTEXT_MOST);
+        add_word(x, "--mlp", "swiglu");
+        add_word(x, "--rope-pairs", "halves");
+        add_word(x, "--attention", sparse ? "nsa" : "full");
+        add_word(x, "--tied-embeddings",
+                 json_is_true(json_object_get(root, "tie_word_embeddings")) ? "true" : "false");
+        add_word(x, "--shared-kv", "true");
+        add_word(x, "--nsa-gate-form", sparse ? "linear" : "mlp");
+        add_word(x, "--nsa-n-init", sparse ? "0" : "1");
+        add_word(x, "--nsa-n-local", sparse ? "1" : "2");
+    }
+    json_decref(root);
+    return ok;
+}
+
+/* ---- Names --------------------------------------------------------------------------------- */
+
+/* What a tensor is called elsewhere, by Llama's names and by nsa-vibe's; of a layer behind
+   "blocks.N." here and "model.layers.N." or "blocks.N." there. NULL: as here. */
+static const struct {
+    const char *here, *llama, *vibe;
+} names[] = {
+    {"embed.weight", "model.embed_tokens.weight", NULL},
+    {"norm.weight", "model.norm.weight", "norm_f.weight"},
+    {"lm_head.weight", "lm_head.weight", NULL},
+    {"norm1.weight", "input_layernorm.weight", NULL},
+    {"norm2.weight", "post_attention_layernorm.weight", NULL},
+    {"attn.W_Q.weight", "self_attn.q_proj.weight", NULL},
+    {"attn.W_K.weight", "self_attn.k_proj.weight", NULL},
+    {"attn.W_V.weight", "self_attn.v_proj.weight", NULL},
+    {"attn.W_K_slc.weight", NULL, "attn.W_K_sel.weight"},
+    {"attn.W_V_slc.weight", NULL, "attn.W_V_sel.weight"},
+    {"attn.gate.weight", "self_attn.g_proj.weight", NULL},
+    {"attn.out.weight", "self_attn.o_proj.weight", NULL},
+    {"mlp.gate.weight", "mlp.gate_proj.weight", NULL},
+    {"mlp.fc1.weight", "mlp.up_proj.weight", NULL},
+    {"mlp.fc2.weight", "mlp.down_proj.weight", NULL},
+};
+
+/* Whether `theirs` is what somebody calls the tensor `here`. */
+static bool same_tensor(const char *here, int layer, const char *theirs) {
+    char text[NAME_ROOM];
+    const char *tail = here;
+    for (int skip = 0; layer >= 0 && skip < 2; skip++) tail = strchr(tail, '.') + 1;
+    if (!strcmp(theirs, here)) return true;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        if (strcmp(names[i].here, tail)) continue;
+        if (names[i].vibe && layer >= 0)
+            snprintf(text, sizeof text, "blocks.%d.%s", layer, names[i].vibe);
+        else
+            snprintf(text, sizeof text, "%s", names[i].vibe ? names[i].vibe : here);
+        if (!strcmp(theirs, text)) return true;
+        if (!names[i].llama) return false;
+        if (layer >= 0)
+            snprintf(text, sizeof text, "model.layers.%d.%s", layer, names[i].llama);
+        else
+            snprintf(text, sizeof text, "%s", names[i].llama);
+        return !strcmp(theirs, text);
+    }
+    return false;
+}
+
+/* ---- Tensors ------------------------------------------------------------------------------- */
+
+typedef struct importer {
+    const params *table;
+    safetensors_tensor *tensors; /* of the table, f32 */
+    bool *found;
+} importer;
+
+static int find(const importer *x, const char *name) {
+    for (int i = 0; i < x->table->length; i++)
+        if (same_tensor(x->table->list[i].name, x->table->list[i].layer, name)) return i;
+    return -1;
+}
+
+/* Buffers that RoPE is made of, which some files carry. */
+static bool is_ignored(const char *name) {
+    const char *end = strrchr(name, '.');
+    return end && (!strcmp(end, ".inv_freq") || !strcmp(end, ".rotary_emb"));
+}
+
+static bool same_shape(const safetensors_tensor *a, const safetensors_tensor *b) {
+    bool same = a->dims == b->dims;
+    for (int i = 0; same && i < a->dims; i++) same = a->shape[i] == b->shape[i];
+    return same;
+}
+
+static bool take(importer *x, const char *path, const safetensors_tensor *t, bool tied, fault *f) {
+    int place = find(x, t->name);
+    size_t count = safetensors_tensor_bytes(t);
+    if (place < 0) { /* a head that is the embedding may stand there twice */
+        if (is_ignored(t->name) || (tied && !strcmp(t->name, "lm_head.weight"))) return true;
+        return fault_set(f, "%s: tensor %.100s: the model has none of this name", path, t->name);
+    }
+    const safetensors_tensor *to = &x->tensors[place];
+    if (x->found[place]) return fault_set(f, "%s: tensor %.100s: there twice", path, t->name);
+    if (!same_shape(t, to))
+        return fault_set(f, "%s: tensor %.100s: its shape is not that of the model's %s", path,
+                         t->name, to->name);
+    x->found[place] = true;
+    float *out = to->data;
+    const uint16_t *half = t->data;
+    switch (t->dtype) {
+    case SAFETENSORS_F32:
+        memcpy(out, t->data, count);
+        return true;
+    case SAFETENSORS_BF16:
+        for (size_t i = 0; i < count / 2; i++) out[i] = nsa_bf16_to_f32(half[i]);
+        return true;
+    case SAFETENSORS_F16:
+        for (size_t i = 0; i < count / 2; i++) out[i] = nsa_f16_to_f32(half[i]);
+        return true;
+    default:
+        return fault_set(f, "%s: tensor %.100s: must be F32, BF16 or F16", path, t->name);
+    }
+}
+
+static bool read_file(importer *x, const char *path, bool tied, fault *f) {
+    safetensors_file *file = safetensors_open(path, f);
+    if (!file) return false;
+    size_t count = safetensors_count(file), bytes = 0;
+    safetensors_tensor *list = calloc(count + 1, sizeof *list);
+    for (size_t i = 0; list && i < count; i++) {
+        list[i] = safetensors_info(file, i);
+        bytes += safetensors_tensor_bytes(&list[i]);
+    }
+    char *block = malloc(bytes + 1);
+    bool ok = (list && block) || fault_set(f, "%s: out of memory for %zu bytes", path, bytes);
+    for (size_t i = 0, at = 0; ok && i < count; i++) {
+        list[i].data = block + at;
+        at += safetensors_tensor_bytes(&list[i]);
+    }
+    ok = ok && safetensors_load(file, list, count, f);
+    for (size_t i = 0; ok && i < count; i++) ok = take(x, path, &list[i], tied, f);
+    free(block);
+    free(list);
+    safetensors_close(file);
+    return ok;
+}
+
+/* Every file that the index names, once: those of one file follow one another or do not. */
+static bool read_files(importer *x, const char *folder, bool tied, fault *f) {
+    static const char index_name[] = "model.safetensors.index.json";
+    char path[PATH_ROOM];
+    const char *tensor, *name;
+    json_t *value;
+    if (!has_file(folder, index_name))
+        return files_join(path, sizeof path, folder, "model.safetensors", f) &&
+               read_file(x, path, tied, f);
+    json_t *root = read_json(folder, index_name, f), *done = json_object();
+    json_t *map = json_object_get(root, "weight_map");
+    bool ok = root && (json_is_object(map) ||
+                       fault_set(f, "%s: weight_map: must be an object", index_name));
+    json_object_foreach(map, tensor, value) {
+        name = json_string_value(value);
+        if (!ok || (name && json_object_get(done, name))) continue;
+        if (!name || strchr(name, '/'))
+            ok = fault_set(f, "%s: %.100s: must name a file of the folder", index_name, tensor);
+        else
+            ok = files_join(path, sizeof path, folder, name, f) && read_file(x, path, tied, f) &&
+                 !json_object_set_new(done, name, json_true());
+    }
+    json_decref(done);
+    json_decref(root);
+    return ok;
+}
+
+static bool all_found(const importer *x, const char *folder, fault *f) {
+    for (int i = 0; i < x->table->length; i++)
+        if (!x->found[i])
+            return fault_set(f, "%s: no tensor for the model's %s", folder, x->tensors[i].name);
+    return true;
+}
+
+static bool write_checkpoint(const config *c, const importer *x, const char *out_dir, fault *f) {
+    checkpoint_state state = {.seed = (uint64_t)c->train.seed, .loss_scale = 1};
+    checkpoint_part part = {"model", x->tensors, (size_t)x->table->length};
+    state.data.split_parts = state.data.split_size = -1;
+    return checkpoint_write(out_dir, c, &state, &part, 1, 0, f);
+}
+
+bool import_model(const config *c, const char *folder, const char *out_dir, fault *f) {
+    model m;
+    ops o = {0};
+    tokenizer *t = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
+    if (!t) return false;
+    model_config shape = train_model_config(c, tokenizer_vocab_size(t));
+    tokenizer_close(t);
+    if (!ops_cpu_open(&o, 1, f)) return false;
+    if (!model_describe(&m, &shape, &o, f)) {
+        ops_cpu_close(&o);
+        return false;
+    }
+    size_t length = (size_t)m.params.length;
+    importer x = {&m.params, calloc(length, sizeof *x.tensors), calloc(length, sizeof *x.found)};
+    float *values = malloc((size_t)m.params.elements * sizeof *values);
+    bool ok = (x.tensors && x.found && values) || fault_set(f, "out of memory for the model");
+    for (size_t i = 0; ok && i < length; i++) {
+        const param *p = &m.params.list[i];
+        x.tensors[i] = (safetensors_tensor){p->name, SAFETENSORS_F32, p->dims, {0}, NULL};
+        x.tensors[i].data = values + p->offset;
+        memcpy(x.tensors[i].shape, p->shape, sizeof p->shape);
+    }
+    ok = ok && read_files(&x, folder, c->model.tied_embeddings, f) && all_found(&x, folder, f) &&
+         write_checkpoint(c, &x, out_dir, f);
+    free(values);
+    free(x.found);
+    free(x.tensors);
+    model_close(&m);
+    ops_cpu_close(&o);
+    return ok;
+}
+
+/* ---- The tokenizer ------------------------------------------------------------------------- */
+
+static bool copy_file(const char *from, const char *to, const char *name, fault *f) {
+    char path[PATH_ROOM], target[PATH_ROOM];
+    size_t bytes;
+    if (!files_join(path, sizeof path, from, name, f) ||
+        !files_join(target, sizeof target, to, name, f))
+        return false;
+    char *text = files_read(path, JSON_LIMIT, &bytes, f);
+    bool ok = text && files_replace(target, text, bytes, f);
+    free(text);
+    return ok;
+}
+
+bool import_tokenizer(config *c, const char *folder, const char *out_dir, const listener *notes,
+                      fault *f) {
+    static const char *const wanted[] = {"tokenizer.json", "tokenizer_config.json", "vocab.json",
+                                         "merges.txt"};
+    char to[PATH_ROOM];
+    if (!has_file(folder, "tokenizer.json") && !has_file(folder, "merges.txt")) {
+        listener_say(notes, "%s: no tokenizer.json, no merges.txt: tokens are bytes", folder);
+        return true;
+    }
+    if (!files_join(to, sizeof to, out_dir, "tokenizer", f) || !files_make_folder(to, f))
+        return false;
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        if (has_file(folder, wanted[i]) && !copy_file(folder, to, wanted[i], f)) return false;
+    return config_put(c, "data.tokenizer", "gpt2", f) &&
+           config_put(c, "data.tokenizer_path", to, f);
+}
