@@ -223,19 +223,30 @@ static bool copy_file(const char *from_folder, const char *folder, const char *n
     return ok;
 }
 
-static bool write_gpt2_tokenizer(const char *from, const char *folder, int64_t context, fault *f) {
+static bool write_bpe_tokenizer(const char *from, const char *folder, int64_t context, fault *f) {
     static const char end[] = "<|endoftext|>";
-    json_t *settings =
-        json_pack("{s:s, s:s, s:s, s:s, s:I}", "tokenizer_class", "GPT2Tokenizer", "bos_token", end,
-                  "eos_token", end, "unk_token", end, "model_max_length", (json_int_t)context);
-    return write_json(folder, "tokenizer_config.json", settings, f) &&
-           copy_file(from, folder, "vocab.json", f) && copy_file(from, folder, "merges.txt", f);
+    char path[PATH_ROOM];
+    if (!files_join(path, sizeof path, from, "tokenizer.json", f)) return false;
+    bool one_file = files_exist(path);
+    if (!files_join(path, sizeof path, from, "tokenizer_config.json", f)) return false;
+    bool ok = !one_file || copy_file(from, folder, "tokenizer.json", f);
+    if (one_file && files_exist(path))
+        return ok && copy_file(from, folder, "tokenizer_config.json", f);
+    json_t *settings = one_file
+                           ? json_pack("{s:s, s:I}", "tokenizer_class", "PreTrainedTokenizerFast",
+                                       "model_max_length", (json_int_t)context)
+                           : json_pack("{s:s, s:s, s:s, s:s, s:I}", "tokenizer_class",
+                                       "GPT2Tokenizer", "bos_token", end, "eos_token", end,
+                                       "unk_token", end, "model_max_length", (json_int_t)context);
+    ok = write_json(folder, "tokenizer_config.json", settings, f) && ok;
+    return ok && (one_file || (copy_file(from, folder, "vocab.json", f) &&
+                               copy_file(from, folder, "merges.txt", f)));
 }
 
 static bool write_tokenizer(const config *c, const char *folder, const listener *notes, fault *f) {
     const char *from = c->data.tokenizer_path;
     if (c->data.tokenizer == CONFIG_BYTE) return write_byte_tokenizer(folder, c->train.seq_len, f);
-    if (from[0]) return write_gpt2_tokenizer(from, folder, c->train.seq_len, f);
+    if (from[0]) return write_bpe_tokenizer(from, folder, c->train.seq_len, f);
     listener_say(notes, "no tokenizer: the checkpoint's data.tokenizer_path names no folder with "
                         "vocab.json and merges.txt (--tokenizer-path)");
     return true;

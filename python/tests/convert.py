@@ -7,11 +7,13 @@ names, in files as public models have them; their logits in the C program must b
 With the environment variable TRANSFORMERS the real transformers opens the folders; without it a stand-in of a few lines
 does, for CI has only Debian's torch. Attention runs in plain PyTorch and through nsa.torch.
 """
+import collections
 import importlib.util
 import json
 import math
 import os
 import pathlib
+import re
 import struct
 import subprocess
 import sys
@@ -353,6 +355,105 @@ def check_import(programs, folder, tokens):
         "1", "--seq-len", "64", "--threads", "1", *settings_of(folder / "imported"))
 
 
+# ---- A tokenizer ----------------------------------------------------------------------------------------
+
+# Llama 3's splitter; and for ASCII in the words of Python's re.
+SPLITTER = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+            r"|\s+(?!\S)|\s+")
+IN_ASCII = SPLITTER.replace(r"\p{L}", "a-zA-Z").replace(r"\p{N}", "0-9")
+for class_of in ("a-zA-Z", "0-9"):
+    IN_ASCII = re.sub(r"(?<![\[a-zA-Z0-9-])" + class_of + r"(?![\]a-zA-Z0-9])", f"[{class_of}]", IN_ASCII)
+FIRST, LAST = "<|begin_of_text|>", "<|end_of_text|>"
+
+
+def spelled(data):
+    """Bytes in the printable characters of byte-level vocabularies."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return "".join(chr(b) if b in plain else chr(256 + others.index(b)) for b in data)
+
+
+def joined(parts, pair):
+    found = []
+    for part in parts:
+        if found and (found[-1], part) == pair:
+            found[-1] += part
+        else:
+            found.append(part)
+    return found
+
+
+def make_tokenizer(text):
+    """(tokenizer.json as a dict, an encoder): 40 merges of the most frequent pairs, a whole word beside them."""
+    words = [[spelled(bytes([b])) for b in word.encode()] for word in re.findall(IN_ASCII, text)]
+    merges = []
+    while len(merges) < 40:
+        counts = collections.Counter(pair for word in words for pair in zip(word, word[1:]))
+        merges.append(max(counts, key=lambda pair: (counts[pair], pair)))
+        words = [joined(word, merges[-1]) for word in words]
+    vocab = {spelled(bytes([b])): b for b in range(256)}
+    for token in [a + b for a, b in merges] + [spelled(b" square,")]:
+        vocab[token] = len(vocab)
+    added = [{"id": len(vocab) + i, "content": content, "special": True, "normalized": False, "lstrip": False,
+              "rstrip": False, "single_word": False} for i, content in enumerate((FIRST, LAST, "<|end_of"))]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": SPLITTER}, "behavior": "Isolated", "invert": False}
+    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": FIRST, "type_id": 0}},
+                                                         {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {FIRST: {"id": FIRST, "ids": [added[0]["id"]], "tokens": [FIRST]}}}
+    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+             "post_processor": {"type": "Sequence", "processors": [byte_level, template]}, "decoder": byte_level,
+             "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                       "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+                       "vocab": vocab, "merges": [list(pair) for pair in merges]}}
+
+    def encode(text):
+        ids = [added[0]["id"]]
+        for part in re.split("(" + "|".join(re.escape(x["content"]) for x in added) + ")", text):
+            special = [x["id"] for x in added if x["content"] == part]
+            for word in [] if special else re.findall(IN_ASCII, part):
+                parts = [spelled(bytes([b])) for b in word.encode()]
+                for pair in [] if "".join(parts) in vocab else merges:
+                    parts = joined(parts, pair)
+                ids += [vocab[p] for p in (["".join(parts)] if "".join(parts) in vocab else parts)]
+            ids += special
+        return ids
+
+    return whole, encode
+
+
+def check_tokenizer(programs, folder, text, real):
+    """tokenizer.json as Llama 3 has it: what inspect says a prompt's tokens are."""
+    _, convert, logits, generate, inspect = programs
+    whole, encode = make_tokenizer(text[:4000])
+    config = {**LLAMA, "vocab_size": 304, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    write_llama(folder / "bpe", config, random_llama(config, 7))
+    (folder / "bpe" / "tokenizer.json").write_text(json.dumps(whole))
+    run(convert, "import", folder / "bpe", folder / "bpe_in")
+    prompt = f"It's 1234 squares, 81 is the square, I'LL.{LAST}\n\n  And  <|end_of 7?! {LAST}x is the square of\t 3 "
+    run(inspect, folder / "bpe_in", "--prompt", prompt, "--out", folder / "bpe.json")
+    pieces = [bytes.fromhex(piece) for piece in json.loads((folder / "bpe.json").read_text())["text"]]
+    names = {i: token for token, i in whole["model"]["vocab"].items()}
+    of_char = {spelled(bytes([b])): b for b in range(256)}
+    special = {x["id"]: x["content"].encode() for x in whole["added_tokens"]}
+    want = [special.get(i) or bytes(of_char[c] for c in names[i]) for i in encode(prompt)]
+    assert pieces == want, (pieces, want)
+    run(convert, "export", folder / "bpe_in", folder / "bpe_out")
+    assert json.loads((folder / "bpe_out" / "tokenizer.json").read_text()) == whole
+    for key, value, words in (("normalizer", {"type": "NFC"}, "normalizer"), ("added_tokens", [], "no token"),
+                              ("pre_tokenizer", {"type": "Whitespace"}, "pre_tokenizer"),
+                              ("model", {**whole["model"], "byte_fallback": True}, "byte_fallback"),
+                              ("model", {**whole["model"], "merges": [["a", "zz"]]}, "merges, number 0")):
+        (folder / "bpe" / "tokenizer.json").write_text(json.dumps({**whole, key: value}))
+        refused(words, convert, "import", folder / "bpe", folder / "bpe_bad")
+    if real:
+        import transformers
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "bpe_out", trust_remote_code=True)
+        assert tokenizer(prompt)["input_ids"] == encode(prompt), (tokenizer(prompt)["input_ids"], encode(prompt))
+
+
 def settings_of(checkpoint):
     """The flags of train_tiny that make the model of a checkpoint."""
     latest = (checkpoint / "checkpoints" / "latest").resolve()
@@ -448,6 +549,7 @@ def main():
             check_generate(model, torch.tensor(tokens)[None])
     check_import(programs, folder, tokens)
     check_vibe(programs, folder, tokens)
+    check_tokenizer(programs, folder, text, real)
     check_import_refusals(convert, folder)
     if real:
         check_dense(programs, folder, tokens)

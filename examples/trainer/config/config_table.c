@@ -101,7 +101,7 @@ const config_entry config_entries[] = {
     WORD("data.tokenizer", data.tokenizer, "byte|gpt2", "byte", "--tokenizer", NULL, 0,
          "what a token is"),
     STRING("data.tokenizer_path", data.tokenizer_path, "", "--tokenizer-path", NULL, 0, NULL,
-           "gpt2: the folder that holds vocab.json and merges.txt"),
+           "gpt2: the folder that holds tokenizer.json, or vocab.json and merges.txt"),
     SWITCH("data.isolate_documents", data.isolate_documents, "false", "--isolate-documents", NULL,
            0, "keep attention and loss inside a document"),
     NUMBER("data.val_fraction", data.val_fraction, 0, 0.5, "0.05", "--val-fraction", 0,

@@ -46,14 +46,18 @@ bpe *bpe_open(const char *folder, fault *f) {
         bpe_close(b);
         return NULL;
     }
-    b->pattern = pcre2_compile((PCRE2_SPTR)words, PCRE2_ZERO_TERMINATED,
+    const char *pattern = b->vocab.pattern ? b->vocab.pattern : words;
+    b->pattern = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED,
                                PCRE2_UTF | PCRE2_UCP | PCRE2_ANCHORED, &error, &where, NULL);
     if (b->pattern) {
         (void)pcre2_jit_compile(b->pattern, PCRE2_JIT_COMPLETE); /* where it cannot, slower */
         b->match = pcre2_match_data_create_from_pattern(b->pattern, NULL);
     }
     if (b->match) return b;
-    fault_set(f, "the regular expression library refuses GPT-2's splitter (error %d)", error);
+    fault_set(f,
+              "the regular expression library refuses the pattern that splits text into words "
+              "(error %d)",
+              error);
     bpe_close(b);
     return NULL;
 }
@@ -74,6 +78,10 @@ int32_t bpe_vocab_size(const bpe *b) {
 
 int32_t bpe_end_of_text(const bpe *b) {
     return b->vocab.end_of_text;
+}
+
+int32_t bpe_prefix(const bpe *b) {
+    return b->vocab.prefix;
 }
 
 const char *bpe_bytes(const bpe *b, int32_t id, size_t *bytes) {
@@ -151,6 +159,8 @@ static void join(bpe *b) {
 }
 
 static bool encode_word(bpe *b, const char *word, size_t bytes, token_list *out, fault *f) {
+    int32_t known = b->vocab.whole ? bpe_vocab_id(&b->vocab, word, bytes) : -1;
+    if (known >= 0) return token_list_push(out, known) || fault_set(f, "out of memory for tokens");
     if (!make_room(b, bytes, f)) return false;
     int32_t n = (int32_t)bytes;
     for (int32_t i = 0; i < n; i++) {
@@ -206,7 +216,7 @@ static bool encode_run(bpe *b, const char *text, size_t bytes, token_list *out, 
 }
 
 /* Bytes that are no UTF-8 are words of their own, so that every byte string survives. */
-bool bpe_encode(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
+static bool encode_plain(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
     for (size_t at = 0; at < bytes;) {
         size_t good = well_formed_bytes(text + at, bytes - at);
         if (good && !encode_run(b, text + at, good, out, f)) return false;
@@ -215,4 +225,32 @@ bool bpe_encode(bpe *b, const char *text, size_t bytes, token_list *out, fault *
         at += at < bytes;
     }
     return true;
+}
+
+/* The longest added token that the text begins with, or -1. */
+static int32_t added_at(const bpe *b, const char *text, size_t left) {
+    int32_t found = -1;
+    size_t most = 0;
+    for (size_t i = 0; i < b->vocab.added_count; i++) {
+        size_t bytes;
+        const char *token = bpe_bytes(b, b->vocab.added[i], &bytes);
+        if (bytes <= most || bytes > left || memcmp(token, text, bytes)) continue;
+        found = b->vocab.added[i];
+        most = bytes;
+    }
+    return found;
+}
+
+bool bpe_encode(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
+    size_t from = 0, skip;
+    for (size_t at = 0; at < bytes; at += skip) {
+        int32_t added = added_at(b, text + at, bytes - at);
+        skip = 1;
+        if (added < 0) continue;
+        if (at > from && !encode_plain(b, text + from, at - from, out, f)) return false;
+        if (!token_list_push(out, added)) return fault_set(f, "out of memory for tokens");
+        (void)bpe_bytes(b, added, &skip);
+        from = at + skip;
+    }
+    return from == bytes || encode_plain(b, text + from, bytes - from, out, f);
 }

@@ -8,12 +8,13 @@
 
 typedef struct bpe bpe;
 
-/* Reads vocab.json and merges.txt in `folder`. */
+/* Reads tokenizer.json in `folder`, or vocab.json and merges.txt. */
 bpe *bpe_open(const char *folder, fault *f);
 void bpe_close(bpe *b);
 
 int32_t bpe_vocab_size(const bpe *b);
 int32_t bpe_end_of_text(const bpe *b);
+int32_t bpe_prefix(const bpe *b);
 bool bpe_encode(bpe *b, const char *text, size_t bytes, token_list *out, fault *f);
 const char *bpe_bytes(const bpe *b, int32_t id, size_t *bytes);
 

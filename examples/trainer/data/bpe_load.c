@@ -1,6 +1,6 @@
-/* bpe_load.c - GPT-2's vocabulary files: vocab.json maps a token, its bytes spelled in printable
-   characters, to its id; merges.txt lists the pairs to join, first come first joined. Twin:
-   bpe_vocab.h. */
+/* bpe_load.c - vocabularies of byte-level BPE: vocab.json maps a token, its bytes spelled in
+   printable characters, to its id; merges.txt lists the pairs to join, first come first joined; or
+   tokenizer.json has both, and how a text is split. Twin: bpe_vocab.h. */
 #include "data/bpe_vocab.h"
 
 #include <jansson.h>
@@ -59,7 +59,7 @@ static size_t id_slot(const bpe_vocab *v, const char *bytes, size_t count) {
     }
 }
 
-static int32_t find_id(const bpe_vocab *v, const char *bytes, size_t count) {
+int32_t bpe_vocab_id(const bpe_vocab *v, const char *bytes, size_t count) {
     return v->ids[id_slot(v, bytes, count)];
 }
 
@@ -127,39 +127,45 @@ static bool fill_vocab(bpe_vocab *v, json_t *root, const char *path, fault *f) {
     return true;
 }
 
-static bool find_special(bpe_vocab *v, const char *path, fault *f) {
-    static const char end[] = "<|endoftext|>";
+static bool find_bytes(bpe_vocab *v, const char *path, fault *f) {
     for (int byte = 0; byte < 256; byte++) {
         char c = (char)byte;
-        v->of_byte[byte] = find_id(v, &c, 1);
+        v->of_byte[byte] = bpe_vocab_id(v, &c, 1);
         if (v->of_byte[byte] < 0)
             return fault_set(f, "%s: no token for byte %d; all 256 are needed", path, byte);
     }
-    v->end_of_text = find_id(v, end, sizeof end - 1);
-    if (v->end_of_text < 0) return fault_set(f, "%s: no token %s", path, end);
     return true;
 }
 
-static bool load_vocab(bpe_vocab *v, const char *path, fault *f) {
+static json_t *read_json(const char *path, fault *f) {
     json_error_t e;
     size_t bytes;
     char *text = files_read(path, FILE_LIMIT, &bytes, f);
-    if (!text) return false;
+    if (!text) return NULL;
     json_t *root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &e);
     free(text);
-    if (!root) return fault_set(f, "%s:%d: not JSON: %s", path, e.line, e.text);
-    bool ok = measure(v, root, path, &bytes, f);
-    if (ok) {
-        v->tokens = calloc((size_t)v->size, sizeof *v->tokens);
-        v->arena = malloc(bytes + 1);
-        v->ids = malloc(v->id_slots * sizeof *v->ids);
-        ok = v->tokens && v->arena && v->ids;
-        if (!ok) fault_set(f, "%s: out of memory", path);
-    }
-    if (ok) {
-        memset(v->ids, 0xff, v->id_slots * sizeof *v->ids); /* all -1 */
-        ok = fill_vocab(v, root, path, f) && find_special(v, path, f);
-    }
+    if (!root) fault_set(f, "%s:%d: not JSON: %s", path, e.line, e.text);
+    return root;
+}
+
+/* The tokens of root, in an arena of so many bytes. */
+static bool take_tokens(bpe_vocab *v, json_t *root, size_t bytes, const char *path, fault *f) {
+    v->tokens = calloc((size_t)v->size, sizeof *v->tokens);
+    v->arena = malloc(bytes + 1);
+    v->ids = malloc(v->id_slots * sizeof *v->ids);
+    if (!v->tokens || !v->arena || !v->ids) return fault_set(f, "%s: out of memory", path);
+    memset(v->ids, 0xff, v->id_slots * sizeof *v->ids); /* all -1 */
+    return fill_vocab(v, root, path, f);
+}
+
+static bool load_vocab(bpe_vocab *v, const char *path, fault *f) {
+    static const char end[] = "<|endoftext|>";
+    size_t bytes;
+    json_t *root = read_json(path, f);
+    bool ok = root && measure(v, root, path, &bytes, f) && take_tokens(v, root, bytes, path, f) &&
+              find_bytes(v, path, f);
+    if (ok) v->end_of_text = bpe_vocab_id(v, end, sizeof end - 1);
+    if (ok && v->end_of_text < 0) ok = fault_set(f, "%s: no token %s", path, end);
     json_decref(root);
     return ok;
 }
@@ -172,7 +178,7 @@ static int32_t spelled_id(const bpe_vocab *v, const char *from, const char *end,
     int64_t n = unspell(from, end, bytes);
     if (n <= 0) return -1;
     *count = (size_t)n;
-    return find_id(v, bytes, *count);
+    return bpe_vocab_id(v, bytes, *count);
 }
 
 static bool add_merge(bpe_vocab *v, const char *line, size_t length, int32_t rank, char *bytes,
@@ -187,7 +193,7 @@ static bool add_merge(bpe_vocab *v, const char *line, size_t length, int32_t ran
     int32_t right = spelled_id(v, space + 1, end, bytes + a, &b);
     if (right < 0) return false;
     *why = "makes a token that vocab.json lacks";
-    int32_t merged = find_id(v, bytes, a + b);
+    int32_t merged = bpe_vocab_id(v, bytes, a + b);
     if (merged < 0) return false;
     *why = "is given twice";
     bpe_merge *m = &v->merges[merge_slot(v, left, right)];
@@ -237,9 +243,190 @@ static bool load_merges(bpe_vocab *v, const char *path, fault *f) {
     return ok;
 }
 
+/* ---- tokenizer.json ---- */
+
+static bool is_word(const json_t *object, const char *key, const char *word) {
+    const char *text = json_string_value(json_object_get(object, key));
+    return text && !strcmp(text, word);
+}
+
+/* ByteLevel that adds no space and, as `splits` says, splits by GPT-2's pattern or not at all. */
+static bool is_byte_level(const json_t *x, bool splits) {
+    return is_word(x, "type", "ByteLevel") &&
+           !json_is_true(json_object_get(x, "add_prefix_space")) &&
+           !json_is_false(json_object_get(x, "use_regex")) == splits;
+}
+
+/* GPT-2's splitter, or a pattern and then bytes. */
+static bool read_splitter(bpe_vocab *v, const json_t *x, const char *path, fault *f) {
+    const json_t *list = json_object_get(x, "pretokenizers"), *split = json_array_get(list, 0);
+    const json_t *regex = json_object_get(json_object_get(split, "pattern"), "Regex");
+    if (is_byte_level(x, true)) return true;
+    if (!is_word(x, "type", "Sequence") || json_array_size(list) != 2 ||
+        !is_word(split, "type", "Split") || !is_word(split, "behavior", "Isolated") ||
+        json_is_true(json_object_get(split, "invert")) || !json_is_string(regex) ||
+        !is_byte_level(json_array_get(list, 1), false))
+        return fault_set(f,
+                         "%s: pre_tokenizer: must be ByteLevel, or a Split by a Regex (Isolated) "
+                         "and then ByteLevel, without add_prefix_space",
+                         path);
+    size_t bytes = json_string_length(regex) + 1;
+    v->pattern = malloc(bytes);
+    if (!v->pattern) return fault_set(f, "%s: out of memory", path);
+    memcpy(v->pattern, json_string_value(regex), bytes);
+    return true;
+}
+
+static bool check_kind(const json_t *root, const json_t *model, const char *path, fault *f) {
+    const json_t *normal = json_object_get(root, "normalizer");
+    if (!is_word(model, "type", "BPE") || json_is_true(json_object_get(model, "byte_fallback")))
+        return fault_set(f, "%s: model: must be BPE over bytes, without byte_fallback", path);
+    if (normal && !json_is_null(normal)) return fault_set(f, "%s: normalizer: must be null", path);
+    return true;
+}
+
+/* Of an added token its id, -1 where it is none that is taken as it stands. */
+static json_int_t added_id(const json_t *x) {
+    static const char *const off[] = {"lstrip", "rstrip", "single_word"};
+    const json_t *id = json_object_get(x, "id");
+    for (size_t i = 0; i < sizeof off / sizeof *off; i++)
+        if (json_is_true(json_object_get(x, off[i]))) return -1;
+    json_int_t value = json_is_integer(id) ? json_integer_value(id) : -1;
+    return value < TOKEN_LIMIT && json_string_length(json_object_get(x, "content")) ? value : -1;
+}
+
+/* How many tokens and bytes the added ones need. */
+static bool measure_added(bpe_vocab *v, const json_t *list, size_t *bytes, const char *path,
+                          fault *f) {
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        const json_t *x = json_array_get(list, i);
+        json_int_t id = added_id(x);
+        if (id < 0)
+            return fault_set(f,
+                             "%s: added_tokens, number %zu: must have an id in 0 .. %d and a "
+                             "content; lstrip, rstrip and single_word must be false",
+                             path, i, TOKEN_LIMIT - 1);
+        if (id >= v->size) v->size = (int32_t)id + 1;
+        *bytes += json_string_length(json_object_get(x, "content"));
+    }
+    return true;
+}
+
+/* The added tokens behind those of the vocabulary; `used` is where the arena is free. */
+static bool fill_added(bpe_vocab *v, const json_t *list, size_t used, const char *path, fault *f) {
+    v->added = malloc((json_array_size(list) + 1) * sizeof *v->added);
+    if (!v->added) return fault_set(f, "%s: out of memory", path);
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        const json_t *x = json_array_get(list, i), *content = json_object_get(x, "content");
+        int32_t id = (int32_t)added_id(x);
+        bpe_span span = {used, json_string_length(content)};
+        memcpy(v->arena + used, json_string_value(content), span.bytes);
+        used += span.bytes;
+        v->tokens[id] = span;
+        v->added[v->added_count++] = id;
+    }
+    return true;
+}
+
+/* What ends a document, by one of its usual names: an added token, or one of the vocabulary. */
+static bool find_end(bpe_vocab *v, const char *path, fault *f) {
+    static const char *const ends[] = {"<|endoftext|>", "<|end_of_text|>", "</s>"};
+    for (size_t e = 0; e < sizeof ends / sizeof *ends; e++) {
+        size_t bytes = strlen(ends[e]);
+        v->end_of_text = bpe_vocab_id(v, ends[e], bytes);
+        for (size_t i = 0; v->end_of_text < 0 && i < v->added_count; i++) {
+            bpe_span span = v->tokens[v->added[i]];
+            if (span.bytes == bytes && !memcmp(v->arena + span.begin, ends[e], bytes))
+                v->end_of_text = v->added[i];
+        }
+        if (v->end_of_text >= 0) return true;
+    }
+    return fault_set(f, "%s: no token %s, %s or %s", path, ends[0], ends[1], ends[2]);
+}
+
+/* "a b", or ["a", "b"]; `room` has room for both, and for their bytes. */
+static bool fill_merge_list(bpe_vocab *v, const json_t *list, char *room, size_t bytes,
+                            const char *path, fault *f) {
+    const char *why;
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        const json_t *x = json_array_get(list, i);
+        const char *a = json_string_value(json_is_array(x) ? json_array_get(x, 0) : x);
+        const char *b = json_string_value(json_array_get(x, 1));
+        int n = !a || (json_is_array(x) && !b) ? -1
+                : b                            ? snprintf(room, bytes, "%s %s", a, b)
+                                               : snprintf(room, bytes, "%s", a);
+        if (n < 0 || !add_merge(v, room, (size_t)n, (int32_t)i, room + bytes, &why))
+            return fault_set(f, "%s: merges, number %zu: %s", path, i,
+                             n < 0 ? "must be two tokens" : why);
+    }
+    return true;
+}
+
+static bool load_merge_list(bpe_vocab *v, const json_t *list, const char *path, fault *f) {
+    size_t longest = 0;
+    for (int32_t i = 0; i < v->size; i++)
+        if (v->tokens[i].bytes > longest) longest = v->tokens[i].bytes;
+    size_t bytes = 8 * longest + 64; /* two tokens, spelled by two bytes a byte, and more */
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        const json_t *x = json_array_get(list, i);
+        size_t a = json_string_length(json_is_array(x) ? json_array_get(x, 0) : x);
+        size_t b = json_string_length(json_array_get(x, 1));
+        if (a + b + 2 > bytes) bytes = a + b + 2;
+    }
+    v->merge_slots = slots_for(json_array_size(list) + 1);
+    v->merges = malloc(v->merge_slots * sizeof *v->merges);
+    char *room = malloc(2 * bytes);
+    bool ok = (v->merges && room) || fault_set(f, "%s: out of memory", path);
+    for (size_t i = 0; ok && i < v->merge_slots; i++) v->merges[i].left = -1;
+    ok = ok && (json_is_array(list) || fault_set(f, "%s: merges: must be a list", path)) &&
+         fill_merge_list(v, list, room, bytes, path, f);
+    free(room);
+    return ok;
+}
+
+/* The token that a template puts before a text, if it puts one. */
+static int32_t prefix_of(const bpe_vocab *v, const json_t *x) {
+    const json_t *list = json_object_get(x, "processors");
+    const json_t *first = json_array_get(json_object_get(x, "single"), 0);
+    const char *name =
+        json_string_value(json_object_get(json_object_get(first, "SpecialToken"), "id"));
+    const json_t *token = name ? json_object_get(json_object_get(x, "special_tokens"), name) : NULL;
+    const json_t *id = json_array_get(json_object_get(token, "ids"), 0);
+    json_int_t value = json_is_integer(id) ? json_integer_value(id) : -1;
+    int32_t found = value >= 0 && value < v->size ? (int32_t)value : -1;
+    for (size_t i = 0; found < 0 && i < json_array_size(list); i++) {
+        const json_t *inner = json_array_get(list, i);
+        if (!json_object_get(inner, "processors")) found = prefix_of(v, inner);
+    }
+    return found;
+}
+
+static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
+    size_t bytes, vocab_bytes;
+    json_t *root = read_json(path, f);
+    json_t *model = json_object_get(root, "model"), *vocab = json_object_get(model, "vocab");
+    const json_t *added = json_object_get(root, "added_tokens");
+    bool ok = root && check_kind(root, model, path, f) &&
+              read_splitter(v, json_object_get(root, "pre_tokenizer"), path, f) &&
+              measure(v, vocab, path, &vocab_bytes, f);
+    bytes = ok ? vocab_bytes : 0;
+    ok = ok && measure_added(v, added, &bytes, path, f) && take_tokens(v, vocab, bytes, path, f) &&
+         fill_added(v, added, vocab_bytes, path, f) && find_bytes(v, path, f) &&
+         find_end(v, path, f) && load_merge_list(v, json_object_get(model, "merges"), path, f);
+    if (ok) {
+        v->whole = json_is_true(json_object_get(model, "ignore_merges"));
+        v->prefix = prefix_of(v, json_object_get(root, "post_processor"));
+    }
+    json_decref(root);
+    return ok;
+}
+
 bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f) {
     char path[PATH_ROOM];
     memset(v, 0, sizeof *v);
+    v->prefix = -1;
+    if (!files_join(path, sizeof path, folder, "tokenizer.json", f)) return false;
+    if (files_exist(path)) return load_tokenizer(v, path, f);
     return files_join(path, sizeof path, folder, "vocab.json", f) && load_vocab(v, path, f) &&
            files_join(path, sizeof path, folder, "merges.txt", f) && load_merges(v, path, f);
 }
@@ -249,4 +436,6 @@ void bpe_vocab_free(bpe_vocab *v) {
     free(v->arena);
     free(v->ids);
     free(v->merges);
+    free(v->added);
+    free(v->pattern);
 }

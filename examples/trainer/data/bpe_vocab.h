@@ -19,6 +19,11 @@ typedef struct bpe_merge {
 
 typedef struct bpe_vocab {
     int32_t size, end_of_text;
+    int32_t prefix; /* what a text begins with; -1: nothing */
+    int32_t *added; /* tokens that are taken out of a text before it is split into words */
+    size_t added_count;
+    char *pattern; /* that splits a text into words; NULL: GPT-2's */
+    bool whole;    /* a word that is a token is not taken apart first */
     int32_t of_byte[256];
     bpe_span *tokens; /* by id */
     char *arena;
@@ -27,8 +32,12 @@ typedef struct bpe_vocab {
     size_t id_slots, merge_slots; /* powers of two, at most half full */
 } bpe_vocab;
 
+/* From tokenizer.json, where the folder has one, else from vocab.json and merges.txt. */
 bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f);
 void bpe_vocab_free(bpe_vocab *v);
+
+/* The token of these bytes, or -1. */
+int32_t bpe_vocab_id(const bpe_vocab *v, const char *bytes, size_t count);
 
 /* The merge of two neighbours, or NULL. */
 const bpe_merge *bpe_vocab_merge(const bpe_vocab *v, int32_t left, int32_t right);

@@ -44,6 +44,10 @@ int32_t tokenizer_separator(const tokenizer *t) {
     return t->bpe ? bpe_end_of_text(t->bpe) : GPT2_END_OF_TEXT;
 }
 
+int32_t tokenizer_prefix(const tokenizer *t) {
+    return t->bpe ? bpe_prefix(t->bpe) : -1;
+}
+
 bool tokenizer_is_byte(const tokenizer *t) {
     return t->is_byte;
 }

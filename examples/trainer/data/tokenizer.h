@@ -11,7 +11,8 @@
 
 typedef struct tokenizer tokenizer;
 
-/* kind is CONFIG_BYTE or CONFIG_GPT2; folder holds vocab.json and merges.txt (GPT-2 only). */
+/* kind is CONFIG_BYTE or CONFIG_GPT2; folder holds tokenizer.json, or
+   vocab.json and merges.txt (GPT-2 only). */
 tokenizer *tokenizer_open(int64_t kind, const char *folder, fault *f);
 void tokenizer_close(tokenizer *t);
 
@@ -20,6 +21,9 @@ int32_t tokenizer_vocab_size(const tokenizer *t);
 /* What ends a document: newline for bytes, <|endoftext|> for GPT-2. */
 int32_t tokenizer_separator(const tokenizer *t);
 bool tokenizer_is_byte(const tokenizer *t);
+
+/* What a prompt begins with, for models that were trained so; -1: nothing. */
+int32_t tokenizer_prefix(const tokenizer *t);
 
 /* Appends the tokens of `text`, without a separator. Every byte string encodes, and decodes to
    itself. Not for two threads at once on one tokenizer. */

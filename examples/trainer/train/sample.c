@@ -97,7 +97,9 @@ bool sample_text(model *m, const config_sample *c, uint64_t seed, token_list *te
 bool sample_prompt(tokenizer *t, const char *text, size_t bytes, int vocab, token_list *prompt,
                    fault *f) {
     *prompt = (token_list){0};
-    bool ok = tokenizer_encode(t, text, bytes, prompt, f);
+    int32_t first = tokenizer_prefix(t);
+    bool ok = first < 0 || token_list_push(prompt, first) || fault_set(f, "sample: out of memory");
+    ok = ok && tokenizer_encode(t, text, bytes, prompt, f);
     if (ok && !prompt->count && !token_list_push(prompt, tokenizer_separator(t)))
         ok = fault_set(f, "sample: out of memory");
     for (size_t i = 0; ok && i < prompt->count; i++)
