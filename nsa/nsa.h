@@ -308,7 +308,8 @@ typedef struct nsa_desc {
 NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim);
 
 /* NSA_OK, or the first rule that the descriptor breaks. Every function checks it; this is for
-   asking early. */
+   asking early. An attention or a compression alone does not look at cmp_block .. slc_local where
+   it has no use for them: they may hold anything, and need not agree. */
 NSA_API nsa_status nsa_desc_check(const nsa_desc *d);
 
 /* What is wrong with firsts, counts or pages, and where. */
@@ -899,6 +900,20 @@ static nsa_status nsa__check_lse_gradient(const nsa_tensor *dlse, const nsa_tens
     if (!dlse->data) return NSA_OK;
     if (dlse->data == lse->data) return nsa__error(NSA_ERROR_SHARED, field);
     return nsa__check_view(dlse, shape, 1u << NSA_REAL_DTYPE, 0, field);
+}
+
+/* The descriptor for a primitive that uses only some of the fields cmp_block .. slc_local: the
+   others are set so that they break no rule. Blocks are forced in no list that is given. */
+enum { NSA__USES_CMP = 1, NSA__USES_SLC = 2 };
+
+static const nsa_desc *nsa__desc_using(const nsa_desc *d, int uses, nsa_desc *own) {
+    if (!d) return d;
+    *own = *d;
+    if (!(uses & NSA__USES_CMP)) own->cmp_block = own->cmp_stride = 1;
+    if (!(uses & NSA__USES_SLC)) own->slc_block = own->cmp_block, own->slc_count = 1;
+    if (!(uses & NSA__USES_SLC) || own->forced == NSA_FORCED_INSIDE)
+        own->slc_init = 0, own->slc_local = 1;
+    return own;
 }
 
 /* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's. */
@@ -3035,7 +3050,8 @@ static nsa_status nsa__compress_check_sizes(const nsa_compress *x, const nsa_des
 }
 
 static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa_desc *d) {
-    NSA__CHECK(nsa_desc_check(d));
+    nsa_desc own;
+    NSA__CHECK(nsa_desc_check(nsa__desc_using(d, NSA__USES_CMP, &own)));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     return nsa__compress_check_sizes(x, d, 0);
 }
@@ -4688,7 +4704,14 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
 
 static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL, NULL, 0};
 
+static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
+    return nsa__desc_using(
+        d, branch == NSA__CMP ? NSA__USES_CMP : branch == NSA__SLC ? NSA__USES_SLC : 0, own);
+}
+
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
+    nsa_desc own;
+    d = nsa__branch_desc(d, branch, &own);
     if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
     nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch)
                                   : nsa__forward_plan(NULL, d, branch, nsa__no_options);
@@ -4731,6 +4754,8 @@ static nsa_status nsa__attend_gradient_check(const nsa_attend *dx, const nsa_att
 
 static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                       void *workspace, size_t bytes) {
+    nsa_desc own;
+    d = nsa__branch_desc(d, branch, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names));
@@ -4740,6 +4765,8 @@ static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, ns
 
 static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
                                        nsa__branch branch, void *workspace, size_t bytes) {
+    nsa_desc own;
+    d = nsa__branch_desc(d, branch, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);

@@ -206,9 +206,9 @@ static void test_refusals(void) {
     map_call c = {d, 70, (int32_t *)(void *)memory->data, (int32_t *)(void *)(memory->data + 1024),
                   (nsa_real *)(void *)(memory->data + 2048)};
     map_call good = c;
-    refusal check = {"nsa_desc_check", call_check, &d, &d};
-    refusal map = {"nsa_block_map", call_map, &c, &c.d},
-            begins = {"nsa_cmp_begins", call_begins, &c, &c.d};
+    refusal check = {"nsa_desc_check", call_check, &d, &d, 0};
+    refusal map = {"nsa_block_map", call_map, &c, &c.d, 0},
+            begins = {"nsa_cmp_begins", call_begins, &c, &c.d, 0};
     refuse_desc(&check);
     refuse_desc_sizes(&map);
     refuse_desc(&begins);

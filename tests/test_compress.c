@@ -105,6 +105,7 @@ static suite suite_of(const compress_case *c) {
     s.forward = compress_forward, s.backward = compress_backward;
     s.forward_size = compress_forward_size, s.backward_size = compress_backward_size;
     s.configure = compress_configure, s.reference = reference, s.prepare = compress_weights;
+    s.unused = UNUSED_SLC | UNUSED_FORCED;
     compress_add(&s, &p, names, 0, 1);
     return s;
 }

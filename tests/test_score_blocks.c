@@ -214,7 +214,7 @@ static void test_options_refused(const suite *s, const nsa_desc *d) {
     spoiled b;
     spoiled_new(&b, s, d);
     nsa_score *x = (nsa_score *)instance_x(&b.p);
-    refusal r = {"forward", call_score, &b.forward_call, &b.p.d};
+    refusal r = {"forward", call_score, &b.forward_call, &b.p.d, 0};
     x->act = (nsa_score_act)7;
     refused(&r, "act 7", NSA_ERROR_OPTION, "act");
     x->act = NSA_SCORE_RELU, x->pool = (nsa_score_pool)-1;

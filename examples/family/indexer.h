@@ -45,9 +45,7 @@ static inline void with_nsa(const indexer *x, const index_inputs *in, problem *p
     WITH_WORKSPACE(nsa_score_blocks_workspace_size(&of_scores),
                    nsa_score_blocks(&score, &of_scores, workspace, bytes));
 
-    of_attention.cmp_block = of_attention.cmp_stride = of_attention.slc_block = x->block;
-    of_attention.slc_count = x->count, of_attention.slc_init = 0;
-    of_attention.slc_local = x->local;
+    of_attention.slc_block = x->block, of_attention.slc_count = x->count;
     a.blocks = score.blocks;
     if (x->list_heads < x->Hk) a.blocks.head = 0; /* all heads share one list */
     WITH_WORKSPACE(nsa_attend_slc_forward_workspace_size(&of_attention),

@@ -21,7 +21,7 @@ static nsa_tensor from(nsa_tensor x, int row) {
 static question ask(const nsa_attend *x, const nsa_attend *dx, int owner, int half) {
     question a = {nsa_desc_default(1, PART, H, HK, D), *x, *dx};
     nsa_attend *both[] = {&a.x, &a.dx};
-    a.d.cmp_block = a.d.cmp_stride = a.d.slc_block = BLOCK, a.d.slc_count = COUNT;
+    a.d.slc_block = BLOCK, a.d.slc_count = COUNT;
     a.d.mask = half > owner ? NSA_MASK_NONE : NSA_MASK_CAUSAL;
     for (int i = 0; i < 2; i++) {
         both[i]->q = from(both[i]->q, half * PART), both[i]->out = from(both[i]->out, half * PART);

@@ -938,6 +938,8 @@ static nsa_status nsa__cuda_attend_backward_run(const nsa_attend *dx, const nsa_
 static nsa_status nsa__cuda_attend_backward(const nsa_attend *dx, const nsa_attend *x,
                                             const nsa_desc *d, nsa__cuda_branch_keys branch,
                                             void *workspace, size_t bytes, cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__cuda_branch_desc(d, branch, &own);
     NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);

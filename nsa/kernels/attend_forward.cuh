@@ -162,6 +162,8 @@ static nsa_status nsa__cuda_attend_forward_run(const nsa_attend *x, const nsa_de
 static nsa_status nsa__cuda_attend_forward(const nsa_attend *x, const nsa_desc *d,
                                            nsa__cuda_branch_keys branch, void *workspace,
                                            size_t bytes, cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__cuda_branch_desc(d, branch, &own);
     NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 1, &nsa__attend_names));

@@ -714,10 +714,19 @@ static void nsa__cuda_attend_plan(nsa__cuda_attend_params *params, const nsa_des
 typedef void nsa__cuda_attend_planner(nsa__cuda_attend_params *, const nsa_desc *,
                                       nsa__cuda_branch_keys, nsa__cuda_arena *);
 
+static const nsa_desc *nsa__cuda_branch_desc(const nsa_desc *d, nsa__cuda_branch_keys branch,
+                                             nsa_desc *own) {
+    return nsa__desc_using(
+        d, branch == NSA__KEYS_CMP ? NSA__USES_CMP : branch == NSA__KEYS_SLC ? NSA__USES_SLC : 0,
+        own);
+}
+
 static size_t nsa__cuda_attend_bytes(const nsa_desc *d, nsa__cuda_branch_keys branch,
                                      nsa__cuda_attend_planner *plan) {
     nsa__cuda_attend_params params;
     nsa__cuda_arena arena = nsa__cuda_arena_at(NULL);
+    nsa_desc own;
+    d = nsa__cuda_branch_desc(d, branch, &own);
     if (nsa__cuda_check_desc(d) != NSA_OK) return 0;
     plan(&params, d, branch, &arena);
     return nsa__cuda_arena_bytes(&arena);

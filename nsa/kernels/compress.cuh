@@ -195,7 +195,8 @@ static int nsa__cuda_parameters(const nsa_compress *dx, const nsa_compress *x, c
 
 static nsa_status nsa__cuda_compress_check_sizes(const nsa_compress *x, const nsa_desc *d,
                                                  int base) {
-    NSA__CHECK(nsa__cuda_check_desc(d));
+    nsa_desc own;
+    NSA__CHECK(nsa__cuda_check_desc(nsa__desc_using(d, NSA__USES_CMP, &own)));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (static_cast<unsigned>(x->phi) > NSA_PHI_MLP)
         return nsa__error(NSA_ERROR_OPTION, base + NSA__AT_phi);

@@ -643,6 +643,33 @@ static inline void refuse_strides(const refusal *r, const refused_tensor *t) {
     }
 }
 
+/* The same sizes, and the same bits, whatever fields hold that the branch has no use for. */
+static inline void unused_change_nothing(const branch *br, problem *p, const double *zeros,
+                                         const refusal *forward, const refusal *backward) {
+    const tensor *written[] = {&p->out, &p->lse, &p->dq, &p->dk, &p->dv};
+    unsigned char *found[2][COUNT(written)];
+    for (int spoilt = 0; spoilt < 2; spoilt++) {
+        const nsa_desc good = p->d;
+        if (spoilt) spoil_unused(forward);
+        size_t sizes[] = {br->forward_size(&good), br->backward_size(&good),
+                          br->forward_size(&p->d), br->backward_size(&p->d)};
+        check_case("%s, fields without use, spoilt %d", br->name, spoilt);
+        CHECK(sizes[0] == sizes[2] && sizes[1] == sizes[3], "the sizes change");
+        for (int i = 2; i < COUNT(written); i++) tensor_put(written[i], zeros);
+        nsa_status s[] = {forward->call(forward->arguments), backward->call(backward->arguments)};
+        CHECK_OK("forward", s[0]);
+        CHECK_OK("backward", s[1]);
+        for (int i = 0; i < COUNT(written); i++) found[spoilt][i] = tensor_bits(written[i]);
+        p->d = good;
+    }
+    for (int i = 0; i < COUNT(written); i++) {
+        size_t size = dtype_size(written[i]->view.dtype);
+        CHECK_BITS("with fields without use", found[1][i], found[0][i],
+                   tensor_count(written[i]) * size, size);
+        free(found[0][i]), free(found[1][i]);
+    }
+}
+
 static inline void test_refusals(const branch *br) {
     nsa_desc d = desc_of(shape("small"));
     numbers n = numbers_new(br, &d, NSA_REAL_DTYPE, 41);
@@ -653,8 +680,10 @@ static inline void test_refusals(const branch *br) {
     guarded *w2 = guarded_new("workspace", br->backward_size(&p.d), 1);
     attend_call forward_call = {br, &p, w->data, w->bytes},
                 backward_call = {br, &p, w2->data, w2->bytes};
-    refusal forward = {"forward", call_forward, &forward_call, &p.d};
-    refusal backward = {"backward", call_backward, &backward_call, &p.d};
+    unsigned unused = UNUSED_FORCED | (br->keys == BRANCH_CMP ? 0 : UNUSED_CMP) |
+                      (br->keys == BRANCH_SLC ? 0 : UNUSED_SLC);
+    refusal forward = {"forward", call_forward, &forward_call, &p.d, unused};
+    refusal backward = {"backward", call_backward, &backward_call, &p.d, unused};
     refused_tensor x[] = {
         {"q", &p.x.q, 1, 0, NSA_I32, 0, 0},     {"k", &p.x.k, 1, 0, NSA_I32, 0, 0},
         {"v", &p.x.v, 1, 0, NSA_I32, 0, 0},     {"out", &p.x.out, 1, 1, NSA_I32, 0, 0},
@@ -683,6 +712,7 @@ static inline void test_refusals(const branch *br) {
     refuse_desc(&backward);
     refuse_workspace(&forward, &forward_call);
     refuse_workspace(&backward, &backward_call);
+    unused_change_nothing(br, &p, zeros, &forward, &backward);
     if (!CHECKS_CUDA) refuse_null(br, &p);
     free(zeros);
     numbers_free(&n);
@@ -701,7 +731,7 @@ static inline void test_absent_isa(const branch *br) {
     problem p = problem_new(br, &d, &n, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, zeros);
     guarded *w = guarded_new("workspace", br->forward_size(&d), 1);
     attend_call c = {br, &p, w->data, w->bytes};
-    refusal r = {br->name, call_forward, &c, &p.d};
+    refusal r = {br->name, call_forward, &c, &p.d, 0};
     for (int i = 0; i < COUNT(isas); i++)
         if (!nsa_isa_available(isas[i])) {
             p.d.isa = isas[i];

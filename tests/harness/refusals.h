@@ -14,7 +14,14 @@ typedef struct refusal {
     nsa_status (*call)(void *arguments);
     void *arguments;
     nsa_desc *d;
+    unsigned unused; /* fields that the call does not look at */
 } refusal;
+
+enum {
+    UNUSED_CMP = 1,   /* cmp_block, cmp_stride */
+    UNUSED_SLC = 2,   /* slc_block, slc_count */
+    UNUSED_FORCED = 4 /* slc_init, slc_local */
+};
 
 /* Little runs leave refusals to the others: they are host code, the same in every mode of the
    executor, and each copies all buffers to the device and back. */
@@ -178,6 +185,34 @@ static inline void refused_somewhere(const refusal *r, const char *what, int kin
     CHECK(strlen(nsa_status_where(s)) > 2, "blamed nothing for %s", nsa_status_name(s));
 }
 
+/* Whether a field, or a rule between two of them, is none of the call's. */
+static inline int is_unused(const refusal *r, const refused_field *f) {
+    unsigned rule = f->kind == NSA_ERROR_SLC_BLOCK   ? UNUSED_CMP | UNUSED_SLC
+                    : f->kind == NSA_ERROR_SLC_COUNT ? UNUSED_FORCED
+                                                     : 0;
+    unsigned field = !strncmp(f->name, "cmp_", 4)                                     ? UNUSED_CMP
+                     : !strcmp(f->name, "slc_block") || !strcmp(f->name, "slc_count") ? UNUSED_SLC
+                     : !strncmp(f->name, "slc_", 4) ? UNUSED_FORCED
+                                                    : 0;
+    return (r->unused & (field | rule)) != 0;
+}
+
+static inline void spoil_unused(const refusal *r) {
+    nsa_desc *d = r->d;
+    if (r->unused & UNUSED_CMP) d->cmp_block = -5, d->cmp_stride = 0;
+    if (r->unused & UNUSED_SLC) d->slc_block = -1, d->slc_count = INT_MAX;
+    if (r->unused & UNUSED_FORCED) d->slc_init = INT_MAX, d->slc_local = -7;
+}
+
+static inline void unused_hold_anything(const refusal *r) {
+    const nsa_desc good = *r->d;
+    spoil_unused(r);
+    check_case("%s, fields without use", r->name);
+    nsa_status s = r->call(r->arguments);
+    CHECK(s == NSA_OK, "returned %s (%s)", nsa_status_name(s), nsa_status_where(s));
+    *r->d = good;
+}
+
 /* Everything but begins, which a function that needs no rows does not read. */
 static inline void refuse_desc_sizes(const refusal *r) {
     nsa_desc *d = r->d;
@@ -186,6 +221,7 @@ static inline void refuse_desc_sizes(const refusal *r) {
         const refused_field *f = &refused_fields[i];
         char what[64];
         if (CHECKS_CUDA && f->at == offsetof(nsa_desc, isa)) continue; /* not used there */
+        if (is_unused(r, f)) continue;
         snprintf(what, sizeof what, "%s = %d", f->name, f->value);
         memcpy((unsigned char *)d + f->at, &f->value, sizeof f->value);
         if (f->kind == NSA_ERROR_SIZE || f->kind == NSA_ERROR_OPTION)

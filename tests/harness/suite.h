@@ -57,6 +57,7 @@ struct suite {
        holds the block lists. NULL: forward. */
     void (*held_forward)(instance *p);
     const void *options; /* the primitive's own */
+    unsigned unused;     /* fields of the descriptor that it does not look at */
 };
 
 static inline slot *suite_add(suite *s, const char *name, size_t at, slot_rows rows, int heads,
@@ -714,8 +715,8 @@ static inline void spoiled_new(spoiled *b, const suite *s, const nsa_desc *d) {
     suite_call forward_call = {&b->p, w->data, w->bytes, 0, 0},
                backward_call = {&b->p, w2->data, w2->bytes, 0, 0};
     b->forward_call = forward_call, b->backward_call = backward_call;
-    refusal forward = {"forward", call_suite_forward, &b->forward_call, &b->p.d};
-    refusal backward = {"backward", call_suite_backward, &b->backward_call, &b->p.d};
+    refusal forward = {"forward", call_suite_forward, &b->forward_call, &b->p.d, s->unused};
+    refusal backward = {"backward", call_suite_backward, &b->backward_call, &b->p.d, s->unused};
     b->forward = forward, b->backward = backward;
     values_free(&v), values_free(&zeros);
 }
@@ -727,6 +728,7 @@ static inline void suite_refusals(const suite *s, const nsa_desc *d) {
     refuse_desc(&b.forward);
     if (s->backward) refuse_call(&b.backward, &b.backward_call, 1);
     if (s->backward) refuse_desc(&b.backward);
+    if (s->unused) unused_hold_anything(&b.forward), unused_hold_anything(&b.backward);
     for (int i = 0; i < s->count; i++) {
         const slot *t = &s->slots[i];
         char name[64];
