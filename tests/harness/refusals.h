@@ -261,7 +261,8 @@ static inline void refuse_ragged(const refusal *r) {
     refused_as(r, "a table too narrow", NSA_ERROR_PAGES, NSA_ERROR_OPTION, "pages");
     if (!CHECKS_CUDA) {
         d->page_tokens = 74;
-        refused(r, "page_tokens 74", NSA_ERROR_CMP_STRIDE, "page_tokens");
+        if (!(r->unused & UNUSED_CMP)) /* whole strides to a page */
+            refused(r, "page_tokens 74", NSA_ERROR_CMP_STRIDE, "page_tokens");
         d->page_tokens = 0;
         refused(r, "page_tokens 0", NSA_ERROR_SIZE, "page_tokens");
         d->page_tokens = 72, d->page_count = -1;
