@@ -98,7 +98,7 @@
    - The library allocates nothing, prints nothing, never aborts and keeps no global state.
      Workspace is the caller's, of any alignment, sized by the *_workspace_size function of the
      call; its content means nothing between calls. A workspace size of 0 is returned for a
-     descriptor that nsa_desc_check refuses, and where none is needed.
+     descriptor that the call refuses, and where none is needed.
    - Arguments are checked once, before anything is written: a call that does not return NSA_OK has
      touched nothing.
    - An output shares no memory with an input or another output (RoPE's may be its input; gradients
