@@ -58,7 +58,7 @@ static void add(import_flags *x, const char *flag, const char *format, double va
 }
 
 /* A key of config.json that is a number, and the flag that takes it. Where it is missing, `other`
-   stands for it, if that is not negative. */
+   stands for it; where that is negative, it must be an integer and there. */
 static const struct {
     const char *key, *flag, *format;
     double other;
@@ -82,8 +82,10 @@ static bool add_numbers(import_flags *x, const json_t *root, bool sparse, fault 
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         const json_t *v = json_object_get(root, numbers[i].key);
         if (numbers[i].sparse && !sparse) continue;
-        if (!json_is_number(v) && (numbers[i].other < 0 || (v && !json_is_null(v))))
-            return fault_set(f, "config.json: %s: must be a number", numbers[i].key);
+        bool whole = numbers[i].other < 0; /* and must be there */
+        if (whole ? !json_is_integer(v) : v && !json_is_number(v))
+            return fault_set(f, "config.json: %s: must be %s", numbers[i].key,
+                             whole ? "an integer" : "a number");
         double value = json_is_number(v) ? json_number_value(v) : numbers[i].other;
         add(x, numbers[i].flag, numbers[i].format, value);
     }
@@ -226,7 +228,7 @@ static int find(const importer *x, const char *name) {
 /* Buffers that RoPE is made of, which some files carry. */
 static bool is_ignored(const char *name) {
     const char *end = strrchr(name, '.');
-    return end && (!strcmp(end, ".inv_freq") || !strcmp(end, ".rotary_emb"));
+    return end && !strcmp(end, ".inv_freq");
 }
 
 static bool same_shape(const safetensors_tensor *a, const safetensors_tensor *b) {
@@ -388,6 +390,10 @@ bool import_tokenizer(config *c, const char *folder, const char *out_dir, const 
         return false;
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
         if (has_file(folder, wanted[i]) && !copy_file(folder, to, wanted[i], f)) return false;
-    return config_put(c, "data.tokenizer", "gpt2", f) &&
-           config_put(c, "data.tokenizer_path", to, f);
+    char *place = realpath(to, NULL); /* wherever generate is started */
+    bool ok = (place || fault_errno(f, "%s: cannot be found", to)) &&
+              config_put(c, "data.tokenizer", "gpt2", f) &&
+              config_put(c, "data.tokenizer_path", place, f);
+    free(place);
+    return ok;
 }

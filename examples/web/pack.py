@@ -22,7 +22,8 @@ LENGTHS = ("l", "d", "l_sel", "n_sel", "w")
 WORDS = {"nsa.phi": ("avg", "conv", "mlp"), "nsa.gate": ("sigmoid", "softmax"),
          "model.rope_pairs": ("interleaved", "halves")}
 MUST_BE = {"model.attention": "nsa", "model.tied_embeddings": False, "model.qk_norm": False, "model.rope_scaling": "none",
-           "data.tokenizer": "byte"}
+           "model.shared_kv": False, "model.mlp": "silu", "model.mlp_hidden": 0, "model.norm_eps": 1e-6,
+           "nsa.gate_form": "mlp", "nsa.n_init": 1, "nsa.n_local": 2, "data.tokenizer": "byte"}
 
 
 def checkpoint_folder(path):

@@ -244,7 +244,8 @@ static int32_t added_at(const bpe *b, const char *text, size_t left) {
 bool bpe_encode(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
     size_t from = 0, skip;
     for (size_t at = 0; at < bytes; at += skip) {
-        int32_t added = added_at(b, text + at, bytes - at);
+        bool starts = b->vocab.starts[(unsigned char)text[at]];
+        int32_t added = starts ? added_at(b, text + at, bytes - at) : -1;
         skip = 1;
         if (added < 0) continue;
         if (at > from && !encode_plain(b, text + from, at - from, out, f)) return false;

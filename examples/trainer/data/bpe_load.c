@@ -324,6 +324,7 @@ static bool fill_added(bpe_vocab *v, const json_t *list, size_t used, const char
         used += span.bytes;
         v->tokens[id] = span;
         v->added[v->added_count++] = id;
+        v->starts[(unsigned char)v->arena[span.begin]] = true;
     }
     return true;
 }

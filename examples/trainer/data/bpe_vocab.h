@@ -22,8 +22,9 @@ typedef struct bpe_vocab {
     int32_t prefix; /* what a text begins with; -1: nothing */
     int32_t *added; /* tokens that are taken out of a text before it is split into words */
     size_t added_count;
-    char *pattern; /* that splits a text into words; NULL: GPT-2's */
-    bool whole;    /* a word that is a token is not taken apart first */
+    bool starts[256]; /* whether one of them begins with this byte */
+    char *pattern;    /* that splits a text into words; NULL: GPT-2's */
+    bool whole;       /* a word that is a token is not taken apart first */
     int32_t of_byte[256];
     bpe_span *tokens; /* by id */
     char *arena;
