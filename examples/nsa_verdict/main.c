@@ -237,6 +237,17 @@ static void judge_losses(run *r) {
 
 /* ---- What it cost ---- */
 
+/* Of the last step: a layer of which nothing passes, or which reads one branch alone, is no layer
+   that was asked for. */
+static void judge_gates(run *r) {
+    double collapsed = number(r, "gate_layers_collapsed"), shut = number(r, "gate_layers_shut");
+    if (is_off(r, "statistics"))
+        judge(r, "gates", true, "not looked at: there are none, or statistics were switched off");
+    else
+        judge(r, "gates", collapsed == 0 && shut == 0,
+              "of %.0f layers collapsed, of %.0f shut, at the last step", collapsed, shut);
+}
+
 static void judge_figures(run *r) {
     double memory = number(r, "peak_memory_mib") * 1048576 / 1e9;
     double rate = number(r, "toks_per_s_p50"), fallbacks = number(r, "total_fallbacks");
@@ -253,6 +264,7 @@ static void judge_figures(run *r) {
               is_off(r, "statistics") ? ": statistics were switched off" : "");
     else
         judge(r, "pct_at_max", pct < PCT_AT_MAX, "%.4f at most (below %g)", pct, PCT_AT_MAX);
+    judge_gates(r);
     judge(r, "fallbacks", fallbacks < FALLBACKS_BELOW,
           "%.0f (below %g; no operation of this version has a slower path to fall back to)",
           fallbacks, FALLBACKS_BELOW);

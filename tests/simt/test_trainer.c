@@ -258,12 +258,14 @@ static void compare_state(const step_state *want, const step_state *got) {
 static void compare_counts(const stats_sum *want, const stats_sum *got) {
     const double pairs[][2] = {{want->entropy, got->entropy},     {want->largest, got->largest},
                                {want->shares[0], got->shares[0]}, {want->shares[1], got->shares[1]},
-                               {want->shares[2], got->shares[2]}, {want->k, got->k}};
-    const int64_t whole[][2] = {{want->gate_rows, got->gate_rows},
-                                {want->collapsed, got->collapsed},
-                                {want->k_rows, got->k_rows},
-                                {want->k_max, got->k_max},
-                                {want->at_max, got->at_max}};
+                               {want->shares[2], got->shares[2]}, {want->k, got->k},
+                               {want->gates, got->gates}};
+    const int64_t whole[][2] = {
+        {want->gate_rows, got->gate_rows},     {want->collapsed, got->collapsed},
+        {want->k_rows, got->k_rows},           {want->k_max, got->k_max},
+        {want->at_max, got->at_max},           {want->layers_collapsed, got->layers_collapsed},
+        {want->layers_shut, got->layers_shut}, {want->first_collapsed, got->first_collapsed},
+        {want->first_shut, got->first_shut}};
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
         CHECK(pairs[i][0] > 0 && fabs(pairs[i][0] - pairs[i][1]) <= 1e-6 * pairs[i][0],
               "sum %zu of the statistics: %.12g, not %.12g", i, pairs[i][1], pairs[i][0]);
@@ -301,9 +303,9 @@ static void *sent(const ops *o, const void *host, size_t bytes) {
     return to;
 }
 
-/* Statistics of two layers, one after the other, each with more rows than a sweep of the threads;
-   some rows are collapsed. */
-static void count_twice(const ops *o, nsa_gate_kind kind, bool documents, step_state *found) {
+/* Statistics of three layers, one after the other, the first with more rows than a sweep of the
+   threads; some rows are collapsed. */
+static void count_layers(const ops *o, nsa_gate_kind kind, bool documents, step_state *found) {
     enum { ROWS = 9000, GROUPS = 2, WIDTH = 4, BLOCK = 16, SEQUENCES = 3, EACH = ROWS / SEQUENCES };
     enum { HEADS = 3, STRIDE = 3 * HEADS + 2 };
     static const int32_t begins[] = {0, 40, 41, ROWS};
@@ -326,13 +328,20 @@ static void count_twice(const ops *o, nsa_gate_kind kind, bool documents, step_s
                        SEQUENCES,
                        EACH,
                        HEADS,
-                       STRIDE};
+                       STRIDE,
+                       4};
     void *at = sent(o, begins, sizeof begins);
     step_state *s = sent(o, &none, sizeof none);
     if (documents) x.begins = at;
     o->count_choices(o, s, &x);
-    x.rows = 500, x.sequences = documents ? 2 : 1, x.tokens_each = 500;
-    if (!documents) o->count_choices(o, s, &x);
+    /* the second layer's gates have collapsed, the third's are shut */
+    x.rows = 500, x.sequences = 1, x.tokens_each = 500;
+    for (x.layer = 7; !documents && x.layer < 9; x.layer++) {
+        for (int i = 0; i < 500 * STRIDE; i++)
+            gates[i] = i % STRIDE % 3 || x.layer == 8 ? -20.0f : 20.0f;
+        o->upload(o, (void *)(uintptr_t)x.gates, gates, 500 * STRIDE * sizeof *gates);
+        o->count_choices(o, s, &x);
+    }
     o->download(o, found, s, sizeof *found);
     void *memory[] = {(void *)(uintptr_t)x.gates, (void *)(uintptr_t)x.blocks, at, s};
     for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) o->release(o, memory[i]);
@@ -343,8 +352,8 @@ static void test_counts(const ops *cpu, const ops *cuda) {
     step_state want, got;
     for (int i = 0; i < 4; i++) {
         check_case("statistics, gate %d, %s", i / 2, i % 2 ? "documents" : "rows");
-        count_twice(cpu, kinds[i / 2], i % 2, &want);
-        count_twice(cuda, kinds[i / 2], i % 2, &got);
+        count_layers(cpu, kinds[i / 2], i % 2, &want);
+        count_layers(cuda, kinds[i / 2], i % 2, &got);
         compare_counts(&want.seen, &got.seen);
     }
 }

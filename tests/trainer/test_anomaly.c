@@ -5,7 +5,7 @@
 
 static fault why;
 
-static const stats sound = {.entropy_mean = 1.0, .max_gate = 0.4};
+static const stats sound = {.entropy_mean = 1.0, .max_gate = 0.4, .gate_sum = 1.5};
 
 static anomaly_step step_at(double toks_per_s) {
     anomaly_step s = {
@@ -59,12 +59,14 @@ static void test_gates(void) {
         stats s;
         bool collapsed;
     } cases[] = {
-        {{.entropy_mean = 0.19, .max_gate = 0.5}, true},
-        {{.entropy_mean = 0.21, .max_gate = 0.5}, false},
-        {{.entropy_mean = 0.5, .max_gate = 0.91}, true},
-        {{.entropy_mean = 0.5, .max_gate = 0.89}, false},
-        {{.entropy_mean = 0.5, .max_gate = 0.5, .collapse_frac = 0.5}, true},
-        {{.entropy_mean = 0.5, .max_gate = 0.5, .collapse_frac = 0.49}, false},
+        {{.entropy_mean = 0.19, .max_gate = 0.5, .gate_sum = 1}, true},
+        {{.entropy_mean = 0.21, .max_gate = 0.5, .gate_sum = 1}, false},
+        {{.entropy_mean = 0.5, .max_gate = 0.91, .gate_sum = 1}, true},
+        {{.entropy_mean = 0.5, .max_gate = 0.89, .gate_sum = 1}, false},
+        {{.entropy_mean = 0.5, .max_gate = 0.5, .collapse_frac = 0.5, .gate_sum = 1}, true},
+        {{.entropy_mean = 0.5, .max_gate = 0.5, .collapse_frac = 0.49, .gate_sum = 1}, false},
+        {{.entropy_mean = 1.0986, .max_gate = 0.34, .gate_sum = 0.009}, true}, /* all shut */
+        {{.entropy_mean = 1.0986, .max_gate = 0.34, .gate_sum = 0.011}, false},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         anomaly_watch w = {.timeout = 180};
@@ -81,6 +83,26 @@ static void test_gates(void) {
     anomaly_step s = step_at(1000);
     s.stats = NULL;
     expect(last_of(&w, s, 20), ANOMALY_NONE);
+}
+
+/* One layer of many is told of once, and again when it is joined by another. */
+static void test_layers(void) {
+    anomaly_watch w = {.timeout = 180};
+    anomaly_step s = step_at(1000);
+    stats one = sound, two = sound;
+    check_case("gates of a layer");
+    one.layers_collapsed = 1;
+    two.layers_collapsed = 1, two.layers_shut = 1, two.first_shut = 3;
+    s.stats = &sound;
+    expect(last_of(&w, s, 5), ANOMALY_NONE);
+    s.stats = &one;
+    expect(last_of(&w, s, 1), ANOMALY_LAYER);
+    expect(last_of(&w, s, 9), ANOMALY_NONE);
+    s.stats = &two;
+    expect(last_of(&w, s, 1), ANOMALY_LAYER);
+    expect(last_of(&w, s, 9), ANOMALY_NONE);
+    s.stats = &one;
+    expect(last_of(&w, s, 9), ANOMALY_NONE);
 }
 
 static void test_rate(void) {
@@ -193,6 +215,7 @@ int main(void) {
     test_begin();
     test_numbers();
     test_gates();
+    test_layers();
     test_rate();
     test_stall();
     test_slow();

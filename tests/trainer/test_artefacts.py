@@ -17,7 +17,8 @@ runs = Runs(sys.argv[1], sys.argv[2], "artefacts")
 program, root = runs.program, runs.root
 TOKENS, BATCH, LAYERS, GROUPS, BLOCK, BLOCKS = 64, 4, 2, 2, 16, 3
 FIELDS = """ts iso pid rank step msg phase layer gpu_mem_alloc gpu_mem_reserved loss toks_per_s grad_norm
-gate_entropy_mean gate_max_gate gate_collapse_frac gate_branch_shares sel_k_mean sel_k_max sel_rows
+gate_entropy_mean gate_max_gate gate_collapse_frac gate_sum_mean gate_layers_collapsed gate_layers_shut
+gate_branch_shares sel_k_mean sel_k_max sel_rows
 sel_pct_at_max fb_selection_triton_fails fb_selection_cuda_fails fb_selection_pack_fails
 fb_selection_mask_fails fb_compressed_fa2_fails fb_sliding_fa2_fails fb_total_fallbacks""".split()
 

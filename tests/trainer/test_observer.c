@@ -41,6 +41,27 @@ static void test_gates(void) {
     CHECK(isfinite(s.entropy_mean), "gates that are nearly nothing");
 }
 
+/* A layer is judged by itself: one that has collapsed and one that is shut among sound ones. */
+static void test_layers(void) {
+    static const float gates[][3] = {{0, 0, 0}, {-30, -30, -30}, {9, -9, -9}, {0, 1, 0}};
+    stats_sum sum = {0};
+    stats s;
+    check_case("layers by hand");
+    for (int layer = 0; layer < 4; layer++) {
+        stats_sum one = {.k_rows = 1, .k = 3, .k_max = 3 + layer % 2, .at_max = 1};
+        stats_add_gates(&one, gates[layer], 1, NSA_GATE_SIGMOID);
+        stats_add_layer(&sum, &one, layer);
+    }
+    CHECK(stats_finish(&sum, &s), "four layers");
+    CHECK(s.layers_shut == 1 && s.first_shut == 1, "%d layers are shut, the first: %d",
+          (int)s.layers_shut, (int)s.first_shut);
+    CHECK(s.layers_collapsed == 1 && s.first_collapsed == 2, "%d layers collapsed, the first: %d",
+          (int)s.layers_collapsed, (int)s.first_collapsed);
+    near("sum of the gates", s.gate_sum, (1.5 + 0 + 1 + 1 + 1 / (1 + exp(-1))) / 4, 1e-3);
+    CHECK(s.k_max == 4 && s.k_rows == 4, "largest k %d", (int)s.k_max);
+    near("half of them at the largest", s.pct_at_max, 0.5, 0);
+}
+
 static void test_lists(void) {
     static const int32_t lists[] = {0, -1, -1, 0, 1, -1, 0, 1, 2};
     stats_sum sum = {.gate_rows = 1};
@@ -175,6 +196,7 @@ int main(void) {
     model_batch b = {.tokens = tokens, .labels = labels, .batch = BATCH, .tokens_each = TOKENS};
     ops o = open_ops(1);
     test_gates();
+    test_layers();
     test_lists();
     random_tokens(tokens, labels, BATCH, TOKENS, VOCAB, 0);
     test_pass("rows", &o, &b);

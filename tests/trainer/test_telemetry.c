@@ -268,7 +268,8 @@ static void test_largest_share(void) {
         telemetry *t = open_run(2 * half, half);
         if (!CHECK(t != NULL, "%s", why.text)) return;
         for (int step = 2 * half + 1; step <= 2 * half + 2; step++) {
-            stats seen = {.entropy_mean = 1, .max_gate = 0.4, .pct_at_max = shares[step - 1]};
+            stats seen = {
+                .entropy_mean = 1, .max_gate = 0.4, .gate_sum = 1, .pct_at_max = shares[step - 1]};
             telemetry_step s = {.step = step,
                                 .loss = 1,
                                 .grad_norm = 1,

@@ -33,7 +33,7 @@ def verdict(out, code):
         else:
             said[criterion] = (holds == "ok", figure)
     check(list(said) == ["exit", "steps", "rows", "loss", "validation", "data", "memory", "throughput", "pct_at_max",
-                         "fallbacks", "checkpoint"], said)
+                         "gates", "fallbacks", "checkpoint"], said)
     check((code == 0) == all(holds for holds, _ in [*said.values(), *artefacts.values()]), ran.stdout)
     return said, artefacts
 
@@ -83,6 +83,8 @@ for criterion, key, good, bad in (
     only(changed("none", with_metrics(**{key: None})), criterion)
 
 # How it ended.
+only(changed("collapsed", with_metrics(gate_layers_collapsed=1)), "gates", "of 1 layers collapsed, of 0 shut")
+only(changed("shut", with_metrics(gate_layers_shut=2)), "gates", "of 2 shut")
 only(changed("code", with_metrics(exit_code=1)), "exit", "exit code 1")
 only(changed("failed", with_metrics(verdict="failed: why")), "exit", "failed: why")
 only(changed("halted", lambda out: (out / ".HALT").write_text("nan\n")), "exit", ".HALT")

@@ -40,6 +40,26 @@ def test_anomalies(text):
         check(f"{out}/.HALT" in said and "remove the file" in said, said)
 
 
+def test_gates_by_layer(text):
+    """Gates that are all shut halt a run, whatever their shares look like. One layer's are told of, once."""
+    for name, values, code in (("shut", lambda name: [-30.0] if name.endswith("gate.fc2.bias") else None, 3),
+                               ("layer", lambda name: [60.0, -60.0, -60.0]
+                                if name == "blocks.1.attn.gate.fc2.bias" else None, 0)):
+        options = ("--data", text, "--layers", 3)
+        out, _, _ = runs.train(name, *options, "--steps", 1)
+        change(out / "checkpoints/step_00000001", values)
+        _, printed, said = runs.train(name, *options, "--steps", 9, "--resume", code=code)
+        metrics = json.loads((out / "metrics.json").read_text())
+        if code:
+            check("halted: gate_collapse" in said and "mean of their sum" in said, said)
+            check(metrics["gate_layers_shut"] == 3, metrics)
+        else:
+            check(printed.count("gates: 1 layers have collapsed (the first: 1), 0 are shut") == 1, printed)
+            check(metrics["gate_layers_collapsed"] == 1 and metrics["gate_layers_shut"] == 0, metrics)
+            beat = json.loads((out / "heartbeat_rank0.jsonl").read_text().splitlines()[-1])
+            check(beat["gate_layers_collapsed"] == 1 and beat["gate_entropy_mean"] > 0.2, beat)
+
+
 # ---- Signals ----
 
 def test_asked_where_it_is(text):
@@ -154,6 +174,7 @@ corpus = runs.text()
 with concurrent.futures.ThreadPoolExecutor() as beside:
     slow, stopped = beside.submit(test_slow), beside.submit(test_stopped_while_waiting)
     test_anomalies(corpus)
+    test_gates_by_layer(corpus)
     test_asked_where_it_is(corpus)
     test_halt_from_outside(corpus)
     test_closed_output(corpus)

@@ -12,11 +12,12 @@ static void gates_of(const float *logits, nsa_gate_kind kind, float g[3]) {
 }
 
 void stats_add_gates(stats_sum *s, const float *logits, int64_t rows, nsa_gate_kind kind) {
-    double entropy_sum = 0, largest_sum = 0, sums[3] = {0};
+    double entropy_sum = 0, largest_sum = 0, gates = 0, sums[3] = {0};
     for (int64_t r = 0; r < rows; r++) {
         float g[3], entropy = 0, largest = 0;
         gates_of(logits + 3 * r, kind, g);
         float all = g[0] + g[1] + g[2], scale = 1 / all;
+        gates += kind == NSA_GATE_SOFTMAX ? 1 : (double)all;
         for (int b = 0; b < 3; b++) {
             float p = all > 0 ? g[b] * scale : 1.f / 3;
             if (p > 0) entropy -= p * logf(p);
@@ -29,6 +30,7 @@ void stats_add_gates(stats_sum *s, const float *logits, int64_t rows, nsa_gate_k
     }
     for (int b = 0; b < 3; b++) s->shares[b] += sums[b];
     s->entropy += entropy_sum;
+    s->gates += gates;
     s->largest += largest_sum;
     s->gate_rows += rows;
 }
@@ -59,6 +61,31 @@ void stats_add_blocks(stats_sum *s, const int32_t *lists, int64_t first, int64_t
     s->k_rows += count * groups;
 }
 
+static void merge(stats_sum *s, const stats_sum *x) {
+    s->entropy += x->entropy;
+    s->largest += x->largest;
+    s->gates += x->gates;
+    for (int b = 0; b < 3; b++) s->shares[b] += x->shares[b];
+    s->gate_rows += x->gate_rows;
+    s->collapsed += x->collapsed;
+    s->k += x->k;
+    s->k_rows += x->k_rows;
+    if (x->k_max > s->k_max) s->at_max = 0;
+    if (x->k_max >= s->k_max) s->at_max += x->at_max;
+    if (x->k_max > s->k_max) s->k_max = x->k_max;
+}
+
+void stats_add_layer(stats_sum *s, const stats_sum *layer, int number) {
+    double rows = (double)layer->gate_rows;
+    bool collapsed = layer->entropy < 0.2 * rows || layer->largest > 0.9 * rows ||
+                     2 * layer->collapsed >= layer->gate_rows;
+    bool shut = layer->gates < 0.01 * rows;
+    merge(s, layer);
+    if (!layer->gate_rows) return;
+    if (collapsed && !s->layers_collapsed++) s->first_collapsed = number + 1;
+    if (shut && !s->layers_shut++) s->first_shut = number + 1;
+}
+
 bool stats_finish(const stats_sum *s, stats *result) {
     stats none = {0};
     *result = none;
@@ -73,5 +100,10 @@ bool stats_finish(const stats_sum *s, stats *result) {
     result->gate_rows = s->gate_rows;
     result->k_rows = s->k_rows;
     result->k_max = s->k_max;
+    result->gate_sum = s->gates / gates;
+    result->layers_collapsed = s->layers_collapsed;
+    result->layers_shut = s->layers_shut;
+    result->first_collapsed = s->first_collapsed - 1;
+    result->first_shut = s->first_shut - 1;
     return true;
 }

@@ -26,7 +26,8 @@ static void collect(observer *x, int layer) {
                           .sequences = m->documents ? m->documents : m->batch,
                           .tokens_each = m->tokens_each,
                           .gate_heads = d.gate_heads,
-                          .gate_stride = views.gates.token};
+                          .gate_stride = views.gates.token,
+                          .layer = layer};
     x->inner->count_choices(x->inner, m->state, &seen);
     x->spent += clock_ms() - begin;
 }

@@ -64,6 +64,7 @@ typedef struct layer_choices {
     int sequences, tokens_each;
     int gate_heads;
     int64_t gate_stride;
+    int layer;
 } layer_choices;
 
 /* Matrix products of reals: c (m, n) = a b, a b^T or a^T b, as gemm_form has them. */

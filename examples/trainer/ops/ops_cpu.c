@@ -426,6 +426,7 @@ static float gate_at(const void *gates, nsa_dtype dtype, int64_t i) {
 static void cpu_count_choices(const ops *o, step_state *s, const layer_choices *x) {
     enum { ROWS = 256, GATES = 3 };
     float some[ROWS * GATES];
+    stats_sum seen = {0};
     int64_t width = (int64_t)x->gate_heads * GATES, rows = x->rows * x->gate_heads;
     for (int64_t first = 0; first < rows; first += ROWS) {
         int64_t count = rows - first < ROWS ? rows - first : ROWS;
@@ -433,14 +434,15 @@ static void cpu_count_choices(const ops *o, step_state *s, const layer_choices *
             int64_t at = first * GATES + i;
             some[i] = gate_at(x->gates, o->dtype, at / width * x->gate_stride + at % width);
         }
-        stats_add_gates(&s->seen, some, count, x->kind);
+        stats_add_gates(&seen, some, count, x->kind);
     }
     for (int64_t i = 0; i < x->sequences; i++) {
         int64_t begin = x->begins ? x->begins[i] : i * x->tokens_each;
         int64_t end = x->begins ? x->begins[i + 1] : begin + x->tokens_each;
-        stats_add_blocks(&s->seen, x->blocks + begin * x->groups * x->width, 0, end - begin,
-                         x->groups, x->width, x->slc_block);
+        stats_add_blocks(&seen, x->blocks + begin * x->groups * x->width, 0, end - begin, x->groups,
+                         x->width, x->slc_block);
     }
+    stats_add_layer(&s->seen, &seen, x->layer);
 }
 
 /* ---- nsa.h --------------------------------------------------------------------------------- */

@@ -10,22 +10,37 @@
 enum { IN_A_ROW = 3, WARM_UP = 10, SLOWER = 20 };
 
 const char *anomaly_name(anomaly a) {
-    static const char *const names[] = {"none",          "stall",         "flat_throughput",
-                                        "gate_collapse", "zero_gradient", "nan"};
+    static const char *const names[] = {
+        "none", "stall", "flat_throughput", "gate_collapse", "gate_layer", "zero_gradient", "nan"};
     return names[a];
 }
 
 /* ---- Steps ---- */
 
+/* A layer may do without a branch, and a run without a layer: that is told, and halts nothing. */
+static anomaly look_at_layers(anomaly_watch *w, const stats *s, fault *f) {
+    int64_t layers = s->layers_collapsed + s->layers_shut;
+    if (layers <= w->layers) return ANOMALY_NONE;
+    w->layers = layers;
+    fault_set(f,
+              "gates: %lld layers have collapsed (the first: %lld), %lld are shut (the first: "
+              "%lld); -1 is none",
+              (long long)s->layers_collapsed, (long long)s->first_collapsed,
+              (long long)s->layers_shut, (long long)s->first_shut);
+    return ANOMALY_LAYER;
+}
+
 static anomaly look_at_gates(anomaly_watch *w, const stats *s, fault *f) {
     if (!s) return ANOMALY_NONE;
     bool collapsed = s->entropy_mean < 0.2 || s->max_gate > 0.9 || s->collapse_frac >= 0.5;
-    w->collapsed = collapsed ? w->collapsed + 1 : 0;
-    if (w->collapsed < IN_A_ROW) return ANOMALY_NONE;
-    fault_set(f,
-              "gates, %d steps in a row: mean entropy %.3g (least 0.2), mean of the largest share "
-              "%.3g (most 0.9), collapsed %.3g (less than 0.5)",
-              IN_A_ROW, s->entropy_mean, s->max_gate, s->collapse_frac);
+    bool shut = s->gate_sum < 0.01;
+    w->collapsed = collapsed || shut ? w->collapsed + 1 : 0;
+    if (w->collapsed < IN_A_ROW) return look_at_layers(w, s, f);
+    fault_set(
+        f,
+        "gates, %d steps in a row: mean entropy %.3g (least 0.2), mean of the largest share "
+        "%.3g (most 0.9), collapsed %.3g (less than 0.5), mean of their sum %.3g (least 0.01)",
+        IN_A_ROW, s->entropy_mean, s->max_gate, s->collapse_frac, s->gate_sum);
     return ANOMALY_GATES;
 }
 

@@ -19,7 +19,8 @@ typedef enum anomaly {
     ANOMALY_NONE,
     ANOMALY_STALL, /* no progress inside a step for the time allowed */
     ANOMALY_FLAT,  /* below a twentieth of the run's own rate, 3 steps and that long: told */
-    ANOMALY_GATES, /* entropy < 0.2, largest > 0.9 or half collapsed, 3 times in a row */
+    ANOMALY_GATES, /* entropy < 0.2, largest > 0.9, half collapsed or all shut, 3 times in a row */
+    ANOMALY_LAYER, /* the gates of more layers than before have collapsed or are shut: told */
     ANOMALY_ZERO_GRADIENT, /* exactly, and the loss is not */
     ANOMALY_NAN            /* loss or gradient norm */
 } anomaly;
@@ -29,6 +30,7 @@ const char *anomaly_name(anomaly a); /* "flat_throughput" */
 typedef struct anomaly_watch {
     double timeout; /* s; 0: neither stalls nor rates are judged */
     int collapsed;  /* statistics in a row */
+    int64_t layers; /* whose gates were told of */
     int steps, slow;
     double rate, slow_seconds; /* running mean of rates that were not slow */
     uint32_t word;             /* the phase word, and the step, when they last changed */

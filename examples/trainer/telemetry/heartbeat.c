@@ -63,11 +63,15 @@ static void add_stats(json_t *o, const stats *s) {
         {"gate_entropy_mean", s ? s->entropy_mean : (double)NAN},
         {"gate_max_gate", s ? s->max_gate : (double)NAN},
         {"gate_collapse_frac", s ? s->collapse_frac : (double)NAN},
+        {"gate_sum_mean", s ? s->gate_sum : (double)NAN},
         {"sel_k_mean", s ? s->k_mean : (double)NAN},
         {"sel_pct_at_max", s ? s->pct_at_max : (double)NAN},
     };
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         json_object_set_new(o, fields[i].name, number(fields[i].value));
+    json_object_set_new(o, "gate_layers_collapsed",
+                        s ? json_integer(s->layers_collapsed) : json_null());
+    json_object_set_new(o, "gate_layers_shut", s ? json_integer(s->layers_shut) : json_null());
     json_object_set_new(o, "sel_k_max", s ? json_integer(s->k_max) : json_null());
     json_object_set_new(o, "sel_rows", s ? json_integer(s->k_rows) : json_null());
     json_t *shares = s ? json_array() : json_null();

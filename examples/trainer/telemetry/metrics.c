@@ -45,7 +45,8 @@ static void render(char *text, const metrics *m) {
              "  \"steps_done\": %lld,\n  \"seq_len\": %lld,\n  \"batch_global\": %lld,\n"
              "  \"lr\": %s,\n  \"loss_first\": %s,\n  \"loss_last\": %s,\n"
              "  \"toks_per_s_p50\": %s,\n  \"peak_memory_mib\": %s,\n  \"seconds\": %s,\n"
-             "  \"sel_pct_at_max\": %s,\n  \"total_fallbacks\": %lld,\n  \"tokens\": %lld,\n"
+             "  \"sel_pct_at_max\": %s,\n  \"gate_layers_collapsed\": %lld,\n"
+             "  \"gate_layers_shut\": %lld,\n  \"total_fallbacks\": %lld,\n  \"tokens\": %lld,\n"
              "  \"val_loss\": %s,\n  \"val_loss_best\": %s,\n  \"data\": \"%s\",\n"
              "  \"synthetic_from\": %lld,\n",
              m->device, m->dtype, (long long)m->steps, (long long)m->steps_done,
@@ -53,6 +54,7 @@ static void render(char *text, const metrics *m) {
              number(n[1], 32, m->loss_first), number(n[2], 32, m->loss_last),
              number(n[3], 32, m->toks_per_s_p50), number(n[4], 32, m->peak_memory_mib),
              number(n[5], 32, m->seconds), number(n[6], 32, m->sel_pct_at_max),
+             (long long)m->gate_layers_collapsed, (long long)m->gate_layers_shut,
              (long long)m->total_fallbacks, (long long)m->tokens, number(n[7], 32, m->val_loss),
              number(n[8], 32, m->val_loss_best), data, (long long)m->synthetic_from);
 }

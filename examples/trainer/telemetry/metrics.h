@@ -13,6 +13,7 @@ typedef struct metrics {
     int64_t steps, steps_done, seq_len, batch_global;
     double lr, loss_first, loss_last, toks_per_s_p50, peak_memory_mib, seconds;
     double sel_pct_at_max; /* the largest of the run; NaN: no statistics */
+    int64_t gate_layers_collapsed, gate_layers_shut; /* at the last step */
     int64_t total_fallbacks, tokens;
     double val_loss, val_loss_best; /* of the last evaluation, of the best; NaN: none */
     char data[192];                 /* what was read */

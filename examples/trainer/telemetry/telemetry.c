@@ -589,7 +589,7 @@ static bool judge_step(telemetry *t, const telemetry_step *s, double rate, fault
     fault why;
     anomaly a = anomaly_of_step(&t->watch, &x, &why);
     if (!a) return true;
-    if (a == ANOMALY_FLAT) {
+    if (a == ANOMALY_FLAT || a == ANOMALY_LAYER) {
         telemetry_say(t, "warning: step %lld: %s", (long long)s->step, why.text);
         return true;
     }
@@ -632,6 +632,10 @@ static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
     t->metrics.seconds += s->seconds;
     t->metrics.total_fallbacks = fallback_total();
     if (s->stats) t->metrics.sel_pct_at_max = fmax(t->metrics.sel_pct_at_max, s->stats->pct_at_max);
+    if (s->stats) {
+        t->metrics.gate_layers_collapsed = s->stats->layers_collapsed;
+        t->metrics.gate_layers_shut = s->stats->layers_shut;
+    }
     if (s->step == 1) t->metrics.loss_first = s->loss;
     if (wanted) {
         t->metrics.toks_per_s_p50 = median_rate(t);

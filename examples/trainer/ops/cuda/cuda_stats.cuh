@@ -11,6 +11,7 @@ enum { STATS_PARTS = ROW_THREADS }; /* so that one block adds them up */
 NSA__DEVICE void stats_merge(stats_sum *a, const stats_sum &b) {
     a->entropy += b.entropy;
     a->largest += b.largest;
+    a->gates += b.gates;
     for (int i = 0; i < 3; i++) a->shares[i] += b.shares[i];
     a->gate_rows += b.gate_rows;
     a->collapsed += b.collapsed;
@@ -51,6 +52,7 @@ NSA__DEVICE void stats_add_gate_row(stats_sum *s, const cuda_array &logits, int6
         largest = fmaxf(largest, p);
         s->shares[b] += static_cast<double>(p);
     }
+    s->gates += kind == NSA_GATE_SOFTMAX ? 1 : static_cast<double>(all);
     s->entropy += static_cast<double>(entropy);
     s->largest += static_cast<double>(largest);
     s->collapsed += entropy < 0.1f && largest > 0.95f;
@@ -102,11 +104,23 @@ static __global__ void stats_parts_kernel(stats_sum *parts, layer_choices x, cud
     if (threadIdx.x == 0) parts[blockIdx.x] = mine;
 }
 
-static __global__ void stats_sum_kernel(step_state *s, const stats_sum *parts) {
+/* What a layer's sum says of the layer, as in stats.c. */
+NSA__DEVICE void stats_add_layer_sum(stats_sum *s, const stats_sum &layer, int number) {
+    const double rows = static_cast<double>(layer.gate_rows);
+    const bool collapsed = layer.entropy < 0.2 * rows || layer.largest > 0.9 * rows ||
+                           2 * layer.collapsed >= layer.gate_rows;
+    const bool shut = layer.gates < 0.01 * rows;
+    stats_merge(s, layer);
+    if (!layer.gate_rows) return;
+    if (collapsed && !s->layers_collapsed++) s->first_collapsed = number + 1;
+    if (shut && !s->layers_shut++) s->first_shut = number + 1;
+}
+
+static __global__ void stats_sum_kernel(step_state *s, const stats_sum *parts, int layer) {
     NSA_SHARED(stats_sum, shared, [ROW_THREADS]);
     stats_sum mine = parts[threadIdx.x];
     stats_reduce(&mine, shared);
-    if (threadIdx.x == 0) stats_merge(&s->seen, mine);
+    if (threadIdx.x == 0) stats_add_layer_sum(&s->seen, mine, layer);
 }
 
 #endif

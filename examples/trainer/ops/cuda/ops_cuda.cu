@@ -341,7 +341,7 @@ static void cuda_count_choices(const ops *o, step_state *s, const layer_choices 
            NSA_LAUNCH(stats_parts_kernel, dim3(STATS_PARTS), dim3(ROW_THREADS), 0, stream, parts,
                       *x, array_of(o, x->gates)));
     demand(o, "statistics",
-           NSA_LAUNCH(stats_sum_kernel, dim3(1), dim3(ROW_THREADS), 0, stream, s, parts));
+           NSA_LAUNCH(stats_sum_kernel, dim3(1), dim3(ROW_THREADS), 0, stream, s, parts, x->layer));
 }
 
 static void cuda_post(const ops *o, const step_state *state) {
