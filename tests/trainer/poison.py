@@ -74,11 +74,11 @@ def change(checkpoint, values):
 
 
 def state_text(value):
-    """JSON without spaces, keys sorted, numbers with 17 digits as C prints them."""
+    """JSON without spaces, keys sorted, numbers with 17 digits as C prints them; 1e-06 is 1e-6 to Jansson."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{json.dumps(k)}:{state_text(v)}" for k, v in sorted(value.items())) + "}"
     if isinstance(value, float):
-        text = f"{value:.17g}"
+        text = re.sub(r"e\+?(-?)0*(\d)", r"e\1\2", f"{value:.17g}")
         return text if re.search(r"[.e]", text) else text + ".0"
     return json.dumps(value, ensure_ascii=False)
 

@@ -145,6 +145,21 @@ static void test_retention(void) {
     CHECK(exists("all/checkpoints/step_00000001"), "0 keeps all");
 }
 
+/* Multiples of train.keep_every stay, beside the newest. */
+static void test_keep_every(void) {
+    char name[64];
+    check_case("keep every");
+    settings.train.keep_every = 4;
+    for (int64_t step = 1; step <= 11; step++)
+        CHECK(save(test_path("every"), step, 2), "save: %s", why.text);
+    settings.train.keep_every = 0;
+    for (int step = 1; step <= 11; step++) {
+        snprintf(name, sizeof name, "every/checkpoints/step_%08d", step);
+        CHECK(exists(name) == (step % 4 == 0 || step >= 10), "step %d: %d", step, exists(name));
+    }
+    expect_step(test_path("every"), 11);
+}
+
 /* `latest` lost or wrong: the highest step that is complete. */
 static void test_latest(void) {
     check_case("latest");
@@ -438,6 +453,7 @@ int main(void) {
     test_begin();
     test_round_trip();
     test_retention();
+    test_keep_every();
     test_latest();
     test_torn();
     test_adopt();

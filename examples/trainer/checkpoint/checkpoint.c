@@ -295,14 +295,16 @@ static found *find_all(const char *root, size_t *count) {
 }
 
 /* By step, for a clock can be set back. Higher steps than the current one are none of its past. */
-static bool remove_old(const char *root, int64_t step, int64_t keep, fault *f) {
+static bool remove_old(const char *root, int64_t step, int64_t keep, int64_t every, fault *f) {
     size_t count;
     int64_t kept = 0;
     bool ok = true;
     if (!keep) return true;
     found *list = find_all(root, &count);
-    for (size_t i = 0; ok && i < count; i++)
-        if (list[i].step <= step && kept++ >= keep) ok = remove_checkpoint(root, list[i].name, f);
+    for (size_t i = 0; ok && i < count; i++) {
+        if (list[i].step > step || kept++ < keep) continue;
+        if (!every || list[i].step % every) ok = remove_checkpoint(root, list[i].name, f);
+    }
     free(list);
     return ok;
 }
@@ -321,7 +323,8 @@ bool checkpoint_write(const char *out_dir, const config *c, const checkpoint_sta
         files_remove_folder(aside, &unused);
         return false;
     }
-    return point_latest(root, name, f) && remove_old(root, state->step, keep, f);
+    return point_latest(root, name, f) &&
+           remove_old(root, state->step, keep, c->train.keep_every, f);
 }
 
 /* ---- Reading ---- */

@@ -28,7 +28,8 @@ typedef struct checkpoint_state {
 } checkpoint_state;
 
 /* Writes out_dir/checkpoints/step_N, points `latest` at it, then removes of the steps up to N all
-   but the highest `keep` (0: keeps all). On failure the older ones are as they were. */
+   but the highest `keep` (0: keeps all) and the multiples of c's train.keep_every. On failure the
+   older ones are as they were. */
 bool checkpoint_write(const char *out_dir, const config *c, const checkpoint_state *state,
                       const checkpoint_part *parts, size_t count, int64_t keep, fault *f);
 

@@ -87,7 +87,7 @@ typedef struct config_runtime {
 typedef struct config_train {
     int64_t steps, seq_len, batch_size, accumulate_grad_batches;
     int64_t optimizer, lr_schedule, warmup_steps, log_every, eval_every, eval_batches, save_every;
-    int64_t keep_checkpoints, seed;
+    int64_t keep_checkpoints, keep_every, seed;
     double lr, decay_fraction, weight_decay, grad_clip;
     char out_dir[CONFIG_PATH_BYTES];
     char save[CONFIG_PATH_BYTES];      /* "": no copy of the final weights */

@@ -184,6 +184,8 @@ const config_entry config_entries[] = {
             "steps between two checkpoints; 0: only where the run ends"),
     INTEGER("train.keep_checkpoints", train.keep_checkpoints, 0, 1e6, "3", "--keep-checkpoints",
             NULL, 0, "how many to keep; 0: all"),
+    INTEGER("train.keep_every", train.keep_every, 0, 1e9, "0", "--keep-every", NULL, 0,
+            "steps whose multiples are kept beside these; 0: none"),
     INTEGER("train.seed", train.seed, 0, EXACT, "1337", "--seed", NULL, 0,
             "of parameters, data order and samples"),
     STRING("train.out_dir", train.out_dir, "artifacts/train_showcase", "--out-dir", NULL,
