@@ -198,11 +198,12 @@ enum {
     NSA_ERROR_SLC_COUNT, /* slc_init + slc_local > slc_count, with forced blocks inside the count */
     NSA_ERROR_SLC_LOCAL, /* slc_local < 1, with forced blocks inside the count */
     NSA_ERROR_RANGE,     /* first < 0, count < 0 or first + count > tokens */
-    NSA_ERROR_BEGINS, /* begins descends, starts below 0, or holds a sequence longer than tokens */
-    NSA_ERROR_OPTION, /* an option that is no value of its enum */
-    NSA_ERROR_SCALE,  /* scale is not finite, or beyond 1e38 */
-    NSA_ERROR_ISA,    /* this machine, or this build, has no such instruction set */
-    NSA_ERROR_BLOCKS, /* a block list that nsa_check_blocks refuses */
+    NSA_ERROR_BEGINS,    /* begins descends, starts below 0, holds a sequence longer than tokens, or
+                         ends behind rows */
+    NSA_ERROR_OPTION,    /* an option that is no value of its enum */
+    NSA_ERROR_SCALE,     /* scale is not finite, or beyond 1e38 */
+    NSA_ERROR_ISA,       /* this machine, or this build, has no such instruction set */
+    NSA_ERROR_BLOCKS,    /* a block list that nsa_check_blocks refuses */
     NSA_ERROR_WORKSPACE, /* the workspace is null or smaller than its size query said */
     NSA_ERROR_CUDA,      /* the CUDA runtime refused a launch (nsa_cuda_ functions only) */
     NSA_ERROR_CACHE,     /* a cache without room for the new tokens, or of another geometry */
@@ -293,6 +294,8 @@ typedef struct nsa_desc {
     nsa_mask mask;
     int list_heads; /* heads that have block lists of their own: 0 means Hk, one list for the heads
                        of a group; H, or between them a multiple of Hk that divides H */
+    int rows;       /* of packed sequences in all: begins[B], or more. What nsa_cuda_ functions need
+                       grows with it, because their begins lie on the device; 0: B x T */
     const int32_t *pages; /* NULL, or (B, table_width): the page of each page_tokens tokens of a
                              sequence; entries behind its last token are not read */
     int table_width;
@@ -750,6 +753,7 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     X(gate, "gate")                           \
     X(mask, "mask")                           \
     X(list_heads, "list_heads")               \
+    X(rows, "rows")                           \
     X(threads, "threads")                     \
     X(isa, "isa")                             \
     X(indptr, "indptr")                       \
@@ -1668,6 +1672,7 @@ static nsa_status nsa__check_sizes(const nsa_desc *d) {
         {d->kv_heads, 1, INT_MAX / 2, NSA__AT_kv_heads},
         {d->gate_heads, 1, INT_MAX / 2, NSA__AT_gate_heads},
         {d->list_heads, 0, INT_MAX / 2, NSA__AT_list_heads},
+        {d->rows, 0, INT_MAX, NSA__AT_rows},
         {d->dim, 1, NSA__MAX_DIM, NSA__AT_dim},
         {d->dim_v, 1, NSA__MAX_DIM, NSA__AT_dim_v},
         {d->cmp_block, 1, INT_MAX / 2, NSA__AT_cmp_block},
@@ -1714,6 +1719,7 @@ static nsa_status nsa__check_begins(const nsa_desc *d) {
         int64_t length = (int64_t)d->begins[b + 1] - d->begins[b];
         if (length < 0 || length > d->tokens) return nsa__error(NSA_ERROR_BEGINS, NSA__AT_begins);
     }
+    if (d->rows && d->rows < d->begins[d->batch]) return nsa__error(NSA_ERROR_BEGINS, NSA__AT_rows);
     return NSA_OK;
 }
 

@@ -30,6 +30,10 @@
      and no kernel leaves its views' rows for it (packed rows end at begins[B], which is trusted;
      compressed rows are as many as begins amount to, batch x nsa_cmp_count(tokens) at most).
      nsa_cuda_check_blocks leaves its verdict in device memory.
+   - So the host does not know how many rows packed sequences have. desc.rows tells it: begins[B],
+     or more. Workspaces and grids then grow with these rows and batch, not with batch x tokens.
+     Rows end there whatever begins holds, compressed rows at rows / cmp_stride. The results keep
+     their bits. With rows 0 each sequence is taken to be as long as the longest may be.
    - Sums are f32 whatever NSA_REAL is; f64 tensors are refused (NSA_ERROR_DTYPE); lse is f32.
    - dim, dim_v, a compress's hidden and rope's dim are multiples of 8 (else NSA_ERROR_SIZE),
      slc_block is at most 128 (NSA_ERROR_SLC_BLOCK). Rows that are read in bulk

@@ -679,6 +679,56 @@ static void test_workspace_of_half(void) {
     CHECK(bytes > goal / 2 && bytes < goal, "%.0f bytes", bytes);
 }
 
+/* 64 packed sequences of 64k rows in all take about the workspace of one of 64k, however long the
+   longest is: for every function that takes one, largest first the bytes of the one sequence. */
+static void test_workspace_of_packed(int heads, int kv_heads, int dim, nsa_phi phi) {
+    enum { SEQUENCES = 64, ROWS = 65536, LONGEST = 16384 };
+    static char memory[8];
+    int32_t begins[SEQUENCES + 1] = {0, LONGEST};
+    for (int b = 2; b <= SEQUENCES; b++)
+        begins[b] = LONGEST + (int)((int64_t)(ROWS - LONGEST) * (b - 1) / (SEQUENCES - 1));
+    double bytes[2][13];
+    static const char *const names[] = {
+        "compress forward",  "compress backward", "cmp forward", "cmp backward",
+        "slc forward",       "slc backward",      "win forward", "win backward",
+        "dense forward",     "dense backward",    "select",      "attention forward",
+        "attention backward"};
+    for (int packed = 0; packed < 2; packed++) {
+        nsa_desc d = packed ? nsa_desc_default(SEQUENCES, LONGEST, heads, kv_heads, dim)
+                            : nsa_desc_default(1, ROWS, heads, kv_heads, dim);
+        if (packed) d.begins = begins, d.rows = ROWS;
+        d.threads = 1;
+        nsa_attention x;
+        memset(&x, 0, sizeof x);
+        x.q = nsa_tensor_bthd(memory, NSA_BF16, d.tokens, heads, dim);
+        x.k_slc = nsa_tensor_bthd(memory + 2, NSA_BF16, d.tokens, kv_heads, dim);
+        x.v_slc = nsa_tensor_bthd(memory + 4, NSA_BF16, d.tokens, kv_heads, dim);
+        x.k_win = x.k_cmp.x = x.k_slc;
+        x.v_win = x.v_cmp.x = x.v_slc;
+        x.k_cmp.dim = x.v_cmp.dim = dim, x.k_cmp.hidden = x.v_cmp.hidden = 64;
+        x.k_cmp.phi = x.v_cmp.phi = phi;
+        const size_t all[] = {nsa_compress_forward_workspace_size(&x.k_cmp, &d),
+                              nsa_compress_backward_workspace_size(&x.k_cmp, &d),
+                              nsa_attend_cmp_forward_workspace_size(&d),
+                              nsa_attend_cmp_backward_workspace_size(&d),
+                              nsa_attend_slc_forward_workspace_size(&d),
+                              nsa_attend_slc_backward_workspace_size(&d),
+                              nsa_attend_win_forward_workspace_size(&d),
+                              nsa_attend_win_backward_workspace_size(&d),
+                              nsa_attend_dense_forward_workspace_size(&d),
+                              nsa_attend_dense_backward_workspace_size(&d),
+                              nsa_select_blocks_workspace_size(&d),
+                              nsa_attention_forward_workspace_size(&x, &d),
+                              nsa_attention_backward_workspace_size(&x, &x, &d)};
+        for (int i = 0; i < COUNT(all); i++) bytes[packed][i] = (double)all[i];
+    }
+    for (int i = 0; i < COUNT(names); i++) {
+        check_case("%s of %d packed rows, heads %d / %d", names[i], ROWS, heads, kv_heads);
+        CHECK(bytes[1][i] <= 1.3 * bytes[0][i] + 65536, "%.0f bytes, one sequence %.0f",
+              bytes[1][i], bytes[0][i]);
+    }
+}
+
 #ifdef CHECK_F64
 static void test_gradients(void) {
     static const nsa_phi phis[] = {NSA_PHI_MEAN, NSA_PHI_CONV, NSA_PHI_MLP};
@@ -733,6 +783,9 @@ int main(int argc, char **argv) {
     test_far_rows(&chain_cases[5]);  /* tiles of packed keys */
     test_far_rows(&chain_cases[14]); /* few queries; networks as phi */
     if (!CHECKS_CUDA) test_workspace_is_linear(), test_workspace_of_half();
+    test_workspace_of_packed(64, 4, 64, NSA_PHI_MEAN);
+    test_workspace_of_packed(16, 16, 64, NSA_PHI_CONV);
+    test_workspace_of_packed(12, 1, 64, NSA_PHI_MLP);
 #ifdef CHECK_F64
     test_gradients();
 #endif

@@ -52,16 +52,18 @@ NSA__DEVICE void nsa__cuda_add_pair(nsa_dtype dtype, void *row, int c, float fac
 /* ---- Terms of every row -------------------------------------------------------------------- */
 
 NSA__DEVICE nsa__cuda_row_terms *nsa__cuda_row_terms_at(const nsa__cuda_attend_params &params,
-                                                        int b, int index, int head) {
-    return params.rows + (static_cast<int64_t>(b) * params.rows_of + index) * params.d.heads + head;
+                                                        int64_t row, int head) {
+    return params.rows + row * params.d.heads + head;
 }
 
 /* One branch without a gate, or the three of the whole with theirs. */
 struct nsa__cuda_rows_params {
     nsa_desc d;
-    int branches, gate_heads, team;
+    int branches, gate_heads;
+    nsa__cuda_teams teams;
+    nsa__cuda_extent rows_of;
     nsa_tensor dout, out[3], lse[3];
-    nsa__cuda_row_terms *rows[3]; /* (B, count, H) */
+    nsa__cuda_row_terms *rows[3]; /* (rows_of, H) */
     nsa_tensor logits, dlogits;   /* data NULL: no gate; no gradient of it */
     nsa_tensor dlse;              /* of one branch; data NULL: none */
 };
@@ -85,7 +87,7 @@ NSA__DEVICE bool nsa__cuda_rows_dot(const nsa__cuda_rows_params &p, const nsa__c
             for (int e = 0; e < 8; e++) dot[i] = fmaf(out[e], dout[e], dot[i]);
         }
     }
-    for (int step = p.team / 2; step > 0; step /= 2) {
+    for (int step = p.teams.size / 2; step > 0; step /= 2) {
         finite &= __shfl_xor_sync(0xffffffffu, finite, step);
 #pragma unroll
         for (int i = 0; i < 3; i++) dot[i] += __shfl_xor_sync(0xffffffffu, dot[i], step);
@@ -98,8 +100,9 @@ NSA__DEVICE bool nsa__cuda_rows_dot(const nsa__cuda_rows_params &p, const nsa__c
    lse is NaN where forward met a value that is not finite. */
 static __global__ void
 nsa__cuda_attend_rows_kernel(const NSA_GRID_CONSTANT nsa__cuda_rows_params p) {
-    const nsa__cuda_team_place at = nsa__cuda_team_place_of(p.d, p.gate_heads, p.team);
+    const nsa__cuda_team_place at = nsa__cuda_team_place_of(p.d, p.teams, p.gate_heads);
     const int64_t t = at.s.row + at.row;
+    const int64_t place = nsa__cuda_place_of(p.rows_of, at.b, at.s.row) + at.row;
     const int sharers = p.d.heads / p.gate_heads;
     float g[3] = {1, 1, 1}, dg[3] = {0, 0, 0};
     if (at.mine && p.logits.data)
@@ -111,13 +114,12 @@ nsa__cuda_attend_rows_kernel(const NSA_GRID_CONSTANT nsa__cuda_rows_params p) {
             dg[i] += dot[i];
             if (i >= p.branches || !at.mine || at.c != 0) continue;
             const float lse = *nsa__row_of<float>(p.lse[i], at.s.batch, t, head);
-            const int64_t row =
-                (static_cast<int64_t>(at.b) * p.d.count + at.row) * p.d.heads + head;
             const float dlse = p.dlse.data ? *nsa__row_of<float>(p.dlse, at.s.batch, t, head) : 0;
             const bool good = finite && nsa__finite(lse) && nsa__finite(g[i]) && nsa__finite(dlse);
             /* dlse / ds = p: ds = p (dout . v - delta + dlse) */
-            p.rows[i][row] = {good ? lse * 1.44269504f : __uint_as_float(0x7fc00000u),
-                              good ? dot[i] - dlse : 0.0f, good ? g[i] : 0.0f};
+            p.rows[i][place * p.d.heads + head] = {good ? lse * 1.44269504f
+                                                        : __uint_as_float(0x7fc00000u),
+                                                   good ? dot[i] - dlse : 0.0f, good ? g[i] : 0.0f};
         }
     }
     if (p.dlogits.data && at.mine && at.c == 0)
@@ -127,8 +129,7 @@ nsa__cuda_attend_rows_kernel(const NSA_GRID_CONSTANT nsa__cuda_rows_params p) {
 
 static nsa_status nsa__cuda_attend_rows(nsa__cuda_rows_params p, cudaStream_t stream) {
     dim3 grid;
-    p.team = nsa__cuda_team_of(p.d.dim_v);
-    NSA__CHECK(nsa__cuda_team_grid(&p.d, p.gate_heads, p.team, &grid));
+    NSA__CHECK(nsa__cuda_team_grid(&p.d, p.gate_heads, p.d.dim_v, &p.teams, &grid));
     return nsa__cuda_status(
         NSA_LAUNCH(nsa__cuda_attend_rows_kernel, grid, dim3(NSA__TEAM_THREADS), 0, stream, p));
 }
@@ -188,7 +189,8 @@ NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_att
         rows.terms[h] = {INFINITY, 0, 0};
         rows.nan[h] = rows.sees[h] = false;
         if (!row.there) continue;
-        rows.terms[h] = *nsa__cuda_row_terms_at(params, at.b, row.query - at.seq.first, row.head);
+        rows.terms[h] =
+            *nsa__cuda_row_terms_at(params, at.row + row.query - at.seq.first, row.head);
         rows.keys[h] = nsa__cuda_keys_of(params, at.seq.tokens, row.query);
         rows.nan[h] = nsa__cuda_is_nan_bits(rows.terms[h].lse2);
         if (rows.nan[h]) rows.terms[h].lse2 = INFINITY;
@@ -349,7 +351,7 @@ static __global__ void nsa__cuda_gather_dq_kernel(nsa__cuda_attend_params params
     if (!row.there) return;
     const float *partial = params.partial_out + row.number * params.list_width * params.d.dim;
     const bool bad =
-        nsa__cuda_is_nan_bits(nsa__cuda_row_terms_at(params, row.b, row.index, row.head)->lse2);
+        nsa__cuda_is_nan_bits(nsa__cuda_row_terms_at(params, row.terms, row.head)->lse2);
     const float nan = __uint_as_float(0x7fc00000u);
     void *to = nsa__row_at(params.dx.q, row.batch, row.row, row.head);
     for (int c = static_cast<int>(threadIdx.x) % 32 * 8; c < params.d.dim; c += 256) {
@@ -431,10 +433,10 @@ NSA__DEVICE int nsa__cuda_cmp_part(const nsa__cuda_attend_params &params, int to
 
 NSA__DEVICE float *nsa__cuda_cmp_partial(const nsa__cuda_attend_params &params,
                                          const nsa__cuda_attend_head &at, int part, int key) {
-    const int64_t keys = nsa__cmp_count(params.d, params.d.tokens);
+    const int64_t line = static_cast<int64_t>(at.kv_head) * params.max_parts + part;
+    const int64_t place = nsa__cuda_place_of(params.cmp_rows, at.b, at.seq.row) + key;
     return params.partial_dkv +
-           ((nsa__cuda_attend_pair(params, at) * params.max_parts + part) * keys + key) *
-               nsa__cuda_partial_row(params);
+           (line * params.cmp_rows.total + place) * nsa__cuda_partial_row(params);
 }
 
 /* cmp, win, dense: tiles of keys, for cmp each with max_parts parts. */
@@ -475,11 +477,10 @@ NSA__DEVICE nsa__cuda_key_work nsa__cuda_key_work_of_block(const nsa__cuda_atten
     w.list = part.query;
     w.readers = part.count;
     if (part.parts > 1) {
-        const int64_t pair = nsa__cuda_attend_pair(params, at);
-        const int slot = r.slot_begin[pair * (r.blocks + 1) + part.block] + part.part;
-        w.partial = params.partial_dkv +
-                    ((pair * r.max_slots + slot) * params.d.slc_block + w.begin - block_begin) *
-                        nsa__cuda_partial_row(params);
+        const int64_t slot = nsa__cuda_place_in(r.slots, at) + part.part +
+                             r.slot_begin[nsa__cuda_place_in(r.entries, at) + part.block];
+        w.partial = params.partial_dkv + (slot * params.d.slc_block + w.begin - block_begin) *
+                                             nsa__cuda_partial_row(params);
     }
     return w;
 }
@@ -545,7 +546,7 @@ nsa__cuda_reader_rows(nsa__cuda_reader_row *table, int32_t *queries,
         x.keys = nsa__cuda_keys_of(params, at.seq.tokens, query);
         x.q = nsa__cuda_query_offset(params.x.q, at, query, head);
         x.dout = nsa__cuda_query_offset(params.dx.out, at, query, head);
-        terms = nsa__cuda_row_terms_at(params, at.b, query - at.seq.first, head);
+        terms = nsa__cuda_row_terms_at(params, at.row + query - at.seq.first, head);
     }
     const int bytes = x.there ? 4 : 0;
     nsa__cp_async<4>(&x.terms.lse2, &terms->lse2, bytes);
@@ -770,13 +771,14 @@ NSA__DEVICE nsa__cuda_part_sums nsa__cuda_part_sums_of(const nsa__cuda_attend_pa
     nsa__cuda_part_sums s = {0, 0, 0, nullptr, 0};
     if (params.branch == NSA__KEYS_SLC) {
         const nsa__cuda_block_readers &r = params.readers;
-        const int64_t pair = nsa__cuda_attend_pair(params, at),
-                      entry = pair * (r.blocks + 1) + at.tile;
+        const int64_t entry = nsa__cuda_place_in(r.entries, at) + at.tile;
+        if (at.tile >= nsa__slc_count(params.d, at.seq.tokens)) return s;
         s.begin = at.tile * params.d.slc_block;
         s.end = s.begin + min(params.d.slc_block, at.keys - s.begin);
         s.parts = r.part_begin[entry + 1] - r.part_begin[entry];
         s.stride = params.d.slc_block * nsa__cuda_partial_row(params);
-        s.first = params.partial_dkv + (pair * r.max_slots + r.slot_begin[entry]) * s.stride;
+        s.first =
+            params.partial_dkv + (nsa__cuda_place_in(r.slots, at) + r.slot_begin[entry]) * s.stride;
     } else {
         s.begin = at.tile * keys;
         s.end = min(s.begin + keys, at.keys);
@@ -785,8 +787,7 @@ NSA__DEVICE nsa__cuda_part_sums nsa__cuda_part_sums_of(const nsa__cuda_attend_pa
         if (all.begin >= all.end) return s;
         const int size = nsa__cuda_cmp_part(params, at.seq.tokens), part = all.begin / size;
         s.parts = (all.end - 1) / size + 1 - part;
-        s.stride = static_cast<int64_t>(nsa__cmp_count(params.d, params.d.tokens)) *
-                   nsa__cuda_partial_row(params);
+        s.stride = params.cmp_rows.total * nsa__cuda_partial_row(params);
         s.first = nsa__cuda_cmp_partial(params, at, part, s.begin);
     }
     return s;
@@ -822,22 +823,22 @@ template <typename T, int DK, int DV> struct nsa__cuda_dkv_launch {
     template <int HOPPER>
     static nsa_status launch_as(nsa__cuda_attend_params params, cudaStream_t stream) {
         using shape = nsa__cuda_dkv_shape<T, DK, DV, HOPPER>;
-        const bool slc = params.branch == NSA__KEYS_SLC, cmp = params.branch == NSA__KEYS_CMP;
-        const int64_t keys = cmp ? nsa_cmp_count(&params.d, params.d.tokens) : params.d.tokens;
-        const int64_t tiles = nsa__cuda_ceil_div(keys, shape::TILE);
+        const bool slc = params.branch == NSA__KEYS_SLC;
+        nsa__cuda_extent tiles = nsa__cuda_key_tiles(&params, shape::TILE, 1);
         dim3 grid;
+        if (tiles.each == 0) return NSA_OK;
         nsa_status s = nsa__cuda_attend_grid(
             &params,
-            slc ? params.readers.max_parts * nsa__cuda_ceil_div(params.d.slc_block, shape::TILE)
-                : tiles * params.max_parts,
+            slc ? nsa__cuda_reader_tiles(&params,
+                                         nsa__cuda_ceil_div(params.d.slc_block, shape::TILE))
+                : nsa__cuda_key_tiles(&params, shape::TILE, params.max_parts),
             &grid);
-        if (s != NSA_OK || tiles == 0) return s;
+        if (s != NSA_OK) return s;
         s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_dkv_kernel<T, DK, DV>, grid,
                                         dim3(shape::THREADS), shape::BYTES, stream, params));
         if (s != NSA_OK || !params.partial_dkv) return s;
-        if ((s = nsa__cuda_attend_grid(&params, slc ? params.readers.blocks : tiles, &grid)) !=
-            NSA_OK)
-            return s;
+        if (slc) tiles = nsa__cuda_key_tiles(&params, params.d.slc_block, 1);
+        if ((s = nsa__cuda_attend_grid(&params, tiles, &grid)) != NSA_OK) return s;
         return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_parts_kernel, grid,
                                            dim3(NSA__ATTEND_PARTS_THREADS), 0, stream, params,
                                            int{shape::TILE}));
@@ -859,27 +860,26 @@ static void nsa__cuda_plan_parts(nsa__cuda_attend_params *params, nsa__cuda_aren
     if (params->branch != NSA__KEYS_CMP || d->tokens <= least) return;
     const int64_t parts = nsa__cuda_ceil_div(d->tokens, least);
     params->max_parts = parts < NSA__CMP_PARTS ? static_cast<int>(parts) : int{NSA__CMP_PARTS};
-    params->partial_dkv = nsa__cuda_take<float>(
-        arena, static_cast<int64_t>(d->batch) * d->kv_heads * params->max_parts *
-                   nsa_cmp_count(d, d->tokens) * (d->dim + d->dim_v));
+    params->cmp_rows = nsa__cuda_extent_of(d, nsa_cmp_count(d, d->tokens), 1, d->cmp_stride, 0);
+    params->partial_dkv = nsa__cuda_take<float>(arena, params->cmp_rows.total * d->kv_heads *
+                                                           params->max_parts * (d->dim + d->dim_v));
 }
 
 static void nsa__cuda_backward_plan(nsa__cuda_attend_params *params, const nsa_desc *d,
                                     nsa__cuda_branch_keys branch, nsa__cuda_arena *arena) {
     nsa__cuda_attend_plan(params, d, branch, arena);
-    params->rows = nsa__cuda_take<nsa__cuda_row_terms>(arena, static_cast<int64_t>(d->batch) *
-                                                                  d->count * d->heads);
+    params->rows_of = nsa__cuda_extent_of(d, d->count, 1, 1, 0);
+    params->rows = nsa__cuda_take<nsa__cuda_row_terms>(arena, params->rows_of.total * d->heads);
     nsa__cuda_plan_parts(params, arena);
     if (branch == NSA__KEYS_SLC) {
         nsa__cuda_plan_readers(params, d->count, arena);
         nsa__cuda_plan_reader_parts(params, NSA__SLC_PART_ROWS / params->group);
         nsa__cuda_plan_slots(params, arena);
     }
-    params->rows_of = d->count;
     params->chunk = nsa__cuda_gather_chunk(params, d->dim);
-    params->partial_out =
-        nsa__cuda_take<float>(arena, static_cast<int64_t>(d->batch) * d->heads *
-                                         params->list_width * params->chunk * d->dim);
+    params->chunk_rows = nsa__cuda_gather_rows(params);
+    params->partial_out = nsa__cuda_take<float>(arena, params->chunk_rows.total * d->heads *
+                                                           params->list_width * d->dim);
 }
 
 static nsa_status nsa__cuda_attend_check_gradient(const nsa_attend *dx, const nsa_attend *x,
@@ -921,15 +921,16 @@ static nsa_status nsa__cuda_attend_backward_run(const nsa_attend *dx, const nsa_
     params.x = *x;
     params.dx = *dx;
     nsa__cuda_rows_params rows = {};
-    rows.d = *d;
     rows.branches = 1;
     rows.gate_heads = d->heads;
     rows.dout = dx->out;
     rows.out[0] = x->out;
     rows.lse[0] = x->lse;
     rows.rows[0] = params.rows;
+    rows.rows_of = params.rows_of;
     rows.dlse = dx->lse;
     NSA__CHECK(nsa__cuda_attend_prepare(&params, stream));
+    rows.d = params.d;
     NSA__CHECK(nsa__cuda_attend_rows(rows, stream));
     if (dx->q.data) NSA__CHECK(nsa__cuda_attend_dq(&params, stream));
     return nsa__cuda_attend_dkv(&params, stream);

@@ -137,8 +137,8 @@ static void nsa__cuda_forward_plan(nsa__cuda_attend_params *params, const nsa_de
     nsa__cuda_attend_plan(params, d, branch, arena);
     params->chunk = nsa__cuda_gather_chunk(params, d->dim_v + 2);
     if (!params->chunk) return;
-    const int64_t partials =
-        static_cast<int64_t>(d->batch) * d->heads * params->list_width * params->chunk;
+    params->chunk_rows = nsa__cuda_gather_rows(params);
+    const int64_t partials = params->chunk_rows.total * d->heads * params->list_width;
     nsa__cuda_plan_readers(params, params->chunk, arena);
     params->partial_out = nsa__cuda_take<float>(arena, partials * d->dim_v);
     params->partial_sums = nsa__cuda_take<float2>(arena, partials);

@@ -27,10 +27,11 @@ enum { NSA__GATHER_HEADS = 4, NSA__GATHER_LEAST = 32, NSA__GATHER_WARPS = 8 };
 
 /* The row whose partial results a warp adds. */
 struct nsa__cuda_gather_row {
-    int64_t number; /* of (B, count, H) */
+    int64_t number; /* of (queries of the chunk, H) */
     int64_t batch, row;
-    int b, index, head, query; /* index: of the query in the slice */
-    int tokens;                /* of its sequence */
+    int64_t terms; /* of its query in params.rows */
+    int head, query;
+    int tokens; /* of its sequence */
     bool there;
     const int32_t *list;
 };
@@ -41,15 +42,15 @@ NSA__DEVICE nsa__cuda_gather_row nsa__cuda_gather_row_of(const nsa__cuda_attend_
     r.number =
         static_cast<int64_t>(blockIdx.x) * NSA__GATHER_WARPS + static_cast<int>(threadIdx.x) / 32;
     r.head = static_cast<int>(r.number % d.heads);
-    r.index = static_cast<int>(r.number / d.heads % d.count);
-    r.b = static_cast<int>(min(r.number / d.heads / d.count, static_cast<int64_t>(d.batch)));
     r.there = false;
-    if (r.b == d.batch) return r;
-    const nsa__sequence seq = nsa__sequence_of(d, r.b);
-    r.there = r.index < seq.count;
+    if (r.number / d.heads >= params.chunk_rows.total) return r;
+    const nsa__cuda_thing index = nsa__cuda_thing_at(d, params.chunk_rows, r.number / d.heads);
+    const nsa__sequence seq = nsa__sequence_of(d, index.b);
+    r.there = index.local < seq.count;
     r.batch = seq.batch;
-    r.row = seq.row + r.index;
-    r.query = seq.first + r.index;
+    r.row = seq.row + index.local;
+    r.terms = nsa__cuda_place_of(params.rows_of, index.b, seq.row) + index.local;
+    r.query = seq.first + static_cast<int>(index.local);
     r.tokens = seq.tokens;
     r.list = nsa__row_of<const int32_t>(params.x.blocks, r.batch, r.row, r.head / params.group);
     return r;
@@ -121,10 +122,19 @@ static int nsa__cuda_gather_chunk(const nsa__cuda_attend_params *params, int wid
     if (params->branch != NSA__KEYS_SLC || params->group > NSA__GATHER_HEADS ||
         params->list_width > NSA__GATHER_LIST)
         return 0;
-    const int64_t most = NSA__GATHER_BYTES / (static_cast<int64_t>(d->batch) * d->heads *
-                                              params->list_width * width * 4);
-    if (most >= d->count || NSA__GATHER_LEAST >= d->count) return d->count;
-    return most > NSA__GATHER_LEAST ? static_cast<int>(most) : NSA__GATHER_LEAST;
+    const nsa__cuda_extent rows = nsa__cuda_extent_of(d, d->count, 1, 1, 0);
+    const int64_t of_row = static_cast<int64_t>(d->heads) * params->list_width * width * 4;
+    const int64_t all = NSA__GATHER_BYTES / of_row, most = all / d->batch;
+    /* packed sequences take no more than one of them all would */
+    const int64_t least =
+        rows.packed ? nsa__cuda_ceil_div(NSA__GATHER_LEAST, d->batch) : int64_t(NSA__GATHER_LEAST);
+    if (all >= rows.total || least >= d->count) return d->count;
+    return static_cast<int>(most > least ? most : least);
+}
+
+/* Queries that leave partial results at the same time. */
+static nsa__cuda_extent nsa__cuda_gather_rows(const nsa__cuda_attend_params *params) {
+    return nsa__cuda_extent_of(&params->d, params->chunk, 1, 1, 0);
 }
 
 static nsa_attend nsa__cuda_queries_from(nsa_attend x, int64_t rows) {
@@ -139,14 +149,17 @@ static nsa_attend nsa__cuda_queries_from(nsa_attend x, int64_t rows) {
    which the lists are inverted first. */
 static nsa_status nsa__cuda_query_grid(nsa__cuda_attend_params *params, int tile, dim3 *grid,
                                        cudaStream_t stream) {
-    int64_t tiles = nsa__cuda_ceil_div(static_cast<int64_t>(params->d.count) * params->group, tile);
     params->spread = params->gathered ? 1 : params->lists;
     if (params->gathered) {
         nsa__cuda_plan_reader_parts(params, tile / params->group);
         NSA__CHECK(nsa__cuda_invert_lists(params, stream));
-        tiles = params->readers.max_parts;
+        return nsa__cuda_attend_grid(params, nsa__cuda_reader_tiles(params, 1), grid);
     }
-    return nsa__cuda_attend_grid(params, tiles, grid);
+    const int64_t rows = static_cast<int64_t>(params->d.count) * params->group;
+    return nsa__cuda_attend_grid(
+        params,
+        nsa__cuda_extent_of(&params->d, nsa__cuda_ceil_div(rows, tile), params->group, tile, 1),
+        grid);
 }
 
 /* Chunk after chunk of queries: Run for the blocks, then `combine`, a warp to a row. */
@@ -166,7 +179,7 @@ static nsa_status nsa__cuda_gather_run(const nsa__cuda_attend_params *all,
         params.dx = nsa__cuda_queries_from(all->dx, first);
         if (params.rows) params.rows += first * d->heads;
         NSA__CHECK(nsa__cuda_attend_choose<Run>(params, stream));
-        const int64_t rows = static_cast<int64_t>(d->batch) * params.d.count * d->heads;
+        const int64_t rows = params.chunk_rows.total * d->heads;
         NSA__CHECK(nsa__cuda_grid(nsa__cuda_ceil_div(rows, NSA__GATHER_WARPS), &grid));
         NSA__CHECK(nsa__cuda_status(
             NSA_LAUNCH(combine, grid, dim3(32 * NSA__GATHER_WARPS), 0, stream, params)));

@@ -25,9 +25,11 @@ enum nsa__cuda_branch_keys { NSA__KEYS_CMP, NSA__KEYS_SLC, NSA__KEYS_WIN, NSA__K
 struct nsa__cuda_block_readers {
     int64_t *begin;
     int32_t *part_begin, *slot_begin, *query;
-    int32_t *counts; /* (chunks + 1, blocks): where a chunk of queries puts its readers */
-    int blocks, chunks, part;
-    int64_t max_readers, max_parts, max_slots; /* of one sequence and kv head */
+    int32_t *counts; /* (chunks + 1, entries): where a chunk of queries puts its readers */
+    int chunks, part;
+    int64_t of_query; /* readers that a query may be */
+    /* of one kv head: a sequence's blocks and one more, its readers, its slots */
+    nsa__cuda_extent entries, readers, slots;
 };
 
 /* A part of a block's readers: query[0] .. query[count - 1], the part-th of `parts`. */
@@ -53,22 +55,25 @@ struct nsa__cuda_attend_params {
     int lists;  /* slc: block lists of a kv head */
     int spread; /* a grid's heads for each kv head: 1, or one for each list */
     int list_width;
-    int tiles;                 /* what blockIdx counts for one sequence and kv head */
+    nsa__cuda_extent tiles;    /* what blockIdx counts for one kv head */
     float scale, scale2;       /* of q k, for e and for 2 as the base */
     const int32_t *cmp_begins; /* cmp of packed sequences */
+    int32_t *ascending;        /* NULL, or what takes the place of begins for this call */
     uint64_t *bad;             /* a bit for each key: its k or v row has a non-finite value */
-    int bad_words;             /* of one sequence and kv head */
+    nsa__cuda_extent words;    /* of one kv head */
     /* backward */
-    nsa__cuda_row_terms *rows; /* (B, rows_of, H) */
-    int rows_of;               /* count of the whole call */
+    nsa__cuda_row_terms *rows; /* (rows_of, H) */
+    nsa__cuda_extent rows_of;  /* queries of the whole call */
     float *partial_dkv;        /* sums over parts of the readers of keys that have many */
+    nsa__cuda_extent cmp_rows; /* compressed rows of one kv head */
     int max_parts;             /* cmp: parts of the queries */
     /* slc: the lists turned round; for each sequence and kv head an entry a block */
     nsa__cuda_block_readers readers;
     /* slc of few heads: the rows of a Q tile are readers of one block. Each leaves a partial result
-       in (B, count, H, list_width); attend_gather.cuh adds them, chunk by chunk of queries. */
+       in (queries of the chunk, H, list_width); attend_gather.cuh adds them, chunk by chunk. */
     bool gathered;
     int chunk;
+    nsa__cuda_extent chunk_rows;
     float *partial_out; /* dim_v wide: the sum of p v; dim wide: of ds k */
     float2
         *partial_sums; /* the largest score, base 2 (inf: a value was not finite), the sum of p */
@@ -81,17 +86,25 @@ struct nsa__cuda_attend_head {
     int list;        /* the first list of its queries; list * group is their first query head */
     int64_t key_row; /* row of key 0 in k and v */
     int keys;
+    int64_t words; /* where the bits of key 0 lie in params.bad */
+    int64_t row;   /* where the rows of query `first` lie in params.rows */
 };
+
+/* Where the things of a kv head and sequence begin, all heads' one behind the other. */
+NSA__DEVICE int64_t nsa__cuda_place_in(const nsa__cuda_extent &e, const nsa__cuda_attend_head &at) {
+    return at.kv_head * e.total + nsa__cuda_place_of(e, at.b, at.seq.row);
+}
 
 NSA__DEVICE nsa__cuda_attend_head nsa__cuda_attend_head_of(const nsa__cuda_attend_params &params,
                                                            unsigned index) {
     nsa__cuda_attend_head at;
-    const int pair = static_cast<int>(index / static_cast<unsigned>(params.tiles));
-    at.tile = static_cast<int>(index % static_cast<unsigned>(params.tiles));
-    const int heads = params.d.kv_heads * params.spread;
-    at.b = pair / heads;
-    at.kv_head = pair % heads / params.spread;
-    at.list = pair % heads * (params.lists / params.spread);
+    const unsigned total = static_cast<unsigned>(params.tiles.total);
+    const int head = static_cast<int>(index / total);
+    const nsa__cuda_thing tile = nsa__cuda_thing_at(params.d, params.tiles, index % total);
+    at.tile = static_cast<int>(tile.local);
+    at.b = tile.b;
+    at.kv_head = head / params.spread;
+    at.list = head * (params.lists / params.spread);
     at.seq = nsa__sequence_of(params.d, at.b);
     at.key_row = at.seq.row;
     at.keys = at.seq.tokens;
@@ -99,12 +112,9 @@ NSA__DEVICE nsa__cuda_attend_head nsa__cuda_attend_head_of(const nsa__cuda_atten
         at.key_row = nsa__cmp_row(params.d, params.cmp_begins, at.b);
         at.keys = nsa__cmp_count(params.d, at.seq.tokens);
     }
+    at.words = nsa__cuda_place_in(params.words, at);
+    at.row = nsa__cuda_place_of(params.rows_of, at.b, at.seq.row);
     return at;
-}
-
-NSA__DEVICE int64_t nsa__cuda_attend_pair(const nsa__cuda_attend_params &params,
-                                          const nsa__cuda_attend_head &at) {
-    return static_cast<int64_t>(at.b) * params.d.kv_heads + at.kv_head;
 }
 
 /* The part of readers with number `item`, counted over all blocks; block is -1 behind the last. */
@@ -112,11 +122,11 @@ NSA__DEVICE nsa__cuda_reader_part nsa__cuda_reader_part_of(const nsa__cuda_atten
                                                            const nsa__cuda_attend_head &at,
                                                            int item) {
     const nsa__cuda_block_readers &r = params.readers;
-    const int64_t pair = nsa__cuda_attend_pair(params, at);
-    const int32_t *parts = r.part_begin + pair * (r.blocks + 1);
+    const int64_t entry = nsa__cuda_place_in(r.entries, at);
+    const int32_t *parts = r.part_begin + entry;
     nsa__cuda_reader_part reader = {-1, 0, 0, 0, nullptr};
-    if (item >= parts[r.blocks]) return reader;
-    int low = 0, high = r.blocks; /* parts[low] <= item < parts[high] */
+    int low = 0, high = nsa__slc_count(params.d, at.seq.tokens);
+    if (item >= parts[high]) return reader; /* else parts[low] <= item < parts[high] */
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         if (parts[middle] <= item)
@@ -127,10 +137,9 @@ NSA__DEVICE nsa__cuda_reader_part nsa__cuda_reader_part_of(const nsa__cuda_atten
     reader.block = low;
     reader.part = item - parts[low];
     reader.parts = parts[low + 1] - parts[low];
-    const int64_t begin =
-        r.begin[pair * (r.blocks + 1) + low] + static_cast<int64_t>(reader.part) * r.part;
-    const int64_t end = r.begin[pair * (r.blocks + 1) + low + 1];
-    reader.query = r.query + pair * r.max_readers + begin;
+    const int64_t begin = r.begin[entry + low] + static_cast<int64_t>(reader.part) * r.part;
+    const int64_t end = r.begin[entry + low + 1];
+    reader.query = r.query + nsa__cuda_place_in(r.readers, at) + begin;
     reader.count = static_cast<int>(min(static_cast<int64_t>(r.part), end - begin));
     return reader;
 }
@@ -146,12 +155,23 @@ NSA__DEVICE nsa__cuda_reader nsa__cuda_reader_of(const nsa__cuda_attend_params &
     return r;
 }
 
-/* A grid of `tiles` blocks for each sequence and head. */
-static inline nsa_status nsa__cuda_attend_grid(nsa__cuda_attend_params *params, int64_t tiles,
-                                               dim3 *grid) {
-    if (tiles > INT32_MAX) return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
-    params->tiles = static_cast<int>(tiles);
-    return nsa__cuda_grid(tiles * params->d.batch * params->d.kv_heads * params->spread, grid);
+/* A grid of so many blocks for each head. */
+static inline nsa_status nsa__cuda_attend_grid(nsa__cuda_attend_params *params,
+                                               const nsa__cuda_extent &tiles, dim3 *grid) {
+    if (tiles.total > INT32_MAX || tiles.each > INT32_MAX)
+        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+    params->tiles = tiles;
+    return nsa__cuda_grid(tiles.total * params->d.kv_heads * params->spread, grid);
+}
+
+/* Tiles of `keys` of the branch's keys, `parts` of each. */
+static inline nsa__cuda_extent nsa__cuda_key_tiles(const nsa__cuda_attend_params *params, int keys,
+                                                   int parts) {
+    const nsa_desc *d = &params->d;
+    const bool cmp = params->branch == NSA__KEYS_CMP;
+    const int64_t most = cmp ? nsa_cmp_count(d, d->tokens) : d->tokens;
+    return nsa__cuda_extent_of(d, nsa__cuda_ceil_div(most, keys) * parts, parts,
+                               static_cast<int64_t>(keys) * (cmp ? d->cmp_stride : 1), parts);
 }
 
 /* ---- Which keys a query sees ---------------------------------------------------------------
@@ -235,7 +255,9 @@ NSA__DEVICE nsa__cuda_query_tile nsa__cuda_query_tile_of(const nsa__cuda_attend_
         return t;
     }
     /* late queries see most keys: they go first */
-    const int64_t row = static_cast<int64_t>(params.tiles - 1 - at.tile) * rows;
+    const int64_t tiles = (static_cast<int64_t>(at.seq.count) * params.group + rows - 1) / rows;
+    if (at.tile >= tiles) return t;
+    const int64_t row = (tiles - 1 - at.tile) * rows;
     t.first = at.seq.first + static_cast<int>(row / params.group);
     t.skip = static_cast<int>(row % params.group);
     t.end = at.seq.first + at.seq.count;
@@ -294,7 +316,8 @@ NSA__DEVICE int64_t nsa__cuda_partial_out_index(const nsa__cuda_attend_params &p
                                                 const nsa__cuda_query_row &row) {
     const int32_t *list =
         nsa__cuda_query_at<const int32_t>(params.x.blocks, at, row.query, row.list);
-    const int64_t place = static_cast<int64_t>(at.b) * params.d.count + row.query - at.seq.first;
+    const int64_t place =
+        nsa__cuda_place_of(params.chunk_rows, at.b, at.seq.row) + row.query - at.seq.first;
     int slot = 0;
     while (list[slot] != tile.block) slot++; /* it is there: the list named the reader */
     return (place * params.d.heads + row.head) * params.list_width + slot;
@@ -420,8 +443,7 @@ NSA__DEVICE bool nsa__cuda_walk_next_block(nsa__cuda_walk_keys<KEYS, QUERIES, LI
 template <int KEYS>
 NSA__DEVICE nsa__cuda_bad_words nsa__cuda_load_bad(const nsa__cuda_attend_params &params,
                                                    const nsa__cuda_attend_head &at, int begin) {
-    const uint64_t *word =
-        params.bad + nsa__cuda_attend_pair(params, at) * params.bad_words + begin / 64;
+    const uint64_t *word = params.bad + at.words + begin / 64;
     return {word[0], KEYS + begin % 64 > 64 ? word[1] : 0};
 }
 
@@ -491,7 +513,7 @@ static __global__ void nsa__cuda_attend_scan_kernel(nsa__cuda_attend_params para
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const nsa__cuda_attend_head at = nsa__cuda_attend_head_of(params, blockIdx.x);
     const int word = at.tile * NSA__SCAN_WARPS + static_cast<int>(threadIdx.x) / 32;
-    if (word >= params.bad_words) return;
+    if (word > (at.keys + 63) / 64) return; /* one more than there are keys for */
     const int of_k = params.d.dim / 8, pieces = of_k + params.d.dim_v / 8;
     const int count = static_cast<int>(min(int64_t(64), at.keys - int64_t(64) * word));
     uint64_t bad = 0;
@@ -506,7 +528,7 @@ static __global__ void nsa__cuda_attend_scan_kernel(nsa__cuda_attend_params para
                                                             at.kv_head, (piece - of_k) * 8);
         if (!__all_sync(0xffffffffu, finite)) bad |= uint64_t(1) << key;
     }
-    if (lane == 0) params.bad[nsa__cuda_attend_pair(params, at) * params.bad_words + word] = bad;
+    if (lane == 0) params.bad[at.words + word] = bad;
 }
 
 /* ---- Tiles in shared memory ---------------------------------------------------------------- */
@@ -703,10 +725,12 @@ static void nsa__cuda_attend_plan(nsa__cuda_attend_params *params, const nsa_des
     params->list_width = nsa_block_list_width(d);
     params->scale = static_cast<float>(scale);
     params->scale2 = static_cast<float>(scale * 1.4426950408889634);
-    params->bad_words =
-        static_cast<int>(nsa__cuda_ceil_div(keys, 64) + 1); /* a tile may straddle */
-    params->bad = nsa__cuda_take<uint64_t>(arena, static_cast<int64_t>(d->batch) * d->kv_heads *
-                                                      params->bad_words);
+    params->words = /* one more, because a tile may straddle */
+        nsa__cuda_extent_of(d, nsa__cuda_ceil_div(keys, 64) + 1, 1,
+                            64 * (branch == NSA__KEYS_CMP ? d->cmp_stride : int64_t(1)), 2);
+    params->bad = nsa__cuda_take<uint64_t>(arena, params->words.total * d->kv_heads);
+    if (d->begins && d->rows)
+        params->ascending = nsa__cuda_take<int32_t>(arena, static_cast<int64_t>(d->batch) + 1);
     if (branch == NSA__KEYS_CMP && d->begins)
         params->cmp_begins = nsa__cuda_take<int32_t>(arena, static_cast<int64_t>(d->batch) + 1);
 }
@@ -743,17 +767,24 @@ static nsa__cuda_attend_params nsa__cuda_attend_params_of(const nsa_desc *d,
     return params;
 }
 
-/* What comes before any attention: where compressed rows begin, which keys are not finite. */
-static nsa_status nsa__cuda_attend_prepare(const nsa__cuda_attend_params *params,
-                                           cudaStream_t stream) {
+/* What comes before any attention: begins that ascend, where compressed rows begin, which keys are
+   not finite. */
+static nsa_status nsa__cuda_attend_prepare(nsa__cuda_attend_params *params, cudaStream_t stream) {
+    if (params->ascending) {
+        NSA__CHECK(nsa__cuda_status(NSA_LAUNCH(nsa__cuda_ascending_kernel, dim3(1), dim3(32), 0,
+                                               stream, params->d, params->ascending)));
+        params->d.begins = params->ascending;
+    }
     nsa__cuda_attend_params scan = *params;
     dim3 grid;
     if (params->cmp_begins) {
         NSA__CHECK(
             nsa__cuda_cmp_begins(&params->d, const_cast<int32_t *>(params->cmp_begins), stream));
     }
-    NSA__CHECK(nsa__cuda_attend_grid(&scan, nsa__cuda_ceil_div(params->bad_words, NSA__SCAN_WARPS),
-                                     &grid));
+    nsa__cuda_extent tiles = params->words; /* of words; spare is enough for them, too */
+    tiles.each = nsa__cuda_ceil_div(tiles.each, NSA__SCAN_WARPS);
+    tiles = nsa__cuda_extent_of(&scan.d, tiles.each, 1, tiles.den * NSA__SCAN_WARPS, 2);
+    NSA__CHECK(nsa__cuda_attend_grid(&scan, tiles, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_scan_kernel, grid,
                                        dim3(32 * NSA__SCAN_WARPS), 0, stream, scan));
 }

@@ -48,6 +48,14 @@ NSA__DEVICE int nsa__cuda_listed(int entry, int last, int &most) {
     return entry <= last && entry > before ? entry : -1;
 }
 
+/* What chunk `chunk` of the queries counts, block by block. */
+NSA__DEVICE int32_t *nsa__cuda_reader_counts(const nsa__cuda_attend_params &params,
+                                             const nsa__cuda_attend_head &at, int chunk) {
+    const nsa__cuda_block_readers &r = params.readers;
+    const int64_t line = static_cast<int64_t>(at.kv_head) * (r.chunks + 1) + chunk;
+    return r.counts + line * r.entries.total + nsa__cuda_place_of(r.entries, at.b, at.seq.row);
+}
+
 /* A warp takes a chunk of queries, one after the other, a lane to a list entry. place false: counts
    the readers of every block; true: puts them where the counts, by now places, say. Blocks of one
    list differ, so that lanes never meet. */
@@ -56,11 +64,11 @@ static __global__ void nsa__cuda_readers_kernel(nsa__cuda_attend_params params, 
     const nsa__cuda_block_readers &r = params.readers;
     const int lane = static_cast<int>(threadIdx.x),
               size = (params.d.count + r.chunks - 1) / r.chunks;
-    const int64_t pair = nsa__cuda_attend_pair(params, at);
-    const int64_t *begin = r.begin + pair * (r.blocks + 1);
-    int32_t *counts = r.counts + (pair * (r.chunks + 1) + at.tile) * r.blocks;
+    const int64_t *begin = r.begin + nsa__cuda_place_in(r.entries, at);
+    int32_t *counts = nsa__cuda_reader_counts(params, at, at.tile);
+    int32_t *const queries = r.query + nsa__cuda_place_in(r.readers, at);
     if (!place)
-        for (int j = lane; j < r.blocks; j += 32) counts[j] = 0;
+        for (int j = lane; j < nsa__slc_count(params.d, at.seq.tokens); j += 32) counts[j] = 0;
     __syncwarp();
     const int first = at.seq.first + at.tile * size;
     const int end = min(first + size, at.seq.first + at.seq.count);
@@ -74,7 +82,7 @@ static __global__ void nsa__cuda_readers_kernel(nsa__cuda_attend_params params, 
             const int entry = slot < params.list_width ? list[slot] : -1;
             const int j = nsa__cuda_listed(entry, last, most);
             if (j >= 0) {
-                if (place) r.query[pair * r.max_readers + begin[j] + counts[j]] = reader;
+                if (place) queries[begin[j] + counts[j]] = reader;
                 counts[j]++;
             }
             __syncwarp(); /* the next entry of this block is another lane's */
@@ -87,20 +95,20 @@ static __global__ void nsa__cuda_readers_columns_kernel(nsa__cuda_attend_params 
     const nsa__cuda_attend_head at = nsa__cuda_attend_head_of(params, blockIdx.x);
     const nsa__cuda_block_readers &r = params.readers;
     const int j = at.tile * NSA__READERS_COLUMNS + static_cast<int>(threadIdx.x);
-    if (j >= r.blocks) return;
-    int32_t *count = r.counts + nsa__cuda_attend_pair(params, at) * (r.chunks + 1) * r.blocks + j;
+    if (j >= nsa__slc_count(params.d, at.seq.tokens)) return;
+    int32_t *count = nsa__cuda_reader_counts(params, at, 0) + j;
     int sum = 0, chunk = 0;
     for (; chunk + 8 <= r.chunks; chunk += 8) { /* eight loads at a time, which wait together */
         int n[8];
 #pragma unroll
-        for (int i = 0; i < 8; i++) n[i] = count[static_cast<int64_t>(i) * r.blocks];
+        for (int i = 0; i < 8; i++) n[i] = count[i * r.entries.total];
 #pragma unroll
-        for (int i = 0; i < 8; i++, count += r.blocks) {
+        for (int i = 0; i < 8; i++, count += r.entries.total) {
             *count = sum;
             sum += n[i];
         }
     }
-    for (; chunk < r.chunks; chunk++, count += r.blocks) {
+    for (; chunk < r.chunks; chunk++, count += r.entries.total) {
         const int n = *count;
         *count = sum;
         sum += n;
@@ -112,17 +120,18 @@ static __global__ void nsa__cuda_readers_columns_kernel(nsa__cuda_attend_params 
 static __global__ void nsa__cuda_readers_begins_kernel(nsa__cuda_attend_params params) {
     const nsa__cuda_attend_head at = nsa__cuda_attend_head_of(params, blockIdx.x);
     const nsa__cuda_block_readers &r = params.readers;
-    const int64_t pair = nsa__cuda_attend_pair(params, at), entry = pair * (r.blocks + 1);
-    const int32_t *sums = r.counts + (pair * (r.chunks + 1) + r.chunks) * r.blocks;
+    const int64_t entry = nsa__cuda_place_in(r.entries, at);
+    const int32_t *sums = nsa__cuda_reader_counts(params, at, r.chunks);
+    const int blocks = nsa__slc_count(params.d, at.seq.tokens);
     int64_t readers = 0, parts = 0, slots = 0;
-    for (int first = 0; first < r.blocks; first += 32) {
+    for (int first = 0; first < blocks; first += 32) {
         const int j = first + static_cast<int>(threadIdx.x);
-        const int n = j < r.blocks ? sums[j] : 0, n_parts = (n + r.part - 1) / r.part;
+        const int n = j < blocks ? sums[j] : 0, n_parts = (n + r.part - 1) / r.part;
         const int64_t readers_end = readers + nsa__cuda_inclusive_sum<int64_t>(n);
         const int64_t parts_end = parts + nsa__cuda_inclusive_sum<int64_t>(n_parts);
         const int64_t slots_end =
             slots + nsa__cuda_inclusive_sum<int64_t>(n_parts > 1 ? n_parts : 0);
-        if (j < r.blocks) {
+        if (j < blocks) {
             r.begin[entry + j + 1] = readers_end;
             r.part_begin[entry + j + 1] = static_cast<int32_t>(parts_end);
             r.slot_begin[entry + j + 1] = static_cast<int32_t>(slots_end);
@@ -139,16 +148,18 @@ static void nsa__cuda_plan_readers(nsa__cuda_attend_params *params, int count,
                                    nsa__cuda_arena *arena) {
     const nsa_desc *d = &params->d;
     nsa__cuda_block_readers *r = &params->readers;
-    const int64_t pairs = static_cast<int64_t>(d->batch) * d->kv_heads;
-    r->blocks = nsa_slc_count(d, d->tokens);
+    const int blocks = nsa_slc_count(d, d->tokens);
     r->chunks = count < NSA__READERS_CHUNKS ? count : NSA__READERS_CHUNKS;
-    r->max_readers = static_cast<int64_t>(count) * params->lists *
-                     (params->list_width < r->blocks ? params->list_width : r->blocks);
-    r->begin = nsa__cuda_take<int64_t>(arena, pairs * (r->blocks + 1));
-    r->part_begin = nsa__cuda_take<int32_t>(arena, pairs * (r->blocks + 1));
-    r->slot_begin = nsa__cuda_take<int32_t>(arena, pairs * (r->blocks + 1));
-    r->query = nsa__cuda_take<int32_t>(arena, pairs * r->max_readers);
-    r->counts = nsa__cuda_take<int32_t>(arena, pairs * (r->chunks + 1) * r->blocks);
+    r->of_query = static_cast<int64_t>(params->lists) *
+                  (params->list_width < blocks ? params->list_width : blocks);
+    r->entries = nsa__cuda_extent_of(d, blocks + int64_t(1), 1, d->slc_block, 2);
+    r->readers = nsa__cuda_extent_of(d, count * r->of_query, r->of_query, 1, 0);
+    const int64_t entries = r->entries.total * d->kv_heads;
+    r->begin = nsa__cuda_take<int64_t>(arena, entries);
+    r->part_begin = nsa__cuda_take<int32_t>(arena, entries);
+    r->slot_begin = nsa__cuda_take<int32_t>(arena, entries);
+    r->query = nsa__cuda_take<int32_t>(arena, r->readers.total * d->kv_heads);
+    r->counts = nsa__cuda_take<int32_t>(arena, (r->chunks + 1) * entries);
 }
 
 /* k parts of a block, k > 1, hold more than k - 1 whole ones, so that there are at most twice as
@@ -156,27 +167,44 @@ static void nsa__cuda_plan_readers(nsa__cuda_attend_params *params, int count,
 static void nsa__cuda_plan_reader_parts(nsa__cuda_attend_params *params, int part) {
     nsa__cuda_block_readers *r = &params->readers;
     r->part = part > 1 ? part : 1;
-    r->max_parts = r->blocks + r->max_readers / r->part;
-    r->max_slots = 2 * r->max_readers / r->part;
+    r->slots =
+        nsa__cuda_extent_of(&params->d, 2 * r->readers.each / r->part, 2 * r->of_query, r->part, 0);
+}
+
+/* `pieces` for every part of every block of a sequence. */
+static nsa__cuda_extent nsa__cuda_reader_tiles(const nsa__cuda_attend_params *params,
+                                               int64_t pieces) {
+    const nsa__cuda_block_readers &r = params->readers;
+    const nsa_desc *d = &params->d;
+    return nsa__cuda_extent_of(d, pieces * (nsa_slc_count(d, d->tokens) + r.readers.each / r.part),
+                               pieces * (r.part + r.of_query * d->slc_block),
+                               static_cast<int64_t>(r.part) * d->slc_block,
+                               static_cast<int>(pieces));
 }
 
 /* Where the parts of blocks that have more than one leave their sums. */
 static void nsa__cuda_plan_slots(nsa__cuda_attend_params *params, nsa__cuda_arena *arena) {
     const nsa_desc *d = &params->d;
-    if (params->readers.max_slots)
+    if (params->readers.slots.total)
         params->partial_dkv = nsa__cuda_take<float>(
-            arena, static_cast<int64_t>(d->batch) * d->kv_heads * params->readers.max_slots *
-                       d->slc_block * (d->dim + d->dim_v));
+            arena, params->readers.slots.total * d->kv_heads * d->slc_block * (d->dim + d->dim_v));
 }
 
 static nsa_status nsa__cuda_invert_lists(const nsa__cuda_attend_params *params,
                                          cudaStream_t stream) {
     nsa__cuda_attend_params by_chunk = *params, by_column = *params, by_pair = *params;
     dim3 chunks, columns, pairs;
-    NSA__CHECK(nsa__cuda_attend_grid(&by_chunk, params->readers.chunks, &chunks));
+    const nsa_desc *d = &params->d;
+    const int64_t chunks_of = params->readers.chunks;
+    const nsa__cuda_extent of_sequence = {chunks_of, d->batch * chunks_of, 0, 1, 0, false};
+    NSA__CHECK(nsa__cuda_attend_grid(&by_chunk, of_sequence, &chunks));
     NSA__CHECK(nsa__cuda_attend_grid(
-        &by_column, nsa__cuda_ceil_div(params->readers.blocks, NSA__READERS_COLUMNS), &columns));
-    NSA__CHECK(nsa__cuda_attend_grid(&by_pair, 1, &pairs));
+        &by_column,
+        nsa__cuda_extent_of(d,
+                            nsa__cuda_ceil_div(nsa_slc_count(d, d->tokens), NSA__READERS_COLUMNS),
+                            1, static_cast<int64_t>(d->slc_block) * NSA__READERS_COLUMNS, 1),
+        &columns));
+    NSA__CHECK(nsa__cuda_attend_grid(&by_pair, {1, d->batch, 0, 1, 0, false}, &pairs));
     NSA__CHECK(nsa__cuda_status(
         NSA_LAUNCH(nsa__cuda_readers_kernel, chunks, dim3(32), 0, stream, by_chunk, false)));
     NSA__CHECK(nsa__cuda_status(NSA_LAUNCH(nsa__cuda_readers_columns_kernel, columns,

@@ -101,16 +101,18 @@ static bool nsa__cuda_chain_adds_once(const nsa_tensor to[NSA__SUMS], int i, con
     return true;
 }
 
-/* A view of (B, rows, heads, width) in workspace; packed rows are numbered below B * tokens. */
+/* A view of (B, rows, heads, width) in workspace, one of every `stride` tokens; packed rows are
+   numbered below B * tokens, and below what desc.rows says. */
 static nsa_tensor nsa__cuda_take_tensor(nsa__cuda_arena *a, const nsa_desc *d, nsa_dtype dtype,
-                                        int64_t rows, int64_t heads, int64_t width) {
+                                        int64_t rows, int stride, int64_t heads, int64_t width) {
+    const int64_t all = nsa__cuda_extent_of(d, rows, 1, stride, 0).total;
     nsa_tensor x;
     x.dtype = dtype;
     x.head = width;
     x.token = heads * width;
     x.batch = rows * x.token;
-    x.data = dtype == NSA_F32 ? static_cast<void *>(nsa__cuda_take<float>(a, d->batch * x.batch))
-                              : nsa__cuda_take<uint16_t>(a, d->batch * x.batch);
+    x.data = dtype == NSA_F32 ? static_cast<void *>(nsa__cuda_take<float>(a, all * x.token))
+                              : nsa__cuda_take<uint16_t>(a, all * x.token);
     return x;
 }
 
@@ -123,8 +125,8 @@ static void nsa__cuda_chain_gradient_plan(nsa__cuda_chain_gradient *g, const nsa
     const int blocks = nsa_cmp_count(d, d->tokens);
     const size_t first = a->used;
     g->zeros = a->base ? a->base + first : NULL;
-    g->dk_cmp = nsa__cuda_take_tensor(a, d, NSA_F32, blocks, d->kv_heads, d->dim);
-    g->dv_cmp = nsa__cuda_take_tensor(a, d, NSA_F32, blocks, d->kv_heads, d->dim_v);
+    g->dk_cmp = nsa__cuda_take_tensor(a, d, NSA_F32, blocks, d->cmp_stride, d->kv_heads, d->dim);
+    g->dv_cmp = nsa__cuda_take_tensor(a, d, NSA_F32, blocks, d->cmp_stride, d->kv_heads, d->dim_v);
     for (int i = 0; i < NSA__SUMS; i++) {
         nsa__cuda_sum *sum = &g->sum[i];
         sum->to = sum->view = to[i];
@@ -145,7 +147,7 @@ static void nsa__cuda_chain_gradient_plan(nsa__cuda_chain_gradient *g, const nsa
         }
         sum->owner = true;
         sum->view = nsa__cuda_take_tensor(a, d, NSA_F32, i == NSA__SUM_Q ? query_rows : d->tokens,
-                                          sum->heads, sum->width);
+                                          1, sum->heads, sum->width);
     }
     g->zero_bytes = a->used - first;
     g->rest = a->base ? a->base + a->used : NULL;
@@ -207,7 +209,7 @@ static nsa_status nsa__cuda_chain_prepare(nsa__cuda_chain_gradient *g, const nsa
         params->dx.k = dk[i];
         params->dx.v = dv[i];
         if (i == 2 && nsa__same_view(&x[1].k, &x[2].k) && nsa__same_view(&x[1].v, &x[2].v))
-            params->bad = g->branch[1].bad;
+            params->bad = g->branch[1].bad, params->d.begins = g->branch[1].d.begins;
         else
             NSA__CHECK(nsa__cuda_attend_prepare(params, stream));
     }
@@ -219,9 +221,10 @@ static nsa_status nsa__cuda_chain_rows(const nsa__cuda_chain_gradient *g, const 
                                        const nsa_attention *dx, const nsa_desc *d,
                                        cudaStream_t stream) {
     nsa__cuda_rows_params rows = {};
-    rows.d = *d;
+    rows.d = g->branch[0].d;
     rows.branches = 3;
     rows.gate_heads = d->gate_heads;
+    rows.rows_of = g->branch[0].rows_of;
     rows.dout = dx->out;
     rows.logits = c->gate.logits;
     rows.dlogits = dx->gates;
@@ -271,11 +274,12 @@ static nsa_status nsa__cuda_chain_compress(const nsa_compress *dx, const nsa_com
 enum { NSA__CUDA_FLUSH_THREADS = 128 };
 
 /* to += sum, rounded once: on the query's side, or on that of the keys. */
-static __global__ void nsa__cuda_flush_kernel(nsa_desc d, nsa__cuda_sum sum, bool queries) {
-    const int blocks = static_cast<int>(gridDim.x) / d.batch, units = sum.width / 8;
-    const nsa__sequence s = nsa__sequence_of(d, static_cast<int>(blockIdx.x) / blocks);
-    const int64_t item =
-        static_cast<int64_t>(blockIdx.x % blocks) * NSA__CUDA_FLUSH_THREADS + threadIdx.x;
+static __global__ void nsa__cuda_flush_kernel(nsa_desc d, nsa__cuda_sum sum, bool queries,
+                                              nsa__cuda_extent blocks) {
+    const int units = sum.width / 8;
+    const nsa__cuda_thing block = nsa__cuda_thing_at(d, blocks, blockIdx.x);
+    const nsa__sequence s = nsa__sequence_of(d, block.b);
+    const int64_t item = block.local * NSA__CUDA_FLUSH_THREADS + threadIdx.x;
     const int c = static_cast<int>(item % units) * 8,
               h = static_cast<int>(item / units % sum.heads);
     const int64_t row = item / units / sum.heads;
@@ -292,13 +296,13 @@ static nsa_status nsa__cuda_chain_flush(const nsa__cuda_chain_gradient *g, const
         const nsa__cuda_sum *sum = &g->sum[i];
         const int64_t rows = i == NSA__SUM_Q ? d->count : d->tokens;
         if (!sum->owner || rows == 0) continue;
+        nsa__cuda_extent blocks;
         dim3 grid;
-        NSA__CHECK(
-            nsa__cuda_grid(d->batch * nsa__cuda_ceil_div(rows * sum->heads * (sum->width / 8),
-                                                         NSA__CUDA_FLUSH_THREADS),
-                           &grid));
+        NSA__CHECK(nsa__cuda_row_grid(d, rows, 1,
+                                      static_cast<int64_t>(sum->heads) * (sum->width / 8),
+                                      NSA__CUDA_FLUSH_THREADS, &blocks, &grid));
         s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_flush_kernel, grid, dim3(NSA__CUDA_FLUSH_THREADS),
-                                        0, stream, *d, *sum, i == NSA__SUM_Q));
+                                        0, stream, *d, *sum, i == NSA__SUM_Q, blocks));
     }
     return s;
 }

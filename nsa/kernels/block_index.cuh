@@ -65,7 +65,8 @@ struct nsa__sequence {
 NSA__DEVICE nsa__sequence nsa__sequence_of(const nsa_desc &d, int b) {
     nsa__sequence s = {b, 0, d.tokens, d.first, d.count};
     if (d.begins) {
-        const int end = max(d.begins[d.batch], 0);
+        int end = max(d.begins[d.batch], 0);
+        if (d.rows) end = min(end, d.rows);
         const int begin = min(max(d.begins[b], 0), end);
         s.batch = 0;
         s.row = begin;
@@ -73,6 +74,56 @@ NSA__DEVICE nsa__sequence nsa__sequence_of(const nsa_desc &d, int b) {
         s.count = min(d.count, max(s.tokens - d.first, 0));
     }
     return s;
+}
+
+/* ---- Things of packed sequences, one behind the other ----------------------------------------
+
+   What sequences have of a kind (rows of a workspace, tiles, the blocks of a grid) lies in their
+   order. A sequence has at most `each` of them, and has them from b * each on. Of packed sequences
+   `each` is the longest one's, and batch * each may be many times what there is; so if desc.rows
+   tells the host how many rows there are, a sequence that begins at row r has its own from
+   r * num / den + b * spare on. A sequence of n rows must have at most n * num / den + spare,
+   rounded down: then none reaches into the next, and no begins lead out of `total`. */
+struct nsa__cuda_extent {
+    int64_t each, total, num, den;
+    int spare;
+    bool packed;
+};
+
+static inline nsa__cuda_extent nsa__cuda_extent_of(const nsa_desc *d, int64_t each, int64_t num,
+                                                   int64_t den, int spare) {
+    nsa__cuda_extent e = {each, d->batch * each, num, den, spare, false};
+    if (!d->begins || !d->rows) return e;
+    const int64_t packed = d->rows * num / den + static_cast<int64_t>(spare) * d->batch;
+    e.packed = packed < e.total;
+    if (e.packed) e.total = packed;
+    return e;
+}
+
+/* Where the things of sequence b begin, whose row of token 0 is `row`. */
+NSA__DEVICE int64_t nsa__cuda_place_of(const nsa__cuda_extent &e, int b, int64_t row) {
+    return e.packed ? row * e.num / e.den + static_cast<int64_t>(b) * e.spare : b * e.each;
+}
+
+/* Thing `local` of sequence b; `each` if the place is none's. */
+struct nsa__cuda_thing {
+    int b;
+    int64_t local;
+};
+
+NSA__DEVICE nsa__cuda_thing nsa__cuda_thing_at(const nsa_desc &d, const nsa__cuda_extent &e,
+                                               int64_t place) {
+    if (!e.packed) return {static_cast<int>(place / e.each), place % e.each};
+    int low = 0, high = d.batch; /* the last sequence that begins at `place` or before it */
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (nsa__cuda_place_of(e, middle, nsa__sequence_of(d, middle).row) <= place)
+            low = middle;
+        else
+            high = middle;
+    }
+    const int64_t local = place - nsa__cuda_place_of(e, low, nsa__sequence_of(d, low).row);
+    return {low, local < 0 || local > e.each ? e.each : local};
 }
 
 /* A decoding cache's sequences: tokens held before the step, and new tokens, on the device. */
@@ -106,7 +157,14 @@ static inline int nsa__cuda_team_of(int width) {
     return team;
 }
 
-/* Which row (t, h) of which sequence a team works on: teams count through (b, t, h). */
+/* How a launch's threads are shared out: `size` of them to a row. */
+struct nsa__cuda_teams {
+    int size;
+    nsa__cuda_extent blocks;
+};
+
+/* Which row (t, h) of which sequence a team works on: blocks of teams count through the
+   sequences, teams of a block through (t, h). */
 struct nsa__cuda_team_place {
     nsa__sequence s;
     int b;
@@ -115,25 +173,36 @@ struct nsa__cuda_team_place {
     bool mine;
 };
 
-NSA__DEVICE nsa__cuda_team_place nsa__cuda_team_place_of(const nsa_desc &d, int heads, int team,
+NSA__DEVICE nsa__cuda_team_place nsa__cuda_team_place_of(const nsa_desc &d,
+                                                         const nsa__cuda_teams &teams, int heads,
                                                          nsa__cuda_places places = {NULL}) {
-    const int blocks = static_cast<int>(gridDim.x) / d.batch;
-    const int64_t item =
-        static_cast<int64_t>(blockIdx.x % blocks) * (NSA__TEAM_THREADS / team) + threadIdx.x / team;
+    const nsa__cuda_thing block = nsa__cuda_thing_at(d, teams.blocks, blockIdx.x);
+    const int64_t item = block.local * (NSA__TEAM_THREADS / teams.size) + threadIdx.x / teams.size;
     nsa__cuda_team_place p;
-    p.b = static_cast<int>(blockIdx.x) / blocks;
+    p.b = block.b;
     p.s = nsa__sequence_at(d, p.b, places);
     p.row = item / heads;
     p.head = static_cast<int>(item % heads);
-    p.c = static_cast<int>(threadIdx.x) % team * 8;
+    p.c = static_cast<int>(threadIdx.x) % teams.size * 8;
     p.mine = p.row < p.s.count;
     return p;
 }
 
-static nsa_status nsa__cuda_team_grid(const nsa_desc *d, int heads, int team, dim3 *grid) {
-    return nsa__cuda_grid(d->batch * nsa__cuda_ceil_div(static_cast<int64_t>(d->count) * heads,
-                                                        NSA__TEAM_THREADS / team),
-                          grid);
+/* Blocks of `threads` for `of_row` threads of each of at most `rows` rows of a sequence, which has
+   one for every `stride` of its packed rows. */
+static nsa_status nsa__cuda_row_grid(const nsa_desc *d, int64_t rows, int stride, int64_t of_row,
+                                     int threads, nsa__cuda_extent *blocks, dim3 *grid) {
+    *blocks = nsa__cuda_extent_of(d, nsa__cuda_ceil_div(rows * of_row, threads), of_row,
+                                  static_cast<int64_t>(threads) * stride, 1);
+    return nsa__cuda_grid(blocks->total, grid);
+}
+
+/* A team for each query and each of `heads`, whose rows are `width` wide. */
+static nsa_status nsa__cuda_team_grid(const nsa_desc *d, int heads, int width,
+                                      nsa__cuda_teams *teams, dim3 *grid) {
+    teams->size = nsa__cuda_team_of(width);
+    return nsa__cuda_row_grid(d, d->count, 1, heads, NSA__TEAM_THREADS / teams->size,
+                              &teams->blocks, grid);
 }
 
 /* ---- The map M as CSR ----------------------------------------------------------------------- */
@@ -170,25 +239,48 @@ static __global__ void nsa__block_map_kernel(nsa_desc d, int tokens, int32_t *in
 /* One warp: a running sum over 32 sequences at a time. */
 static __global__ void nsa__cmp_begins_kernel(nsa_desc d, int32_t *cmp_begins) {
     const int lane = static_cast<int>(threadIdx.x);
+    const int most =
+        d.begins && d.rows ? d.rows / d.cmp_stride : INT32_MAX; /* whatever begins holds */
     int sum = 0;
     for (int b0 = 0; b0 < d.batch; b0 += 32) {
         const int b = b0 + lane;
-        int end = b < d.batch ? nsa__cmp_count(d, nsa__sequence_of(d, b).tokens) : 0;
+        const int blocks = b < d.batch ? nsa__cmp_count(d, nsa__sequence_of(d, b).tokens) : 0;
+        int end = blocks;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const int left = __shfl_up_sync(0xffffffffu, end, step);
             if (lane >= step) end += left;
         }
-        if (b < d.batch) cmp_begins[b + 1] = sum + end;
+        if (b < d.batch) cmp_begins[b] = min(sum + end, most) - blocks;
         sum += __shfl_sync(0xffffffffu, end, 31);
     }
-    if (lane == 0) cmp_begins[0] = 0;
+    if (lane == 0) cmp_begins[d.batch] = min(sum, most);
 }
 
 static nsa_status nsa__cuda_cmp_begins(const nsa_desc *d, int32_t *cmp_begins,
                                        cudaStream_t stream) {
     return nsa__cuda_status(
         NSA_LAUNCH(nsa__cmp_begins_kernel, dim3(1), dim3(32), 0, stream, *d, cmp_begins));
+}
+
+/* ---- Begins that ascend ----------------------------------------------------------------------
+
+   Packed workspaces of two sequences overlap where begins descends, and numbers in them that say
+   where to read would be anybody's. One warp: a running maximum over 32 begins at a time. */
+static __global__ void nsa__cuda_ascending_kernel(nsa_desc d, int32_t *begins) {
+    const int lane = static_cast<int>(threadIdx.x), end = min(max(d.begins[d.batch], 0), d.rows);
+    int most = 0;
+    for (int b0 = 0; b0 <= d.batch; b0 += 32) {
+        const int b = b0 + lane;
+        int begin = b <= d.batch ? min(max(d.begins[b], most), end) : 0;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int left = __shfl_up_sync(0xffffffffu, begin, step);
+            if (lane >= step) begin = max(begin, left);
+        }
+        if (b <= d.batch) begins[b] = begin;
+        most = __shfl_sync(0xffffffffu, begin, 31);
+    }
 }
 
 /* ---- Entry points --------------------------------------------------------------------------- */

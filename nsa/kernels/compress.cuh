@@ -17,11 +17,14 @@ struct nsa__cuda_filter_place {
     int64_t row;
 };
 
-NSA__DEVICE nsa__cuda_filter_place nsa__cuda_filter_place_of(const nsa_desc &d, int dim) {
-    const int units = dim / 8, blocks = static_cast<int>(gridDim.x) / d.batch;
-    const int64_t item = static_cast<int64_t>(blockIdx.x % blocks) * blockDim.x + threadIdx.x;
+NSA__DEVICE nsa__cuda_filter_place nsa__cuda_filter_place_of(const nsa_desc &d,
+                                                             const nsa__cuda_extent &blocks,
+                                                             int dim) {
+    const int units = dim / 8;
+    const nsa__cuda_thing block = nsa__cuda_thing_at(d, blocks, blockIdx.x);
+    const int64_t item = block.local * blockDim.x + threadIdx.x;
     nsa__cuda_filter_place p;
-    p.b = static_cast<int>(blockIdx.x) / blocks;
+    p.b = block.b;
     p.s = nsa__sequence_of(d, p.b);
     p.c = static_cast<int>(item % units) * 8;
     p.head = static_cast<int>(item / units % d.kv_heads);
@@ -31,8 +34,9 @@ NSA__DEVICE nsa__cuda_filter_place nsa__cuda_filter_place_of(const nsa_desc &d, 
 
 /* out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean. */
 static __global__ void nsa__cuda_filter_forward_kernel(nsa_desc d, nsa_compress x,
+                                                       nsa__cuda_extent blocks,
                                                        const int32_t *cmp_begins) {
-    const nsa__cuda_filter_place p = nsa__cuda_filter_place_of(d, x.dim);
+    const nsa__cuda_filter_place p = nsa__cuda_filter_place_of(d, blocks, x.dim);
     if (p.row >= nsa__cmp_count(d, p.s.tokens)) return;
     const bool conv = x.phi == NSA_PHI_CONV;
     float out[8] = {0, 0, 0, 0, 0, 0, 0, 0}, w[8], row[8];
@@ -53,8 +57,9 @@ static __global__ void nsa__cuda_filter_forward_kernel(nsa_desc d, nsa_compress 
 /* dx[t][c] += sum over the blocks i that cover t of w[t - i d][c] dout[i][c]. */
 static __global__ void nsa__cuda_filter_input_gradient_kernel(nsa_desc d, nsa_compress x,
                                                               nsa_compress dx,
+                                                              nsa__cuda_extent blocks,
                                                               const int32_t *cmp_begins) {
-    const nsa__cuda_filter_place p = nsa__cuda_filter_place_of(d, x.dim);
+    const nsa__cuda_filter_place p = nsa__cuda_filter_place_of(d, blocks, x.dim);
     if (p.row >= p.s.tokens) return;
     const int t = static_cast<int>(p.row), count = nsa__cmp_count(d, p.s.tokens);
     const int begin = t < d.cmp_block ? 0 : (t - d.cmp_block) / d.cmp_stride + 1;
@@ -77,7 +82,8 @@ static __global__ void nsa__cuda_filter_input_gradient_kernel(nsa_desc d, nsa_co
    1][D]. */
 static __global__ void nsa__cuda_conv_parameter_gradient_kernel(nsa_desc d, nsa_compress x,
                                                                 nsa_tensor dout, float *parts,
-                                                                int part_count, int chunks,
+                                                                int part_count,
+                                                                nsa__cuda_extent chunks,
                                                                 const int32_t *cmp_begins) {
     const int units = x.dim / 8, items = (d.cmp_block + 1) * units;
     const int blocks = (items - 1) / NSA__FILTER_THREADS + 1, block = static_cast<int>(blockIdx.x);
@@ -86,10 +92,11 @@ static __global__ void nsa__cuda_conv_parameter_gradient_kernel(nsa_desc d, nsa_
     const int j = item / units, c = item % units * 8;
     if (item >= items) return;
     float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0}, grad[8], row[8] = {1, 1, 1, 1, 1, 1, 1, 1};
-    for (int chunk = part; chunk < chunks * d.batch; chunk += part_count) {
-        const int b = chunk / chunks, begin = chunk % chunks * NSA__FILTER_CHUNK;
-        const nsa__sequence s = nsa__sequence_of(d, b);
-        const int64_t first = nsa__cmp_row(d, cmp_begins, b);
+    for (int64_t at = part; at < chunks.total; at += part_count) {
+        const nsa__cuda_thing chunk = nsa__cuda_thing_at(d, chunks, at);
+        const nsa__sequence s = nsa__sequence_of(d, chunk.b);
+        const int64_t first = nsa__cmp_row(d, cmp_begins, chunk.b);
+        const int begin = static_cast<int>(chunk.local) * NSA__FILTER_CHUNK;
         const int end = min(begin + NSA__FILTER_CHUNK, nsa__cmp_count(d, s.tokens));
         for (int i = begin; i < end; i++) {
             const int64_t token = s.row + static_cast<int64_t>(i) * d.cmp_stride + j;
@@ -109,16 +116,20 @@ static __global__ void nsa__cuda_conv_parameter_gradient_kernel(nsa_desc d, nsa_
 struct nsa__cuda_filter_plan {
     int32_t *cmp_begins;
     float *parts;
-    int part_count, chunks;
+    int part_count;
+    nsa__cuda_extent chunks; /* of compressed rows */
 };
 
 static nsa__cuda_filter_plan nsa__cuda_filter_plan_of(const nsa_compress *x, const nsa_desc *d,
                                                       int backward, nsa__cuda_arena *a) {
     nsa__cuda_filter_plan p;
     p.cmp_begins = nsa__cuda_take<int32_t>(a, d->begins ? d->batch + int64_t(1) : 0);
-    p.chunks = static_cast<int>(nsa__cuda_ceil_div(nsa_cmp_count(d, d->tokens), NSA__FILTER_CHUNK));
-    const int64_t all = static_cast<int64_t>(p.chunks) * d->batch;
-    p.part_count = static_cast<int>(all < 128 ? all : 128);
+    p.chunks =
+        nsa__cuda_extent_of(d, nsa__cuda_ceil_div(nsa_cmp_count(d, d->tokens), NSA__FILTER_CHUNK),
+                            1, static_cast<int64_t>(d->cmp_stride) * NSA__FILTER_CHUNK, 1);
+    /* as many as of one sequence of all the rows */
+    const int64_t full = p.chunks.total - (p.chunks.packed ? d->batch : 0);
+    p.part_count = static_cast<int>(full < 1 ? 1 : full < 128 ? full : 128);
     const bool sums = backward && x->phi == NSA_PHI_CONV;
     p.parts = nsa__cuda_take<float>(a, sums ? static_cast<int64_t>(p.part_count) * d->kv_heads *
                                                   (d->cmp_block + 1) * x->dim
@@ -126,20 +137,24 @@ static nsa__cuda_filter_plan nsa__cuda_filter_plan_of(const nsa_compress *x, con
     return p;
 }
 
-static nsa_status nsa__cuda_filter_grid(const nsa_desc *d, int64_t rows, int dim, dim3 *grid) {
-    return nsa__cuda_grid(
-        d->batch * nsa__cuda_ceil_div(rows * d->kv_heads * (dim / 8), NSA__FILTER_THREADS), grid);
+static nsa_status nsa__cuda_filter_grid(const nsa_desc *d, int64_t rows, int stride, int dim,
+                                        nsa__cuda_extent *blocks, dim3 *grid) {
+    return nsa__cuda_row_grid(d, rows, stride, static_cast<int64_t>(d->kv_heads) * (dim / 8),
+                              NSA__FILTER_THREADS, blocks, grid);
 }
 
 static nsa_status nsa__cuda_filter_forward(const nsa_compress *x, const nsa_desc *d,
                                            void *workspace, cudaStream_t stream) {
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
     const nsa__cuda_filter_plan p = nsa__cuda_filter_plan_of(x, d, 0, &a);
+    nsa__cuda_extent blocks;
     dim3 grid;
-    nsa_status s = nsa__cuda_filter_grid(d, nsa_cmp_count(d, d->tokens), x->dim, &grid);
+    nsa_status s = nsa__cuda_filter_grid(d, nsa_cmp_count(d, d->tokens), d->cmp_stride, x->dim,
+                                         &blocks, &grid);
     if (s == NSA_OK && d->begins) NSA__CHECK(nsa__cuda_cmp_begins(d, p.cmp_begins, stream));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_filter_forward_kernel, grid,
-                                       dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, p.cmp_begins));
+                                       dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, blocks,
+                                       p.cmp_begins));
 }
 
 static nsa_status nsa__cuda_filter_backward(const nsa_compress *dx, const nsa_compress *x,
@@ -148,11 +163,12 @@ static nsa_status nsa__cuda_filter_backward(const nsa_compress *dx, const nsa_co
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
     const nsa__cuda_filter_plan p = nsa__cuda_filter_plan_of(x, d, 1, &a);
     nsa_status s = d->begins ? nsa__cuda_cmp_begins(d, p.cmp_begins, stream) : NSA_OK;
+    nsa__cuda_extent blocks;
     dim3 grid;
     if (s == NSA_OK && dx->x.data) {
-        NSA__CHECK(nsa__cuda_filter_grid(d, d->tokens, x->dim, &grid));
+        NSA__CHECK(nsa__cuda_filter_grid(d, d->tokens, 1, x->dim, &blocks, &grid));
         s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_filter_input_gradient_kernel, grid,
-                                        dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, *dx,
+                                        dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, *dx, blocks,
                                         p.cmp_begins));
     }
     if (s != NSA_OK || x->phi != NSA_PHI_CONV || (!dx->w1.data && !dx->b1.data)) return s;

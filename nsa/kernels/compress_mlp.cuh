@@ -21,10 +21,11 @@
 #define NSA__MLP_SPLIT_ROWS 256
 #endif
 
-/* How many rows, for sequences of full length. */
+/* How many rows, at most. */
 static int64_t nsa__cuda_mlp_rows(const nsa_desc *d) {
     const int64_t lead = d->cmp_block / d->cmp_stride - 1;
-    return d->batch * static_cast<int64_t>(nsa_cmp_count(d, d->tokens)) + (d->batch + 1) * lead;
+    return nsa__cuda_extent_of(d, nsa_cmp_count(d, d->tokens), 1, d->cmp_stride, 0).total +
+           (d->batch + 1) * lead;
 }
 
 enum { NSA__MLP_THREADS = 128, NSA__MLP_COLUMN_PARTS = 64, NSA__MLP_BLOCKS = 512 };
@@ -88,11 +89,12 @@ static nsa__cuda_mlp_plan nsa__cuda_mlp_plan_of(const nsa_compress *x, const nsa
 
 /* Fills `gather` for the rows of a sequence; the rest of it was set to -1 before. */
 static __global__ void nsa__cuda_mlp_gather_kernel(nsa_desc d, const int32_t *cmp_begins, int lead,
-                                                   int4 *gather, int32_t *count) {
+                                                   nsa__cuda_extent blocks, int4 *gather,
+                                                   int32_t *count) {
     const int per_sequence = nsa__cmp_count(d, d.tokens) + lead;
-    const int blocks = static_cast<int>(gridDim.x) / d.batch,
-              b = static_cast<int>(blockIdx.x) / blocks;
-    const int i = static_cast<int>(blockIdx.x % blocks * blockDim.x + threadIdx.x);
+    const nsa__cuda_thing block = nsa__cuda_thing_at(d, blocks, blockIdx.x);
+    const int b = block.b;
+    const int i = static_cast<int>(block.local * blockDim.x + threadIdx.x);
     const nsa__sequence s = nsa__sequence_of(d, b);
     const int n = nsa__cmp_count(d, s.tokens),
               before = d.begins ? cmp_begins[b] : b * (per_sequence - lead);
@@ -101,8 +103,9 @@ static __global__ void nsa__cuda_mlp_gather_kernel(nsa_desc d, const int32_t *cm
         gather[row] =
             make_int4(static_cast<int>(s.batch), static_cast<int>(s.row) + i * d.cmp_stride,
                       i < n ? (d.begins ? before : 0) + i : -1, s.tokens - i * d.cmp_stride);
-    if (b == d.batch - 1 && i == 0) {
-        count[0] = before + n + (d.batch + 1) * lead;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        const int all = d.begins ? cmp_begins[d.batch] : d.batch * (per_sequence - lead);
+        count[0] = all + (d.batch + 1) * lead;
         count[1] = count[0] - lead;
     }
 }
@@ -288,14 +291,16 @@ static nsa_status nsa__cuda_mlp_prepare(const nsa_compress *x, const nsa_desc *d
     if (s == NSA_OK)
         s = nsa__cuda_status(
             nsa__memset(p->gather, 0xff, sizeof(int4) * static_cast<size_t>(p->rows), stream));
+    /* `lead` rows more than the compressed ones */
+    const int64_t most = nsa_cmp_count(d, d->tokens) + int64_t(p->lead);
+    const nsa__cuda_extent blocks = nsa__cuda_extent_of(
+        d, nsa__cuda_ceil_div(most, NSA__MLP_THREADS), 1,
+        static_cast<int64_t>(d->cmp_stride) * NSA__MLP_THREADS, p->lead / NSA__MLP_THREADS + 2);
     dim3 grid;
-    if (s == NSA_OK)
-        s = nsa__cuda_grid(
-            d->batch * nsa__cuda_ceil_div(nsa_cmp_count(d, d->tokens) + p->lead, NSA__MLP_THREADS),
-            &grid);
+    if (s == NSA_OK) s = nsa__cuda_grid(blocks.total, &grid);
     if (s == NSA_OK)
         s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_mlp_gather_kernel, grid, dim3(NSA__MLP_THREADS),
-                                        0, stream, *d, p->cmp_begins, p->lead, p->gather,
+                                        0, stream, *d, p->cmp_begins, p->lead, blocks, p->gather,
                                         p->count));
     if (s == NSA_OK)
         s = nsa__cuda_grid(nsa__cuda_ceil_div(static_cast<int64_t>(d->kv_heads) * x->hidden,

@@ -70,6 +70,7 @@ static void nsa__cuda_decode_plan_of(nsa__cuda_decode_plan *p, const nsa_attenti
     p->blocks_desc = d;
     p->blocks_desc.tokens = (p->blocks - 1) * d.cmp_stride + d.cmp_block;
     p->blocks_desc.count = 0;
+    p->blocks_desc.rows = 0;
     p->blocks_desc.begins = p->step.begins ? p->step.begins : &packed;
     const int64_t rows = static_cast<int64_t>(d.batch) * p->blocks_desc.tokens;
     const int64_t blocks = static_cast<int64_t>(d.batch) * p->blocks;
@@ -256,7 +257,7 @@ static nsa_status nsa__cuda_decode_attend(const nsa_attention *x, const nsa_cach
         params->d = d;
         params->x = *branches[i].x;
         params->bad = branches[i].bits;
-        params->bad_words = branches[i].words;
+        params->words.each = branches[i].words;
         params->ring = branches[i].ring;
         params->reads = branches[i].reads;
         params->places = places;

@@ -95,6 +95,8 @@ NSA__DEVICE nsa__cuda_decode_block nsa__cuda_decode_block_of(const nsa__cuda_dec
     at.tile = 0;
     at.key_row = 0;
     at.keys = at.seq.tokens;
+    at.words = pair * params.words.each;
+    at.row = 0;
     const int query = at.seq.first + row;
     block.rows = {query, block.part * held, row < at.seq.count ? query + 1 : query, -1, nullptr};
     block.keys = nsa__cuda_keys_of(params, at.seq.tokens, block.rows.first);

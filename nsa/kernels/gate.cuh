@@ -25,9 +25,9 @@ NSA__DEVICE void nsa__cuda_gate_weights(nsa_gate_kind kind, const nsa_tensor &lo
     }
 }
 
-static __global__ void nsa__cuda_gate_forward_kernel(nsa_desc d, nsa_gate x, int team,
+static __global__ void nsa__cuda_gate_forward_kernel(nsa_desc d, nsa_gate x, nsa__cuda_teams teams,
                                                      nsa__cuda_places places) {
-    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, d.heads, team, places);
+    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, teams, d.heads, places);
     if (!p.mine || p.c >= d.dim_v) return;
     const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
     const int64_t t = p.s.row + p.row;
@@ -58,8 +58,8 @@ NSA__DEVICE void nsa__cuda_gate_put_logits(const nsa_desc &d, const nsa_tensor &
 /* out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout, and over the heads that share the gate
    dg[i] = sum_h sum_c dout branch[i]; then through the gate's kind to the logits. */
 static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, nsa_gate dx,
-                                                      int team) {
-    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, d.gate_heads, team);
+                                                      nsa__cuda_teams teams) {
+    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, teams, d.gate_heads);
     const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
     const nsa_tensor *dbranch[3] = {&dx.cmp, &dx.slc, &dx.win};
     const int64_t t = p.s.row + p.row;
@@ -82,7 +82,7 @@ static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, ns
         }
     }
     if (!dx.logits.data) return;
-    for (int step = team / 2; step > 0; step /= 2)
+    for (int step = teams.size / 2; step > 0; step /= 2)
 #pragma unroll
         for (int i = 0; i < 3; i++) dg[i] += __shfl_xor_sync(0xffffffffu, dg[i], step);
     if (!p.mine || p.c != 0) return;
@@ -104,20 +104,20 @@ static nsa_status nsa__cuda_gate_check(const nsa_gate *x, const nsa_desc *d, int
 static nsa_status nsa__cuda_gate_forward_run(const nsa_gate *x, const nsa_desc *d,
                                              nsa__cuda_places places, cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
-    const int team = nsa__cuda_team_of(d->dim_v);
+    nsa__cuda_teams teams;
     dim3 grid;
-    NSA__CHECK(nsa__cuda_team_grid(d, d->heads, team, &grid));
+    NSA__CHECK(nsa__cuda_team_grid(d, d->heads, d->dim_v, &teams, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_forward_kernel, grid, dim3(NSA__TEAM_THREADS),
-                                       0, stream, *d, *x, team, places));
+                                       0, stream, *d, *x, teams, places));
 }
 static nsa_status nsa__cuda_gate_backward_run(const nsa_gate *dx, const nsa_gate *x,
                                               const nsa_desc *d, cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
-    const int team = nsa__cuda_team_of(d->dim_v);
+    nsa__cuda_teams teams;
     dim3 grid;
-    NSA__CHECK(nsa__cuda_team_grid(d, d->gate_heads, team, &grid));
+    NSA__CHECK(nsa__cuda_team_grid(d, d->gate_heads, d->dim_v, &teams, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_backward_kernel, grid,
-                                       dim3(NSA__TEAM_THREADS), 0, stream, *d, *x, *dx, team));
+                                       dim3(NSA__TEAM_THREADS), 0, stream, *d, *x, *dx, teams));
 }
 
 extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d,

@@ -45,8 +45,9 @@ NSA__DEVICE void nsa__cuda_merge_load(float (&to)[8], const nsa_tensor &out, flo
 }
 
 /* out = w_a out_a + w_b out_b, lse = ln(exp lse_a + exp lse_b) */
-static __global__ void nsa__cuda_merge_forward_kernel(nsa_desc d, nsa_merge x, int team) {
-    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, d.heads, team);
+static __global__ void nsa__cuda_merge_forward_kernel(nsa_desc d, nsa_merge x,
+                                                      nsa__cuda_teams teams) {
+    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, teams, d.heads);
     if (!p.mine || p.c >= d.dim_v) return;
     const int64_t t = p.s.row + p.row;
     const nsa__cuda_merge_shares m = nsa__cuda_merge_shares_of(x, p.s.batch, t, p.head);
@@ -74,8 +75,8 @@ NSA__DEVICE void nsa__cuda_merge_put(const nsa_tensor &dout_of, const nsa_tensor
      dout_a = w_a dout,   dlse_a = w_a (w_b dout . (out_a - out_b) + dlse)
    and the same with a and b exchanged. */
 static __global__ void nsa__cuda_merge_backward_kernel(nsa_desc d, nsa_merge x, nsa_merge dx,
-                                                       int team) {
-    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, d.heads, team);
+                                                       nsa__cuda_teams teams) {
+    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, teams, d.heads);
     const int64_t t = p.s.row + p.row;
     nsa__cuda_merge_shares m = {{0.0f, 0.0f}, 0.0f};
     if (p.mine) m = nsa__cuda_merge_shares_of(x, p.s.batch, t, p.head);
@@ -89,7 +90,7 @@ static __global__ void nsa__cuda_merge_backward_kernel(nsa_desc d, nsa_merge x, 
 #pragma unroll
         for (int c = 0; c < 8; c++) along += dout[c] * (a[c] - b[c]);
     }
-    for (int step = team / 2; step > 0; step /= 2)
+    for (int step = teams.size / 2; step > 0; step /= 2)
         along += __shfl_xor_sync(0xffffffffu, along, step);
     if (!works) return;
     const float dlse = dx.lse.data ? *nsa__row_of<const float>(dx.lse, p.s.batch, t, p.head) : 0.0f;
@@ -117,11 +118,11 @@ extern "C" nsa_status nsa_cuda_merge_forward(const nsa_merge *x, const nsa_desc 
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if ((s = nsa__cuda_merge_check(x, d, 1)) != NSA_OK || d->count == 0) return s;
-    const int team = nsa__cuda_team_of(d->dim_v);
+    nsa__cuda_teams teams;
     dim3 grid;
-    if ((s = nsa__cuda_team_grid(d, d->heads, team, &grid)) != NSA_OK) return s;
+    if ((s = nsa__cuda_team_grid(d, d->heads, d->dim_v, &teams, &grid)) != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_merge_forward_kernel, grid,
-                                       dim3(NSA__TEAM_THREADS), 0, stream, *d, *x, team));
+                                       dim3(NSA__TEAM_THREADS), 0, stream, *d, *x, teams));
 }
 
 extern "C" nsa_status nsa_cuda_merge_backward(const nsa_merge *dx, const nsa_merge *x,
@@ -147,11 +148,11 @@ extern "C" nsa_status nsa_cuda_merge_backward(const nsa_merge *dx, const nsa_mer
                                                NSA__AT_lse_b | NSA__GRADIENT)) != NSA_OK)
         return s;
     if (d->count == 0) return NSA_OK;
-    const int team = nsa__cuda_team_of(d->dim_v);
+    nsa__cuda_teams teams;
     dim3 grid;
-    if ((s = nsa__cuda_team_grid(d, d->heads, team, &grid)) != NSA_OK) return s;
+    if ((s = nsa__cuda_team_grid(d, d->heads, d->dim_v, &teams, &grid)) != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_merge_backward_kernel, grid,
-                                       dim3(NSA__TEAM_THREADS), 0, stream, *d, *x, *dx, team));
+                                       dim3(NSA__TEAM_THREADS), 0, stream, *d, *x, *dx, teams));
 }
 
 #endif

@@ -20,13 +20,13 @@ enum { NSA__ROPE_THREADS = 128, NSA__ROPE_HEADS = 8 };
    Backward turns the other way and adds. */
 template <bool BACKWARD>
 static __global__ void nsa__cuda_rope_kernel(nsa_desc d, nsa_rope x, nsa_tensor from, nsa_tensor to,
+                                             nsa__cuda_extent row_blocks,
                                              nsa__cuda_rope_table table) {
     const int units = x.dim / 8, head_blocks = (x.heads - 1) / NSA__ROPE_HEADS + 1;
-    const int row_blocks = static_cast<int>(gridDim.x) / (d.batch * head_blocks);
     const int block = static_cast<int>(blockIdx.x);
-    const nsa__sequence s = nsa__sequence_of(d, block / (row_blocks * head_blocks));
-    const int64_t item =
-        static_cast<int64_t>(block / head_blocks % row_blocks) * blockDim.x + threadIdx.x;
+    const nsa__cuda_thing rows = nsa__cuda_thing_at(d, row_blocks, block / head_blocks);
+    const nsa__sequence s = nsa__sequence_of(d, rows.b);
+    const int64_t item = rows.local * blockDim.x + threadIdx.x;
     const int64_t row = item / units;
     const int unit = static_cast<int>(item % units);
     if (row >= s.count) return;
@@ -93,13 +93,14 @@ static nsa_status nsa__cuda_rope_run(const nsa_rope *x, const nsa_desc *d, const
     for (int i = 0; i < x->dim / 2; i++) table.turns[i] /= 6.283185307179586;
     table.magnitude = static_cast<float>(magnitude);
     const int64_t head_blocks = nsa__cuda_ceil_div(x->heads, NSA__ROPE_HEADS);
-    const int64_t row_blocks =
-        nsa__cuda_ceil_div(static_cast<int64_t>(d->count) * (x->dim / 8), NSA__ROPE_THREADS);
+    nsa__cuda_extent row_blocks;
     dim3 grid;
-    NSA__CHECK(nsa__cuda_grid(d->batch * head_blocks * row_blocks, &grid));
+    NSA__CHECK(
+        nsa__cuda_row_grid(d, d->count, 1, x->dim / 8, NSA__ROPE_THREADS, &row_blocks, &grid));
+    NSA__CHECK(nsa__cuda_grid(row_blocks.total * head_blocks, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rope_kernel<BACKWARD>, grid,
                                        dim3(NSA__ROPE_THREADS), 0, stream, *d, *x, *from, *to,
-                                       table));
+                                       row_blocks, table));
 }
 
 extern "C" nsa_status nsa_cuda_rope_forward(const nsa_rope *x, const nsa_desc *d,

@@ -20,8 +20,15 @@
 
 /* Queries of a chunk, of each sequence. */
 static int nsa__cuda_score_chunk(const nsa_desc *d) {
-    const int64_t most = NSA__SCORE_LISTS / (static_cast<int64_t>(d->batch) * d->kv_heads);
-    const int64_t queries = most > NSA__SCORE_QUERIES ? most : NSA__SCORE_QUERIES;
+    const nsa__cuda_extent blocks =
+        nsa__cuda_extent_of(d, nsa_slc_count(d, d->tokens), 1, d->slc_block, 1);
+    int64_t most = NSA__SCORE_LISTS / (static_cast<int64_t>(d->batch) * d->kv_heads);
+    int64_t least = NSA__SCORE_QUERIES;
+    if (blocks.packed) { /* as many scores as of one sequence of all the rows */
+        most = NSA__SCORE_LISTS * blocks.total / (d->batch * blocks.each * d->kv_heads);
+        least /= 8;
+    }
+    const int64_t queries = most > least ? most : least;
     return queries < d->count ? static_cast<int>(queries) : d->count;
 }
 
@@ -54,8 +61,7 @@ struct nsa__cuda_score_call {
         p.act = score->act;
         p.pool = score->pool;
         dim3 grid;
-        const nsa_status s =
-            nsa__cuda_grid(static_cast<int64_t>(p.tiles) * d->batch * d->kv_heads, &grid);
+        const nsa_status s = nsa__cuda_grid(p.tiles.total * d->kv_heads, &grid);
         if (s != NSA_OK) return s;
         return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_select_blocks_kernel<T, D, NT, CHUNKS, true>),
                                            grid, dim3(32u * static_cast<unsigned>(p.warps)),

@@ -24,14 +24,14 @@ struct nsa__cuda_select_plan {
     uint64_t *lists; /* workspace: where lists are too long for shared memory; else NULL */
     int columns;     /* of a query: a power of two >= G, or all of a warp's, `chunks` times */
     int chunks;
-    int queries; /* of a warp */
-    int warps;   /* of a block */
-    int tiles;   /* of queries, of a sequence */
-    int ring;    /* a power of two */
-    int length;  /* of the lists of the best */
-    int width;   /* of the lists that are written */
-    int strides; /* l' / d */
-    int reach;   /* l / d */
+    int queries;            /* of a warp */
+    int warps;              /* of a block */
+    nsa__cuda_extent tiles; /* of queries, of a list head */
+    int ring;               /* a power of two */
+    int length;             /* of the lists of the best */
+    int width;              /* of the lists that are written */
+    int strides;            /* l' / d */
+    int reach;              /* l / d */
     int sharers; /* lists of a kv head, which the desc of a launch counts as its kv heads */
     size_t shared_bytes;
     bool own;          /* the scores' rows are counted for each sequence from 0: a workspace */
@@ -456,11 +456,13 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     auto *lists = reinterpret_cast<uint64_t *>(lse2 + p.warps * 8 * NT);
 
     /* late queries, which see most, go first */
-    const int heads = d.batch * d.kv_heads, block = static_cast<int>(blockIdx.x);
-    const int b = block % heads / d.kv_heads, kv_head = block % d.kv_heads;
-    const int first = (p.tiles - 1 - block / heads) * tile_queries;
+    const int block = static_cast<int>(blockIdx.x), kv_head = block % d.kv_heads;
+    const nsa__cuda_thing tile_at =
+        nsa__cuda_thing_at(d, p.tiles, p.tiles.total - 1 - block / d.kv_heads);
+    const int b = tile_at.b;
     const nsa__sequence s = nsa__sequence_of(d, b);
-    if (first >= s.count) return;
+    if (tile_at.local * tile_queries >= s.count) return;
+    const int first = static_cast<int>(tile_at.local) * tile_queries;
 
     nsa__cuda_select_warp w;
     w.first_query = first + warp * p.queries;
@@ -544,12 +546,12 @@ static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t 
         p.warps /= 2;
     const bool shared = static_cast<size_t>(p.warps) * (warp + queries * list) <= room;
     const int tile_queries = p.warps * p.queries;
-    p.tiles = static_cast<int>(nsa__cuda_ceil_div(d->count, tile_queries));
+    p.tiles =
+        nsa__cuda_extent_of(d, nsa__cuda_ceil_div(d->count, tile_queries), 1, tile_queries, 1);
     p.shared_bytes = tiles + static_cast<size_t>(p.warps) * (warp + (shared ? queries * list : 0));
     p.cmp_begins = nsa__cuda_take<int32_t>(a, d->begins ? d->batch + int64_t(1) : 0);
-    p.lists = nsa__cuda_take<uint64_t>(a, shared ? 0
-                                                 : static_cast<int64_t>(p.tiles) * d->batch *
-                                                       d->kv_heads * tile_queries * p.length);
+    p.lists = nsa__cuda_take<uint64_t>(
+        a, shared ? 0 : p.tiles.total * d->kv_heads * tile_queries * p.length);
     if (shared) p.lists = NULL;
     return p;
 }
@@ -572,8 +574,7 @@ static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d
     const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
     nsa_status s = d->begins ? nsa__cuda_cmp_begins(d, p.cmp_begins, stream) : NSA_OK;
     dim3 grid;
-    if (s == NSA_OK)
-        s = nsa__cuda_grid(static_cast<int64_t>(p.tiles) * d->batch * d->kv_heads, &grid);
+    if (s == NSA_OK) s = nsa__cuda_grid(p.tiles.total * d->kv_heads, &grid);
     if (s != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_select_blocks_kernel<T, D, NT, CHUNKS, false>),
                                        grid, dim3(32u * static_cast<unsigned>(p.warps)),

@@ -145,11 +145,13 @@ extern "C" nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const
 /* A block ranks one row. `own`: rows of the scores are counted for each sequence from 0, because
    they lie in a workspace. */
 static __global__ void __launch_bounds__(NSA__RANK_THREADS)
-    nsa__cuda_rank_queries_kernel(nsa_desc d, nsa_rank x, int width, bool own) {
+    nsa__cuda_rank_queries_kernel(nsa_desc d, nsa_rank x, nsa__cuda_extent rows, int width,
+                                  bool own) {
     NSA_SHARED(nsa__cuda_rank_memory, memory, [1]);
     const int head = static_cast<int>(blockIdx.x) % d.kv_heads;
-    const int item = static_cast<int>(blockIdx.x) / d.kv_heads, b = item / d.count;
-    const int row = item % d.count;
+    const nsa__cuda_thing at =
+        nsa__cuda_thing_at(d, rows, static_cast<int>(blockIdx.x) / d.kv_heads);
+    const int b = at.b, row = static_cast<int>(at.local);
     const nsa__sequence s = nsa__sequence_of(d, b);
     if (row >= s.count) return;
     nsa__cuda_rank_row(memory[0], x.scores.dtype,
@@ -164,11 +166,11 @@ static nsa_status nsa__cuda_rank_queries_run(const nsa_rank *x, const nsa_desc *
     dim3 grid;
     if (d->count == 0) return NSA_OK;
     const nsa_desc by = nsa__cuda_by_list(d);
-    const nsa_status s =
-        nsa__cuda_grid(static_cast<int64_t>(d->batch) * d->count * by.kv_heads, &grid);
+    const nsa__cuda_extent rows = nsa__cuda_extent_of(d, d->count, 1, 1, 0);
+    const nsa_status s = nsa__cuda_grid(rows.total * by.kv_heads, &grid);
     if (s != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rank_queries_kernel, grid, dim3(NSA__RANK_THREADS),
-                                       0, stream, by, *x, nsa_block_list_width(d), own));
+                                       0, stream, by, *x, rows, nsa_block_list_width(d), own));
 }
 
 extern "C" nsa_status nsa_cuda_rank_queries(const nsa_rank *x, const nsa_desc *d,
@@ -249,12 +251,12 @@ static __global__ void __launch_bounds__(NSA__CHECK_THREADS, 1)
 /* Brings a list into the form, a warp for each: what is no candidate becomes the largest number,
    then neighbours are exchanged until all ascend, then what stands twice is left out. */
 static __global__ void nsa__cuda_normalize_blocks_kernel(nsa_desc d, nsa_tensor blocks, int width,
-                                                         int per_sequence) {
-    const int warp = static_cast<int>(blockIdx.x) % per_sequence * NSA__NORMALIZE_WARPS +
-                     static_cast<int>(threadIdx.x) / 32;
-    const int lane = static_cast<int>(threadIdx.x) % 32,
-              b = static_cast<int>(blockIdx.x) / per_sequence;
-    const nsa__sequence s = nsa__sequence_of(d, b);
+                                                         nsa__cuda_extent thread_blocks) {
+    const nsa__cuda_thing at = nsa__cuda_thing_at(d, thread_blocks, blockIdx.x);
+    const int warp =
+        static_cast<int>(at.local) * NSA__NORMALIZE_WARPS + static_cast<int>(threadIdx.x) / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const nsa__sequence s = nsa__sequence_of(d, at.b);
     const int row = warp / d.kv_heads;
     const int candidates = nsa__slc_candidates(d, s.tokens, s.first + row);
     if (row >= s.count) return;
@@ -307,13 +309,13 @@ extern "C" nsa_status nsa_cuda_normalize_blocks(const nsa_tensor *blocks, const 
     nsa_status s = nsa__cuda_check_lists(blocks, d, 1);
     if (s != NSA_OK || d->count == 0) return s;
     const nsa_desc by = nsa__cuda_by_list(d);
-    const int64_t per_sequence =
-        nsa__cuda_ceil_div(static_cast<int64_t>(d->count) * by.kv_heads, NSA__NORMALIZE_WARPS);
+    nsa__cuda_extent blocks_of;
     dim3 grid;
-    if ((s = nsa__cuda_grid(per_sequence * d->batch, &grid)) != NSA_OK) return s;
+    s = nsa__cuda_row_grid(d, d->count, 1, by.kv_heads, NSA__NORMALIZE_WARPS, &blocks_of, &grid);
+    if (s != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_normalize_blocks_kernel, grid,
                                        dim3(32 * NSA__NORMALIZE_WARPS), 0, stream, by, *blocks,
-                                       nsa_block_list_width(d), static_cast<int>(per_sequence)));
+                                       nsa_block_list_width(d), blocks_of));
 }
 
 #endif

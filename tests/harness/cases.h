@@ -18,6 +18,7 @@ static const int32_t begins_four[] = {0, 15, 205, 550, 800};
 static const int32_t begins_three[] = {0, 256, 500, 1000};
 /* Empty sequences, and rows before the first. */
 static const int32_t begins_empty[] = {3, 3, 40, 40, 41, 90, 90};
+static const int32_t begins_short[] = {0, 49, 60, 61, 77};
 static const int32_t begins_tiny[] = {0, 11, 11, 18};
 
 /* clang-format off: tables are read in columns. */
@@ -51,6 +52,7 @@ static const geometry geometries[] = {
     {"varlen one", 1, 15, 4, 2, 32, 32, 8, 4, 8, 2, 1, 1, 8, 0, begins_one},
     {"varlen four", 4, 345, 4, 2, 32, 32, 32, 16, 32, 4, 1, 2, 64, 0, begins_four},
     {"varlen empty", 6, 49, 4, 2, 16, 24, 8, 4, 16, 2, 1, 1, 13, 0, begins_empty},
+    {"varlen l = d", 4, 49, 2, 1, 24, 16, 8, 8, 16, 2, 1, 1, 13, 0, begins_short},
 #ifdef CHECK_CUDA
     /* The edges of what CUDA takes: selection blocks that are no multiple of a tile, of single
        tokens, and too long; every padded width, more heads than a tile of rows, more blocks than a
@@ -80,11 +82,14 @@ static const geometry large_geometries[] = {
    Those that "broad" adds catch planted faults that no other does: one sequence alone (bad values
    ask for that), a group that no tile of rows is a multiple of, many heads, the widest. */
 static const char *const cuda_names[] = {
-    "small",     "T 1",       "varlen empty", "D 192 / 128", "T < l", "one head, l' far above l",
-    "w 1",       "35 blocks", "l' 80",        "l' 256",      "l' 4",  "tokens for blocks",
-    "G 1, D 16", "l' 48",     "G 80",         "D 136 / 200",
+    "small",        "T 1",         "varlen empty",
+    "D 192 / 128",  "T < l",       "one head, l' far above l",
+    "w 1",          "35 blocks",   "l' 80",
+    "l' 256",       "l' 4",        "tokens for blocks",
+    "varlen l = d", "G 1, D 16",   "l' 48",
+    "G 80",         "D 136 / 200",
 };
-enum { CUDA_LITTLE = 3, CUDA_QUICK = 12 };
+enum { CUDA_LITTLE = 3, CUDA_QUICK = 13 };
 
 /* Asked for by name, in no run over a table: selection blocks of 16, which CUDA takes too. */
 static const geometry single_geometries[] = {
@@ -128,6 +133,8 @@ static inline nsa_desc desc_of(const geometry *g) {
     nsa_desc d = nsa_desc_default(g->B, g->T, g->H, g->Hk, g->Dk);
     d.dim_v = g->Dv;
     d.begins = g->begins;
+    /* where the rows are known, and elsewhere not */
+    if (d.begins && d.batch % 2 == 0) d.rows = d.begins[d.batch] + d.batch % 4;
     d.cmp_block = g->l, d.cmp_stride = g->d;
     d.slc_block = g->slc_block, d.slc_count = g->n, d.slc_init = g->init, d.slc_local = g->local;
     d.window = g->w;
@@ -183,14 +190,19 @@ enum { ANY_BEGINS = 12 };
 enum { ANY_BEGINS = 0 };
 #endif
 static const int32_t begins_roomy[] = {0, 50, 100, 150, 200};
+/* Rows in all are fewer than 4 x 48: workspaces lie one behind the other. With stride 8 and blocks
+   of 8 they have all the compressed rows that rows in all may amount to. */
+static const int32_t begins_packed[] = {0, 48, 64, 112, 120};
 
 static inline nsa_desc roomy_desc(const nsa_desc *of) {
     nsa_desc d = *of;
-    d.batch = 4, d.tokens = d.count = 50, d.first = 0, d.begins = begins_roomy;
+    const int packed = d.cmp_block == 8 && d.cmp_stride == 8;
+    d.batch = 4, d.tokens = d.count = packed ? 48 : 50, d.first = 0;
+    d.begins = packed ? begins_packed : begins_roomy, d.rows = packed ? 120 : 0;
     return d;
 }
 
-static inline void any_begins(int trial, int32_t begins[5]) {
+static inline void any_begins(int trial, const nsa_desc *d, int32_t begins[5]) {
     for (int b = 0; b < 4; b++) {
         int kind = check_below(8, 81 + (uint64_t)trial, (uint64_t)b);
         begins[b] = kind == 0   ? INT32_MIN
@@ -198,7 +210,7 @@ static inline void any_begins(int trial, int32_t begins[5]) {
                     : kind == 2 ? -1
                                 : check_below(260, 82 + (uint64_t)trial, (uint64_t)b);
     }
-    begins[4] = 200;
+    begins[4] = d->begins[4];
 }
 
 /* Under the executor a kernel takes its time: quick runs there put the questions that take many

@@ -122,6 +122,7 @@ static const refused_field refused_fields[] = {
     FIELD(batch, INT_MIN, NSA_ERROR_SIZE),
     FIELD(tokens, -1, NSA_ERROR_SIZE),
     FIELD(tokens, INT_MIN, NSA_ERROR_SIZE),
+    FIELD(rows, -1, NSA_ERROR_SIZE),
     FIELD(heads, 0, NSA_ERROR_SIZE),
     FIELD(heads, -4, NSA_ERROR_SIZE),
     FIELD(heads, 5, NSA_ERROR_HEADS),

@@ -809,7 +809,7 @@ static inline void suite_any_begins(const suite *s, const nsa_desc *of, nsa_dtyp
     for (int trial = 0; trial < ANY_BEGINS; trial++) {
         int32_t begins[5];
         instance p;
-        any_begins(trial, begins);
+        any_begins(trial, &d, begins);
         check_case("%s, %s, any begins, %d %d %d %d", s->name, dtype_name(dtype), begins[0],
                    begins[1], begins[2], begins[3]);
         instance_new(&p, s, &d, &v, dtype, dtype, trial, &zeros);
