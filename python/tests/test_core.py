@@ -425,5 +425,76 @@ class Whole(unittest.TestCase):
                 self.assertAlmostEqual((sums[0] - sums[1]) / 2e-6, gradient[at], delta=1e-6)
 
 
+class Serving(unittest.TestCase):
+    """A step of a serving engine: sequences at positions of their own, whose rows lie in pages."""
+    PAGE, PAGES = 16, 12
+
+    def setUp(self):
+        self.lengths, self.p = (41, 96), Problem()
+        self.gates = rows(2, self.p.T, self.p.H, 3)
+        order = np.random.default_rng(2).permutation(self.PAGES).astype(np.int32)
+        self.table = np.full((2, 6), -1, np.int32)
+        self.table[0, :3], self.table[1] = order[:3], order[3:9]
+        self.k, self.v = (self.paged(x) for x in (self.p.k, self.p.v))
+        cmp_rows = (self.PAGES, self.PAGE // 4, self.p.Hk, self.p.D)
+        self.compressed = [np.zeros(cmp_rows, np.float32) for _ in range(2)]
+
+    def paged(self, x):
+        found = np.full((self.PAGES, self.PAGE, *x.shape[2:]), np.nan, np.float32)
+        for b, length in enumerate(self.lengths):
+            for s in range(length):
+                found[self.table[b, s // self.PAGE], s % self.PAGE] = x[b, s]
+        return found
+
+    def desc(self, first, each, **fields):
+        p = self.p
+        return nsa.desc(2, p.T, p.H, p.Hk, p.D, cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, window=24,
+                        **{**dict(count=max(each), firsts=np.array(first, np.int32), counts=np.array(each, np.int32),
+                                  pages=self.table, table_width=6, page_tokens=self.PAGE, page_count=self.PAGES), **fields})
+
+    def step(self, first, each, **fields):
+        total, p = sum(each), self.p
+        q, gates = (np.concatenate([x[b, f:f + c] for b, (f, c) in enumerate(zip(first, each))])[None]
+                    for x in (p.q, self.gates))
+        room = {name: np.zeros(q.shape, np.float32) for name in ("out", "out_cmp", "out_slc", "out_win")}
+        room.update({name: np.zeros(q.shape[:3], np.float32) for name in ("lse_cmp", "lse_slc", "lse_win")})
+        d = self.desc(first, each, **fields)
+        room["blocks"] = np.zeros((1, total, p.Hk, nsa.block_list_width(d)), np.int32)
+        phis = [nsa.Compress(phi="mean", dim=p.D, x=x, out=out) for x, out in zip((self.k, self.v), self.compressed)]
+        nsa.attention_forward(nsa.Attention(q=q, k_cmp=phis[0], v_cmp=phis[1], k_slc=self.k, v_slc=self.v, k_win=self.k,
+                                            v_win=self.v, gates=gates, **room), d)
+        return room["out"][0], room["blocks"][0]
+
+    def test_steps_have_the_bits_of_each_sequence_alone(self):
+        p, found = self.p, ([], [])
+        for firsts, counts in (((0, 0), (40, 60)), ((40, 60), (1, 36))):
+            out, blocks = self.step(firsts, counts)
+            found[0].append((out[:counts[0]], blocks[:counts[0]]))
+            found[1].append((out[counts[0]:], blocks[counts[0]:]))
+        for b, length in enumerate(self.lengths):
+            alone = Problem(tokens=length)
+            alone.B, alone.desc.batch = 1, 1
+            x, room = whole(alone, *(np.ascontiguousarray(a[b:b + 1, :length]) for a in (p.q, p.k, p.v, self.gates)))
+            nsa.attention_forward(x, alone.desc)
+            for i, name in enumerate(("out", "blocks")):
+                np.testing.assert_array_equal(np.concatenate([part[i] for part in found[b]]), room[name][0], err_msg=name)
+
+    def test_what_is_no_step(self):
+        self.assertIsNone(nsa.check_pages(self.desc((0, 0), (40, 60))))
+        self.table[1, 2] = self.PAGES
+        fault = nsa.check_pages(self.desc((0, 0), (40, 60)))
+        self.assertEqual((fault.sequence, fault.slot, fault.value, fault.reason), (1, 2, self.PAGES, b"not a page"))
+        with self.assertRaises(nsa.Refused) as caught:
+            self.step((0, 0), (40, 60))
+        self.assertEqual((caught.exception.kind, caught.exception.where), (nsa.Error.PAGES, "pages"))
+        self.table[1, 2] = self.table[1, 1]
+        for fields, words in ((dict(table_width=5), r"pages: shape \(2, 6\), must be \(2, 5\)"),
+                              (dict(counts=np.array([40], np.int32)), r"counts: shape \(1,\), must be \(2,\)"),
+                              (dict(page_count=self.PAGES + 1), "shape .* must be"),
+                              (dict(pages=self.table.T), "pages: .* must be packed")):
+            with self.subTest(words), self.assertRaisesRegex(ValueError, words):
+                self.step((0, 0), (40, 60), **fields)
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -17,10 +17,10 @@ from typing import Any, Sequence
 
 from . import _abi, _functions
 from ._abi import *  # noqa: F403
-from ._abi import VERSION, Attention, BlockFault, Desc, Dtype, Error, Isa, Reads, Select
+from ._abi import VERSION, Attention, BlockFault, Desc, Dtype, Error, Isa, PageFault, Reads, Select
 from ._abi import Cache as _Cache
 from ._functions import *  # noqa: F403
-from ._library import Library, Refused, call, check_shapes, integers_in, library, library_for, memory
+from ._library import Library, Refused, call, check_arrays, check_shapes, checked, integers_in, library, library_for, memory
 from ._struct import Array, Struct
 from ._views import F64, describe
 
@@ -38,7 +38,7 @@ def desc(batch: int, tokens: int, heads: int, kv_heads: int, dim: int, **fields:
 
 def desc_check(desc: Desc) -> None:
     """Raises Refused for the first rule that the descriptor breaks. Every function checks it."""
-    library().check(library().nsa_desc_check(ctypes.byref(desc)))
+    checked(library(), desc)
 
 
 def isa_available(isa: Isa) -> bool:
@@ -48,6 +48,17 @@ def isa_available(isa: Isa) -> bool:
 
 def isa_name(isa: Isa) -> str:
     return library().nsa_isa_name(isa).decode()
+
+
+def check_pages(desc: Desc) -> PageFault | None:
+    """The first fault of firsts, counts or pages; None: every function takes them."""
+    check_arrays(desc)
+    fault = PageFault()
+    status = library().nsa_check_pages(ctypes.byref(desc), ctypes.byref(fault))
+    if library().nsa_status_kind(status) in (Error.RANGE, Error.PAGES) and fault.reason:
+        return fault
+    library().check(status)
+    return None
 
 
 # ---- Block index --------------------------------------------------------------------------------
@@ -71,7 +82,8 @@ def block_map(desc: Desc, tokens: int) -> tuple[list[int], list[int], list[float
 
 def cmp_begins(desc: Desc) -> list[int]:
     """Where each sequence's compressed rows begin: batch + 1 entries."""
-    begins = (ctypes.c_int32 * (max(0, desc.batch) + 1))()
+    desc_check(desc)
+    begins = (ctypes.c_int32 * (desc.batch + 1))()
     library().check(library().nsa_cmp_begins(ctypes.byref(desc), begins))
     return list(begins)
 
@@ -126,6 +138,7 @@ class Cache:
     """
 
     def __init__(self, desc: Desc, dtype: Dtype | str = Dtype.F32, max_rewind: int = 0):
+        desc_check(desc)
         kind = Dtype[dtype.upper()] if isinstance(dtype, str) else Dtype(dtype)
         self._lib: Library = library(kind == Dtype.F64)
         self.struct = _Cache()
@@ -191,7 +204,8 @@ def f32_to_f16(x: float) -> int:
 
 
 __all__ = [
-    "Refused", "bf16_to_f32", "block_map", "block_overlap_range", "check_blocks", "cmp_begins", "desc", "desc_check",
-    "f16_to_f32", "f32_to_bf16", "f32_to_f16", "isa_available", "isa_name", "normalize_blocks", "rank_blocks",
+    "Refused", "bf16_to_f32", "block_map", "block_overlap_range", "check_blocks", "check_pages", "cmp_begins", "desc",
+    "desc_check", "f16_to_f32", "f32_to_bf16", "f32_to_f16", "isa_available", "isa_name", "normalize_blocks",
+    "rank_blocks",
     *_abi.__all__, *_functions.__all__,
 ]

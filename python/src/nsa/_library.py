@@ -104,26 +104,34 @@ def memory(size: int) -> Any:
     return (ctypes.c_char * size).from_buffer(bytearray(size))
 
 
-def _packed(desc: Desc) -> list[int]:
-    """begins as a list, or nothing."""
-    if not desc.begins:
-        return []
-    array = desc.__dict__.get("arrays", {}).get("begins")
-    if array is not None and array.shape != (desc.batch + 1,):
-        raise ValueError(f"begins: shape {array.shape}, must be (batch + 1) = ({desc.batch + 1},)")
-    return list((ctypes.c_int32 * (desc.batch + 1)).from_address(desc.begins))
+def check_arrays(desc: Desc) -> None:
+    """begins, firsts, counts and pages that are shorter than the descriptor says would be read beyond their end."""
+    for name, array in desc.__dict__.get("arrays", {}).items():
+        shape = {"begins": (desc.batch + 1,), "pages": (desc.batch, desc.table_width)}.get(name, (desc.batch,))
+        if array.shape != shape:
+            raise ValueError(f"{name}: shape {array.shape}, must be {shape}")
 
 
-def extents(desc: Desc, struct: Struct) -> dict[str, int]:
-    """What the letters of the fields' shapes amount to. Rows of packed sequences lie in one batch."""
-    begins, cmp_count = _packed(desc), library().nsa_cmp_count
-    if begins:
-        tokens = count = begins[-1]
+def _integers(address: int | None, count: int) -> list[int]:
+    return list((ctypes.c_int32 * count).from_address(address)) if address else []
+
+
+def extents(desc: Desc, struct: Struct, of_queries: bool = False) -> dict[str, int]:
+    """What the letters of the fields' shapes amount to, on the queries' side or the keys'. Rows of packed
+    sequences lie in one batch, those of pages in one for each page."""
+    cmp_count, begins = library().nsa_cmp_count, _integers(desc.begins, desc.batch + 1)
+    counts = _integers(desc.counts, desc.batch)
+    if desc.pages:
+        batch, tokens, rows = desc.page_count, desc.page_tokens, desc.page_tokens // desc.cmp_stride
+    elif begins:
+        batch, tokens = 1, begins[-1]
         rows = sum(cmp_count(ctypes.byref(desc), b - a) for a, b in zip(begins, begins[1:]))
     else:
-        tokens, count = desc.tokens, desc.count
-        rows = cmp_count(ctypes.byref(desc), tokens)
-    known = {"B": 1 if begins else desc.batch, "T": tokens, "count": count, "N": rows, "H": desc.heads,
+        batch, tokens, rows = desc.batch, desc.tokens, cmp_count(ctypes.byref(desc), desc.tokens)
+    count = sum(counts) if counts else begins[-1] if begins else desc.count
+    if of_queries:
+        batch = 1 if counts or begins else desc.batch
+    known = {"B": batch, "T": tokens, "count": count, "N": rows, "H": desc.heads,
              "Hk": desc.kv_heads, "Dk": desc.dim, "Dv": desc.dim_v, "l": desc.cmp_block,
              "gate_heads": desc.gate_heads, "list heads": desc.list_heads or desc.kv_heads,
              "nsa_slc_count(T)": library().nsa_slc_count(ctypes.byref(desc), desc.tokens),
@@ -150,7 +158,7 @@ def check_shapes(structs: Sequence[Struct], desc: Desc, words: Sequence[str]) ->
             shape = shape_for(struct._shapes_.get(field, {}), tag)
             if shape is None:
                 continue
-            known = extents(desc, struct)
+            known = extents(desc, struct, "count" in shape)
             expected = [_extent(axis, known) for axis in shape]
             shared = shape[0] == "Hk" and array.shape[:1] == (1,)
             wanted = [1 if shared and i == 0 else extent for i, extent in enumerate(expected)]
@@ -177,7 +185,9 @@ def check_writable(structs: Sequence[Struct], backward: bool) -> None:
                 raise ValueError(f"{path}: is read-only, and would be written")
 
 
-def _checked(lib: Library, desc: Desc) -> Any:
+def checked(lib: Library, desc: Desc) -> Any:
+    """The descriptor's address, once its rules hold."""
+    check_arrays(desc)
     lib.check(lib.nsa_desc_check(ctypes.byref(desc)))
     return ctypes.byref(desc)
 
@@ -185,7 +195,7 @@ def _checked(lib: Library, desc: Desc) -> Any:
 def call(name: str, structs: Sequence[Struct], desc: Desc, workspace: Array = None) -> None:
     """A function of the header that returns a status; it takes its workspace itself unless given one."""
     lib = library_for(structs)
-    d = _checked(lib, desc)
+    d = checked(lib, desc)
     check_shapes(structs, desc, name.split("_"))
     check_writable(structs, name.endswith("_backward"))
     arguments: list[Any] = [ctypes.byref(x) for x in structs] + [d]
@@ -210,7 +220,7 @@ def describe_bytes(workspace: Any) -> tuple[int, int]:
 def number(name: str, structs: Sequence[Struct], desc: Desc, *integers: int) -> int:
     """A function of the header that returns a number."""
     lib = library_for(structs)
-    return int(getattr(lib, name)(*[ctypes.byref(x) for x in structs], _checked(lib, desc), *integers))
+    return int(getattr(lib, name)(*[ctypes.byref(x) for x in structs], checked(lib, desc), *integers))
 
 
 def integers_in(array: Any, name: str, count: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Iterator, Union
 
-from ._views import I32, Described, describe
+from ._views import I32, Described, describe, packed_strides
 
 Address = Union[int, None]
 #: numpy.ndarray, torch.Tensor, and whatever else has __array_interface__ or __dlpack__.
@@ -48,8 +48,11 @@ class Struct(ctypes.Structure):
             self._keep()[name] = value
         elif kind is ctypes.c_void_p and value is not None and not isinstance(value, int):
             array = describe(value, name)
-            if array.dtype != I32 or len(array.shape) != 1 or (array.shape[0] > 1 and array.strides[0] != 1):
-                raise ValueError(f"{name}: {array.dtype_name}{list(array.shape)}, must be packed int32 of one axis")
+            packed = len(array.shape) in (1, 2) and all(
+                extent < 2 or step == wanted
+                for extent, step, wanted in zip(array.shape, array.strides, packed_strides(array.shape, 1)))
+            if array.dtype != I32 or not packed:
+                raise ValueError(f"{name}: {array.dtype_name}{list(array.shape)}, must be packed int32 of one axis or two")
             self._keep()[name] = array
             value = array.address
         super().__setattr__(name, value)

@@ -47,7 +47,7 @@ def _dtype(spelled: str, name: str) -> int:
     return NAMES[spelled]
 
 
-def _packed_strides(shape: tuple[int, ...], step: int) -> tuple[int, ...]:
+def packed_strides(shape: tuple[int, ...], step: int) -> tuple[int, ...]:
     """Of an array whose last axis has that step."""
     steps: list[int] = []
     for extent in reversed(shape):
@@ -72,7 +72,7 @@ def _of_interface(array: Any, name: str) -> Described:
     if interface["typestr"][0] == ">":
         raise ValueError(f"{name}: bytes of another order than the machine's")
     if steps is None:
-        steps = _packed_strides(shape, size)
+        steps = packed_strides(shape, size)
     if any(step % size for step in steps):
         raise ValueError(f"{name}: strides of {tuple(steps)} bytes are no multiples of its elements'")
     address, readonly = interface["data"]
@@ -108,7 +108,7 @@ def _of_dlpack(array: Any, name: str) -> Described:
     if tensor.strides:
         strides = tuple(tensor.strides[:tensor.ndim])
     else:
-        strides = _packed_strides(shape, 1)
+        strides = packed_strides(shape, 1)
     # This protocol has no flag for it; those who hand out immutable arrays say so by their type.
     readonly = type(array).__module__.split(".")[0] in ("jax", "jaxlib")
     return Described((tensor.data or 0) + tensor.byte_offset, dtype, shape, strides, readonly, capsule)

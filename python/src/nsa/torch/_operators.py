@@ -58,17 +58,34 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
         "nsa::" + name, lambda *given: shaped([room.empty(given[0].device) for room in rooms(*given)]), lib=_library)
     operator = getattr(torch.ops.nsa, name).default
     if backward is not None:
-        _library.impl(name, _differentiable(_below_autograd(operator), setup, backward), "Autograd")
+        _library.impl(name, _differentiable(_below_autograd(operator, kernel), setup, backward), "Autograd")
     if autocast is not None:
         for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             _library.impl(name, _cast_for(operator, device, autocast), key)
-    return operator
+    return _no_second_derivative(operator, kernel) if name.endswith("_backward") else operator
 
 
-def _below_autograd(operator: Callable) -> Callable:
+#: What calls have that nothing traces, wraps or batches.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), int, bool, str))
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+
+
+def _below_autograd(operator: Callable, kernel: Callable) -> Callable:
+    """The operator without its gradient. Dispatching costs ten microseconds, so plain calls go to the kernel."""
     def run(*arguments: Any) -> Any:
+        if not _modes() and _PLAIN.issuperset(map(type, arguments)):
+            return kernel(*arguments)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*arguments)
+    return run
+
+
+def _no_second_derivative(operator: Callable, kernel: Callable) -> Callable:
+    """A backward, likewise; where a graph of it is asked for the operator refuses."""
+    def run(*arguments: Any) -> Any:
+        if not torch.is_grad_enabled() and not _modes() and _PLAIN.issuperset(map(type, arguments)):
+            return kernel(*arguments)
+        return operator(*arguments)
     return run
 
 
