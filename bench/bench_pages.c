@@ -1,7 +1,7 @@
-/* bench_pages: 64 sequences of 65,536 rows in all, the longest of 16,384, in one call of the whole's
-   forward: over straight rows, over pages of 64 and of 16, and as 64 calls, one after the other.
-   Their prompts at once, then one token of each. bench_pages [THREADS]. It checks nothing: the tests
-   do that. */
+/* bench_pages: 64 sequences of 65,536 rows in all, the longest of 16,384, in one call of the
+   whole's forward: over straight rows, over pages of 64 and of 16, and as 64 calls, one after
+   another. First their prompts, then a token of each. bench_pages [THREADS]. It checks nothing: the
+   tests do that. */
 #define _POSIX_C_SOURCE 200809L
 #define NSA_IMPLEMENTATION
 #include "nsa.h"
@@ -132,7 +132,7 @@ int main(int argc, char **argv) {
         counts[b] = b ? (ROWS - LONGEST) / (B - 1) : LONGEST;
         begins[b + 1] = begins[b] + counts[b];
     }
-    compare("prompts", threads, LONGEST, 1);
+    compare("prompts", threads, LONGEST, 3);
     for (int b = 0; b < B; b++) firsts[b] = counts[b] - 1, counts[b] = 1;
     compare("a token of each", threads, 1, ROUNDS);
     return 0;

@@ -3833,17 +3833,33 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
    Small query counts (decoding) use K and V in place, unpacked, because packing a tile would cost
    more than its products do. */
 
-/* 1 if a product can read rows begin .. begin + n - 1 of x in place: they are reals, in whole
-   vectors, and go neither around a ring's end nor from page to page. */
-static int nsa__fits_in_place(const nsa__head_job *job, const nsa_tensor *x, int begin, int n,
-                              int width, int wide) {
-    return x->dtype == NSA_REAL_DTYPE && width == wide &&
-           n <= nsa__rows_together(&job->rows, begin);
+/* Rows of x from key `begin` on, where they lie. From page to page and around a ring's end they do
+   not follow each other: `order` then says where each one lies. Without data if no product can read
+   them: they are no reals, no whole vectors, or lie apart by what is no multiple of a row's
+   stride. */
+static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor *x, int begin,
+                                      int n, int width, int wide, int *order) {
+    nsa__matrix rows = {NULL, (ptrdiff_t)x->token, 1, NULL};
+    const nsa__packed *first = (const nsa__packed *)nsa__key(job, x, begin);
+    if (x->dtype != NSA_REAL_DTYPE || width != wide) return rows;
+    for (int i = 0, some; n > nsa__rows_together(&job->rows, begin) && i < n; i += some) {
+        ptrdiff_t apart = (const nsa__packed *)nsa__key(job, x, begin + i) - first;
+        ptrdiff_t at = rows.row ? apart / rows.row : 0;
+        if (at * rows.row != apart || at < INT_MIN || at > INT_MAX - n) return rows;
+        some = (int)nsa__min(n - i, nsa__rows_together(&job->rows, begin + i));
+        for (int r = 0; r < some; r++) order[i + r] = (int)at + r;
+        rows.rows = order;
+    }
+    rows.data = first;
+    return rows;
 }
 
-static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor *x, int begin) {
-    nsa__matrix rows = {(const nsa__packed *)nsa__key(job, x, begin), (ptrdiff_t)x->token, 1, NULL};
-    return rows;
+/* 1 if all numbers of n rows in place are finite. */
+static int nsa__finite_in_place(const nsa__tiles *tiles, const nsa__matrix *rows, int n, int wide) {
+    if (!rows->rows) return tiles->finite(n, wide, rows->row, rows->data);
+    for (int i = 0; i < n; i++)
+        if (!tiles->finite(1, wide, 0, rows->data + rows->rows[i] * rows->row)) return 0;
+    return 1;
 }
 
 /* Copies n rows of x from key `begin` on. A non-finite row becomes zeros and sets its bit of
@@ -3862,9 +3878,14 @@ static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *
 /* Prefetches rows begin .. end - 1 of x, as far as there are keys. */
 static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int begin, int end,
                             int width) {
-    size_t bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
-    for (int key = begin; key < end && key < job->keys; key++)
-        nsa__fetch(nsa__key(job, x, key), bytes);
+    size_t bytes = nsa__dtype_bytes(x->dtype);
+    end = (int)nsa__min(end, job->keys);
+    for (int some; begin < end; begin += some) {
+        const char *at = (const char *)nsa__key(job, x, begin);
+        some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
+        for (int r = 0; r < some; r++, at += (ptrdiff_t)x->token * (ptrdiff_t)bytes)
+            nsa__fetch(at, (size_t)width * bytes);
+    }
 }
 
 /* The first key of the tile that the task iterates to next; job->keys if there is none. */
@@ -3882,6 +3903,7 @@ typedef struct nsa__in_place {
     nsa_real *q_t;  /* (dim, columns): q transposed */
     nsa_real *s_t;  /* (tile, columns): the scores of a tile, transposed */
     nsa_real *rows; /* copies of rows that no product can read in place */
+    int *order;     /* of rows in place that do not follow each other */
     int columns;    /* rows of a batch in whole vectors, and one vector more: a product reads whole
                        vectors from any row on that a batch begins with */
 } nsa__in_place;
@@ -3891,6 +3913,7 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
     f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
     f->s_t = nsa__alloc_reals(a, (int64_t)p->tile * f->columns);
+    f->order = (int *)nsa__alloc(a, p->tile, sizeof *f->order);
     f->rows = nsa__alloc_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
 }
 
@@ -3916,7 +3939,8 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
     for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
         int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
-        const nsa__matrix k = {keys->data + i * keys->row, keys->row, 1, NULL};
+        const nsa__matrix k = {keys->data + (keys->rows ? 0 : i * keys->row), keys->row, 1,
+                               keys->rows ? keys->rows + i : NULL};
         const nsa__result s_t = {f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL};
         nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, dim);
@@ -3932,13 +3956,13 @@ static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *jo
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = &p->x->k;
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, done = 0;
-    if (nsa__fits_in_place(job, x, begin, n, p->d->dim, p->wide)) {
-        nsa__matrix k = nsa__rows_in_place(job, x, begin);
+    nsa__matrix k = nsa__rows_in_place(job, x, begin, n, p->d->dim, p->wide, f->order);
+    if (k.data) {
         nsa__in_place_product(f, job, it, b, &k, begin, n);
         done = p->tiles->finite(n, columns, f->columns, f->s_t);
     }
     if (!done) {
-        nsa__matrix k = nsa__rows_copied(job, x, begin, n, p->d->dim, p->wide, f->rows, nonfinite);
+        k = nsa__rows_copied(job, x, begin, n, p->d->dim, p->wide, f->rows, nonfinite);
         nsa__in_place_product(f, job, it, b, &k, begin, n);
     }
     for (int r = 0; r < b->rows; r++, s += p->tile) {
@@ -3952,10 +3976,8 @@ static nsa__matrix nsa__in_place_values(const nsa__in_place *f, const nsa__head_
                                         int n, uint64_t *nonfinite) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = &p->x->v;
-    if (nsa__fits_in_place(job, x, begin, n, p->d->dim_v, p->wide_v)) {
-        nsa__matrix v = nsa__rows_in_place(job, x, begin);
-        if (p->tiles->finite(n, p->wide_v, v.row, v.data)) return v;
-    }
+    const nsa__matrix v = nsa__rows_in_place(job, x, begin, n, p->d->dim_v, p->wide_v, f->order);
+    if (v.data && nsa__finite_in_place(p->tiles, &v, n, p->wide_v)) return v;
     return nsa__rows_copied(job, x, begin, n, p->d->dim_v, p->wide_v, f->rows, nonfinite);
 }
 
