@@ -1186,15 +1186,19 @@ NSA_API uint16_t nsa_f32_to_bf16(float x) {
 }
 
 /* f16 has 5 bits of exponent with bias 15 and 10 of mantissa, f32 has 8 with bias 127 and 23: the
-   exponent grows by 112, the mantissa moves up by 13 bits. */
+   exponent grows by 112, the mantissa moves up by 13 bits. No branches, so that a compiler makes
+   vectors of a loop over it. A subnormal number is a difference of normal ones, because -ffast-math
+   may take subnormal floats for 0. */
 NSA_API float nsa_f16_to_f32(uint16_t x) {
-    uint32_t sign = (uint32_t)(x & 0x8000u) << 16, exponent = x >> 10 & 31, mantissa = x & 0x3ffu;
-    if (exponent == 31) return nsa__float_from_bits(sign | 0x7f800000u | mantissa << 13);
-    if (exponent == 0) { /* zero and subnormals: mantissa * 2^-24 is exact */
-        float value = (float)mantissa * 5.9604644775390625e-8f;
-        return sign ? -value : value;
-    }
-    return nsa__float_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+    const uint32_t least = 113u << 23; /* 2^-14, the least normal number */
+    uint32_t rest = (uint32_t)(x & 0x7fffu) << 13, exponent = rest >> 23;
+    uint32_t subnormal =
+        nsa__float_bits(nsa__float_from_bits(rest | least) - nsa__float_from_bits(least));
+    uint32_t is_subnormal = 0u - (uint32_t)(exponent == 0),
+             is_infinite = 0u - (uint32_t)(exponent == 31);
+    uint32_t normal = rest + (112u << 23) + (is_infinite & 112u << 23);
+    return nsa__float_from_bits((uint32_t)(x & 0x8000u) << 16 | (is_subnormal & subnormal) |
+                                (~is_subnormal & normal));
 }
 
 /* Exponent and mantissa are rounded as one integer, so that a carry out of the mantissa raises the
@@ -2093,10 +2097,9 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
    Backward's tasks add to dk and dv of the same tiles. Each sum must have one order of tasks,
    whatever the number of threads. So a task enters a tile only if the task that it follows, and all
    before that one, have left it.
-   Tasks go through their tiles downwards. Spans end later for later tasks, so task i + 1 begins
-   with tiles that task i does not read; then it stays behind task i, and both run at the same time.
-   A task that may not go on keeps its state in its place, and its thread takes another task. No
-   thread waits for one that has lost its core as long as there is other work.
+   Tasks go through their tiles upwards. A task that may not go on keeps its state in its place, and
+   its thread takes another task. No thread waits for one that has lost its core as long as there is
+   other work.
    Place i takes tasks i, i + places, i + 2 places, ... one after another, so tasks begin in index
    order. The first unfinished task is then always in a place, and it waits for no other task: the
    tasks cannot lock. */
@@ -2155,18 +2158,19 @@ typedef struct nsa__place {
     int32_t claims;  /* 0: no thread works here */
     int32_t task;    /* the task that is here or begins next; turns->tasks: none is left */
     int32_t follows; /* the task that it follows, or -1 */
-    int32_t tile;    /* the tile that it enters next */
+    int32_t needs;   /* the tile that this one must have left before the task goes on, or -1 */
     int32_t begun;   /* 1: its state has been loaded */
+    int32_t moved;   /* 1: the thread's scratch is not the task's any more */
 } nsa__place;
 
 /* A run of such tasks. A thread's scratch is | scratch_bytes | place 0 | .. | place 3 |. */
 typedef struct nsa__turns {
     int32_t tasks;
-    int32_t *progress; /* of task i: it, and all that it follows, have left tiles >= progress[i] */
+    int32_t *progress; /* of task i: it, and all that it follows, have left tiles < progress[i] */
     const void *context;
-    /* sets follows and tile of a task that has come to a place */
+    /* sets follows and needs of a task that has come to a place */
     void (*come)(const struct nsa__turns *turns, nsa__place *place);
-    /* goes on with a task as far as it may; returns 1 if the task is done */
+    /* goes on with a task by one step; returns 1 if the task is done */
     int (*go)(const struct nsa__turns *turns, nsa__place *place, void *scratch);
     size_t place_bytes;   /* of a place and the state of its task */
     size_t scratch_bytes; /* of a thread, before its places: what holds for one tile only */
@@ -2177,7 +2181,7 @@ static size_t nsa__turns_scratch(const nsa__turns *turns) {
 }
 
 static int nsa__may_enter(const nsa__turns *turns, int32_t follows, int32_t tile) {
-    return follows < 0 || nsa__read(turns->progress + follows) <= tile;
+    return follows < 0 || nsa__read(turns->progress + follows) > tile;
 }
 
 static nsa__place *nsa__place_at(const nsa__turns *turns, const nsa__team *team, int i) {
@@ -2206,13 +2210,13 @@ static nsa__place *nsa__place_find(const nsa__turns *turns, const nsa__team *tea
         if (task >= turns->tasks || nsa__read(&place->claims)) continue;
         *idle = 1;
         if (task >= first ||
-            !nsa__may_enter(turns, nsa__read(&place->follows), nsa__read(&place->tile)))
+            !nsa__may_enter(turns, nsa__read(&place->follows), nsa__read(&place->needs)))
             continue;
         first = task;
         best = place;
     }
     if (!best || !nsa__claim(&best->claims)) return NULL;
-    if (best->task < turns->tasks && nsa__may_enter(turns, best->follows, best->tile)) return best;
+    if (best->task < turns->tasks && nsa__may_enter(turns, best->follows, best->needs)) return best;
     nsa__write(&best->claims, 0); /* another thread has been at it meanwhile */
     return NULL;
 }
@@ -2221,9 +2225,12 @@ static nsa__place *nsa__place_find(const nsa__turns *turns, const nsa__team *tea
 static int nsa__take_turn(const nsa__turns *turns, const nsa__team *team, void *scratch,
                           int *idle) {
     nsa__place *place = nsa__place_find(turns, team, idle);
+    int done = 0;
     if (!place) return 0;
-    if (turns->go(turns, place, scratch))
-        nsa__place_next(turns, place, place->task + (int64_t)team->threads * NSA__PLACES);
+    place->moved = 1;
+    while (!done && nsa__may_enter(turns, place->follows, place->needs))
+        done = turns->go(turns, place, scratch);
+    if (done) nsa__place_next(turns, place, place->task + (int64_t)team->threads * NSA__PLACES);
     nsa__write(&place->claims, 0);
     return 1;
 }
@@ -2246,7 +2253,7 @@ static void nsa__turns_begin(const nsa__turns *turns, const nsa__team *team) {
         place->claims = 0;
         nsa__place_next(turns, place, i);
     }
-    for (int32_t i = 0; i < turns->tasks; i++) turns->progress[i] = INT32_MAX;
+    for (int32_t i = 0; i < turns->tasks; i++) turns->progress[i] = 0;
 }
 
 static void nsa__run_in_turn(const nsa__team *team, const nsa__turns *turns) {
@@ -3367,7 +3374,8 @@ enum {
     NSA__HEADS_AT_ONCE = 4, /* head jobs side by side, at most */
     NSA__TASKS = 32         /* slc: tasks of the head jobs at hand, about */
 };
-enum { NSA__ROWS_AHEAD = 8 }; /* rows between a load and its prefetch */
+enum { NSA__TASK_NUMBERS = 1 << 17 }; /* of a task's rows of q and v, which L2 holds */
+enum { NSA__ROWS_AHEAD = 8 };         /* rows between a load and its prefetch */
 
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
@@ -3396,7 +3404,8 @@ typedef struct nsa__attend_plan {
     int tile_in_block;   /* slc: every tile lies in one selection block */
     int wide, wide_v;    /* dim and dim_v rounded up to whole vectors */
     int batch_queries;   /* queries of a batch */
-    int task_queries;    /* queries of a task */
+    int task_queries;    /* queries of a task, at most */
+    int least_tasks;     /* of a job, if its queries are enough */
     int few;             /* forward: of sequences with so many queries K and V are read unpacked */
     int jobs;            /* head jobs at once; the workspace holds packed keys of that many */
     nsa_real scale;      /* of q k */
@@ -3413,6 +3422,7 @@ typedef struct nsa__head_job {
     nsa__seq seq;
     int skipped;              /* queries of the sequence before options.shared_prefix */
     int head, kv_head;        /* which of plan->heads, and whose keys */
+    int task_queries;         /* queries of a task */
     int keys;                 /* rows of K that the sequence has */
     nsa__rows rows;           /* where K and V lie */
     int in_place;             /* K and V are read unpacked; then all queries are one task */
@@ -3478,6 +3488,14 @@ static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
     return job;
 }
 
+/* The tasks of one head, and of all heads at hand. */
+static int64_t nsa__head_tasks(const nsa__head_job *job) {
+    return nsa__ceil_div(job->seq.count - job->skipped, job->task_queries);
+}
+static int64_t nsa__query_tasks(const nsa__head_job *job) {
+    return job->heads * nsa__head_tasks(job);
+}
+
 /* The row of a key in K or V, or in their gradients. */
 static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
     return nsa__key_row(&job->rows, x, key, job->kv_head);
@@ -3505,13 +3523,21 @@ static int nsa__heads_at_once(const nsa_desc *d) {
     return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_AT_ONCE));
 }
 
-/* slc uses large tasks: each K/V tile is then loaded into L2 once for many queries. The upper bound
-   keeps NSA__TASKS tasks per group of head jobs, so that threads have work to share. */
-static int nsa__task_queries(const nsa__attend_plan *p) {
-    int64_t rows = (1 << 18) / (p->wide + p->wide_v), tasks = NSA__TASKS / p->jobs;
-    if (p->branch != NSA__SLC) return p->batch_queries;
-    return (int)nsa__max(p->batch_queries,
-                         nsa__min(rows / p->group, nsa__ceil_div(p->d->count, tasks)));
+/* Queries whose rows of q and v are NSA__TASK_NUMBERS numbers, which L2 holds. */
+static int64_t nsa__near_queries(const nsa__attend_plan *p) {
+    return NSA__TASK_NUMBERS / (p->wide + p->wide_v) / p->group;
+}
+
+/* slc uses large tasks: each K/V tile is then loaded into L2 once for many queries. */
+static int nsa__most_task_queries(const nsa__attend_plan *p) {
+    return p->branch == NSA__SLC ? (int)nsa__max(p->batch_queries, nsa__near_queries(p))
+                                 : p->batch_queries;
+}
+
+/* Queries of a task where there are `count`: threads need some tasks to share. */
+static int nsa__task_queries(const nsa__attend_plan *p, int64_t count) {
+    int64_t shared = nsa__ceil_div(count, p->least_tasks);
+    return (int)nsa__max(p->batch_queries, nsa__min(p->task_queries, shared));
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
@@ -3536,7 +3562,9 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
     p.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p.group);
     p.jobs = p.sharers > 1 ? 1 : nsa__heads_at_once(d); /* sharers add to the same dk and dv */
-    p.task_queries = nsa__task_queries(&p);
+    p.least_tasks = branch == NSA__SLC ? NSA__TASKS / p.jobs : 1;
+    p.task_queries = nsa__most_task_queries(&p);
+    p.task_queries = nsa__task_queries(&p, d->count);
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     p.scale = (nsa_real)scale;
     p.scale2 = (nsa_real)(scale * NSA__LOG2E);
@@ -3578,6 +3606,18 @@ static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int tra
     if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
 }
 
+/* Clears a tile's sums of the gradient. Heads that share a kv head add to the same ones, one after
+   another: the first clears them, the last adds them to dx. */
+static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
+    const nsa__attend_plan *p = job->plan;
+    size_t keys = (size_t)p->tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
+    ptrdiff_t key = tile * p->tile;
+    if (!job->nonfinite_keys || job->head % p->sharers) return;
+    job->nonfinite_keys[tile] = 0;
+    if (job->dk) memset(job->dk + key * p->wide, 0, keys * wide * sizeof *job->dk);
+    if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
+}
+
 /* Fills a tile's rows and their transpose from n rows of x. Rows behind them, and non-finite ones,
    are zeros: products then need no short tiles. Returns the mask of the non-finite ones. Either
    target may be NULL. */
@@ -3611,6 +3651,7 @@ static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
     int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)job->keys - begin);
     int dim = p->d->dim, dim_v = p->d->dim_v;
     (void)scratch;
+    nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
     uint64_t nonfinite =
         nsa__pack_rows(job, &p->x->k, begin, n, dim, p->wide,
@@ -3741,9 +3782,9 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
    so the first query's begin and the last query's end bound the tiles of a task without lists. */
 static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    it->first = job->seq.first + job->skipped + (int)task * p->task_queries;
+    it->first = job->seq.first + job->skipped + (int)task * job->task_queries;
     it->queries =
-        (int)nsa__min(p->task_queries, job->seq.first + job->seq.count - (int64_t)it->first);
+        (int)nsa__min(job->task_queries, job->seq.first + job->seq.count - (int64_t)it->first);
     it->tile_begin = job->tile_begin;
     it->tile_end = job->tile_end;
     if (p->branch == NSA__SLC) {
@@ -3789,14 +3830,6 @@ static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
         if (it->tile_queries) return 1;
     }
     return 0;
-}
-
-/* Goes down to the next tile that any query of the task sees, at last to tile_begin - 1. */
-static void nsa__tile_iter_down(nsa__tile_iter *it, const nsa__head_job *job) {
-    while (--it->tile >= it->tile_begin) {
-        nsa__tile_iter_read(it, job);
-        if (it->tile_queries) return;
-    }
 }
 
 /* Queries that go through a tile at once. In place they are neighbours, because there their rows
@@ -3992,6 +4025,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->head = head;
     job->kv_head = head / p->sharers;
     job->heads = heads;
+    job->task_queries = nsa__task_queries(p, seq->count);
     job->keys = p->branch == NSA__CMP ? seq->cmp_tokens : seq->tokens;
     job->rows = p->branch == NSA__CMP ? seq->cmp : seq->keys;
     job->rows.ring = p->options.ring;
@@ -4017,12 +4051,6 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
                      jobs);
             work(jobs, team);
         }
-}
-
-/* The tasks of all heads at hand. */
-static int64_t nsa__query_tasks(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    return job->heads * nsa__ceil_div(job->seq.count - job->skipped, p->task_queries);
 }
 
 /* Row r of a task's queries in x. */
@@ -4436,6 +4464,10 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
    tile's dk and dv belong to all tasks that read the tile, which add in a fixed order (nsa__turns).
    So all sums have the same bits for any number of threads. */
 
+/* Shares of dk and dv that a task holds until it may add them, so that it need not wait for those
+   before it in every tile. */
+enum { NSA__HELD = 8 };
+
 /* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
 typedef struct nsa__backward {
     nsa__tile_iter iter;
@@ -4444,7 +4476,13 @@ typedef struct nsa__backward {
     nsa_real *p, *ds;         /* rows of a batch: scores and dp of a tile, then p and ds */
     unsigned char *nonfinite; /* of every row: what it adds to becomes NaN */
     unsigned char *reads;     /* of every query: 1 if it has seen a key */
-    int ended;                /* dq has been added; the last tiles may not be left yet */
+    /* Its shares of dk and dv of tiles that it may not enter yet: `held` of them from `oldest` on,
+       around the end. */
+    nsa_real *dk, *dv;
+    uint64_t nonfinite_keys[NSA__HELD]; /* keys that get NaN */
+    int32_t held_tile[NSA__HELD];
+    int held, oldest;
+    int add; /* the tile's share has been begun */
 } nsa__backward;
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
@@ -4460,6 +4498,8 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->ds = nsa__alloc_reals(of_tile, some * p->tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
+    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide);
+    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide_v);
 }
 
 /* dout of the branch: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. Scaling the rows here saves
@@ -4491,8 +4531,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     const nsa__attend_plan *p = job->plan;
     nsa_real out[NSA__MAX_DIM] = {0};
     nsa__tile_iter_begin(&f->iter, job, task);
-    f->iter.tile = f->iter.tile_end;
-    f->ended = 0;
+    f->held = f->oldest = 0;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
@@ -4509,6 +4548,11 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     }
 }
 
+/* The share that the task makes at the moment. */
+static int nsa__backward_newest(const nsa__backward *f) {
+    return (f->oldest + f->held - 1) % NSA__HELD;
+}
+
 /* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and
    dv become NaN, because each is a sum with that row. */
 static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
@@ -4517,7 +4561,7 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
         f->reads[b->query[i]] = 1;
         for (int g = 0; g < group; g++)
             if (f->nonfinite[b->query[i] * group + g])
-                job->nonfinite_keys[f->iter.tile] |= b->mask[i];
+                f->nonfinite_keys[nsa__backward_newest(f)] |= b->mask[i];
     }
 }
 
@@ -4527,6 +4571,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     const nsa__attend_plan *p = job->plan;
     int tile = p->tile, n = b->end - b->begin, rows = b->rows;
     ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
+    ptrdiff_t sums = (ptrdiff_t)nsa__backward_newest(f) * tile + b->begin;
     const nsa__matrix q = {f->q, p->wide, 1, b->row}, dout = {f->dout, p->wide_v, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->d->dim, keys), tile, 1, NULL};
     const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->d->dim_v, keys), tile, 1, NULL};
@@ -4537,12 +4582,12 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
                        f->ds);
     if (job->dv) {
         const nsa__matrix p_t = {f->p, 1, tile, NULL};
-        const nsa__result dv = {job->dv + keys * p->wide_v, p->wide_v, NULL, 1, NULL};
+        const nsa__result dv = {f->dv + sums * p->wide_v, p->wide_v, NULL, f->add, NULL};
         p->tiles->gemm(n, p->wide_v, rows, &p_t, &dout, &dv);
     }
     if (job->dk) {
         const nsa__matrix ds_t = {f->ds, 1, tile, NULL};
-        const nsa__result dk = {job->dk + keys * p->wide, p->wide, NULL, 1, NULL};
+        const nsa__result dk = {f->dk + sums * p->wide, p->wide, NULL, f->add, NULL};
         p->tiles->gemm(n, p->wide, rows, &ds_t, &q, &dk);
     }
     if (p->dx->q.data) {
@@ -4583,64 +4628,84 @@ static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *place, n
     return place ? f : NULL;
 }
 
-/* Task i of a head follows task i - 1 of that head. Its first tile is that of its last query's last
-   key, because spans end later for later queries. */
+/* Task i of a head follows task i - 1 of that head. */
 static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
-    int64_t index = place->task;
-    const nsa__head_job *job = nsa__job_of(turns->context, &index);
-    const nsa__attend_plan *p = job->plan;
-    int64_t end = nsa__min((index + 1) * p->task_queries, job->seq.count - job->skipped);
-    int keys = nsa__span_end(job, job->seq.first + job->skipped + (int)end - 1);
-    nsa__write(&place->follows, index ? place->task - job->heads : -1);
-    nsa__write(&place->tile, (int)nsa__max(0, keys - 1) / p->tile);
+    const nsa__head_job *jobs = (const nsa__head_job *)turns->context;
+    nsa__write(&place->follows, place->task < jobs->heads ? -1 : place->task - jobs->heads);
+    nsa__write(&place->needs, -1);
 }
 
-/* Goes on with a task as far as it may; returns 1 if it is done. A task may come back in another
-   thread, whose scratch does not have its masks, so it reads its tile again. After the last tile it
-   adds dq, then waits once more, because its progress 0 says that the tasks before it are done
-   too. */
+/* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
+   may add it. A batch of the whole tile need not add to zeros. */
+static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    f->held++;
+    int newest = nsa__backward_newest(f);
+    size_t keys = (size_t)p->tile;
+    f->held_tile[newest] = f->iter.tile;
+    f->nonfinite_keys[newest] = 0;
+    f->add = 0;
+    for (int i = 0; i < f->iter.tile_queries;) {
+        nsa__batch b = nsa__batch_at(&f->iter, job, i);
+        if (!f->add && b.end - b.begin < p->tile) {
+            memset(f->dk + newest * p->tile * p->wide, 0, keys * (size_t)p->wide * sizeof *f->dk);
+            memset(f->dv + newest * p->tile * p->wide_v, 0,
+                   keys * (size_t)p->wide_v * sizeof *f->dv);
+            f->add = 1;
+        }
+        nsa__backward_batch(f, job, &b);
+        f->add = 1;
+        i += b.queries;
+    }
+}
+
+NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
+    for (int i = 0; i < n; i++) sum[i] += x[i];
+}
+
+/* Adds the oldest share to the tile's sums, and returns the tile. */
+static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int32_t oldest = f->oldest, tile = f->held_tile[oldest];
+    int n = p->tile * p->wide, n_v = p->tile * p->wide_v;
+    if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
+    if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
+    job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
+    f->held--;
+    f->oldest = f->held ? (oldest + 1) % NSA__HELD : 0;
+    return tile;
+}
+
+/* One step of a task: it loads its rows, computes a tile's share, adds its oldest share, or ends. A
+   task may come back in another thread, whose scratch does not have its masks, so it reads its tile
+   again. */
 static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *scratch) {
     int64_t index = place->task;
     const nsa__head_job *job = nsa__job_of(turns->context, &index);
-    const nsa__attend_plan *p = job->plan;
     nsa__arena of_tile = {(char *)scratch, 0}, own = {NULL, 0};
-    nsa__backward *f = nsa__backward_at(p, place, &of_tile, &own);
+    nsa__backward *f = nsa__backward_at(job->plan, place, &of_tile, &own);
+    nsa__tile_iter *it = &f->iter;
     if (!place->begun) {
-        nsa__backward_begin(f, job, index);
-        nsa__tile_iter_down(&f->iter, job);
+        /* from the last queries on: they have most to read, which no thread should begin last */
+        nsa__backward_begin(f, job, nsa__head_tasks(job) - 1 - index);
+        nsa__tile_iter_next(it, job);
         place->begun = 1;
-    } else if (f->iter.tile >= f->iter.tile_begin) {
-        nsa__tile_iter_read(&f->iter, job);
+        place->moved = 0;
+    } else if (f->held && nsa__may_enter(turns, place->follows, f->held_tile[f->oldest])) {
+        nsa__write(turns->progress + place->task, nsa__backward_add(f, job) + 1);
+    } else if (it->tile < it->tile_end) {
+        if (place->moved) nsa__tile_iter_read(it, job);
+        place->moved = 0;
+        nsa__backward_tile(f, job);
+        if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
+    } else {
+        nsa__write(turns->progress + place->task, INT32_MAX);
+        return 1;
     }
-    for (; f->iter.tile >= f->iter.tile_begin; nsa__tile_iter_down(&f->iter, job)) {
-        nsa__write(&place->tile, f->iter.tile);
-        if (!nsa__may_enter(turns, place->follows, f->iter.tile)) return 0;
-        for (int i = 0; i < f->iter.tile_queries;) {
-            nsa__batch b = nsa__batch_at(&f->iter, job, i);
-            nsa__backward_batch(f, job, &b);
-            i += b.queries;
-        }
-        nsa__write(turns->progress + place->task, f->iter.tile);
-    }
-    if (!f->ended) nsa__backward_end(f, job);
-    f->ended = 1;
-    nsa__write(&place->tile, 0);
-    if (!nsa__may_enter(turns, place->follows, 0)) return 0;
-    nsa__write(turns->progress + place->task, 0);
-    return 1;
-}
-
-/* Zeroes the sums of the tiles that this head's queries see. Heads that share a kv head add to the
-   same sums, one head after another: the first clears them, the last adds them to dx. */
-static void nsa__key_gradient_clear(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    if (job->head % p->sharers) return;
-    ptrdiff_t begin = (ptrdiff_t)job->tile_begin, tiles = job->tile_end - begin,
-              key = begin * p->tile;
-    size_t keys = (size_t)tiles * (size_t)p->tile;
-    memset(job->nonfinite_keys + begin, 0, (size_t)tiles * sizeof *job->nonfinite_keys);
-    if (job->dk) memset(job->dk + key * p->wide, 0, keys * (size_t)p->wide * sizeof *job->dk);
-    if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * (size_t)p->wide_v * sizeof *job->dv);
+    int32_t needs = f->held ? f->held_tile[f->oldest] : INT32_MAX - 1;
+    if (it->tile < it->tile_end && f->held < NSA__HELD) needs = -1;
+    nsa__write(&place->needs, needs);
+    return 0;
 }
 
 /* Adds a tile's sum to dk or dv. Keys that a NaN row has read get NaN. */
@@ -4681,7 +4746,7 @@ static nsa__turns nsa__backward_turns(const nsa__head_job *jobs) {
 static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                  nsa__arena *shared) {
     int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-    int64_t tasks = nsa__ceil_div(p->d->count, p->task_queries);
+    int64_t tasks = nsa__max(p->least_tasks, nsa__ceil_div(p->d->count, p->task_queries));
     int32_t *progress = (int32_t *)nsa__alloc(shared, p->jobs * tasks, sizeof *progress);
     for (int i = 0; i < p->jobs; i++) {
         nsa__head_job *job = &jobs[i];
@@ -4700,6 +4765,9 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch) {
     nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC);
+    /* Large enough that few shares of dk and dv are added. */
+    if (branch != NSA__SLC)
+        p.task_queries = (int)nsa__max(p.batch_queries, nsa__min(p.tile, nsa__near_queries(&p)));
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
@@ -4712,7 +4780,6 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
 static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
     nsa__turns turns = nsa__backward_turns(jobs);
     turns.tasks = (int32_t)nsa__query_tasks(jobs);
-    for (int i = 0; i < jobs->heads; i++) nsa__key_gradient_clear(&jobs[i]);
     nsa__run_in_turn(team, &turns);
     nsa__run(team, (int64_t)jobs->heads * (jobs->tile_end - jobs->tile_begin),
              nsa__key_gradient_task, jobs);
@@ -5372,10 +5439,19 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
 typedef struct nsa__gate_job {
     const nsa_gate *x, *dx;
     const nsa_desc *d;
+    const nsa_attention *whole; /* the chain's forward: slc's rows of the queries before `prefix` */
+    int prefix;                 /* are win's, and have not been written yet */
     nsa__seq seq;
 } nsa__gate_job;
 
 enum { NSA__GATE_TOKENS = 16 };
+
+static void nsa__copy_row(const nsa_tensor *from, const nsa_tensor *to, int64_t batch, int64_t at,
+                          int head, int width) {
+    nsa_real row[NSA__MAX_DIM];
+    nsa__load(row, from->dtype, nsa__row(from, batch, at, head), width);
+    nsa__store(to->dtype, nsa__row(to, batch, at, head), row, width);
+}
 
 /* out = sum_i g[i] branch[i], for some tokens and all heads. */
 static void nsa__gate_forward_task(const void *context, int64_t index, void *scratch) {
@@ -5392,6 +5468,11 @@ static void nsa__gate_forward_task(const void *context, int64_t index, void *scr
             nsa__load(g, p->x->logits.dtype, nsa__row(&p->x->logits, p->seq.batch, at, h / sharers),
                       3);
             nsa__gate_weights(d->gate, g);
+            if (p->seq.first + t < p->prefix) {
+                const nsa_attention *x = p->whole;
+                nsa__copy_row(&x->out_win, &x->out_slc, p->seq.batch, at, h, d->dim_v);
+                nsa__copy_row(&x->lse_win, &x->lse_slc, p->seq.batch, at, h, 1);
+            }
             memset(out, 0, (size_t)d->dim_v * sizeof *out);
             for (int i = 0; i < 3; i++)
                 nsa__add_to(out, g[i], branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
@@ -5451,12 +5532,15 @@ static void nsa__gate_backward_task(const void *context, int64_t index, void *sc
         }
 }
 
-static void nsa__gate_run(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+static void nsa__gate_run(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d,
+                          const nsa_attention *whole, int prefix) {
     nsa__gate_job p;
     nsa__team team = {nsa__threads(d), NULL, 0};
     p.x = x;
     p.dx = dx;
     p.d = d;
+    p.whole = whole;
+    p.prefix = prefix;
     for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
         nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
                  dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
@@ -5477,7 +5561,7 @@ NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
-    nsa__gate_run(NULL, x, d);
+    nsa__gate_run(NULL, x, d, NULL, 0);
     return NSA_OK;
 }
 
@@ -5493,7 +5577,7 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
     NSA__CHECK(nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp));
     NSA__CHECK(nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc));
     NSA__CHECK(nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win));
-    nsa__gate_run(dx, x, d);
+    nsa__gate_run(dx, x, d, NULL, 0);
     return NSA_OK;
 }
 
@@ -5535,23 +5619,6 @@ static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
     if (!nsa__same_view(&x->k_slc, &x->k_win) || !nsa__same_view(&x->v_slc, &x->v_win)) return 0;
     if (nsa__tile_size(d, NSA__SLC) != NSA__TILE || x->out_slc.dtype != x->out_win.dtype) return 0;
     return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
-}
-
-/* Copies win's out and lse of the queries before `prefix` to slc. */
-static void nsa__copy_shared(const nsa_attention *x, const nsa_desc *d, int prefix) {
-    nsa_real row[NSA__MAX_DIM];
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int64_t t = 0; t < seq.count && seq.first + t < prefix; t++)
-            for (int h = 0; h < d->heads; h++) {
-                nsa__load(row, x->out_win.dtype, nsa__row(&x->out_win, seq.batch, seq.row + t, h),
-                          d->dim_v);
-                nsa__store(x->out_slc.dtype, nsa__row(&x->out_slc, seq.batch, seq.row + t, h), row,
-                           d->dim_v);
-                nsa__load(row, x->lse_win.dtype, nsa__row(&x->lse_win, seq.batch, seq.row + t, h),
-                          1);
-                nsa__store(x->lse_slc.dtype, nsa__row(&x->lse_slc, seq.batch, seq.row + t, h), row,
-                           1);
-            }
 }
 
 /* One call of the chain: its views, and the plans of the branches, which point to the views. */
@@ -5606,8 +5673,7 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     NSA__CHECK(nsa__forward_run(&p.cmp, workspace, bytes));
     NSA__CHECK(nsa__forward_run(&p.slc, workspace, bytes));
     NSA__CHECK(nsa__forward_run(&p.win, workspace, bytes));
-    nsa__copy_shared(x, d, p.slc.options.shared_prefix);
-    nsa__gate_run(NULL, &p.views.gate, d);
+    nsa__gate_run(NULL, &p.views.gate, d, x, p.slc.options.shared_prefix);
     return NSA_OK;
 }
 
@@ -5923,7 +5989,7 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
     memset(&dlogits, 0, sizeof dlogits);
     dlogits.out = dx->out;
     dlogits.logits = dx->gates;
-    if (dx->gates.data) nsa__gate_run(&dlogits, &c.gate, d);
+    if (dx->gates.data) nsa__gate_run(&dlogits, &c.gate, d, NULL, 0);
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]));
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim));
@@ -6255,7 +6321,7 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
                                        nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
                                        nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
     for (int i = 0; s == NSA_OK && i < 3; i++) s = nsa__forward_run(&plans[i], workspace, bytes);
-    if (s == NSA_OK) nsa__gate_run(NULL, &c.gate, d);
+    if (s == NSA_OK) nsa__gate_run(NULL, &c.gate, d, NULL, 0);
     return s;
 }
 

@@ -266,18 +266,18 @@ static struct { int task, done, held; } stalled;
 static void stalled_backward(nsa__head_job *jobs, const nsa__team *team) {
     nsa__turns turns = nsa__backward_turns(jobs);
     turns.tasks = (int32_t)nsa__query_tasks(jobs);
-    for (int i = 0; i < jobs->heads; i++) nsa__key_gradient_clear(&jobs[i]);
     nsa__turns_begin(&turns, team);
     nsa__place *held = nsa__place_at(&turns, team, stalled.task);
     CHECK(nsa__claim(&held->claims), "task %d is free at first", stalled.task);
     for (int idle; nsa__take_turn(&turns, team, team->scratch, &idle);) {
     }
-    for (int i = 0; i < turns.tasks; i++) stalled.done += turns.left[i] == 0;
-    stalled.held = turns.left[stalled.task] == 0;
+    for (int i = 0; i < turns.tasks; i++) stalled.done += turns.progress[i] == INT32_MAX;
+    stalled.held = turns.progress[stalled.task] == INT32_MAX;
     nsa__write(&held->claims, 0);
     nsa__take_turns(&turns, team, team->scratch);
     for (int i = 0; i < turns.tasks; i++)
-        if (turns.left[i]) CHECK(0, "task %d of %d is not done", i, (int)turns.tasks);
+        if (turns.progress[i] != INT32_MAX)
+            CHECK(0, "task %d of %d is not done", i, (int)turns.tasks);
     nsa__run(team, (int64_t)jobs->heads * (jobs->tile_end - jobs->tile_begin),
              nsa__key_gradient_task, jobs);
 }
