@@ -12,33 +12,37 @@ typedef struct chain_case {
     nsa_phi k_phi, v_phi;
     int shared, bare; /* of the parameters of phi */
     nsa_gate_kind gate;
-    int group; /* one gate for the heads of a group */
+    int group;         /* one gate for the heads of a group */
+    int lists_by_head; /* every query head chooses blocks for itself */
 } chain_case;
 
 /* clang-format off: a table is read in columns. */
 static const chain_case chain_cases[] = {
-    {"mean", "small", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0},
-    {"conv", "small", NSA_PHI_CONV, NSA_PHI_CONV, 0, 0, NSA_GATE_SOFTMAX, 1},
-    {"mlp", "small", NSA_PHI_MLP, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 1},
-    {"mlp k, mean v, shared", "G 2, D 24", NSA_PHI_MLP, NSA_PHI_MEAN, 1, 0, NSA_GATE_NONE, 0},
-    {"conv k, mlp v, bare", "D 7 / 13", NSA_PHI_CONV, NSA_PHI_MLP, 0, 1, NSA_GATE_SOFTMAX, 0},
-    {"G 1, D 16", "G 1, D 16", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0},
-    {"G 3, D 64", "G 3, D 64", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1},
-    {"G 6, D 80", "G 6, D 80", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SOFTMAX, 1},
-    {"G 12, D 96", "G 12, D 96", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0},
-    {"G 16, D 128", "G 16, D 128", NSA_PHI_CONV, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1},
-    {"D 192 / 128", "D 192 / 128", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0},
-    {"scale 1", "scale 1, heads 16", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1},
-    {"T 1", "T 1", NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 0},
-    {"T < l", "T < l", NSA_PHI_CONV, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 0},
-    {"T = l", "T = l", NSA_PHI_MLP, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 0},
-    {"T > w", "T > w, one block more", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1},
+    {"mean", "small", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0},
+    {"conv", "small", NSA_PHI_CONV, NSA_PHI_CONV, 0, 0, NSA_GATE_SOFTMAX, 1, 0},
+    {"mlp", "small", NSA_PHI_MLP, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 1, 0},
+    {"mlp k, mean v, shared", "G 2, D 24", NSA_PHI_MLP, NSA_PHI_MEAN, 1, 0, NSA_GATE_NONE, 0, 0},
+    {"conv k, mlp v, bare", "D 7 / 13", NSA_PHI_CONV, NSA_PHI_MLP, 0, 1, NSA_GATE_SOFTMAX, 0, 0},
+    {"G 1, D 16", "G 1, D 16", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0},
+    {"G 3, D 64", "G 3, D 64", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1, 0},
+    {"G 6, D 80", "G 6, D 80", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SOFTMAX, 1, 0},
+    {"G 12, D 96", "G 12, D 96", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0},
+    {"G 16, D 128", "G 16, D 128", NSA_PHI_CONV, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1, 0},
+    {"D 192 / 128", "D 192 / 128", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0},
+    {"scale 1", "scale 1, heads 16", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1, 0},
+    {"T 1", "T 1", NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 0, 0},
+    {"T < l", "T < l", NSA_PHI_CONV, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 0, 0},
+    {"T = l", "T = l", NSA_PHI_MLP, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 0, 0},
+    {"T > w", "T > w, one block more", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1, 0},
     {"no multiple", "T no multiple of anything", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID,
-     0},
+     0, 0},
     {"the paper's blocks", "the paper's blocks", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID,
-     0},
-    {"varlen four", "varlen four", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1},
-    {"varlen empty", "varlen empty", NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SOFTMAX, 0},
+     0, 0},
+    {"varlen four", "varlen four", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1, 0},
+    {"varlen empty", "varlen empty", NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SOFTMAX, 0, 0},
+    {"lists by head", "G 3, D 64", NSA_PHI_CONV, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 1},
+    {"varlen, lists by head", "varlen four", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SOFTMAX, 1,
+     1},
 };
 /* clang-format on */
 
@@ -59,6 +63,7 @@ static nsa_desc chain_desc(const chain_case *c) {
     nsa_desc d = desc_of(shape(c->shape));
     d.gate = c->gate;
     d.gate_heads = c->group ? d.kv_heads : d.heads;
+    if (c->lists_by_head) d.list_heads = d.heads;
     return d;
 }
 
@@ -107,7 +112,7 @@ static chain_slots add_slots(suite *s, const chain_case *c) {
     s->slots[at.out].gradient = 1;
     /* cmp's scores choose the blocks; a query that reads a NaN value has no scores either. */
     s->slots[at.k_cmp.at[PHI_X]].steers = s->slots[at.v_cmp.at[PHI_X]].steers = 1;
-    s->slots[at.q].steers = g->H > g->Hk; /* the heads of a group share a list */
+    s->slots[at.q].steers = g->H > list_heads_of(&d); /* the heads of a group share a list */
     return at;
 }
 
@@ -393,7 +398,7 @@ static void test_shared_keys(const chain_case *c, nsa_dtype dtype) {
 /* Gradients of keys within the rows of values, which are wider: they add up, and a sum of the
    narrow rows does not stand in for one of the wide. */
 static void test_nested_rows(nsa_dtype dtype) {
-    const chain_case c = {"", "varlen empty", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID,
+    const chain_case c = {"", "varlen empty", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0,
                           0};
     nsa_desc d = chain_desc(&c);
     suite s = suite_of(&c);
@@ -511,6 +516,7 @@ static void test_full(void) {
                     0,
                     0,
                     NSA_GATE_SIGMOID,
+                    0,
                     0};
     nsa_desc d = chain_desc(&c);
     suite s = suite_of(&c);
