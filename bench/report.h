@@ -21,7 +21,7 @@ static int compare_doubles(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-static timing summarise(double *times, int n) {
+static inline timing summarise(double *times, int n) {
     timing t;
     qsort(times, (size_t)n, sizeof *times, compare_doubles);
     t.median = times[n / 2];

@@ -1,0 +1,490 @@
+/* many_threads: how well a call would share its work among more threads than this machine has. It
+   runs the call on one thread, notes how long each task takes and which it waits for, and replays
+   the tasks on N simulated threads, by the rules of nsa.h's scheduler.
+   many_threads [--threads N] [--line NS] [--shape H,Hk,D,T]... [--json FILE]
+   NS is what a cache line takes from one core to another. The bandwidth that cores share is not
+   simulated. bench_attention measures what there is. No test. */
+#define _POSIX_C_SOURCE 200809L
+#include <stdint.h>
+
+/* nsa.h calls `task` for every task, and `go` for every step of one that takes turns. Here both
+   calls note the time before and after. */
+static const void *note_task(intptr_t what, const void *context, int64_t index);
+static void *note_step(const void *turns, void *place);
+static int note_end(int done);
+#define task(context, index, scratch) \
+    task(note_task((intptr_t)task, context, index), index, scratch), note_end(0)
+#define go(turns, place, scratch) \
+    go(turns, note_step(turns, place), scratch) ? note_end(1) : note_end(0)
+#include "problem.h"
+#undef task
+#undef go
+#include "report.h"
+#include <errno.h>
+
+enum { MAX_THREADS = 1024, ROUNDS = 3, LINES_AT_ONCE = 10, FORK_LINES = 10 };
+
+/* -- recording -- */
+
+/* A task, or a step of one that takes turns: either it makes the task's share of a tile, or it adds
+   the oldest share that is held; then the task has left other tiles afterwards than before. */
+typedef struct event {
+    intptr_t what; /* the function; 0: a step */
+    nsa__branch branch;
+    int32_t task, follows, left, leaves;
+    size_t bytes;           /* of the sums of a tile */
+    double seconds, before; /* of it, and of what one thread alone did before it */
+} event;
+
+typedef struct record {
+    event *events;
+    size_t count, room;
+    double last;            /* when the last event ended */
+    const int32_t *leaving; /* where the step at hand writes what it has left */
+} record;
+
+static record recording;
+
+static double cpu_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static event *note_begin(void) {
+    record *r = &recording;
+    if (r->count == r->room) {
+        r->room = r->room ? 2 * r->room : 4096;
+        r->events = (event *)realloc(r->events, r->room * sizeof *r->events);
+        if (!r->events) exit((perror("many_threads"), 1));
+    }
+    event *e = &r->events[r->count++];
+    memset(e, 0, sizeof *e);
+    e->seconds = cpu_seconds();
+    e->before = e->seconds - r->last;
+    return e;
+}
+
+/* Attention's tasks have head jobs as their context. */
+static int is_attention(intptr_t what) {
+    return what == (intptr_t)nsa__pack_task || what == (intptr_t)nsa__forward_task ||
+           what == (intptr_t)nsa__key_gradient_task;
+}
+
+static const void *note_task(intptr_t what, const void *context, int64_t index) {
+    event *e = note_begin();
+    e->what = what;
+    e->task = (int32_t)index;
+    if (is_attention(what)) e->branch = ((const nsa__head_job *)context)->plan->branch;
+    return context;
+}
+
+static void *note_step(const void *turns, void *place) {
+    const nsa__turns *t = (const nsa__turns *)turns;
+    const nsa__place *at = (const nsa__place *)place;
+    const nsa__attend_plan *p = ((const nsa__head_job *)t->context)->plan;
+    event *e = note_begin();
+    e->branch = p->branch;
+    e->task = at->task;
+    e->follows = at->follows;
+    e->bytes = (size_t)(p->tile * (p->wide + p->wide_v)) * sizeof(nsa_real);
+    e->left = t->progress[at->task];
+    recording.leaving = t->progress + at->task;
+    return place;
+}
+
+static int note_end(int done) {
+    event *e = &recording.events[recording.count - 1];
+    recording.last = cpu_seconds();
+    e->seconds = recording.last - e->seconds;
+    if (!e->what) e->leaves = *recording.leaving;
+    return done;
+}
+
+/* The least of several runs: what else the machine does only adds. */
+static record record_run(run *f, problem *p) {
+    record best = {NULL, 0, 0, 0, NULL};
+    for (int i = 0; i < ROUNDS; i++) {
+        memset(&recording, 0, sizeof recording);
+        recording.last = cpu_seconds();
+        nsa_status s = f(p);
+        if (s != NSA_OK || (i && best.count != recording.count)) {
+            fprintf(stderr, "many_threads: %s\n", nsa_status_text(s));
+            exit(1);
+        }
+        for (size_t k = 0; i && k < best.count; k++) {
+            event *a = &best.events[k], *b = &recording.events[k];
+            a->seconds = b->seconds < a->seconds ? b->seconds : a->seconds;
+            a->before = b->before < a->before ? b->before : a->before;
+        }
+        if (i)
+            free(recording.events);
+        else
+            best = recording;
+    }
+    return best;
+}
+
+/* -- replaying -- */
+
+typedef struct machine {
+    int threads;
+    double line; /* seconds that a cache line takes from one core to another */
+} machine;
+
+/* Waking all threads, and their meeting at the end, where each changes the same line. */
+static double fork_seconds(const machine *m, int threads) {
+    return threads > 1 ? (FORK_LINES + threads) * m->line : 0;
+}
+
+static int earliest(const double *clock, int threads) {
+    int least = 0;
+    for (int i = 1; i < threads; i++) least = clock[i] < clock[least] ? i : least;
+    return least;
+}
+
+static double latest(const double *clock, int threads) {
+    double most = 0;
+    for (int i = 0; i < threads; i++) most = clock[i] > most ? clock[i] : most;
+    return most;
+}
+
+/* Tasks that wait for none: whoever is free takes the next. All count in one line. */
+static double replay_tasks(const machine *m, const event *e, size_t count) {
+    double clock[MAX_THREADS] = {0}, counter = 0;
+    int threads = (int)nsa__min(m->threads, (int64_t)count);
+    for (size_t i = 0; i < count; i++) {
+        int at = earliest(clock, threads);
+        if (threads > 1) {
+            counter = (counter > clock[at] ? counter : clock[at]) + m->line;
+            clock[at] = counter;
+        }
+        clock[at] += e[i].seconds;
+    }
+    return latest(clock, threads) + fork_seconds(m, threads);
+}
+
+/* A simulated place of nsa__turns. */
+typedef struct place {
+    size_t share, add, end; /* of the events: the next of either kind, and behind the task's last */
+    int32_t task;
+    int claimed, held;
+} place;
+
+/* A task, as it is simulated. */
+typedef struct turn {
+    size_t begin;
+    int32_t left;
+    double since; /* when `left` was written */
+    int thread;   /* who wrote it */
+} turn;
+
+typedef struct turns {
+    const machine *m;
+    const event *e;
+    turn *task;
+    int32_t tasks;
+    place *places;
+    int threads;
+} turns;
+
+static int is_add(const event *e) {
+    return e->left != e->leaves;
+}
+
+/* The first event from `at` on that adds, or does not; the task's last, which only ends it, is
+   neither. */
+static size_t next_of(const turns *t, const place *p, size_t at, int add) {
+    while (at + 1 < p->end && is_add(&t->e[at]) != add) at++;
+    return at;
+}
+
+static void place_take(turns *t, place *p, int64_t of) {
+    p->task = (int32_t)nsa__min(of, t->tasks);
+    p->end = of < t->tasks ? t->task[p->task + 1].begin : 0;
+    p->claimed = p->held = 0;
+    if (!p->end) return;
+    p->share = next_of(t, p, t->task[p->task].begin, 0);
+    p->add = next_of(t, p, t->task[p->task].begin, 1);
+}
+
+/* Whether the task before has left the tiles up to `tile`. */
+static int may_enter(const turns *t, const event *e, int32_t tile, double now) {
+    const turn *before = e->follows < 0 ? NULL : &t->task[e->follows];
+    return !before || (before->left > tile && before->since <= now);
+}
+
+/* The event that the place's task goes on with, as nsa__backward_go does; its end where it may not
+   go on. */
+static size_t next_event(const turns *t, const place *p, double now) {
+    const event *last = &t->e[p->end - 1];
+    if (p->held && may_enter(t, last, t->e[p->add].leaves - 1, now)) return p->add;
+    if (p->share + 1 < p->end && p->held < NSA__HELD) return p->share;
+    return !p->held && p->share + 1 == p->end && may_enter(t, last, INT32_MAX - 1, now) ? p->end - 1
+                                                                                        : p->end;
+}
+
+/* The place that the thread goes to; -1: none yet, -2: none will come. */
+static int find_place(const turns *t, double now) {
+    int best = -1, idle = 0;
+    for (int i = 0; i < t->threads * NSA__PLACES; i++) {
+        const place *p = &t->places[i];
+        if (p->task >= t->tasks || p->claimed) continue;
+        idle = 1;
+        if ((best < 0 || p->task < t->places[best].task) && next_event(t, p, now) < p->end)
+            best = i;
+    }
+    return best >= 0 ? best : idle ? -1 : -2;
+}
+
+/* When event `at` ends that thread `me` begins at `now`. Sums come from the core that had them. */
+static double event_end(const turns *t, size_t at, int me, double now) {
+    const event *e = &t->e[at];
+    if (is_add(e) && e->follows >= 0 && t->task[e->follows].thread != me)
+        now += t->m->line * (1 + (double)e->bytes / 64 / LINES_AT_ONCE);
+    return now + e->seconds;
+}
+
+/* What holds after event `at`; 1 where that was the task's last. */
+static int finish(turns *t, place *p, size_t at, int me, double now) {
+    turn *of = &t->task[p->task];
+    if (is_add(&t->e[at])) {
+        of->left = t->e[at].leaves;
+        of->since = now + t->m->line;
+        of->thread = me;
+    }
+    if (at + 1 == p->end) {
+        place_take(t, p, p->task + (int64_t)t->threads * NSA__PLACES);
+        return 1;
+    }
+    if (at == p->add) {
+        p->held--;
+        p->add = next_of(t, p, at + 1, 1);
+    } else {
+        p->held += is_add(&t->e[at + 1]) && at + 2 < p->end;
+        p->share = next_of(t, p, at + 1, 0);
+    }
+    return 0;
+}
+
+/* The events of all threads in the order of their ends: the one who is first goes on. */
+static double replay_threads(turns *t) {
+    double clock[MAX_THREADS] = {0}, end = 0;
+    size_t doing[MAX_THREADS];
+    int at[MAX_THREADS], left = t->threads;
+    const double look = t->m->line * (1 + (double)t->threads * NSA__PLACES / LINES_AT_ONCE);
+    for (int i = 0; i < t->threads; i++) at[i] = -1, doing[i] = 0;
+    while (left) {
+        int me = earliest(clock, t->threads);
+        double now = clock[me];
+        place *p = at[me] < 0 ? NULL : &t->places[at[me]];
+        if (p && doing[me] < p->end && finish(t, p, doing[me], me, now)) p = NULL;
+        if (p && (doing[me] = next_event(t, p, now)) < p->end) {
+            clock[me] = event_end(t, doing[me], me, now);
+            continue;
+        }
+        if (p) p->claimed = 0;
+        at[me] = find_place(t, now);
+        clock[me] = at[me] == -2 ? HUGE_VAL : now + look;
+        if (at[me] >= 0) {
+            t->places[at[me]].claimed = 1;
+            doing[me] = t->places[at[me]].end;
+        }
+        left -= at[me] == -2;
+        end = now > end ? now : end;
+    }
+    return end;
+}
+
+static double replay_turns(const machine *m, const event *e, size_t count) {
+    turns t = {m, e, NULL, e[count - 1].task + 1, NULL, 0};
+    t.threads = (int)nsa__min(m->threads, t.tasks);
+    t.task = (turn *)allocate(((size_t)t.tasks + 1) * sizeof *t.task);
+    t.places = (place *)allocate((size_t)t.threads * NSA__PLACES * sizeof *t.places);
+    for (int32_t i = 0; i <= t.tasks; i++) t.task[i] = (turn){count, 0, 0, -1};
+    for (size_t i = count; i-- > 0;) t.task[e[i].task] = (turn){i, e[i].left, 0, -1};
+    for (int i = 0; i < t.threads * NSA__PLACES; i++) place_take(&t, &t.places[i], i);
+    double end = replay_threads(&t);
+    free(t.task);
+    free(t.places);
+    return end + fork_seconds(m, t.threads);
+}
+
+/* -- reporting -- */
+
+/* What a parallel region is for; the rest is what one thread does between them. */
+static const struct {
+    nsa__task *task;
+    const char *name;
+} names[] = {{nsa__pack_task, "pack"},
+             {nsa__forward_task, "attend"},
+             {nsa__key_gradient_task, "add dk, dv"},
+             {nsa__filter_task, "compress"},
+             {nsa__filter_input_gradient_task, "compress"},
+             {nsa__gate_forward_task, "gate"},
+             {nsa__gate_backward_task, "gate"}};
+
+static const char *name_of(intptr_t what) {
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if ((intptr_t)names[i].task == what) return names[i].name;
+    return what ? "other" : "attend";
+}
+
+/* Regions of one name and branch together. */
+typedef struct part {
+    const char *name, *branch;
+    size_t tasks;
+    double alone, together, longest;
+} part;
+
+enum { MAX_PARTS = 64 };
+
+typedef struct summary {
+    part parts[MAX_PARTS];
+    int count;
+    double alone, together;
+} summary;
+
+static void add_part(summary *s, const char *name, const char *branch, size_t tasks, double alone,
+                     double together, double longest) {
+    int i = 0;
+    while (i < s->count && (strcmp(s->parts[i].name, name) || s->parts[i].branch != branch)) i++;
+    if (i == MAX_PARTS) exit(1);
+    if (i == s->count) s->parts[s->count++] = (part){name, branch, 0, 0, 0, 0};
+    part *p = &s->parts[i];
+    p->tasks += tasks;
+    p->alone += alone;
+    p->together += together;
+    p->longest = longest > p->longest ? longest : p->longest;
+    s->alone += alone;
+    s->together += together;
+}
+
+static int same_region(const event *a, const event *b) {
+    return a->what == b->what && (a->what ? b->task > a->task : b->task >= a->task);
+}
+
+static summary replay(const machine *m, const record *r) {
+    static const char *const branches[] = {"cmp", "slc", "win", "dense"};
+    summary s;
+    memset(&s, 0, sizeof s);
+    for (size_t i = 0; i < r->count;) {
+        const event *e = &r->events[i];
+        size_t n = 1, tasks = 1;
+        double alone = e->seconds, longest = 0, of_task = e->seconds;
+        for (; i + n < r->count && same_region(&e[n - 1], &e[n]); n++) {
+            int next = e[n].task != e[n - 1].task;
+            of_task = (next ? 0 : of_task) + e[n].seconds;
+            longest = of_task > longest ? of_task : longest;
+            tasks += (size_t)next;
+            alone += e[n].seconds;
+        }
+        const char *branch = !e->what || is_attention(e->what) ? branches[e->branch] : "";
+        add_part(&s, "one thread alone", "", 0, e->before, e->before, e->before);
+        add_part(&s, name_of(e->what), branch, tasks, alone,
+                 e->what ? replay_tasks(m, e, n) : replay_turns(m, e, n), longest);
+        i += n;
+    }
+    return s;
+}
+
+typedef struct shape {
+    int heads, kv_heads, dim, tokens;
+} shape;
+
+typedef struct options {
+    machine m;
+    FILE *json;
+    int rows;
+} options;
+
+static void print_summary(const summary *s, const machine *m) {
+    for (int i = 0; i < s->count; i++) {
+        const part *p = &s->parts[i];
+        printf("  %-6s%-17s %6zu tasks %9.3f ms, longest %8.3f; %8.3f ms, %5.1f %% of the time\n",
+               p->branch, p->name, p->tasks, 1e3 * p->alone, 1e3 * p->longest, 1e3 * p->together,
+               100 * p->together / s->together);
+    }
+    printf("  in all %.1f ms, %d threads %.2f ms: efficiency %.2f\n", 1e3 * s->alone, m->threads,
+           1e3 * s->together, s->alone / s->together / m->threads);
+}
+
+static void measure_pass(options *o, const shape *of, problem *p, const char *branch,
+                         const char *pass, run *f) {
+    record r = record_run(f, p);
+    summary s = replay(&o->m, &r);
+    printf("%s %s, %d heads over %d, %d wide, %d tokens\n", branch, pass, of->heads, of->kv_heads,
+           of->dim, of->tokens);
+    print_summary(&s, &o->m);
+    free(r.events);
+    if (!o->json) return;
+    fprintf(o->json,
+            "%s\n    {\"branch\": \"%s\", \"pass\": \"%s\", \"heads\": %d, \"kv_heads\": %d, "
+            "\"dim\": %d, \"tokens\": %d, \"threads\": %d, \"one_thread_ms\": %.1f, "
+            "\"simulated_ms\": %.2f, \"efficiency\": %.3f}",
+            o->rows++ ? "," : "", branch, pass, of->heads, of->kv_heads, of->dim, of->tokens,
+            o->m.threads, 1e3 * s.alone, 1e3 * s.together, s.alone / s.together / o->m.threads);
+}
+
+static void measure(options *o, const shape *s) {
+    problem p;
+    problem_make(&p, s->heads, s->kv_heads, s->dim, s->tokens, 1);
+    measure_pass(o, s, &p, "nsa", "fwd", run_nsa);
+    measure_pass(o, s, &p, "nsa", "bwd", run_nsa_backward);
+    measure_pass(o, s, &p, "dense", "fwd", run_dense);
+    measure_pass(o, s, &p, "dense", "bwd", run_dense_backward);
+    problem_free(&p);
+}
+
+static int parse_shape(shape *s, const char *text) {
+    char rest;
+    return sscanf(text, "%d,%d,%d,%d%c", &s->heads, &s->kv_heads, &s->dim, &s->tokens, &rest) ==
+               4 &&
+           s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0 && s->dim > 0 &&
+           s->dim <= 256 && s->tokens > 0;
+}
+
+static int usage(void) {
+    fprintf(stderr,
+            "usage: many_threads [--threads N] [--line NS] [--shape H,Hk,D,T]... "
+            "[--json FILE]\n"
+            "N up to %d, default 64; NS default 100; without a shape the five of the "
+            "tables at 8192 tokens\n",
+            MAX_THREADS);
+    return 2;
+}
+
+int main(int argc, char **argv) {
+    enum { MAX_SHAPES = 32 };
+    shape shapes[MAX_SHAPES] = {{16, 1, 64, 8192},
+                                {16, 4, 128, 8192},
+                                {12, 12, 64, 8192},
+                                {12, 2, 64, 8192},
+                                {64, 4, 128, 8192}};
+    options o = {{64, 100e-9}, NULL, 0};
+    const char *path = NULL;
+    int count = 0;
+    for (int i = 1; i < argc; i += 2) {
+        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
+        if (!value) return usage();
+        if (!strcmp(argv[i], "--shape") && count < MAX_SHAPES && parse_shape(&shapes[count], value))
+            count++;
+        else if (!strcmp(argv[i], "--threads") && atoi(value) > 0 && atoi(value) <= MAX_THREADS)
+            o.m.threads = atoi(value);
+        else if (!strcmp(argv[i], "--line") && atof(value) >= 0)
+            o.m.line = 1e-9 * atof(value);
+        else if (!strcmp(argv[i], "--json"))
+            path = value;
+        else
+            return usage();
+    }
+    if (path && !(o.json = fopen(path, "w"))) {
+        fprintf(stderr, "many_threads: cannot write %s: %s\n", path, strerror(errno));
+        return 1;
+    }
+    if (o.json) report_origin(o.json);
+    if (o.json) fprintf(o.json, "  \"line_ns\": %.0f,\n  \"rows\": [", 1e9 * o.m.line);
+    for (int i = 0; i < (count ? count : 5); i++) measure(&o, &shapes[i]);
+    if (o.json) fprintf(o.json, "\n  ]\n}\n");
+    return o.json ? fclose(o.json) != 0 : 0;
+}
