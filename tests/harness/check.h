@@ -148,7 +148,8 @@ static inline int check_below(int n, uint64_t seed, uint64_t counter) {
    zones and every byte not opened by guarded_open() are as they were. Under AddressSanitizer
    (CHECK_ASAN) the zones are poisoned too, so that a read of them is caught as well. */
 
-enum { CHECK_ZONE = 192, CHECK_POISON = 0xff, CHECK_GUARD = 0xa5 };
+/* Reals of CHECK_POISON are NaN. As an integer it would be the -1 of an unused slot of a list. */
+enum { CHECK_ZONE = 192, CHECK_POISON = 0xff, CHECK_POISON_INT = 0x5a, CHECK_GUARD = 0xa5 };
 
 typedef struct guarded {
     struct guarded *next;
@@ -196,7 +197,7 @@ static inline void *check_alloc(size_t bytes) {
 }
 
 /* `shift` bytes moves data off malloc's alignment: element-aligned is all that nsa.h asks for. */
-static inline guarded *guarded_new(const char *name, size_t bytes, size_t shift) {
+static inline guarded *guarded_filled(const char *name, size_t bytes, size_t shift, int poison) {
     guarded *g = (guarded *)check_alloc(sizeof *g);
     g->name = name;
     g->bytes = bytes;
@@ -205,13 +206,17 @@ static inline guarded *guarded_new(const char *name, size_t bytes, size_t shift)
     g->copy = (unsigned char *)check_alloc(bytes);
     g->open = (unsigned char *)check_alloc(bytes);
     memset(g->base, CHECK_GUARD, bytes + 2 * CHECK_ZONE);
-    memset(g->data, CHECK_POISON, bytes);
+    memset(g->data, poison, bytes);
     memset(g->open, 0, bytes);
     memcpy(g->copy, g->data, bytes);
     g->next = guards_live;
     guards_live = g;
     guarded_poison(g, 1);
     return g;
+}
+
+static inline guarded *guarded_new(const char *name, size_t bytes, size_t shift) {
+    return guarded_filled(name, bytes, shift, CHECK_POISON);
 }
 
 /* The next calls may write these bytes. */

@@ -775,10 +775,11 @@ static inline void suite_nothing_to_do(const suite *s, const nsa_desc *d, nsa_dt
         suite_bits b = bits_take(&q);
         int clean = 1;
         for (int i = 0; i < s->count; i++) {
-            size_t bytes =
-                slot_count(&s->slots[i], &p) * dtype_size(slot_dtype(&s->slots[i], dtype));
+            nsa_dtype its = slot_dtype(&s->slots[i], dtype);
+            size_t bytes = slot_count(&s->slots[i], &p) * dtype_size(its);
+            int poison = its == NSA_I32 ? CHECK_POISON_INT : CHECK_POISON;
             for (size_t j = 0; j < bytes; j++)
-                clean &= (!b.x[i] || b.x[i][j] == CHECK_POISON) && (!b.dx[i] || b.dx[i][j] == 0);
+                clean &= (!b.x[i] || b.x[i][j] == poison) && (!b.dx[i] || b.dx[i][j] == 0);
         }
         CHECK(clean, "something was written");
         bits_free(&b);

@@ -147,7 +147,8 @@ static inline tensor tensor_new(const char *name, layout form, nsa_dtype dtype, 
                                               (t - 1) * x.view.token + (h - 1) * x.view.head + w
                                         : 0;
     size_t size = dtype_size(dtype);
-    x.memory = guarded_new(name, (size_t)elements * size, shift * size * CHECK_UNIT);
+    x.memory = guarded_filled(name, (size_t)elements * size, shift * size * CHECK_UNIT,
+                              dtype == NSA_I32 ? CHECK_POISON_INT : CHECK_POISON);
     x.view.data = elements ? x.memory->data + (size_t)begin * size : x.memory->data;
     return x;
 }
