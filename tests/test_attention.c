@@ -740,14 +740,16 @@ static void test_gradients(void) {
     static const nsa_phi phis[] = {NSA_PHI_MEAN, NSA_PHI_CONV, NSA_PHI_MLP};
     for (int i = 0; i < COUNT(tiny_geometries); i++)
         for (int k = 0; k < COUNT(phis); k++) {
-            chain_case c = {tiny_geometries[i].name,
-                            tiny_geometries[i].name,
-                            phis[k],
-                            phis[(k + i) % 3],
-                            i % 2,
-                            0,
-                            (nsa_gate_kind)((k + i) % 3),
-                            (i + k) % 2};
+            chain_case c = {
+                tiny_geometries[i].name,
+                tiny_geometries[i].name,
+                phis[k],
+                phis[(k + i) % 3],
+                i % 2,
+                0,
+                (nsa_gate_kind)((k + i) % 3),
+                (i + k) % 2,
+                k == 1}; /* a mean or an MLP has lists by kv head, a convolution by head */
             nsa_desc d = chain_desc(&c);
             suite s = suite_of(&c);
             suite_gradcheck(&s, &d);
