@@ -868,11 +868,13 @@ static inline void test_all(const branch *br, amount a) {
             test_reference(br, g, dtypes[k], seed, NULL, "",
                            others && !CHECKS_CUDA ? IN_TURN : ALL);
             if (CHECKS_CUDA ? others || asks_little(g, quick) : others && !quick) continue;
-            test_deterministic(br, g, dtypes[k]);
             test_slices(br, g, dtypes[k]);
+#ifndef CHECK_RACES /* bits are for the other builds: that one looks at accesses, and is slow */
+            test_deterministic(br, g, dtypes[k]);
             test_alone(br, g, dtypes[k]);
             test_causal(br, g, dtypes[k]);
             test_scaling(br, g, dtypes[k]);
+#endif
             test_bad_values(br, g, dtypes[k]);
             if (CHECKS_CUDA && br->keys == BRANCH_SLC) test_any_lists(br, g, dtypes[k]);
             test_any_begins(br, g, dtypes[k]);
@@ -927,9 +929,11 @@ static inline void test_options(const branch *br, amount a) {
                 continue;
             test_reference(br, g, dtype, (uint64_t)(1000 + 10 * i + option), NULL,
                            options[option].rule, ALL);
-            if (!few) test_deterministic(br, g, dtype);
             test_slices(br, g, dtype);
+#ifndef CHECK_RACES
+            if (!few) test_deterministic(br, g, dtype);
             test_alone(br, g, dtype);
+#endif
         }
 #ifdef CHECK_F64
         for (int i = 0; of_list < 2 && i < COUNT(tiny_geometries); i++)

@@ -203,6 +203,14 @@ static inline void tensor_open_rows(const tensor *x, int first, int end) {
                              (size_t)x->width * dtype_size(x->view.dtype));
 }
 
+static inline void tensor_no_blocks(const tensor *x) {
+    size_t bytes = tensor_count(x) * sizeof(int32_t);
+    int32_t *none = (int32_t *)check_alloc(bytes);
+    memset(none, 0xff, bytes); /* -1 */
+    tensor_put_i32(x, none);
+    free(none);
+}
+
 static inline void tensor_open(const tensor *x) {
     tensor_open_rows(x, 0, x->tokens);
 }
