@@ -15,12 +15,14 @@ class Tensor(Structure):
 
 class Desc(Structure):
     _fields_ = ([(name, c_int) for name in "batch tokens heads kv_heads dim dim_v first count".split()]
-                + [("begins", c_void_p)]
+                + [(name, c_void_p) for name in ("begins", "firsts", "counts")]
                 + [(name, c_int) for name in "cmp_block cmp_stride slc_block slc_count slc_init "
                                              "slc_local window".split()]
                 + [("scale", c_double)]
-                + [(name, c_int) for name in "forced score_map window_rule gate gate_heads threads "
-                                             "isa".split()])
+                + [(name, c_int) for name in "forced score_map window_rule gate gate_heads mask "
+                                             "list_heads rows".split()]
+                + [("pages", c_void_p)]
+                + [(name, c_int) for name in "table_width page_tokens page_count threads isa".split()])
 
 
 class Attend(Structure):
