@@ -151,10 +151,6 @@ typedef struct limits {
     peak peak;
 } limits;
 
-typedef struct shape {
-    int heads, kv_heads, dim, tokens;
-} shape;
-
 static double workspace_mib(const problem *p, int backward) {
     size_t bytes = backward ? nsa_attention_backward_workspace_size(&p->dx, &p->x, &p->d)
                             : nsa_attention_forward_workspace_size(&p->x, &p->d);
@@ -276,14 +272,6 @@ static void measure_all(report *r) {
         for (s.tokens = shapes[i].least; s.tokens <= shapes[i].shape.tokens; s.tokens *= 2)
             measure_threads(r, &s);
     }
-}
-
-static int parse_shape(shape *s, const char *text) {
-    char rest;
-    return sscanf(text, "%d,%d,%d,%d%c", &s->heads, &s->kv_heads, &s->dim, &s->tokens, &rest) ==
-               4 &&
-           s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0 && s->dim > 0 &&
-           s->dim <= 256 && s->tokens > 0;
 }
 
 static int usage(void) {

@@ -388,10 +388,6 @@ static summary replay(const machine *m, const record *r) {
     return s;
 }
 
-typedef struct shape {
-    int heads, kv_heads, dim, tokens;
-} shape;
-
 typedef struct options {
     machine m;
     FILE *json;
@@ -434,14 +430,6 @@ static void measure(options *o, const shape *s) {
     measure_pass(o, s, &p, "dense", "fwd", run_dense);
     measure_pass(o, s, &p, "dense", "bwd", run_dense_backward);
     problem_free(&p);
-}
-
-static int parse_shape(shape *s, const char *text) {
-    char rest;
-    return sscanf(text, "%d,%d,%d,%d%c", &s->heads, &s->kv_heads, &s->dim, &s->tokens, &rest) ==
-               4 &&
-           s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0 && s->dim > 0 &&
-           s->dim <= 256 && s->tokens > 0;
 }
 
 static int usage(void) {

@@ -229,4 +229,17 @@ static inline void count_pairs(const problem *p, double pairs[ROWS]) {
     pairs[ROW_NSA] = pairs[ROW_CMP] + pairs[ROW_SLC] + pairs[ROW_WIN];
 }
 
+/* What --shape gives: H,Hk,D,T. */
+typedef struct shape {
+    int heads, kv_heads, dim, tokens;
+} shape;
+
+static inline int parse_shape(shape *s, const char *text) {
+    char rest;
+    return sscanf(text, "%d,%d,%d,%d%c", &s->heads, &s->kv_heads, &s->dim, &s->tokens, &rest) ==
+               4 &&
+           s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0 && s->dim > 0 &&
+           s->dim <= 256 && s->tokens > 0;
+}
+
 #endif
