@@ -405,7 +405,7 @@ static void test_late(const ops *cuda) {
 
 /* ---- Whole steps ---------------------------------------------------------------------------- */
 
-enum { BATCH = 2, TOKENS = 76, VOCAB = 48, STEPS = 2 };
+enum { BATCH = 2, TOKENS = 76, VOCAB = 48, STEPS = 2, DOCUMENTS = 6 };
 
 static int32_t tokens[BATCH * TOKENS], labels[BATCH * TOKENS];
 
@@ -449,9 +449,9 @@ static void test_model(const char *name, const model_config *c, const int32_t *b
     model m[2];
     batch.begins = begins;
     if (begins) {
-        batch.documents = 2;
-        batch.longest = begins[2] - begins[1];
-        batch.tokens_each = begins[2] / BATCH;
+        batch.documents = DOCUMENTS;
+        batch.longest = begins[DOCUMENTS] - begins[DOCUMENTS - 1];
+        batch.tokens_each = begins[DOCUMENTS] / BATCH;
     }
     if (!open_model(&m[0], c, BATCH, TOKENS, how, cpu)) return;
     if (!open_model(&m[1], c, BATCH, TOKENS, how, cuda)) return;
@@ -596,7 +596,8 @@ static model_config small(nsa_phi phi) {
 
 /* "operations": each alone and no more, for the slower modes of the executor. */
 int main(int argc, char **argv) {
-    static const int32_t begins[] = {0, 64, 2 * 70}; /* rows of 70 tokens */
+    /* Rows of 70 tokens. Six documents as long as the longest would have three times the rows. */
+    static const int32_t begins[DOCUMENTS + 1] = {0, 3, 14, 15, 40, 64, 2 * 70};
     int phase_layer;
     ops cpu = open_ops(1), cuda;
     CHECK(ops_cuda_open(&cuda, NSA_F32, &why), "%s", why.text);

@@ -64,6 +64,7 @@ nsa_desc layer_desc(const model *m, int layer) {
     if (!m->documents) return model_desc(m, layer, m->batch, m->tokens_each);
     nsa_desc d = model_desc(m, layer, m->documents, m->longest);
     d.begins = m->begins;
+    d.rows = m->rows;
     return d;
 }
 

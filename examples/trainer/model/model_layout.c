@@ -350,9 +350,11 @@ static size_t workspace_bytes(model *m, bool appending) {
 static void layout_workspace(model *m, arena *a) {
     scratch *s = &m->scratch;
     s->workspace_bytes = workspace_bytes(m, false);
-    /* Of packed documents a device keeps where each one's compressed rows begin, too: one number a
-       document, of which there are at most as many as rows, in a whole piece of workspace. */
-    if (!m->o->host_memory) s->workspace_bytes += (size_t)m->rows * sizeof(int32_t) + 512;
+    /* Of packed documents a device keeps where each one begins, in each branch, and where its
+       compressed rows do: four numbers a document, of which there are at most as many as rows, in
+       whole pieces of workspace. */
+    if (!m->o->host_memory)
+        s->workspace_bytes += (BRANCHES + 1) * ((size_t)m->rows * sizeof(int32_t) + 512);
     if (m->caches) {
         layout_caches(m, a);
         size_t bytes = workspace_bytes(m, true);
