@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Tests of the page.
 
-  test.py numbers [--out FOLDER]   web.wasm in node gives the numbers of the same sources built natively
+  test.py build [--out FOLDER]     web.wasm, the page, and the same sources natively, for the next two
+  test.py numbers [--out FOLDER]   web.wasm in node gives the numbers of the native program
   test.py primitives [--out FOLDER]
                                    the tests of nsa.h against its dense reference, on SIMD128, in node
   test.py page [--out FOLDER] [--pictures FOLDER]
                                    the page in a headless Chromium: those numbers, pointer, keyboard,
                                    sliders, the race, a phone's width, reduced motion; no request
 
-Without a word: numbers and page. Builds in FOLDER (build/web) what it needs. Exit code 77: something is not
+Without a word: build, numbers and page. FOLDER is build/web if none is named. Exit code 77: something is not
 installed, and which.
 Twins: build.py, browser.py.
 """
@@ -70,6 +71,22 @@ def same(a, b, words):
     check(a == b, words if a == b else f"{words}: {first_difference(a, b)}")
 
 
+# ---- The build --------------------------------------------------------------------------------
+
+def build_all(out):
+    need_compiler()
+    build.build_wasm(out)
+    build.build_native(out)
+    build.build_page(out, MODEL)
+
+
+def need_built(out):
+    """What build_all made, or, without a compiler, the name of what is missing."""
+    if not all((out / name).exists() for name in ("web.wasm", "numbers", "nsa.html")):
+        need_compiler()
+        raise SystemExit(f"{out} holds no build: `test.py build` first")
+
+
 # ---- The numbers ------------------------------------------------------------------------------
 
 def numbers(out):
@@ -77,9 +94,7 @@ def numbers(out):
         raise Skipped("the bits are SSE2's; this is no x86-64")
     if not shutil.which("node"):
         raise Skipped("no node")
-    need_compiler()
-    build.build_wasm(out)
-    build.build_native(out)
+    need_built(out)
     found = {}
     for name, (native, wasm) in PAIRS.items():
         there = subprocess.run(["node", HERE / "numbers.js", out / "web.wasm", MODEL, TEXT, str(wasm)],
@@ -221,10 +236,7 @@ def page_test(out, pictures):
     program = browser.find()
     if not program:
         raise Skipped("no chromium")
-    need_compiler()
-    build.build_wasm(out)
-    build.build_native(out)
-    build.build_page(out, MODEL)
+    need_built(out)
     page = browser.Browser(program)
     try:
         page.size(1440, 1000)
@@ -268,14 +280,15 @@ def take_pictures(page, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="numbers, page, primitives")
+    parser.add_argument("what", nargs="*", help="build, numbers, page, primitives")
     parser.add_argument("--out", type=pathlib.Path, default=build.ROOT / "build" / "web")
     parser.add_argument("--pictures", type=pathlib.Path)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    tests = {"numbers": numbers, "primitives": primitives, "page": lambda out: page_test(out, options.pictures)}
+    tests = {"build": build_all, "numbers": numbers, "primitives": primitives,
+             "page": lambda out: page_test(out, options.pictures)}
     skipped = False
-    for name in options.what or ("numbers", "page"):
+    for name in options.what or ("build", "numbers", "page"):
         if name not in tests:
             parser.error(f"{name}: must be one of {', '.join(tests)}")
         try:

@@ -1,18 +1,24 @@
 #!/usr/bin/env bash
-# embed.sh WAY BUILD DIR: examples/embed as a project of somebody else, who takes nsa in that way:
-# bare, static, shared, python, pool, add_subdirectory, fetch_content, find_package or pkg_config. BUILD
-# is a configured build folder of this project; the last two install from it and move what was
-# installed.
+# embed.sh WAY BUILD DIR [STATIC]: examples/embed as a project of somebody else, who takes nsa in that way:
+# bare, static, shared, pool, add_subdirectory, fetch_content, find_package or pkg_config. BUILD is a
+# configured build folder of this project; the last two install from it and move what was installed.
+# STATIC is the folder of `static`: with it the implementation is not compiled again, but the caller is,
+# against the header that this way finds, which must be nsa.h to the byte.
 set -euo pipefail
 
 way=$1
 build=$2
 dir=$3
+static=${4:-}
 root=$(cd "$(dirname "$0")/../.." && pwd)
 rm -rf "$dir"
 mkdir -p "$dir"
-cp "$root"/examples/embed/embed.c "$root"/examples/embed/embed.cpp "$dir"
-cp "$root"/tests/package/consumer/CMakeLists.txt "$dir"
+cp "$root"/examples/embed/{embed.c,embed.cpp,pool.c} "$root"/tests/package/consumer/CMakeLists.txt "$dir"
+library=()
+if [ -n "$static" ]; then
+    sed -i '/define NSA_IMPLEMENTATION/d' "$dir"/{embed.c,embed.cpp,pool.c}
+    library=("$static/libnsa.a")
+fi
 
 install_and_move() {
     cmake --install "$build" --prefix "$dir/first" >/dev/null
@@ -21,6 +27,7 @@ install_and_move() {
         echo "the installed files hold the path that they were installed to or built from"
         return 1
     fi
+    cmp "$root/nsa/nsa.h" "$dir/moved/include/nsa/nsa.h"
 }
 
 check() { "$1" | diff "$root/examples/embed/expected.txt" -; }
@@ -38,20 +45,17 @@ static)
     cc caller.c -I"$root/nsa" -L. -lnsa -lm -o embed
     check ./embed
     ;;
-shared | python)
-    # The line that examples/embed/embed.py begins with.
+shared)
+    # The line that examples/embed/embed.py begins with; then that example, and a caller in C.
     cc -O2 -shared -fPIC -DNSA_IMPLEMENTATION -x c "$root/nsa/nsa.h" -o libnsa.so -lm
-    if [ "$way" = python ]; then
-        "$root/tests/package/need.sh" python3 || exit $?
-        [ "$(python3 "$root/examples/embed/embed.py" ./libnsa.so)" = "NSA_OK: 0.5034" ]
-        exit
-    fi
     sed '/define NSA_IMPLEMENTATION/d' embed.c >caller.c
     cc caller.c -I"$root/nsa" -L. -lnsa -Wl,-rpath,"$dir" -o embed
     check ./embed
+    "$root/tests/package/need.sh" python3 || exit $?
+    [ "$(python3 "$root/examples/embed/embed.py" ./libnsa.so)" = "NSA_OK: 0.5034" ]
     ;;
 pool)
-    cc -O1 -D_XOPEN_SOURCE=700 "$root/examples/embed/pool.c" -I"$root/nsa" -lm -lpthread -o pool
+    cc -O1 -D_XOPEN_SOURCE=700 pool.c "${library[@]}" -I"$root/nsa" -lm -lpthread -o pool
     ./pool | diff <(tail -n 1 "$root/examples/embed/expected.txt") -
     ;;
 pkg_config)
@@ -61,12 +65,13 @@ pkg_config)
     version=$(sed -n 's/^#define NSA_VERSION_[A-Z]* *//p' "$root/nsa/nsa.h" | paste -sd.)
     [ "$(pkg-config --modversion nsa)" = "$version" ]
     # shellcheck disable=SC2046 # lists of words
-    cc embed.c $(pkg-config --cflags --libs nsa) -o embed
+    cc embed.c "${library[@]}" $(pkg-config --cflags --libs nsa) -o embed
     check ./embed
     ;;
 add_subdirectory | fetch_content | find_package)
     [ "$way" != find_package ] || install_and_move
-    cmake -S . -B build -DWAY="$way" -DNSA_ROOT="$root" -DCMAKE_PREFIX_PATH="$dir/moved" >log 2>&1 ||
+    cmake -S . -B build -DWAY="$way" -DNSA_ROOT="$root" -DCMAKE_PREFIX_PATH="$dir/moved" \
+        -DLIBRARY="${library[*]}" >log 2>&1 ||
         { cat log && exit 1; }
     cmake --build build >log 2>&1 || { cat log && exit 1; }
     check build/embed
@@ -77,7 +82,7 @@ add_subdirectory | fetch_content | find_package)
     }
     ;;
 *)
-    echo "embed.sh: WAY is bare, static, shared, python, pool, add_subdirectory, fetch_content," \
+    echo "embed.sh: WAY is bare, static, shared, pool, add_subdirectory, fetch_content," \
         "find_package or pkg_config"
     exit 2
     ;;
