@@ -6,8 +6,9 @@
    after the other, the descriptor last, `sizes` of each; `counted`, how many of them the size query
    takes (-1: there is no workspace); `places`, where in `structs` the address of each buffer
    goes (-1: nowhere), arguments first, then results; `items`, bytes of each buffer for one call;
-   `zero`, whether results are zeroed first. Buffers of more than one item are vmap's: that many
-   calls, each with the next items. */
+   `zero`, whether results are zeroed first; `counted_by`, the argument that holds the descriptor's
+   counts (-1: none), and `rows`, what they must add up to. Buffers of more than one item are vmap's:
+   that many calls, each with the next items. */
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -50,7 +51,7 @@ static XLA_FFI_Error *refuse(const XLA_FFI_CallFrame *frame, const char *message
 
 typedef struct call {
     char function[NAME_BYTES];
-    int64_t f64, counted, zero;
+    int64_t f64, counted, zero, counted_by, rows;
     const XLA_FFI_Array *structs, *sizes, *places, *items;
 } call;
 
@@ -88,6 +89,10 @@ static int read_attributes(const XLA_FFI_CallFrame *frame, call *c) {
             found += read_scalar(attribute, &c->counted);
         else if (type == XLA_FFI_AttrType_SCALAR && named(name, "zero"))
             found += read_scalar(attribute, &c->zero);
+        else if (type == XLA_FFI_AttrType_SCALAR && named(name, "counted_by"))
+            found += read_scalar(attribute, &c->counted_by);
+        else if (type == XLA_FFI_AttrType_SCALAR && named(name, "rows"))
+            found += read_scalar(attribute, &c->rows);
         else if (type == XLA_FFI_AttrType_ARRAY && named(name, "structs"))
             c->structs = attribute;
         else if (type == XLA_FFI_AttrType_ARRAY && named(name, "sizes"))
@@ -97,7 +102,7 @@ static int read_attributes(const XLA_FFI_CallFrame *frame, call *c) {
         else if (type == XLA_FFI_AttrType_ARRAY && named(name, "items"))
             c->items = attribute;
     }
-    return found == 4 && c->structs && c->sizes && c->places && c->items;
+    return found == 6 && c->structs && c->sizes && c->places && c->items;
 }
 
 /* ---- Buffers ------------------------------------------------------------------------------- */
@@ -185,6 +190,22 @@ static void place_buffers(const XLA_FFI_CallFrame *frame, const call *c, char *b
     }
 }
 
+/* Whether the queries of all sequences are as many as there are rows of them: nsa.h, which has
+   pointers, must not read or write more. */
+static int counts_fit(const XLA_FFI_CallFrame *frame, const call *c, int64_t item) {
+    if (c->counted_by < 0) return 1;
+    const int64_t *items = c->items->data;
+    const char *data = buffer_at(frame, c->counted_by)->data;
+    int64_t bytes = items[c->counted_by], total = 0;
+    for (int64_t i = 0; i < bytes; i += (int64_t)sizeof(int32_t)) {
+        int32_t count;
+        memcpy(&count, data + item * bytes + i, sizeof count);
+        if (count < 0) return 0;
+        total += count;
+    }
+    return total == c->rows;
+}
+
 static void zero_results(const XLA_FFI_CallFrame *frame) {
     for (int64_t i = 0; i < frame->rets.size; i++) {
         const XLA_FFI_Buffer *b = frame->rets.rets[i];
@@ -210,6 +231,10 @@ static XLA_FFI_Error *run_all(const XLA_FFI_CallFrame *frame, const call *c, cha
     void *workspace = NULL;
     size_t room = 0;
     for (int64_t i = 0; i < calls && !status; i++) {
+        if (!counts_fit(frame, c, i)) {
+            free(workspace);
+            return refuse(frame, "counts: in all they must be the rows of queries");
+        }
         place_buffers(frame, c, bytes, i);
         if (size && !workspace) {
             room = workspace_size(size, c->counted, structs, n);
@@ -239,7 +264,8 @@ XLA_FFI_Error *nsa_xla_call(XLA_FFI_CallFrame *frame) {
     if (!read_attributes(frame, &c)) return refuse(frame, "nsa: attributes are missing");
     int64_t buffers = frame->args.size + frame->rets.size;
     if (buffers > BUFFERS_MAX || (int64_t)c.places->size != buffers ||
-        (int64_t)c.items->size != buffers || c.sizes->size < 2 || c.sizes->size > STRUCTS_MAX)
+        (int64_t)c.items->size != buffers || c.sizes->size < 2 || c.sizes->size > STRUCTS_MAX ||
+        c.counted_by >= frame->args.size)
         return refuse(frame, "nsa: attributes do not fit the buffers");
     char *bytes = malloc(c.structs->size);
     if (!bytes) return refuse(frame, "nsa: no memory");

@@ -9,6 +9,7 @@ cc=$2
 dir=$3
 root=$(cd "$(dirname "$0")/../.." && pwd)
 mkdir -p "$dir"
+rm -rf "$dir/nsa" # what an earlier build left
 log=$dir/build.log
 {
     cmake -S "$root/python" -B "$dir/build" -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_COMPILER="$cc" \

@@ -221,7 +221,86 @@ class Jax(unittest.TestCase):
         both(lambda *x: nj.attend_slc(*x, blocks, **each)[0],
              lambda *x: reference(*x, sees_blocks(blocks, 1, T)), self.q, self.k, self.v)
 
+    def test_queries_at_positions_of_their_own(self):
+        firsts, counts, ends = (30, 9), (11, 43), (41, 52)
+        at = dict(firsts=jnp.array(firsts, jnp.int32), counts=jnp.array(counts, jnp.int32))
+
+        def ragged(x):
+            return jnp.concatenate([x[b:b + 1, f:f + n] for b, (f, n) in enumerate(zip(firsts, counts))], 1)
+
+        def each(q, k, v):
+            parts = [reference(q[:, a:a + n], k[b:b + 1, :f + n], v[b:b + 1, :f + n], sees_window(T, 24)[:, f:f + n, :, :f + n])
+                     for b, (a, f, n) in enumerate(zip((0, 11), firsts, counts))]
+            return jnp.concatenate(parts, 1)
+        both(lambda *x: nj.attend_win(*x, **at, **GEOMETRY)[0], each, ragged(self.q), self.k, self.v)
+        close(nj.rope(ragged(self.q), longest=T, **at), ragged(nj.rope(self.q)))
+        more = [jnp.stack([a, 2 * a]) for a in (ragged(self.q), self.k, self.v)]
+        swapped = jnp.stack([at["counts"], at["counts"]])
+        found = jax.vmap(lambda q, k, v, c: nj.attend_win(q, k, v, firsts=at["firsts"], counts=c, **GEOMETRY)[0])(*more, swapped)
+        for i in range(2):
+            close(found[i], each(*(a[i] for a in more)))
+        self.assertEqual(tuple(f + n for f, n in zip(firsts, counts)), ends)
+
+    def test_steps_over_pages(self):
+        lengths, steps, size, pages = (41, 52), (((0, 0), (30, 9)), ((30, 9), (11, 43))), 16, 9
+        table = RNG.permutation(pages)[:8].reshape(2, 4).astype(np.int32)
+        phis = dict(phi_k=("mlp", parameters("mlp", D)), phi_v=("conv", parameters("conv", DV)))
+        gates = rows(B, T, HK, 3)
+
+        def paged(x):
+            found = np.full((pages, size, *x.shape[2:]), np.nan)
+            for b in range(2):
+                for s in range(T):
+                    found[table[b, s // size], s % size] = x[b, s]
+            return jnp.asarray(found)
+
+        def step(q, k, v, gates, compressed, firsts, counts, table):
+            return nj.attention(q, k, v, k, v, k, v, gates, compressed=compressed, firsts=firsts, counts=counts, pages=table,
+                                blocks=True, **phis, **GEOMETRY)
+        compiled = jax.jit(step, donate_argnums=4)
+        k, v, found = paged(self.k), paged(self.v), ([], [])
+        compressed = tuple(jnp.zeros((pages, size // 4, HK, w)) for w in (D, DV))
+        for firsts, counts in steps:
+            q, g = (jnp.concatenate([x[b, f:f + n] for b, (f, n) in enumerate(zip(firsts, counts))])[None]
+                    for x in (self.q, gates))
+            out, blocks, compressed = compiled(q, k, v, g, compressed, jnp.array(firsts, jnp.int32),
+                                               jnp.array(counts, jnp.int32), table)
+            for b, part in enumerate((slice(0, counts[0]), slice(counts[0], None))):
+                found[b].append((out[:, part], blocks[:, part]))
+        # Primitives over the same pages, all queries at once.
+        q = jnp.concatenate([self.q[b:b + 1, :n] for b, n in enumerate(lengths)], 1)
+        at = dict(firsts=jnp.zeros(2, jnp.int32), counts=jnp.array(lengths, jnp.int32))
+        where = dict(at, pages=jnp.asarray(table))
+        k_cmp = nj.compress(k, phis["phi_k"][1], phi="mlp", out=jnp.zeros_like(compressed[0]), cmp_block=8, cmp_stride=4, **where)
+        lse = nj.attend_cmp(q, k_cmp, k_cmp, tokens=T, **where, **GEOMETRY)[1]
+        lists, scores = nj.select_blocks(q, k_cmp, lse, tokens=T, scores=True, **where, **GEOMETRY)
+        ranked = nj.rank_queries(scores, tokens=T, **at, **GEOMETRY)
+        slc, by_tokens = nj.attend_slc(q, k, v, lists, **where, **GEOMETRY)[0], nj.score_blocks(q, k, **where, **GEOMETRY)
+        for b, n in enumerate(lengths):
+            alone = [x[b:b + 1, :n] for x in (self.q, self.k, self.v, gates)]
+            q, k, v, g = alone
+            expected = nj.attention(q, k, v, k, v, k, v, g, blocks=True, **phis, **GEOMETRY)
+            for i in range(2):
+                np.testing.assert_array_equal(jnp.concatenate([parts[i] for parts in found[b]], 1), expected[i])
+            part = slice(0, 41) if b == 0 else slice(41, None)
+            np.testing.assert_array_equal(lists[:, part], expected[1])
+            np.testing.assert_array_equal(ranked[:, part], expected[1])
+            np.testing.assert_array_equal(slc[:, part], nj.attend_slc(q, k, v, expected[1], **GEOMETRY)[0])
+            np.testing.assert_array_equal(by_tokens[:, part], nj.score_blocks(q, k, **GEOMETRY))
+
     def test_refusals(self):
+        ragged, at = self.q.reshape(1, B * T, H, D), jnp.zeros(2, jnp.int32)
+        for words, call in (
+                ("counts: in all they must be the rows of queries", lambda: nj.attend_win(
+                    ragged, self.k, self.v, firsts=at, counts=jnp.array([52, 51], jnp.int32))),
+                ("firsts: NSA_ERROR_RANGE", lambda: nj.attend_win(
+                    ragged, self.k, self.v, firsts=at - 1, counts=jnp.array([52, 52], jnp.int32))),
+                ("rows: NSA_ERROR_BEGINS", lambda: nj.attend_win(
+                    self.q[:1], self.k[:1], self.v[:1], begins=jnp.array([0, 99], jnp.int32), longest=99)),
+                ("out: firsts, counts and pages need it", lambda: nj.compress(self.k, firsts=at, counts=at)),
+                ("firsts, counts: one of them alone", lambda: nj.attend_win(ragged, self.k, self.v, counts=at))):
+            with self.subTest(words), self.assertRaisesRegex(Exception, words):
+                jax.block_until_ready(call())
         with self.assertRaisesRegex(Exception, "window: NSA_ERROR_SIZE"):
             jax.block_until_ready(nj.attend_win(self.q, self.k, self.v, window=0))
         with self.assertRaisesRegex(ValueError, "windows: no option"):

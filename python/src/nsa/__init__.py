@@ -20,9 +20,10 @@ from ._abi import *  # noqa: F403
 from ._abi import VERSION, Attention, BlockFault, Desc, Dtype, Error, Isa, PageFault, Reads, Select
 from ._abi import Cache as _Cache
 from ._functions import *  # noqa: F403
-from ._library import Library, Refused, call, check_arrays, check_shapes, checked, integers_in, library, library_for, memory
+from ._library import (Library, Refused, call, check_arrays, check_shapes, checked, integers_in, library, library_for,
+                       memory, views_of)
 from ._struct import Array, Struct
-from ._views import F64, describe
+from ._views import describe
 
 __version__ = VERSION
 
@@ -105,7 +106,7 @@ def rank_blocks(scores: Sequence[float], query: int, desc: Desc) -> list[int]:
 def _lists(blocks: Array, desc: Desc) -> Select:
     x = Select(blocks=blocks)
     desc_check(desc)
-    check_shapes([x], desc, ())
+    check_shapes(views_of([x]), desc, ())
     return x
 
 
@@ -172,8 +173,9 @@ class Cache:
         """
         rows = type(self.desc).from_buffer_copy(self.desc)
         rows.first, rows.count, rows.tokens, rows.begins = 0, count, count, None
-        check_shapes([x], rows, ())
-        if library_for([x]) is not self._lib:
+        views = views_of([x])
+        check_shapes(views, rows, ())
+        if library_for(views) is not self._lib:
             raise ValueError("x: arrays of float64 go with a cache of float64, and no others do")
         each = None if counts is None else integers_in(counts, "counts", self.desc.batch)
         reads = (Reads * self.desc.batch)()

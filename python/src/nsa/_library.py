@@ -14,8 +14,9 @@ from typing import Any, Sequence
 from . import _abi
 from ._abi import Desc, Error
 from ._struct import Array, Struct
-from ._views import F64, I32, describe
+from ._views import F64, I32, Described, describe
 
+_PHIS = {int(member): member.name.lower() for member in _abi.Phi}
 FOLDER = pathlib.Path(__file__).resolve().parent
 
 
@@ -93,8 +94,19 @@ def library(f64: bool = False) -> Library:
     return _load("nsa_f64", ctypes.c_double) if f64 else _load("nsa_f32", ctypes.c_float)
 
 
-def library_for(structs: Sequence[Struct]) -> Library:
-    return library(any(array.dtype == F64 for x in structs for _, _, _, array in x.views()))
+#: Of every array of a call's structs: the struct's place among them, and what Struct.views has.
+Views = Sequence[tuple[int, str, Struct, str, Described]]
+
+
+def views_of(structs: Sequence[Struct]) -> Views:
+    return [(i, *view) for i, x in enumerate(structs) for view in x.views()]
+
+
+def library_for(views: Views) -> Library:
+    for *_, array in views:
+        if array.dtype == F64:
+            return library(True)
+    return library(False)
 
 
 # ---- Calls --------------------------------------------------------------------------------------
@@ -116,7 +128,7 @@ def _integers(address: int | None, count: int) -> list[int]:
     return list((ctypes.c_int32 * count).from_address(address)) if address else []
 
 
-def extents(desc: Desc, struct: Struct, of_queries: bool = False) -> dict[str, int]:
+def extents(desc: Desc, of_queries: bool) -> dict[str, int]:
     """What the letters of the fields' shapes amount to, on the queries' side or the keys'. Rows of packed
     sequences lie in one batch, those of pages in one for each page."""
     cmp_count, begins = library().nsa_cmp_count, _integers(desc.begins, desc.batch + 1)
@@ -131,58 +143,55 @@ def extents(desc: Desc, struct: Struct, of_queries: bool = False) -> dict[str, i
     count = sum(counts) if counts else begins[-1] if begins else desc.count
     if of_queries:
         batch = 1 if counts or begins else desc.batch
-    known = {"B": batch, "T": tokens, "count": count, "N": rows, "H": desc.heads,
+    return {"B": batch, "T": tokens, "count": count, "N": rows, "H": desc.heads,
              "Hk": desc.kv_heads, "Dk": desc.dim, "Dv": desc.dim_v, "l": desc.cmp_block,
              "gate_heads": desc.gate_heads, "list heads": desc.list_heads or desc.kv_heads,
              "nsa_slc_count(T)": library().nsa_slc_count(ctypes.byref(desc), desc.tokens),
              "nsa_block_list_width": library().nsa_block_list_width(ctypes.byref(desc))}
-    if hasattr(struct, "dim"):
-        known.update(dim=struct.dim, D=struct.dim)
-    if hasattr(struct, "heads"):
-        known.update(heads=struct.heads)
-    if hasattr(struct, "hidden"):
-        known.update(hidden=struct.hidden)
-    return known
 
 
-def shape_for(shapes: dict[str, tuple[str, ...]], words: Sequence[str]) -> tuple[str, ...] | None:
+@functools.lru_cache(None)
+def shape_for(struct: type[Struct], field: str, words: tuple[str, ...]) -> tuple[str, ...] | None:
     """The shape that the header gives for the first of these words, or for none."""
+    shapes = struct._shapes_.get(field, {})
     return next((shapes[word] for word in (*words, "") if word in shapes), None)
 
 
-def check_shapes(structs: Sequence[Struct], desc: Desc, words: Sequence[str]) -> None:
+def check_shapes(views: Views, desc: Desc, words: tuple[str, ...]) -> None:
     """An array that is smaller than the descriptor says would be read beyond its end."""
-    for top in structs:
-        for path, struct, field, array in top.views():
-            tag = (*words, _abi.Phi(int(struct.phi)).name.lower()) if isinstance(struct, _abi.Compress) else words
-            shape = shape_for(struct._shapes_.get(field, {}), tag)
-            if shape is None:
-                continue
-            known = extents(desc, struct, "count" in shape)
-            expected = [_extent(axis, known) for axis in shape]
-            shared = shape[0] == "Hk" and array.shape[:1] == (1,)
-            wanted = [1 if shared and i == 0 else extent for i, extent in enumerate(expected)]
-            if list(array.shape) != wanted:
-                raise ValueError(f"{path}: shape {tuple(array.shape)}, must be ({', '.join(shape)}) = {tuple(wanted)}")
+    sides: dict[bool, dict[str, int]] = {}
+    for _, path, struct, field, array in views:
+        tag = (*words, _PHIS.get(struct.phi, "")) if isinstance(struct, _abi.Compress) else words
+        shape = shape_for(type(struct), field, tag)
+        if shape is None:
+            continue
+        of_queries = "count" in shape
+        if of_queries not in sides:
+            sides[of_queries] = extents(desc, of_queries)
+        known = sides[of_queries]
+        wanted = tuple([known[axis] if axis in known else _extent(axis, known, struct) for axis in shape])
+        if shape[0] == "Hk" and array.shape[:1] == (1,):
+            wanted = (1, *wanted[1:])
+        if array.shape != wanted:
+            raise ValueError(f"{path}: shape {array.shape}, must be ({', '.join(shape)}) = {wanted}")
 
 
-def _extent(axis: str, known: dict[str, int]) -> int:
-    """"Hk", "3", "list heads", "l D"."""
-    if axis in known:
-        return known[axis]
+def _extent(axis: str, known: dict[str, int], struct: Struct) -> int:
+    """"3", "l D", and what is a field of the struct: "dim", as "D" is, "hidden", "heads"."""
     product = 1
     for part in axis.split():
-        product *= int(part) if part.isdigit() else known[part]
+        of_struct = "dim" if part == "D" else part
+        product *= int(part) if part.isdigit() else known[part] if part in known else getattr(struct, of_struct)
     return product
 
 
-def check_writable(structs: Sequence[Struct], backward: bool) -> None:
+def check_writable(views: Views, backward: bool) -> None:
     """Outputs of a forward; gradients of a backward: its first struct, but for those that come in."""
-    for i, top in enumerate(structs):
-        for path, struct, field, array in top.views():
-            written = (i == 0 and field not in ("out", "lse")) if backward else field in struct._outputs_
-            if written and array.readonly:
-                raise ValueError(f"{path}: is read-only, and would be written")
+    for i, path, struct, field, array in views:
+        if not array.readonly:
+            continue
+        if (i == 0 and field not in ("out", "lse")) if backward else field in struct._outputs_:
+            raise ValueError(f"{path}: is read-only, and would be written")
 
 
 def checked(lib: Library, desc: Desc) -> Any:
@@ -194,10 +203,11 @@ def checked(lib: Library, desc: Desc) -> Any:
 
 def call(name: str, structs: Sequence[Struct], desc: Desc, workspace: Array = None) -> None:
     """A function of the header that returns a status; it takes its workspace itself unless given one."""
-    lib = library_for(structs)
-    d = checked(lib, desc)
-    check_shapes(structs, desc, name.split("_"))
-    check_writable(structs, name.endswith("_backward"))
+    views = views_of(structs)
+    lib = library_for(views)
+    d = checked(lib, desc)  # first, because what follows is computed from it
+    check_shapes(views, desc, tuple(name.split("_")))
+    check_writable(views, name.endswith("_backward"))
     arguments: list[Any] = [ctypes.byref(x) for x in structs] + [d]
     size = getattr(lib, name + "_workspace_size", None)
     if size is not None:
@@ -219,7 +229,7 @@ def describe_bytes(workspace: Any) -> tuple[int, int]:
 
 def number(name: str, structs: Sequence[Struct], desc: Desc, *integers: int) -> int:
     """A function of the header that returns a number."""
-    lib = library_for(structs)
+    lib = library_for(views_of(structs))
     return int(getattr(lib, name)(*[ctypes.byref(x) for x in structs], checked(lib, desc), *integers))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from typing import Any
+from typing import Any, Sequence
 
 from . import _abi
 from ._abi import Desc
@@ -65,7 +65,8 @@ class Packer:
 
 # ---- Descriptors --------------------------------------------------------------------------------
 
-BEGINS: int = getattr(Desc, "begins").offset
+#: The descriptor's arrays, in the order of the operators, and where in it their addresses lie.
+ARRAYS = {name: int(getattr(Desc, name).offset) for name in ("begins", "firsts", "counts", "pages")}
 
 
 def parse(text: str, kind: Any) -> dict[str, Any]:
@@ -88,6 +89,37 @@ def options(**fields: Any) -> str:
     """Options in the form that the operators take: a string, for a graph holds nothing else."""
     return ",".join(f"{name}={value!r}" if isinstance(value, float) else f"{name}={getattr(value, 'value', value)}"
                     for name, value in fields.items() if value is not None)
+
+
+def more(text: str, **fields: int) -> str:
+    """Options, and these."""
+    added = options(**fields)
+    return f"{text},{added}" if text else added
+
+
+def problem(rows: tuple[Any, ...], arrays: Sequence[Any], tokens: Any, first: int) -> tuple[Any, Any]:
+    """(sequences, query rows of each at most) of a view on the query's side, whose shape begins with `rows`."""
+    begins, firsts, counts, pages = arrays
+    of_each = {"begins": begins, "firsts": firsts, "counts": counts}
+    for name, x in of_each.items():
+        if x is not None and (len(x.shape) != 1 or rows[0] != 1):
+            raise ValueError(f"{name}: must be of one axis, with rows of (1, rows, heads, width)")
+    if pages is not None and len(pages.shape) != 2:
+        raise ValueError("pages: must be (B, pages of a sequence)")
+    if begins is not None:
+        if any(x is not None for x in (firsts, counts, pages)):
+            raise ValueError("begins: packed keys lie in no pages, and their queries have neither firsts nor counts")
+        return begins.shape[0] - 1, tokens - first
+    if (firsts is None) != (counts is None):
+        raise ValueError("firsts, counts: one of them alone")
+    batch, count = rows[0], rows[1]
+    if counts is not None:
+        batch, count = counts.shape[0], min(tokens, rows[1])
+        if firsts.shape[0] != batch:
+            raise ValueError(f"firsts: {firsts.shape[0]}, and counts {batch}")
+    if pages is not None and pages.shape[0] != batch:
+        raise ValueError(f"pages: of {pages.shape[0]} sequences, must be of {batch}")
+    return batch, count
 
 
 @functools.lru_cache(4096)

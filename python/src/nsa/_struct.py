@@ -5,6 +5,7 @@ Twin: _abi.py, which bindings.py writes from the header. Not here: anything that
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, Iterator, Union
 
 from ._views import I32, Described, describe, packed_strides
@@ -23,11 +24,15 @@ class Struct(ctypes.Structure):
     _shapes_: dict[str, dict[str, tuple[str, ...]]] = {}
     _outputs_: tuple[str, ...] = ()
     _enums_: dict[str, Any] = {}
+    _kinds: dict[str, Any]
 
     @classmethod
     def kinds(cls) -> dict[str, Any]:
         """The C type of each field."""
-        return {field[0]: field[1] for field in cls._fields_}
+        found = cls.__dict__.get("_kinds")
+        if found is None:
+            found = cls._kinds = {field[0]: field[1] for field in cls._fields_}
+        return found
 
     def __init__(self, **fields: Any) -> None:
         super().__init__()
@@ -80,7 +85,7 @@ class Struct(ctypes.Structure):
             self._keep().pop(name, None)
             return kind()
         array = describe(value, name)
-        axes, packed = axes_of(self._shapes_.get(name, {}), len(array.shape), name)
+        axes, packed = axes_of(type(self), name, len(array.shape))
         if packed and array.shape[-1] > 1 and array.strides[-1] != 1:
             raise ValueError(f"{name}: the last axis must be packed, its stride is {array.strides[-1]} elements")
         view = kind()
@@ -108,8 +113,10 @@ class Struct(ctypes.Structure):
         return f"{type(self).__name__}({', '.join(values)})"
 
 
-def axes_of(shapes: dict[str, tuple[str, ...]], rank: int, name: str) -> tuple[tuple[str, ...], bool]:
+@functools.lru_cache(None)
+def axes_of(struct: type[Struct], name: str, rank: int) -> tuple[tuple[str, ...], bool]:
     """The strides that an array's axes give, and whether its last axis is the packed one."""
+    shapes = struct._shapes_.get(name, {})
     ranks = {len(shape) for shape in shapes.values()} or {2, 3, 4}
     if rank not in ranks:
         allowed = "; ".join("(" + ", ".join(shape) + ")" for shape in shapes.values()) or "2 to 4 axes"

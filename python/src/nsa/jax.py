@@ -2,9 +2,17 @@
 
     python -m nsa.build jax     once, after the package is installed: makes the handlers for XLA
 
-Arrays are (B, T, H, D), or (1, rows, H, D) with `begins` (B + 1 offsets, int32) and `longest`. With `first`, q holds
-rows first .. of each sequence's keys. Options are fields of nsa.Desc by name: window=512, gate="softmax". Block lists
-carry no gradient. vmap runs the function once for each item.
+Arrays are (B, T, H, D). With `first`, q holds rows first .. of each sequence's keys. Options are fields of nsa.Desc by
+name: window=512, gate="softmax", mask="none", list_heads=8 (lists then have that many heads). Block lists carry no
+gradient. vmap runs the function once for each item. Where sequences differ in length, by arrays of int32:
+
+    begins (B + 1)          packed: all arrays are (1, rows, H, D), sequence b is rows begins[b] .. begins[b + 1] - 1,
+                            `longest` has the most tokens
+    firsts (B), counts (B)  the query's side is packed, (1, rows, H, D): counts[b] rows of sequence b, which are its
+                            queries from firsts[b] on; it has keys up to the last of them. k and v stay (B, T, Hk, D)
+    pages (B, pages)        k and v are (page count, page tokens, Hk, D), compressed rows (page count, page tokens / d,
+                            Hk, D): token s of sequence b lies in page pages[b, s // page tokens]. `longest` (0: what
+                            the table has room for) bounds the tokens. No gradient
 
 Twin: native/xla.c. Not here: CUDA.
 """
@@ -21,8 +29,8 @@ from jax import Array
 
 from . import _abi
 from ._library import FOLDER, library
-from ._pack import (BEGINS, PHI, Packer, cmp_count, desc_bytes, list_heads, list_width, option, options as _options, parse,
-                    slc_count)
+from ._pack import (ARRAYS, PHI, Packer, cmp_count, desc_bytes, list_heads, list_width, more, option,
+                    options as _options, parse, problem, slc_count)
 
 __all__ = ["attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention", "compress", "gate", "merge",
            "rank_queries", "rope", "score_blocks", "select_blocks"]
@@ -76,8 +84,8 @@ def _parameters(x: Any) -> tuple[int, ...]:
 class _Call:
     """One call of a function: its structs, and where in them the buffers' addresses go."""
 
-    def __init__(self, function: str, desc: bytes, begins: Any = None):
-        self.function, self.desc, self.begins = function, desc, begins
+    def __init__(self, function: str, desc: bytes, arrays: Sequence[Any] = ()):
+        self.function, self.desc, self.arrays = function, desc, dict(zip(ARRAYS, arrays))
         self.structs: list[bytes] = []
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
@@ -98,20 +106,31 @@ class _Call:
                 places.append(base + packer.offsets[name])
         self.structs.append(packer.pack(fields))
 
-    def run(self, zero: bool = False) -> Sequence[Array]:
+    def run(self, zero: bool = False, rows: int = -1, updated: Sequence[Any] = ()) -> Sequence[Array]:
+        """rows: how many queries counts must amount to. updated: inputs that the last results have written to."""
         _register()
-        inputs, places = list(self.inputs), list(self._input_places)
-        if self.begins is not None:
-            inputs.append(self.begins)
-            places.append(sum(map(len, self.structs)) + BEGINS)
+        inputs, places, counted_by = list(self.inputs), list(self._input_places), -1
+        for name, array in self.arrays.items():
+            if array is None:
+                continue
+            if array.dtype != jnp.int32:
+                raise ValueError(f"{name}: {array.dtype}, must be int32")
+            if name == "counts" and rows >= 0:
+                counted_by = len(inputs)
+            inputs.append(array)
+            places.append(sum(map(len, self.structs)) + ARRAYS[name])
+        aliases = {len(inputs) + i: len(self.outputs) - len(updated) + i for i in range(len(updated))}
+        inputs += updated
+        places += [-1] * len(updated)
         structs = [*self.structs, self.desc]
         size = _abi.prototypes(ctypes.c_float).get(f"nsa_{self.function}_workspace_size")
         buffers = [*inputs, *self.outputs]
         call = jax.ffi.ffi_call("nsa", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.outputs],
-                                vmap_method="broadcast_all")
+                                vmap_method="broadcast_all", input_output_aliases=aliases or None)
         return call(*inputs, function=self.function, f64=np.int64(any(_dtype(x) == 3 for x in buffers)),
                     structs=np.frombuffer(b"".join(structs), np.uint8), sizes=np.array([len(s) for s in structs], np.int64),
                     counted=np.int64(-1 if size is None else len(size[1])), zero=np.int64(zero),
+                    counted_by=np.int64(counted_by), rows=np.int64(rows),
                     places=np.array(places + self._output_places, np.int64),
                     items=np.array([x.size * jnp.dtype(x.dtype).itemsize for x in buffers], np.int64))
 
@@ -133,20 +152,23 @@ def _expect(name: str, x: Any, *shape: int) -> None:
         raise ValueError(f"{name}: shape {tuple(x.shape)}, must be {shape}")
 
 
-def _problem(q: Any, begins: Any, tokens: int, first: int) -> tuple[int, int, int]:
-    """(sequences, tokens of the longest, query rows of each)"""
-    if begins is None:
-        return q.shape[0], tokens, q.shape[1]
-    if begins.dtype != jnp.int32 or begins.ndim != 1 or q.shape[0] != 1:
-        raise ValueError("begins: must be int32 of one axis, with arrays of (1, rows, heads, width)")
-    return begins.shape[0] - 1, tokens, tokens - first
+def _in_pages(text: str, pages: Any, k: Any, stride: int) -> str:
+    """k, of (pages, rows of a page, ...), has a row for every `stride` tokens."""
+    return more(text, table_width=pages.shape[1], page_tokens=k.shape[1] * stride, page_count=k.shape[0])
+
+
+def _rows_of(arrays: Sequence[Any], q: Any) -> int:
+    """What counts must amount to."""
+    return -1 if arrays[2] is None else q.shape[1]
 
 
 # ---- RoPE ---------------------------------------------------------------------------------------
 
-def _rope_call(function: str, x: Any, begins: Any, longest: int, first: int) -> _Call:
-    batch, tokens, count = _problem(x, begins, longest if begins is not None else first + x.shape[1], first)
-    return _Call(function, desc_bytes("", batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, 0), begins)
+def _rope_call(function: str, x: Any, arrays: Sequence[Any], longest: int, first: int) -> _Call:
+    tokens = longest if arrays[0] is not None or arrays[2] is not None else first + x.shape[1]
+    batch, count = problem(x.shape, arrays, tokens, first)
+    text = "" if arrays[0] is None else more("", rows=x.shape[1])
+    return _Call(function, desc_bytes(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, 0), arrays)
 
 
 def _rope_fixed(x: Any, text: str) -> dict[str, tuple[Any, ...]]:
@@ -157,33 +179,33 @@ def _rope_fixed(x: Any, text: str) -> dict[str, tuple[Any, ...]]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _rope(x, positions, begins, longest, first, text):
-    call = _rope_call("rope_forward", x, begins, longest, first)
+def _rope(x, positions, arrays, longest, first, text):
+    call = _rope_call("rope_forward", x, arrays, longest, first)
     call.add(_ROPE, _rope_fixed(x, text), dict(x=x, positions=positions), dict(out=_like(x)))
-    return call.run()[0]
+    return call.run(rows=_rows_of(arrays, x))[0]
 
 
-def _rope_forward(x, positions, begins, longest, first, text):
-    return _rope(x, positions, begins, longest, first, text), (positions, begins)
+def _rope_forward(x, positions, arrays, longest, first, text):
+    return _rope(x, positions, arrays, longest, first, text), (positions, arrays)
 
 
 def _rope_backward(longest, first, text, saved, dout):
-    positions, begins = saved
-    call = _rope_call("rope_backward", dout, begins, longest, first)
+    positions, arrays = saved
+    call = _rope_call("rope_backward", dout, arrays, longest, first)
     call.add(_ROPE, {}, dict(out=dout), dict(x=_like(dout)))
     call.add(_ROPE, _rope_fixed(dout, text), dict(x=dout, out=dout, positions=positions), {})
-    return call.run(zero=True)[0], None, None
+    return call.run(zero=True, rows=_rows_of(arrays, dout))[0], None, None
 
 
 _rope.defvjp(_rope_forward, _rope_backward)
 
 
-def rope(x: Array, positions: Array | None = None, *, begins: Array | None = None, longest: int = 0, first: int = 0,
-         **options: Any) -> Array:
-    """x (B, T, H, D) turned by its positions (B, T), int32; without them a row's place, from `first` on."""
+def rope(x: Array, positions: Array | None = None, *, begins: Array | None = None, firsts: Array | None = None,
+         counts: Array | None = None, longest: int = 0, first: int = 0, **options: Any) -> Array:
+    """x (B, T, H, D) turned by its positions (B, T), int32; without them a row's place, from `first` or firsts on."""
     if positions is not None:
         _expect("positions", positions, *x.shape[:2])
-    return _rope(x, positions, begins, longest, first, _options(**options))
+    return _rope(x, positions, (begins, firsts, counts, None), longest, first, _options(**options))
 
 
 # ---- Compression --------------------------------------------------------------------------------
@@ -203,8 +225,10 @@ def _phi_fixed(prefix: str, phi: str, x: Any, given: dict[str, Any], block: int)
 
 
 def _compress_call(function: str, x: Any, begins: Any, longest: int, text: str) -> _Call:
-    batch, tokens, count = _problem(x, begins, longest if begins is not None else x.shape[1], 0)
-    return _Call(function, desc_bytes(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, 0), begins)
+    arrays, tokens = (begins, None, None, None), longest if begins is not None else x.shape[1]
+    batch, count = problem(x.shape, arrays, tokens, 0)
+    text = text if begins is None else more(text, rows=x.shape[1])
+    return _Call(function, desc_bytes(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, 0), arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -234,85 +258,136 @@ def _compress_backward(longest, phi, text, saved, dout):
 _compress.defvjp(_compress_forward, _compress_backward)
 
 
+def _new_rows(name: str, out: Any, x: Any, pages: Any, tokens: int, text: str) -> None:
+    """The compressed rows of all steps, to which a step adds: in pages, or (B, N, Hk, D)."""
+    step = option(text, "cmp_stride")
+    count = cmp_count(text, tokens) if pages is None else x.shape[1] // step if step > 0 else 0
+    _expect(name, out, x.shape[0], count, *x.shape[2:])
+
+
+def _compress_step(x, given, out, arrays, longest, phi, text):
+    pages, tokens = arrays[3], _tokens(x, None, arrays[3], longest)
+    batch, _ = problem((1 if arrays[2] is not None else x.shape[0], tokens), arrays, tokens, 0)
+    fixed = _phi_fixed("", phi, x, given, option(text, "cmp_block"))
+    _new_rows("out", out, x, pages, tokens, text)
+    text = text if pages is None else _in_pages(text, pages, x, 1)
+    made = desc_bytes(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, tokens, 0)
+    call = _Call("compress_forward", made, arrays)
+    call.add(_COMPRESS, fixed, dict(x=x, **given), dict(out=_like(out)), PHI)
+    return call.run(updated=[out])[0]
+
+
 def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str = "mean", begins: Array | None = None,
-             longest: int = 0, **options: Any) -> Array:
+             longest: int = 0, out: Array | None = None, firsts: Array | None = None, counts: Array | None = None,
+             pages: Array | None = None, **options: Any) -> Array:
     """Eq. 7: (B, T, Hk, D) to (B, N, Hk, D), N = (T - l) / d + 1. phi: mean; conv with w1 (Hk, l, D) and b1
     (Hk, 1, D); mlp with pos (Hk, l, D), w1 (Hk, hidden, l D), b1 (Hk, 1, hidden), w2 (Hk, D, hidden), b2 (Hk, 1, D).
-    Of packed sequences the rows lie packed too, then zeros."""
-    return _compress(x, parameters or {}, begins, longest, phi, _options(**options))
+    Of packed sequences the rows lie packed too, then zeros. With firsts and counts, or pages, `out` has the rows of
+    earlier steps: returned are these with those that the new tokens complete, without a gradient."""
+    if out is None:
+        _only_with("out", firsts, counts, pages)
+        return _compress(x, parameters or {}, begins, longest, phi, _options(**options))
+    _of_a_step(begins, 0)
+    x, out, given = jax.lax.stop_gradient((x, out, parameters or {}))
+    return _compress_step(x, given, out, (None, firsts, counts, pages), longest, phi, _options(**options))
 
 
 # ---- Attention over few keys --------------------------------------------------------------------
 
-def _attend_call(branch, function, q, k, v, blocks, begins, tokens, first, text):
-    batch, tokens, count = _problem(q, begins, tokens, first)
-    if begins is None:
-        rows = cmp_count(text, tokens) if branch == "cmp" else tokens
+def _attend_call(branch, function, q, k, v, blocks, arrays, tokens, first, text):
+    begins, _, _, pages = arrays
+    batch, count = problem(q.shape, arrays, tokens, first)
+    if pages is not None:
+        batches, rows = k.shape[:2]
+        text = _in_pages(text, pages, k, option(text, "cmp_stride") if branch == "cmp" else 1)
+    elif begins is None:
+        batches, rows = batch, cmp_count(text, tokens) if branch == "cmp" else tokens
     else:
-        rows = cmp_count(text, q.shape[1]) if branch == "cmp" else q.shape[1]
-    _expect("k", k, q.shape[0], rows, k.shape[2], q.shape[3])
-    _expect("v", v, q.shape[0], rows, k.shape[2], v.shape[3])
+        batches, rows = 1, cmp_count(text, q.shape[1]) if branch == "cmp" else q.shape[1]
+        text = more(text, rows=q.shape[1])
+    _expect("k", k, batches, rows, k.shape[2], q.shape[3])
+    _expect("v", v, batches, rows, k.shape[2], v.shape[3])
     if branch == "slc":
         _expect("blocks", blocks, *_lists(q, k.shape[2], text).shape)
     return _Call(function, desc_bytes(text, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count,
-                                      0), begins)
+                                      0), arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 6, 7, 8))
-def _attend(branch, q, k, v, blocks, begins, tokens, first, text):
-    call = _attend_call(branch, f"attend_{branch}_forward", q, k, v, blocks, begins, tokens, first, text)
+def _attend(branch, q, k, v, blocks, arrays, tokens, first, text):
+    call = _attend_call(branch, f"attend_{branch}_forward", q, k, v, blocks, arrays, tokens, first, text)
     call.add(_ATTEND, {}, dict(q=q, k=k, v=v, blocks=blocks),
              dict(out=_like(q, *q.shape[:3], v.shape[3]), lse=_like(q, *q.shape[:3], dtype=_real(q))))
-    return tuple(call.run())
+    return tuple(call.run(rows=_rows_of(arrays, q)))
 
 
-def _attend_forward(branch, q, k, v, blocks, begins, tokens, first, text):
-    out, lse = _attend(branch, q, k, v, blocks, begins, tokens, first, text)
-    return (out, lse), (q, k, v, blocks, begins, out, lse)
+def _attend_forward(branch, q, k, v, blocks, arrays, tokens, first, text):
+    out, lse = _attend(branch, q, k, v, blocks, arrays, tokens, first, text)
+    return (out, lse), (q, k, v, blocks, arrays, out, lse)
 
 
 def _attend_backward(branch, tokens, first, text, saved, gradients):
-    q, k, v, blocks, begins, out, lse = saved
-    call = _attend_call(branch, f"attend_{branch}_backward", q, k, v, blocks, begins, tokens, first, text)
+    q, k, v, blocks, arrays, out, lse = saved
+    call = _attend_call(branch, f"attend_{branch}_backward", q, k, v, blocks, arrays, tokens, first, text)
     call.add(_ATTEND, {}, dict(out=gradients[0], lse=gradients[1]), dict(q=_like(q), k=_like(k), v=_like(v)))
     call.add(_ATTEND, {}, dict(q=q, k=k, v=v, out=out, lse=lse, blocks=blocks), {})
-    return *call.run(zero=True), None, None
+    return *call.run(zero=True, rows=_rows_of(arrays, q)), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _attend_public(branch, q, k, v, blocks, begins, tokens, first, options):
-    return _attend(branch, q, k, v, blocks, begins, tokens, first, _options(**options))
+def _attend_public(branch, q, k, v, blocks, arrays, tokens, first, options):
+    return _attend(branch, q, k, v, blocks, arrays, tokens, first, _options(**options))
 
 
 def attend_cmp(q: Array, k: Array, v: Array, *, tokens: int, begins: Array | None = None, first: int = 0,
+               firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
     """(out (B, T, H, Dv), lse (B, T, H)) over compressed rows (B, N, Hk, D) of so many tokens (packed: of the
     longest sequence)."""
-    return _attend_public("cmp", q, k, v, None, begins, tokens, first, options)
+    return _attend_public("cmp", q, k, v, None, (begins, firsts, counts, pages), tokens, first, options)
 
 
 def attend_slc(q: Array, k: Array, v: Array, blocks: Array, *, begins: Array | None = None, longest: int = 0,
-               first: int = 0, **options: Any) -> tuple[Array, Array]:
+               first: int = 0, firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
+               **options: Any) -> tuple[Array, Array]:
     """(out, lse) over the tokens of the blocks listed for each query and kv head: (B, T, Hk, n) int32."""
-    return _attend_public("slc", q, k, v, blocks, begins, _tokens(k, begins, longest), first, options)
+    return _attend_public("slc", q, k, v, blocks, (begins, firsts, counts, pages), _tokens(k, begins, pages, longest),
+                          first, options)
 
 
 def attend_win(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int = 0,
+               firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
     """(out, lse) over the last `window` tokens."""
-    return _attend_public("win", q, k, v, None, begins, _tokens(k, begins, longest), first, options)
+    return _attend_public("win", q, k, v, None, (begins, firsts, counts, pages), _tokens(k, begins, pages, longest),
+                          first, options)
 
 
 def attend_dense(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int = 0,
+                 firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                  **options: Any) -> tuple[Array, Array]:
     """(out, lse) of causal attention."""
-    return _attend_public("dense", q, k, v, None, begins, _tokens(k, begins, longest), first, options)
+    return _attend_public("dense", q, k, v, None, (begins, firsts, counts, pages), _tokens(k, begins, pages, longest),
+                          first, options)
 
 
-def _tokens(k: Any, begins: Any, longest: int) -> int:
+def _tokens(k: Any, begins: Any, pages: Any, longest: int) -> int:
+    """Of the longest sequence."""
+    if pages is not None:
+        return longest or pages.shape[-1] * k.shape[1]
     return k.shape[1] if begins is None else longest
+
+
+def _only_with(name: str, *arrays: Any) -> None:
+    if any(x is not None for x in arrays):
+        raise ValueError(f"{name}: firsts, counts and pages need it, for compressed rows of earlier steps lie there")
+
+
+def _of_a_step(begins: Any, first: int) -> None:
+    if begins is not None or first:
+        raise ValueError("begins, first: in a step firsts and counts say where each sequence is")
 
 
 # ---- Merge --------------------------------------------------------------------------------------
@@ -355,30 +430,32 @@ def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array
 
 # ---- Selection ----------------------------------------------------------------------------------
 
-def _chosen(call: _Call, packer: Packer, fixed: dict[str, tuple[Any, ...]], inputs: dict[str, Any], lists: Any, tokens: int,
-            scores: bool, text: str) -> Any:
+def _chosen(call: _Call, packer: Packer, fixed: dict[str, tuple[Any, ...]], inputs: dict[str, Any], lists: Any,
+            tokens: int, scores: bool, text: str) -> Any:
     """The lists, and with `scores` what they were chosen by."""
     outputs = {"blocks": lists}
     if scores:
         outputs["scores"] = _like(inputs["q"], *lists.shape[:3], slc_count(text, tokens), dtype=_real(inputs["q"]))
     call.add(packer, fixed, inputs, outputs)
-    found = call.run()
+    found = call.run(rows=_rows_of(list(call.arrays.values()), inputs["q"]))
     return tuple(found) if scores else found[0]
 
 
 def select_blocks(q: Array, k: Array, lse: Array, *, tokens: int, begins: Array | None = None, first: int = 0,
+                  firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                   scores: bool = False, **options: Any) -> Any:
     """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. With scores=True
     also what they were chosen by, (B, T, Hk, selection blocks), -inf behind a query's candidates. No gradient."""
     q, k, lse = map(jax.lax.stop_gradient, (q, k, lse))
-    text = _options(**options)
-    call = _attend_call("cmp", "select_blocks", q, k, k, None, begins, tokens, first, text)
+    text, arrays = _options(**options), (begins, firsts, counts, pages)
+    call = _attend_call("cmp", "select_blocks", q, k, k, None, arrays, tokens, first, text)
     _expect("lse", lse, *q.shape[:3])
     return _chosen(call, _SELECT, {}, dict(q=q, k=k, lse=lse), _lists(q, k.shape[2], text), tokens, scores, text)
 
 
 def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str = "linear", pool: str = "max",
-                 begins: Array | None = None, longest: int = 0, first: int = 0, scores: bool = False,
+                 begins: Array | None = None, longest: int = 0, first: int = 0, firsts: Array | None = None,
+                 counts: Array | None = None, pages: Array | None = None, scores: bool = False,
                  **options: Any) -> Any:
     """The lists (B, T, Hk, n) int32 of the best blocks by the score of their tokens, sum over the heads of a group of
     weights (B, T, H) act(q . k), linear or relu; of a block the max or the mean. With scores=True also the scores of
@@ -387,23 +464,25 @@ def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str =
     if weights is not None:
         _expect("weights", weights, *q.shape[:3])
         weights = jax.lax.stop_gradient(weights)
-    text, tokens, kinds = _options(**options), _tokens(k, begins, longest), _abi.Score(act=act, pool=pool)
-    call = _attend_call("score", "score_blocks", q, k, k, None, begins, tokens, first, text)
+    text, tokens, kinds = _options(**options), _tokens(k, begins, pages, longest), _abi.Score(act=act, pool=pool)
+    call = _attend_call("score", "score_blocks", q, k, k, None, (begins, firsts, counts, pages), tokens, first, text)
     return _chosen(call, _SCORE, dict(act=(kinds.act,), pool=(kinds.pool,)), dict(q=q, k=k, weights=weights),
                    _lists(q, k.shape[2], text), tokens, scores, text)
 
 
-def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, first: int = 0, **options: Any) -> Array:
+def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, first: int = 0,
+                 firsts: Array | None = None, counts: Array | None = None, **options: Any) -> Array:
     """The lists (B, T, Hk, n) int32 of the best blocks by scores from elsewhere, (B, T, Hk, selection blocks of so many
     tokens), in float32 or, of doubles, float64."""
     scores, text = jax.lax.stop_gradient(scores), _options(**options)
-    batch, tokens, count = _problem(scores, begins, tokens, first)
-    heads = scores.shape[2]
+    arrays, heads = (begins, firsts, counts, None), scores.shape[2]
+    batch, count = problem(scores.shape, arrays, tokens, first)
     _expect("scores", scores, *scores.shape[:3], slc_count(text, tokens))
-    call = _Call("rank_queries", desc_bytes(text, batch, tokens, heads, heads, 1, 1, first, count, 0), begins)
-    call.add(_RANK, {}, dict(scores=scores),
-             dict(blocks=_like(scores, *scores.shape[:3], list_width(text), dtype=jnp.int32)))
-    return call.run()[0]
+    lists = _like(scores, *scores.shape[:3], list_width(text), dtype=jnp.int32)
+    text = text if begins is None else more(text, rows=scores.shape[1])
+    call = _Call("rank_queries", desc_bytes(text, batch, tokens, heads, heads, 1, 1, first, count, 0), arrays)
+    call.add(_RANK, {}, dict(scores=scores), dict(blocks=lists))
+    return call.run(rows=_rows_of(arrays, scores))[0]
 
 
 # ---- Gate ---------------------------------------------------------------------------------------
@@ -450,19 +529,26 @@ _WHOLE = ("q", "k_cmp.x", "v_cmp.x", "k_slc", "v_slc", "k_win", "v_win", "gates"
 _PHIS = tuple(f"{which}_cmp.{name}" for which in "kv" for name in PHI)
 
 
-def _whole_call(function, x, begins, longest, first, text):
+def _whole_call(function, x, arrays, longest, first, text):
     q, k, v = x["q"], x["k_slc"], x["v_slc"]
-    tokens = longest if begins is not None else k.shape[1]
-    batch, tokens, count = _problem(q, begins, tokens, first)
+    begins, _, _, pages = arrays
+    tokens = _tokens(k, begins, pages, longest)
+    batch, count = problem(q.shape, arrays, tokens, first)
     for name in ("k_cmp.x", "k_win"):
         _expect(name, x[name], *k.shape)
     for name in ("v_cmp.x", "v_win"):
         _expect(name, x[name], *v.shape)
-    _expect("k_slc", k, q.shape[0], q.shape[1] if begins is not None else k.shape[1], k.shape[2], q.shape[3])
+    batches, rows = (batch, k.shape[1]) if begins is None else (1, q.shape[1])
+    _expect("k_slc", k, batches if pages is None else k.shape[0], rows, k.shape[2], q.shape[3])
     _expect("v_slc", v, *k.shape[:3], v.shape[3])
     _expect("gates", x["gates"], *q.shape[:2], x["gates"].shape[2], 3)
-    return _Call(function, desc_bytes(f"{text},gate_heads={x['gates'].shape[2]}", batch, tokens, q.shape[2], k.shape[2],
-                                      q.shape[3], v.shape[3], first, count, 0), begins)
+    text = more(text, gate_heads=x["gates"].shape[2])
+    if begins is not None:
+        text = more(text, rows=q.shape[1])
+    if pages is not None:
+        text = _in_pages(text, pages, k, 1)
+    return _Call(function, desc_bytes(text, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count,
+                                      0), arrays)
 
 
 def _whole_fixed(x, phis, kinds, text):
@@ -479,7 +565,7 @@ def _named(phis):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _attention(arrays, phis, begins, longest, first, kinds, text):
     x = dict(zip(_WHOLE, arrays))
-    call = _whole_call("attention_forward", x, begins, longest, first, text)
+    call = _whole_call("attention_forward", x, (begins, None, None, None), longest, first, text)
     q, v = x["q"], x["v_slc"]
     heads, n = q.shape[:3], cmp_count(text, x["k_slc"].shape[1])
     outputs = {"out": _like(q, *heads, v.shape[3]),
@@ -500,7 +586,7 @@ def _attention_forward(arrays, phis, begins, longest, first, kinds, text):
 def _attention_backward(longest, first, kinds, text, saved, gradients):
     arrays, phis, begins, outputs = saved
     x, named = dict(zip(_WHOLE, arrays)), _named(phis)
-    call = _whole_call("attention_backward", x, begins, longest, first, text)
+    call = _whole_call("attention_backward", x, (begins, None, None, None), longest, first, text)
     call.add(_ATTENTION, {}, dict(out=gradients["out"]), {name: _like(a) for name, a in {**x, **named}.items()}, _PHIS)
     # x.out is not read, but it is part of the struct: the incoming gradient has its shape.
     call.add(_ATTENTION, _whole_fixed(x, phis, kinds, text), {**x, **named, **outputs, "out": gradients["out"]}, {}, _PHIS)
@@ -512,14 +598,44 @@ def _attention_backward(longest, first, kinds, text, saved, gradients):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
+def _attention_step(arrays, phis, compressed, places, longest, kinds, text):
+    """As _attention, with compressed rows of earlier steps: out, lists, those rows and the new ones."""
+    x = dict(zip(_WHOLE, arrays))
+    call, pages = _whole_call("attention_forward", x, places, longest, 0, text), places[3]
+    q, k, v = x["q"], x["k_slc"], x["v_slc"]
+    for which, out in zip("kv", compressed):
+        _new_rows(f"{which}_cmp.out", out, x[f"{which}_cmp.x"], pages, _tokens(k, None, pages, longest), text)
+    outputs = {"out": _like(q, *q.shape[:3], v.shape[3]), "blocks": _lists(q, k.shape[2], text),
+               **{"out_" + b: _like(q, *q.shape[:3], v.shape[3]) for b in ("cmp", "slc", "win")},
+               **{"lse_" + b: _like(q, *q.shape[:3], dtype=_real(q)) for b in ("cmp", "slc", "win")},
+               "k_cmp.out": _like(compressed[0]), "v_cmp.out": _like(compressed[1])}
+    call.add(_ATTENTION, _whole_fixed(x, phis, kinds, text), {**x, **_named(phis)}, outputs, _PHIS)
+    return dict(zip(outputs, call.run(rows=_rows_of(places, q), updated=compressed)))
+
+
 def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, k_win: Array, v_win: Array, gates: Array,
               *, phi_k: tuple[str, dict[str, Array]] | str = "mean", phi_v: tuple[str, dict[str, Array]] | str = "mean",
-              begins: Array | None = None, longest: int = 0, first: int = 0, blocks: bool = False, **options: Any) -> Any:
+              begins: Array | None = None, longest: int = 0, first: int = 0,
+              compressed: tuple[Array, Array] | None = None, firsts: Array | None = None, counts: Array | None = None,
+              pages: Array | None = None, blocks: bool = False, **options: Any) -> Any:
     """The whole: out (B, T, H, Dv), and with blocks=True also the lists that were selected.
 
     k_* (B, T, Hk, Dk) and v_* (B, T, Hk, Dv) of each branch may be one array. gates (B, T, H or Hk, 3).
-    phi_k, phi_v: "mean", or a kind and its parameters by name as compress takes them: ("mlp", {"w1": ...})."""
+    phi_k, phi_v: "mean", or a kind and its parameters by name as compress takes them: ("mlp", {"w1": ...}).
+
+    With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the
+    new tokens; compressed = (of k, of v) holds the compressed rows of earlier steps, and what is returned ends with the
+    same pair once more, those of this step in it (a jit that donates the pair copies nothing)."""
     phis = [(phi, {}) if isinstance(phi, str) else phi for phi in (phi_k, phi_v)]
+    if compressed is not None:
+        _of_a_step(begins, first)
+        tensors = q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates
+        tensors, given, rows = jax.lax.stop_gradient((tensors, tuple(given for _, given in phis), tuple(compressed)))
+        step = _attention_step(tensors, given, rows, (None, firsts, counts, pages), longest,
+                               tuple(kind for kind, _ in phis), _options(**options))
+        rows = step["k_cmp.out"], step["v_cmp.out"]
+        return (step["out"], step["blocks"], rows) if blocks else (step["out"], rows)
+    _only_with("compressed", firsts, counts, pages)
     found = _attention((q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates), tuple(given for _, given in phis), begins,
                        longest, first, tuple(kind for kind, _ in phis), _options(**options))
     return (found["out"], found["blocks"]) if blocks else found["out"]

@@ -1,9 +1,19 @@
 """Native Sparse Attention for PyTorch: differentiable operators, and a module that drops into a model.
 
 Tensors are (B, T, H, D) with any strides whose last is 1; a head-first tensor is passed as x.transpose(1, 2).
-Packed sequences: tensors of (1, rows, H, D), `begins` (B + 1 offsets, int32, also called cu_seqlens) and
-`longest`. With `first`, q holds rows first .. of each sequence's keys. Options are fields of nsa.Desc, by name:
-window=512, gate="softmax". float64 is computed in double, bfloat16 and float16 with sums in float32.
+With `first`, q holds rows first .. of each sequence's keys. Options are fields of nsa.Desc, by name: window=512,
+gate="softmax", mask="none", list_heads=8 (lists then have that many heads). float64 is computed in double, bfloat16
+and float16 with sums in float32. Where sequences differ in length, by tensors of int32:
+
+    begins (B + 1)          packed: all tensors are (1, rows, H, D), sequence b is rows begins[b] .. begins[b + 1] - 1
+                            (cu_seqlens), `longest` has the most tokens
+    firsts (B), counts (B)  the query's side is packed, (1, rows, H, D): counts[b] rows of sequence b, which are its
+                            queries from firsts[b] on; it has keys up to the last of them. k and v stay (B, T, Hk, D)
+    pages (B, pages)        k and v are (page count, page tokens, Hk, D), compressed rows (page count, page tokens / d,
+                            Hk, D): token s of sequence b lies in page pages[b, s // page tokens]. `longest` (0: what
+                            the table has room for) bounds the tokens. No gradient
+
+firsts, counts and pages are the CPU's alone.
 
 The operators are torch.ops.nsa.*: they have fake kernels, gradients, and autocast as
 scaled_dot_product_attention has it. Block lists carry no gradient.
@@ -25,69 +35,90 @@ __all__ = ["Cache", "NativeSparseAttention", "attend_cmp", "attend_dense", "atte
            "compress", "cuda_library", "gate", "merge", "rank_queries", "rope", "score_blocks", "select_blocks"]
 
 
-def rope(x: Tensor, positions: Tensor | None = None, *, begins: Tensor | None = None, longest: int = 0,
-         first: int = 0, **options: Any) -> Tensor:
-    """x (B, T, H, D) turned by its positions (B, T), int32; without them a row's place, from `first` on.
+def rope(x: Tensor, positions: Tensor | None = None, *, begins: Tensor | None = None, firsts: Tensor | None = None,
+         counts: Tensor | None = None, longest: int = 0, first: int = 0, **options: Any) -> Tensor:
+    """x (B, T, H, D) turned by its positions (B, T), int32; without them a row's place, from `first` or firsts on.
     Options: those of nsa.Rope, as base=10000.0, pairs="halves"."""
-    return _o.rope(x, positions, begins, longest, first, _options(**options))
+    return _o.rope(x, positions, begins, firsts, counts, longest, first, _options(**options))
 
 
 def compress(x: Tensor, pos: Tensor | None = None, w1: Tensor | None = None, b1: Tensor | None = None,
              w2: Tensor | None = None, b2: Tensor | None = None, *, phi: str = "mean", begins: Tensor | None = None,
-             longest: int = 0, **options: Any) -> Tensor:
+             longest: int = 0, out: Tensor | None = None, firsts: Tensor | None = None,
+             counts: Tensor | None = None, pages: Tensor | None = None, **options: Any) -> Tensor:
     """Eq. 7: (B, T, Hk, D) to (B, N, Hk, D), N = (T - l) / d + 1. phi: mean; conv with w1 (Hk, l, D) and b1
     (Hk, 1, D); mlp with pos (Hk, l, D), w1 (Hk, hidden, l D), b1 (Hk, 1, hidden), w2 (Hk, D, hidden), b2 (Hk, 1, D).
-    A first axis of 1 is one parameter for all heads. Of packed sequences the rows lie packed too, then zeros."""
-    return _o.compress(x, pos, w1, b1, w2, b2, begins, longest, phi, _options(**options))
+    A first axis of 1 is one parameter for all heads. Of packed sequences the rows lie packed too, then zeros.
+    With firsts and counts, or pages, `out` has the rows of earlier steps: it gets those that the new tokens complete,
+    and is returned."""
+    if out is None:
+        _only_with("out", firsts, counts, pages)
+        return _o.compress(x, pos, w1, b1, w2, b2, begins, longest, phi, _options(**options))
+    _of_a_step(begins, 0)
+    with _torch.no_grad():
+        _o.compress_step(x, out, pos, w1, b1, w2, b2, firsts, counts, pages, _tokens(x, None, pages, longest), phi,
+                         _options(**options))
+    return out
 
 
 def attend_cmp(q: Tensor, k: Tensor, v: Tensor, *, tokens: int, begins: Tensor | None = None, first: int = 0,
+               firsts: Tensor | None = None, counts: Tensor | None = None, pages: Tensor | None = None,
                **options: Any) -> tuple[Tensor, Tensor]:
     """(out (B, T, H, Dv), lse (B, T, H)) over compressed rows k (B, N, Hk, Dk), v (B, N, Hk, Dv) of so many tokens
     (packed: of the longest sequence)."""
-    return _o.attend["cmp"](q, k, v, None, begins, tokens, first, _options(**options))
+    return _o.attend["cmp"](q, k, v, None, begins, firsts, counts, pages, tokens, first, _options(**options))
 
 
 def attend_slc(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, begins: Tensor | None = None, longest: int = 0,
-               first: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+               first: int = 0, firsts: Tensor | None = None, counts: Tensor | None = None,
+               pages: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) over the tokens of the blocks listed for each query and kv head: (B, T, Hk, n) int32, in the form
     of select_blocks."""
-    return _o.attend["slc"](q, k, v, blocks, begins, _tokens(k, begins, longest), first, _options(**options))
+    return _o.attend["slc"](q, k, v, blocks, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
+                            _options(**options))
 
 
 def attend_win(q: Tensor, k: Tensor, v: Tensor, *, begins: Tensor | None = None, longest: int = 0, first: int = 0,
+               firsts: Tensor | None = None, counts: Tensor | None = None, pages: Tensor | None = None,
                **options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) over the last `window` tokens."""
-    return _o.attend["win"](q, k, v, None, begins, _tokens(k, begins, longest), first, _options(**options))
+    return _o.attend["win"](q, k, v, None, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
+                            _options(**options))
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, *, begins: Tensor | None = None, longest: int = 0, first: int = 0,
+                 firsts: Tensor | None = None, counts: Tensor | None = None, pages: Tensor | None = None,
                  **options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of causal attention."""
-    return _o.attend["dense"](q, k, v, None, begins, _tokens(k, begins, longest), first, _options(**options))
+    return _o.attend["dense"](q, k, v, None, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
+                              _options(**options))
 
 
 def select_blocks(q: Tensor, k: Tensor, lse: Tensor, *, tokens: int, begins: Tensor | None = None, first: int = 0,
+                  firsts: Tensor | None = None, counts: Tensor | None = None, pages: Tensor | None = None,
                   scores: bool = False, **options: Any) -> Any:
     """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. With scores=True
     also what they were chosen by, (B, T, Hk, selection blocks), -inf behind a query's candidates. No gradient."""
-    return _selected(_o.select_blocks(q, k, lse, begins, tokens, first, scores, _options(**options)), scores)
+    return _selected(_o.select_blocks(q, k, lse, begins, firsts, counts, pages, tokens, first, scores,
+                                      _options(**options)), scores)
 
 
 def score_blocks(q: Tensor, k: Tensor, weights: Tensor | None = None, *, act: str = "linear", pool: str = "max",
-                 begins: Tensor | None = None, longest: int = 0, first: int = 0, scores: bool = False,
+                 begins: Tensor | None = None, longest: int = 0, first: int = 0, firsts: Tensor | None = None,
+                 counts: Tensor | None = None, pages: Tensor | None = None, scores: bool = False,
                  **options: Any) -> Any:
     """The lists (B, T, Hk, n) int32 of the best blocks by the score of their tokens, sum over the heads of a group of
     weights (B, T, H) act(q . k), linear or relu; of a block the max or the mean. With scores=True also the scores of
     the blocks. No gradient."""
-    return _selected(_o.score_blocks(q, k, weights, begins, _tokens(k, begins, longest), first, act, pool, scores,
-                                     _options(**options)), scores)
+    return _selected(_o.score_blocks(q, k, weights, begins, firsts, counts, pages, _tokens(k, begins, pages, longest),
+                                     first, act, pool, scores, _options(**options)), scores)
 
 
-def rank_queries(scores: Tensor, *, tokens: int, begins: Tensor | None = None, first: int = 0, **options: Any) -> Tensor:
+def rank_queries(scores: Tensor, *, tokens: int, begins: Tensor | None = None, first: int = 0,
+                 firsts: Tensor | None = None, counts: Tensor | None = None, **options: Any) -> Tensor:
     """The lists (B, T, Hk, n) int32 of the best blocks by scores from elsewhere, (B, T, Hk, selection blocks of so many
     tokens), in float32 or, of doubles, float64."""
-    return _o.rank_queries(scores, begins, tokens, first, _options(**options))
+    return _o.rank_queries(scores, begins, firsts, counts, tokens, first, _options(**options))
 
 
 def _selected(found: tuple[Tensor, Tensor], scores: bool) -> Any:
@@ -107,20 +138,44 @@ def gate(logits: Tensor, cmp: Tensor, slc: Tensor, win: Tensor, kind: str = "sig
 def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor,
               gates: Tensor, *, phi_k: tuple[str, dict[str, Tensor]] | str = "mean",
               phi_v: tuple[str, dict[str, Tensor]] | str = "mean", begins: Tensor | None = None, longest: int = 0,
-              first: int = 0, blocks: bool = False, **options: Any) -> Any:
+              first: int = 0, compressed: tuple[Tensor, Tensor] | None = None, firsts: Tensor | None = None,
+              counts: Tensor | None = None, pages: Tensor | None = None, blocks: bool = False, **options: Any) -> Any:
     """The whole: out (B, T, H, Dv), and with blocks=True also the lists that were selected.
 
     k_* (B, T, Hk, Dk) and v_* (B, T, Hk, Dv) of each branch may be one tensor. gates (B, T, H or Hk, 3).
-    phi_k, phi_v: "mean", or a kind and its parameters by name as compress takes them: ("mlp", {"w1": ...})."""
+    phi_k, phi_v: "mean", or a kind and its parameters by name as compress takes them: ("mlp", {"w1": ...}).
+
+    With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the
+    new tokens; compressed = (of k, of v) holds the compressed rows of earlier steps and gets those of this one."""
     kinds, given = [], []
     for phi in (phi_k, phi_v):
         kind, parameters = (phi, {}) if isinstance(phi, str) else phi
         kinds.append(kind)
         given += [parameters.get(name) for name in _PHI]
-    found = _o.attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *given, begins, longest, first, *kinds,
-                         _options(**options))
+    tensors = q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *given
+    if compressed is not None:
+        _of_a_step(begins, first)
+        with _torch.no_grad():
+            found = _o.attention_step(*tensors, *compressed, firsts, counts, pages,
+                                      _tokens(k_slc, None, pages, longest), *kinds, _options(**options))
+        return found if blocks else found[0]
+    _only_with("compressed", firsts, counts, pages)
+    found = _o.attention(*tensors, begins, longest, first, *kinds, _options(**options))
     return found[:2] if blocks else found[0]
 
 
-def _tokens(k: Tensor, begins: Tensor | None, longest: int) -> int:
+def _tokens(k: Tensor, begins: Tensor | None, pages: Tensor | None, longest: int) -> int:
+    """Of the longest sequence."""
+    if pages is not None:
+        return longest or pages.shape[-1] * k.shape[1]
     return k.shape[1] if begins is None else longest
+
+
+def _only_with(name: str, *arrays: Tensor | None) -> None:
+    if any(x is not None for x in arrays):
+        raise ValueError(f"{name}: firsts, counts and pages need it, for compressed rows of earlier steps lie there")
+
+
+def _of_a_step(begins: Tensor | None, first: int) -> None:
+    if begins is not None or first:
+        raise ValueError("begins, first: in a step firsts and counts say where each sequence is")

@@ -97,7 +97,7 @@ class NativeSparseAttention(nn.Module):
     def _turned(self, x: Tensor, positions: Tensor | None, begins: Tensor | None, longest: int) -> Tensor:
         if self.rope_options is None:
             return x
-        return _o.rope(x, positions, begins, longest, 0, self.rope_options)
+        return _o.rope(x, positions, begins, None, None, longest, 0, self.rope_options)
 
     def forward(self, x: Tensor, *, positions: Tensor | None = None, begins: Tensor | None = None, longest: int = 0,
                 cache: "Cache | None" = None) -> Tensor:

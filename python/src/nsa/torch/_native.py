@@ -15,7 +15,7 @@ import torch
 
 from .. import _abi
 from .._library import FOLDER, Library, library, refusal
-from .._pack import NULL, Packer, desc_struct
+from .._pack import ARRAYS, NULL, Packer, desc_struct
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int32: 4}
 PLANS_MAX = 4096  # of packed sequences each step has a form of its own
@@ -67,6 +67,14 @@ class View:
             raise Unpacked(self.slot.place)
         return self
 
+    def integers(self, name: str) -> "View":
+        """One piece of int32."""
+        if self.dtype != torch.int32:
+            raise ValueError(f"{name}: {self.dtype}, must be int32")
+        if self.strides != View(self.slot, self.shape, self.dtype, self.device).strides:
+            raise Unpacked(self.slot.place)
+        return self
+
 
 def rows(x: View | None) -> tuple[Any, ...]:
     """The view of (B, T, H, D), (B, T, H) or (B, T)."""
@@ -88,12 +96,13 @@ _DESC = Packer(_abi.Desc)
 
 
 def desc(text: str, batch: int, tokens: int, heads: int, kv_heads: int, dim: int, dim_v: int, first: int,
-         count: int, begins: View | None) -> tuple[Packer, dict[str, tuple[Any, ...]]]:
-    """A descriptor with PyTorch's number of threads, as a struct of a plan."""
+         count: int, arrays: Sequence[View | None]) -> tuple[Packer, dict[str, tuple[Any, ...]]]:
+    """A descriptor with PyTorch's number of threads, as a struct of a plan. arrays: those of ARRAYS."""
     made = desc_struct(text, batch, tokens, heads, kv_heads, dim, dim_v, first, count, torch.get_num_threads())
     fields: dict[str, tuple[Any, ...]] = {name: (getattr(made, name) or 0,) for name in _abi.Desc.kinds()}
-    if begins is not None:
-        fields["begins"] = (begins.slot,)
+    for name, array in zip(ARRAYS, arrays):
+        if array is not None:
+            fields[name] = (array.integers(name).slot,)
     return _DESC, fields
 
 
@@ -192,8 +201,8 @@ class Plan:
                 break
             except Unpacked as copied:
                 self.copied.append(self.places[copied.place])
-        # How many compressed rows there are is what packed sequences say, not their form.
-        self._varies = isinstance(made[-1][1][_DESC.place("begins")], Slot)
+        # How many compressed rows there are is what the descriptor's arrays say, not their form.
+        self._varies = any(isinstance(made[-1][1][_DESC.place(name)], Slot) for name in ARRAYS)
         self._structs = [(packer.bytes, values, [(i, *v) for i, v in enumerate(values) if isinstance(v, Slot)])
                          for packer, values in made]
         self._name = name

@@ -1,8 +1,9 @@
 """The operators nsa::... of PyTorch: schema, shapes, forward, backward, autocast.
 
 For each: rooms() says what it returns, which is its fake kernel too; structs() makes the library's structs of views;
-setup() saves what backward reads and no more. Tensors are (B, T, H, D), or (1, rows, H, D) with `begins`. From torch 2.4 on they
-are operators of torch.library; before, autograd Functions. Twin: __init__.py, the functions people call.
+setup() saves what backward reads and no more. Tensors are (B, T, H, D), or (1, rows, H, D) with `begins` or `counts`;
+`arrays` are the descriptor's, _ROWS in a schema. From torch 2.4 on they are operators of torch.library; before,
+autograd Functions. Twin: __init__.py, the functions people call.
 """
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any, Callable, Sequence
 import torch
 
 from .. import _abi
-from .._pack import PHI as _PHI, Packer, cmp_count, list_heads, list_width, option, parse, slc_count
+from .._pack import (ARRAYS, PHI as _PHI, Packer, cmp_count, list_heads, list_width, more, option, parse, problem,
+                     slc_count)
 from ._native import Room, Slot, View, desc, parameters, rows, run
 
 #: Whether this torch has operators with fake kernels and autograd formulas (2.4 and later).
@@ -20,6 +22,7 @@ HAS_OPERATORS = hasattr(torch.library, "register_fake")
 _ATTEND, _ATTENTION, _COMPRESS = Packer(_abi.Attend), Packer(_abi.Attention), Packer(_abi.Compress)
 _SELECT, _GATE, _ROPE = Packer(_abi.Select), Packer(_abi.Gate), Packer(_abi.Rope)
 _MERGE, _SCORE, _RANK = Packer(_abi.Merge), Packer(_abi.Score), Packer(_abi.Rank)
+_ROWS = ", ".join(f"Tensor? {name}" for name in ARRAYS)
 _library: Any = torch.library.Library("nsa", "DEF") if HAS_OPERATORS else None
 
 
@@ -36,17 +39,20 @@ def _cast(arguments: Sequence[Any], device: str, keep: Sequence[int]) -> list[An
 def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: Callable | None = None,
             backward: Callable | None = None, autocast: Sequence[int] | None = None, of: str | None = None) -> Callable:
     """autocast: None, or the places of arguments that are not cast. of: the library's function, if not `name`."""
-    function, returned = of or name, schema.partition(" -> ")[2]
-    arguments = schema[1:schema.index(")")].split(", ")
+    function, (taken, _, returned) = of or name, schema.partition(" -> ")
+    arguments = taken[1:-1].split(", ")
     places = [i for i, argument in enumerate(arguments) if argument.startswith("Tensor")]
-    begins = next((i for i, argument in enumerate(arguments) if argument.endswith(" begins")), None)
+    counts = next((i for i, argument in enumerate(arguments) if argument == "Tensor? counts"), None)
+    results = returned.count("Tensor")  # rooms behind them are memory of the call alone
 
     def shaped(found: list[torch.Tensor]) -> Any:
-        return found[0] if returned == "Tensor" else found if returned == "Tensor[]" else tuple(found)
+        if returned in ("Tensor", "()"):
+            return found[0] if found else None
+        return found if returned == "Tensor[]" else tuple(found[:results])
 
     def kernel(*given: Any) -> Any:
-        if begins is not None and given[begins] is not None:
-            _check_begins(given[begins], given[0].shape[1])
+        if counts is not None and given[counts] is not None and not name.startswith("compress"):
+            _check_counts(given[counts], given[0].shape[1])
         return shaped(run(function, given, places, rooms, structs))
 
     if not HAS_OPERATORS:
@@ -150,24 +156,16 @@ def _like(x: Any, *shape: Any) -> Room:
     return Room(shape or tuple(x.shape), x.dtype)
 
 
-def _problem(q: Any, begins: Any, tokens: int, first: int) -> tuple[int, int, int]:
-    """(sequences, tokens of the longest, query rows of each)."""
-    if begins is None:
-        return q.shape[0], tokens, q.shape[1]
-    if begins.dtype != torch.int32 or len(begins.shape) != 1 or q.shape[0] != 1:
-        raise ValueError("begins: must be int32 of one axis, with tensors of (1, rows, heads, width)")
-    return begins.shape[0] - 1, tokens, tokens - first
+def _check_counts(counts: torch.Tensor, rows_there: int) -> None:
+    """On the CPU, for the kernels of CUDA know no counts: rows that the tensors do not have must not be read."""
+    total = int(counts.sum())
+    if total != rows_there:
+        raise ValueError(f"counts: {total} queries in all, there are {rows_there} rows")
 
 
-def _check_begins(begins: torch.Tensor, total: int) -> None:
-    """On the CPU: rows that the tensors do not have must not be read. On CUDA no kernel leaves its views, and
-    nobody waits for the device."""
-    if begins.device.type == "cpu" and begins.dim() == 1 and begins.shape[0]:
-        if not begins.is_contiguous():
-            raise ValueError("begins: must be packed")
-        end = int(begins[-1])
-        if end > total:
-            raise ValueError(f"begins: ends at row {end}, there are {total}")
+def _in_pages(options: str, pages: Any, k: Any, stride: int) -> str:
+    """k, of (pages, rows of a page, ...), has a row for every `stride` tokens."""
+    return more(options, table_width=pages.shape[1], page_tokens=k.shape[1] * stride, page_count=k.shape[0])
 
 
 def _lists(q: Any, kv_heads: Any, options: str) -> Room:
@@ -199,11 +197,14 @@ def _in_places(gradients: Sequence[torch.Tensor], mask: int, count: int) -> list
 
 # ---- RoPE ---------------------------------------------------------------------------------------
 
-def _rope_desc(x: View, positions: Any, begins: Any, longest: int, first: int) -> Any:
-    batch, tokens, count = _problem(x, begins, longest if begins is not None else first + x.shape[1], first)
+def _rope_desc(x: View, positions: Any, begins: Any, firsts: Any, counts: Any, longest: int, first: int) -> Any:
+    tokens = first + x.shape[1] if begins is None and counts is None else longest
+    arrays = begins, firsts, counts, None
+    batch, count = problem(x.shape, arrays, tokens, first)
     if positions is not None:
         _expect("positions", positions, *x.shape[:2])
-    return desc("", batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, begins)
+    options = "" if begins is None else more("", rows=x.shape[1])
+    return desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, arrays)
 
 
 def _rope_fields(x: View, positions: Any, options: str) -> dict[str, tuple[Any, ...]]:
@@ -214,34 +215,35 @@ def _rope_fields(x: View, positions: Any, options: str) -> dict[str, tuple[Any, 
 
 
 def _rope_structs(arguments, returned):
-    x, positions, begins, longest, first, options = arguments
+    x, positions, *places, options = arguments
     fields = dict(_rope_fields(x, positions, options), out=rows(returned[0]))
-    return (_ROPE, fields), _rope_desc(x, positions, begins, longest, first)
+    return (_ROPE, fields), _rope_desc(x, positions, *places)
 
 
 def _rope_setup(ctx, inputs, output):
-    _, positions, begins, ctx.longest, ctx.first, ctx.options = inputs
-    ctx.save_for_backward(positions, begins)
+    _, *tensors, ctx.longest, ctx.first, ctx.options = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _rope_backward_structs(arguments, returned):
-    dout, positions, begins, longest, first, options = arguments
+    dout, positions, *places, options = arguments
     fields = dict(_rope_fields(dout, positions, options), out=rows(dout))
-    return (_ROPE, dict(x=rows(returned[0]), out=rows(dout))), (_ROPE, fields), _rope_desc(dout, positions, begins,
-                                                                                            longest, first)
+    return (_ROPE, dict(x=rows(returned[0]), out=rows(dout))), (_ROPE, fields), _rope_desc(dout, positions, *places)
 
 
-rope_backward = _define("rope_backward", "(Tensor dout, Tensor? positions, Tensor? begins, SymInt longest, SymInt first, "
-                        "str options) -> Tensor", lambda dout, *_: _gradients([dout], 1), _rope_backward_structs)
+_ROPE_REST = ("Tensor? positions, Tensor? begins, Tensor? firsts, Tensor? counts, SymInt longest, SymInt first, "
+              "str options")
+
+rope_backward = _define("rope_backward", f"(Tensor dout, {_ROPE_REST}) -> Tensor",
+                        lambda dout, *_: _gradients([dout], 1), _rope_backward_structs)
 
 
 def _rope_gradient(ctx, dout):
-    positions, begins = ctx.saved_tensors
-    return rope_backward(dout, positions, begins, ctx.longest, ctx.first, ctx.options), None, None, None, None, None
+    return (rope_backward(dout, *ctx.saved_tensors, ctx.longest, ctx.first, ctx.options), *[None] * 7)
 
 
-rope = _define("rope", "(Tensor x, Tensor? positions, Tensor? begins, SymInt longest, SymInt first, str options) -> Tensor",
-               lambda x, *_: [_like(x)], _rope_structs, _rope_setup, _rope_gradient, of="rope_forward")
+rope = _define("rope", f"(Tensor x, {_ROPE_REST}) -> Tensor", lambda x, *_: [_like(x)], _rope_structs, _rope_setup,
+               _rope_gradient, of="rope_forward")
 
 
 # ---- Compression --------------------------------------------------------------------------------
@@ -265,8 +267,12 @@ def _phi_fields(prefix: str, phi: str, x: View, given: Sequence[Any], block: int
 
 
 def _compress_desc(x: View, begins: Any, longest: int, options: str) -> Any:
-    batch, tokens, count = _problem(x, begins, longest if begins is not None else x.shape[1], 0)
-    return desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, begins)
+    arrays = begins, None, None, None
+    tokens = longest if begins is not None else x.shape[1]
+    batch, count = problem(x.shape, arrays, tokens, 0)
+    if begins is not None:
+        options = more(options, rows=x.shape[1])
+    return desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, arrays)
 
 
 def _compress_rooms(x, pos, w1, b1, w2, b2, begins, longest, phi, options):
@@ -316,24 +322,57 @@ compress = _define(
     _compress_rooms, _compress_structs, _compress_setup, _compress_gradient, autocast=(), of="compress_forward")
 
 
+def _new_rows(name: str, out: Any, x: Any, pages: Any, tokens: int, options: str) -> dict[str, tuple[Any, ...]]:
+    """The compressed rows of all steps, to which a step adds: in pages, or (B, N, Hk, D)."""
+    step = option(options, "cmp_stride")
+    count = cmp_count(options, tokens) if pages is None else x.shape[1] // step if step > 0 else 0
+    _expect(name, out, x.shape[0], count, *x.shape[2:])
+    if out.shape[-1] > 1 and out.strides[-1] != 1:
+        raise ValueError(f"{name}: the last axis must be packed")  # a copy would take what is written along
+    return {name: rows(out)}
+
+
+def _compress_step_structs(arguments, returned):
+    x, out, *given, firsts, counts, pages, longest, phi, options = arguments
+    arrays, tokens = (None, firsts, counts, pages), x.shape[1] if pages is None else longest
+    batch, _ = problem((1 if counts is not None else x.shape[0], tokens), arrays, tokens, 0)
+    fields = _phi_fields("", phi, x, given, option(options, "cmp_block"))
+    fields.update(_new_rows("out", out, x, pages, tokens, options))
+    options = options if pages is None else _in_pages(options, pages, x, 1)
+    return (_COMPRESS, fields), desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, tokens, arrays)
+
+
+compress_step = _define(
+    "compress_step", "(Tensor x, Tensor(a!) out, Tensor? pos, Tensor? w1, Tensor? b1, Tensor? w2, Tensor? b2, "
+    "Tensor? firsts, Tensor? counts, Tensor? pages, SymInt longest, str phi, str options) -> ()",
+    lambda *_: [], _compress_step_structs, of="compress_forward")
+
+
 # ---- Attention over few keys --------------------------------------------------------------------
 
-def _attend_desc(branch, q, k, v, blocks, begins, tokens, first, options):
-    batch, tokens, count = _problem(q, begins, tokens, first)
+def _attend_desc(branch, q, k, v, blocks, arrays, tokens, first, options):
+    begins, _, _, pages = arrays
+    batch, count = problem(q.shape, arrays, tokens, first)
     key_rows = k.shape[1]
-    if begins is None:
-        least = cmp_count(options, tokens) if branch == "cmp" else tokens
+    if pages is not None:
+        options = _in_pages(options, pages, k, option(options, "cmp_stride") if branch == "cmp" else 1)
+        batches = k.shape[0]
+    elif begins is None:
+        least, batches = cmp_count(options, tokens) if branch == "cmp" else tokens, batch
         if key_rows != least:
             raise ValueError(f"k: {key_rows} rows, must be {least} for {tokens} tokens")
-    elif branch != "cmp" and key_rows != q.shape[1]:
-        raise ValueError(f"k: {key_rows} rows, must be as q's {q.shape[1]}")
-    elif branch == "cmp" and key_rows < cmp_count(options, q.shape[1]):
-        raise ValueError(f"k: {key_rows} rows, must be {cmp_count(options, q.shape[1])}, what compress returns")
-    _expect("k", k, q.shape[0], key_rows, k.shape[2], q.shape[3])
-    _expect("v", v, q.shape[0], key_rows, k.shape[2], v.shape[3])
+    else:
+        least, batches = cmp_count(options, q.shape[1]) if branch == "cmp" else q.shape[1], 1
+        if branch != "cmp" and key_rows != least:
+            raise ValueError(f"k: {key_rows} rows, must be as q's {least}")
+        if key_rows < least:
+            raise ValueError(f"k: {key_rows} rows, must be {least}, what compress returns")
+        options = more(options, rows=q.shape[1])
+    _expect("k", k, batches, key_rows, k.shape[2], q.shape[3])
+    _expect("v", v, batches, key_rows, k.shape[2], v.shape[3])
     if branch == "slc":
         _expect("blocks", blocks, *_lists(q, k.shape[2], options).shape)
-    return desc(options, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count, begins)
+    return desc(options, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count, arrays)
 
 
 def _attend_rooms(q, k, v, *_):
@@ -348,37 +387,37 @@ def _make_attend(branch: str) -> Callable:
     name = "attend_" + branch
 
     def structs(arguments, returned):
-        q, k, v, blocks = arguments[:4]
+        q, k, v, blocks, *arrays, tokens, first, options = arguments
         out, lse = returned
         x = dict(q=rows(q), k=rows(k), v=rows(v), out=rows(out), lse=rows(lse), blocks=rows(blocks))
-        return (_ATTEND, x), _attend_desc(branch, *arguments)
+        return (_ATTEND, x), _attend_desc(branch, q, k, v, blocks, arrays, tokens, first, options)
 
     def setup(ctx, inputs, output):
-        q, k, v, blocks, begins, ctx.tokens, ctx.first, ctx.options = inputs
-        ctx.save_for_backward(q, k, v, blocks, begins, *output)
+        *tensors, ctx.tokens, ctx.first, ctx.options = inputs
+        ctx.save_for_backward(*tensors, *output)
         ctx.set_materialize_grads(False)
 
     def backward_structs(arguments, returned):
-        dout, dlse, q, k, v, blocks, begins, out, lse, tokens, first, options, mask = arguments
+        dout, dlse, q, k, v, blocks, *arrays, out, lse, tokens, first, options, mask = arguments
         x = dict(q=rows(q), k=rows(k), v=rows(v), out=rows(out), lse=rows(lse), blocks=rows(blocks))
         gradient = {n: rows(g) for n, g in _named("qkv", mask, returned).items()}
         gradient.update(out=rows(dout), lse=rows(dlse))
-        return (_ATTEND, gradient), (_ATTEND, x), _attend_desc(branch, q, k, v, blocks, begins, tokens, first, options)
+        return (_ATTEND, gradient), (_ATTEND, x), _attend_desc(branch, q, k, v, blocks, arrays, tokens, first, options)
 
     backward = _define(
-        name + "_backward", "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? blocks, "
-        "Tensor? begins, Tensor out, Tensor lse, SymInt tokens, SymInt first, str options, int mask) -> Tensor[]",
+        name + "_backward", f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? blocks, {_ROWS}, "
+        "Tensor out, Tensor lse, SymInt tokens, SymInt first, str options, int mask) -> Tensor[]",
         _attend_backward_rooms, backward_structs)
 
     def gradient(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 8
+            return (None,) * 11
         mask, saved = _mask(ctx, 3), ctx.saved_tensors
-        dout = torch.zeros_like(saved[5]) if dout is None else dout
+        dout = torch.zeros_like(saved[-2]) if dout is None else dout
         found = backward(dout, dlse, *saved, ctx.tokens, ctx.first, ctx.options, mask)
-        return (*_in_places(found, mask, 3), None, None, None, None, None)
+        return (*_in_places(found, mask, 3), *[None] * 8)
 
-    return _define(name, "(Tensor q, Tensor k, Tensor v, Tensor? blocks, Tensor? begins, SymInt tokens, SymInt first, "
+    return _define(name, f"(Tensor q, Tensor k, Tensor v, Tensor? blocks, {_ROWS}, SymInt tokens, SymInt first, "
                    "str options) -> (Tensor, Tensor)", _attend_rooms, structs, setup, gradient, autocast=(),
                    of=name + "_forward")
 
@@ -396,7 +435,7 @@ def _merge_desc(out_a, out_b, lse_a, lse_b):
     _expect("out_b", out_b, *out_a.shape)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         _expect(name, lse, *out_a.shape[:3])
-    return desc("", batch, tokens, heads, heads, 1, width, 0, tokens, None)
+    return desc("", batch, tokens, heads, heads, 1, width, 0, tokens, ())
 
 
 def _merge_structs(arguments, returned):
@@ -443,58 +482,63 @@ def _selected(q: Any, kv_heads: Any, tokens: Any, options: str, scores: bool) ->
     return [blocks, Room((*blocks.shape[:3], slc_count(options, tokens)) if scores else (0,), _real(q))]
 
 
-def _select_rooms(q, k, lse, begins, tokens, first, scores, options):
+def _select_rooms(q, k, lse, *rest):
+    tokens, _, scores, options = rest[-4:]
     return _selected(q, k.shape[2], tokens, options, scores)
 
 
 def _select_structs(arguments, returned):
-    q, k, lse, begins, tokens, first, scores, options = arguments
+    q, k, lse, *arrays, tokens, first, scores, options = arguments
     _expect("lse", lse, *q.shape[:3])
     x = dict(q=rows(q), k=rows(k), lse=rows(lse), blocks=rows(returned[0]))
     if scores:
         x["scores"] = rows(returned[1])
-    return (_SELECT, x), _attend_desc("cmp", q, k, k, None, begins, tokens, first, options)
+    return (_SELECT, x), _attend_desc("cmp", q, k, k, None, arrays, tokens, first, options)
 
 
-select_blocks = _define("select_blocks", "(Tensor q, Tensor k, Tensor lse, Tensor? begins, SymInt tokens, SymInt first, "
+select_blocks = _define("select_blocks", f"(Tensor q, Tensor k, Tensor lse, {_ROWS}, SymInt tokens, SymInt first, "
                         "bool scores, str options) -> (Tensor, Tensor)", _select_rooms, _select_structs, autocast=(2,))
 
 
-def _score_rooms(q, k, weights, begins, tokens, first, act, pool, scores, options):
+def _score_rooms(q, k, weights, *rest):
+    tokens, _, _, _, scores, options = rest[-6:]
     return _selected(q, k.shape[2], tokens, options, scores)
 
 
 def _score_structs(arguments, returned):
-    q, k, weights, begins, tokens, first, act, pool, scores, options = arguments
+    q, k, weights, *arrays, tokens, first, act, pool, scores, options = arguments
     if weights is not None:
         _expect("weights", weights, *q.shape[:3])
     kinds = _abi.Score(act=act, pool=pool)
     x = dict(act=(kinds.act,), pool=(kinds.pool,), q=rows(q), k=rows(k), weights=rows(weights), blocks=rows(returned[0]))
     if scores:
         x["scores"] = rows(returned[1])
-    return (_SCORE, x), _attend_desc("score", q, k, k, None, begins, tokens, first, options)
+    return (_SCORE, x), _attend_desc("score", q, k, k, None, arrays, tokens, first, options)
 
 
-score_blocks = _define("score_blocks", "(Tensor q, Tensor k, Tensor? weights, Tensor? begins, SymInt tokens, "
+score_blocks = _define("score_blocks", f"(Tensor q, Tensor k, Tensor? weights, {_ROWS}, SymInt tokens, "
                        "SymInt first, str act, str pool, bool scores, str options) -> (Tensor, Tensor)", _score_rooms,
                        _score_structs, autocast=())
 
 
-def _rank_rooms(scores, begins, tokens, first, options):
-    return [Room((*scores.shape[:3], list_width(options)), torch.int32)]
+def _rank_rooms(scores, *rest):
+    return [Room((*scores.shape[:3], list_width(rest[-1])), torch.int32)]
 
 
 def _rank_structs(arguments, returned):
-    scores, begins, tokens, first, options = arguments
-    batch, tokens, count = _problem(scores, begins, tokens, first)
+    scores, *arrays, tokens, first, options = arguments
+    arrays.append(None)
+    batch, count = problem(scores.shape, arrays, tokens, first)
     heads = scores.shape[2]
     _expect("scores", scores, *scores.shape[:3], slc_count(options, tokens))
+    if arrays[0] is not None:
+        options = more(options, rows=scores.shape[1])
     return ((_RANK, dict(scores=rows(scores), blocks=rows(returned[0]))),
-            desc(options, batch, tokens, heads, heads, 1, 1, first, count, begins))
+            desc(options, batch, tokens, heads, heads, 1, 1, first, count, arrays))
 
 
-rank_queries = _define("rank_queries", "(Tensor scores, Tensor? begins, SymInt tokens, SymInt first, str options) -> "
-                       "Tensor", _rank_rooms, _rank_structs)
+rank_queries = _define("rank_queries", "(Tensor scores, Tensor? begins, Tensor? firsts, Tensor? counts, SymInt tokens, "
+                       "SymInt first, str options) -> Tensor", _rank_rooms, _rank_structs)
 
 
 # ---- Gate ---------------------------------------------------------------------------------------
@@ -507,12 +551,8 @@ def _gate_desc(logits, cmp, slc, win, options):
     for name, x in (("slc", slc), ("win", win)):
         _expect(name, x, *cmp.shape)
     _expect("logits", logits, batch, tokens, logits.shape[2], 3)
-    return desc(_gated(options, logits), batch, tokens, heads, logits.shape[2], 1, width, 0, tokens, None)
-
-
-def _gated(options: str, logits: Any) -> str:
-    gated = f"gate_heads={logits.shape[2]}"
-    return options + "," + gated if options else gated
+    options = more(options, gate_heads=logits.shape[2])
+    return desc(options, batch, tokens, heads, logits.shape[2], 1, width, 0, tokens, ())
 
 
 def _gate_structs(arguments, returned):
@@ -588,31 +628,44 @@ def _kept_views(kept: View, rooms: dict[str, Room]) -> dict[str, tuple[Any, ...]
     return views
 
 
-def _whole(arguments, out, blocks, kept):
-    *tensors, begins, longest, first, phi_k, phi_v, options = arguments
+def _whole(tensors, arrays, longest, first, phi_k, phi_v, options, written):
+    """The struct of `tensors` and of what is `written`, and the descriptor."""
     q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates = tensors[:8]
-    tokens = longest if begins is not None else k_slc.shape[1]
-    batch, tokens, count = _problem(q, begins, tokens, first)
+    begins, _, _, pages = arrays
+    tokens = k_slc.shape[1] if begins is None and pages is None else longest
+    batch, count = problem(q.shape, arrays, tokens, first)
     for name, x, like in (("k_cmp", k_cmp, k_slc), ("k_win", k_win, k_slc), ("v_win", v_win, v_slc),
                           ("v_cmp", v_cmp, v_slc)):
         _expect(name, x, *like.shape)
-    _expect("k_slc", k_slc, q.shape[0], k_slc.shape[1], k_slc.shape[2], q.shape[3])
+    batches = batch if begins is None else 1
+    _expect("k_slc", k_slc, batches if pages is None else k_slc.shape[0], k_slc.shape[1], k_slc.shape[2], q.shape[3])
     _expect("v_slc", v_slc, *k_slc.shape[:3], v_slc.shape[3])
+    all_options = more(options, gate_heads=gates.shape[2])
     if begins is not None:
         _expect("k_slc", k_slc, 1, q.shape[1], *k_slc.shape[2:])
+        all_options = more(all_options, rows=q.shape[1])
+    if pages is not None:
+        all_options = _in_pages(all_options, pages, k_slc, 1)
     _expect("gates", gates, *q.shape[:2], gates.shape[2], 3)
-    d = desc(_gated(options, gates), batch, tokens, q.shape[2], k_slc.shape[2], q.shape[3], v_slc.shape[3], first, count,
-             begins)
+    d = desc(all_options, batch, tokens, q.shape[2], k_slc.shape[2], q.shape[3], v_slc.shape[3], first, count, arrays)
     block = option(options, "cmp_block")
     fields = _phi_fields("k_cmp.", phi_k, k_cmp, tensors[8:13], block)
     fields.update(_phi_fields("v_cmp.", phi_v, v_cmp, tensors[13:18], block))
     fields.update(zip(_WHOLE_IN, map(rows, tensors[:8])))
-    fields.update(_kept_views(kept, _kept_rooms(q, k_cmp, v_cmp, options)), out=rows(out), blocks=rows(blocks))
+    fields.update(written)
     return (_ATTENTION, fields), d
 
 
+def _recorded(arguments, out, blocks, kept):
+    """Forward's struct, in a forward and again in a backward."""
+    *tensors, begins, longest, first, phi_k, phi_v, options = arguments
+    written = _kept_views(kept, _kept_rooms(tensors[0], tensors[1], tensors[2], options))
+    written.update(out=rows(out), blocks=rows(blocks))
+    return _whole(tensors, (begins, None, None, None), longest, first, phi_k, phi_v, options, written)
+
+
 def _whole_structs(arguments, returned):
-    return _whole(arguments, *returned)
+    return _recorded(arguments, *returned)
 
 
 def _whole_setup(ctx, inputs, output):
@@ -630,15 +683,16 @@ def _whole_backward_structs(arguments, returned):
     dout, *arguments, mask = arguments
     inputs, (blocks, kept) = arguments[:_WHOLE_TENSORS + 1], arguments[_WHOLE_TENSORS + 1:_WHOLE_TENSORS + 3]
     # x.out is not read, but it is part of the struct: the incoming gradient has its shape.
-    x, d = _whole([*inputs, *arguments[_WHOLE_TENSORS + 3:]], dout, blocks, kept)
+    x, d = _recorded([*inputs, *arguments[_WHOLE_TENSORS + 3:]], dout, blocks, kept)
     gradient = {name: (parameters if name in _PHIS else rows)(g)
                 for name, g in _named(_WHOLE_IN + _PHIS, mask, returned).items()}
     return (_ATTENTION, dict(gradient, out=rows(dout))), x, d
 
 
-_WHOLE_SCHEMA = ("Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_slc, Tensor v_slc, Tensor k_win, Tensor v_win, "
-                 "Tensor gates, " + ", ".join(f"Tensor? {name.replace('_cmp.', '_')}" for name in _PHIS)
-                 + ", Tensor? begins")
+_WHOLE_TENSOR_SCHEMA = (
+    "Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_slc, Tensor v_slc, Tensor k_win, Tensor v_win, Tensor gates, "
+    + ", ".join(f"Tensor? {name.replace('_cmp.', '_')}" for name in _PHIS))
+_WHOLE_SCHEMA = _WHOLE_TENSOR_SCHEMA + ", Tensor? begins"
 _WHOLE_REST = "SymInt longest, SymInt first, str phi_k, str phi_v, str options"
 
 attention_backward = _define(
@@ -656,3 +710,28 @@ def _whole_gradient(ctx, dout, *_):
 
 attention = _define("attention", "(" + _WHOLE_SCHEMA + ", " + _WHOLE_REST + ") -> (Tensor, Tensor, Tensor)",
                     _whole_rooms, _whole_structs, _whole_setup, _whole_gradient, autocast=(7,), of="attention_forward")
+
+
+# ---- A step of a serving engine -----------------------------------------------------------------
+
+def _step_rooms(*arguments):
+    q, v_cmp, k_slc = arguments[0], arguments[2], arguments[3]
+    heads, real = tuple(q.shape[:3]), _real(q)
+    scratch = [Room((*heads, v_cmp.shape[3]), q.dtype)] * 3 + [Room(heads, real)] * 3
+    return [_like(q, *heads, v_cmp.shape[3]), _lists(q, k_slc.shape[2], arguments[-1]), *scratch]
+
+
+def _step_structs(arguments, returned):
+    *tensors, k_rows, v_rows, firsts, counts, pages, longest, phi_k, phi_v, options = arguments
+    tokens = tensors[3].shape[1] if pages is None else longest
+    names = ("out", "blocks", *(kind + branch for kind in ("out_", "lse_") for branch in ("cmp", "slc", "win")))
+    written = dict(zip(names, map(rows, returned)))
+    written.update(_new_rows("k_cmp.out", k_rows, tensors[1], pages, tokens, options))
+    written.update(_new_rows("v_cmp.out", v_rows, tensors[2], pages, tokens, options))
+    return _whole(tensors, (None, firsts, counts, pages), longest, 0, phi_k, phi_v, options, written)
+
+
+attention_step = _define(
+    "attention_step", f"({_WHOLE_TENSOR_SCHEMA}, Tensor(a!) k_rows, Tensor(b!) v_rows, Tensor? firsts, Tensor? counts, "
+    "Tensor? pages, SymInt longest, str phi_k, str phi_v, str options) -> (Tensor, Tensor)",
+    _step_rooms, _step_structs, of="attention_forward")
