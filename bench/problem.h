@@ -114,8 +114,15 @@ static inline void problem_make_as(problem *p, nsa_dtype dtype, int heads, int k
     problem_gradients(p);
     const size_t sizes[] = {nsa_attention_forward_workspace_size(&p->x, d),
                             nsa_attention_backward_workspace_size(&p->dx, &p->x, d),
+                            nsa_select_blocks_workspace_size(d),
                             nsa_attend_dense_forward_workspace_size(d),
-                            nsa_attend_dense_backward_workspace_size(d)};
+                            nsa_attend_dense_backward_workspace_size(d),
+                            nsa_attend_cmp_forward_workspace_size(d),
+                            nsa_attend_cmp_backward_workspace_size(d),
+                            nsa_attend_slc_forward_workspace_size(d),
+                            nsa_attend_slc_backward_workspace_size(d),
+                            nsa_attend_win_forward_workspace_size(d),
+                            nsa_attend_win_backward_workspace_size(d)};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         p->bytes = sizes[i] > p->bytes ? sizes[i] : p->bytes;
     p->workspace = allocate(p->bytes);
