@@ -81,14 +81,17 @@ check(common > 3 and rows(out)[:common] == rows(whole)[:common], rows(out), rows
 
 # ---- Two processes, whose sums lie on the device's streams ----
 
+ports = []
 TWO = (*LITTLE, "--batch-size", 2, "--ddp-check-every", 3)
 
 
 def start_two(name, *options):
     """As torchrun starts them; but both on the one device that the executor has."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    port = socket.socket()  # stays bound, so that nobody else is given it; a listener with SO_REUSEADDR may bind it
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("", 0))
+    ports.append(port)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
     pairs = [runs.start(name, *options, log=f"{name}{rank}", environment=where | {
         "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": "0"}) for rank in (0, 1)]
     return pairs[0][0], [run for _, run in pairs]

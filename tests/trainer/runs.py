@@ -12,7 +12,7 @@ import time
 # A model that takes a millisecond or two a step; rows are longer than its window.
 SMALL = ("--dim 32 --layers 2 --heads 4 --kv-groups 2 --d-k 8 --d-v 8 --nsa-l 8 --nsa-d 4 --nsa-l-sel 16 "
          "--nsa-n-sel 3 --nsa-w 16 --seq-len 64 --batch-size 4 --lr 3e-3 --log-every 1 --threads 1").split()
-PATIENCE = 120  # s, for what must come sooner or later
+PATIENCE = 300  # s, for what must come sooner or later
 checks = 0
 
 

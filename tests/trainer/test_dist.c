@@ -9,6 +9,7 @@
 
 #ifdef TEST_NCCL
 #include "dist/dist_nccl.h"
+#include "free_port.h"
 #else
 #include "dist/dist_mpi.h"
 #endif
@@ -33,14 +34,14 @@ static model_config geometry(bool tied) {
 /* Buckets that were sent, and those of them while backward had more to do. */
 static int sent, sent_early;
 static bool passing;
-static void (*send)(dist_link *l, int lane, const link_bucket *b);
+static void (*link_send)(dist_link *l, int lane, const link_bucket *b);
 static void (*last_of_backward)(const ops *o, real *dtable, const void *dx, const int32_t *ids,
                                 int64_t rows, int dim);
 
 static void count_and_send(dist_link *l, int lane, const link_bucket *b) {
     sent++;
     sent_early += passing;
-    send(l, lane, b);
+    link_send(l, lane, b);
 }
 
 static void pass_and_stop(const ops *o, real *dtable, const void *dx, const int32_t *ids,
@@ -350,7 +351,7 @@ static void put(const char *name, int value) {
 static int start_all(int count, char **argv) {
     int failures = 0, status;
     put("WORLD_SIZE", count);
-    put("MASTER_PORT", 20000 + (int)(getpid() % 20000));
+    put("MASTER_PORT", free_port());
     for (int r = 0; r < count; r++) {
         put("RANK", r);
         put("LOCAL_RANK", r);
@@ -391,7 +392,7 @@ int main(int argc, char **argv) {
     CHECK(dist_open(&world, link, &why), "%s", why.text);
     world.bucket_bytes = BUCKET;
     world.timeout = 60;
-    send = link->reduce_start;
+    link_send = link->reduce_start;
     link->reduce_start = count_and_send;
     random_tokens(tokens, labels, ROWS * BATCHES, TOKENS, VOCAB, 0);
     test_steps();

@@ -6,9 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
-from runs import SMALL, Runs, check, done, wait_for
+from runs import PATIENCE, SMALL, Runs, check, done, wait_for
 
 script = sys.argv[1]
 runs = Runs(sys.argv[2], sys.argv[3], "keep")
@@ -28,7 +27,7 @@ shift $(($(wc -l < {count}) - 1))
 exit $1
 """)
     fake_trainer.chmod(0o755)
-    ran = subprocess.run([script, "--wait", "0", str(fake_trainer), "--option"], timeout=60, stderr=subprocess.DEVNULL)
+    ran = subprocess.run([script, "--wait", "0", str(fake_trainer), "--option"], timeout=PATIENCE, stderr=subprocess.DEVNULL)
     return count.read_text().count("x"), ran.returncode
 
 
@@ -46,14 +45,15 @@ for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 143)):
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 2)
     run.send_signal(number)
-    check(run.wait(60) == code, number, run.returncode)
+    check(run.wait(PATIENCE) == code, number, run.returncode)
     check((out / "checkpoints/latest/state.json").exists(), "saved")
 
 # While it waits for the next start.
 (runs.root / "fails").write_text("#!/bin/sh\nexit 1\n")
 os.chmod(runs.root / "fails", 0o755)
-run = subprocess.Popen([script, str(runs.root / "fails")], stderr=subprocess.DEVNULL)
-time.sleep(0.5)
+run = subprocess.Popen([script, "--wait", "86400", str(runs.root / "fails")], stderr=subprocess.PIPE, text=True)
+said = run.stderr.readline()
+check("exit code 1; again in 86400 s" in said, said)
 run.send_signal(signal.SIGTERM)
-check(run.wait(10) == 143, run.returncode)
+check(run.wait(PATIENCE) == 143, run.returncode)
 done()

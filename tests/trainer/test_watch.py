@@ -102,13 +102,14 @@ def test_halt_from_outside(text):
 
 def test_slow():
     """Data that take longer to come than a step may stall for: the run waits, and nothing is raised."""
-    out, run = runs.start("slow", "--dataset", "fineweb_edu", "--steps", 12, "--batch-size", 1, "--stall-timeout", 2,
+    out, run = runs.start("slow", "--dataset", "fineweb_edu", "--steps", 12, "--batch-size", 1, "--stall-timeout", 5,
                           "--val-fraction", 0,
                           stdin=subprocess.PIPE)
     for i in range(4):
         run.stdin.write((f"word {i}, " * 28)[:239].encode() + b"\n")  # 240 tokens, not quite 4 rows
         run.stdin.flush()
-        time.sleep(2.6)
+        if i % 2:
+            time.sleep(6)
     run.stdin.close()
     code = run.wait(120)
     check(code == 0, code, (runs.root / "slow.log").read_text())
@@ -157,13 +158,13 @@ def test_two_in_one_folder(text):
 
 def test_stopped_while_waiting():
     """Ctrl-Z while it waits for data, for longer than those may take: it waits on."""
-    _, run = runs.start("stopped", "--dataset", "fineweb_edu", "--val-fraction", 0, "--loader-timeout", 3, "--steps", 2,
+    _, run = runs.start("stopped", "--dataset", "fineweb_edu", "--val-fraction", 0, "--loader-timeout", 8, "--steps", 2,
                         stdin=subprocess.PIPE)
-    time.sleep(1)
+    time.sleep(1)  # by then it waits; if it does not yet, the answer is the same
     run.send_signal(signal.SIGSTOP)
-    time.sleep(4)
+    time.sleep(10)
     run.send_signal(signal.SIGCONT)
-    time.sleep(0.5)
+    time.sleep(0.5)  # if it had waited for ten seconds, it would end
     for i in range(40):
         run.stdin.write(b"words " * 20 + b"\n")
     run.stdin.close()

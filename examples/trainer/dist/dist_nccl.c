@@ -179,7 +179,8 @@ static void nccl_tell(dist_link *l, const char *text) {
 /* The others have been told, and torchrun ends those that cannot hear. Destructors would wait for
    the device. */
 static void nccl_end(dist_link *l, int code) {
-    (void)l;
+    nccl_state *s = l->state;
+    tcp_close(s->tcp);
     _exit(code);
 }
 

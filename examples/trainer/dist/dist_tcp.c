@@ -305,9 +305,21 @@ dist_tcp *tcp_open(const char *address, int port, int rank, int world, double ti
     return NULL;
 }
 
+/* A socket that is closed while something in it is unread takes back what it has sent, last words
+   too: it is read to the end that the other side makes, unless that takes long. */
+static void part(int fd) {
+    char nothing[4096];
+    struct pollfd p = {.fd = fd, .events = POLLIN};
+    double deadline = clock_seconds() + TELL_MS * 1e-3;
+    shutdown(fd, SHUT_WR);
+    while (poll(&p, 1, milliseconds_until(deadline)) > 0)
+        if (recv(fd, nothing, sizeof nothing, MSG_DONTWAIT) <= 0) break;
+    close(fd);
+}
+
 void tcp_close(dist_tcp *t) {
     for (int r = 0; r < t->world; r++)
-        if (t->peers[r].fd >= 0) close(t->peers[r].fd);
+        if (t->peers[r].fd >= 0) part(t->peers[r].fd);
     free(t->peers);
     free(t);
 }

@@ -60,6 +60,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     memset(id, 0, sizeof *id);
     snprintf(id->internal, sizeof id->internal, "%.60s/nccl-double-%d", where ? where : "/tmp",
              (int)getpid());
+    unlink(id->internal); /* what an earlier process of this number may have left */
     return ncclSuccess;
 }
 
