@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, Iterator, Union
+import struct
+from typing import Any, Callable, Iterator, Union
 
 from ._views import I32, Described, describe, packed_strides
 
@@ -88,13 +89,13 @@ class Struct(ctypes.Structure):
         axes, packed = axes_of(type(self), name, len(array.shape))
         if packed and array.shape[-1] > 1 and array.strides[-1] != 1:
             raise ValueError(f"{name}: the last axis must be packed, its stride is {array.strides[-1]} elements")
-        view = kind()
-        ctypes.Structure.__setattr__(view, "data", array.address or None)
-        ctypes.Structure.__setattr__(view, "dtype", array.dtype)
+        strides = [0, 0, 0]
         for axis, extent, stride in zip(axes, array.shape, array.strides):
-            ctypes.Structure.__setattr__(view, axis, stride if extent > 1 else 0)
+            if extent > 1:
+                strides[axis] = stride
         self._keep()[name] = array
-        return view
+        # By its bytes: fields set one by one would take most of the time of a call.
+        return kind.from_buffer_copy(_packer(kind)(array.address, array.dtype, *strides))
 
     def views(self, prefix: str = "") -> Iterator[tuple[str, "Struct", str, Described]]:
         """(path, the struct that holds it, field, array) of every array, those of inner structs too."""
@@ -114,13 +115,21 @@ class Struct(ctypes.Structure):
 
 
 @functools.lru_cache(None)
-def axes_of(struct: type[Struct], name: str, rank: int) -> tuple[tuple[str, ...], bool]:
-    """The strides that an array's axes give, and whether its last axis is the packed one."""
-    shapes = struct._shapes_.get(name, {})
+def _packer(kind: type[Struct]) -> Callable[..., bytes]:
+    """Of nsa_tensor, as this machine's C compilers lay it out."""
+    made = struct.Struct("@Piqqq")
+    assert tuple(kind.kinds()) == ("data", "dtype", "batch", "token", "head") and made.size == ctypes.sizeof(kind)
+    return made.pack
+
+
+@functools.lru_cache(None)
+def axes_of(of: type[Struct], name: str, rank: int) -> tuple[tuple[int, ...], bool]:
+    """The places among batch, token and head of an array's strides, and whether its last axis is the packed one."""
+    shapes = of._shapes_.get(name, {})
     ranks = {len(shape) for shape in shapes.values()} or {2, 3, 4}
     if rank not in ranks:
         allowed = "; ".join("(" + ", ".join(shape) + ")" for shape in shapes.values()) or "2 to 4 axes"
         raise ValueError(f"{name}: {rank} axes, must be {allowed}")
     if any(shape[0] == "Hk" for shape in shapes.values()):
-        return ("head", "token"), True
-    return ("batch", "token", "head")[:min(rank, 3)], rank == 4
+        return (2, 1), True
+    return (0, 1, 2)[:min(rank, 3)], rank == 4

@@ -5,16 +5,14 @@ Nothing is imported for it and nothing copied. Not here: what a field of the lib
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 F32, BF16, F16, F64, I32 = range(5)
 NAMES = {"float32": F32, "bfloat16": BF16, "float16": F16, "float64": F64, "int32": I32}
 ALLOWED = ", ".join(NAMES)
 
 
-@dataclass(frozen=True)
-class Described:
+class Described(NamedTuple):
     """An array's memory; strides in elements. `owner` keeps the memory alive."""
     address: int
     dtype: int
@@ -32,10 +30,11 @@ def describe(array: Any, name: str) -> Described:
     """Where `array` lies. `name` is what an error calls it."""
     if isinstance(array, Described):
         return array
+    interface = getattr(array, "__array_interface__", None)
+    if interface is not None:
+        return _of_interface(array, interface, name)
     if hasattr(array, "data_ptr") and hasattr(array, "stride"):
         return _of_torch(array, name)
-    if hasattr(array, "__array_interface__"):
-        return _of_interface(array, name)
     if hasattr(array, "__dlpack__"):
         return _of_dlpack(array, name)
     raise TypeError(f"{name}: {type(array).__name__} is no array: it has neither __array_interface__ nor __dlpack__")
@@ -67,8 +66,7 @@ def _of_torch(array: Any, name: str) -> Described:
 _TYPES = {"<f4": F32, "<f2": F16, "<f8": F64, "<i4": I32}
 
 
-def _of_interface(array: Any, name: str) -> Described:
-    interface = array.__array_interface__
+def _of_interface(array: Any, interface: dict[str, Any], name: str) -> Described:
     kind, shape, steps = interface["typestr"], tuple(interface["shape"]), interface.get("strides")
     dtype = _TYPES.get(kind)
     if dtype is None:
