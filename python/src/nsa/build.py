@@ -23,12 +23,19 @@ NATIVE = FOLDER / "native"
 
 def run(command: list[str]) -> None:
     print(" ".join(command), flush=True)
-    if subprocess.run(command).returncode:
+    try:
+        code = subprocess.run(command).returncode
+    except FileNotFoundError:
+        sys.exit(f"there is no {command[0]} on this machine")
+    if code:
         sys.exit(1)
 
 
 def build_jax(to: pathlib.Path) -> None:
-    import jax
+    try:
+        import jax
+    except ImportError:
+        sys.exit("jax is not installed here, whose jaxlib has the header that is needed: pip install jax")
     compiler = os.environ.get("CC", "cc")
     run([compiler, "-std=c99", "-D_POSIX_C_SOURCE=200809L", "-O2", "-shared", "-fPIC", "-isystem", jax.ffi.include_dir(),
          str(NATIVE / "xla.c"), "-o", str(to / "libnsa_xla.so"), "-ldl"])
