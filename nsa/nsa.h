@@ -77,8 +77,7 @@
      `begins` those that it says). Rows on the query's side are packed, counts[b] of sequence b
      behind those of b - 1; batch strides are not used there. `first` is not used, and `count` is
      at least the largest of counts. Compression then makes the rows that the new tokens complete,
-     nsa_cmp_count(firsts[b]) .. nsa_cmp_count(firsts[b] + counts[b]) - 1, behind those of earlier
-     calls.
+     nsa_cmp_count(firsts[b]) .. nsa_cmp_count(keys) - 1, behind those of earlier calls.
    - Pages: with `pages` token s of sequence b lies in row s % page_tokens of the page that entry
      s / page_tokens of its table names. Views of k and v (slc, win, dense, and what phi reads) are
      then (page_count, page_tokens, Hk, D): batch strides over pages. Compressed rows lie in the
@@ -294,8 +293,9 @@ typedef struct nsa_desc {
     nsa_mask mask;
     int list_heads; /* heads that have block lists of their own: 0 means Hk, one list for the heads
                        of a group; H, or between them a multiple of Hk that divides H */
-    int rows;       /* of packed sequences in all: begins[B], or more. What nsa_cuda_ functions need
-                       grows with it, because their begins lie on the device; 0: B x T */
+    int rows;       /* of packed sequences in all: begins[B], or more; of a ragged batch without
+                       begins the sum of firsts and counts. What nsa_cuda_ functions need grows with
+                       it, because their arrays lie on the device; 0: B x T */
     const int32_t *pages; /* NULL, or (B, table_width): the page of each page_tokens tokens of a
                              sequence; entries behind its last token are not read */
     int table_width;
@@ -311,8 +311,9 @@ typedef struct nsa_desc {
 NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim);
 
 /* NSA_OK, or the first rule that the descriptor breaks. Every function checks it; this is for
-   asking early. An attention or a compression alone does not look at cmp_block .. slc_local where
-   it has no use for them: they may hold anything, and need not agree. */
+   asking early. An attention, a compression, a ranking or a score that is no attention, called
+   alone, does not look at those of cmp_block .. slc_local that it has no use for: they may hold
+   anything, and need not agree. */
 NSA_API nsa_status nsa_desc_check(const nsa_desc *d);
 
 /* What is wrong with firsts, counts or pages, and where. */
@@ -908,14 +909,18 @@ static nsa_status nsa__check_lse_gradient(const nsa_tensor *dlse, const nsa_tens
 
 /* The descriptor for a primitive that uses only some of the fields cmp_block .. slc_local: the
    others are set so that they break no rule. Blocks are forced in no list that is given. */
-enum { NSA__USES_CMP = 1, NSA__USES_SLC = 2 };
+enum {
+    NSA__USES_CMP = 1,
+    NSA__USES_SLC = 2,   /* lists */
+    NSA__USES_FORCED = 4 /* it makes them */
+};
 
 static const nsa_desc *nsa__desc_using(const nsa_desc *d, int uses, nsa_desc *own) {
     if (!d) return d;
     *own = *d;
     if (!(uses & NSA__USES_CMP)) own->cmp_block = own->cmp_stride = 1;
     if (!(uses & NSA__USES_SLC)) own->slc_block = own->cmp_block, own->slc_count = 1;
-    if (!(uses & NSA__USES_SLC) || own->forced == NSA_FORCED_INSIDE)
+    if (!(uses & NSA__USES_SLC) || (!(uses & NSA__USES_FORCED) && own->forced == NSA_FORCED_INSIDE))
         own->slc_init = 0, own->slc_local = 1;
     return own;
 }
@@ -1587,7 +1592,7 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
     X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \
-                        "(mask in a cache; firsts and pages there, on CUDA and in backward)")      \
+                        "(mask in a cache; firsts and pages there and in backward)")               \
     X(NSA_ERROR_SCALE, "must be finite and at most 1e38")                                          \
     X(NSA_ERROR_ISA, "this machine or this build has no such instruction set")                     \
     X(NSA_ERROR_BLOCKS, "a block list must hold candidates of its query, ascending, no "           \
@@ -3262,8 +3267,15 @@ NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, cons
     while (n < width) list[n++] = -1;
 }
 
+/* The descriptor for what ranks. */
+static const nsa_desc *nsa__rank_desc(const nsa_desc *d, nsa_desc *own) {
+    return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
+}
+
 NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
                                    int32_t *list) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
     NSA__CHECK(nsa__check_geometry(d));
     if (!scores || !list)
         return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
@@ -3321,6 +3333,8 @@ static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
 
 NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                                     nsa_block_fault *fault) {
+    nsa_desc own;
+    d = nsa__desc_using(d, NSA__USES_SLC, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
     return nsa__check_lists(blocks, d, fault);
@@ -3337,6 +3351,8 @@ static void nsa__sort_blocks(int32_t *list, int n) {
 }
 
 NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, NSA__USES_SLC, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
     int width = nsa_block_list_width(d);
@@ -4800,8 +4816,11 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
 static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL, NULL, 0};
 
 static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
-    return nsa__desc_using(
-        d, branch == NSA__CMP ? NSA__USES_CMP : branch == NSA__SLC ? NSA__USES_SLC : 0, own);
+    return nsa__desc_using(d,
+                           branch == NSA__CMP   ? NSA__USES_CMP
+                           : branch == NSA__SLC ? NSA__USES_SLC
+                                                : 0,
+                           own);
 }
 
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
@@ -5086,6 +5105,8 @@ static size_t nsa__rank_scratch(const nsa_desc *d) {
 }
 
 NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
     return nsa_desc_check(d) == NSA_OK ? nsa__workspace_bytes(d, 0, nsa__rank_scratch(d)) : 0;
 }
 
@@ -5093,6 +5114,8 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
                                     size_t bytes) {
     nsa__rank_job job;
     nsa__team team;
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__check_view(&x->scores,
@@ -5394,6 +5417,8 @@ static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
 }
 
 NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
     if (nsa_desc_check(d) != NSA_OK) return 0;
     nsa__attend_plan p = nsa__scorer_plan(NULL, d);
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
@@ -5419,6 +5444,8 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
     nsa__scorer_jobs jobs;
     nsa__team team;
     nsa_attend attend;
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__score_check(x, d));

@@ -17,8 +17,9 @@
 
    WHAT DIFFERS FROM THE CPU
 
-   - The data of every view, desc.begins, positions and the workspace are device pointers. The desc
-     and the structs are the host's, and so is what *_workspace_size returns.
+   - The data of every view, desc.begins, firsts, counts and pages, positions and the workspace are
+     device pointers. The desc and the structs are the host's, and so is what *_workspace_size
+     returns.
    - A call only launches, on the stream given: no allocation, no wait, no copy between host and
      device; it can be captured in a CUDA graph. NSA_OK says that the launches were accepted,
      NSA_ERROR_CUDA that the runtime refused one: cudaGetLastError says why. The launches before it
@@ -26,14 +27,18 @@
    - The stream's device must be current (cudaSetDevice): kernels are loaded onto the current
      device. The first call of a kind loads its kernels, which takes long and may not be captured;
      nsa_cuda_load and nsa_cuda_load_decode do it ahead of time.
-   - What lies on the device is not checked on the host: begins and block lists may hold anything,
-     and no kernel leaves its views' rows for it (packed rows end at begins[B], which is trusted;
-     compressed rows are as many as begins amount to, batch x nsa_cmp_count(tokens) at most).
-     nsa_cuda_check_blocks leaves its verdict in device memory.
+   - What lies on the device is not checked on the host: begins, firsts, pages and block lists may
+     hold anything, and no kernel leaves its views' rows for it (packed rows end at begins[B], and
+     those of a ragged batch's queries at the sum of counts, which are trusted; compressed rows are
+     as many as begins amount to, batch x nsa_cmp_count(tokens) at most). What is no page is taken
+     for the nearest one. nsa_cuda_check_blocks and nsa_cuda_check_pages leave their verdicts in
+     device memory.
    - So the host does not know how many rows packed sequences have. desc.rows tells it: begins[B],
-     or more. Workspaces and grids then grow with these rows and batch, not with batch x tokens.
-     Rows end there whatever begins holds, compressed rows at rows / cmp_stride. The results keep
-     their bits. With rows 0 each sequence is taken to be as long as the longest may be.
+     or more; without begins the sum of firsts and counts. Workspaces and grids then grow with these
+     rows and batch, not with batch x tokens. Rows end there whatever the arrays hold, compressed
+     rows at rows / cmp_stride. The results keep their bits. With rows 0 each sequence is taken to
+     be as long as the longest may be.
+   - Of a ragged batch each block of threads adds up the counts of the sequences before its own.
    - Sums are f32 whatever NSA_REAL is; f64 tensors are refused (NSA_ERROR_DTYPE); lse is f32.
    - dim, dim_v, a compress's hidden and rope's dim are multiples of 8 (else NSA_ERROR_SIZE),
      slc_block is at most 128 (NSA_ERROR_SLC_BLOCK). Rows that are read in bulk
@@ -67,6 +72,21 @@ extern "C" {
 struct CUstream_st;
 /* The runtime's cudaStream_t under a name that needs no CUDA header; NULL is the default stream. */
 typedef struct CUstream_st *nsa_cuda_stream;
+
+/* ---- What is wrong with firsts, counts or pages ------------------------------------------------
+   nsa_page_fault for device memory: its reason is a number, and nsa_cuda_page_reason has the
+   words. All zeros: there is no fault. */
+typedef struct nsa_cuda_page_verdict {
+    nsa_status status; /* what nsa_check_pages returns */
+    int32_t reason;    /* 0: no fault; the other fields are of the first fault */
+    int32_t sequence, slot;
+    int32_t value;
+} nsa_cuda_page_verdict;
+
+const char *nsa_cuda_page_reason(int reason); /* the text of nsa_page_fault.reason; "" for 0 */
+
+nsa_status nsa_cuda_check_pages(const nsa_desc *d, nsa_cuda_page_verdict *verdict,
+                                nsa_cuda_stream stream);
 
 /* ---- Block index. The arrays lie on the device. ---------------------------------------------- */
 

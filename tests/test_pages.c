@@ -259,7 +259,8 @@ static suite suite_of(const nsa_desc *d, const kind_options *o) {
 
 /* ---- A batch: where each sequence is, and where its rows lie ---- */
 
-enum { SEQUENCES = 8, MOST_PAGES = 800 };
+/* The executor is slow. */
+enum { SEQUENCES = CHECKS_CUDA ? 5 : 8, MOST_PAGES = 800 };
 
 /* What is asked of a call; without RAGGED every sequence has the same queries. */
 enum { RAGGED = 1, PAGED = 2, PACKED = 4 };
@@ -281,8 +282,8 @@ static int cmp_count(const nsa_desc *d, int tokens) {
 /* A whole prompt, chunks, single tokens, one without queries, one that is empty. */
 static void batch_positions(batch *g) {
     int T = g->whole.tokens;
-    const int firsts[SEQUENCES] = {T / 3, T - 1, 0, 0, T / 2, T / 3, T - 3, T / 2},
-              counts[SEQUENCES] = {T - T / 3, 1, T, 0, 2, 0, 1, T / 4};
+    const int firsts[8] = {T / 3, T - 1, 0, T / 3, T / 2, 0, T - 3, T / 2},
+              counts[8] = {T - T / 3, 1, T - 1, 0, 2, 0, 1, T / 4};
     g->sequences = SEQUENCES;
     for (int b = 0; b < SEQUENCES; b++) {
         int ragged = g->mode & RAGGED;
@@ -333,10 +334,12 @@ static void batch_make(batch *g, const nsa_desc *of, int mode, int page_tokens, 
     g->whole.batch = SEQUENCES;
     g->d = g->whole;
     batch_positions(g);
-    g->d.first = mode & RAGGED ? 0 : g->firsts[0],
-    g->d.count = mode & RAGGED ? of->tokens : g->counts[0];
+    /* of a ragged batch `first` is not used */
+    g->d.first = mode & RAGGED ? 1 : g->firsts[0],
+    g->d.count = mode & RAGGED ? of->tokens - 1 : g->counts[0];
     if (mode & RAGGED) g->d.firsts = g->firsts, g->d.counts = g->counts;
     if (mode & PACKED) g->d.begins = g->begins;
+    if (seed % 2) g->d.rows = g->begins[g->sequences]; /* known, and elsewhere not */
     if (mode & PAGED) batch_pages(g, page_tokens, seed);
 }
 
@@ -478,9 +481,9 @@ static void compare_rows(const batch *g, const slot *t, const tensor *x, const u
     CHECK(wrong < 0, "%s: row %d of sequence %d has other bits than alone", t->name, wrong, b);
 }
 
-/* All sequences in one call, with every tensor in another layout, among poison. */
-static void run_batch(instance *p, const suite *s, const batch *g, const values *v, const alone *a,
-                      nsa_dtype dtype, int form) {
+/* Every tensor in another layout, among poison. */
+static void batch_instance(instance *p, const suite *s, const batch *g, const values *v,
+                           const alone *a, nsa_dtype dtype, int form) {
     memset(p, 0, sizeof *p);
     p->s = s, p->d = g->d;
     s->configure(s, instance_x(p)), s->configure(s, instance_dx(p));
@@ -499,6 +502,12 @@ static void run_batch(instance *p, const suite *s, const batch *g, const values 
         *slot_view(t, instance_dx(p)) = view_from(p->dx[i].view, 0, first, 0);
     }
     values_free(&zeros);
+}
+
+/* All sequences in one call. */
+static void run_batch(instance *p, const suite *s, const batch *g, const values *v, const alone *a,
+                      nsa_dtype dtype, int form) {
+    batch_instance(p, s, g, v, a, dtype, form);
     size_t bytes = s->forward_size ? s->forward_size(instance_x(p), &p->d) : 0;
     guarded *w = workspace_new(bytes, 1);
     for (int i = 0; i < s->count; i++)
@@ -638,7 +647,8 @@ static void expect_fault(const nsa_desc *d, const bad_array *bad, int sequence) 
           "sequence %d, slot %d, value %d: %s", fault.sequence, fault.slot, fault.value,
           fault.reason);
     CHECK(nsa_desc_check(d) == s, "nsa_desc_check says %s", nsa_status_name(nsa_desc_check(d)));
-    CHECK(nsa_attend_win_forward_workspace_size(d) == 0, "a workspace is sized");
+    if (!CHECKS_CUDA) /* there a size hangs on no array */
+        CHECK(nsa_attend_win_forward_workspace_size(d) == 0, "a workspace is sized");
 }
 
 /* Three sequences in pages of 16, tables of five slots: 3 + 30, 60 + 1 and 0 + 17 tokens of 64. */
@@ -663,6 +673,10 @@ static void test_faults(void) {
     }
     const bad_array narrow = {
         "pages", "more tokens than the table has pages for", NSA_ERROR_PAGES, 0, 0, 3};
+    check_case("two faults");
+    firsts[2] = counts[1] = -1;
+    expect_fault(&d, &bad_arrays[2], 1);
+    firsts[2] = 0, counts[1] = 1;
     check_case("a table of three slots");
     d.table_width = 3;
     expect_fault(&d, &narrow, 1);
@@ -729,7 +743,7 @@ static void test_workspace(void) {
     x.k_cmp.dim = x.v_cmp.dim = 64;
     counts[0] = LONGEST;
     for (int b = 1; b < B; b++) counts[b] = (ROWS - LONGEST) / (B - 1);
-    d.firsts = firsts, d.counts = counts;
+    d.firsts = firsts, d.counts = counts, d.rows = ROWS;
     d.pages = table, d.page_tokens = PAGE, d.table_width = LONGEST / PAGE, d.page_count = 1;
     check_case("workspace of %d rows in %d sequences", ROWS, B);
     const struct {
@@ -747,22 +761,63 @@ static void test_workspace(void) {
         {"dense", nsa_attend_dense_forward_workspace_size(&d),
          nsa_attend_dense_forward_workspace_size(&one)},
         {"select", nsa_select_blocks_workspace_size(&d), nsa_select_blocks_workspace_size(&one)}};
-    for (int i = 0; i < COUNT(sizes); i++)
-        CHECK(sizes[i].ragged && (double)sizes[i].ragged <= 1.3 * (double)sizes[i].alone,
+    for (int i = 0; i < COUNT(sizes); i++) {
+        /* some kilobytes on CUDA: words of bits that belong to one sequence */
+        double room = CHECKS_CUDA && sizes[i].alone < 65536 ? 65536 : 0;
+        printf("workspace of %s: %zu bytes, of one sequence of as many rows %zu\n", sizes[i].name,
+               sizes[i].ragged, sizes[i].alone);
+        CHECK(!sizes[i].ragged == !sizes[i].alone &&
+                  (double)sizes[i].ragged <= 1.3 * (double)sizes[i].alone + room,
               "%s: %zu bytes, of one sequence of as many rows %zu", sizes[i].name, sizes[i].ragged,
               sizes[i].alone);
+    }
+}
+
+/* ---- Arrays that hold anything, on CUDA: no kernel leaves its views for them ---- */
+
+static void test_any_arrays(kind of, int turn) {
+    static batch g;
+    static int32_t firsts[SEQUENCES], counts[SEQUENCES], table[SEQUENCES * MOST_PAGES];
+    nsa_desc d = desc_of(shape("small"));
+    kind_options o = {of,
+                      {(nsa_phi)(turn % 3), d.dim, 8, 0, 0, d.kv_heads, d.cmp_block},
+                      {(nsa_phi)(turn % 3), d.dim_v, 8, 0, 0, d.kv_heads, d.cmp_block}};
+    batch_make(&g, &d, RAGGED | PAGED, 3 * d.cmp_stride, 41);
+    suite s = suite_of(&g.whole, &o);
+    values v = values_random(&s, &g.whole, NSA_F32, 60);
+    instance p;
+    g.d.rows = g.queries; /* rows end here, whatever counts hold */
+    for (int b = 0; b < SEQUENCES; b++) {
+        int32_t wild[] = {INT32_MIN, INT32_MAX, -1, check_below(90, 61, (uint64_t)b)};
+        firsts[b] = wild[check_below(4, 62 + (uint64_t)turn, (uint64_t)b)];
+        counts[b] = wild[check_below(4, 63 + (uint64_t)turn, (uint64_t)b)];
+    }
+    for (int i = 0; i < SEQUENCES * g.d.table_width; i++)
+        table[i] = check_below(2, 64, (uint64_t)i) ? g.table[i] : i % 3 ? INT32_MAX : INT32_MIN;
+    g.d.firsts = firsts, g.d.counts = counts, g.d.pages = table;
+    check_case("%s, any arrays, turn %d", s.name, turn);
+    batch_instance(&p, &s, &g, &v, NULL, NSA_F32, turn);
+    size_t bytes = s.forward_size ? s.forward_size(instance_x(&p), &p.d) : 0;
+    CHECK_OK("forward", s.forward(instance_x(&p), &p.d, workspace_new(bytes, 1)->data, bytes));
+    values_free(&v);
+    guards_free();
 }
 
 /* ---- What runs ---- */
 
+#ifdef CHECK_CUDA
+static const char *const shapes[] = {"T 34", "small", "T > w, one block more"};
+#else
 static const char *const shapes[] = {"small", "T > w, one block more", "D 7 / 13", "T < l"};
+#endif
 
 /* phi of k and v, other ones in turn. */
 static kind_options options_of(kind of, const nsa_desc *d, int turn) {
     const nsa_phi phi = (nsa_phi)(turn % 3), other = (nsa_phi)((turn + 1) % 3);
-    kind_options o = {of,
-                      {phi, d->dim, 5, turn % 2, 0, d->kv_heads, d->cmp_block},
-                      {other, d->dim_v, 6, 0, turn % 2, d->kv_heads, d->cmp_block}};
+    kind_options o = {
+        of,
+        {phi, d->dim, CHECKS_CUDA ? 8 : 5, turn % 2, 0, d->kv_heads, d->cmp_block},
+        {other, d->dim_v, CHECKS_CUDA ? 16 : 6, 0, turn % 2, d->kv_heads, d->cmp_block}};
     if (of == ROPE) o.k.heads = d->heads;
     return o;
 }
@@ -770,7 +825,9 @@ static kind_options options_of(kind of, const nsa_desc *d, int turn) {
 int main(int argc, char **argv) {
     static const int modes[] = {RAGGED | PAGED, RAGGED, PAGED, RAGGED | PAGED | PACKED,
                                 RAGGED | PACKED};
-    int step = asked_step(argc, argv, 2, 4), turn = 0;
+    int step = asked_step(argc, argv, CHECKS_CUDA ? 3 : 2, 4), turn = 0;
+    for (int of = 0; CHECKS_CUDA && of < KINDS; of++) /* gate, merge and rope read no page */
+        if (of != MERGE && of != GATE && of != ROPE) test_any_arrays((kind)of, of);
     for (int i = 0; i < COUNT(shapes); i += step)
         for (int of = 0; of < KINDS; of++)
             for (int m = 0; m < COUNT(modes); m++) {

@@ -256,6 +256,7 @@ int main(int argc, char **argv) {
     }
     nsa_desc d = desc_of(shape(score_cases[0].shape));
     suite s = suite_of(&score_cases[0], &d);
+    s.unused = UNUSED_CMP;
     suite_refusals(&s, &d);
     test_options_refused(&s, &d);
     return check_done("test_score_blocks");

@@ -317,6 +317,9 @@ static void test_rank_refusals(void) {
           nsa_status_where(s));
     s = nsa_rank_blocks(scores, 5, NULL, list);
     CHECK(nsa_status_kind(s) == NSA_ERROR_NULL, "%s", nsa_status_name(s));
+    d.cmp_block = -5, d.cmp_stride = 0;
+    s = nsa_rank_blocks(scores, 5, &d, list);
+    CHECK(s == NSA_OK, "compressed blocks are none of it: %s", nsa_status_name(s));
 }
 
 /* ---- Values that are not finite ---- */
@@ -493,6 +496,12 @@ static void test_list_refusals(void) {
     bad = x.view, bad.data = (unsigned char *)bad.data + 2;
     CHECK(nsa_status_kind(nsa_check_blocks(&bad, &d, NULL)) == NSA_ERROR_ALIGNMENT, "misaligned");
     guards_verify("refused lists");
+    guards_close();
+    check_case("lists, fields without use");
+    tensor_no_blocks(&x);
+    d.cmp_block = -5, d.cmp_stride = 0, d.slc_init = INT_MAX, d.slc_local = -7;
+    CHECK_OK("the check", nsa_check_blocks(&x.view, &d, NULL));
+    CHECK_OK("the normaliser", nsa_normalize_blocks(&x.view, &d));
     guards_free();
 }
 

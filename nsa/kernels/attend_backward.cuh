@@ -102,7 +102,7 @@ static __global__ void
 nsa__cuda_attend_rows_kernel(const NSA_GRID_CONSTANT nsa__cuda_rows_params p) {
     const nsa__cuda_team_place at = nsa__cuda_team_place_of(p.d, p.teams, p.gate_heads);
     const int64_t t = at.s.row + at.row;
-    const int64_t place = nsa__cuda_place_of(p.rows_of, at.b, at.s.row) + at.row;
+    const int64_t place = nsa__cuda_place_of(p.rows_of, at.b, at.s) + at.row;
     const int sharers = p.d.heads / p.gate_heads;
     float g[3] = {1, 1, 1}, dg[3] = {0, 0, 0};
     if (at.mine && p.logits.data)
@@ -249,7 +249,8 @@ nsa__cuda_dq_branch(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows,
     nsa__cuda_walk_begin(walk, params, at, tile_rows);
     bool more = nsa__cuda_walk_next(walk, params, at, tile_rows);
     if (more)
-        nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(tiles.stages, params, at, walk.tile);
+        nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS, false>(tiles.stages, params, at,
+                                                                 walk.tile);
     nsa__cp_async_commit();
     nsa__cuda_dq_begin(rows, params, at, tile_rows);
     for (int stage = 0; more; stage ^= 1) {
@@ -264,7 +265,7 @@ nsa__cuda_dq_branch(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows,
         nsa__cuda_product_nt_begin<T, DV, BLOCK_N, BLOCK_M>(dp, tiles.dout, warp_row, v);
         more = nsa__cuda_walk_next(walk, params, at, tile_rows);
         if (more)
-            nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(
+            nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS, false>(
                 tiles.stages + (stage ^ 1) * BLOCK_N * (DK + DV), params, at, walk.tile);
         nsa__cp_async_commit();
         const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
@@ -434,7 +435,7 @@ NSA__DEVICE int nsa__cuda_cmp_part(const nsa__cuda_attend_params &params, int to
 NSA__DEVICE float *nsa__cuda_cmp_partial(const nsa__cuda_attend_params &params,
                                          const nsa__cuda_attend_head &at, int part, int key) {
     const int64_t line = static_cast<int64_t>(at.kv_head) * params.max_parts + part;
-    const int64_t place = nsa__cuda_place_of(params.cmp_rows, at.b, at.seq.row) + key;
+    const int64_t place = nsa__cuda_place_of(params.cmp_rows, at.b, at.seq) + key;
     return params.partial_dkv +
            (line * params.cmp_rows.total + place) * nsa__cuda_partial_row(params);
 }
@@ -618,7 +619,7 @@ NSA__DEVICE void nsa__cuda_dkv_end(const nsa__cuda_attend_params &params,
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         if (key + 8 * h >= work.end) continue;
-        void *row = nsa__row_at(to, at.seq.batch, at.key_row + key + 8 * h, at.kv_head);
+        void *row = nsa__row_at(to, at.seq.key_batch, at.key_row + key + 8 * h, at.kv_head);
         float *part = work.partial;
         if (part) part += (key + 8 * h - work.begin) * nsa__cuda_partial_row(params) + partial_at;
 #pragma unroll
@@ -688,7 +689,7 @@ __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>::THREADS,
     __syncthreads();
     const nsa__cuda_key_tile k_tile = {work.begin, work.end, 0,
                                        nsa__cuda_bad_keys<BLOCK_N>(params, at, work.begin)};
-    nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(k, params, at, k_tile);
+    nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS, false>(k, params, at, k_tile);
     stage_rows(0);
     nsa__cp_async_commit();
     if (k_tile.bad) {
@@ -814,7 +815,8 @@ static __global__ void nsa__cuda_attend_parts_kernel(nsa__cuda_attend_params par
 #pragma unroll
             for (int e = 0; e < 8; e++) sum[e] += x[e];
         }
-        nsa__add8(to.dtype, nsa__row_at(to, at.seq.batch, at.key_row + s.begin + key, at.kv_head),
+        nsa__add8(to.dtype,
+                  nsa__row_at(to, at.seq.key_batch, at.key_row + s.begin + key, at.kv_head),
                   8 * (is_k ? piece : piece - of_k), is_k ? params.scale : 1.0f, sum);
     }
 }
@@ -868,7 +870,7 @@ static void nsa__cuda_plan_parts(nsa__cuda_attend_params *params, nsa__cuda_aren
 static void nsa__cuda_backward_plan(nsa__cuda_attend_params *params, const nsa_desc *d,
                                     nsa__cuda_branch_keys branch, nsa__cuda_arena *arena) {
     nsa__cuda_attend_plan(params, d, branch, arena);
-    params->rows_of = nsa__cuda_extent_of(d, d->count, 1, 1, 0);
+    params->rows_of = nsa__cuda_query_extent_of(d, d->count, 1, 1, 0);
     params->rows = nsa__cuda_take<nsa__cuda_row_terms>(arena, params->rows_of.total * d->heads);
     nsa__cuda_plan_parts(params, arena);
     if (branch == NSA__KEYS_SLC) {
@@ -944,6 +946,7 @@ static nsa_status nsa__cuda_attend_backward(const nsa_attend *dx, const nsa_atte
     NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__cuda_check_backward(d, false));
     NSA__CHECK(nsa__cuda_attend_check(x, d, branch, 0, &nsa__attend_names));
     NSA__CHECK(nsa__cuda_attend_check_gradient(dx, x, d, branch, &nsa__attend_names));
     NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__cuda_query_shape(d, d->heads, 1)));

@@ -20,6 +20,7 @@
         return nsa__cuda_attend_forward(x, d, branch, workspace, bytes, stream);                   \
     }                                                                                              \
     extern "C" size_t nsa_cuda_attend_##name##_backward_workspace_size(const nsa_desc *d) {        \
+        if (d && d->pages) return 0;                                                               \
         return nsa__cuda_attend_bytes(d, branch, nsa__cuda_backward_plan);                         \
     }                                                                                              \
     extern "C" nsa_status nsa_cuda_attend_##name##_backward(                                       \

@@ -49,7 +49,8 @@ static __global__ void __launch_bounds__(32 *
                              : nullptr;
         });
     bool more = nsa__cuda_walk_next(walk, params, at, tile_rows);
-    if (more) nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(stages, params, at, walk.tile);
+    if (more)
+        nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS, true>(stages, params, at, walk.tile);
     nsa__cp_async_commit();
     nsa__cp_async_wait<0>();
     __syncthreads();
@@ -71,7 +72,7 @@ static __global__ void __launch_bounds__(32 *
         nsa__cuda_product_nt_begin<T, DK, BLOCK_N, BLOCK_M>(s, q, warp_row, k);
         more = nsa__cuda_walk_next(walk, params, at, tile_rows);
         if (more)
-            nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS>(
+            nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS, true>(
                 stages + (at_stage ^ 1) * BLOCK_N * (DK + DV), params, at, walk.tile);
         nsa__cp_async_commit();
         const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),

@@ -81,7 +81,7 @@ nsa__cuda_forward_produce(const nsa__cuda_pipe<T, nsa__cuda_forward_pipe<T, DK, 
         more = nsa__cuda_walk_next(walk, params, at, tile_rows);
         if (number >= STAGES) nsa__mbarrier_wait(pipe.empty + stage, (number / STAGES - 1) & 1);
         if (more)
-            nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, shape::PRODUCERS>(
+            nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, shape::PRODUCERS, true>(
                 pipe.stages + stage * BLOCK_N * (DK + DV), params, at, walk.tile);
         nsa__cp_async_commit();
 #pragma unroll

@@ -49,7 +49,7 @@ NSA__DEVICE nsa__cuda_gather_row nsa__cuda_gather_row_of(const nsa__cuda_attend_
     r.there = index.local < seq.count;
     r.batch = seq.batch;
     r.row = seq.row + index.local;
-    r.terms = nsa__cuda_place_of(params.rows_of, index.b, seq.row) + index.local;
+    r.terms = nsa__cuda_place_of(params.rows_of, index.b, seq) + index.local;
     r.query = seq.first + static_cast<int>(index.local);
     r.tokens = seq.tokens;
     r.list = nsa__row_of<const int32_t>(params.x.blocks, r.batch, r.row, r.head / params.group);
@@ -122,7 +122,7 @@ static int nsa__cuda_gather_chunk(const nsa__cuda_attend_params *params, int wid
     if (params->branch != NSA__KEYS_SLC || params->group > NSA__GATHER_HEADS ||
         params->list_width > NSA__GATHER_LIST)
         return 0;
-    const nsa__cuda_extent rows = nsa__cuda_extent_of(d, d->count, 1, 1, 0);
+    const nsa__cuda_extent rows = nsa__cuda_query_extent_of(d, d->count, 1, 1, 0);
     const int64_t of_row = static_cast<int64_t>(d->heads) * params->list_width * width * 4;
     const int64_t all = NSA__GATHER_BYTES / of_row, most = all / d->batch;
     /* packed sequences take no more than one of them all would */
@@ -134,7 +134,7 @@ static int nsa__cuda_gather_chunk(const nsa__cuda_attend_params *params, int wid
 
 /* Queries that leave partial results at the same time. */
 static nsa__cuda_extent nsa__cuda_gather_rows(const nsa__cuda_attend_params *params) {
-    return nsa__cuda_extent_of(&params->d, params->chunk, 1, 1, 0);
+    return nsa__cuda_query_extent_of(&params->d, params->chunk, 1, 1, 0);
 }
 
 static nsa_attend nsa__cuda_queries_from(nsa_attend x, int64_t rows) {
@@ -156,10 +156,11 @@ static nsa_status nsa__cuda_query_grid(nsa__cuda_attend_params *params, int tile
         return nsa__cuda_attend_grid(params, nsa__cuda_reader_tiles(params, 1), grid);
     }
     const int64_t rows = static_cast<int64_t>(params->d.count) * params->group;
-    return nsa__cuda_attend_grid(
-        params,
-        nsa__cuda_extent_of(&params->d, nsa__cuda_ceil_div(rows, tile), params->group, tile, 1),
-        grid);
+    return nsa__cuda_attend_grid(params,
+                                 nsa__cuda_query_extent_of(&params->d,
+                                                           nsa__cuda_ceil_div(rows, tile),
+                                                           params->group, tile, 1),
+                                 grid);
 }
 
 /* Chunk after chunk of queries: Run for the blocks, then `combine`, a warp to a row. */

@@ -84,7 +84,7 @@ struct nsa__cuda_attend_head {
     nsa__sequence seq;
     int b, kv_head, tile;
     int list;        /* the first list of its queries; list * group is their first query head */
-    int64_t key_row; /* row of key 0 in k and v */
+    int64_t key_row; /* row of key 0 in k and v, if they are in no pages */
     int keys;
     int64_t words; /* where the bits of key 0 lie in params.bad */
     int64_t row;   /* where the rows of query `first` lie in params.rows */
@@ -92,7 +92,7 @@ struct nsa__cuda_attend_head {
 
 /* Where the things of a kv head and sequence begin, all heads' one behind the other. */
 NSA__DEVICE int64_t nsa__cuda_place_in(const nsa__cuda_extent &e, const nsa__cuda_attend_head &at) {
-    return at.kv_head * e.total + nsa__cuda_place_of(e, at.b, at.seq.row);
+    return at.kv_head * e.total + nsa__cuda_place_of(e, at.b, at.seq);
 }
 
 NSA__DEVICE nsa__cuda_attend_head nsa__cuda_attend_head_of(const nsa__cuda_attend_params &params,
@@ -106,14 +106,14 @@ NSA__DEVICE nsa__cuda_attend_head nsa__cuda_attend_head_of(const nsa__cuda_atten
     at.kv_head = head / params.spread;
     at.list = head * (params.lists / params.spread);
     at.seq = nsa__sequence_of(params.d, at.b);
-    at.key_row = at.seq.row;
+    at.key_row = at.seq.key_row;
     at.keys = at.seq.tokens;
     if (params.branch == NSA__KEYS_CMP) {
         at.key_row = nsa__cmp_row(params.d, params.cmp_begins, at.b);
         at.keys = nsa__cmp_count(params.d, at.seq.tokens);
     }
     at.words = nsa__cuda_place_in(params.words, at);
-    at.row = nsa__cuda_place_of(params.rows_of, at.b, at.seq.row);
+    at.row = nsa__cuda_place_of(params.rows_of, at.b, at.seq);
     return at;
 }
 
@@ -317,7 +317,7 @@ NSA__DEVICE int64_t nsa__cuda_partial_out_index(const nsa__cuda_attend_params &p
     const int32_t *list =
         nsa__cuda_query_at<const int32_t>(params.x.blocks, at, row.query, row.list);
     const int64_t place =
-        nsa__cuda_place_of(params.chunk_rows, at.b, at.seq.row) + row.query - at.seq.first;
+        nsa__cuda_place_of(params.chunk_rows, at.b, at.seq) + row.query - at.seq.first;
     int slot = 0;
     while (list[slot] != tile.block) slot++; /* it is there: the list named the reader */
     return (place * params.d.heads + row.head) * params.list_width + slot;
@@ -498,11 +498,18 @@ NSA__DEVICE nsa__cuda_key_span nsa__cuda_seen_of(const nsa__cuda_key_tile &tile,
 
 enum { NSA__SCAN_WARPS = 8 };
 
-NSA__DEVICE bool nsa__cuda_piece_finite(const nsa_tensor &x, int64_t b, int64_t row, int head,
-                                        int c) {
+/* The element offset of a key's row in k or v. */
+NSA__DEVICE int64_t nsa__cuda_row_offset(const nsa__cuda_attend_params &params,
+                                         const nsa__cuda_attend_head &at, const nsa_tensor &x,
+                                         int key) {
+    return nsa__cuda_key_offset(params.d, x, at.seq, at.b, params.branch == NSA__KEYS_CMP,
+                                at.key_row, key, at.kv_head);
+}
+
+NSA__DEVICE bool nsa__cuda_piece_finite(nsa_dtype dtype, const void *row, int c) {
     float v[8];
     bool finite = true;
-    nsa__load8(v, x.dtype, nsa__row_at(x, b, row, head), c);
+    nsa__load8(v, dtype, row, c);
 #pragma unroll
     for (int i = 0; i < 8; i++) finite &= nsa__finite(v[i]);
     return finite;
@@ -519,13 +526,15 @@ static __global__ void nsa__cuda_attend_scan_kernel(nsa__cuda_attend_params para
     uint64_t bad = 0;
 #pragma unroll 4
     for (int key = 0; key < count; key++) {
-        const int64_t row = at.key_row + int64_t(64) * word + key;
+        const nsa_tensor &of_keys = params.x.k, &of_values = params.x.v;
+        const void *k =
+            nsa__element_at(of_keys, nsa__cuda_row_offset(params, at, of_keys, 64 * word + key));
+        const void *v = nsa__element_at(
+            of_values, nsa__cuda_row_offset(params, at, of_values, 64 * word + key));
         bool finite = true;
         for (int piece = lane; piece < pieces; piece += 32)
-            finite &= piece < of_k ? nsa__cuda_piece_finite(params.x.k, at.seq.batch, row,
-                                                            at.kv_head, piece * 8)
-                                   : nsa__cuda_piece_finite(params.x.v, at.seq.batch, row,
-                                                            at.kv_head, (piece - of_k) * 8);
+            finite &= piece < of_k ? nsa__cuda_piece_finite(of_keys.dtype, k, piece * 8)
+                                   : nsa__cuda_piece_finite(of_values.dtype, v, (piece - of_k) * 8);
         if (!__all_sync(0xffffffffu, finite)) bad |= uint64_t(1) << key;
     }
     if (lane == 0) params.bad[at.words + word] = bad;
@@ -597,15 +606,34 @@ struct nsa__cuda_tile_shape {
     static_assert(STAGE >= LEAST, "does not fit shared memory");
 };
 
-/* Starts copying a tile's keys and values, which lie side by side in a stage. */
-template <typename T, int DK, int DV, int KEYS, int THREADS>
+/* Starts copying a tile's keys or values out of pages, each row from where its page is. */
+template <typename T, int D, int KEYS, int THREADS>
+NSA__DEVICE void nsa__cuda_stage_pages(T *to, const nsa__cuda_attend_params &params,
+                                       const nsa__cuda_attend_head &at, const nsa_tensor &x,
+                                       int width, int begin, int end) {
+    const T *const data = static_cast<const T *>(x.data);
+    nsa__cuda_tile_copy<T, D, KEYS, THREADS>(to, width, data, [&](int r) {
+        return begin + r < end ? data + nsa__cuda_row_offset(params, at, x, begin + r) : nullptr;
+    });
+}
+
+/* Starts copying a tile's keys and values, which lie side by side in a stage. PAGED: they may lie
+   in pages. */
+template <typename T, int DK, int DV, int KEYS, int THREADS, bool PAGED>
 NSA__DEVICE void nsa__cuda_stage_keys(T *stage, const nsa__cuda_attend_params &params,
                                       const nsa__cuda_attend_head &at,
                                       const nsa__cuda_key_tile &tile) {
+    if (PAGED && params.d.pages) {
+        nsa__cuda_stage_pages<T, DK, KEYS, THREADS>(stage, params, at, params.x.k, params.d.dim,
+                                                    tile.begin, tile.end);
+        nsa__cuda_stage_pages<T, DV, KEYS, THREADS>(stage + KEYS * DK, params, at, params.x.v,
+                                                    params.d.dim_v, tile.begin, tile.end);
+        return;
+    }
     const T *k =
-        nsa__row_of<const T>(params.x.k, at.seq.batch, at.key_row + tile.begin, at.kv_head);
+        nsa__row_of<const T>(params.x.k, at.seq.key_batch, at.key_row + tile.begin, at.kv_head);
     const T *v =
-        nsa__row_of<const T>(params.x.v, at.seq.batch, at.key_row + tile.begin, at.kv_head);
+        nsa__row_of<const T>(params.x.v, at.seq.key_batch, at.key_row + tile.begin, at.kv_head);
     const int count = tile.end - tile.begin;
     nsa__cuda_tile_copy_rows<T, DK, KEYS, THREADS>(stage, params.d.dim, k, params.x.k.token, count);
     nsa__cuda_tile_copy_rows<T, DV, KEYS, THREADS>(stage + KEYS * DK, params.d.dim_v, v,
@@ -717,7 +745,7 @@ static void nsa__cuda_attend_plan(nsa__cuda_attend_params *params, const nsa_des
     const int64_t keys = branch == NSA__KEYS_CMP ? nsa_cmp_count(d, d->tokens) : d->tokens;
     const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
     memset(params, 0, sizeof *params);
-    params->d = *d;
+    params->d = nsa__cuda_all_queries(d);
     params->branch = branch;
     params->lists = branch == NSA__KEYS_SLC ? nsa__cuda_list_heads(d) / d->kv_heads : 1;
     params->spread = 1;
@@ -740,9 +768,11 @@ typedef void nsa__cuda_attend_planner(nsa__cuda_attend_params *, const nsa_desc 
 
 static const nsa_desc *nsa__cuda_branch_desc(const nsa_desc *d, nsa__cuda_branch_keys branch,
                                              nsa_desc *own) {
-    return nsa__desc_using(
-        d, branch == NSA__KEYS_CMP ? NSA__USES_CMP : branch == NSA__KEYS_SLC ? NSA__USES_SLC : 0,
-        own);
+    return nsa__desc_using(d,
+                           branch == NSA__KEYS_CMP   ? NSA__USES_CMP
+                           : branch == NSA__KEYS_SLC ? NSA__USES_SLC
+                                                     : 0,
+                           own);
 }
 
 static size_t nsa__cuda_attend_bytes(const nsa_desc *d, nsa__cuda_branch_keys branch,

@@ -53,7 +53,7 @@ NSA__DEVICE int32_t *nsa__cuda_reader_counts(const nsa__cuda_attend_params &para
                                              const nsa__cuda_attend_head &at, int chunk) {
     const nsa__cuda_block_readers &r = params.readers;
     const int64_t line = static_cast<int64_t>(at.kv_head) * (r.chunks + 1) + chunk;
-    return r.counts + line * r.entries.total + nsa__cuda_place_of(r.entries, at.b, at.seq.row);
+    return r.counts + line * r.entries.total + nsa__cuda_place_of(r.entries, at.b, at.seq);
 }
 
 /* A warp takes a chunk of queries, one after the other, a lane to a list entry. place false: counts
@@ -153,7 +153,7 @@ static void nsa__cuda_plan_readers(nsa__cuda_attend_params *params, int count,
     r->of_query = static_cast<int64_t>(params->lists) *
                   (params->list_width < blocks ? params->list_width : blocks);
     r->entries = nsa__cuda_extent_of(d, blocks + int64_t(1), 1, d->slc_block, 2);
-    r->readers = nsa__cuda_extent_of(d, count * r->of_query, r->of_query, 1, 0);
+    r->readers = nsa__cuda_query_extent_of(d, count * r->of_query, r->of_query, 1, 0);
     const int64_t entries = r->entries.total * d->kv_heads;
     r->begin = nsa__cuda_take<int64_t>(arena, entries);
     r->part_begin = nsa__cuda_take<int32_t>(arena, entries);
@@ -167,8 +167,8 @@ static void nsa__cuda_plan_readers(nsa__cuda_attend_params *params, int count,
 static void nsa__cuda_plan_reader_parts(nsa__cuda_attend_params *params, int part) {
     nsa__cuda_block_readers *r = &params->readers;
     r->part = part > 1 ? part : 1;
-    r->slots =
-        nsa__cuda_extent_of(&params->d, 2 * r->readers.each / r->part, 2 * r->of_query, r->part, 0);
+    r->slots = nsa__cuda_query_extent_of(&params->d, 2 * r->readers.each / r->part, 2 * r->of_query,
+                                         r->part, 0);
 }
 
 /* `pieces` for every part of every block of a sequence. */
@@ -196,7 +196,7 @@ static nsa_status nsa__cuda_invert_lists(const nsa__cuda_attend_params *params,
     dim3 chunks, columns, pairs;
     const nsa_desc *d = &params->d;
     const int64_t chunks_of = params->readers.chunks;
-    const nsa__cuda_extent of_sequence = {chunks_of, d->batch * chunks_of, 0, 1, 0, false};
+    const nsa__cuda_extent of_sequence = {chunks_of, d->batch * chunks_of, 0, 1, 0, false, false};
     NSA__CHECK(nsa__cuda_attend_grid(&by_chunk, of_sequence, &chunks));
     NSA__CHECK(nsa__cuda_attend_grid(
         &by_column,
@@ -204,7 +204,7 @@ static nsa_status nsa__cuda_invert_lists(const nsa__cuda_attend_params *params,
                             nsa__cuda_ceil_div(nsa_slc_count(d, d->tokens), NSA__READERS_COLUMNS),
                             1, static_cast<int64_t>(d->slc_block) * NSA__READERS_COLUMNS, 1),
         &columns));
-    NSA__CHECK(nsa__cuda_attend_grid(&by_pair, {1, d->batch, 0, 1, 0, false}, &pairs));
+    NSA__CHECK(nsa__cuda_attend_grid(&by_pair, {1, d->batch, 0, 1, 0, false, false}, &pairs));
     NSA__CHECK(nsa__cuda_status(
         NSA_LAUNCH(nsa__cuda_readers_kernel, chunks, dim3(32), 0, stream, by_chunk, false)));
     NSA__CHECK(nsa__cuda_status(NSA_LAUNCH(nsa__cuda_readers_columns_kernel, columns,

@@ -298,8 +298,7 @@ static nsa_status nsa__cuda_chain_flush(const nsa__cuda_chain_gradient *g, const
         if (!sum->owner || rows == 0) continue;
         nsa__cuda_extent blocks;
         dim3 grid;
-        NSA__CHECK(nsa__cuda_row_grid(d, rows, 1,
-                                      static_cast<int64_t>(sum->heads) * (sum->width / 8),
+        NSA__CHECK(nsa__cuda_row_grid(d, rows, static_cast<int64_t>(sum->heads) * (sum->width / 8),
                                       NSA__CUDA_FLUSH_THREADS, &blocks, &grid));
         s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_flush_kernel, grid, dim3(NSA__CUDA_FLUSH_THREADS),
                                         0, stream, *d, *sum, i == NSA__SUM_Q, blocks));
@@ -311,6 +310,7 @@ extern "C" nsa_status nsa_cuda_attention_backward(const nsa_attention *dx, const
                                                   const nsa_desc *d, void *workspace, size_t bytes,
                                                   cudaStream_t stream) {
     NSA__CHECK(nsa__cuda_attention_check(x, d, 0));
+    NSA__CHECK(nsa__cuda_check_backward(d, true));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__cuda_attention_gradient_check(dx, x, d));
     NSA__CHECK(nsa__cuda_check_workspace(nsa_cuda_attention_backward_workspace_size(dx, x, d),

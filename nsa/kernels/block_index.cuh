@@ -55,24 +55,76 @@ NSA__DEVICE int nsa__stencil_weight(const nsa_desc &d, int u) {
 
 /* One sequence of the batch. */
 struct nsa__sequence {
-    int64_t batch; /* what batch strides multiply: b, or 0 where sequences are packed */
-    int64_t row;   /* the view's row of token 0; on the query's side of query `first` */
+    int64_t batch, row;         /* on the query's side: what batch strides multiply, b or 0 where
+                                   rows are packed, and the view's row of query `first` */
+    int64_t key_batch, key_row; /* of keys: the same, and the view's row of token 0 */
+    int64_t place;              /* keys of the sequences before it, where desc.rows counts them */
     int tokens;
     int first, count; /* the queries to compute that it has */
 };
 
-/* Whatever begins holds, rows stay inside 0 .. begins[B] - 1 and lengths inside 0 .. tokens. */
-NSA__DEVICE nsa__sequence nsa__sequence_of(const nsa_desc &d, int b) {
-    nsa__sequence s = {b, 0, d.tokens, d.first, d.count};
+/* Tokens of sequence b that there are rows for. Whatever begins holds, rows stay inside 0 ..
+   begins[B] - 1 and lengths inside 0 .. tokens; tables have only so many slots. */
+NSA__DEVICE int nsa__tokens_held(const nsa_desc &d, int b, int *begin) {
+    int tokens = d.tokens;
+    *begin = 0;
     if (d.begins) {
         int end = max(d.begins[d.batch], 0);
         if (d.rows) end = min(end, d.rows);
-        const int begin = min(max(d.begins[b], 0), end);
-        s.batch = 0;
-        s.row = begin;
-        s.tokens = min(min(max(d.begins[b + 1], begin), end) - begin, d.tokens);
-        s.count = min(d.count, max(s.tokens - d.first, 0));
+        *begin = min(max(d.begins[b], 0), end);
+        tokens = min(min(max(d.begins[b + 1], *begin), end) - *begin, d.tokens);
     }
+    if (d.pages)
+        tokens = static_cast<int>(min(
+            int64_t(tokens), d.page_count ? int64_t(d.table_width) * d.page_tokens : int64_t(0)));
+    return tokens;
+}
+
+/* Sequence b of a ragged batch, if those before it have `row` queries and `place` keys. Whatever
+   firsts and counts hold, queries are tokens of the sequence, and rows end where desc.rows says. */
+NSA__DEVICE nsa__sequence nsa__sequence_ragged(const nsa_desc &d, int b, int64_t row,
+                                               int64_t place) {
+    int begin;
+    const int held = nsa__tokens_held(d, b, &begin), first = min(max(d.firsts[b], 0), held);
+    int count = min(max(d.counts[b], 0), held - first);
+    int tokens = d.begins ? held : first + count;
+    if (d.rows) {
+        if (!d.begins) tokens = static_cast<int>(min(int64_t(tokens), d.rows - place));
+        count = static_cast<int>(min(int64_t(count), d.rows - row));
+        count = min(count, max(tokens - first, 0));
+    }
+    count = min(max(count - d.first, 0), d.count);
+    return {0,    row, d.begins ? 0 : b, begin, d.begins ? begin : place, tokens, first + d.first,
+            count};
+}
+
+/* A ragged batch is gone through from its first sequence on: its rows and keys are sums over the
+   sequences before. Rows are the view's, so they count what the caller's counts do. */
+struct nsa__cuda_ragged_walk {
+    int64_t row, place;
+};
+NSA__DEVICE void nsa__cuda_ragged_next(nsa__cuda_ragged_walk &walk, const nsa_desc &d,
+                                       const nsa__sequence &s, int b) {
+    walk.row += max(d.counts[b], 0);
+    if (d.rows) walk.row = min(walk.row, static_cast<int64_t>(d.rows));
+    walk.place += s.tokens;
+}
+
+NSA__DEVICE nsa__sequence nsa__sequence_of(const nsa_desc &d, int b) {
+    if (d.counts) {
+        nsa__cuda_ragged_walk walk = {0, 0};
+        for (int i = 0; i < b; i++)
+            nsa__cuda_ragged_next(walk, d, nsa__sequence_ragged(d, i, walk.row, walk.place), i);
+        return nsa__sequence_ragged(d, b, walk.row, walk.place);
+    }
+    nsa__sequence s = {b, 0, b, 0, 0, d.tokens, d.first, d.count};
+    int begin;
+    s.tokens = nsa__tokens_held(d, b, &begin);
+    if (d.begins) {
+        s.batch = s.key_batch = 0;
+        s.row = s.key_row = s.place = begin;
+    }
+    if (d.begins || d.pages) s.count = min(d.count, max(s.tokens - d.first, 0));
     return s;
 }
 
@@ -83,26 +135,35 @@ NSA__DEVICE nsa__sequence nsa__sequence_of(const nsa_desc &d, int b) {
    `each` is the longest one's, and batch * each may be many times what there is; so if desc.rows
    tells the host how many rows there are, a sequence that begins at row r has its own from
    r * num / den + b * spare on. A sequence of n rows must have at most n * num / den + spare,
-   rounded down: then none reaches into the next, and no begins lead out of `total`. */
+   rounded down: then none reaches into the next, and no begins lead out of `total`. Rows are
+   those of the keys or, of what follows the queries, theirs: only a ragged batch tells them
+   apart. */
 struct nsa__cuda_extent {
     int64_t each, total, num, den;
     int spare;
-    bool packed;
+    bool packed, queries;
 };
 
 static inline nsa__cuda_extent nsa__cuda_extent_of(const nsa_desc *d, int64_t each, int64_t num,
                                                    int64_t den, int spare) {
-    nsa__cuda_extent e = {each, d->batch * each, num, den, spare, false};
-    if (!d->begins || !d->rows) return e;
+    nsa__cuda_extent e = {each, d->batch * each, num, den, spare, false, false};
+    if ((!d->begins && !d->counts) || !d->rows) return e;
     const int64_t packed = d->rows * num / den + static_cast<int64_t>(spare) * d->batch;
     e.packed = packed < e.total;
     if (e.packed) e.total = packed;
     return e;
 }
+static inline nsa__cuda_extent nsa__cuda_query_extent_of(const nsa_desc *d, int64_t each,
+                                                         int64_t num, int64_t den, int spare) {
+    nsa__cuda_extent e = nsa__cuda_extent_of(d, each, num, den, spare);
+    e.queries = true;
+    return e;
+}
 
-/* Where the things of sequence b begin, whose row of token 0 is `row`. */
-NSA__DEVICE int64_t nsa__cuda_place_of(const nsa__cuda_extent &e, int b, int64_t row) {
-    return e.packed ? row * e.num / e.den + static_cast<int64_t>(b) * e.spare : b * e.each;
+/* Where the things of sequence b begin. */
+NSA__DEVICE int64_t nsa__cuda_place_of(const nsa__cuda_extent &e, int b, const nsa__sequence &s) {
+    if (!e.packed) return b * e.each;
+    return (e.queries ? s.row : s.place) * e.num / e.den + static_cast<int64_t>(b) * e.spare;
 }
 
 /* Thing `local` of sequence b; `each` if the place is none's. */
@@ -115,14 +176,28 @@ NSA__DEVICE nsa__cuda_thing nsa__cuda_thing_at(const nsa_desc &d, const nsa__cud
                                                int64_t place) {
     if (!e.packed) return {static_cast<int>(place / e.each), place % e.each};
     int low = 0, high = d.batch; /* the last sequence that begins at `place` or before it */
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (nsa__cuda_place_of(e, middle, nsa__sequence_of(d, middle).row) <= place)
-            low = middle;
-        else
-            high = middle;
+    nsa__sequence s = {};
+    if (d.counts) {
+        nsa__cuda_ragged_walk walk = {0, 0};
+        s = nsa__sequence_ragged(d, 0, 0, 0);
+        while (low + 1 < d.batch) {
+            nsa__cuda_ragged_next(walk, d, s, low);
+            const nsa__sequence next = nsa__sequence_ragged(d, low + 1, walk.row, walk.place);
+            if (nsa__cuda_place_of(e, low + 1, next) > place) break;
+            s = next;
+            low++;
+        }
+    } else {
+        while (high - low > 1) {
+            const int middle = (low + high) / 2;
+            if (nsa__cuda_place_of(e, middle, nsa__sequence_of(d, middle)) <= place)
+                low = middle;
+            else
+                high = middle;
+        }
+        s = nsa__sequence_of(d, low);
     }
-    const int64_t local = place - nsa__cuda_place_of(e, low, nsa__sequence_of(d, low).row);
+    const int64_t local = place - nsa__cuda_place_of(e, low, s);
     return {low, local < 0 || local > e.each ? e.each : local};
 }
 
@@ -136,7 +211,7 @@ struct nsa__cuda_places {
 NSA__DEVICE nsa__sequence nsa__sequence_at(const nsa_desc &d, int b, nsa__cuda_places places) {
     if (!places.of) return nsa__sequence_of(d, b);
     const int2 place = places.of[b];
-    nsa__sequence s = {b, 0, place.x + place.y, place.x + d.first, 0};
+    nsa__sequence s = {b, 0, b, 0, 0, place.x + place.y, place.x + d.first, 0};
     s.count = min(d.count, max(place.y - d.first, 0));
     return s;
 }
@@ -144,6 +219,60 @@ NSA__DEVICE nsa__sequence nsa__sequence_at(const nsa_desc &d, int b, nsa__cuda_p
 /* The row of a sequence's compressed block 0; cmp_begins is read where sequences are packed. */
 NSA__DEVICE int64_t nsa__cmp_row(const nsa_desc &d, const int32_t *cmp_begins, int b) {
     return d.begins ? cmp_begins[b] : 0;
+}
+
+/* The compressed rows that a call makes: all or, of a ragged batch, what tokens from its first query
+   on complete. */
+struct nsa__cmp_span {
+    int begin, end;
+};
+NSA__DEVICE nsa__cmp_span nsa__cmp_made(const nsa_desc &d, const nsa__sequence &s) {
+    return {d.counts ? nsa__cmp_count(d, s.first) : 0, nsa__cmp_count(d, s.tokens)};
+}
+/* How many they are of one sequence at most, for the host: as its queries amount to, unless begins
+   say where it ends. */
+static inline int64_t nsa__cuda_cmp_made_most(const nsa_desc *d) {
+    const int64_t all = nsa_cmp_count(d, d->tokens), most = d->count / d->cmp_stride + int64_t(1);
+    return d->counts && !d->begins && most < all ? most : all;
+}
+static inline nsa__cuda_extent nsa__cuda_cmp_made_extent(const nsa_desc *d, int64_t each,
+                                                         int64_t num, int64_t den, int spare) {
+    return d->begins ? nsa__cuda_extent_of(d, each, num, den, spare)
+                     : nsa__cuda_query_extent_of(d, each, num, den, spare);
+}
+
+/* ---- Pages ----------------------------------------------------------------------------------- */
+
+/* Where row `at` of a sequence lies, counted from its first page on; a page has `rows` of them.
+   An entry that is no page is taken for the nearest one: no table leads out of a view. */
+struct nsa__cuda_page_row {
+    int page, row;
+};
+NSA__DEVICE nsa__cuda_page_row nsa__cuda_page_row_of(const int32_t *table, int rows, int page_count,
+                                                     int at) {
+    const unsigned slot = static_cast<unsigned>(at) / static_cast<unsigned>(rows);
+    return {min(max(table[slot], 0), page_count - 1), at - static_cast<int>(slot) * rows};
+}
+
+/* The same for row `key` of sequence b's tokens or, with cmp, of its compressed blocks, each of
+   which lies where its last token does. */
+NSA__DEVICE nsa__cuda_page_row nsa__cuda_key_page(const nsa_desc &d, int b, bool cmp, int key) {
+    return nsa__cuda_page_row_of(d.pages + static_cast<int64_t>(b) * d.table_width,
+                                 cmp ? d.page_tokens / d.cmp_stride : d.page_tokens, d.page_count,
+                                 cmp ? key + nsa__stencil_lead(d) : key);
+}
+
+/* The element offset of that row; without pages row `first_row` of the view is key 0's. */
+NSA__DEVICE int64_t nsa__cuda_key_offset(const nsa_desc &d, const nsa_tensor &x,
+                                         const nsa__sequence &s, int b, bool cmp, int64_t first_row,
+                                         int key, int head) {
+    int64_t batch = s.key_batch, row = first_row + key;
+    if (d.pages) {
+        const nsa__cuda_page_row at = nsa__cuda_key_page(d, b, cmp, key);
+        batch = at.page;
+        row = at.row;
+    }
+    return x.batch * batch + x.token * row + x.head * head;
 }
 
 /* ---- Rows by teams of threads, for kernels bound by memory ----------------------------------- */
@@ -189,11 +318,11 @@ NSA__DEVICE nsa__cuda_team_place nsa__cuda_team_place_of(const nsa_desc &d,
 }
 
 /* Blocks of `threads` for `of_row` threads of each of at most `rows` rows of a sequence, which has
-   one for every `stride` of its packed rows. */
-static nsa_status nsa__cuda_row_grid(const nsa_desc *d, int64_t rows, int stride, int64_t of_row,
-                                     int threads, nsa__cuda_extent *blocks, dim3 *grid) {
-    *blocks = nsa__cuda_extent_of(d, nsa__cuda_ceil_div(rows * of_row, threads), of_row,
-                                  static_cast<int64_t>(threads) * stride, 1);
+   one for each of its queries. */
+static nsa_status nsa__cuda_row_grid(const nsa_desc *d, int64_t rows, int64_t of_row, int threads,
+                                     nsa__cuda_extent *blocks, dim3 *grid) {
+    *blocks = nsa__cuda_query_extent_of(d, nsa__cuda_ceil_div(rows * of_row, threads), of_row,
+                                        threads, 1);
     return nsa__cuda_grid(blocks->total, grid);
 }
 
@@ -201,8 +330,8 @@ static nsa_status nsa__cuda_row_grid(const nsa_desc *d, int64_t rows, int stride
 static nsa_status nsa__cuda_team_grid(const nsa_desc *d, int heads, int width,
                                       nsa__cuda_teams *teams, dim3 *grid) {
     teams->size = nsa__cuda_team_of(width);
-    return nsa__cuda_row_grid(d, d->count, 1, heads, NSA__TEAM_THREADS / teams->size,
-                              &teams->blocks, grid);
+    return nsa__cuda_row_grid(d, d->count, heads, NSA__TEAM_THREADS / teams->size, &teams->blocks,
+                              grid);
 }
 
 /* ---- The map M as CSR ----------------------------------------------------------------------- */
@@ -244,7 +373,8 @@ static __global__ void nsa__cmp_begins_kernel(nsa_desc d, int32_t *cmp_begins) {
     int sum = 0;
     for (int b0 = 0; b0 < d.batch; b0 += 32) {
         const int b = b0 + lane;
-        const int blocks = b < d.batch ? nsa__cmp_count(d, nsa__sequence_of(d, b).tokens) : 0;
+        int begin;
+        const int blocks = b < d.batch ? nsa__cmp_count(d, nsa__tokens_held(d, b, &begin)) : 0;
         int end = blocks;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -283,7 +413,91 @@ static __global__ void nsa__cuda_ascending_kernel(nsa_desc d, int32_t *begins) {
     }
 }
 
+/* ---- What is wrong with firsts, counts and tables --------------------------------------------*/
+
+enum {
+    NSA__PAGES_FIRST = 1,
+    NSA__PAGES_COUNT,
+    NSA__PAGES_MOST,
+    NSA__PAGES_BEHIND,
+    NSA__PAGES_WIDTH,
+    NSA__PAGES_ENTRY,
+    NSA__PAGES_WARPS = 32
+};
+
+extern "C" const char *nsa_cuda_page_reason(int reason) {
+    static const char *const reasons[] = {"",
+                                          "first below 0",
+                                          "count below 0",
+                                          "count above desc.count",
+                                          "queries behind the last token",
+                                          "more tokens than the table has pages for",
+                                          "not a page"};
+    return reason > 0 && reason <= NSA__PAGES_ENTRY ? reasons[reason] : "";
+}
+
+/* Of sequence b: its queries, then its line of the table. By a warp. */
+NSA__DEVICE nsa_cuda_page_verdict nsa__cuda_page_fault_of(const nsa_desc &d, int b) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    int64_t tokens = d.begins ? int64_t(d.begins[b + 1]) - d.begins[b] : int64_t(d.tokens);
+    nsa_cuda_page_verdict v = {NSA_OK, 0, b, 0, 0};
+    if (d.counts) {
+        const int64_t first = d.firsts[b], count = d.counts[b];
+        v.reason = first < 0                ? NSA__PAGES_FIRST
+                   : count < 0              ? NSA__PAGES_COUNT
+                   : count > d.count        ? NSA__PAGES_MOST
+                   : first + count > tokens ? NSA__PAGES_BEHIND
+                                            : 0;
+        v.value = static_cast<int32_t>(first < 0 ? first : count);
+        v.status = NSA_ERROR_RANGE | (first < 0 ? NSA__AT_firsts : NSA__AT_counts) << 8;
+        if (v.reason) return v;
+        if (!d.begins) tokens = first + count;
+    }
+    v = {NSA_ERROR_PAGES | NSA__AT_pages << 8, NSA__PAGES_WIDTH, b, 0, d.table_width};
+    const int64_t slots = d.pages && tokens > 0 ? (tokens - 1) / d.page_tokens + 1 : 0;
+    if (slots > d.table_width) return v;
+    const int32_t *table = d.pages + static_cast<int64_t>(b) * d.table_width;
+    for (int base = 0; base < slots; base += 32) {
+        const bool bad =
+            base + lane < slots && (table[base + lane] < 0 || table[base + lane] >= d.page_count);
+        const unsigned all = __ballot_sync(0xffffffffu, bad);
+        if (!all) continue;
+        v.reason = NSA__PAGES_ENTRY;
+        v.slot = base + __ffs(static_cast<int>(all)) - 1;
+        v.value = table[v.slot];
+        return v;
+    }
+    return {NSA_OK, 0, 0, 0, 0};
+}
+
+/* One block: a warp takes a sequence; the first with a fault has the verdict. */
+static __global__ void __launch_bounds__(32 * NSA__PAGES_WARPS, 1)
+    nsa__cuda_check_pages_kernel(nsa_desc d, nsa_cuda_page_verdict *verdict) {
+    NSA_SHARED(int, first, [1]);
+    const int thread = static_cast<int>(threadIdx.x);
+    bool found = false;
+    for (int base = 0; base < d.batch && !found; base += NSA__PAGES_WARPS) {
+        const int b = base + thread / 32;
+        nsa_cuda_page_verdict mine = {NSA_OK, 0, 0, 0, 0};
+        if (b < d.batch) mine = nsa__cuda_page_fault_of(d, b);
+        if (thread == 0) first[0] = d.batch;
+        found = __syncthreads_or(mine.reason);
+        if (mine.reason && thread % 32 == 0) atomicMin(&first[0], b);
+        __syncthreads();
+        if (found && thread % 32 == 0 && first[0] == b) *verdict = mine;
+    }
+    if (!found && thread == 0) *verdict = {NSA_OK, 0, 0, 0, 0};
+}
+
 /* ---- Entry points --------------------------------------------------------------------------- */
+
+extern "C" nsa_status nsa_cuda_check_pages(const nsa_desc *d, nsa_cuda_page_verdict *verdict,
+                                           cudaStream_t stream) {
+    NSA__CHECK(nsa__cuda_check_desc(d));
+    if (!verdict) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_check_pages_kernel, dim3(1),
+                                       dim3(32 * NSA__PAGES_WARPS), 0, stream, *d, verdict));
+}
 
 extern "C" nsa_status nsa_cuda_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
                                          int32_t *indices, float *weights, cudaStream_t stream) {

@@ -84,16 +84,28 @@ static inline int nsa__cuda_key_sharers(const nsa_desc *d) {
     return nsa__cuda_list_heads(d) / d->kv_heads;
 }
 
-/* begins lie on the device: nsa_desc_check sees a batch of full length instead. The kernels know
-   neither positions by sequence nor pages. */
+/* The geometry as kernels take it: of a ragged batch `first` counts from each sequence's first
+   query, so that a call can be cut into chunks of queries. */
+static inline nsa_desc nsa__cuda_all_queries(const nsa_desc *d) {
+    nsa_desc all = *d;
+    if (d->counts) all.first = 0;
+    return all;
+}
+
+/* Arrays lie on the device: nsa_desc_check sees a batch of full length instead and, because tables
+   are not to be read, one without tokens. */
 static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
+    static const int32_t no_page = 0;
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
-    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
-    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
     nsa_desc host = *d;
-    host.begins = NULL;
+    host.begins = host.firsts = host.counts = host.pages = NULL;
     host.isa = NSA_ISA_DETECT;
     NSA__CHECK(nsa_desc_check(&host));
+    host.pages = d->pages ? &no_page : NULL;
+    host.tokens = host.first = host.count = 0;
+    NSA__CHECK(nsa_desc_check(&host));
+    if (!d->firsts != !d->counts)
+        return nsa__error(NSA_ERROR_NULL, d->firsts ? NSA__AT_counts : NSA__AT_firsts);
     if (d->dim % 8 || d->dim > NSA_CUDA_MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
     if (d->dim_v % 8 || d->dim_v > NSA_CUDA_MAX_DIM)
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim_v);
@@ -104,28 +116,45 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     return NSA_OK;
 }
 
+/* The descriptor for what ranks, as nsa.h's. */
+static inline const nsa_desc *nsa__cuda_rank_desc(const nsa_desc *d, nsa_desc *own) {
+    return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
+}
+
+/* What backward is not computed for, as nsa.h's. */
+static inline nsa_status nsa__cuda_check_backward(const nsa_desc *d, bool whole) {
+    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
+    return whole && d->firsts ? nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts) : NSA_OK;
+}
+
 /* Of packed sequences the host knows neither the rows in all nor the last: two rows stand for
    them. */
-static inline nsa__shape nsa__cuda_shape(const nsa_desc *d, int64_t rows, int64_t heads,
-                                         int64_t width) {
+static inline nsa__shape nsa__cuda_shape(const nsa_desc *d, bool packed, int64_t rows,
+                                         int64_t heads, int64_t width) {
     nsa__shape shape = {d->batch, rows, heads, width};
-    if (d->begins) {
+    if (packed) {
+        shape.rows = rows * d->batch < 2 ? rows * d->batch : 2;
         shape.batch = 1;
-        shape.rows = rows < 2 ? rows : 2;
     }
     return shape;
 }
 static inline nsa__shape nsa__cuda_query_shape(const nsa_desc *d, int64_t heads, int64_t width) {
-    return nsa__cuda_shape(d, d->count, heads, width);
+    return nsa__cuda_shape(d, d->begins || d->counts, d->count, heads, width);
 }
 static inline nsa__shape nsa__cuda_list_shape(const nsa_desc *d, int64_t width) {
     return nsa__cuda_query_shape(d, nsa__cuda_list_heads(d), width);
 }
+/* Of keys: one row for every `stride` tokens of a page, or `rows` of a sequence. */
+static inline nsa__shape nsa__cuda_paged_shape(const nsa_desc *d, int64_t rows, int stride,
+                                               int64_t width) {
+    const nsa__shape paged = {d->page_count, d->page_tokens / stride, d->kv_heads, width};
+    return d->pages ? paged : nsa__cuda_shape(d, d->begins != NULL, rows, d->kv_heads, width);
+}
 static inline nsa__shape nsa__cuda_key_shape(const nsa_desc *d, int64_t width) {
-    return nsa__cuda_shape(d, d->tokens, d->kv_heads, width);
+    return nsa__cuda_paged_shape(d, d->tokens, 1, width);
 }
 static inline nsa__shape nsa__cuda_cmp_shape(const nsa_desc *d, int64_t width) {
-    return nsa__cuda_shape(d, nsa_cmp_count(d, d->tokens), d->kv_heads, width);
+    return nsa__cuda_paged_shape(d, nsa_cmp_count(d, d->tokens), d->cmp_stride, width);
 }
 
 /* A view whose rows are read 16 bytes at a time. */

@@ -37,21 +37,25 @@ static __global__ void nsa__cuda_filter_forward_kernel(nsa_desc d, nsa_compress 
                                                        nsa__cuda_extent blocks,
                                                        const int32_t *cmp_begins) {
     const nsa__cuda_filter_place p = nsa__cuda_filter_place_of(d, blocks, x.dim);
-    if (p.row >= nsa__cmp_count(d, p.s.tokens)) return;
+    const nsa__cmp_span made = nsa__cmp_made(d, p.s);
+    if (p.row >= made.end - made.begin) return;
+    const int i = made.begin + static_cast<int>(p.row);
     const bool conv = x.phi == NSA_PHI_CONV;
     float out[8] = {0, 0, 0, 0, 0, 0, 0, 0}, w[8], row[8];
     if (conv && x.b1.data) nsa__load8(out, x.b1.dtype, nsa__row_at(x.b1, 0, 0, p.head), p.c);
 #pragma unroll
     for (int c = 0; c < 8; c++) w[c] = 1.0f / static_cast<float>(d.cmp_block);
     for (int j = 0; j < d.cmp_block; j++) {
-        const int64_t token = p.s.row + p.row * d.cmp_stride + j;
+        const int64_t at = nsa__cuda_key_offset(d, x.x, p.s, p.b, false, p.s.key_row,
+                                                i * d.cmp_stride + j, p.head);
         if (conv) nsa__load8(w, x.w1.dtype, nsa__row_at(x.w1, 0, j, p.head), p.c);
-        nsa__load8(row, x.x.dtype, nsa__row_at(x.x, p.s.batch, token, p.head), p.c);
+        nsa__load8(row, x.x.dtype, nsa__element_at(x.x, at), p.c);
 #pragma unroll
         for (int c = 0; c < 8; c++) out[c] += w[c] * row[c];
     }
-    const int64_t i = nsa__cmp_row(d, cmp_begins, p.b) + p.row;
-    nsa__store8(x.out.dtype, nsa__row_at(x.out, p.s.batch, i, p.head), p.c, out);
+    const int64_t to =
+        nsa__cuda_key_offset(d, x.out, p.s, p.b, true, nsa__cmp_row(d, cmp_begins, p.b), i, p.head);
+    nsa__store8(x.out.dtype, nsa__element_at(x.out, to), p.c, out);
 }
 
 /* dx[t][c] += sum over the blocks i that cover t of w[t - i d][c] dout[i][c]. */
@@ -137,10 +141,16 @@ static nsa__cuda_filter_plan nsa__cuda_filter_plan_of(const nsa_compress *x, con
     return p;
 }
 
+/* Threads for `rows` rows of a sequence, one for every `stride` of its tokens. Those that a ragged
+   batch makes may be one more. */
 static nsa_status nsa__cuda_filter_grid(const nsa_desc *d, int64_t rows, int stride, int dim,
                                         nsa__cuda_extent *blocks, dim3 *grid) {
-    return nsa__cuda_row_grid(d, rows, stride, static_cast<int64_t>(d->kv_heads) * (dim / 8),
-                              NSA__FILTER_THREADS, blocks, grid);
+    const int64_t of_row = static_cast<int64_t>(d->kv_heads) * (dim / 8);
+    const int64_t more = d->counts ? of_row / NSA__FILTER_THREADS + 1 : 0;
+    *blocks = nsa__cuda_cmp_made_extent(d, nsa__cuda_ceil_div(rows * of_row, NSA__FILTER_THREADS),
+                                        of_row, static_cast<int64_t>(NSA__FILTER_THREADS) * stride,
+                                        static_cast<int>(more + 1));
+    return nsa__cuda_grid(blocks->total, grid);
 }
 
 static nsa_status nsa__cuda_filter_forward(const nsa_compress *x, const nsa_desc *d,
@@ -149,12 +159,12 @@ static nsa_status nsa__cuda_filter_forward(const nsa_compress *x, const nsa_desc
     const nsa__cuda_filter_plan p = nsa__cuda_filter_plan_of(x, d, 0, &a);
     nsa__cuda_extent blocks;
     dim3 grid;
-    nsa_status s = nsa__cuda_filter_grid(d, nsa_cmp_count(d, d->tokens), d->cmp_stride, x->dim,
-                                         &blocks, &grid);
+    nsa_status s =
+        nsa__cuda_filter_grid(d, nsa__cuda_cmp_made_most(d), d->cmp_stride, x->dim, &blocks, &grid);
     if (s == NSA_OK && d->begins) NSA__CHECK(nsa__cuda_cmp_begins(d, p.cmp_begins, stream));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_filter_forward_kernel, grid,
-                                       dim3(NSA__FILTER_THREADS), 0, stream, *d, *x, blocks,
-                                       p.cmp_begins));
+                                       dim3(NSA__FILTER_THREADS), 0, stream,
+                                       nsa__cuda_all_queries(d), *x, blocks, p.cmp_begins));
 }
 
 static nsa_status nsa__cuda_filter_backward(const nsa_compress *dx, const nsa_compress *x,
@@ -289,7 +299,7 @@ extern "C" size_t nsa_cuda_compress_backward_workspace_size(const nsa_compress *
 /* The launches alone, for the entry point and for the chain. */
 static nsa_status nsa__cuda_compress_forward_run(const nsa_compress *x, const nsa_desc *d,
                                                  void *workspace, cudaStream_t stream) {
-    if (nsa_cmp_count(d, d->tokens) == 0) return NSA_OK;
+    if (nsa_cmp_count(d, d->tokens) == 0 || (d->counts && d->count == 0)) return NSA_OK;
     return x->phi == NSA_PHI_MLP ? nsa__cuda_mlp_forward(x, d, workspace, stream)
                                  : nsa__cuda_filter_forward(x, d, workspace, stream);
 }
@@ -313,6 +323,7 @@ extern "C" nsa_status nsa_cuda_compress_backward(const nsa_compress *dx, const n
                                                  const nsa_desc *d, void *workspace, size_t bytes,
                                                  cudaStream_t stream) {
     NSA__CHECK(nsa__cuda_compress_check(x, d, 0, 0));
+    NSA__CHECK(nsa__cuda_check_backward(d, true));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__cuda_check_rows(&dx->out, nsa__cuda_cmp_shape(d, x->dim), NSA__FLOATS, 0,
                                     NSA__AT_out | NSA__GRADIENT));

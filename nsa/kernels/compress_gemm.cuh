@@ -8,28 +8,51 @@
 
 #include "block_index.cuh"
 
+/* Pages of `rows` rows, each sequence's in a line of the table; NULL: none. */
+struct nsa__cuda_operand_pages {
+    const int32_t *table;
+    int width, rows, count;
+};
+
 /* A matrix in memory. Row r starts at the gathered token's row, or at r % modulus * stride +
    r / modulus * jump; column c of it lies c / width * outer + c % width further on, so that pieces
-   of 16 bytes are always whole. */
+   of 16 bytes are always whole. With pages token c / width behind the gathered one has the row that
+   its page says, and outer is 1. */
 struct nsa__cuda_operand {
     const void *data;
     int64_t head;
-    const int4 *gather; /* NULL, or of each row: batch, token's row, compressed row or -1, tokens */
+    /* NULL, or of each row: batch, row of its first token, compressed row or -1, tokens left; with
+       pages: the page and row of the compressed row around its first token's number, sequence */
+    const int4 *gather;
     int64_t batch, stride;
     int modulus;
     int64_t jump;
     int width;
     int64_t outer;
     int columns;
+    nsa__cuda_operand_pages pages;
 };
 
+/* Where row r starts; with pages its sequence and token, in one number. */
 NSA__DEVICE int64_t nsa__cuda_operand_row(const nsa__cuda_operand &x, int r) {
     if (x.gather) {
         const int4 at = x.gather[r];
-        return at.z < 0 ? -1 : x.batch * at.x + x.stride * at.y;
+        if (at.z < 0) return -1;
+        if (x.pages.table) return static_cast<int64_t>(at.w) << 32 | at.y;
+        return x.batch * at.x + x.stride * at.y;
     }
     if (r < x.modulus) return x.stride * r;
     return x.stride * (r % x.modulus) + x.jump * (r / x.modulus);
+}
+
+/* Where the row of the token `further` behind that of `start` lies. */
+NSA__DEVICE int64_t nsa__cuda_operand_token(const nsa__cuda_operand &x, int64_t start,
+                                            int64_t further) {
+    if (!x.pages.table) return start + further;
+    const nsa__cuda_page_row at =
+        nsa__cuda_page_row_of(x.pages.table + (start >> 32) * x.pages.width, x.pages.rows,
+                              x.pages.count, static_cast<int>(start + further));
+    return x.batch * at.page + x.stride * at.row;
 }
 
 /* c of m x n = sum over k, cut into `splits` slices of k; `limit` in device memory, where it is not
@@ -88,7 +111,7 @@ template <typename T, bool ALONG_K> struct nsa__cuda_gemm_loader {
             int64_t at = -1;
             if (ALONG_K) {
                 if (row_at[i] >= 0 && k + p * tile::piece < end)
-                    at = row_at[i] + column_at + column;
+                    at = nsa__cuda_operand_token(x, row_at[i], column_at) + column;
             } else if (column_at >= 0 && k + row + i * tile::step < end) {
                 const int64_t start = nsa__cuda_operand_row(x, k + row + i * tile::step);
                 if (start >= 0) at = start + column_at;

@@ -24,7 +24,9 @@
 /* How many rows, at most. */
 static int64_t nsa__cuda_mlp_rows(const nsa_desc *d) {
     const int64_t lead = d->cmp_block / d->cmp_stride - 1;
-    return nsa__cuda_extent_of(d, nsa_cmp_count(d, d->tokens), 1, d->cmp_stride, 0).total +
+    return nsa__cuda_cmp_made_extent(d, nsa__cuda_cmp_made_most(d), 1, d->cmp_stride,
+                                     d->counts != NULL)
+               .total +
            (d->batch + 1) * lead;
 }
 
@@ -35,14 +37,13 @@ struct nsa__cuda_mlp_plan {
     int lead, rows, flat; /* flat: l D */
     int32_t *cmp_begins;
     int32_t *count; /* rows there are; and less `lead` */
-    int4
-        *gather; /* of each row: batch, row of its first token, compressed row or -1, tokens left */
-    float *bias; /* (Hk, hidden) */
-    void *act;   /* (Hk, rows, hidden): silu(h), rounded */
-    float *slope;  /* likewise: silu'(h) */
-    void *dh;      /* likewise, rounded; rows that are no block are zeros */
-    void *dout;    /* (Hk, rows, D), likewise */
-    float *dh_sum; /* (Hk, hidden) */
+    int4 *gather;   /* nsa__cuda_operand says of what */
+    float *bias;    /* (Hk, hidden) */
+    void *act;      /* (Hk, rows, hidden): silu(h), rounded */
+    float *slope;   /* likewise: silu'(h) */
+    void *dh;       /* likewise, rounded; rows that are no block are zeros */
+    void *dout;     /* (Hk, rows, D), likewise */
+    float *dh_sum;  /* (Hk, hidden) */
     float *parts;
     int splits_w1, splits_w2, column_parts;
 };
@@ -87,25 +88,44 @@ static nsa__cuda_mlp_plan nsa__cuda_mlp_plan_of(const nsa_compress *x, const nsa
 
 /* ---- Kernels beside the products ------------------------------------------------------------- */
 
+/* Compressed rows that are made of the sequences before b. */
+NSA__DEVICE int nsa__cuda_mlp_before(const nsa_desc &d, const int32_t *cmp_begins, int b) {
+    if (!d.counts) return d.begins ? cmp_begins[b] : b * nsa__cmp_count(d, d.tokens);
+    nsa__cuda_ragged_walk walk = {0, 0};
+    int rows = 0;
+    for (int i = 0; i < b; i++) {
+        const nsa__sequence s = nsa__sequence_ragged(d, i, walk.row, walk.place);
+        const nsa__cmp_span made = nsa__cmp_made(d, s);
+        rows += made.end - made.begin;
+        nsa__cuda_ragged_next(walk, d, s, i);
+    }
+    return rows;
+}
+
 /* Fills `gather` for the rows of a sequence; the rest of it was set to -1 before. */
 static __global__ void nsa__cuda_mlp_gather_kernel(nsa_desc d, const int32_t *cmp_begins, int lead,
                                                    nsa__cuda_extent blocks, int4 *gather,
                                                    int32_t *count) {
-    const int per_sequence = nsa__cmp_count(d, d.tokens) + lead;
     const nsa__cuda_thing block = nsa__cuda_thing_at(d, blocks, blockIdx.x);
     const int b = block.b;
     const int i = static_cast<int>(block.local * blockDim.x + threadIdx.x);
     const nsa__sequence s = nsa__sequence_of(d, b);
-    const int n = nsa__cmp_count(d, s.tokens),
-              before = d.begins ? cmp_begins[b] : b * (per_sequence - lead);
-    const int row = before + (b + 1) * lead + i;
-    if (i < n + lead)
-        gather[row] =
-            make_int4(static_cast<int>(s.batch), static_cast<int>(s.row) + i * d.cmp_stride,
-                      i < n ? (d.begins ? before : 0) + i : -1, s.tokens - i * d.cmp_stride);
+    const nsa__cmp_span made = nsa__cmp_made(d, s);
+    const int n = made.end - made.begin, token = (made.begin + i) * d.cmp_stride;
+    const int row = nsa__cuda_mlp_before(d, cmp_begins, b) + (b + 1) * lead + i;
+    if (i < n + lead) {
+        int4 at = make_int4(static_cast<int>(s.key_batch), static_cast<int>(s.key_row) + token,
+                            static_cast<int>(nsa__cmp_row(d, cmp_begins, b)) + made.begin + i,
+                            s.tokens - token);
+        if (d.pages && i < n) {
+            const nsa__cuda_page_row out = nsa__cuda_key_page(d, b, true, made.begin + i);
+            at = make_int4(out.page, token, out.row, b);
+        }
+        if (i >= n) at.z = -1;
+        gather[row] = at;
+    }
     if (blockIdx.x == 0 && threadIdx.x == 0) {
-        const int all = d.begins ? cmp_begins[d.batch] : d.batch * (per_sequence - lead);
-        count[0] = all + (d.batch + 1) * lead;
+        count[0] = nsa__cuda_mlp_before(d, cmp_begins, d.batch) + (d.batch + 1) * lead;
         count[1] = count[0] - lead;
     }
 }
@@ -265,23 +285,27 @@ struct nsa__cuda_mlp_parts_done {
 
 /* (heads, rows, columns), packed. */
 static nsa__cuda_operand nsa__cuda_packed_operand(const void *data, int64_t rows, int columns) {
-    const nsa__cuda_operand x = {data, rows * columns, NULL, 0,      columns, INT32_MAX,
-                                 0,    columns,        0,    columns};
+    const nsa__cuda_operand x = {data, rows * columns, NULL, 0,       columns, INT32_MAX,
+                                 0,    columns,        0,    columns, {}};
     return x;
 }
 
 /* A parameter: (Hk, rows, columns). */
 static nsa__cuda_operand nsa__cuda_parameter_operand(const nsa_tensor *w, int columns) {
-    const nsa__cuda_operand x = {w->data,   w->head, NULL,    0, w->token,
-                                 INT32_MAX, 0,       columns, 0, columns};
+    const nsa__cuda_operand x = {w->data, w->head, NULL, 0,       w->token, INT32_MAX,
+                                 0,       columns, 0,    columns, {}};
     return x;
 }
 
 /* The flattened windows of x: row r is l rows of D from the gathered token on. */
-static nsa__cuda_operand nsa__cuda_window_operand(const nsa_compress *x,
+static nsa__cuda_operand nsa__cuda_window_operand(const nsa_compress *x, const nsa_desc *d,
                                                   const nsa__cuda_mlp_plan *p) {
-    const nsa__cuda_operand o = {x->x.data, x->x.head, p->gather, x->x.batch, x->x.token,
-                                 INT32_MAX, 0,         x->dim,    x->x.token, p->flat};
+    nsa__cuda_operand o = {x->x.data, x->x.head, p->gather,  x->x.batch, x->x.token, INT32_MAX,
+                           0,         x->dim,    x->x.token, p->flat,    {}};
+    if (d->pages) {
+        o.pages = {d->pages, d->table_width, d->page_tokens, d->page_count};
+        o.outer = 1;
+    }
     return o;
 }
 
@@ -292,16 +316,17 @@ static nsa_status nsa__cuda_mlp_prepare(const nsa_compress *x, const nsa_desc *d
         s = nsa__cuda_status(
             nsa__memset(p->gather, 0xff, sizeof(int4) * static_cast<size_t>(p->rows), stream));
     /* `lead` rows more than the compressed ones */
-    const int64_t most = nsa_cmp_count(d, d->tokens) + int64_t(p->lead);
-    const nsa__cuda_extent blocks = nsa__cuda_extent_of(
-        d, nsa__cuda_ceil_div(most, NSA__MLP_THREADS), 1,
-        static_cast<int64_t>(d->cmp_stride) * NSA__MLP_THREADS, p->lead / NSA__MLP_THREADS + 2);
+    const int64_t most = nsa__cuda_cmp_made_most(d) + p->lead;
+    const nsa__cuda_extent blocks =
+        nsa__cuda_cmp_made_extent(d, nsa__cuda_ceil_div(most, NSA__MLP_THREADS), 1,
+                                  static_cast<int64_t>(d->cmp_stride) * NSA__MLP_THREADS,
+                                  (p->lead + 1) / NSA__MLP_THREADS + 2);
     dim3 grid;
     if (s == NSA_OK) s = nsa__cuda_grid(blocks.total, &grid);
     if (s == NSA_OK)
         s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_mlp_gather_kernel, grid, dim3(NSA__MLP_THREADS),
-                                        0, stream, *d, p->cmp_begins, p->lead, blocks, p->gather,
-                                        p->count));
+                                        0, stream, nsa__cuda_all_queries(d), p->cmp_begins, p->lead,
+                                        blocks, p->gather, p->count));
     if (s == NSA_OK)
         s = nsa__cuda_grid(nsa__cuda_ceil_div(static_cast<int64_t>(d->kv_heads) * x->hidden,
                                               NSA__MLP_THREADS / 32),
@@ -321,7 +346,7 @@ static nsa_status nsa__cuda_mlp_hidden(const nsa_compress *x, const nsa_desc *d,
     const nsa__cuda_gemm_shape shape = {p->rows, x->hidden, p->flat, 1, d->kv_heads, p->count};
     const nsa__cuda_mlp_hidden_done<T> done = {p->bias, static_cast<T *>(p->act), slope, p->rows,
                                                x->hidden};
-    return nsa__cuda_gemm_run<T, true, true>(nsa__cuda_window_operand(x, p),
+    return nsa__cuda_gemm_run<T, true, true>(nsa__cuda_window_operand(x, d, p),
                                              nsa__cuda_parameter_operand(&x->w1, p->flat), shape,
                                              done, stream);
 }
@@ -426,7 +451,7 @@ static nsa_status nsa__cuda_mlp_weights(const nsa_compress *dx, const nsa_compre
                                             p->splits_w1, d->kv_heads, p->count};
         const nsa__cuda_mlp_parts_done done = {p->parts, d->kv_heads, x->hidden, p->flat};
         s = nsa__cuda_gemm_run<T, false, false>(nsa__cuda_packed_operand(p->dh, p->rows, x->hidden),
-                                                nsa__cuda_window_operand(x, p), shape, done,
+                                                nsa__cuda_window_operand(x, d, p), shape, done,
                                                 stream);
         const nsa__cuda_parts parts = {p->parts,    p->splits_w1,
                                        d->kv_heads, static_cast<int64_t>(x->hidden) * p->flat,

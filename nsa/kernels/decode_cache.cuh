@@ -84,7 +84,8 @@ static nsa_status nsa__cuda_check_decodes(const nsa_desc *d) {
     if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
     if (nsa__cuda_list_heads(d) != d->kv_heads)
         return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
-    return NSA_OK;
+    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
+    return d->pages ? nsa__error(NSA_ERROR_OPTION, NSA__AT_pages) : NSA_OK;
 }
 
 static nsa_status nsa__cuda_cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
@@ -486,11 +487,12 @@ static __global__ void nsa__cuda_decode_bits_kernel(nsa_desc d, nsa__cuda_bits_j
     const int of_k = d.dim / 8, pieces = of_k + d.dim_v / 8;
     for (int key = first; key < last; key++) {
         const int row = nsa__cuda_ring_row(key, params.ring);
+        const void *k = nsa__row_at(params.k, b, row, head),
+                   *v = nsa__row_at(params.v, b, row, head);
         bool finite = true;
         for (int piece = lane; piece < pieces; piece += 32)
-            finite &= piece < of_k
-                          ? nsa__cuda_piece_finite(params.k, b, row, head, piece * 8)
-                          : nsa__cuda_piece_finite(params.v, b, row, head, (piece - of_k) * 8);
+            finite &= piece < of_k ? nsa__cuda_piece_finite(params.k.dtype, k, piece * 8)
+                                   : nsa__cuda_piece_finite(params.v.dtype, v, (piece - of_k) * 8);
         if (!__all_sync(0xffffffffu, finite)) bad |= uint64_t(1) << (key - 64 * word);
     }
     __syncwarp(); /* every lane has read the word */

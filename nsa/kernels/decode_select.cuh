@@ -88,15 +88,15 @@ static __global__ void __launch_bounds__(32 * NSA__DECODE_SELECT_WARPS,
     if (!CHUNKS)
         nsa__cuda_select_load<T, D, NT, false>(c, w.lse2, params.x, params.d, p.s, plan, p.kv_head,
                                                w.first_query, 0);
-    const T *k = nsa__row_of<const T>(params.x.k, p.s.batch, 0, p.kv_head);
-    nsa__cuda_select_copy<T, D>(tiles, k, params.x.k.token, first, keys, params.d.dim);
+    const nsa__cuda_select_keys<T> k = {
+        nsa__row_of<const T>(params.x.k, p.s.key_batch, 0, p.kv_head), nullptr};
+    nsa__cuda_select_copy<T, D>(tiles, k, params.x.k, params.d, first, keys);
     nsa__cp_async_commit();
     for (int key = first; key < last; key += shape::keys) {
         T *tile = tiles + (key - first) / shape::keys % 2 * shape::keys * D;
         T *next = tiles + ((key - first) / shape::keys + 1) % 2 * shape::keys * D;
         if (key + shape::keys < last)
-            nsa__cuda_select_copy<T, D>(next, k, params.x.k.token, key + shape::keys, keys,
-                                        params.d.dim);
+            nsa__cuda_select_copy<T, D>(next, k, params.x.k, params.d, key + shape::keys, keys);
         nsa__cp_async_commit();
         nsa__cp_async_wait<1>();
         __syncthreads();

@@ -108,7 +108,7 @@ static nsa_status nsa__cuda_gate_forward_run(const nsa_gate *x, const nsa_desc *
     dim3 grid;
     NSA__CHECK(nsa__cuda_team_grid(d, d->heads, d->dim_v, &teams, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_forward_kernel, grid, dim3(NSA__TEAM_THREADS),
-                                       0, stream, *d, *x, teams, places));
+                                       0, stream, nsa__cuda_all_queries(d), *x, teams, places));
 }
 static nsa_status nsa__cuda_gate_backward_run(const nsa_gate *dx, const nsa_gate *x,
                                               const nsa_desc *d, cudaStream_t stream) {
@@ -117,7 +117,8 @@ static nsa_status nsa__cuda_gate_backward_run(const nsa_gate *dx, const nsa_gate
     dim3 grid;
     NSA__CHECK(nsa__cuda_team_grid(d, d->gate_heads, d->dim_v, &teams, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_gate_backward_kernel, grid,
-                                       dim3(NSA__TEAM_THREADS), 0, stream, *d, *x, *dx, teams));
+                                       dim3(NSA__TEAM_THREADS), 0, stream, nsa__cuda_all_queries(d),
+                                       *x, *dx, teams));
 }
 
 extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d,

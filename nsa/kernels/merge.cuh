@@ -122,7 +122,8 @@ extern "C" nsa_status nsa_cuda_merge_forward(const nsa_merge *x, const nsa_desc 
     dim3 grid;
     if ((s = nsa__cuda_team_grid(d, d->heads, d->dim_v, &teams, &grid)) != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_merge_forward_kernel, grid,
-                                       dim3(NSA__TEAM_THREADS), 0, stream, *d, *x, teams));
+                                       dim3(NSA__TEAM_THREADS), 0, stream, nsa__cuda_all_queries(d),
+                                       *x, teams));
 }
 
 extern "C" nsa_status nsa_cuda_merge_backward(const nsa_merge *dx, const nsa_merge *x,
@@ -152,7 +153,8 @@ extern "C" nsa_status nsa_cuda_merge_backward(const nsa_merge *dx, const nsa_mer
     dim3 grid;
     if ((s = nsa__cuda_team_grid(d, d->heads, d->dim_v, &teams, &grid)) != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_merge_backward_kernel, grid,
-                                       dim3(NSA__TEAM_THREADS), 0, stream, *d, *x, *dx, teams));
+                                       dim3(NSA__TEAM_THREADS), 0, stream, nsa__cuda_all_queries(d),
+                                       *x, *dx, teams));
 }
 
 #endif

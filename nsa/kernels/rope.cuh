@@ -95,12 +95,11 @@ static nsa_status nsa__cuda_rope_run(const nsa_rope *x, const nsa_desc *d, const
     const int64_t head_blocks = nsa__cuda_ceil_div(x->heads, NSA__ROPE_HEADS);
     nsa__cuda_extent row_blocks;
     dim3 grid;
-    NSA__CHECK(
-        nsa__cuda_row_grid(d, d->count, 1, x->dim / 8, NSA__ROPE_THREADS, &row_blocks, &grid));
+    NSA__CHECK(nsa__cuda_row_grid(d, d->count, x->dim / 8, NSA__ROPE_THREADS, &row_blocks, &grid));
     NSA__CHECK(nsa__cuda_grid(row_blocks.total * head_blocks, &grid));
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rope_kernel<BACKWARD>, grid,
-                                       dim3(NSA__ROPE_THREADS), 0, stream, *d, *x, *from, *to,
-                                       row_blocks, table));
+                                       dim3(NSA__ROPE_THREADS), 0, stream, nsa__cuda_all_queries(d),
+                                       *x, *from, *to, row_blocks, table));
 }
 
 extern "C" nsa_status nsa_cuda_rope_forward(const nsa_rope *x, const nsa_desc *d,

@@ -19,16 +19,13 @@ template <typename T>
 NSA__DEVICE T *nsa__row_of(const nsa_tensor &x, int64_t b, int64_t t, int64_t h) {
     return static_cast<T *>(x.data) + (x.batch * b + x.token * t + x.head * h);
 }
-NSA__DEVICE void *nsa__row_at(const nsa_tensor &x, int64_t b, int64_t t, int64_t h) {
-    const int64_t element = x.batch * b + x.token * t + x.head * h;
-    return static_cast<char *>(x.data) +
-           element * (x.dtype == NSA_F32 || x.dtype == NSA_I32 ? 4 : 2);
-}
-
 /* The element of a view at an offset in elements. */
-NSA__DEVICE const void *nsa__element_at(const nsa_tensor &x, int64_t offset) {
-    return static_cast<const char *>(x.data) +
+NSA__DEVICE void *nsa__element_at(const nsa_tensor &x, int64_t offset) {
+    return static_cast<char *>(x.data) +
            offset * (x.dtype == NSA_F32 || x.dtype == NSA_I32 ? 4 : 2);
+}
+NSA__DEVICE void *nsa__row_at(const nsa_tensor &x, int64_t b, int64_t t, int64_t h) {
+    return nsa__element_at(x, x.batch * b + x.token * t + x.head * h);
 }
 
 NSA__DEVICE float2 nsa__unpack_bf16(uint32_t pair) {

@@ -72,7 +72,7 @@ struct nsa__cuda_score_call {
 static nsa_status nsa__cuda_score_run(const nsa_score *x, const nsa_desc *d, void *workspace,
                                       cudaStream_t stream) {
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
-    const nsa_desc by = nsa__cuda_by_list(d);
+    const nsa_desc all = nsa__cuda_all_queries(d), by = nsa__cuda_by_list(&all);
     const nsa_tensor room = nsa__cuda_score_take(&by, &a);
     const int chunk = nsa__cuda_score_chunk(&by);
     const bool own = !x->scores.data;
@@ -104,6 +104,8 @@ static size_t nsa__cuda_score_bytes(const nsa_desc *d) {
 }
 
 extern "C" size_t nsa_cuda_score_blocks_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__cuda_rank_desc(d, &own);
     return nsa__cuda_check_desc(d) == NSA_OK ? nsa__cuda_score_bytes(d) : 0;
 }
 
@@ -128,6 +130,8 @@ static nsa_status nsa__cuda_score_check(const nsa_score *x, const nsa_desc *d) {
 
 extern "C" nsa_status nsa_cuda_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
                                             size_t bytes, cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__cuda_rank_desc(d, &own);
     nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);

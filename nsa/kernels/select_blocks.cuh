@@ -50,19 +50,32 @@ template <typename T, int D> struct nsa__cuda_select_tile {
     }
 };
 
+/* Where a block's keys lie: key 0's row or, with pages, the head's of page 0 and the table. */
+template <typename T> struct nsa__cuda_select_keys {
+    const T *first;
+    const int32_t *pages;
+};
+
 /* Starts the copies of keys first .. first + keys - 1, of which `count` exist. */
 template <typename T, int D>
-NSA__DEVICE void nsa__cuda_select_copy(T *tile, const T *k, int64_t stride, int first, int count,
-                                       int dim) {
+NSA__DEVICE void nsa__cuda_select_copy(T *tile, const nsa__cuda_select_keys<T> &k,
+                                       const nsa_tensor &x, const nsa_desc &d, int first,
+                                       int count) {
     typedef nsa__cuda_select_tile<T, D> shape;
 #pragma unroll 1 /* registers hold the queries meanwhile */
     for (int i = static_cast<int>(threadIdx.x); i < shape::keys * shape::pieces;
          i += static_cast<int>(blockDim.x)) {
         const int row = i / shape::pieces, p = i % shape::pieces;
-        const bool there = first + row < count && p * shape::piece < dim;
+        const bool there = first + row < count && p * shape::piece < d.dim;
+        int64_t offset = (first + row) * x.token;
+        if (d.pages && there) {
+            const nsa__cuda_page_row at =
+                nsa__cuda_page_row_of(k.pages, d.page_tokens / d.cmp_stride, d.page_count,
+                                      first + row + nsa__stencil_lead(d));
+            offset = x.batch * at.page + x.token * at.row;
+        }
         nsa__cp_async<16>(shape::at(tile, row, p),
-                          there ? k + (first + row) * stride + p * shape::piece : k,
-                          there ? 16 : 0);
+                          there ? k.first + offset + p * shape::piece : k.first, there ? 16 : 0);
     }
 }
 
@@ -476,18 +489,24 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     nsa__cuda_select_columns<T, D, NT> c;
     if (!CHUNKS)
         nsa__cuda_select_load<T, D, NT, SCORER>(c, w.lse2, x, d, s, p, kv_head, w.first_query, 0);
-    const T *k = nsa__row_of<const T>(
-        x.k, s.batch, SCORER ? s.row : nsa__cmp_row(d, p.cmp_begins, b), kv_head / p.sharers);
+    const int key_head = kv_head / p.sharers;
+    nsa__cuda_select_keys<T> k = {
+        nsa__row_of<const T>(x.k, s.key_batch,
+                             SCORER ? s.key_row : nsa__cmp_row(d, p.cmp_begins, b), key_head),
+        nullptr};
+    if (d.pages)
+        k = {nsa__row_of<const T>(x.k, 0, 0, key_head),
+             d.pages + static_cast<int64_t>(b) * d.table_width};
     const int keys =
         nsa__cmp_visible(d, s.tokens, s.first + min(first + tile_queries, s.count) - 1);
     int key = 0;
-    if (keys > 0) nsa__cuda_select_copy<T, D>(tiles, k, x.k.token, 0, keys, d.dim);
+    if (keys > 0) nsa__cuda_select_copy<T, D>(tiles, k, x.k, d, 0, keys);
     nsa__cp_async_commit();
     do { /* once at least: forced blocks need no key */
         T *tile = tiles + key / shape::keys % 2 * shape::keys * D;
         T *next = tiles + (key / shape::keys + 1) % 2 * shape::keys * D;
         if (key + shape::keys < keys)
-            nsa__cuda_select_copy<T, D>(next, k, x.k.token, key + shape::keys, keys, d.dim);
+            nsa__cuda_select_copy<T, D>(next, k, x.k, d, key + shape::keys, keys);
         nsa__cp_async_commit();
         nsa__cp_async_wait<1>();
         __syncthreads();
@@ -546,8 +565,8 @@ static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t 
         p.warps /= 2;
     const bool shared = static_cast<size_t>(p.warps) * (warp + queries * list) <= room;
     const int tile_queries = p.warps * p.queries;
-    p.tiles =
-        nsa__cuda_extent_of(d, nsa__cuda_ceil_div(d->count, tile_queries), 1, tile_queries, 1);
+    p.tiles = nsa__cuda_query_extent_of(d, nsa__cuda_ceil_div(d->count, tile_queries), 1,
+                                        tile_queries, 1);
     p.shared_bytes = tiles + static_cast<size_t>(p.warps) * (warp + (shared ? queries * list : 0));
     p.cmp_begins = nsa__cuda_take<int32_t>(a, d->begins ? d->batch + int64_t(1) : 0);
     p.lists = nsa__cuda_take<uint64_t>(
@@ -631,7 +650,7 @@ struct nsa__cuda_select_call {
 static nsa_status nsa__cuda_select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                        cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
-    const nsa_desc by = nsa__cuda_by_list(d);
+    const nsa_desc all = nsa__cuda_all_queries(d), by = nsa__cuda_by_list(&all);
     const nsa__cuda_select_call call = {x, &by, nsa__cuda_key_sharers(d), workspace, stream};
     return nsa__cuda_select_choose(x->q.dtype, &by, call);
 }

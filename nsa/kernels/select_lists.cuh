@@ -132,6 +132,8 @@ static __global__ void __launch_bounds__(NSA__RANK_THREADS)
 
 extern "C" nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const nsa_desc *d,
                                            int32_t *list, cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__cuda_rank_desc(d, &own);
     const nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
     if (!scores || !list)
@@ -166,7 +168,7 @@ static nsa_status nsa__cuda_rank_queries_run(const nsa_rank *x, const nsa_desc *
     dim3 grid;
     if (d->count == 0) return NSA_OK;
     const nsa_desc by = nsa__cuda_by_list(d);
-    const nsa__cuda_extent rows = nsa__cuda_extent_of(d, d->count, 1, 1, 0);
+    const nsa__cuda_extent rows = nsa__cuda_query_extent_of(d, d->count, 1, 1, 0);
     const nsa_status s = nsa__cuda_grid(rows.total * by.kv_heads, &grid);
     if (s != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_rank_queries_kernel, grid, dim3(NSA__RANK_THREADS),
@@ -175,6 +177,8 @@ static nsa_status nsa__cuda_rank_queries_run(const nsa_rank *x, const nsa_desc *
 
 extern "C" nsa_status nsa_cuda_rank_queries(const nsa_rank *x, const nsa_desc *d,
                                             cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__cuda_rank_desc(d, &own);
     nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
@@ -183,7 +187,8 @@ extern "C" nsa_status nsa_cuda_rank_queries(const nsa_rank *x, const nsa_desc *d
     if (s != NSA_OK) return s;
     s = nsa__check_view(&x->blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS, 1,
                         NSA__AT_blocks);
-    return s == NSA_OK ? nsa__cuda_rank_queries_run(x, d, false, stream) : s;
+    const nsa_desc all = nsa__cuda_all_queries(d);
+    return s == NSA_OK ? nsa__cuda_rank_queries_run(x, &all, false, stream) : s;
 }
 
 /* ---- What is wrong with lists ---------------------------------------------------------------- */
@@ -296,22 +301,27 @@ static nsa_status nsa__cuda_check_lists(const nsa_tensor *blocks, const nsa_desc
 
 extern "C" nsa_status nsa_cuda_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                                             nsa_cuda_block_verdict *verdict, cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__desc_using(d, NSA__USES_SLC, &own);
     const nsa_status s = nsa__cuda_check_lists(blocks, d, 0);
     if (s != NSA_OK) return s;
     if (!verdict) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    const nsa_desc all = nsa__cuda_all_queries(d);
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_check_blocks_kernel, dim3(1),
-                                       dim3(NSA__CHECK_THREADS), 0, stream, nsa__cuda_by_list(d),
+                                       dim3(NSA__CHECK_THREADS), 0, stream, nsa__cuda_by_list(&all),
                                        *blocks, nsa_block_list_width(d), verdict));
 }
 
 extern "C" nsa_status nsa_cuda_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d,
                                                 cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__desc_using(d, NSA__USES_SLC, &own);
     nsa_status s = nsa__cuda_check_lists(blocks, d, 1);
     if (s != NSA_OK || d->count == 0) return s;
-    const nsa_desc by = nsa__cuda_by_list(d);
+    const nsa_desc all = nsa__cuda_all_queries(d), by = nsa__cuda_by_list(&all);
     nsa__cuda_extent blocks_of;
     dim3 grid;
-    s = nsa__cuda_row_grid(d, d->count, 1, by.kv_heads, NSA__NORMALIZE_WARPS, &blocks_of, &grid);
+    s = nsa__cuda_row_grid(d, d->count, by.kv_heads, NSA__NORMALIZE_WARPS, &blocks_of, &grid);
     if (s != NSA_OK) return s;
     return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_normalize_blocks_kernel, grid,
                                        dim3(32 * NSA__NORMALIZE_WARPS), 0, stream, by, *blocks,

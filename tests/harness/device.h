@@ -79,7 +79,12 @@ static inline void *device_put(const void *host, size_t bytes, int comes_back, s
     return b->device;
 }
 
-/* The descriptor of the call at hand, its begins on the device. */
+/* An array of the descriptor's, or none. */
+static inline const int32_t *device_put_numbers(const int32_t *host, size_t count) {
+    return host ? (const int32_t *)device_put(host, count * sizeof *host, 0, 0) : NULL;
+}
+
+/* The descriptor of the call at hand, its arrays on the device. */
 static const nsa_desc *device_d;
 
 static inline void device_begin(const nsa_desc *d) {
@@ -87,10 +92,13 @@ static inline void device_begin(const nsa_desc *d) {
     for (guarded *g = guards_live; g; g = g->next)
         device_put(g->data, g->bytes, 1, strcmp(g->name, "workspace") ? 0 : DEVICE_SKEW);
     device_d = d;
-    if (!d || !d->begins || d->batch < 1) return;
+    if (!d || d->batch < 1) return;
     copy = *d;
-    copy.begins =
-        (const int32_t *)device_put(d->begins, ((size_t)d->batch + 1) * sizeof(int32_t), 0, 0);
+    copy.begins = device_put_numbers(d->begins, (size_t)d->batch + 1);
+    copy.firsts = device_put_numbers(d->firsts, (size_t)d->batch);
+    copy.counts = device_put_numbers(d->counts, (size_t)d->batch);
+    const int width = d->table_width > 0 ? d->table_width : 0;
+    copy.pages = device_put_numbers(d->pages, (size_t)d->batch * (size_t)width);
     device_d = &copy;
 }
 
@@ -278,6 +286,23 @@ static inline nsa_status device_check_blocks(const nsa_tensor *blocks, const nsa
     return NSA_ERROR_BLOCKS;
 }
 
+static inline nsa_status device_check_pages(const nsa_desc *d, nsa_page_fault *fault) {
+    nsa_cuda_page_verdict verdict;
+    memset(&verdict, 0xff, sizeof verdict);
+    device_begin(d);
+    void *to = device_put(&verdict, sizeof verdict, 1, 0);
+    nsa_status s =
+        device_end(nsa_cuda_check_pages(device_d, (nsa_cuda_page_verdict *)to, device_stream()));
+    if (s != NSA_OK) return s;
+    if (fault && verdict.reason) {
+        fault->sequence = verdict.sequence;
+        fault->slot = verdict.slot;
+        fault->value = verdict.value;
+        fault->reason = nsa_cuda_page_reason(verdict.reason);
+    }
+    return verdict.status;
+}
+
 static inline nsa_status device_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
     device_begin(d);
     DEVICE_COPY(nsa_tensor, blocks)
@@ -389,6 +414,7 @@ static inline nsa_status device_block_map(const nsa_desc *d, int tokens, int32_t
 
 /* ---- The names that tests use ---- */
 
+#define nsa_check_pages                          device_check_pages
 #define nsa_block_map                            device_block_map
 #define nsa_cmp_begins                           device_cmp_begins
 #define nsa_rope_forward                         device_rope_forward

@@ -48,7 +48,8 @@ NEEDS = {"block_index": ["block_index"], "rope": ["rope"], "compress": ["compres
          "select_blocks": ["select_blocks", "select_lists"], "rank_queries": ["select_lists"],
          "score_blocks": ["score_blocks"],
          "attend_cmp": ["attend_branches"], "attend_slc": ["attend_branches"], "attend_win": ["attend_branches"],
-         "attend_dense": ["attend_branches"], "attention": ["load"], "decode": ["load"]}
+         "attend_dense": ["attend_branches"], "attention": ["load"], "decode": ["load"],
+         "pages": ["rope", "merge", "score_blocks", "load"]}
 # A test's tables, the smallest first; the checker runs the first alone.
 TABLES = {test: ["little", "broad"] for test in NEEDS}
 TABLES.update(block_index=["quick"], decode=["short", "1"])
