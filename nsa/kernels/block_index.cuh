@@ -221,8 +221,8 @@ NSA__DEVICE int64_t nsa__cmp_row(const nsa_desc &d, const int32_t *cmp_begins, i
     return d.begins ? cmp_begins[b] : 0;
 }
 
-/* The compressed rows that a call makes: all or, of a ragged batch, what tokens from its first query
-   on complete. */
+/* The compressed rows that a call makes: all or, of a ragged batch, what tokens from its first
+   query on complete. */
 struct nsa__cmp_span {
     int begin, end;
 };
@@ -413,7 +413,7 @@ static __global__ void nsa__cuda_ascending_kernel(nsa_desc d, int32_t *begins) {
     }
 }
 
-/* ---- What is wrong with firsts, counts and tables --------------------------------------------*/
+/* ---- What is wrong with firsts, counts and tables -------------------------------------------- */
 
 enum {
     NSA__PAGES_FIRST = 1,
