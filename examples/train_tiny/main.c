@@ -11,6 +11,7 @@ int main(int argc, char **argv) {
     files_claim_standard();
     threads_wait_asleep(argv);
     static const char *const no_effect[] = {"runtime.ddp",
+                                            "runtime.context_parallel",
                                             "runtime.ddp_bucket_mb",
                                             "runtime.ddp_compress",
                                             "runtime.ddp_check_every",

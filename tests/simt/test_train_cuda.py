@@ -113,6 +113,12 @@ near(rows(two), rows(cpu))
 recorded, said = train_two("recorded_two", *TWO, "--steps", 4, "--accum-batches", 2, "--cuda-graph")
 check(rows(recorded) == rows(two) and "no effect" not in said, rows(recorded), rows(two))
 
+# One sequence divided between two, recorded.
+divided, said = train_two("divided", *LITTLE, "--steps", 4, "--accum-batches", 2, "--cuda-graph",
+                          "--context-parallel", 2)
+check("over nccl, 1 rows for each 2, and of a row 16 tokens each" in said and "no effect" not in said, said)
+near(rows(divided), rows(whole)[:4])
+
 out, both = start_two("stopped_two", *TWO, "--steps", 100000, "--cuda-graph")
 wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 3)
 both[1].send_signal(signal.SIGTERM)

@@ -303,14 +303,18 @@ static void *sent(const ops *o, const void *host, size_t bytes) {
     return to;
 }
 
+/* How it is known where a row stands in its sequence. */
+typedef enum places { BY_ROWS, BY_DOCUMENTS, BY_PLACES } places;
+
 /* Statistics of three layers, one after the other, the first with more rows than a sweep of the
    threads; some rows are collapsed. */
-static void count_layers(const ops *o, nsa_gate_kind kind, bool documents, step_state *found) {
+static void count_layers(const ops *o, nsa_gate_kind kind, places how, step_state *found) {
     enum { ROWS = 9000, GROUPS = 2, WIDTH = 4, BLOCK = 16, SEQUENCES = 3, EACH = ROWS / SEQUENCES };
     enum { HEADS = 3, STRIDE = 3 * HEADS + 2 };
     static const int32_t begins[] = {0, 40, 41, ROWS};
     static float gates[ROWS * STRIDE];
-    static int32_t lists[ROWS * GROUPS * WIDTH];
+    static int32_t lists[ROWS * GROUPS * WIDTH], given[ROWS];
+    for (int r = 0; r < ROWS; r++) given[r] = r < 40 ? r : r == 40 ? 0 : r - 41; /* as begins say */
     for (int i = 0; i < ROWS * STRIDE; i++)
         gates[i] = (float)((i / 3 % 7 ? 1 : 20) * check_normal(11, (uint64_t)i));
     for (int64_t r = 0; r < ROWS * GROUPS; r++)
@@ -329,21 +333,23 @@ static void count_layers(const ops *o, nsa_gate_kind kind, bool documents, step_
                        EACH,
                        HEADS,
                        STRIDE,
-                       4};
-    void *at = sent(o, begins, sizeof begins);
+                       4,
+                       NULL};
+    void *at = sent(o, begins, sizeof begins), *known = sent(o, given, sizeof given);
     step_state *s = sent(o, &none, sizeof none);
-    if (documents) x.begins = at;
+    if (how == BY_DOCUMENTS) x.begins = at;
+    if (how == BY_PLACES) x.places = known;
     o->count_choices(o, s, &x);
     /* the second layer's gates have collapsed, the third's are shut */
     x.rows = 500, x.sequences = 1, x.tokens_each = 500;
-    for (x.layer = 7; !documents && x.layer < 9; x.layer++) {
+    for (x.layer = 7; how == BY_ROWS && x.layer < 9; x.layer++) {
         for (int i = 0; i < 500 * STRIDE; i++)
             gates[i] = i % STRIDE % 3 || x.layer == 8 ? -20.0f : 20.0f;
         o->upload(o, (void *)(uintptr_t)x.gates, gates, 500 * STRIDE * sizeof *gates);
         o->count_choices(o, s, &x);
     }
     o->download(o, found, s, sizeof *found);
-    void *memory[] = {(void *)(uintptr_t)x.gates, (void *)(uintptr_t)x.blocks, at, s};
+    void *memory[] = {(void *)(uintptr_t)x.gates, (void *)(uintptr_t)x.blocks, at, known, s};
     for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) o->release(o, memory[i]);
 }
 
@@ -352,8 +358,14 @@ static void test_counts(const ops *cpu, const ops *cuda) {
     step_state want, got;
     for (int i = 0; i < 4; i++) {
         check_case("statistics, gate %d, %s", i / 2, i % 2 ? "documents" : "rows");
-        count_layers(cpu, kinds[i / 2], i % 2, &want);
-        count_layers(cuda, kinds[i / 2], i % 2, &got);
+        count_layers(cpu, kinds[i / 2], i % 2 ? BY_DOCUMENTS : BY_ROWS, &want);
+        count_layers(cuda, kinds[i / 2], i % 2 ? BY_DOCUMENTS : BY_ROWS, &got);
+        compare_counts(&want.seen, &got.seen);
+    }
+    check_case("statistics, places");
+    count_layers(cpu, NSA_GATE_SIGMOID, BY_DOCUMENTS, &want);
+    for (int i = 0; i < 2; i++) {
+        count_layers(i ? cuda : cpu, NSA_GATE_SIGMOID, BY_PLACES, &got);
         compare_counts(&want.seen, &got.seen);
     }
 }

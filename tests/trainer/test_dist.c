@@ -1,8 +1,8 @@
-/* test_dist.c - several processes, each with a slice of the batch, against one with all of it:
-   loss, gradients, parameters after some steps, bits from run to run, what is sent and when,
-   moments collected and given back, a process that disagrees. Run by a launcher of MPI; with
-   TEST_NCCL it starts itself, as torchrun would. A failure of any rank is a failure of all. Twin:
-   dist.c. What whole programs do is test_mpi.c's. */
+/* test_dist.c - several processes, each with a slice of the batch or of its sequences, against one
+   with all of it: loss, gradients, parameters after some steps, bits from run to run, what is sent
+   and when, moments collected and given back, a process that disagrees. Run by a launcher of MPI;
+   with TEST_NCCL it starts itself, as torchrun would. A failure of any rank is a failure of all.
+   Twin: dist.c. What whole programs do is test_mpi.c's. */
 #include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -50,11 +50,25 @@ static void pass_and_stop(const ops *o, real *dtable, const void *dx, const int3
     passing = false;
 }
 
+/* How a model is trained. */
+typedef struct variant {
+    const char *name;
+    model_config shape;
+    int tokens, steps;
+    checkpointing how;
+    bool muon, documents;
+} variant;
+
+static variant plainly(model_config c) {
+    variant v = {.shape = c, .tokens = TOKENS, .steps = STEPS};
+    return v;
+}
+
 /* What a run comes to. */
 typedef struct result {
-    double loss, norm;
-    real *grad, *value; /* of the first step, its sums; after the last one */
-    real *m;            /* all moments, on rank 0 */
+    double loss, norm, seen; /* seen: in an evaluation after the last step */
+    real *grad, *value;      /* of the first step, its sums; after the last one */
+    real *m;                 /* all moments, on rank 0 */
     int64_t elements;
     int buckets;
 } result;
@@ -65,18 +79,41 @@ static void release(result *r) {
     free(r->m);
 }
 
+/* Rows with documents that begin at a border of chunks, before it, behind it; that are shorter than
+   a compression block; that are longer than any chunk. */
+static void add_documents(model_batch *b, int first) {
+    enum { MOST = 6 };
+    static const int starts[ROWS][MOST] = {{0, 13, 15, 28}, {0}, {0, 3, 7, 42, 43, 49}, {0, 29}};
+    static int32_t begins[ROWS * MOST + 1];
+    int count = 0;
+    for (int r = 0; r < b->batch; r++)
+        for (int i = 0; i < MOST && (i == 0 || starts[first + r][i]); i++)
+            begins[count++] = r * b->tokens_each + starts[first + r][i];
+    begins[count] = b->batch * b->tokens_each;
+    for (int i = 0; i < count; i++)
+        if (begins[i + 1] - begins[i] > b->longest) b->longest = begins[i + 1] - begins[i];
+    b->begins = begins;
+    b->documents = count;
+}
+
+static model_batch batch_of(const variant *v, const dist *d, int k) {
+    int rows = ROWS / dist_groups(d), first = dist_group(d) * rows;
+    int64_t at = (int64_t)(k * ROWS + first) * v->tokens;
+    model_batch b = {tokens + at, labels + at, rows, v->tokens, NULL, 0, 0};
+    if (v->documents) add_documents(&b, first);
+    return b;
+}
+
 /* One step: micro-batches of which this process has its rows. */
-static void step(model *m, dist *d, int64_t number, double *loss, double *norm) {
+static void step(model *m, dist *d, const variant *v, int64_t number, double *loss, double *norm) {
     adamw a = {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .step = number};
-    int rows = ROWS / d->world, first = d->rank * rows;
     model_zero_state(m);
     model_zero_gradients(m);
     for (int k = 0; k < BATCHES; k++) {
-        int64_t at = (int64_t)(k * ROWS + first) * TOKENS;
-        model_batch b = {tokens + at, labels + at, rows, TOKENS, NULL, 0, 0};
+        model_batch b = batch_of(v, d, k);
         m->last_of_step = k == BATCHES - 1;
         passing = true;
-        CHECK(model_train(m, &b, 1.0 / (ROWS * TOKENS * BATCHES), &why), "%s", why.text);
+        CHECK(model_train(m, &b, 1.0 / (ROWS * v->tokens * BATCHES), &why), "%s", why.text);
     }
     CHECK(optimizer_step(m, &a, 1, &why), "%s", why.text);
     dist_post(d);
@@ -96,19 +133,33 @@ static void keep_gradients(const model *m, const dist *d, result *r) {
     }
 }
 
-static result run_with(dist *d, const model_config *c, const ops *o, bool muon) {
+static double evaluation(model *m, dist *d, const variant *v) {
+    model_batch b = batch_of(v, d, 0);
+    model_zero_state(m);
+    CHECK(model_evaluate(m, &b, &why), "%s", why.text);
+    double loss = model_state(m).loss;
+    CHECK(dist_sum(d, &loss, 1, &why), "%s", why.text);
+    return loss;
+}
+
+static result run_with(dist *d, const variant *v, const ops *o) {
     result r = {0};
     model m;
-    model_options options = {
-        .batch = ROWS / d->world, .tokens = TOKENS, .training = true, .muon = muon, .dist = d};
+    model_options options = {.batch = ROWS / dist_groups(d),
+                             .tokens = v->tokens,
+                             .training = true,
+                             .checkpointing = v->how,
+                             .muon = v->muon,
+                             .dist = d};
     double norm, loss;
-    if (!CHECK(model_open(&m, c, &options, o, 1, &why), "%s", why.text)) return r;
+    if (!CHECK(model_open(&m, &v->shape, &options, o, 1, &why), "%s", why.text)) return r;
     CHECK(dist_attach(d, o, m.params.value, m.params.grad, m.params.elements, &why), "%s",
           why.text);
-    for (int k = 1; k <= STEPS; k++) {
-        step(&m, d, k, k == 1 ? &r.loss : &loss, k == 1 ? &r.norm : &norm);
+    for (int k = 1; k <= v->steps; k++) {
+        step(&m, d, v, k, k == 1 ? &r.loss : &loss, k == 1 ? &r.norm : &norm);
         if (k == 1) keep_gradients(&m, d, &r);
     }
+    r.seen = evaluation(&m, d, v);
     size_t bytes = (size_t)r.elements * sizeof *r.value;
     r.buckets = d->buckets;
     r.value = check_alloc(bytes);
@@ -122,7 +173,8 @@ static result run_with(dist *d, const model_config *c, const ops *o, bool muon) 
 }
 
 static result run(dist *d, const model_config *c, const ops *o) {
-    return run_with(d, c, o, false);
+    variant v = plainly(*c);
+    return run_with(d, &v, o);
 }
 
 /* |a - b| / |b| over this process's own pieces, or over all. */
@@ -145,6 +197,8 @@ static double distance(const dist *d, const real *a, const real *b, int64_t elem
 static void compare(const result *x, const result *one, double gradients, double parameters) {
     CHECK(fabs(x->loss - one->loss) <= 1e-5 * one->loss, "loss %.9g, of one process %.9g", x->loss,
           one->loss);
+    CHECK(fabs(x->seen - one->seen) <= parameters * one->seen,
+          "evaluation %.9g, of one process %.9g", x->seen, one->seen);
     CHECK(fabs(x->norm - one->norm) <= gradients * one->norm, "norm %.9g, of one process %.9g",
           x->norm, one->norm);
     CHECK(dist_attach(&world, &plain, NULL, NULL, x->elements, &why), "%s", why.text);
@@ -152,7 +206,7 @@ static void compare(const result *x, const result *one, double gradients, double
     dist_detach(&world);
     double v = distance(NULL, x->value, one->value, one->elements);
     CHECK(g <= gradients, "gradients differ by %.3g", g);
-    CHECK(v <= parameters, "parameters differ by %.3g after %d steps", v, STEPS);
+    CHECK(v <= parameters, "parameters differ by %.3g", v);
     if (world.rank == 0) {
         double m = distance(NULL, x->m, one->m, one->elements);
         CHECK(m <= 10 * gradients, "moments differ by %.3g", m);
@@ -215,14 +269,148 @@ static void test_steps(void) {
    one is near 0, five steps multiply what differs by 3.4445^5 = 485: of 3e-7 that is 1.5e-4 of an
    update, and an update is a hundredth of the parameters. */
 static void test_muon(void) {
-    model_config c = geometry(false);
+    variant v = plainly(geometry(false));
     dist alone = dist_alone();
+    v.muon = true;
     check_case("Muon, %d processes", world.world);
-    result one = run_with(&alone, &c, &plain, true), many = run_with(&world, &c, &plain, true);
+    result one = run_with(&alone, &v, &plain), many = run_with(&world, &v, &plain);
     compare(&many, &one, 1e-5, 1e-5);
-    result again = run_with(&world, &c, &plain, true);
+    result again = run_with(&world, &v, &plain);
     same_bits("run to run, Muon", &again, &many);
     release(&one), release(&many), release(&again);
+}
+
+/* ---- Divided sequences ---------------------------------------------------------------------- */
+
+/* Blocks whose numbers say where they come from. */
+static void test_blocks(int context) {
+    enum { EACH = 1000 };
+    real *x = check_alloc((size_t)(context * EACH) * sizeof *x);
+    int first = world.rank / context * context;
+    bool gathered = true, reduced = true;
+    CHECK(dist_attach(&world, &plain, NULL, NULL, dist_multiple(&world), &why), "%s", why.text);
+    CHECK(dist_attach_blocks(&world, &plain, EACH, &why), "%s", why.text);
+    for (int i = 0; i < EACH; i++) x[world.part * EACH + i] = (real)(world.rank * EACH + i);
+    dist_gather_blocks(&world, x, EACH);
+    dist_post(&world);
+    CHECK(dist_catch_up(&world, &why), "%s", why.text);
+    for (int i = 0; i < context * EACH; i++)
+        gathered = gathered && x[i] == (real)(first * EACH + i);
+    CHECK(gathered, "gathered blocks of %d", context);
+    for (int i = 0; i < context * EACH; i++) x[i] = (real)(i + world.rank - first);
+    dist_reduce_blocks(&world, x, EACH);
+    dist_post(&world);
+    CHECK(dist_catch_up(&world, &why), "%s", why.text);
+    const real *own = x + world.part * EACH;
+    for (int i = 0; i < EACH; i++)
+        reduced = reduced &&
+                  own[i] == (real)(context * (world.part * EACH + i) + context * (context - 1) / 2);
+    CHECK(reduced, "reduced blocks of %d", context);
+    dist_detach(&world);
+    free(x);
+}
+
+static void add_variant(variant *all, int *count, const char *name, model_config c) {
+    variant v = {.name = name, .shape = c, .tokens = 56, .steps = 2};
+    all[(*count)++] = v;
+}
+
+/* Chunks of 7 or 14 tokens: compression blocks of 8 cross every border, selection blocks of 16 and
+   windows of 24 several. */
+static int variants(variant all[static 8]) {
+    int count = 0;
+    model_config c = geometry(false), kinds = geometry(true);
+    static const unsigned char pattern[] = {ATTENTION_CMP_SLC, ATTENTION_FULL, ATTENTION_WINDOW};
+    add_variant(all, &count, "nsa", c);
+    add_variant(all, &count, "checkpointing", c);
+    all[count - 1].how = CHECKPOINT_LAYERS;
+    c.phi = NSA_PHI_MLP;
+    c.qk_norm = true;
+    add_variant(all, &count, "documents, mlp, selective checkpointing, qk norm", c);
+    all[count - 1].how = CHECKPOINT_SELECTIVE;
+    all[count - 1].documents = true;
+    memcpy(kinds.attention, pattern, sizeof pattern);
+    add_variant(all, &count, "cmp+slc, full, window", kinds);
+    all[count - 1].muon = true;
+    kinds.swiglu = true;
+    add_variant(all, &count, "documents; cmp+slc, full, window, swiglu", kinds);
+    all[count - 1].documents = true;
+    c = geometry(false);
+    c.shared_kv = c.gate_linear = true;
+    c.phi = NSA_PHI_CONV;
+    add_variant(all, &count, "shared k and v, linear gate, conv", c);
+    return count;
+}
+
+static void test_context(int context) {
+    variant all[8];
+    int count = variants(all);
+    dist alone = dist_alone();
+    check_case("sequences of %d over %d", world.world, context);
+    CHECK(dist_divide(&world, context, &why), "%s", why.text);
+    test_blocks(context);
+    for (int i = 0; i < count; i++) {
+        check_case("%s: %d processes, sequences over %d", all[i].name, world.world, context);
+        result one = run_with(&alone, &all[i], &plain), many = run_with(&world, &all[i], &plain);
+        compare(&many, &one, 1e-5, 1e-5);
+        result again = run_with(&world, &all[i], &plain);
+        same_bits("run to run", &again, &many);
+        release(&one), release(&many), release(&again);
+    }
+    ops away = plain;
+    away.host_memory = false;
+    result many = run_with(&world, &all[0], &plain), staged = run_with(&world, &all[0], &away);
+    same_bits("by way of the host", &staged, &many);
+    release(&many), release(&staged);
+    CHECK(dist_divide(&world, 1, &why), "%s", why.text);
+}
+
+/* bf16: K and V travel as they are, their gradients in f32. The bound is of roundings that another
+   order of sums makes others. */
+static void test_narrow(int context) {
+    variant all[8];
+    (void)variants(all);
+    dist alone = dist_alone();
+    ops half = open_ops(1);
+    ops_cpu_narrow(&half, NSA_BF16);
+    half.stream = &plain;
+    half.host_memory = plain.host_memory;
+    check_case("bf16, sequences over %d", context);
+    CHECK(dist_divide(&world, context, &why), "%s", why.text);
+    result one = run_with(&alone, &all[2], &half), many = run_with(&world, &all[2], &half);
+    compare(&many, &one, 1e-2, 1e-2);
+    release(&one), release(&many);
+    CHECK(dist_divide(&world, 1, &why), "%s", why.text);
+    ops_cpu_close(&half);
+}
+
+/* A sample is not divided, and as long as a share; rows that cannot be divided are refused. */
+static void test_shares(int context) {
+    variant v = plainly(geometry(false));
+    model_options options = {.batch = 1, .tokens = 56, .dist = &world};
+    real logits[2][VOCAB];
+    model m;
+    dist alone = dist_alone();
+    check_case("shares of %d", context);
+    for (int divided = 0; divided < 2; divided++) {
+        CHECK(dist_divide(&world, divided ? context : 1, &why), "%s", why.text);
+        options.dist = divided ? &world : &alone;
+        if (!CHECK(model_open(&m, &v.shape, &options, &plain, 1, &why), "%s", why.text)) return;
+        int longest = model_longest(&m);
+        CHECK(longest == 56 / (divided ? context : 1), "longest %d", longest);
+        CHECK(model_next(&m, tokens, 56 / context, logits[divided], &why), "%s", why.text);
+        CHECK(!model_next(&m, tokens, longest + 1, logits[0], &why), "a row too long");
+        model_batch odd = {tokens, labels, 1, 4 * context - 1, NULL, 0, 0};
+        CHECK(model_evaluate(&m, &odd, &why) == !divided, "a row of %d tokens", odd.tokens_each);
+        CHECK(!divided || strstr(why.text, "a multiple of"), "\"%s\"", why.text);
+        model_close(&m);
+        dist_detach(options.dist);
+    }
+    CHECK_BITS("sample", logits[0], logits[1], sizeof logits[0], sizeof(real));
+    options.tokens = 57;
+    CHECK(!model_open(&m, &v.shape, &options, &plain, 1, &why), "57 tokens");
+    CHECK(strstr(why.text, "a multiple of"), "\"%s\"", why.text);
+    CHECK(dist_divide(&world, 1, &why), "%s", why.text);
 }
 
 /* ---- A device that goes on, and one that does not ------------------------------------------- */
@@ -398,6 +586,9 @@ int main(int argc, char **argv) {
     test_steps();
     test_muon();
     test_moments();
+    for (int context = 2; context <= world.world; context *= 2) test_context(context);
+    test_narrow(2);
+    test_shares(2);
     test_agreement();
     test_catching_up();
     test_disagreement();

@@ -1,7 +1,8 @@
 /* test_mpi.c - train_125m in several processes as its users run it: the losses of one process, the
-   same bits twice, resumed in another number of processes, a process that is told to stop, stopped
-   or killed, settings that differ, launches that are refused. Arguments: "trains" or "ends", the
-   program, and what starts it in two processes. Twin: dist.c. */
+   same bits twice, resumed in another number of processes, sequences that processes divide, a
+   process that is told to stop, stopped or killed, settings that differ, launches that are refused.
+   Arguments: "trains", "context" or "ends", the program, and what starts it in two processes. Twin:
+   dist.c. */
 #include <ctype.h>
 
 #include "program_test.h"
@@ -130,6 +131,90 @@ static void test_options(void) {
     double nx = atof(logged(out[0], 1, 4)), ny = atof(logged(out[1], 1, 4));
     CHECK(x > 0 && fabs(x - y) <= 1e-5 * y, "loss %g and %g", x, y);
     CHECK(ny > 0 && fabs(nx - ny) <= 0x1p-8 * ny, "gradient norm %g and %g", nx, ny);
+}
+
+/* ---- Divided sequences --------------------------------------------------------------------- */
+
+static int divide(const char *out, const char *by, const char *more, const char *value,
+                  const char *also) {
+    return train("--data", text, "--out-dir", out, "--steps", "8", "--eval-every", "4",
+                 "--context-parallel", by, more, value, also, NULL);
+}
+
+static void check_near_steps(const char *a, const char *b, int first) {
+    for (int step = first; step <= 8; step++) {
+        double x = atof(logged(a, step, 1)), y = atof(logged(b, step, 1));
+        CHECK(x > 0 && fabs(x - y) <= 1e-5 * y, "step %d: loss %g and %g", step, x, y);
+    }
+}
+
+/* A checkpoint knows nothing of how its run was divided. */
+static void test_divided_resume(const char *alone) {
+    const char *quad = folder("divided4"), *to_one = folder("divided_to_one");
+    const char *to_two = folder("one_to_divided");
+    char fourth[1200], of_one[1200];
+    snprintf(fourth, sizeof fourth, "%s/checkpoints/step_00000004", quad);
+    snprintf(of_one, sizeof of_one, "%s/checkpoints/step_00000004", alone);
+    check_case("sequences over four processes, then one");
+    processes(four);
+    expect(divide(quad, "4", "--save-every", "4", NULL), 0,
+           "processes: 4 over mpi, 4 rows for each 4, and of a row 16 tokens each");
+    check_near_run(quad, alone, 8);
+    processes(one);
+    expect(train_to(to_one, "8", "--resume", fourth), 0, "resumed after step 4 of 8");
+    check_near_steps(to_one, alone, 5);
+    check_case("one process, then sequences over two");
+    processes(two);
+    expect(divide(to_two, "2", "--resume", of_one, NULL), 0, "resumed after step 4 of 8");
+    check_near_steps(to_two, alone, 5);
+}
+
+static void test_divided(void) {
+    const char *alone = folder("whole"), *pair = folder("divided"), *again = folder("divided2");
+    const char *a = folder("da.safetensors"), *b = folder("db.safetensors");
+    const char *both = folder("divided_twice");
+    check_case("sequences over two processes");
+    processes(one);
+    expect(train_to(alone, "8", "--save-every", "4"), 0, "step 0008");
+    processes(two);
+    expect(divide(pair, "2", "--save", a, NULL), 0, "processes: 2 over mpi, 4 rows for each 2");
+    check_near_run(pair, alone, 8);
+    check_case("bits of two divided runs");
+    expect(divide(again, "2", "--save", b, NULL), 0, "step 0008");
+    check_same_run(pair, again, 1, 8);
+    check_same_file(a, b);
+    check_case("sequences over two of four processes, checkpointing");
+    processes(four);
+    expect(divide(both, "2", "--gc", "--sample", "4"), 0,
+           "processes: 4 over mpi, 2 rows for each 2");
+    check_near_run(both, alone, 8);
+    test_divided_resume(alone);
+}
+
+/* Where documents are isolated, and labels differ; and statistics, of rank 0's tokens. */
+static void test_divided_documents(void) {
+    const char *pair = folder("divided_documents"), *alone = folder("documents");
+    check_case("documents over two processes");
+    processes(two);
+    expect(divide(pair, "2", "--isolate-documents", "--gc=selective", NULL), 0, "step 0008");
+    processes(one);
+    expect(train_to(alone, "8", "--isolate-documents", NULL), 0, "step 0008");
+    check_near_run(pair, alone, 8);
+}
+
+static void test_divided_refusals(void) {
+    const char *out = folder("undivided");
+    check_case("what cannot be divided");
+    processes(one);
+    expect(divide(out, "2", NULL, NULL, NULL), 2,
+           "runtime.context_parallel = 2: must divide the number of processes, and there is 1");
+    processes(four);
+    expect(divide(out, "3", NULL, NULL, NULL), 2, "runtime.context_parallel = 3: must divide");
+    expect(divide(out, "4", "--seq-len", "60", NULL), 2,
+           "train.seq_len = 60: must be a multiple of 8, twice runtime.context_parallel");
+    expect(divide(out, "2", "--batch-size", "3", NULL), 2,
+           "train.batch_size = 3: must be a multiple of 2: 4 processes in groups of");
+    expect(divide(out, "0", NULL, NULL, NULL), 2, "--context-parallel 0: must be an integer");
 }
 
 /* ---- Ends ---------------------------------------------------------------------------------- */
@@ -321,10 +406,9 @@ static void test_ends(void) {
 
 int main(int argc, char **argv) {
     if (argc != 5) {
-        fprintf(stderr, "usage: %s trains|ends train_125m mpirun -n\n", argv[0]);
+        fprintf(stderr, "usage: %s trains|context|ends train_125m mpirun -n\n", argv[0]);
         return 2;
     }
-    bool trains = !strcmp(argv[1], "trains");
     program = argv[2];
     two[0] = four[0] = argv[3];
     two[1] = four[1] = argv[4];
@@ -333,11 +417,15 @@ int main(int argc, char **argv) {
     test_begin();
     text = folder("text");
     write_english(text);
-    if (trains) {
+    if (!strcmp(argv[1], "trains")) {
         test_same();
         test_resume();
         test_options();
         test_refusals();
+    } else if (!strcmp(argv[1], "context")) {
+        test_divided();
+        test_divided_documents();
+        test_divided_refusals();
     } else {
         test_ends();
     }

@@ -250,7 +250,7 @@ static void test_pipe(void) {
     free_rows(&got);
     free_rows(&rest);
     o.resume = NULL;
-    o.world = 2;
+    o.processes = 2;
     d = data_open(&o, &why);
     TEST_FAULT(d != NULL, &why, "a pipe feeds one process, not 2");
     data_close(d);

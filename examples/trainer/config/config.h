@@ -79,6 +79,7 @@ typedef struct config_runtime {
     int64_t threads; /* 0: all that the process may use */
     int64_t cuda_graph;
     int64_t ddp, ddp_bucket_mb, ddp_compress, ddp_check_every;
+    int64_t context_parallel;                          /* processes that divide a sequence */
     double ddp_timeout;                                /* seconds */
     int64_t world_size, rank, local_rank, master_port; /* environment only */
     char master_addr[CONFIG_PATH_BYTES];

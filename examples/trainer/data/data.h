@@ -50,9 +50,10 @@ typedef struct data_options {
     int64_t vocab_size;          /* the model's: tokens at or above it are refused */
     int64_t seq_len, batch_size; /* batch_size: the global micro-batch, a multiple of world */
     uint64_t seed;
-    int64_t rank, world;
-    int64_t val_batches;         /* wanted for an evaluation; 0: nothing is set aside */
-    int input;                   /* the descriptor that "-" reads: 0 in a program */
+    int64_t rank, world; /* of those who share the rows out: a slice of each batch is `rank`'s */
+    int64_t processes;   /* that read at all: several may want the same slice */
+    int64_t val_batches; /* wanted for an evaluation; 0: nothing is set aside */
+    int input;           /* the descriptor that "-" reads: 0 in a program */
     const data_position *resume; /* NULL: from the start */
     int (*stop)(void); /* not NULL: once it is not 0, waiting for data ends with a fault */
     listener notes;

@@ -466,9 +466,9 @@ source *source_stream_open(const data_options *o, const char *path, int64_t val_
     s->base.position = position;
     s->base.close = close_stream;
     bool ok = count_shards(s, f);
-    if (ok && s->is_pipe && o->world > 1)
+    if (ok && s->is_pipe && o->processes > 1)
         ok = fault_set(f, "%s: a pipe feeds one process, not %lld; give a file or a folder", path,
-                       (long long)o->world);
+                       (long long)o->processes);
     if (ok && set_aside(s, val_rows, f) && begin(s, o->resume, f)) {
         describe(s);
         return &s->base;

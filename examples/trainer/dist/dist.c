@@ -19,8 +19,16 @@ enum { ALIGN = 16 };
 /* ---- Opening and closing ------------------------------------------------------------------- */
 
 dist dist_alone(void) {
-    dist d = {.world = 1, .next = -1, .oldest = -1};
+    dist d = {.world = 1, .context = 1, .next = -1, .oldest = -1};
     return d;
+}
+
+int dist_groups(const dist *d) {
+    return d->world / d->context;
+}
+
+int dist_group(const dist *d) {
+    return d->rank / d->context;
 }
 
 /* How many processes a launcher says that it has started (1: none says so), and its name. */
@@ -36,6 +44,31 @@ static int announced_processes(const char **launcher) {
         if (value && atoi(value) > 0) return atoi(value);
     }
     return 1;
+}
+
+/* Of groups of processes that divide sequences, each takes its rows of a batch. */
+static bool check_shares(const dist *d, const config *c, fault *f) {
+    int64_t context = c->runtime.context_parallel, rows = c->train.batch_size;
+    const char *how = d->link ? d->link->launcher : "mpirun -n N (a build with MPI)";
+    if (d->world % context)
+        return fault_set(f,
+                         "runtime.context_parallel = %lld: must divide the number of processes, "
+                         "and there %s %d; they are started with %s",
+                         (long long)context, d->world == 1 ? "is" : "are", d->world, how);
+    if (context > 1 && c->train.seq_len % (2 * context))
+        return fault_set(f,
+                         "train.seq_len = %lld: must be a multiple of %lld, twice "
+                         "runtime.context_parallel: a process takes two parts of a sequence",
+                         (long long)c->train.seq_len, (long long)(2 * context));
+    if (rows % (d->world / context) == 0) return true;
+    if (context == 1)
+        return fault_set(f, "train.batch_size = %lld: must be a multiple of the %d processes",
+                         (long long)rows, d->world);
+    return fault_set(f,
+                     "train.batch_size = %lld: must be a multiple of %lld: %d processes in groups "
+                     "of runtime.context_parallel = %lld",
+                     (long long)rows, (long long)(d->world / context), d->world,
+                     (long long)context);
 }
 
 static bool check_launch(const dist *d, const config *c, fault *f) {
@@ -57,10 +90,7 @@ static bool check_launch(const dist *d, const config *c, fault *f) {
                          d->world == 1 ? "" : "es", how);
     if (d->link && d->link->needs_device && r->ddp_compress)
         return fault_set(f, "runtime.ddp_compress: must be off over %s", d->link->name);
-    if (c->train.batch_size % d->world)
-        return fault_set(f, "train.batch_size = %lld: must be a multiple of the %d processes",
-                         (long long)c->train.batch_size, d->world);
-    return true;
+    return check_shares(d, c, f);
 }
 
 bool dist_open(dist *d, dist_link *link, fault *f) {
@@ -80,7 +110,16 @@ bool dist_settle(dist *d, const config *c, fault *f) {
     d->timeout = c->runtime.ddp_timeout;
     d->bucket_bytes = c->runtime.ddp_bucket_mb << 20;
     d->timed = c->telemetry.trace_ddp_buckets;
-    return check_launch(d, c, f);
+    if (!check_launch(d, c, f)) return false;
+    d->context = (int)c->runtime.context_parallel;
+    d->part = d->rank % d->context;
+    return true;
+}
+
+bool dist_divide(dist *d, int context, fault *f) {
+    d->context = context;
+    d->part = d->rank % context;
+    return context == 1 || d->link->split(d->link, context, f);
 }
 
 void dist_detach(dist *d) {
@@ -88,8 +127,10 @@ void dist_detach(dist *d) {
         free(d->memory[i]);
         d->memory[i] = NULL;
     }
+    free(d->rows_memory);
     free(d->blocks);
     free(d->times);
+    d->rows_memory = NULL;
     d->blocks = NULL;
     d->times = NULL;
     d->o = NULL;
@@ -130,7 +171,7 @@ size_t dist_bytes(const dist *d, const ops *o, int64_t elements) {
     if (!d->link) return 0;
     int64_t bucket = bucket_elements(d, elements);
     int64_t moments = d->rank == 0 && d->world > 1 ? 2 * elements : 0;
-    return LINK_LANES * d->link->lane_bytes(d->link, o, bucket / d->world, d->compress) +
+    return LINK_LANES * d->link->lane_bytes(o, d->world, bucket / d->world, d->compress) +
            (size_t)(bucket + moments) * sizeof(real);
 }
 
@@ -148,7 +189,7 @@ bool dist_attach(dist *d, const ops *o, real *value, real *grad, int64_t element
     if (d->link->needs_device && !o->stream)
         return fault_set(f, "%s: the %s does not say what its operations are launched on",
                          d->link->name, o->name);
-    size_t bytes = d->link->lane_bytes(d->link, o, d->bucket / d->world, d->compress);
+    size_t bytes = d->link->lane_bytes(o, d->world, d->bucket / d->world, d->compress);
     bool ok = true;
     for (int i = 0; i < LINK_LANES; i++) ok = (d->memory[i] = malloc(bytes + 1)) && ok;
     d->blocks = malloc((size_t)d->bucket * sizeof *d->blocks);
@@ -198,7 +239,7 @@ static void too_late(dist *d, int lane) {
 }
 
 /* After an end nothing is sent any more: every call returns false with its cause. */
-static bool ended(dist *d, fault *f) {
+bool dist_ended(const dist *d, fault *f) {
     if (d->ended) *f = d->why;
     return d->ended;
 }
@@ -224,9 +265,9 @@ static bool wait_for(dist *d, int lane, fault *f) {
     double waited = 0, last = clock_seconds();
     uint32_t before = place();
     bool done = false;
-    if (ended(d, f)) return false;
+    if (dist_ended(d, f)) return false;
     for (int64_t looks = 0;; looks++) {
-        if (!look(d, lane, &done)) return !ended(d, f);
+        if (!look(d, lane, &done)) return !dist_ended(d, f);
         if (done) return true;
         if (looks == LOOKS && d->o && lane != LINK_STEP) d->o->mark(d->o, PHASE_COMM, -1);
         if (looks < LOOKS) continue;
@@ -236,7 +277,7 @@ static bool wait_for(dist *d, int lane, fault *f) {
         if (before != place()) waited = 0, before = place();
         if (waited > d->timeout) {
             too_late(d, lane);
-            return !ended(d, f);
+            return !dist_ended(d, f);
         }
         if (d->waiting && signals_stop_requested()) {
             char missing[256];
@@ -314,10 +355,10 @@ void dist_final_from(dist *d, int64_t first) {
 bool dist_reduced(dist *d, fault *f) {
     dist_final_from(d, 0);
     while (d->link && d->oldest >= 0)
-        if (ended(d, f) || !end_oldest(d, f)) return false;
+        if (dist_ended(d, f) || !end_oldest(d, f)) return false;
     dist_join(d);
     d->timing = false;
-    return !ended(d, f);
+    return !dist_ended(d, f);
 }
 
 bool dist_add(dist *d, step_state *s, fault *f) {
@@ -352,6 +393,40 @@ bool dist_spread(dist *d, real *array, fault *f) {
     }
     dist_join(d);
     return true;
+}
+
+/* ---- Blocks of a divided sequence ----------------------------------------------------------- */
+
+size_t dist_blocks_bytes(const dist *d, const ops *o, int64_t each) {
+    return d->link->lane_bytes(o, d->context, each, false);
+}
+
+bool dist_attach_blocks(dist *d, const ops *o, int64_t each, fault *f) {
+    size_t bytes = dist_blocks_bytes(d, o, each);
+    d->rows_memory = malloc(bytes + 1);
+    return d->rows_memory != NULL || fault_set(f, "out of memory for rows: %zu bytes", bytes);
+}
+
+static void exchange(dist *d, void (*start)(dist_link *l, int lane, const link_bucket *b),
+                     real *blocks, int64_t each) {
+    fault unused;
+    link_bucket b = {.o = d->o, .blocks = blocks, .each = each, .inside = true};
+    b.memory = d->rows_memory;
+    if (d->ended) return;
+    start(d->link, LINK_ROWS, &b);
+    d->unjoined = dist_on_stream(d);
+    if (d->unjoined)
+        dist_join(d);
+    else
+        (void)wait_for(d, LINK_ROWS, &unused);
+}
+
+void dist_gather_blocks(dist *d, real *blocks, int64_t each) {
+    exchange(d, d->link->gather_start, blocks, each);
+}
+
+void dist_reduce_blocks(dist *d, real *blocks, int64_t each) {
+    exchange(d, d->link->reduce_start, blocks, each);
 }
 
 /* ---- On the device's streams ---------------------------------------------------------------- */
@@ -389,7 +464,7 @@ bool dist_collect(dist *d, const real *own, real *whole, fault *f) {
     for (int i = 0; i < d->buckets; i++) {
         dist_piece p = dist_piece_at(d, i);
         size_t bytes = (size_t)p.count * sizeof *own;
-        if (ended(d, f)) return false;
+        if (dist_ended(d, f)) return false;
         d->o->download(d->o, d->blocks + d->rank * p.count, own + p.own, bytes);
         d->link->share_start(d->link, LINK_SMALL, d->blocks, bytes);
         if (!wait_for(d, LINK_SMALL, f)) return false;
@@ -413,7 +488,7 @@ static const void *share(dist *d, const void *mine, size_t bytes, fault *f) {
         fault_set(f, "%zu bytes are to be shared at once; at most %d", bytes, SHARE_BYTES);
         return NULL;
     }
-    if (ended(d, f)) return NULL;
+    if (dist_ended(d, f)) return NULL;
     memcpy(d->shared + (size_t)d->rank * bytes, mine, bytes);
     d->link->share_start(d->link, LINK_SMALL, d->shared, bytes);
     return wait_for(d, LINK_SMALL, f) ? d->shared : NULL;

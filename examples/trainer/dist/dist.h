@@ -9,6 +9,9 @@
    (ZeRO-1), updates their parameters, and then all blocks go to all processes. A sum is taken in an
    order that the layout decides, so one layout always gives the same bits.
 
+   Processes may also divide sequences (context parallelism, model/context.c): groups of neighbours
+   take the same rows of a batch, and exchange blocks inside their group.
+
    Over a link on the device's streams (NCCL) all of that is launched, and may be recorded in a
    graph: the device waits for the other processes, the host only for the step before. Else the host
    waits, and moves what is exchanged. */
@@ -20,7 +23,8 @@
 
 typedef struct dist {
     int rank, world;
-    dist_link *link; /* NULL: one process */
+    int context, part; /* neighbours that divide each sequence; which of them this one is */
+    dist_link *link;   /* NULL: one process */
     bool compress;
     double timeout;       /* seconds that another process may keep this one waiting */
     int64_t bucket_bytes; /* at most */
@@ -34,9 +38,10 @@ typedef struct dist {
     int64_t elements, bucket;  /* of the flat arrays; of a bucket */
     int buckets, next, oldest; /* to be started next, and under way, counting down */
     void *memory[LINK_LANES];
-    real *blocks;  /* one bucket, on the host */
-    bool timed;    /* the host waits for each bucket, to say what its exchange took */
-    double *times; /* of each bucket, started and done, s since dist_begin; NULL: not wanted */
+    void *rows_memory; /* of the lane of rows */
+    real *blocks;      /* one bucket, on the host */
+    bool timed;        /* the host waits for each bucket, to say what its exchange took */
+    double *times;     /* of each bucket, started and done, s since dist_begin; NULL: not wanted */
     double began;
     bool timing;
     bool unjoined,
@@ -51,9 +56,15 @@ dist dist_alone(void);
 
 /* link NULL: one process. */
 bool dist_open(dist *d, dist_link *link, fault *f);
-/* Takes the settings of runtime.ddp_*; refuses those that contradict how the program was
-   started. */
+/* Takes the settings of runtime.ddp_* and runtime.context_parallel; refuses those that contradict
+   how the program was started. */
 bool dist_settle(dist *d, const config *c, fault *f);
+/* Groups of `context` neighbouring ranks, a divisor of world, take sequences together; all
+   processes call it, and only then can blocks be exchanged. */
+bool dist_divide(dist *d, int context, fault *f);
+/* How many groups there are, and which one this process is in: what data are shared out among. */
+int dist_groups(const dist *d);
+int dist_group(const dist *d);
 /* After a run that ended for all processes alike. */
 void dist_close(dist *d);
 /* After one that did not: tells the others why, if they did not tell us, and ends all. */
@@ -97,6 +108,16 @@ void dist_join(dist *d);
    dead process takes only so much. Elsewhere it is done. */
 void dist_post(dist *d);
 bool dist_catch_up(dist *d, fault *f);
+
+/* Among the processes that divide a sequence: a block of `each` reals of each of them; their own
+   come to all of them, or each gets the sum of those of its number. Memory for at most so many
+   reals; what it takes. */
+bool dist_attach_blocks(dist *d, const ops *o, int64_t each, fault *f);
+size_t dist_blocks_bytes(const dist *d, const ops *o, int64_t each);
+void dist_gather_blocks(dist *d, real *blocks, int64_t each);
+void dist_reduce_blocks(dist *d, real *blocks, int64_t each);
+/* Whether the run has ended: then what a call left is not what it should be. */
+bool dist_ended(const dist *d, fault *f);
 
 /* Rank 0's `whole`, on the host, becomes an array of which each process has the pieces in `own`;
    and back, without a message: every process has read `whole`. */

@@ -6,9 +6,10 @@
 
 #include "ops/ops.h"
 
-/* Exchanges that can be under way at once; each has a lane of its own. A link on the stream also
-   tests LINK_STEP: whether the device has done what it was given before `post`. */
-enum { LINK_LANES = 4, LINK_SMALL = LINK_LANES, LINK_ALL, LINK_STEP = LINK_ALL };
+/* Exchanges that can be under way at once; each has a lane of its own: buckets, a few bytes, rows
+   of a divided sequence. A link on the stream also tests LINK_STEP: whether the device has done
+   what it was given before `post`. */
+enum { LINK_LANES = 4, LINK_SMALL = LINK_LANES, LINK_ROWS, LINK_ALL, LINK_STEP = LINK_ALL };
 
 typedef enum link_progress {
     LINK_WAITING,
@@ -16,11 +17,12 @@ typedef enum link_progress {
     LINK_ENDED /* another process said why it ends: the fault holds its words */
 } link_progress;
 
-/* A bucket: world blocks of `each` reals in the back end's memory. */
+/* A bucket: a block of `each` reals for each process, in the back end's memory. */
 typedef struct link_bucket {
     const ops *o;
     real *blocks;
     int64_t each;
+    bool inside;   /* of this one's group alone (split): the first block is its first process's */
     bool compress; /* values travel as bf16 */
     void *memory;  /* lane_bytes of them */
 } link_bucket;
@@ -30,17 +32,21 @@ typedef struct dist_link dist_link;
 struct dist_link {
     const char *name, *launcher; /* "mpi", "mpirun -n 2" */
     int rank, world;
+    int group;         /* ranks of a group, neighbours; 0: there are no groups */
     bool needs_device; /* blocks are a GPU's, and travel as they are */
     void *state;
 
-    /* Host memory that a lane needs for buckets of `each` reals a process. */
-    size_t (*lane_bytes)(const dist_link *l, const ops *o, int64_t each, bool compress);
+    /* Makes groups of `size` ranks, a divisor of world, instead of those that there are. */
+    bool (*split)(dist_link *l, int size, fault *f);
 
-    /* Block `rank` becomes the sum of all processes' blocks of this number, added in an order that
-       the layout decides (over MPI that of the ranks); what the other blocks become is
+    /* Host memory that a lane needs for buckets of `each` reals for each of `processes`. */
+    size_t (*lane_bytes)(const ops *o, int processes, int64_t each, bool compress);
+
+    /* This process's block becomes the sum of all processes' blocks of its number, added in an
+       order that the layout decides (over MPI that of the ranks); what the other blocks become is
        undefined. */
     void (*reduce_start)(dist_link *l, int lane, const link_bucket *b);
-    /* Each process's block `rank` comes to all others. */
+    /* Each process's own block comes to all others. */
     void (*gather_start)(dist_link *l, int lane, const link_bucket *b);
     /* The same for a few bytes of the host. */
     void (*share_start)(dist_link *l, int lane, void *blocks, size_t bytes_each);

@@ -31,6 +31,18 @@ typedef struct mpi_state {
 
 /* ---- What a lane's memory holds ------------------------------------------------------------ */
 
+/* The processes that exchange a bucket: ranks first .. first + count - 1. */
+typedef struct members {
+    int first, count;
+} members;
+
+static members members_of(const dist_link *l, bool inside) {
+    members all = {0, l->world}, group = {0, l->group};
+    if (!inside) return all;
+    group.first = l->rank / l->group * l->group;
+    return group;
+}
+
 /* A host copy of the bucket where the back end's memory is not the host's; bf16 on their way out
    where they are compressed; what the others send. */
 typedef struct parts {
@@ -40,7 +52,7 @@ typedef struct parts {
 } parts;
 
 static parts divide(const dist_link *l, const link_bucket *b) {
-    size_t elements = (size_t)l->world * (size_t)b->each;
+    size_t elements = (size_t)members_of(l, b->inside).count * (size_t)b->each;
     parts p = {.value = b->compress ? sizeof(uint16_t) : sizeof(real)};
     char *at = b->memory;
     p.copy = b->blocks;
@@ -57,24 +69,25 @@ static parts divide(const dist_link *l, const link_bucket *b) {
     return p;
 }
 
-static size_t mpi_lane_bytes(const dist_link *l, const ops *o, int64_t each, bool compress) {
+static size_t mpi_lane_bytes(const ops *o, int processes, int64_t each, bool compress) {
     size_t block = (size_t)each, value = compress ? sizeof(uint16_t) : sizeof(real);
     size_t copy = o->host_memory ? 0 : block * sizeof(real), out = compress ? block * value : 0;
-    return (size_t)l->world * (copy + out + block * value);
+    return (size_t)processes * (copy + out + block * value);
 }
 
 /* ---- Sending ------------------------------------------------------------------------------- */
 
-/* From and to each other rank; block r of `in` comes from r, and block r of `out`, or where `one`
-   is set this process's own, goes to r. */
-static void exchange(dist_link *l, int number, const char *out, char *in, size_t bytes, bool one) {
+/* From and to each other member; the block of r in `in` comes from r, and that in `out`, or where
+   `one` is set this process's own, goes to r. */
+static void exchange(dist_link *l, int number, members m, const char *out, char *in, size_t bytes,
+                     bool one) {
     mpi_state *s = l->state;
     lane *x = &s->lanes[number];
-    for (int r = 0; r < l->world; r++) {
-        const char *block = out + (size_t)(one ? l->rank : r) * bytes;
-        x->requests[r] = x->requests[l->world + r] = MPI_REQUEST_NULL;
+    for (int r = 0; r < 2 * l->world; r++) x->requests[r] = MPI_REQUEST_NULL;
+    for (int r = m.first; r < m.first + m.count; r++) {
+        const char *block = out + (size_t)((one ? l->rank : r) - m.first) * bytes;
         if (r == l->rank) continue;
-        MPI_Irecv(in + (size_t)r * bytes, (int)bytes, MPI_BYTE, r, number, s->comm,
+        MPI_Irecv(in + (size_t)(r - m.first) * bytes, (int)bytes, MPI_BYTE, r, number, s->comm,
                   &x->requests[r]);
         MPI_Isend(block, (int)bytes, MPI_BYTE, r, number, s->comm, &x->requests[l->world + r]);
     }
@@ -83,33 +96,35 @@ static void exchange(dist_link *l, int number, const char *out, char *in, size_t
 static void mpi_reduce_start(dist_link *l, int number, const link_bucket *b) {
     mpi_state *s = l->state;
     lane *x = &s->lanes[number];
+    members m = members_of(l, b->inside);
     parts p = divide(l, b);
-    int64_t count = l->world * b->each;
+    int64_t count = m.count * b->each;
     x->bucket = *b;
     x->is_bucket = x->is_reduction = true;
     if (!b->o->host_memory) b->o->download(b->o, p.copy, b->blocks, (size_t)count * sizeof(real));
     uint16_t *half = (uint16_t *)(void *)p.out;
     for (int64_t i = 0; b->compress && i < count; i++) half[i] = nsa_f32_to_bf16((float)p.copy[i]);
-    exchange(l, number, p.out, p.in, (size_t)b->each * p.value, false);
+    exchange(l, number, m, p.out, p.in, (size_t)b->each * p.value, false);
 }
 
 static void mpi_gather_start(dist_link *l, int number, const link_bucket *b) {
     mpi_state *s = l->state;
     lane *x = &s->lanes[number];
+    members m = members_of(l, b->inside);
     parts p = divide(l, b);
     size_t bytes = (size_t)b->each * sizeof(real);
+    int64_t own = (l->rank - m.first) * b->each;
     x->bucket = *b;
     x->is_bucket = true;
     x->is_reduction = false;
-    if (!b->o->host_memory)
-        b->o->download(b->o, p.copy + l->rank * b->each, b->blocks + l->rank * b->each, bytes);
-    exchange(l, number, (char *)p.copy, (char *)p.copy, bytes, true);
+    if (!b->o->host_memory) b->o->download(b->o, p.copy + own, b->blocks + own, bytes);
+    exchange(l, number, m, (char *)p.copy, (char *)p.copy, bytes, true);
 }
 
 static void mpi_share_start(dist_link *l, int number, void *blocks, size_t bytes) {
     mpi_state *s = l->state;
     s->lanes[number].is_bucket = false;
-    exchange(l, number, blocks, blocks, bytes, true);
+    exchange(l, number, members_of(l, false), blocks, blocks, bytes, true);
 }
 
 /* ---- What has come ------------------------------------------------------------------------- */
@@ -127,13 +142,15 @@ static void add(real *sum, const char *block, size_t value, int64_t first, int64
 
 /* In the order of the ranks, whichever came first. */
 static void add_up(const dist_link *l, const link_bucket *b) {
+    members m = members_of(l, b->inside);
     parts p = divide(l, b);
-    real sum[CHUNK], *own = p.copy + l->rank * b->each;
+    int64_t offset = (l->rank - m.first) * b->each;
+    real sum[CHUNK], *own = p.copy + offset;
     for (int64_t first = 0; first < b->each; first += CHUNK) {
         int64_t count = b->each - first < CHUNK ? b->each - first : CHUNK;
-        for (int r = 0; r < l->world; r++) {
+        for (int r = 0; r < m.count; r++) {
             const char *block = p.in + (size_t)(r * b->each) * p.value;
-            if (r == l->rank)
+            if (r == l->rank - m.first)
                 add(sum, (const char *)own, sizeof(real), first, count, r == 0);
             else
                 add(sum, block, p.value, first, count, r == 0);
@@ -141,7 +158,7 @@ static void add_up(const dist_link *l, const link_bucket *b) {
         memcpy(own + first, sum, (size_t)count * sizeof *own);
     }
     if (!b->o->host_memory)
-        b->o->upload(b->o, b->blocks + l->rank * b->each, own, (size_t)b->each * sizeof *own);
+        b->o->upload(b->o, b->blocks + offset, own, (size_t)b->each * sizeof *own);
 }
 
 static void complete(const dist_link *l, const lane *x) {
@@ -151,7 +168,7 @@ static void complete(const dist_link *l, const lane *x) {
         add_up(l, b);
     else if (!b->o->host_memory)
         b->o->upload(b->o, b->blocks, divide(l, b).copy,
-                     (size_t)(l->world * b->each) * sizeof(real));
+                     (size_t)(members_of(l, b->inside).count * b->each) * sizeof(real));
 }
 
 /* Another process's last words, should there be some. */
@@ -223,11 +240,19 @@ static bool launched(void) {
     return false;
 }
 
+/* Messages go from process to process anyway. */
+static bool mpi_split(dist_link *l, int size, fault *f) {
+    (void)f;
+    l->group = size;
+    return true;
+}
+
 dist_link *dist_mpi_open(void) {
     static mpi_state state;
     static dist_link l = {.name = "mpi",
                           .launcher = "mpirun -n N",
                           .state = &state,
+                          .split = mpi_split,
                           .lane_bytes = mpi_lane_bytes,
                           .reduce_start = mpi_reduce_start,
                           .gather_start = mpi_gather_start,

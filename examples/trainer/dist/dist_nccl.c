@@ -22,10 +22,10 @@ enum { MEET_S = 120, ROLL_S = 3, NAP_NS = 1000000 };
 
 typedef struct nccl_state {
     dist_tcp *tcp;
-    ncclComm_t comm;
+    ncclComm_t comm, group; /* of all processes; of this one's group, or NULL */
     cudaStream_t stream;
-    cudaEvent_t ready, joined, step, done[LINK_LANES];
-    bool failed, called; /* the roll is called once */
+    cudaEvent_t ready, joined, step, done[LINK_ALL]; /* of LINK_SMALL none */
+    bool failed, called;                             /* the roll is called once */
     fault why;
     bool *missing;
 } nccl_state;
@@ -50,20 +50,32 @@ static void demand_cuda(nccl_state *s, const char *what, cudaError_t e) {
 }
 
 /* A communicator that does not block may still be at it. */
-static void demand(nccl_state *s, const char *what, ncclResult_t r) {
+static void demand_of(nccl_state *s, ncclComm_t comm, const char *what, ncclResult_t r) {
     double deadline = clock_seconds() + MEET_S;
     while (r == ncclInProgress && clock_seconds() < deadline) {
         nap();
-        ncclCommGetAsyncError(s->comm, &r);
+        ncclCommGetAsyncError(comm, &r);
     }
     if (r != ncclSuccess) note(s, what, ncclGetErrorString(r));
 }
 
+static void demand(nccl_state *s, const char *what, ncclResult_t r) {
+    demand_of(s, s->comm, what, r);
+}
+
 /* ---- Buckets ------------------------------------------------------------------------------- */
 
-static size_t nccl_lane_bytes(const dist_link *l, const ops *o, int64_t each, bool compress) {
-    (void)l, (void)o, (void)each, (void)compress;
+static size_t nccl_lane_bytes(const ops *o, int processes, int64_t each, bool compress) {
+    (void)o, (void)processes, (void)each, (void)compress;
     return 0;
+}
+
+static ncclComm_t comm_of(const nccl_state *s, const link_bucket *b) {
+    return b->inside ? s->group : s->comm;
+}
+
+static real *own_block(const dist_link *l, const link_bucket *b) {
+    return b->blocks + (b->inside ? l->rank % l->group : l->rank) * b->each;
 }
 
 static void after_operations(nccl_state *s, const ops *o) {
@@ -73,20 +85,21 @@ static void after_operations(nccl_state *s, const ops *o) {
 
 static void nccl_reduce_start(dist_link *l, int lane, const link_bucket *b) {
     nccl_state *s = l->state;
-    real *own = b->blocks + l->rank * b->each;
+    ncclComm_t comm = comm_of(s, b);
     after_operations(s, b->o);
-    demand(s, "ncclReduceScatter",
-           ncclReduceScatter(b->blocks, own, (size_t)b->each, ncclFloat32, ncclSum, s->comm,
-                             s->stream));
+    demand_of(s, comm, "ncclReduceScatter",
+              ncclReduceScatter(b->blocks, own_block(l, b), (size_t)b->each, ncclFloat32, ncclSum,
+                                comm, s->stream));
     demand_cuda(s, "cudaEventRecord", cudaEventRecord(s->done[lane], s->stream));
 }
 
 static void nccl_gather_start(dist_link *l, int lane, const link_bucket *b) {
     nccl_state *s = l->state;
-    const real *own = b->blocks + l->rank * b->each;
+    ncclComm_t comm = comm_of(s, b);
     after_operations(s, b->o);
-    demand(s, "ncclAllGather",
-           ncclAllGather(own, b->blocks, (size_t)b->each, ncclFloat32, s->comm, s->stream));
+    demand_of(
+        s, comm, "ncclAllGather",
+        ncclAllGather(own_block(l, b), b->blocks, (size_t)b->each, ncclFloat32, comm, s->stream));
     demand_cuda(s, "cudaEventRecord", cudaEventRecord(s->done[lane], s->stream));
 }
 
@@ -133,9 +146,11 @@ static link_progress nccl_test(dist_link *l, int lane, fault *f) {
         s->failed ? cudaSuccess : cudaEventQuery(lane == LINK_STEP ? s->step : s->done[lane]);
     if (!s->failed && e == cudaSuccess) return LINK_DONE;
     if (e != cudaErrorNotReady) demand_cuda(s, "the device", e);
-    if (!s->failed && ncclCommGetAsyncError(s->comm, &r) == ncclSuccess && r != ncclInProgress &&
-        r != ncclSuccess)
-        note(s, "NCCL", ncclGetErrorString(r));
+    ncclComm_t comms[] = {s->comm, s->group};
+    for (int i = 0; i < 2; i++)
+        if (!s->failed && comms[i] && ncclCommGetAsyncError(comms[i], &r) == ncclSuccess &&
+            r != ncclInProgress && r != ncclSuccess)
+            note(s, "NCCL", ncclGetErrorString(r));
     if (s->failed) {
         *f = s->why;
         return LINK_ENDED;
@@ -186,6 +201,7 @@ static void nccl_end(dist_link *l, int code) {
 
 static void nccl_close(dist_link *l) {
     nccl_state *s = l->state;
+    if (s->group) ncclCommDestroy(s->group);
     ncclCommDestroy(s->comm);
     cudaStreamDestroy(s->stream);
     tcp_close(s->tcp);
@@ -230,13 +246,30 @@ static bool meet(dist_link *l, fault *f) {
     return p == LINK_DONE && !s->failed;
 }
 
+/* The ranks that have a number in common are a communicator, in the order of their ranks. */
+static bool nccl_split(dist_link *l, int size, fault *f) {
+    nccl_state *s = l->state;
+    ncclConfig_t settings = NCCL_CONFIG_INITIALIZER;
+    settings.blocking = 0;
+    l->group = size;
+    if (s->group) ncclCommDestroy(s->group);
+    s->group = NULL;
+    demand(s, "ncclCommSplit",
+           ncclCommSplit(s->comm, l->rank / size, l->rank, &s->group, &settings));
+    ncclResult_t r = ncclSuccess;
+    if (!s->failed) ncclCommGetAsyncError(s->group, &r);
+    if (!s->failed) demand_of(s, s->group, "ncclCommSplit", r);
+    if (s->failed) *f = s->why;
+    return !s->failed;
+}
+
 static bool prepare_device(nccl_state *s, int local, fault *f) {
     demand_cuda(s, "cudaSetDevice(LOCAL_RANK)", cudaSetDevice(local));
     demand_cuda(s, "cudaStreamCreate",
                 cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking));
-    cudaEvent_t *events[LINK_LANES + 3] = {&s->ready, &s->joined, &s->step};
-    for (int i = 0; i < LINK_LANES; i++) events[3 + i] = &s->done[i];
-    for (int i = 0; i < LINK_LANES + 3; i++)
+    cudaEvent_t *events[LINK_ALL + 3] = {&s->ready, &s->joined, &s->step};
+    for (int i = 0; i < LINK_ALL; i++) events[3 + i] = &s->done[i];
+    for (int i = 0; i < LINK_ALL + 3; i++)
         demand_cuda(s, "cudaEventCreate",
                     cudaEventCreateWithFlags(events[i], cudaEventDisableTiming));
     if (s->failed) *f = s->why;
@@ -249,6 +282,7 @@ dist_link *dist_nccl_open(fault *f) {
                           .launcher = "torchrun --nproc-per-node N --no-python",
                           .needs_device = true,
                           .state = &state,
+                          .split = nccl_split,
                           .lane_bytes = nccl_lane_bytes,
                           .reduce_start = nccl_reduce_start,
                           .gather_start = nccl_gather_start,

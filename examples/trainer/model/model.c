@@ -9,10 +9,10 @@
 static bool documents_fit(model *m, fault *f) {
     size_t bytes = 0;
     for (int kind = 0; kind < ATTENTION_KINDS; kind++) {
-        if (m->first_of[kind] < 0) continue;
-        nsa_desc d = layer_desc(m, m->first_of[kind]);
-        size_t needed = layer_workspace(m, m->first_of[kind], &d);
-        if (needed > bytes) bytes = needed;
+        for (int i = 0; m->first_of[kind] >= 0 && i < m->slice_count; i++) {
+            size_t needed = layer_workspace(m, m->first_of[kind], &m->slices[i]);
+            if (needed > bytes) bytes = needed;
+        }
     }
     if (bytes <= m->scratch.workspace_bytes) return true;
     return fault_set(f, "model: %d documents in a batch need %zu bytes of workspace, there are %zu",
@@ -20,24 +20,34 @@ static bool documents_fit(model *m, fault *f) {
 }
 
 static bool begin_pass(model *m, phase p, const model_batch *b, fault *f) {
-    const ops *o = m->o;
+    int most = p == PHASE_SAMPLE ? model_longest(m) : m->options.tokens;
     int64_t rows = (int64_t)b->batch * b->tokens_each;
-    if (rows < 1 || rows > (int64_t)m->options.batch * m->options.tokens)
+    if (rows < 1 || rows > (int64_t)m->options.batch * most)
         return fault_set(f, "model: a batch of %d x %d tokens: between 1 and %d x %d", b->batch,
-                         b->tokens_each, m->options.batch, m->options.tokens);
+                         b->tokens_each, m->options.batch, most);
+    m->split = m->context > 1 && p != PHASE_SAMPLE;
+    if (m->split && !context_check(m, b, f)) return false;
+    int among = m->split ? m->context : 1;
     m->phase = p;
     m->batch = b->batch;
-    m->tokens_each = b->tokens_each;
-    m->rows = (int)rows;
+    m->sequence = b->tokens_each;
+    m->tokens_each = b->tokens_each / among;
+    m->rows = (int)(rows / among);
     m->documents = b->begins ? b->documents : 0;
-    m->longest = b->longest;
-    if (b->begins) {
-        o->upload(o, m->begins, b->begins, ((size_t)b->documents + 1) * sizeof *b->begins);
-        if (!documents_fit(m, f)) return false;
-    }
-    o->upload(o, m->tokens, b->tokens, (size_t)rows * sizeof *b->tokens);
-    if (b->labels) o->upload(o, m->labels, b->labels, (size_t)rows * sizeof *b->labels);
-    return true;
+    m->gathered = -1;
+    context_slices(m, b);
+    context_upload(m, b);
+    return !b->begins || documents_fit(m, f);
+}
+
+/* Whether the pass has come to its end. */
+static bool passed(const model *m, fault *f) {
+    if (m->options.dist && dist_ended(m->options.dist, f)) return false;
+    return !m->o->failed(m->o, f);
+}
+
+int model_longest(const model *m) {
+    return m->options.tokens / m->context;
 }
 
 static void forward(model *m) {
@@ -81,6 +91,7 @@ static void backward(model *m) {
     const ops *o = m->o;
     const model_config *c = &m->config;
     scratch *s = &m->scratch;
+    m->phase = PHASE_BWD;
     o->zero(o, s->dx, (size_t)m->rows * (size_t)c->dim * m->element);
     o->rmsnorm_backward(o, s->dx, model_gradient(m, m->norm), s->dnorm, m->x[c->n_layers],
                         model_weight(m, m->norm), s->rstd, m->rows, c->dim);
@@ -102,7 +113,7 @@ bool model_evaluate(model *m, const model_batch *b, fault *f) {
     if (!begin_pass(m, PHASE_EVAL, b, f)) return false;
     forward(m);
     head(m, 0);
-    return !m->o->failed(m->o, f);
+    return passed(m, f);
 }
 
 /* What is recorded waits for nothing; what is launched one by one is too much to launch behind a
@@ -122,7 +133,7 @@ bool model_train(model *m, const model_batch *b, double scale, fault *f) {
     if (!begin_pass(m, PHASE_FWD, b, f)) return false;
     model_launch(m, m->last_of_step ? MODEL_LAST_BATCH : MODEL_BATCH, passes, scale);
     if (m->options.dist && !dist_catch_up(m->options.dist, f)) return false;
-    return !m->o->failed(m->o, f);
+    return passed(m, f);
 }
 
 /* Halves come in at the end of the reals' array, and are widened from its front on. */

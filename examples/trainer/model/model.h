@@ -1,6 +1,6 @@
 /* model.h - TinyLM: a decoder over Native Sparse Attention, forward and backward, for any back end.
-   Twins: model_layout.c (parameters, memory), model_layer.c (one layer), model.c (the whole). It
-   knows no files, no data and no optimizer.
+   Twins: model_layout.c (parameters, memory), model_layer.c (one layer), model.c (the whole),
+   context.c (a sequence divided among processes). It knows no files, no data and no optimizer.
 
      x = embed[token]
      each layer:  x = x + attention(rmsnorm(x));  x = x + fc2(silu(fc1(rmsnorm(x))))
@@ -60,7 +60,8 @@ typedef enum checkpointing {
 } checkpointing;
 
 typedef struct model_options {
-    int batch, tokens; /* the most rows, and tokens of a row, that a call may bring */
+    int batch, tokens; /* the most rows, and tokens of a row, that a call may bring; of a row that
+                          is divided (dist_divide) this process holds its share alone */
     bool training;     /* room for gradients and moments */
     checkpointing checkpointing;
     int first, end; /* of layers first .. end - 1; 0, 0: of all */
@@ -129,7 +130,20 @@ typedef struct scratch {
     void *logits;
     void *workspace;
     size_t workspace_bytes;
+    /* Of a sequence that is divided (context.c): */
+    void *keys;          /* (batch, sequence, layer_keys): k and v of all processes' rows */
+    real *dkeys;         /* their gradient, in the memory of act, dhidden and dact */
+    void *k_cmp, *v_cmp; /* compressed rows of one slice */
+    real *exchange;      /* what the processes exchange at once: a block of each */
 } scratch;
+
+/* Queries that one call of nsa.h takes, and their keys. */
+typedef struct slice {
+    int batch, tokens, first, count; /* as nsa_desc has them */
+    const int32_t *begins;           /* likewise; or NULL */
+    int rows;                        /* with begins: those of all its sequences */
+    int64_t query_row, key_row;      /* where its queries, and its keys, begin */
+} slice;
 
 /* What a step launches: the passes over a micro-batch, over the last of a step, and the update. */
 typedef enum model_part { MODEL_BATCH, MODEL_LAST_BATCH, MODEL_UPDATE, MODEL_PARTS } model_part;
@@ -173,14 +187,23 @@ typedef struct model {
     adamw_rates *rates;                /* likewise */
     muon_room muon;                    /* with options.muon */
     recording recordings[MODEL_PARTS];
-    bool recording;    /* what is launched now is kept and not run */
-    phase phase;       /* of forward, for ops.mark */
-    bool last_of_step; /* dist hears of each gradient that is final, and
+    bool recording;                          /* what is launched now is kept and not run */
+    phase phase;                             /* of the pass that runs, for ops.mark */
+    bool last_of_step;                       /* dist hears of each gradient that is final, and
                                           observers look */
-    int batch, tokens_each, rows, documents, longest; /* of the pass that runs */
-    layer_cache *caches;                              /* of each layer; NULL without room */
-    bool appending;                                   /* the pass attends from the caches */
-    int past;                                         /* tokens that they hold */
+    int batch, tokens_each, rows, documents; /* of the pass that runs */
+    int sequence;  /* tokens of a row of the batch, of which this process has tokens_each */
+    slice *slices; /* of the pass that runs */
+    int slice_count;
+    int context;         /* processes that divide a sequence; 1: none do */
+    bool split;          /* the pass that runs is divided */
+    int32_t *places;     /* split: of each row in its document, in the back end's memory */
+    int32_t *ids;        /* numbers of the host on their way there */
+    int begins_used;     /* of these, begins */
+    int gathered;        /* the layer whose k and v scratch.keys holds, or -1 */
+    layer_cache *caches; /* of each layer; NULL without room */
+    bool appending;      /* the pass attends from the caches */
+    int past;            /* tokens that they hold */
     nsa_reads reads; /* counted by nsa_decode since model_restart, summed over layers and groups */
 } model;
 
@@ -205,6 +228,8 @@ int layer_rotated(const model *m, int layer);
 int layer_pairs(const model *m, int layer);
 bool layer_linear_gate(const model *m, int layer);
 int layer_fused(const model *m, int layer);
+/* Columns of all k and v, which lie behind those of q. */
+int layer_keys(const model *m, int layer);
 
 /* Adds a batch's losses to the state. model_train also adds the gradients of their sum, `scale`
    times the scaler's scale times too large; a caller sets last_of_step before those of a step's
@@ -212,7 +237,9 @@ int layer_fused(const model *m, int layer);
 bool model_evaluate(model *m, const model_batch *b, fault *f);
 bool model_train(model *m, const model_batch *b, double scale, fault *f);
 
-/* Logits of the token after tokens[count - 1]; `logits` holds vocab reals of the host. */
+/* Logits of the token after tokens[count - 1]; `logits` holds vocab reals of the host. It is never
+   divided, so count ends where this process's share of a row does (model_longest). */
+int model_longest(const model *m);
 bool model_next(model *m, const int32_t *tokens, int count, real *logits, fault *f);
 
 /* Appends tokens to the caches, options.tokens at a time, and attends from these: the result is
@@ -243,14 +270,33 @@ void layer_forward(model *m, int layer);
 void layer_recompute(model *m, int layer);
 checkpointing layer_checkpointing(const model *m, int layer);
 void layer_backward(model *m, int layer);
-/* The geometry of the pass that runs. */
+/* The geometry of the pass that runs, of its first slice. */
 nsa_desc layer_desc(const model *m, int layer);
 /* What its attention reads and writes in a layer; where attention is sparse. */
 nsa_attention layer_views(const model *m, int layer);
-/* Bytes of workspace that a layer's attention needs for this geometry; from the caches, for `count`
+/* Bytes of workspace that a layer's attention needs for this slice; from the caches, for `count`
    tokens at once. */
-size_t layer_workspace(model *m, int layer, const nsa_desc *d);
+size_t layer_workspace(model *m, int layer, const slice *p);
 size_t layer_append_workspace(model *m, int layer, int count);
+
+/* context.c. The host's memory for slices; the arrays, of which one may lie in `free_bytes` from
+   scratch.act on; memory for exchanges, which is dist's. */
+bool context_open(model *m, fault *f);
+void context_layout(model *m, arena *a, size_t free_bytes);
+size_t context_bytes(const model *m);
+bool context_attach(model *m, fault *f);
+void context_close(model *m);
+/* Whether a batch can be divided; the slices of a pass; the batch, or this process's rows of it,
+   for the back end. */
+bool context_check(const model *m, const model_batch *b, fault *f);
+void context_slices(model *m, const model_batch *b);
+void context_upload(model *m, const model_batch *b);
+/* All rows of a layer's k and v, rotated, come to scratch.keys. Before backward, they and zeros in
+   scratch.dkeys; after it the sums of dkeys over the processes come to this one's rows, k to
+   drotated and v to dqkv. Where nothing is divided none does anything. */
+void context_gather(model *m, int layer);
+void context_begin_backward(model *m, int layer);
+void context_reduce(model *m, int layer);
 
 /* Pointers into the table's arrays. */
 void *model_weight(const model *m, int place);

@@ -54,18 +54,22 @@ nsa_desc model_desc(const model *m, int layer, int batch, int tokens) {
     return d;
 }
 
-nsa_desc layer_desc(const model *m, int layer) {
-    if (m->appending) {
-        nsa_desc d = model_desc(m, layer, 1, m->past + m->rows);
-        d.first = m->past;
-        d.count = m->rows;
-        return d;
-    }
-    if (!m->documents) return model_desc(m, layer, m->batch, m->tokens_each);
-    nsa_desc d = model_desc(m, layer, m->documents, m->longest);
-    d.begins = m->begins;
-    d.rows = m->rows;
+int layer_keys(const model *m, int layer) {
+    const model_config *c = &m->config;
+    return layer_pairs(m, layer) * c->n_kv_groups * (c->d_k + c->d_v);
+}
+
+static nsa_desc slice_desc(const model *m, int layer, const slice *p) {
+    nsa_desc d = model_desc(m, layer, p->batch, p->tokens);
+    d.first = p->first;
+    d.count = p->count;
+    d.begins = p->begins;
+    if (p->begins) d.rows = p->rows;
     return d;
+}
+
+nsa_desc layer_desc(const model *m, int layer) {
+    return slice_desc(m, layer, &m->slices[0]);
 }
 
 /* Heads of `width` from column `column` on of a matrix with `stride` columns. */
@@ -78,8 +82,18 @@ static nsa_tensor packed(const model *m, void *base, int count, int width) {
     return heads(m, base, (int64_t)count * width, 0, width);
 }
 
-static nsa_tensor reals(const model *m, real *base, int count) {
-    nsa_tensor t = packed(m, base, count, 1);
+/* The same from a slice's first query on. */
+static nsa_tensor query_heads(const model *m, const slice *p, void *base, int64_t stride,
+                              int64_t column, int width) {
+    return heads(m, base, stride, p->query_row * stride + column, width);
+}
+
+static nsa_tensor query_packed(const model *m, const slice *p, void *base, int count, int width) {
+    return query_heads(m, p, base, (int64_t)count * width, 0, width);
+}
+
+static nsa_tensor query_reals(const model *m, const slice *p, real *base, int count) {
+    nsa_tensor t = packed(m, base + p->query_row * count, count, 1);
     t.dtype = NSA_REAL_DTYPE;
     return t;
 }
@@ -133,93 +147,109 @@ static int64_t v_column(const model *m, int layer, int branch) {
            (int64_t)pair_of(m, layer, branch) * m->config.n_kv_groups * m->config.d_v;
 }
 
-/* The gate's logits or their gradient: those of an MLP in an array of their own, those of a linear
-   map the last columns of qkv. */
-static nsa_tensor gate_view(const model *m, int layer, void *own, void *qkv) {
-    const model_config *c = &m->config;
-    int fused = layer_fused(m, layer);
-    if (!c->gate_linear) return packed(m, own, c->n_kv_groups, BRANCHES);
-    return heads(m, qkv, fused, fused - BRANCHES * c->n_heads, BRANCHES);
+/* The keys or values of a branch, from a slice's first one on: this process's own columns of qkv,
+   or where the sequence is divided those of all processes. */
+static nsa_tensor key_heads(const model *m, int layer, const slice *p, int64_t column, int width) {
+    int fused = layer_fused(m, layer), keys = layer_keys(m, layer);
+    if (!m->split) return heads(m, m->acts[layer].qkv, fused, column, width);
+    void *data = at(m, m->scratch.keys, p->key_row * keys + column - q_columns(m));
+    return (nsa_tensor){data, m->o->dtype, (int64_t)keys * m->sequence, keys, width};
 }
 
-static nsa_attention sparse_views(const model *m, int layer, const nsa_desc *d) {
+/* Their gradient: of k before the rotation is undone. */
+static nsa_tensor dkey_heads(const model *m, int layer, const slice *p, int64_t column, int width) {
+    const scratch *s = &m->scratch;
+    int rotated = layer_rotated(m, layer), keys = layer_keys(m, layer);
+    if (!m->split && column < rotated) return heads(m, s->drotated, rotated, column, width);
+    if (!m->split) return heads(m, s->dqkv, layer_fused(m, layer), column, width);
+    real *data = s->dkeys + p->key_row * keys + column - q_columns(m);
+    return (nsa_tensor){data, NSA_REAL_DTYPE, (int64_t)keys * m->sequence, keys, width};
+}
+
+/* The gate's logits or their gradient: those of an MLP in an array of their own, those of a linear
+   map the last columns of qkv. */
+static nsa_tensor gate_view(const model *m, int layer, const slice *p, void *own, void *qkv) {
+    const model_config *c = &m->config;
+    int fused = layer_fused(m, layer);
+    if (!c->gate_linear) return query_packed(m, p, own, c->n_kv_groups, BRANCHES);
+    return query_heads(m, p, qkv, fused, fused - BRANCHES * c->n_heads, BRANCHES);
+}
+
+static nsa_attention sparse_views(const model *m, int layer, const slice *p) {
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
     const int *slots = m->layer_slots[layer];
-    int fused = layer_fused(m, layer);
+    nsa_desc d = slice_desc(m, layer, p);
     nsa_attention x = {0};
-    x.q = heads(m, a->qkv, fused, 0, c->d_k);
+    x.q = query_heads(m, p, a->qkv, layer_fused(m, layer), 0, c->d_k);
     x.k_cmp = phi(m, slots + PHI_K, c->d_k, false);
     x.v_cmp = phi(m, slots + PHI_V, c->d_v, false);
-    x.k_cmp.x = heads(m, a->qkv, fused, k_column(m, layer, 0), c->d_k);
-    x.v_cmp.x = heads(m, a->qkv, fused, v_column(m, layer, 0), c->d_v);
-    x.k_cmp.out = compressed(m, a->k_cmp, d, c->d_k);
-    x.v_cmp.out = compressed(m, a->v_cmp, d, c->d_v);
-    x.k_slc = heads(m, a->qkv, fused, k_column(m, layer, 1), c->d_k);
-    x.v_slc = heads(m, a->qkv, fused, v_column(m, layer, 1), c->d_v);
-    x.k_win = heads(m, a->qkv, fused, k_column(m, layer, 2), c->d_k);
-    x.v_win = heads(m, a->qkv, fused, v_column(m, layer, 2), c->d_v);
-    x.gates = gate_view(m, layer, a->gates, a->qkv);
-    x.blocks = packed(m, a->blocks, c->n_kv_groups, nsa_block_list_width(d));
-    x.blocks.dtype = NSA_I32;
-    x.out_cmp = packed(m, a->branch[0], c->n_heads, c->d_v);
-    x.out_slc = packed(m, a->branch[1], c->n_heads, c->d_v);
-    x.out_win = packed(m, a->branch[2], c->n_heads, c->d_v);
-    x.lse_cmp = reals(m, a->lse[0], c->n_heads);
-    x.lse_slc = reals(m, a->lse[1], c->n_heads);
-    x.lse_win = reals(m, a->lse[2], c->n_heads);
-    x.out = packed(m, a->attention, c->n_heads, c->d_v);
+    x.k_cmp.x = key_heads(m, layer, p, k_column(m, layer, 0), c->d_k);
+    x.v_cmp.x = key_heads(m, layer, p, v_column(m, layer, 0), c->d_v);
+    x.k_cmp.out = compressed(m, a->k_cmp, &d, c->d_k);
+    x.v_cmp.out = compressed(m, a->v_cmp, &d, c->d_v);
+    x.k_slc = key_heads(m, layer, p, k_column(m, layer, 1), c->d_k);
+    x.v_slc = key_heads(m, layer, p, v_column(m, layer, 1), c->d_v);
+    x.k_win = key_heads(m, layer, p, k_column(m, layer, 2), c->d_k);
+    x.v_win = key_heads(m, layer, p, v_column(m, layer, 2), c->d_v);
+    x.gates = gate_view(m, layer, p, a->gates, a->qkv);
+    int64_t lists = (int64_t)c->n_kv_groups * nsa_block_list_width(&d);
+    x.blocks = (nsa_tensor){a->blocks + p->query_row * lists, NSA_I32, lists * m->tokens_each,
+                            lists, nsa_block_list_width(&d)};
+    x.out_cmp = query_packed(m, p, a->branch[0], c->n_heads, c->d_v);
+    x.out_slc = query_packed(m, p, a->branch[1], c->n_heads, c->d_v);
+    x.out_win = query_packed(m, p, a->branch[2], c->n_heads, c->d_v);
+    x.lse_cmp = query_reals(m, p, a->lse[0], c->n_heads);
+    x.lse_slc = query_reals(m, p, a->lse[1], c->n_heads);
+    x.lse_win = query_reals(m, p, a->lse[2], c->n_heads);
+    x.out = query_packed(m, p, a->attention, c->n_heads, c->d_v);
     return x;
 }
 
 nsa_attention layer_views(const model *m, int layer) {
-    nsa_desc d = layer_desc(m, layer);
-    return sparse_views(m, layer, &d);
+    return sparse_views(m, layer, &m->slices[0]);
 }
 
 /* Gradients of q and k before the rotation is undone, of v and the gates as they are. */
-static nsa_attention sparse_gradients(const model *m, int layer) {
+static nsa_attention sparse_gradients(const model *m, int layer, const slice *p) {
     const model_config *c = &m->config;
     const scratch *s = &m->scratch;
     const int *slots = m->layer_slots[layer];
-    int rotated = layer_rotated(m, layer), fused = layer_fused(m, layer);
     nsa_attention dx = {0};
-    dx.out = packed(m, s->dattention, c->n_heads, c->d_v);
-    dx.q = heads(m, s->drotated, rotated, 0, c->d_k);
+    dx.out = query_packed(m, p, s->dattention, c->n_heads, c->d_v);
+    dx.q = query_heads(m, p, s->drotated, layer_rotated(m, layer), 0, c->d_k);
     dx.k_cmp = phi(m, slots + PHI_K, c->d_k, true);
     dx.v_cmp = phi(m, slots + PHI_V, c->d_v, true);
-    dx.k_cmp.x = heads(m, s->drotated, rotated, k_column(m, layer, 0), c->d_k);
-    dx.v_cmp.x = heads(m, s->dqkv, fused, v_column(m, layer, 0), c->d_v);
-    dx.k_slc = heads(m, s->drotated, rotated, k_column(m, layer, 1), c->d_k);
-    dx.v_slc = heads(m, s->dqkv, fused, v_column(m, layer, 1), c->d_v);
-    dx.k_win = heads(m, s->drotated, rotated, k_column(m, layer, 2), c->d_k);
-    dx.v_win = heads(m, s->dqkv, fused, v_column(m, layer, 2), c->d_v);
-    dx.gates = gate_view(m, layer, s->dgates, s->dqkv);
+    dx.k_cmp.x = dkey_heads(m, layer, p, k_column(m, layer, 0), c->d_k);
+    dx.v_cmp.x = dkey_heads(m, layer, p, v_column(m, layer, 0), c->d_v);
+    dx.k_slc = dkey_heads(m, layer, p, k_column(m, layer, 1), c->d_k);
+    dx.v_slc = dkey_heads(m, layer, p, v_column(m, layer, 1), c->d_v);
+    dx.k_win = dkey_heads(m, layer, p, k_column(m, layer, 2), c->d_k);
+    dx.v_win = dkey_heads(m, layer, p, v_column(m, layer, 2), c->d_v);
+    dx.gates = gate_view(m, layer, p, s->dgates, s->dqkv);
     return dx;
 }
 
-static nsa_attend dense_views(const model *m, int layer) {
+static nsa_attend dense_views(const model *m, int layer, const slice *p) {
     const model_config *c = &m->config;
     const layer_acts *a = &m->acts[layer];
-    int fused = layer_fused(m, layer);
     nsa_attend x = {0};
-    x.q = heads(m, a->qkv, fused, 0, c->d_k);
-    x.k = heads(m, a->qkv, fused, k_column(m, layer, 0), c->d_k);
-    x.v = heads(m, a->qkv, fused, v_column(m, layer, 0), c->d_v);
-    x.out = packed(m, a->attention, c->n_heads, c->d_v);
-    x.lse = reals(m, a->lse[0], c->n_heads);
+    x.q = query_heads(m, p, a->qkv, layer_fused(m, layer), 0, c->d_k);
+    x.k = key_heads(m, layer, p, k_column(m, layer, 0), c->d_k);
+    x.v = key_heads(m, layer, p, v_column(m, layer, 0), c->d_v);
+    x.out = query_packed(m, p, a->attention, c->n_heads, c->d_v);
+    x.lse = query_reals(m, p, a->lse[0], c->n_heads);
     return x;
 }
 
-static nsa_attend dense_gradients(const model *m, int layer) {
+static nsa_attend dense_gradients(const model *m, int layer, const slice *p) {
     const model_config *c = &m->config;
     const scratch *s = &m->scratch;
-    int rotated = layer_rotated(m, layer);
     nsa_attend dx = {0};
-    dx.out = packed(m, s->dattention, c->n_heads, c->d_v);
-    dx.q = heads(m, s->drotated, rotated, 0, c->d_k);
-    dx.k = heads(m, s->drotated, rotated, k_column(m, layer, 0), c->d_k);
-    dx.v = heads(m, s->dqkv, layer_fused(m, layer), v_column(m, layer, 0), c->d_v);
+    dx.out = query_packed(m, p, s->dattention, c->n_heads, c->d_v);
+    dx.q = query_heads(m, p, s->drotated, layer_rotated(m, layer), 0, c->d_k);
+    dx.k = dkey_heads(m, layer, p, k_column(m, layer, 0), c->d_k);
+    dx.v = dkey_heads(m, layer, p, v_column(m, layer, 0), c->d_v);
     return dx;
 }
 
@@ -227,37 +257,39 @@ static size_t larger(size_t a, size_t b) {
     return a > b ? a : b;
 }
 
-size_t layer_workspace(model *m, int layer, const nsa_desc *d) {
+size_t layer_workspace(model *m, int layer, const slice *p) {
     const ops *o = m->o;
     bool training = m->options.training;
+    nsa_desc d = slice_desc(m, layer, p);
     if (!is_sparse(m, layer)) {
         bool windowed = layer_kind(m, layer) == ATTENTION_WINDOW;
-        size_t forward = windowed ? o->window_forward_bytes(o, d) : o->dense_forward_bytes(o, d);
+        size_t forward = windowed ? o->window_forward_bytes(o, &d) : o->dense_forward_bytes(o, &d);
         if (!training) return forward;
         return larger(forward,
-                      windowed ? o->window_backward_bytes(o, d) : o->dense_backward_bytes(o, d));
+                      windowed ? o->window_backward_bytes(o, &d) : o->dense_backward_bytes(o, &d));
     }
-    nsa_attention x = sparse_views(m, layer, d);
-    size_t forward = o->attention_forward_bytes(o, &x, d);
+    nsa_attention x = sparse_views(m, layer, p);
+    size_t forward = o->attention_forward_bytes(o, &x, &d);
     if (!training) return forward;
-    nsa_attention dx = sparse_gradients(m, layer);
-    return larger(forward, o->attention_backward_bytes(o, &dx, &x, d));
+    nsa_attention dx = sparse_gradients(m, layer, p);
+    return larger(forward, o->attention_backward_bytes(o, &dx, &x, &d));
 }
 
 size_t layer_append_workspace(model *m, int layer, int count) {
     const ops *o = m->o;
-    nsa_desc d = model_desc(m, layer, 1, m->options.room);
-    d.first = m->options.room - count;
-    d.count = count;
+    slice p = {.batch = 1, .tokens = m->options.room, .first = m->options.room - count};
+    p.count = count;
+    nsa_desc d = slice_desc(m, layer, &p);
     if (layer_kind(m, layer) == ATTENTION_WINDOW) return o->window_forward_bytes(o, &d);
     if (layer_kind(m, layer) == ATTENTION_FULL) return o->dense_forward_bytes(o, &d);
-    nsa_attention x = sparse_views(m, layer, &d);
+    nsa_attention x = sparse_views(m, layer, &p);
     return o->decode_bytes(o, &x, &m->caches[layer].sparse, count);
 }
 
 /* ---- Attention ----------------------------------------------------------------------------- */
 
-/* q and each k lie side by side with heads of one width, so one call turns them all. */
+/* q and each k lie side by side with heads of one width, so one call turns them all. Of a sequence
+   that is divided each row's place is given. */
 static nsa_rope rotation(const model *m, int layer, void *x, int64_t x_stride, void *out,
                          int64_t out_stride) {
     const model_config *c = &m->config;
@@ -270,7 +302,12 @@ static nsa_rope rotation(const model *m, int layer, void *x, int64_t x_stride, v
                   .scaling = c->rope_scaling,
                   .factor = c->rope_factor,
                   .trained_context = c->rope_trained_context};
+    if (m->split) r.positions = (nsa_tensor){m->places, NSA_I32, m->tokens_each, 1, 0};
     return r;
+}
+
+static nsa_desc rotation_desc(const model *m, int layer) {
+    return m->split ? model_desc(m, layer, m->batch, m->tokens_each) : layer_desc(m, layer);
 }
 
 /* ---- Norms of heads ------------------------------------------------------------------------ */
@@ -399,20 +436,21 @@ static void append_dense(model *m, int layer, nsa_attend *x) {
     x->v = packed(m, cache->v, c->n_kv_groups, c->d_v);
 }
 
-static void attend_forward(model *m, int layer, const nsa_desc *d) {
+static void attend_forward(model *m, int layer, const slice *p) {
     const ops *o = m->o;
     scratch *s = &m->scratch;
+    nsa_desc d = slice_desc(m, layer, p);
     if (!is_sparse(m, layer)) {
-        nsa_attend x = dense_views(m, layer);
+        nsa_attend x = dense_views(m, layer, p);
         bool windowed = layer_kind(m, layer) == ATTENTION_WINDOW;
         if (m->appending) append_dense(m, layer, &x);
-        (windowed ? o->window_forward : o->dense_forward)(o, &x, d, s->workspace,
+        (windowed ? o->window_forward : o->dense_forward)(o, &x, &d, s->workspace,
                                                           s->workspace_bytes);
         return;
     }
-    nsa_attention x = sparse_views(m, layer, d);
+    nsa_attention x = sparse_views(m, layer, p);
     if (!m->appending) {
-        o->attention_forward(o, &x, d, s->workspace, s->workspace_bytes);
+        o->attention_forward(o, &x, &d, s->workspace, s->workspace_bytes);
         return;
     }
     nsa_reads reads = {0};
@@ -423,11 +461,12 @@ static void attend_forward(model *m, int layer, const nsa_desc *d) {
 }
 
 /* Of attention, what follows from branches, lse and lists that are still there. */
-static void attend_restore(model *m, int layer, const nsa_desc *d) {
+static void attend_restore(model *m, int layer, const slice *p) {
     const ops *o = m->o;
     if (!is_sparse(m, layer)) return;
-    nsa_attention x = layer_views(m, layer);
-    o->attention_restore(o, &x, d, m->scratch.workspace, m->scratch.workspace_bytes);
+    nsa_desc d = slice_desc(m, layer, p);
+    nsa_attention x = sparse_views(m, layer, p);
+    o->attention_restore(o, &x, &d, m->scratch.workspace, m->scratch.workspace_bytes);
 }
 
 /* mid = x + out(attention(norm1(x))) */
@@ -444,12 +483,31 @@ static void attention_forward(model *m, int layer, bool restore) {
                       fused);
     if (c->qk_norm) heads_forward(m, layer);
     if (is_sparse(m, layer) && !c->gate_linear) gate_forward(m, layer);
-    nsa_desc d = layer_desc(m, layer);
+    nsa_desc d = rotation_desc(m, layer);
     nsa_rope r = rotation(m, layer, a->qkv, fused, a->qkv, fused);
     o->rope_forward(o, &r, &d);
-    (restore ? attend_restore : attend_forward)(m, layer, &d);
+    context_gather(m, layer);
+    for (int i = 0; i < m->slice_count; i++)
+        (restore ? attend_restore : attend_forward)(m, layer, &m->slices[i]);
     o->linear_forward(o, a->mid, a->attention, model_weight(m, slots[W_OUT]), m->x[layer], m->rows,
                       c->n_heads * c->d_v, c->dim);
+}
+
+/* The compressed rows of a sequence that is divided are those of the newest slice. */
+static void slice_backward(model *m, int layer, const slice *p) {
+    const ops *o = m->o;
+    scratch *s = &m->scratch;
+    nsa_desc d = slice_desc(m, layer, p);
+    if (!is_sparse(m, layer)) {
+        nsa_attend x = dense_views(m, layer, p), dx = dense_gradients(m, layer, p);
+        bool windowed = layer_kind(m, layer) == ATTENTION_WINDOW;
+        (windowed ? o->window_backward : o->dense_backward)(o, &dx, &x, &d, s->workspace,
+                                                            s->workspace_bytes);
+        return;
+    }
+    if (m->split) attend_restore(m, layer, p);
+    nsa_attention x = sparse_views(m, layer, p), dx = sparse_gradients(m, layer, p);
+    o->attention_backward(o, &dx, &x, &d, s->workspace, s->workspace_bytes);
 }
 
 /* From the gradient of attention's output to that of qkv. */
@@ -461,18 +519,12 @@ static void attend_backward(model *m, int layer) {
     int rotated = layer_rotated(m, layer), fused = layer_fused(m, layer);
     o->zero(o, s->dqkv, rows * (size_t)fused * m->element);
     o->zero(o, s->drotated, rows * (size_t)rotated * m->element);
-    nsa_desc d = layer_desc(m, layer);
-    if (!is_sparse(m, layer)) {
-        nsa_attend x = dense_views(m, layer), dx = dense_gradients(m, layer);
-        bool windowed = layer_kind(m, layer) == ATTENTION_WINDOW;
-        (windowed ? o->window_backward : o->dense_backward)(o, &dx, &x, &d, s->workspace,
-                                                            s->workspace_bytes);
-    } else {
-        nsa_attention x = sparse_views(m, layer, &d), dx = sparse_gradients(m, layer);
-        if (s->dgates)
-            o->zero(o, s->dgates, rows * (size_t)m->config.n_kv_groups * BRANCHES * m->element);
-        o->attention_backward(o, &dx, &x, &d, s->workspace, s->workspace_bytes);
-    }
+    if (is_sparse(m, layer) && s->dgates)
+        o->zero(o, s->dgates, rows * (size_t)m->config.n_kv_groups * BRANCHES * m->element);
+    context_begin_backward(m, layer);
+    for (int i = 0; i < m->slice_count; i++) slice_backward(m, layer, &m->slices[i]);
+    context_reduce(m, layer);
+    nsa_desc d = rotation_desc(m, layer);
     nsa_rope x = rotation(m, layer, a->qkv, fused, a->qkv, fused);
     nsa_rope dx = rotation(m, layer, s->dqkv, fused, s->drotated, rotated);
     o->rope_backward(o, &dx, &x, &d);
@@ -565,13 +617,13 @@ void layer_forward(model *m, int layer) {
 }
 
 void layer_recompute(model *m, int layer) {
-    m->o->mark(m->o, PHASE_BWD, layer);
+    m->o->mark(m->o, m->phase, layer);
     attention_forward(m, layer, layer_checkpointing(m, layer) == CHECKPOINT_SELECTIVE);
     mlp_in_forward(m, layer);
 }
 
 void layer_backward(model *m, int layer) {
-    m->o->mark(m->o, PHASE_BWD, layer);
+    m->o->mark(m->o, m->phase, layer);
     mlp_backward(m, layer);
     attention_backward(m, layer);
 }

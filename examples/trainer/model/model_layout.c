@@ -221,6 +221,7 @@ static void layout_rest(model *m, arena *a, layer_acts *x, int kinds) {
     int64_t rows = m->rows, heads = c->n_heads, groups = c->n_kv_groups;
     nsa_desc d = model_desc(m, 0, m->options.batch, m->options.tokens);
     int64_t compressed = (int64_t)m->options.batch * nsa_cmp_count(&d, m->options.tokens);
+    bool divided = m->context > 1;
     x->rstd1 = take_reals(a, FOR_ACTIVATIONS, rows);
     x->qkv = take(m, a, FOR_ACTIVATIONS, rows * widest(m, kinds, layer_fused));
     if (c->qk_norm) {
@@ -233,8 +234,10 @@ static void layout_rest(model *m, arena *a, layer_acts *x, int kinds) {
     x->hidden = take(m, a, FOR_ACTIVATIONS, rows * m->mlp_in);
     if (!(kinds & SPARSE)) return;
     x->attention = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
-    x->k_cmp = take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_k);
-    x->v_cmp = take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_v);
+    x->k_cmp =
+        divided ? m->scratch.k_cmp : take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_k);
+    x->v_cmp =
+        divided ? m->scratch.v_cmp : take(m, a, FOR_ACTIVATIONS, compressed * groups * c->d_v);
     if (c->gate_linear) return;
     x->q_mean = take(m, a, FOR_ACTIVATIONS, rows * groups * c->d_k);
     x->gate_hidden = take(m, a, FOR_ACTIVATIONS, rows * groups * m->gate_width);
@@ -284,12 +287,26 @@ static void layout_layers(model *m, arena *a) {
     }
 }
 
+/* What an MLP needs while it runs, and in the same memory what a divided attention does. */
+static void layout_mlp(model *m, arena *a) {
+    const model_config *c = &m->config;
+    scratch *s = &m->scratch;
+    int64_t rows = m->rows;
+    size_t before = a->used;
+    s->act = take(m, a, FOR_BACKWARD, rows * c->hidden);
+    if (m->options.training) {
+        s->dhidden = take(m, a, FOR_BACKWARD, rows * m->mlp_in);
+        if (c->swiglu) s->dact = take(m, a, FOR_BACKWARD, rows * c->hidden);
+    }
+    context_layout(m, a, a->used - before);
+}
+
 static void layout_scratch(model *m, arena *a) {
     const model_config *c = &m->config;
     scratch *s = &m->scratch;
     int64_t rows = m->rows, gates = rows * c->n_kv_groups;
+    layout_mlp(m, a);
     s->norm = take(m, a, FOR_BACKWARD, rows * c->dim);
-    s->act = take(m, a, FOR_BACKWARD, rows * c->hidden);
     s->gate_act = take(m, a, FOR_BACKWARD, gates * m->gate_width);
     if (c->qk_norm) s->normed = take(m, a, FOR_BACKWARD, rows * widest(m, ANY, layer_rotated));
     if (m->first_of[ATTENTION_CMP_SLC] >= 0) s->gate_pair = take(m, a, FOR_BACKWARD, gates * 2);
@@ -298,8 +315,6 @@ static void layout_scratch(model *m, arena *a) {
     if (!m->options.training) return;
     s->dx = take(m, a, FOR_BACKWARD, rows * c->dim);
     s->dnorm = take(m, a, FOR_BACKWARD, rows * c->dim);
-    s->dhidden = take(m, a, FOR_BACKWARD, rows * m->mlp_in);
-    if (c->swiglu) s->dact = take(m, a, FOR_BACKWARD, rows * c->hidden);
     s->dattention = take(m, a, FOR_BACKWARD, rows * c->n_heads * c->d_v);
     s->dqkv = take(m, a, FOR_BACKWARD, rows * widest(m, ANY, layer_fused));
     s->drotated = take(m, a, FOR_BACKWARD, rows * widest(m, ANY, layer_rotated));
@@ -331,25 +346,52 @@ static void layout_caches(model *m, arena *a) {
     }
 }
 
+static size_t most_of_slices(model *m, int layer) {
+    size_t most = 0;
+    for (int i = 0; i < m->slice_count; i++) {
+        size_t bytes = layer_workspace(m, layer, &m->slices[i]);
+        if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
 /* Of the layers of each kind, the largest. */
 static size_t workspace_bytes(model *m, bool appending) {
     size_t most = 0;
     for (int kind = 0; kind < ATTENTION_KINDS; kind++) {
         int layer = m->first_of[kind];
         if (layer < 0) continue;
-        nsa_desc d = model_desc(m, layer, m->options.batch, m->options.tokens);
         size_t bytes =
             appending
                 ? layer_append_workspace(m, layer, smaller(m->options.tokens, m->options.room))
-                : layer_workspace(m, layer, &d);
+                : most_of_slices(m, layer);
         if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
+/* The passes of training and evaluation; where they are divided, also a pass that is not. */
+static size_t pass_workspace_bytes(model *m) {
+    const model_options *o = &m->options;
+    const model_batch whole = {.batch = o->batch, .tokens_each = o->tokens}; /* for its shape */
+    m->split = m->context > 1;
+    context_slices(m, &whole);
+    size_t most = workspace_bytes(m, false);
+    if (m->split) {
+        const model_batch alone = {.batch = 1, .tokens_each = model_longest(m)};
+        m->split = false;
+        m->batch = 1;
+        context_slices(m, &alone);
+        size_t bytes = workspace_bytes(m, false);
+        if (bytes > most) most = bytes;
+        m->batch = o->batch;
     }
     return most;
 }
 
 static void layout_workspace(model *m, arena *a) {
     scratch *s = &m->scratch;
-    s->workspace_bytes = workspace_bytes(m, false);
+    s->workspace_bytes = pass_workspace_bytes(m);
     /* Of packed documents a device keeps where each one begins, in each branch, and where its
        compressed rows do: four numbers a document, of which there are at most as many as rows, in
        whole pieces of workspace. */
@@ -382,12 +424,13 @@ static void layout_muon(model *m, arena *a) {
 
 static void layout(model *m, arena *a) {
     params_layout(&m->params, a, m->options.training, m->element);
-    layout_layers(m, a);
     layout_scratch(m, a);
+    layout_layers(m, a);
     size_t ids = (size_t)m->rows * sizeof(int32_t);
+    size_t lists = m->context > 1 ? 2 * (size_t)m->options.batch : 1; /* each ends with one more */
     m->tokens = arena_take(a, FOR_BATCH, ids);
     m->labels = arena_take(a, FOR_BATCH, ids);
-    m->begins = arena_take(a, FOR_BATCH, ids + sizeof(int32_t));
+    m->begins = arena_take(a, FOR_BATCH, ids + lists * sizeof(int32_t));
     m->state = arena_take(a, FOR_BATCH, sizeof *m->state);
     m->rates = arena_take(a, FOR_BATCH, sizeof *m->rates);
     if (m->first_of[ATTENTION_CMP_SLC] >= 0)
@@ -434,9 +477,11 @@ static bool prepare(model *m, const model_config *c, const model_options *option
     m->options = *options;
     m->o = o;
     m->element = dtype_bytes(o->dtype);
+    m->context = options->dist ? options->dist->context : 1;
     m->batch = options->batch;
-    m->tokens_each = options->tokens;
-    m->rows = options->batch * options->tokens;
+    m->sequence = options->tokens;
+    m->tokens_each = options->tokens / m->context;
+    m->rows = options->batch * m->tokens_each;
     for (int kind = 0; kind < ATTENTION_KINDS; kind++) m->first_of[kind] = -1;
     for (int i = c->n_layers - 1; i >= 0; i--) m->first_of[c->attention[i]] = i;
     if (c->gate_linear && m->first_of[ATTENTION_CMP_SLC] >= 0)
@@ -451,12 +496,14 @@ static bool prepare(model *m, const model_config *c, const model_options *option
     nsa_status status = nsa_desc_check(&d);
     if (status != NSA_OK)
         return fault_set(f, "model: %s (%s)", nsa_status_text(status), nsa_status_where(status));
-    return build_table(m, f);
+    return context_open(m, f) && build_table(m, f);
 }
 
 static void note_communication(const model *m, arena *a) {
     const dist *d = m->options.dist;
-    if (d) arena_note(a, FOR_COMMUNICATION, dist_bytes(d, m->o, m->params.elements));
+    if (!d) return;
+    size_t bytes = dist_bytes(d, m->o, m->params.elements) + context_bytes(m);
+    arena_note(a, FOR_COMMUNICATION, bytes);
 }
 
 /* exp of it is 0 in every type, and so is its sigmoid. */
@@ -488,7 +535,8 @@ bool model_open(model *m, const model_config *c, const model_options *options, c
         note_communication(m, &m->arena);
         model_set_scaler(m, &unscaled);
         shut_gates(m);
-        ok = params_init(&m->params, o, seed, f) && (!m->caches || model_restart(m, f));
+        ok = context_attach(m, f) && params_init(&m->params, o, seed, f) &&
+             (!m->caches || model_restart(m, f));
     }
     if (!ok) model_close(m);
     return ok;
@@ -515,6 +563,7 @@ void model_close(model *m) {
     model_forget_recordings(m);
     if (m->memory) m->o->release(m->o, m->memory);
     params_free(&m->params);
+    context_close(m);
     free(m->layer_slots);
     free(m->x);
     free(m->acts);

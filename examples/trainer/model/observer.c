@@ -12,6 +12,8 @@ static void collect(observer *x, int layer) {
     double begin = clock_ms();
     const model *m = x->model;
     const model_config *c = &m->config;
+    if (layer < x->next) return;
+    x->next = layer + 1;
     if (!attention_is_sparse(layer_kind(m, layer))) return;
     nsa_desc d = layer_desc(m, layer);
     nsa_attention views = layer_views(m, layer);
@@ -25,6 +27,7 @@ static void collect(observer *x, int layer) {
                           .begins = m->documents ? m->begins : NULL,
                           .sequences = m->documents ? m->documents : m->batch,
                           .tokens_each = m->tokens_each,
+                          .places = m->split ? m->places : NULL,
                           .gate_heads = d.gate_heads,
                           .gate_stride = views.gates.token,
                           .layer = layer};
@@ -46,9 +49,7 @@ static void mark(const ops *o, phase p, int layer) {
     observer *x = (observer *)(uintptr_t)o; /* the table that observer_wrap filled, not const */
     int last = x->model->config.n_layers - 1;
     if (x->collecting && p == PHASE_FWD && layer > 0) collect(x, layer - 1);
-    if (x->collecting && p == PHASE_BWD && layer == last) {
-        if (x->phase != PHASE_BWD) collect(x, last);
-    }
+    if (x->collecting && p == PHASE_BWD && layer == last) collect(x, last);
     if (x->trace.say) trace_backward(x, p, layer);
     x->phase = p;
     x->layer = layer;
@@ -63,6 +64,7 @@ void observer_wrap(observer *x, const ops *o, const model *m) {
 
 void observer_begin(observer *x) {
     x->spent = 0;
+    x->next = 0;
     x->collecting = x->statistics;
 }
 

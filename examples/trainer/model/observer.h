@@ -16,6 +16,7 @@ typedef struct observer {
     bool statistics; /* are wanted */
     bool collecting;
     double spent; /* ms that the host was busy with it, since observer_begin */
+    int next;     /* the layer to look at next: a layer that waits is marked again */
     phase phase;  /* of the mark before this one, and when it was */
     int layer;
     double since;

@@ -65,6 +65,7 @@ typedef struct layer_choices {
     int gate_heads;
     int64_t gate_stride;
     int layer;
+    const int32_t *places; /* NULL, or of each row its place in its sequence, whatever begins say */
 } layer_choices;
 
 /* Matrix products of reals: c (m, n) = a b, a b^T or a^T b, as gemm_form has them. */
@@ -87,6 +88,7 @@ struct ops {
     void (*upload)(const ops *o, void *to, const void *from, size_t bytes);
     void (*download)(const ops *o, void *to, const void *from, size_t bytes);
     void (*zero)(const ops *o, void *x, size_t bytes);
+    void (*copy)(const ops *o, void *to, const void *from, size_t bytes); /* inside it */
     /* to, an array of dtype, becomes these reals, rounded. Only where dtype is not the reals'. */
     void (*convert)(const ops *o, void *to, const real *from, int64_t count);
 

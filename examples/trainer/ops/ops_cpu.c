@@ -436,11 +436,15 @@ static void cpu_count_choices(const ops *o, step_state *s, const layer_choices *
         }
         stats_add_gates(&seen, some, count, x->kind);
     }
-    for (int64_t i = 0; i < x->sequences; i++) {
+    int64_t list = (int64_t)x->groups * x->width;
+    for (int64_t r = 0; x->places && r < x->rows; r++)
+        stats_add_blocks(&seen, x->blocks + r * list, x->places[r], 1, x->groups, x->width,
+                         x->slc_block);
+    for (int64_t i = 0; !x->places && i < x->sequences; i++) {
         int64_t begin = x->begins ? x->begins[i] : i * x->tokens_each;
         int64_t end = x->begins ? x->begins[i + 1] : begin + x->tokens_each;
-        stats_add_blocks(&seen, x->blocks + begin * x->groups * x->width, 0, end - begin, x->groups,
-                         x->width, x->slc_block);
+        stats_add_blocks(&seen, x->blocks + begin * list, 0, end - begin, x->groups, x->width,
+                         x->slc_block);
     }
     stats_add_layer(&s->seen, &seen, x->layer);
 }
@@ -589,6 +593,7 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
         .upload = cpu_copy,
         .download = cpu_copy,
         .zero = cpu_zero,
+        .copy = cpu_copy,
         .mark = cpu_mark,
         .embed_forward = cpu_embed_forward,
         .embed_backward = cpu_embed_backward,

@@ -73,7 +73,7 @@ void sample_discourage(real *logits, int vocab, const config_sample *c, const to
 
 static bool extend(model *m, const config_sample *c, uint64_t seed, token_list *text, real *logits,
                    int32_t *order, fault *f) {
-    size_t most = (size_t)m->options.tokens;
+    size_t most = (size_t)model_longest(m);
     for (int64_t i = 0; i < c->length; i++) {
         size_t count = text->count < most ? text->count : most;
         if (!model_next(m, text->ids + text->count - count, (int)count, logits, f)) return false;

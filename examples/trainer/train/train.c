@@ -50,7 +50,7 @@ static bool evaluate(trainer *t, fault *f) {
         if (!data_val(t->data, k, &b, f)) return false;
         model_batch batch = batch_of(&b);
         if (!model_evaluate(&t->model, &batch, f)) return false;
-        bytes += label_bytes(t->tokenizer, &b);
+        if (!t->dist->part) bytes += label_bytes(t->tokenizer, &b); /* all of a group have them */
     }
     step_state s = model_state(&t->model);
     double sums[] = {s.loss, (double)s.labels, (double)bytes};
@@ -142,10 +142,13 @@ static bool settle(trainer *t, fault *f) {
     return ok;
 }
 
-/* Labels of a micro-batch over all processes; where documents are isolated they differ. */
+/* Labels of a micro-batch over all processes; where documents are isolated they differ. Those who
+   divide a sequence have the same. */
 static bool count_labels(trainer *t, const data_batch *b, double *labels, fault *f) {
-    *labels = (double)b->labelled * (b->begins ? 1 : t->dist->world);
-    return !b->begins || dist_sum(t->dist, labels, 1, f);
+    *labels = (double)b->labelled * dist_groups(t->dist);
+    if (!b->begins) return true;
+    *labels = t->dist->part ? 0 : (double)b->labelled;
+    return dist_sum(t->dist, labels, 1, f);
 }
 
 static bool train_batch(trainer *t, const data_batch *b, bool last, fault *f) {

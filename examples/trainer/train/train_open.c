@@ -114,8 +114,9 @@ data_options train_data_options(const config *c, tokenizer *t, int64_t vocab, co
                             .seq_len = c->train.seq_len,
                             .batch_size = c->train.batch_size,
                             .seed = (uint64_t)c->train.seed,
-                            .rank = d->rank,
-                            .world = d->world,
+                            .rank = dist_group(d),
+                            .world = dist_groups(d),
+                            .processes = d->world,
                             .val_batches = c->train.eval_batches};
     return options;
 }
@@ -134,7 +135,7 @@ static bool open_data(trainer *t, const checkpoint *k, fault *f) {
 }
 
 model_options train_model_options(const config *c, dist *d) {
-    model_options options = {.batch = (int)c->train.batch_size / d->world,
+    model_options options = {.batch = (int)c->train.batch_size / dist_groups(d),
                              .tokens = (int)c->train.seq_len,
                              .training = true,
                              .muon = c->train.optimizer == CONFIG_MUON,
@@ -187,6 +188,22 @@ static void open_traces(trainer *t) {
                       "telemetry.trace_grads: no effect: no process has all of a gradient's sum");
 }
 
+static void say_processes(const trainer *t) {
+    const dist *d = t->dist;
+    const config_train *c = &t->config->train;
+    char share[128];
+    long long rows = c->batch_size / dist_groups(d);
+    if (d->context == 1)
+        snprintf(share, sizeof share, "%lld rows each", rows);
+    else
+        snprintf(share, sizeof share, "%lld rows for each %d, and of a row %lld tokens each", rows,
+                 d->context, (long long)(c->seq_len / d->context));
+    telemetry_say(t->telemetry, "processes: %d over %s, %s, gradients in %d buckets of %.1f MiB%s",
+                  d->world, d->link->name, share, d->buckets,
+                  (double)d->bucket * (double)sizeof(real) / (1 << 20),
+                  d->compress ? ", as bf16" : "");
+}
+
 static void say_what_runs(trainer *t, const checkpoint *k) {
     const model *m = &t->model;
     const config_train *c = &t->config->train;
@@ -200,13 +217,7 @@ static void say_what_runs(trainer *t, const checkpoint *k) {
         telemetry_say(t->telemetry,
                       "runtime.cuda_graph: no effect: it needs a GPU, one process or NCCL, "
                       "documents that are not isolated, and no trace of backward or buckets");
-    if (t->dist->link)
-        telemetry_say(
-            t->telemetry,
-            "processes: %d over %s, %lld rows each, gradients in %d buckets of %.1f MiB%s",
-            t->dist->world, t->dist->link->name, (long long)(c->batch_size / t->dist->world),
-            t->dist->buckets, (double)t->dist->bucket * (double)sizeof(real) / (1 << 20),
-            t->dist->compress ? ", as bf16" : "");
+    if (t->dist->link) say_processes(t);
     if (k)
         telemetry_say(t->telemetry, "resumed after step %lld of %lld, from %s",
                       (long long)t->state.step, (long long)c->steps, k->path);
@@ -330,7 +341,7 @@ bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f) {
     t->saved_step = -1;
     t->state.seed = (uint64_t)c->train.seed;
     t->state.loss_scale = 1;
-    if (!train_same_settings(c, d, f)) return false;
+    if (!train_same_settings(c, d, f) || !dist_divide(d, d->context, f)) return false;
     bool ok = open_own(t, &opened, &k, f);
     ok = open_in_turn(t, ok, f);
     if (ok) {

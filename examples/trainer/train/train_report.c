@@ -206,14 +206,16 @@ static bool write_environment(const trainer *t, fault *f) {
     uname(&u);
     snprintf(version, sizeof version, "%d.%d.%d", NSA_VERSION_MAJOR, NSA_VERSION_MINOR,
              NSA_VERSION_PATCH);
-    json_t *o = json_pack(
-        "{s:s, s:o, s:s, s:s, s:s, s:s, s:o, s:I, s:s, s:s, s:s, s:i, s:i, s:s, s:o, s:o, s:o}",
-        "nsa_version", version, "command", command(), "host", u.nodename, "system", u.sysname,
-        "release", u.release, "machine", u.machine, "processor", processor(), "cores",
-        (json_int_t)sysconf(_SC_NPROCESSORS_ONLN), "device", t->o->name, "dtype",
-        train_dtype_name(t->o->dtype), "library", t->o->library, "world", t->dist->world, "threads",
-        t->o->threads, "compiler", __VERSION__, "environment", environment(), "switched_off",
-        switched_off(t->config), "config", config_to_json(t->config));
+    json_t *o =
+        json_pack("{s:s, s:o, s:s, s:s, s:s, s:s, s:o, s:I, s:s, s:s, s:s, s:i, s:i, s:i, s:s, "
+                  "s:o, s:o, s:o}",
+                  "nsa_version", version, "command", command(), "host", u.nodename, "system",
+                  u.sysname, "release", u.release, "machine", u.machine, "processor", processor(),
+                  "cores", (json_int_t)sysconf(_SC_NPROCESSORS_ONLN), "device", t->o->name, "dtype",
+                  train_dtype_name(t->o->dtype), "library", t->o->library, "world", t->dist->world,
+                  "context_parallel", t->dist->context, "threads", t->o->threads, "compiler",
+                  __VERSION__, "environment", environment(), "switched_off",
+                  switched_off(t->config), "config", config_to_json(t->config));
     return write_json(t, "env.json", o, f);
 }
 

@@ -35,7 +35,8 @@ typedef struct call {
 } call;
 
 struct ncclComm {
-    int rank, ranks;
+    int rank, ranks, splits;
+    char name[NCCL_UNIQUE_ID_BYTES];
     size_t calls;
     shared *s;
     call *made;
@@ -93,11 +94,30 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id
     if (!c || ranks > RANKS) broken("too many ranks");
     c->rank = rank;
     c->ranks = ranks;
+    memcpy(c->name, id.internal, sizeof c->name);
     c->s = map(id.internal, rank, ranks);
     pthread_barrier_wait(&c->s->barrier);
     if (rank == 0) unlink(id.internal);
     *comm = c;
     return config->blocking ? ncclSuccess : ncclInProgress;
+}
+
+/* A file of its own for each colour. Nothing may be under way. */
+ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *split,
+                           ncclConfig_t *config) {
+    ncclUniqueId id;
+    int rank = 0, ranks = 0, mine[2] = {color, key}, other[2];
+    memcpy(c->s->data[c->rank], mine, sizeof mine);
+    pthread_barrier_wait(&c->s->barrier);
+    for (int r = 0; r < c->ranks; r++) {
+        memcpy(other, c->s->data[r], sizeof other);
+        if (other[0] != color) continue;
+        ranks++;
+        rank += other[1] < key || (other[1] == key && r < c->rank);
+    }
+    pthread_barrier_wait(&c->s->barrier);
+    snprintf(id.internal, sizeof id.internal, "%.90s-%d-%d", c->name, c->splits++, color);
+    return ncclCommInitRankConfig(split, ranks, id, rank, config);
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {

@@ -61,6 +61,7 @@ NSA__DEVICE void stats_add_gate_row(stats_sum *s, const cuda_array &logits, int6
 
 /* The token's place in its sequence. */
 NSA__DEVICE int64_t stats_place(const layer_choices &x, int64_t token) {
+    if (x.places) return x.places[token];
     if (!x.begins) return token % x.tokens_each;
     int low = 0, high = x.sequences; /* begins[low] <= token < begins[high] */
     while (high - low > 1) {

@@ -127,6 +127,11 @@ static void cuda_zero(const ops *o, void *x, size_t bytes) {
     demand(o, "cudaMemset", cudaMemsetAsync(x, 0, bytes, state_of(o)->stream));
 }
 
+static void cuda_copy(const ops *o, void *to, const void *from, size_t bytes) {
+    demand(o, "copy",
+           cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, state_of(o)->stream));
+}
+
 static void cuda_convert(const ops *o, void *to, const real *from, int64_t count) {
     LAUNCH_ITEMS(o, count, ROW_THREADS, round_kernel, array_of(o, to), from, count);
 }
@@ -498,6 +503,7 @@ static void fill(ops *o) {
     o->upload = cuda_upload;
     o->download = cuda_download;
     o->zero = cuda_zero;
+    o->copy = cuda_copy;
     o->convert = cuda_convert;
     o->mark = cuda_mark;
     o->embed_forward = cuda_embed_forward;
