@@ -161,7 +161,7 @@ def check_shapes(views: Views, desc: Desc, words: tuple[str, ...]) -> None:
     """An array that is smaller than the descriptor says would be read beyond its end."""
     sides: dict[bool, dict[str, int]] = {}
     for _, path, struct, field, array in views:
-        tag = (*words, _PHIS.get(struct.phi, "")) if isinstance(struct, _abi.Compress) else words
+        tag = (*words, _PHIS.get(int(struct.phi), "")) if isinstance(struct, _abi.Compress) else words
         shape = shape_for(type(struct), field, tag)
         if shape is None:
             continue

@@ -79,7 +79,7 @@ class Struct(ctypes.Structure):
             allowed = ", ".join(member.name.lower() for member in members)
             raise ValueError(f"{name}: {value!r} is none of {allowed}") from None
 
-    def _view(self, name: str, kind: type, value: Any) -> Any:
+    def _view(self, name: str, kind: type[Struct], value: Any) -> Any:
         """A view of an array: its axes are batch, token, head and the packed one, or head, token and
         the packed one for parameters."""
         if value is None:
