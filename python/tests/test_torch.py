@@ -17,7 +17,7 @@ from nsa._pack import PHI, options
 DEVICE = os.environ.get("NSA_TEST_DEVICE", "cpu")
 GEOMETRY = dict(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, window=24)
 NEW = unittest.skipUnless(operators.HAS_OPERATORS, f"torch {torch.__version__} has no operators of this kind")
-CPU = unittest.skipIf(DEVICE != "cpu", "the kernels for CUDA know neither positions of each sequence nor pages")
+CPU = unittest.skipIf(DEVICE != "cpu", "what lies on a device is not checked")
 F64 = unittest.skipIf(DEVICE != "cpu", "the kernels for CUDA have no float64")
 B, T, H, HK, D, DV = 2, 52, 4, 2, 16, 8
 
@@ -395,10 +395,9 @@ class Autocast(unittest.TestCase):
 
 
 def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-@CPU
 class Steps(unittest.TestCase):
     """Sequences at positions of their own, whose rows are straight or in pages, as a serving engine has them."""
     LENGTHS, STEPS, PAGE, PAGES = (41, T), (((0, 0), (30, 9)), ((30, 9), (10, 42)), ((40, 51), (1, 1))), 16, 9
@@ -407,7 +406,7 @@ class Steps(unittest.TestCase):
         torch.manual_seed(7)
         self.q, self.gates = rows(2, T, H, D, dtype=torch.float32, grad=False), rows(2, T, HK, 3, dtype=torch.float32)
         self.k, self.v = (rows(2, T, HK, w, dtype=torch.float32, grad=False) for w in (D, DV))
-        self.table = torch.randperm(self.PAGES).int()[:8].view(2, 4)
+        self.table = torch.randperm(self.PAGES).int()[:8].view(2, 4).to(DEVICE)
 
     def paged(self, x, each):
         """The rows of a (B, rows, Hk, D) tensor in pages of `each`; nan where none lies."""
@@ -428,7 +427,7 @@ class Steps(unittest.TestCase):
         for paged in (False, True):
             place = (lambda x: self.paged(x, self.PAGE)) if paged else (lambda x: x)
             rows_there = (self.PAGES, self.PAGE // 4) if paged else (2, 12)
-            yield "pages" if paged else "straight", place, lambda w: torch.zeros(*rows_there, HK, w), (
+            yield "pages" if paged else "straight", place, lambda w: torch.zeros(*rows_there, HK, w, device=DEVICE), (
                 dict(pages=self.table) if paged else {})
 
     def test_steps_have_the_bits_of_each_sequence_alone(self):
@@ -484,6 +483,7 @@ class Steps(unittest.TestCase):
                             x = self.split(x, counts)[b]
                             self.assertTrue(torch.equal(x[..., :y.shape[-1]], y))
 
+    @F64
     def test_gradients(self):
         firsts, counts = (30, 9), (11, 43)
         q = self.ragged(self.q, firsts, counts).double().requires_grad_()
@@ -506,6 +506,7 @@ class Steps(unittest.TestCase):
         torch.testing.assert_close(torch.autograd.grad((turned * weight).sum(), q),
                                    torch.autograd.grad((torch.cat(plain, 1) * weight).sum(), q))
 
+    @CPU
     def test_what_is_no_step(self):
         q, k, v = self.ragged(self.q, (0, 0), (8, 8)), self.k, self.v
         at, paged = dict(firsts=int32(0, 0), counts=int32(8, 8)), self.paged(self.k, self.PAGE)
@@ -540,7 +541,7 @@ class Steps(unittest.TestCase):
                                 pages=pages, **GEOMETRY) * 2
         results = []
         for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-            compressed = [torch.zeros(self.PAGES, self.PAGE // 4, HK, w) for w in (D, DV)]
+            compressed = [torch.zeros(self.PAGES, self.PAGE // 4, HK, w, device=DEVICE) for w in (D, DV)]
             out = function(self.ragged(self.q, (0, 0), self.LENGTHS), self.paged(self.k, self.PAGE),
                            self.paged(self.v, self.PAGE), self.ragged(self.gates, (0, 0), self.LENGTHS).detach(),
                            *compressed, int32(0, 0), int32(*self.LENGTHS), self.table)
@@ -555,11 +556,10 @@ class Operators(unittest.TestCase):
         q, k, v = (rows(B, T, h, D, dtype=dtype) for h in (H, HK, HK))
         blocks = lists(dtype)
         yield torch.ops.nsa.rope.default, (q, None, None, None, None, 0, 0, "")
-        if DEVICE == "cpu":
-            at = (None, int32(20, 0), int32(32, 20), None)
-            ragged = rows(1, T, H, D, dtype=dtype)
-            yield torch.ops.nsa.rope.default, (ragged, None, *at[:3], T, 0, "")
-            yield torch.ops.nsa.attend_win.default, (ragged, k, v, None, *at, T, 0, text)
+        at = (None, int32(20, 0), int32(32, 20), None)
+        ragged = rows(1, T, H, D, dtype=dtype)
+        yield torch.ops.nsa.rope.default, (ragged, None, *at[:3], T, 0, "")
+        yield torch.ops.nsa.attend_win.default, (ragged, k, v, None, *at, T, 0, text)
         for kind in ("mean", "mlp"):
             p = parameters(kind, D, dtype=dtype)
             given = [p.get(name) for name in PHI]
@@ -585,9 +585,7 @@ class Operators(unittest.TestCase):
         given = [p[name] for p in (phi_k, phi_v) for name in PHI]
         yield torch.ops.nsa.attention.default, (q, k[0], v[0], k[1], v[1], k[2], v[2], gates, *given, None, 0, 0, "mlp",
                                                 "mlp", text)
-        if DEVICE != "cpu":
-            return
-        pages, at = torch.arange(8).int().view(2, 4), (int32(20, 0), int32(32, 20))
+        pages, at = int32(*range(8)).view(2, 4), (int32(20, 0), int32(32, 20))
         q, gates = rows(1, T, H, D, dtype=dtype, grad=False), rows(1, T, HK, 3, dtype=dtype, grad=False)
         k, v, k_rows, v_rows = (rows(8, n, HK, w, dtype=dtype, grad=False) for n in (16, 4) for w in (D, DV))
         given = [None if p is None else p.detach() for p in given]
@@ -602,8 +600,6 @@ class Operators(unittest.TestCase):
 
     def test_no_operator_was_left_out(self):
         checked = {str(operator).split(".")[1] for operator, _ in self.samples(torch.float32)}
-        if DEVICE != "cpu":
-            checked |= {"compress_step", "attention_step"}
         there = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("nsa::")}
         self.assertEqual({name for name in there if not name.endswith("_backward")}, checked)
 

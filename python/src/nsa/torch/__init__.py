@@ -13,7 +13,7 @@ and float16 with sums in float32. Where sequences differ in length, by tensors o
                             Hk, D): token s of sequence b lies in page pages[b, s // page tokens]. `longest` (0: what
                             the table has room for) bounds the tokens. No gradient
 
-firsts, counts and pages are the CPU's alone.
+On CUDA counts must add up to the rows; on the CPU that is checked.
 
 The operators are torch.ops.nsa.*: they have fake kernels, gradients, and autocast as
 scaled_dot_product_attention has it. Block lists carry no gradient.
