@@ -25,10 +25,11 @@ HEADER = HERE.parent / "nsa" / "nsa.h"
 COMPILER = mutate.HOST + ["-fopenmp", "-w"]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 MODES = {"plain": ["-O2"], "sanitize": ["-O1", *SANITIZE]}
-TESTS = [*mutate.NEEDS, "pages"]
+TESTS = list(mutate.NEEDS)
 # A test's tables, the smallest first; "" is the whole.
-TABLES = {test: ["little", "quick"] for test in TESTS}
+TABLES = {test: ["refusals", "little", "quick"] for test in TESTS}
 TABLES.update({test: ["little", "quick", ""] for test in TESTS if "att" not in test},
+              attention=["little", "quick"],
               block_index=[""], decode=["1"], pages=["quick"])
 
 

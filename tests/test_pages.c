@@ -516,6 +516,7 @@ static void run_batch(instance *p, const suite *s, const batch *g, const values 
     nsa_status status = s->forward(instance_x(p), &p->d, w->data, bytes);
     guards_verify("forward");
     guards_close();
+    guarded_drop(); /* the workspace */
     CHECK_OK("forward", status);
     if (!s->backward || g->mode & PAGED) return;
     bytes = s->backward_size ? s->backward_size(instance_dx(p), instance_x(p), &p->d) : 0;
@@ -526,6 +527,7 @@ static void run_batch(instance *p, const suite *s, const batch *g, const values 
     status = s->backward(instance_dx(p), instance_x(p), &p->d, w->data, bytes);
     guards_verify("backward");
     guards_close();
+    guarded_drop(); /* the workspace */
     CHECK_OK("backward", status);
 }
 

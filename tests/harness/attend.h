@@ -167,6 +167,7 @@ static inline nsa_status run_forward(const branch *br, const problem *p) {
     nsa_status s = br->forward(&p->x, &p->d, w->data, w->bytes);
     guards_verify("forward");
     guards_close();
+    guarded_drop(); /* the workspace */
     return s;
 }
 
@@ -179,6 +180,7 @@ static inline nsa_status run_backward(const branch *br, const problem *p) {
     nsa_status s = br->backward(&p->dx, &p->x, &p->d, w->data, w->bytes);
     guards_verify("backward");
     guards_close();
+    guarded_drop(); /* the workspace */
     return s;
 }
 

@@ -80,6 +80,7 @@ typedef void (*twist)(const nsa_desc *d, numbers *n, nsa_dtype dtype);
 
 /* How much of a table a call of test_reference walks. */
 typedef enum thorough {
+    ONCE,    /* the whole, once */
     IN_TURN, /* the whole, by the instruction set of the machine and one other */
     ALL      /* the whole and a slice of its queries, by every instruction set */
 } thorough;
@@ -95,7 +96,8 @@ static inline void test_rows(const branch *br, const geometry *g, nsa_dtype dtyp
     numbers plain = numbers_reference(br, &d, &in, dtype_prec(dtype));
     int turn = 1 + (int)(seed % (COUNT(isas) - 1));
     for (int i = 0; i < COUNT(isas); i++) {
-        if (!nsa_isa_available(isas[i]) || (how == IN_TURN && i && i != turn)) continue;
+        if (!nsa_isa_available(isas[i]) || (how == ONCE && i) || (how == IN_TURN && i && i != turn))
+            continue;
         d.isa = isas[i];
         d.threads = 1 + (i + (int)seed) % 3;
         nsa_dtype grad = (i + slice) % 2 ? NSA_REAL_DTYPE : dtype;
@@ -866,7 +868,14 @@ static inline void test_all(const branch *br, amount a) {
             int others = (turn + k) % COUNT(dtypes);
             if (CHECKS_CUDA && quick && others) continue;
             test_reference(br, g, dtypes[k], seed, NULL, "",
-                           others && !CHECKS_CUDA ? IN_TURN : ALL);
+                           a == LEAST               ? ONCE
+                           : others && !CHECKS_CUDA ? IN_TURN
+                                                    : ALL);
+            if (a == LEAST) {
+                if (br->keys == BRANCH_SLC) test_any_lists(br, g, dtypes[k]);
+                test_any_begins(br, g, dtypes[k]);
+                continue;
+            }
             if (CHECKS_CUDA ? others || asks_little(g, quick) : others && !quick) continue;
             test_slices(br, g, dtypes[k]);
 #ifndef CHECK_RACES /* bits are for the other builds: that one looks at accesses, and is slow */
@@ -884,7 +893,7 @@ static inline void test_all(const branch *br, amount a) {
     for (int k = 0; k < COUNT(dtypes); k++) {
         if (!CHECKS_CUDA || !quick)
             test_extremes(br, shape("G 3, D 64"), dtypes[k]);
-        else if (k == 1 && a != LITTLE)
+        else if (k == 1 && a < LITTLE)
             test_reference(br, shape("small"), dtypes[k], 21, rising_scores, ", rising scores",
                            ALL);
         test_nothing_to_do(br, dtypes[k]);
@@ -893,7 +902,7 @@ static inline void test_all(const branch *br, amount a) {
     for (int i = 0; i < COUNT(tiny_geometries); i++) test_gradcheck(br, &tiny_geometries[i]);
 #endif
     /* a stage of the pipeline of sm_90a is filled a second time only behind its four stages */
-    if (a == LITTLE && br->keys == BRANCH_DENSE)
+    if (a >= LITTLE && br->keys == BRANCH_DENSE)
         test_rows(br, shape("T > w, one block more"), dtypes[1], 31, NULL, ", five tiles", 0,
                   IN_TURN);
 #ifndef CHECK_RACES /* what overflows makes no race */
@@ -928,7 +937,8 @@ static inline void test_options(const branch *br, amount a) {
             if ((few && i) || (of_list && g->H / g->Hk % of_list) || attend_refused(br, g))
                 continue;
             test_reference(br, g, dtype, (uint64_t)(1000 + 10 * i + option), NULL,
-                           options[option].rule, ALL);
+                           options[option].rule, a == LEAST ? ONCE : ALL);
+            if (a == LEAST) continue;
             test_slices(br, g, dtype);
 #ifndef CHECK_RACES
             if (!few) test_deterministic(br, g, dtype);
@@ -953,6 +963,8 @@ static inline void test_large(const branch *br) {
 static inline int attend_main(const branch *br, const char *program, int argc, char **argv) {
     if (asked(argc, argv, "slow"))
         test_large(br);
+    else if (asked(argc, argv, "refusals"))
+        test_refusals(br);
     else
         test_all(br, asked_amount(argc, argv)), test_options(br, asked_amount(argc, argv));
     return check_done(program);

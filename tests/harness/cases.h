@@ -222,11 +222,12 @@ static inline int asks_little(const geometry *g, int quick) {
 }
 
 /* How much of the table a run takes: the argument of a test program. `quick` is for builds that
-   only differ in how they were compiled: every third geometry, on CUDA some of those above. */
-typedef enum amount { WHOLE, BROAD, QUICK, LITTLE } amount;
+   only differ in how they were compiled: every third geometry, on CUDA some of those above. `least`
+   asks fewer questions of what `little` takes: for the executor's slow modes. */
+typedef enum amount { WHOLE, BROAD, QUICK, LITTLE, LEAST } amount;
 
 static inline int is_taken(int i, amount a) {
-    const int names = a == LITTLE ? CUDA_LITTLE : a == QUICK ? CUDA_QUICK : COUNT(cuda_names);
+    const int names = a >= LITTLE ? CUDA_LITTLE : a == QUICK ? CUDA_QUICK : COUNT(cuda_names);
     int taken = a == WHOLE || (!CHECKS_CUDA && i % 3 == 0);
     for (int n = 0; CHECKS_CUDA && n < names; n++)
         taken |= !strcmp(geometries[i].name, cuda_names[n]);

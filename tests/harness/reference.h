@@ -21,8 +21,18 @@
 typedef enum ref_prec { REF_F64, REF_F32, REF_BF16, REF_F16 } ref_prec;
 
 /* x rounded to `bits` significant bits, ties to even, below 2^min_exp to multiples of the smallest
- * subnormal. */
+ * subnormal. Of an ordinary number the last bits of its double are rounded off: most of them are
+ * ordinary, and ilogb and ldexp take long. */
 static inline double ref_round_bits(double x, int bits, int min_exp, double largest) {
+    if (fabs(x) > ldexp(2, min_exp) && fabs(x) < largest / 2) {
+        const int off = 53 - bits;
+        uint64_t u;
+        memcpy(&u, &x, 8);
+        u += ((uint64_t)1 << (off - 1)) - 1 + (u >> off & 1);
+        u = u >> off << off;
+        memcpy(&x, &u, 8);
+        return x;
+    }
     if (x == 0 || !isfinite(x)) return x;
     int exponent = ilogb(x);
     if (exponent < min_exp) exponent = min_exp;
@@ -192,6 +202,19 @@ static inline double ref_dot(ref_prec prec, const double *a, const double *b, in
     return sum;
 }
 
+/* dots[i] = ref_dot(a, rows[i]). Eight at once, because each addition of one of them waits for the
+   one before. */
+enum { REF_DOTS = 8 };
+static inline void ref_dots(ref_prec prec, const double *a, const double *const rows[REF_DOTS],
+                            int n, double dots[REF_DOTS]) {
+    double sum[REF_DOTS] = {0};
+    for (int c = 0; prec == REF_F64 && c < n; c++)
+        for (int i = 0; i < REF_DOTS; i++) sum[i] += a[c] * rows[i][c];
+    for (int c = 0; prec != REF_F64 && c < n; c++)
+        for (int i = 0; i < REF_DOTS; i++) sum[i] = ref_sum(prec, sum[i] + a[c] * rows[i][c]);
+    memcpy(dots, sum, sizeof sum);
+}
+
 /* y += a x. */
 static inline void ref_add(ref_prec prec, double *y, double a, const double *x, int n) {
     for (int c = 0; prec == REF_F64 && c < n; c++) y[c] += a * x[c];
@@ -224,13 +247,33 @@ static inline const double *ref_value(const ref_attend *x, const ref_rows *r, in
     return x->v + ((size_t)s * (size_t)x->kv_heads + r->head) * (size_t)x->dim_v;
 }
 
+/* dots[s] = a . row s of the keys or values, of n numbers, for the keys that the mask lets through;
+   0 for the others. */
+static inline void ref_dots_of_row(const ref_attend *x, const ref_rows *r, const double *a,
+                                   const double *first, int n, double *dots) {
+    const double *rows[REF_DOTS];
+    double some[REF_DOTS];
+    int keys[REF_DOTS], count = 0;
+    for (int s = 0; s <= x->keys; s++) {
+        if (s < x->keys) dots[s] = 0;
+        if (s < x->keys && r->mask[s]) {
+            rows[count] = first + ((size_t)s * (size_t)x->kv_heads + r->head) * (size_t)n;
+            keys[count++] = s;
+        }
+        if (!count || (count < REF_DOTS && s < x->keys)) continue;
+        for (int i = count; i < REF_DOTS; i++) rows[i] = rows[0];
+        ref_dots(x->prec, a, rows, n, some);
+        while (count) count--, dots[keys[count]] = some[count];
+    }
+}
+
 /* p[s] = exp(scale q k[s]) / sum, 0 where the mask is. Returns lse; -inf without keys. */
 static inline double ref_softmax_row(const ref_attend *x, const ref_rows *r, double *p) {
     double largest = -INFINITY, sum = 0;
+    ref_dots_of_row(x, r, r->q, x->k, x->dim, p);
     for (int s = 0; s < x->keys; s++) {
-        p[s] = 0;
         if (!r->mask[s]) continue;
-        p[s] = ref_sum(x->prec, x->scale * ref_dot(x->prec, r->q, ref_key(x, r, s), x->dim));
+        p[s] = ref_sum(x->prec, x->scale * p[s]);
         if (p[s] > largest) largest = p[s];
     }
     for (int s = 0; s < x->keys; s++)
@@ -266,7 +309,7 @@ static inline void ref_attend_forward(const ref_attend *x) {
    scale dS K, dK = scale dS^T Q. The plain algorithm takes rowsum(P dP) as dO . O, which is the
    same sum. lse has P as its derivative, so that dS gains P dlse. */
 static inline void ref_attend_backward_row(const ref_attend *x, const ref_attend_grad *dx, int t,
-                                           int h, double *p) {
+                                           int h, double *p, double *dp) {
     ref_rows r = ref_rows_of(x, t, h);
     const double *dout = dx->out + r.query * (size_t)x->dim_v;
     double *dq = dx->q + r.query * (size_t)x->dim;
@@ -274,13 +317,13 @@ static inline void ref_attend_backward_row(const ref_attend *x, const ref_attend
     double dlse = dx->lse ? dx->lse[r.query] : 0;
     for (int s = 0; s < x->keys && isnan(x->lse[r.query]); s++) p[s] = NAN;
     double delta = ref_dot(x->prec, dout, x->out + r.query * (size_t)x->dim_v, x->dim_v);
+    ref_dots_of_row(x, &r, dout, x->v, x->dim_v, dp);
     for (int s = 0; s < x->keys; s++) {
         if (!r.mask[s]) continue;
         const double *k = ref_key(x, &r, s);
         size_t row = (size_t)s * (size_t)x->kv_heads + r.head;
         double *dk = dx->k + row * (size_t)x->dim, *dv = dx->v + row * (size_t)x->dim_v;
-        double dp = ref_dot(x->prec, dout, ref_value(x, &r, s), x->dim_v);
-        double ds = ref_store(x->prec, ref_sum(x->prec, p[s] * (dp - delta + dlse)));
+        double ds = ref_store(x->prec, ref_sum(x->prec, p[s] * (dp[s] - delta + dlse)));
         ref_add(x->prec, dv, ref_store(x->prec, p[s]), dout, x->dim_v);
         ref_add(x->prec, dq, x->scale * ds, k, x->dim);
         ref_add(x->prec, dk, x->scale * ds, r.q, x->dim);
@@ -289,14 +332,14 @@ static inline void ref_attend_backward_row(const ref_attend *x, const ref_attend
 
 /* x->out must hold what forward wrote. Rounds the gradients once, at the end. */
 static inline void ref_attend_backward(const ref_attend *x, const ref_attend_grad *dx) {
-    double *p = ref_zeros((size_t)x->keys);
+    double *p = ref_zeros((size_t)x->keys), *dp = ref_zeros((size_t)x->keys);
     size_t keys = (size_t)x->keys * (size_t)x->kv_heads;
     for (int t = 0; t < x->queries; t++)
-        for (int h = 0; h < x->heads; h++) ref_attend_backward_row(x, dx, t, h, p);
+        for (int h = 0; h < x->heads; h++) ref_attend_backward_row(x, dx, t, h, p, dp);
     ref_store_all(x->prec, dx->q, (size_t)x->queries * (size_t)x->heads * (size_t)x->dim);
     ref_store_all(x->prec, dx->k, keys * (size_t)x->dim);
     ref_store_all(x->prec, dx->v, keys * (size_t)x->dim_v);
-    free(p);
+    free(p), free(dp);
 }
 
 /* ---- Merge: two softmaxes over disjoint keys as one ---- */

@@ -27,15 +27,15 @@ enum {
    executor, and each copies all buffers to the device and back. */
 static int refusals_left_out;
 
-/* The argument of a test program: nothing, "quick", "little" and "broad" (under the executor) or
-   "slow". */
+/* The argument of a test program: nothing, "quick", "least", "little" and "broad" (under the
+   executor); of attention alone "slow", and "refusals", which takes the shortest. */
 static inline int asked(int argc, char **argv, const char *what) {
     return argc > 1 && !strcmp(argv[1], what);
 }
 
 static inline amount asked_amount(int argc, char **argv) {
-    refusals_left_out = asked(argc, argv, "little");
-    if (refusals_left_out) return LITTLE;
+    refusals_left_out = asked(argc, argv, "little") || asked(argc, argv, "least");
+    if (refusals_left_out) return asked(argc, argv, "least") ? LEAST : LITTLE;
     return asked(argc, argv, "quick") ? QUICK : asked(argc, argv, "broad") ? BROAD : WHOLE;
 }
 

@@ -237,6 +237,7 @@ static inline nsa_status instance_forward(instance *p) {
     nsa_status status = s->forward(instance_x(p), &p->d, w->data, bytes);
     guards_verify("forward");
     guards_close();
+    guarded_drop(); /* the workspace */
     return status;
 }
 
@@ -252,6 +253,7 @@ static inline nsa_status instance_backward(instance *p) {
     nsa_status status = s->backward(instance_dx(p), instance_x(p), &p->d, w->data, bytes);
     guards_verify("backward");
     guards_close();
+    guarded_drop(); /* the workspace */
     return status;
 }
 
@@ -857,7 +859,7 @@ static inline void suite_bit_tests(const suite *s, const nsa_desc *d, nsa_dtype 
 /* Every how many-th case is asked for. */
 static inline int asked_step(int argc, char **argv, int quick, int little) {
     const amount a = asked_amount(argc, argv);
-    return a == LITTLE ? little : a == WHOLE ? 1 : quick;
+    return a >= LITTLE ? little : a == WHOLE ? 1 : quick;
 }
 
 #endif
