@@ -2,7 +2,7 @@
 # project(... C CXX). Sets NSA_HAVE_SIMT, and in NSA_SIMT_TEXT what was found or is missing. Then there are
 #   nsa_simt_language                 what compiles a kernel for the executor; add include folders to it
 #   nsa_simt_kernels(NAME SOURCES file... [DEFINITIONS name...])
-#   nsa_simt_program(PROGRAM MODE SOURCES file... [KERNELS name] [LIBRARIES target...]
+#   nsa_simt_program(PROGRAM MODE SOURCES file... [KERNELS name...] [LIBRARIES target...]
 #                    [DEFINITIONS name...])
 # The last builds one program in one mode: plain, asan (AddressSanitizer and
 # UndefinedBehaviorSanitizer), or check (races, uninitialised reads, bounds). Kernels are C++ files;
@@ -72,13 +72,13 @@ endfunction()
 
 # FIBER names another switch of stacks, nsa_simt_fiber_ucontext. In mode check CHECK_RACES is defined.
 function(nsa_simt_program program mode)
-    cmake_parse_arguments(PARSE_ARGV 2 arg "" "KERNELS;FIBER" "SOURCES;LIBRARIES;DEFINITIONS")
+    cmake_parse_arguments(PARSE_ARGV 2 arg "" "FIBER" "KERNELS;SOURCES;LIBRARIES;DEFINITIONS")
     if(NOT arg_FIBER)
         set(arg_FIBER nsa_simt_fiber)
     endif()
-    if(arg_KERNELS)
-        list(PREPEND arg_SOURCES $<TARGET_OBJECTS:${arg_KERNELS}_${mode}>)
-    endif()
+    foreach(kernels IN LISTS arg_KERNELS)
+        list(PREPEND arg_SOURCES $<TARGET_OBJECTS:${kernels}_${mode}>)
+    endforeach()
     # The executor's objects stand first: of functions that several hold, its own are kept.
     add_executable(${program} $<TARGET_OBJECTS:nsa_simt> $<TARGET_OBJECTS:${arg_FIBER}>
         ${arg_SOURCES})

@@ -10,7 +10,7 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 skip() { echo "left out: $1" && exit 77; }
 command -v python3 >/dev/null || skip "no python3 on this machine"
 mkdir -p "$dir"
-cc -O2 -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -shared -fPIC \
+cc -O1 -U__SSE2__ -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -shared -fPIC \
     "$root/examples/embed/dlpack.c" -I"$root/nsa" -o "$dir/libnsa_dlpack.so" -lm
 case $way in
 numpy)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # compile.sh COMPILER STANDARD DIR OPTIONS...: nsa.h under the strict warnings as errors, in that
 # standard, once for each OPTIONS, such as "-O2 -ffast-math"; "all" stands for every one that
-# there is. The examples of examples/embed are what is compiled; each binary must print what
+# there is. The examples of examples/embed are what is compiled; a binary must print what
 # examples/embed/expected.txt says. need.sh says what happens where the compiler is missing.
 set -euo pipefail
 
@@ -14,9 +14,13 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 
 warnings=(-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror)
 case $standard in
-c++*) source=$root/examples/embed/embed.cpp ;;
+c++*)
+    source=$root/examples/embed/embed.cpp
+    examples=("$source")
+    ;;
 *)
     source=$root/examples/embed/embed.c
+    examples=("$source" "$root"/examples/embed/{decode,window,paged}.c)
     warnings+=(-Wstrict-prototypes -Wmissing-prototypes)
     ;;
 esac
@@ -27,6 +31,11 @@ for header in nsa.h nsa_cuda.cuh; do
     echo "#include \"$header\"" >"$dir/alone.${source##*.}"
     "$compiler" -std="$standard" "${warnings[@]}" -fsyntax-only -I "$root/nsa" \
         "$dir/alone.${source##*.}"
+done
+
+# The whole text, as far as a look without an optimizer goes.
+for example in "${examples[@]}"; do
+    "$compiler" -std="$standard" "${warnings[@]}" -fsyntax-only -I "$root/nsa" "$example"
 done
 
 levels=("$@")
