@@ -226,11 +226,22 @@ typedef enum nsa_isa {
     NSA_ISA_AVX2, /* with FMA */
     NSA_ISA_AVX512,
     NSA_ISA_NEON,
-    NSA_ISA_SIMD128 /* WebAssembly's */
+    NSA_ISA_SIMD128,     /* WebAssembly's */
+    NSA_ISA_AVX512_BF16, /* AVX-512 that multiplies pairs of bf16: see nsa_products */
+    NSA_ISA_NEON_BF16    /* NEON that does */
 } nsa_isa;
 
 NSA_API int nsa_isa_available(nsa_isa isa);
 NSA_API const char *nsa_isa_name(nsa_isa isa);
+
+/* How attention and selection multiply rows of bf16. A product takes pairs of bf16 if all that it
+   reads is bf16 and `isa` has such products. Sums stay f32; p and ds are rounded to bf16 once, as
+   on CUDA. All other rows are widened to f32, and so are those of nsa_score_blocks and of phi. In
+   backward dx.out must be bf16 too. */
+typedef enum nsa_products {
+    NSA_PRODUCTS_BF16 = 0, /* as bf16, where the instruction set has it */
+    NSA_PRODUCTS_F32       /* as f32 everywhere */
+} nsa_products;
 
 /* How forced blocks count. docs/algorithm.md says which public implementation uses which value of
    these options. */
@@ -304,6 +315,7 @@ typedef struct nsa_desc {
     int threads; /* 0: what OpenMP offers when the workspace is sized; a call uses no more than its
                     workspace holds */
     nsa_isa isa;
+    nsa_products products; /* of rows of bf16 */
 } nsa_desc;
 
 /* The paper's l 32, d 16, l' 64, n 16 (1 first and 2 local blocks among them), w 512; dim_v = dim,
@@ -757,6 +769,7 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     X(rows, "rows")                           \
     X(threads, "threads")                     \
     X(isa, "isa")                             \
+    X(products, "products")                   \
     X(indptr, "indptr")                       \
     X(indices, "indices")                     \
     X(weights, "weights")                     \
@@ -1131,6 +1144,9 @@ enum {
 #define NSA__HAS_SCHED
 #endif
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -1369,6 +1385,22 @@ static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int 
     return 0;
 }
 
+/* Copies a row of bf16 as pairs, with zeros up to `wide` numbers. A non-finite row becomes zeros
+   and returns 0. */
+NSA__COMPILED static int nsa__copy_finite_pairs(nsa_real *to, const void *row, int n, int wide) {
+    uint32_t any = 0;
+    memset((uint16_t *)to + n, 0, (size_t)(wide - n) * sizeof(uint16_t));
+    memcpy(to, row, (size_t)n * sizeof(uint16_t));
+    for (int i = 0; i < wide / 2; i++) {
+        uint32_t pair;
+        memcpy(&pair, to + i, sizeof pair);
+        any |= (pair & 0x7f807f80u) + 0x00800080u; /* as nsa__all_finite, for two exponents */
+    }
+    if (!(any & 0x80008000u)) return 1;
+    memset(to, 0, (size_t)wide * sizeof(uint16_t));
+    return 0;
+}
+
 static nsa_real nsa__sigmoid(nsa_real x) {
     return (nsa_real)(1 / (1 + exp(-(double)x)));
 }
@@ -1517,6 +1549,29 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
 #elif defined(__wasm_simd128__)
 #define NSA__HAS_SIMD128
 #endif
+/* Products of bf16, for sums in f32. A test defines NSA__BF16_BY_HAND, the name of a file with
+   plain code for the one instruction that its machine may lack. */
+#if NSA__REAL_BITS(NSA_REAL) == 32 && (defined(__clang__) ? __clang_major__ >= 14 : __GNUC__ >= 11)
+#if defined(NSA__HAS_SSE2) && defined(NSA__BF16_BY_HAND)
+#define NSA__HAS_BF16_BY_HAND
+#elif defined(NSA__HAS_AVX)
+#define NSA__HAS_AVX512_BF16
+#elif defined(NSA__HAS_NEON) && !defined(__AARCH64EB__) && \
+    (defined(__linux__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#define NSA__HAS_NEON_BF16
+#endif
+#endif
+#endif
+
+/* Whether an Arm processor has BFDOT. The compiler's flags may promise it; Linux says it. */
+#ifdef NSA__HAS_NEON_BF16
+static int nsa__has_bfdot(void) {
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    return 1;
+#else
+    return (getauxval(AT_HWCAP2) >> 14 & 1) != 0; /* HWCAP2_BF16 */
+#endif
+}
 #endif
 
 NSA_API int nsa_isa_available(nsa_isa isa) {
@@ -1543,14 +1598,26 @@ NSA_API int nsa_isa_available(nsa_isa isa) {
     case NSA_ISA_SIMD128:
         return 1;
 #endif
+#ifdef NSA__HAS_BF16_BY_HAND
+    case NSA_ISA_AVX512_BF16:
+        return 1;
+#endif
+#ifdef NSA__HAS_AVX512_BF16
+    case NSA_ISA_AVX512_BF16:
+        return nsa_isa_available(NSA_ISA_AVX512) && __builtin_cpu_supports("avx512bf16");
+#endif
+#ifdef NSA__HAS_NEON_BF16
+    case NSA_ISA_NEON_BF16:
+        return nsa__has_bfdot();
+#endif
     default:
         return 0;
     }
 }
 
 NSA_API const char *nsa_isa_name(nsa_isa isa) {
-    static const char *const names[] = {"detect",  "plain", "SSE2",   "AVX2",
-                                        "AVX-512", "NEON",  "SIMD128"};
+    static const char *const names[] = {"detect", "plain",   "SSE2",         "AVX2",     "AVX-512",
+                                        "NEON",   "SIMD128", "AVX-512 BF16", "NEON BF16"};
     return (unsigned)isa < sizeof names / sizeof *names ? names[isa] : "not an instruction set";
 }
 
@@ -1711,7 +1778,9 @@ static nsa_status nsa__check_options(const nsa_desc *d) {
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_window_rule);
     if ((unsigned)d->mask > NSA_MASK_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
     if ((unsigned)d->gate > NSA_GATE_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_gate);
-    if ((unsigned)d->isa > NSA_ISA_SIMD128) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
+    if ((unsigned)d->products > NSA_PRODUCTS_F32)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_products);
+    if ((unsigned)d->isa > NSA_ISA_NEON_BF16) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
     if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
     /* 1e38 leaves room for the factor log2(e): scale2 must be finite as a float too. */
     if (!nsa__is_finite(d->scale) || fabs(d->scale) > 1e38)
@@ -2336,8 +2405,9 @@ NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins) {
    result depend on that row's operands alone, because every sum runs over k in ascending order. How
    many rows there are, and where the row stands among them, changes nothing. */
 
-/* What a product reads: packed keys and values, queries, their gradients, weights. Operands of
-   another type begin with another type here. */
+/* What a product reads: packed keys and values, queries, their gradients, weights. Where products
+   take pairs of bf16, one of these holds the bits of a pair, the first in the lower half. A pair
+   that has been copied is finite, so it is no NaN, whose bits a move might change. */
 typedef nsa_real nsa__packed;
 
 /* An operand of a product: element (i, c) is data[r * row + c * step], where r is i, or rows[i]. */
@@ -2383,6 +2453,26 @@ typedef struct nsa__tiles {
                      const int *row_index, const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
                      nsa_real *dp);
 } nsa__tiles;
+
+/* Products of rows of bf16. Their operands are pairs along k, their sums f32. */
+typedef struct nsa__pairs {
+    /* c[m][n] = factor a[m][k] b[k][n] for k pairs, where n is a multiple of 16. A result that is
+       added to takes no factor. b has all rows in order. */
+    void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
+                 const nsa__result *c, nsa_real factor);
+    /* the same for k single rows of b, as they lie in memory: two of them make a row of pairs */
+    void (*gemm_singles)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
+                         const nsa__result *c);
+    /* n numbers of each row become n / 2 pairs, rounded, from the row's start on */
+    void (*round)(int rows, int n, ptrdiff_t ld, nsa_real *x);
+    /* The same of x times factor[row_index[r]], or times 1 if that is NULL; x becomes the pairs
+       that rows 2 r and 2 r + 1 make, rows one after the other, `ld` apart. `by_row` may be NULL;
+       its rows are ld / 2 apart. n and ld are multiples of 16. */
+    void (*round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index, const nsa_real *factor,
+                        nsa_real *x, nsa__packed *by_row);
+    /* whether all numbers of n pairs a row are finite; n is a multiple of 8 */
+    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x);
+} nsa__pairs;
 
 /* ---- Tiles of each instruction set --------------------------------------------------------- */
 
@@ -2466,12 +2556,70 @@ typedef struct nsa__tiles {
 #include NSA__THIS_FILE
 #endif
 
-/* The tiles of an instruction set that nsa_isa_available has allowed. The enum lists the sets of
+/* Sets with products of bf16 have nothing else of their own. NSA__DOT(sum, a, b) adds to each lane
+   of f32 sums the two products of its pairs. It is the instruction itself, because compilers have
+   changed the types of its builtins from version to version. VDPBF16PS adds the odd product, then
+   the even one, each as a multiply-add that rounds to nearest. BFDOT rounds to odd. Both take
+   subnormal numbers for 0. */
+#ifdef NSA__HAS_BF16_BY_HAND
+#include NSA__BF16_BY_HAND
+#include NSA__THIS_FILE
+#endif
+
+#ifdef NSA__HAS_AVX512_BF16
+#define NSA__ISA     bf16
+#define NSA__BYTES   64
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET \
+    __attribute__((target("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x)        __asm__("" : "+v"(x))
+#define NSA__DOT(sum, a, b) __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
+#include NSA__THIS_FILE
+#endif
+
+#ifdef NSA__HAS_NEON_BF16
+#ifdef __clang__
+#define NSA__BFDOT __attribute__((target("bf16")))
+#else
+#define NSA__BFDOT __attribute__((target("+bf16")))
+#endif
+#define NSA__ISA            bf16
+#define NSA__BYTES          16
+#define NSA__ROWS           6
+#define NSA__VECTORS        4
+#define NSA__TARGET         NSA__BFDOT NSA__COMPILED
+#define NSA__HOLD(x)        __asm__("" : "+w"(x))
+#define NSA__DOT(sum, a, b) __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(a), "w"(b))
+#include NSA__THIS_FILE
+#endif
+
+/* The set that a call uses, of those that nsa_isa_available has allowed. The enum lists the sets of
    one kind of machine from narrow to wide, so the first available from its end is the widest. */
-static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
-    for (int widest = NSA_ISA_SIMD128; isa == NSA_ISA_DETECT; widest--)
+static nsa_isa nsa__isa_of(nsa_isa isa) {
+    for (int widest = NSA_ISA_NEON_BF16; isa == NSA_ISA_DETECT; widest--)
         if (nsa_isa_available((nsa_isa)widest)) isa = (nsa_isa)widest;
-    switch (isa) {
+    return isa;
+}
+
+/* The products of bf16 of a call, or NULL: its rows of bf16 are widened then. */
+static const nsa__pairs *nsa__pairs_of(const nsa_desc *d) {
+    nsa_isa isa = nsa__isa_of(d->isa);
+    if (d->products == NSA_PRODUCTS_F32 || (isa != NSA_ISA_AVX512_BF16 && isa != NSA_ISA_NEON_BF16))
+        return NULL;
+#if defined(NSA__HAS_BF16_BY_HAND) || defined(NSA__HAS_AVX512_BF16) || defined(NSA__HAS_NEON_BF16)
+    return &nsa__pairs_bf16;
+#else
+    return NULL;
+#endif
+}
+
+static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
+    switch (nsa__isa_of(isa)) {
+#ifdef NSA__HAS_BF16_BY_HAND
+    case NSA_ISA_AVX512_BF16:
+        return &nsa__tiles_sse2;
+#endif
 #ifdef NSA__HAS_SSE2
     case NSA_ISA_SSE2:
         return &nsa__tiles_sse2;
@@ -2479,10 +2627,16 @@ static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
 #ifdef NSA__HAS_AVX
     case NSA_ISA_AVX2:
         return &nsa__tiles_avx2;
+#ifdef NSA__HAS_AVX512_BF16
+    case NSA_ISA_AVX512_BF16:
+#endif
     case NSA_ISA_AVX512:
         return &nsa__tiles_avx512;
 #endif
 #ifdef NSA__HAS_NEON
+#ifdef NSA__HAS_NEON_BF16
+    case NSA_ISA_NEON_BF16:
+#endif
     case NSA_ISA_NEON:
         return &nsa__tiles_neon;
 #endif
@@ -3419,15 +3573,21 @@ typedef struct nsa__attend_plan {
     int tile, tile_log2; /* keys of a tile, and its logarithm */
     int tile_in_block;   /* slc: every tile lies in one selection block */
     int wide, wide_v;    /* dim and dim_v rounded up to whole vectors */
-    int batch_queries;   /* queries of a batch */
-    int task_queries;    /* queries of a task, at most */
-    int least_tasks;     /* of a job, if its queries are enough */
-    int few;             /* forward: of sequences with so many queries K and V are read unpacked */
-    int jobs;            /* head jobs at once; the workspace holds packed keys of that many */
-    nsa_real scale;      /* of q k */
-    nsa_real scale2;     /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
-    size_t shared;       /* bytes of workspace that all threads share */
-    size_t scratch;      /* bytes of workspace for each thread */
+    const nsa__pairs *pairs;  /* products of bf16 that the machine has and the caller wants */
+    const nsa__pairs *scores; /* the same for q k if q and k are bf16, else NULL */
+    const nsa__pairs *values; /* the same for p v */
+    int depth, depth_v;       /* of q k: dim, or half of it in pairs; of dout v the same */
+    int stride;               /* of a row of q, and of a copied one of k: wide, or half of it */
+    int stride_v;             /* of a row of dout, and of a copied one of v: likewise of wide_v */
+    int batch_queries;        /* queries of a batch */
+    int task_queries;         /* queries of a task, at most */
+    int least_tasks;          /* of a job, if its queries are enough */
+    int few;         /* forward: of sequences with so many queries K and V are read unpacked */
+    int jobs;        /* head jobs at once; the workspace holds packed keys of that many */
+    nsa_real scale;  /* of q k */
+    nsa_real scale2; /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
+    size_t shared;   /* bytes of workspace that all threads share */
+    size_t scratch;  /* bytes of workspace for each thread */
 } nsa__attend_plan;
 
 /* State of one branch's kernel for one (sequence, kv head). The arrays are workspace and serve one
@@ -3576,6 +3736,11 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.tile_in_block = branch == NSA__SLC && d->slc_block % p.tile == 0;
     p.wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
     p.wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    p.pairs = nsa__pairs_of(d);
+    p.depth = d->dim;
+    p.depth_v = d->dim_v;
+    p.stride = p.wide;
+    p.stride_v = p.wide_v;
     p.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p.group);
     p.jobs = p.sharers > 1 ? 1 : nsa__heads_at_once(d); /* sharers add to the same dk and dv */
     p.least_tasks = branch == NSA__SLC ? NSA__TASKS / p.jobs : 1;
@@ -3585,6 +3750,27 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.scale = (nsa_real)scale;
     p.scale2 = (nsa_real)(scale * NSA__LOG2E);
     return p;
+}
+
+/* A product takes pairs of bf16 where all that it reads is bf16, in backward where dout is too.
+   Forward and selection ask this alike for q k, so both have the same scores. A size query has no
+   x: pairs take less. */
+static void nsa__plan_pairs(nsa__attend_plan *p) {
+    const nsa_attend *x = p->x, *dx = p->dx;
+    if (!x || !p->pairs || (dx && dx->out.dtype != NSA_BF16)) return;
+    int scores = x->q.dtype == NSA_BF16 && x->k.dtype == NSA_BF16;
+    int values = x->v.data && x->v.dtype == NSA_BF16;
+    if (dx && !(scores && values)) return;
+    if (scores) {
+        p->scores = p->pairs;
+        p->depth = (p->d->dim + 1) / 2;
+        p->stride = p->wide / 2;
+    }
+    if (values) {
+        p->values = p->pairs;
+        p->depth_v = (p->d->dim_v + 1) / 2;
+        p->stride_v = p->wide_v / 2;
+    }
 }
 
 static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
@@ -3611,7 +3797,8 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
      k_t, v_t  tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
        | tile 0: c = 0 of its keys | c = 1 of its keys | ... | tile 1: c = 0 of its keys | ...
    A right operand has contiguous rows, so q k^T reads k_t and p v reads v. Backward reads v_t for
-   dout v^T and k for ds k. */
+   dout v^T and k for ds k. Pairs of bf16 pair the index that the product sums over: an element of
+   k_t is two neighbouring c of a key, and one of v is c of two neighbouring keys. */
 static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
     const nsa__attend_plan *p = job->plan;
     int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
@@ -3659,6 +3846,47 @@ static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x, in
     return nonfinite;
 }
 
+/* Pairs of two rows of bf16. */
+NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
+                                         const nsa_real *second, int n) {
+    for (int c = 0; c < n; c++) {
+        uint16_t low, high;
+        memcpy(&low, (const uint16_t *)first + c, sizeof low);
+        memcpy(&high, (const uint16_t *)second + c, sizeof high);
+        uint32_t pair = (uint32_t)high << 16 | low;
+        memcpy(to + c, &pair, sizeof pair);
+    }
+}
+
+/* As nsa__pack_rows, in pairs: of neighbouring rows, and in the transpose of neighbouring numbers
+   of a row. */
+static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x, int tile_begin,
+                                int n, int width, int wide, nsa__packed *rows,
+                                nsa__packed *transposed) {
+    const int tile = job->plan->tile;
+    nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
+    uint64_t nonfinite = 0;
+    for (int r = 0; r < tile; r++) {
+        nsa_real *to = row[r & 1];
+        if (r + NSA__ROWS_AHEAD < n)
+            nsa__fetch(nsa__key(job, x, tile_begin + r + NSA__ROWS_AHEAD), 2 * (size_t)width);
+        if (r >= n)
+            memset(to, 0, sizeof row[0]);
+        else if (!nsa__copy_finite_pairs(to, nsa__key(job, x, tile_begin + r), width, wide))
+            nonfinite |= (uint64_t)1 << r;
+        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, row[0], row[1], wide);
+        for (int c = 0; transposed && c < (width + 1) / 2; c++)
+            transposed[(ptrdiff_t)c * tile + r] = to[c];
+    }
+    return nonfinite;
+}
+
+/* Where key `key` of packed rows begins, or the pair that begins with it. */
+static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs, ptrdiff_t key,
+                                     int wide) {
+    return rows ? rows + (pairs ? key / 2 : key) * wide : NULL;
+}
+
 /* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
 static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
@@ -3669,13 +3897,14 @@ static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
     (void)scratch;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    uint64_t nonfinite =
-        nsa__pack_rows(job, &p->x->k, begin, n, dim, p->wide,
-                       job->k ? job->k + key * p->wide : NULL, job->k_t + key * dim);
+    uint64_t nonfinite = (p->scores ? nsa__pack_pairs : nsa__pack_rows)(
+        job, &p->x->k, begin, n, dim, p->wide, nsa__packed_rows(job->k, p->scores, key, p->wide),
+        job->k_t + key * p->depth);
     if (job->v || job->v_t)
-        nonfinite |= nsa__pack_rows(job, &p->x->v, begin, n, dim_v, p->wide_v,
-                                    job->v ? job->v + key * p->wide_v : NULL,
-                                    job->v_t ? job->v_t + key * dim_v : NULL);
+        nonfinite |= (p->values ? nsa__pack_pairs : nsa__pack_rows)(
+            job, &p->x->v, begin, n, dim_v, p->wide_v,
+            nsa__packed_rows(job->v, p->values, key, p->wide_v),
+            job->v_t ? job->v_t + key * p->depth_v : NULL);
     job->nonfinite[tile] = nonfinite;
 }
 
@@ -3848,6 +4077,17 @@ static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
     return 0;
 }
 
+/* c = scale2 a b, scores in base 2. One of a and b holds rows of q, which are scaled when they are
+   loaded unless they are pairs: bf16 would round the scaled. The order of a sum is the same from
+   packed keys and in place, and each multiplies q by k as k by q. */
+static void nsa__score_product(const nsa__attend_plan *p, int m, int n, const nsa__matrix *a,
+                               const nsa__matrix *b, const nsa__result *c) {
+    if (p->scores)
+        p->scores->gemm(m, n, p->depth, a, b, c, p->scale2);
+    else
+        p->tiles->gemm(m, n, p->depth, a, b, c);
+}
+
 /* Queries that go through a tile at once. In place they are neighbours, because there their rows
    are columns of one matrix. */
 typedef struct nsa__batch {
@@ -3882,15 +4122,20 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
    Small query counts (decoding) use K and V in place, unpacked, because packing a tile would cost
    more than its products do. */
 
+/* 1 if every row of bf16 begins where a pair may lie. */
+static int nsa__rows_of_pairs(const nsa_tensor *x) {
+    return (uintptr_t)x->data % sizeof(nsa__packed) == 0 && !((x->batch | x->token | x->head) & 1);
+}
+
 /* Rows of x from key `begin` on, where they lie. From page to page and around a ring's end they do
    not follow each other: `order` then says where each one lies. Without data if no product can read
-   them: they are no reals, no whole vectors, or lie apart by what is no multiple of a row's
-   stride. */
+   them: they are neither reals nor pairs, no whole vectors, or lie apart by what is no multiple of
+   a row's stride. */
 static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor *x, int begin,
-                                      int n, int width, int wide, int *order) {
-    nsa__matrix rows = {NULL, (ptrdiff_t)x->token, 1, NULL};
+                                      int n, int width, int wide, int pairs, int *order) {
+    nsa__matrix rows = {NULL, (ptrdiff_t)(pairs ? x->token / 2 : x->token), 1, NULL};
     const nsa__packed *first = (const nsa__packed *)nsa__key(job, x, begin);
-    if (x->dtype != NSA_REAL_DTYPE || width != wide) return rows;
+    if ((pairs ? !nsa__rows_of_pairs(x) : x->dtype != NSA_REAL_DTYPE) || width != wide) return rows;
     for (int i = 0, some; n > nsa__rows_together(&job->rows, begin) && i < n; i += some) {
         ptrdiff_t apart = (const nsa__packed *)nsa__key(job, x, begin + i) - first;
         ptrdiff_t at = rows.row ? apart / rows.row : 0;
@@ -3903,23 +4148,28 @@ static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor
     return rows;
 }
 
-/* 1 if all numbers of n rows in place are finite. */
-static int nsa__finite_in_place(const nsa__tiles *tiles, const nsa__matrix *rows, int n, int wide) {
-    if (!rows->rows) return tiles->finite(n, wide, rows->row, rows->data);
+/* 1 if all numbers of n rows of values in place are finite. */
+static int nsa__finite_in_place(const nsa__attend_plan *p, const nsa__matrix *rows, int n) {
+    int (*finite)(int, int, ptrdiff_t, const nsa__packed *) =
+        p->values ? p->values->finite : p->tiles->finite;
+    if (!rows->rows) return finite(n, p->stride_v, rows->row, rows->data);
     for (int i = 0; i < n; i++)
-        if (!tiles->finite(1, wide, 0, rows->data + rows->rows[i] * rows->row)) return 0;
+        if (!finite(1, p->stride_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
     return 1;
 }
 
 /* Copies n rows of x from key `begin` on. A non-finite row becomes zeros and sets its bit of
    `nonfinite`. */
 static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *x, int begin, int n,
-                                    int width, int wide, nsa_real *copy, uint64_t *nonfinite) {
-    nsa__matrix rows = {copy, wide, 1, NULL};
-    for (int i = 0; i < n; i++, copy += wide) {
-        if (!nsa__load_finite(copy, x->dtype, nsa__key(job, x, begin + i), width))
-            *nonfinite |= (uint64_t)1 << i;
-        memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
+                                    int width, int wide, int pairs, nsa_real *copy,
+                                    uint64_t *nonfinite) {
+    nsa__matrix rows = {copy, pairs ? wide / 2 : wide, 1, NULL};
+    for (int i = 0; i < n; i++, copy += rows.row) {
+        const void *from = nsa__key(job, x, begin + i);
+        int finite = pairs ? nsa__copy_finite_pairs(copy, from, width, wide)
+                           : nsa__load_finite(copy, x->dtype, from, width);
+        if (!finite) *nonfinite |= (uint64_t)1 << i;
+        if (!pairs) memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
     }
     return rows;
 }
@@ -3949,7 +4199,7 @@ static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *jo
 /* Scratch of a task that reads keys in place. It computes s^T = k q^T, because the right operand of
    a product has contiguous rows: queries are cheap to transpose, keys are not. */
 typedef struct nsa__in_place {
-    nsa_real *q_t;  /* (dim, columns): q transposed */
+    nsa_real *q_t;  /* (depth, columns): q transposed */
     nsa_real *s_t;  /* (tile, columns): the scores of a tile, transposed */
     nsa_real *rows; /* copies of rows that no product can read in place */
     int *order;     /* of rows in place that do not follow each other */
@@ -3969,10 +4219,10 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
 /* Transposes the task's queries; columns behind the last are zeros. */
 static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
                                 const nsa_real *q, int rows) {
-    memset(f->q_t, 0, (size_t)p->d->dim * (size_t)f->columns * sizeof *f->q_t);
+    memset(f->q_t, 0, (size_t)p->depth * (size_t)f->columns * sizeof *f->q_t);
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < p->d->dim; c++)
-            f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->wide + c];
+        for (int c = 0; c < p->depth; c++)
+            f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->stride + c];
 }
 
 enum { NSA__KEYS_AT_ONCE = 24 }; /* a multiple of the rows of a product's piece, which are 4 or 6 */
@@ -3993,7 +4243,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
         const nsa__result s_t = {f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL};
         nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, dim);
-        p->tiles->gemm(some, columns, dim, &k, &q_t, &s_t);
+        nsa__score_product(p, some, columns, &k, &q_t, &s_t);
     }
 }
 
@@ -4005,13 +4255,14 @@ static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *jo
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = &p->x->k;
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, done = 0;
-    nsa__matrix k = nsa__rows_in_place(job, x, begin, n, p->d->dim, p->wide, f->order);
+    const int pairs = p->scores != NULL, dim = p->d->dim;
+    nsa__matrix k = nsa__rows_in_place(job, x, begin, n, dim, p->wide, pairs, f->order);
     if (k.data) {
         nsa__in_place_product(f, job, it, b, &k, begin, n);
         done = p->tiles->finite(n, columns, f->columns, f->s_t);
     }
     if (!done) {
-        k = nsa__rows_copied(job, x, begin, n, p->d->dim, p->wide, f->rows, nonfinite);
+        k = nsa__rows_copied(job, x, begin, n, dim, p->wide, pairs, f->rows, nonfinite);
         nsa__in_place_product(f, job, it, b, &k, begin, n);
     }
     for (int r = 0; r < b->rows; r++, s += p->tile) {
@@ -4025,9 +4276,10 @@ static nsa__matrix nsa__in_place_values(const nsa__in_place *f, const nsa__head_
                                         int n, uint64_t *nonfinite) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = &p->x->v;
-    const nsa__matrix v = nsa__rows_in_place(job, x, begin, n, p->d->dim_v, p->wide_v, f->order);
-    if (v.data && nsa__finite_in_place(p->tiles, &v, n, p->wide_v)) return v;
-    return nsa__rows_copied(job, x, begin, n, p->d->dim_v, p->wide_v, f->rows, nonfinite);
+    const int pairs = p->values != NULL, dim_v = p->d->dim_v;
+    const nsa__matrix v = nsa__rows_in_place(job, x, begin, n, dim_v, p->wide_v, pairs, f->order);
+    if (v.data && nsa__finite_in_place(p, &v, n)) return v;
+    return nsa__rows_copied(job, x, begin, n, dim_v, p->wide_v, pairs, f->rows, nonfinite);
 }
 
 /* ---- Attention: heads and queries ---------------------------------------------------------- */
@@ -4096,6 +4348,31 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
         }
         memset(to + width, 0, (size_t)(wide - width) * sizeof *to);
     }
+}
+
+/* The same as pairs, which are not multiplied. */
+static void nsa__load_query_pairs(const nsa__head_job *job, const nsa__tile_iter *it,
+                                  const nsa_tensor *x, int width, int wide, nsa_real *to,
+                                  unsigned char *nonfinite) {
+    int rows = it->queries * job->plan->group;
+    for (int r = 0; r < rows; r++, to += wide / 2) {
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), 2 * (size_t)width);
+        if (!nsa__copy_finite_pairs(to, nsa__query_row(job, it, x, r), width, wide))
+            nonfinite[r] = 1;
+    }
+}
+
+/* q for products: pairs, or numbers times scale2. */
+static void nsa__load_q(const nsa__head_job *job, const nsa__tile_iter *it, nsa_real *to,
+                        unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *q = &p->x->q;
+    int dim = p->d->dim;
+    if (p->scores)
+        nsa__load_query_pairs(job, it, q, dim, p->wide, to, nonfinite);
+    else
+        nsa__load_queries(job, it, q, dim, p->wide, p->scale2, to, nonfinite);
 }
 
 /* lse of a row in base 2. If lse is not finite, the result is 0 and the row is marked. That marks
@@ -4274,12 +4551,12 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
     memset(f->l, 0, (size_t)rows * NSA__LANES * sizeof *f->l);
     for (int r = 0; r < rows; r++) f->m[r] = NSA__LOWEST;
-    nsa__load_queries(job, &f->iter, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->nonfinite);
+    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
     if (job->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
 }
 
-/* p = softmax so far, of n keys from `keys` on. If lists are selected, the scores are kept, because
-   softmax overwrites s with p. */
+/* p = softmax so far, of n keys from `keys` on, as pairs if v is. l sums p before it is rounded. If
+   lists are selected, the scores are kept, because softmax overwrites s with p. */
 static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
                                  int keys, int n) {
     const nsa__attend_plan *p = job->plan;
@@ -4288,6 +4565,7 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
                (size_t)n * sizeof *f->s);
     p->tiles->softmax(b->rows, n, p->tile, p->group, b->mask, b->begin, b->row, f->s, f->m, f->l,
                       f->shrink);
+    if (p->values) p->values->round(b->rows, n, p->tile, f->s);
 }
 
 /* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
@@ -4308,15 +4586,19 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
 static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     int tile = p->tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
-    const nsa__matrix q = {f->q, p->wide, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->d->dim, keys), tile, 1, NULL};
+    const nsa__matrix q = {f->q, p->stride, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     const nsa__result s = {f->s, tile, NULL, 0, NULL};
-    p->tiles->gemm(b->rows, n, p->d->dim, &q, &k_t, &s);
+    nsa__score_product(p, b->rows, n, &q, &k_t, &s);
     nsa__forward_softmax(f, job, b, keys, n);
     const nsa__matrix weights = {f->s, tile, 1, NULL};
-    const nsa__matrix v = {job->v + (ptrdiff_t)keys * p->wide_v, p->wide_v, 1, NULL};
+    const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys, p->wide_v), p->wide_v, 1,
+                           NULL};
     const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink};
-    p->tiles->gemm(b->rows, p->wide_v, n, &weights, &v, &out);
+    if (p->values)
+        p->values->gemm(b->rows, p->wide_v, n / 2, &weights, &v, &out, 1);
+    else
+        p->tiles->gemm(b->rows, p->wide_v, n, &weights, &v, &out);
     nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
 }
 
@@ -4333,7 +4615,10 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     const nsa__matrix weights = {f->s, p->tile, 1, NULL};
     const nsa__matrix v = nsa__in_place_values(&f->in_place, job, keys, held, &nonfinite);
     const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink};
-    p->tiles->gemm(b->rows, p->wide_v, held, &weights, &v, &out);
+    if (p->values)
+        p->values->gemm_singles(b->rows, p->wide_v, held, &weights, &v, &out);
+    else
+        p->tiles->gemm(b->rows, p->wide_v, held, &weights, &v, &out);
     nsa__forward_note(f, job, b, nonfinite << b->begin);
 }
 
@@ -4412,6 +4697,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__forward f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options = options;
+    nsa__plan_pairs(&p);
     p.few = p.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
     nsa__forward_alloc(&f, &p, &scratch);
@@ -4476,9 +4762,10 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
    delta comes from out, so no row needs all its p at once; dlse is subtracted from delta when the
    row is loaded. q is loaded times scale2 = scale log2(e), as in forward. ds^T q then lacks the
    factor ln 2, which is applied when dk is added to the caller's view; dq gets scale there. A task
-   computes p and ds of a tile once and uses them three times. dq belongs to the task alone. A
-   tile's dk and dv belong to all tasks that read the tile, which add in a fixed order (nsa__turns).
-   So all sums have the same bits for any number of threads. */
+   computes p and ds of a tile once and uses them three times. In pairs of bf16 q is as it is, and
+   so is dout: its gate is a factor of p and ds before they are rounded, once. dq belongs to the
+   task alone. A tile's dk and dv belong to all tasks that read the tile, which add in a fixed order
+   (nsa__turns). So all sums have the same bits for any number of threads. */
 
 /* Shares of dk and dv that a task holds until it may add them, so that it need not wait for those
    before it in every tile. */
@@ -4489,7 +4776,10 @@ typedef struct nsa__backward {
     nsa__tile_iter iter;
     nsa_real *q, *dout, *dq;  /* rows of the task */
     nsa_real *lse2, *delta;   /* of every row */
+    nsa_real *gate;           /* in pairs, of every row: the gate of its dout */
     nsa_real *p, *ds;         /* rows of a batch: scores and dp of a tile, then p and ds */
+    nsa__packed *ds_rows;     /* in pairs: ds by row, while f->ds has pairs of rows */
+    nsa__packed *paired;      /* in pairs: rows of dout or q of a batch as pairs of rows */
     unsigned char *nonfinite; /* of every row: what it adds to becomes NaN */
     unsigned char *reads;     /* of every query: 1 if it has seen a key */
     /* Its shares of dk and dv of tiles that it may not enter yet: `held` of them from `oldest` on,
@@ -4516,27 +4806,58 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
     f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide);
     f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide_v);
+    if (!p->pairs) return;
+    f->gate = nsa__alloc_reals(a, rows);
+    f->ds_rows = nsa__alloc_packed(of_tile, some * p->tile / 2);
+    f->paired = nsa__alloc_packed(of_tile, (some + 1) / 2 * nsa__max(p->wide, p->wide_v));
 }
 
-/* dout of the branch: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. Scaling the rows here saves
-   the chain a gradient of every branch's output. */
-static void nsa__backward_gate(nsa__backward *f, const nsa__head_job *job) {
+/* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
+static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
     const nsa_tensor *logits = &p->options.gate->logits;
-    int sharers = d->heads / d->gate_heads;
+    int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
+    nsa_real g[3];
+    nsa__load(g, logits->dtype,
+              nsa__row(logits, job->seq.batch, job->seq.row + query - job->seq.first,
+                       head / (d->heads / d->gate_heads)),
+              3);
+    nsa__gate_weights(d->gate, g);
+    if (query < p->options.both) g[p->branch] += g[NSA__SLC];
+    return g[p->branch];
+}
+
+/* Scales the rows of dout by their gates, which saves the chain a gradient of every branch's
+   output. */
+static void nsa__backward_scale(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int dim_v = p->d->dim_v;
     for (int r = 0; r < f->iter.queries * p->group; r++) {
-        int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
-        nsa_real *dout = f->dout + (ptrdiff_t)r * p->wide_v, g[3];
-        nsa__load(
-            g, logits->dtype,
-            nsa__row(logits, job->seq.batch, job->seq.row + query - job->seq.first, head / sharers),
-            3);
-        nsa__gate_weights(d->gate, g);
-        if (query < p->options.both) g[p->branch] += g[NSA__SLC];
-        nsa__scale(dout, g[p->branch], d->dim_v);
-        if (nsa__all_finite(dout, d->dim_v)) continue;
-        memset(dout, 0, (size_t)d->dim_v * sizeof *dout);
+        nsa_real *dout = f->dout + (ptrdiff_t)r * p->wide_v;
+        nsa__scale(dout, nsa__backward_gate(f, job, r), dim_v);
+        if (nsa__all_finite(dout, dim_v)) continue;
+        memset(dout, 0, (size_t)dim_v * sizeof *dout);
+        f->nonfinite[r] = 1;
+    }
+}
+
+/* Loads q and dout; pairs of dout stay as they are, and their gates stand beside them. */
+static void nsa__backward_load(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *dout = &p->dx->out;
+    int dim_v = p->d->dim_v;
+    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
+    if (!p->values) {
+        nsa__load_queries(job, &f->iter, dout, dim_v, p->wide_v, 1, f->dout, f->nonfinite);
+        if (p->options.gate) nsa__backward_scale(f, job);
+        return;
+    }
+    nsa__load_query_pairs(job, &f->iter, dout, dim_v, p->wide_v, f->dout, f->nonfinite);
+    for (int r = 0; p->options.gate && r < f->iter.queries * p->group; r++) {
+        f->gate[r] = nsa__backward_gate(f, job, r);
+        if (nsa__is_finite((double)f->gate[r])) continue;
+        f->gate[r] = 0;
         f->nonfinite[r] = 1;
     }
 }
@@ -4545,20 +4866,23 @@ static void nsa__backward_gate(nsa__backward *f, const nsa__head_job *job) {
    non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    nsa_real out[NSA__MAX_DIM] = {0};
+    nsa_real out[NSA__MAX_DIM] = {0}, of_pairs[NSA__MAX_DIM] = {0};
     nsa__tile_iter_begin(&f->iter, job, task);
     f->held = f->oldest = 0;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
     memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
-    nsa__load_queries(job, &f->iter, &p->x->q, p->d->dim, p->wide, p->scale2, f->q, f->nonfinite);
-    nsa__load_queries(job, &f->iter, &p->dx->out, p->d->dim_v, p->wide_v, 1, f->dout, f->nonfinite);
-    if (p->options.gate) nsa__backward_gate(f, job);
+    nsa__backward_load(f, job);
     for (int r = 0; r < rows; r++) {
+        const nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v;
+        if (p->values) {
+            nsa__load(of_pairs, NSA_BF16, dout, p->d->dim_v);
+            dout = of_pairs;
+        }
         nsa__load(out, p->x->out.dtype, nsa__query_row(job, &f->iter, &p->x->out, r), p->d->dim_v);
         f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
-        f->delta[r] = nsa__dot(out, f->dout + (ptrdiff_t)r * p->wide_v, p->wide_v);
+        f->delta[r] = nsa__dot(out, dout, p->wide_v);
         if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
@@ -4581,6 +4905,71 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
     }
 }
 
+/* Rows of a batch as pairs of rows. Behind an odd number of them stand zeros. */
+static nsa__matrix nsa__backward_paired(const nsa__backward *f, const nsa__matrix *x, int rows,
+                                        int wide) {
+    static const nsa_real zeros[NSA__MAX_DIM / 2] = {0};
+    const nsa__matrix paired = {f->paired, wide, 1, NULL};
+    for (int r = 0; r < rows; r += 2)
+        nsa__pair_rows(f->paired + r / 2 * wide, x->data + x->rows[r] * x->row,
+                       r + 1 < rows ? x->data + x->rows[r + 1] * x->row : zeros, wide);
+    return paired;
+}
+
+/* The gradients' products of a batch, from p, ds and the operands of nsa__backward_batch, in pairs.
+   Both p and ds are paired by row for dv and dk, and ds by key for dq. */
+static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job,
+                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
+                                const nsa__result *dq, const nsa__result *dk,
+                                const nsa__result *dv) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__pairs *pairs = p->pairs;
+    int tile = p->tile, n = b->end - b->begin, rows = b->rows, half = (rows + 1) / 2;
+    const nsa_real *gate = p->options.gate ? f->gate : NULL;
+    if (job->dv) {
+        const nsa__matrix p_t = {f->p, 1, tile, NULL};
+        pairs->round_pairs(rows, n, tile, b->row, gate, f->p, NULL);
+        const nsa__matrix right = nsa__backward_paired(f, dout, rows, p->wide_v);
+        pairs->gemm(n, p->wide_v, half, &p_t, &right, dv, 1);
+    }
+    if (job->dk || p->dx->q.data)
+        pairs->round_pairs(rows, n, tile, b->row, gate, f->ds, f->ds_rows);
+    if (job->dk) {
+        const nsa__matrix ds_t = {f->ds, 1, tile, NULL};
+        const nsa__matrix right = nsa__backward_paired(f, q, rows, p->wide);
+        pairs->gemm(n, p->wide, half, &ds_t, &right, dk, 1);
+    }
+    if (p->dx->q.data) {
+        const ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
+        const nsa__matrix ds = {f->ds_rows, tile / 2, 1, NULL};
+        const nsa__matrix k = {job->k + keys / 2 * p->wide, p->wide, 1, NULL};
+        pairs->gemm(rows, p->wide, n / 2, &ds, &k, dq, 1);
+    }
+}
+
+/* The same in f32. */
+static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job,
+                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
+                                const nsa__result *dq, const nsa__result *dk,
+                                const nsa__result *dv) {
+    const nsa__attend_plan *p = job->plan;
+    int tile = p->tile, n = b->end - b->begin, rows = b->rows;
+    if (job->dv) {
+        const nsa__matrix p_t = {f->p, 1, tile, NULL};
+        p->tiles->gemm(n, p->wide_v, rows, &p_t, dout, dv);
+    }
+    if (job->dk) {
+        const nsa__matrix ds_t = {f->ds, 1, tile, NULL};
+        p->tiles->gemm(n, p->wide, rows, &ds_t, q, dk);
+    }
+    if (p->dx->q.data) {
+        const ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
+        const nsa__matrix ds = {f->ds, tile, 1, NULL};
+        const nsa__matrix k = {job->k + keys * p->wide, p->wide, 1, NULL};
+        p->tiles->gemm(rows, p->wide, n, &ds, &k, dq);
+    }
+}
+
 /* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta);
    dv += p^T dout, dk += ds^T q, dq += ds k */
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
@@ -4588,30 +4977,21 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     int tile = p->tile, n = b->end - b->begin, rows = b->rows;
     ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
     ptrdiff_t sums = (ptrdiff_t)nsa__backward_newest(f) * tile + b->begin;
-    const nsa__matrix q = {f->q, p->wide, 1, b->row}, dout = {f->dout, p->wide_v, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->d->dim, keys), tile, 1, NULL};
-    const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->d->dim_v, keys), tile, 1, NULL};
+    const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
+    const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
     const nsa__result s = {f->p, tile, NULL, 0, NULL}, dp = {f->ds, tile, NULL, 0, NULL};
-    p->tiles->gemm(rows, n, p->d->dim, &q, &k_t, &s);
-    p->tiles->gemm(rows, n, p->d->dim_v, &dout, &v_t, &dp);
+    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL};
+    const nsa__result dk = {f->dk + sums * p->wide, p->wide, NULL, f->add, NULL};
+    const nsa__result dv = {f->dv + sums * p->wide_v, p->wide_v, NULL, f->add, NULL};
+    nsa__score_product(p, rows, n, &q, &k_t, &s);
+    if (p->values)
+        p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
+    else
+        p->tiles->gemm(rows, n, p->depth_v, &dout, &v_t, &dp);
     p->tiles->gradient(rows, n, tile, p->group, b->mask, b->begin, b->row, f->lse2, f->delta, f->p,
                        f->ds);
-    if (job->dv) {
-        const nsa__matrix p_t = {f->p, 1, tile, NULL};
-        const nsa__result dv = {f->dv + sums * p->wide_v, p->wide_v, NULL, f->add, NULL};
-        p->tiles->gemm(n, p->wide_v, rows, &p_t, &dout, &dv);
-    }
-    if (job->dk) {
-        const nsa__matrix ds_t = {f->ds, 1, tile, NULL};
-        const nsa__result dk = {f->dk + sums * p->wide, p->wide, NULL, f->add, NULL};
-        p->tiles->gemm(n, p->wide, rows, &ds_t, &q, &dk);
-    }
-    if (p->dx->q.data) {
-        const nsa__matrix ds = {f->ds, tile, 1, NULL};
-        const nsa__matrix k = {job->k + keys * p->wide, p->wide, 1, NULL};
-        const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL};
-        p->tiles->gemm(rows, p->wide, n, &ds, &k, &dq);
-    }
+    (p->values ? nsa__backward_pairs : nsa__backward_reals)(f, job, b, &q, &dout, &dq, &dk, &dv);
     nsa__backward_note(f, job, b);
 }
 
@@ -4745,8 +5125,9 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
     (void)scratch;
     if (job->head % p->sharers != p->sharers - 1) return;
     if (job->listed && !job->listed[tile]) return;
-    /* q was loaded times scale log2(e) */
-    nsa__key_gradient_add(job, &p->dx->k, tile, (nsa_real)NSA__LN2, job->dk, p->d->dim, p->wide);
+    /* q was loaded times scale log2(e), in pairs as it is */
+    const nsa_real factor = p->scores ? p->scale : (nsa_real)NSA__LN2;
+    nsa__key_gradient_add(job, &p->dx->k, tile, factor, job->dk, p->d->dim, p->wide);
     nsa__key_gradient_add(job, &p->dx->v, tile, 1, job->dv, p->d->dim_v, p->wide_v);
 }
 
@@ -4781,6 +5162,7 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch) {
     nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC);
+    nsa__plan_pairs(&p);
     /* Large enough that few shares of dk and dv are added. */
     if (branch != NSA__SLC)
         p.task_queries = (int)nsa__max(p.batch_queries, nsa__min(p.tile, nsa__near_queries(&p)));
@@ -5162,14 +5544,14 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     nsa__tile_iter_begin(&f.iter, job, index);
     int rows = f.iter.queries * p->group;
     memset(f.nonfinite, 0, (size_t)rows);
-    nsa__load_queries(job, &f.iter, &p->x->q, p->d->dim, p->wide, p->scale2, f.q, f.nonfinite);
+    nsa__load_q(job, &f.iter, f.q, f.nonfinite);
     for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(job, &f.iter, r, f.nonfinite);
-    const nsa__matrix q = {f.q, p->wide, 1, NULL};
+    const nsa__matrix q = {f.q, p->stride, 1, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         ptrdiff_t key = (ptrdiff_t)tile * p->tile;
-        const nsa__matrix k_t = {job->k_t + key * p->d->dim, p->tile, 1, NULL};
+        const nsa__matrix k_t = {job->k_t + key * p->depth, p->tile, 1, NULL};
         const nsa__result scores = {f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL};
-        p->tiles->gemm(rows, p->tile, p->d->dim, &q, &k_t, &scores);
+        nsa__score_product(p, rows, p->tile, &q, &k_t, &scores);
     }
     nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);
 }
@@ -5190,6 +5572,7 @@ static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *
     nsa__selecting f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options.select = select;
+    nsa__plan_pairs(&p);
     nsa__select_layout(jobs, &p, &shared);
     nsa__selecting_alloc(&f, &p, &scratch);
     p.shared = shared.used;
@@ -6539,6 +6922,14 @@ NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int coun
 #define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
 #define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
 
+/* How a product adds up. A set that defines it has products of bf16 alone. */
+#ifdef NSA__DOT
+#define NSA__OF_PAIRS 1
+#else
+#define NSA__OF_PAIRS       0
+#define NSA__DOT(sum, a, b) (sum) += (a) * (b)
+#endif
+
 /* A vector, its lanes as signed and as unsigned integers, and a vector that may lie at any address
    of a number. */
 #if NSA__BYTES
@@ -6548,6 +6939,9 @@ typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
 typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
     __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+#if NSA__OF_PAIRS
+typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+#endif
 #else
 #define NSA__L       1
 typedef nsa_real NSA__T(vector);
@@ -6565,6 +6959,34 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
     const NSA__V zero = {0}; /* x - 0 is a broadcast; x + 0 would be a sum, for -0 + 0 is 0 */
     return x - zero;
 }
+#if NSA__OF_PAIRS
+/* A pair of the left operand in all lanes. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    NSA__T(bits) zero = {0};
+    uint32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (NSA__V)(zero + pair);
+}
+/* NSA__L numbers of bf16 from memory of any alignment, each in the lower half of its lane. */
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
+    NSA__T(halves) numbers;
+    memcpy(&numbers, x, sizeof numbers);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+}
+/* Pairs of row p of the right operand; or those that rows 2 p and 2 p + 1 of its `singles` rows
+   make. What lies behind the last row counts as 0, and so nothing there is multiplied. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    if (!singles) return NSA__FROM(b.data + p * b.row + column);
+    const int i = 2 * p, j = 2 * p + 1;
+    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
+    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
+    if (j < singles) {
+        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
+        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
+    }
+    return (NSA__V)pairs;
+}
+#else
 /* Lane by lane on ? a : b, where the lanes of `on` are 0 or -1. */
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
@@ -6580,6 +7002,7 @@ NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     memcpy(&lane, bit, sizeof lane);
     return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
 }
+#endif
 #else
 NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
     return x;
@@ -6594,6 +7017,15 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
 #endif
+
+#if !NSA__OF_PAIRS
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    (void)singles;
+    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
+}
 
 /* 2^x for x <= 0, as softmax needs it. 2^0 is exactly 1, so a shrink of 1 changes no bit. Results
    below the normal numbers are 0 or subnormal. */
@@ -6636,14 +7068,16 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
         lane[j] = lane[j] > lane[j + 2] ? lane[j] : lane[j + 2];
     return NSA__L > 1 && lane[1] > lane[0] ? lane[1] : lane[0];
 }
+#endif
 
 /* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
    chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
    and column alone. With `add` alone the chain begins with the c that is there. With `keep` it
    begins with 0 and keep c is added at the end. Softmax adds many tiles to a row: a chain for each
-   tile rounds less than one chain through all of them. */
+   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c) {
+                                           nsa__matrix b, nsa__result c, int singles,
+                                           nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -6659,18 +7093,18 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
                 sum[i][j] = zero;
     }
     for (int p = 0; p < k; p++) {
-        const nsa__packed *b_row = b.data + (b.rows ? b.rows[p] : p) * b.row;
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__FROM(b_row + j * NSA__L);
+            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
             NSA__HOLD(of_b[j]); /* or each of the multiply-adds would load it again */
         }
         for (int i = 0; i < rows; i++) {
-            const NSA__V of_a = NSA__T(splat)(a_row[i][p * a.step]);
-            for (int j = 0; j < vectors; j++) sum[i][j] += of_a * of_b[j];
+            const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
     }
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < vectors; j++) {
+            if (NSA__OF_PAIRS && !c.add) sum[i][j] *= NSA__T(splat)(factor);
             if (c.keep) sum[i][j] += NSA__T(splat)(c.keep[i]) * NSA__FROM(c_row[i] + j * NSA__L);
             NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
         }
@@ -6679,9 +7113,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
 /* Some columns of c: m rows in pieces of NSA__ROWS, and one smaller piece. The number of rows is a
    constant in each call, so that the compiler can hold the piece in registers. */
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c) {
+                                             nsa__matrix b, nsa__result c, int singles,
+                                             nsa_real factor) {
     for (; m >= NSA__ROWS; m -= NSA__ROWS) {
-        NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c);
+        NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
         if (a.rows)
             a.rows += NSA__ROWS;
         else
@@ -6693,14 +7128,92 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
         if (c.keep) c.keep += NSA__ROWS;
     }
 #if NSA__ROWS > 4
-    if (m == 5) NSA__T(piece)(5, vectors, k, a, b, c);
-    if (m == 4) NSA__T(piece)(4, vectors, k, a, b, c);
+    if (m == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
+    if (m == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
 #endif
-    if (m == 3) NSA__T(piece)(3, vectors, k, a, b, c);
-    if (m == 2) NSA__T(piece)(2, vectors, k, a, b, c);
-    if (m == 1) NSA__T(piece)(1, vectors, k, a, b, c);
+    if (m == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
+    if (m == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
+    if (m == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
 }
 
+#if NSA__OF_PAIRS
+/* See nsa__pairs. */
+NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a, nsa__matrix b,
+                                             nsa__result c, int singles, nsa_real factor) {
+    int j = 0;
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
+        b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
+        c.data += NSA__VECTORS * NSA__L;
+    }
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
+        NSA__T(columns)(1, m, k, a, b, c, singles, factor);
+}
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
+    NSA__T(product)(m, n, k, *a, *b, *c, 0, factor);
+}
+NSA__TARGET static void NSA__T(gemm_singles)(int m, int n, int k, const nsa__matrix *a,
+                                             const nsa__matrix *b, const nsa__result *c) {
+    NSA__T(product)(m, n, (k + 1) / 2, *a, *b, *c, k, 1);
+}
+
+/* nsa_f32_to_bf16, lane by lane. A NaN keeps the quiet bit, which lies in the upper half. Only one
+   with all bits of its mantissa set would overflow; arithmetic makes none. */
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded)(NSA__V x) {
+    const NSA__T(bits) bits = (NSA__T(bits))x;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+NSA__INLINE NSA__TARGET void NSA__T(put_halves)(uint16_t *to, NSA__T(bits) numbers) {
+    const NSA__T(halves) halves = __builtin_convertvector(numbers, NSA__T(halves));
+    memcpy(to, &halves, sizeof halves);
+}
+
+/* The row's start takes the pairs: they lie before all that is still to be read. */
+NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded)(NSA__FROM(x + j)));
+}
+
+/* A row of pairs goes to row r / 2, and so overwrites no number that is still to be read. An odd
+   number of rows ends with zeros. */
+NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index,
+                                            const nsa_real *factor, nsa_real *x,
+                                            nsa__packed *by_row) {
+    for (int r = 0; r < rows; r += 2) {
+        const int two = r + 1 < rows;
+        const nsa_real *first = x + r * ld, *second = first + (two ? ld : 0);
+        const NSA__V low = NSA__T(splat)(factor ? factor[row_index[r]] : 1),
+                     high = NSA__T(splat)(factor && two ? factor[row_index[r + 1]] : 1);
+        for (int j = 0; j < n; j += NSA__L) {
+            const NSA__T(bits) a = NSA__T(rounded)(NSA__FROM(first + j) * low);
+            NSA__T(bits) b = {0};
+            if (two) b = NSA__T(rounded)(NSA__FROM(second + j) * high);
+            if (by_row) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + j, a);
+            if (by_row && two) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + ld + j, b);
+            NSA__TO(x + r / 2 * ld + j) = (NSA__V)(a | b << 16);
+        }
+    }
+}
+
+/* As nsa__tiles.finite: both exponents of a pair at once. */
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+    uint32_t lane[8] = {0}, sum = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += 8)
+            for (int i = 0; i < 8; i++) {
+                uint32_t pair;
+                memcpy(&pair, x + j + i, sizeof pair);
+                lane[i] |= (pair & 0x7f807f80u) + 0x00800080u;
+            }
+    for (int i = 0; i < 8; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
+
+static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(gemm_singles), NSA__T(round),
+                                         NSA__T(round_pairs), NSA__T(finite)};
+#else
 /* Columns in whole pieces, then in single vectors, then one by one. The last loop is the same chain
    of multiply-adds, so an element has the same bits in each of the three. */
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
@@ -6714,14 +7227,14 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
         b_all.data = b.data;
         if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
         else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
     for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c);
+        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -6860,6 +7373,7 @@ NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_r
 
 static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),     NSA__T(softmax), NSA__T(probability),
                                          NSA__T(at_least), NSA__T(finite),  NSA__T(gradient)};
+#endif
 
 #undef NSA__PASTE_
 #undef NSA__PASTE
@@ -6875,6 +7389,8 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),     NSA__T(softmax), NSA_
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__HOLD
+#undef NSA__DOT
+#undef NSA__OF_PAIRS
 #endif /* NSA__ISA */
 
 /* MIT License

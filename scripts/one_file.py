@@ -12,6 +12,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SELF = re.compile(r"^/\* The file that includes itself.*?(?=^#define NSA__ISA )", re.M | re.S)
 TEXT = re.compile(r"^#ifdef NSA__ISA\n(.*?)^#endif /\* NSA__ISA \*/\n\n", re.M | re.S)
+BY_HAND = re.compile(r"^#ifdef NSA__HAS_BF16_BY_HAND\n#include NSA__BF16_BY_HAND\n.*?^#endif\n\n", re.M | re.S)
 INCLUDE = re.compile(r"^#include NSA__THIS_FILE\n", re.M)
 CONFIGURATION = re.compile(r"^     NSA_THIS_FILE .*?(?=^\*/|^     NSA_)", re.M | re.S)
 
@@ -32,6 +33,7 @@ def one_file(header):
     header = replace(TEXT, header, "", 1)
     header = replace(CONFIGURATION, header, "", 1)
     header = replace(SELF, header, once, 1)
+    header = replace(BY_HAND, header, "", 1)
     return note + replace(INCLUDE, header, again, 4)
 
 

@@ -53,6 +53,8 @@ static const geometry geometries[] = {
     {"mean, f32", 4, 2, 16, 16, 8, 4, 16, 4, 20, 9, NSA_PHI_MEAN, NSA_F32, NSA_WINDOW_COUNTS_SELF},
     {"conv, bf16, w + 1", 3, 1, 24, 8, 8, 8, 8, 3, 5, 3, NSA_PHI_CONV, NSA_BF16,
      NSA_WINDOW_BEFORE_SELF},
+    {"mean, bf16, read where it lies", 6, 2, 16, 32, 8, 4, 16, 4, 20, 9, NSA_PHI_MEAN, NSA_BF16,
+     NSA_WINDOW_COUNTS_SELF},
     {"mlp, f16, l = l'", 2, 2, 8, 12, 12, 4, 12, 3, 33, 17, NSA_PHI_MLP, NSA_F16,
      NSA_WINDOW_COUNTS_SELF},
     {"one token at a time, no rewind", 16, 1, 16, 16, 4, 2, 8, 5, 7, 0, NSA_PHI_MLP, NSA_F32,

@@ -105,7 +105,7 @@ static void test_lse_of_other_scores(void) {
     x.lse = nsa_tensor_bthd(lse, NSA_REAL_DTYPE, 1, 1, 1);
     x.blocks = nsa_tensor_bthd(list, NSA_I32, 1, 1, WIDTH);
     static const float spreads[] = {1, 30, 1000, 1e9f, 3e38f};
-    for (int isa = NSA_ISA_PLAIN; isa <= NSA_ISA_SIMD128; isa++)
+    for (int isa = NSA_ISA_PLAIN; isa <= NSA_ISA_NEON_BF16; isa++)
         for (int i = 0; nsa_isa_available((nsa_isa)isa) && i < 5 * 12; i++) {
             d.isa = (nsa_isa)isa;
             lse[0] = (nsa_real)(-100 * (i / 5));
@@ -133,7 +133,7 @@ static void test_overflow_behind_the_mask(void) {
     static float dout[T * D];
     const float huge =
         sizeof(nsa_real) == 4 ? 3e38f : 0; /* of floats no product overflows a double */
-    for (int isa = NSA_ISA_PLAIN; isa <= NSA_ISA_SIMD128; isa++)
+    for (int isa = NSA_ISA_PLAIN; isa <= NSA_ISA_NEON_BF16; isa++)
         for (int of_q = 0; nsa_isa_available((nsa_isa)isa) && of_q < 2; of_q++) {
             nsa_desc d = small();
             d.isa = (nsa_isa)isa;

@@ -22,7 +22,8 @@ class Desc(Structure):
                 + [(name, c_int) for name in "forced score_map window_rule gate gate_heads mask "
                                              "list_heads rows".split()]
                 + [("pages", c_void_p)]
-                + [(name, c_int) for name in "table_width page_tokens page_count threads isa".split()])
+                + [(name, c_int) for name in "table_width page_tokens page_count threads isa "
+                                             "products".split()])
 
 
 class Attend(Structure):

@@ -200,7 +200,7 @@ static inline void draw_desc(fuzz_input *in, problem *p) {
     d->window_rule = (nsa_window_rule)fuzz_below(in, 2);
     d->gate = (nsa_gate_kind)fuzz_below(in, 3);
     d->gate_heads = fuzz_below(in, 2) ? kv : heads;
-    nsa_isa isa = (nsa_isa)fuzz_below(in, NSA_ISA_NEON + 1);
+    nsa_isa isa = (nsa_isa)fuzz_below(in, NSA_ISA_NEON_BF16 + 1);
     d->isa = nsa_isa_available(isa) ? isa : NSA_ISA_DETECT;
     d->first = fuzz_below(in, 3) ? 0 : fuzz_below(in, d->tokens + 1);
     d->count = d->tokens - d->first;

@@ -744,6 +744,43 @@ static inline void test_absent_isa(const branch *br) {
     guards_free();
 }
 
+/* How many of the other instruction sets have these bits. */
+static inline int sets_with(const bits *b, const branch *br, nsa_desc d, const numbers *n) {
+    int found = 0;
+    for (int i = 1; i < COUNT(isas); i++) {
+        if (!nsa_isa_available(isas[i]) || isas[i] >= NSA_ISA_AVX512_BF16) continue;
+        int same = 1;
+        d.isa = isas[i];
+        bits other = bits_of(br, &d, n, NSA_BF16, 1);
+        for (int k = 0; k < 5; k++) same &= !memcmp(other.of[k], b->of[k], b->bytes[k]);
+        found += same;
+        bits_free(&other);
+    }
+    return found;
+}
+
+/* Rows of bf16: a set that multiplies them as bf16 has bits of its own. Asked for products of f32
+   it has those of a set without. Says which of them a call uses here. */
+static inline void test_products(const branch *br) {
+    nsa_desc d = desc_of(shape("G 2, D 24"));
+    numbers n = numbers_new(br, &d, NSA_BF16, 43);
+    const char *used = "f32";
+    for (int isa = NSA_ISA_AVX512_BF16; isa <= NSA_ISA_NEON_BF16; isa++) {
+        if (!nsa_isa_available((nsa_isa)isa)) continue;
+        used = nsa_isa_name((nsa_isa)isa);
+        check_case("%s, products of %s", br->name, used);
+        d.isa = (nsa_isa)isa, d.products = NSA_PRODUCTS_BF16;
+        bits own = bits_of(br, &d, &n, NSA_BF16, 1);
+        d.products = NSA_PRODUCTS_F32;
+        bits asked = bits_of(br, &d, &n, NSA_BF16, 1);
+        CHECK(sets_with(&own, br, d, &n) == 0, "the bits of another set");
+        CHECK(sets_with(&asked, br, d, &n) > 0, "no other set has these bits");
+        bits_free(&own), bits_free(&asked);
+    }
+    printf("%s: rows of bf16 are multiplied by %s here\n", br->name, used);
+    numbers_free(&n);
+}
+
 /* No tokens, no rows, only empty sequences: valid, and nothing is written. */
 static inline void test_nothing_to_do(const branch *br, nsa_dtype dtype) {
     static const int32_t empty[] = {0, 0, 0}, shifted[] = {4, 4, 4};
@@ -909,7 +946,7 @@ static inline void test_all(const branch *br, amount a) {
     test_overflow(br);
 #endif
     test_refusals(br);
-    if (!CHECKS_CUDA) test_absent_isa(br);
+    if (!CHECKS_CUDA) test_absent_isa(br), test_products(br);
 }
 
 /* Not causal, lists by query head, the other rule of windows: the same questions, of a few

@@ -165,8 +165,9 @@ enum { CHECKS_CUDA = 1 };
 static const nsa_isa isas[] = {NSA_ISA_DETECT, NSA_ISA_DETECT};
 #else
 enum { CHECKS_CUDA = 0 };
-static const nsa_isa isas[] = {NSA_ISA_DETECT, NSA_ISA_PLAIN, NSA_ISA_SSE2,   NSA_ISA_AVX2,
-                               NSA_ISA_AVX512, NSA_ISA_NEON,  NSA_ISA_SIMD128};
+static const nsa_isa isas[] = {NSA_ISA_DETECT,  NSA_ISA_PLAIN,       NSA_ISA_SSE2,
+                               NSA_ISA_AVX2,    NSA_ISA_AVX512,      NSA_ISA_NEON,
+                               NSA_ISA_SIMD128, NSA_ISA_AVX512_BF16, NSA_ISA_NEON_BF16};
 #endif
 
 /* The field that a call of this geometry is refused by, NULL if it is taken: CUDA takes dims in

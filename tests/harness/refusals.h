@@ -164,6 +164,7 @@ static const refused_field refused_fields[] = {
     FIELD(threads, -1, NSA_ERROR_SIZE),
     FIELD(isa, 77, NSA_ERROR_OPTION),
     FIELD(isa, -1, NSA_ERROR_OPTION),
+    FIELD(products, 2, NSA_ERROR_OPTION),
 };
 /* clang-format on */
 

@@ -23,7 +23,7 @@ expect_none() {
 
 allowed='mem(cpy|move|set|cmp)'
 allowed+='|(exp|exp2|log|log1p|log2|sqrt|pow|sin|cos|sincos|floor|ceil|fabs|fmax|fmin|ldexp|frexp)f?'
-allowed+='|__cpu_(model|indicator_init)|sched_yield|(omp|GOMP|__kmpc)_[a-z_0-9]+|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail'
+allowed+='|__cpu_(model|features2|indicator_init)|sched_yield|(omp|GOMP|__kmpc)_[a-z_0-9]+|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail'
 
 cat >"$dir/implementation.c" <<'TEXT'
 #define NSA_IMPLEMENTATION
@@ -66,6 +66,12 @@ for options in "${ways[@]}"; do
     # shellcheck disable=SC2086 # a list of words
     "$cc" -std=c99 -fno-pic $options -I "$nsa" -c "$dir/implementation.c" -o "$dir/implementation.o"
     check "$dir/implementation.o" "$options"
+    # Products of bf16 are compiled with any flags, whatever this machine has.
+    if [[ $options = *-fno-builtin ]] && [ "$(uname -m)" = x86_64 ]; then
+        objdump -d "$dir/implementation.o" >"$dir/instructions"
+        { grep -q vdpbf16ps "$dir/instructions" || echo vdpbf16ps; } >"$dir/missing"
+        expect_none "instructions that are missing ($options)" "$dir/missing"
+    fi
 done
 
 # Macros: those with the header minus those with the system headers that it includes.

@@ -56,6 +56,7 @@ s390x)
 esac
 has "${compiler[@]}"
 case $name in aarch64 | s390x) emulator "$name" "/usr/$name-linux-gnu" ;; esac
+[ "$name" != aarch64 ] || run+=(-cpu max) # with BFDOT
 
 # check PROGRAM: prints what the examples print on this machine.
 check() { "${run[@]}" "$1" | diff "$root/examples/embed/expected.txt" -; }
@@ -76,5 +77,7 @@ for test in "${tests[@]}"; do
         -o "$test" -lm
     words=$amount
     [ "$test" != test_decode ] || words=2
-    "${run[@]}" "./$test" $words | tail -1
+    "${run[@]}" "./$test" $words >"$test.log" || { cat "$test.log" && exit 1; }
+    tail -1 "$test.log"
 done
+[ "$name" != aarch64 ] || grep "multiplied by NEON BF16" ./*.log
