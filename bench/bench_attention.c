@@ -143,8 +143,6 @@ typedef struct report {
     int beside; /* neighbours of a second measurement; 0: none */
 } report;
 
-static const char *dtype_names[] = {"f32", "bf16", "f16"};
-
 /* What the machine did in this run, quiet. */
 typedef struct limits {
     double sgemm;
@@ -284,12 +282,6 @@ static int usage(void) {
             "--beside measures all a second time beside K busy processes, at most %d.\n",
             MAX_BESIDE);
     return 2;
-}
-
-static int parse_dtype(nsa_dtype *dtype, const char *text) {
-    for (int i = NSA_F32; i <= NSA_F16; i++)
-        if (!strcmp(text, dtype_names[i])) return *dtype = (nsa_dtype)i, 1;
-    return 0;
 }
 
 static int parse_beside(int *beside, const char *text) {

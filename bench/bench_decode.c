@@ -1,7 +1,8 @@
 /* bench_decode: a step of decoding beside the same step of dense attention, which keeps all k and v
    too: time and bytes of a token, for one sequence and for a batch, and beside the rate at which
-   they are read the rate at which memory can be. bench_decode [--quick] [--json FILE];
-   scripts/write_numbers.py makes tables of the file. It checks nothing: the tests do that. */
+   they are read the rate at which memory can be. bench_decode [--quick] [--dtype f32|bf16|f16]
+   [--json FILE]; scripts/write_numbers.py makes tables of the file. It checks nothing: the tests do
+   that. */
 #define _POSIX_C_SOURCE 200809L
 #include "decode.h"
 #include "report.h"
@@ -105,6 +106,7 @@ static void write_row(FILE *json, int *rows, const decoding *c, const char *bran
             d->dim, d->tokens, d->batch);
     fprintf(json, "\"threads\": %d, \"ms\": %.4g, \"spread\": %.2g, ", d->threads,
             t.median * 1e3 / d->batch, t.spread);
+    fprintf(json, "\"dtype\": \"%s\", ", dtype_names[c->p.dtype]);
     fprintf(json, "\"gflops\": null, \"over_sgemm\": null, \"bytes\": %.0f, ", bytes);
     fprintf(json, "\"bytes_by_formula\": %.0f, ", formula);
     fprintf(json, "\"gb_s\": %.3g, \"memory_gb_s\": %.3g, ", 1e-9 * bytes * d->batch / t.median,
@@ -115,20 +117,22 @@ static void write_row(FILE *json, int *rows, const decoding *c, const char *bran
         fprintf(json, "\"over_dense\": null, \"bound\": null}");
 }
 
-static void measure(FILE *json, int *rows, int tokens, int batch, int threads, double memory) {
+static void measure(FILE *json, int *rows, nsa_dtype dtype, int tokens, int batch, int threads,
+                    double memory) {
     decoding c;
-    decoding_make(&c, batch, 16, 1, 64, tokens, threads);
+    decoding_make(&c, dtype, batch, 16, 1, 64, tokens, threads);
     result r = time_rounds(&c);
     decode_bytes b = count_bytes(&c);
     double bound = b.dense / b.counted;
     double rate = 1e-9 * b.counted * batch / r.sparse.median;
     double dense_rate = 1e-9 * b.dense * batch / r.dense.median;
-    printf("%6d tokens x %2d, %d threads: %8.4f ms a token, dense %8.4f: %5.2f x, bound by bytes "
-           "%5.2f; GB/s %.1f, dense %.1f, memory %.1f; %.0f bytes read, by the formula %.0f; "
-           "spread %.0f %%\n",
-           tokens, batch, threads, r.sparse.median * 1e3 / batch, r.dense.median * 1e3 / batch,
-           r.over_dense, bound, rate, dense_rate, 1e-9 * memory, b.counted, b.formula,
-           100 * r.sparse.spread);
+    printf(
+        "%s, %6d tokens x %2d, %d threads: %8.4f ms a token, dense %8.4f: %5.2f x, bound by bytes "
+        "%5.2f; GB/s %.1f, dense %.1f, memory %.1f; %.0f bytes read, by the formula %.0f; "
+        "spread %.0f %%\n",
+        dtype_names[dtype], tokens, batch, threads, r.sparse.median * 1e3 / batch,
+        r.dense.median * 1e3 / batch, r.over_dense, bound, rate, dense_rate, 1e-9 * memory,
+        b.counted, b.formula, 100 * r.sparse.spread);
     fflush(stdout);
     if (json) {
         write_row(json, rows, &c, "decode", r.sparse, b.counted, b.formula, memory, r.over_dense,
@@ -138,26 +142,30 @@ static void measure(FILE *json, int *rows, int tokens, int batch, int threads, d
     decoding_free(&c);
 }
 
-static void measure_all(FILE *json, int *rows) {
+static void measure_all(FILE *json, int *rows, nsa_dtype dtype) {
     static const int lengths[] = {1024, 8192, 16384, 32768, 65536};
     const double memory[] = {memory_rate(1), memory_rate(2)};
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++)
         for (int batch = 1; batch <= 16; batch *= 16)
             for (int threads = 1; threads <= 2; threads++)
-                measure(json, rows, lengths[i], batch, threads, memory[threads - 1]);
+                measure(json, rows, dtype, lengths[i], batch, threads, memory[threads - 1]);
 }
 
 int main(int argc, char **argv) {
     const char *path = NULL;
     FILE *json = NULL;
+    nsa_dtype dtype = NSA_F32;
     int quick = 0, rows = 0;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--quick")) {
             quick = 1;
         } else if (!strcmp(argv[i], "--json") && i + 1 < argc) {
             path = argv[++i];
+        } else if (!strcmp(argv[i], "--dtype") && i + 1 < argc &&
+                   parse_dtype(&dtype, argv[i + 1])) {
+            i++;
         } else {
-            fprintf(stderr, "usage: bench_decode [--quick] [--json FILE]\n");
+            fprintf(stderr, "usage: bench_decode [--quick] [--dtype f32|bf16|f16] [--json FILE]\n");
             return 2;
         }
     }
@@ -168,9 +176,9 @@ int main(int argc, char **argv) {
     if (json) report_origin(json);
     if (json) fprintf(json, "  \"rows\": [");
     if (quick)
-        measure(json, &rows, 8192, 1, 1, memory_rate(1));
+        measure(json, &rows, dtype, 8192, 1, 1, memory_rate(1));
     else
-        measure_all(json, &rows);
+        measure_all(json, &rows, dtype);
     if (!json) return 0;
     fprintf(json, "\n  ]\n}\n");
     int failed = ferror(json) != 0;

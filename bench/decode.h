@@ -26,19 +26,20 @@ static nsa_tensor new_rows(decoding *c, int heads, int width, uint64_t seed) {
 
 static void fill_cache(decoding *c, int max_rewind) {
     const nsa_desc *d = &c->p.d;
-    size_t bytes = nsa_cache_size(d, NSA_F32, max_rewind), floats = bytes / sizeof(float);
-    float *memory = random_floats(floats, 7);
-    c->p.owned[c->p.owns++] = memory;
-    if (!bytes || nsa_cache_init(&c->cache, d, NSA_F32, max_rewind, memory, bytes) != NSA_OK) {
+    size_t bytes = nsa_cache_size(d, c->p.dtype, max_rewind);
+    int rows = (int)(bytes / (c->p.dtype == NSA_F32 ? 256 : 128)) + 1; /* of 64 numbers */
+    void *memory = take(&c->p, rows, 1, 64, 7).data;
+    if (!bytes || nsa_cache_init(&c->cache, d, c->p.dtype, max_rewind, memory, bytes) != NSA_OK) {
         fprintf(stderr, "bench: no cache of %d x %d tokens\n", d->batch, d->tokens);
         exit(1);
     }
     for (int b = 0; b < d->batch; b++) c->cache.lengths[b] = c->cache.newest[b] = d->tokens - 1;
 }
 
-static void decoding_make(decoding *c, int batch, int heads, int kv_heads, int dim, int tokens,
-                          int threads) {
+static void decoding_make(decoding *c, nsa_dtype dtype, int batch, int heads, int kv_heads, int dim,
+                          int tokens, int threads) {
     memset(c, 0, sizeof *c);
+    c->p.dtype = dtype;
     nsa_desc *d = &c->p.d;
     *d = nsa_desc_default(batch, tokens, heads, kv_heads, dim);
     d->threads = threads;
@@ -54,7 +55,10 @@ static void decoding_make(decoding *c, int batch, int heads, int kv_heads, int d
     nsa_tensor *outs[] = {&c->x.out_cmp, &c->x.out_slc, &c->x.out_win, &c->x.out, &c->dense.out};
     nsa_tensor *lses[] = {&c->x.lse_cmp, &c->x.lse_slc, &c->x.lse_win, &c->dense.lse};
     for (size_t i = 0; i < sizeof outs / sizeof *outs; i++) *outs[i] = new_rows(c, heads, dim, 0);
-    for (size_t i = 0; i < sizeof lses / sizeof *lses; i++) *lses[i] = new_rows(c, heads, 1, 0);
+    for (size_t i = 0; i < sizeof lses / sizeof *lses; i++) {
+        *lses[i] = new_rows(c, heads, 1, 0);
+        lses[i]->dtype = NSA_F32;
+    }
     c->dense.q = c->x.q;
     c->dense.k = c->cache.k_slc;
     c->dense.v = c->cache.v_slc;
@@ -94,7 +98,8 @@ typedef struct decode_bytes {
 
 static decode_bytes count_bytes(const decoding *c) {
     const nsa_desc *d = &c->p.d;
-    double of_key = sizeof(float) * (double)(d->dim + d->dim_v), heads = d->kv_heads;
+    double number = c->p.dtype == NSA_F32 ? 4 : 2;
+    double of_key = number * (double)(d->dim + d->dim_v), heads = d->kv_heads;
     int last = d->tokens - 1, candidates = nsa_slc_candidates(d, last);
     int blocks = candidates < d->slc_count ? candidates : d->slc_count;
     double slc = (double)(blocks - 1) * d->slc_block + last % d->slc_block + 1;

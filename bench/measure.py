@@ -20,6 +20,8 @@ def attention(*shapes):
     return ["bench_attention", *(word for shape in shapes for word in ("--shape", shape))]
 
 
+# of rows of bf16, where the processor multiplies them: Linux's names of AVX512-BF16 and of Arm's
+BF16_UNITS = {"avx512_bf16", "bf16"}
 FILES = {
     "cpu": attention(*(f"16,1,64,{n}" for n in LENGTHS), *(f"{shape},8192" for shape in SHAPES)),
     "cpu_64k": attention(*(f"{shape},65536" for shape in SHAPES[:4])),
@@ -36,6 +38,9 @@ def run(*command):
 
 
 def main(arguments):
+    if BF16_UNITS & set(pathlib.Path("/proc/cpuinfo").read_text().split()):
+        for name in ("cpu", "decode"):
+            FILES[f"{name}_bf16"] = [*FILES[name], "--dtype", "bf16"]
     names = arguments[1:] or [*FILES, "flags"]
     if not arguments or arguments[0].startswith("-") or set(names) - {*FILES, "flags"}:
         raise SystemExit(__doc__)

@@ -24,6 +24,17 @@ enum { PEAK_CHAINS = 12, PEAK_STEPS = 1 << 20 };
         for (int i = 0; i < PEAK_CHAINS; i++) __asm__("" : : hold(x[i]));     \
         return 2.0 * PEAK_STEPS * PEAK_CHAINS * (bytes / (int)sizeof(float)); \
     }
+/* The same of an instruction that adds two products of bf16 to each f32. */
+#define PEAK_DOT(bytes, attributes, hold, dot)                                \
+    attributes static double peak_bf16(void) {                                \
+        typedef float vector __attribute__((vector_size(bytes)));             \
+        vector x[PEAK_CHAINS], a = {0}, b = {0};                              \
+        for (int i = 0; i < PEAK_CHAINS; i++) x[i] = a;                       \
+        for (int n = 0; n < PEAK_STEPS; n++)                                  \
+            for (int i = 0; i < PEAK_CHAINS; i++)                             \
+                __asm__ volatile(dot : "+" hold(x[i]) : hold(a), hold(b));    \
+        return 4.0 * PEAK_STEPS * PEAK_CHAINS * (bytes / (int)sizeof(float)); \
+    }
 #endif
 
 #ifdef NSA__HAS_SSE2
@@ -32,16 +43,13 @@ PEAK_LOOP(sse2, 16, NSA__COMPILED, "x")
 #ifdef NSA__HAS_AVX
 PEAK_LOOP(avx2, 32, __attribute__((target("avx2,fma"))) NSA__COMPILED, "x")
 PEAK_LOOP(avx512, 64, __attribute__((target("avx512f"))) NSA__COMPILED, "v")
-/* vdpbf16ps: of each 32 bits two products of bf16 and their sum with an f32; flops in all. */
-__attribute__((target("avx512f"))) NSA__COMPILED static double peak_avx512_bf16(void) {
-    typedef float vector __attribute__((vector_size(64)));
-    vector x[PEAK_CHAINS], a = {0}, b = {0};
-    for (int i = 0; i < PEAK_CHAINS; i++) x[i] = a;
-    for (int n = 0; n < PEAK_STEPS; n++)
-        for (int i = 0; i < PEAK_CHAINS; i++)
-            __asm__ volatile("vdpbf16ps %2, %1, %0" : "+v"(x[i]) : "v"(a), "v"(b));
-    return 4.0 * PEAK_STEPS * PEAK_CHAINS * (64 / (int)sizeof(float));
-}
+#endif
+#ifdef NSA__HAS_AVX512_BF16
+PEAK_DOT(64, __attribute__((target("avx512bf16,avx512f"))) NSA__COMPILED, "v",
+         "vdpbf16ps %2, %1, %0")
+#endif
+#ifdef NSA__HAS_NEON_BF16
+PEAK_DOT(16, NSA__BFDOT NSA__COMPILED, "w", "bfdot %0.4s, %1.8h, %2.8h")
 #endif
 #ifdef NSA__HAS_NEON
 PEAK_LOOP(neon, 16, NSA__COMPILED, "w")
@@ -64,22 +72,15 @@ typedef struct peak {
     double rate; /* GFLOP/s of all threads together */
 } peak;
 
-static int peak_has_bf16(void) {
-#if defined(NSA__HAS_AVX)
-    char found[8];
-    first_line("grep -c -m1 avx512_bf16 /proc/cpuinfo", found, sizeof found);
-    return found[0] == '1' && nsa_isa_available(NSA_ISA_AVX512);
-#else
-    return 0;
-#endif
-}
-
 /* The units of the widest instruction set for this type. Rows of f16, and of bf16 where it has no
    units for it, are widened to f32. */
 static peak peak_of(nsa_dtype dtype) {
     (void)dtype;
+#if defined(NSA__HAS_AVX512_BF16) || defined(NSA__HAS_NEON_BF16)
+    nsa_desc d = nsa_desc_default(1, 1, 1, 1, 16);
+    if (dtype == NSA_BF16 && nsa__pairs_of(&d)) return (peak){"bf16", peak_bf16, 0};
+#endif
 #ifdef NSA__HAS_AVX
-    if (dtype == NSA_BF16 && peak_has_bf16()) return (peak){"AVX-512, bf16", peak_avx512_bf16, 0};
     if (nsa_isa_available(NSA_ISA_AVX512)) return (peak){"AVX-512, f32", peak_avx512, 0};
     if (nsa_isa_available(NSA_ISA_AVX2)) return (peak){"AVX2, f32", peak_avx2, 0};
 #endif

@@ -46,6 +46,14 @@ typedef struct problem {
     int owns;
 } problem;
 
+static const char *const dtype_names[] = {"f32", "bf16", "f16"};
+
+static inline int parse_dtype(nsa_dtype *dtype, const char *text) {
+    for (int i = NSA_F32; i <= NSA_F16; i++)
+        if (!strcmp(text, dtype_names[i])) return *dtype = (nsa_dtype)i, 1;
+    return 0;
+}
+
 static nsa_tensor take_as(problem *p, nsa_dtype dtype, int rows, int heads, int width,
                           uint64_t seed) {
     size_t n = (size_t)rows * (size_t)heads * (size_t)width;

@@ -31,7 +31,7 @@ static inline timing summarise(double *times, int n) {
 
 /* What NSA_ISA_DETECT finds. */
 static const char *widest_isa(void) {
-    int isa = NSA_ISA_NEON;
+    int isa = NSA_ISA_NEON_BF16;
     while (!nsa_isa_available((nsa_isa)isa)) isa--;
     return nsa_isa_name((nsa_isa)isa);
 }
