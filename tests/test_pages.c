@@ -267,6 +267,7 @@ enum { RAGGED = 1, PAGED = 2, PACKED = 4 };
 
 typedef struct batch {
     int mode, sequences, queries, cmp_rows;
+    int most;          /* queries of a ragged sequence */
     nsa_desc d, whole; /* of the call; whole: sequences of whole.tokens, straight */
     int32_t firsts[SEQUENCES], counts[SEQUENCES], begins[SEQUENCES + 1];
     int length[SEQUENCES], row[SEQUENCES], cmp_row[SEQUENCES]; /* row: of its first query */
@@ -290,7 +291,9 @@ static void batch_positions(batch *g) {
         g->firsts[b] = ragged ? firsts[b] : T / 3;
         g->counts[b] = ragged ? counts[b] : T / 2;
         g->length[b] = ragged ? firsts[b] + counts[b] : T;
+        if (g->counts[b] > g->most) g->firsts[b] += g->counts[b] - g->most, g->counts[b] = g->most;
         if (g->mode & PACKED && g->length[b] && g->length[b] < T) g->length[b]++;
+        if (g->mode & PACKED && b == 4) g->length[b] = T; /* many keys behind the last query */
         g->row[b] = ragged ? g->queries : 0;
         g->queries += g->counts[b];
         g->begins[b + 1] = g->begins[b] + g->length[b];
@@ -333,13 +336,14 @@ static void batch_make(batch *g, const nsa_desc *of, int mode, int page_tokens, 
     g->whole = *of;
     g->whole.batch = SEQUENCES;
     g->d = g->whole;
+    g->most = mode & RAGGED && seed % 2 == 0 ? 3 : of->tokens - 1; /* a step, or prompts too */
     batch_positions(g);
     /* of a ragged batch `first` is not used */
     g->d.first = mode & RAGGED ? 1 : g->firsts[0],
-    g->d.count = mode & RAGGED ? of->tokens - 1 : g->counts[0];
+    g->d.count = mode & RAGGED ? g->most : g->counts[0];
     if (mode & RAGGED) g->d.firsts = g->firsts, g->d.counts = g->counts;
     if (mode & PACKED) g->d.begins = g->begins;
-    if (seed % 2) g->d.rows = g->begins[g->sequences]; /* known, and elsewhere not */
+    if (seed / 2 % 2) g->d.rows = g->begins[g->sequences]; /* known, and elsewhere not */
     if (mode & PAGED) batch_pages(g, page_tokens, seed);
 }
 
@@ -793,7 +797,7 @@ static void test_any_arrays(kind of, int turn) {
     kind_options o = {of,
                       {(nsa_phi)(turn % 3), d.dim, 8, 0, 0, d.kv_heads, d.cmp_block},
                       {(nsa_phi)(turn % 3), d.dim_v, 8, 0, 0, d.kv_heads, d.cmp_block}};
-    batch_make(&g, &d, RAGGED | PAGED, 3 * d.cmp_stride, 41);
+    batch_make(&g, &d, RAGGED | PAGED, 3 * d.cmp_stride, 43);
     suite s = suite_of(&g.whole, &o);
     values v = values_random(&s, &g.whole, NSA_F32, 60);
     instance p;
