@@ -812,6 +812,7 @@ static void test_any_arrays(kind of, int turn) {
     for (int i = 0; i < SEQUENCES * g.d.table_width; i++)
         table[i] = check_below(2, 64, (uint64_t)i) ? g.table[i] : i % 3 ? INT32_MAX : INT32_MIN;
     g.d.firsts = firsts, g.d.counts = counts, g.d.pages = table;
+    if (turn % 2 == 0) g.d.table_width = 1; /* for fewer tokens than there are */
     check_case("%s, any arrays, turn %d", s.name, turn);
     batch_instance(&p, &s, &g, &v, NULL, NSA_F32, turn);
     size_t bytes = s.forward_size ? s.forward_size(instance_x(&p), &p.d) : 0;
