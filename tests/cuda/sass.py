@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Counts the instructions of the loops of sm_90a's kernels that hold products of tensor cores.
+
+No GPU is needed: nvdisasm shows what ptxas made. For each innermost loop with products of a
+warpgroup (HGMMA), all in instructions of one warp:
+
+  loop     of one turn, the slow ways of waits left out
+  products of one turn
+  before   from the last wait for a tile or a barrier to the first product after it
+  between  the largest distance of two products that no wait for products parts
+
+counts.json holds what the version of nvcc named there makes. A kernel that differs is a finding:
+look whether it became better or worse, then write the file anew.
+
+usage: sass.py NVCC WORK_FOLDER [--nvdisasm PATH] [--write]
+"""
+import argparse
+import json
+import pathlib
+import re
+import shutil
+import sys
+import sysconfig
+
+import resources
+
+ARCH = "90a"
+COUNTS = pathlib.Path(__file__).resolve().parent / "counts.json"
+PRODUCT = re.compile(r"\bHGMMA\b")
+WAIT = re.compile(r"\bBAR\.SYNC|\bSYNCS\.PHASECHK")
+DONE = re.compile(r"\bWARPGROUP\.DEPBAR")
+SHOWN = re.compile(r"attend_\w+_kernel<__nv_bfloat16")  # f16 has the same instructions
+
+
+def find_nvdisasm(given):
+    """nvdisasm of the toolkit, or of the package nvidia-cuda-nvdisasm."""
+    packaged = pathlib.Path(sysconfig.get_path("purelib")) / "nvidia"
+    found = given or shutil.which("nvdisasm") or next(iter(packaged.rglob("bin/nvdisasm")), None)
+    if not found:
+        print("no nvdisasm: pip install nvidia-cuda-nvdisasm")
+        sys.exit(77)
+    return found
+
+
+def functions(text):
+    """{kernel: (instructions, places of labels)}"""
+    found, code, labels = {}, None, None
+    for line in text.splitlines():
+        name = re.match(r"\.text\.(\w+):", line)
+        label = re.match(r"\s*(\.L_x_\d+):", line)
+        instruction = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line)
+        if name:
+            code, labels = found.setdefault(name[1], ([], {}))
+        elif label and code is not None:
+            labels[label[1]] = len(code)
+        elif instruction and code is not None:
+            code.append(instruction[1].strip())
+    return found
+
+
+def loops(code, labels):
+    """(first, last) of the loops with products that hold no other such loop. Behind an EXIT lie the
+    slow ways of waits, which jump back into the middle of a loop and are none."""
+    jumps = [(labels[target[1]], i) for i, text in enumerate(code)
+             if (target := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", text)) and labels[target[1]] < i]
+    holding = [(first, last) for first, last in jumps if any(map(PRODUCT.search, code[first:last]))
+               and not any("EXIT" in text for text in code[first:last])]
+    return sorted(a for a in holding
+                  if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in holding))
+
+
+def count(body):
+    """The four figures of a loop, whose end goes on at its beginning."""
+    products = [i for i, text in enumerate(body) if PRODUCT.search(text)]
+    waits = [i for i, text in enumerate(body) if WAIT.search(text)]
+    between = [b - a for a, b in zip(products, products[1:])
+               if not any(DONE.search(text) or WAIT.search(text) for text in body[a:b])]
+    behind = [min((p - w) % len(body) for p in products) for w in waits]
+    return {"loop": len(body), "products": len(products),
+            "before": min(behind) if behind else None, "between": max(between, default=0)}
+
+
+def measure(nvcc, nvdisasm, work):
+    """(version of nvcc, {kernel: [figures of each loop]})"""
+    resources.compile_one(nvcc, work, ARCH, False)
+    text = resources.run([nvdisasm, "-c", work / "user.cubin"])
+    named = {resources.kernel_name(mangled): body for mangled, body in functions(text).items()
+             if any(map(PRODUCT.search, body[0]))}
+    figures = {name: [count(code[first:last + 1]) for first, last in loops(code, labels)]
+               for name, (code, labels) in named.items() if SHOWN.match(name)}
+    return resources.run([nvcc, "--version"]).splitlines()[-2], figures
+
+
+def compare(counts, figures):
+    """What differs from the counts that are kept."""
+    return [f"{name}: {figures.get(name)}, counts.json has {counts.get(name)}"
+            for name in sorted({*counts, *figures}) if figures.get(name) != counts.get(name)]
+
+
+def main():
+    options = argparse.ArgumentParser()
+    options.add_argument("nvcc")
+    options.add_argument("work", type=pathlib.Path)
+    options.add_argument("--nvdisasm")
+    options.add_argument("--write", action="store_true")
+    given = options.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    kept = json.loads(COUNTS.read_text()) if COUNTS.exists() else {"nvcc": None, "kernels": {}}
+    version, figures = measure(given.nvcc, find_nvdisasm(given.nvdisasm), given.work)
+    for name in sorted(figures):
+        print(name, *figures[name], sep="\n    ")
+    if given.write:
+        COUNTS.write_text(json.dumps({"nvcc": version, "arch": ARCH, "kernels": figures}, indent=1,
+                                     sort_keys=True) + "\n")
+        return 0
+    if version != kept["nvcc"]:
+        print(f"counts.json is of {kept['nvcc']}, this is {version}: not compared")
+        return 77
+    findings = compare(kept["kernels"], figures)
+    print(*findings, f"{len(figures)} kernels, {len(findings)} findings", sep="\n")
+    return min(len(findings), 76)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
