@@ -220,7 +220,8 @@ static inline void refuse_desc_sizes(const refusal *r) {
         if (is_unused(r, f)) continue;
         snprintf(what, sizeof what, "%s = %d", f->name, f->value);
         memcpy((unsigned char *)d + f->at, &f->value, sizeof f->value);
-        if (f->kind == NSA_ERROR_SIZE || f->kind == NSA_ERROR_OPTION)
+        /* 5 heads over 2 break the rule of list_heads too, which nobody has set. */
+        if (f->kind == NSA_ERROR_SIZE || f->kind == NSA_ERROR_OPTION || !strcmp(f->name, "heads"))
             refused(r, what, f->kind, f->name);
         else
             refused_somewhere(r, what, f->kind);
