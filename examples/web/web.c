@@ -270,10 +270,11 @@ static bool set_geometry(int tokens, int slc_count, int window, int slc_block) {
     m->config.w = window;
     m->config.l_sel = slc_block;
     nsa_desc d = model_desc(m, 0, 1, tokens);
+    const slice text = {.batch = 1, .tokens = tokens, .count = tokens};
     nsa_status status = slc_count <= MOST_SELECTED ? nsa_desc_check(&d) : NSA_ERROR_SIZE;
     bool ok =
         status == NSA_OK &&
-        reserve(&page.workspace, &page.workspace_bytes, layer_workspace(m, 0, &d)) &&
+        reserve(&page.workspace, &page.workspace_bytes, layer_workspace(m, 0, &text)) &&
         reserve(&page.dense_workspace, &page.dense_bytes, page.inner.dense_forward_bytes(m->o, &d));
     if (!ok) {
         m->config = before;

@@ -45,9 +45,12 @@ static inline void device_there(void) {
     exit(demanded && !strcmp(demanded, "1") ? 1 : 77);
 }
 
+/* Once a call has worked, a failure is no lack of a GPU. */
 static inline void device_demand(cudaError_t error, const char *what) {
+    static int works;
+    works |= error == cudaSuccess;
     if (error == cudaSuccess) return;
-    device_there();
+    if (!works) device_there();
     printf("device: %s: %s [%s]\n", what, cudaGetErrorString(error), check_where);
     exit(99);
 }
@@ -242,7 +245,11 @@ static inline nsa_status device_score_blocks(const nsa_score *x, const nsa_desc 
 
 static inline nsa_status device_rank_blocks(const float *scores, int query, const nsa_desc *d,
                                             int32_t *list) {
-    const int sound = d && nsa_desc_check(d) == NSA_OK && query >= 0 && query < d->tokens;
+    nsa_desc ranked; /* compressed blocks are none of it */
+    memset(&ranked, 0, sizeof ranked);
+    if (d) ranked = *d;
+    ranked.cmp_block = ranked.cmp_stride = ranked.slc_block;
+    const int sound = d && nsa_desc_check(&ranked) == NSA_OK && query >= 0 && query < d->tokens;
     const size_t n = sound ? (size_t)nsa_slc_candidates(d, query) : 0;
     device_begin(d);
     const float *from = sound && scores ? (const float *)device_array_of(scores, n * 4) : scores;
