@@ -30,7 +30,8 @@ SHARED = [TRAINER / f"{name}.c" for name in (
     "model/model_layer", "model/model_layout", "model/params", "ops/gemm", "ops/nsa", "ops/ops_cpu", "ops/ops_half")]
 SHARED += [HERE.parent / "inspect" / "measure.c"]
 OWN = [HERE / name for name in ("alone.c", "race.c", "web.c")]
-FLAGS = ["-O3", "-Wall", "-Werror=incompatible-pointer-types", "-D_XOPEN_SOURCE=700", *(f"-I{folder}" for folder in INCLUDE)]
+FLAGS = ["-O3", "-Wall", "-Werror=incompatible-pointer-types", "-D_XOPEN_SOURCE=700",
+         *(f"-I{folder}" for folder in INCLUDE)]
 WASM = ["--target=wasm32-wasi", "-msimd128"]
 LINK = ["-mexec-model=reactor", "-Wl,--gc-sections,--strip-all", "-Wl,-z,stack-size=1048576"]
 LARGEST = 2 << 20  # bytes of the page
