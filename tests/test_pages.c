@@ -802,6 +802,7 @@ static void test_any_arrays(kind of, int turn) {
     values v = values_random(&s, &g.whole, NSA_F32, 60);
     instance p;
     g.d.rows = g.queries; /* rows end here, whatever counts hold */
+    batch_instance(&p, &s, &g, &v, NULL, NSA_F32, turn);
     for (int b = 0; b < SEQUENCES; b++) {
         int32_t wild[] = {INT32_MIN, INT32_MAX, -1, check_below(90, 61, (uint64_t)b)};
         firsts[b] = wild[check_below(4, 62 + (uint64_t)turn, (uint64_t)b)];
@@ -813,8 +814,8 @@ static void test_any_arrays(kind of, int turn) {
         table[i] = check_below(2, 64, (uint64_t)i) ? g.table[i] : i % 3 ? INT32_MAX : INT32_MIN;
     g.d.firsts = firsts, g.d.counts = counts, g.d.pages = table;
     if (turn % 2 == 0) g.d.table_width = 1; /* for fewer tokens than there are */
+    p.d = g.d;
     check_case("%s, any arrays, turn %d", s.name, turn);
-    batch_instance(&p, &s, &g, &v, NULL, NSA_F32, turn);
     size_t bytes = s.forward_size ? s.forward_size(instance_x(&p), &p.d) : 0;
     CHECK_OK("forward", s.forward(instance_x(&p), &p.d, workspace_new(bytes, 1)->data, bytes));
     values_free(&v);
