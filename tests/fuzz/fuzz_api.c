@@ -315,8 +315,8 @@ static unsigned char *mask_of(const call *c, const problem *one, const ref_desc 
 static double tolerance_of(const problem *one, const double *v, size_t n) {
     const nsa_desc *d = &one->d;
     int pairs = d->isa == NSA_ISA_AVX512_BF16 || d->isa == NSA_ISA_NEON_BF16 ||
-                (d->isa == NSA_ISA_DETECT && (nsa_isa_available(NSA_ISA_AVX512_BF16) ||
-                                              nsa_isa_available(NSA_ISA_NEON_BF16)));
+                (d->isa == NSA_ISA_DETECT &&
+                 (nsa_isa_available(NSA_ISA_AVX512_BF16) || nsa_isa_available(NSA_ISA_NEON_BF16)));
     double most = 0;
     if (!pairs || one->x.attend.v.dtype != NSA_BF16 || d->products == NSA_PRODUCTS_F32) return 1e-4;
     for (size_t i = 0; i < n; i++) most = fmax(most, fabs(v[i]));
