@@ -81,11 +81,10 @@ def train(binaries, folder, attention, threads):
     return state(out)["seconds"]
 
 
-def examine(binaries, folder, attention, rows):
+def examine(binaries, folder, attention, rows, lengths=LENGTHS):
     """{length: [counts of each tenth of the depth]}: asked, right, the needle was among the keys of the
     question's token, right of these"""
-    lengths = [str(length) for length in LENGTHS]
-    done = subprocess.run([str(binaries / "retrieval"), str(folder / attention), str(rows), *lengths],
+    done = subprocess.run([str(binaries / "retrieval"), str(folder / attention), str(rows), *map(str, lengths)],
                           stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"retrieval {folder / attention}: exit code {done.returncode}")
