@@ -109,7 +109,7 @@ static bool open_generator(generator *g, int argc, char **argv, fault *f) {
     if (!read_prompt(g, vocab, f) || !fit_context(g, context, f)) return false;
     int64_t room = g->options.bench ? context : (int64_t)g->text.count + c->sample.length;
     int chunk = g->options.chunk < room ? (int)g->options.chunk : (int)room;
-    if (!ops_cpu_open(&g->ops, (int)c->runtime.threads, f) ||
+    if (!ops_cpu_open(&g->ops, threads_granted((int)c->runtime.threads), f) ||
         !restore_model(&g->model, &g->checkpoint, vocab, chunk, (int)room, &g->ops, f))
         return false;
     g->logits = malloc((size_t)vocab * sizeof *g->logits);

@@ -38,7 +38,7 @@ static bool open_examiner(examiner *e, const char *path, int longest, int n_sel,
         return fault_set(f, "%s: model.vocab_size = %lld; data.dataset = retrieval needs %d", path,
                          (long long)c->model.vocab_size, RETRIEVAL_VOCAB);
     int vocab = (int)c->model.vocab_size, chunk = longest < CHUNK ? longest : CHUNK;
-    if (!ops_cpu_open(&e->ops, (int)c->runtime.threads, f) ||
+    if (!ops_cpu_open(&e->ops, threads_granted((int)c->runtime.threads), f) ||
         !restore_model(&e->model, &e->checkpoint, vocab, chunk, longest, &e->ops, f))
         return false;
     e->row.tokens = malloc(((size_t)longest + 1) * sizeof *e->row.tokens);

@@ -54,25 +54,41 @@ static void test_parents(void) {
     CHECK(threads_of_quota("/no/such/folder", "/") == INT_MAX, "no control groups, no quota");
 }
 
-/* One line for too many, none for what there is; the default is what there is. */
+/* The team of a run: what follows the precision in the line that says what runs. */
+static void team_of(const char *line, int *threads) {
+    const char *at = strstr(line, "| cpu, ");
+    if (at) sscanf(at, "| cpu, %*[^,], %d threads", threads);
+}
+
+/* As many as there are at most, and one line for whoever asks for more; the default is what there
+   is, or what OMP_NUM_THREADS asks for. */
 static void test_trainer(const char *program) {
     char command[4096], line[1024];
-    int available = threads_available(), asked[] = {0, available, available + 5};
+    int available = threads_available();
+    const struct {
+        int setting, of_openmp; /* 0: not given */
+    } asked[] = {{0, 0}, {available, 0}, {available + 62, 0}, {0, available + 62}, {1, 64}};
     CHECK(available >= 1, "%d available", available);
-    for (int i = 0; i < 3; i++) {
-        int lines = 0;
-        check_case("--threads %d of %d", asked[i], available);
+    for (int i = 0; i < 5; i++) {
+        int wanted = asked[i].setting ? asked[i].setting : asked[i].of_openmp;
+        int want = wanted && wanted < available ? wanted : available, lines = 0, threads = 0;
+        check_case("--threads %d, OMP_NUM_THREADS %d, of %d", asked[i].setting, asked[i].of_openmp,
+                   available);
+        snprintf(line, sizeof line, "OMP_NUM_THREADS=%d", asked[i].of_openmp);
         snprintf(command, sizeof command,
-                 "env -u OMP_NUM_THREADS %s --steps 1 --layers 1 --dim 16 --heads 2 --kv-groups 1 "
-                 "--seq-len 64 --batch-size 1 --dataset synthetic --threads %d --out-dir %s/run%d "
-                 "2>&1",
-                 program, asked[i], test_root, i);
+                 "env -u OMP_NUM_THREADS %s %s --steps 1 --layers 1 --dim 16 --heads 2 "
+                 "--kv-groups 1 --seq-len 64 --batch-size 1 --dataset synthetic --threads %d "
+                 "--out-dir %s/run%d 2>&1",
+                 asked[i].of_openmp ? line : "", program, asked[i].setting, test_root, i);
         FILE *said = popen(command, "r");
-        while (said && fgets(line, sizeof line, said))
+        while (said && fgets(line, sizeof line, said)) {
             lines += strstr(line, "runtime.threads:") != NULL;
+            team_of(line, &threads);
+        }
         int status = said ? pclose(said) : -1;
         CHECK(status == 0, "exit %d of %s", status, command);
-        CHECK(lines == (asked[i] > available), "%d lines speak of threads", lines);
+        CHECK(threads == want, "%d threads, not %d", threads, want);
+        CHECK(lines == (wanted > available), "%d lines speak of threads", lines);
     }
 }
 

@@ -66,3 +66,19 @@ int threads_available(void) {
     if (file) fclose(file);
     return quota < processors ? quota : processors;
 }
+
+/* Not OpenMP's own word: a BLAS that is told to use one thread changes that. */
+int threads_asked(int setting) {
+    const char *given = getenv("OMP_NUM_THREADS");
+    return setting || !given ? setting : atoi(given);
+}
+
+int threads_granted(int setting) {
+    int threads = 1, available = threads_available();
+#ifdef _OPENMP
+    threads = setting ? setting : omp_get_max_threads();
+#else
+    (void)setting;
+#endif
+    return threads < available ? threads : available;
+}

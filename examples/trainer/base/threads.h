@@ -13,6 +13,13 @@ void threads_wait_asleep(char **argv);
    quota of its control group pays for. */
 int threads_available(void);
 
+/* What the user asks for: the setting, or OMP_NUM_THREADS, or 0 where neither is given. */
+int threads_asked(int setting);
+
+/* Threads for a team: what is asked for, or what OpenMP offers, but no more than
+   threads_available(), because threads beyond that only take turns. */
+int threads_granted(int setting);
+
 /* What a quota pays for, rounded up; INT_MAX where there is none. `root` is where control groups
    (version 2) are mounted, `group` that of a process, "/a/b": a quota of any of its parents holds
    too. */

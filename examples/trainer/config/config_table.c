@@ -126,7 +126,7 @@ const config_entry config_entries[] = {
            "recompute activations in backward: of every layer (true), of some (2..8),\n"
            "or of every layer all but attention (--gc=selective)"),
     INTEGER("runtime.threads", runtime.threads, 0, 1024, "0", "--threads", NULL, CONFIG_NOT_SAVED,
-            "CPU threads; 0: all that the process may use"),
+            "CPU threads; 0: all that the process may use, which is also the most"),
     SWITCH("runtime.cuda_graph", runtime.cuda_graph, "false", "--cuda-graph", NULL,
            CONFIG_NOT_SAVED, "GPU: record what a step launches, and run the recording"),
     INTEGER("runtime.ddp", runtime.ddp, -1, 1, "-1", "--ddp", NULL, LAUNCH,

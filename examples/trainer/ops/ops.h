@@ -231,7 +231,8 @@ struct ops {
 };
 
 /* The CPU: nsa.h, CBLAS or plain loops, OpenMP. threads 0: all that OpenMP offers and the process
-   may use. ops_cpu_close takes what ops_cpu_open filled. */
+   may use; otherwise as many as are asked for, processors or not. ops_cpu_close takes what
+   ops_cpu_open filled. */
 bool ops_cpu_open(ops *o, int threads, fault *f);
 /* After ops_cpu_open: activations, and the weights that forward reads, are bf16 or f16. */
 void ops_cpu_narrow(ops *o, nsa_dtype dtype);

@@ -11,9 +11,7 @@
 #include "ops/gemm.h"
 #include "ops/ops_half.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#else /* then the loops' pragmas are unknown, and what they alone name is unused */
+#ifndef _OPENMP /* then the loops' pragmas are unknown, and what they alone name is unused */
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #endif
@@ -573,17 +571,6 @@ static void cpu_decode(const ops *o, const nsa_attention *x, nsa_cache *cache, i
 
 /* ---- The table ----------------------------------------------------------------------------- */
 
-/* More threads than processors, or than a quota pays for, would only wait for one another; whoever
-   sets OMP_NUM_THREADS has asked for them. */
-static int all_threads(void) {
-#ifdef _OPENMP
-    int available = threads_available(), offered = omp_get_max_threads();
-    return getenv("OMP_NUM_THREADS") || offered < available ? offered : available;
-#else
-    return 1;
-#endif
-}
-
 bool ops_cpu_open(ops *o, int threads, fault *f) {
     static const ops table = {
         .name = "cpu",
@@ -644,7 +631,7 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
     };
     *o = table;
     o->dtype = NSA_REAL_DTYPE;
-    o->threads = threads > 0 ? threads : all_threads();
+    o->threads = threads > 0 ? threads : threads_granted(0);
     o->state = calloc(1, sizeof(cpu_state));
     if (!o->state) return fault_set(f, "out of memory");
     o->library = gemm_open();

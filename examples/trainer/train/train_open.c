@@ -239,7 +239,7 @@ nsa_dtype train_dtype(const config *c) {
 
 bool train_open_cpu(ops *o, const config *c, fault *f) {
     bool asked = config_from(c, "runtime.precision") == CONFIG_FROM_COMMAND_LINE;
-    if (!ops_cpu_open(o, (int)c->runtime.threads, f)) return false;
+    if (!ops_cpu_open(o, threads_granted((int)c->runtime.threads), f)) return false;
     if (asked && c->runtime.precision != CONFIG_FP32) ops_cpu_narrow(o, train_dtype(c));
     return true;
 }
@@ -257,14 +257,14 @@ static bool settle_device(const config *c, const ops *o, const dist *d, fault *f
     return true;
 }
 
-/* Threads beyond the processors take turns on them, which costs more than they bring. */
-static void warn_of_threads(const ops *o, const dist *d) {
-    int available = threads_available();
-    if (!o->host_memory || d->rank || o->threads <= available) return;
+/* The team was capped when the back end was opened. */
+static void warn_of_threads(const config *c, const ops *o, const dist *d) {
+    int asked = threads_asked((int)c->runtime.threads);
+    if (!o->host_memory || d->rank || asked <= o->threads) return;
     fprintf(stderr,
-            "runtime.threads: %d, but this process may use %d processor%s (affinity, CPU quota): "
-            "slower than --threads %d\n",
-            o->threads, available, available == 1 ? "" : "s", available);
+            "runtime.threads: %d asked for, %d used: this process may use %d processor%s "
+            "(affinity, CPU quota)\n",
+            asked, o->threads, o->threads, o->threads == 1 ? "" : "s");
 }
 
 /* Small gradients would vanish in f16, so there the loss is scaled. A run that goes on keeps its
@@ -282,7 +282,7 @@ static bool open_own(trainer *t, checkpoint *opened, checkpoint **k, fault *f) {
     const config *c = t->config;
     *k = NULL;
     if (!settle_device(c, t->o, t->dist, f)) return false;
-    warn_of_threads(t->o, t->dist);
+    warn_of_threads(c, t->o, t->dist);
     t->tokenizer = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!t->tokenizer) return false;
     if (c->train.resume[0] && !begins_again(c)) {
