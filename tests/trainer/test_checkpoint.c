@@ -2,10 +2,13 @@
    refused by name, a full disk or a kill at any moment leaves a checkpoint that loads. */
 #include <fcntl.h>
 #include <inttypes.h>
+#include <jansson.h>
+#include <math.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <time.h>
+#include <xxhash.h>
 
 #include "checkpoint/checkpoint.h"
 #include "trainer_test.h"
@@ -14,6 +17,7 @@ enum { WEIGHTS = 3000 };
 
 static fault why;
 static config settings;
+static double val_loss = NAN; /* of the steps that are saved */
 static float weights[WEIGHTS], first[WEIGHTS], second[WEIGHTS];
 
 /* The lists of a model with one tensor and its two moments. */
@@ -50,6 +54,7 @@ static checkpoint_state state_of(int64_t step) {
                           .scaler_good_steps = 17,
                           .skipped_steps = 2,
                           .loss_first = 5.545177444479562,
+                          .val_loss = val_loss,
                           .seconds = 1.0 / 3,
                           .tokens = step * 1024};
     return s;
@@ -256,6 +261,71 @@ static void test_adopt(void) {
     checkpoint_close(&k);
 }
 
+/* ---- The best ---- */
+
+static void save_with_loss(const char *out_dir, int64_t step, double loss, int64_t keep) {
+    val_loss = loss;
+    CHECK(save(out_dir, step, keep), "save: %s", why.text);
+    val_loss = NAN;
+}
+
+/* Where `best` leads to; -1: nowhere. */
+static int64_t best_of(const char *out_dir) {
+    char path[4096];
+    checkpoint k;
+    snprintf(path, sizeof path, "%s/checkpoints/best", out_dir);
+    if (!checkpoint_open(&k, path, &why)) return -1;
+    checkpoint_close(&k);
+    return k.state.step;
+}
+
+/* A checkpoint from before there was a validation loss in it. */
+static void make_older(const char *path) {
+    json_t *root = json_load_file(path, 0, NULL), *content = json_object_get(root, "content");
+    char sum[24];
+    CHECK(!json_object_del(json_object_get(content, "state"), "val_loss"), "no val_loss");
+    char *text = json_dumps(content, JSON_COMPACT | JSON_SORT_KEYS | JSON_REAL_PRECISION(17));
+    snprintf(sum, sizeof sum, "%016" PRIx64, (uint64_t)XXH64(text, strlen(text), 0));
+    json_object_set_new(root, "xxh64", json_string(sum));
+    CHECK(!json_dump_file(root, path, JSON_REAL_PRECISION(17)), "write");
+    free(text);
+    json_decref(root);
+}
+
+static void test_best(void) {
+    static const double losses[] = {NAN, 3, 2, NAN, 2.5, 2, 4, 1.5};
+    static const int64_t best[] = {-1, 2, 3, 3, 3, 3, 3, 8};
+    listener notes = test_notes();
+    check_case("best");
+    for (int i = 0; i < 8; i++) {
+        save_with_loss(test_path("best"), i + 1, losses[i], 2);
+        CHECK(best_of(test_path("best")) == best[i], "after step %d: %" PRId64, i + 1,
+              best_of(test_path("best")));
+    }
+    CHECK(!exists("best/checkpoints/step_00000002") && !exists("best/checkpoints/step_00000003"),
+          "one that is no longer the best goes");
+    for (int64_t step = 9; step <= 12; step++) save_with_loss(test_path("best"), step, NAN, 2);
+    CHECK(exists("best/checkpoints/step_00000008") && !exists("best/checkpoints/step_00000010"),
+          "the best stays");
+    expect_step(test_path("best"), 12);
+    check_case("best, going back");
+    for (int i = 0; i < 6; i++) save_with_loss(test_path("ahead"), i + 1, 6 - i, 0);
+    CHECK(best_of(test_path("ahead")) == 6, "the last");
+    CHECK(adopt(test_path("ahead/checkpoints/step_00000004"), test_path("ahead"), &settings) &&
+              checkpoint_leave_later(test_path("ahead"), 4, &notes, &why),
+          "%s", why.text);
+    CHECK(best_of(test_path("ahead")) == 4, "of what is left: %s", why.text);
+    CHECK(adopt(test_path("ahead/checkpoints/step_00000002"), test_path("beside"), &settings) &&
+              best_of(test_path("beside")) == 2,
+          "in another folder: %s", why.text);
+    check_case("best, of older checkpoints");
+    make_older(test_path("beside/checkpoints/step_00000002/state.json"));
+    CHECK(adopt(test_path("beside"), test_path("beside"), &settings), "%s", why.text);
+    CHECK(best_of(test_path("beside")) == -1 && !exists("beside/checkpoints/best"), "none");
+    save_with_loss(test_path("beside"), 3, 9, 1);
+    CHECK(best_of(test_path("beside")) == 3, "the first that has a loss: %s", why.text);
+}
+
 /* ---- Damage ---- */
 
 /* Puts a damaged copy of a file in its place; `change` gets the bytes. */
@@ -457,6 +527,7 @@ int main(void) {
     test_latest();
     test_torn();
     test_adopt();
+    test_best();
     test_damage();
     test_links();
     test_hostile_state();

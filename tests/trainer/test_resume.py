@@ -58,6 +58,28 @@ def test_going_back():
     check((out / "checkpoints/step_00000070.left").is_dir(), os.listdir(out / "checkpoints"))
 
 
+def test_best():
+    """`best` has the lowest loss of those that were saved where there was an evaluation, and stays; a rate that ruins
+    the model does not move it."""
+    def losses(out):
+        return {int(line.split(",")[0]): float(line.split(",")[1])
+                for line in (out / "val.csv").read_text().splitlines()[1:]}
+
+    out, _, _ = runs.train("best", *DATA, "--steps", 12, "--lr", "0.03", "--save-every", 4, "--eval-every", 2,
+                          "--keep-checkpoints", 1)
+    best = out / "checkpoints/best"
+    runs.train("best", "--steps", 20, "--lr", "1", "--resume", small=False)
+    of = losses(out)
+    lowest = min((4, 8, 12, 16, 20), key=of.get)
+    check(lowest <= 12 and os.readlink(best) == f"step_{lowest:08d}", of, os.listdir(out / "checkpoints"))
+    check(abs(state(best)["state"]["val_loss"] - of[lowest]) < 1e-6, state(best)["state"], of)
+    check({p.name for p in (out / "checkpoints").glob("step_*")} == {os.readlink(best), "step_00000020"},
+          os.listdir(out / "checkpoints"))
+    _, said, _ = runs.train("best", "--steps", 14, "--resume", best, small=False)
+    check(f"resumed after step {lowest} of 14" in said, said)
+    check(os.readlink(out / "checkpoints/latest") == "step_00000014", os.listdir(out / "checkpoints"))
+
+
 def test_from_another_folder():
     """--resume ELSEWHERE --out-dir NEW, killed before its first checkpoint: NEW goes on from there all the same."""
     other, _, _ = runs.train("other", *DATA, "--steps", 10)
@@ -129,6 +151,7 @@ def test_data():
 
 
 test_going_back()
+test_best()
 test_from_another_folder()
 test_settings()
 test_weights_alone()

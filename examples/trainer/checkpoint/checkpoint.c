@@ -1,6 +1,6 @@
 /* checkpoint.c - see checkpoint.h. The order of events makes it safe to be killed at any moment:
-   all files are on the disk before the folder gets its name, `latest` moves after that, and old
-   folders lose their name before they lose their files. */
+   all files are on the disk before the folder gets its name, `latest` and `best` move after that,
+   and old folders lose their name before they lose their files. */
 #include "checkpoint/checkpoint.h"
 
 #include <dirent.h>
@@ -27,8 +27,15 @@ static const char writing[] = ".writing-", removing[] = ".removing-", replaced[]
 
 /* ---- state.json ---- */
 
-/* A FIELD_LATER is an integer that older checkpoints do not have: -1 there. */
-typedef enum field_kind { FIELD_INTEGER, FIELD_NUMBER, FIELD_HEX, FIELD_LATER } field_kind;
+/* Older checkpoints do not have a FIELD_LATER, an integer, -1 there, or a FIELD_NEWER, a number, NaN
+   there. */
+typedef enum field_kind {
+    FIELD_INTEGER,
+    FIELD_NUMBER,
+    FIELD_HEX,
+    FIELD_LATER,
+    FIELD_NEWER
+} field_kind;
 
 #define FIELD(name, kind) \
     { #name, kind, offsetof(checkpoint_state, name) }
@@ -38,23 +45,15 @@ static const struct {
     field_kind kind;
     size_t offset;
 } fields[] = {
-    FIELD(step, FIELD_INTEGER),
-    FIELD(tokens, FIELD_INTEGER),
-    FIELD(seconds, FIELD_NUMBER),
-    FIELD(loss_first, FIELD_NUMBER),
-    FIELD(seed, FIELD_HEX),
-    FIELD(loss_scale, FIELD_NUMBER),
-    FIELD(scaler_good_steps, FIELD_INTEGER),
-    FIELD(skipped_steps, FIELD_INTEGER),
-    FIELD(data.sample, FIELD_INTEGER),
-    FIELD(data.epoch, FIELD_INTEGER),
-    FIELD(data.shard, FIELD_INTEGER),
-    FIELD(data.offset, FIELD_INTEGER),
-    FIELD(data.document, FIELD_INTEGER),
-    FIELD(data.used, FIELD_INTEGER),
-    FIELD(data.fingerprint, FIELD_HEX),
-    FIELD(data.split_parts, FIELD_LATER),
-    FIELD(data.split_size, FIELD_LATER),
+    FIELD(step, FIELD_INTEGER),           FIELD(tokens, FIELD_INTEGER),
+    FIELD(seconds, FIELD_NUMBER),         FIELD(loss_first, FIELD_NUMBER),
+    FIELD(val_loss, FIELD_NEWER),         FIELD(seed, FIELD_HEX),
+    FIELD(loss_scale, FIELD_NUMBER),      FIELD(scaler_good_steps, FIELD_INTEGER),
+    FIELD(skipped_steps, FIELD_INTEGER),  FIELD(data.sample, FIELD_INTEGER),
+    FIELD(data.epoch, FIELD_INTEGER),     FIELD(data.shard, FIELD_INTEGER),
+    FIELD(data.offset, FIELD_INTEGER),    FIELD(data.document, FIELD_INTEGER),
+    FIELD(data.used, FIELD_INTEGER),      FIELD(data.fingerprint, FIELD_HEX),
+    FIELD(data.split_parts, FIELD_LATER), FIELD(data.split_size, FIELD_LATER),
 };
 
 enum { FIELDS = sizeof fields / sizeof fields[0] };
@@ -107,12 +106,13 @@ static bool state_from_json(checkpoint_state *s, const json_t *object, fault *f)
         char *at = (char *)s + fields[i].offset;
         int64_t integer = json_integer_value(v);
         uint64_t bits = 0;
-        double number = json_is_null(v) ? (double)NAN : json_number_value(v);
+        bool newer = fields[i].kind == FIELD_NEWER;
+        double number = json_is_null(v) || (newer && !v) ? (double)NAN : json_number_value(v);
         bool ok = fields[i].kind == FIELD_INTEGER
                       ? json_is_integer(v) && integer >= 0 && integer <= COUNT_LIMIT
                   : fields[i].kind == FIELD_HEX   ? parse_hex(v, &bits)
                   : fields[i].kind == FIELD_LATER ? later_field(at, v)
-                                                  : json_is_number(v) || json_is_null(v);
+                                                  : json_is_number(v) || isnan(number);
         if (!ok)
             return fault_set(f, "\"state\": %s must be %s", fields[i].name,
                              fields[i].kind == FIELD_INTEGER ? "an integer in 0 .. 2^48"
@@ -121,7 +121,7 @@ static bool state_from_json(checkpoint_state *s, const json_t *object, fault *f)
                                                              : "a number");
         if (fields[i].kind == FIELD_INTEGER) memcpy(at, &integer, sizeof integer);
         if (fields[i].kind == FIELD_HEX) memcpy(at, &bits, sizeof bits);
-        if (fields[i].kind == FIELD_NUMBER) memcpy(at, &number, sizeof number);
+        if (fields[i].kind == FIELD_NUMBER || newer) memcpy(at, &number, sizeof number);
     }
     return true;
 }
@@ -237,15 +237,37 @@ static bool put_in_place(const char *root, const char *aside, const char *name, 
     return files_sync_folder(root, f) && remove_checkpoint(root, old_name, f);
 }
 
-static bool point_latest(const char *root, const char *name, fault *f) {
-    char link[PATH_ROOM], aside[PATH_ROOM];
-    if (!files_join(link, sizeof link, root, "latest", f) ||
-        !files_join(aside, sizeof aside, root, ".latest", f))
+/* "step_00000200", or that with ".old". */
+static bool parse_name(const char *name, int64_t *step) {
+    size_t digits = strspn(name + (strncmp(name, "step_", 5) ? 0 : 5), "0123456789");
+    if (strncmp(name, "step_", 5) || digits < 8 || digits > 18) return false;
+    *step = strtoll(name + 5, NULL, 10);
+    return !name[5 + digits] || !strcmp(name + 5 + digits, replaced);
+}
+
+/* Makes root/which a link to the checkpoint of that name. */
+static bool point(const char *root, const char *which, const char *name, fault *f) {
+    char link[PATH_ROOM], aside[PATH_ROOM], hidden[NAME_BYTES];
+    snprintf(hidden, sizeof hidden, ".%.40s", which);
+    if (!files_join(link, sizeof link, root, which, f) ||
+        !files_join(aside, sizeof aside, root, hidden, f))
         return false;
     unlink(aside);
     if (symlink(name, aside) || rename(aside, link))
         return fault_errno(f, "%s: cannot point it at %s", link, name);
     return files_sync_folder(root, f);
+}
+
+/* The name that root/which points at; empty where it points at no checkpoint's. */
+static void pointed(const char *root, const char *which, char name[NAME_BYTES]) {
+    char link[PATH_ROOM];
+    int64_t step;
+    fault unused;
+    ssize_t n = files_join(link, sizeof link, root, which, &unused)
+                    ? readlink(link, name, NAME_BYTES - 1)
+                    : -1;
+    name[n > 0 ? n : 0] = 0;
+    if (!parse_name(name, &step)) name[0] = 0;
 }
 
 /* ---- Retention ---- */
@@ -254,14 +276,6 @@ typedef struct found {
     char name[NAME_BYTES];
     int64_t step;
 } found;
-
-/* "step_00000200", or that with ".old". */
-static bool parse_name(const char *name, int64_t *step) {
-    size_t digits = strspn(name + (strncmp(name, "step_", 5) ? 0 : 5), "0123456789");
-    if (strncmp(name, "step_", 5) || digits < 8 || digits > 18) return false;
-    *step = strtoll(name + 5, NULL, 10);
-    return !name[5 + digits] || !strcmp(name + 5 + digits, replaced);
-}
 
 /* Of two of one step the one that was being replaced comes last. */
 static int newest_first(const void *a, const void *b) {
@@ -296,35 +310,19 @@ static found *find_all(const char *root, size_t *count) {
 
 /* By step, for a clock can be set back. Higher steps than the current one are none of its past. */
 static bool remove_old(const char *root, int64_t step, int64_t keep, int64_t every, fault *f) {
+    char best[NAME_BYTES];
     size_t count;
     int64_t kept = 0;
     bool ok = true;
     if (!keep) return true;
+    pointed(root, "best", best);
     found *list = find_all(root, &count);
     for (size_t i = 0; ok && i < count; i++) {
-        if (list[i].step > step || kept++ < keep) continue;
+        if (list[i].step > step || kept++ < keep || !strcmp(list[i].name, best)) continue;
         if (!every || list[i].step % every) ok = remove_checkpoint(root, list[i].name, f);
     }
     free(list);
     return ok;
-}
-
-bool checkpoint_write(const char *out_dir, const config *c, const checkpoint_state *state,
-                      const checkpoint_part *parts, size_t count, int64_t keep, fault *f) {
-    char root[PATH_ROOM], aside[PATH_ROOM], name[NAME_BYTES], hidden[NAME_BYTES * 2];
-    fault unused;
-    snprintf(name, sizeof name, "step_%08" PRId64, state->step);
-    snprintf(hidden, sizeof hidden, "%s%s", writing, name);
-    if (!files_join(root, sizeof root, out_dir, "checkpoints", f) ||
-        !files_join(aside, sizeof aside, root, hidden, f) || !files_make_folder(root, f) ||
-        !sweep(root, f))
-        return false;
-    if (!write_folder(aside, c, state, parts, count, f) || !put_in_place(root, aside, name, f)) {
-        files_remove_folder(aside, &unused);
-        return false;
-    }
-    return point_latest(root, name, f) &&
-           remove_old(root, state->step, keep, c->train.keep_every, f);
 }
 
 /* ---- Reading ---- */
@@ -391,17 +389,11 @@ static bool is_whole(const char *folder) {
 /* The folder that root/latest names; else the highest step that is whole; else, for its fault to be
    named, the highest that is there. */
 static bool find_latest(const char *root, char *path, fault *f) {
-    char name[NAME_BYTES], link[PATH_ROOM];
+    char name[NAME_BYTES];
     size_t count;
-    int64_t step = -1;
-    if (!files_join(link, sizeof link, root, "latest", f)) return false;
-    ssize_t n = readlink(link, name, sizeof name - 1);
-    if (n > 0) {
-        name[n] = 0;
-        if (parse_name(name, &step) && files_join(path, CONFIG_PATH_BYTES, root, name, f) &&
-            has_state(path))
-            return true;
-    }
+    pointed(root, "latest", name);
+    if (name[0] && files_join(path, CONFIG_PATH_BYTES, root, name, f) && has_state(path))
+        return true;
     bool any = false, whole = false;
     found *list = find_all(root, &count);
     for (size_t i = 0; !whole && i < count; i++) {
@@ -441,6 +433,41 @@ bool checkpoint_open(checkpoint *k, const char *path, fault *f) {
     if (read_state(k, f)) return true;
     checkpoint_close(k);
     return false;
+}
+
+/* The validation loss of the step of a checkpoint; NaN where it has none, or cannot be read. */
+static double val_loss_of(const char *root, const char *name) {
+    checkpoint k = {.files = NULL};
+    fault unused;
+    bool ok = files_join(k.path, sizeof k.path, root, name, &unused) && read_state(&k, &unused);
+    checkpoint_close(&k);
+    return ok ? k.state.val_loss : (double)NAN;
+}
+
+/* `best` is one of a lower loss than all before it, so that retention may remove those. */
+static bool note_best(const char *root, const char *name, const checkpoint_state *state, fault *f) {
+    return isnan(state->val_loss) || val_loss_of(root, "best") <= state->val_loss ||
+           point(root, "best", name, f);
+}
+
+/* The best of those that are there, the earliest of equal ones; nothing is, where none has a loss. */
+static bool find_best(const char *root, fault *f) {
+    char link[PATH_ROOM];
+    const char *best = NULL;
+    double lowest = INFINITY;
+    size_t count;
+    if (!files_join(link, sizeof link, root, "best", f)) return false;
+    found *list = find_all(root, &count);
+    for (size_t i = 0; i < count; i++) {
+        double loss = val_loss_of(root, list[i].name);
+        if (!(loss <= lowest)) continue;
+        lowest = loss;
+        best = list[i].name;
+    }
+    bool ok = best ? point(root, "best", best, f) : !unlink(link) || errno == ENOENT;
+    if (!ok && !best) fault_errno(f, "%s: cannot be removed", link);
+    free(list);
+    return ok;
 }
 
 static bool hash_file(const char *path, uint64_t *bytes, uint64_t *xxh64, fault *f) {
@@ -503,6 +530,26 @@ bool checkpoint_verify(const checkpoint *k, fault *f) {
             return false;
     }
     return true;
+}
+
+/* ---- A whole one ---- */
+
+bool checkpoint_write(const char *out_dir, const config *c, const checkpoint_state *state,
+                      const checkpoint_part *parts, size_t count, int64_t keep, fault *f) {
+    char root[PATH_ROOM], aside[PATH_ROOM], name[NAME_BYTES], hidden[NAME_BYTES * 2];
+    fault unused;
+    snprintf(name, sizeof name, "step_%08" PRId64, state->step);
+    snprintf(hidden, sizeof hidden, "%s%s", writing, name);
+    if (!files_join(root, sizeof root, out_dir, "checkpoints", f) ||
+        !files_join(aside, sizeof aside, root, hidden, f) || !files_make_folder(root, f) ||
+        !sweep(root, f))
+        return false;
+    if (!write_folder(aside, c, state, parts, count, f) || !put_in_place(root, aside, name, f)) {
+        files_remove_folder(aside, &unused);
+        return false;
+    }
+    return point(root, "latest", name, f) && note_best(root, name, state, f) &&
+           remove_old(root, state->step, keep, c->train.keep_every, f);
 }
 
 /* ---- Going on from one ---- */
@@ -585,7 +632,7 @@ bool checkpoint_adopt(const checkpoint *k, const char *out_dir, const config *c,
         files_remove_folder(aside, &unused);
         return false;
     }
-    return point_latest(root, name, f);
+    return point(root, "latest", name, f) && find_best(root, f);
 }
 
 /* The first of its names that is free: step_00000060.left, step_00000060.left2 ... */
@@ -630,7 +677,7 @@ bool checkpoint_leave_later(const char *out_dir, int64_t step, const listener *n
     for (size_t i = 0; list && ok && i < count && list[i].step > step; i++)
         ok = leave(root, list[i].name, notes, f);
     free(list);
-    return ok;
+    return ok && find_best(root, f);
 }
 
 void checkpoint_close(checkpoint *k) {

@@ -23,13 +23,15 @@ typedef struct checkpoint_state {
     double loss_scale; /* fp16: the scaler; 1 where there is none */
     int64_t scaler_good_steps, skipped_steps;
     double loss_first; /* of step 1, for metrics.json */
+    double val_loss;   /* of this step; NaN: it was not evaluated */
     double seconds;    /* trained so far */
     int64_t tokens;    /* trained on so far */
 } checkpoint_state;
 
-/* Writes out_dir/checkpoints/step_N, points `latest` at it, then removes of the steps up to N all
-   but the highest `keep` (0: keeps all) and the multiples of c's train.keep_every. On failure the
-   older ones are as they were. */
+/* Writes out_dir/checkpoints/step_N, points `latest` at it, and `best` where its validation loss is
+   the lowest so far. Then removes of the steps up to N all but the highest `keep` (0: keeps all),
+   the best, and the multiples of c's train.keep_every. On failure the older ones are as they
+   were. */
 bool checkpoint_write(const char *out_dir, const config *c, const checkpoint_state *state,
                       const checkpoint_part *parts, size_t count, int64_t keep, fault *f);
 
@@ -56,7 +58,7 @@ bool checkpoint_set_aside(const checkpoint *k, const char *out_dir, const listen
                           fault *f);
 
 /* Later checkpoints of out_dir, of a future that was given up, get names that nothing takes for
-   newer ones: step_00000060.left. */
+   newer ones: step_00000060.left. `best` is one of the others. */
 bool checkpoint_leave_later(const char *out_dir, int64_t step, const listener *notes, fault *f);
 
 /* Every file that the checkpoint lists is there, with its checksum. */

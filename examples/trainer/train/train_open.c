@@ -1,6 +1,7 @@
 /* train_open.c - what a run stands on: tokenizer, checkpoint, telemetry, model, data. Twin:
    train_inside.h. The order matters: whatever can be refused is refused before out_dir is
    touched. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -340,6 +341,7 @@ bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f) {
     t->dist = d;
     t->saved_step = -1;
     t->state.seed = (uint64_t)c->train.seed;
+    t->state.val_loss = (double)NAN;
     t->state.loss_scale = 1;
     if (!train_same_settings(c, d, f) || !dist_divide(d, d->context, f)) return false;
     bool ok = open_own(t, &opened, &k, f);

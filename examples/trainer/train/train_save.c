@@ -1,5 +1,6 @@
 /* train_save.c - a run's tensors in checkpoints. Twin: train_inside.h. Formats are
    checkpoint.c's. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -183,6 +184,7 @@ bool train_save_carried(trainer *t, const checkpoint *k, fault *f) {
     const config_train *c = &t->config->train;
     listener notes = telemetry_listener(t->telemetry);
     if (!checkpoint_set_aside(k, c->out_dir, &notes, f)) return false;
+    t->state.val_loss = (double)NAN; /* it was that of the other attention */
     return checkpoint_write(c->out_dir, t->config, &t->state, t->parts, 2, 0, f);
 }
 
