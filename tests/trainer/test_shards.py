@@ -1,0 +1,111 @@
+"""shards: its files as llm.c's format has them, and a run on them to the bit the run on the text.
+
+usage: test_shards.py TRAINER FOLDER SHARDS. Twin: examples/shards/main.c.
+"""
+import json
+import struct
+import subprocess
+import sys
+
+from runs import Runs, check, done
+
+runs, shards = Runs(sys.argv[1], sys.argv[2], "shards"), sys.argv[3]
+corpus, gpt2 = runs.root / "corpus", runs.root / "gpt2"
+corpus.mkdir()
+lines = [f"line {i} of {i * i % 97} words, it's\n" for i in range(1500)]
+(corpus / "a.txt").write_text("".join(lines[:900]))
+(corpus / "b.txt").write_text("".join(lines[900:])[:-1])  # no newline at its end: one is put there
+(corpus / "empty.txt").write_text("")
+
+
+def make(folder, *arguments, code=0, given=None):
+    ran = subprocess.run([shards, runs.root / folder, *map(str, arguments)], capture_output=True, input=given,
+                         timeout=60)
+    check(ran.returncode == code, ran)
+    return runs.root / folder, (ran.stdout + ran.stderr).decode()
+
+
+def tokens(folder):
+    """Of all shards in the order of their names, each with its header checked."""
+    found, sizes = [], []
+    for path in sorted(folder.glob("*.bin")):
+        data = path.read_bytes()
+        head = struct.unpack("<256i", data[:1024])
+        check(head[:2] == (20240520, 1) and head[3:] == (0,) * 253 and len(data) == 1024 + 2 * head[2], path, head[:3])
+        found += struct.unpack(f"<{head[2]}H", data[1024:])
+        sizes.append(head[2])
+    return found, sizes
+
+
+def losses(name, *options):
+    out, _, _ = runs.train(name, *options, "--steps", 4, "--eval-every", 2)
+    rows = [row.split(",") for row in (out / "training.csv").read_text().splitlines()]
+    return [(row[0], row[1], row[4]) for row in rows], (out / "val.csv").read_text()
+
+
+def test_bytes():
+    folder, said = make("bytes", corpus, "--shard-tokens", 10000)
+    text = "".join(lines).encode()
+    found, sizes = tokens(folder)
+    check(bytes(found) == text, "tokens are the bytes of the text")
+    check(sizes == [10000] * (len(text) // 10000) + [len(text) % 10000], sizes)
+    check(f"{len(text)} tokens of 2 documents in {len(sizes)} shards, vocabulary of 256" in said, said)
+    check(losses("of_bytes", "--dataset", "bin", "--data", folder) == losses("of_text", "--data", corpus), "losses")
+
+
+def vocabulary():
+    """256 bytes as GPT-2 spells them, two merges, the end of text."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    spelled = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(b for b in range(256)
+                                                                                  if b not in plain)}
+    symbols = [spelled[b] for b in range(256)] + ["li", "ne", "<|endoftext|>"]
+    gpt2.mkdir()
+    (gpt2 / "vocab.json").write_text(json.dumps({symbol: i for i, symbol in enumerate(symbols)}))
+    (gpt2 / "merges.txt").write_text("#version: 0.2\nl i\nn e\n")
+
+
+def test_vocabulary():
+    vocabulary()
+    folder, said = make("merged", corpus / "a.txt", corpus / "b.txt", "--tokenizer-path", gpt2)
+    found, sizes = tokens(folder)
+    check("vocabulary of 259" in said and len(sizes) == 1, said)
+    check(found.count(258) == 2 and found[-1] == 258 and found[:2] == [256, 257], found[:9])
+    spelled = b"".join({256: b"li", 257: b"ne", 258: b""}.get(t) or bytes([t] if t < 256 else []) for t in found)
+    check(spelled == "".join(lines).encode()[:-1], "the text")
+    words = ("--tokenizer", "gpt2", "--tokenizer-path", gpt2)
+    check(losses("of_shards", *words, "--dataset", "bin", "--data", folder) ==
+          losses("of_words", *words, "--data", corpus), "losses")
+
+
+def test_lines():
+    given = "".join(json.dumps({"text": line, "id": i}) + "\n" for i, line in enumerate(["one", "zw\u00f6lf", "", "a\0b"]))
+    folder, said = make("lines", "-", given=("\r\n" + given).encode())
+    check(bytes(tokens(folder)[0]) == "one\nzw\u00f6lf\na\0b\n".encode() and "of 3 documents" in said, said)
+    (runs.root / "set").mkdir()
+    (runs.root / "set/x.jsonl").write_text(given)
+    (runs.root / "set/y.txt").write_text("plain")
+    folder, _ = make("both", runs.root / "set")
+    check(bytes(tokens(folder)[0]) == "one\nzw\u00f6lf\na\0b\nplain\n".encode(), tokens(folder))
+
+
+def test_refusals():
+    (runs.root / "torn.part").mkdir()
+    (runs.root / "torn.part/shard_000000.bin").write_text("of a call that was killed")
+    bad = b'{"text": "fine"}\n{"text": 5}\n'
+    for given, words in ((bad, "-: the line that ends at byte 29 has no \"text\" that is a string"),
+                         (b"plain\n", "is not JSON"), (b"\n", "no text in what was given")):
+        folder, said = make("torn", "-", given=given, code=1)
+        check(words in said and not folder.exists() and not (runs.root / "torn.part").exists(), said)
+    check("must be a new folder" in make("bytes", corpus, code=1)[1], "an old folder")
+    check("nowhere: cannot read" in make("new", runs.root / "nowhere", code=1)[1], "no text")
+    check("must be an integer in 1" in make("new", corpus, "--shard-tokens", "many", code=2)[1], "no number")
+    check("no such option" in make("new", corpus, "--shards", 3, code=2)[1], "no option")
+    check("text must be named" in make("new", code=2)[1], "nothing named")
+    check(not (runs.root / "new").exists(), "a folder was made")
+
+
+test_bytes()
+test_vocabulary()
+test_lines()
+test_refusals()
+done()
