@@ -114,6 +114,22 @@ static void test_resume(void) {
     }
 }
 
+/* Layers that differ have parameters of different sizes to share, and k and v of their own to gather. */
+static void test_pattern(void) {
+    const char *out[] = {folder("pattern"), folder("pattern1"), folder("pattern_divided")};
+    static const char list[] = "cmp+slc,window";
+    check_case("layers that differ");
+    processes(one);
+    expect(train_to(out[1], "8", "--attention", list), 0, "attention cmp+slc,window");
+    processes(two);
+    expect(train_to(out[0], "8", "--attention", list), 0, "processes: 2 over mpi");
+    check_near_run(out[0], out[1], 8);
+    expect(train("--data", text, "--out-dir", out[2], "--steps", "8", "--eval-every", "4",
+                 "--attention", list, "--context-parallel", "2", NULL),
+           0, "processes: 2 over mpi, 4 rows for each 2");
+    check_near_run(out[2], out[1], 8);
+}
+
 /* Where documents are isolated the processes have different numbers of labels. */
 static void test_options(void) {
     const char *out[] = {folder("options"), folder("options1")};
@@ -189,6 +205,38 @@ static void test_divided(void) {
            "processes: 4 over mpi, 2 rows for each 2");
     check_near_run(both, alone, 8);
     test_divided_resume(alone);
+}
+
+/* MiB that a process of `count` holds beside parameters, for a sequence of 131,072 tokens. */
+static double planned(const char *count, const char *gc, const char *out) {
+    const char *const words[] = {"\n  all ", "\n  weights ", "\n  gradients ", "\n  moments "};
+    double held = 0;
+    int code = train("--data", text, "--out-dir", out, "--context-parallel", count, gc, "--check",
+                     "--dim", "64", "--layers", "4", "--kv-groups", "1", "--d-k", "16", "--d-v",
+                     "16", "--nsa-l", "32", "--nsa-d", "16", "--nsa-l-sel", "64", "--nsa-n-sel",
+                     "16", "--nsa-w", "512", "--batch-size", "1", "--val-fraction", "0",
+                     "--seq-len", "131072", "--threads", "1", NULL);
+    for (int i = 0; i < 4; i++) {
+        const char *at = strstr(output, words[i]);
+        if (CHECK(code == 0 && at, "exit code %d, no %s: %s", code, words[i] + 3, output))
+            held += (i ? -1 : 1) * atof(at + strlen(words[i]));
+    }
+    return held;
+}
+
+/* Of one process's memory, four that divide its sequence hold little more than a quarter each. */
+static void test_share(void) {
+    static const char *const how[] = {"--no-gc", "--gc", "--gc=selective"};
+    const char *out = folder("planned");
+    for (int i = 0; i < 3; i++) {
+        check_case("memory of a divided sequence, %s", how[i]);
+        processes(one);
+        double whole = planned("1", how[i], out);
+        processes(four);
+        double part = planned("4", how[i], out);
+        CHECK(part > whole / 4 && part <= 0.30 * whole, "%g of %g MiB, %g", part, whole,
+              part / whole);
+    }
 }
 
 /* Where documents are isolated, and labels differ; and statistics, of rank 0's tokens. */
@@ -419,11 +467,13 @@ int main(int argc, char **argv) {
     write_english(text);
     if (!strcmp(argv[1], "trains")) {
         test_same();
+        test_pattern();
         test_resume();
         test_options();
         test_refusals();
     } else if (!strcmp(argv[1], "context")) {
         test_divided();
+        test_share();
         test_divided_documents();
         test_divided_refusals();
     } else {

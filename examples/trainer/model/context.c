@@ -237,6 +237,7 @@ void context_gather(model *m, int layer) {
 
 void context_begin_backward(model *m, int layer) {
     if (!m->split) return;
+    if (m->scratch.hidden) m->gathered = -1; /* the MLP has been where they were */
     context_gather(m, layer);
     m->o->zero(m->o, m->scratch.dkeys,
                (size_t)(m->batch * (int64_t)m->sequence * layer_keys(m, layer)) * sizeof(real));
@@ -295,12 +296,12 @@ void context_layout(model *m, arena *a, size_t free_bytes) {
     int64_t all = (int64_t)m->options.batch * m->options.tokens, width = widest_keys(m);
     nsa_desc d = model_desc(m, 0, m->options.batch, m->options.tokens);
     int64_t blocks = (int64_t)m->options.batch * nsa_cmp_count(&d, m->options.tokens);
-    size_t sums = (size_t)(all * width) * sizeof(real), wide = (size_t)c->n_kv_groups * m->element;
-    if (m->options.training) {
-        s->dkeys = s->act;
-        if (sums > free_bytes) arena_take(a, FOR_BACKWARD, sums - free_bytes);
-    }
-    s->keys = arena_take(a, FOR_BACKWARD, (size_t)(all * width) * m->element);
+    size_t sums = ((size_t)(all * width) * sizeof(real) + 63) / 64 * 64;
+    size_t keys = (size_t)(all * width) * m->element, wide = (size_t)c->n_kv_groups * m->element;
+    size_t lent = (m->options.training ? sums : 0) + (s->hidden ? keys : 0);
+    if (lent > free_bytes) arena_take(a, FOR_BACKWARD, lent - free_bytes);
+    if (m->options.training) s->dkeys = s->act;
+    s->keys = s->hidden ? (char *)s->act + sums : arena_take(a, FOR_BACKWARD, keys);
     s->k_cmp = arena_take(a, FOR_BACKWARD, (size_t)blocks * wide * (size_t)c->d_k);
     s->v_cmp = arena_take(a, FOR_BACKWARD, (size_t)blocks * wide * (size_t)c->d_v);
     s->exchange = arena_take(a, FOR_COMMUNICATION,

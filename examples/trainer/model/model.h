@@ -133,6 +133,7 @@ typedef struct scratch {
     /* Of a sequence that is divided (context.c): */
     void *keys;          /* (batch, sequence, layer_keys): k and v of all processes' rows */
     real *dkeys;         /* their gradient, in the memory of act, dhidden and dact */
+    void *hidden;        /* NULL, or of every layer; keys then lie behind dkeys, up to its end */
     void *k_cmp, *v_cmp; /* compressed rows of one slice */
     real *exchange;      /* what the processes exchange at once: a block of each */
 } scratch;

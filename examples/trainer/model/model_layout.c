@@ -231,7 +231,8 @@ static void layout_rest(model *m, arena *a, layer_acts *x, int kinds) {
     }
     x->mid = take(m, a, FOR_ACTIVATIONS, rows * c->dim);
     x->rstd2 = take_reals(a, FOR_ACTIVATIONS, rows);
-    x->hidden = take(m, a, FOR_ACTIVATIONS, rows * m->mlp_in);
+    x->hidden =
+        m->scratch.hidden ? m->scratch.hidden : take(m, a, FOR_ACTIVATIONS, rows * m->mlp_in);
     if (!(kinds & SPARSE)) return;
     x->attention = take(m, a, FOR_ACTIVATIONS, rows * heads * c->d_v);
     x->k_cmp =
@@ -287,7 +288,16 @@ static void layout_layers(model *m, arena *a) {
     }
 }
 
-/* What an MLP needs while it runs, and in the same memory what a divided attention does. */
+/* Whether no layer's activations outlive its own passes. */
+static bool recomputes_all(const model *m) {
+    for (int i = 0; i < m->config.n_layers; i++)
+        if (layer_checkpointing(m, i) == CHECKPOINT_NONE) return false;
+    return m->options.training;
+}
+
+/* What an MLP needs while it runs, and in the same memory what a divided attention does: its
+   gradient of k and v; and k and v too where the MLP's hidden rows are those of one layer alone, for
+   they are gathered again once these have been read. */
 static void layout_mlp(model *m, arena *a) {
     const model_config *c = &m->config;
     scratch *s = &m->scratch;
@@ -297,6 +307,8 @@ static void layout_mlp(model *m, arena *a) {
     if (m->options.training) {
         s->dhidden = take(m, a, FOR_BACKWARD, rows * m->mlp_in);
         if (c->swiglu) s->dact = take(m, a, FOR_BACKWARD, rows * c->hidden);
+        if (m->context > 1 && recomputes_all(m))
+            s->hidden = take(m, a, FOR_ACTIVATIONS, rows * m->mlp_in);
     }
     context_layout(m, a, a->used - before);
 }
