@@ -353,6 +353,17 @@ static void count_layers(const ops *o, nsa_gate_kind kind, places how, step_stat
     for (size_t i = 0; i < sizeof memory / sizeof *memory; i++) o->release(o, memory[i]);
 }
 
+/* Layers 4, 7 and 8 are counted, the others have nothing. */
+static void compare_layers(const step_state *want, const step_state *got) {
+    for (int i = 0; i < STATS_LAYERS; i++) {
+        const float *a = &want->layers[i].entropy, *b = &got->layers[i].entropy;
+        CHECK((a[1] > 0) == (i == 4 || i == 7 || i == 8), "layer %d: share %g", i, (double)a[1]);
+        for (int k = 0; k < (int)(sizeof want->layers[i] / sizeof *a); k++)
+            CHECK(fabsf(a[k] - b[k]) <= 1e-5f * (1 + fabsf(a[k])), "layer %d: %d is %g, must be %g",
+                  i, k, (double)b[k], (double)a[k]);
+    }
+}
+
 static void test_counts(const ops *cpu, const ops *cuda) {
     static const nsa_gate_kind kinds[] = {NSA_GATE_SIGMOID, NSA_GATE_SOFTMAX};
     step_state want, got;
@@ -361,6 +372,7 @@ static void test_counts(const ops *cpu, const ops *cuda) {
         count_layers(cpu, kinds[i / 2], i % 2 ? BY_DOCUMENTS : BY_ROWS, &want);
         count_layers(cuda, kinds[i / 2], i % 2 ? BY_DOCUMENTS : BY_ROWS, &got);
         compare_counts(&want.seen, &got.seen);
+        if (i % 2 == 0) compare_layers(&want, &got);
     }
     check_case("statistics, places");
     count_layers(cpu, NSA_GATE_SIGMOID, BY_DOCUMENTS, &want);

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 out = folder / "events"
 shutil.rmtree(out, ignore_errors=True)
-small = "--dim 32 --heads 4 --d-k 8 --d-v 8 --seq-len 64 --batch-size 2 --threads 1 --eval-every 2 --dataset synthetic"
+small = "--dim 32 --heads 4 --d-k 8 --d-v 8 --seq-len 64 --batch-size 2 --threads 1 --eval-every 2 --log-every 1 --dataset synthetic"
 for options in ("--steps 4", "--steps 6 --resume"):
     subprocess.run([program, *small.split(), *options.split(), "--out-dir", out], check=True,
                    stdout=subprocess.DEVNULL)
@@ -48,13 +48,19 @@ for name, columns in tags.items():
             for column, tag in columns.items():
                 expected.setdefault(tag, {})[int(row["step"])] = float(row[column])
 gates = {f"gates/{x}" for x in ("entropy_mean", "max_gate", "collapse_frac", "share_cmp", "share_slc", "share_win")}
-assert read.keys() == expected.keys() | gates, read.keys() ^ (expected.keys() | gates)
+by_layer = {f"layer_00/{x}" for x in ("share_cmp", "share_slc", "share_win", "entropy", "sum")}
+assert read.keys() == expected.keys() | gates | by_layer, read.keys() ^ (expected.keys() | gates | by_layer)
 for tag, points in expected.items():
     assert read[tag].keys() == points.keys(), (tag, read[tag], points)
     for step, value in points.items():
         assert abs(read[tag][step] - value) <= 1e-6 * abs(value), (tag, step, read[tag][step], value)
-for tag in gates:
+for tag in gates | by_layer:
     assert read[tag].keys() == expected["train/loss"].keys(), (tag, read[tag])
+# Of the one layer that there is, its own and all.
+for step, share in read["gates/share_slc"].items():
+    assert abs(read["layer_00/share_slc"][step] - share) < 1e-6, (step, share, read["layer_00/share_slc"])
+    assert abs(sum(read[f"layer_00/share_{b}"][step] for b in ("cmp", "slc", "win")) - 1) < 1e-5, step
+    assert abs(read["layer_00/entropy"][step] - read["gates/entropy_mean"][step]) < 1e-5, step
 
 last = out / "checkpoints/latest"
 weights, moments = load_file(last / "model.safetensors"), load_file(last / "optimizer.safetensors")

@@ -44,6 +44,7 @@ static void test_gates(void) {
 /* A layer is judged by itself: one that has collapsed and one that is shut among sound ones. */
 static void test_layers(void) {
     static const float gates[][3] = {{0, 0, 0}, {-30, -30, -30}, {9, -9, -9}, {0, 1, 0}};
+    stats_layer means = {0};
     stats_sum sum = {0};
     stats s;
     check_case("layers by hand");
@@ -51,6 +52,10 @@ static void test_layers(void) {
         stats_sum one = {.k_rows = 1, .k = 3, .k_max = 3 + layer % 2, .at_max = 1};
         stats_add_gates(&one, gates[layer], 1, NSA_GATE_SIGMOID);
         stats_add_layer(&sum, &one, layer);
+        stats_of_layer(&one, &means);
+        near("a layer's entropy", (double)means.entropy, one.entropy, 1e-6);
+        near("its sum of gates", (double)means.gate_sum, one.gates, 1e-6);
+        near("its share of cmp", (double)means.shares[0], one.shares[0], 1e-6);
     }
     CHECK(stats_finish(&sum, &s), "four layers");
     CHECK(s.layers_shut == 1 && s.first_shut == 1, "%d layers are shut, the first: %d",

@@ -86,6 +86,14 @@ void stats_add_layer(stats_sum *s, const stats_sum *layer, int number) {
     if (shut && !s->layers_shut++) s->first_shut = number + 1;
 }
 
+void stats_of_layer(const stats_sum *layer, stats_layer *means) {
+    double rows = (double)layer->gate_rows;
+    if (!layer->gate_rows) return;
+    means->entropy = (float)(layer->entropy / rows);
+    for (int b = 0; b < 3; b++) means->shares[b] = (float)(layer->shares[b] / rows);
+    means->gate_sum = (float)(layer->gates / rows);
+}
+
 bool stats_finish(const stats_sum *s, stats *result) {
     stats none = {0};
     *result = none;

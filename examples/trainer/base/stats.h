@@ -26,6 +26,14 @@ typedef struct stats_sum {
     int64_t first_collapsed, first_shut; /* the layer's number, counted from 1; 0: none */
 } stats_sum;
 
+/* Means over a layer's rows, of the first STATS_LAYERS layers; a layer without gates has shares of
+   0. */
+enum { STATS_LAYERS = 64 };
+
+typedef struct stats_layer {
+    float entropy, shares[3], gate_sum;
+} stats_layer;
+
 typedef struct stats {
     double entropy_mean, max_gate, collapse_frac, shares[3]; /* max_gate: mean of largest shares */
     double k_mean, pct_at_max; /* pct_at_max: share of the rows whose k is k_max, 0 .. 1 */
@@ -43,6 +51,9 @@ void stats_add_blocks(stats_sum *s, const int32_t *lists, int64_t first, int64_t
 
 /* Adds what was counted of a layer, and what follows from it for the layer as a whole. */
 void stats_add_layer(stats_sum *s, const stats_sum *layer, int number);
+
+/* What was counted of a layer as its means; nothing where it has no gates. */
+void stats_of_layer(const stats_sum *layer, stats_layer *means);
 
 /* False where nothing was added. */
 bool stats_finish(const stats_sum *s, stats *result);

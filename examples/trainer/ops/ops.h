@@ -40,6 +40,7 @@ typedef struct step_state {
     int64_t overflow; /* 1: a gradient is not finite, and adamw leaves everything as it is */
     int64_t skipped;  /* 1: and a smaller scale will help */
     stats_sum seen;   /* of the passes that were looked at (observer.h) */
+    stats_layer layers[STATS_LAYERS]; /* of the last of them */
     /* What follows outlives the step. */
     loss_scaler scaler;
 } step_state;

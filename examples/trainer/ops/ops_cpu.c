@@ -445,6 +445,7 @@ static void cpu_count_choices(const ops *o, step_state *s, const layer_choices *
                          x->slc_block);
     }
     stats_add_layer(&s->seen, &seen, x->layer);
+    if (x->layer < STATS_LAYERS) stats_of_layer(&seen, &s->layers[x->layer]);
 }
 
 /* ---- nsa.h --------------------------------------------------------------------------------- */

@@ -532,6 +532,25 @@ static void set_state(telemetry *t, const telemetry_step *s, double rate) {
     if (s->stats) t->stats = *s->stats;
 }
 
+/* Of each layer that has gates, where the step also has a line: a record each. */
+static bool write_layers(telemetry *t, const telemetry_step *s, fault *f) {
+    static const char *const what[] = {"share_cmp", "share_slc", "share_win", "entropy", "sum"};
+    enum { EACH = sizeof what / sizeof *what };
+    char names[EACH][32];
+    events_scalar list[EACH];
+    for (int i = 0; s->stats && s->layers && i < STATS_LAYERS; i++) {
+        const stats_layer *x = &s->layers[i];
+        const float values[] = {x->shares[0], x->shares[1], x->shares[2], x->entropy, x->gate_sum};
+        if (x->shares[0] + x->shares[1] + x->shares[2] <= 0) continue;
+        for (int k = 0; k < EACH; k++) {
+            snprintf(names[k], sizeof names[k], "layer_%02d/%s", i, what[k]);
+            list[k] = (events_scalar){names[k], (double)values[k]};
+        }
+        if (!events_write(&t->events, s->step, list, EACH, f)) return false;
+    }
+    return true;
+}
+
 /* The rows and the scalars of a step. */
 static bool write_step(telemetry *t, const telemetry_step *s, double rate, fault *f) {
     double training[] = {s->loss, s->lr, rate, s->grad_norm}, fallbacks[FALLBACKS + 1];
@@ -645,7 +664,8 @@ static bool end_step(telemetry *t, const telemetry_step *s, fault *f) {
     t->metrics.tokens = t->tokens;
     metrics_prepare(t->metrics_path, &t->metrics);
     dump_step(s->step + 1);
-    return ok && write_step(t, s, rate, f) && judge_step(t, s, rate, f);
+    return ok && write_step(t, s, rate, f) && (!wanted || write_layers(t, s, f)) &&
+           judge_step(t, s, rate, f);
 }
 
 bool telemetry_step_end(telemetry *t, const telemetry_step *s, fault *f) {

@@ -53,8 +53,9 @@ typedef struct telemetry_step {
     int64_t tokens;     /* of this step, over all ranks */
     bool skipped;       /* fp16 overflow: counted, and said */
     const stats *stats; /* of its gates and block lists; NULL: none were taken */
-    double stats_ms;    /* of `seconds`, what they took */
-    const char *extra;  /* more for the log line, "name value | name value"; or NULL */
+    const stats_layer *layers; /* with stats: of the first STATS_LAYERS layers */
+    double stats_ms;           /* of `seconds`, what they took */
+    const char *extra;         /* more for the log line, "name value | name value"; or NULL */
 } telemetry_step;
 
 /* After each optimizer step: a row of the CSVs, a heartbeat, TensorBoard's scalars; a log line

@@ -54,8 +54,9 @@ static bool evaluate(trainer *t, fault *f) {
     }
     step_state s = model_state(&t->model);
     double sums[] = {s.loss, (double)s.labels, (double)bytes};
-    return dist_sum(t->dist, sums, 3, f) &&
-           telemetry_eval(t->telemetry, t->state.step, sums[0] / sums[1], sums[2] / sums[1], f);
+    if (!dist_sum(t->dist, sums, 3, f)) return false;
+    t->state.val_loss = sums[0] / sums[1];
+    return telemetry_eval(t->telemetry, t->state.step, t->state.val_loss, sums[2] / sums[1], f);
 }
 
 static bool print_text(trainer *t, const token_list *list, const char *when, fault *f) {
@@ -120,6 +121,7 @@ static bool settle(trainer *t, fault *f) {
     t->spoilt = t->pending.is = false;
     int64_t tokens = c->batch_size * c->seq_len * c->accumulate_grad_batches;
     t->state.step = p.step;
+    t->state.val_loss = (double)NAN;
     t->state.data = p.data;
     t->state.tokens += tokens;
     t->state.loss_scale = s.scaler.scale;
@@ -133,6 +135,7 @@ static bool settle(trainer *t, fault *f) {
                            .seconds = now - (p.began > t->settled ? p.began : t->settled),
                            .skipped = s.skipped,
                            .stats = stats_finish(&s.seen, &seen) ? &seen : NULL,
+                           .layers = s.layers,
                            .stats_ms = p.stats_ms};
     t->settled = now;
     if (t->first_step == p.step) train_note_memory(t);

@@ -117,11 +117,21 @@ NSA__DEVICE void stats_add_layer_sum(stats_sum *s, const stats_sum &layer, int n
     if (shut && !s->layers_shut++) s->first_shut = number + 1;
 }
 
+NSA__DEVICE void stats_means_of_layer(stats_layer *means, const stats_sum &layer) {
+    const double rows = static_cast<double>(layer.gate_rows);
+    if (!layer.gate_rows) return;
+    means->entropy = static_cast<float>(layer.entropy / rows);
+    for (int b = 0; b < 3; b++) means->shares[b] = static_cast<float>(layer.shares[b] / rows);
+    means->gate_sum = static_cast<float>(layer.gates / rows);
+}
+
 static __global__ void stats_sum_kernel(step_state *s, const stats_sum *parts, int layer) {
     NSA_SHARED(stats_sum, shared, [ROW_THREADS]);
     stats_sum mine = parts[threadIdx.x];
     stats_reduce(&mine, shared);
-    if (threadIdx.x == 0) stats_add_layer_sum(&s->seen, mine, layer);
+    if (threadIdx.x != 0) return;
+    stats_add_layer_sum(&s->seen, mine, layer);
+    if (layer < STATS_LAYERS) stats_means_of_layer(&s->layers[layer], mine);
 }
 
 #endif
