@@ -1,6 +1,6 @@
 /* main.c - shards: text as .bin shards of tokens, encoded once instead of at each start of a run.
-   Twins: README.md; data/source_corpus.c and data/source_stream.c, which encode the same text to the
-   same tokens. */
+   Twins: README.md; data/source_corpus.c and data/source_stream.c, which encode the same text to
+   the same tokens. */
 #include <inttypes.h>
 #include <jansson.h>
 #include <stdio.h>

@@ -114,7 +114,7 @@ static void test_resume(void) {
     }
 }
 
-/* Layers that differ have parameters of different sizes to share, and k and v of their own to gather. */
+/* Layers that differ have parameters of different sizes to share, and k and v of their own. */
 static void test_pattern(void) {
     const char *out[] = {folder("pattern"), folder("pattern1"), folder("pattern_divided")};
     static const char list[] = "cmp+slc,window";

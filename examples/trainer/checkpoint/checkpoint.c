@@ -27,8 +27,8 @@ static const char writing[] = ".writing-", removing[] = ".removing-", replaced[]
 
 /* ---- state.json ---- */
 
-/* Older checkpoints do not have a FIELD_LATER, an integer, -1 there, or a FIELD_NEWER, a number, NaN
-   there. */
+/* Older checkpoints do not have a FIELD_LATER, an integer, -1 there, or a FIELD_NEWER, a number,
+   NaN there. */
 typedef enum field_kind {
     FIELD_INTEGER,
     FIELD_NUMBER,
@@ -450,7 +450,7 @@ static bool note_best(const char *root, const char *name, const checkpoint_state
            point(root, "best", name, f);
 }
 
-/* The best of those that are there, the earliest of equal ones; nothing is, where none has a loss. */
+/* The best of those that are there, the earliest of equal ones; none where none has a loss. */
 static bool find_best(const char *root, fault *f) {
     char link[PATH_ROOM];
     const char *best = NULL;

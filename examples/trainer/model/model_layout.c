@@ -296,8 +296,8 @@ static bool recomputes_all(const model *m) {
 }
 
 /* What an MLP needs while it runs, and in the same memory what a divided attention does: its
-   gradient of k and v; and k and v too where the MLP's hidden rows are those of one layer alone, for
-   they are gathered again once these have been read. */
+   gradient of k and v; and k and v too where the MLP's hidden rows are those of one layer alone,
+   for they are gathered again once these have been read. */
 static void layout_mlp(model *m, arena *a) {
     const model_config *c = &m->config;
     scratch *s = &m->scratch;

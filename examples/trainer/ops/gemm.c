@@ -49,10 +49,10 @@ const char *gemm_open(void) {
     return openblas_get_config();
 }
 
-/* OpenBLAS takes memory before main, and where it gets none it asks again for ever. How much it takes
-   hangs on its version and the machine, so a start under a limit is timed: without trouble it takes a
-   tenth of a second of a processor. Sanitizers take terabytes, and begin later than this. */
-#if defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+/* OpenBLAS takes memory before main, and where it gets none it asks again for ever. How much it
+   takes hangs on its version and the machine, so a start under a limit is timed: without trouble it
+   takes a tenth of a second of a processor. */
+#ifdef __GLIBC__
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/time.h>
@@ -70,7 +70,8 @@ static void start_has_failed(int number) {
     _exit(UNUSABLE);
 }
 
-static void watch_start(void) {
+/* Sanitizers begin later than this. */
+__attribute__((no_sanitize("address", "thread", "undefined"))) static void watch_start(void) {
     struct rlimit limit;
     struct sigaction action = {.sa_handler = start_has_failed};
     struct itimerval patience = {.it_value = {START_S, 0}};
