@@ -6,6 +6,7 @@ usage: test_quality.py SCRIPT BIN FOLDER. Twin: scripts/quality.
 import json
 import math
 import pathlib
+import runpy
 import statistics
 import subprocess
 import sys
@@ -91,6 +92,24 @@ def test_report():
         check(row["mean"] == statistics.mean(100 * right / all_ for all_, right in each), row, each)
 
 
+def test_presets():
+    """What a trainer would say of each preset's options, GPU or not."""
+    sys.path.insert(0, str(script.parent))
+    presets = runpy.run_path(str(script))["PRESETS"]
+    check(set(presets) == {"small", "large"}, presets)
+    for name, its in presets.items():
+        trainer = programs / its["trainer"].removesuffix("_cuda")
+        for part, more in (("text", ("--steps", its["text"]["steps"])), ("needles", ("--vocab-size", 512))):
+            for kind in sum(its[part]["kinds"], []):
+                attention, _, window = kind.split(" > ")[-1].partition(" ")
+                ran = subprocess.run([str(x) for x in (
+                    trainer, *its[part]["options"].split(), "--attention", attention, *more,
+                    *(["--nsa-w", window] if window else []), "--dataset", "synthetic", "--device", "cpu", "--check")],
+                                     cwd=script.parent.parent, capture_output=True, text=True, timeout=60)
+                check(ran.returncode == 0 and "parameters: " in ran.stdout, name, part, kind, ran.stderr)
+
+
+test_presets()
 test_training()
 test_report()
 done()
