@@ -55,20 +55,20 @@ def permuted(seed, stream, index, count):
             return index
 
 
-def windows(text, steps):
-    """(ROWS, TOKENS + 1) of bytes for each step."""
+def windows(text, steps, rows=ROWS, tokens=TOKENS):
+    """(rows, tokens + 1) of bytes for each step."""
     shuffle, phase = 4, 5  # RNG_SHUFFLE, RNG_PHASE
-    count = (len(text) - 1) // TOKENS
+    count = (len(text) - 1) // tokens
     count -= count > 8
-    slack = min(len(text) - 1 - count * TOKENS, TOKENS - 1)
+    slack = min(len(text) - 1 - count * tokens, tokens - 1)
     for step in range(steps):
-        rows = []
-        for sample in range(step * ROWS, (step + 1) * ROWS):
+        found = []
+        for sample in range(step * rows, (step + 1) * rows):
             epoch, place = divmod(sample, count)
             offset = random_bits(SEED, phase, epoch) * (slack + 1) >> 64
-            begin = offset + permuted(SEED, shuffle | epoch << 8, place, count) * TOKENS
-            rows.append(list(text[begin:begin + TOKENS + 1]))
-        yield torch.tensor(rows)
+            begin = offset + permuted(SEED, shuffle | epoch << 8, place, count) * tokens
+            found.append(list(text[begin:begin + tokens + 1]))
+        yield torch.tensor(found)
 
 
 # ---- The model ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Debian 12, 1.13, whose autograd Functions take the operators' place; what only n
 """
 import math
 import os
+import threading
 import unittest
 
 import torch
@@ -355,6 +356,46 @@ class Layouts(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "rows: NSA_ERROR_BEGINS"):
                 call()
 
+    @CPU
+    def test_memory_that_has_the_negatives(self):
+        q, k, v = (rows(B, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        lazy = torch.conj(torch.complex(torch.zeros_like(q), q)).imag  # -q, in the memory of q
+        self.assertTrue(lazy.is_neg())
+        found = nt.attend_win(lazy, k, v, **GEOMETRY)
+        self.assertTrue(all(map(torch.equal, found, nt.attend_win(-q, k, v, **GEOMETRY))))
+        gradients = []
+        for dout in (lazy, -q):
+            learning = k.clone().requires_grad_()
+            nt.attend_win(q, learning, v, **GEOMETRY)[0].backward(dout)
+            gradients.append(learning.grad)
+        self.assertTrue(torch.equal(*gradients))
+
+    def test_recorded_or_not(self):
+        tensors = whole_tensors(dtype=torch.float32)
+        recorded = whole(*tensors, blocks=True)
+        self.assertTrue(recorded[0].requires_grad)
+        with torch.no_grad():
+            self.assertTrue(all(map(torch.equal, recorded, whole(*tensors, blocks=True))))
+            self.assertTrue(torch.equal(recorded[0], whole(*tensors)))
+
+    @CPU
+    def test_threads_that_call_at_once(self):
+        samples = [whole_tensors(dtype=torch.float32, tokens=tokens) for tokens in (20, 40, T, 90)]
+        alone, wrong = [whole(*sample).detach() for sample in samples], []
+
+        def call(first):
+            for i in range(first, first + 24):
+                found = whole(*samples[i % 4])
+                found.sum().backward()
+                if not torch.allclose(found, alone[i % 4], rtol=1e-5, atol=1e-6):
+                    wrong.append(i)
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(wrong, [])
+
     def test_halves(self):
         for dtype in (torch.bfloat16, torch.float16):
             torch.manual_seed(1)
@@ -592,6 +633,24 @@ class Operators(unittest.TestCase):
         yield torch.ops.nsa.compress_step.default, (k, k_rows, *given[:5], *at, pages, 64, "mlp", text)
         yield torch.ops.nsa.attention_step.default, (q, k, v, k, v, k, v, gates, *given, k_rows, v_rows, *at, pages, 64,
                                                      "mlp", "mlp", text)
+
+    def test_what_looks_at_operators_sees_them(self):
+        class Names(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                seen.append(str(function))
+                return function(*args, **(kwargs or {}))
+        q, k, v = (rows(B, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        seen = []
+        with Names():
+            nt.attend_win(q, k, v, **GEOMETRY)
+        self.assertIn("nsa.attend_win.default", seen)
+        with torch.profiler.profile() as profile:
+            nt.attend_win(q, k, v, **GEOMETRY)
+        self.assertIn("nsa::attend_win", [event.key for event in profile.key_averages()])
+        shape, _ = nt.attend_win(*(x.to("meta") for x in (q, k, v)), **GEOMETRY)
+        self.assertEqual((shape.device.type, shape.shape), ("meta", q.shape))
+        each = torch.func.vmap(lambda x: nt.attend_win(x, k, v, **GEOMETRY)[0])(torch.stack([q, q]))
+        self.assertTrue(torch.equal(each[1], nt.attend_win(q, k, v, **GEOMETRY)[0]))
 
     def test_opcheck(self):
         for operator, arguments in self.samples(torch.float32):

@@ -26,6 +26,7 @@ class Packer:
     def __init__(self, kind: Any):
         self.fields: list[tuple[str, tuple[Any, ...]]] = []
         self.offsets: dict[str, int] = {}
+        self.at: list[int] = []  #: each value's offset
         codes: list[str] = []
         self._end = 0
         self._walk(kind, "", 0, codes)
@@ -42,6 +43,7 @@ class Packer:
                     else [(0, _CODES[of])]
                 for offset, code in parts:
                     codes.append(f"{at + offset - self._end}x{code}")
+                    self.at.append(at + offset)
                     self._end = at + offset + struct.calcsize("=" + code)
                 self.fields.append((prefix + name, (0,) * len(parts)))
                 self.offsets[prefix + name] = at

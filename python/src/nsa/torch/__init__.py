@@ -147,21 +147,27 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
 
     With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the
     new tokens; compressed = (of k, of v) holds the compressed rows of earlier steps and gets those of this one."""
-    kinds, given = [], []
-    for phi in (phi_k, phi_v):
-        kind, parameters = (phi, {}) if isinstance(phi, str) else phi
-        kinds.append(kind)
-        given += [parameters.get(name) for name in _PHI]
-    tensors = q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *given
+    kind_k, given_k = _phi(phi_k)
+    kind_v, given_v = _phi(phi_v)
+    tensors = q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *given_k, *given_v
     if compressed is not None:
         _of_a_step(begins, first)
         with _torch.no_grad():
             found = _o.attention_step(*tensors, *compressed, firsts, counts, pages,
-                                      _tokens(k_slc, None, pages, longest), *kinds, _options(**options))
+                                      _tokens(k_slc, None, pages, longest), kind_k, kind_v, _options(**options))
         return found if blocks else found[0]
     _only_with("compressed", firsts, counts, pages)
-    found = _o.attention(*tensors, begins, longest, first, *kinds, _options(**options))
+    found = _o.attention(*tensors, begins, longest, first, kind_k, kind_v, _options(**options) if options else "",
+                         wanted=2 if blocks else 1)
     return found[:2] if blocks else found[0]
+
+
+def _phi(phi: tuple[str, dict[str, Tensor]] | str) -> tuple[str, list[Tensor | None]]:
+    """Its kind, and its parameters as the operators take them."""
+    if isinstance(phi, str):
+        return phi, [None] * len(_PHI)
+    kind, parameters = phi
+    return kind, [parameters.get(name) for name in _PHI]
 
 
 def _tokens(k: Tensor, begins: Tensor | None, pages: Tensor | None, longest: int) -> int:
@@ -172,8 +178,9 @@ def _tokens(k: Tensor, begins: Tensor | None, pages: Tensor | None, longest: int
 
 
 def _only_with(name: str, *arrays: Tensor | None) -> None:
-    if any(x is not None for x in arrays):
-        raise ValueError(f"{name}: firsts, counts and pages need it, for compressed rows of earlier steps lie there")
+    for x in arrays:
+        if x is not None:
+            raise ValueError(f"{name}: firsts, counts and pages need it, for compressed rows of earlier steps lie there")
 
 
 def _of_a_step(begins: Tensor | None, first: int) -> None:

@@ -2,26 +2,77 @@
 
 A call's structs depend on the forms of its tensors, shapes, strides and dtypes, and on the addresses alone they do
 not share. So the first call of a form makes a Plan, which has everything but the addresses, and the others use it.
+What a call needs for itself alone, workspace and outputs that nobody asked for, lies in memory that is kept for the next.
 """
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import mmap
 import os
 import pathlib
 from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
+from torch import empty, get_num_threads  # by themselves: in a call their module's names would be cold memory
 
 from .. import _abi
 from .._library import FOLDER, Library, library, refusal
 from .._pack import ARRAYS, NULL, Packer, desc_struct
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int32: 4}
+_BYTES = {torch.uint8: 1, torch.bfloat16: 2, torch.float16: 2, torch.float32: 4, torch.float64: 8, torch.int32: 4}
 PLANS_MAX = 4096  # of packed sequences each step has a form of its own
+KEPT_MAX = 128 << 20  # bytes of scratch that are kept for the next call
+
+
+# ---- Memory -------------------------------------------------------------------------------------
+
+LARGE, _LARGE_PAGE = 8 << 20, 2 << 20
+_madvise = ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_HUGEPAGE") else None
+
+
+def in_large_pages(x: torch.Tensor) -> None:
+    """Large memory comes fresh from the system, which has large pages for who asks: taking 32 MiB by pages of 4 KiB
+    costs as much as a tenth of computing what lies there."""
+    if _madvise is not None and x.is_cpu:
+        begin, end = x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()
+        first = -(-begin // _LARGE_PAGE) * _LARGE_PAGE
+        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
+
+
+class Scratch:
+    """Memory of one call, which no other has meanwhile."""
+    __slots__ = ("memory", "address", "size", "number")
+    _numbers = itertools.count(1)
+
+    def __init__(self, size: int, device: torch.device):
+        self.memory = empty(size, dtype=torch.uint8, device=device)
+        self.address, self.size, self.number = self.memory.data_ptr(), size, next(self._numbers)
+        if size >= LARGE:
+            in_large_pages(self.memory)
+
+
+_free: list[Scratch] = []  # on the CPU
+
+
+def scratch(size: int, device: torch.device) -> Scratch:
+    """That of an earlier call, if there is one."""
+    if device.type == "cpu":
+        try:
+            found = _free.pop()  # in one step, so that no two threads have the same
+        except IndexError:
+            return Scratch(size, device)
+        if found.size >= size:
+            return found
+    return Scratch(size, device)
 
 
 # ---- Views --------------------------------------------------------------------------------------
+
+ALIGNED = 64
+
 
 class Room(NamedTuple):
     """A tensor that a call returns."""
@@ -30,8 +81,15 @@ class Room(NamedTuple):
     zeroed: bool = False
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        make = torch.zeros if self.zeroed else torch.empty
-        return make(self.shape, dtype=self.dtype, device=device)
+        return empty(self.shape, dtype=self.dtype, device=device)
+
+    @property
+    def bytes(self) -> Any:
+        """To the next multiple of ALIGNED. The shape may be symbolic."""
+        size = _BYTES[self.dtype]
+        for extent in self.shape:
+            size = size * extent
+        return (size + ALIGNED - 1) // ALIGNED * ALIGNED
 
 
 class Slot(NamedTuple):
@@ -119,7 +177,7 @@ class Native:
             if not hasattr(handle, prefix + plain):
                 continue
             function = getattr(handle, prefix + plain)
-            plain_types = [ctypes.c_char_p if hasattr(a, "contents") else a for a in arguments]
+            plain_types = [ctypes.c_void_p if hasattr(a, "contents") else a for a in arguments]
             sized = "_workspace_size"
             if name + sized in prototypes and not hasattr(handle, prefix + plain + sized):
                 del plain_types[-2:]  # a kernel needs no workspace everywhere that nsa.h does
@@ -133,9 +191,12 @@ class Native:
             raise NotImplementedError(f"{self.words.path.name} has no nsa_{name}")
         return self._functions[name]
 
-    def workspace_size(self, name: str, structs: Sequence[bytes]) -> int | None:
-        size_of = self._functions.get(name + "_workspace_size")
-        return None if size_of is None else size_of(*structs[-len(size_of.argtypes):])
+    def has_workspace(self, name: str) -> bool:
+        return name + "_workspace_size" in self._functions
+
+    def workspace_size(self, name: str, structs: Sequence[int]) -> int:
+        size_of = self._functions[name + "_workspace_size"]
+        return size_of(*structs[-len(size_of.argtypes):])
 
 
 @functools.lru_cache(None)
@@ -175,10 +236,10 @@ Structs = Callable[[Sequence[Any], Sequence[View]], Sequence[tuple[Packer, dict[
 
 
 class Plan:
-    """All calls of one function with tensors of one form."""
+    """All calls of one function with tensors of one form. It returns the first `returned` rooms."""
 
     def __init__(self, name: str, arguments: Sequence[Any], places: Sequence[int],
-                 rooms: Callable[..., Sequence[Room]], structs: Structs):
+                 rooms: Callable[..., Sequence[Room]], structs: Structs, returned: int):
         tensors = [(place, arguments[place]) for place in places if arguments[place] is not None]
         self.device: torch.device = tensors[0][1].device
         for _, x in tensors:
@@ -187,73 +248,128 @@ class Plan:
         self.native = native(self.device, any(x.dtype == torch.float64 for _, x in tensors))
         self.function = self.native[name]
         self.places = [place for place, _ in tensors]
-        self.copied: list[int] = []
+        self.copied = [place for place, x in tensors if x.is_neg()]  # their memory has the negatives
         while True:
             views = list(arguments)
             for i, (place, x) in enumerate(tensors):
                 strides = None if place in self.copied else x.stride()
                 views[place] = View(Slot(i), x.shape, x.dtype, self.device, strides)
             try:
-                self.rooms = list(rooms(*views))
-                returned = [View(Slot(len(tensors) + i), room.shape, room.dtype, self.device)
-                            for i, room in enumerate(self.rooms)]
-                made = [(packer, packer.values(fields)) for packer, fields in structs(views, returned)]
+                every = list(rooms(*views))
+                written = [View(Slot(len(tensors) + i), room.shape, room.dtype, self.device)
+                           for i, room in enumerate(every)]
+                made = [(packer, packer.values(fields)) for packer, fields in structs(views, written)]
                 break
             except Unpacked as copied:
                 self.copied.append(self.places[copied.place])
+        self.rooms = every[:returned]
+        self._zeroed = [i for i, room in enumerate(self.rooms) if room.zeroed]
+        self._large = [i for i, room in enumerate(self.rooms) if room.bytes >= LARGE]
+        within = [0]  # scratch: the other rooms, and behind them the workspace
+        for room in every[returned:]:
+            within.append(within[-1] + room.bytes)
+        self._workspace_at, self._name = within[-1], name
+        self._size: int | None = 0 if self.native.has_workspace(name) else None
         # How many compressed rows there are is what the descriptor's arrays say, not their form.
-        self._varies = any(isinstance(made[-1][1][_DESC.place(name)], Slot) for name in ARRAYS)
-        self._structs = [(packer.bytes, values, [(i, *v) for i, v in enumerate(values) if isinstance(v, Slot)])
-                         for packer, values in made]
-        self._name = name
-        self._size: int | None = -1  # not asked for yet; None: there is no workspace
+        self._varies = any(isinstance(made[-1][1][_DESC.place(field)], Slot) for field in ARRAYS)
+        self._template, self._begins, self._slots, self._scratch_slots = b"", [], [], []
+        for packer, values in made:
+            begin = len(self._template)
+            self._begins.append(begin)
+            self._template += packer.bytes(*[0 if isinstance(value, Slot) else value for value in values])
+            for at, value in zip(packer.at, values):
+                if isinstance(value, Slot):
+                    word, other = (begin + at) // 8, value.place - len(tensors) - returned
+                    if other < 0:
+                        self._slots.append((word, *value))
+                    else:
+                        self._scratch_slots.append((word, within[other] + value.offset))
+        self._frames: list[Frame] = []
 
-    def run(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+    def _place(self, frame: "Frame", memory: Scratch) -> None:
+        """Puts what lies in scratch, and the workspace, there."""
+        for word, offset in self._scratch_slots:
+            frame.words[word] = memory.address + offset
+        if self._size is not None:
+            frame.given[-2:] = memory.address + self._workspace_at, memory.size - self._workspace_at
+        frame.scratch = memory.number
+
+    def _sized(self, frame: "Frame", memory: Scratch) -> Scratch:
+        """Scratch that is large enough. Gradients never share memory here, so what a first call needs is what all
+        calls need, if it does not vary."""
+        size = self.native.workspace_size(self._name, frame.given[:len(self._begins)])
+        self._size = max(size, self._size or 0)
+        if frame.given[-1] < size:
+            memory = scratch(self._workspace_at + size, self.device)
+            self._place(frame, memory)
+        frame.sized = not self._varies
+        return memory
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.copied:
-            arguments = [x.contiguous() if i in self.copied else x for i, x in enumerate(arguments)]
-        outputs = [room.empty(self.device) for room in self.rooms]
-        addresses = [arguments[place].data_ptr() for place in self.places]
-        addresses += [x.data_ptr() for x in outputs]
-        given: list[Any] = []
-        for pack, template, slots in self._structs:
-            values = template.copy()
-            for i, place, offset in slots:
-                values[i] = addresses[place] + offset
-            given.append(pack(*values))
-        size = self._size
-        if size == -1 or self._varies:
-            # Gradients never share memory here, so what a first call needs is what all calls need.
-            self._size = size = self.native.workspace_size(self._name, given)
-        if size is not None:
-            workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
-            given += (workspace.data_ptr(), size)
+            tensors = [x.resolve_neg().contiguous() if i in self.copied else x for i, x in zip(self.places, tensors)]
+        outputs = [empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in self.rooms]
+        for i in self._large:
+            in_large_pages(outputs[i])
+        if self._zeroed:
+            torch._foreach_zero_([outputs[i] for i in self._zeroed])
+        try:
+            frame = self._frames.pop()
+        except IndexError:
+            frame = Frame(self._template, self._begins, self._size is not None)
+        words, addresses = frame.words, [x.data_ptr() for x in (*tensors, *outputs)]
+        for word, place, offset in self._slots:
+            words[word] = addresses[place] + offset
+        memory = scratch(self._workspace_at + (self._size or 0), self.device)
+        if frame.scratch != memory.number:
+            self._place(frame, memory)
+        if not frame.sized:
+            memory = self._sized(frame, memory)
         if self.native.stream:
             with torch.cuda.device(self.device):
-                status = self.function(*given, torch.cuda.current_stream(self.device).cuda_stream)
+                status = self.function(*frame.given, torch.cuda.current_stream(self.device).cuda_stream)
         else:
-            status = self.function(*given)
+            status = self.function(*frame.given)
+            if memory.size <= KEPT_MAX:
+                _free.append(memory)
         if status:
             raise refusal(self.native.words, status)
+        self._frames.append(frame)
         return outputs
+
+
+class Frame:
+    """The structs of one call, which the next of the same form uses again. `words` are their memory, `given` what the
+    library's function takes."""
+    __slots__ = ("words", "given", "scratch", "sized")
+
+    def __init__(self, template: bytes, begins: Sequence[int], workspace: bool):
+        memory = bytearray(template)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.words, self.scratch, self.sized = memoryview(memory).cast("Q"), 0, not workspace
+        self.given = [address + begin for begin in begins] + [0, 0] * workspace
 
 
 _plans: dict[Any, Plan] = {}
 
 
 def run(name: str, arguments: Sequence[Any], places: Sequence[int], rooms: Callable[..., Sequence[Room]],
-        structs: Structs) -> list[torch.Tensor]:
-    """Calls nsa_`name`: what it returns lies in `rooms` of the arguments, of which those in `places` are tensors."""
-    key: list[Any] = [name, torch.get_num_threads(), *arguments]
+        structs: Structs, returned: int) -> list[torch.Tensor]:
+    """Calls nsa_`name`: what it writes are the `rooms` of the arguments, of which those in `places` are tensors. The
+    first `returned` are returned."""
+    key: list[Any] = [name, returned, get_num_threads(), *arguments]
+    tensors = []
     for place in places:
         x = arguments[place]
         if x is not None:
-            key[place + 2] = x.shape
-            key += (x.stride(), x.dtype, x.device)
+            tensors.append(x)
+            key[place + 3] = x.shape
+            key += (x.stride(), x.dtype, x.device, x.is_neg())
     form = tuple(key)
     plan = _plans.get(form)
     if plan is None:
-        plan = Plan(name, arguments, places, rooms, structs)
+        plan = Plan(name, arguments, places, rooms, structs, returned)
         if len(_plans) >= PLANS_MAX:
             _plans.clear()
         _plans[form] = plan
-    return plan.run(arguments)
+    return plan.run(tensors)

@@ -7,9 +7,11 @@ autograd Functions. Twin: __init__.py, the functions people call.
 """
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, Callable, Sequence
 
 import torch
+from torch import _C
 
 from .. import _abi
 from .._pack import (ARRAYS, PHI as _PHI, Packer, cmp_count, list_heads, list_width, more, option, parse, problem,
@@ -44,64 +46,77 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
     places = [i for i, argument in enumerate(arguments) if argument.startswith("Tensor")]
     counts = next((i for i, argument in enumerate(arguments) if argument == "Tensor? counts"), None)
     results = returned.count("Tensor")  # rooms behind them are memory of the call alone
+    if returned == "Tensor[]":
+        results = len(arguments)  # or fewer
 
     def shaped(found: list[torch.Tensor]) -> Any:
         if returned in ("Tensor", "()"):
             return found[0] if found else None
-        return found if returned == "Tensor[]" else tuple(found[:results])
+        return found if returned == "Tensor[]" else tuple(found)
 
-    def kernel(*given: Any) -> Any:
+    def kernel(*given: Any, wanted: int = results) -> Any:
         if counts is not None and given[counts] is not None and not name.startswith("compress"):
             _check_counts(given[counts], given[0].shape[1])
-        return shaped(run(function, given, places, rooms, structs))
+        return shaped(run(function, given, places, rooms, structs, wanted))
 
     if not HAS_OPERATORS:
-        return _casting(_differentiable(kernel, setup, backward), autocast)
+        function_of = _casting(_differentiable(kernel, setup, backward), autocast)
+        return lambda *given, **wanted: function_of(*given)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         _library.impl(name, kernel, key)
-    torch.library.register_fake(
-        "nsa::" + name, lambda *given: shaped([room.empty(given[0].device) for room in rooms(*given)]), lib=_library)
+    torch.library.register_fake("nsa::" + name, lambda *given: shaped(
+        [room.empty(given[0].device) for room in rooms(*given)][:results]), lib=_library)
     operator = getattr(torch.ops.nsa, name).default
     if backward is not None:
-        _library.impl(name, _differentiable(_below_autograd(operator, kernel), setup, backward), "Autograd")
+        _library.impl(name, _differentiable(_below_autograd(operator), setup, backward), "Autograd")
     if autocast is not None:
         for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             _library.impl(name, _cast_for(operator, device, autocast), key)
-    return _no_second_derivative(operator, kernel) if name.endswith("_backward") else operator
+    return _direct(operator, kernel, operator if backward is None else _function(kernel, setup, backward), places)
 
 
-#: What calls have that nothing traces, wraps or batches.
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), int, bool, str))
-_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_LOOKING: Any = () if not HAS_OPERATORS else (
+    torch.compiler.is_dynamo_compiling, _C._len_torch_dispatch_stack, _C._len_torch_function_stack,
+    _C._are_functorch_transforms_active, _C._is_any_autocast_enabled, _C._is_tracing, _C._autograd._profiler_enabled)
 
 
-def _below_autograd(operator: Callable, kernel: Callable) -> Callable:
-    """The operator without its gradient. Dispatching costs ten microseconds, so plain calls go to the kernel."""
+def _at_rest() -> bool:
+    """Whether an operator would do no more than its kernel and its gradient: nothing looks at it, and nothing
+    changes its arguments."""
+    for looks in _LOOKING:
+        if looks():
+            return False
+    return True
+
+
+def _direct(operator: Callable, kernel: Callable, recorded: Callable, places: Sequence[int]) -> Callable:
+    """The operator. Plain calls go past the dispatcher, which costs as much as the rest of what Python does; if they are
+    not recorded for backward, only the results that are `wanted` are allocated."""
+    tensors_of, plain, is_grad_enabled = itemgetter(*places), {torch.Tensor, torch.nn.Parameter}, torch.is_grad_enabled
+
+    def call(*given: Any, **wanted: int) -> Any:
+        if _at_rest():
+            tensors = [x for x in tensors_of(given) if x is not None]
+            if plain.issuperset(map(type, tensors)) and not tensors[0].is_meta:
+                if is_grad_enabled() and True in [x.requires_grad for x in tensors]:
+                    return recorded(*given)
+                return kernel(*given, **wanted)
+        return operator(*given)
+    return call
+
+
+def _below_autograd(operator: Callable) -> Callable:
+    """The operator without its gradient."""
     def run(*arguments: Any) -> Any:
-        if not _modes() and _PLAIN.issuperset(map(type, arguments)):
-            return kernel(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _C._AutoDispatchBelowAutograd():
             return operator(*arguments)
     return run
 
 
-def _no_second_derivative(operator: Callable, kernel: Callable) -> Callable:
-    """A backward, likewise; where a graph of it is asked for the operator refuses."""
-    def run(*arguments: Any) -> Any:
-        if not torch.is_grad_enabled() and not _modes() and _PLAIN.issuperset(map(type, arguments)):
-            return kernel(*arguments)
-        return operator(*arguments)
-    return run
-
-
-def _differentiable(run: Callable, setup: Callable | None, backward: Callable | None) -> Callable:
-    """`run` with its gradient. torch.library.register_autograd would do the same, but it looks through all
+def _function(run: Callable, setup: Callable | None, backward: Callable) -> Callable:
+    """`run`, recorded for its gradient. torch.library.register_autograd would do the same, but it looks through all
     arguments for each of them at every call: 0.4 ms for the 24 of attention."""
-    if backward is None or setup is None:
-        return run
-    save, differentiate = setup, backward
-
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -113,9 +128,19 @@ def _differentiable(run: Callable, setup: Callable | None, backward: Callable | 
         def backward(ctx: Any, *gradients: Any) -> Any:
             return differentiate(ctx, *gradients)
 
+    save, differentiate = setup, backward
+    return Function.apply
+
+
+def _differentiable(run: Callable, setup: Callable | None, backward: Callable | None) -> Callable:
+    """`run` with its gradient."""
+    if backward is None:
+        return run
+    recorded = _function(run, setup, backward)
+
     def apply(*arguments: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
-            return Function.apply(*arguments)
+            return recorded(*arguments)
         return run(*arguments)
     return apply
 
@@ -592,7 +617,6 @@ gate = _define("gate", "(Tensor logits, Tensor cmp, Tensor slc, Tensor win, str 
 _WHOLE_IN = ("q", "k_cmp.x", "v_cmp.x", "k_slc", "v_slc", "k_win", "v_win", "gates")
 _PHIS = tuple(f"{which}_cmp.{name}" for which in "kv" for name in _PHI)
 _WHOLE_TENSORS = len(_WHOLE_IN) + len(_PHIS)
-_ALIGNED = 64
 
 
 def _kept_rooms(q, k_cmp, v_cmp, options):
@@ -606,20 +630,10 @@ def _kept_rooms(q, k_cmp, v_cmp, options):
             **{"lse_" + branch: Room(heads, real) for branch in ("cmp", "slc", "win")}}
 
 
-_BYTES = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4, torch.float64: 8}
-
-
-def _room_bytes(room: Room) -> Any:
-    size = _BYTES[room.dtype]
-    for extent in room.shape:
-        size = size * extent
-    return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
-
-
 def _whole_rooms(*arguments):
     q, k_cmp, v_cmp, k_slc = arguments[:4]
     options = arguments[-1]
-    kept = sum(map(_room_bytes, _kept_rooms(q, k_cmp, v_cmp, options).values()))
+    kept = sum(room.bytes for room in _kept_rooms(q, k_cmp, v_cmp, options).values())
     return [_like(q, *q.shape[:3], v_cmp.shape[3]), _lists(q, k_slc.shape[2], options), Room((kept,), torch.uint8)]
 
 
@@ -627,7 +641,7 @@ def _kept_views(kept: View, rooms: dict[str, Room]) -> dict[str, tuple[Any, ...]
     views, offset = {}, 0
     for name, room in rooms.items():
         views[name] = rows(View(Slot(kept.slot.place, offset), room.shape, room.dtype, kept.device))
-        offset += _room_bytes(room)
+        offset += room.bytes
     return views
 
 
