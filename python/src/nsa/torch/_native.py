@@ -272,7 +272,10 @@ class Plan:
         self._size: int | None = 0 if self.native.has_workspace(name) else None
         # How many compressed rows there are is what the descriptor's arrays say, not their form.
         self._varies = any(isinstance(made[-1][1][_DESC.place(field)], Slot) for field in ARRAYS)
-        self._template, self._begins, self._slots, self._scratch_slots = b"", [], [], []
+        self._template = b""  # all structs
+        self._begins: list[int] = []  # where each begins in it
+        self._slots: list[tuple[int, int, int]] = []  # word, place of a tensor or of an output, bytes on
+        self._scratch_slots: list[tuple[int, int]] = []  # word, bytes on
         for packer, values in made:
             begin = len(self._template)
             self._begins.append(begin)
