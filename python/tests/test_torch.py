@@ -369,6 +369,9 @@ class Layouts(unittest.TestCase):
             nt.attend_win(q, learning, v, **GEOMETRY)[0].backward(dout)
             gradients.append(learning.grad)
         self.assertTrue(torch.equal(*gradients))
+        with self.assertRaisesRegex(ValueError, "out: its memory would have the negatives"):
+            nt.compress(k, out=torch.conj(torch.zeros(B, 12, HK, D, dtype=torch.complex64)).imag, firsts=int32(0, 0),
+                        counts=int32(T, T), cmp_block=8, cmp_stride=4)
 
     def test_recorded_or_not(self):
         tensors = whole_tensors(dtype=torch.float32)

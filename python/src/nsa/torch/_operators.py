@@ -44,6 +44,7 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
     function, (taken, _, returned) = of or name, schema.partition(" -> ")
     arguments = taken[1:-1].split(", ")
     places = [i for i, argument in enumerate(arguments) if argument.startswith("Tensor")]
+    written = [i for i, argument in enumerate(arguments) if "!" in argument]
     counts = next((i for i, argument in enumerate(arguments) if argument == "Tensor? counts"), None)
     results = returned.count("Tensor")  # rooms behind them are memory of the call alone
     if returned == "Tensor[]":
@@ -57,6 +58,9 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
     def kernel(*given: Any, wanted: int = results) -> Any:
         if counts is not None and given[counts] is not None and not name.startswith("compress"):
             _check_counts(given[counts], given[0].shape[1])
+        for i in written:
+            if given[i].is_neg():
+                raise ValueError("out: its memory would have the negatives of its values")
         return shaped(run(function, given, places, rooms, structs, wanted))
 
     if not HAS_OPERATORS:
