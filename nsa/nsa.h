@@ -62,7 +62,8 @@
    CONVENTIONS
 
    - Tensors are views: pointer, dtype, and element strides for batch, token and head; the innermost
-     dimension is packed. (B,T,H,D), (B,H,T,D) and slices of a fused qkv projection need no copy.
+     dimension is packed (that of gates may have gate_stride). (B,T,H,D), (B,H,T,D) and slices of a
+     fused qkv projection need no copy.
      In comments a shape is written (B, T, H, D) whatever the strides.
    - Query rows first .. first + count - 1 of `tokens` keys may be computed alone. Every view on the
      query's side (q, out, lse, blocks, gate logits, and their gradients) then starts at row
@@ -300,7 +301,9 @@ typedef struct nsa_desc {
     nsa_score_map score_map;
     nsa_window_rule window_rule;
     nsa_gate_kind gate;
-    int gate_heads; /* H, or Hk: then one gate serves a group */
+    int gate_heads;      /* H, or Hk: then one gate serves a group */
+    int64_t gate_stride; /* elements between a head's three gates, in logits and their gradient: of
+                            three tensors (3, B, T, gate_heads), or parts of a projection; 0: 1 */
     nsa_mask mask;
     int list_heads; /* heads that have block lists of their own: 0 means Hk, one list for the heads
                        of a group; H, or between them a multiple of Hk that divides H */
@@ -605,7 +608,7 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
 /* ---- Gate, Eq. 5 ------------------------------------------------------------------------------
    out = g[0] cmp + g[1] slc + g[2] win, g from the logits by desc.gate, per token and gate head. */
 typedef struct nsa_gate {
-    nsa_tensor logits;        /* (B, count, gate_heads, 3): cmp, slc, win */
+    nsa_tensor logits;        /* (B, count, gate_heads, 3): cmp, slc, win, gate_stride apart */
     nsa_tensor cmp, slc, win; /* (B, count, H, Dv) */
     nsa_tensor out;           /* (B, count, H, Dv) */
 } nsa_gate;
@@ -625,7 +628,7 @@ typedef struct nsa_attention {
     nsa_compress k_cmp, v_cmp; /* x: what cmp compresses; out: the compressed rows, an output */
     nsa_tensor k_slc, v_slc;   /* (B, T, Hk, Dk), (B, T, Hk, Dv) */
     nsa_tensor k_win, v_win;   /* likewise */
-    nsa_tensor gates;          /* (B, count, gate_heads, 3): logits, or g with NSA_GATE_NONE */
+    nsa_tensor gates;          /* (B, count, gate_heads, 3): as the gate's logits */
     nsa_tensor blocks;         /* out: (B, count, list heads, nsa_block_list_width) i32 */
     nsa_tensor out_cmp, out_slc, out_win; /* out: (B, count, H, Dv) */
     nsa_tensor lse_cmp, lse_slc, lse_win; /* out: (B, count, H) of dtype NSA_REAL_DTYPE */
@@ -743,6 +746,7 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     X(heads, "heads")                         \
     X(kv_heads, "kv_heads")                   \
     X(gate_heads, "gate_heads")               \
+    X(gate_stride, "gate_stride")             \
     X(dim_v, "dim_v")                         \
     X(first, "first")                         \
     X(count, "count")                         \
@@ -867,19 +871,22 @@ typedef struct nsa__axis {
     int64_t stride, extent;
 } nsa__axis;
 
-/* 1 if no two rows of the shape share an element. Axes are sorted by stride. Rows are apart if each
-   stride steps over all elements that the axes before it cover. Interleaved axes are refused too,
-   even if they share nothing. */
-static int nsa__rows_apart(const nsa_tensor *x, nsa__shape shape) {
-    nsa__axis axes[3] = {{x->batch, shape.batch}, {x->token, shape.rows}, {x->head, shape.heads}};
-    for (int i = 1; i < 3; i++) /* ascending strides */
+/* 1 if no two elements of the shape are one; those of a row are `inner` apart. Axes are sorted by
+   stride. Elements are apart if each stride steps over all elements that the axes before it cover.
+   Interleaved axes are refused too, even if they share nothing. */
+static int nsa__rows_apart(const nsa_tensor *x, nsa__shape shape, int64_t inner) {
+    nsa__axis axes[4] = {{inner, shape.width},
+                         {x->batch, shape.batch},
+                         {x->token, shape.rows},
+                         {x->head, shape.heads}};
+    for (int i = 1; i < 4; i++) /* ascending strides */
         for (int j = i; j > 0 && axes[j].stride < axes[j - 1].stride; j--) {
             nsa__axis swap = axes[j];
             axes[j] = axes[j - 1];
             axes[j - 1] = swap;
         }
-    int64_t covered = shape.width;
-    for (int i = 0; i < 3; i++) {
+    int64_t covered = 1;
+    for (int i = 0; i < 4; i++) {
         if (axes[i].extent <= 1) continue;
         if (axes[i].stride < covered) return 0;
         covered += axes[i].stride * (axes[i].extent - 1);
@@ -906,8 +913,21 @@ static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigne
     if (!nsa__fits(batch, shape.batch, 4, 1) || !nsa__fits(token, shape.rows, 4, 1) ||
         !nsa__fits(head, shape.heads, 4, 1) || !nsa__fits(shape.width, 4, 1, 1))
         return nsa__error(NSA_ERROR_OVERFLOW, field);
-    if (writes && !nsa__rows_apart(x, shape)) return nsa__error(NSA_ERROR_STRIDE, field);
+    if (writes && !nsa__rows_apart(x, shape, 1)) return nsa__error(NSA_ERROR_STRIDE, field);
     return NSA_OK;
+}
+
+static int64_t nsa__gate_stride(const nsa_desc *d) {
+    return d->gate_stride ? d->gate_stride : 1;
+}
+
+/* Checks a view of gates, the one whose rows are not packed where gate_stride says so. */
+static nsa_status nsa__check_gates(const nsa_tensor *x, const nsa_desc *d, nsa__shape shape,
+                                   unsigned dtypes, int writes, int field) {
+    NSA__CHECK(nsa__check_view(x, shape, dtypes, 0, field));
+    if (!writes || shape.batch == 0 || shape.rows == 0) return NSA_OK;
+    return nsa__rows_apart(x, shape, nsa__gate_stride(d)) ? NSA_OK
+                                                          : nsa__error(NSA_ERROR_STRIDE, field);
 }
 
 /* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
@@ -1405,6 +1425,28 @@ static nsa_real nsa__sigmoid(nsa_real x) {
     return (nsa_real)(1 / (1 + exp(-(double)x)));
 }
 
+/* Bytes from one of a head's gates to the next, in a view of that dtype; 0: they are packed. */
+static ptrdiff_t nsa__gates_apart(const nsa_tensor *x, const nsa_desc *d) {
+    int64_t stride = nsa__gate_stride(d);
+    return stride == 1 ? 0 : (ptrdiff_t)stride * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
+}
+
+static void nsa__load_gates(nsa_real g[3], const nsa_tensor *x, const nsa_desc *d, int64_t batch,
+                            int64_t row, int64_t head) {
+    const char *at = (const char *)nsa__row(x, batch, row, head);
+    ptrdiff_t apart = nsa__gates_apart(x, d);
+    if (!apart) nsa__load(g, x->dtype, at, 3);
+    for (int i = 0; apart && i < 3; i++) nsa__load(&g[i], x->dtype, at + i * apart, 1);
+}
+
+static void nsa__add_gates(const nsa_tensor *x, const nsa_desc *d, int64_t batch, int64_t row,
+                           int64_t head, const nsa_real dg[3]) {
+    char *at = (char *)nsa__row(x, batch, row, head);
+    ptrdiff_t apart = nsa__gates_apart(x, d);
+    if (!apart) nsa__add(x->dtype, at, 1, dg, 3);
+    for (int i = 0; apart && i < 3; i++) nsa__add(x->dtype, at + i * apart, 1, &dg[i], 1);
+}
+
 /* Turns three logits into the weights g of Eq. 5; without a gate function the logits are g. Softmax
    subtracts the maximum, so that exp cannot overflow. */
 static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
@@ -1861,6 +1903,9 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
     if (d->heads % d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_heads);
     if (d->gate_heads != d->heads && d->gate_heads != d->kv_heads)
         return nsa__error(NSA_ERROR_HEADS, NSA__AT_gate_heads);
+    if (d->gate_stride < 0) return nsa__error(NSA_ERROR_STRIDE, NSA__AT_gate_stride);
+    if (!nsa__fits(nsa__gate_stride(d), 3, 4, 1))
+        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_gate_stride);
     if (d->heads % nsa__list_heads(d) || nsa__list_heads(d) % d->kv_heads)
         return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
     if (d->cmp_block % d->cmp_stride) return nsa__error(NSA_ERROR_CMP_STRIDE, NSA__AT_cmp_stride);
@@ -1973,13 +2018,22 @@ static unsigned nsa__real_dtypes(void) {
     return 1u << NSA_REAL_DTYPE;
 }
 
-/* Checks a gradient that is asked for: its dtype is its tensor's or the real one. The range of the
-   tensor's dtype is tested, because a tensor that backward does not read is unchecked. */
+/* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
+   because a tensor that backward does not read is unchecked. */
+static unsigned nsa__gradient_dtypes(const nsa_tensor *x) {
+    return nsa__real_dtypes() | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & nsa__floats());
+}
+
+/* Checks a gradient that is asked for. */
 static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x, nsa__shape shape,
                                       int field) {
     if (!dx->data) return NSA_OK;
-    unsigned own = (unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & nsa__floats();
-    return nsa__check_view(dx, shape, nsa__real_dtypes() | own, 1, field | NSA__GRADIENT);
+    return nsa__check_view(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
+}
+static nsa_status nsa__check_gate_gradient(const nsa_tensor *dx, const nsa_tensor *x,
+                                           const nsa_desc *d, nsa__shape shape, int field) {
+    if (!dx->data) return NSA_OK;
+    return nsa__check_gates(dx, d, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
 }
 
 /* ---- Sequences, workspace, threads --------------------------------------------------------- */
@@ -4819,10 +4873,8 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
     const nsa_tensor *logits = &p->options.gate->logits;
     int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
     nsa_real g[3];
-    nsa__load(g, logits->dtype,
-              nsa__row(logits, job->seq.batch, job->seq.row + query - job->seq.first,
-                       head / (d->heads / d->gate_heads)),
-              3);
+    nsa__load_gates(g, logits, d, job->seq.batch, job->seq.row + query - job->seq.first,
+                    head / (d->heads / d->gate_heads));
     nsa__gate_weights(d->gate, g);
     if (query < p->options.both) g[p->branch] += g[NSA__SLC];
     return g[p->branch];
@@ -5875,8 +5927,7 @@ static void nsa__gate_forward_task(const void *context, int64_t index, void *scr
     for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
         for (int h = 0; h < d->heads; h++) {
             int64_t at = p->seq.row + t;
-            nsa__load(g, p->x->logits.dtype, nsa__row(&p->x->logits, p->seq.batch, at, h / sharers),
-                      3);
+            nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h / sharers);
             nsa__gate_weights(d->gate, g);
             if (p->seq.first + t < p->prefix) {
                 const nsa_attention *x = p->whole;
@@ -5928,7 +5979,7 @@ static void nsa__gate_backward_task(const void *context, int64_t index, void *sc
     for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
         for (int h = 0; h < d->gate_heads; h++) {
             int64_t at = p->seq.row + t;
-            nsa__load(g, p->x->logits.dtype, nsa__row(&p->x->logits, p->seq.batch, at, h), 3);
+            nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
             nsa__gate_weights(d->gate, g);
             nsa__gate_backward_head(p, at, h, g, dg);
             nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
@@ -5936,9 +5987,7 @@ static void nsa__gate_backward_task(const void *context, int64_t index, void *sc
                 if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
                 if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
             }
-            if (p->dx->logits.data)
-                nsa__add(p->dx->logits.dtype, nsa__row(&p->dx->logits, p->seq.batch, at, h), 1, dg,
-                         3);
+            if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, p->seq.batch, at, h, dg);
         }
 }
 
@@ -5960,7 +6009,7 @@ static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forw
                                   const nsa__gate_fields *at) {
     nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
                logits = nsa__query_shape(d, d->gate_heads, 3);
-    NSA__CHECK(nsa__check_view(&x->logits, logits, nsa__floats(), 0, at->logits));
+    NSA__CHECK(nsa__check_gates(&x->logits, d, logits, nsa__floats(), 0, at->logits));
     NSA__CHECK(nsa__check_view(&x->cmp, shape, nsa__floats(), 0, at->cmp));
     NSA__CHECK(nsa__check_view(&x->slc, shape, nsa__floats(), 0, at->slc));
     NSA__CHECK(nsa__check_view(&x->win, shape, nsa__floats(), 0, at->win));
@@ -5983,7 +6032,7 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
     nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
                logits = nsa__query_shape(d, d->gate_heads, 3);
     NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&dx->logits, &x->logits, logits, NSA__AT_logits));
+    NSA__CHECK(nsa__check_gate_gradient(&dx->logits, &x->logits, d, logits, NSA__AT_logits));
     NSA__CHECK(nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp));
     NSA__CHECK(nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc));
     NSA__CHECK(nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win));
@@ -6224,7 +6273,7 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
     NSA__CHECK(nsa__check_gradient(&dx->k_win, &x->k_win, keys, NSA__AT_k_win));
     NSA__CHECK(nsa__check_gradient(&dx->v_win, &x->v_win, values, NSA__AT_v_win));
     nsa__shape logits = nsa__query_shape(d, d->gate_heads, 3);
-    return nsa__check_gradient(&dx->gates, &x->gates, logits, NSA__AT_gates);
+    return nsa__check_gate_gradient(&dx->gates, &x->gates, d, logits, NSA__AT_gates);
 }
 
 /* nsa__shared_prefix, if slc and win share their gradients too and the lists of these queries hold

@@ -14,35 +14,36 @@ typedef struct chain_case {
     nsa_gate_kind gate;
     int group;         /* one gate for the heads of a group */
     int lists_by_head; /* every query head chooses blocks for itself */
+    int apart;         /* three tensors of gates */
 } chain_case;
 
 /* clang-format off: a table is read in columns. */
 static const chain_case chain_cases[] = {
-    {"mean", "small", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0},
-    {"conv", "small", NSA_PHI_CONV, NSA_PHI_CONV, 0, 0, NSA_GATE_SOFTMAX, 1, 0},
-    {"mlp", "small", NSA_PHI_MLP, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 1, 0},
-    {"mlp k, mean v, shared", "G 2, D 24", NSA_PHI_MLP, NSA_PHI_MEAN, 1, 0, NSA_GATE_NONE, 0, 0},
-    {"conv k, mlp v, bare", "D 7 / 13", NSA_PHI_CONV, NSA_PHI_MLP, 0, 1, NSA_GATE_SOFTMAX, 0, 0},
-    {"G 1, D 16", "G 1, D 16", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0},
-    {"G 3, D 64", "G 3, D 64", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1, 0},
-    {"G 6, D 80", "G 6, D 80", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SOFTMAX, 1, 0},
-    {"G 12, D 96", "G 12, D 96", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0},
-    {"G 16, D 128", "G 16, D 128", NSA_PHI_CONV, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1, 0},
-    {"D 192 / 128", "D 192 / 128", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0},
-    {"scale 1", "scale 1, heads 16", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1, 0},
-    {"T 1", "T 1", NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 0, 0},
-    {"T < l", "T < l", NSA_PHI_CONV, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 0, 0},
-    {"T = l", "T = l", NSA_PHI_MLP, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 0, 0},
-    {"T > w", "T > w, one block more", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1, 0},
+    {"mean", "small", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0},
+    {"conv", "small", NSA_PHI_CONV, NSA_PHI_CONV, 0, 0, NSA_GATE_SOFTMAX, 1, 0, 0},
+    {"mlp", "small", NSA_PHI_MLP, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 1, 0, 0},
+    {"mlp k, mean v, shared", "G 2, D 24", NSA_PHI_MLP, NSA_PHI_MEAN, 1, 0, NSA_GATE_NONE, 0, 0, 0},
+    {"conv k, mlp v, bare", "D 7 / 13", NSA_PHI_CONV, NSA_PHI_MLP, 0, 1, NSA_GATE_SOFTMAX, 0, 0, 1},
+    {"G 1, D 16", "G 1, D 16", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0},
+    {"G 3, D 64", "G 3, D 64", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1, 0, 0},
+    {"G 6, D 80", "G 6, D 80", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SOFTMAX, 1, 0, 0},
+    {"G 12, D 96", "G 12, D 96", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0},
+    {"G 16, D 128", "G 16, D 128", NSA_PHI_CONV, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1, 0, 1},
+    {"D 192 / 128", "D 192 / 128", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0},
+    {"scale 1", "scale 1, heads 16", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1, 0, 0},
+    {"T 1", "T 1", NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0},
+    {"T < l", "T < l", NSA_PHI_CONV, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0},
+    {"T = l", "T = l", NSA_PHI_MLP, NSA_PHI_MLP, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0},
+    {"T > w", "T > w, one block more", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1, 0, 0},
     {"no multiple", "T no multiple of anything", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID,
-     0, 0},
+     0, 0, 0},
     {"the paper's blocks", "the paper's blocks", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID,
-     0, 0},
-    {"varlen four", "varlen four", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1, 0},
-    {"varlen empty", "varlen empty", NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SOFTMAX, 0, 0},
-    {"lists by head", "G 3, D 64", NSA_PHI_CONV, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 1},
+     0, 0, 0},
+    {"varlen four", "varlen four", NSA_PHI_MEAN, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 1, 0, 1},
+    {"varlen empty", "varlen empty", NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SOFTMAX, 0, 0, 1},
+    {"lists by head", "G 3, D 64", NSA_PHI_CONV, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 1, 0},
     {"varlen, lists by head", "varlen four", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SOFTMAX, 1,
-     1},
+     1, 0},
 };
 /* clang-format on */
 
@@ -64,6 +65,7 @@ static nsa_desc chain_desc(const chain_case *c) {
     d.gate = c->gate;
     d.gate_heads = c->group ? d.kv_heads : d.heads;
     if (c->lists_by_head) d.list_heads = d.heads;
+    if (c->apart) d.gate_stride = apart_of(&d, d.gate_heads);
     return d;
 }
 
@@ -100,6 +102,7 @@ static chain_slots add_slots(suite *s, const chain_case *c) {
     at.k_win = add_input(s, "k_win", AT(k_win), ROWS_KEY, g->Hk, g->Dk);
     at.v_win = add_input(s, "v_win", AT(v_win), ROWS_KEY, g->Hk, g->Dv);
     at.gates = add_input(s, "gates", AT(gates), ROWS_QUERY, d.gate_heads, 3);
+    s->slots[at.gates].apart = c->apart;
     at.blocks =
         add_output(s, "blocks", AT(blocks), list_heads_of(&d), nsa_block_list_width(&d), NSA_I32);
     at.branch[0] = add_output(s, "out_cmp", AT(out_cmp), g->H, g->Dv, DTYPE_UNDER_TEST);
@@ -398,8 +401,8 @@ static void test_shared_keys(const chain_case *c, nsa_dtype dtype) {
 /* Gradients of keys within the rows of values, which are wider: they add up, and a sum of the
    narrow rows does not stand in for one of the wide. */
 static void test_nested_rows(nsa_dtype dtype) {
-    const chain_case c = {"", "varlen empty", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0,
-                          0};
+    const chain_case c = {
+        "", "varlen empty", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0};
     nsa_desc d = chain_desc(&c);
     suite s = suite_of(&c);
     chain_slots at = slots_of(&c);
@@ -516,6 +519,7 @@ static void test_full(void) {
                     0,
                     0,
                     NSA_GATE_SIGMOID,
+                    0,
                     0,
                     0};
     nsa_desc d = chain_desc(&c);
@@ -749,7 +753,8 @@ static void test_gradients(void) {
                 0,
                 (nsa_gate_kind)((k + i) % 3),
                 (i + k) % 2,
-                k == 1}; /* a mean or an MLP has lists by kv head, a convolution by head */
+                k == 1,
+                i % 2}; /* a mean or an MLP has lists by kv head, a convolution by head */
             nsa_desc d = chain_desc(&c);
             suite s = suite_of(&c);
             suite_gradcheck(&s, &d);
@@ -800,5 +805,6 @@ int main(int argc, char **argv) {
     nsa_desc d = chain_desc(&chain_cases[2]);
     suite s = suite_of(&chain_cases[2]);
     suite_refusals(&s, &d);
+    suite_refuse_gates(&s, &d, "dx.gates");
     return check_done("test_attention");
 }

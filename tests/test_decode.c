@@ -248,6 +248,14 @@ static void compare_rows(const nsa_tensor *x, const void *got, const void *want,
     CHECK_BITS("row of a decoded token", got, want, bytes, row_bytes(x));
 }
 
+/* The step has the gates of a token branch by branch, the whole has them head by head. */
+static void put_gates(float *to, const float *from, int tokens, int heads) {
+    for (int i = 0; i < tokens * heads * 3; i++) {
+        const int token = i / (heads * 3), head = i / 3 % heads, branch = i % 3;
+        to[(token * 3 + branch) * heads + head] = from[i];
+    }
+}
+
 /* Appends counts[b] tokens: of the sequence's own content, or of another one as a wrong guess. */
 static void append(world *w, const int *counts, int wrong) {
     int most = 0;
@@ -257,10 +265,13 @@ static void append(world *w, const int *counts, int wrong) {
     nsa_attention x = w->step.x;
     inputs_of(&x, to);
     for (int b = 0; b < w->sequences; b++) {
-        inputs_of(&w->whole[(w->holds[b] + wrong) % CONTENTS].x, from);
-        for (int i = 0; i < INPUTS; i++)
+        nsa_attention *whole = &w->whole[(w->holds[b] + wrong) % CONTENTS].x;
+        inputs_of(whole, from);
+        for (int i = 0; i < INPUTS - 1; i++)
             memcpy(row_at(to[i], TOKENS, b, 0), row_at(from[i], TOKENS, 0, w->cache.lengths[b]),
                    (size_t)counts[b] * row_bytes(to[i]));
+        const float *gates = (const float *)row_at(&whole->gates, TOKENS, 0, w->cache.lengths[b]);
+        put_gates((float *)row_at(&x.gates, TOKENS, b, 0), gates, counts[b], w->g->kv_heads);
     }
     int before[MOST];
     memcpy(before, w->cache.lengths, (size_t)w->sequences * sizeof *before);
@@ -363,6 +374,7 @@ static void begin(world *w, const geometry *g, int sequences, int threads) {
     nsa_desc d = describe(g, sequences);
     d.threads = threads;
     make_content(&w->step, g, &d, TOKENS * sequences, 0);
+    d.gate_stride = d.gate_heads, w->step.x.gates.head = 1;
     nsa_tensor *views[] = {
         &w->step.x.q,       &w->step.x.k_slc,   &w->step.x.v_slc,   &w->step.x.k_win,
         &w->step.x.v_win,   &w->step.x.k_cmp.x, &w->step.x.v_cmp.x, &w->step.x.gates,

@@ -7,20 +7,21 @@ typedef struct gate_case {
     nsa_gate_kind kind;
     int group;     /* one gate for the heads of a group */
     double logits; /* what the logits are multiplied by */
+    int apart;     /* three tensors of gates */
 } gate_case;
 
 static const gate_case gate_cases[] = {
-    {"sigmoid", "small", NSA_GATE_SIGMOID, 0, 1},
-    {"sigmoid, a gate a group", "G 6, D 80", NSA_GATE_SIGMOID, 1, 1},
-    {"softmax", "G 2, D 24", NSA_GATE_SOFTMAX, 0, 1},
-    {"softmax, a gate a group", "small", NSA_GATE_SOFTMAX, 1, 1},
-    {"given", "D 192 / 128", NSA_GATE_NONE, 0, 1},
-    {"given, a gate a group", "G 12, D 96", NSA_GATE_NONE, 1, 1},
-    {"sigmoid, large logits", "small", NSA_GATE_SIGMOID, 0, 300},
-    {"softmax, large logits", "small", NSA_GATE_SOFTMAX, 0, 300},
-    {"varlen, sigmoid", "varlen empty", NSA_GATE_SIGMOID, 0, 1},
-    {"varlen, softmax, a gate a group", "varlen four", NSA_GATE_SOFTMAX, 1, 1},
-    {"D 1 / 2, softmax", "D 1 / 2", NSA_GATE_SOFTMAX, 1, 1},
+    {"sigmoid", "small", NSA_GATE_SIGMOID, 0, 1, 0},
+    {"sigmoid, a gate a group", "G 6, D 80", NSA_GATE_SIGMOID, 1, 1, 0},
+    {"softmax", "G 2, D 24", NSA_GATE_SOFTMAX, 0, 1, 0},
+    {"softmax, a gate a group, apart", "small", NSA_GATE_SOFTMAX, 1, 1, 1},
+    {"given", "D 192 / 128", NSA_GATE_NONE, 0, 1, 0},
+    {"given, a gate a group, apart", "G 12, D 96", NSA_GATE_NONE, 1, 1, 1},
+    {"sigmoid, large logits", "small", NSA_GATE_SIGMOID, 0, 300, 0},
+    {"softmax, large logits", "small", NSA_GATE_SOFTMAX, 0, 300, 0},
+    {"varlen, sigmoid, apart", "varlen empty", NSA_GATE_SIGMOID, 0, 1, 1},
+    {"varlen, softmax, a gate a group", "varlen four", NSA_GATE_SOFTMAX, 1, 1, 0},
+    {"D 1 / 2, softmax, apart", "D 1 / 2", NSA_GATE_SOFTMAX, 1, 1, 1},
 };
 
 enum { SLOT_LOGITS, SLOT_CMP, SLOT_SLC, SLOT_WIN, SLOT_OUT };
@@ -60,6 +61,7 @@ static nsa_desc gate_desc(const gate_case *c) {
     nsa_desc d = desc_of(shape(c->shape));
     d.gate = c->kind;
     d.gate_heads = c->group ? d.kv_heads : d.heads;
+    if (c->apart) d.gate_stride = apart_of(&d, d.gate_heads);
     return d;
 }
 
@@ -70,7 +72,8 @@ static suite suite_of(const gate_case *c) {
     s.name = c->name, s.struct_size = sizeof(nsa_gate), s.options = c;
     s.forward = gate_forward, s.backward = gate_backward, s.reference = gate_reference;
     s.prepare = scale_logits;
-    suite_add(&s, "logits", offsetof(nsa_gate, logits), ROWS_QUERY, d.gate_heads, 3)->gradient = 1;
+    slot *logits = suite_add(&s, "logits", offsetof(nsa_gate, logits), ROWS_QUERY, d.gate_heads, 3);
+    logits->gradient = 1, logits->apart = c->apart;
     suite_add(&s, "cmp", offsetof(nsa_gate, cmp), ROWS_QUERY, d.heads, d.dim_v)->gradient = 1;
     suite_add(&s, "slc", offsetof(nsa_gate, slc), ROWS_QUERY, d.heads, d.dim_v)->gradient = 1;
     suite_add(&s, "win", offsetof(nsa_gate, win), ROWS_QUERY, d.heads, d.dim_v)->gradient = 1;
@@ -96,7 +99,7 @@ int main(int argc, char **argv) {
         for (int kind = 0; kind < 3; kind++)
             for (int group = 0; group < 2; group++) {
                 const char *name = tiny_geometries[i].name;
-                gate_case c = {name, name, (nsa_gate_kind)kind, group, 1};
+                gate_case c = {name, name, (nsa_gate_kind)kind, group, 1, kind == group};
                 nsa_desc d = gate_desc(&c);
                 suite s = suite_of(&c);
                 suite_gradcheck(&s, &d);
@@ -105,5 +108,6 @@ int main(int argc, char **argv) {
     nsa_desc d = gate_desc(&gate_cases[0]);
     suite s = suite_of(&gate_cases[0]);
     suite_refusals(&s, &d);
+    suite_refuse_gates(&s, &d, "dx.logits");
     return check_done("test_gate");
 }

@@ -19,8 +19,10 @@ class Desc(Structure):
                 + [(name, c_int) for name in "cmp_block cmp_stride slc_block slc_count slc_init "
                                              "slc_local window".split()]
                 + [("scale", c_double)]
-                + [(name, c_int) for name in "forced score_map window_rule gate gate_heads mask "
-                                             "list_heads rows".split()]
+                + [(name, c_int) for name in "forced score_map window_rule gate "
+                                             "gate_heads".split()]
+                + [("gate_stride", c_int64)]
+                + [(name, c_int) for name in "mask list_heads rows".split()]
                 + [("pages", c_void_p)]
                 + [(name, c_int) for name in "table_width page_tokens page_count threads isa "
                                              "products".split()])

@@ -105,8 +105,7 @@ nsa__cuda_attend_rows_kernel(const NSA_GRID_CONSTANT nsa__cuda_rows_params p) {
     const int64_t place = nsa__cuda_place_of(p.rows_of, at.b, at.s) + at.row;
     const int sharers = p.d.heads / p.gate_heads;
     float g[3] = {1, 1, 1}, dg[3] = {0, 0, 0};
-    if (at.mine && p.logits.data)
-        nsa__cuda_gate_weights(p.d.gate, p.logits, at.s.batch, t, at.head, g);
+    if (at.mine && p.logits.data) nsa__cuda_gate_weights(p.d, p.logits, at.s.batch, t, at.head, g);
     for (int head = at.head * sharers; head < (at.head + 1) * sharers; head++) {
         float dot[3];
         const bool finite = nsa__cuda_rows_dot(p, at, head, dot);
@@ -123,8 +122,7 @@ nsa__cuda_attend_rows_kernel(const NSA_GRID_CONSTANT nsa__cuda_rows_params p) {
         }
     }
     if (p.dlogits.data && at.mine && at.c == 0)
-        nsa__cuda_gate_put_logits(p.d, p.dlogits, nsa__row_at(p.dlogits, at.s.batch, t, at.head), g,
-                                  dg);
+        nsa__cuda_gate_put_logits(p.d, p.dlogits, at.s.batch, t, at.head, g, dg);
 }
 
 static nsa_status nsa__cuda_attend_rows(nsa__cuda_rows_params p, cudaStream_t stream) {
@@ -166,19 +164,25 @@ struct nsa__cuda_dq_shape
     : nsa__cuda_tile_shape<T, DK + DV, DK + DV, (DK > 128 ? 32 : 64), (DK > 192 ? 8 : 16), HOPPER> {
 };
 
-/* What a thread knows of its two rows, g and g + 8 of its warp, in one branch; reads and bad are of
-   all branches so far. */
+/* What a thread knows of its two rows, g and g + 8 of its warp, in one branch; READS and BAD are of
+   all branches so far. A bool for each would take eight registers; ptxas has one left. */
 struct nsa__cuda_dq_rows {
     nsa__cuda_key_span keys[2];
     int number[2];
     nsa__cuda_row_terms terms[2]; /* lse2 is inf where p is to be 0 */
-    bool nan[2], sees[2];         /* this branch: the row is not finite; it has seen a key */
-    bool reads[2], bad[2];        /* some branch has seen a key; some that has was not finite */
+    unsigned flags;               /* of row h NSA__DQ_SEES << h and so on */
+};
+enum {
+    NSA__DQ_SEES = 1,   /* this branch: the row has seen a key */
+    NSA__DQ_NAN = 4,    /* it is not finite */
+    NSA__DQ_READS = 16, /* some branch has seen a key */
+    NSA__DQ_BAD = 64    /* some branch that has was not finite */
 };
 
 NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_attend_params &params,
                                     const nsa__cuda_attend_head &at,
                                     const nsa__cuda_query_tile &tile) {
+    rows.flags &= 3 * NSA__DQ_READS | 3 * NSA__DQ_BAD;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const nsa__cuda_query_row row =
@@ -187,13 +191,14 @@ NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_att
                          nsa__cuda_warpgroup_first(params, tile);
         rows.keys[h] = {0, 0};
         rows.terms[h] = {INFINITY, 0, 0};
-        rows.nan[h] = rows.sees[h] = false;
         if (!row.there) continue;
         rows.terms[h] =
             *nsa__cuda_row_terms_at(params, at.row + row.query - at.seq.first, row.head);
         rows.keys[h] = nsa__cuda_keys_of(params, at.seq.tokens, row.query);
-        rows.nan[h] = nsa__cuda_is_nan_bits(rows.terms[h].lse2);
-        if (rows.nan[h]) rows.terms[h].lse2 = INFINITY;
+        if (nsa__cuda_is_nan_bits(rows.terms[h].lse2)) {
+            rows.flags |= NSA__DQ_NAN << h;
+            rows.terms[h].lse2 = INFINITY;
+        }
         rows.terms[h].delta *= rows.terms[h].gate; /* ds = p (gate dp - gate delta) */
     }
 }
@@ -209,7 +214,8 @@ NSA__DEVICE void nsa__cuda_dq_end(const nsa__cuda_attend_params &params,
     for (int h = 0; h < 2; h++) {
         const nsa__cuda_query_row row =
             nsa__cuda_query_row_of(params, at, tile, nsa__cuda_upper_row() + 8 * h);
-        if (!row.there || !rows.reads[h]) continue;
+        if (!row.there || !(rows.flags & NSA__DQ_READS << h)) continue;
+        const bool bad = rows.flags & NSA__DQ_BAD << h;
         if (params.gathered) {
             float *partial = params.partial_out +
                              nsa__cuda_partial_out_index(params, at, tile, row) * params.d.dim;
@@ -225,8 +231,7 @@ NSA__DEVICE void nsa__cuda_dq_end(const nsa__cuda_attend_params &params,
         for (int n = 0; n < N; n++)
             if (8 * n < params.d.dim)
                 nsa__cuda_add_pair<T>(params.dx.q.dtype, to, 8 * n + column, params.scale,
-                                      rows.bad[h] ? nan : dq[n][2 * h],
-                                      rows.bad[h] ? nan : dq[n][2 * h + 1]);
+                                      bad ? nan : dq[n][2 * h], bad ? nan : dq[n][2 * h + 1]);
     }
 }
 
@@ -241,7 +246,7 @@ nsa__cuda_dq_branch(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows,
                     nsa__cuda_attend_head &at, const nsa__cuda_query_tile &tile_rows) {
     using shape = nsa__cuda_dq_shape<T, DK, DV, NSA__HOPPER>;
     constexpr int BLOCK_M = shape::TILE, BLOCK_N = shape::STAGE, THREADS = 32 * shape::WARPS;
-    const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
+    const int warp_row = static_cast<int>(threadIdx.x / 32 * 16);
     __syncthreads(); /* nobody reads `at` or a stage any more */
     if (threadIdx.x == 0) at = nsa__cuda_attend_head_of(params, blockIdx.x);
     __syncthreads();
@@ -271,8 +276,7 @@ nsa__cuda_dq_branch(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows,
         const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
                                             nsa__cuda_seen_of(tile, rows.keys[1], rows.number[1])};
         const bool sees[2] = {seen[0].begin < seen[0].end, seen[1].begin < seen[1].end};
-        rows.sees[0] |= sees[0];
-        rows.sees[1] |= sees[1];
+        rows.flags |= sees[0] * NSA__DQ_SEES | sees[1] * NSA__DQ_SEES << 1;
         nsa__cuda_product_nt_await<T, BLOCK_N, 1>(s);
         nsa__cuda_product_nt_await<T, BLOCK_N, 0>(dp);
         if (!nsa__cuda_takes_part<T, BLOCK_N>(sees[0] || sees[1], tile.readers != 0)) continue;
@@ -290,11 +294,8 @@ nsa__cuda_dq_branch(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows,
         nsa__cuda_product_nn<T, BLOCK_N, DK>(dq, s, k, 0);
     }
     nsa__cp_async_wait<0>(); /* a row without keys has waited for nothing yet */
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        rows.reads[h] |= rows.sees[h];
-        rows.bad[h] |= rows.sees[h] && rows.nan[h];
-    }
+    const unsigned sees = rows.flags & 3, nan = rows.flags / NSA__DQ_NAN & 3;
+    rows.flags |= sees * NSA__DQ_READS | (sees & nan) * NSA__DQ_BAD;
 }
 
 /* The branches whose dq one kernel makes: of the whole cmp, win and slc, so that dq stays in
@@ -404,10 +405,7 @@ template <typename T, int DK, int DV> struct nsa__cuda_dq_launch {
         return hopper ? launch_as<1>(whole, stream) : launch_as<0>(whole, stream);
     }
     static nsa_status launch(const nsa__cuda_attend_params &params, cudaStream_t stream) {
-        nsa__cuda_dq_whole whole;
-        static_cast<nsa__cuda_attend_params &>(whole) = params;
-        whole.branches = 1;
-        return launch(whole, stream);
+        return launch(nsa__cuda_dq_whole{params, {NULL, NULL}, 1}, stream);
     }
 };
 

@@ -190,8 +190,8 @@ static nsa_status nsa__cuda_attention_gradient_check(const nsa_attention *dx,
     if (s == NSA_OK) s = nsa__cuda_compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP);
     if (s == NSA_OK) s = nsa__cuda_compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP);
     if (s != NSA_OK || !dx->gates.data) return s;
-    return nsa__check_view(&dx->gates, nsa__cuda_query_shape(d, d->gate_heads, 3),
-                           1u << NSA_F32 | 1u << x->gates.dtype, 1, NSA__AT_gates | NSA__GRADIENT);
+    return nsa__check_gates(&dx->gates, d, nsa__cuda_query_shape(d, d->gate_heads, 3),
+                            1u << NSA_F32 | 1u << x->gates.dtype, 1, NSA__AT_gates | NSA__GRADIENT);
 }
 
 /* The branches' parameters, and which of their keys are not finite; win shares slc's answer where
@@ -238,11 +238,8 @@ static nsa_status nsa__cuda_chain_rows(const nsa__cuda_chain_gradient *g, const 
 
 /* dq of all branches by one kernel; gathered queries of slc take one of their own. */
 static nsa_status nsa__cuda_chain_dq(const nsa__cuda_chain_gradient *g, cudaStream_t stream) {
-    nsa__cuda_dq_whole whole;
-    static_cast<nsa__cuda_attend_params &>(whole) = g->branch[0];
-    whole.more[0] = &g->branch[2];
-    whole.more[1] = &g->branch[1];
-    whole.branches = g->branch[1].chunk ? 2 : 3;
+    nsa__cuda_dq_whole whole = {
+        g->branch[0], {&g->branch[2], &g->branch[1]}, g->branch[1].chunk ? 2 : 3};
     if (!g->branch[1].chunk) { /* a tile has the heads of one list */
         whole.group = g->branch[1].group;
         whole.lists = g->branch[1].lists;

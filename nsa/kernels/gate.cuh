@@ -6,12 +6,20 @@
 
 #include "block_index.cuh"
 
-/* g of a logit row; the same in every thread that needs it. */
-NSA__DEVICE void nsa__cuda_gate_weights(nsa_gate_kind kind, const nsa_tensor &logits, int64_t b,
+/* Number i of a head's three gates. */
+NSA__DEVICE void *nsa__cuda_gate_at(const nsa_desc &d, const nsa_tensor &x, int64_t b, int64_t t,
+                                    int64_t h, int i) {
+    const int64_t apart = d.gate_stride ? d.gate_stride : 1;
+    return nsa__element_at(x, x.batch * b + x.token * t + x.head * h + i * apart);
+}
+
+/* g of a head's logits; the same in every thread that needs it. */
+NSA__DEVICE void nsa__cuda_gate_weights(const nsa_desc &d, const nsa_tensor &logits, int64_t b,
                                         int64_t t, int64_t h, float (&g)[3]) {
-    const void *row = nsa__row_at(logits, b, t, h);
+    const nsa_gate_kind kind = d.gate;
 #pragma unroll
-    for (int i = 0; i < 3; i++) g[i] = nsa__load1(logits.dtype, row, i);
+    for (int i = 0; i < 3; i++)
+        g[i] = nsa__load1(logits.dtype, nsa__cuda_gate_at(d, logits, b, t, h, i), 0);
     if (kind == NSA_GATE_SIGMOID)
 #pragma unroll
         for (int i = 0; i < 3; i++) g[i] = 1.0f / (1.0f + expf(-g[i]));
@@ -32,7 +40,7 @@ static __global__ void nsa__cuda_gate_forward_kernel(nsa_desc d, nsa_gate x, nsa
     const nsa_tensor *branch[3] = {&x.cmp, &x.slc, &x.win};
     const int64_t t = p.s.row + p.row;
     float g[3], out[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    nsa__cuda_gate_weights(d.gate, x.logits, p.s.batch, t, p.head / (d.heads / d.gate_heads), g);
+    nsa__cuda_gate_weights(d, x.logits, p.s.batch, t, p.head / (d.heads / d.gate_heads), g);
 #pragma unroll
     for (int i = 0; i < 3; i++) {
         float row[8];
@@ -44,14 +52,16 @@ static __global__ void nsa__cuda_gate_forward_kernel(nsa_desc d, nsa_gate x, nsa
 }
 
 /* dlogits += the derivative of the gate's kind, of which dg is the gradient of g. */
-NSA__DEVICE void nsa__cuda_gate_put_logits(const nsa_desc &d, const nsa_tensor &dlogits, void *row,
-                                           const float (&g)[3], float (&dg)[3]) {
+NSA__DEVICE void nsa__cuda_gate_put_logits(const nsa_desc &d, const nsa_tensor &dlogits, int64_t b,
+                                           int64_t t, int64_t h, const float (&g)[3],
+                                           float (&dg)[3]) {
     const float mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
 #pragma unroll
     for (int i = 0; i < 3; i++) {
         if (d.gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1.0f - g[i]);
         if (d.gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
-        nsa__store1(dlogits.dtype, row, i, nsa__load1(dlogits.dtype, row, i) + dg[i]);
+        void *to = nsa__cuda_gate_at(d, dlogits, b, t, h, i);
+        nsa__store1(dlogits.dtype, to, 0, nsa__load1(dlogits.dtype, to, 0) + dg[i]);
     }
 }
 
@@ -65,7 +75,7 @@ static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, ns
     const int64_t t = p.s.row + p.row;
     const int sharers = d.heads / d.gate_heads;
     float g[3] = {0, 0, 0}, dg[3] = {0, 0, 0};
-    if (p.mine) nsa__cuda_gate_weights(d.gate, x.logits, p.s.batch, t, p.head, g);
+    if (p.mine) nsa__cuda_gate_weights(d, x.logits, p.s.batch, t, p.head, g);
     for (int h = p.head * sharers; p.mine && p.c < d.dim_v && h < (p.head + 1) * sharers; h++) {
         float dout[8];
         nsa__load8(dout, dx.out.dtype, nsa__row_at(dx.out, p.s.batch, t, h), p.c);
@@ -86,14 +96,14 @@ static __global__ void nsa__cuda_gate_backward_kernel(nsa_desc d, nsa_gate x, ns
 #pragma unroll
         for (int i = 0; i < 3; i++) dg[i] += __shfl_xor_sync(0xffffffffu, dg[i], step);
     if (!p.mine || p.c != 0) return;
-    nsa__cuda_gate_put_logits(d, dx.logits, nsa__row_at(dx.logits, p.s.batch, t, p.head), g, dg);
+    nsa__cuda_gate_put_logits(d, dx.logits, p.s.batch, t, p.head, g, dg);
 }
 
 static nsa_status nsa__cuda_gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
                                        const nsa__gate_fields *at) {
     const nsa__shape shape = nsa__cuda_query_shape(d, d->heads, d->dim_v);
     const nsa__shape logits = nsa__cuda_query_shape(d, d->gate_heads, 3);
-    NSA__CHECK(nsa__check_view(&x->logits, logits, NSA__FLOATS, 0, at->logits));
+    NSA__CHECK(nsa__check_gates(&x->logits, d, logits, NSA__FLOATS, 0, at->logits));
     NSA__CHECK(nsa__cuda_check_rows(&x->cmp, shape, NSA__FLOATS, 0, at->cmp));
     NSA__CHECK(nsa__cuda_check_rows(&x->slc, shape, NSA__FLOATS, 0, at->slc));
     NSA__CHECK(nsa__cuda_check_rows(&x->win, shape, NSA__FLOATS, 0, at->win));
@@ -141,8 +151,8 @@ extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate 
     s = nsa__cuda_check_rows(&dx->out, shape, NSA__FLOATS, 0, NSA__AT_out | NSA__GRADIENT);
     if (s != NSA_OK) return s;
     if (dx->logits.data &&
-        (s = nsa__check_view(&dx->logits, logits, 1u << NSA_F32 | 1u << x->logits.dtype, 1,
-                             NSA__AT_logits | NSA__GRADIENT)) != NSA_OK)
+        (s = nsa__check_gates(&dx->logits, d, logits, 1u << NSA_F32 | 1u << x->logits.dtype, 1,
+                              NSA__AT_logits | NSA__GRADIENT)) != NSA_OK)
         return s;
     if ((s = nsa__cuda_check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp)) != NSA_OK) return s;
     if ((s = nsa__cuda_check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc)) != NSA_OK) return s;

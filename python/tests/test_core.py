@@ -282,6 +282,14 @@ class Primitives(unittest.TestCase):
         nsa.gate_forward(nsa.Gate(logits=logits, cmp=branches[0], slc=branches[1], win=branches[2], out=p.out), p.desc)
         expected = sum(branch / (1 + np.exp(-logits[..., i:i + 1])) for i, branch in enumerate(branches))
         np.testing.assert_allclose(p.out, expected, atol=2e-6)
+        apart = np.moveaxis(np.ascontiguousarray(np.moveaxis(logits, -1, 0)), 0, -1)  # three tensors
+        x = nsa.Gate(logits=apart, cmp=branches[0], slc=branches[1], win=branches[2], out=np.zeros_like(p.out))
+        out = x.arrays["out"].owner
+        with self.assertRaisesRegex(ValueError, "logits: its gates lie 768 elements apart, desc.gate_stride is 0"):
+            nsa.gate_forward(x, p.desc)
+        p.desc.gate_stride = p.B * p.T * p.H
+        nsa.gate_forward(x, p.desc)
+        np.testing.assert_array_equal(out, p.out)
         turned = np.zeros_like(p.q)
         nsa.rope_forward(nsa.Rope(x=p.q, out=turned, heads=p.H, dim=p.D), p.desc)
         pairs = p.q[..., 0::2] + 1j * p.q[..., 1::2]

@@ -233,6 +233,11 @@ static inline void refuse_desc_sizes(const refusal *r) {
         refused(r, "scale not finite", NSA_ERROR_SCALE, "scale");
         *d = good;
     }
+    d->gate_stride = -1;
+    refused(r, "gate_stride -1", NSA_ERROR_STRIDE, "gate_stride");
+    d->gate_stride = INT64_MAX / 2;
+    refused(r, "gate_stride past the address space", NSA_ERROR_OVERFLOW, "gate_stride");
+    *d = good;
     d->batch = d->tokens = d->count = INT_MAX, d->heads = d->gate_heads = INT_MAX / 4 * 2,
     d->kv_heads = 2;
     refused_somewhere(r, "sizes past the address space", NSA_ERROR_OVERFLOW);

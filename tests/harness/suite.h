@@ -30,6 +30,7 @@ typedef struct slot {
     int shared;            /* head stride 0: `heads` is 1, the library sees it under every head */
     int unread;            /* backward does not read it */
     int no_heads;          /* its head stride is not used */
+    int apart;             /* its rows' numbers are desc.gate_stride apart */
     int steers;            /* a NaN in it changes which rows others read: suite_nan leaves it out */
 } slot;
 
@@ -189,7 +190,8 @@ static inline void *instance_dx(instance *p) {
 static inline tensor slot_tensor(const slot *t, layout form, nsa_dtype dtype, const nsa_desc *d,
                                  size_t shift) {
     if (t->rows != ROWS_PARAMETER)
-        return tensor_of(t->name, form, dtype, d, t->rows == ROWS_CMP, t->heads, t->width, shift);
+        return tensor_apart(t->name, form, dtype, d, t->rows == ROWS_CMP, t->heads, t->width, shift,
+                            t->apart ? d->gate_stride : 0);
     tensor x = tensor_new(t->name, form, dtype, 1, t->parameter_rows, t->heads, t->width, shift);
     x.view.batch = 54321;
     return x;
@@ -771,6 +773,15 @@ static inline void suite_refusals(const suite *s, const nsa_desc *d) {
     guards_free();
 }
 
+/* Gradients of gates that share elements with those of other heads are refused. */
+static inline void suite_refuse_gates(const suite *s, const nsa_desc *d, const char *where) {
+    spoiled b;
+    spoiled_new(&b, s, d);
+    b.p.d.gate_stride = 2;
+    refused(&b.backward, "gates of neighbouring heads interleaved", NSA_ERROR_STRIDE, where);
+    guards_free();
+}
+
 /* No tokens, no rows, only empty sequences: valid, and nothing is written. */
 static inline void suite_nothing_to_do(const suite *s, const nsa_desc *d, nsa_dtype dtype) {
     static const int32_t empty[] = {0, 0, 0}, shifted[] = {4, 4, 4};
@@ -821,7 +832,7 @@ static inline int suite_refused(const suite *s, const nsa_desc *d, const char *w
 /* Begins that hold anything: accepted, and no kernel leaves its memory, which the device sees
    to. */
 static inline void suite_any_begins(const suite *s, const nsa_desc *of, nsa_dtype dtype) {
-    const nsa_desc d = roomy_desc(of);
+    nsa_desc d = roomy_desc(of);
     if (!ANY_BEGINS || !of->begins) return;
     values v = values_random(s, &d, dtype, 730), zeros = values_zero(s, &d);
     for (int trial = 0; trial < ANY_BEGINS; trial++) {

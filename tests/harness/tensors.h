@@ -118,15 +118,18 @@ typedef struct tensor {
     nsa_tensor view;
     guarded *memory;
     int batch, tokens, heads, width;
+    int64_t inner; /* elements between the numbers of a row */
 } tensor;
 
 /* A poisoned tensor. Every gap of its layout is poison too. `shift` moves it off malloc's
- * alignment. */
-static inline tensor tensor_new(const char *name, layout form, nsa_dtype dtype, int batch,
-                                int tokens, int heads, int width, size_t shift) {
-    int64_t w = width, h = heads, t = tokens, begin = 0, elements;
+ * alignment. With `apart` the first numbers of all rows are laid out alone, and the second ones
+ * that far behind. */
+static inline tensor tensor_laid(const char *name, layout form, nsa_dtype dtype, int batch,
+                                 int tokens, int heads, int width, size_t shift, int64_t apart) {
+    int64_t w = apart ? 1 : width, h = heads, t = tokens, begin = 0, elements;
     tensor x = {0};
     x.batch = batch, x.tokens = tokens, x.heads = heads, x.width = width;
+    x.inner = apart ? apart : 1;
     x.view.dtype = dtype;
     switch (form) {
     case LAYOUT_BTHD:
@@ -143,14 +146,20 @@ static inline tensor tensor_new(const char *name, layout form, nsa_dtype dtype, 
         x.view.batch = t * x.view.token + 7 * CHECK_UNIT, begin = CHECK_UNIT;
     }
     /* Exact: the buffer ends with the last element of the last row. */
-    elements = batch && tokens && heads ? begin + (batch - 1) * x.view.batch +
-                                              (t - 1) * x.view.token + (h - 1) * x.view.head + w
-                                        : 0;
+    elements = batch && tokens && heads
+                   ? begin + (batch - 1) * x.view.batch + (t - 1) * x.view.token +
+                         (h - 1) * x.view.head + (width - 1) * x.inner + 1
+                   : 0;
     size_t size = dtype_size(dtype);
     x.memory = guarded_filled(name, (size_t)elements * size, shift * size * CHECK_UNIT,
                               dtype == NSA_I32 ? CHECK_POISON_INT : CHECK_POISON);
     x.view.data = elements ? x.memory->data + (size_t)begin * size : x.memory->data;
     return x;
+}
+
+static inline tensor tensor_new(const char *name, layout form, nsa_dtype dtype, int batch,
+                                int tokens, int heads, int width, size_t shift) {
+    return tensor_laid(name, form, dtype, batch, tokens, heads, width, shift, 0);
 }
 
 static inline size_t tensor_count(const tensor *x) {
@@ -159,7 +168,7 @@ static inline size_t tensor_count(const tensor *x) {
 
 /* Where element c of row (b, t, h) lies. */
 static inline unsigned char *tensor_at(const tensor *x, int b, int t, int h, int c) {
-    int64_t element = b * x->view.batch + t * x->view.token + h * x->view.head + c;
+    int64_t element = b * x->view.batch + t * x->view.token + h * x->view.head + c * x->inner;
     return (unsigned char *)x->view.data + (size_t)element * dtype_size(x->view.dtype);
 }
 
@@ -199,8 +208,10 @@ static inline void tensor_open_rows(const tensor *x, int first, int end) {
     for (int b = 0; b < x->batch; b++)
         for (int t = first; t < end; t++)
             for (int h = 0; h < x->heads; h++)
-                guarded_open(x->memory, tensor_at(x, b, t, h, 0),
-                             (size_t)x->width * dtype_size(x->view.dtype));
+                for (int c = 0; c < (x->inner == 1 ? 1 : x->width); c++)
+                    guarded_open(x->memory, tensor_at(x, b, t, h, c),
+                                 (size_t)(x->inner == 1 ? x->width : 1) *
+                                     dtype_size(x->view.dtype));
 }
 
 static inline void tensor_no_blocks(const tensor *x) {
@@ -273,15 +284,25 @@ static inline plan plan_of(const nsa_desc *d) {
 
 /* A tensor for rows of tokens, or of compressed blocks, of the descriptor's batch: packed where its
    sequences are. A packed view's batch stride is one that must not be used. */
+static inline tensor tensor_apart(const char *name, layout form, nsa_dtype dtype, const nsa_desc *d,
+                                  int compressed, int heads, int width, size_t shift,
+                                  int64_t apart) {
+    plan p = plan_of(d);
+    int rows = compressed ? p.cmp_rows : p.rows, batch = d->begins ? 1 : d->batch;
+    tensor x = tensor_laid(name, form, dtype, batch, rows / batch, heads, width, shift, apart);
+    if (d->begins) x.view.batch = 12345;
+    return x;
+}
+
 static inline tensor tensor_of(const char *name, layout form, nsa_dtype dtype, const nsa_desc *d,
                                int compressed, int heads, int width, size_t shift) {
-    plan p = plan_of(d);
-    int rows = compressed ? p.cmp_rows : p.rows;
-    if (!d->begins)
-        return tensor_new(name, form, dtype, d->batch, rows / d->batch, heads, width, shift);
-    tensor x = tensor_new(name, form, dtype, 1, rows, heads, width, shift);
-    x.view.batch = 12345;
-    return x;
+    return tensor_apart(name, form, dtype, d, compressed, heads, width, shift, 0);
+}
+
+/* For numbers of a row that lie behind all rows of the numbers before them, in every layout. */
+static inline int64_t apart_of(const nsa_desc *d, int heads) {
+    const int64_t row = heads * (1 + 3 * CHECK_UNIT) + 5 * CHECK_UNIT;
+    return plan_of(d).rows * row + (7 * (int64_t)d->batch + 1) * CHECK_UNIT;
 }
 
 /* Opens rows first .. first + count - 1 of every sequence. */

@@ -13,7 +13,7 @@ from typing import Any, Sequence
 
 from . import _abi
 from ._abi import Desc, Error
-from ._struct import Array, Struct
+from ._struct import GATES, Array, Struct
 from ._views import F64, I32, Described, describe
 
 _PHIS = {int(member): member.name.lower() for member in _abi.Phi}
@@ -174,6 +174,9 @@ def check_shapes(views: Views, desc: Desc, words: tuple[str, ...]) -> None:
             wanted = (1, *wanted[1:])
         if array.shape != wanted:
             raise ValueError(f"{path}: shape {array.shape}, must be ({', '.join(shape)}) = {wanted}")
+        if field in GATES and array.strides[-1] != (desc.gate_stride or 1):
+            raise ValueError(f"{path}: its gates lie {array.strides[-1]} elements apart, "
+                             f"desc.gate_stride is {desc.gate_stride}")
 
 
 def _extent(axis: str, known: dict[str, int], struct: Struct) -> int:

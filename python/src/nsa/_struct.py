@@ -11,6 +11,9 @@ from typing import Any, Callable, Iterator, Union
 
 from ._views import I32, Described, describe, packed_strides
 
+#: Views whose last axis may have a stride, desc.gate_stride.
+GATES = ("logits", "gates")
+
 Address = Union[int, None]
 #: numpy.ndarray, torch.Tensor, and whatever else has __array_interface__ or __dlpack__.
 Array = Any
@@ -87,7 +90,7 @@ class Struct(ctypes.Structure):
             return kind()
         array = describe(value, name)
         axes, packed = axes_of(type(self), name, len(array.shape))
-        if packed and array.shape[-1] > 1 and array.strides[-1] != 1:
+        if packed and array.shape[-1] > 1 and array.strides[-1] != 1 and name not in GATES:
             raise ValueError(f"{name}: the last axis must be packed, its stride is {array.strides[-1]} elements")
         strides = [0, 0, 0]
         for axis, extent, stride in zip(axes, array.shape, array.strides):

@@ -519,7 +519,8 @@ _gate.defvjp(_gate_forward, _gate_backward)
 
 
 def gate(logits: Array, cmp: Array, slc: Array, win: Array, kind: str = "sigmoid") -> Array:
-    """Eq. 5: the branches (B, T, H, Dv), gated by logits (B, T, H or Hk, 3) and added."""
+    """Eq. 5: the branches (B, T, H, Dv), gated by logits (B, T, H or Hk, 3) and added. Of three tensors they are
+    jnp.stack((cmp, slc, win), -1)."""
     return _gate(logits, cmp, slc, win, _options(gate=kind))
 
 
@@ -620,7 +621,8 @@ def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, 
               pages: Array | None = None, blocks: bool = False, **options: Any) -> Any:
     """The whole: out (B, T, H, Dv), and with blocks=True also the lists that were selected.
 
-    k_* (B, T, Hk, Dk) and v_* (B, T, Hk, Dv) of each branch may be one array. gates (B, T, H or Hk, 3).
+    k_* (B, T, Hk, Dk) and v_* (B, T, Hk, Dv) of each branch may be one array. gates (B, T, H or Hk, 3),
+    as gate takes them.
     phi_k, phi_v: "mean", or a kind and its parameters by name as compress takes them: ("mlp", {"w1": ...}).
 
     With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the

@@ -131,7 +131,8 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
 
 def gate(logits: Tensor, cmp: Tensor, slc: Tensor, win: Tensor, kind: str = "sigmoid") -> Tensor:
-    """Eq. 5: the branches (B, T, H, Dv), gated by logits (B, T, H or Hk, 3) and added."""
+    """Eq. 5: the branches (B, T, H, Dv), gated by logits (B, T, H or Hk, 3) and added. Of three tensors they are
+    torch.stack((cmp, slc, win), -1)."""
     return _o.gate(logits, cmp, slc, win, _options(gate=kind))
 
 
@@ -142,7 +143,8 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
               counts: Tensor | None = None, pages: Tensor | None = None, blocks: bool = False, **options: Any) -> Any:
     """The whole: out (B, T, H, Dv), and with blocks=True also the lists that were selected.
 
-    k_* (B, T, Hk, Dk) and v_* (B, T, Hk, Dv) of each branch may be one tensor. gates (B, T, H or Hk, 3).
+    k_* (B, T, Hk, Dk) and v_* (B, T, Hk, Dv) of each branch may be one tensor. gates (B, T, H or Hk, 3),
+    as gate takes them.
     phi_k, phi_v: "mean", or a kind and its parameters by name as compress takes them: ("mlp", {"w1": ...}).
 
     With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the
