@@ -279,10 +279,9 @@ NSA__DEVICE nsa__cuda_query_row nsa__cuda_query_row_of(const nsa__cuda_attend_pa
 }
 
 /* Of a product's sums a thread has two rows of its warp's 16, eight apart; the number of the
-   upper one. */
+   upper one. Unsigned, so cheap that ptxas makes it anew and keeps no register for it. */
 NSA__DEVICE int nsa__cuda_upper_row() {
-    const int thread = static_cast<int>(threadIdx.x);
-    return thread / 32 * 16 + thread % 32 / 4;
+    return static_cast<int>(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4);
 }
 
 /* Warps go in groups of four, 64 rows. The place, in the tile, of the first query of the warp's
@@ -344,11 +343,11 @@ template <int KEYS, int QUERIES, bool LISTS> struct nsa__cuda_walk_keys {
     static constexpr int PER_LANE = (QUERIES + 31) / 32, NONE = INT32_MAX;
     nsa__cuda_key_tile tile; /* without `bad`: nsa__cuda_walk_tile adds it */
     nsa__cuda_bad_words bad;
-    int end;     /* no query sees a key from here on */
-    int stop;    /* end of the current block; of the span if !LISTS */
-    int queries; /* of the tile */
-    int block;   /* the current one; -1 before the first */
-    const int32_t *list[PER_LANE];
+    int end;             /* no query sees a key from here on */
+    int stop;            /* end of the current block; of the span if !LISTS */
+    int queries;         /* of the tile */
+    int block;           /* the current one; -1 before the first */
+    const int32_t *list; /* of query `lane`; one pointer, because registers are few */
     int slot[PER_LANE], entry[PER_LANE], last[PER_LANE];
     uint32_t ballots[PER_LANE]; /* bit l of ballots[i]: query 32 i + l reads the block */
 };
@@ -380,18 +379,20 @@ NSA__DEVICE void nsa__cuda_walk_begin(nsa__cuda_walk_keys<KEYS, QUERIES, LISTS> 
 #pragma unroll
     for (int i = 0; i < w.PER_LANE; i++) {
         const int query = rows.first + (lane + 32 * i < w.queries ? lane + 32 * i : 0);
-        w.list[i] = nsa__cuda_query_at<const int32_t>(params.x.blocks, at, query, at.list);
+        if (i == 0) w.list = nsa__cuda_query_at<const int32_t>(params.x.blocks, at, query, at.list);
         w.slot[i] = lane + 32 * i < w.queries ? 0 : params.list_width;
         w.last[i] = nsa__cuda_last_block(params, at.seq.tokens, query);
         w.entry[i] = -1;
     }
 }
 
-/* The next entry of list i. A number that happens to be NONE ends no list. */
+/* The next entry of list i, of the query 32 i behind the lane's first. A number that happens to be
+   NONE ends no list. */
 template <int KEYS, int QUERIES, bool LISTS>
 NSA__DEVICE int nsa__cuda_walk_entry(nsa__cuda_walk_keys<KEYS, QUERIES, LISTS> &w,
                                      const nsa__cuda_attend_params &params, int i) {
-    return w.slot[i] < params.list_width ? min(w.list[i][w.slot[i]++], w.NONE - 1) : w.NONE;
+    const int64_t at = 32 * i * params.x.blocks.token;
+    return w.slot[i] < params.list_width ? min(w.list[at + w.slot[i]++], w.NONE - 1) : w.NONE;
 }
 
 /* 32 bits, each `up` places higher; those that fall off are gone. */

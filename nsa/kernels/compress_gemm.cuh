@@ -186,9 +186,10 @@ NSA__DEVICE void nsa__cuda_gemm_multiply_f32(float (&acc)[2][4][4], float *a, fl
     }
 }
 
-/* done(head, split, row, column, x, y) takes the values of two neighbouring columns. */
+/* done(head, split, row, column, x, y) takes the values of two neighbouring columns. Left to itself
+   ptxas takes 72 registers for sm_100 and spills; four blocks leave room for 128. */
 template <typename T, bool A_ALONG_K, bool B_ALONG_K, typename Done>
-static __global__ void __launch_bounds__(NSA__GEMM_THREADS)
+static __global__ void __launch_bounds__(NSA__GEMM_THREADS, 4)
     nsa__cuda_gemm_kernel(nsa__cuda_operand a, nsa__cuda_operand b, nsa__cuda_gemm_shape s,
                           Done done) {
     NSA_SHARED(uint4, tiles, [NSA__GEMM_STAGES][2][NSA__GEMM_TILE * 4]);

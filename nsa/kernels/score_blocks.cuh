@@ -79,7 +79,6 @@ static nsa_status nsa__cuda_score_run(const nsa_score *x, const nsa_desc *d, voi
     nsa_status s = NSA_OK;
     for (int first = 0; first < d->count && s == NSA_OK; first += chunk) {
         nsa_desc part = by;
-        part.cmp_block = part.cmp_stride = 1;
         part.first += first;
         part.count = d->count - first < chunk ? d->count - first : chunk;
         nsa_select scored = {};

@@ -455,6 +455,42 @@ NSA__DEVICE void nsa__cuda_select_sums(nsa__cuda_select_columns<T, D, NT> &c, co
 
 enum { NSA__SELECT_WARPS = 8 };
 
+/* Where a block of threads is. In shared memory, because registers hold the queries. */
+template <typename T> struct nsa__cuda_select_place {
+    nsa__sequence s;
+    nsa__cuda_select_keys<T> k;
+    int b, kv_head;
+    int first; /* of its queries */
+    int keys;  /* that one of them sees */
+};
+
+template <typename T, bool SCORER>
+NSA__DEVICE nsa__cuda_select_place<T>
+nsa__cuda_select_place_of(const nsa_desc &d, const nsa_select &x, const nsa__cuda_select_plan &p) {
+    nsa__cuda_select_place<T> at;
+    const int tile_queries = p.warps * p.queries;
+    /* late queries, which see most, go first */
+    const int block = static_cast<int>(blockIdx.x);
+    const nsa__cuda_thing tile_at =
+        nsa__cuda_thing_at(d, p.tiles, p.tiles.total - 1 - block / d.kv_heads);
+    at.kv_head = block % d.kv_heads;
+    at.b = tile_at.b;
+    at.s = nsa__sequence_of(d, at.b);
+    at.first = static_cast<int>(min(tile_at.local * tile_queries, int64_t(at.s.count)));
+    const int key_head = at.kv_head / p.sharers;
+    if (d.pages)
+        at.k = {nsa__row_of<const T>(x.k, 0, 0, key_head),
+                d.pages + static_cast<int64_t>(at.b) * d.table_width};
+    else
+        at.k = {nsa__row_of<const T>(x.k, at.s.key_batch,
+                                     SCORER ? at.s.key_row : nsa__cmp_row(d, p.cmp_begins, at.b),
+                                     key_head),
+                nullptr};
+    at.keys =
+        nsa__cmp_visible(d, at.s.tokens, at.s.first + min(at.first + tile_queries, at.s.count) - 1);
+    return at;
+}
+
 template <typename T, int D, int NT, bool CHUNKS, bool SCORER>
 static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && sizeof(T) == 2 ? 2 : 1)
     nsa__cuda_select_blocks_kernel(nsa_desc d, nsa_select x, nsa__cuda_select_plan p,
@@ -468,55 +504,42 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     float *lse2 = rings + tile_queries * p.ring;
     auto *lists = reinterpret_cast<uint64_t *>(lse2 + p.warps * 8 * NT);
 
-    /* late queries, which see most, go first */
-    const int block = static_cast<int>(blockIdx.x), kv_head = block % d.kv_heads;
-    const nsa__cuda_thing tile_at =
-        nsa__cuda_thing_at(d, p.tiles, p.tiles.total - 1 - block / d.kv_heads);
-    const int b = tile_at.b;
-    const nsa__sequence s = nsa__sequence_of(d, b);
-    if (tile_at.local * tile_queries >= s.count) return;
-    const int first = static_cast<int>(tile_at.local) * tile_queries;
+    NSA_SHARED(nsa__cuda_select_place<T>, at, );
+    if (threadIdx.x == 0) at = nsa__cuda_select_place_of<T, SCORER>(d, x, p);
+    __syncthreads();
+    if (at.first >= at.s.count) return;
 
     nsa__cuda_select_warp w;
-    w.first_query = first + warp * p.queries;
+    w.first_query = at.first + warp * p.queries;
     w.queries = queries + warp * p.queries;
     w.ring = rings + warp * p.queries * p.ring;
     w.lse2 = lse2 + warp * 8 * NT;
-    if (p.lists) lists = p.lists + static_cast<int64_t>(block) * tile_queries * p.length;
+    if (p.lists) lists = p.lists + static_cast<int64_t>(blockIdx.x) * tile_queries * p.length;
     w.lists = lists + warp * p.queries * p.length;
-    nsa__cuda_select_begin<SCORER>(w, x, d, s, p, b, kv_head);
+    nsa__cuda_select_begin<SCORER>(w, x, d, at.s, p, at.b, at.kv_head);
 
     nsa__cuda_select_columns<T, D, NT> c;
     if (!CHUNKS)
-        nsa__cuda_select_load<T, D, NT, SCORER>(c, w.lse2, x, d, s, p, kv_head, w.first_query, 0);
-    const int key_head = kv_head / p.sharers;
-    nsa__cuda_select_keys<T> k = {
-        nsa__row_of<const T>(x.k, s.key_batch,
-                             SCORER ? s.key_row : nsa__cmp_row(d, p.cmp_begins, b), key_head),
-        nullptr};
-    if (d.pages)
-        k = {nsa__row_of<const T>(x.k, 0, 0, key_head),
-             d.pages + static_cast<int64_t>(b) * d.table_width};
-    const int keys =
-        nsa__cmp_visible(d, s.tokens, s.first + min(first + tile_queries, s.count) - 1);
+        nsa__cuda_select_load<T, D, NT, SCORER>(c, w.lse2, x, d, at.s, p, at.kv_head, w.first_query,
+                                                0);
     int key = 0;
-    if (keys > 0) nsa__cuda_select_copy<T, D>(tiles, k, x.k, d, 0, keys);
+    if (at.keys > 0) nsa__cuda_select_copy<T, D>(tiles, at.k, x.k, d, 0, at.keys);
     nsa__cp_async_commit();
     do { /* once at least: forced blocks need no key */
         T *tile = tiles + key / shape::keys % 2 * shape::keys * D;
         T *next = tiles + (key / shape::keys + 1) % 2 * shape::keys * D;
-        if (key + shape::keys < keys)
-            nsa__cuda_select_copy<T, D>(next, k, x.k, d, key + shape::keys, keys);
+        if (key + shape::keys < at.keys)
+            nsa__cuda_select_copy<T, D>(next, at.k, x.k, d, key + shape::keys, at.keys);
         nsa__cp_async_commit();
         nsa__cp_async_wait<1>();
         __syncthreads();
         const bool sees = key < w.visible;
         if (sees)
-            nsa__cuda_select_sums<T, D, NT, CHUNKS, SCORER>(c, x, d, s, p, w, kv_head, scale2, tile,
-                                                            key);
+            nsa__cuda_select_sums<T, D, NT, CHUNKS, SCORER>(c, x, d, at.s, p, w, at.kv_head, scale2,
+                                                            tile, key);
         key += shape::keys;
-        if (sees || key >= keys) { /* one place for both, because it is much code */
-            const int end = key < keys ? min(key / p.strides, w.candidates) : w.candidates;
+        if (sees || key >= at.keys) { /* one place for both, because it is much code */
+            const int end = key < at.keys ? min(key / p.strides, w.candidates) : w.candidates;
             /* behind the last tile that the warp saw: found once more, for lack of a register */
             const int seen = (w.visible + shape::keys - 1) / shape::keys * shape::keys;
             const int ranked = min(min(key - shape::keys, seen) / p.strides, w.candidates);
@@ -524,12 +547,14 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
             nsa__cuda_select_rank<SCORER>(p, d.score_map, w, ranked, end);
         }
         __syncthreads();
-    } while (key < keys);
+    } while (key < at.keys);
     if (x.scores.data && !p.own) nsa__cuda_select_fill(p, w, nsa__slc_count(d, d.tokens));
-    for (int q = 0; !SCORER && q < p.queries && w.first_query + q < s.count; q++)
+    for (int q = 0; !SCORER && q < p.queries && w.first_query + q < at.s.count; q++)
         nsa__cuda_rank_write(
-            nsa__cuda_forced_of(d, s.tokens, s.first + w.first_query + q), w.lists + q * p.length,
-            nsa__row_of<int32_t>(x.blocks, s.batch, s.row + w.first_query + q, kv_head), p.width);
+            nsa__cuda_forced_of(d, at.s.tokens, at.s.first + w.first_query + q),
+            w.lists + q * p.length,
+            nsa__row_of<int32_t>(x.blocks, at.s.batch, at.s.row + w.first_query + q, at.kv_head),
+            p.width);
 }
 
 /* ---- Launch --------------------------------------------------------------------------------- */
