@@ -72,7 +72,7 @@ def main(arguments):
         if report.get("commit", origin["commit"]) != origin["commit"]:
             raise SystemExit(f"{path} is of {report['commit']}: remove it, and measure all of {origin['commit']}")
         report = {**origin, "rows": cliffs(report["costs"] + costs), "costs": report["costs"] + costs}
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        path.write_text(json.dumps(report).replace("}, {", "},\n {") + "\n")
     for row in report["rows"]:
         print(f"{row['heads']} heads over {row['kv_heads']}, {row['dim']} wide, {row['tokens']} tokens, "
               f"{row['threads']} threads: {row['passes']}")
