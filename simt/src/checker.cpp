@@ -207,6 +207,7 @@ void against_others(const request &r, const cell &c, const unsigned char *at) {
             race(r, at, text("%s by another block", verb(c.others)), c.others_at);
         return;
     }
+    if (!conflict(r.kind, c.others)) return; /* none of the set's */
     each(c.others, [&](stamp s) {
         if (conflict(r.kind, s) && !known(r.me, s))
             race(r, at, text("%s by ", verb(s)) + thread_name(s), c.others_at);
@@ -256,6 +257,11 @@ void one_byte(const request &r, cell &c, const unsigned char *at) {
         note_write(r, c);
     else
         note_other(r, c);
+}
+
+/* A number's bytes mostly are: what holds for the first holds for the rest. */
+bool same(const cell &a, const cell &b) {
+    return !memcmp(&a, &b, sizeof a);
 }
 
 cell *global_cell(const void *address) {
@@ -332,11 +338,15 @@ void check_access(access kind, const void *address, size_t bytes, code where) {
     if (in == region::shared ? !shared_owns(address, bytes) : !device_owns(address, bytes))
         fail_at(where,
                 text("%s of %zu bytes out of bounds: ", name_of(kind), bytes) + describe(address));
-    for (size_t i = 0; i < bytes; i++) {
-        cell &c = in == region::shared ? shared_cell(address)[i] : global_cell(address)[i];
-        if (in == region::shared) refresh(c);
-        if (in == region::shared && kind != access::read) against_holders(r, r.address + i);
-        one_byte(r, c, r.address + i);
+    cell *c = in == region::shared ? shared_cell(address) : global_cell(address);
+    for (size_t i = 0; in == region::shared && i < bytes; i++) {
+        refresh(c[i]);
+        if (kind != access::read) against_holders(r, r.address + i);
+    }
+    for (size_t i = 0, next; i < bytes; i = next) {
+        const cell before = c[i];
+        one_byte(r, c[i], r.address + i);
+        for (next = i + 1; next < bytes && same(c[next], before); next++) c[next] = c[i];
     }
 }
 

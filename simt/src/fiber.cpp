@@ -23,7 +23,6 @@ __attribute__((weak)) void __asan_unpoison_memory_region(void const volatile *ad
 namespace simt {
 namespace {
 
-constexpr size_t filled_bytes = 16 * 1024;
 constexpr size_t stack_bytes = 256 * 1024; /* address space; memory is taken page by page */
 
 unsigned char *new_stack() {
@@ -99,15 +98,22 @@ static void exchange(fiber &from, fiber &to) {
 
 #endif
 
-void fiber_prepare(fiber &f, void (*entry)()) {
+void fiber_prepare(fiber &f, size_t depth, void (*entry)()) {
     if (!f.stack) {
         f.stack = new_stack();
         f.stack_bytes = stack_bytes;
     }
     f.fake_stack = nullptr;
     /* Local variables that nobody initialised are NaN, where the first frames lie. */
-    memset(f.stack + f.stack_bytes - filled_bytes, 0xff, filled_bytes);
+    memset(f.stack + f.stack_bytes - depth, 0xff, depth);
     arrange(f, entry);
+}
+
+__attribute__((no_sanitize("address"))) size_t fiber_depth(const fiber &f) {
+    size_t untouched = 0;
+    const unsigned char *lowest = f.stack + f.stack_bytes - fiber_filled;
+    while (untouched < fiber_filled && lowest[untouched] == 0xff) untouched++;
+    return fiber_filled - untouched;
 }
 
 void fiber_abandon(fiber &f) {

@@ -15,8 +15,15 @@ struct fiber {
     void *state = nullptr;      /* saved stack pointer, or a ucontext_t */
 };
 
-/* Gives `f` a stack (kept for later use) and makes `entry` what it runs when first switched to. */
-void fiber_prepare(fiber &f, void (*entry)());
+/* Bytes of a stack that may hold what an earlier run left. */
+constexpr size_t fiber_filled = 16 * 1024;
+
+/* Gives `f` a stack (kept for later use), fills `depth` bytes of it with ones, and makes `entry`
+   what it runs when first switched to. */
+void fiber_prepare(fiber &f, size_t depth, void (*entry)());
+
+/* How many of the fiber_filled bytes its run has used, all of which fiber_prepare has filled. */
+size_t fiber_depth(const fiber &f);
 
 /* Leaves `from`, enters `to`. `gone`: `from` will never be entered again as it stands. */
 void fiber_switch(fiber &from, fiber &to, bool gone);
