@@ -864,6 +864,12 @@ int main(int argc, char **argv) {
                            turn);
                 turn++;
             }
+    /* Pages that are no parts of a tile, whose rows are read in place. */
+    for (int of = SLC; !CHECKS_CUDA && of <= DENSE; of++) {
+        nsa_desc d = desc_of(shape("small"));
+        kind_options o = options_of((kind)of, &d, 0);
+        test_batch(&d, &o, RAGGED | PAGED, 3 * d.cmp_stride, NSA_REAL_DTYPE, 0);
+    }
     test_faults();
     test_not_computed();
     test_workspace();

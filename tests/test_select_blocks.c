@@ -324,8 +324,22 @@ static void test_rank_refusals(void) {
 
 /* ---- Values that are not finite ---- */
 
+/* The list of equal scores: the forced blocks, and the first of the others. */
+static int is_list_of_equals(const nsa_desc *d, int query, const unsigned char *list) {
+    const int width = nsa_block_list_width(d);
+    const size_t bytes = (size_t)nsa_slc_count(d, d->tokens) * sizeof(nsa_real);
+    nsa_real *equal = (nsa_real *)check_alloc(bytes);
+    int32_t *want = (int32_t *)check_alloc((size_t)width * sizeof *want);
+    memset(equal, 0, bytes);
+    CHECK_OK("ranking", nsa_rank_blocks(equal, query, d, want));
+    const int same = !memcmp(want, list, (size_t)width * sizeof *want);
+    free(equal), free(want);
+    return same;
+}
+
 /* Lists stay valid and keep the forced blocks; queries that do not read the bad row keep their
-   bits. */
+   bits. A bad query has the list of equal scores. What reads a bad key has no lse either, if it is
+   that of the same keys; here it has one, and its list is any. */
 static void test_bad_value(const geometry *g, nsa_dtype dtype, int input, double value) {
     nsa_desc d = desc_of(g);
     suite s = suite_of(g->name, &d);
@@ -343,7 +357,8 @@ static void test_bad_value(const geometry *g, nsa_dtype dtype, int input, double
     CHECK(nsa_check_blocks(&q.x[SLOT_BLOCKS].view, &d, &fault) == NSA_OK, "query %d: %s",
           fault.query, fault.reason);
     suite_bits bad = bits_take(&q);
-    int lists = nsa_block_list_width(&d), last = d.kv_heads - 1, changed = -1, dropped = -1;
+    int lists = nsa_block_list_width(&d), last = d.kv_heads - 1, changed = -1, dropped = -1,
+        chosen = -1;
     for (int t = 0; t < g->T; t++)
         for (int hk = 0; hk < d.kv_heads; hk++) {
             int reads = hk == last && (input == SLOT_K ? nsa_cmp_visible(&d, t) > row : t == row);
@@ -358,10 +373,40 @@ static void test_bad_value(const geometry *g, nsa_dtype dtype, int input, double
                 own |= j == t / d.slc_block;
             }
             if (!own) dropped = t;
+            if (reads && input == SLOT_Q && !is_list_of_equals(&d, t, bad.x[SLOT_BLOCKS] + at))
+                chosen = t;
         }
     CHECK(changed < 0, "query %d does not read the row, yet its list changed", changed);
     CHECK(dropped < 0, "query %d lost its own block", dropped);
+    CHECK(chosen < 0, "query %d reads the row, and chose by something", chosen);
     bits_free(&clean), bits_free(&bad);
+    values_free(&v), values_free(&zeros);
+    guards_free();
+}
+
+/* An lse that is not of these scores: p is far above 1, and no score may become NaN or negative. */
+static void test_other_lse(const geometry *g) {
+    nsa_desc d = desc_of(g);
+    suite s = suite_with_scores(g->name, &d);
+    values v = values_random(&s, &d, NSA_REAL_DTYPE, 61), zeros = values_zero(&s, &d);
+    plan rows = plan_of(&d);
+    for (size_t i = 0; i < slot_count(&s.slots[SLOT_LSE], &rows); i++) v.x[SLOT_LSE][i] -= 1000;
+    check_case("select, %s, an lse that is smaller by 1000", g->name);
+    instance q;
+    instance_new(&q, &s, &d, &v, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+    instance_run(&q);
+    const size_t n = tensor_count(&q.x[SLOT_SCORES]), width = (size_t)q.x[SLOT_SCORES].width;
+    double *scores = ref_zeros(n);
+    tensor_get(&q.x[SLOT_SCORES], scores);
+    size_t wrong = n;
+    for (size_t i = 0; i < n; i++) {
+        const int query = (int)(i / width) / q.x[SLOT_SCORES].heads, block = (int)(i % width);
+        const int seen = nsa_cmp_visible(&d, query) > 0 && block == 0;
+        if (block * d.slc_block > query ? scores[i] != -INFINITY : !(scores[i] >= (seen ? 1 : 0)))
+            wrong = i;
+    }
+    CHECK(wrong == n, "score %zu is %g", wrong, scores[wrong % n]);
+    free(scores);
     values_free(&v), values_free(&zeros);
     guards_free();
 }
@@ -555,6 +600,7 @@ int main(int argc, char **argv) {
     cut.name = "many chosen of blocks behind several tiles of keys", cut.slc_block = 16, cut.n = 6;
     nsa_desc of_many = desc_of(&cut);
     for (int k = 0; k < COUNT(dtypes); k++) test_reference(&cut, &of_many, dtypes[k], 900);
+    test_other_lse(shape("T > w, one block more"));
     test_rank();
     test_rank_refusals();
     test_check();
