@@ -32,7 +32,25 @@ NSA__DEVICE nsa__cuda_filter_place nsa__cuda_filter_place_of(const nsa_desc &d,
     return p;
 }
 
-/* out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean. */
+/* out[c] = sum_j w[j][c] x[j][c] + b[c] of eight channels, w = 1 / l for mean; row(j) is where row
+   j of the block's l rows lies. Decoding takes the same sum, so its rows have the same bits. */
+template <typename Row>
+NSA__DEVICE void nsa__cuda_filter_row(float (&out)[8], const nsa_desc &d, const nsa_compress &x,
+                                      int head, int channel, Row row) {
+    const bool conv = x.phi == NSA_PHI_CONV;
+    float w[8], of_x[8];
+#pragma unroll
+    for (int c = 0; c < 8; c++) out[c] = 0, w[c] = 1.0f / static_cast<float>(d.cmp_block);
+    if (conv && x.b1.data) nsa__load8(out, x.b1.dtype, nsa__row_at(x.b1, 0, 0, head), channel);
+    for (int j = 0; j < d.cmp_block; j++) {
+        if (conv) nsa__load8(w, x.w1.dtype, nsa__row_at(x.w1, 0, j, head), channel);
+        nsa__load8(of_x, x.x.dtype, row(j), channel);
+#pragma unroll
+        for (int c = 0; c < 8; c++) out[c] += w[c] * of_x[c];
+    }
+}
+
+/* One compressed row: the block of rows i d .. i d + l - 1. */
 static __global__ void nsa__cuda_filter_forward_kernel(nsa_desc d, nsa_compress x,
                                                        nsa__cuda_extent blocks,
                                                        const int32_t *cmp_begins) {
@@ -40,19 +58,12 @@ static __global__ void nsa__cuda_filter_forward_kernel(nsa_desc d, nsa_compress 
     const nsa__cmp_span made = nsa__cmp_made(d, p.s);
     if (p.row >= made.end - made.begin) return;
     const int i = made.begin + static_cast<int>(p.row);
-    const bool conv = x.phi == NSA_PHI_CONV;
-    float out[8] = {0, 0, 0, 0, 0, 0, 0, 0}, w[8], row[8];
-    if (conv && x.b1.data) nsa__load8(out, x.b1.dtype, nsa__row_at(x.b1, 0, 0, p.head), p.c);
-#pragma unroll
-    for (int c = 0; c < 8; c++) w[c] = 1.0f / static_cast<float>(d.cmp_block);
-    for (int j = 0; j < d.cmp_block; j++) {
+    float out[8];
+    nsa__cuda_filter_row(out, d, x, p.head, p.c, [&](int j) {
         const int64_t at = nsa__cuda_key_offset(d, x.x, p.s, p.b, false, p.s.key_row,
                                                 i * d.cmp_stride + j, p.head);
-        if (conv) nsa__load8(w, x.w1.dtype, nsa__row_at(x.w1, 0, j, p.head), p.c);
-        nsa__load8(row, x.x.dtype, nsa__element_at(x.x, at), p.c);
-#pragma unroll
-        for (int c = 0; c < 8; c++) out[c] += w[c] * row[c];
-    }
+        return nsa__element_at(x.x, at);
+    });
     const int64_t to =
         nsa__cuda_key_offset(d, x.out, p.s, p.b, true, nsa__cmp_row(d, cmp_begins, p.b), i, p.head);
     nsa__store8(x.out.dtype, nsa__element_at(x.out, to), p.c, out);

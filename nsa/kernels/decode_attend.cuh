@@ -1,15 +1,26 @@
 /* decode_attend.cuh: one new token's attention, its keys shared out among blocks, and the sum of
    what they find.
    Twin: nsa.h, "Decoding", nsa_decode: its three branches. Tiles, scores and softmax are forward's
-   (attend_keys.cuh, attend_forward.cuh).
+   (attend_keys.cuh, attend_softmax.cuh).
    Not here: which blocks are selected (decode_select.cuh).
 
    A block has the heads of one query and kv head and a run of its key tiles. It leaves the
-   product with V, the sums of p and the largest score; a warp to a row adds the runs in their
-   order. Of slc and win a run starts from nothing. Of cmp the logarithm is what selection ranks
-   by, and has to have the very bits of attend_forward.cuh's walk from the first tile to the
-   last: so a first pass leaves the largest score of each tile, a run starts from the largest
-   before it, and leaves its sums tile by tile, which are added just as that walk adds them. */
+   product with V, the sums of p and the largest score; at the end the runs of a row are added in
+   their order. Of slc and win a run starts from nothing. Of cmp the logarithm is what selection
+   ranks by, and has to have the very bits of attend_forward.cuh's walk from the first tile to the
+   last. So a scan reads the compressed keys once and leaves every score and the largest of each
+   tile. From them a run over the values starts from the largest score before it, and leaves its
+   sums tile by tile, which are added just as that walk adds them. Selection reads the same
+   scores.
+
+   | kernel     | block                                 | reads          | leaves                  |
+   |---|---|---|---|
+   | scan       | a query's heads, a run of keys        | q, k of cmp    | scores, tile_most       |
+   | cmp        | the same                              | scores, v      | sums a tile, most, out  |
+   | sums, rank | decode_select.cuh                     | scores, sums   | totals, block lists     |
+   | keys       | a query's heads, a run of slc or win  | q, k, v, lists | sums, most, out         |
+   | finish     | a team of threads a row               | what runs left | out, lse, the gated sum |
+   */
 #ifndef NSA_DECODE_ATTEND_CUH
 #define NSA_DECODE_ATTEND_CUH
 
@@ -20,23 +31,24 @@
 #ifndef NSA__DECODE_RUN_KEYS
 #define NSA__DECODE_RUN_KEYS 256
 #endif
-enum { NSA__DECODE_COMBINE_WARPS = 4 };
 
 /* Views, desc (first, count: a slice of the step's tokens), branch and bits are the base's. */
 struct nsa__cuda_decode_params : nsa__cuda_attend_params {
     nsa__cuda_places places;
     int ring;
-    int keys;         /* of a tile */
-    int key_tiles;    /* of a query, at most */
-    int per_split;    /* tiles of a run */
-    int splits;       /* runs of a query, at most */
-    int parts;        /* blocks for the heads of a group */
-    bool scan;        /* cmp: the pass that leaves tile_most */
-    float *tile_most; /* cmp: (rows, key_tiles); a row is (b, query, head) */
-    float *sums;      /* (rows, key_tiles of cmp or runs, 4): a quad's four shares */
-    float *most;      /* (rows, runs): -inf: no key; inf: a value was not finite */
-    float *out;       /* (rows, runs, Dv) */
-    int64_t *reads;   /* of the branch, of sequence 0; NULL: not counted */
+    int keys;          /* of a tile */
+    int key_tiles;     /* of a query, at most */
+    int per_split;     /* tiles of a run */
+    int splits;        /* runs of a query, at most */
+    int parts;         /* blocks for the heads of a group */
+    int64_t score_row; /* cmp: from the scores of a row to the next one's */
+    float *scores;     /* cmp: (rows, keys), unscaled; a row is (b, query, head) */
+    float *tile_most;  /* cmp: (rows, key_tiles); inf: a value was not finite */
+    float *sums;       /* cmp: (rows, key_tiles, 4), a quad's four shares; else (rows, runs) */
+    float *most;       /* (rows, runs): -inf: no key; inf: a value was not finite */
+    float *out;        /* (rows, runs, Dv) */
+    float2 *totals;    /* cmp: (rows): the largest score, inf as above, and the sum of p */
+    int64_t *reads;    /* of the branch, of sequence 0; NULL: not counted */
 };
 
 /* Key tiles of KEYS, at most, and how they are shared out. */
@@ -53,6 +65,11 @@ static void nsa__cuda_decode_share(nsa__cuda_decode_params *params, int keys) {
     params->splits = static_cast<int>(nsa__cuda_ceil_div(params->key_tiles, params->per_split));
 }
 
+/* Scores of a row: whole tiles of 64. */
+static int64_t nsa__cuda_decode_scores(const nsa_desc *d) {
+    return nsa__cuda_ceil_div(nsa_cmp_count(d, d->tokens), 64) * 64;
+}
+
 /* The rows' memory, for any KEYS. */
 static void nsa__cuda_decode_take(nsa__cuda_decode_params *params, nsa__cuda_arena *a) {
     const nsa_desc *d = &params->d;
@@ -64,8 +81,11 @@ static void nsa__cuda_decode_take(nsa__cuda_decode_params *params, nsa__cuda_are
         splits = params->splits > splits ? params->splits : splits;
     }
     const bool cmp = params->branch == NSA__KEYS_CMP;
+    params->score_row = cmp ? nsa__cuda_decode_scores(d) : 0;
+    params->scores = nsa__cuda_take<float>(a, rows * params->score_row);
     params->tile_most = nsa__cuda_take<float>(a, cmp ? rows * tiles : 0);
-    params->sums = nsa__cuda_take<float>(a, 4 * rows * (cmp ? tiles : splits));
+    params->totals = cmp ? nsa__cuda_take<float2>(a, rows) : NULL;
+    params->sums = nsa__cuda_take<float>(a, rows * (cmp ? 4 * tiles : splits));
     params->most = nsa__cuda_take<float>(a, rows * splits);
     params->out = nsa__cuda_take<float>(a, rows * splits * d->dim_v);
 }
@@ -78,12 +98,12 @@ struct nsa__cuda_decode_block {
     int split, part;
 };
 
+/* Run `split` of the index-th query's or, of many heads, of a part of them. */
 NSA__DEVICE nsa__cuda_decode_block nsa__cuda_decode_block_of(const nsa__cuda_decode_params &params,
-                                                             unsigned index, int held) {
+                                                             unsigned index, int split, int held) {
     nsa__cuda_decode_block block;
     const nsa_desc &d = params.d;
-    block.split = static_cast<int>(index % static_cast<unsigned>(params.splits));
-    index /= static_cast<unsigned>(params.splits);
+    block.split = split;
     block.part = static_cast<int>(index % static_cast<unsigned>(params.parts));
     index /= static_cast<unsigned>(params.parts);
     const int row = static_cast<int>(index % static_cast<unsigned>(d.count));
@@ -110,6 +130,14 @@ NSA__DEVICE int nsa__cuda_decode_tiles(const nsa__cuda_decode_params &params,
     return keys.end <= keys.begin ? 0 : (keys.end - 1) / params.keys - keys.begin / params.keys + 1;
 }
 
+/* The tiles of a block's run; none if there is no such query. */
+NSA__DEVICE nsa__cuda_key_span nsa__cuda_decode_run_of(const nsa__cuda_decode_params &params,
+                                                       const nsa__cuda_decode_block &block) {
+    const int first = block.split * params.per_split;
+    if (block.rows.first >= block.rows.end) return {first, first};
+    return {first, min(first + params.per_split, nsa__cuda_decode_tiles(params, block.keys))};
+}
+
 template <int KEYS>
 NSA__DEVICE nsa__cuda_key_tile nsa__cuda_decode_tile(const nsa__cuda_decode_params &params,
                                                      const nsa__cuda_decode_block &block,
@@ -129,23 +157,19 @@ NSA__DEVICE nsa__cuda_key_tile nsa__cuda_decode_tile(const nsa__cuda_decode_para
     return tile;
 }
 
-/* Starts copying a tile's keys and, unless only scores are asked for, values. Rows before the span
-   are left out: a ring may hold a later token there, whose NaN would not be masked by p = 0. */
-template <typename T, int DK, int DV, int KEYS, int THREADS>
-NSA__DEVICE void nsa__cuda_decode_stage(T *stage, const nsa__cuda_decode_params &params,
-                                        const nsa__cuda_decode_block &block,
-                                        const nsa__cuda_key_tile &tile) {
-    const nsa_attend &x = params.x;
-    const T *k = nsa__row_of<const T>(x.k, block.at.seq.batch, 0, block.at.kv_head);
-    const T *v = nsa__row_of<const T>(x.v, block.at.seq.batch, 0, block.at.kv_head);
+/* Starts copying a tile's rows of k or v. Rows before the span are left out: a ring may hold a
+   later token there, whose NaN would not be masked by p = 0. */
+template <typename T, int D, int KEYS, int THREADS>
+NSA__DEVICE void nsa__cuda_decode_copy(T *to, const nsa__cuda_decode_params &params,
+                                       const nsa__cuda_decode_block &block,
+                                       const nsa__cuda_key_tile &tile, const nsa_tensor &x,
+                                       int width) {
+    const T *const rows = nsa__row_of<const T>(x, block.at.seq.batch, 0, block.at.kv_head);
     const int first = block.keys.begin - tile.begin, count = tile.end - tile.begin;
-    const auto row = [&](int r) { return nsa__cuda_ring_row(tile.begin + r, params.ring); };
-    nsa__cuda_tile_copy<T, DK, KEYS, THREADS>(stage, params.d.dim, k, [&](int r) {
-        return r >= first && r < count ? k + x.k.token * row(r) : nullptr;
-    });
-    if (params.scan) return;
-    nsa__cuda_tile_copy<T, DV, KEYS, THREADS>(stage + KEYS * DK, params.d.dim_v, v, [&](int r) {
-        return r >= first && r < count ? v + x.v.token * row(r) : nullptr;
+    nsa__cuda_tile_copy<T, D, KEYS, THREADS>(to, width, rows, [&](int r) {
+        return r >= first && r < count
+                   ? rows + x.token * nsa__cuda_ring_row(tile.begin + r, params.ring)
+                   : nullptr;
     });
 }
 
@@ -159,23 +183,54 @@ NSA__DEVICE int64_t nsa__cuda_decode_row(const nsa__cuda_decode_params &params,
            row.head;
 }
 
-/* The largest score in the tiles before a run. */
-NSA__DEVICE void nsa__cuda_decode_most_before(nsa__cuda_forward_rows &rows,
-                                              const nsa__cuda_decode_params &params,
-                                              const int64_t (&row)[2], int tiles) {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        for (int n = static_cast<int>(threadIdx.x) % 4; n < tiles && row[h] >= 0; n += 4)
-            rows.most[h] = fmaxf(rows.most[h], params.tile_most[row[h] * params.key_tiles + n]);
-        rows.most[h] = nsa__cuda_quad_max(rows.most[h]);
-    }
+/* A run without keys leaves that there were none. */
+template <int ROWS>
+NSA__DEVICE void nsa__cuda_decode_leave_none(const nsa__cuda_decode_params &params,
+                                             const nsa__cuda_decode_block &block) {
+    const int r = static_cast<int>(threadIdx.x);
+    const int64_t row = r < ROWS ? nsa__cuda_decode_row(params, block, r) : -1;
+    if (row >= 0) params.most[row * params.splits + block.split] = -INFINITY;
 }
 
-/* The largest score of a tile. */
+/* Starts copying the query's rows of q. */
+template <typename T, int D, int ROWS, int THREADS>
+NSA__DEVICE void nsa__cuda_decode_copy_q(T *q, const nsa__cuda_decode_params &params,
+                                         const nsa__cuda_decode_block &block) {
+    nsa__cuda_tile_copy<T, D, ROWS, THREADS>(
+        q, params.d.dim, static_cast<const T *>(params.x.q.data), [&](int r) {
+            const nsa__cuda_query_row row = nsa__cuda_query_row_of(params, block.at, block.rows, r);
+            return row.there
+                       ? nsa__cuda_query_at<const T>(params.x.q, block.at, row.query, row.head)
+                       : nullptr;
+        });
+}
+
+/* A run's keys, counted by the block of the first heads. */
+NSA__DEVICE void nsa__cuda_decode_count(const nsa__cuda_decode_params &params,
+                                        const nsa__cuda_decode_block &block, int64_t keys) {
+    if (threadIdx.x == 0 && block.part == 0 && params.reads)
+        atomicAdd(reinterpret_cast<unsigned long long *>(
+                      params.reads + block.at.b * (sizeof(nsa_reads) / sizeof(int64_t))),
+                  static_cast<unsigned long long>(keys));
+}
+
+/* Forward's tiles of keys, fewer rows: those of one query. */
+template <typename T, int DK, int DV, int HOPPER>
+struct nsa__cuda_decode_shape : nsa__cuda_forward_shape<T, DK, DV, HOPPER, 64> {
+    using shape = nsa__cuda_forward_shape<T, DK, DV, HOPPER, 64>;
+    static constexpr int THREADS = 32 * shape::WARPS;
+    static constexpr int SCAN_BYTES =
+        static_cast<int>(sizeof(T)) * DK * (shape::TILE + 2 * shape::STAGE);
+    static constexpr int CMP_BYTES = static_cast<int>(sizeof(T)) * DV * 2 * shape::STAGE;
+};
+
+/* ---- cmp: scores, then values ---------------------------------------------------------------- */
+
+/* The largest score of a tile, inf where a value is not finite. */
 template <int N>
-NSA__DEVICE void nsa__cuda_decode_leave_most(const float (&s)[N][4],
-                                             const nsa__cuda_decode_params &params,
-                                             const int64_t (&row)[2], int tile) {
+NSA__DEVICE void
+nsa__cuda_decode_leave_most(const float (&s)[N][4], const nsa__cuda_decode_params &params,
+                            const int64_t (&row)[2], const bool (&bad)[2], int tile) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         float most = -INFINITY;
@@ -185,33 +240,99 @@ NSA__DEVICE void nsa__cuda_decode_leave_most(const float (&s)[N][4],
             for (int e = 0; e < 2; e++) most = fmaxf(most, s[n][2 * h + e]);
         most = nsa__cuda_quad_max(most);
         if (row[h] >= 0 && threadIdx.x % 4 == 0)
-            params.tile_most[row[h] * params.key_tiles + tile] = most;
+            params.tile_most[row[h] * params.key_tiles + tile] = bad[h] ? INFINITY : most;
     }
 }
 
-NSA__DEVICE void nsa__cuda_decode_leave_sums(const nsa__cuda_forward_rows &rows,
-                                             const nsa__cuda_decode_params &params,
-                                             const int64_t (&row)[2], int units, int unit) {
+/* Where the thread's scores of a tile lie, of its upper or its lower row. */
+template <int KEYS>
+NSA__DEVICE float *nsa__cuda_decode_scores_at(const nsa__cuda_decode_params &params, int64_t row,
+                                              int tile) {
+    return params.scores + row * params.score_row + tile * KEYS +
+           static_cast<int>(threadIdx.x) % 4 * 2;
+}
+
+template <typename T, int DK, int DV>
+static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>::THREADS, 2)
+    nsa__cuda_decode_scan_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_params params) {
+    using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
+    constexpr int ROWS = shape::TILE, KEYS = shape::STAGE, THREADS = shape::THREADS;
+    NSA_SHARED_ALL(shared);
+    T *const q = reinterpret_cast<T *>(shared), *const stages = q + ROWS * DK;
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16, lane = threadIdx.x % 32;
+
+    NSA_SHARED(nsa__cuda_decode_block, block, );
+    if (threadIdx.x == 0)
+        block = nsa__cuda_decode_block_of(params, blockIdx.x / static_cast<unsigned>(params.splits),
+                                          static_cast<int>(blockIdx.x) % params.splits, ROWS);
+    __syncthreads();
+    const nsa__cuda_key_span run = nsa__cuda_decode_run_of(params, block);
+    if (run.begin >= run.end) return;
+    nsa__cuda_decode_copy_q<T, DK, ROWS, THREADS>(q, params, block);
+    nsa__cuda_key_tile next = nsa__cuda_decode_tile<KEYS>(params, block, nullptr, run.begin);
+    nsa__cuda_decode_copy<T, DK, KEYS, THREADS>(stages, params, block, next, params.x.k,
+                                                params.d.dim);
+    nsa__cp_async_commit();
+    nsa__cp_async_wait<0>();
+    __syncthreads();
+    const uint32_t bad_rows = nsa__cuda_tile_clean<T, DK, ROWS>(q, warp_row);
+    const int64_t row[2] = {nsa__cuda_decode_row(params, block, warp_row + lane / 4),
+                            nsa__cuda_decode_row(params, block, warp_row + lane / 4 + 8)};
+    for (int n = run.begin, stage = 0; n < run.end; n++, stage ^= 1) {
+        const nsa__cuda_key_tile tile = next;
+        T *const k = stages + stage * KEYS * DK;
+        /* this stage is there, and nobody reads the other one any more */
+        nsa__cuda_tiles_wait<T, KEYS>();
+        if (n + 1 < run.end) {
+            next = nsa__cuda_decode_tile<KEYS>(params, block, nullptr, n + 1);
+            nsa__cuda_decode_copy<T, DK, KEYS, THREADS>(stages + (stage ^ 1) * KEYS * DK, params,
+                                                        block, next, params.x.k, params.d.dim);
+        }
+        nsa__cp_async_commit();
+        if (tile.bad) {
+            nsa__cuda_tile_zero<T, DK, KEYS, THREADS>(k, tile.bad);
+            nsa__cuda_tiles_written<T, KEYS>();
+        }
+        if (!nsa__cuda_takes_part<T, KEYS>(row[0] >= 0 || row[1] >= 0, true)) continue;
+        const nsa__cuda_key_span span = nsa__cuda_key_span_in(block.keys, tile.begin, tile.end);
+        const nsa__cuda_key_span seen[2] = {span, span};
+        const bool bad_key = (nsa__cuda_key_span_bits(span) & tile.bad) != 0;
+        float s[KEYS / 8][4];
+        nsa__cuda_product_nt<T, DK, KEYS, ROWS>(s, q, warp_row, k);
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-        if (row[h] >= 0)
-            params.sums[4 * (row[h] * units + unit) + static_cast<int>(threadIdx.x) % 4] =
-                rows.sum[h];
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int c = 0; c < KEYS / 8; c++)
+                if (row[h] >= 0)
+                    nsa__store_pair(nsa__cuda_decode_scores_at<KEYS>(params, row[h], n) + 8 * c,
+                                    s[c][2 * h], s[c][2 * h + 1]);
+        nsa__cuda_mask_tile(s, seen, params.scale2);
+        const bool bad[2] = {bad_key || (bad_rows >> lane / 4 & 1),
+                             bad_key || (bad_rows >> (lane / 4 + 8) & 1)};
+        nsa__cuda_decode_leave_most(s, params, row, bad, n);
+    }
+    nsa__cuda_decode_count(params, block, min(run.end * KEYS, block.keys.end) - run.begin * KEYS);
+}
+
+/* The largest score in the tiles before a run. */
+NSA__DEVICE float nsa__cuda_decode_most_before(const nsa__cuda_decode_params &params, int64_t row,
+                                               int tiles) {
+    float most = -INFINITY;
+    for (int n = static_cast<int>(threadIdx.x) % 4; n < tiles && row >= 0; n += 4)
+        most = fmaxf(most, params.tile_most[row * params.key_tiles + n]);
+    return nsa__cuda_quad_max(most);
 }
 
 /* What a run leaves of its rows. */
 template <int N>
-NSA__DEVICE void nsa__cuda_decode_leave(const nsa__cuda_decode_params &params,
-                                        const nsa__cuda_decode_block &block,
+NSA__DEVICE void nsa__cuda_decode_leave(const nsa__cuda_decode_params &params, int split,
                                         const nsa__cuda_forward_rows &rows,
                                         const float (&out)[N][4], const int64_t (&row)[2]) {
     const int column = static_cast<int>(threadIdx.x) % 4 * 2;
-    if (params.branch != NSA__KEYS_CMP)
-        nsa__cuda_decode_leave_sums(rows, params, row, params.splits, block.split);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         if (row[h] < 0) continue;
-        const int64_t run = row[h] * params.splits + block.split;
+        const int64_t run = row[h] * params.splits + split;
         if (column == 0)
             params.most[run] = rows.bad[h] && rows.most[h] != -INFINITY ? INFINITY : rows.most[h];
 #pragma unroll
@@ -222,40 +343,156 @@ NSA__DEVICE void nsa__cuda_decode_leave(const nsa__cuda_decode_params &params,
     }
 }
 
-/* Forward's tiles of keys, fewer rows: those of one query. */
-template <typename T, int DK, int DV, int HOPPER>
-struct nsa__cuda_decode_shape : nsa__cuda_forward_shape<T, DK, DV, HOPPER, 64> {};
+/* p v of a tile, to the sums of those before it. */
+template <typename T, int KEYS, int DV>
+NSA__DEVICE void nsa__cuda_decode_add(float (&out)[DV / 8][4], const float (&p)[KEYS / 8][4],
+                                      const float (&shrink)[2], T *v) {
+    if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f))
+#pragma unroll
+        for (int c = 0; c < DV / 8; c++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) out[c][e] *= shrink[e / 2];
+    nsa__cuda_product_nn<T, KEYS, DV>(out, p, v, 0);
+}
 
 template <typename T, int DK, int DV>
-static __global__ void __launch_bounds__(32 * nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>::WARPS,
-                                         2)
-    nsa__cuda_decode_attend_kernel(nsa__cuda_decode_params params) {
+static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>::THREADS, 2)
+    nsa__cuda_decode_cmp_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_params params) {
     using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
-    constexpr int ROWS = shape::TILE, KEYS = shape::STAGE, THREADS = 32 * shape::WARPS;
+    constexpr int ROWS = shape::TILE, KEYS = shape::STAGE, THREADS = shape::THREADS;
     NSA_SHARED_ALL(shared);
-    T *const q = reinterpret_cast<T *>(shared), *const stages = q + ROWS * DK;
+    T *const stages = reinterpret_cast<T *>(shared);
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16, lane = threadIdx.x % 32;
 
     NSA_SHARED(nsa__cuda_decode_block, block, );
-    if (threadIdx.x == 0) block = nsa__cuda_decode_block_of(params, blockIdx.x, ROWS);
+    if (threadIdx.x == 0)
+        block = nsa__cuda_decode_block_of(params, blockIdx.x / static_cast<unsigned>(params.splits),
+                                          static_cast<int>(blockIdx.x) % params.splits, ROWS);
     __syncthreads();
-    const int first = block.split * params.per_split;
-    const int last = min(first + params.per_split, nsa__cuda_decode_tiles(params, block.keys));
-    if (block.rows.first >= block.rows.end || first >= last) return;
+    const nsa__cuda_key_span run = nsa__cuda_decode_run_of(params, block);
+    if (run.begin >= run.end) {
+        nsa__cuda_decode_leave_none<ROWS>(params, block);
+        return;
+    }
+    nsa__cuda_key_tile next = nsa__cuda_decode_tile<KEYS>(params, block, nullptr, run.begin);
+    nsa__cuda_decode_copy<T, DV, KEYS, THREADS>(stages, params, block, next, params.x.v,
+                                                params.d.dim_v);
+    nsa__cp_async_commit();
+    const int64_t row[2] = {nsa__cuda_decode_row(params, block, warp_row + lane / 4),
+                            nsa__cuda_decode_row(params, block, warp_row + lane / 4 + 8)};
+    nsa__cuda_forward_rows rows = {};
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        rows.most[h] = nsa__cuda_decode_most_before(params, row[h], run.begin);
+    float out[DV / 8][4] = {};
+    for (int n = run.begin, stage = 0; n < run.end; n++, stage ^= 1) {
+        const nsa__cuda_key_tile tile = next;
+        T *const v = stages + stage * KEYS * DV;
+        float s[KEYS / 8][4] = {}, shrink[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int c = 0; c < KEYS / 8; c++)
+                if (row[h] >= 0) {
+                    const float2 pair = *reinterpret_cast<const float2 *>(
+                        nsa__cuda_decode_scores_at<KEYS>(params, row[h], n) + 8 * c);
+                    s[c][2 * h] = pair.x;
+                    s[c][2 * h + 1] = pair.y;
+                }
+        /* this stage is there, and nobody reads the other one any more */
+        nsa__cuda_tiles_wait<T, KEYS>();
+        if (n + 1 < run.end) {
+            next = nsa__cuda_decode_tile<KEYS>(params, block, nullptr, n + 1);
+            nsa__cuda_decode_copy<T, DV, KEYS, THREADS>(stages + (stage ^ 1) * KEYS * DV, params,
+                                                        block, next, params.x.v, params.d.dim_v);
+        }
+        nsa__cp_async_commit();
+        if (tile.bad) {
+            nsa__cuda_tile_zero<T, DV, KEYS, THREADS>(v, tile.bad);
+            nsa__cuda_tiles_written<T, KEYS>();
+        }
+        if (!nsa__cuda_takes_part<T, KEYS>(row[0] >= 0 || row[1] >= 0, true)) continue;
+        const nsa__cuda_key_span span = nsa__cuda_key_span_in(block.keys, tile.begin, tile.end);
+        const nsa__cuda_key_span none = {0, 0};
+        const nsa__cuda_key_span seen[2] = {row[0] >= 0 ? span : none, row[1] >= 0 ? span : none};
+        nsa__cuda_mask_tile(s, seen, params.scale2);
+        rows.sum[0] = rows.sum[1] = 0;
+        nsa__cuda_softmax_tile(s, rows, shrink);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            if (row[h] >= 0)
+                params.sums[4 * (row[h] * params.key_tiles + n) + lane % 4] = rows.sum[h];
+        nsa__cuda_decode_add<T, KEYS, DV>(out, s, shrink, v);
+    }
+    nsa__cuda_decode_leave(params, block.split, rows, out, row);
+}
+
+/* The largest score of a row and its sum of p, by a quad: each lane adds the shares of one lane of
+   the quads that left them, tile by tile, as attend_forward.cuh adds them. */
+NSA__DEVICE float2 nsa__cuda_decode_total(const nsa__cuda_decode_params &params, int64_t row,
+                                          int tiles) {
+    const float *each = params.tile_most + row * params.key_tiles;
+    const float *sums =
+        params.sums + 4 * row * params.key_tiles + static_cast<int>(threadIdx.x) % 4;
+    float sum = 0, reached = -INFINITY;
+    for (int n = 0; n < tiles; n++) {
+        const float now = fmaxf(reached, each[n]);
+        /* the tile's sum is relative to the largest score so far */
+        sum = fmaf(sum, nsa__cuda_shrink(reached, now), sums[4 * n]);
+        reached = now;
+    }
+    return make_float2(reached, nsa__cuda_quad_sum(sum));
+}
+
+/* lse of what a row amounts to: NaN where a value was not finite. */
+NSA__DEVICE float nsa__cuda_decode_lse(float2 total) {
+    const float ln2 = 0.693147180559945f;
+    if (total.x == INFINITY) return __uint_as_float(0x7fc00000u);
+    return total.y == 0 ? -INFINITY : (total.x + nsa__log2(total.y)) * ln2;
+}
+
+/* ---- slc and win ----------------------------------------------------------------------------- */
+
+/* Both in one launch, because neither waits for the other and each is short. */
+struct nsa__cuda_decode_pair {
+    nsa__cuda_decode_params of[2];
+};
+
+template <typename T, int DK, int DV>
+static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>::THREADS, 2)
+    nsa__cuda_decode_keys_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_pair both) {
+    using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
+    constexpr int ROWS = shape::TILE, KEYS = shape::STAGE, THREADS = shape::THREADS;
+    NSA_SHARED_ALL(shared);
+    T *const q = reinterpret_cast<T *>(shared), *const stages = q + ROWS * DK;
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16, lane = threadIdx.x % 32;
+    const int splits = both.of[0].splits + both.of[1].splits;
+    const int split = static_cast<int>(blockIdx.x) % splits, second = split >= both.of[0].splits;
+    const nsa__cuda_decode_params &params = both.of[second];
+
+    NSA_SHARED(nsa__cuda_decode_block, block, );
+    if (threadIdx.x == 0)
+        block = nsa__cuda_decode_block_of(params, blockIdx.x / static_cast<unsigned>(splits),
+                                          split - second * both.of[0].splits, ROWS);
+    __syncthreads();
+    const nsa__cuda_key_span run = nsa__cuda_decode_run_of(params, block);
+    if (run.begin >= run.end) {
+        nsa__cuda_decode_leave_none<ROWS>(params, block);
+        return;
+    }
     const int32_t *list = nullptr;
     if (params.branch == NSA__KEYS_SLC)
         list = nsa__cuda_query_at<const int32_t>(params.x.blocks, block.at, block.rows.first,
                                                  block.at.kv_head);
-
-    nsa__cuda_tile_copy<T, DK, ROWS, THREADS>(
-        q, params.d.dim, static_cast<const T *>(params.x.q.data), [&](int r) {
-            const nsa__cuda_query_row row = nsa__cuda_query_row_of(params, block.at, block.rows, r);
-            return nsa__cuda_decode_row(params, block, r) >= 0
-                       ? nsa__cuda_query_at<const T>(params.x.q, block.at, row.query, row.head)
-                       : nullptr;
-        });
-    nsa__cuda_key_tile next = nsa__cuda_decode_tile<KEYS>(params, block, list, first);
-    nsa__cuda_decode_stage<T, DK, DV, KEYS, THREADS>(stages, params, block, next);
+    const auto stage_tile = [&](T *k, const nsa__cuda_key_tile &tile) {
+        nsa__cuda_decode_copy<T, DK, KEYS, THREADS>(k, params, block, tile, params.x.k,
+                                                    params.d.dim);
+        nsa__cuda_decode_copy<T, DV, KEYS, THREADS>(k + KEYS * DK, params, block, tile, params.x.v,
+                                                    params.d.dim_v);
+    };
+    nsa__cuda_decode_copy_q<T, DK, ROWS, THREADS>(q, params, block);
+    nsa__cuda_key_tile next = nsa__cuda_decode_tile<KEYS>(params, block, list, run.begin);
+    stage_tile(stages, next);
     nsa__cp_async_commit();
     nsa__cp_async_wait<0>();
     __syncthreads();
@@ -263,28 +500,21 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_decode_shape<T, DK, DV, 
     nsa__cuda_forward_rows rows;
     nsa__cuda_forward_begin(rows, params, block.at, block.rows,
                             nsa__cuda_tile_clean<T, DK, ROWS>(q, warp_row));
-    const bool cmp = params.branch == NSA__KEYS_CMP;
     const int64_t row[2] = {nsa__cuda_decode_row(params, block, warp_row + lane / 4),
                             nsa__cuda_decode_row(params, block, warp_row + lane / 4 + 8)};
-    if (cmp && !params.scan) nsa__cuda_decode_most_before(rows, params, row, first);
     float out[DV / 8][4] = {};
     int64_t read = 0;
-    for (int n = first, stage = 0; n < last; n++, stage ^= 1) {
+    for (int n = run.begin, stage = 0; n < run.end; n++, stage ^= 1) {
         const nsa__cuda_key_tile tile = next;
         T *const k = stages + stage * KEYS * (DK + DV), *const v = k + KEYS * DK;
         /* this stage is there, and nobody reads the other one any more */
         nsa__cuda_tiles_wait<T, KEYS>();
-        if (n + 1 < last) {
+        if (n + 1 < run.end) {
             next = nsa__cuda_decode_tile<KEYS>(params, block, list, n + 1);
-            nsa__cuda_decode_stage<T, DK, DV, KEYS, THREADS>(
-                stages + (stage ^ 1) * KEYS * (DK + DV), params, block, next);
+            stage_tile(stages + (stage ^ 1) * KEYS * (DK + DV), next);
         }
         nsa__cp_async_commit();
-        if (tile.bad) {
-            nsa__cuda_tile_zero<T, DK, KEYS, THREADS>(k, tile.bad);
-            if (!params.scan) nsa__cuda_tile_zero<T, DV, KEYS, THREADS>(v, tile.bad);
-            nsa__cuda_tiles_written<T, KEYS>();
-        }
+        if (tile.bad) nsa__cuda_clean_stage<T, DK, DV, KEYS, THREADS>(k, tile.bad);
         const nsa__cuda_key_span span = nsa__cuda_key_span_in(block.keys, tile.begin, tile.end);
         read += max(span.end - span.begin, 0);
         if (span.begin >= span.end ||
@@ -295,120 +525,192 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_decode_shape<T, DK, DV, 
         float s[KEYS / 8][4], shrink[2];
         nsa__cuda_product_nt<T, DK, KEYS, ROWS>(s, q, warp_row, k);
         nsa__cuda_mask_tile(s, seen, params.scale2);
-        if (params.scan) {
-            nsa__cuda_decode_leave_most(s, params, row, n);
-            continue;
-        }
-        if (cmp) rows.sum[0] = rows.sum[1] = 0;
         nsa__cuda_softmax_tile(s, rows, shrink);
-        if (cmp) nsa__cuda_decode_leave_sums(rows, params, row, params.key_tiles, n);
-        if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f))
+        nsa__cuda_decode_add<T, KEYS, DV>(out, s, shrink, v);
 #pragma unroll
-            for (int c = 0; c < DV / 8; c++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) out[c][e] *= shrink[e / 2];
-        nsa__cuda_product_nn<T, KEYS, DV>(out, s, v, 0);
-        if (tile.bad)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                rows.bad[h] |= (nsa__cuda_key_span_bits(seen[h]) & tile.bad) != 0;
+        for (int h = 0; h < 2; h++)
+            rows.bad[h] |= (nsa__cuda_key_span_bits(seen[h]) & tile.bad) != 0;
     }
-    if (params.scan) return;
-    nsa__cuda_decode_leave(params, block, rows, out, row);
-    if (threadIdx.x == 0 && block.part == 0 && params.reads)
-        atomicAdd(reinterpret_cast<unsigned long long *>(
-                      params.reads + block.at.b * (sizeof(nsa_reads) / sizeof(int64_t))),
-                  static_cast<unsigned long long>(read));
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float sum = nsa__cuda_quad_sum(rows.sum[h]);
+        if (row[h] >= 0 && lane % 4 == 0) params.sums[row[h] * params.splits + block.split] = sum;
+    }
+    nsa__cuda_decode_leave(params, block.split, rows, out, row);
+    nsa__cuda_decode_count(params, block, read);
 }
 
-/* The sum of p relative to `most`, the largest score: a warp, each quad for itself. */
-NSA__DEVICE float nsa__cuda_decode_sum(const nsa__cuda_decode_params &params, int64_t row,
-                                       int units, float *most) {
-    const bool cmp = params.branch == NSA__KEYS_CMP;
-    const float *each =
-        cmp ? params.tile_most + row * params.key_tiles : params.most + row * params.splits;
-    const float *sums =
-        params.sums + 4 * row * (cmp ? params.key_tiles : params.splits) + threadIdx.x % 4;
-    float sum = 0, reached = -INFINITY;
-    for (int u = 0; u < units; u++) {
-        const float mine = each[u], now = fmaxf(reached, mine);
-        /* cmp: the tile's sum is relative to the largest score so far, as in attend_forward.cuh */
-        const float share = cmp ? sums[4 * u] : sums[4 * u] * nsa__cuda_shrink(mine, now);
-        sum = fmaf(sum, nsa__cuda_shrink(reached, now), share);
-        reached = now;
+/* ---- The end of a step ----------------------------------------------------------------------- */
+
+/* What the runs of a branch left, and where it goes. */
+struct nsa__cuda_decode_runs {
+    nsa_tensor out, lse;
+    int splits;
+    const float *most, *sums, *parts;
+    const float2 *totals; /* of cmp, else NULL */
+};
+
+struct nsa__cuda_decode_finish {
+    nsa_desc d;
+    nsa__cuda_places places;
+    nsa__cuda_decode_runs of[3];
+    nsa_gate gate;
+    nsa__cuda_teams teams;
+    int32_t *lengths, *newest; /* of the cache; NULL: later slices follow */
+};
+
+/* What a row's runs of slc or win amount to: the largest score, inf if a value was not finite. */
+NSA__DEVICE float2 nsa__cuda_decode_add_runs(const nsa__cuda_decode_runs &runs, int64_t row) {
+    const float *most = runs.most + row * runs.splits, *sums = runs.sums + row * runs.splits;
+    float2 total = make_float2(-INFINITY, 0);
+    for (int r = 0; r < runs.splits; r++) {
+        if (most[r] == -INFINITY) continue; /* without keys */
+        const float now = fmaxf(total.x, most[r]);
+        total.y =
+            fmaf(total.y, nsa__cuda_shrink(total.x, now), sums[r] * nsa__cuda_shrink(most[r], now));
+        total.x = now;
     }
-    *most = reached;
-    return nsa__cuda_quad_sum(sum);
+    return total;
 }
 
-/* A warp adds the runs of one row: out and lse. */
-static __global__ void nsa__cuda_decode_combine_kernel(nsa__cuda_decode_params params) {
-    const nsa_desc &d = params.d;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * NSA__DECODE_COMBINE_WARPS +
-                        static_cast<int>(threadIdx.x) / 32;
-    const int head = static_cast<int>(row % d.heads);
-    const int i = static_cast<int>(row / d.heads % d.count);
-    const int64_t b = row / d.heads / d.count;
-    if (b >= d.batch) return;
-    const nsa__sequence seq = nsa__sequence_at(d, static_cast<int>(b), params.places);
-    if (i >= seq.count) return;
-    const int tiles =
-        nsa__cuda_decode_tiles(params, nsa__cuda_keys_of(params, seq.tokens, seq.first + i));
-    const int runs = (tiles + params.per_split - 1) / params.per_split;
-    const float nan = __uint_as_float(0x7fc00000u), ln2 = 0.693147180559945f;
-    bool bad = false;
-    for (int r = 0; r < runs; r++) bad |= params.most[row * params.splits + r] == INFINITY;
-    float most = -INFINITY, sum = 1;
-    if (!bad)
-        sum =
-            nsa__cuda_decode_sum(params, row, params.branch == NSA__KEYS_CMP ? tiles : runs, &most);
-    const bool empty = sum == 0;
-    const float inverse = empty ? 0.0f : 1.0f / sum;
-    void *to = nsa__row_at(params.x.out, b, i, head);
-    for (int c = lane; c < d.dim_v; c += 32) {
-        float value = 0;
-        for (int r = 0; r < runs && !bad; r++)
-            value = fmaf(params.out[(row * params.splits + r) * d.dim_v + c],
-                         nsa__cuda_shrink(params.most[row * params.splits + r], most), value);
-        nsa__store1(params.x.out.dtype, to, c, bad ? nan : value * inverse);
+/* A branch's out and lse of a row, of which the thread has columns c .. c + 7; they are in `value`
+   as out keeps them. */
+NSA__DEVICE void nsa__cuda_decode_combine(float (&value)[8], const nsa__cuda_decode_runs &runs,
+                                          const nsa__cuda_team_place &p, int64_t row, int dim_v) {
+    const float2 total = runs.totals ? runs.totals[row] : nsa__cuda_decode_add_runs(runs, row);
+    const float nan = __uint_as_float(0x7fc00000u);
+    const bool bad = total.x == INFINITY;
+    const float inverse = total.y == 0 ? 0.0f : 1.0f / total.y;
+#pragma unroll
+    for (int c = 0; c < 8; c++) value[c] = 0.0f;
+    for (int r = 0; r < runs.splits && !bad; r++) {
+        const int64_t run = row * runs.splits + r;
+        const float most = runs.most[run], share = nsa__cuda_shrink(most, total.x);
+        if (most == -INFINITY) continue;
+        float part[8];
+        nsa__load8(part, NSA_F32, runs.parts + run * dim_v, p.c);
+#pragma unroll
+        for (int c = 0; c < 8; c++) value[c] = fmaf(part[c], share, value[c]);
     }
-    if (lane == 0)
-        *nsa__row_of<float>(params.x.lse, b, i, head) = bad     ? nan
-                                                        : empty ? -INFINITY
-                                                                : (most + nsa__log2(sum)) * ln2;
+#pragma unroll
+    for (int c = 0; c < 8; c++) value[c] = bad ? nan : value[c] * inverse;
+    void *const to = nsa__row_at(runs.out, p.s.batch, p.row, p.head);
+    nsa__store8(runs.out.dtype, to, p.c, value);
+    nsa__load8(value, runs.out.dtype, to, p.c);
+    if (p.c == 0)
+        *nsa__row_of<float>(runs.lse, p.s.batch, p.row, p.head) = nsa__cuda_decode_lse(total);
+}
+
+/* A team to a row: its three branches and their gated sum, added as gate.cuh adds it. With the
+   last slice the cache's lengths grow: a step that fails on its way has not happened. */
+static __global__ void __launch_bounds__(NSA__TEAM_THREADS)
+    nsa__cuda_decode_finish_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_finish finish) {
+    const nsa_desc &d = finish.d;
+    if (blockIdx.x == 0 && finish.lengths)
+        for (int b = static_cast<int>(threadIdx.x); b < d.batch; b += NSA__TEAM_THREADS) {
+            const int2 place = finish.places.of[b];
+            if (place.y == 0) continue;
+            finish.lengths[b] = place.x + place.y;
+            finish.newest[b] = max(finish.newest[b], place.x + place.y);
+        }
+    const nsa__cuda_team_place p = nsa__cuda_team_place_of(d, finish.teams, d.heads, finish.places);
+    if (!p.mine || p.c >= d.dim_v) return;
+    const int64_t row = (static_cast<int64_t>(p.b) * d.count + p.row) * d.heads + p.head;
+    float g[3], out[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    nsa__cuda_gate_weights(d, finish.gate.logits, p.s.batch, p.row,
+                           p.head / (d.heads / d.gate_heads), g);
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        float value[8];
+        nsa__cuda_decode_combine(value, finish.of[i], p, row, d.dim_v);
+#pragma unroll
+        for (int c = 0; c < 8; c++) out[c] += g[i] * value[c];
+    }
+    nsa__store8(finish.gate.out.dtype, nsa__row_at(finish.gate.out, p.s.batch, p.row, p.head), p.c,
+                out);
 }
 
 /* ---- Launches -------------------------------------------------------------------------------- */
 
-template <typename T, int DK, int DV> struct nsa__cuda_decode_run {
+/* The branches of a slice: cmp, slc, win. `d` and `x` are what the choice of a kernel looks at. */
+struct nsa__cuda_decode_branches {
+    const nsa_desc &d;
+    const nsa_attend &x;
+    nsa__cuda_decode_params *of;
+};
+
+/* Blocks for `splits` runs of every query and kv head; `held` rows to a block. */
+static nsa_status nsa__cuda_decode_grid(nsa__cuda_decode_params *params, int held, int splits,
+                                        dim3 *grid) {
+    const nsa_desc *d = &params->d;
+    params->parts = (params->group - 1) / held + 1;
+    const int64_t pairs = static_cast<int64_t>(d->batch) * d->count * d->kv_heads;
+    return nsa__cuda_grid(pairs * params->parts * splits, grid);
+}
+
+/* The scores and values of cmp. Selection follows, so the sizes of its tiles stay in `of`. */
+template <typename T, int DK, int DV> struct nsa__cuda_decode_cmp_launch {
     template <int HOPPER>
-    static nsa_status launch_as(nsa__cuda_decode_params params, cudaStream_t stream) {
+    static nsa_status launch_as(const nsa__cuda_decode_branches &slice, cudaStream_t stream) {
         using shape = nsa__cuda_decode_shape<T, DK, DV, HOPPER>;
-        nsa__cuda_decode_share(&params, shape::STAGE);
-        params.parts = (params.group - 1) / shape::TILE + 1;
-        const int64_t rows = static_cast<int64_t>(params.d.batch) * params.d.count;
-        dim3 grid, combine;
-        nsa_status s =
-            nsa__cuda_grid(rows * params.d.kv_heads * params.parts * params.splits, &grid);
-        if (s == NSA_OK)
-            s = nsa__cuda_grid(nsa__cuda_ceil_div(rows * params.d.heads, NSA__DECODE_COMBINE_WARPS),
-                               &combine);
-        for (int scan = params.branch == NSA__KEYS_CMP; s == NSA_OK && scan >= 0; scan--) {
-            params.scan = scan;
-            s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_decode_attend_kernel<T, DK, DV>, grid,
-                                            dim3(32 * shape::WARPS), shape::BYTES, stream, params));
-        }
-        if (s != NSA_OK) return s;
-        return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_decode_combine_kernel, combine,
-                                           dim3(32 * NSA__DECODE_COMBINE_WARPS), 0, stream,
-                                           params));
+        nsa__cuda_decode_params *cmp = &slice.of[0];
+        dim3 grid;
+        nsa__cuda_decode_share(cmp, shape::STAGE);
+        NSA__CHECK(nsa__cuda_decode_grid(cmp, shape::TILE, cmp->splits, &grid));
+        NSA__CHECK(
+            nsa__cuda_status(NSA_LAUNCH((nsa__cuda_decode_scan_kernel<T, DK, DV>), grid,
+                                        dim3(shape::THREADS), shape::SCAN_BYTES, stream, *cmp)));
+        return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_decode_cmp_kernel<T, DK, DV>), grid,
+                                           dim3(shape::THREADS), shape::CMP_BYTES, stream, *cmp));
     }
-    static nsa_status launch(const nsa__cuda_decode_params &params, cudaStream_t stream) {
+    static nsa_status launch(const nsa__cuda_decode_branches &slice, cudaStream_t stream) {
         bool hopper;
         NSA__CHECK(nsa__cuda_on_hopper(&hopper));
-        return hopper ? launch_as<1>(params, stream) : launch_as<0>(params, stream);
+        return hopper ? launch_as<1>(slice, stream) : launch_as<0>(slice, stream);
     }
 };
+
+/* slc and win. */
+template <typename T, int DK, int DV> struct nsa__cuda_decode_keys_launch {
+    template <int HOPPER>
+    static nsa_status launch_as(const nsa__cuda_decode_branches &slice, cudaStream_t stream) {
+        using shape = nsa__cuda_decode_shape<T, DK, DV, HOPPER>;
+        int splits = 0;
+        dim3 grid;
+        for (int i = 1; i < 3; i++) {
+            nsa__cuda_decode_share(&slice.of[i], shape::STAGE);
+            splits += slice.of[i].splits;
+        }
+        for (int i = 1; i < 3; i++)
+            NSA__CHECK(nsa__cuda_decode_grid(&slice.of[i], shape::TILE, splits, &grid));
+        const nsa__cuda_decode_pair both = {{slice.of[1], slice.of[2]}};
+        return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_decode_keys_kernel<T, DK, DV>), grid,
+                                           dim3(shape::THREADS), shape::BYTES, stream, both));
+    }
+    static nsa_status launch(const nsa__cuda_decode_branches &slice, cudaStream_t stream) {
+        bool hopper;
+        NSA__CHECK(nsa__cuda_on_hopper(&hopper));
+        return hopper ? launch_as<1>(slice, stream) : launch_as<0>(slice, stream);
+    }
+};
+
+/* `last`: no more slices of the step follow. */
+static nsa_status nsa__cuda_decode_finish_launch(const nsa__cuda_decode_branches &slice,
+                                                 const nsa_gate *gate, const nsa_cache *cache,
+                                                 bool last, cudaStream_t stream) {
+    nsa__cuda_decode_finish finish = {};
+    dim3 grid;
+    finish.d = slice.d;
+    finish.places = slice.of[0].places;
+    finish.gate = *gate;
+    for (int i = 0; i < 3; i++) {
+        const nsa__cuda_decode_params *of = &slice.of[i];
+        finish.of[i] = {of->x.out, of->x.lse, of->splits, of->most, of->sums, of->out, of->totals};
+    }
+    if (last) finish.lengths = cache->lengths, finish.newest = cache->newest;
+    NSA__CHECK(nsa__cuda_team_grid(&slice.d, slice.d.heads, slice.d.dim_v, &finish.teams, &grid));
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_decode_finish_kernel, grid,
+                                       dim3(NSA__TEAM_THREADS), 0, stream, finish));
+}
 
 #endif

@@ -4,9 +4,9 @@
    Not here: attention from the cache (decode_attend.cuh), the step (decode.cuh).
 
    Lengths live on the device alone, so that a captured step can be replayed: the host knows how
-   many tokens a step may bring, the device how many it brings. One kernel decides at the start of
-   a step and leaves it as `places`; refused, a step has no tokens and the kernels behind it
-   nothing to do. */
+   many tokens a step may bring, the device how many it brings. The first kernel of a step decides
+   and leaves it as `places`; refused, a step has no tokens and the kernels behind it nothing to
+   do. */
 #ifndef NSA_DECODE_CACHE_CUH
 #define NSA_DECODE_CACHE_CUH
 
@@ -327,26 +327,35 @@ NSA__DEVICE nsa_status nsa__cuda_refusal(const nsa_cache &cache, int b, int more
     return NSA_OK;
 }
 
-/* One warp: the first refusal of any sequence is the step's; else the places, begins and zeroed
-   reads. */
-static __global__ void nsa__cuda_decode_places_kernel(nsa_cache cache, int count,
-                                                      const int32_t *counts,
-                                                      nsa__cuda_decode_step step, nsa_reads *reads,
-                                                      nsa_status *verdict) {
-    const int lane = static_cast<int>(threadIdx.x), batch = cache.desc.batch;
-    const nsa_desc &d = cache.desc;
-    nsa_status refused = 0;
-    for (int base = 0; base < batch && !refused; base += 32) {
+/* The first refusal of any sequence, which is the step's; by each warp on its own. */
+NSA__DEVICE nsa_status nsa__cuda_step_refusal(const nsa_cache &cache, int count,
+                                              const int32_t *counts) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, batch = cache.desc.batch;
+    for (int base = 0; base < batch; base += 32) {
         const int b = min(base + lane, batch - 1);
         const nsa_status mine = nsa__cuda_refusal(cache, b, counts ? counts[b] : count, count);
         const unsigned found = __ballot_sync(0xffffffffu, mine != 0);
-        if (found) refused = __shfl_sync(0xffffffffu, mine, __ffs(static_cast<int>(found)) - 1);
+        if (found) return __shfl_sync(0xffffffffu, mine, __ffs(static_cast<int>(found)) - 1);
     }
+    return NSA_OK;
+}
+
+NSA__DEVICE int2 nsa__cuda_step_place(const nsa_cache &cache, int b, int count,
+                                      const int32_t *counts, nsa_status refused) {
+    return refused ? make_int2(0, 0) : make_int2(cache.lengths[b], counts ? counts[b] : count);
+}
+
+/* Places, begins and zeroed reads, for the kernels behind. By one warp. */
+NSA__DEVICE void nsa__cuda_step_places(const nsa_cache &cache, int count, const int32_t *counts,
+                                       nsa_status refused, const nsa__cuda_decode_step &step,
+                                       nsa_reads *reads) {
+    const int lane = static_cast<int>(threadIdx.x), batch = cache.desc.batch;
+    const nsa_desc &d = cache.desc;
     int rows = 0, blocks = 0;
     for (int base = 0; base < batch; base += 32) {
         const int b = base + lane;
         int2 place = make_int2(0, 0);
-        if (b < batch && !refused) place = make_int2(cache.lengths[b], counts ? counts[b] : count);
+        if (b < batch) place = nsa__cuda_step_place(cache, b, count, counts, refused);
         const int made = nsa__cuda_new_blocks_of(d, place).count;
         const int staged = made ? (made - 1) * d.cmp_stride + d.cmp_block : 0;
         const int rows_end = rows + nsa__cuda_inclusive_sum(staged);
@@ -360,25 +369,102 @@ static __global__ void nsa__cuda_decode_places_kernel(nsa_cache cache, int count
         rows = __shfl_sync(0xffffffffu, rows_end, 31);
         blocks = __shfl_sync(0xffffffffu, blocks_end, 31);
     }
-    if (lane != 0) return;
-    step.begins[0] = step.cmp_begins[0] = 0;
-    if (verdict) *verdict = refused;
-}
-
-/* The last kernel of a step. */
-static __global__ void nsa__cuda_decode_commit_kernel(nsa_cache cache, const int2 *places) {
-    const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-    if (b >= cache.desc.batch) return;
-    const int length = places[b].x + places[b].y;
-    if (places[b].y == 0) return;
-    cache.lengths[b] = length;
-    cache.newest[b] = max(cache.newest[b], length);
+    if (lane == 0) step.begins[0] = step.cmp_begins[0] = 0;
 }
 
 /* ---- A step: rows --------------------------------------------------------------------------- */
 
-/* Eight elements of one of `rows` rows of every sequence and kv head; blockIdx.y is the
-   caller's. */
+NSA__DEVICE int nsa__cuda_ring_row(int64_t token, int ring) {
+    return static_cast<int>(ring ? token % ring : token);
+}
+
+/* Rows of k and of v that a step adds to the cache, and where it says which are finite. */
+struct nsa__cuda_new_rows {
+    nsa_tensor to[2];
+    int ring;
+    uint64_t *bits; /* NULL: nobody asks */
+    int words;
+};
+
+/* New rows begin .. end - 1 of one kv head, those of the block's word of 64, a warp to a row:
+   make(which, key, c, value) makes eight elements. Bits of older keys stay. By a block. */
+template <typename Make>
+NSA__DEVICE void nsa__cuda_decode_put(const nsa_desc &d, const nsa__cuda_new_rows &rows, int pair,
+                                      int begin, int end, Make make) {
+    NSA_SHARED(unsigned, bad, [2]);
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+    const int b = pair / d.kv_heads, head = pair % d.kv_heads;
+    const int word = begin / 64 + static_cast<int>(blockIdx.x) / (d.batch * d.kv_heads);
+    const int first = max(begin, 64 * word), last = min(end, 64 * word + 64);
+    if (first >= last) return;
+    if (thread < 2) bad[thread] = 0;
+    __syncthreads();
+    const int of_k = d.dim / 8, pieces = of_k + d.dim_v / 8;
+    for (int key = first + thread / 32; key < last; key += NSA__DECODE_THREADS / 32) {
+        const int row = nsa__cuda_ring_row(key, rows.ring);
+        bool finite = true;
+        for (int piece = lane; piece < pieces; piece += 32) {
+            const int which = piece >= of_k, c = (piece - which * of_k) * 8;
+            void *const to = nsa__row_at(rows.to[which], b, row, head);
+            float value[8];
+            make(which, key, c, value);
+            nsa__store8(rows.to[which].dtype, to, c, value);
+            finite &= nsa__cuda_piece_finite(rows.to[which].dtype, to, c); /* once rounded */
+        }
+        if (!__all_sync(0xffffffffu, finite) && lane == 0)
+            atomicOr(&bad[key / 32 % 2], 1u << key % 32);
+    }
+    __syncthreads();
+    if (thread > 0 || !rows.bits) return;
+    uint64_t *const to = rows.bits + static_cast<int64_t>(pair) * rows.words + word;
+    const uint64_t older = first > 64 * word ? (uint64_t(1) << (first - 64 * word)) - 1 : 0;
+    *to = (*to & older) | static_cast<uint64_t>(bad[1]) << 32 | bad[0];
+}
+
+/* Blocks of threads for a word of the new keys of each sequence and kv head. */
+static nsa_status nsa__cuda_decode_put_grid(const nsa_desc *d, int count, int kinds, dim3 *grid) {
+    const int64_t words = count > 0 ? (count - 1) / 64 + 2 : 1;
+    const nsa_status s = nsa__cuda_grid(words * d->batch * static_cast<int64_t>(d->kv_heads), grid);
+    grid->y = static_cast<unsigned>(kinds);
+    return s;
+}
+
+/* What a step brings: k and v of slc, of win and of the rows that phi still needs. */
+struct nsa__cuda_decode_inputs {
+    struct {
+        nsa_tensor from[2];
+        nsa__cuda_new_rows rows;
+    } of[NSA__CACHE_INPUTS / 2];
+};
+
+/* The first kernel of a step: whether it is refused, its places, its rows into the cache. Only the
+   last kernel changes lengths, so all blocks of this one find the same. */
+static __global__ void
+nsa__cuda_decode_append_kernel(const NSA_GRID_CONSTANT nsa_cache cache,
+                               const NSA_GRID_CONSTANT nsa__cuda_decode_inputs inputs, int count,
+                               const int32_t *counts, nsa__cuda_decode_step step, nsa_reads *reads,
+                               nsa_status *verdict) {
+    const nsa_desc &d = cache.desc;
+    const auto &input = inputs.of[blockIdx.y];
+    const int pair = static_cast<int>(blockIdx.x) % (d.batch * d.kv_heads);
+    const int b = pair / d.kv_heads, head = pair % d.kv_heads;
+    const nsa_status refused = nsa__cuda_step_refusal(cache, count, counts);
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < 32) {
+        nsa__cuda_step_places(cache, count, counts, refused, step, reads);
+        if (verdict && threadIdx.x == 0) *verdict = refused;
+    }
+    const int2 place = nsa__cuda_step_place(cache, b, count, counts, refused);
+    nsa__cuda_decode_put(d, input.rows, pair, place.x, place.x + place.y,
+                         [&](int which, int key, int c, float(&value)[8]) {
+                             const nsa_tensor &from = input.from[which];
+                             nsa__load8(value, from.dtype,
+                                        nsa__row_at(from, b, key - place.x, head), c);
+                         });
+}
+
+/* ---- A step: compressed rows ---------------------------------------------------------------- */
+
+/* Eight elements of one of `rows` rows of every sequence and kv head. */
 struct nsa__cuda_decode_place {
     int b, row, head, c;
 };
@@ -394,109 +480,56 @@ NSA__DEVICE nsa__cuda_decode_place nsa__cuda_decode_place_of(const nsa_desc &d, 
     return p;
 }
 
-static nsa_status nsa__cuda_decode_rows_grid(const nsa_desc *d, int64_t rows, int width, int kinds,
+static nsa_status nsa__cuda_decode_rows_grid(const nsa_desc *d, int64_t rows, int width,
                                              dim3 *grid) {
-    const nsa_status s = nsa__cuda_grid(
+    return nsa__cuda_grid(
         d->batch * nsa__cuda_ceil_div(rows * d->kv_heads * (width / 8), NSA__DECODE_THREADS), grid);
-    grid->y = static_cast<unsigned>(kinds);
-    return s;
 }
 
-struct nsa__cuda_row_moves {
-    struct {
-        nsa_tensor from, to;
-        int width, ring; /* of the side that has one */
-    } of[NSA__CACHE_INPUTS];
-};
-
-NSA__DEVICE int nsa__cuda_ring_row(int64_t token, int ring) {
-    return static_cast<int>(ring ? token % ring : token);
-}
-
-/* The new rows of a step, into the cache. */
-static __global__ void nsa__cuda_decode_append_kernel(nsa_desc d, nsa__cuda_row_moves moves,
-                                                      const int2 *places) {
-    const auto &move = moves.of[blockIdx.y];
-    const nsa__cuda_decode_place p = nsa__cuda_decode_place_of(d, move.width);
-    const int2 place = places[p.b];
-    if (p.row >= place.y) return;
-    const int row = nsa__cuda_ring_row(static_cast<int64_t>(place.x) + p.row, move.ring);
-    float value[8];
-    nsa__load8(value, move.from.dtype, nsa__row_at(move.from, p.b, p.row, p.head), p.c);
-    nsa__store8(move.to.dtype, nsa__row_at(move.to, p.b, row, p.head), p.c, value);
-}
-
-/* The raw rows of the blocks that a step completes, out of the ring into packed sequences. */
-static __global__ void nsa__cuda_decode_stage_kernel(nsa_desc d, nsa__cuda_row_moves moves,
+/* The raw rows of the blocks that a step completes, out of the ring into packed sequences, which
+   mlp wants. */
+static __global__ void nsa__cuda_decode_stage_kernel(nsa_desc d, nsa_tensor from, nsa_tensor to,
+                                                     int width, int ring,
                                                      nsa__cuda_decode_step step) {
-    const auto &move = moves.of[blockIdx.y];
-    const nsa__cuda_decode_place p = nsa__cuda_decode_place_of(d, move.width);
+    const nsa__cuda_decode_place p = nsa__cuda_decode_place_of(d, width);
     const int begin = step.begins[p.b];
     if (p.row >= step.begins[p.b + 1] - begin) return;
     const int64_t token =
         static_cast<int64_t>(nsa__cuda_new_blocks_of(d, step.places[p.b]).first) * d.cmp_stride +
         p.row;
     float value[8];
-    nsa__load8(value, move.from.dtype,
-               nsa__row_at(move.from, p.b, nsa__cuda_ring_row(token, move.ring), p.head), p.c);
-    nsa__store8(move.to.dtype, nsa__row_at(move.to, 0, begin + p.row, p.head), p.c, value);
+    nsa__load8(value, from.dtype, nsa__row_at(from, p.b, nsa__cuda_ring_row(token, ring), p.head),
+               p.c);
+    nsa__store8(to.dtype, nsa__row_at(to, 0, begin + p.row, p.head), p.c, value);
 }
 
-/* What phi made of them, into the cache. */
-static __global__ void nsa__cuda_decode_emit_kernel(nsa_desc d, nsa__cuda_row_moves moves,
-                                                    nsa__cuda_decode_step step) {
-    const auto &move = moves.of[blockIdx.y];
-    const nsa__cuda_decode_place p = nsa__cuda_decode_place_of(d, move.width);
-    const nsa__cuda_new_blocks made = nsa__cuda_new_blocks_of(d, step.places[p.b]);
-    if (p.row >= made.count) return;
-    float value[8];
-    nsa__load8(value, move.from.dtype,
-               nsa__row_at(move.from, 0, step.cmp_begins[p.b] + p.row, p.head), p.c);
-    nsa__store8(move.to.dtype, nsa__row_at(move.to, p.b, made.first + p.row, p.head), p.c, value);
-}
-
-/* ---- A step: which of the new rows are finite ----------------------------------------------- */
-
-struct nsa__cuda_bits_jobs {
-    struct {
-        nsa_tensor k, v;
-        uint64_t *bits;
-        int words, ring;
-        bool compressed;
-    } of[2];
+/* Where new compressed rows of k and v come from: phi over the ring or, of mlp, what it made. */
+struct nsa__cuda_decode_made {
+    nsa_compress phi[2]; /* of mlp: `out` is packed */
+    int ring;
+    nsa__cuda_new_rows rows;
 };
 
-/* A warp to a word: the bits of the new rows; those of older keys stay. */
-static __global__ void nsa__cuda_decode_bits_kernel(nsa_desc d, nsa__cuda_bits_jobs jobs,
-                                                    const int2 *places) {
-    const auto &params = jobs.of[blockIdx.y];
-    const int lane = static_cast<int>(threadIdx.x),
-              pair = static_cast<int>(blockIdx.x) % (d.batch * d.kv_heads);
+static __global__ void
+nsa__cuda_decode_blocks_kernel(nsa_desc d, const NSA_GRID_CONSTANT nsa__cuda_decode_made made,
+                               nsa__cuda_decode_step step) {
+    const int pair = static_cast<int>(blockIdx.x) % (d.batch * d.kv_heads);
     const int b = pair / d.kv_heads, head = pair % d.kv_heads;
-    int begin = places[b].x, end = begin + places[b].y;
-    if (params.compressed) {
-        const nsa__cuda_new_blocks made = nsa__cuda_new_blocks_of(d, places[b]);
-        begin = made.first;
-        end = begin + made.count;
-    }
-    const int word = begin / 64 + static_cast<int>(blockIdx.x) / (d.batch * d.kv_heads);
-    const int first = max(begin, 64 * word), last = min(end, 64 * word + 64);
-    if (first >= last) return;
-    uint64_t *to = params.bits + static_cast<int64_t>(pair) * params.words + word;
-    uint64_t bad = first > 64 * word ? *to & ((uint64_t(1) << (first - 64 * word)) - 1) : 0;
-    const int of_k = d.dim / 8, pieces = of_k + d.dim_v / 8;
-    for (int key = first; key < last; key++) {
-        const int row = nsa__cuda_ring_row(key, params.ring);
-        const void *k = nsa__row_at(params.k, b, row, head),
-                   *v = nsa__row_at(params.v, b, row, head);
-        bool finite = true;
-        for (int piece = lane; piece < pieces; piece += 32)
-            finite &= piece < of_k ? nsa__cuda_piece_finite(params.k.dtype, k, piece * 8)
-                                   : nsa__cuda_piece_finite(params.v.dtype, v, (piece - of_k) * 8);
-        if (!__all_sync(0xffffffffu, finite)) bad |= uint64_t(1) << (key - 64 * word);
-    }
-    __syncwarp(); /* every lane has read the word */
-    if (lane == 0) *to = bad;
+    const nsa__cuda_new_blocks blocks = nsa__cuda_new_blocks_of(d, step.places[b]);
+    nsa__cuda_decode_put(
+        d, made.rows, pair, blocks.first, blocks.first + blocks.count,
+        [&](int which, int key, int c, float(&value)[8]) {
+            const nsa_compress &x = made.phi[which];
+            if (x.phi == NSA_PHI_MLP) {
+                const int row = step.cmp_begins[b] + key - blocks.first;
+                nsa__load8(value, x.out.dtype, nsa__row_at(x.out, 0, row, head), c);
+                return;
+            }
+            const int64_t first = static_cast<int64_t>(key) * d.cmp_stride;
+            nsa__cuda_filter_row(value, d, x, head, c, [&](int j) {
+                return nsa__row_at(x.x, b, nsa__cuda_ring_row(first + j, made.ring), head);
+            });
+        });
 }
 
 #endif

@@ -1,127 +1,152 @@
-/* decode_select.cuh: the blocks that new tokens read: the sums of p over a group's heads shared out
-   among blocks by keys, then one warp ranks.
-   Twin: nsa.h, "Decoding" and "Selection". Scores and ranking are select_blocks.cuh's functions, in
-   the same order, so that a list is the list that select_blocks.cuh writes.
-   Not here: the logarithms that scores hang on (decode_attend.cuh). */
+/* decode_select.cuh: the blocks that new tokens read: the sums of p over a group's heads from the
+   scores of decode_attend.cuh, shared out among blocks by keys; then a block ranks each list.
+   Twin: nsa.h, "Decoding" and "Selection". Terms, sums and block scores are select_blocks.cuh's
+   functions, in the same order, and the ranking takes the same blocks, so that a list is the list
+   that select_blocks.cuh writes.
+   Not here: scores of keys (decode_attend.cuh). */
 #ifndef NSA_DECODE_SELECT_CUH
 #define NSA_DECODE_SELECT_CUH
 
 #include "decode_attend.cuh"
+#include "select_lists.cuh"
 
-enum { NSA__DECODE_SELECT_WARPS = 4 };
+enum { NSA__DECODE_SUM_WARPS = 4 };
+
+/* Scores of blocks that the ranking keeps in shared memory; those of longer caches stay in the
+   workspace. Tests define it small. */
+#ifndef NSA__DECODE_RANK_BLOCKS
+#define NSA__DECODE_RANK_BLOCKS 8192
+#endif
 
 struct nsa__cuda_decode_select_params {
-    nsa_desc d; /* first, count: a slice of the step's tokens */
+    nsa__cuda_decode_params cmp;
     nsa_select x;
     nsa__cuda_select_plan plan; /* ring: all compressed keys of a query */
-    nsa__cuda_places places;
-    float *sums;    /* (B, Hk, rows, ring) */
-    uint64_t *best; /* (B, Hk, rows, length) */
-    int rows;       /* queries, up to whole warps */
+    float *sums;                /* (B, Hk, rows, ring) */
+    float *scores;              /* (B, Hk, count, blocks), where they are too many; else NULL */
+    int rows;                   /* queries, up to whole products' columns */
+    int blocks;                 /* of a query, at most */
     int splits, run_keys;
-    float scale2;
 };
 
-/* What a block works on. */
-struct nsa__cuda_decode_select_place {
-    nsa__sequence s;
-    int b, kv_head, split, tile;
+/* Where a thread's columns of a product lie in the scores, and how many keys they have. */
+template <int NT> struct nsa__cuda_decode_columns {
+    const float *scores[NT][2];
+    int keys[NT][2];
 };
 
-NSA__DEVICE nsa__cuda_decode_select_place
-nsa__cuda_decode_select_place_of(const nsa__cuda_decode_select_params &params, int splits) {
-    const int block = static_cast<int>(blockIdx.x), heads = params.d.batch * params.d.kv_heads;
-    const int pair = block / splits % heads;
-    nsa__cuda_decode_select_place p;
-    p.split = block % splits;
-    p.tile = block / splits / heads;
-    p.b = pair / params.d.kv_heads;
-    p.kv_head = pair % params.d.kv_heads;
-    p.s = nsa__sequence_at(params.d, p.b, params.places);
-    return p;
+/* The logarithms to base 2 of the heads of queries first .. first + queries - 1, a quad to each;
+   inf where one is not finite, as selection has them. Totals of them are written if asked for. */
+NSA__DEVICE void nsa__cuda_decode_totals(float *lse2, const nsa__cuda_decode_select_params &params,
+                                         const nsa__sequence &s, int b, int kv_head, int first,
+                                         bool writes) {
+    const nsa__cuda_decode_params &cmp = params.cmp;
+    const nsa_desc &d = cmp.d;
+    const int thread = static_cast<int>(threadIdx.x), group = cmp.group;
+    const int rows = params.plan.queries * group;
+    for (int base = 0; base < rows; base += static_cast<int>(blockDim.x) / 4) {
+        const int r = base + thread / 4, i = first + r / group;
+        const bool there = r < rows && i < s.count;
+        const int64_t row =
+            (static_cast<int64_t>(b) * d.count + i) * d.heads + kv_head * group + r % group;
+        const nsa__cuda_key_span keys = nsa__cuda_keys_of(cmp, s.tokens, s.first + i);
+        const float2 total =
+            nsa__cuda_decode_total(cmp, row, there ? nsa__cuda_decode_tiles(cmp, keys) : 0);
+        if (r >= rows || thread % 4 != 0) continue;
+        const float lse = nsa__cuda_decode_lse(total);
+        lse2[r] = nsa__finite(lse) ? lse * 1.44269504f : __uint_as_float(0x7f800000u);
+        if (there && writes) cmp.totals[row] = total;
+    }
+    __syncthreads();
 }
 
-/* A warp's queries, its sums and its lists in device memory. */
-NSA__DEVICE nsa__cuda_select_warp nsa__cuda_decode_select_warp_of(
-    const nsa__cuda_decode_select_params &params, const nsa__cuda_decode_select_place &p, int warps,
-    nsa__cuda_select_query *queries, float *lse2, int columns) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    nsa__cuda_select_warp w;
-    w.first_query = (p.tile * warps + warp) * params.plan.queries;
-    w.visible = w.candidates = 0;
-    w.queries = queries + warp * params.plan.queries;
-    w.lse2 = lse2 + warp * columns;
-    const int64_t row =
-        (static_cast<int64_t>(p.b) * params.d.kv_heads + p.kv_head) * params.rows + w.first_query;
-    w.ring = params.sums + row * params.plan.ring;
-    w.lists = params.best + row * params.plan.length;
-    return w;
-}
-
-/* Sums of p over the heads, for one run of keys. */
-template <typename T, int D, int NT, bool CHUNKS>
-static __global__ void __launch_bounds__(32 * NSA__DECODE_SELECT_WARPS,
-                                         D <= 128 && sizeof(T) == 2 ? 2 : 1)
-    nsa__cuda_decode_select_sums_kernel(nsa__cuda_decode_select_params params) {
-    typedef nsa__cuda_select_tile<T, D> shape;
+/* Sums of p over the heads, for one run of keys: a warp takes 16 of them, then others. */
+template <int NT, bool CHUNKS>
+static __global__ void __launch_bounds__(32 * NSA__DECODE_SUM_WARPS)
+    nsa__cuda_decode_sums_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_select_params params) {
     NSA_SHARED_ALL(bytes);
-    T *tiles = reinterpret_cast<T *>(bytes);
-    auto *queries = reinterpret_cast<nsa__cuda_select_query *>(tiles + 2 * shape::keys * D);
-    float *lse2 =
-        reinterpret_cast<float *>(queries + NSA__DECODE_SELECT_WARPS * params.plan.queries);
+    float *const lse2 = reinterpret_cast<float *>(bytes);
+    const nsa_desc &d = params.cmp.d;
+    const nsa__cuda_select_plan &plan = params.plan;
+    const int lane = static_cast<int>(threadIdx.x) % 32, group = params.cmp.group;
+    const int block = static_cast<int>(blockIdx.x), heads = d.batch * d.kv_heads;
+    const int split = block % params.splits, pair = block / params.splits % heads;
+    const int b = pair / d.kv_heads, kv_head = pair % d.kv_heads;
+    const int first_query = block / params.splits / heads * plan.queries;
+    const nsa__sequence s = nsa__sequence_at(d, b, params.cmp.places);
+    if (first_query >= s.count) return;
+    const int last_query = s.first + min(first_query + plan.queries, s.count) - 1;
+    const int first = split * params.run_keys;
+    const int last = min(first + params.run_keys, nsa__cmp_visible(d, s.tokens, last_query));
+    if (first >= last && split > 0) return;
+    nsa__cuda_decode_totals(lse2, params, s, b, kv_head, first_query, split == 0);
 
-    const nsa__cuda_decode_select_place p = nsa__cuda_decode_select_place_of(params, params.splits);
-    const int tile_queries = NSA__DECODE_SELECT_WARPS * params.plan.queries;
-    const int first_query = p.tile * tile_queries, first = p.split * params.run_keys;
-    if (first_query >= p.s.count) return;
-    const int keys = nsa__cmp_visible(params.d, p.s.tokens,
-                                      p.s.first + min(first_query + tile_queries, p.s.count) - 1);
-    const int last = min(first + params.run_keys, keys);
-    if (first >= last) return;
-    nsa__cuda_select_warp w =
-        nsa__cuda_decode_select_warp_of(params, p, NSA__DECODE_SELECT_WARPS, queries, lse2, 8 * NT);
-    nsa__cuda_select_plan plan = params.plan;
-    plan.length = 0; /* lists are the ranking's */
-    nsa__cuda_select_begin<false>(w, params.x, params.d, p.s, plan, p.b, p.kv_head);
-
-    nsa__cuda_select_columns<T, D, NT> c;
-    if (!CHUNKS)
-        nsa__cuda_select_load<T, D, NT, false>(c, w.lse2, params.x, params.d, p.s, plan, p.kv_head,
-                                               w.first_query, 0);
-    const nsa__cuda_select_keys<T> k = {
-        nsa__row_of<const T>(params.x.k, p.s.key_batch, 0, p.kv_head), nullptr};
-    nsa__cuda_select_copy<T, D>(tiles, k, params.x.k, params.d, first, keys);
-    nsa__cp_async_commit();
-    for (int key = first; key < last; key += shape::keys) {
-        T *tile = tiles + (key - first) / shape::keys % 2 * shape::keys * D;
-        T *next = tiles + ((key - first) / shape::keys + 1) % 2 * shape::keys * D;
-        if (key + shape::keys < last)
-            nsa__cuda_select_copy<T, D>(next, k, params.x.k, params.d, key + shape::keys, keys);
-        nsa__cp_async_commit();
-        nsa__cp_async_wait<1>();
-        __syncthreads();
-        if (key < w.visible)
-            nsa__cuda_select_sums<T, D, NT, CHUNKS, false>(c, params.x, params.d, p.s, plan, w,
-                                                           p.kv_head, params.scale2, tile, key);
-        __syncthreads();
+    float *const sums =
+        params.sums + (static_cast<int64_t>(pair) * params.rows + first_query) * plan.ring;
+    for (int chunk = 0; chunk < (CHUNKS ? plan.chunks : 1); chunk++) {
+        nsa__cuda_decode_columns<NT> c;
+        float mine[NT][2];
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int column = 8 * n + lane % 4 * 2 + e, q = column / plan.columns;
+                const int i = first_query + q, g = chunk * plan.columns + column % plan.columns;
+                const bool there = i < s.count && g < group;
+                c.keys[n][e] = there ? nsa__cmp_visible(d, s.tokens, s.first + i) : 0;
+                c.scores[n][e] =
+                    params.cmp.scores +
+                    ((static_cast<int64_t>(b) * d.count + i) * d.heads + kv_head * group + g) *
+                        params.cmp.score_row;
+                mine[n][e] = there ? lse2[q * group + g] : __uint_as_float(0x7f800000u);
+            }
+        const nsa__cuda_select_ring ring = {sums, plan.ring, chunk > 0};
+        for (int key = first + static_cast<int>(threadIdx.x) / 32 * 16; key < last;
+             key += 16 * NSA__DECODE_SUM_WARPS) {
+            float p[NT][4];
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int at = key + lane / 4 + e / 2 * 8;
+                    const float product = at < c.keys[n][e % 2] ? c.scores[n][e % 2][at] : 0.0f;
+                    p[n][e] = nsa__cuda_select_term<false>(plan, product, params.cmp.scale2,
+                                                           mine[n][e % 2]);
+                }
+            nsa__cuda_select_sum_heads<NT>(p, ring, plan.columns, key + lane / 4);
+        }
     }
 }
 
-/* A warp to a warp's queries of the sums. */
-static __global__ void nsa__cuda_decode_select_rank_kernel(nsa__cuda_decode_select_params params) {
-    NSA_SHARED(nsa__cuda_select_query, queries, [8]);
-    NSA_SHARED(float, lse2, [1]); /* ranking needs none */
-    const nsa__cuda_decode_select_place p = nsa__cuda_decode_select_place_of(params, 1);
-    if (p.tile * params.plan.queries >= p.s.count) return;
-    nsa__cuda_select_warp w = nsa__cuda_decode_select_warp_of(params, p, 1, queries, lse2, 0);
-    nsa__cuda_select_begin<false>(w, params.x, params.d, p.s, params.plan, p.b, p.kv_head);
-    nsa__cuda_select_rank<false>(params.plan, params.d.score_map, w, 0, w.candidates);
-    for (int q = 0; q < params.plan.queries && w.first_query + q < p.s.count; q++)
-        nsa__cuda_rank_write(
-            nsa__cuda_forced_of(params.d, p.s.tokens, p.s.first + w.first_query + q),
-            w.lists + q * params.plan.length,
-            nsa__row_of<int32_t>(params.x.blocks, p.s.batch, w.first_query + q, p.kv_head),
-            params.plan.width);
+/* A block ranks the blocks of one query and kv head. */
+static __global__ void __launch_bounds__(NSA__RANK_THREADS)
+    nsa__cuda_decode_rank_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_select_params params) {
+    NSA_SHARED(nsa__cuda_rank_memory, memory, [1]);
+    NSA_SHARED_ALL(bytes);
+    const nsa_desc &d = params.cmp.d;
+    const int block = static_cast<int>(blockIdx.x), row = block % d.count, pair = block / d.count;
+    const int b = pair / d.kv_heads, kv_head = pair % d.kv_heads, group = params.cmp.group;
+    const nsa__sequence s = nsa__sequence_at(d, b, params.cmp.places);
+    if (row >= s.count) return;
+    float *const scores = params.scores
+                              ? params.scores + static_cast<int64_t>(block) * params.blocks
+                              : reinterpret_cast<float *>(bytes);
+    const float2 *totals =
+        params.cmp.totals + (static_cast<int64_t>(b) * d.count + row) * d.heads + kv_head * group;
+    bool bad = false;
+    for (int g = static_cast<int>(threadIdx.x); g < group; g += NSA__RANK_THREADS)
+        bad |= !nsa__finite(nsa__cuda_decode_lse(totals[g]));
+    bad = __syncthreads_or(bad);
+    const nsa__cuda_forced_blocks f = nsa__cuda_forced_of(d, s.tokens, s.first + row);
+    const int visible = bad ? -1 : nsa__cmp_visible(d, s.tokens, s.first + row);
+    const float *const sums =
+        params.sums + (static_cast<int64_t>(pair) * params.rows + row) * params.plan.ring;
+    for (int j = f.init + static_cast<int>(threadIdx.x); j < f.local; j += NSA__RANK_THREADS)
+        scores[j] = nsa__cuda_select_score(params.plan, d.score_map, sums, visible, j);
+    __syncthreads();
+    nsa__cuda_rank_row(memory[0], NSA_F32, scores, f,
+                       nsa__row_of<int32_t>(params.x.blocks, s.batch, row, kv_head),
+                       params.plan.width);
 }
 
 /* ---- Launches -------------------------------------------------------------------------------- */
@@ -130,23 +155,20 @@ static __global__ void nsa__cuda_decode_select_rank_kernel(nsa__cuda_decode_sele
 static nsa__cuda_select_plan nsa__cuda_decode_select_plan(const nsa_desc *d, size_t element,
                                                           int padded, int wide) {
     nsa__cuda_arena none = {NULL, 0};
-    nsa__cuda_select_plan p =
-        nsa__cuda_select_plan_of(d, element, padded, wide, nsa__cuda_select_length(d), &none);
-    const int keys = nsa_cmp_count(d, d->tokens) + 64; /* the last tile may reach behind them */
+    nsa__cuda_select_plan p = nsa__cuda_select_plan_of(d, element, padded, wide, 1, &none);
+    const int keys = nsa_cmp_count(d, d->tokens) + 16; /* the last product may reach behind them */
+    p.ring = 1;
     while (p.ring < keys) p.ring *= 2;
-    const size_t tiles =
-        2 * static_cast<size_t>(element == 2 ? 64 : 32) * static_cast<size_t>(padded) * element;
-    const size_t warp = static_cast<size_t>(p.queries) * sizeof(nsa__cuda_select_query) +
-                        sizeof(float) * static_cast<size_t>(wide);
-    p.warps = NSA__DECODE_SELECT_WARPS;
-    p.shared_bytes = tiles + static_cast<size_t>(p.warps) * warp;
+    p.shared_bytes = sizeof(float) * static_cast<size_t>(p.queries) *
+                     static_cast<size_t>(d->heads / d->kv_heads);
     return p;
 }
 
 /* What a slice needs, whatever kernel it takes. */
 static void nsa__cuda_decode_select_take(nsa__cuda_decode_select_params *params,
                                          nsa__cuda_arena *a) {
-    const nsa_desc *d = &params->d;
+    const nsa_desc *d = &params->cmp.d;
+    const int64_t pairs = static_cast<int64_t>(d->batch) * d->kv_heads;
     int64_t rows = 0;
     for (int wide = 8; wide <= 32; wide *= 2) {
         params->plan = nsa__cuda_decode_select_plan(d, 4, NSA_CUDA_MAX_DIM, wide);
@@ -154,9 +176,11 @@ static void nsa__cuda_decode_select_take(nsa__cuda_decode_select_params *params,
             nsa__cuda_ceil_div(d->count, params->plan.queries) * params->plan.queries;
         rows = whole > rows ? whole : rows;
     }
-    rows *= static_cast<int64_t>(d->batch) * d->kv_heads;
-    params->sums = nsa__cuda_take<float>(a, rows * params->plan.ring);
-    params->best = nsa__cuda_take<uint64_t>(a, rows * params->plan.length);
+    params->blocks = nsa_slc_count(d, d->tokens);
+    params->sums = nsa__cuda_take<float>(a, rows * pairs * params->plan.ring);
+    params->scores = NULL;
+    if (params->blocks > NSA__DECODE_RANK_BLOCKS)
+        params->scores = nsa__cuda_take<float>(a, pairs * d->count * params->blocks);
 }
 
 struct nsa__cuda_decode_select_call {
@@ -164,25 +188,23 @@ struct nsa__cuda_decode_select_call {
     cudaStream_t stream;
     template <typename T, int D, int NT, bool CHUNKS> nsa_status run() const {
         nsa__cuda_decode_select_params j = *params;
-        j.plan = nsa__cuda_decode_select_plan(&j.d, sizeof(T), D, 8 * NT);
-        const int64_t warps = nsa__cuda_ceil_div(j.d.count, j.plan.queries);
-        const int64_t heads = static_cast<int64_t>(j.d.batch) * j.d.kv_heads;
-        j.rows = static_cast<int>(warps * j.plan.queries);
-        const int tile = nsa__cuda_select_tile<T, D>::keys;
-        j.run_keys = NSA__DECODE_RUN_KEYS > tile ? NSA__DECODE_RUN_KEYS / tile * tile : tile;
-        j.splits =
-            static_cast<int>(nsa__cuda_ceil_div(nsa_cmp_count(&j.d, j.d.tokens), j.run_keys));
+        const nsa_desc *d = &j.cmp.d;
+        j.plan = nsa__cuda_decode_select_plan(d, sizeof(T), D, 8 * NT);
+        const int64_t tiles = nsa__cuda_ceil_div(d->count, j.plan.queries);
+        const int64_t heads = static_cast<int64_t>(d->batch) * d->kv_heads;
+        j.rows = static_cast<int>(tiles * j.plan.queries);
+        j.run_keys = NSA__DECODE_RUN_KEYS;
+        const int64_t splits = nsa__cuda_ceil_div(nsa_cmp_count(d, d->tokens), j.run_keys);
+        j.splits = static_cast<int>(splits > 1 ? splits : 1);
+        const size_t scores = j.scores ? 0 : sizeof(float) * static_cast<size_t>(j.blocks);
         dim3 sums, rank;
-        nsa_status s = nsa__cuda_grid(
-            heads * j.splits * nsa__cuda_ceil_div(warps, NSA__DECODE_SELECT_WARPS), &sums);
-        if (s == NSA_OK) s = nsa__cuda_grid(heads * warps, &rank);
-        if (s == NSA_OK && j.splits)
-            s = nsa__cuda_status(NSA_LAUNCH((nsa__cuda_decode_select_sums_kernel<T, D, NT, CHUNKS>),
-                                            sums, dim3(32 * NSA__DECODE_SELECT_WARPS),
-                                            j.plan.shared_bytes, stream, j));
-        if (s != NSA_OK) return s;
-        return nsa__cuda_status(
-            NSA_LAUNCH(nsa__cuda_decode_select_rank_kernel, rank, dim3(32), 0, stream, j));
+        NSA__CHECK(nsa__cuda_grid(heads * j.splits * tiles, &sums));
+        NSA__CHECK(nsa__cuda_grid(heads * d->count, &rank));
+        NSA__CHECK(nsa__cuda_status(NSA_LAUNCH((nsa__cuda_decode_sums_kernel<NT, CHUNKS>), sums,
+                                               dim3(32 * NSA__DECODE_SUM_WARPS),
+                                               j.plan.shared_bytes, stream, j)));
+        return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_decode_rank_kernel, rank,
+                                           dim3(NSA__RANK_THREADS), scores, stream, j));
     }
 };
 

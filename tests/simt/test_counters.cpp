@@ -1,5 +1,6 @@
 /* test_counters.cpp: what a kernel moves and multiplies, counted by the executor, against formulas:
-   bytes brought into shared memory, products of tensor cores, bank conflicts (none).
+   bytes brought into shared memory, products of tensor cores, bank conflicts (none); launches of a
+   decoding step.
    Twin: bench/gpu/predict.py, which predicts times from the same formulas. Not here: results. */
 #include "nsa_cuda.cuh"
 
@@ -267,6 +268,62 @@ static void test_select(const problem &p) {
     expect_no_conflicts("select", false);
 }
 
+/* ---- Decoding -------------------------------------------------------------------------------- */
+
+#ifndef NSA__DECODE_RUN_KEYS
+#define NSA__DECODE_RUN_KEYS 256
+#endif
+enum { LAUNCHES = 8 };
+
+/* Bytes of one token's step with `held` tokens in the cache: every key and value once, the
+   compressed ones too, and q once for each run of keys whose scores are taken. */
+static uint64_t decode_bytes(const nsa_desc &d, int held) {
+    const int seen = nsa_cmp_visible(&d, held), window = held + 1 - nsa_window_begin(&d, held);
+    const int per_run = std::max(NSA__DECODE_RUN_KEYS / KEYS, 1);
+    const int listed = std::min(d.slc_count * d.slc_block, held + 1);
+    const auto runs = [&](int tiles) { return (tiles + per_run - 1) / per_run; };
+    const int first = nsa_window_begin(&d, held) / KEYS;
+    const int of_win = runs(held / KEYS - first + 1), of_cmp = runs((seen + KEYS - 1) / KEYS);
+    const int of_slc = runs(nsa_block_list_width(&d) * d.slc_block / KEYS);
+    const int keys = seen + listed + window, both = d.dim + d.dim_v;
+    return 2u * static_cast<unsigned>(d.kv_heads * keys * both +
+                                      d.heads * d.dim * (of_cmp + of_slc + of_win));
+}
+
+/* Every block is in reach of the list, so that each key is read once. */
+static void test_decode(nsa_phi phi) {
+    enum { CHUNK = 16, TOKENS = 8 * CHUNK };
+    nsa_desc d = nsa_desc_default(1, TOKENS, 32, 2, 128);
+    const size_t size = nsa_cuda_cache_size(&d, NSA_BF16, CHUNK);
+    device_array<unsigned char> memory(size);
+    nsa_cache cache;
+    EXPECT(nsa_cuda_cache_init(&cache, &d, NSA_BF16, CHUNK, memory.data, size, nullptr) == NSA_OK);
+    const problem p(d);
+    const device_array<float> gates(std::vector<float>(TOKENS * 32 * 3));
+    const device_array<uint16_t> weights(std::vector<uint16_t>(32 * 2 * 128));
+    nsa_attention x = {};
+    x.q = p.x().q;
+    x.k_slc = x.k_win = x.k_cmp.x = p.x().k;
+    x.v_slc = x.v_win = x.v_cmp.x = p.x().v;
+    x.out = x.out_cmp = x.out_slc = x.out_win = p.x().out;
+    x.lse_cmp = x.lse_slc = x.lse_win = p.x().lse;
+    x.blocks = p.x().blocks;
+    x.gates = p.view(gates.data, NSA_F32, 32, 3);
+    x.k_cmp.phi = x.v_cmp.phi = phi;
+    x.k_cmp.dim = x.v_cmp.dim = 128;
+    x.k_cmp.w1 = x.v_cmp.w1 = p.view(weights.data, NSA_BF16, 2, 128);
+    const size_t bytes = nsa_cuda_decode_workspace_size(&x, &cache, CHUNK);
+    device_array<unsigned char> workspace(bytes);
+    for (int held = 0; held < TOKENS - 1; held += held < TOKENS - CHUNK ? CHUNK : 1) {
+        const int count = held < TOKENS - CHUNK ? CHUNK : 1;
+        simt::reset_counters();
+        EXPECT(nsa_cuda_decode(&x, &cache, count, nullptr, nullptr, nullptr, workspace.data, bytes,
+                               nullptr) == NSA_OK);
+        EXPECT_EQUAL(simt::count().launches, LAUNCHES);
+        if (count == 1) EXPECT_EQUAL(simt::count().async_bytes, decode_bytes(d, held));
+    }
+}
+
 int main() {
     nsa_desc d = nsa_desc_default(1, 192, 32, 2, 128);
     d.slc_count = 2, d.slc_local = 1, d.window = 70;
@@ -276,5 +333,7 @@ int main() {
         for (int i = 0; i < 4; i++) test_branch(p, i);
         test_select(p);
     }
+    test_decode(NSA_PHI_MEAN);
+    test_decode(NSA_PHI_CONV);
     return expect_result("test_counters");
 }
