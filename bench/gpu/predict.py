@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Predicts what the kernels take on an H200 from counted work, and sets measurements beside it.
 
-The counts are those that tests/simt/test_counters.cpp holds against the executor's: products of
-tensor cores, and bytes that tiles bring from L2 into shared memory. Rates are assumptions, named
-below; the first run of tests/gpu/run replaces them.
+The counts are those that tests hold: products of tensor cores, launches and bytes that tiles bring
+from L2 into shared memory (tests/simt/test_counters.cpp), and the instructions of sm_90a's loops
+(tests/cuda/counts.json). Rates are assumptions, named below; the first run of tests/gpu/run
+replaces them.
 
 usage: predict.py [--measured gpu.json] [--write bench/results/predictions.md]
 """
@@ -11,18 +12,33 @@ import argparse
 import json
 import pathlib
 
+COUNTS = pathlib.Path(__file__).resolve().parents[2] / "tests" / "cuda" / "counts.json"
 L, STRIDE, BLOCK, LIST, WINDOW = 32, 16, 64, 16, 512
-ROWS, BACK_ROWS = 128, 64  # of a tile, forward and backward
+ROWS, BACK_ROWS, KEYS = 128, 64, 64  # of a Q tile, forward and backward; of a key tile
 GATHERED = 512 * 2**20  # bytes of what gathered queries find at a time
 PEAK = 989e12  # FLOP/s of dense bf16, as published for the H200
 SHARED = PEAK / 2  # a warp of 16 rows reads 256 B of shared memory for a product of 4096 FLOP
-RATE = {"mma": 0.65 * SHARED, "wgmma": 0.5 * PEAK}  # FLOP/s; both shares are assumed
+MMA = 0.65 * SHARED  # FLOP/s; the share is assumed
 L2 = 5.5e12  # bytes/s: assumed
 MEMORY = 4.8e12 * 0.85  # bytes/s: published, 85 % of it assumed
-COPY = 12  # instructions of the loop around one cp.async of a key tile: counted in sm_90a's PTX
 CLOCK, PROCESSORS = 1.83e9, 132
 EXP2 = PROCESSORS * 16 * CLOCK  # exponentials/s: 16 a cycle and multiprocessor
-FLASH = 650e12  # FLOP/s of the best dense kernel: what 105 ms at 64k (KERNELS.md) amount to
+ISSUED = {"at best": 1.0, "likely": 0.6}  # instructions a cycle and scheduler; the second is assumed
+PRODUCER, PASSED = 250, 60  # instructions of a producer's warp a key tile, of one that is passed over
+LAUNCH = 2.2e-6  # seconds from a small kernel's begin to the next one's in a graph: assumed
+LAUNCHES, RUN = 8, 256  # of a decoding step; keys of its runs
+FLASH = 650e12  # FLOP/s of the best dense kernel: what 105 ms at 64k amount to
+
+
+def loop(kernel, dim, dim_v, *more, which=0):
+    """Instructions of one warp for 64 of what a loop of sm_90a's kernel goes through: keys or, of dkv,
+    rows. How many a turn takes follows from its products. Narrower heads take a wider one's loop."""
+    dim, dim_v = (64, 64) if max(dim, dim_v) <= 64 else (128, 128) if dim <= 128 else (192, 128)
+    arguments = ", ".join(["__nv_bfloat16", str(dim), str(dim_v), *more])
+    counted = json.loads(COUNTS.read_text())["kernels"][f"attend_{kernel}_kernel<{arguments}>"][which]
+    over = {"forward_sm90": dim, "dq": dim + dim_v, "dkv": dim + dim_v}[kernel] // 16
+    taken = 16 * (counted["products"] - over) // (2 if kernel == "dkv" else 1)
+    return counted["loop"] * 64 / taken
 
 
 class Shape:
@@ -59,43 +75,113 @@ class Shape:
         return 2 * count * self.tokens * self.heads * width
 
 
-def seconds(rate, flop, l2_bytes):
-    return max(flop / rate, l2_bytes / L2)
+class Bound:
+    """Seconds, and what they are bound by: the slowest of several."""
+
+    def __init__(self, **seconds):
+        self.by = max(seconds, key=seconds.get)
+        self.seconds = seconds[self.by]
 
 
-def forward(s, path, worst):
-    """Seconds of each part."""
-    both = s.dim + s.dim_v
-    parts = {"compress": 4 * 2 * s.tokens * s.kv_heads * both / L2}
+def by_mma(flop, l2_bytes):
+    return Bound(tensor=flop / MMA, L2=l2_bytes / L2)
+
+
+def by_loops(tiles, issued, instructions, flop, l2_bytes):
+    """`tiles` on all multiprocessors, each with so many instructions a scheduler."""
+    return Bound(issue=tiles * instructions / issued / CLOCK / PROCESSORS, tensor=flop / PEAK,
+                 L2=l2_bytes / L2)
+
+
+def key_tiles(s, branch, rows):
+    """Key tiles of all tiles of query rows, lists that agree: a last one is begun, win's first too."""
+    begun = {"cmp": 0.5, "slc": 0, "win": 1.5, "dense": 0.5}[branch]
+    each = s.pairs[branch] / s.heads / s.tokens / KEYS + begun
+    return s.tokens * s.heads / rows * each
+
+
+def forward(s, issued, worst):
+    """Bounds of each part: sm_90a's if `issued` says at which rate, else by mma.sync. Of a pipeline two
+    warpgroups multiply what any of their four queries reads, while the producer's walk the union of
+    all eight."""
+    both, parts = s.dim + s.dim_v, {}
+    parts["compress"] = Bound(L2=4 * 2 * s.tokens * s.kv_heads * both / L2)
     for branch in ("cmp", "slc", "win"):
-        parts[branch] = seconds(RATE[path], s.flop(branch, both) * more(s, branch, path, worst),
-                                s.tile_bytes(branch, ROWS, worst))
-    parts["select"] = s.flop("cmp", s.dim) / (PEAK / 2) + s.pairs["cmp"] / EXP2
-    parts["gate"] = s.rows_bytes(s.dim_v, 4) / MEMORY
+        far = worst and branch == "slc"
+        bytes_ = s.tile_bytes(branch, ROWS, worst)
+        if not issued:
+            parts[branch] = by_mma(s.flop(branch, both) * (s.apart(16) if far else 1), bytes_)
+            continue
+        lists = "true" if branch == "slc" else "false"
+        walked, read = (s.apart(ROWS), s.apart(ROWS // 2)) if far else (1, 1)
+        turn = loop("forward_sm90", s.dim, s.dim_v, lists)
+        instructions = 2 * (read * turn + (walked - read) * PASSED) + walked * PRODUCER
+        tiles = key_tiles(s, branch, ROWS)
+        parts[branch] = by_loops(tiles, issued, instructions, 2 * ROWS * KEYS * both * read * tiles,
+                                 bytes_)
+    parts["select"] = Bound(tensor=s.flop("cmp", s.dim) / (PEAK / 2) + s.pairs["cmp"] / EXP2)
+    parts["gate"] = Bound(memory=s.rows_bytes(s.dim_v, 4) / MEMORY)
     return parts
 
 
-def more(s, branch, path, worst):
-    """How many times as much is multiplied as is seen: wgmma multiplies 64 rows with the union of
-    what they see; mma.sync 16."""
-    return s.apart(64 if path == "wgmma" else 16) if worst and branch == "slc" else 1
-
-
-def backward(s, path, worst):
-    """dq takes three products of a pair, dk and dv four; sums of q's gradient go through memory in
-    f32 once a branch, and the gate's, the row sums' and the flush's traffic comes on top."""
-    parts, rate = {}, RATE[path]
+def backward(s, issued, worst):
+    """dq takes three products of a pair, dk and dv four. Two thread blocks of four warps share a
+    multiprocessor, so a scheduler has one warp of each."""
+    parts = {}
     for branch in ("cmp", "slc", "win"):
-        dq = s.flop(branch, 2 * s.dim + s.dim_v) * more(s, branch, path, worst)
-        dkv = s.flop(branch, 2 * s.dim + 2 * s.dim_v)
-        parts[branch] = (seconds(rate, dq, s.tile_bytes(branch, BACK_ROWS, worst)) +
-                         seconds(rate, dkv, s.tile_bytes(branch, BACK_ROWS)))
-    rows = s.rows_bytes(s.dim, 3 * 4 + 2 + 3) + s.rows_bytes(s.dim_v, 3 * 3 + 3 * 2)
-    parts["rows, gate, sums"] = rows / MEMORY
+        far = worst and branch == "slc"
+        dims = {"dq": 2 * s.dim + s.dim_v, "dkv": 2 * s.dim + 2 * s.dim_v}
+        bytes_ = {"dq": s.tile_bytes(branch, BACK_ROWS, worst), "dkv": s.tile_bytes(branch, BACK_ROWS)}
+        for kernel in dims:
+            name = f"{branch}: {kernel}"
+            more = s.apart(BACK_ROWS if issued else 16) if far and kernel == "dq" else 1
+            if not issued:
+                parts[name] = by_mma(s.flop(branch, dims[kernel]) * more, bytes_[kernel])
+                continue
+            tiles = key_tiles(s, branch, BACK_ROWS) * more
+            turn = (loop("dkv", s.dim, s.dim_v) if kernel == "dkv" else
+                    loop("dq", s.dim, s.dim_v, "true", which=int(branch == "slc")))
+            parts[name] = by_loops(tiles, issued, turn, 2 * BACK_ROWS * KEYS * dims[kernel] * tiles,
+                                   bytes_[kernel])
+    rows = s.rows_bytes(s.dim_v, 4) + s.rows_bytes(s.dim)
+    parts["rows"] = Bound(memory=rows / MEMORY)
     return parts
 
 
-def gathered(s, path, products, width, rows):
+def total(parts):
+    return sum(part.seconds for part in parts.values())
+
+
+def decode(s):
+    """Bytes of one sequence and kv head in a step: keys, scores of the compressed ones (written, read by
+    attention and by selection), sums over heads, and what runs leave, written and read once."""
+    group, both = s.heads // s.kv_heads, s.dim + s.dim_v
+    blocks = (s.tokens - L) // STRIDE + 1
+    keys = 2 * both * (blocks + LIST * BLOCK + WINDOW)
+    scores = 3 * 4 * group * blocks
+    sums = 2 * 4 * blocks
+    runs = sum(-(-n // RUN) for n in (blocks, LIST * BLOCK, WINDOW + 2 * KEYS))
+    return {"keys": keys, "scores": scores, "sums": sums, "runs": 2 * 4 * group * runs * s.dim_v}
+
+
+def decode_table():
+    lines = ["| heads | tokens | keys and scores, MB | all, MB | dense, MB | batch 1: ms, over dense | "
+             "32 | 128 |", "|---|---|---|---|---|---|---|---|"]
+    for dim, dim_v, tokens in ((128, 128, 65536), (128, 128, 131072), (192, 128, 65536)):
+        s = Shape(64, 4, dim, dim_v, tokens)
+        parts, dense = decode(s), 2 * (dim + dim_v) * tokens
+        read, every = parts["keys"] + parts["scores"], sum(parts.values())
+        cells = []
+        for batch in (1, 32, 128):
+            mine = LAUNCHES * LAUNCH + batch * s.kv_heads * every / MEMORY
+            theirs = 2 * LAUNCH + batch * s.kv_heads * dense / MEMORY
+            cells.append(f"{1e3 * mine:.3f}, {theirs / mine:.1f}x")
+        lines.append(f"| {dim}/{dim_v} | {tokens} | {1e-6 * read:.2f} | {1e-6 * every:.2f} | "
+                     f"{1e-6 * dense:.2f} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def gathered(s, issued, dims, width, rows):
     """Seconds of slc in tiles of up to `rows` rows that read one block, each of which leaves `width`
     floats in memory, to be read once more. The blocks are full, and chunks of queries so long that what
     they find fills GATHERED bytes."""
@@ -104,31 +190,38 @@ def gathered(s, path, products, width, rows):
     chunk = GATHERED / (4 * width * LIST * s.heads)
     readers = chunk * LIST / (s.tokens / BLOCK / 2) * s.heads / s.kv_heads
     l2 = 2 * found * (s.dim + BLOCK * (s.dim + s.dim_v) / min(rows, readers))
-    return max(seconds(RATE[path], products * s.pairs["slc"], l2), moved) + moved
+    flop = 2 * dims * s.pairs["slc"]
+    bound = by_mma(flop, l2)
+    if issued:
+        turn = 2 * loop("forward_sm90", s.dim, s.dim_v, "false") + PRODUCER
+        bound = by_loops(found / rows, issued, turn, flop, l2)
+    return max(bound.seconds, moved) + moved
+
+
+PATHS = {"by mma.sync": None} | {f"by wgmma, {name}": rate for name, rate in ISSUED.items()}
 
 
 def few_heads():
     """Forward over listed blocks in ms, 64 query heads, G of them to a kv head: by tiles of
     neighbouring queries, and gathered."""
-    lines = ["| G | " + " | ".join(f"{path}: tiles of neighbours | {path}: gathered"
-                                    for path in ("mma.sync", "wgmma")) + " |",
-             "|---|---|---|---|---|"]
+    lines = ["| G | " + " | ".join(f"{path}: tiles of neighbours | gathered" for path in PATHS) + " |",
+             "|---|" + "---|---|" * len(PATHS)]
     for group in (1, 2, 4, 8, 16):
         s = Shape(64, 64 // group, 128, 128, 65536)
         cells = []
-        for path in RATE:
-            low, high = (1e3 * forward(s, path, worst)["slc"] for worst in (False, True))
-            whole = 1e3 * gathered(s, path, 2 * (s.dim + s.dim_v), s.dim_v + 2, ROWS)
+        for issued in PATHS.values():
+            low, high = (1e3 * forward(s, issued, worst)["slc"].seconds for worst in (False, True))
+            whole = 1e3 * gathered(s, issued, s.dim + s.dim_v, s.dim_v + 2, ROWS)
             cells.append(f"{low:.1f} .. {high:.1f} | {whole:.1f}")
         lines.append(f"| {group} | " + " | ".join(cells) + " |")
     return lines
 
 
-def crossover(path, worst):
+def crossover(issued, worst):
     """The first length, in steps of 1024, at which NSA's forward is faster than a dense kernel."""
     for tokens in range(1024, 65537, 1024):
         s = Shape(64, 4, 128, 128, tokens)
-        if sum(forward(s, path, worst).values()) < s.flop("dense", s.dim + s.dim_v) / FLASH:
+        if total(forward(s, issued, worst)) < s.flop("dense", s.dim + s.dim_v) / FLASH:
             return tokens
     return None
 
@@ -137,16 +230,8 @@ def five_products(s):
     """Picoseconds for a pair of what backward does twice, the scores and dout v, and of ways round it:
     sums of dq from each tile of 64 keys, in f32, or ds in bf16, written and read again."""
     twice = 2 * (s.dim + s.dim_v)
-    return [1e12 * t for t in (twice / RATE["mma"], twice / RATE["wgmma"],
-                               2 * 4 * s.dim / 64 / MEMORY, 2 * 2 / MEMORY)]
-
-
-def key_tile(s):
-    """Of one tile of 64 keys and 128 rows by wgmma: pieces of 16 bytes, instructions of all warps that
-    copy them, and how many could be issued while it is multiplied."""
-    pieces = 64 * 2 * (s.dim + s.dim_v) // 16
-    multiplied = 2 * 64 * ROWS * (s.dim + s.dim_v) / (RATE["wgmma"] / PROCESSORS)
-    return pieces, pieces // 32 * COPY, 4 * CLOCK * multiplied
+    return [1e12 * t for t in (twice / MMA, twice / PEAK, 2 * 4 * s.dim / 64 / MEMORY,
+                               2 * 2 / MEMORY)]
 
 
 def measured_ms(report, branch, which, tokens):
@@ -161,12 +246,14 @@ def measured_ms(report, branch, which, tokens):
 
 
 def spans(parts_of, s, name=None):
-    """`low .. high` in ms for each path: neighbours that agree in all blocks, and in none."""
+    """`low .. high` in ms for each path: neighbours that agree in all blocks, and in none; of one part
+    with what bounds it."""
     cells = []
-    for path in RATE:
-        low, high = (1e3 * (parts[name] if name else sum(parts.values()))
-                     for parts in (parts_of(s, path, worst) for worst in (False, True)))
-        cells.append(f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} .. {high:.1f}")
+    for issued in PATHS.values():
+        both = [parts_of(s, issued, worst) for worst in (False, True)]
+        low, high = (f"{1e3 * (p[name].seconds if name else total(p)):.1f}" for p in both)
+        by = sorted({p[name].by for p in both}) if name else []
+        cells.append((low if low == high else f"{low} .. {high}") + (f" ({', '.join(by)})" if by else ""))
     return " | ".join(cells)
 
 
@@ -175,16 +262,26 @@ def table(s, report):
             ("backward", "nsa", "bwd", backward, None, "<= 74, then 45"),
             ("selection's extra over cmp", "select", "fwd", forward, "select", "<= 8, then 4.5")]
     rows += [(f"forward: {name}", name, "fwd", forward, name, "")
-             for name in forward(s, "mma", False) if name != "select"]
+             for name in forward(s, None, False) if name != "select"]
     rows += [(f"backward: {name}", name, "bwd", backward, name, "")
-             for name in backward(s, "mma", False)]
-    lines = ["| what, ms | goal | by mma.sync | by wgmma | measured |", "|---|---|---|---|---|"]
+             for name in backward(s, None, False)]
+    lines = [f"| what, ms | goal | {' | '.join(PATHS)} | measured |", "|---|---|" + "---|" * 4]
     for what, branch, which, parts_of, name, goal in rows:
         lines.append(f"| {what} | {goal} | {spans(parts_of, s, name)} | "
                      f"{measured_ms(report, branch, which, 65536)} |")
-    cells = " | ".join(f"{crossover(path, False)} .. {crossover(path, True)}" for path in RATE)
+    cells = " | ".join(f"{crossover(rate, False)} .. {crossover(rate, True)}"
+                       for rate in PATHS.values())
     lines.append("| tokens from which NSA's forward beats a dense kernel of "
                  f"{FLASH * 1e-12:.0f} TFLOP/s | <= 11k, then 6k | {cells} | |")
+    return lines
+
+
+def other_shapes():
+    lines = [f"| heads | tokens | pass | {' | '.join(PATHS)} |", "|---|---|---|" + "---|" * len(PATHS)]
+    for dim, dim_v, tokens in ((128, 128, 131072), (192, 128, 65536), (64, 64, 65536)):
+        s = Shape(64, 4, dim, dim_v, tokens)
+        for name, parts_of in (("forward", forward), ("backward", backward)):
+            lines.append(f"| {dim}/{dim_v} | {tokens} | {name} | {spans(parts_of, s)} |")
     return lines
 
 
@@ -194,7 +291,7 @@ Written by `bench/gpu/predict.py --write`; no GPU was at hand, so the last colum
 `predict.py --measured gpu.json` fills it from what `tests/gpu/run` wrote. One sequence of 65536
 tokens, 64 query heads, 4 kv heads, D 128, bf16. What is measured of forward and backward as a whole is of
 random rows, and stands against the upper end of a range. A build for sm_90a multiplies by wgmma, one for any
-other architecture by mma.sync.
+other architecture by mma.sync; below an H200 runs either.
 
 Counted, and held against the executor's counters by `tests/simt/test_counters.cpp`, for both paths:
 
@@ -202,30 +299,28 @@ Counted, and held against the executor's counters by `tests/simt/test_counters.c
 TAIL = """
 Assumed. By mma.sync a warp works on 16 rows, so that each product of 4096 FLOP reads 256 bytes of
 shared memory, which bounds it to half of the published {peak:.0f} TFLOP/s; 65 % of that bound is reached.
-By wgmma four warps read an operand once for 64 rows; half of the published rate is reached (the
-authors of FlashAttention-3 report 0.58 to 0.59 of it with one of their two overlaps left out). L2
-brings {l2:.1f} TB/s; memory 85 % of 4.8 TB/s. A range is from neighbouring queries that choose the same
-blocks to neighbours that agree in the forced blocks alone.
+By wgmma a part takes as long as the slowest of three: its tensor cores at the published rate, its key tiles
+from L2, its instructions. Those of a warp's loop are counted in sm_90a's SASS (`tests/cuda/counts.json`); at
+best a scheduler issues one a cycle, {likely} is what is likely. A producer's warp takes {producer} a key tile, and a
+warpgroup {passed} for one that it passes over: both assumed. L2 brings {l2:.1f} TB/s; memory 85 % of 4.8 TB/s. A
+range is from neighbouring queries that choose the same blocks to neighbours that agree in the forced blocks
+alone; in brackets is what bounds a part.
+
+Other shapes, 64 query heads and 4 kv heads, ms:
+
+{shapes}
+
+A step of decoding, bf16, 64 query heads and 4 kv heads. Bytes are of one sequence and kv head, times from
+memory's rate and {launches} launches of {launch:.1f} us; dense attention is one pass over all keys and values in two
+launches. What runs of keys leave, in f32, is in `all`:
+
+{decode}
 
 Why backward takes seven products and not five. dq's kernel and that of dk and dv both make the
-scores and dout v. Making them once saves {mma:.2f} ps of a pair by mma.sync and {wgmma:.2f} by wgmma, and
-costs, without float atomics, traffic: sums of dq from every tile of 64 keys {sums:.2f} ps, ds itself {ds:.2f}
-(and a buffer of as many bytes as there are pairs, times two, or many small launches to keep it
-small). By wgmma only the second could gain, and only as far as its traffic hides behind products.
-
-Why key tiles come by cp.async and not by TMA. A tile of 64 keys, K and V, is {pieces} pieces of 16 bytes,
-eight to a thread; the loop around a piece has {loop} instructions (sm_90a's PTX), so {copying:.0f} are issued
-by the eight warps where {slots:.0f} could be while the tile is multiplied: {share:.1f} %. That is all that TMA's
-four boxes would take away: no byte less, and no register that is short (forward has 186 of 255). Its cost:
-maps of each view that the driver encodes, looked up at run time; rows behind a sequence's end would be the
-next sequence's instead of zeros, so they had to be zeroed after all; and dk's and dv's streamed rows, heads
-of gathered queries, are no box. TMA with mbarriers pays as part of another structure, where one warp group
-multiplies while the other one exponentiates: the authors of FlashAttention-3 report 661 TFLOP/s with both of
-its overlaps and 570 to 582 with one of them left out (dense, no mask). Going from 570 to 661 would save
-{gain:.1f} ms of the {wide:.1f} that forward's products by wgmma take above. No goal hangs on it: forward keeps its
-first goal without, and misses the second with it. It was not built, because nothing here can show that it
-pays; the wrappers (mbarrier, bulk and tensor copies) are there, and run under the executor in
-`tests/simt/test_hopper.cpp`.
+scores and dout v. Making them once saves {mma:.2f} ps of a pair by mma.sync and, at the published rate,
+{wgmma:.2f} by wgmma, and costs, without float atomics, traffic: sums of dq from every tile of 64 keys {sums:.2f} ps,
+ds itself {ds:.2f} (and a buffer of as many bytes as there are pairs, times two, or many small launches to keep it
+small).
 
 With few heads to a kv head a tile has many neighbouring queries, whose lists have many blocks in all:
 
@@ -233,11 +328,7 @@ With few heads to a kv head a tile has many neighbouring queries, whose lists ha
 
 Up to G = 4 slc's forward and dq gather the queries that read a block, and add up what they found: it
 costs the same however far neighbours are apart. From G = 8 on, tiles of neighbours are left to it.
-
-What that says: the forward pass keeps its first goal where neighbours agree in most blocks, with
-wgmma by far; its second is a matter of slc's tiles from L2 and of selection. Backward keeps its
-first goal by wgmma alone. Selection multiplies by mma.sync everywhere: decoding has to rank by the very
-same bits.
+Selection multiplies by mma.sync everywhere.
 """
 
 
@@ -257,13 +348,11 @@ def main():
                        f"{1e-12 * s.flop(branch, 4 * s.dim + 3 * s.dim_v):.2f} | "
                        f"{1e-9 * s.tile_bytes(branch, ROWS):.0f}{high} |")
     mma, wgmma, sums, ds = five_products(s)
-    few = "\n".join(few_heads())
-    pieces, copying, slots = key_tile(s)
-    wide = 1e3 * sum(forward(s, "wgmma", False)[branch] for branch in ("cmp", "slc", "win"))
     text = HEAD + "\n".join(counted) + "\n\n" + "\n".join(table(s, report)) + "\n" + TAIL.format(
-        peak=PEAK * 1e-12, l2=L2 * 1e-12, mma=mma, wgmma=wgmma, sums=sums, ds=ds, few=few, pieces=pieces,
-        loop=COPY, copying=copying, slots=slots, share=100 * copying / slots, wide=wide,
-        gain=wide * (1 - 570 / 661))
+        peak=PEAK * 1e-12, l2=L2 * 1e-12, mma=mma, wgmma=wgmma, sums=sums, ds=ds,
+        few="\n".join(few_heads()), likely=ISSUED["likely"], producer=PRODUCER, passed=PASSED,
+        shapes="\n".join(other_shapes()), decode="\n".join(decode_table()), launches=LAUNCHES,
+        launch=1e6 * LAUNCH)
     if given.write:
         given.write.write_text(text)
     else:
