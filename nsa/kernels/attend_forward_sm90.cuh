@@ -7,7 +7,7 @@
    with 64 rows each: they multiply and never walk. Barriers in shared memory connect them, so no
    warp waits for the whole thread block. A consumer starts q k of the next tile before p v of this
    one, and takes the softmax of the next while p v runs. Warpgroups pass over tiles that none of
-   their queries reads.
+   their queries reads. Descriptors of both products are made before the wait for the next tile.
 
    | heads    | Q tile | key tile | stages | dynamic shared | registers: consumer, producer |
    |---|---|---|---|---|---|
@@ -34,9 +34,15 @@ template <typename T, int DK, int DV> struct nsa__cuda_forward_pipe {
 
 /* What the producer posts beside a stage. */
 struct nsa__cuda_pipe_tile {
-    int begin, end;    /* keys; begin < 0: no more tiles */
-    uint64_t bad;      /* a bit for each key */
-    uint32_t lists[4]; /* LISTS: bit l of lists[i]: query 32 i + l of the tile reads the block */
+    int begin, end;      /* keys; begin < 0: no more tiles */
+    uint64_t bad;        /* a bit for each key */
+    uint64_t readers[2]; /* LISTS: of each warpgroup, a bit for each query that reads the block */
+};
+
+/* The queries of a warpgroup: the first one's place in the tile, and a bit for each. */
+struct nsa__cuda_pipe_group {
+    int first;
+    uint64_t queries;
 };
 
 /* What both sides share: stages[i] is full when all producers have arrived at full[i], and empty
@@ -44,6 +50,7 @@ struct nsa__cuda_pipe_tile {
 template <typename T, int STAGES> struct nsa__cuda_pipe {
     T *q, *stages;
     nsa__cuda_pipe_tile *tiles;
+    const nsa__cuda_pipe_group *groups;
     uint64_t *full, *empty;
 };
 
@@ -92,7 +99,10 @@ nsa__cuda_forward_produce(const nsa__cuda_pipe<T, nsa__cuda_forward_pipe<T, DK, 
             pipe.tiles[stage].begin = begin[0];
             pipe.tiles[stage].end = walk.tile.end;
 #pragma unroll
-            for (int i = 0; i < 4; i++) pipe.tiles[stage].lists[i] = walk.ballots[i];
+            for (int g = 0; g < 2; g++)
+                if (LISTS)
+                    pipe.tiles[stage].readers[g] = nsa__cuda_walk_readers<4>(
+                        walk.ballots, pipe.groups[g].first, pipe.groups[g].queries);
         }
         if (number < LAG) continue;
         nsa__cp_async_wait<LAG>();
@@ -108,8 +118,7 @@ nsa__cuda_forward_produce(const nsa__cuda_pipe<T, nsa__cuda_forward_pipe<T, DK, 
 struct nsa__cuda_pipe_turn {
     int number;
     nsa__cuda_key_tile tile; /* readers 0: there is no more */
-    int group_first;         /* of the warpgroup's queries, the first, */
-    uint64_t group;          /* and a bit for each */
+    uint64_t group;          /* a bit for each of the warpgroup's queries */
 };
 
 /* One arrival of the warp: it has read the stage. */
@@ -122,12 +131,11 @@ NSA__DEVICE void nsa__cuda_pipe_release(uint64_t *empty) {
 template <typename T, int STAGES, bool LISTS>
 NSA__DEVICE void nsa__cuda_pipe_next(nsa__cuda_pipe_turn &turn,
                                      const nsa__cuda_pipe<T, STAGES> &pipe) {
-    const int stage = ++turn.number % STAGES;
-    nsa__mbarrier_wait(pipe.full + stage, turn.number / STAGES & 1);
+    const unsigned number = static_cast<unsigned>(++turn.number), stage = number % STAGES;
+    nsa__mbarrier_wait(pipe.full + stage, static_cast<int>(number / STAGES & 1));
     const nsa__cuda_pipe_tile &posted = pipe.tiles[stage];
     turn.tile = {posted.begin, posted.end, turn.group, posted.bad};
-    if (LISTS)
-        turn.tile.readers = nsa__cuda_walk_readers<4>(posted.lists, turn.group_first, turn.group);
+    if (LISTS) turn.tile.readers = posted.readers[threadIdx.x / 128];
     if (posted.begin < 0) turn.tile.readers = 0;
 }
 
@@ -136,7 +144,7 @@ template <typename T, int STAGES, bool LISTS>
 NSA__DEVICE void nsa__cuda_pipe_pass(nsa__cuda_pipe_turn &turn,
                                      const nsa__cuda_pipe<T, STAGES> &pipe) {
     while (!turn.tile.readers && turn.tile.begin >= 0) {
-        nsa__cuda_pipe_release(pipe.empty + turn.number % STAGES);
+        nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(turn.number) % STAGES);
         nsa__cuda_pipe_next<T, STAGES, LISTS>(turn, pipe);
     }
 }
@@ -174,49 +182,52 @@ template <typename T, int DK, int DV, bool LISTS>
 NSA__DEVICE void
 nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
                           const nsa__cuda_pipe<T, nsa__cuda_forward_pipe<T, DK, DV>::STAGES> &pipe,
-                          const nsa__cuda_attend_params &params,
-                          const nsa__cuda_query_tile &tile_rows) {
+                          const nsa__cuda_attend_params &params) {
     using shape = nsa__cuda_forward_pipe<T, DK, DV>;
     constexpr int BLOCK_M = shape::BLOCK_M, BLOCK_N = shape::BLOCK_N, STAGES = shape::STAGES;
-    const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16;
+    /* in units of 16 bytes: from a stage's keys to the next one's; from its keys to its values,
+       whose descriptor also says how far panels are apart */
+    constexpr uint32_t STEP = BLOCK_N * (DK + DV) / 8;
+    constexpr uint32_t VALUES = BLOCK_N * DK / 8 + (BLOCK_N * 8 - 1) * 65536u;
+    const uint64_t queries =
+        nsa__cuda_warpgroup_operand(pipe.q + static_cast<int>(threadIdx.x) / 128 * 64 * 64, 16);
+    const uint64_t stages = nsa__cuda_warpgroup_operand(pipe.stages, 16);
     const auto keys = [&](int number) {
-        return pipe.stages + number % STAGES * BLOCK_N * (DK + DV);
+        return nsa__cuda_warpgroup_moved(stages, static_cast<unsigned>(number) % STAGES * STEP);
     };
-    nsa__cuda_pipe_turn turn = {-1,
-                                {},
-                                nsa__cuda_warpgroup_first(params, tile_rows),
-                                nsa__cuda_warpgroup_bits(params, tile_rows)};
+    nsa__cuda_pipe_turn turn = {-1, {}, pipe.groups[threadIdx.x / 128].queries};
     float s[BLOCK_N / 8][4], shrink[2];
     uint32_t p[BLOCK_N / 16][4];
     nsa__cuda_pipe_next<T, STAGES, LISTS>(turn, pipe);
     nsa__cuda_pipe_pass<T, STAGES, LISTS>(turn, pipe);
     while (turn.tile.readers) {
-        nsa__cuda_warpgroup_begin_nt<T, DK, BLOCK_N, BLOCK_M>(s, pipe.q, warp_row,
-                                                              keys(turn.number));
+        nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, queries, keys(turn.number));
         nsa__cuda_warpgroup_await<BLOCK_N, 0>(s);
         nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn.tile, params.scale2);
         nsa__cuda_pipe_rescale(out, shrink);
         nsa__cuda_pipe_pack<T, BLOCK_N>(p, s);
-        int before = turn.number; /* the tile that p is of, and that the warpgroup holds */
-        nsa__cuda_pipe_next<T, STAGES, LISTS>(turn, pipe);
-        while (turn.tile.readers) {
-            nsa__cuda_warpgroup_begin_nt<T, DK, BLOCK_N, BLOCK_M>(s, pipe.q, warp_row,
-                                                                  keys(turn.number));
-            nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DV>(out, p, keys(before) + BLOCK_N * DK);
+        int before; /* the tile that p is of, and that the warpgroup holds */
+        uint64_t values;
+        for (;;) {
+            before = turn.number;
+            values = keys(before) + VALUES;
+            const uint64_t next = keys(before + 1), mine = nsa__cuda_warpgroup_moved(queries, 0);
+            nsa__cuda_pipe_next<T, STAGES, LISTS>(turn, pipe);
+            if (!turn.tile.readers) break;
+            nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, mine, next);
+            nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DV>(out, p, values);
             nsa__cuda_warpgroup_await<BLOCK_N, 1>(s);
             nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn.tile, params.scale2);
             nsa__cuda_warpgroup_await<DV, 0>(out);
-            nsa__cuda_pipe_release(pipe.empty + before % STAGES);
+            nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
             nsa__cuda_pipe_rescale(out, shrink);
             nsa__cuda_pipe_pack<T, BLOCK_N>(p, s);
-            before = turn.number;
-            nsa__cuda_pipe_next<T, STAGES, LISTS>(turn, pipe);
         }
         /* It may hold one tile until the next is posted, but not pass over others meanwhile: the
            producer would wait for that one. */
-        nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DV>(out, p, keys(before) + BLOCK_N * DK);
+        nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DV>(out, p, values);
         nsa__cuda_warpgroup_await<DV, 0>(out);
-        nsa__cuda_pipe_release(pipe.empty + before % STAGES);
+        nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
         nsa__cuda_pipe_pass<T, STAGES, LISTS>(turn, pipe);
     }
 }
@@ -233,16 +244,20 @@ static __global__ void __launch_bounds__(384, 1)
     constexpr int THREADS = shape::CONSUMERS + shape::PRODUCERS;
     NSA_SHARED_ALL(shared);
     NSA_SHARED(nsa__cuda_pipe_tile, tiles, [STAGES]);
+    NSA_SHARED(nsa__cuda_pipe_group, groups, [2]);
     NSA_SHARED(uint64_t, full, [STAGES]);
     NSA_SHARED(uint64_t, empty, [STAGES]);
     T *const q = reinterpret_cast<T *>(shared);
-    const nsa__cuda_pipe<T, STAGES> pipe = {q, q + BLOCK_M * DK, tiles, full, empty};
+    const nsa__cuda_pipe<T, STAGES> pipe = {q, q + BLOCK_M * DK, tiles, groups, full, empty};
 
     NSA_SHARED(nsa__cuda_attend_head, at, );
     NSA_SHARED(nsa__cuda_query_tile, tile_rows, );
     if (threadIdx.x == 0) {
         at = nsa__cuda_attend_head_of(params, blockIdx.x);
         tile_rows = nsa__cuda_query_tile_of(params, at, BLOCK_M);
+        for (int g = 0; g < 2; g++)
+            groups[g] = {nsa__cuda_warpgroup_first(params, tile_rows, g),
+                         nsa__cuda_warpgroup_bits(params, tile_rows, g)};
         for (int i = 0; i < STAGES; i++) {
             nsa__mbarrier_init(full + i, shape::PRODUCERS);
             nsa__mbarrier_init(empty + i, shape::CONSUMERS / 32);
@@ -273,7 +288,7 @@ static __global__ void __launch_bounds__(384, 1)
     nsa__fence_async(); /* copied and cleaned rows, before the warpgroup multiplies them */
     nsa__barrier_sync(2 + warp / 4, 128);
     float out[DV / 8][4] = {};
-    nsa__cuda_forward_consume<T, DK, DV, LISTS>(out, rows, pipe, params, tile_rows);
+    nsa__cuda_forward_consume<T, DK, DV, LISTS>(out, rows, pipe, params);
     if (!LISTS && params.gathered)
         nsa__cuda_gathered_end(params, at, tile_rows, rows, out);
     else

@@ -284,17 +284,19 @@ NSA__DEVICE int nsa__cuda_upper_row() {
     return static_cast<int>(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4);
 }
 
-/* Warps go in groups of four, 64 rows. The place, in the tile, of the first query of the warp's
-   group, and a bit for each of them. */
+/* Warps go in groups of four, 64 rows. The place, in the tile, of the first query of a group, the
+   warp's own unless another is named, and a bit for each of them. */
 NSA__DEVICE int nsa__cuda_warpgroup_first(const nsa__cuda_attend_params &params,
-                                          const nsa__cuda_query_tile &tile) {
-    return (tile.skip + static_cast<int>(threadIdx.x) / 128 * 64) / params.group;
+                                          const nsa__cuda_query_tile &tile,
+                                          int warpgroup = static_cast<int>(threadIdx.x) / 128) {
+    return (tile.skip + warpgroup * 64) / params.group;
 }
 NSA__DEVICE uint64_t nsa__cuda_warpgroup_bits(const nsa__cuda_attend_params &params,
-                                              const nsa__cuda_query_tile &tile) {
-    const int end = (tile.skip + static_cast<int>(threadIdx.x) / 128 * 64 + 63) / params.group + 1;
+                                              const nsa__cuda_query_tile &tile,
+                                              int warpgroup = static_cast<int>(threadIdx.x) / 128) {
+    const int end = (tile.skip + warpgroup * 64 + 63) / params.group + 1;
     return nsa__cuda_key_span_bits(
-        {0, min(tile.end - tile.first, end) - nsa__cuda_warpgroup_first(params, tile)});
+        {0, min(tile.end - tile.first, end) - nsa__cuda_warpgroup_first(params, tile, warpgroup)});
 }
 
 /* The row of a view on the query's side: its element offset, and its address. */

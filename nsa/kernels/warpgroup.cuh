@@ -66,39 +66,47 @@ NSA__DEVICE void nsa__cuda_warpgroup_begin_nn(float (&c)[N / 8][4], uint32_t (&a
 /* The descriptor of a tile from the chunk that `at` points at. `panels`: bytes from one panel to
    the next, if a product goes across them. The shuffle tells the compiler that all lanes have the
    same value: then it lies in a uniform register, and a step along the tile is one addition of
-   elements / 8, the descriptor's unit of 16 bytes. */
+   elements / 8, the descriptor's unit of 16 bytes. `moved` adds to a descriptor what only the
+   program knows to be the same in all lanes. */
+NSA__DEVICE uint64_t nsa__cuda_warpgroup_moved(uint64_t d, uint32_t units) {
+    const uint32_t low = static_cast<uint32_t>(d) + units;
+    return (d & 0xffffffff00000000u) | __shfl_sync(0xffffffffu, low, 0);
+}
 template <typename T> NSA__DEVICE uint64_t nsa__cuda_warpgroup_operand(const T *at, int panels) {
-    const uint64_t d = nsa__wgmma_descriptor(at, panels, 1024, NSA__SWIZZLE_128);
-    return (d & 0xffffffff00000000u) | __shfl_sync(0xffffffffu, static_cast<uint32_t>(d), 0);
+    return nsa__cuda_warpgroup_moved(nsa__wgmma_descriptor(at, panels, 1024, NSA__SWIZZLE_128), 0);
+}
+
+/* nsa__cuda_warpgroup_begin_nt of operands whose descriptors are known. */
+template <typename T, int D, int N, int ROWS>
+NSA__DEVICE void nsa__cuda_warpgroup_start_nt(float (&c)[N / 8][4], uint64_t a, uint64_t b) {
+    float(&sums)[N / 2] = reinterpret_cast<float(&)[N / 2]>(c);
+    nsa__wgmma_fence(sums);
+#pragma unroll
+    for (int k = 0; k < D / 16; k++)
+        nsa__wgmma<T, N, 0, 0>(sums, a + (k / 4 * ROWS * 8 + k % 4 * 2),
+                               b + (k / 4 * N * 8 + k % 4 * 2), k > 0);
+    nsa__wgmma_commit();
 }
 
 template <typename T, int D, int N, int ROWS>
 NSA__DEVICE void nsa__cuda_warpgroup_begin_nt(float (&c)[N / 8][4], T *a, int a_row, T *b) {
     static_assert(ROWS % 64 == 0, "whole warpgroups");
-    float(&sums)[N / 2] = reinterpret_cast<float(&)[N / 2]>(c);
     const uint64_t da = nsa__cuda_warpgroup_operand(a + a_row / 64 * 64 * 64, 16);
-    const uint64_t db = nsa__cuda_warpgroup_operand(b, 16);
-    nsa__wgmma_fence(sums);
-#pragma unroll
-    for (int k = 0; k < D / 16; k++)
-        nsa__wgmma<T, N, 0, 0>(sums, da + (k / 4 * ROWS * 8 + k % 4 * 2),
-                               db + (k / 4 * N * 8 + k % 4 * 2), k > 0);
-    nsa__wgmma_commit();
+    nsa__cuda_warpgroup_start_nt<T, D, N, ROWS>(c, da, nsa__cuda_warpgroup_operand(b, 16));
 }
 
 template <int N, int PENDING> NSA__DEVICE void nsa__cuda_warpgroup_await(float (&c)[N / 8][4]) {
     nsa__wgmma_wait<PENDING>(reinterpret_cast<float(&)[N / 2]>(c));
 }
 
-/* nsa__cuda_warpgroup_begin_nn of p that is packed already. */
+/* nsa__cuda_warpgroup_begin_nn of p that is packed already, and of a descriptor. */
 template <typename T, int K, int N>
 NSA__DEVICE void nsa__cuda_warpgroup_start_nn(float (&c)[N / 8][4], uint32_t (&a)[K / 16][4],
-                                              T *b) {
+                                              uint64_t b) {
     float(&sums)[N / 2] = reinterpret_cast<float(&)[N / 2]>(c);
-    const uint64_t db = nsa__cuda_warpgroup_operand(b, K * 128);
     nsa__wgmma_fence(sums, a);
 #pragma unroll
-    for (int k = 0; k < K / 16; k++) nsa__wgmma<T, N, 1>(sums, a[k], db + k * 128, 1);
+    for (int k = 0; k < K / 16; k++) nsa__wgmma<T, N, 1>(sums, a[k], b + k * 128, 1);
     nsa__wgmma_commit();
 }
 
@@ -107,7 +115,7 @@ NSA__DEVICE void nsa__cuda_warpgroup_begin_nn(float (&c)[N / 8][4], uint32_t (&a
                                               const float (&p)[K / 8][4], T *b) {
 #pragma unroll
     for (int k = 0; k < K / 16; k++) nsa__cuda_pack_product<T>(a[k], p[2 * k], p[2 * k + 1]);
-    nsa__cuda_warpgroup_start_nn<T, K, N>(c, a, b);
+    nsa__cuda_warpgroup_start_nn<T, K, N>(c, a, nsa__cuda_warpgroup_operand(b, K * 128));
 }
 
 #endif
