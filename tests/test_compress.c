@@ -30,7 +30,7 @@ static const compress_case compress_cases[] = {
     {"conv, no multiple", "T no multiple of anything", NSA_PHI_CONV, 32, 0, 0, 0},
     {"mlp, no multiple", "T no multiple of anything", NSA_PHI_MLP, 12, HIDDEN(40), 0, 0},
     {"mean, D 256", "D 256", NSA_PHI_MEAN, 256, 0, 0, 0},
-    {"mean, varlen", "varlen empty", NSA_PHI_MEAN, 16, 0, 0, 0},
+    {"mean, varlen", "varlen l = d", NSA_PHI_MEAN, 16, 0, 0, 0},
     {"conv, varlen, shared", "varlen four", NSA_PHI_CONV, 16, 0, 1, 0},
     {"mlp, bare, D 7", "D 7 / 13", NSA_PHI_MLP, 7, HIDDEN(5), 0, 1},
     {"mlp, bare", "small", NSA_PHI_MLP, 8, HIDDEN(8), 0, 1},
