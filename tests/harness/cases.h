@@ -206,10 +206,10 @@ static inline nsa_desc roomy_desc(const nsa_desc *of) {
 
 /* Where the host knows rows: more than there are or, of just those, a wrong end. */
 static inline void any_begins(int trial, nsa_desc *d, int32_t begins[5]) {
-    static const int32_t overlap[] = {0, 48, 0, 48}; /* sequences hold more rows than there are */
+    static const int32_t more[][4] = {{0, 48, 0, 48}, {0, 40, 110, 200}}; /* than there are rows */
     for (int b = 0; b < 4; b++) {
         int kind = check_below(8, 81 + (uint64_t)trial, (uint64_t)b);
-        begins[b] = trial == 0  ? overlap[b]
+        begins[b] = trial < 2   ? more[trial][b]
                     : kind == 0 ? INT32_MIN
                     : kind == 1 ? INT32_MAX
                     : kind == 2 ? -1
