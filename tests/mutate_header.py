@@ -29,7 +29,7 @@ TESTS = list(mutate.NEEDS)
 # A test's tables, the smallest first; "" is the whole.
 TABLES = {test: ["refusals", "little", "quick"] for test in TESTS}
 TABLES.update({test: ["little", "quick", ""] for test in TESTS if "att" not in test},
-              attention=["little", "quick"],
+              attention=["little", "quick", ""],
               block_index=[""], decode=["1"], pages=["quick"])
 
 

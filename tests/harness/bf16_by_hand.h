@@ -3,6 +3,7 @@
    is. Twin: none. Not here: the f32 tiles beside the set, which are SSE2's. */
 typedef float nsa__by_hand __attribute__((vector_size(16)));
 typedef uint32_t nsa__by_hand_bits __attribute__((vector_size(16)));
+typedef uint64_t nsa__by_hand_halves __attribute__((vector_size(16)));
 
 /* Subnormal numbers become 0 and keep their sign. */
 NSA__INLINE NSA__COMPILED nsa__by_hand_bits nsa__by_hand_flushed(nsa__by_hand_bits x) {
@@ -18,8 +19,9 @@ NSA__INLINE NSA__COMPILED nsa__by_hand nsa__by_hand_add(nsa__by_hand sum, nsa__b
     const nsa__by_hand_bits beyond =
         (nsa__by_hand_bits)(exponent == 0x7f800000u) |
         (nsa__by_hand_bits)((exponent == 0) & ((x << 1) != 0) & ((y << 1) != 0));
+    const nsa__by_hand_halves any = (nsa__by_hand_halves)beyond;
     nsa__by_hand result = sum + product;
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; (any[0] | any[1]) && i < 4; i++)
         if (beyond[i]) result[i] = fmaf(a[i], b[i], sum[i]);
     return (nsa__by_hand)nsa__by_hand_flushed((nsa__by_hand_bits)result);
 }

@@ -53,6 +53,10 @@ static const geometry geometries[] = {
     {"varlen four", 4, 345, 4, 2, 32, 32, 32, 16, 32, 4, 1, 2, 64, 0, begins_four},
     {"varlen empty", 6, 49, 4, 2, 16, 24, 8, 4, 16, 2, 1, 1, 13, 0, begins_empty},
     {"varlen l = d", 4, 49, 2, 1, 24, 16, 8, 8, 16, 2, 1, 1, 13, 0, begins_short},
+#ifndef CHECK_CUDA
+    /* kv heads so wide that the chain's backward takes them one by one */
+    {"Hk 2, D 136", 1, 45, 2, 2, 136, 16, 8, 4, 16, 2, 1, 1, 12, 0, NULL},
+#endif
 #ifdef CHECK_CUDA
     /* The edges of what CUDA takes: selection blocks that are no multiple of a tile, of single
        tokens, and too long; every padded width, more heads than a tile of rows, more blocks than a
