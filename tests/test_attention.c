@@ -31,7 +31,8 @@ static const chain_case chain_cases[] = {
     {"G 16, D 128", "G 16, D 128", NSA_PHI_CONV, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1, 0, 1},
     {"D 192 / 128", "D 192 / 128", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0},
 #ifndef CHECK_CUDA
-    {"kv heads one by one", "Hk 2, D 136", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0},
+    {"kv heads one by one", "Hk 2, D 136", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0,
+     0},
 #endif
     {"scale 1", "scale 1, heads 16", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 1, 0, 0},
     {"T 1", "T 1", NSA_PHI_MLP, NSA_PHI_CONV, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0},

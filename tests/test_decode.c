@@ -638,8 +638,10 @@ static void test_statuses(world *w, int count) {
         for (int b = 0; b < w->sequences; b++) counts[b] = b ? 0 : held;
         append(w, counts, 0);
     }
-    for (int i = 0; i < INPUTS; i++)
+    for (int i = 0; i < INPUTS - 1; i++)
         memcpy(to[i]->data, row_at(from[i], TOKENS, 0, 100), (size_t)count * row_bytes(to[i]));
+    put_gates((float *)x.gates.data, (const float *)row_at(&whole->gates, TOKENS, 0, 100), count,
+              w->g->kv_heads);
     nsa__decode_job p = nsa__decode_plan(&x, &w->cache, count, 1);
     CHECK(!p.alone && p.threads == 1, "several sequences: threads take one each, not one together");
     nsa__team team = {1, (char *)w->workspace + p.shared, p.bytes};
