@@ -27,6 +27,7 @@ endmacro()
 
 nsa_option(NSA_OPENMP "threads through OpenMP")
 nsa_option(NSA_BLAS "matrix products through a system CBLAS")
+nsa_option(NSA_DNNL "matrix products of the trainers through oneDNN")
 nsa_option(NSA_MPI "several processes through MPI")
 nsa_option(NSA_CUDA "the CUDA programs")
 
@@ -87,6 +88,33 @@ else()
         nsa_part(BLAS ON "${NSA_CBLAS_LIBRARY}")
     else()
         nsa_part(BLAS OFF "no OpenBLAS: plain loops (Debian, Ubuntu: libopenblas-openmp-dev)")
+    endif()
+endif()
+
+# oneDNN multiplies faster than OpenBLAS. A build of it with threads of its own (TBB, a pool) would
+# compete with ours, and so would one for OpenMP where we have none.
+add_library(nsa_dnnl INTERFACE)
+if(NSA_DNNL STREQUAL "OFF")
+    nsa_part(DNNL OFF "switched off: the trainers multiply with the CBLAS")
+elseif(NOT NSA_HAVE_OPENMP)
+    nsa_part(DNNL OFF "oneDNN is not used without OpenMP")
+else()
+    find_path(NSA_DNNL_INCLUDE oneapi/dnnl/dnnl_config.h)
+    find_library(NSA_DNNL_LIBRARY dnnl)
+    mark_as_advanced(NSA_DNNL_INCLUDE NSA_DNNL_LIBRARY)
+    set(threads "")
+    if(NSA_DNNL_INCLUDE AND NSA_DNNL_LIBRARY)
+        file(STRINGS "${NSA_DNNL_INCLUDE}/oneapi/dnnl/dnnl_config.h" threads
+            REGEX "define DNNL_CPU_THREADING_RUNTIME DNNL_RUNTIME_(OMP|SEQ)")
+    endif()
+    if(threads)
+        target_include_directories(nsa_dnnl SYSTEM INTERFACE "${NSA_DNNL_INCLUDE}")
+        target_link_libraries(nsa_dnnl INTERFACE "${NSA_DNNL_LIBRARY}")
+        target_compile_definitions(nsa_dnnl INTERFACE NSA_HAVE_DNNL=1)
+        nsa_part(DNNL ON "${NSA_DNNL_LIBRARY}")
+    else()
+        nsa_part(DNNL OFF
+            "no oneDNN for OpenMP: the trainers multiply with the CBLAS (Debian, Ubuntu: libdnnl-dev)")
     endif()
 endif()
 

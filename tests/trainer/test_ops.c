@@ -50,8 +50,8 @@ static void check_product(gemm_form form, int m, int n, int k, int add) {
 }
 
 static void test_gemm(void) {
-    static const int shapes[][3] = {{1, 1, 1},   {1, 300, 7},   {5, 3, 200},    {64, 64, 64},
-                                    {67, 65, 1}, {300, 130, 9}, {129, 257, 140}};
+    static const int shapes[][3] = {{1, 1, 1},   {1, 300, 7},   {5, 3, 200},     {64, 64, 64},
+                                    {67, 65, 1}, {300, 130, 9}, {129, 257, 140}, {18, 1030, 390}};
     gemm_open();
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         for (int form = 0; form < 3; form++)

@@ -1,12 +1,13 @@
-/* gemm.c - matrix products through CBLAS, or plain loops. Twin: gemm.h.
+/* gemm.c - matrix products through oneDNN (f32), CBLAS, or plain loops. Twin: gemm.h.
 
    The product is cut into tiles of c whose size hangs on the shapes alone. Threads take tiles, and
-   each tile is one call of a BLAS that is told to use one thread. So there is one team of threads
-   in the program, whatever build of OpenBLAS it meets, and the bits are the same for any number. */
+   for each a library is called that is told to use one thread. So there is one team of threads in
+   the program, whatever build of a library it meets, and the bits are the same for any number. */
 #include "ops/gemm.h"
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 
 #ifndef _OPENMP /* then the loops' pragmas are unknown, and what they alone name is unused */
@@ -25,6 +26,8 @@ typedef struct product {
 static int smaller(int a, int b) {
     return a < b ? a : b;
 }
+
+enum { WIDEST = 256, NARROWEST = 64, ENOUGH = 8 }; /* rows of a tile; tiles to share out */
 
 #ifdef NSA_HAVE_CBLAS
 
@@ -140,27 +143,98 @@ static void multiply_tile(const product *p, int i, int rows, int j, int cols) {
         multiply_panel(p, i, i + rows, j + col, smaller(COLS, cols - col));
 }
 
+#endif
+
+#ifdef NSA_HAVE_DNNL
+
+#include <oneapi/dnnl/dnnl.h>
+#include <omp.h>
+
+/* A tile is wide, because oneDNN reads b once for all of its rows. Where a comes transposed oneDNN
+   is slow, so DEEPEST rows of it are laid out straight and stay in second-level cache meanwhile. */
+enum { ACROSS = 512, DEEPEST = 384, EDGE = 16 };
+
+const char *gemm_open(void) {
+    static char name[64];
+    const dnnl_version_t *v = dnnl_version();
+    snprintf(name, sizeof name, "oneDNN %d.%d.%d", v->major, v->minor, v->patch);
+    return name;
+}
+
+/* Outside of a team oneDNN would start one of its own. This holds for the calling task alone. */
+static void stay_alone(void) {
+    omp_set_num_threads(1);
+}
+
+/* to[f][r] = a[r][i + f], by squares of a few cache lines. */
+static void straighten(float to[WIDEST][DEEPEST], const product *p, int i, int rows) {
+    for (int k = 0; k < p->k; k += EDGE)
+        for (int f = 0; f < rows; f += EDGE)
+            for (int r = k; r < smaller(k + EDGE, p->k); r++)
+                for (int g = f; g < smaller(f + EDGE, rows); g++)
+                    to[g][r] = p->a[(ptrdiff_t)r * p->m + i + g];
+}
+
+/* False: oneDNN has no memory, and c is as it was. */
+static int multiply_by_dnnl(const product *p, int i, int rows, int j, int cols) {
+    float straight[WIDEST][DEEPEST];
+    const float *a = p->a + i * p->a_row, *b = p->b + j * p->b_col;
+    int turned = p->form == GEMM_TN, lda = turned ? DEEPEST : p->k;
+    if (turned) straighten(straight, p, i, rows), a = straight[0];
+    return dnnl_sgemm('N', p->form == GEMM_NT ? 'T' : 'N', rows, cols, p->k, 1, a, lda, b,
+                      p->form == GEMM_NT ? p->k : p->n, (float)p->add,
+                      p->c + (ptrdiff_t)i * p->n + j, p->n) == dnnl_success;
+}
+
+static void multiply(const product *p, int i, int rows, int j, int cols) {
+    int deep = p->form == GEMM_TN ? DEEPEST : p->k;
+    for (int row = 0; row < p->k; row += deep) {
+        product part = *p;
+        part.a += row * p->a_col;
+        part.b += row * p->b_row;
+        part.k = smaller(deep, p->k - row);
+        part.add |= row > 0;
+        if (!multiply_by_dnnl(&part, i, rows, j, cols)) multiply_tile(&part, i, rows, j, cols);
+    }
+}
+
+#else
+
+enum { ACROSS = 0 }; /* columns of a tile: as many as rows */
+
+#ifndef NSA_HAVE_CBLAS
 const char *gemm_open(void) {
     return "plain loops";
+}
+#endif
+
+static void stay_alone(void) {}
+
+static void multiply(const product *p, int i, int rows, int j, int cols) {
+    multiply_tile(p, i, rows, j, cols);
 }
 
 #endif
 
 void gemm(gemm_form form, int m, int n, int k, const nsa_real *a, const nsa_real *b, nsa_real *c,
           int add, int threads) {
-    enum { WIDEST = 256, NARROWEST = 64, ENOUGH = 8 }; /* elements of a side; tiles to share out */
     product p = {a, b, c, k, 1, n, 1, form, m, n, k, add};
-    int side = WIDEST, rows, cols;
+    int side = WIDEST, across, rows, cols;
     if (form == GEMM_TN) p.a_row = 1, p.a_col = m;
     if (form == GEMM_NT) p.b_row = 1, p.b_col = k;
     for (;; side /= 2) {
+        across = ACROSS ? ACROSS : side;
         rows = (m + side - 1) / side;
-        cols = (n + side - 1) / side;
+        cols = (n + across - 1) / across;
         if (side == NARROWEST || (int64_t)rows * cols >= ENOUGH) break;
     }
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic)
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < cols; j++)
-            multiply_tile(&p, i * side, smaller(side, m - i * side), j * side,
-                          smaller(side, n - j * side));
+#pragma omp parallel num_threads(threads)
+    {
+        stay_alone();
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < cols; j++)
+                multiply(&p, i * side, smaller(side, m - i * side), j * across,
+                         smaller(across, n - j * across));
+    }
 }

@@ -1,5 +1,5 @@
-/* gemm.h - matrix products of reals, row-major. Twin: gemm.c, over the system's CBLAS, or plain
-   loops where it was built without one. It is not a BLAS: it does what the model needs. */
+/* gemm.h - matrix products of reals, row-major. Twin: gemm.c, over the system's oneDNN or CBLAS, or
+   plain loops where it was built without one. It is not a BLAS: it does what the model needs. */
 #ifndef GEMM_H
 #define GEMM_H
 
@@ -11,7 +11,8 @@ typedef enum gemm_form {
     GEMM_TN  /* c = a^T b    a (k, m), b (k, n) */
 } gemm_form;
 
-/* Before the first product. What computes them: "OpenBLAS 0.3.21 ..." or "plain loops". */
+/* Before the first product. What computes them: "oneDNN 2.6.3", "OpenBLAS 0.3.21 ..." or "plain
+   loops". */
 const char *gemm_open(void);
 
 /* c (m, n) becomes the product, or has it added (add = 1). All matrices are packed. The bits are

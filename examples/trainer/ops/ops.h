@@ -231,8 +231,8 @@ struct ops {
     bool (*failed)(const ops *o, fault *f);
 };
 
-/* The CPU: nsa.h, CBLAS or plain loops, OpenMP. threads 0: all that OpenMP offers and the process
-   may use; otherwise as many as are asked for, processors or not. ops_cpu_close takes what
+/* The CPU: nsa.h, products through gemm.h, OpenMP. threads 0: all that OpenMP offers and the
+   process may use; otherwise as many as are asked for, processors or not. ops_cpu_close takes what
    ops_cpu_open filled. */
 bool ops_cpu_open(ops *o, int threads, fault *f);
 /* After ops_cpu_open: activations, and the weights that forward reads, are bf16 or f16. */

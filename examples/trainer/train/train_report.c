@@ -117,6 +117,8 @@ static bool is_telling(const char *variable) {
     static const char *const begins[] = {"NSA_",
                                          "OMP_",
                                          "OPENBLAS_",
+                                         "DNNL_",
+                                         "ONEDNN_",
                                          "WORLD_SIZE=",
                                          "RANK=",
                                          "LOCAL_RANK=",
