@@ -267,6 +267,112 @@ static void test_halves(nsa_dtype dtype) {
     ops_cpu_close(&o);
 }
 
+typedef struct linear {
+    uint16_t *x, *w, *residual, *dy, *y, *dx; /* (rows, in), (out, in), (rows, out) ... */
+    real *dw;
+    int rows, in, out;
+} linear;
+
+static uint16_t *draw_halves(const ops *o, int64_t count, uint64_t seed) {
+    real *x = draw(count, seed);
+    uint16_t *to = check_alloc((size_t)count * sizeof *to);
+    o->convert(o, to, x, count);
+    free(x);
+    return to;
+}
+
+static void linear_free(linear *l) {
+    uint16_t *all[] = {l->x, l->w, l->residual, l->dy, l->y, l->dx};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    free(l->dw);
+}
+
+static linear linear_of(const ops *o, int rows, int in, int out) {
+    int64_t x = (int64_t)rows * in, y = (int64_t)rows * out, w = (int64_t)in * out;
+    return (linear){draw_halves(o, x, 1),
+                    draw_halves(o, w, 2),
+                    draw_halves(o, y, 3),
+                    draw_halves(o, y, 4),
+                    draw_halves(o, y, 5),
+                    draw_halves(o, x, 6),
+                    draw(w, 7),
+                    rows,
+                    in,
+                    out};
+}
+
+static void linear_run(const ops *o, linear *l) {
+    o->linear_forward(o, l->y, l->x, l->w, l->residual, l->rows, l->in, l->out);
+    o->linear_backward_input(o, l->dx, l->dy, l->w, l->rows, l->in, l->out);
+    o->linear_backward_weight(o, l->dw, l->dy, l->x, l->rows, l->in, l->out);
+}
+
+/* c (m, n) = c + a b, where a[i][p] lies at i a_row + p a_col, and b likewise. */
+static double *f64_product(const uint16_t *a, int a_row, int a_col, const uint16_t *b, int b_row,
+                           int b_col, double *c, int m, int n, int k) {
+    for (int i = 0; i < m; i++)
+        for (int p = 0; p < k; p++) {
+            double x = (double)nsa_bf16_to_f32(a[i * a_row + p * a_col]);
+            for (int j = 0; j < n; j++)
+                c[i * n + j] += x * (double)nsa_bf16_to_f32(b[p * b_row + j * b_col]);
+        }
+    return c;
+}
+
+static double *f64_of(const uint16_t *halves, const real *reals, size_t count) {
+    double *x = check_alloc(count * sizeof *x);
+    for (size_t i = 0; i < count; i++)
+        x[i] = halves ? (double)nsa_bf16_to_f32(halves[i]) : reals ? (double)reals[i] : 0;
+    return x;
+}
+
+/* Rounding once to 8 bits moves a sum by 2^-8 of itself at most, and by 0.42 of that on average; if
+   it were rounded twice, by 0.6. */
+static void check_sum(const char *what, double *want, const uint16_t *halves, const real *reals,
+                      int rows, int columns) {
+    size_t count = (size_t)rows * (size_t)columns;
+    double *got = f64_of(halves, reals, count);
+    CHECK_NEAR(what, got, want, count, (size_t)columns,
+               (reals ? 2e-6 : 0.55 * 0x1p-8) * check_norm(want, count));
+    free(got);
+    free(want);
+}
+
+/* Linear maps of bf16 have sums in f32 that are rounded once, with the weights as they are now. */
+static void test_linear(int rows, int in, int out) {
+    ops one = open_ops(1), three = open_ops(3);
+    ops_cpu_narrow(&one, NSA_BF16);
+    ops_cpu_narrow(&three, NSA_BF16);
+    linear l = linear_of(&one, rows, in, out), t = linear_of(&three, rows, in, out);
+    size_t y = (size_t)rows * (size_t)out, x = (size_t)rows * (size_t)in;
+    for (uint64_t step = 0; step < 2; step++) {
+        check_case("bf16, %d rows, %d in, %d out, weights %d", rows, in, out, (int)step);
+        size_t w = (size_t)in * (size_t)out;
+        real *weights = draw((int64_t)w, 8 + step);
+        double *dw = f64_of(NULL, l.dw, w);
+        one.convert(&one, l.w, weights, (int64_t)w);
+        three.convert(&three, t.w, weights, (int64_t)w);
+        linear_run(&one, &l);
+        linear_run(&three, &t);
+        check_sum("y",
+                  f64_product(l.x, in, 1, l.w, 1, in, f64_of(l.residual, NULL, y), rows, out, in),
+                  l.y, NULL, rows, out);
+        check_sum("dx", f64_product(l.dy, out, 1, l.w, in, 1, f64_of(NULL, NULL, x), rows, in, out),
+                  l.dx, NULL, rows, in);
+        check_sum("dw", f64_product(l.dy, 1, out, l.x, in, 1, dw, out, in, rows), NULL, l.dw, out,
+                  in);
+        CHECK_BITS("y, 3 threads", t.y, l.y, y * sizeof *l.y, sizeof *l.y);
+        CHECK_BITS("dx, 3 threads", t.dx, l.dx, x * sizeof *l.dx, sizeof *l.dx);
+        CHECK_BITS("dw, 3 threads", t.dw, l.dw, w * sizeof *l.dw, sizeof *l.dw);
+        free(weights);
+    }
+    CHECK(!one.failed(&one, &why) && !three.failed(&three, &why), "%s", why.text);
+    linear_free(&l);
+    linear_free(&t);
+    ops_cpu_close(&one);
+    ops_cpu_close(&three);
+}
+
 /* How often each token is drawn; the logits are ln of the weights. */
 static void draw_tokens(const double *weights, int vocab, const config_sample *c, int draws,
                         int *counts) {
@@ -338,6 +444,8 @@ int main(int argc, char **argv) {
     test_scaler();
     test_halves(NSA_BF16);
     test_halves(NSA_F16);
+    test_linear(1, 16, 40);
+    test_linear(130, 18, 530);
     test_sampling();
     test_choices();
     ops_cpu_close(&o);

@@ -161,8 +161,7 @@ const char *gemm_open(void) {
     return name;
 }
 
-/* Outside of a team oneDNN would start one of its own. This holds for the calling task alone. */
-static void stay_alone(void) {
+void gemm_stay_alone(void) {
     omp_set_num_threads(1);
 }
 
@@ -208,7 +207,7 @@ const char *gemm_open(void) {
 }
 #endif
 
-static void stay_alone(void) {}
+void gemm_stay_alone(void) {}
 
 static void multiply(const product *p, int i, int rows, int j, int cols) {
     multiply_tile(p, i, rows, j, cols);
@@ -216,25 +215,29 @@ static void multiply(const product *p, int i, int rows, int j, int cols) {
 
 #endif
 
+gemm_tiles gemm_cut(int m, int n, int across) {
+    gemm_tiles t = {.side = WIDEST};
+    for (;; t.side /= 2) {
+        t.across = across ? across : t.side;
+        t.rows = (m + t.side - 1) / t.side;
+        t.cols = (n + t.across - 1) / t.across;
+        if (t.side == NARROWEST || (int64_t)t.rows * t.cols >= ENOUGH) return t;
+    }
+}
+
 void gemm(gemm_form form, int m, int n, int k, const nsa_real *a, const nsa_real *b, nsa_real *c,
           int add, int threads) {
     product p = {a, b, c, k, 1, n, 1, form, m, n, k, add};
-    int side = WIDEST, across, rows, cols;
+    gemm_tiles t = gemm_cut(m, n, ACROSS);
     if (form == GEMM_TN) p.a_row = 1, p.a_col = m;
     if (form == GEMM_NT) p.b_row = 1, p.b_col = k;
-    for (;; side /= 2) {
-        across = ACROSS ? ACROSS : side;
-        rows = (m + side - 1) / side;
-        cols = (n + across - 1) / across;
-        if (side == NARROWEST || (int64_t)rows * cols >= ENOUGH) break;
-    }
 #pragma omp parallel num_threads(threads)
     {
-        stay_alone();
+        gemm_stay_alone();
 #pragma omp for collapse(2) schedule(dynamic)
-        for (int i = 0; i < rows; i++)
-            for (int j = 0; j < cols; j++)
-                multiply(&p, i * side, smaller(side, m - i * side), j * across,
-                         smaller(across, n - j * across));
+        for (int i = 0; i < t.rows; i++)
+            for (int j = 0; j < t.cols; j++)
+                multiply(&p, i * t.side, smaller(t.side, m - i * t.side), j * t.across,
+                         smaller(t.across, n - j * t.across));
     }
 }

@@ -20,4 +20,15 @@ const char *gemm_open(void);
 void gemm(gemm_form form, int m, int n, int k, const nsa_real *a, const nsa_real *b, nsa_real *c,
           int add, int threads);
 
+/* How c is cut: `rows` by `cols` tiles of `side` by `across`, by the shapes alone. */
+typedef struct gemm_tiles {
+    int side, across, rows, cols;
+} gemm_tiles;
+
+gemm_tiles gemm_cut(int m, int n, int across); /* across 0: as wide as high */
+
+/* For a task that calls oneDNN: outside of a team it would start one of its own. It holds for the
+   calling task alone. */
+void gemm_stay_alone(void);
+
 #endif

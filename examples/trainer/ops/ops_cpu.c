@@ -642,6 +642,7 @@ bool ops_cpu_open(ops *o, int threads, fault *f) {
 void ops_cpu_close(ops *o) {
     cpu_state *s = o->state;
     for (int i = 0; s && i < HALF_OPERANDS; i++) free(s->wide[i].data);
+    if (s) gemm_bf16_close(s->bf16);
     free(o->state);
     o->state = NULL;
 }

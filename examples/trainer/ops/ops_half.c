@@ -1,6 +1,6 @@
 /* ops_half.c - the CPU's operations on bf16 or f16 activations: operands become reals, ops_cpu.c
-   computes, results are rounded. Attention, which nsa.h reads in any dtype, is not here. Twin:
-   ops.h. It shows on a CPU what a GPU's dtypes do to a run; it is not fast. */
+   computes, results are rounded. Attention, which nsa.h reads in any dtype, is not here, and
+   products of bf16 are gemm_bf16.h's where the processor has units for them. Twin: ops.h. */
 #include "ops/ops_half.h"
 
 #include <stdlib.h>
@@ -72,6 +72,8 @@ static void widen(const ops *o, real *to, const uint16_t *from, int64_t count) {
 
 static void half_convert(const ops *o, void *to, const real *from, int64_t count) {
     uint16_t *half = to;
+    gemm_bf16 *products = ((const cpu_state *)o->state)->bf16;
+    if (products) gemm_bf16_changed(products, to, (size_t)count * sizeof *half);
     if (o->dtype == NSA_BF16) {
 #pragma omp parallel for num_threads(o->threads) schedule(static)
         for (int64_t i = 0; i < count; i++) half[i] = nsa_f32_to_bf16((float)from[i]);
@@ -147,6 +149,19 @@ static void half_rmsnorm_backward(const ops *o, void *dx, real *dw, const void *
     leave(o, a, 4, r);
 }
 
+/* Whether the processor's units computed it; if they failed, nothing else would have memory. */
+static bool by_units(const ops *o, gemm_form form, int64_t m, int n, int64_t k, const void *a,
+                     const void *b, void *c, bool c_is_f32, bool add) {
+    cpu_state *s = o->state;
+    if (!s->bf16) return false;
+    if (!gemm_bf16_multiply(s->bf16, form, (int)m, n, (int)k, a, b, c, c_is_f32, add) &&
+        !s->failed) {
+        s->failed = true;
+        fault_set(&s->fault, "out of memory for a product of bf16");
+    }
+    return true;
+}
+
 static void half_linear_forward(const ops *o, void *y, const void *x, const void *w,
                                 const void *residual, int64_t rows, int in, int out) {
     const operand a[] = {{y, rows * out, OUT},
@@ -154,6 +169,9 @@ static void half_linear_forward(const ops *o, void *y, const void *x, const void
                          {w, (int64_t)in * out, IN},
                          {residual, rows * out, IN}};
     real *r[4];
+    if (residual && ((cpu_state *)o->state)->bf16)
+        memcpy(y, residual, (size_t)(rows * out) * sizeof(uint16_t));
+    if (by_units(o, GEMM_NT, rows, out, in, x, w, y, false, residual != NULL)) return;
     if (!enter(o, a, 4, r)) return;
     plain(o)->linear_forward(o, r[0], r[1], r[2], r[3], rows, in, out);
     leave(o, a, 4, r);
@@ -163,6 +181,7 @@ static void half_linear_backward_input(const ops *o, void *dx, const void *dy, c
                                        int64_t rows, int in, int out) {
     const operand a[] = {{dx, rows * in, OUT}, {dy, rows * out, IN}, {w, (int64_t)in * out, IN}};
     real *r[3];
+    if (by_units(o, GEMM_NN, rows, in, out, dy, w, dx, false, false)) return;
     if (!enter(o, a, 3, r)) return;
     plain(o)->linear_backward_input(o, r[0], r[1], r[2], rows, in, out);
     leave(o, a, 3, r);
@@ -172,6 +191,7 @@ static void half_linear_backward_weight(const ops *o, real *dw, const void *dy, 
                                         int64_t rows, int in, int out) {
     const operand a[] = {{dy, rows * out, IN}, {x, rows * in, IN}};
     real *r[2];
+    if (by_units(o, GEMM_TN, out, in, rows, dy, x, dw, true, true)) return;
     if (enter(o, a, 2, r)) plain(o)->linear_backward_weight(o, dw, r[0], r[1], rows, in, out);
 }
 
@@ -272,7 +292,10 @@ static void half_copy_columns(const ops *o, void *to, int64_t to_stride, const v
 void ops_cpu_narrow(ops *o, nsa_dtype dtype) {
     cpu_state *s = o->state;
     s->plain = *o;
+    if (dtype == NSA_BF16) s->bf16 = gemm_bf16_open(o->threads);
     o->dtype = dtype;
+    o->speed = s->bf16 ? "multiplied by this processor's units for bf16"
+                       : "computed as f32, so fp32 is faster here";
     o->convert = half_convert;
     o->embed_forward = half_embed_forward;
     o->embed_backward = half_embed_backward;

@@ -2,6 +2,7 @@
 #ifndef OPS_HALF_H
 #define OPS_HALF_H
 
+#include "ops/gemm_bf16.h"
 #include "ops/ops.h"
 
 enum { HALF_OPERANDS = 4 }; /* the most that one operation has */
@@ -14,6 +15,7 @@ typedef struct cpu_state {
         real *data;
         int64_t room;
     } wide[HALF_OPERANDS]; /* operands as reals */
+    gemm_bf16 *bf16;       /* NULL: products are of reals, too */
 } cpu_state;
 
 #endif

@@ -214,6 +214,9 @@ static void say_what_runs(trainer *t, const checkpoint *k) {
         (long long)m->params.count, m->config.n_layers, t->config->model.attention,
         (double)m->arena.used / (1 << 20), t->o->name, train_dtype_name(t->o->dtype), t->o->threads,
         t->o->library);
+    if (t->o->speed)
+        telemetry_say(t->telemetry, "runtime.precision: linear maps of %s are %s",
+                      train_dtype_name(t->o->dtype), t->o->speed);
     if (t->config->runtime.cuda_graph && (!t->o->graph_begin || !m->options.graphs))
         telemetry_say(t->telemetry,
                       "runtime.cuda_graph: no effect: it needs a GPU, one process or NCCL, "

@@ -1,0 +1,363 @@
+/* gemm_bf16.c - matrix products of bf16 by oneDNN. Twin: gemm_bf16.h.
+
+   Tiles of c are cut and shared out as in gemm.c. oneDNN makes a kernel for each shape of tile,
+   which takes longer than a small product, so kernels are kept. A kernel says how it wants b; where
+   that is not how a weight lies, each tile's columns are copied once and kept. */
+#include "ops/gemm_bf16.h"
+
+#ifdef NSA_HAVE_DNNL_BF16
+
+#include <oneapi/dnnl/dnnl.h>
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { ACROSS = 512, KERNELS = 64, ALIGNMENT = 64 };
+
+/* What a kernel hangs on; without holes, so that its bytes compare. Strides are of a as (m, k), of
+   b as (k, n) and of c. */
+typedef struct tile_shape {
+    int64_t m, n, k, a_row, a_col, b_row, b_col, c_row;
+    int64_t c_is_f32, add, keeps_b;
+} tile_shape;
+
+typedef struct kernel {
+    tile_shape shape;
+    dnnl_primitive_t run; /* NULL: this place is free */
+    dnnl_memory_desc_t a, b, c, plain_b, scratch;
+    int64_t used; /* when it was last */
+} kernel;
+
+/* Columns of a weight as they lie and as a kernel wants them. */
+typedef struct packed {
+    const uint16_t *from;
+    dnnl_memory_desc_t plain, layout;
+    void *data;
+    bool fresh;
+} packed;
+
+typedef struct worker {
+    dnnl_stream_t stream;
+    void *scratch;
+    size_t bytes;
+} worker;
+
+struct gemm_bf16 {
+    dnnl_engine_t engine;
+    kernel kernels[KERNELS];
+    int64_t uses;
+    packed *packed;
+    int packed_count, packed_room;
+    worker *workers;
+    int threads;
+};
+
+/* A product, with the kernels of its four kinds of tile and the copies of b's columns. A kind is
+   the sum of LAST_COLUMN and LAST_ROW, or 0. */
+enum { LAST_COLUMN = 1, LAST_ROW = 2, KINDS = 4 };
+
+typedef struct job {
+    gemm_bf16 *g;
+    gemm_tiles tiles;
+    int m, n;
+    const uint16_t *a, *b;
+    char *c;
+    tile_shape strides;
+    const kernel *kernels[KINDS];
+    int *copies; /* of each column, and again for the last row: a place in g->packed, or PLAIN */
+    int *stale;  /* places that must be packed first */
+    int stale_count;
+} job;
+
+enum { PLAIN = -1, NO_MEMORY = -2 };
+
+gemm_bf16 *gemm_bf16_open(int threads) {
+    if ((dnnl_get_effective_cpu_isa() & dnnl_cpu_isa_avx512_core_bf16) !=
+        dnnl_cpu_isa_avx512_core_bf16)
+        return NULL;
+    gemm_bf16 *g = calloc(1, sizeof *g);
+    if (!g) return NULL;
+    bool ok = dnnl_engine_create(&g->engine, dnnl_cpu, 0) == dnnl_success;
+    g->threads = threads;
+    g->workers = calloc((size_t)threads, sizeof *g->workers);
+    for (int i = 0; ok && g->workers && i < threads; i++)
+        ok = dnnl_stream_create(&g->workers[i].stream, g->engine, dnnl_stream_default_flags) ==
+             dnnl_success;
+    if (ok && g->workers) return g;
+    gemm_bf16_close(g);
+    return NULL;
+}
+
+void gemm_bf16_close(gemm_bf16 *g) {
+    if (!g) return;
+    for (int i = 0; i < KERNELS; i++)
+        if (g->kernels[i].run) dnnl_primitive_destroy(g->kernels[i].run);
+    for (int i = 0; i < g->packed_count; i++) free(g->packed[i].data);
+    for (int i = 0; g->workers && i < g->threads; i++) {
+        if (g->workers[i].stream) dnnl_stream_destroy(g->workers[i].stream);
+        free(g->workers[i].scratch);
+    }
+    if (g->engine) dnnl_engine_destroy(g->engine);
+    free(g->workers);
+    free(g->packed);
+    free(g);
+}
+
+void gemm_bf16_changed(gemm_bf16 *g, const void *first, size_t bytes) {
+    uintptr_t begin = (uintptr_t)first;
+    for (int i = 0; i < g->packed_count; i++)
+        if ((uintptr_t)g->packed[i].from - begin < bytes) g->packed[i].fresh = false;
+}
+
+/* ---- Kernels ------------------------------------------------------------------------------- */
+
+static bool describe(dnnl_memory_desc_t *to, int64_t rows, int64_t cols, int64_t row, int64_t col,
+                     bool f32) {
+    const dnnl_dims_t sizes = {rows, cols}, strides = {row, col};
+    return dnnl_memory_desc_init_by_strides(to, 2, sizes, f32 ? dnnl_f32 : dnnl_bf16, strides) ==
+           dnnl_success;
+}
+
+static bool kernel_create(const gemm_bf16 *g, kernel *x, dnnl_primitive_attr_t attributes) {
+    const tile_shape *s = &x->shape;
+    const dnnl_dims_t b_sizes = {s->k, s->n};
+    dnnl_memory_desc_t b;
+    dnnl_matmul_desc_t product;
+    dnnl_post_ops_t after = NULL;
+    dnnl_primitive_desc_t made = NULL;
+    bool ok = describe(&x->a, s->m, s->k, s->a_row, s->a_col, false) &&
+              describe(&x->plain_b, s->k, s->n, s->b_row, s->b_col, false) &&
+              describe(&x->c, s->m, s->n, s->c_row, 1, s->c_is_f32);
+    b = x->plain_b;
+    if (s->keeps_b)
+        ok = ok && dnnl_memory_desc_init_by_tag(&b, 2, b_sizes, dnnl_bf16, dnnl_format_tag_any) ==
+                       dnnl_success;
+    ok = ok && dnnl_post_ops_create(&after) == dnnl_success &&
+         (!s->add || dnnl_post_ops_append_sum(after, 1) == dnnl_success) &&
+         dnnl_primitive_attr_set_post_ops(attributes, after) == dnnl_success &&
+         dnnl_primitive_attr_set_scratchpad_mode(attributes, dnnl_scratchpad_mode_user) ==
+             dnnl_success &&
+         dnnl_matmul_desc_init(&product, &x->a, &b, NULL, &x->c) == dnnl_success &&
+         dnnl_primitive_desc_create(&made, &product, attributes, g->engine, NULL) == dnnl_success &&
+         dnnl_primitive_create(&x->run, made) == dnnl_success;
+    if (ok) {
+        x->b = *dnnl_primitive_desc_query_md(made, dnnl_query_weights_md, 0);
+        x->scratch = *dnnl_primitive_desc_query_md(made, dnnl_query_scratchpad_md, 0);
+    }
+    if (made) dnnl_primitive_desc_destroy(made);
+    if (after) dnnl_post_ops_destroy(after);
+    return ok;
+}
+
+/* The one that was not used for longest makes room: a job's four are never that. */
+static const kernel *kernel_for(gemm_bf16 *g, const tile_shape *s) {
+    kernel *x = g->kernels;
+    dnnl_primitive_attr_t attributes;
+    for (int i = 0; i < KERNELS; i++) {
+        kernel *y = &g->kernels[i];
+        if (y->run && !memcmp(&y->shape, s, sizeof *s)) {
+            y->used = ++g->uses;
+            return y;
+        }
+        if (y->used < x->used) x = y;
+    }
+    if (x->run) dnnl_primitive_destroy(x->run);
+    *x = (kernel){.shape = *s};
+    if (dnnl_primitive_attr_create(&attributes) != dnnl_success) return NULL;
+    bool ok = kernel_create(g, x, attributes);
+    dnnl_primitive_attr_destroy(attributes);
+    x->used = ++g->uses;
+    return ok ? x : NULL;
+}
+
+/* ---- Copies of weights --------------------------------------------------------------------- */
+
+static int packed_place(gemm_bf16 *g, const uint16_t *from, const kernel *x) {
+    if (dnnl_memory_desc_equal(&x->b, &x->plain_b)) return PLAIN;
+    for (int i = 0; i < g->packed_count; i++) {
+        const packed *y = &g->packed[i];
+        if (y->from == from && dnnl_memory_desc_equal(&y->layout, &x->b) &&
+            dnnl_memory_desc_equal(&y->plain, &x->plain_b))
+            return i;
+    }
+    if (g->packed_count == g->packed_room) {
+        int room = 2 * g->packed_room + 16;
+        packed *more = realloc(g->packed, (size_t)room * sizeof *more);
+        if (!more) return NO_MEMORY;
+        g->packed = more;
+        g->packed_room = room;
+    }
+    packed made = {.from = from, .plain = x->plain_b, .layout = x->b};
+    if (posix_memalign(&made.data, ALIGNMENT, dnnl_memory_desc_get_size(&x->b))) return NO_MEMORY;
+    g->packed[g->packed_count] = made;
+    return g->packed_count++;
+}
+
+typedef struct argument {
+    int name;
+    const dnnl_memory_desc_t *layout;
+    const void *data;
+} argument;
+
+enum { ARGUMENTS = 4 };
+
+static bool execute(const gemm_bf16 *g, dnnl_primitive_t run, const argument *x, int count) {
+    dnnl_exec_arg_t given[ARGUMENTS];
+    int made = 0;
+    bool ok = true;
+    for (; ok && made < count; made += ok) {
+        given[made].arg = x[made].name;
+        ok = dnnl_memory_create(&given[made].memory, x[made].layout, g->engine,
+                                (void *)(uintptr_t)x[made].data) == dnnl_success;
+    }
+    dnnl_stream_t stream = g->workers[omp_get_thread_num()].stream;
+    ok = ok && dnnl_primitive_execute(run, stream, made, given) == dnnl_success &&
+         dnnl_stream_wait(stream) == dnnl_success;
+    while (made) dnnl_memory_destroy(given[--made].memory);
+    return ok;
+}
+
+static bool pack(const gemm_bf16 *g, const packed *x) {
+    const argument arguments[] = {{DNNL_ARG_FROM, &x->plain, x->from},
+                                  {DNNL_ARG_TO, &x->layout, x->data}};
+    dnnl_primitive_desc_t made = NULL;
+    dnnl_primitive_t run = NULL;
+    bool ok = dnnl_reorder_primitive_desc_create(&made, &x->plain, g->engine, &x->layout, g->engine,
+                                                 NULL) == dnnl_success &&
+              dnnl_primitive_create(&run, made) == dnnl_success && execute(g, run, arguments, 2);
+    if (run) dnnl_primitive_destroy(run);
+    if (made) dnnl_primitive_desc_destroy(made);
+    return ok;
+}
+
+/* ---- A product ----------------------------------------------------------------------------- */
+
+static int kind_of(const job *x, int row, int col) {
+    return (row == x->tiles.rows - 1 ? LAST_ROW : 0) + (col == x->tiles.cols - 1 ? LAST_COLUMN : 0);
+}
+
+static const uint16_t *columns_of(const job *x, int col) {
+    return x->b + (ptrdiff_t)col * x->tiles.across * x->strides.b_col;
+}
+
+static bool choose_kernels(job *x) {
+    for (int kind = 0; kind < KINDS; kind++) {
+        tile_shape s = x->strides;
+        int above = (x->tiles.rows - 1) * x->tiles.side,
+            left = (x->tiles.cols - 1) * x->tiles.across;
+        s.m = kind & LAST_ROW || !above ? x->m - above : x->tiles.side;
+        s.n = kind & LAST_COLUMN || !left ? x->n - left : x->tiles.across;
+        x->kernels[kind] = kernel_for(x->g, &s);
+        if (!x->kernels[kind]) return false;
+    }
+    return true;
+}
+
+static bool choose_copies(job *x) {
+    for (int i = 0; i < 2 * x->tiles.cols; i++) {
+        int col = i % x->tiles.cols, row = i < x->tiles.cols ? 0 : x->tiles.rows - 1;
+        int place = packed_place(x->g, columns_of(x, col), x->kernels[kind_of(x, row, col)]);
+        if (place == NO_MEMORY) return false;
+        x->copies[i] = place;
+        if (place == PLAIN || x->g->packed[place].fresh) continue;
+        x->stale[x->stale_count++] = place;
+        x->g->packed[place].fresh = true;
+    }
+    return true;
+}
+
+static bool make_scratch(const job *x) {
+    size_t bytes = 0;
+    for (int kind = 0; kind < KINDS; kind++) {
+        size_t more = dnnl_memory_desc_get_size(&x->kernels[kind]->scratch);
+        bytes = more > bytes ? more : bytes;
+    }
+    for (int i = 0; i < x->g->threads; i++) {
+        worker *w = &x->g->workers[i];
+        if (w->bytes >= bytes) continue;
+        free(w->scratch);
+        w->bytes = 0;
+        if (posix_memalign(&w->scratch, ALIGNMENT, bytes)) return w->scratch = NULL, false;
+        w->bytes = bytes;
+    }
+    return true;
+}
+
+static bool multiply_tile(const job *x, int row, int col) {
+    const kernel *k = x->kernels[kind_of(x, row, col)];
+    int place = x->copies[col + (row == x->tiles.rows - 1 ? x->tiles.cols : 0)];
+    const void *b = place == PLAIN ? columns_of(x, col) : x->g->packed[place].data;
+    ptrdiff_t top = (ptrdiff_t)row * x->tiles.side;
+    ptrdiff_t c = top * x->n + (ptrdiff_t)col * x->tiles.across;
+    const argument arguments[] = {
+        {DNNL_ARG_SRC, &k->a, x->a + top * x->strides.a_row},
+        {DNNL_ARG_WEIGHTS, &k->b, b},
+        {DNNL_ARG_DST, &k->c,
+         x->c + c * (ptrdiff_t)(x->strides.c_is_f32 ? sizeof(float) : sizeof(uint16_t))},
+        {DNNL_ARG_SCRATCHPAD, &k->scratch, x->g->workers[omp_get_thread_num()].scratch}};
+    return execute(x->g, k->run, arguments, ARGUMENTS);
+}
+
+/* Kernels are made for one thread, so they are chosen where oneDNN sees one. */
+static bool prepare(job *x) {
+    bool ok = false;
+#pragma omp parallel num_threads(1)
+    {
+        gemm_stay_alone();
+        ok = choose_kernels(x) && choose_copies(x) && make_scratch(x);
+    }
+    return ok;
+}
+
+static bool multiply_tiles(const job *x) {
+    int failed = 0;
+#pragma omp parallel num_threads(x->g->threads) reduction(| : failed)
+    {
+        gemm_stay_alone();
+#pragma omp for schedule(dynamic)
+        for (int i = 0; i < x->stale_count; i++) failed |= !pack(x->g, &x->g->packed[x->stale[i]]);
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int row = 0; row < x->tiles.rows; row++)
+            for (int col = 0; col < x->tiles.cols; col++) failed |= !multiply_tile(x, row, col);
+    }
+    return !failed;
+}
+
+bool gemm_bf16_multiply(gemm_bf16 *g, gemm_form form, int m, int n, int k, const uint16_t *a,
+                        const uint16_t *b, void *c, bool c_is_f32, bool add) {
+    tile_shape s = {.k = k, .a_row = k, .a_col = 1, .b_row = n, .b_col = 1, .c_row = n};
+    if (form == GEMM_TN) s.a_row = 1, s.a_col = m;
+    if (form == GEMM_NT) s.b_row = 1, s.b_col = k;
+    s.c_is_f32 = c_is_f32, s.add = add, s.keeps_b = form != GEMM_TN;
+    job x = {g, gemm_cut(m, n, ACROSS), m, n, a, b, c, s, {NULL}, NULL, NULL, 0};
+    x.copies = malloc(4 * (size_t)x.tiles.cols * sizeof *x.copies);
+    x.stale = x.copies ? x.copies + 2 * x.tiles.cols : NULL;
+    bool ok = x.copies && prepare(&x) && multiply_tiles(&x);
+    for (int i = 0; !ok && i < x.stale_count; i++) g->packed[x.stale[i]].fresh = false;
+    free(x.copies);
+    return ok;
+}
+
+#else
+
+gemm_bf16 *gemm_bf16_open(int threads) {
+    (void)threads;
+    return NULL;
+}
+
+void gemm_bf16_close(gemm_bf16 *g) {
+    (void)g;
+}
+
+void gemm_bf16_changed(gemm_bf16 *g, const void *first, size_t bytes) {
+    (void)g, (void)first, (void)bytes;
+}
+
+bool gemm_bf16_multiply(gemm_bf16 *g, gemm_form form, int m, int n, int k, const uint16_t *a,
+                        const uint16_t *b, void *c, bool c_is_f32, bool add) {
+    (void)g, (void)form, (void)m, (void)n, (void)k, (void)a, (void)b, (void)c, (void)c_is_f32;
+    (void)add;
+    return false;
+}
+
+#endif

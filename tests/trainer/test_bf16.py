@@ -1,0 +1,67 @@
+"""Whole runs in bf16, their linear maps multiplied as f32 and, with bf16_units.c, as bf16: repeated, resumed, computed
+again and shared between ranks, to the bit; accumulated, to rounding.
+
+usage: test_bf16.py TRAIN_TINY FOLDER UNITS [TRAIN_125M LAUNCHER...]; UNITS is bf16_units.c's library, or none. Twins:
+ops_half.c, gemm_bf16.c.
+"""
+import os
+import subprocess
+import sys
+
+from runs import Runs, check, done
+
+SKIPPED = 77  # by bf16_units.c, where oneDNN emulates nothing
+program, folder, units, *ranks = sys.argv[1:]
+runs = Runs(program, folder, "bf16")
+TEXT = ("--data", runs.text())
+BF16 = (*TEXT, "--precision", "bf16", "--steps", 8, "--save-every", 4)
+
+
+def losses(out):
+    return [float(line.split(",")[1]) for line in (out / "training.csv").read_text().splitlines()[1:]]
+
+
+def same_bits(one, two):
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        paths = [out / "checkpoints/latest" / file for out in (one, two)]
+        check(paths[0].read_bytes() == paths[1].read_bytes(), *paths)
+
+
+def test_promises(kind, words, environment):
+    runs.launcher, runs.program = (), program
+    whole, said, _ = runs.train(kind, *BF16, **environment)
+    check(f"runtime.precision: linear maps of bf16 are {words}" in said, said)
+    check(losses(whole)[-1] < 0.95 * losses(whole)[0], losses(whole))
+    part, _, _ = runs.train(f"{kind}-part", "--resume", whole / "checkpoints/step_00000004", "--steps", 8,
+                            "--precision", "bf16", small=False, **environment)
+    same_bits(whole, part)
+    for name, options in (("threads", ("--threads", 2)), ("again", ("--gc=true",)), ("selective", ("--gc=selective",))):
+        out, _, _ = runs.train(f"{kind}-{name}", *BF16, *options, **environment)
+        same_bits(whole, out)
+    halves, _, _ = runs.train(f"{kind}-halves", *BF16, "--batch-size", 2, "--accum-batches", 2, **environment)
+    check(all(abs(a - b) < 2e-2 * a for a, b in zip(losses(whole), losses(halves))), losses(whole), losses(halves))
+    return losses(whole)
+
+
+def test_ranks(environment, alone):
+    runs.program, *runs.launcher = ranks
+    one, two = [runs.train(name, *BF16, **environment)[0] for name in ("ranks", "ranks-again")]
+    same_bits(one, two)
+    check(all(abs(a - b) < 2e-2 * a for a, b in zip(alone, losses(one))), alone, losses(one))
+
+
+def units_are_there():
+    ran = subprocess.run([program, *TEXT, "--precision", "bf16", "--check"], env=os.environ | {"LD_PRELOAD": units},
+                         capture_output=True)
+    return ran.returncode != SKIPPED
+
+
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"  # no units, whatever this processor has
+as_f32 = test_promises("f32", "computed as f32, so fp32 is faster here", {})
+environment = {"LD_PRELOAD": units} if units != "none" and units_are_there() else {}
+if environment:
+    as_bf16 = test_promises("units", "multiplied by this processor's units for bf16", environment)
+    check(all(abs(a - b) < 2e-2 * a for a, b in zip(as_f32, as_bf16)), as_f32, as_bf16)
+if ranks:
+    test_ranks(environment, as_f32)
+done()
