@@ -95,7 +95,7 @@ static __global__ void __launch_bounds__(32 *
                 rows.bad[h] |= (nsa__cuda_key_span_bits(seen[h]) & tile.bad) != 0;
     }
     if (!LISTS && params.gathered)
-        nsa__cuda_gathered_end(params, at, tile_rows, rows, out);
+        nsa__cuda_gathered_end<T>(params, at, tile_rows, rows, out);
     else
         nsa__cuda_forward_end<T>(params, at, tile_rows, rows, out);
 }
@@ -136,13 +136,14 @@ template <typename T, int DK, int DV> struct nsa__cuda_forward_launch {
 static void nsa__cuda_forward_plan(nsa__cuda_attend_params *params, const nsa_desc *d,
                                    nsa__cuda_branch_keys branch, nsa__cuda_arena *arena) {
     nsa__cuda_attend_plan(params, d, branch, arena);
-    params->chunk = nsa__cuda_gather_chunk(params, d->dim_v + 2);
+    params->chunk = nsa__cuda_gather_chunk(params, d->dim_v + 3);
     if (!params->chunk) return;
     params->chunk_rows = nsa__cuda_gather_rows(params);
     const int64_t partials = params->chunk_rows.total * d->heads * params->list_width;
     nsa__cuda_plan_readers(params, params->chunk, arena);
     params->partial_out = nsa__cuda_take<float>(arena, partials * d->dim_v);
     params->partial_sums = nsa__cuda_take<float2>(arena, partials);
+    params->partial_units = nsa__cuda_take<float>(arena, partials);
 }
 
 /* Forward of one branch behind its checks; the workspace has nsa__cuda_forward_plan's bytes. */

@@ -290,7 +290,7 @@ static __global__ void __launch_bounds__(384, 1)
     float out[DV / 8][4] = {};
     nsa__cuda_forward_consume<T, DK, DV, LISTS>(out, rows, pipe, params);
     if (!LISTS && params.gathered)
-        nsa__cuda_gathered_end(params, at, tile_rows, rows, out);
+        nsa__cuda_gathered_end<T>(params, at, tile_rows, rows, out);
     else
         nsa__cuda_forward_end<T>(params, at, tile_rows, rows, out);
 #else

@@ -25,6 +25,47 @@
 #endif
 enum { NSA__GATHER_HEADS = 4, NSA__GATHER_LEAST = 32, NSA__GATHER_WARPS = 8 };
 
+/* ---- Partial results ----------------------------------------------------------------------- */
+
+/* What a thread block finds of a row's out is kept in f32 if the tensors are f32. Else it is f16 in
+   units of a power of two by which the row's largest number is 1 to 2: 11 bits, where outputs have
+   8 or 11, in half the bytes. Nothing overflows, and V times a power of two gives the same bits in
+   other units. */
+template <typename T> struct nsa__cuda_part { using type = __half; };
+template <> struct nsa__cuda_part<float> { using type = float; };
+
+static inline __host__ __device__ nsa_dtype nsa__cuda_part_dtype(nsa_dtype dtype) {
+    return dtype == NSA_F32 ? NSA_F32 : NSA_F16;
+}
+
+/* The unit of the thread's upper (h = 0) or lower row, by the whole warp. */
+template <typename T, int N>
+NSA__DEVICE float nsa__cuda_part_unit(const float (&out)[N][4], int h) {
+    if constexpr (sizeof(T) == 4) return 1.0f;
+    float most = 0;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+        most = fmaxf(most, fmaxf(fabsf(out[n][2 * h]), fabsf(out[n][2 * h + 1])));
+    /* its reciprocal is a number too */
+    const uint32_t exponent = __float_as_uint(nsa__cuda_quad_max(most)) >> 23;
+    return __uint_as_float(min(max(exponent, 1u), 253u) << 23);
+}
+
+/* The thread's columns of a row to row `index` of partial results. */
+template <typename T, int N>
+NSA__DEVICE void nsa__cuda_part_store(void *parts, int64_t index, int dim_v, float unit,
+                                      const float (&out)[N][4], int h) {
+    using part = typename nsa__cuda_part<T>::type;
+    part *const to = static_cast<part *>(parts) + index * dim_v + threadIdx.x % 4 * 2;
+    const float factor = sizeof(T) == 4 ? 1.0f : 1.0f / unit;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+        if (8 * n < dim_v)
+            nsa__store_pair(to + 8 * n, out[n][2 * h] * factor, out[n][2 * h + 1] * factor);
+}
+
+/* ---- Gathering ----------------------------------------------------------------------------- */
+
 /* The row whose partial results a warp adds. */
 struct nsa__cuda_gather_row {
     int64_t number; /* of (queries of the chunk, H) */
@@ -75,7 +116,11 @@ static __global__ void nsa__cuda_gather_forward_kernel(nsa__cuda_attend_params p
     const nsa__cuda_gather_row row = nsa__cuda_gather_row_of(params);
     if (!row.there) return;
     const float2 *sums = params.partial_sums + row.number * params.list_width;
-    const float *partial = params.partial_out + row.number * params.list_width * params.d.dim_v;
+    const float *units = params.partial_units + row.number * params.list_width;
+    const nsa_dtype dtype = nsa__cuda_part_dtype(params.x.q.dtype);
+    const char *partial =
+        reinterpret_cast<const char *>(params.partial_out) +
+        row.number * params.list_width * params.d.dim_v * (dtype == NSA_F32 ? 4 : 2);
     const float nan = __uint_as_float(0x7fc00000u), ln2 = 0.693147180559945f;
     float most = -INFINITY, sum = 0;
     int before = -1;
@@ -94,13 +139,11 @@ static __global__ void nsa__cuda_gather_forward_kernel(nsa__cuda_attend_params p
         before = -1;
         for (int i = nsa__cuda_gather_next(params, row, 0, before); i < params.list_width && !bad;
              i = nsa__cuda_gather_next(params, row, i + 1, before)) {
-            const float share = nsa__cuda_shrink(sums[i].x, most);
-            const float4 x =
-                nsa__cuda_float4_at(partial + static_cast<int64_t>(i) * params.d.dim_v + c);
-            out[0] = fmaf(x.x, share, out[0]);
-            out[1] = fmaf(x.y, share, out[1]);
-            out[2] = fmaf(x.z, share, out[2]);
-            out[3] = fmaf(x.w, share, out[3]);
+            const float share = nsa__cuda_shrink(sums[i].x, most) * units[i];
+            float x[4];
+            nsa__load4(x, dtype, partial, i * params.d.dim_v + c);
+#pragma unroll
+            for (int e = 0; e < 4; e++) out[e] = fmaf(x[e], share, out[e]);
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) out[e] = bad ? nan : out[e] * inverse;

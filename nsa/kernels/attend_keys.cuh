@@ -74,7 +74,8 @@ struct nsa__cuda_attend_params {
     bool gathered;
     int chunk;
     nsa__cuda_extent chunk_rows;
-    float *partial_out; /* dim_v wide: the sum of p v; dim wide: of ds k */
+    float *partial_out; /* dim_v wide: the sum of p v, by nsa__cuda_part_store; dim wide: of ds k */
+    float *partial_units; /* of the sums of p v */
     float2
         *partial_sums; /* the largest score, base 2 (inf: a value was not finite), the sum of p */
 };

@@ -44,26 +44,22 @@ NSA__DEVICE void nsa__cuda_softmax_tile(float (&s)[N][4], nsa__cuda_forward_rows
 }
 
 /* What a gathered tile leaves of the thread's two rows. */
-template <int N>
+template <typename T, int N>
 NSA__DEVICE void
 nsa__cuda_gathered_end(const nsa__cuda_attend_params &params, const nsa__cuda_attend_head &at,
                        const nsa__cuda_query_tile &tile, const nsa__cuda_forward_rows &rows,
                        const float (&out)[N][4]) {
-    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
         const nsa__cuda_query_row row =
             nsa__cuda_query_row_of(params, at, tile, nsa__cuda_upper_row() + 8 * h);
-        const float sum = nsa__cuda_quad_sum(rows.sum[h]);
+        const float sum = nsa__cuda_quad_sum(rows.sum[h]), unit = nsa__cuda_part_unit<T>(out, h);
         if (!row.there) continue;
         const int64_t index = nsa__cuda_partial_out_index(params, at, tile, row);
-#pragma unroll
-        for (int n = 0; n < N; n++)
-            if (8 * n < params.d.dim_v)
-                nsa__store_pair(params.partial_out + index * params.d.dim_v + 8 * n + column,
-                                out[n][2 * h], out[n][2 * h + 1]);
-        if (column == 0)
-            params.partial_sums[index] = make_float2(rows.bad[h] ? INFINITY : rows.most[h], sum);
+        nsa__cuda_part_store<T>(params.partial_out, index, params.d.dim_v, unit, out, h);
+        if (threadIdx.x % 4 != 0) continue;
+        params.partial_sums[index] = make_float2(rows.bad[h] ? INFINITY : rows.most[h], sum);
+        params.partial_units[index] = unit;
     }
 }
 

@@ -3,8 +3,8 @@
    Not here: the cache (decode_cache.cuh), attention (decode_attend.cuh), selection
    (decode_select.cuh).
 
-   A step of one token is eight launches, if phi is no mlp: append, blocks, then for each slice of
-   tokens scan, cmp, sums, rank, keys and finish.
+   A step of one token is seven launches, if phi is no mlp: append, blocks, then for each slice of
+   tokens cmp (and a memset before it), sums, rank, keys and finish.
 
    What is launched hangs on sizes that the host knows, so that a captured step can be replayed. New
    tokens are attended from in slices, which bounds the workspace; their rows are all appended
@@ -54,11 +54,12 @@ static nsa_tensor nsa__cuda_decode_packed(nsa__cuda_arena *a, nsa_dtype dtype, i
 }
 
 static void nsa__cuda_decode_plan_job(nsa__cuda_decode_params *params, const nsa_desc *d,
-                                      nsa__cuda_branch_keys branch, nsa__cuda_arena *a) {
+                                      nsa_dtype dtype, nsa__cuda_branch_keys branch,
+                                      nsa__cuda_arena *a) {
     nsa__cuda_arena bits = {NULL, 0}; /* the cache has them */
     *params = {};
     nsa__cuda_attend_plan(params, d, branch, &bits);
-    nsa__cuda_decode_take(params, a);
+    nsa__cuda_decode_take(params, dtype, a);
 }
 
 static void nsa__cuda_decode_plan_of(nsa__cuda_decode_plan *p, const nsa_attention *x,
@@ -90,9 +91,9 @@ static void nsa__cuda_decode_plan_of(nsa__cuda_decode_plan *p, const nsa_attenti
         bytes = needed > bytes ? needed : bytes;
     }
     p->compress = nsa__cuda_take<char>(a, static_cast<int64_t>(bytes));
-    nsa__cuda_decode_plan_job(&p->of[0], &d, NSA__KEYS_CMP, a);
-    nsa__cuda_decode_plan_job(&p->of[1], &d, NSA__KEYS_SLC, a);
-    nsa__cuda_decode_plan_job(&p->of[2], &d, NSA__KEYS_WIN, a);
+    nsa__cuda_decode_plan_job(&p->of[0], &d, dtype, NSA__KEYS_CMP, a);
+    nsa__cuda_decode_plan_job(&p->of[1], &d, dtype, NSA__KEYS_SLC, a);
+    nsa__cuda_decode_plan_job(&p->of[2], &d, dtype, NSA__KEYS_WIN, a);
     p->select = {};
     p->select.cmp.d = d;
     nsa__cuda_decode_select_take(&p->select, a);

@@ -8,15 +8,14 @@
    product with V, the sums of p and the largest score; at the end the runs of a row are added in
    their order. Of slc and win a run starts from nothing. Of cmp the logarithm is what selection
    ranks by, and has to have the very bits of attend_forward.cuh's walk from the first tile to the
-   last. So a scan reads the compressed keys once and leaves every score and the largest of each
-   tile. From them a run over the values starts from the largest score before it, and leaves its
-   sums tile by tile, which are added just as that walk adds them. Selection reads the same
-   scores.
+   last. So a block first goes through its run's keys and leaves every score and the largest of each
+   tile. When the runs before it have told it the largest of theirs, it goes through the values,
+   from the scores that it has just left, and leaves its sums of p tile by tile, which are added
+   just as that walk adds them. Selection reads the same scores.
 
    | kernel     | block                                 | reads          | leaves                  |
    |---|---|---|---|
-   | scan       | a query's heads, a run of keys        | q, k of cmp    | scores, tile_most       |
-   | cmp        | the same                              | scores, v      | sums a tile, most, out  |
+   | cmp        | a query's heads, a run of keys        | q, k, v of cmp | scores, tile_most, sums a tile, most, out |
    | sums, rank | decode_select.cuh                     | scores, sums   | totals, block lists     |
    | keys       | a query's heads, a run of slc or win  | q, k, v, lists | sums, most, out         |
    | finish     | a team of threads a row               | what runs left | out, lse, the gated sum |
@@ -32,6 +31,9 @@
 #define NSA__DECODE_RUN_KEYS 256
 #endif
 
+/* All ones: no run has told its largest score, and no block has begun. */
+enum : uint32_t { NSA__DECODE_UNTOLD = 0xffffffffu };
+
 /* Views, desc (first, count: a slice of the step's tokens), branch and bits are the base's. */
 struct nsa__cuda_decode_params : nsa__cuda_attend_params {
     nsa__cuda_places places;
@@ -46,7 +48,10 @@ struct nsa__cuda_decode_params : nsa__cuda_attend_params {
     float *tile_most;  /* cmp: (rows, key_tiles); inf: a value was not finite */
     float *sums;       /* cmp: (rows, key_tiles, 4), a quad's four shares; else (rows, runs) */
     float *most;       /* (rows, runs): -inf: no key; inf: a value was not finite */
-    float *out;        /* (rows, runs, Dv) */
+    void *out;         /* (rows, runs, Dv), by nsa__cuda_part_store, in `units` */
+    float *units;      /* (rows, runs) */
+    uint32_t *begun;   /* cmp: blocks that have begun, from NSA__DECODE_UNTOLD on */
+    uint32_t *told;    /* cmp: behind it, (rows, runs): nsa__cuda_decode_tell */
     float2 *totals;    /* cmp: (rows): the largest score, inf as above, and the sum of p */
     int64_t *reads;    /* of the branch, of sequence 0; NULL: not counted */
 };
@@ -71,7 +76,8 @@ static int64_t nsa__cuda_decode_scores(const nsa_desc *d) {
 }
 
 /* The rows' memory, for any KEYS. */
-static void nsa__cuda_decode_take(nsa__cuda_decode_params *params, nsa__cuda_arena *a) {
+static void nsa__cuda_decode_take(nsa__cuda_decode_params *params, nsa_dtype dtype,
+                                  nsa__cuda_arena *a) {
     const nsa_desc *d = &params->d;
     const int64_t rows = static_cast<int64_t>(d->batch) * d->count * d->heads;
     int64_t tiles = 0, splits = 0;
@@ -87,7 +93,12 @@ static void nsa__cuda_decode_take(nsa__cuda_decode_params *params, nsa__cuda_are
     params->totals = cmp ? nsa__cuda_take<float2>(a, rows) : NULL;
     params->sums = nsa__cuda_take<float>(a, rows * (cmp ? 4 * tiles : splits));
     params->most = nsa__cuda_take<float>(a, rows * splits);
-    params->out = nsa__cuda_take<float>(a, rows * splits * d->dim_v);
+    params->units = nsa__cuda_take<float>(a, rows * splits);
+    params->out = nsa__cuda_take<char>(
+        a, rows * splits * d->dim_v *
+               static_cast<int64_t>(nsa__dtype_bytes(nsa__cuda_part_dtype(dtype))));
+    params->begun = cmp ? nsa__cuda_take<uint32_t>(a, 1 + rows * splits) : NULL;
+    params->told = params->begun ? params->begun + 1 : NULL;
 }
 
 /* What a block works on. */
@@ -219,28 +230,31 @@ template <typename T, int DK, int DV, int HOPPER>
 struct nsa__cuda_decode_shape : nsa__cuda_forward_shape<T, DK, DV, HOPPER, 64> {
     using shape = nsa__cuda_forward_shape<T, DK, DV, HOPPER, 64>;
     static constexpr int THREADS = 32 * shape::WARPS;
-    static constexpr int SCAN_BYTES =
-        static_cast<int>(sizeof(T)) * DK * (shape::TILE + 2 * shape::STAGE);
-    static constexpr int CMP_BYTES = static_cast<int>(sizeof(T)) * DV * 2 * shape::STAGE;
+    static constexpr int CMP_STAGE = shape::STAGE * (DK > DV ? DK : DV); /* of k or of v */
+    static constexpr int CMP_BYTES =
+        static_cast<int>(sizeof(T)) * (DK * shape::TILE + 2 * CMP_STAGE);
 };
 
 /* ---- cmp: scores, then values ---------------------------------------------------------------- */
 
-/* The largest score of a tile, inf where a value is not finite. */
+/* The largest score of a tile, inf where a value is not finite; `most` is that of the run. */
 template <int N>
-NSA__DEVICE void
-nsa__cuda_decode_leave_most(const float (&s)[N][4], const nsa__cuda_decode_params &params,
-                            const int64_t (&row)[2], const bool (&bad)[2], int tile) {
+NSA__DEVICE void nsa__cuda_decode_leave_most(float (&most)[2], const float (&s)[N][4],
+                                             const nsa__cuda_decode_params &params,
+                                             const int64_t (&row)[2], const bool (&bad)[2],
+                                             int tile) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-        float most = -INFINITY;
+        float here = -INFINITY;
 #pragma unroll
         for (int n = 0; n < N; n++)
 #pragma unroll
-            for (int e = 0; e < 2; e++) most = fmaxf(most, s[n][2 * h + e]);
-        most = nsa__cuda_quad_max(most);
+            for (int e = 0; e < 2; e++) here = fmaxf(here, s[n][2 * h + e]);
+        here = nsa__cuda_quad_max(here);
+        if (bad[h]) here = INFINITY;
+        most[h] = fmaxf(most[h], here);
         if (row[h] >= 0 && threadIdx.x % 4 == 0)
-            params.tile_most[row[h] * params.key_tiles + tile] = bad[h] ? INFINITY : most;
+            params.tile_most[row[h] * params.key_tiles + tile] = here;
     }
 }
 
@@ -252,47 +266,58 @@ NSA__DEVICE float *nsa__cuda_decode_scores_at(const nsa__cuda_decode_params &par
            static_cast<int>(threadIdx.x) % 4 * 2;
 }
 
-template <typename T, int DK, int DV>
-static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>::THREADS, 2)
-    nsa__cuda_decode_scan_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_params params) {
-    using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
-    constexpr int ROWS = shape::TILE, KEYS = shape::STAGE, THREADS = shape::THREADS;
-    NSA_SHARED_ALL(shared);
-    T *const q = reinterpret_cast<T *>(shared), *const stages = q + ROWS * DK;
-    const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16, lane = threadIdx.x % 32;
+/* A run's walk over rows of k or v: what it turns to next. */
+struct nsa__cuda_decode_walk {
+    nsa__cuda_key_tile next;
+    int stage; /* that `next` is copied to */
+};
 
-    NSA_SHARED(nsa__cuda_decode_block, block, );
-    if (threadIdx.x == 0)
-        block = nsa__cuda_decode_block_of(params, blockIdx.x / static_cast<unsigned>(params.splits),
-                                          static_cast<int>(blockIdx.x) % params.splits, ROWS);
-    __syncthreads();
-    const nsa__cuda_key_span run = nsa__cuda_decode_run_of(params, block);
-    if (run.begin >= run.end) return;
-    nsa__cuda_decode_copy_q<T, DK, ROWS, THREADS>(q, params, block);
-    nsa__cuda_key_tile next = nsa__cuda_decode_tile<KEYS>(params, block, nullptr, run.begin);
-    nsa__cuda_decode_copy<T, DK, KEYS, THREADS>(stages, params, block, next, params.x.k,
-                                                params.d.dim);
+/* Starts copying tile n. */
+template <typename T, int DK, int DV, bool OF_V>
+NSA__DEVICE void nsa__cuda_decode_walk_to(nsa__cuda_decode_walk &walk, T *stages,
+                                          const nsa__cuda_decode_params &params,
+                                          const nsa__cuda_decode_block &block, int n) {
+    using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
+    walk.next = nsa__cuda_decode_tile<shape::STAGE>(params, block, nullptr, n);
+    nsa__cuda_decode_copy<T, (OF_V ? DV : DK), shape::STAGE, shape::THREADS>(
+        stages + walk.stage * shape::CMP_STAGE, params, block, walk.next,
+        OF_V ? params.x.v : params.x.k, OF_V ? params.d.dim_v : params.d.dim);
+}
+
+/* Waits for tile n of a run that ends with tile end - 1, and starts copying the one behind it. */
+template <typename T, int DK, int DV, bool OF_V>
+NSA__DEVICE T *nsa__cuda_decode_turn(nsa__cuda_decode_walk &walk, T *stages,
+                                     const nsa__cuda_decode_params &params,
+                                     const nsa__cuda_decode_block &block, int n, int end) {
+    using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
+    T *const rows = stages + walk.stage * shape::CMP_STAGE;
+    const uint64_t bad = walk.next.bad;
+    /* this stage is there, and nobody reads the other one any more */
+    nsa__cuda_tiles_wait<T, shape::STAGE>();
+    walk.stage ^= 1;
+    if (n + 1 < end) nsa__cuda_decode_walk_to<T, DK, DV, OF_V>(walk, stages, params, block, n + 1);
     nsa__cp_async_commit();
-    nsa__cp_async_wait<0>();
-    __syncthreads();
+    if (bad) {
+        nsa__cuda_tile_zero<T, (OF_V ? DV : DK), shape::STAGE, shape::THREADS>(rows, bad);
+        nsa__cuda_tiles_written<T, shape::STAGE>();
+    }
+    return rows;
+}
+
+/* The scores of a run, and in `most` the largest of each of the thread's rows. */
+template <typename T, int DK, int DV>
+NSA__DEVICE void nsa__cuda_decode_scan(float (&most)[2], nsa__cuda_decode_walk &walk, T *q,
+                                       T *stages, const nsa__cuda_decode_params &params,
+                                       const nsa__cuda_decode_block &block,
+                                       const nsa__cuda_key_span &run, const int64_t (&row)[2]) {
+    using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
+    constexpr int ROWS = shape::TILE, KEYS = shape::STAGE;
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16, lane = threadIdx.x % 32;
     const uint32_t bad_rows = nsa__cuda_tile_clean<T, DK, ROWS>(q, warp_row);
-    const int64_t row[2] = {nsa__cuda_decode_row(params, block, warp_row + lane / 4),
-                            nsa__cuda_decode_row(params, block, warp_row + lane / 4 + 8)};
-    for (int n = run.begin, stage = 0; n < run.end; n++, stage ^= 1) {
-        const nsa__cuda_key_tile tile = next;
-        T *const k = stages + stage * KEYS * DK;
-        /* this stage is there, and nobody reads the other one any more */
-        nsa__cuda_tiles_wait<T, KEYS>();
-        if (n + 1 < run.end) {
-            next = nsa__cuda_decode_tile<KEYS>(params, block, nullptr, n + 1);
-            nsa__cuda_decode_copy<T, DK, KEYS, THREADS>(stages + (stage ^ 1) * KEYS * DK, params,
-                                                        block, next, params.x.k, params.d.dim);
-        }
-        nsa__cp_async_commit();
-        if (tile.bad) {
-            nsa__cuda_tile_zero<T, DK, KEYS, THREADS>(k, tile.bad);
-            nsa__cuda_tiles_written<T, KEYS>();
-        }
+    for (int n = run.begin; n < run.end; n++) {
+        const nsa__cuda_key_tile tile = walk.next;
+        T *const k =
+            nsa__cuda_decode_turn<T, DK, DV, false>(walk, stages, params, block, n, run.end);
         if (!nsa__cuda_takes_part<T, KEYS>(row[0] >= 0 || row[1] >= 0, true)) continue;
         const nsa__cuda_key_span span = nsa__cuda_key_span_in(block.keys, tile.begin, tile.end);
         const nsa__cuda_key_span seen[2] = {span, span};
@@ -309,37 +334,45 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
         nsa__cuda_mask_tile(s, seen, params.scale2);
         const bool bad[2] = {bad_key || (bad_rows >> lane / 4 & 1),
                              bad_key || (bad_rows >> (lane / 4 + 8) & 1)};
-        nsa__cuda_decode_leave_most(s, params, row, bad, n);
+        nsa__cuda_decode_leave_most(most, s, params, row, bad, n);
     }
-    nsa__cuda_decode_count(params, block, min(run.end * KEYS, block.keys.end) - run.begin * KEYS);
 }
 
-/* The largest score in the tiles before a run. */
+/* What a run tells those behind it, and hears from those before it, in one word: its largest score.
+   The word is the message, so no other memory has to be ordered with it. A run waits for none
+   that begins later, because blocks take their runs in the order in which they begin. */
+NSA__DEVICE void nsa__cuda_decode_tell(const nsa__cuda_decode_params &params, int64_t row,
+                                       int split, float most) {
+    if (row >= 0 && threadIdx.x % 4 == 0)
+        atomicExch(params.told + row * params.splits + split, __float_as_uint(most));
+}
 NSA__DEVICE float nsa__cuda_decode_most_before(const nsa__cuda_decode_params &params, int64_t row,
-                                               int tiles) {
+                                               int split) {
     float most = -INFINITY;
-    for (int n = static_cast<int>(threadIdx.x) % 4; n < tiles && row >= 0; n += 4)
-        most = fmaxf(most, params.tile_most[row * params.key_tiles + n]);
+    for (int r = static_cast<int>(threadIdx.x) % 4; r < split && row >= 0; r += 4) {
+        uint32_t word;
+        do word = atomicOr(params.told + row * params.splits + r, 0u);
+        while (word == NSA__DECODE_UNTOLD);
+        most = fmaxf(most, __uint_as_float(word));
+    }
     return nsa__cuda_quad_max(most);
 }
 
 /* What a run leaves of its rows. */
-template <int N>
+template <typename T, int N>
 NSA__DEVICE void nsa__cuda_decode_leave(const nsa__cuda_decode_params &params, int split,
                                         const nsa__cuda_forward_rows &rows,
                                         const float (&out)[N][4], const int64_t (&row)[2]) {
-    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+        const float unit = nsa__cuda_part_unit<T>(out, h);
         if (row[h] < 0) continue;
         const int64_t run = row[h] * params.splits + split;
-        if (column == 0)
+        nsa__cuda_part_store<T>(params.out, run, params.d.dim_v, unit, out, h);
+        if (threadIdx.x % 4 == 0) {
             params.most[run] = rows.bad[h] && rows.most[h] != -INFINITY ? INFINITY : rows.most[h];
-#pragma unroll
-        for (int n = 0; n < N; n++)
-            if (8 * n < params.d.dim_v)
-                nsa__store_pair(params.out + run * params.d.dim_v + 8 * n + column, out[n][2 * h],
-                                out[n][2 * h + 1]);
+            params.units[run] = unit;
+        }
     }
 }
 
@@ -355,39 +388,16 @@ NSA__DEVICE void nsa__cuda_decode_add(float (&out)[DV / 8][4], const float (&p)[
     nsa__cuda_product_nn<T, KEYS, DV>(out, p, v, 0);
 }
 
+/* p v of a run, from the scores that the same threads left; rows.most is the largest before it. */
 template <typename T, int DK, int DV>
-static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>::THREADS, 2)
-    nsa__cuda_decode_cmp_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_params params) {
-    using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
-    constexpr int ROWS = shape::TILE, KEYS = shape::STAGE, THREADS = shape::THREADS;
-    NSA_SHARED_ALL(shared);
-    T *const stages = reinterpret_cast<T *>(shared);
-    const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16, lane = threadIdx.x % 32;
-
-    NSA_SHARED(nsa__cuda_decode_block, block, );
-    if (threadIdx.x == 0)
-        block = nsa__cuda_decode_block_of(params, blockIdx.x / static_cast<unsigned>(params.splits),
-                                          static_cast<int>(blockIdx.x) % params.splits, ROWS);
-    __syncthreads();
-    const nsa__cuda_key_span run = nsa__cuda_decode_run_of(params, block);
-    if (run.begin >= run.end) {
-        nsa__cuda_decode_leave_none<ROWS>(params, block);
-        return;
-    }
-    nsa__cuda_key_tile next = nsa__cuda_decode_tile<KEYS>(params, block, nullptr, run.begin);
-    nsa__cuda_decode_copy<T, DV, KEYS, THREADS>(stages, params, block, next, params.x.v,
-                                                params.d.dim_v);
-    nsa__cp_async_commit();
-    const int64_t row[2] = {nsa__cuda_decode_row(params, block, warp_row + lane / 4),
-                            nsa__cuda_decode_row(params, block, warp_row + lane / 4 + 8)};
-    nsa__cuda_forward_rows rows = {};
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-        rows.most[h] = nsa__cuda_decode_most_before(params, row[h], run.begin);
-    float out[DV / 8][4] = {};
-    for (int n = run.begin, stage = 0; n < run.end; n++, stage ^= 1) {
-        const nsa__cuda_key_tile tile = next;
-        T *const v = stages + stage * KEYS * DV;
+NSA__DEVICE void nsa__cuda_decode_values(nsa__cuda_forward_rows &rows, float (&out)[DV / 8][4],
+                                         nsa__cuda_decode_walk &walk, T *stages,
+                                         const nsa__cuda_decode_params &params,
+                                         const nsa__cuda_decode_block &block,
+                                         const nsa__cuda_key_span &run, const int64_t (&row)[2]) {
+    constexpr int KEYS = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>::STAGE;
+    for (int n = run.begin; n < run.end; n++) {
+        const nsa__cuda_key_tile tile = walk.next;
         float s[KEYS / 8][4] = {}, shrink[2];
 #pragma unroll
         for (int h = 0; h < 2; h++)
@@ -399,18 +409,8 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
                     s[c][2 * h] = pair.x;
                     s[c][2 * h + 1] = pair.y;
                 }
-        /* this stage is there, and nobody reads the other one any more */
-        nsa__cuda_tiles_wait<T, KEYS>();
-        if (n + 1 < run.end) {
-            next = nsa__cuda_decode_tile<KEYS>(params, block, nullptr, n + 1);
-            nsa__cuda_decode_copy<T, DV, KEYS, THREADS>(stages + (stage ^ 1) * KEYS * DV, params,
-                                                        block, next, params.x.v, params.d.dim_v);
-        }
-        nsa__cp_async_commit();
-        if (tile.bad) {
-            nsa__cuda_tile_zero<T, DV, KEYS, THREADS>(v, tile.bad);
-            nsa__cuda_tiles_written<T, KEYS>();
-        }
+        T *const v =
+            nsa__cuda_decode_turn<T, DK, DV, true>(walk, stages, params, block, n, run.end);
         if (!nsa__cuda_takes_part<T, KEYS>(row[0] >= 0 || row[1] >= 0, true)) continue;
         const nsa__cuda_key_span span = nsa__cuda_key_span_in(block.keys, tile.begin, tile.end);
         const nsa__cuda_key_span none = {0, 0};
@@ -421,10 +421,55 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
 #pragma unroll
         for (int h = 0; h < 2; h++)
             if (row[h] >= 0)
-                params.sums[4 * (row[h] * params.key_tiles + n) + lane % 4] = rows.sum[h];
+                params.sums[4 * (row[h] * params.key_tiles + n) + threadIdx.x % 4] = rows.sum[h];
         nsa__cuda_decode_add<T, KEYS, DV>(out, s, shrink, v);
     }
-    nsa__cuda_decode_leave(params, block.split, rows, out, row);
+}
+
+template <typename T, int DK, int DV>
+static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>::THREADS, 2)
+    nsa__cuda_decode_cmp_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_params params) {
+    using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
+    constexpr int ROWS = shape::TILE;
+    NSA_SHARED_ALL(shared);
+    T *const q = reinterpret_cast<T *>(shared), *const stages = q + ROWS * DK;
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16, lane = threadIdx.x % 32;
+
+    NSA_SHARED(nsa__cuda_decode_block, block, );
+    if (threadIdx.x == 0) {
+        const unsigned splits = static_cast<unsigned>(params.splits);
+        const unsigned number = atomicAdd(params.begun, 1u) - NSA__DECODE_UNTOLD;
+        block = nsa__cuda_decode_block_of(params, number / splits,
+                                          static_cast<int>(number % splits), ROWS);
+    }
+    __syncthreads();
+    const nsa__cuda_key_span run = nsa__cuda_decode_run_of(params, block);
+    if (run.begin >= run.end) {
+        nsa__cuda_decode_leave_none<ROWS>(params, block);
+        return;
+    }
+    nsa__cuda_decode_walk walk = {};
+    nsa__cuda_decode_copy_q<T, DK, ROWS, shape::THREADS>(q, params, block);
+    nsa__cuda_decode_walk_to<T, DK, DV, false>(walk, stages, params, block, run.begin);
+    nsa__cp_async_commit();
+    nsa__cp_async_wait<0>();
+    __syncthreads();
+    const int64_t row[2] = {nsa__cuda_decode_row(params, block, warp_row + lane / 4),
+                            nsa__cuda_decode_row(params, block, warp_row + lane / 4 + 8)};
+    nsa__cuda_forward_rows rows = {};
+    float most[2] = {-INFINITY, -INFINITY}, out[DV / 8][4] = {};
+    nsa__cuda_decode_scan<T, DK, DV>(most, walk, q, stages, params, block, run, row);
+    nsa__cuda_decode_walk_to<T, DK, DV, true>(walk, stages, params, block, run.begin);
+    nsa__cp_async_commit();
+#pragma unroll
+    for (int h = 0; h < 2; h++) nsa__cuda_decode_tell(params, row[h], block.split, most[h]);
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        rows.most[h] = nsa__cuda_decode_most_before(params, row[h], block.split);
+    nsa__cuda_decode_values<T, DK, DV>(rows, out, walk, stages, params, block, run, row);
+    nsa__cuda_decode_leave<T>(params, block.split, rows, out, row);
+    nsa__cuda_decode_count(params, block,
+                           min(run.end * shape::STAGE, block.keys.end) - run.begin * shape::STAGE);
 }
 
 /* The largest score of a row and its sum of p, by a quad: each lane adds the shares of one lane of
@@ -536,7 +581,7 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
         const float sum = nsa__cuda_quad_sum(rows.sum[h]);
         if (row[h] >= 0 && lane % 4 == 0) params.sums[row[h] * params.splits + block.split] = sum;
     }
-    nsa__cuda_decode_leave(params, block.split, rows, out, row);
+    nsa__cuda_decode_leave<T>(params, block.split, rows, out, row);
     nsa__cuda_decode_count(params, block, read);
 }
 
@@ -546,7 +591,9 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
 struct nsa__cuda_decode_runs {
     nsa_tensor out, lse;
     int splits;
-    const float *most, *sums, *parts;
+    const float *most, *sums, *units;
+    const char *parts;
+    nsa_dtype dtype;      /* of parts */
     const float2 *totals; /* of cmp, else NULL */
 };
 
@@ -585,10 +632,12 @@ NSA__DEVICE void nsa__cuda_decode_combine(float (&value)[8], const nsa__cuda_dec
     for (int c = 0; c < 8; c++) value[c] = 0.0f;
     for (int r = 0; r < runs.splits && !bad; r++) {
         const int64_t run = row * runs.splits + r;
-        const float most = runs.most[run], share = nsa__cuda_shrink(most, total.x);
+        const float most = runs.most[run];
         if (most == -INFINITY) continue;
+        const float share = nsa__cuda_shrink(most, total.x) * runs.units[run];
         float part[8];
-        nsa__load8(part, NSA_F32, runs.parts + run * dim_v, p.c);
+        nsa__load8(part, runs.dtype, runs.parts + run * dim_v * (runs.dtype == NSA_F32 ? 4 : 2),
+                   p.c);
 #pragma unroll
         for (int c = 0; c < 8; c++) value[c] = fmaf(part[c], share, value[c]);
     }
@@ -657,9 +706,10 @@ template <typename T, int DK, int DV> struct nsa__cuda_decode_cmp_launch {
         dim3 grid;
         nsa__cuda_decode_share(cmp, shape::STAGE);
         NSA__CHECK(nsa__cuda_decode_grid(cmp, shape::TILE, cmp->splits, &grid));
+        const int64_t rows = static_cast<int64_t>(cmp->d.batch) * cmp->d.count * cmp->d.heads;
+        const size_t words = 1 + static_cast<size_t>(rows * cmp->splits);
         NSA__CHECK(
-            nsa__cuda_status(NSA_LAUNCH((nsa__cuda_decode_scan_kernel<T, DK, DV>), grid,
-                                        dim3(shape::THREADS), shape::SCAN_BYTES, stream, *cmp)));
+            nsa__cuda_status(nsa__memset(cmp->begun, 0xff, words * sizeof(uint32_t), stream)));
         return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_decode_cmp_kernel<T, DK, DV>), grid,
                                            dim3(shape::THREADS), shape::CMP_BYTES, stream, *cmp));
     }
@@ -705,7 +755,15 @@ static nsa_status nsa__cuda_decode_finish_launch(const nsa__cuda_decode_branches
     finish.gate = *gate;
     for (int i = 0; i < 3; i++) {
         const nsa__cuda_decode_params *of = &slice.of[i];
-        finish.of[i] = {of->x.out, of->x.lse, of->splits, of->most, of->sums, of->out, of->totals};
+        finish.of[i] = {of->x.out,
+                        of->x.lse,
+                        of->splits,
+                        of->most,
+                        of->sums,
+                        of->units,
+                        static_cast<const char *>(of->out),
+                        nsa__cuda_part_dtype(of->x.q.dtype),
+                        of->totals};
     }
     if (last) finish.lengths = cache->lengths, finish.newest = cache->newest;
     NSA__CHECK(nsa__cuda_team_grid(&slice.d, slice.d.heads, slice.d.dim_v, &finish.teams, &grid));

@@ -273,7 +273,7 @@ static void test_select(const problem &p) {
 #ifndef NSA__DECODE_RUN_KEYS
 #define NSA__DECODE_RUN_KEYS 256
 #endif
-enum { LAUNCHES = 8 };
+enum { LAUNCHES = 7 };
 
 /* Bytes of one token's step with `held` tokens in the cache: every key and value once, the
    compressed ones too, and q once for each run of keys whose scores are taken. */
