@@ -1,5 +1,6 @@
 /* bench_gpu.c: what each branch, the whole, dense attention and a step of decoding take on a GPU,
-   beside the rate of a copy measured in the same run.
+   beside the rate of a copy measured in the same run. Steps are of 1, 32 and 128 sequences, as far as
+   there is memory for them.
    Twin: bench/bench_attention.c. Not here: PyTorch and other libraries (peers.py), a verdict.
 
    usage: bench_gpu [--json FILE] [--quick] [--count]
@@ -42,6 +43,13 @@ typedef struct problem {
     size_t bytes;
     int owns;
 } problem;
+
+/* As many sequences as a step of decoding takes; each is a copy of the problem's. */
+typedef struct many {
+    nsa_cache cache;
+    void *memory, *workspace;
+    size_t bytes;
+} many;
 
 static void *device_memory(problem *p, size_t bytes) {
     void *data = NULL;
@@ -130,14 +138,21 @@ static void problem_cache(problem *p) {
            "a cache");
 }
 
-/* The next `count` tokens of the cache are the problem's from `first` on. */
-static nsa_status decode(problem *p, int first, int count, cudaStream_t stream) {
+/* The next `count` tokens of each of the cache's sequences are the problem's: the first sequence's
+   from `first` on, those of the next behind them. */
+static nsa_status decode(const problem *p, nsa_cache *cache, int first, int count, void *workspace,
+                         size_t bytes, cudaStream_t stream) {
     nsa_attention x = p->x;
     nsa_tensor *inputs[] = {&x.q,     &x.k_cmp.x, &x.v_cmp.x, &x.k_slc,
                             &x.v_slc, &x.k_win,   &x.v_win,   &x.gates};
-    for (int i = 0; i < COUNT(inputs); i++)
+    nsa_tensor *outs[] = {&x.out,     &x.out_cmp, &x.out_slc, &x.out_win,
+                          &x.lse_cmp, &x.lse_slc, &x.lse_win, &x.blocks};
+    for (int i = 0; i < COUNT(inputs); i++) {
         inputs[i]->data = (uint16_t *)inputs[i]->data + inputs[i]->token * first;
-    return nsa_cuda_decode(&x, &p->cache, count, NULL, NULL, NULL, p->workspace, p->bytes, stream);
+        inputs[i]->batch = inputs[i]->token * count;
+    }
+    for (int i = 0; i < COUNT(outs); i++) outs[i]->batch = outs[i]->token * count;
+    return nsa_cuda_decode(&x, cache, count, NULL, NULL, NULL, workspace, bytes, stream);
 }
 
 static void problem_make(problem *p, const shape *s, int tokens) {
@@ -152,7 +167,33 @@ static void problem_make(problem *p, const shape *s, int tokens) {
                             nsa_cuda_decode_workspace_size(&p->x, &p->cache, CHUNK)};
     for (int i = 0; i < COUNT(sizes); i++) p->bytes = sizes[i] > p->bytes ? sizes[i] : p->bytes;
     p->workspace = device_memory(p, p->bytes);
-    for (int t = 0; t < tokens; t += CHUNK) demand(decode(p, t, CHUNK, NULL) == NSA_OK, "a chunk");
+    for (int t = 0; t < tokens; t += CHUNK)
+        demand(decode(p, &p->cache, t, CHUNK, p->workspace, p->bytes, NULL) == NSA_OK, "a chunk");
+}
+
+/* `batch` copies of the problem's sequence, which has decoded nothing yet; 0: no room for them. */
+static int many_make(many *m, const problem *p, int batch) {
+    nsa_desc d = p->cache.desc;
+    size_t room = 0, all = 0;
+    memset(m, 0, sizeof *m);
+    d.batch = batch;
+    const size_t size = nsa_cuda_cache_size(&d, NSA_BF16, CHUNK - 1);
+    m->cache.desc = d;
+    m->bytes = nsa_cuda_decode_workspace_size(&p->x, &m->cache, 1);
+    demand(cudaMemGetInfo(&room, &all) == cudaSuccess, "cudaMemGetInfo");
+    if (size + m->bytes + all / 50 > room) return 0;
+    demand(cudaMalloc(&m->memory, size) == cudaSuccess, "a cache of many sequences");
+    demand(cudaMalloc(&m->workspace, m->bytes) == cudaSuccess, "its workspace");
+    demand(nsa_cuda_cache_init(&m->cache, &d, NSA_BF16, CHUNK - 1, m->memory, size, NULL) == NSA_OK,
+           "a cache of many sequences");
+    for (int b = 0; b < batch; b++)
+        demand(nsa_cuda_cache_fork(&m->cache, b, &p->cache, 0, p->d.tokens, NULL, NULL) == NSA_OK,
+               "a copy of a sequence");
+    return 1;
+}
+
+static void many_free(many *m) {
+    demand(cudaFree(m->memory) == cudaSuccess && cudaFree(m->workspace) == cudaSuccess, "cudaFree");
 }
 
 /* Once blocks are selected: the queries of a block all get the first one's list. Random rows select
@@ -171,13 +212,14 @@ static void problem_near(problem *p) {
 }
 
 static void problem_free(problem *p) {
-    if (p->step) demand(cudaGraphExecDestroy(p->step) == cudaSuccess, "cudaGraphExecDestroy");
     for (int i = 0; i < p->owns; i++) demand(cudaFree(p->owned[i]) == cudaSuccess, "cudaFree");
 }
 
 /* ---- What is timed ---- */
 
 typedef nsa_status run(problem *p);
+
+static many sequences; /* of the row that is timed */
 
 static nsa_attend branch_of(const nsa_attention *x, nsa_tensor k, nsa_tensor v, nsa_tensor out,
                             nsa_tensor lse) {
@@ -204,7 +246,7 @@ static nsa_status run_cmp(problem *p) {
     return nsa_cuda_attend_cmp_forward(&x, &p->d, p->workspace, p->bytes, NULL);
 }
 static nsa_status run_select(problem *p) {
-    nsa_select x = {p->x.q, p->x.k_cmp.out, p->x.lse_cmp, p->x.blocks};
+    nsa_select x = {p->x.q, p->x.k_cmp.out, p->x.lse_cmp, p->x.blocks, {NULL, NSA_F32, 0, 0, 0}};
     return nsa_cuda_select_blocks(&x, &p->d, p->workspace, p->bytes, NULL);
 }
 static nsa_status run_slc(problem *p) {
@@ -257,7 +299,7 @@ static nsa_status run_dense_backward(problem *p) {
 }
 
 static nsa_status run_decode(problem *p) {
-    return decode(p, 0, 1, NULL);
+    return decode(p, &sequences.cache, 0, 1, sequences.workspace, sequences.bytes, NULL);
 }
 
 /* The same step, recorded once: without the time that its launches take the host. */
@@ -268,7 +310,7 @@ static nsa_status run_decode_graph(problem *p) {
     demand(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess, "a stream");
     demand(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess,
            "a recording");
-    nsa_status s = decode(p, 0, 1, stream);
+    nsa_status s = decode(p, &sequences.cache, 0, 1, sequences.workspace, sequences.bytes, stream);
     demand(cudaStreamEndCapture(stream, &graph) == cudaSuccess &&
                cudaGraphInstantiate(&p->step, graph, 0) == cudaSuccess,
            "a graph");
@@ -284,23 +326,28 @@ static const struct {
     const char *branch, *pass;
     run *run;
     enum work work;
-} rows[] = {{"compress", "fwd", run_compress, WORK_NONE},
-            {"cmp", "fwd", run_cmp, WORK_CMP},
-            {"select", "fwd", run_select, WORK_SELECT},
-            {"slc", "fwd", run_slc, WORK_SLC},
-            {"slc_near", "fwd", run_slc_near, WORK_SLC},
-            {"win", "fwd", run_win, WORK_WIN},
-            {"gate", "fwd", run_gate, WORK_NONE},
-            {"nsa", "fwd", run_nsa, WORK_NSA},
-            {"dense", "fwd", run_dense, WORK_DENSE},
-            {"cmp", "bwd", run_cmp_backward, WORK_CMP},
-            {"slc", "bwd", run_slc_backward, WORK_SLC},
-            {"slc_near", "bwd", run_slc_near_backward, WORK_SLC},
-            {"win", "bwd", run_win_backward, WORK_WIN},
-            {"nsa", "bwd", run_nsa_backward, WORK_NSA},
-            {"dense", "bwd", run_dense_backward, WORK_DENSE},
-            {"decode", "step", run_decode, WORK_NONE},
-            {"decode", "graph", run_decode_graph, WORK_NONE}};
+    int batch; /* of a step; elsewhere 0: one sequence */
+} rows[] = {{"compress", "fwd", run_compress, WORK_NONE, 0},
+            {"cmp", "fwd", run_cmp, WORK_CMP, 0},
+            {"select", "fwd", run_select, WORK_SELECT, 0},
+            {"slc", "fwd", run_slc, WORK_SLC, 0},
+            {"slc_near", "fwd", run_slc_near, WORK_SLC, 0},
+            {"win", "fwd", run_win, WORK_WIN, 0},
+            {"gate", "fwd", run_gate, WORK_NONE, 0},
+            {"nsa", "fwd", run_nsa, WORK_NSA, 0},
+            {"dense", "fwd", run_dense, WORK_DENSE, 0},
+            {"cmp", "bwd", run_cmp_backward, WORK_CMP, 0},
+            {"slc", "bwd", run_slc_backward, WORK_SLC, 0},
+            {"slc_near", "bwd", run_slc_near_backward, WORK_SLC, 0},
+            {"win", "bwd", run_win_backward, WORK_WIN, 0},
+            {"nsa", "bwd", run_nsa_backward, WORK_NSA, 0},
+            {"dense", "bwd", run_dense_backward, WORK_DENSE, 0},
+            {"decode", "step", run_decode, WORK_NONE, 1},
+            {"decode", "graph", run_decode_graph, WORK_NONE, 1},
+            {"decode", "step", run_decode, WORK_NONE, 32},
+            {"decode", "graph", run_decode_graph, WORK_NONE, 32},
+            {"decode", "step", run_decode, WORK_NONE, 128},
+            {"decode", "graph", run_decode_graph, WORK_NONE, 128}};
 
 /* Query-key pairs over all query heads; of slc as many blocks as there are, up to the list's
    width. */
@@ -345,7 +392,7 @@ static float milliseconds(run *call, problem *p, float *spread) {
     enum { RUNS = 50, LEAST = 3, WARM = 3, LONG = 100 };
     float ms[RUNS], all = 0;
     int n = 0;
-    cudaEvent_t begin, end; /* twice RUNS and WARM steps of decoding fit the cache */
+    cudaEvent_t begin, end; /* RUNS and WARM steps of decoding fit the cache */
     demand(cudaEventCreate(&begin) == cudaSuccess && cudaEventCreate(&end) == cudaSuccess, "event");
     for (int warm = WARM; n < RUNS && (n < LEAST || all < 500);) {
         float one = 0;
@@ -396,13 +443,14 @@ typedef struct report {
 
 static void report_row(report *r, const nsa_desc *d, int i, float ms, float spread) {
     double flops = flops_of(d, i);
-    printf("%-8s %s  %2d %2d %3d/%3d  %6d  %9.4g TFLOP", rows[i].branch, rows[i].pass, d->heads,
-           d->kv_heads, d->dim, d->dim_v, d->tokens, flops * 1e-12);
+    const int batch = rows[i].batch ? rows[i].batch : 1;
+    printf("%-8s %-5s %3d  %2d %2d %3d/%3d  %6d  %9.4g TFLOP", rows[i].branch, rows[i].pass, batch,
+           d->heads, d->kv_heads, d->dim, d->dim_v, d->tokens, flops * 1e-12);
     if (ms > 0) printf("  %9.3f ms  %7.1f TFLOP/s", (double)ms, flops / (double)ms * 1e-9);
     printf("\n");
     if (!r->json) return;
-    fprintf(r->json, "%s\n  {\"branch\": \"%s\", \"pass\": \"%s\", \"heads\": %d, ",
-            r->rows++ ? "," : "", rows[i].branch, rows[i].pass, d->heads);
+    fprintf(r->json, "%s\n  {\"branch\": \"%s\", \"pass\": \"%s\", \"batch\": %d, \"heads\": %d, ",
+            r->rows++ ? "," : "", rows[i].branch, rows[i].pass, batch, d->heads);
     fprintf(r->json, "\"kv_heads\": %d, \"dim\": %d, \"dim_v\": %d, \"tokens\": %d, ", d->kv_heads,
             d->dim, d->dim_v, d->tokens);
     fprintf(r->json, "\"tflop\": %.6g, ", flops * 1e-12);
@@ -423,8 +471,16 @@ static void measure(report *r, const shape *s, int tokens, int count_only) {
         problem_near(&p);
     }
     for (int i = 0; i < COUNT(rows); i++) {
-        float spread = 0, ms = count_only ? 0 : milliseconds(rows[i].run, &p, &spread);
+        const int steps = rows[i].batch && !count_only;
+        float spread = 0, ms = 0;
+        if (!count_only && (!steps || many_make(&sequences, &p, rows[i].batch)))
+            ms = milliseconds(rows[i].run, &p, &spread);
         report_row(r, &d, i, ms, spread);
+        if (steps && sequences.memory) many_free(&sequences);
+        if (!count_only && p.step) {
+            demand(cudaGraphExecDestroy(p.step) == cudaSuccess, "cudaGraphExecDestroy");
+            p.step = NULL;
+        }
     }
     if (!count_only) problem_free(&p);
 }

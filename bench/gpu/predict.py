@@ -26,7 +26,7 @@ EXP2 = PROCESSORS * 16 * CLOCK  # exponentials/s: 16 a cycle and multiprocessor
 ISSUED = {"at best": 1.0, "likely": 0.6}  # instructions a cycle and scheduler; the second is assumed
 PRODUCER, PASSED = 250, 60  # instructions of a producer's warp a key tile, of one that is passed over
 LAUNCH = 2.2e-6  # seconds from a small kernel's begin to the next one's in a graph: assumed
-LAUNCHES, RUN = 8, 256  # of a decoding step; keys of its runs
+LAUNCHES, RUN = 8, 256  # of a decoding step, one a memset; keys of its runs
 FLASH = 650e12  # FLOP/s of the best dense kernel: what 105 ms at 64k amount to
 
 
@@ -153,15 +153,16 @@ def total(parts):
 
 
 def decode(s):
-    """Bytes of one sequence and kv head in a step: keys, scores of the compressed ones (written, read by
-    attention and by selection), sums over heads, and what runs leave, written and read once."""
+    """Bytes of one sequence and kv head in a step: keys, scores of the compressed ones (written, and read by
+    selection; a run of attention reads its own at once, from cache), sums over heads, and what runs leave in
+    16 bits a number and three floats a row, written and read once."""
     group, both = s.heads // s.kv_heads, s.dim + s.dim_v
     blocks = (s.tokens - L) // STRIDE + 1
     keys = 2 * both * (blocks + LIST * BLOCK + WINDOW)
-    scores = 3 * 4 * group * blocks
+    scores = 2 * 4 * group * blocks
     sums = 2 * 4 * blocks
     runs = sum(-(-n // RUN) for n in (blocks, LIST * BLOCK, WINDOW + 2 * KEYS))
-    return {"keys": keys, "scores": scores, "sums": sums, "runs": 2 * 4 * group * runs * s.dim_v}
+    return {"keys": keys, "scores": scores, "sums": sums, "runs": 2 * group * runs * (2 * s.dim_v + 12)}
 
 
 def decode_table():
@@ -181,13 +182,13 @@ def decode_table():
     return lines
 
 
-def gathered(s, issued, dims, width, rows):
-    """Seconds of slc in tiles of up to `rows` rows that read one block, each of which leaves `width`
-    floats in memory, to be read once more. The blocks are full, and chunks of queries so long that what
-    they find fills GATHERED bytes."""
+def gathered(s, issued, dims, rows):
+    """Seconds of slc in tiles of up to `rows` rows that read one block, each of which leaves its sum of p v,
+    16 bits a number, and three floats in memory, to be read once more. The blocks are full, and chunks of
+    queries so long that what they find would fill GATHERED bytes in f32."""
     found = s.pairs["slc"] / BLOCK
-    moved = 4 * width * found / MEMORY
-    chunk = GATHERED / (4 * width * LIST * s.heads)
+    moved = (2 * s.dim_v + 12) * found / MEMORY
+    chunk = GATHERED / (4 * (s.dim_v + 3) * LIST * s.heads)
     readers = chunk * LIST / (s.tokens / BLOCK / 2) * s.heads / s.kv_heads
     l2 = 2 * found * (s.dim + BLOCK * (s.dim + s.dim_v) / min(rows, readers))
     flop = 2 * dims * s.pairs["slc"]
@@ -211,7 +212,7 @@ def few_heads():
         cells = []
         for issued in PATHS.values():
             low, high = (1e3 * forward(s, issued, worst)["slc"].seconds for worst in (False, True))
-            whole = 1e3 * gathered(s, issued, s.dim + s.dim_v, s.dim_v + 2, ROWS)
+            whole = 1e3 * gathered(s, issued, s.dim + s.dim_v, ROWS)
             cells.append(f"{low:.1f} .. {high:.1f} | {whole:.1f}")
         lines.append(f"| {group} | " + " | ".join(cells) + " |")
     return lines
@@ -311,8 +312,8 @@ Other shapes, 64 query heads and 4 kv heads, ms:
 {shapes}
 
 A step of decoding, bf16, 64 query heads and 4 kv heads. Bytes are of one sequence and kv head, times from
-memory's rate and {launches} launches of {launch:.1f} us; dense attention is one pass over all keys and values in two
-launches. What runs of keys leave, in f32, is in `all`:
+memory's rate and {launches} launches of {launch:.1f} us, of which one is a memset; dense attention is one pass over
+all keys and values in two launches. What runs of keys leave, in 16 bits, is in `all`:
 
 {decode}
 
