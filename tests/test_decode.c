@@ -42,8 +42,8 @@ static const geometry geometries[] = {
      NSA_WINDOW_COUNTS_SELF},
     {"one token at a time, no rewind", 16, 1, 16, 16, 4, 2, 4, 9, 7, 0, NSA_PHI_MLP, NSA_F32,
      NSA_WINDOW_COUNTS_SELF},
-    {"window and room beyond all", 2, 1, 16, 16, 16, 4, 64, 9, 1000, 130, NSA_PHI_CONV, NSA_F32,
-     NSA_WINDOW_COUNTS_SELF},
+    {"window and room beyond all, 12 heads to a group", 12, 1, 16, 16, 16, 1, 64, 9, 1000, 130,
+     NSA_PHI_CONV, NSA_F32, NSA_WINDOW_COUNTS_SELF},
     {"80 heads to a group", 80, 1, 8, 8, 8, 2, 32, 4, 40, 3, NSA_PHI_MEAN, NSA_F32,
      NSA_WINDOW_COUNTS_SELF},
 };
@@ -545,16 +545,21 @@ static void test_refusals(world *w) {
     free(memory);
 }
 
-/* From nothing to the last token, `at_once` tokens at a time where the cache takes as many. */
-static void test_full(world *w, int at_once) {
-    check_case("%s, a full cache", w->g->name);
+/* From nothing to `tokens`, `at_once` at a time where the cache takes as many. */
+static void test_steps(world *w, int at_once, int tokens) {
+    check_case("%s, steps from nothing on", w->g->name);
     int counts[MOST];
     for (int b = 0; b < w->sequences; b++) nsa_cache_rewind(&w->cache, b, 0);
-    for (int t = 0; t < TOKENS; t += counts[0]) {
+    for (int t = 0; t < tokens; t += counts[0]) {
         int most = w->g->max_rewind < at_once ? w->g->max_rewind + 1 : at_once;
-        for (int b = 0; b < w->sequences; b++) counts[b] = TOKENS - t < most ? TOKENS - t : most;
+        for (int b = 0; b < w->sequences; b++) counts[b] = tokens - t < most ? tokens - t : most;
         append(w, counts, 0);
     }
+}
+
+static void test_full(world *w, int at_once) {
+    test_steps(w, at_once, TOKENS);
+    check_case("%s, a full cache", w->g->name);
     nsa_status s = nsa_decode(&w->step.x, &w->cache, 1, NULL, NULL, w->workspace, w->bytes);
     CHECK(nsa_status_kind(s) == NSA_ERROR_CACHE, "full: %d", s);
     CHECK(w->cache.lengths[0] == TOKENS, "the cache is unchanged");
@@ -678,11 +683,16 @@ int main(int argc, char **argv) {
             test_refusals(&w);
             if (threads == 1)
                 test_schedules(&w, schedules, 6);
-            else if (w.g->max_rewind >= 9 && (brief || w.g->max_rewind >= TOKENS / 2))
+            else if (brief) /* as many slices, and lists that are not full at first */
+                test_steps(&w, 18, 54);
+            else if (w.g->max_rewind >= TOKENS / 2)
                 test_full(&w, 18);
             if (threads == 2 && w.g->max_rewind >= 9 && w.g->max_rewind < TOKENS / 2)
                 test_turns(&w);
             if (threads == 1 && w.g->w < 16 && w.g->max_rewind) test_taken_back(&w);
+            if (threads == 1 &&
+                w.g->heads >= 16) /* schedules of few tokens see no compressed key */
+                test_steps(&w, 4, 20);
 #else
             test_schedules(&w, schedules, 24);
             test_refusals(&w);

@@ -284,23 +284,19 @@ NSA__DEVICE void nsa__cuda_decode_walk_to(nsa__cuda_decode_walk &walk, T *stages
         OF_V ? params.x.v : params.x.k, OF_V ? params.d.dim_v : params.d.dim);
 }
 
-/* Waits for tile n of a run that ends with tile end - 1, and starts copying the one behind it. */
+/* Waits for tile n of a run that ends with tile end - 1, and starts copying the one behind it. Rows
+   that are not finite stay as they are, because every row of the block sees them and ends as NaN. */
 template <typename T, int DK, int DV, bool OF_V>
 NSA__DEVICE T *nsa__cuda_decode_turn(nsa__cuda_decode_walk &walk, T *stages,
                                      const nsa__cuda_decode_params &params,
                                      const nsa__cuda_decode_block &block, int n, int end) {
     using shape = nsa__cuda_decode_shape<T, DK, DV, NSA__HOPPER>;
     T *const rows = stages + walk.stage * shape::CMP_STAGE;
-    const uint64_t bad = walk.next.bad;
     /* this stage is there, and nobody reads the other one any more */
     nsa__cuda_tiles_wait<T, shape::STAGE>();
     walk.stage ^= 1;
     if (n + 1 < end) nsa__cuda_decode_walk_to<T, DK, DV, OF_V>(walk, stages, params, block, n + 1);
     nsa__cp_async_commit();
-    if (bad) {
-        nsa__cuda_tile_zero<T, (OF_V ? DV : DK), shape::STAGE, shape::THREADS>(rows, bad);
-        nsa__cuda_tiles_written<T, shape::STAGE>();
-    }
     return rows;
 }
 

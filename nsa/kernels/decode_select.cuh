@@ -35,6 +35,14 @@ template <int NT> struct nsa__cuda_decode_columns {
     int keys[NT][2];
 };
 
+/* nsa__cuda_select_ring in device memory: nothing is written of queries that are not there. */
+struct nsa__cuda_decode_ring : nsa__cuda_select_ring {
+    int queries;
+    __device__ __forceinline__ void put(int query, int key, float value) const {
+        if (query < queries) nsa__cuda_select_ring::put(query, key, value);
+    }
+};
+
 /* The logarithms to base 2 of the heads of queries first .. first + queries - 1, a quad to each;
    inf where one is not finite, as selection has them. Totals of them are written if asked for. */
 NSA__DEVICE void nsa__cuda_decode_totals(float *lse2, const nsa__cuda_decode_select_params &params,
@@ -100,7 +108,7 @@ static __global__ void __launch_bounds__(32 * NSA__DECODE_SUM_WARPS, 4)
                         params.cmp.score_row;
                 mine[n][e] = there ? lse2[q * group + g] : __uint_as_float(0x7f800000u);
             }
-        const nsa__cuda_select_ring ring = {sums, plan.ring, chunk > 0};
+        const nsa__cuda_decode_ring ring = {{sums, plan.ring, chunk > 0}, s.count - first_query};
         for (int key = first + static_cast<int>(threadIdx.x) / 32 * 16; key < last;
              key += 16 * NSA__DECODE_SUM_WARPS) {
             float p[NT][4];

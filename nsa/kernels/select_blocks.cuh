@@ -209,8 +209,8 @@ struct nsa__cuda_select_ring {
 
 /* v[2 q + h] is a lane's part of the sum of query q and key + 8 h; sums over the four lanes of a
    key, as few shuffles as there are sums (V > 2), and puts them. */
-template <int V>
-NSA__DEVICE void nsa__cuda_select_put(float (&v)[V], const nsa__cuda_select_ring &ring, int key) {
+template <int V, typename Ring>
+NSA__DEVICE void nsa__cuda_select_put(float (&v)[V], const Ring &ring, int key) {
     const int i = static_cast<int>(threadIdx.x) % 4;
     if constexpr (V == 2) {
         nsa__cuda_select_fold(v, 1);
@@ -233,9 +233,8 @@ NSA__DEVICE void nsa__cuda_select_put(float (&v)[V], const nsa__cuda_select_ring
 
 /* The sums of p over the heads of each query, for the keys of one product. key: that of the lane's
    first row. */
-template <int NT>
-NSA__DEVICE void nsa__cuda_select_sum_heads(const float (&p)[NT][4],
-                                            const nsa__cuda_select_ring &ring, int columns,
+template <int NT, typename Ring>
+NSA__DEVICE void nsa__cuda_select_sum_heads(const float (&p)[NT][4], const Ring &ring, int columns,
                                             int key) {
     const int i = static_cast<int>(threadIdx.x) % 4;
     float v[2 * NT]; /* (n, row) */

@@ -34,14 +34,16 @@ ROOT = HERE.parent.parent
 SHARE = 0.95
 LANGUAGE = ["-DNSA_SIMT", "-DCHECK_CUDA", "-fno-strict-aliasing", "-w",
             f"-fmacro-prefix-map={ROOT}/="]
-# One mode's compiler flags and schedule; each has what only it can see: the checker, the path of
-# sm_90a.
+# One mode's compiler flags and schedule, and definitions of its own; each has what only it can see: the
+# checker, the path of sm_90a, heads of several panels, runs of several tiles.
 PLAIN = (["-O1"], {"NSA_SIMT_ASYNC": "late"})
 CHECK = (["-O1", "-g1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"],
          {"NSA_SIMT_SCHEDULE": "random", "NSA_SIMT_SEED": "7", "NSA_SIMT_PREEMPT": "500"})
 WGMMA = ["-DNSA__SIMT_WGMMA"]
 MODES = {"plain": PLAIN, "check": CHECK, "wgmma": (PLAIN[0] + WGMMA, PLAIN[1]),
-         "wgmma_check": (CHECK[0] + WGMMA, CHECK[1])}
+         "wgmma_check": (CHECK[0] + WGMMA, CHECK[1]),
+         "wgmma_wide": (PLAIN[0] + WGMMA, PLAIN[1], "NSA_CUDA_MAX_DIM=128"),
+         "long_runs": (*PLAIN, "NSA__DECODE_RUN_KEYS=128")}
 # What a test needs of nsa/kernels.
 NEEDS = {"block_index": ["block_index"], "rope": ["rope"], "compress": ["compress"],
          "gate": ["gate"], "merge": ["merge", "attend_branches"],
@@ -136,10 +138,11 @@ class Bench:
         return ["-I", ROOT / "simt" / "include", "-I", nsa, "-I", nsa / "kernels", "-I", HERE.parent,
                 "-isystem", self.headers]
 
-    def language(self, test):
+    def language(self, test, mode):
         """f16 is bf16's code; of decoding's caches one is f16."""
         narrower = [] if test == "decode" else ["-DNSA_CUDA_NO_F16"]
-        return [*LANGUAGE, *self.definitions, *narrower]
+        own = [word for each in MODES[mode][2:] for word in (f"-U{each.split('=')[0]}", f"-D{each}")]
+        return [*LANGUAGE, *self.definitions, *narrower, *own]
 
     def run(self, command):
         return subprocess.run([str(word) for word in command], text=True, stdout=subprocess.PIPE,
@@ -154,7 +157,7 @@ class Bench:
             if objects[-1] in self.hosts:
                 continue
             races = ["-DCHECK_RACES"] if "check" in mode else []
-            done = self.run([*HOST, "-O1", *self.language(test), *races,
+            done = self.run([*HOST, "-O1", *self.language(test, mode), *races,
                              *self.includes(ROOT / "nsa"), "-c", source, "-o", objects[-1]])
             if done.returncode:
                 sys.exit(done.stdout)
@@ -169,7 +172,7 @@ class Bench:
                           '#include "nsa_cuda.cuh"\n' + "".join(
             f'#include "kernels/{name}.cuh"\n' for name in NEEDS[test]))
         kernels = out.with_suffix(".o")
-        done = self.run([*COMPILER, *MODES[mode][0], *self.language(test), *self.includes(nsa),
+        done = self.run([*COMPILER, *MODES[mode][0], *self.language(test, mode), *self.includes(nsa),
                          "-c", source, "-o", kernels])
         if done.returncode:
             return done.stdout

@@ -1,6 +1,6 @@
 /* test_counters.cpp: what a kernel moves and multiplies, counted by the executor, against formulas:
    bytes brought into shared memory, products of tensor cores, bank conflicts (none); launches of a
-   decoding step.
+   decoding step, and what it writes, which the checker counts.
    Twin: bench/gpu/predict.py, which predicts times from the same formulas. Not here: results. */
 #include "nsa_cuda.cuh"
 
@@ -290,41 +290,79 @@ static uint64_t decode_bytes(const nsa_desc &d, int held) {
                                       d.heads * d.dim * (of_cmp + of_slc + of_win));
 }
 
+/* A cache of zeros, and what a step of it takes. */
+struct decoder {
+    enum { CHUNK = 16 };
+    problem p;
+    nsa_cache cache;
+    nsa_attention x = {};
+    device_array<float> gates;
+    device_array<uint16_t> weights;
+    device_array<unsigned char> memory, workspace;
+
+    decoder(const nsa_desc &d, nsa_phi phi)
+        : p(d), gates(std::vector<float>(problem::count(d, d.heads, 3))),
+          weights(std::vector<uint16_t>(static_cast<size_t>(d.cmp_block * d.kv_heads * d.dim))),
+          memory(nsa_cuda_cache_size(&d, NSA_BF16, CHUNK)),
+          workspace(static_cast<size_t>(16) << 20) {
+        EXPECT(nsa_cuda_cache_init(&cache, &d, NSA_BF16, CHUNK, memory.data, memory.count,
+                                   nullptr) == NSA_OK);
+        x.q = p.x().q;
+        x.k_slc = x.k_win = x.k_cmp.x = p.x().k;
+        x.v_slc = x.v_win = x.v_cmp.x = p.x().v;
+        x.out = x.out_cmp = x.out_slc = x.out_win = p.x().out;
+        x.lse_cmp = x.lse_slc = x.lse_win = p.x().lse;
+        x.blocks = p.x().blocks;
+        x.gates = p.view(gates.data, NSA_F32, d.heads, 3);
+        x.k_cmp.phi = x.v_cmp.phi = phi;
+        x.k_cmp.dim = x.v_cmp.dim = d.dim;
+        x.k_cmp.w1 = x.v_cmp.w1 = p.view(weights.data, NSA_BF16, d.kv_heads, d.dim);
+    }
+    /* What the step of `count` tokens counts. */
+    simt::counters step(int count) {
+        simt::reset_counters();
+        EXPECT(nsa_cuda_decode(&x, &cache, count, nullptr, nullptr, nullptr, workspace.data,
+                               workspace.count, nullptr) == NSA_OK);
+        return simt::count();
+    }
+};
+
 /* Every block is in reach of the list, so that each key is read once. */
 static void test_decode(nsa_phi phi) {
-    enum { CHUNK = 16, TOKENS = 8 * CHUNK };
-    nsa_desc d = nsa_desc_default(1, TOKENS, 32, 2, 128);
-    const size_t size = nsa_cuda_cache_size(&d, NSA_BF16, CHUNK);
-    device_array<unsigned char> memory(size);
-    nsa_cache cache;
-    EXPECT(nsa_cuda_cache_init(&cache, &d, NSA_BF16, CHUNK, memory.data, size, nullptr) == NSA_OK);
-    const problem p(d);
-    const device_array<float> gates(std::vector<float>(TOKENS * 32 * 3));
-    const device_array<uint16_t> weights(std::vector<uint16_t>(32 * 2 * 128));
-    nsa_attention x = {};
-    x.q = p.x().q;
-    x.k_slc = x.k_win = x.k_cmp.x = p.x().k;
-    x.v_slc = x.v_win = x.v_cmp.x = p.x().v;
-    x.out = x.out_cmp = x.out_slc = x.out_win = p.x().out;
-    x.lse_cmp = x.lse_slc = x.lse_win = p.x().lse;
-    x.blocks = p.x().blocks;
-    x.gates = p.view(gates.data, NSA_F32, 32, 3);
-    x.k_cmp.phi = x.v_cmp.phi = phi;
-    x.k_cmp.dim = x.v_cmp.dim = 128;
-    x.k_cmp.w1 = x.v_cmp.w1 = p.view(weights.data, NSA_BF16, 2, 128);
-    const size_t bytes = nsa_cuda_decode_workspace_size(&x, &cache, CHUNK);
-    device_array<unsigned char> workspace(bytes);
+    enum { CHUNK = decoder::CHUNK, TOKENS = 8 * CHUNK };
+    const nsa_desc d = nsa_desc_default(1, TOKENS, 32, 2, 128);
+    decoder it(d, phi);
     for (int held = 0; held < TOKENS - 1; held += held < TOKENS - CHUNK ? CHUNK : 1) {
         const int count = held < TOKENS - CHUNK ? CHUNK : 1;
-        simt::reset_counters();
-        EXPECT(nsa_cuda_decode(&x, &cache, count, nullptr, nullptr, nullptr, workspace.data, bytes,
-                               nullptr) == NSA_OK);
-        EXPECT_EQUAL(simt::count().launches, LAUNCHES);
-        if (count == 1) EXPECT_EQUAL(simt::count().async_bytes, decode_bytes(d, held));
+        const simt::counters n = it.step(count);
+        EXPECT_EQUAL(n.launches, LAUNCHES);
+        if (count == 1) EXPECT_EQUAL(n.async_bytes, decode_bytes(d, held));
     }
 }
 
+/* What a step writes for a tile more of compressed keys: scores of all heads and their sum over
+   heads once; for each head the tile's largest score and four shares of its sum; of its run, which
+   has this tile alone, the unit and the product with V in 16 bits (that it has no key, or the
+   largest score, is written in both steps). Lists, window and the new token are alike. */
+static void test_decode_writes() {
+    nsa_desc d = nsa_desc_default(1, 160, 16, 1, 64);
+    d.cmp_block = 8, d.cmp_stride = 1, d.slc_block = 16, d.slc_count = 4, d.window = KEYS;
+    decoder it(d, NSA_PHI_MEAN);
+    uint64_t written[2];
+    for (int i = 0, held = 0; i < 2; i++) {
+        for (; held < 72 + i * KEYS; held += 9) it.step(9);
+        written[i] = it.step(1).global_write_bytes;
+        held++;
+    }
+    const int of_head = 4 * KEYS + (1 + 4 + 1) * 4 + 2 * d.dim_v;
+    EXPECT_EQUAL(written[1] - written[0], static_cast<uint64_t>(4 * KEYS + d.heads * of_head));
+}
+
 int main() {
+    if (simt::checking()) {
+        test_decode_writes();
+        return expect_result("test_counters, what a step writes");
+    }
     nsa_desc d = nsa_desc_default(1, 192, 32, 2, 128);
     d.slc_count = 2, d.slc_local = 1, d.window = 70;
     for (int heads = 32; heads >= 2; heads /= 4) { /* G 16, 4 and 1 */
