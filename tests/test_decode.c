@@ -215,6 +215,40 @@ static int64_t keys_listed(const world *w, const nsa_attention *whole, int t) {
     return keys;
 }
 
+#ifdef CHECK_CUDA
+static double number_at(const nsa_tensor *x, const void *rows, size_t e) {
+    return x->dtype == NSA_F32    ? (double)((const float *)rows)[e]
+           : x->dtype == NSA_BF16 ? (double)nsa_bf16_to_f32(((const uint16_t *)rows)[e])
+                                  : (double)nsa_f16_to_f32(((const uint16_t *)rows)[e]);
+}
+
+/* The output is the gated sum of the three branches as they are kept, rounded once. */
+static void check_gated(const world *w, const nsa_attention *x, int b, int tokens) {
+    const nsa_tensor *branches[] = {&x->out_cmp, &x->out_slc, &x->out_win};
+    const float *gates = (const float *)row_at(&x->gates, TOKENS, b, 0);
+    const double half = x->out.dtype == NSA_F32    ? 0x1p-24
+                        : x->out.dtype == NSA_BF16 ? 0x1p-8
+                                                   : 0x1p-11;
+    const size_t width = (size_t)w->g->dim_v, row = (size_t)w->g->heads * width;
+    size_t wrong = 0;
+    for (size_t e = 0; e < (size_t)tokens * row; e++) {
+        const size_t token = e / row,
+                     head = e % row / width / (size_t)(w->g->heads / w->g->kv_heads);
+        double sum = 0, size = 0;
+        for (size_t i = 0; i < 3; i++) {
+            const float gate = gates[(token * 3 + i) * (size_t)w->g->kv_heads + head];
+            const double part = number_at(branches[i], row_at(branches[i], TOKENS, b, 0), e) /
+                                (1 + exp(-(double)gate));
+            sum += part;
+            size += fabs(part);
+        }
+        const double out = number_at(&x->out, row_at(&x->out, TOKENS, b, 0), e);
+        wrong += isfinite(sum) && !(fabs(out - sum) <= half * fabs(sum) + 1e-6 * size + 1e-7);
+    }
+    CHECK(!wrong, "%zu outputs are not the gated sum of the branches", wrong);
+}
+#endif
+
 /* Decoded rows beside those of the whole: the same bits, or on CUDA, where sums are taken in
    another order, the same block numbers and outputs that differ by rounding alone. */
 static void compare_rows(const nsa_tensor *x, const void *got, const void *want, int rows) {
@@ -227,10 +261,7 @@ static void compare_rows(const nsa_tensor *x, const void *got, const void *want,
     for (size_t i = 0; x->dtype != NSA_I32 && i < 2 * n; i++) {
         const void *from = i < n ? got : want;
         size_t e = i % n;
-        double value = x->dtype == NSA_F32    ? (double)((const float *)from)[e]
-                       : x->dtype == NSA_BF16 ? (double)nsa_bf16_to_f32(((const uint16_t *)from)[e])
-                                              : (double)nsa_f16_to_f32(((const uint16_t *)from)[e]);
-        (i < n ? a : b)[e] = value;
+        (i < n ? a : b)[e] = number_at(x, from, e);
     }
     size_t wrong = 0; /* lse of no key, and what read a NaN: the same in both, and then no number */
     for (size_t e = 0; x->dtype != NSA_I32 && e < n; e++) {
@@ -290,6 +321,9 @@ static void append(world *w, const int *counts, int wrong) {
         for (int i = 0; i < 8; i++)
             compare_rows(outs[i], row_at(outs[i], TOKENS, b, 0),
                          row_at(want[i], TOKENS, 0, before[b]), counts[b]);
+#ifdef CHECK_CUDA
+        check_gated(w, &x, b, counts[b]);
+#endif
         int64_t listed = 0;
         for (int t = before[b]; t < before[b] + counts[b]; t++) listed += keys_listed(w, whole, t);
         CHECK(reads[b].slc == listed, "keys read by slc: %lld, not %lld", (long long)reads[b].slc,

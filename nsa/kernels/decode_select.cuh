@@ -70,7 +70,7 @@ NSA__DEVICE void nsa__cuda_decode_totals(float *lse2, const nsa__cuda_decode_sel
 
 /* Sums of p over the heads, for one run of keys: a warp takes 16 of them, then others. */
 template <int NT, bool CHUNKS>
-static __global__ void __launch_bounds__(32 * NSA__DECODE_SUM_WARPS, 4)
+static __global__ void __launch_bounds__(32 * NSA__DECODE_SUM_WARPS, 2)
     nsa__cuda_decode_sums_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_select_params params) {
     NSA_SHARED_ALL(bytes);
     float *const lse2 = reinterpret_cast<float *>(bytes);

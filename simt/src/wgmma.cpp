@@ -173,6 +173,10 @@ void check_operands(const product &p, int rank) {
         check_async_read(chunk, 16, at);
         check_hold(chunk, 16, 1, at);
     });
+    /* The instruction is the four warps': who wrote another one's rows has to be ordered too. */
+    if (rank == 0 && !p.request.a_registers)
+        each_chunk(operand(p.request.a_tile, p.request.a_mn != 0), 16, 48,
+                   [&](const unsigned char *chunk) { check_async_read(chunk, 16, at); });
 }
 
 void issue_all(const warp &w, uint32_t) {

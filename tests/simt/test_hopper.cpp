@@ -426,7 +426,8 @@ enum wgmma_fault {
     early_use,
     early_write,
     three_warps,
-    other_operand
+    other_operand,
+    unordered_rows
 };
 
 static __global__ void faulty_product_kernel(float *out, int fault) {
@@ -437,6 +438,11 @@ static __global__ void faulty_product_kernel(float *out, int fault) {
     if (fault != no_async_fence) nsa__fence_async();
     __syncthreads();
     if (fault == three_warps && t >= 96) return;
+    if (fault == unordered_rows &&
+        t >= 96) { /* rows of the last warp, which the group multiplies */
+        values[48 * 64 + t - 96] = __float2bfloat16(1.0f);
+        nsa__fence_async();
+    }
     float c[32];
     for (float &x : c) x = 0.0f;
     const unsigned char *a = tiles + (fault == other_operand && t >= 64 ? 32 : 0);
@@ -466,6 +472,7 @@ static void test_faulty_products() {
         {early_write, "still being read asynchronously", true},
         {three_warps, "warp 3 issued 0", false},
         {other_operand, "has issued another one", false},
+        {unordered_rows, "is not ordered with the", true},
     };
     for (const auto &c : cases) {
         if (c.checker && !simt::checking()) continue;
