@@ -1,6 +1,6 @@
 /* bench_gpu.c: what each branch, the whole, dense attention and a step of decoding take on a GPU,
-   beside the rate of a copy measured in the same run. Steps are of 1, 32 and 128 sequences, as far as
-   there is memory for them.
+   beside the rate of a copy measured in the same run. Steps are of 1, 32 and 128 sequences, as far
+   as there is memory for them.
    Twin: bench/bench_attention.c. Not here: PyTorch and other libraries (peers.py), a verdict.
 
    usage: bench_gpu [--json FILE] [--quick] [--count]

@@ -13,12 +13,13 @@
    from the scores that it has just left, and leaves its sums of p tile by tile, which are added
    just as that walk adds them. Selection reads the same scores.
 
-   | kernel     | block                                 | reads          | leaves                  |
+   | kernel     | block                                | reads          | leaves                  |
    |---|---|---|---|
-   | cmp        | a query's heads, a run of keys        | q, k, v of cmp | scores, tile_most, sums a tile, most, out |
-   | sums, rank | decode_select.cuh                     | scores, sums   | totals, block lists     |
-   | keys       | a query's heads, a run of slc or win  | q, k, v, lists | sums, most, out         |
-   | finish     | a team of threads a row               | what runs left | out, lse, the gated sum |
+   | cmp        | a query's heads, a run of keys       | q, k, v of cmp | scores, tile_most,      |
+   |            |                                      |                | sums a tile, most, out  |
+   | sums, rank | decode_select.cuh                    | scores, sums   | totals, block lists     |
+   | keys       | a query's heads, a run of slc or win | q, k, v, lists | sums, most, out         |
+   | finish     | a team of threads a row              | what runs left | out, lse, the gated sum |
    */
 #ifndef NSA_DECODE_ATTEND_CUH
 #define NSA_DECODE_ATTEND_CUH
@@ -284,8 +285,8 @@ NSA__DEVICE void nsa__cuda_decode_walk_to(nsa__cuda_decode_walk &walk, T *stages
         OF_V ? params.x.v : params.x.k, OF_V ? params.d.dim_v : params.d.dim);
 }
 
-/* Waits for tile n of a run that ends with tile end - 1, and starts copying the one behind it. Rows
-   that are not finite stay as they are, because every row of the block sees them and ends as NaN. */
+/* Waits for tile n of a run that ends with tile end - 1, and starts copying the one behind it. Keys
+   that are not finite stay as they are, because all rows of the block see them and end as NaN. */
 template <typename T, int DK, int DV, bool OF_V>
 NSA__DEVICE T *nsa__cuda_decode_turn(nsa__cuda_decode_walk &walk, T *stages,
                                      const nsa__cuda_decode_params &params,
