@@ -649,7 +649,7 @@ NSA__DEVICE void nsa__cuda_decode_combine(float (&value)[8], const nsa__cuda_dec
 
 /* A team to a row: its three branches and their gated sum, added as gate.cuh adds it. With the
    last slice the cache's lengths grow: a step that fails on its way has not happened. */
-static __global__ void __launch_bounds__(NSA__TEAM_THREADS)
+static __global__ void __launch_bounds__(NSA__TEAM_THREADS, 2)
     nsa__cuda_decode_finish_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_finish finish) {
     const nsa_desc &d = finish.d;
     if (blockIdx.x == 0 && finish.lengths)
