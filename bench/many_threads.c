@@ -1,6 +1,7 @@
 /* many_threads: how well a call would share its work among more threads than this machine has. It
-   runs the call on one thread, notes how long each task takes and which it waits for, and replays
-   the tasks on N simulated threads, by the rules of nsa.h's scheduler.
+   runs the tasks of a call for N threads on one, notes how long each takes and which it waits for,
+   and replays them on N simulated threads, by the rules of nsa.h's scheduler. Efficiency is beside
+   the tasks of a call for one thread, which may be larger.
    many_threads [--threads N] [--line NS] [--shape H,Hk,D,T]... [--json FILE]
    NS is what a cache line takes from one core to another. The bandwidth that cores share is not
    simulated. bench_attention measures what there is. No test. */
@@ -407,8 +408,15 @@ static void print_summary(const summary *s, const machine *m) {
 
 static void measure_pass(options *o, const shape *of, problem *p, const char *branch,
                          const char *pass, run *f) {
+    p->d.threads = 1;
     record r = record_run(f, p);
     summary s = replay(&o->m, &r);
+    const double alone = s.alone;
+    free(r.events);
+    p->d.threads = o->m.threads;
+    r = record_run(f, p);
+    s = replay(&o->m, &r);
+    s.alone = alone;
     printf("%s %s, %d heads over %d, %d wide, %d tokens\n", branch, pass, of->heads, of->kv_heads,
            of->dim, of->tokens);
     print_summary(&s, &o->m);
@@ -424,7 +432,7 @@ static void measure_pass(options *o, const shape *of, problem *p, const char *br
 
 static void measure(options *o, const shape *s) {
     problem p;
-    problem_make(&p, s->heads, s->kv_heads, s->dim, s->tokens, 1);
+    problem_make(&p, s->heads, s->kv_heads, s->dim, s->tokens, o->m.threads);
     measure_pass(o, s, &p, "nsa", "fwd", run_nsa);
     measure_pass(o, s, &p, "nsa", "bwd", run_nsa_backward);
     measure_pass(o, s, &p, "dense", "fwd", run_dense);
@@ -466,6 +474,9 @@ int main(int argc, char **argv) {
         else
             return usage();
     }
+#ifdef _OPENMP
+    omp_set_max_active_levels(0); /* one thread, of however many a call asks for */
+#endif
     if (path && !(o.json = fopen(path, "w"))) {
         fprintf(stderr, "many_threads: cannot write %s: %s\n", path, strerror(errno));
         return 1;

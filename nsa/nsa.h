@@ -2863,10 +2863,11 @@ static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
 /* Taps are the outer loop, because a tap's weights are then loaded once for all blocks of the task.
    A sum still runs over ascending j, so its bits depend on its own block alone. */
 static void nsa__filter_task(const void *context, int64_t index, void *scratch) {
-    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    nsa__compress_job of_head = *(const nsa__compress_job *)context, *p = &of_head;
     const nsa_compress *x = p->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
-    int64_t begin = nsa__compress_begin(p) + index * NSA__CMP_ROWS;
+    p->head = (int)(index % p->d->kv_heads);
+    int64_t begin = nsa__compress_begin(p) + index / p->d->kv_heads * NSA__CMP_ROWS;
     int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
     for (int64_t i = begin; i < end; i++) {
         memset(out + (i - begin) * x->dim, 0, (size_t)x->dim * sizeof *out);
@@ -3187,15 +3188,23 @@ static void nsa__compress_backward_plan(nsa__compress_job *p, nsa__arena *shared
 }
 
 /* Tasks of up to NSA__CMP_ROWS blocks, for each head and sequence. If tokens are appended, only the
-   blocks that they complete are computed: see nsa__compress_begin. */
+   blocks that they complete are computed: see nsa__compress_begin. A filter's tasks are those of
+   all heads, because rows of neighbouring heads share a page, on as many threads as such small
+   tasks pay for. A network's weights are one head's at a time. */
 static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *team) {
-    for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
-        if (p->x->phi == NSA_PHI_MLP) nsa__mlp_load_weights(p);
+    const int64_t moves = 8; /* multiply-adds in the time of one of a filter's, about */
+    int mlp = p->x->phi == NSA_PHI_MLP, heads = mlp ? 1 : p->d->kv_heads;
+    for (p->head = 0; p->head < p->d->kv_heads; p->head += heads) {
+        if (mlp) nsa__mlp_load_weights(p);
         for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
              nsa__seq_next(p->d, &p->seq)) {
             p->seq.keys.ring = p->ring;
-            nsa__run(team, nsa__ceil_div(p->seq.cmp_tokens - nsa__compress_begin(p), NSA__CMP_ROWS),
-                     p->x->phi == NSA_PHI_MLP ? nsa__mlp_forward_task : nsa__filter_task, p);
+            int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
+            int64_t work = moves * blocks * heads * p->d->cmp_block * p->x->dim;
+            nsa__team some = *team;
+            if (!mlp) some.threads = nsa__threads_for(team->threads, work);
+            nsa__run(&some, heads * nsa__ceil_div(blocks, NSA__CMP_ROWS),
+                     mlp ? nsa__mlp_forward_task : nsa__filter_task, p);
         }
     }
 }
@@ -4796,11 +4805,21 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
     if (n) nsa__forward_few_run(jobs, n, team);
 }
 
-static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
+/* slc's tasks are large; many threads want more of them. No bit of forward depends on where a task
+   ends. */
+static void nsa__share_among(nsa__attend_plan *p, int threads) {
+    const int64_t each = 2; /* tasks for a thread */
+    if (p->branch == NSA__SLC)
+        p->least_tasks = (int)nsa__max(p->least_tasks, nsa__ceil_div(each * threads, p->jobs));
+}
+
+static nsa_status nsa__forward_run(const nsa__attend_plan *plan, void *workspace, size_t bytes) {
+    nsa__attend_plan own = *plan, *p = &own;
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
+    nsa__share_among(p, team.threads);
     nsa__head_job *few = nsa__forward_layout(jobs, p, &shared);
     for (int i = 0; p->options.select && i < p->jobs; i++) nsa__fill_stencil(&jobs[i]);
     nsa__forward_few(jobs, few, &team);
@@ -6164,8 +6183,40 @@ static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
     return x;
 }
 
-static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape) {
-    memset(x->data, 0, (size_t)(x->batch * shape.batch) * sizeof(nsa_real));
+/* Rows of a sum in workspace, and the caller's rows that they are added to. */
+typedef struct nsa__flush {
+    nsa_tensor from, to;
+    int64_t rows;
+    int heads, width, clear; /* clear: the rows become zeros, and go nowhere */
+} nsa__flush;
+
+enum { NSA__FLUSH_ROWS = 64 }; /* of a task */
+
+static void nsa__flush_task(const void *context, int64_t index, void *scratch) {
+    const nsa__flush *f = (const nsa__flush *)context;
+    int64_t end = nsa__min(f->rows, (index + 1) * NSA__FLUSH_ROWS);
+    (void)scratch;
+    for (int64_t t = index * NSA__FLUSH_ROWS; t < end; t++)
+        for (int h = 0; h < f->heads; h++) {
+            nsa_real *row = (nsa_real *)nsa__row(&f->from, 0, t, h);
+            if (f->clear)
+                memset(row, 0, (size_t)f->width * sizeof *row);
+            else
+                nsa__add(f->to.dtype, nsa__row(&f->to, 0, t, h), 1, row, f->width);
+        }
+}
+
+static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
+    const int64_t moves = 32; /* multiply-adds in the time in which a number is moved, about */
+    nsa__team team = {nsa__threads(d), NULL, 0};
+    team.threads = nsa__threads_for(team.threads, moves * f->rows * f->heads * f->width);
+    nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
+}
+
+/* Of a tensor that nsa__alloc_tensor made: its rows lie side by side. */
+static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape, const nsa_desc *d) {
+    const nsa__flush f = {*x, *x, shape.batch * shape.rows, 1, (int)x->token, 1};
+    nsa__flush_run(&f, d);
 }
 
 /* kv heads of one run of the branches: about 1024 numbers of q a token, but no more heads than
@@ -6338,34 +6389,6 @@ static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const
     return nsa__backward_run(&p, g->rest, bytes);
 }
 
-/* Rows of a sum in workspace, and the caller's rows that they are added to. */
-typedef struct nsa__flush {
-    nsa_tensor from, to;
-    int64_t rows;
-    int heads, width, clear; /* clear: the rows become zeros, and go nowhere */
-} nsa__flush;
-
-enum { NSA__FLUSH_ROWS = 64 }; /* of a task */
-
-static void nsa__flush_task(const void *context, int64_t index, void *scratch) {
-    const nsa__flush *f = (const nsa__flush *)context;
-    int64_t end = nsa__min(f->rows, (index + 1) * NSA__FLUSH_ROWS);
-    (void)scratch;
-    for (int64_t t = index * NSA__FLUSH_ROWS; t < end; t++)
-        for (int h = 0; h < f->heads; h++) {
-            nsa_real *row = (nsa_real *)nsa__row(&f->from, 0, t, h);
-            if (f->clear)
-                memset(row, 0, (size_t)f->width * sizeof *row);
-            else
-                nsa__add(f->to.dtype, nsa__row(&f->to, 0, t, h), 1, row, f->width);
-        }
-}
-
-static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
-    nsa__team team = {nsa__threads(d), NULL, 0};
-    nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
-}
-
 /* The three branches of some heads of a sequence. Their dq is cleared, each branch adds to it, and
    the sum is added to dx.q with one rounding. dk and dv go to the sums of all heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
@@ -6450,9 +6473,9 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
     dlogits.logits = dx->gates;
     if (dx->gates.data) nsa__gate_run(&dlogits, &c.gate, d, NULL, 0);
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
-        if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]));
-    nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim));
-    nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v));
+        if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
+    nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
+    nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
     int prefix = nsa__shared_gradient_prefix(dx, x, d), near = nsa__chain_heads(d);
     nsa__chain_at at;
     for (at.seq = nsa__seq_begin(d); at.seq.index < d->batch; nsa__seq_next(d, &at.seq))
