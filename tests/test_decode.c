@@ -653,7 +653,7 @@ static void test_taken_back(world *w) {
     append_some(w, 0, 0, 1);
 }
 
-/* More sequences than a warp has lanes, and more than a block of threads, each of its own
+/* More sequences than two warps have lanes, and more than a block of threads, each of its own
    length. */
 static void test_many(const geometry *g, int sequences, int appends) {
     world w;
@@ -751,7 +751,7 @@ int main(int argc, char **argv) {
 #endif
             end(&w);
         }
-    if (!brief) test_many(&geometries[2], 40, 2); /* on CUDA an mlp, whose rows are packed */
+    if (!brief) test_many(&geometries[2], 70, 2); /* on CUDA an mlp, whose rows are packed */
     if (!brief) test_many(&geometries[0], MOST, 1);
     printf("%d schedules of %d actions in all; keys read: cmp %lld, slc %lld, win %lld\n",
            schedules_done, actions_done, (long long)all_reads.cmp, (long long)all_reads.slc,
