@@ -36,8 +36,8 @@ def loop(kernel, dim, dim_v, *more, which=0):
     dim, dim_v = (64, 64) if max(dim, dim_v) <= 64 else (128, 128) if dim <= 128 else (192, 128)
     arguments = ", ".join(["__nv_bfloat16", str(dim), str(dim_v), *more])
     counted = json.loads(COUNTS.read_text())["kernels"][f"attend_{kernel}_kernel<{arguments}>"][which]
-    over = {"forward_sm90": dim, "dq": dim + dim_v, "dkv": dim + dim_v}[kernel] // 16
-    taken = 16 * (counted["products"] - over) // (2 if kernel == "dkv" else 1)
+    over = {"forward_sm90": dim, "dq": dim + dim_v, "dkv_sm90": dim + dim_v}[kernel] // 16
+    taken = 16 * (counted["products"] - over) // (2 if kernel == "dkv_sm90" else 1)
     return counted["loop"] * 64 / taken
 
 
@@ -125,13 +125,16 @@ def forward(s, issued, worst):
 
 
 def backward(s, issued, worst):
-    """dq takes three products of a pair, dk and dv four. Two thread blocks of four warps share a
-    multiprocessor, so a scheduler has one warp of each."""
+    """dq takes three products of a pair, dk and dv four. Of dq two thread blocks of four warps share a
+    multiprocessor, so a scheduler has one warp of each. dk and dv are a pipeline: a scheduler has a warp
+    of each consumer and one of the producer, whose rows serve both consumers but in slc."""
     parts = {}
     for branch in ("cmp", "slc", "win"):
         far = worst and branch == "slc"
         dims = {"dq": 2 * s.dim + s.dim_v, "dkv": 2 * s.dim + 2 * s.dim_v}
-        bytes_ = {"dq": s.tile_bytes(branch, BACK_ROWS, worst), "dkv": s.tile_bytes(branch, BACK_ROWS)}
+        shared = 2 if issued and branch != "slc" else 1
+        bytes_ = {"dq": s.tile_bytes(branch, BACK_ROWS, worst),
+                  "dkv": s.tile_bytes(branch, BACK_ROWS) / shared}
         for kernel in dims:
             name = f"{branch}: {kernel}"
             more = s.apart(BACK_ROWS if issued else 16) if far and kernel == "dq" else 1
@@ -139,7 +142,8 @@ def backward(s, issued, worst):
                 parts[name] = by_mma(s.flop(branch, dims[kernel]) * more, bytes_[kernel])
                 continue
             tiles = key_tiles(s, branch, BACK_ROWS) * more
-            turn = (loop("dkv", s.dim, s.dim_v) if kernel == "dkv" else
+            turn = (loop("dkv_sm90", s.dim, s.dim_v, "true" if branch == "slc" else "false") +
+                    PRODUCER / shared if kernel == "dkv" else
                     loop("dq", s.dim, s.dim_v, "true", which=int(branch == "slc")))
             parts[name] = by_loops(tiles, issued, turn, 2 * BACK_ROWS * KEYS * dims[kernel] * tiles,
                                    bytes_[kernel])

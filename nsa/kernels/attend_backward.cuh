@@ -1,7 +1,7 @@
 /* attend_backward.cuh: attention over few keys, backward: one core for all branches.
    Twin: nsa.h, "Attention over few keys", its backward.
-   Not here: which keys (attend_keys.cuh), which queries read a block (attend_readers.cuh), forward
-   (attend_forward.cuh).
+   Not here: which keys (attend_keys.cuh), which queries read a block (attend_readers.cuh), what a
+   thread block that keeps keys works through (attend_key_work.cuh), forward (attend_forward.cuh).
 
    With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
      dv[s] = sum_t p dout[t]    ds = p (dout . v[s] - delta)    dq[t] = scale sum_s ds k[s]
@@ -9,7 +9,8 @@
    In the whole, out = sum_i gate_i out_i, so dout of branch i is gate_i dout. It is not written
    down: gate_i p stands for p, and delta is dout . out_i.
    One kernel walks the key tiles of a Q tile as forward does and makes dq, of the whole for all
-   branches at once. Another keeps a tile of keys, walks the rows that read it and makes dk and dv.
+   branches at once. Another keeps a tile of keys, walks the rows that read it and makes dk and dv;
+   on sm_90a that is a pipeline (attend_backward_sm90.cuh), but for f32 and the widest heads.
    Every row of a gradient has one owner, who adds to it once, so nothing is atomic. Keys that very
    many queries read (the first block, the first compressed rows) are shared out among blocks by
    parts of their readers, whose sums are then added in order.
@@ -18,43 +19,14 @@
    | kernel | architecture | kept     | a stage | dynamic shared | registers |
    |---|---|---|---|---|---|
    | dq     | all          | 64 rows  | 64 keys | 96 KB          | 248 (sm_90a), 255 (sm_80) |
-   | dkv    | sm_90a       | 64 keys  | 64 rows | 96 KB          | 249 |
-   | dkv    | others       | 64 keys  | 32 rows | 64 KB          | 247 (sm_80) | */
+   | dkv    | but sm_90a   | 64 keys  | 32 rows | 64 KB          | 247 (sm_80) | */
 #ifndef NSA_ATTEND_BACKWARD_CUH
 #define NSA_ATTEND_BACKWARD_CUH
 
-#include "attend_forward.cuh"
+#include "attend_backward_sm90.cuh"
 #include "gate.cuh"
 
-/* Rows that one block works through before others share the readers of a tile of compressed keys,
-   in at most NSA__CMP_PARTS parts of a sequence; tests define it small. */
-#ifndef NSA__CMP_PART_ROWS
-#define NSA__CMP_PART_ROWS 4096
-#endif
-enum { NSA__CMP_PARTS = 8, NSA__ROWS_WARPS = 8 };
-
-/* Neighbours c and c + 1 of a gradient's row: += factor times them. The row is f32 or, as the
-   tensors are, T; naming T leaves one branch to compile for every pair. */
-template <typename T>
-NSA__DEVICE void nsa__cuda_add_pair(nsa_dtype dtype, void *row, int c, float factor, float low,
-                                    float high) {
-    constexpr nsa_dtype own = nsa__dtype_of<T>::value;
-    if (own == NSA_F32 || dtype == NSA_F32) {
-        float2 *to = reinterpret_cast<float2 *>(static_cast<float *>(row) + c);
-        *to = make_float2(to->x + factor * low, to->y + factor * high);
-    } else {
-        uint32_t *to = reinterpret_cast<uint32_t *>(static_cast<uint16_t *>(row) + c);
-        const float2 x = nsa__unpack(own, *to);
-        *to = nsa__pack_as(own, x.x + factor * low, x.y + factor * high);
-    }
-}
-
 /* ---- Terms of every row -------------------------------------------------------------------- */
-
-NSA__DEVICE nsa__cuda_row_terms *nsa__cuda_row_terms_at(const nsa__cuda_attend_params &params,
-                                                        int64_t row, int head) {
-    return params.rows + row * params.d.heads + head;
-}
 
 /* One branch without a gate, or the three of the whole with theirs. */
 struct nsa__cuda_rows_params {
@@ -130,10 +102,6 @@ static nsa_status nsa__cuda_attend_rows(nsa__cuda_rows_params p, cudaStream_t st
     NSA__CHECK(nsa__cuda_team_grid(&p.d, p.gate_heads, p.d.dim_v, &p.teams, &grid));
     return nsa__cuda_status(
         NSA_LAUNCH(nsa__cuda_attend_rows_kernel, grid, dim3(NSA__TEAM_THREADS), 0, stream, p));
-}
-
-NSA__DEVICE bool nsa__cuda_is_nan_bits(float x) {
-    return (__float_as_uint(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
 /* Starts copying rows of dout; rounds them on the way if dout is of another dtype. `offset` of a
@@ -409,92 +377,11 @@ template <typename T, int DK, int DV> struct nsa__cuda_dq_launch {
     }
 };
 
-/* ---- dk and dv: what one block works through ----------------------------------------------- */
-
-/* Keys begin .. end - 1, and `readers` queries that may see them: list[i], or first + i. */
-struct nsa__cuda_key_work {
-    int begin, end;
-    int first, readers;
-    const int32_t *list;
-    float *partial; /* row `begin` of what this part sums up; null: it is the only part */
-};
-
-/* Floats of a row of partial sums: dk and dv side by side. */
-NSA__DEVICE int64_t nsa__cuda_partial_row(const nsa__cuda_attend_params &params) {
-    return params.d.dim + params.d.dim_v;
-}
-
-/* Queries of a part of a tile of compressed keys: the length of the sequence alone decides. */
-NSA__DEVICE int nsa__cuda_cmp_part(const nsa__cuda_attend_params &params, int tokens) {
-    return max((NSA__CMP_PART_ROWS + params.group - 1) / params.group,
-               (tokens + NSA__CMP_PARTS - 1) / NSA__CMP_PARTS);
-}
-
-NSA__DEVICE float *nsa__cuda_cmp_partial(const nsa__cuda_attend_params &params,
-                                         const nsa__cuda_attend_head &at, int part, int key) {
-    const int64_t line = static_cast<int64_t>(at.kv_head) * params.max_parts + part;
-    const int64_t place = nsa__cuda_place_of(params.cmp_rows, at.b, at.seq) + key;
-    return params.partial_dkv +
-           (line * params.cmp_rows.total + place) * nsa__cuda_partial_row(params);
-}
-
-/* cmp, win, dense: tiles of keys, for cmp each with max_parts parts. */
-NSA__DEVICE nsa__cuda_key_work nsa__cuda_key_work_of_tile(const nsa__cuda_attend_params &params,
-                                                          const nsa__cuda_attend_head &at,
-                                                          int keys) {
-    const int part = at.tile % params.max_parts;
-    nsa__cuda_key_work w = {at.tile / params.max_parts * keys, 0, 0, 0, nullptr, nullptr};
-    w.end = min(w.begin + keys, at.keys);
-    if (w.begin >= w.end) return w;
-    const nsa__cuda_key_span all = nsa__cuda_readers_of(params, at, w.begin, w.end);
-    nsa__cuda_key_span mine = all;
-    if (params.branch == NSA__KEYS_CMP && all.begin < all.end) {
-        const int size = nsa__cuda_cmp_part(params, at.seq.tokens);
-        mine.begin = max(all.begin, part * size);
-        mine.end = min(all.end, (part + 1) * size);
-        if (all.begin / size != (all.end - 1) / size)
-            w.partial = nsa__cuda_cmp_partial(params, at, part, w.begin);
-    }
-    w.first = mine.begin;
-    w.readers = max(mine.end - mine.begin, 0);
-    return w;
-}
-
-/* slc: parts of the readers of blocks, each in pieces of at most `keys` keys. */
-NSA__DEVICE nsa__cuda_key_work nsa__cuda_key_work_of_block(const nsa__cuda_attend_params &params,
-                                                           const nsa__cuda_attend_head &at,
-                                                           int keys) {
-    const nsa__cuda_block_readers &r = params.readers;
-    const int pieces = (params.d.slc_block + keys - 1) / keys;
-    const nsa__cuda_reader_part part = nsa__cuda_reader_part_of(params, at, at.tile / pieces);
-    nsa__cuda_key_work w = {0, 0, 0, 0, nullptr, nullptr};
-    if (part.block < 0) return w;
-    const int block_begin = part.block * params.d.slc_block;
-    w.begin = block_begin + at.tile % pieces * keys;
-    w.end =
-        w.begin + min(min(keys, params.d.slc_block - (w.begin - block_begin)), at.keys - w.begin);
-    w.list = part.query;
-    w.readers = part.count;
-    if (part.parts > 1) {
-        const int64_t slot = nsa__cuda_place_in(r.slots, at) + part.part +
-                             r.slot_begin[nsa__cuda_place_in(r.entries, at) + part.block];
-        w.partial = params.partial_dkv + (slot * params.d.slc_block + w.begin - block_begin) *
-                                             nsa__cuda_partial_row(params);
-    }
-    return w;
-}
-
 /* ---- dk and dv ----------------------------------------------------------------------------- */
 
-/* Where the accumulators of 16 keys pass what a thread has, two warps share the columns. On Hopper
-   the loaded tiles have more rows: a product of 64 columns reads its operands at half the rate. */
+/* Where the accumulators of 16 keys pass what a thread has, two warps share the columns. */
 template <typename T, int DK, int DV, int HOPPER>
-struct nsa__cuda_dkv_shape : nsa__cuda_tile_shape<T, DK + DV, DK + DV,
-                                                  (HOPPER          ? (DK + DV > 320   ? 16
-                                                                      : DK + DV > 256 ? 32
-                                                                                      : 64)
-                                                   : DK + DV > 256 ? 16
-                                                                   : 32),
+struct nsa__cuda_dkv_shape : nsa__cuda_tile_shape<T, DK + DV, DK + DV, (DK + DV > 256 ? 16 : 32),
                                                   (DK + DV > 256 ? 8 : 16), HOPPER> {
     static constexpr int SPLIT = DK + DV > 320 ? 2 : 1;
     static constexpr int THREADS = 32 * SPLIT * nsa__cuda_dkv_shape::WARPS;
@@ -562,16 +449,11 @@ nsa__cuda_reader_rows(nsa__cuda_reader_row *table, int32_t *queries,
 }
 
 /* A bit for each row of the table that is not finite. */
-template <int ROWS> NSA__DEVICE uint64_t nsa__cuda_bad_readers(const nsa__cuda_reader_row *table) {
+template <int ROWS> NSA__DEVICE uint32_t nsa__cuda_bad_readers(const nsa__cuda_reader_row *table) {
+    static_assert(ROWS <= 32, "a lane for each row");
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    uint64_t bad = 0;
-#pragma unroll
-    for (int r = 0; r < ROWS; r += 32) {
-        const bool mine =
-            r + lane < ROWS && nsa__cuda_is_nan_bits(table[(r + lane) % ROWS].terms.lse2);
-        bad |= static_cast<uint64_t>(__ballot_sync(0xffffffffu, mine)) << r;
-    }
-    return bad;
+    return __ballot_sync(0xffffffffu,
+                         lane < ROWS && nsa__cuda_is_nan_bits(table[lane % ROWS].terms.lse2));
 }
 
 /* s = k q^T becomes gate p; columns are rows of the table. */
@@ -605,39 +487,12 @@ NSA__DEVICE void nsa__cuda_dkv_ds(const float (&p)[N][4], float (&dp)[N][4],
         }
 }
 
-/* Adds a thread's rows of dk or dv to the gradient, or leaves them as partial sums. */
-template <typename T, int N>
-NSA__DEVICE void nsa__cuda_dkv_end(const nsa__cuda_attend_params &params,
-                                   const nsa__cuda_attend_head &at, const nsa__cuda_key_work &work,
-                                   const nsa_tensor &to, int width, int partial_at, float factor,
-                                   int key, int column, const bool (&bad)[2],
-                                   const float (&sum)[N][4]) {
-    const float nan = __uint_as_float(0x7fc00000u);
-    if (!to.data) return;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        if (key + 8 * h >= work.end) continue;
-        void *row = nsa__row_at(to, at.seq.key_batch, at.key_row + key + 8 * h, at.kv_head);
-        float *part = work.partial;
-        if (part) part += (key + 8 * h - work.begin) * nsa__cuda_partial_row(params) + partial_at;
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-            const int c = column + 8 * n;
-            const float low = bad[h] ? nan : sum[n][2 * h], high = bad[h] ? nan : sum[n][2 * h + 1];
-            if (c >= width) continue;
-            if (part)
-                nsa__store_pair(part + c, low, high);
-            else
-                nsa__cuda_add_pair<T>(to.dtype, row, c, factor, low, high);
-        }
-    }
-}
-
 template <typename T, int DK, int DV>
 static __global__ void
 __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>::THREADS,
                   nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>::SPLIT == 1 ? 2 : 1)
     nsa__cuda_attend_dkv_kernel(nsa__cuda_attend_params params) {
+    if constexpr (NSA__HOPPER && nsa__cuda_dkv_pipe<T, DK, DV>::value) return;
     using shape = nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>;
     constexpr int BLOCK_N = shape::TILE, BLOCK_M = shape::STAGE, THREADS = shape::THREADS;
     constexpr int NK = DK / shape::SPLIT, NV = DV / shape::SPLIT;
@@ -704,7 +559,7 @@ __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>::THREADS,
         const nsa__cuda_reader_row *const table = tables[step % 3];
         T *const q = stages + step % 2 * BLOCK_M * (DK + DV), *const dout = q + BLOCK_M * DK;
         const int key = first_key + lane / 4;
-        uint64_t bad = nsa__cuda_bad_readers<BLOCK_M>(table);
+        uint32_t bad = nsa__cuda_bad_readers<BLOCK_M>(table);
         if (__builtin_expect(bad != 0, 0)) {
             nsa__cuda_tile_zero<T, DK, BLOCK_M, THREADS>(q, bad);
             nsa__cuda_tile_zero<T, DV, BLOCK_M, THREADS>(dout, bad);
@@ -714,39 +569,26 @@ __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>::THREADS,
             nsa__cuda_tiles_written<T, BLOCK_M>();
         }
         for (; bad; bad &= bad - 1) {
-            const nsa__cuda_key_span reads = table[__ffsll(static_cast<long long>(bad)) - 1].keys;
+            const nsa__cuda_key_span reads = table[__ffs(static_cast<int>(bad)) - 1].keys;
 #pragma unroll
             for (int h = 0; h < 2; h++)
                 bad_key[h] |= key + 8 * h >= reads.begin && key + 8 * h < reads.end;
         }
-        float s[BLOCK_M / 8][4], dp[BLOCK_M / 8][4];
-        nsa__cuda_product_nt_begin<T, DK, BLOCK_M, BLOCK_N>(s, k, warp_row, q);
-        nsa__cuda_product_nt_begin<T, DV, BLOCK_M, BLOCK_N>(dp, v, warp_row, dout);
         if (step + 1 < steps) stage_rows(step + 1);
         nsa__cuda_reader_rows<BLOCK_M>(tables[(step + 2) % 3], queries, indices, params, at, work);
         nsa__cp_async_commit();
-        bool sees = false, whole = true;
-#pragma unroll
-        for (int r = 0; r < BLOCK_M; r += 32) {
-            const nsa__cuda_key_span keys = table[(r + lane) % BLOCK_M].keys;
-            sees |= keys.begin < first_key + 16 && keys.end > first_key;
-            whole &= keys.begin <= first_key && keys.end >= first_key + 16;
-        }
-        whole = __all_sync(0xffffffffu, whole);
-        nsa__cuda_product_nt_await<T, BLOCK_M, 1>(s);
-        nsa__cuda_product_nt_await<T, BLOCK_M, 0>(dp);
-        if (!nsa__cuda_takes_part<T, BLOCK_M>(sees && first_key < work.end, true)) continue;
-        nsa__cuda_product_nt_finish<T, DK, BLOCK_M, BLOCK_N>(s, k, warp_row, q);
-        uint32_t p[BLOCK_M / 16 ? BLOCK_M / 16 : 1][4], ds[BLOCK_M / 16 ? BLOCK_M / 16 : 1][4];
+        const nsa__cuda_key_span keys = table[lane % BLOCK_M].keys;
+        const bool sees = keys.begin < first_key + 16 && keys.end > first_key;
+        const bool whole =
+            __all_sync(0xffffffffu, keys.begin <= first_key && keys.end >= first_key + 16);
+        if (!__any_sync(0xffffffffu, sees && first_key < work.end)) continue;
+        float s[BLOCK_M / 8][4], dp[BLOCK_M / 8][4];
+        nsa__cuda_product_nt<T, DK, BLOCK_M, BLOCK_N>(s, k, warp_row, q);
         nsa__cuda_dkv_p(s, table, key, params.scale2, whole);
-        nsa__cuda_product_nn_begin<T, BLOCK_M, NV>(dv, p, s, dout, split * NV);
-        nsa__cuda_product_nt_finish<T, DV, BLOCK_M, BLOCK_N>(dp, v, warp_row, dout);
+        nsa__cuda_product_nt<T, DV, BLOCK_M, BLOCK_N>(dp, v, warp_row, dout);
         nsa__cuda_dkv_ds(s, dp, table);
-        nsa__cuda_product_nn_begin<T, BLOCK_M, NK>(dk, ds, dp, q, split * NK);
-        nsa__cuda_product_nn_await<T, BLOCK_M, NV, 1>(dv);
-        nsa__cuda_product_nn_await<T, BLOCK_M, NK, 0>(dk);
-        nsa__cuda_product_nn_finish<T, BLOCK_M, NV>(dv, s, dout, split * NV);
-        nsa__cuda_product_nn_finish<T, BLOCK_M, NK>(dk, dp, q, split * NK);
+        nsa__cuda_product_nn<T, BLOCK_M, NV>(dv, s, dout, split * NV);
+        nsa__cuda_product_nn<T, BLOCK_M, NK>(dk, dp, q, split * NK);
     }
     nsa__cp_async_wait<0>(); /* the tables of steps behind the last */
     const int key = first_key + lane / 4, column = lane % 4 * 2;
@@ -820,32 +662,48 @@ static __global__ void nsa__cuda_attend_parts_kernel(nsa__cuda_attend_params par
 }
 
 template <typename T, int DK, int DV> struct nsa__cuda_dkv_launch {
-    template <int HOPPER>
-    static nsa_status launch_as(nsa__cuda_attend_params params, cudaStream_t stream) {
-        using shape = nsa__cuda_dkv_shape<T, DK, DV, HOPPER>;
+    /* By a kernel that keeps `keys` keys: dk and dv, then the sums of what has several parts. */
+    static nsa_status launch_tiles(nsa__cuda_attend_params params,
+                                   void (*kernel)(nsa__cuda_attend_params), int keys, int threads,
+                                   int bytes, cudaStream_t stream) {
         const bool slc = params.branch == NSA__KEYS_SLC;
-        nsa__cuda_extent tiles = nsa__cuda_key_tiles(&params, shape::TILE, 1);
+        nsa__cuda_extent tiles = nsa__cuda_key_tiles(&params, keys, 1);
         dim3 grid;
         if (tiles.each == 0) return NSA_OK;
         nsa_status s = nsa__cuda_attend_grid(
             &params,
-            slc ? nsa__cuda_reader_tiles(&params,
-                                         nsa__cuda_ceil_div(params.d.slc_block, shape::TILE))
-                : nsa__cuda_key_tiles(&params, shape::TILE, params.max_parts),
+            slc ? nsa__cuda_reader_tiles(&params, nsa__cuda_ceil_div(params.d.slc_block, keys))
+                : nsa__cuda_key_tiles(&params, keys, params.max_parts),
             &grid);
         if (s != NSA_OK) return s;
-        s = nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_dkv_kernel<T, DK, DV>, grid,
-                                        dim3(shape::THREADS), shape::BYTES, stream, params));
+        s = nsa__cuda_status(NSA_LAUNCH(kernel, grid, dim3(threads), bytes, stream, params));
         if (s != NSA_OK || !params.partial_dkv) return s;
         if (slc) tiles = nsa__cuda_key_tiles(&params, params.d.slc_block, 1);
         if ((s = nsa__cuda_attend_grid(&params, tiles, &grid)) != NSA_OK) return s;
         return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_attend_parts_kernel, grid,
                                            dim3(NSA__ATTEND_PARTS_THREADS), 0, stream, params,
-                                           int{shape::TILE}));
+                                           keys));
+    }
+    template <int HOPPER>
+    static nsa_status launch_as(const nsa__cuda_attend_params &params, cudaStream_t stream) {
+        using shape = nsa__cuda_dkv_shape<T, DK, DV, HOPPER>;
+        return launch_tiles(params, nsa__cuda_attend_dkv_kernel<T, DK, DV>, shape::TILE,
+                            shape::THREADS, shape::BYTES, stream);
+    }
+    template <bool LISTS>
+    static nsa_status launch_pipe(const nsa__cuda_attend_params &params, cudaStream_t stream) {
+        using shape = nsa__cuda_dkv_pipe<T, DK, DV, LISTS>;
+        return launch_tiles(params, nsa__cuda_attend_dkv_sm90_kernel<T, DK, DV, LISTS>,
+                            shape::BLOCK_N, shape::CONSUMERS + shape::PRODUCERS, shape::BYTES,
+                            stream);
     }
     static nsa_status launch(const nsa__cuda_attend_params &params, cudaStream_t stream) {
         bool hopper;
         NSA__CHECK(nsa__cuda_on_hopper(&hopper));
+        if constexpr (nsa__cuda_dkv_pipe<T, DK, DV>::value)
+            if (hopper)
+                return params.branch == NSA__KEYS_SLC ? launch_pipe<true>(params, stream)
+                                                      : launch_pipe<false>(params, stream);
         return hopper ? launch_as<1>(params, stream) : launch_as<0>(params, stream);
     }
 };

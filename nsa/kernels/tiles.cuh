@@ -63,7 +63,7 @@ template <typename T, int D, int THREADS> struct nsa__cuda_tile_share {
 template <typename T, int D, int ROWS, int THREADS, typename Source>
 NSA__DEVICE void nsa__cuda_tile_copy(T *tile, int width, const T *any, Source source) {
     using share = nsa__cuda_tile_share<T, D, THREADS>;
-    const int thread = static_cast<int>(threadIdx.x) % THREADS, chunk = thread % share::CHUNKS;
+    const int thread = static_cast<int>(threadIdx.x % THREADS), chunk = thread % share::CHUNKS;
     if (thread >= share::STEP * share::CHUNKS) return;
 #pragma unroll 1
     for (int row = thread / share::CHUNKS; row < ROWS; row += share::STEP) {
@@ -81,7 +81,7 @@ NSA__DEVICE void nsa__cuda_tile_copy_rows(T *tile, int width, const T *from, int
                                           int count) {
     using share = nsa__cuda_tile_share<T, D, THREADS>;
     constexpr int size = nsa__cuda_piece<T>::size;
-    const int thread = static_cast<int>(threadIdx.x) % THREADS, chunk = thread % share::CHUNKS;
+    const int thread = static_cast<int>(threadIdx.x % THREADS), chunk = thread % share::CHUNKS;
     const int first = thread / share::CHUNKS;
     const int there = chunk * size < width ? count : 0;
     if (thread >= share::STEP * share::CHUNKS) return;
@@ -101,7 +101,7 @@ template <typename T, int D, int ROWS, int THREADS, typename Source>
 NSA__DEVICE void nsa__cuda_tile_round(T *tile, int width, nsa_dtype dtype, Source source) {
     using share = nsa__cuda_tile_share<T, D, THREADS>;
     constexpr int size = nsa__cuda_piece<T>::size;
-    const int thread = static_cast<int>(threadIdx.x) % THREADS, chunk = thread % share::CHUNKS;
+    const int thread = static_cast<int>(threadIdx.x % THREADS), chunk = thread % share::CHUNKS;
     if (thread >= share::STEP * share::CHUNKS) return;
 #pragma unroll 1
     for (int row = thread / share::CHUNKS; row < ROWS; row += share::STEP) {
@@ -122,7 +122,10 @@ NSA__DEVICE void nsa__cuda_tile_round(T *tile, int width, nsa_dtype dtype, Sourc
 template <typename T, int D, int ROWS, int THREADS>
 NSA__DEVICE void nsa__cuda_tile_zero(T *tile, uint64_t mask) {
     constexpr int chunks = D / nsa__cuda_piece<T>::size;
-    for (int i = static_cast<int>(threadIdx.x) % THREADS; i < ROWS * chunks; i += THREADS)
+#if NSA__USES_WGMMA /* where it would take a main loop's registers; others have them to spare */
+#pragma unroll 1
+#endif
+    for (int i = static_cast<int>(threadIdx.x % THREADS); i < ROWS * chunks; i += THREADS)
         if (mask >> (i / chunks) & 1)
             *reinterpret_cast<uint4 *>(nsa__cuda_tile_at<T, ROWS>(tile, i / chunks, i % chunks)) =
                 make_uint4(0, 0, 0, 0);
@@ -224,26 +227,16 @@ NSA__DEVICE void nsa__cuda_product_nt(float (&c)[N / 8][4], T *a, int a_row, T *
 }
 
 /* c[16][N] += p b: p[16][K] is a product as it lies, b's all K rows and columns
-   `column` .. column + N - 1, from a panel's begin. For tensor cores p is rounded to T. In the same
-   steps; `a` keeps the rounded p of a product that is under way. */
+   `column` .. column + N - 1, from a panel's begin. For tensor cores p is rounded to T. */
 template <typename T, int K, int N>
-NSA__DEVICE void nsa__cuda_product_nn_begin(float (&c)[N / 8][4],
-                                            uint32_t (&a)[K / 16 ? K / 16 : 1][4],
-                                            const float (&p)[K / 8][4], T *b, int column) {
-    if constexpr (nsa__cuda_uses_warpgroup<T, K>::value)
-        nsa__cuda_warpgroup_begin_nn<T, K, N>(c, a, p, b + column * K);
-}
-template <typename T, int K, int N, int PENDING>
-NSA__DEVICE void nsa__cuda_product_nn_await(float (&c)[N / 8][4]) {
-    if constexpr (nsa__cuda_uses_warpgroup<T, K>::value) nsa__cuda_warpgroup_await<N, PENDING>(c);
-}
-template <typename T, int K, int N>
-NSA__DEVICE void nsa__cuda_product_nn_finish(float (&c)[N / 8][4], const float (&p)[K / 8][4], T *b,
-                                             int column) {
+NSA__DEVICE void nsa__cuda_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4], T *b,
+                                      int column) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     T *const from = b + column * K;
     if constexpr (nsa__cuda_uses_warpgroup<T, K>::value) {
-        /* awaited: c is the product */
+        uint32_t a[K / 16][4];
+        nsa__cuda_warpgroup_begin_nn<T, K, N>(c, a, p, from);
+        nsa__cuda_warpgroup_await<N, 0>(c);
     } else if constexpr (sizeof(T) == 2) {
         const int b_at = nsa__cuda_tile_offset<T, K>(lane % 16, lane / 16);
 #pragma unroll
@@ -282,15 +275,6 @@ NSA__DEVICE void nsa__cuda_product_nn_finish(float (&c)[N / 8][4], const float (
                     }
                 }
     }
-}
-
-template <typename T, int K, int N>
-NSA__DEVICE void nsa__cuda_product_nn(float (&c)[N / 8][4], const float (&p)[K / 8][4], T *b,
-                                      int column) {
-    uint32_t a[K / 16 ? K / 16 : 1][4];
-    nsa__cuda_product_nn_begin<T, K, N>(c, a, p, b, column);
-    nsa__cuda_product_nn_await<T, K, N, 0>(c);
-    nsa__cuda_product_nn_finish<T, K, N>(c, p, b, column);
 }
 
 #endif

@@ -40,8 +40,9 @@ PLAIN = (["-O1"], {"NSA_SIMT_ASYNC": "late"})
 CHECK = (["-O1", "-g1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"],
          {"NSA_SIMT_SCHEDULE": "random", "NSA_SIMT_SEED": "7", "NSA_SIMT_PREEMPT": "500"})
 WGMMA = ["-DNSA__SIMT_WGMMA"]
-MODES = {"plain": PLAIN, "check": CHECK, "wgmma": (PLAIN[0] + WGMMA, PLAIN[1]),
-         "wgmma_check": (CHECK[0] + WGMMA, CHECK[1]),
+PARTS = "NSA__SLC_PART_ROWS=1024"  # so that a block's readers take several steps of both consumers
+MODES = {"plain": PLAIN, "check": CHECK, "wgmma": (PLAIN[0] + WGMMA, PLAIN[1], PARTS),
+         "wgmma_check": (CHECK[0] + WGMMA, CHECK[1], PARTS),
          "wgmma_wide": (PLAIN[0] + WGMMA, PLAIN[1], "NSA_CUDA_MAX_DIM=128"),
          "long_runs": (*PLAIN, "NSA__DECODE_RUN_KEYS=128")}
 # What a test needs of nsa/kernels.

@@ -198,22 +198,25 @@ static work gathered_side(const problem &p, bool backward) {
     return w;
 }
 
-/* A tile of 64 keys is brought in once, and then, once, every row that may read one of them, with
-   three floats of its terms and, of slc, the number of its query. */
+/* A tile of 64 keys, or 128 that two warpgroups share, is brought in once, and then, once, every
+   row that may read one of them, with three floats of its terms and, of slc without a producer, the
+   number of its query. */
 static uint64_t key_side_bytes(const problem &p, branch_keys keys) {
     uint64_t bytes = 0;
     const nsa_desc &d = p.d;
+    const bool pipe = TOGETHER == 64;
     const int G = d.heads / d.kv_heads, both = d.dim + d.dim_v;
     const int of = keys == CMP ? nsa_cmp_count(&d, d.tokens) : d.tokens;
+    const int kept = pipe && keys != SLC ? 2 * KEYS : KEYS;
     for (int kv_head = 0; kv_head < d.kv_heads; kv_head++)
-        for (int begin = 0; begin < of; begin += KEYS) {
-            const tile t = {begin, std::min(begin + KEYS, of)};
+        for (int begin = 0; begin < of; begin += kept) {
+            const tile t = {begin, std::min(begin + kept, of)};
             int readers = 0;
             for (int query = 0; query < d.tokens; query++)
                 readers += sees(p, keys, kv_head, query, t);
             if (readers)
                 bytes += 2u * static_cast<unsigned>((t.end - t.begin + readers * G) * both) +
-                         (keys == SLC ? 16u : 12u) * static_cast<unsigned>(readers * G);
+                         (keys == SLC && !pipe ? 16u : 12u) * static_cast<unsigned>(readers * G);
         }
     return bytes;
 }
