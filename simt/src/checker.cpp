@@ -17,6 +17,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 #include <unordered_map>
 #include <vector>
 
@@ -71,14 +72,20 @@ uint32_t epoch_of(stamp s) {
 /* ---- Sets of stamps: interned, for many bytes have the same readers ----------------------- */
 
 /* Forgotten at every barrier of the block: all that is in them is ordered before what follows. */
-std::vector<std::vector<stamp>> sets;
+struct stamp_set {
+    size_t first, count; /* of `members`, in order */
+};
+std::vector<stamp_set> sets;
+std::vector<stamp> members;
 std::unordered_map<uint64_t, uint32_t> joined; /* (set or stamp, stamp) -> set */
 std::unordered_multimap<uint64_t, uint32_t> by_content;
 uint32_t first_set = 0;
 
 void forget_sets() {
+    if (joined.empty()) return; /* sets come of joins alone */
     first_set += static_cast<uint32_t>(sets.size());
     sets.clear();
+    members.clear();
     joined.clear();
     by_content.clear();
 }
@@ -99,22 +106,30 @@ template <typename F> void each(stamp s, F f) {
     }
     const uint32_t number = s & ~(is_set | is_atomic | set_reads);
     if (number < first_set) return;
-    for (const stamp member : sets[number - first_set]) f(member);
+    const stamp_set set = sets[number - first_set];
+    for (size_t i = 0; i < set.count; i++) f(members[set.first + i]);
 }
 
-stamp intern(std::vector<stamp> members) {
-    std::sort(members.begin(), members.end());
-    uint64_t hash = members.size();
+/* The number of the set of all members from `first` on, which become its own unless there is one. */
+stamp intern(size_t first) {
+    const size_t count = members.size() - first;
+    uint64_t hash = count;
     stamp flags = is_set;
-    for (const stamp m : members) {
-        hash = (hash ^ m) * 0x9e3779b97f4a7c15ull;
-        flags |= m & is_atomic ? is_atomic : set_reads;
+    for (size_t i = first; i < members.size(); i++) {
+        hash = (hash ^ members[i]) * 0x9e3779b97f4a7c15ull;
+        flags |= members[i] & is_atomic ? is_atomic : set_reads;
     }
     const auto range = by_content.equal_range(hash);
-    for (auto it = range.first; it != range.second; ++it)
-        if (sets[it->second - first_set] == members) return flags | it->second;
+    for (auto it = range.first; it != range.second; ++it) {
+        const stamp_set other = sets[it->second - first_set];
+        if (other.count != count ||
+            memcmp(&members[other.first], &members[first], count * sizeof(stamp)) != 0)
+            continue;
+        members.resize(first);
+        return flags | it->second;
+    }
     const uint32_t number = first_set + static_cast<uint32_t>(sets.size());
-    sets.push_back(std::move(members));
+    sets.push_back({first, count});
     by_content.emplace(hash, number);
     return flags | number;
 }
@@ -130,11 +145,19 @@ stamp join(stamp old, stamp mine, unsigned me) {
     const uint64_t key = uint64_t(old) << 32 | mine;
     const auto found = joined.find(key);
     if (found != joined.end()) return found->second;
-    std::vector<stamp> members = {mine};
+    const size_t first = members.size();
+    bool placed = false;
     each(old, [&](stamp s) {
-        if (!superfluous(s)) members.push_back(s);
+        if (!placed && mine < s) members.push_back(mine);
+        placed = placed || mine <= s;
+        if (s == mine || !superfluous(s)) members.push_back(s);
     });
-    const stamp result = members.size() == 1 ? mine : intern(std::move(members));
+    if (!placed) members.push_back(mine);
+    stamp result = mine;
+    if (members.size() - first == 1)
+        members.resize(first);
+    else
+        result = intern(first);
     joined.emplace(key, result);
     return result;
 }

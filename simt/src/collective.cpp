@@ -12,8 +12,13 @@ phrase hex(uint32_t mask) {
     return text("0x%08x", mask);
 }
 
+/* Names are literals: mostly one and the same. */
+bool same_text(const char *a, const char *b) {
+    return a == b || !strcmp(a, b);
+}
+
 bool same_place(site a, site b) {
-    return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file));
+    return a.line == b.line && same_text(a.file, b.file);
 }
 
 /* Two groups of lanes are in each other's way only if each waits for a lane of the other; a group
@@ -27,7 +32,7 @@ gathering *find_gathering(warp &w, const thread &me, uint32_t mask, const char *
                           name, hex(mask).c_str(), hex(g.arrived & mask).c_str(), g.name,
                           hex(g.mask).c_str()) +
                          place(g.at));
-        if (strcmp(g.name, name) != 0 || !same_place(g.at, at))
+        if (!same_text(g.name, name) || !same_place(g.at, at))
             fail(at, text("%s with mask %s: lanes %s of it wait in %s at ", name, hex(mask).c_str(),
                           hex(g.arrived).c_str(), g.name) +
                          place(g.at));
@@ -101,7 +106,7 @@ void check_arrival(const barrier &b, int id, int threads, bool whole_block, cons
         fail(at, text("%s expects %d threads, but barrier %d has begun with %d at ", name, threads,
                       id, b.expected) +
                      place(b.at));
-    if (whole_block && (strcmp(b.name, name) != 0 || !same_place(b.at, at)))
+    if (whole_block && (!same_text(b.name, name) || !same_place(b.at, at)))
         fail(at, text("%s: other threads of the block wait in %s at ", name, b.name) + place(b.at));
 }
 

@@ -109,11 +109,13 @@ void fiber_prepare(fiber &f, size_t depth, void (*entry)()) {
     arrange(f, entry);
 }
 
-__attribute__((no_sanitize("address"))) size_t fiber_depth(const fiber &f) {
+__attribute__((no_sanitize("address"))) size_t fiber_depth(const fiber &f, size_t filled,
+                                                           size_t watched) {
+    const uint64_t *const lowest =
+        reinterpret_cast<const uint64_t *>(f.stack + f.stack_bytes - filled);
     size_t untouched = 0;
-    const unsigned char *lowest = f.stack + f.stack_bytes - fiber_filled;
-    while (untouched < fiber_filled && lowest[untouched] == 0xff) untouched++;
-    return fiber_filled - untouched;
+    while (untouched < watched / 8 && lowest[untouched] == ~uint64_t(0)) untouched++;
+    return untouched < watched / 8 ? filled - 8 * untouched : 0;
 }
 
 void fiber_abandon(fiber &f) {

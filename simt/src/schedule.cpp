@@ -95,8 +95,10 @@ void thread_main() {
     __builtin_unreachable();
 }
 
-/* Bytes of stack that a kernel's threads use: of its first block, which stands for the others, and
-   as much again. What is filled for each thread of each block is a third of some tests' time. */
+/* Bytes of stack that a kernel's threads use: of its first block, with an eighth and a margin more; a
+   block that comes into the margin makes it twice as much. What is filled for each thread of each
+   block is a fifth of some tests' time. */
+constexpr size_t depth_margin = 256;
 std::unordered_map<const void *, size_t> depths;
 
 size_t depth_of_kernel() {
@@ -104,12 +106,22 @@ size_t depth_of_kernel() {
     return known == depths.end() ? fiber_filled : known->second;
 }
 
-void note_depth() {
-    if (depths.count(the.request.kernel)) return;
+size_t deepest_thread(size_t filled, size_t watched) {
     size_t deepest = 0;
     for (int i = 0; i < the.thread_count; i++)
-        deepest = std::max(deepest, fiber_depth(the.threads[i].run));
-    depths[the.request.kernel] = std::min(2 * deepest, fiber_filled);
+        deepest = std::max(deepest, fiber_depth(the.threads[i].run, filled, watched));
+    return deepest;
+}
+
+void note_depth() {
+    const auto known = depths.find(the.request.kernel);
+    if (known == depths.end()) {
+        const size_t deepest = deepest_thread(fiber_filled, fiber_filled);
+        const size_t depth = (deepest + deepest / 8 + depth_margin + 63) / 64 * 64;
+        depths[the.request.kernel] = std::min(depth, fiber_filled);
+    } else if (deepest_thread(known->second, depth_margin)) {
+        known->second = std::min(2 * known->second, fiber_filled);
+    }
 }
 
 void prepare_threads() {

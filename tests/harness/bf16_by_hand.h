@@ -10,6 +10,16 @@ NSA__INLINE NSA__COMPILED nsa__by_hand_bits nsa__by_hand_flushed(nsa__by_hand_bi
     return x & ((nsa__by_hand_bits)((x & 0x7f800000u) != 0) | 0x80000000u);
 }
 
+/* x y where that leaves the range of f32, is subnormal or is no number: those lanes by fmaf. A function
+   of its own, because lanes taken by index keep the vectors in memory, which sanitizers then watch. */
+static NSA__COMPILED __attribute__((noinline)) nsa__by_hand
+nsa__by_hand_rare(nsa__by_hand sum, nsa__by_hand a, nsa__by_hand b, nsa__by_hand_bits beyond) {
+    nsa__by_hand result = sum + a * b;
+    for (int i = 0; i < 4; i++)
+        if (beyond[i]) result[i] = fmaf(a[i], b[i], sum[i]);
+    return result;
+}
+
 /* sum + x y with one rounding, before the result is flushed. The product of two numbers of bf16 is
    exact in f32 unless it leaves the range; then it takes fmaf. */
 NSA__INLINE NSA__COMPILED nsa__by_hand nsa__by_hand_add(nsa__by_hand sum, nsa__by_hand_bits x,
@@ -21,8 +31,7 @@ NSA__INLINE NSA__COMPILED nsa__by_hand nsa__by_hand_add(nsa__by_hand sum, nsa__b
         (nsa__by_hand_bits)((exponent == 0) & ((x << 1) != 0) & ((y << 1) != 0));
     const nsa__by_hand_halves any = (nsa__by_hand_halves)beyond;
     nsa__by_hand result = sum + product;
-    for (int i = 0; (any[0] | any[1]) && i < 4; i++)
-        if (beyond[i]) result[i] = fmaf(a[i], b[i], sum[i]);
+    if (any[0] | any[1]) result = nsa__by_hand_rare(sum, a, b, beyond);
     return (nsa__by_hand)nsa__by_hand_flushed((nsa__by_hand_bits)result);
 }
 
