@@ -46,7 +46,8 @@ foreach(target IN ITEMS nsa_simt nsa_simt_fiber nsa_simt_fiber_ucontext)
     target_link_libraries(${target} PRIVATE nsa_simt_language)
 endforeach()
 
-set(nsa_simt_options_plain -O2)
+# Kernels are most of what is compiled, and little of what then runs.
+set(nsa_simt_options_plain "$<$<COMPILE_LANGUAGE:C>:-O2>" "$<$<COMPILE_LANGUAGE:CXX>:-O1>")
 # A caller in C may leave any number in an enum, and is to be refused by name.
 set(nsa_simt_options_asan -O1 -fno-omit-frame-pointer -fsanitize=address,undefined
     -fno-sanitize=enum -fno-sanitize-recover=all)
