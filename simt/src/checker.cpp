@@ -110,7 +110,8 @@ template <typename F> void each(stamp s, F f) {
     for (size_t i = 0; i < set.count; i++) f(members[set.first + i]);
 }
 
-/* The number of the set of all members from `first` on, which become its own unless there is one. */
+/* The number of the set of all members from `first` on. They become its own unless there is such
+   a set already. */
 stamp intern(size_t first) {
     const size_t count = members.size() - first;
     uint64_t hash = count;

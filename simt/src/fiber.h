@@ -22,8 +22,8 @@ constexpr size_t fiber_filled = 16 * 1024;
    what it runs when first switched to. */
 void fiber_prepare(fiber &f, size_t depth, void (*entry)());
 
-/* How many of the `filled` bytes its run has used, which fiber_prepare had filled; 0 if it has left the
-   lowest `watched` of them alone. Both are multiples of 64. */
+/* How many of the `filled` bytes its run has used, which fiber_prepare had filled; 0 if it has left
+   the lowest `watched` of them alone. Both are multiples of 64. */
 size_t fiber_depth(const fiber &f, size_t filled, size_t watched);
 
 /* Leaves `from`, enters `to`. `gone`: `from` will never be entered again as it stands. */

@@ -95,9 +95,9 @@ void thread_main() {
     __builtin_unreachable();
 }
 
-/* Bytes of stack that a kernel's threads use: of its first block, with an eighth and a margin more; a
-   block that comes into the margin makes it twice as much. What is filled for each thread of each
-   block is a fifth of some tests' time. */
+/* Bytes of stack that a kernel's threads use: of its first block, with an eighth and a margin more;
+   a block that comes into the margin makes it twice as much. What is filled for each thread of
+   each block is a fifth of some tests' time. */
 constexpr size_t depth_margin = 256;
 std::unordered_map<const void *, size_t> depths;
 

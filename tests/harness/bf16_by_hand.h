@@ -10,8 +10,8 @@ NSA__INLINE NSA__COMPILED nsa__by_hand_bits nsa__by_hand_flushed(nsa__by_hand_bi
     return x & ((nsa__by_hand_bits)((x & 0x7f800000u) != 0) | 0x80000000u);
 }
 
-/* x y where that leaves the range of f32, is subnormal or is no number: those lanes by fmaf. A function
-   of its own, because lanes taken by index keep the vectors in memory, which sanitizers then watch. */
+/* sum + x y with one rounding in the lanes of `beyond`. A function of its own, because lanes taken
+   by index keep the vectors in memory, which sanitizers then watch. */
 static NSA__COMPILED __attribute__((noinline)) nsa__by_hand
 nsa__by_hand_rare(nsa__by_hand sum, nsa__by_hand a, nsa__by_hand b, nsa__by_hand_bits beyond) {
     nsa__by_hand result = sum + a * b;
