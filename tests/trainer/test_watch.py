@@ -8,6 +8,8 @@ import concurrent.futures
 import fcntl
 import json
 import os
+import pathlib
+import re
 import resource
 import signal
 import subprocess
@@ -89,6 +91,27 @@ def test_asked_where_it_is(text):
     check(metrics["verdict"] == "stopped by SIGTERM" and metrics["exit_code"] == 143, metrics)
     saved = json.loads((out / "checkpoints/latest/state.json").read_text())["content"]["state"]["step"]
     check(saved == metrics["steps_done"] > lines, saved, metrics)
+
+
+def test_asked_all_the_time(text):
+    """Signals at any moment leave the run as it was. A product's kernel may keep its stack pointer in the heap
+    (signals.h): handlers on that stack ended a run by the 120th dump, and no thread but one may get any."""
+    out, run = runs.start("often", "--data", text, "--steps", 1000000, "--threads", 2)
+    stack = out / "stack_rank0.txt"
+    wait_for("a step", lambda: (out / "training.csv").exists() and (out / "training.csv").read_text().count("\n") > 2)
+    for _ in range(400):
+        size = stack.stat().st_size if stack.exists() else 0
+        run.send_signal(signal.SIGUSR1)
+        wait_for("a dump", lambda: run.poll() is not None or (stack.exists() and stack.stat().st_size > size))
+        check(run.poll() is None, run.returncode, (runs.root / "often.log").read_text())
+    if os.path.isdir(f"/proc/{run.pid}/task"):
+        masks = [re.search(r"SigBlk:\s*(\w+)", (task / "status").read_text())[1]
+                 for task in pathlib.Path(f"/proc/{run.pid}/task").iterdir()]
+        said = (runs.root / "often.log").read_text()
+        asked = sum(1 << (number - 1) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
+        check("OpenBLAS" in said or [int(mask, 16) & asked for mask in masks].count(0) == 1, masks)
+    run.send_signal(signal.SIGTERM)
+    check(run.wait(120) == 128 + signal.SIGTERM, run.returncode)
 
 
 def test_halt_from_outside(text):
@@ -200,6 +223,7 @@ with concurrent.futures.ThreadPoolExecutor() as beside:
     test_anomalies(corpus)
     test_gates_by_layer(corpus)
     test_asked_where_it_is(corpus)
+    test_asked_all_the_time(corpus)
     test_halt_from_outside(corpus)
     test_closed_output(corpus)
     test_stalled_reader(corpus)

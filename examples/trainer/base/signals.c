@@ -9,7 +9,8 @@
 static int requested; /* atomic: handlers and threads ask, the training thread looks */
 static void (*volatile last_words)(int number);
 
-/* Room for a handler where the stack itself has run out. */
+/* Where the training thread's handlers run: its own stack may have run out, or be hidden while a
+   library's kernel computes (signals.h). */
 static char other_stack[65536];
 
 static const struct {
@@ -48,18 +49,36 @@ static void handle(int number, void (*handler)(int), int flags) {
     sigaction(number, &a, NULL);
 }
 
+static const int polite[] = {SIGTERM, SIGINT, SIGHUP};
 static const int fatal[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGQUIT, SIGXCPU};
 
 void signals_install(void (*last)(int number)) {
-    static const int polite[] = {SIGTERM, SIGINT, SIGHUP};
     stack_t stack = {.ss_sp = other_stack, .ss_size = sizeof other_stack};
     last_words = last;
     sigaltstack(&stack, NULL);
     for (size_t i = 0; i < sizeof polite / sizeof polite[0]; i++)
-        handle(polite[i], ask, SA_RESTART);
+        handle(polite[i], ask, SA_RESTART | SA_ONSTACK);
     for (size_t i = 0; i < sizeof fatal / sizeof fatal[0]; i++) handle(fatal[i], die, SA_ONSTACK);
     handle(SIGPIPE, SIG_IGN, 0);
     handle(SIGXFSZ, SIG_IGN, 0);
+}
+
+static void *receive(void *unused) {
+    for (;;) pause();
+    return unused;
+}
+
+bool signals_begin(fault *f) {
+    pthread_t thread;
+    sigset_t elsewhere;
+    errno = pthread_create(&thread, NULL, receive, NULL);
+    if (errno) return fault_errno(f, "cannot start the thread that receives signals");
+    pthread_detach(thread);
+    sigemptyset(&elsewhere);
+    for (size_t i = 0; i < sizeof polite / sizeof polite[0]; i++) sigaddset(&elsewhere, polite[i]);
+    sigaddset(&elsewhere, SIGUSR1);
+    pthread_sigmask(SIG_BLOCK, &elsewhere, NULL);
+    return true;
 }
 
 void signals_ask(int number) {

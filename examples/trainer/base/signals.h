@@ -1,12 +1,20 @@
 /* signals.h - what signals do to a run. SIGTERM, SIGINT and SIGHUP ask it to save and end, which it
    looks at after each step; a second one ends it at once. SIGPIPE and SIGXFSZ are ignored, so that
-   a write that cannot be done fails with a message. Twin: signals.c. */
+   a write that cannot be done fails with a message. Twin: signals.c.
+
+   No handler may run on the stack of a thread that computes: a library's compiled kernels may point
+   the stack pointer into their workspace (oneDNN's f32 products do), and what a handler puts below
+   it would then overwrite the heap. */
 #ifndef SIGNALS_H
 #define SIGNALS_H
 
 #include <pthread.h>
 
 #include "base/fault.h"
+
+/* From here on SIGTERM, SIGINT, SIGHUP and SIGUSR1 reach a thread of their own, and neither the
+   calling thread nor those that it starts. Called before OpenMP starts any. */
+bool signals_begin(fault *f);
 
 /* Also for signals that a program dies of (a second SIGTERM, SIGSEGV, SIGABRT and the like): `last`
    is called first, and may do only what is safe in a signal handler. NULL: nothing. */

@@ -66,11 +66,18 @@ static void write_dump(int fd) {
 #endif
 }
 
+/* SIGUSR1 comes to any thread. SIGURG, which does nothing by itself, is how it is passed on. */
+void dump_ask(void) {
+    pthread_kill(training, SIGURG);
+}
+
+static void pass_on(int number) {
+    (void)number;
+    dump_ask();
+}
+
 static void handle(int number) {
-    if (!pthread_equal(pthread_self(), training)) {
-        pthread_kill(training, number);
-        return;
-    }
+    (void)number;
     int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (fd < 0) return;
     write_dump(fd);
@@ -78,17 +85,17 @@ static void handle(int number) {
     __atomic_add_fetch(&written, 1, __ATOMIC_RELEASE);
 }
 
-static bool set_handler(void (*handler)(int)) {
+static bool set_handler(int number, void (*handler)(int)) {
     struct sigaction a;
     memset(&a, 0, sizeof a);
     a.sa_handler = handler;
-    a.sa_flags = SA_RESTART;
+    a.sa_flags = SA_RESTART | SA_ONSTACK; /* not on the thread's own stack: signals.h */
     sigemptyset(&a.sa_mask);
-    return !sigaction(SIGUSR1, &a, NULL);
+    return !sigaction(number, &a, NULL);
 }
 
 void dump_prepare(void) {
-    set_handler(SIG_IGN);
+    set_handler(SIGUSR1, SIG_IGN);
 }
 
 bool dump_install(const char *folder, int64_t rank, fault *f) {
@@ -101,15 +108,12 @@ bool dump_install(const char *folder, int64_t rank, fault *f) {
 #endif
     rank_here = rank;
     training = pthread_self();
-    return set_handler(handle) || fault_errno(f, "SIGUSR1 cannot be handled");
+    return (set_handler(SIGURG, handle) && set_handler(SIGUSR1, pass_on)) ||
+           fault_errno(f, "SIGUSR1 cannot be handled");
 }
 
 void dump_step(int64_t step) {
     __atomic_store_n(&step_now, step, __ATOMIC_RELAXED);
-}
-
-void dump_ask(void) {
-    pthread_kill(training, SIGUSR1);
 }
 
 int dump_count(void) {
