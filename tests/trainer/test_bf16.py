@@ -1,14 +1,16 @@
 """Whole runs in bf16, their linear maps multiplied as f32 and, with bf16_units.c, as bf16: repeated, resumed, computed
-again and shared between ranks, to the bit; accumulated, to rounding.
+again and shared between ranks, to the bit; accumulated, to rounding. And scripts/precision.py, which compares.
 
 usage: test_bf16.py TRAIN_TINY FOLDER UNITS [TRAIN_125M LAUNCHER...]; UNITS is bf16_units.c's library, or none. Twins:
 ops_half.c, gemm_bf16.c.
 """
+import json
 import os
+import pathlib
 import subprocess
 import sys
 
-from runs import Runs, check, done
+from runs import SMALL, Runs, check, done
 
 SKIPPED = 77  # by bf16_units.c, where oneDNN emulates nothing
 program, folder, units, *ranks = sys.argv[1:]
@@ -50,6 +52,22 @@ def test_ranks(environment, alone):
     check(all(abs(a - b) < 2e-2 * a for a, b in zip(alone, losses(one))), alone, losses(one))
 
 
+def test_comparison():
+    script = [sys.executable, pathlib.Path(__file__).parents[2] / "scripts/precision.py"]
+    options = ["--seeds", 1, *SMALL, "--steps", 6, "--warmup-steps", 2, "--eval-every", 6, "--eval-batches", 1]
+    command = [str(x) for x in (*script, "train", program, TEXT[1], runs.root / "compared", *options)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    check(ran.returncode == 0 and ran.stderr.count(": ") == 4, ran)
+    again = subprocess.run(command, capture_output=True, text=True)
+    check(again.stderr == ran.stderr, again)
+    wrote = subprocess.run([*script, "write", runs.root / "compared"], capture_output=True, text=True)
+    rows = json.loads(wrote.stdout)["rows"]
+    check([(row["model"], row["precision"]) for row in rows] ==
+          [(model, precision) for model in ("quickstart", "12 layers") for precision in ("fp32", "bf16")], rows)
+    check(all(row["steps"] == 6 and 0.98 < row["over_fp32"] < 1.02 for row in rows), rows)
+    check([row["over_fp32"] == 1 for row in rows] == [True, False] * 2, rows)
+
+
 def units_are_there():
     ran = subprocess.run([program, *TEXT, "--precision", "bf16", "--check"], env=os.environ | {"LD_PRELOAD": units},
                          capture_output=True)
@@ -62,6 +80,7 @@ environment = {"LD_PRELOAD": units} if units != "none" and units_are_there() els
 if environment:
     as_bf16 = test_promises("units", "multiplied by this processor's units for bf16", environment)
     check(all(abs(a - b) < 2e-2 * a for a, b in zip(as_f32, as_bf16)), as_f32, as_bf16)
+test_comparison()
 if ranks:
     test_ranks(environment, as_f32)
 done()
