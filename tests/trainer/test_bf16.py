@@ -7,6 +7,7 @@ ops_half.c, gemm_bf16.c.
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -52,6 +53,24 @@ def test_ranks(environment, alone):
     check(all(abs(a - b) < 2e-2 * a for a, b in zip(alone, losses(one))), alone, losses(one))
 
 
+def test_packed(environment):
+    """--check counts the copies of weights: two for each matrix but the embedding, which is only looked up."""
+    def megabytes(*options):
+        ran = subprocess.run([program, *SMALL, *TEXT, "--check", *options], env=os.environ | environment,
+                             capture_output=True, text=True)
+        parameters = int(re.search(r"parameters: (\d+)", ran.stdout)[1])
+        return parameters, {name: float(size) for name, size in re.findall(r"^  (\w+) +([\d.]+)$", ran.stdout, re.M)}
+
+    options = ("--precision", "bf16", "--dim", "256")
+    parameters, narrow = megabytes(*options)
+    check(abs(narrow["weights"] - 6 * parameters / 2**20) < 0.1, narrow)
+    matrices = parameters - 256 * 256  # and some vectors
+    check(abs(4 * matrices / 2**20 - narrow["packed"]) < 0.1 if environment else narrow["packed"] == 0, narrow)
+    check(abs(sum(narrow.values()) - 2 * narrow["all"]) < 1, narrow)
+    _, wide = megabytes("--dim", "256")
+    check(wide["packed"] == 0, wide)
+
+
 def test_comparison():
     script = [sys.executable, pathlib.Path(__file__).parents[2] / "scripts/precision.py"]
     options = ["--seeds", 1, *SMALL, "--steps", 6, "--warmup-steps", 2, "--eval-every", 6, "--eval-batches", 1]
@@ -80,6 +99,7 @@ environment = {"LD_PRELOAD": units} if units != "none" and units_are_there() els
 if environment:
     as_bf16 = test_promises("units", "multiplied by this processor's units for bf16", environment)
     check(all(abs(a - b) < 2e-2 * a for a, b in zip(as_f32, as_bf16)), as_f32, as_bf16)
+test_packed(environment)
 test_comparison()
 if ranks:
     test_ranks(environment, as_f32)

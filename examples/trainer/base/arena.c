@@ -19,8 +19,8 @@ void arena_note(arena *a, purpose p, size_t bytes) {
 
 const char *purpose_name(purpose p) {
     static const char *const names[PURPOSES] = {
-        "weights", "gradients", "moments", "checkpoints", "activations",   "backward",
-        "logits",  "workspace", "batch",   "cache",       "communication", "snapshot",
+        "weights",   "gradients", "moments", "checkpoints",   "activations", "backward", "logits",
+        "workspace", "batch",     "cache",   "communication", "snapshot",    "packed",
     };
     return names[p];
 }

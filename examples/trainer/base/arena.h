@@ -19,6 +19,7 @@ typedef enum purpose {
     FOR_CACHE,         /* keys and values of the tokens that model_append has seen */
     FOR_COMMUNICATION, /* of several processes */
     FOR_SNAPSHOT,      /* the copy that is written while the run goes on */
+    FOR_PACKED,        /* weights once more, laid out as the products' library wants them */
     PURPOSES
 } purpose;
 

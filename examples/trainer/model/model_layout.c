@@ -518,6 +518,15 @@ static void note_communication(const model *m, arena *a) {
     arena_note(a, FOR_COMMUNICATION, bytes);
 }
 
+/* Products read a weight along its rows and along its columns; an embedding alone is not multiplied. */
+static void note_packed(const model *m, arena *a) {
+    const params *p = &m->params;
+    int64_t elements = 0;
+    for (int i = 0; i < p->length; i++)
+        if (p->list[i].dims == 2 && (i != m->embed || i == m->head)) elements += p->list[i].count;
+    arena_note(a, FOR_PACKED, (size_t)elements * (size_t)m->o->packed_bytes);
+}
+
 /* exp of it is 0 in every type, and so is its sigmoid. */
 static void shut_gates(model *m) {
     static const real closed[BRANCHES] = {0, 0, -10000};
@@ -545,6 +554,7 @@ bool model_open(model *m, const model_config *c, const model_options *options, c
         m->arena.base = m->memory;
         layout(m, &m->arena);
         note_communication(m, &m->arena);
+        note_packed(m, &m->arena);
         model_set_scaler(m, &unscaled);
         shut_gates(m);
         ok = context_attach(m, f) && params_init(&m->params, o, seed, f) &&
@@ -559,8 +569,11 @@ bool model_measure(const model_config *c, const model_options *options, const op
     model m;
     bool ok = prepare(&m, c, options, o, f);
     memset(sizes, 0, sizeof *sizes);
-    if (ok) layout(&m, sizes);
-    if (ok) note_communication(&m, sizes);
+    if (ok) {
+        layout(&m, sizes);
+        note_communication(&m, sizes);
+        note_packed(&m, sizes);
+    }
     *parameters = m.params.count;
     model_close(&m);
     return ok;

@@ -79,6 +79,7 @@ struct ops {
     const char *library; /* what multiplies matrices */
     nsa_dtype dtype;
     const char *speed; /* how linear maps of this dtype are computed; NULL: there is no choice */
+    int packed_bytes;  /* that products keep beside an element of a linear map's weight */
     int threads;       /* for nsa_desc.threads */
     bool host_memory;  /* the host may read and write what allocate gives */
     void *state;       /* the back end's own */

@@ -294,6 +294,7 @@ void ops_cpu_narrow(ops *o, nsa_dtype dtype) {
     s->plain = *o;
     if (dtype == NSA_BF16) s->bf16 = gemm_bf16_open(o->threads);
     o->dtype = dtype;
+    o->packed_bytes = s->bf16 ? GEMM_BF16_PACKED_BYTES : 0;
     o->speed = s->bf16 ? "multiplied by this processor's units for bf16"
                        : "computed as f32, so fp32 is faster here";
     o->convert = half_convert;
