@@ -112,13 +112,6 @@ else()
         target_link_libraries(nsa_dnnl INTERFACE "${NSA_DNNL_LIBRARY}")
         target_compile_definitions(nsa_dnnl INTERFACE NSA_HAVE_DNNL=1)
         nsa_part(DNNL ON "${NSA_DNNL_LIBRARY}")
-        # Products of bf16 are written for the interface of oneDNN 2.
-        file(STRINGS "${NSA_DNNL_INCLUDE}/oneapi/dnnl/dnnl_version.h" version
-            REGEX "define DNNL_VERSION_MAJOR 2$")
-        if(version)
-            set(NSA_HAVE_DNNL_BF16 ON)
-            target_compile_definitions(nsa_dnnl INTERFACE NSA_HAVE_DNNL_BF16=1)
-        endif()
     else()
         nsa_part(DNNL OFF
             "no oneDNN for OpenMP: the trainers multiply with the CBLAS (Debian, Ubuntu: libdnnl-dev)")

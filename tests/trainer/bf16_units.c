@@ -23,12 +23,20 @@ dnnl_cpu_isa_t dnnl_get_effective_cpu_isa(void) {
     return dnnl_cpu_isa_avx512_core_bf16;
 }
 
-dnnl_status_t dnnl_memory_desc_init_by_tag(dnnl_memory_desc_t *to, int count,
-                                           const dnnl_dims_t sizes, dnnl_data_type_t type,
-                                           dnnl_format_tag_t tag) {
+/* oneDNN 2 and 3 have different names for the same. */
+#if DNNL_VERSION_MAJOR >= 3
+#define DESCRIBE dnnl_memory_desc_create_with_tag
+#define NAME     "dnnl_memory_desc_create_with_tag"
+#else
+#define DESCRIBE dnnl_memory_desc_init_by_tag
+#define NAME     "dnnl_memory_desc_init_by_tag"
+#endif
+
+dnnl_status_t DESCRIBE(dnnl_memory_desc_t *to, int count, const dnnl_dims_t sizes,
+                       dnnl_data_type_t type, dnnl_format_tag_t tag) {
     dnnl_status_t (*next)(dnnl_memory_desc_t *, int, const dnnl_dims_t, dnnl_data_type_t,
                           dnnl_format_tag_t);
-    find("dnnl_memory_desc_init_by_tag", &next, sizeof next);
+    find(NAME, &next, sizeof next);
     if (getenv("BF16_UNITS_BLOCKS") && tag == dnnl_format_tag_any) tag = dnnl_BA16a64b2a;
     return next(to, count, sizes, type, tag);
 }

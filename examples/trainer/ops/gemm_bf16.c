@@ -5,12 +5,13 @@
    that is not how a weight lies, each tile's columns are copied once and kept. */
 #include "ops/gemm_bf16.h"
 
-#ifdef NSA_HAVE_DNNL_BF16
+#ifdef NSA_HAVE_DNNL
 
-#include <oneapi/dnnl/dnnl.h>
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "ops/dnnl_layout.h"
 
 enum { ACROSS = 512, KERNELS = 64, ALIGNMENT = 64 };
 
@@ -24,14 +25,14 @@ typedef struct tile_shape {
 typedef struct kernel {
     tile_shape shape;
     dnnl_primitive_t run; /* NULL: this place is free */
-    dnnl_memory_desc_t a, b, c, plain_b, scratch;
+    layout a, b, c, plain_b, scratch;
     int64_t used; /* when it was last */
 } kernel;
 
 /* Columns of a weight as they lie and as a kernel wants them. */
 typedef struct packed {
     const uint16_t *from;
-    dnnl_memory_desc_t plain, layout;
+    layout plain, kept;
     void *data;
     bool fresh;
 } packed;
@@ -88,11 +89,26 @@ gemm_bf16 *gemm_bf16_open(int threads) {
     return NULL;
 }
 
+static void kernel_free(kernel *x) {
+    if (x->run) dnnl_primitive_destroy(x->run);
+    layout_free(&x->a);
+    layout_free(&x->b);
+    layout_free(&x->c);
+    layout_free(&x->plain_b);
+    layout_free(&x->scratch);
+    memset(x, 0, sizeof *x);
+}
+
+static void packed_free(packed *x) {
+    layout_free(&x->plain);
+    layout_free(&x->kept);
+    free(x->data);
+}
+
 void gemm_bf16_close(gemm_bf16 *g) {
     if (!g) return;
-    for (int i = 0; i < KERNELS; i++)
-        if (g->kernels[i].run) dnnl_primitive_destroy(g->kernels[i].run);
-    for (int i = 0; i < g->packed_count; i++) free(g->packed[i].data);
+    for (int i = 0; i < KERNELS; i++) kernel_free(&g->kernels[i]);
+    for (int i = 0; i < g->packed_count; i++) packed_free(&g->packed[i]);
     for (int i = 0; g->workers && i < g->threads; i++) {
         if (g->workers[i].stream) dnnl_stream_destroy(g->workers[i].stream);
         free(g->workers[i].scratch);
@@ -111,41 +127,40 @@ void gemm_bf16_changed(gemm_bf16 *g, const void *first, size_t bytes) {
 
 /* ---- Kernels ------------------------------------------------------------------------------- */
 
-static bool describe(dnnl_memory_desc_t *to, int64_t rows, int64_t cols, int64_t row, int64_t col,
-                     bool f32) {
+static bool describe(layout *to, int64_t rows, int64_t cols, int64_t row, int64_t col, bool f32) {
     const dnnl_dims_t sizes = {rows, cols}, strides = {row, col};
-    return dnnl_memory_desc_init_by_strides(to, 2, sizes, f32 ? dnnl_f32 : dnnl_bf16, strides) ==
-           dnnl_success;
+    return layout_strided(to, f32 ? dnnl_f32 : dnnl_bf16, sizes, strides);
+}
+
+static bool set_attributes(dnnl_primitive_attr_t attributes, bool add) {
+    dnnl_post_ops_t after = NULL;
+    bool ok = dnnl_post_ops_create(&after) == dnnl_success && (!add || layout_append_sum(after)) &&
+              dnnl_primitive_attr_set_post_ops(attributes, after) == dnnl_success &&
+              dnnl_primitive_attr_set_scratchpad_mode(attributes, dnnl_scratchpad_mode_user) ==
+                  dnnl_success;
+    if (after) dnnl_post_ops_destroy(after);
+    return ok;
 }
 
 static bool kernel_create(const gemm_bf16 *g, kernel *x, dnnl_primitive_attr_t attributes) {
     const tile_shape *s = &x->shape;
     const dnnl_dims_t b_sizes = {s->k, s->n};
-    dnnl_memory_desc_t b;
-    dnnl_matmul_desc_t product;
-    dnnl_post_ops_t after = NULL;
+    layout wanted;
+    memset(&wanted, 0, sizeof wanted);
     dnnl_primitive_desc_t made = NULL;
-    bool ok = describe(&x->a, s->m, s->k, s->a_row, s->a_col, false) &&
-              describe(&x->plain_b, s->k, s->n, s->b_row, s->b_col, false) &&
-              describe(&x->c, s->m, s->n, s->c_row, 1, s->c_is_f32);
-    b = x->plain_b;
-    if (s->keeps_b)
-        ok = ok && dnnl_memory_desc_init_by_tag(&b, 2, b_sizes, dnnl_bf16, dnnl_format_tag_any) ==
-                       dnnl_success;
-    ok = ok && dnnl_post_ops_create(&after) == dnnl_success &&
-         (!s->add || dnnl_post_ops_append_sum(after, 1) == dnnl_success) &&
-         dnnl_primitive_attr_set_post_ops(attributes, after) == dnnl_success &&
-         dnnl_primitive_attr_set_scratchpad_mode(attributes, dnnl_scratchpad_mode_user) ==
-             dnnl_success &&
-         dnnl_matmul_desc_init(&product, &x->a, &b, NULL, &x->c) == dnnl_success &&
-         dnnl_primitive_desc_create(&made, &product, attributes, g->engine, NULL) == dnnl_success &&
-         dnnl_primitive_create(&x->run, made) == dnnl_success;
-    if (ok) {
-        x->b = *dnnl_primitive_desc_query_md(made, dnnl_query_weights_md, 0);
-        x->scratch = *dnnl_primitive_desc_query_md(made, dnnl_query_scratchpad_md, 0);
-    }
+    bool ok =
+        describe(&x->a, s->m, s->k, s->a_row, s->a_col, false) &&
+        describe(&x->plain_b, s->k, s->n, s->b_row, s->b_col, false) &&
+        describe(&x->c, s->m, s->n, s->c_row, 1, s->c_is_f32) &&
+        (s->keeps_b ? layout_any(&wanted, dnnl_bf16, b_sizes)
+                    : layout_copy(&wanted, layout_of(&x->plain_b))) &&
+        set_attributes(attributes, s->add) &&
+        layout_product(&made, &x->a, &wanted, &x->c, attributes, g->engine) &&
+        dnnl_primitive_create(&x->run, made) == dnnl_success &&
+        layout_copy(&x->b, dnnl_primitive_desc_query_md(made, dnnl_query_weights_md, 0)) &&
+        layout_copy(&x->scratch, dnnl_primitive_desc_query_md(made, dnnl_query_scratchpad_md, 0));
     if (made) dnnl_primitive_desc_destroy(made);
-    if (after) dnnl_post_ops_destroy(after);
+    layout_free(&wanted);
     return ok;
 }
 
@@ -161,23 +176,25 @@ static const kernel *kernel_for(gemm_bf16 *g, const tile_shape *s) {
         }
         if (y->used < x->used) x = y;
     }
-    if (x->run) dnnl_primitive_destroy(x->run);
-    *x = (kernel){.shape = *s};
+    kernel_free(x);
+    x->shape = *s;
     if (dnnl_primitive_attr_create(&attributes) != dnnl_success) return NULL;
     bool ok = kernel_create(g, x, attributes);
     dnnl_primitive_attr_destroy(attributes);
+    if (!ok) return kernel_free(x), NULL;
     x->used = ++g->uses;
-    return ok ? x : NULL;
+    return x;
 }
 
 /* ---- Copies of weights --------------------------------------------------------------------- */
 
 static int packed_place(gemm_bf16 *g, const uint16_t *from, const kernel *x) {
-    if (dnnl_memory_desc_equal(&x->b, &x->plain_b)) return PLAIN;
+    layout_ref wanted = layout_of(&x->b), plain = layout_of(&x->plain_b);
+    if (dnnl_memory_desc_equal(wanted, plain)) return PLAIN;
     for (int i = 0; i < g->packed_count; i++) {
         const packed *y = &g->packed[i];
-        if (y->from == from && dnnl_memory_desc_equal(&y->layout, &x->b) &&
-            dnnl_memory_desc_equal(&y->plain, &x->plain_b))
+        if (y->from == from && dnnl_memory_desc_equal(layout_of(&y->kept), wanted) &&
+            dnnl_memory_desc_equal(layout_of(&y->plain), plain))
             return i;
     }
     if (g->packed_count == g->packed_room) {
@@ -187,15 +204,21 @@ static int packed_place(gemm_bf16 *g, const uint16_t *from, const kernel *x) {
         g->packed = more;
         g->packed_room = room;
     }
-    packed made = {.from = from, .plain = x->plain_b, .layout = x->b};
-    if (posix_memalign(&made.data, ALIGNMENT, dnnl_memory_desc_get_size(&x->b))) return NO_MEMORY;
+    packed made;
+    memset(&made, 0, sizeof made);
+    made.from = from;
+    if (!layout_copy(&made.plain, plain) || !layout_copy(&made.kept, wanted) ||
+        posix_memalign(&made.data, ALIGNMENT, dnnl_memory_desc_get_size(wanted))) {
+        packed_free(&made);
+        return NO_MEMORY;
+    }
     g->packed[g->packed_count] = made;
     return g->packed_count++;
 }
 
 typedef struct argument {
     int name;
-    const dnnl_memory_desc_t *layout;
+    layout_ref lies;
     const void *data;
 } argument;
 
@@ -207,7 +230,7 @@ static bool execute(const gemm_bf16 *g, dnnl_primitive_t run, const argument *x,
     bool ok = true;
     for (; ok && made < count; made += ok) {
         given[made].arg = x[made].name;
-        ok = dnnl_memory_create(&given[made].memory, x[made].layout, g->engine,
+        ok = dnnl_memory_create(&given[made].memory, x[made].lies, g->engine,
                                 (void *)(uintptr_t)x[made].data) == dnnl_success;
     }
     dnnl_stream_t stream = g->workers[omp_get_thread_num()].stream;
@@ -218,12 +241,12 @@ static bool execute(const gemm_bf16 *g, dnnl_primitive_t run, const argument *x,
 }
 
 static bool pack(const gemm_bf16 *g, const packed *x) {
-    const argument arguments[] = {{DNNL_ARG_FROM, &x->plain, x->from},
-                                  {DNNL_ARG_TO, &x->layout, x->data}};
+    layout_ref from = layout_of(&x->plain), to = layout_of(&x->kept);
+    const argument arguments[] = {{DNNL_ARG_FROM, from, x->from}, {DNNL_ARG_TO, to, x->data}};
     dnnl_primitive_desc_t made = NULL;
     dnnl_primitive_t run = NULL;
-    bool ok = dnnl_reorder_primitive_desc_create(&made, &x->plain, g->engine, &x->layout, g->engine,
-                                                 NULL) == dnnl_success &&
+    bool ok = dnnl_reorder_primitive_desc_create(&made, from, g->engine, to, g->engine, NULL) ==
+                  dnnl_success &&
               dnnl_primitive_create(&run, made) == dnnl_success && execute(g, run, arguments, 2);
     if (run) dnnl_primitive_destroy(run);
     if (made) dnnl_primitive_desc_destroy(made);
@@ -269,7 +292,7 @@ static bool choose_copies(job *x) {
 static bool make_scratch(const job *x) {
     size_t bytes = 0;
     for (int kind = 0; kind < KINDS; kind++) {
-        size_t more = dnnl_memory_desc_get_size(&x->kernels[kind]->scratch);
+        size_t more = dnnl_memory_desc_get_size(layout_of(&x->kernels[kind]->scratch));
         bytes = more > bytes ? more : bytes;
     }
     for (int i = 0; i < x->g->threads; i++) {
@@ -290,11 +313,11 @@ static bool multiply_tile(const job *x, int row, int col) {
     ptrdiff_t top = (ptrdiff_t)row * x->tiles.side;
     ptrdiff_t c = top * x->n + (ptrdiff_t)col * x->tiles.across;
     const argument arguments[] = {
-        {DNNL_ARG_SRC, &k->a, x->a + top * x->strides.a_row},
-        {DNNL_ARG_WEIGHTS, &k->b, b},
-        {DNNL_ARG_DST, &k->c,
+        {DNNL_ARG_SRC, layout_of(&k->a), x->a + top * x->strides.a_row},
+        {DNNL_ARG_WEIGHTS, layout_of(&k->b), b},
+        {DNNL_ARG_DST, layout_of(&k->c),
          x->c + c * (ptrdiff_t)(x->strides.c_is_f32 ? sizeof(float) : sizeof(uint16_t))},
-        {DNNL_ARG_SCRATCHPAD, &k->scratch, x->g->workers[omp_get_thread_num()].scratch}};
+        {DNNL_ARG_SCRATCHPAD, layout_of(&k->scratch), x->g->workers[omp_get_thread_num()].scratch}};
     return execute(x->g, k->run, arguments, ARGUMENTS);
 }
 

@@ -15,7 +15,7 @@ typedef struct gemm_bf16 gemm_bf16;
    blocks add less than a block at each edge. */
 enum { GEMM_BF16_PACKED_BYTES = 2 * sizeof(uint16_t) };
 
-/* NULL where there are no such units, no oneDNN 2, or no memory. */
+/* NULL where there are no such units, no oneDNN, or no memory. */
 gemm_bf16 *gemm_bf16_open(int threads);
 void gemm_bf16_close(gemm_bf16 *g);
 
