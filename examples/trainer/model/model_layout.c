@@ -518,7 +518,7 @@ static void note_communication(const model *m, arena *a) {
     arena_note(a, FOR_COMMUNICATION, bytes);
 }
 
-/* Products read a weight along its rows and along its columns; an embedding alone is not multiplied. */
+/* Of all matrices, an embedding that is no head too is not multiplied. */
 static void note_packed(const model *m, arena *a) {
     const params *p = &m->params;
     int64_t elements = 0;
