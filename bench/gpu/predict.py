@@ -14,7 +14,7 @@ import pathlib
 
 COUNTS = pathlib.Path(__file__).resolve().parents[2] / "tests" / "cuda" / "counts.json"
 L, STRIDE, BLOCK, LIST, WINDOW = 32, 16, 64, 16, 512
-ROWS, BACK_ROWS, KEYS = 128, 64, 64  # of a Q tile, forward and backward; of a key tile
+ROWS, BACK_ROWS, KEYS = 128, 64, 64  # of a Q tile; of dq's by mma.sync, and what dkv takes; of a key tile
 GATHERED = 512 * 2**20  # bytes of what gathered queries find at a time
 PEAK = 989e12  # FLOP/s of dense bf16, as published for the H200
 SHARED = PEAK / 2  # a warp of 16 rows reads 256 B of shared memory for a product of 4096 FLOP
@@ -36,7 +36,7 @@ def loop(kernel, dim, dim_v, *more, which=0):
     dim, dim_v = (64, 64) if max(dim, dim_v) <= 64 else (128, 128) if dim <= 128 else (192, 128)
     arguments = ", ".join(["__nv_bfloat16", str(dim), str(dim_v), *more])
     counted = json.loads(COUNTS.read_text())["kernels"][f"attend_{kernel}_kernel<{arguments}>"][which]
-    over = {"forward_sm90": dim, "dq": dim + dim_v, "dkv_sm90": dim + dim_v}[kernel] // 16
+    over = {"forward_sm90": dim, "dq_sm90": dim + dim_v, "dkv_sm90": dim + dim_v}[kernel] // 16
     taken = 16 * (counted["products"] - over) // (2 if kernel == "dkv_sm90" else 1)
     return counted["loop"] * 64 / taken
 
@@ -100,53 +100,62 @@ def key_tiles(s, branch, rows):
     return s.tokens * s.heads / rows * each
 
 
+def walks(s, branch, worst):
+    """Of a pipeline two warpgroups multiply what any of their four queries reads, while the producer's walk
+    the union of all eight: tiles walked, and read by a warpgroup, in those of lists that agree."""
+    far = worst and branch == "slc"
+    return (s.apart(ROWS), s.apart(ROWS // 2)) if far else (1, 1)
+
+
+def by_pipe(s, branch, issued, worst, turn, dims):
+    """A pipeline over key tiles, whose loop has `turn` instructions."""
+    walked, read = walks(s, branch, worst)
+    instructions = 2 * (read * turn + (walked - read) * PASSED) + walked * PRODUCER
+    tiles = key_tiles(s, branch, ROWS)
+    return by_loops(tiles, issued, instructions, 2 * ROWS * KEYS * dims * read * tiles,
+                    s.tile_bytes(branch, ROWS, worst))
+
+
 def forward(s, issued, worst):
-    """Bounds of each part: sm_90a's if `issued` says at which rate, else by mma.sync. Of a pipeline two
-    warpgroups multiply what any of their four queries reads, while the producer's walk the union of
-    all eight."""
+    """Bounds of each part: sm_90a's if `issued` says at which rate, else by mma.sync."""
     both, parts = s.dim + s.dim_v, {}
     parts["compress"] = Bound(L2=4 * 2 * s.tokens * s.kv_heads * both / L2)
     for branch in ("cmp", "slc", "win"):
         far = worst and branch == "slc"
-        bytes_ = s.tile_bytes(branch, ROWS, worst)
         if not issued:
-            parts[branch] = by_mma(s.flop(branch, both) * (s.apart(16) if far else 1), bytes_)
+            parts[branch] = by_mma(s.flop(branch, both) * (s.apart(16) if far else 1),
+                                   s.tile_bytes(branch, ROWS, worst))
             continue
-        lists = "true" if branch == "slc" else "false"
-        walked, read = (s.apart(ROWS), s.apart(ROWS // 2)) if far else (1, 1)
-        turn = loop("forward_sm90", s.dim, s.dim_v, lists)
-        instructions = 2 * (read * turn + (walked - read) * PASSED) + walked * PRODUCER
-        tiles = key_tiles(s, branch, ROWS)
-        parts[branch] = by_loops(tiles, issued, instructions, 2 * ROWS * KEYS * both * read * tiles,
-                                 bytes_)
+        turn = loop("forward_sm90", s.dim, s.dim_v, "true" if branch == "slc" else "false")
+        parts[branch] = by_pipe(s, branch, issued, worst, turn, both)
     parts["select"] = Bound(tensor=s.flop("cmp", s.dim) / (PEAK / 2) + s.pairs["cmp"] / EXP2)
     parts["gate"] = Bound(memory=s.rows_bytes(s.dim_v, 4) / MEMORY)
     return parts
 
 
 def backward(s, issued, worst):
-    """dq takes three products of a pair, dk and dv four. Of dq two thread blocks of four warps share a
-    multiprocessor, so a scheduler has one warp of each. dk and dv are a pipeline: a scheduler has a warp
-    of each consumer and one of the producer, whose rows serve both consumers but in slc."""
+    """dq takes three products of a pair, dk and dv four. On sm_90a both are pipelines: a scheduler has a
+    warp of each consumer and one of the producer, whose rows serve both consumers but in dk and dv of
+    slc."""
     parts = {}
     for branch in ("cmp", "slc", "win"):
         far = worst and branch == "slc"
         dims = {"dq": 2 * s.dim + s.dim_v, "dkv": 2 * s.dim + 2 * s.dim_v}
-        shared = 2 if issued and branch != "slc" else 1
-        bytes_ = {"dq": s.tile_bytes(branch, BACK_ROWS, worst),
-                  "dkv": s.tile_bytes(branch, BACK_ROWS) / shared}
-        for kernel in dims:
-            name = f"{branch}: {kernel}"
-            more = s.apart(BACK_ROWS if issued else 16) if far and kernel == "dq" else 1
-            if not issued:
-                parts[name] = by_mma(s.flop(branch, dims[kernel]) * more, bytes_[kernel])
-                continue
-            tiles = key_tiles(s, branch, BACK_ROWS) * more
-            turn = (loop("dkv_sm90", s.dim, s.dim_v, "true" if branch == "slc" else "false") +
-                    PRODUCER / shared if kernel == "dkv" else
-                    loop("dq", s.dim, s.dim_v, "true", which=int(branch == "slc")))
-            parts[name] = by_loops(tiles, issued, turn, 2 * BACK_ROWS * KEYS * dims[kernel] * tiles,
-                                   bytes_[kernel])
+        if not issued:
+            for kernel in dims:
+                more = s.apart(16) if far and kernel == "dq" else 1
+                parts[f"{branch}: {kernel}"] = by_mma(
+                    s.flop(branch, dims[kernel]) * more,
+                    s.tile_bytes(branch, BACK_ROWS, worst and kernel == "dq"))
+            continue
+        turn = loop("dq_sm90", s.dim, s.dim_v, "true", which=int(branch == "slc"))
+        parts[f"{branch}: dq"] = by_pipe(s, branch, issued, worst, turn, dims["dq"])
+        shared = 2 if branch != "slc" else 1
+        tiles = key_tiles(s, branch, BACK_ROWS)
+        turn = loop("dkv_sm90", s.dim, s.dim_v, "true" if branch == "slc" else "false")
+        parts[f"{branch}: dkv"] = by_loops(tiles, issued, turn + PRODUCER / shared,
+                                           2 * BACK_ROWS * KEYS * dims["dkv"] * tiles,
+                                           s.tile_bytes(branch, BACK_ROWS) / shared)
     rows = s.rows_bytes(s.dim_v, 4) + s.rows_bytes(s.dim)
     parts["rows"] = Bound(memory=rows / MEMORY)
     return parts

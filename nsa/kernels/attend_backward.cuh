@@ -1,7 +1,8 @@
 /* attend_backward.cuh: attention over few keys, backward: one core for all branches.
    Twin: nsa.h, "Attention over few keys", its backward.
    Not here: which keys (attend_keys.cuh), which queries read a block (attend_readers.cuh), what a
-   thread block that keeps keys works through (attend_key_work.cuh), forward (attend_forward.cuh).
+   thread block that keeps keys works through (attend_key_work.cuh), what dq knows of its rows
+   (attend_dq_rows.cuh), forward (attend_forward.cuh).
 
    With p = exp(scale q k - lse), out = sum p v and delta = dout . out:
      dv[s] = sum_t p dout[t]    ds = p (dout . v[s] - delta)    dq[t] = scale sum_s ds k[s]
@@ -9,21 +10,23 @@
    In the whole, out = sum_i gate_i out_i, so dout of branch i is gate_i dout. It is not written
    down: gate_i p stands for p, and delta is dout . out_i.
    One kernel walks the key tiles of a Q tile as forward does and makes dq, of the whole for all
-   branches at once. Another keeps a tile of keys, walks the rows that read it and makes dk and dv;
-   on sm_90a that is a pipeline (attend_backward_sm90.cuh), but for f32 and the widest heads.
+   branches at once. Another keeps a tile of keys, walks the rows that read it and makes dk and dv.
+   On sm_90a both are pipelines (attend_dq_sm90.cuh, attend_backward_sm90.cuh), but for f32 and the
+   widest heads.
    Every row of a gradient has one owner, who adds to it once, so nothing is atomic. Keys that very
    many queries read (the first block, the first compressed rows) are shared out among blocks by
    parts of their readers, whose sums are then added in order.
 
-   Heads of 128 in bf16, two stages, two thread blocks an SM:
-   | kernel | architecture | kept     | a stage | dynamic shared | registers |
-   |---|---|---|---|---|---|
-   | dq     | all          | 64 rows  | 64 keys | 96 KB          | 248 (sm_90a), 255 (sm_80) |
-   | dkv    | but sm_90a   | 64 keys  | 32 rows | 64 KB          | 247 (sm_80) | */
+   Heads of 128 in bf16, two stages, two thread blocks an SM, but on sm_90a:
+   | kernel | kept     | a stage | dynamic shared | registers (sm_80) |
+   |---|---|---|---|---|
+   | dq     | 64 rows  | 64 keys | 96 KB          | 254 |
+   | dkv    | 64 keys  | 32 rows | 64 KB          | 247 | */
 #ifndef NSA_ATTEND_BACKWARD_CUH
 #define NSA_ATTEND_BACKWARD_CUH
 
 #include "attend_backward_sm90.cuh"
+#include "attend_dq_sm90.cuh"
 #include "gate.cuh"
 
 /* ---- Terms of every row -------------------------------------------------------------------- */
@@ -104,26 +107,6 @@ static nsa_status nsa__cuda_attend_rows(nsa__cuda_rows_params p, cudaStream_t st
         NSA_LAUNCH(nsa__cuda_attend_rows_kernel, grid, dim3(NSA__TEAM_THREADS), 0, stream, p));
 }
 
-/* Starts copying rows of dout; rounds them on the way if dout is of another dtype. `offset` of a
-   row: its element offset in the view, or -1: no row. */
-template <typename T, int DV, int ROWS, int THREADS, typename Offset>
-NSA__DEVICE void nsa__cuda_stage_dout(T *tile, const nsa__cuda_attend_params &params,
-                                      Offset offset) {
-    const nsa_tensor &dout = params.dx.out;
-    if (dout.dtype == nsa__dtype_of<T>::value) {
-        const T *const from = static_cast<const T *>(dout.data);
-        nsa__cuda_tile_copy<T, DV, ROWS, THREADS>(tile, params.d.dim_v, from, [&](int r) {
-            const int64_t at = offset(r);
-            return at >= 0 ? from + at : nullptr;
-        });
-    } else {
-        nsa__cuda_tile_round<T, DV, ROWS, THREADS>(tile, params.d.dim_v, dout.dtype, [&](int r) {
-            const int64_t at = offset(r);
-            return at >= 0 ? nsa__element_at(dout, at) : nullptr;
-        });
-    }
-}
-
 /* ---- dq ------------------------------------------------------------------------------------ */
 
 /* dq of heads wider than 128 leaves registers for half the keys. */
@@ -131,77 +114,6 @@ template <typename T, int DK, int DV, int HOPPER>
 struct nsa__cuda_dq_shape
     : nsa__cuda_tile_shape<T, DK + DV, DK + DV, (DK > 128 ? 32 : 64), (DK > 192 ? 8 : 16), HOPPER> {
 };
-
-/* What a thread knows of its two rows, g and g + 8 of its warp, in one branch; READS and BAD are of
-   all branches so far. A bool for each would take eight registers; ptxas has one left. */
-struct nsa__cuda_dq_rows {
-    nsa__cuda_key_span keys[2];
-    int number[2];
-    nsa__cuda_row_terms terms[2]; /* lse2 is inf where p is to be 0 */
-    unsigned flags;               /* of row h NSA__DQ_SEES << h and so on */
-};
-enum {
-    NSA__DQ_SEES = 1,   /* this branch: the row has seen a key */
-    NSA__DQ_NAN = 4,    /* it is not finite */
-    NSA__DQ_READS = 16, /* some branch has seen a key */
-    NSA__DQ_BAD = 64    /* some branch that has was not finite */
-};
-
-NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_attend_params &params,
-                                    const nsa__cuda_attend_head &at,
-                                    const nsa__cuda_query_tile &tile) {
-    rows.flags &= 3 * NSA__DQ_READS | 3 * NSA__DQ_BAD;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const nsa__cuda_query_row row =
-            nsa__cuda_query_row_of(params, at, tile, nsa__cuda_upper_row() + 8 * h);
-        rows.number[h] = (tile.skip + nsa__cuda_upper_row() + 8 * h) / params.group -
-                         nsa__cuda_warpgroup_first(params, tile);
-        rows.keys[h] = {0, 0};
-        rows.terms[h] = {INFINITY, 0, 0};
-        if (!row.there) continue;
-        rows.terms[h] =
-            *nsa__cuda_row_terms_at(params, at.row + row.query - at.seq.first, row.head);
-        rows.keys[h] = nsa__cuda_keys_of(params, at.seq.tokens, row.query);
-        if (nsa__cuda_is_nan_bits(rows.terms[h].lse2)) {
-            rows.flags |= NSA__DQ_NAN << h;
-            rows.terms[h].lse2 = INFINITY;
-        }
-        rows.terms[h].delta *= rows.terms[h].gate; /* ds = p (gate dp - gate delta) */
-    }
-}
-
-/* dq += scale (what the thread's rows have summed up). */
-template <typename T, int N>
-NSA__DEVICE void nsa__cuda_dq_end(const nsa__cuda_attend_params &params,
-                                  const nsa__cuda_attend_head &at, const nsa__cuda_query_tile &tile,
-                                  const nsa__cuda_dq_rows &rows, const float (&dq)[N][4]) {
-    const int column = static_cast<int>(threadIdx.x) % 4 * 2;
-    const float nan = __uint_as_float(0x7fc00000u);
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-        const nsa__cuda_query_row row =
-            nsa__cuda_query_row_of(params, at, tile, nsa__cuda_upper_row() + 8 * h);
-        if (!row.there || !(rows.flags & NSA__DQ_READS << h)) continue;
-        const bool bad = rows.flags & NSA__DQ_BAD << h;
-        if (params.gathered) {
-            float *partial = params.partial_out +
-                             nsa__cuda_partial_out_index(params, at, tile, row) * params.d.dim;
-#pragma unroll
-            for (int n = 0; n < N; n++)
-                if (8 * n < params.d.dim)
-                    nsa__store_pair(partial + 8 * n + column, dq[n][2 * h], dq[n][2 * h + 1]);
-            continue;
-        }
-        void *to =
-            nsa__row_at(params.dx.q, at.seq.batch, at.seq.row + row.query - at.seq.first, row.head);
-#pragma unroll
-        for (int n = 0; n < N; n++)
-            if (8 * n < params.d.dim)
-                nsa__cuda_add_pair<T>(params.dx.q.dtype, to, 8 * n + column, params.scale,
-                                      bad ? nan : dq[n][2 * h], bad ? nan : dq[n][2 * h + 1]);
-    }
-}
 
 /* The thread block's tiles: q and dout stay, keys and values come in two stages. */
 template <typename T> struct nsa__cuda_dq_tiles { T *q, *dout, *stages; };
@@ -241,41 +153,26 @@ nsa__cuda_dq_branch(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows,
             nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS, false>(
                 tiles.stages + (stage ^ 1) * BLOCK_N * (DK + DV), params, at, walk.tile);
         nsa__cp_async_commit();
-        const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
-                                            nsa__cuda_seen_of(tile, rows.keys[1], rows.number[1])};
-        const bool sees[2] = {seen[0].begin < seen[0].end, seen[1].begin < seen[1].end};
-        rows.flags |= sees[0] * NSA__DQ_SEES | sees[1] * NSA__DQ_SEES << 1;
+        nsa__cuda_key_span seen[2];
+        nsa__cuda_dq_see(seen, rows, tile);
+        const bool sees = seen[0].begin < seen[0].end || seen[1].begin < seen[1].end;
         nsa__cuda_product_nt_await<T, BLOCK_N, 1>(s);
         nsa__cuda_product_nt_await<T, BLOCK_N, 0>(dp);
-        if (!nsa__cuda_takes_part<T, BLOCK_N>(sees[0] || sees[1], tile.readers != 0)) continue;
+        if (!nsa__cuda_takes_part<T, BLOCK_N>(sees, tile.readers != 0)) continue;
         nsa__cuda_product_nt_finish<T, DK, BLOCK_N, BLOCK_M>(s, tiles.q, warp_row, k);
-        nsa__cuda_mask_tile(s, seen, params.scale2);
+        nsa__cuda_dq_p(s, rows, params.scale2);
         nsa__cuda_product_nt_finish<T, DV, BLOCK_N, BLOCK_M>(dp, tiles.dout, warp_row, v);
-#pragma unroll
-        for (int n = 0; n < BLOCK_N / 8; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const nsa__cuda_row_terms &row = rows.terms[e / 2];
-                s[n][e] = nsa__ex2(s[n][e] - row.lse2) * fmaf(row.gate, dp[n][e], -row.delta);
-            }
-        nsa__cuda_hide(s, seen, 0.0f); /* dp of what is masked may overflow, and 0 inf is NaN */
+        nsa__cuda_dq_ds(s, dp, rows, seen);
         nsa__cuda_product_nn<T, BLOCK_N, DK>(dq, s, k, 0);
     }
     nsa__cp_async_wait<0>(); /* a row without keys has waited for nothing yet */
-    const unsigned sees = rows.flags & 3, nan = rows.flags / NSA__DQ_NAN & 3;
-    rows.flags |= sees * NSA__DQ_READS | (sees & nan) * NSA__DQ_BAD;
+    nsa__cuda_dq_branch_end(rows);
 }
-
-/* The branches whose dq one kernel makes: of the whole cmp, win and slc, so that dq stays in
-   registers and is added to memory once. */
-struct nsa__cuda_dq_params {
-    nsa__cuda_attend_params branch[3];
-    int branches; /* LISTS: the last one follows block lists */
-};
 
 template <typename T, int DK, int DV, bool LISTS>
 static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV, NSA__HOPPER>::WARPS, 2)
     nsa__cuda_attend_dq_kernel(const NSA_GRID_CONSTANT nsa__cuda_dq_params all) {
+    if constexpr (NSA__HOPPER && nsa__cuda_dq_pipe<T, DK, DV>::value) return;
     using shape = nsa__cuda_dq_shape<T, DK, DV, NSA__HOPPER>;
     constexpr int BLOCK_M = shape::TILE, THREADS = 32 * shape::WARPS;
     NSA_SHARED_ALL(shared);
@@ -345,14 +242,16 @@ struct nsa__cuda_dq_whole : nsa__cuda_attend_params {
 };
 
 template <typename T, int DK, int DV> struct nsa__cuda_dq_launch {
-    template <int HOPPER>
-    static nsa_status launch_as(const nsa__cuda_dq_whole &whole, cudaStream_t stream) {
-        using shape = nsa__cuda_dq_shape<T, DK, DV, HOPPER>;
+    /* By a kernel of `rows` rows a tile: of block lists, or of none. */
+    static nsa_status launch_tiles(const nsa__cuda_dq_whole &whole,
+                                   void (*of_lists)(nsa__cuda_dq_params),
+                                   void (*of_spans)(nsa__cuda_dq_params), int rows, int threads,
+                                   int bytes, cudaStream_t stream) {
         nsa__cuda_dq_params all;
         dim3 grid;
         all.branches = whole.branches;
         all.branch[0] = whole;
-        NSA__CHECK(nsa__cuda_query_grid(&all.branch[0], shape::TILE, &grid, stream));
+        NSA__CHECK(nsa__cuda_query_grid(&all.branch[0], rows, &grid, stream));
         for (int i = 1; i < all.branches; i++) {
             all.branch[i] = *whole.more[i - 1];
             all.branch[i].tiles = all.branch[0].tiles;
@@ -362,14 +261,26 @@ template <typename T, int DK, int DV> struct nsa__cuda_dq_launch {
         }
         const nsa__cuda_attend_params &last = all.branch[all.branches - 1];
         const bool lists = last.branch == NSA__KEYS_SLC && !last.gathered;
-        return nsa__cuda_status(NSA_LAUNCH((lists ? nsa__cuda_attend_dq_kernel<T, DK, DV, true>
-                                                  : nsa__cuda_attend_dq_kernel<T, DK, DV, false>),
-                                           grid, dim3(32 * shape::WARPS), shape::BYTES, stream,
-                                           all));
+        return nsa__cuda_status(
+            NSA_LAUNCH((lists ? of_lists : of_spans), grid, dim3(threads), bytes, stream, all));
+    }
+    template <int HOPPER>
+    static nsa_status launch_as(const nsa__cuda_dq_whole &whole, cudaStream_t stream) {
+        using shape = nsa__cuda_dq_shape<T, DK, DV, HOPPER>;
+        return launch_tiles(whole, nsa__cuda_attend_dq_kernel<T, DK, DV, true>,
+                            nsa__cuda_attend_dq_kernel<T, DK, DV, false>, shape::TILE,
+                            32 * shape::WARPS, shape::BYTES, stream);
     }
     static nsa_status launch(const nsa__cuda_dq_whole &whole, cudaStream_t stream) {
         bool hopper;
         NSA__CHECK(nsa__cuda_on_hopper(&hopper));
+        using pipe = nsa__cuda_dq_pipe<T, DK, DV>;
+        if constexpr (pipe::value)
+            if (hopper)
+                return launch_tiles(whole, nsa__cuda_attend_dq_sm90_kernel<T, DK, DV, true>,
+                                    nsa__cuda_attend_dq_sm90_kernel<T, DK, DV, false>,
+                                    pipe::BLOCK_M, pipe::CONSUMERS + pipe::PRODUCERS, pipe::BYTES,
+                                    stream);
         return hopper ? launch_as<1>(whole, stream) : launch_as<0>(whole, stream);
     }
     static nsa_status launch(const nsa__cuda_attend_params &params, cudaStream_t stream) {

@@ -367,7 +367,8 @@ NSA__DEVICE void nsa__cuda_dkv_note(uint8_t *bad_keys, const nsa__cuda_dkv_table
                       end = begin + table.keys[row / 2][2 + row % 2];
 #pragma unroll
             for (int h = 0; h < 2; h++)
-                if (key + 8 * h >= begin && key + 8 * h < end) bad_keys[threadIdx.x] |= 1 << h;
+                if (key + 8 * h >= begin && key + 8 * h < end)
+                    bad_keys[threadIdx.x] |= static_cast<uint8_t>(1 << h);
         }
 }
 

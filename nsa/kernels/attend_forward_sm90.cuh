@@ -2,12 +2,9 @@
    Twin: nsa.h, "Attention over few keys"; to the bit what attend_forward.cuh computes.
    Not here: which keys (attend_keys.cuh), softmax (attend_softmax.cuh), other architectures.
 
-   Three warpgroups share a Q tile of 128 rows. The third is the producer: it walks the key tiles,
-   copies them into stages and posts, beside each, which tile it is. The first two are consumers
-   with 64 rows each: they multiply and never walk. Barriers in shared memory connect them, so no
-   warp waits for the whole thread block. A consumer starts q k of the next tile before p v of this
-   one, and takes the softmax of the next while p v runs. Warpgroups pass over tiles that none of
-   their queries reads. Descriptors of both products are made before the wait for the next tile.
+   attend_pipe.cuh has the pipeline: one warpgroup copies key tiles, two multiply. A consumer starts
+   q k of the next tile before p v of this one, and takes the softmax of the next while p v runs.
+   Descriptors of both products are made before the wait for the next tile.
 
    | heads    | Q tile | key tile | stages | dynamic shared | registers: consumer, producer |
    |---|---|---|---|---|---|
@@ -18,136 +15,16 @@
 #ifndef NSA_ATTEND_FORWARD_SM90_CUH
 #define NSA_ATTEND_FORWARD_SM90_CUH
 
+#include "attend_pipe.cuh"
 #include "attend_softmax.cuh"
 
 /* Whether the pipeline serves these heads: wider ones leave no registers for a tile of 64 keys. */
-template <typename T, int DK, int DV> struct nsa__cuda_forward_pipe {
+template <typename T, int DK, int DV>
+struct nsa__cuda_forward_pipe : nsa__cuda_pipe_shape<T, DK, DV, DK, 4, true> {
     static constexpr bool value = sizeof(T) == 2 && DV <= 128;
-    static constexpr int BLOCK_M = 128, BLOCK_N = 64, STAGES = 4;
-    static constexpr int LAG = 2; /* tiles whose copies are under way before one is posted */
-    static constexpr int CONSUMERS = 2 * BLOCK_M, PRODUCERS = 128;
-    static constexpr int BYTES =
-        static_cast<int>(sizeof(T)) * (BLOCK_M * DK + STAGES * BLOCK_N * (DK + DV));
-    /* A consumer holds a tile until it has the next one: that one must be posted by then. */
-    static_assert(STAGES >= LAG + 2, "the producer would wait for the consumers, and they for it");
-};
-
-/* What the producer posts beside a stage. */
-struct nsa__cuda_pipe_tile {
-    int begin, end;      /* keys; begin < 0: no more tiles */
-    uint64_t bad;        /* a bit for each key */
-    uint64_t readers[2]; /* LISTS: of each warpgroup, a bit for each query that reads the block */
-};
-
-/* The queries of a warpgroup: the first one's place in the tile, and a bit for each. */
-struct nsa__cuda_pipe_group {
-    int first;
-    uint64_t queries;
-};
-
-/* What both sides share: stages[i] is full when all producers have arrived at full[i], and empty
-   when a lane of each consumer warp has arrived at empty[i]. */
-template <typename T, int STAGES> struct nsa__cuda_pipe {
-    T *q, *stages;
-    nsa__cuda_pipe_tile *tiles;
-    const nsa__cuda_pipe_group *groups;
-    uint64_t *full, *empty;
 };
 
 #if NSA__USES_WGMMA
-
-template <typename T, int DK, int DV, bool LISTS>
-NSA__DEVICE void
-nsa__cuda_forward_produce(const nsa__cuda_pipe<T, nsa__cuda_forward_pipe<T, DK, DV>::STAGES> &pipe,
-                          const nsa__cuda_attend_params &params, const nsa__cuda_attend_head &at,
-                          const nsa__cuda_query_tile &tile_rows) {
-    using shape = nsa__cuda_forward_pipe<T, DK, DV>;
-    constexpr int BLOCK_N = shape::BLOCK_N, LAG = shape::LAG, STAGES = shape::STAGES;
-    const bool writes = threadIdx.x % shape::PRODUCERS == 0;
-    nsa__cuda_walk_keys<BLOCK_N, shape::BLOCK_M, LISTS> walk = {};
-    nsa__cuda_walk_begin(walk, params, at, tile_rows);
-    nsa__cuda_bad_words bad[LAG + 1] = {}; /* of the newest tile, the one before, ... */
-    int begin[LAG + 1] = {};
-    /* The tile that was started `back` tiles ago has arrived. */
-    const auto post = [&](int number, const nsa__cuda_bad_words &words, int first) {
-        const int stage = number % STAGES;
-        T *const k = pipe.stages + stage * BLOCK_N * (DK + DV);
-        const uint64_t mask = first < 0 ? 0 : nsa__cuda_bad_bits<BLOCK_N>(words, first);
-        if (mask) {
-            nsa__barrier_sync(1, shape::PRODUCERS); /* every producer's part has arrived */
-            nsa__cuda_tile_zero<T, DK, BLOCK_N, shape::PRODUCERS>(k, mask);
-            nsa__cuda_tile_zero<T, DV, BLOCK_N, shape::PRODUCERS>(k + BLOCK_N * DK, mask);
-        }
-        if (writes) pipe.tiles[stage].bad = mask;
-        nsa__fence_async();
-        nsa__mbarrier_arrive(pipe.full + stage);
-    };
-    int number = 0;
-    for (bool more = true; more; number++) {
-        const int stage = number % STAGES;
-        more = nsa__cuda_walk_next(walk, params, at, tile_rows);
-        if (number >= STAGES) nsa__mbarrier_wait(pipe.empty + stage, (number / STAGES - 1) & 1);
-        if (more)
-            nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, shape::PRODUCERS, true>(
-                pipe.stages + stage * BLOCK_N * (DK + DV), params, at, walk.tile);
-        nsa__cp_async_commit();
-#pragma unroll
-        for (int i = LAG; i > 0; i--) bad[i] = bad[i - 1], begin[i] = begin[i - 1];
-        bad[0] = walk.bad;
-        begin[0] = more ? walk.tile.begin : -1;
-        if (writes) {
-            pipe.tiles[stage].begin = begin[0];
-            pipe.tiles[stage].end = walk.tile.end;
-#pragma unroll
-            for (int g = 0; g < 2; g++)
-                if (LISTS)
-                    pipe.tiles[stage].readers[g] = nsa__cuda_walk_readers<4>(
-                        walk.ballots, pipe.groups[g].first, pipe.groups[g].queries);
-        }
-        if (number < LAG) continue;
-        nsa__cp_async_wait<LAG>();
-        post(number - LAG, bad[LAG], begin[LAG]);
-    }
-    nsa__cp_async_wait<0>();
-#pragma unroll
-    for (int i = LAG - 1; i >= 0; i--)
-        if (number > i) post(number - 1 - i, bad[i], begin[i]);
-}
-
-/* A consumer's tile: the stage it lies in, and what its warpgroup sees of it. */
-struct nsa__cuda_pipe_turn {
-    int number;
-    nsa__cuda_key_tile tile; /* readers 0: there is no more */
-    uint64_t group;          /* a bit for each of the warpgroup's queries */
-};
-
-/* One arrival of the warp: it has read the stage. */
-NSA__DEVICE void nsa__cuda_pipe_release(uint64_t *empty) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) nsa__mbarrier_arrive(empty);
-}
-
-/* Turns to the next tile; readers 0: the warpgroup passes over it, or it is the end. */
-template <typename T, int STAGES, bool LISTS>
-NSA__DEVICE void nsa__cuda_pipe_next(nsa__cuda_pipe_turn &turn,
-                                     const nsa__cuda_pipe<T, STAGES> &pipe) {
-    const unsigned number = static_cast<unsigned>(++turn.number), stage = number % STAGES;
-    nsa__mbarrier_wait(pipe.full + stage, static_cast<int>(number / STAGES & 1));
-    const nsa__cuda_pipe_tile &posted = pipe.tiles[stage];
-    turn.tile = {posted.begin, posted.end, turn.group, posted.bad};
-    if (LISTS) turn.tile.readers = posted.readers[threadIdx.x / 128];
-    if (posted.begin < 0) turn.tile.readers = 0;
-}
-
-/* From a tile that the warpgroup passes over, released unread, to the next that it does not. */
-template <typename T, int STAGES, bool LISTS>
-NSA__DEVICE void nsa__cuda_pipe_pass(nsa__cuda_pipe_turn &turn,
-                                     const nsa__cuda_pipe<T, STAGES> &pipe) {
-    while (!turn.tile.readers && turn.tile.begin >= 0) {
-        nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(turn.number) % STAGES);
-        nsa__cuda_pipe_next<T, STAGES, LISTS>(turn, pipe);
-    }
-}
 
 /* Scores of a tile become p. */
 template <int N>
@@ -162,13 +39,6 @@ NSA__DEVICE void nsa__cuda_pipe_softmax(float (&s)[N / 8][4], nsa__cuda_forward_
     for (int h = 0; h < 2; h++) rows.bad[h] |= (nsa__cuda_key_span_bits(seen[h]) & tile.bad) != 0;
 }
 
-/* p as the operand of its product with v; no product that reads `to` may be under way. */
-template <typename T, int N>
-NSA__DEVICE void nsa__cuda_pipe_pack(uint32_t (&to)[N / 16][4], const float (&p)[N / 8][4]) {
-#pragma unroll
-    for (int k = 0; k < N / 16; k++) nsa__cuda_pack_product<T>(to[k], p[2 * k], p[2 * k + 1]);
-}
-
 template <int N>
 NSA__DEVICE void nsa__cuda_pipe_rescale(float (&out)[N][4], const float (&shrink)[2]) {
     if (!__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) return;
@@ -181,7 +51,7 @@ NSA__DEVICE void nsa__cuda_pipe_rescale(float (&out)[N][4], const float (&shrink
 template <typename T, int DK, int DV, bool LISTS>
 NSA__DEVICE void
 nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
-                          const nsa__cuda_pipe<T, nsa__cuda_forward_pipe<T, DK, DV>::STAGES> &pipe,
+                          const nsa__cuda_pipe<nsa__cuda_forward_pipe<T, DK, DV>> &pipe,
                           const nsa__cuda_attend_params &params) {
     using shape = nsa__cuda_forward_pipe<T, DK, DV>;
     constexpr int BLOCK_M = shape::BLOCK_M, BLOCK_N = shape::BLOCK_N, STAGES = shape::STAGES;
@@ -198,8 +68,8 @@ nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
     nsa__cuda_pipe_turn turn = {-1, {}, pipe.groups[threadIdx.x / 128].queries};
     float s[BLOCK_N / 8][4], shrink[2];
     uint32_t p[BLOCK_N / 16][4];
-    nsa__cuda_pipe_next<T, STAGES, LISTS>(turn, pipe);
-    nsa__cuda_pipe_pass<T, STAGES, LISTS>(turn, pipe);
+    nsa__cuda_pipe_next<LISTS>(turn, pipe);
+    nsa__cuda_pipe_pass<LISTS>(turn, pipe);
     while (turn.tile.readers) {
         nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, queries, keys(turn.number));
         nsa__cuda_warpgroup_await<BLOCK_N, 0>(s);
@@ -212,7 +82,7 @@ nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
             before = turn.number;
             values = keys(before) + VALUES;
             const uint64_t next = keys(before + 1), mine = nsa__cuda_warpgroup_moved(queries, 0);
-            nsa__cuda_pipe_next<T, STAGES, LISTS>(turn, pipe);
+            nsa__cuda_pipe_next<LISTS>(turn, pipe);
             if (!turn.tile.readers) break;
             nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, mine, next);
             nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DV>(out, p, values);
@@ -228,7 +98,7 @@ nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
         nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DV>(out, p, values);
         nsa__cuda_warpgroup_await<DV, 0>(out);
         nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
-        nsa__cuda_pipe_pass<T, STAGES, LISTS>(turn, pipe);
+        nsa__cuda_pipe_pass<LISTS>(turn, pipe);
     }
 }
 
@@ -248,21 +118,14 @@ static __global__ void __launch_bounds__(384, 1)
     NSA_SHARED(uint64_t, full, [STAGES]);
     NSA_SHARED(uint64_t, empty, [STAGES]);
     T *const q = reinterpret_cast<T *>(shared);
-    const nsa__cuda_pipe<T, STAGES> pipe = {q, q + BLOCK_M * DK, tiles, groups, full, empty};
+    const nsa__cuda_pipe<shape> pipe = {q, q + BLOCK_M * DK, tiles, groups, full, empty};
 
     NSA_SHARED(nsa__cuda_attend_head, at, );
     NSA_SHARED(nsa__cuda_query_tile, tile_rows, );
     if (threadIdx.x == 0) {
         at = nsa__cuda_attend_head_of(params, blockIdx.x);
         tile_rows = nsa__cuda_query_tile_of(params, at, BLOCK_M);
-        for (int g = 0; g < 2; g++)
-            groups[g] = {nsa__cuda_warpgroup_first(params, tile_rows, g),
-                         nsa__cuda_warpgroup_bits(params, tile_rows, g)};
-        for (int i = 0; i < STAGES; i++) {
-            nsa__mbarrier_init(full + i, shape::PRODUCERS);
-            nsa__mbarrier_init(empty + i, shape::CONSUMERS / 32);
-        }
-        nsa__fence_async();
+        nsa__cuda_pipe_init(pipe, groups, params, tile_rows);
     }
     __syncthreads();
     if (tile_rows.first >= tile_rows.end) return;
@@ -277,7 +140,9 @@ static __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     if (threadIdx.x >= shape::CONSUMERS) {
         nsa__registers<120, false>();
-        nsa__cuda_forward_produce<T, DK, DV, LISTS>(pipe, params, at, tile_rows);
+        nsa__cuda_pipe_posts<shape::LAG> posts = {};
+        nsa__cuda_pipe_produce<LISTS>(posts, pipe, params, at, tile_rows);
+        nsa__cuda_pipe_drain(posts, pipe);
         return;
     }
     nsa__registers<192, true>();

@@ -7,7 +7,9 @@ warpgroup (HGMMA), all in instructions of one warp:
   loop     of one turn, the slow ways of waits left out
   products of one turn
   before   from the last wait for a tile or a barrier to the first product after it
-  between  the largest distance of two products that no wait for products parts
+  between  the largest distance of two products that no wait for products parts: ptxas also puts what
+           no product needs there, such as a mask's bounds, and it runs beside the one before
+  makes    the most instructions between two such products that make the later one's descriptors
 
 counts.json holds what the version of nvcc named there makes. A kernel that differs is a finding:
 look whether it became better or worse, then write the file anew.
@@ -69,15 +71,39 @@ def loops(code, labels):
                   if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in holding))
 
 
+def registers(operand):
+    """Those that an operand names, uniform ones and predicates too; a descriptor's are four."""
+    first = [(kind, int(number)) for kind, number in re.findall(r"\b(UR|UP|R|P)(\d+)", operand)]
+    more = range(4) if "gdesc" in operand else range(2) if ".64" in operand else range(1)
+    return {f"{kind}{number + i}" for kind, number in first for i in more}
+
+
+def makes(body, first, last):
+    """How many of the instructions between two products make the descriptors of the second."""
+    wanted = set().union(*(registers(word) for word in re.findall(r"gdesc\[\w+\]", body[last])))
+    number = 0
+    for text in reversed(body[first + 1:last]):
+        guard, opcode, operands = re.match(r"(@!?\w+)?\s*(\S+)\s*(.*)", text).groups()
+        wide = ".64" if re.search(r"64|WIDE", opcode) else ""
+        words = [word.strip() + wide for word in operands.split(",")]
+        into = 1 + (len(words) > 1 and bool(re.match(r"U?P\d", words[1])))  # a carry beside it
+        if wanted & set().union(*map(registers, words[:into])):
+            wanted |= set().union(registers(guard or ""), *map(registers, words[into:]))
+            number += 1
+    return number
+
+
 def count(body):
-    """The four figures of a loop, whose end goes on at its beginning."""
+    """The figures of a loop, whose end goes on at its beginning."""
     products = [i for i, text in enumerate(body) if PRODUCT.search(text)]
     waits = [i for i, text in enumerate(body) if WAIT.search(text)]
-    between = [b - a for a, b in zip(products, products[1:])
-               if not any(DONE.search(text) or WAIT.search(text) for text in body[a:b])]
+    pairs = [(a, b) for a, b in zip(products, products[1:])
+             if not any(DONE.search(text) or WAIT.search(text) for text in body[a:b])]
     behind = [min((p - w) % len(body) for p in products) for w in waits]
     return {"loop": len(body), "products": len(products),
-            "before": min(behind) if behind else None, "between": max(between, default=0)}
+            "before": min(behind) if behind else None,
+            "between": max((b - a for a, b in pairs), default=0),
+            "makes": max((makes(body, a, b) for a, b in pairs), default=0)}
 
 
 def measure(nvcc, nvdisasm, work):

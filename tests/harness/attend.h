@@ -117,8 +117,8 @@ typedef struct problem {
     nsa_attend x, dx; /* views that start at row d.first */
 } problem;
 
-/* Tensors for the numbers. Gradients begin at `start` (numbers of their dtype), results
-   poisoned. */
+/* Tensors for the numbers. Gradients begin at `start` (numbers of their dtype), results poisoned;
+   that of out is read, and has their dtype in every other form. */
 static inline problem problem_new(const branch *br, const nsa_desc *d, const numbers *n,
                                   nsa_dtype dtype, nsa_dtype grad, int form, const double *start) {
     problem p;
@@ -134,7 +134,8 @@ static inline problem problem_new(const branch *br, const nsa_desc *d, const num
     p.dq = tensor_of("dx.q", LAYOUT_OF(2), grad, d, 0, d->heads, d->dim, 0);
     p.dk = tensor_of("dx.k", LAYOUT_OF(3), grad, d, cmp, d->kv_heads, d->dim, 7);
     p.dv = tensor_of("dx.v", LAYOUT_OF(0), grad, d, cmp, d->kv_heads, d->dim_v, 1);
-    p.dout = tensor_of("dx.out", LAYOUT_OF(1), dtype, d, 0, d->heads, d->dim_v, 3);
+    p.dout =
+        tensor_of("dx.out", LAYOUT_OF(1), form % 2 ? dtype : grad, d, 0, d->heads, d->dim_v, 3);
     if (n->dlse) {
         p.dlse = tensor_of("dx.lse", LAYOUT_OF(2), NSA_REAL_DTYPE, d, 0, d->heads, 1, 1);
         tensor_put(&p.dlse, n->dlse);

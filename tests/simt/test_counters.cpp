@@ -132,36 +132,30 @@ static bool sees(const problem &p, branch_keys keys, int kv_head, int query, con
     return keys != SLC || listed(p, kv_head, query).count(t.begin / p.d.slc_block);
 }
 
+enum { FORWARD_ROWS = 128, BACKWARD_ROWS = TOGETHER == 64 ? 128 : 64 }; /* of a tile */
+
 /* What a warp issues to multiply its 16 rows and KEYS keys if they take part: forward q k and p v,
-   for dq a third product. m16n8k16 each on its own; together k16 of all keys or of all columns, of
-   dq those of warpgroup_started left out. */
+   for dq a third product. m16n8k16 each on its own; together k16 of all keys or of all columns. */
 static unsigned products_of(const nsa_desc &d, bool backward) {
     const int nt = backward ? d.dim + d.dim_v : d.dim, nn = backward ? d.dim : d.dim_v;
-    if (TOGETHER == 64) return static_cast<unsigned>(backward ? KEYS / 16 : nt / 16 + KEYS / 16);
-    return static_cast<unsigned>(KEYS / 8 * (nt + nn) / 16);
+    return static_cast<unsigned>(TOGETHER == 64 ? nt / 16 + KEYS / 16 : KEYS / 8 * (nt + nn) / 16);
 }
 
-/* dq's products of a key tile that all warps of a tile of ROWS rows start, whoever sees it. */
-static unsigned warpgroup_started(const nsa_desc &d, bool backward, int ROWS) {
-    const int steps = (d.dim + d.dim_v) / 16;
-    return static_cast<unsigned>(TOGETHER == 64 && backward ? ROWS / 16 * steps : 0);
-}
-
-/* A tile of rows, 128 forward and 64 backward, brings in its own rows once and its key tiles one
-   after the other; rows that are multiplied together meet a tile if one of their queries sees a
-   key there (of contiguous keys, where the tile of rows as a whole does). */
+/* A tile of rows brings in its own rows once and its key tiles one after the other; rows that are
+   multiplied together meet a tile if one of their queries sees a key there (of contiguous keys,
+   where the tile of rows as a whole does). */
 static work query_side(const problem &p, branch_keys keys, bool backward) {
     work w;
     const nsa_desc &d = p.d;
     const int G = d.heads / d.kv_heads, both = d.dim + d.dim_v;
-    const int held = backward ? both : d.dim, ROWS = backward ? 64 : 128;
+    const int held = backward ? both : d.dim;
+    const int ROWS = backward ? BACKWARD_ROWS : FORWARD_ROWS;
     for (int kv_head = 0; kv_head < d.kv_heads; kv_head++)
         for (int row = 0; row < d.tokens * G; row += ROWS) {
             const int rows = std::min(ROWS, d.tokens * G - row);
             w.bytes += 2u * static_cast<unsigned>(rows * held);
             for (const tile &t : tiles_of(p, keys, kv_head, row / G, (row + rows - 1) / G)) {
                 w.bytes += 2u * static_cast<unsigned>((t.end - t.begin) * both);
-                w.products += warpgroup_started(d, backward, ROWS);
                 for (int first = row; first < row + rows; first += TOGETHER) {
                     bool any = TOGETHER == 64 && keys != SLC;
                     for (int r = first; r < std::min(first + TOGETHER, row + rows); r++)
@@ -178,7 +172,7 @@ static work gathered_side(const problem &p, bool backward) {
     work w;
     const nsa_desc &d = p.d;
     const int G = d.heads / d.kv_heads, both = d.dim + d.dim_v;
-    const int part = (backward ? 64 : 128) / G, held = backward ? both : d.dim;
+    const int part = (backward ? BACKWARD_ROWS : FORWARD_ROWS) / G, held = backward ? both : d.dim;
     for (int kv_head = 0; kv_head < d.kv_heads; kv_head++)
         for (int begin = 0; begin < d.tokens; begin += d.slc_block) {
             std::vector<int> readers;
@@ -190,7 +184,6 @@ static work gathered_side(const problem &p, bool backward) {
                 const int end =
                     std::min(begin + d.slc_block, readers[static_cast<size_t>(last)] + 1);
                 w.bytes += 2u * static_cast<unsigned>(rows * held + (end - begin) * both);
-                w.products += warpgroup_started(d, backward, part * G);
                 w.products += static_cast<unsigned>((rows + TOGETHER - 1) / TOGETHER) * TOGETHER /
                               16 * products_of(d, backward);
             }

@@ -4,13 +4,13 @@
 set(ss "\\.f32\\.bf16\\.bf16 {[^}]*}, %rd[0-9]+, %rd[0-9]+, more, 1, 1, 0, 0")
 set(rs "\\.f32\\.bf16\\.bf16 {[^}]*}, {[^}]*}, %rd[0-9]+, more, 1, 1, 1")
 # Forward comes twice, with and without block lists, and starts each product in two places; dq's loop
-# three times, without lists in both of its kernels; dk and dv twice, and start k q in two places. q k: 4
-# forward; q k, dout v: 8 for dq; k q: 4, v dout: 4, of 64 rows, for dk and dv. p v: 4, ds k: 4, p dout
-# and ds q, of 64 rows: 8.
+# three times, without lists in both of its kernels, and likewise in two places; dk and dv twice, and
+# start k q in two places. q k: 4 forward; q k, dout v: 8 for dq; k q: 4, v dout: 4, of 64 rows, for dk
+# and dv. p v: 4, ds k: 4, p dout and ds q, of 64 rows: 8.
 set(expected_90a
-    "wgmma\\.mma_async\\.sync\\.aligned\\.m64n64k16${ss}" 64
+    "wgmma\\.mma_async\\.sync\\.aligned\\.m64n64k16${ss}" 88
     "wgmma\\.mma_async\\.sync\\.aligned\\.m64n32k16${ss}" 0
-    "wgmma\\.mma_async\\.sync\\.aligned\\.m64n64k16${rs}" 44
+    "wgmma\\.mma_async\\.sync\\.aligned\\.m64n64k16${rs}" 56
     "mma\\.sync\\.aligned" 0)
 # The same products in pieces of 16 x 8: 64 forward, twice; 96 for dq, three times; 64 for
 # dk and dv, of 32 rows.

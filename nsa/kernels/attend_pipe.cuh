@@ -1,0 +1,195 @@
+/* attend_pipe.cuh: what sm_90a's pipelines over key tiles share: stages with their barriers, the
+   producer, how a consumer turns from tile to tile.
+   Twin: none; nsa.h has nothing that runs beside the products.
+   Not here: what consumers compute (attend_forward_sm90.cuh, attend_dq_sm90.cuh), which keys
+   (attend_keys.cuh).
+
+   Three warpgroups share a Q tile of 128 rows. The third is the producer: it walks the key tiles,
+   copies them into stages and posts, beside each, which tile it is. The first two are consumers
+   with 64 rows each: they multiply and never walk. Barriers in shared memory connect them, so no
+   warp waits for the whole thread block. Warpgroups pass over tiles that none of their queries
+   reads. */
+#ifndef NSA_ATTEND_PIPE_CUH
+#define NSA_ATTEND_PIPE_CUH
+
+#include "attend_gather.cuh"
+
+/* HELD: elements of a row of the Q tile. PAGED: keys and values may lie in pages. */
+template <typename T, int DK, int DV, int HELD, int COUNT, bool PAGES> struct nsa__cuda_pipe_shape {
+    typedef T type;
+    static constexpr int WIDTH_K = DK, WIDTH_V = DV;
+    static constexpr int BLOCK_M = 128, BLOCK_N = 64, STAGES = COUNT;
+    /* Tiles whose copies are under way before one is posted. A consumer holds a tile until it has
+       the next one, which must be posted by then: else they would wait for each other. */
+    static constexpr int LAG = STAGES - 2;
+    static constexpr int CONSUMERS = 2 * BLOCK_M, PRODUCERS = 128;
+    static constexpr int STAGE = BLOCK_N * (DK + DV); /* elements */
+    static constexpr int BYTES = static_cast<int>(sizeof(T)) * (BLOCK_M * HELD + STAGES * STAGE);
+    static constexpr bool PAGED = PAGES;
+    static_assert(LAG >= 1, "a tile would be waited for as soon as it is asked for");
+};
+
+/* What the producer posts beside a stage. */
+struct nsa__cuda_pipe_tile {
+    int begin, end;      /* keys; begin < 0: the walk is over */
+    uint64_t bad;        /* a bit for each key */
+    uint64_t readers[2]; /* LISTS: of each warpgroup, a bit for each query that reads the block */
+};
+
+/* The queries of a warpgroup: the first one's place in the tile, and a bit for each. */
+struct nsa__cuda_pipe_group {
+    int first;
+    uint64_t queries;
+};
+
+/* What both sides share: stages[i] is full when all producers have arrived at full[i], and empty
+   when a lane of each consumer warp has arrived at empty[i]. */
+template <typename Shape> struct nsa__cuda_pipe {
+    typename Shape::type *q, *stages;
+    nsa__cuda_pipe_tile *tiles;
+    const nsa__cuda_pipe_group *groups;
+    uint64_t *full, *empty;
+};
+
+#if NSA__USES_WGMMA
+
+/* By one thread, before a block barrier. */
+template <typename Shape>
+NSA__DEVICE void
+nsa__cuda_pipe_init(const nsa__cuda_pipe<Shape> &pipe, nsa__cuda_pipe_group (&groups)[2],
+                    const nsa__cuda_attend_params &params, const nsa__cuda_query_tile &tile_rows) {
+    for (int g = 0; g < 2; g++)
+        groups[g] = {nsa__cuda_warpgroup_first(params, tile_rows, g),
+                     nsa__cuda_warpgroup_bits(params, tile_rows, g)};
+    for (int i = 0; i < Shape::STAGES; i++) {
+        nsa__mbarrier_init(pipe.full + i, Shape::PRODUCERS);
+        nsa__mbarrier_init(pipe.empty + i, Shape::CONSUMERS / 32);
+    }
+    nsa__fence_async();
+}
+
+/* ---- Producer ------------------------------------------------------------------------------ */
+
+/* Tiles that are under way: the newest, the one before, ... */
+template <int LAG> struct nsa__cuda_pipe_posts {
+    int number; /* of the next tile, counted over all walks */
+    nsa__cuda_bad_words bad[LAG + 1];
+    int begin[LAG + 1];
+};
+
+/* Tile `number` has arrived. */
+template <typename Shape>
+NSA__DEVICE void nsa__cuda_pipe_post(const nsa__cuda_pipe<Shape> &pipe, int number,
+                                     const nsa__cuda_bad_words &words, int first) {
+    constexpr int DK = Shape::WIDTH_K, DV = Shape::WIDTH_V, BLOCK_N = Shape::BLOCK_N;
+    using T = typename Shape::type;
+    const int stage = number % Shape::STAGES;
+    T *const k = pipe.stages + stage * Shape::STAGE;
+    const uint64_t mask = first < 0 ? 0 : nsa__cuda_bad_bits<BLOCK_N>(words, first);
+    if (mask) {
+        nsa__barrier_sync(1, Shape::PRODUCERS); /* every producer's part has arrived */
+        nsa__cuda_tile_zero<T, DK, BLOCK_N, Shape::PRODUCERS>(k, mask);
+        nsa__cuda_tile_zero<T, DV, BLOCK_N, Shape::PRODUCERS>(k + BLOCK_N * DK, mask);
+    }
+    if (threadIdx.x % Shape::PRODUCERS == 0) pipe.tiles[stage].bad = mask;
+    nsa__fence_async();
+    nsa__mbarrier_arrive(pipe.full + stage);
+}
+
+/* Walks the key tiles of one branch. The last ones stay under way; behind them stands an end. */
+template <bool LISTS, typename Shape>
+NSA__DEVICE void
+nsa__cuda_pipe_produce(nsa__cuda_pipe_posts<Shape::LAG> &posts, const nsa__cuda_pipe<Shape> &pipe,
+                       const nsa__cuda_attend_params &params, const nsa__cuda_attend_head &at,
+                       const nsa__cuda_query_tile &tile_rows) {
+    constexpr int LAG = Shape::LAG, STAGES = Shape::STAGES;
+    const bool writes = threadIdx.x % Shape::PRODUCERS == 0;
+    nsa__cuda_walk_keys<Shape::BLOCK_N, Shape::BLOCK_M, LISTS> walk = {};
+    nsa__cuda_walk_begin(walk, params, at, tile_rows);
+    for (bool more = true; more; posts.number++) {
+        const int number = posts.number, stage = number % STAGES;
+        more = nsa__cuda_walk_next(walk, params, at, tile_rows);
+        if (number >= STAGES) nsa__mbarrier_wait(pipe.empty + stage, (number / STAGES - 1) & 1);
+        if (more)
+            nsa__cuda_stage_keys<typename Shape::type, Shape::WIDTH_K, Shape::WIDTH_V,
+                                 Shape::BLOCK_N, Shape::PRODUCERS, Shape::PAGED>(
+                pipe.stages + stage * Shape::STAGE, params, at, walk.tile);
+        nsa__cp_async_commit();
+#pragma unroll
+        for (int i = LAG; i > 0; i--)
+            posts.bad[i] = posts.bad[i - 1], posts.begin[i] = posts.begin[i - 1];
+        posts.bad[0] = walk.bad;
+        posts.begin[0] = more ? walk.tile.begin : -1;
+        if (writes) {
+            pipe.tiles[stage].begin = posts.begin[0];
+            pipe.tiles[stage].end = walk.tile.end;
+#pragma unroll
+            for (int g = 0; g < 2; g++)
+                if (LISTS)
+                    pipe.tiles[stage].readers[g] = nsa__cuda_walk_readers<4>(
+                        walk.ballots, pipe.groups[g].first, pipe.groups[g].queries);
+        }
+        if (number < LAG) continue;
+        nsa__cp_async_wait<LAG>();
+        nsa__cuda_pipe_post(pipe, number - LAG, posts.bad[LAG], posts.begin[LAG]);
+    }
+}
+
+/* Posts what is under way behind the last walk. */
+template <typename Shape>
+NSA__DEVICE void nsa__cuda_pipe_drain(const nsa__cuda_pipe_posts<Shape::LAG> &posts,
+                                      const nsa__cuda_pipe<Shape> &pipe) {
+    nsa__cp_async_wait<0>();
+#pragma unroll
+    for (int i = Shape::LAG - 1; i >= 0; i--)
+        if (posts.number > i)
+            nsa__cuda_pipe_post(pipe, posts.number - 1 - i, posts.bad[i], posts.begin[i]);
+}
+
+/* ---- Consumers ----------------------------------------------------------------------------- */
+
+/* A consumer's tile: the stage it lies in, and what its warpgroup sees of it. */
+struct nsa__cuda_pipe_turn {
+    int number;
+    nsa__cuda_key_tile tile; /* readers 0: there is no more */
+    uint64_t group;          /* a bit for each of the warpgroup's queries */
+};
+
+/* One arrival of the warp: it has read the stage. */
+NSA__DEVICE void nsa__cuda_pipe_release(uint64_t *empty) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) nsa__mbarrier_arrive(empty);
+}
+
+/* Turns to the next tile; readers 0: the warpgroup passes over it, or it is the end. */
+template <bool LISTS, typename Shape>
+NSA__DEVICE void nsa__cuda_pipe_next(nsa__cuda_pipe_turn &turn, const nsa__cuda_pipe<Shape> &pipe) {
+    constexpr unsigned STAGES = Shape::STAGES;
+    const unsigned number = static_cast<unsigned>(++turn.number), stage = number % STAGES;
+    nsa__mbarrier_wait(pipe.full + stage, static_cast<int>(number / STAGES & 1));
+    const nsa__cuda_pipe_tile &posted = pipe.tiles[stage];
+    turn.tile = {posted.begin, posted.end, turn.group, posted.bad};
+    if (LISTS) turn.tile.readers = posted.readers[threadIdx.x / 128];
+    if (posted.begin < 0) turn.tile.readers = 0;
+}
+
+/* From a tile that the warpgroup passes over, released unread, to the next that it does not. */
+template <bool LISTS, typename Shape>
+NSA__DEVICE void nsa__cuda_pipe_pass(nsa__cuda_pipe_turn &turn, const nsa__cuda_pipe<Shape> &pipe) {
+    while (!turn.tile.readers && turn.tile.begin >= 0) {
+        nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(turn.number) % Shape::STAGES);
+        nsa__cuda_pipe_next<LISTS>(turn, pipe);
+    }
+}
+
+/* A product's values as the operand of the next one; no product that reads `to` may be under
+   way. */
+template <typename T, int N>
+NSA__DEVICE void nsa__cuda_pipe_pack(uint32_t (&to)[N / 16][4], const float (&p)[N / 8][4]) {
+#pragma unroll
+    for (int k = 0; k < N / 16; k++) nsa__cuda_pack_product<T>(to[k], p[2 * k], p[2 * k + 1]);
+}
+
+#endif
+
+#endif
