@@ -3,16 +3,21 @@
 References are plain torch in float64, which share nothing with the library. The same file runs with the torch of
 Debian 12, 1.13, whose autograd Functions take the operators' place; what only newer ones have is skipped there.
 """
+import gc
+import io
+import itertools
 import math
 import os
+import signal
 import threading
 import unittest
+import unittest.mock
 
 import torch
 
 import nsa
 import nsa.torch as nt
-from nsa.torch import _operators as operators
+from nsa.torch import _memory as memory, _native as native, _operators as operators
 from nsa._pack import PHI, options
 
 DEVICE = os.environ.get("NSA_TEST_DEVICE", "cpu")
@@ -415,6 +420,209 @@ class Layouts(unittest.TestCase):
             self.assertLess(error, 0.25)  # a list may differ; what is held to less is in the library's own tests
             out.sum().backward()
             self.assertEqual({t.grad.dtype for t in leaves(*low)}, {dtype})
+
+
+@CPU
+class Memory(unittest.TestCase):
+    """What backward reads, and large scratch, lie in a pool's memory. Here all sizes are large."""
+
+    def setUp(self):
+        torch.manual_seed(8)
+        self.samples = [whole_tensors("mean", torch.float32) for _ in range(5)]
+        self.alone = [self.gradients(i) for i in range(5)]
+        for module, name, value in ((memory, "LARGE", 1), (native, "_plans", {})):
+            patch = unittest.mock.patch.object(module, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+        gc.collect()
+        nt.release_memory()
+        self.lent = memory.POOL.bytes()[0]
+
+    def loss(self, i):
+        return whole(*self.samples[i], kind="mean").square().sum()
+
+    def gradients(self, i, loss=None, **more):
+        return torch.autograd.grad(self.loss(i) if loss is None else loss, leaves(*self.samples[i]), **more)
+
+    def assert_all_back(self):
+        self.assertEqual(memory.POOL.bytes()[0], self.lent)
+
+    def test_graphs_at_once(self):
+        losses = [self.loss(i) for i in range(5)]
+        dropped = [self.loss(i) for i in range(5)]
+        for i in (3, 0, 4):
+            torch.testing.assert_close(self.gradients(i, losses[i], retain_graph=True), self.alone[i])
+            torch.testing.assert_close(self.gradients(i, losses[i]), self.alone[i])
+        del dropped
+        more = self.loss(0)
+        for i in (1, 2):
+            torch.testing.assert_close(self.gradients(i, losses[i]), self.alone[i])
+        torch.testing.assert_close(self.gradients(0, more), self.alone[0])
+        self.assert_all_back()
+
+    def test_memory_does_not_grow(self):
+        held, mapped = [], []
+        for i in range(12):
+            losses = [self.loss(i % 5) for i in range(i, i + 3)]
+            for j, loss in enumerate(losses):
+                self.gradients((i + j) % 5, loss)
+            del losses, loss
+            self.assert_all_back()
+            held.append(sum(memory.POOL.bytes()) - self.lent)
+            if os.path.exists("/proc/self/statm"):
+                with open("/proc/self/statm", encoding="ascii") as statm:
+                    mapped.append(int(statm.read().split()[0]) * os.sysconf("SC_PAGESIZE"))
+        self.assertEqual(set(held[1:]), {max(held[1:])})  # the first call of a form asks for workspace twice
+        self.assertGreater(held[-1], 0)
+        self.assertLess(mapped and mapped[-1] - mapped[1], held[-1])
+        nt.release_memory()
+        self.assertEqual(memory.POOL.bytes(), (self.lent, 0))
+
+    def test_what_a_user_holds_stays(self):
+        with torch.no_grad():
+            q, k, v, gates, _, _ = self.samples[0]
+            call = lambda: operators.attention(q, k[0], v[0], k[1], v[1], k[2], v[2], gates, *[None] * 11, 0, 0, "mean",
+                                               "mean", options(**GEOMETRY))[2]
+            expected = call().clone()
+            self.assert_all_back()
+            held = [call(), call()[64:], call().numpy(), memoryview(call().numpy())[64:]]
+            file = io.BytesIO()
+            torch.save(call(), file)
+        for i in range(5):
+            self.gradients(i)
+        where = torch.from_numpy(held[2]), torch.frombuffer(held[3], dtype=torch.uint8)
+        for found in (held[0], where[0], torch.load(io.BytesIO(file.getvalue()))):
+            self.assertTrue(torch.equal(found, expected))
+        for found in (held[1], where[1]):
+            self.assertTrue(torch.equal(found, expected[64:]))
+        del held, where, found
+        self.assert_all_back()
+
+    def test_a_refusal_gives_it_back(self):
+        q, k, v = (rows(1, T, h, D, dtype=torch.float32) for h in (H, HK, HK))
+        for _ in range(3):
+            with self.assertRaisesRegex(ValueError, "rows: NSA_ERROR_BEGINS"):
+                nt.attention(q, k, v, k, v, k, v, rows(1, T, HK, 3, dtype=torch.float32), begins=int32(0, 99), longest=99)
+        self.assert_all_back()
+        self.assertLess(memory.POOL.bytes()[1], 16 << 20)
+
+    def test_checkpointing(self):
+        from torch.utils.checkpoint import checkpoint
+        sample = self.samples[1]
+        loss = sum(checkpoint(lambda *x: whole(x[0], x[1:4], x[4:7], x[7], {}, {}, "mean"), *leaves(*sample),
+                              use_reentrant=False).square().sum() for _ in range(3))
+        for found, its in zip(self.gradients(1, loss), self.alone[1]):
+            torch.testing.assert_close(found, 3 * its)
+        del loss
+        self.assert_all_back()
+
+    def test_threads(self):
+        wrong = []
+
+        def work(first):
+            for i in range(first, first + 20):
+                losses = [self.loss((i + j) % 5) for j in range(2)]
+                for j, loss in enumerate(losses):
+                    if not all(map(torch.allclose, self.gradients((i + j) % 5, loss), self.alone[(i + j) % 5],
+                                   itertools.repeat(1e-4), itertools.repeat(1e-5))):
+                        wrong.append(i)
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(wrong, [])
+        self.assert_all_back()
+
+    def test_a_child(self):
+        """Forked while another thread was in the pool. It has one thread, as OpenMP's runtime has none in a child."""
+        entered, leave = threading.Event(), threading.Event()
+
+        def inside():
+            with memory.POOL._lock:
+                memory.POOL._inside = True
+                entered.set()
+                leave.wait()
+                memory.POOL._inside = False
+        thread, loss = threading.Thread(target=inside), self.loss(2)
+        thread.start()
+        entered.wait()
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(60)
+                torch.set_num_threads(1)
+                del loss  # its block is the parent's still
+                for _ in range(2):
+                    torch.testing.assert_close(self.gradients(3), self.alone[3])
+                os._exit(0 if memory.POOL.bytes()[0] == self.lent else 3)
+            finally:
+                os._exit(4)
+        leave.set()
+        thread.join()
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        torch.testing.assert_close(self.gradients(2, loss), self.alone[2])
+
+    @NEW
+    def test_another_default_device(self):
+        with torch.device("meta"):
+            torch.testing.assert_close(self.gradients(1), self.alone[1])
+            pool = memory.Pool()
+            pool._inside = True
+            self.assertTrue(pool.tensor(1).is_cpu)
+
+    @NEW
+    def test_compiled(self):
+        compiled = torch.compile(lambda *x: whole(x[0], x[1:4], x[4:7], x[7], {}, {}, "mean").square().sum(),
+                                 fullgraph=True, backend="aot_eager")
+        losses = [compiled(*leaves(*sample)) for sample in self.samples]
+        for i in (4, 2, 0, 1, 3):
+            torch.testing.assert_close(self.gradients(i, losses[i]), self.alone[i])
+        del losses
+        self.assert_all_back()
+
+    def test_the_pool(self):
+        pool, mib = memory.Pool(), 1 << 20
+        def lend(*sizes):
+            return [pool.tensor(size * mib) for size in sizes]
+        a = lend(10, 20, 30)
+        self.assertEqual([len(x) for x in a], [10 * mib, 20 * mib, 30 * mib])
+        addresses = [x.data_ptr() for x in a]
+        self.assertEqual(pool.bytes(), (60 * mib, 0))
+        del a
+        self.assertEqual(pool.bytes(), (0, 60 * mib))
+        a = lend(29)[0]
+        self.assertEqual((a.data_ptr(), len(a)), (addresses[2], 29 * mib))
+        self.assertEqual(pool.bytes(), (30 * mib, 30 * mib))
+        b = lend(8, 11)
+        self.assertEqual([x.data_ptr() for x in b], addresses[:2])
+        c = lend(8)[0]  # none is left
+        self.assertEqual(pool.bytes(), (68 * mib, 0))
+        del a, b
+        a = lend(10, 14)  # the smallest that is large enough
+        self.assertEqual(([x.data_ptr() for x in a], pool.bytes()), (addresses[:2], (38 * mib, 30 * mib)))
+        held = a[0].view(-1)[3:]
+        held[:] = 7
+        b = lend(14)[0]  # of the largest more than half would be idle, and there are never more than 68
+        self.assertEqual(pool.bytes(), (52 * mib, 0))
+        del a
+        self.assertEqual(pool.bytes(), (32 * mib, 20 * mib))
+        a = lend(12)[0]
+        self.assertEqual(a.data_ptr(), addresses[1])
+        self.assertTrue((held == 7).all())
+        del a, b, c, held
+        for left in (52, 8, 8):  # none was lent, twice: 68 are forgotten
+            d = lend(8)
+            self.assertEqual(sum(pool.bytes()), left * mib)
+            del d
+        pool.release()
+        self.assertEqual(pool.bytes(), (0, 0))
+        pool._inside = True
+        a = lend(8)  # a signal's handler, while its thread is in the pool
+        self.assertEqual((len(a[0]), pool.bytes()), (8 * mib, (0, 0)))
+        pool._inside = False
+        with self.assertRaises((RuntimeError, MemoryError)):
+            pool.tensor(1 << 60)
 
 
 class Autocast(unittest.TestCase):

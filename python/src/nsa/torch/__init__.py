@@ -26,13 +26,15 @@ import torch as _torch
 
 from .._pack import PHI as _PHI, options as _options
 from . import _operators as _o
+from ._memory import release_memory
 from ._module import Cache, NativeSparseAttention
 from ._native import cuda_library
 
 Tensor = _torch.Tensor
 
 __all__ = ["Cache", "NativeSparseAttention", "attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention",
-           "compress", "cuda_library", "gate", "merge", "rank_queries", "rope", "score_blocks", "select_blocks"]
+           "compress", "cuda_library", "gate", "merge", "rank_queries", "release_memory", "rope", "score_blocks",
+           "select_blocks"]
 
 
 def rope(x: Tensor, positions: Tensor | None = None, *, begins: Tensor | None = None, firsts: Tensor | None = None,

@@ -2,14 +2,13 @@
 
 A call's structs depend on the forms of its tensors, shapes, strides and dtypes, and on the addresses alone they do
 not share. So the first call of a form makes a Plan, which has everything but the addresses, and the others use it.
-What a call needs for itself alone, workspace and outputs that nobody asked for, lies in memory that is kept for the next.
+What a call needs for itself alone, workspace and outputs that nobody asked for, and what its backward will read, lies
+in memory that is kept for the next (_memory.py).
 """
 from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
-import mmap
 import os
 import pathlib
 from typing import Any, Callable, NamedTuple, Sequence
@@ -20,53 +19,12 @@ from torch import empty, get_num_threads  # by themselves: in a call their modul
 from .. import _abi
 from .._library import FOLDER, Library, library, refusal
 from .._pack import ARRAYS, NULL, Packer, desc_struct
+from . import _memory
+from ._memory import POOL, Scratch, in_large_pages, keep, scratch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int32: 4}
 _BYTES = {torch.uint8: 1, torch.bfloat16: 2, torch.float16: 2, torch.float32: 4, torch.float64: 8, torch.int32: 4}
 PLANS_MAX = 4096  # of packed sequences each step has a form of its own
-KEPT_MAX = 128 << 20  # bytes of scratch that are kept for the next call
-
-
-# ---- Memory -------------------------------------------------------------------------------------
-
-LARGE, _LARGE_PAGE = 8 << 20, 2 << 20
-_madvise = ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_HUGEPAGE") else None
-
-
-def in_large_pages(x: torch.Tensor) -> None:
-    """Large memory comes fresh from the system, which has large pages for who asks: taking 32 MiB by pages of 4 KiB
-    costs as much as a tenth of computing what lies there."""
-    if _madvise is not None and x.is_cpu:
-        begin, end = x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()
-        first = -(-begin // _LARGE_PAGE) * _LARGE_PAGE
-        _madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
-
-
-class Scratch:
-    """Memory of one call, which no other has meanwhile."""
-    __slots__ = ("memory", "address", "size", "number")
-    _numbers = itertools.count(1)
-
-    def __init__(self, size: int, device: torch.device):
-        self.memory = empty(size, dtype=torch.uint8, device=device)
-        self.address, self.size, self.number = self.memory.data_ptr(), size, next(self._numbers)
-        if size >= LARGE:
-            in_large_pages(self.memory)
-
-
-_free: list[Scratch] = []  # on the CPU
-
-
-def scratch(size: int, device: torch.device) -> Scratch:
-    """That of an earlier call, if there is one."""
-    if device.type == "cpu":
-        try:
-            found = _free.pop()  # in one step, so that no two threads have the same
-        except IndexError:
-            return Scratch(size, device)
-        if found.size >= size:
-            return found
-    return Scratch(size, device)
 
 
 # ---- Views --------------------------------------------------------------------------------------
@@ -75,10 +33,11 @@ ALIGNED = 64
 
 
 class Room(NamedTuple):
-    """A tensor that a call returns."""
+    """A tensor that a call returns. One of bytes that backward alone reads is `saved`."""
     shape: tuple[Any, ...]
     dtype: torch.dtype
     zeroed: bool = False
+    saved: bool = False
 
     def empty(self, device: torch.device) -> torch.Tensor:
         return empty(self.shape, dtype=self.dtype, device=device)
@@ -262,9 +221,13 @@ class Plan:
                 break
             except Unpacked as copied:
                 self.copied.append(self.places[copied.place])
-        self.rooms = every[:returned]
-        self._zeroed = [i for i, room in enumerate(self.rooms) if room.zeroed]
-        self._large = [i for i, room in enumerate(self.rooms) if room.bytes >= LARGE]
+        rooms, large = every[:returned], []
+        if self.device.type == "cpu":
+            large = [i for i, room in enumerate(rooms) if room.bytes >= _memory.LARGE]
+        pooled = {i: rooms[i].shape[0] for i in large if rooms[i].saved}
+        self._pooled, self._large = list(pooled.items()), [i for i in large if i not in pooled]
+        self._fresh = [(room.shape, room.dtype) for i, room in enumerate(rooms) if i not in pooled]
+        self._zeroed = [i for i, room in enumerate(rooms) if room.zeroed]
         within = [0]  # scratch: the other rooms, and behind them the workspace
         for room in every[returned:]:
             within.append(within[-1] + room.bytes)
@@ -311,7 +274,9 @@ class Plan:
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.copied:
             tensors = [x.resolve_neg().contiguous() if i in self.copied else x for i, x in zip(self.places, tensors)]
-        outputs = [empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in self.rooms]
+        outputs = [empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._fresh]
+        for i, size in self._pooled:
+            outputs.insert(i, POOL.tensor(size))
         for i in self._large:
             in_large_pages(outputs[i])
         if self._zeroed:
@@ -333,8 +298,7 @@ class Plan:
                 status = self.function(*frame.given, torch.cuda.current_stream(self.device).cuda_stream)
         else:
             status = self.function(*frame.given)
-            if memory.size <= KEPT_MAX:
-                _free.append(memory)
+            keep(memory)
         if status:
             raise refusal(self.native.words, status)
         self._frames.append(frame)

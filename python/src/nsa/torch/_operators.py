@@ -638,7 +638,8 @@ def _whole_rooms(*arguments):
     q, k_cmp, v_cmp, k_slc = arguments[:4]
     options = arguments[-1]
     kept = sum(room.bytes for room in _kept_rooms(q, k_cmp, v_cmp, options).values())
-    return [_like(q, *q.shape[:3], v_cmp.shape[3]), _lists(q, k_slc.shape[2], options), Room((kept,), torch.uint8)]
+    return [_like(q, *q.shape[:3], v_cmp.shape[3]), _lists(q, k_slc.shape[2], options),
+            Room((kept,), torch.uint8, saved=True)]
 
 
 def _kept_views(kept: View, rooms: dict[str, Room]) -> dict[str, tuple[Any, ...]]:
