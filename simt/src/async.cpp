@@ -25,6 +25,14 @@ struct queue {
     std::deque<std::vector<copy>> groups; /* committed, oldest first */
 };
 queue queues[max_threads];
+std::vector<int> used; /* threads of this block whose queues are not as they were made */
+
+queue &own_queue() {
+    const int me = the.current->number;
+    queue &q = queues[me];
+    if (q.open.empty() && q.groups.empty()) used.push_back(me);
+    return q;
+}
 
 void move_bytes(const copy &c) {
     memcpy(c.to, c.from, static_cast<size_t>(c.valid));
@@ -66,12 +74,12 @@ void cp_async(void *shared, const void *global, int bytes, int valid, site at) {
     check_async_issue(shared, static_cast<size_t>(bytes), global, static_cast<size_t>(valid), at);
     the.counted.async_bytes += static_cast<uint64_t>(valid);
     if (config().early) move_bytes(c);
-    queues[the.current->number].open.push_back(c);
+    own_queue().open.push_back(c);
 }
 
 void cp_async_commit(site at) {
     require_thread("cp.async.commit_group", at);
-    queue &q = queues[the.current->number];
+    queue &q = own_queue();
     q.groups.emplace_back(std::move(q.open));
     q.open.clear();
 }
@@ -86,10 +94,11 @@ void cp_async_wait(int pending, site at) {
 }
 
 void cp_async_begin() {
-    for (queue &q : queues) {
-        q.open.clear();
-        q.groups.clear();
+    for (const int i : used) {
+        queues[i].open.clear();
+        queues[i].groups.clear();
     }
+    used.clear();
 }
 
 void cp_async_end() {
@@ -117,7 +126,7 @@ bool async_progress() {
 }
 
 void async_chance() {
-    if (config().schedule == order::random && random_number() % 16 == 0) bulk_land_one();
+    if (the.schedule == order::random && random_number() % 16 == 0) bulk_land_one();
 }
 
 void async_end() {

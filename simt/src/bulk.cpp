@@ -47,6 +47,14 @@ struct store_queue {
     std::deque<std::vector<transfer>> groups;
 };
 store_queue stores[max_threads];
+std::vector<int> storing; /* threads of this block whose queues are not as they were made */
+
+store_queue &own_stores() {
+    const int me = the.current->number;
+    store_queue &q = stores[me];
+    if (q.open.empty() && q.groups.empty()) storing.push_back(me);
+    return q;
+}
 
 void move_in(const transfer &t) {
     for (const piece &p : t.pieces) {
@@ -212,12 +220,12 @@ void tensor_store(const CUtensorMap *map, const int *coordinates, int rank, cons
         check_hold(p.shared, p.bytes, 1, at);
     }
     if (config().early) move_out(t);
-    stores[the.current->number].open.push_back(std::move(t));
+    own_stores().open.push_back(std::move(t));
 }
 
 void bulk_commit(site at) {
     require_thread("cp.async.bulk.commit_group", at);
-    store_queue &q = stores[the.current->number];
+    store_queue &q = own_stores();
     q.groups.emplace_back(std::move(q.open));
     q.open.clear();
 }
@@ -241,17 +249,18 @@ void bulk_wait(int pending, site at) {
 
 void bulk_begin() {
     loads.clear();
-    for (store_queue &q : stores) {
-        q.open.clear();
-        q.groups.clear();
+    for (const int i : storing) {
+        stores[i].open.clear();
+        stores[i].groups.clear();
     }
+    storing.clear();
 }
 
 bool bulk_land_one() {
     if (loads.empty()) return false;
     size_t which = 0;
-    if (config().schedule == order::reversed) which = loads.size() - 1;
-    if (config().schedule == order::random) which = random_number() % loads.size();
+    if (the.schedule == order::reversed) which = loads.size() - 1;
+    if (the.schedule == order::random) which = random_number() % loads.size();
     static transfer t; /* not the thread's: see `building` */
     t = std::move(loads[which]);
     loads.erase(loads.begin() + static_cast<std::ptrdiff_t>(which));

@@ -61,6 +61,7 @@ uint32_t barrier_known[named_barriers][max_threads];
 uint32_t fenced[max_threads]; /* stores up to that epoch can be seen by bulk copies and wgmma */
 uint8_t held[arena_bytes];    /* asynchronous readers of each byte of shared memory */
 code held_by;                 /* the last that began to */
+bool any_held;                /* since `held` was cleared */
 
 unsigned thread_of(stamp s) {
     return s >> 20 & 1023u;
@@ -77,17 +78,31 @@ struct stamp_set {
 };
 std::vector<stamp_set> sets;
 std::vector<stamp> members;
-std::unordered_map<uint64_t, uint32_t> joined; /* (set or stamp, stamp) -> set */
-std::unordered_multimap<uint64_t, uint32_t> by_content;
 uint32_t first_set = 0;
 
+/* What was found last under a key of this place. What another key drove out is found anew, so that
+   a set may have two numbers. */
+struct found {
+    uint64_t key;
+    uint32_t value, era;
+};
+constexpr size_t places_found = 1 << 14;
+found joined[places_found];     /* (set or stamp, stamp) -> set */
+found by_content[places_found]; /* hash of the members -> number of the set */
+uint32_t era = 1;
+bool any_joined;
+
+found &found_at(found *table, uint64_t key) {
+    return table[key * 0x9e3779b97f4a7c15ull >> 50];
+}
+
 void forget_sets() {
-    if (joined.empty()) return; /* sets come of joins alone */
+    if (!any_joined) return; /* sets come of joins alone */
+    any_joined = false;
     first_set += static_cast<uint32_t>(sets.size());
     sets.clear();
     members.clear();
-    joined.clear();
-    by_content.clear();
+    era++;
 }
 
 bool known(unsigned me, stamp s) {
@@ -120,18 +135,18 @@ stamp intern(size_t first) {
         hash = (hash ^ members[i]) * 0x9e3779b97f4a7c15ull;
         flags |= members[i] & is_atomic ? is_atomic : set_reads;
     }
-    const auto range = by_content.equal_range(hash);
-    for (auto it = range.first; it != range.second; ++it) {
-        const stamp_set other = sets[it->second - first_set];
-        if (other.count != count ||
-            memcmp(&members[other.first], &members[first], count * sizeof(stamp)) != 0)
-            continue;
-        members.resize(first);
-        return flags | it->second;
+    found &at = found_at(by_content, hash);
+    if (at.era == era && at.key == hash) {
+        const stamp_set other = sets[at.value - first_set];
+        if (other.count == count &&
+            !memcmp(&members[other.first], &members[first], count * sizeof(stamp))) {
+            members.resize(first);
+            return flags | at.value;
+        }
     }
     const uint32_t number = first_set + static_cast<uint32_t>(sets.size());
     sets.push_back({first, count});
-    by_content.emplace(hash, number);
+    at = {hash, number, era};
     return flags | number;
 }
 
@@ -144,8 +159,8 @@ stamp join(stamp old, stamp mine, unsigned me) {
     };
     if (!(old & is_set) && superfluous(old)) return mine;
     const uint64_t key = uint64_t(old) << 32 | mine;
-    const auto found = joined.find(key);
-    if (found != joined.end()) return found->second;
+    found &at = found_at(joined, key);
+    if (at.era == era && at.key == key) return at.value;
     const size_t first = members.size();
     bool placed = false;
     each(old, [&](stamp s) {
@@ -159,7 +174,8 @@ stamp join(stamp old, stamp mine, unsigned me) {
         members.resize(first);
     else
         result = intern(first);
-    joined.emplace(key, result);
+    at = {key, result, era};
+    any_joined = true;
     return result;
 }
 
@@ -317,7 +333,7 @@ void prepare() {
 }
 
 void against_holders(const request &r, const unsigned char *at) {
-    if (held[at - arena_start()])
+    if (any_held && held[at - arena_start()])
         fail_at(r.where,
                 text("%s of %zu bytes, %s,\n    which are still being read asynchronously, "
                      "last asked for at ",
@@ -386,7 +402,8 @@ void check_block_begin() {
     if (!checker_on) return;
     block_now++;
     forget_sets();
-    memset(held, 0, sizeof held);
+    if (any_held) memset(held, 0, sizeof held);
+    any_held = false;
     for (int t = 0; t < the.thread_count; t++) {
         fenced[t] = 0;
         epoch[t] = first_epoch;
@@ -565,6 +582,7 @@ void check_bulk_land(const void *to, size_t bytes, int thread, uint32_t when, si
 
 void check_hold(const void *address, size_t bytes, int change, site at) {
     if (!checker_on) return;
+    any_held = true;
     if (change > 0) held_by = code_of(at);
     uint8_t *n = held + (static_cast<const unsigned char *>(address) - arena_start());
     for (size_t i = 0; i < bytes; i++) n[i] = static_cast<uint8_t>(n[i] + change);

@@ -78,7 +78,7 @@ void warp_operation(uint32_t mask, const char *name, site at, void *argument,
     if (all) all(w, mask);
     for (uint32_t rest = mask & ~(1u << me.lane); rest; rest &= rest - 1)
         wake(lane_of(w, __builtin_ctz(rest)));
-    if (config().schedule == order::random) let_others_run();
+    if (the.schedule == order::random) let_others_run();
 }
 
 void aligned_operation(const char *name, site at, void *argument,
@@ -154,7 +154,7 @@ void arrive(int id, int threads, bool whole_block, bool waits, int value, const 
     check_barrier_arrive(b, id);
     if (b.arrived == b.expected) {
         release(b, id, at);
-        if (config().schedule == order::random) let_others_run();
+        if (the.schedule == order::random) let_others_run();
         return;
     }
     if (!waits) return;
@@ -215,23 +215,30 @@ struct vote_argument {
     int all_same;
 };
 
-void vote_all(const warp &w, uint32_t mask) {
+vote_argument &vote_of(const warp &w, uint32_t bits) {
+    return *static_cast<vote_argument *>(lane_of(w, __builtin_ctz(bits)).argument);
+}
+
+void match_all(const warp &w, uint32_t mask) {
     for (uint32_t rest = mask; rest; rest &= rest - 1) {
-        vote_argument &mine =
-            *static_cast<vote_argument *>(lane_of(w, __builtin_ctz(rest)).argument);
-        unsigned set = 0, same = 0;
-        for (uint32_t others = mask; others; others &= others - 1) {
-            const int lane = __builtin_ctz(others);
-            const vote_argument &v = *static_cast<vote_argument *>(lane_of(w, lane).argument);
-            set |= v.value ? 1u << lane : 0u;
-            same |= v.value == mine.value ? 1u << lane : 0u;
-        }
+        vote_argument &mine = vote_of(w, rest);
+        unsigned same = 0;
+        for (uint32_t others = mask; others; others &= others - 1)
+            if (vote_of(w, others).value == mine.value) same |= others & -others;
         mine.all_same = same == mask;
-        mine.result = mine.kind == vote::ballot      ? set
-                      : mine.kind == vote::any       ? set != 0
-                      : mine.kind == vote::all       ? set == mask
-                      : mine.kind == vote::match_any ? same
-                                                     : (same == mask ? mask : 0u);
+        mine.result = mine.kind == vote::match_any ? same : (same == mask ? mask : 0u);
+    }
+}
+
+void vote_all(const warp &w, uint32_t mask) {
+    unsigned set = 0;
+    for (uint32_t rest = mask; rest; rest &= rest - 1)
+        if (vote_of(w, rest).value) set |= rest & -rest;
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+        vote_argument &mine = vote_of(w, rest);
+        mine.result = mine.kind == vote::ballot ? set
+                      : mine.kind == vote::any  ? set != 0
+                                                : set == mask;
     }
 }
 
@@ -318,7 +325,8 @@ unsigned activemask(site at) {
 unsigned warp_vote(vote kind, unsigned mask, uint64_t value, int *all_same, const char *name,
                    site at) {
     vote_argument v = {kind, value, 0, 0};
-    warp_operation(mask, name, at, &v, vote_all);
+    const bool match = kind == vote::match_any || kind == vote::match_all;
+    warp_operation(mask, name, at, &v, match ? match_all : vote_all);
     if (all_same) *all_same = v.all_same;
     return v.result;
 }

@@ -100,8 +100,10 @@ static void exchange(fiber &from, fiber &to) {
 
 void fiber_prepare(fiber &f, size_t depth, void (*entry)()) {
     if (!f.stack) {
+        static size_t made;
         f.stack = new_stack();
-        f.stack_bytes = stack_bytes;
+        /* Tops at one place of their pages would be in the same few sets of the cache. */
+        f.stack_bytes = stack_bytes - 192 * (made++ % 21);
     }
     f.fake_stack = nullptr;
     /* Local variables that nobody initialised are NaN, where the first frames lie. */

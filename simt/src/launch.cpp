@@ -107,9 +107,9 @@ cudaError_t check_limits(const launch_request &r) {
 std::vector<uint64_t> block_order(uint64_t blocks) {
     std::vector<uint64_t> numbers(blocks);
     std::iota(numbers.begin(), numbers.end(), uint64_t(0));
-    if (config().schedule == order::reversed)
+    if (the.schedule == order::reversed)
         for (uint64_t i = 0; i < blocks; i++) numbers[i] = blocks - 1 - i;
-    if (config().schedule == order::random)
+    if (the.schedule == order::random)
         for (uint64_t i = blocks; i > 1; i--)
             std::swap(numbers[i - 1], numbers[random_number() % i]);
     return numbers;
@@ -137,6 +137,7 @@ void run_launch(const launch_request &request) {
     the.request = request;
     the.kernel = kernel_name(request.text);
     the.failed = false;
+    the.schedule = config().schedule;
     the.random = config().seed * 0x9e3779b97f4a7c15ull | 1;
     the.counted.launches++;
     blockDim = request.block;

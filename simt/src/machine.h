@@ -70,6 +70,7 @@ struct machine {
     barrier barriers[named_barriers];
     fiber main;
     thread *current = nullptr;
+    order schedule = order::in_order; /* config()'s, for as long as the launch takes */
     uint64_t random = 0;
     bool failed = false;
     counters counted = {};

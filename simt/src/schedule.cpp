@@ -45,11 +45,11 @@ int random_bit(uint32_t bits) {
 thread *choose() {
     if (!the.warps_ready) return nullptr;
     const thread *was = the.current;
-    if (config().schedule == order::random) {
+    if (the.schedule == order::random) {
         const warp &w = the.warps[random_bit(the.warps_ready)];
         return &lane_of(w, random_bit(w.ready));
     }
-    if (config().schedule == order::reversed) {
+    if (the.schedule == order::reversed) {
         const warp &w = the.warps[31 - __builtin_clz(the.warps_ready)];
         return &lane_of(w, 31 - __builtin_clz(w.ready));
     }
