@@ -3,11 +3,13 @@
 References are plain torch in float64, which share nothing with the library. The same file runs with the torch of
 Debian 12, 1.13, whose autograd Functions take the operators' place; what only newer ones have is skipped there.
 """
+import copy
 import gc
 import io
 import itertools
 import math
 import os
+import pickle
 import signal
 import threading
 import unittest
@@ -623,6 +625,68 @@ class Memory(unittest.TestCase):
         pool._inside = False
         with self.assertRaises((RuntimeError, MemoryError)):
             pool.tensor(1 << 60)
+
+
+class Misuse(unittest.TestCase):
+    def test_tensors_of_another_form(self):
+        q, k, v = (rows(B, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        gates, lists_of = rows(B, T, HK, 3, dtype=torch.float32), torch.zeros(B, T, HK, 3, dtype=torch.int64, device=DEVICE)
+        at = dict(cmp_block=8, cmp_stride=4)
+        for words, call in (
+                ("q: shape .52, 4, 16., must have 4 axes", lambda: nt.attend_win(q[0], k, v)),
+                ("v: shape .52, 2, 16., must have 4 axes", lambda: nt.attend_win(q, k, v[0])),
+                ("gates: shape .* must have 4 axes", lambda: nt.attention(q, k, v, k, v, k, v, gates[..., 0], **GEOMETRY)),
+                ("x: shape .* must have 4 axes", lambda: nt.rope(q[0])),
+                ("lse_b: shape .* must have 3 axes", lambda: nt.merge(q, q[..., 0], q, q)),
+                ("w1: shape .* must have 3 axes", lambda: nt.compress(k, w1=k[0, 0], phi="conv", **at)),
+                ("k: torch.int64, must be float32", lambda: nt.attend_win(q, k.long(), v)),
+                ("q: torch.complex64, must be float32", lambda: nt.attend_win(q.to(torch.complex64), k, v)),
+                ("blocks: torch.int64, must be int32", lambda: nt.attend_slc(q, k, v, lists_of, **GEOMETRY)),
+                ("blocks: None, must be the lists", lambda: nt.attend_slc(q, k, v, None, **GEOMETRY)),
+                ("positions: torch.int64, must be int32", lambda: nt.rope(q, lists_of[:, :, 0, 0])),
+                ("phi: 'max' is none of mean, conv, mlp", lambda: nt.compress(k, phi="max", **at)),
+                ("phi: parameters W1, must be of pos, w1", lambda: nt.attention(
+                    q, k, v, k, v, k, v, gates, phi_k=("conv", {"W1": k}), **GEOMETRY)),
+                ("first: 4294967297, must be of 32 bits", lambda: nt.attend_win(q, k, v, first=2 ** 32 + 1)),
+                ("window: 4294967301, must be of 32 bits", lambda: nt.attend_win(q, k, v, window=2 ** 32 + 5)),
+                ("x: shape .52, 32., must be .B, T, dim.", lambda: nt.NativeSparseAttention(32, H, HK)(q.view(-1, 32)[:T])),
+                ("foo: no option; there are .*scaling", lambda: nt.NativeSparseAttention(32, H, HK, rope={"foo": 1})),
+                ("heads: NSA_ERROR_SIZE", lambda: nt.NativeSparseAttention(32, 0, 1)),
+                ("dtype: torch.int8, must be torch.float32", lambda: nt.NativeSparseAttention(32, H, HK).cache(
+                    1, 8, dtype=torch.int8))):
+            with self.subTest(words), self.assertRaisesRegex(ValueError, words):
+                call()
+        with self.assertRaises((ValueError, RuntimeError, AttributeError)):
+            nt.attend_win(None, k, v)
+
+    def test_derivatives_that_are_not_there(self):
+        q, k, v = (rows(B, T, h, D, dtype=torch.float32) for h in (H, HK, HK))
+        for name, call in (("win", lambda x: nt.attend_win(x, k, v, **GEOMETRY)[0]), ("rope", nt.rope),
+                           ("compress", lambda x: nt.compress(x, cmp_block=8, cmp_stride=4))):
+            with self.subTest(name):
+                first, = torch.autograd.grad(call(q).square().sum(), q, create_graph=True)
+                with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
+                    first.sum().backward()
+                with torch.autograd.forward_ad.dual_level():
+                    with self.assertRaisesRegex(NotImplementedError, "forward mode"):
+                        call(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()))
+                    call(q)
+                if operators.HAS_OPERATORS:
+                    with self.assertRaisesRegex(NotImplementedError, "torch.func"):
+                        torch.func.grad(lambda x: call(x).sum())(q.detach())
+                    with self.assertRaisesRegex(NotImplementedError, "forward mode"):
+                        torch.func.jvp(call, (q.detach(),), (q.detach(),))
+
+    def test_a_module_is_copied_and_pickled(self):
+        module, x = nt.NativeSparseAttention(32, H, HK, phi="conv", gate="softmax", **GEOMETRY), torch.randn(1, T, 32)
+        y, copies = module(x), [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+        for other in copies:
+            self.assertTrue(torch.equal(other(x), y))
+            self.assertEqual(bytes(other.desc), bytes(module.desc))
+            with torch.no_grad():
+                torch.testing.assert_close(other(x, cache=other.cache(1, 64)), y)
+                other.W_Q.weight.zero_()
+        self.assertTrue(torch.equal(module(x), y))
 
 
 class Autocast(unittest.TestCase):

@@ -12,6 +12,7 @@ from typing import Any, Sequence
 from . import _abi
 from ._abi import Desc
 from ._library import library
+from ._struct import check_int
 
 #: phi's parameters, in the order of the header.
 PHI = ("pos", "w1", "b1", "w2", "b2")
@@ -127,6 +128,8 @@ def problem(rows: tuple[Any, ...], arrays: Sequence[Any], tokens: Any, first: in
 @functools.lru_cache(4096)
 def desc_struct(text: str, batch: int, tokens: int, heads: int, kv_heads: int, dim: int, dim_v: int, first: int,
                 count: int, threads: int) -> Desc:
+    for name, value in (("batch", batch), ("tokens", tokens), ("heads", heads), ("kv_heads", kv_heads), ("dim", dim)):
+        check_int(name, value)
     made = library().nsa_desc_default(batch, tokens, heads, kv_heads, dim)
     made.__dict__["arrays"] = {}
     made.dim_v, made.first, made.count, made.threads = dim_v, first, count, threads

@@ -55,6 +55,8 @@ class Struct(ctypes.Structure):
             value = self._view(name, kind, value)
         elif isinstance(value, Struct):
             self._keep()[name] = value
+        elif kind is ctypes.c_int and isinstance(value, int):
+            check_int(name, value)
         elif kind is ctypes.c_void_p and value is not None and not isinstance(value, int):
             array = describe(value, name)
             packed = len(array.shape) in (1, 2) and all(
@@ -115,6 +117,12 @@ class Struct(ctypes.Structure):
             value = f"{array.dtype_name}{list(array.shape)}" if isinstance(array, Described) else getattr(self, name)
             values.append(f"{name}={value!r}")
         return f"{type(self).__name__}({', '.join(values)})"
+
+
+def check_int(name: str, value: int) -> None:
+    """C's int has 32 bits; ctypes would take the lowest 32 of a larger number."""
+    if not -(1 << 31) <= value < 1 << 31:
+        raise ValueError(f"{name}: {value}, must be of 32 bits")
 
 
 @functools.lru_cache(None)

@@ -171,6 +171,8 @@ def _phi(phi: tuple[str, dict[str, Tensor]] | str) -> tuple[str, list[Tensor | N
     if isinstance(phi, str):
         return phi, [None] * len(_PHI)
     kind, parameters = phi
+    if not parameters.keys() <= set(_PHI):
+        raise ValueError(f"phi: parameters {', '.join(parameters)}, must be of {', '.join(_PHI)}")
     return kind, [parameters.get(name) for name in _PHI]
 
 

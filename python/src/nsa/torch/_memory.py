@@ -61,7 +61,8 @@ class Pool:
 
     def __init__(self) -> None:
         self._blocks: list[_Block] = []  # lent last are the last
-        self._most, self._most_before = 0, 0  # bytes lent at once: since none was lent, and from the time before to then
+        # Bytes lent at once: since none was lent, and between the two last times that none was.
+        self._most, self._most_before = 0, 0
         self.unlock()
 
     def unlock(self) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 import nsa
 
 from . import _operators as _o
-from .._pack import PHI, options
+from .._pack import PHI, options, parse
 from ._native import DTYPES
 
 _BRANCHES = ("cmp", "slc", "win")
@@ -67,14 +67,15 @@ class NativeSparseAttention(nn.Module):
                  rope_base: float | None = 10000.0, rope: dict[str, Any] | None = None, **fields: Any):
         super().__init__()
         self.heads, self.kv_heads = heads, kv_heads
-        self.dim_k = head_dim or dim // heads
-        self.dim_v = head_dim_v or head_dim or dim // heads
+        self.dim_k = head_dim or dim // max(1, heads)
+        self.dim_v = head_dim_v or self.dim_k
         # The first rule that is broken, in the library's words, before any parameter is made.
-        self.desc = nsa.desc(1, 1, heads, kv_heads, self.dim_k, dim_v=self.dim_v, gate_heads=kv_heads, gate=gate,
-                             **fields)
+        self._fields = dict(fields, gate=gate)
+        self.desc = self._desc()
         nsa.desc_check(self.desc)
         self.options = options(gate=gate, **fields)
         self.rope_options = None if rope_base is None else options(base=float(rope_base), **(rope or {}))
+        nsa.Rope(**parse(self.rope_options or "", nsa.Rope))
         self.W_Q = nn.Linear(dim, heads * self.dim_k, bias=False)
         for branch in _BRANCHES:
             setattr(self, "W_K_" + branch, nn.Linear(dim, kv_heads * self.dim_k, bias=False))
@@ -83,6 +84,20 @@ class NativeSparseAttention(nn.Module):
         self.phi_v = _Phi(phi, kv_heads, self.desc.cmp_block, self.dim_v, bias=True)
         self.gate = nn.ModuleDict({"fc1": nn.Linear(self.dim_k, self.dim_k // 2), "fc2": nn.Linear(self.dim_k // 2, 3)})
         self.out = nn.Linear(heads * self.dim_v, dim, bias=False)
+
+    def _desc(self) -> Any:
+        return nsa.desc(1, 1, self.heads, self.kv_heads, self.dim_k, dim_v=self.dim_v, gate_heads=self.kv_heads,
+                        **self._fields)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy and pickle, which know no structs."""
+        state = self.__dict__.copy()
+        del state["desc"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.desc = self._desc()
 
     def _projected(self, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
         """q, the branches' k and v, and the gates' logits, before positions turn q and k."""
@@ -104,6 +119,8 @@ class NativeSparseAttention(nn.Module):
         """x (B, T, dim), or (rows, dim) with begins; positions (B, T) int32, for RoPE, instead of a row's place."""
         packed = begins is not None and x.dim() == 2
         x = x[None] if packed else x
+        if x.dim() != 3:
+            raise ValueError(f"x: shape {tuple(x.shape)}, must be (B, T, dim), or with begins (rows, dim)")
         if cache is not None and positions is None:
             positions = cache.positions(x.shape[1])
         q, k, v, gates = self._projected(x)
@@ -128,6 +145,8 @@ class Cache:
     """What decoding keeps of one layer, on the CPU: see nsa.Cache, which this holds as `rows`. No gradients."""
 
     def __init__(self, module: NativeSparseAttention, batch: int, tokens: int, max_rewind: int, dtype: torch.dtype):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: {dtype}, must be " + ", ".join(map(str, DTYPES)))
         d = type(module.desc).from_buffer_copy(module.desc)
         d.__dict__["arrays"] = {}
         d.batch, d.tokens, d.count, d.threads = batch, tokens, tokens, torch.get_num_threads()

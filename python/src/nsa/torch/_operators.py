@@ -12,11 +12,13 @@ from typing import Any, Callable, Sequence
 
 import torch
 from torch import _C
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
 from .. import _abi
 from .._pack import (ARRAYS, PHI as _PHI, Packer, cmp_count, list_heads, list_width, more, option, parse, problem,
                      slc_count)
-from ._native import Room, Slot, View, desc, parameters, rows, run
+from ._native import DTYPES, Room, Slot, View, desc, parameters, rows, run
 
 #: Whether this torch has operators with fake kernels and autograd formulas (2.4 and later).
 HAS_OPERATORS = hasattr(torch.library, "register_fake")
@@ -50,6 +52,16 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
     if returned == "Tensor[]":
         results = len(arguments)  # or fewer
 
+    rules = [(i, arguments[i].startswith("Tensor?"), arguments[i].split()[-1]) for i in places]
+
+    def checked_rooms(*given: Any) -> Sequence[Room]:
+        for i, optional, argument in rules:
+            if given[i] is not None:
+                _check_form(argument, given[i])
+            elif not optional:
+                raise ValueError(f"{argument}: None, must be a tensor")
+        return rooms(*given)
+
     def shaped(found: list[torch.Tensor]) -> Any:
         if returned in ("Tensor", "()"):
             return found[0] if found else None
@@ -61,7 +73,7 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
         for i in written:
             if given[i].is_neg():
                 raise ValueError("out: its memory would have the negatives of its values")
-        return shaped(run(function, given, places, rooms, structs, wanted))
+        return shaped(run(function, given, places, checked_rooms, structs, wanted))
 
     if not HAS_OPERATORS:
         function_of = _casting(_differentiable(kernel, setup, backward), autocast)
@@ -70,7 +82,7 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
     for key in ("CPU", "CUDA"):
         _library.impl(name, kernel, key)
     torch.library.register_fake("nsa::" + name, lambda *given: shaped(
-        [room.empty(given[0].device) for room in rooms(*given)][:results]), lib=_library)
+        [room.empty(given[0].device) for room in checked_rooms(*given)][:results]), lib=_library)
     operator = getattr(torch.ops.nsa, name).default
     if backward is not None:
         _library.impl(name, _differentiable(_below_autograd(operator), setup, backward), "Autograd")
@@ -91,7 +103,7 @@ def _at_rest() -> bool:
     for looks in _LOOKING:
         if looks():
             return False
-    return True
+    return forward_ad._current_level < 0
 
 
 def _direct(operator: Callable, kernel: Callable, recorded: Callable, places: Sequence[int]) -> Callable:
@@ -129,6 +141,7 @@ def _function(run: Callable, setup: Callable | None, backward: Callable) -> Call
             return found
 
         @staticmethod
+        @once_differentiable
         def backward(ctx: Any, *gradients: Any) -> Any:
             return differentiate(ctx, *gradients)
 
@@ -143,10 +156,22 @@ def _differentiable(run: Callable, setup: Callable | None, backward: Callable | 
     recorded = _function(run, setup, backward)
 
     def apply(*arguments: Any) -> Any:
+        _check_transforms(arguments)
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
             return recorded(*arguments)
         return run(*arguments)
     return apply
+
+
+def _check_transforms(arguments: Sequence[Any]) -> None:
+    """What would compute a derivative that is not there must not get zeros, or nothing."""
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("nsa has no derivatives in forward mode (jvp, dual tensors): backward has them")
+    if HAS_OPERATORS and _C._are_functorch_transforms_active() and torch.is_grad_enabled() and any(
+            x.requires_grad for x in tensors):
+        raise NotImplementedError("nsa records no gradients within torch.func's transforms (grad, vjp, jacrev, vmap): "
+                                  "torch.autograd.grad and backward() have them")
 
 
 def _cast_for(run: Callable, device: str, keep: Sequence[int]) -> Callable:
@@ -170,6 +195,23 @@ def _casting(run: Callable, keep: Sequence[int] | None) -> Callable:
 
 
 # ---- Shapes -------------------------------------------------------------------------------------
+
+_RANKS = {"lse": 3, "dlse": 3, "lse_a": 3, "lse_b": 3, "weights": 3, "positions": 2, "kept": 1,
+          **{prefix + name: 3 for prefix in ("", "k_", "v_") for name in _PHI}}
+
+
+def _check_form(name: str, x: Any) -> None:
+    """The arrays of the descriptor have checks of their own."""
+    if name in ARRAYS:
+        return
+    if len(x.shape) != _RANKS.get(name, 4):
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, must have {_RANKS.get(name, 4)} axes")
+    if name in ("blocks", "positions"):
+        if x.dtype != torch.int32:
+            raise ValueError(f"{name}: {x.dtype}, must be int32")
+    elif x.dtype not in DTYPES and name != "kept":
+        raise ValueError(f"{name}: {x.dtype}, must be float32, bfloat16, float16 or float64")
+
 
 def _expect(name: str, x: Any, *shape: Any) -> None:
     if tuple(x.shape) != shape:
@@ -280,6 +322,9 @@ rope = _define("rope", f"(Tensor x, {_ROPE_REST}) -> Tensor", lambda x, *_: [_li
 
 # ---- Compression --------------------------------------------------------------------------------
 
+_PHI_KINDS = {member.name.lower(): int(member) for member in _abi.Phi}
+
+
 def _phi_fields(prefix: str, phi: str, x: View, given: Sequence[Any], block: int) -> dict[str, tuple[Any, ...]]:
     """phi's parameters, of which each shape is held against its rule."""
     width, hidden = x.shape[3], 0
@@ -289,7 +334,9 @@ def _phi_fields(prefix: str, phi: str, x: View, given: Sequence[Any], block: int
     shapes = {"pos": (block, width), "w2": (width, hidden), "b2": (1, width),
               "w1": (hidden, block * width) if phi == "mlp" else (block, width),
               "b1": (1, hidden if phi == "mlp" else width)}
-    fields = {prefix + "phi": (int(_abi.Phi[phi.upper()]),), prefix + "dim": (width,), prefix + "hidden": (hidden,),
+    if phi not in _PHI_KINDS:
+        raise ValueError(f"phi: {phi!r} is none of {', '.join(_PHI_KINDS)}")
+    fields = {prefix + "phi": (_PHI_KINDS[phi],), prefix + "dim": (width,), prefix + "hidden": (hidden,),
               prefix + "x": rows(x)}
     for name, tensor in zip(_PHI, given):
         if tensor is not None:
@@ -403,6 +450,8 @@ def _attend_desc(branch, q, k, v, blocks, arrays, tokens, first, options):
     _expect("k", k, batches, key_rows, k.shape[2], q.shape[3])
     _expect("v", v, batches, key_rows, k.shape[2], v.shape[3])
     if branch == "slc":
+        if blocks is None:
+            raise ValueError("blocks: None, must be the lists that each query reads")
         _expect("blocks", blocks, *_lists(q, k.shape[2], options).shape)
     return desc(options, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count, arrays)
 
