@@ -553,18 +553,26 @@ static inline void test_bad_values(const branch *br, const geometry *g, nsa_dtyp
             test_bad_value(br, g, dtype, input, values[i]);
 }
 
-/* clang-format off */
-static const geometry bad_geometry = {"rows of several warps",
-                                      1, 70, 2, 1, 16, 16, 8, 4, 16, 2, 1, 1, 20, 0, NULL};
-/* clang-format on */
-
 /* Finite values so large that their products overflow, also those that the mask hides: 0 times
    infinity is NaN, and must reach nobody who does not read them. */
 static inline void test_overflow(const branch *br) {
+    /* clang-format off */
+    static const geometry g = {"products that overflow behind the mask",
+                               1, 70, 2, 1, 16, 16, 8, 4, 16, 2, 1, 1, 20, 0, NULL};
+    /* clang-format on */
     for (int input = BAD_Q; input <= BAD_DLSE; input++)
         for (int k = 0; k < 2; k++)
-            test_bad_value(br, &bad_geometry, dtypes[k], input,
-                           dtypes[k] == NSA_F64 ? 1.7e308 : 3e38);
+            test_bad_value(br, &g, dtypes[k], input, dtypes[k] == NSA_F64 ? 1.7e308 : 3e38);
+}
+
+/* What is not finite lies in rows that one warp cleans and others multiply, and of slc in those of
+   the second consumer. */
+static inline void test_shared_rows(const branch *br) {
+    /* clang-format off */
+    static const geometry g = {"bad rows of several warps",
+                               1, 100, 3, 1, 16, 16, 8, 4, 16, 2, 1, 1, 20, 0, NULL};
+    /* clang-format on */
+    for (int input = BAD_Q; input <= BAD_K; input++) test_bad_value(br, &g, dtypes[1], input, NAN);
 }
 
 /* V times 4 is out times 4, exactly, and lse is what it was. */
@@ -946,11 +954,8 @@ static inline void test_all(const branch *br, amount a) {
     if (a >= LITTLE && br->keys == BRANCH_DENSE)
         test_rows(br, shape("T > w, one block more"), dtypes[1], 31, NULL, ", five tiles", 0,
                   IN_TURN);
-#ifdef CHECK_RACES /* one warp cleans what others multiply, too; what overflows makes no race */
-    if (a == LITTLE && br->keys == BRANCH_DENSE)
-        for (int input = BAD_Q; input <= BAD_K; input++)
-            test_bad_value(br, &bad_geometry, dtypes[1], input, NAN);
-#else
+    if (a == LITTLE && (br->keys == BRANCH_DENSE || br->keys == BRANCH_SLC)) test_shared_rows(br);
+#ifndef CHECK_RACES /* what overflows makes no race */
     test_overflow(br);
 #endif
     test_refusals(br);
