@@ -57,7 +57,7 @@ class Bench:
                               stderr=subprocess.STDOUT)
 
     def compile(self, mode, source, out, *words):
-        done = self.run(*COMPILER, *MODES[mode], *(["-DCHECK_ASAN"] if mode == "sanitize" else []),
+        done = self.run(*COMPILER, *MODES[mode],
                         "-I", self.folder, "-I", HERE, *words, "-c", source, "-o", out)
         return done.stdout if done.returncode else None
 

@@ -6,6 +6,7 @@
 #include "nsa.h"
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { B = 3, T = 1024, H = 4, D = 32, PAGE = 64, SLOTS = T / PAGE, PREFIX = 6 * PAGE };
 enum { PAGES = 32, CMP = PAGE / 16, CHUNK = 512, LIST = 16 };

@@ -146,7 +146,7 @@ static inline int check_below(int n, uint64_t seed, uint64_t counter) {
    A buffer of exact size between two red zones, filled with bytes that are NaN in every float
    format. guards_freeze() takes a copy of every live buffer; guards_verify() then demands that the
    zones and every byte not opened by guarded_open() are as they were. Under AddressSanitizer
-   (CHECK_ASAN) the zones are poisoned too, so that a read of them is caught as well.
+   the zones are poisoned too, so that a read of them is caught as well.
 
    Most of a test's time would pass here, because buffers are large and calls are many: a buffer
    that is open as a whole is neither copied nor compared, a closed one is compared at once. */
@@ -168,13 +168,15 @@ typedef struct guarded {
 
 static guarded *guards_live;
 
-#ifdef CHECK_ASAN
-void __asan_poison_memory_region(void const volatile *address, size_t bytes);
-void __asan_unpoison_memory_region(void const volatile *address, size_t bytes);
+#ifdef __ELF__ /* present where the program is linked with AddressSanitizer */
+__attribute__((weak)) void __asan_poison_memory_region(void const volatile *address, size_t bytes);
+__attribute__((weak)) void __asan_unpoison_memory_region(void const volatile *address,
+                                                         size_t bytes);
 #endif
 
 static inline void guarded_poison(guarded *g, int on) {
-#ifdef CHECK_ASAN
+#ifdef __ELF__
+    if (!__asan_poison_memory_region) return;
     /* Whole granules of 8 bytes: what lies before data's granule, and what lies behind data. */
     uintptr_t first = (uintptr_t)g->data / 8 * 8;
     unsigned char *end = g->data + g->bytes;
