@@ -21,7 +21,7 @@ import sys
 from record_runs import commit, machine
 
 CONFIG = pathlib.Path(__file__).resolve().parent.parent / "configs/quickstart.yaml"
-MODELS = {"quickstart": (400, []), "12 layers": (200, ["--layers", 12, "--batch-size", 4])}
+MODELS = {"quickstart": (400, []), "12 layers": (120, ["--layers", 12, "--batch-size", 4])}
 PRECISIONS = ("fp32", "bf16")
 FIRST_SEED = 1337
 

@@ -24,7 +24,9 @@ import plant  # noqa: E402
 HEADER = HERE.parent / "nsa" / "nsa.h"
 COMPILER = mutate.HOST + ["-fopenmp", "-w"]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-MODES = {"plain": ["-O2"], "sanitize": ["-O1", *SANITIZE]}
+# Pairs: products of bf16 by plain code, which would else need units for them.
+MODES = {"plain": ["-O2"], "sanitize": ["-O1", *SANITIZE],
+         "pairs": ["-O2", "-I", HERE / "harness", '-DNSA__BF16_BY_HAND="bf16_by_hand.h"']}
 TESTS = list(mutate.NEEDS)
 # A test's tables, the smallest first; "" is the whole.
 TABLES = {test: ["refusals", "little", "quick"] for test in TESTS}

@@ -21,7 +21,7 @@ static const compress_case compress_cases[] = {
     {"conv, shared, bare", "G 2, D 24", NSA_PHI_CONV, 24, 0, 1, 1},
     {"mlp, shared", "G 2, D 24", NSA_PHI_MLP, 24, HIDDEN(10), 1, 0},
     {"mlp, varlen", "varlen empty", NSA_PHI_MLP, 16, HIDDEN(12), 0, 0},
-    {"mlp, one hidden", "D 1 / 2", NSA_PHI_MLP, 1, HIDDEN(1), 0, 0},
+    {"mlp, one hidden", "D 1 / 3", NSA_PHI_MLP, 1, HIDDEN(1), 0, 0},
     {"mean, the paper's", "the paper's blocks", NSA_PHI_MEAN, 64, 0, 0, 0},
     {"mean, T < l", "T < l", NSA_PHI_MEAN, 16, 0, 0, 0},
     {"mlp, T < l", "T < l", NSA_PHI_MLP, 16, HIDDEN(8), 0, 0},

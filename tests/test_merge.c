@@ -10,7 +10,7 @@ typedef struct merge_case {
 
 static const merge_case merge_cases[] = {
     {"two sequences", "small", 1, 0},      {"grouped heads", "G 6, D 80", 1, 0},
-    {"lse far apart", "G 2, D 24", 60, 0}, {"Dv 2", "D 1 / 2", 1, 0},
+    {"lse far apart", "G 2, D 24", 60, 0}, {"Dv 3", "D 1 / 3", 1, 0},
     {"varlen", "varlen empty", 1, 0},      {"varlen, far apart", "varlen four", 60, 0},
 };
 

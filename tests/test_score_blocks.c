@@ -19,7 +19,7 @@ static const score_case score_cases[] = {
     {"G 16, D 128", NSA_SCORE_RELU, NSA_POOL_MAX, 1},
     {"T > w, one block more", NSA_SCORE_LINEAR, NSA_POOL_MEAN, 1},
     {"one head, l' far above l", NSA_SCORE_RELU, NSA_POOL_MAX, 1},
-    {"D 1 / 2", NSA_SCORE_LINEAR, NSA_POOL_MAX, 0},
+    {"D 1 / 3", NSA_SCORE_LINEAR, NSA_POOL_MAX, 0},
     {"varlen empty", NSA_SCORE_RELU, NSA_POOL_MAX, 1},
     {"varlen four", NSA_SCORE_LINEAR, NSA_POOL_MEAN, 1},
 };

@@ -521,11 +521,11 @@ static inline void test_bad_value(const branch *br, const geometry *g, nsa_dtype
     int heads = by_query ? d.heads : d.kv_heads, head = heads - 1;
     double *into[] = {n.q, n.k, n.v, n.dout, n.dlse};
     int width = input == BAD_DLSE ? 1 : input == BAD_V || input == BAD_DOUT ? d.dim_v : d.dim;
-    const int nan = !isfinite(value);
+    const int nan = !isfinite(value), column = isnan(value) ? width / 2 : value > 0 ? width - 1 : 0;
     check_case("%s, %s, %s, %g in %s", br->name, g->name, dtype_name(dtype), value, names[input]);
     reach r = reach_of(br, &d, &n, input, row, head);
     bits clean = bits_of(br, &d, &n, dtype, 1);
-    into[input][(row * heads + head) * width + width / 2] = value;
+    into[input][(row * heads + head) * width + column] = value;
     bits bad = bits_of(br, &d, &n, dtype, 1);
     if (input >= BAD_DOUT)
         CHECK_BITS("out", bad.of[0], clean.of[0], clean.bytes[0], 1);
