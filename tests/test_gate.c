@@ -21,7 +21,7 @@ static const gate_case gate_cases[] = {
     {"softmax, large logits", "small", NSA_GATE_SOFTMAX, 0, 300, 0},
     {"varlen, sigmoid, apart", "varlen empty", NSA_GATE_SIGMOID, 0, 1, 1},
     {"varlen, softmax, a gate a group", "varlen four", NSA_GATE_SOFTMAX, 1, 1, 0},
-    {"D 1 / 3, softmax, apart", "D 1 / 2", NSA_GATE_SOFTMAX, 1, 1, 1},
+    {"D 1 / 3, softmax, apart", "D 1 / 3", NSA_GATE_SOFTMAX, 1, 1, 1},
 };
 
 enum { SLOT_LOGITS, SLOT_CMP, SLOT_SLC, SLOT_WIN, SLOT_OUT };
