@@ -118,7 +118,10 @@ typedef struct problem {
 } problem;
 
 /* Tensors for the numbers. Gradients begin at `start` (numbers of their dtype), results poisoned;
-   that of out is read, and has their dtype in every other form. */
+   that of out is read, and has their dtype in every other form. Bits of a form from MIXED on say
+   which of q, k and v have the real dtype instead. */
+enum { MIXED = 1 << 16 };
+
 static inline problem problem_new(const branch *br, const nsa_desc *d, const numbers *n,
                                   nsa_dtype dtype, nsa_dtype grad, int form, const double *start) {
     problem p;
@@ -126,9 +129,10 @@ static inline problem problem_new(const branch *br, const nsa_desc *d, const num
     memset(&p, 0, sizeof p);
     p.d = *d;
 #define LAYOUT_OF(i) ((layout)((form + (i)) % LAYOUTS))
-    p.q = tensor_of("q", LAYOUT_OF(0), dtype, d, 0, d->heads, d->dim, 1);
-    p.k = tensor_of("k", LAYOUT_OF(1), dtype, d, cmp, d->kv_heads, d->dim, 3);
-    p.v = tensor_of("v", LAYOUT_OF(2), dtype, d, cmp, d->kv_heads, d->dim_v, 5);
+#define DTYPE_OF(i)  (form / MIXED >> (i)&1 ? NSA_REAL_DTYPE : dtype)
+    p.q = tensor_of("q", LAYOUT_OF(0), DTYPE_OF(0), d, 0, d->heads, d->dim, 1);
+    p.k = tensor_of("k", LAYOUT_OF(1), DTYPE_OF(1), d, cmp, d->kv_heads, d->dim, 3);
+    p.v = tensor_of("v", LAYOUT_OF(2), DTYPE_OF(2), d, cmp, d->kv_heads, d->dim_v, 5);
     p.out = tensor_of("out", LAYOUT_OF(3), dtype, d, 0, d->heads, d->dim_v, 1);
     p.lse = tensor_of("lse", LAYOUT_OF(1), NSA_REAL_DTYPE, d, 0, d->heads, 1, 1);
     p.dq = tensor_of("dx.q", LAYOUT_OF(2), grad, d, 0, d->heads, d->dim, 0);

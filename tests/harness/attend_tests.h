@@ -575,6 +575,22 @@ static inline void test_shared_rows(const branch *br) {
     for (int input = BAD_Q; input <= BAD_K; input++) test_bad_value(br, &g, dtypes[1], input, NAN);
 }
 
+/* Tensors of two dtypes in one call: only products whose operands are both bf16 take pairs of it. */
+static inline void test_mixed(const branch *br) {
+    nsa_desc d = desc_of(shape("small"));
+    numbers in = numbers_new(br, &d, dtypes[1], 41);
+    numbers want = numbers_reference(br, &d, &in, REF_F64);
+    numbers plain = numbers_reference(br, &d, &in, dtype_prec(dtypes[1]));
+    for (int wide = 1; wide < 8; wide++) {
+        check_case("%s, %s, of the real dtype are q %d, k %d, v %d", br->name,
+                   dtype_name(dtypes[1]), wide & 1, wide >> 1 & 1, wide >> 2);
+        reference_one(br, &d, &in, &want, &plain, dtypes[1], NSA_REAL_DTYPE, wide * MIXED + 1);
+    }
+    numbers_free_results(&want);
+    numbers_free_results(&plain);
+    numbers_free(&in);
+}
+
 /* V times 4 is out times 4, exactly, and lse is what it was. */
 static inline void test_scaling(const branch *br, const geometry *g, nsa_dtype dtype) {
     nsa_desc d = desc_of(g);
@@ -959,7 +975,7 @@ static inline void test_all(const branch *br, amount a) {
     test_overflow(br);
 #endif
     test_refusals(br);
-    if (!CHECKS_CUDA) test_absent_isa(br), test_products(br);
+    if (!CHECKS_CUDA) test_mixed(br), test_absent_isa(br), test_products(br);
 }
 
 /* Not causal, lists by query head, the other rule of windows: the same questions, of a few
