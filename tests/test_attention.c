@@ -282,7 +282,7 @@ static void test_reference(const chain_case *c, nsa_dtype dtype, int seed) {
         instance_run(&p);
         tensor_get(&p.x[at.blocks], in.x[at.blocks]);
         values want = values_reference(&s, &d, &in, REF_F64),
-               plain = values_reference(&s, &d, &in, dtype_prec(dtype));
+               plain = values_plain(&s, &d, &in, dtype, &want);
         suite_compare_all(&p, &want, &plain, &start, grad);
         values_free(&in), values_free(&start), values_free(&want), values_free(&plain);
         guards_free();
@@ -387,7 +387,7 @@ static void test_shared_keys(const chain_case *c, nsa_dtype dtype) {
     if (dtype != NSA_REAL_DTYPE) test_shared_rounding(&s, &d, dtype, &in, &zeros, &p, keys);
     tensor_get(&p.x[at.blocks], in.x[at.blocks]);
     values want = values_reference(&s, &d, &in, REF_F64),
-           plain = values_reference(&s, &d, &in, dtype_prec(dtype));
+           plain = values_plain(&s, &d, &in, dtype, &want);
     for (int i = 1; i < 3; i++) {
         for (size_t j = 0; j < slot_count(&s.slots[k[0]], &rows); j++)
             want.dx[k[0]][j] += want.dx[k[i]][j], plain.dx[k[0]][j] += plain.dx[k[i]][j];
@@ -421,7 +421,7 @@ static void test_nested_rows(nsa_dtype dtype) {
     instance_run(&p);
     tensor_get(&p.x[at.blocks], in.x[at.blocks]);
     values want = values_reference(&s, &d, &in, REF_F64),
-           plain = values_reference(&s, &d, &in, dtype_prec(dtype));
+           plain = values_plain(&s, &d, &in, dtype, &want);
     plan rows = plan_of(&d);
     size_t wide = (size_t)d.dim_v, narrow = (size_t)d.dim,
            count = slot_count(&s.slots[v[0]], &rows);

@@ -106,6 +106,17 @@ static inline numbers numbers_reference(const branch *br, const nsa_desc *d, con
     return n;
 }
 
+/* By the plain algorithm in the dtype; in f64 that is the reference, which took long enough. */
+static inline numbers numbers_plain(const branch *br, const nsa_desc *d, const numbers *in,
+                                    nsa_dtype dtype, const numbers *reference) {
+    if (dtype_prec(dtype) != REF_F64) return numbers_reference(br, d, in, dtype_prec(dtype));
+    numbers n = *reference;
+    n.out = copy_numbers(n.out, n.nout), n.lse = copy_numbers(n.lse, n.nlse);
+    n.dq = copy_numbers(n.dq, n.nq), n.dk = copy_numbers(n.dk, n.nk);
+    n.dv = copy_numbers(n.dv, n.nv);
+    return n;
+}
+
 static inline void numbers_free_results(numbers *n) {
     double *all[] = {n->out, n->lse, n->dq, n->dk, n->dv};
     for (int i = 0; i < COUNT(all); i++) free(all[i]);

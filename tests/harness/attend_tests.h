@@ -93,7 +93,7 @@ static inline void test_rows(const branch *br, const geometry *g, nsa_dtype dtyp
     numbers in = numbers_new(br, &d, dtype, seed);
     if (change) change(&d, &in, dtype);
     numbers want = numbers_reference(br, &d, &in, REF_F64);
-    numbers plain = numbers_reference(br, &d, &in, dtype_prec(dtype));
+    numbers plain = numbers_plain(br, &d, &in, dtype, &want);
     int turn = 1 + (int)(seed % (COUNT(isas) - 1));
     for (int i = 0; i < COUNT(isas); i++) {
         if (!nsa_isa_available(isas[i]) || (how == ONCE && i) || (how == IN_TURN && i && i != turn))
