@@ -23,14 +23,18 @@ struct copy {
 struct queue {
     std::vector<copy> open;               /* not yet committed */
     std::deque<std::vector<copy>> groups; /* committed, oldest first */
+    bool is_used;                         /* in this block */
 };
 queue queues[max_threads];
-std::vector<int> used; /* threads of this block whose queues are not as they were made */
+/* Threads of this block that have used their queues. An array, because a vector of int may grow by
+   code of a kernel's file, which is watched. */
+int used[max_threads], used_count;
 
 queue &own_queue() {
     const int me = the.current->number;
     queue &q = queues[me];
-    if (q.open.empty() && q.groups.empty()) used.push_back(me);
+    if (!q.is_used) used[used_count++] = me;
+    q.is_used = true;
     return q;
 }
 
@@ -94,11 +98,12 @@ void cp_async_wait(int pending, site at) {
 }
 
 void cp_async_begin() {
-    for (const int i : used) {
-        queues[i].open.clear();
-        queues[i].groups.clear();
+    while (used_count) {
+        queue &q = queues[used[--used_count]];
+        q.open.clear();
+        q.groups.clear();
+        q.is_used = false;
     }
-    used.clear();
 }
 
 void cp_async_end() {

@@ -45,14 +45,16 @@ std::deque<transfer> loads;
 struct store_queue {
     std::vector<transfer> open;
     std::deque<std::vector<transfer>> groups;
+    bool is_used; /* in this block */
 };
 store_queue stores[max_threads];
-std::vector<int> storing; /* threads of this block whose queues are not as they were made */
+int storing[max_threads], storing_count; /* as async.cpp's `used` */
 
 store_queue &own_stores() {
     const int me = the.current->number;
     store_queue &q = stores[me];
-    if (q.open.empty() && q.groups.empty()) storing.push_back(me);
+    if (!q.is_used) storing[storing_count++] = me;
+    q.is_used = true;
     return q;
 }
 
@@ -249,11 +251,12 @@ void bulk_wait(int pending, site at) {
 
 void bulk_begin() {
     loads.clear();
-    for (const int i : storing) {
-        stores[i].open.clear();
-        stores[i].groups.clear();
+    while (storing_count) {
+        store_queue &q = stores[storing[--storing_count]];
+        q.open.clear();
+        q.groups.clear();
+        q.is_used = false;
     }
-    storing.clear();
 }
 
 bool bulk_land_one() {

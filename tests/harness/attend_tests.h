@@ -575,7 +575,7 @@ static inline void test_shared_rows(const branch *br) {
     for (int input = BAD_Q; input <= BAD_K; input++) test_bad_value(br, &g, dtypes[1], input, NAN);
 }
 
-/* Tensors of two dtypes in one call: only products whose operands are both bf16 take pairs of it. */
+/* Tensors of two dtypes in one call: only products of bf16 by bf16 take pairs. */
 static inline void test_mixed(const branch *br) {
     nsa_desc d = desc_of(shape("small"));
     numbers in = numbers_new(br, &d, dtypes[1], 41);
