@@ -104,7 +104,8 @@ def test_presets():
                 attention, _, window = kind.split(" > ")[-1].partition(" ")
                 ran = subprocess.run([str(x) for x in (
                     trainer, *its[part]["options"].split(), "--attention", attention, *more,
-                    *(["--nsa-w", window] if window else []), "--dataset", "synthetic", "--device", "cpu", "--check")],
+                    *(["--nsa-w", window] if window else []), "--dataset", "synthetic", "--device", "cpu", "--out-dir",
+                    runs.root / "checked", "--check")],
                                      cwd=script.parent.parent, capture_output=True, text=True, timeout=60)
                 check(ran.returncode == 0 and "parameters: " in ran.stdout, name, part, kind, ran.stderr)
 
