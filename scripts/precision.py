@@ -5,7 +5,8 @@
   precision.py write FOLDER > bench/results/precision.json
 
 `train` makes the runs: configs/quickstart.yaml as it is, and the same with 12 layers. Both precisions of a
-seed see the same rows. OPTIONs go to the trainer. Runs that are whole are kept: a second call goes on.
+seed see the same rows. OPTIONs go to the trainer. Runs that are whole are kept: a second call goes on, and
+`write` leaves out seeds that lack one.
 bf16 is what a processor with units for it computes only if the trainer was built so: where there are none,
 -DNSA__BF16_BY_HAND (tests/harness/bf16_by_hand.h) rounds p and ds as they do, and linear maps round what
 goes in and comes out. Twins: bench/results/precision.json, docs/training.md.
@@ -60,12 +61,13 @@ def train(arguments):
         seeds = int(options[at + 1])
         del options[at:at + 2]
     trainer, text = pathlib.Path(trainer).resolve(), pathlib.Path(text).resolve()
+    plan = {"text": text.name, "options": options, "seeds": list(range(FIRST_SEED, FIRST_SEED + seeds))}
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    (pathlib.Path(folder) / "plan.json").write_text(json.dumps(plan))
     for model in MODELS:
-        for seed in range(FIRST_SEED, FIRST_SEED + seeds):
+        for seed in plan["seeds"]:
             for precision in PRECISIONS:
                 train_one(trainer, text, folder_of(folder, model, precision, seed), model, precision, seed, options)
-    plan = {"text": text.name, "options": options, "seeds": list(range(FIRST_SEED, FIRST_SEED + seeds))}
-    (pathlib.Path(folder) / "plan.json").write_text(json.dumps(plan))
 
 
 def write(arguments):
@@ -75,6 +77,9 @@ def write(arguments):
     for model in MODELS:
         for seed in plan["seeds"]:
             ends = {p: end_of(folder_of(folder, model, p, seed)) for p in PRECISIONS}
+            if None in ends.values():
+                print(f"{model}, {seed}: not whole", file=sys.stderr)
+                continue
             rows += [{"model": model, "seed": seed, "precision": p, "steps": steps, "val_loss": loss,
                       "over_fp32": loss / ends["fp32"][1]} for p, (steps, loss) in ends.items()]
     print(json.dumps({"machine": machine(), "date": datetime.date.today().isoformat(), "commit": commit(),
