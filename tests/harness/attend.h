@@ -130,7 +130,7 @@ typedef struct problem {
 
 /* Tensors for the numbers. Gradients begin at `start` (numbers of their dtype), results poisoned;
    that of out is read, and has their dtype in every other form. Bits of a form from MIXED on say
-   which of q, k and v have the real dtype instead. */
+   which of q, k, v and out have the real dtype instead. */
 enum { MIXED = 1 << 16 };
 
 static inline problem problem_new(const branch *br, const nsa_desc *d, const numbers *n,
@@ -144,7 +144,7 @@ static inline problem problem_new(const branch *br, const nsa_desc *d, const num
     p.q = tensor_of("q", LAYOUT_OF(0), DTYPE_OF(0), d, 0, d->heads, d->dim, 1);
     p.k = tensor_of("k", LAYOUT_OF(1), DTYPE_OF(1), d, cmp, d->kv_heads, d->dim, 3);
     p.v = tensor_of("v", LAYOUT_OF(2), DTYPE_OF(2), d, cmp, d->kv_heads, d->dim_v, 5);
-    p.out = tensor_of("out", LAYOUT_OF(3), dtype, d, 0, d->heads, d->dim_v, 1);
+    p.out = tensor_of("out", LAYOUT_OF(3), DTYPE_OF(3), d, 0, d->heads, d->dim_v, 1);
     p.lse = tensor_of("lse", LAYOUT_OF(1), NSA_REAL_DTYPE, d, 0, d->heads, 1, 1);
     p.dq = tensor_of("dx.q", LAYOUT_OF(2), grad, d, 0, d->heads, d->dim, 0);
     p.dk = tensor_of("dx.k", LAYOUT_OF(3), grad, d, cmp, d->kv_heads, d->dim, 7);

@@ -809,6 +809,25 @@ static inline void test_products(const branch *br) {
     numbers_free(&n);
 }
 
+/* p is rounded to nearest: where all values are 1, the mean of out is 1. It would be less by some
+   2^-9 if bits were cut off. */
+static inline void test_rounded_weights(const branch *br) {
+    nsa_desc d = desc_of(shape("the paper's blocks"));
+    numbers n = numbers_new(br, &d, dtypes[1], 44);
+    double *zeros = ref_zeros(n.nq + n.nk + n.nv), *out = ref_zeros(n.nout), sum = 0, rows = 0;
+    for (size_t i = 0; i < n.nv; i++) n.v[i] = 1;
+    check_case("%s, %s, values are 1", br->name, dtype_name(dtypes[1]));
+    problem p = problem_new(br, &d, &n, dtypes[1], NSA_REAL_DTYPE, 8 * MIXED + 1, zeros);
+    CHECK(run_forward(br, &p) == NSA_OK, "forward");
+    tensor_get(&p.out, out);
+    for (size_t i = 0; i < n.nout; i++) sum += out[i], rows += out[i] != 0;
+    CHECK(fabs(sum / rows - 1) < 3e-4, "the mean of out is 1 %+g", sum / rows - 1);
+    free(zeros);
+    free(out);
+    guards_free();
+    numbers_free(&n);
+}
+
 /* No tokens, no rows, only empty sequences: valid, and nothing is written. */
 static inline void test_nothing_to_do(const branch *br, nsa_dtype dtype) {
     static const int32_t empty[] = {0, 0, 0}, shifted[] = {4, 4, 4};
@@ -975,7 +994,8 @@ static inline void test_all(const branch *br, amount a) {
     test_overflow(br);
 #endif
     test_refusals(br);
-    if (!CHECKS_CUDA) test_mixed(br), test_absent_isa(br), test_products(br);
+    if (!CHECKS_CUDA)
+        test_mixed(br), test_rounded_weights(br), test_absent_isa(br), test_products(br);
 }
 
 /* Not causal, lists by query head, the other rule of windows: the same questions, of a few
