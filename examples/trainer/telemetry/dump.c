@@ -2,6 +2,7 @@
    backtrace() is, once it has been called before, which loads what it needs. */
 #include "telemetry/dump.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
@@ -78,11 +79,14 @@ static void pass_on(int number) {
 
 static void handle(int number) {
     (void)number;
+    const int before = errno; /* the code that is interrupted may be about to read it */
     int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-    if (fd < 0) return;
-    write_dump(fd);
-    close(fd);
-    __atomic_add_fetch(&written, 1, __ATOMIC_RELEASE);
+    if (fd >= 0) {
+        write_dump(fd);
+        close(fd);
+        __atomic_add_fetch(&written, 1, __ATOMIC_RELEASE);
+    }
+    errno = before;
 }
 
 static bool set_handler(int number, void (*handler)(int)) {

@@ -379,10 +379,6 @@ int train_run(const config *c, const ops *o, dist *d) {
     trainer t;
     fault f, reason;
     outcome end = STEP_DONE;
-    if (!signals_begin(&f)) {
-        train_complain(d, f.text);
-        return 2;
-    }
     dump_prepare();
     bool opened = train_open(&t, c, o, d, &f);
     int signal = signals_stop_requested();

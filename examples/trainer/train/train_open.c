@@ -347,7 +347,7 @@ bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f) {
     t->state.val_loss = (double)NAN;
     t->state.loss_scale = 1;
     if (!train_same_settings(c, d, f) || !dist_divide(d, d->context, f)) return false;
-    bool ok = open_own(t, &opened, &k, f);
+    bool ok = signals_begin(f) && open_own(t, &opened, &k, f);
     ok = open_in_turn(t, ok, f);
     if (ok) {
         open_traces(t);
