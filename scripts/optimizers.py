@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 
-from record_runs import commit, machine
+from record_runs import commit, machine, whole_run
 
 CONFIG = pathlib.Path(__file__).resolve().parent.parent / "configs/quickstart.yaml"
 OPTIMIZERS = ("adamw", "muon")
@@ -37,10 +37,7 @@ def table(path):
 
 def losses(folder):
     """Validation loss by step of a run that is whole; None of one that is not."""
-    if not (folder / "metrics.json").exists():
-        return None
-    metrics = json.loads((folder / "metrics.json").read_text())
-    if metrics["verdict"] != "completed" or metrics["steps_done"] != metrics["steps"]:
+    if not whole_run(folder):
         return None
     return {int(row["step"]): float(row["val_loss"]) for row in table(folder / "val.csv")}
 

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 
-from record_runs import commit, machine
+from record_runs import commit, machine, whole_run
 
 CONFIG = pathlib.Path(__file__).resolve().parent.parent / "configs/quickstart.yaml"
 MODELS = {"quickstart": (400, []), "12 layers": (120, ["--layers", 12, "--batch-size", 4])}
@@ -29,10 +29,8 @@ FIRST_SEED = 1337
 
 def end_of(folder):
     """Steps and validation loss of a run that is whole; None of one that is not."""
-    if not (folder / "metrics.json").exists():
-        return None
-    metrics = json.loads((folder / "metrics.json").read_text())
-    if metrics["verdict"] != "completed" or metrics["steps_done"] != metrics["steps"]:
+    metrics = whole_run(folder)
+    if not metrics:
         return None
     with open(folder / "val.csv", newline="") as file:
         return metrics["steps"], float(list(csv.DictReader(file))[-1]["val_loss"])

@@ -32,6 +32,13 @@ def commit():
     return done.stdout.strip()
 
 
+def whole_run(folder):
+    """The metrics of a run that came to its end; None of one that did not."""
+    path = folder / "metrics.json"
+    metrics = json.loads(path.read_text()) if path.exists() else {"verdict": None}
+    return metrics if metrics["verdict"] == "completed" and metrics["steps_done"] == metrics["steps"] else None
+
+
 def open_run(folder, *tables):
     """A run's metrics and settings; a folder that lacks them, or one of the tables, is refused."""
     states = sorted(folder.glob("checkpoints/step_*/state.json"))
