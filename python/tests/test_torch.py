@@ -11,6 +11,9 @@ import math
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import unittest
 import unittest.mock
@@ -19,7 +22,7 @@ import torch
 
 import nsa
 import nsa.torch as nt
-from nsa.torch import _memory as memory, _native as native, _operators as operators
+from nsa.torch import _call as one_step, _memory as memory, _native as native, _operators as operators
 from nsa._pack import PHI, options
 
 DEVICE = os.environ.get("NSA_TEST_DEVICE", "cpu")
@@ -425,6 +428,160 @@ class Layouts(unittest.TestCase):
 
 
 @CPU
+@unittest.skipIf(operators._calls is None, f"torch {torch.__version__} has no table of functions for exchange")
+class OneStep(unittest.TestCase):
+    """Calls of a form that a Plan has done: native/call.c must return the same bits, or leave the call to the Plan."""
+
+    def setUp(self):
+        torch.manual_seed(11)
+        self.q, self.k, self.v = (rows(B, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+
+    def plan(self, call):
+        one_step.forget()
+        return call()
+
+    def once(self, call):
+        with unittest.mock.patch.object(native.Plan, "run", side_effect=AssertionError("the Plan did it")):
+            return call()
+
+    def with_other_threads(self, call):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads % 2 + 1)
+        try:
+            return call()
+        finally:
+            torch.set_num_threads(threads)
+
+    def window(self, q=None, **more):
+        return nt.attend_win(self.q if q is None else q, self.k, self.v, **{**GEOMETRY, **more})
+
+    def test_the_same_bits(self):
+        for name, (function, tensors, _) in cases().items():
+            for dtype in (torch.float32, torch.float64):
+                given = [t.detach().to(dtype).requires_grad_() for t in tensors]
+                with self.subTest(name, dtype=dtype):
+                    expected = self.plan(lambda: function(*given))
+                    weight = torch.randn_like(expected)
+                    gradients = torch.autograd.grad(expected, given, weight)
+                    found = self.once(lambda: function(*given))
+                    self.assertTrue(torch.equal(found, expected))
+                    self.assertTrue(all(map(torch.equal, self.once(lambda: torch.autograd.grad(found, given, weight)),
+                                            gradients)))
+                    with torch.no_grad():
+                        self.assertTrue(torch.equal(function(*given), expected))
+
+    def test_the_same_bits_of_the_whole(self):
+        for kind in ("mean", "conv", "mlp"):
+            tensors = whole_tensors(kind, torch.float32)
+            asked = leaves(*tensors)
+            out, blocks = self.plan(lambda: whole(*tensors, kind=kind, blocks=True))
+            gradients = torch.autograd.grad(out.sin().sum(), asked)
+            again, lists = self.once(lambda: whole(*tensors, kind=kind, blocks=True))
+            self.assertTrue(torch.equal(again, out) and torch.equal(lists, blocks) and again.requires_grad)
+            self.assertFalse(lists.requires_grad)
+            self.assertTrue(all(map(torch.equal, torch.autograd.grad(again.sin().sum(), asked), gradients)))
+            some = torch.autograd.grad(whole(*tensors, kind=kind).sin().sum(), asked[:2])
+            self.assertTrue(all(map(torch.equal, some, gradients)))
+            with torch.no_grad():
+                for _ in range(2):
+                    self.assertTrue(torch.equal(whole(*tensors, kind=kind), out))
+
+    def test_more_forms_than_are_kept(self):
+        lengths = [t % 40 + 9 for t in range(0, 400, 13)]
+        alone = {t: self.plan(lambda: nt.attend_dense(self.q[:, :t], self.k[:, :t], self.v[:, :t])) for t in lengths}
+        for t in lengths * 2:
+            for _ in range(2):
+                found = nt.attend_dense(self.q[:, :t], self.k[:, :t], self.v[:, :t])
+                self.assertTrue(all(map(torch.equal, found, alone[t])))
+
+    def test_another_form_is_another_call(self):
+        def check(call):
+            expected = self.plan(call)
+            self.plan(self.window)
+            with self.assertRaisesRegex(AssertionError, "the Plan did it"):
+                self.once(call)
+            for _ in range(2):
+                self.assertTrue(all(map(torch.equal, call(), expected)))
+        self.plan(self.window)
+        check(lambda: self.window(self.q.transpose(1, 2).contiguous().transpose(1, 2)))
+        check(lambda: self.window(torch.cat([self.q, self.q], -1)[..., :D]))
+        check(lambda: self.window(torch.stack([self.q, self.q], -1)[..., 0]))
+        check(lambda: self.window(window=7))
+        check(lambda: self.window(scale=0.25))
+        check(lambda: self.window(self.q.bfloat16()))
+        check(lambda: self.with_other_threads(self.window))
+        with self.assertRaisesRegex(ValueError, "shape"):
+            self.window(self.q[..., :8])
+
+    def test_what_it_leaves_to_others(self):
+        expected = self.plan(self.window)[0]
+        lazy = torch._neg_view(-self.q)
+        self.assertEqual((lazy.is_neg(), lazy.stride()), (True, self.q.stride()))
+        self.assertTrue(torch.equal(self.window(lazy)[0], expected))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            self.assertEqual(self.window()[0].dtype, torch.bfloat16)
+        self.assertEqual(nt.rope(nt.rope(self.q).to("meta")).device.type, "meta")
+        each = torch.func.vmap(lambda x: self.window(x)[0])(torch.stack([self.q, self.q]))
+        self.assertTrue(torch.equal(each[1], expected))
+        with torch.profiler.profile() as profile:
+            self.window()
+        self.assertIn("nsa::attend_win", [event.key for event in profile.key_averages()])
+        seen = []
+
+        class Other(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, function, types, args=(), kwargs=None):
+                seen.append(str(function))
+                return super().__torch_function__(function, types, args, kwargs or {})
+        self.assertTrue(torch.equal(self.window(self.q.as_subclass(Other))[0], expected))
+        self.assertIn("nsa.attend_win.default", seen)
+        self.assertTrue(torch.equal(self.once(lambda: self.window(torch.nn.Parameter(self.q, False)))[0], expected))
+        with self.assertRaisesRegex(NotImplementedError, "forward mode"), torch.autograd.forward_ad.dual_level():
+            self.window(torch.autograd.forward_ad.make_dual(self.q, self.q))
+        with torch.inference_mode():
+            self.assertTrue(self.once(self.window)[0].is_inference())
+
+    def test_a_refusal(self):
+        blocks = lists(torch.float32)
+        call = lambda b: nt.attend_slc(self.q, self.k, self.v, b, **GEOMETRY)[0]  # noqa: E731
+        expected = self.plan(lambda: call(blocks))
+        wrong = blocks.clone()
+        wrong[1, 7, 0, 0] = 99
+        for _ in range(2):
+            with self.assertRaisesRegex(nsa.Refused, "blocks"):
+                call(wrong)
+            self.assertTrue(torch.equal(self.once(lambda: call(blocks)), expected))
+
+    def test_it_holds_nothing(self):
+        learning = [t.clone().requires_grad_() for t in (self.q, self.k, self.v)]
+        counted = [self.q, self.k, self.v, *learning, one_step.RECORDED, torch.Tensor, memory.keep, native._plans]
+
+        def calls(count):
+            for _ in range(count):
+                self.window()
+                nt.attend_win(*learning, **GEOMETRY)[0].sum().backward()
+            gc.collect()
+            return [sys.getrefcount(x) for x in (*counted, memory._small[-1])], len(gc.get_objects())
+        (before, objects), (after, more) = calls(3), calls(50)
+        self.assertEqual(before, after)
+        self.assertLess(more - objects, 20)
+
+    def test_a_torch_without_the_table(self):
+        with unittest.mock.patch.object(torch.Tensor, "__dlpack_c_exchange_api__", None):
+            self.assertIsNone(one_step.load(()))
+        program = ("import sys, torch; torch.Tensor.__dlpack_c_exchange_api__ = None\n"
+                   "import nsa.torch as nt; from nsa.torch import _operators; assert _operators._calls is None\n"
+                   "q, k, v, options = torch.load(sys.argv[1])\n"
+                   "torch.save([nt.attend_win(q, k, v, **options) for _ in range(2)], sys.argv[1])")
+        with tempfile.NamedTemporaryFile() as file:
+            torch.save((self.q, self.k, self.v, GEOMETRY), file.name)
+            subprocess.run([sys.executable, "-c", program, file.name], check=True,
+                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+            for found in torch.load(file.name):
+                self.assertTrue(all(map(torch.equal, found, self.window())))
+
+
+@CPU
 class Memory(unittest.TestCase):
     """What backward reads, and large scratch, lie in a pool's memory. Here all sizes are large."""
 
@@ -436,6 +593,7 @@ class Memory(unittest.TestCase):
             patch = unittest.mock.patch.object(module, name, value)
             patch.start()
             self.addCleanup(patch.stop)
+        one_step.forget()
         gc.collect()
         nt.release_memory()
         self.lent = memory.POOL.bytes()[0]

@@ -151,8 +151,8 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
 
     With firsts and counts, or pages, it is a step of a serving engine, without gradients: k_* and v_* already hold the
     new tokens; compressed = (of k, of v) holds the compressed rows of earlier steps and gets those of this one."""
-    kind_k, given_k = _phi(phi_k)
-    kind_v, given_v = _phi(phi_v)
+    kind_k, given_k = (phi_k, _NO_PARAMETERS) if isinstance(phi_k, str) else _phi(phi_k)
+    kind_v, given_v = (phi_v, _NO_PARAMETERS) if isinstance(phi_v, str) else _phi(phi_v)
     tensors = q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *given_k, *given_v
     if compressed is not None:
         _of_a_step(begins, first)
@@ -160,16 +160,18 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
             found = _o.attention_step(*tensors, *compressed, firsts, counts, pages,
                                       _tokens(k_slc, None, pages, longest), kind_k, kind_v, _options(**options))
         return found if blocks else found[0]
-    _only_with("compressed", firsts, counts, pages)
-    found = _o.attention(*tensors, begins, longest, first, kind_k, kind_v, _options(**options) if options else "",
-                         wanted=2 if blocks else 1)
+    if not (firsts is counts is pages is None):
+        _only_with("compressed", firsts, counts, pages)
+    found = _o.attention_of((*tensors, begins, longest, first, kind_k, kind_v, _options(**options) if options else ""),
+                            2 if blocks else 1)
     return found[:2] if blocks else found[0]
 
 
-def _phi(phi: tuple[str, dict[str, Tensor]] | str) -> tuple[str, list[Tensor | None]]:
+_NO_PARAMETERS = (None,) * len(_PHI)
+
+
+def _phi(phi: tuple[str, dict[str, Tensor]]) -> tuple[str, list[Tensor | None]]:
     """Its kind, and its parameters as the operators take them."""
-    if isinstance(phi, str):
-        return phi, [None] * len(_PHI)
     kind, parameters = phi
     if not parameters.keys() <= set(_PHI):
         raise ValueError(f"phi: parameters {', '.join(parameters)}, must be of {', '.join(_PHI)}")

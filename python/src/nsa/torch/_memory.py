@@ -145,15 +145,19 @@ _small: list[Scratch] = []  # on the CPU
 
 def scratch(size: int, device: torch.device) -> Scratch:
     """That of an earlier call, if there is one."""
-    if device.type != "cpu":
-        return Scratch(empty(size, dtype=torch.uint8, device=device))
+    return cpu_scratch(size) if device.type == "cpu" else Scratch(empty(size, dtype=torch.uint8, device=device))
+
+
+def cpu_scratch(size: int) -> Scratch:
     if size >= LARGE:
         return Scratch(POOL.tensor(size))
     try:
         found = _small.pop()  # in one step, so that no two threads have the same
+        if found.size >= size:
+            return found
     except IndexError:
-        return Scratch(empty(size, dtype=torch.uint8, device=device))
-    return found if found.size >= size else Scratch(empty(size, dtype=torch.uint8, device=device))
+        pass
+    return Scratch(empty(size, dtype=torch.uint8, device="cpu"))
 
 
 def keep(memory: Scratch) -> None:

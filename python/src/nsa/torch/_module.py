@@ -128,8 +128,9 @@ class NativeSparseAttention(nn.Module):
         if cache is not None:
             out = cache.decode(q, k, v, gates, self)
         else:
-            out = _o.attention(q, k[0], v[0], k[1], v[1], k[2], v[2], gates, *self.phi_k.given(), *self.phi_v.given(),
-                               begins, longest, 0, self.phi_k.kind, self.phi_v.kind, self.options, wanted=1)[0]
+            out = _o.attention_of((q, k[0], v[0], k[1], v[1], k[2], v[2], gates, *self.phi_k.given(),
+                                   *self.phi_v.given(), begins, longest, 0, self.phi_k.kind, self.phi_v.kind,
+                                   self.options), 1)[0]
         y = self.out(out.flatten(2))
         return y[0] if packed else y
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import pathlib
 from typing import Any, Callable, NamedTuple, Sequence
@@ -19,7 +20,7 @@ from torch import empty, get_num_threads  # by themselves: in a call their modul
 from .. import _abi
 from .._library import FOLDER, Library, library, refusal
 from .._pack import ARRAYS, NULL, Packer, desc_struct
-from . import _memory
+from . import _call, _memory
 from ._memory import POOL, Scratch, in_large_pages, keep, scratch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int32: 4}
@@ -251,6 +252,21 @@ class Plan:
                     else:
                         self._scratch_slots.append((word, within[other] + value.offset))
         self._frames: list[Frame] = []
+        self._zeroes = [math.prod(room.shape) * _BYTES[room.dtype] * room.zeroed for room in rooms]
+        self._form: Any = _UNKNOWN
+
+    @property
+    def form(self) -> Any:
+        """What native/call.c needs to do such calls, once one was done; None if it cannot."""
+        if self._form is _UNKNOWN:
+            plain = self.device.type == "cpu" and not (self.copied or self._varies or self._pooled or self._large)
+            self._form = _call.form(self.function, self._template, self._begins, self._slots, self._scratch_slots,
+                                    self._workspace_at, self._size, self._fresh, self._zeroes) if plain else None
+        return self._form
+
+    def call_instead(self, function: Any) -> None:
+        """To measure what a call takes without the library's."""
+        self.function, self._form = function, _UNKNOWN
 
     def _place(self, frame: "Frame", memory: Scratch) -> None:
         """Puts what lies in scratch, and the workspace, there."""
@@ -318,12 +334,13 @@ class Frame:
 
 
 _plans: dict[Any, Plan] = {}
+_UNKNOWN = object()
 
 
-def run(name: str, arguments: Sequence[Any], places: Sequence[int], rooms: Callable[..., Sequence[Room]],
-        structs: Structs, returned: int) -> list[torch.Tensor]:
-    """Calls nsa_`name`: what it writes are the `rooms` of the arguments, of which those in `places` are tensors. The
-    first `returned` are returned."""
+def planned(name: str, arguments: Sequence[Any], places: Sequence[int], rooms: Callable[..., Sequence[Room]],
+            structs: Structs, returned: int) -> tuple[Plan, list[torch.Tensor]]:
+    """For a call of nsa_`name` its plan, and the tensors to run it with. What it writes are the `rooms` of the arguments,
+    of which those in `places` are tensors. The first `returned` are returned."""
     key: list[Any] = [name, returned, get_num_threads(), *arguments]
     tensors = []
     for place in places:
@@ -339,4 +356,4 @@ def run(name: str, arguments: Sequence[Any], places: Sequence[int], rooms: Calla
         if len(_plans) >= PLANS_MAX:
             _plans.clear()
         _plans[form] = plan
-    return plan.run(tensors)
+    return plan, tensors

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from .. import _abi
 from .._pack import (ARRAYS, PHI as _PHI, Packer, cmp_count, list_heads, list_width, more, option, parse, problem,
                      slc_count)
-from ._native import DTYPES, Room, Slot, View, desc, parameters, rows, run
+from . import _call
+from ._native import DTYPES, Room, Slot, View, desc, parameters, planned, rows
 
 #: Whether this torch has operators with fake kernels and autograd formulas (2.4 and later).
 HAS_OPERATORS = hasattr(torch.library, "register_fake")
@@ -28,6 +29,24 @@ _SELECT, _GATE, _ROPE = Packer(_abi.Select), Packer(_abi.Gate), Packer(_abi.Rope
 _MERGE, _SCORE, _RANK = Packer(_abi.Merge), Packer(_abi.Score), Packer(_abi.Rank)
 _ROWS = ", ".join(f"Tensor? {name}" for name in ARRAYS)
 _library: Any = torch.library.Library("nsa", "DEF") if HAS_OPERATORS else None
+
+#: What looks at operators, or changes their arguments, where a torch has it.
+_LOOKING: Any = () if not HAS_OPERATORS else (
+    _C._len_torch_dispatch_stack, _C._len_torch_function_stack, _C._are_functorch_transforms_active,
+    _C._is_any_autocast_enabled, _C._is_tracing, _C._autograd._profiler_enabled)
+_calls = _call.load(_LOOKING) if HAS_OPERATORS else None
+
+
+class _Sites(dict):
+    """An operator's calls in one step, by the number of results."""
+
+    def __init__(self, is_tensor: bytes, single: bool):
+        super().__init__()
+        self._of = is_tensor, single
+
+    def __missing__(self, wanted: int) -> Any:
+        self[wanted] = _call.Site(_calls, *self._of)
+        return self[wanted]
 
 
 # ---- Defining -----------------------------------------------------------------------------------
@@ -67,17 +86,29 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
             return found[0] if found else None
         return found if returned == "Tensor[]" else tuple(found)
 
+    sites = None
+    if _calls is not None and not written:
+        sites = _Sites(bytes([i in places for i in range(len(arguments))]), returned == "Tensor")
+
     def kernel(*given: Any, wanted: int = results) -> Any:
+        if sites is not None:
+            found = sites[wanted].call(given)
+            if found is not None:
+                return list(found) if returned == "Tensor[]" else found
         if counts is not None and given[counts] is not None and not name.startswith("compress"):
             _check_counts(given[counts], given[0].shape[1])
         for i in written:
             if given[i].is_neg():
                 raise ValueError("out: its memory would have the negatives of its values")
-        return shaped(run(function, given, places, checked_rooms, structs, wanted))
+        plan, tensors = planned(function, given, places, checked_rooms, structs, wanted)
+        found = plan.run(tensors)
+        if sites is not None and plan.form is not None:
+            sites[wanted].add(given, plan.form)
+        return shaped(found)
 
     if not HAS_OPERATORS:
-        function_of = _casting(_differentiable(kernel, setup, backward), autocast)
-        return lambda *given, **wanted: function_of(*given)
+        function_of = _casting(_differentiable(kernel, setup, backward, places), autocast)
+        return _taking(lambda given, wanted: function_of(*given), results)
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         _library.impl(name, kernel, key)
@@ -85,16 +116,12 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
         [room.empty(given[0].device) for room in checked_rooms(*given)][:results]), lib=_library)
     operator = getattr(torch.ops.nsa, name).default
     if backward is not None:
-        _library.impl(name, _differentiable(_below_autograd(operator), setup, backward), "Autograd")
+        _library.impl(name, _differentiable(_below_autograd(operator), setup, backward, places), "Autograd")
     if autocast is not None:
         for device, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             _library.impl(name, _cast_for(operator, device, autocast), key)
-    return _direct(operator, kernel, operator if backward is None else _function(kernel, setup, backward), places)
-
-
-_LOOKING: Any = () if not HAS_OPERATORS else (
-    torch.compiler.is_dynamo_compiling, _C._len_torch_dispatch_stack, _C._len_torch_function_stack,
-    _C._are_functorch_transforms_active, _C._is_any_autocast_enabled, _C._is_tracing, _C._autograd._profiler_enabled)
+    recorded = operator if backward is None else _function(kernel, setup, backward, places)
+    return _direct(operator, kernel, recorded, places, results, sites)
 
 
 def _at_rest() -> bool:
@@ -106,20 +133,38 @@ def _at_rest() -> bool:
     return forward_ad._current_level < 0
 
 
-def _direct(operator: Callable, kernel: Callable, recorded: Callable, places: Sequence[int]) -> Callable:
+def _direct(operator: Callable, kernel: Callable, recorded: Callable, places: Sequence[int], results: int,
+            sites: dict[int, Any] | None) -> Callable:
     """The operator. Plain calls go past the dispatcher, which costs as much as the rest of what Python does; if they are
     not recorded for backward, only the results that are `wanted` are allocated."""
     tensors_of, plain, is_grad_enabled = itemgetter(*places), {torch.Tensor, torch.nn.Parameter}, torch.is_grad_enabled
+    is_compiling, mark = torch.compiler.is_dynamo_compiling, _call.RECORDED
 
-    def call(*given: Any, **wanted: int) -> Any:
+    def call(given: tuple[Any, ...], wanted: int) -> Any:
+        if is_compiling():
+            return operator(*given)
+        if sites is not None:
+            found = sites[wanted].at_rest(given)
+            if found is mark:
+                return recorded(*given)
+            if found is not None:
+                return found
         if _at_rest():
             tensors = [x for x in tensors_of(given) if x is not None]
             if plain.issuperset(map(type, tensors)) and not tensors[0].is_meta:
                 if is_grad_enabled() and True in [x.requires_grad for x in tensors]:
                     return recorded(*given)
-                return kernel(*given, **wanted)
+                return kernel(*given, wanted=wanted)
         return operator(*given)
-    return call
+    return _taking(call, results)
+
+
+def _taking(call: Callable, results: int) -> Callable:
+    """A function of the operator's arguments. `of` takes the tuple of them, and how many results are wanted."""
+    def taking(*given: Any) -> Any:
+        return call(given, results)
+    taking.of = call  # type: ignore[attr-defined]
+    return taking
 
 
 def _below_autograd(operator: Callable) -> Callable:
@@ -130,30 +175,36 @@ def _below_autograd(operator: Callable) -> Callable:
     return run
 
 
-def _function(run: Callable, setup: Callable | None, backward: Callable) -> Callable:
+def _function(run: Callable, setup: Callable | None, backward: Callable, places: Sequence[int]) -> Callable:
     """`run`, recorded for its gradient. torch.library.register_autograd would do the same, but it looks through all
-    arguments for each of them at every call: 0.4 ms for the 24 of attention."""
+    arguments for each of them at every call: 0.4 ms for the 24 of attention. A Function also takes its time for each
+    argument; so it has the tensors that are there, and the tuple of all."""
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
+        def forward(ctx: Any, arguments: tuple[Any, ...], *_: torch.Tensor) -> Any:
             found = run(*arguments)
+            ctx.places = [i for i in places if arguments[i] is not None]
             save(ctx, arguments, found)
             return found
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *gradients: Any) -> Any:
-            return differentiate(ctx, *gradients)
+            found = differentiate(ctx, *gradients)
+            return None, *[found[i] for i in ctx.places]
 
-    save, differentiate = setup, backward
-    return Function.apply
+    save, differentiate, apply = setup, backward, Function.apply
+
+    def recorded(*arguments: Any) -> Any:
+        return apply(arguments, *[arguments[i] for i in places if arguments[i] is not None])
+    return recorded
 
 
-def _differentiable(run: Callable, setup: Callable | None, backward: Callable | None) -> Callable:
+def _differentiable(run: Callable, setup: Callable | None, backward: Callable | None, places: Sequence[int]) -> Callable:
     """`run` with its gradient."""
     if backward is None:
         return run
-    recorded = _function(run, setup, backward)
+    recorded = _function(run, setup, backward, places)
 
     def apply(*arguments: Any) -> Any:
         _check_transforms(arguments)
@@ -257,10 +308,11 @@ def _named(names: Sequence[str], mask: int, found: Sequence[Any]) -> dict[str, A
 
 
 def _mask(ctx: Any, count: int) -> int:
+    """The places, of the first `count`, whose gradients are asked for."""
     mask = 0
-    for i, needed in enumerate(ctx.needs_input_grad[:count]):
-        mask |= needed << i
-    return mask
+    for place, needed in zip(ctx.places, ctx.needs_input_grad[1:]):
+        mask |= needed << place
+    return mask & (1 << count) - 1
 
 
 def _in_places(gradients: Sequence[torch.Tensor], mask: int, count: int) -> list[Any]:
@@ -781,6 +833,10 @@ def _whole_gradient(ctx, dout, *_):
 
 attention = _define("attention", "(" + _WHOLE_SCHEMA + ", " + _WHOLE_REST + ") -> (Tensor, Tensor, Tensor)",
                     _whole_rooms, _whole_structs, _whole_setup, _whole_gradient, autocast=(7,), of="attention_forward")
+
+
+#: attention of the tuple of its arguments, and of how many results are wanted
+attention_of: Callable = attention.of  # type: ignore[attr-defined]
 
 
 # ---- A step of a serving engine -----------------------------------------------------------------
