@@ -658,6 +658,31 @@ class Memory(unittest.TestCase):
         del held, where, found
         self.assert_all_back()
 
+    def test_gradients(self):
+        q, k, v, gates, _, _ = self.samples[0]
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            def step():
+                x, g, *rows_of = (t.detach().to(dtype).requires_grad_() for t in (q, gates, *k, *v))
+                out = whole(x, rows_of[:3], rows_of[3:], g, {}, {}, "mean")
+                return torch.autograd.grad(out.square().sum(), (x, g))
+            with self.subTest(dtype):
+                first, (lent, _) = step(), memory.POOL.bytes()
+                self.assertGreater(lent, self.lent)
+                self.assertEqual([(t._base, t.is_contiguous()) for t in first], [(None, True)] * 2)
+                kept = [t.clone() for t in first]
+                self.assertTrue(all(map(torch.equal, step(), kept)))
+                self.assertTrue(all(map(torch.equal, first, kept)))
+                self.assertEqual(memory.POOL.bytes()[0], lent)
+                del first
+                self.assertTrue(all(map(torch.equal, step(), kept)))
+                self.assert_all_back()
+        x = torch.randn(B, T, H, D, requires_grad=True)
+        for _ in range(2):
+            nt.rope(x).sum().backward()  # into the sum of both
+        self.assertTrue(torch.equal(x.grad, 2 * torch.autograd.grad(nt.rope(x).sum(), x)[0]))
+        x.grad.share_memory_()
+        self.assert_all_back()
+
     def test_a_refusal_gives_it_back(self):
         q, k, v = (rows(1, T, h, D, dtype=torch.float32) for h in (H, HK, HK))
         for _ in range(3):
@@ -673,7 +698,7 @@ class Memory(unittest.TestCase):
                               use_reentrant=False).square().sum() for _ in range(3))
         for found, its in zip(self.gradients(1, loss), self.alone[1]):
             torch.testing.assert_close(found, 3 * its)
-        del loss
+        del loss, found
         self.assert_all_back()
 
     def test_threads(self):
@@ -729,7 +754,7 @@ class Memory(unittest.TestCase):
             torch.testing.assert_close(self.gradients(1), self.alone[1])
             pool = memory.Pool()
             pool._inside = True
-            self.assertTrue(pool.tensor(1).is_cpu)
+            self.assertTrue(pool.tensor((1,)).is_cpu)
 
     @NEW
     def test_compiled(self):
@@ -744,7 +769,7 @@ class Memory(unittest.TestCase):
     def test_the_pool(self):
         pool, mib = memory.Pool(), 1 << 20
         def lend(*sizes):
-            return [pool.tensor(size * mib) for size in sizes]
+            return [pool.tensor((size * mib,)) for size in sizes]
         a = lend(10, 20, 30)
         self.assertEqual([len(x) for x in a], [10 * mib, 20 * mib, 30 * mib])
         addresses = [x.data_ptr() for x in a]
@@ -782,7 +807,7 @@ class Memory(unittest.TestCase):
         self.assertEqual((len(a[0]), pool.bytes()), (8 * mib, (0, 0)))
         pool._inside = False
         with self.assertRaises((RuntimeError, MemoryError)):
-            pool.tensor(1 << 60)
+            pool.tensor((1 << 60,))
 
 
 class Misuse(unittest.TestCase):

@@ -1,19 +1,21 @@
-"""Memory of calls on the CPU that no user sees, kept for the next call: scratch, and what backward reads.
+"""Memory of calls on the CPU that is kept for the next call: scratch, what backward reads, and gradients.
 
 Memory that comes fresh from the system is zeroed as it is touched. Of 100 MiB, what a forward pass over 8192 tokens
 leaves for its backward, that takes 20 ms and, where a virtual machine must ask its host for them first, 300; by
 pages of 4 KiB 50. malloc gives each piece of more than 32 MiB back when it is freed. So large pieces come from a
-Pool. Twin: _native.py, which calls it. Not here: memory on CUDA, for which PyTorch has an allocator; what users
-see, outputs and gradients, which come from PyTorch's.
+Pool. Twin: _native.py, which calls it. Not here: memory on CUDA, for which PyTorch has an allocator; outputs,
+which come from PyTorch's, because people may resize them.
 """
 from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import mmap
 import os
 import threading
 import weakref
+from typing import Sequence
 
 import torch
 from torch import empty
@@ -42,10 +44,11 @@ class _Block:
         if _madvise is not None:
             self.memory.madvise(mmap.MADV_HUGEPAGE)
 
-    def lend(self, size: int) -> torch.Tensor:
+    def lend(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         view = memoryview(self.memory)
         self.view = weakref.ref(view)
-        return torch.frombuffer(view, dtype=torch.uint8, count=size)
+        # resize_, because view() would leave a tensor with a base.
+        return torch.frombuffer(view, dtype=dtype, count=math.prod(shape)).resize_(shape)
 
     @property
     def lent(self) -> bool:
@@ -69,18 +72,19 @@ class Pool:
         """Also in a child, where the thread that would open the lock is not."""
         self._lock, self._inside = threading.RLock(), False
 
-    def tensor(self, size: int) -> torch.Tensor:
-        """So many bytes, of any content."""
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Of any content."""
         with self._lock:
             if self._inside:  # called by a signal's handler, or by what the garbage collector runs
-                return empty(size, dtype=torch.uint8, device="cpu")
+                return empty(shape, dtype=dtype, device="cpu")
             self._inside = True
             try:
-                return self._tensor(size)
+                return self._tensor(shape, dtype)
             finally:
                 self._inside = False
 
-    def _tensor(self, size: int) -> torch.Tensor:
+    def _tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        size = math.prod(shape) * empty(0, dtype=dtype).element_size()
         lent, free = self._sorted()
         if not lent:
             self._most, self._most_before = 0, self._most
@@ -94,8 +98,8 @@ class Pool:
                 block = _Block(pages)
             except OSError:  # there is no memory
                 self._blocks = lent
-                return empty(size, dtype=torch.uint8, device="cpu")
-        tensor = block.lend(size)
+                return empty(shape, dtype=dtype, device="cpu")
+        tensor = block.lend(shape, dtype)
         lent.append(block)
         used = sum([b.size for b in lent])
         self._most = max(self._most, used)
@@ -150,7 +154,7 @@ def scratch(size: int, device: torch.device) -> Scratch:
 
 def cpu_scratch(size: int) -> Scratch:
     if size >= LARGE:
-        return Scratch(POOL.tensor(size))
+        return Scratch(POOL.tensor((size,)))
     try:
         found = _small.pop()  # in one step, so that no two threads have the same
         if found.size >= size:

@@ -34,11 +34,11 @@ ALIGNED = 64
 
 
 class Room(NamedTuple):
-    """A tensor that a call returns. One of bytes that backward alone reads is `saved`."""
+    """A tensor that a call returns; if `pooled`, a large one lies in the pool on the CPU."""
     shape: tuple[Any, ...]
     dtype: torch.dtype
     zeroed: bool = False
-    saved: bool = False
+    pooled: bool = False
 
     def empty(self, device: torch.device) -> torch.Tensor:
         return empty(self.shape, dtype=self.dtype, device=device)
@@ -225,7 +225,7 @@ class Plan:
         rooms, large = every[:returned], []
         if self.device.type == "cpu":
             large = [i for i, room in enumerate(rooms) if room.bytes >= _memory.LARGE]
-        pooled = {i: rooms[i].shape[0] for i in large if rooms[i].saved}
+        pooled = {i: rooms[i] for i in large if rooms[i].pooled}
         self._pooled, self._large = list(pooled.items()), [i for i in large if i not in pooled]
         self._fresh = [(room.shape, room.dtype) for i, room in enumerate(rooms) if i not in pooled]
         self._zeroed = [i for i, room in enumerate(rooms) if room.zeroed]
@@ -291,8 +291,8 @@ class Plan:
         if self.copied:
             tensors = [x.resolve_neg().contiguous() if i in self.copied else x for i, x in zip(self.places, tensors)]
         outputs = [empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._fresh]
-        for i, size in self._pooled:
-            outputs.insert(i, POOL.tensor(size))
+        for i, room in self._pooled:
+            outputs.insert(i, POOL.tensor(room.shape, room.dtype))
         for i in self._large:
             in_large_pages(outputs[i])
         if self._zeroed:

@@ -299,7 +299,7 @@ def _lists(q: Any, kv_heads: Any, options: str) -> Room:
 
 def _gradients(tensors: Sequence[Any], mask: int) -> list[Room]:
     """Of those that are asked for."""
-    return [Room(tuple(x.shape), x.dtype, True) for i, x in enumerate(tensors) if mask >> i & 1]
+    return [Room(tuple(x.shape), x.dtype, zeroed=True, pooled=True) for i, x in enumerate(tensors) if mask >> i & 1]
 
 
 def _named(names: Sequence[str], mask: int, found: Sequence[Any]) -> dict[str, Any]:
@@ -740,7 +740,7 @@ def _whole_rooms(*arguments):
     options = arguments[-1]
     kept = sum(room.bytes for room in _kept_rooms(q, k_cmp, v_cmp, options).values())
     return [_like(q, *q.shape[:3], v_cmp.shape[3]), _lists(q, k_slc.shape[2], options),
-            Room((kept,), torch.uint8, saved=True)]
+            Room((kept,), torch.uint8, pooled=True)]
 
 
 def _kept_views(kept: View, rooms: dict[str, Room]) -> dict[str, tuple[Any, ...]]:
