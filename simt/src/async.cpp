@@ -4,11 +4,9 @@
 #include "async.h"
 
 #include "checker.h"
+#include "groups.h"
 #include "machine.h"
 #include "memory.h"
-
-#include <deque>
-#include <vector>
 
 namespace simt {
 namespace {
@@ -20,23 +18,7 @@ struct copy {
     site at;
 };
 
-struct queue {
-    std::vector<copy> open;               /* not yet committed */
-    std::deque<std::vector<copy>> groups; /* committed, oldest first */
-    bool is_used;                         /* in this block */
-};
-queue queues[max_threads];
-/* Threads of this block that have used their queues. An array, because a vector of int may grow by
-   code of a kernel's file, which is watched. */
-int used[max_threads], used_count;
-
-queue &own_queue() {
-    const int me = the.current->number;
-    queue &q = queues[me];
-    if (!q.is_used) used[used_count++] = me;
-    q.is_used = true;
-    return q;
-}
+thread_groups<copy> copies;
 
 void move_bytes(const copy &c) {
     memcpy(c.to, c.from, static_cast<size_t>(c.valid));
@@ -78,43 +60,25 @@ void cp_async(void *shared, const void *global, int bytes, int valid, site at) {
     check_async_issue(shared, static_cast<size_t>(bytes), global, static_cast<size_t>(valid), at);
     the.counted.async_bytes += static_cast<uint64_t>(valid);
     if (config().early) move_bytes(c);
-    own_queue().open.push_back(c);
+    copies.add(c);
 }
 
 void cp_async_commit(site at) {
     require_thread("cp.async.commit_group", at);
-    queue &q = own_queue();
-    q.groups.emplace_back(std::move(q.open));
-    q.open.clear();
+    copies.commit();
 }
 
 void cp_async_wait(int pending, site at) {
     require_thread("cp.async.wait_group", at);
-    queue &q = queues[the.current->number];
-    while (q.groups.size() > static_cast<size_t>(pending)) {
-        for (const copy &c : q.groups.front()) land(c);
-        q.groups.pop_front();
-    }
+    copies.wait(pending, land);
 }
 
 void cp_async_begin() {
-    while (used_count) {
-        queue &q = queues[used[--used_count]];
-        q.open.clear();
-        q.groups.clear();
-        q.is_used = false;
-    }
+    copies.begin();
 }
 
 void cp_async_end() {
-    for (int i = 0; i < the.thread_count; i++) {
-        const queue &q = queues[i];
-        for (const auto &group : q.groups)
-            if (!group.empty())
-                note(place(group[0].at) + text(": cp.async of thread %d was never waited for", i));
-        if (!q.open.empty())
-            note(place(q.open[0].at) + text(": cp.async of thread %d was never committed", i));
-    }
+    copies.end("cp.async");
 }
 
 /* ---- All that is asynchronous -------------------------------------------------------------- */

@@ -6,6 +6,7 @@
    moment: order::random); a store when its thread waits for its group. */
 #include "async.h"
 #include "checker.h"
+#include "groups.h"
 #include "memory.h"
 
 #include <deque>
@@ -42,21 +43,7 @@ transfer &begin_building(uint64_t *bar, site at) {
 }
 
 std::deque<transfer> loads;
-struct store_queue {
-    std::vector<transfer> open;
-    std::deque<std::vector<transfer>> groups;
-    bool is_used; /* in this block */
-};
-store_queue stores[max_threads];
-int storing[max_threads], storing_count; /* as async.cpp's `used` */
-
-store_queue &own_stores() {
-    const int me = the.current->number;
-    store_queue &q = stores[me];
-    if (!q.is_used) storing[storing_count++] = me;
-    q.is_used = true;
-    return q;
-}
+thread_groups<transfer> stores;
 
 void move_in(const transfer &t) {
     for (const piece &p : t.pieces) {
@@ -222,41 +209,30 @@ void tensor_store(const CUtensorMap *map, const int *coordinates, int rank, cons
         check_hold(p.shared, p.bytes, 1, at);
     }
     if (config().early) move_out(t);
-    own_stores().open.push_back(std::move(t));
+    stores.add(std::move(t));
 }
 
 void bulk_commit(site at) {
     require_thread("cp.async.bulk.commit_group", at);
-    store_queue &q = own_stores();
-    q.groups.emplace_back(std::move(q.open));
-    q.open.clear();
+    stores.commit();
 }
 
 void bulk_wait(int pending, site at) {
     require_thread("cp.async.bulk.wait_group", at);
-    store_queue &q = stores[the.current->number];
-    while (q.groups.size() > static_cast<size_t>(pending)) {
-        for (const transfer &t : q.groups.front()) {
-            if (!config().early) move_out(t);
-            for (const piece &p : t.pieces) {
-                check_hold(p.shared, p.bytes, -1, at);
-                check_async_read(p.shared, p.bytes, at);
-            }
+    stores.wait(pending, [at](const transfer &t) {
+        if (!config().early) move_out(t);
+        for (const piece &p : t.pieces) {
+            check_hold(p.shared, p.bytes, -1, at);
+            check_async_read(p.shared, p.bytes, at);
         }
-        q.groups.pop_front();
-    }
+    });
 }
 
 /* ---- The executor's side ------------------------------------------------------------------ */
 
 void bulk_begin() {
     loads.clear();
-    while (storing_count) {
-        store_queue &q = stores[storing[--storing_count]];
-        q.open.clear();
-        q.groups.clear();
-        q.is_used = false;
-    }
+    stores.begin();
 }
 
 bool bulk_land_one() {
@@ -274,15 +250,7 @@ bool bulk_land_one() {
 void bulk_end() {
     if (!loads.empty())
         note(place(loads[0].at) + ": the block ended before this bulk copy was waited for");
-    for (int i = 0; i < the.thread_count; i++) {
-        const store_queue &q = stores[i];
-        if (!q.open.empty())
-            note(place(q.open[0].at) + text(": bulk store of thread %d was never committed", i));
-        for (const auto &group : q.groups)
-            if (!group.empty())
-                note(place(group[0].at) +
-                     text(": bulk store of thread %d was never waited for", i));
-    }
+    stores.end("bulk store");
 }
 
 } // namespace simt
