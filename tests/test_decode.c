@@ -33,12 +33,17 @@ typedef struct geometry {
 
 #ifdef CHECK_CUDA
 enum { HIDDEN = 16 };
+#ifdef NSA_CUDA_NO_F16
+#define OTHER_HALF NSA_BF16
+#else
+#define OTHER_HALF NSA_F16
+#endif
 static const geometry geometries[] = {
     {"mean, f32, d 1", 4, 2, 16, 16, 8, 1, 16, 4, 20, 9, NSA_PHI_MEAN, NSA_F32,
      NSA_WINDOW_COUNTS_SELF},
     {"conv, bf16, w + 1", 3, 1, 24, 8, 8, 8, 8, 3, 5, 3, NSA_PHI_CONV, NSA_BF16,
      NSA_WINDOW_BEFORE_SELF},
-    {"mlp, f16, l = l', d 1", 2, 2, 8, 16, 16, 1, 16, 3, 33, 17, NSA_PHI_MLP, NSA_F16,
+    {"mlp, f16, l = l', d 1", 2, 2, 8, 16, 16, 1, 16, 3, 33, 17, NSA_PHI_MLP, OTHER_HALF,
      NSA_WINDOW_COUNTS_SELF},
     {"one token at a time, no rewind", 16, 1, 16, 16, 4, 2, 4, 9, 7, 0, NSA_PHI_MLP, NSA_F32,
      NSA_WINDOW_COUNTS_SELF},

@@ -874,10 +874,10 @@ static inline void suite_bit_tests(const suite *s, const nsa_desc *d, nsa_dtype 
 #endif
 }
 
-/* Every how many-th case is asked for. */
+/* Every how many-th case is asked for; of `least` the first alone. */
 static inline int asked_step(int argc, char **argv, int quick, int little) {
     const amount a = asked_amount(argc, argv);
-    return a >= LITTLE ? little : a == WHOLE ? 1 : quick;
+    return a == LEAST ? 1000 : a == LITTLE ? little : a == WHOLE ? 1 : quick;
 }
 
 #endif
