@@ -1581,9 +1581,9 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__)
 #if defined(__SSE2__)
 #define NSA__HAS_SSE2
-/* GCC for Windows spills wide vectors by aligned moves to a stack that is not aligned for them: its
-   PR 54412. */
-#if !defined(_WIN32) || defined(__clang__) || defined(NSA_UNALIGNED_SPILLS)
+/* GCC for Windows spills wide vectors to a stack that is not aligned for them: its PR 54412. */
+#if (!defined(_WIN32) || defined(__clang__) || defined(NSA_UNALIGNED_SPILLS)) && \
+    !defined(NSA__WITHOUT_AVX) /* a test defines it: the wide tiles take longest to compile */
 #define NSA__HAS_AVX
 #endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)

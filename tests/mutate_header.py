@@ -25,7 +25,7 @@ HEADER = HERE.parent / "nsa" / "nsa.h"
 COMPILER = mutate.HOST + ["-fopenmp", "-w"]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 # Pairs: products of bf16 by plain code, which would else need units for them.
-MODES = {"plain": ["-O2"], "sanitize": ["-O1", *SANITIZE],
+MODES = {"plain": ["-O2"], "sanitize": ["-O1", "-DNSA__WITHOUT_AVX", *SANITIZE],
          "pairs": ["-O2", "-I", HERE / "harness", '-DNSA__BF16_BY_HAND="bf16_by_hand.h"']}
 TESTS = list(mutate.NEEDS)
 # A test's tables, the smallest first; "" is the whole.

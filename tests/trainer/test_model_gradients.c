@@ -13,7 +13,7 @@ typedef struct variant {
     const char *name;
     model_config config;
     bool documents;
-    int64_t most; /* elements of a tensor that are checked, spread over it; 0: every one */
+    int64_t most; /* elements of a tensor that are checked, or a little fewer; 0: every one */
 } variant;
 
 static void attend_with_lists_kept(const ops *o, const nsa_attention *x, const nsa_desc *d,
@@ -61,6 +61,7 @@ static double numeric(model *m, const model_batch *b, real *x, double gradient) 
 static void check_tensor(model *m, const model_batch *b, const param *p, int64_t most) {
     double worst = 0, difference = 0, size = 0;
     int64_t at = 0, stride = most && p->count > most ? p->count / most : 1;
+    while (stride % 2 == 0 || stride % 3 == 0) stride++; /* rows have 4, 6 or 8: not one column */
     for (int64_t e = 0; e < p->count; e += stride) {
         double a = m->params.grad[p->offset + e];
         double n = numeric(m, b, m->params.value + p->offset + e, a), error = gradient_error(a, n);
@@ -94,12 +95,12 @@ static void check_variant(const variant *v, const ops *whole) {
 }
 
 int main(int argc, char **argv) {
-    bool quick = argc == 2 && !strcmp(argv[1], "quick"); /* some elements of each tensor */
+    bool quick = argc == 2 && !strcmp(argv[1], "quick"); /* few elements of each tensor */
     ops o = open_ops(1);
     model_config base = tinylm(VOCAB, 8, 2, 4, 2, 4, 6, 4, 2, 4, 4, 5);
     variant variants[16];
     int count = 0;
-    enum { SOME = 40 };
+    enum { SOME = 40, FEW = 12 };
     variants[count++] = (variant){"phi mean, sigmoid", base, false, SOME};
     variants[count] = (variant){"phi conv, softmax, tied", base, false, SOME};
     variants[count].config.phi = NSA_PHI_CONV;
@@ -143,7 +144,7 @@ int main(int argc, char **argv) {
     model_attend_with(&variants[count].config, ATTENTION_CMP_SLC);
     variants[count++].config.shared_kv = true;
     for (int i = 0; i < count; i++) {
-        if (quick) variants[i].most = SOME;
+        if (quick) variants[i].most = FEW;
         check_variant(&variants[i], &o);
     }
     ops_cpu_close(&o);
