@@ -39,7 +39,8 @@ bare)
     check ./embed
     ;;
 static)
-    cc -O1 -DNSA_IMPLEMENTATION -x c -c "$root/nsa/nsa.h" -o nsa.o
+    # Without the vector tiles, which bare and shared compile.
+    cc -O1 -U__SSE2__ -DNSA_IMPLEMENTATION -x c -c "$root/nsa/nsa.h" -o nsa.o
     ar rcs libnsa.a nsa.o
     sed '/define NSA_IMPLEMENTATION/d' embed.c >caller.c
     cc caller.c -I"$root/nsa" -L. -lnsa -lm -o embed

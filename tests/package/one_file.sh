@@ -48,7 +48,8 @@ build_with() {
         { while ((getline line < file) > 0) print line }' "$root/examples/embed/embed.c" >"$2"
 }
 build_with nsa_one.h pasted.c
-"$cc" -std=c99 -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror pasted.c -o pasted -lm
+# Without the vector tiles, for `same` below looks at all of the text.
+"$cc" -std=c99 -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -U__SSE2__ pasted.c -o pasted -lm
 ./pasted | diff "$root/examples/embed/expected.txt" - || fail "pasted: prints other text"
 
 # From stdin; renamed, with a compiler that does not know __FILE_NAME__.
