@@ -231,11 +231,11 @@ static void bad_logarithms(void) {
             CHECK(from_a == !no_a, "row %d: dout_a %g", r, from_a);
             CHECK(no_a || dlse[0][r] == 0, "row %d: dlse_a %g", r, (double)dlse[0][r]);
         } else {
-            CHECK(isnan(got) == !numbers, "row %d: out %g", r, got);
-            CHECK(isnan((double)lse[2][r]) == !numbers, "row %d: lse %g", r, (double)lse[2][r]);
-            CHECK(isnan(from_a) == !numbers, "row %d: dout_a %g", r, from_a);
-            CHECK(isnan((double)dlse[0][r]) == !numbers, "row %d: dlse_a is a number or none", r);
-            CHECK(isnan((double)dlse[1][r]) == !numbers, "row %d: dlse_b is a number or none", r);
+            CHECK(numbers == !isnan(got), "row %d: out %g", r, got);
+            CHECK(numbers == !isnan((double)lse[2][r]), "row %d: lse %g", r, (double)lse[2][r]);
+            CHECK(numbers == !isnan(from_a), "row %d: dout_a %g", r, from_a);
+            CHECK(numbers == !isnan((double)dlse[0][r]), "row %d: dlse_a is a number or none", r);
+            CHECK(numbers == !isnan((double)dlse[1][r]), "row %d: dlse_b is a number or none", r);
         }
     }
     guards_free();
