@@ -5,12 +5,14 @@
 By nsa.h alone: structs, buffers and workspace are there already, and one C function is called. "fresh" is the same,
 but for the output and the gradients, which are allocated in each call, gradients zeroed: as whoever keeps them must
 do, in C too. Through nsa.torch: attention() is called with tensors, which allocates what it returns, and backward()
-allocates gradients. They take turns, and the least time of each counts. What PyTorch itself takes is in the line "a
-Function": one that saves its inputs, and calls the C functions as "fresh" does, and no more. On a busy machine
-differences say little; so the last lines have nsa.torch alone, with a C function in its place that does nothing.
+allocates gradients. They take turns; of each the least time counts, and the median stands behind it. What PyTorch
+itself takes is in the lines "a Function": one that saves its inputs, and calls the C functions as "fresh" does, and no
+more. On a busy machine differences say little; so the last lines have nsa.torch alone, with a C function in its place
+that does nothing.
 """
 import argparse
 import ctypes
+import statistics
 import time
 
 import torch
@@ -99,17 +101,21 @@ class Function(torch.autograd.Function):
         return None, *ctx.fresh.gradients_of(ctx.saved_tensors)
 
 
-def least(calls, seconds):
-    """The least time of each, in microseconds, in turns."""
+def in_turns(calls, seconds):
+    """The least time of each, and the median, in microseconds."""
     for call in calls:
         call()
-    best, end = [float("inf")] * len(calls), time.perf_counter() + seconds
-    while best[0] == float("inf") or time.perf_counter() < end:
-        for i, call in enumerate(calls):
+    times, end = [[] for _ in calls], time.perf_counter() + seconds
+    while not times[0] or time.perf_counter() < end:
+        for its, call in zip(times, calls):
             begin = time.perf_counter()
             call()
-            best[i] = min(best[i], time.perf_counter() - begin)
-    return [b * 1e6 for b in best]
+            its.append((time.perf_counter() - begin) * 1e6)
+    return [(min(its), statistics.median(its)) for its in times]
+
+
+def more(t, *others):
+    return ", ".join(f"{100 * (t / other - 1):5.1f} %" for other in others)
 
 
 def without_c(call, calls=10):
@@ -149,15 +155,17 @@ def main():
 
     print(f"torch {torch.__version__}, {a.tokens} tokens, {a.heads}/{a.kv_heads}/{a.dim}, {a.threads} threads, "
           "microseconds")
-    forward = least([alone.forward, fresh.output, lambda: nt.attention(*tensors), lambda: nt.attention(*learning)],
-                    a.seconds / 2)
-    both = least([alone.step, fresh.step, lambda: step(nt.attention),
-                  lambda: step(lambda *x: Function.apply(fresh, *x))], a.seconds / 2)
+    function = lambda *x: Function.apply(fresh, *x)  # noqa: E731
+    forward = in_turns([alone.forward, fresh.output, lambda: nt.attention(*tensors), lambda: nt.attention(*learning),
+                        lambda: function(*learning)], a.seconds / 2)
+    both = in_turns([alone.step, fresh.step, lambda: step(nt.attention), lambda: step(function)], a.seconds / 2)
+    print(f"{'':31}      nsa.h      fresh    PyTorch     more = of nsa.h, of fresh; by medians")
     for name, (c, f, *times), i in (("forward", forward, 0), ("forward, recorded for backward", forward, 1),
-                                    ("forward and backward", both, 0), ("ditto, a Function", both, 1)):
-        t = times[i]
-        print(f"{name:31} nsa.h {c:10.1f}  fresh {f:10.1f}  PyTorch {t:10.1f}  more {t - c:8.1f} = "
-              f"{100 * (t / c - 1):5.1f} %, than fresh {100 * (t / f - 1):5.1f} %")
+                                    ("ditto, a Function", forward, 2), ("forward and backward", both, 0),
+                                    ("ditto, a Function", both, 1)):
+        (c, c_median), (f, f_median), (t, median) = c, f, times[i]
+        print(f"{name:31} {c:10.1f} {f:10.1f} {t:10.1f} {t - c:8.1f} = {more(t, c, f)}; "
+              f"{median - c_median:8.1f} = {more(median, c_median, f_median)}")
     for name, call in (("forward", lambda: nt.attention(*tensors)),
                        ("forward, recorded for backward", lambda: nt.attention(*learning))):
         print(f"{name:32} nsa.torch without the C function {without_c(call):6.1f}")
