@@ -162,7 +162,8 @@ nsa__cuda_dq_branch(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows,
         nsa__cuda_product_nt_finish<T, DK, BLOCK_N, BLOCK_M>(s, tiles.q, warp_row, k);
         nsa__cuda_dq_p(s, rows, params.scale2);
         nsa__cuda_product_nt_finish<T, DV, BLOCK_N, BLOCK_M>(dp, tiles.dout, warp_row, v);
-        nsa__cuda_dq_ds(s, dp, rows, seen);
+        nsa__cuda_dq_ds(s, dp, rows);
+        nsa__cuda_hide(s, seen, 0.0f);
         nsa__cuda_product_nn<T, BLOCK_N, DK>(dq, s, k, 0);
     }
     nsa__cp_async_wait<0>(); /* a row without keys has waited for nothing yet */

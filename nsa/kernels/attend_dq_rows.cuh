@@ -92,17 +92,16 @@ NSA__DEVICE void nsa__cuda_dq_p(float (&s)[N][4], const nsa__cuda_dq_rows &rows,
             s[n][e] = nsa__ex2(fmaf(s[n][e], scale2, -rows.terms[e / 2].lse2));
 }
 
-/* p becomes ds, 0 for keys that a row does not see: dp of those may overflow, and 0 inf is NaN. */
+/* p becomes ds, wrong for keys that a row does not see: dp of those may overflow, and 0 inf is NaN,
+   so nsa__cuda_hide makes it 0. */
 template <int N>
 NSA__DEVICE void nsa__cuda_dq_ds(float (&p)[N][4], const float (&dp)[N][4],
-                                 const nsa__cuda_dq_rows &rows,
-                                 const nsa__cuda_key_span (&seen)[2]) {
+                                 const nsa__cuda_dq_rows &rows) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
             p[n][e] *= fmaf(rows.terms[e / 2].gate, dp[n][e], -rows.terms[e / 2].delta);
-    nsa__cuda_hide(p, seen, 0.0f);
 }
 
 /* Behind the last tile of a branch. */

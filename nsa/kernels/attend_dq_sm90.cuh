@@ -31,6 +31,20 @@ struct nsa__cuda_dq_pipe
 
 #if NSA__USES_WGMMA
 
+/* ds of keys that a row does not see becomes 0; a row that sees something has read a key. */
+template <int N, typename Shape>
+NSA__DEVICE void nsa__cuda_dq_mask(float (&ds)[N / 8][4], nsa__cuda_dq_rows &rows,
+                                   const nsa__cuda_pipe_turn &turn,
+                                   const nsa__cuda_pipe<Shape> &pipe) {
+    if (__all_sync(0xffffffffu, turn.whole)) { /* ptxas forgets that all lanes agree */
+        rows.flags |= 3 * NSA__DQ_SEES;
+        return;
+    }
+    nsa__cuda_key_span seen[2];
+    nsa__cuda_dq_see(seen, rows, nsa__cuda_pipe_tile_of(turn, pipe));
+    nsa__cuda_hide(ds, seen, 0.0f);
+}
+
 /* What one branch adds to dq. */
 template <typename T, int DK, int DV, bool LISTS>
 NSA__DEVICE void
@@ -52,18 +66,17 @@ nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_
     };
     float s[BLOCK_N / 8][4], dp[BLOCK_N / 8][4];
     uint32_t ds[BLOCK_N / 16][4];
-    nsa__cuda_key_span seen[2];
     nsa__cuda_pipe_next<LISTS>(turn, pipe);
     nsa__cuda_pipe_pass<LISTS>(turn, pipe);
-    while (turn.tile.readers) {
+    while (turn.readers) {
         const uint64_t mine = queries(), these = keys(turn.number);
         nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, mine, these);
         nsa__cuda_warpgroup_start_nt<T, DV, BLOCK_N, BLOCK_M>(dp, mine + DOUT, these + V);
-        nsa__cuda_dq_see(seen, rows, turn.tile);
         nsa__cuda_warpgroup_await<BLOCK_N, 1>(s);
         nsa__cuda_dq_p(s, rows, scale2);
         nsa__cuda_warpgroup_await<BLOCK_N, 0>(dp);
-        nsa__cuda_dq_ds(s, dp, rows, seen);
+        nsa__cuda_dq_ds(s, dp, rows);
+        nsa__cuda_dq_mask<BLOCK_N>(s, rows, turn, pipe);
         nsa__cuda_pipe_pack<T, BLOCK_N>(ds, s);
         int before; /* the tile that ds is of, and that the warpgroup holds */
         uint64_t columns;
@@ -72,15 +85,15 @@ nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_
             columns = keys(before) + COLUMNS;
             const uint64_t next = keys(before + 1), again = queries();
             nsa__cuda_pipe_next<LISTS>(turn, pipe);
-            if (!turn.tile.readers) break;
+            if (!turn.readers) break;
             nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, again, next);
             nsa__cuda_warpgroup_start_nt<T, DV, BLOCK_N, BLOCK_M>(dp, again + DOUT, next + V);
             nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DK>(dq, ds, columns);
-            nsa__cuda_dq_see(seen, rows, turn.tile);
             nsa__cuda_warpgroup_await<BLOCK_N, 2>(s);
             nsa__cuda_dq_p(s, rows, scale2);
             nsa__cuda_warpgroup_await<BLOCK_N, 1>(dp);
-            nsa__cuda_dq_ds(s, dp, rows, seen);
+            nsa__cuda_dq_ds(s, dp, rows);
+            nsa__cuda_dq_mask<BLOCK_N>(s, rows, turn, pipe);
             nsa__cuda_warpgroup_await<DK, 0>(dq);
             nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
             nsa__cuda_pipe_pack<T, BLOCK_N>(ds, s);
@@ -152,7 +165,7 @@ static __global__ void __launch_bounds__(384, 1)
     }
     nsa__registers<shape::MORE, true>();
     nsa__cuda_dq_rows rows = {};
-    nsa__cuda_pipe_turn turn = {-1, {}, groups[threadIdx.x / 128].queries};
+    nsa__cuda_pipe_turn turn = {-1, false, false, 0, groups[threadIdx.x / 128].queries};
     float dq[DK / 8][4] = {};
 #pragma unroll 1
     for (int i = 0; i < all.branches - LISTS; i++) {

@@ -27,16 +27,21 @@ struct nsa__cuda_forward_pipe : nsa__cuda_pipe_shape<T, DK, DV, DK, 4, true> {
 #if NSA__USES_WGMMA
 
 /* Scores of a tile become p. */
-template <int N>
+template <int N, typename Shape>
 NSA__DEVICE void nsa__cuda_pipe_softmax(float (&s)[N / 8][4], nsa__cuda_forward_rows &rows,
-                                        float (&shrink)[2], const nsa__cuda_key_tile &tile,
-                                        float scale2) {
-    const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
-                                        nsa__cuda_seen_of(tile, rows.keys[1], rows.number[1])};
-    nsa__cuda_mask_tile(s, seen, scale2);
-    nsa__cuda_softmax_tile(s, rows, shrink);
+                                        float (&shrink)[2], const nsa__cuda_pipe_turn &turn,
+                                        const nsa__cuda_pipe<Shape> &pipe, float scale2) {
+    nsa__cuda_scale_tile(s, scale2);
+    if (!turn.whole) {
+        const nsa__cuda_key_tile tile = nsa__cuda_pipe_tile_of(turn, pipe);
+        const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
+                                            nsa__cuda_seen_of(tile, rows.keys[1], rows.number[1])};
+        nsa__cuda_hide(s, seen, -INFINITY);
 #pragma unroll
-    for (int h = 0; h < 2; h++) rows.bad[h] |= (nsa__cuda_key_span_bits(seen[h]) & tile.bad) != 0;
+        for (int h = 0; h < 2; h++)
+            rows.bad[h] |= (nsa__cuda_key_span_bits(seen[h]) & tile.bad) != 0;
+    }
+    nsa__cuda_softmax_tile(s, rows, shrink);
 }
 
 template <int N>
@@ -65,15 +70,15 @@ nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
     const auto keys = [&](int number) {
         return nsa__cuda_warpgroup_moved(stages, static_cast<unsigned>(number) % STAGES * STEP);
     };
-    nsa__cuda_pipe_turn turn = {-1, {}, pipe.groups[threadIdx.x / 128].queries};
+    nsa__cuda_pipe_turn turn = {-1, false, false, 0, pipe.groups[threadIdx.x / 128].queries};
     float s[BLOCK_N / 8][4], shrink[2];
     uint32_t p[BLOCK_N / 16][4];
     nsa__cuda_pipe_next<LISTS>(turn, pipe);
     nsa__cuda_pipe_pass<LISTS>(turn, pipe);
-    while (turn.tile.readers) {
+    while (turn.readers) {
         nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, queries, keys(turn.number));
         nsa__cuda_warpgroup_await<BLOCK_N, 0>(s);
-        nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn.tile, params.scale2);
+        nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn, pipe, params.scale2);
         nsa__cuda_pipe_rescale(out, shrink);
         nsa__cuda_pipe_pack<T, BLOCK_N>(p, s);
         int before; /* the tile that p is of, and that the warpgroup holds */
@@ -83,11 +88,11 @@ nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
             values = keys(before) + VALUES;
             const uint64_t next = keys(before + 1), mine = nsa__cuda_warpgroup_moved(queries, 0);
             nsa__cuda_pipe_next<LISTS>(turn, pipe);
-            if (!turn.tile.readers) break;
+            if (!turn.readers) break;
             nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, mine, next);
             nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DV>(out, p, values);
             nsa__cuda_warpgroup_await<BLOCK_N, 1>(s);
-            nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn.tile, params.scale2);
+            nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn, pipe, params.scale2);
             nsa__cuda_warpgroup_await<DV, 0>(out);
             nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
             nsa__cuda_pipe_rescale(out, shrink);

@@ -681,15 +681,20 @@ NSA__DEVICE void nsa__cuda_hide(float (&s)[N][4], const nsa__cuda_key_span (&see
         }
 }
 
-/* Scales the scores; those of keys that a row does not see become -inf. Decoding has to find the
-   same bits, so no compiler may join the product with a later sum in one of the two. */
-template <int N>
-NSA__DEVICE void nsa__cuda_mask_tile(float (&s)[N][4], const nsa__cuda_key_span (&seen)[2],
-                                     float scale2) {
+/* Scales the scores. Decoding has to find the same bits, so no compiler may join the product with a
+   later sum in one of the two. */
+template <int N> NSA__DEVICE void nsa__cuda_scale_tile(float (&s)[N][4], float scale2) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) s[n][e] = __fmul_rn(s[n][e], scale2);
+}
+
+/* And those of keys that a row does not see become -inf. */
+template <int N>
+NSA__DEVICE void nsa__cuda_mask_tile(float (&s)[N][4], const nsa__cuda_key_span (&seen)[2],
+                                     float scale2) {
+    nsa__cuda_scale_tile(s, scale2);
     nsa__cuda_hide(s, seen, -INFINITY);
 }
 

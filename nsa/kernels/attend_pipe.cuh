@@ -8,7 +8,7 @@
    copies them into stages and posts, beside each, which tile it is. The first two are consumers
    with 64 rows each: they multiply and never walk. Barriers in shared memory connect them, so no
    warp waits for the whole thread block. Warpgroups pass over tiles that none of their queries
-   reads. */
+   reads. The producer also says which warps need no mask, so most turns compute no bounds. */
 #ifndef NSA_ATTEND_PIPE_CUH
 #define NSA_ATTEND_PIPE_CUH
 
@@ -30,10 +30,11 @@ template <typename T, int DK, int DV, int HELD, int COUNT, bool PAGES> struct ns
 };
 
 /* What the producer posts beside a stage. */
-struct nsa__cuda_pipe_tile {
+struct alignas(16) nsa__cuda_pipe_tile {
     int begin, end;      /* keys; begin < 0: the walk is over */
     uint64_t bad;        /* a bit for each key */
     uint64_t readers[2]; /* LISTS: of each warpgroup, a bit for each query that reads the block */
+    uint32_t whole;      /* a bit for each consumer warp: all its rows see all keys, finite ones */
 };
 
 /* The queries of a warpgroup: the first one's place in the tile, and a bit for each. */
@@ -91,9 +92,54 @@ NSA__DEVICE void nsa__cuda_pipe_post(const nsa__cuda_pipe<Shape> &pipe, int numb
         nsa__cuda_tile_zero<T, DK, BLOCK_N, Shape::PRODUCERS>(k, mask);
         nsa__cuda_tile_zero<T, DV, BLOCK_N, Shape::PRODUCERS>(k + BLOCK_N * DK, mask);
     }
-    if (threadIdx.x % Shape::PRODUCERS == 0) pipe.tiles[stage].bad = mask;
+    if (threadIdx.x % Shape::PRODUCERS == 0) {
+        pipe.tiles[stage].bad = mask;
+        if (mask) pipe.tiles[stage].whole = 0;
+    }
     nsa__fence_async();
     nsa__mbarrier_arrive(pipe.full + stage);
+}
+
+/* What all rows of consumer warp `lane % 8` see. Most tiles lie in it, and need no mask. */
+struct nsa__cuda_pipe_common {
+    nsa__cuda_key_span keys;
+    uint64_t queries; /* of the warpgroup, those of the warp's rows */
+};
+
+/* A later query's keys begin and end no earlier. */
+NSA__DEVICE nsa__cuda_pipe_common nsa__cuda_pipe_common_of(const nsa__cuda_attend_params &params,
+                                                           const nsa__cuda_attend_head &at,
+                                                           const nsa__cuda_query_tile &tile_rows) {
+    const int row = static_cast<int>(threadIdx.x % 8 * 16);
+    const nsa__cuda_query_row first = nsa__cuda_query_row_of(params, at, tile_rows, row),
+                              last = nsa__cuda_query_row_of(params, at, tile_rows, row + 15);
+    if (!last.there) return {{0, 0}, 0};
+    const int place = nsa__cuda_warpgroup_first(params, tile_rows, row / 64);
+    return {{nsa__cuda_keys_of(params, at.seq.tokens, last.query).begin,
+             nsa__cuda_keys_of(params, at.seq.tokens, first.query).end},
+            nsa__cuda_key_span_bits({(tile_rows.skip + row) / params.group - place,
+                                     (tile_rows.skip + row + 15) / params.group + 1 - place})};
+}
+
+/* Writes beside a stage which tile it is to hold; the producer's first warp does. */
+template <bool LISTS, typename Shape, typename Walk>
+NSA__DEVICE void nsa__cuda_pipe_name(const nsa__cuda_pipe<Shape> &pipe, int stage, int begin,
+                                     const Walk &walk, const nsa__cuda_pipe_common &all) {
+    const unsigned lane = threadIdx.x % 32;
+    nsa__cuda_pipe_tile &tile = pipe.tiles[stage];
+    uint64_t readers = all.queries;
+    if (LISTS) {
+        const nsa__cuda_pipe_group &group = pipe.groups[lane / 4 % 2];
+        readers = nsa__cuda_walk_readers<4>(walk.ballots, group.first, group.queries);
+        if (lane == 0 || lane == 4) tile.readers[lane / 4] = readers;
+    }
+    const bool sees = begin >= all.keys.begin && begin + Shape::BLOCK_N <= all.keys.end &&
+                      begin + Shape::BLOCK_N == walk.tile.end && !(all.queries & ~readers);
+    const uint32_t whole = __ballot_sync(0xffffffffu, sees);
+    if (lane > 0) return;
+    tile.begin = begin;
+    tile.end = walk.tile.end;
+    tile.whole = whole;
 }
 
 /* Walks the key tiles of one branch. The last ones stay under way; behind them stands an end. */
@@ -103,9 +149,9 @@ nsa__cuda_pipe_produce(nsa__cuda_pipe_posts<Shape::LAG> &posts, const nsa__cuda_
                        const nsa__cuda_attend_params &params, const nsa__cuda_attend_head &at,
                        const nsa__cuda_query_tile &tile_rows) {
     constexpr int LAG = Shape::LAG, STAGES = Shape::STAGES;
-    const bool writes = threadIdx.x % Shape::PRODUCERS == 0;
     nsa__cuda_walk_keys<Shape::BLOCK_N, Shape::BLOCK_M, LISTS> walk = {};
     nsa__cuda_walk_begin(walk, params, at, tile_rows);
+    const nsa__cuda_pipe_common all = nsa__cuda_pipe_common_of(params, at, tile_rows);
     for (bool more = true; more; posts.number++) {
         const int number = posts.number, stage = number % STAGES;
         more = nsa__cuda_walk_next(walk, params, at, tile_rows);
@@ -120,15 +166,8 @@ nsa__cuda_pipe_produce(nsa__cuda_pipe_posts<Shape::LAG> &posts, const nsa__cuda_
             posts.bad[i] = posts.bad[i - 1], posts.begin[i] = posts.begin[i - 1];
         posts.bad[0] = walk.bad;
         posts.begin[0] = more ? walk.tile.begin : -1;
-        if (writes) {
-            pipe.tiles[stage].begin = posts.begin[0];
-            pipe.tiles[stage].end = walk.tile.end;
-#pragma unroll
-            for (int g = 0; g < 2; g++)
-                if (LISTS)
-                    pipe.tiles[stage].readers[g] = nsa__cuda_walk_readers<4>(
-                        walk.ballots, pipe.groups[g].first, pipe.groups[g].queries);
-        }
+        if (threadIdx.x % Shape::PRODUCERS < 32)
+            nsa__cuda_pipe_name<LISTS>(pipe, stage, posts.begin[0], walk, all);
         if (number < LAG) continue;
         nsa__cp_async_wait<LAG>();
         nsa__cuda_pipe_post(pipe, number - LAG, posts.bad[LAG], posts.begin[LAG]);
@@ -148,11 +187,12 @@ NSA__DEVICE void nsa__cuda_pipe_drain(const nsa__cuda_pipe_posts<Shape::LAG> &po
 
 /* ---- Consumers ----------------------------------------------------------------------------- */
 
-/* A consumer's tile: the stage it lies in, and what its warpgroup sees of it. */
+/* A consumer's tile, and what its warpgroup and its warp see of it. */
 struct nsa__cuda_pipe_turn {
     int number;
-    nsa__cuda_key_tile tile; /* readers 0: there is no more */
-    uint64_t group;          /* a bit for each of the warpgroup's queries */
+    bool over, whole; /* the walk; the tile, of the warp's rows */
+    uint64_t readers; /* a bit for each of the warpgroup's queries; 0: it passes over, or is over */
+    uint64_t group;   /* all of them */
 };
 
 /* One arrival of the warp: it has read the stage. */
@@ -168,15 +208,25 @@ NSA__DEVICE void nsa__cuda_pipe_next(nsa__cuda_pipe_turn &turn, const nsa__cuda_
     const unsigned number = static_cast<unsigned>(++turn.number), stage = number % STAGES;
     nsa__mbarrier_wait(pipe.full + stage, static_cast<int>(number / STAGES & 1));
     const nsa__cuda_pipe_tile &posted = pipe.tiles[stage];
-    turn.tile = {posted.begin, posted.end, turn.group, posted.bad};
-    if (LISTS) turn.tile.readers = posted.readers[threadIdx.x / 128];
-    if (posted.begin < 0) turn.tile.readers = 0;
+    turn.over = posted.begin < 0;
+    turn.whole = __all_sync(0xffffffffu, posted.whole >> threadIdx.x / 32 & 1);
+    turn.readers = LISTS ? posted.readers[threadIdx.x / 128] : turn.group;
+    if (turn.over) turn.readers = 0;
+}
+
+/* The tile of a turn, as a mask wants to know it. */
+template <typename Shape>
+NSA__DEVICE nsa__cuda_key_tile nsa__cuda_pipe_tile_of(const nsa__cuda_pipe_turn &turn,
+                                                      const nsa__cuda_pipe<Shape> &pipe) {
+    const nsa__cuda_pipe_tile &posted =
+        pipe.tiles[static_cast<unsigned>(turn.number) % unsigned{Shape::STAGES}];
+    return {posted.begin, posted.end, turn.readers, posted.bad};
 }
 
 /* From a tile that the warpgroup passes over, released unread, to the next that it does not. */
 template <bool LISTS, typename Shape>
 NSA__DEVICE void nsa__cuda_pipe_pass(nsa__cuda_pipe_turn &turn, const nsa__cuda_pipe<Shape> &pipe) {
-    while (!turn.tile.readers && turn.tile.begin >= 0) {
+    while (!turn.readers && !turn.over) {
         nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(turn.number) % Shape::STAGES);
         nsa__cuda_pipe_next<LISTS>(turn, pipe);
     }
