@@ -4,7 +4,9 @@
 
    attend_pipe.cuh has the pipeline: one warpgroup copies key tiles, two multiply. A consumer starts
    q k of the next tile before p v of this one, and takes the softmax of the next while p v runs.
-   Descriptors of both products are made before the wait for the next tile.
+   Descriptors of both products are made before the wait for the next tile. In slc a warpgroup
+   multiplies rows that do not read a block, too, if others do: bytes from L2 bound lists that
+   differ, not products.
 
    | heads    | Q tile | key tile | stages | dynamic shared | registers: consumer, producer |
    |---|---|---|---|---|---|

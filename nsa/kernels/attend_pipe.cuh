@@ -8,7 +8,10 @@
    copies them into stages and posts, beside each, which tile it is. The first two are consumers
    with 64 rows each: they multiply and never walk. Barriers in shared memory connect them, so no
    warp waits for the whole thread block. Warpgroups pass over tiles that none of their queries
-   reads. The producer also says which warps need no mask, so most turns compute no bounds. */
+   reads. The producer also says which warps need no mask, so most turns compute no bounds.
+
+   Copies are cp.async, three instructions for 16 bytes of a whole tile: some 70 of 800 issue slots.
+   TMA would save no more, and need a tensor map of each view from the host. */
 #ifndef NSA_ATTEND_PIPE_CUH
 #define NSA_ATTEND_PIPE_CUH
 
@@ -78,6 +81,29 @@ template <int LAG> struct nsa__cuda_pipe_posts {
     int begin[LAG + 1];
 };
 
+/* Starts copying a tile to its stage. Beside heads of 192 dq's producers have too few registers for
+   unrolled copies. */
+template <typename Shape>
+NSA__DEVICE void
+nsa__cuda_pipe_stage(typename Shape::type *stage, const nsa__cuda_attend_params &params,
+                     const nsa__cuda_attend_head &at, const nsa__cuda_key_tile &tile) {
+    constexpr int DK = Shape::WIDTH_K, DV = Shape::WIDTH_V, BLOCK_N = Shape::BLOCK_N;
+    constexpr int PRODUCERS = Shape::PRODUCERS;
+    using T = typename Shape::type;
+    if constexpr (DK <= 128)
+        if (tile.end - tile.begin == BLOCK_N && !(Shape::PAGED && params.d.pages)) {
+            const nsa_tensor &k = params.x.k, &v = params.x.v;
+            const int64_t batch = at.seq.key_batch, row = at.key_row + tile.begin;
+            nsa__cuda_tile_copy_all<T, DK, BLOCK_N, PRODUCERS>(
+                stage, params.d.dim, nsa__row_of<const T>(k, batch, row, at.kv_head), k.token);
+            nsa__cuda_tile_copy_all<T, DV, BLOCK_N, PRODUCERS>(
+                stage + BLOCK_N * DK, params.d.dim_v,
+                nsa__row_of<const T>(v, batch, row, at.kv_head), v.token);
+            return;
+        }
+    nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, PRODUCERS, Shape::PAGED>(stage, params, at, tile);
+}
+
 /* Tile `number` has arrived. */
 template <typename Shape>
 NSA__DEVICE void nsa__cuda_pipe_post(const nsa__cuda_pipe<Shape> &pipe, int number,
@@ -106,14 +132,13 @@ struct nsa__cuda_pipe_common {
     uint64_t queries; /* of the warpgroup, those of the warp's rows */
 };
 
-/* A later query's keys begin and end no earlier. */
+/* A later query's keys begin and end no earlier; what rows see that are not there does no harm. */
 NSA__DEVICE nsa__cuda_pipe_common nsa__cuda_pipe_common_of(const nsa__cuda_attend_params &params,
                                                            const nsa__cuda_attend_head &at,
                                                            const nsa__cuda_query_tile &tile_rows) {
     const int row = static_cast<int>(threadIdx.x % 8 * 16);
     const nsa__cuda_query_row first = nsa__cuda_query_row_of(params, at, tile_rows, row),
                               last = nsa__cuda_query_row_of(params, at, tile_rows, row + 15);
-    if (!last.there) return {{0, 0}, 0};
     const int place = nsa__cuda_warpgroup_first(params, tile_rows, row / 64);
     return {{nsa__cuda_keys_of(params, at.seq.tokens, last.query).begin,
              nsa__cuda_keys_of(params, at.seq.tokens, first.query).end},
@@ -121,22 +146,23 @@ NSA__DEVICE nsa__cuda_pipe_common nsa__cuda_pipe_common_of(const nsa__cuda_atten
                                      (tile_rows.skip + row + 15) / params.group + 1 - place})};
 }
 
-/* Writes beside a stage which tile it is to hold; the producer's first warp does. */
+/* Writes beside a stage which tile it is to hold. All warps count though the first alone writes: if
+   one is asked, ptxas spills. */
 template <bool LISTS, typename Shape, typename Walk>
 NSA__DEVICE void nsa__cuda_pipe_name(const nsa__cuda_pipe<Shape> &pipe, int stage, int begin,
                                      const Walk &walk, const nsa__cuda_pipe_common &all) {
-    const unsigned lane = threadIdx.x % 32;
+    const unsigned thread = threadIdx.x % Shape::PRODUCERS, lane = threadIdx.x % 32;
     nsa__cuda_pipe_tile &tile = pipe.tiles[stage];
     uint64_t readers = all.queries;
     if (LISTS) {
         const nsa__cuda_pipe_group &group = pipe.groups[lane / 4 % 2];
         readers = nsa__cuda_walk_readers<4>(walk.ballots, group.first, group.queries);
-        if (lane == 0 || lane == 4) tile.readers[lane / 4] = readers;
+        if (thread == 0 || thread == 4) tile.readers[thread / 4] = readers;
     }
     const bool sees = begin >= all.keys.begin && begin + Shape::BLOCK_N <= all.keys.end &&
                       begin + Shape::BLOCK_N == walk.tile.end && !(all.queries & ~readers);
     const uint32_t whole = __ballot_sync(0xffffffffu, sees);
-    if (lane > 0) return;
+    if (thread > 0) return;
     tile.begin = begin;
     tile.end = walk.tile.end;
     tile.whole = whole;
@@ -157,17 +183,14 @@ nsa__cuda_pipe_produce(nsa__cuda_pipe_posts<Shape::LAG> &posts, const nsa__cuda_
         more = nsa__cuda_walk_next(walk, params, at, tile_rows);
         if (number >= STAGES) nsa__mbarrier_wait(pipe.empty + stage, (number / STAGES - 1) & 1);
         if (more)
-            nsa__cuda_stage_keys<typename Shape::type, Shape::WIDTH_K, Shape::WIDTH_V,
-                                 Shape::BLOCK_N, Shape::PRODUCERS, Shape::PAGED>(
-                pipe.stages + stage * Shape::STAGE, params, at, walk.tile);
+            nsa__cuda_pipe_stage<Shape>(pipe.stages + stage * Shape::STAGE, params, at, walk.tile);
         nsa__cp_async_commit();
 #pragma unroll
         for (int i = LAG; i > 0; i--)
             posts.bad[i] = posts.bad[i - 1], posts.begin[i] = posts.begin[i - 1];
         posts.bad[0] = walk.bad;
         posts.begin[0] = more ? walk.tile.begin : -1;
-        if (threadIdx.x % Shape::PRODUCERS < 32)
-            nsa__cuda_pipe_name<LISTS>(pipe, stage, posts.begin[0], walk, all);
+        nsa__cuda_pipe_name<LISTS>(pipe, stage, posts.begin[0], walk, all);
         if (number < LAG) continue;
         nsa__cp_async_wait<LAG>();
         nsa__cuda_pipe_post(pipe, number - LAG, posts.bad[LAG], posts.begin[LAG]);

@@ -10,6 +10,9 @@
    as a tile and a stencil; when all of a selection block's stencil has passed, the block is scored
    and offered to its query's list. A query's bits depend on its own rows alone.
 
+   Products are mma.sync's on sm_90a too: decoding ranks by the same bits, and nothing says that
+   wgmma adds up in the same order.
+
    SCORER: scores that are no attention (score_blocks.cuh). The keys are tokens, compressed blocks
    of one; weighed products take the place of p, a maximum or a mean that of the stencil, and scores
    are written, not ranked. */

@@ -96,6 +96,23 @@ NSA__DEVICE void nsa__cuda_tile_copy_rows(T *tile, int width, const T *from, int
     }
 }
 
+/* The same if all rows are there, unrolled: 16 bytes take three instructions, not thirteen. For
+   producers, whose registers hold no sums. */
+template <typename T, int D, int ROWS, int THREADS>
+NSA__DEVICE void nsa__cuda_tile_copy_all(T *tile, int width, const T *from, int64_t stride) {
+    using share = nsa__cuda_tile_share<T, D, THREADS>;
+    constexpr int size = nsa__cuda_piece<T>::size, STEP = share::STEP;
+    static_assert(STEP % 8 == 0 && STEP * share::CHUNKS == THREADS, "places differ by constants");
+    const int thread = static_cast<int>(threadIdx.x % THREADS), chunk = thread % share::CHUNKS;
+    const int first = thread / share::CHUNKS;
+    const bool there = chunk * size < width;
+    const T *at = from + stride * first + (there ? chunk * size : 0);
+    T *const to = nsa__cuda_tile_at<T, ROWS>(tile, first, chunk);
+#pragma unroll
+    for (int row = 0; row < ROWS; row += STEP, at += stride * STEP)
+        nsa__cp_async<16>(to + row * 8 * size, at, there ? 16 : 0);
+}
+
 /* The same from rows of another dtype, which are rounded to T on the way; done when it returns. */
 template <typename T, int D, int ROWS, int THREADS, typename Source>
 NSA__DEVICE void nsa__cuda_tile_round(T *tile, int width, nsa_dtype dtype, Source source) {

@@ -575,6 +575,19 @@ static inline void test_shared_rows(const branch *br) {
     for (int input = BAD_Q; input <= BAD_K; input++) test_bad_value(br, &g, dtypes[1], input, NAN);
 }
 
+/* Blocks as long as a tile of keys, which some of a warp's queries read and others do not; and a
+   warp's rows of one query, whose keys are one tile. */
+static inline void test_whole_tiles(const branch *br) {
+    /* clang-format off */
+    static const geometry several = {"blocks of a tile",
+                                     1, 330, 4, 1, 16, 16, 16, 8, 64, 3, 1, 1, 20, 0, NULL},
+                          one = {"a warp of one query",
+                                 1, 64, 16, 1, 16, 16, 16, 8, 64, 1, 0, 1, 20, 0, NULL};
+    /* clang-format on */
+    if (br->keys == BRANCH_SLC) test_rows(br, &several, dtypes[1], 33, NULL, "", 0, ONCE);
+    test_rows(br, &one, dtypes[1], 34, NULL, "", 0, ONCE);
+}
+
 /* Tensors of two dtypes in one call: only products of bf16 by bf16 take pairs. */
 static inline void test_mixed(const branch *br) {
     nsa_desc d = desc_of(shape("small"));
@@ -989,7 +1002,8 @@ static inline void test_all(const branch *br, amount a) {
     if (a >= LITTLE && br->keys == BRANCH_DENSE)
         test_rows(br, shape("T > w, one block more"), dtypes[1], 31, NULL, ", five tiles", 0,
                   IN_TURN);
-    if (a == LITTLE && (br->keys == BRANCH_DENSE || br->keys == BRANCH_SLC)) test_shared_rows(br);
+    if (a == LITTLE && (br->keys == BRANCH_DENSE || br->keys == BRANCH_SLC))
+        test_shared_rows(br), test_whole_tiles(br);
 #ifndef CHECK_RACES /* what overflows makes no race */
     test_overflow(br);
 #endif
