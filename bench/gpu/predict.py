@@ -31,14 +31,16 @@ FLASH = 650e12  # FLOP/s of the best dense kernel: what 105 ms at 64k amount to
 
 
 def loop(kernel, dim, dim_v, *more, which=0):
-    """Instructions of one warp for 64 of what a loop of sm_90a's kernel goes through: keys or, of dkv,
-    rows. How many a turn takes follows from its products. Narrower heads take a wider one's loop."""
+    """Instructions of one warp for 64 of what a loop of sm_90a's kernel goes through, keys or, of dkv,
+    rows: of a turn with a mask, and of one without. How many a turn takes follows from its products.
+    Narrower heads take a wider one's loop. Forward's sums are taken for rescaled in every turn."""
     dim, dim_v = (64, 64) if max(dim, dim_v) <= 64 else (128, 128) if dim <= 128 else (192, 128)
     arguments = ", ".join(["__nv_bfloat16", str(dim), str(dim_v), *more])
     counted = json.loads(COUNTS.read_text())["kernels"][f"attend_{kernel}_kernel<{arguments}>"][which]
     over = {"forward_sm90": dim, "dq_sm90": dim + dim_v, "dkv_sm90": dim + dim_v}[kernel] // 16
     taken = 16 * (counted["products"] - over) // (2 if kernel == "dkv_sm90" else 1)
-    return counted["loop"] * 64 / taken
+    rescaled = dim_v // 2 if kernel == "forward_sm90" else 0
+    return [n * 64 / taken for n in (counted["loop"], counted["least"] + rescaled)]
 
 
 class Shape:
@@ -93,11 +95,22 @@ def by_loops(tiles, issued, instructions, flop, l2_bytes):
                  L2=l2_bytes / L2)
 
 
-def key_tiles(s, branch, rows):
-    """Key tiles of all tiles of query rows, lists that agree: a last one is begun, win's first too."""
+def row_tiles(s, branch):
+    """Key tiles of a tile of query rows, lists that agree: a last one is begun, win's first too."""
     begun = {"cmp": 0.5, "slc": 0, "win": 1.5, "dense": 0.5}[branch]
-    each = s.pairs[branch] / s.heads / s.tokens / KEYS + begun
-    return s.tokens * s.heads / rows * each
+    return s.pairs[branch] / s.heads / s.tokens / KEYS + begun
+
+
+def key_tiles(s, branch, rows):
+    return s.tokens * s.heads / rows * row_tiles(s, branch)
+
+
+def turn(s, branch, turns, read=1):
+    """Of a warp's `turns` as loop says: a mask takes the end of what a query sees, win's begin too, and, of
+    tiles that other queries of the warpgroup read, `read` times as many, all but its own."""
+    masked, whole = turns
+    own = max(0, 1 - (2 if branch == "win" else 1) / row_tiles(s, branch)) / read
+    return own * whole + (1 - own) * masked
 
 
 def walks(s, branch, worst):
@@ -107,10 +120,11 @@ def walks(s, branch, worst):
     return (s.apart(ROWS), s.apart(ROWS // 2)) if far else (1, 1)
 
 
-def by_pipe(s, branch, issued, worst, turn, dims):
-    """A pipeline over key tiles, whose loop has `turn` instructions."""
+def by_pipe(s, branch, issued, worst, turns, dims):
+    """A pipeline over key tiles."""
     walked, read = walks(s, branch, worst)
-    instructions = 2 * (read * turn + (walked - read) * PASSED) + walked * PRODUCER
+    each = turn(s, branch, turns, read)
+    instructions = 2 * (read * each + (walked - read) * PASSED) + walked * PRODUCER
     tiles = key_tiles(s, branch, ROWS)
     return by_loops(tiles, issued, instructions, 2 * ROWS * KEYS * dims * read * tiles,
                     s.tile_bytes(branch, ROWS, worst))
@@ -126,8 +140,8 @@ def forward(s, issued, worst):
             parts[branch] = by_mma(s.flop(branch, both) * (s.apart(16) if far else 1),
                                    s.tile_bytes(branch, ROWS, worst))
             continue
-        turn = loop("forward_sm90", s.dim, s.dim_v, "true" if branch == "slc" else "false")
-        parts[branch] = by_pipe(s, branch, issued, worst, turn, both)
+        turns = loop("forward_sm90", s.dim, s.dim_v, "true" if branch == "slc" else "false")
+        parts[branch] = by_pipe(s, branch, issued, worst, turns, both)
     parts["select"] = Bound(tensor=s.flop("cmp", s.dim) / (PEAK / 2) + s.pairs["cmp"] / EXP2)
     parts["gate"] = Bound(memory=s.rows_bytes(s.dim_v, 4) / MEMORY)
     return parts
@@ -148,12 +162,12 @@ def backward(s, issued, worst):
                     s.flop(branch, dims[kernel]) * more,
                     s.tile_bytes(branch, BACK_ROWS, worst and kernel == "dq"))
             continue
-        turn = loop("dq_sm90", s.dim, s.dim_v, "true", which=int(branch == "slc"))
-        parts[f"{branch}: dq"] = by_pipe(s, branch, issued, worst, turn, dims["dq"])
+        turns = loop("dq_sm90", s.dim, s.dim_v, "true", which=int(branch == "slc"))
+        parts[f"{branch}: dq"] = by_pipe(s, branch, issued, worst, turns, dims["dq"])
         shared = 2 if branch != "slc" else 1
         tiles = key_tiles(s, branch, BACK_ROWS)
-        turn = loop("dkv_sm90", s.dim, s.dim_v, "true" if branch == "slc" else "false")
-        parts[f"{branch}: dkv"] = by_loops(tiles, issued, turn + PRODUCER / shared,
+        each = turn(s, branch, loop("dkv_sm90", s.dim, s.dim_v, "true" if branch == "slc" else "false"))
+        parts[f"{branch}: dkv"] = by_loops(tiles, issued, each + PRODUCER / shared,
                                            2 * BACK_ROWS * KEYS * dims["dkv"] * tiles,
                                            s.tile_bytes(branch, BACK_ROWS) / shared)
     rows = s.rows_bytes(s.dim_v, 4) + s.rows_bytes(s.dim)
@@ -207,8 +221,8 @@ def gathered(s, issued, dims, rows):
     flop = 2 * dims * s.pairs["slc"]
     bound = by_mma(flop, l2)
     if issued:
-        turn = 2 * loop("forward_sm90", s.dim, s.dim_v, "false") + PRODUCER
-        bound = by_loops(found / rows, issued, turn, flop, l2)
+        masked = loop("forward_sm90", s.dim, s.dim_v, "false")[0]
+        bound = by_loops(found / rows, issued, 2 * masked + PRODUCER, flop, l2)
     return max(bound.seconds, moved) + moved
 
 
@@ -314,7 +328,8 @@ TAIL = """
 Assumed. By mma.sync a warp works on 16 rows, so that each product of 4096 FLOP reads 256 bytes of
 shared memory, which bounds it to half of the published {peak:.0f} TFLOP/s; 65 % of that bound is reached.
 By wgmma a part takes as long as the slowest of three: its tensor cores at the published rate, its key tiles
-from L2, its instructions. Those of a warp's loop are counted in sm_90a's SASS (`tests/cuda/counts.json`); at
+from L2, its instructions. Those of a warp's loop are counted in sm_90a's SASS (`tests/cuda/counts.json`), with
+a mask and without: a warp's queries see most of their key tiles whole, lists that differ but their own. At
 best a scheduler issues one a cycle, {likely} is what is likely. A producer's warp takes {producer} a key tile, and a
 warpgroup {passed} for one that it passes over: both assumed. L2 brings {l2:.1f} TB/s; memory 85 % of 4.8 TB/s. A
 range is from neighbouring queries that choose the same blocks to neighbours that agree in the forced blocks

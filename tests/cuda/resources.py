@@ -3,11 +3,12 @@
 
 A spill, a stack frame, a warning of nvcc, ptxas or the host compiler, a product of a warpgroup that
 ptxas makes synchronous (C7510 to C7519, said as information), or a runtime linked otherwise than
-statically is a finding. The table is what bench/results/kernel_resources.md holds.
+statically is a finding. The table is what bench/results/kernel_resources.md holds; a row of it that
+is no longer so is a finding too, if nvcc is the version named there.
 
 An architecture takes a minute, so its outcome is kept in WORK_FOLDER until a file under nsa/ changes.
 
-usage: resources.py NVCC WORK_FOLDER [--arch 80,90a] [--write FILE]
+usage: resources.py NVCC WORK_FOLDER [--arch 80,90a] [--against FILE] [--write FILE]
 """
 import argparse
 import hashlib
@@ -19,6 +20,7 @@ import sys
 
 NSA = pathlib.Path(__file__).resolve().parent.parent.parent / "nsa"
 ARCHITECTURES = "80,86,89,90,90a,100,120"
+SHARED = "shared bytes"
 WHOLE = "80"  # the architecture whose object is built and linked too
 USER = """#define NSA_CUDA_IMPLEMENTATION
 #include "nsa_cuda.cuh"
@@ -83,13 +85,35 @@ def parse(text):
 
 def report(table, architectures):
     names = {mangled: kernel_name(mangled) for mangled in {kernel for kernel, _ in table}}
-    lines = ["| kernel | " + " | ".join(f"sm_{a}" for a in architectures) + " | shared bytes |",
+    lines = ["| kernel | " + " | ".join(f"sm_{a}" for a in architectures) + f" | {SHARED} |",
              "|---|" + "---|" * (len(architectures) + 1)]
     for mangled in sorted(names, key=names.get):
         cells = [table.get((mangled, a), ("", 0)) for a in architectures]
         lines.append(f"| {names[mangled]} | " + " | ".join(str(c[0]) for c in cells) +
                      f" | {max(c[1] for c in cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def release(nvcc):
+    return run([nvcc, "--version"]).splitlines()[-2].replace("Cuda compilation tools, ", "nvcc ")
+
+
+def cells(text):
+    """{(kernel, column): cell} of the table in a text."""
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]]
+                      for line in text.splitlines() if line.startswith("|")]
+    return {(row[0], column): cell for row in rows for column, cell in zip(head[1:], row[1:])}
+
+
+def compare(kept, made):
+    """What two tables say otherwise of the architectures that both have; shared memory is the most of
+    any, so fewer architectures may take less."""
+    kept, made = cells(kept), cells(made)
+    both = {column for _, column in kept} & {column for _, column in made}
+    return [f"{kernel}, {column}: {now}, kept is {was}"
+            for kernel, column in sorted(kept.keys() | made.keys()) if column in both
+            and (now := made.get((kernel, column))) != (was := kept.get((kernel, column)))
+            and not (column == SHARED and now and was and int(now) < int(was))]
 
 
 def links_statically(nvcc, work):
@@ -123,6 +147,7 @@ def main():
     options.add_argument("nvcc")
     options.add_argument("work", type=pathlib.Path)
     options.add_argument("--arch", default=ARCHITECTURES)
+    options.add_argument("--against", type=pathlib.Path)
     options.add_argument("--write", type=pathlib.Path)
     given = options.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -133,13 +158,18 @@ def main():
         table.update(rows)
         findings += found
         print(f"sm_{arch}: {len(rows)} kernels, {len(found)} findings", flush=True)
+    version = release(given.nvcc)
+    kept = given.against.read_text() if given.against else ""
+    if version in kept:
+        findings += compare(kept, report(table, architectures))
+    elif kept:
+        print(f"this is {version}: not compared with {given.against.name}")
     for finding in findings:
         print(finding)
     if given.write:
-        version = run([given.nvcc, "--version"]).splitlines()[-2]
         given.write.write_text(
             "# Registers of each kernel\n\nWritten by `tests/cuda/resources.py --write` with " +
-            version.replace("Cuda compilation tools, ", "nvcc ") + ".\nRegisters of a thread, by "
+            version + ".\nRegisters of a thread, by "
             "architecture, and bytes of static shared memory (the tiles of attention and\nselection "
             "are dynamic). " + (f"{len(findings)} findings." if findings else
                                 "No kernel spills, no compiler warns.") +

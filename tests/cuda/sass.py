@@ -5,6 +5,7 @@ No GPU is needed: nvdisasm shows what ptxas made. For each innermost loop with p
 warpgroup (HGMMA), all in instructions of one warp:
 
   loop     of one turn, the slow ways of waits left out
+  least    of the shortest turn: a tile that needs no mask, and no new maximum
   products of one turn
   before   from the last wait for a tile or a barrier to the first product after it
   between  the largest distance of two products that no wait for products parts: ptxas also puts what
@@ -93,6 +94,23 @@ def makes(body, first, last):
     return number
 
 
+def least(code, labels, first, last):
+    """Instructions on the shortest way from `first` to `last`, parts of which may lie elsewhere."""
+    seen, now, number = {first}, [first], 1
+    while last not in now:
+        ahead = set()
+        for i in now:
+            target = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", code[i])
+            if target:
+                ahead.add(labels[target[1]])
+            if not target and "EXIT" not in code[i] or code[i].startswith("@"):
+                ahead.add(i + 1)
+        now = ahead - seen
+        seen |= ahead
+        number += 1
+    return number
+
+
 def count(body):
     """The figures of a loop, whose end goes on at its beginning."""
     products = [i for i, text in enumerate(body) if PRODUCT.search(text)]
@@ -112,7 +130,8 @@ def measure(nvcc, nvdisasm, work):
     text = resources.run([nvdisasm, "-c", work / "user.cubin"])
     named = {resources.kernel_name(mangled): body for mangled, body in functions(text).items()
              if any(map(PRODUCT.search, body[0]))}
-    figures = {name: [count(code[first:last + 1]) for first, last in loops(code, labels)]
+    figures = {name: [{**count(code[first:last + 1]), "least": least(code, labels, first, last)}
+                      for first, last in loops(code, labels)]
                for name, (code, labels) in named.items() if SHOWN.match(name)}
     return resources.run([nvcc, "--version"]).splitlines()[-2], figures
 
