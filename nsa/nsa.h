@@ -1299,6 +1299,14 @@ static void nsa__fetch(const void *at, size_t bytes) {
 #define NSA__ARITHMETIC
 #endif
 
+/* Before a loop of few, known turns over an array that shall become registers. Unless GCC unrolls
+   such loops first of all, it keeps the array in memory. */
+#if defined(__GNUC__) && !defined(__clang__)
+#define NSA__UNROLL _Pragma("GCC unroll 8")
+#else
+#define NSA__UNROLL
+#endif
+
 static nsa_real nsa__exp2(nsa_real x) {
     return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
 }
@@ -2553,7 +2561,8 @@ typedef struct nsa__pairs {
 /* NSA__BYTES is the size of a vector. A piece of a product, NSA__ROWS x NSA__VECTORS, stays in
    registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
    registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__HOLD(x) is an empty
-   instruction that may change x, so that the compiler keeps x in a register. */
+   instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a, b) is
+   x = a > b ? a : b in one instruction, which GCC makes three of. */
 #define NSA__ISA     plain
 #define NSA__BYTES   0
 #define NSA__ROWS    4
@@ -2572,12 +2581,19 @@ typedef struct nsa__pairs {
 #endif
 
 #ifdef NSA__HAS_AVX
-#define NSA__ISA     avx2
-#define NSA__BYTES   32
-#define NSA__ROWS    6
-#define NSA__VECTORS 2
-#define NSA__TARGET  __attribute__((target("avx2,fma"))) NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+x"(x))
+#define NSA__LETTER_float     "s" /* of single and double in x86's names of instructions */
+#define NSA__LETTER_double    "d"
+#define NSA__LETTER_OF_(real) NSA__LETTER_##real
+#define NSA__LETTER_OF(real)  NSA__LETTER_OF_(real)
+#define NSA__VMAX             "vmaxp" NSA__LETTER_OF(NSA_REAL) " {%2, %1, %0|%0, %1, %2}"
+
+#define NSA__ISA          avx2
+#define NSA__BYTES        32
+#define NSA__ROWS         6
+#define NSA__VECTORS      2
+#define NSA__TARGET       __attribute__((target("avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x)      __asm__("" : "+x"(x))
+#define NSA__MAX(x, a, b) __asm__(NSA__VMAX : "=x"(x) : "x"(a), "x"(b))
 #include NSA__THIS_FILE
 
 #define NSA__ISA     avx512
@@ -2586,7 +2602,8 @@ typedef struct nsa__pairs {
 #define NSA__VECTORS 4
 #define NSA__TARGET \
     __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+v"(x))
+#define NSA__HOLD(x)      __asm__("" : "+v"(x))
+#define NSA__MAX(x, a, b) __asm__(NSA__VMAX : "=v"(x) : "v"(a), "v"(b))
 #include NSA__THIS_FILE
 #endif
 
@@ -2627,8 +2644,9 @@ typedef struct nsa__pairs {
 #define NSA__VECTORS 4
 #define NSA__TARGET \
     __attribute__((target("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
-#define NSA__HOLD(x)        __asm__("" : "+v"(x))
-#define NSA__DOT(sum, a, b) __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
+#define NSA__HOLD(x) __asm__("" : "+v"(x))
+#define NSA__DOT(sum, a, b) \
+    __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
 #include NSA__THIS_FILE
 #endif
 
@@ -7064,7 +7082,13 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
 NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
     return NSA__T(pick)(a > b, a, b);
+#endif
 }
 /* Bits j .. j + NSA__L - 1 of a mask. */
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
@@ -7130,15 +7154,21 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
 
 /* The largest lane, by halves. */
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    memcpy(&lane, order, sizeof lane);
+    for (int half = NSA__L / 2; half; half /= 2)
+        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+    return x[0];
+#else
     nsa_real lane[NSA__LANES];
     memcpy(lane, &x, sizeof x);
-    for (int j = 0; NSA__L > 8 && j < 8; j++)
-        lane[j] = lane[j] > lane[j + 8] ? lane[j] : lane[j + 8];
-    for (int j = 0; NSA__L > 4 && j < 4; j++)
-        lane[j] = lane[j] > lane[j + 4] ? lane[j] : lane[j + 4];
-    for (int j = 0; NSA__L > 2 && j < 2; j++)
-        lane[j] = lane[j] > lane[j + 2] ? lane[j] : lane[j + 2];
-    return NSA__L > 1 && lane[1] > lane[0] ? lane[1] : lane[0];
+    for (int half = NSA__L / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            lane[j] = lane[j] > lane[j + half] ? lane[j] : lane[j + half];
+    return lane[0];
+#endif
 }
 #endif
 
@@ -7155,9 +7185,11 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
     const NSA__V zero = NSA__T(splat)(0);
     const nsa__packed *a_row[NSA__ROWS];
     nsa_real *c_row[NSA__ROWS];
+    NSA__UNROLL
     for (int i = 0; i < rows; i++) {
         a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
         c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
+        NSA__UNROLL
         for (int j = 0; j < vectors; j++)
             if (c.add && !c.keep)
                 sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
@@ -7165,21 +7197,28 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
                 sum[i][j] = zero;
     }
     for (int p = 0; p < k; p++) {
+        NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
             NSA__HOLD(of_b[j]); /* or each of the multiply-adds would load it again */
         }
+        NSA__UNROLL
         for (int i = 0; i < rows; i++) {
             const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            NSA__UNROLL
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
     }
-    for (int i = 0; i < rows; i++)
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        const NSA__V keep = NSA__T(splat)(c.keep ? c.keep[i] : 0);
+        NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             if (NSA__OF_PAIRS && !c.add) sum[i][j] *= NSA__T(splat)(factor);
-            if (c.keep) sum[i][j] += NSA__T(splat)(c.keep[i]) * NSA__FROM(c_row[i] + j * NSA__L);
+            if (c.keep) sum[i][j] += keep * NSA__FROM(c_row[i] + j * NSA__L);
             NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
         }
+    }
 }
 
 /* Some columns of c: m rows in pieces of NSA__ROWS, and one smaller piece. The number of rows is a
@@ -7461,6 +7500,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),     NSA__T(softmax), NSA_
 #undef NSA__VECTORS
 #undef NSA__TARGET
 #undef NSA__HOLD
+#undef NSA__MAX
 #undef NSA__DOT
 #undef NSA__OF_PAIRS
 #endif /* NSA__ISA */
