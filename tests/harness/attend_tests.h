@@ -870,6 +870,31 @@ static inline void test_rounded_weights(const branch *br) {
     numbers_free(&n);
 }
 
+/* ds that lies half-way between two numbers of bf16 is rounded to the even one. The second query
+   sees two keys of score 0, so p = 1/2, and its dout finds 1 and -2^-8 in their values. That makes
+   ds = p (dp - delta) = (1 + 2^-8) / 4 for the first key, whose row of k is 1. */
+static inline void test_ties(const branch *br) {
+    /* clang-format off */
+    static const geometry g = {"ties", 1, 2, 1, 1, 16, 16, 8, 4, 8, 1, 1, 1, 4, 1, NULL};
+    /* clang-format on */
+    const int pairs =
+        nsa_isa_available(NSA_ISA_AVX512_BF16) || nsa_isa_available(NSA_ISA_NEON_BF16);
+    nsa_desc d = desc_of(&g);
+    numbers n = numbers_new(br, &d, NSA_BF16, 45);
+    double *zeros = ref_zeros(n.nq + n.nk + n.nv), *dq = ref_zeros(n.nq);
+    for (int i = 0; i < 32; i++) n.q[i] = n.k[i] = n.v[i] = n.dout[i] = 0;
+    n.k[0] = n.v[0] = n.dout[16] = 1, n.v[16] = -1. / 256;
+    if (n.dlse) n.dlse[0] = n.dlse[1] = 0;
+    check_case("%s, ties", br->name);
+    problem p = problem_new(br, &d, &n, NSA_BF16, NSA_REAL_DTYPE, 0, zeros);
+    run_both(br, &p);
+    tensor_get(&p.dq, dq);
+    CHECK(fabs(dq[16] - (pairs ? .25 : (1 + 1. / 256) / 4)) < 1e-6, "dq is %.10f", dq[16]);
+    free(zeros), free(dq);
+    numbers_free(&n);
+    guards_free();
+}
+
 /* No tokens, no rows, only empty sequences: valid, and nothing is written. */
 static inline void test_nothing_to_do(const branch *br, nsa_dtype dtype) {
     static const int32_t empty[] = {0, 0, 0}, shifted[] = {4, 4, 4};
@@ -1040,6 +1065,7 @@ static inline void test_all(const branch *br, amount a) {
     if (CHECKS_CUDA) return;
     for (int k = 0; k < COUNT(dtypes); k++) test_rows_in_place(br, shape("small"), dtypes[k]);
     test_mixed(br), test_rounded_weights(br), test_absent_isa(br), test_products(br);
+    if (br->keys == BRANCH_DENSE || br->keys == BRANCH_WIN) test_ties(br);
 }
 
 /* Not causal, lists by query head, the other rule of windows: the same questions, of a few
