@@ -886,7 +886,7 @@ static inline void test_ties(const branch *br) {
     n.k[0] = n.v[0] = n.dout[16] = 1, n.v[16] = -1. / 256;
     if (n.dlse) n.dlse[0] = n.dlse[1] = 0;
     check_case("%s, ties", br->name);
-    problem p = problem_new(br, &d, &n, NSA_BF16, NSA_REAL_DTYPE, 0, zeros);
+    problem p = problem_new(br, &d, &n, NSA_BF16, NSA_REAL_DTYPE, 1, zeros);
     run_both(br, &p);
     tensor_get(&p.dq, dq);
     CHECK(fabs(dq[16] - (pairs ? .25 : (1 + 1. / 256) / 4)) < 1e-6, "dq is %.10f", dq[16]);
