@@ -870,6 +870,12 @@ int main(int argc, char **argv) {
         kind_options o = options_of((kind)of, &d, 0);
         test_batch(&d, &o, RAGGED | PAGED, 3 * d.cmp_stride, NSA_REAL_DTYPE, 0);
     }
+#if defined(CHECK_CUDA) && !defined(CHECK_RACES)
+    /* Whole tiles of keys, which straight rows of sm_90a are copied otherwise than pages. */
+    nsa_desc whole = desc_of(shape("T > w, one block more"));
+    const kind_options dense = options_of(DENSE, &whole, 0);
+    test_batch(&whole, &dense, PAGED, 3 * whole.cmp_stride, dtypes[1], 0);
+#endif
     test_faults();
     test_not_computed();
     test_workspace();
