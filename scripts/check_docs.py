@@ -155,10 +155,10 @@ def check_names():
 
 
 def quick_compiler(folder):
-    """A folder with a `cc` that is this machine's but leaves the vector tiles out, which are most of the time:
-    what a program prints does not depend on them, and tests/package compiles them."""
+    """A folder with a `cc` that is this machine's but leaves out the optimizer and the vector tiles, which are
+    most of the time: what a program prints does not depend on them, and tests/package compiles them."""
     compiler = folder / "cc"
-    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("cc")} "$@" -O1 -U__SSE2__\n')
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("cc")} "$@" -O0 -U__SSE2__\n')
     compiler.chmod(0o755)
     return folder
 
