@@ -1117,9 +1117,8 @@ static inline void test_large(const branch *br) {
 }
 
 static inline int attend_main(const branch *br, const char *program, int argc, char **argv) {
-    if (asked(argc, argv, "slow"))
-        test_large(br);
-    else if (asked(argc, argv, "refusals"))
+    if (asked(argc, argv, "slow")) test_large(br);
+    if (asked(argc, argv, "refusals"))
         test_refusals(br);
     else
         test_all(br, asked_amount(argc, argv)), test_options(br, asked_amount(argc, argv));

@@ -230,14 +230,20 @@ static inline int asks_little(const geometry *g, int quick) {
     return CHECKS_CUDA && (quick ? rows * (g->Dk + g->Dv) > 18000 : rows > 1000);
 }
 
-/* How much of the table a run takes: the argument of a test program. `quick` is for builds that
-   only differ in how they were compiled: every third geometry, on CUDA some of those above. `least`
-   asks fewer questions of what `little` takes: for the executor's slow modes. */
+/* How much of the table a run takes: the argument of a test program. `quick` is for long tables and
+   for builds that only differ in how they were compiled: every third geometry, in f64 another one,
+   on CUDA some of those above. `least` asks fewer questions of what `little` takes: for the
+   executor's slow modes. */
 typedef enum amount { WHOLE, BROAD, QUICK, LITTLE, LEAST } amount;
+#ifdef CHECK_F64
+enum { FIRST_TAKEN = 1 };
+#else
+enum { FIRST_TAKEN = 0 };
+#endif
 
 static inline int is_taken(int i, amount a) {
     const int names = a >= LITTLE ? CUDA_LITTLE : a == QUICK ? CUDA_QUICK : COUNT(cuda_names);
-    int taken = a == WHOLE || (!CHECKS_CUDA && i % 3 == 0);
+    int taken = a == WHOLE || (!CHECKS_CUDA && i % 3 == FIRST_TAKEN);
     for (int n = 0; CHECKS_CUDA && n < names; n++)
         taken |= !strcmp(geometries[i].name, cuda_names[n]);
     return taken;
