@@ -440,6 +440,39 @@ static void test_nested_rows(nsa_dtype dtype) {
     guards_free();
 }
 
+/* Lists of the caller may lack a block that lies in the window. Then slc's gradients there are not
+   win's, whose part of a shared tensor would else be counted for both. */
+static void test_list_with_gap(void) {
+    const chain_case c = {
+        "", "the paper's blocks", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0};
+    nsa_desc d = chain_desc(&c);
+    suite s = suite_of(&c);
+    chain_slots at = slots_of(&c);
+    plan rows = plan_of(&d);
+    const size_t n = slot_count(&s.slots[at.k_slc], &rows);
+    values in = values_random(&s, &d, NSA_REAL_DTYPE, 12), zeros = values_zero(&s, &d);
+    double *dk[2] = {ref_zeros(n), ref_zeros(n)}, *of_win = ref_zeros(n);
+    check_case("attention, a list with a gap, shared K and V");
+    for (int apart = 0; apart < 2; apart++) {
+        instance p;
+        instance_new(&p, &s, &d, &in, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+        nsa_attention *x = (nsa_attention *)instance_x(&p), *dx = (nsa_attention *)instance_dx(&p);
+        x->k_win = x->k_slc, x->v_win = x->v_slc;
+        if (!apart) dx->k_win = dx->k_slc, dx->v_win = dx->v_slc;
+        CHECK(instance_forward(&p) == NSA_OK, "forward");
+        for (int t = d.slc_block; t < d.window; t++) /* the first two blocks: one is left */
+            memset(tensor_at(&p.x[at.blocks], 0, t, 0, 1), -1, sizeof(int32_t));
+        CHECK(instance_backward(&p) == NSA_OK, "backward");
+        tensor_get(&p.dx[at.k_slc], dk[apart]);
+        if (apart) tensor_get(&p.dx[at.k_win], of_win);
+        guards_free();
+    }
+    for (size_t i = 0; i < n; i++) dk[1][i] += of_win[i];
+    CHECK_NEAR("dx.k", dk[0], dk[1], n, (size_t)d.dim, 1e-4);
+    values_free(&in), values_free(&zeros);
+    free(dk[0]), free(dk[1]), free(of_win);
+}
+
 /* ---- A NaN in what cmp compresses: it may change lists, but only of queries that see it ---- */
 
 static void test_nan_before_selection(const chain_case *c, nsa_dtype dtype, int of_v) {
@@ -805,6 +838,7 @@ int main(int argc, char **argv) {
     test_full();
     test_widths();
     test_nested_rows(dtypes[1]);
+    if (!CHECKS_CUDA) test_list_with_gap();
     test_far_rows(&chain_cases[5]);  /* tiles of packed keys */
     test_far_rows(&chain_cases[14]); /* few queries; networks as phi */
     if (!CHECKS_CUDA) test_workspace_is_linear(), test_workspace_of_half();
