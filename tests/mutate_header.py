@@ -104,6 +104,20 @@ class Bench:
             self.limits[name] = 30 + 10 * (mutate.os.times().children_user - began)
         return self.limits[name]
 
+    def know_limits(self, text, fault, mode):
+        """Limits of a fault that is compiled by itself are taken without it."""
+        tables = [(self.work / f"{test}_{mode}", table) for test in fault.tests
+                  for table in TABLES[test]]
+        if all(f"{program.name} {table}" in self.limits for program, table in tables):
+            return
+        self.forget()
+        if refused := self.implementation(text, mode):
+            sys.exit(refused)
+        for program, table in tables:
+            if not program.exists():
+                self.program(program.name.removesuffix(f"_{mode}"), mode)
+            self.limit(program, table, mode)
+
     def fails(self, program, number, table, limit):
         """Whether the test fails, and in which words: its first, for it is ended there."""
         run = subprocess.Popen(["prlimit", f"--cpu={limit:.0f}", program, *table.split()], text=True,
@@ -143,6 +157,7 @@ def try_alone(bench, fault):
     if text.count(fault.old) != 1:
         return "broken", "its old text is not in the file exactly once"
     for mode in fault.modes:
+        bench.know_limits(text, fault, mode)
         bench.forget()
         if refused := bench.implementation(text.replace(fault.old, fault.new), mode):
             return "broken", "does not compile: " + refused.strip().splitlines()[0]
