@@ -1301,7 +1301,7 @@ static void nsa__fetch(const void *at, size_t bytes) {
 
 /* Before a loop of few, known turns over an array that shall become registers. Unless GCC unrolls
    such loops first of all, it keeps the array in memory. */
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__GNUC__) && __GNUC__ >= 8 && !defined(__clang__) && !defined(__CUDACC__)
 #define NSA__UNROLL _Pragma("GCC unroll 8")
 #else
 #define NSA__UNROLL
