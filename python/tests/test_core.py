@@ -7,6 +7,7 @@ References are plain numpy in float64. Not here: the arithmetic at large, which 
 import ctypes
 import pathlib
 import re
+import types
 import unittest
 
 import numpy as np
@@ -37,6 +38,20 @@ def softmax_attention(q, k, v, sees):
 def window(tokens, width):
     t, s = np.arange(tokens)[:, None], np.arange(tokens)
     return (s <= t) & (s > t - width)
+
+
+class BFloat16:
+    """numpy's uint16 as torch gives its tensors of bfloat16; numpy has none of its own."""
+
+    def __init__(self, bits):
+        self.bits, self.shape, self.dtype = bits, bits.shape, "torch.bfloat16"
+        self.device = types.SimpleNamespace(type="cpu")
+
+    def data_ptr(self):
+        return self.bits.ctypes.data
+
+    def stride(self):
+        return [step // 2 for step in self.bits.strides]
 
 
 class Problem:
@@ -246,6 +261,22 @@ class Primitives(unittest.TestCase):
                 out, lse = softmax_attention(p.q, p.k, p.v, sees)
                 np.testing.assert_allclose(p.out, out, atol=tolerance, rtol=tolerance)
                 np.testing.assert_allclose(p.lse, lse, atol=tolerance, rtol=tolerance)
+
+    def test_rows_of_bf16(self):
+        d = nsa.desc(1, 96, 4, 2, 16, window=24)
+        given = {name: rows(1, 96, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+        bits = {name: (x.view(np.uint32) >> 16).astype(np.uint16) for name, x in given.items()}
+        exact = {name: (x.astype(np.uint32) << 16).view(np.float32) for name, x in bits.items()}
+        expected, _ = softmax_attention(*exact.values(), window(96, 24))
+        outs, own = {}, [isa for isa in (nsa.Isa.AVX512_BF16, nsa.Isa.NEON_BF16) if nsa.isa_available(isa)]
+        for products, tolerance in ((nsa.Products.F32, 2e-6), (nsa.Products.BF16, 2e-6 if not own else 1e-2)):
+            d.products, out = products, np.full(given["q"].shape, np.nan, np.float32)
+            nsa.attend_win_forward(nsa.Attend(lse=np.zeros((1, 96, 4), np.float32), out=out,
+                                              **{name: BFloat16(x) for name, x in bits.items()}), d)
+            np.testing.assert_allclose(out, expected, atol=tolerance, rtol=tolerance)
+            outs[products] = out
+        # Where the processor multiplies pairs of bf16, that is what was called.
+        self.assertEqual(np.array_equal(*outs.values()), not own)
 
     def test_gradient_is_that_of_differences(self):
         p = Problem(tokens=40, dtype=np.float64)
