@@ -24,15 +24,16 @@ enum { PEAK_CHAINS = 12, PEAK_STEPS = 1 << 20 };
         for (int i = 0; i < PEAK_CHAINS; i++) __asm__("" : : hold(x[i]));     \
         return 2.0 * PEAK_STEPS * PEAK_CHAINS * (bytes / (int)sizeof(float)); \
     }
-/* The same of an instruction that adds two products of bf16 to each f32. */
-#define PEAK_DOT(bytes, attributes, hold, dot)                                \
+/* The same of an instruction that adds two products of bf16 to each f32. Its chains are variables of
+   their own: GCC keeps an array that asm statements write in memory. */
+#define PEAK_EACH(of) of(0) of(1) of(2) of(3) of(4) of(5) of(6) of(7) of(8) of(9) of(10) of(11)
+#define PEAK_CHAIN(i) vector x##i = a;
+#define PEAK_DOT(bytes, attributes, step)                                     \
     attributes static double peak_bf16(void) {                                \
         typedef float vector __attribute__((vector_size(bytes)));             \
-        vector x[PEAK_CHAINS], a = {0}, b = {0};                              \
-        for (int i = 0; i < PEAK_CHAINS; i++) x[i] = a;                       \
-        for (int n = 0; n < PEAK_STEPS; n++)                                  \
-            for (int i = 0; i < PEAK_CHAINS; i++)                             \
-                __asm__ volatile(dot : "+" hold(x[i]) : hold(a), hold(b));    \
+        vector a = {0}, b = {0};                                              \
+        PEAK_EACH(PEAK_CHAIN)                                                 \
+        for (int n = 0; n < PEAK_STEPS; n++) { PEAK_EACH(step) }              \
         return 4.0 * PEAK_STEPS * PEAK_CHAINS * (bytes / (int)sizeof(float)); \
     }
 #endif
@@ -45,11 +46,12 @@ PEAK_LOOP(avx2, 32, __attribute__((target("avx2,fma"))) NSA__COMPILED, "x")
 PEAK_LOOP(avx512, 64, __attribute__((target("avx512f"))) NSA__COMPILED, "v")
 #endif
 #ifdef NSA__HAS_AVX512_BF16
-PEAK_DOT(64, __attribute__((target("avx512bf16,avx512f"))) NSA__COMPILED, "v",
-         "vdpbf16ps %2, %1, %0")
+#define PEAK_STEP(i) __asm__ volatile("vdpbf16ps %2, %1, %0" : "+v"(x##i) : "v"(a), "v"(b));
+PEAK_DOT(64, __attribute__((target("avx512bf16,avx512f"))) NSA__COMPILED, PEAK_STEP)
 #endif
 #ifdef NSA__HAS_NEON_BF16
-PEAK_DOT(16, NSA__BFDOT NSA__COMPILED, "w", "bfdot %0.4s, %1.8h, %2.8h")
+#define PEAK_STEP(i) __asm__ volatile("bfdot %0.4s, %1.8h, %2.8h" : "+w"(x##i) : "w"(a), "w"(b));
+PEAK_DOT(16, NSA__BFDOT NSA__COMPILED, PEAK_STEP)
 #endif
 #ifdef NSA__HAS_NEON
 PEAK_LOOP(neon, 16, NSA__COMPILED, "w")
