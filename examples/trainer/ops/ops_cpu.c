@@ -11,23 +11,7 @@
 #include "ops/gemm.h"
 #include "ops/ops_half.h"
 
-#ifndef _OPENMP /* then the loops' pragmas are unknown, and what they alone name is unused */
-#pragma GCC diagnostic ignored "-Wunknown-pragmas"
-#pragma GCC diagnostic ignored "-Wunused-parameter"
-#endif
-
-/* What threads take at a time: columns of a column sum (one cache line of f32), elements. */
-enum { COLUMNS = 16, BLOCK = 4096 };
-
-/* Loops with an exponential: compiled for wider vectors too, and chosen by the loader. GCC finds
-   the loader's part (ifunc) on Linux; under a sanitizer it would run before the sanitizer is
-   ready. */
-#if __GNUC__ >= 12 && !defined(__clang__) && defined(__x86_64__) && defined(__gnu_linux__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define WIDE
-#endif
+enum { COLUMNS = 16 }; /* of a column sum, that a thread takes at a time: a cache line of f32 */
 
 /* ---- Arithmetic ---------------------------------------------------------------------------- */
 
@@ -199,10 +183,6 @@ WIDE static void silu_backward_block(real *dx, real *y, const real *x, int64_t c
         y[i] = x[i] * s;
         dx[i] *= s * (1 + x[i] * (1 - s));
     }
-}
-
-static int64_t block_length(int64_t count, int64_t first) {
-    return count - first < BLOCK ? count - first : BLOCK;
 }
 
 static void cpu_silu_forward(const ops *o, void *y, const void *x, int64_t count) {
@@ -544,7 +524,7 @@ static void cpu_window_backward(const ops *o, const nsa_attend *dx, const nsa_at
 
 static void cpu_copy_columns(const ops *o, void *to, int64_t to_stride, const void *from,
                              int64_t from_stride, int64_t rows, int64_t columns) {
-    (void)o;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
     for (int64_t r = 0; r < rows; r++)
         memcpy((real *)to + r * to_stride, (const real *)from + r * from_stride,
                (size_t)columns * sizeof(real));

@@ -20,8 +20,8 @@ static const ops *plain(const ops *o) {
 
 /* ---- Conversions --------------------------------------------------------------------------- */
 
-/* As nsa_f16_to_f32 and nsa_f32_to_f16, to the bit; without their branches and calls, so that a
-   compiler takes several at once: most of a step's time went there. */
+/* As nsa.h's conversions, to the bit; without their branches and calls, so that a compiler takes
+   several at once: most of a step's time went there. */
 
 static inline float float_of(uint32_t bits) {
     float x;
@@ -60,27 +60,40 @@ static inline uint16_t narrow(float x) {
     return (uint16_t)(sign | half);
 }
 
+static inline uint16_t narrow_bf16(float x) {
+    uint32_t bits = bits_of(x);
+    int32_t magnitude = (int32_t)(bits & 0x7fffffff);
+    uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return (uint16_t)(choose(magnitude > 0x7f800000, bits | 0x400000, rounded) >> 16);
+}
+
+WIDE static void widen_block(real *to, const uint16_t *from, int64_t count, bool bf16) {
+    if (bf16)
+        for (int64_t i = 0; i < count; i++) to[i] = (real)float_of((uint32_t)from[i] << 16);
+    else
+        for (int64_t i = 0; i < count; i++) to[i] = (real)wide(from[i]);
+}
+
+WIDE static void narrow_block(uint16_t *to, const real *from, int64_t count, bool bf16) {
+    if (bf16)
+        for (int64_t i = 0; i < count; i++) to[i] = narrow_bf16((float)from[i]);
+    else
+        for (int64_t i = 0; i < count; i++) to[i] = narrow((float)from[i]);
+}
+
 static void widen(const ops *o, real *to, const uint16_t *from, int64_t count) {
-    if (o->dtype == NSA_BF16) {
 #pragma omp parallel for num_threads(o->threads) schedule(static)
-        for (int64_t i = 0; i < count; i++) to[i] = (real)nsa_bf16_to_f32(from[i]);
-        return;
-    }
-#pragma omp parallel for num_threads(o->threads) schedule(static)
-    for (int64_t i = 0; i < count; i++) to[i] = (real)wide(from[i]);
+    for (int64_t i = 0; i < count; i += BLOCK)
+        widen_block(to + i, from + i, block_length(count, i), o->dtype == NSA_BF16);
 }
 
 static void half_convert(const ops *o, void *to, const real *from, int64_t count) {
     uint16_t *half = to;
     gemm_bf16 *products = ((const cpu_state *)o->state)->bf16;
     if (products) gemm_bf16_changed(products, to, (size_t)count * sizeof *half);
-    if (o->dtype == NSA_BF16) {
 #pragma omp parallel for num_threads(o->threads) schedule(static)
-        for (int64_t i = 0; i < count; i++) half[i] = nsa_f32_to_bf16((float)from[i]);
-        return;
-    }
-#pragma omp parallel for num_threads(o->threads) schedule(static)
-    for (int64_t i = 0; i < count; i++) half[i] = narrow((float)from[i]);
+    for (int64_t i = 0; i < count; i += BLOCK)
+        narrow_block(half + i, from + i, block_length(count, i), o->dtype == NSA_BF16);
 }
 
 /* Room grows to what the largest operation needs and stays. */
@@ -117,7 +130,7 @@ static void leave(const ops *o, const operand *x, int count, real *const *r) {
 
 static void half_embed_forward(const ops *o, void *x, const void *table, const int32_t *tokens,
                                int64_t rows, int dim) {
-    (void)o;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
     for (int64_t r = 0; r < rows; r++)
         memcpy((uint16_t *)x + r * dim, (const uint16_t *)table + (int64_t)tokens[r] * dim,
                (size_t)dim * sizeof(uint16_t));
@@ -281,7 +294,7 @@ static void half_cross_entropy(const ops *o, step_state *s, void *logits, const 
 
 static void half_copy_columns(const ops *o, void *to, int64_t to_stride, const void *from,
                               int64_t from_stride, int64_t rows, int64_t columns) {
-    (void)o;
+#pragma omp parallel for num_threads(o->threads) schedule(static)
     for (int64_t r = 0; r < rows; r++)
         memcpy((uint16_t *)to + r * to_stride, (const uint16_t *)from + r * from_stride,
                (size_t)columns * sizeof(uint16_t));
