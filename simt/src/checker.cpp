@@ -36,7 +36,7 @@ using stamp = uint32_t;
 constexpr stamp is_set = 1u << 31, is_atomic = 1u << 30, set_reads = 1u << 29,
                 epoch_mask = (1u << 20) - 1;
 /* Not stamps: no thread has so small an epoch. */
-constexpr stamp nothing = 0, uninitialised = 1, by_host = 2, freed = 3, in_flight = 4;
+constexpr stamp nothing = 0, uninitialised = 1, by_host = 2, in_flight = 3;
 constexpr uint32_t first_epoch = 8;
 
 /* The last plain write; the reads and atomics since then that no later one of their kind makes
@@ -495,8 +495,10 @@ static void set_cells(const void *start, size_t bytes, stamp state) {
 void check_allocate(const void *start, size_t bytes) {
     set_cells(start, bytes, uninitialised);
 }
+/* No allocation owns these bytes, so nobody asks for their cells: two dozen bytes for each of
+   them. */
 void check_free(const void *start, size_t bytes) {
-    set_cells(start, bytes, freed);
+    if (global_cells) drop_pages(global_cell(start), bytes * sizeof(cell));
 }
 void check_host_write(const void *start, size_t bytes) {
     set_cells(start, bytes, by_host);

@@ -3,13 +3,16 @@
    (checker.cpp).
 
    Device allocations come from one reserved range, each between two red zones, never at an address
-   used before while fresh ones are left. Both kinds start as all ones: NaN in every float type. */
+   used before while fresh ones are left. Pages of freed ones are given back. Both kinds start as all
+   ones: NaN in every float type. */
 #include "memory.h"
 
 #include "checker.h"
 #include "machine.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <map>
 #include <sys/mman.h>
 
@@ -26,6 +29,7 @@ constexpr size_t red_zone = 512;     /* before and after each device allocation 
 constexpr size_t align_device = 256; /* what cudaMalloc promises */
 constexpr size_t shared_red_zone = 256;
 constexpr unsigned char red_byte = 0xa5;
+constexpr size_t page = 4096;
 
 struct allocation {
     size_t bytes;
@@ -78,6 +82,9 @@ unsigned char *reserve(size_t bytes, size_t align) {
 size_t round_up(size_t n, size_t to) {
     return (n + to - 1) / to * to;
 }
+size_t round_down(size_t n, size_t to) {
+    return n / to * to;
+}
 
 bool intact(const unsigned char *p, size_t bytes, const unsigned char **where) {
     if (p[0] == red_byte && !memcmp(p, p + 1, bytes - 1)) return true;
@@ -98,6 +105,12 @@ void lay_red_zone(unsigned char *p, size_t bytes) {
 }
 
 } // namespace
+
+void drop_pages(void *start, size_t bytes) {
+    const size_t at = reinterpret_cast<size_t>(start), first = round_up(at, page),
+                 end = round_down(at + bytes, page);
+    if (end > first) madvise(reinterpret_cast<void *>(first), end - first, MADV_DONTNEED);
+}
 
 const unsigned char *heap_start() {
     if (!heap) heap = heap_next = reserve(heap_bytes, align_device);
@@ -132,16 +145,33 @@ size_t device_live_bytes() {
     return sum;
 }
 
+/* Gives back what nobody will look at again of an allocation's room: all up to the whole pages
+   around it, and to its neighbours that live. The pages that it shares with neighbours go with the
+   last of these. */
+static void give_back(unsigned char *start, size_t bytes) {
+    const size_t offset = static_cast<size_t>(start - heap);
+    size_t from = round_down(offset - red_zone, page),
+           to = round_up(offset + bytes + red_zone, page);
+    const auto after = live().upper_bound(start);
+    if (after != live().end())
+        to = std::min(to, static_cast<size_t>(after->first - heap) - red_zone);
+    if (after != live().begin()) {
+        const auto before = std::prev(after);
+        from =
+            std::max(from, static_cast<size_t>(before->first - heap) + before->second + red_zone);
+    }
+    to = std::min(to, static_cast<size_t>(heap_next - heap));
+    drop_pages(heap + from, to - from);
+    check_free(heap + from, to - from);
+}
+
 bool device_free(void *pointer) {
     const auto it = allocations().find(static_cast<unsigned char *>(pointer));
     if (it == allocations().end() || !it->second.live) return false;
     it->second.live = false;
     live().erase(it->first);
-    check_free(it->first, it->second.bytes);
     poison(it->first, it->second.bytes);
-    const size_t page = 4096, first = round_up(reinterpret_cast<size_t>(it->first), page);
-    const size_t end = (reinterpret_cast<size_t>(it->first) + it->second.bytes) / page * page;
-    if (end > first) madvise(reinterpret_cast<void *>(first), end - first, MADV_DONTNEED);
+    give_back(it->first, it->second.bytes);
     return true;
 }
 

@@ -20,7 +20,8 @@ bool device_owns(const void *address, size_t bytes); /* all bytes inside one liv
 const unsigned char *heap_start();
 const unsigned char *arena_start();
 region region_of(const void *address);
-phrase describe(const void *address); /* "12 bytes after the 4096 bytes allocated ..." */
+void drop_pages(void *start, size_t bytes); /* the whole ones: their bytes become 0 */
+phrase describe(const void *address);       /* "12 bytes after the 4096 bytes allocated ..." */
 
 /* Shared memory of the block under way. */
 void shared_begin(size_t dynamic_bytes);

@@ -350,8 +350,51 @@ static void test_counters() {
     EXPECT_EQUAL(simt::count().launches, 1);
 }
 
+/* ---- The checker's own memory ------------------------------------------------------------- */
+
+static __global__ void first_kernel(const int *in, int *out) {
+    FAULT(out[threadIdx.x] = in[threadIdx.x]);
+}
+
+static size_t resident_bytes() {
+    unsigned long all = 0, resident = 0;
+    FILE *f = fopen("/proc/self/statm", "r");
+    EXPECT(f && fscanf(f, "%lu %lu", &all, &resident) == 2);
+    if (f) fclose(f);
+    return resident * 4096;
+}
+
+/* What is known of freed memory goes with it, and what is known of its neighbours stays. */
+static void test_memory() {
+    const device_array<int> written(std::vector<int>(64, 7));
+    device_array<int> out(64);
+    const size_t before = resident_bytes();
+    for (int i = 0; i < 100; i++) {
+        const device_array<char> large(200000), small(700), other(3000);
+        EXPECT(cudaMemset(large.data, i, large.count) == cudaSuccess);
+    }
+    EXPECT(resident_bytes() < before + (size_t(8) << 20));
+    /* all share a page, and their cells some; each is freed between two that live */
+    for (int freed = 0; freed < 3; freed++) {
+        device_array<char> below(700);
+        device_array<int> fresh(64);
+        device_array<char> above(700);
+        device_array<int> kept(std::vector<int>(64, 9));
+        device_array<char> last(700);
+        char *&gone = freed == 0 ? below.data : freed == 1 ? above.data : last.data;
+        EXPECT(cudaFree(gone) == cudaSuccess);
+        gone = nullptr;
+        EXPECT(NSA_LAUNCH(first_kernel, 1, 64, 0, nullptr, kept.data, out.data) == cudaSuccess);
+        EXPECT(out.read() == std::vector<int>(64, 9));
+        PLANTED(1, 64, 0, "of which byte 0 was never written", first_kernel, fresh.data, out.data);
+    }
+    EXPECT(NSA_LAUNCH(first_kernel, 1, 64, 0, nullptr, written.data, out.data) == cudaSuccess);
+    EXPECT(out.read() == std::vector<int>(64, 7));
+}
+
 int main() {
     EXPECT(simt::checking());
+    test_memory();
     for (const simt::order o : {simt::order::in_order, simt::order::reversed, simt::order::random})
         for (const bool early : {false, true})
             for (const unsigned preempt : {0u, 7u, 1u}) {
