@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """What the CPU path was meant to reach beside what it reached, from the files of this folder's benches.
 
-  goals.py [FOLDER]    reads cpu.json, cpu_64k.json, cpu_beside.json, many_threads.json, flags.json
-                       and tinylm.json there (default: bench/results) and writes goals.json beside
-                       them; measure.py makes them all
+  goals.py [FOLDER]    reads cpu.json, cpu_bf16.json, cpu_64k.json, cpu_beside.json, many_threads.json,
+                       decode.json, decode_bf16.json, flags.json and tinylm.json there (default:
+                       bench/results), which measure.py makes, and compare_pytorch.py's
+                       cpu_pytorch.json; writes goals.json beside them
 
 Measures nothing. scripts/write_numbers.py makes the table of it.
 """
@@ -102,8 +103,54 @@ def production(tinylm, model):
     return f"{tinylm.figure('tokens_per_second', model=model, layers=12, tokens=2048):.0f}"
 
 
+def over_f32(f32, bf16, shape, pass_name, branches):
+    """Times of rows of f32 over those of bf16."""
+    about = {**dict(zip(("heads", "kv_heads", "dim"), shape)), "pass": pass_name, "tokens": EIGHT, "threads": 2}
+    return " / ".join(f"{f32.figure('ms', branch=b, **about) / bf16.figure('ms', branch=b, **about):.2f}"
+                      for b in branches)
+
+
+def step_over_f32(f32, bf16):
+    about = {**SHAPE, "branch": "decode", "tokens": MANY, "batch": 16, "threads": 2}
+    return f"{f32.figure('ms', **about) / bf16.figure('ms', **about):.2f}"
+
+
+def over_sdpa(pytorch):
+    about = {**SHAPE, "part": "attention-bf16", "what": "nsa", "tokens": EIGHT}
+    return " / ".join(f"{pytorch.figure('over_pytorch', **about, **{'pass': p}):.1f}" for p in ("fwd", "bwd"))
+
+
+def step_over_pytorch(pytorch, part):
+    return f"{pytorch.figure('over_pytorch', part=part, what='dense'):.2f}"
+
+
+def small_step_over_pytorch(pytorch):
+    """The better of both precisions, of ours and of PyTorch's."""
+    def best(what):
+        return max(pytorch.figure("tokens_per_second", part=part, what=what) for part in ("tiny-f32", "tiny-bf16"))
+    return f"{best('dense') / best('pytorch'):.2f}"
+
+
 def both(figure, report, *arguments):
     return " / ".join(f"{figure(report, p, *arguments):.2f}" for p in ("fwd", "bwd"))
+
+
+def goals_of_bf16(f32, bf16, steps, steps_bf16, pytorch):
+    rows = []
+    for shape in ((16, 1, 64), (16, 4, 128)):
+        name = f"rows of bf16 over f32, {shape[0]}/{shape[1]}/{shape[2]}, 8k, two threads"
+        rows += [(f"{name}, forward: dense / slc / win", "1.6", "1.75",
+                  over_f32(f32, bf16, shape, "fwd", ("dense", "slc", "win"))),
+                 ("ditto: cmp / NSA", "1.4 / 1.5", "1.6 / 1.65", over_f32(f32, bf16, shape, "fwd", ("cmp", "nsa"))),
+                 ("ditto, backward: NSA", "1.4", "1.6", over_f32(f32, bf16, shape, "bwd", ("nsa",)))]
+    return rows + [
+        ("ditto, a step of decoding, 64k tokens, batch of 16, 16/1/64", "1.5", "1.8", step_over_f32(steps, steps_bf16)),
+        ("NSA over PyTorch's attention, bf16, 16/1/64, 8k, forward / backward", "7 / 5", "8 / 6", over_sdpa(pytorch)),
+        ("the trainer over PyTorch, 12 layers, dim 768, S 2048, dense attention: bf16 / f32", "1.1 / 1.6", "1.3 / 1.8",
+         f"{step_over_pytorch(pytorch, 'large-bf16')} / {step_over_pytorch(pytorch, 'large-f32')}"),
+        ("ditto, dim 128, 2 layers, S 256, B 8: the better of bf16 and f32", "1.3", "1.6",
+         small_step_over_pytorch(pytorch)),
+    ]
 
 
 def goals(cpu, beside, many, tinylm, built):
@@ -146,7 +193,8 @@ def main(arguments):
     beside, many, tinylm, built = (Rows(folder, [f"{name}.json"])
                                    for name in ("cpu_beside", "many_threads", "tinylm", "flags"))
     names = ("what", "must", "goal", "measured")
-    rows = [dict(zip(names, row)) for row in goals(cpu, beside, many, tinylm, built)]
+    pairs = (Rows(folder, [f"{name}.json"]) for name in ("cpu", "cpu_bf16", "decode", "decode_bf16", "cpu_pytorch"))
+    rows = [dict(zip(names, row)) for row in goals(cpu, beside, many, tinylm, built) + goals_of_bf16(*pairs)]
     origin = {name: cpu.reports[0][name] for name in ("machine", "date", "commit")}
     (folder / "goals.json").write_text(json.dumps({**origin, "rows": rows}, indent=1) + "\n")
     for row in rows:

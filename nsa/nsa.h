@@ -1193,13 +1193,19 @@ enum { NSA__LANES = 16 };
 typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), int) nsa__lane;
 typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), uint) nsa__bits_t;
 
-static float nsa__float_from_bits(uint32_t bits) {
+#if defined(__GNUC__) || defined(__clang__)
+#define NSA__INLINE static inline __attribute__((always_inline))
+#else
+#define NSA__INLINE static inline
+#endif
+
+NSA__INLINE float nsa__float_from_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
-static uint32_t nsa__float_bits(float x) {
+NSA__INLINE uint32_t nsa__float_bits(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits;
@@ -1212,7 +1218,8 @@ static nsa_real nsa__minus_infinity(void) {
     return (nsa_real)nsa__float_from_bits(0xff800000u);
 }
 
-NSA_API float nsa_bf16_to_f32(uint16_t x) {
+/* What loops call is inlined: a public function that a shared library exports never is. */
+NSA__INLINE float nsa__from_bf16(uint16_t x) {
     return nsa__float_from_bits((uint32_t)x << 16);
 }
 
@@ -1220,7 +1227,7 @@ NSA_API float nsa_bf16_to_f32(uint16_t x) {
    carries into the kept half exactly if it must be rounded up: to nearest, ties to even. A carry
    out of the mantissa raises the exponent, at the end to infinity, as it must. The bit 0x40 makes a
    NaN quiet; without it a NaN whose payload lies in the lower half would become infinity. */
-NSA_API uint16_t nsa_f32_to_bf16(float x) {
+NSA__INLINE uint16_t nsa__to_bf16(float x) {
     uint32_t bits = nsa__float_bits(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40); /* a quiet NaN */
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
@@ -1230,7 +1237,7 @@ NSA_API uint16_t nsa_f32_to_bf16(float x) {
    exponent grows by 112, the mantissa moves up by 13 bits. No branches, so that a compiler makes
    vectors of a loop over it. A subnormal number is a difference of normal ones, because -ffast-math
    may take subnormal floats for 0. */
-NSA_API float nsa_f16_to_f32(uint16_t x) {
+NSA__INLINE float nsa__from_f16(uint16_t x) {
     const uint32_t least = 113u << 23; /* 2^-14, the least normal number */
     uint32_t rest = (uint32_t)(x & 0x7fffu) << 13, exponent = rest >> 23;
     uint32_t subnormal =
@@ -1245,7 +1252,7 @@ NSA_API float nsa_f16_to_f32(uint16_t x) {
 /* Exponent and mantissa are rounded as one integer, so that a carry out of the mantissa raises the
    exponent. 0x477ff000 is 65520, halfway between the largest f16 and 65536. 0x33000000 is 2^-25,
    half of the smallest subnormal; the tie there goes to 0, which is even. */
-NSA_API uint16_t nsa_f32_to_f16(float x) {
+NSA__INLINE uint16_t nsa__to_f16(float x) {
     uint32_t bits = nsa__float_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
     if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to 65536 or beyond */
@@ -1260,6 +1267,19 @@ NSA_API uint16_t nsa_f32_to_f16(float x) {
     uint32_t rounded = mantissa >> shift;
     if (rest > half || (rest == half && (rounded & 1))) rounded++;
     return (uint16_t)(sign | rounded);
+}
+
+NSA_API float nsa_bf16_to_f32(uint16_t x) {
+    return nsa__from_bf16(x);
+}
+NSA_API uint16_t nsa_f32_to_bf16(float x) {
+    return nsa__to_bf16(x);
+}
+NSA_API float nsa_f16_to_f32(uint16_t x) {
+    return nsa__from_f16(x);
+}
+NSA_API uint16_t nsa_f32_to_f16(float x) {
+    return nsa__to_f16(x);
 }
 
 /* The address of a row: the one place that turns strides, which count elements, into bytes. */
@@ -1277,12 +1297,6 @@ static void nsa__fetch(const void *at, size_t bytes) {
     (void)at, (void)bytes;
 #endif
 }
-
-#if defined(__GNUC__) || defined(__clang__)
-#define NSA__INLINE static inline __attribute__((always_inline))
-#else
-#define NSA__INLINE static inline
-#endif
 
 /* A user's -O0, -ffast-math or -std=c99 must not reach what is hot. GCC takes the level and the
    rules of arithmetic by attribute, clang takes the rules by pragma. With clang's `on` a product
@@ -1321,10 +1335,10 @@ NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *r
         for (int i = 0; i < n; i++) to[i] = (nsa_real)((const double *)row)[i];
         break;
     case NSA_BF16:
-        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa_bf16_to_f32(half[i]);
+        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa__from_bf16(half[i]);
         break;
     case NSA_F16:
-        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa_f16_to_f32(half[i]);
+        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa__from_f16(half[i]);
         break;
     case NSA_I32:
         break;
@@ -1342,10 +1356,10 @@ NSA__COMPILED static void nsa__store(nsa_dtype dtype, void *row, const nsa_real 
         for (int i = 0; i < n; i++) ((double *)row)[i] = (double)from[i];
         break;
     case NSA_BF16:
-        for (int i = 0; i < n; i++) half[i] = nsa_f32_to_bf16((float)from[i]);
+        for (int i = 0; i < n; i++) half[i] = nsa__to_bf16((float)from[i]);
         break;
     case NSA_F16:
-        for (int i = 0; i < n; i++) half[i] = nsa_f32_to_f16((float)from[i]);
+        for (int i = 0; i < n; i++) half[i] = nsa__to_f16((float)from[i]);
         break;
     case NSA_I32:
         break;
@@ -7269,7 +7283,7 @@ NSA__TARGET static void NSA__T(gemm_singles)(int m, int n, int k, const nsa__mat
     NSA__T(product)(m, n, (k + 1) / 2, *a, *b, *c, k, 1);
 }
 
-/* nsa_f32_to_bf16, lane by lane. A NaN keeps the quiet bit, which lies in the upper half. Only one
+/* nsa__to_bf16, lane by lane. A NaN keeps the quiet bit, which lies in the upper half. Only one
    with all bits of its mantissa set would overflow; arithmetic makes none. */
 NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded)(NSA__V x) {
     const NSA__T(bits) bits = (NSA__T(bits))x;

@@ -57,10 +57,17 @@ vectors() {
     expect_none "instructions that are missing ($2)" "$dir/missing"
 }
 
+# inlined FILE HOW: a shared library's public functions may be replaced by a program's, so compilers do not inline
+# them. What runs for each number of a row may not be one.
+inlined() {
+    objdump -r "$1" | grep -oE 'nsa_(bf16|f16|f32)_to_(bf16|f16|f32)' | sort -u >"$dir/calls" || true
+    expect_none "public functions that loops call ($2)" "$dir/calls"
+}
+
 # The tiles of the vector units are the same text once more: the optimised object has them all, the first
 # way those of SSE2, the others only the plain ones, which compile in a quarter of the time.
 ways=("-O0 -fno-builtin -DNSA__WITHOUT_AVX" "-O0 -DNSA_REAL=double -U__SSE2__" "-O0 -DNSA_STATIC -U__SSE2__"
-    "-O1 -U__SSE2__ -fopenmp")
+    "-O1 -U__SSE2__ -fPIC -fopenmp")
 if [ -z "$object" ]; then
     object=$dir/optimised.o
     "$cc" -std=c99 -fno-pic -O2 -I "$nsa" -c "$dir/implementation.c" -o "$object"
@@ -76,6 +83,7 @@ for options in "${ways[@]}"; do
     # shellcheck disable=SC2086 # a list of words
     "$cc" -std=c99 -fno-pic $options -I "$nsa" -c "$dir/implementation.c" -o "$dir/implementation.o"
     check "$dir/implementation.o" "$options"
+    [[ $options != *-fPIC* ]] || inlined "$dir/implementation.o" "$options"
 done
 
 # Macros: those with the header minus those with the system headers that it includes.
