@@ -24,8 +24,8 @@ enum { PEAK_CHAINS = 12, PEAK_STEPS = 1 << 20 };
         for (int i = 0; i < PEAK_CHAINS; i++) __asm__("" : : hold(x[i]));     \
         return 2.0 * PEAK_STEPS * PEAK_CHAINS * (bytes / (int)sizeof(float)); \
     }
-/* The same of an instruction that adds two products of bf16 to each f32. Its chains are variables of
-   their own: GCC keeps an array that asm statements write in memory. */
+/* The same of an instruction that adds two products of bf16 to each f32. Its chains are variables
+   of their own: GCC keeps an array that asm statements write in memory. */
 #define PEAK_EACH(of) of(0) of(1) of(2) of(3) of(4) of(5) of(6) of(7) of(8) of(9) of(10) of(11)
 #define PEAK_CHAIN(i) vector x##i = a;
 #define PEAK_DOT(bytes, attributes, step)                                     \

@@ -11,9 +11,9 @@
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #endif
 
-/* Loops over numbers alone, so that they are vectors: compiled for wider ones too, and chosen by the
-   loader. GCC finds the loader's part (ifunc) on Linux; under a sanitizer it would run before the
-   sanitizer is ready. */
+/* Loops over numbers alone, so that they are vectors: compiled for wider ones too, and chosen by
+   the loader. GCC finds the loader's part (ifunc) on Linux; under a sanitizer it would run before
+   the sanitizer is ready. */
 #if __GNUC__ >= 12 && !defined(__clang__) && defined(__x86_64__) && defined(__gnu_linux__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
