@@ -33,7 +33,9 @@ enum { PEAK_CHAINS = 12, PEAK_STEPS = 1 << 20 };
         typedef float vector __attribute__((vector_size(bytes)));             \
         vector a = {0}, b = {0};                                              \
         PEAK_EACH(PEAK_CHAIN)                                                 \
-        for (int n = 0; n < PEAK_STEPS; n++) { PEAK_EACH(step) }              \
+        for (int n = 0; n < PEAK_STEPS; n++) {                                \
+            PEAK_EACH(step)                                                   \
+        }                                                                     \
         return 4.0 * PEAK_STEPS * PEAK_CHAINS * (bytes / (int)sizeof(float)); \
     }
 #endif
