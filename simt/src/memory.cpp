@@ -3,8 +3,8 @@
    (checker.cpp).
 
    Device allocations come from one reserved range, each between two red zones, never at an address
-   used before while fresh ones are left. Pages of freed ones are given back. Both kinds start as all
-   ones: NaN in every float type. */
+   used before while fresh ones are left. Pages of freed ones are given back. Both kinds start as
+   all ones: NaN in every float type. */
 #include "memory.h"
 
 #include "checker.h"
