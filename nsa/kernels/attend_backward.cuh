@@ -146,8 +146,7 @@ nsa__cuda_dq_branch(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows,
         if (__builtin_expect(tile.bad != 0, 0))
             nsa__cuda_clean_stage<T, DK, DV, BLOCK_N, THREADS>(k, tile.bad);
         float s[BLOCK_N / 8][4], dp[BLOCK_N / 8][4];
-        nsa__cuda_product_nt_begin<T, DK, BLOCK_N, BLOCK_M>(s, tiles.q, warp_row, k);
-        nsa__cuda_product_nt_begin<T, DV, BLOCK_N, BLOCK_M>(dp, tiles.dout, warp_row, v);
+        nsa__cuda_product_nt_begin_two<T, DK, DV, BLOCK_N, BLOCK_M>(s, dp, tiles.q, warp_row, k);
         more = nsa__cuda_walk_next(walk, params, at, tile_rows);
         if (more)
             nsa__cuda_stage_keys<T, DK, DV, BLOCK_N, THREADS, false>(

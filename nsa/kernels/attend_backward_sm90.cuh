@@ -10,9 +10,11 @@
    the same 64 keys and take the stages by turns; in the end the first adds the second's sums.
 
    Each of a consumer's steps has four products: s = k q^T, dp = v dout^T, dv += p dout, dk += ds q.
-   Registers are few, so p and ds become operands in halves, and dp is started when p is there. s of
-   the next step runs beside the last half of dk, and either consumer's arithmetic beside the other
-   one's products.
+   Registers are few, so dp is started when p is there, and p and ds of heads wider than 64 become
+   operands in halves. s of the next step runs beside the last half of dk (all of it for heads of
+   64), and either consumer's arithmetic beside the other one's products. Where every row of a step
+   sees all keys of a warp no mask is applied; the branch that asks for it also keeps ptxas from
+   putting arithmetic between two products.
 
    | heads    | branches        | keys | rows of a stage | stages | shared | registers, both sides |
    |---|---|---|---|---|---|---|
@@ -43,6 +45,8 @@ template <typename T, int DK, int DV, bool LISTS = false> struct nsa__cuda_dkv_p
     static constexpr int BLOCK_M = DK + DV > 256 ? 32 : 64, BLOCK_N = LISTS ? 64 : 128;
     static constexpr unsigned STAGES = 4;
     static constexpr int CONSUMERS = 256, PRODUCERS = 128, TEAMS = PRODUCERS / BLOCK_M;
+    /* Operands of all rows of a stage: beside the sums of wide heads those of half of them fit. */
+    static constexpr int PARTS = DK + DV > 128 ? 2 : 1;
     static constexpr int MORE = DK + DV > 256 ? 224 : 232, LESS = 2 * (252 - MORE); /* registers */
     static constexpr unsigned STRIDE = LISTS ? 2 : 1; /* from a consumer's stage to its next one */
     static constexpr int BYTES =
@@ -251,8 +255,8 @@ nsa__cuda_dkv_produce(const nsa__cuda_dkv_memory<T, nsa__cuda_dkv_pipe<T, DK, DV
 
 /* A consumer's step, and whether its warpgroup sees something of it. */
 struct nsa__cuda_dkv_turn {
-    unsigned number;
-    bool sees; /* the warpgroup; false behind the last step, too */
+    unsigned number, steps; /* of all */
+    bool sees;              /* the warpgroup; false behind the last step, too */
 };
 
 /* The first key of the thread's warpgroup, and of its warp. */
@@ -272,7 +276,7 @@ nsa__cuda_dkv_next(nsa__cuda_dkv_turn &turn,
     using shape = nsa__cuda_dkv_pipe<T, DK, DV, LISTS>;
     turn.number += shape::STRIDE;
     turn.sees = false;
-    if (turn.number >= pipe.plan->steps) return;
+    if (turn.number >= turn.steps) return;
     const unsigned stage = turn.number % shape::STAGES;
     const int first = nsa__cuda_dkv_group_key<LISTS>(work);
     nsa__mbarrier_wait(pipe.full + stage, turn.number / shape::STAGES & 1);
@@ -289,7 +293,7 @@ NSA__DEVICE void
 nsa__cuda_dkv_pass(nsa__cuda_dkv_turn &turn,
                    const nsa__cuda_dkv_memory<T, nsa__cuda_dkv_pipe<T, DK, DV>::BLOCK_M> &pipe,
                    const nsa__cuda_key_work &work) {
-    while (!turn.sees && turn.number < pipe.plan->steps) {
+    while (!turn.sees && turn.number < turn.steps) {
         nsa__cuda_pipe_release(pipe.empty + turn.number % nsa__cuda_dkv_pipe<T, DK, DV>::STAGES);
         nsa__cuda_dkv_next<T, DK, DV, LISTS>(turn, pipe, work);
     }
@@ -331,28 +335,39 @@ NSA__DEVICE void nsa__cuda_dkv_pipe_p(float (&s)[N / 8][4], const nsa__cuda_dkv_
     }
 }
 
-/* dp = v dout^T becomes ds = p (dp - delta), in the first (HALF 0) or second half of the rows. It
-   is 0 where p is: dp of what is masked may overflow, and 0 inf is NaN. */
-template <int N, int HALF>
+/* dp = v dout^T becomes ds = p (dp - delta), in one of PARTS parts of the rows. dp of what is
+   masked may overflow, delta too, and 0 inf is NaN: if a mask was applied, ds is 0 where p is. A
+   branch before the arithmetic, and none behind it, keeps it out from between products. */
+template <int N, int PARTS, int PART>
 NSA__DEVICE void nsa__cuda_dkv_pipe_ds(const float (&p)[N / 8][4], float (&dp)[N / 8][4],
-                                       const nsa__cuda_dkv_table<N> &table) {
+                                       const nsa__cuda_dkv_table<N> &table, bool whole) {
+    constexpr int BEGIN = PART * N / 8 / PARTS, END = (PART + 1) * N / 8 / PARTS;
     const int pair = static_cast<int>(threadIdx.x % 4);
+    if (!whole) {
 #pragma unroll
-    for (int n = HALF * N / 16; n < (HALF + 1) * N / 16; n++) {
+        for (int n = BEGIN; n < END; n++) {
+            const float2 delta = *reinterpret_cast<const float2 *>(table.delta + 8 * n + 2 * pair);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                dp[n][e] = p[n][e] == 0 ? 0 : p[n][e] * (dp[n][e] - (e % 2 ? delta.y : delta.x));
+        }
+        return;
+    }
+#pragma unroll
+    for (int n = BEGIN; n < END; n++) {
         const float2 delta = *reinterpret_cast<const float2 *>(table.delta + 8 * n + 2 * pair);
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            dp[n][e] = p[n][e] == 0 ? 0 : p[n][e] * (dp[n][e] - (e % 2 ? delta.y : delta.x));
+        for (int e = 0; e < 4; e++) dp[n][e] = p[n][e] * (dp[n][e] - (e % 2 ? delta.y : delta.x));
     }
 }
 
-/* The first (HALF 0) or second half of a step's rows as an operand. Operands of all rows would take
-   registers that are not there. */
-template <typename T, int N, int HALF>
-NSA__DEVICE void nsa__cuda_dkv_pack(uint32_t (&to)[N / 32][4], const float (&p)[N / 8][4]) {
+/* One of PARTS parts of a step's rows as an operand. */
+template <typename T, int N, int PARTS, int PART>
+NSA__DEVICE void nsa__cuda_dkv_pack(uint32_t (&to)[N / 16 / PARTS][4], const float (&p)[N / 8][4]) {
+    constexpr int COUNT = N / 16 / PARTS;
 #pragma unroll
-    for (int k = 0; k < N / 32; k++)
-        nsa__cuda_pack_product<T>(to[k], p[HALF * N / 16 + 2 * k], p[HALF * N / 16 + 2 * k + 1]);
+    for (int k = 0; k < COUNT; k++)
+        nsa__cuda_pack_product<T>(to[k], p[2 * (PART * COUNT + k)], p[2 * (PART * COUNT + k) + 1]);
 }
 
 /* The gradient of keys that a row reads is NaN if the row is not finite. */
@@ -378,7 +393,8 @@ nsa__cuda_dkv_consume(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4],
                       const nsa__cuda_dkv_memory<T, nsa__cuda_dkv_pipe<T, DK, DV>::BLOCK_M> &pipe,
                       const nsa__cuda_key_work &work, float scale2) {
     using shape = nsa__cuda_dkv_pipe<T, DK, DV, LISTS>;
-    constexpr int ROWS = shape::BLOCK_M, KEYS = shape::BLOCK_N, HALF = ROWS / 2;
+    constexpr int ROWS = shape::BLOCK_M, KEYS = shape::BLOCK_N, PARTS = shape::PARTS,
+                  PART = ROWS / PARTS;
     constexpr unsigned STAGES = shape::STAGES;
     /* in units of 16 bytes: from k to v, to the first stage, from a stage to the next one, from its
        q to its dout; and what makes a descriptor of rows one of columns, which says how far panels
@@ -394,7 +410,8 @@ nsa__cuda_dkv_consume(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4],
         return nsa__cuda_warpgroup_moved(base, FIRST + number % STAGES * STEP);
     };
     float s[ROWS / 8][4];
-    nsa__cuda_dkv_turn turn = {(LISTS ? threadIdx.x / 128 : 0) - shape::STRIDE, false};
+    nsa__cuda_dkv_turn turn = {(LISTS ? threadIdx.x / 128 : 0) - shape::STRIDE, pipe.plan->steps,
+                               false};
     nsa__cuda_dkv_next<T, DK, DV, LISTS>(turn, pipe, work);
     nsa__cuda_dkv_pass<T, DK, DV, LISTS>(turn, pipe, work);
     while (turn.sees) {
@@ -407,36 +424,42 @@ nsa__cuda_dkv_consume(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4],
                       key = first + static_cast<int>(threadIdx.x % 32 / 4);
             const bool whole = nsa__cuda_dkv_whole(table, first);
             float dp[ROWS / 8][4];
-            uint32_t a[HALF / 16][4];
+            uint32_t a[PART / 16][4], b[PART / 16][4];
             nsa__cuda_warpgroup_await<ROWS, 0>(s);
             nsa__cuda_dkv_pipe_p<ROWS>(s, table, key, scale2, whole);
-            nsa__cuda_dkv_pack<T, ROWS, 0>(a, s);
+            nsa__cuda_dkv_pack<T, ROWS, PARTS, 0>(a, s);
             /* not earlier, because p takes the registers that dp has from here on */
             const uint64_t dout = rows(before) + DOUT;
             nsa__cuda_warpgroup_start_nt<T, DV, ROWS, KEYS>(dp, keys() + V, dout);
-            nsa__cuda_warpgroup_start_nn<T, HALF, DV>(dv, a, dout + COLUMNS);
+            nsa__cuda_warpgroup_start_nn<T, PART, DV>(dv, a, dout + COLUMNS);
             nsa__cuda_warpgroup_await<ROWS, 1>(dp);
-            nsa__cuda_dkv_pipe_ds<ROWS, 0>(s, dp, table);
-            nsa__cuda_warpgroup_await<DV, 0>(dv);
-            nsa__cuda_dkv_pack<T, ROWS, 1>(a, s);
-            nsa__cuda_warpgroup_start_nn<T, HALF, DV>(dv, a,
-                                                      rows(before) + DOUT + COLUMNS + HALF * 8);
-            nsa__cuda_dkv_pipe_ds<ROWS, 1>(s, dp, table);
-            nsa__cuda_warpgroup_await<DV, 0>(dv);
-            nsa__cuda_dkv_pack<T, ROWS, 0>(a, dp);
-            nsa__cuda_warpgroup_start_nn<T, HALF, DK>(dk, a, rows(before) + COLUMNS);
+            nsa__cuda_dkv_pipe_ds<ROWS, PARTS, 0>(s, dp, table, whole);
+            if constexpr (PARTS > 1) {
+                nsa__cuda_warpgroup_await<DV, 0>(dv);
+                nsa__cuda_dkv_pack<T, ROWS, PARTS, 1>(a, s);
+                nsa__cuda_warpgroup_start_nn<T, PART, DV>(dv, a,
+                                                          rows(before) + DOUT + COLUMNS + PART * 8);
+                nsa__cuda_dkv_pipe_ds<ROWS, PARTS, 1>(s, dp, table, whole);
+                nsa__cuda_warpgroup_await<DV, 0>(dv);
+            }
+            nsa__cuda_dkv_pack<T, ROWS, PARTS, 0>(b, dp);
+            nsa__cuda_warpgroup_start_nn<T, PART, DK>(dk, b, rows(before) + COLUMNS);
             nsa__cuda_dkv_note<ROWS>(pipe.bad, table, key);
-            nsa__cuda_warpgroup_await<DK, 0>(dk);
-            nsa__cuda_dkv_pack<T, ROWS, 1>(a, dp);
-            nsa__cuda_warpgroup_start_nn<T, HALF, DK>(dk, a, rows(before) + COLUMNS + HALF * 8);
+            if constexpr (PARTS > 1) {
+                nsa__cuda_warpgroup_await<DK, 0>(dk);
+                nsa__cuda_dkv_pack<T, ROWS, PARTS, 1>(b, dp);
+                nsa__cuda_warpgroup_start_nn<T, PART, DK>(dk, b, rows(before) + COLUMNS + PART * 8);
+            }
             nsa__cuda_dkv_next<T, DK, DV, LISTS>(turn, pipe, work);
             if (!turn.sees) break;
             nsa__cuda_warpgroup_start_nt<T, DK, ROWS, KEYS>(s, keys(), rows(turn.number));
+            if constexpr (PARTS == 1) nsa__cuda_warpgroup_await<DV, 1>(dv);
             nsa__cuda_warpgroup_await<DK, 1>(dk);
             nsa__cuda_pipe_release(pipe.empty + before % STAGES);
         }
         /* It may hold one step until the next is posted, but not pass over others meanwhile: the
            producer would wait for that one. */
+        if constexpr (PARTS == 1) nsa__cuda_warpgroup_await<DV, 0>(dv);
         nsa__cuda_warpgroup_await<DK, 0>(dk);
         nsa__cuda_pipe_release(pipe.empty + before % STAGES);
         nsa__cuda_dkv_pass<T, DK, DV, LISTS>(turn, pipe, work);

@@ -31,12 +31,14 @@ struct nsa__cuda_dq_pipe
 
 #if NSA__USES_WGMMA
 
-/* ds of keys that a row does not see becomes 0; a row that sees something has read a key. */
-template <int N, typename Shape>
+/* ds of keys that a row does not see becomes 0; a row that sees something has read a key. In the
+   loop over lists ptxas forgets that all lanes agree, and is told again: elsewhere it would put the
+   vote between two products. */
+template <int N, bool LISTS, typename Shape>
 NSA__DEVICE void nsa__cuda_dq_mask(float (&ds)[N / 8][4], nsa__cuda_dq_rows &rows,
                                    const nsa__cuda_pipe_turn &turn,
                                    const nsa__cuda_pipe<Shape> &pipe) {
-    if (__all_sync(0xffffffffu, turn.whole)) { /* ptxas forgets that all lanes agree */
+    if (LISTS ? __all_sync(0xffffffffu, turn.whole) : turn.whole) {
         rows.flags |= 3 * NSA__DQ_SEES;
         return;
     }
@@ -76,7 +78,7 @@ nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_
         nsa__cuda_dq_p(s, rows, scale2);
         nsa__cuda_warpgroup_await<BLOCK_N, 0>(dp);
         nsa__cuda_dq_ds(s, dp, rows);
-        nsa__cuda_dq_mask<BLOCK_N>(s, rows, turn, pipe);
+        nsa__cuda_dq_mask<BLOCK_N, LISTS>(s, rows, turn, pipe);
         nsa__cuda_pipe_pack<T, BLOCK_N>(ds, s);
         int before; /* the tile that ds is of, and that the warpgroup holds */
         uint64_t columns;
@@ -93,7 +95,7 @@ nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_
             nsa__cuda_dq_p(s, rows, scale2);
             nsa__cuda_warpgroup_await<BLOCK_N, 1>(dp);
             nsa__cuda_dq_ds(s, dp, rows);
-            nsa__cuda_dq_mask<BLOCK_N>(s, rows, turn, pipe);
+            nsa__cuda_dq_mask<BLOCK_N, LISTS>(s, rows, turn, pipe);
             nsa__cuda_warpgroup_await<DK, 0>(dq);
             nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
             nsa__cuda_pipe_pack<T, BLOCK_N>(ds, s);

@@ -185,11 +185,18 @@ template <int N> NSA__DEVICE void nsa__cuda_clear(float (&c)[N][4]) {
 /* c[16][N] = a b^T over D columns: the warp's rows of `a` (a tile of ROWS) from a_row on, all N
    rows of b. In three steps, so that other work runs while the tensor cores multiply: begin starts
    the product on a warpgroup, await waits until at most PENDING later products are under way. Both
-   do nothing elsewhere: there finish is the product. */
+   do nothing elsewhere: there finish is the product. begin_two starts c over DK columns and d over
+   DV, of the tiles that lie behind a and b: what it takes for both is computed before either. */
 template <typename T, int D, int N, int ROWS>
 NSA__DEVICE void nsa__cuda_product_nt_begin(float (&c)[N / 8][4], T *a, int a_row, T *b) {
     if constexpr (nsa__cuda_uses_warpgroup<T, N>::value)
         nsa__cuda_warpgroup_begin_nt<T, D, N, ROWS>(c, a, a_row, b);
+}
+template <typename T, int DK, int DV, int N, int ROWS>
+NSA__DEVICE void nsa__cuda_product_nt_begin_two(float (&c)[N / 8][4], float (&d)[N / 8][4], T *a,
+                                                int a_row, T *b) {
+    if constexpr (nsa__cuda_uses_warpgroup<T, N>::value)
+        nsa__cuda_warpgroup_begin_two<T, DK, DV, N, ROWS>(c, d, a, a_row, b);
 }
 template <typename T, int N, int PENDING>
 NSA__DEVICE void nsa__cuda_product_nt_await(float (&c)[N / 8][4]) {

@@ -52,10 +52,13 @@ NSA__DEVICE void nsa__cuda_pack_product(uint32_t (&a)[4], const float (&low)[4],
     a[3] = nsa__pack<T>(high[2], high[3]);
 }
 
-/* The start of nsa__cuda_product_nt for the 64 rows that a_row is one of, and of
+/* The start of nsa__cuda_product_nt for the 64 rows that a_row is one of, or of two, and of
    nsa__cuda_product_nn, whose operand `a` stays untouched until the product has been awaited. */
 template <typename T, int D, int N, int ROWS>
 NSA__DEVICE void nsa__cuda_warpgroup_begin_nt(float (&c)[N / 8][4], T *a, int a_row, T *b);
+template <typename T, int DK, int DV, int N, int ROWS>
+NSA__DEVICE void nsa__cuda_warpgroup_begin_two(float (&c)[N / 8][4], float (&d)[N / 8][4], T *a,
+                                               int a_row, T *b);
 template <int N, int PENDING> NSA__DEVICE void nsa__cuda_warpgroup_await(float (&c)[N / 8][4]);
 template <typename T, int K, int N>
 NSA__DEVICE void nsa__cuda_warpgroup_begin_nn(float (&c)[N / 8][4], uint32_t (&a)[K / 16][4],
@@ -93,6 +96,16 @@ NSA__DEVICE void nsa__cuda_warpgroup_begin_nt(float (&c)[N / 8][4], T *a, int a_
     static_assert(ROWS % 64 == 0, "whole warpgroups");
     const uint64_t da = nsa__cuda_warpgroup_operand(a + a_row / 64 * 64 * 64, 16);
     nsa__cuda_warpgroup_start_nt<T, D, N, ROWS>(c, da, nsa__cuda_warpgroup_operand(b, 16));
+}
+
+template <typename T, int DK, int DV, int N, int ROWS>
+NSA__DEVICE void nsa__cuda_warpgroup_begin_two(float (&c)[N / 8][4], float (&d)[N / 8][4], T *a,
+                                               int a_row, T *b) {
+    static_assert(ROWS % 64 == 0, "whole warpgroups");
+    const uint64_t da = nsa__cuda_warpgroup_operand(a + a_row / 64 * 64 * 64, 16),
+                   db = nsa__cuda_warpgroup_operand(b, 16);
+    nsa__cuda_warpgroup_start_nt<T, DK, N, ROWS>(c, da, db);
+    nsa__cuda_warpgroup_start_nt<T, DV, N, ROWS>(d, da + ROWS * DK / 8, db + N * DK / 8);
 }
 
 template <int N, int PENDING> NSA__DEVICE void nsa__cuda_warpgroup_await(float (&c)[N / 8][4]) {

@@ -95,7 +95,8 @@ def makes(body, first, last):
 
 
 def least(code, labels, first, last):
-    """Instructions on the shortest way from `first` to `last`, parts of which may lie elsewhere."""
+    """Instructions on the shortest way from `first` to `last`, parts of which may lie elsewhere.
+    BRA.DIV jumps if the lanes of a warp are apart, which they are not."""
     seen, now, number = {first}, [first], 1
     while last not in now:
         ahead = set()
@@ -103,7 +104,7 @@ def least(code, labels, first, last):
             target = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", code[i])
             if target:
                 ahead.add(labels[target[1]])
-            if not target and "EXIT" not in code[i] or code[i].startswith("@"):
+            if not target and "EXIT" not in code[i] or code[i].startswith(("@", "BRA.DIV")):
                 ahead.add(i + 1)
         now = ahead - seen
         seen |= ahead

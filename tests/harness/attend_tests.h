@@ -482,7 +482,7 @@ typedef struct reach {
     unsigned char *queries, *keys;
 } reach;
 
-enum { BAD_Q, BAD_K, BAD_V, BAD_DOUT, BAD_DLSE };
+enum { BAD_Q, BAD_K, BAD_V, BAD_DOUT, BAD_DLSE, BAD_DELTA };
 
 static inline reach reach_of(const branch *br, const nsa_desc *d, const numbers *n, int input,
                              int row, int head) {
@@ -507,10 +507,11 @@ static inline reach reach_of(const branch *br, const nsa_desc *d, const numbers 
 }
 
 /* One bad value in one row of q, k, v, dout or dlse: not finite, or so large that products with it
-   overflow, also those with what the mask hides. */
+   overflow, also those with what the mask hides. BAD_DELTA: a whole row of dout, with out's signs,
+   so that delta = dout . out overflows. */
 static inline void test_bad_value(const branch *br, const geometry *g, nsa_dtype dtype, int input,
                                   double value) {
-    static const char *const names[] = {"q", "k", "v", "dout", "dlse"};
+    static const char *const names[] = {"q", "k", "v", "dout", "dlse", "dout along out"};
     nsa_desc d = desc_of(g);
     numbers n = numbers_new(br, &d, dtype, 31);
     int keys = br->keys == BRANCH_CMP ? nsa_cmp_count(&d, g->T) : g->T;
@@ -519,13 +520,17 @@ static inline void test_bad_value(const branch *br, const geometry *g, nsa_dtype
     int alone = br->keys == BRANCH_CMP ? g->l - 1 : 0;
     int row = input == BAD_Q && isinf(value) ? alone : (by_query ? g->T : keys) / 3;
     int heads = by_query ? d.heads : d.kv_heads, head = heads - 1;
-    double *into[] = {n.q, n.k, n.v, n.dout, n.dlse};
-    int width = input == BAD_DLSE ? 1 : input == BAD_V || input == BAD_DOUT ? d.dim_v : d.dim;
+    double *into[] = {n.q, n.k, n.v, n.dout, n.dlse, n.dout};
+    int width = input == BAD_DLSE ? 1 : input == BAD_Q || input == BAD_K ? d.dim : d.dim_v;
     const int nan = !isfinite(value), column = isnan(value) ? width / 2 : value > 0 ? width - 1 : 0;
     check_case("%s, %s, %s, %g in %s", br->name, g->name, dtype_name(dtype), value, names[input]);
     reach r = reach_of(br, &d, &n, input, row, head);
     bits clean = bits_of(br, &d, &n, dtype, 1);
-    into[input][(row * heads + head) * width + column] = value;
+    const int at = (row * heads + head) * width;
+    into[input][at + column] = value;
+    for (int c = 0; input == BAD_DELTA && c < width; c++)
+        n.dout[at + c] =
+            copysign(value, element_get(dtype, clean.of[0] + (size_t)(at + c) * dtype_size(dtype)));
     bits bad = bits_of(br, &d, &n, dtype, 1);
     if (input >= BAD_DOUT)
         CHECK_BITS("out", bad.of[0], clean.of[0], clean.bytes[0], 1);
@@ -560,7 +565,7 @@ static inline void test_overflow(const branch *br) {
     static const geometry g = {"products that overflow behind the mask",
                                1, 70, 2, 1, 16, 16, 8, 4, 16, 2, 1, 1, 20, 0, NULL};
     /* clang-format on */
-    for (int input = BAD_Q; input <= BAD_DLSE; input++)
+    for (int input = BAD_Q; input <= BAD_DELTA; input++)
         for (int k = 0; k < 2; k++)
             test_bad_value(br, &g, dtypes[k], input, dtypes[k] == NSA_F64 ? 1.7e308 : 3e38);
 }
