@@ -357,9 +357,9 @@ static __global__ void first_kernel(const int *in, int *out) {
 }
 
 static size_t resident_bytes() {
-    unsigned long all = 0, resident = 0;
+    unsigned long pages = 0, resident = 0;
     FILE *f = fopen("/proc/self/statm", "r");
-    EXPECT(f && fscanf(f, "%lu %lu", &all, &resident) == 2);
+    EXPECT(f && fscanf(f, "%lu %lu", &pages, &resident) == 2);
     if (f) fclose(f);
     return resident * 4096;
 }
