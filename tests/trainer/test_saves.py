@@ -74,7 +74,7 @@ def test_kills():
 # ---- A full disk ----
 
 FULL = r"""
-mount -t tmpfs -o size=1300k none "$OUT" || exit 77
+mount -t tmpfs -o size=$(($(du -sk "$START" | cut -f1) + 200))k none "$OUT" || exit 77
 cp -a "$START" "$OUT/run" || exit 99
 "$@" --out-dir "$OUT/run" --keep-checkpoints 0
 echo "code $?"
@@ -87,7 +87,8 @@ cp -a "$OUT/run" "$KEPT/whole"
 
 
 def test_full_disk():
-    """A file system of its own fills up while checkpoints are written; then it is made larger."""
+    """A file system of its own fills up while checkpoints are written; then it is made larger. It has room for what a
+    killed run left, however many checkpoints that are, and for a part of one more."""
     start, run = runs.start("start", *OPTIONS)
     wait_for("a checkpoint", lambda: (start / "checkpoints/latest/state.json").exists())
     run.send_signal(signal.SIGKILL)
