@@ -1316,7 +1316,7 @@ static void nsa__fetch(const void *at, size_t bytes) {
 /* Before a loop of few, known turns over an array that shall become registers. Unless GCC unrolls
    such loops first of all, it keeps the array in memory. */
 #if defined(__GNUC__) && __GNUC__ >= 8 && !defined(__clang__) && !defined(__CUDACC__)
-#define NSA__UNROLL _Pragma("GCC unroll 8")
+#define NSA__UNROLL _Pragma("GCC unroll 16")
 #else
 #define NSA__UNROLL
 #endif
@@ -2523,6 +2523,10 @@ typedef struct nsa__tiles {
     int (*at_least)(int n, const nsa_real *x, nsa__lane least);
     /* whether all numbers are finite; n is a multiple of 16 */
     int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
+    /* Row c of `to` becomes column c of x. Rows are whole vectors on both sides, and some more may
+       be read and written: both hold a multiple of 16 rows or numbers of them. */
+    void (*transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x, ptrdiff_t ld_to,
+                      nsa_real *to);
     /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta), with lse2 and
        delta of rows row_index[r] */
     void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
@@ -2536,9 +2540,9 @@ typedef struct nsa__pairs {
        added to takes no factor. b has all rows in order. */
     void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
                  const nsa__result *c, nsa_real factor);
-    /* the same for k single rows of b, as they lie in memory: two of them make a row of pairs */
-    void (*gemm_singles)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
-                         const nsa__result *c);
+    /* Rows 2 r and 2 r + 1 of n rows of x become row r of `to`, `wide` pairs; behind an odd n stand
+       zeros. `wide` is a multiple of 16. Returns whether all numbers are finite. */
+    int (*pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to);
     /* n numbers of each row become n / 2 pairs, rounded, from the row's start on */
     void (*round)(int rows, int n, ptrdiff_t ld, nsa_real *x);
     /* The same of x times factor[row_index[r]], or times 1 if that is NULL; x becomes the pairs
@@ -2546,8 +2550,6 @@ typedef struct nsa__pairs {
        its rows are ld / 2 apart. n and ld are multiples of 16. */
     void (*round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index, const nsa_real *factor,
                         nsa_real *x, nsa__packed *by_row);
-    /* whether all numbers of n pairs a row are finite; n is a multiple of 8 */
-    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x);
 } nsa__pairs;
 
 /* ---- Tiles of each instruction set --------------------------------------------------------- */
@@ -4245,11 +4247,9 @@ static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor
 
 /* 1 if all numbers of n rows of values in place are finite. */
 static int nsa__finite_in_place(const nsa__attend_plan *p, const nsa__matrix *rows, int n) {
-    int (*finite)(int, int, ptrdiff_t, const nsa__packed *) =
-        p->values ? p->values->finite : p->tiles->finite;
-    if (!rows->rows) return finite(n, p->stride_v, rows->row, rows->data);
+    if (!rows->rows) return p->tiles->finite(n, p->wide_v, rows->row, rows->data);
     for (int i = 0; i < n; i++)
-        if (!finite(1, p->stride_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
+        if (!p->tiles->finite(1, p->wide_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
     return 1;
 }
 
@@ -4294,12 +4294,13 @@ static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *jo
 /* Scratch of a task that reads keys in place. It computes s^T = k q^T, because the right operand of
    a product has contiguous rows: queries are cheap to transpose, keys are not. */
 typedef struct nsa__in_place {
-    nsa_real *q_t;  /* (depth, columns): q transposed */
-    nsa_real *s_t;  /* (tile, columns): the scores of a tile, transposed */
-    nsa_real *rows; /* copies of rows that no product can read in place */
-    int *order;     /* of rows in place that do not follow each other */
-    int columns;    /* rows of a batch in whole vectors, and one vector more: a product reads whole
-                       vectors from any row on that a batch begins with */
+    nsa_real *q_t;       /* (depth, columns): q transposed */
+    nsa_real *s_t;       /* (tile, columns): the scores of a tile, transposed */
+    nsa_real *rows;      /* copies of rows that no product can read in place */
+    nsa__packed *paired; /* values as pairs of rows */
+    int *order;          /* of rows in place that do not follow each other */
+    int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
+                    vectors from any row on that a batch begins with */
 } nsa__in_place;
 
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
@@ -4309,6 +4310,7 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     f->s_t = nsa__alloc_reals(a, (int64_t)p->tile * f->columns);
     f->order = (int *)nsa__alloc(a, p->tile, sizeof *f->order);
     f->rows = nsa__alloc_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
+    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->tile / 2 * p->wide_v);
 }
 
 /* Transposes the task's queries; columns behind the last are zeros. */
@@ -4360,21 +4362,29 @@ static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *jo
         k = nsa__rows_copied(job, x, begin, n, dim, p->wide, pairs, f->rows, nonfinite);
         nsa__in_place_product(f, job, it, b, &k, begin, n);
     }
-    for (int r = 0; r < b->rows; r++, s += p->tile) {
-        for (int i = 0; i < n; i++) s[i] = f->s_t[(ptrdiff_t)i * f->columns + r];
+    p->tiles->transpose(n, b->rows, f->columns, f->s_t, p->tile, s);
+    for (int r = 0; n < b->end - b->begin && r < b->rows; r++, s += p->tile)
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
-    }
 }
 
-/* The values of n keys as rows of a product. Non-finite rows come from copies, as zeros. */
+/* The values of n keys as rows of a product, in pairs of rows if they are bf16. Non-finite rows
+   come from copies, as zeros. */
 static nsa__matrix nsa__in_place_values(const nsa__in_place *f, const nsa__head_job *job, int begin,
                                         int n, uint64_t *nonfinite) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = &p->x->v;
     const int pairs = p->values != NULL, dim_v = p->d->dim_v;
-    const nsa__matrix v = nsa__rows_in_place(job, x, begin, n, dim_v, p->wide_v, pairs, f->order);
-    if (v.data && nsa__finite_in_place(p, &v, n)) return v;
-    return nsa__rows_copied(job, x, begin, n, dim_v, p->wide_v, pairs, f->rows, nonfinite);
+    const nsa__matrix paired = {f->paired, p->wide_v, 1, NULL};
+    nsa__matrix v = nsa__rows_in_place(job, x, begin, n, dim_v, p->wide_v, pairs, f->order);
+    int done = 0;
+    if (v.data)
+        done = pairs ? p->values->pair_rows(n, p->wide_v, &v, f->paired)
+                     : nsa__finite_in_place(p, &v, n);
+    if (!done) {
+        v = nsa__rows_copied(job, x, begin, n, dim_v, p->wide_v, pairs, f->rows, nonfinite);
+        if (pairs) p->values->pair_rows(n, p->wide_v, &v, f->paired);
+    }
+    return pairs ? paired : v;
 }
 
 /* ---- Attention: heads and queries ---------------------------------------------------------- */
@@ -4711,7 +4721,7 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     const nsa__matrix v = nsa__in_place_values(&f->in_place, job, keys, held, &nonfinite);
     const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink};
     if (p->values)
-        p->values->gemm_singles(b->rows, p->wide_v, held, &weights, &v, &out);
+        p->values->gemm(b->rows, p->wide_v, (held + 1) / 2, &weights, &v, &out, 1);
     else
         p->tiles->gemm(b->rows, p->wide_v, held, &weights, &v, &out);
     nsa__forward_note(f, job, b, nonfinite << b->begin);
@@ -5008,17 +5018,6 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
     }
 }
 
-/* Rows of a batch as pairs of rows. Behind an odd number of them stand zeros. */
-static nsa__matrix nsa__backward_paired(const nsa__backward *f, const nsa__matrix *x, int rows,
-                                        int wide) {
-    static const nsa_real zeros[NSA__MAX_DIM / 2] = {0};
-    const nsa__matrix paired = {f->paired, wide, 1, NULL};
-    for (int r = 0; r < rows; r += 2)
-        nsa__pair_rows(f->paired + r / 2 * wide, x->data + x->rows[r] * x->row,
-                       r + 1 < rows ? x->data + x->rows[r + 1] * x->row : zeros, wide);
-    return paired;
-}
-
 /* The gradients' products of a batch, from p, ds and the operands of nsa__backward_batch, in pairs.
    Both p and ds are paired by row for dv and dk, and ds by key for dq. */
 static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job,
@@ -5032,14 +5031,16 @@ static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job
     if (job->dv) {
         const nsa__matrix p_t = {f->p, 1, tile, NULL};
         pairs->round_pairs(rows, n, tile, b->row, gate, f->p, NULL);
-        const nsa__matrix right = nsa__backward_paired(f, dout, rows, p->wide_v);
+        const nsa__matrix right = {f->paired, p->wide_v, 1, NULL};
+        pairs->pair_rows(rows, p->wide_v, dout, f->paired);
         pairs->gemm(n, p->wide_v, half, &p_t, &right, dv, 1);
     }
     if (job->dk || p->dx->q.data)
         pairs->round_pairs(rows, n, tile, b->row, gate, f->ds, f->ds_rows);
     if (job->dk) {
         const nsa__matrix ds_t = {f->ds, 1, tile, NULL};
-        const nsa__matrix right = nsa__backward_paired(f, q, rows, p->wide);
+        const nsa__matrix right = {f->paired, p->wide, 1, NULL};
+        pairs->pair_rows(rows, p->wide, q, f->paired);
         pairs->gemm(n, p->wide, half, &ds_t, &right, dk, 1);
     }
     if (p->dx->q.data) {
@@ -7077,18 +7078,8 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     memcpy(&numbers, x, sizeof numbers);
     return __builtin_convertvector(numbers, NSA__T(bits));
 }
-/* Pairs of row p of the right operand; or those that rows 2 p and 2 p + 1 of its `singles` rows
-   make. What lies behind the last row counts as 0, and so nothing there is multiplied. */
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    if (!singles) return NSA__FROM(b.data + p * b.row + column);
-    const int i = 2 * p, j = 2 * p + 1;
-    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
-    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
-    if (j < singles) {
-        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
-        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
-    }
-    return (NSA__V)pairs;
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column) {
+    return NSA__FROM(b.data + p * b.row + column);
 }
 #else
 /* Lane by lane on ? a : b, where the lanes of `on` are 0 or -1. */
@@ -7132,8 +7123,7 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
-    (void)singles;
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column) {
     return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
 }
 
@@ -7190,10 +7180,9 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
    chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
    and column alone. With `add` alone the chain begins with the c that is there. With `keep` it
    begins with 0 and keep c is added at the end. Softmax adds many tiles to a row: a chain for each
-   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. */
+   tile rounds less than one chain through all of them. `factor` is for pairs. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor) {
+                                           nsa__matrix b, nsa__result c, nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -7213,7 +7202,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
     for (int p = 0; p < k; p++) {
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L);
             NSA__HOLD(of_b[j]); /* or each of the multiply-adds would load it again */
         }
         NSA__UNROLL
@@ -7228,8 +7217,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         const NSA__V keep = NSA__T(splat)(c.keep ? c.keep[i] : 0);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            if (NSA__OF_PAIRS && !c.add) sum[i][j] *= NSA__T(splat)(factor);
-            if (c.keep) sum[i][j] += keep * NSA__FROM(c_row[i] + j * NSA__L);
+            if (c.keep) /* one of the two, or GCC rounds keep c in some pieces and not in others */
+                sum[i][j] += keep * NSA__FROM(c_row[i] + j * NSA__L);
+            else if (NSA__OF_PAIRS && !c.add)
+                sum[i][j] *= NSA__T(splat)(factor);
             NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
         }
     }
@@ -7238,10 +7229,9 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
 /* Some columns of c: m rows in pieces of NSA__ROWS, and one smaller piece. The number of rows is a
    constant in each call, so that the compiler can hold the piece in registers. */
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, int singles,
-                                             nsa_real factor) {
+                                             nsa__matrix b, nsa__result c, nsa_real factor) {
     for (; m >= NSA__ROWS; m -= NSA__ROWS) {
-        NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
+        NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
         if (a.rows)
             a.rows += NSA__ROWS;
         else
@@ -7253,34 +7243,30 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
         if (c.keep) c.keep += NSA__ROWS;
     }
 #if NSA__ROWS > 4
-    if (m == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
-    if (m == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
+    if (m == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
+    if (m == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
 #endif
-    if (m == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
-    if (m == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
-    if (m == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
+    if (m == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
+    if (m == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
+    if (m == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
 }
 
 #if NSA__OF_PAIRS
 /* See nsa__pairs. */
-NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a, nsa__matrix b,
-                                             nsa__result c, int singles, nsa_real factor) {
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
+                                     const nsa__matrix *right, const nsa__result *result,
+                                     nsa_real factor) {
+    const nsa__matrix a = *left;
+    nsa__matrix b = *right;
+    nsa__result c = *result;
     int j = 0;
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
-        b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, factor);
+        b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
-    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, singles, factor);
-}
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
-                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
-    NSA__T(product)(m, n, k, *a, *b, *c, 0, factor);
-}
-NSA__TARGET static void NSA__T(gemm_singles)(int m, int n, int k, const nsa__matrix *a,
-                                             const nsa__matrix *b, const nsa__result *c) {
-    NSA__T(product)(m, n, (k + 1) / 2, *a, *b, *c, k, 1);
+    for (; j < n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
+        NSA__T(columns)(1, m, k, a, b, c, factor);
 }
 
 /* nsa__to_bf16, lane by lane. A NaN keeps the quiet bit, which lies in the upper half. Only one
@@ -7322,22 +7308,27 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
     }
 }
 
-/* As nsa__tiles.finite: both exponents of a pair at once. */
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
-    uint32_t lane[8] = {0}, sum = 0;
-    for (int r = 0; r < rows; r++, x += ld)
-        for (int j = 0; j < n; j += 8)
-            for (int i = 0; i < 8; i++) {
-                uint32_t pair;
-                memcpy(&pair, x + j + i, sizeof pair);
-                lane[i] |= (pair & 0x7f807f80u) + 0x00800080u;
-            }
-    for (int i = 0; i < 8; i++) sum |= lane[i];
+/* Finite as nsa__all_finite has it, for two exponents at once. */
+NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
+    NSA__T(bits) any = {0};
+    uint32_t lane[NSA__L], sum = 0;
+    for (int r = 0; r < n; r += 2, to += wide) {
+        const nsa__packed *first = x->data + (x->rows ? x->rows[r] : r) * x->row, *second = NULL;
+        if (r + 1 < n) second = x->data + (x->rows ? x->rows[r + 1] : r + 1) * x->row;
+        for (int j = 0; j < wide; j += NSA__L) {
+            NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + j);
+            if (second) pairs |= NSA__T(halves_at)((const uint16_t *)second + j) << 16;
+            any |= (pairs & 0x7f807f80u) + 0x00800080u;
+            NSA__TO(to + j) = (NSA__V)pairs;
+        }
+    }
+    memcpy(lane, &any, sizeof lane);
+    for (int i = 0; i < NSA__L; i++) sum |= lane[i];
     return !(sum & 0x80008000u);
 }
 
-static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(gemm_singles), NSA__T(round),
-                                         NSA__T(round_pairs), NSA__T(finite)};
+static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T(round),
+                                         NSA__T(round_pairs)};
 #else
 /* Columns in whole pieces, then in single vectors, then one by one. The last loop is the same chain
    of multiply-adds, so an element has the same bits in each of the three. */
@@ -7352,14 +7343,14 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
         b_all.data = b.data;
         if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
         else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
     for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        NSA__T(columns)(1, m, k, a, b, c, 1);
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -7496,8 +7487,45 @@ NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_r
     return !(sum >> sign);
 }
 
+/* Blocks of NSA__L x NSA__L. A step exchanges the halves that are off the diagonal, of the block,
+   then of its quarters, and so on. */
+NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x,
+                                          ptrdiff_t ld_to, nsa_real *to) {
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    NSA__V block[NSA__L];
+    memcpy(&lane, order, sizeof lane);
+    for (int c = 0; c < columns; c += NSA__L)
+        for (int r = 0; r < rows; r += NSA__L) {
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++) block[i] = NSA__FROM(x + (r + i) * ld + c);
+            NSA__UNROLL
+            for (int half = NSA__L / 2; half; half /= 2) {
+                /* lanes below `half`, then those from `half` on, of two rows */
+                const NSA__I low = lane + (((lane & half) != 0) & (NSA__L - half)),
+                             high = low + half;
+                NSA__UNROLL
+                for (int i = 0; i < NSA__L; i++)
+                    if (!(i & half)) {
+                        const NSA__V a = block[i], b = block[i + half];
+                        block[i] = __builtin_shuffle(a, b, low);
+                        block[i + half] = __builtin_shuffle(a, b, high);
+                    }
+            }
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++)
+                if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
+        }
+#else
+    for (int c = 0; c < columns; c++)
+        for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
+#endif
+}
+
 static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),     NSA__T(softmax), NSA__T(probability),
-                                         NSA__T(at_least), NSA__T(finite),  NSA__T(gradient)};
+                                         NSA__T(at_least), NSA__T(finite),  NSA__T(transpose),
+                                         NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_

@@ -281,14 +281,16 @@ static inline void test_alone(const branch *br, const geometry *g, nsa_dtype dty
     numbers_free(&n);
 }
 
-/* Forward and dQ in slices of queries, dK and dV in slices of kv heads: the bits of the whole. */
+/* Forward and dQ in slices of queries, dK and dV in slices of kv heads: the bits of the whole. out
+   has the real dtype where it may, because half precision would round most differences away. */
 static inline void test_slices(const branch *br, const geometry *g, nsa_dtype dtype) {
+    const int form = CHECKS_CUDA ? 0 : 8 * MIXED;
     nsa_desc d = desc_of(g);
     numbers n = numbers_new(br, &d, dtype, 7);
     double *zeros = ref_zeros(n.nq + n.nk + n.nv);
     check_case("%s, %s, %s, whole", br->name, g->name, dtype_name(dtype));
-    bits whole = bits_of(br, &d, &n, dtype, 0);
-    problem s = problem_new(br, &d, &n, dtype, dtype, 2, zeros);
+    bits whole = bits_of(br, &d, &n, dtype, form);
+    problem s = problem_new(br, &d, &n, dtype, dtype, form + 2, zeros);
     nsa_attend x = s.x, dx = s.dx;
     int cut[] = {0, g->T / 3, g->T / 3 + 1, g->T - g->T / 4, g->T};
     for (int i = 0; i + 1 < COUNT(cut); i++) {
