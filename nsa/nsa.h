@@ -2550,6 +2550,8 @@ typedef struct nsa__pairs {
        its rows are ld / 2 apart. n and ld are multiples of 16. */
     void (*round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index, const nsa_real *factor,
                         nsa_real *x, nsa__packed *by_row);
+    /* as nsa__store of bf16 */
+    void (*store)(int n, const nsa_real *x, void *row);
 } nsa__pairs;
 
 /* ---- Tiles of each instruction set --------------------------------------------------------- */
@@ -2647,7 +2649,8 @@ typedef struct nsa__pairs {
    of f32 sums the two products of its pairs. It is the instruction itself, because compilers have
    changed the types of its builtins from version to version. VDPBF16PS adds the odd product, then
    the even one, each as a multiply-add that rounds to nearest. BFDOT rounds to odd. Both take
-   subnormal numbers for 0. */
+   subnormal numbers for 0. NSA__ROUND(halves, x) rounds a vector of f32 to bf16 in one
+   instruction. */
 #ifdef NSA__HAS_BF16_BY_HAND
 #include NSA__BF16_BY_HAND
 #include NSA__THIS_FILE
@@ -2663,6 +2666,7 @@ typedef struct nsa__pairs {
 #define NSA__HOLD(x) __asm__("" : "+v"(x))
 #define NSA__DOT(sum, a, b) \
     __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
+#define NSA__ROUND(halves, x) __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
 #include NSA__THIS_FILE
 #endif
 
@@ -2700,6 +2704,15 @@ static const nsa__pairs *nsa__pairs_of(const nsa_desc *d) {
 #else
     return NULL;
 #endif
+}
+
+/* As nsa__store. `pairs` may be NULL. */
+static void nsa__store_by(const nsa__pairs *pairs, nsa_dtype dtype, void *row, const nsa_real *from,
+                          int n) {
+    if (pairs && dtype == NSA_BF16)
+        pairs->store(n, from, row);
+    else
+        nsa__store(dtype, row, from, n);
 }
 
 static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
@@ -4743,7 +4756,8 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
             for (int c = 0; c < dim_v; c++) out[c] = nsa__nan();
             lse = nsa__nan();
         }
-        nsa__store(p->x->out.dtype, nsa__query_row(job, &f->iter, &p->x->out, r), out, dim_v);
+        nsa__store_by(p->pairs, p->x->out.dtype, nsa__query_row(job, &f->iter, &p->x->out, r), out,
+                      dim_v);
         nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
         if (p->options.select) f->m[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
     }
@@ -5953,6 +5967,7 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
 typedef struct nsa__gate_job {
     const nsa_gate *x, *dx;
     const nsa_desc *d;
+    const nsa__pairs *pairs;    /* NULL, or what stores rows of bf16 */
     const nsa_attention *whole; /* the chain's forward: slc's rows of the queries before `prefix` */
     int prefix;                 /* are win's, and have not been written yet */
     nsa__seq seq;
@@ -5990,7 +6005,8 @@ static void nsa__gate_forward_task(const void *context, int64_t index, void *scr
             for (int i = 0; i < 3; i++)
                 nsa__add_to(out, g[i], branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
                             d->dim_v);
-            nsa__store(p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, at, h), out, d->dim_v);
+            nsa__store_by(p->pairs, p->x->out.dtype, nsa__row(&p->x->out, p->seq.batch, at, h), out,
+                          d->dim_v);
         }
 }
 
@@ -6003,7 +6019,8 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
     const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
     int sharers = d->heads / d->gate_heads;
-    nsa_real row[NSA__MAX_DIM], dout[NSA__MAX_DIM];
+    int wide = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    nsa_real row[NSA__MAX_DIM] = {0}, dout[NSA__MAX_DIM] = {0};
     dg[0] = dg[1] = dg[2] = 0;
     for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
         nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
@@ -6011,7 +6028,7 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
             if (p->dx->logits.data) {
                 nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
                           d->dim_v);
-                for (int c = 0; c < d->dim_v; c++) dg[i] += dout[c] * row[c];
+                dg[i] += nsa__dot(dout, row, wide);
             }
             if (dbranch[i]->data)
                 nsa__add(dbranch[i]->dtype, nsa__row(dbranch[i], p->seq.batch, at, h), g[i], dout,
@@ -6050,6 +6067,7 @@ static void nsa__gate_run(const nsa_gate *dx, const nsa_gate *x, const nsa_desc 
     p.x = x;
     p.dx = dx;
     p.d = d;
+    p.pairs = nsa__pairs_of(d);
     p.whole = whole;
     p.prefix = prefix;
     for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
@@ -7275,16 +7293,35 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded)(NSA__V x) {
     const NSA__T(bits) bits = (NSA__T(bits))x;
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+/* The same of a factor of products, by one instruction where there is one. That takes subnormal
+   numbers for 0, as the products do. */
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded_factor)(NSA__V x) {
+#ifdef NSA__ROUND
+    NSA__T(halves) numbers;
+    NSA__ROUND(numbers, x);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+#else
+    return NSA__T(rounded)(x);
+#endif
+}
 NSA__INLINE NSA__TARGET void NSA__T(put_halves)(uint16_t *to, NSA__T(bits) numbers) {
     const NSA__T(halves) halves = __builtin_convertvector(numbers, NSA__T(halves));
     memcpy(to, &halves, sizeof halves);
+}
+
+NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
+    uint16_t *to = (uint16_t *)row;
+    int j = 0;
+    for (; j + NSA__L <= n; j += NSA__L)
+        NSA__T(put_halves)(to + j, NSA__T(rounded)(NSA__FROM(x + j)));
+    for (; j < n; j++) to[j] = nsa__to_bf16((float)x[j]);
 }
 
 /* The row's start takes the pairs: they lie before all that is still to be read. */
 NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += NSA__L)
-            NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded)(NSA__FROM(x + j)));
+            NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
 }
 
 /* A row of pairs goes to row r / 2, and so overwrites no number that is still to be read. An odd
@@ -7298,9 +7335,9 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
         const NSA__V low = NSA__T(splat)(factor ? factor[row_index[r]] : 1),
                      high = NSA__T(splat)(factor && two ? factor[row_index[r + 1]] : 1);
         for (int j = 0; j < n; j += NSA__L) {
-            const NSA__T(bits) a = NSA__T(rounded)(NSA__FROM(first + j) * low);
+            const NSA__T(bits) a = NSA__T(rounded_factor)(NSA__FROM(first + j) * low);
             NSA__T(bits) b = {0};
-            if (two) b = NSA__T(rounded)(NSA__FROM(second + j) * high);
+            if (two) b = NSA__T(rounded_factor)(NSA__FROM(second + j) * high);
             if (by_row) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + j, a);
             if (by_row && two) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + ld + j, b);
             NSA__TO(x + r / 2 * ld + j) = (NSA__V)(a | b << 16);
@@ -7328,7 +7365,7 @@ NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, 
 }
 
 static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T(round),
-                                         NSA__T(round_pairs)};
+                                         NSA__T(round_pairs), NSA__T(store)};
 #else
 /* Columns in whole pieces, then in single vectors, then one by one. The last loop is the same chain
    of multiply-adds, so an element has the same bits in each of the three. */
@@ -7544,6 +7581,7 @@ static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),     NSA__T(softmax), NSA_
 #undef NSA__HOLD
 #undef NSA__MAX
 #undef NSA__DOT
+#undef NSA__ROUND
 #undef NSA__OF_PAIRS
 #endif /* NSA__ISA */
 
