@@ -2540,6 +2540,9 @@ typedef struct nsa__pairs {
        added to takes no factor. b has all rows in order. */
     void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
                  const nsa__result *c, nsa_real factor);
+    /* the same for k single rows of b, as they lie in memory: two of them make a row of pairs */
+    void (*gemm_singles)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
+                         const nsa__result *c);
     /* Rows 2 r and 2 r + 1 of n rows of x become row r of `to`, `wide` pairs; behind an odd n stand
        zeros. `wide` is a multiple of 16. Returns whether all numbers are finite. */
     int (*pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to);
@@ -2550,6 +2553,8 @@ typedef struct nsa__pairs {
        its rows are ld / 2 apart. n and ld are multiples of 16. */
     void (*round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index, const nsa_real *factor,
                         nsa_real *x, nsa__packed *by_row);
+    /* whether all numbers of n pairs a row are finite; n is a multiple of 8 */
+    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x);
     /* as nsa__store of bf16 */
     void (*store)(int n, const nsa_real *x, void *row);
 } nsa__pairs;
@@ -4260,9 +4265,11 @@ static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor
 
 /* 1 if all numbers of n rows of values in place are finite. */
 static int nsa__finite_in_place(const nsa__attend_plan *p, const nsa__matrix *rows, int n) {
-    if (!rows->rows) return p->tiles->finite(n, p->wide_v, rows->row, rows->data);
+    int (*finite)(int, int, ptrdiff_t, const nsa__packed *) =
+        p->values ? p->values->finite : p->tiles->finite;
+    if (!rows->rows) return finite(n, p->stride_v, rows->row, rows->data);
     for (int i = 0; i < n; i++)
-        if (!p->tiles->finite(1, p->wide_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
+        if (!finite(1, p->stride_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
     return 1;
 }
 
@@ -4380,24 +4387,33 @@ static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *jo
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
 
-/* The values of n keys as rows of a product, in pairs of rows if they are bf16. Non-finite rows
-   come from copies, as zeros. */
-static nsa__matrix nsa__in_place_values(const nsa__in_place *f, const nsa__head_job *job, int begin,
-                                        int n, uint64_t *nonfinite) {
+enum { NSA__PIECE_ROWS = 6 }; /* a product of so few rows pairs each row of values once */
+
+/* out = out * shrink + p v for n keys from `begin` on. Non-finite rows of values come from copies,
+   as zeros. For more rows than a piece has, values of bf16 are paired ahead. */
+static void nsa__in_place_sums(const nsa__in_place *f, const nsa__head_job *job, int begin, int n,
+                               int rows, const nsa__matrix *weights, const nsa__result *out,
+                               uint64_t *nonfinite) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *x = &p->x->v;
-    const int pairs = p->values != NULL, dim_v = p->d->dim_v;
-    const nsa__matrix paired = {f->paired, p->wide_v, 1, NULL};
-    nsa__matrix v = nsa__rows_in_place(job, x, begin, n, dim_v, p->wide_v, pairs, f->order);
+    const int pairs = p->values != NULL, dim_v = p->d->dim_v, wide_v = p->wide_v;
+    const int ahead = pairs && rows > NSA__PIECE_ROWS;
+    const nsa__matrix paired = {f->paired, wide_v, 1, NULL};
+    nsa__matrix v = nsa__rows_in_place(job, x, begin, n, dim_v, wide_v, pairs, f->order);
     int done = 0;
     if (v.data)
-        done = pairs ? p->values->pair_rows(n, p->wide_v, &v, f->paired)
-                     : nsa__finite_in_place(p, &v, n);
+        done =
+            ahead ? p->values->pair_rows(n, wide_v, &v, f->paired) : nsa__finite_in_place(p, &v, n);
     if (!done) {
-        v = nsa__rows_copied(job, x, begin, n, dim_v, p->wide_v, pairs, f->rows, nonfinite);
-        if (pairs) p->values->pair_rows(n, p->wide_v, &v, f->paired);
+        v = nsa__rows_copied(job, x, begin, n, dim_v, wide_v, pairs, f->rows, nonfinite);
+        if (ahead) p->values->pair_rows(n, wide_v, &v, f->paired);
     }
-    return pairs ? paired : v;
+    if (ahead)
+        p->values->gemm(rows, wide_v, (n + 1) / 2, weights, &paired, out, 1);
+    else if (pairs)
+        p->values->gemm_singles(rows, wide_v, n, weights, &v, out);
+    else
+        p->tiles->gemm(rows, wide_v, n, weights, &v, out);
 }
 
 /* ---- Attention: heads and queries ---------------------------------------------------------- */
@@ -4731,12 +4747,8 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, f->s, &nonfinite);
     nsa__forward_softmax(f, job, b, keys, n);
     const nsa__matrix weights = {f->s, p->tile, 1, NULL};
-    const nsa__matrix v = nsa__in_place_values(&f->in_place, job, keys, held, &nonfinite);
     const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink};
-    if (p->values)
-        p->values->gemm(b->rows, p->wide_v, (held + 1) / 2, &weights, &v, &out, 1);
-    else
-        p->tiles->gemm(b->rows, p->wide_v, held, &weights, &v, &out);
+    nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
     nsa__forward_note(f, job, b, nonfinite << b->begin);
 }
 
@@ -7096,8 +7108,18 @@ NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
     memcpy(&numbers, x, sizeof numbers);
     return __builtin_convertvector(numbers, NSA__T(bits));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column) {
-    return NSA__FROM(b.data + p * b.row + column);
+/* Pairs of row p of the right operand; or those that rows 2 p and 2 p + 1 of its `singles` rows
+   make. What lies behind the last row counts as 0, and so nothing there is multiplied. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    if (!singles) return NSA__FROM(b.data + p * b.row + column);
+    const int i = 2 * p, j = 2 * p + 1;
+    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
+    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
+    if (j < singles) {
+        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
+        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
+    }
+    return (NSA__V)pairs;
 }
 #else
 /* Lane by lane on ? a : b, where the lanes of `on` are 0 or -1. */
@@ -7141,7 +7163,8 @@ NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
 NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
     return NSA__T(splat)(*x);
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    (void)singles;
     return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
 }
 
@@ -7198,9 +7221,10 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
    chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
    and column alone. With `add` alone the chain begins with the c that is there. With `keep` it
    begins with 0 and keep c is added at the end. Softmax adds many tiles to a row: a chain for each
-   tile rounds less than one chain through all of them. `factor` is for pairs. */
+   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
-                                           nsa__matrix b, nsa__result c, nsa_real factor) {
+                                           nsa__matrix b, nsa__result c, int singles,
+                                           nsa_real factor) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -7220,7 +7244,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
     for (int p = 0; p < k; p++) {
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
-            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L);
+            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
             NSA__HOLD(of_b[j]); /* or each of the multiply-adds would load it again */
         }
         NSA__UNROLL
@@ -7247,9 +7271,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
 /* Some columns of c: m rows in pieces of NSA__ROWS, and one smaller piece. The number of rows is a
    constant in each call, so that the compiler can hold the piece in registers. */
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
-                                             nsa__matrix b, nsa__result c, nsa_real factor) {
+                                             nsa__matrix b, nsa__result c, int singles,
+                                             nsa_real factor) {
     for (; m >= NSA__ROWS; m -= NSA__ROWS) {
-        NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, factor);
+        NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
         if (a.rows)
             a.rows += NSA__ROWS;
         else
@@ -7261,30 +7286,34 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
         if (c.keep) c.keep += NSA__ROWS;
     }
 #if NSA__ROWS > 4
-    if (m == 5) NSA__T(piece)(5, vectors, k, a, b, c, factor);
-    if (m == 4) NSA__T(piece)(4, vectors, k, a, b, c, factor);
+    if (m == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
+    if (m == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
 #endif
-    if (m == 3) NSA__T(piece)(3, vectors, k, a, b, c, factor);
-    if (m == 2) NSA__T(piece)(2, vectors, k, a, b, c, factor);
-    if (m == 1) NSA__T(piece)(1, vectors, k, a, b, c, factor);
+    if (m == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
+    if (m == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
+    if (m == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
 }
 
 #if NSA__OF_PAIRS
 /* See nsa__pairs. */
-NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
-                                     const nsa__matrix *right, const nsa__result *result,
-                                     nsa_real factor) {
-    const nsa__matrix a = *left;
-    nsa__matrix b = *right;
-    nsa__result c = *result;
+NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a, nsa__matrix b,
+                                             nsa__result c, int singles, nsa_real factor) {
     int j = 0;
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
-        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, factor);
-        b.data += NSA__VECTORS * NSA__L;
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
+        b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
         c.data += NSA__VECTORS * NSA__L;
     }
-    for (; j < n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, factor);
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
+        NSA__T(columns)(1, m, k, a, b, c, singles, factor);
+}
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
+    NSA__T(product)(m, n, k, *a, *b, *c, 0, factor);
+}
+NSA__TARGET static void NSA__T(gemm_singles)(int m, int n, int k, const nsa__matrix *a,
+                                             const nsa__matrix *b, const nsa__result *c) {
+    NSA__T(product)(m, n, (k + 1) / 2, *a, *b, *c, k, 1);
 }
 
 /* nsa__to_bf16, lane by lane. A NaN keeps the quiet bit, which lies in the upper half. Only one
@@ -7345,7 +7374,19 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
     }
 }
 
-/* Finite as nsa__all_finite has it, for two exponents at once. */
+/* As nsa__tiles.finite: both exponents of a pair at once. */
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+    uint32_t lane[8] = {0}, sum = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += 8)
+            for (int i = 0; i < 8; i++) {
+                uint32_t pair;
+                memcpy(&pair, x + j + i, sizeof pair);
+                lane[i] |= (pair & 0x7f807f80u) + 0x00800080u;
+            }
+    for (int i = 0; i < 8; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
 NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
     NSA__T(bits) any = {0};
     uint32_t lane[NSA__L], sum = 0;
@@ -7364,8 +7405,9 @@ NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, 
     return !(sum & 0x80008000u);
 }
 
-static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm), NSA__T(pair_rows), NSA__T(round),
-                                         NSA__T(round_pairs), NSA__T(store)};
+static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
+                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
+                                         NSA__T(store)};
 #else
 /* Columns in whole pieces, then in single vectors, then one by one. The last loop is the same chain
    of multiply-adds, so an element has the same bits in each of the three. */
@@ -7380,14 +7422,14 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
     for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
         b_all.data = b.data;
         if (b.rows)
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
         else
-            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 1);
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
     }
     for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
-        NSA__T(columns)(1, m, k, a, b, c, 1);
+        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -7524,16 +7566,18 @@ NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_r
     return !(sum >> sign);
 }
 
-/* Blocks of NSA__L x NSA__L. A step exchanges the halves that are off the diagonal, of the block,
-   then of its quarters, and so on. */
+/* Blocks of NSA__L x NSA__L, then single columns, which are cheaper than a block if they are few. A
+   step exchanges the halves that are off the diagonal, of the block, then of its quarters, and so
+   on. */
 NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x,
                                           ptrdiff_t ld_to, nsa_real *to) {
+    int c = 0;
 #if NSA__BYTES && !defined(__clang__)
     static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     NSA__I lane;
     NSA__V block[NSA__L];
     memcpy(&lane, order, sizeof lane);
-    for (int c = 0; c < columns; c += NSA__L)
+    for (; c + NSA__L / 4 < columns; c += NSA__L)
         for (int r = 0; r < rows; r += NSA__L) {
             NSA__UNROLL
             for (int i = 0; i < NSA__L; i++) block[i] = NSA__FROM(x + (r + i) * ld + c);
@@ -7554,10 +7598,9 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
             for (int i = 0; i < NSA__L; i++)
                 if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
         }
-#else
-    for (int c = 0; c < columns; c++)
-        for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 #endif
+    for (; c < columns; c++)
+        for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
 static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),     NSA__T(softmax), NSA__T(probability),
