@@ -165,13 +165,16 @@ void gemm_stay_alone(void) {
     omp_set_num_threads(1);
 }
 
-/* to[f][r] = a[r][i + f], by squares of a few cache lines. */
+/* to[f][r] = a[r][i + f], by squares of a few cache lines. The square below is asked for ahead: its
+   rows are too far apart for the processor to guess them. */
 static void straighten(float to[WIDEST][DEEPEST], const product *p, int i, int rows) {
     for (int k = 0; k < p->k; k += EDGE)
         for (int f = 0; f < rows; f += EDGE)
-            for (int r = k; r < smaller(k + EDGE, p->k); r++)
-                for (int g = f; g < smaller(f + EDGE, rows); g++)
-                    to[g][r] = p->a[(ptrdiff_t)r * p->m + i + g];
+            for (int r = k; r < smaller(k + EDGE, p->k); r++) {
+                const float *row = p->a + (ptrdiff_t)r * p->m + i;
+                if (r + EDGE < p->k) __builtin_prefetch(row + (ptrdiff_t)EDGE * p->m + f);
+                for (int g = f; g < smaller(f + EDGE, rows); g++) to[g][r] = row[g];
+            }
 }
 
 /* False: oneDNN has no memory, and c is as it was. */
