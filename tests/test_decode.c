@@ -49,7 +49,9 @@ static const geometry geometries[] = {
      NSA_WINDOW_COUNTS_SELF},
     {"window and room beyond all, 12 heads to a group", 12, 1, 16, 16, 16, 1, 64, 9, 1000, 130,
      NSA_PHI_CONV, NSA_F32, NSA_WINDOW_COUNTS_SELF},
-    {"80 heads to a group", 80, 1, 8, 8, 8, 2, 8, 4, 40, 3, NSA_PHI_MEAN, NSA_F32,
+    {"80 heads to a group", 80, 1, 8, 8, 8, 2, 8, 4, 40, 3, NSA_PHI_MEAN, NSA_BF16,
+     NSA_WINDOW_COUNTS_SELF},
+    {"16 heads to a group, bf16", 16, 1, 16, 16, 4, 2, 4, 9, 7, 2, NSA_PHI_MEAN, NSA_BF16,
      NSA_WINDOW_COUNTS_SELF},
 };
 #else

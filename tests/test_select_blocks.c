@@ -235,12 +235,12 @@ static int set_option(nsa_desc *d, int option) {
 /* ---- Ties ---- */
 
 /* All compressed keys alike: blocks of equal overlap are tied exactly, and the lower index wins. */
-static void test_ties(const geometry *g, nsa_score_map map, nsa_isa isa) {
+static void test_ties(const geometry *g, nsa_dtype dtype, nsa_score_map map, nsa_isa isa) {
     nsa_desc d = desc_of(g);
     d.score_map = map, d.isa = isa;
     suite s = suite_of(g->name, &d);
     if (suite_refused(&s, &d, NULL)) return;
-    values v = values_random(&s, &d, NSA_REAL_DTYPE, 50), zeros = values_zero(&s, &d);
+    values v = values_random(&s, &d, dtype, 50), zeros = values_zero(&s, &d);
     plan p = plan_of(&d);
     for (size_t i = (size_t)d.dim; i < slot_count(&s.slots[SLOT_K], &p); i++)
         v.x[SLOT_K][i] = v.x[SLOT_K][i - (size_t)d.dim];
@@ -248,7 +248,7 @@ static void test_ties(const geometry *g, nsa_score_map map, nsa_isa isa) {
     values want = values_reference(&s, &d, &v, REF_F64);
     instance q;
     check_case("select, %s, tied keys, map %d, isa %s", g->name, (int)map, nsa_isa_name(isa));
-    instance_new(&q, &s, &d, &v, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+    instance_new(&q, &s, &d, &v, dtype, dtype, 0, &zeros);
     instance_run(&q);
     double *got = ref_zeros(tensor_count(&q.x[SLOT_BLOCKS]));
     tensor_get(&q.x[SLOT_BLOCKS], got);
@@ -560,6 +560,65 @@ static void test_width(void) {
     CHECK(nsa_block_list_width(&d) == 8, "%d", nsa_block_list_width(&d));
 }
 
+/* More tiles of keys than any kernel has in flight, by short lists and by lists that no warp has
+   lanes for; more lists than shared memory holds. */
+static void test_many_tiles(int least) {
+    geometry g = *shape("G 12, D 96");
+    g.name = "many tiles of keys", g.T = 262, g.H = 9, g.Dk = g.Dv = 16, g.l = 2, g.d = 1,
+    g.slc_block = 4;
+    for (int n = 6; n <= (least ? 6 : 40); n += 34) {
+        g.n = n;
+        nsa_desc d = desc_of(&g);
+        test_reference(&g, &d, NSA_BF16, 901);
+    }
+    g.n = 6;
+    if (!least) test_ties(&g, NSA_BF16, NSA_SCORE_OVERLAP_SUM, NSA_ISA_DETECT);
+    g = *shape("tokens for blocks");
+    g.name = "most of the tokens chosen", g.H = 4, g.n = 100;
+    nsa_desc d = desc_of(&g);
+    test_reference(&g, &d, NSA_BF16, 902);
+}
+
+/* Forward and decoding rank by the same bits, so every kernel adds up the heads of a group in one
+   order: over bit 0 of their numbers, bit 3, bit 2, bit 1. A head's own p is the score if no other
+   head counts. */
+static void test_order_of_heads(int group, nsa_dtype dtype) {
+    enum { MOST = 16 };
+    static const int order[] = {1, 8, 4, 2};
+    geometry g = *shape("small");
+    g.name = "the order of heads", g.B = 1, g.T = 40, g.H = group, g.Hk = 1;
+    g.l = g.d = g.slc_block = 4;
+    nsa_desc d = desc_of(&g);
+    suite s = suite_with_scores(g.name, &d);
+    values v = values_random(&s, &d, dtype, 903), zeros = values_zero(&s, &d);
+    double *lse = copy_numbers(v.x[SLOT_LSE], (size_t)(g.T * group)), *scores[MOST + 1];
+    check_case("select, the order of %d heads, %s", group, dtype_name(dtype));
+    for (int head = 0; head <= group; head++) {
+        instance p;
+        for (int i = 0; i < g.T * group; i++)
+            v.x[SLOT_LSE][i] = head == group || i % group == head ? lse[i] : 1000;
+        instance_new(&p, &s, &d, &v, dtype, dtype, 0, &zeros);
+        instance_run(&p);
+        scores[head] = ref_zeros(tensor_count(&p.x[SLOT_SCORES]));
+        tensor_get(&p.x[SLOT_SCORES], scores[head]);
+        guards_free();
+    }
+    int wrong = -1, blocks = nsa_slc_count(&d, d.tokens);
+    for (int i = 0; i < g.T * blocks; i++) {
+        float sums[MOST] = {0};
+        for (int head = 0; head < group; head++) sums[head] = (float)scores[head][i];
+        for (int k = 0; k < COUNT(order); k++)
+            for (int head = 0; head < MOST; head++)
+                if (!(head & order[k])) sums[head] += sums[head | order[k]];
+        if (scores[group][i] != (double)sums[0]) wrong = i;
+    }
+    CHECK(wrong < 0, "row %d, block %d: %.9g", wrong / blocks, wrong % blocks,
+          wrong < 0 ? 0 : scores[group][wrong]);
+    for (int head = 0; head <= group; head++) free(scores[head]);
+    free(lse);
+    values_free(&v), values_free(&zeros);
+}
+
 int main(int argc, char **argv) {
     amount a = asked_amount(argc, argv);
     int quick = a != WHOLE, turn = 0;
@@ -591,17 +650,20 @@ int main(int argc, char **argv) {
     }
     for (int i = 0; i < (CHECKS_CUDA ? 1 : COUNT(isas)); i++)
         for (int map = 0; map < 2 && nsa_isa_available(isas[i]); map++) {
-            test_ties(shape("T > w, one block more"), (nsa_score_map)map, isas[i]);
+            test_ties(shape("T > w, one block more"), NSA_REAL_DTYPE, (nsa_score_map)map, isas[i]);
             if (a == LEAST) continue;
-            test_ties(shape("one head, l' far above l"), (nsa_score_map)map,
+            test_ties(shape("one head, l' far above l"), NSA_REAL_DTYPE, (nsa_score_map)map,
                       isas[i]); /* three tiles of keys */
-            test_ties(shape("G 16, D 128"), (nsa_score_map)map, isas[i]);
-            test_ties(shape("the paper's blocks"), (nsa_score_map)map, isas[i]);
+            test_ties(shape("G 16, D 128"), NSA_REAL_DTYPE, (nsa_score_map)map, isas[i]);
+            test_ties(shape("the paper's blocks"), NSA_REAL_DTYPE, (nsa_score_map)map, isas[i]);
         }
     geometry cut = *shape("one head, l' far above l");
     cut.name = "many chosen of blocks behind several tiles of keys", cut.slc_block = 16, cut.n = 6;
     nsa_desc of_many = desc_of(&cut);
     for (int k = 0; k < COUNT(dtypes); k++) test_reference(&cut, &of_many, dtypes[k], 900);
+    if (CHECKS_CUDA) test_many_tiles(a == LEAST);
+    for (int group = 1; CHECKS_CUDA && a != LEAST && group <= 16; group += group < 4 ? 1 : 4)
+        for (int k = 0; k < COUNT(dtypes); k++) test_order_of_heads(group, dtypes[k]);
     test_other_lse(shape("T > w, one block more"));
     test_rank();
     test_rank_refusals();

@@ -1,46 +1,21 @@
 /* select_blocks.cuh: the blocks that each query reads: a second pass over q k_cmp, from the
    softmax's logarithms to a list, with nothing of size queries x blocks in memory.
    Twin: nsa.h, "Selection".
-   Not here: ranking (select_rank.cuh), lists from elsewhere (select_lists.cuh).
+   Not here: sums and scores (select_score.cuh), ranking (select_rank.cuh), lists from elsewhere
+   (select_lists.cuh).
 
    A block of threads takes neighbouring queries of one kv head and walks the compressed keys in
    tiles. A warp owns some of the queries. Its product has a row for each key and a column for each
    query head (the transpose of attention's), so that the sum over the heads of a group is a sum
-   over a thread's own values and its three neighbours. Sums go to a ring in shared memory, as long
-   as a tile and a stencil; when all of a selection block's stencil has passed, the block is scored
-   and offered to its query's list. A query's bits depend on its own rows alone.
+   over a thread's own values and its three neighbours. select_score.cuh does the rest.
 
-   Products are mma.sync's on sm_90a too: decoding ranks by the same bits, and nothing says that
-   wgmma adds up in the same order.
-
-   SCORER: scores that are no attention (score_blocks.cuh). The keys are tokens, compressed blocks
-   of one; weighed products take the place of p, a maximum or a mean that of the stencil, and scores
-   are written, not ranked. */
+   On sm_90a select_sm90.cuh takes the place of this kernel. It leaves to it f32, heads of more than
+   192 or values of more than 128, more than 16 heads to a kv head, scores that are no attention.
+   Those products are mma.sync's there too. */
 #ifndef NSA_SELECT_BLOCKS_CUH
 #define NSA_SELECT_BLOCKS_CUH
 
-#include "select_rank.cuh"
-
-/* The shape of a launch. */
-struct nsa__cuda_select_plan {
-    int32_t *cmp_begins;
-    uint64_t *lists; /* workspace: where lists are too long for shared memory; else NULL */
-    int columns;     /* of a query: a power of two >= G, or all of a warp's, `chunks` times */
-    int chunks;
-    int queries;            /* of a warp */
-    int warps;              /* of a block */
-    nsa__cuda_extent tiles; /* of queries, of a list head */
-    int ring;               /* a power of two */
-    int length;             /* of the lists of the best */
-    int width;              /* of the lists that are written */
-    int strides;            /* l' / d */
-    int reach;              /* l / d */
-    int sharers; /* lists of a kv head, which the desc of a launch counts as its kv heads */
-    size_t shared_bytes;
-    bool own;          /* the scores' rows are counted for each sequence from 0: a workspace */
-    nsa_score_act act; /* of a SCORER */
-    nsa_score_pool pool;
-};
+#include "select_sm90.cuh"
 
 /* Keys of a tile, and how far apart its two copies lie. */
 template <typename T, int D> struct nsa__cuda_select_tile {
@@ -51,12 +26,6 @@ template <typename T, int D> struct nsa__cuda_select_tile {
     static __device__ __forceinline__ T *at(T *tile, int row, int p) {
         return tile + row * D + (p ^ (row & 7)) * piece;
     }
-};
-
-/* Where a block's keys lie: key 0's row or, with pages, the head's of page 0 and the table. */
-template <typename T> struct nsa__cuda_select_keys {
-    const T *first;
-    const int32_t *pages;
 };
 
 /* Starts the copies of keys first .. first + keys - 1, of which `count` exist. */
@@ -188,240 +157,6 @@ NSA__DEVICE void nsa__cuda_select_product(float (&acc)[NT][4],
     }
 }
 
-/* Sums of V values over a lane and its neighbour across `bit`, V / 2 of them for each of the two:
-   the lane whose bit is set keeps those of the upper half. V / 2 shuffles for V sums. */
-template <int V> NSA__DEVICE void nsa__cuda_select_fold(float (&v)[V], int bit) {
-    const bool upper = threadIdx.x & static_cast<unsigned>(bit);
-#pragma unroll
-    for (int i = 0; i < V / 2; i++) {
-        const float mine = upper ? v[i + V / 2] : v[i], theirs = upper ? v[i] : v[i + V / 2];
-        v[i] = mine + __shfl_xor_sync(0xffffffffu, theirs, bit);
-    }
-}
-
-/* Where sums over heads go: ring[query][key]. */
-struct nsa__cuda_select_ring {
-    float *data;
-    int size;
-    bool adds; /* a later chunk of heads */
-    __device__ __forceinline__ void put(int query, int key, float value) const {
-        float &to = data[query * size + (key & (size - 1))];
-        to = adds ? to + value : value;
-    }
-};
-
-/* v[2 q + h] is a lane's part of the sum of query q and key + 8 h; sums over the four lanes of a
-   key, as few shuffles as there are sums (V > 2), and puts them. */
-template <int V, typename Ring>
-NSA__DEVICE void nsa__cuda_select_put(float (&v)[V], const Ring &ring, int key) {
-    const int i = static_cast<int>(threadIdx.x) % 4;
-    if constexpr (V == 2) {
-        nsa__cuda_select_fold(v, 1);
-        v[0] += __shfl_xor_sync(0xffffffffu, v[0], 2);
-        if (i < 2) ring.put(0, key + i * 8, v[0]);
-    } else {
-        float part[V / 2];
-        nsa__cuda_select_fold(v, 2);
-#pragma unroll
-        for (int e = 0; e < V / 2; e++) part[e] = v[e];
-        nsa__cuda_select_fold(part, 1);
-        if constexpr (V == 4) {
-            ring.put(i / 2, key + i % 2 * 8, part[0]);
-        } else {
-            ring.put(i, key, part[0]);
-            ring.put(i, key + 8, part[1]);
-        }
-    }
-}
-
-/* The sums of p over the heads of each query, for the keys of one product. key: that of the lane's
-   first row. */
-template <int NT, typename Ring>
-NSA__DEVICE void nsa__cuda_select_sum_heads(const float (&p)[NT][4], const Ring &ring, int columns,
-                                            int key) {
-    const int i = static_cast<int>(threadIdx.x) % 4;
-    float v[2 * NT]; /* (n, row) */
-#pragma unroll
-    for (int n = 0; n < 2 * NT; n++) v[n] = p[n / 2][n % 2 * 2] + p[n / 2][n % 2 * 2 + 1];
-    if constexpr (NT == 1) {
-        if (columns == 1) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) ring.put(2 * i + e % 2, key + e / 2 * 8, p[0][e]);
-        } else {
-            ring.put(i, key, v[0]);
-            ring.put(i, key + 8, v[1]);
-        }
-    } else if (columns == 4) { /* lanes 0 and 1 are one query, lanes 2 and 3 the next */
-        nsa__cuda_select_fold(v, 1);
-#pragma unroll
-        for (int e = 0; e < NT; e++)
-            ring.put((i % 2 * NT + e) / 2 * 2 + i / 2, key + (i % 2 * NT + e) % 2 * 8, v[e]);
-    } else if (columns == 8) {
-        nsa__cuda_select_put<2 * NT>(v, ring, key);
-    } else {
-        float w[NT]; /* pairs of n */
-#pragma unroll
-        for (int e = 0; e < NT; e++) w[e] = v[e / 2 * 4 + e % 2] + v[e / 2 * 4 + 2 + e % 2];
-        if (NT == 2 || columns == 16) {
-            nsa__cuda_select_put<NT>(w, ring, key);
-        } else {
-            float u[2] = {w[0] + w[NT - 2], w[1] + w[NT - 1]};
-            nsa__cuda_select_put<2>(u, ring, key);
-        }
-    }
-}
-
-/* A query as its warp ranks for it: keys it sees (-1: a value of its own is not finite, so that all
-   scores are 0), blocks .init .. .local - 1 to rank, how many of them to take; where scores are
-   asked for, its row of them, for that many blocks. */
-struct alignas(16) nsa__cuda_select_query {
-    int visible, init, local, room;
-    float *scores;
-    int candidates;
-};
-
-/* A warp's queries and what it keeps of them. */
-struct nsa__cuda_select_warp {
-    int first_query; /* row on the query's side */
-    int visible;     /* the most that one of its queries sees */
-    int candidates;  /* likewise */
-    nsa__cuda_select_query *queries;
-    uint64_t *lists;
-    float *ring;
-    float *lse2; /* of its columns */
-};
-
-/* Whether a value of a query is not finite: its logarithms, of a SCORER its weights and rows of q.
-   By a warp. */
-template <bool SCORER>
-NSA__DEVICE bool nsa__cuda_select_is_bad(const nsa_select &x, const nsa_desc &d,
-                                         const nsa__sequence &s, int row, int kv_head) {
-    const int group = d.heads / d.kv_heads, lane = static_cast<int>(threadIdx.x) % 32;
-    const int64_t first = static_cast<int64_t>(kv_head) * group;
-    bool bad = false;
-    for (int g = lane; x.lse.data && g < group; g += 32)
-        bad |= !nsa__finite(
-            nsa__load1(x.lse.dtype, nsa__row_at(x.lse, s.batch, s.row + row, first + g), 0));
-    for (int i = lane; SCORER && i < group * (d.dim / 4); i += 32) {
-        float q[4];
-        nsa__load4(q, x.q.dtype, nsa__row_at(x.q, s.batch, s.row + row, first + i / (d.dim / 4)),
-                   i % (d.dim / 4) * 4);
-#pragma unroll
-        for (int c = 0; c < 4; c++) bad |= !nsa__finite(q[c]);
-    }
-    return __any_sync(0xffffffffu, bad);
-}
-
-/* Looks at a warp's queries: fills w.queries, w.visible and w.candidates, empties its lists. */
-template <bool SCORER>
-NSA__DEVICE void nsa__cuda_select_begin(nsa__cuda_select_warp &w, const nsa_select &x,
-                                        const nsa_desc &d, const nsa__sequence &s,
-                                        const nsa__cuda_select_plan &p, int b, int kv_head) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    w.visible = w.candidates = 0;
-    for (int q = 0; q < p.queries; q++) {
-        const int row = w.first_query + q, query = s.first + row;
-        nsa__cuda_select_query found = {0, 0, 0, 0, nullptr, 0};
-        if (row < s.count) {
-            const nsa__cuda_forced_blocks f = nsa__cuda_forced_of(d, s.tokens, query);
-            const bool bad = nsa__cuda_select_is_bad<SCORER>(x, d, s, row, kv_head);
-            w.visible = nsa__cmp_visible(d, s.tokens, query);
-            w.candidates = f.candidates;
-            found = {bad ? -1 : w.visible, f.init, f.local, f.room, nullptr, f.candidates};
-            if (x.scores.data)
-                found.scores = nsa__row_of<float>(x.scores, p.own ? b : s.batch,
-                                                  p.own ? row : s.row + row, kv_head);
-        }
-        if (lane == 0) w.queries[q] = found;
-    }
-    for (int i = lane; i < p.queries * p.length; i += 32) w.lists[i] = 0;
-    __syncwarp();
-}
-
-/* The score of selection block j, from the sums in `ring`. */
-NSA__DEVICE float nsa__cuda_select_score(const nsa__cuda_select_plan &p, nsa_score_map map,
-                                         const float *ring, int visible, int j) {
-    if (visible < 0) return 0.0f;
-    const int first = j * p.strides - (p.reach - 1), size = p.strides + p.reach - 1;
-    float score = 0.0f;
-    for (int u = max(0, -first); u < min(size, visible - first); u++) {
-        const float sum = ring[(first + u) & (p.ring - 1)];
-        const float weight = static_cast<float>(min(min(u + 1, size - u), p.reach));
-        if (map == NSA_SCORE_OVERLAP_SUM)
-            score = fmaf(weight, sum, score);
-        else if (sum > score)
-            score = sum;
-    }
-    return score;
-}
-
-/* The score of block j from its tokens' scores in `ring`: a NaN among them makes it one. */
-NSA__DEVICE float nsa__cuda_select_pool(const nsa__cuda_select_plan &p, const float *ring,
-                                        int visible, int j) {
-    if (visible < 0) return 0.0f;
-    const bool mean = p.pool == NSA_POOL_MEAN;
-    const int first = j * p.strides, size = min(p.strides, visible - first);
-    float score = mean ? 0.0f : __uint_as_float(0xff800000u);
-    bool bad = false;
-    for (int u = 0; u < size; u++) {
-        const float token = ring[(first + u) & (p.ring - 1)];
-        bad |= nsa__cuda_score_key(token) == 0;
-        if (mean)
-            score += token;
-        else if (token > score)
-            score = token;
-    }
-    if (bad) return __uint_as_float(0x7fc00000u);
-    return mean ? score / static_cast<float>(size) : score;
-}
-
-/* Scores blocks begin .. end - 1 of the warp's queries, writes the scores that are asked for and
-   offers them. */
-template <bool SCORER>
-NSA__DEVICE void nsa__cuda_select_rank(const nsa__cuda_select_plan &p, nsa_score_map map,
-                                       const nsa__cuda_select_warp &w, int begin, int end) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, blocks = end - begin;
-    for (int base = 0; base < p.queries * blocks; base += 32) {
-        const int item = min(base + lane, p.queries * blocks - 1), q = item / blocks;
-        const int j = begin + item % blocks;
-        const nsa__cuda_select_query query = w.queries[q];
-        const bool ranked = !SCORER && j >= query.init && j < query.local;
-        const bool written = query.scores && j < query.candidates;
-        uint64_t candidate = 0;
-        if (base + lane == item && (ranked || written)) {
-            const float *ring = w.ring + q * p.ring;
-            const float score = SCORER ? nsa__cuda_select_pool(p, ring, query.visible, j)
-                                       : nsa__cuda_select_score(p, map, ring, query.visible, j);
-            if (written) query.scores[j] = score;
-            if (ranked) candidate = nsa__cuda_candidate(score, j);
-        }
-        if (!SCORER) nsa__cuda_rank_offer(w.lists, p.length, q, query.room, candidate);
-    }
-}
-
-/* Behind a query's candidates scores are -inf. */
-NSA__DEVICE void nsa__cuda_select_fill(const nsa__cuda_select_plan &p,
-                                       const nsa__cuda_select_warp &w, int blocks) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    for (int q = 0; q < p.queries; q++) {
-        float *scores = w.queries[q].scores;
-        for (int j = w.queries[q].candidates + lane; scores && j < blocks; j += 32)
-            scores[j] = __uint_as_float(0xff800000u);
-    }
-}
-
-/* What a product of a key with a query head adds to the sum over the heads: p or, of a SCORER,
-   the weighed product: NaN where it is not finite, for then the key is not, and 0 of a column
-   without a head. */
-template <bool SCORER>
-NSA__DEVICE float nsa__cuda_select_term(const nsa__cuda_select_plan &p, float product, float scale2,
-                                        float lse2) {
-    if (!SCORER) return nsa__ex2(fmaf(product, scale2, -lse2));
-    if (!nsa__finite(lse2)) return 0.0f;
-    if (!nsa__finite(product)) return __uint_as_float(0x7fc00000u);
-    return lse2 * (p.act == NSA_SCORE_RELU ? fmaxf(product, 0.0f) : product);
-}
-
 /* The warp's sums for the keys of one tile. */
 template <typename T, int D, int NT, bool CHUNKS, bool SCORER>
 NSA__DEVICE void nsa__cuda_select_sums(nsa__cuda_select_columns<T, D, NT> &c, const nsa_select &x,
@@ -456,42 +191,6 @@ NSA__DEVICE void nsa__cuda_select_sums(nsa__cuda_select_columns<T, D, NT> &c, co
 }
 
 enum { NSA__SELECT_WARPS = 8 };
-
-/* Where a block of threads is. In shared memory, because registers hold the queries. */
-template <typename T> struct nsa__cuda_select_place {
-    nsa__sequence s;
-    nsa__cuda_select_keys<T> k;
-    int b, kv_head;
-    int first; /* of its queries */
-    int keys;  /* that one of them sees */
-};
-
-template <typename T, bool SCORER>
-NSA__DEVICE nsa__cuda_select_place<T>
-nsa__cuda_select_place_of(const nsa_desc &d, const nsa_select &x, const nsa__cuda_select_plan &p) {
-    nsa__cuda_select_place<T> at;
-    const int tile_queries = p.warps * p.queries;
-    /* late queries, which see most, go first */
-    const int block = static_cast<int>(blockIdx.x);
-    const nsa__cuda_thing tile_at =
-        nsa__cuda_thing_at(d, p.tiles, p.tiles.total - 1 - block / d.kv_heads);
-    at.kv_head = block % d.kv_heads;
-    at.b = tile_at.b;
-    at.s = nsa__sequence_of(d, at.b);
-    at.first = static_cast<int>(min(tile_at.local * tile_queries, int64_t(at.s.count)));
-    const int key_head = at.kv_head / p.sharers;
-    if (d.pages)
-        at.k = {nsa__row_of<const T>(x.k, 0, 0, key_head),
-                d.pages + static_cast<int64_t>(at.b) * d.table_width};
-    else
-        at.k = {nsa__row_of<const T>(x.k, at.s.key_batch,
-                                     SCORER ? at.s.key_row : nsa__cmp_row(d, p.cmp_begins, at.b),
-                                     key_head),
-                nullptr};
-    at.keys =
-        nsa__cmp_visible(d, at.s.tokens, at.s.first + min(at.first + tile_queries, at.s.count) - 1);
-    return at;
-}
 
 template <typename T, int D, int NT, bool CHUNKS, bool SCORER>
 static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && sizeof(T) == 2 ? 2 : 1)
@@ -550,13 +249,7 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
         }
         __syncthreads();
     } while (key < at.keys);
-    if (x.scores.data && !p.own) nsa__cuda_select_fill(p, w, nsa__slc_count(d, d.tokens));
-    for (int q = 0; !SCORER && q < p.queries && w.first_query + q < at.s.count; q++)
-        nsa__cuda_rank_write(
-            nsa__cuda_forced_of(d, at.s.tokens, at.s.first + w.first_query + q),
-            w.lists + q * p.length,
-            nsa__row_of<int32_t>(x.blocks, at.s.batch, at.s.row + w.first_query + q, at.kv_head),
-            p.width);
+    nsa__cuda_select_end<SCORER>(w, x, d, at, p);
 }
 
 /* ---- Launch --------------------------------------------------------------------------------- */
@@ -567,22 +260,14 @@ static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t 
                                                       int wide, int most, nsa__cuda_arena *a) {
     const int group = d->heads / d->kv_heads;
     const int keys = element == 2 ? 64 : 32;
-    nsa__cuda_select_plan p = {};
+    nsa__cuda_select_plan p = nsa__cuda_select_plan_begin(d, most);
     p.columns = 1;
     while (p.columns < group && p.columns < wide) p.columns *= 2;
     p.chunks = (group - 1) / p.columns + 1;
     p.queries = wide / p.columns;
-    p.strides = d->slc_block / d->cmp_stride;
-    p.reach = d->cmp_block / d->cmp_stride;
-    p.ring = 1;
-    while (p.ring < keys + p.strides + p.reach) p.ring *= 2;
-    p.width = nsa_block_list_width(d);
-    p.length = most;
-    p.sharers = 1;
 
     const size_t tiles = 2 * static_cast<size_t>(keys) * static_cast<size_t>(padded) * element;
-    const size_t sums =
-        sizeof(nsa__cuda_select_query) + sizeof(float) * static_cast<size_t>(p.ring);
+    const size_t sums = nsa__cuda_select_plan_ring(&p, keys);
     const size_t list = sizeof(uint64_t) * static_cast<size_t>(p.length);
     const size_t room = NSA__SHARED_LIMIT - tiles;
     const size_t queries = static_cast<size_t>(p.queries);
@@ -591,14 +276,8 @@ static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t 
     while (p.warps > 1 && static_cast<size_t>(p.warps) * (warp + queries * list) > room)
         p.warps /= 2;
     const bool shared = static_cast<size_t>(p.warps) * (warp + queries * list) <= room;
-    const int tile_queries = p.warps * p.queries;
-    p.tiles = nsa__cuda_query_extent_of(d, nsa__cuda_ceil_div(d->count, tile_queries), 1,
-                                        tile_queries, 1);
     p.shared_bytes = tiles + static_cast<size_t>(p.warps) * (warp + (shared ? queries * list : 0));
-    p.cmp_begins = nsa__cuda_take<int32_t>(a, d->begins ? d->batch + int64_t(1) : 0);
-    p.lists = nsa__cuda_take<uint64_t>(
-        a, shared ? 0 : p.tiles.total * d->kv_heads * tile_queries * p.length);
-    if (shared) p.lists = NULL;
+    nsa__cuda_select_plan_end(&p, d, shared, a);
     return p;
 }
 
@@ -609,23 +288,45 @@ static int nsa__cuda_select_length(const nsa_desc *d) {
     return length < 1 ? 1 : length;
 }
 
+/* The pipeline's launch, of which `p` is the plan. All ask leave for the same shared memory
+   (NSA__SHARED_LIMIT says why). */
+template <typename T, int D>
+static nsa_status nsa__cuda_select_launch_pipe(const nsa_select *x, const nsa_desc *d,
+                                               const nsa__cuda_select_plan &p, float scale2,
+                                               cudaStream_t stream) {
+    using shape = nsa__cuda_select_pipe<T, D>;
+    const auto kernel = p.columns == 16  ? nsa__cuda_select_blocks_sm90_kernel<T, D, 16>
+                        : p.columns == 8 ? nsa__cuda_select_blocks_sm90_kernel<T, D, 8>
+                        : p.columns == 4 ? nsa__cuda_select_blocks_sm90_kernel<T, D, 4>
+                                         : nsa__cuda_select_blocks_sm90_kernel<T, D, 2>;
+    dim3 grid;
+    NSA__CHECK(nsa__cuda_grid(p.tiles.total * d->kv_heads, &grid));
+    return nsa__cuda_status(NSA_LAUNCH(kernel, grid, dim3(shape::CONSUMERS + shape::PRODUCERS),
+                                       NSA__SHARED_HOPPER, stream, *d, *x, p, scale2));
+}
+
 /* NT: a warp's columns over 8. */
 template <typename T, int D, int NT, bool CHUNKS>
 static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d, int sharers,
                                           void *workspace, cudaStream_t stream) {
-    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
-    nsa__cuda_select_plan p =
-        nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, nsa__cuda_select_length(d), &a);
-    p.sharers = sharers;
     const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
-    nsa_status s = d->begins ? nsa__cuda_cmp_begins(d, p.cmp_begins, stream) : NSA_OK;
+    const float scale2 = static_cast<float>(scale * 1.4426950408889634);
+    const int most = nsa__cuda_select_length(d);
+    bool hopper = false;
+    if (sizeof(T) == 2) NSA__CHECK(nsa__cuda_on_hopper(&hopper));
+    hopper = hopper && nsa__cuda_select_pipe_serves(d, D);
+    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    nsa__cuda_select_plan p = hopper ? nsa__cuda_select_pipe_plan(d, D, most, &a)
+                                     : nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, most, &a);
+    p.sharers = sharers;
+    if (d->begins) NSA__CHECK(nsa__cuda_cmp_begins(d, p.cmp_begins, stream));
+    if constexpr (nsa__cuda_select_pipe<T, D>::value)
+        if (hopper) return nsa__cuda_select_launch_pipe<T, D>(x, d, p, scale2, stream);
     dim3 grid;
-    if (s == NSA_OK) s = nsa__cuda_grid(p.tiles.total * d->kv_heads, &grid);
-    if (s != NSA_OK) return s;
+    NSA__CHECK(nsa__cuda_grid(p.tiles.total * d->kv_heads, &grid));
     return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_select_blocks_kernel<T, D, NT, CHUNKS, false>),
                                        grid, dim3(32u * static_cast<unsigned>(p.warps)),
-                                       p.shared_bytes, stream, *d, *x, p,
-                                       static_cast<float>(scale * 1.4426950408889634)));
+                                       p.shared_bytes, stream, *d, *x, p, scale2));
 }
 
 /* Registers decide: a warp keeps its queries in them, up to 32 columns of 192 or 16 of 256. */
@@ -685,15 +386,21 @@ static nsa_status nsa__cuda_select_run(const nsa_select *x, const nsa_desc *d, v
 /* A caller's workspace serves every dtype: of all kernels' needs, the largest. */
 static size_t nsa__cuda_select_bytes(const nsa_desc *d) {
     const nsa_desc by = nsa__cuda_by_list(d);
+    const int length = nsa__cuda_select_length(&by);
     size_t most = 0;
     for (size_t element = 2; element <= 4; element += 2)
         for (int wide = 8; wide <= 32; wide *= 2) {
             nsa__cuda_arena a = {NULL, 0};
-            nsa__cuda_select_plan_of(&by, element, NSA_CUDA_MAX_DIM, wide,
-                                     nsa__cuda_select_length(d), &a);
+            nsa__cuda_select_plan_of(&by, element, NSA_CUDA_MAX_DIM, wide, length, &a);
             const size_t bytes = nsa__cuda_arena_bytes(&a);
             most = bytes > most ? bytes : most;
         }
+    for (int dim = 64; dim <= 192; dim += 64) {
+        nsa__cuda_arena a = {NULL, 0};
+        nsa__cuda_select_pipe_plan(&by, dim, length, &a);
+        const size_t bytes = nsa__cuda_arena_bytes(&a);
+        most = bytes > most ? bytes : most;
+    }
     return most;
 }
 

@@ -2,9 +2,9 @@
    Twin: nsa.h, "Selection", nsa_rank_blocks.
    Not here: where scores come from (select_blocks.cuh).
 
-   A candidate is one number: its score in the upper half, as an integer that orders as scores do,
-   and the complement of its index in the lower. A larger number is better, so that of equal scores
-   the lower index wins, and no two candidates are equal. 0 is no candidate. */
+   A candidate is one number: its score in the upper half, as an integer above 0 that orders as
+   scores do, and the complement of its index in the lower. A larger number is better, so that of
+   equal scores the lower index wins, and no two candidates are equal. 0 is no candidate. */
 #ifndef NSA_SELECT_RANK_CUH
 #define NSA_SELECT_RANK_CUH
 
@@ -18,7 +18,7 @@ NSA__DEVICE uint32_t nsa__cuda_score_key(float score) {
     return bits & sign ? ~bits : bits | sign;
 }
 NSA__DEVICE uint64_t nsa__cuda_candidate(float score, int block) {
-    return static_cast<uint64_t>(nsa__cuda_score_key(score)) << 32 | ~static_cast<uint32_t>(block);
+    return (nsa__cuda_score_key(score) + uint64_t(1)) << 32 | ~static_cast<uint32_t>(block);
 }
 NSA__DEVICE int nsa__cuda_candidate_block(uint64_t candidate) {
     return static_cast<int>(~static_cast<uint32_t>(candidate));
@@ -74,6 +74,44 @@ NSA__DEVICE void nsa__cuda_rank_offer(uint64_t *lists, int length, int list, int
         const uint64_t offer = __shfl_sync(0xffffffffu, candidate, lane);
         if (best[last] < offer) nsa__cuda_rank_insert(best, length, offer);
     }
+}
+
+/* The list of a warp that has one of at most 32: a slot in each lane. An insertion touches no
+   memory, and compares scores alone: blocks are offered in their order, so of equal ones the
+   earlier is ahead. score: a candidate's upper half. */
+struct nsa__cuda_rank_slot {
+    uint32_t score;
+    int block;
+};
+
+/* Every lane may offer its block, `first` + its number, by a score above 0. */
+NSA__DEVICE void nsa__cuda_rank_offer_lanes(nsa__cuda_rank_slot &slot, int room, uint32_t score,
+                                            int first) {
+    if (room <= 0) return;
+    uint32_t last = __shfl_sync(0xffffffffu, slot.score, room - 1);
+    unsigned offers = __ballot_sync(0xffffffffu, last < score);
+    while (offers) {
+        const int lane = __ffs(static_cast<int>(offers)) - 1;
+        offers &= offers - 1;
+        const uint32_t offer = __shfl_sync(0xffffffffu, score, lane);
+        if (last >= offer) continue;
+        const uint32_t ahead = __shfl_up_sync(0xffffffffu, slot.score, 1);
+        const int block = __shfl_up_sync(0xffffffffu, slot.block, 1);
+        if (slot.score < offer) {
+            const bool moves = threadIdx.x % 32 > 0 && ahead < offer;
+            slot = {moves ? ahead : offer, moves ? block : first + lane};
+        }
+        last = __shfl_sync(0xffffffffu, slot.score, room - 1);
+    }
+}
+
+/* Writes it as a list in memory; as many of its slots as count have been filled. */
+NSA__DEVICE void nsa__cuda_rank_leave_lanes(const nsa__cuda_rank_slot &slot, uint64_t *best,
+                                            int length) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane < length)
+        best[lane] = static_cast<uint64_t>(slot.score) << 32 | ~static_cast<uint32_t>(slot.block);
+    __syncwarp();
 }
 
 /* Writes a list: forced blocks and the best of the rest, ascending, -1 behind the last. A warp. */

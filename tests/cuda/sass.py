@@ -11,6 +11,8 @@ warpgroup (HGMMA), all in instructions of one warp:
   between  the largest distance of two products that no wait for products parts: ptxas also puts what
            no product needs there, such as a mask's bounds, and it runs beside the one before
   makes    the most instructions between two such products that make the later one's descriptors
+  ranks    selection: of the shortest turn that scores a block for each lane and offers the scores
+  inserts  of one score that goes into a list in the lanes of a warp
 
 counts.json holds what the version of nvcc named there makes. A kernel that differs is a finding:
 look whether it became better or worse, then write the file anew.
@@ -32,7 +34,8 @@ COUNTS = pathlib.Path(__file__).resolve().parent / "counts.json"
 PRODUCT = re.compile(r"\bHGMMA\b")
 WAIT = re.compile(r"\bBAR\.SYNC|\bSYNCS\.PHASECHK")
 DONE = re.compile(r"\bWARPGROUP\.DEPBAR")
-SHOWN = re.compile(r"attend_\w+_kernel<__nv_bfloat16")  # f16 has the same instructions
+SCORE, OFFER, INSERT = (re.compile(rf"\b{word}") for word in (r"LDS\.128\b", r"VOTE\.ANY\b", r"SHFL\.UP\b"))
+SHOWN = re.compile(r"(attend_\w+|select_blocks_sm90)_kernel<__nv_bfloat16")  # f16 has the same instructions
 
 
 def find_nvdisasm(given):
@@ -61,12 +64,12 @@ def functions(text):
     return found
 
 
-def loops(code, labels):
-    """(first, last) of the loops with products that hold no other such loop. Behind an EXIT lie the
-    slow ways of waits, which jump back into the middle of a loop and are none."""
+def loops(code, labels, what=PRODUCT):
+    """(first, last) of the loops with products, or what else is asked for, that hold no other such loop.
+    Behind an EXIT lie the slow ways of waits, which jump back into the middle of a loop and are none."""
     jumps = [(labels[target[1]], i) for i, text in enumerate(code)
              if (target := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", text)) and labels[target[1]] < i]
-    holding = [(first, last) for first, last in jumps if any(map(PRODUCT.search, code[first:last]))
+    holding = [(first, last) for first, last in jumps if any(map(what.search, code[first:last]))
                and not any("EXIT" in text for text in code[first:last])]
     return sorted(a for a in holding
                   if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in holding))
@@ -94,10 +97,15 @@ def makes(body, first, last):
     return number
 
 
-def least(code, labels, first, last):
-    """Instructions on the shortest way from `first` to `last`, parts of which may lie elsewhere.
-    BRA.DIV jumps if the lanes of a warp are apart, which they are not."""
-    seen, now, number = {first}, [first], 1
+def least(code, labels, first, *by):
+    """Instructions on the shortest way from `first` by way of others to the last of `by`, parts of which
+    may lie elsewhere. BRA.DIV jumps if the lanes of a warp are apart, which they are not."""
+    ends = (first, *by)
+    return 1 + sum(steps(code, labels, *ends[i:i + 2]) for i in range(len(by)))
+
+
+def steps(code, labels, first, last):
+    seen, now, number = {first}, [first], 0
     while last not in now:
         ahead = set()
         for i in now:
@@ -125,13 +133,25 @@ def count(body):
             "makes": max((makes(body, a, b) for a, b in pairs), default=0)}
 
 
+def ranking(code, labels, first, last):
+    """What selection's loop does beside sums: its ranking lies behind them."""
+    scores = [i for i in range(first, last) if SCORE.search(code[i])]
+    offers = [i for i in range(first, last) if OFFER.search(code[i]) and i > scores[-1]]
+    found = {"ranks": least(code, labels, first, scores[-1], offers[0], last)}
+    for begin, end in loops(code, labels, INSERT):
+        up = next(i for i in range(begin, end) if INSERT.search(code[i]))
+        found["inserts"] = least(code, labels, begin, up, end)
+    return found
+
+
 def measure(nvcc, nvdisasm, work):
     """(version of nvcc, {kernel: [figures of each loop]})"""
     resources.compile_one(nvcc, work, ARCH, False)
     text = resources.run([nvdisasm, "-c", work / "user.cubin"])
     named = {resources.kernel_name(mangled): body for mangled, body in functions(text).items()
              if any(map(PRODUCT.search, body[0]))}
-    figures = {name: [{**count(code[first:last + 1]), "least": least(code, labels, first, last)}
+    figures = {name: [{**count(code[first:last + 1]), "least": least(code, labels, first, last),
+                       **(ranking(code, labels, first, last) if name.startswith("select") else {})}
                       for first, last in loops(code, labels)]
                for name, (code, labels) in named.items() if SHOWN.match(name)}
     return resources.run([nvcc, "--version"]).splitlines()[-2], figures
