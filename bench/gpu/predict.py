@@ -10,6 +10,7 @@ usage: predict.py [--measured gpu.json] [--write bench/results/predictions.md]
 """
 import argparse
 import json
+import math
 import pathlib
 
 COUNTS = pathlib.Path(__file__).resolve().parents[2] / "tests" / "cuda" / "counts.json"
@@ -25,6 +26,10 @@ CLOCK, PROCESSORS = 1.83e9, 132
 EXP2 = PROCESSORS * 16 * CLOCK  # exponentials/s: 16 a cycle and multiprocessor
 ISSUED = {"at best": 1.0, "likely": 0.6}  # instructions a cycle and scheduler; the second is assumed
 PRODUCER, PASSED = 250, 60  # instructions of a producer's warp a key tile, of one that is passed over
+COPIER = 80  # the same of selection's, which walks no lists: 75 in sm_90a's SASS
+PORT = PROCESSORS * 128 * CLOCK  # bytes/s of shared memory
+INSERT = 60  # instructions of a score that goes into a list in shared memory: assumed
+FORCED = 3  # blocks of a list that are not ranked
 LAUNCH = 2.2e-6  # seconds from a small kernel's begin to the next one's in a graph: assumed
 LAUNCHES, RUN = 8, 256  # of a decoding step, one a memset; keys of its runs
 FLASH = 650e12  # FLOP/s of the best dense kernel: what 105 ms at 64k amount to
@@ -41,6 +46,28 @@ def loop(kernel, dim, dim_v, *more, which=0):
     taken = 16 * (counted["products"] - over) // (2 if kernel == "dkv_sm90" else 1)
     rescaled = dim_v // 2 if kernel == "forward_sm90" else 0
     return [n * 64 / taken for n in (counted["loop"], counted["least"] + rescaled)]
+
+
+def selection_loop(dim, columns):
+    """What counts.json has of selection's loop, with so many rows of a query."""
+    dim = 64 if dim <= 64 else 128 if dim <= 128 else 192
+    return json.loads(COUNTS.read_text())["kernels"][
+        f"select_blocks_sm90_kernel<__nv_bfloat16, {dim}, {columns}>"][0]
+
+
+def inserted(candidates):
+    """Scores in random order that are among a list's best when they come: of a query's blocks, the mean
+    over queries with up to so many."""
+    return (LIST - FORCED) * math.log(candidates / (LIST - FORCED))
+
+
+def ranking_turn(dim, columns, candidates, tiles):
+    """Instructions of one warp of selection for a key tile, of `tiles` with `candidates` blocks: it ranks every
+    tile, those of one query every other."""
+    counted, turns = selection_loop(dim, columns), 2 if columns == 16 else 1
+    ranked = (counted["ranks"] - counted["least"]) / turns
+    offered = 16 / columns * inserted(candidates) / tiles * counted.get("inserts", INSERT)
+    return counted["least"] + ranked + offered
 
 
 class Shape:
@@ -120,14 +147,35 @@ def walks(s, branch, worst):
     return (s.apart(ROWS), s.apart(ROWS // 2)) if far else (1, 1)
 
 
-def by_pipe(s, branch, issued, worst, turns, dims):
-    """A pipeline over key tiles."""
+def pipe_instructions(s, branch, worst, turns):
+    """Of a scheduler for a tile of rows and a key tile of lists that agree; and how often a warpgroup
+    multiplies it."""
     walked, read = walks(s, branch, worst)
     each = turn(s, branch, turns, read)
-    instructions = 2 * (read * each + (walked - read) * PASSED) + walked * PRODUCER
+    return 2 * (read * each + (walked - read) * PASSED) + walked * PRODUCER, read
+
+
+def by_pipe(s, branch, issued, worst, turns, dims):
+    """A pipeline over key tiles."""
+    instructions, read = pipe_instructions(s, branch, worst, turns)
     tiles = key_tiles(s, branch, ROWS)
     return by_loops(tiles, issued, instructions, 2 * ROWS * KEYS * dims * read * tiles,
                     s.tile_bytes(branch, ROWS, worst))
+
+
+def select(s, issued):
+    """Selection's second pass over q k. On sm_90a 16 warps share a tile of 256 rows, four and one of the
+    producer's a scheduler; operands of 64 rows and 64 keys are read from shared memory."""
+    exponentials, rows = s.pairs["cmp"] / EXP2, 256
+    if not issued:
+        return Bound(tensor=s.flop("cmp", s.dim) / (PEAK / 2) + exponentials)
+    columns = max(2, 2 ** math.ceil(math.log2(s.heads // s.kv_heads)))
+    tiles = s.tokens * s.kv_heads * columns / rows * row_tiles(s, "cmp")  # rows without a head, too
+    each = ranking_turn(s.dim, columns, s.tokens / BLOCK, row_tiles(s, "cmp"))
+    operands = rows // 64 * 2 * (64 + KEYS) * s.dim
+    return Bound(issue=tiles * (4 * each + COPIER) / issued / CLOCK / PROCESSORS,
+                 tensor=2 * rows * KEYS * s.dim * tiles / PEAK, exponentials=exponentials,
+                 shared=tiles * (operands + 2 * KEYS * s.dim) / PORT, L2=tiles * 2 * KEYS * s.dim / L2)
 
 
 def forward(s, issued, worst):
@@ -142,7 +190,7 @@ def forward(s, issued, worst):
             continue
         turns = loop("forward_sm90", s.dim, s.dim_v, "true" if branch == "slc" else "false")
         parts[branch] = by_pipe(s, branch, issued, worst, turns, both)
-    parts["select"] = Bound(tensor=s.flop("cmp", s.dim) / (PEAK / 2) + s.pairs["cmp"] / EXP2)
+    parts["select"] = select(s, issued)
     parts["gate"] = Bound(memory=s.rows_bytes(s.dim_v, 4) / MEMORY)
     return parts
 
@@ -224,6 +272,19 @@ def gathered(s, issued, dims, rows):
         masked = loop("forward_sm90", s.dim, s.dim_v, "false")[0]
         bound = by_loops(found / rows, issued, 2 * masked + PRODUCER, flop, l2)
     return max(bound.seconds, moved) + moved
+
+
+def whole_warpgroups(s):
+    """Milliseconds of slc's forward, lists that differ: of tensor cores, if warps multiply one query each and
+    as it is; of instructions; of L2, which takes as long either way; and where that would no longer bind."""
+    both, tiles = s.dim + s.dim_v, key_tiles(s, "slc", ROWS)
+    instructions, read = pipe_instructions(s, "slc", True, loop("forward_sm90", s.dim, s.dim_v, "true"))
+    least, most = (1e3 * tiles * instructions / rate / CLOCK / PROCESSORS for rate in ISSUED.values())
+    moved = s.tile_bytes("slc", ROWS, True)
+    bound = 1e3 * moved / L2
+    return {"one": 1e3 * s.flop("slc", both) / MMA, "least": least, "most": most, "bound": bound,
+            "groups": 1e3 * 2 * ROWS * KEYS * both * read * tiles / PEAK,
+            "rate": 1e-9 * moved / most, "slow": least / bound}
 
 
 PATHS = {"by mma.sync": None} | {f"by wgmma, {name}": rate for name, rate in ISSUED.items()}
@@ -328,10 +389,11 @@ TAIL = """
 Assumed. By mma.sync a warp works on 16 rows, so that each product of 4096 FLOP reads 256 bytes of
 shared memory, which bounds it to half of the published {peak:.0f} TFLOP/s; 65 % of that bound is reached.
 By wgmma a part takes as long as the slowest of three: its tensor cores at the published rate, its key tiles
-from L2, its instructions. Those of a warp's loop are counted in sm_90a's SASS (`tests/cuda/counts.json`), with
-a mask and without: a warp's queries see most of their key tiles whole, lists that differ but their own. At
-best a scheduler issues one a cycle, {likely} is what is likely. A producer's warp takes {producer} a key tile, and a
-warpgroup {passed} for one that it passes over: both assumed. L2 brings {l2:.1f} TB/s; memory 85 % of 4.8 TB/s. A
+from L2, its instructions; of selection also its exponentials and what products read of shared memory. Instructions of
+a warp's loop are counted in sm_90a's SASS (`tests/cuda/counts.json`), with a mask and without: a warp's queries
+see most of their key tiles whole, lists that differ but their own. At best a scheduler issues one a cycle,
+{likely} is what is likely. A producer's warp takes {producer} a key tile, and a warpgroup {passed} for one that it
+passes over: both assumed. L2 brings {l2:.1f} TB/s; memory 85 % of 4.8 TB/s. A
 range is from neighbouring queries that choose the same blocks to neighbours that agree in the forced blocks
 alone; in brackets is what bounds a part.
 
@@ -357,7 +419,18 @@ With few heads to a kv head a tile has many neighbouring queries, whose lists ha
 
 Up to G = 4 slc's forward and dq gather the queries that read a block, and add up what they found: it
 costs the same however far neighbours are apart. From G = 8 on, tiles of neighbours are left to it.
-Selection multiplies by mma.sync everywhere.
+
+Selection by wgmma takes attention's own product, 64 rows by 64 keys, so that forward and decoding rank by the
+same bits; by four groups of 64 rows, so that a key tile is brought in once for 256. A warp adds up its
+exponentials over heads in registers and scores 32 blocks at a time. {room} blocks of a list are ranked; of scores
+in random order {inserted:.0f} go into a list on their way, at {inserts} instructions each.
+
+Why slc with lists that differ keeps whole warpgroups. Of 64 rows that are multiplied with a block, those of
+one query in four read it. If each warp multiplied the 16 rows of one query by mma.sync, nothing would be in
+vain: tensor cores would take {one:.1f} ms in place of {groups:.1f}, and fewer instructions would be issued
+than now, which take {least:.1f} ms at best and {most:.1f} likely. But L2 takes {bound:.1f} ms either way, for the
+tile brings in each block that one of its queries reads. It would gain if L2 brought more than {rate:.1f} TB/s,
+or a scheduler issued less than {slow:.2f} a cycle.
 """
 
 
@@ -381,7 +454,8 @@ def main():
         peak=PEAK * 1e-12, l2=L2 * 1e-12, mma=mma, wgmma=wgmma, sums=sums, ds=ds,
         few="\n".join(few_heads()), likely=ISSUED["likely"], producer=PRODUCER, passed=PASSED,
         shapes="\n".join(other_shapes()), decode="\n".join(decode_table()), launches=LAUNCHES,
-        launch=1e6 * LAUNCH)
+        launch=1e6 * LAUNCH, room=LIST - FORCED, inserted=inserted(s.tokens / BLOCK),
+        inserts=selection_loop(s.dim, s.heads // s.kv_heads)["inserts"], **whole_warpgroups(s))
     if given.write:
         given.write.write_text(text)
     else:
