@@ -284,7 +284,8 @@ def whole_warpgroups(s):
     bound = 1e3 * moved / L2
     return {"one": 1e3 * s.flop("slc", both) / MMA, "least": least, "most": most, "bound": bound,
             "groups": 1e3 * 2 * ROWS * KEYS * both * read * tiles / PEAK,
-            "rate": 1e-9 * moved / most, "slow": least / bound}
+            "rate": 1e-9 * moved / most, "slow": least / bound,
+            "pair": 100 * FORCED / 2 / (LIST * s.apart(ROWS))}
 
 
 PATHS = {"by mma.sync": None} | {f"by wgmma, {name}": rate for name, rate in ISSUED.items()}
@@ -430,7 +431,9 @@ one query in four read it. If each warp multiplied the 16 rows of one query by m
 vain: tensor cores would take {one:.1f} ms in place of {groups:.1f}, and fewer instructions would be issued
 than now, which take {least:.1f} ms at best and {most:.1f} likely. But L2 takes {bound:.1f} ms either way, for the
 tile brings in each block that one of its queries reads. It would gain if L2 brought more than {rate:.1f} TB/s,
-or a scheduler issued less than {slow:.2f} a cycle.
+or a scheduler issued less than {slow:.2f} a cycle. Clusters of two thread blocks that bring in the forced blocks
+together would save {pair:.1f} % of the bytes. Gathered queries take the time of the table above whatever their lists
+are, but add up in another order: a choice by the lists would make a query's bits depend on its neighbours.
 """
 
 
