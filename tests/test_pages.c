@@ -871,10 +871,12 @@ int main(int argc, char **argv) {
         test_batch(&d, &o, RAGGED | PAGED, 3 * d.cmp_stride, NSA_REAL_DTYPE, 0);
     }
 #if defined(CHECK_CUDA) && !defined(CHECK_RACES)
-    /* Whole tiles of keys, which straight rows of sm_90a are copied otherwise than pages. */
+    /* Whole tiles of keys, which sm_90a copies otherwise where they are in no pages; selection. */
     nsa_desc whole = desc_of(shape("T > w, one block more"));
     const kind_options dense = options_of(DENSE, &whole, 0);
     test_batch(&whole, &dense, PAGED, 3 * whole.cmp_stride, dtypes[1], 0);
+    const kind_options select = options_of(SELECT, &whole, 0);
+    test_batch(&whole, &select, PAGED, 3 * whole.cmp_stride, dtypes[1], 0);
 #endif
     test_faults();
     test_not_computed();
