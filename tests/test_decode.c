@@ -166,7 +166,8 @@ static void spoil_content(content *c) {
     spoil(&c->x.q, 50);
     spoil(&c->x.k_slc, 70);
     spoil(&c->x.v_win, 90);
-    spoil(&c->x.k_cmp.x, 100);
+    spoil(&c->x.v_cmp.x, 100); /* alone until the key's */
+    spoil(&c->x.k_cmp.x, 105);
 }
 
 static void free_content(content *c) {

@@ -35,7 +35,7 @@ SHARE = 0.95
 LANGUAGE = ["-DNSA_SIMT", "-DCHECK_CUDA", "-fno-strict-aliasing", "-w",
             f"-fmacro-prefix-map={ROOT}/="]
 # One mode's compiler flags and schedule, and definitions of its own; each has what only it can see: the
-# checker, the path of sm_90a, heads of several panels, runs of several tiles.
+# checker, the path of sm_90a, heads of several panels, heads that its pipelines do not take.
 PLAIN = (["-O1"], {"NSA_SIMT_ASYNC": "late"})
 CHECK = (["-O1", "-g1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"],
          {"NSA_SIMT_SCHEDULE": "random", "NSA_SIMT_SEED": "7", "NSA_SIMT_PREEMPT": "500"})
@@ -44,7 +44,7 @@ PARTS = "NSA__SLC_PART_ROWS=1024"  # so that a block's readers take several step
 MODES = {"plain": PLAIN, "check": CHECK, "wgmma": (PLAIN[0] + WGMMA, PLAIN[1], PARTS),
          "wgmma_check": (CHECK[0] + WGMMA, CHECK[1], PARTS),
          "wgmma_wide": (PLAIN[0] + WGMMA, PLAIN[1], "NSA_CUDA_MAX_DIM=128"),
-         "long_runs": (*PLAIN, "NSA__DECODE_RUN_KEYS=128")}
+         "wgmma_widest": (PLAIN[0] + WGMMA, PLAIN[1], "NSA_CUDA_MAX_DIM=256")}
 # What a test needs of nsa/kernels.
 NEEDS = {"block_index": ["block_index"], "rope": ["rope"], "compress": ["compress"],
          "gate": ["gate"], "merge": ["merge", "attend_branches"],
