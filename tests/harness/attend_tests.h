@@ -1063,8 +1063,9 @@ static inline void test_all(const branch *br, amount a) {
     if (a >= LITTLE && br->keys == BRANCH_DENSE)
         test_rows(br, shape("T > w, one block more"), dtypes[1], 31, NULL, ", five tiles", 0,
                   IN_TURN);
-    if (a == LITTLE && (br->keys == BRANCH_DENSE || br->keys == BRANCH_SLC))
-        test_shared_rows(br), test_whole_tiles(br);
+    if (a >= LITTLE && (br->keys == BRANCH_DENSE || (br->keys == BRANCH_SLC && a == LITTLE)))
+        test_shared_rows(br);
+    if (a == LITTLE && (br->keys == BRANCH_DENSE || br->keys == BRANCH_SLC)) test_whole_tiles(br);
 #ifndef CHECK_RACES /* what overflows makes no race */
     test_overflow(br);
 #endif
