@@ -1380,23 +1380,32 @@ NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
     }
 }
 
-/* 1 if no number is infinite or NaN, that is, has an exponent of ones. Such an exponent plus one is
-   the sign bit, so an and, an add and an or find it. Every vector unit has these three for
+/* The exponent plus one, which sets the sign bit if the exponent is all ones: x is infinite or NaN.
+   So an and, an add and an or find out about many numbers. Every vector unit has these three for
    integers; SSE2 has no integer maximum. */
-NSA__COMPILED static int nsa__all_finite(const nsa_real *x, int n) {
-    const int mantissa = sizeof *x == 8 ? 52 : 23, sign = 8 * (int)sizeof *x - 1;
-    const nsa__bits_t one = (nsa__bits_t)1 << mantissa, exponent = ((nsa__bits_t)1 << sign) - one;
-    nsa__bits_t any = 0;
-    for (int i = 0; i < n; i++) {
-        nsa__bits_t bits;
-        memcpy(&bits, x + i, sizeof bits);
-        any |= (bits & exponent) + one;
-    }
-    return !(any >> sign);
+#define NSA__SIGN_BIT (8 * (int)sizeof(nsa_real) - 1)
+NSA__INLINE nsa__bits_t nsa__exponent_carry(nsa_real x) {
+    const nsa__bits_t one = (nsa__bits_t)1 << (sizeof x == 8 ? 52 : 23);
+    nsa__bits_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits & (((nsa__bits_t)1 << NSA__SIGN_BIT) - one)) + one;
 }
 
-NSA__COMPILED static void nsa__scale(nsa_real *x, nsa_real factor, int n) {
-    for (int i = 0; i < n; i++) x[i] *= factor;
+/* 1 if no number is infinite or NaN. */
+NSA__COMPILED static int nsa__all_finite(const nsa_real *x, int n) {
+    nsa__bits_t any = 0;
+    for (int i = 0; i < n; i++) any |= nsa__exponent_carry(x[i]);
+    return !(any >> NSA__SIGN_BIT);
+}
+
+/* x *= factor. Answers nsa__all_finite of the result in the same pass. */
+NSA__COMPILED static int nsa__scale(nsa_real *x, nsa_real factor, int n) {
+    nsa__bits_t any = 0;
+    for (int i = 0; i < n; i++) {
+        x[i] *= factor;
+        any |= nsa__exponent_carry(x[i]);
+    }
+    return !(any >> NSA__SIGN_BIT);
 }
 
 /* sum += factor * row */
@@ -1480,6 +1489,14 @@ static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
         for (int i = 0; i < 3; i++) sum += g[i] = (nsa_real)exp((double)(g[i] - most));
         for (int i = 0; i < 3; i++) g[i] /= sum;
     }
+}
+
+/* The weight of one branch: sigmoid asks for no other logit. */
+static nsa_real nsa__gate_weight(nsa_gate_kind kind, const nsa_real logits[3], int branch) {
+    nsa_real g[3] = {logits[0], logits[1], logits[2]};
+    if (kind == NSA_GATE_SIGMOID) return nsa__sigmoid(g[branch]);
+    nsa__gate_weights(kind, g);
+    return g[branch];
 }
 
 /* Arguments are int64_t, so that sums and products are compared before they are narrowed to int. */
@@ -3661,6 +3678,7 @@ enum {
 };
 enum { NSA__TASK_NUMBERS = 1 << 17 }; /* of a task's rows of q and v, which L2 holds */
 enum { NSA__ROWS_AHEAD = 8 };         /* rows between a load and its prefetch */
+enum { NSA__LISTS_AHEAD = 32 };       /* the same for block lists, which take less time each */
 
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
@@ -3671,6 +3689,7 @@ typedef struct nsa__attend_options {
     const nsa_gate
         *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
     int both;  /* with gate: queries before this position take slc's g too */
+    const nsa_tensor *dots; /* with gate: NULL, or where dout . out of every row goes, by branch */
 } nsa__attend_options;
 
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its
@@ -4121,8 +4140,8 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
         for (int a = 0; a < it->queries; a++) {
             const int32_t *list = nsa__block_list(job, it->first + a);
             int next = 0; /* the first tile that this query has not been counted for */
-            if (!fill && a + NSA__ROWS_AHEAD < it->queries)
-                nsa__fetch(nsa__block_list(job, it->first + a + NSA__ROWS_AHEAD), 1);
+            if (!fill && a + NSA__LISTS_AHEAD < it->queries)
+                nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD), 1);
             for (int i = 0; nsa__span(job, list, it->first + a, i, &begin, &end); i++) {
                 int tile = (int)nsa__max(next, begin >> p->tile_log2);
                 for (next = (int)nsa__max(next, ((end - 1) >> p->tile_log2) + 1); tile < next;
@@ -4158,6 +4177,12 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     it->tile = it->tile_begin - 1;
 }
 
+/* Whether all readers of a tile in one block see all of it: spans grow with the query, so the first
+   reader's end tells. */
+static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int first_reader) {
+    return nsa__span_end(job, first_reader) - tile_begin >= job->plan->tile;
+}
+
 /* Finds the queries that see a key of the current tile, and their masks. A query without a list has
    one span. With lists the inverted lists name the queries; if a tile lies in one block, only the
    end of the span can cut it. */
@@ -4165,13 +4190,17 @@ static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int begin = it->tile * p->tile, listed = p->branch == NSA__SLC;
     int n = listed ? it->list_begin[it->tile + 1] - it->list_begin[it->tile] : it->queries;
+    const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
+    int whole = p->tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);
     it->tile_queries = 0;
     for (int i = 0; i < n; i++) {
-        int a = listed ? it->list[it->list_begin[it->tile] + i] : i;
+        int a = listed ? readers[i] : i;
         uint64_t mask;
         if (!listed)
             mask = nsa__bits((int)nsa__max(it->begin[a] - begin, 0),
                              (int)nsa__min((int64_t)it->end[a] - begin, p->tile));
+        else if (whole)
+            mask = nsa__bits(0, p->tile);
         else if (p->tile_in_block)
             mask = nsa__bits(
                 0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->tile));
@@ -4475,8 +4504,7 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
         if (r + NSA__ROWS_AHEAD < rows)
             nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), row_bytes);
         nsa__load(to, x->dtype, nsa__query_row(job, it, x, r), width);
-        nsa__scale(to, factor, width);
-        if (!nsa__all_finite(to, width)) {
+        if (!nsa__scale(to, factor, width)) {
             memset(to, 0, (size_t)width * sizeof *to);
             nonfinite[r] = 1;
         }
@@ -4708,6 +4736,7 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
                               uint64_t nonfinite) {
     const nsa__attend_plan *p = job->plan;
     int64_t *reads = p->options.reads;
+    if (!reads && !nonfinite) return;
     for (int i = 0; i < b->queries; i++) {
         int64_t query = f->iter.first - job->seq.first + b->query[i];
         if (reads) reads[query * p->d->kv_heads + job->kv_head] += nsa__bit_count(b->mask[i]);
@@ -4957,55 +4986,73 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
 static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
-    const nsa_tensor *logits = &p->options.gate->logits;
     int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
-    nsa_real g[3];
-    nsa__load_gates(g, logits, d, job->seq.batch, job->seq.row + query - job->seq.first,
-                    head / (d->heads / d->gate_heads));
-    nsa__gate_weights(d->gate, g);
-    if (query < p->options.both) g[p->branch] += g[NSA__SLC];
-    return g[p->branch];
+    nsa_real logits[3];
+    nsa__load_gates(logits, &p->options.gate->logits, d, job->seq.batch,
+                    job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
+    nsa_real g = nsa__gate_weight(d->gate, logits, p->branch);
+    if (query < p->options.both) g += nsa__gate_weight(d->gate, logits, NSA__SLC);
+    return g;
 }
 
-/* Scales the rows of dout by their gates, which saves the chain a gradient of every branch's
-   output. */
-static void nsa__backward_scale(nsa__backward *f, const nsa__head_job *job) {
+/* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output.
+   Returns the factor of its delta. In pairs dout and delta stay as they are, and the gate is a
+   factor of p and ds later. */
+static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
+    nsa_real *dout = f->dout + (ptrdiff_t)r * p->wide_v, g = nsa__backward_gate(f, job, r);
     int dim_v = p->d->dim_v;
-    for (int r = 0; r < f->iter.queries * p->group; r++) {
-        nsa_real *dout = f->dout + (ptrdiff_t)r * p->wide_v;
-        nsa__scale(dout, nsa__backward_gate(f, job, r), dim_v);
-        if (nsa__all_finite(dout, dim_v)) continue;
+    if (p->values) {
+        f->gate[r] = g;
+        if (nsa__is_finite((double)g)) return 1;
+        f->gate[r] = 0;
+    } else {
+        if (nsa__scale(dout, g, dim_v)) return g;
         memset(dout, 0, (size_t)dim_v * sizeof *dout);
-        f->nonfinite[r] = 1;
     }
+    f->nonfinite[r] = 1;
+    return 0;
 }
 
-/* Loads q and dout; pairs of dout stay as they are, and their gates stand beside them. */
+/* Loads q and dout of all rows. */
 static void nsa__backward_load(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *dout = &p->dx->out;
     int dim_v = p->d->dim_v;
     nsa__load_q(job, &f->iter, f->q, f->nonfinite);
-    if (!p->values) {
+    if (p->values)
+        nsa__load_query_pairs(job, &f->iter, dout, dim_v, p->wide_v, f->dout, f->nonfinite);
+    else
         nsa__load_queries(job, &f->iter, dout, dim_v, p->wide_v, 1, f->dout, f->nonfinite);
-        if (p->options.gate) nsa__backward_scale(f, job);
-        return;
+}
+
+/* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
+   place of a non-finite row: the gate's gradient of that row is not finite. */
+static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *job, int r) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__tile_iter *it = &f->iter;
+    const nsa_tensor *of_out = &p->x->out, *of_dout = &p->dx->out;
+    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->wide_v;
+    int dim_v = p->d->dim_v;
+    nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
+    if (r + NSA__ROWS_AHEAD < it->queries * p->group)
+        nsa__fetch(nsa__query_row(job, it, of_out, r + NSA__ROWS_AHEAD),
+                   (size_t)dim_v * nsa__dtype_bytes(of_out->dtype));
+    nsa__load(out, of_out->dtype, nsa__query_row(job, it, of_out, r), dim_v);
+    memset(out + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *out);
+    if (p->values || f->nonfinite[r]) {
+        nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
+        memset(again + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *again);
+        dout = again;
     }
-    nsa__load_query_pairs(job, &f->iter, dout, dim_v, p->wide_v, f->dout, f->nonfinite);
-    for (int r = 0; p->options.gate && r < f->iter.queries * p->group; r++) {
-        f->gate[r] = nsa__backward_gate(f, job, r);
-        if (nsa__is_finite((double)f->gate[r])) continue;
-        f->gate[r] = 0;
-        f->nonfinite[r] = 1;
-    }
+    return nsa__dot(out, dout, p->wide_v);
 }
 
 /* Loads q and dout, and computes lse2 and delta = dout . out - dlse of every row. A row that read a
    non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    nsa_real out[NSA__MAX_DIM] = {0}, of_pairs[NSA__MAX_DIM] = {0};
+    const nsa__attend_options *options = &p->options;
     nsa__tile_iter_begin(&f->iter, job, task);
     f->held = f->oldest = 0;
     int rows = f->iter.queries * p->group;
@@ -5014,14 +5061,12 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
     nsa__backward_load(f, job);
     for (int r = 0; r < rows; r++) {
-        const nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v;
-        if (p->values) {
-            nsa__load(of_pairs, NSA_BF16, dout, p->d->dim_v);
-            dout = of_pairs;
-        }
-        nsa__load(out, p->x->out.dtype, nsa__query_row(job, &f->iter, &p->x->out, r), p->d->dim_v);
+        nsa_real dot = nsa__backward_dot(f, job, r);
+        if (options->dots)
+            ((nsa_real *)nsa__query_row(job, &f->iter, options->dots, r))[p->branch] = dot;
+        if (options->gate) dot *= nsa__backward_scale(f, job, r);
         f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
-        f->delta[r] = nsa__dot(out, dout, p->wide_v);
+        f->delta[r] = dot;
         if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
@@ -5325,7 +5370,7 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
 
 /* ---- Attention: entry points --------------------------------------------------------------- */
 
-static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL, NULL, 0};
+static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL, NULL, 0, NULL};
 
 static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
     return nsa__desc_using(d,
@@ -5982,6 +6027,7 @@ typedef struct nsa__gate_job {
     const nsa__pairs *pairs;    /* NULL, or what stores rows of bf16 */
     const nsa_attention *whole; /* the chain's forward: slc's rows of the queries before `prefix` */
     int prefix;                 /* are win's, and have not been written yet */
+    const nsa_tensor *dots; /* NULL, or the chain's backward: dout . out of every row, by branch */
     nsa__seq seq;
 } nsa__gate_job;
 
@@ -6022,7 +6068,7 @@ static void nsa__gate_forward_task(const void *context, int64_t index, void *scr
         }
 }
 
-/* dg of the logits of one token and gate head, and the branches' gradients of its query heads:
+/* dg of one token and gate head, and the branches' gradients of its query heads:
    out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout,  dg[i] = sum over heads and c of dout
    branch[i]. */
 static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate_head,
@@ -6033,7 +6079,6 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     int sharers = d->heads / d->gate_heads;
     int wide = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
     nsa_real row[NSA__MAX_DIM] = {0}, dout[NSA__MAX_DIM] = {0};
-    dg[0] = dg[1] = dg[2] = 0;
     for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
         nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
         for (int i = 0; i < 3; i++) {
@@ -6049,20 +6094,36 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     }
 }
 
+/* The same dg from the dots of the branches' backward. Queries before `prefix` have win's alone,
+   because slc left them out. */
+static void nsa__gate_add_dots(const nsa__gate_job *p, int64_t at, int gate_head, nsa_real dg[3]) {
+    int sharers = p->d->heads / p->d->gate_heads;
+    int shared = p->seq.first + at - p->seq.row < p->prefix;
+    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
+        const nsa_real *dot = (const nsa_real *)nsa__row(p->dots, p->seq.batch, at, h);
+        dg[NSA__CMP] += dot[NSA__CMP];
+        dg[NSA__SLC] += dot[shared ? NSA__WIN : NSA__SLC];
+        dg[NSA__WIN] += dot[NSA__WIN];
+    }
+}
+
 /* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
    without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
 static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
     int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
-    nsa_real g[3], dg[3];
     (void)scratch;
     for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
         for (int h = 0; h < d->gate_heads; h++) {
+            nsa_real g[3], dg[3] = {0, 0, 0};
             int64_t at = p->seq.row + t;
             nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
             nsa__gate_weights(d->gate, g);
-            nsa__gate_backward_head(p, at, h, g, dg);
+            if (p->dots)
+                nsa__gate_add_dots(p, at, h, dg);
+            else
+                nsa__gate_backward_head(p, at, h, g, dg);
             nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
             for (int i = 0; i < 3; i++) {
                 if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
@@ -6072,19 +6133,23 @@ static void nsa__gate_backward_task(const void *context, int64_t index, void *sc
         }
 }
 
-static void nsa__gate_run(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d,
-                          const nsa_attention *whole, int prefix) {
+/* Runs the job for every sequence: backward if it has a dx. */
+static void nsa__gate_run(nsa__gate_job p) {
+    nsa__team team = {nsa__threads(p.d), NULL, 0};
+    for (p.seq = nsa__seq_begin(p.d); p.seq.index < p.d->batch; nsa__seq_next(p.d, &p.seq))
+        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
+                 p.dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
+}
+
+/* A job without the chain's parts. */
+static nsa__gate_job nsa__gate_job_make(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
     nsa__gate_job p;
-    nsa__team team = {nsa__threads(d), NULL, 0};
-    p.x = x;
+    memset(&p, 0, sizeof p);
     p.dx = dx;
+    p.x = x;
     p.d = d;
     p.pairs = nsa__pairs_of(d);
-    p.whole = whole;
-    p.prefix = prefix;
-    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
-        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
-                 dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
+    return p;
 }
 
 static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
@@ -6102,7 +6167,7 @@ NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
-    nsa__gate_run(NULL, x, d, NULL, 0);
+    nsa__gate_run(nsa__gate_job_make(NULL, x, d));
     return NSA_OK;
 }
 
@@ -6118,14 +6183,14 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
     NSA__CHECK(nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp));
     NSA__CHECK(nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc));
     NSA__CHECK(nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win));
-    nsa__gate_run(dx, x, d, NULL, 0);
+    nsa__gate_run(nsa__gate_job_make(dx, x, d));
     return NSA_OK;
 }
 
 /* ---- The whole -------------------------------------------------------------------------------
    Forward runs its primitives one after another: phi of k and v, cmp with selection, slc, win,
    gate. Each may overwrite the workspace of the one before, so the largest need serves all.
-   Backward runs the gate's logits, then the branches, then phi of k and v. */
+   Backward runs the branches, the gate's logits from what they leave, then phi of k and v. */
 
 static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
     NSA__CHECK(nsa_desc_check(d));
@@ -6171,8 +6236,8 @@ typedef struct nsa__chain_plan {
 /* p must not be moved afterwards, because the plans point to its views. */
 static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
     p->views = nsa__chain_of(x);
-    const nsa__attend_options cmp = {&p->views.select, 0, 0, NULL, NULL, 0};
-    const nsa__attend_options slc = {NULL, nsa__shared_prefix(x, d), 0, NULL, NULL, 0};
+    const nsa__attend_options cmp = {&p->views.select, 0, 0, NULL, NULL, 0, NULL};
+    const nsa__attend_options slc = {NULL, nsa__shared_prefix(x, d), 0, NULL, NULL, 0, NULL};
     p->cmp = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
     p->slc = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
     p->win = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
@@ -6214,7 +6279,10 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     NSA__CHECK(nsa__forward_run(&p.cmp, workspace, bytes));
     NSA__CHECK(nsa__forward_run(&p.slc, workspace, bytes));
     NSA__CHECK(nsa__forward_run(&p.win, workspace, bytes));
-    nsa__gate_run(NULL, &p.views.gate, d, x, p.slc.options.shared_prefix);
+    nsa__gate_job gate = nsa__gate_job_make(NULL, &p.views.gate, d);
+    gate.whole = x;
+    gate.prefix = p.slc.options.shared_prefix;
+    nsa__gate_run(gate);
     return NSA_OK;
 }
 
@@ -6226,11 +6294,13 @@ typedef struct nsa__sum {
     int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
 } nsa__sum;
 
-/* The workspace of backward: | sums | dk_cmp | dv_cmp | the primitives' workspace |. The branches
-   run for a few kv heads of one sequence at a time, so that the sum of dq needs memory for those
-   heads alone. */
+/* The workspace of backward: | sums | dots | dk_cmp | dv_cmp | the primitives' workspace |. The
+   branches run for a few kv heads of one sequence at a time, so that the sum of dq and the dots need
+   memory for those heads alone. */
 typedef struct nsa__chain_gradient {
     nsa__sum sum[NSA__SUMS];
+    nsa_tensor
+        dots; /* dout . out of every row of these heads, by branch: what the gate's logits need */
     nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
     void *rest;                /* the primitives' workspace */
     size_t own;                /* bytes before it */
@@ -6339,6 +6409,8 @@ static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attenti
         sum->owner = 1;
         sum->view = nsa__alloc_tensor(a, nsa__sum_shape(d, i, sum));
     }
+    const nsa__shape dots = {1, d->count, g->sum[NSA__SUM_Q].heads, 3};
+    if (dx->gates.data) g->dots = nsa__alloc_tensor(a, dots);
     g->dk_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
     g->dv_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
     g->own = a->used;
@@ -6438,22 +6510,21 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
     return part;
 }
 
-/* One branch of some heads; `slice` is their geometry. slc leaves out the queries before `prefix`.
-   win, the last branch, takes them with weight g_win + g_slc, because p, k and v of both are equal
-   there. */
+/* One branch of the heads of a gate job. slc leaves out the queries before `prefix`. win, the last
+   branch, takes them with weight g_win + g_slc, because p, k and v of both are equal there. */
 static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
-                                             const nsa_attend *dx, const nsa_gate *gate,
-                                             const nsa_desc *slice, nsa__branch branch, int prefix,
-                                             size_t bytes) {
-    nsa__attend_plan p = nsa__backward_plan(dx, x, slice, branch);
-    p.options.shared_prefix = branch == NSA__SLC ? prefix : 0;
-    p.options.both = branch == NSA__WIN ? prefix : 0;
-    p.options.gate = gate;
+                                             const nsa_attend *dx, const nsa__gate_job *gate,
+                                             nsa__branch branch, size_t bytes) {
+    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch);
+    p.options.shared_prefix = branch == NSA__SLC ? gate->prefix : 0;
+    p.options.both = branch == NSA__WIN ? gate->prefix : 0;
+    p.options.gate = gate->x;
+    p.options.dots = gate->dots;
     return nsa__backward_run(&p, g->rest, bytes);
 }
 
-/* The three branches of some heads of a sequence. Their dq is cleared, each branch adds to it, and
-   the sum is added to dx.q with one rounding. dk and dv go to the sums of all heads. */
+/* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch adds
+   to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
                                             const nsa_attention *x, const nsa_desc *d,
                                             const nsa__chain_at *at, int kv_heads, int prefix,
@@ -6464,10 +6535,13 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     const nsa_attend *of_x[] = {&c.cmp, &c.slc, &c.win};
     const nsa_tensor dk[] = {g->dk_cmp, sum[NSA__SUM_K_SLC].view, sum[NSA__SUM_K_WIN].view},
                      dv[] = {g->dv_cmp, sum[NSA__SUM_V_SLC].view, sum[NSA__SUM_V_WIN].view};
-    nsa_gate gate = c.gate;
+    int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
+    nsa_gate logits = c.gate, dlogits;
+    nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
     nsa_attend all;
     nsa__flush dq;
     memset(&all, 0, sizeof all);
+    memset(&dlogits, 0, sizeof dlogits);
     all.q = dx->q;
     all.out = dx->out;
     dq.to = nsa__attend_at(&all, d, NSA__CMP, at).q;
@@ -6476,8 +6550,10 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     dq.heads = slice.heads;
     dq.width = d->dim;
     dq.clear = 1;
-    gate.logits = nsa__view_at(gate.logits, at->seq.batch, at->seq.row,
-                               at->kv_head * (d->gate_heads / d->kv_heads));
+    logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);
+    dlogits.logits = nsa__view_at(dx->gates, at->seq.batch, at->seq.row, gate_head);
+    gate.prefix = prefix;
+    gate.dots = dx->gates.data ? &g->dots : NULL;
     if (q->owner) nsa__flush_run(&dq, d);
     for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
         nsa_attend views = nsa__attend_at(of_x[branch], d, (nsa__branch)branch, at), dviews;
@@ -6485,9 +6561,10 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
         all.v = dv[branch];
         dviews = nsa__attend_at(&all, d, (nsa__branch)branch, at);
         if (q->owner) dviews.q = q->view;
-        NSA__CHECK(nsa__chain_branch_backward(g, &views, &dviews, &gate, &slice,
-                                              (nsa__branch)branch, prefix, bytes));
+        NSA__CHECK(
+            nsa__chain_branch_backward(g, &views, &dviews, &gate, (nsa__branch)branch, bytes));
     }
+    if (gate.dots) nsa__gate_run(gate);
     dq.clear = 0;
     if (q->owner) nsa__flush_run(&dq, d);
     return NSA_OK;
@@ -6521,20 +6598,14 @@ static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa
     return nsa__compress_go(&gradient, x, d, 0, 0, workspace, bytes);
 }
 
-/* The gate's logits first, then the branches, then phi of k and v. phi comes after them because its
-   dout, dk_cmp and dv_cmp, sums over all queries. The sums of keys and values reach the caller's
-   views last. */
+/* The branches with the gate's logits, then phi of k and v. phi comes after them because its dout,
+   dk_cmp and dv_cmp, sums over all queries. The sums of keys and values reach the caller's views
+   last. */
 static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
                                               const nsa_attention *x, const nsa_desc *d,
                                               size_t bytes) {
     const nsa__sum *sum = g->sum;
-    nsa__chain c = nsa__chain_of(x);
-    nsa_gate dlogits;
     nsa_status s;
-    memset(&dlogits, 0, sizeof dlogits);
-    dlogits.out = dx->out;
-    dlogits.logits = dx->gates;
-    if (dx->gates.data) nsa__gate_run(&dlogits, &c.gate, d, NULL, 0);
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
@@ -6859,14 +6930,14 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
     if (s == NSA_OK && begin < end)
         s = nsa__compress_go(NULL, &one->v_cmp, d, raw, 1, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__attend_options of_cmp = {&c.select, 0, 0, reads, NULL, 0},
-                              of_slc = {NULL, 0, 0, reads + each, NULL, 0},
-                              of_win = {NULL, 0, win, reads + 2 * each, NULL, 0};
+    const nsa__attend_options of_cmp = {&c.select, 0, 0, reads, NULL, 0, NULL},
+                              of_slc = {NULL, 0, 0, reads + each, NULL, 0, NULL},
+                              of_win = {NULL, 0, win, reads + 2 * each, NULL, 0, NULL};
     const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
                                        nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
                                        nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
     for (int i = 0; s == NSA_OK && i < 3; i++) s = nsa__forward_run(&plans[i], workspace, bytes);
-    if (s == NSA_OK) nsa__gate_run(NULL, &c.gate, d, NULL, 0);
+    if (s == NSA_OK) nsa__gate_run(nsa__gate_job_make(NULL, &c.gate, d));
     return s;
 }
 
@@ -7549,21 +7620,15 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
     return sum;
 }
 
-/* nsa__all_finite for rows: an exponent of ones, and one more, is the sign bit. */
+/* nsa__all_finite for rows. */
 NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
-    const int mantissa = sizeof *x == 8 ? 52 : 23, sign = 8 * (int)sizeof *x - 1;
-    const nsa__bits_t one = (nsa__bits_t)1 << mantissa, exponent = ((nsa__bits_t)1 << sign) - one;
     nsa__bits_t lane[NSA__LANES], sum = 0;
     for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += NSA__LANES)
-            for (int i = 0; i < NSA__LANES; i++) {
-                nsa__bits_t bits;
-                memcpy(&bits, x + j + i, sizeof bits);
-                lane[i] |= (bits & exponent) + one;
-            }
+            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
     for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
-    return !(sum >> sign);
+    return !(sum >> NSA__SIGN_BIT);
 }
 
 /* Blocks of NSA__L x NSA__L, then single columns, which are cheaper than a block if they are few. A
