@@ -3570,6 +3570,17 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     return NSA_OK;
 }
 
+/* Whether a list ascends, without duplicates, and has nothing but -1 behind its last candidate. One
+   pass without branches, because nearly all lists do. */
+NSA__COMPILED static int nsa__list_ascends(const int32_t *list, int n, int candidates) {
+    int wrong = (list[0] < -1) | (list[0] >= candidates);
+    for (int i = 1; i < n; i++) {
+        int32_t before = list[i - 1], at = list[i];
+        wrong |= (at != -1) & ((before < 0) | (before >= at) | (at >= candidates));
+    }
+    return !wrong;
+}
+
 /* The first slot that breaks the form, or -1. */
 static int nsa__list_fault(const nsa_desc *d, int candidates, const int32_t *list,
                            const char **reason) {
@@ -3596,14 +3607,14 @@ static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
                                nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
                                NSA__INTS, 0, NSA__AT_blocks));
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int t = 0; t < seq.count; t++)
+        for (int t = 0; t < seq.count; t++) {
+            const int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t);
             for (int head = 0; head < nsa__list_heads(d); head++) {
                 const int32_t *list =
                     (const int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
                 const char *reason;
-                int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t);
+                if (nsa__list_ascends(list, nsa_block_list_width(d), candidates)) continue;
                 int slot = nsa__list_fault(d, candidates, list, &reason);
-                if (slot < 0) continue;
                 if (fault) {
                     fault->batch = seq.index;
                     fault->query = seq.first + t;
@@ -3614,6 +3625,7 @@ static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
                 }
                 return nsa__error(NSA_ERROR_BLOCKS, NSA__AT_blocks);
             }
+        }
     return NSA_OK;
 }
 
@@ -3961,10 +3973,11 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
 static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x, int tile_begin, int n,
                                int width, int wide, nsa__packed *rows, nsa__packed *transposed) {
     const nsa__attend_plan *p = job->plan;
-    nsa_real row[NSA__MAX_DIM] = {0};
+    nsa_real some[NSA__LANES][NSA__MAX_DIM] = {{0}};
     size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
     uint64_t nonfinite = 0;
     for (int r = 0; r < p->tile; r++) {
+        nsa_real *row = some[r % NSA__LANES];
         if (r + NSA__ROWS_AHEAD < n)
             nsa__fetch(nsa__key(job, x, tile_begin + r + NSA__ROWS_AHEAD), row_bytes);
         if (r < n) {
@@ -3974,8 +3987,9 @@ static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x, in
             memset(row, 0, (size_t)width * sizeof *row);
         }
         if (rows) memcpy(rows + (ptrdiff_t)r * wide, row, (size_t)wide * sizeof *row);
-        for (int c = 0; transposed && c < width; c++)
-            transposed[(ptrdiff_t)c * p->tile + r] = row[c];
+        if (transposed && (r + 1) % NSA__LANES == 0)
+            p->tiles->transpose(NSA__LANES, width, NSA__MAX_DIM, some[0], p->tile,
+                                transposed + r + 1 - NSA__LANES);
     }
     return nonfinite;
 }
