@@ -6309,8 +6309,8 @@ typedef struct nsa__sum {
 } nsa__sum;
 
 /* The workspace of backward: | sums | dots | dk_cmp | dv_cmp | the primitives' workspace |. The
-   branches run for a few kv heads of one sequence at a time, so that the sum of dq and the dots need
-   memory for those heads alone. */
+   branches run for a few kv heads of one sequence at a time, so that the sum of dq and the dots
+   need memory for those heads alone. */
 typedef struct nsa__chain_gradient {
     nsa__sum sum[NSA__SUMS];
     nsa_tensor
@@ -6537,8 +6537,9 @@ static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const
     return nsa__backward_run(&p, g->rest, bytes);
 }
 
-/* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch adds
-   to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all heads. */
+/* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch
+   adds to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all
+   heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
                                             const nsa_attention *x, const nsa_desc *d,
                                             const nsa__chain_at *at, int kv_heads, int prefix,
