@@ -6537,6 +6537,15 @@ static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const
     return nsa__backward_run(&p, g->rest, bytes);
 }
 
+/* The sum of dq of some heads, to be cleared, and the caller's rows that it goes to. */
+static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, const nsa_desc *d,
+                                const nsa_desc *slice, const nsa__chain_at *at) {
+    const int head = at->kv_head * (d->heads / d->kv_heads);
+    const nsa_tensor to = nsa__view_at(dx->q, at->seq.batch, at->seq.row, head);
+    const nsa__flush f = {*sum, to, slice->count, slice->heads, d->dim, 1};
+    return f;
+}
+
 /* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch
    adds to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all
    heads. */
@@ -6554,17 +6563,11 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     nsa_gate logits = c.gate, dlogits;
     nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
     nsa_attend all;
-    nsa__flush dq;
+    nsa__flush dq = nsa__chain_dq(&q->view, dx, d, &slice, at);
     memset(&all, 0, sizeof all);
     memset(&dlogits, 0, sizeof dlogits);
     all.q = dx->q;
     all.out = dx->out;
-    dq.to = nsa__attend_at(&all, d, NSA__CMP, at).q;
-    dq.from = q->view;
-    dq.rows = slice.count;
-    dq.heads = slice.heads;
-    dq.width = d->dim;
-    dq.clear = 1;
     logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);
     dlogits.logits = nsa__view_at(dx->gates, at->seq.batch, at->seq.row, gate_head);
     gate.prefix = prefix;
