@@ -399,6 +399,7 @@ static void test_shared_keys(const chain_case *c, nsa_dtype dtype) {
     suite_compare("dx.k", &p.dx[k[0]], &d, 0, want.dx[k[0]], plain.dx[k[0]], 3);
     suite_compare("dx.v", &p.dx[v[0]], &d, 0, want.dx[v[0]], plain.dx[v[0]], 3);
     suite_compare("dx.q", &p.dx[at.q], &d, 1, want.dx[at.q], plain.dx[at.q], 3);
+    suite_compare("dx.gates", &p.dx[at.gates], &d, 1, want.dx[at.gates], plain.dx[at.gates], 3);
     suite_compare("out", &p.x[at.out], &d, 1, want.x[at.out], plain.x[at.out], 2);
     values_free(&in), values_free(&zeros), values_free(&want), values_free(&plain);
     guards_free();
