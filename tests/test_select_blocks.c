@@ -657,6 +657,10 @@ int main(int argc, char **argv) {
             test_ties(shape("G 16, D 128"), NSA_REAL_DTYPE, (nsa_score_map)map, isas[i]);
             test_ties(shape("the paper's blocks"), NSA_REAL_DTYPE, (nsa_score_map)map, isas[i]);
         }
+    geometry rows = *shape("G 2, D 24"); /* the bad head is the last of four */
+    rows.name = "many blocks for a bad row", rows.B = 1, rows.T = 150, rows.H = 8;
+    rows.l = rows.d = rows.slc_block = 1, rows.n = 40;
+    for (int k = 0; k < COUNT(dtypes); k++) test_bad_value(&rows, dtypes[k], SLOT_Q, INFINITY);
     geometry cut = *shape("one head, l' far above l");
     cut.name = "many chosen of blocks behind several tiles of keys", cut.slc_block = 16, cut.n = 6;
     nsa_desc of_many = desc_of(&cut);

@@ -114,6 +114,23 @@ NSA__DEVICE void nsa__cuda_select_load(nsa__cuda_select_columns<T, D, NT> &c, fl
     __syncwarp();
 }
 
+/* A bit for each column with a value that is not finite. */
+template <typename T, int D, int NT>
+NSA__DEVICE uint32_t nsa__cuda_select_bad_columns(const nsa__cuda_select_columns<T, D, NT> &c) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    bool mine = false; /* of column `lane` */
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        bool bad = false;
+#pragma unroll
+        for (int k = 0; k < D / 16; k++)
+            bad |= nsa__cuda_not_finite<T>(make_uint4(c.q[k][n][0], c.q[k][n][1], 0, 0));
+        const uint32_t lanes = __ballot_sync(0xffffffffu, bad); /* four of a column */
+        if (lane / 8 == n) mine = lanes >> lane % 8 * 4 & 15;
+    }
+    return __ballot_sync(0xffffffffu, mine);
+}
+
 /* acc[n] = 16 keys from `row` on, times columns 8 n .. 8 n + 7. */
 template <typename T, int D, int NT>
 NSA__DEVICE void nsa__cuda_select_product(float (&acc)[NT][4],
@@ -217,12 +234,14 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     w.lse2 = lse2 + warp * 8 * NT;
     if (p.lists) lists = p.lists + static_cast<int64_t>(blockIdx.x) * tile_queries * p.length;
     w.lists = lists + warp * p.queries * p.length;
-    nsa__cuda_select_begin<SCORER>(w, x, d, at.s, p, at.b, at.kv_head);
+    nsa__cuda_select_begin<SCORER || CHUNKS>(w, x, d, at.s, p, at.b, at.kv_head);
 
     nsa__cuda_select_columns<T, D, NT> c;
     if (!CHUNKS)
         nsa__cuda_select_load<T, D, NT, SCORER>(c, w.lse2, x, d, at.s, p, at.kv_head, w.first_query,
                                                 0);
+    if constexpr (!SCORER && !CHUNKS)
+        nsa__cuda_select_mark(w, p.queries, p.columns, nsa__cuda_select_bad_columns(c));
     int key = 0;
     if (at.keys > 0) nsa__cuda_select_copy<T, D>(tiles, at.k, x.k, d, 0, at.keys);
     nsa__cp_async_commit();

@@ -172,9 +172,9 @@ struct nsa__cuda_select_warp {
     float *lse2; /* of its columns */
 };
 
-/* Whether a value of a query is not finite: its logarithms, of a SCORER its weights and rows of q.
-   By a warp. */
-template <bool SCORER>
+/* Whether a value of a query is not finite: its logarithms or, of scores that are no attention, its
+   weights; ROWS: those of q too. By a warp. */
+template <bool ROWS>
 NSA__DEVICE bool nsa__cuda_select_is_bad(const nsa_select &x, const nsa_desc &d,
                                          const nsa__sequence &s, int row, int kv_head) {
     const int group = d.heads / d.kv_heads, lane = static_cast<int>(threadIdx.x) % 32;
@@ -183,7 +183,7 @@ NSA__DEVICE bool nsa__cuda_select_is_bad(const nsa_select &x, const nsa_desc &d,
     for (int g = lane; x.lse.data && g < group; g += 32)
         bad |= !nsa__finite(
             nsa__load1(x.lse.dtype, nsa__row_at(x.lse, s.batch, s.row + row, first + g), 0));
-    for (int i = lane; SCORER && i < group * (d.dim / 4); i += 32) {
+    for (int i = lane; ROWS && i < group * (d.dim / 4); i += 32) {
         float q[4];
         nsa__load4(q, x.q.dtype, nsa__row_at(x.q, s.batch, s.row + row, first + i / (d.dim / 4)),
                    i % (d.dim / 4) * 4);
@@ -193,8 +193,9 @@ NSA__DEVICE bool nsa__cuda_select_is_bad(const nsa_select &x, const nsa_desc &d,
     return __any_sync(0xffffffffu, bad);
 }
 
-/* Looks at a warp's queries: fills w.queries, w.visible and w.candidates, empties its lists. */
-template <bool SCORER>
+/* Looks at a warp's queries: fills w.queries, w.visible and w.candidates, empties its lists. ROWS:
+   looks at q too; callers that have it at hand call nsa__cuda_select_mark instead. */
+template <bool ROWS>
 NSA__DEVICE void nsa__cuda_select_begin(nsa__cuda_select_warp &w, const nsa_select &x,
                                         const nsa_desc &d, const nsa__sequence &s,
                                         const nsa__cuda_select_plan &p, int b, int kv_head) {
@@ -205,7 +206,7 @@ NSA__DEVICE void nsa__cuda_select_begin(nsa__cuda_select_warp &w, const nsa_sele
         nsa__cuda_select_query found = {0, 0, 0, 0, nullptr, 0};
         if (row < s.count) {
             const nsa__cuda_forced_blocks f = nsa__cuda_forced_of(d, s.tokens, query);
-            const bool bad = nsa__cuda_select_is_bad<SCORER>(x, d, s, row, kv_head);
+            const bool bad = nsa__cuda_select_is_bad<ROWS>(x, d, s, row, kv_head);
             w.visible = nsa__cmp_visible(d, s.tokens, query);
             w.candidates = f.candidates;
             found = {bad ? -1 : w.visible, f.init, f.local, f.room, nullptr, f.candidates};
@@ -216,6 +217,14 @@ NSA__DEVICE void nsa__cuda_select_begin(nsa__cuda_select_warp &w, const nsa_sele
         if (lane == 0) w.queries[q] = found;
     }
     for (int i = lane; i < p.queries * p.length; i += 32) w.lists[i] = 0;
+    __syncwarp();
+}
+
+/* Query q of a warp is bad if one of bits width q .. width (q + 1) - 1 is set. */
+NSA__DEVICE void nsa__cuda_select_mark(const nsa__cuda_select_warp &w, int queries, int width,
+                                       uint32_t bad) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane < queries && (bad >> lane * width & ~0u >> (32 - width))) w.queries[lane].visible = -1;
     __syncwarp();
 }
 

@@ -281,6 +281,8 @@ static __global__ void __launch_bounds__(640, 1)
     w.lists = lists + warp * QUERIES * p.length;
     w.lse2 = nullptr; /* in registers */
     nsa__cuda_select_begin<false>(w, x, d, at.s, p, at.b, at.kv_head);
+    const uint32_t bad = nsa__cuda_tile_bad_rows<T, D, BLOCK_M>(q, 16 * warp);
+    nsa__cuda_select_mark(w, QUERIES, COLUMNS / 2, bad | bad >> 8); /* row j and row j + 8 */
     float lse2[2]; /* inf where a row is not there; of a query with a bad one nobody reads sums */
 #pragma unroll
     for (int i = 0; i < 2; i++) {

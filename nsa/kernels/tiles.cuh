@@ -148,17 +148,25 @@ NSA__DEVICE void nsa__cuda_tile_zero(T *tile, uint64_t mask) {
                 make_uint4(0, 0, 0, 0);
 }
 
-/* Zeros those of a warp's own 16 rows that hold a non-finite value; bit r of the result: row r. */
+/* Which of a warp's own 16 rows hold a non-finite value; bit r of the result: row r. */
 template <typename T, int D, int ROWS>
-NSA__DEVICE uint32_t nsa__cuda_tile_clean(T *tile, int first_row) {
+NSA__DEVICE uint32_t nsa__cuda_tile_bad_rows(T *tile, int first_row) {
     constexpr int chunks = D / nsa__cuda_piece<T>::size;
     const int lane = threadIdx.x % 32, row = first_row + lane % 16;
     bool bad = false;
     for (int chunk = lane / 16; chunk < chunks; chunk += 2)
         bad |= nsa__cuda_not_finite<T>(
             *reinterpret_cast<const uint4 *>(nsa__cuda_tile_at<T, ROWS>(tile, row, chunk)));
-    uint32_t rows = __ballot_sync(0xffffffffu, bad);
-    rows = (rows | rows >> 16) & 0xffffu;
+    const uint32_t rows = __ballot_sync(0xffffffffu, bad);
+    return (rows | rows >> 16) & 0xffffu;
+}
+
+/* Zeros them. */
+template <typename T, int D, int ROWS>
+NSA__DEVICE uint32_t nsa__cuda_tile_clean(T *tile, int first_row) {
+    constexpr int chunks = D / nsa__cuda_piece<T>::size;
+    const int lane = threadIdx.x % 32, row = first_row + lane % 16;
+    const uint32_t rows = nsa__cuda_tile_bad_rows<T, D, ROWS>(tile, first_row);
     for (int chunk = lane / 16; chunk < chunks && (rows >> lane % 16 & 1); chunk += 2)
         *reinterpret_cast<uint4 *>(nsa__cuda_tile_at<T, ROWS>(tile, row, chunk)) =
             make_uint4(0, 0, 0, 0);
