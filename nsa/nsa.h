@@ -6313,8 +6313,7 @@ typedef struct nsa__sum {
    need memory for those heads alone. */
 typedef struct nsa__chain_gradient {
     nsa__sum sum[NSA__SUMS];
-    nsa_tensor
-        dots; /* dout . out of every row of these heads, by branch: what the gate's logits need */
+    nsa_tensor dots;           /* of every row of these heads: dout . out by branch, for the gate */
     nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
     void *rest;                /* the primitives' workspace */
     size_t own;                /* bytes before it */
