@@ -1398,16 +1398,6 @@ NSA__COMPILED static int nsa__all_finite(const nsa_real *x, int n) {
     return !(any >> NSA__SIGN_BIT);
 }
 
-/* x *= factor. Answers nsa__all_finite of the result in the same pass. */
-NSA__COMPILED static int nsa__scale(nsa_real *x, nsa_real factor, int n) {
-    nsa__bits_t any = 0;
-    for (int i = 0; i < n; i++) {
-        x[i] *= factor;
-        any |= nsa__exponent_carry(x[i]);
-    }
-    return !(any >> NSA__SIGN_BIT);
-}
-
 /* sum += factor * row */
 NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype dtype,
                                       const void *row, int n) {
@@ -2540,6 +2530,8 @@ typedef struct nsa__tiles {
     int (*at_least)(int n, const nsa_real *x, nsa__lane least);
     /* whether all numbers are finite; n is a multiple of 16 */
     int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
+    /* to = factor x, for n numbers, a multiple of 16. Returns whether all of them are finite. */
+    int (*scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to);
     /* Row c of `to` becomes column c of x. Rows are whole vectors on both sides, and some more may
        be read and written: both hold a multiple of 16 rows or numbers of them. */
     void (*transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x, ptrdiff_t ld_to,
@@ -4512,17 +4504,20 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
                               const nsa_tensor *x, int width, int wide, nsa_real factor,
                               nsa_real *to, unsigned char *nonfinite) {
     const nsa__attend_plan *p = job->plan;
-    int rows = it->queries * p->group;
+    int rows = it->queries * p->group, in_place = x->dtype == NSA_REAL_DTYPE && width == wide;
     size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
     for (int r = 0; r < rows; r++, to += wide) {
+        const void *row = nsa__query_row(job, it, x, r);
         if (r + NSA__ROWS_AHEAD < rows)
             nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), row_bytes);
-        nsa__load(to, x->dtype, nsa__query_row(job, it, x, r), width);
-        if (!nsa__scale(to, factor, width)) {
-            memset(to, 0, (size_t)width * sizeof *to);
+        if (!in_place) {
+            nsa__load(to, x->dtype, row, width);
+            memset(to + width, 0, (size_t)(wide - width) * sizeof *to);
+        }
+        if (!p->tiles->scale(wide, factor, in_place ? (const nsa_real *)row : to, to)) {
+            memset(to, 0, (size_t)wide * sizeof *to);
             nonfinite[r] = 1;
         }
-        memset(to + width, 0, (size_t)(wide - width) * sizeof *to);
     }
 }
 
@@ -4799,12 +4794,15 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
    back from the caller's view, because nsa_select_blocks does: both get the same bits. */
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int dim_v = p->d->dim_v;
-    for (int r = 0; r < f->iter.queries * p->group; r++) {
+    int dim_v = p->d->dim_v, rows = f->iter.queries * p->group;
+    size_t row_bytes = (size_t)dim_v * nsa__dtype_bytes(p->x->out.dtype);
+    for (int r = 0; r < rows; r++) {
         nsa_real *out = f->out + (ptrdiff_t)r * p->wide_v, lse = nsa__minus_infinity(), l = 0;
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(job, &f->iter, &p->x->out, r + NSA__ROWS_AHEAD), row_bytes);
         for (int j = 0; j < NSA__LANES; j++) l += f->l[(ptrdiff_t)r * NSA__LANES + j];
         if (l != 0) {
-            nsa__scale(out, 1 / l, dim_v);
+            p->tiles->scale(p->wide_v, 1 / l, out, out);
             lse = (nsa_real)(((double)f->m[r] + log2((double)l)) * NSA__LN2);
         }
         if (l != 0 && f->nonfinite[r]) {
@@ -5015,14 +5013,13 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
 static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
     nsa_real *dout = f->dout + (ptrdiff_t)r * p->wide_v, g = nsa__backward_gate(f, job, r);
-    int dim_v = p->d->dim_v;
     if (p->values) {
         f->gate[r] = g;
         if (nsa__is_finite((double)g)) return 1;
         f->gate[r] = 0;
     } else {
-        if (nsa__scale(dout, g, dim_v)) return g;
-        memset(dout, 0, (size_t)dim_v * sizeof *dout);
+        if (p->tiles->scale(p->wide_v, g, dout, dout)) return g;
+        memset(dout, 0, (size_t)p->wide_v * sizeof *dout);
     }
     f->nonfinite[r] = 1;
     return 0;
@@ -5187,12 +5184,16 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
 /* Adds the task's dq. A row that read a non-finite number gets NaN; one that read nothing stays. */
 static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int dim = p->d->dim;
-    for (int r = 0; p->dx->q.data && r < f->iter.queries * p->group; r++) {
+    const nsa_tensor *to = &p->dx->q;
+    int dim = p->d->dim, rows = to->data ? f->iter.queries * p->group : 0;
+    size_t row_bytes = (size_t)dim * nsa__dtype_bytes(to->dtype);
+    for (int r = 0; r < rows; r++) {
         nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(job, &f->iter, to, r + NSA__ROWS_AHEAD), row_bytes);
         if (!f->reads[r / p->group]) continue;
         for (int c = 0; f->nonfinite[r] && c < dim; c++) dq[c] = nsa__nan();
-        nsa__add(p->dx->q.dtype, nsa__query_row(job, &f->iter, &p->dx->q, r), p->scale, dq, dim);
+        nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->scale, dq, dim);
     }
 }
 
@@ -5220,10 +5221,21 @@ static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
     nsa__write(&place->needs, -1);
 }
 
-/* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
-   may add it. A batch of the whole tile need not add to zeros. */
-static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
+/* Asks for the sums of keys begin .. end - 1, to which the share at hand is added next. Sums of all
+   tiles are more than L2 holds. Each batch asks for some, so that its products hide the time. */
+static void nsa__fetch_sums(const nsa__head_job *job, int64_t begin, int64_t end) {
     const nsa__attend_plan *p = job->plan;
+    size_t bytes = (size_t)(end - begin) * sizeof(nsa_real);
+    if (job->dk) nsa__fetch(job->dk + begin * p->wide, bytes * (size_t)p->wide);
+    if (job->dv) nsa__fetch(job->dv + begin * p->wide_v, bytes * (size_t)p->wide_v);
+}
+
+/* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
+   may add it. A batch of the whole tile need not add to zeros. `soon`: no other task adds to the
+   tile before this one. */
+static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int soon) {
+    const nsa__attend_plan *p = job->plan;
+    const int64_t begin = (int64_t)f->iter.tile * p->tile, queries = f->iter.tile_queries;
     f->held++;
     int newest = nsa__backward_newest(f);
     size_t keys = (size_t)p->tile;
@@ -5238,6 +5250,9 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job) {
                    keys * (size_t)p->wide_v * sizeof *f->dv);
             f->add = 1;
         }
+        if (soon)
+            nsa__fetch_sums(job, begin + p->tile * i / queries,
+                            begin + p->tile * (i + b.queries) / queries);
         nsa__backward_batch(f, job, &b);
         f->add = 1;
         i += b.queries;
@@ -5281,7 +5296,7 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
     } else if (it->tile < it->tile_end) {
         if (place->moved) nsa__tile_iter_read(it, job);
         place->moved = 0;
-        nsa__backward_tile(f, job);
+        nsa__backward_tile(f, job, nsa__may_enter(turns, place->follows, it->tile));
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
         nsa__write(turns->progress + place->task, INT32_MAX);
@@ -5298,8 +5313,11 @@ static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to
                                   nsa_real factor, nsa_real *sum, int width, int wide) {
     const nsa__attend_plan *p = job->plan;
     int begin = tile * p->tile, end = (int)nsa__min((int64_t)begin + p->tile, job->keys);
+    size_t row_bytes = (size_t)width * nsa__dtype_bytes(to->dtype);
     for (int key = begin; sum && key < end; key++) {
         nsa_real *row = sum + (ptrdiff_t)key * wide;
+        if (key + NSA__ROWS_AHEAD < end)
+            nsa__fetch(nsa__key(job, to, key + NSA__ROWS_AHEAD), row_bytes);
         for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < width; c++)
             row[c] = nsa__nan();
         nsa__add(to->dtype, nsa__key(job, to, key), factor, row, width);
@@ -7648,6 +7666,11 @@ NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_r
     return !(sum >> NSA__SIGN_BIT);
 }
 
+NSA__TARGET static int NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
+    for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
+    return NSA__T(finite)(1, n, 0, to);
+}
+
 /* Blocks of NSA__L x NSA__L, then single columns, which are cheaper than a block if they are few. A
    step exchanges the halves that are off the diagonal, of the block, then of its quarters, and so
    on. */
@@ -7685,9 +7708,9 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),     NSA__T(softmax), NSA__T(probability),
-                                         NSA__T(at_least), NSA__T(finite),  NSA__T(transpose),
-                                         NSA__T(gradient)};
+static const nsa__tiles NSA__T(tiles) = {NSA__T(gemm),      NSA__T(softmax), NSA__T(probability),
+                                         NSA__T(at_least),  NSA__T(finite),  NSA__T(scale),
+                                         NSA__T(transpose), NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
