@@ -1293,6 +1293,7 @@ static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t h
 static void nsa__fetch(const void *at, size_t bytes) {
 #if defined(__GNUC__) || defined(__clang__)
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i);
+    __builtin_prefetch((const char *)at + bytes - 1); /* malloc's rows begin within a line */
 #else
     (void)at, (void)bytes;
 #endif
@@ -4140,6 +4141,7 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
 static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int *at = it->list_begin + 1; /* of each tile: its next free place */
+    const size_t bytes = (size_t)p->list_width * sizeof(int32_t);
     int begin, end;
     memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
     for (int fill = 0; fill < 2; fill++) {
@@ -4147,7 +4149,7 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
             const int32_t *list = nsa__block_list(job, it->first + a);
             int next = 0; /* the first tile that this query has not been counted for */
             if (!fill && a + NSA__LISTS_AHEAD < it->queries)
-                nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD), 1);
+                nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD), bytes);
             for (int i = 0; nsa__span(job, list, it->first + a, i, &begin, &end); i++) {
                 int tile = (int)nsa__max(next, begin >> p->tile_log2);
                 for (next = (int)nsa__max(next, ((end - 1) >> p->tile_log2) + 1); tile < next;
