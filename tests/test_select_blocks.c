@@ -386,15 +386,15 @@ static void test_bad_value(const geometry *g, nsa_dtype dtype, int input, double
 }
 
 /* An lse that is not of these scores: p is far above 1, and no score may become NaN or negative. */
-static void test_other_lse(const geometry *g) {
+static void test_other_lse(const geometry *g, nsa_dtype dtype) {
     nsa_desc d = desc_of(g);
     suite s = suite_with_scores(g->name, &d);
-    values v = values_random(&s, &d, NSA_REAL_DTYPE, 61), zeros = values_zero(&s, &d);
+    values v = values_random(&s, &d, dtype, 61), zeros = values_zero(&s, &d);
     plan rows = plan_of(&d);
     for (size_t i = 0; i < slot_count(&s.slots[SLOT_LSE], &rows); i++) v.x[SLOT_LSE][i] -= 1000;
-    check_case("select, %s, an lse that is smaller by 1000", g->name);
+    check_case("select, %s, %s, an lse that is smaller by 1000", g->name, dtype_name(dtype));
     instance q;
-    instance_new(&q, &s, &d, &v, NSA_REAL_DTYPE, NSA_REAL_DTYPE, 0, &zeros);
+    instance_new(&q, &s, &d, &v, dtype, dtype, 0, &zeros);
     instance_run(&q);
     const size_t n = tensor_count(&q.x[SLOT_SCORES]), width = (size_t)q.x[SLOT_SCORES].width;
     double *scores = ref_zeros(n);
@@ -571,7 +571,10 @@ static void test_many_tiles(int least) {
         nsa_desc d = desc_of(&g);
         test_reference(&g, &d, NSA_BF16, 901);
     }
-    g.n = 6;
+    g.n = 6, g.Dk = 136; /* of sm_90a's stages shared memory holds one less */
+    nsa_desc wide = desc_of(&g);
+    if (!least && !refused_by(&wide)) test_reference(&g, &wide, NSA_BF16, 904);
+    g.Dk = 16;
     if (!least) test_ties(&g, NSA_BF16, NSA_SCORE_OVERLAP_SUM, NSA_ISA_DETECT);
     g = *shape("tokens for blocks");
     g.name = "most of the tokens chosen", g.H = 4, g.n = 100;
@@ -668,7 +671,10 @@ int main(int argc, char **argv) {
     if (CHECKS_CUDA) test_many_tiles(a == LEAST);
     for (int group = 1; CHECKS_CUDA && a != LEAST && group <= 16; group += group < 4 ? 1 : 4)
         for (int k = 0; k < COUNT(dtypes); k++) test_order_of_heads(group, dtypes[k]);
-    test_other_lse(shape("T > w, one block more"));
+    for (int k = 0; k < COUNT(dtypes); k++) {
+        test_other_lse(shape("T > w, one block more"), dtypes[k]);
+        test_other_lse(shape("G 3, D 64"), dtypes[k]); /* a row of four has no head */
+    }
     test_rank();
     test_rank_refusals();
     test_check();

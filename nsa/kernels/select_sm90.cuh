@@ -17,10 +17,11 @@
 
    | heads | Q tile | key tile | stages | dynamic shared, used | registers |
    |---|---|---|---|---|---|
-   | 64    | 256    | 64       | 4      | 64 KB + sums, lists  | 64        |
-   | 128   | 256    | 64       | 4      | 128 KB + sums, lists | 64        |
+   | 64    | 256    | 64       | 4      | 64 KB + sums, lists  | 64, 70    |
+   | 128   | 256    | 64       | 4      | 128 KB + sums, lists | 64, 70    |
    | 192   | 256    | 64       | 3      | 168 KB + sums, lists | 64        |
-   One thread block an SM. Sums and lists: 19 KB for 16 heads to a query, 16 blocks to a list. */
+   One thread block an SM. Sums and lists: 19 KB for 16 heads to a query, 16 blocks to a list; the
+   second number of registers is for 16 heads. */
 #ifndef NSA_SELECT_SM90_CUH
 #define NSA_SELECT_SM90_CUH
 
@@ -237,10 +238,10 @@ static __global__ void __launch_bounds__(640, 1)
     constexpr int THREADS = shape::CONSUMERS + shape::PRODUCERS;
     constexpr int BLOCK_QUERIES = BLOCK_M / COLUMNS, QUERIES = 16 / COLUMNS; /* of a warp */
     NSA_SHARED_ALL(bytes);
-    NSA_SHARED(uint64_t, full, [STAGES]);
-    NSA_SHARED(uint64_t, empty, [STAGES]);
+    NSA_SHARED(uint64_t, full, [2 * STAGES]);
     NSA_SHARED(nsa__cuda_select_place<T>, at, );
     T *const q = reinterpret_cast<T *>(bytes);
+    uint64_t *const empty = full + STAGES; /* from one address: a turn computes one */
     const nsa__cuda_select_stages<T> pipe = {q, q + BLOCK_M * D, full, empty};
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int group = d.heads / d.kv_heads;

@@ -1,6 +1,6 @@
 /* test_counters.cpp: what a kernel moves and multiplies, counted by the executor, against formulas:
    bytes brought into shared memory, products of tensor cores, bank conflicts (none); launches of a
-   decoding step, and what it writes, which the checker counts.
+   decoding step, and what it writes, which the checker counts; backward's workspace.
    Twin: bench/gpu/predict.py, which predicts times from the same formulas. Not here: results. */
 #include "nsa_cuda.cuh"
 
@@ -382,6 +382,30 @@ static void test_decode_writes() {
     EXPECT_EQUAL(written[1] - written[0], static_cast<uint64_t>(4 * KEYS + d.heads * of_head));
 }
 
+/* The whole backward at 64k tokens: a gradient of a branch's output alone would be 1.07 GB. Sizes
+   look at no data. */
+static void test_workspace() {
+    const nsa_desc d = nsa_desc_default(1, 65536, 64, 4, 128);
+    const auto view = [&](nsa_dtype dtype, int rows, int heads, int width) {
+        return nsa_tensor_bthd(reinterpret_cast<void *>(uintptr_t{256}), dtype, rows, heads, width);
+    };
+    const int rows = nsa_cmp_count(&d, d.tokens);
+    nsa_attention x = {}, dx;
+    x.q = x.out = x.out_cmp = x.out_slc = x.out_win = view(NSA_BF16, d.tokens, d.heads, d.dim);
+    x.k_slc = x.v_slc = x.k_win = x.v_win = view(NSA_BF16, d.tokens, d.kv_heads, d.dim);
+    x.k_cmp.phi = x.v_cmp.phi = NSA_PHI_MEAN;
+    x.k_cmp.dim = x.v_cmp.dim = d.dim;
+    x.k_cmp.x = x.v_cmp.x = x.k_slc;
+    x.k_cmp.out = x.v_cmp.out = view(NSA_BF16, rows, d.kv_heads, d.dim);
+    x.gates = view(NSA_BF16, d.tokens, d.gate_heads, 3);
+    x.blocks = view(NSA_I32, d.tokens, d.kv_heads, nsa_block_list_width(&d));
+    x.lse_cmp = x.lse_slc = x.lse_win = view(NSA_F32, d.tokens, d.heads, 1);
+    dx = x;
+    const size_t bytes = nsa_cuda_attention_backward_workspace_size(&dx, &x, &d);
+    printf("backward's workspace at %d tokens: %zu bytes\n", d.tokens, bytes);
+    EXPECT(bytes > 0 && bytes <= size_t{1000000000});
+}
+
 int main() {
     if (simt::checking()) {
         test_decode_writes();
@@ -397,5 +421,6 @@ int main() {
     }
     test_decode(NSA_PHI_MEAN);
     test_decode(NSA_PHI_CONV);
+    test_workspace();
     return expect_result("test_counters");
 }
