@@ -198,8 +198,32 @@ static const param *named(const model *m, const char *name) {
     return NULL;
 }
 
+/* To the bit with the plain loops, within rounding with a library: there a sum's order may hang on
+   how wide the product is (OpenBLAS and oneDNN on AVX2). */
+static void compare_loss(double got, double want) {
+#ifdef NSA_TEST_PLAIN
+    double allowed = 0;
+#else
+    double allowed = 1e-6 * fabs(want);
+#endif
+    CHECK(fabs(got - want) <= allowed, "loss %.9g, with the window shut %.9g", got, want);
+}
+
+static void compare_gradients(const param *x, const real *got, const real *want) {
+    size_t count = (size_t)x->count;
+#ifdef NSA_TEST_PLAIN
+    CHECK_BITS(x->name, got, want, count * sizeof(real), sizeof(real));
+#else
+    double *a = check_alloc(count * sizeof *a), *b = check_alloc(count * sizeof *b);
+    for (size_t i = 0; i < count; i++) a[i] = (double)got[i], b[i] = (double)want[i];
+    CHECK_NEAR(x->name, a, b, count, count, 1e-5 * check_norm(b, count));
+    free(a);
+    free(b);
+#endif
+}
+
 /* cmp+slc is nsa whose window's gate is shut, whatever that window holds: the same loss, and the
-   same gradients of what both have, to the bit. */
+   same gradients of what both have. */
 static void test_without_window(const ops *o, nsa_gate_kind gate) {
     model_config c = small(1), whole = c;
     model part, all;
@@ -216,12 +240,11 @@ static void test_without_window(const ops *o, nsa_gate_kind gate) {
     memset(all.params.value + w->offset + 2 * w->shape[1], 0, (size_t)w->shape[1] * sizeof(real));
     all.params.value[b->offset + 2] = -10000;
     double loss = train_once(&part, &batch), want = train_once(&all, &batch);
-    CHECK(loss == want, "loss %.9g, with the window shut %.9g", loss, want);
+    compare_loss(loss, want);
     for (int i = 0; i < part.params.length; i++) {
         const param *x = &part.params.list[i], *y = named(&all, x->name);
         if (CHECK(y != NULL, "%s: not there", x->name))
-            CHECK_BITS(x->name, part.params.grad + x->offset, all.params.grad + y->offset,
-                       (size_t)x->count * sizeof(real), sizeof(real));
+            compare_gradients(x, part.params.grad + x->offset, all.params.grad + y->offset);
     }
     CHECK(part.params.count < all.params.count, "no pair was spared");
     model_close(&part);
