@@ -1293,7 +1293,8 @@ static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t h
 static void nsa__fetch(const void *at, size_t bytes) {
 #if defined(__GNUC__) || defined(__clang__)
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i);
-    __builtin_prefetch((const char *)at + bytes - 1); /* malloc's rows begin within a line */
+    /* malloc's rows begin within a line */
+    if (bytes) __builtin_prefetch((const char *)at + bytes - 1);
 #else
     (void)at, (void)bytes;
 #endif
