@@ -4249,15 +4249,16 @@ typedef struct nsa__batch {
     const uint64_t *mask; /* for each query the keys of the tile that it sees */
     const int *row;       /* which of the task's rows */
     int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
+    int first, last;      /* the same in whole pairs, for products where keys are rows */
 } nsa__batch;
 
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
-   both ends, in whole vectors, because windows and diagonals leave much of a tile unseen. Every
-   mask has a bit, so the two loops end. Cut keys would add p = 0, and a key keeps its lane of the
-   partial sums, so the cut changes no bit. */
+   both ends, because windows and diagonals leave much of a tile unseen: in whole vectors where keys
+   are columns, else in pairs. Every mask has a bit, so the loops end. Cut keys would add p = 0, and
+   a key keeps its lane of the partial sums, so the cut changes no bit. */
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
     const nsa__attend_plan *p = job->plan;
-    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile};
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile, 0, 0};
     int most = (int)nsa__min(p->batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
@@ -4268,6 +4269,8 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     }
     while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
+    for (b.first = b.begin; !(seen >> b.first & 3);) b.first += 2;
+    for (b.last = b.end; !(seen >> (b.last - 2) & 3);) b.last -= 2;
     return b;
 }
 
@@ -4766,14 +4769,15 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__result s = {f->s, tile, NULL, 0, NULL};
     nsa__score_product(p, b->rows, n, &q, &k_t, &s);
     nsa__forward_softmax(f, job, b, keys, n);
-    const nsa__matrix weights = {f->s, tile, 1, NULL};
-    const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys, p->wide_v), p->wide_v, 1,
+    int cut = b->first - b->begin, held = b->last - b->first;
+    const nsa__matrix weights = {f->s + (p->values ? cut / 2 : cut), tile, 1, NULL};
+    const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys + cut, p->wide_v), p->wide_v, 1,
                            NULL};
     const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink};
     if (p->values)
-        p->values->gemm(b->rows, p->wide_v, n / 2, &weights, &v, &out, 1);
+        p->values->gemm(b->rows, p->wide_v, held / 2, &weights, &v, &out, 1);
     else
-        p->tiles->gemm(b->rows, p->wide_v, n, &weights, &v, &out);
+        p->tiles->gemm(b->rows, p->wide_v, held, &weights, &v, &out);
     nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
 }
 
@@ -4955,6 +4959,7 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *plan, void *workspace
 /* Shares of dk and dv that a task holds until it may add them, so that it need not wait for those
    before it in every tile. */
 enum { NSA__HELD = 8 };
+enum { NSA__BATCH_NUMBERS = 1 << 14 }; /* of a batch's rows of q and dout */
 
 /* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
 typedef struct nsa__backward {
@@ -5112,27 +5117,28 @@ static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job
     const nsa__attend_plan *p = job->plan;
     const nsa__pairs *pairs = p->pairs;
     int tile = p->tile, n = b->end - b->begin, rows = b->rows, half = (rows + 1) / 2;
+    int cut = b->first - b->begin, keys = b->last - b->first;
     const nsa_real *gate = p->options.gate ? f->gate : NULL;
     if (job->dv) {
-        const nsa__matrix p_t = {f->p, 1, tile, NULL};
+        const nsa__matrix p_t = {f->p + cut, 1, tile, NULL};
         pairs->round_pairs(rows, n, tile, b->row, gate, f->p, NULL);
         const nsa__matrix right = {f->paired, p->wide_v, 1, NULL};
         pairs->pair_rows(rows, p->wide_v, dout, f->paired);
-        pairs->gemm(n, p->wide_v, half, &p_t, &right, dv, 1);
+        pairs->gemm(keys, p->wide_v, half, &p_t, &right, dv, 1);
     }
     if (job->dk || p->dx->q.data)
         pairs->round_pairs(rows, n, tile, b->row, gate, f->ds, f->ds_rows);
     if (job->dk) {
-        const nsa__matrix ds_t = {f->ds, 1, tile, NULL};
+        const nsa__matrix ds_t = {f->ds + cut, 1, tile, NULL};
         const nsa__matrix right = {f->paired, p->wide, 1, NULL};
         pairs->pair_rows(rows, p->wide, q, f->paired);
-        pairs->gemm(n, p->wide, half, &ds_t, &right, dk, 1);
+        pairs->gemm(keys, p->wide, half, &ds_t, &right, dk, 1);
     }
     if (p->dx->q.data) {
-        const ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
-        const nsa__matrix ds = {f->ds_rows, tile / 2, 1, NULL};
-        const nsa__matrix k = {job->k + keys / 2 * p->wide, p->wide, 1, NULL};
-        pairs->gemm(rows, p->wide, n / 2, &ds, &k, dq, 1);
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
+        const nsa__matrix ds = {f->ds_rows + cut / 2, tile / 2, 1, NULL};
+        const nsa__matrix k = {job->k + first / 2 * p->wide, p->wide, 1, NULL};
+        pairs->gemm(rows, p->wide, keys / 2, &ds, &k, dq, 1);
     }
 }
 
@@ -5142,20 +5148,20 @@ static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job
                                 const nsa__result *dq, const nsa__result *dk,
                                 const nsa__result *dv) {
     const nsa__attend_plan *p = job->plan;
-    int tile = p->tile, n = b->end - b->begin, rows = b->rows;
+    int tile = p->tile, rows = b->rows, cut = b->first - b->begin, keys = b->last - b->first;
     if (job->dv) {
-        const nsa__matrix p_t = {f->p, 1, tile, NULL};
-        p->tiles->gemm(n, p->wide_v, rows, &p_t, dout, dv);
+        const nsa__matrix p_t = {f->p + cut, 1, tile, NULL};
+        p->tiles->gemm(keys, p->wide_v, rows, &p_t, dout, dv);
     }
     if (job->dk) {
-        const nsa__matrix ds_t = {f->ds, 1, tile, NULL};
-        p->tiles->gemm(n, p->wide, rows, &ds_t, q, dk);
+        const nsa__matrix ds_t = {f->ds + cut, 1, tile, NULL};
+        p->tiles->gemm(keys, p->wide, rows, &ds_t, q, dk);
     }
     if (p->dx->q.data) {
-        const ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
-        const nsa__matrix ds = {f->ds, tile, 1, NULL};
-        const nsa__matrix k = {job->k + keys * p->wide, p->wide, 1, NULL};
-        p->tiles->gemm(rows, p->wide, n, &ds, &k, dq);
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
+        const nsa__matrix ds = {f->ds + cut, tile, 1, NULL};
+        const nsa__matrix k = {job->k + first * p->wide, p->wide, 1, NULL};
+        p->tiles->gemm(rows, p->wide, keys, &ds, &k, dq);
     }
 }
 
@@ -5165,7 +5171,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     const nsa__attend_plan *p = job->plan;
     int tile = p->tile, n = b->end - b->begin, rows = b->rows;
     ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
-    ptrdiff_t sums = (ptrdiff_t)nsa__backward_newest(f) * tile + b->begin;
+    ptrdiff_t sums = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
     const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
@@ -5247,7 +5253,7 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
     f->add = 0;
     for (int i = 0; i < f->iter.tile_queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
-        if (!f->add && b.end - b.begin < p->tile) {
+        if (!f->add && b.last - b.first < p->tile) {
             memset(f->dk + newest * p->tile * p->wide, 0, keys * (size_t)p->wide * sizeof *f->dk);
             memset(f->dv + newest * p->tile * p->wide_v, 0,
                    keys * (size_t)p->wide_v * sizeof *f->dv);
@@ -5368,11 +5374,19 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
     }
 }
 
+/* Backward's batches have up to twice the rows of forward's: each reads and writes its tile's share of
+   dk and dv once. But their rows of q and dout should be no more than NSA__BATCH_NUMBERS numbers. */
+static int nsa__backward_batch_queries(const nsa__attend_plan *p) {
+    int64_t rows = nsa__min(NSA__BATCH_NUMBERS / (p->wide + p->wide_v), 2 * NSA__BATCH_ROWS);
+    return (int)nsa__max(p->batch_queries, rows / p->group);
+}
+
 /* Plans for `x` and `dx`, which are NULL in a size query. */
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch) {
     nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC);
     nsa__plan_pairs(&p);
+    p.batch_queries = nsa__backward_batch_queries(&p);
     /* Large enough that few shares of dk and dv are added. */
     if (branch != NSA__SLC)
         p.task_queries = (int)nsa__max(p.batch_queries, nsa__min(p.tile, nsa__near_queries(&p)));
