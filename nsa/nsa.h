@@ -2532,8 +2532,8 @@ typedef struct nsa__tiles {
     int (*at_least)(int n, const nsa_real *x, nsa__lane least);
     /* whether all numbers are finite; n is a multiple of 16 */
     int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
-    /* to = factor x, for n numbers, a multiple of 16. Returns whether all of them are finite. */
-    int (*scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to);
+    /* to = factor x, for n numbers, a multiple of 16 */
+    void (*scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to);
     /* Row c of `to` becomes column c of x. Rows are whole vectors on both sides, and some more may
        be read and written: both hold a multiple of 16 rows or numbers of them. */
     void (*transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x, ptrdiff_t ld_to,
@@ -4504,6 +4504,18 @@ static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, 
                     job->head * p->group + r % p->group);
 }
 
+/* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one: one look at
+   all rows costs little more than at one of them. */
+static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, nsa_real *x,
+                                unsigned char *nonfinite) {
+    if (p->tiles->finite(rows, wide, wide, x)) return;
+    for (int r = 0; r < rows; r++, x += wide) {
+        if (p->tiles->finite(1, wide, 0, x)) continue;
+        memset(x, 0, (size_t)wide * sizeof *x);
+        nonfinite[r] = 1;
+    }
+}
+
 /* Loads the rows of a task's queries, times factor, with zeros up to `wide`. A row with a
    non-finite value becomes zeros, and its nonfinite[r] is set. */
 static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
@@ -4512,19 +4524,18 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
     const nsa__attend_plan *p = job->plan;
     int rows = it->queries * p->group, in_place = x->dtype == NSA_REAL_DTYPE && width == wide;
     size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
-    for (int r = 0; r < rows; r++, to += wide) {
-        const void *row = nsa__query_row(job, it, x, r);
+    for (int r = 0; r < rows; r++) {
+        nsa_real *row = to + (ptrdiff_t)r * wide;
+        const void *from = nsa__query_row(job, it, x, r);
         if (r + NSA__ROWS_AHEAD < rows)
             nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), row_bytes);
         if (!in_place) {
-            nsa__load(to, x->dtype, row, width);
-            memset(to + width, 0, (size_t)(wide - width) * sizeof *to);
+            nsa__load(row, x->dtype, from, width);
+            memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
         }
-        if (!p->tiles->scale(wide, factor, in_place ? (const nsa_real *)row : to, to)) {
-            memset(to, 0, (size_t)wide * sizeof *to);
-            nonfinite[r] = 1;
-        }
+        p->tiles->scale(wide, factor, in_place ? (const nsa_real *)from : row, row);
     }
+    nsa__zero_nonfinite(p, rows, wide, to, nonfinite);
 }
 
 /* The same as pairs, which are not multiplied. */
@@ -5026,8 +5037,8 @@ static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, 
         if (nsa__is_finite((double)g)) return 1;
         f->gate[r] = 0;
     } else {
-        if (p->tiles->scale(p->wide_v, g, dout, dout)) return g;
-        memset(dout, 0, (size_t)p->wide_v * sizeof *dout);
+        p->tiles->scale(p->wide_v, g, dout, dout);
+        return g;
     }
     f->nonfinite[r] = 1;
     return 0;
@@ -5057,14 +5068,18 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     if (r + NSA__ROWS_AHEAD < it->queries * p->group)
         nsa__fetch(nsa__query_row(job, it, of_out, r + NSA__ROWS_AHEAD),
                    (size_t)dim_v * nsa__dtype_bytes(of_out->dtype));
-    nsa__load(out, of_out->dtype, nsa__query_row(job, it, of_out, r), dim_v);
-    memset(out + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *out);
+    const void *row = nsa__query_row(job, it, of_out, r);
+    const int in_place = of_out->dtype == NSA_REAL_DTYPE && dim_v == p->wide_v;
+    if (!in_place) {
+        nsa__load(out, of_out->dtype, row, dim_v);
+        memset(out + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *out);
+    }
     if (p->values || f->nonfinite[r]) {
         nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
         memset(again + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *again);
         dout = again;
     }
-    return nsa__dot(out, dout, p->wide_v);
+    return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->wide_v);
 }
 
 /* Loads q and dout, and computes lse2 and delta = dout . out - dlse of every row. A row that read a
@@ -5084,8 +5099,11 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
         if (options->dots)
             ((nsa_real *)nsa__query_row(job, &f->iter, options->dots, r))[p->branch] = dot;
         if (options->gate) dot *= nsa__backward_scale(f, job, r);
-        f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
         f->delta[r] = dot;
+    }
+    if (options->gate && !p->values) nsa__zero_nonfinite(p, rows, p->wide_v, f->dout, f->nonfinite);
+    for (int r = 0; r < rows; r++) {
+        f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
@@ -7683,9 +7701,8 @@ NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_r
     return !(sum >> NSA__SIGN_BIT);
 }
 
-NSA__TARGET static int NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
+NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
     for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
-    return NSA__T(finite)(1, n, 0, to);
 }
 
 /* Blocks of NSA__L x NSA__L, then single columns, which are cheaper than a block if they are few. A
