@@ -1289,9 +1289,11 @@ static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t h
 }
 
 /* Prefetches memory. Rows of one head are a row of all heads apart, which is further than the
-   hardware prefetches. */
+   hardware prefetches. To GCC a function that only prefetches has no effect, so that it removes
+   calls of it; the empty instruction is one. */
 static void nsa__fetch(const void *at, size_t bytes) {
 #if defined(__GNUC__) || defined(__clang__)
+    __asm__ __volatile__("");
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i);
     /* malloc's rows begin within a line */
     if (bytes) __builtin_prefetch((const char *)at + bytes - 1);
