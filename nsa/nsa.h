@@ -1410,14 +1410,15 @@ NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype 
     for (int i = 0; i < n; i++) sum[i] += factor * x[i];
 }
 
-/* a . b; n is a multiple of 16. The order of the sum is written out as 16 partial sums, so that a
-   compiler's choice of vectors changes no bit. */
+/* a . b; n is a multiple of 16. The order of the sum is written out as 16 partial sums, then by
+   halves, so that a compiler's choice of vectors changes no bit. */
 NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int n) {
-    nsa_real part[NSA__LANES] = {0}, sum = 0;
+    nsa_real part[NSA__LANES] = {0};
     for (int i = 0; i < n; i += NSA__LANES)
         for (int j = 0; j < NSA__LANES; j++) part[j] += a[i + j] * b[i + j];
-    for (int j = 0; j < NSA__LANES; j++) sum += part[j];
-    return sum;
+    for (int half = NSA__LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) part[j] += part[j + half];
+    return part[0];
 }
 
 /* Loads a row. A non-finite row becomes zeros and returns 0: the caller records it in a mask, and
@@ -2505,13 +2506,16 @@ typedef struct nsa__matrix {
 } nsa__matrix;
 
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
-   keep[i] times what is there; softmax needs this to shrink a row's earlier sums. */
+   keep[i] times what is there; softmax needs this to shrink a row's earlier sums. With `sum`, what
+   would be written is added to the same places of `sum` instead, and data stays as it is; columns
+   are whole vectors then, and there are no `rows`. */
 typedef struct nsa__result {
     nsa_real *data;
     ptrdiff_t row;
     const int *rows; /* NULL: all rows in order */
     int add;
     const nsa_real *keep; /* a factor for each row of the product, NULL: 1 */
+    nsa_real *sum;        /* NULL: data is written */
 } nsa__result;
 
 typedef struct nsa__tiles {
@@ -3075,7 +3079,7 @@ static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_
         nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
         const nsa__matrix tap = {f->tap, dim, 1, NULL};
         const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
-        const nsa__result h = {f->h, hidden, NULL, 1, NULL};
+        const nsa__result h = {f->h, hidden, NULL, 1, NULL, NULL};
         p->tiles->gemm(n, hidden, dim, &tap, &w1_t, &h);
     }
 }
@@ -3094,7 +3098,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
     for (int i = 0; i < n; i++)
         nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
     const nsa__matrix act = {f.h, hidden, 1, NULL}, w2_t = {p->w2_t, dim, 1, NULL};
-    const nsa__result out = {f.out, dim, NULL, 1, NULL};
+    const nsa__result out = {f.out, dim, NULL, 1, NULL, NULL};
     p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
     for (int i = 0; i < n; i++)
         nsa__store(p->x->out.dtype, nsa__key_row(&p->seq.cmp, &p->x->out, begin + i, p->head),
@@ -3119,7 +3123,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
         nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
                   nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
     const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
-    const nsa__result dact = {dh, hidden, NULL, 0, NULL};
+    const nsa__result dact = {dh, hidden, NULL, 0, NULL, NULL};
     p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
     for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
         nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
@@ -3145,8 +3149,8 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t index, voi
         if (from >= to) continue;
         const nsa__matrix dh = {p->dh + (p->row + from) * hidden, hidden, 1, NULL};
         const nsa__matrix w1 = {p->w1 + (ptrdiff_t)j * dim, nsa__flat(p), 1, NULL};
-        const nsa__result dx = {sum + (from * stride + j - begin) * dim, (ptrdiff_t)stride * dim,
-                                NULL, 1, NULL};
+        const nsa__result dx = {
+            sum + (from * stride + j - begin) * dim, (ptrdiff_t)stride * dim, NULL, 1, NULL, NULL};
         p->tiles->gemm((int)(to - from), dim, hidden, &dh, &w1, &dx);
     }
     for (int64_t t = begin; t < end; t++)
@@ -3168,7 +3172,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         if (j < p->d->cmp_block) {
             nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
             const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
-            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL};
+            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL, NULL};
             p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
             continue;
         }
@@ -3179,7 +3183,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
         const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
-        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL};
+        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL, NULL};
         p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
     }
 }
@@ -3298,7 +3302,7 @@ static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__tea
 static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
     const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
     const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
-    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL};
+    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL, NULL};
     p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
     for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
 }
@@ -4400,7 +4404,8 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
         int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
         const nsa__matrix k = {keys->data + (keys->rows ? 0 : i * keys->row), keys->row, 1,
                                keys->rows ? keys->rows + i : NULL};
-        const nsa__result s_t = {f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL};
+        const nsa__result s_t = {
+            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL};
         nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, dim);
         nsa__score_product(p, some, columns, &k, &q_t, &s_t);
@@ -4779,14 +4784,14 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     int tile = p->tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
     const nsa__matrix q = {f->q, p->stride, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
-    const nsa__result s = {f->s, tile, NULL, 0, NULL};
+    const nsa__result s = {f->s, tile, NULL, 0, NULL, NULL};
     nsa__score_product(p, b->rows, n, &q, &k_t, &s);
     nsa__forward_softmax(f, job, b, keys, n);
     int cut = b->first - b->begin, held = b->last - b->first;
     const nsa__matrix weights = {f->s + (p->values ? cut / 2 : cut), tile, 1, NULL};
     const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys + cut, p->wide_v), p->wide_v, 1,
                            NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
     if (p->values)
         p->values->gemm(b->rows, p->wide_v, held / 2, &weights, &v, &out, 1);
     else
@@ -4805,7 +4810,7 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, f->s, &nonfinite);
     nsa__forward_softmax(f, job, b, keys, n);
     const nsa__matrix weights = {f->s, p->tile, 1, NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
     nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
     nsa__forward_note(f, job, b, nonfinite << b->begin);
 }
@@ -4991,7 +4996,8 @@ typedef struct nsa__backward {
     uint64_t nonfinite_keys[NSA__HELD]; /* keys that get NaN */
     int32_t held_tile[NSA__HELD];
     int held, oldest;
-    int add; /* the tile's share has been begun */
+    int add;  /* the tile's share has been begun */
+    int last; /* the batch at hand ends the share and adds it to the tile's sums itself */
 } nsa__backward;
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
@@ -5191,14 +5197,18 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     const nsa__attend_plan *p = job->plan;
     int tile = p->tile, n = b->end - b->begin, rows = b->rows;
     ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
-    ptrdiff_t sums = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
+    ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
+    ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
     const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
-    const nsa__result s = {f->p, tile, NULL, 0, NULL}, dp = {f->ds, tile, NULL, 0, NULL};
-    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL};
-    const nsa__result dk = {f->dk + sums * p->wide, p->wide, NULL, f->add, NULL};
-    const nsa__result dv = {f->dv + sums * p->wide_v, p->wide_v, NULL, f->add, NULL};
+    const nsa__result s = {f->p, tile, NULL, 0, NULL, NULL},
+                      dp = {f->ds, tile, NULL, 0, NULL, NULL};
+    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, NULL};
+    nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, NULL};
+    nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, NULL};
+    if (f->last && job->dk) dk.sum = job->dk + first * p->wide;
+    if (f->last && job->dv) dv.sum = job->dv + first * p->wide_v;
     nsa__score_product(p, rows, n, &q, &k_t, &s);
     if (p->values)
         p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
@@ -5259,9 +5269,17 @@ static void nsa__fetch_sums(const nsa__head_job *job, int64_t begin, int64_t end
     if (job->dv) nsa__fetch(job->dv + begin * p->wide_v, bytes * (size_t)p->wide_v);
 }
 
+/* The oldest share has been added to its tile's sums. */
+static void nsa__backward_added(nsa__backward *f, const nsa__head_job *job) {
+    job->nonfinite_keys[f->held_tile[f->oldest]] |= f->nonfinite_keys[f->oldest];
+    f->held--;
+    f->oldest = f->held ? (f->oldest + 1) % NSA__HELD : 0;
+}
+
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
    may add it. A batch of the whole tile need not add to zeros. `soon`: no other task adds to the
-   tile before this one. */
+   tile before this one. If no earlier share is held then, the last batch adds the share to the sums
+   as it leaves registers, unless keys that it does not see have a share too. */
 static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int soon) {
     const nsa__attend_plan *p = job->plan;
     const int64_t begin = (int64_t)f->iter.tile * p->tile, queries = f->iter.tile_queries;
@@ -5273,7 +5291,9 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
     f->add = 0;
     for (int i = 0; i < f->iter.tile_queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
-        if (!f->add && b.last - b.first < p->tile) {
+        int whole = b.last - b.first == p->tile;
+        f->last = soon && f->held == 1 && i + b.queries == queries && (whole || !f->add);
+        if (!f->add && !whole && !f->last) {
             memset(f->dk + newest * p->tile * p->wide, 0, keys * (size_t)p->wide * sizeof *f->dk);
             memset(f->dv + newest * p->tile * p->wide_v, 0,
                    keys * (size_t)p->wide_v * sizeof *f->dv);
@@ -5286,6 +5306,7 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
         f->add = 1;
         i += b.queries;
     }
+    if (f->last) nsa__backward_added(f, job);
 }
 
 NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
@@ -5299,9 +5320,7 @@ static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     int n = p->tile * p->wide, n_v = p->tile * p->wide_v;
     if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
     if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
-    job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
-    f->held--;
-    f->oldest = f->held ? (oldest + 1) % NSA__HELD : 0;
+    nsa__backward_added(f, job);
     return tile;
 }
 
@@ -5326,6 +5345,7 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
         if (place->moved) nsa__tile_iter_read(it, job);
         place->moved = 0;
         nsa__backward_tile(f, job, nsa__may_enter(turns, place->follows, it->tile));
+        if (!f->held) nsa__write(turns->progress + place->task, it->tile + 1);
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
         nsa__write(turns->progress + place->task, INT32_MAX);
@@ -5794,7 +5814,8 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         ptrdiff_t key = (ptrdiff_t)tile * p->tile;
         const nsa__matrix k_t = {job->k_t + key * p->depth, p->tile, 1, NULL};
-        const nsa__result scores = {f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL};
+        const nsa__result scores = {
+            f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL};
         nsa__score_product(p, rows, p->tile, &q, &k_t, &scores);
     }
     nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);
@@ -6009,7 +6030,7 @@ static void nsa__scorer_task(const void *context, int64_t index, void *scratch) 
     nsa__scorer_alloc(&f, p, &a);
     nsa__scorer_begin(&f, job, x, index);
     const nsa__matrix q = {f.q, p->wide, 1, NULL};
-    const nsa__result products = {f.s, p->tile, NULL, 0, NULL};
+    const nsa__result products = {f.s, p->tile, NULL, 0, NULL, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->tile * p->d->dim, p->tile, 1,
                                  NULL};
@@ -7406,7 +7427,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
                 sum[i][j] += keep * NSA__FROM(c_row[i] + j * NSA__L);
             else if (NSA__OF_PAIRS && !c.add)
                 sum[i][j] *= NSA__T(splat)(factor);
-            NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+            if (c.sum)
+                NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
+            else
+                NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
         }
     }
 }
@@ -7427,6 +7451,7 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
         else
             c.data += NSA__ROWS * c.row;
         if (c.keep) c.keep += NSA__ROWS;
+        if (c.sum) c.sum += NSA__ROWS * c.row;
     }
 #if NSA__ROWS > 4
     if (m == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
@@ -7446,9 +7471,12 @@ NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a,
         NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
         b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
         c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
         NSA__T(columns)(1, m, k, a, b, c, singles, factor);
+        if (c.sum) c.sum += NSA__L;
+    }
 }
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
@@ -7570,9 +7598,12 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
             NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
         NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        if (c.sum) c.sum += NSA__L;
+    }
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
