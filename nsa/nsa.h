@@ -4511,8 +4511,8 @@ static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, 
                     job->head * p->group + r % p->group);
 }
 
-/* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one: one look at
-   all rows costs little more than at one of them. */
+/* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
+   look at all rows costs little more than at one of them. */
 static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, nsa_real *x,
                                 unsigned char *nonfinite) {
     if (p->tiles->finite(rows, wide, wide, x)) return;
@@ -5414,8 +5414,9 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
     }
 }
 
-/* Backward's batches have up to twice the rows of forward's: each reads and writes its tile's share of
-   dk and dv once. But their rows of q and dout should be no more than NSA__BATCH_NUMBERS numbers. */
+/* Backward's batches have up to twice the rows of forward's, because each reads and writes its
+   tile's share of dk and dv once. But all its rows of q and dout should be no more than
+   NSA__BATCH_NUMBERS numbers. */
 static int nsa__backward_batch_queries(const nsa__attend_plan *p) {
     int64_t rows = nsa__min(NSA__BATCH_NUMBERS / (p->wide + p->wide_v), 2 * NSA__BATCH_ROWS);
     return (int)nsa__max(p->batch_queries, rows / p->group);
