@@ -57,6 +57,14 @@ vectors() {
     expect_none "instructions that are missing ($2)" "$dir/missing"
 }
 
+# prefetches FILE HOW: to GCC a function that only prefetches has no effect, and it removes the calls.
+prefetches() {
+    [[ $(uname -m) =~ ^(x86_64|aarch64)$ ]] || return 0
+    objdump -d "$1" >"$dir/instructions"
+    { grep -qE 'prefetch|prfm' "$dir/instructions" || echo prefetch; } >"$dir/missing"
+    expect_none "instructions that are missing ($2)" "$dir/missing"
+}
+
 # inlined FILE HOW: a shared library's public functions may be replaced by a program's, so compilers do not inline
 # them. What runs for each number of a row may not be one.
 inlined() {
@@ -74,6 +82,7 @@ if [ -z "$object" ]; then
 fi
 check "$object" optimised
 vectors "$object" optimised
+prefetches "$object" optimised
 for options in "${ways[@]}"; do
     if [[ $options = *-fopenmp ]] && ! echo '#include <omp.h>' | "$cc" -fopenmp -E - >/dev/null 2>&1; then
         echo "left out: $cc has no OpenMP here"
@@ -83,6 +92,7 @@ for options in "${ways[@]}"; do
     # shellcheck disable=SC2086 # a list of words
     "$cc" -std=c99 -fno-pic $options -I "$nsa" -c "$dir/implementation.c" -o "$dir/implementation.o"
     check "$dir/implementation.o" "$options"
+    prefetches "$dir/implementation.o" "$options"
     [[ $options != *-fPIC* ]] || inlined "$dir/implementation.o" "$options"
 done
 
