@@ -5109,6 +5109,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
         if (options->gate) dot *= nsa__backward_scale(f, job, r);
         f->delta[r] = dot;
     }
+    /* a gate may be NaN, and its product with dout too large */
     if (options->gate && !p->values) nsa__zero_nonfinite(p, rows, p->wide_v, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
