@@ -582,6 +582,16 @@ static inline void test_shared_rows(const branch *br) {
     for (int input = BAD_Q; input <= BAD_K; input++) test_bad_value(br, &g, dtypes[1], input, NAN);
 }
 
+/* What is not finite lies in the last row of a task, whose window begins within a tile. */
+static inline void test_last_row(const branch *br) {
+    /* clang-format off */
+    static const geometry g = {"a bad row at a task's end",
+                               1, 190, 2, 1, 16, 16, 8, 4, 16, 2, 1, 1, 20, 0, NULL};
+    /* clang-format on */
+    test_bad_value(br, &g, dtypes[0], BAD_Q, NAN);
+    test_bad_value(br, &g, dtypes[0], BAD_DOUT, NAN);
+}
+
 /* Blocks as long as a tile of keys, which some of a warp's queries read and others do not; and a
    warp's rows of one query, whose keys are one tile. */
 static inline void test_whole_tiles(const branch *br) {
@@ -1074,6 +1084,7 @@ static inline void test_all(const branch *br, amount a) {
     for (int k = 0; k < COUNT(dtypes); k++) test_rows_in_place(br, shape("small"), dtypes[k]);
     test_mixed(br), test_rounded_weights(br), test_absent_isa(br), test_products(br);
     if (br->keys == BRANCH_DENSE || br->keys == BRANCH_WIN) test_ties(br);
+    if (br->keys == BRANCH_WIN) test_last_row(br);
 }
 
 /* Not causal, lists by query head, the other rule of windows: the same questions, of a few
