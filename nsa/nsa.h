@@ -5429,9 +5429,9 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC);
     nsa__plan_pairs(&p);
     p.batch_queries = nsa__backward_batch_queries(&p);
-    /* Large enough that few shares of dk and dv are added. */
-    if (branch != NSA__SLC)
-        p.task_queries = (int)nsa__max(p.batch_queries, nsa__min(p.tile, nsa__near_queries(&p)));
+    /* Large enough that few shares of dk and dv are added. slc's tasks are larger yet. */
+    if (branch != NSA__SLC) p.task_queries = (int)nsa__min(p.tile, nsa__near_queries(&p));
+    p.task_queries = (int)nsa__max(p.batch_queries, p.task_queries);
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
