@@ -1310,7 +1310,8 @@ static void nsa__fetch(const void *at, size_t bytes) {
 #define NSA__COMPILED
 #define NSA__ARITHMETIC _Pragma("clang fp reassociate(off) contract(on)")
 #elif defined(__GNUC__)
-#define NSA__COMPILED __attribute__((optimize("O3", "fp-contract=fast", "no-fast-math")))
+#define NSA__COMPILED \
+    __attribute__((optimize("O3", "fp-contract=fast", "no-fast-math", "align-loops=64")))
 #define NSA__ARITHMETIC
 #else
 #define NSA__COMPILED
@@ -3683,10 +3684,11 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
 typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
 
 enum {
-    NSA__TILE = 64,         /* keys of a tile at most, because a query's mask of it is a uint64_t */
-    NSA__BATCH_ROWS = 64,   /* rows of a batch, about: they share the loads of a tile */
-    NSA__HEADS_AT_ONCE = 4, /* head jobs side by side, at most */
-    NSA__TASKS = 32         /* slc: tasks of the head jobs at hand, about */
+    NSA__TILE = 64,       /* keys of a tile at most, because a query's mask of it is a uint64_t */
+    NSA__BATCH_ROWS = 64, /* rows of a batch, about: they share the loads of a tile */
+    NSA__HEADS_NEAR = 4,  /* head jobs side by side, because their rows share pages */
+    NSA__HEADS_AT_ONCE = 16, /* the same if there are threads for more, at most */
+    NSA__TASKS = 32          /* slc: tasks of NSA__HEADS_NEAR head jobs, about */
 };
 enum { NSA__TASK_NUMBERS = 1 << 17 }; /* of a task's rows of q and v, which L2 holds */
 enum { NSA__ROWS_AHEAD = 8 };         /* rows between a load and its prefetch */
@@ -3840,9 +3842,9 @@ static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
 
 /* Head jobs at once: as many as make one token's rows some 256 numbers, because rows of
    neighbouring heads share pages. */
-static int nsa__heads_at_once(const nsa_desc *d) {
+static int nsa__heads_near(const nsa_desc *d) {
     int64_t near = nsa__max(1, 256 / d->dim);
-    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_AT_ONCE));
+    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_NEAR));
 }
 
 /* Queries whose rows of q and v are NSA__TASK_NUMBERS numbers, which L2 holds. */
@@ -3863,9 +3865,11 @@ static int nsa__task_queries(const nsa__attend_plan *p, int64_t count) {
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
-   so that each head with a list is a job of its own. */
+   so that each head with a list is a job of its own. `near`: nsa__heads_near of the call, of which
+   d may be some heads. */
 static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
-                                            const nsa_desc *d, nsa__branch branch, int lists) {
+                                            const nsa_desc *d, nsa__branch branch, int lists,
+                                            int near) {
     nsa__attend_plan p;
     memset(&p, 0, sizeof p);
     p.x = x;
@@ -3888,7 +3892,7 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.stride = p.wide;
     p.stride_v = p.wide_v;
     p.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p.group);
-    p.jobs = p.sharers > 1 ? 1 : nsa__heads_at_once(d); /* sharers add to the same dk and dv */
+    p.jobs = p.sharers > 1 ? 1 : near; /* sharers add to the same dk and dv */
     p.least_tasks = branch == NSA__SLC ? NSA__TASKS / p.jobs : 1;
     p.task_queries = nsa__most_task_queries(&p);
     p.task_queries = nsa__task_queries(&p, d->count);
@@ -4888,8 +4892,8 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
 /* Plans for `x`, which is NULL in a size query. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
                                           nsa__branch branch, nsa__attend_options options) {
-    nsa__attend_plan p =
-        nsa__attend_plan_of(x, NULL, d, branch, branch == NSA__SLC || options.select != NULL);
+    nsa__attend_plan p = nsa__attend_plan_of(
+        x, NULL, d, branch, branch == NSA__SLC || options.select != NULL, nsa__heads_near(d));
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__forward f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
@@ -5423,10 +5427,26 @@ static int nsa__backward_batch_queries(const nsa__attend_plan *p) {
     return (int)nsa__max(p->batch_queries, rows / p->group);
 }
 
-/* Plans for `x` and `dx`, which are NULL in a size query. */
+/* Head jobs of slc's backward at once. Each of its tasks writes dk and dv of all tiles, so tasks
+   are large, and those of a few heads are few. So many threads get more heads at once, which takes
+   more workspace and changes no task. Other branches have tasks enough. */
+static int nsa__backward_heads_at_once(const nsa_desc *d, int threads) {
+    const int64_t each = 2, near = nsa__heads_near(d); /* tasks for a thread */
+    int64_t queries = NSA__TASK_NUMBERS / (d->dim + d->dim_v) * d->kv_heads / d->heads;
+    int64_t tasks = nsa__max(NSA__TASKS / near, nsa__ceil_div(d->count, nsa__max(1, queries)));
+    int64_t wanted = nsa__max(near, nsa__ceil_div(each * threads, tasks));
+    return (int)nsa__min(d->kv_heads, nsa__min(wanted, NSA__HEADS_AT_ONCE));
+}
+
+/* Plans for `x` and `dx`, which are NULL in a size query, and for so many threads. d has all heads
+   of `whole` or some: a head's tasks are the same whichever heads are beside it. */
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
-                                           const nsa_desc *d, nsa__branch branch) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC);
+                                           const nsa_desc *d, nsa__branch branch,
+                                           const nsa_desc *whole, int threads) {
+    nsa__attend_plan p =
+        nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC, nsa__heads_near(whole));
+    if (branch == NSA__SLC && p.sharers == 1) p.jobs = nsa__backward_heads_at_once(whole, threads);
+    p.jobs = (int)nsa__min(p.jobs, d->kv_heads);
     nsa__plan_pairs(&p);
     p.batch_queries = nsa__backward_batch_queries(&p);
     /* Large enough that few shares of dk and dv are added. slc's tasks are larger yet. */
@@ -5475,9 +5495,10 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
     nsa_desc own;
     d = nsa__branch_desc(d, branch, &own);
     if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
-    nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch)
+    int threads = nsa__threads(d);
+    nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d, threads)
                                   : nsa__forward_plan(NULL, d, branch, nsa__no_options);
-    return nsa__attend_plan_bytes(&p, nsa__threads(d));
+    return nsa__attend_plan_bytes(&p, threads);
 }
 
 static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
@@ -5536,7 +5557,9 @@ static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x
     NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
     NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
     NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__query_shape(d, d->heads, 1)));
-    const nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch);
+    nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d, nsa__threads(d));
+    if (bytes < nsa__attend_plan_bytes(&p, nsa__least_threads(d))) /* sized for fewer threads */
+        p = nsa__backward_plan(dx, x, d, branch, d, nsa__least_threads(d));
     return nsa__backward_run(&p, workspace, bytes);
 }
 
@@ -5834,7 +5857,7 @@ static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
 /* The plan of cmp's forward without values. x has q, k and lse; NULL in a size query. */
 static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *select,
                                          const nsa_desc *d) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP, 1);
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP, 1, nsa__heads_near(d));
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__selecting f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
@@ -6051,7 +6074,7 @@ static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
 
 /* The plan of dense attention, whose spans are all keys that a query sees. */
 static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE, 1);
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE, 1, nsa__heads_near(d));
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
@@ -6395,6 +6418,7 @@ typedef struct nsa__chain_gradient {
     nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
     void *rest;                /* the primitives' workspace */
     size_t own;                /* bytes before it */
+    int threads, kv_heads;     /* what it is laid out for, and the kv heads of a run */
 } nsa__chain_gradient;
 
 static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
@@ -6445,9 +6469,9 @@ static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape, const nsa_de
 
 /* kv heads of one run of the branches: about 1024 numbers of q a token, but no more heads than
    attention has jobs at once. */
-static int nsa__chain_heads(const nsa_desc *d) {
+static int nsa__chain_heads(const nsa_desc *d, int threads) {
     int64_t row = (int64_t)d->dim * (d->heads / d->kv_heads);
-    return (int)nsa__min(nsa__heads_at_once(d), nsa__max(1, 1024 / row));
+    return (int)nsa__min(nsa__backward_heads_at_once(d, threads), nsa__max(1, 1024 / row));
 }
 
 /* The geometry of some kv heads of one sequence, as if they were a call of their own. */
@@ -6480,15 +6504,17 @@ static int nsa__shared_sum(const nsa__sum *sums, int i) {
 /* Finds out which gradients need a sum in workspace, and which of them share one. A gradient of the
    real dtype needs none: the primitives add to the caller's view. */
 static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attention *dx,
-                                       const nsa_desc *d, nsa__arena *a) {
+                                       const nsa_desc *d, int threads, nsa__arena *a) {
     const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
                                        &dx->v_slc, &dx->k_win,   &dx->v_win};
+    g->threads = threads;
+    g->kv_heads = nsa__chain_heads(d, threads);
     for (int i = 0; i < NSA__SUMS; i++) {
         nsa__sum *sum = &g->sum[i];
         sum->to = to[i];
         sum->view = *to[i];
         sum->owner = 0;
-        sum->heads = i == NSA__SUM_Q ? d->heads / d->kv_heads * nsa__chain_heads(d) : d->kv_heads;
+        sum->heads = i == NSA__SUM_Q ? d->heads / d->kv_heads * g->kv_heads : d->kv_heads;
         sum->width =
             i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
         if (!to[i]->data || to[i]->dtype == NSA_REAL_DTYPE) continue;
@@ -6516,9 +6542,10 @@ static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_
            other = nsa__compress_bytes(&x->v_cmp, d, 1, threads);
     most = most > other ? most : other;
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
-        nsa_desc slice = nsa__chain_slice(d, &seq, nsa__chain_heads(d));
+        nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
         for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
-            const nsa__attend_plan p = nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch);
+            const nsa__attend_plan p =
+                nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch, d, g->threads);
             other = nsa__attend_plan_bytes(&p, threads);
             most = most > other ? most : other;
         }
@@ -6532,7 +6559,7 @@ NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
     nsa__chain_gradient g;
     nsa__arena a = {NULL, 0};
     if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
-    nsa__chain_gradient_layout(&g, dx, d, &a);
+    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
     return nsa__chain_backward_bytes(&g, x, d, nsa__threads(d));
 }
 
@@ -6605,8 +6632,9 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
    branch, takes them with weight g_win + g_slc, because p, k and v of both are equal there. */
 static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
                                              const nsa_attend *dx, const nsa__gate_job *gate,
-                                             nsa__branch branch, size_t bytes) {
-    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch);
+                                             nsa__branch branch, const nsa_desc *whole,
+                                             size_t bytes) {
+    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole, g->threads);
     p.options.shared_prefix = branch == NSA__SLC ? gate->prefix : 0;
     p.options.both = branch == NSA__WIN ? gate->prefix : 0;
     p.options.gate = gate->x;
@@ -6657,7 +6685,7 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
         dviews = nsa__attend_at(&all, d, (nsa__branch)branch, at);
         if (q->owner) dviews.q = q->view;
         NSA__CHECK(
-            nsa__chain_branch_backward(g, &views, &dviews, &gate, (nsa__branch)branch, bytes));
+            nsa__chain_branch_backward(g, &views, &dviews, &gate, (nsa__branch)branch, d, bytes));
     }
     if (gate.dots) nsa__gate_run(gate);
     dq.clear = 0;
@@ -6705,11 +6733,11 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
     nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
-    int prefix = nsa__shared_gradient_prefix(dx, x, d), near = nsa__chain_heads(d);
+    int prefix = nsa__shared_gradient_prefix(dx, x, d), some = g->kv_heads;
     nsa__chain_at at;
     for (at.seq = nsa__seq_begin(d); at.seq.index < d->batch; nsa__seq_next(d, &at.seq))
-        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += near) {
-            int heads = (int)nsa__min(near, d->kv_heads - (int64_t)at.kv_head);
+        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
+            int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
             NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, prefix, bytes));
         }
     NSA__CHECK(nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
@@ -6727,12 +6755,17 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
     NSA__CHECK(nsa__check_backward(d, 1));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__attention_gradient_check(dx, x, d));
-    nsa__arena a = {NULL, 0};
-    nsa__chain_gradient_layout(&g, dx, d, &a);
-    if (!workspace || bytes < nsa__chain_backward_bytes(&g, x, d, nsa__least_threads(d)))
-        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    const int least = nsa__least_threads(d);
+    nsa__arena a = {NULL, 0}, again = a;
+    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
+    size_t needs = nsa__chain_backward_bytes(&g, x, d, least);
+    if (bytes < needs && g.threads > least) { /* the workspace may be sized for fewer threads */
+        nsa__chain_gradient_layout(&g, dx, d, least, &again);
+        needs = nsa__chain_backward_bytes(&g, x, d, least);
+    }
+    if (!workspace || bytes < needs) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     a = nsa__arena_at(workspace);
-    nsa__chain_gradient_layout(&g, dx, d, &a);
+    nsa__chain_gradient_layout(&g, dx, d, g.threads, &a);
     return nsa__attention_backward_run(&g, dx, x, d,
                                        bytes - (size_t)((char *)g.rest - (char *)workspace));
 }
@@ -7340,14 +7373,15 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     NSA__ARITHMETIC
     nsa_real lane[NSA__L];
 #if NSA__BYTES
-    /* x = e + r with e an integer and |r| <= 1/2: conversion truncates, so of x - 1/2 <= 0 it gives
-       the integer nearest to x. 2^r is a minimax polynomial with a relative error of 2e-8 in f32.
-       Its bits plus e << 23 are 2^r 2^e, because e is added to the exponent. x is cut at -127,
-       where the exponent becomes 0 and the result 0. NaN stays NaN. */
+    /* x = e + r with e an integer and |r| <= 1/2. Numbers from 2^23 on are whole, so x + 1.5 2^23
+       is rounded to the integer nearest to x: e stands in its lowest bits, and less 1.5 2^23 it is
+       e.
+       2^r is a minimax polynomial with a relative error of 2e-8 in f32. Its bits plus e << 23 are
+       2^r 2^e, because e is added to the exponent. x is cut at -127, where the exponent becomes 0
+       and the result 0. NaN stays NaN: the NaN that arithmetic makes has no low bits. */
     if (sizeof(nsa_real) == sizeof(float)) {
         x = NSA__T(max)(NSA__T(splat)(-127), x);
-        const NSA__I e = __builtin_convertvector(x - 0.5f, NSA__I);
-        const NSA__V r = x - __builtin_convertvector(e, NSA__V);
+        const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
         NSA__V p = r * 0.0001535336206885849f + 0.001339887439398139f;
         p = p * r + 0.00961843735695742f;
         p = p * r + 0.055503324711908573f;
@@ -7382,6 +7416,46 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 #endif
 }
 #endif
+
+/* Writes a piece. The three kinds of result are apart, because GCC would test for each of them
+   between any two vectors. Rows follow each other where `sum` is asked for. */
+NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
+                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               nsa_real *c_row[NSA__ROWS], nsa__result c,
+                                               nsa_real factor) {
+    NSA__ARITHMETIC
+    if (c.keep) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++)
+                NSA__TO(c_row[i] + j * NSA__L) =
+                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+        }
+        return;
+    }
+    if (NSA__OF_PAIRS && !c.add) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
+        }
+    }
+    if (c.sum) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
+        }
+        return;
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+    }
+}
 
 /* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
    chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
@@ -7420,21 +7494,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
             for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
         }
     }
-    NSA__UNROLL
-    for (int i = 0; i < rows; i++) {
-        const NSA__V keep = NSA__T(splat)(c.keep ? c.keep[i] : 0);
-        NSA__UNROLL
-        for (int j = 0; j < vectors; j++) {
-            if (c.keep) /* one of the two, or GCC rounds keep c in some pieces and not in others */
-                sum[i][j] += keep * NSA__FROM(c_row[i] + j * NSA__L);
-            else if (NSA__OF_PAIRS && !c.add)
-                sum[i][j] *= NSA__T(splat)(factor);
-            if (c.sum)
-                NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
-            else
-                NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
-        }
-    }
+    NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
 }
 
 /* Some columns of c: m rows in pieces of NSA__ROWS, and one smaller piece. The number of rows is a

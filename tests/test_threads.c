@@ -13,7 +13,8 @@
 #include "harness/check.h"
 #include <pthread.h>
 
-enum { T = 700, H = 8, HK = 4, D = 16, B = 2, CALLERS = 3 };
+/* Few threads take four key-value heads at once and then two, many take all six. */
+enum { T = 700, H = 12, HK = 6, D = 16, B = 2, CALLERS = 3 };
 enum { Q = B * T * H * D, K = B * T * HK * D, GATES = B * T * H * 3 };
 
 /* The chain and dense attention, with what they have given. */
@@ -293,7 +294,8 @@ static __attribute__((unused)) void test_stalled(int threads, int task) {
     CHECK(s == NSA_OK, "%s", nsa_status_name(s));
     for (int i = 0; i < 3; i++) memset(p.given[i], 0, sizes[i] * sizeof(float));
     p.d.threads = threads;
-    nsa__attend_plan plan = nsa__backward_plan(&p.ddense, &p.dense, &p.d, NSA__DENSE);
+    nsa__attend_plan plan =
+        nsa__backward_plan(&p.ddense, &p.dense, &p.d, NSA__DENSE, &p.d, threads);
     size_t bytes = nsa__attend_plan_bytes(&plan, threads);
     void *workspace = malloc(bytes);
     nsa__arena shared = nsa__arena_at(workspace);
@@ -320,6 +322,47 @@ static __attribute__((unused)) void test_stalled(int threads, int task) {
 }
 
 #ifdef _OPENMP
+/* Workspaces are sized while OpenMP offers one thread, and used while it offers many, for which
+   more heads would run at once. */
+static void test_sized_for_one(void) {
+    problem p;
+    problem_make(&p);
+    check_case("sized for one thread");
+    nsa_status s = run_all(&p, 1);
+    CHECK(s == NSA_OK, "%s", nsa_status_name(s));
+    for (int i = 0; i < 4; i++) memset(p.given[i], 0, sizes[i] * sizeof(float));
+    const int offered = omp_get_max_threads();
+    p.d.threads = 0;
+    omp_set_num_threads(1);
+    size_t bytes = nsa_attention_backward_workspace_size(&p.dx, &p.x, &p.d), most,
+           of_slc = nsa_attend_slc_backward_workspace_size(&p.d);
+    omp_set_num_threads(200);
+    most = nsa_attention_backward_workspace_size(&p.dx, &p.x, &p.d);
+    CHECK(of_slc < nsa_attend_slc_backward_workspace_size(&p.d), "%zu bytes for slc", of_slc);
+    CHECK(nsa__chain_heads(&p.d, 1) == 4 && nsa__chain_heads(&p.d, 200) == HK && bytes < most,
+          "%d and %d heads at once, %zu and %zu bytes", nsa__chain_heads(&p.d, 1),
+          nsa__chain_heads(&p.d, 200), bytes, most);
+    void *workspace = malloc(bytes);
+    s = nsa_attention_backward(&p.dx, &p.x, &p.d, workspace, bytes);
+    CHECK(s == NSA_OK, "%s %s", nsa_status_name(s), nsa_status_where(s));
+    nsa_status less = nsa_attention_backward(&p.dx, &p.x, &p.d, workspace, bytes - 64);
+    CHECK(nsa_status_kind(less) == NSA_ERROR_WORKSPACE, "%s", nsa_status_name(less));
+    nsa_attend slc = {0}, dslc = {0};
+    slc.q = p.x.q, slc.k = p.x.k_slc, slc.v = p.x.v_slc, slc.blocks = p.x.blocks;
+    slc.out = p.x.out_slc, slc.lse = p.x.lse_slc, dslc.out = p.dx.out;
+    less = nsa_attend_slc_backward(&dslc, &slc, &p.d, workspace, of_slc);
+    CHECK(less == NSA_OK, "%s %s", nsa_status_name(less), nsa_status_where(less));
+    omp_set_num_threads(offered);
+    free(workspace);
+    bytes = most_bytes(&p);
+    workspace = malloc(bytes);
+    s = nsa_attend_dense_forward(&p.dense, &p.d, workspace, bytes);
+    if (s == NSA_OK) s = nsa_attend_dense_backward(&p.ddense, &p.dense, &p.d, workspace, bytes);
+    compare(&p, s);
+    free(workspace);
+    problem_free(&p);
+}
+
 /* Each of a region's threads calls, with and without threads of its own. */
 static void test_nested(int levels) {
     static caller callers[CALLERS];
@@ -354,6 +397,7 @@ int main(void) {
     test_stalled(3, 5);
 #endif
 #ifdef _OPENMP
+    test_sized_for_one();
     omp_set_dynamic(1);
     test_numbers_of_threads("OMP_DYNAMIC");
     omp_set_dynamic(0);
