@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """What the CPU path was meant to reach beside what it reached, from the files of this folder's benches.
 
-  goals.py [FOLDER]    reads cpu.json, cpu_bf16.json, cpu_64k.json, cpu_beside.json, many_threads.json,
-                       decode.json, decode_bf16.json, flags.json and tinylm.json there (default:
-                       bench/results), which measure.py makes, and compare_pytorch.py's
-                       cpu_pytorch.json; writes goals.json beside them
+  goals.py [FOLDER]    of the files there (default: bench/results), which measure.py makes, and
+                       compare_pytorch.py's cpu_pytorch.json, writes
+                         goals.json       from cpu.json, cpu_64k.json, cpu_beside.json,
+                                          many_threads.json, flags.json, tinylm.json
+                         goals_bf16.json  from cpu_bf16_f32.json and cpu_bf16.json, decode.json and
+                                          decode_bf16.json, of a machine that has units for bf16
 
 Measures nothing. scripts/write_numbers.py makes the table of it.
 """
@@ -183,22 +185,27 @@ def goals(cpu, beside, many, tinylm, built):
     ]
 
 
+def write(path, of, goals):
+    """The table, with the origin of the first report that it is of."""
+    origin = {name: of.reports[0][name] for name in ("machine", "date", "commit")}
+    names = ("what", "must", "goal", "measured")
+    path.write_text(json.dumps({**origin, "rows": [dict(zip(names, row)) for row in goals]}, indent=1) + "\n")
+    for what, must, goal, measured in goals:
+        print(f"{what}: {measured} (must {must}, goal {goal})")
+
+
 def main(arguments):
     if arguments[:1] in (["-h"], ["--help"]):
         return print(__doc__)
     if len(arguments) > 1:
         raise SystemExit(__doc__)
     folder = pathlib.Path(arguments[0] if arguments else pathlib.Path(__file__).parent / "results")
-    cpu = Rows(folder, ["cpu.json", "cpu_64k.json"])
-    beside, many, tinylm, built = (Rows(folder, [f"{name}.json"])
-                                   for name in ("cpu_beside", "many_threads", "tinylm", "flags"))
-    names = ("what", "must", "goal", "measured")
-    pairs = (Rows(folder, [f"{name}.json"]) for name in ("cpu", "cpu_bf16", "decode", "decode_bf16", "cpu_pytorch"))
-    rows = [dict(zip(names, row)) for row in goals(cpu, beside, many, tinylm, built) + goals_of_bf16(*pairs)]
-    origin = {name: cpu.reports[0][name] for name in ("machine", "date", "commit")}
-    (folder / "goals.json").write_text(json.dumps({**origin, "rows": rows}, indent=1) + "\n")
-    for row in rows:
-        print(f"{row['what']}: {row['measured']} (must {row['must']}, goal {row['goal']})")
+    reports = [Rows(folder, names) for names in (
+        ["cpu.json", "cpu_64k.json"], ["cpu_beside.json"], ["many_threads.json"], ["tinylm.json"], ["flags.json"])]
+    write(folder / "goals.json", reports[0], goals(*reports))
+    reports = [Rows(folder, [f"{name}.json"]) for name in (
+        "cpu_bf16_f32", "cpu_bf16", "decode", "decode_bf16", "cpu_pytorch")]
+    write(folder / "goals_bf16.json", reports[0], goals_of_bf16(*reports))
 
 
 if __name__ == "__main__":

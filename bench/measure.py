@@ -4,7 +4,7 @@
   measure.py BIN [NAME...]    BIN is the folder of the built programs; with names only those files of
                               bench/results, as cpu_beside
 
-It then writes goals.json and the tables. What is not here takes a day or another machine: cpu_million.json
+It then writes the goals and the tables. What is not here takes a day or another machine: cpu_million.json
 (bench_attention --shape 1,1,64,1048576), cpu_pytorch.json (compare_pytorch.py).
 """
 import pathlib
@@ -39,6 +39,7 @@ def run(*command):
 
 def main(arguments):
     if BF16_UNITS & set(pathlib.Path("/proc/cpuinfo").read_text().split()):
+        FILES["cpu_bf16_f32"] = FILES["cpu"]  # what bf16 is held against may come from another machine than cpu.json
         for name in ("cpu", "decode"):
             FILES[f"{name}_bf16"] = [*FILES[name], "--dtype", "bf16"]
     names = arguments[1:] or [*FILES, "flags"]

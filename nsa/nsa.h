@@ -3782,9 +3782,14 @@ static int nsa__span_end(const nsa__head_job *job, int query) {
                                  : nsa__visible_end(p->d, tokens, query);
 }
 
+/* A listed block is cut at the end of what the query sees, because the block that holds the query
+   goes on behind it. */
+NSA__INLINE int nsa__block_end(int begin, int slc_block, int seen) {
+    return (int)nsa__min((int64_t)begin + slc_block, seen);
+}
+
 /* Span `number` of the keys that `query` sees; spans ascend. Returns 0 if there is none left. slc
-   has a span for each listed block (Eq. 12), cut at the query's end, because the block that holds
-   the query goes on behind it. */
+   has a span for each listed block (Eq. 12). */
 NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
                           int *begin, int *end) {
     const nsa__attend_plan *p = job->plan;
@@ -3793,7 +3798,7 @@ NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int que
     if (p->branch != NSA__SLC) return number == 0 && *begin < *end;
     if (number >= p->list_width || list[number] < 0) return 0;
     *begin = list[number] * p->d->slc_block;
-    *end = (int)nsa__min((int64_t)*begin + p->d->slc_block, *end);
+    *end = nsa__block_end(*begin, p->d->slc_block, *end);
     return 1;
 }
 
@@ -4151,22 +4156,23 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
    that list_begin[i + 1], the same number, ends where tile i ends. */
 static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int *at = it->list_begin + 1; /* of each tile: its next free place */
-    const size_t bytes = (size_t)p->list_width * sizeof(int32_t);
-    int begin, end;
+    int *at = it->list_begin + 1, *to = it->list; /* at: of each tile, its next free place */
+    const int width = p->list_width, block = p->d->slc_block, log2 = p->tile_log2;
+    const size_t bytes = (size_t)width * sizeof(int32_t);
     memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
     for (int fill = 0; fill < 2; fill++) {
         for (int a = 0; a < it->queries; a++) {
             const int32_t *list = nsa__block_list(job, it->first + a);
+            const int seen = nsa__span_end(job, it->first + a);
             int next = 0; /* the first tile that this query has not been counted for */
             if (!fill && a + NSA__LISTS_AHEAD < it->queries)
                 nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD), bytes);
-            for (int i = 0; nsa__span(job, list, it->first + a, i, &begin, &end); i++) {
-                int tile = (int)nsa__max(next, begin >> p->tile_log2);
-                for (next = (int)nsa__max(next, ((end - 1) >> p->tile_log2) + 1); tile < next;
-                     tile++) {
+            for (int i = 0; i < width && list[i] >= 0; i++) {
+                int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
+                int tile = (int)nsa__max(next, begin >> log2);
+                for (next = (int)nsa__max(next, ((end - 1) >> log2) + 1); tile < next; tile++) {
                     if (fill)
-                        it->list[at[tile]++] = a;
+                        to[at[tile]++] = a;
                     else
                         at[tile + 1]++;
                 }
