@@ -21,13 +21,16 @@ static inline void first_line(const char *command, char *to, size_t size) {
     if (f) pclose(f);
 }
 
-/* A commit ends in -dirty where files differ from it: what was measured is then not that commit. */
+/* A commit ends in -dirty where files differ from it: what was measured is then not that commit. The
+   tables and the pages that show them do not count, for they change while a series is measured. */
 static inline origin origin_here(void) {
     origin o;
     time_t now = time(NULL);
     first_line("lscpu | sed -n 's/^Model name: *//p'", o.machine, sizeof o.machine);
-    first_line("git describe --always --dirty --exclude='*' 2>/dev/null", o.commit,
-               sizeof o.commit);
+    first_line("c=$(git rev-parse --short HEAD 2>/dev/null) && "
+               "if git diff --quiet HEAD -- ':!bench/results' ':!*.md'; then echo $c; "
+               "else echo $c-dirty; fi",
+               o.commit, sizeof o.commit);
     strftime(o.date, sizeof o.date, "%Y-%m-%d", gmtime(&now));
     return o;
 }
