@@ -21,8 +21,8 @@ static inline void first_line(const char *command, char *to, size_t size) {
     if (f) pclose(f);
 }
 
-/* A commit ends in -dirty where files differ from it: what was measured is then not that commit. The
-   tables and the pages that show them do not count, for they change while a series is measured. */
+/* A commit ends in -dirty where files differ from it: what was measured is then not that commit.
+   Tables and the pages that show them do not count, for they change while a series is measured. */
 static inline origin origin_here(void) {
     origin o;
     time_t now = time(NULL);
