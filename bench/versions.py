@@ -3,8 +3,8 @@
 
   versions.py [--shape H,Hk,D,T] [--dtype f32|bf16|f16] [--threads N] [--rounds R] [--only PASS]... VERSION...
 
-A VERSION is a commit, or a folder that has an nsa.h: nsa/ is the tree's. PASS is one of problem.h's rows and a direction,
-as slc-bwd. The first version is the one that the others are held against: a ratio of 1.05 is 5 % faster than
+A VERSION is a commit, or a folder that has an nsa.h: nsa/ is the tree's. PASS is one of problem.h's rows and a
+direction, as slc-bwd. The first version is the one that the others are held against: a ratio of 1.05 is 5 % faster than
 it. Printed are the medians of the ratios of the rounds, and the first and third quartile. Which version is first
 is worth some per cent on some machines: give them in both orders. Needs a C compiler (CC) that takes -fopenmp.
 """
@@ -74,7 +74,7 @@ def report(versions, times):
 
 
 def main():
-    parser = argparse.ArgumentParser(usage=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="16,1,64,8192")
     parser.add_argument("--dtype", choices=DTYPES, default="f32")
     parser.add_argument("--threads", type=int, default=2)

@@ -7380,11 +7380,11 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     nsa_real lane[NSA__L];
 #if NSA__BYTES
     /* x = e + r with e an integer and |r| <= 1/2. Numbers from 2^23 on are whole, so x + 1.5 2^23
-       is rounded to the integer nearest to x: e stands in its lowest bits, and less 1.5 2^23 it is
-       e.
-       2^r is a minimax polynomial with a relative error of 2e-8 in f32. Its bits plus e << 23 are
-       2^r 2^e, because e is added to the exponent. x is cut at -127, where the exponent becomes 0
-       and the result 0. NaN stays NaN: the NaN that arithmetic makes has no low bits. */
+       is rounded to the integer nearest to x: e stands in its lowest bits, and the sum less
+       1.5 2^23 is e. 2^r is a minimax polynomial with a relative error of 2e-8 in f32. Its bits
+       plus e << 23 are 2^r 2^e, because e is added to the exponent. x is cut at -127, where the
+       exponent becomes 0 and the result 0. NaN stays NaN: the NaN that arithmetic makes has no low
+       bits. */
     if (sizeof(nsa_real) == sizeof(float)) {
         x = NSA__T(max)(NSA__T(splat)(-127), x);
         const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
