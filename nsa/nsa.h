@@ -3727,6 +3727,7 @@ typedef struct nsa__attend_plan {
     int depth, depth_v;       /* of q k: dim, or half of it in pairs; of dout v the same */
     int stride;               /* of a row of q, and of a copied one of k: wide, or half of it */
     int stride_v;             /* of a row of dout, and of a copied one of v: likewise of wide_v */
+    int stride_p;             /* backward: of a row of p and ds */
     int batch_queries;        /* queries of a batch */
     int task_queries;         /* queries of a task, at most */
     int least_tasks;          /* of a job, if its queries are enough */
@@ -4523,26 +4524,26 @@ static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, 
 
 /* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
    look at all rows costs little more than at one of them. */
-static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, nsa_real *x,
-                                unsigned char *nonfinite) {
-    if (p->tiles->finite(rows, wide, wide, x)) return;
-    for (int r = 0; r < rows; r++, x += wide) {
+static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, int stride,
+                                nsa_real *x, unsigned char *nonfinite) {
+    if (p->tiles->finite(rows, wide, stride, x)) return;
+    for (int r = 0; r < rows; r++, x += stride) {
         if (p->tiles->finite(1, wide, 0, x)) continue;
         memset(x, 0, (size_t)wide * sizeof *x);
         nonfinite[r] = 1;
     }
 }
 
-/* Loads the rows of a task's queries, times factor, with zeros up to `wide`. A row with a
-   non-finite value becomes zeros, and its nonfinite[r] is set. */
+/* Loads the rows of a task's queries, times factor, with zeros up to `wide`, `stride` apart. A row
+   with a non-finite value becomes zeros, and its nonfinite[r] is set. */
 static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
-                              const nsa_tensor *x, int width, int wide, nsa_real factor,
+                              const nsa_tensor *x, int width, int wide, int stride, nsa_real factor,
                               nsa_real *to, unsigned char *nonfinite) {
     const nsa__attend_plan *p = job->plan;
     int rows = it->queries * p->group, in_place = x->dtype == NSA_REAL_DTYPE && width == wide;
     size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
     for (int r = 0; r < rows; r++) {
-        nsa_real *row = to + (ptrdiff_t)r * wide;
+        nsa_real *row = to + (ptrdiff_t)r * stride;
         const void *from = nsa__query_row(job, it, x, r);
         if (r + NSA__ROWS_AHEAD < rows)
             nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), row_bytes);
@@ -4552,15 +4553,15 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
         }
         p->tiles->scale(wide, factor, in_place ? (const nsa_real *)from : row, row);
     }
-    nsa__zero_nonfinite(p, rows, wide, to, nonfinite);
+    nsa__zero_nonfinite(p, rows, wide, stride, to, nonfinite);
 }
 
 /* The same as pairs, which are not multiplied. */
 static void nsa__load_query_pairs(const nsa__head_job *job, const nsa__tile_iter *it,
-                                  const nsa_tensor *x, int width, int wide, nsa_real *to,
-                                  unsigned char *nonfinite) {
+                                  const nsa_tensor *x, int width, int wide, int stride,
+                                  nsa_real *to, unsigned char *nonfinite) {
     int rows = it->queries * job->plan->group;
-    for (int r = 0; r < rows; r++, to += wide / 2) {
+    for (int r = 0; r < rows; r++, to += stride) {
         if (r + NSA__ROWS_AHEAD < rows)
             nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), 2 * (size_t)width);
         if (!nsa__copy_finite_pairs(to, nsa__query_row(job, it, x, r), width, wide))
@@ -4575,9 +4576,9 @@ static void nsa__load_q(const nsa__head_job *job, const nsa__tile_iter *it, nsa_
     const nsa_tensor *q = &p->x->q;
     int dim = p->d->dim;
     if (p->scores)
-        nsa__load_query_pairs(job, it, q, dim, p->wide, to, nonfinite);
+        nsa__load_query_pairs(job, it, q, dim, p->wide, p->stride, to, nonfinite);
     else
-        nsa__load_queries(job, it, q, dim, p->wide, p->scale2, to, nonfinite);
+        nsa__load_queries(job, it, q, dim, p->wide, p->stride, p->scale2, to, nonfinite);
 }
 
 /* lse of a row in base 2. If lse is not finite, the result is 0 and the row is marked. That marks
@@ -5014,20 +5015,20 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
                                 nsa__arena *of_tile) {
     int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
-    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->q = nsa__alloc_reals(a, rows * p->stride);
     f->dq = nsa__alloc_reals(a, rows * p->wide);
-    f->dout = nsa__alloc_reals(a, rows * p->wide_v);
+    f->dout = nsa__alloc_reals(a, rows * p->stride_v);
     f->lse2 = nsa__alloc_reals(a, rows);
     f->delta = nsa__alloc_reals(a, rows);
-    f->p = nsa__alloc_reals(of_tile, some * p->tile);
-    f->ds = nsa__alloc_reals(of_tile, some * p->tile);
+    f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
+    f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
     f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide);
     f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide_v);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
-    f->ds_rows = nsa__alloc_packed(of_tile, some * p->tile / 2);
+    f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
     f->paired = nsa__alloc_packed(of_tile, (some + 1) / 2 * nsa__max(p->wide, p->wide_v));
 }
 
@@ -5049,7 +5050,7 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
    factor of p and ds later. */
 static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
-    nsa_real *dout = f->dout + (ptrdiff_t)r * p->wide_v, g = nsa__backward_gate(f, job, r);
+    nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v, g = nsa__backward_gate(f, job, r);
     if (p->values) {
         f->gate[r] = g;
         if (nsa__is_finite((double)g)) return 1;
@@ -5069,9 +5070,11 @@ static void nsa__backward_load(nsa__backward *f, const nsa__head_job *job) {
     int dim_v = p->d->dim_v;
     nsa__load_q(job, &f->iter, f->q, f->nonfinite);
     if (p->values)
-        nsa__load_query_pairs(job, &f->iter, dout, dim_v, p->wide_v, f->dout, f->nonfinite);
+        nsa__load_query_pairs(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, f->dout,
+                              f->nonfinite);
     else
-        nsa__load_queries(job, &f->iter, dout, dim_v, p->wide_v, 1, f->dout, f->nonfinite);
+        nsa__load_queries(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, 1, f->dout,
+                          f->nonfinite);
 }
 
 /* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
@@ -5080,7 +5083,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     const nsa__attend_plan *p = job->plan;
     const nsa__tile_iter *it = &f->iter;
     const nsa_tensor *of_out = &p->x->out, *of_dout = &p->dx->out;
-    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->wide_v;
+    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v;
     int dim_v = p->d->dim_v;
     nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
     if (r + NSA__ROWS_AHEAD < it->queries * p->group)
@@ -5120,7 +5123,8 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
         f->delta[r] = dot;
     }
     /* a gate may be NaN, and its product with dout too large */
-    if (options->gate && !p->values) nsa__zero_nonfinite(p, rows, p->wide_v, f->dout, f->nonfinite);
+    if (options->gate && !p->values)
+        nsa__zero_nonfinite(p, rows, p->wide_v, p->stride_v, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
@@ -5153,27 +5157,26 @@ static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job
                                 const nsa__result *dv) {
     const nsa__attend_plan *p = job->plan;
     const nsa__pairs *pairs = p->pairs;
-    int tile = p->tile, n = b->end - b->begin, rows = b->rows, half = (rows + 1) / 2;
+    int ld = p->stride_p, n = b->end - b->begin, rows = b->rows, half = (rows + 1) / 2;
     int cut = b->first - b->begin, keys = b->last - b->first;
     const nsa_real *gate = p->options.gate ? f->gate : NULL;
     if (job->dv) {
-        const nsa__matrix p_t = {f->p + cut, 1, tile, NULL};
-        pairs->round_pairs(rows, n, tile, b->row, gate, f->p, NULL);
+        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
+        pairs->round_pairs(rows, n, ld, b->row, gate, f->p, NULL);
         const nsa__matrix right = {f->paired, p->wide_v, 1, NULL};
         pairs->pair_rows(rows, p->wide_v, dout, f->paired);
         pairs->gemm(keys, p->wide_v, half, &p_t, &right, dv, 1);
     }
-    if (job->dk || p->dx->q.data)
-        pairs->round_pairs(rows, n, tile, b->row, gate, f->ds, f->ds_rows);
+    if (job->dk || p->dx->q.data) pairs->round_pairs(rows, n, ld, b->row, gate, f->ds, f->ds_rows);
     if (job->dk) {
-        const nsa__matrix ds_t = {f->ds + cut, 1, tile, NULL};
+        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
         const nsa__matrix right = {f->paired, p->wide, 1, NULL};
         pairs->pair_rows(rows, p->wide, q, f->paired);
         pairs->gemm(keys, p->wide, half, &ds_t, &right, dk, 1);
     }
     if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
-        const nsa__matrix ds = {f->ds_rows + cut / 2, tile / 2, 1, NULL};
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
+        const nsa__matrix ds = {f->ds_rows + cut / 2, ld / 2, 1, NULL};
         const nsa__matrix k = {job->k + first / 2 * p->wide, p->wide, 1, NULL};
         pairs->gemm(rows, p->wide, keys / 2, &ds, &k, dq, 1);
     }
@@ -5185,18 +5188,18 @@ static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job
                                 const nsa__result *dq, const nsa__result *dk,
                                 const nsa__result *dv) {
     const nsa__attend_plan *p = job->plan;
-    int tile = p->tile, rows = b->rows, cut = b->first - b->begin, keys = b->last - b->first;
+    int ld = p->stride_p, rows = b->rows, cut = b->first - b->begin, keys = b->last - b->first;
     if (job->dv) {
-        const nsa__matrix p_t = {f->p + cut, 1, tile, NULL};
+        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
         p->tiles->gemm(keys, p->wide_v, rows, &p_t, dout, dv);
     }
     if (job->dk) {
-        const nsa__matrix ds_t = {f->ds + cut, 1, tile, NULL};
+        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
         p->tiles->gemm(keys, p->wide, rows, &ds_t, q, dk);
     }
     if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
-        const nsa__matrix ds = {f->ds + cut, tile, 1, NULL};
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
+        const nsa__matrix ds = {f->ds + cut, ld, 1, NULL};
         const nsa__matrix k = {job->k + first * p->wide, p->wide, 1, NULL};
         p->tiles->gemm(rows, p->wide, keys, &ds, &k, dq);
     }
@@ -5206,15 +5209,14 @@ static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job
    dv += p^T dout, dk += ds^T q, dq += ds k */
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int tile = p->tile, n = b->end - b->begin, rows = b->rows;
+    int tile = p->tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
     ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
     ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
     ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
     const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
-    const nsa__result s = {f->p, tile, NULL, 0, NULL, NULL},
-                      dp = {f->ds, tile, NULL, 0, NULL, NULL};
+    const nsa__result s = {f->p, ld, NULL, 0, NULL, NULL}, dp = {f->ds, ld, NULL, 0, NULL, NULL};
     const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, NULL};
     nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, NULL};
     nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, NULL};
@@ -5225,7 +5227,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
         p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
     else
         p->tiles->gemm(rows, n, p->depth_v, &dout, &v_t, &dp);
-    p->tiles->gradient(rows, n, tile, p->group, b->mask, b->begin, b->row, f->lse2, f->delta, f->p,
+    p->tiles->gradient(rows, n, ld, p->group, b->mask, b->begin, b->row, f->lse2, f->delta, f->p,
                        f->ds);
     (p->values ? nsa__backward_pairs : nsa__backward_reals)(f, job, b, &q, &dout, &dq, &dk, &dv);
     nsa__backward_note(f, job, b);
@@ -5433,6 +5435,12 @@ static int nsa__backward_batch_queries(const nsa__attend_plan *p) {
     return (int)nsa__max(p->batch_queries, rows / p->group);
 }
 
+/* Numbers from row to row of an operand whose columns a product walks down. Rows an even number of
+   vectors apart would share few sets of the first cache. */
+static int nsa__apart(int wide) {
+    return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
+}
+
 /* Head jobs of slc's backward at once. Each of its tasks writes dk and dv of all tiles, so tasks
    are large, and those of a few heads are few. So many threads get more heads at once, which takes
    more workspace and changes no task. Other branches have tasks enough. */
@@ -5454,6 +5462,9 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     if (branch == NSA__SLC && p.sharers == 1) p.jobs = nsa__backward_heads_at_once(whole, threads);
     p.jobs = (int)nsa__min(p.jobs, d->kv_heads);
     nsa__plan_pairs(&p);
+    p.stride = nsa__apart(p.stride);
+    p.stride_v = nsa__apart(p.stride_v);
+    p.stride_p = nsa__apart(p.tile);
     p.batch_queries = nsa__backward_batch_queries(&p);
     /* Large enough that few shares of dk and dv are added. slc's tasks are larger yet. */
     if (branch != NSA__SLC) p.task_queries = (int)nsa__min(p.tile, nsa__near_queries(&p));
@@ -6039,7 +6050,7 @@ static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const ns
     nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
     memset(f->nonfinite, 0, (size_t)rows);
-    nsa__load_queries(job, &f->iter, &x->q, p->d->dim, p->wide, 1, f->q, f->nonfinite);
+    nsa__load_queries(job, &f->iter, &x->q, p->d->dim, p->wide, p->wide, 1, f->q, f->nonfinite);
     for (int r = 0; x->weights.data && r < rows; r++) {
         nsa_real weight;
         nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, r), 1);
@@ -7503,31 +7514,35 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
     NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
 }
 
-/* Some columns of c: m rows in pieces of NSA__ROWS, and one smaller piece. The number of rows is a
-   constant in each call, so that the compiler can hold the piece in registers. */
+/* Some columns of c: m rows in pieces of NSA__ROWS. The last two share what is left, because a
+   piece of few rows waits for its own sums. The number of rows is a constant in each call, so that
+   the compiler can hold the piece in registers. */
 NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
                                              nsa__matrix b, nsa__result c, int singles,
                                              nsa_real factor) {
-    for (; m >= NSA__ROWS; m -= NSA__ROWS) {
-        NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
-        if (a.rows)
-            a.rows += NSA__ROWS;
-        else
-            a.data += NSA__ROWS * a.row;
-        if (c.rows)
-            c.rows += NSA__ROWS;
-        else
-            c.data += NSA__ROWS * c.row;
-        if (c.keep) c.keep += NSA__ROWS;
-        if (c.sum) c.sum += NSA__ROWS * c.row;
-    }
+    while (m > 0) {
+        int rows = m < NSA__ROWS ? m : NSA__ROWS;
+        if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
+        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
 #if NSA__ROWS > 4
-    if (m == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
-    if (m == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
 #endif
-    if (m == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
-    if (m == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
-    if (m == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
+        m -= rows;
+        if (a.rows)
+            a.rows += rows;
+        else
+            a.data += rows * a.row;
+        if (c.rows)
+            c.rows += rows;
+        else
+            c.data += rows * c.row;
+        if (c.keep) c.keep += rows;
+        if (c.sum) c.sum += rows * c.row;
+    }
 }
 
 #if NSA__OF_PAIRS
