@@ -3690,9 +3690,13 @@ enum {
     NSA__HEADS_AT_ONCE = 16, /* the same if there are threads for more, at most */
     NSA__TASKS = 32          /* slc: tasks of NSA__HEADS_NEAR head jobs, about */
 };
-enum { NSA__TASK_NUMBERS = 1 << 17 }; /* of a task's rows of q and v, which L2 holds */
-enum { NSA__ROWS_AHEAD = 8 };         /* rows between a load and its prefetch */
-enum { NSA__LISTS_AHEAD = 32 };       /* the same for block lists, which take less time each */
+enum {
+    NSA__TASK_NUMBERS = 1 << 17, /* of a task's rows of q and v, which L2 holds */
+    NSA__GROWTH = 4,             /* slc: times so many in a long sequence, at most */
+    NSA__BACKWARD_GROWTH = 2     /* the same in backward, where a thread holds several tasks */
+};
+enum { NSA__ROWS_AHEAD = 8 };   /* rows between a load and its prefetch */
+enum { NSA__LISTS_AHEAD = 32 }; /* the same for block lists, which take less time each */
 
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
@@ -3730,6 +3734,8 @@ typedef struct nsa__attend_plan {
     int stride_p;             /* backward: of a row of p and ds */
     int batch_queries;        /* queries of a batch */
     int task_queries;         /* queries of a task, at most */
+    int near_queries;         /* the same in a short sequence */
+    int task_growth;          /* slc: times so many in a long one, at most */
     int least_tasks;          /* of a job, if its queries are enough */
     int few;         /* forward: of sequences with so many queries K and V are read unpacked */
     int jobs;        /* head jobs at once; the workspace holds packed keys of that many */
@@ -3854,20 +3860,22 @@ static int nsa__heads_near(const nsa_desc *d) {
 }
 
 /* Queries whose rows of q and v are NSA__TASK_NUMBERS numbers, which L2 holds. */
-static int64_t nsa__near_queries(const nsa__attend_plan *p) {
+static int nsa__near_queries(const nsa__attend_plan *p) {
     return NSA__TASK_NUMBERS / (p->wide + p->wide_v) / p->group;
 }
 
-/* slc uses large tasks: each K/V tile is then loaded into L2 once for many queries. */
-static int nsa__most_task_queries(const nsa__attend_plan *p) {
-    return p->branch == NSA__SLC ? (int)nsa__max(p->batch_queries, nsa__near_queries(p))
-                                 : p->batch_queries;
-}
-
-/* Queries of a task where there are `count`: threads need some tasks to share. */
-static int nsa__task_queries(const nsa__attend_plan *p, int64_t count) {
-    int64_t shared = nsa__ceil_div(count, p->least_tasks);
-    return (int)nsa__max(p->batch_queries, nsa__min(p->task_queries, shared));
+/* Queries of a task of a sequence that has `tokens` and of which `count` are queries: threads need
+   some tasks to share. slc uses large tasks: each K/V tile is then loaded into L2 once for many
+   queries. A block of a long sequence is in few lists, so tasks grow there until its readers fill a
+   batch, about: that their rows leave L2 costs less than a tile for few of them. */
+static int nsa__task_queries(const nsa__attend_plan *p, int tokens, int64_t count) {
+    int64_t most = p->near_queries, shared = nsa__ceil_div(count, p->least_tasks);
+    if (p->branch == NSA__SLC) {
+        int64_t readers = p->batch_queries * (int64_t)nsa_slc_count(p->d, tokens);
+        int64_t wanted = readers / nsa__max(1, p->list_width);
+        most = nsa__max(most, nsa__min(wanted, p->task_growth * most));
+    }
+    return (int)nsa__max(p->batch_queries, nsa__min(most, shared));
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
@@ -3900,8 +3908,9 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p.group);
     p.jobs = p.sharers > 1 ? 1 : near; /* sharers add to the same dk and dv */
     p.least_tasks = branch == NSA__SLC ? NSA__TASKS / p.jobs : 1;
-    p.task_queries = nsa__most_task_queries(&p);
-    p.task_queries = nsa__task_queries(&p, d->count);
+    p.near_queries = branch == NSA__SLC ? nsa__near_queries(&p) : p.batch_queries;
+    p.task_growth = NSA__GROWTH;
+    p.task_queries = nsa__task_queries(&p, d->tokens, d->count);
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     p.scale = (nsa_real)scale;
     p.scale2 = (nsa_real)(scale * NSA__LOG2E);
@@ -4486,7 +4495,7 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->head = head;
     job->kv_head = head / p->sharers;
     job->heads = heads;
-    job->task_queries = nsa__task_queries(p, seq->count);
+    job->task_queries = nsa__task_queries(p, seq->tokens, seq->count);
     job->keys = p->branch == NSA__CMP ? seq->cmp_tokens : seq->tokens;
     job->rows = p->branch == NSA__CMP ? seq->cmp : seq->keys;
     job->rows.ring = p->options.ring;
@@ -5467,8 +5476,9 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     p.stride_p = nsa__apart(p.tile);
     p.batch_queries = nsa__backward_batch_queries(&p);
     /* Large enough that few shares of dk and dv are added. slc's tasks are larger yet. */
-    if (branch != NSA__SLC) p.task_queries = (int)nsa__min(p.tile, nsa__near_queries(&p));
-    p.task_queries = (int)nsa__max(p.batch_queries, p.task_queries);
+    if (branch != NSA__SLC) p.near_queries = (int)nsa__min(p.tile, nsa__near_queries(&p));
+    p.task_growth = NSA__BACKWARD_GROWTH;
+    p.task_queries = nsa__task_queries(&p, d->tokens, d->count);
     nsa__head_job jobs[NSA__HEADS_AT_ONCE];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);

@@ -379,6 +379,34 @@ static void test_nested(int levels) {
 }
 #endif
 
+/* ---- Tasks grow with their own sequence: backward's bits depend on where tasks end ---- */
+
+/* Queries of a task of each sequence, by what backward would set. */
+static void task_queries(const nsa_desc *d, int queries[]) {
+    nsa__attend_plan p = nsa__backward_plan(NULL, NULL, d, NSA__SLC, d, 1);
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+        nsa__head_job job = nsa__job_make(&p);
+        nsa__set_head(&job, &seq, 0, 1);
+        queries[seq.index] = job.task_queries;
+    }
+}
+
+static void test_tasks(void) {
+    static const int32_t begins[] = {0, 65536, 65536 + 8192, 65536 + 8192 + 20000};
+    nsa_desc d = nsa_desc_default(3, 65536, 16, 1, 64);
+    int packed[3], alone;
+    d.begins = begins;
+    task_queries(&d, packed);
+    for (int b = 0; b < 3; b++) {
+        nsa_desc one = nsa_desc_default(1, begins[b + 1] - begins[b], 16, 1, 64);
+        task_queries(&one, &alone);
+        check_case("slc, a packed sequence of %d tokens", one.tokens);
+        CHECK(packed[b] == alone, "%d queries a task, alone %d", packed[b], alone);
+    }
+    CHECK(packed[0] > packed[1], "a long sequence has tasks of %d queries, a short one of %d",
+          packed[0], packed[1]);
+}
+
 int main(void) {
     problem_make(&want);
     nsa_status s = run_all(&want, 1);
@@ -391,6 +419,7 @@ int main(void) {
     test_callers(1);
     test_callers(4);
     test_pool();
+    test_tasks();
 #ifdef _OPENMP /* without it a call has one thread, and its counters need not be atomic */
     test_stalled(2, 0);
     test_stalled(2, 3);
