@@ -3702,7 +3702,7 @@ enum {
     NSA__TASK_NUMBERS = 1 << 17, /* of a task's rows of q and v, which L2 holds */
     NSA__GROWTH = 4              /* slc: times so many in a long sequence, at most */
 };
-enum { NSA__ROWS_AHEAD = 8 };   /* rows between a load and its prefetch */
+enum { NSA__ROWS_AHEAD = 16 };  /* rows between a load and its prefetch */
 enum { NSA__LISTS_AHEAD = 32 }; /* the same for block lists, which take less time each */
 
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
@@ -4956,9 +4956,11 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
 }
 
 /* All tiles of one task: every batch of the tile's queries updates the running softmax of its
-   rows. */
+   rows. slc's tasks, which are large, go from the last queries to the first: those have least to
+   read, and no thread should begin much last. */
 static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
+    if (job->plan->branch == NSA__SLC) index = nsa__head_tasks(job) - 1 - index;
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__forward_alloc(&f, job->plan, &a);
