@@ -3,6 +3,7 @@
    Twin: tests/fuzz, which found the first, and docs/hardening.md, which describes each. Not here:
    anything that the tests of the primitives check already. */
 #include <limits.h>
+#include <math.h>
 
 #include "harness/check.h"
 #include "nsa.h"
@@ -341,9 +342,35 @@ static void test_rows_wider_than_a_part(void) {
     }
 }
 
+/* The logarithm of a sum that is NaN would be a number, if only exponent and mantissa were looked
+   at: a row with a score of inf - inf would have a lse like any other. With fused multiply-adds the
+   score is inf, so instructions without them are asked for. So many queries do not read keys in
+   place, where each score is looked at. */
+static void test_scores_beyond_float(void) {
+    enum { MANY = 96 };
+    static float rows[4][MANY * D];
+    static nsa_real sums[MANY];
+    check_case("scores that no float holds");
+    nsa_desc d = small();
+    d.tokens = d.count = MANY;
+    d.isa = NSA_ISA_PLAIN;
+    nsa_attend x = window();
+    nsa_tensor *views[4] = {&x.q, &x.k, &x.v, &x.out};
+    for (int i = 0; i < 4; i++) *views[i] = nsa_tensor_bthd(rows[i], NSA_F32, MANY, 1, D);
+    x.lse = nsa_tensor_bthd(sums, NSA_REAL_DTYPE, MANY, 1, 1);
+    for (int c = 0; c < D; c++) {
+        rows[0][80 * D + c] = 1e30f;
+        rows[1][79 * D + c] = c % 2 ? -1e30f : 1e30f;
+    }
+    CHECK(nsa_attend_win_forward(&x, &d, workspace, sizeof workspace) == NSA_OK, "forward");
+    for (int t = 79; t < 82; t++)
+        CHECK(isfinite((double)sums[t]) == (t != 80), "lse of query %d: %g", t, (double)sums[t]);
+}
+
 int main(void) {
     for (int i = 0; i < T * D; i++) v[i] = 3;
     test_scale_beyond_float();
+    test_scores_beyond_float();
     test_empty_sequences_behind_row_0();
     test_dtype_of_an_unread_tensor();
     test_lse_of_other_scores();
