@@ -370,7 +370,6 @@ static const struct {
              {nsa__key_gradient_task, "add dk, dv"},
              {nsa__filter_task, "compress"},
              {nsa__filter_input_gradient_task, "compress"},
-             {nsa__gate_forward_task, "gate"},
              {nsa__gate_backward_task, "gate"}};
 
 static const char *name_of(intptr_t what) {

@@ -2746,6 +2746,11 @@ static void nsa__store_by(const nsa__pairs *pairs, nsa_dtype dtype, void *row, c
         nsa__store(dtype, row, from, n);
 }
 
+/* 1 if tiles may read and write rows of `width` numbers where they lie: reals in whole vectors. */
+static int nsa__rows_of_reals(const nsa_tensor *x, int width) {
+    return x->dtype == NSA_REAL_DTYPE && width % NSA__LANES == 0;
+}
+
 static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
     switch (nsa__isa_of(isa)) {
 #ifdef NSA__HAS_BF16_BY_HAND
@@ -4560,7 +4565,7 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
                               const nsa_tensor *x, int width, int wide, int stride, nsa_real factor,
                               nsa_real *to, unsigned char *nonfinite) {
     const nsa__attend_plan *p = job->plan;
-    int rows = it->queries * p->group, in_place = x->dtype == NSA_REAL_DTYPE && width == wide;
+    int rows = it->queries * p->group, in_place = nsa__rows_of_reals(x, width);
     size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * stride;
@@ -4749,8 +4754,7 @@ static void nsa__copy_row(const nsa_tensor *from, const nsa_tensor *to, int64_t 
     nsa__store(to->dtype, nsa__row(to, batch, at, head), row, width);
 }
 
-/* out = sum_i g[i] branch[i] of query t of a sequence and one head. Rows of reals in whole vectors
-   are read and written where they lie. */
+/* out = sum_i g[i] branch[i] of query t of a sequence and one head. */
 static void nsa__gate_row(const nsa__gate_job *p, const nsa__seq *seq, int64_t t, int head) {
     const nsa_desc *d = p->d;
     const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win}, *out = &p->x->out;
@@ -4766,12 +4770,12 @@ static void nsa__gate_row(const nsa__gate_job *p, const nsa__seq *seq, int64_t t
     }
     for (int i = 0; i < 3; i++) {
         x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
-        if (branch[i]->dtype == NSA_REAL_DTYPE && dim_v == wide) continue;
+        if (nsa__rows_of_reals(branch[i], dim_v)) continue;
         nsa__load(row[i], branch[i]->dtype, x[i], dim_v);
         memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
         x[i] = row[i];
     }
-    if (out->dtype == NSA_REAL_DTYPE && dim_v == wide) {
+    if (nsa__rows_of_reals(out, dim_v)) {
         p->tiles->gate(wide, g, x, (nsa_real *)nsa__row(out, batch, at, head));
     } else {
         p->tiles->gate(wide, g, x, row[3]);
@@ -4795,7 +4799,7 @@ typedef struct nsa__forward {
     nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
     nsa_real *m;              /* of every row, and up to 15 more: the largest score so far */
     nsa_real *l;              /* of the same: NSA__LANES partial sums of p */
-    nsa_real *s;              /* rows of a batch: scores of a tile, then p */
+    nsa_real *s;              /* rows of a batch: scores of a tile, if they are not kept; then p */
     nsa_real *shrink;         /* of every row of a batch, for the tile at hand */
     unsigned char *nonfinite; /* of every row: 1 if it used a non-finite number; it becomes NaN */
     nsa__scoring scoring;     /* if lists are selected too */
@@ -4905,7 +4909,7 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__forward_note(f, job, b, nonfinite << b->begin);
 }
 
-/* Asks for what the gate reads and writes of row r, which is a task's or behind them. */
+/* Asks for what the gate reads and writes of row r, if the task has so many. */
 static void nsa__gate_fetch(const nsa__gate_job *gate, const nsa__head_job *job,
                             const nsa__tile_iter *it, int r) {
     const nsa_tensor *views[3] = {&gate->x->cmp, &gate->x->slc, &gate->x->out};
@@ -4915,15 +4919,15 @@ static void nsa__gate_fetch(const nsa__gate_job *gate, const nsa__head_job *job,
                    (size_t)gate->d->dim_v * nsa__dtype_bytes(views[i]->dtype));
 }
 
-/* out of one row, times `over` = 1 / l, and lse, which the row's NaN overwrites. Rows of reals in
-   whole vectors are written where they lie. Selection reads lse back from the caller's view,
-   because nsa_select_blocks does: both get the same bits. */
+/* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
+   Selection reads lse back from the caller's view, because nsa_select_blocks does: both get the
+   same bits. */
 static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, nsa_real over,
                              nsa_real lse) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *out = &p->x->out;
     void *row = nsa__query_row(job, &f->iter, out, r);
-    int in_place = out->dtype == NSA_REAL_DTYPE && p->d->dim_v == p->wide_v;
+    int in_place = nsa__rows_of_reals(out, p->d->dim_v);
     nsa_real *sums = f->out + (ptrdiff_t)r * p->wide_v, *to = in_place ? (nsa_real *)row : sums;
     p->tiles->scale(p->wide_v, over, sums, to);
     if (over != 0 && f->nonfinite[r]) {
@@ -4935,6 +4939,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     if (p->options.select) f->m[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
 }
 
+/* The rows of a task, which become the gate's at once if it waits for no other branch. */
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     const nsa__gate_job *gate = p->options.last;
@@ -5194,7 +5199,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
         nsa__fetch(nsa__query_row(job, it, of_out, r + NSA__ROWS_AHEAD),
                    (size_t)dim_v * nsa__dtype_bytes(of_out->dtype));
     const void *row = nsa__query_row(job, it, of_out, r);
-    const int in_place = of_out->dtype == NSA_REAL_DTYPE && dim_v == p->wide_v;
+    const int in_place = nsa__rows_of_reals(of_out, dim_v);
     if (!in_place) {
         nsa__load(out, of_out->dtype, row, dim_v);
         memset(out + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *out);
