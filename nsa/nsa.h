@@ -3844,6 +3844,10 @@ static int64_t nsa__head_tasks(const nsa__head_job *job) {
 static int64_t nsa__query_tasks(const nsa__head_job *job) {
     return job->heads * nsa__head_tasks(job);
 }
+/* The first query of a head's task. */
+static int64_t nsa__task_begin(const nsa__head_job *job, int64_t task) {
+    return job->skipped + task * job->task_queries;
+}
 
 /* The row of a key in K or V, or in their gradients. */
 static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
@@ -4207,13 +4211,14 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
     }
 }
 
-/* Starts before the task's first tile. Spans grow with the query (nsa__span_begin, nsa__span_end),
-   so the first query's begin and the last query's end bound the tiles of a task without lists. */
-static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t task) {
+/* Starts before the first tile of a task: as many of the sequence's queries from .. end - 1 as it
+   takes. Spans grow with the query (nsa__span_begin, nsa__span_end), so the first query's begin and
+   the last query's end bound the tiles of a task without lists. */
+static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t from,
+                                 int64_t end) {
     const nsa__attend_plan *p = job->plan;
-    it->first = job->seq.first + job->skipped + (int)task * job->task_queries;
-    it->queries =
-        (int)nsa__min(job->task_queries, job->seq.first + job->seq.count - (int64_t)it->first);
+    it->first = job->seq.first + (int)from;
+    it->queries = (int)nsa__min(job->task_queries, end - from);
     it->tile_begin = job->tile_begin;
     it->tile_end = job->tile_end;
     if (p->branch == NSA__SLC) {
@@ -4521,20 +4526,26 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     if (job->listed && !job->in_place) nsa__mark_listed(job);
 }
 
-/* Packs the keys of up to plan->jobs heads of a sequence, then calls `work` for them: for every
-   sequence and all heads, but for those that read in place. Packing and work are two parallel
-   loops, because a task reads tiles that other threads have packed. The head jobs are neighbours in
-   `jobs`. */
+/* Makes up to plan->jobs heads of a sequence, from `head` on, those of the jobs, and packs their
+   keys. The head jobs are neighbours in `jobs`. */
+static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const nsa__seq *seq,
+                            int head) {
+    const nsa__attend_plan *p = jobs->plan;
+    int heads = (int)nsa__min(p->jobs, p->heads - (int64_t)head);
+    for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], seq, head + i, heads);
+    nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task, jobs);
+}
+
+/* Packs the keys of a few heads of a sequence, then calls `work` for them: for every sequence and
+   all heads, but for those that read in place. Packing and work are two parallel loops, because a
+   task reads tiles that other threads have packed. */
 static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
                             void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
         for (int head = 0; seq.count > p->few && head < p->heads; head += jobs->heads) {
-            int heads = (int)nsa__min(p->jobs, p->heads - (int64_t)head);
-            for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], &seq, head + i, heads);
-            nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task,
-                     jobs);
+            nsa__pack_heads(jobs, team, &seq, head);
             work(jobs, team);
         }
 }
@@ -4823,9 +4834,10 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
 
 /* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
    case of its own. */
-static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_t task) {
+static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_t from,
+                               int64_t end) {
     const nsa__attend_plan *p = job->plan;
-    nsa__tile_iter_begin(&f->iter, job, task);
+    nsa__tile_iter_begin(&f->iter, job, from, end);
     int rows = f->iter.queries * p->group;
     int ended = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES; /* as tiles->finish does */
     memset(f->nonfinite, 0, (size_t)rows);
@@ -4960,16 +4972,14 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
-/* All tiles of one task: every batch of the tile's queries updates the running softmax of its
-   rows. slc's tasks, which are large, go from the last queries to the first: those have least to
-   read, and no thread should begin much last. */
-static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
-    if (job->plan->branch == NSA__SLC) index = nsa__head_tasks(job) - 1 - index;
+/* A task: as many of the sequence's queries from .. end - 1 as one takes, through all of their
+   tiles. Every batch of a tile's queries updates the running softmax of its rows. */
+static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t end,
+                                 void *scratch) {
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__forward_alloc(&f, job->plan, &a);
-    nsa__forward_begin(&f, job, index);
+    nsa__forward_begin(&f, job, from, end);
     while (nsa__tile_iter_next(&f.iter, job))
         for (int i = 0; i < f.iter.tile_queries;) {
             nsa__batch b = nsa__batch_at(&f.iter, job, i);
@@ -4980,6 +4990,14 @@ static void nsa__forward_task(const void *context, int64_t index, void *scratch)
             i += b.queries;
         }
     nsa__forward_end(&f, job);
+}
+
+/* slc's tasks, which are large, go from the last queries to the first: those have least to read,
+   and no thread should begin much last. */
+static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    if (job->plan->branch == NSA__SLC) index = nsa__head_tasks(job) - 1 - index;
+    nsa__forward_queries(job, nsa__task_begin(job, index), job->seq.count, scratch);
 }
 
 /* Head jobs of sequences with few queries that run side by side. */
@@ -5021,6 +5039,14 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     p.shared = shared.used;
     p.scratch = scratch.used;
     return p;
+}
+
+/* The jobs of a call, with memory of the workspace. Returns those that read in place. */
+static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                        nsa__arena *shared) {
+    nsa__head_job *few = nsa__forward_layout(jobs, p, shared);
+    for (int i = 0; p->options.select && i < p->jobs; i++) nsa__fill_stencil(&jobs[i]);
+    return few;
 }
 
 static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
@@ -5074,8 +5100,7 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *plan, void *workspace
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
     nsa__share_among(p, team.threads);
-    nsa__head_job *few = nsa__forward_layout(jobs, p, &shared);
-    for (int i = 0; p->options.select && i < p->jobs; i++) nsa__fill_stencil(&jobs[i]);
+    nsa__head_job *few = nsa__forward_jobs(jobs, p, &shared);
     nsa__forward_few(jobs, few, &team);
     nsa__each_heads(jobs, &team, nsa__forward_heads);
     return NSA_OK;
@@ -5217,7 +5242,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
     const nsa__attend_options *options = &p->options;
-    nsa__tile_iter_begin(&f->iter, job, task);
+    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
     f->held = f->oldest = 0;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
@@ -5958,7 +5983,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     nsa__selecting f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__selecting_alloc(&f, p, &a);
-    nsa__tile_iter_begin(&f.iter, job, index);
+    nsa__tile_iter_begin(&f.iter, job, nsa__task_begin(job, index), job->seq.count);
     int rows = f.iter.queries * p->group;
     memset(f.nonfinite, 0, (size_t)rows);
     nsa__load_q(job, &f.iter, f.q, f.nonfinite);
@@ -6158,7 +6183,7 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
 static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                               int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    nsa__tile_iter_begin(&f->iter, job, task);
+    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
     int rows = f->iter.queries * p->group;
     memset(f->nonfinite, 0, (size_t)rows);
     nsa__load_queries(job, &f->iter, &x->q, p->d->dim, p->wide, p->wide, 1, f->q, f->nonfinite);
@@ -6396,8 +6421,9 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
 }
 
 /* ---- The whole -------------------------------------------------------------------------------
-   Forward runs its primitives one after another: phi of k and v, cmp with selection, slc, win,
-   gate. Each may overwrite the workspace of the one before, so the largest need serves all.
+   Forward runs phi of k and v, then cmp with selection, slc, and win with the gate: these three
+   group of queries by group of queries, or one after another. Each part may overwrite the
+   workspace of the one before, so the largest need serves all.
    Backward runs the branches, the gate's logits from what they leave, then phi of k and v. */
 
 static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
@@ -6435,11 +6461,28 @@ static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
     return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
 }
 
+/* Bytes of packed keys that groups of queries may take, about: longer sequences gain little. */
+enum { NSA__GROUPED = 1 << 25 };
+
 /* One call of the chain: its views, and the plans of the branches, which point to the views. */
 typedef struct nsa__chain_plan {
     nsa__chain views;
-    nsa__attend_plan cmp, slc, win;
+    nsa__attend_plan branch[3];
+    size_t shared, scratch; /* bytes of workspace for groups of queries; 0: there are none */
 } nsa__chain_plan;
+
+/* The workspace of groups, which need the keys of all branches at once. The branches have the same
+   head jobs if each kv head has one list. */
+static void nsa__chain_plan_groups(nsa__chain_plan *p, const nsa_desc *d) {
+    nsa__arena shared = {NULL, 0};
+    p->shared = p->scratch = 0;
+    if (p->branch[NSA__SLC].sharers > 1 || d->count <= p->branch[NSA__SLC].few) return;
+    for (int i = 0; i < 3; i++) {
+        nsa__alloc(&shared, 1, p->branch[i].shared);
+        p->scratch = p->branch[i].scratch > p->scratch ? p->branch[i].scratch : p->scratch;
+    }
+    p->shared = shared.used;
+}
 
 /* p must not be moved afterwards, because the plans point to its views. */
 static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
@@ -6447,9 +6490,10 @@ static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, con
     nsa__attend_options cmp = nsa__no_options, slc = nsa__no_options;
     cmp.select = &p->views.select;
     slc.shared_prefix = nsa__shared_prefix(x, d);
-    p->cmp = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
-    p->slc = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
-    p->win = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
+    p->branch[NSA__CMP] = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
+    p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
+    p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
+    nsa__chain_plan_groups(p, d);
 }
 
 static size_t nsa__largest(const size_t parts[5]) {
@@ -6458,13 +6502,25 @@ static size_t nsa__largest(const size_t parts[5]) {
     return most;
 }
 
+/* The workspace of the parts one after another. */
+static size_t nsa__chain_parts_bytes(const nsa__chain_plan *p, const nsa_attention *x,
+                                     const nsa_desc *d, int threads) {
+    const size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 0, threads),
+                             nsa__compress_bytes(&x->v_cmp, d, 0, threads),
+                             nsa__attend_plan_bytes(&p->branch[NSA__CMP], threads),
+                             nsa__attend_plan_bytes(&p->branch[NSA__SLC], threads),
+                             nsa__attend_plan_bytes(&p->branch[NSA__WIN], threads)};
+    return nsa__largest(parts);
+}
+
+/* The same with room for groups. Sequences too long for them ask for the most that groups take, so
+   that their workspace serves shorter ones. */
 static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
                                     const nsa_desc *d, int threads) {
-    const size_t parts[5] = {
-        nsa__compress_bytes(&x->k_cmp, d, 0, threads),
-        nsa__compress_bytes(&x->v_cmp, d, 0, threads), nsa__attend_plan_bytes(&p->cmp, threads),
-        nsa__attend_plan_bytes(&p->slc, threads), nsa__attend_plan_bytes(&p->win, threads)};
-    return nsa__largest(parts);
+    size_t shared = p->shared < NSA__GROUPED ? p->shared : NSA__GROUPED,
+           groups = nsa__bytes_for(shared, threads, p->scratch),
+           parts = nsa__chain_parts_bytes(p, x, d, threads);
+    return groups > parts ? groups : parts;
 }
 
 NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
@@ -6472,6 +6528,57 @@ NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, cons
     if (nsa__attention_check_sizes(x, d) != NSA_OK) return 0;
     nsa__chain_plan_make(&p, x, d);
     return nsa__chain_plan_bytes(&p, x, d, nsa__threads(d));
+}
+
+/* Head jobs of the branches, for the same heads. */
+typedef struct nsa__groups {
+    nsa__head_job jobs[3][NSA__HEADS_AT_ONCE];
+} nsa__groups;
+
+/* A group: as many queries as a task of slc has go through cmp, slc and win, on one thread. What
+   one branch has read and written of their rows is in cache for the next. From the last queries
+   on: they have most to read, which no thread should begin last. */
+static void nsa__group_task(const void *context, int64_t index, void *scratch) {
+    const nsa__groups *g = (const nsa__groups *)context;
+    const nsa__head_job *slc = nsa__job_of(g->jobs[NSA__SLC], &index);
+    const int64_t size = slc->task_queries, count = slc->seq.count;
+    const int64_t begin = (nsa__ceil_div(count, size) - 1 - index) * size,
+                  end = nsa__min(begin + size, count);
+    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
+        const nsa__head_job *job = &g->jobs[branch][slc - g->jobs[NSA__SLC]];
+        for (int64_t t = nsa__max(begin, job->skipped); t < end; t += job->task_queries)
+            nsa__forward_queries(job, t, end, scratch);
+    }
+}
+
+/* 1 if every sequence has as many queries as tiles, so that slc's keys are packed without a look at
+   the lists, which cmp has yet to write: see nsa__mark_listed. */
+static int nsa__takes_groups(const nsa__chain_plan *p, const nsa_desc *d) {
+    const nsa__attend_plan *slc = &p->branch[NSA__SLC];
+    if (!p->shared || p->shared > NSA__GROUPED) return 0;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        if (seq.count > slc->few && seq.count < nsa__ceil_div(seq.tokens, slc->tile)) return 0;
+    return 1;
+}
+
+static nsa_status nsa__groups_run(nsa__chain_plan *p, const nsa_desc *d, void *workspace,
+                                  size_t bytes) {
+    nsa__attend_plan *slc = &p->branch[NSA__SLC];
+    nsa__groups g;
+    nsa__head_job *few[3], *first = g.jobs[NSA__SLC];
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p->shared, p->scratch));
+    nsa__share_among(slc, team.threads);
+    for (int i = 0; i < 3; i++) few[i] = nsa__forward_jobs(g.jobs[i], &p->branch[i], &shared);
+    for (int i = 0; i < 3; i++) nsa__forward_few(g.jobs[i], few[i], &team);
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int head = 0; seq.count > slc->few && head < slc->heads; head += first->heads) {
+            for (int i = 0; i < 3; i++) nsa__pack_heads(g.jobs[i], &team, &seq, head);
+            int64_t groups = nsa__ceil_div(seq.count, first->task_queries);
+            nsa__run(&team, groups * first->heads, nsa__group_task, &g);
+        }
+    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
@@ -6485,13 +6592,13 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     const int appends = d->firsts != NULL;
     NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, appends, workspace, bytes));
     NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, appends, workspace, bytes));
-    NSA__CHECK(nsa__forward_run(&p.cmp, workspace, bytes));
-    NSA__CHECK(nsa__forward_run(&p.slc, workspace, bytes));
     nsa__gate_job gate = nsa__gate_job_make(NULL, &p.views.gate, d);
     gate.whole = x;
-    gate.prefix = p.slc.options.shared_prefix;
-    p.win.options.last = &gate;
-    return nsa__forward_run(&p.win, workspace, bytes);
+    gate.prefix = p.branch[NSA__SLC].options.shared_prefix;
+    p.branch[NSA__WIN].options.last = &gate;
+    if (nsa__takes_groups(&p, d)) return nsa__groups_run(&p, d, workspace, bytes);
+    for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
+    return NSA_OK;
 }
 
 /* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
@@ -7215,7 +7322,7 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
     nsa__alloc(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
     nsa__chain_plan_make(&chain, x, &d);
     p.shared = shared.used;
-    p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_plan_bytes(&chain, x, &d, nsa__threads(&d)));
+    p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_parts_bytes(&chain, x, &d, nsa__threads(&d)));
     return p;
 }
 
