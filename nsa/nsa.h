@@ -1288,18 +1288,22 @@ static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t h
     return (char *)x->data + (ptrdiff_t)element * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
 }
 
+#if defined(__GNUC__) || defined(__clang__)
+#define NSA__PREFETCH(at) __builtin_prefetch(at)
+#else
+#define NSA__PREFETCH(at) (void)(at)
+#endif
+
 /* Prefetches memory. Rows of one head are a row of all heads apart, which is further than the
    hardware prefetches. To GCC a function that only prefetches has no effect, so that it removes
    calls of it; the empty instruction is one. */
 static void nsa__fetch(const void *at, size_t bytes) {
 #if defined(__GNUC__) || defined(__clang__)
     __asm__ __volatile__("");
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at + i);
-    /* malloc's rows begin within a line */
-    if (bytes) __builtin_prefetch((const char *)at + bytes - 1);
-#else
-    (void)at, (void)bytes;
 #endif
+    for (size_t i = 0; i < bytes; i += 64) NSA__PREFETCH((const char *)at + i);
+    /* malloc's rows begin within a line */
+    if (bytes) NSA__PREFETCH((const char *)at + bytes - 1);
 }
 
 /* A user's -O0, -ffast-math or -std=c99 must not reach what is hot. GCC takes the level and the
@@ -2506,6 +2510,17 @@ typedef struct nsa__matrix {
     const int *rows;     /* NULL: all rows in order */
 } nsa__matrix;
 
+/* Memory that is needed soon, in pieces of NSA__ASKED bytes. A product asks for one line of it in
+   each step over k: memory answers while the units multiply. More lines at once would hold up the
+   product's own loads. */
+typedef struct nsa__asks {
+    const char **at;
+    int next, count; /* the first one that has not been asked for, and how many there are */
+    int64_t room;    /* what comes behind so many is not asked for */
+} nsa__asks;
+
+enum { NSA__LINE = 64, NSA__ASKED = 4 * NSA__LINE };
+
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
    keep[i] times what is there; softmax needs this to shrink a row's earlier sums. With `sum`, what
    would be written is added to the same places of `sum` instead, and data stays as it is; columns
@@ -2517,6 +2532,7 @@ typedef struct nsa__result {
     int add;
     const nsa_real *keep; /* a factor for each row of the product, NULL: 1 */
     nsa_real *sum;        /* NULL: data is written */
+    nsa__asks *asks;      /* NULL, or what to ask for meanwhile */
 } nsa__result;
 
 typedef struct nsa__tiles {
@@ -3093,7 +3109,7 @@ static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_
         nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
         const nsa__matrix tap = {f->tap, dim, 1, NULL};
         const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
-        const nsa__result h = {f->h, hidden, NULL, 1, NULL, NULL};
+        const nsa__result h = {f->h, hidden, NULL, 1, NULL, NULL, NULL};
         p->tiles->gemm(n, hidden, dim, &tap, &w1_t, &h);
     }
 }
@@ -3112,7 +3128,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
     for (int i = 0; i < n; i++)
         nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
     const nsa__matrix act = {f.h, hidden, 1, NULL}, w2_t = {p->w2_t, dim, 1, NULL};
-    const nsa__result out = {f.out, dim, NULL, 1, NULL, NULL};
+    const nsa__result out = {f.out, dim, NULL, 1, NULL, NULL, NULL};
     p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
     for (int i = 0; i < n; i++)
         nsa__store(p->x->out.dtype, nsa__key_row(&p->seq.cmp, &p->x->out, begin + i, p->head),
@@ -3137,7 +3153,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
         nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
                   nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
     const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
-    const nsa__result dact = {dh, hidden, NULL, 0, NULL, NULL};
+    const nsa__result dact = {dh, hidden, NULL, 0, NULL, NULL, NULL};
     p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
     for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
         nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
@@ -3163,8 +3179,13 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t index, voi
         if (from >= to) continue;
         const nsa__matrix dh = {p->dh + (p->row + from) * hidden, hidden, 1, NULL};
         const nsa__matrix w1 = {p->w1 + (ptrdiff_t)j * dim, nsa__flat(p), 1, NULL};
-        const nsa__result dx = {
-            sum + (from * stride + j - begin) * dim, (ptrdiff_t)stride * dim, NULL, 1, NULL, NULL};
+        const nsa__result dx = {sum + (from * stride + j - begin) * dim,
+                                (ptrdiff_t)stride * dim,
+                                NULL,
+                                1,
+                                NULL,
+                                NULL,
+                                NULL};
         p->tiles->gemm((int)(to - from), dim, hidden, &dh, &w1, &dx);
     }
     for (int64_t t = begin; t < end; t++)
@@ -3186,7 +3207,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         if (j < p->d->cmp_block) {
             nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
             const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
-            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL, NULL};
+            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL, NULL, NULL};
             p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
             continue;
         }
@@ -3197,7 +3218,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
         const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
-        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL, NULL};
+        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL, NULL, NULL};
         p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
     }
 }
@@ -3316,7 +3337,7 @@ static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__tea
 static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
     const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
     const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
-    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL, NULL};
+    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL, NULL, NULL};
     p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
     for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
 }
@@ -4445,7 +4466,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
         const nsa__matrix k = {keys->data + (keys->rows ? 0 : i * keys->row), keys->row, 1,
                                keys->rows ? keys->rows + i : NULL};
         const nsa__result s_t = {
-            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL};
+            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL, NULL};
         nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, dim);
         nsa__score_product(p, some, columns, &k, &q_t, &s_t);
@@ -4888,14 +4909,14 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
-    const nsa__result s = {scores, apart, NULL, 0, NULL, NULL};
+    const nsa__result s = {scores, apart, NULL, 0, NULL, NULL, NULL};
     nsa__score_product(p, b->rows, n, &q, &k_t, &s);
     nsa__forward_softmax(f, job, b, n, scores, apart);
     int cut = b->first - b->begin, held = b->last - b->first;
     const nsa__matrix weights = {f->s + (p->values ? cut / 2 : cut), tile, 1, NULL};
     const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys + cut, p->wide_v), p->wide_v, 1,
                            NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
     if (p->values)
         p->values->gemm(b->rows, p->wide_v, held / 2, &weights, &v, &out, 1);
     else
@@ -4916,7 +4937,7 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, apart, scores, &nonfinite);
     nsa__forward_softmax(f, job, b, n, scores, apart);
     const nsa__matrix weights = {f->s, p->tile, 1, NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
     nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
     nsa__forward_note(f, job, b, nonfinite << b->begin);
 }
@@ -5141,9 +5162,24 @@ typedef struct nsa__backward {
     uint64_t nonfinite_keys[NSA__HELD]; /* keys that get NaN */
     int32_t held_tile[NSA__HELD];
     int held, oldest;
-    int add;  /* the tile's share has been begun */
-    int last; /* the batch at hand ends the share and adds it to the tile's sums itself */
+    nsa__asks asks; /* of the batch at hand */
+    int asked;      /* slc: of iter.list, how many readers' rows have been noted */
+    int add;        /* the tile's share has been begun */
+    int last;       /* the batch at hand ends the share and adds it to the tile's sums itself */
 } nsa__backward;
+
+/* Pieces that so many numbers take. */
+static int nsa__asks_of(int64_t numbers) {
+    return (int)nsa__ceil_div(numbers * (int64_t)sizeof(nsa_real), NSA__ASKED);
+}
+
+/* Room for what a batch asks for, at most: rows of q and dout of the next one, and three times a
+   tile's rows of k and v. */
+static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->batch_queries * p->group + 3 * p->tile;
+    asks->room = rows * (nsa__asks_of(p->wide) + nsa__asks_of(p->wide_v));
+    asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
+}
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
                                 nsa__arena *of_tile) {
@@ -5160,6 +5196,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
     f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide);
     f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide_v);
+    nsa__asks_alloc(&f->asks, p, of_tile);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
     f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
@@ -5243,7 +5280,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     const nsa__attend_plan *p = job->plan;
     const nsa__attend_options *options = &p->options;
     nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
-    f->held = f->oldest = 0;
+    f->held = f->oldest = f->asked = 0;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
@@ -5350,10 +5387,12 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
-    const nsa__result s = {f->p, ld, NULL, 0, NULL, NULL}, dp = {f->ds, ld, NULL, 0, NULL, NULL};
-    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, NULL};
-    nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, NULL};
-    nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, NULL};
+    nsa__asks *asks = &f->asks;
+    const nsa__result s = {f->p, ld, NULL, 0, NULL, NULL, asks},
+                      dp = {f->ds, ld, NULL, 0, NULL, NULL, asks};
+    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, NULL, asks};
+    nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, NULL, asks};
+    nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, NULL, asks};
     if (f->last && job->dk) dk.sum = job->dk + first * p->wide;
     if (f->last && job->dv) dv.sum = job->dv + first * p->wide_v;
     nsa__score_product(p, rows, n, &q, &k_t, &s);
@@ -5407,13 +5446,51 @@ static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
     nsa__write(&place->needs, -1);
 }
 
-/* Asks for the sums of keys begin .. end - 1, to which the share at hand is added next. Sums of all
-   tiles are more than L2 holds. Each batch asks for some, so that its products hide the time. */
-static void nsa__fetch_sums(const nsa__head_job *job, int64_t begin, int64_t end) {
+/* Notes numbers from x on as needed soon. */
+static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
+    const int most = (int)nsa__min(nsa__asks_of(numbers), asks->room - asks->count);
+    for (int i = 0; i < most; i++)
+        asks->at[asks->count++] = (const char *)x + (ptrdiff_t)i * NSA__ASKED;
+}
+
+/* For a task of slc that has grown (nsa__grown_queries): its rows are more than L2 holds, and few
+   of its queries read a tile. Notes the tile's rows of K, if none is noted yet, keys `from` on of
+   the next tile, and the rows of those who are next in the lists of readers, behind entry `at`. */
+static void nsa__backward_ask_ahead(nsa__backward *f, const nsa__head_job *job, int64_t from,
+                                    int64_t some, int at) {
     const nsa__attend_plan *p = job->plan;
-    size_t bytes = (size_t)(end - begin) * sizeof(nsa_real);
-    if (job->dk) nsa__fetch(job->dk + begin * p->wide, bytes * (size_t)p->wide);
-    if (job->dv) nsa__fetch(job->dv + begin * p->wide_v, bytes * (size_t)p->wide_v);
+    const nsa__tile_iter *it = &f->iter;
+    const int64_t key = (int64_t)it->tile * p->tile, next = key + p->tile + from;
+    const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->batch_queries);
+    if (!from)
+        nsa__ask(&f->asks, nsa__packed_rows(job->k, p->scores, key, p->wide),
+                 (p->scores ? p->tile / 2 : p->tile) * p->wide);
+    if (it->tile + 1 < it->tile_end) {
+        nsa__ask(&f->asks, job->k_t + next * p->depth, some * p->depth);
+        nsa__ask(&f->asks, job->v_t + next * p->depth_v, some * p->depth_v);
+    }
+    for (int reader = (int)nsa__max(f->asked, at); reader < end; reader++)
+        for (int g = 0; g < p->group; g++) {
+            const ptrdiff_t r = (ptrdiff_t)it->list[reader] * p->group + g;
+            nsa__ask(&f->asks, f->q + r * p->stride, p->depth);
+            nsa__ask(&f->asks, f->dout + r * p->stride_v, p->depth_v);
+        }
+    f->asked = (int)nsa__max(f->asked, end);
+}
+
+/* What the products of queries i .. end - 1 of the tile ask for. `soon`: their part of the sums of
+   dk and dv, to which the share at hand is added next; sums of all tiles are more than L2 holds. */
+static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i, int end,
+                              int soon) {
+    const nsa__attend_plan *p = job->plan;
+    const int64_t tile = f->iter.tile, queries = f->iter.tile_queries;
+    const int64_t from = p->tile * i / queries, some = p->tile * end / queries - from;
+    const int64_t key = tile * p->tile + from;
+    f->asks.next = f->asks.count = 0;
+    if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->wide_v, some * p->wide_v);
+    if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->wide, some * p->wide);
+    if (p->branch == NSA__SLC && job->task_queries > p->near_queries)
+        nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
 }
 
 /* The oldest share has been added to its tile's sums. */
@@ -5429,14 +5506,13 @@ static void nsa__backward_added(nsa__backward *f, const nsa__head_job *job) {
    as it leaves registers, unless keys that it does not see have a share too. */
 static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int soon) {
     const nsa__attend_plan *p = job->plan;
-    const int64_t begin = (int64_t)f->iter.tile * p->tile, queries = f->iter.tile_queries;
     f->held++;
     int newest = nsa__backward_newest(f);
     size_t keys = (size_t)p->tile;
     f->held_tile[newest] = f->iter.tile;
     f->nonfinite_keys[newest] = 0;
     f->add = 0;
-    for (int i = 0; i < f->iter.tile_queries;) {
+    for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
         int whole = b.last - b.first == p->tile;
         f->last = soon && f->held == 1 && i + b.queries == queries && (whole || !f->add);
@@ -5446,9 +5522,7 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
                    keys * (size_t)p->wide_v * sizeof *f->dv);
             f->add = 1;
         }
-        if (soon)
-            nsa__fetch_sums(job, begin + p->tile * i / queries,
-                            begin + p->tile * (i + b.queries) / queries);
+        nsa__backward_ask(f, job, i, i + b.queries, soon);
         nsa__backward_batch(f, job, &b);
         f->add = 1;
         i += b.queries;
@@ -5993,7 +6067,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
         ptrdiff_t key = (ptrdiff_t)tile * p->tile;
         const nsa__matrix k_t = {job->k_t + key * p->depth, p->tile, 1, NULL};
         const nsa__result scores = {
-            f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL};
+            f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL, NULL};
         nsa__score_product(p, rows, p->tile, &q, &k_t, &scores);
     }
     nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);
@@ -6208,7 +6282,7 @@ static void nsa__scorer_task(const void *context, int64_t index, void *scratch) 
     nsa__scorer_alloc(&f, p, &a);
     nsa__scorer_begin(&f, job, x, index);
     const nsa__matrix q = {f.q, p->wide, 1, NULL};
-    const nsa__result products = {f.s, p->tile, NULL, 0, NULL, NULL};
+    const nsa__result products = {f.s, p->tile, NULL, 0, NULL, NULL, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->tile * p->d->dim, p->tile, 1,
                                  NULL};
@@ -7661,10 +7735,11 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
    chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
    and column alone. With `add` alone the chain begins with the c that is there. With `keep` it
    begins with 0 and keep c is added at the end. Softmax adds many tiles to a row: a chain for each
-   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. */
+   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. With
+   `asks` there is something to ask for. */
 NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
                                            nsa__matrix b, nsa__result c, int singles,
-                                           nsa_real factor) {
+                                           nsa_real factor, int asks) {
     NSA__ARITHMETIC
     NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
     const NSA__V zero = NSA__T(splat)(0);
@@ -7681,7 +7756,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
             else
                 sum[i][j] = zero;
     }
+    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
+    const int lines = NSA__ASKED / NSA__LINE, last = asks ? c.asks->count - c.asks->next - 1 : 0;
     for (int p = 0; p < k; p++) {
+        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * NSA__LINE);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
@@ -7695,6 +7773,7 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
         }
     }
     NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
+    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
 }
 
 /* Some columns of c: m rows in pieces of NSA__ROWS. The last two share what is left, because a
@@ -7706,14 +7785,17 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        if (rows == NSA__ROWS) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor);
+        const int asks = vectors > 1 && rows == NSA__ROWS && c.asks && c.asks->next < c.asks->count;
+        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
+        if (rows == NSA__ROWS && !asks)
+            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
 #if NSA__ROWS > 4
-        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor);
-        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor);
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
 #endif
-        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor);
-        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor);
-        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor);
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
         m -= rows;
         if (a.rows)
             a.rows += rows;
