@@ -6535,8 +6535,8 @@ static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
     return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
 }
 
-/* Bytes of packed keys that groups of queries may take, about: longer sequences gain little. */
-enum { NSA__GROUPED = 1 << 25 };
+/* Bytes of packed keys that groups of queries may take. Longer sequences gain little. */
+enum { NSA__GROUPED = 1 << 27 };
 
 /* One call of the chain: its views, and the plans of the branches, which point to the views. */
 typedef struct nsa__chain_plan {
