@@ -7785,7 +7785,8 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
     while (m > 0) {
         int rows = m < NSA__ROWS ? m : NSA__ROWS;
         if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
-        const int asks = vectors > 1 && rows == NSA__ROWS && c.asks && c.asks->next < c.asks->count;
+        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
+                         c.asks->next < c.asks->count;
         if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
         if (rows == NSA__ROWS && !asks)
             NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
