@@ -824,7 +824,7 @@ static void test_gradients(void) {
 
 /* ---- Groups of queries: the branches side by side, or one after another ---- */
 
-#if !CHECKS_CUDA
+#ifndef CHECK_CUDA
 enum { MANY = 200, LATE = 6, WIDE = 16, GROUP = 16 };
 
 /* out of the queries from `first` on, of one kv head. With as many queries as tiles they go through
