@@ -6591,7 +6591,8 @@ static size_t nsa__chain_parts_bytes(const nsa__chain_plan *p, const nsa_attenti
    that their workspace serves shorter ones. */
 static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
                                     const nsa_desc *d, int threads) {
-    size_t shared = p->shared < NSA__GROUPED ? p->shared : NSA__GROUPED,
+    const size_t most = NSA__GROUPED;
+    size_t shared = p->shared < most ? p->shared : most,
            groups = nsa__bytes_for(shared, threads, p->scratch),
            parts = nsa__chain_parts_bytes(p, x, d, threads);
     return groups > parts ? groups : parts;
