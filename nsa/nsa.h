@@ -2519,7 +2519,7 @@ typedef struct nsa__asks {
     int64_t room;    /* what comes behind so many is not asked for */
 } nsa__asks;
 
-enum { NSA__LINE = 64, NSA__ASKED = 4 * NSA__LINE };
+enum { NSA__ASKED = 4 * NSA__ALIGN };
 
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
    keep[i] times what is there; softmax needs this to shrink a row's earlier sums. With `sum`, what
@@ -3179,13 +3179,8 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t index, voi
         if (from >= to) continue;
         const nsa__matrix dh = {p->dh + (p->row + from) * hidden, hidden, 1, NULL};
         const nsa__matrix w1 = {p->w1 + (ptrdiff_t)j * dim, nsa__flat(p), 1, NULL};
-        const nsa__result dx = {sum + (from * stride + j - begin) * dim,
-                                (ptrdiff_t)stride * dim,
-                                NULL,
-                                1,
-                                NULL,
-                                NULL,
-                                NULL};
+        nsa_real *first = sum + (from * stride + j - begin) * dim;
+        const nsa__result dx = {first, (ptrdiff_t)stride * dim, NULL, 1, NULL, NULL, NULL};
         p->tiles->gemm((int)(to - from), dim, hidden, &dh, &w1, &dx);
     }
     for (int64_t t = begin; t < end; t++)
@@ -5013,8 +5008,8 @@ static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t
     nsa__forward_end(&f, job);
 }
 
-/* slc's tasks, which are large, go from the last queries to the first: those have least to read,
-   and no thread should begin much last. */
+/* slc's tasks, which are large, go from the last queries to the first, which have least to read: no
+   thread should begin much last. */
 static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
     if (job->plan->branch == NSA__SLC) index = nsa__head_tasks(job) - 1 - index;
@@ -7758,9 +7753,9 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
                 sum[i][j] = zero;
     }
     const char **ask = asks ? c.asks->at + c.asks->next : NULL;
-    const int lines = NSA__ASKED / NSA__LINE, last = asks ? c.asks->count - c.asks->next - 1 : 0;
+    const int lines = NSA__ASKED / NSA__ALIGN, last = asks ? c.asks->count - c.asks->next - 1 : 0;
     for (int p = 0; p < k; p++) {
-        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * NSA__LINE);
+        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * NSA__ALIGN);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);

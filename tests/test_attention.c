@@ -822,73 +822,15 @@ static void test_gradients(void) {
 }
 #endif
 
-/* ---- Groups of queries: the branches side by side, or one after another ---- */
-
-#ifndef CHECK_CUDA
-enum { MANY = 200, LATE = 6, WIDE = 16, GROUP = 16 };
-
-/* out of the queries from `first` on, of one kv head. With as many queries as tiles they go through
-   the branches group by group, fewer one branch after the other. */
-static void forward_from(int first, nsa_real *q, nsa_real *kv, nsa_real *gates, nsa_real *out) {
-    nsa_desc d = nsa_desc_default(1, MANY, GROUP, 1, WIDE);
-    d.slc_block = 16, d.slc_count = 4, d.window = 20;
-    d.cmp_block = 8, d.cmp_stride = 4;
-    d.first = first, d.count = MANY - first;
-    d.threads = 2;
-    const int n = d.count;
-    nsa_real *branches = (nsa_real *)calloc((size_t)n * GROUP * (3 * WIDE + 3), sizeof *branches),
-             *lse = branches + (ptrdiff_t)n * GROUP * 3 * WIDE;
-    nsa_real *compressed = (nsa_real *)calloc((size_t)MANY * 2 * WIDE, sizeof *compressed);
-    int32_t *blocks =
-        (int32_t *)calloc((size_t)n * (size_t)nsa_block_list_width(&d), sizeof *blocks);
-    nsa_attention x;
-    memset(&x, 0, sizeof x);
-    x.q = nsa_tensor_bthd(q + (ptrdiff_t)first * GROUP * WIDE, NSA_REAL_DTYPE, n, GROUP, WIDE);
-    x.k_slc = x.k_cmp.x = nsa_tensor_bthd(kv, NSA_REAL_DTYPE, MANY, 1, WIDE);
-    x.v_slc = x.v_cmp.x = nsa_tensor_bthd(kv + MANY * WIDE, NSA_REAL_DTYPE, MANY, 1, WIDE);
-    x.k_win = nsa_tensor_bthd(kv + 2 * MANY * WIDE, NSA_REAL_DTYPE, MANY, 1, WIDE);
-    x.v_win = nsa_tensor_bthd(kv + 3 * MANY * WIDE, NSA_REAL_DTYPE, MANY, 1, WIDE);
-    x.k_cmp.dim = x.v_cmp.dim = WIDE;
-    x.k_cmp.out = nsa_tensor_bthd(compressed, NSA_REAL_DTYPE, MANY, 1, WIDE);
-    x.v_cmp.out = nsa_tensor_bthd(compressed + MANY * WIDE, NSA_REAL_DTYPE, MANY, 1, WIDE);
-    x.gates = nsa_tensor_bthd(gates + (ptrdiff_t)first * GROUP * 3, NSA_REAL_DTYPE, n, GROUP, 3);
-    nsa_tensor *outs[] = {&x.out_cmp, &x.out_slc, &x.out_win},
-               *lses[] = {&x.lse_cmp, &x.lse_slc, &x.lse_win};
-    for (int i = 0; i < 3; i++) {
-        *outs[i] = nsa_tensor_bthd(branches + (ptrdiff_t)i * n * GROUP * WIDE, NSA_REAL_DTYPE, n,
-                                   GROUP, WIDE);
-        *lses[i] = nsa_tensor_bthd(lse + (ptrdiff_t)i * n * GROUP, NSA_REAL_DTYPE, n, GROUP, 1);
-    }
-    x.out = nsa_tensor_bthd(out, NSA_REAL_DTYPE, n, GROUP, WIDE);
-    x.blocks = nsa_tensor_bthd(blocks, NSA_I32, n, 1, nsa_block_list_width(&d));
-    size_t bytes = nsa_attention_forward_workspace_size(&x, &d);
-    void *work = malloc(bytes);
-    nsa_status s = nsa_attention_forward(&x, &d, work, bytes);
-    CHECK(s == NSA_OK, "%s %s", nsa_status_name(s), nsa_status_where(s));
-    free(branches), free(compressed), free(blocks), free(work);
-}
-
+/* As many queries as tiles go through the branches group by group; the last slice here has fewer,
+   so its branches run one after another. */
 static void test_late_queries(void) {
-    nsa_real *q = (nsa_real *)calloc(MANY * GROUP * (WIDE + 3), sizeof *q),
-             *gates = q + MANY * GROUP * WIDE;
-    nsa_real *kv = (nsa_real *)calloc(4 * MANY * WIDE, sizeof *kv);
-    nsa_real *all = (nsa_real *)calloc(MANY * GROUP * WIDE, sizeof *all),
-             *late = (nsa_real *)calloc(LATE * GROUP * WIDE, sizeof *late);
-    uint32_t seed = 1;
-    check_case("attention, the last %d of %d queries", LATE, MANY);
-    for (int i = 0; i < MANY * GROUP * (WIDE + 3); i++)
-        q[i] = (nsa_real)((seed = seed * 1664525u + 1013904223u) >> 8) / (1 << 23) - 1;
-    for (int i = 0; i < 4 * MANY * WIDE; i++)
-        kv[i] = (nsa_real)((seed = seed * 1664525u + 1013904223u) >> 8) / (1 << 23) - 1;
-    forward_from(0, q, kv, gates, all);
-    forward_from(MANY - LATE, q, kv, gates, late);
-    CHECK_BITS("out", late, all + (MANY - LATE) * GROUP * WIDE, LATE * GROUP * WIDE * sizeof *late,
-               sizeof *late);
-    free(q), free(kv), free(all), free(late);
+    const chain_case c = {
+        "few of many", "few of many", NSA_PHI_MEAN, NSA_PHI_MEAN, 0, 0, NSA_GATE_SIGMOID, 0, 0, 0};
+    nsa_desc d = chain_desc(&c);
+    suite s = suite_of(&c);
+    suite_slices(&s, &d, NSA_REAL_DTYPE);
 }
-#else
-static void test_late_queries(void) {}
-#endif
 
 int main(int argc, char **argv) {
     int step = asked_step(argc, argv, CHECKS_CUDA ? 9 : 4, 19), quick = step > 1;
@@ -930,7 +872,7 @@ int main(int argc, char **argv) {
     if (!CHECKS_CUDA) test_list_with_gap();
     test_far_rows(&chain_cases[5]);  /* tiles of packed keys */
     test_far_rows(&chain_cases[14]); /* few queries; networks as phi */
-    test_late_queries();
+    if (!CHECKS_CUDA) test_late_queries();
     if (!CHECKS_CUDA) test_workspace_is_linear(), test_workspace_of_half();
     test_workspace_of_packed(64, 4, 64, NSA_PHI_MEAN);
     test_workspace_of_packed(16, 16, 64, NSA_PHI_CONV);

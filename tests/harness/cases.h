@@ -99,6 +99,7 @@ enum { CUDA_LITTLE = 3, CUDA_QUICK = 13 };
 static const geometry single_geometries[] = {
     {"full at S 60", 1, 60, 4, 2, 16, 16, 4, 2, 16, 4, 1, 1, 64, 0, NULL},
     {"T 34", 1, 34, 4, 2, 16, 16, 8, 4, 8, 2, 0, 1, 10, 0, NULL},
+    {"few of many", 1, 200, 16, 1, 16, 16, 8, 4, 16, 4, 1, 1, 20, 0, NULL},
     {"G 6, D 48", 1, 45, 12, 2, 48, 40, 8, 4, 16, 2, 1, 1, 12, 0, NULL},
 };
 

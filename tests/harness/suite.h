@@ -445,7 +445,7 @@ static inline void suite_deterministic(const suite *s, const nsa_desc *whole, ns
 
 /* Rows in slices of queries have the bits of the whole, and so have the gradients of query rows. */
 static inline void suite_slices(const suite *s, const nsa_desc *d, nsa_dtype dtype) {
-    int T = d->tokens, cut[] = {0, T / 3, T / 3 + 1, T - T / 4, T};
+    int T = d->tokens, cut[] = {0, T / 3, T / 3 + 1, T - T / 4, T - T / 20, T};
     values v = values_random(s, d, dtype, 610), zeros = values_zero(s, d);
     instance p;
     suite_bits whole = bits_of(s, d, &v, dtype, 0);
