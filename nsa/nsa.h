@@ -2627,7 +2627,9 @@ typedef struct nsa__pairs {
    registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
    registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__HOLD(x) is an empty
    instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a, b) is
-   x = a > b ? a : b in one instruction, which GCC makes three of. */
+   x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with <.
+   NSA__WHOLE(e, x) is e = x rounded to whole numbers, and NSA__TIMES_POWER(p, e) p = p 2^e, which
+   is 0 if e is -inf, even of NaN. */
 #define NSA__ISA     plain
 #define NSA__BYTES   0
 #define NSA__ROWS    4
@@ -2650,7 +2652,7 @@ typedef struct nsa__pairs {
 #define NSA__LETTER_double    "d"
 #define NSA__LETTER_OF_(real) NSA__LETTER_##real
 #define NSA__LETTER_OF(real)  NSA__LETTER_OF_(real)
-#define NSA__VMAX             "vmaxp" NSA__LETTER_OF(NSA_REAL) " {%2, %1, %0|%0, %1, %2}"
+#define NSA__OF_TWO(name)     "v" name "p" NSA__LETTER_OF(NSA_REAL) " {%2, %1, %0|%0, %1, %2}"
 
 #define NSA__ISA          avx2
 #define NSA__BYTES        32
@@ -2658,7 +2660,8 @@ typedef struct nsa__pairs {
 #define NSA__VECTORS      2
 #define NSA__TARGET       __attribute__((target("avx2,fma"))) NSA__COMPILED
 #define NSA__HOLD(x)      __asm__("" : "+x"(x))
-#define NSA__MAX(x, a, b) __asm__(NSA__VMAX : "=x"(x) : "x"(a), "x"(b))
+#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
+#define NSA__MIN(x, a, b) __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
 #include NSA__THIS_FILE
 
 #define NSA__ISA     avx512
@@ -2668,7 +2671,11 @@ typedef struct nsa__pairs {
 #define NSA__TARGET \
     __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
 #define NSA__HOLD(x)      __asm__("" : "+v"(x))
-#define NSA__MAX(x, a, b) __asm__(NSA__VMAX : "=v"(x) : "v"(a), "v"(b))
+#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
+#define NSA__MIN(x, a, b) __asm__(NSA__OF_TWO("min") : "=v"(x) : "v"(a), "v"(b))
+#define NSA__WHOLE(e, x) \
+    __asm__("vrndscalep" NSA__LETTER_OF(NSA_REAL) " {$8, %1, %0|%0, %1, 8}" : "=v"(e) : "v"(x))
+#define NSA__TIMES_POWER(p, e) __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
 #include NSA__THIS_FILE
 #endif
 
@@ -4700,6 +4707,19 @@ static void nsa__fill_stencil(const nsa__head_job *job) {
         job->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
 }
 
+enum { NSA__WHOLE_STENCILS = 8 }; /* together, because each waits for its own sum */
+
+/* Eq. 9 of so many candidates, whose stencils begin at p_cmp, `step` apart, and are cut nowhere. */
+NSA__INLINE NSA__COMPILED void nsa__whole_scores(const nsa_real *stencil, int size, int step,
+                                                 const nsa_real *p_cmp, nsa_real *scores) {
+    nsa_real sum[NSA__WHOLE_STENCILS] = {0};
+    for (int u = 0; u < size; u++) {
+        NSA__UNROLL
+        for (int i = 0; i < NSA__WHOLE_STENCILS; i++) sum[i] += stencil[u] * p_cmp[u + i * step];
+    }
+    memcpy(scores, sum, sizeof sum);
+}
+
 /* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
    last compressed block that the query sees. A candidate without such a block has score 0. */
 NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const nsa_real *p_cmp,
@@ -4710,8 +4730,14 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
     int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
         step = d->slc_block / d->cmp_stride;
     int sums = d->score_map == NSA_SCORE_OVERLAP_SUM;
-    int64_t first = -(int64_t)nsa__stencil_lead(d); /* of block j, in compressed blocks */
-    for (int j = 0; j < candidates; j++, first += step) {
+    int reach = (NSA__WHOLE_STENCILS - 1) * step + size; /* of whole stencils */
+    for (int j = 0; j < candidates;) {
+        int64_t first = (int64_t)j * step - nsa__stencil_lead(d); /* in compressed blocks */
+        if (sums && first >= 0 && first + reach <= visible) {
+            nsa__whole_scores(job->stencil, size, step, p_cmp + first, scores + j);
+            j += NSA__WHOLE_STENCILS;
+            continue;
+        }
         int from = (int)nsa__max(0, -first), to = (int)nsa__min(size, visible - first);
         nsa_real score = 0;
         for (int u = from; u < to; u++) {
@@ -4721,7 +4747,7 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
             else
                 score = value > score ? value : score;
         }
-        scores[j] = score;
+        scores[j++] = score;
     }
 }
 
@@ -7604,6 +7630,15 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
+NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+#ifdef NSA__MIN
+    NSA__V smaller;
+    NSA__MIN(smaller, a, b);
+    return smaller;
+#else
+    return NSA__T(pick)(a < b, a, b);
+#endif
+}
 /* Bits j .. j + NSA__L - 1 of a mask. */
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
     static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
@@ -7623,6 +7658,9 @@ NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
 NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
 }
+NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+    return a < b ? a : b;
+}
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
     return (NSA__I)(mask >> j & 1);
 }
@@ -7637,27 +7675,41 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column
     return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
 }
 
+#if NSA__BYTES
+/* 2^r for |r| <= 1/2 in f32: a minimax polynomial with a relative error of 2e-8. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
+    NSA__ARITHMETIC
+    NSA__V p = r * 0.0001535336206885849f + 0.001339887439398139f;
+    p = p * r + 0.00961843735695742f;
+    p = p * r + 0.055503324711908573f;
+    p = p * r + 0.24022647913636852f;
+    p = p * r + 0.6931472028550316f;
+    return p * r + 1.0f;
+}
+#endif
+
 /* 2^x for x <= 0, as softmax needs it. 2^0 is exactly 1, so a shrink of 1 changes no bit. Results
-   below the normal numbers are 0 or subnormal. */
+   below the normal numbers are 0 or subnormal. x = e + r with e an integer and |r| <= 1/2. */
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     NSA__ARITHMETIC
     nsa_real lane[NSA__L];
-#if NSA__BYTES
-    /* x = e + r with e an integer and |r| <= 1/2. Numbers from 2^23 on are whole, so x + 1.5 2^23
-       is rounded to the integer nearest to x: e stands in its lowest bits, and the sum less
-       1.5 2^23 is e. 2^r is a minimax polynomial with a relative error of 2e-8 in f32. Its bits
-       plus e << 23 are 2^r 2^e, because e is added to the exponent. x is cut at -127, where the
-       exponent becomes 0 and the result 0. NaN stays NaN: the NaN that arithmetic makes has no low
-       bits. */
+#ifdef NSA__TIMES_POWER /* of any x: -inf gives 0, what is too large gives inf */
+    if (sizeof(nsa_real) == sizeof(float)) {
+        NSA__V e, p;
+        NSA__WHOLE(e, x);
+        p = NSA__T(exp2_of_fraction)(x - e);
+        NSA__TIMES_POWER(p, e);
+        return p;
+    }
+#elif NSA__BYTES
+    /* Numbers from 2^23 on are whole, so x + 1.5 2^23 is rounded to the integer nearest to x: e
+       stands in its lowest bits, and the sum less 1.5 2^23 is e. The bits of 2^r plus e << 23 are
+       2^r 2^e, because e is added to the exponent. x is cut at -127, where the exponent becomes 0
+       and the result 0. NaN stays NaN: the NaN that arithmetic makes has no low bits. */
     if (sizeof(nsa_real) == sizeof(float)) {
         x = NSA__T(max)(NSA__T(splat)(-127), x);
         const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
-        NSA__V p = r * 0.0001535336206885849f + 0.001339887439398139f;
-        p = p * r + 0.00961843735695742f;
-        p = p * r + 0.055503324711908573f;
-        p = p * r + 0.24022647913636852f;
-        p = p * r + 0.6931472028550316f;
-        p = p * r + 1.0f;
+        const NSA__V p = NSA__T(exp2_of_fraction)(r);
         return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
     }
 #endif
@@ -7665,6 +7717,15 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     for (int j = 0; j < NSA__L; j++) lane[j] = nsa__exp2(lane[j]);
     memcpy(&x, lane, sizeof x);
     return x;
+}
+
+/* The same for any x, if it makes 2^126 of what is larger. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
+#ifdef NSA__TIMES_POWER
+    return NSA__T(exp2)(x);
+#else
+    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
+#endif
 }
 
 /* The largest lane, by halves. */
@@ -8036,15 +8097,11 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
                                             const nsa_real *s, nsa_real *sum) {
     NSA__ARITHMETIC
     /* s <= lse2 but for rounding, if lse is that of s. A caller of nsa_select_blocks may give
-       another lse. The cut at 126 keeps the exponent in range, so p is wrong but neither negative
-       nor NaN. */
-    const NSA__V most = NSA__T(splat)(126);
+       another lse, and p is wrong then but neither negative nor NaN. */
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
-        for (int r = 0; r < rows; r++) {
-            const NSA__V x = NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]);
-            p += NSA__T(exp2)(NSA__T(pick)(x < most, x, most));
-        }
+        for (int r = 0; r < rows; r++)
+            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
         NSA__TO(sum + j) = p;
     }
 }
@@ -8195,6 +8252,9 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__TARGET
 #undef NSA__HOLD
 #undef NSA__MAX
+#undef NSA__MIN
+#undef NSA__WHOLE
+#undef NSA__TIMES_POWER
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS

@@ -386,13 +386,15 @@ static void test_bad_value(const geometry *g, nsa_dtype dtype, int input, double
 }
 
 /* An lse that is not of these scores: p is far above 1, and no score may become NaN or negative. */
-static void test_other_lse(const geometry *g, nsa_dtype dtype) {
+static void test_other_lse(const geometry *g, nsa_dtype dtype, nsa_isa isa) {
     nsa_desc d = desc_of(g);
+    d.isa = isa;
     suite s = suite_with_scores(g->name, &d);
     values v = values_random(&s, &d, dtype, 61), zeros = values_zero(&s, &d);
     plan rows = plan_of(&d);
     for (size_t i = 0; i < slot_count(&s.slots[SLOT_LSE], &rows); i++) v.x[SLOT_LSE][i] -= 1000;
-    check_case("select, %s, %s, an lse that is smaller by 1000", g->name, dtype_name(dtype));
+    check_case("select, %s, %s, isa %s, an lse that is smaller by 1000", g->name, dtype_name(dtype),
+               nsa_isa_name(isa));
     instance q;
     instance_new(&q, &s, &d, &v, dtype, dtype, 0, &zeros);
     instance_run(&q);
@@ -671,10 +673,11 @@ int main(int argc, char **argv) {
     if (CHECKS_CUDA) test_many_tiles(a == LEAST);
     for (int group = 1; CHECKS_CUDA && a != LEAST && group <= 16; group += group < 4 ? 1 : 4)
         for (int k = 0; k < COUNT(dtypes); k++) test_order_of_heads(group, dtypes[k]);
-    for (int k = 0; k < COUNT(dtypes); k++) {
-        test_other_lse(shape("T > w, one block more"), dtypes[k]);
-        test_other_lse(shape("G 3, D 64"), dtypes[k]); /* a row of four has no head */
-    }
+    for (int i = 0; i < (CHECKS_CUDA ? 1 : COUNT(isas)); i++)
+        for (int k = 0; k < COUNT(dtypes) && nsa_isa_available(isas[i]); k++) {
+            test_other_lse(shape("T > w, one block more"), dtypes[k], isas[i]);
+            test_other_lse(shape("G 3, D 64"), dtypes[k], isas[i]); /* a row of four has no head */
+        }
     test_rank();
     test_rank_refusals();
     test_check();
