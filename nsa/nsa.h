@@ -4202,36 +4202,49 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
     it->list = (int *)nsa__alloc(a, p->task_queries * of_query, sizeof *it->list);
 }
 
-/* Inverts the block lists: for each tile the queries that list it, ascending. A counting sort in
-   two passes over the lists. The first counts the queries of tile i in at[i + 1]; the sums then
-   make at[i] the place where tile i begins. The second writes each query and moves at[i] on, so
-   that list_begin[i + 1], the same number, ends where tile i ends. */
-static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
+/* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
+   each query at at[i] and moves that on. If a block is a tile, the list has the tiles. */
+NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
+                                     int fill, int block_is_tile) {
     const nsa__attend_plan *p = job->plan;
-    int *at = it->list_begin + 1, *to = it->list; /* at: of each tile, its next free place */
     const int width = p->list_width, block = p->d->slc_block, log2 = p->tile_log2;
-    const size_t bytes = (size_t)width * sizeof(int32_t);
-    memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
-    for (int fill = 0; fill < 2; fill++) {
-        for (int a = 0; a < it->queries; a++) {
-            const int32_t *list = nsa__block_list(job, it->first + a);
-            const int seen = nsa__span_end(job, it->first + a);
-            int next = 0; /* the first tile that this query has not been counted for */
-            if (!fill && a + NSA__LISTS_AHEAD < it->queries)
-                nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD), bytes);
-            for (int i = 0; i < width && list[i] >= 0; i++) {
-                int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
-                int tile = (int)nsa__max(next, begin >> log2);
-                for (next = (int)nsa__max(next, ((end - 1) >> log2) + 1); tile < next; tile++) {
-                    if (fill)
-                        to[at[tile]++] = a;
-                    else
-                        at[tile + 1]++;
-                }
+    for (int a = 0; a < it->queries; a++) {
+        const int32_t *list = nsa__block_list(job, it->first + a);
+        const int seen = nsa__span_end(job, it->first + a);
+        int next = 0; /* the first tile that this query has not been counted for */
+        if (!fill && a + NSA__LISTS_AHEAD < it->queries)
+            nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD),
+                       (size_t)width * sizeof *list);
+        for (int i = 0; i < width && list[i] >= 0; i++) {
+            int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
+            int tile = block_is_tile ? list[i] : (int)nsa__max(next, begin >> log2);
+            next = block_is_tile ? tile + 1 : (int)nsa__max(next, ((end - 1) >> log2) + 1);
+            for (; tile < next; tile++) {
+                if (fill)
+                    it->list[at[tile]++] = a;
+                else
+                    at[tile + 1]++;
             }
         }
-        for (int tile = 0; !fill && tile < job->tile_end; tile++) at[tile + 1] += at[tile];
     }
+}
+
+/* Inverts the block lists: for each tile the queries that list it, ascending. A counting sort in
+   two passes over the lists. After the first, sums make at[i] the place where tile i begins; the
+   second moves it on, so that list_begin[i + 1], the same number, ends where tile i ends. */
+static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
+    int *at = it->list_begin + 1; /* of each tile, its next free place */
+    const int block_is_tile = job->plan->d->slc_block == job->plan->tile;
+    memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
+    if (block_is_tile)
+        nsa__tile_iter_pass(it, job, at, 0, 1);
+    else
+        nsa__tile_iter_pass(it, job, at, 0, 0);
+    for (int tile = 0; tile < job->tile_end; tile++) at[tile + 1] += at[tile];
+    if (block_is_tile)
+        nsa__tile_iter_pass(it, job, at, 1, 1);
+    else
+        nsa__tile_iter_pass(it, job, at, 1, 0);
 }
 
 /* Starts before the first tile of a task: as many of the sequence's queries from .. end - 1 as it
