@@ -7827,9 +7827,10 @@ NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__ma
                 sum[i][j] = zero;
     }
     const char **ask = asks ? c.asks->at + c.asks->next : NULL;
-    const int lines = NSA__ASKED / NSA__ALIGN, last = asks ? c.asks->count - c.asks->next - 1 : 0;
+    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
+    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
     for (int p = 0; p < k; p++) {
-        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * NSA__ALIGN);
+        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
         NSA__UNROLL
         for (int j = 0; j < vectors; j++) {
             of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
