@@ -1426,14 +1426,18 @@ NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int
     return part[0];
 }
 
-/* Loads a row. A non-finite row becomes zeros and returns 0: the caller records it in a mask, and
-   queries that use the row get NaN at the end. So no kernel meets a NaN and no other query is
-   affected. In-place keys are the exception: there the scores are checked afterwards. */
+/* A non-finite row becomes zeros and returns 0: the caller records it in a mask, and queries that
+   use the row get NaN at the end. So no kernel meets a NaN and no other query is affected. In-place
+   keys are the exception: there the scores are checked afterwards. */
+static int nsa__clear_nonfinite(nsa_real *row, int n) {
+    if (nsa__all_finite(row, n)) return 1;
+    memset(row, 0, (size_t)n * sizeof *row);
+    return 0;
+}
+
 static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
     nsa__load(to, dtype, row, n);
-    if (nsa__all_finite(to, n)) return 1;
-    memset(to, 0, (size_t)n * sizeof *to);
-    return 0;
+    return nsa__clear_nonfinite(to, n);
 }
 
 /* Copies a row of bf16 as pairs, with zeros up to `wide` numbers. A non-finite row becomes zeros
@@ -4028,29 +4032,31 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
 }
 
-/* Fills a tile's rows and their transpose from n rows of x. Rows behind them, and non-finite ones,
-   are zeros: products then need no short tiles. Returns the mask of the non-finite ones. Either
-   target may be NULL. */
+/* Fills a tile's rows and their transpose from n rows of x, as many at a time as a transpose takes.
+   Rows behind them, and non-finite ones, are zeros: products then need no short tiles. Returns the
+   mask of the non-finite ones. Either target may be NULL. */
 static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x, int tile_begin, int n,
                                int width, int wide, nsa__packed *rows, nsa__packed *transposed) {
     const nsa__attend_plan *p = job->plan;
-    nsa_real some[NSA__LANES][NSA__MAX_DIM] = {{0}};
-    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
+    nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
+    const size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
     uint64_t nonfinite = 0;
-    for (int r = 0; r < p->tile; r++) {
-        nsa_real *row = some[r % NSA__LANES];
-        if (r + NSA__ROWS_AHEAD < n)
-            nsa__fetch(nsa__key(job, x, tile_begin + r + NSA__ROWS_AHEAD), row_bytes);
-        if (r < n) {
-            const void *from = nsa__key(job, x, tile_begin + r);
-            if (!nsa__load_finite(row, x->dtype, from, width)) nonfinite |= (uint64_t)1 << r;
-        } else {
-            memset(row, 0, (size_t)width * sizeof *row);
+    for (int first = 0; first < p->tile; first += NSA__LANES) {
+        for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
+            nsa_real *row = to + (ptrdiff_t)i * wide;
+            if (r + NSA__ROWS_AHEAD < n)
+                nsa__fetch(nsa__key(job, x, tile_begin + r + NSA__ROWS_AHEAD), row_bytes);
+            const int held = r < n ? width : 0;
+            if (held) nsa__load(row, x->dtype, nsa__key(job, x, tile_begin + r), width);
+            if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
         }
-        if (rows) memcpy(rows + (ptrdiff_t)r * wide, row, (size_t)wide * sizeof *row);
-        if (transposed && (r + 1) % NSA__LANES == 0)
-            p->tiles->transpose(NSA__LANES, width, NSA__MAX_DIM, some[0], p->tile,
-                                transposed + r + 1 - NSA__LANES);
+        const int finite = p->tiles->finite(NSA__LANES, wide, wide, to);
+        for (int i = 0; !finite && i < NSA__LANES; i++)
+            if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
+                nonfinite |= (uint64_t)1 << (first + i);
+        if (transposed)
+            p->tiles->transpose(NSA__LANES, width, wide, to, p->tile, transposed + first);
+        if (rows) to += NSA__LANES * wide;
     }
     return nonfinite;
 }
@@ -5487,9 +5493,18 @@ static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
         asks->at[asks->count++] = (const char *)x + (ptrdiff_t)i * NSA__ASKED;
 }
 
-/* For a task of slc that has grown (nsa__grown_queries): its rows are more than L2 holds, and few
-   of its queries read a tile. Notes the tile's rows of K, if none is noted yet, keys `from` on of
-   the next tile, and the rows of those who are next in the lists of readers, behind entry `at`. */
+enum { NSA__FAR = 16 << 20 }; /* bytes, more than a last-level cache keeps beside all else */
+
+/* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
+static int nsa__keys_are_far(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const int64_t numbers = 3 * (int64_t)p->wide + 2 * (int64_t)p->wide_v; /* of a key */
+    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->jobs > NSA__FAR;
+}
+
+/* For tasks of slc, where few queries read a tile. Notes the tile's rows of K, if none is noted
+   yet, keys `from` on of the next tile, and the rows of those who are next in the lists of readers,
+   behind entry `at`. */
 static void nsa__backward_ask_ahead(nsa__backward *f, const nsa__head_job *job, int64_t from,
                                     int64_t some, int at) {
     const nsa__attend_plan *p = job->plan;
@@ -5523,7 +5538,7 @@ static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i,
     f->asks.next = f->asks.count = 0;
     if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->wide_v, some * p->wide_v);
     if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->wide, some * p->wide);
-    if (p->branch == NSA__SLC && job->task_queries > p->near_queries)
+    if (p->branch == NSA__SLC && nsa__keys_are_far(job))
         nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
 }
 
