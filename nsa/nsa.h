@@ -1435,6 +1435,7 @@ static int nsa__clear_nonfinite(nsa_real *row, int n) {
     return 0;
 }
 
+/* Loads a row, and clears it so. */
 static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
     nsa__load(to, dtype, row, n);
     return nsa__clear_nonfinite(to, n);
@@ -2676,7 +2677,6 @@ typedef struct nsa__pairs {
     __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
 #define NSA__HOLD(x)      __asm__("" : "+v"(x))
 #define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
-#define NSA__MIN(x, a, b) __asm__(NSA__OF_TWO("min") : "=v"(x) : "v"(a), "v"(b))
 #define NSA__WHOLE(e, x) \
     __asm__("vrndscalep" NSA__LETTER_OF(NSA_REAL) " {$8, %1, %0|%0, %1, 8}" : "=v"(e) : "v"(x))
 #define NSA__TIMES_POWER(p, e) __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
@@ -4209,7 +4209,8 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
 }
 
 /* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
-   each query at at[i] and moves that on. If a block is a tile, the list has the tiles. */
+   each query at at[i] and moves that on. If a block is a tile, the list has the tiles. Calls give
+   both as constants, so that the innermost loop has no test of them. */
 NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
                                      int fill, int block_is_tile) {
     const nsa__attend_plan *p = job->plan;
@@ -4240,7 +4241,7 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
    second moves it on, so that list_begin[i + 1], the same number, ends where tile i ends. */
 static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
     int *at = it->list_begin + 1; /* of each tile, its next free place */
-    const int block_is_tile = job->plan->d->slc_block == job->plan->tile;
+    const int block_is_tile = job->plan->d->slc_block == job->plan->tile; /* nearly always */
     memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
     if (block_is_tile)
         nsa__tile_iter_pass(it, job, at, 0, 1);
@@ -8126,7 +8127,7 @@ NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const
                                             const nsa_real *s, nsa_real *sum) {
     NSA__ARITHMETIC
     /* s <= lse2 but for rounding, if lse is that of s. A caller of nsa_select_blocks may give
-       another lse, and p is wrong then but neither negative nor NaN. */
+       another lse, and p of a number is wrong then but neither negative nor NaN. */
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
