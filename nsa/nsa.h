@@ -3731,11 +3731,13 @@ enum {
     NSA__TASKS = 32          /* slc: tasks of NSA__HEADS_NEAR head jobs, about */
 };
 enum {
+    NSA__NEAR_NUMBERS = 1 << 21, /* of packed k and v of heads side by side, which L3 holds */
     NSA__TASK_NUMBERS = 1 << 17, /* of a task's rows of q and v, which L2 holds */
     NSA__GROWTH = 4              /* slc: times so many in a long sequence, at most */
 };
-enum { NSA__ROWS_AHEAD = 16 };  /* rows between a load and its prefetch */
-enum { NSA__LISTS_AHEAD = 32 }; /* the same for block lists, which take less time each */
+enum { NSA__ROWS_AHEAD = 16 };   /* rows between a load and its prefetch */
+enum { NSA__PACKED_AHEAD = 32 }; /* the same for rows of keys that are packed */
+enum { NSA__LISTS_AHEAD = 32 };  /* the same for block lists, which take less time each */
 
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
@@ -3778,7 +3780,8 @@ typedef struct nsa__attend_plan {
     int near_queries;         /* the same in a short sequence */
     int least_tasks;          /* of a job, if its queries are enough */
     int few;         /* forward: of sequences with so many queries K and V are read unpacked */
-    int jobs;        /* head jobs at once; the workspace holds packed keys of that many */
+    int jobs;        /* head jobs; the workspace holds packed keys of that many */
+    int at_once;     /* of these, the head jobs that run at once */
     nsa_real scale;  /* of q k */
     nsa_real scale2; /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
     size_t shared;   /* bytes of workspace that all threads share */
@@ -3953,7 +3956,7 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.stride = p.wide;
     p.stride_v = p.wide_v;
     p.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p.group);
-    p.jobs = p.sharers > 1 ? 1 : near; /* sharers add to the same dk and dv */
+    p.at_once = p.jobs = p.sharers > 1 ? 1 : near; /* sharers add to the same dk and dv */
     p.least_tasks = branch == NSA__SLC ? NSA__TASKS / p.jobs : 1;
     p.near_queries = branch == NSA__SLC ? nsa__near_queries(&p) : p.batch_queries;
     p.task_queries = nsa__task_queries(&p, d->tokens, d->count);
@@ -4032,20 +4035,37 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
 }
 
+/* Rows between a row's prefetch and its packing. */
+static int nsa__pack_ahead(const nsa__attend_plan *p) {
+    return (int)nsa__min(NSA__PACKED_AHEAD, p->tile);
+}
+
+/* Before row r of a tile of x is packed, asks for the row that is packed nsa__pack_ahead rows later:
+   of x or, behind its last one, of `next`, which may be NULL. Negative r ask for the first. */
+static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
+                          int tile_begin, int r) {
+    const nsa__attend_plan *p = job->plan;
+    const int ahead = r + nsa__pack_ahead(p), later = ahead >= p->tile;
+    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->tile : 0);
+    const nsa_tensor *of = later ? next : x;
+    if (!of || key >= job->keys) return;
+    const int width = of == &p->x->k ? p->d->dim : p->d->dim_v;
+    nsa__fetch(nsa__key(job, of, (int)key), (size_t)width * nsa__dtype_bytes(of->dtype));
+}
+
 /* Fills a tile's rows and their transpose from n rows of x, as many at a time as a transpose takes.
    Rows behind them, and non-finite ones, are zeros: products then need no short tiles. Returns the
    mask of the non-finite ones. Either target may be NULL. */
-static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x, int tile_begin, int n,
-                               int width, int wide, nsa__packed *rows, nsa__packed *transposed) {
+static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
+                               const nsa_tensor *next, int tile_begin, int n, int width, int wide,
+                               nsa__packed *rows, nsa__packed *transposed) {
     const nsa__attend_plan *p = job->plan;
     nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
-    const size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
     uint64_t nonfinite = 0;
     for (int first = 0; first < p->tile; first += NSA__LANES) {
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
             nsa_real *row = to + (ptrdiff_t)i * wide;
-            if (r + NSA__ROWS_AHEAD < n)
-                nsa__fetch(nsa__key(job, x, tile_begin + r + NSA__ROWS_AHEAD), row_bytes);
+            nsa__pack_ask(job, x, next, tile_begin, r);
             const int held = r < n ? width : 0;
             if (held) nsa__load(row, x->dtype, nsa__key(job, x, tile_begin + r), width);
             if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
@@ -4075,16 +4095,15 @@ NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
 
 /* As nsa__pack_rows, in pairs: of neighbouring rows, and in the transpose of neighbouring numbers
    of a row. */
-static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x, int tile_begin,
-                                int n, int width, int wide, nsa__packed *rows,
-                                nsa__packed *transposed) {
+static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x,
+                                const nsa_tensor *next, int tile_begin, int n, int width, int wide,
+                                nsa__packed *rows, nsa__packed *transposed) {
     const int tile = job->plan->tile;
     nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
         nsa_real *to = row[r & 1];
-        if (r + NSA__ROWS_AHEAD < n)
-            nsa__fetch(nsa__key(job, x, tile_begin + r + NSA__ROWS_AHEAD), 2 * (size_t)width);
+        nsa__pack_ask(job, x, next, tile_begin, r);
         if (r >= n)
             memset(to, 0, sizeof row[0]);
         else if (!nsa__copy_finite_pairs(to, nsa__key(job, x, tile_begin + r), width, wide))
@@ -4110,14 +4129,16 @@ static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
     int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)job->keys - begin);
     int dim = p->d->dim, dim_v = p->d->dim_v;
     (void)scratch;
+    const nsa_tensor *values = job->v || job->v_t ? &p->x->v : NULL;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
+    for (int r = -nsa__pack_ahead(p); r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
     uint64_t nonfinite = (p->scores ? nsa__pack_pairs : nsa__pack_rows)(
-        job, &p->x->k, begin, n, dim, p->wide, nsa__packed_rows(job->k, p->scores, key, p->wide),
-        job->k_t + key * p->depth);
-    if (job->v || job->v_t)
+        job, &p->x->k, values, begin, n, dim, p->wide,
+        nsa__packed_rows(job->k, p->scores, key, p->wide), job->k_t + key * p->depth);
+    if (values)
         nonfinite |= (p->values ? nsa__pack_pairs : nsa__pack_rows)(
-            job, &p->x->v, begin, n, dim_v, p->wide_v,
+            job, values, NULL, begin, n, dim_v, p->wide_v,
             nsa__packed_rows(job->v, p->values, key, p->wide_v),
             job->v_t ? job->v_t + key * p->depth_v : NULL);
     job->nonfinite[tile] = nonfinite;
@@ -4569,12 +4590,12 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     if (job->listed && !job->in_place) nsa__mark_listed(job);
 }
 
-/* Makes up to plan->jobs heads of a sequence, from `head` on, those of the jobs, and packs their
+/* Makes up to plan->at_once heads of a sequence, from `head` on, those of the jobs, and packs their
    keys. The head jobs are neighbours in `jobs`. */
 static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const nsa__seq *seq,
                             int head) {
     const nsa__attend_plan *p = jobs->plan;
-    int heads = (int)nsa__min(p->jobs, p->heads - (int64_t)head);
+    int heads = (int)nsa__min(p->at_once, p->heads - (int64_t)head);
     for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], seq, head + i, heads);
     nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task, jobs);
 }
@@ -5054,11 +5075,12 @@ static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t
     nsa__forward_end(&f, job);
 }
 
-/* slc's tasks, which are large, go from the last queries to the first, which have least to read: no
-   thread should begin much last. */
+/* slc's tasks are large, and dense's last ones are its longest. They go from the last queries to
+   the first, which have least to read: no thread should begin much last. */
 static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
-    if (job->plan->branch == NSA__SLC) index = nsa__head_tasks(job) - 1 - index;
+    const int last_first = job->plan->branch == NSA__SLC || job->plan->branch == NSA__DENSE;
+    if (last_first) index = nsa__head_tasks(job) - 1 - index;
     nsa__forward_queries(job, nsa__task_begin(job, index), job->seq.count, scratch);
 }
 
@@ -5085,6 +5107,16 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
     return few;
 }
 
+/* Head jobs at once: no more than have their packed keys in the third cache, because tasks read
+   them again and again. Workspace is for all of plan->jobs, so that a size for more tokens serves
+   fewer. The branches of a chain, of which cmp writes lists, have the same. */
+static int nsa__forward_heads_at_once(const nsa__attend_plan *p) {
+    const int alone = p->branch == NSA__CMP && !p->options.select;
+    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
+    const int64_t held = NSA__NEAR_NUMBERS / nsa__max(1, keys * (p->wide + p->wide_v));
+    return (int)nsa__max(1, nsa__min(held, p->jobs));
+}
+
 /* Plans for `x`, which is NULL in a size query. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
                                           nsa__branch branch, nsa__attend_options options) {
@@ -5094,6 +5126,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__forward f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options = options;
+    p.at_once = nsa__forward_heads_at_once(&p);
     nsa__plan_pairs(&p);
     p.few = p.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
@@ -5147,12 +5180,12 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
     if (n) nsa__forward_few_run(jobs, n, team);
 }
 
-/* slc's tasks are large; many threads want more of them. No bit of forward depends on where a task
-   ends. */
+/* slc's tasks are large; few heads or many threads want more of them. No bit of forward depends on
+   where a task ends. */
 static void nsa__share_among(nsa__attend_plan *p, int threads) {
     const int64_t each = 2; /* tasks for a thread */
-    if (p->branch == NSA__SLC)
-        p->least_tasks = (int)nsa__max(p->least_tasks, nsa__ceil_div(each * threads, p->jobs));
+    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
+    if (p->branch == NSA__SLC) p->least_tasks = (int)nsa__ceil_div(tasks, p->at_once);
 }
 
 static nsa_status nsa__forward_run(const nsa__attend_plan *plan, void *workspace, size_t bytes) {
@@ -5723,7 +5756,7 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
     nsa__attend_plan p =
         nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC, nsa__heads_near(whole));
     if (branch == NSA__SLC && p.sharers == 1) p.jobs = nsa__backward_heads_at_once(whole, threads);
-    p.jobs = (int)nsa__min(p.jobs, d->kv_heads);
+    p.at_once = p.jobs = (int)nsa__min(p.jobs, d->kv_heads);
     nsa__plan_pairs(&p);
     p.stride = nsa__apart(p.stride);
     p.stride_v = nsa__apart(p.stride_v);
