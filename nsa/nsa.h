@@ -3731,9 +3731,9 @@ enum {
     NSA__TASKS = 32          /* slc: tasks of NSA__HEADS_NEAR head jobs, about */
 };
 enum {
-    NSA__NEAR_NUMBERS = 1 << 21, /* of packed k and v of heads side by side, which L3 holds */
-    NSA__TASK_NUMBERS = 1 << 17, /* of a task's rows of q and v, which L2 holds */
-    NSA__GROWTH = 4              /* slc: times so many in a long sequence, at most */
+    NSA__SHARE_NUMBERS = 1 << 19, /* of packed k and v, which a thread's part of L3 holds */
+    NSA__TASK_NUMBERS = 1 << 17,  /* of a task's rows of q and v, which L2 holds */
+    NSA__GROWTH = 4               /* slc: times so many in a long sequence, at most */
 };
 enum { NSA__ROWS_AHEAD = 16 };   /* rows between a load and its prefetch */
 enum { NSA__PACKED_AHEAD = 32 }; /* the same for rows of keys that are packed */
@@ -4040,8 +4040,8 @@ static int nsa__pack_ahead(const nsa__attend_plan *p) {
     return (int)nsa__min(NSA__PACKED_AHEAD, p->tile);
 }
 
-/* Before row r of a tile of x is packed, asks for the row that is packed nsa__pack_ahead rows later:
-   of x or, behind its last one, of `next`, which may be NULL. Negative r ask for the first. */
+/* Before row r of a tile of x is packed, asks for the row packed nsa__pack_ahead later: of x, or
+   behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
 static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
                           int tile_begin, int r) {
     const nsa__attend_plan *p = job->plan;
@@ -5107,16 +5107,6 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
     return few;
 }
 
-/* Head jobs at once: no more than have their packed keys in the third cache, because tasks read
-   them again and again. Workspace is for all of plan->jobs, so that a size for more tokens serves
-   fewer. The branches of a chain, of which cmp writes lists, have the same. */
-static int nsa__forward_heads_at_once(const nsa__attend_plan *p) {
-    const int alone = p->branch == NSA__CMP && !p->options.select;
-    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
-    const int64_t held = NSA__NEAR_NUMBERS / nsa__max(1, keys * (p->wide + p->wide_v));
-    return (int)nsa__max(1, nsa__min(held, p->jobs));
-}
-
 /* Plans for `x`, which is NULL in a size query. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
                                           nsa__branch branch, nsa__attend_options options) {
@@ -5126,7 +5116,6 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__forward f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options = options;
-    p.at_once = nsa__forward_heads_at_once(&p);
     nsa__plan_pairs(&p);
     p.few = p.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
@@ -5180,11 +5169,18 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
     if (n) nsa__forward_few_run(jobs, n, team);
 }
 
-/* slc's tasks are large; few heads or many threads want more of them. No bit of forward depends on
-   where a task ends. */
+/* What depends on the threads of a call, but no bit of it.
+   Head jobs at once: no more than have their packed keys in the threads' part of the third cache,
+   because tasks read them again and again. Workspace is for all of plan->jobs, so that a size for
+   more tokens serves fewer. The branches of a chain, of which cmp writes lists, have the same.
+   slc's tasks, which are large: few heads or many threads want more of them. */
 static void nsa__share_among(nsa__attend_plan *p, int threads) {
-    const int64_t each = 2; /* tasks for a thread */
-    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
+    const int alone = p->branch == NSA__CMP && !p->options.select;
+    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
+    const int64_t numbers = nsa__max(1, keys * (p->wide + p->wide_v));
+    const int64_t each = 2, tasks = nsa__max(NSA__TASKS, each * threads); /* for a thread */
+    const int64_t held = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
+    p->at_once = (int)nsa__max(1, nsa__min(held, p->jobs));
     if (p->branch == NSA__SLC) p->least_tasks = (int)nsa__ceil_div(tasks, p->at_once);
 }
 
@@ -6727,7 +6723,7 @@ static nsa_status nsa__groups_run(nsa__chain_plan *p, const nsa_desc *d, void *w
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p->shared, p->scratch));
-    nsa__share_among(slc, team.threads);
+    for (int i = 0; i < 3; i++) nsa__share_among(&p->branch[i], team.threads);
     for (int i = 0; i < 3; i++) few[i] = nsa__forward_jobs(g.jobs[i], &p->branch[i], &shared);
     for (int i = 0; i < 3; i++) nsa__forward_few(g.jobs[i], few[i], &team);
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
