@@ -5178,7 +5178,8 @@ static void nsa__share_among(nsa__attend_plan *p, int threads) {
     const int alone = p->branch == NSA__CMP && !p->options.select;
     const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
     const int64_t numbers = nsa__max(1, keys * (p->wide + p->wide_v));
-    const int64_t each = 2, tasks = nsa__max(NSA__TASKS, each * threads); /* for a thread */
+    const int64_t each = 2; /* tasks for a thread */
+    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
     const int64_t held = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
     p->at_once = (int)nsa__max(1, nsa__min(held, p->jobs));
     if (p->branch == NSA__SLC) p->least_tasks = (int)nsa__ceil_div(tasks, p->at_once);

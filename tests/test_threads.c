@@ -37,48 +37,52 @@ static nsa_tensor take(problem *p, int rows, int heads, int width, uint64_t seed
     return nsa_tensor_bthd(data, NSA_F32, rows, heads, width);
 }
 
-static nsa_compress mean_of(nsa_tensor x, nsa_tensor out) {
+static nsa_compress mean_of(nsa_tensor x, nsa_tensor out, int dim) {
     nsa_compress c;
     memset(&c, 0, sizeof c);
     c.phi = NSA_PHI_MEAN;
-    c.dim = D;
+    c.dim = dim;
     c.x = x;
     c.out = out;
     return c;
 }
 
-static void problem_make(problem *p) {
+static void problem_make_as(problem *p, int tokens, int heads, int kv_heads, int dim) {
     memset(p, 0, sizeof *p);
     nsa_desc *d = &p->d;
-    *d = nsa_desc_default(B, T, H, HK, D);
+    *d = nsa_desc_default(B, tokens, heads, kv_heads, dim);
     d->cmp_block = 8, d->cmp_stride = 4, d->slc_block = 16, d->slc_count = 5, d->window = 70;
-    nsa_tensor k = take(p, T, HK, D, 2), v = take(p, T, HK, D, 3);
-    int cmp = nsa_cmp_count(d, T);
-    p->x.q = take(p, T, H, D, 1);
+    nsa_tensor k = take(p, tokens, kv_heads, dim, 2), v = take(p, tokens, kv_heads, dim, 3);
+    int cmp = nsa_cmp_count(d, tokens);
+    p->x.q = take(p, tokens, heads, dim, 1);
     p->x.k_slc = p->x.k_win = k;
     p->x.v_slc = p->x.v_win = v;
-    p->x.k_cmp = mean_of(k, take(p, cmp, HK, D, 0));
-    p->x.v_cmp = mean_of(v, take(p, cmp, HK, D, 0));
-    p->x.gates = take(p, T, H, 3, 4);
-    p->x.blocks = take(p, T, HK, nsa_block_list_width(d), 0);
+    p->x.k_cmp = mean_of(k, take(p, cmp, kv_heads, dim, 0), dim);
+    p->x.v_cmp = mean_of(v, take(p, cmp, kv_heads, dim, 0), dim);
+    p->x.gates = take(p, tokens, heads, 3, 4);
+    p->x.blocks = take(p, tokens, kv_heads, nsa_block_list_width(d), 0);
     p->x.blocks.dtype = NSA_I32;
     nsa_tensor *outs[] = {&p->x.out_cmp, &p->x.out_slc, &p->x.out_win, &p->x.out, &p->dense.out};
     nsa_tensor *lses[] = {&p->x.lse_cmp, &p->x.lse_slc, &p->x.lse_win, &p->dense.lse};
-    for (int i = 0; i < 5; i++) *outs[i] = take(p, T, H, D, 0);
-    for (int i = 0; i < 4; i++) *lses[i] = take(p, T, H, 1, 0);
+    for (int i = 0; i < 5; i++) *outs[i] = take(p, tokens, heads, dim, 0);
+    for (int i = 0; i < 4; i++) *lses[i] = take(p, tokens, heads, 1, 0);
     p->dense.q = p->x.q;
     p->dense.k = k;
     p->dense.v = v;
-    p->dx.q = p->ddense.q = take(p, T, H, D, 0);
-    p->dx.k_slc = p->dx.k_win = p->dx.k_cmp.x = p->ddense.k = take(p, T, HK, D, 0);
-    p->dx.v_slc = p->dx.v_win = p->dx.v_cmp.x = p->ddense.v = take(p, T, HK, D, 0);
-    p->dx.gates = take(p, T, H, 3, 0);
-    p->dx.out = p->ddense.out = take(p, T, H, D, 5);
+    p->dx.q = p->ddense.q = take(p, tokens, heads, dim, 0);
+    p->dx.k_slc = p->dx.k_win = p->dx.k_cmp.x = p->ddense.k = take(p, tokens, kv_heads, dim, 0);
+    p->dx.v_slc = p->dx.v_win = p->dx.v_cmp.x = p->ddense.v = take(p, tokens, kv_heads, dim, 0);
+    p->dx.gates = take(p, tokens, heads, 3, 0);
+    p->dx.out = p->ddense.out = take(p, tokens, heads, dim, 5);
     p->given[0] = (float *)p->dx.q.data;
     p->given[1] = (float *)p->dx.k_slc.data;
     p->given[2] = (float *)p->dx.v_slc.data;
     p->given[3] = (float *)p->dx.gates.data;
     p->given[4] = (float *)p->x.out.data;
+}
+
+static void problem_make(problem *p) {
+    problem_make_as(p, T, H, HK, D);
 }
 
 static void problem_free(problem *p) {
@@ -128,6 +132,34 @@ static void test_numbers_of_threads(const char *how) {
         compare(&p, s);
     }
     problem_free(&p);
+}
+
+/* Heads that forward runs at once by so many threads, and out and the lists of all of them. */
+static void test_heads_at_once(void) {
+    enum { TOKENS = 2100, HEADS = 5, WIDE = 64, THREADS = 3 };
+    static const int at_once[THREADS] = {1, 3, 4};
+    const size_t out = (size_t)B * TOKENS * HEADS * WIDE * sizeof(float);
+    problem p[THREADS];
+    for (int i = 0; i < THREADS; i++) {
+        problem_make_as(&p[i], TOKENS, HEADS, HEADS, WIDE);
+        p[i].d.threads = i + 1;
+        check_case("heads at once by %d threads", i + 1);
+        nsa__attend_plan plan = nsa__forward_plan(NULL, &p[i].d, NSA__SLC, nsa__no_options);
+        nsa__share_among(&plan, i + 1);
+        CHECK(plan.at_once == at_once[i], "%d heads, not %d", plan.at_once, at_once[i]);
+        size_t bytes = most_bytes(&p[i]);
+        void *workspace = malloc(bytes);
+        nsa_status s = nsa_attention_forward(&p[i].x, &p[i].d, workspace, bytes);
+        if (s == NSA_OK) s = nsa_attend_dense_forward(&p[i].dense, &p[i].d, workspace, bytes);
+        CHECK(s == NSA_OK, "%s %s", nsa_status_name(s), nsa_status_where(s));
+        free(workspace);
+        const size_t lists =
+            (size_t)B * TOKENS * HEADS * sizeof(int32_t) * (size_t)nsa_block_list_width(&p[i].d);
+        CHECK_BITS("out", p[i].x.out.data, p[0].x.out.data, out, sizeof(float));
+        CHECK_BITS("dense", p[i].dense.out.data, p[0].dense.out.data, out, sizeof(float));
+        CHECK_BITS("blocks", p[i].x.blocks.data, p[0].x.blocks.data, lists, sizeof(int32_t));
+    }
+    for (int i = 0; i < THREADS; i++) problem_free(&p[i]);
 }
 
 /* A workspace that was sized for fewer threads than the machine offers now. */
@@ -415,6 +447,7 @@ int main(void) {
     for (size_t i = 0; i < Q; i++) size += fabs((double)want.given[0][i]);
     CHECK(size > 1, "there are gradients to compare");
     test_numbers_of_threads("plain");
+    test_heads_at_once();
     test_less_room();
     test_callers(1);
     test_callers(4);
