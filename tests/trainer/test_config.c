@@ -233,7 +233,7 @@ static void test_flags(void) {
     refuse("--lr", "--lr: its value is missing&a number above 0, at most 1");
     refuse("--no-gc=1", "--no-gc=1: takes no value");
     refuse("--prompt --check", "--prompt: its value is missing");
-    accept("--prompt=--check");
+    accept("--sample 9 --prompt=--check");
     CHECK(!strcmp(settings.sample.prompt, "--check") && !settings.check, "a value behind =");
     refuse("--ddp 2", "--ddp 2: must be an integer in -1 .. 1");
     refuse("--precision fp8", "--precision fp8: must be one of: fp32, bf16, fp16");
@@ -280,6 +280,94 @@ static void test_environment(void) {
     refuse("", "runtime.rank = 2 (environment RANK): must be below runtime.world_size = 2");
     unsetenv("WORLD_SIZE");
     unsetenv("RANK");
+}
+
+/* ---- Names of nsa-vibe, and settings without effect ---- */
+
+/* Its keys that choose fast paths are of kinds, not a list; the others are read, or named. */
+static void test_other_keys(void) {
+    accept(file("runtime:\n  use_flash: true\n  fa2_enabled: false\n  fa2_min_len_win: -1\n"
+                "  fa2_min_len_cmp: 32\n  sel_triton_min_L: 4096\n  compile_cmp_win: false\n"
+                "  sel_triton_group: true\n  compile_all: 1\ntrain:\n  max_grad_norm: 0.5\n"));
+    CHECK(settings.train.grad_clip == 0.5, "max_grad_norm is grad_clip, %g",
+          settings.train.grad_clip);
+    CHECK(strstr(test_said, "runtime.sel_triton_min_L") &&
+              strstr(test_said, "c.yaml:6): accepted, has no effect") &&
+              strstr(test_said, "train.max_grad_norm") &&
+              strstr(test_said, "c.yaml:11): accepted, read as train.grad_clip"),
+          "each is said: %s", test_said);
+    refuse(file("train:\n  grad_clip: 1\n  max_grad_norm: 0.5\n"),
+           "c.yaml:3: train.max_grad_norm: given twice&line 2");
+    refuse(file("train:\n  max_grad_norm: -1\n"), "c.yaml:2: train.max_grad_norm = -1: must be");
+    refuse(file("runtime:\n  fa3: true\n"), "c.yaml:2: runtime.fa3: unknown key");
+}
+
+static void with(const char *variable, const char *value, const char *words) {
+    setenv(variable, value, 1);
+    if (words)
+        refuse("", words);
+    else
+        accept("");
+    unsetenv(variable);
+}
+
+static void test_other_variables(void) {
+    check_case("variables of nsa-vibe");
+    with("NSA_LR", "0.25", NULL);
+    CHECK(settings.train.lr == 0.25, "lr %g", settings.train.lr);
+    with("NSA_BATCH_SIZE", "6", NULL);
+    CHECK(settings.train.batch_size == 6, "batch");
+    with("NSA_SEQ_LEN", "96", NULL);
+    CHECK(settings.train.seq_len == 96, "row");
+    with("NSA_ACCUM", "3", NULL);
+    CHECK(settings.train.accumulate_grad_batches == 3, "micro-batches");
+    with("NSA_FWE_REPORT_DOCS", "7", NULL);
+    CHECK(settings.data.report_docs == 7, "documents");
+    with("NSA_LR", "fast", "environment NSA_LR=fast: must be a number above 0");
+    setenv("NSA_NO_GC", "1", 1);
+    accept(file("runtime:\n  gradient_checkpointing: true\n"));
+    CHECK(!settings.runtime.gradient_checkpointing, "off by the environment");
+    setenv("NSA_NO_GC", "0", 1);
+    accept(file("runtime:\n  gradient_checkpointing: true\n"));
+    CHECK(settings.runtime.gradient_checkpointing, "a variable that is off changes nothing");
+    with("NSA_NO_GC", "perhaps", "environment NSA_NO_GC=perhaps: must be 1 or 0");
+    with("NSA_GC_RANGE", "0:6", "NSA_GC_RANGE=0:6: not a setting here; instead of it: --gc=FIRST");
+    with("NSA_ROPE_SCALE", "8.0", "--rope-scaling linear");
+    with("NSA_STOPGRAD_GATES", "1", "gates are trained");
+    with("NSA_STOPGRAD_GATES", "0", NULL);
+    with("NSA_DTYPE", "bf16", "--precision");
+    with("NSA_SEL_TRITON_BLOCK_DV", "64", NULL);
+    CHECK(strstr(test_said, "NSA_SEL_TRITON_BLOCK_DV: accepted, has no effect"), "%s", test_said);
+    with("NSA_SDPA_NO_FLASH", "1", NULL);
+    CHECK(strstr(test_said, "NSA_SDPA_NO_FLASH: accepted, has no effect"), "%s", test_said);
+}
+
+/* Typed: refused. In a file, where it may wait for another command line: said. */
+static void test_effects(void) {
+    refuse("--tokenizer-path gpt2", "data.tokenizer_path = gpt2 (command line --tokenizer-path): "
+                                    "has no effect with data.tokenizer = byte");
+    accept("--tokenizer-path gpt2 --tokenizer gpt2");
+    refuse("--rope-factor 4", "has no effect with model.rope_scaling = none");
+    accept("--rope-factor 4 --rope-scaling linear");
+    refuse("--rope-trained-context 512 --rope-scaling ntk", "with model.rope_scaling = ntk");
+    refuse("--decay-fraction 0.1", "has no effect with train.lr_schedule = cosine");
+    accept("--decay-fraction 0.2"); /* the default */
+    accept("--decay-fraction 0.1 --lr-schedule wsd");
+    refuse("--dataset synthetic --data x", "data.path = x&with data.dataset = synthetic");
+    refuse("--dataset retrieval --fwe-report-docs 9", "data.fwe_report_docs = 9&retrieval");
+    refuse("--data x --eval-every 0 --eval-batches 3", "with train.eval_every = 0");
+    refuse("--temperature 0.5", "sample.temperature = 0.5&with sample.length = 0");
+    refuse("--sample 9 --temperature 0 --top-k 4", "sample.top_k = 4&sample.temperature = 0");
+    refuse("--sample 9 --repetition-window 4", "with sample.repetition_penalty = 1");
+    accept("--attention full --nsa-n-sel 4"); /* which a checkpoint keeps */
+    CHECK(strstr(test_said, "nsa.n_sel = 4 (command line --nsa-n-sel): has no effect with"), "%s",
+          test_said);
+    accept("--attention window --nsa-w 32");
+    accept(file("model:\n  attention: full\n  rope_factor: 4\nnsa:\n  n_sel: 4\n"));
+    CHECK(strstr(test_said, "warning: model.rope_factor = 4") &&
+              strstr(test_said, "has no effect with model.rope_scaling = none") &&
+              !strstr(test_said, "nsa.n_sel"),
+          "a file's: %s", test_said);
 }
 
 /* ---- Files that are wrong ---- */
@@ -472,6 +560,9 @@ int main(int argc, char **argv) {
     test_order();
     test_flags();
     test_environment();
+    test_other_keys();
+    test_other_variables();
+    test_effects();
     test_files();
     test_rules();
     test_table();

@@ -9,10 +9,6 @@
 
 extern char **environ;
 
-/* Set by old launch scripts to work around faults that this program does not have. */
-static const char *const harmless[] = {"NSA_PREFILL_BATCHED", "NSA_DDP_STATIC_GRAPH",
-                                       "NSA_DDP_FIND_UNUSED", "NSA_USE_FA2"};
-
 static const char *flag_of(const config_entry *e) {
     return e->flag;
 }
@@ -34,26 +30,28 @@ static void set_defaults(config *c) {
 
 /* ---- The environment ---- */
 
-static bool is_harmless(const char *name, size_t length) {
-    for (size_t i = 0; i < sizeof harmless / sizeof harmless[0]; i++)
-        if (strlen(harmless[i]) == length && !strncmp(harmless[i], name, length)) return true;
-    return false;
-}
-
-/* An NSA_ name that means nothing here is most likely a slip that the user wants to hear of. */
-static void note_strange_name(const char *variable, const listener *notes) {
+/* An NSA_ name that means nothing here is most likely a slip that the user wants to hear of; one
+   that changed a result elsewhere must not be passed over. */
+static bool check_strange_name(const char *variable, const listener *notes, fault *f) {
     char name[128];
+    const char *instead;
     size_t length = strcspn(variable, "=");
-    if (is_harmless(variable, length)) {
-        listener_say(notes, "environment %.*s: accepted, has no effect", (int)length, variable);
-        return;
-    }
     snprintf(name, sizeof name, "%.*s", (int)(length < 127 ? length : 127), variable);
     for (size_t i = 0; i < config_entry_count; i++)
-        if (config_entries[i].environment && !strcmp(config_entries[i].environment, name)) return;
-    const config_entry *near = config_nearest(name, environment_of);
-    listener_say(notes, "warning: environment %s: unknown name, not used%s%s%s", name,
-                 near ? "; did you mean " : "", near ? near->environment : "", near ? "?" : "");
+        if (config_entries[i].environment && !strcmp(config_entries[i].environment, name))
+            return true;
+    if (!config_other_variable(name, &instead)) {
+        const config_entry *near = config_nearest(name, environment_of);
+        listener_say(notes, "warning: environment %s: unknown name, not used%s%s%s", name,
+                     near ? "; did you mean " : "", near ? near->environment : "", near ? "?" : "");
+        return true;
+    }
+    bool is_off = !variable[length] || !variable[length + 1] || !strcmp(variable + length, "=0");
+    if (instead && !is_off)
+        return fault_set(f, "environment %.100s: not a setting here; instead of it: %s", variable,
+                         instead);
+    listener_say(notes, "environment %s: accepted, has no effect", name);
+    return true;
 }
 
 static const char *environment_value(const char *name) {
@@ -66,11 +64,18 @@ static const char *environment_value(const char *name) {
 static bool read_environment(config *c, const listener *notes, fault *f) {
     fault reason;
     for (char **v = environ; v && *v; v++)
-        if (!strncmp(*v, "NSA_", 4)) note_strange_name(*v, notes);
+        if (!strncmp(*v, "NSA_", 4) && !check_strange_name(*v, notes, f)) return false;
     for (size_t i = 0; i < config_entry_count; i++) {
         const config_entry *e = &config_entries[i];
         const char *value = e->environment ? environment_value(e->environment) : NULL;
         if (!value || !*value || !strcmp(e->key, "config")) continue;
+        if (e->traits & CONFIG_NEGATED) {
+            if (!strcmp(value, "0") || !strcmp(value, "false") || !strcmp(value, "no")) continue;
+            if (!strcmp(value, "1") || !strcmp(value, "true") || !strcmp(value, "yes"))
+                value = "false";
+            else
+                return fault_set(f, "environment %s=%.200s: must be 1 or 0", e->environment, value);
+        }
         if (!config_set(c, e, value, &reason))
             return fault_set(f, "environment %s=%.200s: %.256s", e->environment, value,
                              reason.text);
@@ -328,9 +333,9 @@ static void say_notes(const config *c, const config_program *program, const list
 }
 
 /* A CONFIG that was meant for another program should be found at once. */
-static bool read_file(config *c, fault *f) {
+static bool read_file(config *c, const listener *notes, fault *f) {
     fault reason;
-    if (!c->file[0] || config_read_yaml(c, c->file, &reason)) return true;
+    if (!c->file[0] || config_read_yaml(c, c->file, notes, &reason)) return true;
     bool surprising = config_from(c, "config") == CONFIG_FROM_ENVIRONMENT;
     return fault_set(f, "%.900s%s", reason.text, surprising ? " (environment CONFIG)" : "");
 }
@@ -343,9 +348,10 @@ config_outcome config_load(config *c, const config_program *program, int argc, c
         return CONFIG_HELP;
     }
     set_defaults(c);
-    bool ok = find_file(c, argc, argv, f) && read_file(c, f) && read_environment(c, notes, f) &&
-              read_command_line(c, argc, argv, f) && recall(c, program, notes, f) &&
-              config_check_model(c, f) && check_data(c, f) && check_schedule(c, f);
+    bool ok = find_file(c, argc, argv, f) && read_file(c, notes, f) &&
+              read_environment(c, notes, f) && read_command_line(c, argc, argv, f) &&
+              recall(c, program, notes, f) && config_check_model(c, f) && check_data(c, f) &&
+              check_schedule(c, f) && config_check_effects(c, notes, f);
     if (!ok) return CONFIG_ERROR;
     say_notes(c, program, notes);
     return CONFIG_OK;

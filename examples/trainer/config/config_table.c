@@ -23,8 +23,8 @@
     { key, CONFIG_NUMBER, AT(field), min, max, NULL, initial, flag, NULL, traits, help }
 #define SWITCH(key, field, initial, flag, env, traits, help) \
     { key, CONFIG_SWITCH, AT(field), 0, 1, NULL, initial, flag, env, traits, help }
-#define LAYERS(key, field, initial, flag, traits, help) \
-    { key, CONFIG_LAYERS, AT(field), 0, 0, NULL, initial, flag, NULL, traits, help }
+#define LAYERS(key, field, initial, flag, env, traits, help) \
+    { key, CONFIG_LAYERS, AT(field), 0, 0, NULL, initial, flag, env, traits, help }
 #define WORD(key, field, words, initial, flag, env, traits, help) \
     { key, CONFIG_WORD, AT(field), 0, 0, words, initial, flag, env, traits, help }
 #define PATTERN(key, field, words, initial, flag, help) \
@@ -110,8 +110,9 @@ const config_entry config_entries[] = {
            CONFIG_ABOVE_MIN | CONFIG_NOT_SAVED, "seconds that a batch may keep the run waiting"),
     SWITCH("data.synthetic_on_fail", data.synthetic_on_fail, "false", "--synthetic-on-fail", NULL,
            CONFIG_NOT_SAVED, "go on with synthetic data where the source fails, and say so"),
-    INTEGER("data.fwe_report_docs", data.report_docs, 0, EXACT, "1000", "--fwe-report-docs", NULL,
-            CONFIG_NOT_SAVED, "a line every so many documents of a stream; 0: none"),
+    INTEGER("data.fwe_report_docs", data.report_docs, 0, EXACT, "1000", "--fwe-report-docs",
+            "NSA_FWE_REPORT_DOCS", CONFIG_NOT_SAVED,
+            "a line every so many documents of a stream; 0: none"),
 
     WORD("runtime.device", runtime.device, "auto|cpu|cuda", "auto", "--device", NULL,
          CONFIG_NOT_SAVED, "auto: cuda where the program and the machine have it"),
@@ -122,7 +123,7 @@ const config_entry config_entries[] = {
     SWITCH("runtime.use_triton_sel", runtime.use_triton_sel, "false", NULL, NULL,
            CONFIG_NO_EFFECT | CONFIG_NOT_SAVED, "accepted, no effect"),
     LAYERS("runtime.gradient_checkpointing", runtime.gradient_checkpointing, "false", "--gc",
-           CONFIG_NOT_SAVED,
+           "NSA_NO_GC", CONFIG_NOT_SAVED | CONFIG_NEGATED,
            "recompute activations in backward: of every layer (true), of some (2..8),\n"
            "or of every layer all but attention (--gc=selective)"),
     INTEGER("runtime.threads", runtime.threads, 0, 1024, "0", "--threads", NULL, CONFIG_NOT_SAVED,
@@ -156,13 +157,14 @@ const config_entry config_entries[] = {
 
     INTEGER("train.steps", train.steps, 1, 1e9, "200", "--steps", NULL, 0,
             "optimizer steps in all"),
-    INTEGER("train.seq_len", train.seq_len, 1, MILLION, "128", "--seq-len", NULL, 0,
+    INTEGER("train.seq_len", train.seq_len, 1, MILLION, "128", "--seq-len", "NSA_SEQ_LEN", 0,
             "tokens of a row"),
-    INTEGER("train.batch_size", train.batch_size, 1, 65536, "8", "--batch-size", NULL, 0,
-            "rows of a micro-batch over all processes"),
+    INTEGER("train.batch_size", train.batch_size, 1, 65536, "8", "--batch-size", "NSA_BATCH_SIZE",
+            0, "rows of a micro-batch over all processes"),
     INTEGER("train.accumulate_grad_batches", train.accumulate_grad_batches, 1, 65536, "1",
-            "--accum-batches", NULL, 0, "micro-batches of a step"),
-    NUMBER("train.lr", train.lr, 0, 1, "3e-4", "--lr", CONFIG_ABOVE_MIN, "largest learning rate"),
+            "--accum-batches", "NSA_ACCUM", 0, "micro-batches of a step"),
+    {"train.lr", CONFIG_NUMBER, AT(train.lr), 0, 1, NULL, "3e-4", "--lr", "NSA_LR",
+     CONFIG_ABOVE_MIN, "largest learning rate"},
     WORD("train.optimizer", train.optimizer, "adamw|muon", "adamw", "--optimizer", NULL, 0,
          "muon: of the matrices inside blocks; AdamW of all else"),
     WORD("train.lr_schedule", train.lr_schedule, "cosine|constant|wsd", "cosine", "--lr-schedule",

@@ -22,7 +22,8 @@ enum {
     CONFIG_NOT_SAVED = 2,         /* says nothing about the model or the data of a checkpoint */
     CONFIG_ABOVE_MIN = 4,         /* min itself is not allowed */
     CONFIG_OPTIONAL_ARGUMENT = 8, /* the flag alone means `words` */
-    CONFIG_NO_EFFECT = 16         /* accepted for old files and commands */
+    CONFIG_NO_EFFECT = 16,        /* accepted for old files and commands */
+    CONFIG_NEGATED = 32           /* its variable, where true, means false; else nothing */
 };
 
 typedef struct config_entry {
@@ -59,7 +60,15 @@ void config_place(const config *c, const config_entry *e, char *text, size_t byt
 typedef const char *(*config_name_of)(const config_entry *e);
 const config_entry *config_nearest(const char *name, config_name_of name_of);
 
-bool config_read_yaml(config *c, const char *path, fault *f);
+/* Whether a key of a file, or a variable, is one of nsa-vibe's: *instead becomes what replaces it,
+   NULL where it chose a fast path, of which there are none here. */
+bool config_other_key(const char *key, const char **instead);
+bool config_other_variable(const char *name, const char **instead);
+
+/* What was given has no effect beside the other settings: refused where it was typed, else said. */
+bool config_check_effects(const config *c, const listener *notes, fault *f);
+
+bool config_read_yaml(config *c, const char *path, const listener *notes, fault *f);
 void config_print_help(const config_program *program);
 
 #endif

@@ -14,6 +14,7 @@ enum { MOST_BYTES = 16384 };
 typedef struct reader {
     config *config;
     const char *path;
+    const listener *notes;
     yaml_document_t document;
     fault *fault;
 } reader;
@@ -77,7 +78,14 @@ static const char *refusal(const config_entry *e, const yaml_node_t *node) {
 
 static bool read_setting(reader *r, const char *key, const yaml_node_t *at, yaml_node_t *node) {
     const config_entry *e = config_find(key);
+    const char *instead;
     char allowed[256];
+    if (!e && config_other_key(key, &instead)) {
+        listener_say(r->notes, "%s (%.250s:%d): accepted, %s%s", key, r->path, line_of(at),
+                     instead ? "read as " : "has no effect", instead ? instead : "");
+        if (!instead) return true;
+        e = config_find(instead);
+    }
     if (!e || e->traits & CONFIG_NOT_IN_FILE) return key_fault(r, line_of(at), key);
     config_origin *origin = &r->config->origin[e - config_entries];
     if (origin->layer == CONFIG_FROM_FILE)
@@ -187,8 +195,8 @@ static bool read_stream(reader *r, yaml_parser_t *parser) {
     return ok;
 }
 
-bool config_read_yaml(config *c, const char *path, fault *f) {
-    reader r = {.config = c, .path = path, .fault = f};
+bool config_read_yaml(config *c, const char *path, const listener *notes, fault *f) {
+    reader r = {.config = c, .path = path, .notes = notes, .fault = f};
     yaml_parser_t parser;
     struct stat s;
     FILE *file = fopen(path, "rb");
