@@ -95,13 +95,13 @@ static bool fit_context(generator *g, int64_t context, fault *f) {
                      shorter, prompt + (long long)*length);
 }
 
-static bool open_generator(generator *g, int argc, char **argv, fault *f) {
+static bool open_generator(generator *g, fault *f) {
     config *c = &g->checkpoint.config;
     if (!checkpoint_open(&g->checkpoint, g->options.checkpoint, f)) return false;
     c->sample.length = UNASKED;
     double trained = (double)c->train.seq_len / stretch(c);
-    if (options_read(&g->options, c, argc, argv, f) != CONFIG_OK || !config_check_model(c, f))
-        return false;
+    config_take(c, &g->options.settings);
+    if (!config_check_model(c, f)) return false;
     g->tokenizer = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!g->tokenizer) return false;
     int vocab = c->model.vocab_size ? (int)c->model.vocab_size : tokenizer_vocab_size(g->tokenizer);
@@ -222,10 +222,10 @@ int main(int argc, char **argv) {
     threads_wait_asleep(argv);
     static generator g;
     fault f;
-    config_outcome outcome = options_read(&g.options, NULL, argc, argv, &f);
-    if (outcome == CONFIG_HELP) return 0;
+    option_outcome outcome = options_read(&g.options, argc, argv, &f);
+    if (outcome == OPTION_HELP) return 0;
     int code = 0;
-    if (outcome == CONFIG_ERROR || !open_generator(&g, argc, argv, &f))
+    if (outcome == OPTION_ERROR || !open_generator(&g, &f))
         code = 2;
     else if (!(g.options.bench ? bench(&g, &f) : generate(&g, &f)))
         code = 1;

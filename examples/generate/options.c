@@ -1,16 +1,15 @@
 /* options.c - generate's command line. Twin: options.h. */
 #include "options.h"
 
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-/* Settings of the trainers that mean something here, and what they mean where that is not the
-   same. */
+enum { LONGEST = 1 << 24, OWN = 4 };
+
+/* Settings of the trainers that mean something here; `help` and `initial` where they are not the
+   same. Those whose help tells the default are the checkpoint's. */
 static const struct {
     const char *flag, *key, *help;
-} settings[] = {
+} shared[] = {
     {"--prompt", "sample.prompt", "what the text goes on from"},
     {"--length", "sample.length", "tokens to write; default 200, or what the context has room for"},
     {"--temperature", "sample.temperature", NULL},
@@ -20,93 +19,82 @@ static const struct {
     {"--repetition-window", "sample.repetition_window", NULL},
     {"--seed", "train.seed", "of the draws; default: that of the training"},
     {"--threads", "runtime.threads", NULL},
-    {"--tokenizer-path", "data.tokenizer_path", NULL},
-    {"--rope-scaling", "model.rope_scaling", NULL},
-    {"--rope-factor", "model.rope_factor", NULL},
-    {"--rope-trained-context", "model.rope_trained_context", NULL},
+    {"--tokenizer-path", "data.tokenizer_path",
+     "the folder of the tokenizer; default: the checkpoint's"},
+    {"--rope-scaling", "model.rope_scaling",
+     "how RoPE stretches past the context trained with; default: the checkpoint's"},
+    {"--rope-factor", "model.rope_factor",
+     "context now over context trained with; default: the checkpoint's"},
+    {"--rope-trained-context", "model.rope_trained_context",
+     "tokens trained with; needed by yarn; default: the checkpoint's"},
 };
 
-enum { SETTINGS = sizeof settings / sizeof settings[0], LONGEST = 1 << 24 };
+enum { SHARED = sizeof shared / sizeof shared[0] };
 
-static void print_help(void) {
-    static const struct {
-        const char *flag, *help;
-    } own[] = {
-        {"--prompt-file FILE", "the prompt from a file; - reads standard input"},
-        {"--context N", "tokens of prompt and text together; default: train.seq_len of the"
-                        " checkpoint,\n                             times --rope-factor"},
-        {"--chunk N", "tokens of the prompt at a time; default 256"},
-        {"--bench", "no text: tokens per second and keys read at growing lengths"},
-        {"--help", "this"},
+static const option own[OWN] = {
+    {.flag = "--prompt-file",
+     .kind = OPTION_TEXT,
+     .offset = offsetof(options, prompt_file),
+     .words = "FILE",
+     .help = "the prompt from a file; - reads standard input"},
+    {.flag = "--context",
+     .kind = OPTION_INTEGER,
+     .offset = offsetof(options, context),
+     .min = 1,
+     .max = LONGEST,
+     .help = "tokens of prompt and text together; default: train.seq_len of the checkpoint,\n"
+             "times --rope-factor"},
+    {.flag = "--chunk",
+     .kind = OPTION_INTEGER,
+     .offset = offsetof(options, chunk),
+     .min = 1,
+     .max = LONGEST,
+     .initial = "256",
+     .help = "tokens of the prompt at a time"},
+    {.flag = "--bench",
+     .kind = OPTION_SWITCH,
+     .offset = offsetof(options, bench),
+     .help = "no text: tokens per second and keys read at growing lengths"},
+};
+
+/* The trainers' rows, with the names of this program. */
+static size_t table(option *rows) {
+    memcpy(rows, own, sizeof own);
+    for (size_t i = 0; i < SHARED; i++) {
+        option o = config_option(shared[i].key);
+        o.flag = shared[i].flag;
+        o.key = o.environment = NULL;
+        if (shared[i].help) {
+            o.help = shared[i].help;
+            if (strstr(o.help, "default")) o.initial = NULL;
+        }
+        rows[OWN + i] = o;
+    }
+    return OWN + SHARED;
+}
+
+static bool take(void *to, const option *row, const char *flag, const char *value, fault *f) {
+    options *o = to;
+    for (size_t i = 0; i < SHARED; i++)
+        if (!strcmp(row->flag, shared[i].flag))
+            return config_give(&o->settings, shared[i].key, flag, value, f);
+    return option_set(o, row, value, f);
+}
+
+option_outcome options_read(options *o, int argc, char **argv, fault *f) {
+    option rows[OWN + SHARED];
+    const char *words[2];
+    option_command command = {
+        .name = "generate",
+        .summary = "text from a checkpoint of train_tiny or train_125m.\n\nCHECKPOINT is the "
+                   "folder of a checkpoint, or a run's out_dir, of which the newest is taken.",
+        .words = "CHECKPOINT",
+        .rows = rows,
+        .count = table(rows),
     };
-    char allowed[256];
-    printf("generate CHECKPOINT [OPTION]...\n\nText from a checkpoint of train_tiny or train_125m: "
-           "the folder of a checkpoint, or a run's\nout_dir, of which the newest is taken.\n\n");
-    for (size_t i = 0; i < sizeof own / sizeof own[0]; i++)
-        printf("  %-26s %s\n", own[i].flag, own[i].help);
-    for (size_t i = 0; i < SETTINGS; i++) {
-        const char *help = config_describe(settings[i].key, allowed, sizeof allowed);
-        printf("  %-26s %s\n%29s%s\n", settings[i].flag, settings[i].help ? settings[i].help : help,
-               "", allowed + strlen("must be "));
-    }
-}
-
-static bool read_count(const char *flag, const char *text, long *to, fault *f) {
-    char *end;
-    errno = 0;
-    *to = strtol(text, &end, 10);
-    if (end != text && !*end && !errno && *to >= 1 && *to <= LONGEST) return true;
-    return fault_set(f, "%s %.100s: must be an integer in 1 .. %d", flag, text, LONGEST);
-}
-
-/* `value` is NULL at the end of the command line. */
-static bool read_setting(config *c, size_t i, const char *value, fault *f) {
-    fault reason;
-    if (!c || config_put(c, settings[i].key, value, &reason)) return true;
-    return fault_set(f, "%s %.200s: %.256s", settings[i].flag, value, reason.text);
-}
-
-static bool read_flag(options *o, config *c, const char *flag, const char *value, fault *f) {
-    if (!value) return fault_set(f, "%.100s: its value is missing (--help lists all)", flag);
-    if (!strcmp(flag, "--chunk")) return read_count(flag, value, &o->chunk, f);
-    if (!strcmp(flag, "--context")) return read_count(flag, value, &o->context, f);
-    for (size_t i = 0; i < SETTINGS; i++)
-        if (!strcmp(flag, settings[i].flag)) return read_setting(c, i, value, f);
-    o->prompt_file = value; /* known_flag knows no other */
-    return true;
-}
-
-static bool known_flag(const char *flag) {
-    static const char *const own[] = {"--chunk", "--context", "--prompt-file"};
-    for (size_t i = 0; i < sizeof own / sizeof own[0]; i++)
-        if (!strcmp(flag, own[i])) return true;
-    for (size_t i = 0; i < SETTINGS; i++)
-        if (!strcmp(flag, settings[i].flag)) return true;
-    return false;
-}
-
-config_outcome options_read(options *o, config *c, int argc, char **argv, fault *f) {
-    *o = (options){.chunk = 256};
-    for (int i = 1; i < argc; i++) {
-        const char *word = argv[i];
-        if (!strcmp(word, "--help") || !strcmp(word, "-h")) {
-            print_help();
-            return CONFIG_HELP;
-        }
-        if (!strcmp(word, "--bench")) {
-            o->bench = true;
-        } else if (word[0] == '-' && word[1]) {
-            if (!known_flag(word)) fault_set(f, "%.100s: unknown option (--help lists all)", word);
-            if (!known_flag(word) || !read_flag(o, c, word, i + 1 < argc ? argv[++i] : NULL, f))
-                return CONFIG_ERROR;
-        } else if (o->checkpoint) {
-            fault_set(f, "%.200s: one checkpoint at a time, after %.200s", word, o->checkpoint);
-            return CONFIG_ERROR;
-        } else {
-            o->checkpoint = word;
-        }
-    }
-    if (o->checkpoint) return CONFIG_OK;
-    fault_set(f, "which checkpoint? generate CHECKPOINT [OPTION]... (--help lists all)");
-    return CONFIG_ERROR;
+    memset(o, 0, sizeof *o);
+    option_defaults(own, OWN, o);
+    option_outcome outcome = option_parse(&command, argc, argv, take, o, words, f);
+    if (outcome == OPTION_OK) o->checkpoint = words[0];
+    return outcome;
 }

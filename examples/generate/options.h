@@ -8,13 +8,12 @@
 typedef struct options {
     const char *checkpoint;  /* a checkpoint, or a run's folder */
     const char *prompt_file; /* NULL: the prompt is settings.sample.prompt; "-": standard input */
-    long chunk;              /* tokens of the prompt at a time */
-    long context; /* tokens of prompt and text together; 0: what the model was trained for */
-    bool bench;
+    int64_t chunk;           /* tokens of the prompt at a time */
+    int64_t context; /* tokens of prompt and text together; 0: what the model was trained for */
+    int64_t bench;
+    config settings; /* what was given of the trainers' settings, for config_take */
 } options;
 
-/* Reads the command line: once before the checkpoint is open, with c NULL, then again into its
-   settings. CONFIG_HELP: --help was printed. */
-config_outcome options_read(options *o, config *c, int argc, char **argv, fault *f);
+option_outcome options_read(options *o, int argc, char **argv, fault *f);
 
 #endif

@@ -15,7 +15,7 @@ enum { LONGEST_TEXT = 1 << 24 };
 
 typedef struct options {
     const char *checkpoint, *text, *prompt, *out, *tokenizer;
-    long tokens; /* of the text, from its start; 0: all */
+    int64_t tokens; /* of the text, from its start; 0: all */
 } options;
 
 typedef struct inspector {
@@ -90,57 +90,55 @@ static void mark(const ops *o, phase p, int layer) {
 
 /* ---- The command line ---------------------------------------------------------------------- */
 
-static const char usage[] =
-    "inspect CHECKPOINT (--text FILE | --prompt TEXT) --out FILE.json [OPTION]...\n\n"
-    "What a model of train_tiny or train_125m reads of a text. CHECKPOINT is the folder of a\n"
-    "checkpoint, or a run's out_dir, of which the newest is taken. draw.py draws the result.\n\n"
-    "  --text FILE            the text; at most the model's context, train.seq_len\n"
-    "  --prompt TEXT          the text itself\n"
-    "  --tokens N             only the first N tokens of it\n"
-    "  --out FILE             where the JSON goes\n"
-    "  --tokenizer-path DIR   vocab.json and merges.txt, where they are not where the training had "
-    "them\n"
-    "  --help                 this\n";
+static const option own[] = {
+    {.flag = "--text",
+     .kind = OPTION_TEXT,
+     .offset = offsetof(options, text),
+     .words = "FILE",
+     .help = "the text; at most the model's context, train.seq_len"},
+    {.flag = "--prompt",
+     .kind = OPTION_TEXT,
+     .offset = offsetof(options, prompt),
+     .help = "the text itself"},
+    {.flag = "--tokens",
+     .kind = OPTION_INTEGER,
+     .offset = offsetof(options, tokens),
+     .min = 1,
+     .max = LONGEST_TEXT,
+     .help = "only the first N tokens of it; default: all"},
+    {.flag = "--out",
+     .kind = OPTION_TEXT,
+     .offset = offsetof(options, out),
+     .words = "FILE",
+     .help = "where the JSON goes"},
+    {.flag = "--tokenizer-path",
+     .kind = OPTION_TEXT,
+     .offset = offsetof(options, tokenizer),
+     .words = "DIR",
+     .help = "the folder of the tokenizer; default: the checkpoint's"},
+};
 
-static bool read_option(options *o, const char *flag, const char *value, fault *f) {
-    const struct {
-        const char *flag, **to;
-    } words[] = {{"--text", &o->text},
-                 {"--prompt", &o->prompt},
-                 {"--out", &o->out},
-                 {"--tokenizer-path", &o->tokenizer}};
-    char *end;
-    bool counts = !strcmp(flag, "--tokens");
-    size_t i = 0, count = sizeof words / sizeof *words;
-    while (i < count && strcmp(flag, words[i].flag)) i++;
-    if (i == count && !counts)
-        return fault_set(f, "%.100s: unknown option (--help lists all)", flag);
-    if (!value) return fault_set(f, "%.100s: its value is missing (--help lists all)", flag);
-    if (!counts) {
-        *words[i].to = value;
-        return true;
-    }
-    o->tokens = strtol(value, &end, 10);
-    if (end != value && !*end && o->tokens >= 1 && o->tokens <= LONGEST_TEXT) return true;
-    return fault_set(f, "--tokens %.100s: must be an integer in 1 .. %d", value, LONGEST_TEXT);
-}
-
-static bool read_options(options *o, int argc, char **argv, fault *f) {
-    for (int i = 1; i < argc; i++) {
-        const char *word = argv[i];
-        if (word[0] == '-') {
-            if (!read_option(o, word, i + 1 < argc ? argv[i + 1] : NULL, f)) return false;
-            i++;
-        } else if (o->checkpoint) {
-            return fault_set(f, "%.200s: one checkpoint at a time, after %.200s", word,
-                             o->checkpoint);
-        } else {
-            o->checkpoint = word;
-        }
-    }
-    if (!o->checkpoint) return fault_set(f, "which checkpoint? (--help says how to call this)");
-    if (!o->text == !o->prompt) return fault_set(f, "give either --text FILE or --prompt TEXT");
-    return o->out || fault_set(f, "--out FILE.json: where shall the result go?");
+static option_outcome read_options(options *o, int argc, char **argv, fault *f) {
+    static const option_command command = {
+        .name = "inspect",
+        .summary = "what a model of train_tiny or train_125m reads of a text, as JSON for draw.py."
+                   "\n\nCHECKPOINT is the folder of a checkpoint, or a run's out_dir, of which the "
+                   "newest is taken.\n--out and either --text or --prompt must be given.",
+        .words = "CHECKPOINT",
+        .rows = own,
+        .count = sizeof own / sizeof own[0],
+    };
+    const char *words[2];
+    option_outcome outcome = option_read(&command, argc, argv, o, words, f);
+    if (outcome != OPTION_OK) return outcome;
+    o->checkpoint = words[0];
+    if (!o->text == !o->prompt)
+        fault_set(f, "give either --text FILE or --prompt TEXT");
+    else if (!o->out)
+        fault_set(f, "--out FILE.json: where shall the result go?");
+    else
+        return OPTION_OK;
+    return OPTION_ERROR;
 }
 
 /* ---- Opening ------------------------------------------------------------------------------- */
@@ -278,10 +276,10 @@ int main(int argc, char **argv) {
     threads_wait_asleep(argv);
     static inspector n;
     fault f;
-    for (int i = 1; i < argc; i++)
-        if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) return fputs(usage, stdout) < 0;
+    option_outcome outcome = read_options(&n.options, argc, argv, &f);
+    if (outcome == OPTION_HELP) return 0;
     int code = 0;
-    if (!read_options(&n.options, argc, argv, &f) || !open_inspector(&n, &f))
+    if (outcome == OPTION_ERROR || !open_inspector(&n, &f))
         code = 2;
     else if (!inspect(&n, &f))
         code = 1;

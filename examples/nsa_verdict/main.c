@@ -351,20 +351,26 @@ static void judge_artefacts(run *r) {
 }
 
 int main(int argc, char **argv) {
+    static const option_command command = {
+        .name = "nsa_verdict",
+        .summary = "judges the run whose out_dir is DIR.\n\nExit code 0: GO; 1: NO-GO; 2: no such "
+                   "folder.",
+        .words = "DIR",
+    };
     struct stat s;
-    if (argc != 2 || argv[1][0] == '-') {
-        bool help = argc == 2 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"));
-        fprintf(
-            help ? stdout : stderr,
-            "usage: nsa_verdict DIR\n"
-            "Judges the run whose out_dir is DIR. Exit code 0: GO; 1: NO-GO; 2: no such folder.\n");
-        return help ? GO : UNUSABLE;
+    fault f;
+    const char *words[2];
+    option_outcome outcome = option_read(&command, argc, argv, NULL, words, &f);
+    if (outcome == OPTION_HELP) return GO;
+    if (outcome == OPTION_OK && (stat(words[0], &s) || !S_ISDIR(s.st_mode))) {
+        fault_set(&f, "%s: no folder; must be the out_dir of a run", words[0]);
+        outcome = OPTION_ERROR;
     }
-    if (stat(argv[1], &s) || !S_ISDIR(s.st_mode)) {
-        fprintf(stderr, "%s: no folder; must be the out_dir of a run\n", argv[1]);
+    if (outcome == OPTION_ERROR) {
+        fprintf(stderr, "nsa_verdict: %s\n", f.text);
         return UNUSABLE;
     }
-    run r = {.folder = argv[1], .go = true};
+    run r = {.folder = words[0], .go = true};
     r.metrics = read_json(&r, "metrics.json");
     r.env = read_json(&r, "env.json");
     read_history(&r);

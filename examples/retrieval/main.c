@@ -115,44 +115,66 @@ static bool examine_length(examiner *e, int samples, int length, fault *f) {
     return files_end_output(f);
 }
 
-static bool read_count(const char *what, const char *text, int least, int *to, fault *f) {
-    char *end;
-    long x = strtol(text, &end, 10);
-    *to = (int)x;
-    if (end != text && !*end && x >= least && x <= LONGEST) return true;
-    return fault_set(f, "%s %.100s: must be an integer in %d .. %d", what, text, least, LONGEST);
+typedef struct options {
+    int64_t n_sel; /* 0: as many as the model was trained with */
+} options;
+
+/* The lengths are words behind the checkpoint and the rows, as are `words` here. */
+static bool read_numbers(const char *const *words, int64_t *rows, int64_t *longest, fault *f) {
+    int64_t length;
+    *longest = 0;
+    if (!option_integer("ROWS", words[1], 1, LONGEST, rows, f)) return false;
+    for (int i = 2; words[i]; i++) {
+        if (!option_integer("LENGTH", words[i], SHORTEST, LONGEST, &length, f)) return false;
+        if (length > *longest) *longest = length;
+    }
+    return true;
 }
 
-static int usage(bool asked) {
-    fprintf(asked ? stdout : stderr,
-            "usage: retrieval CHECKPOINT ROWS LENGTH... [--n-sel N]\nprints length, tenth of the "
-            "depth, questions asked, answered right, with the needle among the\nkeys of the "
-            "question's token, and right of these; --n-sel: blocks that are selected\n");
-    return asked ? 0 : 2;
+static int run(const char *const *words, const options *o, fault *f) {
+    static examiner e;
+    int64_t rows, longest;
+    int code = 0;
+    if (!read_numbers(words, &rows, &longest, f) ||
+        !open_examiner(&e, words[0], (int)longest, (int)o->n_sel, f))
+        code = 2;
+    else
+        printf("length,tenth,asked,right,reached,reached_right\n");
+    for (int i = 2; !code && words[i]; i++)
+        if (!examine_length(&e, (int)rows, atoi(words[i]), f)) code = 1;
+    close_examiner(&e);
+    return code;
 }
 
 int main(int argc, char **argv) {
+    static const option own[] = {
+        {.flag = "--n-sel",
+         .kind = OPTION_INTEGER,
+         .offset = offsetof(options, n_sel),
+         .min = LEAST_BLOCKS,
+         .max = LONGEST,
+         .help = "blocks that are selected; default: as many as in training"},
+    };
+    static const option_command command = {
+        .name = "retrieval",
+        .summary = "how often a model finds the needle.\n\nPrints length, tenth of the depth, "
+                   "questions asked, answered right, with the needle among the keys of the\n"
+                   "question's token, and right of these; for ROWS rows of each LENGTH.",
+        .words = "CHECKPOINT ROWS LENGTH...",
+        .rows = own,
+        .count = 1,
+    };
     threads_wait_asleep(argv);
-    static examiner e;
+    options o = {0};
     fault f;
-    int samples, length, longest = 0, n_sel = 0;
-    bool ok = true;
-    bool help = argc == 2 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h"));
-    if (argc < 4 || argv[1][0] == '-') return usage(help);
-    if (argc > 5 && !strcmp(argv[argc - 2], "--n-sel")) {
-        argc -= 2;
-        ok = read_count("--n-sel", argv[argc + 1], LEAST_BLOCKS, &n_sel, &f);
-    }
-    ok = ok && read_count("rows", argv[2], 1, &samples, &f);
-    for (int i = 3; ok && i < argc; i++) {
-        ok = read_count("length", argv[i], SHORTEST, &length, &f);
-        if (ok && length > longest) longest = length;
-    }
-    int code = ok && open_examiner(&e, argv[1], longest, n_sel, &f) ? 0 : 2;
-    if (!code) printf("length,tenth,asked,right,reached,reached_right\n");
-    for (int i = 3; !code && i < argc; i++)
-        if (!examine_length(&e, samples, atoi(argv[i]), &f)) code = 1;
-    if (code) fprintf(stderr, "%s\n", f.text);
-    close_examiner(&e);
+    const char **words = calloc((size_t)argc, sizeof *words);
+    option_outcome outcome = OPTION_ERROR;
+    if (words)
+        outcome = option_read(&command, argc, argv, &o, words, &f);
+    else
+        fault_set(&f, "out of memory");
+    int code = outcome == OPTION_HELP ? 0 : outcome == OPTION_ERROR ? 2 : run(words, &o, &f);
+    if (code) fprintf(stderr, "retrieval: %s\n", f.text);
+    free(words);
     return code;
 }

@@ -16,23 +16,12 @@
 
 enum { HEADER_BYTES = 1024, MAGIC = 20240520, VERSION = 1, MOST_IDS = 1 << 16, PATH_ROOM = 4096 };
 
-static const char usage[] =
-    "shards FOLDER TEXT... [--tokenizer-path DIR] [--shard-tokens N]\n\n"
-    "Makes FOLDER, which the trainers take as --dataset bin --data FOLDER: token shards in "
-    "llm.c's\n"
-    "format. A TEXT is a file, or a folder with those below it. A file is one document; of "
-    ".jsonl,\n"
-    ".ndjson and .json, and of - (standard input) each line is one: an object with a \"text\".\n"
-    "Tokens are bytes, or those of the vocabulary in DIR: tokenizer.json, or vocab.json and\n"
-    "merges.txt. A shard has N tokens, 100000000 unless given; the last one has what is left.\n";
-
 typedef struct job {
     const char *folder;
     char part[PATH_ROOM]; /* where the shards are until all of them are there */
     const char *vocabulary;
-    const char **texts;
-    int count;
-    int64_t most; /* tokens of a shard */
+    const char **words; /* the folder, then texts */
+    int64_t most;       /* tokens of a shard */
     tokenizer *tokenizer;
     token_list waiting;
     int64_t shards, tokens, documents;
@@ -158,7 +147,7 @@ static bool make(job *j, fault *f) {
     strcat(j->part, ".part");
     if (!files_remove_folder(j->part, f) || !files_make_folder(j->part, f)) return false;
     bool ok = true;
-    for (int i = 0; ok && i < j->count; i++) ok = add(j, j->texts[i], f);
+    for (int i = 1; ok && j->words[i]; i++) ok = add(j, j->words[i], f);
     if (ok && j->waiting.count) ok = write_shard(j, j->waiting.count, f);
     if (ok && !j->shards) ok = fault_set(f, "no text in what was given");
     if (ok && (!files_sync_folder(j->part, f) || rename(j->part, j->folder)))
@@ -168,31 +157,37 @@ static bool make(job *j, fault *f) {
     return ok;
 }
 
-static bool parse(job *j, int argc, char **argv, fault *f) {
-    for (int i = 1; i < argc; i++) {
-        char *end = "";
-        bool path = !strcmp(argv[i], "--tokenizer-path"), most = !strcmp(argv[i], "--shard-tokens");
-        if ((path || most) && i + 1 == argc)
-            return fault_set(f, "%s: a value must follow", argv[i]);
-        if (path)
-            j->vocabulary = argv[++i];
-        else if (most)
-            j->most = strtoll(argv[++i], &end, 10);
-        else if (argv[i][0] == '-' && argv[i][1])
-            return fault_set(f, "%s: no such option (--help)", argv[i]);
-        else if (!j->folder)
-            j->folder = argv[i];
-        else
-            j->texts[j->count++] = argv[i];
-        if (most && (*end || end == argv[i] || j->most < 1 || j->most > INT32_MAX))
-            return fault_set(f, "--shard-tokens %s: must be an integer in 1 .. 2147483647",
-                             argv[i]);
-    }
-    return j->count || fault_set(f, "a new folder and text must be named (--help)");
-}
+static const option own[] = {
+    {.flag = "--tokenizer-path",
+     .kind = OPTION_TEXT,
+     .offset = offsetof(job, vocabulary),
+     .words = "DIR",
+     .help = "tokens of the vocabulary in DIR, which has tokenizer.json, or vocab.json and "
+             "merges.txt;\n"
+             "default: bytes"},
+    {.flag = "--shard-tokens",
+     .kind = OPTION_INTEGER,
+     .offset = offsetof(job, most),
+     .min = 1,
+     .max = INT32_MAX,
+     .initial = "100000000",
+     .help = "tokens of a shard; the last one has what is left"},
+};
 
-static int run(job *j, int argc, char **argv, fault *f) {
-    if (!parse(j, argc, argv, f)) return 2;
+static const option_command command = {
+    .name = "shards",
+    .summary =
+        "text as token shards in llm.c's format.\n\nMakes FOLDER, which the trainers take as "
+        "--dataset bin --data FOLDER. A TEXT is a file, or a folder\nwith those below it. A file "
+        "is one document; of .jsonl, .ndjson and .json, and of - (standard\ninput) each line is "
+        "one: an object with a \"text\".",
+    .words = "FOLDER TEXT...",
+    .rows = own,
+    .count = sizeof own / sizeof own[0],
+};
+
+static int run(job *j, fault *f) {
+    j->folder = j->words[0];
     j->tokenizer = tokenizer_open(j->vocabulary ? CONFIG_GPT2 : CONFIG_BYTE,
                                   j->vocabulary ? j->vocabulary : "", f);
     if (!j->tokenizer) return 2;
@@ -211,13 +206,16 @@ static int run(job *j, int argc, char **argv, fault *f) {
 int main(int argc, char **argv) {
     files_claim_standard();
     fault f;
-    for (int i = 1; i < argc; i++)
-        if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) return fputs(usage, stdout) < 0;
-    job j = {.most = 100000000, .texts = calloc((size_t)argc, sizeof *j.texts)};
-    int code = j.texts ? run(&j, argc, argv, &f) : 1;
-    if (code) fprintf(stderr, "shards: %s\n", j.texts ? f.text : "out of memory");
+    job j = {.words = calloc((size_t)argc, sizeof *j.words)};
+    option_outcome outcome = OPTION_ERROR;
+    if (j.words)
+        outcome = option_read(&command, argc, argv, &j, j.words, &f);
+    else
+        fault_set(&f, "out of memory");
+    int code = outcome == OPTION_HELP ? 0 : outcome == OPTION_ERROR ? 2 : run(&j, &f);
+    if (code) fprintf(stderr, "shards: %s\n", f.text);
     tokenizer_close(j.tokenizer);
     token_list_free(&j.waiting);
-    free(j.texts);
+    free(j.words);
     return code;
 }

@@ -59,13 +59,16 @@ static void close_ops(ops *o) {
 /* The settings, the same for all processes; one of them says what is wrong with them. */
 static int settle(config *c, dist *d, ops *o, int argc, char **argv) {
     static const config_program program = {
-        "train_125m", "Trains a language model with Native Sparse Attention.", NULL, train_recall};
+        .name = "train_125m",
+        .summary = "trains a language model with Native Sparse Attention.",
+        .recall = train_recall,
+    };
     listener notes = listener_stderr();
     fault f;
     if (d->rank) notes.say = say_nothing;
-    config_outcome outcome = config_load(c, &program, argc, argv, &notes, &f);
-    bool ok = outcome == CONFIG_OK && dist_settle(d, c, &f) && open_ops(o, c, d, &f);
-    return train_worst(d, ok || outcome == CONFIG_HELP ? 0 : 2, &f);
+    option_outcome outcome = config_load(c, &program, argc, argv, &notes, &f);
+    bool ok = outcome == OPTION_OK && dist_settle(d, c, &f) && open_ops(o, c, d, &f);
+    return train_worst(d, ok || outcome == OPTION_HELP ? 0 : 2, &f);
 }
 
 int main(int argc, char **argv) {

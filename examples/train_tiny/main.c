@@ -24,16 +24,19 @@ int main(int argc, char **argv) {
                                             "telemetry.trace_ddp_buckets",
                                             NULL};
     static const config_program program = {
-        "train_tiny", "Trains a small language model with Native Sparse Attention on the CPU.",
-        no_effect, train_recall};
+        .name = "train_tiny",
+        .summary = "trains a small language model with Native Sparse Attention on the CPU.",
+        .no_effect = no_effect,
+        .recall = train_recall,
+    };
     static config c;
     listener notes = listener_stderr();
     ops o;
     dist d = dist_alone();
     fault f;
-    config_outcome outcome = config_load(&c, &program, argc, argv, &notes, &f);
-    if (outcome == CONFIG_HELP) return 0;
-    if (outcome == CONFIG_ERROR || !train_open_cpu(&o, &c, &f)) {
+    option_outcome outcome = config_load(&c, &program, argc, argv, &notes, &f);
+    if (outcome == OPTION_HELP) return 0;
+    if (outcome == OPTION_ERROR || !train_open_cpu(&o, &c, &f)) {
         fprintf(stderr, "%s\n", f.text);
         return 2;
     }

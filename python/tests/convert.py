@@ -499,7 +499,7 @@ def check_import_refusals(convert, folder):
     tensors = random_llama(LLAMA, 5)
     for i, (change, words) in enumerate((({"hidden_act": "gelu"}, "hidden_act"), ({"mlp_bias": True}, "mlp_bias"),
                                          ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: llama3"),
-                                         ({"vocab_size": "many"}, "vocab_size"), ({"block_counts": 0}, "--nsa-n-sel"),
+                                         ({"vocab_size": "many"}, "vocab_size"), ({"block_counts": 0}, "nsa.n_sel"),
                                          ({"head_dim": 16}, "its shape is not"),
                                          ({"num_hidden_layers": 3}, "blocks.2."),
                                          ({"num_hidden_layers": 1}, "model.layers.1."))):

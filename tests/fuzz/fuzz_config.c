@@ -16,7 +16,7 @@ static void ignore(void *user, const char *line) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     enum { ARGUMENTS = 24 };
-    static const config_program program = {"fuzz", "", NULL, NULL};
+    static const config_program program = {.name = "fuzz", .summary = ""};
     static config c, copy;
     static char path[600];
     char *argv[ARGUMENTS + 3] = {"fuzz"}, *text = malloc(size + 1);
@@ -35,14 +35,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     for (; line < end && argc < ARGUMENTS; line += strlen(text + line) + 1) {
         char *newline = strchr(text + line, '\n');
         if (newline) *newline = 0;
-        /* Another file than ours is none of ours, and --help prints. */
-        if (!strncmp(text + line, "--config", 8) || !strncmp(text + line, "--help", 6)) continue;
+        /* Another file than ours is none of ours, and --help and --version print. */
+        if (!strncmp(text + line, "--config", 8) || !strncmp(text + line, "--help", 6) ||
+            !strncmp(text + line, "--version", 9) || !strcmp(text + line, "-h"))
+            continue;
         argv[argc++] = text + line;
     }
-    config_outcome outcome = config_load(&c, &program, argc, argv, &notes, &why);
-    if (outcome == CONFIG_ERROR)
+    option_outcome outcome = config_load(&c, &program, argc, argv, &notes, &why);
+    if (outcome == OPTION_ERROR)
         FUZZ_ASSERT(why.text[0] && !strpbrk(why.text, "\n\033"), "message: %s", why.text);
-    if (outcome == CONFIG_OK) {
+    if (outcome == OPTION_OK) {
         FUZZ_ASSERT(c.model.n_heads % c.model.n_kv_groups == 0 && c.nsa.l % c.nsa.d == 0, "rules");
         json_t *json = config_to_json(&c);
         copy = c;

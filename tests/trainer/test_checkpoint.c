@@ -515,11 +515,11 @@ static void test_kill(void) {
 }
 
 int main(void) {
-    config_program program = {"test", "", NULL, NULL};
+    config_program program = {.name = "test", .summary = ""};
     listener notes = test_notes();
     char *argv[] = {"test", "--dataset=synthetic"};
     signal(SIGXFSZ, SIG_IGN);
-    CHECK(config_load(&settings, &program, 2, argv, &notes, &why) == CONFIG_OK, "%s", why.text);
+    CHECK(config_load(&settings, &program, 2, argv, &notes, &why) == OPTION_OK, "%s", why.text);
     test_begin();
     test_round_trip();
     test_retention();

@@ -22,10 +22,11 @@ static bool recall(const config *asked, config *kept, fault *f) {
 }
 
 /* config_load with the words of `line` as arguments. */
-static config_outcome load(const char *line) {
+static option_outcome load(const char *line) {
     static const char *const no_effect[] = {"runtime.gradient_checkpointing", NULL};
     static char words[4096];
-    config_program program = {"test", "a test", no_effect, recall};
+    config_program program = {
+        .name = "test", .summary = "a test", .no_effect = no_effect, .recall = recall};
     listener notes = test_notes();
     char *argv[64] = {"test", "--dataset", "synthetic"};
     int argc = strstr(line, "--dataset") || strstr(line, "--data") ? 1 : 3;
@@ -37,13 +38,13 @@ static config_outcome load(const char *line) {
 
 static void refuse(const char *line, const char *words) {
     check_case("%s", line);
-    TEST_FAULT(load(line) != CONFIG_ERROR, &why, words);
+    TEST_FAULT(load(line) != OPTION_ERROR, &why, words);
 }
 
 static void accept(const char *line) {
     check_case("%s", line);
-    config_outcome outcome = load(line);
-    CHECK(outcome == CONFIG_OK, "refused: %s", why.text);
+    option_outcome outcome = load(line);
+    CHECK(outcome == OPTION_OK, "refused: %s", why.text);
 }
 
 /* A config file of this text, as "--config PATH". */
@@ -108,7 +109,7 @@ static void test_published(const char *folder) {
         snprintf(line, sizeof line, "--config %s/%s.yaml", folder, names[n]);
         accept(line);
         for (size_t i = 0; i < sizeof published / sizeof published[0]; i++) {
-            config_value(&settings, config_find(published[i].key), value, sizeof value);
+            option_value(&settings, config_find(published[i].key), value, sizeof value);
             CHECK(!strcmp(value, published[i].value[n]), "%s is %s, must be %s", published[i].key,
                   value, published[i].value[n]);
         }
@@ -217,7 +218,7 @@ static void test_flags(void) {
     CHECK(!strcmp(settings.data.path, "a.jsonl") && !settings.runtime.gradient_checkpointing &&
               settings.train.accumulate_grad_batches == 3 && settings.runtime.ddp == -1,
           "flags of the reports");
-    CHECK(strstr(test_said, "runtime.gradient_checkpointing (command line --gc)"),
+    CHECK(strstr(test_said, "runtime.gradient_checkpointing (command line --no-gc)"),
           "the program's own list of no effect: %s", test_said);
     accept("--gc --synthetic-on-fail --resume --steps 3");
     CHECK(settings.runtime.gradient_checkpointing && settings.data.synthetic_on_fail &&
@@ -229,7 +230,7 @@ static void test_flags(void) {
     CHECK(!strcmp(settings.train.resume, "latest"), "--resume as the last word");
     refuse("--stesp 4", "--stesp: unknown option&did you mean --steps");
     refuse("--no-steps", "--no-steps: unknown option");
-    refuse("stray", "stray: unknown option");
+    refuse("stray", "stray: belongs to no option");
     refuse("--lr", "--lr: its value is missing&a number above 0, at most 1");
     refuse("--no-gc=1", "--no-gc=1: takes no value");
     refuse("--prompt --check", "--prompt: its value is missing");
@@ -244,12 +245,12 @@ static void test_flags(void) {
     refuse("--lr 0", "must be a number above 0, at most 1");
     refuse("--gc=maybe", "--gc maybe: must be true or false");
     accept("--gc=selective");
-    CHECK(config_gc_of(settings.runtime.gradient_checkpointing).kind == CONFIG_GC_SELECTIVE,
+    CHECK(option_layers_of(settings.runtime.gradient_checkpointing).kind == OPTION_LAYERS_SELECTIVE,
           "selective");
     accept(file("model:\n  n_layers: 9\nruntime:\n  gradient_checkpointing: 2..8\n"));
-    config_gc gc = config_gc_of(settings.runtime.gradient_checkpointing);
-    CHECK(gc.kind == CONFIG_GC_RANGE && gc.first == 2 && gc.last == 8, "layers %d..%d", gc.first,
-          gc.last);
+    option_layers gc = option_layers_of(settings.runtime.gradient_checkpointing);
+    CHECK(gc.kind == OPTION_LAYERS_RANGE && gc.first == 2 && gc.last == 8, "layers %d..%d",
+          gc.first, gc.last);
     refuse("--gc=8..2", "--gc 8..2: must be true or false, selective, or layers");
     refuse("--gc=2..8x", "--gc 2..8x: must be");
     refuse("--layers 8 --gc=2..8", "gradient_checkpointing = 2..8&must name layers&model.n_layers");
@@ -460,7 +461,7 @@ static char *printed(void (*what)(void)) {
 }
 
 static void print_help(void) {
-    CHECK(load("--help --nonsense") == CONFIG_HELP, "--help wins");
+    CHECK(load("--help --nonsense") == OPTION_HELP, "--help wins");
 }
 
 static void print_settings(void) {
@@ -472,7 +473,7 @@ static void test_table(void) {
     accept("--steps 12 --lr 1.5e-4");
     char *check = printed(print_settings);
     for (size_t i = 0; i < config_entry_count; i++) {
-        const config_entry *e = &config_entries[i];
+        const option *e = &config_entries[i];
         CHECK(!e->flag || strstr(help, e->flag + 2), "help lacks %s", e->flag);
         CHECK(!e->environment || strstr(help, e->environment), "help lacks %s", e->environment);
         CHECK(!strchr(e->key, '.') || strstr(check, e->key), "--check lacks %s", e->key);
@@ -497,10 +498,10 @@ static void test_json(void) {
     json_t *json = config_to_json(&settings);
     CHECK(json && config_from_json(&back, json, &why), "back from JSON: %s", why.text);
     for (size_t i = 0; i < config_entry_count; i++) {
-        const config_entry *e = &config_entries[i];
+        const option *e = &config_entries[i];
         if (e->traits & CONFIG_NOT_SAVED) continue;
-        config_value(&settings, e, a, sizeof a);
-        config_value(&back, e, b, sizeof b);
+        option_value(&settings, e, a, sizeof a);
+        option_value(&back, e, b, sizeof b);
         CHECK(!strcmp(a, b), "%s: %s became %s", e->key, a, b);
     }
     CHECK(config_same_model(&settings, &back, &why), "same model: %s", why.text);

@@ -246,13 +246,13 @@ static void test_refusals(void) {
     char at[1024];
     snprintf(at, sizeof at, "%s", test_path("sparse"));
     check_case("refusals");
-    expect(shell("%s", generator), 2, "which checkpoint?");
+    expect(shell("%s", generator), 2, "CHECKPOINT: none was given");
     expect(shell("%s /nowhere", generator), 2, "/nowhere: no checkpoint");
     expect(shell("%s %s --foo 1", generator, at), 2, "--foo: unknown option");
     expect(shell("%s %s --length", generator, at), 2, "its value is missing");
     expect(shell("%s %s --top-p 2", generator, at), 2, "--top-p 2: must be a number above 0");
     expect(shell("%s %s --chunk 0", generator, at), 2, "must be an integer in 1 ..");
-    expect(shell("%s %s another", generator, at), 2, "one checkpoint at a time");
+    expect(shell("%s %s another", generator, at), 2, "one too many, after");
     expect(shell("%s %s --prompt-file /nowhere", generator, at), 2, "/nowhere: cannot open");
     expect(shell("%s %s --length 65", generator, at), 2, "the context is 64");
     expect(shell("{ %s %s --length 3 >/dev/full; }", generator, at), 1,

@@ -84,14 +84,14 @@ def check_refusals(model, full, text, result):
     long.write_text("x" * 129)
     empty.write_text("")
     for words, *options in (
-            ("which checkpoint?", "--text", text, *out),
+            ("CHECKPOINT: none was given", "--text", text, *out),
             ("--text FILE or --prompt", model, *out),
             ("--text FILE or --prompt", model, "--text", text, "--prompt", "x", *out),
             ("--out FILE.json", model, "--text", text),
             ("unknown option", model, "--bogus", "1"),
             ("value is missing", model, "--text"),
             ("must be an integer", model, "--text", text, "--tokens", "0", *out),
-            ("one checkpoint at a time", model, model, "--text", text, *out),
+            ("one too many, after", model, model, "--text", text, *out),
             ("nowhere", runs.root / "nowhere", "--text", text, *out),
             ("cannot open", model, "--text", runs.root / "no-such-text", *out),
             ("the text is empty", model, "--text", empty, *out),

@@ -65,7 +65,7 @@ static void test_examination(void) {
         CHECK(got[i] == want[i], "count %d: %d, not %d", i, got[i], want[i]);
     CHECK(got[1] > 0 && got[1] < asked, "%d of %d questions reach the needle", got[1], asked);
     expect(shell("%s %s 1 64", examiner, test_path("sparse")), 2, "retrieval needs 512");
-    expect(shell("%s %s 0 64", examiner, test_path("needles")), 2, "rows 0: must be an integer");
+    expect(shell("%s %s 0 64", examiner, test_path("needles")), 2, "ROWS 0: must be an integer");
     expect(shell("%s %s 1 15", examiner, test_path("needles")), 2, "in 16 ..");
     expect(shell("%s %s 1 64 --n-sel 2", examiner, test_path("needles")), 2, "--n-sel 2: must be");
     expect(shell("%s %s 1 %d --n-sel 8", examiner, test_path("needles"), LENGTH), 0, "100,9,");
@@ -75,7 +75,7 @@ static void test_examination(void) {
               "all %d blocks are selected: %s", 8, at);
     expect(shell("{ %s %s 1 64 >/dev/full; }", examiner, test_path("needles")), 1,
            "standard output: cannot write: No space left");
-    expect(shell("%s", examiner), 2, "usage");
+    expect(shell("%s", examiner), 2, "CHECKPOINT: none was given");
     model_close(&m);
     checkpoint_close(&k);
     ops_cpu_close(&o);

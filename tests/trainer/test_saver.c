@@ -118,9 +118,9 @@ static void test_failure(void) {
 int main(void) {
     test_begin();
     char *argv[] = {"test", "--dataset=synthetic"};
-    config_program options = {"test", "", NULL, NULL};
+    config_program options = {.name = "test", .summary = ""};
     listener notes = test_notes();
-    CHECK(config_load(&settings, &options, 2, argv, &notes, &why) == CONFIG_OK, "%s", why.text);
+    CHECK(config_load(&settings, &options, 2, argv, &notes, &why) == OPTION_OK, "%s", why.text);
     sem_init(&may_end, 0, 0);
     test_copies();
     test_failure();

@@ -99,8 +99,8 @@ def test_refusals():
     check("must be a new folder" in make("bytes", corpus, code=1)[1], "an old folder")
     check("nowhere: cannot read" in make("new", runs.root / "nowhere", code=1)[1], "no text")
     check("must be an integer in 1" in make("new", corpus, "--shard-tokens", "many", code=2)[1], "no number")
-    check("no such option" in make("new", corpus, "--shards", 3, code=2)[1], "no option")
-    check("text must be named" in make("new", code=2)[1], "nothing named")
+    check("unknown option" in make("new", corpus, "--shards", 3, code=2)[1], "no option")
+    check("TEXT: none was given" in make("new", code=2)[1], "nothing named")
     check(not (runs.root / "new").exists(), "a folder was made")
 
 

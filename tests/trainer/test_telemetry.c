@@ -27,9 +27,9 @@ static void load_settings(const char *out_dir, const char *steps) {
                     "5",
                     "--dataset",
                     "synthetic"};
-    config_program program = {"test", "", NULL, NULL};
+    config_program program = {.name = "test", .summary = ""};
     listener notes = test_notes();
-    CHECK(config_load(&settings, &program, 9, argv, &notes, &why) == CONFIG_OK, "%s", why.text);
+    CHECK(config_load(&settings, &program, 9, argv, &notes, &why) == OPTION_OK, "%s", why.text);
 }
 
 static telemetry *open_run(int64_t resume_step, bool resumed) {

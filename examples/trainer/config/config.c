@@ -9,23 +9,17 @@
 
 extern char **environ;
 
-static const char *flag_of(const config_entry *e) {
-    return e->flag;
-}
-
-static const char *environment_of(const config_entry *e) {
+static const char *environment_of(const option *e) {
     return e->environment;
 }
 
-static config_origin *origin_of(config *c, const config_entry *e) {
+static config_origin *origin_of(config *c, const option *e) {
     return &c->origin[e - config_entries];
 }
 
 static void set_defaults(config *c) {
-    fault unused;
     memset(c, 0, sizeof *c);
-    for (size_t i = 0; i < config_entry_count; i++)
-        config_set(c, &config_entries[i], config_entries[i].initial, &unused);
+    option_defaults(config_entries, config_entry_count, c);
 }
 
 /* ---- The environment ---- */
@@ -41,7 +35,8 @@ static bool check_strange_name(const char *variable, const listener *notes, faul
         if (config_entries[i].environment && !strcmp(config_entries[i].environment, name))
             return true;
     if (!config_other_variable(name, &instead)) {
-        const config_entry *near = config_nearest(name, environment_of);
+        const option *near =
+            option_nearest(config_entries, config_entry_count, name, environment_of);
         listener_say(notes, "warning: environment %s: unknown name, not used%s%s%s", name,
                      near ? "; did you mean " : "", near ? near->environment : "", near ? "?" : "");
         return true;
@@ -66,7 +61,7 @@ static bool read_environment(config *c, const listener *notes, fault *f) {
     for (char **v = environ; v && *v; v++)
         if (!strncmp(*v, "NSA_", 4) && !check_strange_name(*v, notes, f)) return false;
     for (size_t i = 0; i < config_entry_count; i++) {
-        const config_entry *e = &config_entries[i];
+        const option *e = &config_entries[i];
         const char *value = e->environment ? environment_value(e->environment) : NULL;
         if (!value || !*value || !strcmp(e->key, "config")) continue;
         if (e->traits & CONFIG_NEGATED) {
@@ -76,7 +71,7 @@ static bool read_environment(config *c, const listener *notes, fault *f) {
             else
                 return fault_set(f, "environment %s=%.200s: must be 1 or 0", e->environment, value);
         }
-        if (!config_set(c, e, value, &reason))
+        if (!option_set(c, e, value, &reason))
             return fault_set(f, "environment %s=%.200s: %.256s", e->environment, value,
                              reason.text);
         origin_of(c, e)->layer = CONFIG_FROM_ENVIRONMENT;
@@ -86,125 +81,92 @@ static bool read_environment(config *c, const listener *notes, fault *f) {
 
 /* ---- The command line ---- */
 
-typedef struct argument {
-    const config_entry *entry;
-    const char *value; /* NULL: none was given */
-    bool negated;      /* --no-x */
-} argument;
-
-static const config_entry *find_flag(const char *name, size_t length) {
-    if (length == strlen("--local-path") && !strncmp(name, "--local-path", length)) {
-        name = "--data";
-        length = strlen(name);
-    }
-    for (size_t i = 0; i < config_entry_count; i++) {
-        const char *flag = config_entries[i].flag;
-        if (flag && strlen(flag) == length && !strncmp(flag, name, length))
-            return &config_entries[i];
-    }
-    return NULL;
+/* A file whose option was left out. */
+static const char *meant_by(const char *word) {
+    const char *dot = strrchr(word, '.');
+    if (dot && (!strcmp(dot, ".yaml") || !strcmp(dot, ".yml"))) return "--config";
+    return dot || strchr(word, '/') ? "--data" : NULL;
 }
 
-/* Takes a value only after "=". */
-static bool is_switch(const config_entry *e) {
-    return e->kind == CONFIG_SWITCH || e->kind == CONFIG_LAYERS;
+static option_command command_of(const config_program *program) {
+    return (option_command){
+        .name = program->name,
+        .summary = program->summary,
+        .notes = "A value comes from the command line, else from the environment, else from the "
+                 "file of\n--config, else it is the default. Exit codes: 0 done, 1 failed, 2 wrong "
+                 "settings, 3 halted by the\nwatchdog, 128 + n ended by signal n.\n",
+        .words = program->words ? program->words : "",
+        .rows = config_entries,
+        .count = config_entry_count,
+        .alias = {"--local-path", "--data"},
+        .meant = meant_by,
+    };
 }
 
-static const config_entry *find_negated(const char *name, size_t length) {
-    char flag[64] = "--";
-    if (length < 6 || length >= sizeof flag || strncmp(name, "--no-", 5)) return NULL;
-    memcpy(flag + 2, name + 5, length - 5);
-    const config_entry *e = find_flag(flag, length - 3);
-    return e && is_switch(e) ? e : NULL;
-}
-
-static bool flag_fault(const char *text, size_t length, fault *f) {
-    char name[96];
-    snprintf(name, sizeof name, "%.*s", (int)(length < 95 ? length : 95), text);
-    const config_entry *near = config_nearest(name, flag_of);
-    return fault_set(f, "%s: unknown option%s%s%s (--help lists all)", name,
-                     near ? "; did you mean " : "", near ? near->flag : "", near ? "?" : "");
-}
-
-/* Takes one option, with its value, off the arguments; *i ends on its last word. */
-static bool take_argument(int argc, char **argv, int *i, argument *a, fault *f) {
-    const char *text = argv[*i];
-    size_t length = strcspn(text, "=");
-    a->entry = find_flag(text, length);
-    a->negated = false;
-    a->value = text[length] ? text + length + 1 : NULL;
-    if (!a->entry) {
-        a->entry = find_negated(text, length);
-        a->negated = true;
-    }
-    if (!a->entry) return flag_fault(text, length, f);
-    if (a->negated && a->value) return fault_set(f, "%.100s: takes no value", text);
-    if (a->value || is_switch(a->entry)) return true;
-    bool last = *i + 1 == argc;
-    if (a->entry->traits & CONFIG_OPTIONAL_ARGUMENT) {
-        if (last || !strncmp(argv[*i + 1], "--", 2))
-            a->value = a->entry->words;
-        else
-            a->value = argv[++*i];
-        return true;
-    }
-    if (last || !strncmp(argv[*i + 1], "--", 2)) {
-        char allowed[256];
-        config_allowed(a->entry, allowed, sizeof allowed);
-        return fault_set(f, "%s: its value is missing; it %s", text, allowed);
-    }
-    a->value = argv[++*i];
-    return true;
-}
-
-static bool read_command_line(config *c, int argc, char **argv, fault *f) {
-    argument a;
-    fault reason;
-    for (int i = 1; i < argc; i++) {
-        if (!take_argument(argc, argv, &i, &a, f)) return false;
-        const char *value = a.negated ? "false" : a.value ? a.value : "true";
-        if (!config_set(c, a.entry, value, &reason))
-            return fault_set(f, "%s %.200s: %.256s", a.entry->flag, value, reason.text);
-        origin_of(c, a.entry)->layer = CONFIG_FROM_COMMAND_LINE;
-    }
+static bool take_setting(void *to, const option *e, const char *flag, const char *value, fault *f) {
+    config *c = to;
+    if (!option_set(c, e, value, f)) return false;
+    *origin_of(c, e) = (config_origin){.layer = CONFIG_FROM_COMMAND_LINE, .given = flag};
     return true;
 }
 
 /* The file lies below the command line that names it, so its name is looked for first. */
-static bool find_file(config *c, int argc, char **argv, fault *f) {
-    argument a;
-    const config_entry *e = config_find("config");
+static bool take_file(void *to, const option *e, const char *flag, const char *value, fault *f) {
+    return strcmp(e->key, "config") || take_setting(to, e, flag, value, f);
+}
+
+static option_outcome find_file(config *c, const config_program *program, int argc, char **argv,
+                                fault *f) {
+    const option *e = config_find("config");
     const char *path = environment_value(e->environment);
-    config_layer layer = CONFIG_FROM_ENVIRONMENT;
-    for (int i = 1; i < argc; i++) {
-        if (!take_argument(argc, argv, &i, &a, f)) return false;
-        if (a.entry != e) continue;
-        path = a.value;
-        layer = CONFIG_FROM_COMMAND_LINE;
+    option_command command = command_of(program);
+    fault reason;
+    if (path && *path && !option_set(c, e, path, &reason)) {
+        fault_set(f, "environment %s=%.200s: %.256s", e->environment, path, reason.text);
+        return OPTION_ERROR;
     }
-    if (!path || !*path) return true;
-    if (strlen(path) >= CONFIG_PATH_BYTES)
-        return fault_set(f, "--config: the path is longer than %d bytes", CONFIG_PATH_BYTES - 1);
-    memcpy(c->file, path, strlen(path) + 1);
-    origin_of(c, e)->layer = layer;
-    return true;
+    if (path && *path) origin_of(c, e)->layer = CONFIG_FROM_ENVIRONMENT;
+    return option_parse(&command, argc, argv, take_file, c, program->given, f);
+}
+
+static bool read_command_line(config *c, const config_program *program, int argc, char **argv,
+                              fault *f) {
+    option_command command = command_of(program);
+    return option_parse(&command, argc, argv, take_setting, c, program->given, f) == OPTION_OK;
+}
+
+/* What a program knows of its own accord: nobody gave a flag of it, so none is named. */
+static bool read_preset(config *c, const config_program *program, fault *f) {
+    const option_command command = command_of(program);
+    const char *name;
+    fault reason;
+    if (!program->preset) return true;
+    const char *const *word = program->preset(program->given, &name, f);
+    for (; word && *word; word++) {
+        const option *e = option_find(&command, *word);
+        const char *value = strchr(*word, '=') + 1;
+        if (!option_set(c, e, value, &reason))
+            return fault_set(f, "%.300s: %s = %.200s: %.256s", name, e->key, value, reason.text);
+        *origin_of(c, e) = (config_origin){.layer = CONFIG_FROM_CHECKPOINT, .given = name};
+    }
+    return word != NULL;
 }
 
 /* ---- A resumed run's checkpoint ---- */
 
 /* A file's settings of a model must agree with the checkpoint, so that a wrong one is found. */
-static bool stands_in_file(const config *c, const config_entry *e) {
+static bool stands_in_file(const config *c, const option *e) {
     return c->origin[e - config_entries].layer == CONFIG_FROM_FILE &&
            (!strncmp(e->key, "model.", 6) || !strncmp(e->key, "nsa.", 4));
 }
 
 /* One setting of the checkpoint: below the environment and the command line, above the file. */
-static void take_kept(config *c, const config *kept, const config_entry *e, const listener *notes) {
+static void take_kept(config *c, const config *kept, const option *e, const listener *notes) {
     char mine[CONFIG_PATH_BYTES], theirs[CONFIG_PATH_BYTES], place[CONFIG_PATH_BYTES + 32];
     fault unused;
     config_layer layer = origin_of(c, e)->layer;
-    config_value(c, e, mine, sizeof mine);
-    config_value(kept, e, theirs, sizeof theirs);
+    option_value(c, e, mine, sizeof mine);
+    option_value(kept, e, theirs, sizeof theirs);
     config_place(c, e, place, sizeof place);
     if (layer == CONFIG_FROM_ENVIRONMENT || layer == CONFIG_FROM_COMMAND_LINE) {
         if (strcmp(mine, theirs))
@@ -215,7 +177,7 @@ static void take_kept(config *c, const config *kept, const config_entry *e, cons
     if (layer == CONFIG_FROM_FILE && strcmp(mine, theirs))
         listener_say(notes, "%s = %.250s, from the checkpoint; %.250s says %.250s, and is not used",
                      e->key, theirs, place, mine);
-    config_set(c, e, theirs, &unused);
+    option_set(c, e, theirs, &unused);
     origin_of(c, e)->layer = CONFIG_FROM_CHECKPOINT;
 }
 
@@ -238,9 +200,9 @@ static bool rule(const config *c, bool holds, const char *key, const char *text,
                  fault *f) {
     char value[2][128], place[2][CONFIG_PATH_BYTES + 32];
     if (holds) return true;
-    const config_entry *a = config_find(key), *b = config_find(other);
-    config_value(c, a, value[0], sizeof value[0]);
-    config_value(c, b, value[1], sizeof value[1]);
+    const option *a = config_find(key), *b = config_find(other);
+    option_value(c, a, value[0], sizeof value[0]);
+    option_value(c, b, value[1], sizeof value[1]);
     config_place(c, a, place[0], sizeof place[0]);
     config_place(c, b, place[1], sizeof place[1]);
     return fault_set(f, "%s = %s (%.300s): %s %s = %s (%.300s)", key, value[0], place[0], text,
@@ -289,7 +251,7 @@ static bool check_data(const config *c, fault *f) {
                       "synthetic) with"
                     : "must name a file or a folder (--data PATH) with",
                 "data.dataset", f) &&
-           rule(c, config_gc_of(c->runtime.gradient_checkpointing).last < c->model.n_layers,
+           rule(c, option_layers_of(c->runtime.gradient_checkpointing).last < c->model.n_layers,
                 "runtime.gradient_checkpointing", "must name layers, from 0, below",
                 "model.n_layers", f) &&
            rule(c, c->runtime.rank < c->runtime.world_size, "runtime.rank", "must be below",
@@ -300,7 +262,7 @@ static bool check_data(const config *c, fault *f) {
 
 /* ---- What is said, and the whole ---- */
 
-static void note_no_effect(const config *c, const config_entry *e, const char *program,
+static void note_no_effect(const config *c, const option *e, const char *program,
                            const listener *notes) {
     char place[CONFIG_PATH_BYTES + 32];
     if (c->origin[e - config_entries].layer == CONFIG_FROM_DEFAULT) return;
@@ -340,21 +302,18 @@ static bool read_file(config *c, const listener *notes, fault *f) {
     return fault_set(f, "%.900s%s", reason.text, surprising ? " (environment CONFIG)" : "");
 }
 
-config_outcome config_load(config *c, const config_program *program, int argc, char **argv,
+option_outcome config_load(config *c, const config_program *program, int argc, char **argv,
                            const listener *notes, fault *f) {
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") && strcmp(argv[i], "-h")) continue;
-        config_print_help(program);
-        return CONFIG_HELP;
-    }
     set_defaults(c);
-    bool ok = find_file(c, argc, argv, f) && read_file(c, notes, f) &&
-              read_environment(c, notes, f) && read_command_line(c, argc, argv, f) &&
+    option_outcome outcome = find_file(c, program, argc, argv, f);
+    if (outcome != OPTION_OK) return outcome;
+    bool ok = read_file(c, notes, f) && read_preset(c, program, f) &&
+              read_environment(c, notes, f) && read_command_line(c, program, argc, argv, f) &&
               recall(c, program, notes, f) && config_check_model(c, f) && check_data(c, f) &&
               check_schedule(c, f) && config_check_effects(c, notes, f);
-    if (!ok) return CONFIG_ERROR;
+    if (!ok) return OPTION_ERROR;
     say_notes(c, program, notes);
-    return CONFIG_OK;
+    return OPTION_OK;
 }
 
 config_layer config_from(const config *c, const char *key) {
@@ -362,13 +321,26 @@ config_layer config_from(const config *c, const char *key) {
 }
 
 bool config_put(config *c, const char *key, const char *text, fault *f) {
-    return config_set(c, config_find(key), text, f);
+    return option_set(c, config_find(key), text, f);
 }
 
-const char *config_describe(const char *key, char *allowed, size_t bytes) {
-    const config_entry *e = config_find(key);
-    config_allowed(e, allowed, bytes);
-    return e->help;
+bool config_give(config *c, const char *key, const char *flag, const char *text, fault *f) {
+    return take_setting(c, config_find(key), flag, text, f);
+}
+
+void config_take(config *c, const config *given) {
+    char text[CONFIG_PATH_BYTES];
+    fault unused;
+    for (size_t i = 0; i < config_entry_count; i++) {
+        if (given->origin[i].layer != CONFIG_FROM_COMMAND_LINE) continue;
+        option_value(given, &config_entries[i], text, sizeof text);
+        option_set(c, &config_entries[i], text, &unused);
+        c->origin[i] = given->origin[i];
+    }
+}
+
+option config_option(const char *key) {
+    return *config_find(key);
 }
 
 const char *config_key(size_t i) {
@@ -376,7 +348,7 @@ const char *config_key(size_t i) {
 }
 
 void config_text(const config *c, size_t i, char *text, size_t bytes) {
-    config_value(c, &config_entries[i], text, bytes);
+    option_value(c, &config_entries[i], text, bytes);
 }
 
 double config_lr(const config_train *t, int64_t step) {

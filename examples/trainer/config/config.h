@@ -9,8 +9,9 @@
 
 #include "base/attention.h"
 #include "base/fault.h"
+#include "base/option.h"
 
-#define CONFIG_PATH_BYTES  1024
+#define CONFIG_PATH_BYTES  OPTION_BYTES
 #define CONFIG_ENTRIES_MAX 96
 
 /* Values of the settings that are words. Gate, phi and RoPE settings hold nsa.h's enums. */
@@ -31,21 +32,11 @@ enum {                                               /* data.dataset */
        CONFIG_RETRIEVAL
 };
 
-/* runtime.gradient_checkpointing: nothing, every layer, all but attention, or layers first ..
-   last. */
-enum { CONFIG_GC_NONE, CONFIG_GC_ALL, CONFIG_GC_SELECTIVE, CONFIG_GC_RANGE };
-
-typedef struct config_gc {
-    int kind, first, last;
-} config_gc;
-
-config_gc config_gc_of(int64_t value); /* of the field in config_runtime */
-
 /* Where a value in force came from, later ones above earlier ones. */
 typedef enum config_layer {
     CONFIG_FROM_DEFAULT,
     CONFIG_FROM_FILE,
-    CONFIG_FROM_CHECKPOINT, /* config_from_json */
+    CONFIG_FROM_CHECKPOINT, /* config_from_json, or a program's preset */
     CONFIG_FROM_ENVIRONMENT,
     CONFIG_FROM_COMMAND_LINE
 } config_layer;
@@ -111,7 +102,8 @@ typedef struct config_sample {
 
 typedef struct config_origin {
     config_layer layer;
-    int line; /* in the file, where layer is CONFIG_FROM_FILE */
+    int line;          /* in the file, where layer is CONFIG_FROM_FILE */
+    const char *given; /* what the command line calls it, up to its "="; a preset's name */
 } config_origin;
 
 typedef struct config {
@@ -133,19 +125,18 @@ typedef struct config_program {
     /* NULL, or what gives the settings of the checkpoint that train.resume names; those that it
        does not know have CONFIG_FROM_DEFAULT as their origin. */
     bool (*recall)(const struct config *asked, struct config *kept, fault *f);
+    const char *words;  /* what is given beside options, as in option.h; NULL: nothing */
+    const char **given; /* and where it goes */
+    /* NULL, or what gives settings that stand above the file's, by these words: "--dim=768" and so
+       on, a NULL behind them, and in `name` who says so. NULL: the fault says why not. */
+    const char *const *(*preset)(const char *const *words, const char **name, fault *f);
 } config_program;
-
-typedef enum config_outcome {
-    CONFIG_OK,
-    CONFIG_HELP, /* --help was printed: exit 0 */
-    CONFIG_ERROR /* the fault says why: exit 2 */
-} config_outcome;
 
 /* Defaults, then the file, then a resumed run's checkpoint, then the environment, then the command
    line; then every range and every rule that ties settings together. The file's settings of a
    model are not replaced by the checkpoint's. Warnings, and what differs from the checkpoint, go to
    `notes`, --help to stdout. */
-config_outcome config_load(config *c, const config_program *program, int argc, char **argv,
+option_outcome config_load(config *c, const config_program *program, int argc, char **argv,
                            const listener *notes, fault *f);
 
 /* The rules that tie the settings of a model to each other; config_load has applied them. */
@@ -155,8 +146,13 @@ bool config_check_model(const config *c, fault *f);
    message is what is allowed, without a place. */
 bool config_put(config *c, const char *key, const char *text, fault *f);
 
-/* A setting's line of help; `allowed` becomes "must be an integer in 1 .. 65536". */
-const char *config_describe(const char *key, char *allowed, size_t bytes);
+/* The same as if a trainer's command line had given it by `flag`; and all that stand so in `given`,
+   in the place of c's. */
+bool config_give(config *c, const char *key, const char *flag, const char *text, fault *f);
+void config_take(config *c, const config *given);
+
+/* A setting's row, for a program that has an option for it. */
+option config_option(const char *key);
 
 /* The settings by number, from 0: their keys (NULL behind the last) and their values in force, as
    they would be written in a file. */

@@ -59,21 +59,21 @@ static bool has_word(const char *list, const char *word) {
 }
 
 /* The default is written as a person would: "3e-4". */
-static bool is_default(const config_entry *e, const char *value) {
+static bool is_default(const option *e, const char *value) {
     char *end;
     double number = strtod(e->initial, &end);
     return !strcmp(value, e->initial) ||
-           (e->kind == CONFIG_NUMBER && !*end && number == strtod(value, NULL));
+           (e->kind == OPTION_NUMBER && !*end && number == strtod(value, NULL));
 }
 
-static bool is_idle(const config *c, const effect *e, const config_entry *entry, char *value) {
+static bool is_idle(const config *c, const effect *e, const option *entry, char *value) {
     char mine[CONFIG_PATH_BYTES];
     config_layer layer = c->origin[entry - config_entries].layer;
     if (layer == CONFIG_FROM_DEFAULT || layer == CONFIG_FROM_CHECKPOINT) return false;
     if (e->asked && layer != CONFIG_FROM_COMMAND_LINE) return false;
-    config_value(c, entry, mine, sizeof mine);
+    option_value(c, entry, mine, sizeof mine);
     if (is_default(entry, mine)) return false; /* which asks for nothing */
-    config_value(c, config_find(e->other), value, CONFIG_PATH_BYTES);
+    option_value(c, config_find(e->other), value, CONFIG_PATH_BYTES);
     bool is_none_of = e->values[0] == '!';
     return has_word(e->values + is_none_of, value) == is_none_of;
 }
@@ -82,9 +82,9 @@ bool config_check_effects(const config *c, const listener *notes, fault *f) {
     char value[CONFIG_PATH_BYTES], mine[CONFIG_PATH_BYTES], place[CONFIG_PATH_BYTES + 32];
     for (size_t i = 0; i < sizeof effects / sizeof *effects; i++) {
         const effect *e = &effects[i];
-        const config_entry *entry = config_find(e->key);
+        const option *entry = config_find(e->key);
         if (!is_idle(c, e, entry, value)) continue;
-        config_value(c, entry, mine, sizeof mine);
+        option_value(c, entry, mine, sizeof mine);
         config_place(c, entry, place, sizeof place);
         if (c->origin[entry - config_entries].layer == CONFIG_FROM_COMMAND_LINE && !e->asked)
             return fault_set(f, "%s = %.200s (%.200s): has no effect with %s = %.200s", e->key,

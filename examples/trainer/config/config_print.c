@@ -1,71 +1,17 @@
-/* config_print.c - the settings for people (--help, --check) and for checkpoints (JSON), all from
-   the table. Twin: config.h. */
+/* config_print.c - the settings for people (--check) and for checkpoints (JSON), all from the
+   table. Twin: config.h. */
 #include "config/config_table.h"
 
 #include <inttypes.h>
 #include <jansson.h>
 #include <string.h>
 
-/* What to type: "--seq-len N", or the environment's name where there is no flag, or the key. */
-static void handle_text(const config_entry *e, char *text, size_t bytes) {
-    static const char *const values[] = {" N", " X", "", "", " WORD", " LIST", " TEXT"};
-    bool is_switch = e->kind == CONFIG_SWITCH || e->kind == CONFIG_LAYERS;
-    const char *value = e->traits & CONFIG_OPTIONAL_ARGUMENT ? " [PATH]" : values[e->kind];
-    if (!e->flag)
-        snprintf(text, bytes, "%s", e->environment ? e->environment : e->key);
-    else if (is_switch && !(e->traits & CONFIG_NOT_IN_FILE))
-        snprintf(text, bytes, "--[no-]%s", e->flag + 2);
-    else
-        snprintf(text, bytes, "%s%s", e->flag, value);
-}
-
-enum { HELP_COLUMN = 29 };
-
-static void print_entry_help(const config_entry *e) {
-    char handle[64], allowed[256];
-    handle_text(e, handle, sizeof handle);
-    config_allowed(e, allowed, sizeof allowed);
-    printf("  %-*s", HELP_COLUMN - 3, handle);
-    for (const char *line = e->help; *line;) {
-        size_t length = strcspn(line, "\n");
-        printf(" %.*s\n%*s", (int)length, line, HELP_COLUMN - 1, "");
-        line += length + (line[length] == '\n');
-    }
-    printf(" %s", e->traits & CONFIG_NOT_IN_FILE ? "of one launch" : e->key);
-    if (e->kind != CONFIG_STRING && e->kind != CONFIG_SWITCH)
-        printf(", %s", allowed + strlen("must be "));
-    printf(", default %s", e->initial[0] ? e->initial : "none");
-    if (e->environment && e->flag) printf(", environment %s", e->environment);
-    printf("\n");
-}
-
-void config_print_help(const config_program *program) {
-    printf("%s: %s\n\nusage: %s [OPTION]...\n\n", program->name, program->summary, program->name);
-    printf("A value comes from the command line, else from the environment, else from the file of\n"
-           "--config, else it is the default. Options take their value as the next word or after "
-           "=.\nExit codes: 0 done, 1 failed, 2 wrong settings, 3 halted by the watchdog, 128 + n "
-           "ended "
-           "by signal n.\n");
-    const char *section = "";
-    for (size_t i = 0; i < config_entry_count; i++) {
-        const config_entry *e = &config_entries[i];
-        size_t length = strcspn(e->key, ".");
-        if (e->key[length] && strncmp(section, e->key, length + 1))
-            printf("\n%.*s\n", (int)length, e->key);
-        else if (!e->key[length] && strchr(section, '.'))
-            printf("\nrun\n");
-        section = e->key;
-        print_entry_help(e);
-    }
-    printf("  %-*s this text\n", HELP_COLUMN - 3, "--help");
-}
-
 void config_print(const config *c, FILE *out) {
     char value[CONFIG_PATH_BYTES], place[CONFIG_PATH_BYTES + 32];
     for (size_t i = 0; i < config_entry_count; i++) {
-        const config_entry *e = &config_entries[i];
-        if (e->traits & CONFIG_NOT_IN_FILE && !strchr(e->key, '.')) continue;
-        config_value(c, e, value, sizeof value);
+        const option *e = &config_entries[i];
+        if (e->traits & OPTION_NOT_IN_FILE && !strchr(e->key, '.')) continue;
+        option_value(c, e, value, sizeof value);
         config_place(c, e, place, sizeof place);
         fprintf(out, "%-32s %-24s %s\n", e->key, value[0] ? value : "\"\"", place);
     }
@@ -105,35 +51,37 @@ static bool json_to_text(const json_t *v, char *text, size_t bytes) {
     return true;
 }
 
-static json_t *entry_to_json(const config *c, const config_entry *e) {
+static json_t *entry_to_json(const config *c, const option *e) {
     char text[CONFIG_PATH_BYTES];
     const void *at = (const char *)c + e->offset;
     int64_t integer;
     double number;
     switch (e->kind) {
-    case CONFIG_INTEGER:
+    case OPTION_INTEGER:
         memcpy(&integer, at, sizeof integer);
         return json_integer(integer);
-    case CONFIG_SWITCH:
+    case OPTION_SWITCH:
         memcpy(&integer, at, sizeof integer);
         return json_boolean(integer != 0);
-    case CONFIG_NUMBER:
+    case OPTION_NUMBER:
         memcpy(&number, at, sizeof number);
         return json_real(number);
-    case CONFIG_LAYERS:
-    case CONFIG_WORD:
-    case CONFIG_PATTERN:
-    case CONFIG_STRING:
+    case OPTION_LAYERS:
+    case OPTION_WORD:
+    case OPTION_PATTERN:
+    case OPTION_STRING:
+    case OPTION_TEXT:
+    case OPTION_LIST:
         break;
     }
-    config_value(c, e, text, sizeof text);
+    option_value(c, e, text, sizeof text);
     return text_to_json(text);
 }
 
 json_t *config_to_json(const config *c) {
     json_t *object = json_object();
     for (size_t i = 0; object && i < config_entry_count; i++) {
-        const config_entry *e = &config_entries[i];
+        const option *e = &config_entries[i];
         if (e->traits & CONFIG_NOT_SAVED) continue;
         if (!json_object_set_new(object, e->key, entry_to_json(c, e))) continue;
         json_decref(object);
@@ -142,26 +90,28 @@ json_t *config_to_json(const config *c) {
     return object;
 }
 
-/* The text that config_set reads, of a JSON value of the entry's kind. */
-static bool json_text(const config_entry *e, const json_t *v, char *text, size_t bytes) {
+/* The text that option_set reads, of a JSON value of the entry's kind. */
+static bool json_text(const option *e, const json_t *v, char *text, size_t bytes) {
     bool ok = false;
     switch (e->kind) {
-    case CONFIG_INTEGER:
+    case OPTION_INTEGER:
         ok = json_is_integer(v);
         snprintf(text, bytes, "%" JSON_INTEGER_FORMAT, json_integer_value(v));
         break;
-    case CONFIG_NUMBER:
+    case OPTION_NUMBER:
         ok = json_is_number(v);
         snprintf(text, bytes, "%.17g", json_number_value(v));
         break;
-    case CONFIG_SWITCH:
+    case OPTION_SWITCH:
         ok = json_is_boolean(v);
         snprintf(text, bytes, "%s", json_is_true(v) ? "true" : "false");
         break;
-    case CONFIG_LAYERS:
-    case CONFIG_WORD:
-    case CONFIG_PATTERN:
-    case CONFIG_STRING:
+    case OPTION_LAYERS:
+    case OPTION_WORD:
+    case OPTION_PATTERN:
+    case OPTION_STRING:
+    case OPTION_TEXT:
+    case OPTION_LIST:
         if (json_is_object(v)) return json_to_text(v, text, bytes);
         ok = json_is_string(v) && json_string_length(v) < bytes;
         snprintf(text, bytes, "%s", ok ? json_string_value(v) : "");
@@ -176,16 +126,15 @@ bool config_from_json(config *c, const json_t *json, fault *f) {
     json_t *value;
     fault unused;
     memset(c, 0, sizeof *c);
-    for (size_t i = 0; i < config_entry_count; i++)
-        config_set(c, &config_entries[i], config_entries[i].initial, &unused);
+    option_defaults(config_entries, config_entry_count, c);
     if (!json_is_object(json)) return fault_set(f, "\"config\" must be an object of settings");
     json_object_foreach((json_t *)(uintptr_t)json, key, value) {
-        const config_entry *e = config_find(key);
+        const option *e = config_find(key);
         if (!e || e->traits & CONFIG_NOT_SAVED)
             return fault_set(f, "\"config\": unknown setting %.100s", key);
         c->origin[e - config_entries].layer = CONFIG_FROM_CHECKPOINT;
-        if (json_text(e, value, text, sizeof text) && config_set(c, e, text, &unused)) continue;
-        config_allowed(e, allowed, sizeof allowed);
+        if (json_text(e, value, text, sizeof text) && option_set(c, e, text, &unused)) continue;
+        option_allowed(e, allowed, sizeof allowed);
         return fault_set(f, "\"config\": %s %s", key, allowed);
     }
     return config_check_model(c, f);
@@ -217,12 +166,12 @@ bool config_same_model(const config *a, const config *b, fault *f) {
     bool attends = config_same_attention(&a->model, &b->model) ||
                    config_from(a, "model.attention") == CONFIG_FROM_COMMAND_LINE;
     for (size_t i = 0; i < config_entry_count; i++) {
-        const config_entry *e = &config_entries[i];
+        const option *e = &config_entries[i];
         if (strncmp(e->key, "model.", 6) && strncmp(e->key, "nsa.", 4)) continue;
         if (!strcmp(e->key, "nsa.n_sel")) continue; /* no weight depends on how many are read */
         if (attends && !strcmp(e->key, "model.attention")) continue;
-        config_value(a, e, values[0], sizeof values[0]);
-        config_value(b, e, values[1], sizeof values[1]);
+        option_value(a, e, values[0], sizeof values[0]);
+        option_value(b, e, values[1], sizeof values[1]);
         if (strcmp(values[0], values[1]))
             return fault_set(f, "%s is %.100s here and %.100s in the checkpoint", e->key, values[0],
                              values[1]);

@@ -1,16 +1,12 @@
-/* config_table.c - every setting: its key, type, range, default, flag and one line of help, and how
-   a value is read and written. Twin: config_table.h. A new setting is one row here and one field in
-   config.h. */
+/* config_table.c - every setting: its key, type, range, default, flag and one line of help. Twin:
+   config_table.h. A new setting is one row here and one field in config.h; option.c reads and
+   writes the values. */
 #include "config/config_table.h"
 
-#include <errno.h>
-#include <inttypes.h>
-#include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define AT(field) offsetof(config, field)
-#define LAUNCH    (CONFIG_NOT_IN_FILE | CONFIG_NOT_SAVED)
+#define LAUNCH    (OPTION_NOT_IN_FILE | CONFIG_NOT_SAVED)
 #define MILLION   1048576.0
 #define EXACT     9007199254740992.0 /* 2^53: every integer up to it is a double */
 
@@ -18,21 +14,21 @@
 #define ATTENTIONS "nsa|full|window|cmp+slc"
 
 #define INTEGER(key, field, min, max, initial, flag, env, traits, help) \
-    { key, CONFIG_INTEGER, AT(field), min, max, NULL, initial, flag, env, traits, help }
+    { key, OPTION_INTEGER, AT(field), min, max, NULL, initial, flag, env, traits, help }
 #define NUMBER(key, field, min, max, initial, flag, traits, help) \
-    { key, CONFIG_NUMBER, AT(field), min, max, NULL, initial, flag, NULL, traits, help }
+    { key, OPTION_NUMBER, AT(field), min, max, NULL, initial, flag, NULL, traits, help }
 #define SWITCH(key, field, initial, flag, env, traits, help) \
-    { key, CONFIG_SWITCH, AT(field), 0, 1, NULL, initial, flag, env, traits, help }
+    { key, OPTION_SWITCH, AT(field), 0, 1, NULL, initial, flag, env, traits, help }
 #define LAYERS(key, field, initial, flag, env, traits, help) \
-    { key, CONFIG_LAYERS, AT(field), 0, 0, NULL, initial, flag, env, traits, help }
+    { key, OPTION_LAYERS, AT(field), 0, 0, NULL, initial, flag, env, traits, help }
 #define WORD(key, field, words, initial, flag, env, traits, help) \
-    { key, CONFIG_WORD, AT(field), 0, 0, words, initial, flag, env, traits, help }
+    { key, OPTION_WORD, AT(field), 0, 0, words, initial, flag, env, traits, help }
 #define PATTERN(key, field, words, initial, flag, help) \
-    { key, CONFIG_PATTERN, AT(field), 0, 0, words, initial, flag, NULL, 0, help }
+    { key, OPTION_PATTERN, AT(field), 0, 0, words, initial, flag, NULL, 0, help }
 #define STRING(key, field, initial, flag, env, traits, words, help) \
-    { key, CONFIG_STRING, AT(field), 0, 0, words, initial, flag, env, traits, help }
+    { key, OPTION_STRING, AT(field), 0, 0, words, initial, flag, env, traits, help }
 
-const config_entry config_entries[] = {
+const option config_entries[] = {
     INTEGER("model.vocab_size", model.vocab_size, 0, 16777216, "0", "--vocab-size", NULL, 0,
             "rows of the embedding; 0: as many as the tokenizer has"),
     INTEGER("model.dim", model.dim, 1, 65536, "128", "--dim", NULL, 0,
@@ -58,11 +54,11 @@ const config_entry config_entries[] = {
          "fc2(silu(fc1)), or fc2(silu(gate) * fc1)"),
     INTEGER("model.mlp_hidden", model.mlp_hidden, 0, 1048576, "0", "--mlp-hidden", NULL, 0,
             "width inside the MLP; 0: 4 dim"),
-    NUMBER("model.norm_eps", model.norm_eps, 0, 1, "1e-6", "--norm-eps", CONFIG_ABOVE_MIN,
+    NUMBER("model.norm_eps", model.norm_eps, 0, 1, "1e-6", "--norm-eps", OPTION_ABOVE_MIN,
            "what RMSNorm adds below its root"),
     WORD("model.rope_pairs", model.rope_pairs, "interleaved|halves", "interleaved", "--rope-pairs",
          NULL, 0, "which elements RoPE rotates together"),
-    NUMBER("model.rope_base", model.rope_base, 1, 1e12, "10000", "--rope-base", CONFIG_ABOVE_MIN,
+    NUMBER("model.rope_base", model.rope_base, 1, 1e12, "10000", "--rope-base", OPTION_ABOVE_MIN,
            "base of RoPE's frequencies"),
     WORD("model.rope_scaling", model.rope_scaling, "none|linear|ntk|yarn", "none", "--rope-scaling",
          NULL, 0, "how RoPE stretches past the context trained with"),
@@ -96,18 +92,18 @@ const config_entry config_entries[] = {
          "fineweb_edu: JSONL or lines, from standard input unless data.path is given;\n"
          "bin: token shards in llm.c's format;\n"
          "retrieval: needles hidden in noise, asked for at the end (vocab_size 512)"),
-    STRING("data.path", data.path, "", "--data", NULL, 0, NULL,
+    STRING("data.path", data.path, "", "--data", NULL, 0, "PATH",
            "a file, a folder with those below it, or - for standard input"),
     WORD("data.tokenizer", data.tokenizer, "byte|gpt2", "byte", "--tokenizer", NULL, 0,
          "what a token is"),
-    STRING("data.tokenizer_path", data.tokenizer_path, "", "--tokenizer-path", NULL, 0, NULL,
+    STRING("data.tokenizer_path", data.tokenizer_path, "", "--tokenizer-path", NULL, 0, "DIR",
            "gpt2: the folder that holds tokenizer.json, or vocab.json and merges.txt"),
     SWITCH("data.isolate_documents", data.isolate_documents, "false", "--isolate-documents", NULL,
            0, "keep attention and loss inside a document"),
     NUMBER("data.val_fraction", data.val_fraction, 0, 0.5, "0.05", "--val-fraction", 0,
            "share of the data set aside for validation"),
     NUMBER("data.loader_timeout", data.loader_timeout, 0, 86400, "60", "--loader-timeout",
-           CONFIG_ABOVE_MIN | CONFIG_NOT_SAVED, "seconds that a batch may keep the run waiting"),
+           OPTION_ABOVE_MIN | CONFIG_NOT_SAVED, "seconds that a batch may keep the run waiting"),
     SWITCH("data.synthetic_on_fail", data.synthetic_on_fail, "false", "--synthetic-on-fail", NULL,
            CONFIG_NOT_SAVED, "go on with synthetic data where the source fails, and say so"),
     INTEGER("data.fwe_report_docs", data.report_docs, 0, EXACT, "1000", "--fwe-report-docs",
@@ -143,7 +139,7 @@ const config_entry config_entries[] = {
             NULL, CONFIG_NOT_SAVED,
             "steps between two comparisons of all processes' parameters; 0: none"),
     NUMBER("runtime.ddp_timeout", runtime.ddp_timeout, 0, 86400, "120", "--ddp-timeout",
-           CONFIG_ABOVE_MIN | CONFIG_NOT_SAVED,
+           OPTION_ABOVE_MIN | CONFIG_NOT_SAVED,
            "seconds that a process may keep the others waiting before all of them end"),
     INTEGER("runtime.world_size", runtime.world_size, 1, 65536, "1", NULL, "WORLD_SIZE", LAUNCH,
             "processes"),
@@ -163,8 +159,8 @@ const config_entry config_entries[] = {
             0, "rows of a micro-batch over all processes"),
     INTEGER("train.accumulate_grad_batches", train.accumulate_grad_batches, 1, 65536, "1",
             "--accum-batches", "NSA_ACCUM", 0, "micro-batches of a step"),
-    {"train.lr", CONFIG_NUMBER, AT(train.lr), 0, 1, NULL, "3e-4", "--lr", "NSA_LR",
-     CONFIG_ABOVE_MIN, "largest learning rate"},
+    {"train.lr", OPTION_NUMBER, AT(train.lr), 0, 1, NULL, "3e-4", "--lr", "NSA_LR",
+     OPTION_ABOVE_MIN, "largest learning rate"},
     WORD("train.optimizer", train.optimizer, "adamw|muon", "adamw", "--optimizer", NULL, 0,
          "muon: of the matrices inside blocks; AdamW of all else"),
     WORD("train.lr_schedule", train.lr_schedule, "cosine|constant|wsd", "cosine", "--lr-schedule",
@@ -194,13 +190,13 @@ const config_entry config_entries[] = {
     INTEGER("train.seed", train.seed, 0, EXACT, "1337", "--seed", NULL, 0,
             "of parameters, data order and samples"),
     STRING("train.out_dir", train.out_dir, "artifacts/train_showcase", "--out-dir", NULL,
-           CONFIG_NOT_SAVED, NULL, "folder for everything that the run writes"),
-    STRING("train.save", train.save, "", "--save", NULL, LAUNCH, NULL,
+           CONFIG_NOT_SAVED, "DIR", "folder for everything that the run writes"),
+    STRING("train.save", train.save, "", "--save", NULL, LAUNCH, "FILE",
            "also write the final weights to this .safetensors file"),
-    STRING("train.resume", train.resume, "", "--resume", NULL, LAUNCH | CONFIG_OPTIONAL_ARGUMENT,
+    STRING("train.resume", train.resume, "", "--resume", NULL, LAUNCH | OPTION_OPTIONAL_VALUE,
            "latest",
            "go on from a checkpoint, with its settings; without a path from the newest in out_dir"),
-    STRING("train.init_from", train.init_from, "", "--init-from", NULL, LAUNCH, NULL,
+    STRING("train.init_from", train.init_from, "", "--init-from", NULL, LAUNCH, "DIR",
            "begin at step 1 with the weights of this checkpoint"),
 
     INTEGER("telemetry.heartbeat_every", telemetry.heartbeat_every, 0, 1e9, "1", NULL,
@@ -229,7 +225,7 @@ const config_entry config_entries[] = {
     INTEGER("sample.top_k", sample.top_k, 0, 16777216, "0", "--top-k", NULL, CONFIG_NOT_SAVED,
             "draw from the k likeliest; 0: from all"),
     NUMBER("sample.top_p", sample.top_p, 0, 1, "0.95", "--top-p",
-           CONFIG_ABOVE_MIN | CONFIG_NOT_SAVED,
+           OPTION_ABOVE_MIN | CONFIG_NOT_SAVED,
            "draw from the likeliest tokens that make up this probability"),
     NUMBER("sample.repetition_penalty", sample.repetition_penalty, 1, 100, "1",
            "--repetition-penalty", CONFIG_NOT_SAVED,
@@ -239,7 +235,8 @@ const config_entry config_entries[] = {
 
     SWITCH("check", check, "false", "--check", NULL, LAUNCH,
            "validate, print every value in force, parameters and memory; train nothing"),
-    STRING("config", file, "", "--config", "CONFIG", LAUNCH, NULL, "the YAML file with these keys"),
+    STRING("config", file, "", "--config", "CONFIG", LAUNCH, "FILE",
+           "the YAML file with these keys"),
 };
 
 const size_t config_entry_count = sizeof config_entries / sizeof config_entries[0];
@@ -248,290 +245,38 @@ const size_t config_entry_count = sizeof config_entries / sizeof config_entries[
 typedef char
     entries_fit[sizeof config_entries / sizeof config_entries[0] <= CONFIG_ENTRIES_MAX ? 1 : -1];
 
-const config_entry *config_find(const char *key) {
+const option *config_find(const char *key) {
     for (size_t i = 0; i < config_entry_count; i++)
         if (!strcmp(config_entries[i].key, key)) return &config_entries[i];
     return NULL;
 }
 
-static int64_t *integer_at(config *c, const config_entry *e) {
-    return (int64_t *)(void *)((char *)c + e->offset);
-}
-
-static int64_t integer_of(const config *c, const config_entry *e) {
-    return *(const int64_t *)(const void *)((const char *)c + e->offset);
-}
-
-static double number_of(const config *c, const config_entry *e) {
-    return *(const double *)(const void *)((const char *)c + e->offset);
-}
-
-static const char *string_of(const config *c, const config_entry *e) {
-    return (const char *)c + e->offset;
-}
-
-static bool in_range(const config_entry *e, double x) {
-    return x <= e->max && (e->traits & CONFIG_ABOVE_MIN ? x > e->min : x >= e->min);
-}
-
-static bool parse_integer(const config_entry *e, const char *text, int64_t *value) {
-    char *end;
-    errno = 0;
-    long long x = strtoll(text, &end, 10);
-    const char *digits = text + (*text == '-');
-    *value = x;
-    if (*digits < '0' || *digits > '9') return false;
-    if (*digits == '0' && digits[1]) return false; /* 010 is 8 to some readers of YAML */
-    return end != text && !*end && !errno && in_range(e, (double)x);
-}
-
-/* strtod also takes "inf", "nan" and hexadecimal, which no config means. */
-static bool parse_number(const config_entry *e, const char *text, double *value) {
-    char *end;
-    if (!*text || strspn(text, "+-.0123456789eE") != strlen(text)) return false;
-    *value = strtod(text, &end);
-    return !*end && end != text && isfinite(*value) && in_range(e, *value);
-}
-
-static bool parse_switch(const char *text, int64_t *value) {
-    static const char *const words[] = {"false", "true", "no", "yes", "off", "on", "0", "1"};
-    for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
-        if (strcmp(text, words[i])) continue;
-        *value = (int64_t)(i % 2);
-        return true;
-    }
-    return false;
-}
-
-/* Layers first .. last are one number above the other kinds. */
-enum { LAYERS_MAX = 1024 };
-
-config_gc config_gc_of(int64_t value) {
-    int64_t range = value - CONFIG_GC_RANGE;
-    config_gc g = {.kind = (int)(range < 0 ? value : CONFIG_GC_RANGE)};
-    if (range >= 0) {
-        g.first = (int)(range / LAYERS_MAX);
-        g.last = (int)(range % LAYERS_MAX);
-    }
-    return g;
-}
-
-/* "true", "selective", "2..8" */
-static bool parse_layers(const char *text, int64_t *value) {
-    int first, last, used = 0;
-    if (parse_switch(text, value)) return true;
-    *value = CONFIG_GC_SELECTIVE;
-    if (!strcmp(text, "selective")) return true;
-    if (sscanf(text, "%4d..%4d%n", &first, &last, &used) != 2 || text[used]) return false;
-    *value = CONFIG_GC_RANGE + (int64_t)first * LAYERS_MAX + last;
-    return first >= 0 && first <= last && last < LAYERS_MAX;
-}
-
-static bool parse_word(const char *words, const char *text, int64_t *value) {
-    size_t length = strlen(text);
-    for (*value = 0; words; ++*value) {
-        const char *bar = strchr(words, '|');
-        size_t word = bar ? (size_t)(bar - words) : strlen(words);
-        if (word == length && !strncmp(words, text, word)) return true;
-        words = bar ? bar + 1 : NULL;
-    }
-    return false;
-}
-
-/* The shortest list that says the same when it is repeated: "nsa,nsa" is "nsa". */
-static void shorten(char *text) {
-    size_t length = strlen(text);
-    text[length] = ',';
-    for (size_t n = 1; n <= length; n++) {
-        if (text[n] != ',' || (length + 1) % (n + 1)) continue;
-        if (memcmp(text, text + n + 1, length - n)) continue;
-        text[n] = 0;
-        return;
-    }
-}
-
-/* "window, nsa": words with commas between them, and spaces where anyone likes. */
-static bool parse_pattern(const char *words, const char *text, char *pattern) {
-    size_t used = 0;
-    int64_t unused;
-    for (;; text++) {
-        char *word = pattern + used;
-        size_t length;
-        text += strspn(text, " ");
-        length = strcspn(text, ", ");
-        if (used + length + 2 > CONFIG_PATH_BYTES) return false;
-        memcpy(word, text, length);
-        word[length] = 0;
-        if (!parse_word(words, word, &unused)) return false;
-        used += length;
-        text += length + strspn(text + length, " ");
-        if (!*text) break;
-        if (*text != ',') return false;
-        pattern[used++] = ',';
-    }
-    shorten(pattern);
-    return true;
-}
+static const char *const attention_names[] = {"nsa", "full", "window", "cmp+slc"};
 
 attention_kind config_attention(const config_model *m, int64_t layer) {
     const char *at = m->attention;
-    int64_t count = 1, kind = 0;
+    int64_t count = 1;
+    int kind = sizeof attention_names / sizeof attention_names[0] - 1;
     char word[32];
     for (const char *c = at; *c; c++) count += *c == ',';
     for (int64_t i = layer % count; i > 0; i--) at = strchr(at, ',') + 1;
     snprintf(word, sizeof word, "%.*s", (int)strcspn(at, ","), at);
-    (void)parse_word(ATTENTIONS, word, &kind);
+    while (kind && strcmp(word, attention_names[kind])) kind--;
     return (attention_kind)kind;
 }
 
 const char *config_attention_name(attention_kind kind) {
-    static const char *const names[] = {"nsa", "full", "window", "cmp+slc"};
-    return names[kind];
+    return attention_names[kind];
 }
 
-static bool store(config *c, const config_entry *e, const char *text) {
-    char pattern[CONFIG_PATH_BYTES];
-    int64_t integer = 0;
-    double number = 0;
-    switch (e->kind) {
-    case CONFIG_INTEGER:
-        if (!parse_integer(e, text, &integer)) return false;
-        break;
-    case CONFIG_SWITCH:
-        if (!parse_switch(text, &integer)) return false;
-        break;
-    case CONFIG_LAYERS:
-        if (!parse_layers(text, &integer)) return false;
-        break;
-    case CONFIG_WORD:
-        if (!parse_word(e->words, text, &integer)) return false;
-        break;
-    case CONFIG_NUMBER:
-        if (!parse_number(e, text, &number)) return false;
-        memcpy((char *)c + e->offset, &number, sizeof number);
-        return true;
-    case CONFIG_PATTERN:
-        if (!parse_pattern(e->words, text, pattern)) return false;
-        memcpy((char *)c + e->offset, pattern, strlen(pattern) + 1);
-        return true;
-    case CONFIG_STRING:
-        if (strlen(text) >= CONFIG_PATH_BYTES) return false;
-        memcpy((char *)c + e->offset, text, strlen(text) + 1);
-        return true;
-    }
-    *integer_at(c, e) = integer;
-    return true;
-}
-
-bool config_set(config *c, const config_entry *e, const char *text, fault *f) {
-    char allowed[256];
-    if (store(c, e, text)) return true;
-    config_allowed(e, allowed, sizeof allowed);
-    return fault_set(f, "%s", allowed);
-}
-
-static void write_layers(char *text, size_t bytes, config_gc g) {
-    static const char *const words[] = {"false", "true", "selective"};
-    if (g.kind == CONFIG_GC_RANGE)
-        snprintf(text, bytes, "%d..%d", g.first, g.last);
-    else
-        snprintf(text, bytes, "%s", words[g.kind]);
-}
-
-/* Numbers as people write them: no exponent for whole ones, and no digit more than needed. */
-static void write_number(char *text, size_t bytes, double x) {
-    if (x == floor(x) && fabs(x) <= EXACT) {
-        snprintf(text, bytes, "%.0f", x);
-        return;
-    }
-    for (int digits = 6; digits <= 17; digits++) {
-        snprintf(text, bytes, "%.*g", digits, x);
-        if (strtod(text, NULL) == x) return;
-    }
-}
-
-/* "cosine|constant" to "cosine, constant" */
-static void write_words(char *text, size_t bytes, const char *words) {
-    size_t n = 0;
-    for (; *words && n + 3 < bytes; words++) {
-        if (*words != '|') {
-            text[n++] = *words;
-            continue;
-        }
-        text[n++] = ',';
-        text[n++] = ' ';
-    }
-    text[n] = 0;
-}
-
-void config_allowed(const config_entry *e, char *text, size_t bytes) {
-    char min[32], max[32], words[192];
-    write_number(min, sizeof min, e->min);
-    write_number(max, sizeof max, e->max);
-    switch (e->kind) {
-    case CONFIG_INTEGER:
-        snprintf(text, bytes, "must be an integer in %s .. %s", min, max);
-        break;
-    case CONFIG_NUMBER:
-        if (e->traits & CONFIG_ABOVE_MIN)
-            snprintf(text, bytes, "must be a number above %s, at most %s", min, max);
-        else
-            snprintf(text, bytes, "must be a number in %s .. %s", min, max);
-        break;
-    case CONFIG_SWITCH:
-        snprintf(text, bytes, "must be true or false");
-        break;
-    case CONFIG_LAYERS:
-        snprintf(text, bytes, "must be true or false, selective, or layers from 0 as 2..8");
-        break;
-    case CONFIG_WORD:
-        write_words(words, sizeof words, e->words);
-        snprintf(text, bytes, "must be one of: %s", words);
-        break;
-    case CONFIG_PATTERN:
-        write_words(words, sizeof words, e->words);
-        snprintf(text, bytes, "must be one of, or a list of: %s", words);
-        break;
-    case CONFIG_STRING:
-        snprintf(text, bytes, "must be text of at most %d bytes", CONFIG_PATH_BYTES - 1);
-        break;
-    }
-}
-
-void config_value(const config *c, const config_entry *e, char *text, size_t bytes) {
-    const char *word = e->words;
-    switch (e->kind) {
-    case CONFIG_INTEGER:
-        snprintf(text, bytes, "%" PRId64, integer_of(c, e));
-        break;
-    case CONFIG_NUMBER:
-        write_number(text, bytes, number_of(c, e));
-        break;
-    case CONFIG_SWITCH:
-        snprintf(text, bytes, "%s", integer_of(c, e) ? "true" : "false");
-        break;
-    case CONFIG_LAYERS:
-        write_layers(text, bytes, config_gc_of(integer_of(c, e)));
-        break;
-    case CONFIG_WORD:
-        for (int64_t i = integer_of(c, e); i > 0; i--) word = strchr(word, '|') + 1;
-        snprintf(text, bytes, "%.*s", (int)strcspn(word, "|"), word);
-        break;
-    case CONFIG_PATTERN:
-    case CONFIG_STRING:
-        snprintf(text, bytes, "%s", string_of(c, e));
-        break;
-    }
-}
-
-void config_place(const config *c, const config_entry *e, char *text, size_t bytes) {
+void config_place(const config *c, const option *e, char *text, size_t bytes) {
     const config_origin *o = &c->origin[e - config_entries];
     switch (o->layer) {
     case CONFIG_FROM_DEFAULT:
         snprintf(text, bytes, "default");
         break;
     case CONFIG_FROM_CHECKPOINT:
-        snprintf(text, bytes, "checkpoint");
+        snprintf(text, bytes, "%s", o->given ? o->given : "checkpoint");
         break;
     case CONFIG_FROM_FILE:
         snprintf(text, bytes, "%s:%d", c->file, o->line);
@@ -540,41 +285,7 @@ void config_place(const config *c, const config_entry *e, char *text, size_t byt
         snprintf(text, bytes, "environment %s", e->environment);
         break;
     case CONFIG_FROM_COMMAND_LINE:
-        snprintf(text, bytes, "command line %s", e->flag);
+        snprintf(text, bytes, "command line %.*s", (int)strcspn(o->given, "="), o->given);
         break;
     }
-}
-
-/* Levenshtein's distance; names longer than the row are far from everything. */
-static size_t distance(const char *a, const char *b) {
-    enum { LONGEST = 64 };
-    size_t row[LONGEST + 1], length = strlen(b);
-    if (length > LONGEST) return SIZE_MAX;
-    for (size_t j = 0; j <= length; j++) row[j] = j;
-    for (size_t i = 0; a[i]; i++) {
-        size_t diagonal = row[0];
-        row[0] = i + 1;
-        for (size_t j = 0; j < length; j++) {
-            size_t best = diagonal + (a[i] != b[j]);
-            if (row[j] + 1 < best) best = row[j] + 1;
-            if (row[j + 1] + 1 < best) best = row[j + 1] + 1;
-            diagonal = row[j + 1];
-            row[j + 1] = best;
-        }
-    }
-    return row[length];
-}
-
-const config_entry *config_nearest(const char *name, config_name_of name_of) {
-    const config_entry *nearest = NULL;
-    size_t best = strlen(name) / 3 + 1;
-    for (size_t i = 0; i < config_entry_count; i++) {
-        const char *candidate = name_of(&config_entries[i]);
-        size_t far = candidate ? distance(name, candidate) : SIZE_MAX;
-        if (candidate && !strncmp(candidate, name, strlen(name))) far = 1; /* a name cut short */
-        if (far > best) continue;
-        if (far < best || !nearest) nearest = &config_entries[i];
-        best = far;
-    }
-    return nearest;
 }

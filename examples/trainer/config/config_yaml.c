@@ -37,12 +37,12 @@ static bool is_null(const yaml_node_t *node) {
            (!*text || !strcmp(text, "~") || !strcmp(text, "null"));
 }
 
-static const char *key_of(const config_entry *e) {
-    return e->traits & CONFIG_NOT_IN_FILE ? NULL : e->key;
+static const char *key_of(const option *e) {
+    return e->traits & OPTION_NOT_IN_FILE ? NULL : e->key;
 }
 
 static bool key_fault(reader *r, int line, const char *key) {
-    const config_entry *near = config_nearest(key, key_of);
+    const option *near = option_nearest(config_entries, config_entry_count, key, key_of);
     if (near)
         return fault_set(r->fault, "%s:%d: %s: unknown key; did you mean %s? (--help lists all)",
                          r->path, line, key, near->key);
@@ -64,20 +64,20 @@ static bool join(reader *r, const yaml_node_t *list, char *text, size_t bytes) {
 }
 
 /* Why a node cannot be the value of e, or NULL. Quotes make text of a number, as YAML has it. */
-static const char *refusal(const config_entry *e, const yaml_node_t *node) {
-    if (e->kind == CONFIG_PATTERN && node->type == YAML_SEQUENCE_NODE) return NULL;
+static const char *refusal(const option *e, const yaml_node_t *node) {
+    if (e->kind == OPTION_PATTERN && node->type == YAML_SEQUENCE_NODE) return NULL;
     if (node->type != YAML_SCALAR_NODE) return "is a list or a section";
     if (!is_plain_text(node)) return "contains a zero byte";
-    if (e->kind == CONFIG_STRING) return NULL;
+    if (e->kind == OPTION_STRING) return NULL;
     if (is_null(node)) return "is empty";
-    if (e->kind != CONFIG_WORD && e->kind != CONFIG_PATTERN &&
+    if (e->kind != OPTION_WORD && e->kind != OPTION_PATTERN &&
         node->data.scalar.style != YAML_PLAIN_SCALAR_STYLE)
         return "is quoted text";
     return NULL;
 }
 
 static bool read_setting(reader *r, const char *key, const yaml_node_t *at, yaml_node_t *node) {
-    const config_entry *e = config_find(key);
+    const option *e = config_find(key);
     const char *instead;
     char allowed[256];
     if (!e && config_other_key(key, &instead)) {
@@ -86,24 +86,24 @@ static bool read_setting(reader *r, const char *key, const yaml_node_t *at, yaml
         if (!instead) return true;
         e = config_find(instead);
     }
-    if (!e || e->traits & CONFIG_NOT_IN_FILE) return key_fault(r, line_of(at), key);
+    if (!e || e->traits & OPTION_NOT_IN_FILE) return key_fault(r, line_of(at), key);
     config_origin *origin = &r->config->origin[e - config_entries];
     if (origin->layer == CONFIG_FROM_FILE)
         return fault_set(r->fault, "%s:%d: %s: given twice, first in line %d", r->path, line_of(at),
                          key, origin->line);
     const char *why = refusal(e, node);
     if (why) {
-        config_allowed(e, allowed, sizeof allowed);
+        option_allowed(e, allowed, sizeof allowed);
         return fault_set(r->fault, "%s:%d: %s %s: %s", r->path, line_of(node), key, why, allowed);
     }
     char list[CONFIG_PATH_BYTES];
     const char *text = list;
     if (node->type != YAML_SEQUENCE_NODE)
-        text = e->kind == CONFIG_STRING && is_null(node) ? "" : text_of(node);
+        text = e->kind == OPTION_STRING && is_null(node) ? "" : text_of(node);
     else if (!join(r, node, list, sizeof list))
-        list[0] = 0; /* which config_set refuses */
+        list[0] = 0; /* which option_set refuses */
     fault reason;
-    if (!config_set(r->config, e, text, &reason))
+    if (!option_set(r->config, e, text, &reason))
         return fault_set(r->fault, "%s:%d: %s = %.200s: %.256s", r->path, line_of(node), key, text,
                          reason.text);
     origin->layer = CONFIG_FROM_FILE;
@@ -129,7 +129,7 @@ static bool read_section(reader *r, const char *section, const yaml_node_t *node
 static bool is_section(const char *name) {
     size_t length = strlen(name);
     for (size_t i = 0; i < config_entry_count; i++) {
-        const config_entry *e = &config_entries[i];
+        const option *e = &config_entries[i];
         if (key_of(e) && !strncmp(e->key, name, length) && e->key[length] == '.') return true;
     }
     return false;

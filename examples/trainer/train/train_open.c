@@ -143,11 +143,11 @@ model_options train_model_options(const config *c, dist *d) {
                              .dist = d};
     options.graphs = c->runtime.cuda_graph && dist_on_stream(d) && !c->data.isolate_documents &&
                      !c->telemetry.trace_module_bwd;
-    config_gc gc = config_gc_of(c->runtime.gradient_checkpointing);
-    options.checkpointing = gc.kind == CONFIG_GC_SELECTIVE ? CHECKPOINT_SELECTIVE
-                            : gc.kind == CONFIG_GC_NONE    ? CHECKPOINT_NONE
-                                                           : CHECKPOINT_LAYERS;
-    if (gc.kind == CONFIG_GC_RANGE) options.first = gc.first, options.end = gc.last + 1;
+    option_layers gc = option_layers_of(c->runtime.gradient_checkpointing);
+    options.checkpointing = gc.kind == OPTION_LAYERS_SELECTIVE ? CHECKPOINT_SELECTIVE
+                            : gc.kind == OPTION_LAYERS_NONE    ? CHECKPOINT_NONE
+                                                               : CHECKPOINT_LAYERS;
+    if (gc.kind == OPTION_LAYERS_RANGE) options.first = gc.first, options.end = gc.last + 1;
     return options;
 }
 
