@@ -376,8 +376,9 @@ NSA_API nsa_status nsa_block_map(const nsa_desc *d, int tokens, int32_t *indptr,
 NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins);
 
 /* ---- RoPE: rotary positions, per head ---------------------------------------------------------
-   out = R(position) x, R a rotation of the plane of each pair (x[a], x[b]) by position * frequency.
-   Pair i of D/2 has frequency base^(-2i/D) radians a position, changed by `scaling`. All on rows
+   out = magnitude R(position) x, R a rotation of the plane of each pair (x[a], x[b]) by position *
+   frequency. Pair i of D/2 has frequency base^(-2i/D) radians a position, changed by `scaling`, or
+   the one that the caller gives; a part of a row is turned by a view of that part. All on rows
    first .. first + count - 1 of each sequence. */
 
 typedef enum nsa_rope_pairs {
@@ -387,12 +388,18 @@ typedef enum nsa_rope_pairs {
 
 typedef enum nsa_rope_scaling {
     NSA_ROPE_SCALING_NONE = 0,
-    NSA_ROPE_SCALING_LINEAR, /* positions / factor */
-    NSA_ROPE_SCALING_NTK,    /* base * factor^(D / (D - 2)) */
-    NSA_ROPE_SCALING_YARN    /* slow pairs as linear, fast ones unchanged, between them a ramp over
+    NSA_ROPE_SCALING_LINEAR,  /* positions / factor */
+    NSA_ROPE_SCALING_NTK,     /* base * factor^(D / (D - 2)) */
+    NSA_ROPE_SCALING_YARN,    /* slow pairs as linear, fast ones unchanged, between them a ramp over
                                 whole pair numbers, as its authors' code has it and models were
                                 trained with (their paper's runs over turns);
-                                out * (0.1 ln factor + 1) */
+                                magnitude 0.1 ln factor + 1 */
+    NSA_ROPE_SCALING_DYNAMIC, /* NTK by factor context / trained_context - (factor - 1) */
+    NSA_ROPE_SCALING_LLAMA3,  /* Llama 3.1's: slow pairs as linear, fast ones unchanged, between
+                                 them a ramp over turns */
+    NSA_ROPE_SCALING_LONGROPE /* frequency / short_factors[i], with context > trained_context /
+                                 long_factors[i]; magnitude (1 + ln factor / ln trained_context)^0.5
+                                 */
 } nsa_rope_scaling;
 
 typedef struct nsa_rope {
@@ -406,10 +413,24 @@ typedef struct nsa_rope {
     nsa_rope_pairs pairs;
     nsa_rope_scaling scaling;
     double factor;       /* >= 1: context now / context trained; used by the scalings */
-    int trained_context; /* YaRN: tokens the model was trained with */
-    double fast, slow;   /* YaRN: turns over trained_context that are unchanged, and fully slowed;
-                            0 means 32 and 1; fast > slow */
+    int trained_context; /* YaRN, dynamic, Llama 3, LongRoPE: tokens the model was trained with */
+    double fast, slow;   /* YaRN, Llama 3: turns over trained_context that are unchanged, and fully
+                            slowed; 0 means 32 (Llama 3: 4) and 1; fast > slow */
+    int context;         /* dynamic, LongRoPE: tokens of the longest sequence now; 0, and all up to
+                            trained_context: as trained. Rows of a cache keep what they were turned
+                            by */
+    int untruncated;     /* YaRN, 1: the ramp does not begin and end at whole pairs */
+    double magnitude;    /* of out; 0: what the scaling says, else 1 */
+    double mscale, mscale_all_dim; /* YaRN, both > 0: magnitude (0.1 mscale ln factor + 1) / (0.1
+                                      mscale_all_dim ln factor + 1) */
+    const double *short_factors, *long_factors; /* LongRoPE: D/2 numbers > 0 */
+    const double *frequencies; /* NULL, or D/2 numbers: then base and scaling are not looked at.
+                                  In the host's memory, for nsa_cuda_ functions too */
 } nsa_rope;
+
+/* What forward turns by: D/2 numbers, radians from one position to the next, and the magnitude.
+   Reads heads, dim and the options. */
+NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, double *magnitude);
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d);
 /* dx.x += R^T dx.out. Options, positions, heads and dim are read from x; in-place gradients are not
@@ -785,6 +806,12 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     X(factor, "factor")                       \
     X(trained_context, "trained_context")     \
     X(fast, "fast")                           \
+    X(context, "context")                     \
+    X(magnitude, "magnitude")                 \
+    X(mscale, "mscale")                       \
+    X(short_factors, "short_factors")         \
+    X(long_factors, "long_factors")           \
+    X(frequencies, "frequencies")             \
     X(cache, "cache")                         \
     X(counts, "counts")                       \
     X(length, "length")                       \
@@ -965,25 +992,67 @@ static int nsa__is_finite(double x) {
     return (bits >> 52 & 0x7ff) != 0x7ff;
 }
 
+/* `numbers`, one a pair, each a number; above 0 if a frequency is divided by them. */
+static nsa_status nsa__rope_check_pairs(const nsa_rope *x, const double *numbers, int divides,
+                                        int field) {
+    if (!numbers) return nsa__error(NSA_ERROR_NULL, field);
+    for (int i = 0; i < x->dim / 2; i++)
+        if (!nsa__is_finite(numbers[i]) || (divides && !(numbers[i] > 0)))
+            return nsa__error(NSA_ERROR_SIZE, field);
+    return NSA_OK;
+}
+
+/* 0 means that the option was not given. */
+static int nsa__rope_option(double x, double least) {
+    return nsa__is_finite(x) && (x == 0 || (x >= least && x < 1e300));
+}
+
+static double nsa__rope_fast(const nsa_rope *x) {
+    return x->fast != 0 ? x->fast : x->scaling == NSA_ROPE_SCALING_LLAMA3 ? 4 : 32;
+}
+
+static double nsa__rope_slow(const nsa_rope *x) {
+    return x->slow != 0 ? x->slow : 1;
+}
+
+/* What the scaling reads, and no more. */
+static nsa_status nsa__rope_check_scaling(const nsa_rope *x) {
+    const nsa_rope_scaling scaling = x->scaling;
+    if ((unsigned)scaling > NSA_ROPE_SCALING_LONGROPE)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_scaling);
+    if (!nsa__rope_option(x->base, 1) || x->base == 1)
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_base);
+    if (scaling == NSA_ROPE_SCALING_NONE) return NSA_OK;
+    const int is_long = scaling == NSA_ROPE_SCALING_LONGROPE;
+    if (!(is_long && x->magnitude > 0) && (x->factor == 0 || !nsa__rope_option(x->factor, 1)))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_factor);
+    if (scaling == NSA_ROPE_SCALING_LINEAR || scaling == NSA_ROPE_SCALING_NTK) return NSA_OK;
+    /* LongRoPE's magnitude has ln 1 = 0 for divisor. */
+    if (x->trained_context < (is_long ? 2 : 1))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_trained_context);
+    if (is_long) {
+        NSA__CHECK(nsa__rope_check_pairs(x, x->short_factors, 1, NSA__AT_short_factors));
+        NSA__CHECK(nsa__rope_check_pairs(x, x->long_factors, 1, NSA__AT_long_factors));
+    }
+    if (is_long || scaling == NSA_ROPE_SCALING_DYNAMIC)
+        return x->context < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_context) : NSA_OK;
+    const double fast = nsa__rope_fast(x), slow = nsa__rope_slow(x);
+    if (!nsa__is_finite(fast) || !nsa__is_finite(slow) || !(slow > 0 && slow < fast))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_fast);
+    if (scaling == NSA_ROPE_SCALING_YARN &&
+        (!nsa__rope_option(x->mscale, 0) || !nsa__rope_option(x->mscale_all_dim, 0)))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_mscale);
+    return NSA_OK;
+}
+
 static nsa_status nsa__rope_check_options(const nsa_rope *x) {
     if (x->heads < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_heads);
     if (x->dim < 2 || x->dim > NSA__MAX_DIM || x->dim % 2)
         return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
     if ((unsigned)x->pairs > NSA_ROPE_HALVES) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pairs);
-    if ((unsigned)x->scaling > NSA_ROPE_SCALING_YARN)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_scaling);
-    if (!nsa__is_finite(x->base) || !(x->base == 0 || (x->base > 1 && x->base < 1e300)))
-        return nsa__error(NSA_ERROR_SIZE, NSA__AT_base);
-    if (x->scaling != NSA_ROPE_SCALING_NONE &&
-        (!nsa__is_finite(x->factor) || !(x->factor >= 1 && x->factor < 1e300)))
-        return nsa__error(NSA_ERROR_SIZE, NSA__AT_factor);
-    if (x->scaling == NSA_ROPE_SCALING_YARN) {
-        if (x->trained_context < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_trained_context);
-        double fast = x->fast != 0 ? x->fast : 32, slow = x->slow != 0 ? x->slow : 1;
-        if (!nsa__is_finite(fast) || !nsa__is_finite(slow) || !(slow > 0 && slow < fast))
-            return nsa__error(NSA_ERROR_SIZE, NSA__AT_fast);
-    }
-    return NSA_OK;
+    if (!nsa__rope_option(x->magnitude, 0)) return nsa__error(NSA_ERROR_SIZE, NSA__AT_magnitude);
+    return x->frequencies ? nsa__rope_check_pairs(x, x->frequencies, 0, NSA__AT_frequencies)
+                          : nsa__rope_check_scaling(x);
 }
 
 /* The pair, as a fractional number, that turns `turns` times over the trained context of L tokens:
@@ -992,37 +1061,61 @@ static double nsa__rope_pair_of(const nsa_rope *x, double base, double turns) {
     return x->dim * log(x->trained_context / (turns * 6.283185307179586)) / (2 * log(base));
 }
 
-/* The angle of pair i from one position to the next, and YaRN's factor on the result.
-   linear: every frequency / factor.
-   NTK:    a larger base. Pair 0 keeps its frequency; the exponent dim / (dim - 2) divides that of
-           the last pair, dim / 2 - 1, by exactly the factor.
-   YaRN:   pairs up to `low` turn at least `fast` times over the trained context and keep their
-           frequency; pairs from `high` on turn at most `slow` times and get frequency / factor;
-           between them the ramp mixes both. If low and high meet, 0.001 between them keeps the
-           ramp's division from 0 / 0. */
-static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], double *magnitude) {
-    double base = x->base != 0 ? x->base : 10000, factor = x->factor;
-    double low = 0, high = 0;
-    *magnitude = 1;
-    if (x->scaling == NSA_ROPE_SCALING_NTK && x->dim > 2)
-        base *= pow(factor, (double)x->dim / (x->dim - 2));
-    if (x->scaling == NSA_ROPE_SCALING_YARN) {
-        *magnitude = 0.1 * log(factor) + 1;
-        low = floor(nsa__rope_pair_of(x, base, x->fast != 0 ? x->fast : 32));
-        high = ceil(nsa__rope_pair_of(x, base, x->slow != 0 ? x->slow : 1));
+/* How much of pair i is slowed, 0 to 1.
+   YaRN:    pairs up to `low` turn at least `fast` times over the trained context, pairs from `high`
+            on at most `slow` times; the ramp runs over pair numbers. If low and high meet, 0.001
+            between them keeps its division from 0 / 0.
+   Llama 3: the ramp runs over turns themselves. */
+static double nsa__rope_ramp(const nsa_rope *x, double base, int i) {
+    const double fast = nsa__rope_fast(x), slow = nsa__rope_slow(x);
+    double ramp = 0;
+    if (x->scaling == NSA_ROPE_SCALING_LLAMA3) {
+        double turns = x->trained_context * pow(base, -2.0 * i / x->dim) / 6.283185307179586;
+        ramp = (fast - turns) / (fast - slow);
+    } else {
+        double low = nsa__rope_pair_of(x, base, fast), high = nsa__rope_pair_of(x, base, slow);
+        if (!x->untruncated) low = floor(low), high = ceil(high);
         low = low < 0 ? 0 : low;
         high = high > x->dim - 1 ? x->dim - 1 : high;
-        if (high <= low) high = low + 0.001;
+        if (high == low) high += 0.001;
+        ramp = (i - low) / (high - low);
     }
+    return ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
+}
+
+/* The factor on the result. */
+static double nsa__rope_magnitude(const nsa_rope *x) {
+    const int is_long = x->scaling == NSA_ROPE_SCALING_LONGROPE;
+    if (x->magnitude != 0) return x->magnitude;
+    if (x->frequencies || !(is_long || x->scaling == NSA_ROPE_SCALING_YARN)) return 1;
+    const double length = log(x->factor);
+    if (is_long) return sqrt(1 + length / log(x->trained_context));
+    if (x->mscale > 0 && x->mscale_all_dim > 0)
+        return (0.1 * x->mscale * length + 1) / (0.1 * x->mscale_all_dim * length + 1);
+    return 0.1 * length + 1;
+}
+
+/* The angle of pair i from one position to the next, and the factor on the result.
+   NTK: a larger base. Pair 0 keeps its frequency; the exponent dim / (dim - 2) divides that of the
+        last pair, dim / 2 - 1, by exactly the factor. Dynamic NTK: by 1 at the trained context, by
+        `factor` more for each further one. */
+static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], double *magnitude) {
+    const nsa_rope_scaling scaling = x->scaling;
+    const int beyond = x->context > x->trained_context;
+    double base = x->base != 0 ? x->base : 10000, stretch = 1;
+    *magnitude = nsa__rope_magnitude(x);
+    if (scaling == NSA_ROPE_SCALING_NTK) stretch = x->factor;
+    if (scaling == NSA_ROPE_SCALING_DYNAMIC && beyond)
+        stretch = x->factor * x->context / x->trained_context - (x->factor - 1);
+    if (x->dim > 2) base *= pow(stretch, (double)x->dim / (x->dim - 2));
     for (int i = 0; i < x->dim / 2; i++) {
-        double frequency = pow(base, -2.0 * i / x->dim), slowed = frequency / factor;
-        if (x->scaling == NSA_ROPE_SCALING_LINEAR) frequency = slowed;
-        if (x->scaling == NSA_ROPE_SCALING_YARN) {
-            double ramp = (i - low) / (high - low);
-            ramp = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
-            frequency += ramp * (slowed - frequency);
-        }
-        frequency_of[i] = frequency;
+        double frequency = pow(base, -2.0 * i / x->dim), slowed = frequency / x->factor;
+        if (scaling == NSA_ROPE_SCALING_LINEAR) frequency = slowed;
+        if (scaling == NSA_ROPE_SCALING_YARN || scaling == NSA_ROPE_SCALING_LLAMA3)
+            frequency += nsa__rope_ramp(x, base, i) * (slowed - frequency);
+        if (scaling == NSA_ROPE_SCALING_LONGROPE)
+            frequency /= (beyond ? x->long_factors : x->short_factors)[i];
+        frequency_of[i] = x->frequencies ? x->frequencies[i] : frequency;
     }
 }
 
@@ -1727,8 +1820,10 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
       "heads and blocks 1..2^30-1, slc_count 1..2^29-1, slc_init and slc_local 0..2^29-1, "        \
       "page_tokens >= 1, page_count and table_width >= 0, "                                        \
       "threads 0..65536, dims 1..256; of rope dim is even, base 0 or > 1, factor and "             \
-      "trained_context >= 1, fast > slow > 0; in a chain k_cmp.dim is dim and v_cmp.dim is "       \
-      "dim_v; on CUDA dims and hidden are multiples of 8 and dims at most NSA_CUDA_MAX_DIM")       \
+      "trained_context >= 1 (LongRoPE: 2), fast > slow > 0, context, magnitude and mscale >= 0, "  \
+      "short_factors and long_factors > 0, and all are numbers; in a chain k_cmp.dim is dim and "  \
+      "v_cmp.dim is dim_v; on CUDA dims and hidden are multiples of 8 and dims at most "           \
+      "NSA_CUDA_MAX_DIM")                                                                          \
     X(NSA_ERROR_HEADS,                                                                             \
       "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads, list_heads 0 "  \
       "or a multiple of kv_heads that divides heads (on CUDA and in a cache kv_heads)")            \
@@ -2820,7 +2915,7 @@ typedef struct nsa__rope_job {
     const nsa_desc *d;
     nsa__seq seq;
     double frequency[NSA__MAX_DIM / 2]; /* of each pair, radians from one position to the next */
-    double magnitude;                   /* YaRN's factor on the result */
+    double magnitude;
 } nsa__rope_job;
 
 /* Rotates one row: pair (a, b) becomes (a cos - b sin, b cos + a sin). The pair is numbers
@@ -2893,6 +2988,15 @@ static void nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc 
     nsa__rope_frequencies(x, p.frequency, &p.magnitude);
     for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
         nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__ROPE_TOKENS), nsa__rope_task, &p);
+}
+
+NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, double *magnitude) {
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__rope_check_options(x));
+    if (!frequencies) return nsa__error(NSA_ERROR_NULL, NSA__AT_frequencies);
+    if (!magnitude) return nsa__error(NSA_ERROR_NULL, NSA__AT_magnitude);
+    nsa__rope_frequencies(x, frequencies, magnitude);
+    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {

@@ -19,5 +19,6 @@ python=$dir/bin/python
 "$python" -m pip install --quiet --no-deps "$root/python"
 cd "$root/python/tests"
 export OMP_WAIT_POLICY=passive TRANSFORMERS=1 HF_HUB_OFFLINE=1 HF_HOME=$dir/huggingface
+"$python" rope.py
 "$python" -c 'import convert, sys; sys.exit(convert.main())' "$build/bin/train_tiny" "$build/bin/convert" \
     "$build/bin/logits" "$build/bin/generate" "$build/bin/inspect"

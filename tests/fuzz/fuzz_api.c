@@ -183,27 +183,37 @@ static void draw_phi(fuzz_input *in, problem *p, nsa_compress *x, int dim) {
 }
 
 static void draw_rope(fuzz_input *in, problem *p, nsa_rope *x) {
-    double *numbers[] = {&x->base, &x->factor, &x->fast, &x->slow};
+    static double of_pairs[2][256 / 2];
+    double *numbers[] = {&x->base,           &x->factor,      &x->fast,
+                         &x->slow,           &x->magnitude,   &x->mscale,
+                         &x->mscale_all_dim, &of_pairs[0][0], &of_pairs[1][0]};
+    enum { NUMBERS = sizeof numbers / sizeof *numbers };
     uint64_t bits;
     x->heads = 1 + fuzz_below(in, 4);
     x->dim = 2 + 2 * fuzz_below(in, 9);
     x->pairs = (nsa_rope_pairs)fuzz_below(in, 2);
-    x->scaling = (nsa_rope_scaling)fuzz_below(in, 4);
+    x->scaling = (nsa_rope_scaling)fuzz_below(in, 7);
     x->factor = 1 + fuzz_below(in, 16);
-    x->trained_context = 1 + fuzz_below(in, 4096);
+    x->trained_context = 2 + fuzz_below(in, 4096);
+    x->context = fuzz_below(in, 8192);
+    x->untruncated = fuzz_below(in, 2);
+    for (int i = 0; i < 256 / 2; i++) of_pairs[0][i] = 1 + i, of_pairs[1][i] = 1 / (1.0 + i);
+    x->short_factors = of_pairs[0], x->long_factors = of_pairs[1];
+    if (fuzz_below(in, 8) == 0) x->frequencies = of_pairs[1];
     if (fuzz_below(in, 3)) return;
     p->spoilt = 1;
-    int which = fuzz_below(in, 8);
-    if (which < 4) {
+    int which = fuzz_below(in, NUMBERS + 5);
+    if (which < NUMBERS) {
         bits = fuzz_take(in, 8);
         memcpy(numbers[which], &bits, sizeof bits);
         return;
     }
     int value = (int)fuzz_number(in);
-    if (which == 4) x->heads = value;
-    if (which == 5) x->dim = value;
-    if (which == 6) x->scaling = (nsa_rope_scaling)value;
-    if (which == 7) x->trained_context = value;
+    if (which == NUMBERS) x->heads = value;
+    if (which == NUMBERS + 1) x->dim = value;
+    if (which == NUMBERS + 2) x->scaling = (nsa_rope_scaling)value;
+    if (which == NUMBERS + 3) x->trained_context = value;
+    if (which == NUMBERS + 4) x->context = value;
 }
 
 static void draw_options(fuzz_input *in, problem *p, const call *c) {

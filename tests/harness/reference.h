@@ -543,8 +543,19 @@ typedef struct ref_rope {
     const int32_t *positions; /* [rows] */
     double base;
     int halves; /* pairs (x[i], x[i + D/2]) instead of (x[2i], x[2i + 1]) */
-    enum { REF_ROPE_NONE, REF_ROPE_LINEAR, REF_ROPE_NTK, REF_ROPE_YARN } scaling;
-    double factor, trained_context, fast, slow;
+    enum {
+        REF_ROPE_NONE,
+        REF_ROPE_LINEAR,
+        REF_ROPE_NTK,
+        REF_ROPE_YARN,
+        REF_ROPE_DYNAMIC,
+        REF_ROPE_LLAMA3,
+        REF_ROPE_LONGROPE
+    } scaling;
+    double factor, trained_context, fast, slow, context;
+    int untruncated;
+    double magnitude, mscale, mscale_all_dim; /* 0: not given */
+    const double *short_factors, *long_factors, *frequencies;
 } ref_rope;
 
 /* How often pair i turns round over the trained context, before any scaling. */
@@ -552,29 +563,64 @@ static inline double ref_rope_turns(const ref_rope *r, int i) {
     return r->trained_context * pow(r->base, -2.0 * i / r->dim) / (2 * acos(-1.0));
 }
 
+/* The place among the pairs, not a whole number, of the pair that would turn so often: pairs lie
+   evenly in the logarithm of their turns. */
+static inline double ref_rope_place(const ref_rope *r, double turns) {
+    double first = log(ref_rope_turns(r, 0)), second = log(ref_rope_turns(r, 1));
+    return (first - log(turns)) / (first - second);
+}
+
 /* YaRN as its authors' code has it (the paper's ramp runs over turns, that of the code, which
    models were trained with, over pair numbers): from the last pair of at least `fast` turns,
    unchanged, to the first of at most `slow`, fully slowed. Returns how much pair i is slowed, 0 to
-   1. */
+   1. The code takes the ends as they come, whichever is larger. */
 static inline double ref_rope_yarn_ramp(const ref_rope *r, int i) {
-    double low = 0, high = r->dim - 1;
-    while (low + 1 < r->dim && ref_rope_turns(r, (int)low + 1) >= r->fast) low++;
-    while (high > 0 && ref_rope_turns(r, (int)high - 1) <= r->slow) high--;
-    if (high <= low) high = low + 0.001;
-    return i <= low ? 0 : i >= high ? 1 : (i - low) / (high - low);
+    double low = ref_rope_place(r, r->fast), high = ref_rope_place(r, r->slow);
+    if (!r->untruncated) low = floor(low), high = ceil(high);
+    low = fmax(low, 0), high = fmin(high, r->dim - 1);
+    if (high == low) high = low + 0.001;
+    return fmin(fmax((i - low) / (high - low), 0), 1);
 }
 
-/* Radians a token for pair i; *stretch is what YaRN multiplies the rotated row by. */
+/* Meta's code for Llama 3.1 speaks of wavelengths, in tokens. */
+static inline double ref_rope_llama3(const ref_rope *r, double frequency) {
+    double wavelength = 2 * acos(-1.0) / frequency;
+    double longest = r->trained_context / r->slow, shortest = r->trained_context / r->fast;
+    if (wavelength < shortest) return frequency;
+    if (wavelength > longest) return frequency / r->factor;
+    double smooth = (r->trained_context / wavelength - r->slow) / (r->fast - r->slow);
+    return (1 - smooth) * frequency / r->factor + smooth * frequency;
+}
+
+static inline double ref_rope_magnitude(const ref_rope *r) {
+    if (r->magnitude != 0) return r->magnitude;
+    if (r->frequencies) return 1;
+    if (r->scaling == REF_ROPE_LONGROPE) return sqrt(1 + log(r->factor) / log(r->trained_context));
+    if (r->scaling != REF_ROPE_YARN) return 1;
+    if (r->mscale != 0 && r->mscale_all_dim != 0)
+        return (1 + 0.1 * r->mscale * log(r->factor)) /
+               (1 + 0.1 * r->mscale_all_dim * log(r->factor));
+    return 1 + 0.1 * log(r->factor);
+}
+
+/* Radians a token for pair i; *stretch is what the rotated row is multiplied by. */
 static inline double ref_rope_frequency(const ref_rope *r, int i, double *stretch) {
     double D = r->dim, base = r->base;
-    *stretch = 1;
+    *stretch = ref_rope_magnitude(r);
+    if (r->frequencies) return r->frequencies[i];
     if (r->scaling == REF_ROPE_NTK) base *= pow(r->factor, D / (D - 2));
+    if (r->scaling == REF_ROPE_DYNAMIC)
+        base *= pow(r->factor * fmax(r->context, r->trained_context) / r->trained_context -
+                        (r->factor - 1),
+                    D / (D - 2));
     double frequency = pow(base, -2.0 * i / D);
     if (r->scaling == REF_ROPE_LINEAR) frequency /= r->factor;
+    if (r->scaling == REF_ROPE_LLAMA3) frequency = ref_rope_llama3(r, frequency);
+    if (r->scaling == REF_ROPE_LONGROPE)
+        frequency /= r->context > r->trained_context ? r->long_factors[i] : r->short_factors[i];
     if (r->scaling == REF_ROPE_YARN) {
         double slowed = ref_rope_yarn_ramp(r, i);
         frequency = (1 - slowed) * frequency + slowed * frequency / r->factor;
-        *stretch = 0.1 * log(r->factor) + 1;
     }
     return frequency;
 }
