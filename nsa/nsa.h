@@ -1108,14 +1108,15 @@ static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], doub
     if (scaling == NSA_ROPE_SCALING_DYNAMIC && beyond)
         stretch = x->factor * x->context / x->trained_context - (x->factor - 1);
     if (x->dim > 2) base *= pow(stretch, (double)x->dim / (x->dim - 2));
-    for (int i = 0; i < x->dim / 2; i++) {
+    if (x->frequencies) memcpy(frequency_of, x->frequencies, (size_t)x->dim / 2 * sizeof(double));
+    for (int i = 0; i < x->dim / 2 && !x->frequencies; i++) {
         double frequency = pow(base, -2.0 * i / x->dim), slowed = frequency / x->factor;
         if (scaling == NSA_ROPE_SCALING_LINEAR) frequency = slowed;
         if (scaling == NSA_ROPE_SCALING_YARN || scaling == NSA_ROPE_SCALING_LLAMA3)
             frequency += nsa__rope_ramp(x, base, i) * (slowed - frequency);
         if (scaling == NSA_ROPE_SCALING_LONGROPE)
             frequency /= (beyond ? x->long_factors : x->short_factors)[i];
-        frequency_of[i] = x->frequencies ? x->frequencies[i] : frequency;
+        frequency_of[i] = frequency;
     }
 }
 

@@ -525,6 +525,9 @@ static void test_constants(void) {
     CHECK(nsa_status_kind(nsa_rope_frequencies(NULL, got, &magnitude)) == NSA_ERROR_NULL, "no x");
     CHECK(nsa_status_kind(nsa_rope_frequencies(&r, NULL, &magnitude)) == NSA_ERROR_NULL, "no room");
     CHECK(nsa_status_kind(nsa_rope_frequencies(&r, got, NULL)) == NSA_ERROR_NULL, "no magnitude");
+    r.frequencies = own_frequencies, r.scaling = NSA_ROPE_SCALING_LONGROPE; /* not looked at */
+    CHECK_OK("no dividers beside frequencies", nsa_rope_frequencies(&r, got, &magnitude));
+    CHECK(!memcmp(got, own_frequencies, 32 * sizeof *got) && magnitude == 1, "are handed back");
     r.dim = 7;
     CHECK(nsa_status_kind(nsa_rope_frequencies(&r, got, &magnitude)) == NSA_ERROR_SIZE, "dim 7");
 }
