@@ -23,7 +23,7 @@ if(PROJECT_IS_TOP_LEVEL)
     set(nsa_config_dir "${CMAKE_INSTALL_DATADIR}/cmake/nsa")
     set(nsa_pc_dir "${CMAKE_INSTALL_DATADIR}/pkgconfig")
     install(DIRECTORY nsa/ DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/nsa"
-        FILES_MATCHING PATTERN "*.h" PATTERN "*.cuh")
+        FILES_MATCHING PATTERN "*.h" PATTERN "*.cuh" PATTERN src EXCLUDE)
     install(TARGETS nsa nsa_cuda EXPORT nsa)
     install(EXPORT nsa NAMESPACE nsa:: FILE nsa-config.cmake DESTINATION "${nsa_config_dir}")
     write_basic_package_version_file("${PROJECT_BINARY_DIR}/nsa-config-version.cmake"

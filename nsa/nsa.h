@@ -1,3 +1,4 @@
+/* Made by scripts/amalgamate.py from nsa/src: edit there. */
 /* nsa.h - Native Sparse Attention (arXiv 2502.11089) in one C header: forward and backward, on the
    CPU. Its twin for GPUs is nsa_cuda.cuh.
 
@@ -117,11 +118,6 @@
                          not mix the two in one program without NSA_STATIC.
      NSA_UNALIGNED_SPILLS  GCC for Windows: AVX too. For a compiler or an assembler that spills by
                          unaligned moves, as with -Wa,-muse-unaligned-vector-move
-     NSA_THIS_FILE       the name of this file in quotes, as #include takes it. The implementation
-                         includes its own file once per instruction set; it needs the name only if
-                         the file is called something else than nsa.h and the compiler does not
-                         know __FILE_NAME__ (GCC before 12). nsa_one.h, which a release holds, is
-                         the same header without self-inclusion: paste that one into other files.
 */
 #ifndef NSA_H
 #define NSA_H
@@ -736,6 +732,7 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
 
    Host code that both need: what a status can name, the check of one view, RoPE's frequencies, the
    views of the whole's primitives. */
+
 #if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_PARTS)
 #define NSA__SHARED_PARTS
 
@@ -1212,11 +1209,8 @@ enum {
 
 /* ==== Implementation ============================================================================
 
-   Rows and numbers - block index - checks - sequences, workspace, threads - tiles - RoPE -
-   compression - block lists - attention (over spans of keys; forward and backward) - merge -
-   selection - gate - the whole - decoding - the text of the tiles. A section uses only sections
-   above it, and the text of the tiles. Public functions check their arguments; below them every
-   argument is trusted.
+   A section is a file of nsa/src, which includes what it uses; so it uses only sections above it.
+   Public functions check their arguments; below them every argument is trusted.
 
    Words, each with one meaning:
 
@@ -1247,6 +1241,9 @@ enum {
 #if defined(NSA_IMPLEMENTATION) && !defined(NSA__IMPLEMENTED)
 #define NSA__IMPLEMENTED
 
+/* What the implementation takes of the system. Twin: none. Not here: what the interface takes
+   (api.h), and what both sides share (shared.h). */
+
 #include <float.h>
 #include <limits.h>
 #include <math.h>
@@ -1266,7 +1263,8 @@ enum {
 extern "C" {
 #endif
 
-/* ---- Rows and numbers: the one place that knows dtypes ------------------------------------- */
+/* ---- Rows and numbers: the one place that knows dtypes ------------------------------------------
+   Twin: kernels/rows.cuh. Not here: which rows a sequence has (sequences.h). */
 
 #define NSA__LOG2E 1.4426950408889634074
 #define NSA__LN2   0.69314718055994530942
@@ -1629,7 +1627,8 @@ NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int 
     return x;
 }
 
-/* ---- Block index: closed forms ------------------------------------------------------------- */
+/* ---- Block index: closed forms ------------------------------------------------------------------
+   Twin: kernels/block_index.cuh. Not here: the same as arrays (index_arrays.h). */
 
 /* N(tokens): compressed block i covers tokens i d .. i d + l - 1 and exists if all of them do, so i
    <= (tokens - l) / d. */
@@ -1714,7 +1713,8 @@ NSA_API int nsa_block_list_width(const nsa_desc *d) {
     return d->slc_count + (on_top ? nsa__forced_first(d) + nsa__forced_local(d) : 0);
 }
 
-/* ---- Instruction sets ---------------------------------------------------------------------- */
+/* ---- Instruction sets ---------------------------------------------------------------------------
+   Twin: none. Not here: the tiles of each set (tiles.h). */
 
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDACC__)
 #if defined(__SSE2__)
@@ -1801,7 +1801,8 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     return (unsigned)isa < sizeof names / sizeof *names ? names[isa] : "not an instruction set";
 }
 
-/* ---- Checks -------------------------------------------------------------------------------- */
+/* ---- Checks -------------------------------------------------------------------------------------
+   Twin: kernels/checks.cuh. Not here: what only one primitive asks (its own room). */
 
 /* Every kind of error once: its name and its sentence. */
 #define NSA__STATUSES(X)                                                                           \
@@ -2176,7 +2177,8 @@ static nsa_status nsa__check_gate_gradient(const nsa_tensor *dx, const nsa_tenso
     return nsa__check_gates(dx, d, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
 }
 
-/* ---- Sequences, workspace, threads --------------------------------------------------------- */
+/* ---- Sequences, workspace -----------------------------------------------------------------------
+   Twin: none; kernels take views. Not here: who runs (threads.h). */
 
 /* Where the rows of a sequence's keys lie, or of its compressed ones. */
 typedef struct nsa__rows {
@@ -2327,6 +2329,9 @@ static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *works
     team->scratch_bytes = scratch;
     return NSA_OK;
 }
+
+/* ---- Threads ------------------------------------------------------------------------------------
+   Twin: none; a task is a thread block there. Not here: what a task computes. */
 
 /* A task: piece `index` of the work that `context` describes. It writes rows that no other task
    writes, each as a sum in one fixed order. So no bit depends on which thread runs the task, or
@@ -2536,7 +2541,8 @@ static void nsa__run_in_turn(const nsa__team *team, const nsa__turns *turns) {
 #endif
 }
 
-/* ---- Block index as arrays ----------------------------------------------------------------- */
+/* ---- Block index as arrays ----------------------------------------------------------------------
+   Twin: kernels/block_index.cuh. Not here: the closed forms (index.h). */
 
 NSA_API int64_t nsa_block_map_size(const nsa_desc *d, int tokens) {
     int64_t entries = 0;
@@ -2593,8 +2599,9 @@ NSA_API nsa_status nsa_cmp_begins(const nsa_desc *d, int32_t *cmp_begins) {
 }
 
 /* ---- Tiles: products and sums over rows of keys ----------------------------------------------
-   All arithmetic on rows of keys is in a few functions. Their one text stands at the end of this
-   file and is read once per instruction set. They are compiled for that set whatever flags the user
+   Twin: none. Not here: their text (tiles.inl), which keys a tile has (attend_pack.h).
+   All arithmetic on rows of keys is in a few functions. Their one text is src/tiles.inl,
+   which is read once per instruction set. They are compiled for that set whatever flags the user
    gave; desc.isa or the machine chooses among them when a call begins. The bits of a row of the
    result depend on that row's operands alone, because every sum runs over k in ascending order. How
    many rows there are, and where the row stands among them, changes nothing. */
@@ -2702,27 +2709,7 @@ typedef struct nsa__pairs {
     void (*store)(int n, const nsa_real *x, void *row);
 } nsa__pairs;
 
-/* ---- Tiles of each instruction set --------------------------------------------------------- */
-
-/* The file that includes itself once for each set of tiles. That cannot work if the file is pasted
-   into another, because all of the other would be repeated, nor if it has no name (stdin). */
-#ifdef NSA_THIS_FILE
-#define NSA__THIS_FILE NSA_THIS_FILE
-#elif defined(__FILE_NAME__)
-#define NSA__THIS_FILE __FILE_NAME__
-#else
-#define NSA__THIS_FILE "nsa.h"
-#endif
-#if defined(__INCLUDE_LEVEL__) && !defined(NSA_THIS_FILE)
-#if __INCLUDE_LEVEL__ == 0 && NSA_IMPLEMENTATION + 0 == 0
-#error "nsa.h is pasted into this file: it includes itself, so include it, or paste nsa_one.h"
-#endif
-#endif
-#ifdef __has_include
-#if !__has_include(NSA__THIS_FILE)
-#error "nsa.h cannot include itself: define NSA_THIS_FILE as its name in quotes, or use nsa_one.h"
-#endif
-#endif
+/* -- tiles of each instruction set -- */
 
 /* NSA__BYTES is the size of a vector. A piece of a product, NSA__ROWS x NSA__VECTORS, stays in
    registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
@@ -2736,4978 +2723,6 @@ typedef struct nsa__pairs {
 #define NSA__ROWS    4
 #define NSA__VECTORS 4
 #define NSA__TARGET  NSA__COMPILED
-#include NSA__THIS_FILE
-
-#ifdef NSA__HAS_SSE2
-#define NSA__ISA     sse2
-#define NSA__BYTES   16
-#define NSA__ROWS    4
-#define NSA__VECTORS 2
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+x"(x))
-#include NSA__THIS_FILE
-#endif
-
-#ifdef NSA__HAS_AVX
-#define NSA__LETTER_float     "s" /* of single and double in x86's names of instructions */
-#define NSA__LETTER_double    "d"
-#define NSA__LETTER_OF_(real) NSA__LETTER_##real
-#define NSA__LETTER_OF(real)  NSA__LETTER_OF_(real)
-#define NSA__OF_TWO(name)     "v" name "p" NSA__LETTER_OF(NSA_REAL) " {%2, %1, %0|%0, %1, %2}"
-
-#define NSA__ISA          avx2
-#define NSA__BYTES        32
-#define NSA__ROWS         6
-#define NSA__VECTORS      2
-#define NSA__TARGET       __attribute__((target("avx2,fma"))) NSA__COMPILED
-#define NSA__HOLD(x)      __asm__("" : "+x"(x))
-#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
-#define NSA__MIN(x, a, b) __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
-#include NSA__THIS_FILE
-
-#define NSA__ISA     avx512
-#define NSA__BYTES   64
-#define NSA__ROWS    6
-#define NSA__VECTORS 4
-#define NSA__TARGET \
-    __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
-#define NSA__HOLD(x)      __asm__("" : "+v"(x))
-#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
-#define NSA__WHOLE(e, x) \
-    __asm__("vrndscalep" NSA__LETTER_OF(NSA_REAL) " {$8, %1, %0|%0, %1, 8}" : "=v"(e) : "v"(x))
-#define NSA__TIMES_POWER(p, e) __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
-#include NSA__THIS_FILE
-#endif
-
-#ifdef NSA__HAS_NEON
-#define NSA__ISA     neon
-#define NSA__BYTES   16
-#define NSA__ROWS    6
-#define NSA__VECTORS 4
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+w"(x))
-#include NSA__THIS_FILE
-#endif
-
-#ifdef NSA__HAS_SIMD128
-#define NSA__ISA     simd128
-#define NSA__BYTES   16
-#define NSA__ROWS    4
-#define NSA__VECTORS 2
-#define NSA__TARGET  NSA__COMPILED
-#define NSA__HOLD(x) (void)(x) /* the engine that runs it chooses the registers */
-#include NSA__THIS_FILE
-#endif
-
-/* Sets with products of bf16 have nothing else of their own. NSA__DOT(sum, a, b) adds to each lane
-   of f32 sums the two products of its pairs. It is the instruction itself, because compilers have
-   changed the types of its builtins from version to version. VDPBF16PS adds the odd product, then
-   the even one, each as a multiply-add that rounds to nearest. BFDOT rounds to odd. Both take
-   subnormal numbers for 0. NSA__ROUND(halves, x) rounds a vector of f32 to bf16 in one
-   instruction. */
-#ifdef NSA__HAS_BF16_BY_HAND
-#include NSA__BF16_BY_HAND
-#include NSA__THIS_FILE
-#endif
-
-#ifdef NSA__HAS_AVX512_BF16
-#define NSA__ISA     bf16
-#define NSA__BYTES   64
-#define NSA__ROWS    6
-#define NSA__VECTORS 4
-#define NSA__TARGET \
-    __attribute__((target("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
-#define NSA__HOLD(x) __asm__("" : "+v"(x))
-#define NSA__DOT(sum, a, b) \
-    __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
-#define NSA__ROUND(halves, x) __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
-#include NSA__THIS_FILE
-#endif
-
-#ifdef NSA__HAS_NEON_BF16
-#ifdef __clang__
-#define NSA__BFDOT __attribute__((target("bf16")))
-#else
-#define NSA__BFDOT __attribute__((target("+bf16")))
-#endif
-#define NSA__ISA            bf16
-#define NSA__BYTES          16
-#define NSA__ROWS           6
-#define NSA__VECTORS        4
-#define NSA__TARGET         NSA__BFDOT NSA__COMPILED
-#define NSA__HOLD(x)        __asm__("" : "+w"(x))
-#define NSA__DOT(sum, a, b) __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(a), "w"(b))
-#include NSA__THIS_FILE
-#endif
-
-/* The set that a call uses, of those that nsa_isa_available has allowed. The enum lists the sets of
-   one kind of machine from narrow to wide, so the first available from its end is the widest. */
-static nsa_isa nsa__isa_of(nsa_isa isa) {
-    for (int widest = NSA_ISA_NEON_BF16; isa == NSA_ISA_DETECT; widest--)
-        if (nsa_isa_available((nsa_isa)widest)) isa = (nsa_isa)widest;
-    return isa;
-}
-
-/* The products of bf16 of a call, or NULL: its rows of bf16 are widened then. */
-static const nsa__pairs *nsa__pairs_of(const nsa_desc *d) {
-    nsa_isa isa = nsa__isa_of(d->isa);
-    if (d->products == NSA_PRODUCTS_F32 || (isa != NSA_ISA_AVX512_BF16 && isa != NSA_ISA_NEON_BF16))
-        return NULL;
-#if defined(NSA__HAS_BF16_BY_HAND) || defined(NSA__HAS_AVX512_BF16) || defined(NSA__HAS_NEON_BF16)
-    return &nsa__pairs_bf16;
-#else
-    return NULL;
-#endif
-}
-
-/* As nsa__store. `pairs` may be NULL. */
-static void nsa__store_by(const nsa__pairs *pairs, nsa_dtype dtype, void *row, const nsa_real *from,
-                          int n) {
-    if (pairs && dtype == NSA_BF16)
-        pairs->store(n, from, row);
-    else
-        nsa__store(dtype, row, from, n);
-}
-
-/* 1 if tiles may read and write rows of `width` numbers where they lie: reals in whole vectors. */
-static int nsa__rows_of_reals(const nsa_tensor *x, int width) {
-    return x->dtype == NSA_REAL_DTYPE && width % NSA__LANES == 0;
-}
-
-static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
-    switch (nsa__isa_of(isa)) {
-#ifdef NSA__HAS_BF16_BY_HAND
-    case NSA_ISA_AVX512_BF16:
-        return &nsa__tiles_sse2;
-#endif
-#ifdef NSA__HAS_SSE2
-    case NSA_ISA_SSE2:
-        return &nsa__tiles_sse2;
-#endif
-#ifdef NSA__HAS_AVX
-    case NSA_ISA_AVX2:
-        return &nsa__tiles_avx2;
-#ifdef NSA__HAS_AVX512_BF16
-    case NSA_ISA_AVX512_BF16:
-#endif
-    case NSA_ISA_AVX512:
-        return &nsa__tiles_avx512;
-#endif
-#ifdef NSA__HAS_NEON
-#ifdef NSA__HAS_NEON_BF16
-    case NSA_ISA_NEON_BF16:
-#endif
-    case NSA_ISA_NEON:
-        return &nsa__tiles_neon;
-#endif
-#ifdef NSA__HAS_SIMD128
-    case NSA_ISA_SIMD128:
-        return &nsa__tiles_simd128;
-#endif
-    default:
-        return &nsa__tiles_plain;
-    }
-}
-
-/* ---- RoPE ---------------------------------------------------------------------------------- */
-
-typedef struct nsa__rope_job {
-    const nsa_rope *x, *dx; /* dx NULL: forward */
-    const nsa_desc *d;
-    nsa__seq seq;
-    double frequency[NSA__MAX_DIM / 2]; /* of each pair, radians from one position to the next */
-    double magnitude;
-} nsa__rope_job;
-
-/* Rotates one row: pair (a, b) becomes (a cos - b sin, b cos + a sin). The pair is numbers
-   (2i, 2i + 1), or (i, i + dim/2) with NSA_ROPE_HALVES. With sign -1 the matrix is the transpose,
-   which backward needs. */
-static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const double *sine,
-                             double sign, nsa_real *row) {
-    int step = x->pairs == NSA_ROPE_HALVES ? 1 : 2,
-        other = x->pairs == NSA_ROPE_HALVES ? x->dim / 2 : 1;
-    for (int i = 0; i < x->dim / 2; i++) {
-        double a = (double)row[step * i], b = (double)row[step * i + other];
-        row[step * i] = (nsa_real)(a * cosine[i] - sign * b * sine[i]);
-        row[step * i + other] = (nsa_real)(b * cosine[i] + sign * a * sine[i]);
-    }
-}
-
-enum { NSA__ROPE_TOKENS = 16 }; /* tokens of a task */
-
-/* Forward rotates x into out; backward rotates dout back and adds it to dx. Angles are computed
-   once per token and serve all heads. They are doubles, because f32 has steps of 1/16 near an angle
-   of 10^6 radians. */
-static void nsa__rope_task(const void *context, int64_t index, void *scratch) {
-    const nsa__rope_job *p = (const nsa__rope_job *)context;
-    const nsa_rope *x = p->x;
-    double cosine[NSA__MAX_DIM / 2], sine[NSA__MAX_DIM / 2];
-    nsa_real row[NSA__MAX_DIM];
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__ROPE_TOKENS);
-    (void)scratch;
-    for (int64_t t = index * NSA__ROPE_TOKENS; t < end; t++) {
-        double position = (double)(p->seq.first + t);
-        if (x->positions.data)
-            position = *(const int32_t *)nsa__row(&x->positions, p->seq.batch, p->seq.row + t, 0);
-        for (int i = 0; i < x->dim / 2; i++) {
-            cosine[i] = p->magnitude * cos(position * p->frequency[i]);
-            sine[i] = p->magnitude * sin(position * p->frequency[i]);
-        }
-        for (int h = 0; h < x->heads; h++) {
-            const nsa_tensor *from = p->dx ? &p->dx->out : &x->x;
-            nsa__load(row, from->dtype, nsa__row(from, p->seq.batch, p->seq.row + t, h), x->dim);
-            nsa__rope_rotate(x, cosine, sine, p->dx ? -1 : 1, row);
-            const nsa_tensor *to = p->dx ? &p->dx->x : &x->out;
-            void *at = nsa__row(to, p->seq.batch, p->seq.row + t, h);
-            if (p->dx)
-                nsa__add(to->dtype, at, 1, row, x->dim);
-            else
-                nsa__store(to->dtype, at, row, x->dim);
-        }
-    }
-}
-
-static nsa_status nsa__rope_check(const nsa_rope *x, const nsa_desc *d) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__rope_check_options(x));
-    if (!nsa__fits(d->batch, d->tokens, x->heads, x->dim))
-        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_heads);
-    if (!x->positions.data) return NSA_OK;
-    return nsa__check_view(&x->positions, nsa__query_shape(d, 1, 1), NSA__INTS, 0,
-                           NSA__AT_positions);
-}
-
-/* Frequencies are computed once per call, because pow is slow and they depend on the options alone.
-   */
-static void nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
-    nsa__rope_job p;
-    nsa__team team = {nsa__threads(d), NULL, 0};
-    p.x = x;
-    p.dx = dx;
-    p.d = d;
-    nsa__rope_frequencies(x, p.frequency, &p.magnitude);
-    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
-        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__ROPE_TOKENS), nsa__rope_task, &p);
-}
-
-NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, double *magnitude) {
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__rope_check_options(x));
-    if (!frequencies) return nsa__error(NSA_ERROR_NULL, NSA__AT_frequencies);
-    if (!magnitude) return nsa__error(NSA_ERROR_NULL, NSA__AT_magnitude);
-    nsa__rope_frequencies(x, frequencies, magnitude);
-    return NSA_OK;
-}
-
-NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {
-    NSA__CHECK(nsa__rope_check(x, d));
-    nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
-    NSA__CHECK(nsa__check_view(&x->x, shape, nsa__floats(), 0, NSA__AT_x));
-    NSA__CHECK(nsa__check_view(&x->out, shape, nsa__floats(), 1, NSA__AT_out));
-    nsa__rope_run(NULL, x, d);
-    return NSA_OK;
-}
-
-NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
-    NSA__CHECK(nsa__rope_check(x, d));
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
-    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&dx->x, &x->x, shape, NSA__AT_x));
-    if (dx->x.data) nsa__rope_run(dx, x, d);
-    return NSA_OK;
-}
-
-/* ---- Compression --------------------------------------------------------------------------- */
-
-typedef struct nsa__compress_job {
-    const nsa_compress *x, *dx;
-    const nsa_desc *d;
-    const nsa__tiles *tiles;
-    nsa__seq seq;
-    int head;
-    int ring;            /* a decoding cache's raw rows; 0: straight */
-    int appends;         /* blocks that the tokens before query `first` complete are there */
-    nsa_real *w1, *w1_t; /* mlp, of `head`: (hidden, l D) and its transpose */
-    nsa_real *w2, *w2_t; /* mlp, of `head`: (D, hidden) and its transpose */
-    nsa_real *act, *dh;  /* mlp backward, of every compressed row of `head`: silu(h) and dh */
-    int64_t rows, row;   /* rows of act and dh, and where those of `seq` begin */
-    nsa_real *dpos, *dw1, *db1, *dw2, *db2; /* sums of the gradients, of their parameters' shapes */
-    nsa_real *dh_sum; /* mlp backward: (hidden), the sum of dh over all rows of `head` */
-} nsa__compress_job;
-
-/* Blocks of a task, and tokens of a task that gathers dx. */
-enum { NSA__CMP_ROWS = 64, NSA__CMP_TOKENS = 64 };
-
-static void *nsa__parameter_row(const nsa_tensor *x, int head, int64_t row) {
-    return nsa__row(x, 0, row, head);
-}
-
-/* Row `row` of a parameter of one head; zeros if the parameter is absent: pos, b1 and b2 are
-   optional. */
-static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int64_t row, int n) {
-    if (x->data)
-        nsa__load(to, x->dtype, nsa__parameter_row(x, head, row), n);
-    else
-        memset(to, 0, (size_t)n * sizeof *to);
-}
-
-/* The row of x of a token, which counts from the start of the sequence. */
-static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token) {
-    return nsa__key_row(&p->seq.keys, &p->x->x, token, p->head);
-}
-
-/* The first block to compute. */
-static int nsa__compress_begin(const nsa__compress_job *p) {
-    return p->appends ? nsa_cmp_count(p->d, p->seq.first) : 0;
-}
-
-/* -- mean and conv: Eq. 7 with phi a weighted sum of the l rows, each channel for itself --
-   out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean. Tap j of a block is its token
-   i d + j. */
-
-/* The weights w[j][c] of tap j for all channels. */
-static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
-    if (p->x->phi == NSA_PHI_CONV)
-        nsa__load_parameter(w, &p->x->w1, p->head, j, p->x->dim);
-    else
-        for (int c = 0; c < p->x->dim; c++) w[c] = (nsa_real)(1.0 / p->d->cmp_block);
-}
-
-/* Taps are the outer loop, because a tap's weights are then loaded once for all blocks of the task.
-   A sum still runs over ascending j, so its bits depend on its own block alone. */
-static void nsa__filter_task(const void *context, int64_t index, void *scratch) {
-    nsa__compress_job of_head = *(const nsa__compress_job *)context, *p = &of_head;
-    const nsa_compress *x = p->x;
-    nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
-    p->head = (int)(index % p->d->kv_heads);
-    int64_t begin = nsa__compress_begin(p) + index / p->d->kv_heads * NSA__CMP_ROWS;
-    int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
-    for (int64_t i = begin; i < end; i++) {
-        memset(out + (i - begin) * x->dim, 0, (size_t)x->dim * sizeof *out);
-        if (x->phi == NSA_PHI_CONV)
-            nsa__load_parameter(out + (i - begin) * x->dim, &x->b1, p->head, 0, x->dim);
-    }
-    for (int j = 0; j < p->d->cmp_block; j++) {
-        nsa__load_taps(p, w, j);
-        for (int64_t i = begin; i < end; i++) {
-            nsa__load(row, x->x.dtype, nsa__compress_input(p, i * p->d->cmp_stride + j), x->dim);
-            for (int c = 0; c < x->dim; c++) out[(i - begin) * x->dim + c] += w[c] * row[c];
-        }
-    }
-    for (int64_t i = begin; i < end; i++)
-        nsa__store(x->out.dtype, nsa__key_row(&p->seq.cmp, &x->out, i, p->head),
-                   out + (i - begin) * x->dim, x->dim);
-}
-
-/* The compressed blocks *begin .. *end - 1 that cover a token: i d <= token < i d + l, so
-   (token - l) / d < i <= token / d. The case token < l is apart, because C rounds a negative
-   quotient towards 0. */
-static void nsa__covering(const nsa__compress_job *p, int64_t token, int64_t *begin, int64_t *end) {
-    int l = p->d->cmp_block, stride = p->d->cmp_stride;
-    *begin = token < l ? 0 : (token - l) / stride + 1;
-    *end = nsa__min(p->seq.cmp_tokens, token / stride + 1);
-}
-
-/* dx[t][c] = sum over the blocks i that cover t of w[t - i d][c] dout[i][c]: gathered by token, so
-   that no two tasks add to one row. */
-static void nsa__filter_input_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out, *to = &p->dx->x;
-    nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], sum[NSA__MAX_DIM];
-    int dim = p->x->dim;
-    int64_t last = nsa__min(p->seq.tokens, (index + 1) * NSA__CMP_TOKENS);
-    (void)scratch;
-    for (int64_t t = index * NSA__CMP_TOKENS; t < last; t++) {
-        int64_t begin, end;
-        nsa__covering(p, t, &begin, &end);
-        if (begin >= end) continue;
-        memset(sum, 0, sizeof sum);
-        for (int64_t i = begin; i < end; i++) {
-            nsa__load_taps(p, w, (int)(t - i * p->d->cmp_stride));
-            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
-            for (int c = 0; c < dim; c++) sum[c] += w[c] * row[c];
-        }
-        nsa__add(to->dtype, nsa__key_row(&p->seq.keys, to, t, p->head), 1, sum, dim);
-    }
-}
-
-/* Task j: dw[j][c] += sum_i dout[i][c] x[i d + j][c]; task l: db[c] += sum_i dout[i][c]. */
-static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
-    const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out;
-    nsa_real row[NSA__MAX_DIM], grad[NSA__MAX_DIM];
-    int dim = p->x->dim, bias = j == p->d->cmp_block;
-    nsa_real *sum = bias ? p->db1 : p->dw1 + j * dim;
-    (void)scratch;
-    for (int64_t i = 0; i < p->seq.cmp_tokens; i++) {
-        nsa__load(grad, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
-        if (!bias)
-            nsa__load(row, p->x->x.dtype, nsa__compress_input(p, i * p->d->cmp_stride + j), dim);
-        for (int c = 0; c < dim; c++) sum[c] += bias ? grad[c] : grad[c] * row[c];
-    }
-}
-
-/* -- mlp: h = w1 u + b1, out = w2 silu(h) + b2, u = flatten(x + pos) the l D numbers of a block --
-   The u of all blocks would hold every token l / d times, so u is never built. h is a sum over
-   the taps j: (x[i d + j] + pos[j]) times columns j D .. (j + 1) D of w1. For n blocks:
-     h (n, hidden) = sum_j tap_j (n, D) w1_t[j D ..] (D, hidden) + b1
-     out (n, D)    = silu(h) (n, hidden) w2_t (hidden, D) + b2
-   Backward, in this order:
-     act = silu(h), dh = (dout w2) silu'(h)           nsa__mlp_hidden_gradient_task
-     dx[i d + j] += dh[i] w1[:, j]                    nsa__mlp_input_gradient_task
-     dw1[:, j] += dh^T tap_j, dw2 += dout^T act       nsa__mlp_parameter_gradient_task
-     db1 = sum dh, dpos = (sum dh) w1                 nsa__mlp_finish_sums */
-
-static void nsa__transpose(nsa_real *to, const nsa_real *from, int rows, int columns) {
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++)
-            to[(ptrdiff_t)c * rows + r] = from[(ptrdiff_t)r * columns + c];
-}
-
-/* l D: the numbers of a block, and of a row of w1. */
-static int nsa__flat(const nsa__compress_job *p) {
-    return p->d->cmp_block * p->x->dim;
-}
-
-static void nsa__mlp_alloc_weights(nsa__compress_job *p, nsa__arena *a) {
-    int64_t w1 = (int64_t)p->x->hidden * nsa__flat(p), w2 = (int64_t)p->x->hidden * p->x->dim;
-    p->w1 = nsa__alloc_reals(a, w1);
-    p->w1_t = nsa__alloc_reals(a, w1);
-    p->w2 = nsa__alloc_reals(a, w2);
-    p->w2_t = nsa__alloc_reals(a, w2);
-}
-
-/* Packs the parameters of one kv head, as they are and transposed, because the right operand of a
-   product has contiguous rows. Forward uses the transposes, backward uses both. */
-static void nsa__mlp_load_weights(const nsa__compress_job *p) {
-    int flat = nsa__flat(p), hidden = p->x->hidden, dim = p->x->dim;
-    for (int r = 0; r < hidden; r++)
-        nsa__load_parameter(p->w1 + (ptrdiff_t)r * flat, &p->x->w1, p->head, r, flat);
-    for (int r = 0; r < dim; r++)
-        nsa__load_parameter(p->w2 + (ptrdiff_t)r * hidden, &p->x->w2, p->head, r, hidden);
-    nsa__transpose(p->w1_t, p->w1, hidden, flat);
-    nsa__transpose(p->w2_t, p->w2, dim, hidden);
-}
-
-/* One tap of the flattened input: row i of `to` is x[(begin + i) d + j] + pos[j]. */
-static void nsa__mlp_load_tap(const nsa__compress_job *p, int64_t begin, int n, int j, nsa_real *to,
-                              int ld) {
-    nsa_real pos[NSA__MAX_DIM];
-    int dim = p->x->dim;
-    nsa__load_parameter(pos, &p->x->pos, p->head, j, dim);
-    for (int i = 0; i < n; i++) {
-        const void *row = nsa__compress_input(p, (begin + i) * p->d->cmp_stride + j);
-        nsa__load(to + (ptrdiff_t)i * ld, p->x->x.dtype, row, dim);
-        for (int c = 0; c < dim; c++) to[(ptrdiff_t)i * ld + c] += pos[c];
-    }
-}
-
-/* Scratch for NSA__CMP_ROWS blocks: one tap of their inputs, h, and out or its gradient. */
-typedef struct nsa__mlp_rows {
-    nsa_real *tap, *h, *out;
-} nsa__mlp_rows;
-
-static void nsa__mlp_rows_alloc(nsa__mlp_rows *f, const nsa__compress_job *p, nsa__arena *a) {
-    f->tap = nsa__alloc_reals(a, NSA__CMP_ROWS * p->x->dim);
-    f->h = nsa__alloc_reals(a, (int64_t)NSA__CMP_ROWS * p->x->hidden);
-    f->out = nsa__alloc_reals(a, NSA__CMP_ROWS * p->x->dim);
-}
-
-/* h of blocks begin .. begin + n - 1, before the SiLU. The sum begins with b1 and goes through the
-   taps in order. */
-static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_t begin, int n) {
-    int hidden = p->x->hidden, dim = p->x->dim;
-    for (int i = 0; i < n; i++)
-        nsa__load_parameter(f->h + (ptrdiff_t)i * hidden, &p->x->b1, p->head, 0, hidden);
-    for (int j = 0; j < p->d->cmp_block; j++) {
-        nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
-        const nsa__matrix tap = {f->tap, dim, 1, NULL};
-        const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
-        const nsa__result h = {f->h, hidden, NULL, 1, NULL, NULL, NULL};
-        p->tiles->gemm(n, hidden, dim, &tap, &w1_t, &h);
-    }
-}
-
-/* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks; silu(h) = h sigmoid(h). */
-static void nsa__mlp_forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__compress_job *p = (const nsa__compress_job *)context;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__mlp_rows f;
-    int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = nsa__compress_begin(p) + index * NSA__CMP_ROWS;
-    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
-    nsa__mlp_rows_alloc(&f, p, &a);
-    nsa__mlp_hidden(p, &f, begin, n);
-    for (int i = 0; i < n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
-    for (int i = 0; i < n; i++)
-        nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
-    const nsa__matrix act = {f.h, hidden, 1, NULL}, w2_t = {p->w2_t, dim, 1, NULL};
-    const nsa__result out = {f.out, dim, NULL, 1, NULL, NULL, NULL};
-    p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
-    for (int i = 0; i < n; i++)
-        nsa__store(p->x->out.dtype, nsa__key_row(&p->seq.cmp, &p->x->out, begin + i, p->head),
-                   f.out + (ptrdiff_t)i * dim, dim);
-}
-
-/* act = silu(h), dact = dout w2, dh = dact silu'(h), with
-     silu'(h) = sigmoid(h) (1 + h (1 - sigmoid(h))).
-   h is computed again, because forward keeps nothing. dact is computed where dh will be. */
-static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__mlp_rows f;
-    int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = index * NSA__CMP_ROWS;
-    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
-    nsa_real *act = p->act + (p->row + begin) * hidden, *dh = p->dh + (p->row + begin) * hidden;
-    nsa__mlp_rows_alloc(&f, p, &a);
-    nsa__mlp_hidden(p, &f, begin, n);
-    for (int i = 0; i < n; i++)
-        nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
-                  nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
-    const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
-    const nsa__result dact = {dh, hidden, NULL, 0, NULL, NULL, NULL};
-    p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
-    for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
-        nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
-        act[i] = h * sigmoid;
-        dh[i] *= sigmoid * (1 + h * (1 - sigmoid));
-    }
-}
-
-/* dx[i d + j] += dh[i] w1[:, j], gathered by chunks of tokens, because blocks overlap and two tasks
-   must not add to one row. For each tap j the task takes the blocks whose token i d + j lies in its
-   chunk: ceil((begin - j) / d) <= i < ceil((end - j) / d). Their rows of the sum are d tokens
-   apart. */
-static void nsa__mlp_input_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__compress_job *p = (const nsa__compress_job *)context;
-    nsa_real *sum = (nsa_real *)scratch;
-    int hidden = p->x->hidden, dim = p->x->dim, stride = p->d->cmp_stride;
-    int64_t chunk = (int64_t)NSA__CMP_ROWS * stride, begin = index * chunk;
-    int64_t end = nsa__min(p->seq.tokens, begin + chunk);
-    memset(sum, 0, (size_t)(end - begin) * (size_t)dim * sizeof *sum);
-    for (int j = 0; j < p->d->cmp_block; j++) {
-        int64_t from = nsa__max(0, nsa__ceil_div(nsa__max(0, begin - j), stride));
-        int64_t to = nsa__min(p->seq.cmp_tokens, nsa__ceil_div(nsa__max(0, end - j), stride));
-        if (from >= to) continue;
-        const nsa__matrix dh = {p->dh + (p->row + from) * hidden, hidden, 1, NULL};
-        const nsa__matrix w1 = {p->w1 + (ptrdiff_t)j * dim, nsa__flat(p), 1, NULL};
-        nsa_real *first = sum + (from * stride + j - begin) * dim;
-        const nsa__result dx = {first, (ptrdiff_t)stride * dim, NULL, 1, NULL, NULL, NULL};
-        p->tiles->gemm((int)(to - from), dim, hidden, &dh, &w1, &dx);
-    }
-    for (int64_t t = begin; t < end; t++)
-        nsa__add(p->dx->x.dtype, nsa__key_row(&p->seq.keys, &p->dx->x, t, p->head), 1,
-                 sum + (t - begin) * dim, dim);
-}
-
-/* Task j < l: dw1[:, j] += dh^T (x + pos)[j], columns that no other task writes. Task l: dw2 +=
-   dout^T act, db2 += sum dout, dh_sum += sum dh, of which db1 and dpos are made. */
-static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
-    const nsa__compress_job *p = (const nsa__compress_job *)context;
-    const nsa_tensor *dout = &p->dx->out;
-    nsa_real *rows = (nsa_real *)scratch;
-    int hidden = p->x->hidden, dim = p->x->dim, flat = nsa__flat(p);
-    for (int64_t begin = 0; begin < p->seq.cmp_tokens; begin += NSA__CMP_ROWS) {
-        int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
-        const nsa_real *dh = p->dh + (p->row + begin) * hidden,
-                       *act = p->act + (p->row + begin) * hidden;
-        if (j < p->d->cmp_block) {
-            nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
-            const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
-            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL, NULL, NULL};
-            p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
-            continue;
-        }
-        for (int i = 0; i < n; i++) {
-            nsa_real *row = rows + (ptrdiff_t)i * dim;
-            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
-            for (int c = 0; c < dim; c++) p->db2[c] += row[c];
-            for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
-        }
-        const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
-        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL, NULL, NULL};
-        p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
-    }
-}
-
-/* -- sums of the parameter gradients, and the entry points -- */
-
-/* The sums have the shapes of nsa__parameters for one head. A pointer that a phi does not use stays
-   NULL. */
-static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
-    int64_t flat = nsa__flat(p), hidden = p->x->phi == NSA_PHI_MLP ? p->x->hidden : 1;
-    if (p->x->phi == NSA_PHI_MEAN) return;
-    p->dw1 = nsa__alloc_reals(a, hidden * flat);
-    p->db1 = nsa__alloc_reals(a, p->x->phi == NSA_PHI_MLP ? hidden : p->x->dim);
-    if (p->x->phi == NSA_PHI_CONV) return;
-    p->dpos = nsa__alloc_reals(a, flat);
-    p->dw2 = nsa__alloc_reals(a, hidden * p->x->dim);
-    p->db2 = nsa__alloc_reals(a, p->x->dim);
-    p->dh_sum = nsa__alloc_reals(a, hidden);
-    p->act = nsa__alloc_reals(a, p->rows * hidden);
-    p->dh = nsa__alloc_reals(a, p->rows * hidden);
-}
-
-/* The parameters as a table, the one list of them. */
-typedef struct nsa__parameter {
-    const nsa_tensor *x, *dx; /* the caller's views; dx is x if no gradient is computed */
-    nsa_real *sum;            /* backward: the gradient of `head`, before it is added to dx */
-    int64_t rows;             /* for one head: rows of `width` numbers */
-    int width, optional, field;
-} nsa__parameter;
-
-static int nsa__parameters(const nsa__compress_job *p, nsa__parameter list[5]) {
-    const nsa_compress *x = p->x, *dx = p->dx ? p->dx : x;
-    const int flat = nsa__flat(p), l = p->d->cmp_block;
-    const nsa__parameter conv[2] = {{&x->w1, &dx->w1, p->dw1, l, x->dim, 0, NSA__AT_w1},
-                                    {&x->b1, &dx->b1, p->db1, 1, x->dim, 1, NSA__AT_b1}};
-    const nsa__parameter mlp[5] = {{&x->pos, &dx->pos, p->dpos, l, x->dim, 1, NSA__AT_pos},
-                                   {&x->w1, &dx->w1, p->dw1, x->hidden, flat, 0, NSA__AT_w1},
-                                   {&x->b1, &dx->b1, p->db1, 1, x->hidden, 1, NSA__AT_b1},
-                                   {&x->w2, &dx->w2, p->dw2, x->dim, x->hidden, 0, NSA__AT_w2},
-                                   {&x->b2, &dx->b2, p->db2, 1, x->dim, 1, NSA__AT_b2}};
-    if (x->phi == NSA_PHI_CONV) memcpy(list, conv, sizeof conv);
-    if (x->phi == NSA_PHI_MLP) memcpy(list, mlp, sizeof mlp);
-    return x->phi == NSA_PHI_MLP ? 5 : x->phi == NSA_PHI_CONV ? 2 : 0;
-}
-
-static void nsa__compress_forward_plan(nsa__compress_job *p, nsa__arena *shared,
-                                       nsa__arena *scratch) {
-    nsa__mlp_rows f;
-    if (p->x->phi == NSA_PHI_MLP) {
-        nsa__mlp_alloc_weights(p, shared);
-        nsa__mlp_rows_alloc(&f, p, scratch);
-    } else {
-        nsa__alloc_reals(scratch, NSA__CMP_ROWS * p->x->dim);
-    }
-}
-
-/* act and dh of all compressed rows of a kv head are kept, so that h is computed once. The tasks of
-   the three steps run one after another, so a thread's scratch is the larger of their needs. */
-static void nsa__compress_backward_plan(nsa__compress_job *p, nsa__arena *shared,
-                                        nsa__arena *scratch) {
-    nsa__mlp_rows f;
-    p->rows = p->d->begins ? nsa__packed_cmp(p->d)
-                           : (int64_t)p->d->batch * nsa_cmp_count(p->d, p->d->tokens);
-    nsa__compress_alloc_sums(p, shared);
-    if (p->x->phi != NSA_PHI_MLP) return;
-    nsa__arena other = {NULL, 0};
-    nsa__mlp_alloc_weights(p, shared);
-    nsa__mlp_rows_alloc(&f, p, scratch);
-    nsa__alloc_reals(&other, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride * p->x->dim);
-    if (other.used > scratch->used) scratch->used = other.used;
-}
-
-/* Tasks of up to NSA__CMP_ROWS blocks, for each head and sequence. If tokens are appended, only the
-   blocks that they complete are computed: see nsa__compress_begin. A filter's tasks are those of
-   all heads, because rows of neighbouring heads share a page, on as many threads as such small
-   tasks pay for. A network's weights are one head's at a time. */
-static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *team) {
-    const int64_t moves = 8; /* multiply-adds in the time of one of a filter's, about */
-    int mlp = p->x->phi == NSA_PHI_MLP, heads = mlp ? 1 : p->d->kv_heads;
-    for (p->head = 0; p->head < p->d->kv_heads; p->head += heads) {
-        if (mlp) nsa__mlp_load_weights(p);
-        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
-             nsa__seq_next(p->d, &p->seq)) {
-            p->seq.keys.ring = p->ring;
-            int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
-            int64_t work = moves * blocks * heads * p->d->cmp_block * p->x->dim;
-            nsa__team some = *team;
-            if (!mlp) some.threads = nsa__threads_for(team->threads, work);
-            nsa__run(&some, heads * nsa__ceil_div(blocks, NSA__CMP_ROWS),
-                     mlp ? nsa__mlp_forward_task : nsa__filter_task, p);
-        }
-    }
-}
-
-/* The gradients of one sequence and head, those of the parameters into their sums. */
-static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__team *team,
-                                            int parameters) {
-    int mlp = p->x->phi == NSA_PHI_MLP;
-    if (p->seq.cmp_tokens == 0) return;
-    if (mlp)
-        nsa__run(team, nsa__ceil_div(p->seq.cmp_tokens, NSA__CMP_ROWS),
-                 nsa__mlp_hidden_gradient_task, p);
-    if (p->dx->x.data && mlp)
-        nsa__run(team, nsa__ceil_div(p->seq.tokens, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride),
-                 nsa__mlp_input_gradient_task, p);
-    if (p->dx->x.data && !mlp)
-        nsa__run(team, nsa__ceil_div(p->seq.tokens, NSA__CMP_TOKENS),
-                 nsa__filter_input_gradient_task, p);
-    if (parameters)
-        nsa__run(team, p->d->cmp_block + 1,
-                 mlp ? nsa__mlp_parameter_gradient_task : nsa__conv_parameter_gradient_task, p);
-}
-
-/* db1 = sum dh. pos is added to every block alike, so dpos = sum_i dh[i] w1 = (sum_i dh[i]) w1: one
-   row times w1 instead of N rows. */
-static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
-    const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
-    const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
-    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL, NULL, NULL};
-    p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
-    for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
-}
-
-/* Heads are the outer loop, because packed weights and sums are those of one head. A gradient with
-   head stride 0 belongs to all heads: its sum starts at the first and is added after the last. */
-static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *team) {
-    nsa__parameter list[5];
-    int count = nsa__parameters(p, list), parameters = 0; /* 1: the gradient of one is asked for */
-    for (int i = 0; i < count; i++) parameters |= list[i].dx->data != NULL;
-    for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
-        for (int i = 0; i < count; i++) /* a head stride of 0: the sum runs on over the heads */
-            if (p->head == 0 || list[i].dx->head != 0)
-                memset(list[i].sum, 0,
-                       (size_t)list[i].rows * (size_t)list[i].width * sizeof *list[i].sum);
-        if (p->x->phi == NSA_PHI_MLP) {
-            nsa__mlp_load_weights(p);
-            memset(p->dh_sum, 0, (size_t)p->x->hidden * sizeof *p->dh_sum);
-        }
-        p->row = 0;
-        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
-             nsa__seq_next(p->d, &p->seq)) {
-            nsa__compress_backward_sequence(p, team, parameters);
-            p->row += p->seq.cmp_tokens;
-        }
-        if (p->x->phi == NSA_PHI_MLP) nsa__mlp_finish_sums(p);
-        for (int i = 0; i < count; i++) {
-            if (!list[i].dx->data || (p->head + 1 < p->d->kv_heads && list[i].dx->head == 0))
-                continue;
-            for (int64_t r = 0; r < list[i].rows; r++)
-                nsa__add(list[i].dx->dtype, nsa__parameter_row(list[i].dx, p->head, r), 1,
-                         list[i].sum + r * list[i].width, list[i].width);
-        }
-    }
-}
-
-/* The limits let NSA__CMP_ROWS rows of l D or hidden numbers be counted by an int. */
-static nsa_status nsa__compress_check_sizes(const nsa_compress *x, const nsa_desc *d, int base) {
-    if ((unsigned)x->phi > NSA_PHI_MLP) return nsa__error(NSA_ERROR_OPTION, base + NSA__AT_phi);
-    if (x->dim < 1 || x->dim > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_dim);
-    if (x->phi == NSA_PHI_MLP && x->hidden < 1)
-        return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_hidden);
-    int64_t hidden = x->phi == NSA_PHI_MLP ? x->hidden : 1;
-    if ((int64_t)d->cmp_block * x->dim > INT_MAX / 64 ||
-        !nsa__fits(hidden, d->cmp_block, x->dim, 8) ||
-        !nsa__fits(hidden, d->batch, nsa_cmp_count(d, d->tokens), 8) || hidden > INT_MAX / 64)
-        return nsa__error(NSA_ERROR_OVERFLOW, base + NSA__AT_hidden);
-    return NSA_OK;
-}
-
-static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa_desc *d) {
-    nsa_desc own;
-    NSA__CHECK(nsa_desc_check(nsa__desc_using(d, NSA__USES_CMP, &own)));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    return nsa__compress_check_sizes(x, d, 0);
-}
-
-/* Checks the views, after nsa__compress_check_sizes. `base` is 0, or NSA__TO_K_CMP or NSA__TO_V_CMP
-   in the chain. Backward of the mean does not read x. */
-static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
-                                      int base) {
-    nsa__compress_job p;
-    nsa__parameter list[5];
-    memset(&p, 0, sizeof p);
-    p.x = x;
-    p.d = d;
-    int reads = forward || x->phi != NSA_PHI_MEAN;
-    if (reads)
-        NSA__CHECK(
-            nsa__check_view(&x->x, nsa__key_shape(d, x->dim), nsa__floats(), 0, base + NSA__AT_x));
-    if (forward)
-        NSA__CHECK(nsa__check_view(&x->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 1,
-                                   base + NSA__AT_out));
-    for (int i = 0, count = nsa__parameters(&p, list); i < count; i++) {
-        if (list[i].optional && !list[i].x->data) continue;
-        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
-        NSA__CHECK(nsa__check_view(list[i].x, shape, nsa__floats(), 0, base + list[i].field));
-    }
-    return NSA_OK;
-}
-
-/* A gradient whose head stride is 0 sums over the heads: then its view has one head, and its rows
-   are apart. */
-static nsa_status nsa__compress_gradient_check(const nsa_compress *dx, const nsa_compress *x,
-                                               const nsa_desc *d, int base) {
-    nsa__compress_job p;
-    nsa__parameter list[5];
-    memset(&p, 0, sizeof p);
-    p.x = x;
-    p.dx = dx;
-    p.d = d;
-    nsa_status s = nsa__check_gradient(&dx->x, &x->x, nsa__key_shape(d, x->dim), base + NSA__AT_x);
-    for (int i = 0, count = nsa__parameters(&p, list); s == NSA_OK && i < count; i++) {
-        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
-        if (list[i].dx->head == 0) shape.heads = 1;
-        s = nsa__check_gradient(list[i].dx, list[i].x, shape, base + list[i].field);
-    }
-    return s;
-}
-
-static void nsa__compress_init(nsa__compress_job *p, const nsa_compress *dx, const nsa_compress *x,
-                               const nsa_desc *d) {
-    memset(p, 0, sizeof *p);
-    p->x = x;
-    p->dx = dx;
-    p->d = d;
-    p->tiles = nsa__tiles_of(d->isa);
-}
-
-/* `ring` and `appends`: see nsa__compress_job. */
-static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
-                                   int ring, int appends, void *workspace, size_t bytes) {
-    nsa__compress_job p;
-    nsa__team team;
-    nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
-    nsa__compress_init(&p, dx, x, d);
-    p.ring = ring;
-    p.appends = appends;
-    (dx ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
-    (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
-    return NSA_OK;
-}
-
-static size_t nsa__compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward,
-                                  int threads) {
-    nsa__compress_job p;
-    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    nsa__compress_init(&p, NULL, x, d);
-    (backward ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
-    return nsa__bytes_for(shared.used, threads, scratch.used);
-}
-
-NSA_API size_t nsa_compress_forward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
-    if (nsa__compress_check_arguments(x, d) != NSA_OK) return 0;
-    return nsa__compress_bytes(x, d, 0, nsa__threads(d));
-}
-
-NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
-                                        size_t bytes) {
-    NSA__CHECK(nsa__compress_check_arguments(x, d));
-    NSA__CHECK(nsa__compress_check(x, d, 1, 0));
-    return nsa__compress_go(NULL, x, d, 0, d->firsts != NULL, workspace, bytes);
-}
-
-NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
-    if (nsa__compress_check_arguments(x, d) != NSA_OK) return 0;
-    return nsa__compress_bytes(x, d, 1, nsa__threads(d));
-}
-
-NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compress *x,
-                                         const nsa_desc *d, void *workspace, size_t bytes) {
-    NSA__CHECK(nsa__compress_check_arguments(x, d));
-    NSA__CHECK(nsa__check_backward(d, 1));
-    NSA__CHECK(nsa__compress_check(x, d, 0, 0));
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
-                               NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__compress_gradient_check(dx, x, d, 0));
-    return nsa__compress_go(dx, x, d, 0, 0, workspace, bytes);
-}
-
-/* ---- Block lists: ranking, form ------------------------------------------------------------ */
-
-#define NSA__SIGN ((nsa__bits_t)1 << (8 * sizeof(nsa_real) - 1))
-
-static nsa__bits_t nsa__bits_of(nsa_real x) {
-    nsa__bits_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-/* Maps a score to an unsigned integer with the same order, NaN below all. Bits of positive floats
-   ascend already; the sign bit puts them above the negative ones, whose bits descend and are
-   inverted. The function looks at bits, because -ffast-math assumes that there is no NaN. */
-static nsa__bits_t nsa__score_order(nsa_real score) {
-    const nsa__bits_t infinity =
-        (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
-    nsa__bits_t bits = nsa__bits_of(score);
-    if ((bits & ~NSA__SIGN) > infinity) return 0; /* NaN */
-    if (bits == NSA__SIGN) bits = 0;              /* -0 equals 0 */
-    return bits & NSA__SIGN ? ~bits : bits | NSA__SIGN;
-}
-
-/* Scores as numbers whose bits, taken for signed integers, are in the scores' order: vector units
-   compare signed integers. */
-NSA__COMPILED static void nsa__order(nsa_real *scores, int n) {
-    for (int j = 0; j < n; j++) {
-        nsa__bits_t order = nsa__score_order(scores[j]) ^ NSA__SIGN;
-        memcpy(scores + j, &order, sizeof order);
-    }
-}
-
-/* How many of n scores have an order of at least `least`. With `tiles` they are given as nsa__order
-   makes them, which leaves a score that is neither negative nor NaN as it is. */
-NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
-                                       const nsa__tiles *tiles) {
-    int count = 0;
-    if (tiles) return tiles->at_least(n, scores, (nsa__lane)(least ^ NSA__SIGN));
-    for (int j = 0; j < n; j++) count += nsa__score_order(scores[j]) >= least;
-    return count;
-}
-
-/* The largest order that at least `room` of n scores have, room <= n. It is found bit by bit: a bit
-   stays set if enough scores are still at or above. */
-static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
-                                      const nsa__tiles *tiles) {
-    nsa__bits_t order = 0, bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
-    for (int reached = n; bit && reached != room; bit >>= 1) {
-        int count = nsa__at_least(scores, n, order | bit, tiles);
-        if (count < room) continue;
-        order |= bit;
-        reached = count;
-    }
-    return order;
-}
-
-/* Eq. 11: forced blocks, and the `room` best of the rest. Candidates are three ranges:
-     | 0 .. begin - 1 forced | begin .. end - 1 the rest | end .. candidates - 1 forced |
-   Of the rest, all blocks above the order of rank `room` are taken, and `ties` blocks that have
-   this order, the lower indices first. Blocks are visited by index, so the list ascends without a
-   sort. NaN has order 0: it is taken only if numbers do not fill the list. */
-NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, const nsa_desc *d,
-                                    const nsa__tiles *tiles, int32_t *list) {
-    int width = nsa_block_list_width(d), n = 0;
-    int begin = (int)nsa__min(nsa__forced_first(d), candidates); /* forced: before begin, */
-    int end = (int)nsa__max(begin, (int64_t)candidates - nsa__forced_local(d)); /* from end on */
-    int forced = begin + candidates - end;
-    int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
-    room = (int)nsa__min(room, end - begin);
-    const nsa_real *rest = scores + begin;
-    nsa__bits_t order = room > 0 ? nsa__order_of_rank(rest, end - begin, room, tiles) : 0;
-    int ties = room - nsa__at_least(rest, end - begin, order + 1, tiles);
-    for (; n < begin; n++) list[n] = n;
-    for (int j = begin, full = begin + room; n < full; j += NSA__LANES) {
-        int lanes = (int)nsa__min(NSA__LANES, end - j);
-        if (!nsa__at_least(scores + j, lanes, order, tiles)) continue;
-        for (int i = j; i < j + lanes && n < full; i++) {
-            nsa__bits_t of_block =
-                tiles ? nsa__bits_of(scores[i]) ^ NSA__SIGN : nsa__score_order(scores[i]);
-            int ties_in = of_block == order && ties > 0;
-            list[n] = i; /* stays if it is taken: a branch would be mispredicted often */
-            n += of_block > order || ties_in;
-            ties -= ties_in;
-        }
-    }
-    for (int j = end; j < candidates; j++) list[n++] = j;
-    while (n < width) list[n++] = -1;
-}
-
-/* The descriptor for what ranks. */
-static const nsa_desc *nsa__rank_desc(const nsa_desc *d, nsa_desc *own) {
-    return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
-}
-
-NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
-                                   int32_t *list) {
-    nsa_desc own;
-    d = nsa__rank_desc(d, &own);
-    NSA__CHECK(nsa__check_geometry(d));
-    if (!scores || !list)
-        return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
-    if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
-    nsa__rank(scores, nsa_slc_candidates(d, query), d, NULL, list);
-    return NSA_OK;
-}
-
-/* Whether a list ascends, without duplicates, and has nothing but -1 behind its last candidate. One
-   pass without branches, because nearly all lists do. */
-NSA__COMPILED static int nsa__list_ascends(const int32_t *list, int n, int candidates) {
-    int wrong = (list[0] < -1) | (list[0] >= candidates);
-    for (int i = 1; i < n; i++) {
-        int32_t before = list[i - 1], at = list[i];
-        wrong |= (at != -1) & ((before < 0) | (before >= at) | (at >= candidates));
-    }
-    return !wrong;
-}
-
-/* The first slot that breaks the form, or -1. */
-static int nsa__list_fault(const nsa_desc *d, int candidates, const int32_t *list,
-                           const char **reason) {
-    for (int i = 0; i < nsa_block_list_width(d); i++) {
-        *reason = NULL;
-        if (list[i] < -1 || list[i] >= candidates) *reason = "not a candidate of its query";
-        if (i > 0 && list[i] >= 0) {
-            if (list[i - 1] < 0)
-                *reason = "entry behind a -1";
-            else if (list[i - 1] == list[i])
-                *reason = "duplicate";
-            else if (list[i - 1] > list[i])
-                *reason = "not ascending";
-        }
-        if (*reason) return i;
-    }
-    return -1;
-}
-
-/* The view and the form of all lists; the first fault goes to *fault, which may be NULL. */
-static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
-                                   nsa_block_fault *fault) {
-    NSA__CHECK(nsa__check_view(blocks,
-                               nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
-                               NSA__INTS, 0, NSA__AT_blocks));
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int t = 0; t < seq.count; t++) {
-            const int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t);
-            for (int head = 0; head < nsa__list_heads(d); head++) {
-                const int32_t *list =
-                    (const int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
-                const char *reason;
-                if (nsa__list_ascends(list, nsa_block_list_width(d), candidates)) continue;
-                int slot = nsa__list_fault(d, candidates, list, &reason);
-                if (fault) {
-                    fault->batch = seq.index;
-                    fault->query = seq.first + t;
-                    fault->kv_head = head;
-                    fault->slot = slot;
-                    fault->value = list[slot];
-                    fault->reason = reason;
-                }
-                return nsa__error(NSA_ERROR_BLOCKS, NSA__AT_blocks);
-            }
-        }
-    return NSA_OK;
-}
-
-NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
-                                    nsa_block_fault *fault) {
-    nsa_desc own;
-    d = nsa__desc_using(d, NSA__USES_SLC, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
-    return nsa__check_lists(blocks, d, fault);
-}
-
-/* Sorts by insertion, because lists are short and nearly in order. */
-static void nsa__sort_blocks(int32_t *list, int n) {
-    for (int i = 1; i < n; i++) {
-        int32_t block = list[i];
-        int at = i;
-        for (; at > 0 && list[at - 1] > block; at--) list[at] = list[at - 1];
-        list[at] = block;
-    }
-}
-
-NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__desc_using(d, NSA__USES_SLC, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
-    int width = nsa_block_list_width(d);
-    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, nsa__list_heads(d), width), NSA__INTS, 1,
-                               NSA__AT_blocks));
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int t = 0; t < seq.count; t++)
-            for (int head = 0; head < nsa__list_heads(d); head++) {
-                int32_t *list = (int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
-                int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t), n = 0, kept = 0;
-                for (int i = 0; i < width; i++)
-                    if (list[i] >= 0 && list[i] < candidates) list[n++] = list[i];
-                nsa__sort_blocks(list, n);
-                for (int i = 0; i < n; i++)
-                    if (kept == 0 || list[kept - 1] != list[i]) list[kept++] = list[i];
-                while (kept < width) list[kept++] = -1;
-            }
-    return NSA_OK;
-}
-
-/* ---- Attention: plan and spans ----------------------------------------------------------------
-   The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
-   one core. It iterates over tiles of up to 64 keys. Tile i holds keys i tile .. (i + 1) tile - 1
-   of the sequence, whatever the queries, so a query's sums do not depend on its neighbours. The
-   keys of a tile that a query sees are a mask of 64 bits. A tile that it does not see leaves its
-   state as it is, to the bit. The core takes one sequence and a few kv heads at a time. It packs
-   their keys once, then runs tasks of neighbouring queries and one head side by side. */
-
-/* The order is that of the gate's three weights. */
-typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
-
-enum {
-    NSA__TILE = 64,       /* keys of a tile at most, because a query's mask of it is a uint64_t */
-    NSA__BATCH_ROWS = 64, /* rows of a batch, about: they share the loads of a tile */
-    NSA__HEADS_NEAR = 4,  /* head jobs side by side, because their rows share pages */
-    NSA__HEADS_AT_ONCE = 16, /* the same if there are threads for more, at most */
-    NSA__TASKS = 32          /* slc: tasks of NSA__HEADS_NEAR head jobs, about */
-};
-enum {
-    NSA__SHARE_NUMBERS = 1 << 19, /* of packed k and v, which a thread's part of L3 holds */
-    NSA__TASK_NUMBERS = 1 << 17,  /* of a task's rows of q and v, which L2 holds */
-    NSA__GROWTH = 4               /* slc: times so many in a long sequence, at most */
-};
-enum { NSA__ROWS_AHEAD = 16 };   /* rows between a load and its prefetch */
-enum { NSA__PACKED_AHEAD = 32 }; /* the same for rows of keys that are packed */
-enum { NSA__LISTS_AHEAD = 32 };  /* the same for block lists, which take less time each */
-
-/* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
-typedef struct nsa__attend_options {
-    const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
-    int shared_prefix; /* queries before this position are left out: see nsa__shared_prefix */
-    int ring;          /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
-    int64_t *reads;    /* NULL, or of each query and kv head: how many keys it has read */
-    const nsa_gate
-        *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
-    int both;  /* with gate: queries before this position take slc's g too */
-    const nsa_tensor *dots; /* with gate: NULL, or where dout . out of every row goes, by branch */
-    const struct nsa__gate_job
-        *last; /* forward: NULL, or the gate, of which this branch's rows are the last */
-} nsa__attend_options;
-
-/* What is the same for all sequences and heads of a call. A size query fills one and returns its
-   bytes; a call fills one, checks the workspace against it and runs it. Constant from then on. */
-typedef struct nsa__attend_plan {
-    const nsa_attend *x, *dx; /* NULL in a size query */
-    const nsa_desc *d;
-    const nsa__tiles *tiles;
-    nsa__branch branch;
-    nsa__attend_options options;
-    int heads;           /* head jobs of a sequence: kv heads, or heads with lists of their own */
-    int sharers;         /* jobs that read one kv head: 1, or list heads of a kv head */
-    int group;           /* query heads of a job */
-    int list_width;      /* entries of a block list */
-    int tile, tile_log2; /* keys of a tile, and its logarithm */
-    int tile_in_block;   /* slc: every tile lies in one selection block */
-    int wide, wide_v;    /* dim and dim_v rounded up to whole vectors */
-    const nsa__pairs *pairs;  /* products of bf16 that the machine has and the caller wants */
-    const nsa__pairs *scores; /* the same for q k if q and k are bf16, else NULL */
-    const nsa__pairs *values; /* the same for p v */
-    int depth, depth_v;       /* of q k: dim, or half of it in pairs; of dout v the same */
-    int stride;               /* of a row of q, and of a copied one of k: wide, or half of it */
-    int stride_v;             /* of a row of dout, and of a copied one of v: likewise of wide_v */
-    int stride_p;             /* backward: of a row of p and ds */
-    int batch_queries;        /* queries of a batch */
-    int task_queries;         /* queries of a task, at most */
-    int near_queries;         /* the same in a short sequence */
-    int least_tasks;          /* of a job, if its queries are enough */
-    int few;         /* forward: of sequences with so many queries K and V are read unpacked */
-    int jobs;        /* head jobs; the workspace holds packed keys of that many */
-    int at_once;     /* of these, the head jobs that run at once */
-    nsa_real scale;  /* of q k */
-    nsa_real scale2; /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
-    size_t shared;   /* bytes of workspace that all threads share */
-    size_t scratch;  /* bytes of workspace for each thread */
-} nsa__attend_plan;
-
-/* State of one branch's kernel for one (sequence, kv head). The arrays are workspace and serve one
-   head after another. */
-typedef struct nsa__head_job {
-    const nsa__attend_plan *plan;
-    int heads; /* jobs that run at once, side by side in one array */
-    nsa__seq seq;
-    int skipped;              /* queries of the sequence before options.shared_prefix */
-    int head, kv_head;        /* which of plan->heads, and whose keys */
-    int task_queries;         /* queries of a task */
-    int keys;                 /* rows of K that the sequence has */
-    nsa__rows rows;           /* where K and V lie */
-    int in_place;             /* K and V are read unpacked; then all queries are one task */
-    int tile_begin, tile_end; /* tiles that any of the queries sees */
-    nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
-    nsa__packed *k_t, *v_t;   /* the same, transposed tile by tile */
-    uint64_t *nonfinite;      /* of every tile: keys with a non-finite value, packed as zeros */
-    unsigned char *listed;    /* slc: tiles that a list names; the others are not packed */
-    nsa_real *dk, *dv;        /* backward: sums over the queries, rows as in k and v; or NULL */
-    uint64_t *nonfinite_keys; /* backward, of every tile: keys that get NaN */
-    int32_t *progress;        /* backward, of every task of all jobs at hand: see nsa__turns */
-    nsa_real *stencil;        /* selection: weights of Eq. 9 around a selection block */
-} nsa__head_job;
-
-/* slc's list of a query; NULL for the other branches. */
-static const int32_t *nsa__block_list(const nsa__head_job *job, int query) {
-    const nsa__attend_plan *p = job->plan;
-    if (p->branch != NSA__SLC) return NULL;
-    return (const int32_t *)nsa__row(&p->x->blocks, job->seq.batch,
-                                     job->seq.row + query - job->seq.first, job->head);
-}
-
-/* Keys begin .. end - 1 are the most that a query sees: all of cmp, win and dense; of slc those of
-   them that its list names. Both grow with the query. Keys of cmp count compressed blocks. */
-static int nsa__span_begin(const nsa__attend_plan *p, int query) {
-    return p->branch == NSA__WIN ? nsa_window_begin(p->d, query) : 0;
-}
-static int nsa__span_end(const nsa__head_job *job, int query) {
-    const nsa__attend_plan *p = job->plan;
-    int tokens = job->seq.tokens;
-    if (p->branch == NSA__WIN) return nsa__window_end(p->d, tokens, query);
-    return p->branch == NSA__CMP ? nsa__cmp_visible(p->d, tokens, query)
-                                 : nsa__visible_end(p->d, tokens, query);
-}
-
-/* A listed block is cut at the end of what the query sees, because the block that holds the query
-   goes on behind it. */
-NSA__INLINE int nsa__block_end(int begin, int slc_block, int seen) {
-    return (int)nsa__min((int64_t)begin + slc_block, seen);
-}
-
-/* Span `number` of the keys that `query` sees; spans ascend. Returns 0 if there is none left. slc
-   has a span for each listed block (Eq. 12). */
-NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
-                          int *begin, int *end) {
-    const nsa__attend_plan *p = job->plan;
-    *begin = nsa__span_begin(p, query);
-    *end = nsa__span_end(job, query);
-    if (p->branch != NSA__SLC) return number == 0 && *begin < *end;
-    if (number >= p->list_width || list[number] < 0) return 0;
-    *begin = list[number] * p->d->slc_block;
-    *end = nsa__block_end(*begin, p->d->slc_block, *end);
-    return 1;
-}
-
-/* The most keys that a sequence can have: arrays of tiles are sized by it. */
-static int nsa__max_keys(const nsa__attend_plan *p) {
-    return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
-}
-
-/* The job of the head that task `index` is for; the index becomes the task's among that head's.
-   `jobs` points to the first of first->heads jobs. Tasks interleave heads, because rows of
-   neighbouring heads share a page: this saves TLB misses. */
-static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
-    const nsa__head_job *first = (const nsa__head_job *)jobs;
-    const nsa__head_job *job = first + *index % first->heads;
-    *index /= first->heads;
-    return job;
-}
-
-/* The tasks of one head, and of all heads at hand. */
-static int64_t nsa__head_tasks(const nsa__head_job *job) {
-    return nsa__ceil_div(job->seq.count - job->skipped, job->task_queries);
-}
-static int64_t nsa__query_tasks(const nsa__head_job *job) {
-    return job->heads * nsa__head_tasks(job);
-}
-/* The first query of a head's task. */
-static int64_t nsa__task_begin(const nsa__head_job *job, int64_t task) {
-    return job->skipped + task * job->task_queries;
-}
-
-/* The row of a key in K or V, or in their gradients. */
-static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
-    return nsa__key_row(&job->rows, x, key, job->kv_head);
-}
-
-/* Queries of a batch: about NSA__BATCH_ROWS rows. If a sequence has no more queries than one batch,
-   its K and V are read in place. */
-static int nsa__batch_queries(const nsa_desc *d) {
-    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
-}
-
-/* slc's tiles divide its blocks if a power of two from 16 to 64 does. A tile then holds keys of one
-   block, and a query sees all of a listed tile, up to the end of its span. */
-static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
-    if (branch == NSA__SLC)
-        for (int tile = NSA__TILE; tile >= 16; tile /= 2)
-            if (d->slc_block % tile == 0) return tile;
-    return NSA__TILE;
-}
-
-/* Head jobs at once: as many as make one token's rows some 256 numbers, because rows of
-   neighbouring heads share pages. */
-static int nsa__heads_near(const nsa_desc *d) {
-    int64_t near = nsa__max(1, 256 / d->dim);
-    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_NEAR));
-}
-
-/* Queries whose rows of q and v are NSA__TASK_NUMBERS numbers, which L2 holds. */
-static int nsa__near_queries(const nsa__attend_plan *p) {
-    return NSA__TASK_NUMBERS / (p->wide + p->wide_v) / p->group;
-}
-
-/* Queries of a task of slc in a sequence of `tokens`; `near` are those of a short one. A block
-   of a long sequence is in few lists, so tasks grow there until its readers fill a batch, about:
-   that their rows leave L2 costs less than a tile for few of them. */
-static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t near, int64_t batch) {
-    int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
-    return nsa__max(near, nsa__min(wanted, NSA__GROWTH * near));
-}
-
-/* Queries of a task of a sequence that has `tokens` and of which `count` are queries: threads need
-   some tasks to share. slc uses large tasks: each K/V tile is then loaded into L2 once for many
-   queries. */
-static int nsa__task_queries(const nsa__attend_plan *p, int tokens, int64_t count) {
-    int64_t most = p->near_queries, shared = nsa__ceil_div(count, p->least_tasks);
-    if (p->branch == NSA__SLC) most = nsa__grown_queries(p->d, tokens, most, p->batch_queries);
-    return (int)nsa__max(p->batch_queries, nsa__min(most, shared));
-}
-
-/* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
-   so that each head with a list is a job of its own. `near`: nsa__heads_near of the call, of which
-   d may be some heads. */
-static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
-                                            const nsa_desc *d, nsa__branch branch, int lists,
-                                            int near) {
-    nsa__attend_plan p;
-    memset(&p, 0, sizeof p);
-    p.x = x;
-    p.dx = dx;
-    p.d = d;
-    p.tiles = nsa__tiles_of(d->isa);
-    p.branch = branch;
-    p.heads = lists ? nsa__list_heads(d) : d->kv_heads;
-    p.sharers = p.heads / d->kv_heads;
-    p.group = d->heads / p.heads;
-    p.list_width = nsa_block_list_width(d);
-    p.tile = nsa__tile_size(d, branch);
-    while (1 << p.tile_log2 < p.tile) p.tile_log2++;
-    p.tile_in_block = branch == NSA__SLC && d->slc_block % p.tile == 0;
-    p.wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
-    p.wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
-    p.pairs = nsa__pairs_of(d);
-    p.depth = d->dim;
-    p.depth_v = d->dim_v;
-    p.stride = p.wide;
-    p.stride_v = p.wide_v;
-    p.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p.group);
-    p.at_once = p.jobs = p.sharers > 1 ? 1 : near; /* sharers add to the same dk and dv */
-    p.least_tasks = branch == NSA__SLC ? NSA__TASKS / p.jobs : 1;
-    p.near_queries = branch == NSA__SLC ? nsa__near_queries(&p) : p.batch_queries;
-    p.task_queries = nsa__task_queries(&p, d->tokens, d->count);
-    double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
-    p.scale = (nsa_real)scale;
-    p.scale2 = (nsa_real)(scale * NSA__LOG2E);
-    return p;
-}
-
-/* A product takes pairs of bf16 where all that it reads is bf16, in backward where dout is too.
-   Forward and selection ask this alike for q k, so both have the same scores. A size query has no
-   x: pairs take less. */
-static void nsa__plan_pairs(nsa__attend_plan *p) {
-    const nsa_attend *x = p->x, *dx = p->dx;
-    if (!x || !p->pairs || (dx && dx->out.dtype != NSA_BF16)) return;
-    int scores = x->q.dtype == NSA_BF16 && x->k.dtype == NSA_BF16;
-    int values = x->v.data && x->v.dtype == NSA_BF16;
-    if (dx && !(scores && values)) return;
-    if (scores) {
-        p->scores = p->pairs;
-        p->depth = (p->d->dim + 1) / 2;
-        p->stride = p->wide / 2;
-    }
-    if (values) {
-        p->values = p->pairs;
-        p->depth_v = (p->d->dim_v + 1) / 2;
-        p->stride_v = p->wide_v / 2;
-    }
-}
-
-static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
-    return (nsa__packed *)nsa__alloc(a, count, sizeof(nsa__packed));
-}
-
-/* Bytes of workspace for so many threads. */
-static size_t nsa__attend_plan_bytes(const nsa__attend_plan *p, int threads) {
-    return nsa__bytes_for(p->shared, threads, p->scratch);
-}
-
-/* A head job without memory; a layout hands it out. */
-static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
-    nsa__head_job job;
-    memset(&job, 0, sizeof job);
-    job.plan = p;
-    return job;
-}
-
-/* ---- Attention: keys packed by tile -------------------------------------------------------- */
-
-/* Workspace that the threads share: packed keys of one sequence and kv head.
-     k, v      one row a key: element (key, c) at key wide + c
-     k_t, v_t  tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
-       | tile 0: c = 0 of its keys | c = 1 of its keys | ... | tile 1: c = 0 of its keys | ...
-   A right operand has contiguous rows, so q k^T reads k_t and p v reads v. Backward reads v_t for
-   dout v^T and k for ds k. Pairs of bf16 pair the index that the product sums over: an element of
-   k_t is two neighbouring c of a key, and one of v is c of two neighbouring keys. */
-static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
-    const nsa__attend_plan *p = job->plan;
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
-    job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
-    if (p->branch == NSA__SLC) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
-    job->k_t = nsa__alloc_packed(a, size * p->d->dim);
-    if (rows) job->k = nsa__alloc_packed(a, size * p->wide);
-    if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
-}
-
-/* Clears a tile's sums of the gradient. Heads that share a kv head add to the same ones, one after
-   another: the first clears them, the last adds them to dx. */
-static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
-    const nsa__attend_plan *p = job->plan;
-    size_t keys = (size_t)p->tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
-    ptrdiff_t key = tile * p->tile;
-    if (!job->nonfinite_keys || job->head % p->sharers) return;
-    job->nonfinite_keys[tile] = 0;
-    if (job->dk) memset(job->dk + key * p->wide, 0, keys * wide * sizeof *job->dk);
-    if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
-}
-
-/* Rows between a row's prefetch and its packing. */
-static int nsa__pack_ahead(const nsa__attend_plan *p) {
-    return (int)nsa__min(NSA__PACKED_AHEAD, p->tile);
-}
-
-/* Before row r of a tile of x is packed, asks for the row packed nsa__pack_ahead later: of x, or
-   behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
-static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
-                          int tile_begin, int r) {
-    const nsa__attend_plan *p = job->plan;
-    const int ahead = r + nsa__pack_ahead(p), later = ahead >= p->tile;
-    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->tile : 0);
-    const nsa_tensor *of = later ? next : x;
-    if (!of || key >= job->keys) return;
-    const int width = of == &p->x->k ? p->d->dim : p->d->dim_v;
-    nsa__fetch(nsa__key(job, of, (int)key), (size_t)width * nsa__dtype_bytes(of->dtype));
-}
-
-/* Fills a tile's rows and their transpose from n rows of x, as many at a time as a transpose takes.
-   Rows behind them, and non-finite ones, are zeros: products then need no short tiles. Returns the
-   mask of the non-finite ones. Either target may be NULL. */
-static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
-                               const nsa_tensor *next, int tile_begin, int n, int width, int wide,
-                               nsa__packed *rows, nsa__packed *transposed) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
-    uint64_t nonfinite = 0;
-    for (int first = 0; first < p->tile; first += NSA__LANES) {
-        for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
-            nsa_real *row = to + (ptrdiff_t)i * wide;
-            nsa__pack_ask(job, x, next, tile_begin, r);
-            const int held = r < n ? width : 0;
-            if (held) nsa__load(row, x->dtype, nsa__key(job, x, tile_begin + r), width);
-            if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
-        }
-        const int finite = p->tiles->finite(NSA__LANES, wide, wide, to);
-        for (int i = 0; !finite && i < NSA__LANES; i++)
-            if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
-                nonfinite |= (uint64_t)1 << (first + i);
-        if (transposed)
-            p->tiles->transpose(NSA__LANES, width, wide, to, p->tile, transposed + first);
-        if (rows) to += NSA__LANES * wide;
-    }
-    return nonfinite;
-}
-
-/* Pairs of two rows of bf16. */
-NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
-                                         const nsa_real *second, int n) {
-    for (int c = 0; c < n; c++) {
-        uint16_t low, high;
-        memcpy(&low, (const uint16_t *)first + c, sizeof low);
-        memcpy(&high, (const uint16_t *)second + c, sizeof high);
-        uint32_t pair = (uint32_t)high << 16 | low;
-        memcpy(to + c, &pair, sizeof pair);
-    }
-}
-
-/* As nsa__pack_rows, in pairs: of neighbouring rows, and in the transpose of neighbouring numbers
-   of a row. */
-static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x,
-                                const nsa_tensor *next, int tile_begin, int n, int width, int wide,
-                                nsa__packed *rows, nsa__packed *transposed) {
-    const int tile = job->plan->tile;
-    nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
-    uint64_t nonfinite = 0;
-    for (int r = 0; r < tile; r++) {
-        nsa_real *to = row[r & 1];
-        nsa__pack_ask(job, x, next, tile_begin, r);
-        if (r >= n)
-            memset(to, 0, sizeof row[0]);
-        else if (!nsa__copy_finite_pairs(to, nsa__key(job, x, tile_begin + r), width, wide))
-            nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, row[0], row[1], wide);
-        for (int c = 0; transposed && c < (width + 1) / 2; c++)
-            transposed[(ptrdiff_t)c * tile + r] = to[c];
-    }
-    return nonfinite;
-}
-
-/* Where key `key` of packed rows begins, or the pair that begins with it. */
-static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs, ptrdiff_t key,
-                                     int wide) {
-    return rows ? rows + (pairs ? key / 2 : key) * wide : NULL;
-}
-
-/* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
-static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
-    const nsa__attend_plan *p = job->plan;
-    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->tile;
-    int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)job->keys - begin);
-    int dim = p->d->dim, dim_v = p->d->dim_v;
-    (void)scratch;
-    const nsa_tensor *values = job->v || job->v_t ? &p->x->v : NULL;
-    nsa__key_gradient_clear(job, tile);
-    if (job->listed && !job->listed[tile]) return;
-    for (int r = -nsa__pack_ahead(p); r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
-    uint64_t nonfinite = (p->scores ? nsa__pack_pairs : nsa__pack_rows)(
-        job, &p->x->k, values, begin, n, dim, p->wide,
-        nsa__packed_rows(job->k, p->scores, key, p->wide), job->k_t + key * p->depth);
-    if (values)
-        nonfinite |= (p->values ? nsa__pack_pairs : nsa__pack_rows)(
-            job, values, NULL, begin, n, dim_v, p->wide_v,
-            nsa__packed_rows(job->v, p->values, key, p->wide_v),
-            job->v_t ? job->v_t + key * p->depth_v : NULL);
-    job->nonfinite[tile] = nonfinite;
-}
-
-/* Marks the tiles that any list names, because a few queries of a long cache read few tiles.
-   Every tile is marked, and no list is read, if there are at least as many queries as tiles.
-   Every tile is marked too if heads share a kv head, because dk and dv then sum over the lists
-   of all of them. */
-static void nsa__mark_listed(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int begin, end, many = p->sharers > 1 || job->seq.count >= job->tile_end;
-    memset(job->listed, many, (size_t)job->tile_end);
-    if (many) return;
-    for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
-        const int32_t *list = nsa__block_list(job, query);
-        for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
-            int first = begin / p->tile, tiles = (end - 1) / p->tile - first + 1;
-            memset(job->listed + first, 1, (size_t)tiles);
-        }
-    }
-}
-
-/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
-static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__packed *transposed,
-                                           int width, ptrdiff_t key) {
-    return transposed + key / p->tile * p->tile * width + key % p->tile;
-}
-
-/* ---- Attention: tile iteration ------------------------------------------------------------- */
-
-/* Bits begin .. end - 1 of a tile's mask. */
-static uint64_t nsa__bits(int begin, int end) {
-    int n = end - begin;
-    return n <= 0 ? 0 : (n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1) << begin;
-}
-
-/* Ones of a mask, without a builtin: it is used once per query and tile. */
-static int nsa__bit_count(uint64_t mask) {
-    int n = 0;
-    for (; mask; mask &= mask - 1) n++;
-    return n;
-}
-
-/* The keys tile_begin .. tile_begin + tile - 1 that `query` sees, as a mask. */
-static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin) {
-    const nsa__attend_plan *p = job->plan;
-    const int32_t *list = nsa__block_list(job, query);
-    int begin, end;
-    int64_t tile_end = (int64_t)tile_begin + p->tile;
-    uint64_t mask = 0;
-    for (int i = 0; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
-        mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
-                          (int)nsa__min(end, tile_end) - tile_begin);
-    return mask;
-}
-
-/* A task iterates over the tiles that any of its queries sees. Queries count from 0 in their task;
-   rows are query-major: row a group + g is query head g of query a. */
-typedef struct nsa__tile_iter {
-    int first, queries; /* positions first .. first + queries - 1 */
-    int tile;           /* the current tile, of tile_begin .. tile_end - 1 */
-    int tile_begin, tile_end;
-    int tile_queries; /* how many queries see any key of the current tile */
-    int *tile_query;  /* these queries, ascending */
-    uint64_t *mask;   /* for each of them the keys of the tile that it sees */
-    int *row;         /* the rows of a batch of them */
-    int *begin, *end; /* of every query its one span, end 0 if it sees nothing; not for slc */
-    int *list;        /* slc: the queries of each tile, one tile after the other */
-    int *list_begin;  /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
-} nsa__tile_iter;
-
-/* What holds for one tile comes from `of_tile`, the thread's scratch; the rest from `a`, which
-   keeps its content as long as the task lasts. A listed block touches at most l' / tile + 2 tiles,
-   or exactly l' / tile if tiles divide blocks. */
-static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, nsa__arena *a,
-                                 nsa__arena *of_tile) {
-    it->tile_query = (int *)nsa__alloc(of_tile, p->task_queries, sizeof *it->tile_query);
-    it->mask = (uint64_t *)nsa__alloc(of_tile, p->task_queries, sizeof *it->mask);
-    it->row = (int *)nsa__alloc(of_tile, (int64_t)p->batch_queries * p->group, sizeof *it->row);
-    it->begin = (int *)nsa__alloc(a, p->task_queries, sizeof *it->begin);
-    it->end = (int *)nsa__alloc(a, p->task_queries, sizeof *it->end);
-    if (p->branch != NSA__SLC) return;
-    int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
-    int64_t of_block = p->d->slc_block / p->tile + (p->tile_in_block ? 0 : 2);
-    int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
-    it->list_begin = (int *)nsa__alloc(a, tiles + 2, sizeof *it->list_begin);
-    it->list = (int *)nsa__alloc(a, p->task_queries * of_query, sizeof *it->list);
-}
-
-/* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
-   each query at at[i] and moves that on. If a block is a tile, the list has the tiles. Calls give
-   both as constants, so that the innermost loop has no test of them. */
-NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
-                                     int fill, int block_is_tile) {
-    const nsa__attend_plan *p = job->plan;
-    const int width = p->list_width, block = p->d->slc_block, log2 = p->tile_log2;
-    for (int a = 0; a < it->queries; a++) {
-        const int32_t *list = nsa__block_list(job, it->first + a);
-        const int seen = nsa__span_end(job, it->first + a);
-        int next = 0; /* the first tile that this query has not been counted for */
-        if (!fill && a + NSA__LISTS_AHEAD < it->queries)
-            nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD),
-                       (size_t)width * sizeof *list);
-        for (int i = 0; i < width && list[i] >= 0; i++) {
-            int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
-            int tile = block_is_tile ? list[i] : (int)nsa__max(next, begin >> log2);
-            next = block_is_tile ? tile + 1 : (int)nsa__max(next, ((end - 1) >> log2) + 1);
-            for (; tile < next; tile++) {
-                if (fill)
-                    it->list[at[tile]++] = a;
-                else
-                    at[tile + 1]++;
-            }
-        }
-    }
-}
-
-/* Inverts the block lists: for each tile the queries that list it, ascending. A counting sort in
-   two passes over the lists. After the first, sums make at[i] the place where tile i begins; the
-   second moves it on, so that list_begin[i + 1], the same number, ends where tile i ends. */
-static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
-    int *at = it->list_begin + 1; /* of each tile, its next free place */
-    const int block_is_tile = job->plan->d->slc_block == job->plan->tile; /* nearly always */
-    memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
-    if (block_is_tile)
-        nsa__tile_iter_pass(it, job, at, 0, 1);
-    else
-        nsa__tile_iter_pass(it, job, at, 0, 0);
-    for (int tile = 0; tile < job->tile_end; tile++) at[tile + 1] += at[tile];
-    if (block_is_tile)
-        nsa__tile_iter_pass(it, job, at, 1, 1);
-    else
-        nsa__tile_iter_pass(it, job, at, 1, 0);
-}
-
-/* Starts before the first tile of a task: as many of the sequence's queries from .. end - 1 as it
-   takes. Spans grow with the query (nsa__span_begin, nsa__span_end), so the first query's begin and
-   the last query's end bound the tiles of a task without lists. */
-static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t from,
-                                 int64_t end) {
-    const nsa__attend_plan *p = job->plan;
-    it->first = job->seq.first + (int)from;
-    it->queries = (int)nsa__min(job->task_queries, end - from);
-    it->tile_begin = job->tile_begin;
-    it->tile_end = job->tile_end;
-    if (p->branch == NSA__SLC) {
-        nsa__tile_iter_invert(it, job);
-    } else {
-        for (int a = 0; a < it->queries; a++)
-            if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
-        it->tile_begin = it->end[0] ? it->begin[0] / p->tile : 0;
-        it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->tile);
-    }
-    it->tile = it->tile_begin - 1;
-}
-
-/* Whether all readers of a tile in one block see all of it: spans grow with the query, so the first
-   reader's end tells. */
-static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int first_reader) {
-    return nsa__span_end(job, first_reader) - tile_begin >= job->plan->tile;
-}
-
-/* Finds the queries that see a key of the current tile, and their masks. A query without a list has
-   one span. With lists the inverted lists name the queries; if a tile lies in one block, only the
-   end of the span can cut it. */
-static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int begin = it->tile * p->tile, listed = p->branch == NSA__SLC;
-    int n = listed ? it->list_begin[it->tile + 1] - it->list_begin[it->tile] : it->queries;
-    const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
-    int whole = p->tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);
-    it->tile_queries = 0;
-    for (int i = 0; i < n; i++) {
-        int a = listed ? readers[i] : i;
-        uint64_t mask;
-        if (!listed)
-            mask = nsa__bits((int)nsa__max(it->begin[a] - begin, 0),
-                             (int)nsa__min((int64_t)it->end[a] - begin, p->tile));
-        else if (whole)
-            mask = nsa__bits(0, p->tile);
-        else if (p->tile_in_block)
-            mask = nsa__bits(
-                0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->tile));
-        else
-            mask = nsa__visible(job, it->first + a, begin);
-        if (!mask) continue;
-        it->tile_query[it->tile_queries] = a;
-        it->mask[it->tile_queries++] = mask;
-    }
-}
-
-/* Goes up to the next tile that any query of the task sees. Returns 0 if there is none. */
-static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
-    while (++it->tile < it->tile_end) {
-        nsa__tile_iter_read(it, job);
-        if (it->tile_queries) return 1;
-    }
-    return 0;
-}
-
-/* c = scale2 a b, scores in base 2. One of a and b holds rows of q, which are scaled when they are
-   loaded unless they are pairs: bf16 would round the scaled. The order of a sum is the same from
-   packed keys and in place, and each multiplies q by k as k by q. */
-static void nsa__score_product(const nsa__attend_plan *p, int m, int n, const nsa__matrix *a,
-                               const nsa__matrix *b, const nsa__result *c) {
-    if (p->scores)
-        p->scores->gemm(m, n, p->depth, a, b, c, p->scale2);
-    else
-        p->tiles->gemm(m, n, p->depth, a, b, c);
-}
-
-/* Queries that go through a tile at once. In place they are neighbours, because there their rows
-   are columns of one matrix. */
-typedef struct nsa__batch {
-    int queries, rows;
-    const int *query;     /* which of the task's queries, ascending */
-    const uint64_t *mask; /* for each query the keys of the tile that it sees */
-    const int *row;       /* which of the task's rows */
-    int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
-    int first, last;      /* the same in whole pairs, for products where keys are rows */
-} nsa__batch;
-
-/* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
-   both ends, because windows and diagonals leave much of a tile unseen: in whole vectors where keys
-   are columns, else in pairs. Every mask has a bit, so the loops end. Cut keys would add p = 0, and
-   a key keeps its lane of the partial sums, so the cut changes no bit. */
-static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
-    const nsa__attend_plan *p = job->plan;
-    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile, 0, 0};
-    int most = (int)nsa__min(p->batch_queries, it->tile_queries - from);
-    uint64_t seen = 0;
-    for (; b.queries < most; b.queries++) {
-        int a = b.query[b.queries];
-        if (job->in_place && a != b.query[0] + b.queries) break;
-        for (int g = 0; g < p->group; g++) it->row[b.rows++] = a * p->group + g;
-        seen |= b.mask[b.queries];
-    }
-    while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
-    while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
-    for (b.first = b.begin; !(seen >> b.first & 3);) b.first += 2;
-    for (b.last = b.end; !(seen >> (b.last - 2) & 3);) b.last -= 2;
-    return b;
-}
-
-/* ---- Attention: in-place keys -----------------------------------------------------------------
-   Small query counts (decoding) use K and V in place, unpacked, because packing a tile would cost
-   more than its products do. */
-
-/* 1 if every row of bf16 begins where a pair may lie. */
-static int nsa__rows_of_pairs(const nsa_tensor *x) {
-    return (uintptr_t)x->data % sizeof(nsa__packed) == 0 && !((x->batch | x->token | x->head) & 1);
-}
-
-/* Rows of x from key `begin` on, where they lie. From page to page and around a ring's end they do
-   not follow each other: `order` then says where each one lies. Without data if no product can read
-   them: they are neither reals nor pairs, no whole vectors, or lie apart by what is no multiple of
-   a row's stride. */
-static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor *x, int begin,
-                                      int n, int width, int wide, int pairs, int *order) {
-    nsa__matrix rows = {NULL, (ptrdiff_t)(pairs ? x->token / 2 : x->token), 1, NULL};
-    const nsa__packed *first = (const nsa__packed *)nsa__key(job, x, begin);
-    if ((pairs ? !nsa__rows_of_pairs(x) : x->dtype != NSA_REAL_DTYPE) || width != wide) return rows;
-    for (int i = 0, some; n > nsa__rows_together(&job->rows, begin) && i < n; i += some) {
-        ptrdiff_t apart = (const nsa__packed *)nsa__key(job, x, begin + i) - first;
-        ptrdiff_t at = rows.row ? apart / rows.row : 0;
-        if (at * rows.row != apart || at < INT_MIN || at > INT_MAX - n) return rows;
-        some = (int)nsa__min(n - i, nsa__rows_together(&job->rows, begin + i));
-        for (int r = 0; r < some; r++) order[i + r] = (int)at + r;
-        rows.rows = order;
-    }
-    rows.data = first;
-    return rows;
-}
-
-/* 1 if all numbers of n rows of values in place are finite. */
-static int nsa__finite_in_place(const nsa__attend_plan *p, const nsa__matrix *rows, int n) {
-    int (*finite)(int, int, ptrdiff_t, const nsa__packed *) =
-        p->values ? p->values->finite : p->tiles->finite;
-    if (!rows->rows) return finite(n, p->stride_v, rows->row, rows->data);
-    for (int i = 0; i < n; i++)
-        if (!finite(1, p->stride_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
-    return 1;
-}
-
-/* Copies n rows of x from key `begin` on. A non-finite row becomes zeros and sets its bit of
-   `nonfinite`. */
-static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *x, int begin, int n,
-                                    int width, int wide, int pairs, nsa_real *copy,
-                                    uint64_t *nonfinite) {
-    nsa__matrix rows = {copy, pairs ? wide / 2 : wide, 1, NULL};
-    for (int i = 0; i < n; i++, copy += rows.row) {
-        const void *from = nsa__key(job, x, begin + i);
-        int finite = pairs ? nsa__copy_finite_pairs(copy, from, width, wide)
-                           : nsa__load_finite(copy, x->dtype, from, width);
-        if (!finite) *nonfinite |= (uint64_t)1 << i;
-        if (!pairs) memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
-    }
-    return rows;
-}
-
-/* Prefetches rows begin .. end - 1 of x, as far as there are keys. */
-static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int begin, int end,
-                            int width) {
-    size_t bytes = nsa__dtype_bytes(x->dtype);
-    end = (int)nsa__min(end, job->keys);
-    for (int some; begin < end; begin += some) {
-        const char *at = (const char *)nsa__key(job, x, begin);
-        some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
-        for (int r = 0; r < some; r++, at += (ptrdiff_t)x->token * (ptrdiff_t)bytes)
-            nsa__fetch(at, (size_t)width * bytes);
-    }
-}
-
-/* The first key of the tile that the task iterates to next; job->keys if there is none. */
-static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int tile = it->tile + 1;
-    if (p->branch == NSA__SLC)
-        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
-    return tile < it->tile_end ? tile * p->tile : job->keys;
-}
-
-/* Scratch of a task that reads keys in place. It computes s^T = k q^T, because the right operand of
-   a product has contiguous rows: queries are cheap to transpose, keys are not. */
-typedef struct nsa__in_place {
-    nsa_real *q_t;       /* (depth, columns): q transposed */
-    nsa_real *s_t;       /* (tile, columns): the scores of a tile, transposed */
-    nsa_real *rows;      /* copies of rows that no product can read in place */
-    nsa__packed *paired; /* values as pairs of rows */
-    int *order;          /* of rows in place that do not follow each other */
-    int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
-                    vectors from any row on that a batch begins with */
-} nsa__in_place;
-
-static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->batch_queries * p->group;
-    f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
-    f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
-    f->s_t = nsa__alloc_reals(a, (int64_t)p->tile * f->columns);
-    f->order = (int *)nsa__alloc(a, p->tile, sizeof *f->order);
-    f->rows = nsa__alloc_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
-    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->tile / 2 * p->wide_v);
-}
-
-/* Transposes the task's queries; columns behind the last are zeros. */
-static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
-                                const nsa_real *q, int rows) {
-    memset(f->q_t, 0, (size_t)p->depth * (size_t)f->columns * sizeof *f->q_t);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < p->depth; c++)
-            f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->stride + c];
-}
-
-enum { NSA__KEYS_AT_ONCE = 24 }; /* a multiple of the rows of a product's piece, which are 4 or 6 */
-
-/* s_t = k q_t for n keys from `begin` on. Before each part of the product its values and the next
-   tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
-static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
-                                  const nsa__tile_iter *it, const nsa__batch *b,
-                                  const nsa__matrix *keys, int begin, int n) {
-    const nsa__attend_plan *p = job->plan;
-    int ahead = nsa__tile_iter_peek(it, job), dim = p->d->dim;
-    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
-    const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
-    for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
-        int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
-        const nsa__matrix k = {keys->data + (keys->rows ? 0 : i * keys->row), keys->row, 1,
-                               keys->rows ? keys->rows + i : NULL};
-        const nsa__result s_t = {
-            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL, NULL};
-        nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
-        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, dim);
-        nsa__score_product(p, some, columns, &k, &q_t, &s_t);
-    }
-}
-
-/* The batch's scores of n keys from `begin` on, as rows of s, `apart` numbers from each other. A
-   non-finite key makes a non-finite score, so keys are tested one by one, in copies, only if a
-   score is not finite. */
-static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *job,
-                                 const nsa__tile_iter *it, const nsa__batch *b, int begin, int n,
-                                 ptrdiff_t apart, nsa_real *s, uint64_t *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *x = &p->x->k;
-    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, done = 0;
-    const int pairs = p->scores != NULL, dim = p->d->dim;
-    nsa__matrix k = nsa__rows_in_place(job, x, begin, n, dim, p->wide, pairs, f->order);
-    if (k.data) {
-        nsa__in_place_product(f, job, it, b, &k, begin, n);
-        done = p->tiles->finite(n, columns, f->columns, f->s_t);
-    }
-    if (!done) {
-        k = nsa__rows_copied(job, x, begin, n, dim, p->wide, pairs, f->rows, nonfinite);
-        nsa__in_place_product(f, job, it, b, &k, begin, n);
-    }
-    p->tiles->transpose(n, b->rows, f->columns, f->s_t, apart, s);
-    for (int r = 0; n < b->end - b->begin && r < b->rows; r++, s += apart)
-        for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
-}
-
-enum { NSA__PIECE_ROWS = 6 }; /* a product of so few rows pairs each row of values once */
-
-/* out = out * shrink + p v for n keys from `begin` on. Non-finite rows of values come from copies,
-   as zeros. For more rows than a piece has, values of bf16 are paired ahead. */
-static void nsa__in_place_sums(const nsa__in_place *f, const nsa__head_job *job, int begin, int n,
-                               int rows, const nsa__matrix *weights, const nsa__result *out,
-                               uint64_t *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *x = &p->x->v;
-    const int pairs = p->values != NULL, dim_v = p->d->dim_v, wide_v = p->wide_v;
-    const int ahead = pairs && rows > NSA__PIECE_ROWS;
-    const nsa__matrix paired = {f->paired, wide_v, 1, NULL};
-    nsa__matrix v = nsa__rows_in_place(job, x, begin, n, dim_v, wide_v, pairs, f->order);
-    int done = 0;
-    if (v.data)
-        done =
-            ahead ? p->values->pair_rows(n, wide_v, &v, f->paired) : nsa__finite_in_place(p, &v, n);
-    if (!done) {
-        v = nsa__rows_copied(job, x, begin, n, dim_v, wide_v, pairs, f->rows, nonfinite);
-        if (ahead) p->values->pair_rows(n, wide_v, &v, f->paired);
-    }
-    if (ahead)
-        p->values->gemm(rows, wide_v, (n + 1) / 2, weights, &paired, out, 1);
-    else if (pairs)
-        p->values->gemm_singles(rows, wide_v, n, weights, &v, out);
-    else
-        p->tiles->gemm(rows, wide_v, n, weights, &v, out);
-}
-
-/* ---- Attention: heads and queries ---------------------------------------------------------- */
-
-/* Sets sequence and kv head; computes the range of tiles its queries need. */
-static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int heads) {
-    const nsa__attend_plan *p = job->plan;
-    int prefix = p->options.shared_prefix, last = seq->first + seq->count - 1;
-    job->seq = *seq;
-    job->skipped = (int)nsa__max(0, nsa__min(prefix - (int64_t)seq->first, seq->count));
-    job->head = head;
-    job->kv_head = head / p->sharers;
-    job->heads = heads;
-    job->task_queries = nsa__task_queries(p, seq->tokens, seq->count);
-    job->keys = p->branch == NSA__CMP ? seq->cmp_tokens : seq->tokens;
-    job->rows = p->branch == NSA__CMP ? seq->cmp : seq->keys;
-    job->rows.ring = p->options.ring;
-    job->in_place = seq->count <= p->few;
-    job->tile_begin = nsa__span_begin(p, seq->first) / p->tile;
-    job->tile_end = (int)nsa__ceil_div(nsa__span_end(job, last), p->tile);
-    if (job->listed && !job->in_place) nsa__mark_listed(job);
-}
-
-/* Makes up to plan->at_once heads of a sequence, from `head` on, those of the jobs, and packs their
-   keys. The head jobs are neighbours in `jobs`. */
-static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const nsa__seq *seq,
-                            int head) {
-    const nsa__attend_plan *p = jobs->plan;
-    int heads = (int)nsa__min(p->at_once, p->heads - (int64_t)head);
-    for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], seq, head + i, heads);
-    nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task, jobs);
-}
-
-/* Packs the keys of a few heads of a sequence, then calls `work` for them: for every sequence and
-   all heads, but for those that read in place. Packing and work are two parallel loops, because a
-   task reads tiles that other threads have packed. */
-static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
-                            void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
-    const nsa__attend_plan *p = jobs->plan;
-    const nsa_desc *d = p->d;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count > p->few && head < p->heads; head += jobs->heads) {
-            nsa__pack_heads(jobs, team, &seq, head);
-            work(jobs, team);
-        }
-}
-
-/* Row r of a task's queries in x. */
-static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
-                            int r) {
-    const nsa__attend_plan *p = job->plan;
-    return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
-                    job->head * p->group + r % p->group);
-}
-
-/* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
-   look at all rows costs little more than at one of them. */
-static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, int stride,
-                                nsa_real *x, unsigned char *nonfinite) {
-    if (p->tiles->finite(rows, wide, stride, x)) return;
-    for (int r = 0; r < rows; r++, x += stride) {
-        if (p->tiles->finite(1, wide, 0, x)) continue;
-        memset(x, 0, (size_t)wide * sizeof *x);
-        nonfinite[r] = 1;
-    }
-}
-
-/* Loads the rows of a task's queries, times factor, with zeros up to `wide`, `stride` apart. A row
-   with a non-finite value becomes zeros, and its nonfinite[r] is set. */
-static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
-                              const nsa_tensor *x, int width, int wide, int stride, nsa_real factor,
-                              nsa_real *to, unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    int rows = it->queries * p->group, in_place = nsa__rows_of_reals(x, width);
-    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
-    for (int r = 0; r < rows; r++) {
-        nsa_real *row = to + (ptrdiff_t)r * stride;
-        const void *from = nsa__query_row(job, it, x, r);
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), row_bytes);
-        if (!in_place) {
-            nsa__load(row, x->dtype, from, width);
-            memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
-        }
-        p->tiles->scale(wide, factor, in_place ? (const nsa_real *)from : row, row);
-    }
-    nsa__zero_nonfinite(p, rows, wide, stride, to, nonfinite);
-}
-
-/* The same as pairs, which are not multiplied. */
-static void nsa__load_query_pairs(const nsa__head_job *job, const nsa__tile_iter *it,
-                                  const nsa_tensor *x, int width, int wide, int stride,
-                                  nsa_real *to, unsigned char *nonfinite) {
-    int rows = it->queries * job->plan->group;
-    for (int r = 0; r < rows; r++, to += stride) {
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), 2 * (size_t)width);
-        if (!nsa__copy_finite_pairs(to, nsa__query_row(job, it, x, r), width, wide))
-            nonfinite[r] = 1;
-    }
-}
-
-/* q for products: pairs, or numbers times scale2. */
-static void nsa__load_q(const nsa__head_job *job, const nsa__tile_iter *it, nsa_real *to,
-                        unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *q = &p->x->q;
-    int dim = p->d->dim;
-    if (p->scores)
-        nsa__load_query_pairs(job, it, q, dim, p->wide, p->stride, to, nonfinite);
-    else
-        nsa__load_queries(job, it, q, dim, p->wide, p->stride, p->scale2, to, nonfinite);
-}
-
-/* lse of a row in base 2. If lse is not finite, the result is 0 and the row is marked. That marks
-   queries without keys too (lse = -inf), without effect, because they read no tile. */
-static nsa_real nsa__load_lse2(const nsa__head_job *job, const nsa__tile_iter *it, int r,
-                               unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real lse;
-    nsa__load(&lse, p->x->lse.dtype, nsa__query_row(job, it, &p->x->lse, r), 1);
-    if (!nsa__is_finite((double)lse)) nonfinite[r] = 1;
-    return nonfinite[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
-}
-
-/* The incoming gradient of a row's lse. The row is marked if it is not finite. */
-static nsa_real nsa__load_dlse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
-                               unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real dlse;
-    nsa__load(&dlse, p->dx->lse.dtype, nsa__query_row(job, it, &p->dx->lse, r), 1);
-    if (!nsa__is_finite((double)dlse)) nonfinite[r] = 1;
-    return dlse;
-}
-
-/* ---- Selection: scores of blocks -------------------------------------------------------------
-   From scores to lists, for the queries of a task. nsa_select_blocks computes the scores for this
-   end; cmp's forward keeps those that it computes anyway.
-     Eq. 8:  p_cmp = exp(scale q k_cmp - lse_cmp), of every head
-     Eq. 10: p_cmp is summed over the heads of a group
-     Eq. 9:  p_slc[j] = sum_u stencil[u] p_cmp[j l'/d - lead + u]
-     Eq. 11: nsa__rank
-   Eq. 10 comes before Eq. 9, because Eq. 9 is linear: the heads' sum is mapped once, not each head.
-   The maximum of NSA_SCORE_OVERLAP_MAX is taken over that sum. */
-
-/* What selection needs of a task's rows: all of their scores against the compressed keys. */
-typedef struct nsa__scoring {
-    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale2 */
-    int64_t stride;   /* of a row of s: whole tiles and one vector */
-    nsa_real *p_cmp;  /* of one query and compressed block: summed over the group's heads */
-    nsa_real *scores; /* of one query and selection block: p_slc */
-} nsa__scoring;
-
-static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
-    /* One vector more: rows a power of two apart would share the same few sets of the cache. */
-    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile + NSA__LANES;
-    f->s = nsa__alloc_reals(a, (int64_t)p->task_queries * p->group * f->stride);
-    f->p_cmp = nsa__alloc_reals(a, f->stride);
-    f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
-}
-
-/* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
-   size - 1. With l 32, d 16, l' 64 these are blocks 4j - 1 .. 4j + 3, with weights 1 2 2 2 1. */
-static int nsa__stencil_lead(const nsa_desc *d) {
-    return d->cmp_block / d->cmp_stride - 1;
-}
-static int nsa__stencil_size(const nsa_desc *d) {
-    return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
-}
-
-/* Weights are those of any block whose stencil does not begin before block 0; the edge is cut off
-   later, by nsa__scores. */
-static void nsa__fill_stencil(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_desc *d = p->d;
-    int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
-    int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
-    for (int u = 0; u < nsa__stencil_size(d); u++)
-        job->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
-}
-
-enum { NSA__WHOLE_STENCILS = 8 }; /* together, because each waits for its own sum */
-
-/* Eq. 9 of so many candidates, whose stencils begin at p_cmp, `step` apart, and are cut nowhere. */
-NSA__INLINE NSA__COMPILED void nsa__whole_scores(const nsa_real *stencil, int size, int step,
-                                                 const nsa_real *p_cmp, nsa_real *scores) {
-    nsa_real sum[NSA__WHOLE_STENCILS] = {0};
-    for (int u = 0; u < size; u++) {
-        NSA__UNROLL
-        for (int i = 0; i < NSA__WHOLE_STENCILS; i++) sum[i] += stencil[u] * p_cmp[u + i * step];
-    }
-    memcpy(scores, sum, sizeof sum);
-}
-
-/* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
-   last compressed block that the query sees. A candidate without such a block has score 0. */
-NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const nsa_real *p_cmp,
-                                      nsa_real *scores) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_desc *d = p->d;
-    int visible = nsa__cmp_visible(d, job->seq.tokens, query), size = nsa__stencil_size(d);
-    int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
-        step = d->slc_block / d->cmp_stride;
-    int sums = d->score_map == NSA_SCORE_OVERLAP_SUM;
-    int reach = (NSA__WHOLE_STENCILS - 1) * step + size; /* of whole stencils */
-    for (int j = 0; j < candidates;) {
-        int64_t first = (int64_t)j * step - nsa__stencil_lead(d); /* in compressed blocks */
-        if (sums && first >= 0 && first + reach <= visible) {
-            nsa__whole_scores(job->stencil, size, step, p_cmp + first, scores + j);
-            j += NSA__WHOLE_STENCILS;
-            continue;
-        }
-        int from = (int)nsa__max(0, -first), to = (int)nsa__min(size, visible - first);
-        nsa_real score = 0;
-        for (int u = from; u < to; u++) {
-            nsa_real value = p_cmp[first + u];
-            if (sums)
-                score += job->stencil[u] * value;
-            else
-                score = value > score ? value : score;
-        }
-        scores[j++] = score;
-    }
-}
-
-/* Stores a query's scores if they are asked for, and -inf behind its candidates. */
-static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int query,
-                              const nsa_real *scores) {
-    const nsa__attend_plan *p = job->plan;
-    int n = nsa__slc_candidates(p->d, job->seq.tokens, query);
-    if (!x->data) return;
-    nsa_real *to =
-        (nsa_real *)nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first, job->head);
-    memcpy(to, scores, (size_t)n * sizeof *to);
-    for (int j = n; j < nsa_slc_count(p->d, p->d->tokens); j++) to[j] = nsa__minus_infinity();
-}
-
-/* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
-   list of equal scores, because its real scores are NaN and a list must still be valid. */
-static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
-                                const nsa__scoring *f, const nsa_real *lse2,
-                                const unsigned char *nonfinite_rows) {
-    const nsa__attend_plan *p = job->plan;
-    int group = p->group;
-    for (int a = 0; a < it->queries; a++) {
-        int query = it->first + a, nonfinite = 0;
-        int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
-        int candidates = nsa__slc_candidates(p->d, job->seq.tokens, query);
-        p->tiles->probability(group, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
-                              (ptrdiff_t)f->stride, lse2 + (ptrdiff_t)a * group,
-                              f->s + (ptrdiff_t)a * group * f->stride, f->p_cmp);
-        nsa__scores(job, query, f->p_cmp, f->scores);
-        for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
-        for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
-        int64_t row = job->seq.row + query - job->seq.first;
-        nsa__store_scores(job, &p->options.select->scores, query, f->scores);
-        nsa__rank(f->scores, candidates, p->d, p->tiles,
-                  (int32_t *)nsa__row(&p->options.select->blocks, job->seq.batch, row, job->head));
-    }
-}
-
-/* ---- Gate: a row --------------------------------------------------------------------------- */
-
-typedef struct nsa__gate_job {
-    const nsa_gate *x, *dx;
-    const nsa_desc *d;
-    const nsa__tiles *tiles;
-    const nsa__pairs *pairs;    /* NULL, or what stores rows of bf16 */
-    const nsa_attention *whole; /* the chain's forward: slc's rows of the queries before `prefix` */
-    int prefix;                 /* are win's, and have not been written yet */
-    const nsa_tensor *dots; /* NULL, or the chain's backward: dout . out of every row, by branch */
-    nsa__seq seq;           /* of the gate's own tasks */
-} nsa__gate_job;
-
-static void nsa__copy_row(const nsa_tensor *from, const nsa_tensor *to, int64_t batch, int64_t at,
-                          int head, int width) {
-    nsa_real row[NSA__MAX_DIM];
-    nsa__load(row, from->dtype, nsa__row(from, batch, at, head), width);
-    nsa__store(to->dtype, nsa__row(to, batch, at, head), row, width);
-}
-
-/* out = sum_i g[i] branch[i] of query t of a sequence and one head. */
-static void nsa__gate_row(const nsa__gate_job *p, const nsa__seq *seq, int64_t t, int head) {
-    const nsa_desc *d = p->d;
-    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win}, *out = &p->x->out;
-    int64_t batch = seq->batch, at = seq->row + t;
-    int dim_v = d->dim_v, wide = (int)nsa__ceil_div(dim_v, NSA__LANES) * NSA__LANES;
-    nsa_real g[3], row[4][NSA__MAX_DIM];
-    const nsa_real *x[3];
-    nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
-    nsa__gate_weights(d->gate, g);
-    if (seq->first + t < p->prefix) {
-        nsa__copy_row(&p->whole->out_win, &p->whole->out_slc, batch, at, head, dim_v);
-        nsa__copy_row(&p->whole->lse_win, &p->whole->lse_slc, batch, at, head, 1);
-    }
-    for (int i = 0; i < 3; i++) {
-        x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
-        if (nsa__rows_of_reals(branch[i], dim_v)) continue;
-        nsa__load(row[i], branch[i]->dtype, x[i], dim_v);
-        memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
-        x[i] = row[i];
-    }
-    if (nsa__rows_of_reals(out, dim_v)) {
-        p->tiles->gate(wide, g, x, (nsa_real *)nsa__row(out, batch, at, head));
-    } else {
-        p->tiles->gate(wide, g, x, row[3]);
-        nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
-    }
-}
-
-/* ---- Attention: forward ----------------------------------------------------------------------
-   Softmax in one pass over the keys. s is in base 2: q has been multiplied by scale2. For each row
-   and tile:
-     m'  = max(m, max s)             the largest score so far
-     p   = 2^(s - m')                never more than 1, so nothing overflows
-     l   = l 2^(m - m') + sum p      2^(m - m') is the shrink of all sums before this tile
-     out = out 2^(m - m') + p v
-   At the end out / l is the softmax's average of v, and lse = ln 2 (m + log2 l). */
-
-/* A forward task's scratch. */
-typedef struct nsa__forward {
-    nsa__tile_iter iter;
-    nsa_real *q;              /* rows of the task, times scale2 */
-    nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
-    nsa_real *m;              /* of every row, and up to 15 more: the largest score so far */
-    nsa_real *l;              /* of the same: NSA__LANES partial sums of p */
-    nsa_real *s;              /* rows of a batch: scores of a tile, if they are not kept; then p */
-    nsa_real *shrink;         /* of every row of a batch, for the tile at hand */
-    unsigned char *nonfinite; /* of every row: 1 if it used a non-finite number; it becomes NaN */
-    nsa__scoring scoring;     /* if lists are selected too */
-    nsa__in_place in_place;
-} nsa__forward;
-
-static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
-    nsa__tile_iter_alloc(&f->iter, p, a, a);
-    f->q = nsa__alloc_reals(a, rows * p->wide);
-    f->out = nsa__alloc_reals(a, rows * p->wide_v);
-    f->m = nsa__alloc_reals(a, rows + NSA__LANES);
-    f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
-    f->shrink = nsa__alloc_reals(a, some + NSA__LANES);
-    f->s = nsa__alloc_reals(a, some * p->tile);
-    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-    if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
-    /* Allocated for many queries too, because a workspace for them must serve fewer. */
-    nsa__in_place_alloc(&f->in_place, p, a);
-}
-
-/* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
-   case of its own. */
-static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_t from,
-                               int64_t end) {
-    const nsa__attend_plan *p = job->plan;
-    nsa__tile_iter_begin(&f->iter, job, from, end);
-    int rows = f->iter.queries * p->group;
-    int ended = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES; /* as tiles->finish does */
-    memset(f->nonfinite, 0, (size_t)rows);
-    memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
-    memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
-    for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
-    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
-    if (job->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
-}
-
-/* Where the scores of a batch go, of keys from `keys` on, and how far apart its rows are. If lists
-   are selected, they stay in the task's scores; rows of a batch of cmp are neighbours. */
-static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_plan *p,
-                                     const nsa__batch *b, int keys, ptrdiff_t *apart) {
-    *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->tile;
-    return p->options.select ? f->scoring.s + b->row[0] * *apart + keys : f->s;
-}
-
-/* f->s = p, the softmax so far of n scores s, as pairs if v is. l sums p before it is rounded. */
-static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
-                                 int n, nsa_real *s, ptrdiff_t apart) {
-    const nsa__attend_plan *p = job->plan;
-    p->tiles->softmax(b->rows, n, apart, p->tile, p->group, b->mask, b->begin, b->row, s, f->s,
-                      f->m, f->l, f->shrink);
-    if (p->values) p->values->round(b->rows, n, p->tile, f->s);
-}
-
-/* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
-   row goes on with zeros in place of the key, and is made NaN at the end. */
-static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
-                              uint64_t nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    int64_t *reads = p->options.reads;
-    if (!reads && !nonfinite) return;
-    for (int i = 0; i < b->queries; i++) {
-        int64_t query = f->iter.first - job->seq.first + b->query[i];
-        if (reads) reads[query * p->d->kv_heads + job->kv_head] += nsa__bit_count(b->mask[i]);
-        if (b->mask[i] & nonfinite)
-            memset(f->nonfinite + (ptrdiff_t)b->query[i] * p->group, 1, (size_t)p->group);
-    }
-}
-
-/* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
-static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
-    const nsa__attend_plan *p = job->plan;
-    int tile = p->tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
-    const nsa__matrix q = {f->q, p->stride, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
-    ptrdiff_t apart;
-    nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
-    const nsa__result s = {scores, apart, NULL, 0, NULL, NULL, NULL};
-    nsa__score_product(p, b->rows, n, &q, &k_t, &s);
-    nsa__forward_softmax(f, job, b, n, scores, apart);
-    int cut = b->first - b->begin, held = b->last - b->first;
-    const nsa__matrix weights = {f->s + (p->values ? cut / 2 : cut), tile, 1, NULL};
-    const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys + cut, p->wide_v), p->wide_v, 1,
-                           NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
-    if (p->values)
-        p->values->gemm(b->rows, p->wide_v, held / 2, &weights, &v, &out, 1);
-    else
-        p->tiles->gemm(b->rows, p->wide_v, held, &weights, &v, &out);
-    nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
-}
-
-/* The same from keys and values in place. The last tile may be short there: of n keys only `held`
-   exist, and masks hide the rest. */
-static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *job,
-                                        const nsa__batch *b) {
-    const nsa__attend_plan *p = job->plan;
-    int n = b->end - b->begin, keys = f->iter.tile * p->tile + b->begin;
-    int held = (int)nsa__min(n, job->keys - (int64_t)keys);
-    uint64_t nonfinite = 0;
-    ptrdiff_t apart;
-    nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
-    nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, apart, scores, &nonfinite);
-    nsa__forward_softmax(f, job, b, n, scores, apart);
-    const nsa__matrix weights = {f->s, p->tile, 1, NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
-    nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
-    nsa__forward_note(f, job, b, nonfinite << b->begin);
-}
-
-/* Asks for what the gate reads and writes of row r, if the task has so many. */
-static void nsa__gate_fetch(const nsa__gate_job *gate, const nsa__head_job *job,
-                            const nsa__tile_iter *it, int r) {
-    const nsa_tensor *views[3] = {&gate->x->cmp, &gate->x->slc, &gate->x->out};
-    if (r >= it->queries * job->plan->group) return;
-    for (int i = 0; i < 3; i++)
-        nsa__fetch(nsa__query_row(job, it, views[i], r),
-                   (size_t)gate->d->dim_v * nsa__dtype_bytes(views[i]->dtype));
-}
-
-/* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
-   Selection reads lse back from the caller's view, because nsa_select_blocks does: both get the
-   same bits. */
-static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, nsa_real over,
-                             nsa_real lse) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *out = &p->x->out;
-    void *row = nsa__query_row(job, &f->iter, out, r);
-    int in_place = nsa__rows_of_reals(out, p->d->dim_v);
-    nsa_real *sums = f->out + (ptrdiff_t)r * p->wide_v, *to = in_place ? (nsa_real *)row : sums;
-    p->tiles->scale(p->wide_v, over, sums, to);
-    if (over != 0 && f->nonfinite[r]) {
-        for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
-        lse = nsa__nan();
-    }
-    if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
-    nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
-    if (p->options.select) f->m[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
-}
-
-/* The rows of a task, which become the gate's at once if it waits for no other branch. */
-static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa__gate_job *gate = p->options.last;
-    int rows = f->iter.queries * p->group;
-    size_t row_bytes = (size_t)p->d->dim_v * nsa__dtype_bytes(p->x->out.dtype);
-    nsa_real over[NSA__LANES], lse[NSA__LANES];
-    for (int r = 0; r < rows; r++) {
-        int i = r % NSA__LANES;
-        if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, over, lse);
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, &f->iter, &p->x->out, r + NSA__ROWS_AHEAD), row_bytes);
-        nsa__forward_row(f, job, r, over[i], lse[i]);
-        if (!gate) continue;
-        nsa__gate_fetch(gate, job, &f->iter, r + NSA__ROWS_AHEAD);
-        nsa__gate_row(gate, &job->seq, f->iter.first - job->seq.first + r / p->group,
-                      job->head * p->group + r % p->group);
-    }
-    if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
-}
-
-/* A task: as many of the sequence's queries from .. end - 1 as one takes, through all of their
-   tiles. Every batch of a tile's queries updates the running softmax of its rows. */
-static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t end,
-                                 void *scratch) {
-    nsa__forward f;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__forward_alloc(&f, job->plan, &a);
-    nsa__forward_begin(&f, job, from, end);
-    while (nsa__tile_iter_next(&f.iter, job))
-        for (int i = 0; i < f.iter.tile_queries;) {
-            nsa__batch b = nsa__batch_at(&f.iter, job, i);
-            if (job->in_place)
-                nsa__forward_batch_in_place(&f, job, &b);
-            else
-                nsa__forward_batch(&f, job, &b);
-            i += b.queries;
-        }
-    nsa__forward_end(&f, job);
-}
-
-/* slc's tasks are large, and dense's last ones are its longest. They go from the last queries to
-   the first, which have least to read: no thread should begin much last. */
-static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
-    const int last_first = job->plan->branch == NSA__SLC || job->plan->branch == NSA__DENSE;
-    if (last_first) index = nsa__head_tasks(job) - 1 - index;
-    nsa__forward_queries(job, nsa__task_begin(job, index), job->seq.count, scratch);
-}
-
-/* Head jobs of sequences with few queries that run side by side. */
-static int64_t nsa__few_at_once(const nsa__attend_plan *p) {
-    return nsa__min(2 * NSA__TASKS, (int64_t)p->d->batch * p->heads);
-}
-
-/* What the jobs take of the shared workspace. A plan counts it, without a base. Returns the jobs
-   that read in place. */
-static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
-                                          nsa__arena *shared) {
-    nsa__head_job *few =
-        (nsa__head_job *)nsa__alloc(shared, nsa__few_at_once(p), sizeof(nsa__head_job));
-    for (int i = 0; i < p->jobs; i++) {
-        nsa__head_job *job = &jobs[i];
-        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-        *job = nsa__job_make(p);
-        if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
-        if (p->d->count <= p->few) continue;
-        nsa__alloc_keys(job, shared, 0, 0);
-        job->v = nsa__alloc_packed(shared, tiles * p->tile * p->wide_v);
-    }
-    return few;
-}
-
-/* Plans for `x`, which is NULL in a size query. */
-static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
-                                          nsa__branch branch, nsa__attend_options options) {
-    nsa__attend_plan p = nsa__attend_plan_of(
-        x, NULL, d, branch, branch == NSA__SLC || options.select != NULL, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
-    nsa__forward f;
-    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    p.options = options;
-    nsa__plan_pairs(&p);
-    p.few = p.batch_queries;
-    nsa__forward_layout(jobs, &p, &shared);
-    nsa__forward_alloc(&f, &p, &scratch);
-    p.shared = shared.used;
-    p.scratch = scratch.used;
-    return p;
-}
-
-/* The jobs of a call, with memory of the workspace. Returns those that read in place. */
-static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p,
-                                        nsa__arena *shared) {
-    nsa__head_job *few = nsa__forward_layout(jobs, p, shared);
-    for (int i = 0; p->options.select && i < p->jobs; i++) nsa__fill_stencil(&jobs[i]);
-    return few;
-}
-
-static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
-    nsa__run(team, nsa__query_tasks(jobs), nsa__forward_task, jobs);
-}
-
-/* Runs n jobs of one task each, which may have too little work for all threads. */
-static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *team) {
-    const nsa__attend_plan *p = jobs->plan;
-    nsa__team some = *team;
-    int64_t work = 0;
-    for (int i = 0; i < n; i++) {
-        int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->tile;
-        if (p->branch == NSA__SLC) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
-        work += keys * jobs[i].seq.count;
-        jobs[i].heads = n;
-    }
-    some.threads = nsa__threads_for(team->threads, work * p->group * (p->wide + p->wide_v));
-    nsa__run(&some, n, nsa__forward_task, jobs);
-}
-
-/* Runs the sequences with few queries, which read keys in place. Nothing is packed for them, so
-   heads of many sequences run at once. */
-static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, const nsa__team *team) {
-    const nsa__attend_plan *p = any->plan;
-    int n = 0;
-    for (nsa__seq seq = nsa__seq_begin(p->d); seq.index < p->d->batch; nsa__seq_next(p->d, &seq))
-        for (int head = 0; seq.count && seq.count <= p->few && head < p->heads; head++) {
-            jobs[n] = *any;
-            nsa__set_head(&jobs[n], &seq, head, 0);
-            n += jobs[n].skipped < seq.count;
-            if (n < nsa__few_at_once(p)) continue;
-            nsa__forward_few_run(jobs, n, team);
-            n = 0;
-        }
-    if (n) nsa__forward_few_run(jobs, n, team);
-}
-
-/* What depends on the threads of a call, but no bit of it.
-   Head jobs at once: no more than have their packed keys in the threads' part of the third cache,
-   because tasks read them again and again. Workspace is for all of plan->jobs, so that a size for
-   more tokens serves fewer. The branches of a chain, of which cmp writes lists, have the same.
-   slc's tasks, which are large: few heads or many threads want more of them. */
-static void nsa__share_among(nsa__attend_plan *p, int threads) {
-    const int alone = p->branch == NSA__CMP && !p->options.select;
-    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
-    const int64_t numbers = nsa__max(1, keys * (p->wide + p->wide_v));
-    const int64_t each = 2; /* tasks for a thread */
-    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
-    const int64_t held = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
-    p->at_once = (int)nsa__max(1, nsa__min(held, p->jobs));
-    if (p->branch == NSA__SLC) p->least_tasks = (int)nsa__ceil_div(tasks, p->at_once);
-}
-
-static nsa_status nsa__forward_run(const nsa__attend_plan *plan, void *workspace, size_t bytes) {
-    nsa__attend_plan own = *plan, *p = &own;
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
-    nsa__team team;
-    nsa__arena shared = nsa__arena_at(workspace);
-    NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__share_among(p, team.threads);
-    nsa__head_job *few = nsa__forward_jobs(jobs, p, &shared);
-    nsa__forward_few(jobs, few, &team);
-    nsa__each_heads(jobs, &team, nsa__forward_heads);
-    return NSA_OK;
-}
-
-/* ---- Attention: backward ---------------------------------------------------------------------
-   With p = exp(scale q k - lse), delta = dout . out and dlse, the incoming gradient of lse:
-     dv[s] = sum_t p dout[t]                   because out = sum_s p v[s]
-     ds    = p (dout . v[s] - delta + dlse)    because delta = sum_s p (dout . v[s]), dlse / ds = p
-     dq[t] = scale sum_s ds k[s],  dk[s] = scale sum_t ds q[t]
-   delta comes from out, so no row needs all its p at once; dlse is subtracted from delta when the
-   row is loaded. q is loaded times scale2 = scale log2(e), as in forward. ds^T q then lacks the
-   factor ln 2, which is applied when dk is added to the caller's view; dq gets scale there. A task
-   computes p and ds of a tile once and uses them three times. In pairs of bf16 q is as it is, and
-   so is dout: its gate is a factor of p and ds before they are rounded, once. dq belongs to the
-   task alone. A tile's dk and dv belong to all tasks that read the tile, which add in a fixed order
-   (nsa__turns). So all sums have the same bits for any number of threads. */
-
-/* Shares of dk and dv that a task holds until it may add them, so that it need not wait for those
-   before it in every tile. */
-enum { NSA__HELD = 8 };
-enum { NSA__BATCH_NUMBERS = 1 << 14 }; /* of a batch's rows of q and dout */
-
-/* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
-typedef struct nsa__backward {
-    nsa__tile_iter iter;
-    nsa_real *q, *dout, *dq;  /* rows of the task */
-    nsa_real *lse2, *delta;   /* of every row */
-    nsa_real *gate;           /* in pairs, of every row: the gate of its dout */
-    nsa_real *p, *ds;         /* rows of a batch: scores and dp of a tile, then p and ds */
-    nsa__packed *ds_rows;     /* in pairs: ds by row, while f->ds has pairs of rows */
-    nsa__packed *paired;      /* in pairs: rows of dout or q of a batch as pairs of rows */
-    unsigned char *nonfinite; /* of every row: what it adds to becomes NaN */
-    unsigned char *reads;     /* of every query: 1 if it has seen a key */
-    /* Its shares of dk and dv of tiles that it may not enter yet: `held` of them from `oldest` on,
-       around the end. */
-    nsa_real *dk, *dv;
-    uint64_t nonfinite_keys[NSA__HELD]; /* keys that get NaN */
-    int32_t held_tile[NSA__HELD];
-    int held, oldest;
-    nsa__asks asks; /* of the batch at hand */
-    int asked;      /* slc: of iter.list, how many readers' rows have been noted */
-    int add;        /* the tile's share has been begun */
-    int last;       /* the batch at hand ends the share and adds it to the tile's sums itself */
-} nsa__backward;
-
-/* Pieces that so many numbers take. */
-static int nsa__asks_of(int64_t numbers) {
-    return (int)nsa__ceil_div(numbers * (int64_t)sizeof(nsa_real), NSA__ASKED);
-}
-
-/* Room for what a batch asks for, at most: rows of q and dout of the next one, and three times a
-   tile's rows of k and v. */
-static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->batch_queries * p->group + 3 * p->tile;
-    asks->room = rows * (nsa__asks_of(p->wide) + nsa__asks_of(p->wide_v));
-    asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
-}
-
-static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
-                                nsa__arena *of_tile) {
-    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
-    nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
-    f->q = nsa__alloc_reals(a, rows * p->stride);
-    f->dq = nsa__alloc_reals(a, rows * p->wide);
-    f->dout = nsa__alloc_reals(a, rows * p->stride_v);
-    f->lse2 = nsa__alloc_reals(a, rows);
-    f->delta = nsa__alloc_reals(a, rows);
-    f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
-    f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
-    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-    f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
-    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide);
-    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide_v);
-    nsa__asks_alloc(&f->asks, p, of_tile);
-    if (!p->pairs) return;
-    f->gate = nsa__alloc_reals(a, rows);
-    f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
-    f->paired = nsa__alloc_packed(of_tile, (some + 1) / 2 * nsa__max(p->wide, p->wide_v));
-}
-
-/* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
-static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *job, int r) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_desc *d = p->d;
-    int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
-    nsa_real logits[3];
-    nsa__load_gates(logits, &p->options.gate->logits, d, job->seq.batch,
-                    job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
-    nsa_real g = nsa__gate_weight(d->gate, logits, (int)p->branch);
-    if (query < p->options.both) g += nsa__gate_weight(d->gate, logits, NSA__SLC);
-    return g;
-}
-
-/* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output.
-   Returns the factor of its delta. In pairs dout and delta stay as they are, and the gate is a
-   factor of p and ds later. */
-static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v, g = nsa__backward_gate(f, job, r);
-    if (p->values) {
-        f->gate[r] = g;
-        if (nsa__is_finite((double)g)) return 1;
-        f->gate[r] = 0;
-    } else {
-        p->tiles->scale(p->wide_v, g, dout, dout);
-        return g;
-    }
-    f->nonfinite[r] = 1;
-    return 0;
-}
-
-/* Loads q and dout of all rows. */
-static void nsa__backward_load(nsa__backward *f, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *dout = &p->dx->out;
-    int dim_v = p->d->dim_v;
-    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
-    if (p->values)
-        nsa__load_query_pairs(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, f->dout,
-                              f->nonfinite);
-    else
-        nsa__load_queries(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, 1, f->dout,
-                          f->nonfinite);
-}
-
-/* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
-   place of a non-finite row: the gate's gradient of that row is not finite. */
-static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *job, int r) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa__tile_iter *it = &f->iter;
-    const nsa_tensor *of_out = &p->x->out, *of_dout = &p->dx->out;
-    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v;
-    int dim_v = p->d->dim_v;
-    nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
-    if (r + NSA__ROWS_AHEAD < it->queries * p->group)
-        nsa__fetch(nsa__query_row(job, it, of_out, r + NSA__ROWS_AHEAD),
-                   (size_t)dim_v * nsa__dtype_bytes(of_out->dtype));
-    const void *row = nsa__query_row(job, it, of_out, r);
-    const int in_place = nsa__rows_of_reals(of_out, dim_v);
-    if (!in_place) {
-        nsa__load(out, of_out->dtype, row, dim_v);
-        memset(out + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *out);
-    }
-    if (p->values || f->nonfinite[r]) {
-        nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
-        memset(again + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *again);
-        dout = again;
-    }
-    return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->wide_v);
-}
-
-/* Loads q and dout, and computes lse2 and delta = dout . out - dlse of every row. A row that read a
-   non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
-static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa__attend_options *options = &p->options;
-    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
-    f->held = f->oldest = f->asked = 0;
-    int rows = f->iter.queries * p->group;
-    memset(f->reads, 0, (size_t)f->iter.queries);
-    memset(f->nonfinite, 0, (size_t)rows);
-    memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
-    nsa__backward_load(f, job);
-    for (int r = 0; r < rows; r++) {
-        nsa_real dot = nsa__backward_dot(f, job, r);
-        if (options->dots)
-            ((nsa_real *)nsa__query_row(job, &f->iter, options->dots, r))[p->branch] = dot;
-        if (options->gate) dot *= nsa__backward_scale(f, job, r);
-        f->delta[r] = dot;
-    }
-    /* a gate may be NaN, and its product with dout too large */
-    if (options->gate && !p->values)
-        nsa__zero_nonfinite(p, rows, p->wide_v, p->stride_v, f->dout, f->nonfinite);
-    for (int r = 0; r < rows; r++) {
-        f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
-        if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
-        if (f->nonfinite[r]) f->delta[r] = 0;
-    }
-}
-
-/* The share that the task makes at the moment. */
-static int nsa__backward_newest(const nsa__backward *f) {
-    return (f->oldest + f->held - 1) % NSA__HELD;
-}
-
-/* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and
-   dv become NaN, because each is a sum with that row. */
-static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
-    int group = job->plan->group;
-    for (int i = 0; i < b->queries; i++) {
-        f->reads[b->query[i]] = 1;
-        for (int g = 0; g < group; g++)
-            if (f->nonfinite[b->query[i] * group + g])
-                f->nonfinite_keys[nsa__backward_newest(f)] |= b->mask[i];
-    }
-}
-
-/* The gradients' products of a batch, from p, ds and the operands of nsa__backward_batch, in pairs.
-   Both p and ds are paired by row for dv and dk, and ds by key for dq. */
-static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job,
-                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
-                                const nsa__result *dq, const nsa__result *dk,
-                                const nsa__result *dv) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa__pairs *pairs = p->pairs;
-    int ld = p->stride_p, n = b->end - b->begin, rows = b->rows, half = (rows + 1) / 2;
-    int cut = b->first - b->begin, keys = b->last - b->first;
-    const nsa_real *gate = p->options.gate ? f->gate : NULL;
-    if (job->dv) {
-        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
-        pairs->round_pairs(rows, n, ld, b->row, gate, f->p, NULL);
-        const nsa__matrix right = {f->paired, p->wide_v, 1, NULL};
-        pairs->pair_rows(rows, p->wide_v, dout, f->paired);
-        pairs->gemm(keys, p->wide_v, half, &p_t, &right, dv, 1);
-    }
-    if (job->dk || p->dx->q.data) pairs->round_pairs(rows, n, ld, b->row, gate, f->ds, f->ds_rows);
-    if (job->dk) {
-        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
-        const nsa__matrix right = {f->paired, p->wide, 1, NULL};
-        pairs->pair_rows(rows, p->wide, q, f->paired);
-        pairs->gemm(keys, p->wide, half, &ds_t, &right, dk, 1);
-    }
-    if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
-        const nsa__matrix ds = {f->ds_rows + cut / 2, ld / 2, 1, NULL};
-        const nsa__matrix k = {job->k + first / 2 * p->wide, p->wide, 1, NULL};
-        pairs->gemm(rows, p->wide, keys / 2, &ds, &k, dq, 1);
-    }
-}
-
-/* The same in f32. */
-static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job,
-                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
-                                const nsa__result *dq, const nsa__result *dk,
-                                const nsa__result *dv) {
-    const nsa__attend_plan *p = job->plan;
-    int ld = p->stride_p, rows = b->rows, cut = b->first - b->begin, keys = b->last - b->first;
-    if (job->dv) {
-        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
-        p->tiles->gemm(keys, p->wide_v, rows, &p_t, dout, dv);
-    }
-    if (job->dk) {
-        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
-        p->tiles->gemm(keys, p->wide, rows, &ds_t, q, dk);
-    }
-    if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
-        const nsa__matrix ds = {f->ds + cut, ld, 1, NULL};
-        const nsa__matrix k = {job->k + first * p->wide, p->wide, 1, NULL};
-        p->tiles->gemm(rows, p->wide, keys, &ds, &k, dq);
-    }
-}
-
-/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta);
-   dv += p^T dout, dk += ds^T q, dq += ds k */
-static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
-    const nsa__attend_plan *p = job->plan;
-    int tile = p->tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
-    ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
-    ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
-    ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
-    const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
-    const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
-    nsa__asks *asks = &f->asks;
-    const nsa__result s = {f->p, ld, NULL, 0, NULL, NULL, asks},
-                      dp = {f->ds, ld, NULL, 0, NULL, NULL, asks};
-    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, NULL, asks};
-    nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, NULL, asks};
-    nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, NULL, asks};
-    if (f->last && job->dk) dk.sum = job->dk + first * p->wide;
-    if (f->last && job->dv) dv.sum = job->dv + first * p->wide_v;
-    nsa__score_product(p, rows, n, &q, &k_t, &s);
-    if (p->values)
-        p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
-    else
-        p->tiles->gemm(rows, n, p->depth_v, &dout, &v_t, &dp);
-    p->tiles->gradient(rows, n, ld, p->group, b->mask, b->begin, b->row, f->lse2, f->delta, f->p,
-                       f->ds);
-    (p->values ? nsa__backward_pairs : nsa__backward_reals)(f, job, b, &q, &dout, &dq, &dk, &dv);
-    nsa__backward_note(f, job, b);
-}
-
-/* Adds the task's dq. A row that read a non-finite number gets NaN; one that read nothing stays. */
-static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *to = &p->dx->q;
-    int dim = p->d->dim, rows = to->data ? f->iter.queries * p->group : 0;
-    size_t row_bytes = (size_t)dim * nsa__dtype_bytes(to->dtype);
-    for (int r = 0; r < rows; r++) {
-        nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, &f->iter, to, r + NSA__ROWS_AHEAD), row_bytes);
-        if (!f->reads[r / p->group]) continue;
-        for (int c = 0; f->nonfinite[r] && c < dim; c++) dq[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->scale, dq, dim);
-    }
-}
-
-/* A place of the backward pass: the place, the task's state, then the arrays of that state. */
-typedef struct nsa__backward_place {
-    nsa__place place;
-    nsa__backward task;
-} nsa__backward_place;
-
-/* The state of the task in a place, with its arrays: those of one tile in `scratch`, the others in
-   `own`, behind the place. Without a place it only counts the bytes of both arenas. */
-static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *place, nsa__arena *scratch,
-                                       nsa__arena *own) {
-    nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : &any;
-    own->base = (char *)place;
-    nsa__alloc(own, 1, sizeof(nsa__backward_place));
-    nsa__backward_alloc(f, p, own, scratch);
-    return place ? f : NULL;
-}
-
-/* Task i of a head follows task i - 1 of that head. */
-static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
-    const nsa__head_job *jobs = (const nsa__head_job *)turns->context;
-    nsa__write(&place->follows, place->task < jobs->heads ? -1 : place->task - jobs->heads);
-    nsa__write(&place->needs, -1);
-}
-
-/* Notes numbers from x on as needed soon. */
-static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
-    const int most = (int)nsa__min(nsa__asks_of(numbers), asks->room - asks->count);
-    for (int i = 0; i < most; i++)
-        asks->at[asks->count++] = (const char *)x + (ptrdiff_t)i * NSA__ASKED;
-}
-
-enum { NSA__FAR = 16 << 20 }; /* bytes, more than a last-level cache keeps beside all else */
-
-/* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
-static int nsa__keys_are_far(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const int64_t numbers = 3 * (int64_t)p->wide + 2 * (int64_t)p->wide_v; /* of a key */
-    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->jobs > NSA__FAR;
-}
-
-/* For tasks of slc, where few queries read a tile. Notes the tile's rows of K, if none is noted
-   yet, keys `from` on of the next tile, and the rows of those who are next in the lists of readers,
-   behind entry `at`. */
-static void nsa__backward_ask_ahead(nsa__backward *f, const nsa__head_job *job, int64_t from,
-                                    int64_t some, int at) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa__tile_iter *it = &f->iter;
-    const int64_t key = (int64_t)it->tile * p->tile, next = key + p->tile + from;
-    const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->batch_queries);
-    if (!from)
-        nsa__ask(&f->asks, nsa__packed_rows(job->k, p->scores, key, p->wide),
-                 (p->scores ? p->tile / 2 : p->tile) * p->wide);
-    if (it->tile + 1 < it->tile_end) {
-        nsa__ask(&f->asks, job->k_t + next * p->depth, some * p->depth);
-        nsa__ask(&f->asks, job->v_t + next * p->depth_v, some * p->depth_v);
-    }
-    for (int reader = (int)nsa__max(f->asked, at); reader < end; reader++)
-        for (int g = 0; g < p->group; g++) {
-            const ptrdiff_t r = (ptrdiff_t)it->list[reader] * p->group + g;
-            nsa__ask(&f->asks, f->q + r * p->stride, p->depth);
-            nsa__ask(&f->asks, f->dout + r * p->stride_v, p->depth_v);
-        }
-    f->asked = (int)nsa__max(f->asked, end);
-}
-
-/* What the products of queries i .. end - 1 of the tile ask for. `soon`: their part of the sums of
-   dk and dv, to which the share at hand is added next; sums of all tiles are more than L2 holds. */
-static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i, int end,
-                              int soon) {
-    const nsa__attend_plan *p = job->plan;
-    const int64_t tile = f->iter.tile, queries = f->iter.tile_queries;
-    const int64_t from = p->tile * i / queries, some = p->tile * end / queries - from;
-    const int64_t key = tile * p->tile + from;
-    f->asks.next = f->asks.count = 0;
-    if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->wide_v, some * p->wide_v);
-    if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->wide, some * p->wide);
-    if (p->branch == NSA__SLC && nsa__keys_are_far(job))
-        nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
-}
-
-/* The oldest share has been added to its tile's sums. */
-static void nsa__backward_added(nsa__backward *f, const nsa__head_job *job) {
-    job->nonfinite_keys[f->held_tile[f->oldest]] |= f->nonfinite_keys[f->oldest];
-    f->held--;
-    f->oldest = f->held ? (f->oldest + 1) % NSA__HELD : 0;
-}
-
-/* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
-   may add it. A batch of the whole tile need not add to zeros. `soon`: no other task adds to the
-   tile before this one. If no earlier share is held then, the last batch adds the share to the sums
-   as it leaves registers, unless keys that it does not see have a share too. */
-static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int soon) {
-    const nsa__attend_plan *p = job->plan;
-    f->held++;
-    int newest = nsa__backward_newest(f);
-    size_t keys = (size_t)p->tile;
-    f->held_tile[newest] = f->iter.tile;
-    f->nonfinite_keys[newest] = 0;
-    f->add = 0;
-    for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
-        nsa__batch b = nsa__batch_at(&f->iter, job, i);
-        int whole = b.last - b.first == p->tile;
-        f->last = soon && f->held == 1 && i + b.queries == queries && (whole || !f->add);
-        if (!f->add && !whole && !f->last) {
-            memset(f->dk + newest * p->tile * p->wide, 0, keys * (size_t)p->wide * sizeof *f->dk);
-            memset(f->dv + newest * p->tile * p->wide_v, 0,
-                   keys * (size_t)p->wide_v * sizeof *f->dv);
-            f->add = 1;
-        }
-        nsa__backward_ask(f, job, i, i + b.queries, soon);
-        nsa__backward_batch(f, job, &b);
-        f->add = 1;
-        i += b.queries;
-    }
-    if (f->last) nsa__backward_added(f, job);
-}
-
-NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
-    for (int i = 0; i < n; i++) sum[i] += x[i];
-}
-
-/* Adds the oldest share to the tile's sums, and returns the tile. */
-static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int32_t oldest = f->oldest, tile = f->held_tile[oldest];
-    int n = p->tile * p->wide, n_v = p->tile * p->wide_v;
-    if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
-    if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
-    nsa__backward_added(f, job);
-    return tile;
-}
-
-/* One step of a task: it loads its rows, computes a tile's share, adds its oldest share, or ends. A
-   task may come back in another thread, whose scratch does not have its masks, so it reads its tile
-   again. */
-static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *scratch) {
-    int64_t index = place->task;
-    const nsa__head_job *job = nsa__job_of(turns->context, &index);
-    nsa__arena of_tile = {(char *)scratch, 0}, own = {NULL, 0};
-    nsa__backward *f = nsa__backward_at(job->plan, place, &of_tile, &own);
-    nsa__tile_iter *it = &f->iter;
-    if (!place->begun) {
-        /* from the last queries on: they have most to read, which no thread should begin last */
-        nsa__backward_begin(f, job, nsa__head_tasks(job) - 1 - index);
-        nsa__tile_iter_next(it, job);
-        place->begun = 1;
-        place->moved = 0;
-    } else if (f->held && nsa__may_enter(turns, place->follows, f->held_tile[f->oldest])) {
-        nsa__write(turns->progress + place->task, nsa__backward_add(f, job) + 1);
-    } else if (it->tile < it->tile_end) {
-        if (place->moved) nsa__tile_iter_read(it, job);
-        place->moved = 0;
-        nsa__backward_tile(f, job, nsa__may_enter(turns, place->follows, it->tile));
-        if (!f->held) nsa__write(turns->progress + place->task, it->tile + 1);
-        if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
-    } else {
-        nsa__write(turns->progress + place->task, INT32_MAX);
-        return 1;
-    }
-    int32_t needs = f->held ? f->held_tile[f->oldest] : INT32_MAX - 1;
-    if (it->tile < it->tile_end && f->held < NSA__HELD) needs = -1;
-    nsa__write(&place->needs, needs);
-    return 0;
-}
-
-/* Adds a tile's sum to dk or dv. Keys that a NaN row has read get NaN. */
-static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to, int tile,
-                                  nsa_real factor, nsa_real *sum, int width, int wide) {
-    const nsa__attend_plan *p = job->plan;
-    int begin = tile * p->tile, end = (int)nsa__min((int64_t)begin + p->tile, job->keys);
-    size_t row_bytes = (size_t)width * nsa__dtype_bytes(to->dtype);
-    for (int key = begin; sum && key < end; key++) {
-        nsa_real *row = sum + (ptrdiff_t)key * wide;
-        if (key + NSA__ROWS_AHEAD < end)
-            nsa__fetch(nsa__key(job, to, key + NSA__ROWS_AHEAD), row_bytes);
-        for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < width; c++)
-            row[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__key(job, to, key), factor, row, width);
-    }
-}
-
-/* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. */
-static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
-    const nsa__attend_plan *p = job->plan;
-    int tile = job->tile_begin + (int)index;
-    (void)scratch;
-    if (job->head % p->sharers != p->sharers - 1) return;
-    if (job->listed && !job->listed[tile]) return;
-    /* q was loaded times scale log2(e), in pairs as it is */
-    const nsa_real factor = p->scores ? p->scale : (nsa_real)NSA__LN2;
-    nsa__key_gradient_add(job, &p->dx->k, tile, factor, job->dk, p->d->dim, p->wide);
-    nsa__key_gradient_add(job, &p->dx->v, tile, 1, job->dv, p->d->dim_v, p->wide_v);
-}
-
-/* The turns of these jobs' tasks. nsa__backward_heads sets `tasks` when it knows the queries. */
-static nsa__turns nsa__backward_turns(const nsa__head_job *jobs) {
-    nsa__arena scratch = {NULL, 0}, place = {NULL, 0};
-    nsa__backward_at(jobs->plan, NULL, &scratch, &place);
-    nsa__turns turns = {0,          jobs->progress, jobs, nsa__backward_come, nsa__backward_go,
-                        place.used, scratch.used};
-    return turns;
-}
-
-static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
-                                 nsa__arena *shared) {
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-    int64_t tasks = nsa__max(p->least_tasks, nsa__ceil_div(p->d->count, p->task_queries));
-    int32_t *progress = (int32_t *)nsa__alloc(shared, p->jobs * tasks, sizeof *progress);
-    for (int i = 0; i < p->jobs; i++) {
-        nsa__head_job *job = &jobs[i];
-        *job = nsa__job_make(p);
-        job->progress = progress;
-        nsa__alloc_keys(job, shared, 1, 1);
-        job->dk = nsa__alloc_reals(shared, tiles * p->tile * p->wide);
-        job->dv = nsa__alloc_reals(shared, tiles * p->tile * p->wide_v);
-        job->nonfinite_keys = (uint64_t *)nsa__alloc(shared, tiles, sizeof *job->nonfinite_keys);
-        if (p->dx && !p->dx->k.data) job->dk = NULL;
-        if (p->dx && !p->dx->v.data) job->dv = NULL;
-    }
-}
-
-/* Queries of backward's batches and tasks. Batches have up to twice the rows of forward's, because
-   each reads and writes its tile's share of dk and dv once. But all its rows of q and dout should
-   be no more than NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv
-   are added; slc's are larger yet. */
-static void nsa__backward_sizes(nsa__attend_plan *p) {
-    int64_t rows = nsa__min(NSA__BATCH_NUMBERS / (p->wide + p->wide_v), 2 * NSA__BATCH_ROWS);
-    p->batch_queries = (int)nsa__max(p->batch_queries, rows / p->group);
-    if (p->branch != NSA__SLC) p->near_queries = (int)nsa__min(p->tile, nsa__near_queries(p));
-    p->task_queries = nsa__task_queries(p, p->d->tokens, p->d->count);
-}
-
-/* Numbers from row to row of an operand whose columns a product walks down. Rows an even number of
-   vectors apart would share few sets of the first cache. */
-static int nsa__apart(int wide) {
-    return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
-}
-
-/* Head jobs of slc's backward at once. Each of its tasks writes dk and dv of all tiles, so tasks
-   are large, and those of a few heads are few. So many threads get more heads at once, which takes
-   more workspace and changes no task. Other branches have tasks enough. */
-static int nsa__backward_heads_at_once(const nsa_desc *d, int threads) {
-    const int64_t each = 2, near = nsa__heads_near(d); /* tasks for a thread */
-    const int64_t group = d->heads / d->kv_heads, batch = 2 * NSA__BATCH_ROWS / group;
-    int64_t queries = NSA__TASK_NUMBERS / (d->dim + d->dim_v) / group;
-    queries = nsa__grown_queries(d, d->tokens, queries, batch);
-    int64_t tasks = nsa__max(NSA__TASKS / near, nsa__ceil_div(d->count, nsa__max(1, queries)));
-    int64_t wanted = nsa__max(near, nsa__ceil_div(each * threads, tasks));
-    return (int)nsa__min(d->kv_heads, nsa__min(wanted, NSA__HEADS_AT_ONCE));
-}
-
-/* Plans for `x` and `dx`, which are NULL in a size query, and for so many threads. d has all heads
-   of `whole` or some: a head's tasks are the same whichever heads are beside it. */
-static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
-                                           const nsa_desc *d, nsa__branch branch,
-                                           const nsa_desc *whole, int threads) {
-    nsa__attend_plan p =
-        nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC, nsa__heads_near(whole));
-    if (branch == NSA__SLC && p.sharers == 1) p.jobs = nsa__backward_heads_at_once(whole, threads);
-    p.at_once = p.jobs = (int)nsa__min(p.jobs, d->kv_heads);
-    nsa__plan_pairs(&p);
-    p.stride = nsa__apart(p.stride);
-    p.stride_v = nsa__apart(p.stride_v);
-    p.stride_p = nsa__apart(p.tile);
-    nsa__backward_sizes(&p);
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
-    nsa__arena shared = {NULL, 0};
-    nsa__backward_layout(jobs, &p, &shared);
-    nsa__turns turns = nsa__backward_turns(jobs);
-    p.shared = shared.used;
-    p.scratch = nsa__turns_scratch(&turns);
-    return p;
-}
-
-static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
-    nsa__turns turns = nsa__backward_turns(jobs);
-    turns.tasks = (int32_t)nsa__query_tasks(jobs);
-    nsa__run_in_turn(team, &turns);
-    nsa__run(team, (int64_t)jobs->heads * (jobs->tile_end - jobs->tile_begin),
-             nsa__key_gradient_task, jobs);
-}
-
-static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
-    nsa__team team;
-    nsa__arena shared = nsa__arena_at(workspace);
-    NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__backward_layout(jobs, p, &shared);
-    nsa__each_heads(jobs, &team, nsa__backward_heads);
-    return NSA_OK;
-}
-
-/* ---- Attention: entry points --------------------------------------------------------------- */
-
-static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL, NULL, 0, NULL, NULL};
-
-static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
-    return nsa__desc_using(d,
-                           branch == NSA__CMP   ? NSA__USES_CMP
-                           : branch == NSA__SLC ? NSA__USES_SLC
-                                                : 0,
-                           own);
-}
-
-static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
-    nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
-    if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
-    int threads = nsa__threads(d);
-    nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d, threads)
-                                  : nsa__forward_plan(NULL, d, branch, nsa__no_options);
-    return nsa__attend_plan_bytes(&p, threads);
-}
-
-static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
-    return branch == NSA__CMP ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
-}
-
-/* Checks the views of a branch. `lists` 0: block lists are not checked, because the chain's forward
-   has yet to write them. */
-static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                    int forward, int lists, const nsa__attend_fields *at) {
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               lse = nsa__query_shape(d, d->heads, 1);
-    NSA__CHECK(
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
-    NSA__CHECK(
-        nsa__check_view(&x->k, nsa__branch_shape(d, branch, d->dim), nsa__floats(), 0, at->k));
-    NSA__CHECK(
-        nsa__check_view(&x->v, nsa__branch_shape(d, branch, d->dim_v), nsa__floats(), 0, at->v));
-    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), forward, at->out));
-    NSA__CHECK(nsa__check_view(&x->lse, lse, nsa__real_dtypes(), forward, at->lse));
-    if (branch != NSA__SLC || !lists) return NSA_OK;
-    nsa_status s = nsa__check_lists(&x->blocks, d, NULL);
-    return s == NSA_OK ? s : nsa__error(nsa_status_kind(s), at->blocks);
-}
-
-/* dx.out is read; the other gradients are added to, and may be absent. */
-static nsa_status nsa__attend_gradient_check(const nsa_attend *dx, const nsa_attend *x,
-                                             const nsa_desc *d, nsa__branch branch,
-                                             const nsa__attend_fields *at) {
-    nsa__shape dout = nsa__query_shape(d, d->heads, d->dim_v);
-    NSA__CHECK(nsa__check_view(&dx->out, dout, nsa__floats(), 0, at->out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, nsa__query_shape(d, d->heads, d->dim), at->q));
-    NSA__CHECK(nsa__check_gradient(&dx->k, &x->k, nsa__branch_shape(d, branch, d->dim), at->k));
-    return nsa__check_gradient(&dx->v, &x->v, nsa__branch_shape(d, branch, d->dim_v), at->v);
-}
-
-static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                      void *workspace, size_t bytes) {
-    nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names));
-    const nsa__attend_plan p = nsa__forward_plan(x, d, branch, nsa__no_options);
-    return nsa__forward_run(&p, workspace, bytes);
-}
-
-static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
-                                       nsa__branch branch, void *workspace, size_t bytes) {
-    nsa_desc own;
-    d = nsa__branch_desc(d, branch, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__check_backward(d, 0));
-    NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
-    NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
-    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__query_shape(d, d->heads, 1)));
-    nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d, nsa__threads(d));
-    if (bytes < nsa__attend_plan_bytes(&p, nsa__least_threads(d))) /* sized for fewer threads */
-        p = nsa__backward_plan(dx, x, d, branch, d, nsa__least_threads(d));
-    return nsa__backward_run(&p, workspace, bytes);
-}
-
-/* The four public functions of each branch. */
-#define NSA__ATTEND_ENTRY_POINTS(name, branch)                                                 \
-    NSA_API size_t nsa_attend_##name##_forward_workspace_size(const nsa_desc *d) {             \
-        return nsa__attend_bytes(d, branch, 0);                                                \
-    }                                                                                          \
-    NSA_API nsa_status nsa_attend_##name##_forward(const nsa_attend *x, const nsa_desc *d,     \
-                                                   void *workspace, size_t bytes) {            \
-        return nsa__attend_forward(x, d, branch, workspace, bytes);                            \
-    }                                                                                          \
-    NSA_API size_t nsa_attend_##name##_backward_workspace_size(const nsa_desc *d) {            \
-        return nsa__attend_bytes(d, branch, 1);                                                \
-    }                                                                                          \
-    NSA_API nsa_status nsa_attend_##name##_backward(const nsa_attend *dx, const nsa_attend *x, \
-                                                    const nsa_desc *d, void *workspace,        \
-                                                    size_t bytes) {                            \
-        return nsa__attend_backward(dx, x, d, branch, workspace, bytes);                       \
-    }
-
-NSA__ATTEND_ENTRY_POINTS(cmp, NSA__CMP)
-NSA__ATTEND_ENTRY_POINTS(slc, NSA__SLC)
-NSA__ATTEND_ENTRY_POINTS(win, NSA__WIN)
-NSA__ATTEND_ENTRY_POINTS(dense, NSA__DENSE)
-#undef NSA__ATTEND_ENTRY_POINTS
-
-/* ---- Merge --------------------------------------------------------------------------------- */
-
-typedef struct nsa__merge_job {
-    const nsa_merge *x, *dx;
-    const nsa_desc *d;
-    nsa__seq seq;
-} nsa__merge_job;
-
-enum { NSA__MERGE_TOKENS = 16 };
-
-/* Recognised by its bits, because -ffast-math knows no infinity. */
-static int nsa__is_minus_infinity(nsa_real x) {
-    const nsa_real infinity = nsa__minus_infinity();
-    return memcmp(&x, &infinity, sizeof x) == 0;
-}
-
-/* The parts' shares w[2] of one row, and lse of both: w_a = exp(lse_a - lse). A part without keys
-   leaves w = 1 and lse of the other as they are, to the bit. Returns the parts that count, as bits,
-   because under -ffast-math a NaN share may compare equal to 0. */
-static int nsa__merge_weights(nsa_real a, nsa_real b, nsa_real w[2], nsa_real *lse) {
-    int no_a = nsa__is_minus_infinity(a), no_b = nsa__is_minus_infinity(b);
-    w[0] = no_a ? 0 : 1;
-    w[1] = no_b ? 0 : 1;
-    *lse = no_a ? b : a;
-    if (no_a || no_b) return (no_a ? 0 : 1) | (no_b ? 0 : 2);
-    if (!nsa__is_finite((double)a) || !nsa__is_finite((double)b)) {
-        *lse = w[0] = w[1] = nsa__nan();
-        return 3;
-    }
-    /* lse = max + ln(1 + exp(min - max)): exp of a number <= 0 cannot overflow. a < b is the index
-       of the larger part. */
-    double least = exp(-fabs((double)a - (double)b)), most = 1 / (1 + least);
-    w[a < b] = (nsa_real)most;
-    w[a >= b] = (nsa_real)(least * most);
-    *lse = (nsa_real)((double)(a < b ? b : a) + log1p(least));
-    return (w[0] > 0 ? 1 : 0) | (w[1] > 0 ? 2 : 0);
-}
-
-/* One real number of a view. */
-static nsa_real nsa__load_real(const nsa_tensor *x, int64_t batch, int64_t row, int64_t head) {
-    nsa_real value;
-    nsa__load(&value, x->dtype, nsa__row(x, batch, row, head), 1);
-    return value;
-}
-
-/* out = w_a out_a + w_b out_b, lse = ln(exp lse_a + exp lse_b) */
-static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t row, int head) {
-    const nsa_merge *x = job->x;
-    const nsa_tensor *part[2] = {&x->out_a, &x->out_b};
-    int64_t batch = job->seq.batch;
-    nsa_real w[2], lse, out[NSA__MAX_DIM] = {0};
-    int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
-                                   nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
-    for (int i = 0; i < 2; i++)
-        if (parts >> i & 1)
-            nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head),
-                        job->d->dim_v);
-    nsa__store(x->out.dtype, nsa__row(&x->out, batch, row, head), out, job->d->dim_v);
-    nsa__store(x->lse.dtype, nsa__row(&x->lse, batch, row, head), &lse, 1);
-}
-
-/* w_a = exp(lse_a - lse), so dw_a / dlse_a = w_a w_b = -dw_b / dlse_a, dlse / dlse_a = w_a:
-     dout_a = w_a dout,   dlse_a = w_a (w_b dout . (out_a - out_b) + dlse)
-   and the same with a and b exchanged. */
-static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int head) {
-    const nsa_merge *x = job->x, *dx = job->dx;
-    const nsa_tensor *part[2] = {&x->out_a, &x->out_b}, *dpart[2] = {&dx->out_a, &dx->out_b},
-                     *dlse_of[2] = {&dx->lse_a, &dx->lse_b};
-    int64_t batch = job->seq.batch;
-    int dim_v = job->d->dim_v;
-    nsa_real w[2], lse, along = 0, dout[NSA__MAX_DIM], out[2][NSA__MAX_DIM] = {{0}};
-    int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
-                                   nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
-    if (!parts) return;
-    nsa_real dlse = dx->lse.data ? nsa__load_real(&dx->lse, batch, row, head) : 0;
-    nsa__load(dout, dx->out.dtype, nsa__row(&dx->out, batch, row, head), dim_v);
-    for (int i = 0; i < 2; i++)
-        if (parts >> i & 1)
-            nsa__load(out[i], part[i]->dtype, nsa__row(part[i], batch, row, head), dim_v);
-    for (int c = 0; c < dim_v; c++) along += dout[c] * (out[0][c] - out[1][c]);
-    for (int i = 0; i < 2; i++) {
-        if (!(parts >> i & 1)) continue;
-        nsa_real sum = w[i] * ((i ? -along : along) * w[!i] + dlse);
-        if (dpart[i]->data)
-            nsa__add(dpart[i]->dtype, nsa__row(dpart[i], batch, row, head), w[i], dout, dim_v);
-        if (dlse_of[i]->data)
-            nsa__add(dlse_of[i]->dtype, nsa__row(dlse_of[i], batch, row, head), 1, &sum, 1);
-    }
-}
-
-/* Rows of x and out are read and written in one step, so a task needs no scratch. */
-static void nsa__merge_task(const void *context, int64_t index, void *scratch) {
-    const nsa__merge_job *job = (const nsa__merge_job *)context;
-    int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__MERGE_TOKENS);
-    (void)scratch;
-    for (int64_t t = index * NSA__MERGE_TOKENS; t < end; t++)
-        for (int h = 0; h < job->d->heads; h++) {
-            if (job->dx)
-                nsa__merge_backward_row(job, job->seq.row + t, h);
-            else
-                nsa__merge_forward_row(job, job->seq.row + t, h);
-        }
-}
-
-static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
-    nsa__merge_job job;
-    nsa__team team = {nsa__threads(d), NULL, 0};
-    job.x = x;
-    job.dx = dx;
-    job.d = d;
-    for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
-        nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
-}
-
-static nsa_status nsa__merge_check(const nsa_merge *x, const nsa_desc *d, int forward) {
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               lse = nsa__query_shape(d, d->heads, 1);
-    NSA__CHECK(nsa__check_view(&x->out_a, out, nsa__floats(), 0, NSA__AT_out_a));
-    NSA__CHECK(nsa__check_view(&x->out_b, out, nsa__floats(), 0, NSA__AT_out_b));
-    NSA__CHECK(nsa__check_view(&x->lse_a, lse, nsa__real_dtypes(), 0, NSA__AT_lse_a));
-    NSA__CHECK(nsa__check_view(&x->lse_b, lse, nsa__real_dtypes(), 0, NSA__AT_lse_b));
-    if (!forward) return NSA_OK;
-    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), 1, NSA__AT_out));
-    return nsa__check_view(&x->lse, lse, nsa__real_dtypes(), 1, NSA__AT_lse);
-}
-
-NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__merge_check(x, d, 1));
-    nsa__merge_run(NULL, x, d);
-    return NSA_OK;
-}
-
-NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__merge_check(x, d, 0));
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               lse = nsa__query_shape(d, d->heads, 1);
-    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, lse));
-    NSA__CHECK(nsa__check_gradient(&dx->out_a, &x->out_a, out, NSA__AT_out_a));
-    NSA__CHECK(nsa__check_gradient(&dx->out_b, &x->out_b, out, NSA__AT_out_b));
-    NSA__CHECK(nsa__check_gradient(&dx->lse_a, &x->lse_a, lse, NSA__AT_lse_a));
-    NSA__CHECK(nsa__check_gradient(&dx->lse_b, &x->lse_b, lse, NSA__AT_lse_b));
-    nsa__merge_run(dx, x, d);
-    return NSA_OK;
-}
-
-/* ---- Selection ----------------------------------------------------------------------------- */
-
-typedef struct nsa__rank_job {
-    const nsa_rank *x;
-    const nsa_desc *d;
-    const nsa__tiles *tiles;
-    nsa__seq seq;
-} nsa__rank_job;
-
-/* Queries of a task. */
-enum { NSA__RANK_QUERIES = 8 };
-
-/* Eq. 11 for some queries: their scores as reals, then as ordered integers, then the lists. */
-static void nsa__rank_task(const void *context, int64_t index, void *scratch) {
-    const nsa__rank_job *job = (const nsa__rank_job *)context;
-    const nsa_rank *x = job->x;
-    nsa_real *scores = (nsa_real *)scratch;
-    int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__RANK_QUERIES);
-    for (int64_t t = index * NSA__RANK_QUERIES; t < end; t++)
-        for (int head = 0; head < nsa__list_heads(job->d); head++) {
-            int query = job->seq.first + (int)t;
-            int n = nsa__slc_candidates(job->d, job->seq.tokens, query);
-            int64_t row = job->seq.row + t;
-            nsa__load(scores, x->scores.dtype, nsa__row(&x->scores, job->seq.batch, row, head), n);
-            nsa__order(scores, n);
-            nsa__rank(scores, n, job->d, job->tiles,
-                      (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, head));
-        }
-}
-
-/* Scratch of a thread: the scores of one list, in whole vectors. */
-static size_t nsa__rank_scratch(const nsa_desc *d) {
-    nsa__arena scratch = {NULL, 0};
-    nsa__alloc_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
-    return scratch.used;
-}
-
-NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__rank_desc(d, &own);
-    return nsa_desc_check(d) == NSA_OK ? nsa__workspace_bytes(d, 0, nsa__rank_scratch(d)) : 0;
-}
-
-NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
-                                    size_t bytes) {
-    nsa__rank_job job;
-    nsa__team team;
-    nsa_desc own;
-    d = nsa__rank_desc(d, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__check_view(&x->scores,
-                               nsa__query_shape(d, nsa__list_heads(d), nsa_slc_count(d, d->tokens)),
-                               nsa__floats(), 0, NSA__AT_scores));
-    NSA__CHECK(nsa__check_view(&x->blocks,
-                               nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
-                               NSA__INTS, 1, NSA__AT_blocks));
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
-    job.x = x;
-    job.d = d;
-    job.tiles = nsa__tiles_of(d->isa);
-    for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
-        nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__RANK_QUERIES), nsa__rank_task, &job);
-    return NSA_OK;
-}
-
-/* Scratch of a task of nsa_select_blocks: as a forward task's, without values and softmax. */
-typedef struct nsa__selecting {
-    nsa__tile_iter iter;
-    nsa__scoring scoring;
-    nsa_real *q, *lse2;
-    unsigned char *nonfinite; /* of every row */
-} nsa__selecting;
-
-static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group;
-    nsa__tile_iter_alloc(&f->iter, p, a, a);
-    nsa__scoring_alloc(&f->scoring, p, a);
-    f->q = nsa__alloc_reals(a, rows * p->wide);
-    f->lse2 = nsa__alloc_reals(a, rows);
-    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-}
-
-/* Scores of all compressed keys up to the last query's, for all queries of a task; then their
-   lists. Keys that a query does not see are not masked, because nsa__scores does not read their
-   p_cmp. */
-static void nsa__select_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
-    const nsa__attend_plan *p = job->plan;
-    nsa__selecting f;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__selecting_alloc(&f, p, &a);
-    nsa__tile_iter_begin(&f.iter, job, nsa__task_begin(job, index), job->seq.count);
-    int rows = f.iter.queries * p->group;
-    memset(f.nonfinite, 0, (size_t)rows);
-    nsa__load_q(job, &f.iter, f.q, f.nonfinite);
-    for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(job, &f.iter, r, f.nonfinite);
-    const nsa__matrix q = {f.q, p->stride, 1, NULL};
-    for (int tile = 0; tile < f.iter.tile_end; tile++) {
-        ptrdiff_t key = (ptrdiff_t)tile * p->tile;
-        const nsa__matrix k_t = {job->k_t + key * p->depth, p->tile, 1, NULL};
-        const nsa__result scores = {
-            f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL, NULL};
-        nsa__score_product(p, rows, p->tile, &q, &k_t, &scores);
-    }
-    nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);
-}
-
-static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
-    for (int i = 0; i < p->jobs; i++) {
-        jobs[i] = nsa__job_make(p);
-        nsa__alloc_keys(&jobs[i], shared, 0, 0);
-        jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
-    }
-}
-
-/* The plan of cmp's forward without values. x has q, k and lse; NULL in a size query. */
-static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *select,
-                                         const nsa_desc *d) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP, 1, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
-    nsa__selecting f;
-    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    p.options.select = select;
-    nsa__plan_pairs(&p);
-    nsa__select_layout(jobs, &p, &shared);
-    nsa__selecting_alloc(&f, &p, &scratch);
-    p.shared = shared.used;
-    p.scratch = scratch.used;
-    return p;
-}
-
-static void nsa__select_heads(nsa__head_job *jobs, const nsa__team *team) {
-    nsa__run(team, nsa__query_tasks(jobs), nsa__select_task, jobs);
-}
-
-static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
-                                  size_t bytes) {
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
-    nsa__team team;
-    nsa_attend attend;
-    nsa__arena shared = nsa__arena_at(workspace);
-    memset(&attend, 0, sizeof attend);
-    attend.q = x->q;
-    attend.k = x->k;
-    attend.lse = x->lse;
-    const nsa__attend_plan p = nsa__select_plan(&attend, x, d);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
-    nsa__select_layout(jobs, &p, &shared);
-    for (int i = 0; i < p.jobs; i++) nsa__fill_stencil(&jobs[i]);
-    nsa__each_heads(jobs, &team, nsa__select_heads);
-    return NSA_OK;
-}
-
-NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
-    if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__attend_plan p = nsa__select_plan(NULL, NULL, d);
-    return nsa__attend_plan_bytes(&p, nsa__threads(d));
-}
-
-/* Scores as an output, which may be absent. */
-static nsa_status nsa__check_scores(const nsa_tensor *scores, const nsa_desc *d) {
-    nsa__shape shape = nsa__query_shape(d, nsa__list_heads(d), nsa_slc_count(d, d->tokens));
-    return scores->data ? nsa__check_view(scores, shape, nsa__real_dtypes(), 1, NSA__AT_scores)
-                        : NSA_OK;
-}
-
-static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
-                                    const nsa__attend_fields *at) {
-    nsa__shape lists = nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d));
-    NSA__CHECK(
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
-    NSA__CHECK(nsa__check_view(&x->k, nsa__cmp_shape(d, d->dim), nsa__floats(), 0, at->k));
-    NSA__CHECK(
-        nsa__check_view(&x->lse, nsa__query_shape(d, d->heads, 1), nsa__real_dtypes(), 0, at->lse));
-    NSA__CHECK(nsa__check_scores(&x->scores, d));
-    return nsa__check_view(&x->blocks, lists, NSA__INTS, 1, at->blocks);
-}
-
-NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
-                                     size_t bytes) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__select_check(x, d, &nsa__attend_names));
-    return nsa__select_run(x, d, workspace, bytes);
-}
-
-/* ---- Selection by scores that are no attention -----------------------------------------------
-   token[s] = sum_h weights[t, h] act(q[t, h] . k[s]) for query t and the heads h of a group. The
-   score of block j is the maximum or the mean of token[s] over those s of the block that t sees.
-   Tasks iterate over keys as dense attention does, tile by tile. A tile may hold parts of several
-   blocks, and a block may cover several tiles, so a block's score is pooled part by part. */
-
-/* Scratch of a task. */
-typedef struct nsa__scorer {
-    nsa__tile_iter iter;
-    nsa_real *q;              /* of every row, not scaled */
-    nsa_real *s;              /* of every row: q . k for the keys of the tile at hand */
-    nsa_real *scores;         /* of every query and selection block, pooled so far */
-    int64_t stride;           /* of a query's scores */
-    unsigned char *nonfinite; /* of every row: 1 if its q or weight is not finite */
-} nsa__scorer;
-
-/* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
-typedef struct nsa__scorer_jobs {
-    nsa__head_job keys[NSA__HEADS_AT_ONCE]; /* first: nsa__job_of takes the context for it */
-    const nsa_score *x;
-} nsa__scorer_jobs;
-
-static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group;
-    nsa__tile_iter_alloc(&f->iter, p, a, a);
-    f->stride = nsa__ceil_div(nsa_slc_count(p->d, p->d->tokens), NSA__LANES) * NSA__LANES;
-    f->q = nsa__alloc_reals(a, rows * p->wide);
-    f->s = nsa__alloc_reals(a, rows * p->tile);
-    f->scores = nsa__alloc_reals(a, p->task_queries * f->stride);
-    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-}
-
-/* One head's part of n tokens: token[i] += weight act(s[i]). */
-NSA__COMPILED static void nsa__scorer_add_head(nsa_real *token, const nsa_real *s, int n,
-                                               nsa_real weight, nsa_score_act act) {
-    if (act == NSA_SCORE_RELU)
-        for (int i = 0; i < n; i++) token[i] += weight * (s[i] > 0 ? s[i] : 0);
-    else
-        for (int i = 0; i < n; i++) token[i] += weight * s[i];
-}
-
-/* Pools tokens begin .. end - 1 of a tile, which lie in one block, into the block's score.
-   `nonfinite` has a bit for each non-finite key of the tile. One such key makes the score NaN. NaN
-   is found by its order, because -ffast-math folds comparisons with it. */
-static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, int end,
-                             uint64_t nonfinite, nsa_score_pool pool) {
-    if (nonfinite & nsa__bits(begin, end)) *score = nsa__nan();
-    if (nsa__score_order(*score) == 0) return;
-    for (int i = begin; i < end; i++) {
-        if (pool == NSA_POOL_MEAN)
-            *score += token[i];
-        else
-            *score = token[i] > *score ? token[i] : *score;
-    }
-}
-
-/* One query and tile: adds up the heads' token scores, then pools them block by block, up to the
-   last token that the query sees. */
-static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                             int a, int tile) {
-    const nsa__attend_plan *p = job->plan;
-    int query = f->iter.first + a, begin = tile * p->tile, block = p->d->slc_block;
-    int end = (int)nsa__min(begin + (int64_t)p->tile, nsa__span_end(job, query));
-    nsa_real token[NSA__TILE] = {0};
-    for (int g = 0; g < p->group; g++) {
-        nsa_real weight = 1;
-        int row = a * p->group + g;
-        if (x->weights.data)
-            nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, row),
-                      1);
-        nsa__scorer_add_head(token, f->s + (ptrdiff_t)row * p->tile, p->tile, weight, x->act);
-    }
-    for (int key = begin; key < end;) {
-        int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
-        nsa__scorer_pool(f->scores + a * f->stride + j, token, key - begin, until - begin,
-                         job->nonfinite[tile], x->pool);
-        key = until;
-    }
-}
-
-/* Ends one query: divides sums by the tokens seen if the mean is asked for, stores the scores,
-   ranks them. The last block that the query sees may be cut by the query's own position. */
-static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                            int a) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_desc *d = p->d;
-    int query = f->iter.first + a, nonfinite = 0, tokens = nsa__span_end(job, query);
-    int n = nsa_slc_count(d, tokens);
-    int64_t row = job->seq.row + query - job->seq.first;
-    nsa_real *scores = f->scores + a * f->stride;
-    for (int j = 0; x->pool == NSA_POOL_MEAN && j < n; j++)
-        scores[j] /= (nsa_real)nsa__min(d->slc_block, tokens - (int64_t)j * d->slc_block);
-    for (int g = 0; g < p->group; g++) nonfinite |= f->nonfinite[a * p->group + g];
-    if (nonfinite) memset(scores, 0, (size_t)n * sizeof *scores);
-    nsa__store_scores(job, &x->scores, query, scores);
-    nsa__order(scores, n);
-    nsa__rank(scores, n, d, p->tiles,
-              (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->head));
-}
-
-/* Loads the rows of q, marks rows whose weight is not finite, and starts the pools: 0 for a sum,
-   the lowest number for a maximum. */
-static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
-                              int64_t task) {
-    const nsa__attend_plan *p = job->plan;
-    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
-    int rows = f->iter.queries * p->group;
-    memset(f->nonfinite, 0, (size_t)rows);
-    nsa__load_queries(job, &f->iter, &x->q, p->d->dim, p->wide, p->wide, 1, f->q, f->nonfinite);
-    for (int r = 0; x->weights.data && r < rows; r++) {
-        nsa_real weight;
-        nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, r), 1);
-        if (!nsa__is_finite((double)weight)) f->nonfinite[r] = 1;
-    }
-    for (int a = 0; a < f->iter.queries; a++)
-        for (int j = 0; j < f->stride; j++)
-            f->scores[a * f->stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
-}
-
-/* All tiles from 0 to the last query's. Each tile is one product for all rows of the task; then
-   each query pools what it sees of the tile. */
-static void nsa__scorer_task(const void *context, int64_t index, void *scratch) {
-    const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
-    const nsa__head_job *job = nsa__job_of(context, &index);
-    const nsa__attend_plan *p = job->plan;
-    nsa__scorer f;
-    nsa__arena a = {(char *)scratch, 0};
-    nsa__scorer_alloc(&f, p, &a);
-    nsa__scorer_begin(&f, job, x, index);
-    const nsa__matrix q = {f.q, p->wide, 1, NULL};
-    const nsa__result products = {f.s, p->tile, NULL, 0, NULL, NULL, NULL};
-    for (int tile = 0; tile < f.iter.tile_end; tile++) {
-        const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->tile * p->d->dim, p->tile, 1,
-                                 NULL};
-        p->tiles->gemm(f.iter.queries * p->group, p->tile, p->d->dim, &q, &k_t, &products);
-        for (int i = 0; i < f.iter.queries; i++) nsa__scorer_tile(&f, job, x, i, tile);
-    }
-    for (int i = 0; i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
-}
-
-static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
-    for (int i = 0; i < p->jobs; i++) {
-        jobs[i] = nsa__job_make(p);
-        nsa__alloc_keys(&jobs[i], shared, 0, 0);
-    }
-}
-
-/* The plan of dense attention, whose spans are all keys that a query sees. */
-static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE, 1, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
-    nsa__scorer f;
-    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
-    nsa__scorer_layout(jobs, &p, &shared);
-    nsa__scorer_alloc(&f, &p, &scratch);
-    p.shared = shared.used;
-    p.scratch = scratch.used;
-    return p;
-}
-
-static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
-    nsa__run(team, nsa__query_tasks(jobs), nsa__scorer_task, jobs);
-}
-
-NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
-    nsa_desc own;
-    d = nsa__rank_desc(d, &own);
-    if (nsa_desc_check(d) != NSA_OK) return 0;
-    nsa__attend_plan p = nsa__scorer_plan(NULL, d);
-    return nsa__attend_plan_bytes(&p, nsa__threads(d));
-}
-
-static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
-    if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
-    if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
-    NSA__CHECK(
-        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, NSA__AT_q));
-    NSA__CHECK(nsa__check_view(&x->k, nsa__key_shape(d, d->dim), nsa__floats(), 0, NSA__AT_k));
-    if (x->weights.data)
-        NSA__CHECK(nsa__check_view(&x->weights, nsa__query_shape(d, d->heads, 1), nsa__floats(), 0,
-                                   NSA__AT_weights));
-    NSA__CHECK(nsa__check_scores(&x->scores, d));
-    return nsa__check_view(&x->blocks,
-                           nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
-                           NSA__INTS, 1, NSA__AT_blocks);
-}
-
-NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
-                                    size_t bytes) {
-    nsa__scorer_jobs jobs;
-    nsa__team team;
-    nsa_attend attend;
-    nsa_desc own;
-    d = nsa__rank_desc(d, &own);
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__score_check(x, d));
-    memset(&attend, 0, sizeof attend);
-    attend.q = x->q;
-    attend.k = x->k;
-    jobs.x = x;
-    const nsa__attend_plan p = nsa__scorer_plan(&attend, d);
-    nsa__arena shared = nsa__arena_at(workspace);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
-    nsa__scorer_layout(jobs.keys, &p, &shared);
-    nsa__each_heads(jobs.keys, &team, nsa__scorer_heads);
-    return NSA_OK;
-}
-
-/* ---- Gate ---------------------------------------------------------------------------------- */
-
-enum { NSA__GATE_TOKENS = 16 };
-
-/* out of some tokens and all heads. */
-static void nsa__gate_forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__gate_job *p = (const nsa__gate_job *)context;
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
-    (void)scratch;
-    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, &p->seq, t, h);
-}
-
-/* dg of one token and gate head, and the branches' gradients of its query heads:
-   out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout,  dg[i] = sum over heads and c of dout
-   branch[i]. */
-static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate_head,
-                                    const nsa_real g[3], nsa_real dg[3]) {
-    const nsa_desc *d = p->d;
-    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
-    const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
-    int sharers = d->heads / d->gate_heads;
-    int wide = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
-    nsa_real row[NSA__MAX_DIM] = {0}, dout[NSA__MAX_DIM] = {0};
-    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
-        nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
-        for (int i = 0; i < 3; i++) {
-            if (p->dx->logits.data) {
-                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
-                          d->dim_v);
-                dg[i] += nsa__dot(dout, row, wide);
-            }
-            if (dbranch[i]->data)
-                nsa__add(dbranch[i]->dtype, nsa__row(dbranch[i], p->seq.batch, at, h), g[i], dout,
-                         d->dim_v);
-        }
-    }
-}
-
-/* The same dg from the dots of the branches' backward. Queries before `prefix` have win's alone,
-   because slc left them out. */
-static void nsa__gate_add_dots(const nsa__gate_job *p, int64_t at, int gate_head, nsa_real dg[3]) {
-    int sharers = p->d->heads / p->d->gate_heads;
-    int shared = p->seq.first + at - p->seq.row < p->prefix;
-    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
-        const nsa_real *dot = (const nsa_real *)nsa__row(p->dots, p->seq.batch, at, h);
-        dg[NSA__CMP] += dot[NSA__CMP];
-        dg[NSA__SLC] += dot[shared ? NSA__WIN : NSA__SLC];
-        dg[NSA__WIN] += dot[NSA__WIN];
-    }
-}
-
-/* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
-   without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
-static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__gate_job *p = (const nsa__gate_job *)context;
-    const nsa_desc *d = p->d;
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
-    (void)scratch;
-    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < d->gate_heads; h++) {
-            nsa_real g[3], dg[3] = {0, 0, 0};
-            int64_t at = p->seq.row + t;
-            nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
-            nsa__gate_weights(d->gate, g);
-            if (p->dots)
-                nsa__gate_add_dots(p, at, h, dg);
-            else
-                nsa__gate_backward_head(p, at, h, g, dg);
-            nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
-            for (int i = 0; i < 3; i++) {
-                if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
-                if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
-            }
-            if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, p->seq.batch, at, h, dg);
-        }
-}
-
-/* Runs the job for every sequence: backward if it has a dx. */
-static void nsa__gate_run(nsa__gate_job p) {
-    nsa__team team = {nsa__threads(p.d), NULL, 0};
-    for (p.seq = nsa__seq_begin(p.d); p.seq.index < p.d->batch; nsa__seq_next(p.d, &p.seq))
-        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
-                 p.dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
-}
-
-/* A job without the chain's parts. */
-static nsa__gate_job nsa__gate_job_make(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
-    nsa__gate_job p;
-    memset(&p, 0, sizeof p);
-    p.dx = dx;
-    p.x = x;
-    p.d = d;
-    p.tiles = nsa__tiles_of(d->isa);
-    p.pairs = nsa__pairs_of(d);
-    return p;
-}
-
-static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
-                                  const nsa__gate_fields *at) {
-    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
-               logits = nsa__query_shape(d, d->gate_heads, 3);
-    NSA__CHECK(nsa__check_gates(&x->logits, d, logits, nsa__floats(), 0, at->logits));
-    NSA__CHECK(nsa__check_view(&x->cmp, shape, nsa__floats(), 0, at->cmp));
-    NSA__CHECK(nsa__check_view(&x->slc, shape, nsa__floats(), 0, at->slc));
-    NSA__CHECK(nsa__check_view(&x->win, shape, nsa__floats(), 0, at->win));
-    return forward ? nsa__check_view(&x->out, shape, nsa__floats(), 1, at->out) : NSA_OK;
-}
-
-NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
-    nsa__gate_run(nsa__gate_job_make(NULL, x, d));
-    return NSA_OK;
-}
-
-NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__gate_check(x, d, 0, &nsa__gate_names));
-    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
-               logits = nsa__query_shape(d, d->gate_heads, 3);
-    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gate_gradient(&dx->logits, &x->logits, d, logits, NSA__AT_logits));
-    NSA__CHECK(nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp));
-    NSA__CHECK(nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc));
-    NSA__CHECK(nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win));
-    nsa__gate_run(nsa__gate_job_make(dx, x, d));
-    return NSA_OK;
-}
-
-/* ---- The whole -------------------------------------------------------------------------------
-   Forward runs phi of k and v, then cmp with selection, slc, and win with the gate: these three
-   group of queries by group of queries, or one after another. Each part may overwrite the
-   workspace of the one before, so the largest need serves all.
-   Backward runs the branches, the gate's logits from what they leave, then phi of k and v. */
-
-static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
-    NSA__CHECK(nsa_desc_check(d));
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
-    NSA__CHECK(nsa__compress_check_sizes(&x->k_cmp, d, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_check_sizes(&x->v_cmp, d, NSA__TO_V_CMP));
-    if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
-    return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
-}
-
-/* Views of all parts, in the order of the chain. Blocks are an output of forward and an input of
-   backward, so lists are checked only there. */
-static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
-    NSA__CHECK(nsa__attention_check_sizes(x, d));
-    nsa__chain c = nsa__chain_of(x);
-    NSA__CHECK(nsa__compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, &nsa__chain_cmp));
-    NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, &nsa__chain_slc));
-    NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, &nsa__chain_win));
-    if (forward) NSA__CHECK(nsa__select_check(&c.select, d, &nsa__chain_cmp));
-    return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
-}
-
-/* For queries before this position slc and win both see every key: the window reaches key 0, and a
-   list has room for all candidates. If K, V and the tile size are equal too, win computes these
-   queries and slc copies the result. The tile size matters, because the same tiles in the same
-   order give the same bits. */
-static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
-    int64_t window = (int64_t)d->window + (d->window_rule != NSA_WINDOW_COUNTS_SELF);
-    if (d->mask == NSA_MASK_NONE) return 0;
-    if (!nsa__same_view(&x->k_slc, &x->k_win) || !nsa__same_view(&x->v_slc, &x->v_win)) return 0;
-    if (nsa__tile_size(d, NSA__SLC) != NSA__TILE || x->out_slc.dtype != x->out_win.dtype) return 0;
-    return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
-}
-
-/* Bytes of packed keys that groups of queries may take. Longer sequences gain little. */
-enum { NSA__GROUPED = 1 << 27 };
-
-/* One call of the chain: its views, and the plans of the branches, which point to the views. */
-typedef struct nsa__chain_plan {
-    nsa__chain views;
-    nsa__attend_plan branch[3];
-    size_t shared, scratch; /* bytes of workspace for groups of queries; 0: there are none */
-} nsa__chain_plan;
-
-/* The workspace of groups, which need the keys of all branches at once. The branches have the same
-   head jobs if each kv head has one list. */
-static void nsa__chain_plan_groups(nsa__chain_plan *p, const nsa_desc *d) {
-    nsa__arena shared = {NULL, 0};
-    p->shared = p->scratch = 0;
-    if (p->branch[NSA__SLC].sharers > 1 || d->count <= p->branch[NSA__SLC].few) return;
-    for (int i = 0; i < 3; i++) {
-        nsa__alloc(&shared, 1, p->branch[i].shared);
-        p->scratch = p->branch[i].scratch > p->scratch ? p->branch[i].scratch : p->scratch;
-    }
-    p->shared = shared.used;
-}
-
-/* p must not be moved afterwards, because the plans point to its views. */
-static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
-    p->views = nsa__chain_of(x);
-    nsa__attend_options cmp = nsa__no_options, slc = nsa__no_options;
-    cmp.select = &p->views.select;
-    slc.shared_prefix = nsa__shared_prefix(x, d);
-    p->branch[NSA__CMP] = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
-    p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
-    p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
-    nsa__chain_plan_groups(p, d);
-}
-
-static size_t nsa__largest(const size_t parts[5]) {
-    size_t most = 0;
-    for (int i = 0; i < 5; i++) most = parts[i] > most ? parts[i] : most;
-    return most;
-}
-
-/* The workspace of the parts one after another. */
-static size_t nsa__chain_parts_bytes(const nsa__chain_plan *p, const nsa_attention *x,
-                                     const nsa_desc *d, int threads) {
-    const size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 0, threads),
-                             nsa__compress_bytes(&x->v_cmp, d, 0, threads),
-                             nsa__attend_plan_bytes(&p->branch[NSA__CMP], threads),
-                             nsa__attend_plan_bytes(&p->branch[NSA__SLC], threads),
-                             nsa__attend_plan_bytes(&p->branch[NSA__WIN], threads)};
-    return nsa__largest(parts);
-}
-
-/* The same with room for groups. Sequences too long for them ask for the most that groups take, so
-   that their workspace serves shorter ones. */
-static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
-                                    const nsa_desc *d, int threads) {
-    const size_t most = NSA__GROUPED;
-    size_t shared = p->shared < most ? p->shared : most,
-           groups = nsa__bytes_for(shared, threads, p->scratch),
-           parts = nsa__chain_parts_bytes(p, x, d, threads);
-    return groups > parts ? groups : parts;
-}
-
-NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
-    nsa__chain_plan p;
-    if (nsa__attention_check_sizes(x, d) != NSA_OK) return 0;
-    nsa__chain_plan_make(&p, x, d);
-    return nsa__chain_plan_bytes(&p, x, d, nsa__threads(d));
-}
-
-/* Head jobs of the branches, for the same heads. */
-typedef struct nsa__groups {
-    nsa__head_job jobs[3][NSA__HEADS_AT_ONCE];
-} nsa__groups;
-
-/* A group: as many queries as a task of slc has go through cmp, slc and win, on one thread. What
-   one branch has read and written of their rows is in cache for the next. From the last queries
-   on: they have most to read, which no thread should begin last. */
-static void nsa__group_task(const void *context, int64_t index, void *scratch) {
-    const nsa__groups *g = (const nsa__groups *)context;
-    const nsa__head_job *slc = nsa__job_of(g->jobs[NSA__SLC], &index);
-    const int64_t size = slc->task_queries, count = slc->seq.count;
-    const int64_t begin = (nsa__ceil_div(count, size) - 1 - index) * size,
-                  end = nsa__min(begin + size, count);
-    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
-        const nsa__head_job *job = &g->jobs[branch][slc - g->jobs[NSA__SLC]];
-        for (int64_t t = nsa__max(begin, job->skipped); t < end; t += job->task_queries)
-            nsa__forward_queries(job, t, end, scratch);
-    }
-}
-
-/* 1 if every sequence has as many queries as tiles, so that slc's keys are packed without a look at
-   the lists, which cmp has yet to write: see nsa__mark_listed. */
-static int nsa__takes_groups(const nsa__chain_plan *p, const nsa_desc *d) {
-    const nsa__attend_plan *slc = &p->branch[NSA__SLC];
-    if (!p->shared || p->shared > NSA__GROUPED) return 0;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        if (seq.count > slc->few && seq.count < nsa__ceil_div(seq.tokens, slc->tile)) return 0;
-    return 1;
-}
-
-static nsa_status nsa__groups_run(nsa__chain_plan *p, const nsa_desc *d, void *workspace,
-                                  size_t bytes) {
-    nsa__attend_plan *slc = &p->branch[NSA__SLC];
-    nsa__groups g;
-    nsa__head_job *few[3], *first = g.jobs[NSA__SLC];
-    nsa__team team;
-    nsa__arena shared = nsa__arena_at(workspace);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p->shared, p->scratch));
-    for (int i = 0; i < 3; i++) nsa__share_among(&p->branch[i], team.threads);
-    for (int i = 0; i < 3; i++) few[i] = nsa__forward_jobs(g.jobs[i], &p->branch[i], &shared);
-    for (int i = 0; i < 3; i++) nsa__forward_few(g.jobs[i], few[i], &team);
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count > slc->few && head < slc->heads; head += first->heads) {
-            for (int i = 0; i < 3; i++) nsa__pack_heads(g.jobs[i], &team, &seq, head);
-            int64_t groups = nsa__ceil_div(seq.count, first->task_queries);
-            nsa__run(&team, groups * first->heads, nsa__group_task, &g);
-        }
-    return NSA_OK;
-}
-
-NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
-                                         size_t bytes) {
-    nsa__chain_plan p;
-    NSA__CHECK(nsa__attention_check(x, d, 1));
-    nsa__chain_plan_make(&p, x, d);
-    /* The largest of the parts' least needs, so that no part fails after another has written. */
-    if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
-        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    const int appends = d->firsts != NULL;
-    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, appends, workspace, bytes));
-    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, appends, workspace, bytes));
-    nsa__gate_job gate = nsa__gate_job_make(NULL, &p.views.gate, d);
-    gate.whole = x;
-    gate.prefix = p.branch[NSA__SLC].options.shared_prefix;
-    p.branch[NSA__WIN].options.last = &gate;
-    if (nsa__takes_groups(&p, d)) return nsa__groups_run(&p, d, workspace, bytes);
-    for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
-    return NSA_OK;
-}
-
-/* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
-typedef struct nsa__sum {
-    const nsa_tensor *to; /* the caller's view */
-    nsa_tensor view;      /* what the primitives add to: *to itself, or reals in workspace */
-    int heads, width;
-    int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
-} nsa__sum;
-
-/* The workspace of backward: | sums | dots | dk_cmp | dv_cmp | the primitives' workspace |. The
-   branches run for a few kv heads of one sequence at a time, so that the sum of dq and the dots
-   need memory for those heads alone. */
-typedef struct nsa__chain_gradient {
-    nsa__sum sum[NSA__SUMS];
-    nsa_tensor dots;           /* of every row of these heads: dout . out by branch, for the gate */
-    nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
-    void *rest;                /* the primitives' workspace */
-    size_t own;                /* bytes before it */
-    int threads, kv_heads;     /* what it is laid out for, and the kv heads of a run */
-} nsa__chain_gradient;
-
-static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
-    nsa_tensor x;
-    x.dtype = NSA_REAL_DTYPE;
-    x.head = shape.width;
-    x.token = shape.width * shape.heads;
-    x.batch = x.token * shape.rows;
-    x.data = nsa__alloc(a, x.batch * shape.batch, sizeof(nsa_real));
-    return x;
-}
-
-/* Rows of a sum in workspace, and the caller's rows that they are added to. */
-typedef struct nsa__flush {
-    nsa_tensor from, to;
-    int64_t rows;
-    int heads, width, clear; /* clear: the rows become zeros, and go nowhere */
-} nsa__flush;
-
-enum { NSA__FLUSH_ROWS = 64 }; /* of a task */
-
-static void nsa__flush_task(const void *context, int64_t index, void *scratch) {
-    const nsa__flush *f = (const nsa__flush *)context;
-    int64_t end = nsa__min(f->rows, (index + 1) * NSA__FLUSH_ROWS);
-    (void)scratch;
-    for (int64_t t = index * NSA__FLUSH_ROWS; t < end; t++)
-        for (int h = 0; h < f->heads; h++) {
-            nsa_real *row = (nsa_real *)nsa__row(&f->from, 0, t, h);
-            if (f->clear)
-                memset(row, 0, (size_t)f->width * sizeof *row);
-            else
-                nsa__add(f->to.dtype, nsa__row(&f->to, 0, t, h), 1, row, f->width);
-        }
-}
-
-static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
-    const int64_t moves = 32; /* multiply-adds in the time in which a number is moved, about */
-    nsa__team team = {nsa__threads(d), NULL, 0};
-    team.threads = nsa__threads_for(team.threads, moves * f->rows * f->heads * f->width);
-    nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
-}
-
-/* Of a tensor that nsa__alloc_tensor made: its rows lie side by side. */
-static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape, const nsa_desc *d) {
-    const nsa__flush f = {*x, *x, shape.batch * shape.rows, 1, (int)x->token, 1};
-    nsa__flush_run(&f, d);
-}
-
-/* kv heads of one run of the branches: about 1024 numbers of q a token, but no more heads than
-   attention has jobs at once. */
-static int nsa__chain_heads(const nsa_desc *d, int threads) {
-    int64_t row = (int64_t)d->dim * (d->heads / d->kv_heads);
-    return (int)nsa__min(nsa__backward_heads_at_once(d, threads), nsa__max(1, 1024 / row));
-}
-
-/* The geometry of some kv heads of one sequence, as if they were a call of their own. */
-static nsa_desc nsa__chain_slice(const nsa_desc *d, const nsa__seq *seq, int kv_heads) {
-    nsa_desc slice = *d;
-    slice.batch = 1;
-    slice.begins = NULL;
-    slice.tokens = seq->tokens;
-    slice.count = seq->count;
-    slice.kv_heads = kv_heads;
-    slice.heads = d->heads / d->kv_heads * kv_heads;
-    slice.gate_heads = d->gate_heads == d->heads ? slice.heads : kv_heads;
-    slice.list_heads = nsa__list_heads(d) / d->kv_heads * kv_heads;
-    return slice;
-}
-
-static nsa__shape nsa__sum_shape(const nsa_desc *d, int i, const nsa__sum *sum) {
-    nsa__shape of_q = {1, d->count, sum->heads, sum->width};
-    return i == NSA__SUM_Q ? of_q : nsa__key_shape(d, sum->width);
-}
-
-/* The first sum before sum i that adds to the same view, or i. Sums of the same memory but another
-   width are apart, because their rows are not the same rows. q is never shared. */
-static int nsa__shared_sum(const nsa__sum *sums, int i) {
-    for (int k = NSA__SUM_K_CMP; i != NSA__SUM_Q && k < i; k++)
-        if (nsa__same_view(sums[k].to, sums[i].to) && sums[k].width == sums[i].width) return k;
-    return i;
-}
-
-/* Finds out which gradients need a sum in workspace, and which of them share one. A gradient of the
-   real dtype needs none: the primitives add to the caller's view. */
-static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attention *dx,
-                                       const nsa_desc *d, int threads, nsa__arena *a) {
-    const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
-                                       &dx->v_slc, &dx->k_win,   &dx->v_win};
-    g->threads = threads;
-    g->kv_heads = nsa__chain_heads(d, threads);
-    for (int i = 0; i < NSA__SUMS; i++) {
-        nsa__sum *sum = &g->sum[i];
-        sum->to = to[i];
-        sum->view = *to[i];
-        sum->owner = 0;
-        sum->heads = i == NSA__SUM_Q ? d->heads / d->kv_heads * g->kv_heads : d->kv_heads;
-        sum->width =
-            i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
-        if (!to[i]->data || to[i]->dtype == NSA_REAL_DTYPE) continue;
-        int same = nsa__shared_sum(g->sum, i);
-        if (same < i) {
-            sum->view = g->sum[same].view;
-            continue;
-        }
-        sum->owner = 1;
-        sum->view = nsa__alloc_tensor(a, nsa__sum_shape(d, i, sum));
-    }
-    const nsa__shape dots = {1, d->count, g->sum[NSA__SUM_Q].heads, 3};
-    if (dx->gates.data) g->dots = nsa__alloc_tensor(a, dots);
-    g->dk_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
-    g->dv_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
-    g->own = a->used;
-    g->rest = a->base ? a->base + a->used : NULL;
-}
-
-/* The bytes that the call needs. Of a sequence the first run of the branches needs the most,
-   because later runs have as many heads or fewer. */
-static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_attention *x,
-                                        const nsa_desc *d, int threads) {
-    size_t most = nsa__compress_bytes(&x->k_cmp, d, 1, threads),
-           other = nsa__compress_bytes(&x->v_cmp, d, 1, threads);
-    most = most > other ? most : other;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
-        nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
-        for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
-            const nsa__attend_plan p =
-                nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch, d, g->threads);
-            other = nsa__attend_plan_bytes(&p, threads);
-            most = most > other ? most : other;
-        }
-        if (!d->begins) break; /* all are alike */
-    }
-    return nsa__bytes_for(g->own, 1, most);
-}
-
-NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
-                                                     const nsa_attention *x, const nsa_desc *d) {
-    nsa__chain_gradient g;
-    nsa__arena a = {NULL, 0};
-    if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
-    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
-    return nsa__chain_backward_bytes(&g, x, d, nsa__threads(d));
-}
-
-static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const nsa_attention *x,
-                                                const nsa_desc *d) {
-    nsa__shape keys = nsa__key_shape(d, d->dim), values = nsa__key_shape(d, d->dim_v);
-    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
-               queries = nsa__query_shape(d, d->heads, d->dim);
-    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
-    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, queries, NSA__AT_q));
-    NSA__CHECK(nsa__compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__check_gradient(&dx->k_slc, &x->k_slc, keys, NSA__AT_k_slc));
-    NSA__CHECK(nsa__check_gradient(&dx->v_slc, &x->v_slc, values, NSA__AT_v_slc));
-    NSA__CHECK(nsa__check_gradient(&dx->k_win, &x->k_win, keys, NSA__AT_k_win));
-    NSA__CHECK(nsa__check_gradient(&dx->v_win, &x->v_win, values, NSA__AT_v_win));
-    nsa__shape logits = nsa__query_shape(d, d->gate_heads, 3);
-    return nsa__check_gate_gradient(&dx->gates, &x->gates, d, logits, NSA__AT_gates);
-}
-
-/* nsa__shared_prefix, if slc and win share their gradients too and the lists of these queries hold
-   every candidate; otherwise 0. Lists are read, because backward takes them from the caller. A list
-   has no duplicates, so it is complete if its entry number (candidates - 1) is not -1. */
-static int nsa__shared_gradient_prefix(const nsa_attention *dx, const nsa_attention *x,
-                                       const nsa_desc *d) {
-    int prefix = nsa__shared_prefix(x, d);
-    if (!nsa__same_view(&dx->k_slc, &dx->k_win) || !nsa__same_view(&dx->v_slc, &dx->v_win))
-        return 0;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int t = 0; t < seq.count && seq.first + t < prefix; t++)
-            for (int head = 0; head < nsa__list_heads(d); head++) {
-                const int32_t *list =
-                    (const int32_t *)nsa__row(&x->blocks, seq.batch, seq.row + t, head);
-                if (list[nsa_slc_candidates(d, seq.first + t) - 1] < 0) return 0;
-            }
-    return prefix;
-}
-
-/* The view x from a row and head on, which become row 0 and head 0. */
-static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int head) {
-    if (x.data) x.data = nsa__row(&x, batch, row, head);
-    return x;
-}
-
-/* Where the views of some heads of a sequence begin. */
-typedef struct nsa__chain_at {
-    nsa__seq seq;
-    int kv_head;
-} nsa__chain_at;
-
-/* The views of a branch from a sequence and kv head on: query heads begin at the group of this
-   head, keys of cmp at the sequence's compressed rows. */
-static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
-                                 const nsa__chain_at *at) {
-    int64_t batch = at->seq.batch, row = at->seq.row;
-    int64_t key_row = branch == NSA__CMP ? at->seq.cmp.row : at->seq.keys.row;
-    int head = at->kv_head * (d->heads / d->kv_heads);
-    nsa_attend part;
-    part.q = nsa__view_at(x->q, batch, row, head);
-    part.k = nsa__view_at(x->k, batch, key_row, at->kv_head);
-    part.v = nsa__view_at(x->v, batch, key_row, at->kv_head);
-    part.out = nsa__view_at(x->out, batch, row, head);
-    part.lse = nsa__view_at(x->lse, batch, row, head);
-    part.blocks =
-        nsa__view_at(x->blocks, batch, row, at->kv_head * (nsa__list_heads(d) / d->kv_heads));
-    return part;
-}
-
-/* One branch of the heads of a gate job. slc leaves out the queries before `prefix`. win, the last
-   branch, takes them with weight g_win + g_slc, because p, k and v of both are equal there. */
-static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
-                                             const nsa_attend *dx, const nsa__gate_job *gate,
-                                             nsa__branch branch, const nsa_desc *whole,
-                                             size_t bytes) {
-    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole, g->threads);
-    p.options.shared_prefix = branch == NSA__SLC ? gate->prefix : 0;
-    p.options.both = branch == NSA__WIN ? gate->prefix : 0;
-    p.options.gate = gate->x;
-    p.options.dots = gate->dots;
-    return nsa__backward_run(&p, g->rest, bytes);
-}
-
-/* The sum of dq of some heads, to be cleared, and the caller's rows that it goes to. */
-static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, const nsa_desc *d,
-                                const nsa_desc *slice, const nsa__chain_at *at) {
-    const int head = at->kv_head * (d->heads / d->kv_heads);
-    const nsa_tensor to = nsa__view_at(dx->q, at->seq.batch, at->seq.row, head);
-    const nsa__flush f = {*sum, to, slice->count, slice->heads, d->dim, 1};
-    return f;
-}
-
-/* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch
-   adds to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all
-   heads. */
-static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
-                                            const nsa_attention *x, const nsa_desc *d,
-                                            const nsa__chain_at *at, int kv_heads, int prefix,
-                                            size_t bytes) {
-    const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
-    const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
-    const nsa__chain c = nsa__chain_of(x);
-    const nsa_attend *of_x[] = {&c.cmp, &c.slc, &c.win};
-    const nsa_tensor dk[] = {g->dk_cmp, sum[NSA__SUM_K_SLC].view, sum[NSA__SUM_K_WIN].view},
-                     dv[] = {g->dv_cmp, sum[NSA__SUM_V_SLC].view, sum[NSA__SUM_V_WIN].view};
-    int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
-    nsa_gate logits = c.gate, dlogits;
-    nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
-    nsa_attend all;
-    nsa__flush dq = nsa__chain_dq(&q->view, dx, d, &slice, at);
-    memset(&all, 0, sizeof all);
-    memset(&dlogits, 0, sizeof dlogits);
-    all.q = dx->q;
-    all.out = dx->out;
-    logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);
-    dlogits.logits = nsa__view_at(dx->gates, at->seq.batch, at->seq.row, gate_head);
-    gate.prefix = prefix;
-    gate.dots = dx->gates.data ? &g->dots : NULL;
-    if (q->owner) nsa__flush_run(&dq, d);
-    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
-        nsa_attend views = nsa__attend_at(of_x[branch], d, (nsa__branch)branch, at), dviews;
-        all.k = dk[branch];
-        all.v = dv[branch];
-        dviews = nsa__attend_at(&all, d, (nsa__branch)branch, at);
-        if (q->owner) dviews.q = q->view;
-        NSA__CHECK(
-            nsa__chain_branch_backward(g, &views, &dviews, &gate, (nsa__branch)branch, d, bytes));
-    }
-    if (gate.dots) nsa__gate_run(gate);
-    dq.clear = 0;
-    if (q->owner) nsa__flush_run(&dq, d);
-    return NSA_OK;
-}
-
-/* Adds the sums of keys and values to the caller's views, with one rounding. */
-static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
-    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++) {
-        const nsa__sum *sum = &g->sum[i];
-        if (!sum->owner) continue;
-        for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
-            const nsa__flush f = {nsa__view_at(sum->view, seq.keys.batch, seq.keys.row, 0),
-                                  nsa__view_at(*sum->to, seq.keys.batch, seq.keys.row, 0),
-                                  seq.tokens,
-                                  sum->heads,
-                                  sum->width,
-                                  0};
-            nsa__flush_run(&f, d);
-        }
-    }
-}
-
-/* phi's backward of k or v: its dout is the sum of cmp, its dx the sum that is shared with slc and
-   win. */
-static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa_compress *x,
-                                               const nsa_desc *d, nsa_tensor dout, nsa_tensor to,
-                                               void *workspace, size_t bytes) {
-    nsa_compress gradient = *dx;
-    gradient.out = dout;
-    gradient.x = to;
-    return nsa__compress_go(&gradient, x, d, 0, 0, workspace, bytes);
-}
-
-/* The branches with the gate's logits, then phi of k and v. phi comes after them because its dout,
-   dk_cmp and dv_cmp, sums over all queries. The sums of keys and values reach the caller's views
-   last. */
-static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
-                                              const nsa_attention *x, const nsa_desc *d,
-                                              size_t bytes) {
-    const nsa__sum *sum = g->sum;
-    nsa_status s;
-    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
-        if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
-    nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
-    nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
-    int prefix = nsa__shared_gradient_prefix(dx, x, d), some = g->kv_heads;
-    nsa__chain_at at;
-    for (at.seq = nsa__seq_begin(d); at.seq.index < d->batch; nsa__seq_next(d, &at.seq))
-        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
-            int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
-            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, prefix, bytes));
-        }
-    NSA__CHECK(nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
-                                            sum[NSA__SUM_K_CMP].view, g->rest, bytes));
-    s = nsa__chain_compress_backward(&dx->v_cmp, &x->v_cmp, d, g->dv_cmp, sum[NSA__SUM_V_CMP].view,
-                                     g->rest, bytes);
-    if (s == NSA_OK) nsa__chain_flush(g, d);
-    return s;
-}
-
-NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x,
-                                          const nsa_desc *d, void *workspace, size_t bytes) {
-    nsa__chain_gradient g;
-    NSA__CHECK(nsa__attention_check(x, d, 0));
-    NSA__CHECK(nsa__check_backward(d, 1));
-    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
-    NSA__CHECK(nsa__attention_gradient_check(dx, x, d));
-    const int least = nsa__least_threads(d);
-    nsa__arena a = {NULL, 0}, again = a;
-    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
-    size_t needs = nsa__chain_backward_bytes(&g, x, d, least);
-    if (bytes < needs && g.threads > least) { /* the workspace may be sized for fewer threads */
-        nsa__chain_gradient_layout(&g, dx, d, least, &again);
-        needs = nsa__chain_backward_bytes(&g, x, d, least);
-    }
-    if (!workspace || bytes < needs) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-    a = nsa__arena_at(workspace);
-    nsa__chain_gradient_layout(&g, dx, d, g.threads, &a);
-    return nsa__attention_backward_run(&g, dx, x, d,
-                                       bytes - (size_t)((char *)g.rest - (char *)workspace));
-}
-
-/* ---- Decoding --------------------------------------------------------------------------------
-   nsa_decode takes a sequence from length L to L + n:
-     1. All checks; nothing has been written before they pass.
-     2. newest = max(newest, L + n), because the rings are about to lose rows.
-     3. Each task appends its n rows: k_slc and v_slc at L, k_win .. v_raw into rings.
-     4. It compresses the blocks that end in the new tokens, from the raw rows of the ring.
-     5. cmp, selection, slc, win, gate: the code of forward, with first = L and count = n.
-     6. lengths = L + n, if every task has succeeded.
-   A ring of R rows holds token s in row s % R: the last R tokens written. R is what a query needs,
-   the keys of a window or l, plus max_rewind r. With a need of 3, r = 2 and 8 tokens the rows hold
-   | 5 | 6 | 7 | 3 | 4 |. The sequence may go back to length 6, whose last three tokens are 3 to 5,
-   and no further. A rewind only sets the length; rows behind it are overwritten when tokens come
-   again. */
-
-/* One of the cache's arrays: what it holds, how many rows, how they are indexed. */
-typedef struct nsa__cache_part {
-    nsa_tensor *rows; /* the cache's view */
-    int64_t count;    /* rows of a sequence */
-    int width;        /* numbers of a row */
-    int ring;         /* rows of a ring, 0 for straight arrays */
-} nsa__cache_part;
-
-enum {
-    NSA__PART_K_SLC,
-    NSA__PART_V_SLC,
-    NSA__PART_K_WIN,
-    NSA__PART_V_WIN,
-    NSA__PART_K_RAW,
-    NSA__PART_V_RAW,
-    NSA__PART_K_CMP,
-    NSA__PART_V_CMP,
-    NSA__PARTS
-};
-
-/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
-   fewer tokens needs no more rows than tokens. */
-static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
-    return (int)nsa__max(1, nsa__min(needed + max_rewind, d->tokens));
-}
-
-/* The table of the cache's arrays, in the order of the enum. */
-static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
-    const nsa_desc *d = &c->desc;
-    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
-    int win = nsa__ring_rows(d, window, c->max_rewind);
-    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
-    int cmp = nsa_cmp_count(d, d->tokens);
-    const nsa__cache_part table[NSA__PARTS] = {
-        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
-        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
-        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
-        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
-    memcpy(parts, table, sizeof table);
-}
-
-static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
-    NSA__CHECK(nsa__check_geometry(d));
-    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
-    if (nsa__list_heads(d) != d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
-    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
-    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
-    if ((unsigned)dtype > NSA_I32 || !(nsa__floats() >> dtype & 1))
-        return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
-    return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
-}
-
-/* Sets every pointer of the cache; with a base of NULL only counts. */
-static void nsa__cache_lay_out(nsa_cache *c, nsa_dtype dtype, nsa__arena *a) {
-    nsa__cache_part parts[NSA__PARTS];
-    int batch = c->desc.batch, heads = c->desc.kv_heads;
-    c->lengths = (int32_t *)nsa__alloc(a, batch, sizeof *c->lengths);
-    c->newest = (int32_t *)nsa__alloc(a, batch, sizeof *c->newest);
-    nsa__cache_parts(c, parts);
-    for (int i = 0; i < NSA__PARTS; i++) {
-        int rows = (int)parts[i].count;
-        *parts[i].rows = nsa_tensor_bthd(NULL, dtype, rows, heads, parts[i].width);
-        parts[i].rows->data = nsa__alloc(a, parts[i].rows->batch * batch, nsa__dtype_bytes(dtype));
-    }
-}
-
-static size_t nsa__cache_bytes(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
-    nsa_cache cache;
-    nsa__arena a = {NULL, 0};
-    cache.desc = *d;
-    cache.max_rewind = max_rewind;
-    nsa__cache_lay_out(&cache, dtype, &a);
-    return a.used + NSA__ALIGN;
-}
-
-NSA_API size_t nsa_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
-    if (nsa__cache_check(d, dtype, max_rewind) != NSA_OK) return 0;
-    return nsa__cache_bytes(d, dtype, max_rewind);
-}
-
-NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype,
-                                  int max_rewind, void *memory, size_t bytes) {
-    NSA__CHECK(nsa__cache_check(d, dtype, max_rewind));
-    if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
-    if (!memory || bytes < nsa__cache_bytes(d, dtype, max_rewind))
-        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_cache);
-    nsa__arena a = nsa__arena_at(memory);
-    cache->desc = *d;
-    cache->desc.first = 0;
-    cache->desc.count = 0;
-    cache->desc.begins = NULL;
-    cache->max_rewind = max_rewind;
-    nsa__cache_lay_out(cache, dtype, &a);
-    memset(cache->lengths, 0, (size_t)d->batch * sizeof *cache->lengths);
-    memset(cache->newest, 0, (size_t)d->batch * sizeof *cache->newest);
-    return NSA_OK;
-}
-
-/* NSA_OK if the sequence can be taken back to `length`: the rings hold the rows that a query there
-   needs. They lost rows when the sequence was at `newest`, not at its present length. Length 0
-   needs no row. */
-static nsa_status nsa__check_length(const nsa_cache *c, int sequence, int length) {
-    if (!c) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
-    if (sequence < 0 || sequence >= c->desc.batch)
-        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
-    int64_t least = (int64_t)c->newest[sequence] - c->max_rewind;
-    if (length < 0 || length > c->lengths[sequence] || (length != 0 && length < least))
-        return nsa__error(NSA_ERROR_REWIND, NSA__AT_length);
-    return NSA_OK;
-}
-
-NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length) {
-    NSA__CHECK(nsa__check_length(cache, sequence, length));
-    cache->lengths[sequence] = length;
-    if (length == 0) cache->newest[sequence] = 0;
-    return NSA_OK;
-}
-
-/* 1 if rows of one cache can be copied to the other: equal dtypes, widths, rings and strides. */
-static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
-    const nsa_desc *x = &a->desc, *y = &b->desc;
-    return x->window == y->window && x->window_rule == y->window_rule &&
-           x->kv_heads == y->kv_heads && x->dim == y->dim && x->dim_v == y->dim_v &&
-           x->cmp_block == y->cmp_block && x->cmp_stride == y->cmp_stride &&
-           a->k_slc.dtype == b->k_slc.dtype && a->max_rewind == b->max_rewind &&
-           a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
-}
-
-/* Copies whole rings, because rows are indexed by s % R in both caches; of straight arrays the rows
-   before `length`. `newest` goes with them, because the rings are those of the source. */
-NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
-                                  int from_sequence, int length) {
-    nsa__cache_part source[NSA__PARTS], target[NSA__PARTS];
-    nsa_cache copy;
-    NSA__CHECK(nsa__check_length(from, from_sequence, length));
-    if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
-    if (to_sequence < 0 || to_sequence >= to->desc.batch)
-        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
-    if (!nsa__same_geometry(to, from) || length > to->desc.tokens)
-        return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
-    copy = *from;
-    nsa__cache_parts(&copy, source);
-    nsa__cache_parts(to, target);
-    for (int i = 0; i < NSA__PARTS && length; i++) {
-        int compressed = i == NSA__PART_K_CMP || i == NSA__PART_V_CMP;
-        int64_t rows = source[i].ring ? source[i].count
-                       : compressed   ? nsa_cmp_count(&from->desc, length)
-                                      : length;
-        memmove(nsa__row(target[i].rows, to_sequence, 0, 0),
-                nsa__row(source[i].rows, from_sequence, 0, 0),
-                (size_t)(rows * target[i].rows->token) * nsa__dtype_bytes(target[i].rows->dtype));
-    }
-    to->newest[to_sequence] = length ? from->newest[from_sequence] : 0;
-    to->lengths[to_sequence] = length;
-    return NSA_OK;
-}
-
-/* What a task returns. It is read when all tasks have ended. */
-typedef struct nsa__decode_result {
-    nsa_reads reads;
-    nsa_status status;
-} nsa__decode_result;
-
-/* At most nsa__batch_queries tokens: one task per (sequence, kv head). More: one task per sequence;
-   a single sequence uses all threads. */
-typedef struct nsa__decode_job {
-    const nsa_attention *x;
-    nsa_cache *cache;
-    int count;                   /* new tokens of every sequence, at most */
-    const int32_t *counts;       /* NULL, or of every sequence: its new tokens */
-    int parts;                   /* tasks of a sequence: its kv heads, or 1 */
-    int alone;                   /* 1: there is one task, and it uses all threads */
-    int threads;                 /* of a task */
-    size_t shared;               /* bytes of workspace for the results */
-    size_t bytes;                /* bytes of workspace for a task */
-    nsa__decode_result *results; /* of every task */
-} nsa__decode_job;
-
-static nsa_tensor nsa__of_batch(nsa_tensor x, int batch, int64_t head) {
-    if (x.data) x.data = nsa__row(&x, batch, 0, head);
-    return x;
-}
-
-/* The geometry of a task: the sequence's new tokens as queries at `length` and behind, over all
-   keys up to them; its share of the heads. */
-static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int length, int count) {
-    nsa_desc d = p->cache->desc;
-    d.batch = 1;
-    d.tokens = length + count;
-    d.first = length;
-    d.count = count;
-    d.threads = p->threads;
-    d.gate_heads /= p->parts;
-    d.heads /= p->parts;
-    d.kv_heads /= p->parts;
-    return d;
-}
-
-/* x as sequence b of the batch from kv head `head` on, over the cache's keys. */
-static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b,
-                                       int head) {
-    const nsa_desc *d = &cache->desc;
-    int64_t group = d->heads / d->kv_heads;
-    nsa_attention one = *x;
-    nsa_compress *phis[] = {&one.k_cmp, &one.v_cmp};
-    nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win,
-                           &one.lse_cmp, &one.lse_slc, &one.lse_win, &one.out};
-    for (size_t i = 0; i < sizeof views / sizeof *views; i++)
-        *views[i] = nsa__of_batch(*views[i], b, group * head);
-    one.gates = nsa__of_batch(one.gates, b, (int64_t)d->gate_heads / d->kv_heads * head);
-    one.blocks = nsa__of_batch(one.blocks, b, head);
-    one.k_slc = nsa__of_batch(cache->k_slc, b, head);
-    one.v_slc = nsa__of_batch(cache->v_slc, b, head);
-    one.k_win = nsa__of_batch(cache->k_win, b, head);
-    one.v_win = nsa__of_batch(cache->v_win, b, head);
-    one.k_cmp.x = nsa__of_batch(cache->k_raw, b, head);
-    one.v_cmp.x = nsa__of_batch(cache->v_raw, b, head);
-    one.k_cmp.out = nsa__of_batch(cache->k_cmp, b, head);
-    one.v_cmp.out = nsa__of_batch(cache->v_cmp, b, head);
-    for (int i = 0; i < 2; i++) {
-        nsa_tensor *parameters[] = {&phis[i]->pos, &phis[i]->w1, &phis[i]->b1, &phis[i]->w2,
-                                    &phis[i]->b2};
-        for (size_t j = 0; j < sizeof parameters / sizeof *parameters; j++)
-            *parameters[j] = nsa__of_batch(*parameters[j], 0, head);
-    }
-    return one;
-}
-
-/* The new rows of x in the order of the cache's first six parts. */
-static void nsa__decode_inputs(const nsa_attention *x, const nsa_tensor *inputs[6]) {
-    inputs[NSA__PART_K_SLC] = &x->k_slc;
-    inputs[NSA__PART_V_SLC] = &x->v_slc;
-    inputs[NSA__PART_K_WIN] = &x->k_win;
-    inputs[NSA__PART_V_WIN] = &x->v_win;
-    inputs[NSA__PART_K_RAW] = &x->k_cmp.x;
-    inputs[NSA__PART_V_RAW] = &x->v_cmp.x;
-}
-
-/* Converts the new rows to the cache's dtype and stores them, in the ring or behind the last row.
-   */
-static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const nsa_desc *d) {
-    nsa__cache_part parts[NSA__PARTS];
-    const nsa_tensor *inputs[6];
-    nsa_real row[NSA__MAX_DIM];
-    nsa__cache_parts(p->cache, parts);
-    nsa__decode_inputs(p->x, inputs);
-    for (int i = 0; i < 6; i++)
-        for (int t = 0; t < d->count; t++)
-            for (int h = head; h < head + d->kv_heads; h++) {
-                int64_t at = parts[i].ring ? (d->first + t) % parts[i].ring : d->first + t;
-                nsa__load(row, inputs[i]->dtype, nsa__row(inputs[i], b, t, h), parts[i].width);
-                nsa__store(parts[i].rows->dtype, nsa__row(parts[i].rows, b, at, h), row,
-                           parts[i].width);
-            }
-}
-
-/* The chain over a task's cache: nsa_attention_forward's steps with the new tokens as its queries.
-   phi runs for blocks begin .. end - 1, which the new tokens complete. Earlier rows are in the
-   cache, so a token costs 1 / d compressed rows. `reads` has count x kv_heads numbers of each
-   branch. */
-static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *cache,
-                                     const nsa_desc *d, int64_t *reads, void *workspace,
-                                     size_t bytes) {
-    nsa__cache_part parts[NSA__PARTS];
-    nsa_cache copy = *cache;
-    nsa__chain c = nsa__chain_of(one);
-    int begin = nsa_cmp_count(d, d->first), end = nsa_cmp_count(d, d->tokens);
-    nsa_status s = NSA_OK;
-    nsa__cache_parts(&copy, parts);
-    int raw = parts[NSA__PART_K_RAW].ring, win = parts[NSA__PART_K_WIN].ring;
-    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, 1, workspace, bytes);
-    if (s == NSA_OK && begin < end)
-        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, 1, workspace, bytes);
-    int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__gate_job gate = nsa__gate_job_make(NULL, &c.gate, d);
-    const nsa__attend_options of_cmp = {&c.select, 0, 0, reads, NULL, 0, NULL, NULL},
-                              of_slc = {NULL, 0, 0, reads + each, NULL, 0, NULL, NULL},
-                              of_win = {NULL, 0, win, reads + 2 * each, NULL, 0, NULL, &gate};
-    const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
-                                       nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
-                                       nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
-    for (int i = 0; s == NSA_OK && i < 3; i++) s = nsa__forward_run(&plans[i], workspace, bytes);
-    return s;
-}
-
-static int nsa__decode_count(const nsa__decode_job *p, int b) {
-    return p->counts ? p->counts[b] : p->count;
-}
-
-/* One task: append, compress, attend. It returns its status through p->results, because a task has
-   no caller that could look at it. Its workspace is the thread's scratch. */
-static void nsa__decode_task(const void *context, int64_t index, void *scratch) {
-    const nsa__decode_job *p = (const nsa__decode_job *)context;
-    int b = (int)(index / p->parts), head = (int)(index % p->parts);
-    nsa__decode_result *result = &p->results[index];
-    nsa__arena a = nsa__arena_at(scratch);
-    memset(result, 0, sizeof *result);
-    if (!nsa__decode_count(p, b)) return;
-    nsa_desc d = nsa__decode_desc(p, p->cache->lengths[b], nsa__decode_count(p, b));
-    nsa_attention one = nsa__decode_views(p->x, p->cache, b, head);
-    int64_t each = (int64_t)d.count * d.kv_heads; /* of a branch's reads */
-    int64_t *reads = (int64_t *)nsa__alloc(&a, 3 * each, sizeof *reads);
-    size_t used = (size_t)(a.base + a.used - (char *)scratch);
-    if (p->bytes < used) {
-        result->status = nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
-        return;
-    }
-    memset(reads, 0, 3 * (size_t)each * sizeof *reads);
-    nsa__decode_append(p, b, head, &d);
-    result->status =
-        nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used, p->bytes - used);
-    for (int64_t i = 0; i < each; i++) {
-        result->reads.cmp += reads[i];
-        result->reads.slc += reads[i + each];
-        result->reads.win += reads[i + 2 * each];
-    }
-}
-
-/* How a call of this many tokens is cut into tasks, and what they need. `threads` are those of a
-   sequence that is alone. Sizes are those of a full cache, so that the workspace stays the same
-   while sequences grow. */
-static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache, int count,
-                                        int threads) {
-    const nsa_desc *all = &cache->desc;
-    nsa__decode_job p = {x, cache, count, NULL, 1, 0, 1, 0, 0, NULL};
-    nsa__chain_plan chain;
-    nsa__arena shared = {NULL, 0}, task = {NULL, 0};
-    if (count <= nsa__batch_queries(all))
-        p.parts = all->kv_heads;
-    else
-        p.alone = all->batch == 1;
-    if (p.alone) p.threads = threads;
-    count = (int)nsa__min(count, all->tokens);
-    nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
-    nsa__alloc(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
-    nsa__alloc(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
-    nsa__chain_plan_make(&chain, x, &d);
-    p.shared = shared.used;
-    p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_parts_bytes(&chain, x, &d, nsa__threads(&d)));
-    return p;
-}
-
-static size_t nsa__decode_bytes(const nsa_attention *x, nsa_cache cache, int count) {
-    nsa__decode_job p = nsa__decode_plan(x, &cache, count, cache.desc.threads);
-    nsa_desc d = cache.desc;
-    if (p.alone) d.threads = 1;
-    return nsa__workspace_bytes(&d, p.shared, p.bytes);
-}
-
-/* A smaller count can be split into other tasks and need more memory, so take the larger of both
-   sizes. */
-NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache,
-                                         int count) {
-    if (!x || !cache || count < 0 || nsa__attention_check_sizes(x, &cache->desc) != NSA_OK)
-        return 0;
-    int few = (int)nsa__min(count, nsa__batch_queries(&cache->desc));
-    size_t of_few = nsa__decode_bytes(x, *cache, few), of_all = nsa__decode_bytes(x, *cache, count);
-    return of_few > of_all ? of_few : of_all;
-}
-
-/* Checks the views of the chain over the cache's arrays, then those of the new rows. */
-static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cache *cache,
-                                          int count) {
-    static const int fields[6] = {NSA__AT_k_slc, NSA__AT_v_slc,   NSA__AT_k_win,
-                                  NSA__AT_v_win, NSA__AT_k_cmp_x, NSA__AT_v_cmp_x};
-    const nsa_tensor *inputs[6];
-    nsa_desc d = cache->desc;
-    d.count = (int)nsa__min(count, d.tokens);
-    nsa_attention all = nsa__decode_views(x, cache, 0, 0);
-    nsa__chain c = nsa__chain_of(&all);
-    NSA__CHECK(nsa__compress_check(&all.k_cmp, &d, 1, NSA__TO_K_CMP));
-    NSA__CHECK(nsa__compress_check(&all.v_cmp, &d, 1, NSA__TO_V_CMP));
-    NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, &nsa__chain_cmp));
-    NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, &nsa__chain_slc));
-    NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, &nsa__chain_win));
-    NSA__CHECK(nsa__select_check(&c.select, &d, &nsa__chain_cmp));
-    NSA__CHECK(nsa__gate_check(&c.gate, &d, 1, &nsa__chain_gate));
-    nsa__decode_inputs(x, inputs);
-    for (int i = 0; i < 6; i++) {
-        nsa__shape shape = {d.batch, d.count, d.kv_heads, i % 2 ? d.dim_v : d.dim};
-        NSA__CHECK(nsa__check_view(inputs[i], shape, nsa__floats(), 0, fields[i]));
-    }
-    return NSA_OK;
-}
-
-/* At most max_rewind + 1 tokens come at once. All are appended before the first of them attends,
-   and the rings must still hold its keys then. */
-static nsa_status nsa__decode_check(const nsa_attention *x, const nsa_cache *cache, int count,
-                                    const int32_t *counts) {
-    if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
-    NSA__CHECK(nsa__attention_check_sizes(x, &cache->desc));
-    if (count < 0) return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
-    for (int b = 0; b < cache->desc.batch; b++) {
-        int64_t more = counts ? counts[b] : count;
-        if (more < 0 || more > count) return nsa__error(NSA_ERROR_RANGE, NSA__AT_counts);
-        if (cache->lengths[b] + more > cache->desc.tokens || more - 1 > cache->max_rewind)
-            return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
-    }
-    return nsa__decode_check_views(x, cache, count);
-}
-
-/* Multiply-adds of the call, from the keys that its tokens read at most. */
-static int64_t nsa__decode_work(const nsa__decode_job *p) {
-    const nsa_desc *d = &p->cache->desc;
-    int64_t keys = 0;
-    for (int b = 0; b < d->batch; b++) {
-        int count = nsa__decode_count(p, b), held = p->cache->lengths[b] + count;
-        keys += count * (nsa_cmp_count(d, held) + nsa__min(d->window, held) +
-                         nsa__min((int64_t)d->slc_count * d->slc_block, held));
-    }
-    return keys * d->heads * (d->dim + d->dim_v);
-}
-
-/* Runs the tasks and adds up their reads. The lengths grow only if all tasks have succeeded.
-   `newest` grows before, because a task that fails has written to the rings already. */
-static nsa_status nsa__decode_run(nsa__decode_job *p, const nsa__team *team, nsa_reads *reads) {
-    nsa_cache *cache = p->cache;
-    int64_t tasks = (int64_t)cache->desc.batch * p->parts;
-    for (int b = 0; b < cache->desc.batch; b++) {
-        int length = cache->lengths[b] + nsa__decode_count(p, b);
-        if (cache->newest[b] < length) cache->newest[b] = length;
-    }
-    nsa__run(team, tasks, nsa__decode_task, p);
-    for (int64_t i = 0; i < tasks; i++)
-        if (p->results[i].status != NSA_OK) return p->results[i].status;
-    for (int b = 0; b < cache->desc.batch; b++) cache->lengths[b] += nsa__decode_count(p, b);
-    if (reads) memset(reads, 0, (size_t)cache->desc.batch * sizeof *reads);
-    for (int64_t i = 0; reads && i < tasks; i++) {
-        reads[i / p->parts].cmp += p->results[i].reads.cmp;
-        reads[i / p->parts].slc += p->results[i].reads.slc;
-        reads[i / p->parts].win += p->results[i].reads.win;
-    }
-    return NSA_OK;
-}
-
-/* Many tasks: each runs on one thread, with a thread's scratch as its workspace. One task (alone):
-   the plan is made for the fewest threads, so that any sufficient workspace passes. The task then
-   gets all of the workspace, and the primitives in it use as many threads as fit. */
-NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,
-                              const int32_t *counts, nsa_reads *reads, void *workspace,
-                              size_t bytes) {
-    nsa__team team;
-    NSA__CHECK(nsa__decode_check(x, cache, count, counts));
-    nsa_desc d = cache->desc;
-    nsa__decode_job p = nsa__decode_plan(x, cache, count, d.threads ? d.threads : 1);
-    if (p.alone) d.threads = 1;
-    NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
-    p.counts = counts;
-    p.results = (nsa__decode_result *)(void *)nsa__arena_at(workspace).base;
-    team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
-    if (p.alone) { /* the one task gets all of the workspace; its size decides how many threads */
-        p.threads = cache->desc.threads;
-        p.bytes = bytes - NSA__ALIGN - p.shared;
-    }
-    return nsa__decode_run(&p, &team, reads);
-}
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif /* NSA_IMPLEMENTATION */
-
-#ifdef NSA__ISA
 /* ---- The text of the tiles, read once per instruction set --------------------------------------
    Written for vectors of NSA__L numbers in GCC's vector extension, which clang shares. Without the
    extension a vector is one number. NSA__T(name) is the name for this instruction set. */
@@ -8423,7 +3438,7643 @@ static const nsa__tiles NSA__T(tiles) = {
 #undef NSA__DOT
 #undef NSA__ROUND
 #undef NSA__OF_PAIRS
-#endif /* NSA__ISA */
+
+/* One of these, where there is one: no machine has two. */
+#if defined(NSA__HAS_SSE2)
+#define NSA__ISA     sse2
+#define NSA__BYTES   16
+#define NSA__ROWS    4
+#define NSA__VECTORS 2
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+x"(x))
+#elif defined(NSA__HAS_NEON)
+#define NSA__ISA     neon
+#define NSA__BYTES   16
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+w"(x))
+#elif defined(NSA__HAS_SIMD128)
+#define NSA__ISA     simd128
+#define NSA__BYTES   16
+#define NSA__ROWS    4
+#define NSA__VECTORS 2
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) (void)(x) /* the engine that runs it chooses the registers */
+#endif
+#ifdef NSA__ISA
+
+#define NSA__PASTE_(a, b) nsa__##a##_##b
+#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
+#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
+
+#ifdef NSA__DOT
+#define NSA__OF_PAIRS 1
+#else
+#define NSA__OF_PAIRS       0
+#define NSA__DOT(sum, a, b) (sum) += (a) * (b)
+#endif
+
+#if NSA__BYTES
+#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
+typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(memory)
+    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+#if NSA__OF_PAIRS
+typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+#endif
+#else
+#define NSA__L       1
+typedef nsa_real NSA__T(vector);
+typedef nsa__lane NSA__T(lanes);
+typedef nsa_real NSA__T(memory);
+#define NSA__HOLD(x) (void)(x)
+#endif
+#define NSA__V       NSA__T(vector)
+#define NSA__I       NSA__T(lanes)
+#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
+#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
+
+#if NSA__BYTES
+NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
+    const NSA__V zero = {0};
+    return x - zero;
+}
+#if NSA__OF_PAIRS
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    NSA__T(bits) zero = {0};
+    uint32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (NSA__V)(zero + pair);
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
+    NSA__T(halves) numbers;
+    memcpy(&numbers, x, sizeof numbers);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+}
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    if (!singles) return NSA__FROM(b.data + p * b.row + column);
+    const int i = 2 * p, j = 2 * p + 1;
+    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
+    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
+    if (j < singles) {
+        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
+        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
+    }
+    return (NSA__V)pairs;
+}
+#else
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
+    return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+#ifdef NSA__MIN
+    NSA__V smaller;
+    NSA__MIN(smaller, a, b);
+    return smaller;
+#else
+    return NSA__T(pick)(a < b, a, b);
+#endif
+}
+
+NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
+    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    NSA__I zero = {0}, lane;
+    memcpy(&lane, bit, sizeof lane);
+    return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
+}
+#endif
+#else
+NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
+    return x;
+}
+NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
+    return on ? a : b;
+}
+NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+    return a > b ? a : b;
+}
+NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+    return a < b ? a : b;
+}
+NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
+    return (NSA__I)(mask >> j & 1);
+}
+#endif
+
+#if !NSA__OF_PAIRS
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    (void)singles;
+    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
+}
+
+#if NSA__BYTES
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
+    NSA__ARITHMETIC
+    NSA__V p = r * 0.0001535336206885849f + 0.001339887439398139f;
+    p = p * r + 0.00961843735695742f;
+    p = p * r + 0.055503324711908573f;
+    p = p * r + 0.24022647913636852f;
+    p = p * r + 0.6931472028550316f;
+    return p * r + 1.0f;
+}
+#endif
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
+    NSA__ARITHMETIC
+    nsa_real lane[NSA__L];
+#ifdef NSA__TIMES_POWER
+    if (sizeof(nsa_real) == sizeof(float)) {
+        NSA__V e, p;
+        NSA__WHOLE(e, x);
+        p = NSA__T(exp2_of_fraction)(x - e);
+        NSA__TIMES_POWER(p, e);
+        return p;
+    }
+#elif NSA__BYTES
+
+    if (sizeof(nsa_real) == sizeof(float)) {
+        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
+        const NSA__V p = NSA__T(exp2_of_fraction)(r);
+        return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
+    }
+#endif
+    memcpy(lane, &x, sizeof x);
+    for (int j = 0; j < NSA__L; j++) lane[j] = nsa__exp2(lane[j]);
+    memcpy(&x, lane, sizeof x);
+    return x;
+}
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
+#ifdef NSA__TIMES_POWER
+    return NSA__T(exp2)(x);
+#else
+    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
+#endif
+}
+
+NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    memcpy(&lane, order, sizeof lane);
+    for (int half = NSA__L / 2; half; half /= 2)
+        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+    return x[0];
+#else
+    nsa_real lane[NSA__LANES];
+    memcpy(lane, &x, sizeof x);
+    for (int half = NSA__L / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            lane[j] = lane[j] > lane[j + half] ? lane[j] : lane[j + half];
+    return lane[0];
+#endif
+}
+#endif
+
+NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
+                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               nsa_real *c_row[NSA__ROWS], nsa__result c,
+                                               nsa_real factor) {
+    NSA__ARITHMETIC
+    if (c.keep) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++)
+                NSA__TO(c_row[i] + j * NSA__L) =
+                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+        }
+        return;
+    }
+    if (NSA__OF_PAIRS && !c.add) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
+        }
+    }
+    if (c.sum) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
+        }
+        return;
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+    }
+}
+
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
+                                           nsa__matrix b, nsa__result c, int singles,
+                                           nsa_real factor, int asks) {
+    NSA__ARITHMETIC
+    NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
+    const NSA__V zero = NSA__T(splat)(0);
+    const nsa__packed *a_row[NSA__ROWS];
+    nsa_real *c_row[NSA__ROWS];
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
+        c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++)
+            if (c.add && !c.keep)
+                sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
+            else
+                sum[i][j] = zero;
+    }
+    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
+    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
+    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
+    for (int p = 0; p < k; p++) {
+        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) {
+            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            NSA__HOLD(of_b[j]);
+        }
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
+        }
+    }
+    NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
+    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
+}
+
+NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
+                                             nsa__matrix b, nsa__result c, int singles,
+                                             nsa_real factor) {
+    while (m > 0) {
+        int rows = m < NSA__ROWS ? m : NSA__ROWS;
+        if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
+        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
+                         c.asks->next < c.asks->count;
+        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
+        if (rows == NSA__ROWS && !asks)
+            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
+#if NSA__ROWS > 4
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
+#endif
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
+        m -= rows;
+        if (a.rows)
+            a.rows += rows;
+        else
+            a.data += rows * a.row;
+        if (c.rows)
+            c.rows += rows;
+        else
+            c.data += rows * c.row;
+        if (c.keep) c.keep += rows;
+        if (c.sum) c.sum += rows * c.row;
+    }
+}
+
+#if NSA__OF_PAIRS
+
+NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a, nsa__matrix b,
+                                             nsa__result c, int singles, nsa_real factor) {
+    int j = 0;
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
+        b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
+        c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
+    }
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
+        NSA__T(columns)(1, m, k, a, b, c, singles, factor);
+        if (c.sum) c.sum += NSA__L;
+    }
+}
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
+    NSA__T(product)(m, n, k, *a, *b, *c, 0, factor);
+}
+NSA__TARGET static void NSA__T(gemm_singles)(int m, int n, int k, const nsa__matrix *a,
+                                             const nsa__matrix *b, const nsa__result *c) {
+    NSA__T(product)(m, n, (k + 1) / 2, *a, *b, *c, k, 1);
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded)(NSA__V x) {
+    const NSA__T(bits) bits = (NSA__T(bits))x;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded_factor)(NSA__V x) {
+#ifdef NSA__ROUND
+    NSA__T(halves) numbers;
+    NSA__ROUND(numbers, x);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+#else
+    return NSA__T(rounded)(x);
+#endif
+}
+NSA__INLINE NSA__TARGET void NSA__T(put_halves)(uint16_t *to, NSA__T(bits) numbers) {
+    const NSA__T(halves) halves = __builtin_convertvector(numbers, NSA__T(halves));
+    memcpy(to, &halves, sizeof halves);
+}
+
+NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
+    uint16_t *to = (uint16_t *)row;
+    int j = 0;
+    for (; j + NSA__L <= n; j += NSA__L)
+        NSA__T(put_halves)(to + j, NSA__T(rounded)(NSA__FROM(x + j)));
+    for (; j < n; j++) to[j] = nsa__to_bf16((float)x[j]);
+}
+
+NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
+}
+
+NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index,
+                                            const nsa_real *factor, nsa_real *x,
+                                            nsa__packed *by_row) {
+    for (int r = 0; r < rows; r += 2) {
+        const int two = r + 1 < rows;
+        const nsa_real *first = x + r * ld, *second = first + (two ? ld : 0);
+        const NSA__V low = NSA__T(splat)(factor ? factor[row_index[r]] : 1),
+                     high = NSA__T(splat)(factor && two ? factor[row_index[r + 1]] : 1);
+        for (int j = 0; j < n; j += NSA__L) {
+            const NSA__T(bits) a = NSA__T(rounded_factor)(NSA__FROM(first + j) * low);
+            NSA__T(bits) b = {0};
+            if (two) b = NSA__T(rounded_factor)(NSA__FROM(second + j) * high);
+            if (by_row) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + j, a);
+            if (by_row && two) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + ld + j, b);
+            NSA__TO(x + r / 2 * ld + j) = (NSA__V)(a | b << 16);
+        }
+    }
+}
+
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+    uint32_t lane[8] = {0}, sum = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += 8)
+            for (int i = 0; i < 8; i++) {
+                uint32_t pair;
+                memcpy(&pair, x + j + i, sizeof pair);
+                lane[i] |= (pair & 0x7f807f80u) + 0x00800080u;
+            }
+    for (int i = 0; i < 8; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
+NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
+    NSA__T(bits) any = {0};
+    uint32_t lane[NSA__L], sum = 0;
+    for (int r = 0; r < n; r += 2, to += wide) {
+        const nsa__packed *first = x->data + (x->rows ? x->rows[r] : r) * x->row, *second = NULL;
+        if (r + 1 < n) second = x->data + (x->rows ? x->rows[r + 1] : r + 1) * x->row;
+        for (int j = 0; j < wide; j += NSA__L) {
+            NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + j);
+            if (second) pairs |= NSA__T(halves_at)((const uint16_t *)second + j) << 16;
+            any |= (pairs & 0x7f807f80u) + 0x00800080u;
+            NSA__TO(to + j) = (NSA__V)pairs;
+        }
+    }
+    memcpy(lane, &any, sizeof lane);
+    for (int i = 0; i < NSA__L; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
+
+static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
+                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
+                                         NSA__T(store)};
+#else
+
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
+                                     const nsa__matrix *right, const nsa__result *result) {
+    NSA__ARITHMETIC
+    const nsa__matrix a = *left;
+    nsa__matrix b = *right, b_all = b;
+    nsa__result c = *result;
+    int j = 0;
+    b_all.rows = NULL;
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        b_all.data = b.data;
+        if (b.rows)
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+        else
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+        b.data += NSA__VECTORS * NSA__L;
+        c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
+    }
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
+        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        if (c.sum) c.sum += NSA__L;
+    }
+    for (; j < n; j++, b.data++, c.data++)
+        for (int i = 0; i < m; i++) {
+            const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
+            nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
+            nsa_real sum = c.add && !c.keep ? *to : 0;
+            for (int p = 0; p < k; p++)
+                sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
+            *to = c.keep ? sum + c.keep[i] * *to : sum;
+        }
+}
+
+NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group,
+                                        const uint64_t *mask, int first, const int *row_index,
+                                        nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
+                                        nsa_real *shrink) {
+    NSA__ARITHMETIC
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
+    for (int r = 0; r < rows; r++) {
+        const uint64_t seen = mask[r / group];
+        nsa_real *x = s + r * ld;
+        NSA__V most = lowest;
+        for (int j = 0; j < n; j += NSA__L) {
+            if (seen != ~(uint64_t)0)
+                NSA__TO(x + j) =
+                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+            most = NSA__T(max)(NSA__FROM(x + j), most);
+        }
+        const nsa_real largest = NSA__T(largest)(most);
+        nsa_real *so_far = m + row_index[r];
+        shrink[r] = *so_far;
+        *so_far = largest > *so_far ? largest : *so_far;
+        shrink[r] -= *so_far;
+    }
+
+    for (int r = 0; r < rows; r += NSA__L)
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
+
+    for (int r = 0; r < rows; r++) {
+        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        const nsa_real *x = s + r * ld;
+        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
+        for (int j = 0; j < NSA__LANES; j += NSA__L) {
+            NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
+            for (int at = j; at < n; at += NSA__LANES) {
+                const NSA__V e = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                NSA__TO(to + at) = e;
+                of_lane += e;
+            }
+            NSA__TO(sum + j) = of_lane;
+        }
+    }
+}
+
+NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
+                                         const uint64_t *mask, int first, const int *row_index,
+                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         nsa_real *dp) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++) {
+        const uint64_t seen = mask[r / group];
+        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+                     of_row = NSA__T(splat)(delta[row_index[r]]);
+        const NSA__V zero = NSA__T(splat)(0);
+        for (int j = 0; j < n; j += NSA__L) {
+            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
+            if (seen != ~(uint64_t)0) {
+                const NSA__I on = NSA__T(seen)(seen, first + j);
+                p = NSA__T(pick)(on, p, zero);
+                ds = NSA__T(pick)(on, ds, zero);
+            }
+            NSA__TO(s + r * ld + j) = p;
+            NSA__TO(dp + r * ld + j) = ds;
+        }
+    }
+}
+
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+                                            const nsa_real *s, nsa_real *sum) {
+    NSA__ARITHMETIC
+
+    for (int j = 0; j < n; j += NSA__L) {
+        NSA__V p = NSA__T(splat)(0);
+        for (int r = 0; r < rows; r++)
+            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
+        NSA__TO(sum + j) = p;
+    }
+}
+
+NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane least) {
+    int j = 0, sum = 0;
+#if NSA__BYTES
+    nsa__lane lane[NSA__L];
+    NSA__I count = {0};
+    const NSA__I bound = count + least;
+    for (; j + NSA__L <= n; j += NSA__L)
+        count -= (NSA__I)NSA__FROM(x + j) >= bound;
+    memcpy(lane, &count, sizeof count);
+    for (int i = 0; i < NSA__L; i++) sum += (int)lane[i];
+#endif
+    for (; j < n; j++) {
+        nsa__lane bits;
+        memcpy(&bits, x + j, sizeof bits);
+        sum += bits >= least;
+    }
+    return sum;
+}
+
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+    nsa__bits_t lane[NSA__LANES], sum = 0;
+    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__LANES)
+            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
+    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+    return !(sum >> NSA__SIGN_BIT);
+}
+
+NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
+    for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
+}
+
+NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real *const x[3],
+                                     nsa_real *to) {
+    NSA__ARITHMETIC
+    const NSA__V a = NSA__T(splat)(g[0]), b = NSA__T(splat)(g[1]), c = NSA__T(splat)(g[2]);
+    for (int j = 0; j < n; j += NSA__L)
+        NSA__TO(to + j) =
+            a * NSA__FROM(x[0] + j) + b * NSA__FROM(x[1] + j) + c * NSA__FROM(x[2] + j);
+}
+
+NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x,
+                                          ptrdiff_t ld_to, nsa_real *to) {
+    int c = 0;
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    NSA__V block[NSA__L];
+    memcpy(&lane, order, sizeof lane);
+    for (; c + NSA__L / 4 < columns; c += NSA__L)
+        for (int r = 0; r < rows; r += NSA__L) {
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++) block[i] = NSA__FROM(x + (r + i) * ld + c);
+            NSA__UNROLL
+            for (int half = NSA__L / 2; half; half /= 2) {
+
+                const NSA__I low = lane + (((lane & half) != 0) & (NSA__L - half)),
+                             high = low + half;
+                NSA__UNROLL
+                for (int i = 0; i < NSA__L; i++)
+                    if (!(i & half)) {
+                        const NSA__V a = block[i], b = block[i + half];
+                        block[i] = __builtin_shuffle(a, b, low);
+                        block[i + half] = __builtin_shuffle(a, b, high);
+                    }
+            }
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++)
+                if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
+        }
+#endif
+    for (; c < columns; c++)
+        for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
+}
+
+NSA__INLINE NSA__TARGET double NSA__T(log2)(double x) {
+    NSA__ARITHMETIC
+    const uint64_t least = 0x3fe6a09e667f3bcd;
+    uint64_t bits;
+    double f;
+    if (sizeof(nsa_real) == sizeof(double)) return log2(x);
+    memcpy(&bits, &x, sizeof bits);
+    bits -= least;
+    const double e = (int32_t)(bits >> 32) >> 20;
+    bits = (bits & 0xfffffffffffff) + least;
+    memcpy(&f, &bits, sizeof f);
+    const double t = (f - 1) / (f + 1), t2 = t * t;
+    double sum = t2 * 0.3205988979753252 + 0.4121985831111324;
+    sum = sum * t2 + 0.5770780163555853;
+    sum = sum * t2 + 0.9617966939259756;
+    return e + t * (sum * t2 + 2.8853900817779268);
+}
+
+NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
+                                       nsa_real *lse) {
+    NSA__ARITHMETIC
+    nsa_real part[NSA__LANES][NSA__LANES];
+    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
+    for (int half = NSA__LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
+    for (int r = 0; r < NSA__LANES; r++) {
+        const nsa_real l = part[0][r];
+        const int none = l == 0;
+        const double some = none ? 1 : (double)l;
+        over[r] = none ? 0 : (nsa_real)(1 / some);
+        part[1][r] = (nsa_real)(((double)m[r] + NSA__T(log2)(some)) * NSA__LN2);
+    }
+    for (int r = 0; r < NSA__LANES; r++) {
+        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
+        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
+    }
+}
+
+static const nsa__tiles NSA__T(tiles) = {
+    NSA__T(gemm),   NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
+    NSA__T(finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+#endif
+
+#undef NSA__PASTE_
+#undef NSA__PASTE
+#undef NSA__T
+#undef NSA__L
+#undef NSA__V
+#undef NSA__I
+#undef NSA__TO
+#undef NSA__FROM
+#undef NSA__ISA
+#undef NSA__BYTES
+#undef NSA__ROWS
+#undef NSA__VECTORS
+#undef NSA__TARGET
+#undef NSA__HOLD
+#undef NSA__MAX
+#undef NSA__MIN
+#undef NSA__WHOLE
+#undef NSA__TIMES_POWER
+#undef NSA__DOT
+#undef NSA__ROUND
+#undef NSA__OF_PAIRS
+
+#endif
+
+#ifdef NSA__HAS_AVX
+#define NSA__LETTER_float     "s" /* of single and double in x86's names of instructions */
+#define NSA__LETTER_double    "d"
+#define NSA__LETTER_OF_(real) NSA__LETTER_##real
+#define NSA__LETTER_OF(real)  NSA__LETTER_OF_(real)
+#define NSA__OF_TWO(name)     "v" name "p" NSA__LETTER_OF(NSA_REAL) " {%2, %1, %0|%0, %1, %2}"
+
+#define NSA__ISA          avx2
+#define NSA__BYTES        32
+#define NSA__ROWS         6
+#define NSA__VECTORS      2
+#define NSA__TARGET       __attribute__((target("avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x)      __asm__("" : "+x"(x))
+#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
+#define NSA__MIN(x, a, b) __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
+
+#define NSA__PASTE_(a, b) nsa__##a##_##b
+#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
+#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
+
+#ifdef NSA__DOT
+#define NSA__OF_PAIRS 1
+#else
+#define NSA__OF_PAIRS       0
+#define NSA__DOT(sum, a, b) (sum) += (a) * (b)
+#endif
+
+#if NSA__BYTES
+#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
+typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(memory)
+    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+#if NSA__OF_PAIRS
+typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+#endif
+#else
+#define NSA__L       1
+typedef nsa_real NSA__T(vector);
+typedef nsa__lane NSA__T(lanes);
+typedef nsa_real NSA__T(memory);
+#define NSA__HOLD(x) (void)(x)
+#endif
+#define NSA__V       NSA__T(vector)
+#define NSA__I       NSA__T(lanes)
+#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
+#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
+
+#if NSA__BYTES
+NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
+    const NSA__V zero = {0};
+    return x - zero;
+}
+#if NSA__OF_PAIRS
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    NSA__T(bits) zero = {0};
+    uint32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (NSA__V)(zero + pair);
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
+    NSA__T(halves) numbers;
+    memcpy(&numbers, x, sizeof numbers);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+}
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    if (!singles) return NSA__FROM(b.data + p * b.row + column);
+    const int i = 2 * p, j = 2 * p + 1;
+    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
+    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
+    if (j < singles) {
+        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
+        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
+    }
+    return (NSA__V)pairs;
+}
+#else
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
+    return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+#ifdef NSA__MIN
+    NSA__V smaller;
+    NSA__MIN(smaller, a, b);
+    return smaller;
+#else
+    return NSA__T(pick)(a < b, a, b);
+#endif
+}
+
+NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
+    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    NSA__I zero = {0}, lane;
+    memcpy(&lane, bit, sizeof lane);
+    return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
+}
+#endif
+#else
+NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
+    return x;
+}
+NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
+    return on ? a : b;
+}
+NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+    return a > b ? a : b;
+}
+NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+    return a < b ? a : b;
+}
+NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
+    return (NSA__I)(mask >> j & 1);
+}
+#endif
+
+#if !NSA__OF_PAIRS
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    (void)singles;
+    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
+}
+
+#if NSA__BYTES
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
+    NSA__ARITHMETIC
+    NSA__V p = r * 0.0001535336206885849f + 0.001339887439398139f;
+    p = p * r + 0.00961843735695742f;
+    p = p * r + 0.055503324711908573f;
+    p = p * r + 0.24022647913636852f;
+    p = p * r + 0.6931472028550316f;
+    return p * r + 1.0f;
+}
+#endif
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
+    NSA__ARITHMETIC
+    nsa_real lane[NSA__L];
+#ifdef NSA__TIMES_POWER
+    if (sizeof(nsa_real) == sizeof(float)) {
+        NSA__V e, p;
+        NSA__WHOLE(e, x);
+        p = NSA__T(exp2_of_fraction)(x - e);
+        NSA__TIMES_POWER(p, e);
+        return p;
+    }
+#elif NSA__BYTES
+
+    if (sizeof(nsa_real) == sizeof(float)) {
+        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
+        const NSA__V p = NSA__T(exp2_of_fraction)(r);
+        return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
+    }
+#endif
+    memcpy(lane, &x, sizeof x);
+    for (int j = 0; j < NSA__L; j++) lane[j] = nsa__exp2(lane[j]);
+    memcpy(&x, lane, sizeof x);
+    return x;
+}
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
+#ifdef NSA__TIMES_POWER
+    return NSA__T(exp2)(x);
+#else
+    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
+#endif
+}
+
+NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    memcpy(&lane, order, sizeof lane);
+    for (int half = NSA__L / 2; half; half /= 2)
+        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+    return x[0];
+#else
+    nsa_real lane[NSA__LANES];
+    memcpy(lane, &x, sizeof x);
+    for (int half = NSA__L / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            lane[j] = lane[j] > lane[j + half] ? lane[j] : lane[j + half];
+    return lane[0];
+#endif
+}
+#endif
+
+NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
+                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               nsa_real *c_row[NSA__ROWS], nsa__result c,
+                                               nsa_real factor) {
+    NSA__ARITHMETIC
+    if (c.keep) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++)
+                NSA__TO(c_row[i] + j * NSA__L) =
+                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+        }
+        return;
+    }
+    if (NSA__OF_PAIRS && !c.add) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
+        }
+    }
+    if (c.sum) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
+        }
+        return;
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+    }
+}
+
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
+                                           nsa__matrix b, nsa__result c, int singles,
+                                           nsa_real factor, int asks) {
+    NSA__ARITHMETIC
+    NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
+    const NSA__V zero = NSA__T(splat)(0);
+    const nsa__packed *a_row[NSA__ROWS];
+    nsa_real *c_row[NSA__ROWS];
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
+        c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++)
+            if (c.add && !c.keep)
+                sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
+            else
+                sum[i][j] = zero;
+    }
+    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
+    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
+    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
+    for (int p = 0; p < k; p++) {
+        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) {
+            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            NSA__HOLD(of_b[j]);
+        }
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
+        }
+    }
+    NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
+    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
+}
+
+NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
+                                             nsa__matrix b, nsa__result c, int singles,
+                                             nsa_real factor) {
+    while (m > 0) {
+        int rows = m < NSA__ROWS ? m : NSA__ROWS;
+        if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
+        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
+                         c.asks->next < c.asks->count;
+        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
+        if (rows == NSA__ROWS && !asks)
+            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
+#if NSA__ROWS > 4
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
+#endif
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
+        m -= rows;
+        if (a.rows)
+            a.rows += rows;
+        else
+            a.data += rows * a.row;
+        if (c.rows)
+            c.rows += rows;
+        else
+            c.data += rows * c.row;
+        if (c.keep) c.keep += rows;
+        if (c.sum) c.sum += rows * c.row;
+    }
+}
+
+#if NSA__OF_PAIRS
+
+NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a, nsa__matrix b,
+                                             nsa__result c, int singles, nsa_real factor) {
+    int j = 0;
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
+        b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
+        c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
+    }
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
+        NSA__T(columns)(1, m, k, a, b, c, singles, factor);
+        if (c.sum) c.sum += NSA__L;
+    }
+}
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
+    NSA__T(product)(m, n, k, *a, *b, *c, 0, factor);
+}
+NSA__TARGET static void NSA__T(gemm_singles)(int m, int n, int k, const nsa__matrix *a,
+                                             const nsa__matrix *b, const nsa__result *c) {
+    NSA__T(product)(m, n, (k + 1) / 2, *a, *b, *c, k, 1);
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded)(NSA__V x) {
+    const NSA__T(bits) bits = (NSA__T(bits))x;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded_factor)(NSA__V x) {
+#ifdef NSA__ROUND
+    NSA__T(halves) numbers;
+    NSA__ROUND(numbers, x);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+#else
+    return NSA__T(rounded)(x);
+#endif
+}
+NSA__INLINE NSA__TARGET void NSA__T(put_halves)(uint16_t *to, NSA__T(bits) numbers) {
+    const NSA__T(halves) halves = __builtin_convertvector(numbers, NSA__T(halves));
+    memcpy(to, &halves, sizeof halves);
+}
+
+NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
+    uint16_t *to = (uint16_t *)row;
+    int j = 0;
+    for (; j + NSA__L <= n; j += NSA__L)
+        NSA__T(put_halves)(to + j, NSA__T(rounded)(NSA__FROM(x + j)));
+    for (; j < n; j++) to[j] = nsa__to_bf16((float)x[j]);
+}
+
+NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
+}
+
+NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index,
+                                            const nsa_real *factor, nsa_real *x,
+                                            nsa__packed *by_row) {
+    for (int r = 0; r < rows; r += 2) {
+        const int two = r + 1 < rows;
+        const nsa_real *first = x + r * ld, *second = first + (two ? ld : 0);
+        const NSA__V low = NSA__T(splat)(factor ? factor[row_index[r]] : 1),
+                     high = NSA__T(splat)(factor && two ? factor[row_index[r + 1]] : 1);
+        for (int j = 0; j < n; j += NSA__L) {
+            const NSA__T(bits) a = NSA__T(rounded_factor)(NSA__FROM(first + j) * low);
+            NSA__T(bits) b = {0};
+            if (two) b = NSA__T(rounded_factor)(NSA__FROM(second + j) * high);
+            if (by_row) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + j, a);
+            if (by_row && two) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + ld + j, b);
+            NSA__TO(x + r / 2 * ld + j) = (NSA__V)(a | b << 16);
+        }
+    }
+}
+
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+    uint32_t lane[8] = {0}, sum = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += 8)
+            for (int i = 0; i < 8; i++) {
+                uint32_t pair;
+                memcpy(&pair, x + j + i, sizeof pair);
+                lane[i] |= (pair & 0x7f807f80u) + 0x00800080u;
+            }
+    for (int i = 0; i < 8; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
+NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
+    NSA__T(bits) any = {0};
+    uint32_t lane[NSA__L], sum = 0;
+    for (int r = 0; r < n; r += 2, to += wide) {
+        const nsa__packed *first = x->data + (x->rows ? x->rows[r] : r) * x->row, *second = NULL;
+        if (r + 1 < n) second = x->data + (x->rows ? x->rows[r + 1] : r + 1) * x->row;
+        for (int j = 0; j < wide; j += NSA__L) {
+            NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + j);
+            if (second) pairs |= NSA__T(halves_at)((const uint16_t *)second + j) << 16;
+            any |= (pairs & 0x7f807f80u) + 0x00800080u;
+            NSA__TO(to + j) = (NSA__V)pairs;
+        }
+    }
+    memcpy(lane, &any, sizeof lane);
+    for (int i = 0; i < NSA__L; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
+
+static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
+                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
+                                         NSA__T(store)};
+#else
+
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
+                                     const nsa__matrix *right, const nsa__result *result) {
+    NSA__ARITHMETIC
+    const nsa__matrix a = *left;
+    nsa__matrix b = *right, b_all = b;
+    nsa__result c = *result;
+    int j = 0;
+    b_all.rows = NULL;
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        b_all.data = b.data;
+        if (b.rows)
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+        else
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+        b.data += NSA__VECTORS * NSA__L;
+        c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
+    }
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
+        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        if (c.sum) c.sum += NSA__L;
+    }
+    for (; j < n; j++, b.data++, c.data++)
+        for (int i = 0; i < m; i++) {
+            const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
+            nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
+            nsa_real sum = c.add && !c.keep ? *to : 0;
+            for (int p = 0; p < k; p++)
+                sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
+            *to = c.keep ? sum + c.keep[i] * *to : sum;
+        }
+}
+
+NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group,
+                                        const uint64_t *mask, int first, const int *row_index,
+                                        nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
+                                        nsa_real *shrink) {
+    NSA__ARITHMETIC
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
+    for (int r = 0; r < rows; r++) {
+        const uint64_t seen = mask[r / group];
+        nsa_real *x = s + r * ld;
+        NSA__V most = lowest;
+        for (int j = 0; j < n; j += NSA__L) {
+            if (seen != ~(uint64_t)0)
+                NSA__TO(x + j) =
+                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+            most = NSA__T(max)(NSA__FROM(x + j), most);
+        }
+        const nsa_real largest = NSA__T(largest)(most);
+        nsa_real *so_far = m + row_index[r];
+        shrink[r] = *so_far;
+        *so_far = largest > *so_far ? largest : *so_far;
+        shrink[r] -= *so_far;
+    }
+
+    for (int r = 0; r < rows; r += NSA__L)
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
+
+    for (int r = 0; r < rows; r++) {
+        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        const nsa_real *x = s + r * ld;
+        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
+        for (int j = 0; j < NSA__LANES; j += NSA__L) {
+            NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
+            for (int at = j; at < n; at += NSA__LANES) {
+                const NSA__V e = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                NSA__TO(to + at) = e;
+                of_lane += e;
+            }
+            NSA__TO(sum + j) = of_lane;
+        }
+    }
+}
+
+NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
+                                         const uint64_t *mask, int first, const int *row_index,
+                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         nsa_real *dp) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++) {
+        const uint64_t seen = mask[r / group];
+        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+                     of_row = NSA__T(splat)(delta[row_index[r]]);
+        const NSA__V zero = NSA__T(splat)(0);
+        for (int j = 0; j < n; j += NSA__L) {
+            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
+            if (seen != ~(uint64_t)0) {
+                const NSA__I on = NSA__T(seen)(seen, first + j);
+                p = NSA__T(pick)(on, p, zero);
+                ds = NSA__T(pick)(on, ds, zero);
+            }
+            NSA__TO(s + r * ld + j) = p;
+            NSA__TO(dp + r * ld + j) = ds;
+        }
+    }
+}
+
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+                                            const nsa_real *s, nsa_real *sum) {
+    NSA__ARITHMETIC
+
+    for (int j = 0; j < n; j += NSA__L) {
+        NSA__V p = NSA__T(splat)(0);
+        for (int r = 0; r < rows; r++)
+            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
+        NSA__TO(sum + j) = p;
+    }
+}
+
+NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane least) {
+    int j = 0, sum = 0;
+#if NSA__BYTES
+    nsa__lane lane[NSA__L];
+    NSA__I count = {0};
+    const NSA__I bound = count + least;
+    for (; j + NSA__L <= n; j += NSA__L)
+        count -= (NSA__I)NSA__FROM(x + j) >= bound;
+    memcpy(lane, &count, sizeof count);
+    for (int i = 0; i < NSA__L; i++) sum += (int)lane[i];
+#endif
+    for (; j < n; j++) {
+        nsa__lane bits;
+        memcpy(&bits, x + j, sizeof bits);
+        sum += bits >= least;
+    }
+    return sum;
+}
+
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+    nsa__bits_t lane[NSA__LANES], sum = 0;
+    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__LANES)
+            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
+    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+    return !(sum >> NSA__SIGN_BIT);
+}
+
+NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
+    for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
+}
+
+NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real *const x[3],
+                                     nsa_real *to) {
+    NSA__ARITHMETIC
+    const NSA__V a = NSA__T(splat)(g[0]), b = NSA__T(splat)(g[1]), c = NSA__T(splat)(g[2]);
+    for (int j = 0; j < n; j += NSA__L)
+        NSA__TO(to + j) =
+            a * NSA__FROM(x[0] + j) + b * NSA__FROM(x[1] + j) + c * NSA__FROM(x[2] + j);
+}
+
+NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x,
+                                          ptrdiff_t ld_to, nsa_real *to) {
+    int c = 0;
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    NSA__V block[NSA__L];
+    memcpy(&lane, order, sizeof lane);
+    for (; c + NSA__L / 4 < columns; c += NSA__L)
+        for (int r = 0; r < rows; r += NSA__L) {
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++) block[i] = NSA__FROM(x + (r + i) * ld + c);
+            NSA__UNROLL
+            for (int half = NSA__L / 2; half; half /= 2) {
+
+                const NSA__I low = lane + (((lane & half) != 0) & (NSA__L - half)),
+                             high = low + half;
+                NSA__UNROLL
+                for (int i = 0; i < NSA__L; i++)
+                    if (!(i & half)) {
+                        const NSA__V a = block[i], b = block[i + half];
+                        block[i] = __builtin_shuffle(a, b, low);
+                        block[i + half] = __builtin_shuffle(a, b, high);
+                    }
+            }
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++)
+                if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
+        }
+#endif
+    for (; c < columns; c++)
+        for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
+}
+
+NSA__INLINE NSA__TARGET double NSA__T(log2)(double x) {
+    NSA__ARITHMETIC
+    const uint64_t least = 0x3fe6a09e667f3bcd;
+    uint64_t bits;
+    double f;
+    if (sizeof(nsa_real) == sizeof(double)) return log2(x);
+    memcpy(&bits, &x, sizeof bits);
+    bits -= least;
+    const double e = (int32_t)(bits >> 32) >> 20;
+    bits = (bits & 0xfffffffffffff) + least;
+    memcpy(&f, &bits, sizeof f);
+    const double t = (f - 1) / (f + 1), t2 = t * t;
+    double sum = t2 * 0.3205988979753252 + 0.4121985831111324;
+    sum = sum * t2 + 0.5770780163555853;
+    sum = sum * t2 + 0.9617966939259756;
+    return e + t * (sum * t2 + 2.8853900817779268);
+}
+
+NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
+                                       nsa_real *lse) {
+    NSA__ARITHMETIC
+    nsa_real part[NSA__LANES][NSA__LANES];
+    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
+    for (int half = NSA__LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
+    for (int r = 0; r < NSA__LANES; r++) {
+        const nsa_real l = part[0][r];
+        const int none = l == 0;
+        const double some = none ? 1 : (double)l;
+        over[r] = none ? 0 : (nsa_real)(1 / some);
+        part[1][r] = (nsa_real)(((double)m[r] + NSA__T(log2)(some)) * NSA__LN2);
+    }
+    for (int r = 0; r < NSA__LANES; r++) {
+        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
+        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
+    }
+}
+
+static const nsa__tiles NSA__T(tiles) = {
+    NSA__T(gemm),   NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
+    NSA__T(finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+#endif
+
+#undef NSA__PASTE_
+#undef NSA__PASTE
+#undef NSA__T
+#undef NSA__L
+#undef NSA__V
+#undef NSA__I
+#undef NSA__TO
+#undef NSA__FROM
+#undef NSA__ISA
+#undef NSA__BYTES
+#undef NSA__ROWS
+#undef NSA__VECTORS
+#undef NSA__TARGET
+#undef NSA__HOLD
+#undef NSA__MAX
+#undef NSA__MIN
+#undef NSA__WHOLE
+#undef NSA__TIMES_POWER
+#undef NSA__DOT
+#undef NSA__ROUND
+#undef NSA__OF_PAIRS
+
+#define NSA__ISA     avx512
+#define NSA__BYTES   64
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET \
+    __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x)      __asm__("" : "+v"(x))
+#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
+#define NSA__WHOLE(e, x) \
+    __asm__("vrndscalep" NSA__LETTER_OF(NSA_REAL) " {$8, %1, %0|%0, %1, 8}" : "=v"(e) : "v"(x))
+#define NSA__TIMES_POWER(p, e) __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
+
+#define NSA__PASTE_(a, b) nsa__##a##_##b
+#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
+#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
+
+#ifdef NSA__DOT
+#define NSA__OF_PAIRS 1
+#else
+#define NSA__OF_PAIRS       0
+#define NSA__DOT(sum, a, b) (sum) += (a) * (b)
+#endif
+
+#if NSA__BYTES
+#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
+typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(memory)
+    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+#if NSA__OF_PAIRS
+typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+#endif
+#else
+#define NSA__L       1
+typedef nsa_real NSA__T(vector);
+typedef nsa__lane NSA__T(lanes);
+typedef nsa_real NSA__T(memory);
+#define NSA__HOLD(x) (void)(x)
+#endif
+#define NSA__V       NSA__T(vector)
+#define NSA__I       NSA__T(lanes)
+#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
+#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
+
+#if NSA__BYTES
+NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
+    const NSA__V zero = {0};
+    return x - zero;
+}
+#if NSA__OF_PAIRS
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    NSA__T(bits) zero = {0};
+    uint32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (NSA__V)(zero + pair);
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
+    NSA__T(halves) numbers;
+    memcpy(&numbers, x, sizeof numbers);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+}
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    if (!singles) return NSA__FROM(b.data + p * b.row + column);
+    const int i = 2 * p, j = 2 * p + 1;
+    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
+    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
+    if (j < singles) {
+        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
+        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
+    }
+    return (NSA__V)pairs;
+}
+#else
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
+    return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+#ifdef NSA__MIN
+    NSA__V smaller;
+    NSA__MIN(smaller, a, b);
+    return smaller;
+#else
+    return NSA__T(pick)(a < b, a, b);
+#endif
+}
+
+NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
+    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    NSA__I zero = {0}, lane;
+    memcpy(&lane, bit, sizeof lane);
+    return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
+}
+#endif
+#else
+NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
+    return x;
+}
+NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
+    return on ? a : b;
+}
+NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+    return a > b ? a : b;
+}
+NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+    return a < b ? a : b;
+}
+NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
+    return (NSA__I)(mask >> j & 1);
+}
+#endif
+
+#if !NSA__OF_PAIRS
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    (void)singles;
+    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
+}
+
+#if NSA__BYTES
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
+    NSA__ARITHMETIC
+    NSA__V p = r * 0.0001535336206885849f + 0.001339887439398139f;
+    p = p * r + 0.00961843735695742f;
+    p = p * r + 0.055503324711908573f;
+    p = p * r + 0.24022647913636852f;
+    p = p * r + 0.6931472028550316f;
+    return p * r + 1.0f;
+}
+#endif
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
+    NSA__ARITHMETIC
+    nsa_real lane[NSA__L];
+#ifdef NSA__TIMES_POWER
+    if (sizeof(nsa_real) == sizeof(float)) {
+        NSA__V e, p;
+        NSA__WHOLE(e, x);
+        p = NSA__T(exp2_of_fraction)(x - e);
+        NSA__TIMES_POWER(p, e);
+        return p;
+    }
+#elif NSA__BYTES
+
+    if (sizeof(nsa_real) == sizeof(float)) {
+        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
+        const NSA__V p = NSA__T(exp2_of_fraction)(r);
+        return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
+    }
+#endif
+    memcpy(lane, &x, sizeof x);
+    for (int j = 0; j < NSA__L; j++) lane[j] = nsa__exp2(lane[j]);
+    memcpy(&x, lane, sizeof x);
+    return x;
+}
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
+#ifdef NSA__TIMES_POWER
+    return NSA__T(exp2)(x);
+#else
+    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
+#endif
+}
+
+NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    memcpy(&lane, order, sizeof lane);
+    for (int half = NSA__L / 2; half; half /= 2)
+        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+    return x[0];
+#else
+    nsa_real lane[NSA__LANES];
+    memcpy(lane, &x, sizeof x);
+    for (int half = NSA__L / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            lane[j] = lane[j] > lane[j + half] ? lane[j] : lane[j + half];
+    return lane[0];
+#endif
+}
+#endif
+
+NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
+                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               nsa_real *c_row[NSA__ROWS], nsa__result c,
+                                               nsa_real factor) {
+    NSA__ARITHMETIC
+    if (c.keep) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++)
+                NSA__TO(c_row[i] + j * NSA__L) =
+                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+        }
+        return;
+    }
+    if (NSA__OF_PAIRS && !c.add) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
+        }
+    }
+    if (c.sum) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
+        }
+        return;
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+    }
+}
+
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
+                                           nsa__matrix b, nsa__result c, int singles,
+                                           nsa_real factor, int asks) {
+    NSA__ARITHMETIC
+    NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
+    const NSA__V zero = NSA__T(splat)(0);
+    const nsa__packed *a_row[NSA__ROWS];
+    nsa_real *c_row[NSA__ROWS];
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
+        c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++)
+            if (c.add && !c.keep)
+                sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
+            else
+                sum[i][j] = zero;
+    }
+    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
+    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
+    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
+    for (int p = 0; p < k; p++) {
+        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) {
+            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            NSA__HOLD(of_b[j]);
+        }
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
+        }
+    }
+    NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
+    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
+}
+
+NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
+                                             nsa__matrix b, nsa__result c, int singles,
+                                             nsa_real factor) {
+    while (m > 0) {
+        int rows = m < NSA__ROWS ? m : NSA__ROWS;
+        if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
+        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
+                         c.asks->next < c.asks->count;
+        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
+        if (rows == NSA__ROWS && !asks)
+            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
+#if NSA__ROWS > 4
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
+#endif
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
+        m -= rows;
+        if (a.rows)
+            a.rows += rows;
+        else
+            a.data += rows * a.row;
+        if (c.rows)
+            c.rows += rows;
+        else
+            c.data += rows * c.row;
+        if (c.keep) c.keep += rows;
+        if (c.sum) c.sum += rows * c.row;
+    }
+}
+
+#if NSA__OF_PAIRS
+
+NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a, nsa__matrix b,
+                                             nsa__result c, int singles, nsa_real factor) {
+    int j = 0;
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
+        b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
+        c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
+    }
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
+        NSA__T(columns)(1, m, k, a, b, c, singles, factor);
+        if (c.sum) c.sum += NSA__L;
+    }
+}
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
+    NSA__T(product)(m, n, k, *a, *b, *c, 0, factor);
+}
+NSA__TARGET static void NSA__T(gemm_singles)(int m, int n, int k, const nsa__matrix *a,
+                                             const nsa__matrix *b, const nsa__result *c) {
+    NSA__T(product)(m, n, (k + 1) / 2, *a, *b, *c, k, 1);
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded)(NSA__V x) {
+    const NSA__T(bits) bits = (NSA__T(bits))x;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded_factor)(NSA__V x) {
+#ifdef NSA__ROUND
+    NSA__T(halves) numbers;
+    NSA__ROUND(numbers, x);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+#else
+    return NSA__T(rounded)(x);
+#endif
+}
+NSA__INLINE NSA__TARGET void NSA__T(put_halves)(uint16_t *to, NSA__T(bits) numbers) {
+    const NSA__T(halves) halves = __builtin_convertvector(numbers, NSA__T(halves));
+    memcpy(to, &halves, sizeof halves);
+}
+
+NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
+    uint16_t *to = (uint16_t *)row;
+    int j = 0;
+    for (; j + NSA__L <= n; j += NSA__L)
+        NSA__T(put_halves)(to + j, NSA__T(rounded)(NSA__FROM(x + j)));
+    for (; j < n; j++) to[j] = nsa__to_bf16((float)x[j]);
+}
+
+NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
+}
+
+NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index,
+                                            const nsa_real *factor, nsa_real *x,
+                                            nsa__packed *by_row) {
+    for (int r = 0; r < rows; r += 2) {
+        const int two = r + 1 < rows;
+        const nsa_real *first = x + r * ld, *second = first + (two ? ld : 0);
+        const NSA__V low = NSA__T(splat)(factor ? factor[row_index[r]] : 1),
+                     high = NSA__T(splat)(factor && two ? factor[row_index[r + 1]] : 1);
+        for (int j = 0; j < n; j += NSA__L) {
+            const NSA__T(bits) a = NSA__T(rounded_factor)(NSA__FROM(first + j) * low);
+            NSA__T(bits) b = {0};
+            if (two) b = NSA__T(rounded_factor)(NSA__FROM(second + j) * high);
+            if (by_row) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + j, a);
+            if (by_row && two) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + ld + j, b);
+            NSA__TO(x + r / 2 * ld + j) = (NSA__V)(a | b << 16);
+        }
+    }
+}
+
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+    uint32_t lane[8] = {0}, sum = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += 8)
+            for (int i = 0; i < 8; i++) {
+                uint32_t pair;
+                memcpy(&pair, x + j + i, sizeof pair);
+                lane[i] |= (pair & 0x7f807f80u) + 0x00800080u;
+            }
+    for (int i = 0; i < 8; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
+NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
+    NSA__T(bits) any = {0};
+    uint32_t lane[NSA__L], sum = 0;
+    for (int r = 0; r < n; r += 2, to += wide) {
+        const nsa__packed *first = x->data + (x->rows ? x->rows[r] : r) * x->row, *second = NULL;
+        if (r + 1 < n) second = x->data + (x->rows ? x->rows[r + 1] : r + 1) * x->row;
+        for (int j = 0; j < wide; j += NSA__L) {
+            NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + j);
+            if (second) pairs |= NSA__T(halves_at)((const uint16_t *)second + j) << 16;
+            any |= (pairs & 0x7f807f80u) + 0x00800080u;
+            NSA__TO(to + j) = (NSA__V)pairs;
+        }
+    }
+    memcpy(lane, &any, sizeof lane);
+    for (int i = 0; i < NSA__L; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
+
+static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
+                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
+                                         NSA__T(store)};
+#else
+
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
+                                     const nsa__matrix *right, const nsa__result *result) {
+    NSA__ARITHMETIC
+    const nsa__matrix a = *left;
+    nsa__matrix b = *right, b_all = b;
+    nsa__result c = *result;
+    int j = 0;
+    b_all.rows = NULL;
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        b_all.data = b.data;
+        if (b.rows)
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+        else
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+        b.data += NSA__VECTORS * NSA__L;
+        c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
+    }
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
+        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        if (c.sum) c.sum += NSA__L;
+    }
+    for (; j < n; j++, b.data++, c.data++)
+        for (int i = 0; i < m; i++) {
+            const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
+            nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
+            nsa_real sum = c.add && !c.keep ? *to : 0;
+            for (int p = 0; p < k; p++)
+                sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
+            *to = c.keep ? sum + c.keep[i] * *to : sum;
+        }
+}
+
+NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group,
+                                        const uint64_t *mask, int first, const int *row_index,
+                                        nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
+                                        nsa_real *shrink) {
+    NSA__ARITHMETIC
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
+    for (int r = 0; r < rows; r++) {
+        const uint64_t seen = mask[r / group];
+        nsa_real *x = s + r * ld;
+        NSA__V most = lowest;
+        for (int j = 0; j < n; j += NSA__L) {
+            if (seen != ~(uint64_t)0)
+                NSA__TO(x + j) =
+                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+            most = NSA__T(max)(NSA__FROM(x + j), most);
+        }
+        const nsa_real largest = NSA__T(largest)(most);
+        nsa_real *so_far = m + row_index[r];
+        shrink[r] = *so_far;
+        *so_far = largest > *so_far ? largest : *so_far;
+        shrink[r] -= *so_far;
+    }
+
+    for (int r = 0; r < rows; r += NSA__L)
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
+
+    for (int r = 0; r < rows; r++) {
+        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        const nsa_real *x = s + r * ld;
+        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
+        for (int j = 0; j < NSA__LANES; j += NSA__L) {
+            NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
+            for (int at = j; at < n; at += NSA__LANES) {
+                const NSA__V e = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                NSA__TO(to + at) = e;
+                of_lane += e;
+            }
+            NSA__TO(sum + j) = of_lane;
+        }
+    }
+}
+
+NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
+                                         const uint64_t *mask, int first, const int *row_index,
+                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         nsa_real *dp) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++) {
+        const uint64_t seen = mask[r / group];
+        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+                     of_row = NSA__T(splat)(delta[row_index[r]]);
+        const NSA__V zero = NSA__T(splat)(0);
+        for (int j = 0; j < n; j += NSA__L) {
+            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
+            if (seen != ~(uint64_t)0) {
+                const NSA__I on = NSA__T(seen)(seen, first + j);
+                p = NSA__T(pick)(on, p, zero);
+                ds = NSA__T(pick)(on, ds, zero);
+            }
+            NSA__TO(s + r * ld + j) = p;
+            NSA__TO(dp + r * ld + j) = ds;
+        }
+    }
+}
+
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+                                            const nsa_real *s, nsa_real *sum) {
+    NSA__ARITHMETIC
+
+    for (int j = 0; j < n; j += NSA__L) {
+        NSA__V p = NSA__T(splat)(0);
+        for (int r = 0; r < rows; r++)
+            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
+        NSA__TO(sum + j) = p;
+    }
+}
+
+NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane least) {
+    int j = 0, sum = 0;
+#if NSA__BYTES
+    nsa__lane lane[NSA__L];
+    NSA__I count = {0};
+    const NSA__I bound = count + least;
+    for (; j + NSA__L <= n; j += NSA__L)
+        count -= (NSA__I)NSA__FROM(x + j) >= bound;
+    memcpy(lane, &count, sizeof count);
+    for (int i = 0; i < NSA__L; i++) sum += (int)lane[i];
+#endif
+    for (; j < n; j++) {
+        nsa__lane bits;
+        memcpy(&bits, x + j, sizeof bits);
+        sum += bits >= least;
+    }
+    return sum;
+}
+
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+    nsa__bits_t lane[NSA__LANES], sum = 0;
+    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__LANES)
+            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
+    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+    return !(sum >> NSA__SIGN_BIT);
+}
+
+NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
+    for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
+}
+
+NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real *const x[3],
+                                     nsa_real *to) {
+    NSA__ARITHMETIC
+    const NSA__V a = NSA__T(splat)(g[0]), b = NSA__T(splat)(g[1]), c = NSA__T(splat)(g[2]);
+    for (int j = 0; j < n; j += NSA__L)
+        NSA__TO(to + j) =
+            a * NSA__FROM(x[0] + j) + b * NSA__FROM(x[1] + j) + c * NSA__FROM(x[2] + j);
+}
+
+NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x,
+                                          ptrdiff_t ld_to, nsa_real *to) {
+    int c = 0;
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    NSA__V block[NSA__L];
+    memcpy(&lane, order, sizeof lane);
+    for (; c + NSA__L / 4 < columns; c += NSA__L)
+        for (int r = 0; r < rows; r += NSA__L) {
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++) block[i] = NSA__FROM(x + (r + i) * ld + c);
+            NSA__UNROLL
+            for (int half = NSA__L / 2; half; half /= 2) {
+
+                const NSA__I low = lane + (((lane & half) != 0) & (NSA__L - half)),
+                             high = low + half;
+                NSA__UNROLL
+                for (int i = 0; i < NSA__L; i++)
+                    if (!(i & half)) {
+                        const NSA__V a = block[i], b = block[i + half];
+                        block[i] = __builtin_shuffle(a, b, low);
+                        block[i + half] = __builtin_shuffle(a, b, high);
+                    }
+            }
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++)
+                if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
+        }
+#endif
+    for (; c < columns; c++)
+        for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
+}
+
+NSA__INLINE NSA__TARGET double NSA__T(log2)(double x) {
+    NSA__ARITHMETIC
+    const uint64_t least = 0x3fe6a09e667f3bcd;
+    uint64_t bits;
+    double f;
+    if (sizeof(nsa_real) == sizeof(double)) return log2(x);
+    memcpy(&bits, &x, sizeof bits);
+    bits -= least;
+    const double e = (int32_t)(bits >> 32) >> 20;
+    bits = (bits & 0xfffffffffffff) + least;
+    memcpy(&f, &bits, sizeof f);
+    const double t = (f - 1) / (f + 1), t2 = t * t;
+    double sum = t2 * 0.3205988979753252 + 0.4121985831111324;
+    sum = sum * t2 + 0.5770780163555853;
+    sum = sum * t2 + 0.9617966939259756;
+    return e + t * (sum * t2 + 2.8853900817779268);
+}
+
+NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
+                                       nsa_real *lse) {
+    NSA__ARITHMETIC
+    nsa_real part[NSA__LANES][NSA__LANES];
+    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
+    for (int half = NSA__LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
+    for (int r = 0; r < NSA__LANES; r++) {
+        const nsa_real l = part[0][r];
+        const int none = l == 0;
+        const double some = none ? 1 : (double)l;
+        over[r] = none ? 0 : (nsa_real)(1 / some);
+        part[1][r] = (nsa_real)(((double)m[r] + NSA__T(log2)(some)) * NSA__LN2);
+    }
+    for (int r = 0; r < NSA__LANES; r++) {
+        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
+        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
+    }
+}
+
+static const nsa__tiles NSA__T(tiles) = {
+    NSA__T(gemm),   NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
+    NSA__T(finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+#endif
+
+#undef NSA__PASTE_
+#undef NSA__PASTE
+#undef NSA__T
+#undef NSA__L
+#undef NSA__V
+#undef NSA__I
+#undef NSA__TO
+#undef NSA__FROM
+#undef NSA__ISA
+#undef NSA__BYTES
+#undef NSA__ROWS
+#undef NSA__VECTORS
+#undef NSA__TARGET
+#undef NSA__HOLD
+#undef NSA__MAX
+#undef NSA__MIN
+#undef NSA__WHOLE
+#undef NSA__TIMES_POWER
+#undef NSA__DOT
+#undef NSA__ROUND
+#undef NSA__OF_PAIRS
+
+#endif
+
+/* Sets with products of bf16 have nothing else of their own. NSA__DOT(sum, a, b) adds to each lane
+   of f32 sums the two products of its pairs. It is the instruction itself, because compilers have
+   changed the types of its builtins from version to version. VDPBF16PS adds the odd product, then
+   the even one, each as a multiply-add that rounds to nearest. BFDOT rounds to odd. Both take
+   subnormal numbers for 0. NSA__ROUND(halves, x) rounds a vector of f32 to bf16 in one
+   instruction. */
+#if defined(NSA__HAS_BF16_BY_HAND)
+#include NSA__BF16_BY_HAND
+#elif defined(NSA__HAS_AVX512_BF16)
+#define NSA__ISA     bf16
+#define NSA__BYTES   64
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET \
+    __attribute__((target("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+v"(x))
+#define NSA__DOT(sum, a, b) \
+    __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
+#define NSA__ROUND(halves, x) __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
+#elif defined(NSA__HAS_NEON_BF16)
+#ifdef __clang__
+#define NSA__BFDOT __attribute__((target("bf16")))
+#else
+#define NSA__BFDOT __attribute__((target("+bf16")))
+#endif
+#define NSA__ISA            bf16
+#define NSA__BYTES          16
+#define NSA__ROWS           6
+#define NSA__VECTORS        4
+#define NSA__TARGET         NSA__BFDOT NSA__COMPILED
+#define NSA__HOLD(x)        __asm__("" : "+w"(x))
+#define NSA__DOT(sum, a, b) __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(a), "w"(b))
+#endif
+#ifdef NSA__ISA
+
+#define NSA__PASTE_(a, b) nsa__##a##_##b
+#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
+#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
+
+#ifdef NSA__DOT
+#define NSA__OF_PAIRS 1
+#else
+#define NSA__OF_PAIRS       0
+#define NSA__DOT(sum, a, b) (sum) += (a) * (b)
+#endif
+
+#if NSA__BYTES
+#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
+typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(memory)
+    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+#if NSA__OF_PAIRS
+typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+#endif
+#else
+#define NSA__L       1
+typedef nsa_real NSA__T(vector);
+typedef nsa__lane NSA__T(lanes);
+typedef nsa_real NSA__T(memory);
+#define NSA__HOLD(x) (void)(x)
+#endif
+#define NSA__V       NSA__T(vector)
+#define NSA__I       NSA__T(lanes)
+#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
+#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
+
+#if NSA__BYTES
+NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
+    const NSA__V zero = {0};
+    return x - zero;
+}
+#if NSA__OF_PAIRS
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    NSA__T(bits) zero = {0};
+    uint32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (NSA__V)(zero + pair);
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
+    NSA__T(halves) numbers;
+    memcpy(&numbers, x, sizeof numbers);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+}
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    if (!singles) return NSA__FROM(b.data + p * b.row + column);
+    const int i = 2 * p, j = 2 * p + 1;
+    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
+    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
+    if (j < singles) {
+        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
+        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
+    }
+    return (NSA__V)pairs;
+}
+#else
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
+    return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+#ifdef NSA__MIN
+    NSA__V smaller;
+    NSA__MIN(smaller, a, b);
+    return smaller;
+#else
+    return NSA__T(pick)(a < b, a, b);
+#endif
+}
+
+NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
+    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    NSA__I zero = {0}, lane;
+    memcpy(&lane, bit, sizeof lane);
+    return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
+}
+#endif
+#else
+NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
+    return x;
+}
+NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
+    return on ? a : b;
+}
+NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+    return a > b ? a : b;
+}
+NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+    return a < b ? a : b;
+}
+NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
+    return (NSA__I)(mask >> j & 1);
+}
+#endif
+
+#if !NSA__OF_PAIRS
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    (void)singles;
+    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
+}
+
+#if NSA__BYTES
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
+    NSA__ARITHMETIC
+    NSA__V p = r * 0.0001535336206885849f + 0.001339887439398139f;
+    p = p * r + 0.00961843735695742f;
+    p = p * r + 0.055503324711908573f;
+    p = p * r + 0.24022647913636852f;
+    p = p * r + 0.6931472028550316f;
+    return p * r + 1.0f;
+}
+#endif
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
+    NSA__ARITHMETIC
+    nsa_real lane[NSA__L];
+#ifdef NSA__TIMES_POWER
+    if (sizeof(nsa_real) == sizeof(float)) {
+        NSA__V e, p;
+        NSA__WHOLE(e, x);
+        p = NSA__T(exp2_of_fraction)(x - e);
+        NSA__TIMES_POWER(p, e);
+        return p;
+    }
+#elif NSA__BYTES
+
+    if (sizeof(nsa_real) == sizeof(float)) {
+        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
+        const NSA__V p = NSA__T(exp2_of_fraction)(r);
+        return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
+    }
+#endif
+    memcpy(lane, &x, sizeof x);
+    for (int j = 0; j < NSA__L; j++) lane[j] = nsa__exp2(lane[j]);
+    memcpy(&x, lane, sizeof x);
+    return x;
+}
+
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
+#ifdef NSA__TIMES_POWER
+    return NSA__T(exp2)(x);
+#else
+    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
+#endif
+}
+
+NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    memcpy(&lane, order, sizeof lane);
+    for (int half = NSA__L / 2; half; half /= 2)
+        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+    return x[0];
+#else
+    nsa_real lane[NSA__LANES];
+    memcpy(lane, &x, sizeof x);
+    for (int half = NSA__L / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            lane[j] = lane[j] > lane[j + half] ? lane[j] : lane[j + half];
+    return lane[0];
+#endif
+}
+#endif
+
+NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
+                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               nsa_real *c_row[NSA__ROWS], nsa__result c,
+                                               nsa_real factor) {
+    NSA__ARITHMETIC
+    if (c.keep) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++)
+                NSA__TO(c_row[i] + j * NSA__L) =
+                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+        }
+        return;
+    }
+    if (NSA__OF_PAIRS && !c.add) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
+        }
+    }
+    if (c.sum) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
+        }
+        return;
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+    }
+}
+
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
+                                           nsa__matrix b, nsa__result c, int singles,
+                                           nsa_real factor, int asks) {
+    NSA__ARITHMETIC
+    NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
+    const NSA__V zero = NSA__T(splat)(0);
+    const nsa__packed *a_row[NSA__ROWS];
+    nsa_real *c_row[NSA__ROWS];
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
+        c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++)
+            if (c.add && !c.keep)
+                sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
+            else
+                sum[i][j] = zero;
+    }
+    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
+    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
+    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
+    for (int p = 0; p < k; p++) {
+        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) {
+            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            NSA__HOLD(of_b[j]);
+        }
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
+        }
+    }
+    NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
+    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
+}
+
+NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
+                                             nsa__matrix b, nsa__result c, int singles,
+                                             nsa_real factor) {
+    while (m > 0) {
+        int rows = m < NSA__ROWS ? m : NSA__ROWS;
+        if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
+        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
+                         c.asks->next < c.asks->count;
+        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
+        if (rows == NSA__ROWS && !asks)
+            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
+#if NSA__ROWS > 4
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
+#endif
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
+        m -= rows;
+        if (a.rows)
+            a.rows += rows;
+        else
+            a.data += rows * a.row;
+        if (c.rows)
+            c.rows += rows;
+        else
+            c.data += rows * c.row;
+        if (c.keep) c.keep += rows;
+        if (c.sum) c.sum += rows * c.row;
+    }
+}
+
+#if NSA__OF_PAIRS
+
+NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a, nsa__matrix b,
+                                             nsa__result c, int singles, nsa_real factor) {
+    int j = 0;
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
+        b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
+        c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
+    }
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
+        NSA__T(columns)(1, m, k, a, b, c, singles, factor);
+        if (c.sum) c.sum += NSA__L;
+    }
+}
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
+    NSA__T(product)(m, n, k, *a, *b, *c, 0, factor);
+}
+NSA__TARGET static void NSA__T(gemm_singles)(int m, int n, int k, const nsa__matrix *a,
+                                             const nsa__matrix *b, const nsa__result *c) {
+    NSA__T(product)(m, n, (k + 1) / 2, *a, *b, *c, k, 1);
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded)(NSA__V x) {
+    const NSA__T(bits) bits = (NSA__T(bits))x;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded_factor)(NSA__V x) {
+#ifdef NSA__ROUND
+    NSA__T(halves) numbers;
+    NSA__ROUND(numbers, x);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+#else
+    return NSA__T(rounded)(x);
+#endif
+}
+NSA__INLINE NSA__TARGET void NSA__T(put_halves)(uint16_t *to, NSA__T(bits) numbers) {
+    const NSA__T(halves) halves = __builtin_convertvector(numbers, NSA__T(halves));
+    memcpy(to, &halves, sizeof halves);
+}
+
+NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
+    uint16_t *to = (uint16_t *)row;
+    int j = 0;
+    for (; j + NSA__L <= n; j += NSA__L)
+        NSA__T(put_halves)(to + j, NSA__T(rounded)(NSA__FROM(x + j)));
+    for (; j < n; j++) to[j] = nsa__to_bf16((float)x[j]);
+}
+
+NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
+}
+
+NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index,
+                                            const nsa_real *factor, nsa_real *x,
+                                            nsa__packed *by_row) {
+    for (int r = 0; r < rows; r += 2) {
+        const int two = r + 1 < rows;
+        const nsa_real *first = x + r * ld, *second = first + (two ? ld : 0);
+        const NSA__V low = NSA__T(splat)(factor ? factor[row_index[r]] : 1),
+                     high = NSA__T(splat)(factor && two ? factor[row_index[r + 1]] : 1);
+        for (int j = 0; j < n; j += NSA__L) {
+            const NSA__T(bits) a = NSA__T(rounded_factor)(NSA__FROM(first + j) * low);
+            NSA__T(bits) b = {0};
+            if (two) b = NSA__T(rounded_factor)(NSA__FROM(second + j) * high);
+            if (by_row) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + j, a);
+            if (by_row && two) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + ld + j, b);
+            NSA__TO(x + r / 2 * ld + j) = (NSA__V)(a | b << 16);
+        }
+    }
+}
+
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+    uint32_t lane[8] = {0}, sum = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += 8)
+            for (int i = 0; i < 8; i++) {
+                uint32_t pair;
+                memcpy(&pair, x + j + i, sizeof pair);
+                lane[i] |= (pair & 0x7f807f80u) + 0x00800080u;
+            }
+    for (int i = 0; i < 8; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
+NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
+    NSA__T(bits) any = {0};
+    uint32_t lane[NSA__L], sum = 0;
+    for (int r = 0; r < n; r += 2, to += wide) {
+        const nsa__packed *first = x->data + (x->rows ? x->rows[r] : r) * x->row, *second = NULL;
+        if (r + 1 < n) second = x->data + (x->rows ? x->rows[r + 1] : r + 1) * x->row;
+        for (int j = 0; j < wide; j += NSA__L) {
+            NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + j);
+            if (second) pairs |= NSA__T(halves_at)((const uint16_t *)second + j) << 16;
+            any |= (pairs & 0x7f807f80u) + 0x00800080u;
+            NSA__TO(to + j) = (NSA__V)pairs;
+        }
+    }
+    memcpy(lane, &any, sizeof lane);
+    for (int i = 0; i < NSA__L; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
+
+static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
+                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
+                                         NSA__T(store)};
+#else
+
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
+                                     const nsa__matrix *right, const nsa__result *result) {
+    NSA__ARITHMETIC
+    const nsa__matrix a = *left;
+    nsa__matrix b = *right, b_all = b;
+    nsa__result c = *result;
+    int j = 0;
+    b_all.rows = NULL;
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        b_all.data = b.data;
+        if (b.rows)
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+        else
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+        b.data += NSA__VECTORS * NSA__L;
+        c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
+    }
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
+        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        if (c.sum) c.sum += NSA__L;
+    }
+    for (; j < n; j++, b.data++, c.data++)
+        for (int i = 0; i < m; i++) {
+            const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
+            nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
+            nsa_real sum = c.add && !c.keep ? *to : 0;
+            for (int p = 0; p < k; p++)
+                sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
+            *to = c.keep ? sum + c.keep[i] * *to : sum;
+        }
+}
+
+NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group,
+                                        const uint64_t *mask, int first, const int *row_index,
+                                        nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
+                                        nsa_real *shrink) {
+    NSA__ARITHMETIC
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
+    for (int r = 0; r < rows; r++) {
+        const uint64_t seen = mask[r / group];
+        nsa_real *x = s + r * ld;
+        NSA__V most = lowest;
+        for (int j = 0; j < n; j += NSA__L) {
+            if (seen != ~(uint64_t)0)
+                NSA__TO(x + j) =
+                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+            most = NSA__T(max)(NSA__FROM(x + j), most);
+        }
+        const nsa_real largest = NSA__T(largest)(most);
+        nsa_real *so_far = m + row_index[r];
+        shrink[r] = *so_far;
+        *so_far = largest > *so_far ? largest : *so_far;
+        shrink[r] -= *so_far;
+    }
+
+    for (int r = 0; r < rows; r += NSA__L)
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
+
+    for (int r = 0; r < rows; r++) {
+        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        const nsa_real *x = s + r * ld;
+        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
+        for (int j = 0; j < NSA__LANES; j += NSA__L) {
+            NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
+            for (int at = j; at < n; at += NSA__LANES) {
+                const NSA__V e = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                NSA__TO(to + at) = e;
+                of_lane += e;
+            }
+            NSA__TO(sum + j) = of_lane;
+        }
+    }
+}
+
+NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
+                                         const uint64_t *mask, int first, const int *row_index,
+                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         nsa_real *dp) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++) {
+        const uint64_t seen = mask[r / group];
+        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+                     of_row = NSA__T(splat)(delta[row_index[r]]);
+        const NSA__V zero = NSA__T(splat)(0);
+        for (int j = 0; j < n; j += NSA__L) {
+            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
+            if (seen != ~(uint64_t)0) {
+                const NSA__I on = NSA__T(seen)(seen, first + j);
+                p = NSA__T(pick)(on, p, zero);
+                ds = NSA__T(pick)(on, ds, zero);
+            }
+            NSA__TO(s + r * ld + j) = p;
+            NSA__TO(dp + r * ld + j) = ds;
+        }
+    }
+}
+
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+                                            const nsa_real *s, nsa_real *sum) {
+    NSA__ARITHMETIC
+
+    for (int j = 0; j < n; j += NSA__L) {
+        NSA__V p = NSA__T(splat)(0);
+        for (int r = 0; r < rows; r++)
+            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
+        NSA__TO(sum + j) = p;
+    }
+}
+
+NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane least) {
+    int j = 0, sum = 0;
+#if NSA__BYTES
+    nsa__lane lane[NSA__L];
+    NSA__I count = {0};
+    const NSA__I bound = count + least;
+    for (; j + NSA__L <= n; j += NSA__L)
+        count -= (NSA__I)NSA__FROM(x + j) >= bound;
+    memcpy(lane, &count, sizeof count);
+    for (int i = 0; i < NSA__L; i++) sum += (int)lane[i];
+#endif
+    for (; j < n; j++) {
+        nsa__lane bits;
+        memcpy(&bits, x + j, sizeof bits);
+        sum += bits >= least;
+    }
+    return sum;
+}
+
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+    nsa__bits_t lane[NSA__LANES], sum = 0;
+    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__LANES)
+            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
+    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+    return !(sum >> NSA__SIGN_BIT);
+}
+
+NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
+    for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
+}
+
+NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real *const x[3],
+                                     nsa_real *to) {
+    NSA__ARITHMETIC
+    const NSA__V a = NSA__T(splat)(g[0]), b = NSA__T(splat)(g[1]), c = NSA__T(splat)(g[2]);
+    for (int j = 0; j < n; j += NSA__L)
+        NSA__TO(to + j) =
+            a * NSA__FROM(x[0] + j) + b * NSA__FROM(x[1] + j) + c * NSA__FROM(x[2] + j);
+}
+
+NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x,
+                                          ptrdiff_t ld_to, nsa_real *to) {
+    int c = 0;
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    NSA__V block[NSA__L];
+    memcpy(&lane, order, sizeof lane);
+    for (; c + NSA__L / 4 < columns; c += NSA__L)
+        for (int r = 0; r < rows; r += NSA__L) {
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++) block[i] = NSA__FROM(x + (r + i) * ld + c);
+            NSA__UNROLL
+            for (int half = NSA__L / 2; half; half /= 2) {
+
+                const NSA__I low = lane + (((lane & half) != 0) & (NSA__L - half)),
+                             high = low + half;
+                NSA__UNROLL
+                for (int i = 0; i < NSA__L; i++)
+                    if (!(i & half)) {
+                        const NSA__V a = block[i], b = block[i + half];
+                        block[i] = __builtin_shuffle(a, b, low);
+                        block[i + half] = __builtin_shuffle(a, b, high);
+                    }
+            }
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++)
+                if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
+        }
+#endif
+    for (; c < columns; c++)
+        for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
+}
+
+NSA__INLINE NSA__TARGET double NSA__T(log2)(double x) {
+    NSA__ARITHMETIC
+    const uint64_t least = 0x3fe6a09e667f3bcd;
+    uint64_t bits;
+    double f;
+    if (sizeof(nsa_real) == sizeof(double)) return log2(x);
+    memcpy(&bits, &x, sizeof bits);
+    bits -= least;
+    const double e = (int32_t)(bits >> 32) >> 20;
+    bits = (bits & 0xfffffffffffff) + least;
+    memcpy(&f, &bits, sizeof f);
+    const double t = (f - 1) / (f + 1), t2 = t * t;
+    double sum = t2 * 0.3205988979753252 + 0.4121985831111324;
+    sum = sum * t2 + 0.5770780163555853;
+    sum = sum * t2 + 0.9617966939259756;
+    return e + t * (sum * t2 + 2.8853900817779268);
+}
+
+NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
+                                       nsa_real *lse) {
+    NSA__ARITHMETIC
+    nsa_real part[NSA__LANES][NSA__LANES];
+    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
+    for (int half = NSA__LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
+    for (int r = 0; r < NSA__LANES; r++) {
+        const nsa_real l = part[0][r];
+        const int none = l == 0;
+        const double some = none ? 1 : (double)l;
+        over[r] = none ? 0 : (nsa_real)(1 / some);
+        part[1][r] = (nsa_real)(((double)m[r] + NSA__T(log2)(some)) * NSA__LN2);
+    }
+    for (int r = 0; r < NSA__LANES; r++) {
+        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
+        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
+    }
+}
+
+static const nsa__tiles NSA__T(tiles) = {
+    NSA__T(gemm),   NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
+    NSA__T(finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+#endif
+
+#undef NSA__PASTE_
+#undef NSA__PASTE
+#undef NSA__T
+#undef NSA__L
+#undef NSA__V
+#undef NSA__I
+#undef NSA__TO
+#undef NSA__FROM
+#undef NSA__ISA
+#undef NSA__BYTES
+#undef NSA__ROWS
+#undef NSA__VECTORS
+#undef NSA__TARGET
+#undef NSA__HOLD
+#undef NSA__MAX
+#undef NSA__MIN
+#undef NSA__WHOLE
+#undef NSA__TIMES_POWER
+#undef NSA__DOT
+#undef NSA__ROUND
+#undef NSA__OF_PAIRS
+
+#endif
+
+/* The set that a call uses, of those that nsa_isa_available has allowed. The enum lists the sets of
+   one kind of machine from narrow to wide, so the first available from its end is the widest. */
+static nsa_isa nsa__isa_of(nsa_isa isa) {
+    for (int widest = NSA_ISA_NEON_BF16; isa == NSA_ISA_DETECT; widest--)
+        if (nsa_isa_available((nsa_isa)widest)) isa = (nsa_isa)widest;
+    return isa;
+}
+
+/* The products of bf16 of a call, or NULL: its rows of bf16 are widened then. */
+static const nsa__pairs *nsa__pairs_of(const nsa_desc *d) {
+    nsa_isa isa = nsa__isa_of(d->isa);
+    if (d->products == NSA_PRODUCTS_F32 || (isa != NSA_ISA_AVX512_BF16 && isa != NSA_ISA_NEON_BF16))
+        return NULL;
+#if defined(NSA__HAS_BF16_BY_HAND) || defined(NSA__HAS_AVX512_BF16) || defined(NSA__HAS_NEON_BF16)
+    return &nsa__pairs_bf16;
+#else
+    return NULL;
+#endif
+}
+
+/* As nsa__store. `pairs` may be NULL. */
+static void nsa__store_by(const nsa__pairs *pairs, nsa_dtype dtype, void *row, const nsa_real *from,
+                          int n) {
+    if (pairs && dtype == NSA_BF16)
+        pairs->store(n, from, row);
+    else
+        nsa__store(dtype, row, from, n);
+}
+
+/* 1 if tiles may read and write rows of `width` numbers where they lie: reals in whole vectors. */
+static int nsa__rows_of_reals(const nsa_tensor *x, int width) {
+    return x->dtype == NSA_REAL_DTYPE && width % NSA__LANES == 0;
+}
+
+static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
+    switch (nsa__isa_of(isa)) {
+#ifdef NSA__HAS_BF16_BY_HAND
+    case NSA_ISA_AVX512_BF16:
+        return &nsa__tiles_sse2;
+#endif
+#ifdef NSA__HAS_SSE2
+    case NSA_ISA_SSE2:
+        return &nsa__tiles_sse2;
+#endif
+#ifdef NSA__HAS_AVX
+    case NSA_ISA_AVX2:
+        return &nsa__tiles_avx2;
+#ifdef NSA__HAS_AVX512_BF16
+    case NSA_ISA_AVX512_BF16:
+#endif
+    case NSA_ISA_AVX512:
+        return &nsa__tiles_avx512;
+#endif
+#ifdef NSA__HAS_NEON
+#ifdef NSA__HAS_NEON_BF16
+    case NSA_ISA_NEON_BF16:
+#endif
+    case NSA_ISA_NEON:
+        return &nsa__tiles_neon;
+#endif
+#ifdef NSA__HAS_SIMD128
+    case NSA_ISA_SIMD128:
+        return &nsa__tiles_simd128;
+#endif
+    default:
+        return &nsa__tiles_plain;
+    }
+}
+
+/* ---- RoPE ---------------------------------------------------------------------------------------
+   Twin: kernels/rope.cuh. Not here: frequencies, which both sides share (shared.h). */
+
+typedef struct nsa__rope_job {
+    const nsa_rope *x, *dx; /* dx NULL: forward */
+    const nsa_desc *d;
+    nsa__seq seq;
+    double frequency[NSA__MAX_DIM / 2]; /* of each pair, radians from one position to the next */
+    double magnitude;
+} nsa__rope_job;
+
+/* Rotates one row: pair (a, b) becomes (a cos - b sin, b cos + a sin). The pair is numbers
+   (2i, 2i + 1), or (i, i + dim/2) with NSA_ROPE_HALVES. With sign -1 the matrix is the transpose,
+   which backward needs. */
+static void nsa__rope_rotate(const nsa_rope *x, const double *cosine, const double *sine,
+                             double sign, nsa_real *row) {
+    int step = x->pairs == NSA_ROPE_HALVES ? 1 : 2,
+        other = x->pairs == NSA_ROPE_HALVES ? x->dim / 2 : 1;
+    for (int i = 0; i < x->dim / 2; i++) {
+        double a = (double)row[step * i], b = (double)row[step * i + other];
+        row[step * i] = (nsa_real)(a * cosine[i] - sign * b * sine[i]);
+        row[step * i + other] = (nsa_real)(b * cosine[i] + sign * a * sine[i]);
+    }
+}
+
+enum { NSA__ROPE_TOKENS = 16 }; /* tokens of a task */
+
+/* Forward rotates x into out; backward rotates dout back and adds it to dx. Angles are computed
+   once per token and serve all heads. They are doubles, because f32 has steps of 1/16 near an angle
+   of 10^6 radians. */
+static void nsa__rope_task(const void *context, int64_t index, void *scratch) {
+    const nsa__rope_job *p = (const nsa__rope_job *)context;
+    const nsa_rope *x = p->x;
+    double cosine[NSA__MAX_DIM / 2], sine[NSA__MAX_DIM / 2];
+    nsa_real row[NSA__MAX_DIM];
+    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__ROPE_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__ROPE_TOKENS; t < end; t++) {
+        double position = (double)(p->seq.first + t);
+        if (x->positions.data)
+            position = *(const int32_t *)nsa__row(&x->positions, p->seq.batch, p->seq.row + t, 0);
+        for (int i = 0; i < x->dim / 2; i++) {
+            cosine[i] = p->magnitude * cos(position * p->frequency[i]);
+            sine[i] = p->magnitude * sin(position * p->frequency[i]);
+        }
+        for (int h = 0; h < x->heads; h++) {
+            const nsa_tensor *from = p->dx ? &p->dx->out : &x->x;
+            nsa__load(row, from->dtype, nsa__row(from, p->seq.batch, p->seq.row + t, h), x->dim);
+            nsa__rope_rotate(x, cosine, sine, p->dx ? -1 : 1, row);
+            const nsa_tensor *to = p->dx ? &p->dx->x : &x->out;
+            void *at = nsa__row(to, p->seq.batch, p->seq.row + t, h);
+            if (p->dx)
+                nsa__add(to->dtype, at, 1, row, x->dim);
+            else
+                nsa__store(to->dtype, at, row, x->dim);
+        }
+    }
+}
+
+static nsa_status nsa__rope_check(const nsa_rope *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__rope_check_options(x));
+    if (!nsa__fits(d->batch, d->tokens, x->heads, x->dim))
+        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_heads);
+    if (!x->positions.data) return NSA_OK;
+    return nsa__check_view(&x->positions, nsa__query_shape(d, 1, 1), NSA__INTS, 0,
+                           NSA__AT_positions);
+}
+
+/* Frequencies are computed once per call, because pow is slow and they depend on the options alone.
+   */
+static void nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
+    nsa__rope_job p;
+    nsa__team team = {nsa__threads(d), NULL, 0};
+    p.x = x;
+    p.dx = dx;
+    p.d = d;
+    nsa__rope_frequencies(x, p.frequency, &p.magnitude);
+    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
+        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__ROPE_TOKENS), nsa__rope_task, &p);
+}
+
+NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, double *magnitude) {
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__rope_check_options(x));
+    if (!frequencies) return nsa__error(NSA_ERROR_NULL, NSA__AT_frequencies);
+    if (!magnitude) return nsa__error(NSA_ERROR_NULL, NSA__AT_magnitude);
+    nsa__rope_frequencies(x, frequencies, magnitude);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {
+    NSA__CHECK(nsa__rope_check(x, d));
+    nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
+    NSA__CHECK(nsa__check_view(&x->x, shape, nsa__floats(), 0, NSA__AT_x));
+    NSA__CHECK(nsa__check_view(&x->out, shape, nsa__floats(), 1, NSA__AT_out));
+    nsa__rope_run(NULL, x, d);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
+    NSA__CHECK(nsa__rope_check(x, d));
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
+    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gradient(&dx->x, &x->x, shape, NSA__AT_x));
+    if (dx->x.data) nsa__rope_run(dx, x, d);
+    return NSA_OK;
+}
+
+/* ---- Compression --------------------------------------------------------------------------------
+   Twin: kernels/compress.cuh. Not here: how many compressed rows there are (index.h). */
+
+typedef struct nsa__compress_job {
+    const nsa_compress *x, *dx;
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    nsa__seq seq;
+    int head;
+    int ring;            /* a decoding cache's raw rows; 0: straight */
+    int appends;         /* blocks that the tokens before query `first` complete are there */
+    nsa_real *w1, *w1_t; /* mlp, of `head`: (hidden, l D) and its transpose */
+    nsa_real *w2, *w2_t; /* mlp, of `head`: (D, hidden) and its transpose */
+    nsa_real *act, *dh;  /* mlp backward, of every compressed row of `head`: silu(h) and dh */
+    int64_t rows, row;   /* rows of act and dh, and where those of `seq` begin */
+    nsa_real *dpos, *dw1, *db1, *dw2, *db2; /* sums of the gradients, of their parameters' shapes */
+    nsa_real *dh_sum; /* mlp backward: (hidden), the sum of dh over all rows of `head` */
+} nsa__compress_job;
+
+/* Blocks of a task, and tokens of a task that gathers dx. */
+enum { NSA__CMP_ROWS = 64, NSA__CMP_TOKENS = 64 };
+
+static void *nsa__parameter_row(const nsa_tensor *x, int head, int64_t row) {
+    return nsa__row(x, 0, row, head);
+}
+
+/* Row `row` of a parameter of one head; zeros if the parameter is absent: pos, b1 and b2 are
+   optional. */
+static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int64_t row, int n) {
+    if (x->data)
+        nsa__load(to, x->dtype, nsa__parameter_row(x, head, row), n);
+    else
+        memset(to, 0, (size_t)n * sizeof *to);
+}
+
+/* The row of x of a token, which counts from the start of the sequence. */
+static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token) {
+    return nsa__key_row(&p->seq.keys, &p->x->x, token, p->head);
+}
+
+/* The first block to compute. */
+static int nsa__compress_begin(const nsa__compress_job *p) {
+    return p->appends ? nsa_cmp_count(p->d, p->seq.first) : 0;
+}
+
+/* -- mean and conv: Eq. 7 with phi a weighted sum of the l rows, each channel for itself --
+   out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean. Tap j of a block is its token
+   i d + j. */
+
+/* The weights w[j][c] of tap j for all channels. */
+static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
+    if (p->x->phi == NSA_PHI_CONV)
+        nsa__load_parameter(w, &p->x->w1, p->head, j, p->x->dim);
+    else
+        for (int c = 0; c < p->x->dim; c++) w[c] = (nsa_real)(1.0 / p->d->cmp_block);
+}
+
+/* Taps are the outer loop, because a tap's weights are then loaded once for all blocks of the task.
+   A sum still runs over ascending j, so its bits depend on its own block alone. */
+static void nsa__filter_task(const void *context, int64_t index, void *scratch) {
+    nsa__compress_job of_head = *(const nsa__compress_job *)context, *p = &of_head;
+    const nsa_compress *x = p->x;
+    nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
+    p->head = (int)(index % p->d->kv_heads);
+    int64_t begin = nsa__compress_begin(p) + index / p->d->kv_heads * NSA__CMP_ROWS;
+    int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
+    for (int64_t i = begin; i < end; i++) {
+        memset(out + (i - begin) * x->dim, 0, (size_t)x->dim * sizeof *out);
+        if (x->phi == NSA_PHI_CONV)
+            nsa__load_parameter(out + (i - begin) * x->dim, &x->b1, p->head, 0, x->dim);
+    }
+    for (int j = 0; j < p->d->cmp_block; j++) {
+        nsa__load_taps(p, w, j);
+        for (int64_t i = begin; i < end; i++) {
+            nsa__load(row, x->x.dtype, nsa__compress_input(p, i * p->d->cmp_stride + j), x->dim);
+            for (int c = 0; c < x->dim; c++) out[(i - begin) * x->dim + c] += w[c] * row[c];
+        }
+    }
+    for (int64_t i = begin; i < end; i++)
+        nsa__store(x->out.dtype, nsa__key_row(&p->seq.cmp, &x->out, i, p->head),
+                   out + (i - begin) * x->dim, x->dim);
+}
+
+/* The compressed blocks *begin .. *end - 1 that cover a token: i d <= token < i d + l, so
+   (token - l) / d < i <= token / d. The case token < l is apart, because C rounds a negative
+   quotient towards 0. */
+static void nsa__covering(const nsa__compress_job *p, int64_t token, int64_t *begin, int64_t *end) {
+    int l = p->d->cmp_block, stride = p->d->cmp_stride;
+    *begin = token < l ? 0 : (token - l) / stride + 1;
+    *end = nsa__min(p->seq.cmp_tokens, token / stride + 1);
+}
+
+/* dx[t][c] = sum over the blocks i that cover t of w[t - i d][c] dout[i][c]: gathered by token, so
+   that no two tasks add to one row. */
+static void nsa__filter_input_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    const nsa_tensor *dout = &p->dx->out, *to = &p->dx->x;
+    nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], sum[NSA__MAX_DIM];
+    int dim = p->x->dim;
+    int64_t last = nsa__min(p->seq.tokens, (index + 1) * NSA__CMP_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__CMP_TOKENS; t < last; t++) {
+        int64_t begin, end;
+        nsa__covering(p, t, &begin, &end);
+        if (begin >= end) continue;
+        memset(sum, 0, sizeof sum);
+        for (int64_t i = begin; i < end; i++) {
+            nsa__load_taps(p, w, (int)(t - i * p->d->cmp_stride));
+            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
+            for (int c = 0; c < dim; c++) sum[c] += w[c] * row[c];
+        }
+        nsa__add(to->dtype, nsa__key_row(&p->seq.keys, to, t, p->head), 1, sum, dim);
+    }
+}
+
+/* Task j: dw[j][c] += sum_i dout[i][c] x[i d + j][c]; task l: db[c] += sum_i dout[i][c]. */
+static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    const nsa_tensor *dout = &p->dx->out;
+    nsa_real row[NSA__MAX_DIM], grad[NSA__MAX_DIM];
+    int dim = p->x->dim, bias = j == p->d->cmp_block;
+    nsa_real *sum = bias ? p->db1 : p->dw1 + j * dim;
+    (void)scratch;
+    for (int64_t i = 0; i < p->seq.cmp_tokens; i++) {
+        nsa__load(grad, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
+        if (!bias)
+            nsa__load(row, p->x->x.dtype, nsa__compress_input(p, i * p->d->cmp_stride + j), dim);
+        for (int c = 0; c < dim; c++) sum[c] += bias ? grad[c] : grad[c] * row[c];
+    }
+}
+
+/* -- mlp: h = w1 u + b1, out = w2 silu(h) + b2, u = flatten(x + pos) the l D numbers of a block --
+   The u of all blocks would hold every token l / d times, so u is never built. h is a sum over
+   the taps j: (x[i d + j] + pos[j]) times columns j D .. (j + 1) D of w1. For n blocks:
+     h (n, hidden) = sum_j tap_j (n, D) w1_t[j D ..] (D, hidden) + b1
+     out (n, D)    = silu(h) (n, hidden) w2_t (hidden, D) + b2
+   Backward, in this order:
+     act = silu(h), dh = (dout w2) silu'(h)           nsa__mlp_hidden_gradient_task
+     dx[i d + j] += dh[i] w1[:, j]                    nsa__mlp_input_gradient_task
+     dw1[:, j] += dh^T tap_j, dw2 += dout^T act       nsa__mlp_parameter_gradient_task
+     db1 = sum dh, dpos = (sum dh) w1                 nsa__mlp_finish_sums */
+
+static void nsa__transpose(nsa_real *to, const nsa_real *from, int rows, int columns) {
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            to[(ptrdiff_t)c * rows + r] = from[(ptrdiff_t)r * columns + c];
+}
+
+/* l D: the numbers of a block, and of a row of w1. */
+static int nsa__flat(const nsa__compress_job *p) {
+    return p->d->cmp_block * p->x->dim;
+}
+
+static void nsa__mlp_alloc_weights(nsa__compress_job *p, nsa__arena *a) {
+    int64_t w1 = (int64_t)p->x->hidden * nsa__flat(p), w2 = (int64_t)p->x->hidden * p->x->dim;
+    p->w1 = nsa__alloc_reals(a, w1);
+    p->w1_t = nsa__alloc_reals(a, w1);
+    p->w2 = nsa__alloc_reals(a, w2);
+    p->w2_t = nsa__alloc_reals(a, w2);
+}
+
+/* Packs the parameters of one kv head, as they are and transposed, because the right operand of a
+   product has contiguous rows. Forward uses the transposes, backward uses both. */
+static void nsa__mlp_load_weights(const nsa__compress_job *p) {
+    int flat = nsa__flat(p), hidden = p->x->hidden, dim = p->x->dim;
+    for (int r = 0; r < hidden; r++)
+        nsa__load_parameter(p->w1 + (ptrdiff_t)r * flat, &p->x->w1, p->head, r, flat);
+    for (int r = 0; r < dim; r++)
+        nsa__load_parameter(p->w2 + (ptrdiff_t)r * hidden, &p->x->w2, p->head, r, hidden);
+    nsa__transpose(p->w1_t, p->w1, hidden, flat);
+    nsa__transpose(p->w2_t, p->w2, dim, hidden);
+}
+
+/* One tap of the flattened input: row i of `to` is x[(begin + i) d + j] + pos[j]. */
+static void nsa__mlp_load_tap(const nsa__compress_job *p, int64_t begin, int n, int j, nsa_real *to,
+                              int ld) {
+    nsa_real pos[NSA__MAX_DIM];
+    int dim = p->x->dim;
+    nsa__load_parameter(pos, &p->x->pos, p->head, j, dim);
+    for (int i = 0; i < n; i++) {
+        const void *row = nsa__compress_input(p, (begin + i) * p->d->cmp_stride + j);
+        nsa__load(to + (ptrdiff_t)i * ld, p->x->x.dtype, row, dim);
+        for (int c = 0; c < dim; c++) to[(ptrdiff_t)i * ld + c] += pos[c];
+    }
+}
+
+/* Scratch for NSA__CMP_ROWS blocks: one tap of their inputs, h, and out or its gradient. */
+typedef struct nsa__mlp_rows {
+    nsa_real *tap, *h, *out;
+} nsa__mlp_rows;
+
+static void nsa__mlp_rows_alloc(nsa__mlp_rows *f, const nsa__compress_job *p, nsa__arena *a) {
+    f->tap = nsa__alloc_reals(a, NSA__CMP_ROWS * p->x->dim);
+    f->h = nsa__alloc_reals(a, (int64_t)NSA__CMP_ROWS * p->x->hidden);
+    f->out = nsa__alloc_reals(a, NSA__CMP_ROWS * p->x->dim);
+}
+
+/* h of blocks begin .. begin + n - 1, before the SiLU. The sum begins with b1 and goes through the
+   taps in order. */
+static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_t begin, int n) {
+    int hidden = p->x->hidden, dim = p->x->dim;
+    for (int i = 0; i < n; i++)
+        nsa__load_parameter(f->h + (ptrdiff_t)i * hidden, &p->x->b1, p->head, 0, hidden);
+    for (int j = 0; j < p->d->cmp_block; j++) {
+        nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
+        const nsa__matrix tap = {f->tap, dim, 1, NULL};
+        const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
+        const nsa__result h = {f->h, hidden, NULL, 1, NULL, NULL, NULL};
+        p->tiles->gemm(n, hidden, dim, &tap, &w1_t, &h);
+    }
+}
+
+/* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks; silu(h) = h sigmoid(h). */
+static void nsa__mlp_forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__mlp_rows f;
+    int hidden = p->x->hidden, dim = p->x->dim;
+    int64_t begin = nsa__compress_begin(p) + index * NSA__CMP_ROWS;
+    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
+    nsa__mlp_rows_alloc(&f, p, &a);
+    nsa__mlp_hidden(p, &f, begin, n);
+    for (int i = 0; i < n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
+    for (int i = 0; i < n; i++)
+        nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
+    const nsa__matrix act = {f.h, hidden, 1, NULL}, w2_t = {p->w2_t, dim, 1, NULL};
+    const nsa__result out = {f.out, dim, NULL, 1, NULL, NULL, NULL};
+    p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
+    for (int i = 0; i < n; i++)
+        nsa__store(p->x->out.dtype, nsa__key_row(&p->seq.cmp, &p->x->out, begin + i, p->head),
+                   f.out + (ptrdiff_t)i * dim, dim);
+}
+
+/* act = silu(h), dact = dout w2, dh = dact silu'(h), with
+     silu'(h) = sigmoid(h) (1 + h (1 - sigmoid(h))).
+   h is computed again, because forward keeps nothing. dact is computed where dh will be. */
+static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    const nsa_tensor *dout = &p->dx->out;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__mlp_rows f;
+    int hidden = p->x->hidden, dim = p->x->dim;
+    int64_t begin = index * NSA__CMP_ROWS;
+    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
+    nsa_real *act = p->act + (p->row + begin) * hidden, *dh = p->dh + (p->row + begin) * hidden;
+    nsa__mlp_rows_alloc(&f, p, &a);
+    nsa__mlp_hidden(p, &f, begin, n);
+    for (int i = 0; i < n; i++)
+        nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
+                  nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
+    const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
+    const nsa__result dact = {dh, hidden, NULL, 0, NULL, NULL, NULL};
+    p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
+    for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
+        nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
+        act[i] = h * sigmoid;
+        dh[i] *= sigmoid * (1 + h * (1 - sigmoid));
+    }
+}
+
+/* dx[i d + j] += dh[i] w1[:, j], gathered by chunks of tokens, because blocks overlap and two tasks
+   must not add to one row. For each tap j the task takes the blocks whose token i d + j lies in its
+   chunk: ceil((begin - j) / d) <= i < ceil((end - j) / d). Their rows of the sum are d tokens
+   apart. */
+static void nsa__mlp_input_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    nsa_real *sum = (nsa_real *)scratch;
+    int hidden = p->x->hidden, dim = p->x->dim, stride = p->d->cmp_stride;
+    int64_t chunk = (int64_t)NSA__CMP_ROWS * stride, begin = index * chunk;
+    int64_t end = nsa__min(p->seq.tokens, begin + chunk);
+    memset(sum, 0, (size_t)(end - begin) * (size_t)dim * sizeof *sum);
+    for (int j = 0; j < p->d->cmp_block; j++) {
+        int64_t from = nsa__max(0, nsa__ceil_div(nsa__max(0, begin - j), stride));
+        int64_t to = nsa__min(p->seq.cmp_tokens, nsa__ceil_div(nsa__max(0, end - j), stride));
+        if (from >= to) continue;
+        const nsa__matrix dh = {p->dh + (p->row + from) * hidden, hidden, 1, NULL};
+        const nsa__matrix w1 = {p->w1 + (ptrdiff_t)j * dim, nsa__flat(p), 1, NULL};
+        nsa_real *first = sum + (from * stride + j - begin) * dim;
+        const nsa__result dx = {first, (ptrdiff_t)stride * dim, NULL, 1, NULL, NULL, NULL};
+        p->tiles->gemm((int)(to - from), dim, hidden, &dh, &w1, &dx);
+    }
+    for (int64_t t = begin; t < end; t++)
+        nsa__add(p->dx->x.dtype, nsa__key_row(&p->seq.keys, &p->dx->x, t, p->head), 1,
+                 sum + (t - begin) * dim, dim);
+}
+
+/* Task j < l: dw1[:, j] += dh^T (x + pos)[j], columns that no other task writes. Task l: dw2 +=
+   dout^T act, db2 += sum dout, dh_sum += sum dh, of which db1 and dpos are made. */
+static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    const nsa_tensor *dout = &p->dx->out;
+    nsa_real *rows = (nsa_real *)scratch;
+    int hidden = p->x->hidden, dim = p->x->dim, flat = nsa__flat(p);
+    for (int64_t begin = 0; begin < p->seq.cmp_tokens; begin += NSA__CMP_ROWS) {
+        int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
+        const nsa_real *dh = p->dh + (p->row + begin) * hidden,
+                       *act = p->act + (p->row + begin) * hidden;
+        if (j < p->d->cmp_block) {
+            nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
+            const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
+            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL, NULL, NULL};
+            p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
+            continue;
+        }
+        for (int i = 0; i < n; i++) {
+            nsa_real *row = rows + (ptrdiff_t)i * dim;
+            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
+            for (int c = 0; c < dim; c++) p->db2[c] += row[c];
+            for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
+        }
+        const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
+        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL, NULL, NULL};
+        p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
+    }
+}
+
+/* -- sums of the parameter gradients, and the entry points -- */
+
+/* The sums have the shapes of nsa__parameters for one head. A pointer that a phi does not use stays
+   NULL. */
+static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
+    int64_t flat = nsa__flat(p), hidden = p->x->phi == NSA_PHI_MLP ? p->x->hidden : 1;
+    if (p->x->phi == NSA_PHI_MEAN) return;
+    p->dw1 = nsa__alloc_reals(a, hidden * flat);
+    p->db1 = nsa__alloc_reals(a, p->x->phi == NSA_PHI_MLP ? hidden : p->x->dim);
+    if (p->x->phi == NSA_PHI_CONV) return;
+    p->dpos = nsa__alloc_reals(a, flat);
+    p->dw2 = nsa__alloc_reals(a, hidden * p->x->dim);
+    p->db2 = nsa__alloc_reals(a, p->x->dim);
+    p->dh_sum = nsa__alloc_reals(a, hidden);
+    p->act = nsa__alloc_reals(a, p->rows * hidden);
+    p->dh = nsa__alloc_reals(a, p->rows * hidden);
+}
+
+/* The parameters as a table, the one list of them. */
+typedef struct nsa__parameter {
+    const nsa_tensor *x, *dx; /* the caller's views; dx is x if no gradient is computed */
+    nsa_real *sum;            /* backward: the gradient of `head`, before it is added to dx */
+    int64_t rows;             /* for one head: rows of `width` numbers */
+    int width, optional, field;
+} nsa__parameter;
+
+static int nsa__parameters(const nsa__compress_job *p, nsa__parameter list[5]) {
+    const nsa_compress *x = p->x, *dx = p->dx ? p->dx : x;
+    const int flat = nsa__flat(p), l = p->d->cmp_block;
+    const nsa__parameter conv[2] = {{&x->w1, &dx->w1, p->dw1, l, x->dim, 0, NSA__AT_w1},
+                                    {&x->b1, &dx->b1, p->db1, 1, x->dim, 1, NSA__AT_b1}};
+    const nsa__parameter mlp[5] = {{&x->pos, &dx->pos, p->dpos, l, x->dim, 1, NSA__AT_pos},
+                                   {&x->w1, &dx->w1, p->dw1, x->hidden, flat, 0, NSA__AT_w1},
+                                   {&x->b1, &dx->b1, p->db1, 1, x->hidden, 1, NSA__AT_b1},
+                                   {&x->w2, &dx->w2, p->dw2, x->dim, x->hidden, 0, NSA__AT_w2},
+                                   {&x->b2, &dx->b2, p->db2, 1, x->dim, 1, NSA__AT_b2}};
+    if (x->phi == NSA_PHI_CONV) memcpy(list, conv, sizeof conv);
+    if (x->phi == NSA_PHI_MLP) memcpy(list, mlp, sizeof mlp);
+    return x->phi == NSA_PHI_MLP ? 5 : x->phi == NSA_PHI_CONV ? 2 : 0;
+}
+
+static void nsa__compress_forward_plan(nsa__compress_job *p, nsa__arena *shared,
+                                       nsa__arena *scratch) {
+    nsa__mlp_rows f;
+    if (p->x->phi == NSA_PHI_MLP) {
+        nsa__mlp_alloc_weights(p, shared);
+        nsa__mlp_rows_alloc(&f, p, scratch);
+    } else {
+        nsa__alloc_reals(scratch, NSA__CMP_ROWS * p->x->dim);
+    }
+}
+
+/* act and dh of all compressed rows of a kv head are kept, so that h is computed once. The tasks of
+   the three steps run one after another, so a thread's scratch is the larger of their needs. */
+static void nsa__compress_backward_plan(nsa__compress_job *p, nsa__arena *shared,
+                                        nsa__arena *scratch) {
+    nsa__mlp_rows f;
+    p->rows = p->d->begins ? nsa__packed_cmp(p->d)
+                           : (int64_t)p->d->batch * nsa_cmp_count(p->d, p->d->tokens);
+    nsa__compress_alloc_sums(p, shared);
+    if (p->x->phi != NSA_PHI_MLP) return;
+    nsa__arena other = {NULL, 0};
+    nsa__mlp_alloc_weights(p, shared);
+    nsa__mlp_rows_alloc(&f, p, scratch);
+    nsa__alloc_reals(&other, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride * p->x->dim);
+    if (other.used > scratch->used) scratch->used = other.used;
+}
+
+/* Tasks of up to NSA__CMP_ROWS blocks, for each head and sequence. If tokens are appended, only the
+   blocks that they complete are computed: see nsa__compress_begin. A filter's tasks are those of
+   all heads, because rows of neighbouring heads share a page, on as many threads as such small
+   tasks pay for. A network's weights are one head's at a time. */
+static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *team) {
+    const int64_t moves = 8; /* multiply-adds in the time of one of a filter's, about */
+    int mlp = p->x->phi == NSA_PHI_MLP, heads = mlp ? 1 : p->d->kv_heads;
+    for (p->head = 0; p->head < p->d->kv_heads; p->head += heads) {
+        if (mlp) nsa__mlp_load_weights(p);
+        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
+             nsa__seq_next(p->d, &p->seq)) {
+            p->seq.keys.ring = p->ring;
+            int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
+            int64_t work = moves * blocks * heads * p->d->cmp_block * p->x->dim;
+            nsa__team some = *team;
+            if (!mlp) some.threads = nsa__threads_for(team->threads, work);
+            nsa__run(&some, heads * nsa__ceil_div(blocks, NSA__CMP_ROWS),
+                     mlp ? nsa__mlp_forward_task : nsa__filter_task, p);
+        }
+    }
+}
+
+/* The gradients of one sequence and head, those of the parameters into their sums. */
+static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__team *team,
+                                            int parameters) {
+    int mlp = p->x->phi == NSA_PHI_MLP;
+    if (p->seq.cmp_tokens == 0) return;
+    if (mlp)
+        nsa__run(team, nsa__ceil_div(p->seq.cmp_tokens, NSA__CMP_ROWS),
+                 nsa__mlp_hidden_gradient_task, p);
+    if (p->dx->x.data && mlp)
+        nsa__run(team, nsa__ceil_div(p->seq.tokens, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride),
+                 nsa__mlp_input_gradient_task, p);
+    if (p->dx->x.data && !mlp)
+        nsa__run(team, nsa__ceil_div(p->seq.tokens, NSA__CMP_TOKENS),
+                 nsa__filter_input_gradient_task, p);
+    if (parameters)
+        nsa__run(team, p->d->cmp_block + 1,
+                 mlp ? nsa__mlp_parameter_gradient_task : nsa__conv_parameter_gradient_task, p);
+}
+
+/* db1 = sum dh. pos is added to every block alike, so dpos = sum_i dh[i] w1 = (sum_i dh[i]) w1: one
+   row times w1 instead of N rows. */
+static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
+    const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
+    const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
+    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL, NULL, NULL};
+    p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
+    for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
+}
+
+/* Heads are the outer loop, because packed weights and sums are those of one head. A gradient with
+   head stride 0 belongs to all heads: its sum starts at the first and is added after the last. */
+static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *team) {
+    nsa__parameter list[5];
+    int count = nsa__parameters(p, list), parameters = 0; /* 1: the gradient of one is asked for */
+    for (int i = 0; i < count; i++) parameters |= list[i].dx->data != NULL;
+    for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
+        for (int i = 0; i < count; i++) /* a head stride of 0: the sum runs on over the heads */
+            if (p->head == 0 || list[i].dx->head != 0)
+                memset(list[i].sum, 0,
+                       (size_t)list[i].rows * (size_t)list[i].width * sizeof *list[i].sum);
+        if (p->x->phi == NSA_PHI_MLP) {
+            nsa__mlp_load_weights(p);
+            memset(p->dh_sum, 0, (size_t)p->x->hidden * sizeof *p->dh_sum);
+        }
+        p->row = 0;
+        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
+             nsa__seq_next(p->d, &p->seq)) {
+            nsa__compress_backward_sequence(p, team, parameters);
+            p->row += p->seq.cmp_tokens;
+        }
+        if (p->x->phi == NSA_PHI_MLP) nsa__mlp_finish_sums(p);
+        for (int i = 0; i < count; i++) {
+            if (!list[i].dx->data || (p->head + 1 < p->d->kv_heads && list[i].dx->head == 0))
+                continue;
+            for (int64_t r = 0; r < list[i].rows; r++)
+                nsa__add(list[i].dx->dtype, nsa__parameter_row(list[i].dx, p->head, r), 1,
+                         list[i].sum + r * list[i].width, list[i].width);
+        }
+    }
+}
+
+/* The limits let NSA__CMP_ROWS rows of l D or hidden numbers be counted by an int. */
+static nsa_status nsa__compress_check_sizes(const nsa_compress *x, const nsa_desc *d, int base) {
+    if ((unsigned)x->phi > NSA_PHI_MLP) return nsa__error(NSA_ERROR_OPTION, base + NSA__AT_phi);
+    if (x->dim < 1 || x->dim > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_dim);
+    if (x->phi == NSA_PHI_MLP && x->hidden < 1)
+        return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_hidden);
+    int64_t hidden = x->phi == NSA_PHI_MLP ? x->hidden : 1;
+    if ((int64_t)d->cmp_block * x->dim > INT_MAX / 64 ||
+        !nsa__fits(hidden, d->cmp_block, x->dim, 8) ||
+        !nsa__fits(hidden, d->batch, nsa_cmp_count(d, d->tokens), 8) || hidden > INT_MAX / 64)
+        return nsa__error(NSA_ERROR_OVERFLOW, base + NSA__AT_hidden);
+    return NSA_OK;
+}
+
+static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa_desc *d) {
+    nsa_desc own;
+    NSA__CHECK(nsa_desc_check(nsa__desc_using(d, NSA__USES_CMP, &own)));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    return nsa__compress_check_sizes(x, d, 0);
+}
+
+/* Checks the views, after nsa__compress_check_sizes. `base` is 0, or NSA__TO_K_CMP or NSA__TO_V_CMP
+   in the chain. Backward of the mean does not read x. */
+static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
+                                      int base) {
+    nsa__compress_job p;
+    nsa__parameter list[5];
+    memset(&p, 0, sizeof p);
+    p.x = x;
+    p.d = d;
+    int reads = forward || x->phi != NSA_PHI_MEAN;
+    if (reads)
+        NSA__CHECK(
+            nsa__check_view(&x->x, nsa__key_shape(d, x->dim), nsa__floats(), 0, base + NSA__AT_x));
+    if (forward)
+        NSA__CHECK(nsa__check_view(&x->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 1,
+                                   base + NSA__AT_out));
+    for (int i = 0, count = nsa__parameters(&p, list); i < count; i++) {
+        if (list[i].optional && !list[i].x->data) continue;
+        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
+        NSA__CHECK(nsa__check_view(list[i].x, shape, nsa__floats(), 0, base + list[i].field));
+    }
+    return NSA_OK;
+}
+
+/* A gradient whose head stride is 0 sums over the heads: then its view has one head, and its rows
+   are apart. */
+static nsa_status nsa__compress_gradient_check(const nsa_compress *dx, const nsa_compress *x,
+                                               const nsa_desc *d, int base) {
+    nsa__compress_job p;
+    nsa__parameter list[5];
+    memset(&p, 0, sizeof p);
+    p.x = x;
+    p.dx = dx;
+    p.d = d;
+    nsa_status s = nsa__check_gradient(&dx->x, &x->x, nsa__key_shape(d, x->dim), base + NSA__AT_x);
+    for (int i = 0, count = nsa__parameters(&p, list); s == NSA_OK && i < count; i++) {
+        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
+        if (list[i].dx->head == 0) shape.heads = 1;
+        s = nsa__check_gradient(list[i].dx, list[i].x, shape, base + list[i].field);
+    }
+    return s;
+}
+
+static void nsa__compress_init(nsa__compress_job *p, const nsa_compress *dx, const nsa_compress *x,
+                               const nsa_desc *d) {
+    memset(p, 0, sizeof *p);
+    p->x = x;
+    p->dx = dx;
+    p->d = d;
+    p->tiles = nsa__tiles_of(d->isa);
+}
+
+/* `ring` and `appends`: see nsa__compress_job. */
+static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
+                                   int ring, int appends, void *workspace, size_t bytes) {
+    nsa__compress_job p;
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
+    nsa__compress_init(&p, dx, x, d);
+    p.ring = ring;
+    p.appends = appends;
+    (dx ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
+    (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
+    return NSA_OK;
+}
+
+static size_t nsa__compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward,
+                                  int threads) {
+    nsa__compress_job p;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    nsa__compress_init(&p, NULL, x, d);
+    (backward ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
+    return nsa__bytes_for(shared.used, threads, scratch.used);
+}
+
+NSA_API size_t nsa_compress_forward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
+    if (nsa__compress_check_arguments(x, d) != NSA_OK) return 0;
+    return nsa__compress_bytes(x, d, 0, nsa__threads(d));
+}
+
+NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
+                                        size_t bytes) {
+    NSA__CHECK(nsa__compress_check_arguments(x, d));
+    NSA__CHECK(nsa__compress_check(x, d, 1, 0));
+    return nsa__compress_go(NULL, x, d, 0, d->firsts != NULL, workspace, bytes);
+}
+
+NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
+    if (nsa__compress_check_arguments(x, d) != NSA_OK) return 0;
+    return nsa__compress_bytes(x, d, 1, nsa__threads(d));
+}
+
+NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compress *x,
+                                         const nsa_desc *d, void *workspace, size_t bytes) {
+    NSA__CHECK(nsa__compress_check_arguments(x, d));
+    NSA__CHECK(nsa__check_backward(d, 1));
+    NSA__CHECK(nsa__compress_check(x, d, 0, 0));
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
+                               NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__compress_gradient_check(dx, x, d, 0));
+    return nsa__compress_go(dx, x, d, 0, 0, workspace, bytes);
+}
+
+/* ---- Block lists: ranking, form -----------------------------------------------------------------
+   Twin: kernels/select_rank.cuh. Not here: scores of blocks (select_scores.h). */
+
+#define NSA__SIGN ((nsa__bits_t)1 << (8 * sizeof(nsa_real) - 1))
+
+static nsa__bits_t nsa__bits_of(nsa_real x) {
+    nsa__bits_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* Maps a score to an unsigned integer with the same order, NaN below all. Bits of positive floats
+   ascend already; the sign bit puts them above the negative ones, whose bits descend and are
+   inverted. The function looks at bits, because -ffast-math assumes that there is no NaN. */
+static nsa__bits_t nsa__score_order(nsa_real score) {
+    const nsa__bits_t infinity =
+        (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
+    nsa__bits_t bits = nsa__bits_of(score);
+    if ((bits & ~NSA__SIGN) > infinity) return 0; /* NaN */
+    if (bits == NSA__SIGN) bits = 0;              /* -0 equals 0 */
+    return bits & NSA__SIGN ? ~bits : bits | NSA__SIGN;
+}
+
+/* Scores as numbers whose bits, taken for signed integers, are in the scores' order: vector units
+   compare signed integers. */
+NSA__COMPILED static void nsa__order(nsa_real *scores, int n) {
+    for (int j = 0; j < n; j++) {
+        nsa__bits_t order = nsa__score_order(scores[j]) ^ NSA__SIGN;
+        memcpy(scores + j, &order, sizeof order);
+    }
+}
+
+/* How many of n scores have an order of at least `least`. With `tiles` they are given as nsa__order
+   makes them, which leaves a score that is neither negative nor NaN as it is. */
+NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
+                                       const nsa__tiles *tiles) {
+    int count = 0;
+    if (tiles) return tiles->at_least(n, scores, (nsa__lane)(least ^ NSA__SIGN));
+    for (int j = 0; j < n; j++) count += nsa__score_order(scores[j]) >= least;
+    return count;
+}
+
+/* The largest order that at least `room` of n scores have, room <= n. It is found bit by bit: a bit
+   stays set if enough scores are still at or above. */
+static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
+                                      const nsa__tiles *tiles) {
+    nsa__bits_t order = 0, bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
+    for (int reached = n; bit && reached != room; bit >>= 1) {
+        int count = nsa__at_least(scores, n, order | bit, tiles);
+        if (count < room) continue;
+        order |= bit;
+        reached = count;
+    }
+    return order;
+}
+
+/* Eq. 11: forced blocks, and the `room` best of the rest. Candidates are three ranges:
+     | 0 .. begin - 1 forced | begin .. end - 1 the rest | end .. candidates - 1 forced |
+   Of the rest, all blocks above the order of rank `room` are taken, and `ties` blocks that have
+   this order, the lower indices first. Blocks are visited by index, so the list ascends without a
+   sort. NaN has order 0: it is taken only if numbers do not fill the list. */
+NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, const nsa_desc *d,
+                                    const nsa__tiles *tiles, int32_t *list) {
+    int width = nsa_block_list_width(d), n = 0;
+    int begin = (int)nsa__min(nsa__forced_first(d), candidates); /* forced: before begin, */
+    int end = (int)nsa__max(begin, (int64_t)candidates - nsa__forced_local(d)); /* from end on */
+    int forced = begin + candidates - end;
+    int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
+    room = (int)nsa__min(room, end - begin);
+    const nsa_real *rest = scores + begin;
+    nsa__bits_t order = room > 0 ? nsa__order_of_rank(rest, end - begin, room, tiles) : 0;
+    int ties = room - nsa__at_least(rest, end - begin, order + 1, tiles);
+    for (; n < begin; n++) list[n] = n;
+    for (int j = begin, full = begin + room; n < full; j += NSA__LANES) {
+        int lanes = (int)nsa__min(NSA__LANES, end - j);
+        if (!nsa__at_least(scores + j, lanes, order, tiles)) continue;
+        for (int i = j; i < j + lanes && n < full; i++) {
+            nsa__bits_t of_block =
+                tiles ? nsa__bits_of(scores[i]) ^ NSA__SIGN : nsa__score_order(scores[i]);
+            int ties_in = of_block == order && ties > 0;
+            list[n] = i; /* stays if it is taken: a branch would be mispredicted often */
+            n += of_block > order || ties_in;
+            ties -= ties_in;
+        }
+    }
+    for (int j = end; j < candidates; j++) list[n++] = j;
+    while (n < width) list[n++] = -1;
+}
+
+/* The descriptor for what ranks. */
+static const nsa_desc *nsa__rank_desc(const nsa_desc *d, nsa_desc *own) {
+    return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
+}
+
+NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
+                                   int32_t *list) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    NSA__CHECK(nsa__check_geometry(d));
+    if (!scores || !list)
+        return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
+    if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
+    nsa__rank(scores, nsa_slc_candidates(d, query), d, NULL, list);
+    return NSA_OK;
+}
+
+/* Whether a list ascends, without duplicates, and has nothing but -1 behind its last candidate. One
+   pass without branches, because nearly all lists do. */
+NSA__COMPILED static int nsa__list_ascends(const int32_t *list, int n, int candidates) {
+    int wrong = (list[0] < -1) | (list[0] >= candidates);
+    for (int i = 1; i < n; i++) {
+        int32_t before = list[i - 1], at = list[i];
+        wrong |= (at != -1) & ((before < 0) | (before >= at) | (at >= candidates));
+    }
+    return !wrong;
+}
+
+/* The first slot that breaks the form, or -1. */
+static int nsa__list_fault(const nsa_desc *d, int candidates, const int32_t *list,
+                           const char **reason) {
+    for (int i = 0; i < nsa_block_list_width(d); i++) {
+        *reason = NULL;
+        if (list[i] < -1 || list[i] >= candidates) *reason = "not a candidate of its query";
+        if (i > 0 && list[i] >= 0) {
+            if (list[i - 1] < 0)
+                *reason = "entry behind a -1";
+            else if (list[i - 1] == list[i])
+                *reason = "duplicate";
+            else if (list[i - 1] > list[i])
+                *reason = "not ascending";
+        }
+        if (*reason) return i;
+    }
+    return -1;
+}
+
+/* The view and the form of all lists; the first fault goes to *fault, which may be NULL. */
+static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
+                                   nsa_block_fault *fault) {
+    NSA__CHECK(nsa__check_view(blocks,
+                               nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
+                               NSA__INTS, 0, NSA__AT_blocks));
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int t = 0; t < seq.count; t++) {
+            const int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t);
+            for (int head = 0; head < nsa__list_heads(d); head++) {
+                const int32_t *list =
+                    (const int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
+                const char *reason;
+                if (nsa__list_ascends(list, nsa_block_list_width(d), candidates)) continue;
+                int slot = nsa__list_fault(d, candidates, list, &reason);
+                if (fault) {
+                    fault->batch = seq.index;
+                    fault->query = seq.first + t;
+                    fault->kv_head = head;
+                    fault->slot = slot;
+                    fault->value = list[slot];
+                    fault->reason = reason;
+                }
+                return nsa__error(NSA_ERROR_BLOCKS, NSA__AT_blocks);
+            }
+        }
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
+                                    nsa_block_fault *fault) {
+    nsa_desc own;
+    d = nsa__desc_using(d, NSA__USES_SLC, &own);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    return nsa__check_lists(blocks, d, fault);
+}
+
+/* Sorts by insertion, because lists are short and nearly in order. */
+static void nsa__sort_blocks(int32_t *list, int n) {
+    for (int i = 1; i < n; i++) {
+        int32_t block = list[i];
+        int at = i;
+        for (; at > 0 && list[at - 1] > block; at--) list[at] = list[at - 1];
+        list[at] = block;
+    }
+}
+
+NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, NSA__USES_SLC, &own);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    int width = nsa_block_list_width(d);
+    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, nsa__list_heads(d), width), NSA__INTS, 1,
+                               NSA__AT_blocks));
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int t = 0; t < seq.count; t++)
+            for (int head = 0; head < nsa__list_heads(d); head++) {
+                int32_t *list = (int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
+                int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t), n = 0, kept = 0;
+                for (int i = 0; i < width; i++)
+                    if (list[i] >= 0 && list[i] < candidates) list[n++] = list[i];
+                nsa__sort_blocks(list, n);
+                for (int i = 0; i < n; i++)
+                    if (kept == 0 || list[kept - 1] != list[i]) list[kept++] = list[i];
+                while (kept < width) list[kept++] = -1;
+            }
+    return NSA_OK;
+}
+
+/* ---- Attention: plan and spans ----------------------------------------------------------------
+   Twin: kernels/attend_keys.cuh. Not here: packing, products.
+   The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
+   one core. It iterates over tiles of up to 64 keys. Tile i holds keys i tile .. (i + 1) tile - 1
+   of the sequence, whatever the queries, so a query's sums do not depend on its neighbours. The
+   keys of a tile that a query sees are a mask of 64 bits. A tile that it does not see leaves its
+   state as it is, to the bit. The core takes one sequence and a few kv heads at a time. It packs
+   their keys once, then runs tasks of neighbouring queries and one head side by side. */
+
+/* The order is that of the gate's three weights. */
+typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
+
+enum {
+    NSA__TILE = 64,       /* keys of a tile at most, because a query's mask of it is a uint64_t */
+    NSA__BATCH_ROWS = 64, /* rows of a batch, about: they share the loads of a tile */
+    NSA__HEADS_NEAR = 4,  /* head jobs side by side, because their rows share pages */
+    NSA__HEADS_AT_ONCE = 16, /* the same if there are threads for more, at most */
+    NSA__TASKS = 32          /* slc: tasks of NSA__HEADS_NEAR head jobs, about */
+};
+enum {
+    NSA__SHARE_NUMBERS = 1 << 19, /* of packed k and v, which a thread's part of L3 holds */
+    NSA__TASK_NUMBERS = 1 << 17,  /* of a task's rows of q and v, which L2 holds */
+    NSA__GROWTH = 4               /* slc: times so many in a long sequence, at most */
+};
+enum { NSA__ROWS_AHEAD = 16 };   /* rows between a load and its prefetch */
+enum { NSA__PACKED_AHEAD = 32 }; /* the same for rows of keys that are packed */
+enum { NSA__LISTS_AHEAD = 32 };  /* the same for block lists, which take less time each */
+
+/* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
+typedef struct nsa__attend_options {
+    const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
+    int shared_prefix; /* queries before this position are left out: see nsa__shared_prefix */
+    int ring;          /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
+    int64_t *reads;    /* NULL, or of each query and kv head: how many keys it has read */
+    const nsa_gate
+        *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
+    int both;  /* with gate: queries before this position take slc's g too */
+    const nsa_tensor *dots; /* with gate: NULL, or where dout . out of every row goes, by branch */
+    const struct nsa__gate_job
+        *last; /* forward: NULL, or the gate, of which this branch's rows are the last */
+} nsa__attend_options;
+
+/* What is the same for all sequences and heads of a call. A size query fills one and returns its
+   bytes; a call fills one, checks the workspace against it and runs it. Constant from then on. */
+typedef struct nsa__attend_plan {
+    const nsa_attend *x, *dx; /* NULL in a size query */
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    nsa__branch branch;
+    nsa__attend_options options;
+    int heads;           /* head jobs of a sequence: kv heads, or heads with lists of their own */
+    int sharers;         /* jobs that read one kv head: 1, or list heads of a kv head */
+    int group;           /* query heads of a job */
+    int list_width;      /* entries of a block list */
+    int tile, tile_log2; /* keys of a tile, and its logarithm */
+    int tile_in_block;   /* slc: every tile lies in one selection block */
+    int wide, wide_v;    /* dim and dim_v rounded up to whole vectors */
+    const nsa__pairs *pairs;  /* products of bf16 that the machine has and the caller wants */
+    const nsa__pairs *scores; /* the same for q k if q and k are bf16, else NULL */
+    const nsa__pairs *values; /* the same for p v */
+    int depth, depth_v;       /* of q k: dim, or half of it in pairs; of dout v the same */
+    int stride;               /* of a row of q, and of a copied one of k: wide, or half of it */
+    int stride_v;             /* of a row of dout, and of a copied one of v: likewise of wide_v */
+    int stride_p;             /* backward: of a row of p and ds */
+    int batch_queries;        /* queries of a batch */
+    int task_queries;         /* queries of a task, at most */
+    int near_queries;         /* the same in a short sequence */
+    int least_tasks;          /* of a job, if its queries are enough */
+    int few;         /* forward: of sequences with so many queries K and V are read unpacked */
+    int jobs;        /* head jobs; the workspace holds packed keys of that many */
+    int at_once;     /* of these, the head jobs that run at once */
+    nsa_real scale;  /* of q k */
+    nsa_real scale2; /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
+    size_t shared;   /* bytes of workspace that all threads share */
+    size_t scratch;  /* bytes of workspace for each thread */
+} nsa__attend_plan;
+
+/* State of one branch's kernel for one (sequence, kv head). The arrays are workspace and serve one
+   head after another. */
+typedef struct nsa__head_job {
+    const nsa__attend_plan *plan;
+    int heads; /* jobs that run at once, side by side in one array */
+    nsa__seq seq;
+    int skipped;              /* queries of the sequence before options.shared_prefix */
+    int head, kv_head;        /* which of plan->heads, and whose keys */
+    int task_queries;         /* queries of a task */
+    int keys;                 /* rows of K that the sequence has */
+    nsa__rows rows;           /* where K and V lie */
+    int in_place;             /* K and V are read unpacked; then all queries are one task */
+    int tile_begin, tile_end; /* tiles that any of the queries sees */
+    nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
+    nsa__packed *k_t, *v_t;   /* the same, transposed tile by tile */
+    uint64_t *nonfinite;      /* of every tile: keys with a non-finite value, packed as zeros */
+    unsigned char *listed;    /* slc: tiles that a list names; the others are not packed */
+    nsa_real *dk, *dv;        /* backward: sums over the queries, rows as in k and v; or NULL */
+    uint64_t *nonfinite_keys; /* backward, of every tile: keys that get NaN */
+    int32_t *progress;        /* backward, of every task of all jobs at hand: see nsa__turns */
+    nsa_real *stencil;        /* selection: weights of Eq. 9 around a selection block */
+} nsa__head_job;
+
+/* slc's list of a query; NULL for the other branches. */
+static const int32_t *nsa__block_list(const nsa__head_job *job, int query) {
+    const nsa__attend_plan *p = job->plan;
+    if (p->branch != NSA__SLC) return NULL;
+    return (const int32_t *)nsa__row(&p->x->blocks, job->seq.batch,
+                                     job->seq.row + query - job->seq.first, job->head);
+}
+
+/* Keys begin .. end - 1 are the most that a query sees: all of cmp, win and dense; of slc those of
+   them that its list names. Both grow with the query. Keys of cmp count compressed blocks. */
+static int nsa__span_begin(const nsa__attend_plan *p, int query) {
+    return p->branch == NSA__WIN ? nsa_window_begin(p->d, query) : 0;
+}
+static int nsa__span_end(const nsa__head_job *job, int query) {
+    const nsa__attend_plan *p = job->plan;
+    int tokens = job->seq.tokens;
+    if (p->branch == NSA__WIN) return nsa__window_end(p->d, tokens, query);
+    return p->branch == NSA__CMP ? nsa__cmp_visible(p->d, tokens, query)
+                                 : nsa__visible_end(p->d, tokens, query);
+}
+
+/* A listed block is cut at the end of what the query sees, because the block that holds the query
+   goes on behind it. */
+NSA__INLINE int nsa__block_end(int begin, int slc_block, int seen) {
+    return (int)nsa__min((int64_t)begin + slc_block, seen);
+}
+
+/* Span `number` of the keys that `query` sees; spans ascend. Returns 0 if there is none left. slc
+   has a span for each listed block (Eq. 12). */
+NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
+                          int *begin, int *end) {
+    const nsa__attend_plan *p = job->plan;
+    *begin = nsa__span_begin(p, query);
+    *end = nsa__span_end(job, query);
+    if (p->branch != NSA__SLC) return number == 0 && *begin < *end;
+    if (number >= p->list_width || list[number] < 0) return 0;
+    *begin = list[number] * p->d->slc_block;
+    *end = nsa__block_end(*begin, p->d->slc_block, *end);
+    return 1;
+}
+
+/* The most keys that a sequence can have: arrays of tiles are sized by it. */
+static int nsa__max_keys(const nsa__attend_plan *p) {
+    return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
+}
+
+/* The job of the head that task `index` is for; the index becomes the task's among that head's.
+   `jobs` points to the first of first->heads jobs. Tasks interleave heads, because rows of
+   neighbouring heads share a page: this saves TLB misses. */
+static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
+    const nsa__head_job *first = (const nsa__head_job *)jobs;
+    const nsa__head_job *job = first + *index % first->heads;
+    *index /= first->heads;
+    return job;
+}
+
+/* The tasks of one head, and of all heads at hand. */
+static int64_t nsa__head_tasks(const nsa__head_job *job) {
+    return nsa__ceil_div(job->seq.count - job->skipped, job->task_queries);
+}
+static int64_t nsa__query_tasks(const nsa__head_job *job) {
+    return job->heads * nsa__head_tasks(job);
+}
+/* The first query of a head's task. */
+static int64_t nsa__task_begin(const nsa__head_job *job, int64_t task) {
+    return job->skipped + task * job->task_queries;
+}
+
+/* The row of a key in K or V, or in their gradients. */
+static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
+    return nsa__key_row(&job->rows, x, key, job->kv_head);
+}
+
+/* Queries of a batch: about NSA__BATCH_ROWS rows. If a sequence has no more queries than one batch,
+   its K and V are read in place. */
+static int nsa__batch_queries(const nsa_desc *d) {
+    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
+}
+
+/* slc's tiles divide its blocks if a power of two from 16 to 64 does. A tile then holds keys of one
+   block, and a query sees all of a listed tile, up to the end of its span. */
+static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
+    if (branch == NSA__SLC)
+        for (int tile = NSA__TILE; tile >= 16; tile /= 2)
+            if (d->slc_block % tile == 0) return tile;
+    return NSA__TILE;
+}
+
+/* Head jobs at once: as many as make one token's rows some 256 numbers, because rows of
+   neighbouring heads share pages. */
+static int nsa__heads_near(const nsa_desc *d) {
+    int64_t near = nsa__max(1, 256 / d->dim);
+    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_NEAR));
+}
+
+/* Queries whose rows of q and v are NSA__TASK_NUMBERS numbers, which L2 holds. */
+static int nsa__near_queries(const nsa__attend_plan *p) {
+    return NSA__TASK_NUMBERS / (p->wide + p->wide_v) / p->group;
+}
+
+/* Queries of a task of slc in a sequence of `tokens`; `near` are those of a short one. A block
+   of a long sequence is in few lists, so tasks grow there until its readers fill a batch, about:
+   that their rows leave L2 costs less than a tile for few of them. */
+static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t near, int64_t batch) {
+    int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
+    return nsa__max(near, nsa__min(wanted, NSA__GROWTH * near));
+}
+
+/* Queries of a task of a sequence that has `tokens` and of which `count` are queries: threads need
+   some tasks to share. slc uses large tasks: each K/V tile is then loaded into L2 once for many
+   queries. */
+static int nsa__task_queries(const nsa__attend_plan *p, int tokens, int64_t count) {
+    int64_t most = p->near_queries, shared = nsa__ceil_div(count, p->least_tasks);
+    if (p->branch == NSA__SLC) most = nsa__grown_queries(p->d, tokens, most, p->batch_queries);
+    return (int)nsa__max(p->batch_queries, nsa__min(most, shared));
+}
+
+/* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
+   so that each head with a list is a job of its own. `near`: nsa__heads_near of the call, of which
+   d may be some heads. */
+static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
+                                            const nsa_desc *d, nsa__branch branch, int lists,
+                                            int near) {
+    nsa__attend_plan p;
+    memset(&p, 0, sizeof p);
+    p.x = x;
+    p.dx = dx;
+    p.d = d;
+    p.tiles = nsa__tiles_of(d->isa);
+    p.branch = branch;
+    p.heads = lists ? nsa__list_heads(d) : d->kv_heads;
+    p.sharers = p.heads / d->kv_heads;
+    p.group = d->heads / p.heads;
+    p.list_width = nsa_block_list_width(d);
+    p.tile = nsa__tile_size(d, branch);
+    while (1 << p.tile_log2 < p.tile) p.tile_log2++;
+    p.tile_in_block = branch == NSA__SLC && d->slc_block % p.tile == 0;
+    p.wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
+    p.wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    p.pairs = nsa__pairs_of(d);
+    p.depth = d->dim;
+    p.depth_v = d->dim_v;
+    p.stride = p.wide;
+    p.stride_v = p.wide_v;
+    p.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p.group);
+    p.at_once = p.jobs = p.sharers > 1 ? 1 : near; /* sharers add to the same dk and dv */
+    p.least_tasks = branch == NSA__SLC ? NSA__TASKS / p.jobs : 1;
+    p.near_queries = branch == NSA__SLC ? nsa__near_queries(&p) : p.batch_queries;
+    p.task_queries = nsa__task_queries(&p, d->tokens, d->count);
+    double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
+    p.scale = (nsa_real)scale;
+    p.scale2 = (nsa_real)(scale * NSA__LOG2E);
+    return p;
+}
+
+/* A product takes pairs of bf16 where all that it reads is bf16, in backward where dout is too.
+   Forward and selection ask this alike for q k, so both have the same scores. A size query has no
+   x: pairs take less. */
+static void nsa__plan_pairs(nsa__attend_plan *p) {
+    const nsa_attend *x = p->x, *dx = p->dx;
+    if (!x || !p->pairs || (dx && dx->out.dtype != NSA_BF16)) return;
+    int scores = x->q.dtype == NSA_BF16 && x->k.dtype == NSA_BF16;
+    int values = x->v.data && x->v.dtype == NSA_BF16;
+    if (dx && !(scores && values)) return;
+    if (scores) {
+        p->scores = p->pairs;
+        p->depth = (p->d->dim + 1) / 2;
+        p->stride = p->wide / 2;
+    }
+    if (values) {
+        p->values = p->pairs;
+        p->depth_v = (p->d->dim_v + 1) / 2;
+        p->stride_v = p->wide_v / 2;
+    }
+}
+
+static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
+    return (nsa__packed *)nsa__alloc(a, count, sizeof(nsa__packed));
+}
+
+/* Bytes of workspace for so many threads. */
+static size_t nsa__attend_plan_bytes(const nsa__attend_plan *p, int threads) {
+    return nsa__bytes_for(p->shared, threads, p->scratch);
+}
+
+/* A head job without memory; a layout hands it out. */
+static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
+    nsa__head_job job;
+    memset(&job, 0, sizeof job);
+    job.plan = p;
+    return job;
+}
+
+/* ---- Attention: keys packed by tile -------------------------------------------------------------
+   Twin: none. Not here: keys that are not copied (attend_in_place.h). */
+
+/* Workspace that the threads share: packed keys of one sequence and kv head.
+     k, v      one row a key: element (key, c) at key wide + c
+     k_t, v_t  tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
+       | tile 0: c = 0 of its keys | c = 1 of its keys | ... | tile 1: c = 0 of its keys | ...
+   A right operand has contiguous rows, so q k^T reads k_t and p v reads v. Backward reads v_t for
+   dout v^T and k for ds k. Pairs of bf16 pair the index that the product sums over: an element of
+   k_t is two neighbouring c of a key, and one of v is c of two neighbouring keys. */
+static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
+    const nsa__attend_plan *p = job->plan;
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
+    job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
+    if (p->branch == NSA__SLC) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
+    job->k_t = nsa__alloc_packed(a, size * p->d->dim);
+    if (rows) job->k = nsa__alloc_packed(a, size * p->wide);
+    if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
+}
+
+/* Clears a tile's sums of the gradient. Heads that share a kv head add to the same ones, one after
+   another: the first clears them, the last adds them to dx. */
+static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
+    const nsa__attend_plan *p = job->plan;
+    size_t keys = (size_t)p->tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
+    ptrdiff_t key = tile * p->tile;
+    if (!job->nonfinite_keys || job->head % p->sharers) return;
+    job->nonfinite_keys[tile] = 0;
+    if (job->dk) memset(job->dk + key * p->wide, 0, keys * wide * sizeof *job->dk);
+    if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
+}
+
+/* Rows between a row's prefetch and its packing. */
+static int nsa__pack_ahead(const nsa__attend_plan *p) {
+    return (int)nsa__min(NSA__PACKED_AHEAD, p->tile);
+}
+
+/* Before row r of a tile of x is packed, asks for the row packed nsa__pack_ahead later: of x, or
+   behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
+static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
+                          int tile_begin, int r) {
+    const nsa__attend_plan *p = job->plan;
+    const int ahead = r + nsa__pack_ahead(p), later = ahead >= p->tile;
+    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->tile : 0);
+    const nsa_tensor *of = later ? next : x;
+    if (!of || key >= job->keys) return;
+    const int width = of == &p->x->k ? p->d->dim : p->d->dim_v;
+    nsa__fetch(nsa__key(job, of, (int)key), (size_t)width * nsa__dtype_bytes(of->dtype));
+}
+
+/* Fills a tile's rows and their transpose from n rows of x, as many at a time as a transpose takes.
+   Rows behind them, and non-finite ones, are zeros: products then need no short tiles. Returns the
+   mask of the non-finite ones. Either target may be NULL. */
+static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
+                               const nsa_tensor *next, int tile_begin, int n, int width, int wide,
+                               nsa__packed *rows, nsa__packed *transposed) {
+    const nsa__attend_plan *p = job->plan;
+    nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
+    uint64_t nonfinite = 0;
+    for (int first = 0; first < p->tile; first += NSA__LANES) {
+        for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
+            nsa_real *row = to + (ptrdiff_t)i * wide;
+            nsa__pack_ask(job, x, next, tile_begin, r);
+            const int held = r < n ? width : 0;
+            if (held) nsa__load(row, x->dtype, nsa__key(job, x, tile_begin + r), width);
+            if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
+        }
+        const int finite = p->tiles->finite(NSA__LANES, wide, wide, to);
+        for (int i = 0; !finite && i < NSA__LANES; i++)
+            if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
+                nonfinite |= (uint64_t)1 << (first + i);
+        if (transposed)
+            p->tiles->transpose(NSA__LANES, width, wide, to, p->tile, transposed + first);
+        if (rows) to += NSA__LANES * wide;
+    }
+    return nonfinite;
+}
+
+/* Pairs of two rows of bf16. */
+NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
+                                         const nsa_real *second, int n) {
+    for (int c = 0; c < n; c++) {
+        uint16_t low, high;
+        memcpy(&low, (const uint16_t *)first + c, sizeof low);
+        memcpy(&high, (const uint16_t *)second + c, sizeof high);
+        uint32_t pair = (uint32_t)high << 16 | low;
+        memcpy(to + c, &pair, sizeof pair);
+    }
+}
+
+/* As nsa__pack_rows, in pairs: of neighbouring rows, and in the transpose of neighbouring numbers
+   of a row. */
+static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x,
+                                const nsa_tensor *next, int tile_begin, int n, int width, int wide,
+                                nsa__packed *rows, nsa__packed *transposed) {
+    const int tile = job->plan->tile;
+    nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
+    uint64_t nonfinite = 0;
+    for (int r = 0; r < tile; r++) {
+        nsa_real *to = row[r & 1];
+        nsa__pack_ask(job, x, next, tile_begin, r);
+        if (r >= n)
+            memset(to, 0, sizeof row[0]);
+        else if (!nsa__copy_finite_pairs(to, nsa__key(job, x, tile_begin + r), width, wide))
+            nonfinite |= (uint64_t)1 << r;
+        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, row[0], row[1], wide);
+        for (int c = 0; transposed && c < (width + 1) / 2; c++)
+            transposed[(ptrdiff_t)c * tile + r] = to[c];
+    }
+    return nonfinite;
+}
+
+/* Where key `key` of packed rows begins, or the pair that begins with it. */
+static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs, ptrdiff_t key,
+                                     int wide) {
+    return rows ? rows + (pairs ? key / 2 : key) * wide : NULL;
+}
+
+/* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
+static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
+    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->tile;
+    int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)job->keys - begin);
+    int dim = p->d->dim, dim_v = p->d->dim_v;
+    (void)scratch;
+    const nsa_tensor *values = job->v || job->v_t ? &p->x->v : NULL;
+    nsa__key_gradient_clear(job, tile);
+    if (job->listed && !job->listed[tile]) return;
+    for (int r = -nsa__pack_ahead(p); r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
+    uint64_t nonfinite = (p->scores ? nsa__pack_pairs : nsa__pack_rows)(
+        job, &p->x->k, values, begin, n, dim, p->wide,
+        nsa__packed_rows(job->k, p->scores, key, p->wide), job->k_t + key * p->depth);
+    if (values)
+        nonfinite |= (p->values ? nsa__pack_pairs : nsa__pack_rows)(
+            job, values, NULL, begin, n, dim_v, p->wide_v,
+            nsa__packed_rows(job->v, p->values, key, p->wide_v),
+            job->v_t ? job->v_t + key * p->depth_v : NULL);
+    job->nonfinite[tile] = nonfinite;
+}
+
+/* Marks the tiles that any list names, because a few queries of a long cache read few tiles.
+   Every tile is marked, and no list is read, if there are at least as many queries as tiles.
+   Every tile is marked too if heads share a kv head, because dk and dv then sum over the lists
+   of all of them. */
+static void nsa__mark_listed(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int begin, end, many = p->sharers > 1 || job->seq.count >= job->tile_end;
+    memset(job->listed, many, (size_t)job->tile_end);
+    if (many) return;
+    for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
+        const int32_t *list = nsa__block_list(job, query);
+        for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
+            int first = begin / p->tile, tiles = (end - 1) / p->tile - first + 1;
+            memset(job->listed + first, 1, (size_t)tiles);
+        }
+    }
+}
+
+/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
+static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__packed *transposed,
+                                           int width, ptrdiff_t key) {
+    return transposed + key / p->tile * p->tile * width + key % p->tile;
+}
+
+/* ---- Attention: tile iteration ------------------------------------------------------------------
+   Twin: kernels/attend_keys.cuh. Not here: what is computed with a tile. */
+
+/* Bits begin .. end - 1 of a tile's mask. */
+static uint64_t nsa__bits(int begin, int end) {
+    int n = end - begin;
+    return n <= 0 ? 0 : (n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1) << begin;
+}
+
+/* Ones of a mask, without a builtin: it is used once per query and tile. */
+static int nsa__bit_count(uint64_t mask) {
+    int n = 0;
+    for (; mask; mask &= mask - 1) n++;
+    return n;
+}
+
+/* The keys tile_begin .. tile_begin + tile - 1 that `query` sees, as a mask. */
+static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin) {
+    const nsa__attend_plan *p = job->plan;
+    const int32_t *list = nsa__block_list(job, query);
+    int begin, end;
+    int64_t tile_end = (int64_t)tile_begin + p->tile;
+    uint64_t mask = 0;
+    for (int i = 0; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
+        mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
+                          (int)nsa__min(end, tile_end) - tile_begin);
+    return mask;
+}
+
+/* A task iterates over the tiles that any of its queries sees. Queries count from 0 in their task;
+   rows are query-major: row a group + g is query head g of query a. */
+typedef struct nsa__tile_iter {
+    int first, queries; /* positions first .. first + queries - 1 */
+    int tile;           /* the current tile, of tile_begin .. tile_end - 1 */
+    int tile_begin, tile_end;
+    int tile_queries; /* how many queries see any key of the current tile */
+    int *tile_query;  /* these queries, ascending */
+    uint64_t *mask;   /* for each of them the keys of the tile that it sees */
+    int *row;         /* the rows of a batch of them */
+    int *begin, *end; /* of every query its one span, end 0 if it sees nothing; not for slc */
+    int *list;        /* slc: the queries of each tile, one tile after the other */
+    int *list_begin;  /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
+} nsa__tile_iter;
+
+/* What holds for one tile comes from `of_tile`, the thread's scratch; the rest from `a`, which
+   keeps its content as long as the task lasts. A listed block touches at most l' / tile + 2 tiles,
+   or exactly l' / tile if tiles divide blocks. */
+static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, nsa__arena *a,
+                                 nsa__arena *of_tile) {
+    it->tile_query = (int *)nsa__alloc(of_tile, p->task_queries, sizeof *it->tile_query);
+    it->mask = (uint64_t *)nsa__alloc(of_tile, p->task_queries, sizeof *it->mask);
+    it->row = (int *)nsa__alloc(of_tile, (int64_t)p->batch_queries * p->group, sizeof *it->row);
+    it->begin = (int *)nsa__alloc(a, p->task_queries, sizeof *it->begin);
+    it->end = (int *)nsa__alloc(a, p->task_queries, sizeof *it->end);
+    if (p->branch != NSA__SLC) return;
+    int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
+    int64_t of_block = p->d->slc_block / p->tile + (p->tile_in_block ? 0 : 2);
+    int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
+    it->list_begin = (int *)nsa__alloc(a, tiles + 2, sizeof *it->list_begin);
+    it->list = (int *)nsa__alloc(a, p->task_queries * of_query, sizeof *it->list);
+}
+
+/* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
+   each query at at[i] and moves that on. If a block is a tile, the list has the tiles. Calls give
+   both as constants, so that the innermost loop has no test of them. */
+NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
+                                     int fill, int block_is_tile) {
+    const nsa__attend_plan *p = job->plan;
+    const int width = p->list_width, block = p->d->slc_block, log2 = p->tile_log2;
+    for (int a = 0; a < it->queries; a++) {
+        const int32_t *list = nsa__block_list(job, it->first + a);
+        const int seen = nsa__span_end(job, it->first + a);
+        int next = 0; /* the first tile that this query has not been counted for */
+        if (!fill && a + NSA__LISTS_AHEAD < it->queries)
+            nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD),
+                       (size_t)width * sizeof *list);
+        for (int i = 0; i < width && list[i] >= 0; i++) {
+            int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
+            int tile = block_is_tile ? list[i] : (int)nsa__max(next, begin >> log2);
+            next = block_is_tile ? tile + 1 : (int)nsa__max(next, ((end - 1) >> log2) + 1);
+            for (; tile < next; tile++) {
+                if (fill)
+                    it->list[at[tile]++] = a;
+                else
+                    at[tile + 1]++;
+            }
+        }
+    }
+}
+
+/* Inverts the block lists: for each tile the queries that list it, ascending. A counting sort in
+   two passes over the lists. After the first, sums make at[i] the place where tile i begins; the
+   second moves it on, so that list_begin[i + 1], the same number, ends where tile i ends. */
+static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
+    int *at = it->list_begin + 1; /* of each tile, its next free place */
+    const int block_is_tile = job->plan->d->slc_block == job->plan->tile; /* nearly always */
+    memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
+    if (block_is_tile)
+        nsa__tile_iter_pass(it, job, at, 0, 1);
+    else
+        nsa__tile_iter_pass(it, job, at, 0, 0);
+    for (int tile = 0; tile < job->tile_end; tile++) at[tile + 1] += at[tile];
+    if (block_is_tile)
+        nsa__tile_iter_pass(it, job, at, 1, 1);
+    else
+        nsa__tile_iter_pass(it, job, at, 1, 0);
+}
+
+/* Starts before the first tile of a task: as many of the sequence's queries from .. end - 1 as it
+   takes. Spans grow with the query (nsa__span_begin, nsa__span_end), so the first query's begin and
+   the last query's end bound the tiles of a task without lists. */
+static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t from,
+                                 int64_t end) {
+    const nsa__attend_plan *p = job->plan;
+    it->first = job->seq.first + (int)from;
+    it->queries = (int)nsa__min(job->task_queries, end - from);
+    it->tile_begin = job->tile_begin;
+    it->tile_end = job->tile_end;
+    if (p->branch == NSA__SLC) {
+        nsa__tile_iter_invert(it, job);
+    } else {
+        for (int a = 0; a < it->queries; a++)
+            if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
+        it->tile_begin = it->end[0] ? it->begin[0] / p->tile : 0;
+        it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->tile);
+    }
+    it->tile = it->tile_begin - 1;
+}
+
+/* Whether all readers of a tile in one block see all of it: spans grow with the query, so the first
+   reader's end tells. */
+static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int first_reader) {
+    return nsa__span_end(job, first_reader) - tile_begin >= job->plan->tile;
+}
+
+/* Finds the queries that see a key of the current tile, and their masks. A query without a list has
+   one span. With lists the inverted lists name the queries; if a tile lies in one block, only the
+   end of the span can cut it. */
+static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int begin = it->tile * p->tile, listed = p->branch == NSA__SLC;
+    int n = listed ? it->list_begin[it->tile + 1] - it->list_begin[it->tile] : it->queries;
+    const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
+    int whole = p->tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);
+    it->tile_queries = 0;
+    for (int i = 0; i < n; i++) {
+        int a = listed ? readers[i] : i;
+        uint64_t mask;
+        if (!listed)
+            mask = nsa__bits((int)nsa__max(it->begin[a] - begin, 0),
+                             (int)nsa__min((int64_t)it->end[a] - begin, p->tile));
+        else if (whole)
+            mask = nsa__bits(0, p->tile);
+        else if (p->tile_in_block)
+            mask = nsa__bits(
+                0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->tile));
+        else
+            mask = nsa__visible(job, it->first + a, begin);
+        if (!mask) continue;
+        it->tile_query[it->tile_queries] = a;
+        it->mask[it->tile_queries++] = mask;
+    }
+}
+
+/* Goes up to the next tile that any query of the task sees. Returns 0 if there is none. */
+static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
+    while (++it->tile < it->tile_end) {
+        nsa__tile_iter_read(it, job);
+        if (it->tile_queries) return 1;
+    }
+    return 0;
+}
+
+/* c = scale2 a b, scores in base 2. One of a and b holds rows of q, which are scaled when they are
+   loaded unless they are pairs: bf16 would round the scaled. The order of a sum is the same from
+   packed keys and in place, and each multiplies q by k as k by q. */
+static void nsa__score_product(const nsa__attend_plan *p, int m, int n, const nsa__matrix *a,
+                               const nsa__matrix *b, const nsa__result *c) {
+    if (p->scores)
+        p->scores->gemm(m, n, p->depth, a, b, c, p->scale2);
+    else
+        p->tiles->gemm(m, n, p->depth, a, b, c);
+}
+
+/* Queries that go through a tile at once. In place they are neighbours, because there their rows
+   are columns of one matrix. */
+typedef struct nsa__batch {
+    int queries, rows;
+    const int *query;     /* which of the task's queries, ascending */
+    const uint64_t *mask; /* for each query the keys of the tile that it sees */
+    const int *row;       /* which of the task's rows */
+    int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
+    int first, last;      /* the same in whole pairs, for products where keys are rows */
+} nsa__batch;
+
+/* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
+   both ends, because windows and diagonals leave much of a tile unseen: in whole vectors where keys
+   are columns, else in pairs. Every mask has a bit, so the loops end. Cut keys would add p = 0, and
+   a key keeps its lane of the partial sums, so the cut changes no bit. */
+static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
+    const nsa__attend_plan *p = job->plan;
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile, 0, 0};
+    int most = (int)nsa__min(p->batch_queries, it->tile_queries - from);
+    uint64_t seen = 0;
+    for (; b.queries < most; b.queries++) {
+        int a = b.query[b.queries];
+        if (job->in_place && a != b.query[0] + b.queries) break;
+        for (int g = 0; g < p->group; g++) it->row[b.rows++] = a * p->group + g;
+        seen |= b.mask[b.queries];
+    }
+    while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
+    while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
+    for (b.first = b.begin; !(seen >> b.first & 3);) b.first += 2;
+    for (b.last = b.end; !(seen >> (b.last - 2) & 3);) b.last -= 2;
+    return b;
+}
+
+/* ---- Attention: in-place keys -----------------------------------------------------------------
+   Twin: none. Not here: when they are (attend_plan.h).
+   Small query counts (decoding) use K and V in place, unpacked, because packing a tile would cost
+   more than its products do. */
+
+/* 1 if every row of bf16 begins where a pair may lie. */
+static int nsa__rows_of_pairs(const nsa_tensor *x) {
+    return (uintptr_t)x->data % sizeof(nsa__packed) == 0 && !((x->batch | x->token | x->head) & 1);
+}
+
+/* Rows of x from key `begin` on, where they lie. From page to page and around a ring's end they do
+   not follow each other: `order` then says where each one lies. Without data if no product can read
+   them: they are neither reals nor pairs, no whole vectors, or lie apart by what is no multiple of
+   a row's stride. */
+static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor *x, int begin,
+                                      int n, int width, int wide, int pairs, int *order) {
+    nsa__matrix rows = {NULL, (ptrdiff_t)(pairs ? x->token / 2 : x->token), 1, NULL};
+    const nsa__packed *first = (const nsa__packed *)nsa__key(job, x, begin);
+    if ((pairs ? !nsa__rows_of_pairs(x) : x->dtype != NSA_REAL_DTYPE) || width != wide) return rows;
+    for (int i = 0, some; n > nsa__rows_together(&job->rows, begin) && i < n; i += some) {
+        ptrdiff_t apart = (const nsa__packed *)nsa__key(job, x, begin + i) - first;
+        ptrdiff_t at = rows.row ? apart / rows.row : 0;
+        if (at * rows.row != apart || at < INT_MIN || at > INT_MAX - n) return rows;
+        some = (int)nsa__min(n - i, nsa__rows_together(&job->rows, begin + i));
+        for (int r = 0; r < some; r++) order[i + r] = (int)at + r;
+        rows.rows = order;
+    }
+    rows.data = first;
+    return rows;
+}
+
+/* 1 if all numbers of n rows of values in place are finite. */
+static int nsa__finite_in_place(const nsa__attend_plan *p, const nsa__matrix *rows, int n) {
+    int (*finite)(int, int, ptrdiff_t, const nsa__packed *) =
+        p->values ? p->values->finite : p->tiles->finite;
+    if (!rows->rows) return finite(n, p->stride_v, rows->row, rows->data);
+    for (int i = 0; i < n; i++)
+        if (!finite(1, p->stride_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
+    return 1;
+}
+
+/* Copies n rows of x from key `begin` on. A non-finite row becomes zeros and sets its bit of
+   `nonfinite`. */
+static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *x, int begin, int n,
+                                    int width, int wide, int pairs, nsa_real *copy,
+                                    uint64_t *nonfinite) {
+    nsa__matrix rows = {copy, pairs ? wide / 2 : wide, 1, NULL};
+    for (int i = 0; i < n; i++, copy += rows.row) {
+        const void *from = nsa__key(job, x, begin + i);
+        int finite = pairs ? nsa__copy_finite_pairs(copy, from, width, wide)
+                           : nsa__load_finite(copy, x->dtype, from, width);
+        if (!finite) *nonfinite |= (uint64_t)1 << i;
+        if (!pairs) memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
+    }
+    return rows;
+}
+
+/* Prefetches rows begin .. end - 1 of x, as far as there are keys. */
+static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int begin, int end,
+                            int width) {
+    size_t bytes = nsa__dtype_bytes(x->dtype);
+    end = (int)nsa__min(end, job->keys);
+    for (int some; begin < end; begin += some) {
+        const char *at = (const char *)nsa__key(job, x, begin);
+        some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
+        for (int r = 0; r < some; r++, at += (ptrdiff_t)x->token * (ptrdiff_t)bytes)
+            nsa__fetch(at, (size_t)width * bytes);
+    }
+}
+
+/* The first key of the tile that the task iterates to next; job->keys if there is none. */
+static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int tile = it->tile + 1;
+    if (p->branch == NSA__SLC)
+        while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
+    return tile < it->tile_end ? tile * p->tile : job->keys;
+}
+
+/* Scratch of a task that reads keys in place. It computes s^T = k q^T, because the right operand of
+   a product has contiguous rows: queries are cheap to transpose, keys are not. */
+typedef struct nsa__in_place {
+    nsa_real *q_t;       /* (depth, columns): q transposed */
+    nsa_real *s_t;       /* (tile, columns): the scores of a tile, transposed */
+    nsa_real *rows;      /* copies of rows that no product can read in place */
+    nsa__packed *paired; /* values as pairs of rows */
+    int *order;          /* of rows in place that do not follow each other */
+    int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
+                    vectors from any row on that a batch begins with */
+} nsa__in_place;
+
+static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->batch_queries * p->group;
+    f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
+    f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
+    f->s_t = nsa__alloc_reals(a, (int64_t)p->tile * f->columns);
+    f->order = (int *)nsa__alloc(a, p->tile, sizeof *f->order);
+    f->rows = nsa__alloc_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
+    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->tile / 2 * p->wide_v);
+}
+
+/* Transposes the task's queries; columns behind the last are zeros. */
+static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
+                                const nsa_real *q, int rows) {
+    memset(f->q_t, 0, (size_t)p->depth * (size_t)f->columns * sizeof *f->q_t);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < p->depth; c++)
+            f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->stride + c];
+}
+
+enum { NSA__KEYS_AT_ONCE = 24 }; /* a multiple of the rows of a product's piece, which are 4 or 6 */
+
+/* s_t = k q_t for n keys from `begin` on. Before each part of the product its values and the next
+   tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
+static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
+                                  const nsa__tile_iter *it, const nsa__batch *b,
+                                  const nsa__matrix *keys, int begin, int n) {
+    const nsa__attend_plan *p = job->plan;
+    int ahead = nsa__tile_iter_peek(it, job), dim = p->d->dim;
+    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
+    const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
+    for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
+        int some = (int)nsa__min(NSA__KEYS_AT_ONCE, n - i);
+        const nsa__matrix k = {keys->data + (keys->rows ? 0 : i * keys->row), keys->row, 1,
+                               keys->rows ? keys->rows + i : NULL};
+        const nsa__result s_t = {
+            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL, NULL};
+        nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
+        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, dim);
+        nsa__score_product(p, some, columns, &k, &q_t, &s_t);
+    }
+}
+
+/* The batch's scores of n keys from `begin` on, as rows of s, `apart` numbers from each other. A
+   non-finite key makes a non-finite score, so keys are tested one by one, in copies, only if a
+   score is not finite. */
+static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *job,
+                                 const nsa__tile_iter *it, const nsa__batch *b, int begin, int n,
+                                 ptrdiff_t apart, nsa_real *s, uint64_t *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *x = &p->x->k;
+    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, done = 0;
+    const int pairs = p->scores != NULL, dim = p->d->dim;
+    nsa__matrix k = nsa__rows_in_place(job, x, begin, n, dim, p->wide, pairs, f->order);
+    if (k.data) {
+        nsa__in_place_product(f, job, it, b, &k, begin, n);
+        done = p->tiles->finite(n, columns, f->columns, f->s_t);
+    }
+    if (!done) {
+        k = nsa__rows_copied(job, x, begin, n, dim, p->wide, pairs, f->rows, nonfinite);
+        nsa__in_place_product(f, job, it, b, &k, begin, n);
+    }
+    p->tiles->transpose(n, b->rows, f->columns, f->s_t, apart, s);
+    for (int r = 0; n < b->end - b->begin && r < b->rows; r++, s += apart)
+        for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
+}
+
+enum { NSA__PIECE_ROWS = 6 }; /* a product of so few rows pairs each row of values once */
+
+/* out = out * shrink + p v for n keys from `begin` on. Non-finite rows of values come from copies,
+   as zeros. For more rows than a piece has, values of bf16 are paired ahead. */
+static void nsa__in_place_sums(const nsa__in_place *f, const nsa__head_job *job, int begin, int n,
+                               int rows, const nsa__matrix *weights, const nsa__result *out,
+                               uint64_t *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *x = &p->x->v;
+    const int pairs = p->values != NULL, dim_v = p->d->dim_v, wide_v = p->wide_v;
+    const int ahead = pairs && rows > NSA__PIECE_ROWS;
+    const nsa__matrix paired = {f->paired, wide_v, 1, NULL};
+    nsa__matrix v = nsa__rows_in_place(job, x, begin, n, dim_v, wide_v, pairs, f->order);
+    int done = 0;
+    if (v.data)
+        done =
+            ahead ? p->values->pair_rows(n, wide_v, &v, f->paired) : nsa__finite_in_place(p, &v, n);
+    if (!done) {
+        v = nsa__rows_copied(job, x, begin, n, dim_v, wide_v, pairs, f->rows, nonfinite);
+        if (ahead) p->values->pair_rows(n, wide_v, &v, f->paired);
+    }
+    if (ahead)
+        p->values->gemm(rows, wide_v, (n + 1) / 2, weights, &paired, out, 1);
+    else if (pairs)
+        p->values->gemm_singles(rows, wide_v, n, weights, &v, out);
+    else
+        p->tiles->gemm(rows, wide_v, n, weights, &v, out);
+}
+
+/* ---- Attention: heads and queries ---------------------------------------------------------------
+   Twin: none. Not here: products. */
+
+/* Sets sequence and kv head; computes the range of tiles its queries need. */
+static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int heads) {
+    const nsa__attend_plan *p = job->plan;
+    int prefix = p->options.shared_prefix, last = seq->first + seq->count - 1;
+    job->seq = *seq;
+    job->skipped = (int)nsa__max(0, nsa__min(prefix - (int64_t)seq->first, seq->count));
+    job->head = head;
+    job->kv_head = head / p->sharers;
+    job->heads = heads;
+    job->task_queries = nsa__task_queries(p, seq->tokens, seq->count);
+    job->keys = p->branch == NSA__CMP ? seq->cmp_tokens : seq->tokens;
+    job->rows = p->branch == NSA__CMP ? seq->cmp : seq->keys;
+    job->rows.ring = p->options.ring;
+    job->in_place = seq->count <= p->few;
+    job->tile_begin = nsa__span_begin(p, seq->first) / p->tile;
+    job->tile_end = (int)nsa__ceil_div(nsa__span_end(job, last), p->tile);
+    if (job->listed && !job->in_place) nsa__mark_listed(job);
+}
+
+/* Makes up to plan->at_once heads of a sequence, from `head` on, those of the jobs, and packs their
+   keys. The head jobs are neighbours in `jobs`. */
+static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const nsa__seq *seq,
+                            int head) {
+    const nsa__attend_plan *p = jobs->plan;
+    int heads = (int)nsa__min(p->at_once, p->heads - (int64_t)head);
+    for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], seq, head + i, heads);
+    nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task, jobs);
+}
+
+/* Packs the keys of a few heads of a sequence, then calls `work` for them: for every sequence and
+   all heads, but for those that read in place. Packing and work are two parallel loops, because a
+   task reads tiles that other threads have packed. */
+static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
+                            void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
+    const nsa__attend_plan *p = jobs->plan;
+    const nsa_desc *d = p->d;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int head = 0; seq.count > p->few && head < p->heads; head += jobs->heads) {
+            nsa__pack_heads(jobs, team, &seq, head);
+            work(jobs, team);
+        }
+}
+
+/* Row r of a task's queries in x. */
+static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
+                            int r) {
+    const nsa__attend_plan *p = job->plan;
+    return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
+                    job->head * p->group + r % p->group);
+}
+
+/* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
+   look at all rows costs little more than at one of them. */
+static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, int stride,
+                                nsa_real *x, unsigned char *nonfinite) {
+    if (p->tiles->finite(rows, wide, stride, x)) return;
+    for (int r = 0; r < rows; r++, x += stride) {
+        if (p->tiles->finite(1, wide, 0, x)) continue;
+        memset(x, 0, (size_t)wide * sizeof *x);
+        nonfinite[r] = 1;
+    }
+}
+
+/* Loads the rows of a task's queries, times factor, with zeros up to `wide`, `stride` apart. A row
+   with a non-finite value becomes zeros, and its nonfinite[r] is set. */
+static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
+                              const nsa_tensor *x, int width, int wide, int stride, nsa_real factor,
+                              nsa_real *to, unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    int rows = it->queries * p->group, in_place = nsa__rows_of_reals(x, width);
+    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
+    for (int r = 0; r < rows; r++) {
+        nsa_real *row = to + (ptrdiff_t)r * stride;
+        const void *from = nsa__query_row(job, it, x, r);
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), row_bytes);
+        if (!in_place) {
+            nsa__load(row, x->dtype, from, width);
+            memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
+        }
+        p->tiles->scale(wide, factor, in_place ? (const nsa_real *)from : row, row);
+    }
+    nsa__zero_nonfinite(p, rows, wide, stride, to, nonfinite);
+}
+
+/* The same as pairs, which are not multiplied. */
+static void nsa__load_query_pairs(const nsa__head_job *job, const nsa__tile_iter *it,
+                                  const nsa_tensor *x, int width, int wide, int stride,
+                                  nsa_real *to, unsigned char *nonfinite) {
+    int rows = it->queries * job->plan->group;
+    for (int r = 0; r < rows; r++, to += stride) {
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), 2 * (size_t)width);
+        if (!nsa__copy_finite_pairs(to, nsa__query_row(job, it, x, r), width, wide))
+            nonfinite[r] = 1;
+    }
+}
+
+/* q for products: pairs, or numbers times scale2. */
+static void nsa__load_q(const nsa__head_job *job, const nsa__tile_iter *it, nsa_real *to,
+                        unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *q = &p->x->q;
+    int dim = p->d->dim;
+    if (p->scores)
+        nsa__load_query_pairs(job, it, q, dim, p->wide, p->stride, to, nonfinite);
+    else
+        nsa__load_queries(job, it, q, dim, p->wide, p->stride, p->scale2, to, nonfinite);
+}
+
+/* lse of a row in base 2. If lse is not finite, the result is 0 and the row is marked. That marks
+   queries without keys too (lse = -inf), without effect, because they read no tile. */
+static nsa_real nsa__load_lse2(const nsa__head_job *job, const nsa__tile_iter *it, int r,
+                               unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    nsa_real lse;
+    nsa__load(&lse, p->x->lse.dtype, nsa__query_row(job, it, &p->x->lse, r), 1);
+    if (!nsa__is_finite((double)lse)) nonfinite[r] = 1;
+    return nonfinite[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
+}
+
+/* The incoming gradient of a row's lse. The row is marked if it is not finite. */
+static nsa_real nsa__load_dlse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
+                               unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    nsa_real dlse;
+    nsa__load(&dlse, p->dx->lse.dtype, nsa__query_row(job, it, &p->dx->lse, r), 1);
+    if (!nsa__is_finite((double)dlse)) nonfinite[r] = 1;
+    return dlse;
+}
+
+/* ---- Selection: scores of blocks -------------------------------------------------------------
+   Twin: kernels/select_score.cuh. Not here: who asks for lists (select.h, attend_forward.h).
+   From scores to lists, for the queries of a task. nsa_select_blocks computes the scores for this
+   end; cmp's forward keeps those that it computes anyway.
+     Eq. 8:  p_cmp = exp(scale q k_cmp - lse_cmp), of every head
+     Eq. 10: p_cmp is summed over the heads of a group
+     Eq. 9:  p_slc[j] = sum_u stencil[u] p_cmp[j l'/d - lead + u]
+     Eq. 11: nsa__rank
+   Eq. 10 comes before Eq. 9, because Eq. 9 is linear: the heads' sum is mapped once, not each head.
+   The maximum of NSA_SCORE_OVERLAP_MAX is taken over that sum. */
+
+/* What selection needs of a task's rows: all of their scores against the compressed keys. */
+typedef struct nsa__scoring {
+    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale2 */
+    int64_t stride;   /* of a row of s: whole tiles and one vector */
+    nsa_real *p_cmp;  /* of one query and compressed block: summed over the group's heads */
+    nsa_real *scores; /* of one query and selection block: p_slc */
+} nsa__scoring;
+
+static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
+    /* One vector more: rows a power of two apart would share the same few sets of the cache. */
+    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile + NSA__LANES;
+    f->s = nsa__alloc_reals(a, (int64_t)p->task_queries * p->group * f->stride);
+    f->p_cmp = nsa__alloc_reals(a, f->stride);
+    f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
+}
+
+/* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
+   size - 1. With l 32, d 16, l' 64 these are blocks 4j - 1 .. 4j + 3, with weights 1 2 2 2 1. */
+static int nsa__stencil_lead(const nsa_desc *d) {
+    return d->cmp_block / d->cmp_stride - 1;
+}
+static int nsa__stencil_size(const nsa_desc *d) {
+    return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
+}
+
+/* Weights are those of any block whose stencil does not begin before block 0; the edge is cut off
+   later, by nsa__scores. */
+static void nsa__fill_stencil(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_desc *d = p->d;
+    int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
+    int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
+    for (int u = 0; u < nsa__stencil_size(d); u++)
+        job->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
+}
+
+enum { NSA__WHOLE_STENCILS = 8 }; /* together, because each waits for its own sum */
+
+/* Eq. 9 of so many candidates, whose stencils begin at p_cmp, `step` apart, and are cut nowhere. */
+NSA__INLINE NSA__COMPILED void nsa__whole_scores(const nsa_real *stencil, int size, int step,
+                                                 const nsa_real *p_cmp, nsa_real *scores) {
+    nsa_real sum[NSA__WHOLE_STENCILS] = {0};
+    for (int u = 0; u < size; u++) {
+        NSA__UNROLL
+        for (int i = 0; i < NSA__WHOLE_STENCILS; i++) sum[i] += stencil[u] * p_cmp[u + i * step];
+    }
+    memcpy(scores, sum, sizeof sum);
+}
+
+/* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
+   last compressed block that the query sees. A candidate without such a block has score 0. */
+NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const nsa_real *p_cmp,
+                                      nsa_real *scores) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_desc *d = p->d;
+    int visible = nsa__cmp_visible(d, job->seq.tokens, query), size = nsa__stencil_size(d);
+    int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
+        step = d->slc_block / d->cmp_stride;
+    int sums = d->score_map == NSA_SCORE_OVERLAP_SUM;
+    int reach = (NSA__WHOLE_STENCILS - 1) * step + size; /* of whole stencils */
+    for (int j = 0; j < candidates;) {
+        int64_t first = (int64_t)j * step - nsa__stencil_lead(d); /* in compressed blocks */
+        if (sums && first >= 0 && first + reach <= visible) {
+            nsa__whole_scores(job->stencil, size, step, p_cmp + first, scores + j);
+            j += NSA__WHOLE_STENCILS;
+            continue;
+        }
+        int from = (int)nsa__max(0, -first), to = (int)nsa__min(size, visible - first);
+        nsa_real score = 0;
+        for (int u = from; u < to; u++) {
+            nsa_real value = p_cmp[first + u];
+            if (sums)
+                score += job->stencil[u] * value;
+            else
+                score = value > score ? value : score;
+        }
+        scores[j++] = score;
+    }
+}
+
+/* Stores a query's scores if they are asked for, and -inf behind its candidates. */
+static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int query,
+                              const nsa_real *scores) {
+    const nsa__attend_plan *p = job->plan;
+    int n = nsa__slc_candidates(p->d, job->seq.tokens, query);
+    if (!x->data) return;
+    nsa_real *to =
+        (nsa_real *)nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first, job->head);
+    memcpy(to, scores, (size_t)n * sizeof *to);
+    for (int j = n; j < nsa_slc_count(p->d, p->d->tokens); j++) to[j] = nsa__minus_infinity();
+}
+
+/* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
+   list of equal scores, because its real scores are NaN and a list must still be valid. */
+static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
+                                const nsa__scoring *f, const nsa_real *lse2,
+                                const unsigned char *nonfinite_rows) {
+    const nsa__attend_plan *p = job->plan;
+    int group = p->group;
+    for (int a = 0; a < it->queries; a++) {
+        int query = it->first + a, nonfinite = 0;
+        int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
+        int candidates = nsa__slc_candidates(p->d, job->seq.tokens, query);
+        p->tiles->probability(group, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
+                              (ptrdiff_t)f->stride, lse2 + (ptrdiff_t)a * group,
+                              f->s + (ptrdiff_t)a * group * f->stride, f->p_cmp);
+        nsa__scores(job, query, f->p_cmp, f->scores);
+        for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
+        for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
+        int64_t row = job->seq.row + query - job->seq.first;
+        nsa__store_scores(job, &p->options.select->scores, query, f->scores);
+        nsa__rank(f->scores, candidates, p->d, p->tiles,
+                  (int32_t *)nsa__row(&p->options.select->blocks, job->seq.batch, row, job->head));
+    }
+}
+
+/* ---- Gate: a row --------------------------------------------------------------------------------
+   Twin: kernels/gate.cuh. Not here: its tasks and its backward (gate.h). */
+
+typedef struct nsa__gate_job {
+    const nsa_gate *x, *dx;
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    const nsa__pairs *pairs;    /* NULL, or what stores rows of bf16 */
+    const nsa_attention *whole; /* the chain's forward: slc's rows of the queries before `prefix` */
+    int prefix;                 /* are win's, and have not been written yet */
+    const nsa_tensor *dots; /* NULL, or the chain's backward: dout . out of every row, by branch */
+    nsa__seq seq;           /* of the gate's own tasks */
+} nsa__gate_job;
+
+static void nsa__copy_row(const nsa_tensor *from, const nsa_tensor *to, int64_t batch, int64_t at,
+                          int head, int width) {
+    nsa_real row[NSA__MAX_DIM];
+    nsa__load(row, from->dtype, nsa__row(from, batch, at, head), width);
+    nsa__store(to->dtype, nsa__row(to, batch, at, head), row, width);
+}
+
+/* out = sum_i g[i] branch[i] of query t of a sequence and one head. */
+static void nsa__gate_row(const nsa__gate_job *p, const nsa__seq *seq, int64_t t, int head) {
+    const nsa_desc *d = p->d;
+    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win}, *out = &p->x->out;
+    int64_t batch = seq->batch, at = seq->row + t;
+    int dim_v = d->dim_v, wide = (int)nsa__ceil_div(dim_v, NSA__LANES) * NSA__LANES;
+    nsa_real g[3], row[4][NSA__MAX_DIM];
+    const nsa_real *x[3];
+    nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
+    nsa__gate_weights(d->gate, g);
+    if (seq->first + t < p->prefix) {
+        nsa__copy_row(&p->whole->out_win, &p->whole->out_slc, batch, at, head, dim_v);
+        nsa__copy_row(&p->whole->lse_win, &p->whole->lse_slc, batch, at, head, 1);
+    }
+    for (int i = 0; i < 3; i++) {
+        x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
+        if (nsa__rows_of_reals(branch[i], dim_v)) continue;
+        nsa__load(row[i], branch[i]->dtype, x[i], dim_v);
+        memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
+        x[i] = row[i];
+    }
+    if (nsa__rows_of_reals(out, dim_v)) {
+        p->tiles->gate(wide, g, x, (nsa_real *)nsa__row(out, batch, at, head));
+    } else {
+        p->tiles->gate(wide, g, x, row[3]);
+        nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
+    }
+}
+
+/* ---- Attention: forward ----------------------------------------------------------------------
+   Twin: kernels/attend_forward.cuh. Not here: which keys (attend_plan.h, attend_tiles.h).
+   Softmax in one pass over the keys. s is in base 2: q has been multiplied by scale2. For each row
+   and tile:
+     m'  = max(m, max s)             the largest score so far
+     p   = 2^(s - m')                never more than 1, so nothing overflows
+     l   = l 2^(m - m') + sum p      2^(m - m') is the shrink of all sums before this tile
+     out = out 2^(m - m') + p v
+   At the end out / l is the softmax's average of v, and lse = ln 2 (m + log2 l). */
+
+/* A forward task's scratch. */
+typedef struct nsa__forward {
+    nsa__tile_iter iter;
+    nsa_real *q;              /* rows of the task, times scale2 */
+    nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
+    nsa_real *m;              /* of every row, and up to 15 more: the largest score so far */
+    nsa_real *l;              /* of the same: NSA__LANES partial sums of p */
+    nsa_real *s;              /* rows of a batch: scores of a tile, if they are not kept; then p */
+    nsa_real *shrink;         /* of every row of a batch, for the tile at hand */
+    unsigned char *nonfinite; /* of every row: 1 if it used a non-finite number; it becomes NaN */
+    nsa__scoring scoring;     /* if lists are selected too */
+    nsa__in_place in_place;
+} nsa__forward;
+
+static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
+    nsa__tile_iter_alloc(&f->iter, p, a, a);
+    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->out = nsa__alloc_reals(a, rows * p->wide_v);
+    f->m = nsa__alloc_reals(a, rows + NSA__LANES);
+    f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
+    f->shrink = nsa__alloc_reals(a, some + NSA__LANES);
+    f->s = nsa__alloc_reals(a, some * p->tile);
+    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+    if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
+    /* Allocated for many queries too, because a workspace for them must serve fewer. */
+    nsa__in_place_alloc(&f->in_place, p, a);
+}
+
+/* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
+   case of its own. */
+static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_t from,
+                               int64_t end) {
+    const nsa__attend_plan *p = job->plan;
+    nsa__tile_iter_begin(&f->iter, job, from, end);
+    int rows = f->iter.queries * p->group;
+    int ended = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES; /* as tiles->finish does */
+    memset(f->nonfinite, 0, (size_t)rows);
+    memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
+    memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
+    for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
+    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
+    if (job->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
+}
+
+/* Where the scores of a batch go, of keys from `keys` on, and how far apart its rows are. If lists
+   are selected, they stay in the task's scores; rows of a batch of cmp are neighbours. */
+static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_plan *p,
+                                     const nsa__batch *b, int keys, ptrdiff_t *apart) {
+    *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->tile;
+    return p->options.select ? f->scoring.s + b->row[0] * *apart + keys : f->s;
+}
+
+/* f->s = p, the softmax so far of n scores s, as pairs if v is. l sums p before it is rounded. */
+static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
+                                 int n, nsa_real *s, ptrdiff_t apart) {
+    const nsa__attend_plan *p = job->plan;
+    p->tiles->softmax(b->rows, n, apart, p->tile, p->group, b->mask, b->begin, b->row, s, f->s,
+                      f->m, f->l, f->shrink);
+    if (p->values) p->values->round(b->rows, n, p->tile, f->s);
+}
+
+/* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
+   row goes on with zeros in place of the key, and is made NaN at the end. */
+static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
+                              uint64_t nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    int64_t *reads = p->options.reads;
+    if (!reads && !nonfinite) return;
+    for (int i = 0; i < b->queries; i++) {
+        int64_t query = f->iter.first - job->seq.first + b->query[i];
+        if (reads) reads[query * p->d->kv_heads + job->kv_head] += nsa__bit_count(b->mask[i]);
+        if (b->mask[i] & nonfinite)
+            memset(f->nonfinite + (ptrdiff_t)b->query[i] * p->group, 1, (size_t)p->group);
+    }
+}
+
+/* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
+static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
+    const nsa__attend_plan *p = job->plan;
+    int tile = p->tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
+    const nsa__matrix q = {f->q, p->stride, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
+    ptrdiff_t apart;
+    nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
+    const nsa__result s = {scores, apart, NULL, 0, NULL, NULL, NULL};
+    nsa__score_product(p, b->rows, n, &q, &k_t, &s);
+    nsa__forward_softmax(f, job, b, n, scores, apart);
+    int cut = b->first - b->begin, held = b->last - b->first;
+    const nsa__matrix weights = {f->s + (p->values ? cut / 2 : cut), tile, 1, NULL};
+    const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys + cut, p->wide_v), p->wide_v, 1,
+                           NULL};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
+    if (p->values)
+        p->values->gemm(b->rows, p->wide_v, held / 2, &weights, &v, &out, 1);
+    else
+        p->tiles->gemm(b->rows, p->wide_v, held, &weights, &v, &out);
+    nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
+}
+
+/* The same from keys and values in place. The last tile may be short there: of n keys only `held`
+   exist, and masks hide the rest. */
+static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *job,
+                                        const nsa__batch *b) {
+    const nsa__attend_plan *p = job->plan;
+    int n = b->end - b->begin, keys = f->iter.tile * p->tile + b->begin;
+    int held = (int)nsa__min(n, job->keys - (int64_t)keys);
+    uint64_t nonfinite = 0;
+    ptrdiff_t apart;
+    nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
+    nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, apart, scores, &nonfinite);
+    nsa__forward_softmax(f, job, b, n, scores, apart);
+    const nsa__matrix weights = {f->s, p->tile, 1, NULL};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
+    nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
+    nsa__forward_note(f, job, b, nonfinite << b->begin);
+}
+
+/* Asks for what the gate reads and writes of row r, if the task has so many. */
+static void nsa__gate_fetch(const nsa__gate_job *gate, const nsa__head_job *job,
+                            const nsa__tile_iter *it, int r) {
+    const nsa_tensor *views[3] = {&gate->x->cmp, &gate->x->slc, &gate->x->out};
+    if (r >= it->queries * job->plan->group) return;
+    for (int i = 0; i < 3; i++)
+        nsa__fetch(nsa__query_row(job, it, views[i], r),
+                   (size_t)gate->d->dim_v * nsa__dtype_bytes(views[i]->dtype));
+}
+
+/* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
+   Selection reads lse back from the caller's view, because nsa_select_blocks does: both get the
+   same bits. */
+static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, nsa_real over,
+                             nsa_real lse) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *out = &p->x->out;
+    void *row = nsa__query_row(job, &f->iter, out, r);
+    int in_place = nsa__rows_of_reals(out, p->d->dim_v);
+    nsa_real *sums = f->out + (ptrdiff_t)r * p->wide_v, *to = in_place ? (nsa_real *)row : sums;
+    p->tiles->scale(p->wide_v, over, sums, to);
+    if (over != 0 && f->nonfinite[r]) {
+        for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
+        lse = nsa__nan();
+    }
+    if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
+    nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
+    if (p->options.select) f->m[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
+}
+
+/* The rows of a task, which become the gate's at once if it waits for no other branch. */
+static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__gate_job *gate = p->options.last;
+    int rows = f->iter.queries * p->group;
+    size_t row_bytes = (size_t)p->d->dim_v * nsa__dtype_bytes(p->x->out.dtype);
+    nsa_real over[NSA__LANES], lse[NSA__LANES];
+    for (int r = 0; r < rows; r++) {
+        int i = r % NSA__LANES;
+        if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, over, lse);
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(job, &f->iter, &p->x->out, r + NSA__ROWS_AHEAD), row_bytes);
+        nsa__forward_row(f, job, r, over[i], lse[i]);
+        if (!gate) continue;
+        nsa__gate_fetch(gate, job, &f->iter, r + NSA__ROWS_AHEAD);
+        nsa__gate_row(gate, &job->seq, f->iter.first - job->seq.first + r / p->group,
+                      job->head * p->group + r % p->group);
+    }
+    if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
+}
+
+/* A task: as many of the sequence's queries from .. end - 1 as one takes, through all of their
+   tiles. Every batch of a tile's queries updates the running softmax of its rows. */
+static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t end,
+                                 void *scratch) {
+    nsa__forward f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__forward_alloc(&f, job->plan, &a);
+    nsa__forward_begin(&f, job, from, end);
+    while (nsa__tile_iter_next(&f.iter, job))
+        for (int i = 0; i < f.iter.tile_queries;) {
+            nsa__batch b = nsa__batch_at(&f.iter, job, i);
+            if (job->in_place)
+                nsa__forward_batch_in_place(&f, job, &b);
+            else
+                nsa__forward_batch(&f, job, &b);
+            i += b.queries;
+        }
+    nsa__forward_end(&f, job);
+}
+
+/* slc's tasks are large, and dense's last ones are its longest. They go from the last queries to
+   the first, which have least to read: no thread should begin much last. */
+static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const int last_first = job->plan->branch == NSA__SLC || job->plan->branch == NSA__DENSE;
+    if (last_first) index = nsa__head_tasks(job) - 1 - index;
+    nsa__forward_queries(job, nsa__task_begin(job, index), job->seq.count, scratch);
+}
+
+/* Head jobs of sequences with few queries that run side by side. */
+static int64_t nsa__few_at_once(const nsa__attend_plan *p) {
+    return nsa__min(2 * NSA__TASKS, (int64_t)p->d->batch * p->heads);
+}
+
+/* What the jobs take of the shared workspace. A plan counts it, without a base. Returns the jobs
+   that read in place. */
+static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                          nsa__arena *shared) {
+    nsa__head_job *few =
+        (nsa__head_job *)nsa__alloc(shared, nsa__few_at_once(p), sizeof(nsa__head_job));
+    for (int i = 0; i < p->jobs; i++) {
+        nsa__head_job *job = &jobs[i];
+        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+        *job = nsa__job_make(p);
+        if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
+        if (p->d->count <= p->few) continue;
+        nsa__alloc_keys(job, shared, 0, 0);
+        job->v = nsa__alloc_packed(shared, tiles * p->tile * p->wide_v);
+    }
+    return few;
+}
+
+/* Plans for `x`, which is NULL in a size query. */
+static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
+                                          nsa__branch branch, nsa__attend_options options) {
+    nsa__attend_plan p = nsa__attend_plan_of(
+        x, NULL, d, branch, branch == NSA__SLC || options.select != NULL, nsa__heads_near(d));
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__forward f;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    p.options = options;
+    nsa__plan_pairs(&p);
+    p.few = p.batch_queries;
+    nsa__forward_layout(jobs, &p, &shared);
+    nsa__forward_alloc(&f, &p, &scratch);
+    p.shared = shared.used;
+    p.scratch = scratch.used;
+    return p;
+}
+
+/* The jobs of a call, with memory of the workspace. Returns those that read in place. */
+static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                        nsa__arena *shared) {
+    nsa__head_job *few = nsa__forward_layout(jobs, p, shared);
+    for (int i = 0; p->options.select && i < p->jobs; i++) nsa__fill_stencil(&jobs[i]);
+    return few;
+}
+
+static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(jobs), nsa__forward_task, jobs);
+}
+
+/* Runs n jobs of one task each, which may have too little work for all threads. */
+static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *team) {
+    const nsa__attend_plan *p = jobs->plan;
+    nsa__team some = *team;
+    int64_t work = 0;
+    for (int i = 0; i < n; i++) {
+        int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->tile;
+        if (p->branch == NSA__SLC) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
+        work += keys * jobs[i].seq.count;
+        jobs[i].heads = n;
+    }
+    some.threads = nsa__threads_for(team->threads, work * p->group * (p->wide + p->wide_v));
+    nsa__run(&some, n, nsa__forward_task, jobs);
+}
+
+/* Runs the sequences with few queries, which read keys in place. Nothing is packed for them, so
+   heads of many sequences run at once. */
+static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, const nsa__team *team) {
+    const nsa__attend_plan *p = any->plan;
+    int n = 0;
+    for (nsa__seq seq = nsa__seq_begin(p->d); seq.index < p->d->batch; nsa__seq_next(p->d, &seq))
+        for (int head = 0; seq.count && seq.count <= p->few && head < p->heads; head++) {
+            jobs[n] = *any;
+            nsa__set_head(&jobs[n], &seq, head, 0);
+            n += jobs[n].skipped < seq.count;
+            if (n < nsa__few_at_once(p)) continue;
+            nsa__forward_few_run(jobs, n, team);
+            n = 0;
+        }
+    if (n) nsa__forward_few_run(jobs, n, team);
+}
+
+/* What depends on the threads of a call, but no bit of it.
+   Head jobs at once: no more than have their packed keys in the threads' part of the third cache,
+   because tasks read them again and again. Workspace is for all of plan->jobs, so that a size for
+   more tokens serves fewer. The branches of a chain, of which cmp writes lists, have the same.
+   slc's tasks, which are large: few heads or many threads want more of them. */
+static void nsa__share_among(nsa__attend_plan *p, int threads) {
+    const int alone = p->branch == NSA__CMP && !p->options.select;
+    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
+    const int64_t numbers = nsa__max(1, keys * (p->wide + p->wide_v));
+    const int64_t each = 2; /* tasks for a thread */
+    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
+    const int64_t held = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
+    p->at_once = (int)nsa__max(1, nsa__min(held, p->jobs));
+    if (p->branch == NSA__SLC) p->least_tasks = (int)nsa__ceil_div(tasks, p->at_once);
+}
+
+static nsa_status nsa__forward_run(const nsa__attend_plan *plan, void *workspace, size_t bytes) {
+    nsa__attend_plan own = *plan, *p = &own;
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
+    nsa__share_among(p, team.threads);
+    nsa__head_job *few = nsa__forward_jobs(jobs, p, &shared);
+    nsa__forward_few(jobs, few, &team);
+    nsa__each_heads(jobs, &team, nsa__forward_heads);
+    return NSA_OK;
+}
+
+/* ---- Attention: backward ---------------------------------------------------------------------
+   Twin: kernels/attend_backward.cuh. Not here: the order of its tasks (threads.h).
+   With p = exp(scale q k - lse), delta = dout . out and dlse, the incoming gradient of lse:
+     dv[s] = sum_t p dout[t]                   because out = sum_s p v[s]
+     ds    = p (dout . v[s] - delta + dlse)    because delta = sum_s p (dout . v[s]), dlse / ds = p
+     dq[t] = scale sum_s ds k[s],  dk[s] = scale sum_t ds q[t]
+   delta comes from out, so no row needs all its p at once; dlse is subtracted from delta when the
+   row is loaded. q is loaded times scale2 = scale log2(e), as in forward. ds^T q then lacks the
+   factor ln 2, which is applied when dk is added to the caller's view; dq gets scale there. A task
+   computes p and ds of a tile once and uses them three times. In pairs of bf16 q is as it is, and
+   so is dout: its gate is a factor of p and ds before they are rounded, once. dq belongs to the
+   task alone. A tile's dk and dv belong to all tasks that read the tile, which add in a fixed order
+   (nsa__turns). So all sums have the same bits for any number of threads. */
+
+/* Shares of dk and dv that a task holds until it may add them, so that it need not wait for those
+   before it in every tile. */
+enum { NSA__HELD = 8 };
+enum { NSA__BATCH_NUMBERS = 1 << 14 }; /* of a batch's rows of q and dout */
+
+/* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
+typedef struct nsa__backward {
+    nsa__tile_iter iter;
+    nsa_real *q, *dout, *dq;  /* rows of the task */
+    nsa_real *lse2, *delta;   /* of every row */
+    nsa_real *gate;           /* in pairs, of every row: the gate of its dout */
+    nsa_real *p, *ds;         /* rows of a batch: scores and dp of a tile, then p and ds */
+    nsa__packed *ds_rows;     /* in pairs: ds by row, while f->ds has pairs of rows */
+    nsa__packed *paired;      /* in pairs: rows of dout or q of a batch as pairs of rows */
+    unsigned char *nonfinite; /* of every row: what it adds to becomes NaN */
+    unsigned char *reads;     /* of every query: 1 if it has seen a key */
+    /* Its shares of dk and dv of tiles that it may not enter yet: `held` of them from `oldest` on,
+       around the end. */
+    nsa_real *dk, *dv;
+    uint64_t nonfinite_keys[NSA__HELD]; /* keys that get NaN */
+    int32_t held_tile[NSA__HELD];
+    int held, oldest;
+    nsa__asks asks; /* of the batch at hand */
+    int asked;      /* slc: of iter.list, how many readers' rows have been noted */
+    int add;        /* the tile's share has been begun */
+    int last;       /* the batch at hand ends the share and adds it to the tile's sums itself */
+} nsa__backward;
+
+/* Pieces that so many numbers take. */
+static int nsa__asks_of(int64_t numbers) {
+    return (int)nsa__ceil_div(numbers * (int64_t)sizeof(nsa_real), NSA__ASKED);
+}
+
+/* Room for what a batch asks for, at most: rows of q and dout of the next one, and three times a
+   tile's rows of k and v. */
+static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->batch_queries * p->group + 3 * p->tile;
+    asks->room = rows * (nsa__asks_of(p->wide) + nsa__asks_of(p->wide_v));
+    asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
+}
+
+static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
+                                nsa__arena *of_tile) {
+    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
+    nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
+    f->q = nsa__alloc_reals(a, rows * p->stride);
+    f->dq = nsa__alloc_reals(a, rows * p->wide);
+    f->dout = nsa__alloc_reals(a, rows * p->stride_v);
+    f->lse2 = nsa__alloc_reals(a, rows);
+    f->delta = nsa__alloc_reals(a, rows);
+    f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
+    f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
+    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+    f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
+    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide);
+    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide_v);
+    nsa__asks_alloc(&f->asks, p, of_tile);
+    if (!p->pairs) return;
+    f->gate = nsa__alloc_reals(a, rows);
+    f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
+    f->paired = nsa__alloc_packed(of_tile, (some + 1) / 2 * nsa__max(p->wide, p->wide_v));
+}
+
+/* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
+static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *job, int r) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_desc *d = p->d;
+    int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
+    nsa_real logits[3];
+    nsa__load_gates(logits, &p->options.gate->logits, d, job->seq.batch,
+                    job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
+    nsa_real g = nsa__gate_weight(d->gate, logits, (int)p->branch);
+    if (query < p->options.both) g += nsa__gate_weight(d->gate, logits, NSA__SLC);
+    return g;
+}
+
+/* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output.
+   Returns the factor of its delta. In pairs dout and delta stay as they are, and the gate is a
+   factor of p and ds later. */
+static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
+    const nsa__attend_plan *p = job->plan;
+    nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v, g = nsa__backward_gate(f, job, r);
+    if (p->values) {
+        f->gate[r] = g;
+        if (nsa__is_finite((double)g)) return 1;
+        f->gate[r] = 0;
+    } else {
+        p->tiles->scale(p->wide_v, g, dout, dout);
+        return g;
+    }
+    f->nonfinite[r] = 1;
+    return 0;
+}
+
+/* Loads q and dout of all rows. */
+static void nsa__backward_load(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *dout = &p->dx->out;
+    int dim_v = p->d->dim_v;
+    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
+    if (p->values)
+        nsa__load_query_pairs(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, f->dout,
+                              f->nonfinite);
+    else
+        nsa__load_queries(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, 1, f->dout,
+                          f->nonfinite);
+}
+
+/* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
+   place of a non-finite row: the gate's gradient of that row is not finite. */
+static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *job, int r) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__tile_iter *it = &f->iter;
+    const nsa_tensor *of_out = &p->x->out, *of_dout = &p->dx->out;
+    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v;
+    int dim_v = p->d->dim_v;
+    nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
+    if (r + NSA__ROWS_AHEAD < it->queries * p->group)
+        nsa__fetch(nsa__query_row(job, it, of_out, r + NSA__ROWS_AHEAD),
+                   (size_t)dim_v * nsa__dtype_bytes(of_out->dtype));
+    const void *row = nsa__query_row(job, it, of_out, r);
+    const int in_place = nsa__rows_of_reals(of_out, dim_v);
+    if (!in_place) {
+        nsa__load(out, of_out->dtype, row, dim_v);
+        memset(out + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *out);
+    }
+    if (p->values || f->nonfinite[r]) {
+        nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
+        memset(again + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *again);
+        dout = again;
+    }
+    return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->wide_v);
+}
+
+/* Loads q and dout, and computes lse2 and delta = dout . out - dlse of every row. A row that read a
+   non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
+static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__attend_options *options = &p->options;
+    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
+    f->held = f->oldest = f->asked = 0;
+    int rows = f->iter.queries * p->group;
+    memset(f->reads, 0, (size_t)f->iter.queries);
+    memset(f->nonfinite, 0, (size_t)rows);
+    memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
+    nsa__backward_load(f, job);
+    for (int r = 0; r < rows; r++) {
+        nsa_real dot = nsa__backward_dot(f, job, r);
+        if (options->dots)
+            ((nsa_real *)nsa__query_row(job, &f->iter, options->dots, r))[p->branch] = dot;
+        if (options->gate) dot *= nsa__backward_scale(f, job, r);
+        f->delta[r] = dot;
+    }
+    /* a gate may be NaN, and its product with dout too large */
+    if (options->gate && !p->values)
+        nsa__zero_nonfinite(p, rows, p->wide_v, p->stride_v, f->dout, f->nonfinite);
+    for (int r = 0; r < rows; r++) {
+        f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
+        if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
+        if (f->nonfinite[r]) f->delta[r] = 0;
+    }
+}
+
+/* The share that the task makes at the moment. */
+static int nsa__backward_newest(const nsa__backward *f) {
+    return (f->oldest + f->held - 1) % NSA__HELD;
+}
+
+/* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and
+   dv become NaN, because each is a sum with that row. */
+static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
+    int group = job->plan->group;
+    for (int i = 0; i < b->queries; i++) {
+        f->reads[b->query[i]] = 1;
+        for (int g = 0; g < group; g++)
+            if (f->nonfinite[b->query[i] * group + g])
+                f->nonfinite_keys[nsa__backward_newest(f)] |= b->mask[i];
+    }
+}
+
+/* The gradients' products of a batch, from p, ds and the operands of nsa__backward_batch, in pairs.
+   Both p and ds are paired by row for dv and dk, and ds by key for dq. */
+static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job,
+                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
+                                const nsa__result *dq, const nsa__result *dk,
+                                const nsa__result *dv) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__pairs *pairs = p->pairs;
+    int ld = p->stride_p, n = b->end - b->begin, rows = b->rows, half = (rows + 1) / 2;
+    int cut = b->first - b->begin, keys = b->last - b->first;
+    const nsa_real *gate = p->options.gate ? f->gate : NULL;
+    if (job->dv) {
+        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
+        pairs->round_pairs(rows, n, ld, b->row, gate, f->p, NULL);
+        const nsa__matrix right = {f->paired, p->wide_v, 1, NULL};
+        pairs->pair_rows(rows, p->wide_v, dout, f->paired);
+        pairs->gemm(keys, p->wide_v, half, &p_t, &right, dv, 1);
+    }
+    if (job->dk || p->dx->q.data) pairs->round_pairs(rows, n, ld, b->row, gate, f->ds, f->ds_rows);
+    if (job->dk) {
+        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
+        const nsa__matrix right = {f->paired, p->wide, 1, NULL};
+        pairs->pair_rows(rows, p->wide, q, f->paired);
+        pairs->gemm(keys, p->wide, half, &ds_t, &right, dk, 1);
+    }
+    if (p->dx->q.data) {
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
+        const nsa__matrix ds = {f->ds_rows + cut / 2, ld / 2, 1, NULL};
+        const nsa__matrix k = {job->k + first / 2 * p->wide, p->wide, 1, NULL};
+        pairs->gemm(rows, p->wide, keys / 2, &ds, &k, dq, 1);
+    }
+}
+
+/* The same in f32. */
+static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job,
+                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
+                                const nsa__result *dq, const nsa__result *dk,
+                                const nsa__result *dv) {
+    const nsa__attend_plan *p = job->plan;
+    int ld = p->stride_p, rows = b->rows, cut = b->first - b->begin, keys = b->last - b->first;
+    if (job->dv) {
+        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
+        p->tiles->gemm(keys, p->wide_v, rows, &p_t, dout, dv);
+    }
+    if (job->dk) {
+        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
+        p->tiles->gemm(keys, p->wide, rows, &ds_t, q, dk);
+    }
+    if (p->dx->q.data) {
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
+        const nsa__matrix ds = {f->ds + cut, ld, 1, NULL};
+        const nsa__matrix k = {job->k + first * p->wide, p->wide, 1, NULL};
+        p->tiles->gemm(rows, p->wide, keys, &ds, &k, dq);
+    }
+}
+
+/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta);
+   dv += p^T dout, dk += ds^T q, dq += ds k */
+static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
+    const nsa__attend_plan *p = job->plan;
+    int tile = p->tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
+    ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
+    ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
+    ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
+    const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
+    const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
+    nsa__asks *asks = &f->asks;
+    const nsa__result s = {f->p, ld, NULL, 0, NULL, NULL, asks},
+                      dp = {f->ds, ld, NULL, 0, NULL, NULL, asks};
+    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, NULL, asks};
+    nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, NULL, asks};
+    nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, NULL, asks};
+    if (f->last && job->dk) dk.sum = job->dk + first * p->wide;
+    if (f->last && job->dv) dv.sum = job->dv + first * p->wide_v;
+    nsa__score_product(p, rows, n, &q, &k_t, &s);
+    if (p->values)
+        p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
+    else
+        p->tiles->gemm(rows, n, p->depth_v, &dout, &v_t, &dp);
+    p->tiles->gradient(rows, n, ld, p->group, b->mask, b->begin, b->row, f->lse2, f->delta, f->p,
+                       f->ds);
+    (p->values ? nsa__backward_pairs : nsa__backward_reals)(f, job, b, &q, &dout, &dq, &dk, &dv);
+    nsa__backward_note(f, job, b);
+}
+
+/* Adds the task's dq. A row that read a non-finite number gets NaN; one that read nothing stays. */
+static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *to = &p->dx->q;
+    int dim = p->d->dim, rows = to->data ? f->iter.queries * p->group : 0;
+    size_t row_bytes = (size_t)dim * nsa__dtype_bytes(to->dtype);
+    for (int r = 0; r < rows; r++) {
+        nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(job, &f->iter, to, r + NSA__ROWS_AHEAD), row_bytes);
+        if (!f->reads[r / p->group]) continue;
+        for (int c = 0; f->nonfinite[r] && c < dim; c++) dq[c] = nsa__nan();
+        nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->scale, dq, dim);
+    }
+}
+
+/* A place of the backward pass: the place, the task's state, then the arrays of that state. */
+typedef struct nsa__backward_place {
+    nsa__place place;
+    nsa__backward task;
+} nsa__backward_place;
+
+/* The state of the task in a place, with its arrays: those of one tile in `scratch`, the others in
+   `own`, behind the place. Without a place it only counts the bytes of both arenas. */
+static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *place, nsa__arena *scratch,
+                                       nsa__arena *own) {
+    nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : &any;
+    own->base = (char *)place;
+    nsa__alloc(own, 1, sizeof(nsa__backward_place));
+    nsa__backward_alloc(f, p, own, scratch);
+    return place ? f : NULL;
+}
+
+/* Task i of a head follows task i - 1 of that head. */
+static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
+    const nsa__head_job *jobs = (const nsa__head_job *)turns->context;
+    nsa__write(&place->follows, place->task < jobs->heads ? -1 : place->task - jobs->heads);
+    nsa__write(&place->needs, -1);
+}
+
+/* Notes numbers from x on as needed soon. */
+static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
+    const int most = (int)nsa__min(nsa__asks_of(numbers), asks->room - asks->count);
+    for (int i = 0; i < most; i++)
+        asks->at[asks->count++] = (const char *)x + (ptrdiff_t)i * NSA__ASKED;
+}
+
+enum { NSA__FAR = 16 << 20 }; /* bytes, more than a last-level cache keeps beside all else */
+
+/* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
+static int nsa__keys_are_far(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const int64_t numbers = 3 * (int64_t)p->wide + 2 * (int64_t)p->wide_v; /* of a key */
+    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->jobs > NSA__FAR;
+}
+
+/* For tasks of slc, where few queries read a tile. Notes the tile's rows of K, if none is noted
+   yet, keys `from` on of the next tile, and the rows of those who are next in the lists of readers,
+   behind entry `at`. */
+static void nsa__backward_ask_ahead(nsa__backward *f, const nsa__head_job *job, int64_t from,
+                                    int64_t some, int at) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__tile_iter *it = &f->iter;
+    const int64_t key = (int64_t)it->tile * p->tile, next = key + p->tile + from;
+    const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->batch_queries);
+    if (!from)
+        nsa__ask(&f->asks, nsa__packed_rows(job->k, p->scores, key, p->wide),
+                 (p->scores ? p->tile / 2 : p->tile) * p->wide);
+    if (it->tile + 1 < it->tile_end) {
+        nsa__ask(&f->asks, job->k_t + next * p->depth, some * p->depth);
+        nsa__ask(&f->asks, job->v_t + next * p->depth_v, some * p->depth_v);
+    }
+    for (int reader = (int)nsa__max(f->asked, at); reader < end; reader++)
+        for (int g = 0; g < p->group; g++) {
+            const ptrdiff_t r = (ptrdiff_t)it->list[reader] * p->group + g;
+            nsa__ask(&f->asks, f->q + r * p->stride, p->depth);
+            nsa__ask(&f->asks, f->dout + r * p->stride_v, p->depth_v);
+        }
+    f->asked = (int)nsa__max(f->asked, end);
+}
+
+/* What the products of queries i .. end - 1 of the tile ask for. `soon`: their part of the sums of
+   dk and dv, to which the share at hand is added next; sums of all tiles are more than L2 holds. */
+static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i, int end,
+                              int soon) {
+    const nsa__attend_plan *p = job->plan;
+    const int64_t tile = f->iter.tile, queries = f->iter.tile_queries;
+    const int64_t from = p->tile * i / queries, some = p->tile * end / queries - from;
+    const int64_t key = tile * p->tile + from;
+    f->asks.next = f->asks.count = 0;
+    if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->wide_v, some * p->wide_v);
+    if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->wide, some * p->wide);
+    if (p->branch == NSA__SLC && nsa__keys_are_far(job))
+        nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
+}
+
+/* The oldest share has been added to its tile's sums. */
+static void nsa__backward_added(nsa__backward *f, const nsa__head_job *job) {
+    job->nonfinite_keys[f->held_tile[f->oldest]] |= f->nonfinite_keys[f->oldest];
+    f->held--;
+    f->oldest = f->held ? (f->oldest + 1) % NSA__HELD : 0;
+}
+
+/* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
+   may add it. A batch of the whole tile need not add to zeros. `soon`: no other task adds to the
+   tile before this one. If no earlier share is held then, the last batch adds the share to the sums
+   as it leaves registers, unless keys that it does not see have a share too. */
+static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int soon) {
+    const nsa__attend_plan *p = job->plan;
+    f->held++;
+    int newest = nsa__backward_newest(f);
+    size_t keys = (size_t)p->tile;
+    f->held_tile[newest] = f->iter.tile;
+    f->nonfinite_keys[newest] = 0;
+    f->add = 0;
+    for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
+        nsa__batch b = nsa__batch_at(&f->iter, job, i);
+        int whole = b.last - b.first == p->tile;
+        f->last = soon && f->held == 1 && i + b.queries == queries && (whole || !f->add);
+        if (!f->add && !whole && !f->last) {
+            memset(f->dk + newest * p->tile * p->wide, 0, keys * (size_t)p->wide * sizeof *f->dk);
+            memset(f->dv + newest * p->tile * p->wide_v, 0,
+                   keys * (size_t)p->wide_v * sizeof *f->dv);
+            f->add = 1;
+        }
+        nsa__backward_ask(f, job, i, i + b.queries, soon);
+        nsa__backward_batch(f, job, &b);
+        f->add = 1;
+        i += b.queries;
+    }
+    if (f->last) nsa__backward_added(f, job);
+}
+
+NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
+    for (int i = 0; i < n; i++) sum[i] += x[i];
+}
+
+/* Adds the oldest share to the tile's sums, and returns the tile. */
+static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int32_t oldest = f->oldest, tile = f->held_tile[oldest];
+    int n = p->tile * p->wide, n_v = p->tile * p->wide_v;
+    if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
+    if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
+    nsa__backward_added(f, job);
+    return tile;
+}
+
+/* One step of a task: it loads its rows, computes a tile's share, adds its oldest share, or ends. A
+   task may come back in another thread, whose scratch does not have its masks, so it reads its tile
+   again. */
+static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *scratch) {
+    int64_t index = place->task;
+    const nsa__head_job *job = nsa__job_of(turns->context, &index);
+    nsa__arena of_tile = {(char *)scratch, 0}, own = {NULL, 0};
+    nsa__backward *f = nsa__backward_at(job->plan, place, &of_tile, &own);
+    nsa__tile_iter *it = &f->iter;
+    if (!place->begun) {
+        /* from the last queries on: they have most to read, which no thread should begin last */
+        nsa__backward_begin(f, job, nsa__head_tasks(job) - 1 - index);
+        nsa__tile_iter_next(it, job);
+        place->begun = 1;
+        place->moved = 0;
+    } else if (f->held && nsa__may_enter(turns, place->follows, f->held_tile[f->oldest])) {
+        nsa__write(turns->progress + place->task, nsa__backward_add(f, job) + 1);
+    } else if (it->tile < it->tile_end) {
+        if (place->moved) nsa__tile_iter_read(it, job);
+        place->moved = 0;
+        nsa__backward_tile(f, job, nsa__may_enter(turns, place->follows, it->tile));
+        if (!f->held) nsa__write(turns->progress + place->task, it->tile + 1);
+        if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
+    } else {
+        nsa__write(turns->progress + place->task, INT32_MAX);
+        return 1;
+    }
+    int32_t needs = f->held ? f->held_tile[f->oldest] : INT32_MAX - 1;
+    if (it->tile < it->tile_end && f->held < NSA__HELD) needs = -1;
+    nsa__write(&place->needs, needs);
+    return 0;
+}
+
+/* Adds a tile's sum to dk or dv. Keys that a NaN row has read get NaN. */
+static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to, int tile,
+                                  nsa_real factor, nsa_real *sum, int width, int wide) {
+    const nsa__attend_plan *p = job->plan;
+    int begin = tile * p->tile, end = (int)nsa__min((int64_t)begin + p->tile, job->keys);
+    size_t row_bytes = (size_t)width * nsa__dtype_bytes(to->dtype);
+    for (int key = begin; sum && key < end; key++) {
+        nsa_real *row = sum + (ptrdiff_t)key * wide;
+        if (key + NSA__ROWS_AHEAD < end)
+            nsa__fetch(nsa__key(job, to, key + NSA__ROWS_AHEAD), row_bytes);
+        for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < width; c++)
+            row[c] = nsa__nan();
+        nsa__add(to->dtype, nsa__key(job, to, key), factor, row, width);
+    }
+}
+
+/* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. */
+static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
+    int tile = job->tile_begin + (int)index;
+    (void)scratch;
+    if (job->head % p->sharers != p->sharers - 1) return;
+    if (job->listed && !job->listed[tile]) return;
+    /* q was loaded times scale log2(e), in pairs as it is */
+    const nsa_real factor = p->scores ? p->scale : (nsa_real)NSA__LN2;
+    nsa__key_gradient_add(job, &p->dx->k, tile, factor, job->dk, p->d->dim, p->wide);
+    nsa__key_gradient_add(job, &p->dx->v, tile, 1, job->dv, p->d->dim_v, p->wide_v);
+}
+
+/* The turns of these jobs' tasks. nsa__backward_heads sets `tasks` when it knows the queries. */
+static nsa__turns nsa__backward_turns(const nsa__head_job *jobs) {
+    nsa__arena scratch = {NULL, 0}, place = {NULL, 0};
+    nsa__backward_at(jobs->plan, NULL, &scratch, &place);
+    nsa__turns turns = {0,          jobs->progress, jobs, nsa__backward_come, nsa__backward_go,
+                        place.used, scratch.used};
+    return turns;
+}
+
+static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                 nsa__arena *shared) {
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+    int64_t tasks = nsa__max(p->least_tasks, nsa__ceil_div(p->d->count, p->task_queries));
+    int32_t *progress = (int32_t *)nsa__alloc(shared, p->jobs * tasks, sizeof *progress);
+    for (int i = 0; i < p->jobs; i++) {
+        nsa__head_job *job = &jobs[i];
+        *job = nsa__job_make(p);
+        job->progress = progress;
+        nsa__alloc_keys(job, shared, 1, 1);
+        job->dk = nsa__alloc_reals(shared, tiles * p->tile * p->wide);
+        job->dv = nsa__alloc_reals(shared, tiles * p->tile * p->wide_v);
+        job->nonfinite_keys = (uint64_t *)nsa__alloc(shared, tiles, sizeof *job->nonfinite_keys);
+        if (p->dx && !p->dx->k.data) job->dk = NULL;
+        if (p->dx && !p->dx->v.data) job->dv = NULL;
+    }
+}
+
+/* Queries of backward's batches and tasks. Batches have up to twice the rows of forward's, because
+   each reads and writes its tile's share of dk and dv once. But all its rows of q and dout should
+   be no more than NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv
+   are added; slc's are larger yet. */
+static void nsa__backward_sizes(nsa__attend_plan *p) {
+    int64_t rows = nsa__min(NSA__BATCH_NUMBERS / (p->wide + p->wide_v), 2 * NSA__BATCH_ROWS);
+    p->batch_queries = (int)nsa__max(p->batch_queries, rows / p->group);
+    if (p->branch != NSA__SLC) p->near_queries = (int)nsa__min(p->tile, nsa__near_queries(p));
+    p->task_queries = nsa__task_queries(p, p->d->tokens, p->d->count);
+}
+
+/* Numbers from row to row of an operand whose columns a product walks down. Rows an even number of
+   vectors apart would share few sets of the first cache. */
+static int nsa__apart(int wide) {
+    return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
+}
+
+/* Head jobs of slc's backward at once. Each of its tasks writes dk and dv of all tiles, so tasks
+   are large, and those of a few heads are few. So many threads get more heads at once, which takes
+   more workspace and changes no task. Other branches have tasks enough. */
+static int nsa__backward_heads_at_once(const nsa_desc *d, int threads) {
+    const int64_t each = 2, near = nsa__heads_near(d); /* tasks for a thread */
+    const int64_t group = d->heads / d->kv_heads, batch = 2 * NSA__BATCH_ROWS / group;
+    int64_t queries = NSA__TASK_NUMBERS / (d->dim + d->dim_v) / group;
+    queries = nsa__grown_queries(d, d->tokens, queries, batch);
+    int64_t tasks = nsa__max(NSA__TASKS / near, nsa__ceil_div(d->count, nsa__max(1, queries)));
+    int64_t wanted = nsa__max(near, nsa__ceil_div(each * threads, tasks));
+    return (int)nsa__min(d->kv_heads, nsa__min(wanted, NSA__HEADS_AT_ONCE));
+}
+
+/* Plans for `x` and `dx`, which are NULL in a size query, and for so many threads. d has all heads
+   of `whole` or some: a head's tasks are the same whichever heads are beside it. */
+static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
+                                           const nsa_desc *d, nsa__branch branch,
+                                           const nsa_desc *whole, int threads) {
+    nsa__attend_plan p =
+        nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC, nsa__heads_near(whole));
+    if (branch == NSA__SLC && p.sharers == 1) p.jobs = nsa__backward_heads_at_once(whole, threads);
+    p.at_once = p.jobs = (int)nsa__min(p.jobs, d->kv_heads);
+    nsa__plan_pairs(&p);
+    p.stride = nsa__apart(p.stride);
+    p.stride_v = nsa__apart(p.stride_v);
+    p.stride_p = nsa__apart(p.tile);
+    nsa__backward_sizes(&p);
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__arena shared = {NULL, 0};
+    nsa__backward_layout(jobs, &p, &shared);
+    nsa__turns turns = nsa__backward_turns(jobs);
+    p.shared = shared.used;
+    p.scratch = nsa__turns_scratch(&turns);
+    return p;
+}
+
+static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__turns turns = nsa__backward_turns(jobs);
+    turns.tasks = (int32_t)nsa__query_tasks(jobs);
+    nsa__run_in_turn(team, &turns);
+    nsa__run(team, (int64_t)jobs->heads * (jobs->tile_end - jobs->tile_begin),
+             nsa__key_gradient_task, jobs);
+}
+
+static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
+    nsa__backward_layout(jobs, p, &shared);
+    nsa__each_heads(jobs, &team, nsa__backward_heads);
+    return NSA_OK;
+}
+
+/* ---- Attention: entry points --------------------------------------------------------------------
+   Twin: kernels/attend_branches.cuh. Not here: what they run (attend_forward.h,
+   attend_backward.h). */
+
+static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL, NULL, 0, NULL, NULL};
+
+static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
+    return nsa__desc_using(d,
+                           branch == NSA__CMP   ? NSA__USES_CMP
+                           : branch == NSA__SLC ? NSA__USES_SLC
+                                                : 0,
+                           own);
+}
+
+static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
+    nsa_desc own;
+    d = nsa__branch_desc(d, branch, &own);
+    if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
+    int threads = nsa__threads(d);
+    nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d, threads)
+                                  : nsa__forward_plan(NULL, d, branch, nsa__no_options);
+    return nsa__attend_plan_bytes(&p, threads);
+}
+
+static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
+    return branch == NSA__CMP ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
+}
+
+/* Checks the views of a branch. `lists` 0: block lists are not checked, because the chain's forward
+   has yet to write them. */
+static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
+                                    int forward, int lists, const nsa__attend_fields *at) {
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               lse = nsa__query_shape(d, d->heads, 1);
+    NSA__CHECK(
+        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
+    NSA__CHECK(
+        nsa__check_view(&x->k, nsa__branch_shape(d, branch, d->dim), nsa__floats(), 0, at->k));
+    NSA__CHECK(
+        nsa__check_view(&x->v, nsa__branch_shape(d, branch, d->dim_v), nsa__floats(), 0, at->v));
+    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), forward, at->out));
+    NSA__CHECK(nsa__check_view(&x->lse, lse, nsa__real_dtypes(), forward, at->lse));
+    if (branch != NSA__SLC || !lists) return NSA_OK;
+    nsa_status s = nsa__check_lists(&x->blocks, d, NULL);
+    return s == NSA_OK ? s : nsa__error(nsa_status_kind(s), at->blocks);
+}
+
+/* dx.out is read; the other gradients are added to, and may be absent. */
+static nsa_status nsa__attend_gradient_check(const nsa_attend *dx, const nsa_attend *x,
+                                             const nsa_desc *d, nsa__branch branch,
+                                             const nsa__attend_fields *at) {
+    nsa__shape dout = nsa__query_shape(d, d->heads, d->dim_v);
+    NSA__CHECK(nsa__check_view(&dx->out, dout, nsa__floats(), 0, at->out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, nsa__query_shape(d, d->heads, d->dim), at->q));
+    NSA__CHECK(nsa__check_gradient(&dx->k, &x->k, nsa__branch_shape(d, branch, d->dim), at->k));
+    return nsa__check_gradient(&dx->v, &x->v, nsa__branch_shape(d, branch, d->dim_v), at->v);
+}
+
+static nsa_status nsa__attend_forward(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
+                                      void *workspace, size_t bytes) {
+    nsa_desc own;
+    d = nsa__branch_desc(d, branch, &own);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__attend_check(x, d, branch, 1, 1, &nsa__attend_names));
+    const nsa__attend_plan p = nsa__forward_plan(x, d, branch, nsa__no_options);
+    return nsa__forward_run(&p, workspace, bytes);
+}
+
+static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x, const nsa_desc *d,
+                                       nsa__branch branch, void *workspace, size_t bytes) {
+    nsa_desc own;
+    d = nsa__branch_desc(d, branch, &own);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__check_backward(d, 0));
+    NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
+    NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
+    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__query_shape(d, d->heads, 1)));
+    nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d, nsa__threads(d));
+    if (bytes < nsa__attend_plan_bytes(&p, nsa__least_threads(d))) /* sized for fewer threads */
+        p = nsa__backward_plan(dx, x, d, branch, d, nsa__least_threads(d));
+    return nsa__backward_run(&p, workspace, bytes);
+}
+
+/* The four public functions of each branch. */
+#define NSA__ATTEND_ENTRY_POINTS(name, branch)                                                 \
+    NSA_API size_t nsa_attend_##name##_forward_workspace_size(const nsa_desc *d) {             \
+        return nsa__attend_bytes(d, branch, 0);                                                \
+    }                                                                                          \
+    NSA_API nsa_status nsa_attend_##name##_forward(const nsa_attend *x, const nsa_desc *d,     \
+                                                   void *workspace, size_t bytes) {            \
+        return nsa__attend_forward(x, d, branch, workspace, bytes);                            \
+    }                                                                                          \
+    NSA_API size_t nsa_attend_##name##_backward_workspace_size(const nsa_desc *d) {            \
+        return nsa__attend_bytes(d, branch, 1);                                                \
+    }                                                                                          \
+    NSA_API nsa_status nsa_attend_##name##_backward(const nsa_attend *dx, const nsa_attend *x, \
+                                                    const nsa_desc *d, void *workspace,        \
+                                                    size_t bytes) {                            \
+        return nsa__attend_backward(dx, x, d, branch, workspace, bytes);                       \
+    }
+
+NSA__ATTEND_ENTRY_POINTS(cmp, NSA__CMP)
+NSA__ATTEND_ENTRY_POINTS(slc, NSA__SLC)
+NSA__ATTEND_ENTRY_POINTS(win, NSA__WIN)
+NSA__ATTEND_ENTRY_POINTS(dense, NSA__DENSE)
+#undef NSA__ATTEND_ENTRY_POINTS
+
+/* ---- Merge --------------------------------------------------------------------------------------
+   Twin: kernels/merge.cuh. Not here: attention. */
+
+typedef struct nsa__merge_job {
+    const nsa_merge *x, *dx;
+    const nsa_desc *d;
+    nsa__seq seq;
+} nsa__merge_job;
+
+enum { NSA__MERGE_TOKENS = 16 };
+
+/* Recognised by its bits, because -ffast-math knows no infinity. */
+static int nsa__is_minus_infinity(nsa_real x) {
+    const nsa_real infinity = nsa__minus_infinity();
+    return memcmp(&x, &infinity, sizeof x) == 0;
+}
+
+/* The parts' shares w[2] of one row, and lse of both: w_a = exp(lse_a - lse). A part without keys
+   leaves w = 1 and lse of the other as they are, to the bit. Returns the parts that count, as bits,
+   because under -ffast-math a NaN share may compare equal to 0. */
+static int nsa__merge_weights(nsa_real a, nsa_real b, nsa_real w[2], nsa_real *lse) {
+    int no_a = nsa__is_minus_infinity(a), no_b = nsa__is_minus_infinity(b);
+    w[0] = no_a ? 0 : 1;
+    w[1] = no_b ? 0 : 1;
+    *lse = no_a ? b : a;
+    if (no_a || no_b) return (no_a ? 0 : 1) | (no_b ? 0 : 2);
+    if (!nsa__is_finite((double)a) || !nsa__is_finite((double)b)) {
+        *lse = w[0] = w[1] = nsa__nan();
+        return 3;
+    }
+    /* lse = max + ln(1 + exp(min - max)): exp of a number <= 0 cannot overflow. a < b is the index
+       of the larger part. */
+    double least = exp(-fabs((double)a - (double)b)), most = 1 / (1 + least);
+    w[a < b] = (nsa_real)most;
+    w[a >= b] = (nsa_real)(least * most);
+    *lse = (nsa_real)((double)(a < b ? b : a) + log1p(least));
+    return (w[0] > 0 ? 1 : 0) | (w[1] > 0 ? 2 : 0);
+}
+
+/* One real number of a view. */
+static nsa_real nsa__load_real(const nsa_tensor *x, int64_t batch, int64_t row, int64_t head) {
+    nsa_real value;
+    nsa__load(&value, x->dtype, nsa__row(x, batch, row, head), 1);
+    return value;
+}
+
+/* out = w_a out_a + w_b out_b, lse = ln(exp lse_a + exp lse_b) */
+static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t row, int head) {
+    const nsa_merge *x = job->x;
+    const nsa_tensor *part[2] = {&x->out_a, &x->out_b};
+    int64_t batch = job->seq.batch;
+    nsa_real w[2], lse, out[NSA__MAX_DIM] = {0};
+    int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
+                                   nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
+    for (int i = 0; i < 2; i++)
+        if (parts >> i & 1)
+            nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head),
+                        job->d->dim_v);
+    nsa__store(x->out.dtype, nsa__row(&x->out, batch, row, head), out, job->d->dim_v);
+    nsa__store(x->lse.dtype, nsa__row(&x->lse, batch, row, head), &lse, 1);
+}
+
+/* w_a = exp(lse_a - lse), so dw_a / dlse_a = w_a w_b = -dw_b / dlse_a, dlse / dlse_a = w_a:
+     dout_a = w_a dout,   dlse_a = w_a (w_b dout . (out_a - out_b) + dlse)
+   and the same with a and b exchanged. */
+static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int head) {
+    const nsa_merge *x = job->x, *dx = job->dx;
+    const nsa_tensor *part[2] = {&x->out_a, &x->out_b}, *dpart[2] = {&dx->out_a, &dx->out_b},
+                     *dlse_of[2] = {&dx->lse_a, &dx->lse_b};
+    int64_t batch = job->seq.batch;
+    int dim_v = job->d->dim_v;
+    nsa_real w[2], lse, along = 0, dout[NSA__MAX_DIM], out[2][NSA__MAX_DIM] = {{0}};
+    int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
+                                   nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
+    if (!parts) return;
+    nsa_real dlse = dx->lse.data ? nsa__load_real(&dx->lse, batch, row, head) : 0;
+    nsa__load(dout, dx->out.dtype, nsa__row(&dx->out, batch, row, head), dim_v);
+    for (int i = 0; i < 2; i++)
+        if (parts >> i & 1)
+            nsa__load(out[i], part[i]->dtype, nsa__row(part[i], batch, row, head), dim_v);
+    for (int c = 0; c < dim_v; c++) along += dout[c] * (out[0][c] - out[1][c]);
+    for (int i = 0; i < 2; i++) {
+        if (!(parts >> i & 1)) continue;
+        nsa_real sum = w[i] * ((i ? -along : along) * w[!i] + dlse);
+        if (dpart[i]->data)
+            nsa__add(dpart[i]->dtype, nsa__row(dpart[i], batch, row, head), w[i], dout, dim_v);
+        if (dlse_of[i]->data)
+            nsa__add(dlse_of[i]->dtype, nsa__row(dlse_of[i], batch, row, head), 1, &sum, 1);
+    }
+}
+
+/* Rows of x and out are read and written in one step, so a task needs no scratch. */
+static void nsa__merge_task(const void *context, int64_t index, void *scratch) {
+    const nsa__merge_job *job = (const nsa__merge_job *)context;
+    int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__MERGE_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__MERGE_TOKENS; t < end; t++)
+        for (int h = 0; h < job->d->heads; h++) {
+            if (job->dx)
+                nsa__merge_backward_row(job, job->seq.row + t, h);
+            else
+                nsa__merge_forward_row(job, job->seq.row + t, h);
+        }
+}
+
+static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
+    nsa__merge_job job;
+    nsa__team team = {nsa__threads(d), NULL, 0};
+    job.x = x;
+    job.dx = dx;
+    job.d = d;
+    for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
+        nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
+}
+
+static nsa_status nsa__merge_check(const nsa_merge *x, const nsa_desc *d, int forward) {
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               lse = nsa__query_shape(d, d->heads, 1);
+    NSA__CHECK(nsa__check_view(&x->out_a, out, nsa__floats(), 0, NSA__AT_out_a));
+    NSA__CHECK(nsa__check_view(&x->out_b, out, nsa__floats(), 0, NSA__AT_out_b));
+    NSA__CHECK(nsa__check_view(&x->lse_a, lse, nsa__real_dtypes(), 0, NSA__AT_lse_a));
+    NSA__CHECK(nsa__check_view(&x->lse_b, lse, nsa__real_dtypes(), 0, NSA__AT_lse_b));
+    if (!forward) return NSA_OK;
+    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), 1, NSA__AT_out));
+    return nsa__check_view(&x->lse, lse, nsa__real_dtypes(), 1, NSA__AT_lse);
+}
+
+NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__merge_check(x, d, 1));
+    nsa__merge_run(NULL, x, d);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__merge_check(x, d, 0));
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               lse = nsa__query_shape(d, d->heads, 1);
+    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, lse));
+    NSA__CHECK(nsa__check_gradient(&dx->out_a, &x->out_a, out, NSA__AT_out_a));
+    NSA__CHECK(nsa__check_gradient(&dx->out_b, &x->out_b, out, NSA__AT_out_b));
+    NSA__CHECK(nsa__check_gradient(&dx->lse_a, &x->lse_a, lse, NSA__AT_lse_a));
+    NSA__CHECK(nsa__check_gradient(&dx->lse_b, &x->lse_b, lse, NSA__AT_lse_b));
+    nsa__merge_run(dx, x, d);
+    return NSA_OK;
+}
+
+/* ---- Selection ----------------------------------------------------------------------------------
+   Twin: kernels/select_blocks.cuh. Not here: selection from cmp's own scores (attend_forward.h). */
+
+typedef struct nsa__rank_job {
+    const nsa_rank *x;
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    nsa__seq seq;
+} nsa__rank_job;
+
+/* Queries of a task. */
+enum { NSA__RANK_QUERIES = 8 };
+
+/* Eq. 11 for some queries: their scores as reals, then as ordered integers, then the lists. */
+static void nsa__rank_task(const void *context, int64_t index, void *scratch) {
+    const nsa__rank_job *job = (const nsa__rank_job *)context;
+    const nsa_rank *x = job->x;
+    nsa_real *scores = (nsa_real *)scratch;
+    int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__RANK_QUERIES);
+    for (int64_t t = index * NSA__RANK_QUERIES; t < end; t++)
+        for (int head = 0; head < nsa__list_heads(job->d); head++) {
+            int query = job->seq.first + (int)t;
+            int n = nsa__slc_candidates(job->d, job->seq.tokens, query);
+            int64_t row = job->seq.row + t;
+            nsa__load(scores, x->scores.dtype, nsa__row(&x->scores, job->seq.batch, row, head), n);
+            nsa__order(scores, n);
+            nsa__rank(scores, n, job->d, job->tiles,
+                      (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, head));
+        }
+}
+
+/* Scratch of a thread: the scores of one list, in whole vectors. */
+static size_t nsa__rank_scratch(const nsa_desc *d) {
+    nsa__arena scratch = {NULL, 0};
+    nsa__alloc_reals(&scratch, (int64_t)nsa_slc_count(d, d->tokens) + NSA__LANES);
+    return scratch.used;
+}
+
+NSA_API size_t nsa_rank_queries_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    return nsa_desc_check(d) == NSA_OK ? nsa__workspace_bytes(d, 0, nsa__rank_scratch(d)) : 0;
+}
+
+NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *workspace,
+                                    size_t bytes) {
+    nsa__rank_job job;
+    nsa__team team;
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__check_view(&x->scores,
+                               nsa__query_shape(d, nsa__list_heads(d), nsa_slc_count(d, d->tokens)),
+                               nsa__floats(), 0, NSA__AT_scores));
+    NSA__CHECK(nsa__check_view(&x->blocks,
+                               nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
+                               NSA__INTS, 1, NSA__AT_blocks));
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, 0, nsa__rank_scratch(d)));
+    job.x = x;
+    job.d = d;
+    job.tiles = nsa__tiles_of(d->isa);
+    for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
+        nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__RANK_QUERIES), nsa__rank_task, &job);
+    return NSA_OK;
+}
+
+/* Scratch of a task of nsa_select_blocks: as a forward task's, without values and softmax. */
+typedef struct nsa__selecting {
+    nsa__tile_iter iter;
+    nsa__scoring scoring;
+    nsa_real *q, *lse2;
+    unsigned char *nonfinite; /* of every row */
+} nsa__selecting;
+
+static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group;
+    nsa__tile_iter_alloc(&f->iter, p, a, a);
+    nsa__scoring_alloc(&f->scoring, p, a);
+    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->lse2 = nsa__alloc_reals(a, rows);
+    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+}
+
+/* Scores of all compressed keys up to the last query's, for all queries of a task; then their
+   lists. Keys that a query does not see are not masked, because nsa__scores does not read their
+   p_cmp. */
+static void nsa__select_task(const void *context, int64_t index, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
+    nsa__selecting f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__selecting_alloc(&f, p, &a);
+    nsa__tile_iter_begin(&f.iter, job, nsa__task_begin(job, index), job->seq.count);
+    int rows = f.iter.queries * p->group;
+    memset(f.nonfinite, 0, (size_t)rows);
+    nsa__load_q(job, &f.iter, f.q, f.nonfinite);
+    for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(job, &f.iter, r, f.nonfinite);
+    const nsa__matrix q = {f.q, p->stride, 1, NULL};
+    for (int tile = 0; tile < f.iter.tile_end; tile++) {
+        ptrdiff_t key = (ptrdiff_t)tile * p->tile;
+        const nsa__matrix k_t = {job->k_t + key * p->depth, p->tile, 1, NULL};
+        const nsa__result scores = {
+            f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL, NULL};
+        nsa__score_product(p, rows, p->tile, &q, &k_t, &scores);
+    }
+    nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);
+}
+
+static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
+    for (int i = 0; i < p->jobs; i++) {
+        jobs[i] = nsa__job_make(p);
+        nsa__alloc_keys(&jobs[i], shared, 0, 0);
+        jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
+    }
+}
+
+/* The plan of cmp's forward without values. x has q, k and lse; NULL in a size query. */
+static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *select,
+                                         const nsa_desc *d) {
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP, 1, nsa__heads_near(d));
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__selecting f;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    p.options.select = select;
+    nsa__plan_pairs(&p);
+    nsa__select_layout(jobs, &p, &shared);
+    nsa__selecting_alloc(&f, &p, &scratch);
+    p.shared = shared.used;
+    p.scratch = scratch.used;
+    return p;
+}
+
+static void nsa__select_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(jobs), nsa__select_task, jobs);
+}
+
+static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                  size_t bytes) {
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__team team;
+    nsa_attend attend;
+    nsa__arena shared = nsa__arena_at(workspace);
+    memset(&attend, 0, sizeof attend);
+    attend.q = x->q;
+    attend.k = x->k;
+    attend.lse = x->lse;
+    const nsa__attend_plan p = nsa__select_plan(&attend, x, d);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
+    nsa__select_layout(jobs, &p, &shared);
+    for (int i = 0; i < p.jobs; i++) nsa__fill_stencil(&jobs[i]);
+    nsa__each_heads(jobs, &team, nsa__select_heads);
+    return NSA_OK;
+}
+
+NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d) {
+    if (nsa_desc_check(d) != NSA_OK) return 0;
+    nsa__attend_plan p = nsa__select_plan(NULL, NULL, d);
+    return nsa__attend_plan_bytes(&p, nsa__threads(d));
+}
+
+/* Scores as an output, which may be absent. */
+static nsa_status nsa__check_scores(const nsa_tensor *scores, const nsa_desc *d) {
+    nsa__shape shape = nsa__query_shape(d, nsa__list_heads(d), nsa_slc_count(d, d->tokens));
+    return scores->data ? nsa__check_view(scores, shape, nsa__real_dtypes(), 1, NSA__AT_scores)
+                        : NSA_OK;
+}
+
+static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
+                                    const nsa__attend_fields *at) {
+    nsa__shape lists = nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d));
+    NSA__CHECK(
+        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, at->q));
+    NSA__CHECK(nsa__check_view(&x->k, nsa__cmp_shape(d, d->dim), nsa__floats(), 0, at->k));
+    NSA__CHECK(
+        nsa__check_view(&x->lse, nsa__query_shape(d, d->heads, 1), nsa__real_dtypes(), 0, at->lse));
+    NSA__CHECK(nsa__check_scores(&x->scores, d));
+    return nsa__check_view(&x->blocks, lists, NSA__INTS, 1, at->blocks);
+}
+
+NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, void *workspace,
+                                     size_t bytes) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__select_check(x, d, &nsa__attend_names));
+    return nsa__select_run(x, d, workspace, bytes);
+}
+
+/* ---- Selection by scores that are no attention -----------------------------------------------
+   Twin: kernels/score_blocks.cuh. Not here: ranking (lists.h).
+   token[s] = sum_h weights[t, h] act(q[t, h] . k[s]) for query t and the heads h of a group. The
+   score of block j is the maximum or the mean of token[s] over those s of the block that t sees.
+   Tasks iterate over keys as dense attention does, tile by tile. A tile may hold parts of several
+   blocks, and a block may cover several tiles, so a block's score is pooled part by part. */
+
+/* Scratch of a task. */
+typedef struct nsa__scorer {
+    nsa__tile_iter iter;
+    nsa_real *q;              /* of every row, not scaled */
+    nsa_real *s;              /* of every row: q . k for the keys of the tile at hand */
+    nsa_real *scores;         /* of every query and selection block, pooled so far */
+    int64_t stride;           /* of a query's scores */
+    unsigned char *nonfinite; /* of every row: 1 if its q or weight is not finite */
+} nsa__scorer;
+
+/* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
+typedef struct nsa__scorer_jobs {
+    nsa__head_job keys[NSA__HEADS_AT_ONCE]; /* first: nsa__job_of takes the context for it */
+    const nsa_score *x;
+} nsa__scorer_jobs;
+
+static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group;
+    nsa__tile_iter_alloc(&f->iter, p, a, a);
+    f->stride = nsa__ceil_div(nsa_slc_count(p->d, p->d->tokens), NSA__LANES) * NSA__LANES;
+    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->s = nsa__alloc_reals(a, rows * p->tile);
+    f->scores = nsa__alloc_reals(a, p->task_queries * f->stride);
+    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+}
+
+/* One head's part of n tokens: token[i] += weight act(s[i]). */
+NSA__COMPILED static void nsa__scorer_add_head(nsa_real *token, const nsa_real *s, int n,
+                                               nsa_real weight, nsa_score_act act) {
+    if (act == NSA_SCORE_RELU)
+        for (int i = 0; i < n; i++) token[i] += weight * (s[i] > 0 ? s[i] : 0);
+    else
+        for (int i = 0; i < n; i++) token[i] += weight * s[i];
+}
+
+/* Pools tokens begin .. end - 1 of a tile, which lie in one block, into the block's score.
+   `nonfinite` has a bit for each non-finite key of the tile. One such key makes the score NaN. NaN
+   is found by its order, because -ffast-math folds comparisons with it. */
+static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, int end,
+                             uint64_t nonfinite, nsa_score_pool pool) {
+    if (nonfinite & nsa__bits(begin, end)) *score = nsa__nan();
+    if (nsa__score_order(*score) == 0) return;
+    for (int i = begin; i < end; i++) {
+        if (pool == NSA_POOL_MEAN)
+            *score += token[i];
+        else
+            *score = token[i] > *score ? token[i] : *score;
+    }
+}
+
+/* One query and tile: adds up the heads' token scores, then pools them block by block, up to the
+   last token that the query sees. */
+static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                             int a, int tile) {
+    const nsa__attend_plan *p = job->plan;
+    int query = f->iter.first + a, begin = tile * p->tile, block = p->d->slc_block;
+    int end = (int)nsa__min(begin + (int64_t)p->tile, nsa__span_end(job, query));
+    nsa_real token[NSA__TILE] = {0};
+    for (int g = 0; g < p->group; g++) {
+        nsa_real weight = 1;
+        int row = a * p->group + g;
+        if (x->weights.data)
+            nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, row),
+                      1);
+        nsa__scorer_add_head(token, f->s + (ptrdiff_t)row * p->tile, p->tile, weight, x->act);
+    }
+    for (int key = begin; key < end;) {
+        int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
+        nsa__scorer_pool(f->scores + a * f->stride + j, token, key - begin, until - begin,
+                         job->nonfinite[tile], x->pool);
+        key = until;
+    }
+}
+
+/* Ends one query: divides sums by the tokens seen if the mean is asked for, stores the scores,
+   ranks them. The last block that the query sees may be cut by the query's own position. */
+static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                            int a) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_desc *d = p->d;
+    int query = f->iter.first + a, nonfinite = 0, tokens = nsa__span_end(job, query);
+    int n = nsa_slc_count(d, tokens);
+    int64_t row = job->seq.row + query - job->seq.first;
+    nsa_real *scores = f->scores + a * f->stride;
+    for (int j = 0; x->pool == NSA_POOL_MEAN && j < n; j++)
+        scores[j] /= (nsa_real)nsa__min(d->slc_block, tokens - (int64_t)j * d->slc_block);
+    for (int g = 0; g < p->group; g++) nonfinite |= f->nonfinite[a * p->group + g];
+    if (nonfinite) memset(scores, 0, (size_t)n * sizeof *scores);
+    nsa__store_scores(job, &x->scores, query, scores);
+    nsa__order(scores, n);
+    nsa__rank(scores, n, d, p->tiles,
+              (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->head));
+}
+
+/* Loads the rows of q, marks rows whose weight is not finite, and starts the pools: 0 for a sum,
+   the lowest number for a maximum. */
+static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                              int64_t task) {
+    const nsa__attend_plan *p = job->plan;
+    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
+    int rows = f->iter.queries * p->group;
+    memset(f->nonfinite, 0, (size_t)rows);
+    nsa__load_queries(job, &f->iter, &x->q, p->d->dim, p->wide, p->wide, 1, f->q, f->nonfinite);
+    for (int r = 0; x->weights.data && r < rows; r++) {
+        nsa_real weight;
+        nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, r), 1);
+        if (!nsa__is_finite((double)weight)) f->nonfinite[r] = 1;
+    }
+    for (int a = 0; a < f->iter.queries; a++)
+        for (int j = 0; j < f->stride; j++)
+            f->scores[a * f->stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
+}
+
+/* All tiles from 0 to the last query's. Each tile is one product for all rows of the task; then
+   each query pools what it sees of the tile. */
+static void nsa__scorer_task(const void *context, int64_t index, void *scratch) {
+    const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
+    nsa__scorer f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__scorer_alloc(&f, p, &a);
+    nsa__scorer_begin(&f, job, x, index);
+    const nsa__matrix q = {f.q, p->wide, 1, NULL};
+    const nsa__result products = {f.s, p->tile, NULL, 0, NULL, NULL, NULL};
+    for (int tile = 0; tile < f.iter.tile_end; tile++) {
+        const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->tile * p->d->dim, p->tile, 1,
+                                 NULL};
+        p->tiles->gemm(f.iter.queries * p->group, p->tile, p->d->dim, &q, &k_t, &products);
+        for (int i = 0; i < f.iter.queries; i++) nsa__scorer_tile(&f, job, x, i, tile);
+    }
+    for (int i = 0; i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
+}
+
+static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
+    for (int i = 0; i < p->jobs; i++) {
+        jobs[i] = nsa__job_make(p);
+        nsa__alloc_keys(&jobs[i], shared, 0, 0);
+    }
+}
+
+/* The plan of dense attention, whose spans are all keys that a query sees. */
+static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE, 1, nsa__heads_near(d));
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__scorer f;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    nsa__scorer_layout(jobs, &p, &shared);
+    nsa__scorer_alloc(&f, &p, &scratch);
+    p.shared = shared.used;
+    p.scratch = scratch.used;
+    return p;
+}
+
+static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(jobs), nsa__scorer_task, jobs);
+}
+
+NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    if (nsa_desc_check(d) != NSA_OK) return 0;
+    nsa__attend_plan p = nsa__scorer_plan(NULL, d);
+    return nsa__attend_plan_bytes(&p, nsa__threads(d));
+}
+
+static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
+    if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
+    if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
+    NSA__CHECK(
+        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, NSA__AT_q));
+    NSA__CHECK(nsa__check_view(&x->k, nsa__key_shape(d, d->dim), nsa__floats(), 0, NSA__AT_k));
+    if (x->weights.data)
+        NSA__CHECK(nsa__check_view(&x->weights, nsa__query_shape(d, d->heads, 1), nsa__floats(), 0,
+                                   NSA__AT_weights));
+    NSA__CHECK(nsa__check_scores(&x->scores, d));
+    return nsa__check_view(&x->blocks,
+                           nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
+                           NSA__INTS, 1, NSA__AT_blocks);
+}
+
+NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
+                                    size_t bytes) {
+    nsa__scorer_jobs jobs;
+    nsa__team team;
+    nsa_attend attend;
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__score_check(x, d));
+    memset(&attend, 0, sizeof attend);
+    attend.q = x->q;
+    attend.k = x->k;
+    jobs.x = x;
+    const nsa__attend_plan p = nsa__scorer_plan(&attend, d);
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
+    nsa__scorer_layout(jobs.keys, &p, &shared);
+    nsa__each_heads(jobs.keys, &team, nsa__scorer_heads);
+    return NSA_OK;
+}
+
+/* ---- Gate ---------------------------------------------------------------------------------------
+   Twin: kernels/gate.cuh. Not here: a row (gate_row.h). */
+
+enum { NSA__GATE_TOKENS = 16 };
+
+/* out of some tokens and all heads. */
+static void nsa__gate_forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__gate_job *p = (const nsa__gate_job *)context;
+    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+        for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, &p->seq, t, h);
+}
+
+/* dg of one token and gate head, and the branches' gradients of its query heads:
+   out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout,  dg[i] = sum over heads and c of dout
+   branch[i]. */
+static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate_head,
+                                    const nsa_real g[3], nsa_real dg[3]) {
+    const nsa_desc *d = p->d;
+    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
+    const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
+    int sharers = d->heads / d->gate_heads;
+    int wide = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    nsa_real row[NSA__MAX_DIM] = {0}, dout[NSA__MAX_DIM] = {0};
+    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
+        nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
+        for (int i = 0; i < 3; i++) {
+            if (p->dx->logits.data) {
+                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
+                          d->dim_v);
+                dg[i] += nsa__dot(dout, row, wide);
+            }
+            if (dbranch[i]->data)
+                nsa__add(dbranch[i]->dtype, nsa__row(dbranch[i], p->seq.batch, at, h), g[i], dout,
+                         d->dim_v);
+        }
+    }
+}
+
+/* The same dg from the dots of the branches' backward. Queries before `prefix` have win's alone,
+   because slc left them out. */
+static void nsa__gate_add_dots(const nsa__gate_job *p, int64_t at, int gate_head, nsa_real dg[3]) {
+    int sharers = p->d->heads / p->d->gate_heads;
+    int shared = p->seq.first + at - p->seq.row < p->prefix;
+    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
+        const nsa_real *dot = (const nsa_real *)nsa__row(p->dots, p->seq.batch, at, h);
+        dg[NSA__CMP] += dot[NSA__CMP];
+        dg[NSA__SLC] += dot[shared ? NSA__WIN : NSA__SLC];
+        dg[NSA__WIN] += dot[NSA__WIN];
+    }
+}
+
+/* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
+   without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
+static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__gate_job *p = (const nsa__gate_job *)context;
+    const nsa_desc *d = p->d;
+    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+        for (int h = 0; h < d->gate_heads; h++) {
+            nsa_real g[3], dg[3] = {0, 0, 0};
+            int64_t at = p->seq.row + t;
+            nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
+            nsa__gate_weights(d->gate, g);
+            if (p->dots)
+                nsa__gate_add_dots(p, at, h, dg);
+            else
+                nsa__gate_backward_head(p, at, h, g, dg);
+            nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
+            for (int i = 0; i < 3; i++) {
+                if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
+                if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
+            }
+            if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, p->seq.batch, at, h, dg);
+        }
+}
+
+/* Runs the job for every sequence: backward if it has a dx. */
+static void nsa__gate_run(nsa__gate_job p) {
+    nsa__team team = {nsa__threads(p.d), NULL, 0};
+    for (p.seq = nsa__seq_begin(p.d); p.seq.index < p.d->batch; nsa__seq_next(p.d, &p.seq))
+        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
+                 p.dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
+}
+
+/* A job without the chain's parts. */
+static nsa__gate_job nsa__gate_job_make(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    nsa__gate_job p;
+    memset(&p, 0, sizeof p);
+    p.dx = dx;
+    p.x = x;
+    p.d = d;
+    p.tiles = nsa__tiles_of(d->isa);
+    p.pairs = nsa__pairs_of(d);
+    return p;
+}
+
+static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
+                                  const nsa__gate_fields *at) {
+    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
+               logits = nsa__query_shape(d, d->gate_heads, 3);
+    NSA__CHECK(nsa__check_gates(&x->logits, d, logits, nsa__floats(), 0, at->logits));
+    NSA__CHECK(nsa__check_view(&x->cmp, shape, nsa__floats(), 0, at->cmp));
+    NSA__CHECK(nsa__check_view(&x->slc, shape, nsa__floats(), 0, at->slc));
+    NSA__CHECK(nsa__check_view(&x->win, shape, nsa__floats(), 0, at->win));
+    return forward ? nsa__check_view(&x->out, shape, nsa__floats(), 1, at->out) : NSA_OK;
+}
+
+NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
+    nsa__gate_run(nsa__gate_job_make(NULL, x, d));
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__gate_check(x, d, 0, &nsa__gate_names));
+    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
+               logits = nsa__query_shape(d, d->gate_heads, 3);
+    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gate_gradient(&dx->logits, &x->logits, d, logits, NSA__AT_logits));
+    NSA__CHECK(nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp));
+    NSA__CHECK(nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc));
+    NSA__CHECK(nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win));
+    nsa__gate_run(nsa__gate_job_make(dx, x, d));
+    return NSA_OK;
+}
+
+/* ---- The whole -------------------------------------------------------------------------------
+   Twin: kernels/attention.cuh. Not here: its primitives.
+   Forward runs phi of k and v, then cmp with selection, slc, and win with the gate: these three
+   group of queries by group of queries, or one after another. Each part may overwrite the
+   workspace of the one before, so the largest need serves all.
+   Backward runs the branches, the gate's logits from what they leave, then phi of k and v. */
+
+static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__compress_check_sizes(&x->k_cmp, d, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_check_sizes(&x->v_cmp, d, NSA__TO_V_CMP));
+    if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
+    return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
+}
+
+/* Views of all parts, in the order of the chain. Blocks are an output of forward and an input of
+   backward, so lists are checked only there. */
+static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
+    NSA__CHECK(nsa__attention_check_sizes(x, d));
+    nsa__chain c = nsa__chain_of(x);
+    NSA__CHECK(nsa__compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, &nsa__chain_cmp));
+    NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, &nsa__chain_slc));
+    NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, &nsa__chain_win));
+    if (forward) NSA__CHECK(nsa__select_check(&c.select, d, &nsa__chain_cmp));
+    return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
+}
+
+/* For queries before this position slc and win both see every key: the window reaches key 0, and a
+   list has room for all candidates. If K, V and the tile size are equal too, win computes these
+   queries and slc copies the result. The tile size matters, because the same tiles in the same
+   order give the same bits. */
+static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
+    int64_t window = (int64_t)d->window + (d->window_rule != NSA_WINDOW_COUNTS_SELF);
+    if (d->mask == NSA_MASK_NONE) return 0;
+    if (!nsa__same_view(&x->k_slc, &x->k_win) || !nsa__same_view(&x->v_slc, &x->v_win)) return 0;
+    if (nsa__tile_size(d, NSA__SLC) != NSA__TILE || x->out_slc.dtype != x->out_win.dtype) return 0;
+    return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
+}
+
+/* Bytes of packed keys that groups of queries may take. Longer sequences gain little. */
+enum { NSA__GROUPED = 1 << 27 };
+
+/* One call of the chain: its views, and the plans of the branches, which point to the views. */
+typedef struct nsa__chain_plan {
+    nsa__chain views;
+    nsa__attend_plan branch[3];
+    size_t shared, scratch; /* bytes of workspace for groups of queries; 0: there are none */
+} nsa__chain_plan;
+
+/* The workspace of groups, which need the keys of all branches at once. The branches have the same
+   head jobs if each kv head has one list. */
+static void nsa__chain_plan_groups(nsa__chain_plan *p, const nsa_desc *d) {
+    nsa__arena shared = {NULL, 0};
+    p->shared = p->scratch = 0;
+    if (p->branch[NSA__SLC].sharers > 1 || d->count <= p->branch[NSA__SLC].few) return;
+    for (int i = 0; i < 3; i++) {
+        nsa__alloc(&shared, 1, p->branch[i].shared);
+        p->scratch = p->branch[i].scratch > p->scratch ? p->branch[i].scratch : p->scratch;
+    }
+    p->shared = shared.used;
+}
+
+/* p must not be moved afterwards, because the plans point to its views. */
+static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
+    p->views = nsa__chain_of(x);
+    nsa__attend_options cmp = nsa__no_options, slc = nsa__no_options;
+    cmp.select = &p->views.select;
+    slc.shared_prefix = nsa__shared_prefix(x, d);
+    p->branch[NSA__CMP] = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
+    p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
+    p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
+    nsa__chain_plan_groups(p, d);
+}
+
+static size_t nsa__largest(const size_t parts[5]) {
+    size_t most = 0;
+    for (int i = 0; i < 5; i++) most = parts[i] > most ? parts[i] : most;
+    return most;
+}
+
+/* The workspace of the parts one after another. */
+static size_t nsa__chain_parts_bytes(const nsa__chain_plan *p, const nsa_attention *x,
+                                     const nsa_desc *d, int threads) {
+    const size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 0, threads),
+                             nsa__compress_bytes(&x->v_cmp, d, 0, threads),
+                             nsa__attend_plan_bytes(&p->branch[NSA__CMP], threads),
+                             nsa__attend_plan_bytes(&p->branch[NSA__SLC], threads),
+                             nsa__attend_plan_bytes(&p->branch[NSA__WIN], threads)};
+    return nsa__largest(parts);
+}
+
+/* The same with room for groups. Sequences too long for them ask for the most that groups take, so
+   that their workspace serves shorter ones. */
+static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
+                                    const nsa_desc *d, int threads) {
+    const size_t most = NSA__GROUPED;
+    size_t shared = p->shared < most ? p->shared : most,
+           groups = nsa__bytes_for(shared, threads, p->scratch),
+           parts = nsa__chain_parts_bytes(p, x, d, threads);
+    return groups > parts ? groups : parts;
+}
+
+NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
+    nsa__chain_plan p;
+    if (nsa__attention_check_sizes(x, d) != NSA_OK) return 0;
+    nsa__chain_plan_make(&p, x, d);
+    return nsa__chain_plan_bytes(&p, x, d, nsa__threads(d));
+}
+
+/* Head jobs of the branches, for the same heads. */
+typedef struct nsa__groups {
+    nsa__head_job jobs[3][NSA__HEADS_AT_ONCE];
+} nsa__groups;
+
+/* A group: as many queries as a task of slc has go through cmp, slc and win, on one thread. What
+   one branch has read and written of their rows is in cache for the next. From the last queries
+   on: they have most to read, which no thread should begin last. */
+static void nsa__group_task(const void *context, int64_t index, void *scratch) {
+    const nsa__groups *g = (const nsa__groups *)context;
+    const nsa__head_job *slc = nsa__job_of(g->jobs[NSA__SLC], &index);
+    const int64_t size = slc->task_queries, count = slc->seq.count;
+    const int64_t begin = (nsa__ceil_div(count, size) - 1 - index) * size,
+                  end = nsa__min(begin + size, count);
+    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
+        const nsa__head_job *job = &g->jobs[branch][slc - g->jobs[NSA__SLC]];
+        for (int64_t t = nsa__max(begin, job->skipped); t < end; t += job->task_queries)
+            nsa__forward_queries(job, t, end, scratch);
+    }
+}
+
+/* 1 if every sequence has as many queries as tiles, so that slc's keys are packed without a look at
+   the lists, which cmp has yet to write: see nsa__mark_listed. */
+static int nsa__takes_groups(const nsa__chain_plan *p, const nsa_desc *d) {
+    const nsa__attend_plan *slc = &p->branch[NSA__SLC];
+    if (!p->shared || p->shared > NSA__GROUPED) return 0;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        if (seq.count > slc->few && seq.count < nsa__ceil_div(seq.tokens, slc->tile)) return 0;
+    return 1;
+}
+
+static nsa_status nsa__groups_run(nsa__chain_plan *p, const nsa_desc *d, void *workspace,
+                                  size_t bytes) {
+    nsa__attend_plan *slc = &p->branch[NSA__SLC];
+    nsa__groups g;
+    nsa__head_job *few[3], *first = g.jobs[NSA__SLC];
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p->shared, p->scratch));
+    for (int i = 0; i < 3; i++) nsa__share_among(&p->branch[i], team.threads);
+    for (int i = 0; i < 3; i++) few[i] = nsa__forward_jobs(g.jobs[i], &p->branch[i], &shared);
+    for (int i = 0; i < 3; i++) nsa__forward_few(g.jobs[i], few[i], &team);
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int head = 0; seq.count > slc->few && head < slc->heads; head += first->heads) {
+            for (int i = 0; i < 3; i++) nsa__pack_heads(g.jobs[i], &team, &seq, head);
+            int64_t groups = nsa__ceil_div(seq.count, first->task_queries);
+            nsa__run(&team, groups * first->heads, nsa__group_task, &g);
+        }
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
+                                         size_t bytes) {
+    nsa__chain_plan p;
+    NSA__CHECK(nsa__attention_check(x, d, 1));
+    nsa__chain_plan_make(&p, x, d);
+    /* The largest of the parts' least needs, so that no part fails after another has written. */
+    if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    const int appends = d->firsts != NULL;
+    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, appends, workspace, bytes));
+    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, appends, workspace, bytes));
+    nsa__gate_job gate = nsa__gate_job_make(NULL, &p.views.gate, d);
+    gate.whole = x;
+    gate.prefix = p.branch[NSA__SLC].options.shared_prefix;
+    p.branch[NSA__WIN].options.last = &gate;
+    if (nsa__takes_groups(&p, d)) return nsa__groups_run(&p, d, workspace, bytes);
+    for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
+    return NSA_OK;
+}
+
+/* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
+typedef struct nsa__sum {
+    const nsa_tensor *to; /* the caller's view */
+    nsa_tensor view;      /* what the primitives add to: *to itself, or reals in workspace */
+    int heads, width;
+    int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
+} nsa__sum;
+
+/* The workspace of backward: | sums | dots | dk_cmp | dv_cmp | the primitives' workspace |. The
+   branches run for a few kv heads of one sequence at a time, so that the sum of dq and the dots
+   need memory for those heads alone. */
+typedef struct nsa__chain_gradient {
+    nsa__sum sum[NSA__SUMS];
+    nsa_tensor dots;           /* of every row of these heads: dout . out by branch, for the gate */
+    nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
+    void *rest;                /* the primitives' workspace */
+    size_t own;                /* bytes before it */
+    int threads, kv_heads;     /* what it is laid out for, and the kv heads of a run */
+} nsa__chain_gradient;
+
+static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
+    nsa_tensor x;
+    x.dtype = NSA_REAL_DTYPE;
+    x.head = shape.width;
+    x.token = shape.width * shape.heads;
+    x.batch = x.token * shape.rows;
+    x.data = nsa__alloc(a, x.batch * shape.batch, sizeof(nsa_real));
+    return x;
+}
+
+/* Rows of a sum in workspace, and the caller's rows that they are added to. */
+typedef struct nsa__flush {
+    nsa_tensor from, to;
+    int64_t rows;
+    int heads, width, clear; /* clear: the rows become zeros, and go nowhere */
+} nsa__flush;
+
+enum { NSA__FLUSH_ROWS = 64 }; /* of a task */
+
+static void nsa__flush_task(const void *context, int64_t index, void *scratch) {
+    const nsa__flush *f = (const nsa__flush *)context;
+    int64_t end = nsa__min(f->rows, (index + 1) * NSA__FLUSH_ROWS);
+    (void)scratch;
+    for (int64_t t = index * NSA__FLUSH_ROWS; t < end; t++)
+        for (int h = 0; h < f->heads; h++) {
+            nsa_real *row = (nsa_real *)nsa__row(&f->from, 0, t, h);
+            if (f->clear)
+                memset(row, 0, (size_t)f->width * sizeof *row);
+            else
+                nsa__add(f->to.dtype, nsa__row(&f->to, 0, t, h), 1, row, f->width);
+        }
+}
+
+static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
+    const int64_t moves = 32; /* multiply-adds in the time in which a number is moved, about */
+    nsa__team team = {nsa__threads(d), NULL, 0};
+    team.threads = nsa__threads_for(team.threads, moves * f->rows * f->heads * f->width);
+    nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
+}
+
+/* Of a tensor that nsa__alloc_tensor made: its rows lie side by side. */
+static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape, const nsa_desc *d) {
+    const nsa__flush f = {*x, *x, shape.batch * shape.rows, 1, (int)x->token, 1};
+    nsa__flush_run(&f, d);
+}
+
+/* kv heads of one run of the branches: about 1024 numbers of q a token, but no more heads than
+   attention has jobs at once. */
+static int nsa__chain_heads(const nsa_desc *d, int threads) {
+    int64_t row = (int64_t)d->dim * (d->heads / d->kv_heads);
+    return (int)nsa__min(nsa__backward_heads_at_once(d, threads), nsa__max(1, 1024 / row));
+}
+
+/* The geometry of some kv heads of one sequence, as if they were a call of their own. */
+static nsa_desc nsa__chain_slice(const nsa_desc *d, const nsa__seq *seq, int kv_heads) {
+    nsa_desc slice = *d;
+    slice.batch = 1;
+    slice.begins = NULL;
+    slice.tokens = seq->tokens;
+    slice.count = seq->count;
+    slice.kv_heads = kv_heads;
+    slice.heads = d->heads / d->kv_heads * kv_heads;
+    slice.gate_heads = d->gate_heads == d->heads ? slice.heads : kv_heads;
+    slice.list_heads = nsa__list_heads(d) / d->kv_heads * kv_heads;
+    return slice;
+}
+
+static nsa__shape nsa__sum_shape(const nsa_desc *d, int i, const nsa__sum *sum) {
+    nsa__shape of_q = {1, d->count, sum->heads, sum->width};
+    return i == NSA__SUM_Q ? of_q : nsa__key_shape(d, sum->width);
+}
+
+/* The first sum before sum i that adds to the same view, or i. Sums of the same memory but another
+   width are apart, because their rows are not the same rows. q is never shared. */
+static int nsa__shared_sum(const nsa__sum *sums, int i) {
+    for (int k = NSA__SUM_K_CMP; i != NSA__SUM_Q && k < i; k++)
+        if (nsa__same_view(sums[k].to, sums[i].to) && sums[k].width == sums[i].width) return k;
+    return i;
+}
+
+/* Finds out which gradients need a sum in workspace, and which of them share one. A gradient of the
+   real dtype needs none: the primitives add to the caller's view. */
+static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attention *dx,
+                                       const nsa_desc *d, int threads, nsa__arena *a) {
+    const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
+                                       &dx->v_slc, &dx->k_win,   &dx->v_win};
+    g->threads = threads;
+    g->kv_heads = nsa__chain_heads(d, threads);
+    for (int i = 0; i < NSA__SUMS; i++) {
+        nsa__sum *sum = &g->sum[i];
+        sum->to = to[i];
+        sum->view = *to[i];
+        sum->owner = 0;
+        sum->heads = i == NSA__SUM_Q ? d->heads / d->kv_heads * g->kv_heads : d->kv_heads;
+        sum->width =
+            i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
+        if (!to[i]->data || to[i]->dtype == NSA_REAL_DTYPE) continue;
+        int same = nsa__shared_sum(g->sum, i);
+        if (same < i) {
+            sum->view = g->sum[same].view;
+            continue;
+        }
+        sum->owner = 1;
+        sum->view = nsa__alloc_tensor(a, nsa__sum_shape(d, i, sum));
+    }
+    const nsa__shape dots = {1, d->count, g->sum[NSA__SUM_Q].heads, 3};
+    if (dx->gates.data) g->dots = nsa__alloc_tensor(a, dots);
+    g->dk_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
+    g->dv_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
+    g->own = a->used;
+    g->rest = a->base ? a->base + a->used : NULL;
+}
+
+/* The bytes that the call needs. Of a sequence the first run of the branches needs the most,
+   because later runs have as many heads or fewer. */
+static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_attention *x,
+                                        const nsa_desc *d, int threads) {
+    size_t most = nsa__compress_bytes(&x->k_cmp, d, 1, threads),
+           other = nsa__compress_bytes(&x->v_cmp, d, 1, threads);
+    most = most > other ? most : other;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+        nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
+        for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
+            const nsa__attend_plan p =
+                nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch, d, g->threads);
+            other = nsa__attend_plan_bytes(&p, threads);
+            most = most > other ? most : other;
+        }
+        if (!d->begins) break; /* all are alike */
+    }
+    return nsa__bytes_for(g->own, 1, most);
+}
+
+NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
+                                                     const nsa_attention *x, const nsa_desc *d) {
+    nsa__chain_gradient g;
+    nsa__arena a = {NULL, 0};
+    if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
+    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
+    return nsa__chain_backward_bytes(&g, x, d, nsa__threads(d));
+}
+
+static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const nsa_attention *x,
+                                                const nsa_desc *d) {
+    nsa__shape keys = nsa__key_shape(d, d->dim), values = nsa__key_shape(d, d->dim_v);
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               queries = nsa__query_shape(d, d->heads, d->dim);
+    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, queries, NSA__AT_q));
+    NSA__CHECK(nsa__compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__check_gradient(&dx->k_slc, &x->k_slc, keys, NSA__AT_k_slc));
+    NSA__CHECK(nsa__check_gradient(&dx->v_slc, &x->v_slc, values, NSA__AT_v_slc));
+    NSA__CHECK(nsa__check_gradient(&dx->k_win, &x->k_win, keys, NSA__AT_k_win));
+    NSA__CHECK(nsa__check_gradient(&dx->v_win, &x->v_win, values, NSA__AT_v_win));
+    nsa__shape logits = nsa__query_shape(d, d->gate_heads, 3);
+    return nsa__check_gate_gradient(&dx->gates, &x->gates, d, logits, NSA__AT_gates);
+}
+
+/* nsa__shared_prefix, if slc and win share their gradients too and the lists of these queries hold
+   every candidate; otherwise 0. Lists are read, because backward takes them from the caller. A list
+   has no duplicates, so it is complete if its entry number (candidates - 1) is not -1. */
+static int nsa__shared_gradient_prefix(const nsa_attention *dx, const nsa_attention *x,
+                                       const nsa_desc *d) {
+    int prefix = nsa__shared_prefix(x, d);
+    if (!nsa__same_view(&dx->k_slc, &dx->k_win) || !nsa__same_view(&dx->v_slc, &dx->v_win))
+        return 0;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int t = 0; t < seq.count && seq.first + t < prefix; t++)
+            for (int head = 0; head < nsa__list_heads(d); head++) {
+                const int32_t *list =
+                    (const int32_t *)nsa__row(&x->blocks, seq.batch, seq.row + t, head);
+                if (list[nsa_slc_candidates(d, seq.first + t) - 1] < 0) return 0;
+            }
+    return prefix;
+}
+
+/* The view x from a row and head on, which become row 0 and head 0. */
+static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int head) {
+    if (x.data) x.data = nsa__row(&x, batch, row, head);
+    return x;
+}
+
+/* Where the views of some heads of a sequence begin. */
+typedef struct nsa__chain_at {
+    nsa__seq seq;
+    int kv_head;
+} nsa__chain_at;
+
+/* The views of a branch from a sequence and kv head on: query heads begin at the group of this
+   head, keys of cmp at the sequence's compressed rows. */
+static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
+                                 const nsa__chain_at *at) {
+    int64_t batch = at->seq.batch, row = at->seq.row;
+    int64_t key_row = branch == NSA__CMP ? at->seq.cmp.row : at->seq.keys.row;
+    int head = at->kv_head * (d->heads / d->kv_heads);
+    nsa_attend part;
+    part.q = nsa__view_at(x->q, batch, row, head);
+    part.k = nsa__view_at(x->k, batch, key_row, at->kv_head);
+    part.v = nsa__view_at(x->v, batch, key_row, at->kv_head);
+    part.out = nsa__view_at(x->out, batch, row, head);
+    part.lse = nsa__view_at(x->lse, batch, row, head);
+    part.blocks =
+        nsa__view_at(x->blocks, batch, row, at->kv_head * (nsa__list_heads(d) / d->kv_heads));
+    return part;
+}
+
+/* One branch of the heads of a gate job. slc leaves out the queries before `prefix`. win, the last
+   branch, takes them with weight g_win + g_slc, because p, k and v of both are equal there. */
+static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
+                                             const nsa_attend *dx, const nsa__gate_job *gate,
+                                             nsa__branch branch, const nsa_desc *whole,
+                                             size_t bytes) {
+    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole, g->threads);
+    p.options.shared_prefix = branch == NSA__SLC ? gate->prefix : 0;
+    p.options.both = branch == NSA__WIN ? gate->prefix : 0;
+    p.options.gate = gate->x;
+    p.options.dots = gate->dots;
+    return nsa__backward_run(&p, g->rest, bytes);
+}
+
+/* The sum of dq of some heads, to be cleared, and the caller's rows that it goes to. */
+static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, const nsa_desc *d,
+                                const nsa_desc *slice, const nsa__chain_at *at) {
+    const int head = at->kv_head * (d->heads / d->kv_heads);
+    const nsa_tensor to = nsa__view_at(dx->q, at->seq.batch, at->seq.row, head);
+    const nsa__flush f = {*sum, to, slice->count, slice->heads, d->dim, 1};
+    return f;
+}
+
+/* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch
+   adds to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all
+   heads. */
+static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
+                                            const nsa_attention *x, const nsa_desc *d,
+                                            const nsa__chain_at *at, int kv_heads, int prefix,
+                                            size_t bytes) {
+    const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
+    const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
+    const nsa__chain c = nsa__chain_of(x);
+    const nsa_attend *of_x[] = {&c.cmp, &c.slc, &c.win};
+    const nsa_tensor dk[] = {g->dk_cmp, sum[NSA__SUM_K_SLC].view, sum[NSA__SUM_K_WIN].view},
+                     dv[] = {g->dv_cmp, sum[NSA__SUM_V_SLC].view, sum[NSA__SUM_V_WIN].view};
+    int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
+    nsa_gate logits = c.gate, dlogits;
+    nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
+    nsa_attend all;
+    nsa__flush dq = nsa__chain_dq(&q->view, dx, d, &slice, at);
+    memset(&all, 0, sizeof all);
+    memset(&dlogits, 0, sizeof dlogits);
+    all.q = dx->q;
+    all.out = dx->out;
+    logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);
+    dlogits.logits = nsa__view_at(dx->gates, at->seq.batch, at->seq.row, gate_head);
+    gate.prefix = prefix;
+    gate.dots = dx->gates.data ? &g->dots : NULL;
+    if (q->owner) nsa__flush_run(&dq, d);
+    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
+        nsa_attend views = nsa__attend_at(of_x[branch], d, (nsa__branch)branch, at), dviews;
+        all.k = dk[branch];
+        all.v = dv[branch];
+        dviews = nsa__attend_at(&all, d, (nsa__branch)branch, at);
+        if (q->owner) dviews.q = q->view;
+        NSA__CHECK(
+            nsa__chain_branch_backward(g, &views, &dviews, &gate, (nsa__branch)branch, d, bytes));
+    }
+    if (gate.dots) nsa__gate_run(gate);
+    dq.clear = 0;
+    if (q->owner) nsa__flush_run(&dq, d);
+    return NSA_OK;
+}
+
+/* Adds the sums of keys and values to the caller's views, with one rounding. */
+static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
+    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++) {
+        const nsa__sum *sum = &g->sum[i];
+        if (!sum->owner) continue;
+        for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+            const nsa__flush f = {nsa__view_at(sum->view, seq.keys.batch, seq.keys.row, 0),
+                                  nsa__view_at(*sum->to, seq.keys.batch, seq.keys.row, 0),
+                                  seq.tokens,
+                                  sum->heads,
+                                  sum->width,
+                                  0};
+            nsa__flush_run(&f, d);
+        }
+    }
+}
+
+/* phi's backward of k or v: its dout is the sum of cmp, its dx the sum that is shared with slc and
+   win. */
+static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa_compress *x,
+                                               const nsa_desc *d, nsa_tensor dout, nsa_tensor to,
+                                               void *workspace, size_t bytes) {
+    nsa_compress gradient = *dx;
+    gradient.out = dout;
+    gradient.x = to;
+    return nsa__compress_go(&gradient, x, d, 0, 0, workspace, bytes);
+}
+
+/* The branches with the gate's logits, then phi of k and v. phi comes after them because its dout,
+   dk_cmp and dv_cmp, sums over all queries. The sums of keys and values reach the caller's views
+   last. */
+static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
+                                              const nsa_attention *x, const nsa_desc *d,
+                                              size_t bytes) {
+    const nsa__sum *sum = g->sum;
+    nsa_status s;
+    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
+        if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
+    nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
+    nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
+    int prefix = nsa__shared_gradient_prefix(dx, x, d), some = g->kv_heads;
+    nsa__chain_at at;
+    for (at.seq = nsa__seq_begin(d); at.seq.index < d->batch; nsa__seq_next(d, &at.seq))
+        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
+            int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
+            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, prefix, bytes));
+        }
+    NSA__CHECK(nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
+                                            sum[NSA__SUM_K_CMP].view, g->rest, bytes));
+    s = nsa__chain_compress_backward(&dx->v_cmp, &x->v_cmp, d, g->dv_cmp, sum[NSA__SUM_V_CMP].view,
+                                     g->rest, bytes);
+    if (s == NSA_OK) nsa__chain_flush(g, d);
+    return s;
+}
+
+NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x,
+                                          const nsa_desc *d, void *workspace, size_t bytes) {
+    nsa__chain_gradient g;
+    NSA__CHECK(nsa__attention_check(x, d, 0));
+    NSA__CHECK(nsa__check_backward(d, 1));
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__attention_gradient_check(dx, x, d));
+    const int least = nsa__least_threads(d);
+    nsa__arena a = {NULL, 0}, again = a;
+    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
+    size_t needs = nsa__chain_backward_bytes(&g, x, d, least);
+    if (bytes < needs && g.threads > least) { /* the workspace may be sized for fewer threads */
+        nsa__chain_gradient_layout(&g, dx, d, least, &again);
+        needs = nsa__chain_backward_bytes(&g, x, d, least);
+    }
+    if (!workspace || bytes < needs) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    a = nsa__arena_at(workspace);
+    nsa__chain_gradient_layout(&g, dx, d, g.threads, &a);
+    return nsa__attention_backward_run(&g, dx, x, d,
+                                       bytes - (size_t)((char *)g.rest - (char *)workspace));
+}
+
+/* ---- Decoding --------------------------------------------------------------------------------
+   Twin: kernels/decode.cuh. Not here: the primitives that it runs.
+   nsa_decode takes a sequence from length L to L + n:
+     1. All checks; nothing has been written before they pass.
+     2. newest = max(newest, L + n), because the rings are about to lose rows.
+     3. Each task appends its n rows: k_slc and v_slc at L, k_win .. v_raw into rings.
+     4. It compresses the blocks that end in the new tokens, from the raw rows of the ring.
+     5. cmp, selection, slc, win, gate: the code of forward, with first = L and count = n.
+     6. lengths = L + n, if every task has succeeded.
+   A ring of R rows holds token s in row s % R: the last R tokens written. R is what a query needs,
+   the keys of a window or l, plus max_rewind r. With a need of 3, r = 2 and 8 tokens the rows hold
+   | 5 | 6 | 7 | 3 | 4 |. The sequence may go back to length 6, whose last three tokens are 3 to 5,
+   and no further. A rewind only sets the length; rows behind it are overwritten when tokens come
+   again. */
+
+/* One of the cache's arrays: what it holds, how many rows, how they are indexed. */
+typedef struct nsa__cache_part {
+    nsa_tensor *rows; /* the cache's view */
+    int64_t count;    /* rows of a sequence */
+    int width;        /* numbers of a row */
+    int ring;         /* rows of a ring, 0 for straight arrays */
+} nsa__cache_part;
+
+enum {
+    NSA__PART_K_SLC,
+    NSA__PART_V_SLC,
+    NSA__PART_K_WIN,
+    NSA__PART_V_WIN,
+    NSA__PART_K_RAW,
+    NSA__PART_V_RAW,
+    NSA__PART_K_CMP,
+    NSA__PART_V_CMP,
+    NSA__PARTS
+};
+
+/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
+   fewer tokens needs no more rows than tokens. */
+static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
+    return (int)nsa__max(1, nsa__min(needed + max_rewind, d->tokens));
+}
+
+/* The table of the cache's arrays, in the order of the enum. */
+static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
+    const nsa_desc *d = &c->desc;
+    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
+    int win = nsa__ring_rows(d, window, c->max_rewind);
+    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
+    int cmp = nsa_cmp_count(d, d->tokens);
+    const nsa__cache_part table[NSA__PARTS] = {
+        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
+        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
+        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
+        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
+    memcpy(parts, table, sizeof table);
+}
+
+static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+    NSA__CHECK(nsa__check_geometry(d));
+    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
+    if (nsa__list_heads(d) != d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
+    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
+    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
+    if ((unsigned)dtype > NSA_I32 || !(nsa__floats() >> dtype & 1))
+        return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
+    return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
+}
+
+/* Sets every pointer of the cache; with a base of NULL only counts. */
+static void nsa__cache_lay_out(nsa_cache *c, nsa_dtype dtype, nsa__arena *a) {
+    nsa__cache_part parts[NSA__PARTS];
+    int batch = c->desc.batch, heads = c->desc.kv_heads;
+    c->lengths = (int32_t *)nsa__alloc(a, batch, sizeof *c->lengths);
+    c->newest = (int32_t *)nsa__alloc(a, batch, sizeof *c->newest);
+    nsa__cache_parts(c, parts);
+    for (int i = 0; i < NSA__PARTS; i++) {
+        int rows = (int)parts[i].count;
+        *parts[i].rows = nsa_tensor_bthd(NULL, dtype, rows, heads, parts[i].width);
+        parts[i].rows->data = nsa__alloc(a, parts[i].rows->batch * batch, nsa__dtype_bytes(dtype));
+    }
+}
+
+static size_t nsa__cache_bytes(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+    nsa_cache cache;
+    nsa__arena a = {NULL, 0};
+    cache.desc = *d;
+    cache.max_rewind = max_rewind;
+    nsa__cache_lay_out(&cache, dtype, &a);
+    return a.used + NSA__ALIGN;
+}
+
+NSA_API size_t nsa_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+    if (nsa__cache_check(d, dtype, max_rewind) != NSA_OK) return 0;
+    return nsa__cache_bytes(d, dtype, max_rewind);
+}
+
+NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype,
+                                  int max_rewind, void *memory, size_t bytes) {
+    NSA__CHECK(nsa__cache_check(d, dtype, max_rewind));
+    if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (!memory || bytes < nsa__cache_bytes(d, dtype, max_rewind))
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_cache);
+    nsa__arena a = nsa__arena_at(memory);
+    cache->desc = *d;
+    cache->desc.first = 0;
+    cache->desc.count = 0;
+    cache->desc.begins = NULL;
+    cache->max_rewind = max_rewind;
+    nsa__cache_lay_out(cache, dtype, &a);
+    memset(cache->lengths, 0, (size_t)d->batch * sizeof *cache->lengths);
+    memset(cache->newest, 0, (size_t)d->batch * sizeof *cache->newest);
+    return NSA_OK;
+}
+
+/* NSA_OK if the sequence can be taken back to `length`: the rings hold the rows that a query there
+   needs. They lost rows when the sequence was at `newest`, not at its present length. Length 0
+   needs no row. */
+static nsa_status nsa__check_length(const nsa_cache *c, int sequence, int length) {
+    if (!c) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (sequence < 0 || sequence >= c->desc.batch)
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    int64_t least = (int64_t)c->newest[sequence] - c->max_rewind;
+    if (length < 0 || length > c->lengths[sequence] || (length != 0 && length < least))
+        return nsa__error(NSA_ERROR_REWIND, NSA__AT_length);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length) {
+    NSA__CHECK(nsa__check_length(cache, sequence, length));
+    cache->lengths[sequence] = length;
+    if (length == 0) cache->newest[sequence] = 0;
+    return NSA_OK;
+}
+
+/* 1 if rows of one cache can be copied to the other: equal dtypes, widths, rings and strides. */
+static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
+    const nsa_desc *x = &a->desc, *y = &b->desc;
+    return x->window == y->window && x->window_rule == y->window_rule &&
+           x->kv_heads == y->kv_heads && x->dim == y->dim && x->dim_v == y->dim_v &&
+           x->cmp_block == y->cmp_block && x->cmp_stride == y->cmp_stride &&
+           a->k_slc.dtype == b->k_slc.dtype && a->max_rewind == b->max_rewind &&
+           a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
+}
+
+/* Copies whole rings, because rows are indexed by s % R in both caches; of straight arrays the rows
+   before `length`. `newest` goes with them, because the rings are those of the source. */
+NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
+                                  int from_sequence, int length) {
+    nsa__cache_part source[NSA__PARTS], target[NSA__PARTS];
+    nsa_cache copy;
+    NSA__CHECK(nsa__check_length(from, from_sequence, length));
+    if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (to_sequence < 0 || to_sequence >= to->desc.batch)
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    if (!nsa__same_geometry(to, from) || length > to->desc.tokens)
+        return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
+    copy = *from;
+    nsa__cache_parts(&copy, source);
+    nsa__cache_parts(to, target);
+    for (int i = 0; i < NSA__PARTS && length; i++) {
+        int compressed = i == NSA__PART_K_CMP || i == NSA__PART_V_CMP;
+        int64_t rows = source[i].ring ? source[i].count
+                       : compressed   ? nsa_cmp_count(&from->desc, length)
+                                      : length;
+        memmove(nsa__row(target[i].rows, to_sequence, 0, 0),
+                nsa__row(source[i].rows, from_sequence, 0, 0),
+                (size_t)(rows * target[i].rows->token) * nsa__dtype_bytes(target[i].rows->dtype));
+    }
+    to->newest[to_sequence] = length ? from->newest[from_sequence] : 0;
+    to->lengths[to_sequence] = length;
+    return NSA_OK;
+}
+
+/* What a task returns. It is read when all tasks have ended. */
+typedef struct nsa__decode_result {
+    nsa_reads reads;
+    nsa_status status;
+} nsa__decode_result;
+
+/* At most nsa__batch_queries tokens: one task per (sequence, kv head). More: one task per sequence;
+   a single sequence uses all threads. */
+typedef struct nsa__decode_job {
+    const nsa_attention *x;
+    nsa_cache *cache;
+    int count;                   /* new tokens of every sequence, at most */
+    const int32_t *counts;       /* NULL, or of every sequence: its new tokens */
+    int parts;                   /* tasks of a sequence: its kv heads, or 1 */
+    int alone;                   /* 1: there is one task, and it uses all threads */
+    int threads;                 /* of a task */
+    size_t shared;               /* bytes of workspace for the results */
+    size_t bytes;                /* bytes of workspace for a task */
+    nsa__decode_result *results; /* of every task */
+} nsa__decode_job;
+
+static nsa_tensor nsa__of_batch(nsa_tensor x, int batch, int64_t head) {
+    if (x.data) x.data = nsa__row(&x, batch, 0, head);
+    return x;
+}
+
+/* The geometry of a task: the sequence's new tokens as queries at `length` and behind, over all
+   keys up to them; its share of the heads. */
+static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int length, int count) {
+    nsa_desc d = p->cache->desc;
+    d.batch = 1;
+    d.tokens = length + count;
+    d.first = length;
+    d.count = count;
+    d.threads = p->threads;
+    d.gate_heads /= p->parts;
+    d.heads /= p->parts;
+    d.kv_heads /= p->parts;
+    return d;
+}
+
+/* x as sequence b of the batch from kv head `head` on, over the cache's keys. */
+static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b,
+                                       int head) {
+    const nsa_desc *d = &cache->desc;
+    int64_t group = d->heads / d->kv_heads;
+    nsa_attention one = *x;
+    nsa_compress *phis[] = {&one.k_cmp, &one.v_cmp};
+    nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win,
+                           &one.lse_cmp, &one.lse_slc, &one.lse_win, &one.out};
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++)
+        *views[i] = nsa__of_batch(*views[i], b, group * head);
+    one.gates = nsa__of_batch(one.gates, b, (int64_t)d->gate_heads / d->kv_heads * head);
+    one.blocks = nsa__of_batch(one.blocks, b, head);
+    one.k_slc = nsa__of_batch(cache->k_slc, b, head);
+    one.v_slc = nsa__of_batch(cache->v_slc, b, head);
+    one.k_win = nsa__of_batch(cache->k_win, b, head);
+    one.v_win = nsa__of_batch(cache->v_win, b, head);
+    one.k_cmp.x = nsa__of_batch(cache->k_raw, b, head);
+    one.v_cmp.x = nsa__of_batch(cache->v_raw, b, head);
+    one.k_cmp.out = nsa__of_batch(cache->k_cmp, b, head);
+    one.v_cmp.out = nsa__of_batch(cache->v_cmp, b, head);
+    for (int i = 0; i < 2; i++) {
+        nsa_tensor *parameters[] = {&phis[i]->pos, &phis[i]->w1, &phis[i]->b1, &phis[i]->w2,
+                                    &phis[i]->b2};
+        for (size_t j = 0; j < sizeof parameters / sizeof *parameters; j++)
+            *parameters[j] = nsa__of_batch(*parameters[j], 0, head);
+    }
+    return one;
+}
+
+/* The new rows of x in the order of the cache's first six parts. */
+static void nsa__decode_inputs(const nsa_attention *x, const nsa_tensor *inputs[6]) {
+    inputs[NSA__PART_K_SLC] = &x->k_slc;
+    inputs[NSA__PART_V_SLC] = &x->v_slc;
+    inputs[NSA__PART_K_WIN] = &x->k_win;
+    inputs[NSA__PART_V_WIN] = &x->v_win;
+    inputs[NSA__PART_K_RAW] = &x->k_cmp.x;
+    inputs[NSA__PART_V_RAW] = &x->v_cmp.x;
+}
+
+/* Converts the new rows to the cache's dtype and stores them, in the ring or behind the last row.
+   */
+static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const nsa_desc *d) {
+    nsa__cache_part parts[NSA__PARTS];
+    const nsa_tensor *inputs[6];
+    nsa_real row[NSA__MAX_DIM];
+    nsa__cache_parts(p->cache, parts);
+    nsa__decode_inputs(p->x, inputs);
+    for (int i = 0; i < 6; i++)
+        for (int t = 0; t < d->count; t++)
+            for (int h = head; h < head + d->kv_heads; h++) {
+                int64_t at = parts[i].ring ? (d->first + t) % parts[i].ring : d->first + t;
+                nsa__load(row, inputs[i]->dtype, nsa__row(inputs[i], b, t, h), parts[i].width);
+                nsa__store(parts[i].rows->dtype, nsa__row(parts[i].rows, b, at, h), row,
+                           parts[i].width);
+            }
+}
+
+/* The chain over a task's cache: nsa_attention_forward's steps with the new tokens as its queries.
+   phi runs for blocks begin .. end - 1, which the new tokens complete. Earlier rows are in the
+   cache, so a token costs 1 / d compressed rows. `reads` has count x kv_heads numbers of each
+   branch. */
+static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *cache,
+                                     const nsa_desc *d, int64_t *reads, void *workspace,
+                                     size_t bytes) {
+    nsa__cache_part parts[NSA__PARTS];
+    nsa_cache copy = *cache;
+    nsa__chain c = nsa__chain_of(one);
+    int begin = nsa_cmp_count(d, d->first), end = nsa_cmp_count(d, d->tokens);
+    nsa_status s = NSA_OK;
+    nsa__cache_parts(&copy, parts);
+    int raw = parts[NSA__PART_K_RAW].ring, win = parts[NSA__PART_K_WIN].ring;
+    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, 1, workspace, bytes);
+    if (s == NSA_OK && begin < end)
+        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, 1, workspace, bytes);
+    int64_t each = (int64_t)d->count * d->kv_heads;
+    const nsa__gate_job gate = nsa__gate_job_make(NULL, &c.gate, d);
+    const nsa__attend_options of_cmp = {&c.select, 0, 0, reads, NULL, 0, NULL, NULL},
+                              of_slc = {NULL, 0, 0, reads + each, NULL, 0, NULL, NULL},
+                              of_win = {NULL, 0, win, reads + 2 * each, NULL, 0, NULL, &gate};
+    const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
+                                       nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
+                                       nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
+    for (int i = 0; s == NSA_OK && i < 3; i++) s = nsa__forward_run(&plans[i], workspace, bytes);
+    return s;
+}
+
+static int nsa__decode_count(const nsa__decode_job *p, int b) {
+    return p->counts ? p->counts[b] : p->count;
+}
+
+/* One task: append, compress, attend. It returns its status through p->results, because a task has
+   no caller that could look at it. Its workspace is the thread's scratch. */
+static void nsa__decode_task(const void *context, int64_t index, void *scratch) {
+    const nsa__decode_job *p = (const nsa__decode_job *)context;
+    int b = (int)(index / p->parts), head = (int)(index % p->parts);
+    nsa__decode_result *result = &p->results[index];
+    nsa__arena a = nsa__arena_at(scratch);
+    memset(result, 0, sizeof *result);
+    if (!nsa__decode_count(p, b)) return;
+    nsa_desc d = nsa__decode_desc(p, p->cache->lengths[b], nsa__decode_count(p, b));
+    nsa_attention one = nsa__decode_views(p->x, p->cache, b, head);
+    int64_t each = (int64_t)d.count * d.kv_heads; /* of a branch's reads */
+    int64_t *reads = (int64_t *)nsa__alloc(&a, 3 * each, sizeof *reads);
+    size_t used = (size_t)(a.base + a.used - (char *)scratch);
+    if (p->bytes < used) {
+        result->status = nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+        return;
+    }
+    memset(reads, 0, 3 * (size_t)each * sizeof *reads);
+    nsa__decode_append(p, b, head, &d);
+    result->status =
+        nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used, p->bytes - used);
+    for (int64_t i = 0; i < each; i++) {
+        result->reads.cmp += reads[i];
+        result->reads.slc += reads[i + each];
+        result->reads.win += reads[i + 2 * each];
+    }
+}
+
+/* How a call of this many tokens is cut into tasks, and what they need. `threads` are those of a
+   sequence that is alone. Sizes are those of a full cache, so that the workspace stays the same
+   while sequences grow. */
+static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache, int count,
+                                        int threads) {
+    const nsa_desc *all = &cache->desc;
+    nsa__decode_job p = {x, cache, count, NULL, 1, 0, 1, 0, 0, NULL};
+    nsa__chain_plan chain;
+    nsa__arena shared = {NULL, 0}, task = {NULL, 0};
+    if (count <= nsa__batch_queries(all))
+        p.parts = all->kv_heads;
+    else
+        p.alone = all->batch == 1;
+    if (p.alone) p.threads = threads;
+    count = (int)nsa__min(count, all->tokens);
+    nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
+    nsa__alloc(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
+    nsa__alloc(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
+    nsa__chain_plan_make(&chain, x, &d);
+    p.shared = shared.used;
+    p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_parts_bytes(&chain, x, &d, nsa__threads(&d)));
+    return p;
+}
+
+static size_t nsa__decode_bytes(const nsa_attention *x, nsa_cache cache, int count) {
+    nsa__decode_job p = nsa__decode_plan(x, &cache, count, cache.desc.threads);
+    nsa_desc d = cache.desc;
+    if (p.alone) d.threads = 1;
+    return nsa__workspace_bytes(&d, p.shared, p.bytes);
+}
+
+/* A smaller count can be split into other tasks and need more memory, so take the larger of both
+   sizes. */
+NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache,
+                                         int count) {
+    if (!x || !cache || count < 0 || nsa__attention_check_sizes(x, &cache->desc) != NSA_OK)
+        return 0;
+    int few = (int)nsa__min(count, nsa__batch_queries(&cache->desc));
+    size_t of_few = nsa__decode_bytes(x, *cache, few), of_all = nsa__decode_bytes(x, *cache, count);
+    return of_few > of_all ? of_few : of_all;
+}
+
+/* Checks the views of the chain over the cache's arrays, then those of the new rows. */
+static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cache *cache,
+                                          int count) {
+    static const int fields[6] = {NSA__AT_k_slc, NSA__AT_v_slc,   NSA__AT_k_win,
+                                  NSA__AT_v_win, NSA__AT_k_cmp_x, NSA__AT_v_cmp_x};
+    const nsa_tensor *inputs[6];
+    nsa_desc d = cache->desc;
+    d.count = (int)nsa__min(count, d.tokens);
+    nsa_attention all = nsa__decode_views(x, cache, 0, 0);
+    nsa__chain c = nsa__chain_of(&all);
+    NSA__CHECK(nsa__compress_check(&all.k_cmp, &d, 1, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_check(&all.v_cmp, &d, 1, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, &nsa__chain_cmp));
+    NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, &nsa__chain_slc));
+    NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, &nsa__chain_win));
+    NSA__CHECK(nsa__select_check(&c.select, &d, &nsa__chain_cmp));
+    NSA__CHECK(nsa__gate_check(&c.gate, &d, 1, &nsa__chain_gate));
+    nsa__decode_inputs(x, inputs);
+    for (int i = 0; i < 6; i++) {
+        nsa__shape shape = {d.batch, d.count, d.kv_heads, i % 2 ? d.dim_v : d.dim};
+        NSA__CHECK(nsa__check_view(inputs[i], shape, nsa__floats(), 0, fields[i]));
+    }
+    return NSA_OK;
+}
+
+/* At most max_rewind + 1 tokens come at once. All are appended before the first of them attends,
+   and the rings must still hold its keys then. */
+static nsa_status nsa__decode_check(const nsa_attention *x, const nsa_cache *cache, int count,
+                                    const int32_t *counts) {
+    if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    NSA__CHECK(nsa__attention_check_sizes(x, &cache->desc));
+    if (count < 0) return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
+    for (int b = 0; b < cache->desc.batch; b++) {
+        int64_t more = counts ? counts[b] : count;
+        if (more < 0 || more > count) return nsa__error(NSA_ERROR_RANGE, NSA__AT_counts);
+        if (cache->lengths[b] + more > cache->desc.tokens || more - 1 > cache->max_rewind)
+            return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
+    }
+    return nsa__decode_check_views(x, cache, count);
+}
+
+/* Multiply-adds of the call, from the keys that its tokens read at most. */
+static int64_t nsa__decode_work(const nsa__decode_job *p) {
+    const nsa_desc *d = &p->cache->desc;
+    int64_t keys = 0;
+    for (int b = 0; b < d->batch; b++) {
+        int count = nsa__decode_count(p, b), held = p->cache->lengths[b] + count;
+        keys += count * (nsa_cmp_count(d, held) + nsa__min(d->window, held) +
+                         nsa__min((int64_t)d->slc_count * d->slc_block, held));
+    }
+    return keys * d->heads * (d->dim + d->dim_v);
+}
+
+/* Runs the tasks and adds up their reads. The lengths grow only if all tasks have succeeded.
+   `newest` grows before, because a task that fails has written to the rings already. */
+static nsa_status nsa__decode_run(nsa__decode_job *p, const nsa__team *team, nsa_reads *reads) {
+    nsa_cache *cache = p->cache;
+    int64_t tasks = (int64_t)cache->desc.batch * p->parts;
+    for (int b = 0; b < cache->desc.batch; b++) {
+        int length = cache->lengths[b] + nsa__decode_count(p, b);
+        if (cache->newest[b] < length) cache->newest[b] = length;
+    }
+    nsa__run(team, tasks, nsa__decode_task, p);
+    for (int64_t i = 0; i < tasks; i++)
+        if (p->results[i].status != NSA_OK) return p->results[i].status;
+    for (int b = 0; b < cache->desc.batch; b++) cache->lengths[b] += nsa__decode_count(p, b);
+    if (reads) memset(reads, 0, (size_t)cache->desc.batch * sizeof *reads);
+    for (int64_t i = 0; reads && i < tasks; i++) {
+        reads[i / p->parts].cmp += p->results[i].reads.cmp;
+        reads[i / p->parts].slc += p->results[i].reads.slc;
+        reads[i / p->parts].win += p->results[i].reads.win;
+    }
+    return NSA_OK;
+}
+
+/* Many tasks: each runs on one thread, with a thread's scratch as its workspace. One task (alone):
+   the plan is made for the fewest threads, so that any sufficient workspace passes. The task then
+   gets all of the workspace, and the primitives in it use as many threads as fit. */
+NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,
+                              const int32_t *counts, nsa_reads *reads, void *workspace,
+                              size_t bytes) {
+    nsa__team team;
+    NSA__CHECK(nsa__decode_check(x, cache, count, counts));
+    nsa_desc d = cache->desc;
+    nsa__decode_job p = nsa__decode_plan(x, cache, count, d.threads ? d.threads : 1);
+    if (p.alone) d.threads = 1;
+    NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
+    p.counts = counts;
+    p.results = (nsa__decode_result *)(void *)nsa__arena_at(workspace).base;
+    team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
+    if (p.alone) { /* the one task gets all of the workspace; its size decides how many threads */
+        p.threads = cache->desc.threads;
+        p.bytes = bytes - NSA__ALIGN - p.shared;
+    }
+    return nsa__decode_run(&p, &team, reads);
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* NSA_IMPLEMENTATION */
 
 /* MIT License
 

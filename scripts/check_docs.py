@@ -8,7 +8,7 @@
                            what the manual says
   check_docs.py columns    no line of C or CUDA has more than 100 columns, as CONTRIBUTING.md says
 
-A fence whose info string has a second word quotes that file: ```c nsa/nsa.h. A line of nothing but
+A fence whose info string has a second word quotes that file: ```c nsa/src/rope.h. A line of nothing but
 `...` in it leaves lines out; the pieces must follow one another in the file. Indentation that a
 whole piece has more or less of than the file does not count. A fence ```sh run is run in a scratch
 folder that shows the tree; a fence ```text output right after it is what it must print.
@@ -217,7 +217,7 @@ def check_columns():
     findings, checked = [], 0
     for folder in ("nsa", "examples", "simt", "tests", "bench"):
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix not in {".c", ".h", ".cpp", ".cu", ".cuh"}:
+            if path.suffix not in {".c", ".h", ".inl", ".cpp", ".cu", ".cuh"}:
                 continue
             checked += 1
             findings += [f"{path.relative_to(ROOT)}:{number}: {len(line)} columns, 100 at most"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plants faults in nsa.h, one at a time, and counts how many the tests catch.
+"""Plants faults in nsa.h, in its files in nsa/src, one at a time, and counts how many the tests catch.
 
 Each fault of header_faults.list is a small edit of the implementation. It is compiled once with all
 of them, and each run has one (simt/plant.py); what must be a constant is compiled by itself. A fault
@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE / "simt"))
 import mutate  # noqa: E402
 import plant  # noqa: E402
 
-HEADER = HERE.parent / "nsa" / "nsa.h"
+ROOMS = sorted((HERE.parent / "nsa" / "src").iterdir())
 COMPILER = mutate.HOST + ["-fopenmp", "-w"]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 # Pairs: products of bf16 by plain code, which would else need units for them.
@@ -41,7 +41,11 @@ class Fault(mutate.Fault):
     known_modes, known_tests = MODES, TESTS
 
     def source(self):
-        return HEADER
+        """The file of nsa/src that has the old text; the first of all if none has."""
+        return next((room for room in ROOMS if self.old in room.read_text()), ROOMS[0])
+
+    def places(self):
+        return sum(room.read_text().count(self.old) for room in ROOMS)
 
 
 class Bench:
@@ -52,7 +56,8 @@ class Bench:
         (work / "choice.c").write_text(plant.DEFINITION)
         (work / "choice.h").write_text("extern const int nsa_fault;\n")
         self.folder = work / "planted"
-        self.folder.mkdir(exist_ok=True)
+        (self.folder / "src").mkdir(parents=True, exist_ok=True)
+        (self.folder / "nsa.h").write_text('#include "src/all.h"\n')
 
     def run(self, *command):
         return subprocess.run([str(word) for word in command], text=True, stdout=subprocess.PIPE,
@@ -63,9 +68,10 @@ class Bench:
                         "-I", self.folder, "-I", HERE, *words, "-c", source, "-o", out)
         return done.stdout if done.returncode else None
 
-    def implementation(self, text, mode):
-        """nsa.h as `text`, compiled; what the compiler says if it refuses."""
-        (self.folder / "nsa.h").write_text(text)
+    def implementation(self, texts, mode):
+        """nsa.h with {file of nsa/src: text}, compiled; what the compiler says if it refuses."""
+        for room in ROOMS:
+            (self.folder / "src" / room.name).write_text(texts.get(room, room.read_text()))
         return self.compile(mode, HERE / "harness" / "nsa_impl.c", self.work / f"header_{mode}.o",
                             "-include", self.work / "choice.h")
 
@@ -84,12 +90,18 @@ class Bench:
     def together(self, faults, mode):
         """The numbers of those of {number: fault} that can wait for a choice in one program."""
         while True:
-            text, lines = plant.plant_many(HEADER.read_text(), faults)
-            refused = self.implementation(text, mode)
+            texts, lines = {}, {}
+            for room in {fault.source() for fault in faults.values()}:
+                mine = {n: fault for n, fault in faults.items() if fault.source() == room}
+                texts[room], where = plant.plant_many(room.read_text(), mine)
+                lines.update({n: (room.name, span) for n, span in where.items()})
+            refused = self.implementation(texts, mode)
             if not refused:
                 return set(lines)
-            blamed = {n for n in lines for line in mutate.re.findall(r"nsa\.h:(\d+):\d+: error", refused)
-                      if int(line) in lines[n]}
+            errors = {(name, int(line)) for name, line in
+                      mutate.re.findall(r"(\w+\.(?:h|inl)):(\d+):\d+: error", refused)}
+            blamed = {n for n, (name, span) in lines.items()
+                      if any(name == room and line in span for room, line in errors)}
             if not blamed:
                 sys.exit(f"mutate_header.py: nsa.h does not compile in mode {mode}: {refused}")
             faults = {n: faults[n] for n in lines if n not in blamed}
@@ -104,14 +116,14 @@ class Bench:
             self.limits[name] = 30 + 10 * (mutate.os.times().children_user - began)
         return self.limits[name]
 
-    def know_limits(self, text, fault, mode):
+    def know_limits(self, fault, mode):
         """Limits of a fault that is compiled by itself are taken without it."""
         tables = [(self.work / f"{test}_{mode}", table) for test in fault.tests
                   for table in TABLES[test]]
         if all(f"{program.name} {table}" in self.limits for program, table in tables):
             return
         self.forget()
-        if refused := self.implementation(text, mode):
+        if refused := self.implementation({}, mode):
             sys.exit(refused)
         for program, table in tables:
             if not program.exists():
@@ -153,13 +165,13 @@ class Bench:
 
 def try_alone(bench, fault):
     """('caught' | 'survived' | 'broken', how) of a fault that is compiled by itself."""
-    text = HEADER.read_text()
-    if text.count(fault.old) != 1:
-        return "broken", "its old text is not in the file exactly once"
+    if fault.places() != 1:
+        return "broken", "its old text is not in nsa/src exactly once"
+    text = fault.source().read_text().replace(fault.old, fault.new)
     for mode in fault.modes:
-        bench.know_limits(text, fault, mode)
+        bench.know_limits(fault, mode)
         bench.forget()
-        if refused := bench.implementation(text.replace(fault.old, fault.new), mode):
+        if refused := bench.implementation({fault.source(): text}, mode):
             return "broken", "does not compile: " + refused.strip().splitlines()[0]
         if how := bench.caught(mutate.NO_FAULT + 1, fault, mode):
             return "caught", how

@@ -86,6 +86,10 @@ class Fault:
     def source(self):
         return ROOT / "nsa" / "kernels" / self.file
 
+    def places(self):
+        """How often the old text stands where it may."""
+        return self.source().read_text().count(self.old)
+
     def key(self):
         """Changes with the fault and with the function that it is planted in."""
         text = self.source().read_text()

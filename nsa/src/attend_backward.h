@@ -1,0 +1,590 @@
+/* ---- Attention: backward ---------------------------------------------------------------------
+   Twin: kernels/attend_backward.cuh. Not here: the order of its tasks (threads.h).
+   With p = exp(scale q k - lse), delta = dout . out and dlse, the incoming gradient of lse:
+     dv[s] = sum_t p dout[t]                   because out = sum_s p v[s]
+     ds    = p (dout . v[s] - delta + dlse)    because delta = sum_s p (dout . v[s]), dlse / ds = p
+     dq[t] = scale sum_s ds k[s],  dk[s] = scale sum_t ds q[t]
+   delta comes from out, so no row needs all its p at once; dlse is subtracted from delta when the
+   row is loaded. q is loaded times scale2 = scale log2(e), as in forward. ds^T q then lacks the
+   factor ln 2, which is applied when dk is added to the caller's view; dq gets scale there. A task
+   computes p and ds of a tile once and uses them three times. In pairs of bf16 q is as it is, and
+   so is dout: its gate is a factor of p and ds before they are rounded, once. dq belongs to the
+   task alone. A tile's dk and dv belong to all tasks that read the tile, which add in a fixed order
+   (nsa__turns). So all sums have the same bits for any number of threads. */
+#pragma once
+#include "attend_rows.h"
+
+/* Shares of dk and dv that a task holds until it may add them, so that it need not wait for those
+   before it in every tile. */
+enum { NSA__HELD = 8 };
+enum { NSA__BATCH_NUMBERS = 1 << 14 }; /* of a batch's rows of q and dout */
+
+/* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
+typedef struct nsa__backward {
+    nsa__tile_iter iter;
+    nsa_real *q, *dout, *dq;  /* rows of the task */
+    nsa_real *lse2, *delta;   /* of every row */
+    nsa_real *gate;           /* in pairs, of every row: the gate of its dout */
+    nsa_real *p, *ds;         /* rows of a batch: scores and dp of a tile, then p and ds */
+    nsa__packed *ds_rows;     /* in pairs: ds by row, while f->ds has pairs of rows */
+    nsa__packed *paired;      /* in pairs: rows of dout or q of a batch as pairs of rows */
+    unsigned char *nonfinite; /* of every row: what it adds to becomes NaN */
+    unsigned char *reads;     /* of every query: 1 if it has seen a key */
+    /* Its shares of dk and dv of tiles that it may not enter yet: `held` of them from `oldest` on,
+       around the end. */
+    nsa_real *dk, *dv;
+    uint64_t nonfinite_keys[NSA__HELD]; /* keys that get NaN */
+    int32_t held_tile[NSA__HELD];
+    int held, oldest;
+    nsa__asks asks; /* of the batch at hand */
+    int asked;      /* slc: of iter.list, how many readers' rows have been noted */
+    int add;        /* the tile's share has been begun */
+    int last;       /* the batch at hand ends the share and adds it to the tile's sums itself */
+} nsa__backward;
+
+/* Pieces that so many numbers take. */
+static int nsa__asks_of(int64_t numbers) {
+    return (int)nsa__ceil_div(numbers * (int64_t)sizeof(nsa_real), NSA__ASKED);
+}
+
+/* Room for what a batch asks for, at most: rows of q and dout of the next one, and three times a
+   tile's rows of k and v. */
+static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->batch_queries * p->group + 3 * p->tile;
+    asks->room = rows * (nsa__asks_of(p->wide) + nsa__asks_of(p->wide_v));
+    asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
+}
+
+static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
+                                nsa__arena *of_tile) {
+    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
+    nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
+    f->q = nsa__alloc_reals(a, rows * p->stride);
+    f->dq = nsa__alloc_reals(a, rows * p->wide);
+    f->dout = nsa__alloc_reals(a, rows * p->stride_v);
+    f->lse2 = nsa__alloc_reals(a, rows);
+    f->delta = nsa__alloc_reals(a, rows);
+    f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
+    f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
+    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+    f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
+    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide);
+    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide_v);
+    nsa__asks_alloc(&f->asks, p, of_tile);
+    if (!p->pairs) return;
+    f->gate = nsa__alloc_reals(a, rows);
+    f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
+    f->paired = nsa__alloc_packed(of_tile, (some + 1) / 2 * nsa__max(p->wide, p->wide_v));
+}
+
+/* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
+static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *job, int r) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_desc *d = p->d;
+    int query = f->iter.first + r / p->group, head = job->head * p->group + r % p->group;
+    nsa_real logits[3];
+    nsa__load_gates(logits, &p->options.gate->logits, d, job->seq.batch,
+                    job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
+    nsa_real g = nsa__gate_weight(d->gate, logits, (int)p->branch);
+    if (query < p->options.both) g += nsa__gate_weight(d->gate, logits, NSA__SLC);
+    return g;
+}
+
+/* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output.
+   Returns the factor of its delta. In pairs dout and delta stay as they are, and the gate is a
+   factor of p and ds later. */
+static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
+    const nsa__attend_plan *p = job->plan;
+    nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v, g = nsa__backward_gate(f, job, r);
+    if (p->values) {
+        f->gate[r] = g;
+        if (nsa__is_finite((double)g)) return 1;
+        f->gate[r] = 0;
+    } else {
+        p->tiles->scale(p->wide_v, g, dout, dout);
+        return g;
+    }
+    f->nonfinite[r] = 1;
+    return 0;
+}
+
+/* Loads q and dout of all rows. */
+static void nsa__backward_load(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *dout = &p->dx->out;
+    int dim_v = p->d->dim_v;
+    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
+    if (p->values)
+        nsa__load_query_pairs(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, f->dout,
+                              f->nonfinite);
+    else
+        nsa__load_queries(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, 1, f->dout,
+                          f->nonfinite);
+}
+
+/* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
+   place of a non-finite row: the gate's gradient of that row is not finite. */
+static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *job, int r) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__tile_iter *it = &f->iter;
+    const nsa_tensor *of_out = &p->x->out, *of_dout = &p->dx->out;
+    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v;
+    int dim_v = p->d->dim_v;
+    nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
+    if (r + NSA__ROWS_AHEAD < it->queries * p->group)
+        nsa__fetch(nsa__query_row(job, it, of_out, r + NSA__ROWS_AHEAD),
+                   (size_t)dim_v * nsa__dtype_bytes(of_out->dtype));
+    const void *row = nsa__query_row(job, it, of_out, r);
+    const int in_place = nsa__rows_of_reals(of_out, dim_v);
+    if (!in_place) {
+        nsa__load(out, of_out->dtype, row, dim_v);
+        memset(out + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *out);
+    }
+    if (p->values || f->nonfinite[r]) {
+        nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
+        memset(again + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *again);
+        dout = again;
+    }
+    return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->wide_v);
+}
+
+/* Loads q and dout, and computes lse2 and delta = dout . out - dlse of every row. A row that read a
+   non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
+static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__attend_options *options = &p->options;
+    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
+    f->held = f->oldest = f->asked = 0;
+    int rows = f->iter.queries * p->group;
+    memset(f->reads, 0, (size_t)f->iter.queries);
+    memset(f->nonfinite, 0, (size_t)rows);
+    memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
+    nsa__backward_load(f, job);
+    for (int r = 0; r < rows; r++) {
+        nsa_real dot = nsa__backward_dot(f, job, r);
+        if (options->dots)
+            ((nsa_real *)nsa__query_row(job, &f->iter, options->dots, r))[p->branch] = dot;
+        if (options->gate) dot *= nsa__backward_scale(f, job, r);
+        f->delta[r] = dot;
+    }
+    /* a gate may be NaN, and its product with dout too large */
+    if (options->gate && !p->values)
+        nsa__zero_nonfinite(p, rows, p->wide_v, p->stride_v, f->dout, f->nonfinite);
+    for (int r = 0; r < rows; r++) {
+        f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
+        if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
+        if (f->nonfinite[r]) f->delta[r] = 0;
+    }
+}
+
+/* The share that the task makes at the moment. */
+static int nsa__backward_newest(const nsa__backward *f) {
+    return (f->oldest + f->held - 1) % NSA__HELD;
+}
+
+/* Marks the queries that have read a key, and the keys that a nonfinite row has read: their dk and
+   dv become NaN, because each is a sum with that row. */
+static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
+    int group = job->plan->group;
+    for (int i = 0; i < b->queries; i++) {
+        f->reads[b->query[i]] = 1;
+        for (int g = 0; g < group; g++)
+            if (f->nonfinite[b->query[i] * group + g])
+                f->nonfinite_keys[nsa__backward_newest(f)] |= b->mask[i];
+    }
+}
+
+/* The gradients' products of a batch, from p, ds and the operands of nsa__backward_batch, in pairs.
+   Both p and ds are paired by row for dv and dk, and ds by key for dq. */
+static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job,
+                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
+                                const nsa__result *dq, const nsa__result *dk,
+                                const nsa__result *dv) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__pairs *pairs = p->pairs;
+    int ld = p->stride_p, n = b->end - b->begin, rows = b->rows, half = (rows + 1) / 2;
+    int cut = b->first - b->begin, keys = b->last - b->first;
+    const nsa_real *gate = p->options.gate ? f->gate : NULL;
+    if (job->dv) {
+        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
+        pairs->round_pairs(rows, n, ld, b->row, gate, f->p, NULL);
+        const nsa__matrix right = {f->paired, p->wide_v, 1, NULL};
+        pairs->pair_rows(rows, p->wide_v, dout, f->paired);
+        pairs->gemm(keys, p->wide_v, half, &p_t, &right, dv, 1);
+    }
+    if (job->dk || p->dx->q.data) pairs->round_pairs(rows, n, ld, b->row, gate, f->ds, f->ds_rows);
+    if (job->dk) {
+        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
+        const nsa__matrix right = {f->paired, p->wide, 1, NULL};
+        pairs->pair_rows(rows, p->wide, q, f->paired);
+        pairs->gemm(keys, p->wide, half, &ds_t, &right, dk, 1);
+    }
+    if (p->dx->q.data) {
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
+        const nsa__matrix ds = {f->ds_rows + cut / 2, ld / 2, 1, NULL};
+        const nsa__matrix k = {job->k + first / 2 * p->wide, p->wide, 1, NULL};
+        pairs->gemm(rows, p->wide, keys / 2, &ds, &k, dq, 1);
+    }
+}
+
+/* The same in f32. */
+static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job,
+                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
+                                const nsa__result *dq, const nsa__result *dk,
+                                const nsa__result *dv) {
+    const nsa__attend_plan *p = job->plan;
+    int ld = p->stride_p, rows = b->rows, cut = b->first - b->begin, keys = b->last - b->first;
+    if (job->dv) {
+        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
+        p->tiles->gemm(keys, p->wide_v, rows, &p_t, dout, dv);
+    }
+    if (job->dk) {
+        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
+        p->tiles->gemm(keys, p->wide, rows, &ds_t, q, dk);
+    }
+    if (p->dx->q.data) {
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
+        const nsa__matrix ds = {f->ds + cut, ld, 1, NULL};
+        const nsa__matrix k = {job->k + first * p->wide, p->wide, 1, NULL};
+        p->tiles->gemm(rows, p->wide, keys, &ds, &k, dq);
+    }
+}
+
+/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta);
+   dv += p^T dout, dk += ds^T q, dq += ds k */
+static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
+    const nsa__attend_plan *p = job->plan;
+    int tile = p->tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
+    ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
+    ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
+    ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
+    const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
+    const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
+    nsa__asks *asks = &f->asks;
+    const nsa__result s = {f->p, ld, NULL, 0, NULL, NULL, asks},
+                      dp = {f->ds, ld, NULL, 0, NULL, NULL, asks};
+    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, NULL, asks};
+    nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, NULL, asks};
+    nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, NULL, asks};
+    if (f->last && job->dk) dk.sum = job->dk + first * p->wide;
+    if (f->last && job->dv) dv.sum = job->dv + first * p->wide_v;
+    nsa__score_product(p, rows, n, &q, &k_t, &s);
+    if (p->values)
+        p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
+    else
+        p->tiles->gemm(rows, n, p->depth_v, &dout, &v_t, &dp);
+    p->tiles->gradient(rows, n, ld, p->group, b->mask, b->begin, b->row, f->lse2, f->delta, f->p,
+                       f->ds);
+    (p->values ? nsa__backward_pairs : nsa__backward_reals)(f, job, b, &q, &dout, &dq, &dk, &dv);
+    nsa__backward_note(f, job, b);
+}
+
+/* Adds the task's dq. A row that read a non-finite number gets NaN; one that read nothing stays. */
+static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *to = &p->dx->q;
+    int dim = p->d->dim, rows = to->data ? f->iter.queries * p->group : 0;
+    size_t row_bytes = (size_t)dim * nsa__dtype_bytes(to->dtype);
+    for (int r = 0; r < rows; r++) {
+        nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(job, &f->iter, to, r + NSA__ROWS_AHEAD), row_bytes);
+        if (!f->reads[r / p->group]) continue;
+        for (int c = 0; f->nonfinite[r] && c < dim; c++) dq[c] = nsa__nan();
+        nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->scale, dq, dim);
+    }
+}
+
+/* A place of the backward pass: the place, the task's state, then the arrays of that state. */
+typedef struct nsa__backward_place {
+    nsa__place place;
+    nsa__backward task;
+} nsa__backward_place;
+
+/* The state of the task in a place, with its arrays: those of one tile in `scratch`, the others in
+   `own`, behind the place. Without a place it only counts the bytes of both arenas. */
+static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *place, nsa__arena *scratch,
+                                       nsa__arena *own) {
+    nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : &any;
+    own->base = (char *)place;
+    nsa__alloc(own, 1, sizeof(nsa__backward_place));
+    nsa__backward_alloc(f, p, own, scratch);
+    return place ? f : NULL;
+}
+
+/* Task i of a head follows task i - 1 of that head. */
+static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
+    const nsa__head_job *jobs = (const nsa__head_job *)turns->context;
+    nsa__write(&place->follows, place->task < jobs->heads ? -1 : place->task - jobs->heads);
+    nsa__write(&place->needs, -1);
+}
+
+/* Notes numbers from x on as needed soon. */
+static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
+    const int most = (int)nsa__min(nsa__asks_of(numbers), asks->room - asks->count);
+    for (int i = 0; i < most; i++)
+        asks->at[asks->count++] = (const char *)x + (ptrdiff_t)i * NSA__ASKED;
+}
+
+enum { NSA__FAR = 16 << 20 }; /* bytes, more than a last-level cache keeps beside all else */
+
+/* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
+static int nsa__keys_are_far(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const int64_t numbers = 3 * (int64_t)p->wide + 2 * (int64_t)p->wide_v; /* of a key */
+    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->jobs > NSA__FAR;
+}
+
+/* For tasks of slc, where few queries read a tile. Notes the tile's rows of K, if none is noted
+   yet, keys `from` on of the next tile, and the rows of those who are next in the lists of readers,
+   behind entry `at`. */
+static void nsa__backward_ask_ahead(nsa__backward *f, const nsa__head_job *job, int64_t from,
+                                    int64_t some, int at) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__tile_iter *it = &f->iter;
+    const int64_t key = (int64_t)it->tile * p->tile, next = key + p->tile + from;
+    const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->batch_queries);
+    if (!from)
+        nsa__ask(&f->asks, nsa__packed_rows(job->k, p->scores, key, p->wide),
+                 (p->scores ? p->tile / 2 : p->tile) * p->wide);
+    if (it->tile + 1 < it->tile_end) {
+        nsa__ask(&f->asks, job->k_t + next * p->depth, some * p->depth);
+        nsa__ask(&f->asks, job->v_t + next * p->depth_v, some * p->depth_v);
+    }
+    for (int reader = (int)nsa__max(f->asked, at); reader < end; reader++)
+        for (int g = 0; g < p->group; g++) {
+            const ptrdiff_t r = (ptrdiff_t)it->list[reader] * p->group + g;
+            nsa__ask(&f->asks, f->q + r * p->stride, p->depth);
+            nsa__ask(&f->asks, f->dout + r * p->stride_v, p->depth_v);
+        }
+    f->asked = (int)nsa__max(f->asked, end);
+}
+
+/* What the products of queries i .. end - 1 of the tile ask for. `soon`: their part of the sums of
+   dk and dv, to which the share at hand is added next; sums of all tiles are more than L2 holds. */
+static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i, int end,
+                              int soon) {
+    const nsa__attend_plan *p = job->plan;
+    const int64_t tile = f->iter.tile, queries = f->iter.tile_queries;
+    const int64_t from = p->tile * i / queries, some = p->tile * end / queries - from;
+    const int64_t key = tile * p->tile + from;
+    f->asks.next = f->asks.count = 0;
+    if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->wide_v, some * p->wide_v);
+    if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->wide, some * p->wide);
+    if (p->branch == NSA__SLC && nsa__keys_are_far(job))
+        nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
+}
+
+/* The oldest share has been added to its tile's sums. */
+static void nsa__backward_added(nsa__backward *f, const nsa__head_job *job) {
+    job->nonfinite_keys[f->held_tile[f->oldest]] |= f->nonfinite_keys[f->oldest];
+    f->held--;
+    f->oldest = f->held ? (f->oldest + 1) % NSA__HELD : 0;
+}
+
+/* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
+   may add it. A batch of the whole tile need not add to zeros. `soon`: no other task adds to the
+   tile before this one. If no earlier share is held then, the last batch adds the share to the sums
+   as it leaves registers, unless keys that it does not see have a share too. */
+static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int soon) {
+    const nsa__attend_plan *p = job->plan;
+    f->held++;
+    int newest = nsa__backward_newest(f);
+    size_t keys = (size_t)p->tile;
+    f->held_tile[newest] = f->iter.tile;
+    f->nonfinite_keys[newest] = 0;
+    f->add = 0;
+    for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
+        nsa__batch b = nsa__batch_at(&f->iter, job, i);
+        int whole = b.last - b.first == p->tile;
+        f->last = soon && f->held == 1 && i + b.queries == queries && (whole || !f->add);
+        if (!f->add && !whole && !f->last) {
+            memset(f->dk + newest * p->tile * p->wide, 0, keys * (size_t)p->wide * sizeof *f->dk);
+            memset(f->dv + newest * p->tile * p->wide_v, 0,
+                   keys * (size_t)p->wide_v * sizeof *f->dv);
+            f->add = 1;
+        }
+        nsa__backward_ask(f, job, i, i + b.queries, soon);
+        nsa__backward_batch(f, job, &b);
+        f->add = 1;
+        i += b.queries;
+    }
+    if (f->last) nsa__backward_added(f, job);
+}
+
+NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
+    for (int i = 0; i < n; i++) sum[i] += x[i];
+}
+
+/* Adds the oldest share to the tile's sums, and returns the tile. */
+static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int32_t oldest = f->oldest, tile = f->held_tile[oldest];
+    int n = p->tile * p->wide, n_v = p->tile * p->wide_v;
+    if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
+    if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
+    nsa__backward_added(f, job);
+    return tile;
+}
+
+/* One step of a task: it loads its rows, computes a tile's share, adds its oldest share, or ends. A
+   task may come back in another thread, whose scratch does not have its masks, so it reads its tile
+   again. */
+static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *scratch) {
+    int64_t index = place->task;
+    const nsa__head_job *job = nsa__job_of(turns->context, &index);
+    nsa__arena of_tile = {(char *)scratch, 0}, own = {NULL, 0};
+    nsa__backward *f = nsa__backward_at(job->plan, place, &of_tile, &own);
+    nsa__tile_iter *it = &f->iter;
+    if (!place->begun) {
+        /* from the last queries on: they have most to read, which no thread should begin last */
+        nsa__backward_begin(f, job, nsa__head_tasks(job) - 1 - index);
+        nsa__tile_iter_next(it, job);
+        place->begun = 1;
+        place->moved = 0;
+    } else if (f->held && nsa__may_enter(turns, place->follows, f->held_tile[f->oldest])) {
+        nsa__write(turns->progress + place->task, nsa__backward_add(f, job) + 1);
+    } else if (it->tile < it->tile_end) {
+        if (place->moved) nsa__tile_iter_read(it, job);
+        place->moved = 0;
+        nsa__backward_tile(f, job, nsa__may_enter(turns, place->follows, it->tile));
+        if (!f->held) nsa__write(turns->progress + place->task, it->tile + 1);
+        if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
+    } else {
+        nsa__write(turns->progress + place->task, INT32_MAX);
+        return 1;
+    }
+    int32_t needs = f->held ? f->held_tile[f->oldest] : INT32_MAX - 1;
+    if (it->tile < it->tile_end && f->held < NSA__HELD) needs = -1;
+    nsa__write(&place->needs, needs);
+    return 0;
+}
+
+/* Adds a tile's sum to dk or dv. Keys that a NaN row has read get NaN. */
+static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to, int tile,
+                                  nsa_real factor, nsa_real *sum, int width, int wide) {
+    const nsa__attend_plan *p = job->plan;
+    int begin = tile * p->tile, end = (int)nsa__min((int64_t)begin + p->tile, job->keys);
+    size_t row_bytes = (size_t)width * nsa__dtype_bytes(to->dtype);
+    for (int key = begin; sum && key < end; key++) {
+        nsa_real *row = sum + (ptrdiff_t)key * wide;
+        if (key + NSA__ROWS_AHEAD < end)
+            nsa__fetch(nsa__key(job, to, key + NSA__ROWS_AHEAD), row_bytes);
+        for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < width; c++)
+            row[c] = nsa__nan();
+        nsa__add(to->dtype, nsa__key(job, to, key), factor, row, width);
+    }
+}
+
+/* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. */
+static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
+    int tile = job->tile_begin + (int)index;
+    (void)scratch;
+    if (job->head % p->sharers != p->sharers - 1) return;
+    if (job->listed && !job->listed[tile]) return;
+    /* q was loaded times scale log2(e), in pairs as it is */
+    const nsa_real factor = p->scores ? p->scale : (nsa_real)NSA__LN2;
+    nsa__key_gradient_add(job, &p->dx->k, tile, factor, job->dk, p->d->dim, p->wide);
+    nsa__key_gradient_add(job, &p->dx->v, tile, 1, job->dv, p->d->dim_v, p->wide_v);
+}
+
+/* The turns of these jobs' tasks. nsa__backward_heads sets `tasks` when it knows the queries. */
+static nsa__turns nsa__backward_turns(const nsa__head_job *jobs) {
+    nsa__arena scratch = {NULL, 0}, place = {NULL, 0};
+    nsa__backward_at(jobs->plan, NULL, &scratch, &place);
+    nsa__turns turns = {0,          jobs->progress, jobs, nsa__backward_come, nsa__backward_go,
+                        place.used, scratch.used};
+    return turns;
+}
+
+static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                 nsa__arena *shared) {
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+    int64_t tasks = nsa__max(p->least_tasks, nsa__ceil_div(p->d->count, p->task_queries));
+    int32_t *progress = (int32_t *)nsa__alloc(shared, p->jobs * tasks, sizeof *progress);
+    for (int i = 0; i < p->jobs; i++) {
+        nsa__head_job *job = &jobs[i];
+        *job = nsa__job_make(p);
+        job->progress = progress;
+        nsa__alloc_keys(job, shared, 1, 1);
+        job->dk = nsa__alloc_reals(shared, tiles * p->tile * p->wide);
+        job->dv = nsa__alloc_reals(shared, tiles * p->tile * p->wide_v);
+        job->nonfinite_keys = (uint64_t *)nsa__alloc(shared, tiles, sizeof *job->nonfinite_keys);
+        if (p->dx && !p->dx->k.data) job->dk = NULL;
+        if (p->dx && !p->dx->v.data) job->dv = NULL;
+    }
+}
+
+/* Queries of backward's batches and tasks. Batches have up to twice the rows of forward's, because
+   each reads and writes its tile's share of dk and dv once. But all its rows of q and dout should
+   be no more than NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv
+   are added; slc's are larger yet. */
+static void nsa__backward_sizes(nsa__attend_plan *p) {
+    int64_t rows = nsa__min(NSA__BATCH_NUMBERS / (p->wide + p->wide_v), 2 * NSA__BATCH_ROWS);
+    p->batch_queries = (int)nsa__max(p->batch_queries, rows / p->group);
+    if (p->branch != NSA__SLC) p->near_queries = (int)nsa__min(p->tile, nsa__near_queries(p));
+    p->task_queries = nsa__task_queries(p, p->d->tokens, p->d->count);
+}
+
+/* Numbers from row to row of an operand whose columns a product walks down. Rows an even number of
+   vectors apart would share few sets of the first cache. */
+static int nsa__apart(int wide) {
+    return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
+}
+
+/* Head jobs of slc's backward at once. Each of its tasks writes dk and dv of all tiles, so tasks
+   are large, and those of a few heads are few. So many threads get more heads at once, which takes
+   more workspace and changes no task. Other branches have tasks enough. */
+static int nsa__backward_heads_at_once(const nsa_desc *d, int threads) {
+    const int64_t each = 2, near = nsa__heads_near(d); /* tasks for a thread */
+    const int64_t group = d->heads / d->kv_heads, batch = 2 * NSA__BATCH_ROWS / group;
+    int64_t queries = NSA__TASK_NUMBERS / (d->dim + d->dim_v) / group;
+    queries = nsa__grown_queries(d, d->tokens, queries, batch);
+    int64_t tasks = nsa__max(NSA__TASKS / near, nsa__ceil_div(d->count, nsa__max(1, queries)));
+    int64_t wanted = nsa__max(near, nsa__ceil_div(each * threads, tasks));
+    return (int)nsa__min(d->kv_heads, nsa__min(wanted, NSA__HEADS_AT_ONCE));
+}
+
+/* Plans for `x` and `dx`, which are NULL in a size query, and for so many threads. d has all heads
+   of `whole` or some: a head's tasks are the same whichever heads are beside it. */
+static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
+                                           const nsa_desc *d, nsa__branch branch,
+                                           const nsa_desc *whole, int threads) {
+    nsa__attend_plan p =
+        nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC, nsa__heads_near(whole));
+    if (branch == NSA__SLC && p.sharers == 1) p.jobs = nsa__backward_heads_at_once(whole, threads);
+    p.at_once = p.jobs = (int)nsa__min(p.jobs, d->kv_heads);
+    nsa__plan_pairs(&p);
+    p.stride = nsa__apart(p.stride);
+    p.stride_v = nsa__apart(p.stride_v);
+    p.stride_p = nsa__apart(p.tile);
+    nsa__backward_sizes(&p);
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__arena shared = {NULL, 0};
+    nsa__backward_layout(jobs, &p, &shared);
+    nsa__turns turns = nsa__backward_turns(jobs);
+    p.shared = shared.used;
+    p.scratch = nsa__turns_scratch(&turns);
+    return p;
+}
+
+static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__turns turns = nsa__backward_turns(jobs);
+    turns.tasks = (int32_t)nsa__query_tasks(jobs);
+    nsa__run_in_turn(team, &turns);
+    nsa__run(team, (int64_t)jobs->heads * (jobs->tile_end - jobs->tile_begin),
+             nsa__key_gradient_task, jobs);
+}
+
+static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
+    nsa__backward_layout(jobs, p, &shared);
+    nsa__each_heads(jobs, &team, nsa__backward_heads);
+    return NSA_OK;
+}

@@ -1,0 +1,326 @@
+/* ---- Attention: forward ----------------------------------------------------------------------
+   Twin: kernels/attend_forward.cuh. Not here: which keys (attend_plan.h, attend_tiles.h).
+   Softmax in one pass over the keys. s is in base 2: q has been multiplied by scale2. For each row
+   and tile:
+     m'  = max(m, max s)             the largest score so far
+     p   = 2^(s - m')                never more than 1, so nothing overflows
+     l   = l 2^(m - m') + sum p      2^(m - m') is the shrink of all sums before this tile
+     out = out 2^(m - m') + p v
+   At the end out / l is the softmax's average of v, and lse = ln 2 (m + log2 l). */
+#pragma once
+#include "attend_in_place.h"
+#include "attend_rows.h"
+#include "select_scores.h"
+#include "gate_row.h"
+
+/* A forward task's scratch. */
+typedef struct nsa__forward {
+    nsa__tile_iter iter;
+    nsa_real *q;              /* rows of the task, times scale2 */
+    nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
+    nsa_real *m;              /* of every row, and up to 15 more: the largest score so far */
+    nsa_real *l;              /* of the same: NSA__LANES partial sums of p */
+    nsa_real *s;              /* rows of a batch: scores of a tile, if they are not kept; then p */
+    nsa_real *shrink;         /* of every row of a batch, for the tile at hand */
+    unsigned char *nonfinite; /* of every row: 1 if it used a non-finite number; it becomes NaN */
+    nsa__scoring scoring;     /* if lists are selected too */
+    nsa__in_place in_place;
+} nsa__forward;
+
+static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
+    nsa__tile_iter_alloc(&f->iter, p, a, a);
+    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->out = nsa__alloc_reals(a, rows * p->wide_v);
+    f->m = nsa__alloc_reals(a, rows + NSA__LANES);
+    f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
+    f->shrink = nsa__alloc_reals(a, some + NSA__LANES);
+    f->s = nsa__alloc_reals(a, some * p->tile);
+    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+    if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
+    /* Allocated for many queries too, because a workspace for them must serve fewer. */
+    nsa__in_place_alloc(&f->in_place, p, a);
+}
+
+/* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
+   case of its own. */
+static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_t from,
+                               int64_t end) {
+    const nsa__attend_plan *p = job->plan;
+    nsa__tile_iter_begin(&f->iter, job, from, end);
+    int rows = f->iter.queries * p->group;
+    int ended = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES; /* as tiles->finish does */
+    memset(f->nonfinite, 0, (size_t)rows);
+    memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
+    memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
+    for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
+    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
+    if (job->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
+}
+
+/* Where the scores of a batch go, of keys from `keys` on, and how far apart its rows are. If lists
+   are selected, they stay in the task's scores; rows of a batch of cmp are neighbours. */
+static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_plan *p,
+                                     const nsa__batch *b, int keys, ptrdiff_t *apart) {
+    *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->tile;
+    return p->options.select ? f->scoring.s + b->row[0] * *apart + keys : f->s;
+}
+
+/* f->s = p, the softmax so far of n scores s, as pairs if v is. l sums p before it is rounded. */
+static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
+                                 int n, nsa_real *s, ptrdiff_t apart) {
+    const nsa__attend_plan *p = job->plan;
+    p->tiles->softmax(b->rows, n, apart, p->tile, p->group, b->mask, b->begin, b->row, s, f->s,
+                      f->m, f->l, f->shrink);
+    if (p->values) p->values->round(b->rows, n, p->tile, f->s);
+}
+
+/* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
+   row goes on with zeros in place of the key, and is made NaN at the end. */
+static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
+                              uint64_t nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    int64_t *reads = p->options.reads;
+    if (!reads && !nonfinite) return;
+    for (int i = 0; i < b->queries; i++) {
+        int64_t query = f->iter.first - job->seq.first + b->query[i];
+        if (reads) reads[query * p->d->kv_heads + job->kv_head] += nsa__bit_count(b->mask[i]);
+        if (b->mask[i] & nonfinite)
+            memset(f->nonfinite + (ptrdiff_t)b->query[i] * p->group, 1, (size_t)p->group);
+    }
+}
+
+/* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
+static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
+    const nsa__attend_plan *p = job->plan;
+    int tile = p->tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
+    const nsa__matrix q = {f->q, p->stride, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
+    ptrdiff_t apart;
+    nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
+    const nsa__result s = {scores, apart, NULL, 0, NULL, NULL, NULL};
+    nsa__score_product(p, b->rows, n, &q, &k_t, &s);
+    nsa__forward_softmax(f, job, b, n, scores, apart);
+    int cut = b->first - b->begin, held = b->last - b->first;
+    const nsa__matrix weights = {f->s + (p->values ? cut / 2 : cut), tile, 1, NULL};
+    const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys + cut, p->wide_v), p->wide_v, 1,
+                           NULL};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
+    if (p->values)
+        p->values->gemm(b->rows, p->wide_v, held / 2, &weights, &v, &out, 1);
+    else
+        p->tiles->gemm(b->rows, p->wide_v, held, &weights, &v, &out);
+    nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
+}
+
+/* The same from keys and values in place. The last tile may be short there: of n keys only `held`
+   exist, and masks hide the rest. */
+static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *job,
+                                        const nsa__batch *b) {
+    const nsa__attend_plan *p = job->plan;
+    int n = b->end - b->begin, keys = f->iter.tile * p->tile + b->begin;
+    int held = (int)nsa__min(n, job->keys - (int64_t)keys);
+    uint64_t nonfinite = 0;
+    ptrdiff_t apart;
+    nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
+    nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, apart, scores, &nonfinite);
+    nsa__forward_softmax(f, job, b, n, scores, apart);
+    const nsa__matrix weights = {f->s, p->tile, 1, NULL};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
+    nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
+    nsa__forward_note(f, job, b, nonfinite << b->begin);
+}
+
+/* Asks for what the gate reads and writes of row r, if the task has so many. */
+static void nsa__gate_fetch(const nsa__gate_job *gate, const nsa__head_job *job,
+                            const nsa__tile_iter *it, int r) {
+    const nsa_tensor *views[3] = {&gate->x->cmp, &gate->x->slc, &gate->x->out};
+    if (r >= it->queries * job->plan->group) return;
+    for (int i = 0; i < 3; i++)
+        nsa__fetch(nsa__query_row(job, it, views[i], r),
+                   (size_t)gate->d->dim_v * nsa__dtype_bytes(views[i]->dtype));
+}
+
+/* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
+   Selection reads lse back from the caller's view, because nsa_select_blocks does: both get the
+   same bits. */
+static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, nsa_real over,
+                             nsa_real lse) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *out = &p->x->out;
+    void *row = nsa__query_row(job, &f->iter, out, r);
+    int in_place = nsa__rows_of_reals(out, p->d->dim_v);
+    nsa_real *sums = f->out + (ptrdiff_t)r * p->wide_v, *to = in_place ? (nsa_real *)row : sums;
+    p->tiles->scale(p->wide_v, over, sums, to);
+    if (over != 0 && f->nonfinite[r]) {
+        for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
+        lse = nsa__nan();
+    }
+    if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
+    nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
+    if (p->options.select) f->m[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
+}
+
+/* The rows of a task, which become the gate's at once if it waits for no other branch. */
+static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa__gate_job *gate = p->options.last;
+    int rows = f->iter.queries * p->group;
+    size_t row_bytes = (size_t)p->d->dim_v * nsa__dtype_bytes(p->x->out.dtype);
+    nsa_real over[NSA__LANES], lse[NSA__LANES];
+    for (int r = 0; r < rows; r++) {
+        int i = r % NSA__LANES;
+        if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, over, lse);
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(job, &f->iter, &p->x->out, r + NSA__ROWS_AHEAD), row_bytes);
+        nsa__forward_row(f, job, r, over[i], lse[i]);
+        if (!gate) continue;
+        nsa__gate_fetch(gate, job, &f->iter, r + NSA__ROWS_AHEAD);
+        nsa__gate_row(gate, &job->seq, f->iter.first - job->seq.first + r / p->group,
+                      job->head * p->group + r % p->group);
+    }
+    if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
+}
+
+/* A task: as many of the sequence's queries from .. end - 1 as one takes, through all of their
+   tiles. Every batch of a tile's queries updates the running softmax of its rows. */
+static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t end,
+                                 void *scratch) {
+    nsa__forward f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__forward_alloc(&f, job->plan, &a);
+    nsa__forward_begin(&f, job, from, end);
+    while (nsa__tile_iter_next(&f.iter, job))
+        for (int i = 0; i < f.iter.tile_queries;) {
+            nsa__batch b = nsa__batch_at(&f.iter, job, i);
+            if (job->in_place)
+                nsa__forward_batch_in_place(&f, job, &b);
+            else
+                nsa__forward_batch(&f, job, &b);
+            i += b.queries;
+        }
+    nsa__forward_end(&f, job);
+}
+
+/* slc's tasks are large, and dense's last ones are its longest. They go from the last queries to
+   the first, which have least to read: no thread should begin much last. */
+static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const int last_first = job->plan->branch == NSA__SLC || job->plan->branch == NSA__DENSE;
+    if (last_first) index = nsa__head_tasks(job) - 1 - index;
+    nsa__forward_queries(job, nsa__task_begin(job, index), job->seq.count, scratch);
+}
+
+/* Head jobs of sequences with few queries that run side by side. */
+static int64_t nsa__few_at_once(const nsa__attend_plan *p) {
+    return nsa__min(2 * NSA__TASKS, (int64_t)p->d->batch * p->heads);
+}
+
+/* What the jobs take of the shared workspace. A plan counts it, without a base. Returns the jobs
+   that read in place. */
+static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                          nsa__arena *shared) {
+    nsa__head_job *few =
+        (nsa__head_job *)nsa__alloc(shared, nsa__few_at_once(p), sizeof(nsa__head_job));
+    for (int i = 0; i < p->jobs; i++) {
+        nsa__head_job *job = &jobs[i];
+        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+        *job = nsa__job_make(p);
+        if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
+        if (p->d->count <= p->few) continue;
+        nsa__alloc_keys(job, shared, 0, 0);
+        job->v = nsa__alloc_packed(shared, tiles * p->tile * p->wide_v);
+    }
+    return few;
+}
+
+/* Plans for `x`, which is NULL in a size query. */
+static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
+                                          nsa__branch branch, nsa__attend_options options) {
+    nsa__attend_plan p = nsa__attend_plan_of(
+        x, NULL, d, branch, branch == NSA__SLC || options.select != NULL, nsa__heads_near(d));
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__forward f;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    p.options = options;
+    nsa__plan_pairs(&p);
+    p.few = p.batch_queries;
+    nsa__forward_layout(jobs, &p, &shared);
+    nsa__forward_alloc(&f, &p, &scratch);
+    p.shared = shared.used;
+    p.scratch = scratch.used;
+    return p;
+}
+
+/* The jobs of a call, with memory of the workspace. Returns those that read in place. */
+static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p,
+                                        nsa__arena *shared) {
+    nsa__head_job *few = nsa__forward_layout(jobs, p, shared);
+    for (int i = 0; p->options.select && i < p->jobs; i++) nsa__fill_stencil(&jobs[i]);
+    return few;
+}
+
+static void nsa__forward_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(jobs), nsa__forward_task, jobs);
+}
+
+/* Runs n jobs of one task each, which may have too little work for all threads. */
+static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *team) {
+    const nsa__attend_plan *p = jobs->plan;
+    nsa__team some = *team;
+    int64_t work = 0;
+    for (int i = 0; i < n; i++) {
+        int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->tile;
+        if (p->branch == NSA__SLC) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
+        work += keys * jobs[i].seq.count;
+        jobs[i].heads = n;
+    }
+    some.threads = nsa__threads_for(team->threads, work * p->group * (p->wide + p->wide_v));
+    nsa__run(&some, n, nsa__forward_task, jobs);
+}
+
+/* Runs the sequences with few queries, which read keys in place. Nothing is packed for them, so
+   heads of many sequences run at once. */
+static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, const nsa__team *team) {
+    const nsa__attend_plan *p = any->plan;
+    int n = 0;
+    for (nsa__seq seq = nsa__seq_begin(p->d); seq.index < p->d->batch; nsa__seq_next(p->d, &seq))
+        for (int head = 0; seq.count && seq.count <= p->few && head < p->heads; head++) {
+            jobs[n] = *any;
+            nsa__set_head(&jobs[n], &seq, head, 0);
+            n += jobs[n].skipped < seq.count;
+            if (n < nsa__few_at_once(p)) continue;
+            nsa__forward_few_run(jobs, n, team);
+            n = 0;
+        }
+    if (n) nsa__forward_few_run(jobs, n, team);
+}
+
+/* What depends on the threads of a call, but no bit of it.
+   Head jobs at once: no more than have their packed keys in the threads' part of the third cache,
+   because tasks read them again and again. Workspace is for all of plan->jobs, so that a size for
+   more tokens serves fewer. The branches of a chain, of which cmp writes lists, have the same.
+   slc's tasks, which are large: few heads or many threads want more of them. */
+static void nsa__share_among(nsa__attend_plan *p, int threads) {
+    const int alone = p->branch == NSA__CMP && !p->options.select;
+    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
+    const int64_t numbers = nsa__max(1, keys * (p->wide + p->wide_v));
+    const int64_t each = 2; /* tasks for a thread */
+    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
+    const int64_t held = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
+    p->at_once = (int)nsa__max(1, nsa__min(held, p->jobs));
+    if (p->branch == NSA__SLC) p->least_tasks = (int)nsa__ceil_div(tasks, p->at_once);
+}
+
+static nsa_status nsa__forward_run(const nsa__attend_plan *plan, void *workspace, size_t bytes) {
+    nsa__attend_plan own = *plan, *p = &own;
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
+    nsa__share_among(p, team.threads);
+    nsa__head_job *few = nsa__forward_jobs(jobs, p, &shared);
+    nsa__forward_few(jobs, few, &team);
+    nsa__each_heads(jobs, &team, nsa__forward_heads);
+    return NSA_OK;
+}

@@ -1,0 +1,166 @@
+/* ---- Attention: keys packed by tile -------------------------------------------------------------
+   Twin: none. Not here: keys that are not copied (attend_in_place.h). */
+#pragma once
+#include "attend_plan.h"
+
+/* Workspace that the threads share: packed keys of one sequence and kv head.
+     k, v      one row a key: element (key, c) at key wide + c
+     k_t, v_t  tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
+       | tile 0: c = 0 of its keys | c = 1 of its keys | ... | tile 1: c = 0 of its keys | ...
+   A right operand has contiguous rows, so q k^T reads k_t and p v reads v. Backward reads v_t for
+   dout v^T and k for ds k. Pairs of bf16 pair the index that the product sums over: an element of
+   k_t is two neighbouring c of a key, and one of v is c of two neighbouring keys. */
+static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
+    const nsa__attend_plan *p = job->plan;
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
+    job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
+    if (p->branch == NSA__SLC) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
+    job->k_t = nsa__alloc_packed(a, size * p->d->dim);
+    if (rows) job->k = nsa__alloc_packed(a, size * p->wide);
+    if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
+}
+
+/* Clears a tile's sums of the gradient. Heads that share a kv head add to the same ones, one after
+   another: the first clears them, the last adds them to dx. */
+static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
+    const nsa__attend_plan *p = job->plan;
+    size_t keys = (size_t)p->tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
+    ptrdiff_t key = tile * p->tile;
+    if (!job->nonfinite_keys || job->head % p->sharers) return;
+    job->nonfinite_keys[tile] = 0;
+    if (job->dk) memset(job->dk + key * p->wide, 0, keys * wide * sizeof *job->dk);
+    if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
+}
+
+/* Rows between a row's prefetch and its packing. */
+static int nsa__pack_ahead(const nsa__attend_plan *p) {
+    return (int)nsa__min(NSA__PACKED_AHEAD, p->tile);
+}
+
+/* Before row r of a tile of x is packed, asks for the row packed nsa__pack_ahead later: of x, or
+   behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
+static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
+                          int tile_begin, int r) {
+    const nsa__attend_plan *p = job->plan;
+    const int ahead = r + nsa__pack_ahead(p), later = ahead >= p->tile;
+    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->tile : 0);
+    const nsa_tensor *of = later ? next : x;
+    if (!of || key >= job->keys) return;
+    const int width = of == &p->x->k ? p->d->dim : p->d->dim_v;
+    nsa__fetch(nsa__key(job, of, (int)key), (size_t)width * nsa__dtype_bytes(of->dtype));
+}
+
+/* Fills a tile's rows and their transpose from n rows of x, as many at a time as a transpose takes.
+   Rows behind them, and non-finite ones, are zeros: products then need no short tiles. Returns the
+   mask of the non-finite ones. Either target may be NULL. */
+static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
+                               const nsa_tensor *next, int tile_begin, int n, int width, int wide,
+                               nsa__packed *rows, nsa__packed *transposed) {
+    const nsa__attend_plan *p = job->plan;
+    nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
+    uint64_t nonfinite = 0;
+    for (int first = 0; first < p->tile; first += NSA__LANES) {
+        for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
+            nsa_real *row = to + (ptrdiff_t)i * wide;
+            nsa__pack_ask(job, x, next, tile_begin, r);
+            const int held = r < n ? width : 0;
+            if (held) nsa__load(row, x->dtype, nsa__key(job, x, tile_begin + r), width);
+            if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
+        }
+        const int finite = p->tiles->finite(NSA__LANES, wide, wide, to);
+        for (int i = 0; !finite && i < NSA__LANES; i++)
+            if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
+                nonfinite |= (uint64_t)1 << (first + i);
+        if (transposed)
+            p->tiles->transpose(NSA__LANES, width, wide, to, p->tile, transposed + first);
+        if (rows) to += NSA__LANES * wide;
+    }
+    return nonfinite;
+}
+
+/* Pairs of two rows of bf16. */
+NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
+                                         const nsa_real *second, int n) {
+    for (int c = 0; c < n; c++) {
+        uint16_t low, high;
+        memcpy(&low, (const uint16_t *)first + c, sizeof low);
+        memcpy(&high, (const uint16_t *)second + c, sizeof high);
+        uint32_t pair = (uint32_t)high << 16 | low;
+        memcpy(to + c, &pair, sizeof pair);
+    }
+}
+
+/* As nsa__pack_rows, in pairs: of neighbouring rows, and in the transpose of neighbouring numbers
+   of a row. */
+static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x,
+                                const nsa_tensor *next, int tile_begin, int n, int width, int wide,
+                                nsa__packed *rows, nsa__packed *transposed) {
+    const int tile = job->plan->tile;
+    nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
+    uint64_t nonfinite = 0;
+    for (int r = 0; r < tile; r++) {
+        nsa_real *to = row[r & 1];
+        nsa__pack_ask(job, x, next, tile_begin, r);
+        if (r >= n)
+            memset(to, 0, sizeof row[0]);
+        else if (!nsa__copy_finite_pairs(to, nsa__key(job, x, tile_begin + r), width, wide))
+            nonfinite |= (uint64_t)1 << r;
+        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, row[0], row[1], wide);
+        for (int c = 0; transposed && c < (width + 1) / 2; c++)
+            transposed[(ptrdiff_t)c * tile + r] = to[c];
+    }
+    return nonfinite;
+}
+
+/* Where key `key` of packed rows begins, or the pair that begins with it. */
+static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs, ptrdiff_t key,
+                                     int wide) {
+    return rows ? rows + (pairs ? key / 2 : key) * wide : NULL;
+}
+
+/* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
+static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
+    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->tile;
+    int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)job->keys - begin);
+    int dim = p->d->dim, dim_v = p->d->dim_v;
+    (void)scratch;
+    const nsa_tensor *values = job->v || job->v_t ? &p->x->v : NULL;
+    nsa__key_gradient_clear(job, tile);
+    if (job->listed && !job->listed[tile]) return;
+    for (int r = -nsa__pack_ahead(p); r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
+    uint64_t nonfinite = (p->scores ? nsa__pack_pairs : nsa__pack_rows)(
+        job, &p->x->k, values, begin, n, dim, p->wide,
+        nsa__packed_rows(job->k, p->scores, key, p->wide), job->k_t + key * p->depth);
+    if (values)
+        nonfinite |= (p->values ? nsa__pack_pairs : nsa__pack_rows)(
+            job, values, NULL, begin, n, dim_v, p->wide_v,
+            nsa__packed_rows(job->v, p->values, key, p->wide_v),
+            job->v_t ? job->v_t + key * p->depth_v : NULL);
+    job->nonfinite[tile] = nonfinite;
+}
+
+/* Marks the tiles that any list names, because a few queries of a long cache read few tiles.
+   Every tile is marked, and no list is read, if there are at least as many queries as tiles.
+   Every tile is marked too if heads share a kv head, because dk and dv then sum over the lists
+   of all of them. */
+static void nsa__mark_listed(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int begin, end, many = p->sharers > 1 || job->seq.count >= job->tile_end;
+    memset(job->listed, many, (size_t)job->tile_end);
+    if (many) return;
+    for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
+        const int32_t *list = nsa__block_list(job, query);
+        for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
+            int first = begin / p->tile, tiles = (end - 1) / p->tile - first + 1;
+            memset(job->listed + first, 1, (size_t)tiles);
+        }
+    }
+}
+
+/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
+static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__packed *transposed,
+                                           int width, ptrdiff_t key) {
+    return transposed + key / p->tile * p->tile * width + key % p->tile;
+}

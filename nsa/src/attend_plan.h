@@ -1,0 +1,294 @@
+/* ---- Attention: plan and spans ----------------------------------------------------------------
+   Twin: kernels/attend_keys.cuh. Not here: packing, products.
+   The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
+   one core. It iterates over tiles of up to 64 keys. Tile i holds keys i tile .. (i + 1) tile - 1
+   of the sequence, whatever the queries, so a query's sums do not depend on its neighbours. The
+   keys of a tile that a query sees are a mask of 64 bits. A tile that it does not see leaves its
+   state as it is, to the bit. The core takes one sequence and a few kv heads at a time. It packs
+   their keys once, then runs tasks of neighbouring queries and one head side by side. */
+#pragma once
+#include "tiles.h"
+
+/* The order is that of the gate's three weights. */
+typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
+
+enum {
+    NSA__TILE = 64,       /* keys of a tile at most, because a query's mask of it is a uint64_t */
+    NSA__BATCH_ROWS = 64, /* rows of a batch, about: they share the loads of a tile */
+    NSA__HEADS_NEAR = 4,  /* head jobs side by side, because their rows share pages */
+    NSA__HEADS_AT_ONCE = 16, /* the same if there are threads for more, at most */
+    NSA__TASKS = 32          /* slc: tasks of NSA__HEADS_NEAR head jobs, about */
+};
+enum {
+    NSA__SHARE_NUMBERS = 1 << 19, /* of packed k and v, which a thread's part of L3 holds */
+    NSA__TASK_NUMBERS = 1 << 17,  /* of a task's rows of q and v, which L2 holds */
+    NSA__GROWTH = 4               /* slc: times so many in a long sequence, at most */
+};
+enum { NSA__ROWS_AHEAD = 16 };   /* rows between a load and its prefetch */
+enum { NSA__PACKED_AHEAD = 32 }; /* the same for rows of keys that are packed */
+enum { NSA__LISTS_AHEAD = 32 };  /* the same for block lists, which take less time each */
+
+/* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
+typedef struct nsa__attend_options {
+    const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
+    int shared_prefix; /* queries before this position are left out: see nsa__shared_prefix */
+    int ring;          /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
+    int64_t *reads;    /* NULL, or of each query and kv head: how many keys it has read */
+    const nsa_gate
+        *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
+    int both;  /* with gate: queries before this position take slc's g too */
+    const nsa_tensor *dots; /* with gate: NULL, or where dout . out of every row goes, by branch */
+    const struct nsa__gate_job
+        *last; /* forward: NULL, or the gate, of which this branch's rows are the last */
+} nsa__attend_options;
+
+/* What is the same for all sequences and heads of a call. A size query fills one and returns its
+   bytes; a call fills one, checks the workspace against it and runs it. Constant from then on. */
+typedef struct nsa__attend_plan {
+    const nsa_attend *x, *dx; /* NULL in a size query */
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    nsa__branch branch;
+    nsa__attend_options options;
+    int heads;           /* head jobs of a sequence: kv heads, or heads with lists of their own */
+    int sharers;         /* jobs that read one kv head: 1, or list heads of a kv head */
+    int group;           /* query heads of a job */
+    int list_width;      /* entries of a block list */
+    int tile, tile_log2; /* keys of a tile, and its logarithm */
+    int tile_in_block;   /* slc: every tile lies in one selection block */
+    int wide, wide_v;    /* dim and dim_v rounded up to whole vectors */
+    const nsa__pairs *pairs;  /* products of bf16 that the machine has and the caller wants */
+    const nsa__pairs *scores; /* the same for q k if q and k are bf16, else NULL */
+    const nsa__pairs *values; /* the same for p v */
+    int depth, depth_v;       /* of q k: dim, or half of it in pairs; of dout v the same */
+    int stride;               /* of a row of q, and of a copied one of k: wide, or half of it */
+    int stride_v;             /* of a row of dout, and of a copied one of v: likewise of wide_v */
+    int stride_p;             /* backward: of a row of p and ds */
+    int batch_queries;        /* queries of a batch */
+    int task_queries;         /* queries of a task, at most */
+    int near_queries;         /* the same in a short sequence */
+    int least_tasks;          /* of a job, if its queries are enough */
+    int few;         /* forward: of sequences with so many queries K and V are read unpacked */
+    int jobs;        /* head jobs; the workspace holds packed keys of that many */
+    int at_once;     /* of these, the head jobs that run at once */
+    nsa_real scale;  /* of q k */
+    nsa_real scale2; /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
+    size_t shared;   /* bytes of workspace that all threads share */
+    size_t scratch;  /* bytes of workspace for each thread */
+} nsa__attend_plan;
+
+/* State of one branch's kernel for one (sequence, kv head). The arrays are workspace and serve one
+   head after another. */
+typedef struct nsa__head_job {
+    const nsa__attend_plan *plan;
+    int heads; /* jobs that run at once, side by side in one array */
+    nsa__seq seq;
+    int skipped;              /* queries of the sequence before options.shared_prefix */
+    int head, kv_head;        /* which of plan->heads, and whose keys */
+    int task_queries;         /* queries of a task */
+    int keys;                 /* rows of K that the sequence has */
+    nsa__rows rows;           /* where K and V lie */
+    int in_place;             /* K and V are read unpacked; then all queries are one task */
+    int tile_begin, tile_end; /* tiles that any of the queries sees */
+    nsa__packed *k, *v;       /* keys by tile, rows of `wide` and `wide_v`; NULL: not needed */
+    nsa__packed *k_t, *v_t;   /* the same, transposed tile by tile */
+    uint64_t *nonfinite;      /* of every tile: keys with a non-finite value, packed as zeros */
+    unsigned char *listed;    /* slc: tiles that a list names; the others are not packed */
+    nsa_real *dk, *dv;        /* backward: sums over the queries, rows as in k and v; or NULL */
+    uint64_t *nonfinite_keys; /* backward, of every tile: keys that get NaN */
+    int32_t *progress;        /* backward, of every task of all jobs at hand: see nsa__turns */
+    nsa_real *stencil;        /* selection: weights of Eq. 9 around a selection block */
+} nsa__head_job;
+
+/* slc's list of a query; NULL for the other branches. */
+static const int32_t *nsa__block_list(const nsa__head_job *job, int query) {
+    const nsa__attend_plan *p = job->plan;
+    if (p->branch != NSA__SLC) return NULL;
+    return (const int32_t *)nsa__row(&p->x->blocks, job->seq.batch,
+                                     job->seq.row + query - job->seq.first, job->head);
+}
+
+/* Keys begin .. end - 1 are the most that a query sees: all of cmp, win and dense; of slc those of
+   them that its list names. Both grow with the query. Keys of cmp count compressed blocks. */
+static int nsa__span_begin(const nsa__attend_plan *p, int query) {
+    return p->branch == NSA__WIN ? nsa_window_begin(p->d, query) : 0;
+}
+static int nsa__span_end(const nsa__head_job *job, int query) {
+    const nsa__attend_plan *p = job->plan;
+    int tokens = job->seq.tokens;
+    if (p->branch == NSA__WIN) return nsa__window_end(p->d, tokens, query);
+    return p->branch == NSA__CMP ? nsa__cmp_visible(p->d, tokens, query)
+                                 : nsa__visible_end(p->d, tokens, query);
+}
+
+/* A listed block is cut at the end of what the query sees, because the block that holds the query
+   goes on behind it. */
+NSA__INLINE int nsa__block_end(int begin, int slc_block, int seen) {
+    return (int)nsa__min((int64_t)begin + slc_block, seen);
+}
+
+/* Span `number` of the keys that `query` sees; spans ascend. Returns 0 if there is none left. slc
+   has a span for each listed block (Eq. 12). */
+NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int query, int number,
+                          int *begin, int *end) {
+    const nsa__attend_plan *p = job->plan;
+    *begin = nsa__span_begin(p, query);
+    *end = nsa__span_end(job, query);
+    if (p->branch != NSA__SLC) return number == 0 && *begin < *end;
+    if (number >= p->list_width || list[number] < 0) return 0;
+    *begin = list[number] * p->d->slc_block;
+    *end = nsa__block_end(*begin, p->d->slc_block, *end);
+    return 1;
+}
+
+/* The most keys that a sequence can have: arrays of tiles are sized by it. */
+static int nsa__max_keys(const nsa__attend_plan *p) {
+    return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
+}
+
+/* The job of the head that task `index` is for; the index becomes the task's among that head's.
+   `jobs` points to the first of first->heads jobs. Tasks interleave heads, because rows of
+   neighbouring heads share a page: this saves TLB misses. */
+static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
+    const nsa__head_job *first = (const nsa__head_job *)jobs;
+    const nsa__head_job *job = first + *index % first->heads;
+    *index /= first->heads;
+    return job;
+}
+
+/* The tasks of one head, and of all heads at hand. */
+static int64_t nsa__head_tasks(const nsa__head_job *job) {
+    return nsa__ceil_div(job->seq.count - job->skipped, job->task_queries);
+}
+static int64_t nsa__query_tasks(const nsa__head_job *job) {
+    return job->heads * nsa__head_tasks(job);
+}
+/* The first query of a head's task. */
+static int64_t nsa__task_begin(const nsa__head_job *job, int64_t task) {
+    return job->skipped + task * job->task_queries;
+}
+
+/* The row of a key in K or V, or in their gradients. */
+static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
+    return nsa__key_row(&job->rows, x, key, job->kv_head);
+}
+
+/* Queries of a batch: about NSA__BATCH_ROWS rows. If a sequence has no more queries than one batch,
+   its K and V are read in place. */
+static int nsa__batch_queries(const nsa_desc *d) {
+    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
+}
+
+/* slc's tiles divide its blocks if a power of two from 16 to 64 does. A tile then holds keys of one
+   block, and a query sees all of a listed tile, up to the end of its span. */
+static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
+    if (branch == NSA__SLC)
+        for (int tile = NSA__TILE; tile >= 16; tile /= 2)
+            if (d->slc_block % tile == 0) return tile;
+    return NSA__TILE;
+}
+
+/* Head jobs at once: as many as make one token's rows some 256 numbers, because rows of
+   neighbouring heads share pages. */
+static int nsa__heads_near(const nsa_desc *d) {
+    int64_t near = nsa__max(1, 256 / d->dim);
+    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_NEAR));
+}
+
+/* Queries whose rows of q and v are NSA__TASK_NUMBERS numbers, which L2 holds. */
+static int nsa__near_queries(const nsa__attend_plan *p) {
+    return NSA__TASK_NUMBERS / (p->wide + p->wide_v) / p->group;
+}
+
+/* Queries of a task of slc in a sequence of `tokens`; `near` are those of a short one. A block
+   of a long sequence is in few lists, so tasks grow there until its readers fill a batch, about:
+   that their rows leave L2 costs less than a tile for few of them. */
+static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t near, int64_t batch) {
+    int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
+    return nsa__max(near, nsa__min(wanted, NSA__GROWTH * near));
+}
+
+/* Queries of a task of a sequence that has `tokens` and of which `count` are queries: threads need
+   some tasks to share. slc uses large tasks: each K/V tile is then loaded into L2 once for many
+   queries. */
+static int nsa__task_queries(const nsa__attend_plan *p, int tokens, int64_t count) {
+    int64_t most = p->near_queries, shared = nsa__ceil_div(count, p->least_tasks);
+    if (p->branch == NSA__SLC) most = nsa__grown_queries(p->d, tokens, most, p->batch_queries);
+    return (int)nsa__max(p->batch_queries, nsa__min(most, shared));
+}
+
+/* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
+   so that each head with a list is a job of its own. `near`: nsa__heads_near of the call, of which
+   d may be some heads. */
+static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
+                                            const nsa_desc *d, nsa__branch branch, int lists,
+                                            int near) {
+    nsa__attend_plan p;
+    memset(&p, 0, sizeof p);
+    p.x = x;
+    p.dx = dx;
+    p.d = d;
+    p.tiles = nsa__tiles_of(d->isa);
+    p.branch = branch;
+    p.heads = lists ? nsa__list_heads(d) : d->kv_heads;
+    p.sharers = p.heads / d->kv_heads;
+    p.group = d->heads / p.heads;
+    p.list_width = nsa_block_list_width(d);
+    p.tile = nsa__tile_size(d, branch);
+    while (1 << p.tile_log2 < p.tile) p.tile_log2++;
+    p.tile_in_block = branch == NSA__SLC && d->slc_block % p.tile == 0;
+    p.wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
+    p.wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    p.pairs = nsa__pairs_of(d);
+    p.depth = d->dim;
+    p.depth_v = d->dim_v;
+    p.stride = p.wide;
+    p.stride_v = p.wide_v;
+    p.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p.group);
+    p.at_once = p.jobs = p.sharers > 1 ? 1 : near; /* sharers add to the same dk and dv */
+    p.least_tasks = branch == NSA__SLC ? NSA__TASKS / p.jobs : 1;
+    p.near_queries = branch == NSA__SLC ? nsa__near_queries(&p) : p.batch_queries;
+    p.task_queries = nsa__task_queries(&p, d->tokens, d->count);
+    double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
+    p.scale = (nsa_real)scale;
+    p.scale2 = (nsa_real)(scale * NSA__LOG2E);
+    return p;
+}
+
+/* A product takes pairs of bf16 where all that it reads is bf16, in backward where dout is too.
+   Forward and selection ask this alike for q k, so both have the same scores. A size query has no
+   x: pairs take less. */
+static void nsa__plan_pairs(nsa__attend_plan *p) {
+    const nsa_attend *x = p->x, *dx = p->dx;
+    if (!x || !p->pairs || (dx && dx->out.dtype != NSA_BF16)) return;
+    int scores = x->q.dtype == NSA_BF16 && x->k.dtype == NSA_BF16;
+    int values = x->v.data && x->v.dtype == NSA_BF16;
+    if (dx && !(scores && values)) return;
+    if (scores) {
+        p->scores = p->pairs;
+        p->depth = (p->d->dim + 1) / 2;
+        p->stride = p->wide / 2;
+    }
+    if (values) {
+        p->values = p->pairs;
+        p->depth_v = (p->d->dim_v + 1) / 2;
+        p->stride_v = p->wide_v / 2;
+    }
+}
+
+static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
+    return (nsa__packed *)nsa__alloc(a, count, sizeof(nsa__packed));
+}
+
+/* Bytes of workspace for so many threads. */
+static size_t nsa__attend_plan_bytes(const nsa__attend_plan *p, int threads) {
+    return nsa__bytes_for(p->shared, threads, p->scratch);
+}
+
+/* A head job without memory; a layout hands it out. */
+static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
+    nsa__head_job job;
+    memset(&job, 0, sizeof job);
+    job.plan = p;
+    return job;
+}

@@ -1,0 +1,137 @@
+/* ---- Attention: heads and queries ---------------------------------------------------------------
+   Twin: none. Not here: products. */
+#pragma once
+#include "threads.h"
+#include "attend_pack.h"
+#include "attend_tiles.h"
+
+/* Sets sequence and kv head; computes the range of tiles its queries need. */
+static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int heads) {
+    const nsa__attend_plan *p = job->plan;
+    int prefix = p->options.shared_prefix, last = seq->first + seq->count - 1;
+    job->seq = *seq;
+    job->skipped = (int)nsa__max(0, nsa__min(prefix - (int64_t)seq->first, seq->count));
+    job->head = head;
+    job->kv_head = head / p->sharers;
+    job->heads = heads;
+    job->task_queries = nsa__task_queries(p, seq->tokens, seq->count);
+    job->keys = p->branch == NSA__CMP ? seq->cmp_tokens : seq->tokens;
+    job->rows = p->branch == NSA__CMP ? seq->cmp : seq->keys;
+    job->rows.ring = p->options.ring;
+    job->in_place = seq->count <= p->few;
+    job->tile_begin = nsa__span_begin(p, seq->first) / p->tile;
+    job->tile_end = (int)nsa__ceil_div(nsa__span_end(job, last), p->tile);
+    if (job->listed && !job->in_place) nsa__mark_listed(job);
+}
+
+/* Makes up to plan->at_once heads of a sequence, from `head` on, those of the jobs, and packs their
+   keys. The head jobs are neighbours in `jobs`. */
+static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const nsa__seq *seq,
+                            int head) {
+    const nsa__attend_plan *p = jobs->plan;
+    int heads = (int)nsa__min(p->at_once, p->heads - (int64_t)head);
+    for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], seq, head + i, heads);
+    nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task, jobs);
+}
+
+/* Packs the keys of a few heads of a sequence, then calls `work` for them: for every sequence and
+   all heads, but for those that read in place. Packing and work are two parallel loops, because a
+   task reads tiles that other threads have packed. */
+static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
+                            void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
+    const nsa__attend_plan *p = jobs->plan;
+    const nsa_desc *d = p->d;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int head = 0; seq.count > p->few && head < p->heads; head += jobs->heads) {
+            nsa__pack_heads(jobs, team, &seq, head);
+            work(jobs, team);
+        }
+}
+
+/* Row r of a task's queries in x. */
+static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
+                            int r) {
+    const nsa__attend_plan *p = job->plan;
+    return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
+                    job->head * p->group + r % p->group);
+}
+
+/* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
+   look at all rows costs little more than at one of them. */
+static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, int stride,
+                                nsa_real *x, unsigned char *nonfinite) {
+    if (p->tiles->finite(rows, wide, stride, x)) return;
+    for (int r = 0; r < rows; r++, x += stride) {
+        if (p->tiles->finite(1, wide, 0, x)) continue;
+        memset(x, 0, (size_t)wide * sizeof *x);
+        nonfinite[r] = 1;
+    }
+}
+
+/* Loads the rows of a task's queries, times factor, with zeros up to `wide`, `stride` apart. A row
+   with a non-finite value becomes zeros, and its nonfinite[r] is set. */
+static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
+                              const nsa_tensor *x, int width, int wide, int stride, nsa_real factor,
+                              nsa_real *to, unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    int rows = it->queries * p->group, in_place = nsa__rows_of_reals(x, width);
+    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
+    for (int r = 0; r < rows; r++) {
+        nsa_real *row = to + (ptrdiff_t)r * stride;
+        const void *from = nsa__query_row(job, it, x, r);
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), row_bytes);
+        if (!in_place) {
+            nsa__load(row, x->dtype, from, width);
+            memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
+        }
+        p->tiles->scale(wide, factor, in_place ? (const nsa_real *)from : row, row);
+    }
+    nsa__zero_nonfinite(p, rows, wide, stride, to, nonfinite);
+}
+
+/* The same as pairs, which are not multiplied. */
+static void nsa__load_query_pairs(const nsa__head_job *job, const nsa__tile_iter *it,
+                                  const nsa_tensor *x, int width, int wide, int stride,
+                                  nsa_real *to, unsigned char *nonfinite) {
+    int rows = it->queries * job->plan->group;
+    for (int r = 0; r < rows; r++, to += stride) {
+        if (r + NSA__ROWS_AHEAD < rows)
+            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), 2 * (size_t)width);
+        if (!nsa__copy_finite_pairs(to, nsa__query_row(job, it, x, r), width, wide))
+            nonfinite[r] = 1;
+    }
+}
+
+/* q for products: pairs, or numbers times scale2. */
+static void nsa__load_q(const nsa__head_job *job, const nsa__tile_iter *it, nsa_real *to,
+                        unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *q = &p->x->q;
+    int dim = p->d->dim;
+    if (p->scores)
+        nsa__load_query_pairs(job, it, q, dim, p->wide, p->stride, to, nonfinite);
+    else
+        nsa__load_queries(job, it, q, dim, p->wide, p->stride, p->scale2, to, nonfinite);
+}
+
+/* lse of a row in base 2. If lse is not finite, the result is 0 and the row is marked. That marks
+   queries without keys too (lse = -inf), without effect, because they read no tile. */
+static nsa_real nsa__load_lse2(const nsa__head_job *job, const nsa__tile_iter *it, int r,
+                               unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    nsa_real lse;
+    nsa__load(&lse, p->x->lse.dtype, nsa__query_row(job, it, &p->x->lse, r), 1);
+    if (!nsa__is_finite((double)lse)) nonfinite[r] = 1;
+    return nonfinite[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
+}
+
+/* The incoming gradient of a row's lse. The row is marked if it is not finite. */
+static nsa_real nsa__load_dlse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
+                               unsigned char *nonfinite) {
+    const nsa__attend_plan *p = job->plan;
+    nsa_real dlse;
+    nsa__load(&dlse, p->dx->lse.dtype, nsa__query_row(job, it, &p->dx->lse, r), 1);
+    if (!nsa__is_finite((double)dlse)) nonfinite[r] = 1;
+    return dlse;
+}

@@ -1,0 +1,218 @@
+/* ---- Attention: tile iteration ------------------------------------------------------------------
+   Twin: kernels/attend_keys.cuh. Not here: what is computed with a tile. */
+#pragma once
+#include "attend_plan.h"
+
+/* Bits begin .. end - 1 of a tile's mask. */
+static uint64_t nsa__bits(int begin, int end) {
+    int n = end - begin;
+    return n <= 0 ? 0 : (n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1) << begin;
+}
+
+/* Ones of a mask, without a builtin: it is used once per query and tile. */
+static int nsa__bit_count(uint64_t mask) {
+    int n = 0;
+    for (; mask; mask &= mask - 1) n++;
+    return n;
+}
+
+/* The keys tile_begin .. tile_begin + tile - 1 that `query` sees, as a mask. */
+static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin) {
+    const nsa__attend_plan *p = job->plan;
+    const int32_t *list = nsa__block_list(job, query);
+    int begin, end;
+    int64_t tile_end = (int64_t)tile_begin + p->tile;
+    uint64_t mask = 0;
+    for (int i = 0; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
+        mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
+                          (int)nsa__min(end, tile_end) - tile_begin);
+    return mask;
+}
+
+/* A task iterates over the tiles that any of its queries sees. Queries count from 0 in their task;
+   rows are query-major: row a group + g is query head g of query a. */
+typedef struct nsa__tile_iter {
+    int first, queries; /* positions first .. first + queries - 1 */
+    int tile;           /* the current tile, of tile_begin .. tile_end - 1 */
+    int tile_begin, tile_end;
+    int tile_queries; /* how many queries see any key of the current tile */
+    int *tile_query;  /* these queries, ascending */
+    uint64_t *mask;   /* for each of them the keys of the tile that it sees */
+    int *row;         /* the rows of a batch of them */
+    int *begin, *end; /* of every query its one span, end 0 if it sees nothing; not for slc */
+    int *list;        /* slc: the queries of each tile, one tile after the other */
+    int *list_begin;  /* slc: those of tile i are list[list_begin[i] .. list_begin[i + 1]) */
+} nsa__tile_iter;
+
+/* What holds for one tile comes from `of_tile`, the thread's scratch; the rest from `a`, which
+   keeps its content as long as the task lasts. A listed block touches at most l' / tile + 2 tiles,
+   or exactly l' / tile if tiles divide blocks. */
+static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, nsa__arena *a,
+                                 nsa__arena *of_tile) {
+    it->tile_query = (int *)nsa__alloc(of_tile, p->task_queries, sizeof *it->tile_query);
+    it->mask = (uint64_t *)nsa__alloc(of_tile, p->task_queries, sizeof *it->mask);
+    it->row = (int *)nsa__alloc(of_tile, (int64_t)p->batch_queries * p->group, sizeof *it->row);
+    it->begin = (int *)nsa__alloc(a, p->task_queries, sizeof *it->begin);
+    it->end = (int *)nsa__alloc(a, p->task_queries, sizeof *it->end);
+    if (p->branch != NSA__SLC) return;
+    int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
+    int64_t of_block = p->d->slc_block / p->tile + (p->tile_in_block ? 0 : 2);
+    int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
+    it->list_begin = (int *)nsa__alloc(a, tiles + 2, sizeof *it->list_begin);
+    it->list = (int *)nsa__alloc(a, p->task_queries * of_query, sizeof *it->list);
+}
+
+/* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
+   each query at at[i] and moves that on. If a block is a tile, the list has the tiles. Calls give
+   both as constants, so that the innermost loop has no test of them. */
+NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
+                                     int fill, int block_is_tile) {
+    const nsa__attend_plan *p = job->plan;
+    const int width = p->list_width, block = p->d->slc_block, log2 = p->tile_log2;
+    for (int a = 0; a < it->queries; a++) {
+        const int32_t *list = nsa__block_list(job, it->first + a);
+        const int seen = nsa__span_end(job, it->first + a);
+        int next = 0; /* the first tile that this query has not been counted for */
+        if (!fill && a + NSA__LISTS_AHEAD < it->queries)
+            nsa__fetch(nsa__block_list(job, it->first + a + NSA__LISTS_AHEAD),
+                       (size_t)width * sizeof *list);
+        for (int i = 0; i < width && list[i] >= 0; i++) {
+            int begin = list[i] * block, end = nsa__block_end(begin, block, seen);
+            int tile = block_is_tile ? list[i] : (int)nsa__max(next, begin >> log2);
+            next = block_is_tile ? tile + 1 : (int)nsa__max(next, ((end - 1) >> log2) + 1);
+            for (; tile < next; tile++) {
+                if (fill)
+                    it->list[at[tile]++] = a;
+                else
+                    at[tile + 1]++;
+            }
+        }
+    }
+}
+
+/* Inverts the block lists: for each tile the queries that list it, ascending. A counting sort in
+   two passes over the lists. After the first, sums make at[i] the place where tile i begins; the
+   second moves it on, so that list_begin[i + 1], the same number, ends where tile i ends. */
+static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
+    int *at = it->list_begin + 1; /* of each tile, its next free place */
+    const int block_is_tile = job->plan->d->slc_block == job->plan->tile; /* nearly always */
+    memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
+    if (block_is_tile)
+        nsa__tile_iter_pass(it, job, at, 0, 1);
+    else
+        nsa__tile_iter_pass(it, job, at, 0, 0);
+    for (int tile = 0; tile < job->tile_end; tile++) at[tile + 1] += at[tile];
+    if (block_is_tile)
+        nsa__tile_iter_pass(it, job, at, 1, 1);
+    else
+        nsa__tile_iter_pass(it, job, at, 1, 0);
+}
+
+/* Starts before the first tile of a task: as many of the sequence's queries from .. end - 1 as it
+   takes. Spans grow with the query (nsa__span_begin, nsa__span_end), so the first query's begin and
+   the last query's end bound the tiles of a task without lists. */
+static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t from,
+                                 int64_t end) {
+    const nsa__attend_plan *p = job->plan;
+    it->first = job->seq.first + (int)from;
+    it->queries = (int)nsa__min(job->task_queries, end - from);
+    it->tile_begin = job->tile_begin;
+    it->tile_end = job->tile_end;
+    if (p->branch == NSA__SLC) {
+        nsa__tile_iter_invert(it, job);
+    } else {
+        for (int a = 0; a < it->queries; a++)
+            if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
+        it->tile_begin = it->end[0] ? it->begin[0] / p->tile : 0;
+        it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->tile);
+    }
+    it->tile = it->tile_begin - 1;
+}
+
+/* Whether all readers of a tile in one block see all of it: spans grow with the query, so the first
+   reader's end tells. */
+static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int first_reader) {
+    return nsa__span_end(job, first_reader) - tile_begin >= job->plan->tile;
+}
+
+/* Finds the queries that see a key of the current tile, and their masks. A query without a list has
+   one span. With lists the inverted lists name the queries; if a tile lies in one block, only the
+   end of the span can cut it. */
+static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int begin = it->tile * p->tile, listed = p->branch == NSA__SLC;
+    int n = listed ? it->list_begin[it->tile + 1] - it->list_begin[it->tile] : it->queries;
+    const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
+    int whole = p->tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);
+    it->tile_queries = 0;
+    for (int i = 0; i < n; i++) {
+        int a = listed ? readers[i] : i;
+        uint64_t mask;
+        if (!listed)
+            mask = nsa__bits((int)nsa__max(it->begin[a] - begin, 0),
+                             (int)nsa__min((int64_t)it->end[a] - begin, p->tile));
+        else if (whole)
+            mask = nsa__bits(0, p->tile);
+        else if (p->tile_in_block)
+            mask = nsa__bits(
+                0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->tile));
+        else
+            mask = nsa__visible(job, it->first + a, begin);
+        if (!mask) continue;
+        it->tile_query[it->tile_queries] = a;
+        it->mask[it->tile_queries++] = mask;
+    }
+}
+
+/* Goes up to the next tile that any query of the task sees. Returns 0 if there is none. */
+static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
+    while (++it->tile < it->tile_end) {
+        nsa__tile_iter_read(it, job);
+        if (it->tile_queries) return 1;
+    }
+    return 0;
+}
+
+/* c = scale2 a b, scores in base 2. One of a and b holds rows of q, which are scaled when they are
+   loaded unless they are pairs: bf16 would round the scaled. The order of a sum is the same from
+   packed keys and in place, and each multiplies q by k as k by q. */
+static void nsa__score_product(const nsa__attend_plan *p, int m, int n, const nsa__matrix *a,
+                               const nsa__matrix *b, const nsa__result *c) {
+    if (p->scores)
+        p->scores->gemm(m, n, p->depth, a, b, c, p->scale2);
+    else
+        p->tiles->gemm(m, n, p->depth, a, b, c);
+}
+
+/* Queries that go through a tile at once. In place they are neighbours, because there their rows
+   are columns of one matrix. */
+typedef struct nsa__batch {
+    int queries, rows;
+    const int *query;     /* which of the task's queries, ascending */
+    const uint64_t *mask; /* for each query the keys of the tile that it sees */
+    const int *row;       /* which of the task's rows */
+    int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
+    int first, last;      /* the same in whole pairs, for products where keys are rows */
+} nsa__batch;
+
+/* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
+   both ends, because windows and diagonals leave much of a tile unseen: in whole vectors where keys
+   are columns, else in pairs. Every mask has a bit, so the loops end. Cut keys would add p = 0, and
+   a key keeps its lane of the partial sums, so the cut changes no bit. */
+static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
+    const nsa__attend_plan *p = job->plan;
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile, 0, 0};
+    int most = (int)nsa__min(p->batch_queries, it->tile_queries - from);
+    uint64_t seen = 0;
+    for (; b.queries < most; b.queries++) {
+        int a = b.query[b.queries];
+        if (job->in_place && a != b.query[0] + b.queries) break;
+        for (int g = 0; g < p->group; g++) it->row[b.rows++] = a * p->group + g;
+        seen |= b.mask[b.queries];
+    }
+    while (!(seen >> b.begin & 0xffff)) b.begin += NSA__LANES;
+    while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
+    for (b.first = b.begin; !(seen >> b.first & 3);) b.first += 2;
+    for (b.last = b.end; !(seen >> (b.last - 2) & 3);) b.last -= 2;
+    return b;
+}

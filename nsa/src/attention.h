@@ -1,0 +1,556 @@
+/* ---- The whole -------------------------------------------------------------------------------
+   Twin: kernels/attention.cuh. Not here: its primitives.
+   Forward runs phi of k and v, then cmp with selection, slc, and win with the gate: these three
+   group of queries by group of queries, or one after another. Each part may overwrite the
+   workspace of the one before, so the largest need serves all.
+   Backward runs the branches, the gate's logits from what they leave, then phi of k and v. */
+#pragma once
+#include "compress.h"
+#include "attend.h"
+#include "select.h"
+#include "gate.h"
+
+static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__compress_check_sizes(&x->k_cmp, d, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_check_sizes(&x->v_cmp, d, NSA__TO_V_CMP));
+    if (x->k_cmp.dim != d->dim) return nsa__error(NSA_ERROR_SIZE, NSA__AT_k_cmp_dim);
+    return x->v_cmp.dim != d->dim_v ? nsa__error(NSA_ERROR_SIZE, NSA__AT_v_cmp_dim) : NSA_OK;
+}
+
+/* Views of all parts, in the order of the chain. Blocks are an output of forward and an input of
+   backward, so lists are checked only there. */
+static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d, int forward) {
+    NSA__CHECK(nsa__attention_check_sizes(x, d));
+    nsa__chain c = nsa__chain_of(x);
+    NSA__CHECK(nsa__compress_check(&x->k_cmp, d, forward, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_check(&x->v_cmp, d, forward, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__attend_check(&c.cmp, d, NSA__CMP, forward, 0, &nsa__chain_cmp));
+    NSA__CHECK(nsa__attend_check(&c.slc, d, NSA__SLC, forward, !forward, &nsa__chain_slc));
+    NSA__CHECK(nsa__attend_check(&c.win, d, NSA__WIN, forward, 0, &nsa__chain_win));
+    if (forward) NSA__CHECK(nsa__select_check(&c.select, d, &nsa__chain_cmp));
+    return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
+}
+
+/* For queries before this position slc and win both see every key: the window reaches key 0, and a
+   list has room for all candidates. If K, V and the tile size are equal too, win computes these
+   queries and slc copies the result. The tile size matters, because the same tiles in the same
+   order give the same bits. */
+static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
+    int64_t window = (int64_t)d->window + (d->window_rule != NSA_WINDOW_COUNTS_SELF);
+    if (d->mask == NSA_MASK_NONE) return 0;
+    if (!nsa__same_view(&x->k_slc, &x->k_win) || !nsa__same_view(&x->v_slc, &x->v_win)) return 0;
+    if (nsa__tile_size(d, NSA__SLC) != NSA__TILE || x->out_slc.dtype != x->out_win.dtype) return 0;
+    return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
+}
+
+/* Bytes of packed keys that groups of queries may take. Longer sequences gain little. */
+enum { NSA__GROUPED = 1 << 27 };
+
+/* One call of the chain: its views, and the plans of the branches, which point to the views. */
+typedef struct nsa__chain_plan {
+    nsa__chain views;
+    nsa__attend_plan branch[3];
+    size_t shared, scratch; /* bytes of workspace for groups of queries; 0: there are none */
+} nsa__chain_plan;
+
+/* The workspace of groups, which need the keys of all branches at once. The branches have the same
+   head jobs if each kv head has one list. */
+static void nsa__chain_plan_groups(nsa__chain_plan *p, const nsa_desc *d) {
+    nsa__arena shared = {NULL, 0};
+    p->shared = p->scratch = 0;
+    if (p->branch[NSA__SLC].sharers > 1 || d->count <= p->branch[NSA__SLC].few) return;
+    for (int i = 0; i < 3; i++) {
+        nsa__alloc(&shared, 1, p->branch[i].shared);
+        p->scratch = p->branch[i].scratch > p->scratch ? p->branch[i].scratch : p->scratch;
+    }
+    p->shared = shared.used;
+}
+
+/* p must not be moved afterwards, because the plans point to its views. */
+static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
+    p->views = nsa__chain_of(x);
+    nsa__attend_options cmp = nsa__no_options, slc = nsa__no_options;
+    cmp.select = &p->views.select;
+    slc.shared_prefix = nsa__shared_prefix(x, d);
+    p->branch[NSA__CMP] = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
+    p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
+    p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
+    nsa__chain_plan_groups(p, d);
+}
+
+static size_t nsa__largest(const size_t parts[5]) {
+    size_t most = 0;
+    for (int i = 0; i < 5; i++) most = parts[i] > most ? parts[i] : most;
+    return most;
+}
+
+/* The workspace of the parts one after another. */
+static size_t nsa__chain_parts_bytes(const nsa__chain_plan *p, const nsa_attention *x,
+                                     const nsa_desc *d, int threads) {
+    const size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 0, threads),
+                             nsa__compress_bytes(&x->v_cmp, d, 0, threads),
+                             nsa__attend_plan_bytes(&p->branch[NSA__CMP], threads),
+                             nsa__attend_plan_bytes(&p->branch[NSA__SLC], threads),
+                             nsa__attend_plan_bytes(&p->branch[NSA__WIN], threads)};
+    return nsa__largest(parts);
+}
+
+/* The same with room for groups. Sequences too long for them ask for the most that groups take, so
+   that their workspace serves shorter ones. */
+static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
+                                    const nsa_desc *d, int threads) {
+    const size_t most = NSA__GROUPED;
+    size_t shared = p->shared < most ? p->shared : most,
+           groups = nsa__bytes_for(shared, threads, p->scratch),
+           parts = nsa__chain_parts_bytes(p, x, d, threads);
+    return groups > parts ? groups : parts;
+}
+
+NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
+    nsa__chain_plan p;
+    if (nsa__attention_check_sizes(x, d) != NSA_OK) return 0;
+    nsa__chain_plan_make(&p, x, d);
+    return nsa__chain_plan_bytes(&p, x, d, nsa__threads(d));
+}
+
+/* Head jobs of the branches, for the same heads. */
+typedef struct nsa__groups {
+    nsa__head_job jobs[3][NSA__HEADS_AT_ONCE];
+} nsa__groups;
+
+/* A group: as many queries as a task of slc has go through cmp, slc and win, on one thread. What
+   one branch has read and written of their rows is in cache for the next. From the last queries
+   on: they have most to read, which no thread should begin last. */
+static void nsa__group_task(const void *context, int64_t index, void *scratch) {
+    const nsa__groups *g = (const nsa__groups *)context;
+    const nsa__head_job *slc = nsa__job_of(g->jobs[NSA__SLC], &index);
+    const int64_t size = slc->task_queries, count = slc->seq.count;
+    const int64_t begin = (nsa__ceil_div(count, size) - 1 - index) * size,
+                  end = nsa__min(begin + size, count);
+    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
+        const nsa__head_job *job = &g->jobs[branch][slc - g->jobs[NSA__SLC]];
+        for (int64_t t = nsa__max(begin, job->skipped); t < end; t += job->task_queries)
+            nsa__forward_queries(job, t, end, scratch);
+    }
+}
+
+/* 1 if every sequence has as many queries as tiles, so that slc's keys are packed without a look at
+   the lists, which cmp has yet to write: see nsa__mark_listed. */
+static int nsa__takes_groups(const nsa__chain_plan *p, const nsa_desc *d) {
+    const nsa__attend_plan *slc = &p->branch[NSA__SLC];
+    if (!p->shared || p->shared > NSA__GROUPED) return 0;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        if (seq.count > slc->few && seq.count < nsa__ceil_div(seq.tokens, slc->tile)) return 0;
+    return 1;
+}
+
+static nsa_status nsa__groups_run(nsa__chain_plan *p, const nsa_desc *d, void *workspace,
+                                  size_t bytes) {
+    nsa__attend_plan *slc = &p->branch[NSA__SLC];
+    nsa__groups g;
+    nsa__head_job *few[3], *first = g.jobs[NSA__SLC];
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p->shared, p->scratch));
+    for (int i = 0; i < 3; i++) nsa__share_among(&p->branch[i], team.threads);
+    for (int i = 0; i < 3; i++) few[i] = nsa__forward_jobs(g.jobs[i], &p->branch[i], &shared);
+    for (int i = 0; i < 3; i++) nsa__forward_few(g.jobs[i], few[i], &team);
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int head = 0; seq.count > slc->few && head < slc->heads; head += first->heads) {
+            for (int i = 0; i < 3; i++) nsa__pack_heads(g.jobs[i], &team, &seq, head);
+            int64_t groups = nsa__ceil_div(seq.count, first->task_queries);
+            nsa__run(&team, groups * first->heads, nsa__group_task, &g);
+        }
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
+                                         size_t bytes) {
+    nsa__chain_plan p;
+    NSA__CHECK(nsa__attention_check(x, d, 1));
+    nsa__chain_plan_make(&p, x, d);
+    /* The largest of the parts' least needs, so that no part fails after another has written. */
+    if (!workspace || bytes < nsa__chain_plan_bytes(&p, x, d, nsa__least_threads(d)))
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    const int appends = d->firsts != NULL;
+    NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, appends, workspace, bytes));
+    NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, appends, workspace, bytes));
+    nsa__gate_job gate = nsa__gate_job_make(NULL, &p.views.gate, d);
+    gate.whole = x;
+    gate.prefix = p.branch[NSA__SLC].options.shared_prefix;
+    p.branch[NSA__WIN].options.last = &gate;
+    if (nsa__takes_groups(&p, d)) return nsa__groups_run(&p, d, workspace, bytes);
+    for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
+    return NSA_OK;
+}
+
+/* One of the gradients NSA__SUM_Q to NSA__SUM_V_WIN. */
+typedef struct nsa__sum {
+    const nsa_tensor *to; /* the caller's view */
+    nsa_tensor view;      /* what the primitives add to: *to itself, or reals in workspace */
+    int heads, width;
+    int owner; /* 1: the view's memory belongs to this sum, which adds it to *to at the end */
+} nsa__sum;
+
+/* The workspace of backward: | sums | dots | dk_cmp | dv_cmp | the primitives' workspace |. The
+   branches run for a few kv heads of one sequence at a time, so that the sum of dq and the dots
+   need memory for those heads alone. */
+typedef struct nsa__chain_gradient {
+    nsa__sum sum[NSA__SUMS];
+    nsa_tensor dots;           /* of every row of these heads: dout . out by branch, for the gate */
+    nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
+    void *rest;                /* the primitives' workspace */
+    size_t own;                /* bytes before it */
+    int threads, kv_heads;     /* what it is laid out for, and the kv heads of a run */
+} nsa__chain_gradient;
+
+static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
+    nsa_tensor x;
+    x.dtype = NSA_REAL_DTYPE;
+    x.head = shape.width;
+    x.token = shape.width * shape.heads;
+    x.batch = x.token * shape.rows;
+    x.data = nsa__alloc(a, x.batch * shape.batch, sizeof(nsa_real));
+    return x;
+}
+
+/* Rows of a sum in workspace, and the caller's rows that they are added to. */
+typedef struct nsa__flush {
+    nsa_tensor from, to;
+    int64_t rows;
+    int heads, width, clear; /* clear: the rows become zeros, and go nowhere */
+} nsa__flush;
+
+enum { NSA__FLUSH_ROWS = 64 }; /* of a task */
+
+static void nsa__flush_task(const void *context, int64_t index, void *scratch) {
+    const nsa__flush *f = (const nsa__flush *)context;
+    int64_t end = nsa__min(f->rows, (index + 1) * NSA__FLUSH_ROWS);
+    (void)scratch;
+    for (int64_t t = index * NSA__FLUSH_ROWS; t < end; t++)
+        for (int h = 0; h < f->heads; h++) {
+            nsa_real *row = (nsa_real *)nsa__row(&f->from, 0, t, h);
+            if (f->clear)
+                memset(row, 0, (size_t)f->width * sizeof *row);
+            else
+                nsa__add(f->to.dtype, nsa__row(&f->to, 0, t, h), 1, row, f->width);
+        }
+}
+
+static void nsa__flush_run(const nsa__flush *f, const nsa_desc *d) {
+    const int64_t moves = 32; /* multiply-adds in the time in which a number is moved, about */
+    nsa__team team = {nsa__threads(d), NULL, 0};
+    team.threads = nsa__threads_for(team.threads, moves * f->rows * f->heads * f->width);
+    nsa__run(&team, nsa__ceil_div(f->rows, NSA__FLUSH_ROWS), nsa__flush_task, f);
+}
+
+/* Of a tensor that nsa__alloc_tensor made: its rows lie side by side. */
+static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape, const nsa_desc *d) {
+    const nsa__flush f = {*x, *x, shape.batch * shape.rows, 1, (int)x->token, 1};
+    nsa__flush_run(&f, d);
+}
+
+/* kv heads of one run of the branches: about 1024 numbers of q a token, but no more heads than
+   attention has jobs at once. */
+static int nsa__chain_heads(const nsa_desc *d, int threads) {
+    int64_t row = (int64_t)d->dim * (d->heads / d->kv_heads);
+    return (int)nsa__min(nsa__backward_heads_at_once(d, threads), nsa__max(1, 1024 / row));
+}
+
+/* The geometry of some kv heads of one sequence, as if they were a call of their own. */
+static nsa_desc nsa__chain_slice(const nsa_desc *d, const nsa__seq *seq, int kv_heads) {
+    nsa_desc slice = *d;
+    slice.batch = 1;
+    slice.begins = NULL;
+    slice.tokens = seq->tokens;
+    slice.count = seq->count;
+    slice.kv_heads = kv_heads;
+    slice.heads = d->heads / d->kv_heads * kv_heads;
+    slice.gate_heads = d->gate_heads == d->heads ? slice.heads : kv_heads;
+    slice.list_heads = nsa__list_heads(d) / d->kv_heads * kv_heads;
+    return slice;
+}
+
+static nsa__shape nsa__sum_shape(const nsa_desc *d, int i, const nsa__sum *sum) {
+    nsa__shape of_q = {1, d->count, sum->heads, sum->width};
+    return i == NSA__SUM_Q ? of_q : nsa__key_shape(d, sum->width);
+}
+
+/* The first sum before sum i that adds to the same view, or i. Sums of the same memory but another
+   width are apart, because their rows are not the same rows. q is never shared. */
+static int nsa__shared_sum(const nsa__sum *sums, int i) {
+    for (int k = NSA__SUM_K_CMP; i != NSA__SUM_Q && k < i; k++)
+        if (nsa__same_view(sums[k].to, sums[i].to) && sums[k].width == sums[i].width) return k;
+    return i;
+}
+
+/* Finds out which gradients need a sum in workspace, and which of them share one. A gradient of the
+   real dtype needs none: the primitives add to the caller's view. */
+static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attention *dx,
+                                       const nsa_desc *d, int threads, nsa__arena *a) {
+    const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
+                                       &dx->v_slc, &dx->k_win,   &dx->v_win};
+    g->threads = threads;
+    g->kv_heads = nsa__chain_heads(d, threads);
+    for (int i = 0; i < NSA__SUMS; i++) {
+        nsa__sum *sum = &g->sum[i];
+        sum->to = to[i];
+        sum->view = *to[i];
+        sum->owner = 0;
+        sum->heads = i == NSA__SUM_Q ? d->heads / d->kv_heads * g->kv_heads : d->kv_heads;
+        sum->width =
+            i == NSA__SUM_V_CMP || i == NSA__SUM_V_SLC || i == NSA__SUM_V_WIN ? d->dim_v : d->dim;
+        if (!to[i]->data || to[i]->dtype == NSA_REAL_DTYPE) continue;
+        int same = nsa__shared_sum(g->sum, i);
+        if (same < i) {
+            sum->view = g->sum[same].view;
+            continue;
+        }
+        sum->owner = 1;
+        sum->view = nsa__alloc_tensor(a, nsa__sum_shape(d, i, sum));
+    }
+    const nsa__shape dots = {1, d->count, g->sum[NSA__SUM_Q].heads, 3};
+    if (dx->gates.data) g->dots = nsa__alloc_tensor(a, dots);
+    g->dk_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim));
+    g->dv_cmp = nsa__alloc_tensor(a, nsa__cmp_shape(d, d->dim_v));
+    g->own = a->used;
+    g->rest = a->base ? a->base + a->used : NULL;
+}
+
+/* The bytes that the call needs. Of a sequence the first run of the branches needs the most,
+   because later runs have as many heads or fewer. */
+static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_attention *x,
+                                        const nsa_desc *d, int threads) {
+    size_t most = nsa__compress_bytes(&x->k_cmp, d, 1, threads),
+           other = nsa__compress_bytes(&x->v_cmp, d, 1, threads);
+    most = most > other ? most : other;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+        nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
+        for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
+            const nsa__attend_plan p =
+                nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch, d, g->threads);
+            other = nsa__attend_plan_bytes(&p, threads);
+            most = most > other ? most : other;
+        }
+        if (!d->begins) break; /* all are alike */
+    }
+    return nsa__bytes_for(g->own, 1, most);
+}
+
+NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
+                                                     const nsa_attention *x, const nsa_desc *d) {
+    nsa__chain_gradient g;
+    nsa__arena a = {NULL, 0};
+    if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
+    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
+    return nsa__chain_backward_bytes(&g, x, d, nsa__threads(d));
+}
+
+static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const nsa_attention *x,
+                                                const nsa_desc *d) {
+    nsa__shape keys = nsa__key_shape(d, d->dim), values = nsa__key_shape(d, d->dim_v);
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               queries = nsa__query_shape(d, d->heads, d->dim);
+    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gradient(&dx->q, &x->q, queries, NSA__AT_q));
+    NSA__CHECK(nsa__compress_gradient_check(&dx->k_cmp, &x->k_cmp, d, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_gradient_check(&dx->v_cmp, &x->v_cmp, d, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__check_gradient(&dx->k_slc, &x->k_slc, keys, NSA__AT_k_slc));
+    NSA__CHECK(nsa__check_gradient(&dx->v_slc, &x->v_slc, values, NSA__AT_v_slc));
+    NSA__CHECK(nsa__check_gradient(&dx->k_win, &x->k_win, keys, NSA__AT_k_win));
+    NSA__CHECK(nsa__check_gradient(&dx->v_win, &x->v_win, values, NSA__AT_v_win));
+    nsa__shape logits = nsa__query_shape(d, d->gate_heads, 3);
+    return nsa__check_gate_gradient(&dx->gates, &x->gates, d, logits, NSA__AT_gates);
+}
+
+/* nsa__shared_prefix, if slc and win share their gradients too and the lists of these queries hold
+   every candidate; otherwise 0. Lists are read, because backward takes them from the caller. A list
+   has no duplicates, so it is complete if its entry number (candidates - 1) is not -1. */
+static int nsa__shared_gradient_prefix(const nsa_attention *dx, const nsa_attention *x,
+                                       const nsa_desc *d) {
+    int prefix = nsa__shared_prefix(x, d);
+    if (!nsa__same_view(&dx->k_slc, &dx->k_win) || !nsa__same_view(&dx->v_slc, &dx->v_win))
+        return 0;
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int t = 0; t < seq.count && seq.first + t < prefix; t++)
+            for (int head = 0; head < nsa__list_heads(d); head++) {
+                const int32_t *list =
+                    (const int32_t *)nsa__row(&x->blocks, seq.batch, seq.row + t, head);
+                if (list[nsa_slc_candidates(d, seq.first + t) - 1] < 0) return 0;
+            }
+    return prefix;
+}
+
+/* The view x from a row and head on, which become row 0 and head 0. */
+static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int head) {
+    if (x.data) x.data = nsa__row(&x, batch, row, head);
+    return x;
+}
+
+/* Where the views of some heads of a sequence begin. */
+typedef struct nsa__chain_at {
+    nsa__seq seq;
+    int kv_head;
+} nsa__chain_at;
+
+/* The views of a branch from a sequence and kv head on: query heads begin at the group of this
+   head, keys of cmp at the sequence's compressed rows. */
+static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
+                                 const nsa__chain_at *at) {
+    int64_t batch = at->seq.batch, row = at->seq.row;
+    int64_t key_row = branch == NSA__CMP ? at->seq.cmp.row : at->seq.keys.row;
+    int head = at->kv_head * (d->heads / d->kv_heads);
+    nsa_attend part;
+    part.q = nsa__view_at(x->q, batch, row, head);
+    part.k = nsa__view_at(x->k, batch, key_row, at->kv_head);
+    part.v = nsa__view_at(x->v, batch, key_row, at->kv_head);
+    part.out = nsa__view_at(x->out, batch, row, head);
+    part.lse = nsa__view_at(x->lse, batch, row, head);
+    part.blocks =
+        nsa__view_at(x->blocks, batch, row, at->kv_head * (nsa__list_heads(d) / d->kv_heads));
+    return part;
+}
+
+/* One branch of the heads of a gate job. slc leaves out the queries before `prefix`. win, the last
+   branch, takes them with weight g_win + g_slc, because p, k and v of both are equal there. */
+static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
+                                             const nsa_attend *dx, const nsa__gate_job *gate,
+                                             nsa__branch branch, const nsa_desc *whole,
+                                             size_t bytes) {
+    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole, g->threads);
+    p.options.shared_prefix = branch == NSA__SLC ? gate->prefix : 0;
+    p.options.both = branch == NSA__WIN ? gate->prefix : 0;
+    p.options.gate = gate->x;
+    p.options.dots = gate->dots;
+    return nsa__backward_run(&p, g->rest, bytes);
+}
+
+/* The sum of dq of some heads, to be cleared, and the caller's rows that it goes to. */
+static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, const nsa_desc *d,
+                                const nsa_desc *slice, const nsa__chain_at *at) {
+    const int head = at->kv_head * (d->heads / d->kv_heads);
+    const nsa_tensor to = nsa__view_at(dx->q, at->seq.batch, at->seq.row, head);
+    const nsa__flush f = {*sum, to, slice->count, slice->heads, d->dim, 1};
+    return f;
+}
+
+/* The three branches and the gate of some heads of a sequence. Their dq is cleared, each branch
+   adds to it, and the sum is added to dx.q with one rounding. dk and dv go to the sums of all
+   heads. */
+static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
+                                            const nsa_attention *x, const nsa_desc *d,
+                                            const nsa__chain_at *at, int kv_heads, int prefix,
+                                            size_t bytes) {
+    const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
+    const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
+    const nsa__chain c = nsa__chain_of(x);
+    const nsa_attend *of_x[] = {&c.cmp, &c.slc, &c.win};
+    const nsa_tensor dk[] = {g->dk_cmp, sum[NSA__SUM_K_SLC].view, sum[NSA__SUM_K_WIN].view},
+                     dv[] = {g->dv_cmp, sum[NSA__SUM_V_SLC].view, sum[NSA__SUM_V_WIN].view};
+    int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
+    nsa_gate logits = c.gate, dlogits;
+    nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
+    nsa_attend all;
+    nsa__flush dq = nsa__chain_dq(&q->view, dx, d, &slice, at);
+    memset(&all, 0, sizeof all);
+    memset(&dlogits, 0, sizeof dlogits);
+    all.q = dx->q;
+    all.out = dx->out;
+    logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);
+    dlogits.logits = nsa__view_at(dx->gates, at->seq.batch, at->seq.row, gate_head);
+    gate.prefix = prefix;
+    gate.dots = dx->gates.data ? &g->dots : NULL;
+    if (q->owner) nsa__flush_run(&dq, d);
+    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
+        nsa_attend views = nsa__attend_at(of_x[branch], d, (nsa__branch)branch, at), dviews;
+        all.k = dk[branch];
+        all.v = dv[branch];
+        dviews = nsa__attend_at(&all, d, (nsa__branch)branch, at);
+        if (q->owner) dviews.q = q->view;
+        NSA__CHECK(
+            nsa__chain_branch_backward(g, &views, &dviews, &gate, (nsa__branch)branch, d, bytes));
+    }
+    if (gate.dots) nsa__gate_run(gate);
+    dq.clear = 0;
+    if (q->owner) nsa__flush_run(&dq, d);
+    return NSA_OK;
+}
+
+/* Adds the sums of keys and values to the caller's views, with one rounding. */
+static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
+    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++) {
+        const nsa__sum *sum = &g->sum[i];
+        if (!sum->owner) continue;
+        for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+            const nsa__flush f = {nsa__view_at(sum->view, seq.keys.batch, seq.keys.row, 0),
+                                  nsa__view_at(*sum->to, seq.keys.batch, seq.keys.row, 0),
+                                  seq.tokens,
+                                  sum->heads,
+                                  sum->width,
+                                  0};
+            nsa__flush_run(&f, d);
+        }
+    }
+}
+
+/* phi's backward of k or v: its dout is the sum of cmp, its dx the sum that is shared with slc and
+   win. */
+static nsa_status nsa__chain_compress_backward(const nsa_compress *dx, const nsa_compress *x,
+                                               const nsa_desc *d, nsa_tensor dout, nsa_tensor to,
+                                               void *workspace, size_t bytes) {
+    nsa_compress gradient = *dx;
+    gradient.out = dout;
+    gradient.x = to;
+    return nsa__compress_go(&gradient, x, d, 0, 0, workspace, bytes);
+}
+
+/* The branches with the gate's logits, then phi of k and v. phi comes after them because its dout,
+   dk_cmp and dv_cmp, sums over all queries. The sums of keys and values reach the caller's views
+   last. */
+static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_attention *dx,
+                                              const nsa_attention *x, const nsa_desc *d,
+                                              size_t bytes) {
+    const nsa__sum *sum = g->sum;
+    nsa_status s;
+    for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++)
+        if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
+    nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
+    nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
+    int prefix = nsa__shared_gradient_prefix(dx, x, d), some = g->kv_heads;
+    nsa__chain_at at;
+    for (at.seq = nsa__seq_begin(d); at.seq.index < d->batch; nsa__seq_next(d, &at.seq))
+        for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
+            int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
+            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, prefix, bytes));
+        }
+    NSA__CHECK(nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
+                                            sum[NSA__SUM_K_CMP].view, g->rest, bytes));
+    s = nsa__chain_compress_backward(&dx->v_cmp, &x->v_cmp, d, g->dv_cmp, sum[NSA__SUM_V_CMP].view,
+                                     g->rest, bytes);
+    if (s == NSA_OK) nsa__chain_flush(g, d);
+    return s;
+}
+
+NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_attention *x,
+                                          const nsa_desc *d, void *workspace, size_t bytes) {
+    nsa__chain_gradient g;
+    NSA__CHECK(nsa__attention_check(x, d, 0));
+    NSA__CHECK(nsa__check_backward(d, 1));
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__attention_gradient_check(dx, x, d));
+    const int least = nsa__least_threads(d);
+    nsa__arena a = {NULL, 0}, again = a;
+    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
+    size_t needs = nsa__chain_backward_bytes(&g, x, d, least);
+    if (bytes < needs && g.threads > least) { /* the workspace may be sized for fewer threads */
+        nsa__chain_gradient_layout(&g, dx, d, least, &again);
+        needs = nsa__chain_backward_bytes(&g, x, d, least);
+    }
+    if (!workspace || bytes < needs) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    a = nsa__arena_at(workspace);
+    nsa__chain_gradient_layout(&g, dx, d, g.threads, &a);
+    return nsa__attention_backward_run(&g, dx, x, d,
+                                       bytes - (size_t)((char *)g.rest - (char *)workspace));
+}

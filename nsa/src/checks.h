@@ -1,0 +1,378 @@
+/* ---- Checks -------------------------------------------------------------------------------------
+   Twin: kernels/checks.cuh. Not here: what only one primitive asks (its own room). */
+#pragma once
+#include "index.h"
+#include "isa.h"
+
+/* Every kind of error once: its name and its sentence. */
+#define NSA__STATUSES(X)                                                                           \
+    X(NSA_OK, "success")                                                                           \
+    X(NSA_ERROR_NULL, "a pointer that is needed is null")                                          \
+    X(NSA_ERROR_ALIGNMENT, "data must be aligned to the size of its element, on CUDA to 16 bytes") \
+    X(NSA_ERROR_DTYPE,                                                                             \
+      "this dtype is not allowed here: tensors are f32, bf16 or f16 (f64 where "                   \
+      "NSA_REAL is double), lse is of NSA_REAL_DTYPE, blocks and positions are "                   \
+      "i32, a gradient has its tensor's dtype or NSA_REAL_DTYPE; on CUDA all are "                 \
+      "of one dtype, lse is f32, and the dtype is one that was compiled in")                       \
+    X(NSA_ERROR_STRIDE, "strides must be >= 0, on CUDA multiples of 16 bytes, and those of an "    \
+                        "output must keep its rows apart")                                         \
+    X(NSA_ERROR_OVERFLOW, "the product of these sizes passes the address space")                   \
+    X(NSA_ERROR_SIZE,                                                                              \
+      "out of range: batch, strides, window and hidden are >= 1, tokens and max_rewind >= 0, "     \
+      "heads and blocks 1..2^30-1, slc_count 1..2^29-1, slc_init and slc_local 0..2^29-1, "        \
+      "page_tokens >= 1, page_count and table_width >= 0, "                                        \
+      "threads 0..65536, dims 1..256; of rope dim is even, base 0 or > 1, factor and "             \
+      "trained_context >= 1 (LongRoPE: 2), fast > slow > 0, context, magnitude and mscale >= 0, "  \
+      "short_factors and long_factors > 0, and all are numbers; in a chain k_cmp.dim is dim and "  \
+      "v_cmp.dim is dim_v; on CUDA dims and hidden are multiples of 8 and dims at most "           \
+      "NSA_CUDA_MAX_DIM")                                                                          \
+    X(NSA_ERROR_HEADS,                                                                             \
+      "heads must be a multiple of kv_heads, gate_heads must be heads or kv_heads, list_heads 0 "  \
+      "or a multiple of kv_heads that divides heads (on CUDA and in a cache kv_heads)")            \
+    X(NSA_ERROR_CMP_STRIDE,                                                                        \
+      "cmp_stride must divide cmp_block, and page_tokens if there are pages")                      \
+    X(NSA_ERROR_SLC_BLOCK,                                                                         \
+      "slc_block must be a multiple of cmp_stride and at least cmp_block, on "                     \
+      "CUDA a multiple of 16 in 16..128")                                                          \
+    X(NSA_ERROR_SLC_COUNT,                                                                         \
+      "slc_init + slc_local must not exceed slc_count (or use NSA_FORCED_ON_TOP)")                 \
+    X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP)")                 \
+    X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens; of every "      \
+                       "sequence too, and no count above desc.count: nsa_check_pages says where")  \
+    X(NSA_ERROR_BEGINS,                                                                            \
+      "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
+    X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \
+                        "(mask in a cache; firsts and pages there and in backward)")               \
+    X(NSA_ERROR_SCALE, "must be finite and at most 1e38")                                          \
+    X(NSA_ERROR_ISA, "this machine or this build has no such instruction set")                     \
+    X(NSA_ERROR_BLOCKS, "a block list must hold candidates of its query, ascending, no "           \
+                        "duplicates, -1 behind the last; "                                         \
+                        "nsa_check_blocks says which fails, nsa_normalize_blocks mends them")      \
+    X(NSA_ERROR_WORKSPACE, "the workspace is null or smaller than its size query says")            \
+    X(NSA_ERROR_CUDA, "the CUDA runtime refused; cudaGetLastError says why")                       \
+    X(NSA_ERROR_CACHE,                                                                             \
+      "the cache has no room for these tokens (its desc.tokens in all, max_rewind + 1 at once), "  \
+      "or is of another geometry")                                                                 \
+    X(NSA_ERROR_REWIND, "the cache does not hold this length: at most its newest length, at "      \
+                        "least that - max_rewind")                                                 \
+    X(NSA_ERROR_SHARED,                                                                            \
+      "the incoming gradient of lse must not be forward's lse: give its own view, or none")        \
+    X(NSA_ERROR_PAGES, "every page of a sequence's tokens must be in 0..page_count-1, and its "    \
+                       "table long enough; nsa_check_pages says which is not")
+
+NSA_API int nsa_status_kind(nsa_status s) {
+    return s & 0xff;
+}
+
+NSA_API const char *nsa_status_name(nsa_status s) {
+    switch (nsa_status_kind(s)) {
+#define NSA__NAME(id, text) \
+    case id:                \
+        return #id;
+        NSA__STATUSES(NSA__NAME)
+#undef NSA__NAME
+    default:
+        return "not a status";
+    }
+}
+
+NSA_API const char *nsa_status_text(nsa_status s) {
+    switch (nsa_status_kind(s)) {
+#define NSA__TEXT(id, text) \
+    case id:                \
+        return text;
+        NSA__STATUSES(NSA__TEXT)
+#undef NSA__TEXT
+    default:
+        return "not a status of this library";
+    }
+}
+
+NSA_API const char *nsa_status_where(nsa_status s) {
+    int gradient = ((s >> 8) & NSA__GRADIENT) != 0;
+    switch ((s >> 8) & ~NSA__GRADIENT) {
+#define NSA__WHERE(id, text) \
+    case NSA__AT_##id:       \
+        return gradient ? "dx." text : text;
+        NSA__FIELDS(NSA__WHERE)
+#undef NSA__WHERE
+    default:
+        return "";
+    }
+}
+
+NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim) {
+    nsa_desc d;
+    memset(&d, 0, sizeof d);
+    d.batch = batch;
+    d.tokens = d.count = tokens;
+    d.heads = d.gate_heads = heads;
+    d.kv_heads = kv_heads;
+    d.dim = d.dim_v = dim;
+    d.cmp_block = 32;
+    d.cmp_stride = 16;
+    d.slc_block = 64;
+    d.slc_count = 16;
+    d.slc_init = 1;
+    d.slc_local = 2;
+    d.window = 512;
+    return d;
+}
+
+/* Limits leave room for sums in int: rows of a query are rounded up to whole vectors, and the width
+   of a list is slc_count + slc_init + slc_local. */
+static nsa_status nsa__check_sizes(const nsa_desc *d) {
+    const struct {
+        int value, least, most, field;
+    } sizes[] = {
+        {d->batch, 1, INT_MAX, NSA__AT_batch},
+        {d->tokens, 0, INT_MAX, NSA__AT_tokens},
+        {d->heads, 1, INT_MAX / 2, NSA__AT_heads},
+        {d->kv_heads, 1, INT_MAX / 2, NSA__AT_kv_heads},
+        {d->gate_heads, 1, INT_MAX / 2, NSA__AT_gate_heads},
+        {d->list_heads, 0, INT_MAX / 2, NSA__AT_list_heads},
+        {d->rows, 0, INT_MAX, NSA__AT_rows},
+        {d->dim, 1, NSA__MAX_DIM, NSA__AT_dim},
+        {d->dim_v, 1, NSA__MAX_DIM, NSA__AT_dim_v},
+        {d->cmp_block, 1, INT_MAX / 2, NSA__AT_cmp_block},
+        {d->cmp_stride, 1, INT_MAX, NSA__AT_cmp_stride},
+        {d->slc_block, 1, INT_MAX / 2, NSA__AT_slc_block},
+        {d->slc_count, 1, INT_MAX / 4, NSA__AT_slc_count},
+        {d->slc_init, 0, INT_MAX / 4, NSA__AT_slc_init},
+        {d->slc_local, 0, INT_MAX / 4, NSA__AT_slc_local},
+        {d->window, 1, INT_MAX, NSA__AT_window},
+        {d->threads, 0, 1 << 16, NSA__AT_threads},
+        {d->pages ? d->table_width : 0, 0, INT_MAX, NSA__AT_table_width},
+        {d->pages ? d->page_tokens : 1, 1, INT_MAX, NSA__AT_page_tokens},
+        {d->pages ? d->page_count : 0, 0, INT_MAX, NSA__AT_page_count},
+    };
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (sizes[i].value < sizes[i].least || sizes[i].value > sizes[i].most)
+            return nsa__error(NSA_ERROR_SIZE, sizes[i].field);
+    return NSA_OK;
+}
+
+static nsa_status nsa__check_options(const nsa_desc *d) {
+    if ((unsigned)d->forced > NSA_FORCED_ON_TOP)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_forced);
+    if ((unsigned)d->score_map > NSA_SCORE_OVERLAP_MAX)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_score_map);
+    if ((unsigned)d->window_rule > NSA_WINDOW_BEFORE_SELF)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_window_rule);
+    if ((unsigned)d->mask > NSA_MASK_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
+    if ((unsigned)d->gate > NSA_GATE_NONE) return nsa__error(NSA_ERROR_OPTION, NSA__AT_gate);
+    if ((unsigned)d->products > NSA_PRODUCTS_F32)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_products);
+    if ((unsigned)d->isa > NSA_ISA_NEON_BF16) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
+    if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
+    /* 1e38 leaves room for the factor log2(e): scale2 must be finite as a float too. */
+    if (!nsa__is_finite(d->scale) || fabs(d->scale) > 1e38)
+        return nsa__error(NSA_ERROR_SCALE, NSA__AT_scale);
+    return NSA_OK;
+}
+
+/* `begins` is read here, so this part is the CPU's alone: a CUDA caller's begins lie on the
+   device. */
+static nsa_status nsa__check_begins(const nsa_desc *d) {
+    if (!d->begins) return NSA_OK;
+    if (d->begins[0] < 0) return nsa__error(NSA_ERROR_BEGINS, NSA__AT_begins);
+    for (int b = 0; b < d->batch; b++) {
+        int64_t length = (int64_t)d->begins[b + 1] - d->begins[b];
+        if (length < 0 || length > d->tokens) return nsa__error(NSA_ERROR_BEGINS, NSA__AT_begins);
+    }
+    if (d->rows && d->rows < d->begins[d->batch]) return nsa__error(NSA_ERROR_BEGINS, NSA__AT_rows);
+    return NSA_OK;
+}
+
+/* Tokens of sequence b. */
+static int nsa__tokens_of(const nsa_desc *d, int b) {
+    if (d->begins) return d->begins[b + 1] - d->begins[b];
+    return d->counts ? d->firsts[b] + d->counts[b] : d->tokens;
+}
+
+/* The row of the table that is sequence b's. */
+static const int32_t *nsa__table(const nsa_desc *d, int b) {
+    return d->pages ? d->pages + (ptrdiff_t)b * d->table_width : NULL;
+}
+
+static nsa_status nsa__check_queries(const nsa_desc *d, int b, nsa_page_fault *fault) {
+    int64_t first = d->firsts[b], count = d->counts[b];
+    int64_t tokens = d->begins ? d->begins[b + 1] - d->begins[b] : d->tokens;
+    fault->value = (int32_t)(first < 0 ? first : count);
+    fault->reason = first < 0                ? "first below 0"
+                    : count < 0              ? "count below 0"
+                    : count > d->count       ? "count above desc.count"
+                    : first + count > tokens ? "queries behind the last token"
+                                             : NULL;
+    if (!fault->reason) return NSA_OK;
+    return nsa__error(NSA_ERROR_RANGE, first < 0 ? NSA__AT_firsts : NSA__AT_counts);
+}
+
+static nsa_status nsa__check_table(const nsa_desc *d, int b, nsa_page_fault *fault) {
+    const int32_t *table = nsa__table(d, b);
+    int64_t pages = nsa__ceil_div(nsa__tokens_of(d, b), d->page_tokens);
+    fault->value = d->table_width;
+    fault->reason = "more tokens than the table has pages for";
+    if (pages > d->table_width) return nsa__error(NSA_ERROR_PAGES, NSA__AT_pages);
+    fault->reason = "not a page";
+    for (fault->slot = 0; fault->slot < pages; fault->slot++) {
+        fault->value = table[fault->slot];
+        if (fault->value < 0 || fault->value >= d->page_count)
+            return nsa__error(NSA_ERROR_PAGES, NSA__AT_pages);
+    }
+    return NSA_OK;
+}
+
+/* Like begins, these arrays are read here, so this part is the CPU's alone. */
+static nsa_status nsa__check_ragged(const nsa_desc *d, nsa_page_fault *fault) {
+    if (!d->firsts != !d->counts)
+        return nsa__error(NSA_ERROR_NULL, d->firsts ? NSA__AT_counts : NSA__AT_firsts);
+    for (fault->sequence = 0; fault->sequence < d->batch; fault->sequence++) {
+        fault->slot = 0;
+        if (d->counts) NSA__CHECK(nsa__check_queries(d, fault->sequence, fault));
+        if (d->pages) NSA__CHECK(nsa__check_table(d, fault->sequence, fault));
+    }
+    return NSA_OK;
+}
+
+/* All rules of a descriptor but those of its arrays. Entry points call it once, through
+   nsa_desc_check. */
+static nsa_status nsa__check_geometry(const nsa_desc *d) {
+    if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
+    NSA__CHECK(nsa__check_sizes(d));
+    NSA__CHECK(nsa__check_options(d));
+    if (d->heads % d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_heads);
+    if (d->gate_heads != d->heads && d->gate_heads != d->kv_heads)
+        return nsa__error(NSA_ERROR_HEADS, NSA__AT_gate_heads);
+    if (d->gate_stride < 0) return nsa__error(NSA_ERROR_STRIDE, NSA__AT_gate_stride);
+    if (!nsa__fits(nsa__gate_stride(d), 3, 4, 1))
+        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_gate_stride);
+    if (d->heads % nsa__list_heads(d) || nsa__list_heads(d) % d->kv_heads)
+        return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
+    if (d->cmp_block % d->cmp_stride) return nsa__error(NSA_ERROR_CMP_STRIDE, NSA__AT_cmp_stride);
+    if (d->pages && d->page_tokens % d->cmp_stride)
+        return nsa__error(NSA_ERROR_CMP_STRIDE, NSA__AT_page_tokens);
+    if (d->slc_block % d->cmp_stride || d->slc_block < d->cmp_block)
+        return nsa__error(NSA_ERROR_SLC_BLOCK, NSA__AT_slc_block);
+    if (d->forced == NSA_FORCED_INSIDE && d->mask == NSA_MASK_CAUSAL) {
+        if (d->slc_local < 1) return nsa__error(NSA_ERROR_SLC_LOCAL, NSA__AT_slc_local);
+        if (d->slc_init + d->slc_local > d->slc_count)
+            return nsa__error(NSA_ERROR_SLC_COUNT, NSA__AT_slc_count);
+    }
+    if (d->first < 0 || d->first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
+    if (d->count < 0 || d->count > d->tokens - d->first)
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
+    if (!nsa__fits(d->batch, d->tokens, d->heads, NSA__MAX_DIM) ||
+        !nsa__fits(d->batch, d->tokens, nsa__list_heads(d), nsa_block_list_width(d)))
+        return nsa__error(NSA_ERROR_OVERFLOW, NSA__AT_tokens);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_check_pages(const nsa_desc *d, nsa_page_fault *fault) {
+    nsa_page_fault found;
+    NSA__CHECK(nsa__check_geometry(d));
+    NSA__CHECK(nsa__check_begins(d));
+    nsa_status s = nsa__check_ragged(d, &found);
+    int located = nsa_status_kind(s) == NSA_ERROR_RANGE || nsa_status_kind(s) == NSA_ERROR_PAGES;
+    if (fault && located) *fault = found;
+    return s;
+}
+
+NSA_API nsa_status nsa_desc_check(const nsa_desc *d) {
+    return nsa_check_pages(d, NULL);
+}
+
+/* What backward is not computed for: pages, and if `whole` sequences at positions of their own. */
+static nsa_status nsa__check_backward(const nsa_desc *d, int whole) {
+    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
+    return whole && d->firsts ? nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts) : NSA_OK;
+}
+
+/* A view's shape: (batch, rows, heads, width), or one sequence of all packed rows. */
+static nsa__shape nsa__shape_of(const nsa_desc *d, int64_t rows, int64_t packed_rows, int64_t heads,
+                                int64_t width) {
+    nsa__shape shape = {d->batch, rows, heads, width};
+    if (d->begins) {
+        shape.batch = 1;
+        shape.rows = nsa__max(packed_rows, 0);
+    }
+    return shape;
+}
+
+/* Packed rows up to the last token; a view is addressed from row 0, not from begins[0]. */
+static int64_t nsa__packed_tokens(const nsa_desc *d) {
+    /* Without any token no row is touched, wherever they would begin. */
+    return d->begins && d->begins[d->batch] > d->begins[0] ? d->begins[d->batch] : 0;
+}
+
+/* Compressed rows of all sequences, packed one after another. */
+static int64_t nsa__packed_cmp(const nsa_desc *d) {
+    int64_t rows = 0;
+    for (int b = 0; d->begins && b < d->batch; b++)
+        rows += nsa_cmp_count(d, d->begins[b + 1] - d->begins[b]);
+    return rows;
+}
+
+/* The shape of a view on the query's side: row 0 is query `first`. */
+static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t width) {
+    /* Query `first` of sequence b is row begins[b] of a packed view. The last sequence that has
+       queries has the last row. */
+    int64_t packed = 0;
+    if (d->counts) {
+        for (int b = 0; b < d->batch; b++) packed += d->counts[b];
+        nsa__shape ragged = {1, packed, heads, width};
+        return ragged;
+    }
+    for (int b = 0; d->begins && b < d->batch; b++) {
+        int64_t length = d->begins[b + 1] - d->begins[b];
+        int64_t rows = nsa__min(length - d->first, d->count);
+        if (rows > 0) packed = d->begins[b] + rows;
+    }
+    return nsa__shape_of(d, d->count, packed, heads, width);
+}
+
+static nsa__shape nsa__paged_shape(const nsa_desc *d, int64_t page_rows, int64_t width) {
+    nsa__shape shape = {d->page_count, page_rows, d->kv_heads, width};
+    return shape;
+}
+
+static nsa__shape nsa__key_shape(const nsa_desc *d, int64_t width) {
+    if (d->pages) return nsa__paged_shape(d, d->page_tokens, width);
+    return nsa__shape_of(d, d->tokens, nsa__packed_tokens(d), d->kv_heads, width);
+}
+
+static nsa__shape nsa__cmp_shape(const nsa_desc *d, int64_t width) {
+    if (d->pages) return nsa__paged_shape(d, d->page_tokens / d->cmp_stride, width);
+    return nsa__shape_of(d, nsa_cmp_count(d, d->tokens), nsa__packed_cmp(d), d->kv_heads, width);
+}
+
+static nsa__shape nsa__parameter_shape(const nsa_desc *d, int64_t rows, int64_t width) {
+    nsa__shape shape = {1, rows, d->kv_heads, width};
+    return shape;
+}
+
+/* Sets of dtypes for nsa__check_view: tensors may have the first, lse the second. */
+static unsigned nsa__floats(void) {
+    return NSA__FLOATS | (NSA_REAL_DTYPE == NSA_F64 ? 1u << NSA_F64 : 0u);
+}
+static unsigned nsa__real_dtypes(void) {
+    return 1u << NSA_REAL_DTYPE;
+}
+
+/* A gradient's dtype is its tensor's or the real one. The range of the tensor's dtype is tested,
+   because a tensor that backward does not read is unchecked. */
+static unsigned nsa__gradient_dtypes(const nsa_tensor *x) {
+    return nsa__real_dtypes() | ((unsigned)x->dtype > NSA_I32 ? 0 : 1u << x->dtype & nsa__floats());
+}
+
+/* Checks a gradient that is asked for. */
+static nsa_status nsa__check_gradient(const nsa_tensor *dx, const nsa_tensor *x, nsa__shape shape,
+                                      int field) {
+    if (!dx->data) return NSA_OK;
+    return nsa__check_view(dx, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
+}
+static nsa_status nsa__check_gate_gradient(const nsa_tensor *dx, const nsa_tensor *x,
+                                           const nsa_desc *d, nsa__shape shape, int field) {
+    if (!dx->data) return NSA_OK;
+    return nsa__check_gates(dx, d, shape, nsa__gradient_dtypes(x), 1, field | NSA__GRADIENT);
+}

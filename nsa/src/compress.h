@@ -1,0 +1,595 @@
+/* ---- Compression --------------------------------------------------------------------------------
+   Twin: kernels/compress.cuh. Not here: how many compressed rows there are (index.h). */
+#pragma once
+#include "threads.h"
+#include "tiles.h"
+
+typedef struct nsa__compress_job {
+    const nsa_compress *x, *dx;
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    nsa__seq seq;
+    int head;
+    int ring;            /* a decoding cache's raw rows; 0: straight */
+    int appends;         /* blocks that the tokens before query `first` complete are there */
+    nsa_real *w1, *w1_t; /* mlp, of `head`: (hidden, l D) and its transpose */
+    nsa_real *w2, *w2_t; /* mlp, of `head`: (D, hidden) and its transpose */
+    nsa_real *act, *dh;  /* mlp backward, of every compressed row of `head`: silu(h) and dh */
+    int64_t rows, row;   /* rows of act and dh, and where those of `seq` begin */
+    nsa_real *dpos, *dw1, *db1, *dw2, *db2; /* sums of the gradients, of their parameters' shapes */
+    nsa_real *dh_sum; /* mlp backward: (hidden), the sum of dh over all rows of `head` */
+} nsa__compress_job;
+
+/* Blocks of a task, and tokens of a task that gathers dx. */
+enum { NSA__CMP_ROWS = 64, NSA__CMP_TOKENS = 64 };
+
+static void *nsa__parameter_row(const nsa_tensor *x, int head, int64_t row) {
+    return nsa__row(x, 0, row, head);
+}
+
+/* Row `row` of a parameter of one head; zeros if the parameter is absent: pos, b1 and b2 are
+   optional. */
+static void nsa__load_parameter(nsa_real *to, const nsa_tensor *x, int head, int64_t row, int n) {
+    if (x->data)
+        nsa__load(to, x->dtype, nsa__parameter_row(x, head, row), n);
+    else
+        memset(to, 0, (size_t)n * sizeof *to);
+}
+
+/* The row of x of a token, which counts from the start of the sequence. */
+static const void *nsa__compress_input(const nsa__compress_job *p, int64_t token) {
+    return nsa__key_row(&p->seq.keys, &p->x->x, token, p->head);
+}
+
+/* The first block to compute. */
+static int nsa__compress_begin(const nsa__compress_job *p) {
+    return p->appends ? nsa_cmp_count(p->d, p->seq.first) : 0;
+}
+
+/* -- mean and conv: Eq. 7 with phi a weighted sum of the l rows, each channel for itself --
+   out[i][c] = sum_j w[j][c] x[i d + j][c] + b[c], w = 1 / l for mean. Tap j of a block is its token
+   i d + j. */
+
+/* The weights w[j][c] of tap j for all channels. */
+static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
+    if (p->x->phi == NSA_PHI_CONV)
+        nsa__load_parameter(w, &p->x->w1, p->head, j, p->x->dim);
+    else
+        for (int c = 0; c < p->x->dim; c++) w[c] = (nsa_real)(1.0 / p->d->cmp_block);
+}
+
+/* Taps are the outer loop, because a tap's weights are then loaded once for all blocks of the task.
+   A sum still runs over ascending j, so its bits depend on its own block alone. */
+static void nsa__filter_task(const void *context, int64_t index, void *scratch) {
+    nsa__compress_job of_head = *(const nsa__compress_job *)context, *p = &of_head;
+    const nsa_compress *x = p->x;
+    nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
+    p->head = (int)(index % p->d->kv_heads);
+    int64_t begin = nsa__compress_begin(p) + index / p->d->kv_heads * NSA__CMP_ROWS;
+    int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
+    for (int64_t i = begin; i < end; i++) {
+        memset(out + (i - begin) * x->dim, 0, (size_t)x->dim * sizeof *out);
+        if (x->phi == NSA_PHI_CONV)
+            nsa__load_parameter(out + (i - begin) * x->dim, &x->b1, p->head, 0, x->dim);
+    }
+    for (int j = 0; j < p->d->cmp_block; j++) {
+        nsa__load_taps(p, w, j);
+        for (int64_t i = begin; i < end; i++) {
+            nsa__load(row, x->x.dtype, nsa__compress_input(p, i * p->d->cmp_stride + j), x->dim);
+            for (int c = 0; c < x->dim; c++) out[(i - begin) * x->dim + c] += w[c] * row[c];
+        }
+    }
+    for (int64_t i = begin; i < end; i++)
+        nsa__store(x->out.dtype, nsa__key_row(&p->seq.cmp, &x->out, i, p->head),
+                   out + (i - begin) * x->dim, x->dim);
+}
+
+/* The compressed blocks *begin .. *end - 1 that cover a token: i d <= token < i d + l, so
+   (token - l) / d < i <= token / d. The case token < l is apart, because C rounds a negative
+   quotient towards 0. */
+static void nsa__covering(const nsa__compress_job *p, int64_t token, int64_t *begin, int64_t *end) {
+    int l = p->d->cmp_block, stride = p->d->cmp_stride;
+    *begin = token < l ? 0 : (token - l) / stride + 1;
+    *end = nsa__min(p->seq.cmp_tokens, token / stride + 1);
+}
+
+/* dx[t][c] = sum over the blocks i that cover t of w[t - i d][c] dout[i][c]: gathered by token, so
+   that no two tasks add to one row. */
+static void nsa__filter_input_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    const nsa_tensor *dout = &p->dx->out, *to = &p->dx->x;
+    nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], sum[NSA__MAX_DIM];
+    int dim = p->x->dim;
+    int64_t last = nsa__min(p->seq.tokens, (index + 1) * NSA__CMP_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__CMP_TOKENS; t < last; t++) {
+        int64_t begin, end;
+        nsa__covering(p, t, &begin, &end);
+        if (begin >= end) continue;
+        memset(sum, 0, sizeof sum);
+        for (int64_t i = begin; i < end; i++) {
+            nsa__load_taps(p, w, (int)(t - i * p->d->cmp_stride));
+            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
+            for (int c = 0; c < dim; c++) sum[c] += w[c] * row[c];
+        }
+        nsa__add(to->dtype, nsa__key_row(&p->seq.keys, to, t, p->head), 1, sum, dim);
+    }
+}
+
+/* Task j: dw[j][c] += sum_i dout[i][c] x[i d + j][c]; task l: db[c] += sum_i dout[i][c]. */
+static void nsa__conv_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    const nsa_tensor *dout = &p->dx->out;
+    nsa_real row[NSA__MAX_DIM], grad[NSA__MAX_DIM];
+    int dim = p->x->dim, bias = j == p->d->cmp_block;
+    nsa_real *sum = bias ? p->db1 : p->dw1 + j * dim;
+    (void)scratch;
+    for (int64_t i = 0; i < p->seq.cmp_tokens; i++) {
+        nsa__load(grad, dout->dtype, nsa__key_row(&p->seq.cmp, dout, i, p->head), dim);
+        if (!bias)
+            nsa__load(row, p->x->x.dtype, nsa__compress_input(p, i * p->d->cmp_stride + j), dim);
+        for (int c = 0; c < dim; c++) sum[c] += bias ? grad[c] : grad[c] * row[c];
+    }
+}
+
+/* -- mlp: h = w1 u + b1, out = w2 silu(h) + b2, u = flatten(x + pos) the l D numbers of a block --
+   The u of all blocks would hold every token l / d times, so u is never built. h is a sum over
+   the taps j: (x[i d + j] + pos[j]) times columns j D .. (j + 1) D of w1. For n blocks:
+     h (n, hidden) = sum_j tap_j (n, D) w1_t[j D ..] (D, hidden) + b1
+     out (n, D)    = silu(h) (n, hidden) w2_t (hidden, D) + b2
+   Backward, in this order:
+     act = silu(h), dh = (dout w2) silu'(h)           nsa__mlp_hidden_gradient_task
+     dx[i d + j] += dh[i] w1[:, j]                    nsa__mlp_input_gradient_task
+     dw1[:, j] += dh^T tap_j, dw2 += dout^T act       nsa__mlp_parameter_gradient_task
+     db1 = sum dh, dpos = (sum dh) w1                 nsa__mlp_finish_sums */
+
+static void nsa__transpose(nsa_real *to, const nsa_real *from, int rows, int columns) {
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            to[(ptrdiff_t)c * rows + r] = from[(ptrdiff_t)r * columns + c];
+}
+
+/* l D: the numbers of a block, and of a row of w1. */
+static int nsa__flat(const nsa__compress_job *p) {
+    return p->d->cmp_block * p->x->dim;
+}
+
+static void nsa__mlp_alloc_weights(nsa__compress_job *p, nsa__arena *a) {
+    int64_t w1 = (int64_t)p->x->hidden * nsa__flat(p), w2 = (int64_t)p->x->hidden * p->x->dim;
+    p->w1 = nsa__alloc_reals(a, w1);
+    p->w1_t = nsa__alloc_reals(a, w1);
+    p->w2 = nsa__alloc_reals(a, w2);
+    p->w2_t = nsa__alloc_reals(a, w2);
+}
+
+/* Packs the parameters of one kv head, as they are and transposed, because the right operand of a
+   product has contiguous rows. Forward uses the transposes, backward uses both. */
+static void nsa__mlp_load_weights(const nsa__compress_job *p) {
+    int flat = nsa__flat(p), hidden = p->x->hidden, dim = p->x->dim;
+    for (int r = 0; r < hidden; r++)
+        nsa__load_parameter(p->w1 + (ptrdiff_t)r * flat, &p->x->w1, p->head, r, flat);
+    for (int r = 0; r < dim; r++)
+        nsa__load_parameter(p->w2 + (ptrdiff_t)r * hidden, &p->x->w2, p->head, r, hidden);
+    nsa__transpose(p->w1_t, p->w1, hidden, flat);
+    nsa__transpose(p->w2_t, p->w2, dim, hidden);
+}
+
+/* One tap of the flattened input: row i of `to` is x[(begin + i) d + j] + pos[j]. */
+static void nsa__mlp_load_tap(const nsa__compress_job *p, int64_t begin, int n, int j, nsa_real *to,
+                              int ld) {
+    nsa_real pos[NSA__MAX_DIM];
+    int dim = p->x->dim;
+    nsa__load_parameter(pos, &p->x->pos, p->head, j, dim);
+    for (int i = 0; i < n; i++) {
+        const void *row = nsa__compress_input(p, (begin + i) * p->d->cmp_stride + j);
+        nsa__load(to + (ptrdiff_t)i * ld, p->x->x.dtype, row, dim);
+        for (int c = 0; c < dim; c++) to[(ptrdiff_t)i * ld + c] += pos[c];
+    }
+}
+
+/* Scratch for NSA__CMP_ROWS blocks: one tap of their inputs, h, and out or its gradient. */
+typedef struct nsa__mlp_rows {
+    nsa_real *tap, *h, *out;
+} nsa__mlp_rows;
+
+static void nsa__mlp_rows_alloc(nsa__mlp_rows *f, const nsa__compress_job *p, nsa__arena *a) {
+    f->tap = nsa__alloc_reals(a, NSA__CMP_ROWS * p->x->dim);
+    f->h = nsa__alloc_reals(a, (int64_t)NSA__CMP_ROWS * p->x->hidden);
+    f->out = nsa__alloc_reals(a, NSA__CMP_ROWS * p->x->dim);
+}
+
+/* h of blocks begin .. begin + n - 1, before the SiLU. The sum begins with b1 and goes through the
+   taps in order. */
+static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_t begin, int n) {
+    int hidden = p->x->hidden, dim = p->x->dim;
+    for (int i = 0; i < n; i++)
+        nsa__load_parameter(f->h + (ptrdiff_t)i * hidden, &p->x->b1, p->head, 0, hidden);
+    for (int j = 0; j < p->d->cmp_block; j++) {
+        nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
+        const nsa__matrix tap = {f->tap, dim, 1, NULL};
+        const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
+        const nsa__result h = {f->h, hidden, NULL, 1, NULL, NULL, NULL};
+        p->tiles->gemm(n, hidden, dim, &tap, &w1_t, &h);
+    }
+}
+
+/* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks; silu(h) = h sigmoid(h). */
+static void nsa__mlp_forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__mlp_rows f;
+    int hidden = p->x->hidden, dim = p->x->dim;
+    int64_t begin = nsa__compress_begin(p) + index * NSA__CMP_ROWS;
+    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
+    nsa__mlp_rows_alloc(&f, p, &a);
+    nsa__mlp_hidden(p, &f, begin, n);
+    for (int i = 0; i < n * hidden; i++) f.h[i] *= nsa__sigmoid(f.h[i]);
+    for (int i = 0; i < n; i++)
+        nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
+    const nsa__matrix act = {f.h, hidden, 1, NULL}, w2_t = {p->w2_t, dim, 1, NULL};
+    const nsa__result out = {f.out, dim, NULL, 1, NULL, NULL, NULL};
+    p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
+    for (int i = 0; i < n; i++)
+        nsa__store(p->x->out.dtype, nsa__key_row(&p->seq.cmp, &p->x->out, begin + i, p->head),
+                   f.out + (ptrdiff_t)i * dim, dim);
+}
+
+/* act = silu(h), dact = dout w2, dh = dact silu'(h), with
+     silu'(h) = sigmoid(h) (1 + h (1 - sigmoid(h))).
+   h is computed again, because forward keeps nothing. dact is computed where dh will be. */
+static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    const nsa_tensor *dout = &p->dx->out;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__mlp_rows f;
+    int hidden = p->x->hidden, dim = p->x->dim;
+    int64_t begin = index * NSA__CMP_ROWS;
+    int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
+    nsa_real *act = p->act + (p->row + begin) * hidden, *dh = p->dh + (p->row + begin) * hidden;
+    nsa__mlp_rows_alloc(&f, p, &a);
+    nsa__mlp_hidden(p, &f, begin, n);
+    for (int i = 0; i < n; i++)
+        nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
+                  nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
+    const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
+    const nsa__result dact = {dh, hidden, NULL, 0, NULL, NULL, NULL};
+    p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
+    for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
+        nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
+        act[i] = h * sigmoid;
+        dh[i] *= sigmoid * (1 + h * (1 - sigmoid));
+    }
+}
+
+/* dx[i d + j] += dh[i] w1[:, j], gathered by chunks of tokens, because blocks overlap and two tasks
+   must not add to one row. For each tap j the task takes the blocks whose token i d + j lies in its
+   chunk: ceil((begin - j) / d) <= i < ceil((end - j) / d). Their rows of the sum are d tokens
+   apart. */
+static void nsa__mlp_input_gradient_task(const void *context, int64_t index, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    nsa_real *sum = (nsa_real *)scratch;
+    int hidden = p->x->hidden, dim = p->x->dim, stride = p->d->cmp_stride;
+    int64_t chunk = (int64_t)NSA__CMP_ROWS * stride, begin = index * chunk;
+    int64_t end = nsa__min(p->seq.tokens, begin + chunk);
+    memset(sum, 0, (size_t)(end - begin) * (size_t)dim * sizeof *sum);
+    for (int j = 0; j < p->d->cmp_block; j++) {
+        int64_t from = nsa__max(0, nsa__ceil_div(nsa__max(0, begin - j), stride));
+        int64_t to = nsa__min(p->seq.cmp_tokens, nsa__ceil_div(nsa__max(0, end - j), stride));
+        if (from >= to) continue;
+        const nsa__matrix dh = {p->dh + (p->row + from) * hidden, hidden, 1, NULL};
+        const nsa__matrix w1 = {p->w1 + (ptrdiff_t)j * dim, nsa__flat(p), 1, NULL};
+        nsa_real *first = sum + (from * stride + j - begin) * dim;
+        const nsa__result dx = {first, (ptrdiff_t)stride * dim, NULL, 1, NULL, NULL, NULL};
+        p->tiles->gemm((int)(to - from), dim, hidden, &dh, &w1, &dx);
+    }
+    for (int64_t t = begin; t < end; t++)
+        nsa__add(p->dx->x.dtype, nsa__key_row(&p->seq.keys, &p->dx->x, t, p->head), 1,
+                 sum + (t - begin) * dim, dim);
+}
+
+/* Task j < l: dw1[:, j] += dh^T (x + pos)[j], columns that no other task writes. Task l: dw2 +=
+   dout^T act, db2 += sum dout, dh_sum += sum dh, of which db1 and dpos are made. */
+static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, void *scratch) {
+    const nsa__compress_job *p = (const nsa__compress_job *)context;
+    const nsa_tensor *dout = &p->dx->out;
+    nsa_real *rows = (nsa_real *)scratch;
+    int hidden = p->x->hidden, dim = p->x->dim, flat = nsa__flat(p);
+    for (int64_t begin = 0; begin < p->seq.cmp_tokens; begin += NSA__CMP_ROWS) {
+        int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
+        const nsa_real *dh = p->dh + (p->row + begin) * hidden,
+                       *act = p->act + (p->row + begin) * hidden;
+        if (j < p->d->cmp_block) {
+            nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
+            const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
+            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL, NULL, NULL};
+            p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
+            continue;
+        }
+        for (int i = 0; i < n; i++) {
+            nsa_real *row = rows + (ptrdiff_t)i * dim;
+            nsa__load(row, dout->dtype, nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
+            for (int c = 0; c < dim; c++) p->db2[c] += row[c];
+            for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
+        }
+        const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
+        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL, NULL, NULL};
+        p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
+    }
+}
+
+/* -- sums of the parameter gradients, and the entry points -- */
+
+/* The sums have the shapes of nsa__parameters for one head. A pointer that a phi does not use stays
+   NULL. */
+static void nsa__compress_alloc_sums(nsa__compress_job *p, nsa__arena *a) {
+    int64_t flat = nsa__flat(p), hidden = p->x->phi == NSA_PHI_MLP ? p->x->hidden : 1;
+    if (p->x->phi == NSA_PHI_MEAN) return;
+    p->dw1 = nsa__alloc_reals(a, hidden * flat);
+    p->db1 = nsa__alloc_reals(a, p->x->phi == NSA_PHI_MLP ? hidden : p->x->dim);
+    if (p->x->phi == NSA_PHI_CONV) return;
+    p->dpos = nsa__alloc_reals(a, flat);
+    p->dw2 = nsa__alloc_reals(a, hidden * p->x->dim);
+    p->db2 = nsa__alloc_reals(a, p->x->dim);
+    p->dh_sum = nsa__alloc_reals(a, hidden);
+    p->act = nsa__alloc_reals(a, p->rows * hidden);
+    p->dh = nsa__alloc_reals(a, p->rows * hidden);
+}
+
+/* The parameters as a table, the one list of them. */
+typedef struct nsa__parameter {
+    const nsa_tensor *x, *dx; /* the caller's views; dx is x if no gradient is computed */
+    nsa_real *sum;            /* backward: the gradient of `head`, before it is added to dx */
+    int64_t rows;             /* for one head: rows of `width` numbers */
+    int width, optional, field;
+} nsa__parameter;
+
+static int nsa__parameters(const nsa__compress_job *p, nsa__parameter list[5]) {
+    const nsa_compress *x = p->x, *dx = p->dx ? p->dx : x;
+    const int flat = nsa__flat(p), l = p->d->cmp_block;
+    const nsa__parameter conv[2] = {{&x->w1, &dx->w1, p->dw1, l, x->dim, 0, NSA__AT_w1},
+                                    {&x->b1, &dx->b1, p->db1, 1, x->dim, 1, NSA__AT_b1}};
+    const nsa__parameter mlp[5] = {{&x->pos, &dx->pos, p->dpos, l, x->dim, 1, NSA__AT_pos},
+                                   {&x->w1, &dx->w1, p->dw1, x->hidden, flat, 0, NSA__AT_w1},
+                                   {&x->b1, &dx->b1, p->db1, 1, x->hidden, 1, NSA__AT_b1},
+                                   {&x->w2, &dx->w2, p->dw2, x->dim, x->hidden, 0, NSA__AT_w2},
+                                   {&x->b2, &dx->b2, p->db2, 1, x->dim, 1, NSA__AT_b2}};
+    if (x->phi == NSA_PHI_CONV) memcpy(list, conv, sizeof conv);
+    if (x->phi == NSA_PHI_MLP) memcpy(list, mlp, sizeof mlp);
+    return x->phi == NSA_PHI_MLP ? 5 : x->phi == NSA_PHI_CONV ? 2 : 0;
+}
+
+static void nsa__compress_forward_plan(nsa__compress_job *p, nsa__arena *shared,
+                                       nsa__arena *scratch) {
+    nsa__mlp_rows f;
+    if (p->x->phi == NSA_PHI_MLP) {
+        nsa__mlp_alloc_weights(p, shared);
+        nsa__mlp_rows_alloc(&f, p, scratch);
+    } else {
+        nsa__alloc_reals(scratch, NSA__CMP_ROWS * p->x->dim);
+    }
+}
+
+/* act and dh of all compressed rows of a kv head are kept, so that h is computed once. The tasks of
+   the three steps run one after another, so a thread's scratch is the larger of their needs. */
+static void nsa__compress_backward_plan(nsa__compress_job *p, nsa__arena *shared,
+                                        nsa__arena *scratch) {
+    nsa__mlp_rows f;
+    p->rows = p->d->begins ? nsa__packed_cmp(p->d)
+                           : (int64_t)p->d->batch * nsa_cmp_count(p->d, p->d->tokens);
+    nsa__compress_alloc_sums(p, shared);
+    if (p->x->phi != NSA_PHI_MLP) return;
+    nsa__arena other = {NULL, 0};
+    nsa__mlp_alloc_weights(p, shared);
+    nsa__mlp_rows_alloc(&f, p, scratch);
+    nsa__alloc_reals(&other, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride * p->x->dim);
+    if (other.used > scratch->used) scratch->used = other.used;
+}
+
+/* Tasks of up to NSA__CMP_ROWS blocks, for each head and sequence. If tokens are appended, only the
+   blocks that they complete are computed: see nsa__compress_begin. A filter's tasks are those of
+   all heads, because rows of neighbouring heads share a page, on as many threads as such small
+   tasks pay for. A network's weights are one head's at a time. */
+static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *team) {
+    const int64_t moves = 8; /* multiply-adds in the time of one of a filter's, about */
+    int mlp = p->x->phi == NSA_PHI_MLP, heads = mlp ? 1 : p->d->kv_heads;
+    for (p->head = 0; p->head < p->d->kv_heads; p->head += heads) {
+        if (mlp) nsa__mlp_load_weights(p);
+        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
+             nsa__seq_next(p->d, &p->seq)) {
+            p->seq.keys.ring = p->ring;
+            int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
+            int64_t work = moves * blocks * heads * p->d->cmp_block * p->x->dim;
+            nsa__team some = *team;
+            if (!mlp) some.threads = nsa__threads_for(team->threads, work);
+            nsa__run(&some, heads * nsa__ceil_div(blocks, NSA__CMP_ROWS),
+                     mlp ? nsa__mlp_forward_task : nsa__filter_task, p);
+        }
+    }
+}
+
+/* The gradients of one sequence and head, those of the parameters into their sums. */
+static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__team *team,
+                                            int parameters) {
+    int mlp = p->x->phi == NSA_PHI_MLP;
+    if (p->seq.cmp_tokens == 0) return;
+    if (mlp)
+        nsa__run(team, nsa__ceil_div(p->seq.cmp_tokens, NSA__CMP_ROWS),
+                 nsa__mlp_hidden_gradient_task, p);
+    if (p->dx->x.data && mlp)
+        nsa__run(team, nsa__ceil_div(p->seq.tokens, (int64_t)NSA__CMP_ROWS * p->d->cmp_stride),
+                 nsa__mlp_input_gradient_task, p);
+    if (p->dx->x.data && !mlp)
+        nsa__run(team, nsa__ceil_div(p->seq.tokens, NSA__CMP_TOKENS),
+                 nsa__filter_input_gradient_task, p);
+    if (parameters)
+        nsa__run(team, p->d->cmp_block + 1,
+                 mlp ? nsa__mlp_parameter_gradient_task : nsa__conv_parameter_gradient_task, p);
+}
+
+/* db1 = sum dh. pos is added to every block alike, so dpos = sum_i dh[i] w1 = (sum_i dh[i]) w1: one
+   row times w1 instead of N rows. */
+static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
+    const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
+    const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
+    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL, NULL, NULL};
+    p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
+    for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
+}
+
+/* Heads are the outer loop, because packed weights and sums are those of one head. A gradient with
+   head stride 0 belongs to all heads: its sum starts at the first and is added after the last. */
+static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *team) {
+    nsa__parameter list[5];
+    int count = nsa__parameters(p, list), parameters = 0; /* 1: the gradient of one is asked for */
+    for (int i = 0; i < count; i++) parameters |= list[i].dx->data != NULL;
+    for (p->head = 0; p->head < p->d->kv_heads; p->head++) {
+        for (int i = 0; i < count; i++) /* a head stride of 0: the sum runs on over the heads */
+            if (p->head == 0 || list[i].dx->head != 0)
+                memset(list[i].sum, 0,
+                       (size_t)list[i].rows * (size_t)list[i].width * sizeof *list[i].sum);
+        if (p->x->phi == NSA_PHI_MLP) {
+            nsa__mlp_load_weights(p);
+            memset(p->dh_sum, 0, (size_t)p->x->hidden * sizeof *p->dh_sum);
+        }
+        p->row = 0;
+        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
+             nsa__seq_next(p->d, &p->seq)) {
+            nsa__compress_backward_sequence(p, team, parameters);
+            p->row += p->seq.cmp_tokens;
+        }
+        if (p->x->phi == NSA_PHI_MLP) nsa__mlp_finish_sums(p);
+        for (int i = 0; i < count; i++) {
+            if (!list[i].dx->data || (p->head + 1 < p->d->kv_heads && list[i].dx->head == 0))
+                continue;
+            for (int64_t r = 0; r < list[i].rows; r++)
+                nsa__add(list[i].dx->dtype, nsa__parameter_row(list[i].dx, p->head, r), 1,
+                         list[i].sum + r * list[i].width, list[i].width);
+        }
+    }
+}
+
+/* The limits let NSA__CMP_ROWS rows of l D or hidden numbers be counted by an int. */
+static nsa_status nsa__compress_check_sizes(const nsa_compress *x, const nsa_desc *d, int base) {
+    if ((unsigned)x->phi > NSA_PHI_MLP) return nsa__error(NSA_ERROR_OPTION, base + NSA__AT_phi);
+    if (x->dim < 1 || x->dim > NSA__MAX_DIM) return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_dim);
+    if (x->phi == NSA_PHI_MLP && x->hidden < 1)
+        return nsa__error(NSA_ERROR_SIZE, base + NSA__AT_hidden);
+    int64_t hidden = x->phi == NSA_PHI_MLP ? x->hidden : 1;
+    if ((int64_t)d->cmp_block * x->dim > INT_MAX / 64 ||
+        !nsa__fits(hidden, d->cmp_block, x->dim, 8) ||
+        !nsa__fits(hidden, d->batch, nsa_cmp_count(d, d->tokens), 8) || hidden > INT_MAX / 64)
+        return nsa__error(NSA_ERROR_OVERFLOW, base + NSA__AT_hidden);
+    return NSA_OK;
+}
+
+static nsa_status nsa__compress_check_arguments(const nsa_compress *x, const nsa_desc *d) {
+    nsa_desc own;
+    NSA__CHECK(nsa_desc_check(nsa__desc_using(d, NSA__USES_CMP, &own)));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    return nsa__compress_check_sizes(x, d, 0);
+}
+
+/* Checks the views, after nsa__compress_check_sizes. `base` is 0, or NSA__TO_K_CMP or NSA__TO_V_CMP
+   in the chain. Backward of the mean does not read x. */
+static nsa_status nsa__compress_check(const nsa_compress *x, const nsa_desc *d, int forward,
+                                      int base) {
+    nsa__compress_job p;
+    nsa__parameter list[5];
+    memset(&p, 0, sizeof p);
+    p.x = x;
+    p.d = d;
+    int reads = forward || x->phi != NSA_PHI_MEAN;
+    if (reads)
+        NSA__CHECK(
+            nsa__check_view(&x->x, nsa__key_shape(d, x->dim), nsa__floats(), 0, base + NSA__AT_x));
+    if (forward)
+        NSA__CHECK(nsa__check_view(&x->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 1,
+                                   base + NSA__AT_out));
+    for (int i = 0, count = nsa__parameters(&p, list); i < count; i++) {
+        if (list[i].optional && !list[i].x->data) continue;
+        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
+        NSA__CHECK(nsa__check_view(list[i].x, shape, nsa__floats(), 0, base + list[i].field));
+    }
+    return NSA_OK;
+}
+
+/* A gradient whose head stride is 0 sums over the heads: then its view has one head, and its rows
+   are apart. */
+static nsa_status nsa__compress_gradient_check(const nsa_compress *dx, const nsa_compress *x,
+                                               const nsa_desc *d, int base) {
+    nsa__compress_job p;
+    nsa__parameter list[5];
+    memset(&p, 0, sizeof p);
+    p.x = x;
+    p.dx = dx;
+    p.d = d;
+    nsa_status s = nsa__check_gradient(&dx->x, &x->x, nsa__key_shape(d, x->dim), base + NSA__AT_x);
+    for (int i = 0, count = nsa__parameters(&p, list); s == NSA_OK && i < count; i++) {
+        nsa__shape shape = nsa__parameter_shape(d, list[i].rows, list[i].width);
+        if (list[i].dx->head == 0) shape.heads = 1;
+        s = nsa__check_gradient(list[i].dx, list[i].x, shape, base + list[i].field);
+    }
+    return s;
+}
+
+static void nsa__compress_init(nsa__compress_job *p, const nsa_compress *dx, const nsa_compress *x,
+                               const nsa_desc *d) {
+    memset(p, 0, sizeof *p);
+    p->x = x;
+    p->dx = dx;
+    p->d = d;
+    p->tiles = nsa__tiles_of(d->isa);
+}
+
+/* `ring` and `appends`: see nsa__compress_job. */
+static nsa_status nsa__compress_go(const nsa_compress *dx, const nsa_compress *x, const nsa_desc *d,
+                                   int ring, int appends, void *workspace, size_t bytes) {
+    nsa__compress_job p;
+    nsa__team team;
+    nsa__arena shared = nsa__arena_at(workspace), scratch = {NULL, 0};
+    nsa__compress_init(&p, dx, x, d);
+    p.ring = ring;
+    p.appends = appends;
+    (dx ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, shared.used, scratch.used));
+    (dx ? nsa__compress_backward_run : nsa__compress_forward_run)(&p, &team);
+    return NSA_OK;
+}
+
+static size_t nsa__compress_bytes(const nsa_compress *x, const nsa_desc *d, int backward,
+                                  int threads) {
+    nsa__compress_job p;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    nsa__compress_init(&p, NULL, x, d);
+    (backward ? nsa__compress_backward_plan : nsa__compress_forward_plan)(&p, &shared, &scratch);
+    return nsa__bytes_for(shared.used, threads, scratch.used);
+}
+
+NSA_API size_t nsa_compress_forward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
+    if (nsa__compress_check_arguments(x, d) != NSA_OK) return 0;
+    return nsa__compress_bytes(x, d, 0, nsa__threads(d));
+}
+
+NSA_API nsa_status nsa_compress_forward(const nsa_compress *x, const nsa_desc *d, void *workspace,
+                                        size_t bytes) {
+    NSA__CHECK(nsa__compress_check_arguments(x, d));
+    NSA__CHECK(nsa__compress_check(x, d, 1, 0));
+    return nsa__compress_go(NULL, x, d, 0, d->firsts != NULL, workspace, bytes);
+}
+
+NSA_API size_t nsa_compress_backward_workspace_size(const nsa_compress *x, const nsa_desc *d) {
+    if (nsa__compress_check_arguments(x, d) != NSA_OK) return 0;
+    return nsa__compress_bytes(x, d, 1, nsa__threads(d));
+}
+
+NSA_API nsa_status nsa_compress_backward(const nsa_compress *dx, const nsa_compress *x,
+                                         const nsa_desc *d, void *workspace, size_t bytes) {
+    NSA__CHECK(nsa__compress_check_arguments(x, d));
+    NSA__CHECK(nsa__check_backward(d, 1));
+    NSA__CHECK(nsa__compress_check(x, d, 0, 0));
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__check_view(&dx->out, nsa__cmp_shape(d, x->dim), nsa__floats(), 0,
+                               NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__compress_gradient_check(dx, x, d, 0));
+    return nsa__compress_go(dx, x, d, 0, 0, workspace, bytes);
+}

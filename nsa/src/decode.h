@@ -1,0 +1,473 @@
+/* ---- Decoding --------------------------------------------------------------------------------
+   Twin: kernels/decode.cuh. Not here: the primitives that it runs.
+   nsa_decode takes a sequence from length L to L + n:
+     1. All checks; nothing has been written before they pass.
+     2. newest = max(newest, L + n), because the rings are about to lose rows.
+     3. Each task appends its n rows: k_slc and v_slc at L, k_win .. v_raw into rings.
+     4. It compresses the blocks that end in the new tokens, from the raw rows of the ring.
+     5. cmp, selection, slc, win, gate: the code of forward, with first = L and count = n.
+     6. lengths = L + n, if every task has succeeded.
+   A ring of R rows holds token s in row s % R: the last R tokens written. R is what a query needs,
+   the keys of a window or l, plus max_rewind r. With a need of 3, r = 2 and 8 tokens the rows hold
+   | 5 | 6 | 7 | 3 | 4 |. The sequence may go back to length 6, whose last three tokens are 3 to 5,
+   and no further. A rewind only sets the length; rows behind it are overwritten when tokens come
+   again. */
+#pragma once
+#include "attention.h"
+
+/* One of the cache's arrays: what it holds, how many rows, how they are indexed. */
+typedef struct nsa__cache_part {
+    nsa_tensor *rows; /* the cache's view */
+    int64_t count;    /* rows of a sequence */
+    int width;        /* numbers of a row */
+    int ring;         /* rows of a ring, 0 for straight arrays */
+} nsa__cache_part;
+
+enum {
+    NSA__PART_K_SLC,
+    NSA__PART_V_SLC,
+    NSA__PART_K_WIN,
+    NSA__PART_V_WIN,
+    NSA__PART_K_RAW,
+    NSA__PART_V_RAW,
+    NSA__PART_K_CMP,
+    NSA__PART_V_CMP,
+    NSA__PARTS
+};
+
+/* Rows of a ring that always holds the last `needed` rows and max_rewind before them; a cache of
+   fewer tokens needs no more rows than tokens. */
+static int nsa__ring_rows(const nsa_desc *d, int64_t needed, int max_rewind) {
+    return (int)nsa__max(1, nsa__min(needed + max_rewind, d->tokens));
+}
+
+/* The table of the cache's arrays, in the order of the enum. */
+static void nsa__cache_parts(nsa_cache *c, nsa__cache_part parts[NSA__PARTS]) {
+    const nsa_desc *d = &c->desc;
+    int64_t window = (int64_t)d->window + (d->window_rule == NSA_WINDOW_BEFORE_SELF);
+    int win = nsa__ring_rows(d, window, c->max_rewind);
+    int raw = nsa__ring_rows(d, d->cmp_block, c->max_rewind);
+    int cmp = nsa_cmp_count(d, d->tokens);
+    const nsa__cache_part table[NSA__PARTS] = {
+        {&c->k_slc, d->tokens, d->dim, 0}, {&c->v_slc, d->tokens, d->dim_v, 0},
+        {&c->k_win, win, d->dim, win},     {&c->v_win, win, d->dim_v, win},
+        {&c->k_raw, raw, d->dim, raw},     {&c->v_raw, raw, d->dim_v, raw},
+        {&c->k_cmp, cmp, d->dim, 0},       {&c->v_cmp, cmp, d->dim_v, 0}};
+    memcpy(parts, table, sizeof table);
+}
+
+static nsa_status nsa__cache_check(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+    NSA__CHECK(nsa__check_geometry(d));
+    if (d->mask != NSA_MASK_CAUSAL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_mask);
+    if (nsa__list_heads(d) != d->kv_heads) return nsa__error(NSA_ERROR_HEADS, NSA__AT_list_heads);
+    if (d->firsts || d->counts) return nsa__error(NSA_ERROR_OPTION, NSA__AT_firsts);
+    if (d->pages) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pages);
+    if ((unsigned)dtype > NSA_I32 || !(nsa__floats() >> dtype & 1))
+        return nsa__error(NSA_ERROR_DTYPE, NSA__AT_cache);
+    return max_rewind < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_max_rewind) : NSA_OK;
+}
+
+/* Sets every pointer of the cache; with a base of NULL only counts. */
+static void nsa__cache_lay_out(nsa_cache *c, nsa_dtype dtype, nsa__arena *a) {
+    nsa__cache_part parts[NSA__PARTS];
+    int batch = c->desc.batch, heads = c->desc.kv_heads;
+    c->lengths = (int32_t *)nsa__alloc(a, batch, sizeof *c->lengths);
+    c->newest = (int32_t *)nsa__alloc(a, batch, sizeof *c->newest);
+    nsa__cache_parts(c, parts);
+    for (int i = 0; i < NSA__PARTS; i++) {
+        int rows = (int)parts[i].count;
+        *parts[i].rows = nsa_tensor_bthd(NULL, dtype, rows, heads, parts[i].width);
+        parts[i].rows->data = nsa__alloc(a, parts[i].rows->batch * batch, nsa__dtype_bytes(dtype));
+    }
+}
+
+static size_t nsa__cache_bytes(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+    nsa_cache cache;
+    nsa__arena a = {NULL, 0};
+    cache.desc = *d;
+    cache.max_rewind = max_rewind;
+    nsa__cache_lay_out(&cache, dtype, &a);
+    return a.used + NSA__ALIGN;
+}
+
+NSA_API size_t nsa_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind) {
+    if (nsa__cache_check(d, dtype, max_rewind) != NSA_OK) return 0;
+    return nsa__cache_bytes(d, dtype, max_rewind);
+}
+
+NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype,
+                                  int max_rewind, void *memory, size_t bytes) {
+    NSA__CHECK(nsa__cache_check(d, dtype, max_rewind));
+    if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (!memory || bytes < nsa__cache_bytes(d, dtype, max_rewind))
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_cache);
+    nsa__arena a = nsa__arena_at(memory);
+    cache->desc = *d;
+    cache->desc.first = 0;
+    cache->desc.count = 0;
+    cache->desc.begins = NULL;
+    cache->max_rewind = max_rewind;
+    nsa__cache_lay_out(cache, dtype, &a);
+    memset(cache->lengths, 0, (size_t)d->batch * sizeof *cache->lengths);
+    memset(cache->newest, 0, (size_t)d->batch * sizeof *cache->newest);
+    return NSA_OK;
+}
+
+/* NSA_OK if the sequence can be taken back to `length`: the rings hold the rows that a query there
+   needs. They lost rows when the sequence was at `newest`, not at its present length. Length 0
+   needs no row. */
+static nsa_status nsa__check_length(const nsa_cache *c, int sequence, int length) {
+    if (!c) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (sequence < 0 || sequence >= c->desc.batch)
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    int64_t least = (int64_t)c->newest[sequence] - c->max_rewind;
+    if (length < 0 || length > c->lengths[sequence] || (length != 0 && length < least))
+        return nsa__error(NSA_ERROR_REWIND, NSA__AT_length);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_cache_rewind(nsa_cache *cache, int sequence, int length) {
+    NSA__CHECK(nsa__check_length(cache, sequence, length));
+    cache->lengths[sequence] = length;
+    if (length == 0) cache->newest[sequence] = 0;
+    return NSA_OK;
+}
+
+/* 1 if rows of one cache can be copied to the other: equal dtypes, widths, rings and strides. */
+static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
+    const nsa_desc *x = &a->desc, *y = &b->desc;
+    return x->window == y->window && x->window_rule == y->window_rule &&
+           x->kv_heads == y->kv_heads && x->dim == y->dim && x->dim_v == y->dim_v &&
+           x->cmp_block == y->cmp_block && x->cmp_stride == y->cmp_stride &&
+           a->k_slc.dtype == b->k_slc.dtype && a->max_rewind == b->max_rewind &&
+           a->k_win.batch == b->k_win.batch && a->k_raw.batch == b->k_raw.batch;
+}
+
+/* Copies whole rings, because rows are indexed by s % R in both caches; of straight arrays the rows
+   before `length`. `newest` goes with them, because the rings are those of the source. */
+NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
+                                  int from_sequence, int length) {
+    nsa__cache_part source[NSA__PARTS], target[NSA__PARTS];
+    nsa_cache copy;
+    NSA__CHECK(nsa__check_length(from, from_sequence, length));
+    if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    if (to_sequence < 0 || to_sequence >= to->desc.batch)
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_sequence);
+    if (!nsa__same_geometry(to, from) || length > to->desc.tokens)
+        return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
+    copy = *from;
+    nsa__cache_parts(&copy, source);
+    nsa__cache_parts(to, target);
+    for (int i = 0; i < NSA__PARTS && length; i++) {
+        int compressed = i == NSA__PART_K_CMP || i == NSA__PART_V_CMP;
+        int64_t rows = source[i].ring ? source[i].count
+                       : compressed   ? nsa_cmp_count(&from->desc, length)
+                                      : length;
+        memmove(nsa__row(target[i].rows, to_sequence, 0, 0),
+                nsa__row(source[i].rows, from_sequence, 0, 0),
+                (size_t)(rows * target[i].rows->token) * nsa__dtype_bytes(target[i].rows->dtype));
+    }
+    to->newest[to_sequence] = length ? from->newest[from_sequence] : 0;
+    to->lengths[to_sequence] = length;
+    return NSA_OK;
+}
+
+/* What a task returns. It is read when all tasks have ended. */
+typedef struct nsa__decode_result {
+    nsa_reads reads;
+    nsa_status status;
+} nsa__decode_result;
+
+/* At most nsa__batch_queries tokens: one task per (sequence, kv head). More: one task per sequence;
+   a single sequence uses all threads. */
+typedef struct nsa__decode_job {
+    const nsa_attention *x;
+    nsa_cache *cache;
+    int count;                   /* new tokens of every sequence, at most */
+    const int32_t *counts;       /* NULL, or of every sequence: its new tokens */
+    int parts;                   /* tasks of a sequence: its kv heads, or 1 */
+    int alone;                   /* 1: there is one task, and it uses all threads */
+    int threads;                 /* of a task */
+    size_t shared;               /* bytes of workspace for the results */
+    size_t bytes;                /* bytes of workspace for a task */
+    nsa__decode_result *results; /* of every task */
+} nsa__decode_job;
+
+static nsa_tensor nsa__of_batch(nsa_tensor x, int batch, int64_t head) {
+    if (x.data) x.data = nsa__row(&x, batch, 0, head);
+    return x;
+}
+
+/* The geometry of a task: the sequence's new tokens as queries at `length` and behind, over all
+   keys up to them; its share of the heads. */
+static nsa_desc nsa__decode_desc(const nsa__decode_job *p, int length, int count) {
+    nsa_desc d = p->cache->desc;
+    d.batch = 1;
+    d.tokens = length + count;
+    d.first = length;
+    d.count = count;
+    d.threads = p->threads;
+    d.gate_heads /= p->parts;
+    d.heads /= p->parts;
+    d.kv_heads /= p->parts;
+    return d;
+}
+
+/* x as sequence b of the batch from kv head `head` on, over the cache's keys. */
+static nsa_attention nsa__decode_views(const nsa_attention *x, const nsa_cache *cache, int b,
+                                       int head) {
+    const nsa_desc *d = &cache->desc;
+    int64_t group = d->heads / d->kv_heads;
+    nsa_attention one = *x;
+    nsa_compress *phis[] = {&one.k_cmp, &one.v_cmp};
+    nsa_tensor *views[] = {&one.q,       &one.out_cmp, &one.out_slc, &one.out_win,
+                           &one.lse_cmp, &one.lse_slc, &one.lse_win, &one.out};
+    for (size_t i = 0; i < sizeof views / sizeof *views; i++)
+        *views[i] = nsa__of_batch(*views[i], b, group * head);
+    one.gates = nsa__of_batch(one.gates, b, (int64_t)d->gate_heads / d->kv_heads * head);
+    one.blocks = nsa__of_batch(one.blocks, b, head);
+    one.k_slc = nsa__of_batch(cache->k_slc, b, head);
+    one.v_slc = nsa__of_batch(cache->v_slc, b, head);
+    one.k_win = nsa__of_batch(cache->k_win, b, head);
+    one.v_win = nsa__of_batch(cache->v_win, b, head);
+    one.k_cmp.x = nsa__of_batch(cache->k_raw, b, head);
+    one.v_cmp.x = nsa__of_batch(cache->v_raw, b, head);
+    one.k_cmp.out = nsa__of_batch(cache->k_cmp, b, head);
+    one.v_cmp.out = nsa__of_batch(cache->v_cmp, b, head);
+    for (int i = 0; i < 2; i++) {
+        nsa_tensor *parameters[] = {&phis[i]->pos, &phis[i]->w1, &phis[i]->b1, &phis[i]->w2,
+                                    &phis[i]->b2};
+        for (size_t j = 0; j < sizeof parameters / sizeof *parameters; j++)
+            *parameters[j] = nsa__of_batch(*parameters[j], 0, head);
+    }
+    return one;
+}
+
+/* The new rows of x in the order of the cache's first six parts. */
+static void nsa__decode_inputs(const nsa_attention *x, const nsa_tensor *inputs[6]) {
+    inputs[NSA__PART_K_SLC] = &x->k_slc;
+    inputs[NSA__PART_V_SLC] = &x->v_slc;
+    inputs[NSA__PART_K_WIN] = &x->k_win;
+    inputs[NSA__PART_V_WIN] = &x->v_win;
+    inputs[NSA__PART_K_RAW] = &x->k_cmp.x;
+    inputs[NSA__PART_V_RAW] = &x->v_cmp.x;
+}
+
+/* Converts the new rows to the cache's dtype and stores them, in the ring or behind the last row.
+   */
+static void nsa__decode_append(const nsa__decode_job *p, int b, int head, const nsa_desc *d) {
+    nsa__cache_part parts[NSA__PARTS];
+    const nsa_tensor *inputs[6];
+    nsa_real row[NSA__MAX_DIM];
+    nsa__cache_parts(p->cache, parts);
+    nsa__decode_inputs(p->x, inputs);
+    for (int i = 0; i < 6; i++)
+        for (int t = 0; t < d->count; t++)
+            for (int h = head; h < head + d->kv_heads; h++) {
+                int64_t at = parts[i].ring ? (d->first + t) % parts[i].ring : d->first + t;
+                nsa__load(row, inputs[i]->dtype, nsa__row(inputs[i], b, t, h), parts[i].width);
+                nsa__store(parts[i].rows->dtype, nsa__row(parts[i].rows, b, at, h), row,
+                           parts[i].width);
+            }
+}
+
+/* The chain over a task's cache: nsa_attention_forward's steps with the new tokens as its queries.
+   phi runs for blocks begin .. end - 1, which the new tokens complete. Earlier rows are in the
+   cache, so a token costs 1 / d compressed rows. `reads` has count x kv_heads numbers of each
+   branch. */
+static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *cache,
+                                     const nsa_desc *d, int64_t *reads, void *workspace,
+                                     size_t bytes) {
+    nsa__cache_part parts[NSA__PARTS];
+    nsa_cache copy = *cache;
+    nsa__chain c = nsa__chain_of(one);
+    int begin = nsa_cmp_count(d, d->first), end = nsa_cmp_count(d, d->tokens);
+    nsa_status s = NSA_OK;
+    nsa__cache_parts(&copy, parts);
+    int raw = parts[NSA__PART_K_RAW].ring, win = parts[NSA__PART_K_WIN].ring;
+    if (begin < end) s = nsa__compress_go(NULL, &one->k_cmp, d, raw, 1, workspace, bytes);
+    if (s == NSA_OK && begin < end)
+        s = nsa__compress_go(NULL, &one->v_cmp, d, raw, 1, workspace, bytes);
+    int64_t each = (int64_t)d->count * d->kv_heads;
+    const nsa__gate_job gate = nsa__gate_job_make(NULL, &c.gate, d);
+    const nsa__attend_options of_cmp = {&c.select, 0, 0, reads, NULL, 0, NULL, NULL},
+                              of_slc = {NULL, 0, 0, reads + each, NULL, 0, NULL, NULL},
+                              of_win = {NULL, 0, win, reads + 2 * each, NULL, 0, NULL, &gate};
+    const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
+                                       nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
+                                       nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
+    for (int i = 0; s == NSA_OK && i < 3; i++) s = nsa__forward_run(&plans[i], workspace, bytes);
+    return s;
+}
+
+static int nsa__decode_count(const nsa__decode_job *p, int b) {
+    return p->counts ? p->counts[b] : p->count;
+}
+
+/* One task: append, compress, attend. It returns its status through p->results, because a task has
+   no caller that could look at it. Its workspace is the thread's scratch. */
+static void nsa__decode_task(const void *context, int64_t index, void *scratch) {
+    const nsa__decode_job *p = (const nsa__decode_job *)context;
+    int b = (int)(index / p->parts), head = (int)(index % p->parts);
+    nsa__decode_result *result = &p->results[index];
+    nsa__arena a = nsa__arena_at(scratch);
+    memset(result, 0, sizeof *result);
+    if (!nsa__decode_count(p, b)) return;
+    nsa_desc d = nsa__decode_desc(p, p->cache->lengths[b], nsa__decode_count(p, b));
+    nsa_attention one = nsa__decode_views(p->x, p->cache, b, head);
+    int64_t each = (int64_t)d.count * d.kv_heads; /* of a branch's reads */
+    int64_t *reads = (int64_t *)nsa__alloc(&a, 3 * each, sizeof *reads);
+    size_t used = (size_t)(a.base + a.used - (char *)scratch);
+    if (p->bytes < used) {
+        result->status = nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+        return;
+    }
+    memset(reads, 0, 3 * (size_t)each * sizeof *reads);
+    nsa__decode_append(p, b, head, &d);
+    result->status =
+        nsa__decode_attend(&one, p->cache, &d, reads, a.base + a.used, p->bytes - used);
+    for (int64_t i = 0; i < each; i++) {
+        result->reads.cmp += reads[i];
+        result->reads.slc += reads[i + each];
+        result->reads.win += reads[i + 2 * each];
+    }
+}
+
+/* How a call of this many tokens is cut into tasks, and what they need. `threads` are those of a
+   sequence that is alone. Sizes are those of a full cache, so that the workspace stays the same
+   while sequences grow. */
+static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache, int count,
+                                        int threads) {
+    const nsa_desc *all = &cache->desc;
+    nsa__decode_job p = {x, cache, count, NULL, 1, 0, 1, 0, 0, NULL};
+    nsa__chain_plan chain;
+    nsa__arena shared = {NULL, 0}, task = {NULL, 0};
+    if (count <= nsa__batch_queries(all))
+        p.parts = all->kv_heads;
+    else
+        p.alone = all->batch == 1;
+    if (p.alone) p.threads = threads;
+    count = (int)nsa__min(count, all->tokens);
+    nsa_desc d = nsa__decode_desc(&p, all->tokens - count, count);
+    nsa__alloc(&shared, (int64_t)all->batch * p.parts, sizeof *p.results);
+    nsa__alloc(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
+    nsa__chain_plan_make(&chain, x, &d);
+    p.shared = shared.used;
+    p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_parts_bytes(&chain, x, &d, nsa__threads(&d)));
+    return p;
+}
+
+static size_t nsa__decode_bytes(const nsa_attention *x, nsa_cache cache, int count) {
+    nsa__decode_job p = nsa__decode_plan(x, &cache, count, cache.desc.threads);
+    nsa_desc d = cache.desc;
+    if (p.alone) d.threads = 1;
+    return nsa__workspace_bytes(&d, p.shared, p.bytes);
+}
+
+/* A smaller count can be split into other tasks and need more memory, so take the larger of both
+   sizes. */
+NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache,
+                                         int count) {
+    if (!x || !cache || count < 0 || nsa__attention_check_sizes(x, &cache->desc) != NSA_OK)
+        return 0;
+    int few = (int)nsa__min(count, nsa__batch_queries(&cache->desc));
+    size_t of_few = nsa__decode_bytes(x, *cache, few), of_all = nsa__decode_bytes(x, *cache, count);
+    return of_few > of_all ? of_few : of_all;
+}
+
+/* Checks the views of the chain over the cache's arrays, then those of the new rows. */
+static nsa_status nsa__decode_check_views(const nsa_attention *x, const nsa_cache *cache,
+                                          int count) {
+    static const int fields[6] = {NSA__AT_k_slc, NSA__AT_v_slc,   NSA__AT_k_win,
+                                  NSA__AT_v_win, NSA__AT_k_cmp_x, NSA__AT_v_cmp_x};
+    const nsa_tensor *inputs[6];
+    nsa_desc d = cache->desc;
+    d.count = (int)nsa__min(count, d.tokens);
+    nsa_attention all = nsa__decode_views(x, cache, 0, 0);
+    nsa__chain c = nsa__chain_of(&all);
+    NSA__CHECK(nsa__compress_check(&all.k_cmp, &d, 1, NSA__TO_K_CMP));
+    NSA__CHECK(nsa__compress_check(&all.v_cmp, &d, 1, NSA__TO_V_CMP));
+    NSA__CHECK(nsa__attend_check(&c.cmp, &d, NSA__CMP, 1, 0, &nsa__chain_cmp));
+    NSA__CHECK(nsa__attend_check(&c.slc, &d, NSA__SLC, 1, 0, &nsa__chain_slc));
+    NSA__CHECK(nsa__attend_check(&c.win, &d, NSA__WIN, 1, 0, &nsa__chain_win));
+    NSA__CHECK(nsa__select_check(&c.select, &d, &nsa__chain_cmp));
+    NSA__CHECK(nsa__gate_check(&c.gate, &d, 1, &nsa__chain_gate));
+    nsa__decode_inputs(x, inputs);
+    for (int i = 0; i < 6; i++) {
+        nsa__shape shape = {d.batch, d.count, d.kv_heads, i % 2 ? d.dim_v : d.dim};
+        NSA__CHECK(nsa__check_view(inputs[i], shape, nsa__floats(), 0, fields[i]));
+    }
+    return NSA_OK;
+}
+
+/* At most max_rewind + 1 tokens come at once. All are appended before the first of them attends,
+   and the rings must still hold its keys then. */
+static nsa_status nsa__decode_check(const nsa_attention *x, const nsa_cache *cache, int count,
+                                    const int32_t *counts) {
+    if (!cache) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
+    NSA__CHECK(nsa__attention_check_sizes(x, &cache->desc));
+    if (count < 0) return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
+    for (int b = 0; b < cache->desc.batch; b++) {
+        int64_t more = counts ? counts[b] : count;
+        if (more < 0 || more > count) return nsa__error(NSA_ERROR_RANGE, NSA__AT_counts);
+        if (cache->lengths[b] + more > cache->desc.tokens || more - 1 > cache->max_rewind)
+            return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
+    }
+    return nsa__decode_check_views(x, cache, count);
+}
+
+/* Multiply-adds of the call, from the keys that its tokens read at most. */
+static int64_t nsa__decode_work(const nsa__decode_job *p) {
+    const nsa_desc *d = &p->cache->desc;
+    int64_t keys = 0;
+    for (int b = 0; b < d->batch; b++) {
+        int count = nsa__decode_count(p, b), held = p->cache->lengths[b] + count;
+        keys += count * (nsa_cmp_count(d, held) + nsa__min(d->window, held) +
+                         nsa__min((int64_t)d->slc_count * d->slc_block, held));
+    }
+    return keys * d->heads * (d->dim + d->dim_v);
+}
+
+/* Runs the tasks and adds up their reads. The lengths grow only if all tasks have succeeded.
+   `newest` grows before, because a task that fails has written to the rings already. */
+static nsa_status nsa__decode_run(nsa__decode_job *p, const nsa__team *team, nsa_reads *reads) {
+    nsa_cache *cache = p->cache;
+    int64_t tasks = (int64_t)cache->desc.batch * p->parts;
+    for (int b = 0; b < cache->desc.batch; b++) {
+        int length = cache->lengths[b] + nsa__decode_count(p, b);
+        if (cache->newest[b] < length) cache->newest[b] = length;
+    }
+    nsa__run(team, tasks, nsa__decode_task, p);
+    for (int64_t i = 0; i < tasks; i++)
+        if (p->results[i].status != NSA_OK) return p->results[i].status;
+    for (int b = 0; b < cache->desc.batch; b++) cache->lengths[b] += nsa__decode_count(p, b);
+    if (reads) memset(reads, 0, (size_t)cache->desc.batch * sizeof *reads);
+    for (int64_t i = 0; reads && i < tasks; i++) {
+        reads[i / p->parts].cmp += p->results[i].reads.cmp;
+        reads[i / p->parts].slc += p->results[i].reads.slc;
+        reads[i / p->parts].win += p->results[i].reads.win;
+    }
+    return NSA_OK;
+}
+
+/* Many tasks: each runs on one thread, with a thread's scratch as its workspace. One task (alone):
+   the plan is made for the fewest threads, so that any sufficient workspace passes. The task then
+   gets all of the workspace, and the primitives in it use as many threads as fit. */
+NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,
+                              const int32_t *counts, nsa_reads *reads, void *workspace,
+                              size_t bytes) {
+    nsa__team team;
+    NSA__CHECK(nsa__decode_check(x, cache, count, counts));
+    nsa_desc d = cache->desc;
+    nsa__decode_job p = nsa__decode_plan(x, cache, count, d.threads ? d.threads : 1);
+    if (p.alone) d.threads = 1;
+    NSA__CHECK(nsa__team_make(&team, &d, workspace, bytes, p.shared, p.bytes));
+    p.counts = counts;
+    p.results = (nsa__decode_result *)(void *)nsa__arena_at(workspace).base;
+    team.threads = nsa__threads_for(team.threads, nsa__decode_work(&p));
+    if (p.alone) { /* the one task gets all of the workspace; its size decides how many threads */
+        p.threads = cache->desc.threads;
+        p.bytes = bytes - NSA__ALIGN - p.shared;
+    }
+    return nsa__decode_run(&p, &team, reads);
+}

@@ -1,0 +1,137 @@
+/* ---- Gate ---------------------------------------------------------------------------------------
+   Twin: kernels/gate.cuh. Not here: a row (gate_row.h). */
+#pragma once
+#include "threads.h"
+#include "attend_plan.h"
+#include "gate_row.h"
+
+enum { NSA__GATE_TOKENS = 16 };
+
+/* out of some tokens and all heads. */
+static void nsa__gate_forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__gate_job *p = (const nsa__gate_job *)context;
+    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+        for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, &p->seq, t, h);
+}
+
+/* dg of one token and gate head, and the branches' gradients of its query heads:
+   out = sum_i g[i] branch[i]  =>  dbranch[i] = g[i] dout,  dg[i] = sum over heads and c of dout
+   branch[i]. */
+static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate_head,
+                                    const nsa_real g[3], nsa_real dg[3]) {
+    const nsa_desc *d = p->d;
+    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win};
+    const nsa_tensor *dbranch[3] = {&p->dx->cmp, &p->dx->slc, &p->dx->win};
+    int sharers = d->heads / d->gate_heads;
+    int wide = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    nsa_real row[NSA__MAX_DIM] = {0}, dout[NSA__MAX_DIM] = {0};
+    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
+        nsa__load(dout, p->dx->out.dtype, nsa__row(&p->dx->out, p->seq.batch, at, h), d->dim_v);
+        for (int i = 0; i < 3; i++) {
+            if (p->dx->logits.data) {
+                nsa__load(row, branch[i]->dtype, nsa__row(branch[i], p->seq.batch, at, h),
+                          d->dim_v);
+                dg[i] += nsa__dot(dout, row, wide);
+            }
+            if (dbranch[i]->data)
+                nsa__add(dbranch[i]->dtype, nsa__row(dbranch[i], p->seq.batch, at, h), g[i], dout,
+                         d->dim_v);
+        }
+    }
+}
+
+/* The same dg from the dots of the branches' backward. Queries before `prefix` have win's alone,
+   because slc left them out. */
+static void nsa__gate_add_dots(const nsa__gate_job *p, int64_t at, int gate_head, nsa_real dg[3]) {
+    int sharers = p->d->heads / p->d->gate_heads;
+    int shared = p->seq.first + at - p->seq.row < p->prefix;
+    for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
+        const nsa_real *dot = (const nsa_real *)nsa__row(p->dots, p->seq.batch, at, h);
+        dg[NSA__CMP] += dot[NSA__CMP];
+        dg[NSA__SLC] += dot[shared ? NSA__WIN : NSA__SLC];
+        dg[NSA__WIN] += dot[NSA__WIN];
+    }
+}
+
+/* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
+   without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
+static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__gate_job *p = (const nsa__gate_job *)context;
+    const nsa_desc *d = p->d;
+    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+        for (int h = 0; h < d->gate_heads; h++) {
+            nsa_real g[3], dg[3] = {0, 0, 0};
+            int64_t at = p->seq.row + t;
+            nsa__load_gates(g, &p->x->logits, d, p->seq.batch, at, h);
+            nsa__gate_weights(d->gate, g);
+            if (p->dots)
+                nsa__gate_add_dots(p, at, h, dg);
+            else
+                nsa__gate_backward_head(p, at, h, g, dg);
+            nsa_real mean = g[0] * dg[0] + g[1] * dg[1] + g[2] * dg[2];
+            for (int i = 0; i < 3; i++) {
+                if (d->gate == NSA_GATE_SIGMOID) dg[i] *= g[i] * (1 - g[i]);
+                if (d->gate == NSA_GATE_SOFTMAX) dg[i] = g[i] * (dg[i] - mean);
+            }
+            if (p->dx->logits.data) nsa__add_gates(&p->dx->logits, d, p->seq.batch, at, h, dg);
+        }
+}
+
+/* Runs the job for every sequence: backward if it has a dx. */
+static void nsa__gate_run(nsa__gate_job p) {
+    nsa__team team = {nsa__threads(p.d), NULL, 0};
+    for (p.seq = nsa__seq_begin(p.d); p.seq.index < p.d->batch; nsa__seq_next(p.d, &p.seq))
+        nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
+                 p.dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
+}
+
+/* A job without the chain's parts. */
+static nsa__gate_job nsa__gate_job_make(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    nsa__gate_job p;
+    memset(&p, 0, sizeof p);
+    p.dx = dx;
+    p.x = x;
+    p.d = d;
+    p.tiles = nsa__tiles_of(d->isa);
+    p.pairs = nsa__pairs_of(d);
+    return p;
+}
+
+static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forward,
+                                  const nsa__gate_fields *at) {
+    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
+               logits = nsa__query_shape(d, d->gate_heads, 3);
+    NSA__CHECK(nsa__check_gates(&x->logits, d, logits, nsa__floats(), 0, at->logits));
+    NSA__CHECK(nsa__check_view(&x->cmp, shape, nsa__floats(), 0, at->cmp));
+    NSA__CHECK(nsa__check_view(&x->slc, shape, nsa__floats(), 0, at->slc));
+    NSA__CHECK(nsa__check_view(&x->win, shape, nsa__floats(), 0, at->win));
+    return forward ? nsa__check_view(&x->out, shape, nsa__floats(), 1, at->out) : NSA_OK;
+}
+
+NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
+    nsa__gate_run(nsa__gate_job_make(NULL, x, d));
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__gate_check(x, d, 0, &nsa__gate_names));
+    nsa__shape shape = nsa__query_shape(d, d->heads, d->dim_v),
+               logits = nsa__query_shape(d, d->gate_heads, 3);
+    NSA__CHECK(nsa__check_view(&dx->out, shape, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_gate_gradient(&dx->logits, &x->logits, d, logits, NSA__AT_logits));
+    NSA__CHECK(nsa__check_gradient(&dx->cmp, &x->cmp, shape, NSA__AT_cmp));
+    NSA__CHECK(nsa__check_gradient(&dx->slc, &x->slc, shape, NSA__AT_slc));
+    NSA__CHECK(nsa__check_gradient(&dx->win, &x->win, shape, NSA__AT_win));
+    nsa__gate_run(nsa__gate_job_make(dx, x, d));
+    return NSA_OK;
+}

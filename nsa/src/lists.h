@@ -1,0 +1,208 @@
+/* ---- Block lists: ranking, form -----------------------------------------------------------------
+   Twin: kernels/select_rank.cuh. Not here: scores of blocks (select_scores.h). */
+#pragma once
+#include "tiles.h"
+
+#define NSA__SIGN ((nsa__bits_t)1 << (8 * sizeof(nsa_real) - 1))
+
+static nsa__bits_t nsa__bits_of(nsa_real x) {
+    nsa__bits_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* Maps a score to an unsigned integer with the same order, NaN below all. Bits of positive floats
+   ascend already; the sign bit puts them above the negative ones, whose bits descend and are
+   inverted. The function looks at bits, because -ffast-math assumes that there is no NaN. */
+static nsa__bits_t nsa__score_order(nsa_real score) {
+    const nsa__bits_t infinity =
+        (nsa__bits_t)(sizeof score == 8 ? (uint64_t)0x7ff << 52 : (uint64_t)0x7f800000);
+    nsa__bits_t bits = nsa__bits_of(score);
+    if ((bits & ~NSA__SIGN) > infinity) return 0; /* NaN */
+    if (bits == NSA__SIGN) bits = 0;              /* -0 equals 0 */
+    return bits & NSA__SIGN ? ~bits : bits | NSA__SIGN;
+}
+
+/* Scores as numbers whose bits, taken for signed integers, are in the scores' order: vector units
+   compare signed integers. */
+NSA__COMPILED static void nsa__order(nsa_real *scores, int n) {
+    for (int j = 0; j < n; j++) {
+        nsa__bits_t order = nsa__score_order(scores[j]) ^ NSA__SIGN;
+        memcpy(scores + j, &order, sizeof order);
+    }
+}
+
+/* How many of n scores have an order of at least `least`. With `tiles` they are given as nsa__order
+   makes them, which leaves a score that is neither negative nor NaN as it is. */
+NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_t least,
+                                       const nsa__tiles *tiles) {
+    int count = 0;
+    if (tiles) return tiles->at_least(n, scores, (nsa__lane)(least ^ NSA__SIGN));
+    for (int j = 0; j < n; j++) count += nsa__score_order(scores[j]) >= least;
+    return count;
+}
+
+/* The largest order that at least `room` of n scores have, room <= n. It is found bit by bit: a bit
+   stays set if enough scores are still at or above. */
+static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
+                                      const nsa__tiles *tiles) {
+    nsa__bits_t order = 0, bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
+    for (int reached = n; bit && reached != room; bit >>= 1) {
+        int count = nsa__at_least(scores, n, order | bit, tiles);
+        if (count < room) continue;
+        order |= bit;
+        reached = count;
+    }
+    return order;
+}
+
+/* Eq. 11: forced blocks, and the `room` best of the rest. Candidates are three ranges:
+     | 0 .. begin - 1 forced | begin .. end - 1 the rest | end .. candidates - 1 forced |
+   Of the rest, all blocks above the order of rank `room` are taken, and `ties` blocks that have
+   this order, the lower indices first. Blocks are visited by index, so the list ascends without a
+   sort. NaN has order 0: it is taken only if numbers do not fill the list. */
+NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, const nsa_desc *d,
+                                    const nsa__tiles *tiles, int32_t *list) {
+    int width = nsa_block_list_width(d), n = 0;
+    int begin = (int)nsa__min(nsa__forced_first(d), candidates); /* forced: before begin, */
+    int end = (int)nsa__max(begin, (int64_t)candidates - nsa__forced_local(d)); /* from end on */
+    int forced = begin + candidates - end;
+    int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
+    room = (int)nsa__min(room, end - begin);
+    const nsa_real *rest = scores + begin;
+    nsa__bits_t order = room > 0 ? nsa__order_of_rank(rest, end - begin, room, tiles) : 0;
+    int ties = room - nsa__at_least(rest, end - begin, order + 1, tiles);
+    for (; n < begin; n++) list[n] = n;
+    for (int j = begin, full = begin + room; n < full; j += NSA__LANES) {
+        int lanes = (int)nsa__min(NSA__LANES, end - j);
+        if (!nsa__at_least(scores + j, lanes, order, tiles)) continue;
+        for (int i = j; i < j + lanes && n < full; i++) {
+            nsa__bits_t of_block =
+                tiles ? nsa__bits_of(scores[i]) ^ NSA__SIGN : nsa__score_order(scores[i]);
+            int ties_in = of_block == order && ties > 0;
+            list[n] = i; /* stays if it is taken: a branch would be mispredicted often */
+            n += of_block > order || ties_in;
+            ties -= ties_in;
+        }
+    }
+    for (int j = end; j < candidates; j++) list[n++] = j;
+    while (n < width) list[n++] = -1;
+}
+
+/* The descriptor for what ranks. */
+static const nsa_desc *nsa__rank_desc(const nsa_desc *d, nsa_desc *own) {
+    return nsa__desc_using(d, NSA__USES_SLC | NSA__USES_FORCED, own);
+}
+
+NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_desc *d,
+                                   int32_t *list) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    NSA__CHECK(nsa__check_geometry(d));
+    if (!scores || !list)
+        return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
+    if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
+    nsa__rank(scores, nsa_slc_candidates(d, query), d, NULL, list);
+    return NSA_OK;
+}
+
+/* Whether a list ascends, without duplicates, and has nothing but -1 behind its last candidate. One
+   pass without branches, because nearly all lists do. */
+NSA__COMPILED static int nsa__list_ascends(const int32_t *list, int n, int candidates) {
+    int wrong = (list[0] < -1) | (list[0] >= candidates);
+    for (int i = 1; i < n; i++) {
+        int32_t before = list[i - 1], at = list[i];
+        wrong |= (at != -1) & ((before < 0) | (before >= at) | (at >= candidates));
+    }
+    return !wrong;
+}
+
+/* The first slot that breaks the form, or -1. */
+static int nsa__list_fault(const nsa_desc *d, int candidates, const int32_t *list,
+                           const char **reason) {
+    for (int i = 0; i < nsa_block_list_width(d); i++) {
+        *reason = NULL;
+        if (list[i] < -1 || list[i] >= candidates) *reason = "not a candidate of its query";
+        if (i > 0 && list[i] >= 0) {
+            if (list[i - 1] < 0)
+                *reason = "entry behind a -1";
+            else if (list[i - 1] == list[i])
+                *reason = "duplicate";
+            else if (list[i - 1] > list[i])
+                *reason = "not ascending";
+        }
+        if (*reason) return i;
+    }
+    return -1;
+}
+
+/* The view and the form of all lists; the first fault goes to *fault, which may be NULL. */
+static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
+                                   nsa_block_fault *fault) {
+    NSA__CHECK(nsa__check_view(blocks,
+                               nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
+                               NSA__INTS, 0, NSA__AT_blocks));
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int t = 0; t < seq.count; t++) {
+            const int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t);
+            for (int head = 0; head < nsa__list_heads(d); head++) {
+                const int32_t *list =
+                    (const int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
+                const char *reason;
+                if (nsa__list_ascends(list, nsa_block_list_width(d), candidates)) continue;
+                int slot = nsa__list_fault(d, candidates, list, &reason);
+                if (fault) {
+                    fault->batch = seq.index;
+                    fault->query = seq.first + t;
+                    fault->kv_head = head;
+                    fault->slot = slot;
+                    fault->value = list[slot];
+                    fault->reason = reason;
+                }
+                return nsa__error(NSA_ERROR_BLOCKS, NSA__AT_blocks);
+            }
+        }
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_check_blocks(const nsa_tensor *blocks, const nsa_desc *d,
+                                    nsa_block_fault *fault) {
+    nsa_desc own;
+    d = nsa__desc_using(d, NSA__USES_SLC, &own);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    return nsa__check_lists(blocks, d, fault);
+}
+
+/* Sorts by insertion, because lists are short and nearly in order. */
+static void nsa__sort_blocks(int32_t *list, int n) {
+    for (int i = 1; i < n; i++) {
+        int32_t block = list[i];
+        int at = i;
+        for (; at > 0 && list[at - 1] > block; at--) list[at] = list[at - 1];
+        list[at] = block;
+    }
+}
+
+NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, NSA__USES_SLC, &own);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!blocks) return nsa__error(NSA_ERROR_NULL, NSA__AT_blocks);
+    int width = nsa_block_list_width(d);
+    NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, nsa__list_heads(d), width), NSA__INTS, 1,
+                               NSA__AT_blocks));
+    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+        for (int t = 0; t < seq.count; t++)
+            for (int head = 0; head < nsa__list_heads(d); head++) {
+                int32_t *list = (int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
+                int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t), n = 0, kept = 0;
+                for (int i = 0; i < width; i++)
+                    if (list[i] >= 0 && list[i] < candidates) list[n++] = list[i];
+                nsa__sort_blocks(list, n);
+                for (int i = 0; i < n; i++)
+                    if (kept == 0 || list[kept - 1] != list[i]) list[kept++] = list[i];
+                while (kept < width) list[kept++] = -1;
+            }
+    return NSA_OK;
+}

@@ -1,0 +1,153 @@
+/* ---- Merge --------------------------------------------------------------------------------------
+   Twin: kernels/merge.cuh. Not here: attention. */
+#pragma once
+#include "threads.h"
+
+typedef struct nsa__merge_job {
+    const nsa_merge *x, *dx;
+    const nsa_desc *d;
+    nsa__seq seq;
+} nsa__merge_job;
+
+enum { NSA__MERGE_TOKENS = 16 };
+
+/* Recognised by its bits, because -ffast-math knows no infinity. */
+static int nsa__is_minus_infinity(nsa_real x) {
+    const nsa_real infinity = nsa__minus_infinity();
+    return memcmp(&x, &infinity, sizeof x) == 0;
+}
+
+/* The parts' shares w[2] of one row, and lse of both: w_a = exp(lse_a - lse). A part without keys
+   leaves w = 1 and lse of the other as they are, to the bit. Returns the parts that count, as bits,
+   because under -ffast-math a NaN share may compare equal to 0. */
+static int nsa__merge_weights(nsa_real a, nsa_real b, nsa_real w[2], nsa_real *lse) {
+    int no_a = nsa__is_minus_infinity(a), no_b = nsa__is_minus_infinity(b);
+    w[0] = no_a ? 0 : 1;
+    w[1] = no_b ? 0 : 1;
+    *lse = no_a ? b : a;
+    if (no_a || no_b) return (no_a ? 0 : 1) | (no_b ? 0 : 2);
+    if (!nsa__is_finite((double)a) || !nsa__is_finite((double)b)) {
+        *lse = w[0] = w[1] = nsa__nan();
+        return 3;
+    }
+    /* lse = max + ln(1 + exp(min - max)): exp of a number <= 0 cannot overflow. a < b is the index
+       of the larger part. */
+    double least = exp(-fabs((double)a - (double)b)), most = 1 / (1 + least);
+    w[a < b] = (nsa_real)most;
+    w[a >= b] = (nsa_real)(least * most);
+    *lse = (nsa_real)((double)(a < b ? b : a) + log1p(least));
+    return (w[0] > 0 ? 1 : 0) | (w[1] > 0 ? 2 : 0);
+}
+
+/* One real number of a view. */
+static nsa_real nsa__load_real(const nsa_tensor *x, int64_t batch, int64_t row, int64_t head) {
+    nsa_real value;
+    nsa__load(&value, x->dtype, nsa__row(x, batch, row, head), 1);
+    return value;
+}
+
+/* out = w_a out_a + w_b out_b, lse = ln(exp lse_a + exp lse_b) */
+static void nsa__merge_forward_row(const nsa__merge_job *job, int64_t row, int head) {
+    const nsa_merge *x = job->x;
+    const nsa_tensor *part[2] = {&x->out_a, &x->out_b};
+    int64_t batch = job->seq.batch;
+    nsa_real w[2], lse, out[NSA__MAX_DIM] = {0};
+    int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
+                                   nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
+    for (int i = 0; i < 2; i++)
+        if (parts >> i & 1)
+            nsa__add_to(out, w[i], part[i]->dtype, nsa__row(part[i], batch, row, head),
+                        job->d->dim_v);
+    nsa__store(x->out.dtype, nsa__row(&x->out, batch, row, head), out, job->d->dim_v);
+    nsa__store(x->lse.dtype, nsa__row(&x->lse, batch, row, head), &lse, 1);
+}
+
+/* w_a = exp(lse_a - lse), so dw_a / dlse_a = w_a w_b = -dw_b / dlse_a, dlse / dlse_a = w_a:
+     dout_a = w_a dout,   dlse_a = w_a (w_b dout . (out_a - out_b) + dlse)
+   and the same with a and b exchanged. */
+static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int head) {
+    const nsa_merge *x = job->x, *dx = job->dx;
+    const nsa_tensor *part[2] = {&x->out_a, &x->out_b}, *dpart[2] = {&dx->out_a, &dx->out_b},
+                     *dlse_of[2] = {&dx->lse_a, &dx->lse_b};
+    int64_t batch = job->seq.batch;
+    int dim_v = job->d->dim_v;
+    nsa_real w[2], lse, along = 0, dout[NSA__MAX_DIM], out[2][NSA__MAX_DIM] = {{0}};
+    int parts = nsa__merge_weights(nsa__load_real(&x->lse_a, batch, row, head),
+                                   nsa__load_real(&x->lse_b, batch, row, head), w, &lse);
+    if (!parts) return;
+    nsa_real dlse = dx->lse.data ? nsa__load_real(&dx->lse, batch, row, head) : 0;
+    nsa__load(dout, dx->out.dtype, nsa__row(&dx->out, batch, row, head), dim_v);
+    for (int i = 0; i < 2; i++)
+        if (parts >> i & 1)
+            nsa__load(out[i], part[i]->dtype, nsa__row(part[i], batch, row, head), dim_v);
+    for (int c = 0; c < dim_v; c++) along += dout[c] * (out[0][c] - out[1][c]);
+    for (int i = 0; i < 2; i++) {
+        if (!(parts >> i & 1)) continue;
+        nsa_real sum = w[i] * ((i ? -along : along) * w[!i] + dlse);
+        if (dpart[i]->data)
+            nsa__add(dpart[i]->dtype, nsa__row(dpart[i], batch, row, head), w[i], dout, dim_v);
+        if (dlse_of[i]->data)
+            nsa__add(dlse_of[i]->dtype, nsa__row(dlse_of[i], batch, row, head), 1, &sum, 1);
+    }
+}
+
+/* Rows of x and out are read and written in one step, so a task needs no scratch. */
+static void nsa__merge_task(const void *context, int64_t index, void *scratch) {
+    const nsa__merge_job *job = (const nsa__merge_job *)context;
+    int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__MERGE_TOKENS);
+    (void)scratch;
+    for (int64_t t = index * NSA__MERGE_TOKENS; t < end; t++)
+        for (int h = 0; h < job->d->heads; h++) {
+            if (job->dx)
+                nsa__merge_backward_row(job, job->seq.row + t, h);
+            else
+                nsa__merge_forward_row(job, job->seq.row + t, h);
+        }
+}
+
+static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
+    nsa__merge_job job;
+    nsa__team team = {nsa__threads(d), NULL, 0};
+    job.x = x;
+    job.dx = dx;
+    job.d = d;
+    for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
+        nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
+}
+
+static nsa_status nsa__merge_check(const nsa_merge *x, const nsa_desc *d, int forward) {
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               lse = nsa__query_shape(d, d->heads, 1);
+    NSA__CHECK(nsa__check_view(&x->out_a, out, nsa__floats(), 0, NSA__AT_out_a));
+    NSA__CHECK(nsa__check_view(&x->out_b, out, nsa__floats(), 0, NSA__AT_out_b));
+    NSA__CHECK(nsa__check_view(&x->lse_a, lse, nsa__real_dtypes(), 0, NSA__AT_lse_a));
+    NSA__CHECK(nsa__check_view(&x->lse_b, lse, nsa__real_dtypes(), 0, NSA__AT_lse_b));
+    if (!forward) return NSA_OK;
+    NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), 1, NSA__AT_out));
+    return nsa__check_view(&x->lse, lse, nsa__real_dtypes(), 1, NSA__AT_lse);
+}
+
+NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__merge_check(x, d, 1));
+    nsa__merge_run(NULL, x, d);
+    return NSA_OK;
+}
+
+NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
+    NSA__CHECK(nsa__merge_check(x, d, 0));
+    nsa__shape out = nsa__query_shape(d, d->heads, d->dim_v),
+               lse = nsa__query_shape(d, d->heads, 1);
+    NSA__CHECK(nsa__check_view(&dx->out, out, nsa__floats(), 0, NSA__AT_out | NSA__GRADIENT));
+    NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, lse));
+    NSA__CHECK(nsa__check_gradient(&dx->out_a, &x->out_a, out, NSA__AT_out_a));
+    NSA__CHECK(nsa__check_gradient(&dx->out_b, &x->out_b, out, NSA__AT_out_b));
+    NSA__CHECK(nsa__check_gradient(&dx->lse_a, &x->lse_a, lse, NSA__AT_lse_a));
+    NSA__CHECK(nsa__check_gradient(&dx->lse_b, &x->lse_b, lse, NSA__AT_lse_b));
+    nsa__merge_run(dx, x, d);
+    return NSA_OK;
+}

@@ -1,0 +1,365 @@
+/* ---- Rows and numbers: the one place that knows dtypes ------------------------------------------
+   Twin: kernels/rows.cuh. Not here: which rows a sequence has (sequences.h). */
+#pragma once
+#include "system.h"
+
+#define NSA__LOG2E 1.4426950408889634074
+#define NSA__LN2   0.69314718055994530942
+/* Stands for "no maximum yet". Finite, so that no difference of two maxima is inf - inf. */
+#define NSA__LOWEST ((nsa_real)(sizeof(nsa_real) == sizeof(double) ? -DBL_MAX : -FLT_MAX))
+
+/* Numbers of the widest vector, AVX-512's in f32. Packed rows are padded to multiples of it. */
+enum { NSA__LANES = 16 };
+
+/* Integers as wide as nsa_real. Their names are pasted together from the text of NSA_REAL, because
+   the preprocessor knows no sizeof. */
+#define NSA__BITS_float       32
+#define NSA__BITS_double      64
+#define NSA__INT_(bits, kind) kind##bits##_t
+#define NSA__INT(bits, kind)  NSA__INT_(bits, kind)
+#define NSA__REAL_BITS_(real) NSA__BITS_##real
+#define NSA__REAL_BITS(real)  NSA__REAL_BITS_(real)
+typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), int) nsa__lane;
+typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), uint) nsa__bits_t;
+
+#if defined(__GNUC__) || defined(__clang__)
+#define NSA__INLINE static inline __attribute__((always_inline))
+#else
+#define NSA__INLINE static inline
+#endif
+
+NSA__INLINE float nsa__float_from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+NSA__INLINE uint32_t nsa__float_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static nsa_real nsa__nan(void) {
+    return (nsa_real)nsa__float_from_bits(0x7fc00000u);
+}
+static nsa_real nsa__minus_infinity(void) {
+    return (nsa_real)nsa__float_from_bits(0xff800000u);
+}
+
+/* What loops call is inlined: a public function that a shared library exports never is. */
+NSA__INLINE float nsa__from_bf16(uint16_t x) {
+    return nsa__float_from_bits((uint32_t)x << 16);
+}
+
+/* bf16 is the upper half of an f32. The code adds 0x7fff, and 1 more if the kept half is odd. That
+   carries into the kept half exactly if it must be rounded up: to nearest, ties to even. A carry
+   out of the mantissa raises the exponent, at the end to infinity, as it must. The bit 0x40 makes a
+   NaN quiet; without it a NaN whose payload lies in the lower half would become infinity. */
+NSA__INLINE uint16_t nsa__to_bf16(float x) {
+    uint32_t bits = nsa__float_bits(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40); /* a quiet NaN */
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+/* f16 has 5 bits of exponent with bias 15 and 10 of mantissa, f32 has 8 with bias 127 and 23: the
+   exponent grows by 112, the mantissa moves up by 13 bits. No branches, so that a compiler makes
+   vectors of a loop over it. A subnormal number is a difference of normal ones, because -ffast-math
+   may take subnormal floats for 0. */
+NSA__INLINE float nsa__from_f16(uint16_t x) {
+    const uint32_t least = 113u << 23; /* 2^-14, the least normal number */
+    uint32_t rest = (uint32_t)(x & 0x7fffu) << 13, exponent = rest >> 23;
+    uint32_t subnormal =
+        nsa__float_bits(nsa__float_from_bits(rest | least) - nsa__float_from_bits(least));
+    uint32_t is_subnormal = 0u - (uint32_t)(exponent == 0),
+             is_infinite = 0u - (uint32_t)(exponent == 31);
+    uint32_t normal = rest + (112u << 23) + (is_infinite & 112u << 23);
+    return nsa__float_from_bits((uint32_t)(x & 0x8000u) << 16 | (is_subnormal & subnormal) |
+                                (~is_subnormal & normal));
+}
+
+/* Exponent and mantissa are rounded as one integer, so that a carry out of the mantissa raises the
+   exponent. 0x477ff000 is 65520, halfway between the largest f16 and 65536. 0x33000000 is 2^-25,
+   half of the smallest subnormal; the tie there goes to 0, which is even. */
+NSA__INLINE uint16_t nsa__to_f16(float x) {
+    uint32_t bits = nsa__float_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to 65536 or beyond */
+    if (magnitude < 0x33000000u) return (uint16_t)sign; /* below half a subnormal step */
+    int shift = 13;
+    uint32_t mantissa = magnitude - (112u << 23);
+    if (magnitude < 0x38800000u) { /* subnormal: count in units of 2^-24 */
+        shift = 126 - (int)(magnitude >> 23);
+        mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+    }
+    uint32_t half = 1u << (shift - 1), rest = mantissa & ((1u << shift) - 1);
+    uint32_t rounded = mantissa >> shift;
+    if (rest > half || (rest == half && (rounded & 1))) rounded++;
+    return (uint16_t)(sign | rounded);
+}
+
+NSA_API float nsa_bf16_to_f32(uint16_t x) {
+    return nsa__from_bf16(x);
+}
+NSA_API uint16_t nsa_f32_to_bf16(float x) {
+    return nsa__to_bf16(x);
+}
+NSA_API float nsa_f16_to_f32(uint16_t x) {
+    return nsa__from_f16(x);
+}
+NSA_API uint16_t nsa_f32_to_f16(float x) {
+    return nsa__to_f16(x);
+}
+
+/* The address of a row: the one place that turns strides, which count elements, into bytes. */
+static void *nsa__row(const nsa_tensor *x, int64_t batch, int64_t row, int64_t head) {
+    int64_t element = x->batch * batch + x->token * row + x->head * head;
+    return (char *)x->data + (ptrdiff_t)element * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
+}
+
+#if defined(__GNUC__) || defined(__clang__)
+#define NSA__PREFETCH(at) __builtin_prefetch(at)
+#else
+#define NSA__PREFETCH(at) (void)(at)
+#endif
+
+/* Prefetches memory. Rows of one head are a row of all heads apart, which is further than the
+   hardware prefetches. To GCC a function that only prefetches has no effect, so that it removes
+   calls of it; the empty instruction is one. */
+static void nsa__fetch(const void *at, size_t bytes) {
+#if defined(__GNUC__) || defined(__clang__)
+    __asm__ __volatile__("");
+#endif
+    for (size_t i = 0; i < bytes; i += 64) NSA__PREFETCH((const char *)at + i);
+    /* malloc's rows begin within a line */
+    if (bytes) NSA__PREFETCH((const char *)at + bytes - 1);
+}
+
+/* A user's -O0, -ffast-math or -std=c99 must not reach what is hot. GCC takes the level and the
+   rules of arithmetic by attribute, clang takes the rules by pragma. With clang's `on` a product
+   and the sum in the same expression are always one rounding. With `fast` they are so only within
+   one block of code; sanitizers split blocks, and bits that must be equal would differ. */
+#if defined(__clang__)
+#define NSA__COMPILED
+#define NSA__ARITHMETIC _Pragma("clang fp reassociate(off) contract(on)")
+#elif defined(__GNUC__)
+#define NSA__COMPILED \
+    __attribute__((optimize("O3", "fp-contract=fast", "no-fast-math", "align-loops=64")))
+#define NSA__ARITHMETIC
+#else
+#define NSA__COMPILED
+#define NSA__ARITHMETIC
+#endif
+
+/* Before a loop of few, known turns over an array that shall become registers. Unless GCC unrolls
+   such loops first of all, it keeps the array in memory. */
+#if defined(__GNUC__) && __GNUC__ >= 8 && !defined(__clang__) && !defined(__CUDACC__)
+#define NSA__UNROLL _Pragma("GCC unroll 16")
+#else
+#define NSA__UNROLL
+#endif
+
+static nsa_real nsa__exp2(nsa_real x) {
+    return sizeof x == sizeof(double) ? (nsa_real)exp2((double)x) : (nsa_real)exp2f((float)x);
+}
+
+NSA__COMPILED static void nsa__load(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
+    const uint16_t *half = (const uint16_t *)row;
+    switch (dtype) {
+    case NSA_F32:
+        for (int i = 0; i < n; i++) to[i] = (nsa_real)((const float *)row)[i];
+        break;
+    case NSA_F64:
+        for (int i = 0; i < n; i++) to[i] = (nsa_real)((const double *)row)[i];
+        break;
+    case NSA_BF16:
+        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa__from_bf16(half[i]);
+        break;
+    case NSA_F16:
+        for (int i = 0; i < n; i++) to[i] = (nsa_real)nsa__from_f16(half[i]);
+        break;
+    case NSA_I32:
+        break;
+    }
+}
+
+/* f64 reaches bf16 and f16 through f32, so it is rounded twice there. */
+NSA__COMPILED static void nsa__store(nsa_dtype dtype, void *row, const nsa_real *from, int n) {
+    uint16_t *half = (uint16_t *)row;
+    switch (dtype) {
+    case NSA_F32:
+        for (int i = 0; i < n; i++) ((float *)row)[i] = (float)from[i];
+        break;
+    case NSA_F64:
+        for (int i = 0; i < n; i++) ((double *)row)[i] = (double)from[i];
+        break;
+    case NSA_BF16:
+        for (int i = 0; i < n; i++) half[i] = nsa__to_bf16((float)from[i]);
+        break;
+    case NSA_F16:
+        for (int i = 0; i < n; i++) half[i] = nsa__to_f16((float)from[i]);
+        break;
+    case NSA_I32:
+        break;
+    }
+}
+
+/* row += factor * from, summed in the real dtype and rounded once. Rows of w1 in a compress can be
+   longer than NSA__MAX_DIM, so the sum is taken piece by piece. */
+NSA__COMPILED static void nsa__add(nsa_dtype dtype, void *row, nsa_real factor,
+                                   const nsa_real *from, int n) {
+    nsa_real sum[NSA__MAX_DIM];
+    for (int at = 0; at < n; at += NSA__MAX_DIM) {
+        int part = n - at < NSA__MAX_DIM ? n - at : NSA__MAX_DIM;
+        void *to = (char *)row + (size_t)at * nsa__dtype_bytes(dtype);
+        nsa__load(sum, dtype, to, part);
+        for (int i = 0; i < part; i++) sum[i] += factor * from[at + i];
+        nsa__store(dtype, to, sum, part);
+    }
+}
+
+/* The exponent plus one, which sets the sign bit if the exponent is all ones: x is infinite or NaN.
+   So an and, an add and an or find out about many numbers. Every vector unit has these three for
+   integers; SSE2 has no integer maximum. */
+#define NSA__SIGN_BIT (8 * (int)sizeof(nsa_real) - 1)
+NSA__INLINE nsa__bits_t nsa__exponent_carry(nsa_real x) {
+    const nsa__bits_t one = (nsa__bits_t)1 << (sizeof x == 8 ? 52 : 23);
+    nsa__bits_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits & (((nsa__bits_t)1 << NSA__SIGN_BIT) - one)) + one;
+}
+
+/* 1 if no number is infinite or NaN. */
+NSA__COMPILED static int nsa__all_finite(const nsa_real *x, int n) {
+    nsa__bits_t any = 0;
+    for (int i = 0; i < n; i++) any |= nsa__exponent_carry(x[i]);
+    return !(any >> NSA__SIGN_BIT);
+}
+
+/* sum += factor * row */
+NSA__COMPILED static void nsa__add_to(nsa_real *sum, nsa_real factor, nsa_dtype dtype,
+                                      const void *row, int n) {
+    nsa_real x[NSA__MAX_DIM];
+    nsa__load(x, dtype, row, n);
+    for (int i = 0; i < n; i++) sum[i] += factor * x[i];
+}
+
+/* a . b; n is a multiple of 16. The order of the sum is written out as 16 partial sums, then by
+   halves, so that a compiler's choice of vectors changes no bit. */
+NSA__COMPILED static nsa_real nsa__dot(const nsa_real *a, const nsa_real *b, int n) {
+    nsa_real part[NSA__LANES] = {0};
+    for (int i = 0; i < n; i += NSA__LANES)
+        for (int j = 0; j < NSA__LANES; j++) part[j] += a[i + j] * b[i + j];
+    for (int half = NSA__LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) part[j] += part[j + half];
+    return part[0];
+}
+
+/* A non-finite row becomes zeros and returns 0: the caller records it in a mask, and queries that
+   use the row get NaN at the end. So no kernel meets a NaN and no other query is affected. In-place
+   keys are the exception: there the scores are checked afterwards. */
+static int nsa__clear_nonfinite(nsa_real *row, int n) {
+    if (nsa__all_finite(row, n)) return 1;
+    memset(row, 0, (size_t)n * sizeof *row);
+    return 0;
+}
+
+/* Loads a row, and clears it so. */
+static int nsa__load_finite(nsa_real *to, nsa_dtype dtype, const void *row, int n) {
+    nsa__load(to, dtype, row, n);
+    return nsa__clear_nonfinite(to, n);
+}
+
+/* Copies a row of bf16 as pairs, with zeros up to `wide` numbers. A non-finite row becomes zeros
+   and returns 0. */
+NSA__COMPILED static int nsa__copy_finite_pairs(nsa_real *to, const void *row, int n, int wide) {
+    uint32_t any = 0;
+    memset((uint16_t *)to + n, 0, (size_t)(wide - n) * sizeof(uint16_t));
+    memcpy(to, row, (size_t)n * sizeof(uint16_t));
+    for (int i = 0; i < wide / 2; i++) {
+        uint32_t pair;
+        memcpy(&pair, to + i, sizeof pair);
+        any |= (pair & 0x7f807f80u) + 0x00800080u; /* as nsa__all_finite, for two exponents */
+    }
+    if (!(any & 0x80008000u)) return 1;
+    memset(to, 0, (size_t)wide * sizeof(uint16_t));
+    return 0;
+}
+
+static nsa_real nsa__sigmoid(nsa_real x) {
+    return (nsa_real)(1 / (1 + exp(-(double)x)));
+}
+
+/* Bytes from one of a head's gates to the next, in a view of that dtype; 0: they are packed. */
+static ptrdiff_t nsa__gates_apart(const nsa_tensor *x, const nsa_desc *d) {
+    int64_t stride = nsa__gate_stride(d);
+    return stride == 1 ? 0 : (ptrdiff_t)stride * (ptrdiff_t)nsa__dtype_bytes(x->dtype);
+}
+
+static void nsa__load_gates(nsa_real g[3], const nsa_tensor *x, const nsa_desc *d, int64_t batch,
+                            int64_t row, int64_t head) {
+    const char *at = (const char *)nsa__row(x, batch, row, head);
+    ptrdiff_t apart = nsa__gates_apart(x, d);
+    if (!apart) nsa__load(g, x->dtype, at, 3);
+    for (int i = 0; apart && i < 3; i++) nsa__load(&g[i], x->dtype, at + i * apart, 1);
+}
+
+static void nsa__add_gates(const nsa_tensor *x, const nsa_desc *d, int64_t batch, int64_t row,
+                           int64_t head, const nsa_real dg[3]) {
+    char *at = (char *)nsa__row(x, batch, row, head);
+    ptrdiff_t apart = nsa__gates_apart(x, d);
+    if (!apart) nsa__add(x->dtype, at, 1, dg, 3);
+    for (int i = 0; apart && i < 3; i++) nsa__add(x->dtype, at + i * apart, 1, &dg[i], 1);
+}
+
+/* Turns three logits into the weights g of Eq. 5; without a gate function the logits are g. Softmax
+   subtracts the maximum, so that exp cannot overflow. */
+static void nsa__gate_weights(nsa_gate_kind kind, nsa_real g[3]) {
+    if (kind == NSA_GATE_SIGMOID)
+        for (int i = 0; i < 3; i++) g[i] = nsa__sigmoid(g[i]);
+    if (kind == NSA_GATE_SOFTMAX) {
+        nsa_real most = g[0] > g[1] ? g[0] : g[1], sum = 0;
+        most = most > g[2] ? most : g[2];
+        for (int i = 0; i < 3; i++) sum += g[i] = (nsa_real)exp((double)(g[i] - most));
+        for (int i = 0; i < 3; i++) g[i] /= sum;
+    }
+}
+
+/* The weight of one branch: sigmoid asks for no other logit. */
+static nsa_real nsa__gate_weight(nsa_gate_kind kind, const nsa_real logits[3], int branch) {
+    nsa_real g[3] = {logits[0], logits[1], logits[2]};
+    if (kind == NSA_GATE_SIGMOID) return nsa__sigmoid(g[branch]);
+    nsa__gate_weights(kind, g);
+    return g[branch];
+}
+
+/* Arguments are int64_t, so that sums and products are compared before they are narrowed to int. */
+static int64_t nsa__min(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+static int64_t nsa__max(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+static int64_t nsa__ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+NSA_API nsa_tensor nsa_tensor_bthd(void *data, nsa_dtype dtype, int tokens, int heads, int width) {
+    nsa_tensor x;
+    x.data = data;
+    x.dtype = dtype;
+    x.head = width;
+    x.token = (int64_t)heads * width;
+    x.batch = x.token * tokens;
+    return x;
+}
+
+NSA_API nsa_tensor nsa_tensor_bhtd(void *data, nsa_dtype dtype, int tokens, int heads, int width) {
+    nsa_tensor x;
+    x.data = data;
+    x.dtype = dtype;
+    x.token = width;
+    x.head = (int64_t)tokens * width;
+    x.batch = x.head * heads;
+    return x;
+}

@@ -1,0 +1,211 @@
+/* ---- Selection by scores that are no attention -----------------------------------------------
+   Twin: kernels/score_blocks.cuh. Not here: ranking (lists.h).
+   token[s] = sum_h weights[t, h] act(q[t, h] . k[s]) for query t and the heads h of a group. The
+   score of block j is the maximum or the mean of token[s] over those s of the block that t sees.
+   Tasks iterate over keys as dense attention does, tile by tile. A tile may hold parts of several
+   blocks, and a block may cover several tiles, so a block's score is pooled part by part. */
+#pragma once
+#include "select.h"
+
+/* Scratch of a task. */
+typedef struct nsa__scorer {
+    nsa__tile_iter iter;
+    nsa_real *q;              /* of every row, not scaled */
+    nsa_real *s;              /* of every row: q . k for the keys of the tile at hand */
+    nsa_real *scores;         /* of every query and selection block, pooled so far */
+    int64_t stride;           /* of a query's scores */
+    unsigned char *nonfinite; /* of every row: 1 if its q or weight is not finite */
+} nsa__scorer;
+
+/* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
+typedef struct nsa__scorer_jobs {
+    nsa__head_job keys[NSA__HEADS_AT_ONCE]; /* first: nsa__job_of takes the context for it */
+    const nsa_score *x;
+} nsa__scorer_jobs;
+
+static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->task_queries * p->group;
+    nsa__tile_iter_alloc(&f->iter, p, a, a);
+    f->stride = nsa__ceil_div(nsa_slc_count(p->d, p->d->tokens), NSA__LANES) * NSA__LANES;
+    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->s = nsa__alloc_reals(a, rows * p->tile);
+    f->scores = nsa__alloc_reals(a, p->task_queries * f->stride);
+    f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
+}
+
+/* One head's part of n tokens: token[i] += weight act(s[i]). */
+NSA__COMPILED static void nsa__scorer_add_head(nsa_real *token, const nsa_real *s, int n,
+                                               nsa_real weight, nsa_score_act act) {
+    if (act == NSA_SCORE_RELU)
+        for (int i = 0; i < n; i++) token[i] += weight * (s[i] > 0 ? s[i] : 0);
+    else
+        for (int i = 0; i < n; i++) token[i] += weight * s[i];
+}
+
+/* Pools tokens begin .. end - 1 of a tile, which lie in one block, into the block's score.
+   `nonfinite` has a bit for each non-finite key of the tile. One such key makes the score NaN. NaN
+   is found by its order, because -ffast-math folds comparisons with it. */
+static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, int end,
+                             uint64_t nonfinite, nsa_score_pool pool) {
+    if (nonfinite & nsa__bits(begin, end)) *score = nsa__nan();
+    if (nsa__score_order(*score) == 0) return;
+    for (int i = begin; i < end; i++) {
+        if (pool == NSA_POOL_MEAN)
+            *score += token[i];
+        else
+            *score = token[i] > *score ? token[i] : *score;
+    }
+}
+
+/* One query and tile: adds up the heads' token scores, then pools them block by block, up to the
+   last token that the query sees. */
+static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                             int a, int tile) {
+    const nsa__attend_plan *p = job->plan;
+    int query = f->iter.first + a, begin = tile * p->tile, block = p->d->slc_block;
+    int end = (int)nsa__min(begin + (int64_t)p->tile, nsa__span_end(job, query));
+    nsa_real token[NSA__TILE] = {0};
+    for (int g = 0; g < p->group; g++) {
+        nsa_real weight = 1;
+        int row = a * p->group + g;
+        if (x->weights.data)
+            nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, row),
+                      1);
+        nsa__scorer_add_head(token, f->s + (ptrdiff_t)row * p->tile, p->tile, weight, x->act);
+    }
+    for (int key = begin; key < end;) {
+        int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
+        nsa__scorer_pool(f->scores + a * f->stride + j, token, key - begin, until - begin,
+                         job->nonfinite[tile], x->pool);
+        key = until;
+    }
+}
+
+/* Ends one query: divides sums by the tokens seen if the mean is asked for, stores the scores,
+   ranks them. The last block that the query sees may be cut by the query's own position. */
+static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                            int a) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_desc *d = p->d;
+    int query = f->iter.first + a, nonfinite = 0, tokens = nsa__span_end(job, query);
+    int n = nsa_slc_count(d, tokens);
+    int64_t row = job->seq.row + query - job->seq.first;
+    nsa_real *scores = f->scores + a * f->stride;
+    for (int j = 0; x->pool == NSA_POOL_MEAN && j < n; j++)
+        scores[j] /= (nsa_real)nsa__min(d->slc_block, tokens - (int64_t)j * d->slc_block);
+    for (int g = 0; g < p->group; g++) nonfinite |= f->nonfinite[a * p->group + g];
+    if (nonfinite) memset(scores, 0, (size_t)n * sizeof *scores);
+    nsa__store_scores(job, &x->scores, query, scores);
+    nsa__order(scores, n);
+    nsa__rank(scores, n, d, p->tiles,
+              (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->head));
+}
+
+/* Loads the rows of q, marks rows whose weight is not finite, and starts the pools: 0 for a sum,
+   the lowest number for a maximum. */
+static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
+                              int64_t task) {
+    const nsa__attend_plan *p = job->plan;
+    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
+    int rows = f->iter.queries * p->group;
+    memset(f->nonfinite, 0, (size_t)rows);
+    nsa__load_queries(job, &f->iter, &x->q, p->d->dim, p->wide, p->wide, 1, f->q, f->nonfinite);
+    for (int r = 0; x->weights.data && r < rows; r++) {
+        nsa_real weight;
+        nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, r), 1);
+        if (!nsa__is_finite((double)weight)) f->nonfinite[r] = 1;
+    }
+    for (int a = 0; a < f->iter.queries; a++)
+        for (int j = 0; j < f->stride; j++)
+            f->scores[a * f->stride + j] = x->pool == NSA_POOL_MEAN ? 0 : NSA__LOWEST;
+}
+
+/* All tiles from 0 to the last query's. Each tile is one product for all rows of the task; then
+   each query pools what it sees of the tile. */
+static void nsa__scorer_task(const void *context, int64_t index, void *scratch) {
+    const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
+    nsa__scorer f;
+    nsa__arena a = {(char *)scratch, 0};
+    nsa__scorer_alloc(&f, p, &a);
+    nsa__scorer_begin(&f, job, x, index);
+    const nsa__matrix q = {f.q, p->wide, 1, NULL};
+    const nsa__result products = {f.s, p->tile, NULL, 0, NULL, NULL, NULL};
+    for (int tile = 0; tile < f.iter.tile_end; tile++) {
+        const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->tile * p->d->dim, p->tile, 1,
+                                 NULL};
+        p->tiles->gemm(f.iter.queries * p->group, p->tile, p->d->dim, &q, &k_t, &products);
+        for (int i = 0; i < f.iter.queries; i++) nsa__scorer_tile(&f, job, x, i, tile);
+    }
+    for (int i = 0; i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
+}
+
+static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
+    for (int i = 0; i < p->jobs; i++) {
+        jobs[i] = nsa__job_make(p);
+        nsa__alloc_keys(&jobs[i], shared, 0, 0);
+    }
+}
+
+/* The plan of dense attention, whose spans are all keys that a query sees. */
+static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE, 1, nsa__heads_near(d));
+    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__scorer f;
+    nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
+    nsa__scorer_layout(jobs, &p, &shared);
+    nsa__scorer_alloc(&f, &p, &scratch);
+    p.shared = shared.used;
+    p.scratch = scratch.used;
+    return p;
+}
+
+static void nsa__scorer_heads(nsa__head_job *jobs, const nsa__team *team) {
+    nsa__run(team, nsa__query_tasks(jobs), nsa__scorer_task, jobs);
+}
+
+NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    if (nsa_desc_check(d) != NSA_OK) return 0;
+    nsa__attend_plan p = nsa__scorer_plan(NULL, d);
+    return nsa__attend_plan_bytes(&p, nsa__threads(d));
+}
+
+static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
+    if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
+    if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
+    NSA__CHECK(
+        nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, NSA__AT_q));
+    NSA__CHECK(nsa__check_view(&x->k, nsa__key_shape(d, d->dim), nsa__floats(), 0, NSA__AT_k));
+    if (x->weights.data)
+        NSA__CHECK(nsa__check_view(&x->weights, nsa__query_shape(d, d->heads, 1), nsa__floats(), 0,
+                                   NSA__AT_weights));
+    NSA__CHECK(nsa__check_scores(&x->scores, d));
+    return nsa__check_view(&x->blocks,
+                           nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
+                           NSA__INTS, 1, NSA__AT_blocks);
+}
+
+NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
+                                    size_t bytes) {
+    nsa__scorer_jobs jobs;
+    nsa__team team;
+    nsa_attend attend;
+    nsa_desc own;
+    d = nsa__rank_desc(d, &own);
+    NSA__CHECK(nsa_desc_check(d));
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    NSA__CHECK(nsa__score_check(x, d));
+    memset(&attend, 0, sizeof attend);
+    attend.q = x->q;
+    attend.k = x->k;
+    jobs.x = x;
+    const nsa__attend_plan p = nsa__scorer_plan(&attend, d);
+    nsa__arena shared = nsa__arena_at(workspace);
+    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
+    nsa__scorer_layout(jobs.keys, &p, &shared);
+    nsa__each_heads(jobs.keys, &team, nsa__scorer_heads);
+    return NSA_OK;
+}

@@ -1,0 +1,129 @@
+/* ---- Selection: scores of blocks -------------------------------------------------------------
+   Twin: kernels/select_score.cuh. Not here: who asks for lists (select.h, attend_forward.h).
+   From scores to lists, for the queries of a task. nsa_select_blocks computes the scores for this
+   end; cmp's forward keeps those that it computes anyway.
+     Eq. 8:  p_cmp = exp(scale q k_cmp - lse_cmp), of every head
+     Eq. 10: p_cmp is summed over the heads of a group
+     Eq. 9:  p_slc[j] = sum_u stencil[u] p_cmp[j l'/d - lead + u]
+     Eq. 11: nsa__rank
+   Eq. 10 comes before Eq. 9, because Eq. 9 is linear: the heads' sum is mapped once, not each head.
+   The maximum of NSA_SCORE_OVERLAP_MAX is taken over that sum. */
+#pragma once
+#include "lists.h"
+#include "attend_tiles.h"
+
+/* What selection needs of a task's rows: all of their scores against the compressed keys. */
+typedef struct nsa__scoring {
+    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale2 */
+    int64_t stride;   /* of a row of s: whole tiles and one vector */
+    nsa_real *p_cmp;  /* of one query and compressed block: summed over the group's heads */
+    nsa_real *scores; /* of one query and selection block: p_slc */
+} nsa__scoring;
+
+static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
+    /* One vector more: rows a power of two apart would share the same few sets of the cache. */
+    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile + NSA__LANES;
+    f->s = nsa__alloc_reals(a, (int64_t)p->task_queries * p->group * f->stride);
+    f->p_cmp = nsa__alloc_reals(a, f->stride);
+    f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
+}
+
+/* Eq. 9 in strides: selection block j collects compressed blocks j l'/d - lead .. j l'/d - lead +
+   size - 1. With l 32, d 16, l' 64 these are blocks 4j - 1 .. 4j + 3, with weights 1 2 2 2 1. */
+static int nsa__stencil_lead(const nsa_desc *d) {
+    return d->cmp_block / d->cmp_stride - 1;
+}
+static int nsa__stencil_size(const nsa_desc *d) {
+    return d->slc_block / d->cmp_stride + nsa__stencil_lead(d);
+}
+
+/* Weights are those of any block whose stencil does not begin before block 0; the edge is cut off
+   later, by nsa__scores. */
+static void nsa__fill_stencil(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_desc *d = p->d;
+    int steps = d->slc_block / d->cmp_stride, lead = nsa__stencil_lead(d);
+    int inner = (int)nsa__ceil_div(lead, steps); /* a block with all of its stencil inside */
+    for (int u = 0; u < nsa__stencil_size(d); u++)
+        job->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
+}
+
+enum { NSA__WHOLE_STENCILS = 8 }; /* together, because each waits for its own sum */
+
+/* Eq. 9 of so many candidates, whose stencils begin at p_cmp, `step` apart, and are cut nowhere. */
+NSA__INLINE NSA__COMPILED void nsa__whole_scores(const nsa_real *stencil, int size, int step,
+                                                 const nsa_real *p_cmp, nsa_real *scores) {
+    nsa_real sum[NSA__WHOLE_STENCILS] = {0};
+    for (int u = 0; u < size; u++) {
+        NSA__UNROLL
+        for (int i = 0; i < NSA__WHOLE_STENCILS; i++) sum[i] += stencil[u] * p_cmp[u + i * step];
+    }
+    memcpy(scores, sum, sizeof sum);
+}
+
+/* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
+   last compressed block that the query sees. A candidate without such a block has score 0. */
+NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const nsa_real *p_cmp,
+                                      nsa_real *scores) {
+    const nsa__attend_plan *p = job->plan;
+    const nsa_desc *d = p->d;
+    int visible = nsa__cmp_visible(d, job->seq.tokens, query), size = nsa__stencil_size(d);
+    int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
+        step = d->slc_block / d->cmp_stride;
+    int sums = d->score_map == NSA_SCORE_OVERLAP_SUM;
+    int reach = (NSA__WHOLE_STENCILS - 1) * step + size; /* of whole stencils */
+    for (int j = 0; j < candidates;) {
+        int64_t first = (int64_t)j * step - nsa__stencil_lead(d); /* in compressed blocks */
+        if (sums && first >= 0 && first + reach <= visible) {
+            nsa__whole_scores(job->stencil, size, step, p_cmp + first, scores + j);
+            j += NSA__WHOLE_STENCILS;
+            continue;
+        }
+        int from = (int)nsa__max(0, -first), to = (int)nsa__min(size, visible - first);
+        nsa_real score = 0;
+        for (int u = from; u < to; u++) {
+            nsa_real value = p_cmp[first + u];
+            if (sums)
+                score += job->stencil[u] * value;
+            else
+                score = value > score ? value : score;
+        }
+        scores[j++] = score;
+    }
+}
+
+/* Stores a query's scores if they are asked for, and -inf behind its candidates. */
+static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int query,
+                              const nsa_real *scores) {
+    const nsa__attend_plan *p = job->plan;
+    int n = nsa__slc_candidates(p->d, job->seq.tokens, query);
+    if (!x->data) return;
+    nsa_real *to =
+        (nsa_real *)nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first, job->head);
+    memcpy(to, scores, (size_t)n * sizeof *to);
+    for (int j = n; j < nsa_slc_count(p->d, p->d->tokens); j++) to[j] = nsa__minus_infinity();
+}
+
+/* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
+   list of equal scores, because its real scores are NaN and a list must still be valid. */
+static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
+                                const nsa__scoring *f, const nsa_real *lse2,
+                                const unsigned char *nonfinite_rows) {
+    const nsa__attend_plan *p = job->plan;
+    int group = p->group;
+    for (int a = 0; a < it->queries; a++) {
+        int query = it->first + a, nonfinite = 0;
+        int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
+        int candidates = nsa__slc_candidates(p->d, job->seq.tokens, query);
+        p->tiles->probability(group, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
+                              (ptrdiff_t)f->stride, lse2 + (ptrdiff_t)a * group,
+                              f->s + (ptrdiff_t)a * group * f->stride, f->p_cmp);
+        nsa__scores(job, query, f->p_cmp, f->scores);
+        for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
+        for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
+        int64_t row = job->seq.row + query - job->seq.first;
+        nsa__store_scores(job, &p->options.select->scores, query, f->scores);
+        nsa__rank(f->scores, candidates, p->d, p->tiles,
+                  (int32_t *)nsa__row(&p->options.select->blocks, job->seq.batch, row, job->head));
+    }
+}

@@ -1,0 +1,154 @@
+/* ---- Sequences, workspace -----------------------------------------------------------------------
+   Twin: none; kernels take views. Not here: who runs (threads.h). */
+#pragma once
+#include "checks.h"
+
+/* Where the rows of a sequence's keys lie, or of its compressed ones. */
+typedef struct nsa__rows {
+    int64_t batch, row;   /* what batch strides multiply, and the row of key 0 */
+    int ring;             /* a decoding cache's: key s lies in row s % ring; 0: straight */
+    const int32_t *pages; /* NULL, or where batch and row are found: see nsa__key_row */
+    int page_rows, lead;
+} nsa__rows;
+
+/* The row of a key: the one place that knows rings and pages. */
+static void *nsa__key_row(const nsa__rows *rows, const nsa_tensor *x, int64_t key, int64_t head) {
+    if (rows->pages) {
+        uint32_t at = (uint32_t)(key + rows->lead), n = (uint32_t)rows->page_rows;
+        return nsa__row(x, rows->pages[at / n], at % n, head);
+    }
+    return nsa__row(x, rows->batch, rows->row + (rows->ring ? key % rows->ring : key), head);
+}
+
+/* Keys from this one on whose rows follow each other by the token stride. */
+static int nsa__rows_together(const nsa__rows *rows, int key) {
+    if (rows->pages)
+        return rows->page_rows - (int)((uint32_t)(key + rows->lead) % (uint32_t)rows->page_rows);
+    return rows->ring ? rows->ring - key % rows->ring : INT_MAX;
+}
+
+/* One sequence of the batch. Iterate with nsa__seq_begin and nsa__seq_next from the first one on,
+   because packed rows are sums over the sequences before. */
+typedef struct nsa__seq {
+    int index;          /* b */
+    int64_t batch, row; /* on the query's side: what batch strides multiply, and the view's row of
+                           query `first` */
+    nsa__rows keys, cmp;
+    int tokens, cmp_tokens; /* its keys, and its compressed keys */
+    int first, count; /* the queries to compute that it has: positions first .. first + count - 1 */
+} nsa__seq;
+
+/* Fills the fields that follow from `index`; behind the last sequence they keep their values. */
+static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
+    int b = s->index;
+    if (b >= d->batch) return;
+    s->tokens = nsa__tokens_of(d, b);
+    s->cmp_tokens = nsa_cmp_count(d, s->tokens);
+    s->first = d->firsts ? d->firsts[b] : d->first;
+    s->count = d->counts ? d->counts[b]
+                         : (int)nsa__max(0, nsa__min(d->count, (int64_t)s->tokens - d->first));
+    s->keys.batch = s->cmp.batch = d->begins ? 0 : b;
+    s->keys.row = d->begins ? d->begins[b] : 0;
+    s->batch = d->counts ? 0 : s->keys.batch;
+    if (!d->counts) s->row = s->keys.row;
+    if (!d->pages) return;
+    s->keys.pages = s->cmp.pages = nsa__table(d, b);
+    s->keys.page_rows = d->page_tokens;
+    s->cmp.page_rows = d->page_tokens / d->cmp_stride;
+    s->cmp.lead = d->cmp_block / d->cmp_stride - 1; /* a block lies where its last token does */
+}
+
+/* The first sequence. The loop ends when index reaches d->batch. */
+static nsa__seq nsa__seq_begin(const nsa_desc *d) {
+    nsa__seq s;
+    memset(&s, 0, sizeof s);
+    nsa__seq_set(d, &s);
+    return s;
+}
+
+static void nsa__seq_next(const nsa_desc *d, nsa__seq *s) {
+    if (d->begins) s->cmp.row += s->cmp_tokens;
+    if (d->counts) s->row += s->count;
+    s->index++;
+    nsa__seq_set(d, s);
+}
+
+/* The caller's workspace, handed out from its start. Without a base it only counts, so that a size
+   query is the same code as the call itself. `used` saturates, so that no sum overflows. */
+typedef struct nsa__arena {
+    char *base;
+    size_t used;
+} nsa__arena;
+
+enum { NSA__ALIGN = 64 }; /* bytes: a cache line, and the widest vector */
+
+/* Hands out `count` elements, from a multiple of NSA__ALIGN on. A size that does not fit leaves
+   `used` at its largest value, which no workspace can satisfy. */
+static void *nsa__alloc(nsa__arena *a, int64_t count, size_t size) {
+    char *at = a->base ? a->base + a->used : NULL;
+    if ((uint64_t)count > (SIZE_MAX - a->used - NSA__ALIGN) / size) {
+        a->used = SIZE_MAX - NSA__ALIGN;
+        return at;
+    }
+    a->used += ((size_t)count * size + NSA__ALIGN - 1) / NSA__ALIGN * NSA__ALIGN;
+    return at;
+}
+
+static nsa_real *nsa__alloc_reals(nsa__arena *a, int64_t count) {
+    return (nsa_real *)nsa__alloc(a, count, sizeof(nsa_real));
+}
+
+/* An arena whose base is the workspace's first multiple of NSA__ALIGN. */
+static nsa__arena nsa__arena_at(void *workspace) {
+    uintptr_t skew = (NSA__ALIGN - (uintptr_t)workspace % NSA__ALIGN) % NSA__ALIGN;
+    nsa__arena a = {workspace ? (char *)workspace + skew : NULL, 0};
+    return a;
+}
+
+/* Threads that the caller asks for: desc.threads, or what OpenMP offers. */
+static int nsa__threads(const nsa_desc *d) {
+#ifdef _OPENMP
+    return d->threads ? d->threads : omp_get_max_threads();
+#else
+    (void)d;
+    return 1;
+#endif
+}
+
+/* Threads whose scratch a workspace must hold at least. */
+static int nsa__least_threads(const nsa_desc *d) {
+    return d->threads ? nsa__threads(d) : 1;
+}
+
+/* Bytes of a workspace, whose parts lie in this order:
+     | up to 63 bytes to align | shared | scratch of thread 0 | scratch of thread 1 | ... |
+   `shared` holds packed keys and sums; a thread's scratch is used by one task after another. */
+static size_t nsa__bytes_for(size_t shared, int scratches, size_t scratch) {
+    nsa__arena total = {NULL, shared};
+    if (scratch) nsa__alloc(&total, scratches, scratch);
+    return total.used + NSA__ALIGN;
+}
+
+static size_t nsa__workspace_bytes(const nsa_desc *d, size_t shared, size_t scratch) {
+    return nsa__bytes_for(shared, nsa__threads(d), scratch);
+}
+
+/* The threads of a call. Thread i has scratch_bytes of scratch from scratch + i scratch_bytes. */
+typedef struct nsa__team {
+    int threads;
+    char *scratch;
+    size_t scratch_bytes;
+} nsa__team;
+
+/* Checks the workspace and splits it into the shared part and each thread's scratch. If `threads`
+   is 0, the size of the workspace decides how many threads the call uses. */
+static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *workspace, size_t bytes,
+                                 size_t shared, size_t scratch) {
+    size_t least = nsa__bytes_for(shared, nsa__least_threads(d), scratch);
+    if (!workspace || bytes < least) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    size_t room = scratch ? (bytes - NSA__ALIGN - shared) / scratch : (size_t)nsa__threads(d);
+    team->threads = (int)nsa__min((int64_t)nsa__min((int64_t)room, INT_MAX), nsa__threads(d));
+    team->scratch = nsa__arena_at(workspace).base + shared;
+    team->scratch_bytes = scratch;
+    return NSA_OK;
+}

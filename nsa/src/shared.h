@@ -1,0 +1,479 @@
+/* ==== Private, shared with nsa_cuda.cuh =========================================================
+
+   Host code that both need: what a status can name, the check of one view, RoPE's frequencies, the
+   views of the whole's primitives. */
+#include "api.h"
+
+#if (defined(NSA_IMPLEMENTATION) || defined(NSA_CUDA_IMPLEMENTATION)) && !defined(NSA__SHARED_PARTS)
+#define NSA__SHARED_PARTS
+
+#include <math.h>
+#include <string.h>
+
+#define NSA__MAX_DIM 256
+
+/* Every field that a status can name. The fields of a compress stand three times, in the same
+   order, because the whole adds NSA__TO_K_CMP or NSA__TO_V_CMP to the id of such a field. */
+#define NSA__COMPRESS_FIELDS(X, id, prefix) \
+    X(id##phi, prefix "phi")                \
+    X(id##dim, prefix "dim")                \
+    X(id##hidden, prefix "hidden")          \
+    X(id##x, prefix "x")                    \
+    X(id##out, prefix "out")                \
+    X(id##pos, prefix "pos")                \
+    X(id##w1, prefix "w1")                  \
+    X(id##b1, prefix "b1")                  \
+    X(id##w2, prefix "w2")                  \
+    X(id##b2, prefix "b2")
+#define NSA__FIELDS(X)                        \
+    X(none, "")                               \
+    X(arguments, "arguments")                 \
+    X(desc, "desc")                           \
+    X(workspace, "workspace")                 \
+    X(batch, "batch")                         \
+    X(tokens, "tokens")                       \
+    X(heads, "heads")                         \
+    X(kv_heads, "kv_heads")                   \
+    X(gate_heads, "gate_heads")               \
+    X(gate_stride, "gate_stride")             \
+    X(dim_v, "dim_v")                         \
+    X(first, "first")                         \
+    X(count, "count")                         \
+    X(begins, "begins")                       \
+    X(firsts, "firsts")                       \
+    X(pages, "pages")                         \
+    X(table_width, "table_width")             \
+    X(page_tokens, "page_tokens")             \
+    X(page_count, "page_count")               \
+    X(cmp_block, "cmp_block")                 \
+    X(cmp_stride, "cmp_stride")               \
+    X(slc_block, "slc_block")                 \
+    X(slc_count, "slc_count")                 \
+    X(slc_init, "slc_init")                   \
+    X(slc_local, "slc_local")                 \
+    X(window, "window")                       \
+    X(scale, "scale")                         \
+    X(forced, "forced")                       \
+    X(score_map, "score_map")                 \
+    X(window_rule, "window_rule")             \
+    X(gate, "gate")                           \
+    X(mask, "mask")                           \
+    X(list_heads, "list_heads")               \
+    X(rows, "rows")                           \
+    X(threads, "threads")                     \
+    X(isa, "isa")                             \
+    X(products, "products")                   \
+    X(indptr, "indptr")                       \
+    X(indices, "indices")                     \
+    X(weights, "weights")                     \
+    X(cmp_begins, "cmp_begins")               \
+    X(positions, "positions")                 \
+    X(base, "base")                           \
+    X(pairs, "pairs")                         \
+    X(scaling, "scaling")                     \
+    X(factor, "factor")                       \
+    X(trained_context, "trained_context")     \
+    X(fast, "fast")                           \
+    X(context, "context")                     \
+    X(magnitude, "magnitude")                 \
+    X(mscale, "mscale")                       \
+    X(short_factors, "short_factors")         \
+    X(long_factors, "long_factors")           \
+    X(frequencies, "frequencies")             \
+    X(cache, "cache")                         \
+    X(counts, "counts")                       \
+    X(length, "length")                       \
+    X(sequence, "sequence")                   \
+    X(max_rewind, "max_rewind")               \
+    X(query, "query")                         \
+    X(scores, "scores")                       \
+    X(act, "act")                             \
+    X(pool, "pool")                           \
+    X(q, "q")                                 \
+    X(k, "k")                                 \
+    X(v, "v")                                 \
+    X(lse, "lse")                             \
+    X(blocks, "blocks")                       \
+    X(logits, "logits")                       \
+    X(cmp, "cmp")                             \
+    X(slc, "slc")                             \
+    X(win, "win")                             \
+    X(k_slc, "k_slc")                         \
+    X(v_slc, "v_slc")                         \
+    X(k_win, "k_win")                         \
+    X(v_win, "v_win")                         \
+    X(gates, "gates")                         \
+    X(out_cmp, "out_cmp")                     \
+    X(out_slc, "out_slc")                     \
+    X(out_win, "out_win")                     \
+    X(out_a, "out_a")                         \
+    X(out_b, "out_b")                         \
+    X(lse_cmp, "lse_cmp")                     \
+    X(lse_slc, "lse_slc")                     \
+    X(lse_win, "lse_win")                     \
+    X(lse_a, "lse_a")                         \
+    X(lse_b, "lse_b")                         \
+    NSA__COMPRESS_FIELDS(X, , "")             \
+    NSA__COMPRESS_FIELDS(X, k_cmp_, "k_cmp.") \
+    NSA__COMPRESS_FIELDS(X, v_cmp_, "v_cmp.")
+
+/* A status has its kind in bits 0 to 7 and the id of its field from bit 8 on. NSA__GRADIENT is
+   added to an id if the field is one of dx. */
+#define NSA__FIELD_ID(id, text) NSA__AT_##id,
+enum { NSA__FIELDS(NSA__FIELD_ID) NSA__AT_END, NSA__GRADIENT = 1 << 16 };
+#undef NSA__FIELD_ID
+
+static nsa_status nsa__error(int kind, int field) {
+    return kind | field << 8;
+}
+
+/* Leaves a function with the status of what failed. */
+#define NSA__CHECK(call)                     \
+    do {                                     \
+        nsa_status failed = (call);          \
+        if (failed != NSA_OK) return failed; \
+    } while (0)
+
+static size_t nsa__dtype_bytes(nsa_dtype dtype) {
+    switch (dtype) {
+    case NSA_BF16:
+    case NSA_F16:
+        return 2;
+    case NSA_F64:
+        return 8;
+    case NSA_F32:
+    case NSA_I32:
+        break;
+    }
+    return 4;
+}
+
+/* 1 if the product of the sizes, each >= 0, in elements of up to 8 bytes, fits the address space.
+   The product is taken in double, because it could overflow an int64_t. */
+static int nsa__fits(int64_t a, int64_t b, int64_t c, int64_t e) {
+    const double limit =
+        sizeof(size_t) >= 8 ? 1152921504606846976.0 /* 2^60 */ : (double)(SIZE_MAX / 16);
+    return (double)a * (double)b * (double)c * (double)e < limit;
+}
+
+/* The rows that a view must have, as its strides see them. */
+typedef struct nsa__shape {
+    int64_t batch, rows, heads, width;
+} nsa__shape;
+
+/* One axis of a view: elements from entry to entry, and the number of entries. */
+typedef struct nsa__axis {
+    int64_t stride, extent;
+} nsa__axis;
+
+/* 1 if no two elements of the shape are one; those of a row are `inner` apart. Axes are sorted by
+   stride. Elements are apart if each stride steps over all elements that the axes before it cover.
+   Interleaved axes are refused too, even if they share nothing. */
+static int nsa__rows_apart(const nsa_tensor *x, nsa__shape shape, int64_t inner) {
+    nsa__axis axes[4] = {{inner, shape.width},
+                         {x->batch, shape.batch},
+                         {x->token, shape.rows},
+                         {x->head, shape.heads}};
+    for (int i = 1; i < 4; i++) /* ascending strides */
+        for (int j = i; j > 0 && axes[j].stride < axes[j - 1].stride; j--) {
+            nsa__axis swap = axes[j];
+            axes[j] = axes[j - 1];
+            axes[j - 1] = swap;
+        }
+    int64_t covered = 1;
+    for (int i = 0; i < 4; i++) {
+        if (axes[i].extent <= 1) continue;
+        if (axes[i].stride < covered) return 0;
+        covered += axes[i].stride * (axes[i].extent - 1);
+    }
+    return 1;
+}
+
+enum { NSA__FLOATS = 1 << NSA_F32 | 1 << NSA_BF16 | 1 << NSA_F16, NSA__INTS = 1 << NSA_I32 };
+
+/* Checks one view. `dtypes` is a set: bit x stands for dtype x. `writes` 1: the view is an output,
+   so its rows must be apart. A stride is not looked at if its axis has one entry. */
+static nsa_status nsa__check_view(const nsa_tensor *x, nsa__shape shape, unsigned dtypes,
+                                  int writes, int field) {
+    if (shape.batch == 0 || shape.rows == 0 || shape.heads == 0)
+        return NSA_OK; /* nothing will be touched */
+    if (!x->data) return nsa__error(NSA_ERROR_NULL, field);
+    if ((unsigned)x->dtype > NSA_I32 || !(dtypes >> x->dtype & 1))
+        return nsa__error(NSA_ERROR_DTYPE, field);
+    if ((uintptr_t)x->data % nsa__dtype_bytes(x->dtype))
+        return nsa__error(NSA_ERROR_ALIGNMENT, field);
+    int64_t batch = shape.batch > 1 ? x->batch : 0, token = shape.rows > 1 ? x->token : 0;
+    int64_t head = shape.heads > 1 ? x->head : 0;
+    if (batch < 0 || token < 0 || head < 0) return nsa__error(NSA_ERROR_STRIDE, field);
+    if (!nsa__fits(batch, shape.batch, 4, 1) || !nsa__fits(token, shape.rows, 4, 1) ||
+        !nsa__fits(head, shape.heads, 4, 1) || !nsa__fits(shape.width, 4, 1, 1))
+        return nsa__error(NSA_ERROR_OVERFLOW, field);
+    if (writes && !nsa__rows_apart(x, shape, 1)) return nsa__error(NSA_ERROR_STRIDE, field);
+    return NSA_OK;
+}
+
+static int64_t nsa__gate_stride(const nsa_desc *d) {
+    return d->gate_stride ? d->gate_stride : 1;
+}
+
+/* Checks a view of gates, the one whose rows are not packed where gate_stride says so. */
+static nsa_status nsa__check_gates(const nsa_tensor *x, const nsa_desc *d, nsa__shape shape,
+                                   unsigned dtypes, int writes, int field) {
+    NSA__CHECK(nsa__check_view(x, shape, dtypes, 0, field));
+    if (!writes || shape.batch == 0 || shape.rows == 0) return NSA_OK;
+    return nsa__rows_apart(x, shape, nsa__gate_stride(d)) ? NSA_OK
+                                                          : nsa__error(NSA_ERROR_STRIDE, field);
+}
+
+/* dx.lse, the incoming gradient of lse, may be absent. A caller who fills dx by copying x leaves
+   forward's lse there, which would be taken for a gradient. */
+static nsa_status nsa__check_lse_gradient(const nsa_tensor *dlse, const nsa_tensor *lse,
+                                          nsa__shape shape) {
+    const int field = NSA__AT_lse | NSA__GRADIENT;
+    if (!dlse->data) return NSA_OK;
+    if (dlse->data == lse->data) return nsa__error(NSA_ERROR_SHARED, field);
+    return nsa__check_view(dlse, shape, 1u << NSA_REAL_DTYPE, 0, field);
+}
+
+/* The descriptor for a primitive that uses only some of the fields cmp_block .. slc_local: the
+   others are set so that they break no rule. Blocks are forced in no list that is given. */
+enum {
+    NSA__USES_CMP = 1,
+    NSA__USES_SLC = 2,   /* lists */
+    NSA__USES_FORCED = 4 /* it makes them */
+};
+
+static const nsa_desc *nsa__desc_using(const nsa_desc *d, int uses, nsa_desc *own) {
+    if (!d) return d;
+    *own = *d;
+    if (!(uses & NSA__USES_CMP)) own->cmp_block = own->cmp_stride = 1;
+    if (!(uses & NSA__USES_SLC)) own->slc_block = own->cmp_block, own->slc_count = 1;
+    if (!(uses & NSA__USES_SLC) || (!(uses & NSA__USES_FORCED) && own->forced == NSA_FORCED_INSIDE))
+        own->slc_init = 0, own->slc_local = 1;
+    return own;
+}
+
+/* By its bits: -ffast-math folds isnan and isinf to 0, and takes any comparison for a number's. */
+static int nsa__is_finite(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits >> 52 & 0x7ff) != 0x7ff;
+}
+
+/* `numbers`, one a pair, each a number; above 0 if a frequency is divided by them. */
+static nsa_status nsa__rope_check_pairs(const nsa_rope *x, const double *numbers, int divides,
+                                        int field) {
+    if (!numbers) return nsa__error(NSA_ERROR_NULL, field);
+    for (int i = 0; i < x->dim / 2; i++)
+        if (!nsa__is_finite(numbers[i]) || (divides && !(numbers[i] > 0)))
+            return nsa__error(NSA_ERROR_SIZE, field);
+    return NSA_OK;
+}
+
+/* 0 means that the option was not given. */
+static int nsa__rope_option(double x, double least) {
+    return nsa__is_finite(x) && (x == 0 || (x >= least && x < 1e300));
+}
+
+static double nsa__rope_fast(const nsa_rope *x) {
+    return x->fast != 0 ? x->fast : x->scaling == NSA_ROPE_SCALING_LLAMA3 ? 4 : 32;
+}
+
+static double nsa__rope_slow(const nsa_rope *x) {
+    return x->slow != 0 ? x->slow : 1;
+}
+
+/* What the scaling reads, and no more. */
+static nsa_status nsa__rope_check_scaling(const nsa_rope *x) {
+    const nsa_rope_scaling scaling = x->scaling;
+    if ((unsigned)scaling > NSA_ROPE_SCALING_LONGROPE)
+        return nsa__error(NSA_ERROR_OPTION, NSA__AT_scaling);
+    if (!nsa__rope_option(x->base, 1) || x->base == 1)
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_base);
+    if (scaling == NSA_ROPE_SCALING_NONE) return NSA_OK;
+    const int is_long = scaling == NSA_ROPE_SCALING_LONGROPE;
+    if (!(is_long && x->magnitude > 0) && (x->factor == 0 || !nsa__rope_option(x->factor, 1)))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_factor);
+    if (scaling == NSA_ROPE_SCALING_LINEAR || scaling == NSA_ROPE_SCALING_NTK) return NSA_OK;
+    /* LongRoPE's magnitude has ln 1 = 0 for divisor. */
+    if (x->trained_context < (is_long ? 2 : 1))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_trained_context);
+    if (is_long) {
+        NSA__CHECK(nsa__rope_check_pairs(x, x->short_factors, 1, NSA__AT_short_factors));
+        NSA__CHECK(nsa__rope_check_pairs(x, x->long_factors, 1, NSA__AT_long_factors));
+    }
+    if (is_long || scaling == NSA_ROPE_SCALING_DYNAMIC)
+        return x->context < 0 ? nsa__error(NSA_ERROR_SIZE, NSA__AT_context) : NSA_OK;
+    const double fast = nsa__rope_fast(x), slow = nsa__rope_slow(x);
+    if (!nsa__is_finite(fast) || !nsa__is_finite(slow) || !(slow > 0 && slow < fast))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_fast);
+    if (scaling == NSA_ROPE_SCALING_YARN &&
+        (!nsa__rope_option(x->mscale, 0) || !nsa__rope_option(x->mscale_all_dim, 0)))
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_mscale);
+    return NSA_OK;
+}
+
+static nsa_status nsa__rope_check_options(const nsa_rope *x) {
+    if (x->heads < 1) return nsa__error(NSA_ERROR_SIZE, NSA__AT_heads);
+    if (x->dim < 2 || x->dim > NSA__MAX_DIM || x->dim % 2)
+        return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
+    if ((unsigned)x->pairs > NSA_ROPE_HALVES) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pairs);
+    if (!nsa__rope_option(x->magnitude, 0)) return nsa__error(NSA_ERROR_SIZE, NSA__AT_magnitude);
+    return x->frequencies ? nsa__rope_check_pairs(x, x->frequencies, 0, NSA__AT_frequencies)
+                          : nsa__rope_check_scaling(x);
+}
+
+/* The pair, as a fractional number, that turns `turns` times over the trained context of L tokens:
+   L base^(-2i/dim) / (2 pi) = turns, solved for i. */
+static double nsa__rope_pair_of(const nsa_rope *x, double base, double turns) {
+    return x->dim * log(x->trained_context / (turns * 6.283185307179586)) / (2 * log(base));
+}
+
+/* How much of pair i is slowed, 0 to 1.
+   YaRN:    pairs up to `low` turn at least `fast` times over the trained context, pairs from `high`
+            on at most `slow` times; the ramp runs over pair numbers. If low and high meet, 0.001
+            between them keeps its division from 0 / 0.
+   Llama 3: the ramp runs over turns themselves. */
+static double nsa__rope_ramp(const nsa_rope *x, double base, int i) {
+    const double fast = nsa__rope_fast(x), slow = nsa__rope_slow(x);
+    double ramp = 0;
+    if (x->scaling == NSA_ROPE_SCALING_LLAMA3) {
+        double turns = x->trained_context * pow(base, -2.0 * i / x->dim) / 6.283185307179586;
+        ramp = (fast - turns) / (fast - slow);
+    } else {
+        double low = nsa__rope_pair_of(x, base, fast), high = nsa__rope_pair_of(x, base, slow);
+        if (!x->untruncated) low = floor(low), high = ceil(high);
+        low = low < 0 ? 0 : low;
+        high = high > x->dim - 1 ? x->dim - 1 : high;
+        if (high == low) high += 0.001;
+        ramp = (i - low) / (high - low);
+    }
+    return ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
+}
+
+/* The factor on the result. */
+static double nsa__rope_magnitude(const nsa_rope *x) {
+    const int is_long = x->scaling == NSA_ROPE_SCALING_LONGROPE;
+    if (x->magnitude != 0) return x->magnitude;
+    if (x->frequencies || !(is_long || x->scaling == NSA_ROPE_SCALING_YARN)) return 1;
+    const double length = log(x->factor);
+    if (is_long) return sqrt(1 + length / log(x->trained_context));
+    if (x->mscale > 0 && x->mscale_all_dim > 0)
+        return (0.1 * x->mscale * length + 1) / (0.1 * x->mscale_all_dim * length + 1);
+    return 0.1 * length + 1;
+}
+
+/* The angle of pair i from one position to the next, and the factor on the result.
+   NTK: a larger base. Pair 0 keeps its frequency; the exponent dim / (dim - 2) divides that of the
+        last pair, dim / 2 - 1, by exactly the factor. Dynamic NTK: by 1 at the trained context, by
+        `factor` more for each further one. */
+static void nsa__rope_frequencies(const nsa_rope *x, double frequency_of[], double *magnitude) {
+    const nsa_rope_scaling scaling = x->scaling;
+    const int beyond = x->context > x->trained_context;
+    double base = x->base != 0 ? x->base : 10000, stretch = 1;
+    *magnitude = nsa__rope_magnitude(x);
+    if (scaling == NSA_ROPE_SCALING_NTK) stretch = x->factor;
+    if (scaling == NSA_ROPE_SCALING_DYNAMIC && beyond)
+        stretch = x->factor * x->context / x->trained_context - (x->factor - 1);
+    if (x->dim > 2) base *= pow(stretch, (double)x->dim / (x->dim - 2));
+    if (x->frequencies) memcpy(frequency_of, x->frequencies, (size_t)x->dim / 2 * sizeof(double));
+    for (int i = 0; i < x->dim / 2 && !x->frequencies; i++) {
+        double frequency = pow(base, -2.0 * i / x->dim), slowed = frequency / x->factor;
+        if (scaling == NSA_ROPE_SCALING_LINEAR) frequency = slowed;
+        if (scaling == NSA_ROPE_SCALING_YARN || scaling == NSA_ROPE_SCALING_LLAMA3)
+            frequency += nsa__rope_ramp(x, base, i) * (slowed - frequency);
+        if (scaling == NSA_ROPE_SCALING_LONGROPE)
+            frequency /= (beyond ? x->long_factors : x->short_factors)[i];
+        frequency_of[i] = frequency;
+    }
+}
+
+/* Which fields a status names. The chain passes other names than its primitives do, because its
+   views are fields of nsa_attention. */
+typedef struct nsa__attend_fields {
+    int q, k, v, out, lse, blocks;
+} nsa__attend_fields;
+
+static const nsa__attend_fields nsa__attend_names = {NSA__AT_q,   NSA__AT_k,   NSA__AT_v,
+                                                     NSA__AT_out, NSA__AT_lse, NSA__AT_blocks};
+
+typedef struct nsa__gate_fields {
+    int logits, cmp, slc, win, out;
+} nsa__gate_fields;
+
+static const nsa__gate_fields nsa__gate_names = {NSA__AT_logits, NSA__AT_cmp, NSA__AT_slc,
+                                                 NSA__AT_win, NSA__AT_out};
+
+/* The chain's field names: q is one view for all branches, the rest is each branch's own. */
+static const nsa__attend_fields nsa__chain_cmp = {NSA__AT_q,         NSA__AT_k_cmp_out,
+                                                  NSA__AT_v_cmp_out, NSA__AT_out_cmp,
+                                                  NSA__AT_lse_cmp,   NSA__AT_blocks};
+static const nsa__attend_fields nsa__chain_slc = {NSA__AT_q,       NSA__AT_k_slc,   NSA__AT_v_slc,
+                                                  NSA__AT_out_slc, NSA__AT_lse_slc, NSA__AT_blocks};
+static const nsa__attend_fields nsa__chain_win = {NSA__AT_q,       NSA__AT_k_win,   NSA__AT_v_win,
+                                                  NSA__AT_out_win, NSA__AT_lse_win, NSA__AT_blocks};
+static const nsa__gate_fields nsa__chain_gate = {NSA__AT_gates, NSA__AT_out_cmp, NSA__AT_out_slc,
+                                                 NSA__AT_out_win, NSA__AT_out};
+
+/* The chain's views as its primitives see them; for a gradient struct, their gradients. */
+typedef struct nsa__chain {
+    nsa_attend cmp, slc, win;
+    nsa_select select;
+    nsa_gate gate;
+} nsa__chain;
+
+static nsa_attend nsa__chain_attend(const nsa_attention *x, nsa_tensor k, nsa_tensor v,
+                                    nsa_tensor out, nsa_tensor lse) {
+    nsa_attend branch;
+    branch.q = x->q;
+    branch.k = k;
+    branch.v = v;
+    branch.out = out;
+    branch.lse = lse;
+    branch.blocks = x->blocks;
+    return branch;
+}
+
+/* Copies views, no rows. */
+static nsa__chain nsa__chain_of(const nsa_attention *x) {
+    nsa__chain c;
+    memset(&c, 0, sizeof c);
+    c.cmp = nsa__chain_attend(x, x->k_cmp.out, x->v_cmp.out, x->out_cmp, x->lse_cmp);
+    c.slc = nsa__chain_attend(x, x->k_slc, x->v_slc, x->out_slc, x->lse_slc);
+    c.win = nsa__chain_attend(x, x->k_win, x->v_win, x->out_win, x->lse_win);
+    c.select.q = x->q;
+    c.select.k = x->k_cmp.out;
+    c.select.lse = x->lse_cmp;
+    c.select.blocks = x->blocks;
+    c.gate.logits = x->gates;
+    c.gate.cmp = x->out_cmp;
+    c.gate.slc = x->out_slc;
+    c.gate.win = x->out_win;
+    c.gate.out = x->out;
+    return c;
+}
+
+enum {
+    NSA__TO_K_CMP = NSA__AT_k_cmp_phi - NSA__AT_phi,
+    NSA__TO_V_CMP = NSA__AT_v_cmp_phi - NSA__AT_phi
+};
+
+static int nsa__same_view(const nsa_tensor *a, const nsa_tensor *b) {
+    return a->data == b->data && a->dtype == b->dtype && a->batch == b->batch &&
+           a->token == b->token && a->head == b->head;
+}
+
+/* Gradients that several branches may add to. Each addition to a view of bf16 or f16 would round,
+   so the sum is then taken in workspace and added once. Views of the same memory share one sum. */
+enum {
+    NSA__SUM_Q,
+    NSA__SUM_K_CMP,
+    NSA__SUM_V_CMP,
+    NSA__SUM_K_SLC,
+    NSA__SUM_V_SLC,
+    NSA__SUM_K_WIN,
+    NSA__SUM_V_WIN,
+    NSA__SUMS
+};
+
+#endif /* NSA__SHARED_PARTS */

@@ -1,0 +1,292 @@
+/* ---- Tiles: products and sums over rows of keys ----------------------------------------------
+   Twin: none. Not here: their text (tiles.inl), which keys a tile has (attend_pack.h).
+   All arithmetic on rows of keys is in a few functions. Their one text is src/tiles.inl,
+   which is read once per instruction set. They are compiled for that set whatever flags the user
+   gave; desc.isa or the machine chooses among them when a call begins. The bits of a row of the
+   result depend on that row's operands alone, because every sum runs over k in ascending order. How
+   many rows there are, and where the row stands among them, changes nothing. */
+#pragma once
+#include "sequences.h"
+
+/* What a product reads: packed keys and values, queries, their gradients, weights. Where products
+   take pairs of bf16, one of these holds the bits of a pair, the first in the lower half. A pair
+   that has been copied is finite, so it is no NaN, whose bits a move might change. */
+typedef nsa_real nsa__packed;
+
+/* An operand of a product: element (i, c) is data[r * row + c * step], where r is i, or rows[i]. */
+typedef struct nsa__matrix {
+    const nsa__packed *data;
+    ptrdiff_t row, step; /* in elements; step is 1 in the right operand */
+    const int *rows;     /* NULL: all rows in order */
+} nsa__matrix;
+
+/* Memory that is needed soon, in pieces of NSA__ASKED bytes. A product asks for one line of it in
+   each step over k: memory answers while the units multiply. More lines at once would hold up the
+   product's own loads. */
+typedef struct nsa__asks {
+    const char **at;
+    int next, count; /* the first one that has not been asked for, and how many there are */
+    int64_t room;    /* what comes behind so many is not asked for */
+} nsa__asks;
+
+enum { NSA__ASKED = 4 * NSA__ALIGN };
+
+/* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
+   keep[i] times what is there; softmax needs this to shrink a row's earlier sums. With `sum`, what
+   would be written is added to the same places of `sum` instead, and data stays as it is; columns
+   are whole vectors then, and there are no `rows`. */
+typedef struct nsa__result {
+    nsa_real *data;
+    ptrdiff_t row;
+    const int *rows; /* NULL: all rows in order */
+    int add;
+    const nsa_real *keep; /* a factor for each row of the product, NULL: 1 */
+    nsa_real *sum;        /* NULL: data is written */
+    nsa__asks *asks;      /* NULL, or what to ask for meanwhile */
+} nsa__result;
+
+typedef struct nsa__tiles {
+    /* c[m][n] = a[m][k] b[k][n] */
+    void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
+                 const nsa__result *c);
+    /* Takes n scores of one tile, in base 2, into the running softmax of their rows.
+         s              scores of keys first .. first + n - 1, rows `ld` apart; masked ones become
+                        the lowest number
+         p              gets 2^(s - m), rows `ld_p` apart; it may be s
+         m, l           state of rows row_index[r]: the maximum, and 16 partial sums of p
+         shrink         of each row r: what earlier sums of p are to be multiplied by; written in
+                        whole vectors, so it has room for 16 more
+         mask[r/group]  bit j is 1 if row r sees key j of the tile; other keys get p = 0
+       A row that sees none of the keys keeps its state to the bit. n is a multiple of 16. */
+    void (*softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group, const uint64_t *mask,
+                    int first, const int *row_index, nsa_real *s, nsa_real *p, nsa_real *m,
+                    nsa_real *l, nsa_real *shrink);
+    /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = ln 2 (m + log2 l).
+       A row without keys, whose l is 0, has over = 0 and lse = -inf. */
+    void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over, nsa_real *lse);
+    /* sum[j] = sum over the rows r of 2^(s[r][j] - lse2[r]) */
+    void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
+                        nsa_real *sum);
+    /* how many of n numbers have bits of at least `least`, as integers */
+    int (*at_least)(int n, const nsa_real *x, nsa__lane least);
+    /* whether all numbers are finite; n is a multiple of 16 */
+    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
+    /* to = factor x, for n numbers, a multiple of 16 */
+    void (*scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to);
+    /* to = g[0] x[0] + g[1] x[1] + g[2] x[2], for n numbers, a multiple of 16 */
+    void (*gate)(int n, const nsa_real g[3], const nsa_real *const x[3], nsa_real *to);
+    /* Row c of `to` becomes column c of x. Rows are whole vectors on both sides, and some more may
+       be read and written: both hold a multiple of 16 rows or numbers of them. */
+    void (*transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x, ptrdiff_t ld_to,
+                      nsa_real *to);
+    /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta), with lse2 and
+       delta of rows row_index[r] */
+    void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
+                     const int *row_index, const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                     nsa_real *dp);
+} nsa__tiles;
+
+/* Products of rows of bf16. Their operands are pairs along k, their sums f32. */
+typedef struct nsa__pairs {
+    /* c[m][n] = factor a[m][k] b[k][n] for k pairs, where n is a multiple of 16. A result that is
+       added to takes no factor. b has all rows in order. */
+    void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
+                 const nsa__result *c, nsa_real factor);
+    /* the same for k single rows of b, as they lie in memory: two of them make a row of pairs */
+    void (*gemm_singles)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
+                         const nsa__result *c);
+    /* Rows 2 r and 2 r + 1 of n rows of x become row r of `to`, `wide` pairs; behind an odd n stand
+       zeros. `wide` is a multiple of 16. Returns whether all numbers are finite. */
+    int (*pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to);
+    /* n numbers of each row become n / 2 pairs, rounded, from the row's start on */
+    void (*round)(int rows, int n, ptrdiff_t ld, nsa_real *x);
+    /* The same of x times factor[row_index[r]], or times 1 if that is NULL; x becomes the pairs
+       that rows 2 r and 2 r + 1 make, rows one after the other, `ld` apart. `by_row` may be NULL;
+       its rows are ld / 2 apart. n and ld are multiples of 16. */
+    void (*round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index, const nsa_real *factor,
+                        nsa_real *x, nsa__packed *by_row);
+    /* whether all numbers of n pairs a row are finite; n is a multiple of 8 */
+    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x);
+    /* as nsa__store of bf16 */
+    void (*store)(int n, const nsa_real *x, void *row);
+} nsa__pairs;
+
+/* -- tiles of each instruction set -- */
+
+/* NSA__BYTES is the size of a vector. A piece of a product, NSA__ROWS x NSA__VECTORS, stays in
+   registers, beside NSA__VECTORS of b and a factor of a. That makes 6 x 2 + 2 + 1 = 15 of AVX2's 16
+   registers, and 6 x 4 + 4 + 1 = 29 of the 32 of AVX-512 and NEON. NSA__HOLD(x) is an empty
+   instruction that may change x, so that the compiler keeps x in a register. NSA__MAX(x, a, b) is
+   x = a > b ? a : b in one instruction, which GCC makes three of, and NSA__MIN the same with <.
+   NSA__WHOLE(e, x) is e = x rounded to whole numbers, and NSA__TIMES_POWER(p, e) p = p 2^e, which
+   is 0 if e is -inf, even of NaN. */
+#define NSA__ISA     plain
+#define NSA__BYTES   0
+#define NSA__ROWS    4
+#define NSA__VECTORS 4
+#define NSA__TARGET  NSA__COMPILED
+#include "tiles.inl"
+
+/* One of these, where there is one: no machine has two. */
+#if defined(NSA__HAS_SSE2)
+#define NSA__ISA     sse2
+#define NSA__BYTES   16
+#define NSA__ROWS    4
+#define NSA__VECTORS 2
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+x"(x))
+#elif defined(NSA__HAS_NEON)
+#define NSA__ISA     neon
+#define NSA__BYTES   16
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+w"(x))
+#elif defined(NSA__HAS_SIMD128)
+#define NSA__ISA     simd128
+#define NSA__BYTES   16
+#define NSA__ROWS    4
+#define NSA__VECTORS 2
+#define NSA__TARGET  NSA__COMPILED
+#define NSA__HOLD(x) (void)(x) /* the engine that runs it chooses the registers */
+#endif
+#ifdef NSA__ISA
+#include "tiles.inl"
+#endif
+
+#ifdef NSA__HAS_AVX
+#define NSA__LETTER_float     "s" /* of single and double in x86's names of instructions */
+#define NSA__LETTER_double    "d"
+#define NSA__LETTER_OF_(real) NSA__LETTER_##real
+#define NSA__LETTER_OF(real)  NSA__LETTER_OF_(real)
+#define NSA__OF_TWO(name)     "v" name "p" NSA__LETTER_OF(NSA_REAL) " {%2, %1, %0|%0, %1, %2}"
+
+#define NSA__ISA          avx2
+#define NSA__BYTES        32
+#define NSA__ROWS         6
+#define NSA__VECTORS      2
+#define NSA__TARGET       __attribute__((target("avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x)      __asm__("" : "+x"(x))
+#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
+#define NSA__MIN(x, a, b) __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
+#include "tiles.inl"
+
+#define NSA__ISA     avx512
+#define NSA__BYTES   64
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET \
+    __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x)      __asm__("" : "+v"(x))
+#define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
+#define NSA__WHOLE(e, x) \
+    __asm__("vrndscalep" NSA__LETTER_OF(NSA_REAL) " {$8, %1, %0|%0, %1, 8}" : "=v"(e) : "v"(x))
+#define NSA__TIMES_POWER(p, e) __asm__(NSA__OF_TWO("scalef") : "=v"(p) : "v"(p), "v"(e))
+#include "tiles.inl"
+#endif
+
+/* Sets with products of bf16 have nothing else of their own. NSA__DOT(sum, a, b) adds to each lane
+   of f32 sums the two products of its pairs. It is the instruction itself, because compilers have
+   changed the types of its builtins from version to version. VDPBF16PS adds the odd product, then
+   the even one, each as a multiply-add that rounds to nearest. BFDOT rounds to odd. Both take
+   subnormal numbers for 0. NSA__ROUND(halves, x) rounds a vector of f32 to bf16 in one
+   instruction. */
+#if defined(NSA__HAS_BF16_BY_HAND)
+#include NSA__BF16_BY_HAND
+#elif defined(NSA__HAS_AVX512_BF16)
+#define NSA__ISA     bf16
+#define NSA__BYTES   64
+#define NSA__ROWS    6
+#define NSA__VECTORS 4
+#define NSA__TARGET \
+    __attribute__((target("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+#define NSA__HOLD(x) __asm__("" : "+v"(x))
+#define NSA__DOT(sum, a, b) \
+    __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
+#define NSA__ROUND(halves, x) __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
+#elif defined(NSA__HAS_NEON_BF16)
+#ifdef __clang__
+#define NSA__BFDOT __attribute__((target("bf16")))
+#else
+#define NSA__BFDOT __attribute__((target("+bf16")))
+#endif
+#define NSA__ISA            bf16
+#define NSA__BYTES          16
+#define NSA__ROWS           6
+#define NSA__VECTORS        4
+#define NSA__TARGET         NSA__BFDOT NSA__COMPILED
+#define NSA__HOLD(x)        __asm__("" : "+w"(x))
+#define NSA__DOT(sum, a, b) __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(a), "w"(b))
+#endif
+#ifdef NSA__ISA
+#include "tiles.inl"
+#endif
+
+/* The set that a call uses, of those that nsa_isa_available has allowed. The enum lists the sets of
+   one kind of machine from narrow to wide, so the first available from its end is the widest. */
+static nsa_isa nsa__isa_of(nsa_isa isa) {
+    for (int widest = NSA_ISA_NEON_BF16; isa == NSA_ISA_DETECT; widest--)
+        if (nsa_isa_available((nsa_isa)widest)) isa = (nsa_isa)widest;
+    return isa;
+}
+
+/* The products of bf16 of a call, or NULL: its rows of bf16 are widened then. */
+static const nsa__pairs *nsa__pairs_of(const nsa_desc *d) {
+    nsa_isa isa = nsa__isa_of(d->isa);
+    if (d->products == NSA_PRODUCTS_F32 || (isa != NSA_ISA_AVX512_BF16 && isa != NSA_ISA_NEON_BF16))
+        return NULL;
+#if defined(NSA__HAS_BF16_BY_HAND) || defined(NSA__HAS_AVX512_BF16) || defined(NSA__HAS_NEON_BF16)
+    return &nsa__pairs_bf16;
+#else
+    return NULL;
+#endif
+}
+
+/* As nsa__store. `pairs` may be NULL. */
+static void nsa__store_by(const nsa__pairs *pairs, nsa_dtype dtype, void *row, const nsa_real *from,
+                          int n) {
+    if (pairs && dtype == NSA_BF16)
+        pairs->store(n, from, row);
+    else
+        nsa__store(dtype, row, from, n);
+}
+
+/* 1 if tiles may read and write rows of `width` numbers where they lie: reals in whole vectors. */
+static int nsa__rows_of_reals(const nsa_tensor *x, int width) {
+    return x->dtype == NSA_REAL_DTYPE && width % NSA__LANES == 0;
+}
+
+static const nsa__tiles *nsa__tiles_of(nsa_isa isa) {
+    switch (nsa__isa_of(isa)) {
+#ifdef NSA__HAS_BF16_BY_HAND
+    case NSA_ISA_AVX512_BF16:
+        return &nsa__tiles_sse2;
+#endif
+#ifdef NSA__HAS_SSE2
+    case NSA_ISA_SSE2:
+        return &nsa__tiles_sse2;
+#endif
+#ifdef NSA__HAS_AVX
+    case NSA_ISA_AVX2:
+        return &nsa__tiles_avx2;
+#ifdef NSA__HAS_AVX512_BF16
+    case NSA_ISA_AVX512_BF16:
+#endif
+    case NSA_ISA_AVX512:
+        return &nsa__tiles_avx512;
+#endif
+#ifdef NSA__HAS_NEON
+#ifdef NSA__HAS_NEON_BF16
+    case NSA_ISA_NEON_BF16:
+#endif
+    case NSA_ISA_NEON:
+        return &nsa__tiles_neon;
+#endif
+#ifdef NSA__HAS_SIMD128
+    case NSA_ISA_SIMD128:
+        return &nsa__tiles_simd128;
+#endif
+    default:
+        return &nsa__tiles_plain;
+    }
+}

@@ -1,0 +1,715 @@
+/* ---- The text of the tiles, read once per instruction set --------------------------------------
+   Written for vectors of NSA__L numbers in GCC's vector extension, which clang shares. Without the
+   extension a vector is one number. NSA__T(name) is the name for this instruction set. */
+
+#define NSA__PASTE_(a, b) nsa__##a##_##b
+#define NSA__PASTE(a, b)  NSA__PASTE_(a, b)
+#define NSA__T(name)      NSA__PASTE(name, NSA__ISA)
+
+/* How a product adds up. A set that defines it has products of bf16 alone. */
+#ifdef NSA__DOT
+#define NSA__OF_PAIRS 1
+#else
+#define NSA__OF_PAIRS       0
+#define NSA__DOT(sum, a, b) (sum) += (a) * (b)
+#endif
+
+/* A vector, its lanes as signed and as unsigned integers, and a vector that may lie at any address
+   of a number. */
+#if NSA__BYTES
+#define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
+typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(memory)
+    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+#if NSA__OF_PAIRS
+typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+#endif
+#else
+#define NSA__L       1
+typedef nsa_real NSA__T(vector);
+typedef nsa__lane NSA__T(lanes);
+typedef nsa_real NSA__T(memory);
+#define NSA__HOLD(x) (void)(x)
+#endif
+#define NSA__V       NSA__T(vector)
+#define NSA__I       NSA__T(lanes)
+#define NSA__TO(x)   (*(NSA__T(memory) *)(x))
+#define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
+
+#if NSA__BYTES
+NSA__INLINE NSA__TARGET NSA__V NSA__T(splat)(nsa_real x) {
+    const NSA__V zero = {0}; /* x - 0 is a broadcast; x + 0 would be a sum, for -0 + 0 is 0 */
+    return x - zero;
+}
+#if NSA__OF_PAIRS
+/* A pair of the left operand in all lanes. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    NSA__T(bits) zero = {0};
+    uint32_t pair;
+    memcpy(&pair, x, sizeof pair);
+    return (NSA__V)(zero + pair);
+}
+/* NSA__L numbers of bf16 from memory of any alignment, each in the lower half of its lane. */
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(halves_at)(const uint16_t *x) {
+    NSA__T(halves) numbers;
+    memcpy(&numbers, x, sizeof numbers);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+}
+/* Pairs of row p of the right operand; or those that rows 2 p and 2 p + 1 of its `singles` rows
+   make. What lies behind the last row counts as 0, and so nothing there is multiplied. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    if (!singles) return NSA__FROM(b.data + p * b.row + column);
+    const int i = 2 * p, j = 2 * p + 1;
+    const nsa__packed *first = b.data + (b.rows ? b.rows[i] : i) * b.row;
+    NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + column);
+    if (j < singles) {
+        const nsa__packed *second = b.data + (b.rows ? b.rows[j] : j) * b.row;
+        pairs |= NSA__T(halves_at)((const uint16_t *)second + column) << 16;
+    }
+    return (NSA__V)pairs;
+}
+#else
+/* Lane by lane on ? a : b, where the lanes of `on` are 0 or -1. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
+    return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+#ifdef NSA__MAX
+    NSA__V larger;
+    NSA__MAX(larger, a, b);
+    return larger;
+#else
+    return NSA__T(pick)(a > b, a, b);
+#endif
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+#ifdef NSA__MIN
+    NSA__V smaller;
+    NSA__MIN(smaller, a, b);
+    return smaller;
+#else
+    return NSA__T(pick)(a < b, a, b);
+#endif
+}
+/* Bits j .. j + NSA__L - 1 of a mask. */
+NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
+    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    NSA__I zero = {0}, lane;
+    memcpy(&lane, bit, sizeof lane);
+    return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
+}
+#endif
+#else
+NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
+    return x;
+}
+NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
+    return on ? a : b;
+}
+NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+    return a > b ? a : b;
+}
+NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+    return a < b ? a : b;
+}
+NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
+    return (NSA__I)(mask >> j & 1);
+}
+#endif
+
+#if !NSA__OF_PAIRS
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_left)(const nsa__packed *x) {
+    return NSA__T(splat)(*x);
+}
+NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column, int singles) {
+    (void)singles;
+    return NSA__FROM(b.data + (b.rows ? b.rows[p] : p) * b.row + column);
+}
+
+#if NSA__BYTES
+/* 2^r for |r| <= 1/2 in f32: a minimax polynomial with a relative error of 2e-8. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_of_fraction)(NSA__V r) {
+    NSA__ARITHMETIC
+    NSA__V p = r * 0.0001535336206885849f + 0.001339887439398139f;
+    p = p * r + 0.00961843735695742f;
+    p = p * r + 0.055503324711908573f;
+    p = p * r + 0.24022647913636852f;
+    p = p * r + 0.6931472028550316f;
+    return p * r + 1.0f;
+}
+#endif
+
+/* 2^x for x <= 0, as softmax needs it. 2^0 is exactly 1, so a shrink of 1 changes no bit. Results
+   below the normal numbers are 0 or subnormal. x = e + r with e an integer and |r| <= 1/2. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
+    NSA__ARITHMETIC
+    nsa_real lane[NSA__L];
+#ifdef NSA__TIMES_POWER /* of any x: -inf gives 0, what is too large gives inf */
+    if (sizeof(nsa_real) == sizeof(float)) {
+        NSA__V e, p;
+        NSA__WHOLE(e, x);
+        p = NSA__T(exp2_of_fraction)(x - e);
+        NSA__TIMES_POWER(p, e);
+        return p;
+    }
+#elif NSA__BYTES
+    /* Numbers from 2^23 on are whole, so x + 1.5 2^23 is rounded to the integer nearest to x: e
+       stands in its lowest bits, and the sum less 1.5 2^23 is e. The bits of 2^r plus e << 23 are
+       2^r 2^e, because e is added to the exponent. x is cut at -127, where the exponent becomes 0
+       and the result 0. NaN stays NaN: the NaN that arithmetic makes has no low bits. */
+    if (sizeof(nsa_real) == sizeof(float)) {
+        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
+        const NSA__V p = NSA__T(exp2_of_fraction)(r);
+        return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
+    }
+#endif
+    memcpy(lane, &x, sizeof x);
+    for (int j = 0; j < NSA__L; j++) lane[j] = nsa__exp2(lane[j]);
+    memcpy(&x, lane, sizeof x);
+    return x;
+}
+
+/* The same for any x, if it makes 2^126 of what is larger. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
+#ifdef NSA__TIMES_POWER
+    return NSA__T(exp2)(x);
+#else
+    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
+#endif
+}
+
+/* The largest lane, by halves. */
+NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    memcpy(&lane, order, sizeof lane);
+    for (int half = NSA__L / 2; half; half /= 2)
+        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+    return x[0];
+#else
+    nsa_real lane[NSA__LANES];
+    memcpy(lane, &x, sizeof x);
+    for (int half = NSA__L / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            lane[j] = lane[j] > lane[j + half] ? lane[j] : lane[j + half];
+    return lane[0];
+#endif
+}
+#endif
+
+/* Writes a piece. The three kinds of result are apart, because GCC would test for each of them
+   between any two vectors. Rows follow each other where `sum` is asked for. */
+NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
+                                               NSA__V sum[NSA__ROWS][NSA__VECTORS],
+                                               nsa_real *c_row[NSA__ROWS], nsa__result c,
+                                               nsa_real factor) {
+    NSA__ARITHMETIC
+    if (c.keep) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            const NSA__V keep = NSA__T(splat)(c.keep[i]);
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++)
+                NSA__TO(c_row[i] + j * NSA__L) =
+                    sum[i][j] + keep * NSA__FROM(c_row[i] + j * NSA__L);
+        }
+        return;
+    }
+    if (NSA__OF_PAIRS && !c.add) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
+        }
+    }
+    if (c.sum) {
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
+        }
+        return;
+    }
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) NSA__TO(c_row[i] + j * NSA__L) = sum[i][j];
+    }
+}
+
+/* A piece of c in registers: rows x vectors, constants once this is inlined. Every element is one
+   chain of multiply-adds over ascending k, whatever the piece, so its bits depend on its own row
+   and column alone. With `add` alone the chain begins with the c that is there. With `keep` it
+   begins with 0 and keep c is added at the end. Softmax adds many tiles to a row: a chain for each
+   tile rounds less than one chain through all of them. `singles` and `factor` are for pairs. With
+   `asks` there is something to ask for. */
+NSA__INLINE NSA__TARGET void NSA__T(piece)(int rows, int vectors, int k, nsa__matrix a,
+                                           nsa__matrix b, nsa__result c, int singles,
+                                           nsa_real factor, int asks) {
+    NSA__ARITHMETIC
+    NSA__V sum[NSA__ROWS][NSA__VECTORS], of_b[NSA__VECTORS];
+    const NSA__V zero = NSA__T(splat)(0);
+    const nsa__packed *a_row[NSA__ROWS];
+    nsa_real *c_row[NSA__ROWS];
+    NSA__UNROLL
+    for (int i = 0; i < rows; i++) {
+        a_row[i] = a.data + (a.rows ? a.rows[i] : i) * a.row;
+        c_row[i] = c.data + (c.rows ? c.rows[i] : i) * c.row;
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++)
+            if (c.add && !c.keep)
+                sum[i][j] = NSA__FROM(c_row[i] + j * NSA__L);
+            else
+                sum[i][j] = zero;
+    }
+    const char **ask = asks ? c.asks->at + c.asks->next : NULL;
+    const int line = NSA__ALIGN, lines = NSA__ASKED / line;
+    const int last = asks ? c.asks->count - c.asks->next - 1 : 0;
+    for (int p = 0; p < k; p++) {
+        if (asks) NSA__PREFETCH(ask[p / lines < last ? p / lines : last] + p % lines * line);
+        NSA__UNROLL
+        for (int j = 0; j < vectors; j++) {
+            of_b[j] = NSA__T(of_right)(b, p, j * NSA__L, singles);
+            NSA__HOLD(of_b[j]); /* or each of the multiply-adds would load it again */
+        }
+        NSA__UNROLL
+        for (int i = 0; i < rows; i++) {
+            const NSA__V of_a = NSA__T(of_left)(a_row[i] + p * a.step);
+            NSA__UNROLL
+            for (int j = 0; j < vectors; j++) NSA__DOT(sum[i][j], of_a, of_b[j]);
+        }
+    }
+    NSA__T(piece_end)(rows, vectors, sum, c_row, c, factor);
+    if (asks) c.asks->next += k / lines < last ? k / lines : last + 1;
+}
+
+/* Some columns of c: m rows in pieces of NSA__ROWS. The last two share what is left, because a
+   piece of few rows waits for its own sums. The number of rows is a constant in each call, so that
+   the compiler can hold the piece in registers. */
+NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__matrix a,
+                                             nsa__matrix b, nsa__result c, int singles,
+                                             nsa_real factor) {
+    while (m > 0) {
+        int rows = m < NSA__ROWS ? m : NSA__ROWS;
+        if (m > NSA__ROWS && m < 2 * NSA__ROWS) rows = (m + 1) / 2;
+        const int asks = NSA__BYTES && vectors > 1 && rows == NSA__ROWS && c.asks &&
+                         c.asks->next < c.asks->count;
+        if (asks) NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 1);
+        if (rows == NSA__ROWS && !asks)
+            NSA__T(piece)(NSA__ROWS, vectors, k, a, b, c, singles, factor, 0);
+#if NSA__ROWS > 4
+        if (rows == 5) NSA__T(piece)(5, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 4) NSA__T(piece)(4, vectors, k, a, b, c, singles, factor, 0);
+#endif
+        if (rows == 3) NSA__T(piece)(3, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 2) NSA__T(piece)(2, vectors, k, a, b, c, singles, factor, 0);
+        if (rows == 1) NSA__T(piece)(1, vectors, k, a, b, c, singles, factor, 0);
+        m -= rows;
+        if (a.rows)
+            a.rows += rows;
+        else
+            a.data += rows * a.row;
+        if (c.rows)
+            c.rows += rows;
+        else
+            c.data += rows * c.row;
+        if (c.keep) c.keep += rows;
+        if (c.sum) c.sum += rows * c.row;
+    }
+}
+
+#if NSA__OF_PAIRS
+/* See nsa__pairs. */
+NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a, nsa__matrix b,
+                                             nsa__result c, int singles, nsa_real factor) {
+    int j = 0;
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
+        b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
+        c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
+    }
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
+        NSA__T(columns)(1, m, k, a, b, c, singles, factor);
+        if (c.sum) c.sum += NSA__L;
+    }
+}
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
+                                     const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
+    NSA__T(product)(m, n, k, *a, *b, *c, 0, factor);
+}
+NSA__TARGET static void NSA__T(gemm_singles)(int m, int n, int k, const nsa__matrix *a,
+                                             const nsa__matrix *b, const nsa__result *c) {
+    NSA__T(product)(m, n, (k + 1) / 2, *a, *b, *c, k, 1);
+}
+
+/* nsa__to_bf16, lane by lane. A NaN keeps the quiet bit, which lies in the upper half. Only one
+   with all bits of its mantissa set would overflow; arithmetic makes none. */
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded)(NSA__V x) {
+    const NSA__T(bits) bits = (NSA__T(bits))x;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+/* The same of a factor of products, by one instruction where there is one. That takes subnormal
+   numbers for 0, as the products do. */
+NSA__INLINE NSA__TARGET NSA__T(bits) NSA__T(rounded_factor)(NSA__V x) {
+#ifdef NSA__ROUND
+    NSA__T(halves) numbers;
+    NSA__ROUND(numbers, x);
+    return __builtin_convertvector(numbers, NSA__T(bits));
+#else
+    return NSA__T(rounded)(x);
+#endif
+}
+NSA__INLINE NSA__TARGET void NSA__T(put_halves)(uint16_t *to, NSA__T(bits) numbers) {
+    const NSA__T(halves) halves = __builtin_convertvector(numbers, NSA__T(halves));
+    memcpy(to, &halves, sizeof halves);
+}
+
+NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
+    uint16_t *to = (uint16_t *)row;
+    int j = 0;
+    for (; j + NSA__L <= n; j += NSA__L)
+        NSA__T(put_halves)(to + j, NSA__T(rounded)(NSA__FROM(x + j)));
+    for (; j < n; j++) to[j] = nsa__to_bf16((float)x[j]);
+}
+
+/* The row's start takes the pairs: they lie before all that is still to be read. */
+NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__L)
+            NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
+}
+
+/* A row of pairs goes to row r / 2, and so overwrites no number that is still to be read. An odd
+   number of rows ends with zeros. */
+NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index,
+                                            const nsa_real *factor, nsa_real *x,
+                                            nsa__packed *by_row) {
+    for (int r = 0; r < rows; r += 2) {
+        const int two = r + 1 < rows;
+        const nsa_real *first = x + r * ld, *second = first + (two ? ld : 0);
+        const NSA__V low = NSA__T(splat)(factor ? factor[row_index[r]] : 1),
+                     high = NSA__T(splat)(factor && two ? factor[row_index[r + 1]] : 1);
+        for (int j = 0; j < n; j += NSA__L) {
+            const NSA__T(bits) a = NSA__T(rounded_factor)(NSA__FROM(first + j) * low);
+            NSA__T(bits) b = {0};
+            if (two) b = NSA__T(rounded_factor)(NSA__FROM(second + j) * high);
+            if (by_row) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + j, a);
+            if (by_row && two) NSA__T(put_halves)((uint16_t *)(by_row + r * ld / 2) + ld + j, b);
+            NSA__TO(x + r / 2 * ld + j) = (NSA__V)(a | b << 16);
+        }
+    }
+}
+
+/* As nsa__tiles.finite: both exponents of a pair at once. */
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+    uint32_t lane[8] = {0}, sum = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += 8)
+            for (int i = 0; i < 8; i++) {
+                uint32_t pair;
+                memcpy(&pair, x + j + i, sizeof pair);
+                lane[i] |= (pair & 0x7f807f80u) + 0x00800080u;
+            }
+    for (int i = 0; i < 8; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
+NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to) {
+    NSA__T(bits) any = {0};
+    uint32_t lane[NSA__L], sum = 0;
+    for (int r = 0; r < n; r += 2, to += wide) {
+        const nsa__packed *first = x->data + (x->rows ? x->rows[r] : r) * x->row, *second = NULL;
+        if (r + 1 < n) second = x->data + (x->rows ? x->rows[r + 1] : r + 1) * x->row;
+        for (int j = 0; j < wide; j += NSA__L) {
+            NSA__T(bits) pairs = NSA__T(halves_at)((const uint16_t *)first + j);
+            if (second) pairs |= NSA__T(halves_at)((const uint16_t *)second + j) << 16;
+            any |= (pairs & 0x7f807f80u) + 0x00800080u;
+            NSA__TO(to + j) = (NSA__V)pairs;
+        }
+    }
+    memcpy(lane, &any, sizeof lane);
+    for (int i = 0; i < NSA__L; i++) sum |= lane[i];
+    return !(sum & 0x80008000u);
+}
+
+static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
+                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
+                                         NSA__T(store)};
+#else
+/* Columns in whole pieces, then in single vectors, then one by one. The last loop is the same chain
+   of multiply-adds, so an element has the same bits in each of the three. */
+NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
+                                     const nsa__matrix *right, const nsa__result *result) {
+    NSA__ARITHMETIC
+    const nsa__matrix a = *left;
+    nsa__matrix b = *right, b_all = b;
+    nsa__result c = *result;
+    int j = 0;
+    b_all.rows = NULL; /* a constant, so that the loop over k has no test of it */
+    for (; j + NSA__VECTORS * NSA__L <= n; j += NSA__VECTORS * NSA__L) {
+        b_all.data = b.data;
+        if (b.rows)
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, 0, 1);
+        else
+            NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
+        b.data += NSA__VECTORS * NSA__L;
+        c.data += NSA__VECTORS * NSA__L;
+        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
+    }
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
+        NSA__T(columns)(1, m, k, a, b, c, 0, 1);
+        if (c.sum) c.sum += NSA__L;
+    }
+    for (; j < n; j++, b.data++, c.data++)
+        for (int i = 0; i < m; i++) {
+            const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
+            nsa_real *to = c.data + (c.rows ? c.rows[i] : i) * c.row;
+            nsa_real sum = c.add && !c.keep ? *to : 0;
+            for (int p = 0; p < k; p++)
+                sum += a_row[p * a.step] * b.data[(b.rows ? b.rows[p] : p) * b.row];
+            *to = c.keep ? sum + c.keep[i] * *to : sum;
+        }
+}
+
+/* Three loops over the rows: the maxima, the shrinks of all rows as vectors, then p and the sums.
+   See nsa__tiles for the arguments. A mask of ones, which most tiles have, needs no picking. */
+NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group,
+                                        const uint64_t *mask, int first, const int *row_index,
+                                        nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
+                                        nsa_real *shrink) {
+    NSA__ARITHMETIC
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
+    for (int r = 0; r < rows; r++) { /* the largest so far; masked scores become the lowest */
+        const uint64_t seen = mask[r / group];
+        nsa_real *x = s + r * ld;
+        NSA__V most = lowest;
+        for (int j = 0; j < n; j += NSA__L) {
+            if (seen != ~(uint64_t)0)
+                NSA__TO(x + j) =
+                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+            most = NSA__T(max)(NSA__FROM(x + j), most);
+        }
+        const nsa_real largest = NSA__T(largest)(most);
+        nsa_real *so_far = m + row_index[r];
+        shrink[r] = *so_far;
+        *so_far = largest > *so_far ? largest : *so_far;
+        shrink[r] -= *so_far;
+    }
+    /* shrink = 2^(the maximum before - the maximum now) */
+    for (int r = 0; r < rows; r += NSA__L)
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
+    /* p, and the sums. A row that has seen no key subtracts 0 and gets p = 2^lowest = 0; lowest -
+       lowest = 0 would make p 1. Key j adds to partial sum j % 16, for vectors of any width. */
+    for (int r = 0; r < rows; r++) {
+        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        const nsa_real *x = s + r * ld;
+        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
+        for (int j = 0; j < NSA__LANES; j += NSA__L) {
+            NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
+            for (int at = j; at < n; at += NSA__LANES) {
+                const NSA__V e = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                NSA__TO(to + at) = e;
+                of_lane += e;
+            }
+            NSA__TO(sum + j) = of_lane;
+        }
+    }
+}
+
+/* p = 2^(s - lse2) and ds = p (dp - delta), where delta is dout . out - dlse. s and dp are
+   overwritten. */
+NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
+                                         const uint64_t *mask, int first, const int *row_index,
+                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         nsa_real *dp) {
+    NSA__ARITHMETIC
+    for (int r = 0; r < rows; r++) {
+        const uint64_t seen = mask[r / group];
+        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+                     of_row = NSA__T(splat)(delta[row_index[r]]);
+        const NSA__V zero = NSA__T(splat)(0);
+        for (int j = 0; j < n; j += NSA__L) {
+            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
+            if (seen != ~(uint64_t)0) { /* ds too: what is masked may overflow, and 0 inf is NaN */
+                const NSA__I on = NSA__T(seen)(seen, first + j);
+                p = NSA__T(pick)(on, p, zero);
+                ds = NSA__T(pick)(on, ds, zero);
+            }
+            NSA__TO(s + r * ld + j) = p;
+            NSA__TO(dp + r * ld + j) = ds;
+        }
+    }
+}
+
+/* Eq. 8 and 10: p_cmp of each key, summed over the heads of a group, for one query. */
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+                                            const nsa_real *s, nsa_real *sum) {
+    NSA__ARITHMETIC
+    /* s <= lse2 but for rounding, if lse is that of s. A caller of nsa_select_blocks may give
+       another lse, and p of a number is wrong then but neither negative nor NaN. */
+    for (int j = 0; j < n; j += NSA__L) {
+        NSA__V p = NSA__T(splat)(0);
+        for (int r = 0; r < rows; r++)
+            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
+        NSA__TO(sum + j) = p;
+    }
+}
+
+/* How many x, as integers, are at least `least`: a compare makes -1 of true, which is
+   subtracted. */
+NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane least) {
+    int j = 0, sum = 0;
+#if NSA__BYTES
+    nsa__lane lane[NSA__L];
+    NSA__I count = {0};
+    const NSA__I bound = count + least;
+    for (; j + NSA__L <= n; j += NSA__L)
+        count -= (NSA__I)NSA__FROM(x + j) >= bound; /* true is -1 */
+    memcpy(lane, &count, sizeof count);
+    for (int i = 0; i < NSA__L; i++) sum += (int)lane[i];
+#endif
+    for (; j < n; j++) {
+        nsa__lane bits;
+        memcpy(&bits, x + j, sizeof bits);
+        sum += bits >= least;
+    }
+    return sum;
+}
+
+/* nsa__all_finite for rows. */
+NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+    nsa__bits_t lane[NSA__LANES], sum = 0;
+    for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
+    for (int r = 0; r < rows; r++, x += ld)
+        for (int j = 0; j < n; j += NSA__LANES)
+            for (int i = 0; i < NSA__LANES; i++) lane[i] |= nsa__exponent_carry(x[j + i]);
+    for (int j = 0; j < NSA__LANES; j++) sum |= lane[j];
+    return !(sum >> NSA__SIGN_BIT);
+}
+
+NSA__TARGET static void NSA__T(scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to) {
+    for (int j = 0; j < n; j += NSA__L) NSA__TO(to + j) = NSA__T(splat)(factor) * NSA__FROM(x + j);
+}
+
+NSA__TARGET static void NSA__T(gate)(int n, const nsa_real g[3], const nsa_real *const x[3],
+                                     nsa_real *to) {
+    NSA__ARITHMETIC
+    const NSA__V a = NSA__T(splat)(g[0]), b = NSA__T(splat)(g[1]), c = NSA__T(splat)(g[2]);
+    for (int j = 0; j < n; j += NSA__L)
+        NSA__TO(to + j) =
+            a * NSA__FROM(x[0] + j) + b * NSA__FROM(x[1] + j) + c * NSA__FROM(x[2] + j);
+}
+
+/* Blocks of NSA__L x NSA__L, then single columns, which are cheaper than a block if they are few. A
+   step exchanges the halves that are off the diagonal, of the block, then of its quarters, and so
+   on. */
+NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x,
+                                          ptrdiff_t ld_to, nsa_real *to) {
+    int c = 0;
+#if NSA__BYTES && !defined(__clang__)
+    static const nsa__lane order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    NSA__I lane;
+    NSA__V block[NSA__L];
+    memcpy(&lane, order, sizeof lane);
+    for (; c + NSA__L / 4 < columns; c += NSA__L)
+        for (int r = 0; r < rows; r += NSA__L) {
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++) block[i] = NSA__FROM(x + (r + i) * ld + c);
+            NSA__UNROLL
+            for (int half = NSA__L / 2; half; half /= 2) {
+                /* lanes below `half`, then those from `half` on, of two rows */
+                const NSA__I low = lane + (((lane & half) != 0) & (NSA__L - half)),
+                             high = low + half;
+                NSA__UNROLL
+                for (int i = 0; i < NSA__L; i++)
+                    if (!(i & half)) {
+                        const NSA__V a = block[i], b = block[i + half];
+                        block[i] = __builtin_shuffle(a, b, low);
+                        block[i + half] = __builtin_shuffle(a, b, high);
+                    }
+            }
+            NSA__UNROLL
+            for (int i = 0; i < NSA__L; i++)
+                if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
+        }
+#endif
+    for (; c < columns; c++)
+        for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
+}
+
+/* log2 of a positive number: x = 2^e f with f between sqrt 1/2 and sqrt 2, and with
+   t = (f - 1) / (f + 1) log2 f = 2 / ln 2 (t + t^3 / 3 + t^5 / 5 + ...), here up to t^9: an error
+   of 1e-9 at most, which no f32 shows. */
+NSA__INLINE NSA__TARGET double NSA__T(log2)(double x) {
+    NSA__ARITHMETIC
+    const uint64_t least = 0x3fe6a09e667f3bcd; /* sqrt 1/2 */
+    uint64_t bits;
+    double f;
+    if (sizeof(nsa_real) == sizeof(double)) return log2(x);
+    memcpy(&bits, &x, sizeof bits);
+    bits -= least;
+    const double e = (int32_t)(bits >> 32) >> 20;
+    bits = (bits & 0xfffffffffffff) + least;
+    memcpy(&f, &bits, sizeof f);
+    const double t = (f - 1) / (f + 1), t2 = t * t;
+    double sum = t2 * 0.3205988979753252 + 0.4121985831111324;
+    sum = sum * t2 + 0.5770780163555853;
+    sum = sum * t2 + 0.9617966939259756;
+    return e + t * (sum * t2 + 2.8853900817779268);
+}
+
+/* Rows become columns, so that all is done for 16 rows at once. NaN is found by its bits, because
+   the log2 above makes a number of it. */
+NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
+                                       nsa_real *lse) {
+    NSA__ARITHMETIC
+    nsa_real part[NSA__LANES][NSA__LANES];
+    NSA__T(transpose)(NSA__LANES, NSA__LANES, NSA__LANES, sums, NSA__LANES, part[0]);
+    for (int half = NSA__LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            for (int r = 0; r < NSA__LANES; r++) part[j][r] += part[j + half][r];
+    for (int r = 0; r < NSA__LANES; r++) {
+        const nsa_real l = part[0][r];
+        const int none = l == 0;
+        const double some = none ? 1 : (double)l;
+        over[r] = none ? 0 : (nsa_real)(1 / some);
+        part[1][r] = (nsa_real)(((double)m[r] + NSA__T(log2)(some)) * NSA__LN2);
+    }
+    for (int r = 0; r < NSA__LANES; r++) {
+        lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
+        if (!nsa__is_finite((double)part[0][r])) lse[r] = part[0][r];
+    }
+}
+
+static const nsa__tiles NSA__T(tiles) = {
+    NSA__T(gemm),   NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
+    NSA__T(finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+#endif
+
+#undef NSA__PASTE_
+#undef NSA__PASTE
+#undef NSA__T
+#undef NSA__L
+#undef NSA__V
+#undef NSA__I
+#undef NSA__TO
+#undef NSA__FROM
+#undef NSA__ISA
+#undef NSA__BYTES
+#undef NSA__ROWS
+#undef NSA__VECTORS
+#undef NSA__TARGET
+#undef NSA__HOLD
+#undef NSA__MAX
+#undef NSA__MIN
+#undef NSA__WHOLE
+#undef NSA__TIMES_POWER
+#undef NSA__DOT
+#undef NSA__ROUND
+#undef NSA__OF_PAIRS
