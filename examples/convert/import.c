@@ -7,27 +7,21 @@
 #include <string.h>
 
 #include "base/files.h"
+#include "base/json_file.h"
 #include "data/tokenizer.h"
 #include "model/model.h"
 #include "train/train.h"
 
 enum {
     PATH_ROOM = CONFIG_PATH_BYTES + 256,
-    JSON_LIMIT = 1 << 28,
     NAME_ROOM = 2 * PARAM_NAME_BYTES,
     CONTEXT_MOST = 1 << 20
 };
 
-static json_t *read_json(const char *folder, const char *name, fault *f) {
+static json_t *read_json(const char *folder, const char *name, const json_limit *limit, fault *f) {
     char path[PATH_ROOM];
-    size_t bytes;
-    json_error_t e;
     if (!files_join(path, sizeof path, folder, name, f)) return NULL;
-    char *text = files_read(path, JSON_LIMIT, &bytes, f);
-    if (!text) return NULL;
-    json_t *root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &e);
-    free(text);
-    if (!root) fault_set(f, "%s:%d: not JSON: %s", path, e.line, e.text);
+    json_t *root = json_file_read(path, limit, f);
     if (root && !json_is_object(root)) fault_set(f, "%s: must be a JSON object", path);
     if (root && json_is_object(root)) return root;
     json_decref(root);
@@ -138,7 +132,7 @@ static bool add_head_width(import_flags *x, const json_t *root, fault *f) {
 }
 
 bool import_settings(import_flags *x, const char *folder, fault *f) {
-    json_t *root = read_json(folder, "config.json", f);
+    json_t *root = read_json(folder, "config.json", &json_of_settings, f);
     if (!root) return false;
     memset(x, 0, sizeof *x);
     bool sparse = json_object_get(root, "block_size") != NULL;
@@ -299,14 +293,14 @@ static bool read_files(importer *x, const char *folder, bool tied, fault *f) {
     if (!has_file(folder, index_name))
         return files_join(path, sizeof path, folder, "model.safetensors", f) &&
                read_file(x, path, tied, f);
-    json_t *root = read_json(folder, index_name, f), *done = json_object();
+    json_t *root = read_json(folder, index_name, &json_of_tensors, f), *done = json_object();
     json_t *map = json_object_get(root, "weight_map");
     bool ok = root && (json_is_object(map) ||
                        fault_set(f, "%s: weight_map: must be an object", index_name));
     json_object_foreach(map, tensor, value) {
         name = json_string_value(value);
         if (!ok || (name && json_object_get(done, name))) continue;
-        if (!name || strchr(name, '/'))
+        if (!name || !files_plain_name(name))
             ok = fault_set(f, "%s: %.100s: must name a file of the folder", index_name, tensor);
         else
             ok = files_join(path, sizeof path, folder, name, f) && read_file(x, path, tied, f) &&
@@ -371,7 +365,7 @@ static bool copy_file(const char *from, const char *to, const char *name, fault 
     if (!files_join(path, sizeof path, from, name, f) ||
         !files_join(target, sizeof target, to, name, f))
         return false;
-    char *text = files_read(path, JSON_LIMIT, &bytes, f);
+    char *text = files_read(path, json_of_tokens.bytes, &bytes, f);
     bool ok = text && files_replace(target, text, bytes, f);
     free(text);
     return ok;

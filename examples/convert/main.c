@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/files.h"
+#include "base/text.h"
 #include "export.h"
 #include "import.h"
 
@@ -55,7 +56,8 @@ static int convert_out(int argc, char **argv, fault *f) {
     else if (!export_folder(&k, words[1], &notes, f))
         code = 1;
     else
-        printf("wrote %s from %s, step %lld\n", words[1], k.path, (long long)k.state.step);
+        text_print_line(stdout, "wrote %s from %s, step %lld", words[1], k.path,
+                        (long long)k.state.step);
     checkpoint_close(&k);
     return code;
 }
@@ -98,7 +100,7 @@ static int convert_in(int argc, char **argv, fault *f) {
     if (!import_tokenizer(&c, words[0], words[1], &notes, f) ||
         !import_model(&c, words[0], words[1], f))
         return 1;
-    printf("wrote %s/checkpoints/step_00000000 from %s\n", words[1], words[0]);
+    text_print_line(stdout, "wrote %s/checkpoints/step_00000000 from %s", words[1], words[0]);
     return 0;
 }
 

@@ -26,44 +26,12 @@ typedef struct generator {
 
 /* ---- Opening ------------------------------------------------------------------------------- */
 
-/* All of a file or of standard input, to be freed. */
-static char *read_all(const char *path, size_t *bytes, fault *f) {
-    bool is_input = !strcmp(path, "-");
-    FILE *file = is_input ? stdin : fopen(path, "rb");
-    char *text = NULL;
-    size_t room = 0;
-    *bytes = 0;
-    if (!file) {
-        fault_errno(f, "--prompt-file %s: cannot open", path);
-        return NULL;
-    }
-    do {
-        room = room ? 2 * room : 1 << 16;
-        char *more = room <= PROMPT_LIMIT ? realloc(text, room) : NULL;
-        if (!more) {
-            fault_set(f, "--prompt-file %s: more than %d bytes", path, PROMPT_LIMIT - 1);
-            free(text);
-            text = NULL;
-            break;
-        }
-        text = more;
-        *bytes += fread(text + *bytes, 1, room - *bytes, file);
-    } while (*bytes == room);
-    if (text && ferror(file)) {
-        fault_errno(f, "--prompt-file %s: cannot read", path);
-        free(text);
-        text = NULL;
-    }
-    if (!is_input) fclose(file);
-    return text;
-}
-
 static bool read_prompt(generator *g, int vocab, fault *f) {
     const char *text = g->checkpoint.config.sample.prompt;
     size_t bytes = strlen(text);
     char *file = NULL;
     if (g->options.prompt_file) {
-        text = file = read_all(g->options.prompt_file, &bytes, f);
+        text = file = files_read_input(g->options.prompt_file, PROMPT_LIMIT, &bytes, f);
         if (!text) return false;
     }
     bool ok = sample_prompt(g->tokenizer, text, bytes, vocab, &g->text, f);

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "base/files.h"
+#include "base/text.h"
 #include "base/threads.h"
 #include "measure.h"
 #include "train/restore.h"
@@ -253,8 +254,10 @@ static bool inspect(inspector *n, fault *f) {
     n->out = NULL;
     if (ok && failed) ok = fault_errno(f, "%s: cannot write", n->options.out);
     if (ok)
-        printf("wrote %s: %d tokens, %d layers; examples/inspect/draw.py makes pictures of it\n",
-               n->options.out, count, n->written);
+        text_print_line(stdout,
+                        "wrote %s: %d tokens, %d layers; examples/inspect/draw.py makes pictures "
+                        "of it",
+                        n->options.out, count, n->written);
     else
         files_remove_partial(n->options.out);
     return ok;

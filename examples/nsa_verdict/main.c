@@ -9,6 +9,9 @@
 #include <sys/stat.h>
 
 #include "base/files.h"
+#include "base/json_file.h"
+#include "base/lines.h"
+#include "base/text.h"
 #include "checkpoint/checkpoint.h"
 #include "config/config.h"
 #include "telemetry/csv.h"
@@ -31,12 +34,12 @@ static void judge(run *r, const char *criterion, bool holds, const char *format,
     __attribute__((format(printf, 4, 5)));
 
 static void judge(run *r, const char *criterion, bool holds, const char *format, ...) {
+    char found[FAULT_BYTES];
     va_list args;
-    printf("%-12s %-5s ", criterion, holds ? "ok" : "NO");
     va_start(args, format);
-    vprintf(format, args);
+    vsnprintf(found, sizeof found, format, args);
     va_end(args);
-    printf("\n");
+    text_print_line(stdout, "%-12s %-5s %s", criterion, holds ? "ok" : "NO", found);
     r->go = r->go && holds;
 }
 
@@ -47,12 +50,8 @@ static bool path_of(const run *r, const char *name, char path[CONFIG_PATH_BYTES 
 
 static json_t *read_json(const run *r, const char *name) {
     char path[CONFIG_PATH_BYTES + 64];
-    size_t bytes;
     fault unused;
-    char *text = path_of(r, name, path) ? files_read(path, 1 << 28, &bytes, &unused) : NULL;
-    json_t *v = text ? json_loadb(text, bytes, JSON_REJECT_DUPLICATES, NULL) : NULL;
-    free(text);
-    return v;
+    return path_of(r, name, path) ? json_file_read(path, &json_of_settings, &unused) : NULL;
 }
 
 /* NaN where the run did not write the number. */
@@ -92,11 +91,17 @@ static void judge_exit(run *r) {
 /* The most steps that a start asked for, less is a run that was cut short; and the step after which
    the folder's first start began, for a run that goes on from another folder's checkpoint. */
 static void read_history(run *r) {
-    char path[CONFIG_PATH_BYTES + 64], *line = NULL;
-    size_t room = 0;
-    FILE *file = path_of(r, "history.jsonl", path) ? fopen(path, "r") : NULL;
-    for (bool first = true; file && getline(&line, &room, file) > 0;) {
-        json_t *start = json_loads(line, JSON_REJECT_DUPLICATES, NULL);
+    char path[CONFIG_PATH_BYTES + 64];
+    const char *line;
+    size_t bytes;
+    fault unused;
+    int fd = path_of(r, "history.jsonl", path) ? files_open(path, &unused) : -1;
+    lines l;
+    if (fd < 0) return;
+    lines_open(&l, fd, path, 0, -1);
+    for (bool first = true; lines_next(&l, &line, &bytes, &unused) == LINES_ONE;) {
+        json_t *start =
+            json_file_parse(path, line, bytes, &json_of_settings, JSON_REJECT_DUPLICATES, &unused);
         json_t *settings = json_object_get(start, "config");
         double steps = json_number_value(json_object_get(settings, "train.steps"));
         double step = json_number_value(json_object_get(start, "step"));
@@ -105,8 +110,7 @@ static void read_history(run *r) {
         if (start) first = false;
         json_decref(start);
     }
-    free(line);
-    if (file) fclose(file);
+    lines_close(&l);
 }
 
 static void judge_steps(run *r) {

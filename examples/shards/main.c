@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "base/files.h"
+#include "base/json_file.h"
 #include "base/lines.h"
 #include "config/config.h"
 #include "data/tokenizer.h"
@@ -80,8 +81,9 @@ static bool add_text(job *j, const char *path, fault *f) {
 }
 
 static bool add_line(job *j, const lines *l, const char *line, size_t bytes, fault *f) {
-    json_error_t e;
-    json_t *root = json_loadb(line, bytes, JSON_ALLOW_NUL, &e),
+    fault unused;
+    json_t *root =
+               json_file_parse(l->name, line, bytes, &json_of_document, JSON_ALLOW_NUL, &unused),
            *text = json_object_get(root, "text");
     long long end = (long long)l->offset;
     bool ok = json_is_string(text) ||

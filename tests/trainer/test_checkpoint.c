@@ -279,17 +279,23 @@ static int64_t best_of(const char *out_dir) {
     return k.state.step;
 }
 
-/* A checkpoint from before there was a validation loss in it. */
-static void make_older(const char *path) {
-    json_t *root = json_load_file(path, 0, NULL), *content = json_object_get(root, "content");
+/* Writes a state with a checksum that fits what it holds now. */
+static void dump_state(const char *path, json_t *root) {
+    json_t *content = json_object_get(root, "content");
     char sum[24];
-    CHECK(!json_object_del(json_object_get(content, "state"), "val_loss"), "no val_loss");
     char *text = json_dumps(content, JSON_COMPACT | JSON_SORT_KEYS | JSON_REAL_PRECISION(17));
     snprintf(sum, sizeof sum, "%016" PRIx64, (uint64_t)XXH64(text, strlen(text), 0));
     json_object_set_new(root, "xxh64", json_string(sum));
     CHECK(!json_dump_file(root, path, JSON_REAL_PRECISION(17)), "write");
     free(text);
     json_decref(root);
+}
+
+/* A checkpoint from before there was a validation loss in it. */
+static void make_older(const char *path) {
+    json_t *root = json_load_file(path, 0, NULL), *content = json_object_get(root, "content");
+    CHECK(!json_object_del(json_object_get(content, "state"), "val_loss"), "no val_loss");
+    dump_state(path, root);
 }
 
 static void test_best(void) {
@@ -403,6 +409,91 @@ static void test_links(void) {
     CHECK(exists("precious/letter"), "a link was followed when a folder was removed");
     CHECK(!exists("linked/checkpoints/.removing-x"), "the link itself is swept");
     expect_step(test_path("linked"), 4);
+}
+
+/* A checkpoint whose state lists a file by this name, with the bytes and checksum of its model. */
+static void list_file(const char *state, const char *name) {
+    json_t *root = json_load_file(state, 0, NULL);
+    json_t *files = json_object_get(json_object_get(root, "content"), "files");
+    json_object_set(files, name, json_object_get(files, "model.safetensors"));
+    dump_state(state, root);
+}
+
+/* A name in state.json that leads out of the checkpoint's folder, or steers a terminal, is refused
+   when it is read: by whoever opens, adopts, verifies or judges the checkpoint. */
+static void test_names(void) {
+    static const char *const names[] = {"../model.safetensors",
+                                        "../../../.ssh/authorized_keys",
+                                        "/tmp/model.safetensors",
+                                        "a/model.safetensors",
+                                        "./model.safetensors",
+                                        "",
+                                        ".",
+                                        "..",
+                                        ".safetensors",
+                                        ".hidden.safetensors",
+                                        "state.json",
+                                        "latest",
+                                        "a\n.safetensors",
+                                        "\033[2J.safetensors",
+                                        "\xc2\x9b"
+                                        "2J.safetensors",
+                                        "\xe2\x80\xae.safetensors",
+                                        "0123456789012345678901234567890123456789"
+                                        "0123456789012345678901234567890123456789.safetensors"};
+    const char *state = "names/checkpoints/step_00000001/state.json";
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        check_case("name %d", (int)i);
+        CHECK(save(test_path("names"), 1, 0), "%s", why.text);
+        list_file(test_path(state), names[i]);
+        refuse(test_path("names"), "state.json: \"files\": \"&must be the name of a part");
+        CHECK(!strpbrk(why.text, "\n\033\xc2\xe2"), "the message steers a terminal");
+        CHECK(!adopt(test_path("names"), test_path("named"), &settings), "adopted");
+        CHECK(!exists("named"), "something was written");
+    }
+}
+
+/* What is adopted is plain files of the run: not links, nor their modes, nor somebody's file whose
+   checksum is not the one that the state names. */
+static void test_taken_files(void) {
+    const char *from = "taken/checkpoints/step_00000001/model.safetensors";
+    const char *to = "taker/checkpoints/step_00000001/model.safetensors";
+    struct stat s;
+    check_case("a link in a checkpoint");
+    CHECK(save(test_path("taken"), 1, 0), "%s", why.text);
+    CHECK(!rename(test_path(from), test_path("elsewhere")) &&
+              !symlink("../../../elsewhere", test_path(from)),
+          "link");
+    CHECK(adopt(test_path("taken"), test_path("taker"), &settings), "%s", why.text);
+    CHECK(!lstat(test_path(to), &s) && S_ISREG(s.st_mode) && s.st_nlink == 1, "a plain copy");
+    expect_step(test_path("taker"), 1);
+    check_case("a link to another file");
+    test_write_text(test_path("private"), "a key");
+    unlink(test_path(from));
+    CHECK(!symlink("../../../private", test_path(from)), "link");
+    TEST_FAULT(adopt(test_path("taken"), test_path("taker2"), &settings), &why,
+               "model.safetensors: damaged: 5 bytes");
+    CHECK(!exists("taker2/checkpoints/.writing-step_00000001"), "nothing of it stays");
+    check_case("mode bits");
+    unlink(test_path(from));
+    CHECK(!rename(test_path("elsewhere"), test_path(from)) && !chmod(test_path(from), 06755),
+          "mode");
+    CHECK(adopt(test_path("taken"), test_path("taker3"), &settings), "%s", why.text);
+    CHECK(!lstat(test_path("taker3/checkpoints/step_00000001/model.safetensors"), &s) &&
+              !(s.st_mode & 07111),
+          "mode %o", s.st_mode);
+    check_case("a plain file is shared");
+    CHECK(!chmod(test_path(from), 0644), "mode");
+    CHECK(adopt(test_path("taken"), test_path("taker4"), &settings), "%s", why.text);
+    CHECK(!lstat(test_path(from), &s) && s.st_nlink == 2, "%d names", (int)s.st_nlink);
+    check_case("a folder, a device");
+    unlink(test_path(from));
+    test_mkdir(from);
+    TEST_FAULT(adopt(test_path("taken"), test_path("taker5"), &settings), &why,
+               "model.safetensors: must be a plain file");
+    CHECK(!rmdir(test_path(from)) && !symlink("/dev/zero", test_path(from)), "device");
+    TEST_FAULT(adopt(test_path("taken"), test_path("taker5"), &settings), &why,
+               "model.safetensors: must be a plain file");
 }
 
 /* A state that says of itself that it is sound: with numbers that no run reaches, or as a pipe. */
@@ -530,6 +621,8 @@ int main(void) {
     test_best();
     test_damage();
     test_links();
+    test_names();
+    test_taken_files();
     test_hostile_state();
     test_other_model();
     test_full_disk();

@@ -6,19 +6,14 @@
 #include <stdio.h>
 #include <string.h>
 
-/* A message quotes names and lines of files that anybody may have written: what steers a terminal,
-   or ends the line, is not printed. */
-static void keep_printable(char *text) {
-    for (; *text; text++)
-        if ((unsigned char)*text < 32 || *text == 127) *text = '?';
-}
+#include "base/text.h"
 
 bool fault_set(fault *f, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(f->text, sizeof f->text, format, args);
     va_end(args);
-    keep_printable(f->text);
+    text_keep_printable(f->text);
     return false;
 }
 
@@ -32,7 +27,7 @@ bool fault_errno(fault *f, const char *format, ...) {
     (void)strerror_r(error, reason, sizeof reason);
     if (used >= 0 && (size_t)used < sizeof f->text)
         snprintf(f->text + used, sizeof f->text - (size_t)used, ": %s", reason);
-    keep_printable(f->text);
+    text_keep_printable(f->text);
     return false;
 }
 
@@ -43,7 +38,7 @@ void listener_say(const listener *to, const char *format, ...) {
     va_start(args, format);
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
-    keep_printable(line);
+    text_keep_printable(line);
     to->say(to->user, line);
 }
 

@@ -10,8 +10,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/text.h"
+
 /* A path has at most PATH_ROOM bytes, and each level of a listing two of them on the stack. */
-enum { PATH_ROOM = 4096, LEVELS = 64 };
+enum { PATH_ROOM = 4096, LEVELS = 64, NAME_MOST = 255 };
 
 /* A named pipe would make a plain open wait for its writer, for ever. */
 int files_open(const char *path, fault *f) {
@@ -27,12 +29,33 @@ int files_open(const char *path, fault *f) {
     return -1;
 }
 
-char *files_read(const char *path, size_t most, size_t *bytes, fault *f) {
+int files_open_end(const char *path, fault *f) {
+    struct stat s;
+    int flags = O_RDWR | O_CREAT | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+    int fd = open(path, flags, 0666);
+    if (fd >= 0 && !fstat(fd, &s) && S_ISREG(s.st_mode)) return fd;
+    if (fd >= 0 || errno == ELOOP || errno == ENXIO)
+        fault_set(f, "%s: must be a plain file, and no link to one", path);
+    else
+        fault_errno(f, "%s: cannot open", path);
+    if (fd >= 0) close(fd);
+    return -1;
+}
+
+int files_open_anew(const char *path, fault *f) {
+    unlink(path);
+    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd < 0) fault_errno(f, "%s: cannot create", path);
+    return fd;
+}
+
+/* Takes over fd. */
+static char *read_all(int fd, const char *path, size_t most, size_t *bytes, fault *f) {
     size_t room = 65536, used = 0;
-    int fd = files_open(path, f);
-    FILE *file = fd < 0 ? NULL : fdopen(fd, "rb");
+    FILE *file = fdopen(fd, "rb");
     if (!file) {
-        if (fd >= 0) close(fd), fault_set(f, "%s: out of memory", path);
+        close(fd);
+        fault_set(f, "%s: out of memory", path);
         return NULL;
     }
     char *text = malloc(room + 1);
@@ -59,6 +82,19 @@ char *files_read(const char *path, size_t most, size_t *bytes, fault *f) {
     text[used] = 0;
     *bytes = used;
     return text;
+}
+
+char *files_read(const char *path, size_t most, size_t *bytes, fault *f) {
+    int fd = files_open(path, f);
+    return fd < 0 ? NULL : read_all(fd, path, most, bytes, f);
+}
+
+char *files_read_input(const char *path, size_t most, size_t *bytes, fault *f) {
+    if (strcmp(path, "-")) return files_read(path, most, bytes, f);
+    int fd = dup(STDIN_FILENO);
+    if (fd >= 0) return read_all(fd, "standard input", most, bytes, f);
+    fault_errno(f, "standard input: cannot read");
+    return NULL;
 }
 
 static bool ends_early(int fd, const char *path, int64_t offset, size_t bytes, fault *f) {
@@ -107,12 +143,10 @@ bool files_replace(const char *path, const void *from, size_t bytes, fault *f) {
     char aside[PATH_ROOM], folder[PATH_ROOM];
     if (snprintf(aside, sizeof aside, "%s.%ld.tmp", path, (long)getpid()) >= PATH_ROOM)
         return fault_set(f, "%.200s...: the path is too long", path);
-    unlink(aside); /* what a killed process of that number left; and no link is written through */
-    int fd = open(aside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (fd < 0) return fault_errno(f, "%s: cannot create", path);
-    bool ok = files_write_all(fd, path, from, bytes, f);
+    int fd = files_open_anew(aside, f); /* a killed process of that number may have left it */
+    bool ok = fd >= 0 && files_write_all(fd, path, from, bytes, f);
     if (ok && fsync(fd)) ok = fault_errno(f, "%s: cannot flush", path);
-    if (close(fd) && ok) ok = fault_errno(f, "%s: cannot close", path);
+    if (fd >= 0 && close(fd) && ok) ok = fault_errno(f, "%s: cannot close", path);
     if (ok && rename(aside, path)) ok = fault_errno(f, "%s: cannot put in place", path);
     if (!ok) {
         unlink(aside);
@@ -125,8 +159,8 @@ bool files_replace(const char *path, const void *from, size_t bytes, fault *f) {
 bool files_append_line(const char *path, const char *line, fault *f) {
     char last = '\n';
     struct stat s;
-    int fd = open(path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-    if (fd < 0) return fault_errno(f, "%s: cannot open", path);
+    int fd = files_open_end(path, f);
+    if (fd < 0) return false;
     bool ok = !fstat(fd, &s) || fault_errno(f, "%s: cannot read", path);
     if (ok && s.st_size) ok = files_read_at(fd, path, &last, 1, s.st_size - 1, f);
     ok = ok && (last == '\n' || files_write_all(fd, path, "\n", 1, f)) &&
@@ -181,11 +215,8 @@ int files_lock(const char *folder, const char *name, fault *f) {
     char path[PATH_ROOM];
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
     if (!files_join(path, sizeof path, folder, name, f)) return -1;
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
-    if (fd < 0) {
-        fault_errno(f, "%s: cannot open", path);
-        return -1;
-    }
+    int fd = files_open_end(path, f);
+    if (fd < 0) return -1;
     if (!fcntl(fd, F_SETLK, &lock) || (errno != EACCES && errno != EAGAIN)) return fd;
     lock.l_pid = 0;
     (void)fcntl(fd, F_GETLK, &lock);
@@ -209,13 +240,13 @@ static int64_t last_line_end(int fd, const char *path, int64_t size, fault *f) {
 
 bool files_drop_partial_line(const char *path, fault *f) {
     struct stat s;
-    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) return errno == ENOENT || fault_errno(f, "%s: cannot open", path);
-    bool ok = !fstat(fd, &s) || fault_errno(f, "%s: cannot read", path);
+    if (!files_exist(path)) return true;
+    int fd = files_open_end(path, f);
+    bool ok = fd >= 0 && (!fstat(fd, &s) || fault_errno(f, "%s: cannot read", path));
     int64_t kept = ok ? last_line_end(fd, path, s.st_size, f) : -1;
     if (kept >= 0 && kept < s.st_size && ftruncate(fd, (off_t)kept))
         kept = -1, fault_errno(f, "%s: cannot be cut back", path);
-    close(fd);
+    if (fd >= 0) close(fd);
     return kept >= 0;
 }
 
@@ -277,6 +308,15 @@ bool files_remove_folder(const char *path, fault *f) {
 bool files_exist(const char *path) {
     struct stat s;
     return !lstat(path, &s);
+}
+
+bool files_plain_name(const char *name) {
+    char printed[NAME_MOST + 1];
+    size_t length = strlen(name);
+    if (!length || length > NAME_MOST || name[0] == '.' || strchr(name, '/')) return false;
+    memcpy(printed, name, length + 1);
+    text_keep_printable(printed);
+    return !strcmp(printed, name);
 }
 
 bool files_join(char *path, size_t bytes, const char *folder, const char *name, fault *f) {

@@ -11,9 +11,19 @@
 /* A descriptor to read a plain file from; -1: unreadable, or a pipe, a device, a folder. */
 int files_open(const char *path, fault *f);
 
+/* A descriptor to append to a plain file, which is made where it is not there; -1: what bears the
+   name is something else, or a link: it may lead anywhere. */
+int files_open_end(const char *path, fault *f);
+
+/* A descriptor to write a new file; what bore the name is removed, of a link the link. */
+int files_open_anew(const char *path, fault *f);
+
 /* The whole file, with a zero byte behind it, to be freed; NULL: unreadable or above `most` bytes.
  */
 char *files_read(const char *path, size_t most, size_t *bytes, fault *f);
+
+/* The same, where "-" is standard input, to its end. */
+char *files_read_input(const char *path, size_t most, size_t *bytes, fault *f);
 
 /* Exactly `bytes` bytes at `offset`; a file that ends before is a fault. */
 bool files_read_at(int fd, const char *path, void *to, size_t bytes, int64_t offset, fault *f);
@@ -61,6 +71,10 @@ bool files_sync_folder(const char *path, fault *f);
 bool files_remove_folder(const char *path, fault *f);
 
 bool files_exist(const char *path);
+
+/* Whether a name that somebody wrote into a file may be joined to a folder: it stays in there, is
+   not hidden, and steers no terminal. */
+bool files_plain_name(const char *name);
 
 /* "folder/name" in `path`; a path that does not fit is a fault. */
 bool files_join(char *path, size_t bytes, const char *folder, const char *name, fault *f);

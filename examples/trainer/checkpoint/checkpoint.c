@@ -16,11 +16,12 @@
 #include <xxhash.h>
 
 #include "base/files.h"
+#include "base/json_file.h"
 
 /* No run counts further than COUNT_LIMIT: sums of counts and of what they are multiplied by stay
    below what an int64_t holds. */
 #define COUNT_LIMIT ((int64_t)1 << 48)
-enum { STATE_LIMIT = 1 << 24, NAME_BYTES = 64, PATH_ROOM = CONFIG_PATH_BYTES + 256 };
+enum { NAME_BYTES = 64, PATH_ROOM = CONFIG_PATH_BYTES + 256 };
 
 /* A folder in the making, one on its way out, and one that another of its name replaces. */
 static const char writing[] = ".writing-", removing[] = ".removing-", replaced[] = ".old";
@@ -327,6 +328,29 @@ static bool remove_old(const char *root, int64_t step, int64_t keep, int64_t eve
 
 /* ---- Reading ---- */
 
+/* Whoever reads, copies or links a file of a checkpoint takes its name from here. */
+static bool check_files(json_t *files, fault *f) {
+    static const char end[] = ".safetensors";
+    const char *name;
+    json_t *file;
+    if (!json_is_object(files)) return fault_set(f, "\"files\" must be an object");
+    json_object_foreach(files, name, file) {
+        size_t length = strlen(name);
+        uint64_t unused;
+        const json_t *bytes = json_object_get(file, "bytes");
+        if (!files_plain_name(name) || length >= NAME_BYTES || length < sizeof end ||
+            strcmp(name + length + 1 - sizeof end, end))
+            return fault_set(f,
+                             "\"files\": \"%.100s\" must be the name of a part, such as "
+                             "model.safetensors, and lead to no other folder",
+                             name);
+        if (!json_is_integer(bytes) || json_integer_value(bytes) < 0 ||
+            !parse_hex(json_object_get(file, "xxh64"), &unused))
+            return fault_set(f, "\"files\": %s must have its bytes and its xxh64", name);
+    }
+    return true;
+}
+
 static bool read_content(checkpoint *k, const json_t *root, fault *f) {
     const json_t *content = json_object_get(root, "content");
     uint64_t want, have;
@@ -341,21 +365,17 @@ static bool read_content(checkpoint *k, const json_t *root, fault *f) {
     if (!format || strcmp(format, "nsa checkpoint") || json_integer_value(version) != 1)
         return fault_set(f, "another format, or another version than 1");
     k->files = json_incref(json_object_get(content, "files"));
-    return state_from_json(&k->state, json_object_get(content, "state"), f) &&
+    return check_files(k->files, f) &&
+           state_from_json(&k->state, json_object_get(content, "state"), f) &&
            config_from_json(&k->config, json_object_get(content, "config"), f);
 }
 
 static bool read_state(checkpoint *k, fault *f) {
     char path[PATH_ROOM];
-    size_t bytes;
-    json_error_t e;
     fault reason;
     if (!files_join(path, sizeof path, k->path, "state.json", f)) return false;
-    char *text = files_read(path, STATE_LIMIT, &bytes, f);
-    if (!text) return false;
-    json_t *root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &e);
-    free(text);
-    if (!root) return fault_set(f, "%s:%d: not JSON: %s", path, e.line, e.text);
+    json_t *root = json_file_read(path, &json_of_settings, f);
+    if (!root) return false;
     bool ok = read_content(k, root, &reason) || fault_set(f, "%.400s: %.600s", path, reason.text);
     json_decref(root);
     return ok;
@@ -446,8 +466,10 @@ static double val_loss_of(const char *root, const char *name) {
 
 /* `best` is one of a lower loss than all before it, so that retention may remove those. */
 static bool note_best(const char *root, const char *name, const checkpoint_state *state, fault *f) {
-    return isnan(state->val_loss) || val_loss_of(root, "best") <= state->val_loss ||
-           point(root, "best", name, f);
+    char best[NAME_BYTES];
+    pointed(root, "best", best);
+    bool lower = !best[0] || !(val_loss_of(root, best) <= state->val_loss);
+    return isnan(state->val_loss) || !lower || point(root, "best", name, f);
 }
 
 /* The best of those that are there, the earliest of equal ones; none where none has a loss. */
@@ -557,9 +579,10 @@ bool checkpoint_write(const char *out_dir, const config *c, const checkpoint_sta
 static bool copy_file(const char *from, const char *to, fault *f) {
     enum { CHUNK = 1 << 20 };
     char *chunk = malloc(CHUNK);
+    struct stat s;
     int in = files_open(from, f);
-    int out = in < 0 ? -1 : open(to, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    bool ok = in >= 0;
+    bool ok = in >= 0 && (!fstat(in, &s) || fault_errno(f, "%s: cannot read", from));
+    int out = ok ? open(to, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, s.st_mode & 0666) : -1;
     if (ok && out < 0) ok = fault_errno(f, "%s: cannot create", to);
     if (ok && !chunk) ok = fault_set(f, "%s: out of memory", to);
     while (ok) {
@@ -576,7 +599,15 @@ static bool copy_file(const char *from, const char *to, fault *f) {
     return ok;
 }
 
-/* The same files under another name, for nobody writes into them; copies on another file system. */
+/* Whether a second name for the file is as good as a copy: it is the user's own plain file, which
+   nobody else writes into, and no program. */
+static bool may_share(const char *path) {
+    struct stat s;
+    return !lstat(path, &s) && S_ISREG(s.st_mode) && s.st_uid == geteuid() &&
+           !(s.st_mode & (S_ISUID | S_ISGID | S_ISVTX | S_IXUSR | S_IXGRP | S_IXOTH | S_IWOTH));
+}
+
+/* The same files under another name, or else copies that are what the state says. */
 static bool take_files(const checkpoint *k, const char *folder, fault *f) {
     char from[PATH_ROOM], to[PATH_ROOM];
     const char *name;
@@ -585,7 +616,8 @@ static bool take_files(const checkpoint *k, const char *folder, fault *f) {
     json_object_foreach(k->files, name, file) {
         if (!files_join(from, sizeof from, k->path, name, f) ||
             !files_join(to, sizeof to, folder, name, f) ||
-            (link(from, to) && !copy_file(from, to, f)))
+            ((!may_share(from) || link(from, to)) &&
+             !(copy_file(from, to, f) && verify(k, name, to, f))))
             return false;
     }
     return true;

@@ -14,8 +14,9 @@
 #include <xxhash.h>
 
 #include "base/files.h"
+#include "base/json_file.h"
 
-enum { HEADER_LIMIT = 100000000, WRITE_BYTES = 1 << 24 };
+enum { WRITE_BYTES = 1 << 24 };
 
 typedef struct entry {
     safetensors_tensor tensor; /* name points into the header */
@@ -26,7 +27,8 @@ struct safetensors_file {
     int fd;
     char *path;
     json_t *header;
-    entry *entries;
+    entry *entries; /* by their place in the data */
+    entry *by_name;
     size_t count;
     int64_t data; /* where the data begin */
 };
@@ -195,6 +197,10 @@ static int by_begin(const void *a, const void *b) {
     return (x->end > y->end) - (x->end < y->end);
 }
 
+static int entry_by_name(const void *a, const void *b) {
+    return strcmp(((const entry *)a)->tensor.name, ((const entry *)b)->tensor.name);
+}
+
 /* The tensors must fill the data without gap or overlap. */
 static bool check_cover(const safetensors_file *file, int64_t data_bytes, fault *f) {
     int64_t at = 0;
@@ -218,13 +224,16 @@ static bool read_entries(safetensors_file *file, int64_t data_bytes, fault *f) {
     if (!json_is_object(file->header))
         return fault_set(f, "%s: the header must be a JSON object", file->path);
     file->entries = calloc(json_object_size(file->header) + 1, sizeof *file->entries);
-    if (!file->entries) return fault_set(f, "%s: out of memory", file->path);
+    file->by_name = calloc(json_object_size(file->header) + 1, sizeof *file->by_name);
+    if (!file->entries || !file->by_name) return fault_set(f, "%s: out of memory", file->path);
     json_object_foreach(file->header, name, v) {
         if (!strcmp(name, "__metadata__")) continue;
         if (!read_entry(file->path, name, v, data_bytes, &file->entries[file->count++], f))
             return false;
     }
+    memcpy(file->by_name, file->entries, file->count * sizeof *file->entries);
     qsort(file->entries, file->count, sizeof *file->entries, by_begin);
+    qsort(file->by_name, file->count, sizeof *file->by_name, entry_by_name);
     return check_cover(file, data_bytes, f);
 }
 
@@ -232,23 +241,23 @@ static bool read_header(safetensors_file *file, fault *f) {
     struct stat s;
     unsigned char bytes[8];
     uint64_t length = 0;
-    json_error_t e;
     if (fstat(file->fd, &s)) return fault_errno(f, "%s: cannot read", file->path);
     if (s.st_size < 8)
         return fault_set(f, "%s: not a safetensors file: shorter than 8 bytes", file->path);
     if (!files_read_at(file->fd, file->path, bytes, 8, 0, f)) return false;
     for (int i = 7; i >= 0; i--) length = length << 8 | bytes[i];
-    if (length > HEADER_LIMIT || length > (uint64_t)s.st_size - 8)
+    if (length > json_of_tensors.bytes || length > (uint64_t)s.st_size - 8)
         return fault_set(f,
                          "%s: its header is said to be %" PRIu64 " bytes; the file has %lld, and "
-                         "at most %d are allowed",
-                         file->path, length, (long long)s.st_size, HEADER_LIMIT);
+                         "at most %zu are allowed",
+                         file->path, length, (long long)s.st_size, json_of_tensors.bytes);
     char *text = malloc((size_t)length + 1);
     if (!text) return fault_set(f, "%s: out of memory for the header", file->path);
     bool ok = files_read_at(file->fd, file->path, text, (size_t)length, 8, f);
     if (ok) {
-        file->header = json_loadb(text, (size_t)length, JSON_REJECT_DUPLICATES, &e);
-        if (!file->header) ok = fault_set(f, "%s: header is not JSON: %s", file->path, e.text);
+        file->header = json_file_parse(file->path, text, (size_t)length, &json_of_tensors,
+                                       JSON_REJECT_DUPLICATES, f);
+        ok = file->header != NULL;
     }
     free(text);
     file->data = (int64_t)length + 8;
@@ -275,6 +284,7 @@ void safetensors_close(safetensors_file *file) {
     if (file->fd >= 0) close(file->fd);
     json_decref(file->header);
     free(file->entries);
+    free(file->by_name);
     free(file->path);
     free(file);
 }
@@ -303,9 +313,8 @@ static bool same_form(const safetensors_tensor *a, const safetensors_tensor *b) 
 }
 
 static const entry *find_entry(const safetensors_file *file, const char *name) {
-    for (size_t i = 0; i < file->count; i++)
-        if (!strcmp(file->entries[i].tensor.name, name)) return &file->entries[i];
-    return NULL;
+    entry wanted = {.tensor.name = name};
+    return bsearch(&wanted, file->by_name, file->count, sizeof wanted, entry_by_name);
 }
 
 static bool is_listed(const safetensors_tensor *list, size_t count, const char *name) {
@@ -326,6 +335,7 @@ static bool check_names(const safetensors_file *file, const safetensors_tensor *
         return fault_set(f, "%s: tensor %s is %s; the model's is %s", file->path, list[i].name,
                          have, want);
     }
+    if (file->count == count) return true;
     for (size_t i = 0; i < file->count; i++)
         if (!is_listed(list, count, file->entries[i].tensor.name))
             return fault_set(f, "%s: tensor %.100s is none of the model's", file->path,

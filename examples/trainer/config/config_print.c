@@ -6,6 +6,8 @@
 #include <jansson.h>
 #include <string.h>
 
+#include "base/text.h"
+
 void config_print(const config *c, FILE *out) {
     char value[CONFIG_PATH_BYTES], place[CONFIG_PATH_BYTES + 32];
     for (size_t i = 0; i < config_entry_count; i++) {
@@ -13,7 +15,7 @@ void config_print(const config *c, FILE *out) {
         if (e->traits & OPTION_NOT_IN_FILE && !strchr(e->key, '.')) continue;
         option_value(c, e, value, sizeof value);
         config_place(c, e, place, sizeof place);
-        fprintf(out, "%-32s %-24s %s\n", e->key, value[0] ? value : "\"\"", place);
+        text_print_line(out, "%-32s %-24s %s", e->key, value[0] ? value : "\"\"", place);
     }
 }
 

@@ -3,10 +3,11 @@
    refused, and so are lists but where a setting takes one (model.attention). */
 #include "config/config_table.h"
 
-#include <errno.h>
+#include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <yaml.h>
+
+#include "base/files.h"
 
 /* The parser's time grows with the square of nested brackets: 400 KB of them take minutes. */
 enum { MOST_BYTES = 16384 };
@@ -198,23 +199,16 @@ static bool read_stream(reader *r, yaml_parser_t *parser) {
 bool config_read_yaml(config *c, const char *path, const listener *notes, fault *f) {
     reader r = {.config = c, .path = path, .notes = notes, .fault = f};
     yaml_parser_t parser;
-    struct stat s;
-    FILE *file = fopen(path, "rb");
-    if (!file) return fault_errno(f, "%s: cannot open the config", path);
-    if (fstat(fileno(file), &s) || S_ISDIR(s.st_mode) || s.st_size > MOST_BYTES) {
-        fclose(file);
-        return s.st_size > MOST_BYTES && !S_ISDIR(s.st_mode)
-                   ? fault_set(f, "%s: %lld bytes; a config has at most %d", path,
-                               (long long)s.st_size, MOST_BYTES)
-                   : fault_set(f, "%s: a folder, not a config file", path);
-    }
+    size_t bytes;
+    char *text = files_read(path, MOST_BYTES, &bytes, f);
+    if (!text) return false;
     if (!yaml_parser_initialize(&parser)) {
-        fclose(file);
+        free(text);
         return fault_set(f, "%s: out of memory", path);
     }
-    yaml_parser_set_input_file(&parser, file);
+    yaml_parser_set_input_string(&parser, (unsigned char *)text, bytes);
     bool ok = read_stream(&r, &parser);
     yaml_parser_delete(&parser);
-    fclose(file);
+    free(text);
     return ok;
 }

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/text.h"
 #include "data/bpe_vocab.h"
 
 /* The splitter of GPT-2, as its authors published it. */
@@ -178,27 +179,9 @@ static bool encode_word(bpe *b, const char *word, size_t bytes, token_list *out,
 
 /* ---- Splitting ---- */
 
-/* Bytes of the well-formed UTF-8 character at s, or 0 (Unicode, table 3-7). */
-static size_t character_bytes(const unsigned char *s, size_t left) {
-    size_t n = s[0] < 0x80   ? 1
-               : s[0] < 0xc2 ? 0
-               : s[0] < 0xe0 ? 2
-               : s[0] < 0xf0 ? 3
-               : s[0] < 0xf5 ? 4
-                             : 0;
-    unsigned low = s[0] == 0xe0 ? 0xa0 : s[0] == 0xf0 ? 0x90 : 0x80;
-    unsigned high = s[0] == 0xed ? 0x9f : s[0] == 0xf4 ? 0x8f : 0xbf;
-    if (n > left) return 0;
-    if (n > 1 && (s[1] < low || s[1] > high)) return 0;
-    for (size_t i = 2; i < n; i++)
-        if (s[i] < 0x80 || s[i] > 0xbf) return 0;
-    return n;
-}
-
 static size_t well_formed_bytes(const char *text, size_t bytes) {
     size_t at = 0, n;
-    while (at < bytes && (n = character_bytes((const unsigned char *)text + at, bytes - at)))
-        at += n;
+    while (at < bytes && (n = text_character(text + at, bytes - at))) at += n;
     return at;
 }
 

@@ -9,8 +9,9 @@
 #include <xxhash.h>
 
 #include "base/files.h"
+#include "base/json_file.h"
 
-enum { FILE_LIMIT = 1 << 28, TOKEN_LIMIT = 1 << 24, PATH_ROOM = 2048 };
+enum { FILE_LIMIT = 1 << 26, TOKEN_LIMIT = 1 << 24, PATH_ROOM = 2048 };
 
 /* GPT-2 spells a byte as the character of that number where it is printable in Latin-1, and the
    others, in order, as the characters from 256 on. */
@@ -137,17 +138,6 @@ static bool find_bytes(bpe_vocab *v, const char *path, fault *f) {
     return true;
 }
 
-static json_t *read_json(const char *path, fault *f) {
-    json_error_t e;
-    size_t bytes;
-    char *text = files_read(path, FILE_LIMIT, &bytes, f);
-    if (!text) return NULL;
-    json_t *root = json_loadb(text, bytes, JSON_REJECT_DUPLICATES, &e);
-    free(text);
-    if (!root) fault_set(f, "%s:%d: not JSON: %s", path, e.line, e.text);
-    return root;
-}
-
 /* The tokens of root, in an arena of so many bytes. */
 static bool take_tokens(bpe_vocab *v, json_t *root, size_t bytes, const char *path, fault *f) {
     v->tokens = calloc((size_t)v->size, sizeof *v->tokens);
@@ -161,7 +151,7 @@ static bool take_tokens(bpe_vocab *v, json_t *root, size_t bytes, const char *pa
 static bool load_vocab(bpe_vocab *v, const char *path, fault *f) {
     static const char end[] = "<|endoftext|>";
     size_t bytes;
-    json_t *root = read_json(path, f);
+    json_t *root = json_file_read(path, &json_of_tokens, f);
     bool ok = root && measure(v, root, path, &bytes, f) && take_tokens(v, root, bytes, path, f) &&
               find_bytes(v, path, f);
     if (ok) v->end_of_text = bpe_vocab_id(v, end, sizeof end - 1);
@@ -404,7 +394,7 @@ static int32_t prefix_of(const bpe_vocab *v, const json_t *x) {
 
 static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
     size_t bytes, vocab_bytes;
-    json_t *root = read_json(path, f);
+    json_t *root = json_file_read(path, &json_of_tokens, f);
     json_t *model = json_object_get(root, "model"), *vocab = json_object_get(model, "vocab");
     const json_t *added = json_object_get(root, "added_tokens");
     bool ok = root && check_kind(root, model, path, f) &&

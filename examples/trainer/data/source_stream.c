@@ -18,6 +18,7 @@
 #include <xxhash.h>
 
 #include "base/files.h"
+#include "base/json_file.h"
 #include "base/lines.h"
 #include "base/rng.h"
 
@@ -122,9 +123,10 @@ static bool skip_line(stream *s, const char *why, int64_t offset, fault *f) {
 static bool encode_line(stream *s, const char *line, size_t bytes, token_list *to, const char **why,
                         fault *f) {
     tokenizer *t = s->base.options->tokenizer;
-    json_error_t e;
+    fault unused;
     if (!s->is_json) return tokenizer_encode(t, line, bytes, to, f);
-    json_t *root = json_loadb(line, bytes, JSON_ALLOW_NUL, &e);
+    json_t *root =
+        json_file_parse(s->name, line, bytes, &json_of_document, JSON_ALLOW_NUL, &unused);
     json_t *text = json_object_get(root, "text");
     bool ok = true;
     if (!root)

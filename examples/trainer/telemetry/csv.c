@@ -44,8 +44,10 @@ bool csv_open(csv *c, const char *folder, const char *name, const char *header, 
     bool ok = last_step < 0 ? files_replace(c->path, line, strlen(line), f)
                             : cut_back(c, line, last_step, f);
     if (!ok) return false;
-    c->file = fopen(c->path, "a");
-    return c->file || fault_errno(f, "%s: cannot open", c->path);
+    int fd = files_open_end(c->path, f);
+    c->file = fd < 0 ? NULL : fdopen(fd, "a");
+    if (fd >= 0 && !c->file) close(fd), fault_set(f, "%s: out of memory", c->path);
+    return c->file != NULL;
 }
 
 void csv_close(csv *c) {
@@ -73,8 +75,11 @@ bool csv_read(const char *folder, const char *name, int columns,
     char path[1280], line[1024];
     double values[CSV_COLUMNS];
     if (!files_join(path, sizeof path, folder, name, f)) return false;
-    FILE *file = fopen(path, "r");
-    if (!file) return errno == ENOENT || fault_errno(f, "%s: cannot open", path);
+    if (!files_exist(path)) return true;
+    int fd = files_open(path, f);
+    FILE *file = fd < 0 ? NULL : fdopen(fd, "r");
+    if (!file && fd >= 0) close(fd), fault_set(f, "%s: out of memory", path);
+    if (!file) return false;
     while (fgets(line, sizeof line, file))
         if (parse_row(line, columns, values)) row(user, values);
     bool ok = !ferror(file) || fault_errno(f, "%s: cannot read", path);

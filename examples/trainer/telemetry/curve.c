@@ -170,8 +170,10 @@ static bool write_picture(const picture *p, const char *folder, fault *f) {
     if (!files_join(path, sizeof path, folder, "loss.svg", f) ||
         !files_join(aside, sizeof aside, folder, ".loss.svg", f))
         return false;
-    FILE *out = fopen(aside, "w");
-    if (!out) return fault_errno(f, "%s: cannot create", path);
+    int fd = files_open_anew(aside, f);
+    FILE *out = fd < 0 ? NULL : fdopen(fd, "w");
+    if (fd >= 0 && !out) close(fd), fault_set(f, "%s: out of memory", path);
+    if (!out) return false;
     draw(out, p);
     bool ok = !ferror(out) || fault_errno(f, "%s: cannot write", path);
     if (fclose(out) && ok) ok = fault_errno(f, "%s: cannot write", path);

@@ -80,7 +80,7 @@ static void pass_on(int number) {
 static void handle(int number) {
     (void)number;
     const int before = errno; /* the code that is interrupted may be about to read it */
-    int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666);
     if (fd >= 0) {
         write_dump(fd);
         close(fd);

@@ -129,8 +129,10 @@ bool events_open(events *e, const char *folder, int64_t first_step, fault *f) {
     if (!files_join(tb, sizeof tb, folder, "tb", f) || !files_make_folder(tb, f) ||
         !files_join(e->path, sizeof e->path, tb, name, f))
         return false;
-    e->file = fopen(e->path, "ab");
-    if (!e->file) return fault_errno(f, "%s: cannot open", e->path);
+    int fd = files_open_end(e->path, f);
+    e->file = fd < 0 ? NULL : fdopen(fd, "ab");
+    if (fd >= 0 && !e->file) close(fd), fault_set(f, "%s: out of memory", e->path);
+    if (!e->file) return false;
     begin_event(&m, 0);
     put_bytes(&m, 3, version, sizeof version - 1);
     if (write_record(e, m.bytes, m.count, f) && write_start(e, first_step, f)) return true;

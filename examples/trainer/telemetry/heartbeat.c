@@ -19,8 +19,10 @@ bool heartbeat_open(heartbeat *h, const char *folder, int64_t rank, fault *f) {
     if (!files_join(h->path, sizeof h->path, folder, name, f) ||
         !files_drop_partial_line(h->path, f)) /* a kill cut it short */
         return false;
-    h->file = fopen(h->path, "a");
-    return h->file || fault_errno(f, "%s: cannot open", h->path);
+    int fd = files_open_end(h->path, f);
+    h->file = fd < 0 ? NULL : fdopen(fd, "a");
+    if (fd >= 0 && !h->file) close(fd), fault_set(f, "%s: out of memory", h->path);
+    return h->file != NULL;
 }
 
 void heartbeat_close(heartbeat *h) {

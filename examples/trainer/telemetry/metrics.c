@@ -85,7 +85,7 @@ void metrics_last_words(int signal_number) {
     char digits[] = {(char)('0' + code / 100), (char)('0' + code / 10 % 10),
                      (char)('0' + code % 10), 0};
     if (!ready) return;
-    int fd = open(last.aside, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    int fd = open(last.aside, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666);
     if (fd < 0) return;
     bool ok = put(fd, last.text[ready - 1]) && put(fd, "  \"verdict\": \"killed by ") &&
               put(fd, signals_name(signal_number)) && put(fd, "\",\n  \"exit_code\": ") &&

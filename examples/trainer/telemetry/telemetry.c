@@ -17,6 +17,7 @@
 #include "base/clock.h"
 #include "base/fallback.h"
 #include "base/files.h"
+#include "base/text.h"
 #include "telemetry/anomaly.h"
 #include "telemetry/csv.h"
 #include "telemetry/curve.h"
@@ -73,8 +74,11 @@ static void print_locked(telemetry *t, const char *line) {
     char text[2056];
     t->last_line = clock_ms();
     if (!t->log) return;
-    int n = snprintf(text, sizeof text, "%.2053s\n", line);
-    terminal_put(t->log, text, (size_t)n);
+    snprintf(text, sizeof text - 1, "%s", line);
+    text_keep_printable(text);
+    size_t n = strlen(text);
+    text[n] = '\n';
+    terminal_put(t->log, text, n + 1);
 }
 
 void telemetry_print(telemetry *t, const char *text, size_t bytes) {

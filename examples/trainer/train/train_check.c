@@ -2,6 +2,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "base/text.h"
 #include "train/train_inside.h"
 
 /* Tokens of the selected blocks of query t; its own block, always among them, ends at t. */
@@ -79,7 +80,7 @@ static bool check_run(const config *c, tokenizer *t, int64_t vocab, const dist *
         return true;
     }
     data *x = data_open(&options, f);
-    if (x) printf("data: %s\n", data_describe(x));
+    if (x) text_print_line(stdout, "data: %s", data_describe(x));
     data_close(x);
     return x != NULL;
 }
