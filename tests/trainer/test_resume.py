@@ -150,7 +150,22 @@ def test_data():
     check("caf\\xe9" in " ".join(history(runs.root / "odd")[0]["command"]), history(runs.root / "odd")[0]["command"])
 
 
+def test_finished():
+    """A run that has nothing left to do says so; and a text that is used hundreds of times is not said each time."""
+    tiny = runs.root / "tiny"
+    tiny.write_text("a tiny text, used again and again. " * 20)
+    _, said, noted = runs.train("finished", "--data", tiny, "--steps", 300, "--log-every", 100)
+    epochs = [int(line.split("epoch ")[1].split()[0]) for line in (said + noted).splitlines() if "epoch " in line
+              and " begins" in line]
+    check(epochs[:3] == [1, 2, 4] and len(epochs) < 10 and epochs[-1] > 64, epochs)
+    _, said, _ = runs.train("finished", "--resume", small=False)
+    check("all steps are done: none is left to train (--steps N for more)" in said and "| loss" not in said, said)
+    _, said, _ = runs.train("finished", "--resume", "--steps", 301, small=False)
+    check("resumed after step 300 of 301" in said and "none is left" not in said, said)
+
+
 test_going_back()
+test_finished()
 test_best()
 test_from_another_folder()
 test_settings()

@@ -49,7 +49,7 @@ struct data {
     source *source;  /* the thread's */
     source *standby; /* synthetic data, once the source has failed */
     slot slots[DEPTH], spare, *val;
-    int64_t val_batches, next_sample, epoch, synthetic_from;
+    int64_t val_batches, next_sample, epoch, epoch_said, epoch_said_at, synthetic_from;
     data_position last;
     times wait;
     char description[512];
@@ -388,7 +388,8 @@ data *data_open(const data_options *o, fault *f) {
     d->last.split_parts = -1;
     if (o->resume) d->last = *o->resume;
     d->rows = o->batch_size / o->world;
-    d->epoch = o->resume ? o->resume->epoch : 0;
+    d->epoch = d->epoch_said = o->resume ? o->resume->epoch : 0;
+    d->epoch_said_at = o->resume ? o->resume->sample : 0;
     d->synthetic_from = -1;
     bool ok = true;
     for (int i = 0; ok && i < DEPTH; i++) ok = slot_open(&d->slots[i], d, f);
@@ -454,9 +455,15 @@ static slot *make_slot(data *d, fault *f) {
     return &d->spare;
 }
 
+/* The first epochs, then fewer and fewer: a small text has thousands in one run. */
 static void note_epoch(data *d, const data_batch *b) {
+    enum { MANY = 65536 }; /* rows, after which a line is none too many */
     if (b->epoch == d->epoch) return;
     d->epoch = b->epoch;
+    bool doubled = b->epoch >= 2 * d->epoch_said;
+    if (!doubled && b->sample - d->epoch_said_at < MANY) return;
+    d->epoch_said = b->epoch;
+    d->epoch_said_at = b->sample;
     listener_say(
         &d->options.notes,
         "data: epoch %lld begins near sample %lld: all of the data has been used %lld time%s",

@@ -223,8 +223,11 @@ static void say_what_runs(trainer *t, const checkpoint *k) {
                       "documents that are not isolated, and no trace of backward or buckets");
     if (t->dist->link) say_processes(t);
     if (k)
-        telemetry_say(t->telemetry, "resumed after step %lld of %lld, from %s",
-                      (long long)t->state.step, (long long)c->steps, k->path);
+        telemetry_say(t->telemetry, "resumed after step %lld of %lld, from %s%s",
+                      (long long)t->state.step, (long long)c->steps, k->path,
+                      t->state.step < c->steps
+                          ? ""
+                          : "; all steps are done: none is left to train (--steps N for more)");
     else if (c->resume[0])
         telemetry_say(t->telemetry, "resumed before the first checkpoint: from step 1 on");
     if (k && train_other_attention(t, k)) train_say_attention(t, &k->config.model);
