@@ -1,14 +1,18 @@
 /* test_tcp.c - the sockets between processes: blocks of any size come to all, last words and deaths
-   are heard, who is missing is known, a meeting to which not all come ends. Twin: dist_tcp.c. */
+   are heard, who is missing is known, a meeting to which not all come ends, and strangers cost it
+   nothing. Twins: dist_tcp.c, dist_meet.c. */
 #include <arpa/inet.h>
+#include <errno.h>
 #include <netdb.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "base/clock.h"
 #include "dist/dist_tcp.h"
 #include "free_port.h"
 #include "harness/check.h"
@@ -22,6 +26,12 @@ static int gate[2]; /* a pipe: rank 2 waits at [0] for a byte that rank 0 writes
 static void nap(int ms) {
     struct timespec t = {ms / 1000, ms % 1000 * 1000000L};
     nanosleep(&t, NULL);
+}
+
+static dist_tcp *open_as(const char *address, int rank, int world, const char *token,
+                         double timeout) {
+    meeting m = {address, port, rank, world, token, timeout};
+    return tcp_open(&m, &why);
 }
 
 static link_progress finish(dist_tcp *t, double seconds) {
@@ -98,7 +108,7 @@ static void test_words(dist_tcp *t, int rank) {
 }
 
 static int all_rounds(int rank) {
-    dist_tcp *t = tcp_open("127.0.0.1", port, rank, WORLD, LONG, &why);
+    dist_tcp *t = open_as("127.0.0.1", rank, WORLD, "test", LONG);
     if (!CHECK(t != NULL, "rank %d: %s", rank, why.text)) return 1;
     test_blocks(t, rank);
     test_missing(t, rank);
@@ -118,7 +128,7 @@ static const char *name_or_address(void) {
 /* Rank 1 is killed in the middle of an exchange. */
 static int death(int rank) {
     unsigned char blocks[WORLD] = {0};
-    dist_tcp *t = tcp_open(name_or_address(), port, rank, WORLD, LONG, &why);
+    dist_tcp *t = open_as(name_or_address(), rank, WORLD, "test", LONG);
     if (!CHECK(t != NULL, "rank %d: %s", rank, why.text)) return 1;
     check_case("death, rank %d", rank);
     if (rank == 1) raise(SIGKILL);
@@ -157,7 +167,7 @@ static void test_meeting(void) {
     port = free_port();
     struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
     check_case("meeting");
-    CHECK(!tcp_open("127.0.0.1", port, 1, 2, 0.3, &why), "rank 1 met nobody");
+    CHECK(!open_as("127.0.0.1", 1, 2, "", 0.3), "rank 1 met nobody");
     CHECK(strstr(why.text, "nobody at MASTER_ADDR=127.0.0.1") != NULL, "%s", why.text);
     pid_t stranger = fork();
     if (!stranger) {
@@ -171,9 +181,152 @@ static void test_meeting(void) {
         static const char request[] = "GET / HTTP/1.1\r\nHost: nobody\r\n\r\n";
         _exit(send(fd, request, sizeof request, MSG_NOSIGNAL) < 0);
     }
-    CHECK(!tcp_open("127.0.0.1", port, 0, 2, 1, &why), "a stranger was taken for rank 1");
+    CHECK(!open_as("127.0.0.1", 0, 2, "", 1), "a stranger was taken for rank 1");
     CHECK(strstr(why.text, "rank 1 has not come") != NULL, "%s", why.text);
     waitpid(stranger, NULL, 0);
+}
+
+/* ---- Strangers ----------------------------------------------------------------------------- */
+
+static int socket_to(const char *address) {
+    struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    inet_pton(AF_INET, address, &a.sin_addr);
+    if (!connect(fd, (struct sockaddr *)&a, sizeof a)) return fd;
+    int error = errno;
+    close(fd);
+    errno = error;
+    return -1;
+}
+
+/* Once rank 0 listens. */
+static int knock(void) {
+    int fd = -1;
+    for (int i = 0; fd < 0 && i < 1000; i++) {
+        fd = socket_to("127.0.0.1");
+        if (fd < 0) nap(10);
+    }
+    return fd;
+}
+
+static void say(int fd, const void *bytes, size_t count) {
+    (void)!send(fd, bytes, count, MSG_NOSIGNAL);
+}
+
+/* Silent ones, one who says a byte now and then, noise, words of the protocol with another token,
+   or with none, those who leave at once, and more than anybody would let in; they stay until
+   killed. */
+static void be_strangers(void) {
+    static const char request[] = "GET / HTTP/1.1\r\nHost: nobody\r\n\r\n";
+    uint32_t words[20] = {4, 1, 5}, hello[20] = {0, 0, 1, WORLD};
+    char noise[4096];
+    memcpy(hello, "nsa run", 8);
+    memset(noise, 0xa5, sizeof noise);
+    int slow = knock();
+    for (int i = 0; i < 8; i++) (void)knock();
+    say(knock(), request, sizeof request);
+    say(knock(), noise, sizeof noise);
+    say(knock(), words, sizeof words);
+    say(knock(), hello, sizeof hello);
+    hello[2] = UINT32_MAX;
+    say(knock(), hello, sizeof hello);
+    for (int i = 0; i < 50; i++) close(knock());
+    for (int i = 0; i < 200; i++) (void)knock();
+    for (;;) {
+        say(slow, "n", 1);
+        nap(100);
+    }
+}
+
+static void tick(int number) {
+    (void)number;
+}
+
+/* Signals come all the time; all ranks meet in a small part of the time that there is. */
+static int meets(int rank) {
+    struct sigaction a = {.sa_handler = tick};
+    struct itimerval often = {{0, 20000}, {0, 20000}}, never = {{0, 0}, {0, 0}};
+    sigaction(SIGALRM, &a, NULL);
+    check_case("strangers, rank %d", rank);
+    if (rank) nap(1500);
+    setitimer(ITIMER_REAL, &often, NULL);
+    double begin = clock_seconds();
+    dist_tcp *t = open_as("127.0.0.1", rank, WORLD, "test", LONG);
+    double end = clock_seconds();
+    setitimer(ITIMER_REAL, &never, NULL);
+    if (!CHECK(t != NULL, "rank %d: %s", rank, why.text)) return 1;
+    CHECK(end - begin < LONG / 2, "%.1f s", end - begin);
+    test_blocks(t, rank);
+    tcp_close(t);
+    return check_failures;
+}
+
+static int strangers(int rank) {
+    pid_t child = rank ? -1 : fork();
+    if (!child) be_strangers();
+    int failures = meets(rank);
+    if (child > 0) kill(child, SIGKILL), waitpid(child, NULL, 0);
+    return failures;
+}
+
+/* Another run's process is a stranger, on either side, and a second one of a rank is. */
+static int other_tokens(int rank) {
+    static const char *const tokens[WORLD] = {"this run", "that run", "this run"};
+    check_case("tokens, rank %d", rank);
+    bool met = open_as("127.0.0.1", rank, WORLD, tokens[rank], 2) != NULL;
+    CHECK(met == (rank == 2), "rank %d: %d", rank, met); /* it cannot know of rank 1 */
+    CHECK(rank != 0 || strstr(why.text, "rank 1 has not come to MASTER_ADDR=127.0.0.1"), "%s",
+          why.text);
+    CHECK(rank != 1 || strstr(why.text, "MASTER_TOKEN must be the same"), "%s", why.text);
+    return check_failures;
+}
+
+/* Rank 1 comes, dies before rank 2 is there, and comes again. */
+static int comes_again(int rank) {
+    check_case("coming again, rank %d", rank);
+    if (rank == 1 && !fork()) _exit(open_as("127.0.0.1", 1, WORLD, "test", LONG) == NULL);
+    if (rank == 1) wait(NULL);
+    if (rank == 2) nap(700);
+    return meets(rank);
+}
+
+/* Rank 0 listens where MASTER_ADDR is and nowhere else. */
+static void test_interface(void) {
+    port = free_port();
+    check_case("interface");
+    pid_t rank_0 = fork();
+    if (!rank_0) _exit(open_as("127.0.0.1", 0, 2, "test", LONG) != NULL);
+    int fd = knock();
+    CHECK(fd >= 0, "rank 0 does not listen");
+    CHECK(socket_to("127.0.0.2") < 0 && errno == ECONNREFUSED, "another interface answers");
+    kill(rank_0, SIGKILL);
+    waitpid(rank_0, NULL, 0);
+    close(fd);
+    CHECK(!open_as("192.0.2.1", 0, 2, "", 1), "an address of nobody's");
+    CHECK(strstr(why.text, "MASTER_ADDR=192.0.2.1: no interface of rank 0 has that address"), "%s",
+          why.text);
+}
+
+/* Who listens there says nothing, or something else: he is not taken for rank 0. */
+static void test_false_rank_0(void) {
+    static const char lie[100] = "yes, this is rank 0";
+    struct sockaddr_in a = {.sin_family = AF_INET};
+    int on = 1, door = socket(AF_INET, SOCK_STREAM, 0);
+    port = free_port();
+    a.sin_port = htons((uint16_t)port);
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    setsockopt(door, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    check_case("a false rank 0");
+    CHECK(!bind(door, (struct sockaddr *)&a, sizeof a) && !listen(door, 5), "no door");
+    CHECK(!open_as("127.0.0.1", 1, 2, "test", 1), "a silent one was taken for rank 0");
+    pid_t liar = fork();
+    if (!liar)
+        for (;;) say(accept(door, NULL, NULL), lie, sizeof lie);
+    CHECK(!open_as("127.0.0.1", 1, 2, "test", 1), "a liar was taken for rank 0");
+    CHECK(strstr(why.text, "does not take it for one of his run"), "%s", why.text);
+    kill(liar, SIGKILL);
+    waitpid(liar, NULL, 0);
+    close(door);
 }
 
 int main(void) {
@@ -181,5 +334,10 @@ int main(void) {
     run("rounds", all_rounds, -1);
     run("death", death, 1);
     test_meeting();
+    run("strangers", strangers, -1);
+    run("tokens", other_tokens, -1);
+    run("coming again", comes_again, -1);
+    test_interface();
+    test_false_rank_0();
     return check_done("test_tcp");
 }

@@ -305,8 +305,13 @@ dist_link *dist_nccl_open(fault *f) {
         !read_number("MASTER_PORT", 29500, 65535, &port, f))
         return NULL;
     state.missing = calloc((size_t)l.world, sizeof *state.missing);
-    state.tcp =
-        tcp_open(address && *address ? address : "127.0.0.1", port, l.rank, l.world, MEET_S, f);
+    meeting m = {address && *address ? address : "127.0.0.1",
+                 port,
+                 l.rank,
+                 l.world,
+                 meeting_token(),
+                 MEET_S};
+    state.tcp = tcp_open(&m, f);
     if (!state.tcp || !state.missing) return NULL;
     return prepare_device(&state, local, f) && meet(&l, f) ? &l : NULL;
 }

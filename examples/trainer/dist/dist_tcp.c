@@ -6,10 +6,6 @@
 #include "dist/dist_tcp.h"
 
 #include <errno.h>
-#include <fcntl.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,8 +16,8 @@
 
 #include "base/clock.h"
 
-enum { HELLO = 1, BLOCK, ALL, WORDS };
-enum { RETRY_MS = 100, TELL_MS = 500 };
+enum { BLOCK = 1, ALL, WORDS };
+enum { TELL_MS = 500 };
 
 typedef struct header {
     uint32_t kind, rank;
@@ -194,113 +190,23 @@ static int milliseconds_until(double deadline) {
     return left > 0 ? (int)(left * 1e3) + 1 : 0;
 }
 
-/* All of a small message, within the time. */
-static bool receive_all(int fd, void *to, size_t bytes, double deadline) {
-    for (size_t got = 0; got < bytes;) {
-        struct pollfd p = {.fd = fd, .events = POLLIN};
-        if (poll(&p, 1, milliseconds_until(deadline)) <= 0) return false;
-        ssize_t n = recv(fd, (char *)to + got, bytes - got, 0);
-        if (n <= 0) return false;
-        got += (size_t)n;
-    }
-    return true;
-}
-
-static void set_options(int fd) {
-    int on = 1;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    fcntl(fd, F_SETFD, FD_CLOEXEC);
-}
-
-static int listen_on(int port, fault *f) {
-    struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
-    int on = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    a.sin_addr.s_addr = htonl(INADDR_ANY);
-    if (fd >= 0) setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (fd >= 0 && !bind(fd, (struct sockaddr *)&a, sizeof a) && !listen(fd, SOMAXCONN)) return fd;
-    fault_errno(f, "MASTER_PORT=%d: rank 0 cannot listen there", port);
-    if (fd >= 0) close(fd);
-    return -1;
-}
-
-/* Takes a connection whose first words make sense; others are closed and forgotten. */
-static void take_one(dist_tcp *t, int door, double deadline, int *missing) {
-    header h;
-    int fd = accept(door, NULL, NULL);
-    if (fd < 0) return;
-    set_options(fd);
-    bool ok = receive_all(fd, &h, sizeof h, deadline) && h.kind == HELLO &&
-              h.bytes == (uint64_t)t->world && h.rank > 0 && h.rank < (uint32_t)t->world &&
-              t->peers[h.rank].fd < 0;
-    if (!ok) {
-        close(fd);
-        return;
-    }
-    t->peers[h.rank].fd = fd;
-    --*missing;
-}
-
-static bool accept_all(dist_tcp *t, int port, double deadline, fault *f) {
-    int door = listen_on(port, f), missing = t->world - 1;
-    if (door < 0) return false;
-    while (missing) {
-        struct pollfd p = {.fd = door, .events = POLLIN};
-        if (poll(&p, 1, milliseconds_until(deadline)) <= 0) break;
-        take_one(t, door, deadline, &missing);
-    }
-    close(door);
-    for (int r = 1; missing && r < t->world; r++)
-        if (t->peers[r].fd < 0)
-            return fault_set(f, "rank %d has not come to MASTER_PORT=%d (%d of %d are missing)", r,
-                             port, missing, t->world - 1);
-    return true;
-}
-
-static int connect_once(const char *address, int port) {
-    struct addrinfo hints = {.ai_family = AF_INET, .ai_socktype = SOCK_STREAM}, *list;
-    char service[16];
-    int fd = -1;
-    snprintf(service, sizeof service, "%d", port);
-    if (getaddrinfo(address, service, &hints, &list)) return -1;
-    for (struct addrinfo *a = list; a && fd < 0; a = a->ai_next) {
-        fd = socket(a->ai_family, a->ai_socktype, a->ai_protocol);
-        if (fd >= 0 && connect(fd, a->ai_addr, a->ai_addrlen)) {
-            close(fd);
-            fd = -1;
-        }
-    }
-    freeaddrinfo(list);
-    return fd;
-}
-
-static bool connect_to(dist_tcp *t, const char *address, int port, double deadline, fault *f) {
-    struct timespec nap = {0, RETRY_MS * 1000000L};
-    header h = {HELLO, (uint32_t)t->rank, (uint64_t)t->world};
-    while ((t->peers[0].fd = connect_once(address, port)) < 0 && clock_seconds() < deadline)
-        nanosleep(&nap, NULL);
-    int fd = t->peers[0].fd;
-    if (fd < 0)
-        return fault_set(f, "rank %d: nobody at MASTER_ADDR=%.200s MASTER_PORT=%d", t->rank,
-                         address, port);
-    set_options(fd);
-    return send(fd, &h, sizeof h, MSG_NOSIGNAL) == sizeof h ||
-           fault_errno(f, "rank %d: MASTER_ADDR=%.200s does not listen", t->rank, address);
-}
-
-dist_tcp *tcp_open(const char *address, int port, int rank, int world, double timeout, fault *f) {
+dist_tcp *tcp_open(const meeting *m, fault *f) {
     dist_tcp *t = calloc(1, sizeof *t);
-    double deadline = clock_seconds() + timeout;
-    if (t) t->peers = calloc((size_t)world, sizeof *t->peers);
-    if (!t || !t->peers) {
+    int *sockets = calloc((size_t)m->world, sizeof *sockets);
+    if (t) t->peers = calloc((size_t)m->world, sizeof *t->peers);
+    if (!t || !t->peers || !sockets) {
+        if (t) free(t->peers);
         free(t);
+        free(sockets);
         fault_set(f, "out of memory");
         return NULL;
     }
-    t->rank = rank;
-    t->world = world;
-    for (int r = 0; r < world; r++) t->peers[r].fd = -1;
-    if (rank ? connect_to(t, address, port, deadline, f) : accept_all(t, port, deadline, f))
-        return t;
+    t->rank = m->rank;
+    t->world = m->world;
+    bool met = meeting_hold(m, sockets, f);
+    for (int r = 0; r < m->world; r++) t->peers[r].fd = sockets[r];
+    free(sockets);
+    if (met) return t;
     tcp_close(t);
     return NULL;
 }

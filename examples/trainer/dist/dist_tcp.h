@@ -1,15 +1,16 @@
 /* dist_tcp.h - a few bytes between processes that nothing but variables of the environment connects
-   (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE): all talk to rank 0. Twin: dist_tcp.c. What is large
-   goes over NCCL (dist_nccl.c). */
+   (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE): all talk to rank 0. Twin: dist_tcp.c. How they find
+   each other is dist_meet.c's; what is large goes over NCCL (dist_nccl.c). */
 #ifndef DIST_TCP_H
 #define DIST_TCP_H
 
 #include "dist/dist_link.h"
+#include "dist/dist_meet.h"
 
 typedef struct dist_tcp dist_tcp;
 
-/* Rank 0 waits for the others, which keep trying, for `timeout` seconds. */
-dist_tcp *tcp_open(const char *address, int port, int rank, int world, double timeout, fault *f);
+/* Rank 0 waits for the others, which keep trying. */
+dist_tcp *tcp_open(const meeting *m, fault *f);
 void tcp_close(dist_tcp *t);
 
 /* As the functions of dist_link.h. */
