@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # embed.sh WAY BUILD DIR [STATIC]: examples/embed as a project of somebody else, who takes nsa in that way:
-# bare, static, shared, pool, add_subdirectory, fetch_content, find_package or pkg_config. BUILD is a
-# configured build folder of this project; the last two install from it and move what was installed.
+# bare, static, shared, pool, add_subdirectory, fetch_content, find_package, pkg_config, meson or
+# meson_subproject. BUILD is a configured build folder of this project; find_package, pkg_config and meson
+# install from it and move what was installed.
 # STATIC is the folder of `static`: with it the implementation is not compiled again, but the caller is,
 # against the header that this way finds, which must be nsa.h to the byte.
 set -euo pipefail
@@ -69,6 +70,28 @@ pkg_config)
     cc embed.c "${library[@]}" $(pkg-config --cflags --libs nsa) -o embed
     check ./embed
     ;;
+meson | meson_subproject)
+    "$root/tests/package/need.sh" meson ninja pkg-config || exit $?
+    if [ "$way" = meson ]; then
+        install_and_move
+        export PKG_CONFIG_PATH=$dir/moved/share/pkgconfig
+        found="dependency('nsa')"
+    else
+        mkdir subprojects
+        ln -s "$root" subprojects/nsa
+        found="[import('cmake').subproject('nsa').dependency('nsa'), meson.get_compiler('c').find_library('m')]"
+    fi
+    printf "%s\n" "project('app', 'c')" "nsa = $found" \
+        "executable('embed', 'embed.c', dependencies: nsa, link_args: '${library[*]}')" >meson.build
+    meson setup build >log 2>&1 || { cat log && exit 1; }
+    grep -q '^Build targets in project: 1$' log || {
+        echo "the programs of nsa have become programs of the project that embeds it"
+        grep 'Build targets' log
+        exit 1
+    }
+    ninja -C build >log 2>&1 || { cat log && exit 1; }
+    check build/embed
+    ;;
 add_subdirectory | fetch_content | find_package)
     [ "$way" != find_package ] || install_and_move
     cmake -S . -B build -DWAY="$way" -DNSA_ROOT="$root" -DCMAKE_PREFIX_PATH="$dir/moved" \
@@ -84,7 +107,7 @@ add_subdirectory | fetch_content | find_package)
     ;;
 *)
     echo "embed.sh: WAY is bare, static, shared, pool, add_subdirectory, fetch_content," \
-        "find_package or pkg_config"
+        "find_package, pkg_config, meson or meson_subproject"
     exit 2
     ;;
 esac
