@@ -1,13 +1,14 @@
 /* bench_tinylm.c - time and memory of TinyLM's forward and backward: over layers, and for the
-   models whose speed is tracked. bench_tinylm [THREADS] [--json FILE] prints two tables, medians of
-   a few passes; scripts/write_numbers.py makes tables of the file. Twin: model.c. The attention
-   alone is not measured here: that is bench_attention. */
+   models whose speed is tracked. bench_tinylm [--threads N] [--json FILE] prints two tables,
+   medians of a few passes; scripts/write_numbers.py makes tables of the file. Twin: model.c. The
+   attention alone is not measured here: that is bench_attention. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
+#include "base/option.h"
 #include "base/rng.h"
 #include "base/threads.h"
 #include "model/model.h"
@@ -140,24 +141,43 @@ static void report_close(report *r) {
     if (fclose(r->json)) fail(strerror(errno));
 }
 
+typedef struct options {
+    int64_t threads; /* 0: all */
+    const char *json;
+} options;
+
 int main(int argc, char **argv) {
+    static const option own[] = {
+        {.flag = "--threads",
+         .kind = OPTION_INTEGER,
+         .offset = offsetof(options, threads),
+         .max = 1024,
+         .initial = "0",
+         .help = "CPU threads; 0: all that the process may use"},
+        {.flag = "--json",
+         .kind = OPTION_TEXT,
+         .offset = offsetof(options, json),
+         .words = "FILE",
+         .help = "where the figures go, beside the table"},
+    };
+    static const option_command command = {
+        .name = "bench_tinylm",
+        .summary = "what a step of the trainers' models takes, phase by phase.",
+        .words = "",
+        .rows = own,
+        .count = 2,
+    };
     fault f;
     ops o;
     report r = {NULL, 0, 0};
-    const char *path = NULL;
-    int threads = 0;
+    options given = {0};
     threads_wait_asleep(argv);
-    for (int i = 1; i < argc; i++) {
-        if (!strcmp(argv[i], "--json") && i + 1 < argc) {
-            path = argv[++i];
-        } else if ((threads = atoi(argv[i])) < 1) {
-            fprintf(stderr, "usage: bench_tinylm [THREADS] [--json FILE]\n");
-            return 2;
-        }
-    }
-    if (!ops_cpu_open(&o, threads, &f)) fail(f.text);
+    option_outcome outcome = option_read(&command, argc, argv, &given, NULL, &f);
+    if (outcome == OPTION_ERROR) fprintf(stderr, "bench_tinylm: %s\n", f.text);
+    if (outcome != OPTION_OK) return outcome == OPTION_ERROR ? 2 : 0;
+    if (!ops_cpu_open(&o, (int)given.threads, &f)) fail(f.text);
     r.threads = o.threads;
-    report_open(&r, path, &o);
+    report_open(&r, given.json, &o);
     over_layers(&r, &o);
     tracked(&r, &o);
     report_close(&r);

@@ -259,7 +259,7 @@ static bool fall_back(data *d, int64_t sample, fault *f) {
     if (!d->lost && !d->val_batches && !fill_validation(d, d->standby, f)) return false;
     d->synthetic_from = sample;
     listener_say(&d->options.notes,
-                 "warning: SYNTHETIC DATA from sample %lld on (--synthetic-on-fail): %.700s",
+                 "warning: SYNTHETIC DATA from sample %lld on (data.synthetic_on_fail): %.700s",
                  (long long)sample, reason.text);
     return true;
 }
