@@ -1,17 +1,24 @@
 #!/usr/bin/env python3
-"""Checks what README.md, docs/*.md and the READMEs of the examples claim about the tree.
+"""Checks what README.md, docs/*.md and the other READMEs claim about the tree.
 
   check_docs.py quotes     fenced code that names a file stands in that file, word for word
   check_docs.py names      every nsa_... name, every path and every link in the text leads somewhere
-  check_docs.py commands   every command block is run, and prints what the text says
+  check_docs.py commands [BIN]
+                           every command block is run, and prints what the text says; those that call programs of
+                           the build, with those in BIN. Of blocks that are not run, programs know their options
+  check_docs.py slow [PAGE...]
+                           the blocks that take minutes are run, page by page, in a copy of the tree
   check_docs.py manual     the program in the manual of nsa.h is examples/embed/window.c and prints
                            what the manual says
+  check_docs.py pictures   every drawing in docs follows a dark page
   check_docs.py columns    no line of C or CUDA has more than 100 columns, as CONTRIBUTING.md says
 
 A fence whose info string has a second word quotes that file: ```c nsa/src/rope.h. A line of nothing but
 `...` in it leaves lines out; the pieces must follow one another in the file. Indentation that a
 whole piece has more or less of than the file does not count. A fence ```sh run is run in a scratch
-folder that shows the tree; a fence ```text output right after it is what it must print.
+folder that shows the tree, the programs, and what a reader has: a model where quickstart leaves it, my.yaml,
+my_text.txt and corpus/. A fence ```text output right after it is what it must print. Other fences ```sh say why not:
+```sh slow: REASON or ```sh needs: WHAT.
 
 Exit code: the number of findings, at most 99. Not here: spelling, style, links to other sites.
 """
@@ -31,7 +38,7 @@ SOURCE_SUFFIXES = {".c", ".h", ".cpp", ".cu", ".cuh", ".py", ".sh", ".cmake", ".
 def documents():
     """The files that are checked, as paths relative to the root."""
     found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    for folder in ("docs", "examples", "simt", "tests", "bench"):
+    for folder in ("docs", "examples", "python", "simt", "tests", "bench"):
         found += sorted((ROOT / folder).rglob("*.md"))
     return [path.relative_to(ROOT) for path in found if path.exists()]
 
@@ -83,7 +90,7 @@ def check_quotes():
     findings, checked = [], 0
     for path in documents():
         for line, info, body in fences(path):
-            if len(info) < 2 or info[1] in ("run", "output"):
+            if len(info) < 2 or info[0] == "sh" or info[1] == "output":
                 continue
             source = ROOT / info[1]
             if not source.is_file():
@@ -126,7 +133,7 @@ def leads_somewhere(page, target, place):
 def known_names():
     """Every nsa_ and NSA_ identifier in the sources and the build."""
     names = set()
-    for folder in ("nsa", "examples", "simt", "tests", "bench", "cmake", "configs"):
+    for folder in ("nsa", "examples", "python", "simt", "tests", "bench", "cmake", "configs"):
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and path.suffix in SOURCE_SUFFIXES - {".md"}:
                 names |= set(re.findall(r"\b(?:nsa|NSA)_\w+", path.read_text(errors="replace")))
@@ -149,7 +156,9 @@ def check_names():
                     findings.append(f"{path}:{number}: the link {target}{place and '#'}{place} leads nowhere")
             for target in re.findall(r"`((?:\w+/)+[\w.-]+\.\w+)`", line):
                 checked += 1
-                if target.split("/")[0] not in ("build", "data", "artifacts") and not (ROOT / target).exists():
+                here = (ROOT / path).parent / target
+                if target.split("/")[0] not in ("build", "data", "artifacts") and not ((ROOT / target).exists() or
+                                                                                       here.exists()):
                     findings.append(f"{path}:{number}: there is no file {target}")
     return findings, f"{checked} names and paths"
 
@@ -173,25 +182,118 @@ def run_commands(script, folder):
     return done.stdout, done.returncode
 
 
-def check_commands():
-    findings, checked = [], 0
+TINY = """model: {dim: 32, n_layers: 1, n_heads: 2, n_kv_groups: 1}
+train: {steps: 4, seq_len: 128, batch_size: 2, log_every: 1}
+"""
+
+
+def stage(scratch, programs=None, model=None):
+    """What a reader of a page has: the tree, the programs, files of their own, and quickstart's model."""
+    for entry in ROOT.iterdir():
+        if entry.name not in ("build", "data", "artifacts", ".git"):
+            (scratch / entry.name).symlink_to(entry)
+    (scratch / "my.yaml").write_text(TINY)
+    (scratch / "corpus").mkdir()
+    text = "".join(f"line {i}, of {i * i % 97} words\n" for i in range(1000))
+    for name in ("my_text.txt", "corpus/a.txt", "corpus/b.txt"):
+        (scratch / name).write_text(text)
+    for preset in ("release", "quickstart") if programs else ():
+        (scratch / "build" / preset).mkdir(parents=True)
+        (scratch / "build" / preset / "bin").symlink_to(programs)
+    if model:
+        shutil.copytree(model, scratch / "artifacts/quickstart", symlinks=True)
+
+
+def make_model(programs, folder):
+    """The run that ./quickstart makes, cut short."""
+    subprocess.run([programs / "train_tiny", "--config", ROOT / "configs/quickstart.yaml", "--data", ROOT / "LICENSE",
+                    "--dataset", "text", "--steps", "2", "--batch-size", "1", "--eval-every", "0", "--warmup-steps",
+                    "0", "--out-dir", folder], check=True, capture_output=True)
+    return folder
+
+
+def options_of(program, known={}):
+    """Every option that --help lists, of the commands of a program that has some, too."""
+    if program not in known:
+        words = [[], ["export"], ["import"]] if program.name == "convert" else [[]]
+        text = "".join(subprocess.run([program, *w, "--help"], capture_output=True, text=True).stdout for w in words)
+        names = set(re.findall(r"^  (--\S+)", text, re.M))
+        known[program] = {"--help"} | {n.replace("[no-]", "") for n in names} | {n.replace("[no-]", "no-") for n in names}
+    return known[program]
+
+
+def unknown_options(script, programs):
+    """Options in a block that the program before them does not list."""
+    for command in re.split(r"[;&|\n]+", script.replace("\\\n", " ")):
+        called = re.search(r"\bbuild/\w+/bin/(\w+)(.*)", command)
+        program = called and programs / called[1].removesuffix("_cuda")
+        if not called or not program.exists() or called[1] in NO_TABLE:
+            continue
+        for option in re.findall(r"(?<=\s)--[a-z][\w-]*", called[2].split("#")[0]):
+            if option not in options_of(program):
+                yield f"{called[1]} has no option {option}"
+
+
+NO_TABLE = {"ladder", "simt_ladder_check", "fuzz_api"}  # programs with arguments of their own
+
+
+def command_blocks():
+    """(document, line, kind, lines, what it must print or None) of every fence of commands."""
     for path in documents():
         blocks = fences(path)
         for index, (line, info, body) in enumerate(blocks):
-            if info[1:2] != ["run"]:
+            if info[:1] == ["sh"]:
+                after = blocks[index + 1] if index + 1 < len(blocks) else (0, [], [])
+                said = "\n".join(after[2]) + "\n" if after[1][1:2] == ["output"] else None
+                yield path, line, info[1:], "\n".join(body), said
+
+
+def check_commands(programs=None):
+    programs = programs and pathlib.Path(programs).resolve()
+    findings, checked, left = [], 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        model = programs and make_model(programs, pathlib.Path(folder) / "model")
+        for path, line, kind, script, said in command_blocks():
+            if programs:
+                findings += [f"{path}:{line}: {what}" for what in unknown_options(script, programs)]
+            if kind != ["run"] and (kind[:1] not in (["slow:"], ["needs:"]) or len(kind) < 2):
+                findings.append(f"{path}:{line}: must be one of: sh run, sh slow: REASON, sh needs: WHAT")
+            if kind != ["run"] or not programs and "build/" in script:
+                left += 1
                 continue
             checked += 1
             with tempfile.TemporaryDirectory() as scratch:
-                for entry in ROOT.iterdir():
-                    if entry.name not in ("build", "data", "artifacts", ".git"):
-                        (pathlib.Path(scratch) / entry.name).symlink_to(entry)
-                printed, code = run_commands("\n".join(body), scratch)
+                stage(pathlib.Path(scratch), programs, model)
+                printed, code = run_commands(script, scratch)
             if code != 0:
                 findings.append(f"{path}:{line}: exit code {code}\n{printed}")
-            elif index + 1 < len(blocks) and blocks[index + 1][1][1:2] == ["output"]:
-                said = "\n".join(blocks[index + 1][2]) + "\n"
-                if printed != said:
-                    findings.append(f"{path}:{line}: prints something else than the text says:\n{printed}")
+            elif said is not None and printed != said:
+                findings.append(f"{path}:{line}: prints something else than the text says:\n{printed}")
+    return findings, f"{checked} command blocks ({left} left out)"
+
+
+def check_slow(*pages):
+    """Page after page, a page's blocks one after another: what one makes is there for the next."""
+    findings, checked = [], 0
+    asked = [block for block in command_blocks() if not pages or str(block[0]) in pages]
+    for page in sorted({block[0] for block in asked if block[2][0] == "slow:"}):
+        with tempfile.TemporaryDirectory() as scratch:
+            tree = pathlib.Path(scratch) / "nsa"
+            shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns("build", "artifacts", ".git", "data"))
+            (tree / "corpus").mkdir()
+            for name in ("my_text.txt", "corpus/a.txt"):
+                shutil.copy(ROOT / "nsa/nsa.h", tree / name)
+            if (ROOT / "data").is_dir():
+                (tree / "data").symlink_to(ROOT / "data")
+            for path, line, kind, script, _ in asked:
+                if path != page or kind[0] == "needs:":
+                    continue
+                checked += 1
+                done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=tree, text=True, errors="replace",
+                                      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                print(f"{path}:{line}: exit code {done.returncode}", flush=True)
+                if done.returncode:
+                    findings.append(f"{path}:{line}: exit code {done.returncode}\n{done.stdout[-4000:]}")
     return findings, f"{checked} command blocks"
 
 
@@ -212,6 +314,23 @@ def check_manual():
     return findings, "1 program"
 
 
+def check_pictures():
+    """Every drawing follows a dark page, and the curves of losses are what the trainers draw today."""
+    findings, checked = [], 0
+    drawn = (ROOT / "examples/trainer/telemetry/curve.c").read_text()
+    drawn = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', drawn[drawn.index("<svg") - 1:])).replace("\\n", "\n")
+    style = drawn[drawn.index("<style>"):drawn.index("</style>")]
+    for path in sorted((ROOT / "docs").glob("*.svg")):
+        checked += 1
+        text = path.read_text()
+        ground = re.search(r"<rect[^>]*>", text)
+        if "prefers-color-scheme: dark" not in text or not ground or "fill=" in ground[0]:
+            findings.append(f"docs/{path.name}: its ground stays as it is on a dark page")
+        if path.name.endswith("_loss.svg") and style not in text:
+            findings.append(f"docs/{path.name}: not as curve.c draws it")
+    return findings, f"{checked} pictures"
+
+
 def check_columns():
     """clang-format breaks code, not comments."""
     findings, checked = [], 0
@@ -225,13 +344,13 @@ def check_columns():
     return findings, f"{checked} files"
 
 
-CHECKS = {"quotes": check_quotes, "names": check_names, "commands": check_commands,
-          "manual": check_manual, "columns": check_columns}
+CHECKS = {"quotes": check_quotes, "names": check_names, "commands": check_commands, "slow": check_slow,
+          "manual": check_manual, "columns": check_columns, "pictures": check_pictures}
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in CHECKS:
+    if len(sys.argv) < 2 or sys.argv[1] not in CHECKS:
         raise SystemExit(f"usage: check_docs.py {'|'.join(CHECKS)}")
-    found, what = CHECKS[sys.argv[1]]()
+    found, what = CHECKS[sys.argv[1]](*sys.argv[2:])
     for finding in found:
         print(finding)
     print(f"{what} checked, {len(found)} findings")

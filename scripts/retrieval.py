@@ -161,8 +161,14 @@ def panel(rows, title, top):
             lines.append(f'<rect x="{LEFT + CELL * i}" y="{y}" width="{CELL - 1}" height="{HIGH - 1}" '
                          f'fill="{colour(value or 0)}"/>'
                          f'<text x="{LEFT + CELL * i + CELL / 2}" y="{y + 17}" text-anchor="middle" '
-                         f'fill="{"white" if (value or 0) > 55 else "black"}">{shown}</text>')
+                         f'class="{"on_dark" if (value or 0) > 55 else "on_light"}">{shown}</text>')
     return lines
+
+
+STYLE = """<style>
+.ground { fill: #ffffff } text { fill: #1f2328 } text.on_dark { fill: #ffffff } text.on_light { fill: #000000 }
+@media (prefers-color-scheme: dark) { .ground { fill: #0d1117 } text { fill: #e6edf3 } }
+</style>"""
 
 
 def picture():
@@ -179,7 +185,7 @@ def picture():
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
+        STYLE, f'<rect class="ground" width="{width}" height="{height}"/>',
         '<text x="8" y="18" font-size="13">Needles found, % of the questions</text>',
         '<text x="8" y="36">downwards: tokens of a row; across: depth of the needle, 0 the oldest</text>',
         *lines, "</svg>", ""])

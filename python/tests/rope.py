@@ -100,7 +100,7 @@ def compare():
 
 def constants():
     lines = [f"""/* rope_constants.h - RoPE's frequencies and attention factors, of transformers {transformers.__version__}.
-   Twin: python/tests/rope.py, which writes this file. Not here: what the models are, test_rope.c. */
+   Twin: python/tests/rope.py, which writes this file. Not here: what the models are. */
 #ifndef ROPE_CONSTANTS_H
 #define ROPE_CONSTANTS_H
 

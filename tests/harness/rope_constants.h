@@ -1,5 +1,5 @@
 /* rope_constants.h - RoPE's frequencies and attention factors, of transformers 5.24.0.
-   Twin: python/tests/rope.py, which writes this file. Not here: what the models are, test_rope.c. */
+   Twin: python/tests/rope.py, which writes this file. Not here: what the models are. */
 #ifndef ROPE_CONSTANTS_H
 #define ROPE_CONSTANTS_H
 

@@ -141,15 +141,19 @@ static void draw_dots(FILE *out, const picture *p, const series *s) {
 }
 
 static void draw(FILE *out, const picture *p) {
-    fprintf(out,
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\">\n<style>\n"
-            "text { font: 12px sans-serif; fill: #444 } path, polyline { fill: none }\n"
-            ".grid { stroke: #ddd } .range { stroke: #b7d0ea }\n"
-            ".training { stroke: #1f5fa8; stroke-width: 1.5 }\n"
-            "polyline.validation { stroke: #c0501e; stroke-width: 1.5 }\n"
-            "circle.validation { fill: #c0501e }\n</style>\n"
-            "<rect width=\"%d\" height=\"%d\" fill=\"white\"/>\n",
-            WIDTH, HEIGHT, WIDTH, HEIGHT);
+    fprintf(
+        out,
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\">\n<style>\n"
+        ".ground { fill: #ffffff } text { font: 12px sans-serif; fill: #444 }\n"
+        "path, polyline { fill: none } .grid { stroke: #ddd } .range { stroke: #b7d0ea }\n"
+        ".training { stroke: #1f5fa8; stroke-width: 1.5 }\n"
+        "polyline.validation { stroke: #c0501e; stroke-width: 1.5 }\n"
+        "circle.validation { fill: #c0501e }\n"
+        "@media (prefers-color-scheme: dark) { .ground { fill: #0d1117 } text { fill: #e6edf3 }\n"
+        ".grid { stroke: #30363d } .range { stroke: #28466b } .training { stroke: #6cb0ff }\n"
+        "polyline.validation { stroke: #ff9f6b } circle.validation { fill: #ff9f6b } }\n"
+        "</style>\n<rect class=\"ground\" width=\"%d\" height=\"%d\"/>\n",
+        WIDTH, HEIGHT, WIDTH, HEIGHT);
     draw_ticks(out, p, true);
     draw_ticks(out, p, false);
     draw_range(out, p, &p->training);
