@@ -7169,6 +7169,203 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
     return NSA_OK;
 }
 
+/* ---- Attention: schedule ------------------------------------------------------------------------
+   Twin: none. Not here: which keys a query sees (attend_plan.h), who runs tasks (threads.h).
+   How the work of a branch is cut: keys into tiles, queries into batches and tasks, heads into
+   those that run at once. Tiles, and backward's batches and tasks, decide the order of sums, and
+   with it bits; they follow from the geometry alone. What threads decide is in nsa__share, and no
+   bit depends on it. */
+
+/* The order is that of the gate's three weights. */
+typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
+
+/* What the branches differ in beside their spans, which nsa__span has. */
+typedef struct nsa__traits {
+    int uses;       /* of the descriptor's sizes of blocks: NSA__USES_CMP, NSA__USES_SLC */
+    int lists;      /* a query's keys are those of a block list; tasks are large, see below */
+    int compressed; /* keys are compressed blocks */
+    int last_first; /* forward's tasks begin with the last queries */
+} nsa__traits;
+
+static const nsa__traits nsa__traits_of[] = {
+    {NSA__USES_CMP, 0, 1, 0}, {NSA__USES_SLC, 1, 0, 1}, {0, 0, 0, 0}, {0, 0, 0, 1}};
+
+/* All constants of how attention is cut and of what is prefetched, with the machine and what was
+   measured there. Ratios are the time without it over that with it, or the speed of another value
+   over that of this one; 12/12/64 are heads, kv heads and their width. bench/NOTES.md has all. */
+enum {
+    /* keys of a tile at most: a query's mask of it is a uint64_t */
+    NSA__TILE = 64,
+    /* rows of a batch, which share a tile's loads; Zen 5: 48 rows 0.99, 96 to 192 0.98 to 1.01 */
+    NSA__BATCH_ROWS = 64,
+    /* backward, of a batch's rows of q and dout; Zen 4, heads of 64: 1.02 */
+    NSA__BATCH_NUMBERS = 1 << 14,
+    /* of a task's rows of q and v, which L2 holds; Zen 3, 12/12/64: half 0.97, backward 0.94 */
+    NSA__TASK_NUMBERS = 1 << 17,
+    /* lists: times so many in a long sequence, at most; Zen 5, 64k: slc 1.25, backward 1.12 */
+    NSA__GROWTH = 4,
+    /* lists: tasks of NSA__HEADS_NEAR heads, about; 12/12/64: twice as many 0.96 */
+    NSA__TASKS = 32,
+    /* heads side by side, whose rows share pages; 12/12/64, 8k: cmp 1.23, win 1.20; 12 not more */
+    NSA__HEADS_NEAR = 4,
+    /* heads at once in backward, where threads want more tasks of lists; simulated alone */
+    NSA__HEAD_SLOTS = 16,
+    /* of packed k and v, a thread's part of L3; Zen 5, 12/12/64, 8k: slc 1.05, win 1.045 */
+    NSA__SHARE_NUMBERS = 1 << 19,
+    /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
+    NSA__HELD = 8,
+    /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
+    NSA__KEYS_AT_ONCE = 24,
+    /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */
+    NSA__PIECE_ROWS = 6,
+    /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
+    NSA__ROWS_AHEAD = 16,
+    /* the same of keys that are packed; part of NSA__SHARE_NUMBERS' measurement */
+    NSA__PACKED_AHEAD = 32,
+    /* the same of block lists; 12/12/64, 8k: slc 1.07, with rows and shifts */
+    NSA__LISTS_AHEAD = 32,
+    /* bytes that a last-level cache does not keep; Zen 5: slc's backward, 8k 1.02 to 1.04 */
+    NSA__FAR = 16 << 20
+};
+
+typedef struct nsa__schedule {
+    int tile, tile_log2; /* keys of a tile, and its logarithm */
+    int tile_in_block;   /* lists: every tile lies in one selection block */
+    int pack_ahead;      /* rows between a row's prefetch and its packing */
+    int batch_queries;   /* queries of a batch */
+    int task_queries;    /* queries of a task, at most */
+    int near_queries;    /* the same in a short sequence */
+    int in_place_max;    /* forward: of sequences with so many queries K and V are read unpacked */
+    int head_slots;      /* head jobs that the workspace has packed keys for */
+    int least_tasks;     /* of a head job, if its queries are enough */
+} nsa__schedule;
+
+/* What threads decide of a call. */
+typedef struct nsa__share {
+    int active_heads; /* of the head slots, those that run at once */
+    int least_tasks;  /* as the schedule's, or more */
+} nsa__share;
+
+/* Numbers of a row in whole vectors. */
+static int nsa__whole_vectors(int width) {
+    return (int)nsa__ceil_div(width, NSA__LANES) * NSA__LANES;
+}
+/* Of a row of q and one of v, or of k and v. */
+static int nsa__row_numbers(const nsa_desc *d) {
+    return nsa__whole_vectors(d->dim) + nsa__whole_vectors(d->dim_v);
+}
+
+/* Queries of a batch: about NSA__BATCH_ROWS rows. If a sequence has no more queries than one batch,
+   its K and V are read in place. */
+static int nsa__batch_queries(const nsa_desc *d) {
+    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
+}
+
+/* Tiles of lists divide their blocks if a power of two from 16 to 64 does. A tile then holds keys
+   of one block, and a query sees all of a listed tile, up to the end of its span. */
+static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
+    if (nsa__traits_of[branch].lists)
+        for (int tile = NSA__TILE; tile >= 16; tile /= 2)
+            if (d->slc_block % tile == 0) return tile;
+    return NSA__TILE;
+}
+
+/* Head jobs at once: as many as make one token's rows some 256 numbers, because rows of
+   neighbouring heads share pages. */
+static int nsa__heads_near(const nsa_desc *d) {
+    int64_t near = nsa__max(1, 256 / d->dim);
+    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_NEAR));
+}
+
+/* Queries of a task of lists in a sequence of `tokens`; `near` are those of a short one. A block of
+   a long sequence is in few lists, so tasks grow there until its readers fill a batch, about: that
+   their rows leave L2 costs less than a tile for few of them. */
+static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t near, int64_t batch) {
+    int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
+    return nsa__max(near, nsa__min(wanted, NSA__GROWTH * near));
+}
+
+/* Queries of a task of a sequence that has `tokens` and of which `count` are queries, as at least
+   least_tasks. Tasks of lists are large: each K/V tile is then loaded into L2 once for many
+   queries. */
+static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
+                             int least_tasks, int tokens, int64_t count) {
+    int64_t most = s->near_queries, shared = nsa__ceil_div(count, least_tasks);
+    if (nsa__traits_of[branch].lists) most = nsa__grown_queries(d, tokens, most, s->batch_queries);
+    return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
+}
+
+/* What a call has until its threads are known. */
+static nsa__share nsa__share_of(const nsa__schedule *s) {
+    const nsa__share share = {s->head_slots, s->least_tasks};
+    return share;
+}
+
+/* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
+   some heads, or 1. */
+static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int slots) {
+    const int lists = nsa__traits_of[branch].lists;
+    nsa__schedule s;
+    memset(&s, 0, sizeof s);
+    s.tile = nsa__tile_size(d, branch);
+    while (1 << s.tile_log2 < s.tile) s.tile_log2++;
+    s.tile_in_block = lists && d->slc_block % s.tile == 0;
+    s.pack_ahead = (int)nsa__min(NSA__PACKED_AHEAD, s.tile);
+    s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
+    s.head_slots = slots;
+    s.least_tasks = lists ? NSA__TASKS / slots : 1;
+    s.near_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
+    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
+    return s;
+}
+
+/* Forward's, by threads. Heads at once: no more than have their packed keys in the threads' part of
+   the third cache, because tasks read them again and again. Workspace is for all head slots, so
+   that a size for more tokens serves fewer. Tasks of lists are large: few heads or many threads
+   want more of them. `keys`: packed for a head, at most. */
+static nsa__share nsa__share_among(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
+                                   int64_t keys, int threads) {
+    nsa__share share = nsa__share_of(s);
+    const int64_t numbers = nsa__max(1, keys * nsa__row_numbers(d));
+    const int64_t each = 2; /* tasks for a thread */
+    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
+    const int64_t held = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
+    share.active_heads = (int)nsa__max(1, nsa__min(held, s->head_slots));
+    if (nsa__traits_of[branch].lists)
+        share.least_tasks = (int)nsa__ceil_div(tasks, share.active_heads);
+    return share;
+}
+
+/* Head slots of backward of lists. Each of its tasks writes dk and dv of all tiles, so tasks are
+   large, and those of a few heads are few. So many threads get more heads at once, which takes more
+   workspace and changes no task. Other branches have tasks enough. */
+static int nsa__backward_slots(const nsa_desc *d, int threads) {
+    const int64_t each = 2, near = nsa__heads_near(d); /* tasks for a thread */
+    const int64_t group = d->heads / d->kv_heads, batch = 2 * NSA__BATCH_ROWS / group;
+    int64_t queries = NSA__TASK_NUMBERS / (d->dim + d->dim_v) / group;
+    queries = nsa__grown_queries(d, d->tokens, queries, batch);
+    int64_t tasks = nsa__max(NSA__TASKS / near, nsa__ceil_div(d->count, nsa__max(1, queries)));
+    int64_t wanted = nsa__max(near, nsa__ceil_div(each * threads, tasks));
+    return (int)nsa__min(d->kv_heads, nsa__min(wanted, NSA__HEAD_SLOTS));
+}
+
+/* Backward's batches have up to twice the rows of forward's, because each reads and writes its
+   tile's share of dk and dv once. But all its rows of q and dout should be no more than
+   NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv are added; those
+   of lists are larger yet. */
+static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branch, int group,
+                                            int near, int slots) {
+    nsa__schedule s = nsa__schedule_of(d, branch, group, near);
+    const int numbers = nsa__row_numbers(d);
+    const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
+    s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
+    if (!nsa__traits_of[branch].lists)
+        s.near_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
+    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
+    s.head_slots = slots;
+    return s;
+}
+
 /* ---- Attention: plan and spans ----------------------------------------------------------------
    Twin: kernels/attend_keys.cuh. Not here: packing, products.
    The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
@@ -7177,25 +7374,6 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
    keys of a tile that a query sees are a mask of 64 bits. A tile that it does not see leaves its
    state as it is, to the bit. The core takes one sequence and a few kv heads at a time. It packs
    their keys once, then runs tasks of neighbouring queries and one head side by side. */
-
-/* The order is that of the gate's three weights. */
-typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
-
-enum {
-    NSA__TILE = 64,       /* keys of a tile at most, because a query's mask of it is a uint64_t */
-    NSA__BATCH_ROWS = 64, /* rows of a batch, about: they share the loads of a tile */
-    NSA__HEADS_NEAR = 4,  /* head jobs side by side, because their rows share pages */
-    NSA__HEADS_AT_ONCE = 16, /* the same if there are threads for more, at most */
-    NSA__TASKS = 32          /* slc: tasks of NSA__HEADS_NEAR head jobs, about */
-};
-enum {
-    NSA__SHARE_NUMBERS = 1 << 19, /* of packed k and v, which a thread's part of L3 holds */
-    NSA__TASK_NUMBERS = 1 << 17,  /* of a task's rows of q and v, which L2 holds */
-    NSA__GROWTH = 4               /* slc: times so many in a long sequence, at most */
-};
-enum { NSA__ROWS_AHEAD = 16 };   /* rows between a load and its prefetch */
-enum { NSA__PACKED_AHEAD = 32 }; /* the same for rows of keys that are packed */
-enum { NSA__LISTS_AHEAD = 32 };  /* the same for block lists, which take less time each */
 
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
@@ -7218,14 +7396,14 @@ typedef struct nsa__attend_plan {
     const nsa_desc *d;
     const nsa__tiles *tiles;
     nsa__branch branch;
+    nsa__traits is;
+    nsa__schedule cut;
     nsa__attend_options options;
-    int heads;           /* head jobs of a sequence: kv heads, or heads with lists of their own */
-    int sharers;         /* jobs that read one kv head: 1, or list heads of a kv head */
-    int group;           /* query heads of a job */
-    int list_width;      /* entries of a block list */
-    int tile, tile_log2; /* keys of a tile, and its logarithm */
-    int tile_in_block;   /* slc: every tile lies in one selection block */
-    int wide, wide_v;    /* dim and dim_v rounded up to whole vectors */
+    int heads;        /* head jobs of a sequence: kv heads, or heads with lists of their own */
+    int sharers;      /* jobs that read one kv head: 1, or list heads of a kv head */
+    int group;        /* query heads of a job */
+    int list_width;   /* entries of a block list */
+    int wide, wide_v; /* dim and dim_v rounded up to whole vectors */
     const nsa__pairs *pairs;  /* products of bf16 that the machine has and the caller wants */
     const nsa__pairs *scores; /* the same for q k if q and k are bf16, else NULL */
     const nsa__pairs *values; /* the same for p v */
@@ -7233,14 +7411,7 @@ typedef struct nsa__attend_plan {
     int stride;               /* of a row of q, and of a copied one of k: wide, or half of it */
     int stride_v;             /* of a row of dout, and of a copied one of v: likewise of wide_v */
     int stride_p;             /* backward: of a row of p and ds */
-    int batch_queries;        /* queries of a batch */
-    int task_queries;         /* queries of a task, at most */
-    int near_queries;         /* the same in a short sequence */
-    int least_tasks;          /* of a job, if its queries are enough */
-    int few;         /* forward: of sequences with so many queries K and V are read unpacked */
-    int jobs;        /* head jobs; the workspace holds packed keys of that many */
-    int at_once;     /* of these, the head jobs that run at once */
-    nsa_real scale;  /* of q k */
+    nsa_real scale;           /* of q k */
     nsa_real scale2; /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
     size_t shared;   /* bytes of workspace that all threads share */
     size_t scratch;  /* bytes of workspace for each thread */
@@ -7250,6 +7421,7 @@ typedef struct nsa__attend_plan {
    head after another. */
 typedef struct nsa__head_job {
     const nsa__attend_plan *plan;
+    nsa__share share;
     int heads; /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int skipped;              /* queries of the sequence before options.shared_prefix */
@@ -7272,7 +7444,7 @@ typedef struct nsa__head_job {
 /* slc's list of a query; NULL for the other branches. */
 static const int32_t *nsa__block_list(const nsa__head_job *job, int query) {
     const nsa__attend_plan *p = job->plan;
-    if (p->branch != NSA__SLC) return NULL;
+    if (!p->is.lists) return NULL;
     return (const int32_t *)nsa__row(&p->x->blocks, job->seq.batch,
                                      job->seq.row + query - job->seq.first, job->head);
 }
@@ -7312,7 +7484,7 @@ NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int que
 
 /* The most keys that a sequence can have: arrays of tiles are sized by it. */
 static int nsa__max_keys(const nsa__attend_plan *p) {
-    return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
+    return p->is.compressed ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
 }
 
 /* The job of the head that task `index` is for; the index becomes the task's among that head's.
@@ -7342,48 +7514,9 @@ static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
     return nsa__key_row(&job->rows, x, key, job->kv_head);
 }
 
-/* Queries of a batch: about NSA__BATCH_ROWS rows. If a sequence has no more queries than one batch,
-   its K and V are read in place. */
-static int nsa__batch_queries(const nsa_desc *d) {
-    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
-}
-
-/* slc's tiles divide its blocks if a power of two from 16 to 64 does. A tile then holds keys of one
-   block, and a query sees all of a listed tile, up to the end of its span. */
-static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
-    if (branch == NSA__SLC)
-        for (int tile = NSA__TILE; tile >= 16; tile /= 2)
-            if (d->slc_block % tile == 0) return tile;
-    return NSA__TILE;
-}
-
-/* Head jobs at once: as many as make one token's rows some 256 numbers, because rows of
-   neighbouring heads share pages. */
-static int nsa__heads_near(const nsa_desc *d) {
-    int64_t near = nsa__max(1, 256 / d->dim);
-    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_NEAR));
-}
-
-/* Queries whose rows of q and v are NSA__TASK_NUMBERS numbers, which L2 holds. */
-static int nsa__near_queries(const nsa__attend_plan *p) {
-    return NSA__TASK_NUMBERS / (p->wide + p->wide_v) / p->group;
-}
-
-/* Queries of a task of slc in a sequence of `tokens`; `near` are those of a short one. A block
-   of a long sequence is in few lists, so tasks grow there until its readers fill a batch, about:
-   that their rows leave L2 costs less than a tile for few of them. */
-static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t near, int64_t batch) {
-    int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
-    return nsa__max(near, nsa__min(wanted, NSA__GROWTH * near));
-}
-
-/* Queries of a task of a sequence that has `tokens` and of which `count` are queries: threads need
-   some tasks to share. slc uses large tasks: each K/V tile is then loaded into L2 once for many
-   queries. */
-static int nsa__task_queries(const nsa__attend_plan *p, int tokens, int64_t count) {
-    int64_t most = p->near_queries, shared = nsa__ceil_div(count, p->least_tasks);
-    if (p->branch == NSA__SLC) most = nsa__grown_queries(p->d, tokens, most, p->batch_queries);
-    return (int)nsa__max(p->batch_queries, nsa__min(most, shared));
+/* Head slots for heads of the call that are near each other. Sharers add to the same dk and dv. */
+static int nsa__slots_near(const nsa__attend_plan *p, int near) {
+    return p->sharers > 1 ? 1 : near;
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
@@ -7403,21 +7536,15 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.sharers = p.heads / d->kv_heads;
     p.group = d->heads / p.heads;
     p.list_width = nsa_block_list_width(d);
-    p.tile = nsa__tile_size(d, branch);
-    while (1 << p.tile_log2 < p.tile) p.tile_log2++;
-    p.tile_in_block = branch == NSA__SLC && d->slc_block % p.tile == 0;
-    p.wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
-    p.wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    p.is = nsa__traits_of[branch];
+    p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, near));
+    p.wide = nsa__whole_vectors(d->dim);
+    p.wide_v = nsa__whole_vectors(d->dim_v);
     p.pairs = nsa__pairs_of(d);
     p.depth = d->dim;
     p.depth_v = d->dim_v;
     p.stride = p.wide;
     p.stride_v = p.wide_v;
-    p.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p.group);
-    p.at_once = p.jobs = p.sharers > 1 ? 1 : near; /* sharers add to the same dk and dv */
-    p.least_tasks = branch == NSA__SLC ? NSA__TASKS / p.jobs : 1;
-    p.near_queries = branch == NSA__SLC ? nsa__near_queries(&p) : p.batch_queries;
-    p.task_queries = nsa__task_queries(&p, d->tokens, d->count);
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     p.scale = (nsa_real)scale;
     p.scale2 = (nsa_real)(scale * NSA__LOG2E);
@@ -7459,6 +7586,7 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
     nsa__head_job job;
     memset(&job, 0, sizeof job);
     job.plan = p;
+    job.share = nsa__share_of(&p->cut);
     return job;
 }
 
@@ -7474,9 +7602,9 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
    k_t is two neighbouring c of a key, and one of v is c of two neighbouring keys. */
 static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
     const nsa__attend_plan *p = job->plan;
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile), size = tiles * p->cut.tile;
     job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
-    if (p->branch == NSA__SLC) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
+    if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
     job->k_t = nsa__alloc_packed(a, size * p->d->dim);
     if (rows) job->k = nsa__alloc_packed(a, size * p->wide);
     if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
@@ -7486,26 +7614,21 @@ static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int tra
    another: the first clears them, the last adds them to dx. */
 static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     const nsa__attend_plan *p = job->plan;
-    size_t keys = (size_t)p->tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
-    ptrdiff_t key = tile * p->tile;
+    size_t keys = (size_t)p->cut.tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
+    ptrdiff_t key = tile * p->cut.tile;
     if (!job->nonfinite_keys || job->head % p->sharers) return;
     job->nonfinite_keys[tile] = 0;
     if (job->dk) memset(job->dk + key * p->wide, 0, keys * wide * sizeof *job->dk);
     if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
 }
 
-/* Rows between a row's prefetch and its packing. */
-static int nsa__pack_ahead(const nsa__attend_plan *p) {
-    return (int)nsa__min(NSA__PACKED_AHEAD, p->tile);
-}
-
-/* Before row r of a tile of x is packed, asks for the row packed nsa__pack_ahead later: of x, or
-   behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
+/* Before row r of a tile of x is packed, asks for the row that is packed cut.pack_ahead later: of
+   x, or behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
 static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
                           int tile_begin, int r) {
     const nsa__attend_plan *p = job->plan;
-    const int ahead = r + nsa__pack_ahead(p), later = ahead >= p->tile;
-    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->tile : 0);
+    const int ahead = r + p->cut.pack_ahead, later = ahead >= p->cut.tile;
+    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->cut.tile : 0);
     const nsa_tensor *of = later ? next : x;
     if (!of || key >= job->keys) return;
     const int width = of == &p->x->k ? p->d->dim : p->d->dim_v;
@@ -7521,7 +7644,7 @@ static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
     const nsa__attend_plan *p = job->plan;
     nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
     uint64_t nonfinite = 0;
-    for (int first = 0; first < p->tile; first += NSA__LANES) {
+    for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
             nsa_real *row = to + (ptrdiff_t)i * wide;
             nsa__pack_ask(job, x, next, tile_begin, r);
@@ -7534,7 +7657,7 @@ static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
             if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
                 nonfinite |= (uint64_t)1 << (first + i);
         if (transposed)
-            p->tiles->transpose(NSA__LANES, width, wide, to, p->tile, transposed + first);
+            p->tiles->transpose(NSA__LANES, width, wide, to, p->cut.tile, transposed + first);
         if (rows) to += NSA__LANES * wide;
     }
     return nonfinite;
@@ -7557,7 +7680,7 @@ NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
 static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x,
                                 const nsa_tensor *next, int tile_begin, int n, int width, int wide,
                                 nsa__packed *rows, nsa__packed *transposed) {
-    const int tile = job->plan->tile;
+    const int tile = job->plan->cut.tile;
     nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
@@ -7584,14 +7707,14 @@ static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs,
 static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
     const nsa__attend_plan *p = job->plan;
-    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->tile;
-    int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)job->keys - begin);
+    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->cut.tile;
+    int begin = (int)key, n = (int)nsa__min(p->cut.tile, (int64_t)job->keys - begin);
     int dim = p->d->dim, dim_v = p->d->dim_v;
     (void)scratch;
     const nsa_tensor *values = job->v || job->v_t ? &p->x->v : NULL;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    for (int r = -nsa__pack_ahead(p); r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
+    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
     uint64_t nonfinite = (p->scores ? nsa__pack_pairs : nsa__pack_rows)(
         job, &p->x->k, values, begin, n, dim, p->wide,
         nsa__packed_rows(job->k, p->scores, key, p->wide), job->k_t + key * p->depth);
@@ -7615,7 +7738,7 @@ static void nsa__mark_listed(const nsa__head_job *job) {
     for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
         const int32_t *list = nsa__block_list(job, query);
         for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
-            int first = begin / p->tile, tiles = (end - 1) / p->tile - first + 1;
+            int first = begin / p->cut.tile, tiles = (end - 1) / p->cut.tile - first + 1;
             memset(job->listed + first, 1, (size_t)tiles);
         }
     }
@@ -7624,7 +7747,7 @@ static void nsa__mark_listed(const nsa__head_job *job) {
 /* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
 static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__packed *transposed,
                                            int width, ptrdiff_t key) {
-    return transposed + key / p->tile * p->tile * width + key % p->tile;
+    return transposed + key / p->cut.tile * p->cut.tile * width + key % p->cut.tile;
 }
 
 /* ---- Attention: tile iteration ------------------------------------------------------------------
@@ -7648,7 +7771,7 @@ static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin
     const nsa__attend_plan *p = job->plan;
     const int32_t *list = nsa__block_list(job, query);
     int begin, end;
-    int64_t tile_end = (int64_t)tile_begin + p->tile;
+    int64_t tile_end = (int64_t)tile_begin + p->cut.tile;
     uint64_t mask = 0;
     for (int i = 0; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
@@ -7676,17 +7799,17 @@ typedef struct nsa__tile_iter {
    or exactly l' / tile if tiles divide blocks. */
 static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, nsa__arena *a,
                                  nsa__arena *of_tile) {
-    it->tile_query = (int *)nsa__alloc(of_tile, p->task_queries, sizeof *it->tile_query);
-    it->mask = (uint64_t *)nsa__alloc(of_tile, p->task_queries, sizeof *it->mask);
-    it->row = (int *)nsa__alloc(of_tile, (int64_t)p->batch_queries * p->group, sizeof *it->row);
-    it->begin = (int *)nsa__alloc(a, p->task_queries, sizeof *it->begin);
-    it->end = (int *)nsa__alloc(a, p->task_queries, sizeof *it->end);
-    if (p->branch != NSA__SLC) return;
-    int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
-    int64_t of_block = p->d->slc_block / p->tile + (p->tile_in_block ? 0 : 2);
+    it->tile_query = (int *)nsa__alloc(of_tile, p->cut.task_queries, sizeof *it->tile_query);
+    it->mask = (uint64_t *)nsa__alloc(of_tile, p->cut.task_queries, sizeof *it->mask);
+    it->row = (int *)nsa__alloc(of_tile, (int64_t)p->cut.batch_queries * p->group, sizeof *it->row);
+    it->begin = (int *)nsa__alloc(a, p->cut.task_queries, sizeof *it->begin);
+    it->end = (int *)nsa__alloc(a, p->cut.task_queries, sizeof *it->end);
+    if (!p->is.lists) return;
+    int64_t tiles = nsa__ceil_div(p->d->tokens, p->cut.tile);
+    int64_t of_block = p->d->slc_block / p->cut.tile + (p->cut.tile_in_block ? 0 : 2);
     int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
     it->list_begin = (int *)nsa__alloc(a, tiles + 2, sizeof *it->list_begin);
-    it->list = (int *)nsa__alloc(a, p->task_queries * of_query, sizeof *it->list);
+    it->list = (int *)nsa__alloc(a, p->cut.task_queries * of_query, sizeof *it->list);
 }
 
 /* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
@@ -7695,7 +7818,7 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
 NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
                                      int fill, int block_is_tile) {
     const nsa__attend_plan *p = job->plan;
-    const int width = p->list_width, block = p->d->slc_block, log2 = p->tile_log2;
+    const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {
         const int32_t *list = nsa__block_list(job, it->first + a);
         const int seen = nsa__span_end(job, it->first + a);
@@ -7722,7 +7845,7 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
    second moves it on, so that list_begin[i + 1], the same number, ends where tile i ends. */
 static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
     int *at = it->list_begin + 1; /* of each tile, its next free place */
-    const int block_is_tile = job->plan->d->slc_block == job->plan->tile; /* nearly always */
+    const int block_is_tile = job->plan->d->slc_block == job->plan->cut.tile; /* nearly always */
     memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
     if (block_is_tile)
         nsa__tile_iter_pass(it, job, at, 0, 1);
@@ -7745,13 +7868,13 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     it->queries = (int)nsa__min(job->task_queries, end - from);
     it->tile_begin = job->tile_begin;
     it->tile_end = job->tile_end;
-    if (p->branch == NSA__SLC) {
+    if (p->is.lists) {
         nsa__tile_iter_invert(it, job);
     } else {
         for (int a = 0; a < it->queries; a++)
             if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
-        it->tile_begin = it->end[0] ? it->begin[0] / p->tile : 0;
-        it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->tile);
+        it->tile_begin = it->end[0] ? it->begin[0] / p->cut.tile : 0;
+        it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->cut.tile);
     }
     it->tile = it->tile_begin - 1;
 }
@@ -7759,7 +7882,7 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
 /* Whether all readers of a tile in one block see all of it: spans grow with the query, so the first
    reader's end tells. */
 static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int first_reader) {
-    return nsa__span_end(job, first_reader) - tile_begin >= job->plan->tile;
+    return nsa__span_end(job, first_reader) - tile_begin >= job->plan->cut.tile;
 }
 
 /* Finds the queries that see a key of the current tile, and their masks. A query without a list has
@@ -7767,22 +7890,22 @@ static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int fir
    end of the span can cut it. */
 static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int begin = it->tile * p->tile, listed = p->branch == NSA__SLC;
+    int begin = it->tile * p->cut.tile, listed = p->is.lists;
     int n = listed ? it->list_begin[it->tile + 1] - it->list_begin[it->tile] : it->queries;
     const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
-    int whole = p->tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);
+    int whole = p->cut.tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);
     it->tile_queries = 0;
     for (int i = 0; i < n; i++) {
         int a = listed ? readers[i] : i;
         uint64_t mask;
         if (!listed)
             mask = nsa__bits((int)nsa__max(it->begin[a] - begin, 0),
-                             (int)nsa__min((int64_t)it->end[a] - begin, p->tile));
+                             (int)nsa__min((int64_t)it->end[a] - begin, p->cut.tile));
         else if (whole)
-            mask = nsa__bits(0, p->tile);
-        else if (p->tile_in_block)
+            mask = nsa__bits(0, p->cut.tile);
+        else if (p->cut.tile_in_block)
             mask = nsa__bits(
-                0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->tile));
+                0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->cut.tile));
         else
             mask = nsa__visible(job, it->first + a, begin);
         if (!mask) continue;
@@ -7828,8 +7951,8 @@ typedef struct nsa__batch {
    a key keeps its lane of the partial sums, so the cut changes no bit. */
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
     const nsa__attend_plan *p = job->plan;
-    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile, 0, 0};
-    int most = (int)nsa__min(p->batch_queries, it->tile_queries - from);
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0};
+    int most = (int)nsa__min(p->cut.batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
         int a = b.query[b.queries];
@@ -7918,9 +8041,9 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
 static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int tile = it->tile + 1;
-    if (p->branch == NSA__SLC)
+    if (p->is.lists)
         while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
-    return tile < it->tile_end ? tile * p->tile : job->keys;
+    return tile < it->tile_end ? tile * p->cut.tile : job->keys;
 }
 
 /* Scratch of a task that reads keys in place. It computes s^T = k q^T, because the right operand of
@@ -7936,13 +8059,14 @@ typedef struct nsa__in_place {
 } nsa__in_place;
 
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->batch_queries * p->group;
+    int64_t rows = (int64_t)p->cut.batch_queries * p->group;
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
     f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
-    f->s_t = nsa__alloc_reals(a, (int64_t)p->tile * f->columns);
-    f->order = (int *)nsa__alloc(a, p->tile, sizeof *f->order);
-    f->rows = nsa__alloc_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
-    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->tile / 2 * p->wide_v);
+    f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
+    f->order = (int *)nsa__alloc(a, p->cut.tile, sizeof *f->order);
+    f->rows =
+        nsa__alloc_reals(a, (int64_t)p->cut.tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
+    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->wide_v);
 }
 
 /* Transposes the task's queries; columns behind the last are zeros. */
@@ -7953,8 +8077,6 @@ static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *
         for (int c = 0; c < p->depth; c++)
             f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->stride + c];
 }
-
-enum { NSA__KEYS_AT_ONCE = 24 }; /* a multiple of the rows of a product's piece, which are 4 or 6 */
 
 /* s_t = k q_t for n keys from `begin` on. Before each part of the product its values and the next
    tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
@@ -8001,8 +8123,6 @@ static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *jo
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
 
-enum { NSA__PIECE_ROWS = 6 }; /* a product of so few rows pairs each row of values once */
-
 /* out = out * shrink + p v for n keys from `begin` on. Non-finite rows of values come from copies,
    as zeros. For more rows than a piece has, values of bf16 are paired ahead. */
 static void nsa__in_place_sums(const nsa__in_place *f, const nsa__head_job *job, int begin, int n,
@@ -8042,22 +8162,23 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->head = head;
     job->kv_head = head / p->sharers;
     job->heads = heads;
-    job->task_queries = nsa__task_queries(p, seq->tokens, seq->count);
-    job->keys = p->branch == NSA__CMP ? seq->cmp_tokens : seq->tokens;
-    job->rows = p->branch == NSA__CMP ? seq->cmp : seq->keys;
+    job->task_queries = nsa__task_queries(&p->cut, p->d, p->branch, job->share.least_tasks,
+                                          seq->tokens, seq->count);
+    job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
+    job->rows = p->is.compressed ? seq->cmp : seq->keys;
     job->rows.ring = p->options.ring;
-    job->in_place = seq->count <= p->few;
-    job->tile_begin = nsa__span_begin(p, seq->first) / p->tile;
-    job->tile_end = (int)nsa__ceil_div(nsa__span_end(job, last), p->tile);
+    job->in_place = seq->count <= p->cut.in_place_max;
+    job->tile_begin = nsa__span_begin(p, seq->first) / p->cut.tile;
+    job->tile_end = (int)nsa__ceil_div(nsa__span_end(job, last), p->cut.tile);
     if (job->listed && !job->in_place) nsa__mark_listed(job);
 }
 
-/* Makes up to plan->at_once heads of a sequence, from `head` on, those of the jobs, and packs their
-   keys. The head jobs are neighbours in `jobs`. */
+/* Makes up to share.active_heads heads of a sequence, from `head` on, those of the jobs, and packs
+   their keys. The head jobs are neighbours in `jobs`. */
 static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const nsa__seq *seq,
                             int head) {
     const nsa__attend_plan *p = jobs->plan;
-    int heads = (int)nsa__min(p->at_once, p->heads - (int64_t)head);
+    int heads = (int)nsa__min(jobs->share.active_heads, p->heads - (int64_t)head);
     for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], seq, head + i, heads);
     nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task, jobs);
 }
@@ -8070,7 +8191,8 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count > p->few && head < p->heads; head += jobs->heads) {
+        for (int head = 0; seq.count > p->cut.in_place_max && head < p->heads;
+             head += jobs->heads) {
             nsa__pack_heads(jobs, team, &seq, head);
             work(jobs, team);
         }
@@ -8185,8 +8307,8 @@ typedef struct nsa__scoring {
 
 static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
     /* One vector more: rows a power of two apart would share the same few sets of the cache. */
-    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile + NSA__LANES;
-    f->s = nsa__alloc_reals(a, (int64_t)p->task_queries * p->group * f->stride);
+    f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
+    f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
     f->p_cmp = nsa__alloc_reals(a, f->stride);
     f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
 }
@@ -8366,14 +8488,15 @@ typedef struct nsa__forward {
 } nsa__forward;
 
 static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
+    int64_t rows = (int64_t)p->cut.task_queries * p->group,
+            some = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, rows * p->wide);
     f->out = nsa__alloc_reals(a, rows * p->wide_v);
     f->m = nsa__alloc_reals(a, rows + NSA__LANES);
     f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
     f->shrink = nsa__alloc_reals(a, some + NSA__LANES);
-    f->s = nsa__alloc_reals(a, some * p->tile);
+    f->s = nsa__alloc_reals(a, some * p->cut.tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
     /* Allocated for many queries too, because a workspace for them must serve fewer. */
@@ -8400,7 +8523,7 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
    are selected, they stay in the task's scores; rows of a batch of cmp are neighbours. */
 static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_plan *p,
                                      const nsa__batch *b, int keys, ptrdiff_t *apart) {
-    *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->tile;
+    *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->cut.tile;
     return p->options.select ? f->scoring.s + b->row[0] * *apart + keys : f->s;
 }
 
@@ -8408,9 +8531,9 @@ static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_pl
 static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
                                  int n, nsa_real *s, ptrdiff_t apart) {
     const nsa__attend_plan *p = job->plan;
-    p->tiles->softmax(b->rows, n, apart, p->tile, p->group, b->mask, b->begin, b->row, s, f->s,
+    p->tiles->softmax(b->rows, n, apart, p->cut.tile, p->group, b->mask, b->begin, b->row, s, f->s,
                       f->m, f->l, f->shrink);
-    if (p->values) p->values->round(b->rows, n, p->tile, f->s);
+    if (p->values) p->values->round(b->rows, n, p->cut.tile, f->s);
 }
 
 /* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
@@ -8431,7 +8554,7 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
 /* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
 static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int tile = p->tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
+    int tile = p->cut.tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
     const nsa__matrix q = {f->q, p->stride, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     ptrdiff_t apart;
@@ -8456,14 +8579,14 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
 static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *job,
                                         const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int n = b->end - b->begin, keys = f->iter.tile * p->tile + b->begin;
+    int n = b->end - b->begin, keys = f->iter.tile * p->cut.tile + b->begin;
     int held = (int)nsa__min(n, job->keys - (int64_t)keys);
     uint64_t nonfinite = 0;
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
     nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, apart, scores, &nonfinite);
     nsa__forward_softmax(f, job, b, n, scores, apart);
-    const nsa__matrix weights = {f->s, p->tile, 1, NULL};
+    const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
     const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
     nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
     nsa__forward_note(f, job, b, nonfinite << b->begin);
@@ -8544,8 +8667,7 @@ static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t
    the first, which have least to read: no thread should begin much last. */
 static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
-    const int last_first = job->plan->branch == NSA__SLC || job->plan->branch == NSA__DENSE;
-    if (last_first) index = nsa__head_tasks(job) - 1 - index;
+    if (job->plan->is.last_first) index = nsa__head_tasks(job) - 1 - index;
     nsa__forward_queries(job, nsa__task_begin(job, index), job->seq.count, scratch);
 }
 
@@ -8560,14 +8682,14 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
                                           nsa__arena *shared) {
     nsa__head_job *few =
         (nsa__head_job *)nsa__alloc(shared, nsa__few_at_once(p), sizeof(nsa__head_job));
-    for (int i = 0; i < p->jobs; i++) {
+    for (int i = 0; i < p->cut.head_slots; i++) {
         nsa__head_job *job = &jobs[i];
-        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
         *job = nsa__job_make(p);
         if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
-        if (p->d->count <= p->few) continue;
+        if (p->d->count <= p->cut.in_place_max) continue;
         nsa__alloc_keys(job, shared, 0, 0);
-        job->v = nsa__alloc_packed(shared, tiles * p->tile * p->wide_v);
+        job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->wide_v);
     }
     return few;
 }
@@ -8575,14 +8697,15 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
 /* Plans for `x`, which is NULL in a size query. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
                                           nsa__branch branch, nsa__attend_options options) {
-    nsa__attend_plan p = nsa__attend_plan_of(
-        x, NULL, d, branch, branch == NSA__SLC || options.select != NULL, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch,
+                                             nsa__traits_of[branch].lists || options.select != NULL,
+                                             nsa__heads_near(d));
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__forward f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options = options;
     nsa__plan_pairs(&p);
-    p.few = p.batch_queries;
+    p.cut.in_place_max = p.cut.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
     nsa__forward_alloc(&f, &p, &scratch);
     p.shared = shared.used;
@@ -8590,11 +8713,20 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     return p;
 }
 
+/* What threads decide of a call. The branches of a chain, of which cmp writes lists, have the
+   same. */
+static nsa__share nsa__forward_share(const nsa__attend_plan *p, int threads) {
+    const int alone = p->is.compressed && !p->options.select;
+    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
+    return nsa__share_among(&p->cut, p->d, p->branch, keys, threads);
+}
+
 /* The jobs of a call, with memory of the workspace. Returns those that read in place. */
-static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p,
+static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p, int threads,
                                         nsa__arena *shared) {
     nsa__head_job *few = nsa__forward_layout(jobs, p, shared);
-    for (int i = 0; p->options.select && i < p->jobs; i++) nsa__fill_stencil(&jobs[i]);
+    for (int i = 0; i < p->cut.head_slots; i++) jobs[i].share = nsa__forward_share(p, threads);
+    for (int i = 0; p->options.select && i < p->cut.head_slots; i++) nsa__fill_stencil(&jobs[i]);
     return few;
 }
 
@@ -8608,8 +8740,8 @@ static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *te
     nsa__team some = *team;
     int64_t work = 0;
     for (int i = 0; i < n; i++) {
-        int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->tile;
-        if (p->branch == NSA__SLC) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
+        int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
+        if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
         work += keys * jobs[i].seq.count;
         jobs[i].heads = n;
     }
@@ -8623,7 +8755,8 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
     const nsa__attend_plan *p = any->plan;
     int n = 0;
     for (nsa__seq seq = nsa__seq_begin(p->d); seq.index < p->d->batch; nsa__seq_next(p->d, &seq))
-        for (int head = 0; seq.count && seq.count <= p->few && head < p->heads; head++) {
+        for (int head = 0; seq.count && seq.count <= p->cut.in_place_max && head < p->heads;
+             head++) {
             jobs[n] = *any;
             nsa__set_head(&jobs[n], &seq, head, 0);
             n += jobs[n].skipped < seq.count;
@@ -8634,30 +8767,12 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
     if (n) nsa__forward_few_run(jobs, n, team);
 }
 
-/* What depends on the threads of a call, but no bit of it.
-   Head jobs at once: no more than have their packed keys in the threads' part of the third cache,
-   because tasks read them again and again. Workspace is for all of plan->jobs, so that a size for
-   more tokens serves fewer. The branches of a chain, of which cmp writes lists, have the same.
-   slc's tasks, which are large: few heads or many threads want more of them. */
-static void nsa__share_among(nsa__attend_plan *p, int threads) {
-    const int alone = p->branch == NSA__CMP && !p->options.select;
-    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
-    const int64_t numbers = nsa__max(1, keys * (p->wide + p->wide_v));
-    const int64_t each = 2; /* tasks for a thread */
-    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
-    const int64_t held = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
-    p->at_once = (int)nsa__max(1, nsa__min(held, p->jobs));
-    if (p->branch == NSA__SLC) p->least_tasks = (int)nsa__ceil_div(tasks, p->at_once);
-}
-
-static nsa_status nsa__forward_run(const nsa__attend_plan *plan, void *workspace, size_t bytes) {
-    nsa__attend_plan own = *plan, *p = &own;
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__share_among(p, team.threads);
-    nsa__head_job *few = nsa__forward_jobs(jobs, p, &shared);
+    nsa__head_job *few = nsa__forward_jobs(jobs, p, team.threads, &shared);
     nsa__forward_few(jobs, few, &team);
     nsa__each_heads(jobs, &team, nsa__forward_heads);
     return NSA_OK;
@@ -8676,11 +8791,6 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *plan, void *workspace
    so is dout: its gate is a factor of p and ds before they are rounded, once. dq belongs to the
    task alone. A tile's dk and dv belong to all tasks that read the tile, which add in a fixed order
    (nsa__turns). So all sums have the same bits for any number of threads. */
-
-/* Shares of dk and dv that a task holds until it may add them, so that it need not wait for those
-   before it in every tile. */
-enum { NSA__HELD = 8 };
-enum { NSA__BATCH_NUMBERS = 1 << 14 }; /* of a batch's rows of q and dout */
 
 /* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
 typedef struct nsa__backward {
@@ -8713,14 +8823,15 @@ static int nsa__asks_of(int64_t numbers) {
 /* Room for what a batch asks for, at most: rows of q and dout of the next one, and three times a
    tile's rows of k and v. */
 static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->batch_queries * p->group + 3 * p->tile;
+    int64_t rows = (int64_t)p->cut.batch_queries * p->group + 3 * p->cut.tile;
     asks->room = rows * (nsa__asks_of(p->wide) + nsa__asks_of(p->wide_v));
     asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
 }
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
                                 nsa__arena *of_tile) {
-    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
+    int64_t rows = (int64_t)p->cut.task_queries * p->group,
+            some = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
     f->q = nsa__alloc_reals(a, rows * p->stride);
     f->dq = nsa__alloc_reals(a, rows * p->wide);
@@ -8730,9 +8841,9 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-    f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
-    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide);
-    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide_v);
+    f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
+    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->wide);
+    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->wide_v);
     nsa__asks_alloc(&f->asks, p, of_tile);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
@@ -8883,7 +8994,7 @@ static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job
         pairs->gemm(keys, p->wide, half, &ds_t, &right, dk, 1);
     }
     if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->cut.tile + b->first;
         const nsa__matrix ds = {f->ds_rows + cut / 2, ld / 2, 1, NULL};
         const nsa__matrix k = {job->k + first / 2 * p->wide, p->wide, 1, NULL};
         pairs->gemm(rows, p->wide, keys / 2, &ds, &k, dq, 1);
@@ -8906,7 +9017,7 @@ static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job
         p->tiles->gemm(keys, p->wide, rows, &ds_t, q, dk);
     }
     if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->cut.tile + b->first;
         const nsa__matrix ds = {f->ds + cut, ld, 1, NULL};
         const nsa__matrix k = {job->k + first * p->wide, p->wide, 1, NULL};
         p->tiles->gemm(rows, p->wide, keys, &ds, &k, dq);
@@ -8917,7 +9028,7 @@ static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job
    dv += p^T dout, dk += ds^T q, dq += ds k */
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int tile = p->tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
+    int tile = p->cut.tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
     ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
     ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
     ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
@@ -8990,13 +9101,11 @@ static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
         asks->at[asks->count++] = (const char *)x + (ptrdiff_t)i * NSA__ASKED;
 }
 
-enum { NSA__FAR = 16 << 20 }; /* bytes, more than a last-level cache keeps beside all else */
-
 /* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
 static int nsa__keys_are_far(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     const int64_t numbers = 3 * (int64_t)p->wide + 2 * (int64_t)p->wide_v; /* of a key */
-    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->jobs > NSA__FAR;
+    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->cut.head_slots > NSA__FAR;
 }
 
 /* For tasks of slc, where few queries read a tile. Notes the tile's rows of K, if none is noted
@@ -9006,11 +9115,11 @@ static void nsa__backward_ask_ahead(nsa__backward *f, const nsa__head_job *job, 
                                     int64_t some, int at) {
     const nsa__attend_plan *p = job->plan;
     const nsa__tile_iter *it = &f->iter;
-    const int64_t key = (int64_t)it->tile * p->tile, next = key + p->tile + from;
-    const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->batch_queries);
+    const int64_t key = (int64_t)it->tile * p->cut.tile, next = key + p->cut.tile + from;
+    const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->cut.batch_queries);
     if (!from)
         nsa__ask(&f->asks, nsa__packed_rows(job->k, p->scores, key, p->wide),
-                 (p->scores ? p->tile / 2 : p->tile) * p->wide);
+                 (p->scores ? p->cut.tile / 2 : p->cut.tile) * p->wide);
     if (it->tile + 1 < it->tile_end) {
         nsa__ask(&f->asks, job->k_t + next * p->depth, some * p->depth);
         nsa__ask(&f->asks, job->v_t + next * p->depth_v, some * p->depth_v);
@@ -9030,12 +9139,12 @@ static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i,
                               int soon) {
     const nsa__attend_plan *p = job->plan;
     const int64_t tile = f->iter.tile, queries = f->iter.tile_queries;
-    const int64_t from = p->tile * i / queries, some = p->tile * end / queries - from;
-    const int64_t key = tile * p->tile + from;
+    const int64_t from = p->cut.tile * i / queries, some = p->cut.tile * end / queries - from;
+    const int64_t key = tile * p->cut.tile + from;
     f->asks.next = f->asks.count = 0;
     if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->wide_v, some * p->wide_v);
     if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->wide, some * p->wide);
-    if (p->branch == NSA__SLC && nsa__keys_are_far(job))
+    if (p->is.lists && nsa__keys_are_far(job))
         nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
 }
 
@@ -9054,17 +9163,18 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
     const nsa__attend_plan *p = job->plan;
     f->held++;
     int newest = nsa__backward_newest(f);
-    size_t keys = (size_t)p->tile;
+    size_t keys = (size_t)p->cut.tile;
     f->held_tile[newest] = f->iter.tile;
     f->nonfinite_keys[newest] = 0;
     f->add = 0;
     for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
-        int whole = b.last - b.first == p->tile;
+        int whole = b.last - b.first == p->cut.tile;
         f->last = soon && f->held == 1 && i + b.queries == queries && (whole || !f->add);
         if (!f->add && !whole && !f->last) {
-            memset(f->dk + newest * p->tile * p->wide, 0, keys * (size_t)p->wide * sizeof *f->dk);
-            memset(f->dv + newest * p->tile * p->wide_v, 0,
+            memset(f->dk + newest * p->cut.tile * p->wide, 0,
+                   keys * (size_t)p->wide * sizeof *f->dk);
+            memset(f->dv + newest * p->cut.tile * p->wide_v, 0,
                    keys * (size_t)p->wide_v * sizeof *f->dv);
             f->add = 1;
         }
@@ -9084,7 +9194,7 @@ NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
 static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int32_t oldest = f->oldest, tile = f->held_tile[oldest];
-    int n = p->tile * p->wide, n_v = p->tile * p->wide_v;
+    int n = p->cut.tile * p->wide, n_v = p->cut.tile * p->wide_v;
     if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
     if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
     nsa__backward_added(f, job);
@@ -9128,7 +9238,7 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
 static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to, int tile,
                                   nsa_real factor, nsa_real *sum, int width, int wide) {
     const nsa__attend_plan *p = job->plan;
-    int begin = tile * p->tile, end = (int)nsa__min((int64_t)begin + p->tile, job->keys);
+    int begin = tile * p->cut.tile, end = (int)nsa__min((int64_t)begin + p->cut.tile, job->keys);
     size_t row_bytes = (size_t)width * nsa__dtype_bytes(to->dtype);
     for (int key = begin; sum && key < end; key++) {
         nsa_real *row = sum + (ptrdiff_t)key * wide;
@@ -9165,31 +9275,20 @@ static nsa__turns nsa__backward_turns(const nsa__head_job *jobs) {
 
 static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                  nsa__arena *shared) {
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-    int64_t tasks = nsa__max(p->least_tasks, nsa__ceil_div(p->d->count, p->task_queries));
-    int32_t *progress = (int32_t *)nsa__alloc(shared, p->jobs * tasks, sizeof *progress);
-    for (int i = 0; i < p->jobs; i++) {
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
+    int64_t tasks = nsa__max(p->cut.least_tasks, nsa__ceil_div(p->d->count, p->cut.task_queries));
+    int32_t *progress = (int32_t *)nsa__alloc(shared, p->cut.head_slots * tasks, sizeof *progress);
+    for (int i = 0; i < p->cut.head_slots; i++) {
         nsa__head_job *job = &jobs[i];
         *job = nsa__job_make(p);
         job->progress = progress;
         nsa__alloc_keys(job, shared, 1, 1);
-        job->dk = nsa__alloc_reals(shared, tiles * p->tile * p->wide);
-        job->dv = nsa__alloc_reals(shared, tiles * p->tile * p->wide_v);
+        job->dk = nsa__alloc_reals(shared, tiles * p->cut.tile * p->wide);
+        job->dv = nsa__alloc_reals(shared, tiles * p->cut.tile * p->wide_v);
         job->nonfinite_keys = (uint64_t *)nsa__alloc(shared, tiles, sizeof *job->nonfinite_keys);
         if (p->dx && !p->dx->k.data) job->dk = NULL;
         if (p->dx && !p->dx->v.data) job->dv = NULL;
     }
-}
-
-/* Queries of backward's batches and tasks. Batches have up to twice the rows of forward's, because
-   each reads and writes its tile's share of dk and dv once. But all its rows of q and dout should
-   be no more than NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv
-   are added; slc's are larger yet. */
-static void nsa__backward_sizes(nsa__attend_plan *p) {
-    int64_t rows = nsa__min(NSA__BATCH_NUMBERS / (p->wide + p->wide_v), 2 * NSA__BATCH_ROWS);
-    p->batch_queries = (int)nsa__max(p->batch_queries, rows / p->group);
-    if (p->branch != NSA__SLC) p->near_queries = (int)nsa__min(p->tile, nsa__near_queries(p));
-    p->task_queries = nsa__task_queries(p, p->d->tokens, p->d->count);
 }
 
 /* Numbers from row to row of an operand whose columns a product walks down. Rows an even number of
@@ -9198,34 +9297,22 @@ static int nsa__apart(int wide) {
     return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
 }
 
-/* Head jobs of slc's backward at once. Each of its tasks writes dk and dv of all tiles, so tasks
-   are large, and those of a few heads are few. So many threads get more heads at once, which takes
-   more workspace and changes no task. Other branches have tasks enough. */
-static int nsa__backward_heads_at_once(const nsa_desc *d, int threads) {
-    const int64_t each = 2, near = nsa__heads_near(d); /* tasks for a thread */
-    const int64_t group = d->heads / d->kv_heads, batch = 2 * NSA__BATCH_ROWS / group;
-    int64_t queries = NSA__TASK_NUMBERS / (d->dim + d->dim_v) / group;
-    queries = nsa__grown_queries(d, d->tokens, queries, batch);
-    int64_t tasks = nsa__max(NSA__TASKS / near, nsa__ceil_div(d->count, nsa__max(1, queries)));
-    int64_t wanted = nsa__max(near, nsa__ceil_div(each * threads, tasks));
-    return (int)nsa__min(d->kv_heads, nsa__min(wanted, NSA__HEADS_AT_ONCE));
-}
-
 /* Plans for `x` and `dx`, which are NULL in a size query, and for so many threads. d has all heads
    of `whole` or some: a head's tasks are the same whichever heads are beside it. */
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch,
                                            const nsa_desc *whole, int threads) {
-    nsa__attend_plan p =
-        nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC, nsa__heads_near(whole));
-    if (branch == NSA__SLC && p.sharers == 1) p.jobs = nsa__backward_heads_at_once(whole, threads);
-    p.at_once = p.jobs = (int)nsa__min(p.jobs, d->kv_heads);
+    const int near = nsa__heads_near(whole);
+    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, near);
+    int slots = nsa__slots_near(&p, near);
+    if (p.is.lists && p.sharers == 1) slots = nsa__backward_slots(whole, threads);
+    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, near),
+                                   (int)nsa__min(slots, d->kv_heads));
     nsa__plan_pairs(&p);
     p.stride = nsa__apart(p.stride);
     p.stride_v = nsa__apart(p.stride_v);
-    p.stride_p = nsa__apart(p.tile);
-    nsa__backward_sizes(&p);
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    p.stride_p = nsa__apart(p.cut.tile);
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
     nsa__turns turns = nsa__backward_turns(jobs);
@@ -9243,7 +9330,7 @@ static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
 }
 
 static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
@@ -9259,11 +9346,7 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
 static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL, NULL, 0, NULL, NULL};
 
 static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
-    return nsa__desc_using(d,
-                           branch == NSA__CMP   ? NSA__USES_CMP
-                           : branch == NSA__SLC ? NSA__USES_SLC
-                                                : 0,
-                           own);
+    return nsa__desc_using(d, nsa__traits_of[branch].uses, own);
 }
 
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
@@ -9277,7 +9360,7 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
 }
 
 static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
-    return branch == NSA__CMP ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
+    return nsa__traits_of[branch].compressed ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
 }
 
 /* Checks the views of a branch. `lists` 0: block lists are not checked, because the chain's forward
@@ -9294,7 +9377,7 @@ static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa_
         nsa__check_view(&x->v, nsa__branch_shape(d, branch, d->dim_v), nsa__floats(), 0, at->v));
     NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), forward, at->out));
     NSA__CHECK(nsa__check_view(&x->lse, lse, nsa__real_dtypes(), forward, at->lse));
-    if (branch != NSA__SLC || !lists) return NSA_OK;
+    if (!nsa__traits_of[branch].lists || !lists) return NSA_OK;
     nsa_status s = nsa__check_lists(&x->blocks, d, NULL);
     return s == NSA_OK ? s : nsa__error(nsa_status_kind(s), at->blocks);
 }
@@ -9590,7 +9673,7 @@ typedef struct nsa__selecting {
 } nsa__selecting;
 
 static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group;
+    int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     nsa__scoring_alloc(&f->scoring, p, a);
     f->q = nsa__alloc_reals(a, rows * p->wide);
@@ -9614,17 +9697,17 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(job, &f.iter, r, f.nonfinite);
     const nsa__matrix q = {f.q, p->stride, 1, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
-        ptrdiff_t key = (ptrdiff_t)tile * p->tile;
-        const nsa__matrix k_t = {job->k_t + key * p->depth, p->tile, 1, NULL};
+        ptrdiff_t key = (ptrdiff_t)tile * p->cut.tile;
+        const nsa__matrix k_t = {job->k_t + key * p->depth, p->cut.tile, 1, NULL};
         const nsa__result scores = {
             f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL, NULL};
-        nsa__score_product(p, rows, p->tile, &q, &k_t, &scores);
+        nsa__score_product(p, rows, p->cut.tile, &q, &k_t, &scores);
     }
     nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);
 }
 
 static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
-    for (int i = 0; i < p->jobs; i++) {
+    for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
         nsa__alloc_keys(&jobs[i], shared, 0, 0);
         jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
@@ -9635,7 +9718,7 @@ static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
 static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *select,
                                          const nsa_desc *d) {
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP, 1, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__selecting f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options.select = select;
@@ -9653,7 +9736,7 @@ static void nsa__select_heads(nsa__head_job *jobs, const nsa__team *team) {
 
 static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                   size_t bytes) {
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__team team;
     nsa_attend attend;
     nsa__arena shared = nsa__arena_at(workspace);
@@ -9664,7 +9747,7 @@ static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *
     const nsa__attend_plan p = nsa__select_plan(&attend, x, d);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     nsa__select_layout(jobs, &p, &shared);
-    for (int i = 0; i < p.jobs; i++) nsa__fill_stencil(&jobs[i]);
+    for (int i = 0; i < p.cut.head_slots; i++) nsa__fill_stencil(&jobs[i]);
     nsa__each_heads(jobs, &team, nsa__select_heads);
     return NSA_OK;
 }
@@ -9721,17 +9804,17 @@ typedef struct nsa__scorer {
 
 /* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
 typedef struct nsa__scorer_jobs {
-    nsa__head_job keys[NSA__HEADS_AT_ONCE]; /* first: nsa__job_of takes the context for it */
+    nsa__head_job keys[NSA__HEAD_SLOTS]; /* first: nsa__job_of takes the context for it */
     const nsa_score *x;
 } nsa__scorer_jobs;
 
 static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group;
+    int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->stride = nsa__ceil_div(nsa_slc_count(p->d, p->d->tokens), NSA__LANES) * NSA__LANES;
     f->q = nsa__alloc_reals(a, rows * p->wide);
-    f->s = nsa__alloc_reals(a, rows * p->tile);
-    f->scores = nsa__alloc_reals(a, p->task_queries * f->stride);
+    f->s = nsa__alloc_reals(a, rows * p->cut.tile);
+    f->scores = nsa__alloc_reals(a, p->cut.task_queries * f->stride);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
 
@@ -9764,8 +9847,8 @@ static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, 
 static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                              int a, int tile) {
     const nsa__attend_plan *p = job->plan;
-    int query = f->iter.first + a, begin = tile * p->tile, block = p->d->slc_block;
-    int end = (int)nsa__min(begin + (int64_t)p->tile, nsa__span_end(job, query));
+    int query = f->iter.first + a, begin = tile * p->cut.tile, block = p->d->slc_block;
+    int end = (int)nsa__min(begin + (int64_t)p->cut.tile, nsa__span_end(job, query));
     nsa_real token[NSA__TILE] = {0};
     for (int g = 0; g < p->group; g++) {
         nsa_real weight = 1;
@@ -9773,7 +9856,8 @@ static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, con
         if (x->weights.data)
             nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, row),
                       1);
-        nsa__scorer_add_head(token, f->s + (ptrdiff_t)row * p->tile, p->tile, weight, x->act);
+        nsa__scorer_add_head(token, f->s + (ptrdiff_t)row * p->cut.tile, p->cut.tile, weight,
+                             x->act);
     }
     for (int key = begin; key < end;) {
         int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
@@ -9833,18 +9917,18 @@ static void nsa__scorer_task(const void *context, int64_t index, void *scratch) 
     nsa__scorer_alloc(&f, p, &a);
     nsa__scorer_begin(&f, job, x, index);
     const nsa__matrix q = {f.q, p->wide, 1, NULL};
-    const nsa__result products = {f.s, p->tile, NULL, 0, NULL, NULL, NULL};
+    const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
-        const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->tile * p->d->dim, p->tile, 1,
-                                 NULL};
-        p->tiles->gemm(f.iter.queries * p->group, p->tile, p->d->dim, &q, &k_t, &products);
+        const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->cut.tile * p->d->dim, p->cut.tile,
+                                 1, NULL};
+        p->tiles->gemm(f.iter.queries * p->group, p->cut.tile, p->d->dim, &q, &k_t, &products);
         for (int i = 0; i < f.iter.queries; i++) nsa__scorer_tile(&f, job, x, i, tile);
     }
     for (int i = 0; i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
 }
 
 static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
-    for (int i = 0; i < p->jobs; i++) {
+    for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
         nsa__alloc_keys(&jobs[i], shared, 0, 0);
     }
@@ -9853,7 +9937,7 @@ static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
 /* The plan of dense attention, whose spans are all keys that a query sees. */
 static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE, 1, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     nsa__scorer_layout(jobs, &p, &shared);
@@ -10103,7 +10187,7 @@ typedef struct nsa__chain_plan {
 static void nsa__chain_plan_groups(nsa__chain_plan *p, const nsa_desc *d) {
     nsa__arena shared = {NULL, 0};
     p->shared = p->scratch = 0;
-    if (p->branch[NSA__SLC].sharers > 1 || d->count <= p->branch[NSA__SLC].few) return;
+    if (p->branch[NSA__SLC].sharers > 1 || d->count <= p->branch[NSA__SLC].cut.in_place_max) return;
     for (int i = 0; i < 3; i++) {
         nsa__alloc(&shared, 1, p->branch[i].shared);
         p->scratch = p->branch[i].scratch > p->scratch ? p->branch[i].scratch : p->scratch;
@@ -10160,7 +10244,7 @@ NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, cons
 
 /* Head jobs of the branches, for the same heads. */
 typedef struct nsa__groups {
-    nsa__head_job jobs[3][NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[3][NSA__HEAD_SLOTS];
 } nsa__groups;
 
 /* A group: as many queries as a task of slc has go through cmp, slc and win, on one thread. What
@@ -10185,23 +10269,26 @@ static int nsa__takes_groups(const nsa__chain_plan *p, const nsa_desc *d) {
     const nsa__attend_plan *slc = &p->branch[NSA__SLC];
     if (!p->shared || p->shared > NSA__GROUPED) return 0;
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        if (seq.count > slc->few && seq.count < nsa__ceil_div(seq.tokens, slc->tile)) return 0;
+        if (seq.count > slc->cut.in_place_max &&
+            seq.count < nsa__ceil_div(seq.tokens, slc->cut.tile))
+            return 0;
     return 1;
 }
 
-static nsa_status nsa__groups_run(nsa__chain_plan *p, const nsa_desc *d, void *workspace,
+static nsa_status nsa__groups_run(const nsa__chain_plan *p, const nsa_desc *d, void *workspace,
                                   size_t bytes) {
-    nsa__attend_plan *slc = &p->branch[NSA__SLC];
+    const nsa__attend_plan *slc = &p->branch[NSA__SLC];
     nsa__groups g;
     nsa__head_job *few[3], *first = g.jobs[NSA__SLC];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p->shared, p->scratch));
-    for (int i = 0; i < 3; i++) nsa__share_among(&p->branch[i], team.threads);
-    for (int i = 0; i < 3; i++) few[i] = nsa__forward_jobs(g.jobs[i], &p->branch[i], &shared);
+    for (int i = 0; i < 3; i++)
+        few[i] = nsa__forward_jobs(g.jobs[i], &p->branch[i], team.threads, &shared);
     for (int i = 0; i < 3; i++) nsa__forward_few(g.jobs[i], few[i], &team);
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count > slc->few && head < slc->heads; head += first->heads) {
+        for (int head = 0; seq.count > slc->cut.in_place_max && head < slc->heads;
+             head += first->heads) {
             for (int i = 0; i < 3; i++) nsa__pack_heads(g.jobs[i], &team, &seq, head);
             int64_t groups = nsa__ceil_div(seq.count, first->task_queries);
             nsa__run(&team, groups * first->heads, nsa__group_task, &g);
@@ -10299,7 +10386,7 @@ static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape, const nsa_de
    attention has jobs at once. */
 static int nsa__chain_heads(const nsa_desc *d, int threads) {
     int64_t row = (int64_t)d->dim * (d->heads / d->kv_heads);
-    return (int)nsa__min(nsa__backward_heads_at_once(d, threads), nsa__max(1, 1024 / row));
+    return (int)nsa__min(nsa__backward_slots(d, threads), nsa__max(1, 1024 / row));
 }
 
 /* The geometry of some kv heads of one sequence, as if they were a call of their own. */
@@ -10443,7 +10530,7 @@ typedef struct nsa__chain_at {
 static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                  const nsa__chain_at *at) {
     int64_t batch = at->seq.batch, row = at->seq.row;
-    int64_t key_row = branch == NSA__CMP ? at->seq.cmp.row : at->seq.keys.row;
+    int64_t key_row = nsa__traits_of[branch].compressed ? at->seq.cmp.row : at->seq.keys.row;
     int head = at->kv_head * (d->heads / d->kv_heads);
     nsa_attend part;
     part.q = nsa__view_at(x->q, batch, row, head);

@@ -145,8 +145,8 @@ static void test_heads_at_once(void) {
         p[i].d.threads = i + 1;
         check_case("heads at once by %d threads", i + 1);
         nsa__attend_plan plan = nsa__forward_plan(NULL, &p[i].d, NSA__SLC, nsa__no_options);
-        nsa__share_among(&plan, i + 1);
-        CHECK(plan.at_once == at_once[i], "%d heads, not %d", plan.at_once, at_once[i]);
+        int heads = nsa__forward_share(&plan, i + 1).active_heads;
+        CHECK(heads == at_once[i], "%d heads, not %d", heads, at_once[i]);
         size_t bytes = most_bytes(&p[i]);
         void *workspace = malloc(bytes);
         nsa_status s = nsa_attention_forward(&p[i].x, &p[i].d, workspace, bytes);
@@ -316,7 +316,7 @@ static void stalled_backward(nsa__head_job *jobs, const nsa__team *team) {
 }
 
 static __attribute__((unused)) void test_stalled(int threads, int task) {
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__team team;
     problem p, alone;
     problem_make(&p);

@@ -54,6 +54,7 @@ extern "C" {
 #include "rope.h"
 #include "compress.h"
 #include "lists.h"
+#include "schedule.h"
 #include "attend_plan.h"
 #include "attend_pack.h"
 #include "attend_tiles.h"

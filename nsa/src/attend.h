@@ -8,11 +8,7 @@
 static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL, NULL, 0, NULL, NULL};
 
 static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
-    return nsa__desc_using(d,
-                           branch == NSA__CMP   ? NSA__USES_CMP
-                           : branch == NSA__SLC ? NSA__USES_SLC
-                                                : 0,
-                           own);
+    return nsa__desc_using(d, nsa__traits_of[branch].uses, own);
 }
 
 static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backward) {
@@ -26,7 +22,7 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
 }
 
 static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
-    return branch == NSA__CMP ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
+    return nsa__traits_of[branch].compressed ? nsa__cmp_shape(d, width) : nsa__key_shape(d, width);
 }
 
 /* Checks the views of a branch. `lists` 0: block lists are not checked, because the chain's forward
@@ -43,7 +39,7 @@ static nsa_status nsa__attend_check(const nsa_attend *x, const nsa_desc *d, nsa_
         nsa__check_view(&x->v, nsa__branch_shape(d, branch, d->dim_v), nsa__floats(), 0, at->v));
     NSA__CHECK(nsa__check_view(&x->out, out, nsa__floats(), forward, at->out));
     NSA__CHECK(nsa__check_view(&x->lse, lse, nsa__real_dtypes(), forward, at->lse));
-    if (branch != NSA__SLC || !lists) return NSA_OK;
+    if (!nsa__traits_of[branch].lists || !lists) return NSA_OK;
     nsa_status s = nsa__check_lists(&x->blocks, d, NULL);
     return s == NSA_OK ? s : nsa__error(nsa_status_kind(s), at->blocks);
 }

@@ -14,11 +14,6 @@
 #pragma once
 #include "attend_rows.h"
 
-/* Shares of dk and dv that a task holds until it may add them, so that it need not wait for those
-   before it in every tile. */
-enum { NSA__HELD = 8 };
-enum { NSA__BATCH_NUMBERS = 1 << 14 }; /* of a batch's rows of q and dout */
-
 /* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
 typedef struct nsa__backward {
     nsa__tile_iter iter;
@@ -50,14 +45,15 @@ static int nsa__asks_of(int64_t numbers) {
 /* Room for what a batch asks for, at most: rows of q and dout of the next one, and three times a
    tile's rows of k and v. */
 static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->batch_queries * p->group + 3 * p->tile;
+    int64_t rows = (int64_t)p->cut.batch_queries * p->group + 3 * p->cut.tile;
     asks->room = rows * (nsa__asks_of(p->wide) + nsa__asks_of(p->wide_v));
     asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
 }
 
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
                                 nsa__arena *of_tile) {
-    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
+    int64_t rows = (int64_t)p->cut.task_queries * p->group,
+            some = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
     f->q = nsa__alloc_reals(a, rows * p->stride);
     f->dq = nsa__alloc_reals(a, rows * p->wide);
@@ -67,9 +63,9 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
-    f->reads = (unsigned char *)nsa__alloc(a, p->task_queries, 1);
-    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide);
-    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->tile * p->wide_v);
+    f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
+    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->wide);
+    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->wide_v);
     nsa__asks_alloc(&f->asks, p, of_tile);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
@@ -220,7 +216,7 @@ static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job
         pairs->gemm(keys, p->wide, half, &ds_t, &right, dk, 1);
     }
     if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->cut.tile + b->first;
         const nsa__matrix ds = {f->ds_rows + cut / 2, ld / 2, 1, NULL};
         const nsa__matrix k = {job->k + first / 2 * p->wide, p->wide, 1, NULL};
         pairs->gemm(rows, p->wide, keys / 2, &ds, &k, dq, 1);
@@ -243,7 +239,7 @@ static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job
         p->tiles->gemm(keys, p->wide, rows, &ds_t, q, dk);
     }
     if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->tile + b->first;
+        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->cut.tile + b->first;
         const nsa__matrix ds = {f->ds + cut, ld, 1, NULL};
         const nsa__matrix k = {job->k + first * p->wide, p->wide, 1, NULL};
         p->tiles->gemm(rows, p->wide, keys, &ds, &k, dq);
@@ -254,7 +250,7 @@ static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job
    dv += p^T dout, dk += ds^T q, dq += ds k */
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int tile = p->tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
+    int tile = p->cut.tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
     ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
     ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
     ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
@@ -327,13 +323,11 @@ static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
         asks->at[asks->count++] = (const char *)x + (ptrdiff_t)i * NSA__ASKED;
 }
 
-enum { NSA__FAR = 16 << 20 }; /* bytes, more than a last-level cache keeps beside all else */
-
 /* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
 static int nsa__keys_are_far(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     const int64_t numbers = 3 * (int64_t)p->wide + 2 * (int64_t)p->wide_v; /* of a key */
-    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->jobs > NSA__FAR;
+    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->cut.head_slots > NSA__FAR;
 }
 
 /* For tasks of slc, where few queries read a tile. Notes the tile's rows of K, if none is noted
@@ -343,11 +337,11 @@ static void nsa__backward_ask_ahead(nsa__backward *f, const nsa__head_job *job, 
                                     int64_t some, int at) {
     const nsa__attend_plan *p = job->plan;
     const nsa__tile_iter *it = &f->iter;
-    const int64_t key = (int64_t)it->tile * p->tile, next = key + p->tile + from;
-    const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->batch_queries);
+    const int64_t key = (int64_t)it->tile * p->cut.tile, next = key + p->cut.tile + from;
+    const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->cut.batch_queries);
     if (!from)
         nsa__ask(&f->asks, nsa__packed_rows(job->k, p->scores, key, p->wide),
-                 (p->scores ? p->tile / 2 : p->tile) * p->wide);
+                 (p->scores ? p->cut.tile / 2 : p->cut.tile) * p->wide);
     if (it->tile + 1 < it->tile_end) {
         nsa__ask(&f->asks, job->k_t + next * p->depth, some * p->depth);
         nsa__ask(&f->asks, job->v_t + next * p->depth_v, some * p->depth_v);
@@ -367,12 +361,12 @@ static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i,
                               int soon) {
     const nsa__attend_plan *p = job->plan;
     const int64_t tile = f->iter.tile, queries = f->iter.tile_queries;
-    const int64_t from = p->tile * i / queries, some = p->tile * end / queries - from;
-    const int64_t key = tile * p->tile + from;
+    const int64_t from = p->cut.tile * i / queries, some = p->cut.tile * end / queries - from;
+    const int64_t key = tile * p->cut.tile + from;
     f->asks.next = f->asks.count = 0;
     if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->wide_v, some * p->wide_v);
     if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->wide, some * p->wide);
-    if (p->branch == NSA__SLC && nsa__keys_are_far(job))
+    if (p->is.lists && nsa__keys_are_far(job))
         nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
 }
 
@@ -391,17 +385,18 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
     const nsa__attend_plan *p = job->plan;
     f->held++;
     int newest = nsa__backward_newest(f);
-    size_t keys = (size_t)p->tile;
+    size_t keys = (size_t)p->cut.tile;
     f->held_tile[newest] = f->iter.tile;
     f->nonfinite_keys[newest] = 0;
     f->add = 0;
     for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
-        int whole = b.last - b.first == p->tile;
+        int whole = b.last - b.first == p->cut.tile;
         f->last = soon && f->held == 1 && i + b.queries == queries && (whole || !f->add);
         if (!f->add && !whole && !f->last) {
-            memset(f->dk + newest * p->tile * p->wide, 0, keys * (size_t)p->wide * sizeof *f->dk);
-            memset(f->dv + newest * p->tile * p->wide_v, 0,
+            memset(f->dk + newest * p->cut.tile * p->wide, 0,
+                   keys * (size_t)p->wide * sizeof *f->dk);
+            memset(f->dv + newest * p->cut.tile * p->wide_v, 0,
                    keys * (size_t)p->wide_v * sizeof *f->dv);
             f->add = 1;
         }
@@ -421,7 +416,7 @@ NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
 static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int32_t oldest = f->oldest, tile = f->held_tile[oldest];
-    int n = p->tile * p->wide, n_v = p->tile * p->wide_v;
+    int n = p->cut.tile * p->wide, n_v = p->cut.tile * p->wide_v;
     if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
     if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
     nsa__backward_added(f, job);
@@ -465,7 +460,7 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
 static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to, int tile,
                                   nsa_real factor, nsa_real *sum, int width, int wide) {
     const nsa__attend_plan *p = job->plan;
-    int begin = tile * p->tile, end = (int)nsa__min((int64_t)begin + p->tile, job->keys);
+    int begin = tile * p->cut.tile, end = (int)nsa__min((int64_t)begin + p->cut.tile, job->keys);
     size_t row_bytes = (size_t)width * nsa__dtype_bytes(to->dtype);
     for (int key = begin; sum && key < end; key++) {
         nsa_real *row = sum + (ptrdiff_t)key * wide;
@@ -502,31 +497,20 @@ static nsa__turns nsa__backward_turns(const nsa__head_job *jobs) {
 
 static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
                                  nsa__arena *shared) {
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
-    int64_t tasks = nsa__max(p->least_tasks, nsa__ceil_div(p->d->count, p->task_queries));
-    int32_t *progress = (int32_t *)nsa__alloc(shared, p->jobs * tasks, sizeof *progress);
-    for (int i = 0; i < p->jobs; i++) {
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
+    int64_t tasks = nsa__max(p->cut.least_tasks, nsa__ceil_div(p->d->count, p->cut.task_queries));
+    int32_t *progress = (int32_t *)nsa__alloc(shared, p->cut.head_slots * tasks, sizeof *progress);
+    for (int i = 0; i < p->cut.head_slots; i++) {
         nsa__head_job *job = &jobs[i];
         *job = nsa__job_make(p);
         job->progress = progress;
         nsa__alloc_keys(job, shared, 1, 1);
-        job->dk = nsa__alloc_reals(shared, tiles * p->tile * p->wide);
-        job->dv = nsa__alloc_reals(shared, tiles * p->tile * p->wide_v);
+        job->dk = nsa__alloc_reals(shared, tiles * p->cut.tile * p->wide);
+        job->dv = nsa__alloc_reals(shared, tiles * p->cut.tile * p->wide_v);
         job->nonfinite_keys = (uint64_t *)nsa__alloc(shared, tiles, sizeof *job->nonfinite_keys);
         if (p->dx && !p->dx->k.data) job->dk = NULL;
         if (p->dx && !p->dx->v.data) job->dv = NULL;
     }
-}
-
-/* Queries of backward's batches and tasks. Batches have up to twice the rows of forward's, because
-   each reads and writes its tile's share of dk and dv once. But all its rows of q and dout should
-   be no more than NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv
-   are added; slc's are larger yet. */
-static void nsa__backward_sizes(nsa__attend_plan *p) {
-    int64_t rows = nsa__min(NSA__BATCH_NUMBERS / (p->wide + p->wide_v), 2 * NSA__BATCH_ROWS);
-    p->batch_queries = (int)nsa__max(p->batch_queries, rows / p->group);
-    if (p->branch != NSA__SLC) p->near_queries = (int)nsa__min(p->tile, nsa__near_queries(p));
-    p->task_queries = nsa__task_queries(p, p->d->tokens, p->d->count);
 }
 
 /* Numbers from row to row of an operand whose columns a product walks down. Rows an even number of
@@ -535,34 +519,22 @@ static int nsa__apart(int wide) {
     return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
 }
 
-/* Head jobs of slc's backward at once. Each of its tasks writes dk and dv of all tiles, so tasks
-   are large, and those of a few heads are few. So many threads get more heads at once, which takes
-   more workspace and changes no task. Other branches have tasks enough. */
-static int nsa__backward_heads_at_once(const nsa_desc *d, int threads) {
-    const int64_t each = 2, near = nsa__heads_near(d); /* tasks for a thread */
-    const int64_t group = d->heads / d->kv_heads, batch = 2 * NSA__BATCH_ROWS / group;
-    int64_t queries = NSA__TASK_NUMBERS / (d->dim + d->dim_v) / group;
-    queries = nsa__grown_queries(d, d->tokens, queries, batch);
-    int64_t tasks = nsa__max(NSA__TASKS / near, nsa__ceil_div(d->count, nsa__max(1, queries)));
-    int64_t wanted = nsa__max(near, nsa__ceil_div(each * threads, tasks));
-    return (int)nsa__min(d->kv_heads, nsa__min(wanted, NSA__HEADS_AT_ONCE));
-}
-
 /* Plans for `x` and `dx`, which are NULL in a size query, and for so many threads. d has all heads
    of `whole` or some: a head's tasks are the same whichever heads are beside it. */
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch,
                                            const nsa_desc *whole, int threads) {
-    nsa__attend_plan p =
-        nsa__attend_plan_of(x, dx, d, branch, branch == NSA__SLC, nsa__heads_near(whole));
-    if (branch == NSA__SLC && p.sharers == 1) p.jobs = nsa__backward_heads_at_once(whole, threads);
-    p.at_once = p.jobs = (int)nsa__min(p.jobs, d->kv_heads);
+    const int near = nsa__heads_near(whole);
+    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, near);
+    int slots = nsa__slots_near(&p, near);
+    if (p.is.lists && p.sharers == 1) slots = nsa__backward_slots(whole, threads);
+    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, near),
+                                   (int)nsa__min(slots, d->kv_heads));
     nsa__plan_pairs(&p);
     p.stride = nsa__apart(p.stride);
     p.stride_v = nsa__apart(p.stride_v);
-    p.stride_p = nsa__apart(p.tile);
-    nsa__backward_sizes(&p);
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    p.stride_p = nsa__apart(p.cut.tile);
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
     nsa__turns turns = nsa__backward_turns(jobs);
@@ -580,7 +552,7 @@ static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
 }
 
 static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));

@@ -28,14 +28,15 @@ typedef struct nsa__forward {
 } nsa__forward;
 
 static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group, some = (int64_t)p->batch_queries * p->group;
+    int64_t rows = (int64_t)p->cut.task_queries * p->group,
+            some = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->q = nsa__alloc_reals(a, rows * p->wide);
     f->out = nsa__alloc_reals(a, rows * p->wide_v);
     f->m = nsa__alloc_reals(a, rows + NSA__LANES);
     f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
     f->shrink = nsa__alloc_reals(a, some + NSA__LANES);
-    f->s = nsa__alloc_reals(a, some * p->tile);
+    f->s = nsa__alloc_reals(a, some * p->cut.tile);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     if (p->options.select) nsa__scoring_alloc(&f->scoring, p, a);
     /* Allocated for many queries too, because a workspace for them must serve fewer. */
@@ -62,7 +63,7 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
    are selected, they stay in the task's scores; rows of a batch of cmp are neighbours. */
 static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_plan *p,
                                      const nsa__batch *b, int keys, ptrdiff_t *apart) {
-    *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->tile;
+    *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->cut.tile;
     return p->options.select ? f->scoring.s + b->row[0] * *apart + keys : f->s;
 }
 
@@ -70,9 +71,9 @@ static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_pl
 static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
                                  int n, nsa_real *s, ptrdiff_t apart) {
     const nsa__attend_plan *p = job->plan;
-    p->tiles->softmax(b->rows, n, apart, p->tile, p->group, b->mask, b->begin, b->row, s, f->s,
+    p->tiles->softmax(b->rows, n, apart, p->cut.tile, p->group, b->mask, b->begin, b->row, s, f->s,
                       f->m, f->l, f->shrink);
-    if (p->values) p->values->round(b->rows, n, p->tile, f->s);
+    if (p->values) p->values->round(b->rows, n, p->cut.tile, f->s);
 }
 
 /* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
@@ -93,7 +94,7 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
 /* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
 static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int tile = p->tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
+    int tile = p->cut.tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
     const nsa__matrix q = {f->q, p->stride, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     ptrdiff_t apart;
@@ -118,14 +119,14 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
 static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *job,
                                         const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int n = b->end - b->begin, keys = f->iter.tile * p->tile + b->begin;
+    int n = b->end - b->begin, keys = f->iter.tile * p->cut.tile + b->begin;
     int held = (int)nsa__min(n, job->keys - (int64_t)keys);
     uint64_t nonfinite = 0;
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
     nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, apart, scores, &nonfinite);
     nsa__forward_softmax(f, job, b, n, scores, apart);
-    const nsa__matrix weights = {f->s, p->tile, 1, NULL};
+    const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
     const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
     nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
     nsa__forward_note(f, job, b, nonfinite << b->begin);
@@ -206,8 +207,7 @@ static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t
    the first, which have least to read: no thread should begin much last. */
 static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
-    const int last_first = job->plan->branch == NSA__SLC || job->plan->branch == NSA__DENSE;
-    if (last_first) index = nsa__head_tasks(job) - 1 - index;
+    if (job->plan->is.last_first) index = nsa__head_tasks(job) - 1 - index;
     nsa__forward_queries(job, nsa__task_begin(job, index), job->seq.count, scratch);
 }
 
@@ -222,14 +222,14 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
                                           nsa__arena *shared) {
     nsa__head_job *few =
         (nsa__head_job *)nsa__alloc(shared, nsa__few_at_once(p), sizeof(nsa__head_job));
-    for (int i = 0; i < p->jobs; i++) {
+    for (int i = 0; i < p->cut.head_slots; i++) {
         nsa__head_job *job = &jobs[i];
-        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile);
+        int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile);
         *job = nsa__job_make(p);
         if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
-        if (p->d->count <= p->few) continue;
+        if (p->d->count <= p->cut.in_place_max) continue;
         nsa__alloc_keys(job, shared, 0, 0);
-        job->v = nsa__alloc_packed(shared, tiles * p->tile * p->wide_v);
+        job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->wide_v);
     }
     return few;
 }
@@ -237,14 +237,15 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
 /* Plans for `x`, which is NULL in a size query. */
 static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d,
                                           nsa__branch branch, nsa__attend_options options) {
-    nsa__attend_plan p = nsa__attend_plan_of(
-        x, NULL, d, branch, branch == NSA__SLC || options.select != NULL, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch,
+                                             nsa__traits_of[branch].lists || options.select != NULL,
+                                             nsa__heads_near(d));
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__forward f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options = options;
     nsa__plan_pairs(&p);
-    p.few = p.batch_queries;
+    p.cut.in_place_max = p.cut.batch_queries;
     nsa__forward_layout(jobs, &p, &shared);
     nsa__forward_alloc(&f, &p, &scratch);
     p.shared = shared.used;
@@ -252,11 +253,20 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     return p;
 }
 
+/* What threads decide of a call. The branches of a chain, of which cmp writes lists, have the
+   same. */
+static nsa__share nsa__forward_share(const nsa__attend_plan *p, int threads) {
+    const int alone = p->is.compressed && !p->options.select;
+    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
+    return nsa__share_among(&p->cut, p->d, p->branch, keys, threads);
+}
+
 /* The jobs of a call, with memory of the workspace. Returns those that read in place. */
-static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p,
+static nsa__head_job *nsa__forward_jobs(nsa__head_job *jobs, const nsa__attend_plan *p, int threads,
                                         nsa__arena *shared) {
     nsa__head_job *few = nsa__forward_layout(jobs, p, shared);
-    for (int i = 0; p->options.select && i < p->jobs; i++) nsa__fill_stencil(&jobs[i]);
+    for (int i = 0; i < p->cut.head_slots; i++) jobs[i].share = nsa__forward_share(p, threads);
+    for (int i = 0; p->options.select && i < p->cut.head_slots; i++) nsa__fill_stencil(&jobs[i]);
     return few;
 }
 
@@ -270,8 +280,8 @@ static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *te
     nsa__team some = *team;
     int64_t work = 0;
     for (int i = 0; i < n; i++) {
-        int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->tile;
-        if (p->branch == NSA__SLC) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
+        int64_t keys = (int64_t)(jobs[i].tile_end - jobs[i].tile_begin) * p->cut.tile;
+        if (p->is.lists) keys = nsa__min(keys, (int64_t)p->list_width * p->d->slc_block);
         work += keys * jobs[i].seq.count;
         jobs[i].heads = n;
     }
@@ -285,7 +295,8 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
     const nsa__attend_plan *p = any->plan;
     int n = 0;
     for (nsa__seq seq = nsa__seq_begin(p->d); seq.index < p->d->batch; nsa__seq_next(p->d, &seq))
-        for (int head = 0; seq.count && seq.count <= p->few && head < p->heads; head++) {
+        for (int head = 0; seq.count && seq.count <= p->cut.in_place_max && head < p->heads;
+             head++) {
             jobs[n] = *any;
             nsa__set_head(&jobs[n], &seq, head, 0);
             n += jobs[n].skipped < seq.count;
@@ -296,30 +307,12 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
     if (n) nsa__forward_few_run(jobs, n, team);
 }
 
-/* What depends on the threads of a call, but no bit of it.
-   Head jobs at once: no more than have their packed keys in the threads' part of the third cache,
-   because tasks read them again and again. Workspace is for all of plan->jobs, so that a size for
-   more tokens serves fewer. The branches of a chain, of which cmp writes lists, have the same.
-   slc's tasks, which are large: few heads or many threads want more of them. */
-static void nsa__share_among(nsa__attend_plan *p, int threads) {
-    const int alone = p->branch == NSA__CMP && !p->options.select;
-    const int64_t keys = alone ? nsa__max_keys(p) : p->d->tokens;
-    const int64_t numbers = nsa__max(1, keys * (p->wide + p->wide_v));
-    const int64_t each = 2; /* tasks for a thread */
-    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
-    const int64_t held = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
-    p->at_once = (int)nsa__max(1, nsa__min(held, p->jobs));
-    if (p->branch == NSA__SLC) p->least_tasks = (int)nsa__ceil_div(tasks, p->at_once);
-}
-
-static nsa_status nsa__forward_run(const nsa__attend_plan *plan, void *workspace, size_t bytes) {
-    nsa__attend_plan own = *plan, *p = &own;
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
-    nsa__share_among(p, team.threads);
-    nsa__head_job *few = nsa__forward_jobs(jobs, p, &shared);
+    nsa__head_job *few = nsa__forward_jobs(jobs, p, team.threads, &shared);
     nsa__forward_few(jobs, few, &team);
     nsa__each_heads(jobs, &team, nsa__forward_heads);
     return NSA_OK;

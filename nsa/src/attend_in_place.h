@@ -74,9 +74,9 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
 static int nsa__tile_iter_peek(const nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int tile = it->tile + 1;
-    if (p->branch == NSA__SLC)
+    if (p->is.lists)
         while (tile < it->tile_end && it->list_begin[tile] == it->list_begin[tile + 1]) tile++;
-    return tile < it->tile_end ? tile * p->tile : job->keys;
+    return tile < it->tile_end ? tile * p->cut.tile : job->keys;
 }
 
 /* Scratch of a task that reads keys in place. It computes s^T = k q^T, because the right operand of
@@ -92,13 +92,14 @@ typedef struct nsa__in_place {
 } nsa__in_place;
 
 static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->batch_queries * p->group;
+    int64_t rows = (int64_t)p->cut.batch_queries * p->group;
     f->columns = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES + NSA__LANES;
     f->q_t = nsa__alloc_reals(a, (int64_t)p->d->dim * f->columns);
-    f->s_t = nsa__alloc_reals(a, (int64_t)p->tile * f->columns);
-    f->order = (int *)nsa__alloc(a, p->tile, sizeof *f->order);
-    f->rows = nsa__alloc_reals(a, (int64_t)p->tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
-    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->tile / 2 * p->wide_v);
+    f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
+    f->order = (int *)nsa__alloc(a, p->cut.tile, sizeof *f->order);
+    f->rows =
+        nsa__alloc_reals(a, (int64_t)p->cut.tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
+    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->wide_v);
 }
 
 /* Transposes the task's queries; columns behind the last are zeros. */
@@ -109,8 +110,6 @@ static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *
         for (int c = 0; c < p->depth; c++)
             f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->stride + c];
 }
-
-enum { NSA__KEYS_AT_ONCE = 24 }; /* a multiple of the rows of a product's piece, which are 4 or 6 */
 
 /* s_t = k q_t for n keys from `begin` on. Before each part of the product its values and the next
    tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
@@ -156,8 +155,6 @@ static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *jo
     for (int r = 0; n < b->end - b->begin && r < b->rows; r++, s += apart)
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
-
-enum { NSA__PIECE_ROWS = 6 }; /* a product of so few rows pairs each row of values once */
 
 /* out = out * shrink + p v for n keys from `begin` on. Non-finite rows of values come from copies,
    as zeros. For more rows than a piece has, values of bf16 are paired ahead. */

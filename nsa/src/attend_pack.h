@@ -12,9 +12,9 @@
    k_t is two neighbouring c of a key, and one of v is c of two neighbouring keys. */
 static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
     const nsa__attend_plan *p = job->plan;
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->tile), size = tiles * p->tile;
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile), size = tiles * p->cut.tile;
     job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
-    if (p->branch == NSA__SLC) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
+    if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
     job->k_t = nsa__alloc_packed(a, size * p->d->dim);
     if (rows) job->k = nsa__alloc_packed(a, size * p->wide);
     if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
@@ -24,26 +24,21 @@ static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int tra
    another: the first clears them, the last adds them to dx. */
 static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     const nsa__attend_plan *p = job->plan;
-    size_t keys = (size_t)p->tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
-    ptrdiff_t key = tile * p->tile;
+    size_t keys = (size_t)p->cut.tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
+    ptrdiff_t key = tile * p->cut.tile;
     if (!job->nonfinite_keys || job->head % p->sharers) return;
     job->nonfinite_keys[tile] = 0;
     if (job->dk) memset(job->dk + key * p->wide, 0, keys * wide * sizeof *job->dk);
     if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
 }
 
-/* Rows between a row's prefetch and its packing. */
-static int nsa__pack_ahead(const nsa__attend_plan *p) {
-    return (int)nsa__min(NSA__PACKED_AHEAD, p->tile);
-}
-
-/* Before row r of a tile of x is packed, asks for the row packed nsa__pack_ahead later: of x, or
-   behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
+/* Before row r of a tile of x is packed, asks for the row that is packed cut.pack_ahead later: of
+   x, or behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
 static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
                           int tile_begin, int r) {
     const nsa__attend_plan *p = job->plan;
-    const int ahead = r + nsa__pack_ahead(p), later = ahead >= p->tile;
-    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->tile : 0);
+    const int ahead = r + p->cut.pack_ahead, later = ahead >= p->cut.tile;
+    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->cut.tile : 0);
     const nsa_tensor *of = later ? next : x;
     if (!of || key >= job->keys) return;
     const int width = of == &p->x->k ? p->d->dim : p->d->dim_v;
@@ -59,7 +54,7 @@ static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
     const nsa__attend_plan *p = job->plan;
     nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
     uint64_t nonfinite = 0;
-    for (int first = 0; first < p->tile; first += NSA__LANES) {
+    for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
             nsa_real *row = to + (ptrdiff_t)i * wide;
             nsa__pack_ask(job, x, next, tile_begin, r);
@@ -72,7 +67,7 @@ static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
             if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
                 nonfinite |= (uint64_t)1 << (first + i);
         if (transposed)
-            p->tiles->transpose(NSA__LANES, width, wide, to, p->tile, transposed + first);
+            p->tiles->transpose(NSA__LANES, width, wide, to, p->cut.tile, transposed + first);
         if (rows) to += NSA__LANES * wide;
     }
     return nonfinite;
@@ -95,7 +90,7 @@ NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
 static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x,
                                 const nsa_tensor *next, int tile_begin, int n, int width, int wide,
                                 nsa__packed *rows, nsa__packed *transposed) {
-    const int tile = job->plan->tile;
+    const int tile = job->plan->cut.tile;
     nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
@@ -122,14 +117,14 @@ static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs,
 static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &index);
     const nsa__attend_plan *p = job->plan;
-    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->tile;
-    int begin = (int)key, n = (int)nsa__min(p->tile, (int64_t)job->keys - begin);
+    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->cut.tile;
+    int begin = (int)key, n = (int)nsa__min(p->cut.tile, (int64_t)job->keys - begin);
     int dim = p->d->dim, dim_v = p->d->dim_v;
     (void)scratch;
     const nsa_tensor *values = job->v || job->v_t ? &p->x->v : NULL;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    for (int r = -nsa__pack_ahead(p); r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
+    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
     uint64_t nonfinite = (p->scores ? nsa__pack_pairs : nsa__pack_rows)(
         job, &p->x->k, values, begin, n, dim, p->wide,
         nsa__packed_rows(job->k, p->scores, key, p->wide), job->k_t + key * p->depth);
@@ -153,7 +148,7 @@ static void nsa__mark_listed(const nsa__head_job *job) {
     for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
         const int32_t *list = nsa__block_list(job, query);
         for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
-            int first = begin / p->tile, tiles = (end - 1) / p->tile - first + 1;
+            int first = begin / p->cut.tile, tiles = (end - 1) / p->cut.tile - first + 1;
             memset(job->listed + first, 1, (size_t)tiles);
         }
     }
@@ -162,5 +157,5 @@ static void nsa__mark_listed(const nsa__head_job *job) {
 /* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
 static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__packed *transposed,
                                            int width, ptrdiff_t key) {
-    return transposed + key / p->tile * p->tile * width + key % p->tile;
+    return transposed + key / p->cut.tile * p->cut.tile * width + key % p->cut.tile;
 }

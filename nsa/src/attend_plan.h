@@ -7,26 +7,8 @@
    state as it is, to the bit. The core takes one sequence and a few kv heads at a time. It packs
    their keys once, then runs tasks of neighbouring queries and one head side by side. */
 #pragma once
+#include "schedule.h"
 #include "tiles.h"
-
-/* The order is that of the gate's three weights. */
-typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
-
-enum {
-    NSA__TILE = 64,       /* keys of a tile at most, because a query's mask of it is a uint64_t */
-    NSA__BATCH_ROWS = 64, /* rows of a batch, about: they share the loads of a tile */
-    NSA__HEADS_NEAR = 4,  /* head jobs side by side, because their rows share pages */
-    NSA__HEADS_AT_ONCE = 16, /* the same if there are threads for more, at most */
-    NSA__TASKS = 32          /* slc: tasks of NSA__HEADS_NEAR head jobs, about */
-};
-enum {
-    NSA__SHARE_NUMBERS = 1 << 19, /* of packed k and v, which a thread's part of L3 holds */
-    NSA__TASK_NUMBERS = 1 << 17,  /* of a task's rows of q and v, which L2 holds */
-    NSA__GROWTH = 4               /* slc: times so many in a long sequence, at most */
-};
-enum { NSA__ROWS_AHEAD = 16 };   /* rows between a load and its prefetch */
-enum { NSA__PACKED_AHEAD = 32 }; /* the same for rows of keys that are packed */
-enum { NSA__LISTS_AHEAD = 32 };  /* the same for block lists, which take less time each */
 
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
@@ -49,14 +31,14 @@ typedef struct nsa__attend_plan {
     const nsa_desc *d;
     const nsa__tiles *tiles;
     nsa__branch branch;
+    nsa__traits is;
+    nsa__schedule cut;
     nsa__attend_options options;
-    int heads;           /* head jobs of a sequence: kv heads, or heads with lists of their own */
-    int sharers;         /* jobs that read one kv head: 1, or list heads of a kv head */
-    int group;           /* query heads of a job */
-    int list_width;      /* entries of a block list */
-    int tile, tile_log2; /* keys of a tile, and its logarithm */
-    int tile_in_block;   /* slc: every tile lies in one selection block */
-    int wide, wide_v;    /* dim and dim_v rounded up to whole vectors */
+    int heads;        /* head jobs of a sequence: kv heads, or heads with lists of their own */
+    int sharers;      /* jobs that read one kv head: 1, or list heads of a kv head */
+    int group;        /* query heads of a job */
+    int list_width;   /* entries of a block list */
+    int wide, wide_v; /* dim and dim_v rounded up to whole vectors */
     const nsa__pairs *pairs;  /* products of bf16 that the machine has and the caller wants */
     const nsa__pairs *scores; /* the same for q k if q and k are bf16, else NULL */
     const nsa__pairs *values; /* the same for p v */
@@ -64,14 +46,7 @@ typedef struct nsa__attend_plan {
     int stride;               /* of a row of q, and of a copied one of k: wide, or half of it */
     int stride_v;             /* of a row of dout, and of a copied one of v: likewise of wide_v */
     int stride_p;             /* backward: of a row of p and ds */
-    int batch_queries;        /* queries of a batch */
-    int task_queries;         /* queries of a task, at most */
-    int near_queries;         /* the same in a short sequence */
-    int least_tasks;          /* of a job, if its queries are enough */
-    int few;         /* forward: of sequences with so many queries K and V are read unpacked */
-    int jobs;        /* head jobs; the workspace holds packed keys of that many */
-    int at_once;     /* of these, the head jobs that run at once */
-    nsa_real scale;  /* of q k */
+    nsa_real scale;           /* of q k */
     nsa_real scale2; /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
     size_t shared;   /* bytes of workspace that all threads share */
     size_t scratch;  /* bytes of workspace for each thread */
@@ -81,6 +56,7 @@ typedef struct nsa__attend_plan {
    head after another. */
 typedef struct nsa__head_job {
     const nsa__attend_plan *plan;
+    nsa__share share;
     int heads; /* jobs that run at once, side by side in one array */
     nsa__seq seq;
     int skipped;              /* queries of the sequence before options.shared_prefix */
@@ -103,7 +79,7 @@ typedef struct nsa__head_job {
 /* slc's list of a query; NULL for the other branches. */
 static const int32_t *nsa__block_list(const nsa__head_job *job, int query) {
     const nsa__attend_plan *p = job->plan;
-    if (p->branch != NSA__SLC) return NULL;
+    if (!p->is.lists) return NULL;
     return (const int32_t *)nsa__row(&p->x->blocks, job->seq.batch,
                                      job->seq.row + query - job->seq.first, job->head);
 }
@@ -143,7 +119,7 @@ NSA__INLINE int nsa__span(const nsa__head_job *job, const int32_t *list, int que
 
 /* The most keys that a sequence can have: arrays of tiles are sized by it. */
 static int nsa__max_keys(const nsa__attend_plan *p) {
-    return p->branch == NSA__CMP ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
+    return p->is.compressed ? nsa_cmp_count(p->d, p->d->tokens) : p->d->tokens;
 }
 
 /* The job of the head that task `index` is for; the index becomes the task's among that head's.
@@ -173,48 +149,9 @@ static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
     return nsa__key_row(&job->rows, x, key, job->kv_head);
 }
 
-/* Queries of a batch: about NSA__BATCH_ROWS rows. If a sequence has no more queries than one batch,
-   its K and V are read in place. */
-static int nsa__batch_queries(const nsa_desc *d) {
-    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
-}
-
-/* slc's tiles divide its blocks if a power of two from 16 to 64 does. A tile then holds keys of one
-   block, and a query sees all of a listed tile, up to the end of its span. */
-static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
-    if (branch == NSA__SLC)
-        for (int tile = NSA__TILE; tile >= 16; tile /= 2)
-            if (d->slc_block % tile == 0) return tile;
-    return NSA__TILE;
-}
-
-/* Head jobs at once: as many as make one token's rows some 256 numbers, because rows of
-   neighbouring heads share pages. */
-static int nsa__heads_near(const nsa_desc *d) {
-    int64_t near = nsa__max(1, 256 / d->dim);
-    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_NEAR));
-}
-
-/* Queries whose rows of q and v are NSA__TASK_NUMBERS numbers, which L2 holds. */
-static int nsa__near_queries(const nsa__attend_plan *p) {
-    return NSA__TASK_NUMBERS / (p->wide + p->wide_v) / p->group;
-}
-
-/* Queries of a task of slc in a sequence of `tokens`; `near` are those of a short one. A block
-   of a long sequence is in few lists, so tasks grow there until its readers fill a batch, about:
-   that their rows leave L2 costs less than a tile for few of them. */
-static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t near, int64_t batch) {
-    int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
-    return nsa__max(near, nsa__min(wanted, NSA__GROWTH * near));
-}
-
-/* Queries of a task of a sequence that has `tokens` and of which `count` are queries: threads need
-   some tasks to share. slc uses large tasks: each K/V tile is then loaded into L2 once for many
-   queries. */
-static int nsa__task_queries(const nsa__attend_plan *p, int tokens, int64_t count) {
-    int64_t most = p->near_queries, shared = nsa__ceil_div(count, p->least_tasks);
-    if (p->branch == NSA__SLC) most = nsa__grown_queries(p->d, tokens, most, p->batch_queries);
-    return (int)nsa__max(p->batch_queries, nsa__min(most, shared));
+/* Head slots for heads of the call that are near each other. Sharers add to the same dk and dv. */
+static int nsa__slots_near(const nsa__attend_plan *p, int near) {
+    return p->sharers > 1 ? 1 : near;
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
@@ -234,21 +171,15 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.sharers = p.heads / d->kv_heads;
     p.group = d->heads / p.heads;
     p.list_width = nsa_block_list_width(d);
-    p.tile = nsa__tile_size(d, branch);
-    while (1 << p.tile_log2 < p.tile) p.tile_log2++;
-    p.tile_in_block = branch == NSA__SLC && d->slc_block % p.tile == 0;
-    p.wide = (int)nsa__ceil_div(d->dim, NSA__LANES) * NSA__LANES;
-    p.wide_v = (int)nsa__ceil_div(d->dim_v, NSA__LANES) * NSA__LANES;
+    p.is = nsa__traits_of[branch];
+    p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, near));
+    p.wide = nsa__whole_vectors(d->dim);
+    p.wide_v = nsa__whole_vectors(d->dim_v);
     p.pairs = nsa__pairs_of(d);
     p.depth = d->dim;
     p.depth_v = d->dim_v;
     p.stride = p.wide;
     p.stride_v = p.wide_v;
-    p.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / p.group);
-    p.at_once = p.jobs = p.sharers > 1 ? 1 : near; /* sharers add to the same dk and dv */
-    p.least_tasks = branch == NSA__SLC ? NSA__TASKS / p.jobs : 1;
-    p.near_queries = branch == NSA__SLC ? nsa__near_queries(&p) : p.batch_queries;
-    p.task_queries = nsa__task_queries(&p, d->tokens, d->count);
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     p.scale = (nsa_real)scale;
     p.scale2 = (nsa_real)(scale * NSA__LOG2E);
@@ -290,5 +221,6 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
     nsa__head_job job;
     memset(&job, 0, sizeof job);
     job.plan = p;
+    job.share = nsa__share_of(&p->cut);
     return job;
 }

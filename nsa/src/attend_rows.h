@@ -14,22 +14,23 @@ static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int
     job->head = head;
     job->kv_head = head / p->sharers;
     job->heads = heads;
-    job->task_queries = nsa__task_queries(p, seq->tokens, seq->count);
-    job->keys = p->branch == NSA__CMP ? seq->cmp_tokens : seq->tokens;
-    job->rows = p->branch == NSA__CMP ? seq->cmp : seq->keys;
+    job->task_queries = nsa__task_queries(&p->cut, p->d, p->branch, job->share.least_tasks,
+                                          seq->tokens, seq->count);
+    job->keys = p->is.compressed ? seq->cmp_tokens : seq->tokens;
+    job->rows = p->is.compressed ? seq->cmp : seq->keys;
     job->rows.ring = p->options.ring;
-    job->in_place = seq->count <= p->few;
-    job->tile_begin = nsa__span_begin(p, seq->first) / p->tile;
-    job->tile_end = (int)nsa__ceil_div(nsa__span_end(job, last), p->tile);
+    job->in_place = seq->count <= p->cut.in_place_max;
+    job->tile_begin = nsa__span_begin(p, seq->first) / p->cut.tile;
+    job->tile_end = (int)nsa__ceil_div(nsa__span_end(job, last), p->cut.tile);
     if (job->listed && !job->in_place) nsa__mark_listed(job);
 }
 
-/* Makes up to plan->at_once heads of a sequence, from `head` on, those of the jobs, and packs their
-   keys. The head jobs are neighbours in `jobs`. */
+/* Makes up to share.active_heads heads of a sequence, from `head` on, those of the jobs, and packs
+   their keys. The head jobs are neighbours in `jobs`. */
 static void nsa__pack_heads(nsa__head_job *jobs, const nsa__team *team, const nsa__seq *seq,
                             int head) {
     const nsa__attend_plan *p = jobs->plan;
-    int heads = (int)nsa__min(p->at_once, p->heads - (int64_t)head);
+    int heads = (int)nsa__min(jobs->share.active_heads, p->heads - (int64_t)head);
     for (int i = 0; i < heads; i++) nsa__set_head(&jobs[i], seq, head + i, heads);
     nsa__run(team, (int64_t)heads * (jobs->tile_end - jobs->tile_begin), nsa__pack_task, jobs);
 }
@@ -42,7 +43,8 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count > p->few && head < p->heads; head += jobs->heads) {
+        for (int head = 0; seq.count > p->cut.in_place_max && head < p->heads;
+             head += jobs->heads) {
             nsa__pack_heads(jobs, team, &seq, head);
             work(jobs, team);
         }

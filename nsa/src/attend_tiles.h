@@ -21,7 +21,7 @@ static uint64_t nsa__visible(const nsa__head_job *job, int query, int tile_begin
     const nsa__attend_plan *p = job->plan;
     const int32_t *list = nsa__block_list(job, query);
     int begin, end;
-    int64_t tile_end = (int64_t)tile_begin + p->tile;
+    int64_t tile_end = (int64_t)tile_begin + p->cut.tile;
     uint64_t mask = 0;
     for (int i = 0; nsa__span(job, list, query, i, &begin, &end) && begin < tile_end; i++)
         mask |= nsa__bits((int)nsa__max(begin, tile_begin) - tile_begin,
@@ -49,17 +49,17 @@ typedef struct nsa__tile_iter {
    or exactly l' / tile if tiles divide blocks. */
 static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, nsa__arena *a,
                                  nsa__arena *of_tile) {
-    it->tile_query = (int *)nsa__alloc(of_tile, p->task_queries, sizeof *it->tile_query);
-    it->mask = (uint64_t *)nsa__alloc(of_tile, p->task_queries, sizeof *it->mask);
-    it->row = (int *)nsa__alloc(of_tile, (int64_t)p->batch_queries * p->group, sizeof *it->row);
-    it->begin = (int *)nsa__alloc(a, p->task_queries, sizeof *it->begin);
-    it->end = (int *)nsa__alloc(a, p->task_queries, sizeof *it->end);
-    if (p->branch != NSA__SLC) return;
-    int64_t tiles = nsa__ceil_div(p->d->tokens, p->tile);
-    int64_t of_block = p->d->slc_block / p->tile + (p->tile_in_block ? 0 : 2);
+    it->tile_query = (int *)nsa__alloc(of_tile, p->cut.task_queries, sizeof *it->tile_query);
+    it->mask = (uint64_t *)nsa__alloc(of_tile, p->cut.task_queries, sizeof *it->mask);
+    it->row = (int *)nsa__alloc(of_tile, (int64_t)p->cut.batch_queries * p->group, sizeof *it->row);
+    it->begin = (int *)nsa__alloc(a, p->cut.task_queries, sizeof *it->begin);
+    it->end = (int *)nsa__alloc(a, p->cut.task_queries, sizeof *it->end);
+    if (!p->is.lists) return;
+    int64_t tiles = nsa__ceil_div(p->d->tokens, p->cut.tile);
+    int64_t of_block = p->d->slc_block / p->cut.tile + (p->cut.tile_in_block ? 0 : 2);
     int64_t of_query = nsa__min(nsa_block_list_width(p->d) * of_block, tiles);
     it->list_begin = (int *)nsa__alloc(a, tiles + 2, sizeof *it->list_begin);
-    it->list = (int *)nsa__alloc(a, p->task_queries * of_query, sizeof *it->list);
+    it->list = (int *)nsa__alloc(a, p->cut.task_queries * of_query, sizeof *it->list);
 }
 
 /* A pass over the lists: counts the queries of tile i in at[i + 1], or, to fill the tiles, writes
@@ -68,7 +68,7 @@ static void nsa__tile_iter_alloc(nsa__tile_iter *it, const nsa__attend_plan *p, 
 NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *job, int *at,
                                      int fill, int block_is_tile) {
     const nsa__attend_plan *p = job->plan;
-    const int width = p->list_width, block = p->d->slc_block, log2 = p->tile_log2;
+    const int width = p->list_width, block = p->d->slc_block, log2 = p->cut.tile_log2;
     for (int a = 0; a < it->queries; a++) {
         const int32_t *list = nsa__block_list(job, it->first + a);
         const int seen = nsa__span_end(job, it->first + a);
@@ -95,7 +95,7 @@ NSA__INLINE void nsa__tile_iter_pass(nsa__tile_iter *it, const nsa__head_job *jo
    second moves it on, so that list_begin[i + 1], the same number, ends where tile i ends. */
 static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) {
     int *at = it->list_begin + 1; /* of each tile, its next free place */
-    const int block_is_tile = job->plan->d->slc_block == job->plan->tile; /* nearly always */
+    const int block_is_tile = job->plan->d->slc_block == job->plan->cut.tile; /* nearly always */
     memset(it->list_begin, 0, (size_t)(job->tile_end + 2) * sizeof *at);
     if (block_is_tile)
         nsa__tile_iter_pass(it, job, at, 0, 1);
@@ -118,13 +118,13 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
     it->queries = (int)nsa__min(job->task_queries, end - from);
     it->tile_begin = job->tile_begin;
     it->tile_end = job->tile_end;
-    if (p->branch == NSA__SLC) {
+    if (p->is.lists) {
         nsa__tile_iter_invert(it, job);
     } else {
         for (int a = 0; a < it->queries; a++)
             if (!nsa__span(job, NULL, it->first + a, 0, &it->begin[a], &it->end[a])) it->end[a] = 0;
-        it->tile_begin = it->end[0] ? it->begin[0] / p->tile : 0;
-        it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->tile);
+        it->tile_begin = it->end[0] ? it->begin[0] / p->cut.tile : 0;
+        it->tile_end = (int)nsa__ceil_div(it->end[it->queries - 1], p->cut.tile);
     }
     it->tile = it->tile_begin - 1;
 }
@@ -132,7 +132,7 @@ static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, i
 /* Whether all readers of a tile in one block see all of it: spans grow with the query, so the first
    reader's end tells. */
 static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int first_reader) {
-    return nsa__span_end(job, first_reader) - tile_begin >= job->plan->tile;
+    return nsa__span_end(job, first_reader) - tile_begin >= job->plan->cut.tile;
 }
 
 /* Finds the queries that see a key of the current tile, and their masks. A query without a list has
@@ -140,22 +140,22 @@ static int nsa__whole_tile(const nsa__head_job *job, int64_t tile_begin, int fir
    end of the span can cut it. */
 static void nsa__tile_iter_read(nsa__tile_iter *it, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    int begin = it->tile * p->tile, listed = p->branch == NSA__SLC;
+    int begin = it->tile * p->cut.tile, listed = p->is.lists;
     int n = listed ? it->list_begin[it->tile + 1] - it->list_begin[it->tile] : it->queries;
     const int *readers = listed ? it->list + it->list_begin[it->tile] : NULL;
-    int whole = p->tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);
+    int whole = p->cut.tile_in_block && n && nsa__whole_tile(job, begin, it->first + readers[0]);
     it->tile_queries = 0;
     for (int i = 0; i < n; i++) {
         int a = listed ? readers[i] : i;
         uint64_t mask;
         if (!listed)
             mask = nsa__bits((int)nsa__max(it->begin[a] - begin, 0),
-                             (int)nsa__min((int64_t)it->end[a] - begin, p->tile));
+                             (int)nsa__min((int64_t)it->end[a] - begin, p->cut.tile));
         else if (whole)
-            mask = nsa__bits(0, p->tile);
-        else if (p->tile_in_block)
+            mask = nsa__bits(0, p->cut.tile);
+        else if (p->cut.tile_in_block)
             mask = nsa__bits(
-                0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->tile));
+                0, (int)nsa__min((int64_t)nsa__span_end(job, it->first + a) - begin, p->cut.tile));
         else
             mask = nsa__visible(job, it->first + a, begin);
         if (!mask) continue;
@@ -201,8 +201,8 @@ typedef struct nsa__batch {
    a key keeps its lane of the partial sums, so the cut changes no bit. */
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
     const nsa__attend_plan *p = job->plan;
-    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->tile, 0, 0};
-    int most = (int)nsa__min(p->batch_queries, it->tile_queries - from);
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0};
+    int most = (int)nsa__min(p->cut.batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
         int a = b.query[b.queries];

@@ -60,7 +60,7 @@ typedef struct nsa__chain_plan {
 static void nsa__chain_plan_groups(nsa__chain_plan *p, const nsa_desc *d) {
     nsa__arena shared = {NULL, 0};
     p->shared = p->scratch = 0;
-    if (p->branch[NSA__SLC].sharers > 1 || d->count <= p->branch[NSA__SLC].few) return;
+    if (p->branch[NSA__SLC].sharers > 1 || d->count <= p->branch[NSA__SLC].cut.in_place_max) return;
     for (int i = 0; i < 3; i++) {
         nsa__alloc(&shared, 1, p->branch[i].shared);
         p->scratch = p->branch[i].scratch > p->scratch ? p->branch[i].scratch : p->scratch;
@@ -117,7 +117,7 @@ NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, cons
 
 /* Head jobs of the branches, for the same heads. */
 typedef struct nsa__groups {
-    nsa__head_job jobs[3][NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[3][NSA__HEAD_SLOTS];
 } nsa__groups;
 
 /* A group: as many queries as a task of slc has go through cmp, slc and win, on one thread. What
@@ -142,23 +142,26 @@ static int nsa__takes_groups(const nsa__chain_plan *p, const nsa_desc *d) {
     const nsa__attend_plan *slc = &p->branch[NSA__SLC];
     if (!p->shared || p->shared > NSA__GROUPED) return 0;
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        if (seq.count > slc->few && seq.count < nsa__ceil_div(seq.tokens, slc->tile)) return 0;
+        if (seq.count > slc->cut.in_place_max &&
+            seq.count < nsa__ceil_div(seq.tokens, slc->cut.tile))
+            return 0;
     return 1;
 }
 
-static nsa_status nsa__groups_run(nsa__chain_plan *p, const nsa_desc *d, void *workspace,
+static nsa_status nsa__groups_run(const nsa__chain_plan *p, const nsa_desc *d, void *workspace,
                                   size_t bytes) {
-    nsa__attend_plan *slc = &p->branch[NSA__SLC];
+    const nsa__attend_plan *slc = &p->branch[NSA__SLC];
     nsa__groups g;
     nsa__head_job *few[3], *first = g.jobs[NSA__SLC];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p->shared, p->scratch));
-    for (int i = 0; i < 3; i++) nsa__share_among(&p->branch[i], team.threads);
-    for (int i = 0; i < 3; i++) few[i] = nsa__forward_jobs(g.jobs[i], &p->branch[i], &shared);
+    for (int i = 0; i < 3; i++)
+        few[i] = nsa__forward_jobs(g.jobs[i], &p->branch[i], team.threads, &shared);
     for (int i = 0; i < 3; i++) nsa__forward_few(g.jobs[i], few[i], &team);
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count > slc->few && head < slc->heads; head += first->heads) {
+        for (int head = 0; seq.count > slc->cut.in_place_max && head < slc->heads;
+             head += first->heads) {
             for (int i = 0; i < 3; i++) nsa__pack_heads(g.jobs[i], &team, &seq, head);
             int64_t groups = nsa__ceil_div(seq.count, first->task_queries);
             nsa__run(&team, groups * first->heads, nsa__group_task, &g);
@@ -256,7 +259,7 @@ static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape, const nsa_de
    attention has jobs at once. */
 static int nsa__chain_heads(const nsa_desc *d, int threads) {
     int64_t row = (int64_t)d->dim * (d->heads / d->kv_heads);
-    return (int)nsa__min(nsa__backward_heads_at_once(d, threads), nsa__max(1, 1024 / row));
+    return (int)nsa__min(nsa__backward_slots(d, threads), nsa__max(1, 1024 / row));
 }
 
 /* The geometry of some kv heads of one sequence, as if they were a call of their own. */
@@ -400,7 +403,7 @@ typedef struct nsa__chain_at {
 static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__branch branch,
                                  const nsa__chain_at *at) {
     int64_t batch = at->seq.batch, row = at->seq.row;
-    int64_t key_row = branch == NSA__CMP ? at->seq.cmp.row : at->seq.keys.row;
+    int64_t key_row = nsa__traits_of[branch].compressed ? at->seq.cmp.row : at->seq.keys.row;
     int head = at->kv_head * (d->heads / d->kv_heads);
     nsa_attend part;
     part.q = nsa__view_at(x->q, batch, row, head);

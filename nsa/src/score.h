@@ -19,17 +19,17 @@ typedef struct nsa__scorer {
 
 /* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
 typedef struct nsa__scorer_jobs {
-    nsa__head_job keys[NSA__HEADS_AT_ONCE]; /* first: nsa__job_of takes the context for it */
+    nsa__head_job keys[NSA__HEAD_SLOTS]; /* first: nsa__job_of takes the context for it */
     const nsa_score *x;
 } nsa__scorer_jobs;
 
 static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group;
+    int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->stride = nsa__ceil_div(nsa_slc_count(p->d, p->d->tokens), NSA__LANES) * NSA__LANES;
     f->q = nsa__alloc_reals(a, rows * p->wide);
-    f->s = nsa__alloc_reals(a, rows * p->tile);
-    f->scores = nsa__alloc_reals(a, p->task_queries * f->stride);
+    f->s = nsa__alloc_reals(a, rows * p->cut.tile);
+    f->scores = nsa__alloc_reals(a, p->cut.task_queries * f->stride);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
 
@@ -62,8 +62,8 @@ static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, 
 static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                              int a, int tile) {
     const nsa__attend_plan *p = job->plan;
-    int query = f->iter.first + a, begin = tile * p->tile, block = p->d->slc_block;
-    int end = (int)nsa__min(begin + (int64_t)p->tile, nsa__span_end(job, query));
+    int query = f->iter.first + a, begin = tile * p->cut.tile, block = p->d->slc_block;
+    int end = (int)nsa__min(begin + (int64_t)p->cut.tile, nsa__span_end(job, query));
     nsa_real token[NSA__TILE] = {0};
     for (int g = 0; g < p->group; g++) {
         nsa_real weight = 1;
@@ -71,7 +71,8 @@ static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, con
         if (x->weights.data)
             nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, row),
                       1);
-        nsa__scorer_add_head(token, f->s + (ptrdiff_t)row * p->tile, p->tile, weight, x->act);
+        nsa__scorer_add_head(token, f->s + (ptrdiff_t)row * p->cut.tile, p->cut.tile, weight,
+                             x->act);
     }
     for (int key = begin; key < end;) {
         int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
@@ -131,18 +132,18 @@ static void nsa__scorer_task(const void *context, int64_t index, void *scratch) 
     nsa__scorer_alloc(&f, p, &a);
     nsa__scorer_begin(&f, job, x, index);
     const nsa__matrix q = {f.q, p->wide, 1, NULL};
-    const nsa__result products = {f.s, p->tile, NULL, 0, NULL, NULL, NULL};
+    const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
-        const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->tile * p->d->dim, p->tile, 1,
-                                 NULL};
-        p->tiles->gemm(f.iter.queries * p->group, p->tile, p->d->dim, &q, &k_t, &products);
+        const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->cut.tile * p->d->dim, p->cut.tile,
+                                 1, NULL};
+        p->tiles->gemm(f.iter.queries * p->group, p->cut.tile, p->d->dim, &q, &k_t, &products);
         for (int i = 0; i < f.iter.queries; i++) nsa__scorer_tile(&f, job, x, i, tile);
     }
     for (int i = 0; i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
 }
 
 static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
-    for (int i = 0; i < p->jobs; i++) {
+    for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
         nsa__alloc_keys(&jobs[i], shared, 0, 0);
     }
@@ -151,7 +152,7 @@ static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
 /* The plan of dense attention, whose spans are all keys that a query sees. */
 static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE, 1, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     nsa__scorer_layout(jobs, &p, &shared);

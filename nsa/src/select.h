@@ -77,7 +77,7 @@ typedef struct nsa__selecting {
 } nsa__selecting;
 
 static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->task_queries * p->group;
+    int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     nsa__scoring_alloc(&f->scoring, p, a);
     f->q = nsa__alloc_reals(a, rows * p->wide);
@@ -101,17 +101,17 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(job, &f.iter, r, f.nonfinite);
     const nsa__matrix q = {f.q, p->stride, 1, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
-        ptrdiff_t key = (ptrdiff_t)tile * p->tile;
-        const nsa__matrix k_t = {job->k_t + key * p->depth, p->tile, 1, NULL};
+        ptrdiff_t key = (ptrdiff_t)tile * p->cut.tile;
+        const nsa__matrix k_t = {job->k_t + key * p->depth, p->cut.tile, 1, NULL};
         const nsa__result scores = {
             f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL, NULL};
-        nsa__score_product(p, rows, p->tile, &q, &k_t, &scores);
+        nsa__score_product(p, rows, p->cut.tile, &q, &k_t, &scores);
     }
     nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);
 }
 
 static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {
-    for (int i = 0; i < p->jobs; i++) {
+    for (int i = 0; i < p->cut.head_slots; i++) {
         jobs[i] = nsa__job_make(p);
         nsa__alloc_keys(&jobs[i], shared, 0, 0);
         jobs[i].stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
@@ -122,7 +122,7 @@ static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
 static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *select,
                                          const nsa_desc *d) {
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP, 1, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__selecting f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options.select = select;
@@ -140,7 +140,7 @@ static void nsa__select_heads(nsa__head_job *jobs, const nsa__team *team) {
 
 static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                   size_t bytes) {
-    nsa__head_job jobs[NSA__HEADS_AT_ONCE];
+    nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__team team;
     nsa_attend attend;
     nsa__arena shared = nsa__arena_at(workspace);
@@ -151,7 +151,7 @@ static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *
     const nsa__attend_plan p = nsa__select_plan(&attend, x, d);
     NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p.shared, p.scratch));
     nsa__select_layout(jobs, &p, &shared);
-    for (int i = 0; i < p.jobs; i++) nsa__fill_stencil(&jobs[i]);
+    for (int i = 0; i < p.cut.head_slots; i++) nsa__fill_stencil(&jobs[i]);
     nsa__each_heads(jobs, &team, nsa__select_heads);
     return NSA_OK;
 }

@@ -22,8 +22,8 @@ typedef struct nsa__scoring {
 
 static void nsa__scoring_alloc(nsa__scoring *f, const nsa__attend_plan *p, nsa__arena *a) {
     /* One vector more: rows a power of two apart would share the same few sets of the cache. */
-    f->stride = nsa__ceil_div(nsa__max_keys(p), p->tile) * p->tile + NSA__LANES;
-    f->s = nsa__alloc_reals(a, (int64_t)p->task_queries * p->group * f->stride);
+    f->stride = nsa__ceil_div(nsa__max_keys(p), p->cut.tile) * p->cut.tile + NSA__LANES;
+    f->s = nsa__alloc_reals(a, (int64_t)p->cut.task_queries * p->group * f->stride);
     f->p_cmp = nsa__alloc_reals(a, f->stride);
     f->scores = nsa__alloc_reals(a, nsa_slc_count(p->d, p->d->tokens));
 }

@@ -1,0 +1,198 @@
+/* ---- Attention: schedule ------------------------------------------------------------------------
+   Twin: none. Not here: which keys a query sees (attend_plan.h), who runs tasks (threads.h).
+   How the work of a branch is cut: keys into tiles, queries into batches and tasks, heads into
+   those that run at once. Tiles, and backward's batches and tasks, decide the order of sums, and
+   with it bits; they follow from the geometry alone. What threads decide is in nsa__share, and no
+   bit depends on it. */
+#pragma once
+#include "sequences.h"
+
+/* The order is that of the gate's three weights. */
+typedef enum nsa__branch { NSA__CMP, NSA__SLC, NSA__WIN, NSA__DENSE } nsa__branch;
+
+/* What the branches differ in beside their spans, which nsa__span has. */
+typedef struct nsa__traits {
+    int uses;       /* of the descriptor's sizes of blocks: NSA__USES_CMP, NSA__USES_SLC */
+    int lists;      /* a query's keys are those of a block list; tasks are large, see below */
+    int compressed; /* keys are compressed blocks */
+    int last_first; /* forward's tasks begin with the last queries */
+} nsa__traits;
+
+static const nsa__traits nsa__traits_of[] = {
+    {NSA__USES_CMP, 0, 1, 0}, {NSA__USES_SLC, 1, 0, 1}, {0, 0, 0, 0}, {0, 0, 0, 1}};
+
+/* All constants of how attention is cut and of what is prefetched, with the machine and what was
+   measured there. Ratios are the time without it over that with it, or the speed of another value
+   over that of this one; 12/12/64 are heads, kv heads and their width. bench/NOTES.md has all. */
+enum {
+    /* keys of a tile at most: a query's mask of it is a uint64_t */
+    NSA__TILE = 64,
+    /* rows of a batch, which share a tile's loads; Zen 5: 48 rows 0.99, 96 to 192 0.98 to 1.01 */
+    NSA__BATCH_ROWS = 64,
+    /* backward, of a batch's rows of q and dout; Zen 4, heads of 64: 1.02 */
+    NSA__BATCH_NUMBERS = 1 << 14,
+    /* of a task's rows of q and v, which L2 holds; Zen 3, 12/12/64: half 0.97, backward 0.94 */
+    NSA__TASK_NUMBERS = 1 << 17,
+    /* lists: times so many in a long sequence, at most; Zen 5, 64k: slc 1.25, backward 1.12 */
+    NSA__GROWTH = 4,
+    /* lists: tasks of NSA__HEADS_NEAR heads, about; 12/12/64: twice as many 0.96 */
+    NSA__TASKS = 32,
+    /* heads side by side, whose rows share pages; 12/12/64, 8k: cmp 1.23, win 1.20; 12 not more */
+    NSA__HEADS_NEAR = 4,
+    /* heads at once in backward, where threads want more tasks of lists; simulated alone */
+    NSA__HEAD_SLOTS = 16,
+    /* of packed k and v, a thread's part of L3; Zen 5, 12/12/64, 8k: slc 1.05, win 1.045 */
+    NSA__SHARE_NUMBERS = 1 << 19,
+    /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
+    NSA__HELD = 8,
+    /* in place: keys of a product, a multiple of its piece's 4 or 6 rows; no other was measured */
+    NSA__KEYS_AT_ONCE = 24,
+    /* in place: so few rows pair values of bf16 in the product; Zen 4, 16/4/128: ahead cost 1.07 */
+    NSA__PIECE_ROWS = 6,
+    /* rows between a load and its prefetch; Zen 5: 8 rows 0.99, 32 0.95 */
+    NSA__ROWS_AHEAD = 16,
+    /* the same of keys that are packed; part of NSA__SHARE_NUMBERS' measurement */
+    NSA__PACKED_AHEAD = 32,
+    /* the same of block lists; 12/12/64, 8k: slc 1.07, with rows and shifts */
+    NSA__LISTS_AHEAD = 32,
+    /* bytes that a last-level cache does not keep; Zen 5: slc's backward, 8k 1.02 to 1.04 */
+    NSA__FAR = 16 << 20
+};
+
+typedef struct nsa__schedule {
+    int tile, tile_log2; /* keys of a tile, and its logarithm */
+    int tile_in_block;   /* lists: every tile lies in one selection block */
+    int pack_ahead;      /* rows between a row's prefetch and its packing */
+    int batch_queries;   /* queries of a batch */
+    int task_queries;    /* queries of a task, at most */
+    int near_queries;    /* the same in a short sequence */
+    int in_place_max;    /* forward: of sequences with so many queries K and V are read unpacked */
+    int head_slots;      /* head jobs that the workspace has packed keys for */
+    int least_tasks;     /* of a head job, if its queries are enough */
+} nsa__schedule;
+
+/* What threads decide of a call. */
+typedef struct nsa__share {
+    int active_heads; /* of the head slots, those that run at once */
+    int least_tasks;  /* as the schedule's, or more */
+} nsa__share;
+
+/* Numbers of a row in whole vectors. */
+static int nsa__whole_vectors(int width) {
+    return (int)nsa__ceil_div(width, NSA__LANES) * NSA__LANES;
+}
+/* Of a row of q and one of v, or of k and v. */
+static int nsa__row_numbers(const nsa_desc *d) {
+    return nsa__whole_vectors(d->dim) + nsa__whole_vectors(d->dim_v);
+}
+
+/* Queries of a batch: about NSA__BATCH_ROWS rows. If a sequence has no more queries than one batch,
+   its K and V are read in place. */
+static int nsa__batch_queries(const nsa_desc *d) {
+    return (int)nsa__max(1, (int64_t)NSA__BATCH_ROWS * d->kv_heads / d->heads);
+}
+
+/* Tiles of lists divide their blocks if a power of two from 16 to 64 does. A tile then holds keys
+   of one block, and a query sees all of a listed tile, up to the end of its span. */
+static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
+    if (nsa__traits_of[branch].lists)
+        for (int tile = NSA__TILE; tile >= 16; tile /= 2)
+            if (d->slc_block % tile == 0) return tile;
+    return NSA__TILE;
+}
+
+/* Head jobs at once: as many as make one token's rows some 256 numbers, because rows of
+   neighbouring heads share pages. */
+static int nsa__heads_near(const nsa_desc *d) {
+    int64_t near = nsa__max(1, 256 / d->dim);
+    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_NEAR));
+}
+
+/* Queries of a task of lists in a sequence of `tokens`; `near` are those of a short one. A block of
+   a long sequence is in few lists, so tasks grow there until its readers fill a batch, about: that
+   their rows leave L2 costs less than a tile for few of them. */
+static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t near, int64_t batch) {
+    int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
+    return nsa__max(near, nsa__min(wanted, NSA__GROWTH * near));
+}
+
+/* Queries of a task of a sequence that has `tokens` and of which `count` are queries, as at least
+   least_tasks. Tasks of lists are large: each K/V tile is then loaded into L2 once for many
+   queries. */
+static int nsa__task_queries(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
+                             int least_tasks, int tokens, int64_t count) {
+    int64_t most = s->near_queries, shared = nsa__ceil_div(count, least_tasks);
+    if (nsa__traits_of[branch].lists) most = nsa__grown_queries(d, tokens, most, s->batch_queries);
+    return (int)nsa__max(s->batch_queries, nsa__min(most, shared));
+}
+
+/* What a call has until its threads are known. */
+static nsa__share nsa__share_of(const nsa__schedule *s) {
+    const nsa__share share = {s->head_slots, s->least_tasks};
+    return share;
+}
+
+/* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
+   some heads, or 1. */
+static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int slots) {
+    const int lists = nsa__traits_of[branch].lists;
+    nsa__schedule s;
+    memset(&s, 0, sizeof s);
+    s.tile = nsa__tile_size(d, branch);
+    while (1 << s.tile_log2 < s.tile) s.tile_log2++;
+    s.tile_in_block = lists && d->slc_block % s.tile == 0;
+    s.pack_ahead = (int)nsa__min(NSA__PACKED_AHEAD, s.tile);
+    s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
+    s.head_slots = slots;
+    s.least_tasks = lists ? NSA__TASKS / slots : 1;
+    s.near_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
+    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
+    return s;
+}
+
+/* Forward's, by threads. Heads at once: no more than have their packed keys in the threads' part of
+   the third cache, because tasks read them again and again. Workspace is for all head slots, so
+   that a size for more tokens serves fewer. Tasks of lists are large: few heads or many threads
+   want more of them. `keys`: packed for a head, at most. */
+static nsa__share nsa__share_among(const nsa__schedule *s, const nsa_desc *d, nsa__branch branch,
+                                   int64_t keys, int threads) {
+    nsa__share share = nsa__share_of(s);
+    const int64_t numbers = nsa__max(1, keys * nsa__row_numbers(d));
+    const int64_t each = 2; /* tasks for a thread */
+    const int64_t tasks = nsa__max(NSA__TASKS, each * threads);
+    const int64_t held = (int64_t)threads * NSA__SHARE_NUMBERS / numbers;
+    share.active_heads = (int)nsa__max(1, nsa__min(held, s->head_slots));
+    if (nsa__traits_of[branch].lists)
+        share.least_tasks = (int)nsa__ceil_div(tasks, share.active_heads);
+    return share;
+}
+
+/* Head slots of backward of lists. Each of its tasks writes dk and dv of all tiles, so tasks are
+   large, and those of a few heads are few. So many threads get more heads at once, which takes more
+   workspace and changes no task. Other branches have tasks enough. */
+static int nsa__backward_slots(const nsa_desc *d, int threads) {
+    const int64_t each = 2, near = nsa__heads_near(d); /* tasks for a thread */
+    const int64_t group = d->heads / d->kv_heads, batch = 2 * NSA__BATCH_ROWS / group;
+    int64_t queries = NSA__TASK_NUMBERS / (d->dim + d->dim_v) / group;
+    queries = nsa__grown_queries(d, d->tokens, queries, batch);
+    int64_t tasks = nsa__max(NSA__TASKS / near, nsa__ceil_div(d->count, nsa__max(1, queries)));
+    int64_t wanted = nsa__max(near, nsa__ceil_div(each * threads, tasks));
+    return (int)nsa__min(d->kv_heads, nsa__min(wanted, NSA__HEAD_SLOTS));
+}
+
+/* Backward's batches have up to twice the rows of forward's, because each reads and writes its
+   tile's share of dk and dv once. But all its rows of q and dout should be no more than
+   NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv are added; those
+   of lists are larger yet. */
+static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branch, int group,
+                                            int near, int slots) {
+    nsa__schedule s = nsa__schedule_of(d, branch, group, near);
+    const int numbers = nsa__row_numbers(d);
+    const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
+    s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
+    if (!nsa__traits_of[branch].lists)
+        s.near_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
+    s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
+    s.head_slots = slots;
+    return s;
+}
