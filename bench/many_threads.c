@@ -367,7 +367,6 @@ static const struct {
     const char *name;
 } names[] = {{nsa__pack_task, "pack"},
              {nsa__forward_task, "attend"},
-             {nsa__group_task, "three branches"},
              {nsa__key_gradient_task, "add dk, dv"},
              {nsa__filter_task, "compress"},
              {nsa__filter_input_gradient_task, "compress"},

@@ -7858,14 +7858,14 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
         nsa__tile_iter_pass(it, job, at, 1, 0);
 }
 
-/* Starts before the first tile of a task: as many of the sequence's queries from .. end - 1 as it
-   takes. Spans grow with the query (nsa__span_begin, nsa__span_end), so the first query's begin and
-   the last query's end bound the tiles of a task without lists. */
-static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t from,
-                                 int64_t end) {
+/* Starts before the first tile of a task. Spans grow with the query (nsa__span_begin,
+   nsa__span_end), so the first query's begin and the last query's end bound the tiles of a task
+   without lists. */
+static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
+    const int64_t from = nsa__task_begin(job, task);
     it->first = job->seq.first + (int)from;
-    it->queries = (int)nsa__min(job->task_queries, end - from);
+    it->queries = (int)nsa__min(job->task_queries, job->seq.count - from);
     it->tile_begin = job->tile_begin;
     it->tile_end = job->tile_end;
     if (p->is.lists) {
@@ -8505,10 +8505,9 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
 
 /* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
    case of its own. */
-static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_t from,
-                               int64_t end) {
+static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    nsa__tile_iter_begin(&f->iter, job, from, end);
+    nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
     int ended = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES; /* as tiles->finish does */
     memset(f->nonfinite, 0, (size_t)rows);
@@ -8643,14 +8642,17 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
-/* A task: as many of the sequence's queries from .. end - 1 as one takes, through all of their
-   tiles. Every batch of a tile's queries updates the running softmax of its rows. */
-static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t end,
-                                 void *scratch) {
+/* A task: some queries of one head, through all of their tiles. Every batch of a tile's queries
+   updates the running softmax of its rows. slc's tasks are large, and dense's last ones are its
+   longest: these go from the last queries to the first, which have least to read, because no thread
+   should begin much last. */
+static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &index);
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
+    if (job->plan->is.last_first) index = nsa__head_tasks(job) - 1 - index;
     nsa__forward_alloc(&f, job->plan, &a);
-    nsa__forward_begin(&f, job, from, end);
+    nsa__forward_begin(&f, job, index);
     while (nsa__tile_iter_next(&f.iter, job))
         for (int i = 0; i < f.iter.tile_queries;) {
             nsa__batch b = nsa__batch_at(&f.iter, job, i);
@@ -8661,14 +8663,6 @@ static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t
             i += b.queries;
         }
     nsa__forward_end(&f, job);
-}
-
-/* slc's tasks are large, and dense's last ones are its longest. They go from the last queries to
-   the first, which have least to read: no thread should begin much last. */
-static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
-    if (job->plan->is.last_first) index = nsa__head_tasks(job) - 1 - index;
-    nsa__forward_queries(job, nsa__task_begin(job, index), job->seq.count, scratch);
 }
 
 /* Head jobs of sequences with few queries that run side by side. */
@@ -8927,7 +8921,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
     const nsa__attend_options *options = &p->options;
-    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
+    nsa__tile_iter_begin(&f->iter, job, task);
     f->held = f->oldest = f->asked = 0;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
@@ -9690,7 +9684,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     nsa__selecting f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__selecting_alloc(&f, p, &a);
-    nsa__tile_iter_begin(&f.iter, job, nsa__task_begin(job, index), job->seq.count);
+    nsa__tile_iter_begin(&f.iter, job, index);
     int rows = f.iter.queries * p->group;
     memset(f.nonfinite, 0, (size_t)rows);
     nsa__load_q(job, &f.iter, f.q, f.nonfinite);
@@ -9892,7 +9886,7 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
 static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                               int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
+    nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
     memset(f->nonfinite, 0, (size_t)rows);
     nsa__load_queries(job, &f->iter, &x->q, p->d->dim, p->wide, p->wide, 1, f->q, f->nonfinite);
@@ -10132,9 +10126,8 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
 
 /* ---- The whole -------------------------------------------------------------------------------
    Twin: kernels/attention.cuh. Not here: its primitives.
-   Forward runs phi of k and v, then cmp with selection, slc, and win with the gate: these three
-   group of queries by group of queries, or one after another. Each part may overwrite the
-   workspace of the one before, so the largest need serves all.
+   Forward runs phi of k and v, then cmp with selection, slc, and win with the gate. Each part may
+   overwrite the workspace of the one before, so the largest need serves all.
    Backward runs the branches, the gate's logits from what they leave, then phi of k and v. */
 
 static nsa_status nsa__attention_check_sizes(const nsa_attention *x, const nsa_desc *d) {
@@ -10172,28 +10165,11 @@ static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
     return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
 }
 
-/* Bytes of packed keys that groups of queries may take. Longer sequences gain little. */
-enum { NSA__GROUPED = 1 << 27 };
-
 /* One call of the chain: its views, and the plans of the branches, which point to the views. */
 typedef struct nsa__chain_plan {
     nsa__chain views;
     nsa__attend_plan branch[3];
-    size_t shared, scratch; /* bytes of workspace for groups of queries; 0: there are none */
 } nsa__chain_plan;
-
-/* The workspace of groups, which need the keys of all branches at once. The branches have the same
-   head jobs if each kv head has one list. */
-static void nsa__chain_plan_groups(nsa__chain_plan *p, const nsa_desc *d) {
-    nsa__arena shared = {NULL, 0};
-    p->shared = p->scratch = 0;
-    if (p->branch[NSA__SLC].sharers > 1 || d->count <= p->branch[NSA__SLC].cut.in_place_max) return;
-    for (int i = 0; i < 3; i++) {
-        nsa__alloc(&shared, 1, p->branch[i].shared);
-        p->scratch = p->branch[i].scratch > p->scratch ? p->branch[i].scratch : p->scratch;
-    }
-    p->shared = shared.used;
-}
 
 /* p must not be moved afterwards, because the plans point to its views. */
 static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
@@ -10204,7 +10180,6 @@ static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, con
     p->branch[NSA__CMP] = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
     p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
     p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
-    nsa__chain_plan_groups(p, d);
 }
 
 static size_t nsa__largest(const size_t parts[5]) {
@@ -10214,8 +10189,8 @@ static size_t nsa__largest(const size_t parts[5]) {
 }
 
 /* The workspace of the parts one after another. */
-static size_t nsa__chain_parts_bytes(const nsa__chain_plan *p, const nsa_attention *x,
-                                     const nsa_desc *d, int threads) {
+static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
+                                    const nsa_desc *d, int threads) {
     const size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 0, threads),
                              nsa__compress_bytes(&x->v_cmp, d, 0, threads),
                              nsa__attend_plan_bytes(&p->branch[NSA__CMP], threads),
@@ -10224,76 +10199,11 @@ static size_t nsa__chain_parts_bytes(const nsa__chain_plan *p, const nsa_attenti
     return nsa__largest(parts);
 }
 
-/* The same with room for groups. Sequences too long for them ask for the most that groups take, so
-   that their workspace serves shorter ones. */
-static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
-                                    const nsa_desc *d, int threads) {
-    const size_t most = NSA__GROUPED;
-    size_t shared = p->shared < most ? p->shared : most,
-           groups = nsa__bytes_for(shared, threads, p->scratch),
-           parts = nsa__chain_parts_bytes(p, x, d, threads);
-    return groups > parts ? groups : parts;
-}
-
 NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
     nsa__chain_plan p;
     if (nsa__attention_check_sizes(x, d) != NSA_OK) return 0;
     nsa__chain_plan_make(&p, x, d);
     return nsa__chain_plan_bytes(&p, x, d, nsa__threads(d));
-}
-
-/* Head jobs of the branches, for the same heads. */
-typedef struct nsa__groups {
-    nsa__head_job jobs[3][NSA__HEAD_SLOTS];
-} nsa__groups;
-
-/* A group: as many queries as a task of slc has go through cmp, slc and win, on one thread. What
-   one branch has read and written of their rows is in cache for the next. From the last queries
-   on: they have most to read, which no thread should begin last. */
-static void nsa__group_task(const void *context, int64_t index, void *scratch) {
-    const nsa__groups *g = (const nsa__groups *)context;
-    const nsa__head_job *slc = nsa__job_of(g->jobs[NSA__SLC], &index);
-    const int64_t size = slc->task_queries, count = slc->seq.count;
-    const int64_t begin = (nsa__ceil_div(count, size) - 1 - index) * size,
-                  end = nsa__min(begin + size, count);
-    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
-        const nsa__head_job *job = &g->jobs[branch][slc - g->jobs[NSA__SLC]];
-        for (int64_t t = nsa__max(begin, job->skipped); t < end; t += job->task_queries)
-            nsa__forward_queries(job, t, end, scratch);
-    }
-}
-
-/* 1 if every sequence has as many queries as tiles, so that slc's keys are packed without a look at
-   the lists, which cmp has yet to write: see nsa__mark_listed. */
-static int nsa__takes_groups(const nsa__chain_plan *p, const nsa_desc *d) {
-    const nsa__attend_plan *slc = &p->branch[NSA__SLC];
-    if (!p->shared || p->shared > NSA__GROUPED) return 0;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        if (seq.count > slc->cut.in_place_max &&
-            seq.count < nsa__ceil_div(seq.tokens, slc->cut.tile))
-            return 0;
-    return 1;
-}
-
-static nsa_status nsa__groups_run(const nsa__chain_plan *p, const nsa_desc *d, void *workspace,
-                                  size_t bytes) {
-    const nsa__attend_plan *slc = &p->branch[NSA__SLC];
-    nsa__groups g;
-    nsa__head_job *few[3], *first = g.jobs[NSA__SLC];
-    nsa__team team;
-    nsa__arena shared = nsa__arena_at(workspace);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p->shared, p->scratch));
-    for (int i = 0; i < 3; i++)
-        few[i] = nsa__forward_jobs(g.jobs[i], &p->branch[i], team.threads, &shared);
-    for (int i = 0; i < 3; i++) nsa__forward_few(g.jobs[i], few[i], &team);
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count > slc->cut.in_place_max && head < slc->heads;
-             head += first->heads) {
-            for (int i = 0; i < 3; i++) nsa__pack_heads(g.jobs[i], &team, &seq, head);
-            int64_t groups = nsa__ceil_div(seq.count, first->task_queries);
-            nsa__run(&team, groups * first->heads, nsa__group_task, &g);
-        }
-    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
@@ -10311,7 +10221,6 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     gate.whole = x;
     gate.prefix = p.branch[NSA__SLC].options.shared_prefix;
     p.branch[NSA__WIN].options.last = &gate;
-    if (nsa__takes_groups(&p, d)) return nsa__groups_run(&p, d, workspace, bytes);
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
     return NSA_OK;
 }
@@ -11038,7 +10947,7 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
     nsa__alloc(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
     nsa__chain_plan_make(&chain, x, &d);
     p.shared = shared.used;
-    p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_parts_bytes(&chain, x, &d, nsa__threads(&d)));
+    p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_plan_bytes(&chain, x, &d, nsa__threads(&d)));
     return p;
 }
 

@@ -683,11 +683,7 @@ static double documented_bytes(const nsa_desc *d, int backward) {
     double real = sizeof(nsa_real), tokens = d->tokens, near = 256 / d->dim;
     double heads = near < 1 ? 1 : near > 4 ? 4 : near;
     if (heads > d->kv_heads) heads = d->kv_heads;
-    if (!backward) {
-        /* of slc, and where it is no more than 128 MiB of all branches, or that */
-        const double most = 1 << 27, one = real * tokens * heads * (d->dim + d->dim_v);
-        return fmax(one, fmin(most, one * (2 + 1.0 / d->cmp_stride)));
-    }
+    if (!backward) return real * tokens * heads * (d->dim + d->dim_v);
     double rows = floor(1024.0 * d->kv_heads / d->heads / d->dim);
     if (heads > rows) heads = rows < 1 ? 1 : rows;
     return real * tokens *

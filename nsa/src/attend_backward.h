@@ -149,7 +149,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
     const nsa__attend_options *options = &p->options;
-    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
+    nsa__tile_iter_begin(&f->iter, job, task);
     f->held = f->oldest = f->asked = 0;
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);

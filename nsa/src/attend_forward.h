@@ -45,10 +45,9 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
 
 /* Sums of a row start at 0 and its maximum at the lowest number, so that the first tile needs no
    case of its own. */
-static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_t from,
-                               int64_t end) {
+static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    nsa__tile_iter_begin(&f->iter, job, from, end);
+    nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
     int ended = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES; /* as tiles->finish does */
     memset(f->nonfinite, 0, (size_t)rows);
@@ -183,14 +182,17 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
 
-/* A task: as many of the sequence's queries from .. end - 1 as one takes, through all of their
-   tiles. Every batch of a tile's queries updates the running softmax of its rows. */
-static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t end,
-                                 void *scratch) {
+/* A task: some queries of one head, through all of their tiles. Every batch of a tile's queries
+   updates the running softmax of its rows. slc's tasks are large, and dense's last ones are its
+   longest: these go from the last queries to the first, which have least to read, because no thread
+   should begin much last. */
+static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &index);
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
+    if (job->plan->is.last_first) index = nsa__head_tasks(job) - 1 - index;
     nsa__forward_alloc(&f, job->plan, &a);
-    nsa__forward_begin(&f, job, from, end);
+    nsa__forward_begin(&f, job, index);
     while (nsa__tile_iter_next(&f.iter, job))
         for (int i = 0; i < f.iter.tile_queries;) {
             nsa__batch b = nsa__batch_at(&f.iter, job, i);
@@ -201,14 +203,6 @@ static void nsa__forward_queries(const nsa__head_job *job, int64_t from, int64_t
             i += b.queries;
         }
     nsa__forward_end(&f, job);
-}
-
-/* slc's tasks are large, and dense's last ones are its longest. They go from the last queries to
-   the first, which have least to read: no thread should begin much last. */
-static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
-    if (job->plan->is.last_first) index = nsa__head_tasks(job) - 1 - index;
-    nsa__forward_queries(job, nsa__task_begin(job, index), job->seq.count, scratch);
 }
 
 /* Head jobs of sequences with few queries that run side by side. */

@@ -108,14 +108,14 @@ static void nsa__tile_iter_invert(nsa__tile_iter *it, const nsa__head_job *job) 
         nsa__tile_iter_pass(it, job, at, 1, 0);
 }
 
-/* Starts before the first tile of a task: as many of the sequence's queries from .. end - 1 as it
-   takes. Spans grow with the query (nsa__span_begin, nsa__span_end), so the first query's begin and
-   the last query's end bound the tiles of a task without lists. */
-static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t from,
-                                 int64_t end) {
+/* Starts before the first tile of a task. Spans grow with the query (nsa__span_begin,
+   nsa__span_end), so the first query's begin and the last query's end bound the tiles of a task
+   without lists. */
+static void nsa__tile_iter_begin(nsa__tile_iter *it, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
+    const int64_t from = nsa__task_begin(job, task);
     it->first = job->seq.first + (int)from;
-    it->queries = (int)nsa__min(job->task_queries, end - from);
+    it->queries = (int)nsa__min(job->task_queries, job->seq.count - from);
     it->tile_begin = job->tile_begin;
     it->tile_end = job->tile_end;
     if (p->is.lists) {

@@ -1,8 +1,7 @@
 /* ---- The whole -------------------------------------------------------------------------------
    Twin: kernels/attention.cuh. Not here: its primitives.
-   Forward runs phi of k and v, then cmp with selection, slc, and win with the gate: these three
-   group of queries by group of queries, or one after another. Each part may overwrite the
-   workspace of the one before, so the largest need serves all.
+   Forward runs phi of k and v, then cmp with selection, slc, and win with the gate. Each part may
+   overwrite the workspace of the one before, so the largest need serves all.
    Backward runs the branches, the gate's logits from what they leave, then phi of k and v. */
 #pragma once
 #include "compress.h"
@@ -45,28 +44,11 @@ static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
     return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
 }
 
-/* Bytes of packed keys that groups of queries may take. Longer sequences gain little. */
-enum { NSA__GROUPED = 1 << 27 };
-
 /* One call of the chain: its views, and the plans of the branches, which point to the views. */
 typedef struct nsa__chain_plan {
     nsa__chain views;
     nsa__attend_plan branch[3];
-    size_t shared, scratch; /* bytes of workspace for groups of queries; 0: there are none */
 } nsa__chain_plan;
-
-/* The workspace of groups, which need the keys of all branches at once. The branches have the same
-   head jobs if each kv head has one list. */
-static void nsa__chain_plan_groups(nsa__chain_plan *p, const nsa_desc *d) {
-    nsa__arena shared = {NULL, 0};
-    p->shared = p->scratch = 0;
-    if (p->branch[NSA__SLC].sharers > 1 || d->count <= p->branch[NSA__SLC].cut.in_place_max) return;
-    for (int i = 0; i < 3; i++) {
-        nsa__alloc(&shared, 1, p->branch[i].shared);
-        p->scratch = p->branch[i].scratch > p->scratch ? p->branch[i].scratch : p->scratch;
-    }
-    p->shared = shared.used;
-}
 
 /* p must not be moved afterwards, because the plans point to its views. */
 static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
@@ -77,7 +59,6 @@ static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, con
     p->branch[NSA__CMP] = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
     p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
     p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
-    nsa__chain_plan_groups(p, d);
 }
 
 static size_t nsa__largest(const size_t parts[5]) {
@@ -87,8 +68,8 @@ static size_t nsa__largest(const size_t parts[5]) {
 }
 
 /* The workspace of the parts one after another. */
-static size_t nsa__chain_parts_bytes(const nsa__chain_plan *p, const nsa_attention *x,
-                                     const nsa_desc *d, int threads) {
+static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
+                                    const nsa_desc *d, int threads) {
     const size_t parts[5] = {nsa__compress_bytes(&x->k_cmp, d, 0, threads),
                              nsa__compress_bytes(&x->v_cmp, d, 0, threads),
                              nsa__attend_plan_bytes(&p->branch[NSA__CMP], threads),
@@ -97,76 +78,11 @@ static size_t nsa__chain_parts_bytes(const nsa__chain_plan *p, const nsa_attenti
     return nsa__largest(parts);
 }
 
-/* The same with room for groups. Sequences too long for them ask for the most that groups take, so
-   that their workspace serves shorter ones. */
-static size_t nsa__chain_plan_bytes(const nsa__chain_plan *p, const nsa_attention *x,
-                                    const nsa_desc *d, int threads) {
-    const size_t most = NSA__GROUPED;
-    size_t shared = p->shared < most ? p->shared : most,
-           groups = nsa__bytes_for(shared, threads, p->scratch),
-           parts = nsa__chain_parts_bytes(p, x, d, threads);
-    return groups > parts ? groups : parts;
-}
-
 NSA_API size_t nsa_attention_forward_workspace_size(const nsa_attention *x, const nsa_desc *d) {
     nsa__chain_plan p;
     if (nsa__attention_check_sizes(x, d) != NSA_OK) return 0;
     nsa__chain_plan_make(&p, x, d);
     return nsa__chain_plan_bytes(&p, x, d, nsa__threads(d));
-}
-
-/* Head jobs of the branches, for the same heads. */
-typedef struct nsa__groups {
-    nsa__head_job jobs[3][NSA__HEAD_SLOTS];
-} nsa__groups;
-
-/* A group: as many queries as a task of slc has go through cmp, slc and win, on one thread. What
-   one branch has read and written of their rows is in cache for the next. From the last queries
-   on: they have most to read, which no thread should begin last. */
-static void nsa__group_task(const void *context, int64_t index, void *scratch) {
-    const nsa__groups *g = (const nsa__groups *)context;
-    const nsa__head_job *slc = nsa__job_of(g->jobs[NSA__SLC], &index);
-    const int64_t size = slc->task_queries, count = slc->seq.count;
-    const int64_t begin = (nsa__ceil_div(count, size) - 1 - index) * size,
-                  end = nsa__min(begin + size, count);
-    for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
-        const nsa__head_job *job = &g->jobs[branch][slc - g->jobs[NSA__SLC]];
-        for (int64_t t = nsa__max(begin, job->skipped); t < end; t += job->task_queries)
-            nsa__forward_queries(job, t, end, scratch);
-    }
-}
-
-/* 1 if every sequence has as many queries as tiles, so that slc's keys are packed without a look at
-   the lists, which cmp has yet to write: see nsa__mark_listed. */
-static int nsa__takes_groups(const nsa__chain_plan *p, const nsa_desc *d) {
-    const nsa__attend_plan *slc = &p->branch[NSA__SLC];
-    if (!p->shared || p->shared > NSA__GROUPED) return 0;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        if (seq.count > slc->cut.in_place_max &&
-            seq.count < nsa__ceil_div(seq.tokens, slc->cut.tile))
-            return 0;
-    return 1;
-}
-
-static nsa_status nsa__groups_run(const nsa__chain_plan *p, const nsa_desc *d, void *workspace,
-                                  size_t bytes) {
-    const nsa__attend_plan *slc = &p->branch[NSA__SLC];
-    nsa__groups g;
-    nsa__head_job *few[3], *first = g.jobs[NSA__SLC];
-    nsa__team team;
-    nsa__arena shared = nsa__arena_at(workspace);
-    NSA__CHECK(nsa__team_make(&team, d, workspace, bytes, p->shared, p->scratch));
-    for (int i = 0; i < 3; i++)
-        few[i] = nsa__forward_jobs(g.jobs[i], &p->branch[i], team.threads, &shared);
-    for (int i = 0; i < 3; i++) nsa__forward_few(g.jobs[i], few[i], &team);
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int head = 0; seq.count > slc->cut.in_place_max && head < slc->heads;
-             head += first->heads) {
-            for (int i = 0; i < 3; i++) nsa__pack_heads(g.jobs[i], &team, &seq, head);
-            int64_t groups = nsa__ceil_div(seq.count, first->task_queries);
-            nsa__run(&team, groups * first->heads, nsa__group_task, &g);
-        }
-    return NSA_OK;
 }
 
 NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc *d, void *workspace,
@@ -184,7 +100,6 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     gate.whole = x;
     gate.prefix = p.branch[NSA__SLC].options.shared_prefix;
     p.branch[NSA__WIN].options.last = &gate;
-    if (nsa__takes_groups(&p, d)) return nsa__groups_run(&p, d, workspace, bytes);
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
     return NSA_OK;
 }

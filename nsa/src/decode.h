@@ -353,7 +353,7 @@ static nsa__decode_job nsa__decode_plan(const nsa_attention *x, nsa_cache *cache
     nsa__alloc(&task, 3 * (int64_t)count * d.kv_heads, sizeof(int64_t));
     nsa__chain_plan_make(&chain, x, &d);
     p.shared = shared.used;
-    p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_parts_bytes(&chain, x, &d, nsa__threads(&d)));
+    p.bytes = nsa__bytes_for(task.used, 1, nsa__chain_plan_bytes(&chain, x, &d, nsa__threads(&d)));
     return p;
 }
 

@@ -107,7 +107,7 @@ static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, cons
 static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                               int64_t task) {
     const nsa__attend_plan *p = job->plan;
-    nsa__tile_iter_begin(&f->iter, job, nsa__task_begin(job, task), job->seq.count);
+    nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
     memset(f->nonfinite, 0, (size_t)rows);
     nsa__load_queries(job, &f->iter, &x->q, p->d->dim, p->wide, p->wide, 1, f->q, f->nonfinite);

@@ -94,7 +94,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     nsa__selecting f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__selecting_alloc(&f, p, &a);
-    nsa__tile_iter_begin(&f.iter, job, nsa__task_begin(job, index), job->seq.count);
+    nsa__tile_iter_begin(&f.iter, job, index);
     int rows = f.iter.queries * p->group;
     memset(f.nonfinite, 0, (size_t)rows);
     nsa__load_q(job, &f.iter, f.q, f.nonfinite);
