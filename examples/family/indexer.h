@@ -10,16 +10,17 @@ typedef struct indexer {
     const char *name;
     int T, H, Hk, D;       /* of attention */
     int heads, list_heads; /* index heads; lists: one for each kv head, or one for all */
+    int key_heads;         /* heads of index keys: one for each list, or one for all */
     int dim;               /* of an index head */
     int block, count;      /* tokens of a block, blocks of a list */
-    int local;             /* forced blocks at the query */
+    int local;             /* forced blocks at the query, inside the count; 0: nothing is forced */
     int weighted;          /* heads have weights that depend on the query */
     int pooled;            /* index keys are means of `block` tokens, one a block */
     nsa_score_act act;
 } indexer;
 
 typedef struct index_inputs {
-    float *q, *k, *weights; /* (T, heads, dim), (T, list_heads, dim), (T, heads) */
+    float *q, *k, *weights; /* (T, heads, dim), (T, key_heads, dim), (T, heads) */
 } index_inputs;
 
 /* The geometry that the scores and their lists have. */
@@ -27,6 +28,7 @@ static inline nsa_desc index_desc(const indexer *x) {
     nsa_desc d = nsa_desc_default(1, x->T, x->heads, x->list_heads, x->dim);
     d.cmp_block = d.cmp_stride = d.slc_block = x->block; /* nothing is compressed here */
     d.slc_count = x->count, d.slc_init = 0, d.slc_local = x->local;
+    d.forced = x->local ? NSA_FORCED_INSIDE : NSA_FORCED_ON_TOP; /* none on top of the count */
     return d;
 }
 
@@ -38,10 +40,11 @@ static inline void with_nsa(const indexer *x, const index_inputs *in, problem *p
     nsa_attend a = views_of(p), da = gradients_of(p);
     score.act = x->act, score.pool = x->pooled ? NSA_POOL_MEAN : NSA_POOL_MAX;
     score.q = view(in->q, x->T, x->heads, x->dim);
-    score.k = view(in->k, x->T, x->list_heads, x->dim);
+    score.k = view(in->k, x->T, x->key_heads, x->dim);
+    if (x->key_heads < x->list_heads) score.k.head = 0; /* all lists share one head of keys */
     if (x->weighted) score.weights = view(in->weights, x->T, x->heads, 1);
     score.blocks = nsa_tensor_bthd(lists, NSA_I32, x->T, x->list_heads, x->count);
-    score.scores = view(scores, x->T, x->list_heads, x->T / x->block);
+    score.scores = view(scores, x->T, x->list_heads, nsa_slc_count(&of_scores, x->T));
     WITH_WORKSPACE(nsa_score_blocks_workspace_size(&of_scores),
                    nsa_score_blocks(&score, &of_scores, workspace, bytes));
 
@@ -58,7 +61,7 @@ static inline void with_nsa(const indexer *x, const index_inputs *in, problem *p
    mean of its keys. Forced blocks have +inf. */
 static inline void scores_naively(const indexer *x, const index_inputs *in, int t, int list,
                                   int forced, double *of_block) {
-    int group = x->heads / x->list_heads;
+    int group = x->heads / x->list_heads, key_head = list * x->key_heads / x->list_heads;
     for (int j = 0; j <= t / x->block; j++) {
         double best = -INFINITY, sum = 0;
         int n = 0;
@@ -66,7 +69,7 @@ static inline void scores_naively(const indexer *x, const index_inputs *in, int 
             double score = 0;
             for (int h = list * group; h < (list + 1) * group; h++) {
                 double product = dot(in->q + (t * x->heads + h) * x->dim,
-                                     in->k + (s * x->list_heads + list) * x->dim, x->dim);
+                                     in->k + (s * x->key_heads + key_head) * x->dim, x->dim);
                 if (x->act == NSA_SCORE_RELU && product < 0) product = 0;
                 score += (x->weighted ? (double)in->weights[t * x->heads + h] : 1) * product;
             }
@@ -81,9 +84,10 @@ static inline void scores_naively(const indexer *x, const index_inputs *in, int 
 static inline int indexer_main(const indexer *x) {
     problem p = problem_new(x->T, x->H, x->Hk, x->D);
     result r = result_new(&p);
-    size_t T = (size_t)x->T, lists_of = T * (size_t)x->list_heads, blocks = T / (size_t)x->block;
+    size_t T = (size_t)x->T, lists_of = T * (size_t)x->list_heads;
+    size_t blocks = (T + (size_t)x->block - 1) / (size_t)x->block;
     index_inputs in = {random_floats(11, T * (size_t)(x->heads * x->dim)),
-                       random_floats(12, lists_of * (size_t)x->dim),
+                       random_floats(12, T * (size_t)(x->key_heads * x->dim)),
                        random_floats(13, T * (size_t)x->heads)};
     int32_t *lists = (int32_t *)allocate(lists_of * (size_t)x->count * sizeof *lists);
     float *scores = floats(lists_of * blocks);
