@@ -244,7 +244,9 @@ typedef enum nsa_products {
    these options. */
 typedef enum nsa_forced {
     NSA_FORCED_INSIDE = 0, /* slc_count includes the forced blocks (the paper) */
-    NSA_FORCED_ON_TOP /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
+    NSA_FORCED_ON_TOP, /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
+    NSA_FORCED_TAIL    /* as on top, but only blocks that lie wholly at or before t have a score;
+                              slc_local is 0 or 1: 1 takes the block at t besides if it is not whole */
 } nsa_forced;
 
 /* How p_cmp of the compressed blocks, summed over the heads of a group, becomes the score of a
@@ -569,7 +571,11 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
    score sum over the heads h of a group of weights[h] act(q[t, h] . k[s]); block j the maximum or
    the mean over those of its tokens that t sees. desc.scale is not used. A list serves one kv head:
    ask with kv_heads 1 for one list that all heads share. A block with a key that is not finite
-   ranks last; a query with such a value has scores of 0. It has no gradient. */
+   ranks last; a query with such a value has scores of 0. It has no gradient.
+   With `stride` a key stands for so many tokens (Qwen's QSA, DeepSeek's CSA): key i for tokens
+   [i stride, (i + 1) stride), and t sees it if all of them lie at or before t. The rows of k are
+   then those of compressed blocks with cmp_block = cmp_stride = stride. A block none of whose keys
+   t sees has the score -inf; NSA_FORCED_TAIL keeps it out of the list, or takes it besides. */
 typedef enum nsa_score_act { NSA_SCORE_LINEAR = 0, NSA_SCORE_RELU } nsa_score_act;
 typedef enum nsa_score_pool { NSA_POOL_MAX = 0, NSA_POOL_MEAN } nsa_score_pool;
 
@@ -577,12 +583,13 @@ typedef struct nsa_score {
     nsa_score_act act;
     nsa_score_pool pool;
     nsa_tensor q;       /* (B, count, H, Dk) */
-    nsa_tensor k;       /* (B, T, Hk, Dk) */
+    nsa_tensor k;       /* (B, T, Hk, Dk); with a stride (B, T / stride, Hk, Dk) */
     nsa_tensor weights; /* optional: (B, count, H); without it every head weighs 1 */
     nsa_tensor blocks;  /* out: (B, count, list heads, nsa_block_list_width) i32 */
     nsa_tensor
         scores; /* out, optional: (B, count, list heads, nsa_slc_count(T)) of dtype NSA_REAL_DTYPE;
-                           -inf where t sees no token of the block */
+                           -inf where t sees no key of the block */
+    int stride; /* tokens of a key; divides slc_block and page_tokens. 0 means 1 */
 } nsa_score;
 
 NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d);
@@ -818,6 +825,7 @@ NSA_API uint16_t nsa_f32_to_f16(float x);
     X(scores, "scores")                       \
     X(act, "act")                             \
     X(pool, "pool")                           \
+    X(stride, "stride")                       \
     X(q, "q")                                 \
     X(k, "k")                                 \
     X(v, "v")                                 \
@@ -1654,8 +1662,15 @@ NSA_API int nsa_slc_count(const nsa_desc *d, int tokens) {
     return (int)nsa__ceil_div(tokens, d->slc_block);
 }
 
+/* The tokens that t sees of the block at its end, if the block is not whole; only there. */
+static int nsa__slc_tail(const nsa_desc *d, int tokens, int query) {
+    return nsa__visible_end(d, tokens, query) % d->slc_block;
+}
+
 static int nsa__slc_candidates(const nsa_desc *d, int tokens, int query) {
-    return nsa_slc_count(d, nsa__visible_end(d, tokens, query));
+    int without_tail = d->forced == NSA_FORCED_TAIL && !d->slc_local;
+    int tail = without_tail ? nsa__slc_tail(d, tokens, query) : 0;
+    return nsa_slc_count(d, nsa__visible_end(d, tokens, query) - tail);
 }
 
 NSA_API int nsa_slc_candidates(const nsa_desc *d, int query) {
@@ -1704,13 +1719,15 @@ NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int
 static int nsa__forced_first(const nsa_desc *d) {
     return d->mask == NSA_MASK_NONE ? 0 : d->slc_init;
 }
-static int nsa__forced_local(const nsa_desc *d) {
+static int nsa__forced_local(const nsa_desc *d, int tokens, int query) {
+    if (d->forced == NSA_FORCED_TAIL) return nsa__slc_tail(d, tokens, query) ? d->slc_local : 0;
     return d->mask == NSA_MASK_NONE ? 0 : d->slc_local;
 }
 
 NSA_API int nsa_block_list_width(const nsa_desc *d) {
-    int on_top = d->forced == NSA_FORCED_ON_TOP;
-    return d->slc_count + (on_top ? nsa__forced_first(d) + nsa__forced_local(d) : 0);
+    int most_local = d->mask == NSA_MASK_NONE && d->forced == NSA_FORCED_ON_TOP ? 0 : d->slc_local;
+    if (d->forced == NSA_FORCED_INSIDE) return d->slc_count;
+    return d->slc_count + nsa__forced_first(d) + most_local;
 }
 
 /* ---- Instruction sets ---------------------------------------------------------------------------
@@ -1836,7 +1853,8 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
       "CUDA a multiple of 16 in 16..128")                                                          \
     X(NSA_ERROR_SLC_COUNT,                                                                         \
       "slc_init + slc_local must not exceed slc_count (or use NSA_FORCED_ON_TOP)")                 \
-    X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP)")                 \
+    X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP, 0 or 1 with "     \
+                           "NSA_FORCED_TAIL)")                                                     \
     X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens; of every "      \
                        "sequence too, and no count above desc.count: nsa_check_pages says where")  \
     X(NSA_ERROR_BEGINS,                                                                            \
@@ -1953,8 +1971,7 @@ static nsa_status nsa__check_sizes(const nsa_desc *d) {
 }
 
 static nsa_status nsa__check_options(const nsa_desc *d) {
-    if ((unsigned)d->forced > NSA_FORCED_ON_TOP)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_forced);
+    if ((unsigned)d->forced > NSA_FORCED_TAIL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_forced);
     if ((unsigned)d->score_map > NSA_SCORE_OVERLAP_MAX)
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_score_map);
     if ((unsigned)d->window_rule > NSA_WINDOW_BEFORE_SELF)
@@ -2059,6 +2076,8 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
         if (d->slc_init + d->slc_local > d->slc_count)
             return nsa__error(NSA_ERROR_SLC_COUNT, NSA__AT_slc_count);
     }
+    if (d->forced == NSA_FORCED_TAIL && d->slc_local > 1)
+        return nsa__error(NSA_ERROR_SLC_LOCAL, NSA__AT_slc_local);
     if (d->first < 0 || d->first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
     if (d->count < 0 || d->count > d->tokens - d->first)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
@@ -7023,11 +7042,11 @@ static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
    Of the rest, all blocks above the order of rank `room` are taken, and `ties` blocks that have
    this order, the lower indices first. Blocks are visited by index, so the list ascends without a
    sort. NaN has order 0: it is taken only if numbers do not fill the list. */
-NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, const nsa_desc *d,
-                                    const nsa__tiles *tiles, int32_t *list) {
+NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, int local,
+                                    const nsa_desc *d, const nsa__tiles *tiles, int32_t *list) {
     int width = nsa_block_list_width(d), n = 0;
     int begin = (int)nsa__min(nsa__forced_first(d), candidates); /* forced: before begin, */
-    int end = (int)nsa__max(begin, (int64_t)candidates - nsa__forced_local(d)); /* from end on */
+    int end = (int)nsa__max(begin, (int64_t)candidates - local); /* from end on */
     int forced = begin + candidates - end;
     int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
     room = (int)nsa__min(room, end - begin);
@@ -7064,7 +7083,8 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     if (!scores || !list)
         return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
     if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
-    nsa__rank(scores, nsa_slc_candidates(d, query), d, NULL, list);
+    nsa__rank(scores, nsa_slc_candidates(d, query), nsa__forced_local(d, d->tokens, query), d, NULL,
+              list);
     return NSA_OK;
 }
 
@@ -8408,7 +8428,8 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
         int64_t row = job->seq.row + query - job->seq.first;
         nsa__store_scores(job, &p->options.select->scores, query, f->scores);
-        nsa__rank(f->scores, candidates, p->d, p->tiles,
+        nsa__rank(f->scores, candidates, nsa__forced_local(p->d, job->seq.tokens, query), p->d,
+                  p->tiles,
                   (int32_t *)nsa__row(&p->options.select->blocks, job->seq.batch, row, job->head));
     }
 }
@@ -9617,8 +9638,8 @@ static void nsa__rank_task(const void *context, int64_t index, void *scratch) {
             int64_t row = job->seq.row + t;
             nsa__load(scores, x->scores.dtype, nsa__row(&x->scores, job->seq.batch, row, head), n);
             nsa__order(scores, n);
-            nsa__rank(scores, n, job->d, job->tiles,
-                      (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, head));
+            nsa__rank(scores, n, nsa__forced_local(job->d, job->seq.tokens, query), job->d,
+                      job->tiles, (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, head));
         }
 }
 
@@ -9781,10 +9802,11 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
 
 /* ---- Selection by scores that are no attention -----------------------------------------------
    Twin: kernels/score_blocks.cuh. Not here: ranking (lists.h).
-   token[s] = sum_h weights[t, h] act(q[t, h] . k[s]) for query t and the heads h of a group. The
-   score of block j is the maximum or the mean of token[s] over those s of the block that t sees.
-   Tasks iterate over keys as dense attention does, tile by tile. A tile may hold parts of several
-   blocks, and a block may cover several tiles, so a block's score is pooled part by part. */
+   of_key[i] = sum_h weights[t, h] act(q[t, h] . k[i]) for query t and the heads h of a group. The
+   score of block j is the maximum or the mean of of_key[i] over those i of the block that t sees.
+   Tasks iterate over keys as dense attention does, tile by tile; over keys of several tokens as cmp
+   does. A tile may hold parts of several blocks, and a block may cover
+   several tiles, so a block's score is pooled part by part. */
 
 /* Scratch of a task. */
 typedef struct nsa__scorer {
@@ -9812,72 +9834,82 @@ static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__ar
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
 
-/* One head's part of n tokens: token[i] += weight act(s[i]). */
-NSA__COMPILED static void nsa__scorer_add_head(nsa_real *token, const nsa_real *s, int n,
+/* One head's part of n keys: of_key[i] += weight act(s[i]). */
+NSA__COMPILED static void nsa__scorer_add_head(nsa_real *of_key, const nsa_real *s, int n,
                                                nsa_real weight, nsa_score_act act) {
     if (act == NSA_SCORE_RELU)
-        for (int i = 0; i < n; i++) token[i] += weight * (s[i] > 0 ? s[i] : 0);
+        for (int i = 0; i < n; i++) of_key[i] += weight * (s[i] > 0 ? s[i] : 0);
     else
-        for (int i = 0; i < n; i++) token[i] += weight * s[i];
+        for (int i = 0; i < n; i++) of_key[i] += weight * s[i];
 }
 
-/* Pools tokens begin .. end - 1 of a tile, which lie in one block, into the block's score.
+/* Pools keys begin .. end - 1 of a tile, which lie in one block, into the block's score.
    `nonfinite` has a bit for each non-finite key of the tile. One such key makes the score NaN. NaN
    is found by its order, because -ffast-math folds comparisons with it. */
-static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, int end,
+static void nsa__scorer_pool(nsa_real *score, const nsa_real *of_key, int begin, int end,
                              uint64_t nonfinite, nsa_score_pool pool) {
     if (nonfinite & nsa__bits(begin, end)) *score = nsa__nan();
     if (nsa__score_order(*score) == 0) return;
     for (int i = begin; i < end; i++) {
         if (pool == NSA_POOL_MEAN)
-            *score += token[i];
+            *score += of_key[i];
         else
-            *score = token[i] > *score ? token[i] : *score;
+            *score = of_key[i] > *score ? of_key[i] : *score;
     }
 }
 
-/* One query and tile: adds up the heads' token scores, then pools them block by block, up to the
-   last token that the query sees. */
+/* Keys of a block. */
+static int nsa__scorer_block(const nsa_desc *d) {
+    return d->slc_block / d->cmp_stride;
+}
+
+/* One query and tile: adds up the heads' scores of keys, then pools them block by block, up to the
+   last key that the query sees. */
 static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                              int a, int tile) {
     const nsa__attend_plan *p = job->plan;
-    int query = f->iter.first + a, begin = tile * p->cut.tile, block = p->d->slc_block;
+    int query = f->iter.first + a, begin = tile * p->cut.tile, block = nsa__scorer_block(p->d);
     int end = (int)nsa__min(begin + (int64_t)p->cut.tile, nsa__span_end(job, query));
-    nsa_real token[NSA__TILE] = {0};
+    nsa_real of_key[NSA__TILE] = {0};
     for (int g = 0; g < p->group; g++) {
         nsa_real weight = 1;
         int row = a * p->group + g;
         if (x->weights.data)
             nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, row),
                       1);
-        nsa__scorer_add_head(token, f->s + (ptrdiff_t)row * p->cut.tile, p->cut.tile, weight,
+        nsa__scorer_add_head(of_key, f->s + (ptrdiff_t)row * p->cut.tile, p->cut.tile, weight,
                              x->act);
     }
     for (int key = begin; key < end;) {
         int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
-        nsa__scorer_pool(f->scores + a * f->stride + j, token, key - begin, until - begin,
+        nsa__scorer_pool(f->scores + a * f->stride + j, of_key, key - begin, until - begin,
                          job->nonfinite[tile], x->pool);
         key = until;
     }
 }
 
-/* Ends one query: divides sums by the tokens seen if the mean is asked for, stores the scores,
-   ranks them. The last block that the query sees may be cut by the query's own position. */
+/* Ends one query: divides sums by the keys seen if the mean is asked for, stores the scores, ranks
+   them. The last candidate may be cut by the query's own position, and have no key then. */
 static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                             int a) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
-    int query = f->iter.first + a, nonfinite = 0, tokens = nsa__span_end(job, query);
-    int n = nsa_slc_count(d, tokens);
+    int query = f->iter.first + a, nonfinite = 0, block = nsa__scorer_block(d);
+    int n = nsa__slc_candidates(d, job->seq.tokens, query);
     int64_t row = job->seq.row + query - job->seq.first;
     nsa_real *scores = f->scores + a * f->stride;
-    for (int j = 0; x->pool == NSA_POOL_MEAN && j < n; j++)
-        scores[j] /= (nsa_real)nsa__min(d->slc_block, tokens - (int64_t)j * d->slc_block);
     for (int g = 0; g < p->group; g++) nonfinite |= f->nonfinite[a * p->group + g];
     if (nonfinite) memset(scores, 0, (size_t)n * sizeof *scores);
+    for (int j = 0; j < n; j++) {
+        int64_t keys = nsa__min(block, nsa__span_end(job, query) - (int64_t)j * block);
+        if (keys <= 0)
+            scores[j] = nsa__minus_infinity();
+        else if (x->pool == NSA_POOL_MEAN)
+            scores[j] /= (nsa_real)keys;
+    }
     nsa__store_scores(job, &x->scores, query, scores);
     nsa__order(scores, n);
-    nsa__rank(scores, n, d, p->tiles,
+    nsa__rank(scores, n, nsa__forced_local(d, job->seq.tokens, query), d, p->tiles,
               (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->head));
 }
 
@@ -9928,9 +9960,15 @@ static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
     }
 }
 
-/* The plan of dense attention, whose spans are all keys that a query sees. */
+/* Keys are tokens, or compressed blocks of several. */
+static nsa__branch nsa__scorer_keys(const nsa_desc *d) {
+    return d->cmp_stride > 1 ? NSA__CMP : NSA__DENSE;
+}
+
+/* The plan of a branch whose spans are all keys that a query sees. */
 static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE, 1, nsa__heads_near(d));
+    nsa__attend_plan p =
+        nsa__attend_plan_of(x, NULL, d, nsa__scorer_keys(d), 1, nsa__heads_near(d));
     nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
@@ -9953,12 +9991,20 @@ NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
+/* The descriptor for keys of `stride` tokens. */
+static const nsa_desc *nsa__score_desc(const nsa_desc *d, int stride, nsa_desc *own) {
+    d = nsa__rank_desc(d, own);
+    if (d) own->cmp_block = own->cmp_stride = stride ? stride : 1;
+    return d;
+}
+
 static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
     if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
     if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
     NSA__CHECK(
         nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, NSA__AT_q));
-    NSA__CHECK(nsa__check_view(&x->k, nsa__key_shape(d, d->dim), nsa__floats(), 0, NSA__AT_k));
+    NSA__CHECK(nsa__check_view(&x->k, nsa__branch_shape(d, nsa__scorer_keys(d), d->dim),
+                               nsa__floats(), 0, NSA__AT_k));
     if (x->weights.data)
         NSA__CHECK(nsa__check_view(&x->weights, nsa__query_shape(d, d->heads, 1), nsa__floats(), 0,
                                    NSA__AT_weights));
@@ -9974,9 +10020,10 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
     nsa__team team;
     nsa_attend attend;
     nsa_desc own;
-    d = nsa__rank_desc(d, &own);
-    NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
+    d = nsa__score_desc(d, x->stride, &own);
+    NSA__CHECK(nsa_desc_check(d));
     NSA__CHECK(nsa__score_check(x, d));
     memset(&attend, 0, sizeof attend);
     attend.q = x->q;

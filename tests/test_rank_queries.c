@@ -106,6 +106,8 @@ int main(int argc, char **argv) {
         }
         d.forced = NSA_FORCED_ON_TOP, d.slc_local = 0;
         test_reference(name, &d, NSA_REAL_DTYPE, (uint64_t)(10 * i + 9));
+        d.forced = NSA_FORCED_TAIL, d.slc_local = i % 2;
+        test_reference(name, &d, NSA_REAL_DTYPE, (uint64_t)(10 * i + 7));
         d.mask = NSA_MASK_NONE, d.list_heads = d.heads;
         test_reference(name, &d, NSA_REAL_DTYPE, (uint64_t)(10 * i + 8));
     }

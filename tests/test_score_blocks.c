@@ -7,21 +7,21 @@ typedef struct score_case {
     const char *shape;
     nsa_score_act act;
     nsa_score_pool pool;
-    int weights;
+    int weights, stride;
 } score_case;
 
 static const score_case score_cases[] = {
-    {"small", NSA_SCORE_RELU, NSA_POOL_MAX, 1},
-    {"small", NSA_SCORE_LINEAR, NSA_POOL_MEAN, 0},
-    {"G 6, D 80", NSA_SCORE_RELU, NSA_POOL_MEAN, 1},
-    {"G 2, D 24", NSA_SCORE_LINEAR, NSA_POOL_MAX, 1},
-    {"G 12, D 96", NSA_SCORE_RELU, NSA_POOL_MAX, 0},
-    {"G 16, D 128", NSA_SCORE_RELU, NSA_POOL_MAX, 1},
-    {"T > w, one block more", NSA_SCORE_LINEAR, NSA_POOL_MEAN, 1},
-    {"one head, l' far above l", NSA_SCORE_RELU, NSA_POOL_MAX, 1},
-    {"D 1 / 3", NSA_SCORE_LINEAR, NSA_POOL_MAX, 0},
-    {"varlen empty", NSA_SCORE_RELU, NSA_POOL_MAX, 1},
-    {"varlen four", NSA_SCORE_LINEAR, NSA_POOL_MEAN, 1},
+    {"small", NSA_SCORE_RELU, NSA_POOL_MAX, 1, 0},
+    {"small", NSA_SCORE_LINEAR, NSA_POOL_MEAN, 0, 0},
+    {"G 6, D 80", NSA_SCORE_RELU, NSA_POOL_MEAN, 1, 0},
+    {"G 2, D 24", NSA_SCORE_LINEAR, NSA_POOL_MAX, 1, 0},
+    {"G 12, D 96", NSA_SCORE_RELU, NSA_POOL_MAX, 0, 0},
+    {"G 16, D 128", NSA_SCORE_RELU, NSA_POOL_MAX, 1, 0},
+    {"T > w, one block more", NSA_SCORE_LINEAR, NSA_POOL_MEAN, 1, 0},
+    {"one head, l' far above l", NSA_SCORE_RELU, NSA_POOL_MAX, 1, 0},
+    {"D 1 / 3", NSA_SCORE_LINEAR, NSA_POOL_MAX, 0, 0},
+    {"varlen empty", NSA_SCORE_RELU, NSA_POOL_MAX, 1, 0},
+    {"varlen four", NSA_SCORE_LINEAR, NSA_POOL_MEAN, 1, 0},
 };
 
 enum { SLOT_Q, SLOT_K, SLOT_BLOCKS, SLOT_SCORES, SLOT_WEIGHTS };
@@ -38,6 +38,7 @@ static size_t score_size(const void *x, const nsa_desc *d) {
 static void score_configure(const suite *s, void *x) {
     const score_case *c = (const score_case *)s->options;
     ((nsa_score *)x)->act = c->act, ((nsa_score *)x)->pool = c->pool;
+    ((nsa_score *)x)->stride = c->stride;
 }
 
 /* Scores in rows as wide as those of the longest sequence. */
@@ -45,9 +46,13 @@ static void score_reference(const suite *s, const nsa_desc *d, int tokens, ref_p
                             double **x, double **dx) {
     const score_case *c = (const score_case *)s->options;
     ref_desc r = ref_desc_of(d, tokens);
-    ref_scorer scorer = {
-        prec,      c->act == NSA_SCORE_RELU,           c->pool == NSA_POOL_MEAN, x[SLOT_Q],
-        x[SLOT_K], c->weights ? x[SLOT_WEIGHTS] : NULL};
+    ref_scorer scorer = {prec,
+                         c->act == NSA_SCORE_RELU,
+                         c->pool == NSA_POOL_MEAN,
+                         x[SLOT_Q],
+                         x[SLOT_K],
+                         c->weights ? x[SLOT_WEIGHTS] : NULL,
+                         c->stride ? c->stride : 1};
     int J = ref_slc_count(&r, tokens), row_width = s->slots[SLOT_SCORES].width;
     double *scores = ref_zeros((size_t)(tokens * list_heads_of(d) * J));
     (void)dx;
@@ -67,7 +72,8 @@ static suite suite_with(const score_case *c, const nsa_desc *d, int with_scores)
     s.forward = score_forward, s.forward_size = score_size;
     s.configure = score_configure, s.reference = score_reference;
     suite_add(&s, "q", offsetof(nsa_score, q), ROWS_QUERY, d->heads, d->dim);
-    suite_add(&s, "k", offsetof(nsa_score, k), ROWS_KEY, d->kv_heads, d->dim);
+    suite_add(&s, "k", offsetof(nsa_score, k), c->stride ? ROWS_CMP : ROWS_KEY, d->kv_heads,
+              d->dim);
     slot *blocks = suite_add(&s, "blocks", offsetof(nsa_score, blocks), ROWS_QUERY,
                              list_heads_of(d), nsa_block_list_width(d));
     blocks->output = 1, blocks->dtype = NSA_I32;
@@ -139,7 +145,7 @@ static void test_lists(const score_case *c, const nsa_desc *options, nsa_dtype d
 
 /* Single tokens for blocks and one list for all heads: DeepSeek's indexer. */
 static void test_indexer(void) {
-    static const score_case c = {"tokens as blocks", NSA_SCORE_RELU, NSA_POOL_MAX, 1};
+    static const score_case c = {"tokens as blocks", NSA_SCORE_RELU, NSA_POOL_MAX, 1, 0};
     nsa_desc d = nsa_desc_default(1, CHECKS_CUDA ? 72 : 300, 4, 1, 16);
     d.cmp_block = d.cmp_stride = d.slc_block = 1;
     d.slc_count = CHECKS_CUDA ? 24 : 90, d.slc_init = 0, d.slc_local = 1;
@@ -150,10 +156,72 @@ static void test_indexer(void) {
     }
 }
 
+/* Keys that stand for several tokens; blocks that hold one of them or more; the tail of QSA besides
+   the list, no tail at all as in CSA, and the forced blocks of others; a batch, packed sequences. */
+static void test_strides(void) {
+    static const struct {
+        score_case c;
+        int block;
+        nsa_forced forced;
+        int init, local;
+        nsa_mask mask;
+    } cases[] = {
+        {{"T > w, one block more", NSA_SCORE_RELU, NSA_POOL_MAX, 0, 16},
+         16,
+         NSA_FORCED_TAIL,
+         0,
+         1,
+         NSA_MASK_CAUSAL},
+        {{"G 6, D 80", NSA_SCORE_RELU, NSA_POOL_MEAN, 1, 16},
+         16,
+         NSA_FORCED_TAIL,
+         0,
+         0,
+         NSA_MASK_CAUSAL},
+        {{"varlen four", NSA_SCORE_LINEAR, NSA_POOL_MAX, 1, 4},
+         16,
+         NSA_FORCED_TAIL,
+         1,
+         1,
+         NSA_MASK_CAUSAL},
+        {{"varlen empty", NSA_SCORE_RELU, NSA_POOL_MEAN, 1, 8},
+         32,
+         NSA_FORCED_INSIDE,
+         1,
+         2,
+         NSA_MASK_CAUSAL},
+        {{"G 2, D 24", NSA_SCORE_RELU, NSA_POOL_MEAN, 1, 8},
+         16,
+         NSA_FORCED_ON_TOP,
+         0,
+         0,
+         NSA_MASK_CAUSAL},
+        {{"G 2, D 24", NSA_SCORE_LINEAR, NSA_POOL_MAX, 0, 16},
+         16,
+         NSA_FORCED_TAIL,
+         0,
+         1,
+         NSA_MASK_NONE},
+    };
+    for (int i = 0; i < COUNT(cases); i++) {
+        nsa_desc d = desc_of(shape(cases[i].c.shape));
+        d.cmp_block = d.cmp_stride = cases[i].c.stride; /* by which the suite counts rows of k */
+        d.slc_block = cases[i].block, d.slc_count = 4;
+        d.forced = cases[i].forced, d.mask = cases[i].mask;
+        d.slc_init = cases[i].init, d.slc_local = cases[i].local;
+        suite s = suite_of(&cases[i].c, &d);
+        if (suite_refused(&s, &d, NULL)) continue;
+        suite_reference(&s, &d, dtypes[i % COUNT(dtypes)], 200 + (uint64_t)i);
+        test_lists(&cases[i].c, &d, dtypes[i % COUNT(dtypes)], 210 + (uint64_t)i);
+        s = suite_with(&cases[i].c, &d, !d.begins);
+        suite_bit_tests(&s, &d, dtypes[i % COUNT(dtypes)]);
+    }
+}
+
 /* A query with a value that is not finite keeps forced blocks and a proper list; a key with one
    ranks its block last; no other query changes. */
 static void test_bad_value(int input, double value) {
-    static const score_case c = {"T > w, one block more", NSA_SCORE_RELU, NSA_POOL_MAX, 1};
+    static const score_case c = {"T > w, one block more", NSA_SCORE_RELU, NSA_POOL_MAX, 1, 0};
     nsa_desc d = desc_of(shape(c.shape));
     suite s = suite_of(&c, &d);
     values v = values_random(&s, &d, NSA_REAL_DTYPE, 60), zeros = values_zero(&s, &d);
@@ -219,6 +287,10 @@ static void test_options_refused(const suite *s, const nsa_desc *d) {
     refused(&r, "act 7", NSA_ERROR_OPTION, "act");
     x->act = NSA_SCORE_RELU, x->pool = (nsa_score_pool)-1;
     refused(&r, "pool -1", NSA_ERROR_OPTION, "pool");
+    x->pool = NSA_POOL_MAX, x->stride = -1;
+    refused(&r, "stride -1", NSA_ERROR_SIZE, "stride");
+    x->stride = b.p.d.slc_block - 1;
+    refused(&r, "a stride that does not divide slc_block", NSA_ERROR_SLC_BLOCK, "slc_block");
     guards_free();
 }
 
@@ -242,6 +314,7 @@ int main(int argc, char **argv) {
         }
     }
     test_indexer();
+    test_strides();
     for (int i = 0; i < 2; i++) { /* not causal, and every query head with a list of its own */
         nsa_desc d = desc_of(shape(score_cases[i].shape));
         d.mask = NSA_MASK_NONE, d.list_heads = i ? 0 : d.heads;

@@ -225,6 +225,12 @@ static int set_option(nsa_desc *d, int option) {
         d->list_heads = d->heads;
         return 1;
     case 8:
+        d->forced = NSA_FORCED_TAIL, d->slc_local = 1;
+        return 1;
+    case 9:
+        d->forced = NSA_FORCED_TAIL, d->slc_local = 0;
+        return 1;
+    case 10:
         d->mask = NSA_MASK_NONE, d->list_heads = d->heads, d->score_map = NSA_SCORE_OVERLAP_MAX;
         return 1;
     default:

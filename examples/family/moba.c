@@ -12,7 +12,7 @@ static void with_nsa(problem *p, int32_t *lists, float *scores) {
     d.slc_count = COUNT, d.slc_init = 0, d.slc_local = 1;
     d.list_heads = H; /* though kv heads are shared */
     nsa_attend x = views_of(p), dx = gradients_of(p);
-    nsa_score score = {NSA_SCORE_LINEAR, NSA_POOL_MEAN, x.q, x.k, {0}, {0}, {0}};
+    nsa_score score = {NSA_SCORE_LINEAR, NSA_POOL_MEAN, x.q, x.k, {0}, {0}, {0}, 0};
     score.blocks = x.blocks = nsa_tensor_bthd(lists, NSA_I32, T, H, COUNT);
     score.scores = view(scores, T, H, BLOCKS);
     WITH_WORKSPACE(nsa_score_blocks_workspace_size(&d),

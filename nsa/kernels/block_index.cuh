@@ -23,8 +23,14 @@ NSA__DEVICE int nsa__cmp_visible(const nsa_desc &d, int tokens, int query) {
 NSA__DEVICE int nsa__slc_count(const nsa_desc &d, int tokens) {
     return tokens < 1 ? 0 : (tokens - 1) / d.slc_block + 1;
 }
+/* The tokens that t sees of the block at its end, if the block is not whole; only there. */
+NSA__DEVICE int nsa__slc_tail(const nsa_desc &d, int tokens, int query) {
+    return nsa__visible_end(d, tokens, query) % d.slc_block;
+}
 NSA__DEVICE int nsa__slc_candidates(const nsa_desc &d, int tokens, int query) {
-    return nsa__slc_count(d, nsa__visible_end(d, tokens, query));
+    const bool without_tail = d.forced == NSA_FORCED_TAIL && !d.slc_local;
+    const int tail = without_tail ? nsa__slc_tail(d, tokens, query) : 0;
+    return nsa__slc_count(d, nsa__visible_end(d, tokens, query) - tail);
 }
 NSA__DEVICE int nsa__window_begin(const nsa_desc &d, int query) {
     const int before = d.window - (d.window_rule == NSA_WINDOW_COUNTS_SELF);

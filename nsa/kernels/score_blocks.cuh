@@ -45,11 +45,17 @@ static nsa_tensor nsa__cuda_score_take(const nsa_desc *d, nsa__cuda_arena *a) {
     return scores;
 }
 
-/* One chunk's scores; tokens are compressed blocks of one. */
+/* Where the keys of packed sequences begin, if they stand for several tokens. */
+static int32_t *nsa__cuda_score_begins(const nsa_desc *d, nsa__cuda_arena *a) {
+    return nsa__cuda_take<int32_t>(a, d->begins ? d->batch + int64_t(1) : 0);
+}
+
+/* One chunk's scores; keys are compressed blocks of their tokens. */
 struct nsa__cuda_score_call {
     const nsa_select *x;
     const nsa_desc *d; /* by list */
     const nsa_score *score;
+    int32_t *cmp_begins;
     int sharers;
     bool own;
     cudaStream_t stream;
@@ -57,6 +63,7 @@ struct nsa__cuda_score_call {
         nsa__cuda_arena none = {NULL, 0};
         nsa__cuda_select_plan p = nsa__cuda_select_plan_of(d, sizeof(T), D, 8 * NT, 0, &none);
         p.own = own;
+        p.cmp_begins = cmp_begins;
         p.sharers = sharers;
         p.act = score->act;
         p.pool = score->pool;
@@ -74,9 +81,11 @@ static nsa_status nsa__cuda_score_run(const nsa_score *x, const nsa_desc *d, voi
     nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
     const nsa_desc all = nsa__cuda_all_queries(d), by = nsa__cuda_by_list(&all);
     const nsa_tensor room = nsa__cuda_score_take(&by, &a);
+    int32_t *const cmp_begins = nsa__cuda_score_begins(d, &a);
     const int chunk = nsa__cuda_score_chunk(&by);
     const bool own = !x->scores.data;
-    nsa_status s = NSA_OK;
+    nsa_status s =
+        d->cmp_stride > 1 && d->begins ? nsa__cuda_cmp_begins(d, cmp_begins, stream) : NSA_OK;
     for (int first = 0; first < d->count && s == NSA_OK; first += chunk) {
         nsa_desc part = by;
         part.first += first;
@@ -87,7 +96,7 @@ static nsa_status nsa__cuda_score_run(const nsa_score *x, const nsa_desc *d, voi
         scored.lse = nsa__cuda_view_from(x->weights, first);
         scored.scores = own ? room : nsa__cuda_view_from(x->scores, first);
         const nsa_rank ranked = {scored.scores, nsa__cuda_view_from(x->blocks, first)};
-        const nsa__cuda_score_call call = {&scored, &part, x, nsa__cuda_key_sharers(d),
+        const nsa__cuda_score_call call = {&scored, &part, x, cmp_begins, nsa__cuda_key_sharers(d),
                                            own,     stream};
         s = nsa__cuda_select_choose(x->q.dtype, &part, call);
         if (s == NSA_OK) s = nsa__cuda_rank_queries_run(&ranked, &part, own, stream);
@@ -99,6 +108,7 @@ static size_t nsa__cuda_score_bytes(const nsa_desc *d) {
     const nsa_desc by = nsa__cuda_by_list(d);
     nsa__cuda_arena a = {NULL, 0};
     nsa__cuda_score_take(&by, &a);
+    nsa__cuda_score_begins(d, &a);
     return nsa__cuda_arena_bytes(&a);
 }
 
@@ -117,7 +127,9 @@ static nsa_status nsa__cuda_score_check(const nsa_score *x, const nsa_desc *d) {
     nsa_status s = nsa__cuda_check_rows(&x->q, nsa__cuda_query_shape(d, d->heads, d->dim), dtypes,
                                         0, NSA__AT_q);
     if (s != NSA_OK) return s;
-    s = nsa__cuda_check_rows(&x->k, nsa__cuda_key_shape(d, d->dim), dtypes, 0, NSA__AT_k);
+    s = nsa__cuda_check_rows(
+        &x->k, d->cmp_stride > 1 ? nsa__cuda_cmp_shape(d, d->dim) : nsa__cuda_key_shape(d, d->dim),
+        dtypes, 0, NSA__AT_k);
     if (s != NSA_OK) return s;
     if (x->weights.data && (s = nsa__check_view(&x->weights, nsa__cuda_query_shape(d, d->heads, 1),
                                                 NSA__FLOATS, 0, NSA__AT_weights)) != NSA_OK)
@@ -130,10 +142,12 @@ static nsa_status nsa__cuda_score_check(const nsa_score *x, const nsa_desc *d) {
 extern "C" nsa_status nsa_cuda_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
                                             size_t bytes, cudaStream_t stream) {
     nsa_desc own;
+    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
     d = nsa__cuda_rank_desc(d, &own);
+    if (d) own.cmp_block = own.cmp_stride = x->stride ? x->stride : 1;
     nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
-    if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if ((s = nsa__cuda_score_check(x, d)) != NSA_OK) return s;
     s = nsa__cuda_check_workspace(nsa__cuda_score_bytes(d), workspace, bytes);
     return s == NSA_OK ? nsa__cuda_score_run(x, d, workspace, stream) : s;

@@ -32,10 +32,12 @@ struct nsa__cuda_forced_blocks {
 
 NSA__DEVICE nsa__cuda_forced_blocks nsa__cuda_forced_of(const nsa_desc &d, int tokens, int query) {
     const bool by_place = d.mask == NSA_MASK_CAUSAL; /* else no block is forced for its place */
+    int local = by_place ? d.slc_local : 0;
+    if (d.forced == NSA_FORCED_TAIL) local = nsa__slc_tail(d, tokens, query) ? d.slc_local : 0;
     nsa__cuda_forced_blocks f;
     f.candidates = nsa__slc_candidates(d, tokens, query);
     f.init = by_place ? min(d.slc_init, f.candidates) : 0;
-    f.local = by_place ? max(f.candidates - d.slc_local, f.init) : f.candidates;
+    f.local = max(f.candidates - local, f.init);
     f.room = d.slc_count;
     if (d.forced == NSA_FORCED_INSIDE) f.room -= f.init + f.candidates - f.local;
     f.room = min(f.room, f.local - f.init);

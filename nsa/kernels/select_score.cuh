@@ -9,7 +9,7 @@
    over bit 0 of their numbers first, then over bit 3 and those above, bit 2, bit 1.
 
    SCORER: scores that are no attention (score_blocks.cuh). The keys are tokens, compressed blocks
-   of one; weighed products take the place of p, a maximum or a mean that of the stencil, and scores
+   of one, or compressed blocks of several; weighed products take the place of p, a maximum or a mean that of the stencil, and scores
    are written, not ranked. */
 #ifndef NSA_SELECT_SCORE_CUH
 #define NSA_SELECT_SCORE_CUH
@@ -259,24 +259,25 @@ NSA__DEVICE float nsa__cuda_select_score(const nsa__cuda_select_plan &p, nsa_sco
     return score;
 }
 
-/* The score of block j from its tokens' scores in `ring`: a NaN among them makes it one. */
+/* The score of block j from its keys' scores in `ring`: a NaN among them makes it one. -inf without
+   a key. */
 NSA__DEVICE float nsa__cuda_select_pool(const nsa__cuda_select_plan &p, const float *ring,
                                         int visible, int j) {
     if (visible < 0) return 0.0f;
     const bool mean = p.pool == NSA_POOL_MEAN;
     const int first = j * p.strides, size = min(p.strides, visible - first);
-    float score = mean ? 0.0f : __uint_as_float(0xff800000u);
+    float score = mean && size > 0 ? 0.0f : __uint_as_float(0xff800000u);
     bool bad = false;
     for (int u = 0; u < size; u++) {
-        const float token = ring[(first + u) & (p.ring - 1)];
-        bad |= nsa__cuda_score_key(token) == 0;
+        const float of_key = ring[(first + u) & (p.ring - 1)];
+        bad |= nsa__cuda_score_key(of_key) == 0;
         if (mean)
-            score += token;
-        else if (token > score)
-            score = token;
+            score += of_key;
+        else if (of_key > score)
+            score = of_key;
     }
     if (bad) return __uint_as_float(0x7fc00000u);
-    return mean ? score / static_cast<float>(size) : score;
+    return mean && size > 0 ? score / static_cast<float>(size) : score;
 }
 
 /* The score of block j as a candidate for the list of `query`, whose sums are in `ring`; 0 if it is
@@ -381,7 +382,9 @@ nsa__cuda_select_place_of(const nsa_desc &d, const nsa_select &x, const nsa__cud
                 d.pages + static_cast<int64_t>(at.b) * d.table_width};
     else
         at.k = {nsa__row_of<const T>(x.k, at.s.key_batch,
-                                     SCORER ? at.s.key_row : nsa__cmp_row(d, p.cmp_begins, at.b),
+                                     SCORER && d.cmp_stride == 1
+                                         ? at.s.key_row
+                                         : nsa__cmp_row(d, p.cmp_begins, at.b),
                                      key_head),
                 nullptr};
     at.keys =

@@ -243,7 +243,9 @@ typedef enum nsa_products {
    these options. */
 typedef enum nsa_forced {
     NSA_FORCED_INSIDE = 0, /* slc_count includes the forced blocks (the paper) */
-    NSA_FORCED_ON_TOP /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
+    NSA_FORCED_ON_TOP, /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
+    NSA_FORCED_TAIL    /* as on top, but only blocks that lie wholly at or before t have a score;
+                              slc_local is 0 or 1: 1 takes the block at t besides if it is not whole */
 } nsa_forced;
 
 /* How p_cmp of the compressed blocks, summed over the heads of a group, becomes the score of a
@@ -568,7 +570,11 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
    score sum over the heads h of a group of weights[h] act(q[t, h] . k[s]); block j the maximum or
    the mean over those of its tokens that t sees. desc.scale is not used. A list serves one kv head:
    ask with kv_heads 1 for one list that all heads share. A block with a key that is not finite
-   ranks last; a query with such a value has scores of 0. It has no gradient. */
+   ranks last; a query with such a value has scores of 0. It has no gradient.
+   With `stride` a key stands for so many tokens (Qwen's QSA, DeepSeek's CSA): key i for tokens
+   [i stride, (i + 1) stride), and t sees it if all of them lie at or before t. The rows of k are
+   then those of compressed blocks with cmp_block = cmp_stride = stride. A block none of whose keys
+   t sees has the score -inf; NSA_FORCED_TAIL keeps it out of the list, or takes it besides. */
 typedef enum nsa_score_act { NSA_SCORE_LINEAR = 0, NSA_SCORE_RELU } nsa_score_act;
 typedef enum nsa_score_pool { NSA_POOL_MAX = 0, NSA_POOL_MEAN } nsa_score_pool;
 
@@ -576,12 +582,13 @@ typedef struct nsa_score {
     nsa_score_act act;
     nsa_score_pool pool;
     nsa_tensor q;       /* (B, count, H, Dk) */
-    nsa_tensor k;       /* (B, T, Hk, Dk) */
+    nsa_tensor k;       /* (B, T, Hk, Dk); with a stride (B, T / stride, Hk, Dk) */
     nsa_tensor weights; /* optional: (B, count, H); without it every head weighs 1 */
     nsa_tensor blocks;  /* out: (B, count, list heads, nsa_block_list_width) i32 */
     nsa_tensor
         scores; /* out, optional: (B, count, list heads, nsa_slc_count(T)) of dtype NSA_REAL_DTYPE;
-                           -inf where t sees no token of the block */
+                           -inf where t sees no key of the block */
+    int stride; /* tokens of a key; divides slc_block and page_tokens. 0 means 1 */
 } nsa_score;
 
 NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d);

@@ -36,7 +36,8 @@
       "CUDA a multiple of 16 in 16..128")                                                          \
     X(NSA_ERROR_SLC_COUNT,                                                                         \
       "slc_init + slc_local must not exceed slc_count (or use NSA_FORCED_ON_TOP)")                 \
-    X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP)")                 \
+    X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP, 0 or 1 with "     \
+                           "NSA_FORCED_TAIL)")                                                     \
     X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens; of every "      \
                        "sequence too, and no count above desc.count: nsa_check_pages says where")  \
     X(NSA_ERROR_BEGINS,                                                                            \
@@ -153,8 +154,7 @@ static nsa_status nsa__check_sizes(const nsa_desc *d) {
 }
 
 static nsa_status nsa__check_options(const nsa_desc *d) {
-    if ((unsigned)d->forced > NSA_FORCED_ON_TOP)
-        return nsa__error(NSA_ERROR_OPTION, NSA__AT_forced);
+    if ((unsigned)d->forced > NSA_FORCED_TAIL) return nsa__error(NSA_ERROR_OPTION, NSA__AT_forced);
     if ((unsigned)d->score_map > NSA_SCORE_OVERLAP_MAX)
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_score_map);
     if ((unsigned)d->window_rule > NSA_WINDOW_BEFORE_SELF)
@@ -259,6 +259,8 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
         if (d->slc_init + d->slc_local > d->slc_count)
             return nsa__error(NSA_ERROR_SLC_COUNT, NSA__AT_slc_count);
     }
+    if (d->forced == NSA_FORCED_TAIL && d->slc_local > 1)
+        return nsa__error(NSA_ERROR_SLC_LOCAL, NSA__AT_slc_local);
     if (d->first < 0 || d->first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
     if (d->count < 0 || d->count > d->tokens - d->first)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);

@@ -27,8 +27,15 @@ NSA_API int nsa_slc_count(const nsa_desc *d, int tokens) {
     return (int)nsa__ceil_div(tokens, d->slc_block);
 }
 
+/* The tokens that t sees of the block at its end, if the block is not whole; only there. */
+static int nsa__slc_tail(const nsa_desc *d, int tokens, int query) {
+    return nsa__visible_end(d, tokens, query) % d->slc_block;
+}
+
 static int nsa__slc_candidates(const nsa_desc *d, int tokens, int query) {
-    return nsa_slc_count(d, nsa__visible_end(d, tokens, query));
+    int without_tail = d->forced == NSA_FORCED_TAIL && !d->slc_local;
+    int tail = without_tail ? nsa__slc_tail(d, tokens, query) : 0;
+    return nsa_slc_count(d, nsa__visible_end(d, tokens, query) - tail);
 }
 
 NSA_API int nsa_slc_candidates(const nsa_desc *d, int query) {
@@ -77,11 +84,13 @@ NSA_API void nsa_block_overlap_range(const nsa_desc *d, int tokens, int slc, int
 static int nsa__forced_first(const nsa_desc *d) {
     return d->mask == NSA_MASK_NONE ? 0 : d->slc_init;
 }
-static int nsa__forced_local(const nsa_desc *d) {
+static int nsa__forced_local(const nsa_desc *d, int tokens, int query) {
+    if (d->forced == NSA_FORCED_TAIL) return nsa__slc_tail(d, tokens, query) ? d->slc_local : 0;
     return d->mask == NSA_MASK_NONE ? 0 : d->slc_local;
 }
 
 NSA_API int nsa_block_list_width(const nsa_desc *d) {
-    int on_top = d->forced == NSA_FORCED_ON_TOP;
-    return d->slc_count + (on_top ? nsa__forced_first(d) + nsa__forced_local(d) : 0);
+    int most_local = d->mask == NSA_MASK_NONE && d->forced == NSA_FORCED_ON_TOP ? 0 : d->slc_local;
+    if (d->forced == NSA_FORCED_INSIDE) return d->slc_count;
+    return d->slc_count + nsa__forced_first(d) + most_local;
 }

@@ -61,11 +61,11 @@ static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
    Of the rest, all blocks above the order of rank `room` are taken, and `ties` blocks that have
    this order, the lower indices first. Blocks are visited by index, so the list ascends without a
    sort. NaN has order 0: it is taken only if numbers do not fill the list. */
-NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, const nsa_desc *d,
-                                    const nsa__tiles *tiles, int32_t *list) {
+NSA__COMPILED static void nsa__rank(const nsa_real *scores, int candidates, int local,
+                                    const nsa_desc *d, const nsa__tiles *tiles, int32_t *list) {
     int width = nsa_block_list_width(d), n = 0;
     int begin = (int)nsa__min(nsa__forced_first(d), candidates); /* forced: before begin, */
-    int end = (int)nsa__max(begin, (int64_t)candidates - nsa__forced_local(d)); /* from end on */
+    int end = (int)nsa__max(begin, (int64_t)candidates - local); /* from end on */
     int forced = begin + candidates - end;
     int room = d->forced == NSA_FORCED_INSIDE ? d->slc_count - forced : d->slc_count;
     room = (int)nsa__min(room, end - begin);
@@ -102,7 +102,8 @@ NSA_API nsa_status nsa_rank_blocks(const nsa_real *scores, int query, const nsa_
     if (!scores || !list)
         return nsa__error(NSA_ERROR_NULL, scores ? NSA__AT_blocks : NSA__AT_scores);
     if (query < 0 || query >= d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_query);
-    nsa__rank(scores, nsa_slc_candidates(d, query), d, NULL, list);
+    nsa__rank(scores, nsa_slc_candidates(d, query), nsa__forced_local(d, d->tokens, query), d, NULL,
+              list);
     return NSA_OK;
 }
 

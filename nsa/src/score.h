@@ -1,9 +1,10 @@
 /* ---- Selection by scores that are no attention -----------------------------------------------
    Twin: kernels/score_blocks.cuh. Not here: ranking (lists.h).
-   token[s] = sum_h weights[t, h] act(q[t, h] . k[s]) for query t and the heads h of a group. The
-   score of block j is the maximum or the mean of token[s] over those s of the block that t sees.
-   Tasks iterate over keys as dense attention does, tile by tile. A tile may hold parts of several
-   blocks, and a block may cover several tiles, so a block's score is pooled part by part. */
+   of_key[i] = sum_h weights[t, h] act(q[t, h] . k[i]) for query t and the heads h of a group. The
+   score of block j is the maximum or the mean of of_key[i] over those i of the block that t sees.
+   Tasks iterate over keys as dense attention does, tile by tile; over keys of several tokens as cmp
+   does. A tile may hold parts of several blocks, and a block may cover
+   several tiles, so a block's score is pooled part by part. */
 #pragma once
 #include "select.h"
 
@@ -33,72 +34,82 @@ static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__ar
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
 
-/* One head's part of n tokens: token[i] += weight act(s[i]). */
-NSA__COMPILED static void nsa__scorer_add_head(nsa_real *token, const nsa_real *s, int n,
+/* One head's part of n keys: of_key[i] += weight act(s[i]). */
+NSA__COMPILED static void nsa__scorer_add_head(nsa_real *of_key, const nsa_real *s, int n,
                                                nsa_real weight, nsa_score_act act) {
     if (act == NSA_SCORE_RELU)
-        for (int i = 0; i < n; i++) token[i] += weight * (s[i] > 0 ? s[i] : 0);
+        for (int i = 0; i < n; i++) of_key[i] += weight * (s[i] > 0 ? s[i] : 0);
     else
-        for (int i = 0; i < n; i++) token[i] += weight * s[i];
+        for (int i = 0; i < n; i++) of_key[i] += weight * s[i];
 }
 
-/* Pools tokens begin .. end - 1 of a tile, which lie in one block, into the block's score.
+/* Pools keys begin .. end - 1 of a tile, which lie in one block, into the block's score.
    `nonfinite` has a bit for each non-finite key of the tile. One such key makes the score NaN. NaN
    is found by its order, because -ffast-math folds comparisons with it. */
-static void nsa__scorer_pool(nsa_real *score, const nsa_real *token, int begin, int end,
+static void nsa__scorer_pool(nsa_real *score, const nsa_real *of_key, int begin, int end,
                              uint64_t nonfinite, nsa_score_pool pool) {
     if (nonfinite & nsa__bits(begin, end)) *score = nsa__nan();
     if (nsa__score_order(*score) == 0) return;
     for (int i = begin; i < end; i++) {
         if (pool == NSA_POOL_MEAN)
-            *score += token[i];
+            *score += of_key[i];
         else
-            *score = token[i] > *score ? token[i] : *score;
+            *score = of_key[i] > *score ? of_key[i] : *score;
     }
 }
 
-/* One query and tile: adds up the heads' token scores, then pools them block by block, up to the
-   last token that the query sees. */
+/* Keys of a block. */
+static int nsa__scorer_block(const nsa_desc *d) {
+    return d->slc_block / d->cmp_stride;
+}
+
+/* One query and tile: adds up the heads' scores of keys, then pools them block by block, up to the
+   last key that the query sees. */
 static void nsa__scorer_tile(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                              int a, int tile) {
     const nsa__attend_plan *p = job->plan;
-    int query = f->iter.first + a, begin = tile * p->cut.tile, block = p->d->slc_block;
+    int query = f->iter.first + a, begin = tile * p->cut.tile, block = nsa__scorer_block(p->d);
     int end = (int)nsa__min(begin + (int64_t)p->cut.tile, nsa__span_end(job, query));
-    nsa_real token[NSA__TILE] = {0};
+    nsa_real of_key[NSA__TILE] = {0};
     for (int g = 0; g < p->group; g++) {
         nsa_real weight = 1;
         int row = a * p->group + g;
         if (x->weights.data)
             nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, row),
                       1);
-        nsa__scorer_add_head(token, f->s + (ptrdiff_t)row * p->cut.tile, p->cut.tile, weight,
+        nsa__scorer_add_head(of_key, f->s + (ptrdiff_t)row * p->cut.tile, p->cut.tile, weight,
                              x->act);
     }
     for (int key = begin; key < end;) {
         int j = key / block, until = (int)nsa__min((j + (int64_t)1) * block, end);
-        nsa__scorer_pool(f->scores + a * f->stride + j, token, key - begin, until - begin,
+        nsa__scorer_pool(f->scores + a * f->stride + j, of_key, key - begin, until - begin,
                          job->nonfinite[tile], x->pool);
         key = until;
     }
 }
 
-/* Ends one query: divides sums by the tokens seen if the mean is asked for, stores the scores,
-   ranks them. The last block that the query sees may be cut by the query's own position. */
+/* Ends one query: divides sums by the keys seen if the mean is asked for, stores the scores, ranks
+   them. The last candidate may be cut by the query's own position, and have no key then. */
 static void nsa__scorer_end(const nsa__scorer *f, const nsa__head_job *job, const nsa_score *x,
                             int a) {
     const nsa__attend_plan *p = job->plan;
     const nsa_desc *d = p->d;
-    int query = f->iter.first + a, nonfinite = 0, tokens = nsa__span_end(job, query);
-    int n = nsa_slc_count(d, tokens);
+    int query = f->iter.first + a, nonfinite = 0, block = nsa__scorer_block(d);
+    int n = nsa__slc_candidates(d, job->seq.tokens, query);
     int64_t row = job->seq.row + query - job->seq.first;
     nsa_real *scores = f->scores + a * f->stride;
-    for (int j = 0; x->pool == NSA_POOL_MEAN && j < n; j++)
-        scores[j] /= (nsa_real)nsa__min(d->slc_block, tokens - (int64_t)j * d->slc_block);
     for (int g = 0; g < p->group; g++) nonfinite |= f->nonfinite[a * p->group + g];
     if (nonfinite) memset(scores, 0, (size_t)n * sizeof *scores);
+    for (int j = 0; j < n; j++) {
+        int64_t keys = nsa__min(block, nsa__span_end(job, query) - (int64_t)j * block);
+        if (keys <= 0)
+            scores[j] = nsa__minus_infinity();
+        else if (x->pool == NSA_POOL_MEAN)
+            scores[j] /= (nsa_real)keys;
+    }
     nsa__store_scores(job, &x->scores, query, scores);
     nsa__order(scores, n);
-    nsa__rank(scores, n, d, p->tiles,
+    nsa__rank(scores, n, nsa__forced_local(d, job->seq.tokens, query), d, p->tiles,
               (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, job->head));
 }
 
@@ -149,9 +160,15 @@ static void nsa__scorer_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
     }
 }
 
-/* The plan of dense attention, whose spans are all keys that a query sees. */
+/* Keys are tokens, or compressed blocks of several. */
+static nsa__branch nsa__scorer_keys(const nsa_desc *d) {
+    return d->cmp_stride > 1 ? NSA__CMP : NSA__DENSE;
+}
+
+/* The plan of a branch whose spans are all keys that a query sees. */
 static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
-    nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__DENSE, 1, nsa__heads_near(d));
+    nsa__attend_plan p =
+        nsa__attend_plan_of(x, NULL, d, nsa__scorer_keys(d), 1, nsa__heads_near(d));
     nsa__head_job jobs[NSA__HEAD_SLOTS];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
@@ -174,12 +191,20 @@ NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d) {
     return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
+/* The descriptor for keys of `stride` tokens. */
+static const nsa_desc *nsa__score_desc(const nsa_desc *d, int stride, nsa_desc *own) {
+    d = nsa__rank_desc(d, own);
+    if (d) own->cmp_block = own->cmp_stride = stride ? stride : 1;
+    return d;
+}
+
 static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
     if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
     if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
     NSA__CHECK(
         nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, NSA__AT_q));
-    NSA__CHECK(nsa__check_view(&x->k, nsa__key_shape(d, d->dim), nsa__floats(), 0, NSA__AT_k));
+    NSA__CHECK(nsa__check_view(&x->k, nsa__branch_shape(d, nsa__scorer_keys(d), d->dim),
+                               nsa__floats(), 0, NSA__AT_k));
     if (x->weights.data)
         NSA__CHECK(nsa__check_view(&x->weights, nsa__query_shape(d, d->heads, 1), nsa__floats(), 0,
                                    NSA__AT_weights));
@@ -195,9 +220,10 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
     nsa__team team;
     nsa_attend attend;
     nsa_desc own;
-    d = nsa__rank_desc(d, &own);
-    NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
+    if (x->stride < 0) return nsa__error(NSA_ERROR_SIZE, NSA__AT_stride);
+    d = nsa__score_desc(d, x->stride, &own);
+    NSA__CHECK(nsa_desc_check(d));
     NSA__CHECK(nsa__score_check(x, d));
     memset(&attend, 0, sizeof attend);
     attend.q = x->q;

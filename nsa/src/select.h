@@ -27,8 +27,8 @@ static void nsa__rank_task(const void *context, int64_t index, void *scratch) {
             int64_t row = job->seq.row + t;
             nsa__load(scores, x->scores.dtype, nsa__row(&x->scores, job->seq.batch, row, head), n);
             nsa__order(scores, n);
-            nsa__rank(scores, n, job->d, job->tiles,
-                      (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, head));
+            nsa__rank(scores, n, nsa__forced_local(job->d, job->seq.tokens, query), job->d,
+                      job->tiles, (int32_t *)nsa__row(&x->blocks, job->seq.batch, row, head));
         }
 }
 

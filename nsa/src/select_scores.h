@@ -123,7 +123,8 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
         int64_t row = job->seq.row + query - job->seq.first;
         nsa__store_scores(job, &p->options.select->scores, query, f->scores);
-        nsa__rank(f->scores, candidates, p->d, p->tiles,
+        nsa__rank(f->scores, candidates, nsa__forced_local(p->d, job->seq.tokens, query), p->d,
+                  p->tiles,
                   (int32_t *)nsa__row(&p->options.select->blocks, job->seq.batch, row, job->head));
     }
 }

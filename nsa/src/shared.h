@@ -89,6 +89,7 @@
     X(scores, "scores")                       \
     X(act, "act")                             \
     X(pool, "pool")                           \
+    X(stride, "stride")                       \
     X(q, "q")                                 \
     X(k, "k")                                 \
     X(v, "v")                                 \

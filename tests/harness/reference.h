@@ -78,9 +78,10 @@ typedef struct ref_desc {
     int tokens, heads, kv_heads, dim, dim_v;
     int cmp_block, cmp_stride, slc_block, slc_count, slc_init, slc_local, window;
     int forced_on_top, score_max, window_before_self; /* options, 0 is the paper */
-    double scale;                                     /* never 0 here */
-    int not_causal;                                   /* every key is seen, no block forced */
-    int list_heads;                                   /* heads with lists, a multiple of kv_heads */
+    int whole_blocks; /* forced_on_top, and blocks that t sees a part of have no score */
+    double scale;     /* never 0 here */
+    int not_causal;   /* every key is seen, no block forced */
+    int list_heads;   /* heads with lists, a multiple of kv_heads */
 } ref_desc;
 
 /* Block i exists if all of its tokens do. */
@@ -117,8 +118,9 @@ static inline int ref_overlap(const ref_desc *d, int i, int j) {
 }
 
 static inline int ref_list_width(const ref_desc *d) {
-    int forced = d->forced_on_top && !d->not_causal;
-    return d->slc_count + (forced ? d->slc_init + d->slc_local : 0);
+    int first = d->not_causal ? 0 : d->slc_init;
+    int local = d->not_causal && !d->whole_blocks ? 0 : d->slc_local;
+    return d->slc_count + (d->forced_on_top ? first + local : 0);
 }
 
 /* ---- Masks: mask[T][Hk][keys] is 1 where the query sees the key; slc's has a mask for each head
@@ -447,15 +449,30 @@ static inline void ref_scores(const ref_desc *d, const double *q, const double *
     free(group);
 }
 
-/* The blocks that query t sees a token of. */
+/* Does query t see a token of block j, and does it see all that a block has? */
+static inline int ref_slc_sees(const ref_desc *d, int t, int j) {
+    int s = j * d->slc_block;
+    return s < d->tokens && (s <= t || d->not_causal);
+}
+static inline int ref_slc_whole(const ref_desc *d, int t, int j) {
+    int s = (j + 1) * d->slc_block - 1;
+    return s < d->tokens && (s <= t || d->not_causal);
+}
+
+/* The blocks that query t may read: those that it sees a token of. */
 static inline int ref_candidates(const ref_desc *d, int t) {
-    return d->not_causal ? ref_slc_count(d, d->tokens) : t / d->slc_block + 1;
+    int n = 0;
+    while (ref_slc_sees(d, t, n)) n++;
+    return n - (d->whole_blocks && !d->slc_local && n > 0 && !ref_slc_whole(d, t, n - 1));
 }
 
 /* Is block j forced for query t: one of the first `slc_init`, or of the last `slc_local` up to t's
- * own? */
+   own? Where only whole blocks have a score: one that is not. */
 static inline int ref_forced(const ref_desc *d, int t, int j) {
     int own = t / d->slc_block;
+    if (d->whole_blocks)
+        return ref_slc_sees(d, t, j) &&
+               (!ref_slc_whole(d, t, j) || (!d->not_causal && j < d->slc_init));
     return !d->not_causal && j <= own && (j < d->slc_init || j > own - d->slc_local);
 }
 
@@ -498,14 +515,14 @@ static inline void ref_select(const ref_desc *d, const double *scores, int32_t *
 
 typedef struct ref_scorer {
     ref_prec prec;
-    int relu, mean;        /* of a product; over a block's tokens (else their maximum) */
-    const double *q, *k;   /* [T][H][D], [T][Hk][D] */
+    int relu, mean;        /* of a product; over a block's keys (else their maximum) */
+    const double *q, *k;   /* [T][H][D], [T / stride][Hk][D] */
     const double *weights; /* [T][H], or NULL: 1 */
+    int stride;            /* tokens that a key stands for: their last must not lie after t */
 } ref_scorer;
 
-/* scores[T][heads with lists][J], J blocks of T tokens: for every token that t sees the weighted
-   sum over the heads of a list; then over the tokens of a block that t sees. -inf where t sees
-   none. */
+/* scores[T][heads with lists][J], J blocks of T tokens: for every key that t sees the weighted sum
+   over the heads of a list; then over the keys of a block that t sees. -inf where t sees none. */
 static inline void ref_token_scores(const ref_desc *d, const ref_scorer *x, double *scores) {
     int J = ref_slc_count(d, d->tokens), G = d->heads / d->list_heads;
     for (int row = 0; row < d->tokens * d->list_heads; row++) {
@@ -515,15 +532,16 @@ static inline void ref_token_scores(const ref_desc *d, const ref_scorer *x, doub
         for (int j = 0; j < J; j++) {
             double sum = 0, largest = -INFINITY;
             int n = 0;
-            for (int s = j * d->slc_block; s < (j + 1) * d->slc_block && s < d->tokens; s++) {
-                if (s > t && !d->not_causal) continue;
+            for (int key = 0; (key + 1) * x->stride <= d->tokens; key++) {
+                int first = key * x->stride, last = first + x->stride - 1;
+                if (first / d->slc_block != j || (last > t && !d->not_causal)) continue;
                 n++;
                 double token = 0;
                 for (int h = list * G; h < (list + 1) * G; h++) {
                     size_t query = (size_t)(t * d->heads + h);
                     double dot =
                         ref_dot(x->prec, x->q + query * (size_t)d->dim,
-                                x->k + (size_t)(s * d->kv_heads + hk) * (size_t)d->dim, d->dim);
+                                x->k + (size_t)(key * d->kv_heads + hk) * (size_t)d->dim, d->dim);
                     if (x->relu && dot < 0) dot = 0;
                     token = ref_sum(x->prec, token + (x->weights ? x->weights[query] : 1) * dot);
                 }

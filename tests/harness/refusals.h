@@ -155,7 +155,7 @@ static const refused_field refused_fields[] = {
     FIELD(slc_local, 3, NSA_ERROR_SLC_COUNT),
     FIELD(window, 0, NSA_ERROR_SIZE),
     FIELD(window, -20, NSA_ERROR_SIZE),
-    FIELD(forced, 2, NSA_ERROR_OPTION),
+    FIELD(forced, 3, NSA_ERROR_OPTION),
     FIELD(score_map, -1, NSA_ERROR_OPTION),
     FIELD(window_rule, 2, NSA_ERROR_OPTION),
     FIELD(gate, 3, NSA_ERROR_OPTION),

@@ -257,7 +257,8 @@ static inline ref_desc ref_desc_of(const nsa_desc *d, int tokens) {
     r.cmp_block = d->cmp_block, r.cmp_stride = d->cmp_stride, r.slc_block = d->slc_block;
     r.slc_count = d->slc_count, r.slc_init = d->slc_init, r.slc_local = d->slc_local;
     r.window = d->window;
-    r.forced_on_top = d->forced == NSA_FORCED_ON_TOP;
+    r.forced_on_top = d->forced != NSA_FORCED_INSIDE;
+    r.whole_blocks = d->forced == NSA_FORCED_TAIL;
     r.score_max = d->score_map == NSA_SCORE_OVERLAP_MAX;
     r.window_before_self = d->window_rule == NSA_WINDOW_BEFORE_SELF;
     r.not_causal = d->mask == NSA_MASK_NONE;
