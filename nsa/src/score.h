@@ -3,8 +3,8 @@
    of_key[i] = sum_h weights[t, h] act(q[t, h] . k[i]) for query t and the heads h of a group. The
    score of block j is the maximum or the mean of of_key[i] over those i of the block that t sees.
    Tasks iterate over keys as dense attention does, tile by tile; over keys of several tokens as cmp
-   does. A tile may hold parts of several blocks, and a block may cover
-   several tiles, so a block's score is pooled part by part. */
+   does. A tile may hold parts of several blocks, and a block may cover several tiles, so a block's
+   score is pooled part by part. */
 #pragma once
 #include "select.h"
 
