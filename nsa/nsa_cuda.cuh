@@ -26,7 +26,12 @@
      have run, so outputs may be partly written; any other error has touched nothing.
    - The stream's device must be current (cudaSetDevice): kernels are loaded onto the current
      device. The first call of a kind loads its kernels, which takes long and may not be captured;
-     nsa_cuda_load and nsa_cuda_load_decode do it ahead of time.
+     nsa_cuda_load and nsa_cuda_load_decode do it ahead of time. After cudaDeviceReset no call may
+     follow: kernels have lost what they had asked for.
+   - Every device of compute capability 8.0 or later serves every width and dtype. A block of
+     threads takes up to 99 KB of shared memory, all that 8.6, 8.9 and 12.0 have; code for sm_90a
+     up to the 227 KB of 9.0, which alone runs it. An older device has no code to load: its first
+     call returns NSA_ERROR_CUDA and has launched nothing.
    - What lies on the device is not checked on the host: begins, firsts, pages and block lists may
      hold anything, and no kernel leaves its views' rows for it (packed rows end at begins[B], and
      those of a ragged batch's queries at the sum of counts, which are trusted; compressed rows are

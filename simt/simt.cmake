@@ -25,7 +25,7 @@ set(NSA_SIMT_TEXT "kernels run on the CPU, with the headers in ${NSA_CUDA_HEADER
 
 # Never sanitized itself: it moves stacks, and reads what the sanitizers guard. The switch between
 # stacks has two forms; machines that can have both test both.
-set(nsa_simt_sources async atomic bulk checker collective graph launch mbarrier memory report runtime
+set(nsa_simt_sources async atomic bulk checker collective graph kernel launch mbarrier memory report runtime
     schedule tensor tsan wgmma)
 list(TRANSFORM nsa_simt_sources REPLACE "(.+)" "${CMAKE_CURRENT_LIST_DIR}/src/\\1.cpp")
 add_library(nsa_simt OBJECT ${nsa_simt_sources})

@@ -184,6 +184,7 @@ static __global__ void __launch_bounds__(32 * nsa__cuda_dq_shape<T, DK, DV, NSA_
     const nsa__cuda_attend_params &params = all.branch[0];
     NSA_SHARED(nsa__cuda_attend_head, at, );
     NSA_SHARED(nsa__cuda_query_tile, tile_rows, );
+    static_assert(nsa__cuda_shared_fits<shape::BYTES, sizeof at + sizeof tile_rows>::value);
     if (threadIdx.x == 0) {
         at = nsa__cuda_attend_head_of(params, blockIdx.x);
         tile_rows = nsa__cuda_query_tile_of(params, at, BLOCK_M);
@@ -418,6 +419,9 @@ __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>::THREADS,
 
     NSA_SHARED(nsa__cuda_attend_head, at, );
     NSA_SHARED(nsa__cuda_key_work, work, );
+    static_assert(
+        nsa__cuda_shared_fits<shape::BYTES, sizeof tables + sizeof queries + sizeof indices +
+                                                sizeof at + sizeof work>::value);
     if (threadIdx.x == 0) {
         at = nsa__cuda_attend_head_of(params, blockIdx.x);
         work = params.branch == NSA__KEYS_SLC ? nsa__cuda_key_work_of_block(params, at, BLOCK_N)

@@ -513,6 +513,9 @@ static __global__ void __launch_bounds__(384, 1)
     NSA_SHARED(nsa__cuda_attend_head, at, );
     NSA_SHARED(nsa__cuda_key_work, work, );
     NSA_SHARED(nsa__cuda_dkv_plan, plan, );
+    static_assert(nsa__cuda_shared_fits<shape::BYTES, sizeof tables + sizeof rows + sizeof full +
+                                                          sizeof empty + sizeof bad + sizeof at +
+                                                          sizeof work + sizeof plan>::value);
     const nsa__cuda_dkv_memory<T, BLOCK_M> pipe = {
         k, v + BLOCK_N * DV, tables, rows, full, empty, bad, &plan};
     if (threadIdx.x == 0) {
@@ -548,6 +551,7 @@ static __global__ void __launch_bounds__(384, 1)
         nsa__cuda_tile_clean<T, DK, BLOCK_N>(k, 16 * warp);
         nsa__cuda_tile_clean<T, DV, BLOCK_N>(v, 16 * warp);
     }
+    /* also those that the producers copied (nsa__cuda_attend_forward_sm90_kernel says why) */
     nsa__fence_async(); /* copied and cleaned rows, before the warpgroups multiply them */
     nsa__barrier_sync(2, shape::CONSUMERS);
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};

@@ -131,6 +131,9 @@ static __global__ void __launch_bounds__(384, 1)
     const nsa__cuda_attend_params &params = all.branch[0];
     NSA_SHARED(nsa__cuda_attend_head, heads, [3]); /* they differ in their key rows */
     NSA_SHARED(nsa__cuda_query_tile, tile_rows, );
+    static_assert(nsa__cuda_shared_fits<shape::BYTES, sizeof tiles + sizeof groups + sizeof full +
+                                                          sizeof empty + sizeof heads +
+                                                          sizeof tile_rows>::value);
     if (threadIdx.x == 0) {
         for (int i = 0; i < all.branches; i++)
             heads[i] = nsa__cuda_attend_head_of(all.branch[i], blockIdx.x);

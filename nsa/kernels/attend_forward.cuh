@@ -33,6 +33,7 @@ static __global__ void __launch_bounds__(32 *
 
     NSA_SHARED(nsa__cuda_attend_head, at, );
     NSA_SHARED(nsa__cuda_query_tile, tile_rows, );
+    static_assert(nsa__cuda_shared_fits<shape::BYTES, sizeof at + sizeof tile_rows>::value);
     if (threadIdx.x == 0) {
         at = nsa__cuda_attend_head_of(params, blockIdx.x);
         tile_rows = nsa__cuda_query_tile_of(params, at, BLOCK_M);

@@ -129,6 +129,9 @@ static __global__ void __launch_bounds__(384, 1)
 
     NSA_SHARED(nsa__cuda_attend_head, at, );
     NSA_SHARED(nsa__cuda_query_tile, tile_rows, );
+    static_assert(nsa__cuda_shared_fits<shape::BYTES, sizeof tiles + sizeof groups + sizeof full +
+                                                          sizeof empty + sizeof at +
+                                                          sizeof tile_rows>::value);
     if (threadIdx.x == 0) {
         at = nsa__cuda_attend_head_of(params, blockIdx.x);
         tile_rows = nsa__cuda_query_tile_of(params, at, BLOCK_M);
@@ -157,6 +160,10 @@ static __global__ void __launch_bounds__(384, 1)
     const int warp = static_cast<int>(threadIdx.x) / 32;
     nsa__cuda_forward_begin(rows, params, at, tile_rows,
                             nsa__cuda_tile_clean<T, DK, BLOCK_M>(q, 16 * warp));
+    /* The producers copied some of these rows and have not fenced. A product may read them all the
+       same: between a write and a read by another proxy a fence may stand anywhere on the path of
+       causality (PTX ISA, memory consistency model, "Causality order"), and from the block barrier
+       to the product that path leads through this one. */
     nsa__fence_async(); /* copied and cleaned rows, before the warpgroup multiplies them */
     nsa__barrier_sync(2 + warp / 4, 128);
     float out[DV / 8][4] = {};

@@ -546,13 +546,24 @@ static __global__ void nsa__cuda_attend_scan_kernel(nsa__cuda_attend_params para
 
 /* ---- Tiles in shared memory ---------------------------------------------------------------- */
 
-/* The dynamic shared memory that a thread block may have: on every architecture from 8.0 on, and on
-   Hopper, where static bytes have 2 KB beside it. */
-enum { NSA__SHARED_MOST = 99 * 1024 - 2048, NSA__SHARED_HOPPER = 227 * 1024 - 2048 };
+/* The shared memory that a thread block may have: on every device from 8.0 on (8.6, 8.9 and 12.0
+   have the least), and on Hopper. Tiles have 2 KB less, for what is static. */
+enum { NSA__SHARED_DEVICE = 99 * 1024, NSA__SHARED_DEVICE_HOPPER = 227 * 1024 };
+enum {
+    NSA__SHARED_MOST = NSA__SHARED_DEVICE - 2048,
+    NSA__SHARED_HOPPER = NSA__SHARED_DEVICE_HOPPER - 2048
+};
 
 /* The shapes of tiles differ by architecture. Device code knows its own; the host asks which code
    its device has loaded (nsa__cuda_on_hopper). */
 enum { NSA__HOPPER = NSA__USES_WGMMA };
+
+/* For a kernel to assert: its dynamic bytes fit beside those of its arrays, which are filled up
+   to a multiple of 1024. */
+template <size_t DYNAMIC, size_t ARRAYS> struct nsa__cuda_shared_fits {
+    static constexpr size_t most = NSA__HOPPER ? NSA__SHARED_DEVICE_HOPPER : NSA__SHARED_DEVICE;
+    static constexpr bool value = (ARRAYS + 1023) / 1024 * 1024 + DYNAMIC <= most;
+};
 
 #ifdef NSA_SIMT
 static inline nsa_status nsa__cuda_on_hopper(bool *hopper) {

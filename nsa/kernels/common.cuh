@@ -11,10 +11,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The dynamic shared memory that a launch asks leave for, if it takes more than 48 KB. A kernel
-   whose launches differ in size stays within it: so all of them ask the same, and no host thread
-   takes back what another has just asked for. Static bytes fit beside it on devices from 8.0 on. */
-enum { NSA__SHARED_LIMIT = 95 * 1024 };
+#include <atomic>
+
+/* Dynamic shared memory begins at a multiple of it: the pattern of a swizzle repeats there. */
+enum { NSA__SHARED_ALIGN = 1024 };
 
 /* While a host thread loads kernels (nsa_cuda_load), its launches load the kernel and do nothing
    else. */
@@ -32,24 +32,26 @@ static thread_local bool nsa__loading = false;
 #define NSA__PTX_PURE(host, ...) (::simt::host)
 
 /* Shared memory. NSA_SHARED(float, scores, [4][64]) declares a static array; raw __shared__ does
-   not compile. NSA_SHARED_ALL(smem) names the launch's dynamic bytes, aligned to 1024. */
-#define NSA_SHARED(type, name, ...)                                              \
-    typedef type nsa__type_##name __VA_ARGS__;                                   \
-    static const char nsa__key_##name = 0;                                       \
-    nsa__type_##name &name = *static_cast<nsa__type_##name *>(                   \
-        ::simt::shared_static(&nsa__key_##name, #name, sizeof(nsa__type_##name), \
-                              alignof(nsa__type_##name), ::simt::site{__FILE__, __LINE__}))
-#define NSA_SHARED_ALL(name) unsigned char *name = ::simt::shared_dynamic()
+   not compile. NSA_SHARED_ALL(smem) names the launch's dynamic bytes. */
+#define NSA_SHARED(type, name, ...)                                                            \
+    typedef type nsa__type_##name __VA_ARGS__;                                                 \
+    struct nsa__array_##name {                                                                 \
+        enum : size_t { bytes = sizeof(nsa__type_##name), align = alignof(nsa__type_##name) }; \
+    };                                                                                         \
+    nsa__type_##name &name = *static_cast<nsa__type_##name *>(                                 \
+        ::simt::shared_static<nsa__array_##name>(#name, ::simt::site{__FILE__, __LINE__}))
+#define NSA_SHARED_ALL(name)                                    \
+    struct nsa__array_##name {                                  \
+        enum : size_t { bytes = 0, align = NSA__SHARED_ALIGN }; \
+    };                                                          \
+    unsigned char *name = ::simt::shared_dynamic<nsa__array_##name>()
 #define NSA_GRID_CONSTANT
 
 /* NSA_LAUNCH(kernel<T, 64>, grid, block, shared_bytes, stream, arguments...) -> cudaError_t */
-#define NSA_LAUNCH(...)         \
-    (nsa__loading ? cudaSuccess \
-                  : ::simt::launch(::simt::site{__FILE__, __LINE__}, #__VA_ARGS__, __VA_ARGS__))
+#define NSA_LAUNCH(...)  nsa__launch(::simt::site{__FILE__, __LINE__}, #__VA_ARGS__, __VA_ARGS__)
+#define NSA__LAUNCHED_AT ::simt::site at, const char *text,
 
 #else
-
-#include <atomic>
 
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -76,12 +78,17 @@ static thread_local bool nsa__loading = false;
 #define NSA_SHARED_ALL(name)        unsigned char *name = nsa__shared_all
 /* A kernel's parameter that is read where it lies, not copied, even by an index. */
 #define NSA_GRID_CONSTANT           __grid_constant__
-extern __shared__ __align__(1024) unsigned char nsa__shared_all[];
+extern __shared__ unsigned char __align__(NSA__SHARED_ALIGN) nsa__shared_all[];
 
 #define NSA_LAUNCH(...) nsa__launch(__VA_ARGS__)
+#define NSA__LAUNCHED_AT
 
-/* Which devices a kernel may use more than 48 KB of dynamic shared memory on: bit d for device d.
-   NULL if the table is full. Slots are found by the kernel's address and never freed. */
+#endif
+
+/* ---- Launch ------------------------------------------------------------------------------- */
+
+/* On which devices a kernel has asked for leave: bit d for device d. NULL if the table is full.
+   Slots are found by the kernel's address and never freed. */
 struct nsa__shared_slot {
     std::atomic<const void *> kernel;
     std::atomic<uint64_t> devices;
@@ -98,43 +105,65 @@ static inline std::atomic<uint64_t> *nsa__shared_devices(const void *kernel) {
     return NULL;
 }
 
-/* A kernel needs leave for more than 48 KB of dynamic shared memory, on each device once. Asking
-   costs microseconds and loads the kernel, so a second launch does not ask again. */
-static inline cudaError_t nsa__allow_shared(const void *kernel, size_t bytes) {
-    int device = 0;
-    const cudaError_t e = cudaGetDevice(&device);
+/* Dynamic and static shared bytes together may be 48 KB; for more a kernel needs leave, on each
+   device once. It asks for all that the device has beside its static bytes: then launches that
+   differ in size ask for the same, and no host thread takes back what another has asked for.
+   Asking costs microseconds and loads the kernel, so a second launch does not ask again. */
+static inline cudaError_t nsa__allow_shared(const void *kernel) {
+    int device = 0, most = 0;
+    cudaFuncAttributes has;
+    cudaError_t e = cudaGetDevice(&device);
     if (e != cudaSuccess) return e;
     std::atomic<uint64_t> *devices = device < 64 ? nsa__shared_devices(kernel) : NULL;
     const uint64_t bit = uint64_t(1) << device % 64;
     if (devices && devices->load() & bit) return cudaSuccess;
-    const size_t least = NSA__SHARED_LIMIT, limit = bytes > least ? bytes : least;
-    const cudaError_t failed = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
-    if (failed == cudaSuccess && devices) devices->fetch_or(bit);
-    return failed;
+    e = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (e != cudaSuccess) return e;
+    e = cudaFuncGetAttributes(&has, kernel);
+    if (e != cudaSuccess) return e;
+    /* up to where dynamic bytes begin, whether or not sharedSizeBytes counts as far */
+    const int before = (static_cast<int>(has.sharedSizeBytes) + NSA__SHARED_ALIGN - 1) /
+                       NSA__SHARED_ALIGN * NSA__SHARED_ALIGN;
+    e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - before);
+    if (e == cudaSuccess && devices) devices->fetch_or(bit);
+    return e;
+}
+
+/* The bytes of a kernel's parameters, each at a multiple of its alignment. */
+template <typename... Params> constexpr size_t nsa__parameter_bytes() {
+    size_t bytes = 0;
+    ((bytes = (bytes + alignof(Params) - 1) / alignof(Params) * alignof(Params) + sizeof(Params)),
+     ...);
+    return bytes;
 }
 
 template <typename... Params, typename... Args>
-static inline cudaError_t nsa__launch(void (*kernel)(Params...), dim3 grid, dim3 block,
-                                      size_t shared_bytes, cudaStream_t stream, Args &&...args) {
+static inline cudaError_t nsa__launch(NSA__LAUNCHED_AT void (*kernel)(Params...), dim3 grid,
+                                      dim3 block, size_t shared_bytes, cudaStream_t stream,
+                                      Args &&...args) {
+    static_assert(nsa__parameter_bytes<Params...>() <= 4096,
+                  "drivers before CUDA 12.1 take no more");
     const void *const address = reinterpret_cast<const void *>(kernel);
-    if (shared_bytes > 48 * 1024) {
-        const cudaError_t e = nsa__allow_shared(address, shared_bytes);
+    if (shared_bytes > 0) {
+        const cudaError_t e = nsa__allow_shared(address);
         if (e != cudaSuccess) return e;
     }
     if (nsa__loading) {
         cudaFuncAttributes loaded;
         return cudaFuncGetAttributes(&loaded, address);
     }
+#ifdef NSA_SIMT
+    return ::simt::launch(at, text, kernel, grid, block, shared_bytes, stream,
+                          static_cast<Args &&>(args)...);
+#else
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     return cudaLaunchKernelEx(&config, kernel, static_cast<Args &&>(args)...);
-}
-
 #endif
+}
 
 /* Bytes of device memory, set on the stream. */
 static inline cudaError_t nsa__memset(void *to, int value, size_t bytes, cudaStream_t stream) {

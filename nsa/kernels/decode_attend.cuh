@@ -433,6 +433,7 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * 16, lane = threadIdx.x % 32;
 
     NSA_SHARED(nsa__cuda_decode_block, block, );
+    static_assert(nsa__cuda_shared_fits<shape::CMP_BYTES, sizeof block>::value);
     if (threadIdx.x == 0) {
         const unsigned splits = static_cast<unsigned>(params.splits);
         const unsigned number = atomicAdd(params.begun, 1u) - NSA__DECODE_UNTOLD;
@@ -513,6 +514,7 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
     const nsa__cuda_decode_params &params = both.of[second];
 
     NSA_SHARED(nsa__cuda_decode_block, block, );
+    static_assert(nsa__cuda_shared_fits<shape::BYTES, sizeof block>::value);
     if (threadIdx.x == 0)
         block = nsa__cuda_decode_block_of(params, blockIdx.x / static_cast<unsigned>(splits),
                                           split - second * both.of[0].splits, ROWS);

@@ -387,11 +387,11 @@ struct nsa__cuda_new_rows {
 };
 
 /* New rows begin .. end - 1 of one kv head, those of the block's word of 64, a warp to a row:
-   make(which, key, c, value) makes eight elements. Bits of older keys stay. By a block. */
+   make(which, key, c, value) makes eight elements. Bits of older keys stay. By a block, which
+   shares `bad`. */
 template <typename Make>
 NSA__DEVICE void nsa__cuda_decode_put(const nsa_desc &d, const nsa__cuda_new_rows &rows, int pair,
-                                      int begin, int end, Make make) {
-    NSA_SHARED(unsigned, bad, [2]);
+                                      int begin, int end, unsigned (&bad)[2], Make make) {
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
     const int b = pair / d.kv_heads, head = pair % d.kv_heads;
     const int word = begin / 64 + static_cast<int>(blockIdx.x) / (d.batch * d.kv_heads);
@@ -444,6 +444,7 @@ nsa__cuda_decode_append_kernel(const NSA_GRID_CONSTANT nsa_cache cache,
                                const NSA_GRID_CONSTANT nsa__cuda_decode_inputs inputs, int count,
                                const int32_t *counts, nsa__cuda_decode_step step, nsa_reads *reads,
                                nsa_status *verdict) {
+    NSA_SHARED(unsigned, bad, [2]);
     const nsa_desc &d = cache.desc;
     const auto &input = inputs.of[blockIdx.y];
     const int pair = static_cast<int>(blockIdx.x) % (d.batch * d.kv_heads);
@@ -454,7 +455,7 @@ nsa__cuda_decode_append_kernel(const NSA_GRID_CONSTANT nsa_cache cache,
         if (verdict && threadIdx.x == 0) *verdict = refused;
     }
     const int2 place = nsa__cuda_step_place(cache, b, count, counts, refused);
-    nsa__cuda_decode_put(d, input.rows, pair, place.x, place.x + place.y,
+    nsa__cuda_decode_put(d, input.rows, pair, place.x, place.x + place.y, bad,
                          [&](int which, int key, int c, float(&value)[8]) {
                              const nsa_tensor &from = input.from[which];
                              nsa__load8(value, from.dtype,
@@ -513,11 +514,12 @@ struct nsa__cuda_decode_made {
 static __global__ void
 nsa__cuda_decode_blocks_kernel(nsa_desc d, const NSA_GRID_CONSTANT nsa__cuda_decode_made made,
                                nsa__cuda_decode_step step) {
+    NSA_SHARED(unsigned, bad, [2]);
     const int pair = static_cast<int>(blockIdx.x) % (d.batch * d.kv_heads);
     const int b = pair / d.kv_heads, head = pair % d.kv_heads;
     const nsa__cuda_new_blocks blocks = nsa__cuda_new_blocks_of(d, step.places[b]);
     nsa__cuda_decode_put(
-        d, made.rows, pair, blocks.first, blocks.first + blocks.count,
+        d, made.rows, pair, blocks.first, blocks.first + blocks.count, bad,
         [&](int which, int key, int c, float(&value)[8]) {
             const nsa_compress &x = made.phi[which];
             if (x.phi == NSA_PHI_MLP) {

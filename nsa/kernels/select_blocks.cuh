@@ -223,6 +223,7 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     auto *lists = reinterpret_cast<uint64_t *>(lse2 + p.warps * 8 * NT);
 
     NSA_SHARED(nsa__cuda_select_place<T>, at, );
+    static_assert(nsa__cuda_shared_fits<NSA__SHARED_MOST, sizeof at>::value);
     if (threadIdx.x == 0) at = nsa__cuda_select_place_of<T, SCORER>(d, x, p);
     __syncthreads();
     if (at.first >= at.s.count) return;
@@ -288,7 +289,7 @@ static nsa__cuda_select_plan nsa__cuda_select_plan_of(const nsa_desc *d, size_t 
     const size_t tiles = 2 * static_cast<size_t>(keys) * static_cast<size_t>(padded) * element;
     const size_t sums = nsa__cuda_select_plan_ring(&p, keys);
     const size_t list = sizeof(uint64_t) * static_cast<size_t>(p.length);
-    const size_t room = NSA__SHARED_LIMIT - tiles;
+    const size_t room = NSA__SHARED_MOST - tiles;
     const size_t queries = static_cast<size_t>(p.queries);
     const size_t warp = queries * sums + sizeof(float) * static_cast<size_t>(wide);
     p.warps = NSA__SELECT_WARPS;
@@ -307,21 +308,21 @@ static int nsa__cuda_select_length(const nsa_desc *d) {
     return length < 1 ? 1 : length;
 }
 
-/* The pipeline's launch, of which `p` is the plan. All ask leave for the same shared memory
-   (NSA__SHARED_LIMIT says why). */
+/* The pipeline's launch, of which `p` is the plan. */
 template <typename T, int D>
 static nsa_status nsa__cuda_select_launch_pipe(const nsa_select *x, const nsa_desc *d,
                                                const nsa__cuda_select_plan &p, float scale2,
                                                cudaStream_t stream) {
     using shape = nsa__cuda_select_pipe<T, D>;
+    constexpr int LEAST = D > 128 ? 4 : 2; /* two columns of 192 have no room for their sums */
     const auto kernel = p.columns == 16  ? nsa__cuda_select_blocks_sm90_kernel<T, D, 16>
                         : p.columns == 8 ? nsa__cuda_select_blocks_sm90_kernel<T, D, 8>
                         : p.columns == 4 ? nsa__cuda_select_blocks_sm90_kernel<T, D, 4>
-                                         : nsa__cuda_select_blocks_sm90_kernel<T, D, 2>;
+                                         : nsa__cuda_select_blocks_sm90_kernel<T, D, LEAST>;
     dim3 grid;
     NSA__CHECK(nsa__cuda_grid(p.tiles.total * d->kv_heads, &grid));
     return nsa__cuda_status(NSA_LAUNCH(kernel, grid, dim3(shape::CONSUMERS + shape::PRODUCERS),
-                                       NSA__SHARED_HOPPER, stream, *d, *x, p, scale2));
+                                       p.shared_bytes, stream, *d, *x, p, scale2));
 }
 
 /* NT: a warp's columns over 8. */

@@ -240,6 +240,7 @@ static __global__ void __launch_bounds__(640, 1)
     NSA_SHARED_ALL(bytes);
     NSA_SHARED(uint64_t, full, [2 * STAGES]);
     NSA_SHARED(nsa__cuda_select_place<T>, at, );
+    static_assert(nsa__cuda_shared_fits<NSA__SHARED_HOPPER, sizeof full + sizeof at>::value);
     T *const q = reinterpret_cast<T *>(bytes);
     uint64_t *const empty = full + STAGES; /* from one address: a turn computes one */
     const nsa__cuda_select_stages<T> pipe = {q, q + BLOCK_M * D, full, empty};

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <tuple>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 
 #include <cuda.h>
@@ -90,8 +91,25 @@ cudaError_t launch(site at, const char *text, void (*kernel)(Params...), dim3 gr
                            shared_bytes, stream, &launcher<Params...>::call, &l, sizeof l});
 }
 
-void *shared_static(const void *key, const char *name, size_t bytes, size_t align, site at);
+/* A launch has to know the kernel's static bytes before anything runs. So each array has a type of
+   the kernel's own, whose name holds the kernel's, and which is noted before main. Dynamic memory
+   is noted as an array of no bytes, for its alignment. */
+bool declare_shared(const char *type_name, size_t bytes, size_t align);
+template <typename Array> struct declared_array { static const bool declared; };
+template <typename Array>
+const bool declared_array<Array>::declared = declare_shared(typeid(Array).name(), Array::bytes,
+                                                            Array::align);
+
+void *shared_static(const char *type_name, const char *name, size_t bytes, size_t align, site at);
 unsigned char *shared_dynamic();
+template <typename Array> void *shared_static(const char *name, site at) {
+    static_cast<void>(&declared_array<Array>::declared);
+    return shared_static(typeid(Array).name(), name, Array::bytes, Array::align, at);
+}
+template <typename Array> unsigned char *shared_dynamic() {
+    static_cast<void>(&declared_array<Array>::declared);
+    return shared_dynamic();
+}
 
 /* ---- Barriers and warp operations --------------------------------------------------------- */
 

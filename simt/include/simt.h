@@ -4,8 +4,10 @@
 #ifndef SIMT_H
 #define SIMT_H
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace simt {
 
@@ -20,7 +22,8 @@ struct settings {
     unsigned preempt; /* checker only: one access in so many yields; 0: never */
     int architecture; /* 80, 86, 89, 90, 100 or 120: the limits that launches are held to */
     bool coarse;      /* tensor cores cut sums off, ex2 and lg2 err, as far as a device's may */
-    bool quiet;       /* no report on stderr: for tests that plant a fault */
+    bool ask;   /* launches are held to the limits, but neither they nor sets and copies run */
+    bool quiet; /* no report on stderr: for tests that plant a fault */
 };
 settings &config();
 
@@ -35,6 +38,14 @@ struct counters {
 };
 const counters &count();
 void reset_counters();
+
+/* The functions of the objects that hold launched kernels. */
+struct function {
+    std::string symbol;
+    size_t static_bytes; /* of shared memory, up to where dynamic memory begins */
+    bool launched;       /* or asked for a launch that was not refused */
+};
+std::vector<function> functions();
 
 /* The checker's calls are compiled into this program. */
 bool checking();

@@ -3,6 +3,7 @@
 #include "async.h"
 #include "checker.h"
 #include "graph.h"
+#include "kernel.h"
 #include "machine.h"
 #include "memory.h"
 #include "runtime.h"
@@ -43,10 +44,12 @@ int environment_word(const char *name, const char *const *words) {
 settings from_environment() {
     static const char *const orders[] = {"in_order", "reversed", "random", nullptr};
     static const char *const landings[] = {"late", "early", nullptr};
+    static const char *const launches[] = {"run", "ask", nullptr};
     static const char *const roundings[] = {"nearest", "device", nullptr};
     settings s = {};
     s.schedule = static_cast<order>(environment_word("NSA_SIMT_SCHEDULE", orders));
     s.early = environment_word("NSA_SIMT_ASYNC", landings) == 1;
+    s.ask = environment_word("NSA_SIMT_LAUNCHES", launches) == 1;
     s.coarse = environment_word("NSA_SIMT_ROUNDING", roundings) == 1;
     s.seed = environment_number("NSA_SIMT_SEED", 1);
     s.preempt = static_cast<unsigned>(environment_number("NSA_SIMT_PREEMPT", 0));
@@ -88,8 +91,23 @@ std::string kernel_name(const char *arguments) {
     return std::string(arguments, p);
 }
 
+/* Static and dynamic bytes have 48 KB together, or what the kernel has leave for, if the device has
+   it. ptxas refuses more static ones. */
+bool shared_fits(const launch_request &r) {
+    const kernel_facts &k = facts_of(r.kernel);
+    const size_t limit = dynamic_limit(k), most = chosen_architecture().shared_per_block_optin;
+    const bool fits = k.static_bytes <= shared_without_leave && r.shared_bytes <= limit &&
+                      k.static_bytes + r.shared_bytes <= most;
+    if (!fits && !config().quiet)
+        fprintf(stderr,
+                "simt: refused: %s asks for %zu dynamic bytes of shared memory beside %zu static "
+                "ones; it has leave for %zu, sm_%d has %zu a block; launched at %s:%d\n",
+                kernel_name(r.text).c_str(), r.shared_bytes, k.static_bytes, limit,
+                config().architecture, most, r.at.file, r.at.line);
+    return fits;
+}
+
 cudaError_t check_limits(const launch_request &r) {
-    const architecture &a = *find_architecture(config().architecture);
     const uint64_t threads = uint64_t(r.block.x) * r.block.y * r.block.z;
     if (r.grid.x == 0 || r.grid.y == 0 || r.grid.z == 0 || threads == 0)
         return cudaErrorInvalidConfiguration;
@@ -97,8 +115,7 @@ cudaError_t check_limits(const launch_request &r) {
         return cudaErrorInvalidConfiguration;
     if (r.grid.x > 2147483647u || r.grid.y > 65535 || r.grid.z > 65535)
         return cudaErrorInvalidConfiguration;
-    if (r.shared_bytes > a.shared_per_block_optin) return cudaErrorInvalidValue;
-    if (r.params_bytes > 32764) return cudaErrorInvalidValue;
+    if (!shared_fits(r)) return cudaErrorInvalidValue;
     if (!known_stream(r.stream)) return cudaErrorInvalidResourceHandle;
     return cudaSuccess;
 }
@@ -171,6 +188,8 @@ cudaError_t launch_checked(const launch_request &request) {
     if (e != cudaSuccess) return remember(e);
     const cudaError_t refused = refused_on_stream(request.stream);
     if (refused != cudaSuccess) return refused;
+    facts_of(request.kernel).launched = true;
+    if (config().ask) return cudaSuccess;
     if (!capture(request.stream, kept_launch(request))) run_launch(request);
     return cudaSuccess;
 }

@@ -8,6 +8,7 @@
 #include "memory.h"
 
 #include "checker.h"
+#include "kernel.h"
 #include "machine.h"
 
 #include <algorithm>
@@ -230,20 +231,18 @@ unsigned char *shared_dynamic() {
     return arena + 1024;
 }
 
-void *shared_static(const void *key, const char *name, size_t bytes, size_t align, site at) {
+void *shared_static(const char *type_name, const char *name, size_t bytes, size_t align, site at) {
     require_thread("NSA_SHARED", at);
     for (int i = 0; i < static_count; i++)
-        if (statics[i].key == key) return statics[i].start;
+        if (statics[i].key == type_name) return statics[i].start;
     unsigned char *start =
         arena + round_up(static_cast<size_t>(arena_next - arena), align < 16 ? 16 : align);
-    size_t total = bytes;
-    for (int i = 0; i < static_count; i++) total += statics[i].bytes;
-    /* dynamic bytes, which begin at a multiple of 1024, stand behind: ptxas fills up to there */
-    if (dynamic_bytes) total = round_up(total, 1024) + dynamic_bytes;
-    if (total > shared_limit_per_block() || static_count == 64)
-        fail(at, text("NSA_SHARED(%s): %zu bytes of shared memory; sm_%d has %zu a block", name,
-                      total, config().architecture, shared_limit_per_block()));
-    statics[static_count++] = {key, name, start, bytes};
+    if (static_count == 64) fail(at, text("NSA_SHARED(%s): one of more than 64 arrays", name));
+    if (!declares(the.request.kernel, type_name))
+        fail(at, text("NSA_SHARED(%s) stands in a function that the kernel calls: a launch would "
+                      "not know of its %zu bytes; declare it in the kernel",
+                      name, bytes));
+    statics[static_count++] = {type_name, name, start, bytes};
     memset(start, 0xff, bytes);
     arena_next = start + bytes;
     lay_red_zone(arena_next, shared_red_zone);

@@ -29,8 +29,6 @@ bool shared_end(phrase *damage); /* false: a red zone was written */
 bool shared_owns(const void *address, size_t bytes);
 bool global_red_zones(phrase *damage);
 
-size_t shared_limit_per_block(); /* of the chosen architecture, opt-in */
-
 } // namespace simt
 
 #endif

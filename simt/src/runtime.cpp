@@ -5,6 +5,7 @@
 
 #include "checker.h"
 #include "graph.h"
+#include "kernel.h"
 #include "machine.h"
 #include "memory.h"
 
@@ -25,10 +26,6 @@ const architecture architectures[] = {
     {100, "simt, limits of a B200", 148, 227 * kib, 228 * kib, 2048, 32, 126 * mib},
     {120, "simt, limits of an RTX 5090", 170, 99 * kib, 100 * kib, 1536, 24, 96 * mib},
 };
-
-const architecture &chosen() {
-    return *find_architecture(config().architecture);
-}
 
 cudaError_t last = cudaSuccess, sticky = cudaSuccess;
 
@@ -89,7 +86,7 @@ void fill_properties(cudaDeviceProp *p, const architecture &a) {
     *p = {};
     snprintf(p->name, sizeof p->name, "%s", a.name);
     p->totalGlobalMem = size_t(16) << 30;
-    p->sharedMemPerBlock = 48 * kib;
+    p->sharedMemPerBlock = shared_without_leave;
     p->sharedMemPerBlockOptin = a.shared_per_block_optin;
     p->sharedMemPerMultiprocessor = a.shared_per_multiprocessor;
     p->reservedSharedMemPerBlock = kib;
@@ -118,8 +115,8 @@ const architecture *find_architecture(int number) {
     return nullptr;
 }
 
-size_t shared_limit_per_block() {
-    return chosen().shared_per_block_optin;
+const architecture &chosen_architecture() {
+    return *find_architecture(config().architecture);
 }
 
 cudaError_t remember(cudaError_t e) {
@@ -167,6 +164,7 @@ static const struct {
     {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
     {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration",
      "invalid configuration argument"},
+    {cudaErrorInvalidDeviceFunction, "cudaErrorInvalidDeviceFunction", "invalid device function"},
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     {cudaErrorSymbolNotFound, "cudaErrorSymbolNotFound", "named symbol not found"},
@@ -214,17 +212,18 @@ cudaError_t cudaDeviceSynchronize() {
     return refused_by_capture() != cudaSuccess ? last : sticky;
 }
 cudaError_t cudaDeviceReset() {
+    forget_leave();
     sticky = last = cudaSuccess;
     return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     if (!p || device != 0) return remember(device ? cudaErrorInvalidDevice : cudaErrorInvalidValue);
-    fill_properties(p, chosen());
+    fill_properties(p, chosen_architecture());
     return sticky;
 }
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
     if (device != 0) return remember(cudaErrorInvalidDevice);
-    const architecture &a = chosen();
+    const architecture &a = chosen_architecture();
     switch (static_cast<int>(attribute)) {
     case cudaDevAttrMaxThreadsPerBlock:
         *value = 1024;
@@ -233,7 +232,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
         *value = 32;
         break;
     case cudaDevAttrMaxSharedMemoryPerBlock:
-        *value = 48 * 1024;
+        *value = static_cast<int>(shared_without_leave);
         break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
         *value = static_cast<int>(a.shared_per_block_optin);
@@ -309,6 +308,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
                             cudaStream_t stream) {
     if (!known_stream(stream)) return remember(cudaErrorInvalidResourceHandle);
     if (refused_on_stream(stream) != cudaSuccess) return last;
+    if (config().ask) return sticky;
     if (capture(stream, [=] { copy(to, from, bytes, kind); })) return cudaSuccess;
     return copy(to, from, bytes, kind);
 }
@@ -318,6 +318,7 @@ cudaError_t cudaMemset(void *to, int value, size_t bytes) {
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
     if (!known_stream(stream)) return remember(cudaErrorInvalidResourceHandle);
     if (refused_on_stream(stream) != cudaSuccess) return last;
+    if (config().ask) return sticky;
     if (capture(stream, [=] { set(to, value, bytes); })) return cudaSuccess;
     return set(to, value, bytes);
 }
@@ -395,27 +396,40 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void 
 
 /* ---- Functions ---------------------------------------------------------------------------- */
 
-cudaError_t cudaFuncSetAttribute(const void *, cudaFuncAttribute attribute, int value) {
-    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize &&
-        (value < 0 || static_cast<size_t>(value) > chosen().shared_per_block_optin))
+/* Leave is for dynamic bytes that the device has beside the static ones. */
+cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value) {
+    if (!kernel) return remember(cudaErrorInvalidDeviceFunction);
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return sticky;
+    kernel_facts &k = facts_of(kernel);
+    const size_t most = chosen_architecture().shared_per_block_optin;
+    if (value < 0 || static_cast<size_t>(value) + k.static_bytes > most)
         return remember(cudaErrorInvalidValue);
+    k.leave = value;
     return sticky;
 }
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel) {
+    if (!attributes) return remember(cudaErrorInvalidValue);
+    if (!kernel) return remember(cudaErrorInvalidDeviceFunction);
+    const kernel_facts &k = facts_of(kernel);
     *attributes = {};
     attributes->maxThreadsPerBlock = 1024;
+    attributes->sharedSizeBytes = k.static_bytes;
+    attributes->maxDynamicSharedSizeBytes = static_cast<int>(dynamic_limit(k));
+    attributes->binaryVersion = attributes->ptxVersion = config().architecture;
     return sticky;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int threads,
-                                                          size_t shared_bytes) {
-    const architecture &a = chosen();
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *kernel,
+                                                          int threads, size_t shared_bytes) {
+    const architecture &a = chosen_architecture();
     if (!blocks || threads < 1 || threads > 1024) return remember(cudaErrorInvalidValue);
+    if (!kernel) return remember(cudaErrorInvalidDeviceFunction);
+    const size_t shared = facts_of(kernel).static_bytes + shared_bytes;
     const int warps = (threads + 31) / 32;
     const int by_threads = a.threads_per_multiprocessor / (32 * warps);
-    const int by_shared = static_cast<int>(a.shared_per_multiprocessor / (shared_bytes + kib));
+    const int by_shared = static_cast<int>(a.shared_per_multiprocessor / (shared + kib));
     *blocks = by_threads < by_shared ? by_threads : by_shared;
     if (*blocks > a.blocks_per_multiprocessor) *blocks = a.blocks_per_multiprocessor;
-    if (shared_bytes > a.shared_per_block_optin) *blocks = 0;
+    if (shared > a.shared_per_block_optin) *blocks = 0;
     return sticky;
 }
 

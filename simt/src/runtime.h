@@ -17,6 +17,7 @@ struct architecture {
     size_t l2_bytes;
 };
 const architecture *find_architecture(int number); /* nullptr: not one of them */
+const architecture &chosen_architecture();
 
 cudaError_t remember(cudaError_t e); /* what cudaGetLastError returns next; returns e */
 void set_sticky(cudaError_t e);      /* what every call returns from now on */

@@ -171,6 +171,9 @@ void __tsan_write_range(void *p, size_t bytes) {
     type __tsan_atomic##bits##_fetch_sub(volatile type *p, type v, int) {                       \
         return __atomic_fetch_sub(p, v, __ATOMIC_SEQ_CST);                                      \
     }                                                                                           \
+    type __tsan_atomic##bits##_fetch_or(volatile type *p, type v, int) {                        \
+        return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST);                                       \
+    }                                                                                           \
     int __tsan_atomic##bits##_compare_exchange_strong(volatile type *p, type *old, type v, int, \
                                                       int) {                                    \
         return __atomic_compare_exchange_n(p, old, v, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);   \

@@ -144,10 +144,26 @@ static __global__ void trap_kernel(int *out) {
     if (threadIdx.x == 3) FAULT(__trap());
     out[threadIdx.x] = 1;
 }
-static __global__ void too_much_shared_kernel(int *out) {
-    NSA_SHARED(int, big, [20000]);
-    FAULT(void(0)), big[threadIdx.x] = 1;
+NSA__DEVICE int shared_elsewhere(int x) {
+    NSA_SHARED(int, one, [1]);
+    FAULT(void(0)), one[0] = x;
+    return one[0];
+}
+static __global__ void shared_elsewhere_kernel(int *out) {
+    out[0] = shared_elsewhere(1);
+}
+static __global__ void too_much_static_kernel(int *out) {
+    NSA_SHARED(int, big, [12 * 1024 + 1]);
+    big[threadIdx.x] = 1;
     out[threadIdx.x] = big[threadIdx.x];
+}
+/* 1000 static bytes, which fill up to 1024. One for each architecture: a kernel asks for leave
+   once. */
+template <int ARCH> static __global__ void limits_kernel(int *out) {
+    NSA_SHARED(char, some, [1000]);
+    NSA_SHARED_ALL(bytes);
+    some[threadIdx.x] = bytes[threadIdx.x] = 1;
+    out[threadIdx.x] = some[threadIdx.x];
 }
 static __global__ void fine_kernel(int *out) {
     out[threadIdx.x] = 1;
@@ -216,20 +232,8 @@ static void test_copy_faults() {
 static void test_other_faults() {
     device_array<int> out(64);
     PLANTED(32, "__trap", trap_kernel, out.data);
-    simt::config().architecture = 86;
-    for (const size_t beyond : {size_t(0), size_t(1), size_t(896)}) {
-        /* 80000 static bytes fill up to 80896 */
-        plant();
-        EXPECT(NSA_LAUNCH(too_much_shared_kernel, 1, 64, 20480 + beyond, nullptr, out.data) ==
-               cudaSuccess);
-        fault_line = 0;
-        if (beyond)
-            EXPECT_REPORT(beyond == 1 ? "101377 bytes of shared memory; sm_86 has 101376 a block"
-                                      : "102272 bytes of shared memory");
-        else
-            EXPECT(cudaGetLastError() == cudaSuccess);
-    }
-    simt::config().architecture = 90;
+    PLANTED(1, "NSA_SHARED(one) stands in a function that the kernel calls",
+            shared_elsewhere_kernel, out.data);
 }
 
 /* ---- What the runtime refuses -------------------------------------------------------------- */
@@ -239,6 +243,70 @@ static void expect_refused(cudaError_t got, cudaError_t want) {
     EXPECT_EQUAL(cudaPeekAtLastError(), want);
     EXPECT_EQUAL(cudaGetLastError(), want);
     EXPECT_EQUAL(cudaGetLastError(), cudaSuccess); /* a refused launch leaves nothing behind */
+}
+
+/* Without leave static and dynamic bytes have 48 KB together, with leave what the device has. Leave
+   is for what lies beside the static bytes, and is lost with a reset. */
+template <int ARCH> static void test_shared_limit(size_t most) {
+    device_array<int> out(32);
+    const auto kernel = limits_kernel<ARCH>;
+    const auto launch = [&](size_t bytes) {
+        return simt::launch(simt::site{__FILE__, __LINE__}, "limits_kernel", kernel, 1, 32, bytes,
+                            nullptr, out.data);
+    };
+    const auto allow = [&](size_t bytes) {
+        return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(bytes));
+    };
+    const size_t beside = most - 1024, without = 47 * 1024;
+    simt::config().architecture = ARCH;
+    simt::config().quiet = true;
+    EXPECT(launch(without) == cudaSuccess);
+    expect_refused(launch(without + 1), cudaErrorInvalidValue);
+    expect_refused(launch(48 * 1024), cudaErrorInvalidValue);
+    expect_refused(allow(beside + 1), cudaErrorInvalidValue);
+    expect_refused(allow(most), cudaErrorInvalidValue);
+    cudaFuncAttributes has;
+    EXPECT(cudaFuncGetAttributes(&has, kernel) == cudaSuccess);
+    EXPECT_EQUAL(has.sharedSizeBytes, 1024);
+    EXPECT_EQUAL(has.maxDynamicSharedSizeBytes, without);
+    EXPECT(allow(without + 1) == cudaSuccess && launch(without + 1) == cudaSuccess);
+    expect_refused(launch(without + 2), cudaErrorInvalidValue);
+    EXPECT(allow(beside) == cudaSuccess && launch(beside) == cudaSuccess);
+    EXPECT(cudaDeviceReset() == cudaSuccess);
+    expect_refused(launch(without + 1), cudaErrorInvalidValue);
+    EXPECT(NSA_LAUNCH(kernel, 1, 32, beside, nullptr, out.data) == cudaSuccess); /* it asks */
+    expect_refused(NSA_LAUNCH(kernel, 1, 32, beside + 1, nullptr, out.data), cudaErrorInvalidValue);
+    expect_refused(NSA_LAUNCH(too_much_static_kernel, 1, 32, 0, nullptr, out.data),
+                   cudaErrorInvalidValue);
+    int has_most = 0;
+    EXPECT(cudaDeviceGetAttribute(&has_most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) ==
+           cudaSuccess);
+    EXPECT_EQUAL(has_most, most);
+    simt::config().quiet = false;
+    simt::config().architecture = 90;
+}
+
+/* CUDA C++ Programming Guide, technical specifications by compute capability. */
+static void test_shared_limits() {
+    test_shared_limit<80>(163 * 1024);
+    test_shared_limit<86>(99 * 1024);
+    test_shared_limit<89>(99 * 1024);
+    test_shared_limit<90>(227 * 1024);
+    test_shared_limit<100>(227 * 1024);
+    test_shared_limit<120>(99 * 1024);
+}
+
+/* Launches that are only asked for are refused as others are, and do not run; nor do copies. */
+static void test_asked_launches() {
+    device_array<int> out(std::vector<int>(32, 7));
+    simt::config().ask = true;
+    EXPECT(NSA_LAUNCH(fine_kernel, 1, 32, 0, nullptr, out.data) == cudaSuccess);
+    EXPECT(cudaMemsetAsync(out.data, 0, 128, nullptr) == cudaSuccess);
+    expect_refused(NSA_LAUNCH(fine_kernel, 1, 1025, 0, nullptr, out.data),
+                   cudaErrorInvalidConfiguration);
+    simt::config().ask = false;
+    EXPECT_EQUAL(out.read()[5], 7);
 }
 
 static void test_launch_errors() {
@@ -253,21 +321,6 @@ static void test_launch_errors() {
                    cudaErrorInvalidConfiguration);
     expect_refused(NSA_LAUNCH(fine_kernel, dim3(1, 65536), 32, 0, nullptr, p),
                    cudaErrorInvalidConfiguration);
-    const struct {
-        int architecture;
-        size_t most;
-    } limits[] = {{80, 163}, {86, 99}, {89, 99}, {90, 227}, {100, 227}, {120, 99}};
-    for (const auto &l : limits) {
-        simt::config().architecture = l.architecture;
-        EXPECT(NSA_LAUNCH(fine_kernel, 1, 32, l.most * 1024, nullptr, p) == cudaSuccess);
-        expect_refused(NSA_LAUNCH(fine_kernel, 1, 32, l.most * 1024 + 1, nullptr, p),
-                       cudaErrorInvalidValue);
-        int most = 0;
-        EXPECT(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) ==
-               cudaSuccess);
-        EXPECT_EQUAL(most, l.most * 1024);
-    }
-    simt::config().architecture = 90;
     cudaStream_t stream = nullptr;
     EXPECT(cudaStreamCreate(&stream) == cudaSuccess);
     EXPECT(NSA_LAUNCH(fine_kernel, 1, 32, 0, stream, p) == cudaSuccess);
@@ -393,6 +446,8 @@ static void test_memory_errors() {
 }
 
 int main() {
+    test_shared_limits();
+    test_asked_launches();
     for (const simt::order o :
          {simt::order::in_order, simt::order::reversed, simt::order::random}) {
         simt::config().schedule = o;
