@@ -482,11 +482,13 @@ static __global__ void __launch_bounds__(32 * NSA__PAGES_WARPS, 1)
     NSA_SHARED(int, first, [1]);
     const int thread = static_cast<int>(threadIdx.x);
     bool found = false;
+    /* Once: it stays so until there is a fault, and with that the loop ends. So it does not matter
+       if a compiler reads it before it looks at `found`. */
+    if (thread == 0) first[0] = d.batch;
     for (int base = 0; base < d.batch && !found; base += NSA__PAGES_WARPS) {
         const int b = base + thread / 32;
         nsa_cuda_page_verdict mine = {NSA_OK, 0, 0, 0, 0};
         if (b < d.batch) mine = nsa__cuda_page_fault_of(d, b);
-        if (thread == 0) first[0] = d.batch;
         found = __syncthreads_or(mine.reason);
         if (mine.reason && thread % 32 == 0) atomicMin(&first[0], b);
         __syncthreads();

@@ -228,6 +228,9 @@ static __global__ void __launch_bounds__(NSA__CHECK_THREADS, 1)
     const int thread = static_cast<int>(threadIdx.x);
     nsa_cuda_block_verdict mine = {};
     bool found = false;
+    /* Once: it stays so until there is a fault, and with that the loops end. So it does not matter
+       if a compiler reads it before it looks at `found`. */
+    if (thread == 0) first[0] = NSA__CHECK_THREADS;
     for (int b = 0; b < d.batch && !found; b++) {
         const nsa__sequence s = nsa__sequence_of(d, b);
         const int64_t lists = static_cast<int64_t>(s.count) * d.kv_heads;
@@ -243,7 +246,6 @@ static __global__ void __launch_bounds__(NSA__CHECK_THREADS, 1)
                                             &mine.reason);
                 if (slot >= 0) mine = {mine.reason, b, query, head, slot, list[slot]};
             }
-            if (thread == 0) first[0] = NSA__CHECK_THREADS;
             found = __syncthreads_or(slot >= 0);
             if (slot >= 0) atomicMin(&first[0], thread);
             __syncthreads();
