@@ -7398,12 +7398,10 @@ static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branc
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
     const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
-    int shared_prefix; /* queries before this position are left out: see nsa__shared_prefix */
-    int ring;          /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
-    int64_t *reads;    /* NULL, or of each query and kv head: how many keys it has read */
+    int ring;                 /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
+    int64_t *reads;           /* NULL, or of each query and kv head: how many keys it has read */
     const nsa_gate
         *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
-    int both;  /* with gate: queries before this position take slc's g too */
     const nsa_tensor *dots; /* with gate: NULL, or where dout . out of every row goes, by branch */
     const struct nsa__gate_job
         *last; /* forward: NULL, or the gate, of which this branch's rows are the last */
@@ -7444,7 +7442,6 @@ typedef struct nsa__head_job {
     nsa__share share;
     int heads; /* jobs that run at once, side by side in one array */
     nsa__seq seq;
-    int skipped;              /* queries of the sequence before options.shared_prefix */
     int head, kv_head;        /* which of plan->heads, and whose keys */
     int task_queries;         /* queries of a task */
     int keys;                 /* rows of K that the sequence has */
@@ -7519,14 +7516,14 @@ static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
 
 /* The tasks of one head, and of all heads at hand. */
 static int64_t nsa__head_tasks(const nsa__head_job *job) {
-    return nsa__ceil_div(job->seq.count - job->skipped, job->task_queries);
+    return nsa__ceil_div(job->seq.count, job->task_queries);
 }
 static int64_t nsa__query_tasks(const nsa__head_job *job) {
     return job->heads * nsa__head_tasks(job);
 }
 /* The first query of a head's task. */
 static int64_t nsa__task_begin(const nsa__head_job *job, int64_t task) {
-    return job->skipped + task * job->task_queries;
+    return task * job->task_queries;
 }
 
 /* The row of a key in K or V, or in their gradients. */
@@ -8176,9 +8173,8 @@ static void nsa__in_place_sums(const nsa__in_place *f, const nsa__head_job *job,
 /* Sets sequence and kv head; computes the range of tiles its queries need. */
 static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int heads) {
     const nsa__attend_plan *p = job->plan;
-    int prefix = p->options.shared_prefix, last = seq->first + seq->count - 1;
+    int last = seq->first + seq->count - 1;
     job->seq = *seq;
-    job->skipped = (int)nsa__max(0, nsa__min(prefix - (int64_t)seq->first, seq->count));
     job->head = head;
     job->kv_head = head / p->sharers;
     job->heads = heads;
@@ -8441,19 +8437,10 @@ typedef struct nsa__gate_job {
     const nsa_gate *x, *dx;
     const nsa_desc *d;
     const nsa__tiles *tiles;
-    const nsa__pairs *pairs;    /* NULL, or what stores rows of bf16 */
-    const nsa_attention *whole; /* the chain's forward: slc's rows of the queries before `prefix` */
-    int prefix;                 /* are win's, and have not been written yet */
-    const nsa_tensor *dots; /* NULL, or the chain's backward: dout . out of every row, by branch */
-    nsa__seq seq;           /* of the gate's own tasks */
+    const nsa__pairs *pairs; /* NULL, or what stores rows of bf16 */
+    const nsa_tensor *dots;  /* NULL, or the chain's backward: dout . out of every row, by branch */
+    nsa__seq seq;            /* of the gate's own tasks */
 } nsa__gate_job;
-
-static void nsa__copy_row(const nsa_tensor *from, const nsa_tensor *to, int64_t batch, int64_t at,
-                          int head, int width) {
-    nsa_real row[NSA__MAX_DIM];
-    nsa__load(row, from->dtype, nsa__row(from, batch, at, head), width);
-    nsa__store(to->dtype, nsa__row(to, batch, at, head), row, width);
-}
 
 /* out = sum_i g[i] branch[i] of query t of a sequence and one head. */
 static void nsa__gate_row(const nsa__gate_job *p, const nsa__seq *seq, int64_t t, int head) {
@@ -8465,10 +8452,6 @@ static void nsa__gate_row(const nsa__gate_job *p, const nsa__seq *seq, int64_t t
     const nsa_real *x[3];
     nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
     nsa__gate_weights(d->gate, g);
-    if (seq->first + t < p->prefix) {
-        nsa__copy_row(&p->whole->out_win, &p->whole->out_slc, batch, at, head, dim_v);
-        nsa__copy_row(&p->whole->lse_win, &p->whole->lse_slc, batch, at, head, 1);
-    }
     for (int i = 0; i < 3; i++) {
         x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
         if (nsa__rows_of_reals(branch[i], dim_v)) continue;
@@ -8774,8 +8757,7 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
              head++) {
             jobs[n] = *any;
             nsa__set_head(&jobs[n], &seq, head, 0);
-            n += jobs[n].skipped < seq.count;
-            if (n < nsa__few_at_once(p)) continue;
+            if (++n < nsa__few_at_once(p)) continue;
             nsa__forward_few_run(jobs, n, team);
             n = 0;
         }
@@ -8874,9 +8856,7 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
     nsa_real logits[3];
     nsa__load_gates(logits, &p->options.gate->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
-    nsa_real g = nsa__gate_weight(d->gate, logits, (int)p->branch);
-    if (query < p->options.both) g += nsa__gate_weight(d->gate, logits, NSA__SLC);
-    return g;
+    return nsa__gate_weight(d->gate, logits, (int)p->branch);
 }
 
 /* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output.
@@ -9358,7 +9338,7 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
    Twin: kernels/attend_branches.cuh. Not here: what they run (attend_forward.h,
    attend_backward.h). */
 
-static const nsa__attend_options nsa__no_options = {NULL, 0, 0, NULL, NULL, 0, NULL, NULL};
+static const nsa__attend_options nsa__no_options = {NULL, 0, NULL, NULL, NULL, NULL};
 
 static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
     return nsa__desc_using(d, nsa__traits_of[branch].uses, own);
@@ -10077,16 +10057,12 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     }
 }
 
-/* The same dg from the dots of the branches' backward. Queries before `prefix` have win's alone,
-   because slc left them out. */
+/* The same dg from the dots of the branches' backward. */
 static void nsa__gate_add_dots(const nsa__gate_job *p, int64_t at, int gate_head, nsa_real dg[3]) {
     int sharers = p->d->heads / p->d->gate_heads;
-    int shared = p->seq.first + at - p->seq.row < p->prefix;
     for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
         const nsa_real *dot = (const nsa_real *)nsa__row(p->dots, p->seq.batch, at, h);
-        dg[NSA__CMP] += dot[NSA__CMP];
-        dg[NSA__SLC] += dot[shared ? NSA__WIN : NSA__SLC];
-        dg[NSA__WIN] += dot[NSA__WIN];
+        for (int i = 0; i < 3; i++) dg[i] += dot[i];
     }
 }
 
@@ -10200,18 +10176,6 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
     return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
 }
 
-/* For queries before this position slc and win both see every key: the window reaches key 0, and a
-   list has room for all candidates. If K, V and the tile size are equal too, win computes these
-   queries and slc copies the result. The tile size matters, because the same tiles in the same
-   order give the same bits. */
-static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
-    int64_t window = (int64_t)d->window + (d->window_rule != NSA_WINDOW_COUNTS_SELF);
-    if (d->mask == NSA_MASK_NONE) return 0;
-    if (!nsa__same_view(&x->k_slc, &x->k_win) || !nsa__same_view(&x->v_slc, &x->v_win)) return 0;
-    if (nsa__tile_size(d, NSA__SLC) != NSA__TILE || x->out_slc.dtype != x->out_win.dtype) return 0;
-    return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
-}
-
 /* One call of the chain: its views, and the plans of the branches, which point to the views. */
 typedef struct nsa__chain_plan {
     nsa__chain views;
@@ -10221,11 +10185,10 @@ typedef struct nsa__chain_plan {
 /* p must not be moved afterwards, because the plans point to its views. */
 static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
     p->views = nsa__chain_of(x);
-    nsa__attend_options cmp = nsa__no_options, slc = nsa__no_options;
+    nsa__attend_options cmp = nsa__no_options;
     cmp.select = &p->views.select;
-    slc.shared_prefix = nsa__shared_prefix(x, d);
     p->branch[NSA__CMP] = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
-    p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
+    p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, nsa__no_options);
     p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
 }
 
@@ -10265,8 +10228,6 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, appends, workspace, bytes));
     NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, appends, workspace, bytes));
     nsa__gate_job gate = nsa__gate_job_make(NULL, &p.views.gate, d);
-    gate.whole = x;
-    gate.prefix = p.branch[NSA__SLC].options.shared_prefix;
     p.branch[NSA__WIN].options.last = &gate;
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
     return NSA_OK;
@@ -10451,24 +10412,6 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
     return nsa__check_gate_gradient(&dx->gates, &x->gates, d, logits, NSA__AT_gates);
 }
 
-/* nsa__shared_prefix, if slc and win share their gradients too and the lists of these queries hold
-   every candidate; otherwise 0. Lists are read, because backward takes them from the caller. A list
-   has no duplicates, so it is complete if its entry number (candidates - 1) is not -1. */
-static int nsa__shared_gradient_prefix(const nsa_attention *dx, const nsa_attention *x,
-                                       const nsa_desc *d) {
-    int prefix = nsa__shared_prefix(x, d);
-    if (!nsa__same_view(&dx->k_slc, &dx->k_win) || !nsa__same_view(&dx->v_slc, &dx->v_win))
-        return 0;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int t = 0; t < seq.count && seq.first + t < prefix; t++)
-            for (int head = 0; head < nsa__list_heads(d); head++) {
-                const int32_t *list =
-                    (const int32_t *)nsa__row(&x->blocks, seq.batch, seq.row + t, head);
-                if (list[nsa_slc_candidates(d, seq.first + t) - 1] < 0) return 0;
-            }
-    return prefix;
-}
-
 /* The view x from a row and head on, which become row 0 and head 0. */
 static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int head) {
     if (x.data) x.data = nsa__row(&x, batch, row, head);
@@ -10499,15 +10442,12 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
     return part;
 }
 
-/* One branch of the heads of a gate job. slc leaves out the queries before `prefix`. win, the last
-   branch, takes them with weight g_win + g_slc, because p, k and v of both are equal there. */
+/* One branch of the heads of a gate job. */
 static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
                                              const nsa_attend *dx, const nsa__gate_job *gate,
                                              nsa__branch branch, const nsa_desc *whole,
                                              size_t bytes) {
     nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole, g->threads);
-    p.options.shared_prefix = branch == NSA__SLC ? gate->prefix : 0;
-    p.options.both = branch == NSA__WIN ? gate->prefix : 0;
     p.options.gate = gate->x;
     p.options.dots = gate->dots;
     return nsa__backward_run(&p, g->rest, bytes);
@@ -10527,8 +10467,7 @@ static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, 
    heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
                                             const nsa_attention *x, const nsa_desc *d,
-                                            const nsa__chain_at *at, int kv_heads, int prefix,
-                                            size_t bytes) {
+                                            const nsa__chain_at *at, int kv_heads, size_t bytes) {
     const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
     const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
     const nsa__chain c = nsa__chain_of(x);
@@ -10546,7 +10485,6 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     all.out = dx->out;
     logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);
     dlogits.logits = nsa__view_at(dx->gates, at->seq.batch, at->seq.row, gate_head);
-    gate.prefix = prefix;
     gate.dots = dx->gates.data ? &g->dots : NULL;
     if (q->owner) nsa__flush_run(&dq, d);
     for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
@@ -10604,12 +10542,12 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
     nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
-    int prefix = nsa__shared_gradient_prefix(dx, x, d), some = g->kv_heads;
+    int some = g->kv_heads;
     nsa__chain_at at;
     for (at.seq = nsa__seq_begin(d); at.seq.index < d->batch; nsa__seq_next(d, &at.seq))
         for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
             int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
-            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, prefix, bytes));
+            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, bytes));
         }
     NSA__CHECK(nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
                                             sum[NSA__SUM_K_CMP].view, g->rest, bytes));
@@ -10931,9 +10869,9 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
         s = nsa__compress_go(NULL, &one->v_cmp, d, raw, 1, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
     const nsa__gate_job gate = nsa__gate_job_make(NULL, &c.gate, d);
-    const nsa__attend_options of_cmp = {&c.select, 0, 0, reads, NULL, 0, NULL, NULL},
-                              of_slc = {NULL, 0, 0, reads + each, NULL, 0, NULL, NULL},
-                              of_win = {NULL, 0, win, reads + 2 * each, NULL, 0, NULL, &gate};
+    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, NULL, NULL},
+                              of_slc = {NULL, 0, reads + each, NULL, NULL, NULL},
+                              of_win = {NULL, win, reads + 2 * each, NULL, NULL, &gate};
     const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
                                        nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
                                        nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};

@@ -81,9 +81,7 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
     nsa_real logits[3];
     nsa__load_gates(logits, &p->options.gate->logits, d, job->seq.batch,
                     job->seq.row + query - job->seq.first, head / (d->heads / d->gate_heads));
-    nsa_real g = nsa__gate_weight(d->gate, logits, (int)p->branch);
-    if (query < p->options.both) g += nsa__gate_weight(d->gate, logits, NSA__SLC);
-    return g;
+    return nsa__gate_weight(d->gate, logits, (int)p->branch);
 }
 
 /* Scales a row of dout by its gate, which saves the chain a gradient of every branch's output.

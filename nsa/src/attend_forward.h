@@ -293,8 +293,7 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
              head++) {
             jobs[n] = *any;
             nsa__set_head(&jobs[n], &seq, head, 0);
-            n += jobs[n].skipped < seq.count;
-            if (n < nsa__few_at_once(p)) continue;
+            if (++n < nsa__few_at_once(p)) continue;
             nsa__forward_few_run(jobs, n, team);
             n = 0;
         }

@@ -13,12 +13,10 @@
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
     const nsa_select *select; /* NULL, or cmp's forward writes lists too, to this view */
-    int shared_prefix; /* queries before this position are left out: see nsa__shared_prefix */
-    int ring;          /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
-    int64_t *reads;    /* NULL, or of each query and kv head: how many keys it has read */
+    int ring;                 /* a decoding cache's window: see nsa__rows; 0 if rows are straight */
+    int64_t *reads;           /* NULL, or of each query and kv head: how many keys it has read */
     const nsa_gate
         *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
-    int both;  /* with gate: queries before this position take slc's g too */
     const nsa_tensor *dots; /* with gate: NULL, or where dout . out of every row goes, by branch */
     const struct nsa__gate_job
         *last; /* forward: NULL, or the gate, of which this branch's rows are the last */
@@ -59,7 +57,6 @@ typedef struct nsa__head_job {
     nsa__share share;
     int heads; /* jobs that run at once, side by side in one array */
     nsa__seq seq;
-    int skipped;              /* queries of the sequence before options.shared_prefix */
     int head, kv_head;        /* which of plan->heads, and whose keys */
     int task_queries;         /* queries of a task */
     int keys;                 /* rows of K that the sequence has */
@@ -134,14 +131,14 @@ static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
 
 /* The tasks of one head, and of all heads at hand. */
 static int64_t nsa__head_tasks(const nsa__head_job *job) {
-    return nsa__ceil_div(job->seq.count - job->skipped, job->task_queries);
+    return nsa__ceil_div(job->seq.count, job->task_queries);
 }
 static int64_t nsa__query_tasks(const nsa__head_job *job) {
     return job->heads * nsa__head_tasks(job);
 }
 /* The first query of a head's task. */
 static int64_t nsa__task_begin(const nsa__head_job *job, int64_t task) {
-    return job->skipped + task * job->task_queries;
+    return task * job->task_queries;
 }
 
 /* The row of a key in K or V, or in their gradients. */

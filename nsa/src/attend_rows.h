@@ -8,9 +8,8 @@
 /* Sets sequence and kv head; computes the range of tiles its queries need. */
 static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int heads) {
     const nsa__attend_plan *p = job->plan;
-    int prefix = p->options.shared_prefix, last = seq->first + seq->count - 1;
+    int last = seq->first + seq->count - 1;
     job->seq = *seq;
-    job->skipped = (int)nsa__max(0, nsa__min(prefix - (int64_t)seq->first, seq->count));
     job->head = head;
     job->kv_head = head / p->sharers;
     job->heads = heads;

@@ -32,18 +32,6 @@ static nsa_status nsa__attention_check(const nsa_attention *x, const nsa_desc *d
     return nsa__gate_check(&c.gate, d, forward, &nsa__chain_gate);
 }
 
-/* For queries before this position slc and win both see every key: the window reaches key 0, and a
-   list has room for all candidates. If K, V and the tile size are equal too, win computes these
-   queries and slc copies the result. The tile size matters, because the same tiles in the same
-   order give the same bits. */
-static int nsa__shared_prefix(const nsa_attention *x, const nsa_desc *d) {
-    int64_t window = (int64_t)d->window + (d->window_rule != NSA_WINDOW_COUNTS_SELF);
-    if (d->mask == NSA_MASK_NONE) return 0;
-    if (!nsa__same_view(&x->k_slc, &x->k_win) || !nsa__same_view(&x->v_slc, &x->v_win)) return 0;
-    if (nsa__tile_size(d, NSA__SLC) != NSA__TILE || x->out_slc.dtype != x->out_win.dtype) return 0;
-    return (int)nsa__min(d->tokens, nsa__min(window, (int64_t)d->slc_count * d->slc_block));
-}
-
 /* One call of the chain: its views, and the plans of the branches, which point to the views. */
 typedef struct nsa__chain_plan {
     nsa__chain views;
@@ -53,11 +41,10 @@ typedef struct nsa__chain_plan {
 /* p must not be moved afterwards, because the plans point to its views. */
 static void nsa__chain_plan_make(nsa__chain_plan *p, const nsa_attention *x, const nsa_desc *d) {
     p->views = nsa__chain_of(x);
-    nsa__attend_options cmp = nsa__no_options, slc = nsa__no_options;
+    nsa__attend_options cmp = nsa__no_options;
     cmp.select = &p->views.select;
-    slc.shared_prefix = nsa__shared_prefix(x, d);
     p->branch[NSA__CMP] = nsa__forward_plan(&p->views.cmp, d, NSA__CMP, cmp);
-    p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, slc);
+    p->branch[NSA__SLC] = nsa__forward_plan(&p->views.slc, d, NSA__SLC, nsa__no_options);
     p->branch[NSA__WIN] = nsa__forward_plan(&p->views.win, d, NSA__WIN, nsa__no_options);
 }
 
@@ -97,8 +84,6 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, appends, workspace, bytes));
     NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, appends, workspace, bytes));
     nsa__gate_job gate = nsa__gate_job_make(NULL, &p.views.gate, d);
-    gate.whole = x;
-    gate.prefix = p.branch[NSA__SLC].options.shared_prefix;
     p.branch[NSA__WIN].options.last = &gate;
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
     return NSA_OK;
@@ -283,24 +268,6 @@ static nsa_status nsa__attention_gradient_check(const nsa_attention *dx, const n
     return nsa__check_gate_gradient(&dx->gates, &x->gates, d, logits, NSA__AT_gates);
 }
 
-/* nsa__shared_prefix, if slc and win share their gradients too and the lists of these queries hold
-   every candidate; otherwise 0. Lists are read, because backward takes them from the caller. A list
-   has no duplicates, so it is complete if its entry number (candidates - 1) is not -1. */
-static int nsa__shared_gradient_prefix(const nsa_attention *dx, const nsa_attention *x,
-                                       const nsa_desc *d) {
-    int prefix = nsa__shared_prefix(x, d);
-    if (!nsa__same_view(&dx->k_slc, &dx->k_win) || !nsa__same_view(&dx->v_slc, &dx->v_win))
-        return 0;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
-        for (int t = 0; t < seq.count && seq.first + t < prefix; t++)
-            for (int head = 0; head < nsa__list_heads(d); head++) {
-                const int32_t *list =
-                    (const int32_t *)nsa__row(&x->blocks, seq.batch, seq.row + t, head);
-                if (list[nsa_slc_candidates(d, seq.first + t) - 1] < 0) return 0;
-            }
-    return prefix;
-}
-
 /* The view x from a row and head on, which become row 0 and head 0. */
 static nsa_tensor nsa__view_at(nsa_tensor x, int64_t batch, int64_t row, int head) {
     if (x.data) x.data = nsa__row(&x, batch, row, head);
@@ -331,15 +298,12 @@ static nsa_attend nsa__attend_at(const nsa_attend *x, const nsa_desc *d, nsa__br
     return part;
 }
 
-/* One branch of the heads of a gate job. slc leaves out the queries before `prefix`. win, the last
-   branch, takes them with weight g_win + g_slc, because p, k and v of both are equal there. */
+/* One branch of the heads of a gate job. */
 static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const nsa_attend *x,
                                              const nsa_attend *dx, const nsa__gate_job *gate,
                                              nsa__branch branch, const nsa_desc *whole,
                                              size_t bytes) {
     nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole, g->threads);
-    p.options.shared_prefix = branch == NSA__SLC ? gate->prefix : 0;
-    p.options.both = branch == NSA__WIN ? gate->prefix : 0;
     p.options.gate = gate->x;
     p.options.dots = gate->dots;
     return nsa__backward_run(&p, g->rest, bytes);
@@ -359,8 +323,7 @@ static nsa__flush nsa__chain_dq(const nsa_tensor *sum, const nsa_attention *dx, 
    heads. */
 static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const nsa_attention *dx,
                                             const nsa_attention *x, const nsa_desc *d,
-                                            const nsa__chain_at *at, int kv_heads, int prefix,
-                                            size_t bytes) {
+                                            const nsa__chain_at *at, int kv_heads, size_t bytes) {
     const nsa__sum *sum = g->sum, *q = &sum[NSA__SUM_Q];
     const nsa_desc slice = nsa__chain_slice(d, &at->seq, kv_heads);
     const nsa__chain c = nsa__chain_of(x);
@@ -378,7 +341,6 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
     all.out = dx->out;
     logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);
     dlogits.logits = nsa__view_at(dx->gates, at->seq.batch, at->seq.row, gate_head);
-    gate.prefix = prefix;
     gate.dots = dx->gates.data ? &g->dots : NULL;
     if (q->owner) nsa__flush_run(&dq, d);
     for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
@@ -436,12 +398,12 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
         if (sum[i].owner) nsa__zero_tensor(&sum[i].view, nsa__sum_shape(d, i, &sum[i]), d);
     nsa__zero_tensor(&g->dk_cmp, nsa__cmp_shape(d, d->dim), d);
     nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
-    int prefix = nsa__shared_gradient_prefix(dx, x, d), some = g->kv_heads;
+    int some = g->kv_heads;
     nsa__chain_at at;
     for (at.seq = nsa__seq_begin(d); at.seq.index < d->batch; nsa__seq_next(d, &at.seq))
         for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
             int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
-            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, prefix, bytes));
+            NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, bytes));
         }
     NSA__CHECK(nsa__chain_compress_backward(&dx->k_cmp, &x->k_cmp, d, g->dk_cmp,
                                             sum[NSA__SUM_K_CMP].view, g->rest, bytes));

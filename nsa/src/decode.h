@@ -290,9 +290,9 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
         s = nsa__compress_go(NULL, &one->v_cmp, d, raw, 1, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
     const nsa__gate_job gate = nsa__gate_job_make(NULL, &c.gate, d);
-    const nsa__attend_options of_cmp = {&c.select, 0, 0, reads, NULL, 0, NULL, NULL},
-                              of_slc = {NULL, 0, 0, reads + each, NULL, 0, NULL, NULL},
-                              of_win = {NULL, 0, win, reads + 2 * each, NULL, 0, NULL, &gate};
+    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, NULL, NULL},
+                              of_slc = {NULL, 0, reads + each, NULL, NULL, NULL},
+                              of_win = {NULL, win, reads + 2 * each, NULL, NULL, &gate};
     const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
                                        nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
                                        nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};

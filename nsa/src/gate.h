@@ -42,16 +42,12 @@ static void nsa__gate_backward_head(const nsa__gate_job *p, int64_t at, int gate
     }
 }
 
-/* The same dg from the dots of the branches' backward. Queries before `prefix` have win's alone,
-   because slc left them out. */
+/* The same dg from the dots of the branches' backward. */
 static void nsa__gate_add_dots(const nsa__gate_job *p, int64_t at, int gate_head, nsa_real dg[3]) {
     int sharers = p->d->heads / p->d->gate_heads;
-    int shared = p->seq.first + at - p->seq.row < p->prefix;
     for (int h = gate_head * sharers; h < (gate_head + 1) * sharers; h++) {
         const nsa_real *dot = (const nsa_real *)nsa__row(p->dots, p->seq.batch, at, h);
-        dg[NSA__CMP] += dot[NSA__CMP];
-        dg[NSA__SLC] += dot[shared ? NSA__WIN : NSA__SLC];
-        dg[NSA__WIN] += dot[NSA__WIN];
+        for (int i = 0; i < 3; i++) dg[i] += dot[i];
     }
 }
 

@@ -7,19 +7,10 @@ typedef struct nsa__gate_job {
     const nsa_gate *x, *dx;
     const nsa_desc *d;
     const nsa__tiles *tiles;
-    const nsa__pairs *pairs;    /* NULL, or what stores rows of bf16 */
-    const nsa_attention *whole; /* the chain's forward: slc's rows of the queries before `prefix` */
-    int prefix;                 /* are win's, and have not been written yet */
-    const nsa_tensor *dots; /* NULL, or the chain's backward: dout . out of every row, by branch */
-    nsa__seq seq;           /* of the gate's own tasks */
+    const nsa__pairs *pairs; /* NULL, or what stores rows of bf16 */
+    const nsa_tensor *dots;  /* NULL, or the chain's backward: dout . out of every row, by branch */
+    nsa__seq seq;            /* of the gate's own tasks */
 } nsa__gate_job;
-
-static void nsa__copy_row(const nsa_tensor *from, const nsa_tensor *to, int64_t batch, int64_t at,
-                          int head, int width) {
-    nsa_real row[NSA__MAX_DIM];
-    nsa__load(row, from->dtype, nsa__row(from, batch, at, head), width);
-    nsa__store(to->dtype, nsa__row(to, batch, at, head), row, width);
-}
 
 /* out = sum_i g[i] branch[i] of query t of a sequence and one head. */
 static void nsa__gate_row(const nsa__gate_job *p, const nsa__seq *seq, int64_t t, int head) {
@@ -31,10 +22,6 @@ static void nsa__gate_row(const nsa__gate_job *p, const nsa__seq *seq, int64_t t
     const nsa_real *x[3];
     nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
     nsa__gate_weights(d->gate, g);
-    if (seq->first + t < p->prefix) {
-        nsa__copy_row(&p->whole->out_win, &p->whole->out_slc, batch, at, head, dim_v);
-        nsa__copy_row(&p->whole->lse_win, &p->whole->lse_slc, batch, at, head, 1);
-    }
     for (int i = 0; i < 3; i++) {
         x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
         if (nsa__rows_of_reals(branch[i], dim_v)) continue;
