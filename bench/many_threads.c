@@ -28,14 +28,11 @@ enum { MAX_THREADS = 1024, ROUNDS = 3, LINES_AT_ONCE = 10, FORK_LINES = 10 };
 /* -- recording -- */
 
 /* A task, or a step of one that takes turns: either it makes the task's share of a tile, or it adds
-   the oldest share that is held; then the task has left other tiles afterwards than before. A step
-   that makes a share and adds it at once, as one thread may in most tiles, is two events: other
-   threads may have to hold that share. */
+   the oldest share that is held; then the task has left other tiles afterwards than before. */
 typedef struct event {
     intptr_t what; /* the function; 0: a step */
     nsa__branch branch;
     int32_t task, follows, left, leaves;
-    int at_once;            /* adds the share of the event before, which has had the time for it */
     size_t bytes;           /* of the sums of a tile */
     double seconds, before; /* of it, and of what one thread alone did before it */
 } event;
@@ -45,8 +42,6 @@ typedef struct record {
     size_t count, room;
     double last;            /* when the last event ended */
     const int32_t *leaving; /* where the step at hand writes what it has left */
-    int held;               /* shares that its task held before it */
-    double adding[2];       /* seconds that a share takes to be added later, and its bytes */
 } record;
 
 static record recording;
@@ -85,25 +80,6 @@ static const void *note_task(intptr_t what, const void *context, int64_t index) 
     return context;
 }
 
-/* Seconds that the sum of two tiles of so many bytes takes, out of more memory than caches hold. */
-static double adding_seconds(size_t bytes) {
-    enum { TILES = 512 };
-    const int n = (int)(bytes / sizeof(nsa_real));
-    nsa_real *sums = (nsa_real *)allocate(TILES * bytes), *share = (nsa_real *)allocate(bytes);
-    double best = HUGE_VAL;
-    memset(sums, 0, TILES * bytes);
-    memset(share, 0, bytes);
-    for (int round = 0; round < ROUNDS; round++) {
-        double at = cpu_seconds();
-        for (int i = 0; i < TILES; i++) nsa__sum_up(sums + (ptrdiff_t)i * n, share, n);
-        at = cpu_seconds() - at;
-        best = at < best ? at : best;
-    }
-    free(sums);
-    free(share);
-    return best / TILES;
-}
-
 static void *note_step(const void *turns, void *place) {
     const nsa__turns *t = (const nsa__turns *)turns;
     const nsa__place *at = (const nsa__place *)place;
@@ -115,24 +91,7 @@ static void *note_step(const void *turns, void *place) {
     e->bytes = (size_t)(p->cut.tile * (p->wide + p->wide_v)) * sizeof(nsa_real);
     e->left = t->progress[at->task];
     recording.leaving = t->progress + at->task;
-    recording.held = at->begun ? ((const nsa__backward_place *)place)->task.held : 0;
     return place;
-}
-
-/* Makes two events of a step that added the share that it made. */
-static void note_added_at_once(size_t step) {
-    const event share = recording.events[step];
-    double *adding = recording.adding;
-    recording.events[step].leaves = share.left;
-    event *add = note_begin();
-    *add = share;
-    add->at_once = 1;
-    add->before = 0;
-    if (adding[1] != (double)share.bytes) {
-        adding[0] = adding_seconds(share.bytes);
-        adding[1] = (double)share.bytes;
-    }
-    add->seconds = adding[0];
 }
 
 static int note_end(int done) {
@@ -141,8 +100,6 @@ static int note_end(int done) {
     e->seconds = recording.last - e->seconds;
     if (e->what) return done;
     e->leaves = *recording.leaving;
-    if (!done && !recording.held && e->leaves != e->left) note_added_at_once(recording.count - 1);
-    recording.last = cpu_seconds();
     return done;
 }
 
@@ -215,7 +172,6 @@ typedef struct place {
     size_t share, add, end; /* of the events: the next of either kind, and behind the task's last */
     int32_t task;
     int claimed, held;
-    int at_once; /* the share at hand is added as it is made */
 } place;
 
 /* A task, as it is simulated. */
@@ -249,7 +205,7 @@ static size_t next_of(const turns *t, const place *p, size_t at, int add) {
 static void place_take(turns *t, place *p, int64_t of) {
     p->task = (int32_t)nsa__min(of, t->tasks);
     p->end = of < t->tasks ? t->task[p->task + 1].begin : 0;
-    p->claimed = p->held = p->at_once = 0;
+    p->claimed = p->held = 0;
     if (!p->end) return;
     p->share = next_of(t, p, t->task[p->task].begin, 0);
     p->add = next_of(t, p, t->task[p->task].begin, 1);
@@ -285,10 +241,9 @@ static int find_place(const turns *t, double now) {
 }
 
 /* When event `at` ends that thread `me` begins at `now`. Sums come from the core that had them. */
-static double event_end(const turns *t, place *p, size_t at, int me, double now) {
-    const event *e = &t->e[at], *next = at + 1 < p->end ? e + 1 : e;
-    p->at_once = next->at_once && !is_add(e) && !p->held && may_enter(t, e, next->leaves - 1, now);
-    if ((is_add(e) || p->at_once) && e->follows >= 0 && t->task[e->follows].thread != me)
+static double event_end(const turns *t, size_t at, int me, double now) {
+    const event *e = &t->e[at];
+    if (is_add(e) && e->follows >= 0 && t->task[e->follows].thread != me)
         now += t->m->line * (1 + (double)e->bytes / 64 / LINES_AT_ONCE);
     return now + e->seconds;
 }
@@ -311,7 +266,6 @@ static int finish(turns *t, place *p, size_t at, int me, double now) {
     } else {
         p->held += is_add(&t->e[at + 1]) && at + 2 < p->end;
         p->share = next_of(t, p, at + 1, 0);
-        if (p->at_once) return finish(t, p, at + 1, me, now);
     }
     return 0;
 }
@@ -329,7 +283,7 @@ static double replay_threads(turns *t) {
         place *p = at[me] < 0 ? NULL : &t->places[at[me]];
         if (p && doing[me] < p->end && finish(t, p, doing[me], me, now)) p = NULL;
         if (p && (doing[me] = next_event(t, p, now)) < p->end) {
-            clock[me] = event_end(t, p, doing[me], me, now);
+            clock[me] = event_end(t, doing[me], me, now);
             continue;
         }
         if (p) p->claimed = 0;
@@ -422,11 +376,10 @@ static summary replay(const machine *m, const record *r) {
         double alone = e->seconds, longest = 0, of_task = e->seconds;
         for (; i + n < r->count && same_region(&e[n - 1], &e[n]); n++) {
             int next = e[n].task != e[n - 1].task;
-            double seconds = e[n].at_once ? 0 : e[n].seconds;
-            of_task = (next ? 0 : of_task) + seconds;
+            of_task = (next ? 0 : of_task) + e[n].seconds;
             longest = of_task > longest ? of_task : longest;
             tasks += (size_t)next;
-            alone += seconds;
+            alone += e[n].seconds;
         }
         const char *branch = !e->what || is_attention(e->what) ? branches[e->branch] : "";
         add_part(&s, "one thread alone", "", 0, e->before, e->before, e->before);

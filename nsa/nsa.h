@@ -2649,16 +2649,13 @@ typedef struct nsa__asks {
 enum { NSA__ASKED = 4 * NSA__ALIGN };
 
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
-   keep[i] times what is there; softmax needs this to shrink a row's earlier sums. With `sum`, what
-   would be written is added to the same places of `sum` instead, and data stays as it is; columns
-   are whole vectors then, and there are no `rows`. */
+   keep[i] times what is there; softmax needs this to shrink a row's earlier sums. */
 typedef struct nsa__result {
     nsa_real *data;
     ptrdiff_t row;
     const int *rows; /* NULL: all rows in order */
     int add;
     const nsa_real *keep; /* a factor for each row of the product, NULL: 1 */
-    nsa_real *sum;        /* NULL: data is written */
     nsa__asks *asks;      /* NULL, or what to ask for meanwhile */
 } nsa__result;
 
@@ -2946,8 +2943,8 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 }
 #endif
 
-/* Writes a piece. The three kinds of result are apart, because GCC would test for each of them
-   between any two vectors. Rows follow each other where `sum` is asked for. */
+/* Writes a piece. The two kinds of result are apart, because GCC would test for them between any
+   two vectors. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                NSA__V sum[NSA__ROWS][NSA__VECTORS],
                                                nsa_real *c_row[NSA__ROWS], nsa__result c,
@@ -2970,14 +2967,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
         }
-    }
-    if (c.sum) {
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
-        }
-        return;
     }
     NSA__UNROLL
     for (int i = 0; i < rows; i++) {
@@ -3063,7 +3052,6 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
         else
             c.data += rows * c.row;
         if (c.keep) c.keep += rows;
-        if (c.sum) c.sum += rows * c.row;
     }
 }
 
@@ -3076,12 +3064,9 @@ NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a,
         NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
         b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, singles, factor);
-        if (c.sum) c.sum += NSA__L;
-    }
 }
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
@@ -3203,12 +3188,9 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
             NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, 0, 1);
-        if (c.sum) c.sum += NSA__L;
-    }
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -3695,14 +3677,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
             for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
         }
     }
-    if (c.sum) {
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
-        }
-        return;
-    }
     NSA__UNROLL
     for (int i = 0; i < rows; i++) {
         NSA__UNROLL
@@ -3778,7 +3752,6 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
         else
             c.data += rows * c.row;
         if (c.keep) c.keep += rows;
-        if (c.sum) c.sum += rows * c.row;
     }
 }
 
@@ -3791,12 +3764,9 @@ NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a,
         NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
         b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, singles, factor);
-        if (c.sum) c.sum += NSA__L;
-    }
 }
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
@@ -3910,12 +3880,9 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
             NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, 0, 1);
-        if (c.sum) c.sum += NSA__L;
-    }
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -4377,14 +4344,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
             for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
         }
     }
-    if (c.sum) {
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
-        }
-        return;
-    }
     NSA__UNROLL
     for (int i = 0; i < rows; i++) {
         NSA__UNROLL
@@ -4460,7 +4419,6 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
         else
             c.data += rows * c.row;
         if (c.keep) c.keep += rows;
-        if (c.sum) c.sum += rows * c.row;
     }
 }
 
@@ -4473,12 +4431,9 @@ NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a,
         NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
         b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, singles, factor);
-        if (c.sum) c.sum += NSA__L;
-    }
 }
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
@@ -4592,12 +4547,9 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
             NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, 0, 1);
-        if (c.sum) c.sum += NSA__L;
-    }
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -5053,14 +5005,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
             for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
         }
     }
-    if (c.sum) {
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
-        }
-        return;
-    }
     NSA__UNROLL
     for (int i = 0; i < rows; i++) {
         NSA__UNROLL
@@ -5136,7 +5080,6 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
         else
             c.data += rows * c.row;
         if (c.keep) c.keep += rows;
-        if (c.sum) c.sum += rows * c.row;
     }
 }
 
@@ -5149,12 +5092,9 @@ NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a,
         NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
         b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, singles, factor);
-        if (c.sum) c.sum += NSA__L;
-    }
 }
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
@@ -5268,12 +5208,9 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
             NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, 0, 1);
-        if (c.sum) c.sum += NSA__L;
-    }
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -5754,14 +5691,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
             for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
         }
     }
-    if (c.sum) {
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
-        }
-        return;
-    }
     NSA__UNROLL
     for (int i = 0; i < rows; i++) {
         NSA__UNROLL
@@ -5837,7 +5766,6 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
         else
             c.data += rows * c.row;
         if (c.keep) c.keep += rows;
-        if (c.sum) c.sum += rows * c.row;
     }
 }
 
@@ -5850,12 +5778,9 @@ NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a,
         NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
         b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, singles, factor);
-        if (c.sum) c.sum += NSA__L;
-    }
 }
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
@@ -5969,12 +5894,9 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
             NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, 0, 1);
-        if (c.sum) c.sum += NSA__L;
-    }
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
@@ -6595,7 +6517,7 @@ static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_
         nsa__mlp_load_tap(p, begin, n, j, f->tap, dim);
         const nsa__matrix tap = {f->tap, dim, 1, NULL};
         const nsa__matrix w1_t = {p->w1_t + (ptrdiff_t)j * dim * hidden, hidden, 1, NULL};
-        const nsa__result h = {f->h, hidden, NULL, 1, NULL, NULL, NULL};
+        const nsa__result h = {f->h, hidden, NULL, 1, NULL, NULL};
         p->tiles->gemm(n, hidden, dim, &tap, &w1_t, &h);
     }
 }
@@ -6614,7 +6536,7 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
     for (int i = 0; i < n; i++)
         nsa__load_parameter(f.out + (ptrdiff_t)i * dim, &p->x->b2, p->head, 0, dim);
     const nsa__matrix act = {f.h, hidden, 1, NULL}, w2_t = {p->w2_t, dim, 1, NULL};
-    const nsa__result out = {f.out, dim, NULL, 1, NULL, NULL, NULL};
+    const nsa__result out = {f.out, dim, NULL, 1, NULL, NULL};
     p->tiles->gemm(n, dim, hidden, &act, &w2_t, &out);
     for (int i = 0; i < n; i++)
         nsa__store(p->x->out.dtype, nsa__key_row(&p->seq.cmp, &p->x->out, begin + i, p->head),
@@ -6639,7 +6561,7 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
         nsa__load(f.out + (ptrdiff_t)i * dim, dout->dtype,
                   nsa__key_row(&p->seq.cmp, dout, begin + i, p->head), dim);
     const nsa__matrix douts = {f.out, dim, 1, NULL}, w2 = {p->w2, hidden, 1, NULL};
-    const nsa__result dact = {dh, hidden, NULL, 0, NULL, NULL, NULL};
+    const nsa__result dact = {dh, hidden, NULL, 0, NULL, NULL};
     p->tiles->gemm(n, hidden, dim, &douts, &w2, &dact);
     for (ptrdiff_t i = 0; i < (ptrdiff_t)n * hidden; i++) {
         nsa_real h = f.h[i], sigmoid = nsa__sigmoid(h);
@@ -6666,7 +6588,7 @@ static void nsa__mlp_input_gradient_task(const void *context, int64_t index, voi
         const nsa__matrix dh = {p->dh + (p->row + from) * hidden, hidden, 1, NULL};
         const nsa__matrix w1 = {p->w1 + (ptrdiff_t)j * dim, nsa__flat(p), 1, NULL};
         nsa_real *first = sum + (from * stride + j - begin) * dim;
-        const nsa__result dx = {first, (ptrdiff_t)stride * dim, NULL, 1, NULL, NULL, NULL};
+        const nsa__result dx = {first, (ptrdiff_t)stride * dim, NULL, 1, NULL, NULL};
         p->tiles->gemm((int)(to - from), dim, hidden, &dh, &w1, &dx);
     }
     for (int64_t t = begin; t < end; t++)
@@ -6688,7 +6610,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
         if (j < p->d->cmp_block) {
             nsa__mlp_load_tap(p, begin, n, (int)j, rows, dim);
             const nsa__matrix dh_t = {dh, 1, hidden, NULL}, tap = {rows, dim, 1, NULL};
-            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL, NULL, NULL};
+            const nsa__result dw1 = {p->dw1 + j * dim, flat, NULL, 1, NULL, NULL};
             p->tiles->gemm(hidden, dim, n, &dh_t, &tap, &dw1);
             continue;
         }
@@ -6699,7 +6621,7 @@ static void nsa__mlp_parameter_gradient_task(const void *context, int64_t j, voi
             for (int c = 0; c < hidden; c++) p->dh_sum[c] += dh[(ptrdiff_t)i * hidden + c];
         }
         const nsa__matrix dout_t = {rows, 1, dim, NULL}, acts = {act, hidden, 1, NULL};
-        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL, NULL, NULL};
+        const nsa__result dw2 = {p->dw2, hidden, NULL, 1, NULL, NULL};
         p->tiles->gemm(dim, hidden, n, &dout_t, &acts, &dw2);
     }
 }
@@ -6818,7 +6740,7 @@ static void nsa__compress_backward_sequence(nsa__compress_job *p, const nsa__tea
 static void nsa__mlp_finish_sums(const nsa__compress_job *p) {
     const nsa__matrix dh_sum = {p->dh_sum, p->x->hidden, 1, NULL};
     const nsa__matrix w1 = {p->w1, nsa__flat(p), 1, NULL};
-    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL, NULL, NULL};
+    const nsa__result dpos = {p->dpos, nsa__flat(p), NULL, 1, NULL, NULL};
     p->tiles->gemm(1, nsa__flat(p), p->x->hidden, &dh_sum, &w1, &dpos);
     for (int c = 0; c < p->x->hidden; c++) p->db1[c] += p->dh_sum[c];
 }
@@ -8109,7 +8031,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
         const nsa__matrix k = {keys->data + (keys->rows ? 0 : i * keys->row), keys->row, 1,
                                keys->rows ? keys->rows + i : NULL};
         const nsa__result s_t = {
-            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL, NULL};
+            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL};
         nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, dim);
         nsa__score_product(p, some, columns, &k, &q_t, &s_t);
@@ -8562,14 +8484,14 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
-    const nsa__result s = {scores, apart, NULL, 0, NULL, NULL, NULL};
+    const nsa__result s = {scores, apart, NULL, 0, NULL, NULL};
     nsa__score_product(p, b->rows, n, &q, &k_t, &s);
     nsa__forward_softmax(f, job, b, n, scores, apart);
     int cut = b->first - b->begin, held = b->last - b->first;
     const nsa__matrix weights = {f->s + (p->values ? cut / 2 : cut), tile, 1, NULL};
     const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys + cut, p->wide_v), p->wide_v, 1,
                            NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
     if (p->values)
         p->values->gemm(b->rows, p->wide_v, held / 2, &weights, &v, &out, 1);
     else
@@ -8590,7 +8512,7 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, apart, scores, &nonfinite);
     nsa__forward_softmax(f, job, b, n, scores, apart);
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
     nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
     nsa__forward_note(f, job, b, nonfinite << b->begin);
 }
@@ -8809,7 +8731,6 @@ typedef struct nsa__backward {
     nsa__asks asks; /* of the batch at hand */
     int asked;      /* slc: of iter.list, how many readers' rows have been noted */
     int add;        /* the tile's share has been begun */
-    int last;       /* the batch at hand ends the share and adds it to the tile's sums itself */
 } nsa__backward;
 
 /* Pieces that so many numbers take. */
@@ -9025,19 +8946,15 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     const nsa__attend_plan *p = job->plan;
     int tile = p->cut.tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
     ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
-    ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
     ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
     const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
     nsa__asks *asks = &f->asks;
-    const nsa__result s = {f->p, ld, NULL, 0, NULL, NULL, asks},
-                      dp = {f->ds, ld, NULL, 0, NULL, NULL, asks};
-    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, NULL, asks};
-    nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, NULL, asks};
-    nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, NULL, asks};
-    if (f->last && job->dk) dk.sum = job->dk + first * p->wide;
-    if (f->last && job->dv) dv.sum = job->dv + first * p->wide_v;
+    const nsa__result s = {f->p, ld, NULL, 0, NULL, asks}, dp = {f->ds, ld, NULL, 0, NULL, asks};
+    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, asks};
+    const nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, asks};
+    const nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, asks};
     nsa__score_product(p, rows, n, &q, &k_t, &s);
     if (p->values)
         p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
@@ -9143,17 +9060,9 @@ static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i,
         nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
 }
 
-/* The oldest share has been added to its tile's sums. */
-static void nsa__backward_added(nsa__backward *f, const nsa__head_job *job) {
-    job->nonfinite_keys[f->held_tile[f->oldest]] |= f->nonfinite_keys[f->oldest];
-    f->held--;
-    f->oldest = f->held ? (f->oldest + 1) % NSA__HELD : 0;
-}
-
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
    may add it. A batch of the whole tile need not add to zeros. `soon`: no other task adds to the
-   tile before this one. If no earlier share is held then, the last batch adds the share to the sums
-   as it leaves registers, unless keys that it does not see have a share too. */
+   tile before this one. */
 static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int soon) {
     const nsa__attend_plan *p = job->plan;
     f->held++;
@@ -9165,8 +9074,7 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
     for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
         int whole = b.last - b.first == p->cut.tile;
-        f->last = soon && f->held == 1 && i + b.queries == queries && (whole || !f->add);
-        if (!f->add && !whole && !f->last) {
+        if (!f->add && !whole) {
             memset(f->dk + newest * p->cut.tile * p->wide, 0,
                    keys * (size_t)p->wide * sizeof *f->dk);
             memset(f->dv + newest * p->cut.tile * p->wide_v, 0,
@@ -9178,7 +9086,6 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
         f->add = 1;
         i += b.queries;
     }
-    if (f->last) nsa__backward_added(f, job);
 }
 
 NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
@@ -9192,7 +9099,9 @@ static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     int n = p->cut.tile * p->wide, n_v = p->cut.tile * p->wide_v;
     if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
     if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
-    nsa__backward_added(f, job);
+    job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
+    f->held--;
+    f->oldest = f->held ? (f->oldest + 1) % NSA__HELD : 0;
     return tile;
 }
 
@@ -9217,7 +9126,6 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
         if (place->moved) nsa__tile_iter_read(it, job);
         place->moved = 0;
         nsa__backward_tile(f, job, nsa__may_enter(turns, place->follows, it->tile));
-        if (!f->held) nsa__write(turns->progress + place->task, it->tile + 1);
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
         nsa__write(turns->progress + place->task, INT32_MAX);
@@ -9695,7 +9603,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
         ptrdiff_t key = (ptrdiff_t)tile * p->cut.tile;
         const nsa__matrix k_t = {job->k_t + key * p->depth, p->cut.tile, 1, NULL};
         const nsa__result scores = {
-            f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL, NULL};
+            f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL};
         nsa__score_product(p, rows, p->cut.tile, &q, &k_t, &scores);
     }
     nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);
@@ -9923,7 +9831,7 @@ static void nsa__scorer_task(const void *context, int64_t index, void *scratch) 
     nsa__scorer_alloc(&f, p, &a);
     nsa__scorer_begin(&f, job, x, index);
     const nsa__matrix q = {f.q, p->wide, 1, NULL};
-    const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL, NULL};
+    const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->cut.tile * p->d->dim, p->cut.tile,
                                  1, NULL};

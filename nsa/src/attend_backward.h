@@ -34,7 +34,6 @@ typedef struct nsa__backward {
     nsa__asks asks; /* of the batch at hand */
     int asked;      /* slc: of iter.list, how many readers' rows have been noted */
     int add;        /* the tile's share has been begun */
-    int last;       /* the batch at hand ends the share and adds it to the tile's sums itself */
 } nsa__backward;
 
 /* Pieces that so many numbers take. */
@@ -250,19 +249,15 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
     const nsa__attend_plan *p = job->plan;
     int tile = p->cut.tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
     ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
-    ptrdiff_t first = (ptrdiff_t)f->iter.tile * tile + b->first;
     ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
     const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
     nsa__asks *asks = &f->asks;
-    const nsa__result s = {f->p, ld, NULL, 0, NULL, NULL, asks},
-                      dp = {f->ds, ld, NULL, 0, NULL, NULL, asks};
-    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, NULL, asks};
-    nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, NULL, asks};
-    nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, NULL, asks};
-    if (f->last && job->dk) dk.sum = job->dk + first * p->wide;
-    if (f->last && job->dv) dv.sum = job->dv + first * p->wide_v;
+    const nsa__result s = {f->p, ld, NULL, 0, NULL, asks}, dp = {f->ds, ld, NULL, 0, NULL, asks};
+    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, asks};
+    const nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, asks};
+    const nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, asks};
     nsa__score_product(p, rows, n, &q, &k_t, &s);
     if (p->values)
         p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
@@ -368,17 +363,9 @@ static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i,
         nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
 }
 
-/* The oldest share has been added to its tile's sums. */
-static void nsa__backward_added(nsa__backward *f, const nsa__head_job *job) {
-    job->nonfinite_keys[f->held_tile[f->oldest]] |= f->nonfinite_keys[f->oldest];
-    f->held--;
-    f->oldest = f->held ? (f->oldest + 1) % NSA__HELD : 0;
-}
-
 /* The share of a tile of dk and dv, summed alone: the order of sums does not depend on when a task
    may add it. A batch of the whole tile need not add to zeros. `soon`: no other task adds to the
-   tile before this one. If no earlier share is held then, the last batch adds the share to the sums
-   as it leaves registers, unless keys that it does not see have a share too. */
+   tile before this one. */
 static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int soon) {
     const nsa__attend_plan *p = job->plan;
     f->held++;
@@ -390,8 +377,7 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
     for (int i = 0, queries = f->iter.tile_queries; i < queries;) {
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
         int whole = b.last - b.first == p->cut.tile;
-        f->last = soon && f->held == 1 && i + b.queries == queries && (whole || !f->add);
-        if (!f->add && !whole && !f->last) {
+        if (!f->add && !whole) {
             memset(f->dk + newest * p->cut.tile * p->wide, 0,
                    keys * (size_t)p->wide * sizeof *f->dk);
             memset(f->dv + newest * p->cut.tile * p->wide_v, 0,
@@ -403,7 +389,6 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
         f->add = 1;
         i += b.queries;
     }
-    if (f->last) nsa__backward_added(f, job);
 }
 
 NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
@@ -417,7 +402,9 @@ static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     int n = p->cut.tile * p->wide, n_v = p->cut.tile * p->wide_v;
     if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
     if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
-    nsa__backward_added(f, job);
+    job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
+    f->held--;
+    f->oldest = f->held ? (f->oldest + 1) % NSA__HELD : 0;
     return tile;
 }
 
@@ -442,7 +429,6 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
         if (place->moved) nsa__tile_iter_read(it, job);
         place->moved = 0;
         nsa__backward_tile(f, job, nsa__may_enter(turns, place->follows, it->tile));
-        if (!f->held) nsa__write(turns->progress + place->task, it->tile + 1);
         if (!nsa__tile_iter_next(it, job)) nsa__backward_end(f, job);
     } else {
         nsa__write(turns->progress + place->task, INT32_MAX);

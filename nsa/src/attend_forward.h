@@ -98,14 +98,14 @@ static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const 
     const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
     ptrdiff_t apart;
     nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
-    const nsa__result s = {scores, apart, NULL, 0, NULL, NULL, NULL};
+    const nsa__result s = {scores, apart, NULL, 0, NULL, NULL};
     nsa__score_product(p, b->rows, n, &q, &k_t, &s);
     nsa__forward_softmax(f, job, b, n, scores, apart);
     int cut = b->first - b->begin, held = b->last - b->first;
     const nsa__matrix weights = {f->s + (p->values ? cut / 2 : cut), tile, 1, NULL};
     const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys + cut, p->wide_v), p->wide_v, 1,
                            NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
     if (p->values)
         p->values->gemm(b->rows, p->wide_v, held / 2, &weights, &v, &out, 1);
     else
@@ -126,7 +126,7 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, apart, scores, &nonfinite);
     nsa__forward_softmax(f, job, b, n, scores, apart);
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL, NULL};
+    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
     nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
     nsa__forward_note(f, job, b, nonfinite << b->begin);
 }

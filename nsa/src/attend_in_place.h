@@ -125,7 +125,7 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
         const nsa__matrix k = {keys->data + (keys->rows ? 0 : i * keys->row), keys->row, 1,
                                keys->rows ? keys->rows + i : NULL};
         const nsa__result s_t = {
-            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL, NULL};
+            f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL};
         nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
         nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, dim);
         nsa__score_product(p, some, columns, &k, &q_t, &s_t);

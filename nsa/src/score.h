@@ -143,7 +143,7 @@ static void nsa__scorer_task(const void *context, int64_t index, void *scratch) 
     nsa__scorer_alloc(&f, p, &a);
     nsa__scorer_begin(&f, job, x, index);
     const nsa__matrix q = {f.q, p->wide, 1, NULL};
-    const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL, NULL};
+    const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->cut.tile * p->d->dim, p->cut.tile,
                                  1, NULL};

@@ -104,7 +104,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
         ptrdiff_t key = (ptrdiff_t)tile * p->cut.tile;
         const nsa__matrix k_t = {job->k_t + key * p->depth, p->cut.tile, 1, NULL};
         const nsa__result scores = {
-            f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL, NULL};
+            f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL};
         nsa__score_product(p, rows, p->cut.tile, &q, &k_t, &scores);
     }
     nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);

@@ -32,16 +32,13 @@ typedef struct nsa__asks {
 enum { NSA__ASKED = 4 * NSA__ALIGN };
 
 /* What a product writes: row i of a b goes to row i of data, or rows[i]. With `add` it is added to
-   keep[i] times what is there; softmax needs this to shrink a row's earlier sums. With `sum`, what
-   would be written is added to the same places of `sum` instead, and data stays as it is; columns
-   are whole vectors then, and there are no `rows`. */
+   keep[i] times what is there; softmax needs this to shrink a row's earlier sums. */
 typedef struct nsa__result {
     nsa_real *data;
     ptrdiff_t row;
     const int *rows; /* NULL: all rows in order */
     int add;
     const nsa_real *keep; /* a factor for each row of the product, NULL: 1 */
-    nsa_real *sum;        /* NULL: data is written */
     nsa__asks *asks;      /* NULL, or what to ask for meanwhile */
 } nsa__result;
 

@@ -202,8 +202,8 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
 }
 #endif
 
-/* Writes a piece. The three kinds of result are apart, because GCC would test for each of them
-   between any two vectors. Rows follow each other where `sum` is asked for. */
+/* Writes a piece. The two kinds of result are apart, because GCC would test for them between any
+   two vectors. */
 NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
                                                NSA__V sum[NSA__ROWS][NSA__VECTORS],
                                                nsa_real *c_row[NSA__ROWS], nsa__result c,
@@ -226,14 +226,6 @@ NSA__INLINE NSA__TARGET void NSA__T(piece_end)(int rows, int vectors,
             NSA__UNROLL
             for (int j = 0; j < vectors; j++) sum[i][j] *= NSA__T(splat)(factor);
         }
-    }
-    if (c.sum) {
-        NSA__UNROLL
-        for (int i = 0; i < rows; i++) {
-            NSA__UNROLL
-            for (int j = 0; j < vectors; j++) NSA__TO(c.sum + i * c.row + j * NSA__L) += sum[i][j];
-        }
-        return;
     }
     NSA__UNROLL
     for (int i = 0; i < rows; i++) {
@@ -319,7 +311,6 @@ NSA__INLINE NSA__TARGET void NSA__T(columns)(int vectors, int m, int k, nsa__mat
         else
             c.data += rows * c.row;
         if (c.keep) c.keep += rows;
-        if (c.sum) c.sum += rows * c.row;
     }
 }
 
@@ -332,12 +323,9 @@ NSA__INLINE NSA__TARGET void NSA__T(product)(int m, int n, int k, nsa__matrix a,
         NSA__T(columns)(NSA__VECTORS, m, k, a, b, c, singles, factor);
         b.data += NSA__VECTORS * NSA__L / (singles ? 2 : 1);
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L) {
+    for (; j < n; j += NSA__L, b.data += NSA__L / (singles ? 2 : 1), c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, singles, factor);
-        if (c.sum) c.sum += NSA__L;
-    }
 }
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *a,
                                      const nsa__matrix *b, const nsa__result *c, nsa_real factor) {
@@ -459,12 +447,9 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
             NSA__T(columns)(NSA__VECTORS, m, k, a, b_all, c, 0, 1);
         b.data += NSA__VECTORS * NSA__L;
         c.data += NSA__VECTORS * NSA__L;
-        if (c.sum) c.sum += NSA__VECTORS * NSA__L;
     }
-    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L) {
+    for (; j + NSA__L <= n; j += NSA__L, b.data += NSA__L, c.data += NSA__L)
         NSA__T(columns)(1, m, k, a, b, c, 0, 1);
-        if (c.sum) c.sum += NSA__L;
-    }
     for (; j < n; j++, b.data++, c.data++)
         for (int i = 0; i < m; i++) {
             const nsa__packed *a_row = a.data + (a.rows ? a.rows[i] : i) * a.row;
