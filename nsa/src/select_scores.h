@@ -48,19 +48,6 @@ static void nsa__fill_stencil(const nsa__head_job *job) {
         job->stencil[u] = (nsa_real)nsa_block_overlap(d, inner * steps - lead + u, inner);
 }
 
-enum { NSA__WHOLE_STENCILS = 8 }; /* together, because each waits for its own sum */
-
-/* Eq. 9 of so many candidates, whose stencils begin at p_cmp, `step` apart, and are cut nowhere. */
-NSA__INLINE NSA__COMPILED void nsa__whole_scores(const nsa_real *stencil, int size, int step,
-                                                 const nsa_real *p_cmp, nsa_real *scores) {
-    nsa_real sum[NSA__WHOLE_STENCILS] = {0};
-    for (int u = 0; u < size; u++) {
-        NSA__UNROLL
-        for (int i = 0; i < NSA__WHOLE_STENCILS; i++) sum[i] += stencil[u] * p_cmp[u + i * step];
-    }
-    memcpy(scores, sum, sizeof sum);
-}
-
 /* Scores of the candidates of one query from its p_cmp. The stencil is cut at block 0 and at the
    last compressed block that the query sees. A candidate without such a block has score 0. */
 NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const nsa_real *p_cmp,
@@ -71,14 +58,8 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
     int candidates = nsa__slc_candidates(d, job->seq.tokens, query),
         step = d->slc_block / d->cmp_stride;
     int sums = d->score_map == NSA_SCORE_OVERLAP_SUM;
-    int reach = (NSA__WHOLE_STENCILS - 1) * step + size; /* of whole stencils */
-    for (int j = 0; j < candidates;) {
+    for (int j = 0; j < candidates; j++) {
         int64_t first = (int64_t)j * step - nsa__stencil_lead(d); /* in compressed blocks */
-        if (sums && first >= 0 && first + reach <= visible) {
-            nsa__whole_scores(job->stencil, size, step, p_cmp + first, scores + j);
-            j += NSA__WHOLE_STENCILS;
-            continue;
-        }
         int from = (int)nsa__max(0, -first), to = (int)nsa__min(size, visible - first);
         nsa_real score = 0;
         for (int u = from; u < to; u++) {
@@ -88,7 +69,7 @@ NSA__COMPILED static void nsa__scores(const nsa__head_job *job, int query, const
             else
                 score = value > score ? value : score;
         }
-        scores[j++] = score;
+        scores[j] = score;
     }
 }
 
