@@ -628,29 +628,8 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
-/* log2 of a positive number: x = 2^e f with f between sqrt 1/2 and sqrt 2, and with
-   t = (f - 1) / (f + 1) log2 f = 2 / ln 2 (t + t^3 / 3 + t^5 / 5 + ...), here up to t^9: an error
-   of 1e-9 at most, which no f32 shows. */
-NSA__INLINE NSA__TARGET double NSA__T(log2)(double x) {
-    NSA__ARITHMETIC
-    const uint64_t least = 0x3fe6a09e667f3bcd; /* sqrt 1/2 */
-    uint64_t bits;
-    double f;
-    if (sizeof(nsa_real) == sizeof(double)) return log2(x);
-    memcpy(&bits, &x, sizeof bits);
-    bits -= least;
-    const double e = (int32_t)(bits >> 32) >> 20;
-    bits = (bits & 0xfffffffffffff) + least;
-    memcpy(&f, &bits, sizeof f);
-    const double t = (f - 1) / (f + 1), t2 = t * t;
-    double sum = t2 * 0.3205988979753252 + 0.4121985831111324;
-    sum = sum * t2 + 0.5770780163555853;
-    sum = sum * t2 + 0.9617966939259756;
-    return e + t * (sum * t2 + 2.8853900817779268);
-}
-
 /* Rows become columns, so that all is done for 16 rows at once. NaN is found by its bits, because
-   the log2 above makes a number of it. */
+   -ffast-math knows none. */
 NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over,
                                        nsa_real *lse) {
     NSA__ARITHMETIC
@@ -664,7 +643,7 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
         const int none = l == 0;
         const double some = none ? 1 : (double)l;
         over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)(((double)m[r] + NSA__T(log2)(some)) * NSA__LN2);
+        part[1][r] = (nsa_real)(((double)m[r] + log2(some)) * NSA__LN2);
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
