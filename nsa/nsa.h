@@ -7057,8 +7057,6 @@ enum {
     NSA__TASKS = 32,
     /* heads side by side, whose rows share pages; 12/12/64, 8k: cmp 1.23, win 1.20; 12 not more */
     NSA__HEADS_NEAR = 4,
-    /* heads at once in backward, where threads want more tasks of lists; simulated alone */
-    NSA__HEAD_SLOTS = 16,
     /* of packed k and v, a thread's part of L3; Zen 5, 12/12/64, 8k: slc 1.05, win 1.045 */
     NSA__SHARE_NUMBERS = 1 << 19,
     /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
@@ -7185,33 +7183,20 @@ static nsa__share nsa__share_among(const nsa__schedule *s, const nsa_desc *d, ns
     return share;
 }
 
-/* Head slots of backward of lists. Each of its tasks writes dk and dv of all tiles, so tasks are
-   large, and those of a few heads are few. So many threads get more heads at once, which takes more
-   workspace and changes no task. Other branches have tasks enough. */
-static int nsa__backward_slots(const nsa_desc *d, int threads) {
-    const int64_t each = 2, near = nsa__heads_near(d); /* tasks for a thread */
-    const int64_t group = d->heads / d->kv_heads, batch = 2 * NSA__BATCH_ROWS / group;
-    int64_t queries = NSA__TASK_NUMBERS / (d->dim + d->dim_v) / group;
-    queries = nsa__grown_queries(d, d->tokens, queries, batch);
-    int64_t tasks = nsa__max(NSA__TASKS / near, nsa__ceil_div(d->count, nsa__max(1, queries)));
-    int64_t wanted = nsa__max(near, nsa__ceil_div(each * threads, tasks));
-    return (int)nsa__min(d->kv_heads, nsa__min(wanted, NSA__HEAD_SLOTS));
-}
-
 /* Backward's batches have up to twice the rows of forward's, because each reads and writes its
    tile's share of dk and dv once. But all its rows of q and dout should be no more than
    NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv are added; those
    of lists are larger yet. */
 static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branch, int group,
-                                            int near, int slots) {
-    nsa__schedule s = nsa__schedule_of(d, branch, group, near);
+                                            int slots) {
+    nsa__schedule s = nsa__schedule_of(d, branch, group, slots);
     const int numbers = nsa__row_numbers(d);
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
         s.near_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
     s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
-    s.head_slots = slots;
+    s.head_slots = (int)nsa__min(slots, d->kv_heads); /* of which the call may have some */
     return s;
 }
 
@@ -8508,7 +8493,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch,
                                              nsa__traits_of[branch].lists || options.select != NULL,
                                              nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__forward f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options = options;
@@ -8575,7 +8560,7 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
 }
 
 static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
@@ -9088,22 +9073,19 @@ static int nsa__apart(int wide) {
     return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
 }
 
-/* Plans for `x` and `dx`, which are NULL in a size query, and for so many threads. d has all heads
-   of `whole` or some: a head's tasks are the same whichever heads are beside it. */
+/* Plans for `x` and `dx`, which are NULL in a size query. d has all heads of `whole` or some: a
+   head's tasks are the same whichever heads are beside it. */
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch,
-                                           const nsa_desc *whole, int threads) {
+                                           const nsa_desc *whole) {
     const int near = nsa__heads_near(whole);
     nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, near);
-    int slots = nsa__slots_near(&p, near);
-    if (p.is.lists && p.sharers == 1) slots = nsa__backward_slots(whole, threads);
-    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, near),
-                                   (int)nsa__min(slots, d->kv_heads));
+    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, near));
     nsa__plan_pairs(&p);
     p.stride = nsa__apart(p.stride);
     p.stride_v = nsa__apart(p.stride_v);
     p.stride_p = nsa__apart(p.cut.tile);
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
     nsa__turns turns = nsa__backward_turns(jobs);
@@ -9121,7 +9103,7 @@ static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
 }
 
 static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));
@@ -9144,10 +9126,9 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
     nsa_desc own;
     d = nsa__branch_desc(d, branch, &own);
     if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
-    int threads = nsa__threads(d);
-    nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d, threads)
+    nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d)
                                   : nsa__forward_plan(NULL, d, branch, nsa__no_options);
-    return nsa__attend_plan_bytes(&p, threads);
+    return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
 static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
@@ -9206,9 +9187,7 @@ static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x
     NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
     NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
     NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__query_shape(d, d->heads, 1)));
-    nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d, nsa__threads(d));
-    if (bytes < nsa__attend_plan_bytes(&p, nsa__least_threads(d))) /* sized for fewer threads */
-        p = nsa__backward_plan(dx, x, d, branch, d, nsa__least_threads(d));
+    const nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d);
     return nsa__backward_run(&p, workspace, bytes);
 }
 
@@ -9509,7 +9488,7 @@ static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
 static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *select,
                                          const nsa_desc *d) {
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP, 1, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__selecting f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options.select = select;
@@ -9527,7 +9506,7 @@ static void nsa__select_heads(nsa__head_job *jobs, const nsa__team *team) {
 
 static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                   size_t bytes) {
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__team team;
     nsa_attend attend;
     nsa__arena shared = nsa__arena_at(workspace);
@@ -9596,7 +9575,7 @@ typedef struct nsa__scorer {
 
 /* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
 typedef struct nsa__scorer_jobs {
-    nsa__head_job keys[NSA__HEAD_SLOTS]; /* first: nsa__job_of takes the context for it */
+    nsa__head_job keys[NSA__HEADS_NEAR]; /* first: nsa__job_of takes the context for it */
     const nsa_score *x;
 } nsa__scorer_jobs;
 
@@ -9745,7 +9724,7 @@ static nsa__branch nsa__scorer_keys(const nsa_desc *d) {
 static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
     nsa__attend_plan p =
         nsa__attend_plan_of(x, NULL, d, nsa__scorer_keys(d), 1, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     nsa__scorer_layout(jobs, &p, &shared);
@@ -10046,7 +10025,7 @@ typedef struct nsa__chain_gradient {
     nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
     void *rest;                /* the primitives' workspace */
     size_t own;                /* bytes before it */
-    int threads, kv_heads;     /* what it is laid out for, and the kv heads of a run */
+    int kv_heads;              /* of a run */
 } nsa__chain_gradient;
 
 static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
@@ -10097,9 +10076,9 @@ static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape, const nsa_de
 
 /* kv heads of one run of the branches: about 1024 numbers of q a token, but no more heads than
    attention has jobs at once. */
-static int nsa__chain_heads(const nsa_desc *d, int threads) {
+static int nsa__chain_heads(const nsa_desc *d) {
     int64_t row = (int64_t)d->dim * (d->heads / d->kv_heads);
-    return (int)nsa__min(nsa__backward_slots(d, threads), nsa__max(1, 1024 / row));
+    return (int)nsa__min(nsa__heads_near(d), nsa__max(1, 1024 / row));
 }
 
 /* The geometry of some kv heads of one sequence, as if they were a call of their own. */
@@ -10132,11 +10111,10 @@ static int nsa__shared_sum(const nsa__sum *sums, int i) {
 /* Finds out which gradients need a sum in workspace, and which of them share one. A gradient of the
    real dtype needs none: the primitives add to the caller's view. */
 static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attention *dx,
-                                       const nsa_desc *d, int threads, nsa__arena *a) {
+                                       const nsa_desc *d, nsa__arena *a) {
     const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
                                        &dx->v_slc, &dx->k_win,   &dx->v_win};
-    g->threads = threads;
-    g->kv_heads = nsa__chain_heads(d, threads);
+    g->kv_heads = nsa__chain_heads(d);
     for (int i = 0; i < NSA__SUMS; i++) {
         nsa__sum *sum = &g->sum[i];
         sum->to = to[i];
@@ -10173,7 +10151,7 @@ static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_
         nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
         for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
             const nsa__attend_plan p =
-                nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch, d, g->threads);
+                nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch, d);
             other = nsa__attend_plan_bytes(&p, threads);
             most = most > other ? most : other;
         }
@@ -10187,7 +10165,7 @@ NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
     nsa__chain_gradient g;
     nsa__arena a = {NULL, 0};
     if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
-    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
+    nsa__chain_gradient_layout(&g, dx, d, &a);
     return nsa__chain_backward_bytes(&g, x, d, nsa__threads(d));
 }
 
@@ -10243,7 +10221,7 @@ static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const
                                              const nsa_attend *dx, const nsa__gate_job *gate,
                                              nsa__branch branch, const nsa_desc *whole,
                                              size_t bytes) {
-    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole, g->threads);
+    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole);
     p.options.gate = gate->x;
     p.options.dots = gate->dots;
     return nsa__backward_run(&p, g->rest, bytes);
@@ -10360,17 +10338,12 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
     NSA__CHECK(nsa__check_backward(d, 1));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__attention_gradient_check(dx, x, d));
-    const int least = nsa__least_threads(d);
-    nsa__arena a = {NULL, 0}, again = a;
-    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
-    size_t needs = nsa__chain_backward_bytes(&g, x, d, least);
-    if (bytes < needs && g.threads > least) { /* the workspace may be sized for fewer threads */
-        nsa__chain_gradient_layout(&g, dx, d, least, &again);
-        needs = nsa__chain_backward_bytes(&g, x, d, least);
-    }
-    if (!workspace || bytes < needs) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    nsa__arena a = {NULL, 0};
+    nsa__chain_gradient_layout(&g, dx, d, &a);
+    if (!workspace || bytes < nsa__chain_backward_bytes(&g, x, d, nsa__least_threads(d)))
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     a = nsa__arena_at(workspace);
-    nsa__chain_gradient_layout(&g, dx, d, g.threads, &a);
+    nsa__chain_gradient_layout(&g, dx, d, &a);
     return nsa__attention_backward_run(&g, dx, x, d,
                                        bytes - (size_t)((char *)g.rest - (char *)workspace));
 }

@@ -316,7 +316,7 @@ static void stalled_backward(nsa__head_job *jobs, const nsa__team *team) {
 }
 
 static __attribute__((unused)) void test_stalled(int threads, int task) {
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__team team;
     problem p, alone;
     problem_make(&p);
@@ -326,8 +326,7 @@ static __attribute__((unused)) void test_stalled(int threads, int task) {
     CHECK(s == NSA_OK, "%s", nsa_status_name(s));
     for (int i = 0; i < 3; i++) memset(p.given[i], 0, sizes[i] * sizeof(float));
     p.d.threads = threads;
-    nsa__attend_plan plan =
-        nsa__backward_plan(&p.ddense, &p.dense, &p.d, NSA__DENSE, &p.d, threads);
+    nsa__attend_plan plan = nsa__backward_plan(&p.ddense, &p.dense, &p.d, NSA__DENSE, &p.d);
     size_t bytes = nsa__attend_plan_bytes(&plan, threads);
     void *workspace = malloc(bytes);
     nsa__arena shared = nsa__arena_at(workspace);
@@ -354,8 +353,7 @@ static __attribute__((unused)) void test_stalled(int threads, int task) {
 }
 
 #ifdef _OPENMP
-/* Workspaces are sized while OpenMP offers one thread, and used while it offers many, for which
-   more heads would run at once. */
+/* Workspaces are sized while OpenMP offers one thread, and used while it offers many. */
 static void test_sized_for_one(void) {
     problem p;
     problem_make(&p);
@@ -371,9 +369,7 @@ static void test_sized_for_one(void) {
     omp_set_num_threads(200);
     most = nsa_attention_backward_workspace_size(&p.dx, &p.x, &p.d);
     CHECK(of_slc < nsa_attend_slc_backward_workspace_size(&p.d), "%zu bytes for slc", of_slc);
-    CHECK(nsa__chain_heads(&p.d, 1) == 4 && nsa__chain_heads(&p.d, 200) == HK && bytes < most,
-          "%d and %d heads at once, %zu and %zu bytes", nsa__chain_heads(&p.d, 1),
-          nsa__chain_heads(&p.d, 200), bytes, most);
+    CHECK(bytes < most, "%zu and %zu bytes", bytes, most);
     void *workspace = malloc(bytes);
     s = nsa_attention_backward(&p.dx, &p.x, &p.d, workspace, bytes);
     CHECK(s == NSA_OK, "%s %s", nsa_status_name(s), nsa_status_where(s));
@@ -415,7 +411,7 @@ static void test_nested(int levels) {
 
 /* Queries of a task of each sequence, by what backward would set. */
 static void task_queries(const nsa_desc *d, int queries[]) {
-    nsa__attend_plan p = nsa__backward_plan(NULL, NULL, d, NSA__SLC, d, 1);
+    nsa__attend_plan p = nsa__backward_plan(NULL, NULL, d, NSA__SLC, d);
     for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
         nsa__head_job job = nsa__job_make(&p);
         nsa__set_head(&job, &seq, 0, 1);

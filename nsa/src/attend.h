@@ -15,10 +15,9 @@ static size_t nsa__attend_bytes(const nsa_desc *d, nsa__branch branch, int backw
     nsa_desc own;
     d = nsa__branch_desc(d, branch, &own);
     if (nsa_desc_check(d) != NSA_OK || (backward && d->pages)) return 0;
-    int threads = nsa__threads(d);
-    nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d, threads)
+    nsa__attend_plan p = backward ? nsa__backward_plan(NULL, NULL, d, branch, d)
                                   : nsa__forward_plan(NULL, d, branch, nsa__no_options);
-    return nsa__attend_plan_bytes(&p, threads);
+    return nsa__attend_plan_bytes(&p, nsa__threads(d));
 }
 
 static nsa__shape nsa__branch_shape(const nsa_desc *d, nsa__branch branch, int width) {
@@ -77,9 +76,7 @@ static nsa_status nsa__attend_backward(const nsa_attend *dx, const nsa_attend *x
     NSA__CHECK(nsa__attend_check(x, d, branch, 0, 1, &nsa__attend_names));
     NSA__CHECK(nsa__attend_gradient_check(dx, x, d, branch, &nsa__attend_names));
     NSA__CHECK(nsa__check_lse_gradient(&dx->lse, &x->lse, nsa__query_shape(d, d->heads, 1)));
-    nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d, nsa__threads(d));
-    if (bytes < nsa__attend_plan_bytes(&p, nsa__least_threads(d))) /* sized for fewer threads */
-        p = nsa__backward_plan(dx, x, d, branch, d, nsa__least_threads(d));
+    const nsa__attend_plan p = nsa__backward_plan(dx, x, d, branch, d);
     return nsa__backward_run(&p, workspace, bytes);
 }
 

@@ -503,22 +503,19 @@ static int nsa__apart(int wide) {
     return wide % (2 * NSA__LANES) ? wide : wide + NSA__LANES;
 }
 
-/* Plans for `x` and `dx`, which are NULL in a size query, and for so many threads. d has all heads
-   of `whole` or some: a head's tasks are the same whichever heads are beside it. */
+/* Plans for `x` and `dx`, which are NULL in a size query. d has all heads of `whole` or some: a
+   head's tasks are the same whichever heads are beside it. */
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch,
-                                           const nsa_desc *whole, int threads) {
+                                           const nsa_desc *whole) {
     const int near = nsa__heads_near(whole);
     nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, near);
-    int slots = nsa__slots_near(&p, near);
-    if (p.is.lists && p.sharers == 1) slots = nsa__backward_slots(whole, threads);
-    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, near),
-                                   (int)nsa__min(slots, d->kv_heads));
+    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, near));
     nsa__plan_pairs(&p);
     p.stride = nsa__apart(p.stride);
     p.stride_v = nsa__apart(p.stride_v);
     p.stride_p = nsa__apart(p.cut.tile);
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
     nsa__backward_layout(jobs, &p, &shared);
     nsa__turns turns = nsa__backward_turns(jobs);
@@ -536,7 +533,7 @@ static void nsa__backward_heads(nsa__head_job *jobs, const nsa__team *team) {
 }
 
 static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));

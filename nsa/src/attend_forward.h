@@ -234,7 +234,7 @@ static nsa__attend_plan nsa__forward_plan(const nsa_attend *x, const nsa_desc *d
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, branch,
                                              nsa__traits_of[branch].lists || options.select != NULL,
                                              nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__forward f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options = options;
@@ -301,7 +301,7 @@ static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, cons
 }
 
 static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, size_t bytes) {
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__team team;
     nsa__arena shared = nsa__arena_at(workspace);
     NSA__CHECK(nsa__team_make(&team, p->d, workspace, bytes, p->shared, p->scratch));

@@ -106,7 +106,7 @@ typedef struct nsa__chain_gradient {
     nsa_tensor dk_cmp, dv_cmp; /* of the compressed rows: cmp adds to them, phi's backward reads */
     void *rest;                /* the primitives' workspace */
     size_t own;                /* bytes before it */
-    int threads, kv_heads;     /* what it is laid out for, and the kv heads of a run */
+    int kv_heads;              /* of a run */
 } nsa__chain_gradient;
 
 static nsa_tensor nsa__alloc_tensor(nsa__arena *a, nsa__shape shape) {
@@ -157,9 +157,9 @@ static void nsa__zero_tensor(const nsa_tensor *x, nsa__shape shape, const nsa_de
 
 /* kv heads of one run of the branches: about 1024 numbers of q a token, but no more heads than
    attention has jobs at once. */
-static int nsa__chain_heads(const nsa_desc *d, int threads) {
+static int nsa__chain_heads(const nsa_desc *d) {
     int64_t row = (int64_t)d->dim * (d->heads / d->kv_heads);
-    return (int)nsa__min(nsa__backward_slots(d, threads), nsa__max(1, 1024 / row));
+    return (int)nsa__min(nsa__heads_near(d), nsa__max(1, 1024 / row));
 }
 
 /* The geometry of some kv heads of one sequence, as if they were a call of their own. */
@@ -192,11 +192,10 @@ static int nsa__shared_sum(const nsa__sum *sums, int i) {
 /* Finds out which gradients need a sum in workspace, and which of them share one. A gradient of the
    real dtype needs none: the primitives add to the caller's view. */
 static void nsa__chain_gradient_layout(nsa__chain_gradient *g, const nsa_attention *dx,
-                                       const nsa_desc *d, int threads, nsa__arena *a) {
+                                       const nsa_desc *d, nsa__arena *a) {
     const nsa_tensor *to[NSA__SUMS] = {&dx->q,     &dx->k_cmp.x, &dx->v_cmp.x, &dx->k_slc,
                                        &dx->v_slc, &dx->k_win,   &dx->v_win};
-    g->threads = threads;
-    g->kv_heads = nsa__chain_heads(d, threads);
+    g->kv_heads = nsa__chain_heads(d);
     for (int i = 0; i < NSA__SUMS; i++) {
         nsa__sum *sum = &g->sum[i];
         sum->to = to[i];
@@ -233,7 +232,7 @@ static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_
         nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
         for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
             const nsa__attend_plan p =
-                nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch, d, g->threads);
+                nsa__backward_plan(NULL, NULL, &slice, (nsa__branch)branch, d);
             other = nsa__attend_plan_bytes(&p, threads);
             most = most > other ? most : other;
         }
@@ -247,7 +246,7 @@ NSA_API size_t nsa_attention_backward_workspace_size(const nsa_attention *dx,
     nsa__chain_gradient g;
     nsa__arena a = {NULL, 0};
     if (nsa__attention_check_sizes(x, d) != NSA_OK || !dx) return 0;
-    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
+    nsa__chain_gradient_layout(&g, dx, d, &a);
     return nsa__chain_backward_bytes(&g, x, d, nsa__threads(d));
 }
 
@@ -303,7 +302,7 @@ static nsa_status nsa__chain_branch_backward(const nsa__chain_gradient *g, const
                                              const nsa_attend *dx, const nsa__gate_job *gate,
                                              nsa__branch branch, const nsa_desc *whole,
                                              size_t bytes) {
-    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole, g->threads);
+    nsa__attend_plan p = nsa__backward_plan(dx, x, gate->d, branch, whole);
     p.options.gate = gate->x;
     p.options.dots = gate->dots;
     return nsa__backward_run(&p, g->rest, bytes);
@@ -420,17 +419,12 @@ NSA_API nsa_status nsa_attention_backward(const nsa_attention *dx, const nsa_att
     NSA__CHECK(nsa__check_backward(d, 1));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     NSA__CHECK(nsa__attention_gradient_check(dx, x, d));
-    const int least = nsa__least_threads(d);
-    nsa__arena a = {NULL, 0}, again = a;
-    nsa__chain_gradient_layout(&g, dx, d, nsa__threads(d), &a);
-    size_t needs = nsa__chain_backward_bytes(&g, x, d, least);
-    if (bytes < needs && g.threads > least) { /* the workspace may be sized for fewer threads */
-        nsa__chain_gradient_layout(&g, dx, d, least, &again);
-        needs = nsa__chain_backward_bytes(&g, x, d, least);
-    }
-    if (!workspace || bytes < needs) return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
+    nsa__arena a = {NULL, 0};
+    nsa__chain_gradient_layout(&g, dx, d, &a);
+    if (!workspace || bytes < nsa__chain_backward_bytes(&g, x, d, nsa__least_threads(d)))
+        return nsa__error(NSA_ERROR_WORKSPACE, NSA__AT_workspace);
     a = nsa__arena_at(workspace);
-    nsa__chain_gradient_layout(&g, dx, d, g.threads, &a);
+    nsa__chain_gradient_layout(&g, dx, d, &a);
     return nsa__attention_backward_run(&g, dx, x, d,
                                        bytes - (size_t)((char *)g.rest - (char *)workspace));
 }

@@ -39,8 +39,6 @@ enum {
     NSA__TASKS = 32,
     /* heads side by side, whose rows share pages; 12/12/64, 8k: cmp 1.23, win 1.20; 12 not more */
     NSA__HEADS_NEAR = 4,
-    /* heads at once in backward, where threads want more tasks of lists; simulated alone */
-    NSA__HEAD_SLOTS = 16,
     /* of packed k and v, a thread's part of L3; Zen 5, 12/12/64, 8k: slc 1.05, win 1.045 */
     NSA__SHARE_NUMBERS = 1 << 19,
     /* backward: shares of dk and dv that wait their turn; 64 threads, simulated: 0.18 to 0.44 */
@@ -167,32 +165,19 @@ static nsa__share nsa__share_among(const nsa__schedule *s, const nsa_desc *d, ns
     return share;
 }
 
-/* Head slots of backward of lists. Each of its tasks writes dk and dv of all tiles, so tasks are
-   large, and those of a few heads are few. So many threads get more heads at once, which takes more
-   workspace and changes no task. Other branches have tasks enough. */
-static int nsa__backward_slots(const nsa_desc *d, int threads) {
-    const int64_t each = 2, near = nsa__heads_near(d); /* tasks for a thread */
-    const int64_t group = d->heads / d->kv_heads, batch = 2 * NSA__BATCH_ROWS / group;
-    int64_t queries = NSA__TASK_NUMBERS / (d->dim + d->dim_v) / group;
-    queries = nsa__grown_queries(d, d->tokens, queries, batch);
-    int64_t tasks = nsa__max(NSA__TASKS / near, nsa__ceil_div(d->count, nsa__max(1, queries)));
-    int64_t wanted = nsa__max(near, nsa__ceil_div(each * threads, tasks));
-    return (int)nsa__min(d->kv_heads, nsa__min(wanted, NSA__HEAD_SLOTS));
-}
-
 /* Backward's batches have up to twice the rows of forward's, because each reads and writes its
    tile's share of dk and dv once. But all its rows of q and dout should be no more than
    NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv are added; those
    of lists are larger yet. */
 static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branch, int group,
-                                            int near, int slots) {
-    nsa__schedule s = nsa__schedule_of(d, branch, group, near);
+                                            int slots) {
+    nsa__schedule s = nsa__schedule_of(d, branch, group, slots);
     const int numbers = nsa__row_numbers(d);
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
         s.near_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
     s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
-    s.head_slots = slots;
+    s.head_slots = (int)nsa__min(slots, d->kv_heads); /* of which the call may have some */
     return s;
 }

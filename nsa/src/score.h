@@ -20,7 +20,7 @@ typedef struct nsa__scorer {
 
 /* The context of the tasks: the head jobs, and the arguments that a head job does not have. */
 typedef struct nsa__scorer_jobs {
-    nsa__head_job keys[NSA__HEAD_SLOTS]; /* first: nsa__job_of takes the context for it */
+    nsa__head_job keys[NSA__HEADS_NEAR]; /* first: nsa__job_of takes the context for it */
     const nsa_score *x;
 } nsa__scorer_jobs;
 
@@ -169,7 +169,7 @@ static nsa__branch nsa__scorer_keys(const nsa_desc *d) {
 static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
     nsa__attend_plan p =
         nsa__attend_plan_of(x, NULL, d, nsa__scorer_keys(d), 1, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     nsa__scorer_layout(jobs, &p, &shared);

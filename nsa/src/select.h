@@ -122,7 +122,7 @@ static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, n
 static nsa__attend_plan nsa__select_plan(const nsa_attend *x, const nsa_select *select,
                                          const nsa_desc *d) {
     nsa__attend_plan p = nsa__attend_plan_of(x, NULL, d, NSA__CMP, 1, nsa__heads_near(d));
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__selecting f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};
     p.options.select = select;
@@ -140,7 +140,7 @@ static void nsa__select_heads(nsa__head_job *jobs, const nsa__team *team) {
 
 static nsa_status nsa__select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                   size_t bytes) {
-    nsa__head_job jobs[NSA__HEAD_SLOTS];
+    nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__team team;
     nsa_attend attend;
     nsa__arena shared = nsa__arena_at(workspace);
