@@ -7421,166 +7421,6 @@ static nsa__head_job nsa__job_make(const nsa__attend_plan *p) {
     return job;
 }
 
-/* ---- Attention: keys packed by tile -------------------------------------------------------------
-   Twin: none. Not here: keys that are not copied (attend_in_place.h). */
-
-/* Workspace that the threads share: packed keys of one sequence and kv head.
-     k, v      one row a key: element (key, c) at key wide + c
-     k_t, v_t  tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
-       | tile 0: c = 0 of its keys | c = 1 of its keys | ... | tile 1: c = 0 of its keys | ...
-   A right operand has contiguous rows, so q k^T reads k_t and p v reads v. Backward reads v_t for
-   dout v^T and k for ds k. Pairs of bf16 pair the index that the product sums over: an element of
-   k_t is two neighbouring c of a key, and one of v is c of two neighbouring keys. */
-static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
-    const nsa__attend_plan *p = job->plan;
-    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile), size = tiles * p->cut.tile;
-    job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
-    if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
-    job->k_t = nsa__alloc_packed(a, size * p->d->dim);
-    if (rows) job->k = nsa__alloc_packed(a, size * p->wide);
-    if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
-}
-
-/* Clears a tile's sums of the gradient. Heads that share a kv head add to the same ones, one after
-   another: the first clears them, the last adds them to dx. */
-static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
-    const nsa__attend_plan *p = job->plan;
-    size_t keys = (size_t)p->cut.tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
-    ptrdiff_t key = tile * p->cut.tile;
-    if (!job->nonfinite_keys || job->head % p->sharers) return;
-    job->nonfinite_keys[tile] = 0;
-    if (job->dk) memset(job->dk + key * p->wide, 0, keys * wide * sizeof *job->dk);
-    if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
-}
-
-/* Before row r of a tile of x is packed, asks for the row that is packed cut.pack_ahead later: of
-   x, or behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
-static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
-                          int tile_begin, int r) {
-    const nsa__attend_plan *p = job->plan;
-    const int ahead = r + p->cut.pack_ahead, later = ahead >= p->cut.tile;
-    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->cut.tile : 0);
-    const nsa_tensor *of = later ? next : x;
-    if (!of || key >= job->keys) return;
-    const int width = of == &p->x->k ? p->d->dim : p->d->dim_v;
-    nsa__fetch(nsa__key(job, of, (int)key), (size_t)width * nsa__dtype_bytes(of->dtype));
-}
-
-/* Fills a tile's rows and their transpose from n rows of x, as many at a time as a transpose takes.
-   Rows behind them, and non-finite ones, are zeros: products then need no short tiles. Returns the
-   mask of the non-finite ones. Either target may be NULL. */
-static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
-                               const nsa_tensor *next, int tile_begin, int n, int width, int wide,
-                               nsa__packed *rows, nsa__packed *transposed) {
-    const nsa__attend_plan *p = job->plan;
-    nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
-    uint64_t nonfinite = 0;
-    for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
-        for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
-            nsa_real *row = to + (ptrdiff_t)i * wide;
-            nsa__pack_ask(job, x, next, tile_begin, r);
-            const int held = r < n ? width : 0;
-            if (held) nsa__load(row, x->dtype, nsa__key(job, x, tile_begin + r), width);
-            if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
-        }
-        const int finite = p->tiles->finite(NSA__LANES, wide, wide, to);
-        for (int i = 0; !finite && i < NSA__LANES; i++)
-            if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
-                nonfinite |= (uint64_t)1 << (first + i);
-        if (transposed)
-            p->tiles->transpose(NSA__LANES, width, wide, to, p->cut.tile, transposed + first);
-        if (rows) to += NSA__LANES * wide;
-    }
-    return nonfinite;
-}
-
-/* Pairs of two rows of bf16. */
-NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
-                                         const nsa_real *second, int n) {
-    for (int c = 0; c < n; c++) {
-        uint16_t low, high;
-        memcpy(&low, (const uint16_t *)first + c, sizeof low);
-        memcpy(&high, (const uint16_t *)second + c, sizeof high);
-        uint32_t pair = (uint32_t)high << 16 | low;
-        memcpy(to + c, &pair, sizeof pair);
-    }
-}
-
-/* As nsa__pack_rows, in pairs: of neighbouring rows, and in the transpose of neighbouring numbers
-   of a row. */
-static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x,
-                                const nsa_tensor *next, int tile_begin, int n, int width, int wide,
-                                nsa__packed *rows, nsa__packed *transposed) {
-    const int tile = job->plan->cut.tile;
-    nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
-    uint64_t nonfinite = 0;
-    for (int r = 0; r < tile; r++) {
-        nsa_real *to = row[r & 1];
-        nsa__pack_ask(job, x, next, tile_begin, r);
-        if (r >= n)
-            memset(to, 0, sizeof row[0]);
-        else if (!nsa__copy_finite_pairs(to, nsa__key(job, x, tile_begin + r), width, wide))
-            nonfinite |= (uint64_t)1 << r;
-        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, row[0], row[1], wide);
-        for (int c = 0; transposed && c < (width + 1) / 2; c++)
-            transposed[(ptrdiff_t)c * tile + r] = to[c];
-    }
-    return nonfinite;
-}
-
-/* Where key `key` of packed rows begins, or the pair that begins with it. */
-static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs, ptrdiff_t key,
-                                     int wide) {
-    return rows ? rows + (pairs ? key / 2 : key) * wide : NULL;
-}
-
-/* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
-static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
-    const nsa__attend_plan *p = job->plan;
-    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->cut.tile;
-    int begin = (int)key, n = (int)nsa__min(p->cut.tile, (int64_t)job->keys - begin);
-    int dim = p->d->dim, dim_v = p->d->dim_v;
-    (void)scratch;
-    const nsa_tensor *values = job->v || job->v_t ? &p->x->v : NULL;
-    nsa__key_gradient_clear(job, tile);
-    if (job->listed && !job->listed[tile]) return;
-    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
-    uint64_t nonfinite = (p->scores ? nsa__pack_pairs : nsa__pack_rows)(
-        job, &p->x->k, values, begin, n, dim, p->wide,
-        nsa__packed_rows(job->k, p->scores, key, p->wide), job->k_t + key * p->depth);
-    if (values)
-        nonfinite |= (p->values ? nsa__pack_pairs : nsa__pack_rows)(
-            job, values, NULL, begin, n, dim_v, p->wide_v,
-            nsa__packed_rows(job->v, p->values, key, p->wide_v),
-            job->v_t ? job->v_t + key * p->depth_v : NULL);
-    job->nonfinite[tile] = nonfinite;
-}
-
-/* Marks the tiles that any list names, because a few queries of a long cache read few tiles.
-   Every tile is marked, and no list is read, if there are at least as many queries as tiles.
-   Every tile is marked too if heads share a kv head, because dk and dv then sum over the lists
-   of all of them. */
-static void nsa__mark_listed(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    int begin, end, many = p->sharers > 1 || job->seq.count >= job->tile_end;
-    memset(job->listed, many, (size_t)job->tile_end);
-    if (many) return;
-    for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
-        const int32_t *list = nsa__block_list(job, query);
-        for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
-            int first = begin / p->cut.tile, tiles = (end - 1) / p->cut.tile - first + 1;
-            memset(job->listed + first, 1, (size_t)tiles);
-        }
-    }
-}
-
-/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
-static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__packed *transposed,
-                                           int width, ptrdiff_t key) {
-    return transposed + key / p->cut.tile * p->cut.tile * width + key % p->cut.tile;
-}
-
 /* ---- Attention: tile iteration ------------------------------------------------------------------
    Twin: kernels/attend_keys.cuh. Not here: what is computed with a tile. */
 
@@ -7798,6 +7638,235 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     return b;
 }
 
+/* ---- Attention: prefetching ---------------------------------------------------------------------
+   Twin: kernels/load.cuh. Not here: how far ahead (schedule.h), lists (attend_tiles.h), when a
+   product asks (tiles.inl). Rows of one head are a row of all heads apart, which is further than
+   the hardware prefetches; packed keys of a long sequence are more than the caches hold. */
+
+/* Row r of a task's queries in x. */
+static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
+                            int r) {
+    const nsa__attend_plan *p = job->plan;
+    return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
+                    job->head * p->group + r % p->group);
+}
+
+/* Prefetches the row of x that comes NSA__ROWS_AHEAD behind row r of a task's queries. */
+static void nsa__fetch_query(const nsa__head_job *job, const nsa__tile_iter *it,
+                             const nsa_tensor *x, int width, int r) {
+    const int later = r + NSA__ROWS_AHEAD;
+    if (later < it->queries * job->plan->group)
+        nsa__fetch(nsa__query_row(job, it, x, later), (size_t)width * nsa__dtype_bytes(x->dtype));
+}
+
+/* The same behind row `key` of x, of keys up to end - 1. */
+static void nsa__fetch_key(const nsa__head_job *job, const nsa_tensor *x, int width, int key,
+                           int end) {
+    const int later = key + NSA__ROWS_AHEAD;
+    if (later < end)
+        nsa__fetch(nsa__key(job, x, later), (size_t)width * nsa__dtype_bytes(x->dtype));
+}
+
+/* Prefetches rows begin .. end - 1 of x, as far as there are keys. */
+static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int begin, int end,
+                            int width) {
+    size_t bytes = nsa__dtype_bytes(x->dtype);
+    end = (int)nsa__min(end, job->keys);
+    for (int some; begin < end; begin += some) {
+        const char *at = (const char *)nsa__key(job, x, begin);
+        some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
+        for (int r = 0; r < some; r++, at += (ptrdiff_t)x->token * (ptrdiff_t)bytes)
+            nsa__fetch(at, (size_t)width * bytes);
+    }
+}
+
+/* Before row r of a tile of x is packed, asks for the row that is packed cut.pack_ahead later: of
+   x, or behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
+static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
+                          int tile_begin, int r) {
+    const nsa__attend_plan *p = job->plan;
+    const int ahead = r + p->cut.pack_ahead, later = ahead >= p->cut.tile;
+    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->cut.tile : 0);
+    const nsa_tensor *of = later ? next : x;
+    if (!of || key >= job->keys) return;
+    const int width = of == &p->x->k ? p->d->dim : p->d->dim_v;
+    nsa__fetch(nsa__key(job, of, (int)key), (size_t)width * nsa__dtype_bytes(of->dtype));
+}
+
+/* Pieces that so many numbers take. */
+static int nsa__asks_of(int64_t numbers) {
+    return (int)nsa__ceil_div(numbers * (int64_t)sizeof(nsa_real), NSA__ASKED);
+}
+
+/* Room for what a batch asks for, at most: rows of q and dout of the next one, and three times a
+   tile's rows of k and v. */
+static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
+    int64_t rows = (int64_t)p->cut.batch_queries * p->group + 3 * p->cut.tile;
+    asks->room = rows * (nsa__asks_of(p->wide) + nsa__asks_of(p->wide_v));
+    asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
+}
+
+/* Notes numbers from x on as needed soon. */
+static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
+    const int most = (int)nsa__min(nsa__asks_of(numbers), asks->room - asks->count);
+    for (int i = 0; i < most; i++)
+        asks->at[asks->count++] = (const char *)x + (ptrdiff_t)i * NSA__ASKED;
+}
+
+/* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
+static int nsa__keys_are_far(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    const int64_t numbers = 3 * (int64_t)p->wide + 2 * (int64_t)p->wide_v; /* of a key */
+    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->cut.head_slots > NSA__FAR;
+}
+
+/* ---- Attention: keys packed by tile -------------------------------------------------------------
+   Twin: none. Not here: keys that are not copied (attend_in_place.h). */
+
+/* Workspace that the threads share: packed keys of one sequence and kv head.
+     k, v      one row a key: element (key, c) at key wide + c
+     k_t, v_t  tile by tile transposed: element (key, c) at (key / tile dim + c) tile + key % tile
+       | tile 0: c = 0 of its keys | c = 1 of its keys | ... | tile 1: c = 0 of its keys | ...
+   A right operand has contiguous rows, so q k^T reads k_t and p v reads v. Backward reads v_t for
+   dout v^T and k for ds k. Pairs of bf16 pair the index that the product sums over: an element of
+   k_t is two neighbouring c of a key, and one of v is c of two neighbouring keys. */
+static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int transposed_values) {
+    const nsa__attend_plan *p = job->plan;
+    int64_t tiles = nsa__ceil_div(nsa__max_keys(p), p->cut.tile), size = tiles * p->cut.tile;
+    job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
+    if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
+    job->k_t = nsa__alloc_packed(a, size * p->d->dim);
+    if (rows) job->k = nsa__alloc_packed(a, size * p->wide);
+    if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
+}
+
+/* Clears a tile's sums of the gradient. Heads that share a kv head add to the same ones, one after
+   another: the first clears them, the last adds them to dx. */
+static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
+    const nsa__attend_plan *p = job->plan;
+    size_t keys = (size_t)p->cut.tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
+    ptrdiff_t key = tile * p->cut.tile;
+    if (!job->nonfinite_keys || job->head % p->sharers) return;
+    job->nonfinite_keys[tile] = 0;
+    if (job->dk) memset(job->dk + key * p->wide, 0, keys * wide * sizeof *job->dk);
+    if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
+}
+
+/* Fills a tile's rows and their transpose from n rows of x, as many at a time as a transpose takes.
+   Rows behind them, and non-finite ones, are zeros: products then need no short tiles. Returns the
+   mask of the non-finite ones. Either target may be NULL. */
+static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
+                               const nsa_tensor *next, int tile_begin, int n, int width, int wide,
+                               nsa__packed *rows, nsa__packed *transposed) {
+    const nsa__attend_plan *p = job->plan;
+    nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
+    uint64_t nonfinite = 0;
+    for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
+        for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
+            nsa_real *row = to + (ptrdiff_t)i * wide;
+            nsa__pack_ask(job, x, next, tile_begin, r);
+            const int held = r < n ? width : 0;
+            if (held) nsa__load(row, x->dtype, nsa__key(job, x, tile_begin + r), width);
+            if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
+        }
+        const int finite = p->tiles->finite(NSA__LANES, wide, wide, to);
+        for (int i = 0; !finite && i < NSA__LANES; i++)
+            if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
+                nonfinite |= (uint64_t)1 << (first + i);
+        if (transposed)
+            p->tiles->transpose(NSA__LANES, width, wide, to, p->cut.tile, transposed + first);
+        if (rows) to += NSA__LANES * wide;
+    }
+    return nonfinite;
+}
+
+/* Pairs of two rows of bf16. */
+NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
+                                         const nsa_real *second, int n) {
+    for (int c = 0; c < n; c++) {
+        uint16_t low, high;
+        memcpy(&low, (const uint16_t *)first + c, sizeof low);
+        memcpy(&high, (const uint16_t *)second + c, sizeof high);
+        uint32_t pair = (uint32_t)high << 16 | low;
+        memcpy(to + c, &pair, sizeof pair);
+    }
+}
+
+/* As nsa__pack_rows, in pairs: of neighbouring rows, and in the transpose of neighbouring numbers
+   of a row. */
+static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x,
+                                const nsa_tensor *next, int tile_begin, int n, int width, int wide,
+                                nsa__packed *rows, nsa__packed *transposed) {
+    const int tile = job->plan->cut.tile;
+    nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
+    uint64_t nonfinite = 0;
+    for (int r = 0; r < tile; r++) {
+        nsa_real *to = row[r & 1];
+        nsa__pack_ask(job, x, next, tile_begin, r);
+        if (r >= n)
+            memset(to, 0, sizeof row[0]);
+        else if (!nsa__copy_finite_pairs(to, nsa__key(job, x, tile_begin + r), width, wide))
+            nonfinite |= (uint64_t)1 << r;
+        if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, row[0], row[1], wide);
+        for (int c = 0; transposed && c < (width + 1) / 2; c++)
+            transposed[(ptrdiff_t)c * tile + r] = to[c];
+    }
+    return nonfinite;
+}
+
+/* Where key `key` of packed rows begins, or the pair that begins with it. */
+static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs, ptrdiff_t key,
+                                     int wide) {
+    return rows ? rows + (pairs ? key / 2 : key) * wide : NULL;
+}
+
+/* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
+static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__attend_plan *p = job->plan;
+    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->cut.tile;
+    int begin = (int)key, n = (int)nsa__min(p->cut.tile, (int64_t)job->keys - begin);
+    int dim = p->d->dim, dim_v = p->d->dim_v;
+    (void)scratch;
+    const nsa_tensor *values = job->v || job->v_t ? &p->x->v : NULL;
+    nsa__key_gradient_clear(job, tile);
+    if (job->listed && !job->listed[tile]) return;
+    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
+    uint64_t nonfinite = (p->scores ? nsa__pack_pairs : nsa__pack_rows)(
+        job, &p->x->k, values, begin, n, dim, p->wide,
+        nsa__packed_rows(job->k, p->scores, key, p->wide), job->k_t + key * p->depth);
+    if (values)
+        nonfinite |= (p->values ? nsa__pack_pairs : nsa__pack_rows)(
+            job, values, NULL, begin, n, dim_v, p->wide_v,
+            nsa__packed_rows(job->v, p->values, key, p->wide_v),
+            job->v_t ? job->v_t + key * p->depth_v : NULL);
+    job->nonfinite[tile] = nonfinite;
+}
+
+/* Marks the tiles that any list names, because a few queries of a long cache read few tiles.
+   Every tile is marked, and no list is read, if there are at least as many queries as tiles.
+   Every tile is marked too if heads share a kv head, because dk and dv then sum over the lists
+   of all of them. */
+static void nsa__mark_listed(const nsa__head_job *job) {
+    const nsa__attend_plan *p = job->plan;
+    int begin, end, many = p->sharers > 1 || job->seq.count >= job->tile_end;
+    memset(job->listed, many, (size_t)job->tile_end);
+    if (many) return;
+    for (int query = job->seq.first; query < job->seq.first + job->seq.count; query++) {
+        const int32_t *list = nsa__block_list(job, query);
+        for (int i = 0; nsa__span(job, list, query, i, &begin, &end); i++) {
+            int first = begin / p->cut.tile, tiles = (end - 1) / p->cut.tile - first + 1;
+            memset(job->listed + first, 1, (size_t)tiles);
+        }
+    }
+}
+
+/* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
+static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__packed *transposed,
+                                           int width, ptrdiff_t key) {
+    return transposed + key / p->cut.tile * p->cut.tile * width + key % p->cut.tile;
+}
+
 /* ---- Attention: in-place keys -----------------------------------------------------------------
    Twin: none. Not here: when they are (attend_plan.h).
    Small query counts (decoding) use K and V in place, unpacked, because packing a tile would cost
@@ -7853,19 +7922,6 @@ static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *
         if (!pairs) memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
     }
     return rows;
-}
-
-/* Prefetches rows begin .. end - 1 of x, as far as there are keys. */
-static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int begin, int end,
-                            int width) {
-    size_t bytes = nsa__dtype_bytes(x->dtype);
-    end = (int)nsa__min(end, job->keys);
-    for (int some; begin < end; begin += some) {
-        const char *at = (const char *)nsa__key(job, x, begin);
-        some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
-        for (int r = 0; r < some; r++, at += (ptrdiff_t)x->token * (ptrdiff_t)bytes)
-            nsa__fetch(at, (size_t)width * bytes);
-    }
 }
 
 /* The first key of the tile that the task iterates to next; job->keys if there is none. */
@@ -8028,14 +8084,6 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
         }
 }
 
-/* Row r of a task's queries in x. */
-static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
-                            int r) {
-    const nsa__attend_plan *p = job->plan;
-    return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
-                    job->head * p->group + r % p->group);
-}
-
 /* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
    look at all rows costs little more than at one of them. */
 static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, int stride,
@@ -8055,12 +8103,10 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
                               nsa_real *to, unsigned char *nonfinite) {
     const nsa__attend_plan *p = job->plan;
     int rows = it->queries * p->group, in_place = nsa__rows_of_reals(x, width);
-    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * stride;
         const void *from = nsa__query_row(job, it, x, r);
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), row_bytes);
+        nsa__fetch_query(job, it, x, width, r);
         if (!in_place) {
             nsa__load(row, x->dtype, from, width);
             memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
@@ -8076,8 +8122,7 @@ static void nsa__load_query_pairs(const nsa__head_job *job, const nsa__tile_iter
                                   nsa_real *to, unsigned char *nonfinite) {
     int rows = it->queries * job->plan->group;
     for (int r = 0; r < rows; r++, to += stride) {
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), 2 * (size_t)width);
+        nsa__fetch_query(job, it, x, width, r);
         if (!nsa__copy_finite_pairs(to, nsa__query_row(job, it, x, r), width, wide))
             nonfinite[r] = 1;
     }
@@ -8390,16 +8435,6 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__forward_note(f, job, b, nonfinite << b->begin);
 }
 
-/* Asks for what the gate reads and writes of row r, if the task has so many. */
-static void nsa__gate_fetch(const nsa__gate_job *gate, const nsa__head_job *job,
-                            const nsa__tile_iter *it, int r) {
-    const nsa_tensor *views[3] = {&gate->x->cmp, &gate->x->slc, &gate->x->out};
-    if (r >= it->queries * job->plan->group) return;
-    for (int i = 0; i < 3; i++)
-        nsa__fetch(nsa__query_row(job, it, views[i], r),
-                   (size_t)gate->d->dim_v * nsa__dtype_bytes(views[i]->dtype));
-}
-
 /* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
    Selection reads lse back from the caller's view, because nsa_select_blocks does: both get the
    same bits. */
@@ -8424,17 +8459,17 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     const nsa__gate_job *gate = p->options.last;
-    int rows = f->iter.queries * p->group;
-    size_t row_bytes = (size_t)p->d->dim_v * nsa__dtype_bytes(p->x->out.dtype);
+    int rows = f->iter.queries * p->group, dim_v = p->d->dim_v;
     nsa_real over[NSA__LANES], lse[NSA__LANES];
     for (int r = 0; r < rows; r++) {
         int i = r % NSA__LANES;
         if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, over, lse);
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, &f->iter, &p->x->out, r + NSA__ROWS_AHEAD), row_bytes);
+        nsa__fetch_query(job, &f->iter, &p->x->out, dim_v, r);
         nsa__forward_row(f, job, r, over[i], lse[i]);
         if (!gate) continue;
-        nsa__gate_fetch(gate, job, &f->iter, r + NSA__ROWS_AHEAD);
+        nsa__fetch_query(job, &f->iter, &gate->x->cmp, dim_v, r);
+        nsa__fetch_query(job, &f->iter, &gate->x->slc, dim_v, r);
+        nsa__fetch_query(job, &f->iter, &gate->x->out, dim_v, r);
         nsa__gate_row(gate, &job->seq, f->iter.first - job->seq.first + r / p->group,
                       job->head * p->group + r % p->group);
     }
@@ -8606,19 +8641,6 @@ typedef struct nsa__backward {
     int add;        /* the tile's share has been begun */
 } nsa__backward;
 
-/* Pieces that so many numbers take. */
-static int nsa__asks_of(int64_t numbers) {
-    return (int)nsa__ceil_div(numbers * (int64_t)sizeof(nsa_real), NSA__ASKED);
-}
-
-/* Room for what a batch asks for, at most: rows of q and dout of the next one, and three times a
-   tile's rows of k and v. */
-static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->cut.batch_queries * p->group + 3 * p->cut.tile;
-    asks->room = rows * (nsa__asks_of(p->wide) + nsa__asks_of(p->wide_v));
-    asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
-}
-
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
                                 nsa__arena *of_tile) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
@@ -8694,9 +8716,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     const nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v;
     int dim_v = p->d->dim_v;
     nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
-    if (r + NSA__ROWS_AHEAD < it->queries * p->group)
-        nsa__fetch(nsa__query_row(job, it, of_out, r + NSA__ROWS_AHEAD),
-                   (size_t)dim_v * nsa__dtype_bytes(of_out->dtype));
+    nsa__fetch_query(job, it, of_out, dim_v, r);
     const void *row = nsa__query_row(job, it, of_out, r);
     const int in_place = nsa__rows_of_reals(of_out, dim_v);
     if (!in_place) {
@@ -8844,11 +8864,9 @@ static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *to = &p->dx->q;
     int dim = p->d->dim, rows = to->data ? f->iter.queries * p->group : 0;
-    size_t row_bytes = (size_t)dim * nsa__dtype_bytes(to->dtype);
     for (int r = 0; r < rows; r++) {
         nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, &f->iter, to, r + NSA__ROWS_AHEAD), row_bytes);
+        nsa__fetch_query(job, &f->iter, to, dim, r);
         if (!f->reads[r / p->group]) continue;
         for (int c = 0; f->nonfinite[r] && c < dim; c++) dq[c] = nsa__nan();
         nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->scale, dq, dim);
@@ -8877,20 +8895,6 @@ static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
     const nsa__head_job *jobs = (const nsa__head_job *)turns->context;
     nsa__write(&place->follows, place->task < jobs->heads ? -1 : place->task - jobs->heads);
     nsa__write(&place->needs, -1);
-}
-
-/* Notes numbers from x on as needed soon. */
-static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
-    const int most = (int)nsa__min(nsa__asks_of(numbers), asks->room - asks->count);
-    for (int i = 0; i < most; i++)
-        asks->at[asks->count++] = (const char *)x + (ptrdiff_t)i * NSA__ASKED;
-}
-
-/* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
-static int nsa__keys_are_far(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const int64_t numbers = 3 * (int64_t)p->wide + 2 * (int64_t)p->wide_v; /* of a key */
-    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->cut.head_slots > NSA__FAR;
 }
 
 /* For tasks of slc, where few queries read a tile. Notes the tile's rows of K, if none is noted
@@ -9015,11 +9019,9 @@ static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to
                                   nsa_real factor, nsa_real *sum, int width, int wide) {
     const nsa__attend_plan *p = job->plan;
     int begin = tile * p->cut.tile, end = (int)nsa__min((int64_t)begin + p->cut.tile, job->keys);
-    size_t row_bytes = (size_t)width * nsa__dtype_bytes(to->dtype);
     for (int key = begin; sum && key < end; key++) {
         nsa_real *row = sum + (ptrdiff_t)key * wide;
-        if (key + NSA__ROWS_AHEAD < end)
-            nsa__fetch(nsa__key(job, to, key + NSA__ROWS_AHEAD), row_bytes);
+        nsa__fetch_key(job, to, width, key, end);
         for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < width; c++)
             row[c] = nsa__nan();
         nsa__add(to->dtype, nsa__key(job, to, key), factor, row, width);

@@ -36,19 +36,6 @@ typedef struct nsa__backward {
     int add;        /* the tile's share has been begun */
 } nsa__backward;
 
-/* Pieces that so many numbers take. */
-static int nsa__asks_of(int64_t numbers) {
-    return (int)nsa__ceil_div(numbers * (int64_t)sizeof(nsa_real), NSA__ASKED);
-}
-
-/* Room for what a batch asks for, at most: rows of q and dout of the next one, and three times a
-   tile's rows of k and v. */
-static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
-    int64_t rows = (int64_t)p->cut.batch_queries * p->group + 3 * p->cut.tile;
-    asks->room = rows * (nsa__asks_of(p->wide) + nsa__asks_of(p->wide_v));
-    asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
-}
-
 static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa__arena *a,
                                 nsa__arena *of_tile) {
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
@@ -124,9 +111,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     const nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v;
     int dim_v = p->d->dim_v;
     nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
-    if (r + NSA__ROWS_AHEAD < it->queries * p->group)
-        nsa__fetch(nsa__query_row(job, it, of_out, r + NSA__ROWS_AHEAD),
-                   (size_t)dim_v * nsa__dtype_bytes(of_out->dtype));
+    nsa__fetch_query(job, it, of_out, dim_v, r);
     const void *row = nsa__query_row(job, it, of_out, r);
     const int in_place = nsa__rows_of_reals(of_out, dim_v);
     if (!in_place) {
@@ -274,11 +259,9 @@ static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     const nsa_tensor *to = &p->dx->q;
     int dim = p->d->dim, rows = to->data ? f->iter.queries * p->group : 0;
-    size_t row_bytes = (size_t)dim * nsa__dtype_bytes(to->dtype);
     for (int r = 0; r < rows; r++) {
         nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, &f->iter, to, r + NSA__ROWS_AHEAD), row_bytes);
+        nsa__fetch_query(job, &f->iter, to, dim, r);
         if (!f->reads[r / p->group]) continue;
         for (int c = 0; f->nonfinite[r] && c < dim; c++) dq[c] = nsa__nan();
         nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->scale, dq, dim);
@@ -307,20 +290,6 @@ static void nsa__backward_come(const nsa__turns *turns, nsa__place *place) {
     const nsa__head_job *jobs = (const nsa__head_job *)turns->context;
     nsa__write(&place->follows, place->task < jobs->heads ? -1 : place->task - jobs->heads);
     nsa__write(&place->needs, -1);
-}
-
-/* Notes numbers from x on as needed soon. */
-static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
-    const int most = (int)nsa__min(nsa__asks_of(numbers), asks->room - asks->count);
-    for (int i = 0; i < most; i++)
-        asks->at[asks->count++] = (const char *)x + (ptrdiff_t)i * NSA__ASKED;
-}
-
-/* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
-static int nsa__keys_are_far(const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const int64_t numbers = 3 * (int64_t)p->wide + 2 * (int64_t)p->wide_v; /* of a key */
-    return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->cut.head_slots > NSA__FAR;
 }
 
 /* For tasks of slc, where few queries read a tile. Notes the tile's rows of K, if none is noted
@@ -445,11 +414,9 @@ static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to
                                   nsa_real factor, nsa_real *sum, int width, int wide) {
     const nsa__attend_plan *p = job->plan;
     int begin = tile * p->cut.tile, end = (int)nsa__min((int64_t)begin + p->cut.tile, job->keys);
-    size_t row_bytes = (size_t)width * nsa__dtype_bytes(to->dtype);
     for (int key = begin; sum && key < end; key++) {
         nsa_real *row = sum + (ptrdiff_t)key * wide;
-        if (key + NSA__ROWS_AHEAD < end)
-            nsa__fetch(nsa__key(job, to, key + NSA__ROWS_AHEAD), row_bytes);
+        nsa__fetch_key(job, to, width, key, end);
         for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < width; c++)
             row[c] = nsa__nan();
         nsa__add(to->dtype, nsa__key(job, to, key), factor, row, width);

@@ -131,16 +131,6 @@ static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *jo
     nsa__forward_note(f, job, b, nonfinite << b->begin);
 }
 
-/* Asks for what the gate reads and writes of row r, if the task has so many. */
-static void nsa__gate_fetch(const nsa__gate_job *gate, const nsa__head_job *job,
-                            const nsa__tile_iter *it, int r) {
-    const nsa_tensor *views[3] = {&gate->x->cmp, &gate->x->slc, &gate->x->out};
-    if (r >= it->queries * job->plan->group) return;
-    for (int i = 0; i < 3; i++)
-        nsa__fetch(nsa__query_row(job, it, views[i], r),
-                   (size_t)gate->d->dim_v * nsa__dtype_bytes(views[i]->dtype));
-}
-
 /* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
    Selection reads lse back from the caller's view, because nsa_select_blocks does: both get the
    same bits. */
@@ -165,17 +155,17 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     const nsa__gate_job *gate = p->options.last;
-    int rows = f->iter.queries * p->group;
-    size_t row_bytes = (size_t)p->d->dim_v * nsa__dtype_bytes(p->x->out.dtype);
+    int rows = f->iter.queries * p->group, dim_v = p->d->dim_v;
     nsa_real over[NSA__LANES], lse[NSA__LANES];
     for (int r = 0; r < rows; r++) {
         int i = r % NSA__LANES;
         if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, over, lse);
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, &f->iter, &p->x->out, r + NSA__ROWS_AHEAD), row_bytes);
+        nsa__fetch_query(job, &f->iter, &p->x->out, dim_v, r);
         nsa__forward_row(f, job, r, over[i], lse[i]);
         if (!gate) continue;
-        nsa__gate_fetch(gate, job, &f->iter, r + NSA__ROWS_AHEAD);
+        nsa__fetch_query(job, &f->iter, &gate->x->cmp, dim_v, r);
+        nsa__fetch_query(job, &f->iter, &gate->x->slc, dim_v, r);
+        nsa__fetch_query(job, &f->iter, &gate->x->out, dim_v, r);
         nsa__gate_row(gate, &job->seq, f->iter.first - job->seq.first + r / p->group,
                       job->head * p->group + r % p->group);
     }

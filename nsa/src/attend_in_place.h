@@ -3,7 +3,7 @@
    Small query counts (decoding) use K and V in place, unpacked, because packing a tile would cost
    more than its products do. */
 #pragma once
-#include "attend_tiles.h"
+#include "prefetch.h"
 
 /* 1 if every row of bf16 begins where a pair may lie. */
 static int nsa__rows_of_pairs(const nsa_tensor *x) {
@@ -55,19 +55,6 @@ static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *
         if (!pairs) memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
     }
     return rows;
-}
-
-/* Prefetches rows begin .. end - 1 of x, as far as there are keys. */
-static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int begin, int end,
-                            int width) {
-    size_t bytes = nsa__dtype_bytes(x->dtype);
-    end = (int)nsa__min(end, job->keys);
-    for (int some; begin < end; begin += some) {
-        const char *at = (const char *)nsa__key(job, x, begin);
-        some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
-        for (int r = 0; r < some; r++, at += (ptrdiff_t)x->token * (ptrdiff_t)bytes)
-            nsa__fetch(at, (size_t)width * bytes);
-    }
 }
 
 /* The first key of the tile that the task iterates to next; job->keys if there is none. */

@@ -1,7 +1,7 @@
 /* ---- Attention: keys packed by tile -------------------------------------------------------------
    Twin: none. Not here: keys that are not copied (attend_in_place.h). */
 #pragma once
-#include "attend_plan.h"
+#include "prefetch.h"
 
 /* Workspace that the threads share: packed keys of one sequence and kv head.
      k, v      one row a key: element (key, c) at key wide + c
@@ -30,19 +30,6 @@ static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     job->nonfinite_keys[tile] = 0;
     if (job->dk) memset(job->dk + key * p->wide, 0, keys * wide * sizeof *job->dk);
     if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
-}
-
-/* Before row r of a tile of x is packed, asks for the row that is packed cut.pack_ahead later: of
-   x, or behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
-static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
-                          int tile_begin, int r) {
-    const nsa__attend_plan *p = job->plan;
-    const int ahead = r + p->cut.pack_ahead, later = ahead >= p->cut.tile;
-    const int64_t key = (int64_t)tile_begin + ahead - (later ? p->cut.tile : 0);
-    const nsa_tensor *of = later ? next : x;
-    if (!of || key >= job->keys) return;
-    const int width = of == &p->x->k ? p->d->dim : p->d->dim_v;
-    nsa__fetch(nsa__key(job, of, (int)key), (size_t)width * nsa__dtype_bytes(of->dtype));
 }
 
 /* Fills a tile's rows and their transpose from n rows of x, as many at a time as a transpose takes.

@@ -3,7 +3,6 @@
 #pragma once
 #include "threads.h"
 #include "attend_pack.h"
-#include "attend_tiles.h"
 
 /* Sets sequence and kv head; computes the range of tiles its queries need. */
 static void nsa__set_head(nsa__head_job *job, const nsa__seq *seq, int head, int heads) {
@@ -49,14 +48,6 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
         }
 }
 
-/* Row r of a task's queries in x. */
-static void *nsa__query_row(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
-                            int r) {
-    const nsa__attend_plan *p = job->plan;
-    return nsa__row(x, job->seq.batch, job->seq.row + it->first - job->seq.first + r / p->group,
-                    job->head * p->group + r % p->group);
-}
-
 /* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
    look at all rows costs little more than at one of them. */
 static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, int stride,
@@ -76,12 +67,10 @@ static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it
                               nsa_real *to, unsigned char *nonfinite) {
     const nsa__attend_plan *p = job->plan;
     int rows = it->queries * p->group, in_place = nsa__rows_of_reals(x, width);
-    size_t row_bytes = (size_t)width * nsa__dtype_bytes(x->dtype);
     for (int r = 0; r < rows; r++) {
         nsa_real *row = to + (ptrdiff_t)r * stride;
         const void *from = nsa__query_row(job, it, x, r);
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), row_bytes);
+        nsa__fetch_query(job, it, x, width, r);
         if (!in_place) {
             nsa__load(row, x->dtype, from, width);
             memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
@@ -97,8 +86,7 @@ static void nsa__load_query_pairs(const nsa__head_job *job, const nsa__tile_iter
                                   nsa_real *to, unsigned char *nonfinite) {
     int rows = it->queries * job->plan->group;
     for (int r = 0; r < rows; r++, to += stride) {
-        if (r + NSA__ROWS_AHEAD < rows)
-            nsa__fetch(nsa__query_row(job, it, x, r + NSA__ROWS_AHEAD), 2 * (size_t)width);
+        nsa__fetch_query(job, it, x, width, r);
         if (!nsa__copy_finite_pairs(to, nsa__query_row(job, it, x, r), width, wide))
             nonfinite[r] = 1;
     }
