@@ -157,7 +157,7 @@ static void test_indexer(void) {
 }
 
 /* Keys that stand for several tokens; blocks that hold one of them or more; the tail of QSA besides
-   the list, no tail at all as in CSA, and the forced blocks of others; a batch, packed sequences. */
+   the list, no tail at all as in CSA, forced blocks of others; a batch, packed sequences. */
 static void test_strides(void) {
     static const struct {
         score_case c;

@@ -1,5 +1,5 @@
-/* infllm2.c - InfLLM-V2 (arXiv 2509.24663; MiniCPM4 and 4.1): mean-pooled keys score, a block has the
-   best score of the pooled keys that overlap it, the first block, the query's own and those of the
+/* infllm2.c - InfLLM-V2 (arXiv 2509.24663; MiniCPM4 and 4.1): mean-pooled keys score, a block has
+   the best score of the pooled keys that overlap it, the first block, the query's own and those of the
    window before it are always read, and one softmax runs over all of it. What a score is divided by
    comes from means of four times as many keys, as MiniCPM4.1 has it.
    Twin: none; its definition, computed naively, stands below. */
@@ -20,7 +20,7 @@ static nsa_desc pooled_by(int n) {
     return d;
 }
 
-/* The logarithm of sum exp over the coarse means that a query sees: what its scores are divided by. */
+/* The logarithm of sum exp over the coarse means that a query sees: what divides its scores. */
 static void normalisers(const problem *p, float *lse) {
     nsa_desc d = pooled_by(COARSE);
     int rows = nsa_cmp_count(&d, T);
@@ -63,7 +63,7 @@ static void with_nsa(problem *p, int32_t *lists) {
     release(pooled), release(lse);
 }
 
-/* Logits of the means of l keys, `stride` apart, that lie wholly at or before t. Returns how many. */
+/* Logits of the means of l keys, `stride` apart, that lie wholly at or before t; how many. */
 static int logits_naively(const problem *p, int t, int h, int l, int stride, double *logits) {
     int seen = t + 1 < l ? 0 : (t + 1 - l) / stride + 1, hk = h / (H / HK);
     for (int i = 0; i < seen; i++) {

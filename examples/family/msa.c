@@ -1,6 +1,6 @@
 /* msa.c - MiniMax Sparse Attention (arXiv 2606.13392): an index head for each kv group and one head
-   of index keys for all of them; a block scores by its best token, 16 blocks of 128 tokens are read,
-   the query's own among them.
+   of index keys for all of them; a block scores by its best token, 16 blocks of 128 tokens are
+   read, the query's own among them.
    Twin: none; indexer.h computes it with nsa.h and naively. */
 #include "indexer.h"
 

@@ -1,7 +1,7 @@
-/* qsa.c - Qwen's sparse attention (Qwen3.8; the model qwen4_exp of transformers): an index key is the
-   RMS norm of the mean of four neighbouring raw keys, rotated to the first one's position. A group of
-   four tokens that lies wholly at or before the query scores sum_h ReLU(q_h . k); the best groups
-   are read, and besides them the tokens behind the last whole group. Nothing is forced.
+/* qsa.c - Qwen's sparse attention (Qwen3.8; the model qwen4_exp of transformers): an index key is
+   the RMS norm of the mean of four neighbouring raw keys, rotated to the first one's position. A
+   group of four tokens that lies wholly at or before the query scores sum_h ReLU(q_h . k); the best
+   groups are read, and besides them the tokens behind the last whole group. Nothing is forced.
    Twin: none; its definition, computed naively, stands below. */
 #include "family.h"
 

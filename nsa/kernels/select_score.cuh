@@ -9,8 +9,8 @@
    over bit 0 of their numbers first, then over bit 3 and those above, bit 2, bit 1.
 
    SCORER: scores that are no attention (score_blocks.cuh). The keys are tokens, compressed blocks
-   of one, or compressed blocks of several; weighed products take the place of p, a maximum or a mean that of the stencil, and scores
-   are written, not ranked. */
+   of one, or compressed blocks of several; weighed products take the place of p, a maximum or a
+   mean that of the stencil, and scores are written, not ranked. */
 #ifndef NSA_SELECT_SCORE_CUH
 #define NSA_SELECT_SCORE_CUH
 

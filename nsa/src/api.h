@@ -245,7 +245,7 @@ typedef enum nsa_forced {
     NSA_FORCED_INSIDE = 0, /* slc_count includes the forced blocks (the paper) */
     NSA_FORCED_ON_TOP, /* slc_count blocks by score, the forced ones besides; slc_local may be 0 */
     NSA_FORCED_TAIL    /* as on top, but only blocks that lie wholly at or before t have a score;
-                              slc_local is 0 or 1: 1 takes the block at t besides if it is not whole */
+                          slc_local is 0 or 1: 1 takes the block at t too, if it is not whole */
 } nsa_forced;
 
 /* How p_cmp of the compressed blocks, summed over the heads of a group, becomes the score of a
