@@ -256,6 +256,8 @@ def check_commands(programs=None):
         for path, line, kind, script, said in command_blocks():
             if programs:
                 findings += [f"{path}:{line}: {what}" for what in unknown_options(script, programs)]
+            if "artifacts/quickstart" in script and "build/release/bin" in script:
+                findings.append(f"{path}:{line}: who has artifacts/quickstart has its programs in build/quickstart/bin")
             if kind != ["run"] and (kind[:1] not in (["slow:"], ["needs:"]) or len(kind) < 2):
                 findings.append(f"{path}:{line}: must be one of: sh run, sh slow: REASON, sh needs: WHAT")
             if kind != ["run"] or not programs and "build/" in script:

@@ -27,7 +27,7 @@ shift $(($(wc -l < {count}) - 1))
 exit $1
 """)
     fake_trainer.chmod(0o755)
-    ran = subprocess.run([script, "--wait", "0", str(fake_trainer), "--option"], timeout=PATIENCE, stderr=subprocess.DEVNULL)
+    ran = subprocess.run([script, "--wait=0", str(fake_trainer), "--option"], timeout=PATIENCE, stderr=subprocess.DEVNULL)
     return count.read_text().count("x"), ran.returncode
 
 

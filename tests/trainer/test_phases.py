@@ -27,7 +27,7 @@ shutil.rmtree(root, ignore_errors=True)
 root.mkdir(parents=True)
 for name, last, phases in (("smoke", 2, [1, 2]), ("production", 250, [1, 200, 250]), ("soak", 1, [1])):
     options = FEW if name == "smoke" else TINY
-    said = run(0, name, "--out", root / name, "--last", last, *options)
+    said = run(0, name, f"--out={root / name}", f"--last={last}", *options)
     check([int(p.name) for p in sorted((root / name).iterdir(), key=lambda p: int(p.name))] == phases, said)
     check(said.count("\nGO\n") == len(phases), said)
 

@@ -104,6 +104,7 @@ def test_lacks():
 def test_ends():
     """Exit codes, and signals, are the trainer's."""
     place("id", "cmake", "cc", "make")
+    check("must be test, or an option" in run("my.yaml", code=2), "a stray word")
     said = run("--steps", "no", "--data", "text", code=2)
     check("--steps no: must be" in said and "To go on" not in said, said)
     check("train.steps" in run("--check", *SMALL) and "To go on" not in said, said)
