@@ -42,7 +42,11 @@ static telemetry *open_run(int64_t resume_step, bool resumed) {
                            .loss_first = 5.5,
                            .seconds = 2,
                            .log = fopen(log_path, "w")};
-    return telemetry_open(&o, &why);
+    telemetry *t = telemetry_open(&o, &why);
+    if (!t || telemetry_go_on(t, &why)) return t;
+    fault unused;
+    telemetry_close(t, why.text, 1, &unused);
+    return NULL;
 }
 
 static void do_step(telemetry *t, int64_t step) {

@@ -2,8 +2,10 @@
 #include "telemetry/csv.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/files.h"
@@ -38,26 +40,41 @@ static bool cut_back(const csv *c, const char *header, int64_t last_step, fault 
 bool csv_open(csv *c, const char *folder, const char *name, const char *header, int64_t last_step,
               fault *f) {
     char line[256];
-    c->file = NULL;
+    c->on = false;
+    c->owed_bytes = 0;
     if (!files_join(c->path, sizeof c->path, folder, name, f)) return false;
     snprintf(line, sizeof line, "%s\n", header);
     bool ok = last_step < 0 ? files_replace(c->path, line, strlen(line), f)
                             : cut_back(c, line, last_step, f);
     if (!ok) return false;
-    int fd = files_open_end(c->path, f);
-    c->file = fd < 0 ? NULL : fdopen(fd, "a");
-    if (fd >= 0 && !c->file) close(fd), fault_set(f, "%s: out of memory", c->path);
-    return c->file != NULL;
+    struct stat st;
+    c->fd = files_open_end(c->path, f);
+    if (c->fd < 0) return false;
+    c->on = !fstat(c->fd, &st) || fault_errno(f, "%s: cannot read", c->path);
+    c->bytes = (int64_t)st.st_size;
+    if (!c->on) close(c->fd);
+    return c->on;
 }
 
 void csv_close(csv *c) {
-    if (c->file) fclose(c->file);
-    c->file = NULL;
+    if (c->on) close(c->fd);
+    c->on = false;
+}
+
+/* Writes what is owed; of what a full disk has taken of it before, nothing stays. */
+static bool pay(csv *c, fault *f) {
+    if (!c->owed_bytes) return true;
+    if (ftruncate(c->fd, (off_t)c->bytes)) return fault_errno(f, "%s: cannot be cut", c->path);
+    if (!files_write_all(c->fd, c->path, c->owed, c->owed_bytes, f)) return false;
+    c->bytes += (int64_t)c->owed_bytes;
+    c->owed_bytes = 0;
+    return true;
 }
 
 bool csv_sync(csv *c, fault *f) {
-    if (!c->file || !fsync(fileno(c->file)) || errno == EINVAL) return true;
-    return fault_errno(f, "%s: cannot flush", c->path);
+    if (!c->on) return true;
+    if (!pay(c, f)) return false;
+    return !fsync(c->fd) || errno == EINVAL || fault_errno(f, "%s: cannot flush", c->path);
 }
 
 static bool parse_row(const char *at, int columns, double *values) {
@@ -88,12 +105,17 @@ bool csv_read(const char *folder, const char *name, int columns,
 }
 
 bool csv_row(csv *c, int64_t step, const double *values, int count, fault *f) {
-    if (!c->file) return true;
-    fprintf(c->file, "%lld", (long long)step);
-    for (int i = 0; i < count; i++) fprintf(c->file, ",%.9g", values[i]);
-    fputc('\n', c->file);
-    if (!fflush(c->file) && !ferror(c->file)) return true;
-    fault_errno(f, "%s: cannot write the row of step %lld", c->path, (long long)step);
-    clearerr(c->file);
-    return false;
+    char row[32 * (CSV_COLUMNS + 1)];
+    fault why;
+    if (!c->on) return true;
+    size_t n = (size_t)snprintf(row, sizeof row, "%lld", (long long)step);
+    for (int i = 0; i < count && n < sizeof row; i++)
+        n += (size_t)snprintf(row + n, sizeof row - n, ",%.9g", values[i]);
+    if (n + 1 > sizeof row || c->owed_bytes + n + 1 > CSV_OWED)
+        return fault_set(f, "%s: no room for the row of step %lld", c->path, (long long)step);
+    row[n++] = '\n';
+    memcpy(c->owed + c->owed_bytes, row, n);
+    c->owed_bytes += n;
+    if (pay(c, &why)) return true;
+    return fault_errno(f, "%s: cannot write the row of step %lld", c->path, (long long)step);
 }

@@ -3,13 +3,19 @@
 #ifndef CSV_H
 #define CSV_H
 
+#include <stddef.h>
 #include <stdint.h>
-#include <stdio.h>
 
 #include "base/fault.h"
 
+enum { CSV_COLUMNS = 16, CSV_OWED = 2048 }; /* columns at most; bytes of rows that wait */
+
 typedef struct csv {
-    FILE *file; /* NULL: switched off, rows go nowhere */
+    bool on; /* false: switched off, rows go nowhere */
+    int fd;
+    int64_t bytes; /* of whole rows in the file */
+    char owed[CSV_OWED];
+    size_t owed_bytes; /* of rows that could not be written yet */
     char path[1280];
 } csv;
 
@@ -18,16 +24,17 @@ bool csv_open(csv *c, const char *folder, const char *name, const char *header, 
               fault *f);
 void csv_close(csv *c);
 
-/* All rows are on the disk: what a checkpoint will go on from. */
+/* All rows are on the disk, those that a full one did not take among them: what a checkpoint will
+   go on from. */
 bool csv_sync(csv *c, fault *f);
 
 /* Gives each row's numbers, the step first, to `row`; where there is no such file, none. Lines with
    fewer than `columns` numbers, the header among them, are passed over. */
-enum { CSV_COLUMNS = 16 }; /* at most */
 bool csv_read(const char *folder, const char *name, int columns,
               void (*row)(void *user, const double *values), void *user, fault *f);
 
-/* The row is in the file, not only in memory, when this returns. */
+/* The row is in the file, not only in memory, when this returns. False: it is owed, and no step may
+   be saved before csv_sync has written it. */
 bool csv_row(csv *c, int64_t step, const double *values, int count, fault *f);
 
 #endif

@@ -39,7 +39,7 @@ struct telemetry {
     const config *config;
     terminal *log; /* NULL: silent */
     int held;      /* descriptor of the folder's lock; -1: none */
-    bool is_first_rank;
+    bool is_first_rank, resumed;
     csv training, val, k_stats, fallbacks;
     events events;
     char metrics_path[CONFIG_PATH_BYTES + 32];
@@ -200,7 +200,7 @@ static void look_for_halt(telemetry *t) {
 static void draw_curve(telemetry *t, double now) {
     fault unused;
     t->last_curve = now;
-    if (!t->training.file) return;
+    if (!t->training.on) return;
     pthread_mutex_unlock(&t->lock);
     (void)curve_write(t->config->train.out_dir, &unused);
     pthread_mutex_lock(&t->lock);
@@ -314,11 +314,11 @@ bool telemetry_check_folder(const config *c, fault *f) {
            check_folder(c, c->train.resume[0] != 0, f);
 }
 
-static bool open_csvs(telemetry *t, const telemetry_options *o, fault *f) {
-    const char *folder = o->config->train.out_dir;
-    int64_t last = o->resumed ? o->resume_step : -1;
+static bool open_csvs(telemetry *t, fault *f) {
+    const char *folder = t->config->train.out_dir;
+    int64_t last = t->resumed ? t->first_step - 1 : -1;
     char header[512] = "step";
-    if (o->config->telemetry.disable_csv_logs) return true;
+    if (t->config->telemetry.disable_csv_logs) return true;
     for (int i = 0; i <= FALLBACKS; i++) {
         const char *name = i < FALLBACKS ? fallback_name((fallback)i) : "total_fallbacks";
         size_t used = strlen(header);
@@ -328,7 +328,7 @@ static bool open_csvs(telemetry *t, const telemetry_options *o, fault *f) {
                     f) &&
            csv_open(&t->val, folder, "val.csv", "step,val_loss,ppl", last, f) &&
            csv_open(&t->fallbacks, folder, "fallback_counters.csv", header, last, f) &&
-           (telemetry_without_stats(o->config) ||
+           (telemetry_without_stats(t->config) ||
             csv_open(&t->k_stats, folder, "k_stats.csv", "step,k_mean,k_max,rows,pct_at_max", last,
                      f));
 }
@@ -366,14 +366,16 @@ static bool recall(telemetry *t, const char *folder, fault *f) {
     return ok;
 }
 
-static bool open_files(telemetry *t, const telemetry_options *o, fault *f) {
-    const char *folder = o->config->train.out_dir;
-    /* What an earlier run came to must not pass for this one's end, should it be killed. */
-    if (unlink(t->metrics_path) && errno != ENOENT)
-        return fault_errno(f, "%s: cannot be removed", t->metrics_path);
-    return open_csvs(t, o, f) && recall(t, folder, f) &&
-           (o->config->telemetry.tb_disable ||
-            events_open(&t->events, folder, o->resume_step + 1, f));
+bool telemetry_go_on(telemetry *t, fault *f) {
+    const char *folder = t->config->train.out_dir;
+    if (!t->is_first_rank) return true;
+    pthread_mutex_lock(&t->lock);
+    bool ok =
+        open_csvs(t, f) && recall(t, folder, f) &&
+        (t->config->telemetry.tb_disable || events_open(&t->events, folder, t->first_step, f));
+    pthread_mutex_unlock(&t->lock);
+    metrics_prepare(t->metrics_path, &t->metrics);
+    return ok;
 }
 
 static bool open_heartbeat(telemetry *t, const telemetry_options *o, fault *f) {
@@ -446,7 +448,9 @@ static bool enter_folder(telemetry *t, const telemetry_options *o, fault *f) {
     t->held = files_lock(folder, ".lock", f);
     if (t->held < 0 || !check_folder(o->config, o->resumed, f)) return false;
     sweep(folder);
-    return open_files(t, o, f);
+    /* What an earlier run came to must not pass for this one's end, should it be killed. */
+    return !unlink(t->metrics_path) || errno == ENOENT ||
+           fault_errno(f, "%s: cannot be removed", t->metrics_path);
 }
 
 static bool open_terminal(telemetry *t, FILE *log, fault *f) {
@@ -480,6 +484,7 @@ telemetry *telemetry_open(const telemetry_options *o, fault *f) {
     }
     t->config = o->config;
     t->is_first_rank = o->rank == 0;
+    t->resumed = o->resumed;
     t->held = -1;
     t->tokens = o->tokens;
     t->first_step = o->resume_step + 1;
@@ -557,6 +562,7 @@ static bool write_layers(telemetry *t, const telemetry_step *s, fault *f) {
 
 /* The rows and the scalars of a step. */
 static bool write_step(telemetry *t, const telemetry_step *s, double rate, fault *f) {
+    fault unused;
     double training[] = {s->loss, s->lr, rate, s->grad_norm}, fallbacks[FALLBACKS + 1];
     for (int i = 0; i < FALLBACKS; i++) fallbacks[i] = (double)fallback_count((fallback)i);
     fallbacks[FALLBACKS] = (double)fallback_total();
@@ -565,9 +571,9 @@ static bool write_step(telemetry *t, const telemetry_step *s, double rate, fault
                                  {"train/lr", s->lr},
                                  {"train/grad_norm", s->grad_norm}};
     int count = 4;
-    bool ok = csv_row(&t->training, s->step, training, 4, f) &&
-              csv_row(&t->fallbacks, s->step, fallbacks, FALLBACKS + 1, f);
-    if (ok && s->stats) {
+    bool ok = csv_row(&t->training, s->step, training, 4, f); /* every table gets its row */
+    ok = csv_row(&t->fallbacks, s->step, fallbacks, FALLBACKS + 1, ok ? f : &unused) && ok;
+    if (s->stats) {
         const stats *x = s->stats;
         double k[] = {x->k_mean, (double)x->k_max, (double)x->k_rows, x->pct_at_max};
         const events_scalar more[] = {
@@ -578,7 +584,7 @@ static bool write_step(telemetry *t, const telemetry_step *s, double rate, fault
             {"selection/pct_at_max", x->pct_at_max}};
         memcpy(scalars + count, more, sizeof more);
         count += (int)(sizeof more / sizeof *more);
-        ok = csv_row(&t->k_stats, s->step, k, 4, f);
+        ok = csv_row(&t->k_stats, s->step, k, 4, ok ? f : &unused) && ok;
     }
     return ok && events_write(&t->events, s->step, scalars, count, f);
 }
@@ -747,7 +753,7 @@ bool telemetry_close(telemetry *t, const char *verdict, int exit_code, fault *f)
     t->metrics.toks_per_s_p50 = median_rate(t);
     if (t->is_first_rank || (exit_code == 1 && !files_exist(t->metrics_path)))
         ok = metrics_write(t->metrics_path, &t->metrics, verdict, exit_code, f);
-    if (t->training.file && !curve_write(t->config->train.out_dir, ok ? f : &unused)) ok = false;
+    if (t->training.on && !curve_write(t->config->train.out_dir, ok ? f : &unused)) ok = false;
     close_files(t);
     terminal_close(t->log);
     free(t);

@@ -29,13 +29,18 @@ typedef struct telemetry_options {
 } telemetry_options;
 
 /* Makes out_dir, refuses one that is used (by another process at this moment, by an earlier run, or
-   that holds a .HALT), removes what a killed run left half written, cuts CSVs back to resume_step,
+   that holds a .HALT), removes what a killed run left half written,
    installs the signal handlers, starts the thread that watches the run, and arms metrics.json for
    every exit. The thread that calls is the one that trains. One at a time in a process.
 
    The thread gives a sign of life at least every 10 s, looks for a stall, which ends the process
    with exit code TELEMETRY_HALTED, and for a .HALT that comes up, which is taken as a SIGTERM. */
 telemetry *telemetry_open(const telemetry_options *o, fault *f);
+
+/* Opens the tables and the events, of which the rows up to resume_step stay. Before a kill here the
+   run must have become one that goes on from resume_step (checkpoint_adopt): rows of steps that
+   nobody will do again would be lost. */
+bool telemetry_go_on(telemetry *t, fault *f);
 
 /* Whether a run with these settings would be let into its out_dir, and could make it; nothing is
    made. */

@@ -357,8 +357,9 @@ bool train_open(trainer *t, const config *c, const ops *o, dist *d, fault *f) {
         say_what_runs(t, k);
         train_note_memory(t);
     }
-    ok = ok && adopt(t, k, f) && (d->rank || train_report_start(t, k, f)) &&
-         telemetry_note(t->telemetry, "boot", f) && open_data(t, k, f);
+    ok = ok && adopt(t, k, f) && telemetry_go_on(t->telemetry, f) &&
+         (d->rank || train_report_start(t, k, f)) && telemetry_note(t->telemetry, "boot", f) &&
+         open_data(t, k, f);
     if (k) checkpoint_close(k);
     return ok;
 }
