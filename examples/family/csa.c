@@ -1,7 +1,7 @@
 /* csa.c - DeepSeek-V4's two attentions over compressed entries, each made of some tokens and read
    as key and value at once. CSA: an indexer chooses among the entries of 4 tokens; HCA: all entries
-   of many tokens are read. One softmax runs over a window of tokens, those entries that lie wholly at
-   or before the query, and a learned logit.
+   of many tokens are read. One softmax runs over a window of tokens, those entries that lie wholly
+   at or before the query, and a learned logit.
    Twin: none; its definition, computed naively, stands in family.h. Not here: how an entry is made
    (tokens, weighed by a softmax over them): to attention it is an input. */
 #include "family.h"

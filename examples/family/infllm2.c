@@ -1,7 +1,7 @@
 /* infllm2.c - InfLLM-V2 (arXiv 2509.24663; MiniCPM4 and 4.1): mean-pooled keys score, a block has
-   the best score of the pooled keys that overlap it, the first block, the query's own and those of the
-   window before it are always read, and one softmax runs over all of it. What a score is divided by
-   comes from means of four times as many keys, as MiniCPM4.1 has it.
+   the best score of the pooled keys that overlap it, the first block, the query's own and those of
+   the window before it are always read, and one softmax runs over all of it. What a score is
+   divided by comes from means of four times as many keys, as MiniCPM4.1 has it.
    Twin: none; its definition, computed naively, stands below. */
 #include "family.h"
 
