@@ -1,8 +1,8 @@
 /* main.c - shards: text as .bin shards of tokens, encoded once instead of at each start of a run.
    Twins: README.md; data/source_corpus.c and data/source_stream.c, which encode the same text to
    the same tokens. */
+#include <fcntl.h>
 #include <inttypes.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,12 +10,11 @@
 #include <unistd.h>
 
 #include "base/files.h"
-#include "base/json_file.h"
-#include "base/lines.h"
 #include "config/config.h"
+#include "data/documents.h"
 #include "data/tokenizer.h"
 
-enum { HEADER_BYTES = 1024, MAGIC = 20240520, VERSION = 1, MOST_IDS = 1 << 16, PATH_ROOM = 4096 };
+enum { MOST_IDS_16 = 1 << 16, PATH_ROOM = 4096 };
 
 typedef struct job {
     const char *folder;
@@ -34,20 +33,21 @@ static void put_32(unsigned char *to, uint32_t x) {
     for (int i = 0; i < 4; i++) to[i] = (unsigned char)(x >> 8 * i);
 }
 
+/* uint16 where the vocabulary allows it, else uint32: llm.c's magic numbers and versions. */
 static bool write_shard(job *j, size_t count, fault *f) {
     char path[PATH_ROOM], name[32];
-    size_t bytes = HEADER_BYTES + 2 * count;
+    int width = tokenizer_vocab_size(j->tokenizer) > MOST_IDS_16 ? 4 : 2;
+    size_t bytes = FORMAT_HEADER + (size_t)width * count;
     snprintf(name, sizeof name, "shard_%06" PRId64 ".bin", j->shards);
     if (!files_join(path, sizeof path, j->part, name, f)) return false;
     unsigned char *all = calloc(bytes, 1);
     if (!all) return fault_set(f, "%s: out of memory", path);
-    put_32(all, MAGIC);
-    put_32(all + 4, VERSION);
+    put_32(all, width == 2 ? FORMAT_MAGIC_16 : FORMAT_MAGIC_32);
+    put_32(all + 4, width == 2 ? 1 : 7);
     put_32(all + 8, (uint32_t)count);
-    for (size_t i = 0; i < count; i++) {
-        all[HEADER_BYTES + 2 * i] = (unsigned char)j->waiting.ids[i];
-        all[HEADER_BYTES + 2 * i + 1] = (unsigned char)(j->waiting.ids[i] >> 8);
-    }
+    for (size_t i = 0; i < count * (size_t)width; i++)
+        all[FORMAT_HEADER + i] =
+            (unsigned char)(j->waiting.ids[i / (size_t)width] >> 8 * (i % (size_t)width));
     bool ok = files_replace(path, all, bytes, f);
     free(all);
     j->shards++;
@@ -58,8 +58,8 @@ static bool write_shard(job *j, size_t count, fault *f) {
 }
 
 /* What ends a document, and the shards that are full by now. */
-static bool end_document(job *j, bool separate, fault *f) {
-    if (separate && !token_list_push(&j->waiting, tokenizer_separator(j->tokenizer)))
+static bool end_document(job *j, fault *f) {
+    if (!token_list_push(&j->waiting, tokenizer_separator(j->tokenizer)))
         return fault_set(f, "out of memory for tokens");
     j->documents++;
     while (j->waiting.count >= (size_t)j->most)
@@ -69,77 +69,75 @@ static bool end_document(job *j, bool separate, fault *f) {
 
 /* ---- Text ---------------------------------------------------------------------------------- */
 
-static bool add_text(job *j, const char *path, fault *f) {
-    size_t bytes;
-    char *text = files_read(path, SIZE_MAX / 2, &bytes, f);
-    if (!text) return false;
-    bool ended = tokenizer_is_byte(j->tokenizer) && bytes && text[bytes - 1] == '\n';
-    bool ok = !bytes || (tokenizer_encode(j->tokenizer, text, bytes, &j->waiting, f) &&
-                         end_document(j, !ended, f));
-    free(text);
+/* The documents of an open file or pipe. What a trainer would pass over ends it: shards are made
+   once. */
+static bool add_documents(job *j, int fd, const char *path, int64_t size, format_wish wish,
+                          fault *f) {
+    documents d;
+    int64_t offset;
+    lines_result r = LINES_FAULT;
+    bool ok = documents_open(&d, fd, path, size, wish, 0, -1, f);
+    while (ok) {
+        size_t before = j->waiting.count;
+        r = documents_next(&d, j->tokenizer, &j->waiting, &offset, f);
+        ok = r != LINES_FAULT;
+        if (r != LINES_ONE) break;
+        if (d.why[0])
+            ok = fault_set(f, "%s: the %s that ends at byte %lld %s", path,
+                           d.format.kind == FORMAT_JSON_ARRAY ? "value" : "line",
+                           (long long)d.lines.offset, d.why);
+        if (ok && j->waiting.count > before) ok = end_document(j, f);
+    }
+    documents_close(&d);
     return ok;
 }
 
-static bool add_line(job *j, const lines *l, const char *line, size_t bytes, fault *f) {
-    fault unused;
-    json_t *root =
-               json_file_parse(l->name, line, bytes, &json_of_document, JSON_ALLOW_NUL, &unused),
-           *text = json_object_get(root, "text");
-    long long end = (long long)l->offset;
-    bool ok = json_is_string(text) ||
-              fault_set(f, "%s: the line that ends at byte %lld %s", l->name, end,
-                        root ? "has no \"text\" that is a string" : "is not JSON");
-    size_t length = json_string_length(text);
-    ok = ok && (!length ||
-                (tokenizer_encode(j->tokenizer, json_string_value(text), length, &j->waiting, f) &&
-                 end_document(j, true, f)));
-    json_decref(root);
-    return ok;
+static bool add_input(job *j, fault *f) {
+    int fd = dup(STDIN_FILENO);
+    if (fd < 0) return fault_errno(f, "-: cannot read");
+    return add_documents(j, fd, "-", -1, FORMAT_RECORDS, f);
 }
 
-static bool add_lines(job *j, const char *path, fault *f) {
-    lines l;
-    const char *line;
-    size_t bytes;
-    bool is_input = !strcmp(path, "-");
-    int fd = is_input ? dup(STDIN_FILENO) : files_open(path, f);
-    if (fd < 0) return is_input ? fault_errno(f, "-: cannot read") : false;
-    lines_open(&l, fd, path, 0, -1);
-    lines_result r;
-    bool ok = true;
-    while (ok && (r = lines_next(&l, &line, &bytes, f)) != LINES_END)
-        ok = r == LINES_ONE &&
-             (!bytes || (bytes == 1 && line[0] == '\r') || add_line(j, &l, line, bytes, f));
-    lines_close(&l);
-    return ok;
-}
-
-static bool has_lines(const char *path) {
-    const char *dot = strrchr(path, '.');
-    return !strcmp(path, "-") ||
-           (dot && (!strcmp(dot, ".jsonl") || !strcmp(dot, ".ndjson") || !strcmp(dot, ".json")));
-}
-
-static bool add_folder(job *j, const char *folder, fault *f) {
-    char path[PATH_ROOM];
-    files_list list;
-    if (!files_list_open(&list, folder, f)) return false;
-    bool ok = true;
-    for (size_t i = 0; ok && i < list.count; i++)
-        ok = files_join(path, sizeof path, folder, list.names[i], f) &&
-             (has_lines(path) ? add_lines(j, path, f) : add_text(j, path, f));
-    files_list_close(&list);
-    return ok;
-}
-
+/* A file, or those of a folder that are data. */
 static bool add(job *j, const char *path, fault *f) {
+    format_files list;
     struct stat s;
-    if (has_lines(path)) return add_lines(j, path, f);
-    if (stat(path, &s)) return fault_errno(f, "%s: cannot read", path);
-    return S_ISDIR(s.st_mode) ? add_folder(j, path, f) : add_text(j, path, f);
+    if (!strcmp(path, "-")) return add_input(j, f);
+    if (!stat(path, &s) && !S_ISDIR(s.st_mode) && !S_ISREG(s.st_mode)) {
+        int pipe = open(path, O_RDONLY | O_CLOEXEC);
+        if (pipe < 0) return fault_errno(f, "%s: cannot open", path);
+        return add_documents(j, pipe, path, -1, FORMAT_RECORDS, f);
+    }
+    listener notes = listener_stderr();
+    if (!format_files_open(&list, path, CONFIG_DATASET_AUTO, &notes, f)) return false;
+    bool ok = true;
+    for (size_t i = 0; ok && i < list.count; i++) {
+        const format_file *file = &list.files[i];
+        int fd = file->use == FORMAT_TRAIN ? files_open(file->path, f) : -2;
+        if (fd == -2) continue;
+        ok = fd >= 0 && add_documents(j, fd, file->path, file->size, FORMAT_BY_CONTENT, f);
+    }
+    format_files_close(&list);
+    return ok;
 }
 
 /* ---- The whole ----------------------------------------------------------------------------- */
+
+/* Of the one call that writes into the folder. */
+static const char lock[] = ".lock";
+
+/* Removes what a call that was killed has left; our own lock stays. */
+static bool clear(const job *j, fault *f) {
+    files_list list;
+    char path[PATH_ROOM];
+    if (!files_list_open(&list, j->part, f)) return false;
+    bool ok = true;
+    for (size_t i = 0; ok && i < list.count; i++)
+        ok = files_join(path, sizeof path, j->part, list.names[i], f) &&
+             (!unlink(path) || fault_errno(f, "%s: cannot remove", path));
+    files_list_close(&list);
+    return ok;
+}
 
 /* Half of a corpus must not look like one: the folder gets its name when all is there. */
 static bool make(job *j, fault *f) {
@@ -147,15 +145,21 @@ static bool make(job *j, fault *f) {
         return fault_set(f, "%s: is there; must be a new folder", j->folder);
     if (!files_join(j->part, sizeof j->part - 8, "", j->folder, f)) return false;
     strcat(j->part, ".part");
-    if (!files_remove_folder(j->part, f) || !files_make_folder(j->part, f)) return false;
-    bool ok = true;
+    if (!files_make_folder(j->part, f)) return false;
+    int held = files_lock(j->part, lock, f);
+    if (held < 0) return false;
+    bool ok = clear(j, f);
     for (int i = 1; ok && j->words[i]; i++) ok = add(j, j->words[i], f);
     if (ok && j->waiting.count) ok = write_shard(j, j->waiting.count, f);
     if (ok && !j->shards) ok = fault_set(f, "no text in what was given");
+    char path[PATH_ROOM];
+    ok = ok && files_join(path, sizeof path, j->part, lock, f) &&
+         (!unlink(path) || fault_errno(f, "%s: cannot remove", path));
     if (ok && (!files_sync_folder(j->part, f) || rename(j->part, j->folder)))
         ok = fault_errno(f, "%s: cannot be put in place", j->folder);
     fault unused;
     if (!ok) files_remove_folder(j->part, &unused);
+    close(held);
     return ok;
 }
 
@@ -180,9 +184,10 @@ static const option_command command = {
     .name = "shards",
     .summary =
         "text as token shards in llm.c's format.\n\nMakes FOLDER, which the trainers take as "
-        "--dataset bin --data FOLDER. A TEXT is a file, or a folder\nwith those below it. A file "
-        "is one document; of .jsonl, .ndjson and .json, and of - (standard\ninput) each line is "
-        "one: an object with a \"text\".",
+        "--dataset bin --data FOLDER. A TEXT is a file, or a folder\nwith those below it: text, "
+        "one "
+        "document a file; JSON lines or an array of objects with a \"text\"; these\npacked by "
+        "gzip or zstd. Of - (standard input) each line is a document, or a JSON value.",
     .words = "FOLDER TEXT...",
     .rows = own,
     .count = sizeof own / sizeof own[0],
@@ -193,11 +198,6 @@ static int run(job *j, fault *f) {
     j->tokenizer = tokenizer_open(j->vocabulary ? CONFIG_GPT2 : CONFIG_BYTE,
                                   j->vocabulary ? j->vocabulary : "", f);
     if (!j->tokenizer) return 2;
-    if (tokenizer_vocab_size(j->tokenizer) > MOST_IDS) {
-        fault_set(f, "%s: %d tokens; a shard's are of 16 bits, at most %d", j->vocabulary,
-                  tokenizer_vocab_size(j->tokenizer), MOST_IDS);
-        return 2;
-    }
     if (!make(j, f)) return 1;
     printf("%s: %" PRId64 " tokens of %" PRId64 " documents in %" PRId64
            " shards, vocabulary of %d\n",

@@ -93,7 +93,9 @@ static void test_text(void) {
     o = options_for(CONFIG_DATASET_AUTO, test_path("texts"));
     test_invariants("a folder of texts", o, 60);
     test_split_and_epochs("a folder's split", o, RECORDS, 3 * RECORDS * RECORD / SEQ / BATCH);
-    CHECK(strstr(test_said, "texts/c: empty, passed over"), "empty file: %s", test_said);
+    CHECK(strstr(test_said,
+                 "texts: passed over: c (empty), .hidden, .not, d/up (a link to a folder)"),
+          "what is no data is said, once: %s", test_said);
 }
 
 /* Within an epoch no window comes twice; two epochs differ in order. */
@@ -281,6 +283,7 @@ static void test_bad_shards(void) {
     refuse_path(CONFIG_BIN, test_path("bad.bin"),
                 "bad.bin: 0 bytes; a token shard begins with a header");
     refuse_path(CONFIG_BIN, test_path("texts"), "texts: a folder without .bin files");
+    write_shard(test_path("bad.bin"), good, tokens, 1000);
     refuse_path(CONFIG_TEXT, test_path("bad.bin"), "token shards (.bin), but data.dataset = text");
     check_case("a token outside the vocabulary");
     tokens[500] = 256;

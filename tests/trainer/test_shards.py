@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+import time
 
 from runs import Runs, check, done
 
@@ -37,8 +38,8 @@ def tokens(folder):
     return found, sizes
 
 
-def losses(name, *options):
-    out, _, _ = runs.train(name, *options, "--steps", 4, "--eval-every", 2)
+def losses(name, *options, steps=4):
+    out, _, _ = runs.train(name, *options, "--steps", steps, "--eval-every", 2)
     rows = [row.split(",") for row in (out / "training.csv").read_text().splitlines()]
     return [(row[0], row[1], row[4]) for row in rows], (out / "val.csv").read_text()
 
@@ -88,12 +89,52 @@ def test_lines():
     check(bytes(tokens(folder)[0]) == "one\nzw\u00f6lf\na\0b\nplain\n".encode(), tokens(folder))
 
 
+def test_wide():
+    """A vocabulary above 2^16: llm.c's other format, whose tokens the trainers read as those of the text."""
+    wide = runs.root / "wide_words"
+    wide.mkdir()
+    vocab = json.loads((gpt2 / "vocab.json").read_text())
+    vocab["line"] = 70000
+    (wide / "vocab.json").write_text(json.dumps(vocab))
+    (wide / "merges.txt").write_text("#version: 0.2\nl i\nn e\nli ne\n")
+    folder, said = make("wide", corpus / "a.txt", corpus / "b.txt", "--tokenizer-path", wide)
+    check("vocabulary of 70001" in said, said)
+    data = next(folder.glob("*.bin")).read_bytes()
+    head = struct.unpack("<256i", data[:1024])
+    check(head[:2] == (20240801, 7) and len(data) == 1024 + 4 * head[2], head[:3])
+    found = struct.unpack(f"<{head[2]}I", data[1024:])
+    check(found.count(70000) == 1500 and found[0] == 70000 and found[-1] == 258, found[:9])
+    words = ("--tokenizer", "gpt2", "--tokenizer-path", wide, "--batch-size", 1, "--eval-batches", 1)
+    check(losses("of_wide", *words, "--dataset", "bin", "--data", folder, steps=2) ==
+          losses("of_wide_text", *words, "--data", corpus, steps=2), "losses")
+    outside = runs.root / "outside.bin"
+    outside.write_bytes(struct.pack("<256i", 20240801, 7, 400, *[0] * 253) + b"\xff" * 1600)
+    _, _, said = runs.train("outside", "--data", outside, code=2)
+    check("outside.bin: token 4294967295 at byte " in said and "must be below the vocabulary's 256" in said, said)
+
+
+def test_two_at_once():
+    """The second call into one folder is refused, and harms nothing."""
+    first = subprocess.Popen([shards, runs.root / "twice", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    first.stdin.write(b'{"text": "one"}\n')
+    first.stdin.flush()
+    for _ in range(500):
+        if (runs.root / "twice.part/.lock").exists():
+            break
+        time.sleep(0.01)
+    folder, said = make("twice", corpus, code=1)
+    check("twice.part: another run is in this folder (process %d)" % first.pid in said, said)
+    said = first.communicate()[0].decode()
+    check(first.returncode == 0 and bytes(tokens(folder)[0]) == b"one\n", said)
+    check(sorted(p.name for p in folder.iterdir()) == ["shard_000000.bin"], "only shards")
+
+
 def test_refusals():
     (runs.root / "torn.part").mkdir()
     (runs.root / "torn.part/shard_000000.bin").write_text("of a call that was killed")
     bad = b'{"text": "fine"}\n{"text": 5}\n'
     for given, words in ((bad, "-: the line that ends at byte 29 has no \"text\" that is a string"),
-                         (b"plain\n", "is not JSON"), (b"\n", "no text in what was given")):
+                         (b'{"text": "fine"}\nplain\n', "is not JSON"), (b"\n", "no text in what was given")):
         folder, said = make("torn", "-", given=given, code=1)
         check(words in said and not folder.exists() and not (runs.root / "torn.part").exists(), said)
     check("must be a new folder" in make("bytes", corpus, code=1)[1], "an old folder")
@@ -107,5 +148,7 @@ def test_refusals():
 test_bytes()
 test_vocabulary()
 test_lines()
+test_wide()
+test_two_at_once()
 test_refusals()
 done()

@@ -73,6 +73,117 @@ static void test_streams(void) {
     test_invariants("a folder of shards", o, 400);
 }
 
+/* ---- Other forms of the same documents ---- */
+
+static void put_little(FILE *file, uint32_t x, int bytes) {
+    for (int i = 0; i < bytes; i++) fputc((int)(x >> 8 * i & 255), file);
+}
+
+/* CRC-32 of RFC 1952, bit by bit. */
+static uint32_t check_sum(const char *text, size_t bytes) {
+    uint32_t sum = ~(uint32_t)0;
+    for (size_t i = 0; i < bytes; i++) {
+        sum ^= (unsigned char)text[i];
+        for (int bit = 0; bit < 8; bit++) sum = sum >> 1 ^ (sum & 1 ? 0xedb88320u : 0);
+    }
+    return ~sum;
+}
+
+/* A gzip file (RFC 1952) of members that are one stored block each (RFC 1951). */
+static void write_gzip(const char *path, const char *text, size_t bytes) {
+    static const char head[10] = "\x1f\x8b\x08\0\0\0\0\0\0\xff";
+    FILE *file = fopen(path, "wb");
+    if (!CHECK(file != NULL, "cannot write %s", path)) exit(1);
+    for (size_t at = 0, n; at < bytes; at += n) {
+        n = bytes - at < 7000 ? bytes - at : 7000;
+        fwrite(head, sizeof head, 1, file);
+        put_little(file, 1, 1);
+        put_little(file, (uint32_t)n, 2);
+        put_little(file, ~(uint32_t)n, 2);
+        fwrite(text + at, 1, n, file);
+        put_little(file, check_sum(text + at, n), 4);
+        put_little(file, (uint32_t)n, 4);
+    }
+    fclose(file);
+}
+
+/* The lines of a file as an array over several lines, behind a byte order mark. */
+static void write_array(const char *path, const char *lines) {
+    FILE *file = fopen(path, "wb");
+    if (!CHECK(file != NULL, "cannot write %s", path)) exit(1);
+    fprintf(file, "\xef\xbb\xbf\r\n[ ");
+    for (; *lines; lines += strcspn(lines, "\n") + 1)
+        fprintf(file, "%.*s%s", (int)strcspn(lines, "\n"), lines,
+                lines[strcspn(lines, "\n") + 1] ? "\r\n,  " : "\n]\n");
+    fclose(file);
+}
+
+/* Rows do not depend on how the documents are written, nor on where a run goes on in them. */
+static void test_forms(void) {
+    size_t bytes;
+    char *text = test_read(test_path("one.jsonl"), &bytes);
+    data_options o = options_for(CONFIG_DATASET_AUTO, test_path("one.jsonl"));
+    rows want = collect(o, 1, 150);
+    write_array(test_path("array.json"), text);
+    write_gzip(test_path("packed.jsonl.gz"), text, bytes);
+    static const char *const names[] = {"array.json", "packed.jsonl.gz"};
+    for (int i = 0; i < 2; i++) {
+#ifndef NSA_HAVE_ZLIB
+        if (i == 1) continue;
+#endif
+        o = options_for(CONFIG_DATASET_AUTO, test_path(names[i]));
+        check_case("%s", names[i]);
+        /* What val_fraction sets aside is counted in bytes, of which an array has others. */
+        rows got = collect(o, 1, 150);
+        if (i == 1) same_rows("packed documents are others", &want, got.values, 0);
+        test_invariants(names[i], o, 300);
+        free_rows(&got);
+    }
+    free_rows(&want);
+    free(text);
+    test_mkdir("forms");
+    write_documents(test_path("forms/a.jsonl"), 0, 100, true);
+    write_documents(test_path("forms/b.txt"), 100, 30, false);
+    text = test_read(test_path("forms/a.jsonl"), &bytes);
+    write_array(test_path("forms/c.json"), text);
+    free(text);
+    o = options_for(CONFIG_DATASET_AUTO, test_path("forms"));
+    test_invariants("a folder of several forms", o, 200);
+}
+
+/* As of a text: what is not there any more is not passed over. */
+static void test_shrinking(void) {
+    data_batch b;
+    check_case("documents that shrink");
+    write_documents(test_path("shrinks.jsonl"), 0, 5000, true);
+    data_options o = options_for(CONFIG_DATASET_AUTO, test_path("shrinks.jsonl"));
+    data *d = data_open(&o, &why);
+    if (!CHECK(d != NULL, "%s", why.text)) return;
+    CHECK(!truncate(test_path("shrinks.jsonl"), 150000), "truncate");
+    bool ok = true;
+    for (int i = 0; i < 5000 && ok; i++) ok = data_next(d, &b, &why);
+    TEST_FAULT(ok, &why, "shrinks.jsonl: ends at byte&when the run began");
+    data_close(d);
+}
+
+/* Data that cannot be trained on are found when they are opened, however fast the thread is. */
+static void test_found_early(void) {
+    check_case("found when opened");
+    test_write_text(test_path("short.jsonl"), "{\"text\": \"a few\"}\n{\"txt\": 1}\n");
+    data_options o = options_for(CONFIG_DATASET_AUTO, test_path("short.jsonl"));
+    o.val_batches = 0;
+    data_config.val_fraction = 0;
+    for (int i = 0; i < 20; i++) {
+        data *d = data_open(&o, &why);
+        CHECK(d != NULL, "some documents are enough: %s", why.text);
+        data_close(d);
+    }
+    test_write_text(test_path("short.jsonl"), "{\"txt\": \"a few\"}\n");
+    for (int i = 0; i < 50; i++)
+        TEST_FAULT(data_open(&o, &why) != NULL, &why,
+                   "no documents to train on&the line at byte 0 has no \"text\"&but \"txt\"");
+}
+
 /* No document of validation is ever trained on, in any epoch; the others are, in each. */
 static void test_stream_split(void) {
     static int seen[500], val_seen[500];
@@ -390,6 +501,9 @@ int main(void) {
     bytes_tokenizer = tokenizer_open(CONFIG_BYTE, "", &why);
     test_begin();
     test_streams();
+    test_forms();
+    test_shrinking();
+    test_found_early();
     test_stream_split();
     test_split_stays();
     test_bad_lines();

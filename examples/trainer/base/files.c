@@ -335,19 +335,31 @@ static int by_name(const void *a, const void *b) {
     return strcmp(*(char *const *)a, *(char *const *)b);
 }
 
-static bool list_add(files_list *list, const char *name) {
-    if ((list->count & (list->count - 1)) == 0) { /* room doubles at each power of two */
-        size_t room = list->count ? list->count * 2 : 1;
-        char **more = realloc(list->names, room * sizeof *more);
+static bool list_add(char ***names, size_t *count, const char *name, const char *why) {
+    if ((*count & (*count - 1)) == 0) { /* room doubles at each power of two */
+        size_t room = *count ? *count * 2 : 1;
+        char **more = realloc(*names, room * sizeof *more);
         if (!more) return false;
-        list->names = more;
+        *names = more;
     }
-    size_t length = strlen(name) + 1;
-    char *copy = malloc(length);
+    size_t length = strlen(name), more = strlen(why) + 1;
+    char *copy = malloc(length + more);
     if (!copy) return false;
     memcpy(copy, name, length);
-    list->names[list->count++] = copy;
+    memcpy(copy + length, why, more);
+    (*names)[(*count)++] = copy;
     return true;
+}
+
+/* Why this one is not listed, NULL where it is one to list or a folder to enter. */
+static const char *passed_over(const char *path, const char *name, const struct stat *s) {
+    struct stat target;
+    if (name[0] == '.') return "";
+    if (S_ISDIR(s->st_mode) || S_ISREG(s->st_mode)) return NULL;
+    if (!S_ISLNK(s->st_mode)) return " (no plain file)";
+    if (stat(path, &target)) return " (a link to nothing)";
+    if (S_ISDIR(target.st_mode)) return " (a link to a folder)";
+    return S_ISREG(target.st_mode) ? NULL : " (no plain file)";
 }
 
 /* Adds the files of `folder` and of those below it; `below` is its own name in the list, "" for the
@@ -362,13 +374,15 @@ static bool list_folder(files_list *list, const char *folder, const char *below,
     if (!open_folder) return fault_errno(f, "%s: cannot open the folder", folder);
     bool ok = true;
     for (struct dirent *e; ok && (e = readdir(open_folder));) {
-        if (e->d_name[0] == '.') continue;
+        if (!strcmp(e->d_name, ".") || !strcmp(e->d_name, "..")) continue;
         ok = files_join(path, sizeof path, folder, e->d_name, f) &&
              files_join(name, sizeof name, below, e->d_name, f);
         if (!ok || lstat(path, &s)) continue;
-        if (S_ISDIR(s.st_mode))
+        const char *why = passed_over(path, e->d_name, &s);
+        if (!why && S_ISDIR(s.st_mode))
             ok = list_folder(list, path, name, level + 1, f);
-        else if (!stat(path, &s) && S_ISREG(s.st_mode) && !list_add(list, name))
+        else if (why ? !list_add(&list->passed, &list->passed_count, name, why)
+                     : !list_add(&list->names, &list->count, name, ""))
             ok = fault_set(f, "%s: out of memory", folder);
     }
     closedir(open_folder);
@@ -376,19 +390,20 @@ static bool list_folder(files_list *list, const char *folder, const char *below,
 }
 
 bool files_list_open(files_list *list, const char *folder, fault *f) {
-    files_list empty = {NULL, 0};
+    files_list empty = {NULL, 0, NULL, 0};
     *list = empty;
     bool ok = list_folder(list, folder, "", 1, f);
-    if (!ok)
-        files_list_close(list);
-    else if (list->count)
-        qsort(list->names, list->count, sizeof *list->names, by_name);
+    if (!ok) files_list_close(list);
+    if (list->count) qsort(list->names, list->count, sizeof *list->names, by_name);
+    if (list->passed_count) qsort(list->passed, list->passed_count, sizeof *list->passed, by_name);
     return ok;
 }
 
 void files_list_close(files_list *list) {
+    files_list empty = {NULL, 0, NULL, 0};
     for (size_t i = 0; i < list->count; i++) free(list->names[i]);
+    for (size_t i = 0; i < list->passed_count; i++) free(list->passed[i]);
     free(list->names);
-    list->names = NULL;
-    list->count = 0;
+    free(list->passed);
+    *list = empty;
 }

@@ -324,16 +324,18 @@ static bool nothing_came(const data *d, fault *f) {
     return timed_out(d, f);
 }
 
-/* Waits until the source is open, or failed, or out of time. */
+/* Waits until the first batch is there, or the source has failed, or time is up: data that cannot
+   be trained on are found here, and never once in a step. */
 static bool wait_opened(data *d, fault *f) {
     double patience = d->config.loader_timeout;
     pthread_mutex_lock(&d->lock);
-    while (d->state == LOADER_OPENING && wait_on(d, &patience)) continue;
-    loader_state state = d->state;
+    while (!d->filled && d->state != LOADER_FAILED && wait_on(d, &patience)) continue;
+    bool ready = d->filled > 0, failed = d->state == LOADER_FAILED;
     pthread_mutex_unlock(&d->lock);
-    if (state == LOADER_OPENING) return nothing_came(d, f);
-    if (state == LOADER_FAILED) *f = d->failure;
-    return state == LOADER_RUNNING;
+    if (ready) return true;
+    if (!failed) return nothing_came(d, f);
+    *f = d->failure;
+    return false;
 }
 
 static void note_resume(const data *d) {

@@ -9,71 +9,54 @@
 
 #include "base/files.h"
 
-static bool ends_with(const char *name, const char *ending) {
-    size_t a = strlen(name), b = strlen(ending);
-    return a >= b && !strcmp(name + a - b, ending);
-}
-
-static bool is_json(const char *name) {
-    return ends_with(name, ".jsonl") || ends_with(name, ".json") || ends_with(name, ".ndjson");
-}
-
-/* What a name promises; a folder promises what the first telling name in it does. */
-static bool kind_of_path(const char *path, bool is_folder, int64_t *kind, fault *f) {
-    files_list list;
-    *kind = is_json(path)             ? CONFIG_FINEWEB_LOCAL
-            : ends_with(path, ".bin") ? CONFIG_BIN
-                                      : CONFIG_TEXT;
-    if (!is_folder) return true;
-    *kind = CONFIG_TEXT;
-    if (!files_list_open(&list, path, f)) return false;
-    for (size_t i = 0; i < list.count && *kind == CONFIG_TEXT; i++)
-        if (!kind_of_path(list.names[i], false, kind, f)) break;
-    files_list_close(&list);
-    return true;
-}
-
-static bool find_kind(const config_data *c, const char *path, int64_t *kind, fault *f) {
+/* Not a folder, nor a plain file: "-", a named pipe. */
+static bool is_pipe(const char *path) {
     struct stat s;
-    int64_t found;
-    *kind = c->dataset;
-    if (*kind == CONFIG_RETRIEVAL) return true;
-    if (*kind == CONFIG_SYNTHETIC || (*kind == CONFIG_DATASET_AUTO && !path[0])) {
-        *kind = CONFIG_SYNTHETIC;
-        return true;
-    }
-    if (!strcmp(path, "-")) {
-        if (*kind == CONFIG_BIN)
-            return fault_set(f,
-                             "data.path = -: shards cannot come from standard input; data.dataset "
-                             "may be auto, text or fineweb_edu there");
-        *kind = CONFIG_FINEWEB;
-        return true;
-    }
-    if (stat(path, &s)) return fault_errno(f, "%s: cannot read the data", path);
-    if (!S_ISDIR(s.st_mode) && !S_ISREG(s.st_mode)) {
-        *kind = CONFIG_FINEWEB; /* a named pipe or the like */
-        return true;
-    }
-    if (*kind == CONFIG_BIN || *kind == CONFIG_FINEWEB || *kind == CONFIG_FINEWEB_LOCAL)
-        return true;
-    if (!kind_of_path(path, S_ISDIR(s.st_mode), &found, f)) return false;
-    if (*kind == CONFIG_TEXT && found == CONFIG_BIN)
-        return fault_set(f, "%s: token shards (.bin), but data.dataset = text; allowed: bin", path);
-    *kind = found;
-    return true;
+    if (!strcmp(path, "-")) return true;
+    return !stat(path, &s) && !S_ISDIR(s.st_mode) && !S_ISREG(s.st_mode);
+}
+
+static bool is_stream(const config_data *c, const format_files *files) {
+    if (c->dataset == CONFIG_FINEWEB || c->dataset == CONFIG_FINEWEB_LOCAL) return true;
+    for (size_t i = 0; i < files->count; i++)
+        if (files->files[i].format.kind == FORMAT_JSON_LINES ||
+            files->files[i].format.kind == FORMAT_JSON_ARRAY)
+            return true;
+    return false;
+}
+
+static source *open_pipe(const data_options *o, const char *path, int64_t val_rows, int cancel,
+                         fault *f) {
+    format_files none = {.count = 0};
+    if (o->config->dataset != CONFIG_BIN)
+        return source_stream_open(o, path, &none, val_rows, cancel, f);
+    fault_set(f,
+              "data.path = %s: shards cannot come from standard input or a pipe; data.dataset may "
+              "be auto, text or "
+              "fineweb_edu there",
+              path);
+    return NULL;
+}
+
+/* The one list of what is read: what a file is, and whether it is read at all, is format.c's. */
+static source *open_files(const data_options *o, const char *path, int64_t val_rows, int cancel,
+                          fault *f) {
+    const config_data *c = o->config;
+    format_files files;
+    if (!format_files_open(&files, path, c->dataset, &o->notes, f)) return NULL;
+    if (is_stream(c, &files) && c->dataset != CONFIG_BIN)
+        return source_stream_open(o, path, &files, val_rows, cancel, f);
+    return source_corpus_open(o, path, &files, val_rows, f);
 }
 
 source *source_open(const data_options *o, int64_t val_rows, int cancel, fault *f) {
     const config_data *c = o->config;
     const char *path = c->dataset == CONFIG_FINEWEB && !c->path[0] ? "-" : c->path;
-    int64_t kind;
-    if (!find_kind(c, path, &kind, f)) return NULL;
-    if (kind == CONFIG_SYNTHETIC) return source_synthetic_open(o, val_rows, f);
-    if (kind == CONFIG_RETRIEVAL) return source_retrieval_open(o, val_rows, f);
-    if (kind == CONFIG_BIN || kind == CONFIG_TEXT)
-        return source_corpus_open(o, path, kind == CONFIG_BIN, val_rows, f);
-    return source_stream_open(o, path, val_rows, cancel, f);
+    if (c->dataset == CONFIG_RETRIEVAL) return source_retrieval_open(o, val_rows, f);
+    if (c->dataset == CONFIG_SYNTHETIC || (c->dataset == CONFIG_DATASET_AUTO && !path[0]))
+        return source_synthetic_open(o, val_rows, f);
+    if (is_pipe(path)) return open_pipe(o, path, val_rows, cancel, f);
+    return open_files(o, path, val_rows, cancel, f);
 }
 
 bool source_add_contents(uint64_t *sum, int fd, const char *path, int64_t size, size_t files,

@@ -5,6 +5,7 @@
 #define SOURCE_H
 
 #include "data/data.h"
+#include "data/format.h"
 
 /* seq_len + 1 tokens: a row and the label of its last token. */
 typedef struct source_window {
@@ -47,13 +48,15 @@ enum { RETRIEVAL_NEEDLES = 16, RETRIEVAL_KEYS = 16, RETRIEVAL_VALUES = 16, RETRI
 int source_retrieval_row(uint64_t seed, uint64_t stream, int64_t sample, int64_t seq_len,
                          source_window *w, int64_t *places);
 
-/* Random access: .bin shards, or text files whose tokens fit in memory (bytes stay on the disk). */
-source *source_corpus_open(const data_options *o, const char *path, bool is_bin, int64_t val_rows,
-                           fault *f);
+/* Random access: .bin shards, or text files whose tokens fit in memory (bytes stay on the disk).
+   Takes the files over, also where it fails. */
+source *source_corpus_open(const data_options *o, const char *path, format_files *files,
+                           int64_t val_rows, fault *f);
 
-/* Documents in the order of the data: JSONL or lines, from files or a pipe. */
-source *source_stream_open(const data_options *o, const char *path, int64_t val_rows, int cancel,
-                           fault *f);
+/* Documents in the order of the data: JSON, lines or texts, from files, or where there are none from
+   the pipe that the path names. */
+source *source_stream_open(const data_options *o, const char *path, format_files *files,
+                           int64_t val_rows, int cancel, fault *f);
 
 /* Adds a file's size and contents to a sum: all of a small one, of a large one blocks at equal
    distances, fewer where there are many files. */

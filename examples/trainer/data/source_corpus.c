@@ -17,28 +17,29 @@
 
 #include "base/files.h"
 #include "base/rng.h"
+#include "data/documents.h"
 
-enum { STRETCHES = 16, BIN_HEADER_BYTES = 1024, BIN_MAGIC = 20240520, TELL_BYTES = 1 << 26 };
+enum { STRETCHES = 16, TELL_BYTES = 1 << 26, WIDEST = 4 };
 
 /* Files may be sparse, so that their sizes are not to be trusted to add up. */
 #define MOST_TOKENS ((int64_t)1 << 48)
 
 typedef struct piece {
     int64_t begin, count; /* place among all tokens; the separator included */
-    const char *name;     /* in the list of files */
-    int width;            /* bytes of a token on the disk; 0: in memory */
-    int64_t header;       /* bytes before the first token */
-    bool separator;       /* the last token is one that the file does not hold */
-    int32_t *tokens;      /* where width is 0 */
+    const char *path;
+    int width;       /* bytes of a token on the disk; 0: in memory */
+    int64_t header;  /* bytes before the first token */
+    bool separator;  /* the last token is one that the file does not hold */
+    int32_t *tokens; /* where width is 0 */
 } piece;
 
 typedef struct corpus {
     source base;
-    char *folder; /* "" where the path is a file */
-    files_list files;
+    format_files files;
     piece *pieces;
     size_t count;
     int64_t tokens;
+    int64_t held;               /* of them, the last ones: of files for validation */
     int64_t stretches, stretch; /* of validation, and tokens of each */
     int64_t windows, slack;     /* of an epoch, and how far its offset may go */
     int fd;                     /* of the file read last, or -1 */
@@ -52,32 +53,35 @@ static corpus *corpus_of(source *s) {
 
 /* ---- Reading ---- */
 
-static bool path_of(const corpus *c, const char *name, char *path, fault *f) {
-    return files_join(path, CONFIG_PATH_BYTES + 256, c->folder, name, f);
-}
-
-static bool open_piece(corpus *c, size_t i, char *path, fault *f) {
-    if (!path_of(c, c->pieces[i].name, path, f)) return false;
+static bool open_piece(corpus *c, size_t i, fault *f) {
     if (c->fd >= 0 && c->fd_piece == i) return true;
     if (c->fd >= 0) close(c->fd);
     c->fd_piece = i;
-    c->fd = files_open(path, f);
+    c->fd = files_open(c->pieces[i].path, f);
     return c->fd >= 0;
+}
+
+/* A token of llm.c's formats, or a byte; below 2^32. */
+static int64_t token_at(const unsigned char *at, int width) {
+    int64_t token = 0;
+    for (int i = 0; i < width; i++) token |= (int64_t)at[i] << 8 * i;
+    return token;
 }
 
 static bool read_disk(corpus *c, size_t i, int64_t first, int64_t count, int32_t *tokens,
                       fault *f) {
-    char path[CONFIG_PATH_BYTES + 256];
     const piece *p = &c->pieces[i];
     int64_t offset = p->header + first * p->width, vocab = c->base.options->vocab_size;
-    if (!open_piece(c, i, path, f)) return false;
-    if (!files_read_at(c->fd, path, c->bytes, (size_t)(count * p->width), offset, f)) return false;
+    if (!open_piece(c, i, f) ||
+        !files_read_at(c->fd, p->path, c->bytes, (size_t)(count * p->width), offset, f))
+        return false;
     for (int64_t k = 0; k < count; k++) {
-        const unsigned char *at = c->bytes + k * p->width;
-        tokens[k] = p->width == 1 ? at[0] : at[0] | at[1] << 8;
-        if (tokens[k] >= vocab)
-            return fault_set(f, "%s: token %d at byte %lld: must be below the vocabulary's %lld",
-                             path, tokens[k], (long long)(offset + k * p->width), (long long)vocab);
+        int64_t token = token_at(c->bytes + k * p->width, p->width);
+        if (token >= vocab)
+            return fault_set(f, "%s: token %lld at byte %lld: must be below the vocabulary's %lld",
+                             p->path, (long long)token, (long long)(offset + k * p->width),
+                             (long long)vocab);
+        tokens[k] = (int32_t)token;
     }
     return true;
 }
@@ -205,6 +209,11 @@ static bool split_as_before(corpus *c, const data_position *p) {
    takes no more than a quarter. */
 static void split_anew(corpus *c, int64_t val_rows) {
     const data_options *o = c->base.options;
+    if (c->held) { /* the last pieces, as one stretch */
+        c->stretches = 1;
+        c->stretch = c->held;
+        return;
+    }
     int64_t share = (int64_t)(o->config->val_fraction * (double)c->tokens);
     int64_t need = val_rows * o->seq_len + 1, window = o->seq_len + 1;
     c->stretches = 1;
@@ -241,36 +250,6 @@ static bool lay_windows(corpus *c, const char *path, fault *f) {
 
 /* ---- Opening ---- */
 
-static int32_t little_endian_32(const unsigned char *b) {
-    return (int32_t)((uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 |
-                     (uint32_t)b[3] << 24);
-}
-
-static bool check_bin(const char *path, int fd, int64_t bytes, piece *p, fault *f) {
-    unsigned char header[12];
-    if (bytes < BIN_HEADER_BYTES)
-        return fault_set(f, "%s: %lld bytes; a token shard begins with a header of %d", path,
-                         (long long)bytes, BIN_HEADER_BYTES);
-    if (!files_read_at(fd, path, header, sizeof header, 0, f)) return false;
-    if (little_endian_32(header) != BIN_MAGIC)
-        return fault_set(f, "%s: not a token shard: its first number is %d, must be %d", path,
-                         little_endian_32(header), BIN_MAGIC);
-    if (little_endian_32(header + 4) != 1)
-        return fault_set(f, "%s: a token shard of version %d; allowed: 1 (uint16 tokens)", path,
-                         little_endian_32(header + 4));
-    p->count = little_endian_32(header + 8);
-    if (p->count < 1)
-        return fault_set(f, "%s: its header says %lld tokens; must be above 0", path,
-                         (long long)p->count);
-    if (bytes != BIN_HEADER_BYTES + 2 * p->count)
-        return fault_set(
-            f, "%s: its header says %lld tokens, that is %lld bytes; the file has %lld", path,
-            (long long)p->count, (long long)(BIN_HEADER_BYTES + 2 * p->count), (long long)bytes);
-    p->width = 2;
-    p->header = BIN_HEADER_BYTES;
-    return true;
-}
-
 static bool ends_with_newline(const char *path, int fd, int64_t bytes, bool *yes, fault *f) {
     char last = 0;
     if (!files_read_at(fd, path, &last, 1, bytes - 1, f)) return false;
@@ -283,8 +262,10 @@ static bool encode_text(corpus *c, const char *path, piece *p, fault *f) {
     size_t bytes;
     token_list list = {NULL, 0, 0};
     tokenizer *t = c->base.options->tokenizer;
-    char *text = files_read(path, SIZE_MAX / 2, &bytes, f);
+    char *text = documents_read_text(path, &bytes, f);
     if (!text) return false;
+    /* What separates documents is added: of bytes a newline, which this may have. */
+    if (tokenizer_is_byte(t) && bytes && text[bytes - 1] == '\n') bytes--;
     if (bytes > TELL_BYTES)
         listener_say(&c->base.options->notes,
                      "%s: encoding %zu MB before the first step; shards "
@@ -303,37 +284,43 @@ static bool encode_text(corpus *c, const char *path, piece *p, fault *f) {
     return true;
 }
 
-static bool open_text(corpus *c, const char *path, int fd, int64_t bytes, piece *p, fault *f) {
-    bool newline;
-    if (!tokenizer_is_byte(c->base.options->tokenizer)) return encode_text(c, path, p, f);
-    if (!ends_with_newline(path, fd, bytes, &newline, f)) return false;
+static bool open_text(corpus *c, const format_file *file, int fd, piece *p, fault *f) {
+    bool newline, packed = file->format.packing != FORMAT_PLAIN;
+    if (packed || !tokenizer_is_byte(c->base.options->tokenizer))
+        return encode_text(c, file->path, p, f);
+    if (!ends_with_newline(file->path, fd, file->size, &newline, f)) return false;
     p->width = 1;
+    p->header = file->format.begin;
     p->separator = !newline;
-    p->count = bytes + p->separator;
+    p->count = file->size - p->header + p->separator;
     return true;
 }
 
-/* An empty file among others is passed over; alone it is refused, like any empty shard. */
-static bool add_file(corpus *c, const char *name, bool is_bin, fault *f) {
-    char path[CONFIG_PATH_BYTES + 256];
-    struct stat s;
-    piece p = {.begin = c->tokens, .name = name};
-    if (!path_of(c, name, path, f)) return false;
-    int fd = files_open(path, f);
+static bool open_shard(const data_options *o, const format_file *file, piece *p, fault *f) {
+    if (file->format.kind != FORMAT_SHARD)
+        return fault_set(f, "%s: no token shard, but data.dataset = bin; allowed: auto, text",
+                         file->path);
+    if (o->config->dataset != CONFIG_DATASET_AUTO && o->config->dataset != CONFIG_BIN)
+        return fault_set(f, "%s: token shards (.bin), but data.dataset = text; allowed: bin",
+                         file->path);
+    p->width = file->format.width;
+    p->header = file->format.begin;
+    p->count = file->format.tokens;
+    return true;
+}
+
+static bool add_file(corpus *c, const format_file *file, fault *f) {
+    const data_options *o = c->base.options;
+    piece p = {.begin = c->tokens, .path = file->path};
+    int fd = files_open(file->path, f);
     if (fd < 0) return false;
-    bool ok = !fstat(fd, &s) || fault_errno(f, "%s: cannot read", path);
-    if (ok && !is_bin && !s.st_size) {
-        listener_say(&c->base.options->notes, "%s: empty, passed over", path);
-        close(fd);
-        return true;
-    }
-    ok = ok &&
-         (is_bin ? check_bin(path, fd, s.st_size, &p, f)
-                 : open_text(c, path, fd, s.st_size, &p, f)) &&
-         source_add_contents(&c->base.fingerprint, fd, path, s.st_size, c->files.count, f);
+    bool shard = file->format.kind == FORMAT_SHARD || o->config->dataset == CONFIG_BIN;
+    bool ok =
+        (shard ? open_shard(o, file, &p, f) : open_text(c, file, fd, &p, f)) &&
+        source_add_contents(&c->base.fingerprint, fd, file->path, file->size, c->files.count, f);
     close(fd);
     if (ok && p.count > MOST_TOKENS - c->tokens)
-        ok = fault_set(f, "%s: more than %lld tokens with those before it", path,
+        ok = fault_set(f, "%s: more than %lld tokens with those before it", file->path,
                        (long long)MOST_TOKENS);
     if (!ok) {
         free(p.tokens);
@@ -341,67 +328,36 @@ static bool add_file(corpus *c, const char *name, bool is_bin, fault *f) {
     }
     c->pieces[c->count++] = p;
     c->tokens += p.count;
-    c->base.fingerprint = XXH64(name, strlen(name), c->base.fingerprint);
+    if (file->use == FORMAT_VALIDATE) c->held += p.count;
+    c->base.fingerprint = XXH64(file->name, strlen(file->name), c->base.fingerprint);
     return true;
 }
 
-static bool is_wanted(const char *name, bool is_bin) {
-    size_t length = strlen(name);
-    return !is_bin || (length > 4 && !strcmp(name + length - 4, ".bin"));
-}
-
-/* The files of a folder, or the one that the path names: then the folder is what lies before it. */
-static bool find_files(corpus *c, const char *path, fault *f) {
-    struct stat s;
-    size_t length = strlen(path);
-    c->folder = malloc(length + 1);
-    if (!c->folder) return fault_set(f, "out of memory");
-    memcpy(c->folder, path, length + 1);
-    if (stat(path, &s)) return fault_errno(f, "%s: cannot read the data", path);
-    if (S_ISDIR(s.st_mode)) return files_list_open(&c->files, path, f);
-    c->folder[0] = 0;
-    c->files.names = malloc(sizeof *c->files.names);
-    char *name = malloc(length + 1);
-    if (!c->files.names || !name) {
-        free(name);
-        return fault_set(f, "out of memory");
-    }
-    memcpy(name, path, length + 1);
-    c->files.names[0] = name;
-    c->files.count = 1;
-    return true;
-}
-
-static bool open_files(corpus *c, const char *path, bool is_bin, fault *f) {
-    if (!find_files(c, path, f)) return false;
+static bool add_files(corpus *c, const char *path, fault *f) {
+    bool is_bin = c->base.options->config->dataset == CONFIG_BIN;
     c->pieces = calloc(c->files.count + 1, sizeof *c->pieces);
     if (!c->pieces) return fault_set(f, "out of memory");
-    for (size_t i = 0; i < c->files.count; i++) {
-        /* A file that is given by name is meant, whatever its name. */
-        bool is_meant = !c->folder[0] || is_wanted(c->files.names[i], is_bin);
-        if (is_meant && !add_file(c, c->files.names[i], is_bin, f)) return false;
-    }
-    if (!c->tokens)
-        return fault_set(f, "%s: %s", path,
-                         c->files.count > 1 || c->folder[0]
-                             ? is_bin ? "a folder without .bin files" : "a folder without text"
-                             : "an empty file; data.path must hold text or tokens");
-    return true;
+    if (!c->files.is_folder && c->files.files[0].format.is_empty)
+        return fault_set(f, "%s: an empty file; data.path must hold text or tokens", path);
+    for (size_t i = 0; i < c->files.count; i++)
+        if (!add_file(c, &c->files.files[i], f)) return false;
+    return c->tokens || fault_set(f, "%s: %s", path,
+                                  is_bin ? "a folder without .bin files" : "a folder without text");
 }
 
 static void close_corpus(source *s) {
     corpus *c = corpus_of(s);
     for (size_t i = 0; i < c->count; i++) free(c->pieces[i].tokens);
     if (c->fd >= 0) close(c->fd);
-    files_list_close(&c->files);
+    format_files_close(&c->files);
     free(c->pieces);
-    free(c->folder);
     free(c->bytes);
     free(c);
 }
 
-static void describe(corpus *c, const char *path, bool is_bin) {
+static void describe(corpus *c, const char *path) {
     const data_options *o = c->base.options;
+    bool is_bin = c->files.files[0].format.kind == FORMAT_SHARD;
     c->base.documents = (int64_t)c->count;
     snprintf(c->base.description, sizeof c->base.description,
              "%.250s: %zu %s%s, %lld tokens; %lld windows of %lld an epoch; %lld tokens in %lld "
@@ -412,30 +368,32 @@ static void describe(corpus *c, const char *path, bool is_bin) {
              (long long)(c->stretch * c->stretches), (long long)(c->stretch ? c->stretches : 0));
 }
 
-source *source_corpus_open(const data_options *o, const char *path, bool is_bin, int64_t val_rows,
-                           fault *f) {
+source *source_corpus_open(const data_options *o, const char *path, format_files *files,
+                           int64_t val_rows, fault *f) {
     corpus *c = calloc(1, sizeof *c);
     if (!c) {
+        format_files_close(files);
         fault_set(f, "out of memory");
         return NULL;
     }
     c->fd = -1;
+    c->files = *files;
     c->base.options = o;
     c->base.read = read_train;
     c->base.read_val = read_val;
     c->base.position = position;
     c->base.close = close_corpus;
-    bool ok = open_files(c, path, is_bin, f);
+    bool ok = add_files(c, path, f);
     if (ok) split(c, val_rows);
     ok = ok && lay_windows(c, path, f);
     if (ok) {
-        c->bytes = malloc((size_t)(o->seq_len + 1) * 2);
+        c->bytes = malloc((size_t)(o->seq_len + 1) * WIDEST);
         ok = c->bytes || fault_set(f, "out of memory");
     }
     if (!ok) {
         close_corpus(&c->base);
         return NULL;
     }
-    describe(c, path, is_bin);
+    describe(c, path);
     return &c->base;
 }

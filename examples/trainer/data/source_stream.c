@@ -1,15 +1,14 @@
-/* source_stream.c - documents in the order in which the data hold them, one a line: JSON objects
-   with a "text" (where a shard's first byte is '{'), or plain lines; from a file, a folder of
-   shards, or a pipe. Twin: source.h. Documents run on across windows.
+/* source_stream.c - documents in the order in which the data hold them: JSON lines, JSON arrays,
+   plain lines, texts, from a file, a folder of shards, or a pipe. Twin: source.h; documents.c reads
+   them. Documents run on across windows.
 
-   The first documents of the first shard (or of the pipe) are the validation split: training never
-   reads them. Files start over at their end, the shards in a new order; a pipe that ends is a
-   fault. */
+   The first documents of the first shard (or of the pipe) are the validation split, or those of
+   the files that are named so: training never reads them. Files start over at their end, the shards
+   in a new order; a pipe that ends is a fault. */
 #include "data/source.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <jansson.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,9 +17,8 @@
 #include <xxhash.h>
 
 #include "base/files.h"
-#include "base/json_file.h"
-#include "base/lines.h"
 #include "base/rng.h"
+#include "data/documents.h"
 
 enum { SKIPS_NAMED = 10, SKIPS_IN_A_ROW = 1000 };
 
@@ -33,14 +31,16 @@ typedef struct mark {
 typedef struct stream {
     source base;
     char *path;
-    bool is_pipe, is_open, is_json;
-    files_list files; /* empty for a pipe and for one file */
-    int64_t shards, file_bytes;
+    bool is_pipe, is_open;
+    format_files files;         /* empty for a pipe */
+    int64_t shards, file_bytes; /* to train on */
 
-    lines lines;
-    char name[CONFIG_PATH_BYTES + 256]; /* of the open shard */
-    int64_t epoch, shard;               /* that is open, by place in the epoch's order */
-    int64_t document;                   /* that comes next, counted from the start of the data */
+    documents documents;  /* of the open shard */
+    const char *name;     /* its path */
+    int64_t size;         /* its bytes when the run began */
+    char first_why[256];  /* the first record that was none */
+    int64_t epoch, shard; /* that is open, by place in the epoch's order */
+    int64_t document;     /* that comes next, counted from the start of the data */
     int64_t epoch_documents, skips_in_a_row;
     int64_t val_end; /* first byte of the first shard that training may read */
 
@@ -68,95 +68,78 @@ static int64_t shard_number(const stream *s, int64_t place) {
 }
 
 static void close_shard(stream *s) {
-    if (s->is_open) lines_close(&s->lines);
+    if (s->is_open) documents_close(&s->documents);
     s->is_open = false;
 }
 
-static bool name_shard(stream *s, int64_t number, fault *f) {
-    if (s->files.count)
-        return files_join(s->name, sizeof s->name, s->path, s->files.names[number], f);
-    return files_join(s->name, sizeof s->name, "", s->path, f);
+static format_wish wish_of(const stream *s) {
+    int64_t set = s->base.options->config->dataset;
+    if (s->is_pipe || set == CONFIG_FINEWEB || set == CONFIG_FINEWEB_LOCAL) return FORMAT_RECORDS;
+    return set == CONFIG_TEXT ? FORMAT_BYTES : FORMAT_BY_CONTENT;
 }
 
-/* Opens a shard by its number, at a document's first byte. A pipe is handed over once. */
+/* Opens a shard by its number, at a document's first byte; those behind the ones to train on are of
+   validation. A pipe is handed over once. */
 static bool open_shard(stream *s, int64_t number, int64_t offset, fault *f) {
-    char first = 0;
     int fd;
+    s->size = -1;
     if (s->is_pipe && !strcmp(s->path, "-")) {
-        snprintf(s->name, sizeof s->name, "standard input");
+        s->name = "standard input";
         fd = dup(s->base.options->input);
-    } else {
-        if (!name_shard(s, number, f)) return false;
+    } else if (s->is_pipe) {
         /* Without O_NONBLOCK, opening a named pipe waits for its writer, deaf to `cancel`. */
-        fd = open(s->name, O_RDONLY | O_CLOEXEC | (s->is_pipe ? O_NONBLOCK : 0));
+        s->name = s->path;
+        fd = open(s->name, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    } else {
+        s->name = s->files.files[number].path;
+        s->size = s->files.files[number].size;
+        fd = open(s->name, O_RDONLY | O_CLOEXEC);
     }
     if (fd < 0) return fault_errno(f, "%s: cannot open", s->name);
-    lines_open(&s->lines, fd, s->name, 0, s->base.cancel);
     s->is_open = true;
-    if (lines_peek(&s->lines, &first, f) == LINES_FAULT) return false;
-    s->is_json = first == '{';
-    if (!offset) return true;
-    close_shard(s);
-    fd = open(s->name, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return fault_errno(f, "%s: cannot open", s->name);
-    lines_open(&s->lines, fd, s->name, offset, s->base.cancel);
-    s->is_open = true;
-    if (lseek(fd, (off_t)offset, SEEK_SET) < 0) return fault_errno(f, "%s: cannot seek", s->name);
-    return true;
+    return documents_open(&s->documents, fd, s->name, s->size, wish_of(s), offset, s->base.cancel,
+                          f);
 }
 
 /* ---- Documents ---- */
 
-static bool skip_line(stream *s, const char *why, int64_t offset, fault *f) {
+static bool skip_record(stream *s, const char *why, int64_t offset, fault *f) {
     const listener *notes = &s->base.options->notes;
+    const char *what = s->documents.format.kind == FORMAT_JSON_ARRAY ? "value" : "line";
+    if (!s->first_why[0])
+        snprintf(s->first_why, sizeof s->first_why, "; the %s at byte %lld %s", what,
+                 (long long)offset, why);
     if (++s->skips_in_a_row > SKIPS_IN_A_ROW)
-        return fault_set(f, "%s: %d lines in a row are no documents; the one at byte %lld %s",
-                         s->name, SKIPS_IN_A_ROW, (long long)offset, why);
+        return fault_set(f, "%s: %d %ss in a row are no documents; the one at byte %lld %s",
+                         s->name, SKIPS_IN_A_ROW, what, (long long)offset, why);
     if (++s->base.skipped <= SKIPS_NAMED)
         listener_say(
-            notes, "%s: the line at byte %lld %s: passed over%s", s->name, (long long)offset, why,
-            s->base.skipped == SKIPS_NAMED ? " (further ones are counted, not named)" : "");
+            notes, "%s: the %s at byte %lld %s: passed over%s", s->name, what, (long long)offset,
+            why, s->base.skipped == SKIPS_NAMED ? " (further ones are counted, not named)" : "");
     return true;
 }
 
-/* Encodes the line's text; *why is set where it has none. */
-static bool encode_line(stream *s, const char *line, size_t bytes, token_list *to, const char **why,
-                        fault *f) {
-    tokenizer *t = s->base.options->tokenizer;
-    fault unused;
-    if (!s->is_json) return tokenizer_encode(t, line, bytes, to, f);
-    json_t *root =
-        json_file_parse(s->name, line, bytes, &json_of_document, JSON_ALLOW_NUL, &unused);
-    json_t *text = json_object_get(root, "text");
-    bool ok = true;
-    if (!root)
-        *why = "is not JSON";
-    else if (!json_is_string(text))
-        *why = "has no \"text\" that is a string";
-    else
-        ok = tokenizer_encode(t, json_string_value(text), json_string_length(text), to, f);
-    json_decref(root);
-    return ok;
+/* A file that has become shorter would be an epoch that nobody asked for. */
+static bool check_end(const stream *s, fault *f) {
+    int64_t end = s->documents.lines.arrived;
+    return s->size < 0 || end >= s->size ||
+           fault_set(f, "%s: ends at byte %lld; it had %lld when the run began", s->name,
+                     (long long)end, (long long)s->size);
 }
 
 /* Appends the next document of the open shard to `to`; LINES_END at the shard's end. */
 static lines_result read_document(stream *s, token_list *to, int64_t *offset, fault *f) {
-    const char *line, *why;
-    size_t bytes;
-    for (;;) {
-        *offset = s->lines.offset;
-        lines_result r = lines_next(&s->lines, &line, &bytes, f);
+    tokenizer *t = s->base.options->tokenizer;
+    size_t before = to->count;
+    do {
+        lines_result r = documents_next(&s->documents, t, to, offset, f);
+        if (r == LINES_END && !check_end(s, f)) return LINES_FAULT;
         if (r != LINES_ONE) return r;
-        if (!bytes || (bytes == 1 && line[0] == '\r')) continue;
-        size_t before = to->count;
-        why = NULL;
-        if (!encode_line(s, line, bytes, to, &why, f)) return LINES_FAULT;
-        if (why && !skip_line(s, why, *offset, f)) return LINES_FAULT;
-        if (to->count == before) continue;
-        break;
-    }
+        const char *why = s->documents.why;
+        if (why[0] && !skip_record(s, why, *offset, f)) return LINES_FAULT;
+    } while (to->count == before);
     s->skips_in_a_row = 0;
-    if (token_list_push(to, tokenizer_separator(s->base.options->tokenizer))) return LINES_ONE;
+    if (token_list_push(to, tokenizer_separator(t))) return LINES_ONE;
     fault_set(f, "%s: out of memory for tokens", s->name);
     return LINES_FAULT;
 }
@@ -175,8 +158,8 @@ static bool next_shard(stream *s, fault *f) {
         if (!s->epoch_documents)
             return fault_set(f,
                              "%s: no documents to train on: none that is not empty or set aside "
-                             "for validation",
-                             s->path);
+                             "for validation%s",
+                             s->path, s->first_why);
         s->epoch_documents = 0;
         s->shard = 0;
         s->epoch++;
@@ -292,7 +275,7 @@ static bool position(source *base, int64_t sample, data_position *p, fault *f) {
     p->fingerprint = base->fingerprint;
     p->epoch = s->epoch;
     p->shard = s->shard;
-    p->offset = s->lines.offset;
+    p->offset = s->documents.lines.offset;
     p->document = s->document;
     if (s->used == s->waiting.count) return true;
     const mark *m = current_mark(s);
@@ -325,7 +308,7 @@ static bool sets_aside(const stream *s, int64_t val_rows) {
     if (o->resume && o->resume->split_parts >= 0) return s->val_documents < o->resume->split_parts;
     return o->config->val_fraction > 0 && val_rows &&
            s->val.count < (size_t)(val_rows * o->seq_len + 1) &&
-           (s->is_pipe || s->lines.offset < most);
+           (s->is_pipe || s->files.validate || s->documents.lines.offset < most);
 }
 
 /* Marks where the document begins that the next token of validation belongs to. */
@@ -338,9 +321,10 @@ static bool mark_start(stream *s, size_t begin) {
     return true;
 }
 
-static bool set_aside(stream *s, int64_t val_rows, fault *f) {
-    int64_t offset, seq_len = s->base.options->seq_len;
-    if (!open_shard(s, 0, 0, f)) return false;
+/* Documents of the open shard. */
+static bool set_aside_from(stream *s, int64_t val_rows, fault *f) {
+    int64_t offset;
+    s->val_end = s->documents.lines.offset;
     while (sets_aside(s, val_rows)) {
         size_t begin = s->val.count;
         lines_result r = read_document(s, &s->val, &offset, f);
@@ -348,40 +332,40 @@ static bool set_aside(stream *s, int64_t val_rows, fault *f) {
         if (r == LINES_END) break;
         if (!mark_start(s, begin)) return fault_set(f, "out of memory");
         s->val_documents++;
+        s->val_end = s->documents.lines.offset;
     }
+    return true;
+}
+
+static bool set_aside(stream *s, int64_t val_rows, fault *f) {
+    int64_t seq_len = s->base.options->seq_len, held = (int64_t)s->files.validate;
+    for (int64_t i = 0; i < held && sets_aside(s, val_rows); i++) {
+        if (!open_shard(s, s->shards + i, 0, f) || !set_aside_from(s, val_rows, f)) return false;
+        close_shard(s);
+    }
+    if (!held && (!open_shard(s, 0, 0, f) || !set_aside_from(s, val_rows, f))) return false;
+    if (held) s->val_end = 0;
     if ((int64_t)s->val.count > seq_len)
         s->base.val_windows = ((int64_t)s->val.count - 1) / seq_len;
     if (s->base.val_windows > val_rows) s->base.val_windows = val_rows;
     s->base.split_parts = s->val_documents;
-    s->val_end = s->lines.offset;
     return true;
 }
 
 /* ---- Opening ---- */
 
 static bool count_shards(stream *s, fault *f) {
-    struct stat st;
     uint64_t h = 0;
-    s->shards = 1;
-    if (!strcmp(s->path, "-")) {
-        s->is_pipe = true;
-        return true;
-    }
-    if (stat(s->path, &st)) return fault_errno(f, "%s: cannot read the data", s->path);
-    s->is_pipe = !S_ISREG(st.st_mode) && !S_ISDIR(st.st_mode);
+    s->is_pipe = !s->files.count && !s->files.is_folder;
+    s->shards = s->is_pipe ? 1 : (int64_t)(s->files.count - s->files.validate);
     if (s->is_pipe) return true;
-    if (S_ISDIR(st.st_mode)) {
-        if (!files_list_open(&s->files, s->path, f)) return false;
-        if (!s->files.count) return fault_set(f, "%s: a folder without files", s->path);
-        s->shards = (int64_t)s->files.count;
-    }
-    for (int64_t i = 0; i < s->shards; i++) {
-        if (!name_shard(s, i, f)) return false;
-        if (stat(s->name, &st)) return fault_errno(f, "%s: cannot read", s->name);
-        s->file_bytes += st.st_size;
-        h = XXH64(s->name, strlen(s->name), h);
-        int fd = files_open(s->name, f);
-        bool ok = fd >= 0 && source_add_contents(&h, fd, s->name, st.st_size, (size_t)s->shards, f);
+    if (!s->shards) return fault_set(f, "%s: a folder without files to train on", s->path);
+    for (size_t i = 0; i < s->files.count; i++) {
+        const format_file *file = &s->files.files[i];
+        if (file->use == FORMAT_TRAIN) s->file_bytes += file->size;
+        h = XXH64(file->path, strlen(file->path), h);
+        int fd = files_open(file->path, f);
+        bool ok = fd >= 0 && source_add_contents(&h, fd, file->path, file->size, s->files.count, f);
         if (fd >= 0) close(fd);
         if (!ok) return false;
     }
@@ -431,7 +415,7 @@ static bool begin(stream *s, const data_position *resume, fault *f) {
 static void close_stream(source *base) {
     stream *s = stream_of(base);
     close_shard(s);
-    files_list_close(&s->files);
+    format_files_close(&s->files);
     token_list_free(&s->waiting);
     token_list_free(&s->val);
     free(s->val_starts);
@@ -440,27 +424,37 @@ static void close_stream(source *base) {
     free(s);
 }
 
+/* What the files hold, where that is one thing. */
+static const char *kind_name(const stream *s) {
+    static const char *const names[] = {"texts", "JSON lines", "JSON arrays"};
+    format_kind kind = s->documents.format.kind;
+    for (size_t i = 0; i < s->files.count; i++)
+        if (s->files.files[i].format.kind != kind) return "documents";
+    return kind == FORMAT_TEXT && s->documents.by_line ? "lines" : names[kind];
+}
+
 static void describe(stream *s) {
     snprintf(s->base.description, sizeof s->base.description,
              "%.300s: a stream of %s, %lld %s; %zu tokens set aside for validation",
-             s->is_pipe ? s->name : s->path, s->is_json ? "JSON lines" : "lines",
-             (long long)s->shards,
+             s->is_pipe ? s->name : s->path, kind_name(s), (long long)s->shards,
              s->is_pipe       ? "pipe"
              : s->shards == 1 ? "file"
                               : "files",
              s->val.count);
 }
 
-source *source_stream_open(const data_options *o, const char *path, int64_t val_rows, int cancel,
-                           fault *f) {
+source *source_stream_open(const data_options *o, const char *path, format_files *files,
+                           int64_t val_rows, int cancel, fault *f) {
     stream *s = calloc(1, sizeof *s);
     size_t length = strlen(path) + 1;
     if (!s || !(s->path = malloc(length))) {
+        format_files_close(files);
         free(s);
         fault_set(f, "out of memory");
         return NULL;
     }
     memcpy(s->path, path, length);
+    s->files = *files;
     s->base.options = o;
     s->base.cancel = cancel;
     s->base.read = read_train;

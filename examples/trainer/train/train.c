@@ -182,6 +182,7 @@ static outcome accumulate(trainer *t, data_position *next, fault *f) {
         if (!data_next(t->data, &b, f)) {
             if (stops_now(t)) return STEP_STOPPED;
             train_note_loader(t, "error");
+            t->starved = train_computed(t) < t->first_step;
             return STEP_FAILED;
         }
         if (i == count - 1) observer_begin(&t->observer);
@@ -336,7 +337,8 @@ static int judge(trainer *t, outcome o, fault *f, char *verdict, size_t bytes) {
     bool halted = telemetry_halted(t->telemetry);
     snprintf(verdict, bytes, "%s: %s", halted ? "halted" : "failed", f->text);
     if (o == STEP_FAILED) train_complain(t->dist, halted ? verdict : f->text);
-    return halted ? TELEMETRY_HALTED : code;
+    /* Data that cannot be used: to start again would find the same. */
+    return halted ? TELEMETRY_HALTED : t->starved ? 2 : code;
 }
 
 static int finish(trainer *t, outcome o, fault *f) {

@@ -47,6 +47,7 @@ typedef struct trainer {
     train_pending pending;  /* the step after that */
     double settled;         /* when a step was last done */
     bool spoilt;            /* memory holds what must not be saved */
+    bool starved;           /* the data have failed before a step of this run was computed */
     int64_t first_step;     /* that this run does */
     int64_t saved_step;     /* of the newest checkpoint, be it still under way; -1: none yet */
     real *copy;             /* values, m and v, where the host cannot read the back end's */

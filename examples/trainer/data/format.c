@@ -1,0 +1,274 @@
+/* format.c - see format.h. */
+#include "data/format.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/files.h"
+#include "base/lines.h"
+#include "config/config.h"
+#include "data/unpack.h"
+
+/* ---- What is no data ---- */
+
+/* First bytes of files that people have, what they are, and what to do. */
+static const struct {
+    const char *bytes;
+    size_t count, at;
+    const char *what, *advice;
+} strangers[] = {
+#define TO_LINES "write it as JSON lines with a \"text\" first"
+#define UNPACKED "unpack it first"
+    {"PAR1", 4, 0, "a Parquet file", TO_LINES},
+    {"ARROW1", 6, 0, "an Arrow file", TO_LINES},
+    {"\xff\xff\xff\xff", 4, 0, "an Arrow stream", TO_LINES},
+    {"ORC", 3, 0, "an ORC file", TO_LINES},
+    {"Obj\x01", 4, 0, "an Avro file", TO_LINES},
+    {"SQLite format 3", 16, 0, "an SQLite database", TO_LINES},
+    {"\x89HDF\r\n\x1a\n", 8, 0, "an HDF5 file", TO_LINES},
+    {"\x93NUMPY", 6, 0, "a NumPy array", "scripts may write it as a token shard (.bin)"},
+    {"PK\x03\x04", 4, 0, "a zip archive, or a file in one (.docx, .npz, .pt)", UNPACKED},
+    {"PK\x05\x06", 4, 0, "an empty zip archive", "give text"},
+    {"\xfd"
+     "7zXZ\0",
+     6, 0, "packed by xz", "unpack it first (xz -d), or pack it by zstd or gzip"},
+    {"BZh", 3, 0, "packed by bzip2", "unpack it first (bzip2 -d), or pack it by zstd or gzip"},
+    {"\x04\x22\x4d\x18", 4, 0, "packed by lz4", "unpack it first (lz4 -d)"},
+    {"LZIP", 4, 0, "packed by lzip", UNPACKED},
+    {"\x1f\x9d", 2, 0, "packed by compress", "unpack it first (gzip -d)"},
+    {"7z\xbc\xaf\x27\x1c", 6, 0, "a 7z archive", UNPACKED},
+    {"Rar!\x1a\x07", 6, 0, "a RAR archive", UNPACKED},
+    {"ustar", 5, 257, "a tar archive", "unpack it first (tar -x) and give the folder"},
+    {"%PDF-", 5, 0, "a PDF", "take its text out first (pdftotext)"},
+    {"{\\rtf", 5, 0, "an RTF document", "save it as plain text"},
+    {"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", 8, 0, "an old Office document", "save it as plain text"},
+    {"\x7f"
+     "ELF",
+     4, 0, "a program (ELF)", "give text"},
+    {"\xca\xfe\xba\xbe", 4, 0, "a program (Java, Mach-O)", "give text"},
+    {"\xcf\xfa\xed\xfe", 4, 0, "a program (Mach-O)", "give text"},
+    {"\0asm", 4, 0, "a program (WebAssembly)", "give text"},
+    {"\x89PNG\r\n\x1a\n", 8, 0, "a picture (PNG)", "give text"},
+    {"\xff\xd8\xff", 3, 0, "a picture (JPEG)", "give text"},
+    {"GIF8", 4, 0, "a picture (GIF)", "give text"},
+    {"RIFF", 4, 0, "sound or a picture (RIFF)", "give text"},
+    {"OggS", 4, 0, "sound (Ogg)", "give text"},
+    {"fLaC", 4, 0, "sound (FLAC)", "give text"},
+    {"ID3", 3, 0, "sound (MP3)", "give text"},
+    {"ftyp", 4, 4, "a film (MP4)", "give text"},
+    {"\x1a\x45\xdf\xa3", 4, 0, "a film (Matroska)", "give text"},
+    {"GGUF", 4, 0, "a model (GGUF)", "give text"},
+    {"version https://git-lfs.github.com/", 35, 0, "a pointer of Git LFS, not the data themselves",
+     "fetch them (git lfs pull)"},
+    {"\xff\xfe\0\0", 4, 0, "text in UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"},
+    {"\0\0\xfe\xff", 4, 0, "text in UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"},
+    {"\xff\xfe", 2, 0, "text in UTF-16", "convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)"},
+    {"\xfe\xff", 2, 0, "text in UTF-16", "convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)"},
+#undef TO_LINES
+#undef UNPACKED
+};
+
+/* A length in 8 bytes, then JSON. */
+static bool is_safetensors(const char *head, size_t bytes) {
+    return bytes > 9 && !memcmp(head + 5, "\0\0\0", 3) && head[8] == '{' &&
+           (head[9] == '"' || head[9] == '}');
+}
+
+/* Pickles of protocol 2 to 5 begin with its number. */
+static bool is_pickle(const char *head, size_t bytes) {
+    return bytes > 2 && head[0] == '\x80' && head[1] >= 2 && head[1] <= 5;
+}
+
+static bool refuse(fault *f, const char *name, const char *inside, const char *what,
+                   const char *advice) {
+    return fault_set(f, "%.700s: %s%s: %s", name, inside, what, advice);
+}
+
+static bool check_stranger(const char *name, const char *head, size_t bytes, bool inside,
+                           fault *f) {
+    const char *where = inside ? "in it " : "";
+    for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++)
+        if (bytes >= strangers[i].at + strangers[i].count &&
+            !memcmp(head + strangers[i].at, strangers[i].bytes, strangers[i].count))
+            return refuse(f, name, where, strangers[i].what, strangers[i].advice);
+    if (is_safetensors(head, bytes))
+        return refuse(f, name, where, "a model (safetensors)", "give text");
+    if (is_pickle(head, bytes))
+        return refuse(f, name, where, "a pickle of Python", "write it as JSON lines first");
+    return true;
+}
+
+/* ---- Names ---- */
+
+static bool ends_with(const char *name, size_t length, const char *ending) {
+    size_t n = strlen(ending);
+    if (length < n) return false;
+    for (size_t i = 0; i < n; i++) {
+        char c = name[length - n + i];
+        if ((c >= 'A' && c <= 'Z' ? c + 32 : c) != ending[i]) return false;
+    }
+    return true;
+}
+
+/* Without .gz or .zst. */
+static size_t plain_length(const char *name) {
+    static const char *const packed[] = {".gz", ".gzip", ".zst", ".zstd"};
+    size_t length = strlen(name);
+    for (size_t i = 0; i < sizeof packed / sizeof *packed; i++)
+        if (ends_with(name, length, packed[i])) return length - strlen(packed[i]);
+    return length;
+}
+
+static bool names_json(const char *name) {
+    size_t n = plain_length(name);
+    return ends_with(name, n, ".jsonl") || ends_with(name, n, ".json") ||
+           ends_with(name, n, ".ndjson") || ends_with(name, n, ".jsonlines");
+}
+
+static bool names_shard(const char *name) {
+    return ends_with(name, plain_length(name), ".bin");
+}
+
+/* ---- Shards ---- */
+
+static int32_t little_endian_32(const char *bytes) {
+    const unsigned char *b = (const unsigned char *)bytes;
+    return (int32_t)((uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 |
+                     (uint32_t)b[3] << 24);
+}
+
+static bool judge_shard(file_format *to, const char *name, const char *head, size_t bytes,
+                        int64_t size, bool inside, fault *f) {
+    if (inside || size < 0)
+        return fault_set(f, "%s: token shards are read from plain files: unpack it first", name);
+    if (size < FORMAT_HEADER || bytes < 12)
+        return fault_set(f, "%s: %lld bytes; a token shard begins with a header of %d", name,
+                         (long long)size, FORMAT_HEADER);
+    int32_t magic = little_endian_32(head), version = little_endian_32(head + 4);
+    if (magic == 20240522)
+        return fault_set(f, "%s: questions of llm.c with several answers, not tokens to train on",
+                         name);
+    if (magic != FORMAT_MAGIC_16 && magic != FORMAT_MAGIC_32)
+        return fault_set(f,
+                         "%s: not a token shard: its first number is %d, must be %d (uint16) or %d "
+                         "(uint32); one without a header is made anew by `shards`",
+                         name, magic, FORMAT_MAGIC_16, FORMAT_MAGIC_32);
+    to->width = magic == FORMAT_MAGIC_16 ? 2 : 4;
+    if (version != 1 && (to->width == 2 || version != 7))
+        return fault_set(f, "%s: a token shard of version %d; allowed: 1 of uint16, 7 of uint32",
+                         name, version);
+    to->kind = FORMAT_SHARD;
+    to->begin = FORMAT_HEADER;
+    to->tokens = little_endian_32(head + 8);
+    if (to->tokens < 1)
+        return fault_set(f, "%s: its header says %lld tokens; must be above 0", name,
+                         (long long)to->tokens);
+    if (size != FORMAT_HEADER + to->width * to->tokens)
+        return fault_set(f,
+                         "%s: its header says %lld tokens, that is %lld bytes; the file has %lld",
+                         name, (long long)to->tokens,
+                         (long long)(FORMAT_HEADER + to->width * to->tokens), (long long)size);
+    return true;
+}
+
+static bool begins_shard(const char *head, size_t bytes) {
+    int32_t magic = bytes >= 4 ? little_endian_32(head) : 0;
+    return magic == FORMAT_MAGIC_16 || magic == FORMAT_MAGIC_32;
+}
+
+/* ---- Text and JSON ---- */
+
+static size_t skip_space(const char *text, size_t bytes, size_t at) {
+    while (at < bytes &&
+           (text[at] == ' ' || text[at] == '\t' || text[at] == '\r' || text[at] == '\n'))
+        at++;
+    return at;
+}
+
+/* { and then ", or [ and then {: as no text begins that was meant as text. */
+static bool looks_like_json(const char *text, size_t bytes, size_t at) {
+    char first = text[at];
+    size_t next = skip_space(text, bytes, at + 1);
+    if (next == bytes) return false;
+    if (first == '{') return text[next] == '"';
+    if (first != '[' || text[next] != '{') return false;
+    next = skip_space(text, bytes, next + 1);
+    return next < bytes && text[next] == '"';
+}
+
+static bool judge_text(file_format *to, const char *name, const char *head, size_t bytes,
+                       format_wish wish, fault *f) {
+    static const char mark[] = "\xef\xbb\xbf";
+    bool json = names_json(name);
+    size_t at = bytes >= 3 && !memcmp(head, mark, 3) ? 3 : 0;
+    to->begin = (int64_t)at;
+    to->is_empty = at == bytes;
+    to->kind = json ? FORMAT_JSON_LINES : FORMAT_TEXT;
+    at = skip_space(head, bytes, at);
+    if (at == bytes) return true;
+    char first = head[at];
+    if (json && first != '{' && first != '[' && first != '"')
+        return fault_set(f,
+                         "%s: named as JSON, but byte %zu begins none: each line must be an object "
+                         "with a \"text\", or the file an array of them; plain text has another "
+                         "name (.txt)",
+                         name, at);
+    size_t next = skip_space(head, bytes, at + 1);
+    bool strings = first == '[' && next < bytes && head[next] == '"';
+    bool records = json || (wish == FORMAT_RECORDS && (first == '{' || strings)) ||
+                   (wish != FORMAT_BYTES && looks_like_json(head, bytes, at));
+    if (records) to->kind = first == '[' ? FORMAT_JSON_ARRAY : FORMAT_JSON_LINES;
+    if (records || wish == FORMAT_BYTES || !memchr(head, 0, bytes)) return true;
+    return fault_set(f,
+                     "%s: holds zero bytes, as no text in UTF-8 does: a binary file, or UTF-16 "
+                     "without its mark (--dataset text takes such bytes as they are)",
+                     name);
+}
+
+/* Frames that zstd's readers skip may come first. */
+static format_packing packing_of(const char *head, size_t bytes) {
+    const unsigned char *b = (const unsigned char *)head;
+    if (bytes >= 3 && b[0] == 0x1f && b[1] == 0x8b) return FORMAT_GZIP;
+    if (bytes < 4) return FORMAT_PLAIN;
+    bool skipped = b[0] >= 0x50 && b[0] <= 0x5f && b[1] == 0x2a && b[2] == 0x4d && b[3] == 0x18;
+    bool frame = b[0] == 0x28 && b[1] == 0xb5 && b[2] == 0x2f && b[3] == 0xfd;
+    return skipped || frame ? FORMAT_ZSTD : FORMAT_PLAIN;
+}
+
+bool format_judge(file_format *to, const char *name, const char *head, size_t bytes, int64_t size,
+                  format_wish wish, bool inside, fault *f) {
+    format_packing packing = packing_of(head, bytes);
+    if (inside && packing != FORMAT_PLAIN)
+        return fault_set(f, "%s: packed twice: unpack it once", name);
+    if (!inside) memset(to, 0, sizeof *to);
+    if (packing != FORMAT_PLAIN) {
+        to->packing = packing;
+        return true;
+    }
+    if (begins_shard(head, bytes)) return judge_shard(to, name, head, bytes, size, inside, f);
+    if (!check_stranger(name, head, bytes, inside, f)) return false;
+    if (names_shard(name) && size >= 0) return judge_shard(to, name, head, bytes, size, inside, f);
+    return judge_text(to, name, head, bytes, wish, f);
+}
+
+bool format_of(file_format *to, const char *path, format_wish wish, fault *f) {
+    struct stat s;
+    lines l;
+    const char *head;
+    size_t bytes;
+    int fd = files_open(path, f);
+    if (fd < 0) return false;
+    lines_open(&l, fd, path, 0, -1);
+    bool ok = !fstat(fd, &s) || fault_errno(f, "%s: cannot read", path);
+    ok = ok && lines_head(&l, FORMAT_HEAD, &head, &bytes, f) &&
+         format_judge(to, path, head, bytes, s.st_size, wish, false, f);
+    if (ok && to->packing != FORMAT_PLAIN)
+        ok = unpack_lines(&l, to->packing, f) && lines_head(&l, FORMAT_HEAD, &head, &bytes, f) &&
+             format_judge(to, path, head, bytes, s.st_size, wish, true, f);
+    lines_close(&l);
+    return ok;
+}
