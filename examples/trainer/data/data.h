@@ -1,6 +1,7 @@
-/* data.h - batches of tokens: synthetic, text, JSONL, lines, .bin shards, a pipe; read ahead by a
-   thread. Twin: data.c (the loader), source_*.c (what is read). It does not shuffle inside a
-   stream, and it never makes up data unless it was asked to, and then says so.
+/* data.h - batches of tokens: synthetic, text, JSON, lines, .bin shards, a pipe; read ahead by a
+   thread. Twin: data.c (the loader), source_*.c (what is read), format.c (what a file is). It does
+   not shuffle inside a stream, and it never makes up data unless it was asked to, and then says
+   so.
 
    Every row is a function of (seed, global sample index): micro-batch m is the samples
    m batch_size .. (m + 1) batch_size - 1, of which a rank takes its slice. So 1, 2 and 4 ranks see

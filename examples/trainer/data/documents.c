@@ -91,7 +91,8 @@ static bool take_value(documents *d, const char *text, size_t bytes, tokenizer *
 }
 
 /* Looks for the end of the value at the front: s->at becomes its bytes. A number or a word ends
-   before what cannot belong to it. False: more bytes are needed; what was seen is not seen again. */
+   before what cannot belong to it. False: more bytes are needed; what was seen is not seen
+   again. */
 typedef struct scan {
     size_t at;
     int depth;

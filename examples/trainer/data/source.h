@@ -53,8 +53,8 @@ int source_retrieval_row(uint64_t seed, uint64_t stream, int64_t sample, int64_t
 source *source_corpus_open(const data_options *o, const char *path, format_files *files,
                            int64_t val_rows, fault *f);
 
-/* Documents in the order of the data: JSON, lines or texts, from files, or where there are none from
-   the pipe that the path names. */
+/* Documents in the order of the data: JSON, lines or texts, from files, or where there are none
+   from the pipe that the path names. */
 source *source_stream_open(const data_options *o, const char *path, format_files *files,
                            int64_t val_rows, int cancel, fault *f);
 
