@@ -8,6 +8,7 @@
 #include "base/files.h"
 #include "base/threads.h"
 #include "options.h"
+#include "stop.h"
 #include "train/restore.h"
 #include "train/sample.h"
 
@@ -69,7 +70,8 @@ static bool open_generator(generator *g, fault *f) {
     c->sample.length = UNASKED;
     double trained = (double)c->train.seq_len / stretch(c);
     config_take(c, &g->options.settings);
-    if (!config_check_model(c, f)) return false;
+    listener notes = listener_stderr();
+    if (!config_check_model(c, f) || !config_check_effects(c, &notes, f)) return false;
     g->tokenizer = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!g->tokenizer) return false;
     int vocab = c->model.vocab_size ? (int)c->model.vocab_size : tokenizer_vocab_size(g->tokenizer);
@@ -114,39 +116,77 @@ static double keys_read(const model *m, const nsa_reads *before, int first, doub
     return sum / (tokens * c->n_layers);
 }
 
-static bool generate(generator *g, fault *f) {
+/* What came of it. */
+typedef struct result {
+    int64_t drawn; /* tokens */
+    double dense;  /* keys that dense attention would have read for them */
+    bool ended;    /* by the model, or by --stop */
+} result;
+
+static bool put(generator *g, stop_printer *p, int32_t token, fault *f) {
+    size_t bytes;
+    const char *text = tokenizer_bytes(g->tokenizer, token, &bytes);
+    return stop_put(p, text, bytes, f) && files_end_output(f);
+}
+
+/* The prompt as it was given: without what stands before a text, or stands for none. */
+static void put_prompt(generator *g, stop_printer *p, int prompt) {
+    const tokenizer *t = g->tokenizer;
+    bool alone = prompt == 1 && g->text.ids[0] == tokenizer_end(t);
+    for (int i = alone || tokenizer_prefix(t) >= 0; i < prompt; i++)
+        sample_put(&p->out, t, g->text.ids[i]);
+}
+
+/* Token after token, until the length, the end of the text or --stop. */
+static bool extend(generator *g, stop_printer *p, result *r, fault *f) {
     const config_sample *c = &g->checkpoint.config.sample;
     uint64_t seed = (uint64_t)g->checkpoint.config.train.seed;
-    sample_printer out = {.out = stdout};
-    int prompt = (int)g->text.count, vocab = g->model.config.vocab;
-    double begin = clock_seconds(), dense = 0;
+    int vocab = g->model.config.vocab;
+    int32_t end = g->options.ignore_end ? -1 : tokenizer_end(g->tokenizer);
+    while (r->drawn < c->length) {
+        sample_discourage(g->logits, vocab, c, &g->text, g->order);
+        int32_t next = sample_token(g->logits, vocab, c, seed, (uint64_t)r->drawn++, g->order);
+        r->ended = next == end;
+        if (r->ended) return true;
+        if (!put(g, p, next, f)) return false;
+        r->ended = p->found;
+        if (r->ended) return true;
+        if (!token_list_push(&g->text, next)) return fault_set(f, "out of memory");
+        if (r->drawn == c->length) return true;
+        if (!model_append(&g->model, &next, 1, 1, g->logits, f)) return false;
+        r->dense += g->model.past;
+    }
+    return true;
+}
+
+static bool generate(generator *g, fault *f) {
+    stop_printer out = {.out = {.out = stdout}, .stops = &g->options.stops};
+    result r = {.drawn = 0};
+    int prompt = (int)g->text.count;
+    double begin = clock_seconds();
     bool ok = model_append(&g->model, g->text.ids, prompt, 1, g->logits, f);
     double prefilled = clock_seconds();
     nsa_reads before = g->model.reads;
-    for (int i = 0; ok && i < prompt; i++) sample_put(&out, g->tokenizer, g->text.ids[i]);
-    for (int64_t i = 0; ok && i < c->length; i++) {
-        sample_discourage(g->logits, vocab, c, &g->text);
-        int32_t next = sample_token(g->logits, vocab, c, seed, (uint64_t)i, g->order);
-        sample_put(&out, g->tokenizer, next);
-        if (!files_end_output(f)) return false;
-        if (!token_list_push(&g->text, next)) return fault_set(f, "out of memory");
-        if (i + 1 == c->length) break;
-        ok = model_append(&g->model, &next, 1, 1, g->logits, f);
-        dense += g->model.past;
-    }
-    sample_flush(&out);
-    double steps = (double)c->length - 1, end = clock_seconds();
+    if (ok) put_prompt(g, &out, prompt);
+    ok = ok && extend(g, &out, &r, f);
+    stop_flush(&out);
+    stop_close(&out);
+    double steps = (double)r.drawn - 1, end = clock_seconds();
     if (!ok) return false;
     printf("\n");
     if (!files_end_output(f)) return false; /* figures come behind the text, wherever the two go */
     fprintf(stderr, "prompt: %d tokens, %.0f tokens/s\n", prompt, prompt / (prefilled - begin));
-    if (steps < 1) return true;
-    double keys = keys_read(&g->model, &before, prompt, steps, dense / steps);
+    const char *why = !r.ended ? "" : out.found ? " (--stop)" : " (the end of the text)";
+    if (steps < 1) {
+        if (r.ended) fprintf(stderr, "text: %lld token%s\n", (long long)r.drawn, why);
+        return true;
+    }
+    double keys = keys_read(&g->model, &before, prompt, steps, r.dense / steps);
     fprintf(stderr,
-            "text: %lld tokens, %.0f tokens/s; a token read %.1f keys, dense attention reads %.1f "
-            "(%.0f %%)\n",
-            (long long)c->length, steps / (end - prefilled), keys, dense / steps,
-            100 * keys * steps / dense);
+            "text: %lld tokens%s, %.0f tokens/s; a token read %.1f keys, dense attention reads "
+            "%.1f (%.0f %%)\n",
+            (long long)r.drawn, why, steps / (end - prefilled), keys, r.dense / steps,
+            100 * keys * steps / r.dense);
     return true;
 }
 

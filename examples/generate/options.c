@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-enum { LONGEST = 1 << 24, OWN = 4 };
+enum { LONGEST = 1 << 24, OWN = 6 };
 
 /* Settings of the trainers that mean something here; `help` and `initial` where they are not the
    same. Those whose help tells the default are the checkpoint's. */
@@ -15,6 +15,7 @@ static const struct {
     {"--temperature", "sample.temperature", NULL},
     {"--top-k", "sample.top_k", NULL},
     {"--top-p", "sample.top_p", NULL},
+    {"--min-p", "sample.min_p", NULL},
     {"--repetition-penalty", "sample.repetition_penalty", NULL},
     {"--repetition-window", "sample.repetition_window", NULL},
     {"--seed", "train.seed", "of the draws; default: that of the training"},
@@ -51,6 +52,15 @@ static const option own[OWN] = {
      .max = LONGEST,
      .initial = "256",
      .help = "tokens of the prompt at a time"},
+    {.flag = "--stop",
+     .kind = OPTION_LIST,
+     .offset = offsetof(options, stops),
+     .words = "TEXT",
+     .help = "end before this text; may be given several times"},
+    {.flag = "--ignore-eos",
+     .kind = OPTION_SWITCH,
+     .offset = offsetof(options, ignore_end),
+     .help = "go on where the model ends its text; bytes have no such token"},
     {.flag = "--bench",
      .kind = OPTION_SWITCH,
      .offset = offsetof(options, bench),
@@ -81,6 +91,18 @@ static bool take(void *to, const option *row, const char *flag, const char *valu
     return option_set(o, row, value, f);
 }
 
+/* What does nothing beside the rest. */
+static bool check_effects(const options *o, fault *f) {
+    if (o->prompt_file && o->settings.sample.prompt[0])
+        return fault_set(f, "--prompt: has no effect with --prompt-file");
+    if (o->bench && (o->stops.count || o->ignore_end))
+        return fault_set(f, "--%s: has no effect with --bench",
+                         o->stops.count ? "stop" : "ignore-eos");
+    for (int i = 0; i < o->stops.count; i++)
+        if (!o->stops.at[i][0]) return fault_set(f, "--stop: must be text, and not empty");
+    return true;
+}
+
 option_outcome options_read(options *o, int argc, char **argv, fault *f) {
     option rows[OWN + SHARED];
     const char *words[2];
@@ -95,6 +117,7 @@ option_outcome options_read(options *o, int argc, char **argv, fault *f) {
     memset(o, 0, sizeof *o);
     option_defaults(own, OWN, o);
     option_outcome outcome = option_parse(&command, argc, argv, take, o, words, f);
-    if (outcome == OPTION_OK) o->checkpoint = words[0];
-    return outcome;
+    if (outcome != OPTION_OK) return outcome;
+    o->checkpoint = words[0];
+    return check_effects(o, f) ? OPTION_OK : OPTION_ERROR;
 }

@@ -11,7 +11,9 @@ typedef struct options {
     int64_t chunk;           /* tokens of the prompt at a time */
     int64_t context; /* tokens of prompt and text together; 0: what the model was trained for */
     int64_t bench;
-    config settings; /* what was given of the trainers' settings, for config_take */
+    int64_t ignore_end; /* go on behind the end of a text */
+    option_list stops;  /* texts that end it */
+    config settings;    /* what was given of the trainers' settings, for config_take */
 } options;
 
 option_outcome options_read(options *o, int argc, char **argv, fault *f);

@@ -57,10 +57,8 @@ static bool write_shard(job *j, size_t count, fault *f) {
     return ok;
 }
 
-/* What ends a document, and the shards that are full by now. */
+/* Counts a document, and writes the shards that are full by now. */
 static bool end_document(job *j, fault *f) {
-    if (!token_list_push(&j->waiting, tokenizer_separator(j->tokenizer)))
-        return fault_set(f, "out of memory for tokens");
     j->documents++;
     while (j->waiting.count >= (size_t)j->most)
         if (!write_shard(j, (size_t)j->most, f)) return false;

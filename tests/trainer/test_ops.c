@@ -415,6 +415,50 @@ static void test_sampling(void) {
           "temperature 0.25: %d of %d", counts[1], DRAWS);
 }
 
+/* What transformers 5.24 makes of these logits by its RepetitionPenaltyLogitsProcessor,
+   TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper in its order,
+   behind tokens 5 1 1 6 5 2: the probabilities of what may be drawn. */
+static void test_as_transformers(void) {
+    enum { V = 8, DRAWS = 20000 };
+    static const double logits[V] = {2, -1, 0.5, 1.2, -3, 1.9, 0, -0.3};
+    static const struct {
+        config_sample c;
+        double p[V];
+    } cases[] = {
+        {{.temperature = 1, .top_p = 1, .repetition_penalty = 1.5},
+         {0.418228, 0.012629, 0.078993, 0.187922, 0.002818, 0.200877, 0.056601, 0.041931}},
+        {{.temperature = 1, .top_p = 1, .repetition_penalty = 0.7},
+         {0.245215, 0.01648, 0.067791, 0.110182, 0.001652, 0.500908, 0.033186, 0.024585}},
+        {{.temperature = 1, .top_p = 1, .min_p = 0.3, .repetition_penalty = 1},
+         {0.424779, 0, 0, 0.190865, 0, 0.384356, 0, 0}},
+        {{.temperature = 0.5, .top_p = 1, .min_p = 0.1, .repetition_penalty = 1},
+         {0.494896, 0, 0, 0.099918, 0, 0.405186, 0, 0}},
+        {{.temperature = 1, .top_k = 4, .top_p = 0.7, .repetition_penalty = 1},
+         {0.524979, 0, 0, 0, 0, 0.475021, 0, 0}},
+        {{.temperature = 1.2, .top_k = 6, .top_p = 0.9, .min_p = 0.2, .repetition_penalty = 1.3},
+         {0.414576, 0, 0.107889, 0.21285, 0, 0.264684, 0, 0}},
+    };
+    int32_t order[V], said[] = {5, 1, 1, 6, 5, 2};
+    token_list text = {.ids = said, .count = 6};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        config_sample c = cases[i].c;
+        int counts[V] = {0};
+        c.repetition_window = -1;
+        check_case("as transformers, %zu", i);
+        for (uint64_t draw = 0; draw < DRAWS; draw++) {
+            real x[V];
+            for (int j = 0; j < V; j++) x[j] = (real)logits[j];
+            sample_discourage(x, V, &c, &text, order);
+            counts[sample_token(x, V, &c, 3, draw, order)]++;
+        }
+        for (int j = 0; j < V; j++) { /* five deviations */
+            double p = cases[i].p[j];
+            CHECK(fabs(counts[j] - DRAWS * p) <= 5 * sqrt(DRAWS * p * (1 - p)),
+                  "token %d drawn %d times of %d, by %g", j, counts[j], DRAWS, p);
+        }
+    }
+}
+
 /* Of equal logits the first; what was said in the window is held back once, whatever its sign. */
 static void test_choices(void) {
     real logits[] = {2, -2, 3, 3, 1};
@@ -424,7 +468,7 @@ static void test_choices(void) {
     token_list text = {.ids = said, .count = 5};
     check_case("choices");
     CHECK(sample_token(logits, 5, &c, 1, 0, order) == 2, "the first of two likeliest");
-    sample_discourage(logits, 5, &c, &text);
+    sample_discourage(logits, 5, &c, &text, order);
     CHECK(logits[0] == 1 && logits[1] == -4, "0 and 1 were said: %g %g", (double)logits[0],
           (double)logits[1]);
     CHECK(logits[2] == 3 && logits[3] == 3 && logits[4] == 1, "2 and 4 lie before the window");
@@ -447,6 +491,7 @@ int main(int argc, char **argv) {
     test_linear(1, 16, 40);
     test_linear(130, 18, 530);
     test_sampling();
+    test_as_transformers();
     test_choices();
     ops_cpu_close(&o);
     return check_done("test_ops");

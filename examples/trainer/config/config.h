@@ -96,7 +96,7 @@ typedef struct config_telemetry {
 typedef struct config_sample {
     int64_t length, top_k; /* tokens, 0: no sample; 0: all */
     int64_t repetition_window;
-    double temperature, top_p, repetition_penalty;
+    double temperature, top_p, min_p, repetition_penalty;
     char prompt[CONFIG_PATH_BYTES];
 } config_sample;
 
@@ -138,6 +138,9 @@ typedef struct config_program {
    `notes`, --help to stdout. */
 option_outcome config_load(config *c, const config_program *program, int argc, char **argv,
                            const listener *notes, fault *f);
+
+/* What was given has no effect beside the other settings: refused where it was typed, else said. */
+bool config_check_effects(const config *c, const listener *notes, fault *f);
 
 /* The rules that tie the settings of a model to each other; config_load has applied them. */
 bool config_check_model(const config *c, fault *f);

@@ -43,10 +43,12 @@ static const effect effects[] = {
     {"sample.temperature", SAMPLED},
     {"sample.top_k", SAMPLED},
     {"sample.top_p", SAMPLED},
+    {"sample.min_p", SAMPLED},
     {"sample.repetition_penalty", SAMPLED},
     {"sample.repetition_window", SAMPLED},
     {"sample.top_k", DRAWN},
     {"sample.top_p", DRAWN},
+    {"sample.min_p", DRAWN},
     {"sample.repetition_window", "sample.repetition_penalty", "!1", false},
 };
 

@@ -25,9 +25,6 @@ void config_place(const config *c, const option *e, char *text, size_t bytes);
 bool config_other_key(const char *key, const char **instead);
 bool config_other_variable(const char *name, const char **instead);
 
-/* What was given has no effect beside the other settings: refused where it was typed, else said. */
-bool config_check_effects(const config *c, const listener *notes, fault *f);
-
 bool config_read_yaml(config *c, const char *path, const listener *notes, fault *f);
 
 #endif

@@ -156,6 +156,11 @@ static bool load_vocab(bpe_vocab *v, const char *path, fault *f) {
               find_bytes(v, path, f);
     if (ok) v->end_of_text = bpe_vocab_id(v, end, sizeof end - 1);
     if (ok && v->end_of_text < 0) ok = fault_set(f, "%s: no token %s", path, end);
+    if (ok) ok = (v->added = malloc(sizeof *v->added)) || fault_set(f, "%s: out of memory", path);
+    if (ok) { /* taken out of a text as it stands, as tokenizer.json of the same vocabulary says */
+        v->added[v->added_count++] = v->end_of_text;
+        v->starts[(unsigned char)end[0]] = true;
+    }
     json_decref(root);
     return ok;
 }

@@ -84,7 +84,8 @@ static bool take_value(documents *d, const char *text, size_t bytes, tokenizer *
         snprintf(d->why, sizeof d->why, "has no \"text\" that is a string");
         if (json_is_object(root)) name_keys(d, root);
     } else {
-        ok = tokenizer_encode(t, json_string_value(found), json_string_length(found), to, f);
+        ok = tokenizer_encode_document(t, json_string_value(found), json_string_length(found), to,
+                                       f);
     }
     json_decref(root);
     return ok;
@@ -235,7 +236,7 @@ static lines_result next_text(documents *d, tokenizer *t, token_list *to, fault 
     char *text = read_rest(&d->lines, &bytes, f);
     /* What separates documents is added: of bytes a newline, which this may have. */
     if (text && tokenizer_is_byte(t) && bytes && text[bytes - 1] == '\n') bytes--;
-    bool ok = text && tokenizer_encode(t, text, bytes, to, f);
+    bool ok = text && tokenizer_encode_document(t, text, bytes, to, f);
     free(text);
     return ok ? LINES_ONE : LINES_FAULT;
 }
@@ -248,8 +249,8 @@ static lines_result next_line(documents *d, tokenizer *t, token_list *to, fault 
     if (r != LINES_ONE) return r;
     while (bytes && (line[bytes - 1] == '\r' || (!plain && is_space(line[bytes - 1])))) bytes--;
     if (!bytes) return r;
-    bool ok =
-        plain ? tokenizer_encode(t, line, bytes, to, f) : take_value(d, line, bytes, t, to, f);
+    bool ok = plain ? tokenizer_encode_document(t, line, bytes, to, f)
+                    : take_value(d, line, bytes, t, to, f);
     return ok ? LINES_ONE : LINES_FAULT;
 }
 

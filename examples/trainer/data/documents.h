@@ -26,8 +26,8 @@ bool documents_open(documents *d, int fd, const char *name, int64_t size, format
                     int64_t offset, int cancel, fault *f);
 void documents_close(documents *d);
 
-/* Appends the tokens of the next record to `to`, without a separator; nothing where it is empty, or
-   where `why` says what is wrong with it. *offset becomes the place of its first byte or of white
+/* Appends the next record to `to` as a document of training; nothing where it is empty, or where
+   `why` says what is wrong with it. *offset becomes the place of its first byte or of white
    space before it. */
 lines_result documents_next(documents *d, tokenizer *t, token_list *to, int64_t *offset, fault *f);
 

@@ -271,9 +271,9 @@ static bool encode_text(corpus *c, const char *path, piece *p, fault *f) {
                      "%s: encoding %zu MB before the first step; shards "
                      "(.bin) open at once",
                      path, bytes / 1000000);
-    bool ok = tokenizer_encode(t, text, bytes, &list, f);
+    bool ok = tokenizer_encode_document(t, text, bytes, &list, f);
     free(text);
-    if (ok && !token_list_push(&list, tokenizer_separator(t)))
+    if (ok && !list.count && !token_list_push(&list, tokenizer_separator(t))) /* of "\n" */
         ok = fault_set(f, "%s: out of memory for tokens", path);
     if (!ok) {
         token_list_free(&list);

@@ -139,9 +139,7 @@ static lines_result read_document(stream *s, token_list *to, int64_t *offset, fa
         if (why[0] && !skip_record(s, why, *offset, f)) return LINES_FAULT;
     } while (to->count == before);
     s->skips_in_a_row = 0;
-    if (token_list_push(to, tokenizer_separator(t))) return LINES_ONE;
-    fault_set(f, "%s: out of memory for tokens", s->name);
-    return LINES_FAULT;
+    return LINES_ONE;
 }
 
 static bool pipe_ended(stream *s, fault *f) {

@@ -44,6 +44,10 @@ int32_t tokenizer_separator(const tokenizer *t) {
     return t->bpe ? bpe_end_of_text(t->bpe) : GPT2_END_OF_TEXT;
 }
 
+int32_t tokenizer_end(const tokenizer *t) {
+    return t->is_byte ? -1 : tokenizer_separator(t);
+}
+
 int32_t tokenizer_prefix(const tokenizer *t) {
     return t->bpe ? bpe_prefix(t->bpe) : -1;
 }
@@ -61,6 +65,17 @@ bool tokenizer_encode(tokenizer *t, const char *text, size_t bytes, token_list *
         if (!token_list_push(out, (unsigned char)text[i]))
             return fault_set(f, "out of memory for tokens");
     return true;
+}
+
+bool tokenizer_encode_document(tokenizer *t, const char *text, size_t bytes, token_list *out,
+                               fault *f) {
+    int32_t prefix = tokenizer_prefix(t);
+    if (!bytes) return true;
+    return (prefix < 0 || token_list_push(out, prefix) ||
+            fault_set(f, "out of memory for tokens")) &&
+           tokenizer_encode(t, text, bytes, out, f) &&
+           (token_list_push(out, tokenizer_separator(t)) ||
+            fault_set(f, "out of memory for tokens"));
 }
 
 const char *tokenizer_bytes(const tokenizer *t, int32_t id, size_t *bytes) {

@@ -22,12 +22,22 @@ int32_t tokenizer_vocab_size(const tokenizer *t);
 int32_t tokenizer_separator(const tokenizer *t);
 bool tokenizer_is_byte(const tokenizer *t);
 
-/* What a prompt begins with, for models that were trained so; -1: nothing. */
+/* What ends a text where a model writes one: that token; -1 for bytes, of which a newline may be
+   anywhere. */
+int32_t tokenizer_end(const tokenizer *t);
+
+/* What a text begins with, in training and as a prompt, by the template of tokenizer.json; -1:
+   nothing. */
 int32_t tokenizer_prefix(const tokenizer *t);
 
 /* Appends the tokens of `text`, without a separator. Every byte string encodes, and decodes to
    itself. Not for two threads at once on one tokenizer. */
 bool tokenizer_encode(tokenizer *t, const char *text, size_t bytes, token_list *out, fault *f);
+
+/* A document of training: what a text begins with, its tokens, what ends it. Nothing where it is
+   empty. */
+bool tokenizer_encode_document(tokenizer *t, const char *text, size_t bytes, token_list *out,
+                               fault *f);
 
 /* The bytes of one token, not zero-terminated; ids outside the vocabulary give none. */
 const char *tokenizer_bytes(const tokenizer *t, int32_t id, size_t *bytes);

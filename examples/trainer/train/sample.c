@@ -25,6 +25,15 @@ static void sift(const real *x, int32_t *heap, int root, int count) {
     }
 }
 
+/* The likeliest of the first last + 1 goes to the end of them. */
+static int32_t take_best(const real *x, int32_t *order, int last) {
+    int32_t best = order[0];
+    order[0] = order[last];
+    order[last] = best;
+    sift(x, order, 0, last);
+    return best;
+}
+
 int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t seed, uint64_t index,
                      int32_t *order) {
     for (int i = 0; i < vocab; i++) order[i] = i;
@@ -38,15 +47,20 @@ int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t s
     }
     /* The likeliest go to the end of `order`, one by one, until enough of them are there. */
     int taken = 0, most = c->top_k > 0 && c->top_k < vocab ? (int)c->top_k : vocab;
-    double held = 0, enough = c->top_p < 1 ? c->top_p * sum : INFINITY;
-    while (taken < most && (taken == 0 || held < enough)) {
-        int last = vocab - 1 - taken++;
-        int32_t best = order[0];
-        order[0] = order[last];
-        order[last] = best;
+    double held = 0, least = c->min_p, enough = INFINITY; /* the likeliest one has 1 */
+    if (c->top_p < 1) enough = c->top_p * (most < vocab ? INFINITY : sum);
+    for (; taken < most && (taken == 0 || held < enough); taken++) {
+        int32_t best = take_best(logits, order, vocab - 1 - taken);
         held += (double)logits[best];
-        sift(logits, order, 0, last);
     }
+    if (most < vocab) { /* of these alone top_p is a share */
+        enough = c->top_p < 1 ? c->top_p * held : INFINITY;
+        held = 0;
+        for (most = taken, taken = 0; taken < most && (taken == 0 || held < enough); taken++)
+            held += (double)logits[order[vocab - 1 - taken]];
+    }
+    while (taken > 1 && (double)logits[order[vocab - taken]] < least)
+        held -= (double)logits[order[vocab - taken--]];
     double point = rng_uniform(seed, RNG_SAMPLE, index) * held;
     for (int i = 0; i < taken - 1; i++) {
         point -= (double)logits[order[vocab - 1 - i]];
@@ -55,15 +69,15 @@ int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t s
     return order[vocab - taken];
 }
 
-void sample_discourage(real *logits, int vocab, const config_sample *c, const token_list *text) {
-    size_t window = (size_t)c->repetition_window;
+void sample_discourage(real *logits, int vocab, const config_sample *c, const token_list *text,
+                       int32_t *order) {
+    size_t window = c->repetition_window < 0 ? text->count : (size_t)c->repetition_window;
     size_t first = text->count > window ? text->count - window : 0;
-    if (c->repetition_penalty <= 1) return;
+    if (c->repetition_penalty == 1 || c->repetition_penalty <= 0) return;
+    memset(order, 0, (size_t)vocab * sizeof *order); /* 1: held back already */
     for (size_t i = first; i < text->count; i++) {
         int32_t token = text->ids[i];
-        bool again = token < 0 || token >= vocab;
-        for (size_t j = first; j < i && !again; j++) again = text->ids[j] == token;
-        if (again) continue;
+        if (token < 0 || token >= vocab || order[token]++) continue;
         double x = (double)logits[token], p = c->repetition_penalty;
         logits[token] = (real)(x > 0 ? x / p : x * p);
     }
@@ -77,7 +91,7 @@ static bool extend(model *m, const config_sample *c, uint64_t seed, token_list *
     for (int64_t i = 0; i < c->length; i++) {
         size_t count = text->count < most ? text->count : most;
         if (!model_next(m, text->ids + text->count - count, (int)count, logits, f)) return false;
-        sample_discourage(logits, m->config.vocab, c, text);
+        sample_discourage(logits, m->config.vocab, c, text, order);
         int32_t next = sample_token(logits, m->config.vocab, c, seed, (uint64_t)i, order);
         if (!token_list_push(text, next)) return fault_set(f, "sample: out of memory");
     }
@@ -144,13 +158,17 @@ static bool put_front(sample_printer *p) {
     return p->count > 0;
 }
 
+void sample_put_bytes(sample_printer *p, const char *bytes, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        p->held[p->count++] = (unsigned char)bytes[i];
+        while (put_front(p)) continue;
+    }
+}
+
 void sample_put(sample_printer *p, const tokenizer *t, int32_t token) {
     size_t bytes;
     const char *piece = tokenizer_bytes(t, token, &bytes);
-    for (size_t i = 0; i < bytes; i++) {
-        p->held[p->count++] = (unsigned char)piece[i];
-        while (put_front(p)) continue;
-    }
+    sample_put_bytes(p, piece, bytes);
 }
 
 void sample_flush(sample_printer *p) {

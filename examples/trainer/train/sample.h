@@ -9,22 +9,27 @@
 #include "data/tokenizer.h"
 #include "model/model.h"
 
-/* Draws a token from softmax(logits / temperature), restricted to the top_k likeliest (0: all) and
-   of these to the fewest that hold top_p of the probability. temperature 0: the likeliest. The
-   number `index` of stream RNG_SAMPLE of the seed decides. `order` is room for vocab ints; logits
-   are overwritten. */
+/* Draws a token from softmax(logits / temperature), restricted to the top_k likeliest (0: all), of
+   these to the fewest that hold top_p of their probability, and of these to those that have min_p
+   of the likeliest one's: what transformers and vLLM mean by these names, in their order.
+   temperature 0: the likeliest. The number `index` of stream RNG_SAMPLE of the seed decides.
+   `order` is room for vocab ints; logits are overwritten. */
 int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t seed, uint64_t index,
                      int32_t *order);
 
-/* Makes each token of the last c->repetition_window of the text less likely: its logit is divided
-   by c->repetition_penalty where it is above 0, else multiplied, as in CTRL (arXiv 1909.05858). */
-void sample_discourage(real *logits, int vocab, const config_sample *c, const token_list *text);
+/* Makes each token of the last c->repetition_window of the text (-1: of all of it, the prompt too)
+   less likely, once: its logit is divided by c->repetition_penalty where it is above 0, else
+   multiplied, as in CTRL (arXiv 1909.05858), transformers and llama.cpp. Below 1: more likely.
+   `order` is room for vocab ints. */
+void sample_discourage(real *logits, int vocab, const config_sample *c, const token_list *text,
+                       int32_t *order);
 
 /* Appends c->length tokens to `text`, which holds the prompt: at least one token. The context is
    the last m->options.tokens tokens. */
 bool sample_text(model *m, const config_sample *c, uint64_t seed, token_list *text, fault *f);
 
-/* The prompt as tokens, to be freed; where it is empty, what separates documents. */
+/* The prompt as tokens, to be freed: as a document of training begins, so behind what the tokenizer
+   puts before one; where it is empty, what separates documents. */
 bool sample_prompt(tokenizer *t, const char *text, size_t bytes, int vocab, token_list *prompt,
                    fault *f);
 
@@ -38,6 +43,7 @@ typedef struct sample_printer {
 } sample_printer;
 
 void sample_put(sample_printer *p, const tokenizer *t, int32_t token);
+void sample_put_bytes(sample_printer *p, const char *bytes, size_t count);
 void sample_flush(sample_printer *p);
 
 void sample_print(const tokenizer *t, const token_list *text, FILE *out);

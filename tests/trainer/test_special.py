@@ -1,0 +1,147 @@
+"""Special tokens by one rule: what a text begins with and ends with in training, in shards and in what generate writes.
+
+usage: test_special.py TRAINER FOLDER SHARDS GENERATE. Twins: examples/trainer/data/tokenizer.h, docs/training.md.
+The oracle is the package tokenizers, which reads the same tokenizer.json.
+"""
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import packages
+from runs import Runs, check, done
+
+runs, shards, generate = Runs(sys.argv[1], sys.argv[2], "special"), sys.argv[3], sys.argv[4]
+packages.need(sys.argv[2], "tokenizers")
+from tokenizers import Tokenizer  # noqa: E402
+
+PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+SPELLED = {b: chr(b) for b in PLAIN} | {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in PLAIN)}
+MERGES = ["t h", "th e", "\u0120 the", "i n"]
+WORDS = [SPELLED[b] for b in range(256)] + ["th", "the", "\u0120the", "in"]
+BEGIN, END, TURN = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
+STORIES = "Once there was a thing.\n<|endoftext|>\nThe other thing, in the end.<|endoftext|>A third"
+DOCUMENTS = ["the thing", "in", STORIES, "a" + TURN + "the", BEGIN + "the", "\u00fcber " + END, " the \n\n the "]
+
+
+def token(identity, content):
+    return {"id": identity, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": True}
+
+
+def tokenizer_json(vocab, added, template):
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+            "post_processor": template, "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,
+                                                    "use_regex": True},
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocab,
+                      "merges": MERGES}}
+
+
+def folder(name, files):
+    path = runs.root / name
+    path.mkdir()
+    for file, data in files.items():
+        (path / file).write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def gpt2():
+    """The same vocabulary as two files and as one."""
+    vocab = {word: i for i, word in enumerate([*WORDS, "<|endoftext|>"])}
+    two = folder("two_files", {"vocab.json": vocab, "merges.txt": "#version: 0.2\n" + "\n".join(MERGES) + "\n"})
+    one = folder("one_file", {"tokenizer.json": tokenizer_json(vocab, [token(260, "<|endoftext|>")], None)})
+    return two, one
+
+
+def llama(sequence):
+    """Its template in a list of processors, as the published one has it, or alone."""
+    single = [{"SpecialToken": {"id": BEGIN, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": single, "pair": single + single,
+                "special_tokens": {BEGIN: {"id": BEGIN, "ids": [260], "tokens": [BEGIN]}}}
+    if sequence:
+        template = {"type": "Sequence", "processors": [
+            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}, template]}
+    added = [token(260, BEGIN), token(261, END), token(262, TURN)]
+    name = "llama_sequence" if sequence else "llama"
+    return folder(name, {"tokenizer.json": tokenizer_json({w: i for i, w in enumerate(WORDS)}, added, template)})
+
+
+def encode(vocabulary, documents, name):
+    text = runs.root / f"{name}.jsonl"
+    text.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
+    out = runs.root / f"{name}_shards"
+    subprocess.run([shards, out, text, "--tokenizer-path", vocabulary], check=True, capture_output=True, timeout=60)
+    data = (out / "shard_000000.bin").read_bytes()[1024:]
+    return list(struct.unpack(f"<{len(data) // 2}H", data)), out
+
+
+def test_same_tokens():
+    """A text's special tokens are taken out of it, by either form of a vocabulary, as the package takes them."""
+    two, one = gpt2()
+    reference = Tokenizer.from_file(str(one / "tokenizer.json"))
+    want = [i for d in DOCUMENTS for i in [*reference.encode(d).ids, 260]]
+    check(want.count(260) == len(DOCUMENTS) + 2, want)
+    for vocabulary in (two, one):
+        found, _ = encode(vocabulary, DOCUMENTS, vocabulary.name)
+        check(found == want, vocabulary.name, found, want)
+
+
+def test_template():
+    """A document of training is what the package makes of its text, template and all, and the token that ends it."""
+    for vocabulary in (llama(True), llama(False)):
+        reference = Tokenizer.from_file(str(vocabulary / "tokenizer.json"))
+        want = [i for d in DOCUMENTS for i in [*reference.encode(d).ids, 261]]
+        check(want[0] == 260 and want.count(260) == len(DOCUMENTS) + 1, want)
+        found, made = encode(vocabulary, DOCUMENTS, vocabulary.name)
+        check(found == want, found, want)
+        text = runs.root / "plain.txt"
+        text.write_text("the thing in " * 400)
+        out = runs.root / f"{vocabulary.name}_of_text"
+        subprocess.run([shards, out, text, "--tokenizer-path", vocabulary], check=True, capture_output=True, timeout=60)
+        words = ("--tokenizer", "gpt2", "--tokenizer-path", vocabulary, "--steps", 2, "--eval-every", 0)
+        losses = [(runs.train(f"{vocabulary.name}_{i}", *words, "--data", data)[0] / "training.csv").read_text()
+                  for i, data in enumerate((text, out))]
+        first, second = ([row.split(",")[1::3] for row in rows.splitlines()] for rows in losses)
+        check(first == second, losses)
+    return vocabulary
+
+
+def write(model, *options, code=0):
+    ran = subprocess.run([generate, model, "--threads", "1", *options], capture_output=True, timeout=60)
+    check(ran.returncode == code, ran)
+    return ran.stdout.decode(), ran.stderr.decode()
+
+
+def test_end(vocabulary):
+    """A model of short documents ends its text, and generate with it; what stands around a text is not printed."""
+    data = runs.root / "short.jsonl"
+    data.write_text("".join(json.dumps({"text": "the thing in"}) + "\n" for _ in range(2000)))
+    model, _, _ = runs.train("short", "--tokenizer", "gpt2", "--tokenizer-path", vocabulary, "--data", data, "--steps", 60,
+                             "--eval-every", 0, "--lr", "1e-2")
+    greedy = ("--temperature", "0", "--length", "40")
+    text, said = write(model, "--prompt", "the", *greedy)
+    check(text == "the thing in\n" and "(the end of the text)" in said, text, said)
+    text, said = write(model, *greedy)
+    check(text == "the thing in\n", "from nothing", text)
+    text, said = write(model, "--prompt", "the", *greedy, "--ignore-eos")
+    check(text.startswith("the thing in" + END + BEGIN + "the thing in") and "text: 40 tokens," in said, text, said)
+    text, said = write(model, "--prompt", "the", *greedy, "--stop", "ing in")
+    check(text == "the th\n" and "(--stop)" in said, text, said)
+    text, said = write(model, "--prompt", "the", *greedy, "--stop", "nowhere", "--stop", "g i", "--stop", "in")
+    check(text == "the th\n", "the first of several", text)
+    text, said = write(model, "--prompt", "the", *greedy, "--stop", "the", "--stop", "inn")
+    check(text == "the thing in\n", "the prompt does not end it, nor does half of a stop", text)
+    for options, words in ((("--stop", ""), "--stop: must be text"), (("--bench", "--stop", "x"), "with --bench"),
+                           (("--bench", "--ignore-eos"), "with --bench"),
+                           (("--temperature", "0", "--min-p", "0.1"), "sample.temperature = 0"),
+                           (("--repetition-window", "5"), "sample.repetition_penalty = 1"),
+                           (("--repetition-penalty", "0"), "must be a number above 0"), (("--min-p", "1.5"), "in 0 .. 1")):
+        check(words in write(model, *options, code=2)[1], options, words)
+
+
+test_same_tokens()
+test_end(test_template())
+done()
