@@ -32,6 +32,8 @@ static void done(const void *user, int64_t step) {
     done_step = step;
 }
 
+static int limit_s; /* how long a wait lasts */
+
 static saver *open_saver(const char *out_dir) {
     static char folder[1024];
     snprintf(folder, sizeof folder, "%s", out_dir);
@@ -40,6 +42,7 @@ static saver *open_saver(const char *out_dir) {
                        .parts = parts,
                        .count = 2,
                        .keep = 2,
+                       .limit_s = limit_s,
                        .copy = copy,
                        .done = done};
     saver *s = saver_open(&o, &why);
@@ -115,6 +118,25 @@ static void test_failure(void) {
     saver_close(NULL);
 }
 
+/* A disk that answers no more: the wait ends, nothing else is written beside the thread, and the run
+   can end. */
+static void test_stuck(void) {
+    static saver *s; /* its memory stays */
+    check_case("a disk that answers no more");
+    limit_s = 1;
+    s = open_saver(test_path("stuck"));
+    limit_s = 0;
+    if (!s || !CHECK(write_step(s, 1), "%s", why.text)) return;
+    CHECK(!saver_is_stuck(s), "nobody has waited yet");
+    TEST_FAULT(saver_wait(s, &why), &why, "the checkpoint of step 1 is not written after 1 s");
+    CHECK(saver_is_stuck(s), "the thread still writes");
+    TEST_FAULT(saver_wait(s, &why), &why, "is not written");
+    TEST_FAULT(write_step(s, 2), &why, "is not written");
+    saver_close(s);
+    sem_post(&may_end);
+    CHECK(!saver_is_stuck(NULL), "none is not");
+}
+
 int main(void) {
     test_begin();
     char *argv[] = {"test", "--dataset=synthetic"};
@@ -124,5 +146,6 @@ int main(void) {
     sem_init(&may_end, 0, 0);
     test_copies();
     test_failure();
+    test_stuck();
     return test_end("test_saver");
 }

@@ -2,13 +2,15 @@
 #include "base/threads.h"
 
 #include <limits.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+
+#include "base/cgroup.h"
 
 void threads_wait_asleep(char **argv) {
 #ifdef _OPENMP
@@ -25,29 +27,19 @@ void threads_wait_asleep(char **argv) {
 }
 
 /* "max 100000", or microseconds of processors in each period. */
-static int quota_in(const char *folder) {
+static double quota_in(const char *folder) {
     char path[PATH_MAX];
     double quota, period;
-    if (snprintf(path, sizeof path, "%s/cpu.max", folder) >= (int)sizeof path) return INT_MAX;
+    if (snprintf(path, sizeof path, "%s/cpu.max", folder) >= (int)sizeof path) return INFINITY;
     FILE *file = fopen(path, "r");
     int known = file && fscanf(file, "%lf %lf", &quota, &period) == 2 && quota > 0 && period > 0;
     if (file) fclose(file);
-    if (!known || quota / period >= INT_MAX) return INT_MAX;
-    int whole = (int)(quota / period);
-    return whole + (whole * period < quota);
+    return known ? ceil(quota / period) : INFINITY;
 }
 
 int threads_of_quota(const char *root, const char *group) {
-    char folder[PATH_MAX];
-    int least = INT_MAX, length = snprintf(folder, sizeof folder, "%s%s", root, group);
-    if (length < 0 || length >= (int)sizeof folder) return INT_MAX;
-    for (size_t end = (size_t)length;; end--) {
-        if (folder[end] && folder[end] != '/') continue;
-        folder[end] = 0;
-        int here = quota_in(folder);
-        least = here < least ? here : least;
-        if (end <= strlen(root)) return least;
-    }
+    double least = cgroup_least(root, group, quota_in);
+    return least < INT_MAX ? (int)least : INT_MAX;
 }
 
 int threads_available(void) {
@@ -56,15 +48,8 @@ int threads_available(void) {
 #else
     int processors = 1;
 #endif
-    char line[PATH_MAX];
-    int quota = INT_MAX;
-    FILE *file = fopen("/proc/self/cgroup", "r");
-    while (file && fgets(line, sizeof line, file)) {
-        line[strcspn(line, "\n")] = 0;
-        if (!strncmp(line, "0::", 3)) quota = threads_of_quota("/sys/fs/cgroup", line + 3);
-    }
-    if (file) fclose(file);
-    return quota < processors ? quota : processors;
+    double quota = cgroup_here(quota_in, NULL, NULL);
+    return quota < processors ? (int)quota : processors;
 }
 
 /* Not OpenMP's own word: a BLAS that is told to use one thread changes that. */

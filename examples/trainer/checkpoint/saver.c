@@ -7,9 +7,10 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/memory.h"
 #include "base/signals.h"
 
-enum { LIMIT_S = 3600 }; /* for a disk that answers no more */
+enum { LIMIT_S = 3600 }; /* for a disk that answers no more; options may say less */
 
 struct saver {
     saver_options options;
@@ -21,7 +22,7 @@ struct saver {
     pthread_t thread;
     pthread_mutex_t lock; /* guards what follows; the copy is the thread's while busy is set */
     pthread_cond_t changed;
-    bool busy, stop, failed;
+    bool busy, stop, failed, given_up;
     fault why;
 };
 
@@ -36,7 +37,10 @@ static void *work(void *user) {
         fault why;
         bool ok =
             checkpoint_write(o->out_dir, &s->config, &s->state, s->parts, o->count, o->keep, &why);
-        if (ok) o->done(o->user, s->state.step);
+        pthread_mutex_lock(&s->lock);
+        bool heard = ok && !s->given_up; /* else who waited for it may be gone */
+        pthread_mutex_unlock(&s->lock);
+        if (heard) o->done(o->user, s->state.step);
         pthread_mutex_lock(&s->lock);
         if (!ok && !s->failed) s->why = why;
         s->failed = s->failed || !ok;
@@ -64,6 +68,7 @@ static bool lay_out_copy(saver *s, fault *f) {
     }
     s->parts = calloc(o->count, sizeof *s->parts);
     s->tensors = calloc(count, sizeof *s->tensors);
+    if (!memory_fits("the copy that checkpoints are written from", bytes, f)) return false;
     s->memory = malloc(bytes);
     if (!s->parts || !s->tensors || !s->memory)
         return fault_set(f,
@@ -109,11 +114,14 @@ static bool check_locked(const saver *s, fault *f) {
 }
 
 static bool wait_locked(saver *s, fault *f) {
-    struct timespec end = clock_in(LIMIT_S);
+    int limit = s->options.limit_s ? s->options.limit_s : LIMIT_S;
+    struct timespec end = clock_in(s->given_up ? 0 : limit);
     while (s->busy)
-        if (pthread_cond_timedwait(&s->changed, &s->lock, &end) == ETIMEDOUT)
+        if (pthread_cond_timedwait(&s->changed, &s->lock, &end) == ETIMEDOUT && s->busy) {
+            s->given_up = true;
             return fault_set(f, "%s: the checkpoint of step %lld is not written after %d s",
-                             s->options.out_dir, (long long)s->state.step, LIMIT_S);
+                             s->options.out_dir, (long long)s->state.step, limit);
+        }
     return check_locked(s, f);
 }
 
@@ -152,12 +160,25 @@ bool saver_wait(saver *s, fault *f) {
     return ok;
 }
 
+bool saver_is_stuck(saver *s) {
+    if (!s) return false;
+    pthread_mutex_lock(&s->lock);
+    bool stuck = s->busy && s->given_up;
+    pthread_mutex_unlock(&s->lock);
+    return stuck;
+}
+
 void saver_close(saver *s) {
     if (!s) return;
     pthread_mutex_lock(&s->lock);
     s->stop = true;
+    bool stuck = s->busy && s->given_up;
     pthread_cond_broadcast(&s->changed);
     pthread_mutex_unlock(&s->lock);
+    if (stuck) {
+        pthread_detach(s->thread); /* what it uses is its own until the process ends */
+        return;
+    }
     pthread_join(s->thread, NULL);
     pthread_cond_destroy(&s->changed);
     pthread_mutex_destroy(&s->lock);

@@ -13,6 +13,7 @@ typedef struct saver_options {
     const checkpoint_part *parts; /* where the tensors live; the list is kept, not copied */
     size_t count;
     int64_t keep;
+    int limit_s; /* how long a wait lasts; 0: an hour */
     /* Copies `bytes` bytes of a tensor to the host. */
     void (*copy)(const void *user, void *to, const void *from, size_t bytes);
     /* From the thread, once a checkpoint is in place. */
@@ -29,8 +30,13 @@ bool saver_write(saver *s, const checkpoint_state *state, fault *f);
 
 /* False: a checkpoint could not be written. Does not wait. NULL: true, as below. */
 bool saver_check(saver *s, fault *f);
-/* Until nothing is under way any more. */
+/* Until nothing is under way any more, or a disk answers no more: then no wait lasts again. */
 bool saver_wait(saver *s, fault *f);
+
+/* Whether a wait has ended while the thread still writes: nobody else may write in out_dir. */
+bool saver_is_stuck(saver *s);
+
+/* Of one that is stuck only the thread goes on, and its memory stays. */
 void saver_close(saver *s);
 
 #endif

@@ -149,6 +149,7 @@ static void multiply_tile(const product *p, int i, int rows, int j, int cols) {
 
 #include <oneapi/dnnl/dnnl.h>
 #include <omp.h>
+#include <stdlib.h>
 
 /* A tile is wide, because oneDNN reads b once for all of its rows. Where a comes transposed oneDNN
    is slow, so DEEPEST rows of it are laid out straight and stay in second-level cache meanwhile. */
@@ -177,11 +178,12 @@ static void straighten(float to[WIDEST][DEEPEST], const product *p, int i, int r
             }
 }
 
-/* False: oneDNN has no memory, and c is as it was. */
+/* False: there is no memory, and c is as it was. */
 static int multiply_by_dnnl(const product *p, int i, int rows, int j, int cols) {
-    float straight[WIDEST][DEEPEST];
+    static __thread float(*straight)[DEEPEST]; /* too large for a small stack */
     const float *a = p->a + i * p->a_row, *b = p->b + j * p->b_col;
     int turned = p->form == GEMM_TN, lda = turned ? DEEPEST : p->k;
+    if (turned && !straight && !(straight = malloc(WIDEST * sizeof *straight))) return 0;
     if (turned) straighten(straight, p, i, rows), a = straight[0];
     return dnnl_sgemm('N', p->form == GEMM_NT ? 'T' : 'N', rows, cols, p->k, 1, a, lda, b,
                       p->form == GEMM_NT ? p->k : p->n, (float)p->add,

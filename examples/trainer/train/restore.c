@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "base/memory.h"
 #include "train/train_inside.h"
 
 static bool load(model *m, const checkpoint *k, fault *f) {
@@ -26,11 +27,19 @@ static bool load(model *m, const checkpoint *k, fault *f) {
     return ok;
 }
 
+bool restore_fits(const model_config *c, const model_options *options, const ops *o, fault *f) {
+    arena sizes;
+    int64_t parameters;
+    if (!o->host_memory) return true;
+    return model_measure(c, options, o, &sizes, &parameters, f) &&
+           memory_fits("model", sizes.used, f);
+}
+
 bool restore_model(model *m, const checkpoint *k, int vocab, int chunk, int room, const ops *o,
                    fault *f) {
     model_config c = train_model_config(&k->config, vocab);
     model_options options = {.batch = 1, .tokens = chunk, .room = room};
-    if (!model_open(m, &c, &options, o, 0, f)) return false;
+    if (!restore_fits(&c, &options, o, f) || !model_open(m, &c, &options, o, 0, f)) return false;
     bool ok = load(m, k, f);
     if (!ok) model_close(m);
     return ok;

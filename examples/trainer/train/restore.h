@@ -7,6 +7,9 @@
 #include "checkpoint/checkpoint.h"
 #include "model/model.h"
 
+/* Whether this machine holds such a model, and its control group does: asked before it is made. */
+bool restore_fits(const model_config *c, const model_options *options, const ops *o, fault *f);
+
 /* options.batch is 1; options.training is off. */
 bool restore_model(model *m, const checkpoint *k, int vocab, int chunk, int room, const ops *o,
                    fault *f);

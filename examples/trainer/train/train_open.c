@@ -7,6 +7,7 @@
 
 #include "base/files.h"
 #include "base/threads.h"
+#include "train/restore.h"
 #include "train/sample.h"
 #include "train/train_inside.h"
 
@@ -173,7 +174,8 @@ static bool open_model(trainer *t, const checkpoint *k, fault *f) {
     model_config m = train_model_config(c, tokenizer_vocab_size(t->tokenizer));
     model_options options = train_model_options(c, t->dist);
     model *x = &t->model;
-    return model_open(x, &m, &options, t->o, (uint64_t)c->train.seed, f) &&
+    return restore_fits(&m, &options, t->o, f) &&
+           model_open(x, &m, &options, t->o, (uint64_t)c->train.seed, f) &&
            dist_attach(t->dist, t->o, x->params.value, x->params.grad, x->params.elements, f) &&
            train_describe_tensors(t, f) && open_weights(t, k, f) &&
            (c->sample.length == 0 || /* tokens that come as numbers need no vocabulary's files */

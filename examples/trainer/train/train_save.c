@@ -195,7 +195,7 @@ bool train_save(trainer *t, bool beside, fault *f) {
     if (needed && !collect_moments(t, f)) return false;
     if (needed) t->saved_step = t->state.step;
     if (!beside && !saver_wait(t->saver, f)) {
-        if (t->spoilt) return false;
+        if (t->spoilt || saver_is_stuck(t->saver)) return false;
         needed = true; /* once more, for what the thread could not write */
     }
     if (!needed || t->dist->rank) return true;
