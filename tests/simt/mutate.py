@@ -45,6 +45,10 @@ MODES = {"plain": PLAIN, "check": CHECK, "wgmma": (PLAIN[0] + WGMMA, PLAIN[1], P
          "wgmma_check": (CHECK[0] + WGMMA, CHECK[1], PARTS),
          "wgmma_wide": (PLAIN[0] + WGMMA, PLAIN[1], "NSA_CUDA_MAX_DIM=128"),
          "wgmma_widest": (PLAIN[0] + WGMMA, PLAIN[1], "NSA_CUDA_MAX_DIM=256")}
+# The launches of test_launches.cpp by the limits of a device; those of 99 KB are near them with wider heads.
+MODES.update({f"sm_{number}": (PLAIN[0], {"NSA_SIMT_ARCH": number}, f"NSA_CUDA_MAX_DIM={most}")
+              for number, most in [("80", 64), ("86", 128), ("89", 128), ("90", 64), ("100", 64), ("120", 128)]},
+             sm_90a=(PLAIN[0] + WGMMA, {"NSA_SIMT_ARCH": "90"}, "NSA_CUDA_MAX_DIM=64"))
 # What a test needs of nsa/kernels.
 NEEDS = {"block_index": ["block_index"], "rope": ["rope"], "compress": ["compress"],
          "gate": ["gate"], "merge": ["merge", "attend_branches"],
@@ -52,10 +56,11 @@ NEEDS = {"block_index": ["block_index"], "rope": ["rope"], "compress": ["compres
          "score_blocks": ["score_blocks"],
          "attend_cmp": ["attend_branches"], "attend_slc": ["attend_branches"], "attend_win": ["attend_branches"],
          "attend_dense": ["attend_branches"], "attention": ["load"], "decode": ["load"],
-         "pages": ["rope", "merge", "score_blocks", "load"]}
+         "pages": ["rope", "merge", "score_blocks", "load"],
+         "launches": ["rope", "merge", "score_blocks", "load"]}
 # A test's tables, the smallest first; the checker runs one alone, as in CI.
 TABLES = {test: ["little", "broad"] for test in NEEDS}
-TABLES.update(block_index=["quick"], decode=["short", "1"])
+TABLES.update(block_index=["quick"], decode=["short", "1"], launches=["little"])
 CHECKED = {test: tables[0] for test, tables in TABLES.items()}
 CHECKED.update(dict.fromkeys(["attend_slc", "select_blocks", "rank_queries"], "least"))
 NO_FAULT = 0
@@ -155,13 +160,15 @@ class Bench:
     def host(self, test, mode):
         """The test and nsa.h's implementation, which no fault touches; the choice of a fault."""
         objects = []
-        for source in (ROOT / "tests" / f"test_{test}.c", ROOT / "tests" / "harness" / "nsa_impl.c",
-                       self.work / "choice.c"):
+        own = ROOT / "tests" / f"test_{test}.c"
+        for source in (own if own.exists() else HERE / f"test_{test}.cpp",
+                       ROOT / "tests" / "harness" / "nsa_impl.c", self.work / "choice.c"):
             objects.append(self.work / f"{source.stem}_{mode}.o")
             if objects[-1] in self.hosts:
                 continue
             races = ["-DCHECK_RACES"] if "check" in mode else []
-            done = self.run([*HOST, "-O1", *self.language(mode), *races,
+            compiler = COMPILER if source.suffix == ".cpp" else HOST
+            done = self.run([*compiler, "-O1", *self.language(mode), *races,
                              *self.includes(ROOT / "nsa"), "-c", source, "-o", objects[-1]])
             if done.returncode:
                 sys.exit(done.stdout)
