@@ -99,6 +99,8 @@ def try_option(program, name, option):
             no = "--no-" + name[2:]
             program.refuses(*words, f"{no}=1", says=f"{no}=1: takes no value")
             program.refuses(*words, f"{no}q", says=f"{no}q: unknown option; did you mean {no}?")
+        if program.words and not program.words[-1].endswith("..."):
+            program.refuses(*words, name, "maybe", says=f"maybe: one too many, after 16; did you mean {name}=maybe?")
         if not program.words:
             program.refuses(name, "maybe", says=f"maybe: belongs to no option; did you mean {name}=maybe?")
     elif not option["noun"].startswith("["):
@@ -122,6 +124,8 @@ def try_words(program):
         program.refuses(*words, "--", "--help", says="--help: one too many, after 16")
     program.refuses(*words, "--nothing-like-it", says="--nothing-like-it: unknown option (--help lists all)")
     program.refuses(*words, "-x", says="-x: unknown option")
+    program.refuses(*words, "--hlep", says="--hlep: unknown option; did you mean --help?")
+    program.refuses(*words, "--verison", says="--verison: unknown option; did you mean --version?")
 
 
 def try_program(program):

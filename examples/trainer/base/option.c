@@ -470,7 +470,9 @@ static void suggest(const option_command *c, const char *name, char *text, size_
             return;
         }
     }
+    const option *other = option_nearest(always, sizeof always / sizeof *always, name, flag_of);
     near = option_nearest(c->rows, c->count, name, flag_of);
+    if (other && (!near || distance(name, other->flag) <= distance(name, near->flag))) near = other;
     if (near) snprintf(text, bytes, "; did you mean %s?", near->flag);
 }
 
@@ -481,20 +483,36 @@ static bool unknown_fault(const option_command *c, const char *text, size_t leng
     return fault_set(f, "%s: unknown option%s (--help lists all)", name, meant);
 }
 
-/* A word where options alone are taken, behind the word `before`: steps=5, --gc selective, or a
-   file whose option was left out. */
-static bool stray_fault(const option_command *c, const char *before, const char *word, fault *f) {
-    char flag[96], meant[300] = "";
-    const char *owner = c->meant ? c->meant(word) : NULL;
+/* "; did you mean --gc=selective?" of a word behind a switch, or nothing. */
+static bool suggest_value(const option_command *c, const char *before, const char *word, char *text,
+                          size_t bytes) {
     const option *o = option_find(c, before);
+    text[0] = 0;
+    if (!o || !is_switch(o) || strchr(before, '=')) return false;
+    snprintf(text, bytes, "; did you mean %s=%.200s?", o->flag, word);
+    return true;
+}
+
+/* A word where options alone are taken, behind the word `before`: steps=5, or a file whose option
+   was left out. */
+static bool stray_fault(const option_command *c, const char *before, const char *word, fault *f) {
+    char flag[96], meant[300];
+    const char *owner = c->meant ? c->meant(word) : NULL;
     snprintf(flag, sizeof flag, "--%.64s", word);
-    if (o && is_switch(o) && !strchr(before, '='))
-        snprintf(meant, sizeof meant, "; did you mean %s=%.200s?", o->flag, word);
-    else if (option_find(c, flag))
+    bool known = suggest_value(c, before, word, meant, sizeof meant);
+    if (!known && option_find(c, flag))
         snprintf(meant, sizeof meant, "; did you mean --%.200s?", word);
-    else if (owner)
+    else if (!known && owner)
         snprintf(meant, sizeof meant, "; did you mean %s %.200s?", owner, word);
     return fault_set(f, "%.200s: belongs to no option%s (--help lists all)", word, meant);
+}
+
+static bool surplus_fault(const option_command *c, const char *before, const char *word,
+                          const char *last, fault *f) {
+    char meant[300];
+    (void)suggest_value(c, before, word, meant, sizeof meant);
+    return fault_set(f, "%.200s: one too many, after %.200s%s; usage: %s %s%s", word, last, meant,
+                     c->name, c->words, options_text(c));
 }
 
 static bool missing_fault(const option *o, const char *flag, const char *next, fault *f) {
@@ -557,8 +575,7 @@ static bool read_words(const option_command *c, int argc, char **argv, option_ta
         } else if (!most) {
             return stray_fault(c, argv[i - 1], word, f);
         } else if (count == most && !several) {
-            return fault_set(f, "%.200s: one too many, after %.200s; usage: %s %s%s", word,
-                             words[count - 1], c->name, c->words, options_text(c));
+            return surplus_fault(c, argv[i - 1], word, words[count - 1], f);
         } else {
             words[count++] = word;
         }
