@@ -1,5 +1,6 @@
-/* fuzz_shards.c - training data that somebody else made: token shards, text and JSON lines, and the
-   place in them that a checkpoint gives. Twin: examples/trainer/data/source*.c. Not here: the
+/* fuzz_shards.c - training data that somebody else made: token shards of both widths, text, JSON
+   lines and arrays, packed or not, and the place in them that a checkpoint gives. Twins:
+   examples/trainer/data/source*.c, format.c, unpack.c, documents.c. Not here: the
    thread that reads ahead (tests/trainer/test_stream.c).
 
    Windows must hold tokens of the vocabulary, and where a source stood must be where it goes on. */
@@ -13,24 +14,38 @@ enum { SEQ = 8, WINDOWS = 6, VOCAB = 300 };
 static config_data settings;
 static tokenizer *bytes_tokenizer;
 
+/* What begins packed data, so that not all of them is refused at once. */
+static size_t write_head(fuzz_input *in, uint8_t *file) {
+    static const char gzip[] = "\x1f\x8b\x08\0\0\0\0\0\0\xff", zstd[] = "\x28\xb5\x2f\xfd";
+    int which = (int)fuzz_below(in, 6);
+    size_t bytes = which == 0 ? 10 : which == 1 ? 4 : 0;
+    if (bytes) memcpy(file, which ? zstd : gzip, bytes);
+    return bytes;
+}
+
 static const char *write_input(fuzz_input *in, int kind) {
+    static const char *const names[] = {"data.jsonl", "data.json", "data.txt", "data.jsonl.gz"};
     static uint8_t file[1 << 16];
+    const char *name = kind == CONFIG_BIN ? "data.bin" : names[fuzz_below(in, 4)];
     size_t n = 0;
     if (kind == CONFIG_BIN && fuzz_below(in, 8)) {
         /* A header that fits, or says another number of tokens. */
+        int width = fuzz_below(in, 4) ? 2 : 4;
         int64_t other = fuzz_below(in, 8) ? 0 : fuzz_number(in);
         n = 1024;
         size_t bytes = (size_t)(in->end - in->at);
-        int32_t header[3] = {20240520, 1, other ? (int32_t)other : (int32_t)(bytes / 2)};
+        int32_t header[3] = {width == 2 ? 20240520 : 20240801, width == 2 ? 1 : 7,
+                             other ? (int32_t)other : (int32_t)(bytes / (size_t)width)};
         memset(file, 0, n);
         memcpy(file, header, sizeof header);
-        if (!other && bytes % 2) in->end--;
+        if (!other) in->end -= bytes % (size_t)width;
     }
+    if (kind != CONFIG_BIN) n = write_head(in, file);
     size_t left = (size_t)(in->end - in->at), room = sizeof file - n;
     if (left > room) left = room;
     memcpy(file + n, in->at, left);
     in->at += left;
-    return fuzz_write(kind == CONFIG_BIN ? "data.bin" : "data.jsonl", file, n + left);
+    return fuzz_write(name, file, n + left);
 }
 
 static void check_window(const source_window *w) {

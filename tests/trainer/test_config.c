@@ -356,7 +356,7 @@ static void test_effects(void) {
     accept("--decay-fraction 0.1 --lr-schedule wsd");
     refuse("--dataset synthetic --data x", "data.path = x&with data.dataset = synthetic");
     refuse("--dataset retrieval --fwe-report-docs 9", "data.fwe_report_docs = 9&retrieval");
-    refuse("--data x --eval-every 0 --eval-batches 3", "with train.eval_every = 0");
+    accept("--data x --eval-every 0 --val-fraction 0.1"); /* is set aside for later evaluations */
     refuse("--temperature 0.5", "sample.temperature = 0.5&with sample.length = 0");
     refuse("--sample 9 --temperature 0 --top-k 4", "sample.top_k = 4&sample.temperature = 0");
     refuse("--sample 9 --repetition-window 4", "with sample.repetition_penalty = 1");

@@ -113,6 +113,22 @@ def test_wide():
     check("outside.bin: token 4294967295 at byte " in said and "must be below the vocabulary's 256" in said, said)
 
 
+def test_wrong_in_the_first_step():
+    """Data that cannot be used end a run with 2 before its first step, in whichever of its micro-batches they lie; later
+    with 1."""
+    values = [7] * 3000
+    for place in (200, 1500, 2700):
+        bad = [*values]
+        bad[place] = 999
+        path = runs.root / f"bad{place}.bin"
+        path.write_bytes(struct.pack("<256i", 20240520, 1, len(bad), *[0] * 253) + struct.pack(f"<{len(bad)}H", *bad))
+        common = ("--data", path, "--eval-every", 0, "--val-fraction", 0)
+        _, _, said = runs.train(f"first{place}", *common, "--steps", 1, "--accum-batches", 24, code=2)
+        check(f"bad{place}.bin: token 999 at byte {1024 + 2 * place}" in said, said)
+    out, _, said = runs.train("later", *common, "--steps", 24, "--batch-size", 1, "--seq-len", 128, code=1)
+    check("token 999" in said and (out / "training.csv").read_text().count("\n") > 1, said)
+
+
 def test_two_at_once():
     """The second call into one folder is refused, and harms nothing."""
     first = subprocess.Popen([shards, runs.root / "twice", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -149,6 +165,7 @@ test_bytes()
 test_vocabulary()
 test_lines()
 test_wide()
+test_wrong_in_the_first_step()
 test_two_at_once()
 test_refusals()
 done()

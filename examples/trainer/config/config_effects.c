@@ -23,8 +23,6 @@ static const effect effects[] = {
     {"data.path", READ},
     {"data.val_fraction", READ},
     {"data.fwe_report_docs", "data.dataset", "!synthetic|retrieval|bin", false},
-    {"data.val_fraction", "train.eval_every", "!0", false},
-    {"train.eval_batches", "train.eval_every", "!0", false},
     {"train.decay_fraction", "train.lr_schedule", "wsd", false},
     {"model.rope_factor", "model.rope_scaling", "!none", false},
     {"model.rope_trained_context", "model.rope_scaling", "!none|linear|ntk", false},
