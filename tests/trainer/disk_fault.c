@@ -1,6 +1,6 @@
-/* disk_fault.c - loaded before a program (LD_PRELOAD): kills it at the KILL_AT-th call that changes a
-   file or a folder, before the call is done; or lets a disk be full once, when the FULL_AT-th write
-   goes to a file whose path ends with FULL_NAME, of which half is written. Twin:
+/* disk_fault.c - loaded before a program (LD_PRELOAD): kills it at the KILL_AT-th call that changes
+   a file or a folder, before the call is done; or lets a disk be full once, when the FULL_AT-th
+   write goes to a file whose path ends with FULL_NAME, of which half is written. Twin:
    test_going_back.py. */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,5 +1,5 @@
-/* test_quota.c - how many threads a control group's quota pays for, and how much memory it gives, in
-   trees of files like the kernel's, and what train_tiny makes of too many and too much. Twins:
+/* test_quota.c - how many threads a control group's quota pays for, and how much memory it gives,
+   in trees of files like the kernel's, and what train_tiny makes of too many and too much. Twins:
    base/threads.c, memory.c, cgroup.c. Not here: how threads wait. */
 #include <limits.h>
 #include <math.h>

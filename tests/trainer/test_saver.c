@@ -118,8 +118,8 @@ static void test_failure(void) {
     saver_close(NULL);
 }
 
-/* A disk that answers no more: the wait ends, nothing else is written beside the thread, and the run
-   can end. */
+/* A disk that answers no more: the wait ends, nothing else is written beside the thread, and the
+   run can end. */
 static void test_stuck(void) {
     static saver *s; /* its memory stays */
     check_case("a disk that answers no more");

@@ -1,5 +1,6 @@
-/* memory.h - whether memory that is asked for is there: where a machine or a control group has less,
-   the kernel hands it out, and kills whoever touches it. Twin: memory.c. It hands out nothing. */
+/* memory.h - whether memory that is asked for is there: where a machine or a control group has
+   less, the kernel hands it out, and kills whoever touches it. Twin: memory.c. It hands out
+   nothing. */
 #ifndef MEMORY_H
 #define MEMORY_H
 
