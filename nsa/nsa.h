@@ -1232,7 +1232,6 @@ enum {
      layout        the function that hands out an arena to head jobs; a size query runs it too
      list          the selection blocks of a query and kv head, ascending, -1 behind the last
      listed        named by at least one list of the queries at hand
-     lse2          logarithm of a softmax's sum, for base 2
      nonfinite     a mask or flag of rows with an infinity or NaN; they are computed as zeros
      packed        copied to workspace by tile, as rows of whole vectors or transposed
      place         memory of a backward task between its turns
@@ -1275,7 +1274,6 @@ extern "C" {
    Twin: kernels/rows.cuh. Not here: which rows a sequence has (sequences.h). */
 
 #define NSA__LOG2E 1.4426950408889634074
-#define NSA__LN2   0.69314718055994530942
 /* Stands for "no maximum yet". Finite, so that no difference of two maxima is inf - inf. */
 #define NSA__LOWEST ((nsa_real)(sizeof(nsa_real) == sizeof(double) ? -DBL_MAX : -FLT_MAX))
 
@@ -1982,7 +1980,7 @@ static nsa_status nsa__check_options(const nsa_desc *d) {
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_products);
     if ((unsigned)d->isa > NSA_ISA_NEON_BF16) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
     if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
-    /* 1e38 leaves room for the factor log2(e): scale2 must be finite as a float too. */
+    /* it must be finite as a float too */
     if (!nsa__is_finite(d->scale) || fabs(d->scale) > 1e38)
         return nsa__error(NSA_ERROR_SCALE, NSA__AT_scale);
     return NSA_OK;
@@ -2663,10 +2661,10 @@ typedef struct nsa__tiles {
     /* c[m][n] = a[m][k] b[k][n] */
     void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
                  const nsa__result *c);
-    /* Takes n scores of one tile, in base 2, into the running softmax of their rows.
+    /* Takes n scores of one tile into the running softmax of their rows.
          s              scores of keys first .. first + n - 1, rows `ld` apart; masked ones become
                         the lowest number
-         p              gets 2^(s - m), rows `ld_p` apart; it may be s
+         p              gets exp(s - m), rows `ld_p` apart; it may be s
          m, l           state of rows row_index[r]: the maximum, and 16 partial sums of p
          shrink         of each row r: what earlier sums of p are to be multiplied by; written in
                         whole vectors, so it has room for 16 more
@@ -2675,11 +2673,11 @@ typedef struct nsa__tiles {
     void (*softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group, const uint64_t *mask,
                     int first, const int *row_index, nsa_real *s, nsa_real *p, nsa_real *m,
                     nsa_real *l, nsa_real *shrink);
-    /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = ln 2 (m + log2 l).
+    /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = m + ln l.
        A row without keys, whose l is 0, has over = 0 and lse = -inf. */
     void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over, nsa_real *lse);
-    /* sum[j] = sum over the rows r of 2^(s[r][j] - lse2[r]) */
-    void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
+    /* sum[j] = sum over the rows r of exp(s[r][j] - lse[r]) */
+    void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse, const nsa_real *s,
                         nsa_real *sum);
     /* how many of n numbers have bits of at least `least`, as integers */
     int (*at_least)(int n, const nsa_real *x, nsa__lane least);
@@ -2693,10 +2691,10 @@ typedef struct nsa__tiles {
        be read and written: both hold a multiple of 16 rows or numbers of them. */
     void (*transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x, ptrdiff_t ld_to,
                       nsa_real *to);
-    /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta), with lse2 and
+    /* s becomes p = exp(s - lse), 0 where masked, and dp becomes ds = p (dp - delta), with lse and
        delta of rows row_index[r] */
     void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                     const int *row_index, const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                     const int *row_index, const nsa_real *lse, const nsa_real *delta, nsa_real *s,
                      nsa_real *dp);
 } nsa__tiles;
 
@@ -2914,13 +2912,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-/* The same for any x, if it makes 2^126 of what is larger. */
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
-#ifdef NSA__TIMES_POWER
-    return NSA__T(exp2)(x);
-#else
-    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
-#endif
+/* e^x, with e^most for what is larger. NaN stays NaN. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+    NSA__ARITHMETIC
+    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 /* The largest lane, by halves. */
@@ -3209,7 +3204,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
                                         nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
                                         nsa_real *shrink) {
     NSA__ARITHMETIC
-    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) { /* the largest so far; masked scores become the lowest */
         const uint64_t seen = mask[r / group];
         nsa_real *x = s + r * ld;
@@ -3226,11 +3221,12 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
         *so_far = largest > *so_far ? largest : *so_far;
         shrink[r] -= *so_far;
     }
-    /* shrink = 2^(the maximum before - the maximum now) */
+    /* shrink = exp(the maximum before - the maximum now) */
     for (int r = 0; r < rows; r += NSA__L)
-        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
-    /* p, and the sums. A row that has seen no key subtracts 0 and gets p = 2^lowest = 0; lowest -
-       lowest = 0 would make p 1. Key j adds to partial sum j % 16, for vectors of any width. */
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r) * log2e);
+    /* p, and the sums. A row that has seen no key subtracts 0 and gets p = exp(lowest) = 0, which
+       lowest - lowest = 0 would make 1. Key j adds to partial sum j % 16, for vectors of any width.
+     */
     for (int r = 0; r < rows; r++) {
         const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
         const nsa_real *x = s + r * ld;
@@ -3238,7 +3234,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
-                const NSA__V e = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                const NSA__V e = NSA__T(exp2)((NSA__FROM(x + at) - most) * log2e);
                 NSA__TO(to + at) = e;
                 of_lane += e;
             }
@@ -3247,20 +3243,20 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
     }
 }
 
-/* p = 2^(s - lse2) and ds = p (dp - delta), where delta is dout . out - dlse. s and dp are
-   overwritten. */
+/* p = exp(s - lse), at most 1 though lse be another program's, and ds = p (dp - delta), where delta
+   is dout . out - dlse. s and dp are overwritten. */
 NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
                                          const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
                                          nsa_real *dp) {
     NSA__ARITHMETIC
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
-        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
                      of_row = NSA__T(splat)(delta[row_index[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) { /* ds too: what is masked may overflow, and 0 inf is NaN */
                 const NSA__I on = NSA__T(seen)(seen, first + j);
@@ -3274,15 +3270,15 @@ NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int grou
 }
 
 /* Eq. 8 and 10: p_cmp of each key, summed over the heads of a group, for one query. */
-NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse,
                                             const nsa_real *s, nsa_real *sum) {
     NSA__ARITHMETIC
-    /* s <= lse2 but for rounding, if lse is that of s. A caller of nsa_select_blocks may give
-       another lse, and p of a number is wrong then but neither negative nor NaN. */
+    /* A caller of nsa_select_blocks may give another lse than that of s, and p of a number is wrong
+       then but neither negative nor NaN. */
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
+            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -3384,7 +3380,7 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
         const int none = l == 0;
         const double some = none ? 1 : (double)l;
         over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)(((double)m[r] + log2(some)) * NSA__LN2);
+        part[1][r] = (nsa_real)((double)m[r] + log(some));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
@@ -3606,12 +3602,9 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
-#ifdef NSA__TIMES_POWER
-    return NSA__T(exp2)(x);
-#else
-    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
-#endif
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+    NSA__ARITHMETIC
+    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -3878,7 +3871,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
                                         nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
                                         nsa_real *shrink) {
     NSA__ARITHMETIC
-    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
         nsa_real *x = s + r * ld;
@@ -3897,7 +3890,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
     }
 
     for (int r = 0; r < rows; r += NSA__L)
-        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r) * log2e);
 
     for (int r = 0; r < rows; r++) {
         const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
@@ -3906,7 +3899,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
-                const NSA__V e = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                const NSA__V e = NSA__T(exp2)((NSA__FROM(x + at) - most) * log2e);
                 NSA__TO(to + at) = e;
                 of_lane += e;
             }
@@ -3917,16 +3910,16 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
 
 NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
                                          const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
                                          nsa_real *dp) {
     NSA__ARITHMETIC
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
-        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
                      of_row = NSA__T(splat)(delta[row_index[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, first + j);
@@ -3939,14 +3932,14 @@ NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int grou
     }
 }
 
-NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse,
                                             const nsa_real *s, nsa_real *sum) {
     NSA__ARITHMETIC
 
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
+            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -4040,7 +4033,7 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
         const int none = l == 0;
         const double some = none ? 1 : (double)l;
         over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)(((double)m[r] + log2(some)) * NSA__LN2);
+        part[1][r] = (nsa_real)((double)m[r] + log(some));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
@@ -4255,12 +4248,9 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
-#ifdef NSA__TIMES_POWER
-    return NSA__T(exp2)(x);
-#else
-    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
-#endif
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+    NSA__ARITHMETIC
+    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -4527,7 +4517,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
                                         nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
                                         nsa_real *shrink) {
     NSA__ARITHMETIC
-    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
         nsa_real *x = s + r * ld;
@@ -4546,7 +4536,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
     }
 
     for (int r = 0; r < rows; r += NSA__L)
-        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r) * log2e);
 
     for (int r = 0; r < rows; r++) {
         const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
@@ -4555,7 +4545,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
-                const NSA__V e = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                const NSA__V e = NSA__T(exp2)((NSA__FROM(x + at) - most) * log2e);
                 NSA__TO(to + at) = e;
                 of_lane += e;
             }
@@ -4566,16 +4556,16 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
 
 NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
                                          const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
                                          nsa_real *dp) {
     NSA__ARITHMETIC
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
-        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
                      of_row = NSA__T(splat)(delta[row_index[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, first + j);
@@ -4588,14 +4578,14 @@ NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int grou
     }
 }
 
-NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse,
                                             const nsa_real *s, nsa_real *sum) {
     NSA__ARITHMETIC
 
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
+            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -4689,7 +4679,7 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
         const int none = l == 0;
         const double some = none ? 1 : (double)l;
         over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)(((double)m[r] + log2(some)) * NSA__LN2);
+        part[1][r] = (nsa_real)((double)m[r] + log(some));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
@@ -4898,12 +4888,9 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
-#ifdef NSA__TIMES_POWER
-    return NSA__T(exp2)(x);
-#else
-    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
-#endif
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+    NSA__ARITHMETIC
+    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -5170,7 +5157,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
                                         nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
                                         nsa_real *shrink) {
     NSA__ARITHMETIC
-    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
         nsa_real *x = s + r * ld;
@@ -5189,7 +5176,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
     }
 
     for (int r = 0; r < rows; r += NSA__L)
-        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r) * log2e);
 
     for (int r = 0; r < rows; r++) {
         const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
@@ -5198,7 +5185,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
-                const NSA__V e = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                const NSA__V e = NSA__T(exp2)((NSA__FROM(x + at) - most) * log2e);
                 NSA__TO(to + at) = e;
                 of_lane += e;
             }
@@ -5209,16 +5196,16 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
 
 NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
                                          const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
                                          nsa_real *dp) {
     NSA__ARITHMETIC
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
-        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
                      of_row = NSA__T(splat)(delta[row_index[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, first + j);
@@ -5231,14 +5218,14 @@ NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int grou
     }
 }
 
-NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse,
                                             const nsa_real *s, nsa_real *sum) {
     NSA__ARITHMETIC
 
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
+            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -5332,7 +5319,7 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
         const int none = l == 0;
         const double some = none ? 1 : (double)l;
         over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)(((double)m[r] + log2(some)) * NSA__LN2);
+        part[1][r] = (nsa_real)((double)m[r] + log(some));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
@@ -5566,12 +5553,9 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
-#ifdef NSA__TIMES_POWER
-    return NSA__T(exp2)(x);
-#else
-    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
-#endif
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+    NSA__ARITHMETIC
+    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -5838,7 +5822,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
                                         nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
                                         nsa_real *shrink) {
     NSA__ARITHMETIC
-    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
         nsa_real *x = s + r * ld;
@@ -5857,7 +5841,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
     }
 
     for (int r = 0; r < rows; r += NSA__L)
-        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r) * log2e);
 
     for (int r = 0; r < rows; r++) {
         const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
@@ -5866,7 +5850,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
-                const NSA__V e = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                const NSA__V e = NSA__T(exp2)((NSA__FROM(x + at) - most) * log2e);
                 NSA__TO(to + at) = e;
                 of_lane += e;
             }
@@ -5877,16 +5861,16 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
 
 NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
                                          const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
                                          nsa_real *dp) {
     NSA__ARITHMETIC
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
-        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
                      of_row = NSA__T(splat)(delta[row_index[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
                 const NSA__I on = NSA__T(seen)(seen, first + j);
@@ -5899,14 +5883,14 @@ NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int grou
     }
 }
 
-NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse,
                                             const nsa_real *s, nsa_real *sum) {
     NSA__ARITHMETIC
 
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
+            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -6000,7 +5984,7 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
         const int none = l == 0;
         const double some = none ? 1 : (double)l;
         over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)(((double)m[r] + log2(some)) * NSA__LN2);
+        part[1][r] = (nsa_real)((double)m[r] + log(some));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];
@@ -7244,9 +7228,8 @@ typedef struct nsa__attend_plan {
     int stride_v;             /* of a row of dout, and of a copied one of v: likewise of wide_v */
     int stride_p;             /* backward: of a row of p and ds */
     nsa_real scale;           /* of q k */
-    nsa_real scale2; /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
-    size_t shared;   /* bytes of workspace that all threads share */
-    size_t scratch;  /* bytes of workspace for each thread */
+    size_t shared;            /* bytes of workspace that all threads share */
+    size_t scratch;           /* bytes of workspace for each thread */
 } nsa__attend_plan;
 
 /* State of one branch's kernel for one (sequence, kv head). The arrays are workspace and serve one
@@ -7378,7 +7361,6 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.stride_v = p.wide_v;
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     p.scale = (nsa_real)scale;
-    p.scale2 = (nsa_real)(scale * NSA__LOG2E);
     return p;
 }
 
@@ -7594,13 +7576,13 @@ static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
     return 0;
 }
 
-/* c = scale2 a b, scores in base 2. One of a and b holds rows of q, which are scaled when they are
+/* c = scale a b, scores. One of a and b holds rows of q, which are scaled when they are
    loaded unless they are pairs: bf16 would round the scaled. The order of a sum is the same from
    packed keys and in place, and each multiplies q by k as k by q. */
 static void nsa__score_product(const nsa__attend_plan *p, int m, int n, const nsa__matrix *a,
                                const nsa__matrix *b, const nsa__result *c) {
     if (p->scores)
-        p->scores->gemm(m, n, p->depth, a, b, c, p->scale2);
+        p->scores->gemm(m, n, p->depth, a, b, c, p->scale);
     else
         p->tiles->gemm(m, n, p->depth, a, b, c);
 }
@@ -8128,7 +8110,7 @@ static void nsa__load_query_pairs(const nsa__head_job *job, const nsa__tile_iter
     }
 }
 
-/* q for products: pairs, or numbers times scale2. */
+/* q for products: pairs, or numbers times scale. */
 static void nsa__load_q(const nsa__head_job *job, const nsa__tile_iter *it, nsa_real *to,
                         unsigned char *nonfinite) {
     const nsa__attend_plan *p = job->plan;
@@ -8137,18 +8119,18 @@ static void nsa__load_q(const nsa__head_job *job, const nsa__tile_iter *it, nsa_
     if (p->scores)
         nsa__load_query_pairs(job, it, q, dim, p->wide, p->stride, to, nonfinite);
     else
-        nsa__load_queries(job, it, q, dim, p->wide, p->stride, p->scale2, to, nonfinite);
+        nsa__load_queries(job, it, q, dim, p->wide, p->stride, p->scale, to, nonfinite);
 }
 
-/* lse of a row in base 2. If lse is not finite, the result is 0 and the row is marked. That marks
+/* lse of a row. If it is not finite, the result is 0 and the row is marked. That marks
    queries without keys too (lse = -inf), without effect, because they read no tile. */
-static nsa_real nsa__load_lse2(const nsa__head_job *job, const nsa__tile_iter *it, int r,
-                               unsigned char *nonfinite) {
+static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
+                              unsigned char *nonfinite) {
     const nsa__attend_plan *p = job->plan;
     nsa_real lse;
     nsa__load(&lse, p->x->lse.dtype, nsa__query_row(job, it, &p->x->lse, r), 1);
     if (!nsa__is_finite((double)lse)) nonfinite[r] = 1;
-    return nonfinite[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
+    return nonfinite[r] ? 0 : lse;
 }
 
 /* The incoming gradient of a row's lse. The row is marked if it is not finite. */
@@ -8174,7 +8156,7 @@ static nsa_real nsa__load_dlse(const nsa__head_job *job, const nsa__tile_iter *i
 
 /* What selection needs of a task's rows: all of their scores against the compressed keys. */
 typedef struct nsa__scoring {
-    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale2 */
+    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale */
     int64_t stride;   /* of a row of s: whole tiles and one vector */
     nsa_real *p_cmp;  /* of one query and compressed block: summed over the group's heads */
     nsa_real *scores; /* of one query and selection block: p_slc */
@@ -8248,7 +8230,7 @@ static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int
 /* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
    list of equal scores, because its real scores are NaN and a list must still be valid. */
 static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
-                                const nsa__scoring *f, const nsa_real *lse2,
+                                const nsa__scoring *f, const nsa_real *lse,
                                 const unsigned char *nonfinite_rows) {
     const nsa__attend_plan *p = job->plan;
     int group = p->group;
@@ -8257,7 +8239,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
         int candidates = nsa__slc_candidates(p->d, job->seq.tokens, query);
         p->tiles->probability(group, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
-                              (ptrdiff_t)f->stride, lse2 + (ptrdiff_t)a * group,
+                              (ptrdiff_t)f->stride, lse + (ptrdiff_t)a * group,
                               f->s + (ptrdiff_t)a * group * f->stride, f->p_cmp);
         nsa__scores(job, query, f->p_cmp, f->scores);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];
@@ -8309,18 +8291,20 @@ static void nsa__gate_row(const nsa__gate_job *p, const nsa__seq *seq, int64_t t
 
 /* ---- Attention: forward ----------------------------------------------------------------------
    Twin: kernels/attend_forward.cuh. Not here: which keys (attend_plan.h, attend_tiles.h).
-   Softmax in one pass over the keys. s is in base 2: q has been multiplied by scale2. For each row
+   Softmax in one pass over the keys. q has been multiplied by scale. For each row
    and tile:
      m'  = max(m, max s)             the largest score so far
-     p   = 2^(s - m')                never more than 1, so nothing overflows
-     l   = l 2^(m - m') + sum p      2^(m - m') is the shrink of all sums before this tile
-     out = out 2^(m - m') + p v
-   At the end out / l is the softmax's average of v, and lse = ln 2 (m + log2 l). */
+     p   = exp(s - m')               never more than 1, so nothing overflows
+     l   = l exp(m - m') + sum p     exp(m - m') is the shrink of all sums before this tile
+     out = out exp(m - m') + p v
+   At the end out / l is the softmax's average of v, and lse = m + ln l. If one key has
+   all of p, lse is its score to the bit, and backward, whose scores are the same bits, finds p = 1
+   however large they are. So scores are in base e, and a difference of two is taken to base 2. */
 
 /* A forward task's scratch. */
 typedef struct nsa__forward {
     nsa__tile_iter iter;
-    nsa_real *q;              /* rows of the task, times scale2 */
+    nsa_real *q;              /* rows of the task, times scale */
     nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
     nsa_real *m;              /* of every row, and up to 15 more: the largest score so far */
     nsa_real *l;              /* of the same: NSA__LANES partial sums of p */
@@ -8394,7 +8378,7 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
     }
 }
 
-/* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
+/* s = q k^T, with q scaled; p = softmax so far; out = out * shrink + p v */
 static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     int tile = p->cut.tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
@@ -8452,7 +8436,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     }
     if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
-    if (p->options.select) f->m[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
+    if (p->options.select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
 /* The rows of a task, which become the gate's at once if it waits for no other branch. */
@@ -8612,18 +8596,18 @@ static nsa_status nsa__forward_run(const nsa__attend_plan *p, void *workspace, s
      ds    = p (dout . v[s] - delta + dlse)    because delta = sum_s p (dout . v[s]), dlse / ds = p
      dq[t] = scale sum_s ds k[s],  dk[s] = scale sum_t ds q[t]
    delta comes from out, so no row needs all its p at once; dlse is subtracted from delta when the
-   row is loaded. q is loaded times scale2 = scale log2(e), as in forward. ds^T q then lacks the
-   factor ln 2, which is applied when dk is added to the caller's view; dq gets scale there. A task
-   computes p and ds of a tile once and uses them three times. In pairs of bf16 q is as it is, and
-   so is dout: its gate is a factor of p and ds before they are rounded, once. dq belongs to the
-   task alone. A tile's dk and dv belong to all tasks that read the tile, which add in a fixed order
+   row is loaded. q is loaded times scale, as in forward, so ds^T q has it; dq gets it when it is
+   added to the caller's view. A task computes p and ds of a tile once and uses them three times. In
+   pairs of bf16 q is as it is, and so is dout: its gate is a factor of p and ds before they are
+   rounded, once. dq belongs to the task alone. A tile's dk and dv belong to all tasks that read the
+   tile, which add in a fixed order
    (nsa__turns). So all sums have the same bits for any number of threads. */
 
 /* A backward task: p and ds are scratch of the thread, the rest stays in the task's place. */
 typedef struct nsa__backward {
     nsa__tile_iter iter;
     nsa_real *q, *dout, *dq;  /* rows of the task */
-    nsa_real *lse2, *delta;   /* of every row */
+    nsa_real *lse, *delta;    /* of every row */
     nsa_real *gate;           /* in pairs, of every row: the gate of its dout */
     nsa_real *p, *ds;         /* rows of a batch: scores and dp of a tile, then p and ds */
     nsa__packed *ds_rows;     /* in pairs: ds by row, while f->ds has pairs of rows */
@@ -8649,7 +8633,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->q = nsa__alloc_reals(a, rows * p->stride);
     f->dq = nsa__alloc_reals(a, rows * p->wide);
     f->dout = nsa__alloc_reals(a, rows * p->stride_v);
-    f->lse2 = nsa__alloc_reals(a, rows);
+    f->lse = nsa__alloc_reals(a, rows);
     f->delta = nsa__alloc_reals(a, rows);
     f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
@@ -8731,7 +8715,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->wide_v);
 }
 
-/* Loads q and dout, and computes lse2 and delta = dout . out - dlse of every row. A row that read a
+/* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a
    non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
@@ -8754,7 +8738,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     if (options->gate && !p->values)
         nsa__zero_nonfinite(p, rows, p->wide_v, p->stride_v, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
-        f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
+        f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
@@ -8853,7 +8837,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
         p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
     else
         p->tiles->gemm(rows, n, p->depth_v, &dout, &v_t, &dp);
-    p->tiles->gradient(rows, n, ld, p->group, b->mask, b->begin, b->row, f->lse2, f->delta, f->p,
+    p->tiles->gradient(rows, n, ld, p->group, b->mask, b->begin, b->row, f->lse, f->delta, f->p,
                        f->ds);
     (p->values ? nsa__backward_pairs : nsa__backward_reals)(f, job, b, &q, &dout, &dq, &dk, &dv);
     nsa__backward_note(f, job, b);
@@ -9036,8 +9020,8 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
     (void)scratch;
     if (job->head % p->sharers != p->sharers - 1) return;
     if (job->listed && !job->listed[tile]) return;
-    /* q was loaded times scale log2(e), in pairs as it is */
-    const nsa_real factor = p->scores ? p->scale : (nsa_real)NSA__LN2;
+    /* q was loaded times scale, in pairs as it is */
+    const nsa_real factor = p->scores ? p->scale : 1;
     nsa__key_gradient_add(job, &p->dx->k, tile, factor, job->dk, p->d->dim, p->wide);
     nsa__key_gradient_add(job, &p->dx->v, tile, 1, job->dv, p->d->dim_v, p->wide_v);
 }
@@ -9440,7 +9424,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
 typedef struct nsa__selecting {
     nsa__tile_iter iter;
     nsa__scoring scoring;
-    nsa_real *q, *lse2;
+    nsa_real *q, *lse;
     unsigned char *nonfinite; /* of every row */
 } nsa__selecting;
 
@@ -9449,7 +9433,7 @@ static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, n
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     nsa__scoring_alloc(&f->scoring, p, a);
     f->q = nsa__alloc_reals(a, rows * p->wide);
-    f->lse2 = nsa__alloc_reals(a, rows);
+    f->lse = nsa__alloc_reals(a, rows);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
 
@@ -9466,7 +9450,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     int rows = f.iter.queries * p->group;
     memset(f.nonfinite, 0, (size_t)rows);
     nsa__load_q(job, &f.iter, f.q, f.nonfinite);
-    for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(job, &f.iter, r, f.nonfinite);
+    for (int r = 0; r < rows; r++) f.lse[r] = nsa__load_lse(job, &f.iter, r, f.nonfinite);
     const nsa__matrix q = {f.q, p->stride, 1, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         ptrdiff_t key = (ptrdiff_t)tile * p->cut.tile;
@@ -9475,7 +9459,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
             f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL};
         nsa__score_product(p, rows, p->cut.tile, &q, &k_t, &scores);
     }
-    nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);
+    nsa__select_queries(job, &f.iter, &f.scoring, f.lse, f.nonfinite);
 }
 
 static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {

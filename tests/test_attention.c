@@ -503,7 +503,10 @@ static void test_nan_before_selection(const chain_case *c, nsa_dtype dtype, int 
 static void rotate(const double *x, double *out, int rows, int heads, int dim, int shift) {
     int32_t *positions = (int32_t *)check_alloc((size_t)rows * 4);
     for (int t = 0; t < rows; t++) positions[t] = t + shift;
-    ref_rope r = {REF_F64, rows, heads, dim, positions, 10000, 0, REF_ROPE_NONE, 1, 0, 32, 1};
+    ref_rope r;
+    memset(&r, 0, sizeof r);
+    r.prec = REF_F64, r.rows = rows, r.heads = heads, r.dim = dim, r.positions = positions;
+    r.base = 10000;
     ref_rope_rotate(&r, 1, x, out);
     for (int i = 0; i < rows * heads * dim; i++)
         out[i] = ref_store(dtype_prec(NSA_REAL_DTYPE), out[i]);

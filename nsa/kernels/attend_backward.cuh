@@ -91,8 +91,7 @@ nsa__cuda_attend_rows_kernel(const NSA_GRID_CONSTANT nsa__cuda_rows_params p) {
             const float dlse = p.dlse.data ? *nsa__row_of<float>(p.dlse, at.s.batch, t, head) : 0;
             const bool good = finite && nsa__finite(lse) && nsa__finite(g[i]) && nsa__finite(dlse);
             /* dlse / ds = p: ds = p (dout . v - delta + dlse) */
-            p.rows[i][place * p.d.heads + head] = {good ? lse * 1.44269504f
-                                                        : __uint_as_float(0x7fc00000u),
+            p.rows[i][place * p.d.heads + head] = {good ? lse : __uint_as_float(0x7fc00000u),
                                                    good ? dot[i] - dlse : 0.0f, good ? g[i] : 0.0f};
         }
     }
@@ -159,7 +158,7 @@ nsa__cuda_dq_branch(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows,
         nsa__cuda_product_nt_await<T, BLOCK_N, 0>(dp);
         if (!nsa__cuda_takes_part<T, BLOCK_N>(sees, tile.readers != 0)) continue;
         nsa__cuda_product_nt_finish<T, DK, BLOCK_N, BLOCK_M>(s, tiles.q, warp_row, k);
-        nsa__cuda_dq_p(s, rows, params.scale2);
+        nsa__cuda_dq_p(s, rows, params.scale);
         nsa__cuda_product_nt_finish<T, DV, BLOCK_N, BLOCK_M>(dp, tiles.dout, warp_row, v);
         nsa__cuda_dq_ds(s, dp, rows);
         nsa__cuda_hide(s, seen, 0.0f);
@@ -219,7 +218,7 @@ static __global__ void nsa__cuda_gather_dq_kernel(nsa__cuda_attend_params params
     if (!row.there) return;
     const float *partial = params.partial_out + row.number * params.list_width * params.d.dim;
     const bool bad =
-        nsa__cuda_is_nan_bits(nsa__cuda_row_terms_at(params, row.terms, row.head)->lse2);
+        nsa__cuda_is_nan_bits(nsa__cuda_row_terms_at(params, row.terms, row.head)->lse);
     const float nan = __uint_as_float(0x7fc00000u);
     void *to = nsa__row_at(params.dx.q, row.batch, row.row, row.head);
     for (int c = static_cast<int>(threadIdx.x) % 32 * 8; c < params.d.dim; c += 256) {
@@ -347,7 +346,7 @@ nsa__cuda_reader_rows(nsa__cuda_reader_row *table, int32_t *queries,
         terms = nsa__cuda_row_terms_at(params, at.row + query - at.seq.first, head);
     }
     const int bytes = x.there ? 4 : 0;
-    nsa__cp_async<4>(&x.terms.lse2, &terms->lse2, bytes);
+    nsa__cp_async<4>(&x.terms.lse, &terms->lse, bytes);
     nsa__cp_async<4>(&x.terms.delta, &terms->delta, bytes);
     nsa__cp_async<4>(&x.terms.gate, &terms->gate, bytes);
     index.reader += ROWS / params.group;
@@ -365,13 +364,13 @@ template <int ROWS> NSA__DEVICE uint32_t nsa__cuda_bad_readers(const nsa__cuda_r
     static_assert(ROWS <= 32, "a lane for each row");
     const int lane = static_cast<int>(threadIdx.x) % 32;
     return __ballot_sync(0xffffffffu,
-                         lane < ROWS && nsa__cuda_is_nan_bits(table[lane % ROWS].terms.lse2));
+                         lane < ROWS && nsa__cuda_is_nan_bits(table[lane % ROWS].terms.lse));
 }
 
 /* s = k q^T becomes gate p; columns are rows of the table. */
 template <int N>
 NSA__DEVICE void nsa__cuda_dkv_p(float (&s)[N][4], const nsa__cuda_reader_row *table, int key,
-                                 float scale2, bool whole) {
+                                 float scale, bool whole) {
     const int column = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
     for (int n = 0; n < N; n++)
@@ -379,7 +378,7 @@ NSA__DEVICE void nsa__cuda_dkv_p(float (&s)[N][4], const nsa__cuda_reader_row *t
         for (int e = 0; e < 4; e++) {
             const nsa__cuda_reader_row &row = table[8 * n + column + e % 2];
             const int mine = key + e / 2 * 8;
-            s[n][e] = nsa__ex2(fmaf(s[n][e], scale2, -row.terms.lse2)) * row.terms.gate;
+            s[n][e] = nsa__cuda_p(s[n][e], scale, row.terms.lse) * row.terms.gate;
             if (!whole && (mine < row.keys.begin || mine >= row.keys.end)) s[n][e] = 0;
         }
 }
@@ -480,7 +479,7 @@ __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>::THREADS,
             nsa__cuda_tile_zero<T, DV, BLOCK_M, THREADS>(dout, bad);
             __syncthreads(); /* all have seen what is not finite */
             if (thread < BLOCK_M && bad >> thread & 1)
-                tables[step % 3][thread].terms.lse2 = INFINITY; /* p is 0 */
+                tables[step % 3][thread].terms.lse = INFINITY; /* p is 0 */
             nsa__cuda_tiles_written<T, BLOCK_M>();
         }
         for (; bad; bad &= bad - 1) {
@@ -499,7 +498,7 @@ __launch_bounds__(nsa__cuda_dkv_shape<T, DK, DV, NSA__HOPPER>::THREADS,
         if (!__any_sync(0xffffffffu, sees && first_key < work.end)) continue;
         float s[BLOCK_M / 8][4], dp[BLOCK_M / 8][4];
         nsa__cuda_product_nt<T, DK, BLOCK_M, BLOCK_N>(s, k, warp_row, q);
-        nsa__cuda_dkv_p(s, table, key, params.scale2, whole);
+        nsa__cuda_dkv_p(s, table, key, params.scale, whole);
         nsa__cuda_product_nt<T, DV, BLOCK_M, BLOCK_N>(dp, v, warp_row, dout);
         nsa__cuda_dkv_ds(s, dp, table);
         nsa__cuda_product_nn<T, BLOCK_M, NV>(dv, s, dout, split * NV);

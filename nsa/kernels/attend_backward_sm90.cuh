@@ -65,7 +65,7 @@ struct alignas(16) nsa__cuda_dkv_range {
 
 /* What the producer posts beside a stage; a pair of rows is what a thread has of a product. */
 template <int ROWS> struct alignas(16) nsa__cuda_dkv_table {
-    float terms[ROWS / 2][4]; /* lse2 of both, then gate; all are 0 if there is no row */
+    float terms[ROWS / 2][4]; /* lse of both, then gate; all are 0 if there is no row */
     int keys[ROWS / 2][4];    /* the first that each sees, then how many */
     float delta[ROWS];
     nsa__cuda_dkv_range range[ROWS / 32]; /* of each 32 rows */
@@ -142,7 +142,7 @@ NSA__DEVICE void nsa__cuda_dkv_tell(nsa__cuda_dkv_table<ROWS> &table, unsigned p
     const nsa__cuda_row_terms *const terms = params.rows + (bytes ? row.terms : 0);
     float *const pair = table.terms[place / 2] + place % 2;
     int *const keys = table.keys[place / 2] + place % 2;
-    nsa__cp_async<4>(pair, &terms->lse2, bytes);
+    nsa__cp_async<4>(pair, &terms->lse, bytes);
     nsa__cp_async<4>(pair + 2, &terms->gate, bytes);
     nsa__cp_async<4>(table.delta + place, &terms->delta, bytes);
     keys[0] = row.keys.begin;
@@ -312,14 +312,14 @@ NSA__DEVICE bool nsa__cuda_dkv_whole(const nsa__cuda_dkv_table<ROWS> &table, int
 /* s = k q^T becomes gate p; columns are rows of the table. `key`: the upper one of the thread. */
 template <int N>
 NSA__DEVICE void nsa__cuda_dkv_pipe_p(float (&s)[N / 8][4], const nsa__cuda_dkv_table<N> &table,
-                                      int key, float scale2, bool whole) {
+                                      int key, float scale, bool whole) {
     const int pair = static_cast<int>(threadIdx.x % 4);
 #pragma unroll
     for (int n = 0; n < N / 8; n++) {
         const float4 terms = nsa__cuda_float4_at(table.terms[4 * n + pair]);
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            s[n][e] = nsa__ex2(fmaf(s[n][e], scale2, -(e % 2 ? terms.y : terms.x))) *
+            s[n][e] = nsa__cuda_p(s[n][e], scale, e % 2 ? terms.y : terms.x) *
                       (e % 2 ? terms.w : terms.z);
     }
     if (whole) return;
@@ -391,7 +391,7 @@ template <typename T, int DK, int DV, bool LISTS>
 NSA__DEVICE void
 nsa__cuda_dkv_consume(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4],
                       const nsa__cuda_dkv_memory<T, nsa__cuda_dkv_pipe<T, DK, DV>::BLOCK_M> &pipe,
-                      const nsa__cuda_key_work &work, float scale2) {
+                      const nsa__cuda_key_work &work, float scale) {
     using shape = nsa__cuda_dkv_pipe<T, DK, DV, LISTS>;
     constexpr int ROWS = shape::BLOCK_M, KEYS = shape::BLOCK_N, PARTS = shape::PARTS,
                   PART = ROWS / PARTS;
@@ -426,7 +426,7 @@ nsa__cuda_dkv_consume(float (&dk)[DK / 8][4], float (&dv)[DV / 8][4],
             float dp[ROWS / 8][4];
             uint32_t a[PART / 16][4], b[PART / 16][4];
             nsa__cuda_warpgroup_await<ROWS, 0>(s);
-            nsa__cuda_dkv_pipe_p<ROWS>(s, table, key, scale2, whole);
+            nsa__cuda_dkv_pipe_p<ROWS>(s, table, key, scale, whole);
             nsa__cuda_dkv_pack<T, ROWS, PARTS, 0>(a, s);
             /* not earlier, because p takes the registers that dp has from here on */
             const uint64_t dout = rows(before) + DOUT;
@@ -556,7 +556,7 @@ static __global__ void __launch_bounds__(384, 1)
     nsa__barrier_sync(2, shape::CONSUMERS);
     float dk[DK / 8][4] = {}, dv[DV / 8][4] = {};
     bad[threadIdx.x] = 0;
-    nsa__cuda_dkv_consume<T, DK, DV, LISTS>(dk, dv, pipe, work, params.scale2);
+    nsa__cuda_dkv_consume<T, DK, DV, LISTS>(dk, dv, pipe, work, params.scale);
     if constexpr (LISTS)
         if (!nsa__cuda_dkv_merge<T, DK, DV>(dk, dv, reinterpret_cast<float *>(pipe.stages), bad))
             return;

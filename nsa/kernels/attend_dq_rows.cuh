@@ -38,7 +38,7 @@ struct nsa__cuda_dq_params {
 struct nsa__cuda_dq_rows {
     nsa__cuda_key_span keys[2];
     int number[2];
-    nsa__cuda_row_terms terms[2]; /* lse2 is inf where p is to be 0 */
+    nsa__cuda_row_terms terms[2]; /* lse is inf where p is to be 0 */
     unsigned flags;               /* of row h NSA__DQ_SEES << h and so on */
 };
 enum {
@@ -64,9 +64,9 @@ NSA__DEVICE void nsa__cuda_dq_begin(nsa__cuda_dq_rows &rows, const nsa__cuda_att
         rows.terms[h] =
             *nsa__cuda_row_terms_at(params, at.row + row.query - at.seq.first, row.head);
         rows.keys[h] = nsa__cuda_keys_of(params, at.seq.tokens, row.query);
-        if (nsa__cuda_is_nan_bits(rows.terms[h].lse2)) {
+        if (nsa__cuda_is_nan_bits(rows.terms[h].lse)) {
             rows.flags |= NSA__DQ_NAN << h;
-            rows.terms[h].lse2 = INFINITY;
+            rows.terms[h].lse = INFINITY;
         }
         rows.terms[h].delta *= rows.terms[h].gate; /* ds = p (gate dp - gate delta) */
     }
@@ -84,12 +84,11 @@ NSA__DEVICE void nsa__cuda_dq_see(nsa__cuda_key_span (&seen)[2], nsa__cuda_dq_ro
 
 /* s = q k^T becomes p, wrong for keys that a row does not see. */
 template <int N>
-NSA__DEVICE void nsa__cuda_dq_p(float (&s)[N][4], const nsa__cuda_dq_rows &rows, float scale2) {
+NSA__DEVICE void nsa__cuda_dq_p(float (&s)[N][4], const nsa__cuda_dq_rows &rows, float scale) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            s[n][e] = nsa__ex2(fmaf(s[n][e], scale2, -rows.terms[e / 2].lse2));
+        for (int e = 0; e < 4; e++) s[n][e] = nsa__cuda_p(s[n][e], scale, rows.terms[e / 2].lse);
 }
 
 /* p becomes ds, wrong for keys that a row does not see: dp of those may overflow, and 0 inf is NaN,

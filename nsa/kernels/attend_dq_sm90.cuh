@@ -51,7 +51,7 @@ NSA__DEVICE void nsa__cuda_dq_mask(float (&ds)[N / 8][4], nsa__cuda_dq_rows &row
 template <typename T, int DK, int DV, bool LISTS>
 NSA__DEVICE void
 nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_pipe_turn &turn,
-                     const nsa__cuda_pipe<nsa__cuda_dq_pipe<T, DK, DV>> &pipe, float scale2) {
+                     const nsa__cuda_pipe<nsa__cuda_dq_pipe<T, DK, DV>> &pipe, float scale) {
     using shape = nsa__cuda_dq_pipe<T, DK, DV>;
     constexpr int BLOCK_M = shape::BLOCK_M, BLOCK_N = shape::BLOCK_N, STAGES = shape::STAGES;
     /* in units of 16 bytes: from q to dout, from a stage to the next one, from its keys to its
@@ -75,7 +75,7 @@ nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_
         nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, mine, these);
         nsa__cuda_warpgroup_start_nt<T, DV, BLOCK_N, BLOCK_M>(dp, mine + DOUT, these + V);
         nsa__cuda_warpgroup_await<BLOCK_N, 1>(s);
-        nsa__cuda_dq_p(s, rows, scale2);
+        nsa__cuda_dq_p(s, rows, scale);
         nsa__cuda_warpgroup_await<BLOCK_N, 0>(dp);
         nsa__cuda_dq_ds(s, dp, rows);
         nsa__cuda_dq_mask<BLOCK_N, LISTS>(s, rows, turn, pipe);
@@ -92,7 +92,7 @@ nsa__cuda_dq_consume(float (&dq)[DK / 8][4], nsa__cuda_dq_rows &rows, nsa__cuda_
             nsa__cuda_warpgroup_start_nt<T, DV, BLOCK_N, BLOCK_M>(dp, again + DOUT, next + V);
             nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DK>(dq, ds, columns);
             nsa__cuda_warpgroup_await<BLOCK_N, 2>(s);
-            nsa__cuda_dq_p(s, rows, scale2);
+            nsa__cuda_dq_p(s, rows, scale);
             nsa__cuda_warpgroup_await<BLOCK_N, 1>(dp);
             nsa__cuda_dq_ds(s, dp, rows);
             nsa__cuda_dq_mask<BLOCK_N, LISTS>(s, rows, turn, pipe);
@@ -175,12 +175,12 @@ static __global__ void __launch_bounds__(384, 1)
 #pragma unroll 1
     for (int i = 0; i < all.branches - LISTS; i++) {
         nsa__cuda_dq_begin(rows, all.branch[i], heads[i], tile_rows);
-        nsa__cuda_dq_consume<T, DK, DV, false>(dq, rows, turn, pipe, all.branch[i].scale2);
+        nsa__cuda_dq_consume<T, DK, DV, false>(dq, rows, turn, pipe, all.branch[i].scale);
     }
     if constexpr (LISTS) {
         const int last = all.branches - 1;
         nsa__cuda_dq_begin(rows, all.branch[last], heads[last], tile_rows);
-        nsa__cuda_dq_consume<T, DK, DV, true>(dq, rows, turn, pipe, all.branch[last].scale2);
+        nsa__cuda_dq_consume<T, DK, DV, true>(dq, rows, turn, pipe, all.branch[last].scale);
     }
     nsa__cuda_dq_end<T>(params, heads[0], tile_rows, rows, dq);
 #else

@@ -82,7 +82,7 @@ static __global__ void __launch_bounds__(32 *
         nsa__cuda_product_nt_await<T, BLOCK_N, 0>(s);
         if (!nsa__cuda_takes_part<T, BLOCK_N>(sees, tile.readers != 0)) continue;
         nsa__cuda_product_nt_finish<T, DK, BLOCK_N, BLOCK_M>(s, q, warp_row, k);
-        nsa__cuda_mask_tile(s, seen, params.scale2);
+        nsa__cuda_mask_tile(s, seen, params.scale);
         nsa__cuda_softmax_tile(s, rows, shrink);
         if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f))
 #pragma unroll

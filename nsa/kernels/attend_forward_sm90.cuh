@@ -32,8 +32,8 @@ struct nsa__cuda_forward_pipe : nsa__cuda_pipe_shape<T, DK, DV, DK, 4, true> {
 template <int N, typename Shape>
 NSA__DEVICE void nsa__cuda_pipe_softmax(float (&s)[N / 8][4], nsa__cuda_forward_rows &rows,
                                         float (&shrink)[2], const nsa__cuda_pipe_turn &turn,
-                                        const nsa__cuda_pipe<Shape> &pipe, float scale2) {
-    nsa__cuda_scale_tile(s, scale2);
+                                        const nsa__cuda_pipe<Shape> &pipe, float scale) {
+    nsa__cuda_scale_tile(s, scale);
     if (!turn.whole) {
         const nsa__cuda_key_tile tile = nsa__cuda_pipe_tile_of(turn, pipe);
         const nsa__cuda_key_span seen[2] = {nsa__cuda_seen_of(tile, rows.keys[0], rows.number[0]),
@@ -80,7 +80,7 @@ nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
     while (turn.readers) {
         nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, queries, keys(turn.number));
         nsa__cuda_warpgroup_await<BLOCK_N, 0>(s);
-        nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn, pipe, params.scale2);
+        nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn, pipe, params.scale);
         nsa__cuda_pipe_rescale(out, shrink);
         nsa__cuda_pipe_pack<T, BLOCK_N>(p, s);
         int before; /* the tile that p is of, and that the warpgroup holds */
@@ -94,7 +94,7 @@ nsa__cuda_forward_consume(float (&out)[DV / 8][4], nsa__cuda_forward_rows &rows,
             nsa__cuda_warpgroup_start_nt<T, DK, BLOCK_N, BLOCK_M>(s, mine, next);
             nsa__cuda_warpgroup_start_nn<T, BLOCK_N, DV>(out, p, values);
             nsa__cuda_warpgroup_await<BLOCK_N, 1>(s);
-            nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn, pipe, params.scale2);
+            nsa__cuda_pipe_softmax<BLOCK_N>(s, rows, shrink, turn, pipe, params.scale);
             nsa__cuda_warpgroup_await<DV, 0>(out);
             nsa__cuda_pipe_release(pipe.empty + static_cast<unsigned>(before) % STAGES);
             nsa__cuda_pipe_rescale(out, shrink);

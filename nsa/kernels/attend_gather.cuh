@@ -153,7 +153,7 @@ static __global__ void nsa__cuda_gather_forward_kernel(nsa__cuda_attend_params p
         *nsa__row_of<float>(params.x.lse, row.batch, row.row, row.head) =
             bad        ? nan
             : sum == 0 ? -INFINITY
-                       : (most + nsa__log2(sum)) * ln2;
+                       : most + nsa__log2(sum) * ln2;
 }
 
 /* ---- Calls --------------------------------------------------------------------------------- */

@@ -41,7 +41,7 @@ struct nsa__cuda_reader_part {
 /* What backward needs of a row. `gate` is the branch's weight in the whole, 1 without a gate: then
    dout of the branch is gate * dout of the whole, and nobody has to write it down. */
 struct nsa__cuda_row_terms {
-    float lse2;  /* lse in base 2; NaN if lse, dout or gate is not finite */
+    float lse;   /* NaN if lse, dout or gate is not finite */
     float delta; /* dout . out */
     float gate;
 };
@@ -56,7 +56,7 @@ struct nsa__cuda_attend_params {
     int spread; /* a grid's heads for each kv head: 1, or one for each list */
     int list_width;
     nsa__cuda_extent tiles;    /* what blockIdx counts for one kv head */
-    float scale, scale2;       /* of q k, for e and for 2 as the base */
+    float scale;               /* of q k */
     const int32_t *cmp_begins; /* cmp of packed sequences */
     int32_t *ascending;        /* NULL, or what takes the place of begins for this call */
     uint64_t *bad;             /* a bit for each key: its k or v row has a non-finite value */
@@ -694,19 +694,24 @@ NSA__DEVICE void nsa__cuda_hide(float (&s)[N][4], const nsa__cuda_key_span (&see
 
 /* Scales the scores. Decoding has to find the same bits, so no compiler may join the product with a
    later sum in one of the two. */
-template <int N> NSA__DEVICE void nsa__cuda_scale_tile(float (&s)[N][4], float scale2) {
+template <int N> NSA__DEVICE void nsa__cuda_scale_tile(float (&s)[N][4], float scale) {
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) s[n][e] = __fmul_rn(s[n][e], scale2);
+        for (int e = 0; e < 4; e++) s[n][e] = __fmul_rn(s[n][e], scale);
 }
 
 /* And those of keys that a row does not see become -inf. */
 template <int N>
 NSA__DEVICE void nsa__cuda_mask_tile(float (&s)[N][4], const nsa__cuda_key_span (&seen)[2],
-                                     float scale2) {
-    nsa__cuda_scale_tile(s, scale2);
+                                     float scale) {
+    nsa__cuda_scale_tile(s, scale);
     nsa__cuda_hide(s, seen, -INFINITY);
+}
+
+/* p of a product, with the score's bits of nsa__cuda_scale_tile: never above 1. */
+NSA__DEVICE float nsa__cuda_p(float product, float scale, float lse) {
+    return nsa__exp(fminf(__fmul_rn(product, scale) - lse, 0.0f));
 }
 
 /* What is subtracted from scores whose largest is `most`: never an infinity. */
@@ -717,7 +722,7 @@ NSA__DEVICE float nsa__cuda_base(float most) {
 /* What sums relative to the largest score `before` become relative to `most`: times exactly 1 where
    it stays. Decoding goes through the same steps tile by tile (decode_attend.cuh). */
 NSA__DEVICE float nsa__cuda_shrink(float before, float most) {
-    return most == before ? 1.0f : nsa__ex2(before - nsa__cuda_base(most));
+    return most == before ? 1.0f : nsa__exp(before - nsa__cuda_base(most));
 }
 
 /* ---- Choosing a kernel --------------------------------------------------------------------- */
@@ -772,7 +777,6 @@ static void nsa__cuda_attend_plan(nsa__cuda_attend_params *params, const nsa_des
     params->group = d->heads / d->kv_heads / params->lists;
     params->list_width = nsa_block_list_width(d);
     params->scale = static_cast<float>(scale);
-    params->scale2 = static_cast<float>(scale * 1.4426950408889634);
     params->words = /* one more, because a tile may straddle */
         nsa__cuda_extent_of(d, nsa__cuda_ceil_div(keys, 64) + 1, 1,
                             64 * (branch == NSA__KEYS_CMP ? d->cmp_stride : int64_t(1)), 2);

@@ -10,12 +10,12 @@
 struct nsa__cuda_forward_rows {
     nsa__cuda_key_span keys[2];
     int number[2]; /* the query's place in the warp's group */
-    float most[2]; /* the largest score so far, in base 2; -inf before the first */
+    float most[2]; /* the largest score so far; -inf before the first */
     float sum[2];  /* of this thread's columns */
     bool bad[2];
 };
 
-/* s becomes p = 2^(s - most), 0 where masked; shrink is what earlier p of a row are to be
+/* s becomes p = exp(s - most), 0 where masked; shrink is what earlier p of a row are to be
    multiplied by: exactly 1 where the maximum stays. No infinity is subtracted from another. */
 template <int N>
 NSA__DEVICE void nsa__cuda_softmax_tile(float (&s)[N][4], nsa__cuda_forward_rows &rows,
@@ -34,7 +34,7 @@ NSA__DEVICE void nsa__cuda_softmax_tile(float (&s)[N][4], nsa__cuda_forward_rows
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float &x = s[n][2 * h + e];
-                x = nsa__ex2(x - base);
+                x = nsa__exp(x - base);
                 sum += x;
             }
         shrink[h] = nsa__cuda_shrink(rows.most[h], most);
@@ -89,7 +89,7 @@ NSA__DEVICE void nsa__cuda_forward_end(const nsa__cuda_attend_params &params,
             *nsa__cuda_query_at<float>(params.x.lse, at, row.query, row.head) =
                 bad     ? nan
                 : empty ? -INFINITY
-                        : (rows.most[h] + nsa__log2(sum)) * ln2;
+                        : rows.most[h] + nsa__log2(sum) * ln2;
     }
 }
 

@@ -188,6 +188,12 @@ NSA__DEVICE float nsa__ex2(float x NSA__AT) {
     return y;
 }
 
+/* e^x of the difference of two scores, or of a score and lse: exactly 1 of what is alike, however
+   large it is. Scores in base 2 would lose that when lse changes its base. */
+NSA__DEVICE float nsa__exp(float x) {
+    return nsa__ex2(1.44269504f * x);
+}
+
 /* log2 x to about 1e-7 absolute near 1; subnormal x counts as 0. */
 NSA__DEVICE float nsa__log2(float x NSA__AT) {
     float y;

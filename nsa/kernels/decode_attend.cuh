@@ -328,7 +328,7 @@ NSA__DEVICE void nsa__cuda_decode_scan(float (&most)[2], nsa__cuda_decode_walk &
                 if (row[h] >= 0)
                     nsa__store_pair(nsa__cuda_decode_scores_at<KEYS>(params, row[h], n) + 8 * c,
                                     s[c][2 * h], s[c][2 * h + 1]);
-        nsa__cuda_mask_tile(s, seen, params.scale2);
+        nsa__cuda_mask_tile(s, seen, params.scale);
         const bool bad[2] = {bad_key || (bad_rows >> lane / 4 & 1),
                              bad_key || (bad_rows >> (lane / 4 + 8) & 1)};
         nsa__cuda_decode_leave_most(most, s, params, row, bad, n);
@@ -412,7 +412,7 @@ NSA__DEVICE void nsa__cuda_decode_values(nsa__cuda_forward_rows &rows, float (&o
         const nsa__cuda_key_span span = nsa__cuda_key_span_in(block.keys, tile.begin, tile.end);
         const nsa__cuda_key_span none = {0, 0};
         const nsa__cuda_key_span seen[2] = {row[0] >= 0 ? span : none, row[1] >= 0 ? span : none};
-        nsa__cuda_mask_tile(s, seen, params.scale2);
+        nsa__cuda_mask_tile(s, seen, params.scale);
         rows.sum[0] = rows.sum[1] = 0;
         nsa__cuda_softmax_tile(s, rows, shrink);
 #pragma unroll
@@ -491,7 +491,7 @@ NSA__DEVICE float2 nsa__cuda_decode_total(const nsa__cuda_decode_params &params,
 NSA__DEVICE float nsa__cuda_decode_lse(float2 total) {
     const float ln2 = 0.693147180559945f;
     if (total.x == INFINITY) return __uint_as_float(0x7fc00000u);
-    return total.y == 0 ? -INFINITY : (total.x + nsa__log2(total.y)) * ln2;
+    return total.y == 0 ? -INFINITY : total.x + nsa__log2(total.y) * ln2;
 }
 
 /* ---- slc and win ----------------------------------------------------------------------------- */
@@ -568,7 +568,7 @@ static __global__ void __launch_bounds__(nsa__cuda_decode_shape<T, DK, DV, NSA__
         const nsa__cuda_key_span seen[2] = {row[0] >= 0 ? span : none, row[1] >= 0 ? span : none};
         float s[KEYS / 8][4], shrink[2];
         nsa__cuda_product_nt<T, DK, KEYS, ROWS>(s, q, warp_row, k);
-        nsa__cuda_mask_tile(s, seen, params.scale2);
+        nsa__cuda_mask_tile(s, seen, params.scale);
         nsa__cuda_softmax_tile(s, rows, shrink);
         nsa__cuda_decode_add<T, KEYS, DV>(out, s, shrink, v);
 #pragma unroll

@@ -43,9 +43,10 @@ struct nsa__cuda_decode_ring : nsa__cuda_select_ring {
     }
 };
 
-/* The logarithms to base 2 of the heads of queries first .. first + queries - 1, a quad to each;
+/* lse of the heads of queries first .. first + queries - 1, a quad to each;
    inf where one is not finite, as selection has them. Totals of them are written if asked for. */
-NSA__DEVICE void nsa__cuda_decode_totals(float *lse2, const nsa__cuda_decode_select_params &params,
+NSA__DEVICE void nsa__cuda_decode_totals(float *lse_of,
+                                         const nsa__cuda_decode_select_params &params,
                                          const nsa__sequence &s, int b, int kv_head, int first,
                                          bool writes) {
     const nsa__cuda_decode_params &cmp = params.cmp;
@@ -62,7 +63,7 @@ NSA__DEVICE void nsa__cuda_decode_totals(float *lse2, const nsa__cuda_decode_sel
             nsa__cuda_decode_total(cmp, row, there ? nsa__cuda_decode_tiles(cmp, keys) : 0);
         if (r >= rows || thread % 4 != 0) continue;
         const float lse = nsa__cuda_decode_lse(total);
-        lse2[r] = nsa__finite(lse) ? lse * 1.44269504f : __uint_as_float(0x7f800000u);
+        lse_of[r] = nsa__finite(lse) ? lse : __uint_as_float(0x7f800000u);
         if (there && writes) cmp.totals[row] = total;
     }
     __syncthreads();
@@ -73,7 +74,7 @@ template <int NT, bool CHUNKS>
 static __global__ void __launch_bounds__(32 * NSA__DECODE_SUM_WARPS, 2)
     nsa__cuda_decode_sums_kernel(const NSA_GRID_CONSTANT nsa__cuda_decode_select_params params) {
     NSA_SHARED_ALL(bytes);
-    float *const lse2 = reinterpret_cast<float *>(bytes);
+    float *const lse = reinterpret_cast<float *>(bytes);
     const nsa_desc &d = params.cmp.d;
     const nsa__cuda_select_plan &plan = params.plan;
     const int lane = static_cast<int>(threadIdx.x) % 32, group = params.cmp.group;
@@ -87,7 +88,7 @@ static __global__ void __launch_bounds__(32 * NSA__DECODE_SUM_WARPS, 2)
     const int first = split * params.run_keys;
     const int last = min(first + params.run_keys, nsa__cmp_visible(d, s.tokens, last_query));
     if (first >= last && split > 0) return;
-    nsa__cuda_decode_totals(lse2, params, s, b, kv_head, first_query, split == 0);
+    nsa__cuda_decode_totals(lse, params, s, b, kv_head, first_query, split == 0);
 
     float *const sums =
         params.sums + (static_cast<int64_t>(pair) * params.rows + first_query) * plan.ring;
@@ -106,7 +107,7 @@ static __global__ void __launch_bounds__(32 * NSA__DECODE_SUM_WARPS, 2)
                     params.cmp.scores +
                     ((static_cast<int64_t>(b) * d.count + i) * d.heads + kv_head * group + g) *
                         params.cmp.score_row;
-                mine[n][e] = there ? lse2[q * group + g] : __uint_as_float(0x7f800000u);
+                mine[n][e] = there ? lse[q * group + g] : __uint_as_float(0x7f800000u);
             }
         const nsa__cuda_decode_ring ring = {{sums, plan.ring, chunk > 0}, s.count - first_query};
         for (int key = first + static_cast<int>(threadIdx.x) / 32 * 16; key < last;
@@ -118,7 +119,7 @@ static __global__ void __launch_bounds__(32 * NSA__DECODE_SUM_WARPS, 2)
                 for (int e = 0; e < 4; e++) {
                     const int at = key + lane / 4 + e / 2 * 8;
                     const float product = at < c.keys[n][e % 2] ? c.scores[n][e % 2][at] : 0.0f;
-                    p[n][e] = nsa__cuda_select_term<false>(plan, product, params.cmp.scale2,
+                    p[n][e] = nsa__cuda_select_term<false>(plan, product, params.cmp.scale,
                                                            mine[n][e % 2]);
                 }
             nsa__cuda_select_sum_heads<NT>(p, ring, plan.columns, key + lane / 4);

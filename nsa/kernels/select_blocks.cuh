@@ -70,10 +70,10 @@ NSA__DEVICE const void *nsa__cuda_select_row(const nsa_tensor &x, const nsa__seq
     return nsa__row_at(x, s.batch, s.row + query, static_cast<int64_t>(kv_head) * group + g);
 }
 
-/* Brings in a warp's columns. lse2[column]: their logarithms to base 2, of a SCORER their weights;
+/* Brings in a warp's columns. lse[column]: their logarithms, of a SCORER their weights;
    inf where there is none, and where it is not finite. */
 template <typename T, int D, int NT, bool SCORER>
-NSA__DEVICE void nsa__cuda_select_load(nsa__cuda_select_columns<T, D, NT> &c, float *lse2,
+NSA__DEVICE void nsa__cuda_select_load(nsa__cuda_select_columns<T, D, NT> &c, float *lse,
                                        const nsa_select &x, const nsa_desc &d,
                                        const nsa__sequence &s, const nsa__cuda_select_plan &p,
                                        int kv_head, int first_query, int chunk) {
@@ -85,9 +85,9 @@ NSA__DEVICE void nsa__cuda_select_load(nsa__cuda_select_columns<T, D, NT> &c, fl
         float value = __uint_as_float(0x7f800000u);
         if (row) {
             const float found = given ? nsa__load1(x.lse.dtype, row, 0) : 1.0f;
-            if (nsa__finite(found)) value = SCORER ? found : found * 1.44269504f;
+            if (nsa__finite(found)) value = found;
         }
-        lse2[lane] = value;
+        lse[lane] = value;
     }
 #pragma unroll
     for (int n = 0; n < NT; n++) {
@@ -179,13 +179,13 @@ template <typename T, int D, int NT, bool CHUNKS, bool SCORER>
 NSA__DEVICE void nsa__cuda_select_sums(nsa__cuda_select_columns<T, D, NT> &c, const nsa_select &x,
                                        const nsa_desc &d, const nsa__sequence &s,
                                        const nsa__cuda_select_plan &p,
-                                       const nsa__cuda_select_warp &w, int kv_head, float scale2,
+                                       const nsa__cuda_select_warp &w, int kv_head, float scale,
                                        T *tile, int first_key) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     for (int chunk = 0; chunk < (CHUNKS ? p.chunks : 1); chunk++) {
         if (CHUNKS) __syncwarp(); /* the last chunk has been read */
         if (CHUNKS)
-            nsa__cuda_select_load<T, D, NT, SCORER>(c, w.lse2, x, d, s, p, kv_head, w.first_query,
+            nsa__cuda_select_load<T, D, NT, SCORER>(c, w.lse, x, d, s, p, kv_head, w.first_query,
                                                     chunk);
         const nsa__cuda_select_ring ring = {w.ring, p.ring, chunk > 0};
 #pragma unroll 1
@@ -196,11 +196,11 @@ NSA__DEVICE void nsa__cuda_select_sums(nsa__cuda_select_columns<T, D, NT> &c, co
             /* what a query does not see may be anything: nsa__cuda_select_score does not read it */
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                const float2 lse2 = *reinterpret_cast<float2 *>(w.lse2 + 8 * n + lane % 4 * 2);
+                const float2 lse = *reinterpret_cast<float2 *>(w.lse + 8 * n + lane % 4 * 2);
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    acc[n][e] = nsa__cuda_select_term<SCORER>(p, acc[n][e], scale2,
-                                                              e % 2 ? lse2.y : lse2.x);
+                    acc[n][e] =
+                        nsa__cuda_select_term<SCORER>(p, acc[n][e], scale, e % 2 ? lse.y : lse.x);
             }
             nsa__cuda_select_sum_heads<NT>(acc, ring, p.columns, first_key + row + lane / 4);
         }
@@ -211,16 +211,15 @@ enum { NSA__SELECT_WARPS = 8 };
 
 template <typename T, int D, int NT, bool CHUNKS, bool SCORER>
 static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && sizeof(T) == 2 ? 2 : 1)
-    nsa__cuda_select_blocks_kernel(nsa_desc d, nsa_select x, nsa__cuda_select_plan p,
-                                   float scale2) {
+    nsa__cuda_select_blocks_kernel(nsa_desc d, nsa_select x, nsa__cuda_select_plan p, float scale) {
     typedef nsa__cuda_select_tile<T, D> shape;
     NSA_SHARED_ALL(bytes);
     const int warp = static_cast<int>(threadIdx.x) / 32, tile_queries = p.warps * p.queries;
     T *tiles = reinterpret_cast<T *>(bytes);
     auto *queries = reinterpret_cast<nsa__cuda_select_query *>(tiles + 2 * shape::keys * D);
     float *rings = reinterpret_cast<float *>(queries + tile_queries);
-    float *lse2 = rings + tile_queries * p.ring;
-    auto *lists = reinterpret_cast<uint64_t *>(lse2 + p.warps * 8 * NT);
+    float *lse = rings + tile_queries * p.ring;
+    auto *lists = reinterpret_cast<uint64_t *>(lse + p.warps * 8 * NT);
 
     NSA_SHARED(nsa__cuda_select_place<T>, at, );
     static_assert(nsa__cuda_shared_fits<NSA__SHARED_MOST, sizeof at>::value);
@@ -232,14 +231,14 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
     w.first_query = at.first + warp * p.queries;
     w.queries = queries + warp * p.queries;
     w.ring = rings + warp * p.queries * p.ring;
-    w.lse2 = lse2 + warp * 8 * NT;
+    w.lse = lse + warp * 8 * NT;
     if (p.lists) lists = p.lists + static_cast<int64_t>(blockIdx.x) * tile_queries * p.length;
     w.lists = lists + warp * p.queries * p.length;
     nsa__cuda_select_begin<SCORER || CHUNKS>(w, x, d, at.s, p, at.b, at.kv_head);
 
     nsa__cuda_select_columns<T, D, NT> c;
     if (!CHUNKS)
-        nsa__cuda_select_load<T, D, NT, SCORER>(c, w.lse2, x, d, at.s, p, at.kv_head, w.first_query,
+        nsa__cuda_select_load<T, D, NT, SCORER>(c, w.lse, x, d, at.s, p, at.kv_head, w.first_query,
                                                 0);
     if constexpr (!SCORER && !CHUNKS)
         nsa__cuda_select_mark(w, p.queries, p.columns, nsa__cuda_select_bad_columns(c));
@@ -256,7 +255,7 @@ static __global__ void __launch_bounds__(32 * NSA__SELECT_WARPS, D <= 128 && siz
         __syncthreads();
         const bool sees = key < w.visible;
         if (sees)
-            nsa__cuda_select_sums<T, D, NT, CHUNKS, SCORER>(c, x, d, at.s, p, w, at.kv_head, scale2,
+            nsa__cuda_select_sums<T, D, NT, CHUNKS, SCORER>(c, x, d, at.s, p, w, at.kv_head, scale,
                                                             tile, key);
         key += shape::keys;
         if (sees || key >= at.keys) { /* one place for both, because it is much code */
@@ -311,7 +310,7 @@ static int nsa__cuda_select_length(const nsa_desc *d) {
 /* The pipeline's launch, of which `p` is the plan. */
 template <typename T, int D>
 static nsa_status nsa__cuda_select_launch_pipe(const nsa_select *x, const nsa_desc *d,
-                                               const nsa__cuda_select_plan &p, float scale2,
+                                               const nsa__cuda_select_plan &p, float scale,
                                                cudaStream_t stream) {
     using shape = nsa__cuda_select_pipe<T, D>;
     constexpr int LEAST = D > 128 ? 4 : 2; /* two columns of 192 have no room for their sums */
@@ -322,15 +321,15 @@ static nsa_status nsa__cuda_select_launch_pipe(const nsa_select *x, const nsa_de
     dim3 grid;
     NSA__CHECK(nsa__cuda_grid(p.tiles.total * d->kv_heads, &grid));
     return nsa__cuda_status(NSA_LAUNCH(kernel, grid, dim3(shape::CONSUMERS + shape::PRODUCERS),
-                                       p.shared_bytes, stream, *d, *x, p, scale2));
+                                       p.shared_bytes, stream, *d, *x, p, scale));
 }
 
 /* NT: a warp's columns over 8. */
 template <typename T, int D, int NT, bool CHUNKS>
 static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d, int sharers,
                                           void *workspace, cudaStream_t stream) {
-    const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
-    const float scale2 = static_cast<float>(scale * 1.4426950408889634);
+    const double given = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
+    const float scale = static_cast<float>(given);
     const int most = nsa__cuda_select_length(d);
     bool hopper = false;
     if (sizeof(T) == 2) NSA__CHECK(nsa__cuda_on_hopper(&hopper));
@@ -341,12 +340,12 @@ static nsa_status nsa__cuda_select_launch(const nsa_select *x, const nsa_desc *d
     p.sharers = sharers;
     if (d->begins) NSA__CHECK(nsa__cuda_cmp_begins(d, p.cmp_begins, stream));
     if constexpr (nsa__cuda_select_pipe<T, D>::value)
-        if (hopper) return nsa__cuda_select_launch_pipe<T, D>(x, d, p, scale2, stream);
+        if (hopper) return nsa__cuda_select_launch_pipe<T, D>(x, d, p, scale, stream);
     dim3 grid;
     NSA__CHECK(nsa__cuda_grid(p.tiles.total * d->kv_heads, &grid));
     return nsa__cuda_status(NSA_LAUNCH((nsa__cuda_select_blocks_kernel<T, D, NT, CHUNKS, false>),
                                        grid, dim3(32u * static_cast<unsigned>(p.warps)),
-                                       p.shared_bytes, stream, *d, *x, p, scale2));
+                                       p.shared_bytes, stream, *d, *x, p, scale));
 }
 
 /* Registers decide: a warp keeps its queries in them, up to 32 columns of 192 or 16 of 256. */

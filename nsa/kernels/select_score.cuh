@@ -169,7 +169,7 @@ struct nsa__cuda_select_warp {
     nsa__cuda_select_query *queries;
     uint64_t *lists;
     float *ring;
-    float *lse2; /* of its columns */
+    float *lse; /* of its columns */
 };
 
 /* Whether a value of a query is not finite: its logarithms or, of scores that are no attention, its
@@ -340,12 +340,12 @@ NSA__DEVICE void nsa__cuda_select_fill(const nsa__cuda_select_plan &p,
    the weighed product: NaN where it is not finite, for then the key is not, and 0 of a column
    without a head. */
 template <bool SCORER>
-NSA__DEVICE float nsa__cuda_select_term(const nsa__cuda_select_plan &p, float product, float scale2,
-                                        float lse2) {
-    if (!SCORER) return nsa__ex2(fmaf(product, scale2, -lse2));
-    if (!nsa__finite(lse2)) return 0.0f;
+NSA__DEVICE float nsa__cuda_select_term(const nsa__cuda_select_plan &p, float product, float scale,
+                                        float lse) {
+    if (!SCORER) return nsa__exp(__fmul_rn(product, scale) - lse);
+    if (!nsa__finite(lse)) return 0.0f;
     if (!nsa__finite(product)) return __uint_as_float(0x7fc00000u);
-    return lse2 * (p.act == NSA_SCORE_RELU ? fmaxf(product, 0.0f) : product);
+    return lse * (p.act == NSA_SCORE_RELU ? fmaxf(product, 0.0f) : product);
 }
 
 /* Where a block's keys lie: key 0's row or, with pages, the head's of page 0 and the table. */

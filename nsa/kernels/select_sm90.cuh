@@ -184,7 +184,7 @@ template <typename T, int D, int COLUMNS>
 NSA__DEVICE void nsa__cuda_select_consume(const nsa__cuda_select_stages<T> &pipe,
                                           const nsa__cuda_select_warp &w,
                                           const nsa__cuda_select_plan &p, nsa_score_map map,
-                                          float scale2, const float (&lse2)[2], int tiles) {
+                                          float scale, const float (&lse)[2], int tiles) {
     using shape = nsa__cuda_select_pipe<T, D>;
     constexpr int BLOCK_N = shape::BLOCK_N, STAGES = shape::STAGES;
     constexpr uint32_t STEP = shape::STAGE / 8; /* of stages, in units of 16 bytes */
@@ -207,7 +207,7 @@ NSA__DEVICE void nsa__cuda_select_consume(const nsa__cuda_select_stages<T> &pipe
         for (int i = 0; i < BLOCK_N / 8; i++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                s[i][e] = nsa__cuda_select_term<false>(p, s[i][e], scale2, lse2[e / 2]);
+                s[i][e] = nsa__cuda_select_term<false>(p, s[i][e], scale, lse[e / 2]);
         nsa__cuda_select_sum_rows<COLUMNS>(s, w.ring, p.ring, n * BLOCK_N);
         n++;
         if (n < tiles && n % TURNS) continue;
@@ -231,7 +231,7 @@ static __global__ void __launch_bounds__(640, 1)
     nsa__cuda_select_blocks_sm90_kernel(const NSA_GRID_CONSTANT nsa_desc d,
                                         const NSA_GRID_CONSTANT nsa_select x,
                                         const NSA_GRID_CONSTANT nsa__cuda_select_plan p,
-                                        float scale2) {
+                                        float scale) {
 #if NSA__USES_WGMMA
     using shape = nsa__cuda_select_pipe<T, D>;
     constexpr int BLOCK_M = shape::BLOCK_M, BLOCK_N = shape::BLOCK_N, STAGES = shape::STAGES;
@@ -281,28 +281,27 @@ static __global__ void __launch_bounds__(640, 1)
     w.queries = of + warp * QUERIES;
     w.ring = rings + warp * QUERIES * p.ring;
     w.lists = lists + warp * QUERIES * p.length;
-    w.lse2 = nullptr; /* in registers */
+    w.lse = nullptr; /* in registers */
     nsa__cuda_select_begin<false>(w, x, d, at.s, p, at.b, at.kv_head);
     const uint32_t bad = nsa__cuda_tile_bad_rows<T, D, BLOCK_M>(q, 16 * warp);
     nsa__cuda_select_mark(w, QUERIES, COLUMNS / 2, bad | bad >> 8); /* row j and row j + 8 */
-    float lse2[2]; /* inf where a row is not there; of a query with a bad one nobody reads sums */
+    float lse[2]; /* inf where a row is not there; of a query with a bad one nobody reads sums */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const nsa__cuda_select_head h =
             nsa__cuda_select_head_of<COLUMNS>(16 * warp + 8 * i + lane / 4);
-        lse2[i] = __uint_as_float(0x7f800000u);
+        lse[i] = __uint_as_float(0x7f800000u);
         if (at.first + h.query >= at.s.count || h.head >= group) continue;
-        lse2[i] =
-            1.44269504f * nsa__load1(x.lse.dtype,
-                                     nsa__row_at(x.lse, at.s.batch, at.s.row + at.first + h.query,
-                                                 static_cast<int64_t>(at.kv_head) * group + h.head),
-                                     0);
+        lse[i] = nsa__load1(x.lse.dtype,
+                            nsa__row_at(x.lse, at.s.batch, at.s.row + at.first + h.query,
+                                        static_cast<int64_t>(at.kv_head) * group + h.head),
+                            0);
     }
-    nsa__cuda_select_consume<T, D, COLUMNS>(pipe, w, p, d.score_map, scale2, lse2, tiles);
+    nsa__cuda_select_consume<T, D, COLUMNS>(pipe, w, p, d.score_map, scale, lse, tiles);
     nsa__cuda_select_end<false>(w, x, d, at, p);
 #else
     static_cast<void>(d), static_cast<void>(x), static_cast<void>(p); /* never launched */
-    static_cast<void>(scale2);
+    static_cast<void>(scale);
 #endif
 }
 

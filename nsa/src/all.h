@@ -20,7 +20,6 @@
      layout        the function that hands out an arena to head jobs; a size query runs it too
      list          the selection blocks of a query and kv head, ascending, -1 behind the last
      listed        named by at least one list of the queries at hand
-     lse2          logarithm of a softmax's sum, for base 2
      nonfinite     a mask or flag of rows with an infinity or NaN; they are computed as zeros
      packed        copied to workspace by tile, as rows of whole vectors or transposed
      place         memory of a backward task between its turns

@@ -5,11 +5,11 @@
      ds    = p (dout . v[s] - delta + dlse)    because delta = sum_s p (dout . v[s]), dlse / ds = p
      dq[t] = scale sum_s ds k[s],  dk[s] = scale sum_t ds q[t]
    delta comes from out, so no row needs all its p at once; dlse is subtracted from delta when the
-   row is loaded. q is loaded times scale2 = scale log2(e), as in forward. ds^T q then lacks the
-   factor ln 2, which is applied when dk is added to the caller's view; dq gets scale there. A task
-   computes p and ds of a tile once and uses them three times. In pairs of bf16 q is as it is, and
-   so is dout: its gate is a factor of p and ds before they are rounded, once. dq belongs to the
-   task alone. A tile's dk and dv belong to all tasks that read the tile, which add in a fixed order
+   row is loaded. q is loaded times scale, as in forward, so ds^T q has it; dq gets it when it is
+   added to the caller's view. A task computes p and ds of a tile once and uses them three times. In
+   pairs of bf16 q is as it is, and so is dout: its gate is a factor of p and ds before they are
+   rounded, once. dq belongs to the task alone. A tile's dk and dv belong to all tasks that read the
+   tile, which add in a fixed order
    (nsa__turns). So all sums have the same bits for any number of threads. */
 #pragma once
 #include "attend_rows.h"
@@ -18,7 +18,7 @@
 typedef struct nsa__backward {
     nsa__tile_iter iter;
     nsa_real *q, *dout, *dq;  /* rows of the task */
-    nsa_real *lse2, *delta;   /* of every row */
+    nsa_real *lse, *delta;    /* of every row */
     nsa_real *gate;           /* in pairs, of every row: the gate of its dout */
     nsa_real *p, *ds;         /* rows of a batch: scores and dp of a tile, then p and ds */
     nsa__packed *ds_rows;     /* in pairs: ds by row, while f->ds has pairs of rows */
@@ -44,7 +44,7 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     f->q = nsa__alloc_reals(a, rows * p->stride);
     f->dq = nsa__alloc_reals(a, rows * p->wide);
     f->dout = nsa__alloc_reals(a, rows * p->stride_v);
-    f->lse2 = nsa__alloc_reals(a, rows);
+    f->lse = nsa__alloc_reals(a, rows);
     f->delta = nsa__alloc_reals(a, rows);
     f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
@@ -126,7 +126,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->wide_v);
 }
 
-/* Loads q and dout, and computes lse2 and delta = dout . out - dlse of every row. A row that read a
+/* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a
    non-finite key has lse = NaN from forward, so its lse marks it; keys need no second look. */
 static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int64_t task) {
     const nsa__attend_plan *p = job->plan;
@@ -149,7 +149,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     if (options->gate && !p->values)
         nsa__zero_nonfinite(p, rows, p->wide_v, p->stride_v, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
-        f->lse2[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
+        f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
         if (f->nonfinite[r]) f->delta[r] = 0;
     }
@@ -248,7 +248,7 @@ static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, cons
         p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
     else
         p->tiles->gemm(rows, n, p->depth_v, &dout, &v_t, &dp);
-    p->tiles->gradient(rows, n, ld, p->group, b->mask, b->begin, b->row, f->lse2, f->delta, f->p,
+    p->tiles->gradient(rows, n, ld, p->group, b->mask, b->begin, b->row, f->lse, f->delta, f->p,
                        f->ds);
     (p->values ? nsa__backward_pairs : nsa__backward_reals)(f, job, b, &q, &dout, &dq, &dk, &dv);
     nsa__backward_note(f, job, b);
@@ -431,8 +431,8 @@ static void nsa__key_gradient_task(const void *context, int64_t index, void *scr
     (void)scratch;
     if (job->head % p->sharers != p->sharers - 1) return;
     if (job->listed && !job->listed[tile]) return;
-    /* q was loaded times scale log2(e), in pairs as it is */
-    const nsa_real factor = p->scores ? p->scale : (nsa_real)NSA__LN2;
+    /* q was loaded times scale, in pairs as it is */
+    const nsa_real factor = p->scores ? p->scale : 1;
     nsa__key_gradient_add(job, &p->dx->k, tile, factor, job->dk, p->d->dim, p->wide);
     nsa__key_gradient_add(job, &p->dx->v, tile, 1, job->dv, p->d->dim_v, p->wide_v);
 }

@@ -1,12 +1,14 @@
 /* ---- Attention: forward ----------------------------------------------------------------------
    Twin: kernels/attend_forward.cuh. Not here: which keys (attend_plan.h, attend_tiles.h).
-   Softmax in one pass over the keys. s is in base 2: q has been multiplied by scale2. For each row
+   Softmax in one pass over the keys. q has been multiplied by scale. For each row
    and tile:
      m'  = max(m, max s)             the largest score so far
-     p   = 2^(s - m')                never more than 1, so nothing overflows
-     l   = l 2^(m - m') + sum p      2^(m - m') is the shrink of all sums before this tile
-     out = out 2^(m - m') + p v
-   At the end out / l is the softmax's average of v, and lse = ln 2 (m + log2 l). */
+     p   = exp(s - m')               never more than 1, so nothing overflows
+     l   = l exp(m - m') + sum p     exp(m - m') is the shrink of all sums before this tile
+     out = out exp(m - m') + p v
+   At the end out / l is the softmax's average of v, and lse = m + ln l. If one key has
+   all of p, lse is its score to the bit, and backward, whose scores are the same bits, finds p = 1
+   however large they are. So scores are in base e, and a difference of two is taken to base 2. */
 #pragma once
 #include "attend_in_place.h"
 #include "attend_rows.h"
@@ -16,7 +18,7 @@
 /* A forward task's scratch. */
 typedef struct nsa__forward {
     nsa__tile_iter iter;
-    nsa_real *q;              /* rows of the task, times scale2 */
+    nsa_real *q;              /* rows of the task, times scale */
     nsa_real *out;            /* rows of the task: sums of p v, not yet divided by l */
     nsa_real *m;              /* of every row, and up to 15 more: the largest score so far */
     nsa_real *l;              /* of the same: NSA__LANES partial sums of p */
@@ -90,7 +92,7 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
     }
 }
 
-/* s = q k^T, with q scaled for base 2; p = softmax so far; out = out * shrink + p v */
+/* s = q k^T, with q scaled; p = softmax so far; out = out * shrink + p v */
 static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
     int tile = p->cut.tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
@@ -148,7 +150,7 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     }
     if (!in_place) nsa__store_by(p->pairs, out->dtype, row, to, p->d->dim_v);
     nsa__store(p->x->lse.dtype, nsa__query_row(job, &f->iter, &p->x->lse, r), &lse, 1);
-    if (p->options.select) f->m[r] = nsa__load_lse2(job, &f->iter, r, f->nonfinite);
+    if (p->options.select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
 /* The rows of a task, which become the gate's at once if it waits for no other branch. */

@@ -45,9 +45,8 @@ typedef struct nsa__attend_plan {
     int stride_v;             /* of a row of dout, and of a copied one of v: likewise of wide_v */
     int stride_p;             /* backward: of a row of p and ds */
     nsa_real scale;           /* of q k */
-    nsa_real scale2; /* scale log2(e): exp(scale q k) = 2^(scale2 q k), and 2^x is cheaper */
-    size_t shared;   /* bytes of workspace that all threads share */
-    size_t scratch;  /* bytes of workspace for each thread */
+    size_t shared;            /* bytes of workspace that all threads share */
+    size_t scratch;           /* bytes of workspace for each thread */
 } nsa__attend_plan;
 
 /* State of one branch's kernel for one (sequence, kv head). The arrays are workspace and serve one
@@ -179,7 +178,6 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.stride_v = p.wide_v;
     double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
     p.scale = (nsa_real)scale;
-    p.scale2 = (nsa_real)(scale * NSA__LOG2E);
     return p;
 }
 

@@ -92,7 +92,7 @@ static void nsa__load_query_pairs(const nsa__head_job *job, const nsa__tile_iter
     }
 }
 
-/* q for products: pairs, or numbers times scale2. */
+/* q for products: pairs, or numbers times scale. */
 static void nsa__load_q(const nsa__head_job *job, const nsa__tile_iter *it, nsa_real *to,
                         unsigned char *nonfinite) {
     const nsa__attend_plan *p = job->plan;
@@ -101,18 +101,18 @@ static void nsa__load_q(const nsa__head_job *job, const nsa__tile_iter *it, nsa_
     if (p->scores)
         nsa__load_query_pairs(job, it, q, dim, p->wide, p->stride, to, nonfinite);
     else
-        nsa__load_queries(job, it, q, dim, p->wide, p->stride, p->scale2, to, nonfinite);
+        nsa__load_queries(job, it, q, dim, p->wide, p->stride, p->scale, to, nonfinite);
 }
 
-/* lse of a row in base 2. If lse is not finite, the result is 0 and the row is marked. That marks
+/* lse of a row. If it is not finite, the result is 0 and the row is marked. That marks
    queries without keys too (lse = -inf), without effect, because they read no tile. */
-static nsa_real nsa__load_lse2(const nsa__head_job *job, const nsa__tile_iter *it, int r,
-                               unsigned char *nonfinite) {
+static nsa_real nsa__load_lse(const nsa__head_job *job, const nsa__tile_iter *it, int r,
+                              unsigned char *nonfinite) {
     const nsa__attend_plan *p = job->plan;
     nsa_real lse;
     nsa__load(&lse, p->x->lse.dtype, nsa__query_row(job, it, &p->x->lse, r), 1);
     if (!nsa__is_finite((double)lse)) nonfinite[r] = 1;
-    return nonfinite[r] ? 0 : (nsa_real)((double)lse * NSA__LOG2E);
+    return nonfinite[r] ? 0 : lse;
 }
 
 /* The incoming gradient of a row's lse. The row is marked if it is not finite. */

@@ -173,13 +173,13 @@ static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
     return 0;
 }
 
-/* c = scale2 a b, scores in base 2. One of a and b holds rows of q, which are scaled when they are
+/* c = scale a b, scores. One of a and b holds rows of q, which are scaled when they are
    loaded unless they are pairs: bf16 would round the scaled. The order of a sum is the same from
    packed keys and in place, and each multiplies q by k as k by q. */
 static void nsa__score_product(const nsa__attend_plan *p, int m, int n, const nsa__matrix *a,
                                const nsa__matrix *b, const nsa__result *c) {
     if (p->scores)
-        p->scores->gemm(m, n, p->depth, a, b, c, p->scale2);
+        p->scores->gemm(m, n, p->depth, a, b, c, p->scale);
     else
         p->tiles->gemm(m, n, p->depth, a, b, c);
 }

@@ -165,7 +165,7 @@ static nsa_status nsa__check_options(const nsa_desc *d) {
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_products);
     if ((unsigned)d->isa > NSA_ISA_NEON_BF16) return nsa__error(NSA_ERROR_OPTION, NSA__AT_isa);
     if (!nsa_isa_available(d->isa)) return nsa__error(NSA_ERROR_ISA, NSA__AT_isa);
-    /* 1e38 leaves room for the factor log2(e): scale2 must be finite as a float too. */
+    /* it must be finite as a float too */
     if (!nsa__is_finite(d->scale) || fabs(d->scale) > 1e38)
         return nsa__error(NSA_ERROR_SCALE, NSA__AT_scale);
     return NSA_OK;

@@ -4,7 +4,6 @@
 #include "system.h"
 
 #define NSA__LOG2E 1.4426950408889634074
-#define NSA__LN2   0.69314718055994530942
 /* Stands for "no maximum yet". Finite, so that no difference of two maxima is inf - inf. */
 #define NSA__LOWEST ((nsa_real)(sizeof(nsa_real) == sizeof(double) ? -DBL_MAX : -FLT_MAX))
 

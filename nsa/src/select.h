@@ -72,7 +72,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
 typedef struct nsa__selecting {
     nsa__tile_iter iter;
     nsa__scoring scoring;
-    nsa_real *q, *lse2;
+    nsa_real *q, *lse;
     unsigned char *nonfinite; /* of every row */
 } nsa__selecting;
 
@@ -81,7 +81,7 @@ static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, n
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     nsa__scoring_alloc(&f->scoring, p, a);
     f->q = nsa__alloc_reals(a, rows * p->wide);
-    f->lse2 = nsa__alloc_reals(a, rows);
+    f->lse = nsa__alloc_reals(a, rows);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
 
@@ -98,7 +98,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
     int rows = f.iter.queries * p->group;
     memset(f.nonfinite, 0, (size_t)rows);
     nsa__load_q(job, &f.iter, f.q, f.nonfinite);
-    for (int r = 0; r < rows; r++) f.lse2[r] = nsa__load_lse2(job, &f.iter, r, f.nonfinite);
+    for (int r = 0; r < rows; r++) f.lse[r] = nsa__load_lse(job, &f.iter, r, f.nonfinite);
     const nsa__matrix q = {f.q, p->stride, 1, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         ptrdiff_t key = (ptrdiff_t)tile * p->cut.tile;
@@ -107,7 +107,7 @@ static void nsa__select_task(const void *context, int64_t index, void *scratch) 
             f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL};
         nsa__score_product(p, rows, p->cut.tile, &q, &k_t, &scores);
     }
-    nsa__select_queries(job, &f.iter, &f.scoring, f.lse2, f.nonfinite);
+    nsa__select_queries(job, &f.iter, &f.scoring, f.lse, f.nonfinite);
 }
 
 static void nsa__select_layout(nsa__head_job *jobs, const nsa__attend_plan *p, nsa__arena *shared) {

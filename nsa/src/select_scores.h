@@ -14,7 +14,7 @@
 
 /* What selection needs of a task's rows: all of their scores against the compressed keys. */
 typedef struct nsa__scoring {
-    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale2 */
+    nsa_real *s;      /* of every row, its scores against all compressed keys, times scale */
     int64_t stride;   /* of a row of s: whole tiles and one vector */
     nsa_real *p_cmp;  /* of one query and compressed block: summed over the group's heads */
     nsa_real *scores; /* of one query and selection block: p_slc */
@@ -88,7 +88,7 @@ static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int
 /* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
    list of equal scores, because its real scores are NaN and a list must still be valid. */
 static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
-                                const nsa__scoring *f, const nsa_real *lse2,
+                                const nsa__scoring *f, const nsa_real *lse,
                                 const unsigned char *nonfinite_rows) {
     const nsa__attend_plan *p = job->plan;
     int group = p->group;
@@ -97,7 +97,7 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         int visible = nsa__cmp_visible(p->d, job->seq.tokens, query);
         int candidates = nsa__slc_candidates(p->d, job->seq.tokens, query);
         p->tiles->probability(group, (int)nsa__ceil_div(visible, NSA__LANES) * NSA__LANES,
-                              (ptrdiff_t)f->stride, lse2 + (ptrdiff_t)a * group,
+                              (ptrdiff_t)f->stride, lse + (ptrdiff_t)a * group,
                               f->s + (ptrdiff_t)a * group * f->stride, f->p_cmp);
         nsa__scores(job, query, f->p_cmp, f->scores);
         for (int g = 0; g < group; g++) nonfinite |= nonfinite_rows[a * group + g];

@@ -46,10 +46,10 @@ typedef struct nsa__tiles {
     /* c[m][n] = a[m][k] b[k][n] */
     void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
                  const nsa__result *c);
-    /* Takes n scores of one tile, in base 2, into the running softmax of their rows.
+    /* Takes n scores of one tile into the running softmax of their rows.
          s              scores of keys first .. first + n - 1, rows `ld` apart; masked ones become
                         the lowest number
-         p              gets 2^(s - m), rows `ld_p` apart; it may be s
+         p              gets exp(s - m), rows `ld_p` apart; it may be s
          m, l           state of rows row_index[r]: the maximum, and 16 partial sums of p
          shrink         of each row r: what earlier sums of p are to be multiplied by; written in
                         whole vectors, so it has room for 16 more
@@ -58,11 +58,11 @@ typedef struct nsa__tiles {
     void (*softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group, const uint64_t *mask,
                     int first, const int *row_index, nsa_real *s, nsa_real *p, nsa_real *m,
                     nsa_real *l, nsa_real *shrink);
-    /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = ln 2 (m + log2 l).
+    /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = m + ln l.
        A row without keys, whose l is 0, has over = 0 and lse = -inf. */
     void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over, nsa_real *lse);
-    /* sum[j] = sum over the rows r of 2^(s[r][j] - lse2[r]) */
-    void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2, const nsa_real *s,
+    /* sum[j] = sum over the rows r of exp(s[r][j] - lse[r]) */
+    void (*probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse, const nsa_real *s,
                         nsa_real *sum);
     /* how many of n numbers have bits of at least `least`, as integers */
     int (*at_least)(int n, const nsa_real *x, nsa__lane least);
@@ -76,10 +76,10 @@ typedef struct nsa__tiles {
        be read and written: both hold a multiple of 16 rows or numbers of them. */
     void (*transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x, ptrdiff_t ld_to,
                       nsa_real *to);
-    /* s becomes p = 2^(s - lse2), 0 where masked, and dp becomes ds = p (dp - delta), with lse2 and
+    /* s becomes p = exp(s - lse), 0 where masked, and dp becomes ds = p (dp - delta), with lse and
        delta of rows row_index[r] */
     void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                     const int *row_index, const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                     const int *row_index, const nsa_real *lse, const nsa_real *delta, nsa_real *s,
                      nsa_real *dp);
 } nsa__tiles;
 

@@ -173,13 +173,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
     return x;
 }
 
-/* The same for any x, if it makes 2^126 of what is larger. */
-NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2_cut)(NSA__V x) {
-#ifdef NSA__TIMES_POWER
-    return NSA__T(exp2)(x);
-#else
-    return NSA__T(exp2)(NSA__T(min)(x, NSA__T(splat)(126)));
-#endif
+/* e^x, with e^most for what is larger. NaN stays NaN. */
+NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
+    NSA__ARITHMETIC
+    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 /* The largest lane, by halves. */
@@ -468,7 +465,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
                                         nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
                                         nsa_real *shrink) {
     NSA__ARITHMETIC
-    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST);
+    const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) { /* the largest so far; masked scores become the lowest */
         const uint64_t seen = mask[r / group];
         nsa_real *x = s + r * ld;
@@ -485,11 +482,12 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
         *so_far = largest > *so_far ? largest : *so_far;
         shrink[r] -= *so_far;
     }
-    /* shrink = 2^(the maximum before - the maximum now) */
+    /* shrink = exp(the maximum before - the maximum now) */
     for (int r = 0; r < rows; r += NSA__L)
-        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r));
-    /* p, and the sums. A row that has seen no key subtracts 0 and gets p = 2^lowest = 0; lowest -
-       lowest = 0 would make p 1. Key j adds to partial sum j % 16, for vectors of any width. */
+        NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r) * log2e);
+    /* p, and the sums. A row that has seen no key subtracts 0 and gets p = exp(lowest) = 0, which
+       lowest - lowest = 0 would make 1. Key j adds to partial sum j % 16, for vectors of any width.
+     */
     for (int r = 0; r < rows; r++) {
         const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
         const nsa_real *x = s + r * ld;
@@ -497,7 +495,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
-                const NSA__V e = NSA__T(exp2)(NSA__FROM(x + at) - most);
+                const NSA__V e = NSA__T(exp2)((NSA__FROM(x + at) - most) * log2e);
                 NSA__TO(to + at) = e;
                 of_lane += e;
             }
@@ -506,20 +504,20 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
     }
 }
 
-/* p = 2^(s - lse2) and ds = p (dp - delta), where delta is dout . out - dlse. s and dp are
-   overwritten. */
+/* p = exp(s - lse), at most 1 though lse be another program's, and ds = p (dp - delta), where delta
+   is dout . out - dlse. s and dp are overwritten. */
 NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
                                          const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse2, const nsa_real *delta, nsa_real *s,
+                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
                                          nsa_real *dp) {
     NSA__ARITHMETIC
     for (int r = 0; r < rows; r++) {
         const uint64_t seen = mask[r / group];
-        const NSA__V lse = NSA__T(splat)(lse2[row_index[r]]),
+        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
                      of_row = NSA__T(splat)(delta[row_index[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
-            NSA__V p = NSA__T(exp2)(NSA__FROM(s + r * ld + j) - lse);
+            NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) { /* ds too: what is masked may overflow, and 0 inf is NaN */
                 const NSA__I on = NSA__T(seen)(seen, first + j);
@@ -533,15 +531,15 @@ NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int grou
 }
 
 /* Eq. 8 and 10: p_cmp of each key, summed over the heads of a group, for one query. */
-NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse2,
+NSA__TARGET static void NSA__T(probability)(int rows, int n, ptrdiff_t ld, const nsa_real *lse,
                                             const nsa_real *s, nsa_real *sum) {
     NSA__ARITHMETIC
-    /* s <= lse2 but for rounding, if lse is that of s. A caller of nsa_select_blocks may give
-       another lse, and p of a number is wrong then but neither negative nor NaN. */
+    /* A caller of nsa_select_blocks may give another lse than that of s, and p of a number is wrong
+       then but neither negative nor NaN. */
     for (int j = 0; j < n; j += NSA__L) {
         NSA__V p = NSA__T(splat)(0);
         for (int r = 0; r < rows; r++)
-            p += NSA__T(exp2_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse2[r]));
+            p += NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - NSA__T(splat)(lse[r]), 87);
         NSA__TO(sum + j) = p;
     }
 }
@@ -643,7 +641,7 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
         const int none = l == 0;
         const double some = none ? 1 : (double)l;
         over[r] = none ? 0 : (nsa_real)(1 / some);
-        part[1][r] = (nsa_real)(((double)m[r] + log2(some)) * NSA__LN2);
+        part[1][r] = (nsa_real)((double)m[r] + log(some));
     }
     for (int r = 0; r < NSA__LANES; r++) {
         lse[r] = part[0][r] == 0 ? nsa__minus_infinity() : part[1][r];

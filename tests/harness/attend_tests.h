@@ -159,6 +159,86 @@ static inline void test_extremes(const branch *br, const geometry *g, nsa_dtype 
     test_reference(br, g, dtype, 25, tied_scores, ", tied scores", ALL);
 }
 
+/* The largest number, and in *spread the share of p that a row's largest one leaves, at most. */
+static inline double logits_of(const nsa_desc *d, const numbers *n, const numbers *want, int slice,
+                               double *spread) {
+    double largest = 0;
+    *spread = 0;
+    for (int t = slice ? d->first : 0; t < d->tokens; t++) {
+        double q = n->q[(size_t)t * (size_t)(d->heads * d->dim)], most = -1e300;
+        for (size_t i = 0; i < n->nk; i += (size_t)d->dim) {
+            double s = ref_desc_of(d, d->tokens).scale * q * n->k[i];
+            largest = fabs(s) > largest ? fabs(s) : largest;
+            most = s <= want->lse[t * d->heads] + 1e-9 && s > most ? s : most;
+        }
+        double left = 1 - exp(most - want->lse[t * d->heads]);
+        if (isfinite(want->lse[t * d->heads]) && left > *spread) *spread = left;
+    }
+    return largest;
+}
+
+/* How far x is from what it should be, against `unit`. */
+static inline void check_flat(const char *what, const tensor *x, const double *want, double most,
+                              double unit) {
+    size_t n = tensor_count(x);
+    double *got = ref_zeros(n), worst = 0;
+    tensor_get(x, got);
+    for (size_t i = 0; i < n; i++) {
+        double off = fabs(got[i] - want[i]);
+        worst = off <= worst ? worst : isnan(off) ? INFINITY : off;
+    }
+    CHECK(worst <= most * unit, "%s is off by %.2g of %.3g, allowed %.2g", what, worst / unit, unit,
+          most);
+    free(got);
+}
+
+/* Scores of any size, those of a row far apart or near, each row's largest its own. The error of
+   the gradients does not grow with them: where one key has all of p, p is 1 in backward too. Where
+   several share it, it is off by the rounding of lse at most. */
+static inline void test_logits(const branch *br, nsa_dtype dtype, double size, int slice) {
+    /* clang-format off */
+    static const geometry g = {"large logits",
+                               1, 100, 2, 1, 16, 16, 8, 4, 16, 2, 1, 1, 20, 0, NULL};
+    /* clang-format on */
+    nsa_desc d = desc_of(&g);
+    if (slice) d.first = d.tokens - 1, d.count = 1;
+    numbers in = numbers_new(br, &d, dtype, 51);
+    for (size_t i = 0; i < in.nq; i++)
+        in.q[i] = i % (size_t)d.dim ? 0 : ref_store(dtype_prec(dtype), size);
+    for (size_t i = 0; i < in.nk; i++)
+        in.k[i] = i % (size_t)d.dim ? 0 : ((int)(i / (size_t)d.dim) - 50) / 16.0;
+    numbers want = numbers_reference(br, &d, &in, REF_F64);
+    double *zeros = ref_zeros(in.nq + in.nk + in.nv), spread;
+    double largest = logits_of(&d, &in, &want, slice, &spread);
+    double u = sizeof(nsa_real) == 8 ? 1.1e-16 : 6.0e-8, low = 0;
+    if (dtype == NSA_BF16) low = ldexp(1, -9);
+    if (dtype == NSA_F16) low = ldexp(1, -11);
+    double most = 4 * low + 16 * u + fmin(2 * u * largest, 2 * spread), dp = 0;
+    for (size_t i = 0; i < in.nv; i++) dp = fabs(in.v[i]) > dp ? fabs(in.v[i]) : dp;
+    dp *= check_norm(in.dout, in.nout);
+    for (int i = 0; i < COUNT(isas); i++) {
+        if (!nsa_isa_available(isas[i])) continue;
+        d.isa = isas[i];
+        check_case("%s, %s, isa %s, logits up to %.3g, rows %d + %d", br->name, dtype_name(dtype),
+                   nsa_isa_name(d.isa), largest, d.first, d.count);
+        problem p = problem_new(br, &d, &in, dtype, NSA_REAL_DTYPE, 0, zeros);
+        run_both(br, &p);
+        double scale = ref_desc_of(&d, d.tokens).scale;
+        check_flat("dv", &p.dv, want.dv, most, 4);
+        check_flat("dq", &p.dq, want.dq, most, scale * 3.125 * dp);
+        check_flat("dk", &p.dk, want.dk, most, scale * size * dp);
+        guards_free();
+    }
+    free(zeros), numbers_free_results(&want), numbers_free(&in);
+}
+
+static inline void test_large_logits(const branch *br, nsa_dtype dtype) {
+    static const double sizes[] = {1, 30, 300, 1e4, 1e6, 1e9};
+    for (int i = 0; i < COUNT(sizes); i++)
+        for (int slice = 0; slice < 2; slice++)
+            if (dtype != NSA_F16 || sizes[i] < 65504) test_logits(br, dtype, sizes[i], slice);
+}
+
 /* Where a run takes long, the tests that run often look at fewer places. */
 static inline int is_heavy(const geometry *g) {
     return g->B * g->T * g->H > 1000;
@@ -1065,6 +1145,7 @@ static inline void test_all(const branch *br, amount a) {
             test_reference(br, shape("small"), dtypes[k], 21, rising_scores, ", rising scores",
                            ALL);
         test_nothing_to_do(br, dtypes[k]);
+        if (!CHECKS_CUDA || k == 0 || !quick) test_large_logits(br, dtypes[k]);
     }
 #ifdef CHECK_F64
     for (int i = 0; i < COUNT(tiny_geometries); i++) test_gradcheck(br, &tiny_geometries[i]);
