@@ -7201,8 +7201,6 @@ typedef struct nsa__attend_options {
     const nsa_gate
         *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
     const nsa_tensor *dots; /* with gate: NULL, or where dout . out of every row goes, by branch */
-    const struct nsa__gate_job
-        *last; /* forward: NULL, or the gate, of which this branch's rows are the last */
 } nsa__attend_options;
 
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its
@@ -8252,43 +8250,6 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
     }
 }
 
-/* ---- Gate: a row --------------------------------------------------------------------------------
-   Twin: kernels/gate.cuh. Not here: its tasks and its backward (gate.h). */
-
-typedef struct nsa__gate_job {
-    const nsa_gate *x, *dx;
-    const nsa_desc *d;
-    const nsa__tiles *tiles;
-    const nsa__pairs *pairs; /* NULL, or what stores rows of bf16 */
-    const nsa_tensor *dots;  /* NULL, or the chain's backward: dout . out of every row, by branch */
-    nsa__seq seq;            /* of the gate's own tasks */
-} nsa__gate_job;
-
-/* out = sum_i g[i] branch[i] of query t of a sequence and one head. */
-static void nsa__gate_row(const nsa__gate_job *p, const nsa__seq *seq, int64_t t, int head) {
-    const nsa_desc *d = p->d;
-    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win}, *out = &p->x->out;
-    int64_t batch = seq->batch, at = seq->row + t;
-    int dim_v = d->dim_v, wide = (int)nsa__ceil_div(dim_v, NSA__LANES) * NSA__LANES;
-    nsa_real g[3], row[4][NSA__MAX_DIM];
-    const nsa_real *x[3];
-    nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
-    nsa__gate_weights(d->gate, g);
-    for (int i = 0; i < 3; i++) {
-        x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
-        if (nsa__rows_of_reals(branch[i], dim_v)) continue;
-        nsa__load(row[i], branch[i]->dtype, x[i], dim_v);
-        memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
-        x[i] = row[i];
-    }
-    if (nsa__rows_of_reals(out, dim_v)) {
-        p->tiles->gate(wide, g, x, (nsa_real *)nsa__row(out, batch, at, head));
-    } else {
-        p->tiles->gate(wide, g, x, row[3]);
-        nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
-    }
-}
-
 /* ---- Attention: forward ----------------------------------------------------------------------
    Twin: kernels/attend_forward.cuh. Not here: which keys (attend_plan.h, attend_tiles.h).
    Softmax in one pass over the keys. q has been multiplied by scale. For each row
@@ -8439,10 +8400,8 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     if (p->options.select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
-/* The rows of a task, which become the gate's at once if it waits for no other branch. */
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__gate_job *gate = p->options.last;
     int rows = f->iter.queries * p->group, dim_v = p->d->dim_v;
     nsa_real over[NSA__LANES], lse[NSA__LANES];
     for (int r = 0; r < rows; r++) {
@@ -8450,12 +8409,6 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
         if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, over, lse);
         nsa__fetch_query(job, &f->iter, &p->x->out, dim_v, r);
         nsa__forward_row(f, job, r, over[i], lse[i]);
-        if (!gate) continue;
-        nsa__fetch_query(job, &f->iter, &gate->x->cmp, dim_v, r);
-        nsa__fetch_query(job, &f->iter, &gate->x->slc, dim_v, r);
-        nsa__fetch_query(job, &f->iter, &gate->x->out, dim_v, r);
-        nsa__gate_row(gate, &job->seq, f->iter.first - job->seq.first + r / p->group,
-                      job->head * p->group + r % p->group);
     }
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }
@@ -9102,7 +9055,7 @@ static nsa_status nsa__backward_run(const nsa__attend_plan *p, void *workspace, 
    Twin: kernels/attend_branches.cuh. Not here: what they run (attend_forward.h,
    attend_backward.h). */
 
-static const nsa__attend_options nsa__no_options = {NULL, 0, NULL, NULL, NULL, NULL};
+static const nsa__attend_options nsa__no_options = {NULL, 0, NULL, NULL, NULL};
 
 static const nsa_desc *nsa__branch_desc(const nsa_desc *d, nsa__branch branch, nsa_desc *own) {
     return nsa__desc_using(d, nsa__traits_of[branch].uses, own);
@@ -9779,7 +9732,41 @@ NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void 
 }
 
 /* ---- Gate ---------------------------------------------------------------------------------------
-   Twin: kernels/gate.cuh. Not here: a row (gate_row.h). */
+   Twin: kernels/gate.cuh. Not here: the gate of backward's dout (attend_backward.h). */
+
+typedef struct nsa__gate_job {
+    const nsa_gate *x, *dx;
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    const nsa__pairs *pairs; /* NULL, or what stores rows of bf16 */
+    const nsa_tensor *dots;  /* NULL, or the chain's backward: dout . out of every row, by branch */
+    nsa__seq seq;
+} nsa__gate_job;
+
+/* out = sum_i g[i] branch[i] of query t of the sequence and one head. */
+static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
+    const nsa_desc *d = p->d;
+    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win}, *out = &p->x->out;
+    int64_t batch = p->seq.batch, at = p->seq.row + t;
+    int dim_v = d->dim_v, wide = (int)nsa__ceil_div(dim_v, NSA__LANES) * NSA__LANES;
+    nsa_real g[3], row[4][NSA__MAX_DIM];
+    const nsa_real *x[3];
+    nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
+    nsa__gate_weights(d->gate, g);
+    for (int i = 0; i < 3; i++) {
+        x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
+        if (nsa__rows_of_reals(branch[i], dim_v)) continue;
+        nsa__load(row[i], branch[i]->dtype, x[i], dim_v);
+        memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
+        x[i] = row[i];
+    }
+    if (nsa__rows_of_reals(out, dim_v)) {
+        p->tiles->gate(wide, g, x, (nsa_real *)nsa__row(out, batch, at, head));
+    } else {
+        p->tiles->gate(wide, g, x, row[3]);
+        nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
+    }
+}
 
 enum { NSA__GATE_TOKENS = 16 };
 
@@ -9789,7 +9776,7 @@ static void nsa__gate_forward_task(const void *context, int64_t index, void *scr
     int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
     (void)scratch;
     for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, &p->seq, t, h);
+        for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
 }
 
 /* dg of one token and gate head, and the branches' gradients of its query heads:
@@ -9910,7 +9897,7 @@ NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, cons
 
 /* ---- The whole -------------------------------------------------------------------------------
    Twin: kernels/attention.cuh. Not here: its primitives.
-   Forward runs phi of k and v, then cmp with selection, slc, and win with the gate. Each part may
+   Forward runs phi of k and v, then cmp with selection, slc, win, and the gate. Each part may
    overwrite the workspace of the one before, so the largest need serves all.
    Backward runs the branches, the gate's logits from what they leave, then phi of k and v. */
 
@@ -9988,9 +9975,8 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     const int appends = d->firsts != NULL;
     NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, appends, workspace, bytes));
     NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, appends, workspace, bytes));
-    nsa__gate_job gate = nsa__gate_job_make(NULL, &p.views.gate, d);
-    p.branch[NSA__WIN].options.last = &gate;
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
+    nsa__gate_run(nsa__gate_job_make(NULL, &p.views.gate, d));
     return NSA_OK;
 }
 
@@ -10623,14 +10609,14 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
     if (s == NSA_OK && begin < end)
         s = nsa__compress_go(NULL, &one->v_cmp, d, raw, 1, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__gate_job gate = nsa__gate_job_make(NULL, &c.gate, d);
-    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, NULL, NULL},
-                              of_slc = {NULL, 0, reads + each, NULL, NULL, NULL},
-                              of_win = {NULL, win, reads + 2 * each, NULL, NULL, &gate};
+    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, NULL},
+                              of_slc = {NULL, 0, reads + each, NULL, NULL},
+                              of_win = {NULL, win, reads + 2 * each, NULL, NULL};
     const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
                                        nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
                                        nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
     for (int i = 0; s == NSA_OK && i < 3; i++) s = nsa__forward_run(&plans[i], workspace, bytes);
+    if (s == NSA_OK) nsa__gate_run(nsa__gate_job_make(NULL, &c.gate, d));
     return s;
 }
 

@@ -61,7 +61,6 @@ extern "C" {
 #include "attend_in_place.h"
 #include "attend_rows.h"
 #include "select_scores.h"
-#include "gate_row.h"
 #include "attend_forward.h"
 #include "attend_backward.h"
 #include "attend.h"

@@ -13,7 +13,6 @@
 #include "attend_in_place.h"
 #include "attend_rows.h"
 #include "select_scores.h"
-#include "gate_row.h"
 
 /* A forward task's scratch. */
 typedef struct nsa__forward {
@@ -153,10 +152,8 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     if (p->options.select) f->m[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
 }
 
-/* The rows of a task, which become the gate's at once if it waits for no other branch. */
 static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    const nsa__gate_job *gate = p->options.last;
     int rows = f->iter.queries * p->group, dim_v = p->d->dim_v;
     nsa_real over[NSA__LANES], lse[NSA__LANES];
     for (int r = 0; r < rows; r++) {
@@ -164,12 +161,6 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
         if (!i) p->tiles->finish(f->l + (ptrdiff_t)r * NSA__LANES, f->m + r, over, lse);
         nsa__fetch_query(job, &f->iter, &p->x->out, dim_v, r);
         nsa__forward_row(f, job, r, over[i], lse[i]);
-        if (!gate) continue;
-        nsa__fetch_query(job, &f->iter, &gate->x->cmp, dim_v, r);
-        nsa__fetch_query(job, &f->iter, &gate->x->slc, dim_v, r);
-        nsa__fetch_query(job, &f->iter, &gate->x->out, dim_v, r);
-        nsa__gate_row(gate, &job->seq, f->iter.first - job->seq.first + r / p->group,
-                      job->head * p->group + r % p->group);
     }
     if (p->options.select) nsa__select_queries(job, &f->iter, &f->scoring, f->m, f->nonfinite);
 }

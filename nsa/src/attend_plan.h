@@ -18,8 +18,6 @@ typedef struct nsa__attend_options {
     const nsa_gate
         *gate; /* backward: NULL, or dx.out is the gate's, and this branch's g times it */
     const nsa_tensor *dots; /* with gate: NULL, or where dout . out of every row goes, by branch */
-    const struct nsa__gate_job
-        *last; /* forward: NULL, or the gate, of which this branch's rows are the last */
 } nsa__attend_options;
 
 /* What is the same for all sequences and heads of a call. A size query fills one and returns its

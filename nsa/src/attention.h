@@ -1,6 +1,6 @@
 /* ---- The whole -------------------------------------------------------------------------------
    Twin: kernels/attention.cuh. Not here: its primitives.
-   Forward runs phi of k and v, then cmp with selection, slc, and win with the gate. Each part may
+   Forward runs phi of k and v, then cmp with selection, slc, win, and the gate. Each part may
    overwrite the workspace of the one before, so the largest need serves all.
    Backward runs the branches, the gate's logits from what they leave, then phi of k and v. */
 #pragma once
@@ -83,9 +83,8 @@ NSA_API nsa_status nsa_attention_forward(const nsa_attention *x, const nsa_desc 
     const int appends = d->firsts != NULL;
     NSA__CHECK(nsa__compress_go(NULL, &x->k_cmp, d, 0, appends, workspace, bytes));
     NSA__CHECK(nsa__compress_go(NULL, &x->v_cmp, d, 0, appends, workspace, bytes));
-    nsa__gate_job gate = nsa__gate_job_make(NULL, &p.views.gate, d);
-    p.branch[NSA__WIN].options.last = &gate;
     for (int i = 0; i < 3; i++) NSA__CHECK(nsa__forward_run(&p.branch[i], workspace, bytes));
+    nsa__gate_run(nsa__gate_job_make(NULL, &p.views.gate, d));
     return NSA_OK;
 }
 

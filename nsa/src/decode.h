@@ -289,14 +289,14 @@ static nsa_status nsa__decode_attend(const nsa_attention *one, const nsa_cache *
     if (s == NSA_OK && begin < end)
         s = nsa__compress_go(NULL, &one->v_cmp, d, raw, 1, workspace, bytes);
     int64_t each = (int64_t)d->count * d->kv_heads;
-    const nsa__gate_job gate = nsa__gate_job_make(NULL, &c.gate, d);
-    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, NULL, NULL},
-                              of_slc = {NULL, 0, reads + each, NULL, NULL, NULL},
-                              of_win = {NULL, win, reads + 2 * each, NULL, NULL, &gate};
+    const nsa__attend_options of_cmp = {&c.select, 0, reads, NULL, NULL},
+                              of_slc = {NULL, 0, reads + each, NULL, NULL},
+                              of_win = {NULL, win, reads + 2 * each, NULL, NULL};
     const nsa__attend_plan plans[3] = {nsa__forward_plan(&c.cmp, d, NSA__CMP, of_cmp),
                                        nsa__forward_plan(&c.slc, d, NSA__SLC, of_slc),
                                        nsa__forward_plan(&c.win, d, NSA__WIN, of_win)};
     for (int i = 0; s == NSA_OK && i < 3; i++) s = nsa__forward_run(&plans[i], workspace, bytes);
+    if (s == NSA_OK) nsa__gate_run(nsa__gate_job_make(NULL, &c.gate, d));
     return s;
 }
 

@@ -1,9 +1,42 @@
 /* ---- Gate ---------------------------------------------------------------------------------------
-   Twin: kernels/gate.cuh. Not here: a row (gate_row.h). */
+   Twin: kernels/gate.cuh. Not here: the gate of backward's dout (attend_backward.h). */
 #pragma once
 #include "threads.h"
-#include "attend_plan.h"
-#include "gate_row.h"
+#include "tiles.h"
+
+typedef struct nsa__gate_job {
+    const nsa_gate *x, *dx;
+    const nsa_desc *d;
+    const nsa__tiles *tiles;
+    const nsa__pairs *pairs; /* NULL, or what stores rows of bf16 */
+    const nsa_tensor *dots;  /* NULL, or the chain's backward: dout . out of every row, by branch */
+    nsa__seq seq;
+} nsa__gate_job;
+
+/* out = sum_i g[i] branch[i] of query t of the sequence and one head. */
+static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
+    const nsa_desc *d = p->d;
+    const nsa_tensor *branch[3] = {&p->x->cmp, &p->x->slc, &p->x->win}, *out = &p->x->out;
+    int64_t batch = p->seq.batch, at = p->seq.row + t;
+    int dim_v = d->dim_v, wide = (int)nsa__ceil_div(dim_v, NSA__LANES) * NSA__LANES;
+    nsa_real g[3], row[4][NSA__MAX_DIM];
+    const nsa_real *x[3];
+    nsa__load_gates(g, &p->x->logits, d, batch, at, head / (d->heads / d->gate_heads));
+    nsa__gate_weights(d->gate, g);
+    for (int i = 0; i < 3; i++) {
+        x[i] = (const nsa_real *)nsa__row(branch[i], batch, at, head);
+        if (nsa__rows_of_reals(branch[i], dim_v)) continue;
+        nsa__load(row[i], branch[i]->dtype, x[i], dim_v);
+        memset(row[i] + dim_v, 0, (size_t)(wide - dim_v) * sizeof **row);
+        x[i] = row[i];
+    }
+    if (nsa__rows_of_reals(out, dim_v)) {
+        p->tiles->gate(wide, g, x, (nsa_real *)nsa__row(out, batch, at, head));
+    } else {
+        p->tiles->gate(wide, g, x, row[3]);
+        nsa__store_by(p->pairs, out->dtype, nsa__row(out, batch, at, head), row[3], dim_v);
+    }
+}
 
 enum { NSA__GATE_TOKENS = 16 };
 
@@ -13,7 +46,7 @@ static void nsa__gate_forward_task(const void *context, int64_t index, void *scr
     int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
     (void)scratch;
     for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
-        for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, &p->seq, t, h);
+        for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
 }
 
 /* dg of one token and gate head, and the branches' gradients of its query heads:
