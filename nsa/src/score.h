@@ -6,6 +6,7 @@
    does. A tile may hold parts of several blocks, and a block may cover several tiles, so a block's
    score is pooled part by part. */
 #pragma once
+#include "attend.h"
 #include "select.h"
 
 /* Scratch of a task. */
