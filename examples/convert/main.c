@@ -49,15 +49,19 @@ static int convert_out(int argc, char **argv, fault *f) {
     if (outcome != OPTION_OK) return outcome == OPTION_HELP ? 0 : 2;
     if (!checkpoint_open(&k, words[0], f)) return 2;
     int code = 0;
-    if (o.tokenizer && !config_put(&k.config, "data.tokenizer_path", o.tokenizer, f))
+    if (o.tokenizer && k.config.data.tokenizer == CONFIG_BYTE) {
+        fault_set(f, "--tokenizer-path: has no effect: the tokens of %s are bytes", words[0]);
         code = 2;
-    else if (!export_check(&k.config, f))
+    } else if (o.tokenizer && !config_put(&k.config, "data.tokenizer_path", o.tokenizer, f)) {
         code = 2;
-    else if (!export_folder(&k, words[1], &notes, f))
+    } else if (!export_check(&k.config, f)) {
+        code = 2;
+    } else if (!export_folder(&k, words[1], &notes, f)) {
         code = 1;
-    else
+    } else {
         text_print_line(stdout, "wrote %s from %s, step %lld", words[1], k.path,
                         (long long)k.state.step);
+    }
     checkpoint_close(&k);
     return code;
 }

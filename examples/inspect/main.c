@@ -177,6 +177,9 @@ static bool open_inspector(inspector *n, fault *f) {
                          "%s: trained with other attention than nsa: it reads every key that "
                          "it may, and there is nothing to inspect",
                          n->options.checkpoint);
+    if (n->options.tokenizer && c->data.tokenizer == CONFIG_BYTE)
+        return fault_set(f, "--tokenizer-path: has no effect: the tokens of %s are bytes",
+                         n->options.checkpoint);
     const char *folder = n->options.tokenizer ? n->options.tokenizer : c->data.tokenizer_path;
     n->tokenizer = tokenizer_open(c->data.tokenizer, folder, f);
     if (!n->tokenizer) return false;

@@ -98,6 +98,7 @@ def check_refusals(model, full, text, result):
             ("the text is empty", model, "--prompt", "", *out),
             ("129 tokens; the model was trained with a context of 128", model, "--text", long, *out),
             ("other attention than nsa", full, "--text", text, *out),
+            ("--tokenizer-path: has no effect: the tokens of", model, "--text", text, "--tokenizer-path", "x", *out),
             ("cannot create", model, "--text", text, "--out", runs.root / "no-folder" / "x.json")):
         run(inspect, *options, code=2, words=words)
     run(inspect, model, "--text", long, "--tokens", "128", *out)

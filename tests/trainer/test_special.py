@@ -109,6 +109,35 @@ def test_template():
     return vocabulary
 
 
+def test_both_ends():
+    """Templates that say what ends a text too, of either kind: a document is what the package makes of it."""
+    vocab = {w: i for i, w in enumerate([*WORDS, "spare"])}  # none of the usual names
+    added = [token(261, "<s>"), token(262, "[SEP]")]
+    special = {name: {"id": name, "ids": [i], "tokens": [name]} for i, name in ((261, "<s>"), (262, "[SEP]"))}
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+              {"SpecialToken": {"id": "[SEP]", "type_id": 0}}]
+    forms = {"template": {"type": "TemplateProcessing", "single": single, "pair": single + single,
+                          "special_tokens": special},
+             "roberta": {"type": "RobertaProcessing", "sep": ["[SEP]", 262], "cls": ["<s>", 261], "trim_offsets": True,
+                         "add_prefix_space": False}}
+    for name, template in forms.items():
+        path = folder(f"ends_{name}", {"tokenizer.json": tokenizer_json(vocab, added, template)})
+        reference = Tokenizer.from_file(str(path / "tokenizer.json"))
+        found, _ = encode(path, DOCUMENTS, path.name)
+        want = [i for d in DOCUMENTS for i in reference.encode(d).ids]
+        check(found == want and want[-1] == 262, name, found, want)
+    forms["template"]["single"] = [single[0], *single]
+    text = runs.root / "two_files.jsonl"
+    for name, files, words in (
+            ("twice", {"tokenizer.json": tokenizer_json(vocab, added, forms["template"])}, "with one token before"),
+            ("strange", {"tokenizer.json": tokenizer_json(vocab, added, {"type": "Other"})}, "post_processor: Other"),
+            ("beside", {"vocab.json": vocab | {"<|endoftext|>": 263}, "merges.txt": "t h\n", "added_tokens.json": {"<pad>": 261}},
+             "added_tokens.json: tokens beside")):
+        ran = subprocess.run([shards, runs.root / "refused", text, "--tokenizer-path", folder(name, files)],
+                             capture_output=True, text=True, timeout=60)
+        check(ran.returncode == 2 and words in ran.stderr, ran)
+
+
 def write(model, *options, code=0):
     ran = subprocess.run([generate, model, "--threads", "1", *options], capture_output=True, timeout=60)
     check(ran.returncode == code, ran)
@@ -143,5 +172,6 @@ def test_end(vocabulary):
 
 
 test_same_tokens()
+test_both_ends()
 test_end(test_template())
 done()

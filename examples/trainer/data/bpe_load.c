@@ -327,6 +327,7 @@ static bool fill_added(bpe_vocab *v, const json_t *list, size_t used, const char
 /* What ends a document, by one of its usual names: an added token, or one of the vocabulary. */
 static bool find_end(bpe_vocab *v, const char *path, fault *f) {
     static const char *const ends[] = {"<|endoftext|>", "<|end_of_text|>", "</s>"};
+    if (v->end_of_text >= 0) return true; /* a template has said it */
     for (size_t e = 0; e < sizeof ends / sizeof *ends; e++) {
         size_t bytes = strlen(ends[e]);
         v->end_of_text = bpe_vocab_id(v, ends[e], bytes);
@@ -380,21 +381,63 @@ static bool load_merge_list(bpe_vocab *v, const json_t *list, const char *path, 
     return ok;
 }
 
-/* The token that a template puts before a text, if it puts one. */
-static int32_t prefix_of(const bpe_vocab *v, const json_t *x) {
-    const json_t *list = json_object_get(x, "processors");
-    const json_t *first = json_array_get(json_object_get(x, "single"), 0);
-    const char *name =
-        json_string_value(json_object_get(json_object_get(first, "SpecialToken"), "id"));
-    const json_t *token = name ? json_object_get(json_object_get(x, "special_tokens"), name) : NULL;
-    const json_t *id = json_array_get(json_object_get(token, "ids"), 0);
+/* ---- What stands around a text ---- */
+
+static bool take_special(const bpe_vocab *v, const json_t *id, int32_t *to, const char *path,
+                         fault *f) {
     json_int_t value = json_is_integer(id) ? json_integer_value(id) : -1;
-    int32_t found = value >= 0 && value < v->size ? (int32_t)value : -1;
-    for (size_t i = 0; found < 0 && i < json_array_size(list); i++) {
+    if (value < 0 || value >= v->size)
+        return fault_set(f, "%s: post_processor: names a token that the vocabulary lacks", path);
+    *to = (int32_t)value;
+    return true;
+}
+
+/* The one token of a piece of a template. */
+static bool take_piece(const bpe_vocab *v, const json_t *x, const json_t *piece, int32_t *to,
+                       const char *path, fault *f) {
+    const char *name =
+        json_string_value(json_object_get(json_object_get(piece, "SpecialToken"), "id"));
+    const json_t *token = name ? json_object_get(json_object_get(x, "special_tokens"), name) : NULL;
+    const json_t *ids = json_object_get(token, "ids");
+    if (json_array_size(ids) != 1)
+        return fault_set(f, "%s: post_processor: each special token must be one token", path);
+    return take_special(v, json_array_get(ids, 0), to, path, f);
+}
+
+/* At most one token before a text, and one behind it. */
+static bool read_template(bpe_vocab *v, const json_t *x, const char *path, fault *f) {
+    const json_t *single = json_object_get(x, "single");
+    size_t count = json_array_size(single), text = 0;
+    while (text < count && !json_object_get(json_array_get(single, text), "Sequence")) text++;
+    if (text == count || text > 1 || count - text > 2)
+        return fault_set(f,
+                         "%s: post_processor: its template must be the text, with one token before "
+                         "and one behind it at most",
+                         path);
+    return (!text || take_piece(v, x, json_array_get(single, 0), &v->prefix, path, f)) &&
+           (count - text == 1 ||
+            take_piece(v, x, json_array_get(single, text + 1), &v->end_of_text, path, f));
+}
+
+/* What a text begins with, and where it says so, what it ends with. */
+static bool read_around(bpe_vocab *v, const json_t *x, const char *path, fault *f) {
+    const json_t *list = json_object_get(x, "processors");
+    const char *type = json_string_value(json_object_get(x, "type"));
+    if (!x || json_is_null(x) || is_word(x, "type", "ByteLevel")) return true;
+    if (is_word(x, "type", "TemplateProcessing")) return read_template(v, x, path, f);
+    if (is_word(x, "type", "RobertaProcessing") || is_word(x, "type", "BertProcessing"))
+        return take_special(v, json_array_get(json_object_get(x, "cls"), 1), &v->prefix, path, f) &&
+               take_special(v, json_array_get(json_object_get(x, "sep"), 1), &v->end_of_text, path,
+                            f);
+    if (!is_word(x, "type", "Sequence"))
+        return fault_set(f, "%s: post_processor: %.60s: unknown", path, type ? type : "of no type");
+    for (size_t i = 0; i < json_array_size(list); i++) {
         const json_t *inner = json_array_get(list, i);
-        if (!json_object_get(inner, "processors")) found = prefix_of(v, inner);
+        if (json_object_get(inner, "processors"))
+            return fault_set(f, "%s: post_processor: a sequence within a sequence", path);
+        if (!read_around(v, inner, path, f)) return false;
     }
-    return found;
+    return true;
 }
 
 static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
@@ -408,11 +451,9 @@ static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
     bytes = ok ? vocab_bytes : 0;
     ok = ok && measure_added(v, added, &bytes, path, f) && take_tokens(v, vocab, bytes, path, f) &&
          fill_added(v, added, vocab_bytes, path, f) && find_bytes(v, path, f) &&
-         find_end(v, path, f) && load_merge_list(v, json_object_get(model, "merges"), path, f);
-    if (ok) {
-        v->whole = json_is_true(json_object_get(model, "ignore_merges"));
-        v->prefix = prefix_of(v, json_object_get(root, "post_processor"));
-    }
+         read_around(v, json_object_get(root, "post_processor"), path, f) && find_end(v, path, f) &&
+         load_merge_list(v, json_object_get(model, "merges"), path, f);
+    if (ok) v->whole = json_is_true(json_object_get(model, "ignore_merges"));
     json_decref(root);
     return ok;
 }
@@ -420,9 +461,16 @@ static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
 bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f) {
     char path[PATH_ROOM];
     memset(v, 0, sizeof *v);
-    v->prefix = -1;
+    v->prefix = v->end_of_text = -1;
     if (!files_join(path, sizeof path, folder, "tokenizer.json", f)) return false;
     if (files_exist(path)) return load_tokenizer(v, path, f);
+    if (!files_join(path, sizeof path, folder, "added_tokens.json", f)) return false;
+    if (files_exist(path))
+        return fault_set(
+            f,
+            "%s: tokens beside vocab.json and merges.txt are not read: the folder must "
+            "have them in tokenizer.json, as transformers saves it",
+            path);
     return files_join(path, sizeof path, folder, "vocab.json", f) && load_vocab(v, path, f) &&
            files_join(path, sizeof path, folder, "merges.txt", f) && load_merges(v, path, f);
 }
