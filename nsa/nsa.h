@@ -693,7 +693,8 @@ typedef struct nsa_cache {
     nsa_tensor k_cmp, v_cmp; /* (B, N(tokens), Hk, D) */
 } nsa_cache;
 
-/* Bytes for nsa_cache_init; 0 for arguments that it refuses. Rows are rounded to `dtype` once. */
+/* Bytes for nsa_cache_init; 0 for arguments that it refuses. Rows are rounded to `dtype` once: the
+   bits are those of the whole sequence if it is the dtype of all rows that are appended. */
 NSA_API size_t nsa_cache_size(const nsa_desc *d, nsa_dtype dtype, int max_rewind);
 /* Lays an empty cache out in memory of any alignment, which lives as long as the cache is used. */
 NSA_API nsa_status nsa_cache_init(nsa_cache *cache, const nsa_desc *d, nsa_dtype dtype,
@@ -716,6 +717,7 @@ typedef struct nsa_reads {
    them. The views of x hold the new rows only, `count` of each sequence: q, k_cmp.x .. v_win in;
    out, the branches' out and lse, and blocks out. k_cmp.out and v_cmp.out are the cache's and not
    used here. `reads` is NULL or of B entries. Nothing is appended unless all sequences have room.
+   A cache has one owner: of two calls at once both would find room for the same row.
    The workspace for `count` tokens serves fewer too. */
 NSA_API size_t nsa_decode_workspace_size(const nsa_attention *x, const nsa_cache *cache, int count);
 NSA_API nsa_status nsa_decode(const nsa_attention *x, nsa_cache *cache, int count,

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the tables of measured figures into README.md, docs/*.md and tests/simt/README.md; nothing
-else may write them.
+"""Writes the tables of measured figures into README.md, docs/*.md, python/README.md and
+tests/simt/README.md; nothing else may write them.
 
   write_numbers.py            brings every table up to date with the file that it names
   write_numbers.py --check    changes nothing; exit code 1 where a table differs from its file
@@ -93,7 +93,7 @@ def main(arguments):
         raise SystemExit("usage: write_numbers.py [--check]")
     differing, tables = 0, 0
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")),
-                 ROOT / "tests" / "simt" / "README.md"]:
+                 ROOT / "python" / "README.md", ROOT / "tests" / "simt" / "README.md"]:
         old = path.read_text()
         tables += len(BLOCK.findall(old))
         new = BLOCK.sub(lambda m: m[1] + table(m[2].strip(), m[3]) + m[5], old)

@@ -51,6 +51,12 @@ def comment_before(text, at):
     return "" if comment.startswith("/* ---") else words_of(comment)
 
 
+def section_before(text, at):
+    """The title and the text of the header's section that `at` lies in."""
+    found = re.findall(r"/\* ---- (.+?) -{2,}(.*?)\*/", text[:at], re.S)
+    return ". ".join(filter(None, map(words_of, found[-1]))) if found else ""
+
+
 def enums(text):
     """(type name or None, [(member, value)], what the comment before says)."""
     found = []
@@ -128,6 +134,7 @@ def fields_of(struct, body, known, enum_names):
             if not re.fullmatch(r"\w+", name):
                 fail(f"{struct}: {name!r} is no name that is understood")
             field = Field(name, declaration, comment)
+            field.of_doubles = pointer and base == "double"
             if pointer:
                 field.ctype = "c_char_p" if base == "char" else "c_void_p"
             elif base in SCALARS:
@@ -185,14 +192,36 @@ def result_type(text, struct_names):
     return argument_type(text + " x", struct_names, ())[1]
 
 
+def comment_of(text, match, last, before, ways):
+    """What the header says of a function: the comment above it or behind it; if it stands right below the function that
+    it is a part of, that one's; if another of its section goes the same way, forward or backward, that one's; else the
+    first comment since the function before, or what the section says."""
+    section, name = section_before(text, match.start()), match.group(2)
+    way = name.removesuffix("_workspace_size").rpartition("_")[2]
+    behind = re.match(r"[ \t]*(/\*.*?\*/)", text[match.end():], re.S)
+    comment = comment_before(text, match.start()) or (words_of(behind.group(1)) if behind else "")
+    between = text[last.end():match.start()] if last else ""
+    above = re.search(r"^/\*(?! ----).*?\*/", between, re.S | re.M)
+    if comment:
+        ways.setdefault((section, way), comment)
+    elif last and between.count("\n") < 2 and way == before[0].removesuffix("_workspace_size").rpartition("_")[2]:
+        comment = before[3]
+    elif above and "/* ----" not in between:
+        comment = words_of(above.group())
+    if last and not comment and way not in ("forward", "backward") and between.count("\n") < 2:
+        comment = before[3]
+    return comment or ways.get((section, way), section)
+
+
 def functions(text, struct_names, enum_names):
     """(name, result, [(argument, type)], comment)"""
-    found = []
+    found, last, ways = [], None, {}
     for match in re.finditer(r"^NSA_API ([\w ]+?[ *]+)(nsa_\w+)\(([^)]*)\);", text, re.M):
         result, name, arguments = match.groups()
+        comment = comment_of(text, match, last, found[-1] if found else None, ways)
         found.append((name, result_type(result, struct_names),
-                      [argument_type(a, struct_names, enum_names) for a in arguments.split(",")],
-                      comment_before(text, match.start())))
+                      [argument_type(a, struct_names, enum_names) for a in arguments.split(",")], comment))
+        last = match
     declared = len(re.findall(r"^NSA_API ", text, re.M))
     if declared != len(found):
         fail(f"of {declared} functions {len(found)} are understood")
@@ -235,7 +264,7 @@ def docstring(text, indent):
 
 
 HINTS = {"c_int": "int", "c_int32": "int", "c_int64": "int", "c_double": "float", "c_float": "float",
-         "c_size_t": "int", "c_uint16": "int", "c_void_p": "Address", "c_char_p": "bytes | None"}
+         "c_size_t": "int", "c_uint16": "int", "c_void_p": "Address", "c_char_p": "str"}
 
 
 def write_struct(name, fields, comment):
@@ -267,8 +296,11 @@ def write_struct(name, fields, comment):
     text += "    _shapes_ = {" + "".join(f"\n        {k!r}: {v!r}," for k, v in shapes.items())
     text += "\n    }\n" if shapes else "}\n"
     text += f"    _outputs_ = {tuple(written)!r}\n"
+    text += f"    _doubles_ = {tuple(field.name for field in fields if field.of_doubles)!r}\n"
     text += "    _enums_ = {" + ", ".join(f'"{k}": {v}' for k, v in marks.items()) + "}\n"
-    return text + "\n\n"
+    words = [f"{camel(name)}.{field.name} = Words({camel(name)}.{field.name})  # type: ignore\n" for field in fields
+             if field.ctype == "c_char_p"]
+    return text + ("\n\n" + "".join(words) if words else "") + "\n\n"
 
 
 def version_of(text):
@@ -280,7 +312,7 @@ def write_abi(version, all_enums, found, prototypes):
             "from __future__ import annotations\n\n"
             "from ctypes import (POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t,\n"
             "                    c_uint16, c_void_p)\nfrom enum import IntEnum\nfrom typing import Any\n\n"
-            "from ._struct import Address, Array, Struct\n\n"
+            "from ._struct import Address, Array, Struct, Words\n\n"
             f'VERSION = "{version}"\n\n\n')
     for name, members, comment in all_enums:
         of = name or "nsa_error"
@@ -330,6 +362,9 @@ def write_functions(found, prototypes):
             body = f"    return number({', '.join([repr(name), passed, 'desc', *integers])})\n"
         else:
             continue
+        size_of = name.removesuffix("_workspace_size")
+        if size_of != name:
+            comment = f"Bytes of workspace that {size_of.removeprefix('nsa_')} takes. {comment}"
         text += docstring(comment, 4) + body + "\n\n"
         names.append(plain)
     return text + "__all__ = [\n" + "".join(f'    "{name}",\n' for name in names) + "]\n"

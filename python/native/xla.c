@@ -6,7 +6,9 @@
    after the other, the descriptor last, `sizes` of each; `counted`, how many of them the size query
    takes (-1: there is no workspace); `places`, where in `structs` the address of each buffer
    goes (-1: nowhere), arguments first, then results; `items`, bytes of each buffer for one call;
-   `zero`, whether results are zeroed first; `counted_by`, the argument that holds the descriptor's
+   `zero`, whether results are zeroed first, and `nothing`, whether that is all, for no sequence;
+   `cleared`, behind a 0 for each result on the queries' side of packed sequences the offset of its
+   view in `structs`, its rows, heads, width, and whether rows of no query are -inf; `counted_by`, the argument that holds the descriptor's
    counts (-1: none), and `rows`, what they must add up to. Buffers of more than one item are vmap's:
    that many calls, each with the next items. */
 #include <dlfcn.h>
@@ -51,8 +53,8 @@ static XLA_FFI_Error *refuse(const XLA_FFI_CallFrame *frame, const char *message
 
 typedef struct call {
     char function[NAME_BYTES];
-    int64_t f64, counted, zero, counted_by, rows;
-    const XLA_FFI_Array *structs, *sizes, *places, *items;
+    int64_t f64, counted, zero, nothing, counted_by, rows;
+    const XLA_FFI_Array *structs, *sizes, *places, *items, *cleared;
 } call;
 
 static int named(const XLA_FFI_ByteSpan *name, const char *text) {
@@ -89,6 +91,8 @@ static int read_attributes(const XLA_FFI_CallFrame *frame, call *c) {
             found += read_scalar(attribute, &c->counted);
         else if (type == XLA_FFI_AttrType_SCALAR && named(name, "zero"))
             found += read_scalar(attribute, &c->zero);
+        else if (type == XLA_FFI_AttrType_SCALAR && named(name, "nothing"))
+            found += read_scalar(attribute, &c->nothing);
         else if (type == XLA_FFI_AttrType_SCALAR && named(name, "counted_by"))
             found += read_scalar(attribute, &c->counted_by);
         else if (type == XLA_FFI_AttrType_SCALAR && named(name, "rows"))
@@ -101,8 +105,10 @@ static int read_attributes(const XLA_FFI_CallFrame *frame, call *c) {
             c->places = attribute;
         else if (type == XLA_FFI_AttrType_ARRAY && named(name, "items"))
             c->items = attribute;
+        else if (type == XLA_FFI_AttrType_ARRAY && named(name, "cleared"))
+            c->cleared = attribute;
     }
-    return found == 6 && c->structs && c->sizes && c->places && c->items;
+    return found == 7 && c->structs && c->sizes && c->places && c->items && c->cleared;
 }
 
 /* ---- Buffers ------------------------------------------------------------------------------- */
@@ -213,6 +219,17 @@ static void zero_results(const XLA_FFI_CallFrame *frame) {
     }
 }
 
+typedef void clear_rows(const void *desc, const void *view, int64_t rows, int64_t heads,
+                        int64_t width, int infinite);
+
+/* Rows of packed sequences that no query has written. */
+static void clear(const call *c, char *bytes, void *desc) {
+    const int64_t *of = (const int64_t *)c->cleared->data + 1, *end = of + c->cleared->size - 1;
+    any_function f = find(c->f64, "nsa_python_clear");
+    for (; of + 5 <= end; of += 5)
+        ((clear_rows *)f)(desc, bytes + of[0], of[1], of[2], of[3], of[4] != 0);
+}
+
 /* `bytes` holds the structs, and is aligned as malloc aligns. */
 static XLA_FFI_Error *run_all(const XLA_FFI_CallFrame *frame, const call *c, char *bytes) {
     const int64_t *sizes = c->sizes->data;
@@ -227,6 +244,7 @@ static XLA_FFI_Error *run_all(const XLA_FFI_CallFrame *frame, const call *c, cha
     any_function size = c->counted < 0 ? NULL : find(c->f64, name);
     if (!f || (c->counted >= 0 && !size)) return refuse(frame, "nsa: no such function");
     if (c->zero) zero_results(frame);
+    if (c->nothing) return NULL;
     int status = 0;
     void *workspace = NULL;
     size_t room = 0;
@@ -242,6 +260,7 @@ static XLA_FFI_Error *run_all(const XLA_FFI_CallFrame *frame, const call *c, cha
             if (!workspace) return refuse(frame, "nsa: no memory for the workspace");
         }
         status = run(f, structs, n, size != NULL, workspace, room);
+        if (!status) clear(c, bytes, structs[n - 1]);
     }
     free(workspace);
     return status ? refuse_status(frame, c->f64, status) : NULL;
@@ -249,9 +268,11 @@ static XLA_FFI_Error *run_all(const XLA_FFI_CallFrame *frame, const call *c, cha
 
 /* XLA's first call asks for the version alone, and brings no data. */
 static int answers_metadata(XLA_FFI_CallFrame *frame) {
-    XLA_FFI_Extension_Base *extension = frame->extension_start;
-    if (!extension || extension->type != XLA_FFI_Extension_Metadata) return 0;
-    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+    /* Its type has been called XLA_FFI_Extension_Base and XLA_FFI_Extension; the members stayed. */
+    if (!frame->extension_start || frame->extension_start->type != XLA_FFI_Extension_Metadata)
+        return 0;
+    XLA_FFI_Metadata *metadata =
+        ((XLA_FFI_Metadata_Extension *)(void *)frame->extension_start)->metadata;
     metadata->api_version.major_version = XLA_FFI_API_MAJOR;
     metadata->api_version.minor_version = XLA_FFI_API_MINOR;
     return 1;

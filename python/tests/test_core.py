@@ -4,9 +4,15 @@
 
 References are plain numpy in float64. Not here: the arithmetic at large, which tests/ of the library checks.
 """
+import copy
 import ctypes
+import os
 import pathlib
+import pickle
 import re
+import subprocess
+import sys
+import threading
 import types
 import unittest
 
@@ -216,10 +222,10 @@ class Refusals(unittest.TestCase):
         p = Problem()
         p.desc.cmp_stride = 5
         with self.assertRaises(nsa.Refused) as caught:
-            nsa.attend_win_forward(p.attend(), p.desc)
+            nsa.attend_cmp_forward(p.attend(), p.desc)
         self.assertIsInstance(caught.exception, ValueError)
         self.assertEqual((caught.exception.kind, caught.exception.where), (nsa.Error.CMP_STRIDE, "cmp_stride"))
-        self.assertRegex(str(caught.exception), "^cmp_stride: NSA_ERROR_CMP_STRIDE: .*divide")
+        self.assertRegex(str(caught.exception), "^cmp_stride: NSA_ERROR_CMP_STRIDE: 5, must be a divisor of cmp_block, which is 8$")
         self.assertTrue(np.isnan(p.out).all())
 
     def test_a_gradients_field_is_named(self):
@@ -237,7 +243,7 @@ class Refusals(unittest.TestCase):
         blocks[1, 5, 1] = [3, 0, -1]
         fault = nsa.check_blocks(blocks, p.desc)
         self.assertEqual((fault.batch, fault.query, fault.kv_head, fault.slot, fault.value), (1, 5, 1, 0, 3))
-        self.assertEqual(fault.reason, b"not a candidate of its query")
+        self.assertEqual(fault.reason, "not a candidate of its query")
         with self.assertRaises(nsa.Refused):
             nsa.attend_slc_forward(p.attend(blocks=blocks), p.desc)
         nsa.normalize_blocks(blocks, p.desc)
@@ -250,6 +256,257 @@ class Refusals(unittest.TestCase):
             nsa.desc(1, 8, 2, 1, 16, gate="relu")
         with self.assertRaisesRegex(TypeError, "no field windows"):
             nsa.desc(1, 8, 2, 1, 16, windows=3)
+
+
+class Strangers(unittest.TestCase):
+    """What people bring, and what the C library cannot see: memory, owners, processes, numbers of Python."""
+
+    WRONG = np.float32(7.5)
+
+    def packed(self, begins, rows_, **fields):
+        d = nsa.desc(len(begins) - 1, max(1, *np.diff(begins)), 4, 2, 16, cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3,
+                     window=24, begins=np.array(begins, np.int32), **fields)
+        q, k, v = rows(1, rows_, 4, 16), rows(1, rows_, 2, 16), rows(1, rows_, 2, 16)
+        return d, q, k, v
+
+    def test_rows_of_no_query(self):
+        """The last `first` rows of each packed sequence, and those before the first sequence."""
+        for begins, first in (([0, 30, 37], 5), ([4, 30, 37], 0), ([0, 3, 37], 9)):
+            d, q, k, v = self.packed(begins, 37)
+            d.first, d.count = first, max(0, d.tokens - first)
+            out, lse = np.full((1, 37, 4, 16), self.WRONG), np.full((1, 37, 4), self.WRONG)
+            for call in (nsa.attend_win_forward, nsa.attend_dense_forward):
+                call(nsa.Attend(q=q, k=k, v=v, out=out, lse=lse), d)
+                rest = np.ones(37, bool)
+                for a, b in zip(begins, begins[1:]):
+                    rest[a:max(a, b - first)] = False
+                self.assertTrue((out[0, rest] == 0).all() and np.isneginf(lse[0, rest]).all())
+                self.assertTrue((out[0, ~rest] != self.WRONG).all() and np.isfinite(lse[0, ~rest]).all())
+            turned = np.full_like(out, self.WRONG)
+            nsa.rope_forward(nsa.Rope(x=q, out=turned, heads=4, dim=16), d)
+            self.assertTrue((turned[0, rest] == 0).all())
+            inside = q.copy()  # where the input is the output its other rows stay
+            nsa.rope_forward(nsa.Rope(x=inside, out=inside, heads=4, dim=16), d)
+            np.testing.assert_array_equal(inside[0, rest], q[0, rest])
+            lists = np.full((1, 37, 2, 3), 77, np.int32)
+            scores = np.full((1, 37, 2, nsa.slc_count(d, d.tokens)), self.WRONG)
+            nsa.score_blocks(nsa.Score(q=q, k=k, blocks=lists, scores=scores), d)
+            self.assertTrue((lists[0, rest] == -1).all() and (lists[0, ~rest] != 77).all())
+            self.assertTrue(np.isneginf(scores[0, rest]).all())
+
+    def decoded(self, cache, counts, **fields):
+        batch, count = cache.desc.batch, max(counts)
+        x = dict(q=rows(batch, count, 4, 16), gates=rows(batch, count, 4, 3))
+        for name in ("k_slc", "v_slc", "k_win", "v_win"):
+            x[name] = rows(batch, count, 2, 16)
+        for name in ("out", "out_cmp", "out_slc", "out_win"):
+            x[name] = np.full((batch, count, 4, 16), self.WRONG)
+        for name in ("lse_cmp", "lse_slc", "lse_win"):
+            x[name] = np.full((batch, count, 4), self.WRONG)
+        x["blocks"] = np.full((batch, count, 2, 3), 77, np.int32)
+        x.update(fields)
+        phi = nsa.Compress(dim=16, x=x["k_slc"]), nsa.Compress(dim=16, x=x["v_slc"])
+        cache.decode(nsa.Attention(k_cmp=phi[0], v_cmp=phi[1], **x), count, np.array(counts, np.int32))
+        return x
+
+    def cache(self, batch=2, tokens=80, **fields):
+        return nsa.Cache(nsa.desc(batch, tokens, 4, 2, 16, cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, window=24),
+                         **fields)
+
+    def test_rows_behind_count(self):
+        x = self.decoded(self.cache(max_rewind=15), [3, 12])
+        for name, value in (("out", 0), ("out_cmp", 0), ("out_win", 0), ("lse_slc", -np.inf), ("blocks", -1)):
+            self.assertTrue((x[name][0, 3:] == value).all(), name)
+            self.assertFalse((x[name][0, :3] == self.WRONG).any() or (x[name][1] == self.WRONG).any(), name)
+
+    def test_a_cache_does_not_write_to_what_is_read_only(self):
+        for name, shape, dtype in (("out", (2, 3, 4, 16), np.float32), ("lse_win", (2, 3, 4), np.float32),
+                                   ("blocks", (2, 3, 2, 3), np.int32)):
+            memory = bytes(int(np.prod(shape)) * 4)
+            cache, locked = self.cache(max_rewind=15), np.frombuffer(memory, dtype).reshape(shape)
+            with self.assertRaisesRegex(nsa.Refused, f"{name}: is read-only, and would be written"):
+                self.decoded(cache, [3, 3], **{name: locked})
+            self.assertEqual((memory, cache.lengths), (bytes(len(memory)), [0, 0]))
+
+    def test_threads_share_a_cache(self):
+        cache, refused = self.cache(batch=1, tokens=100), []
+
+        def append():
+            for _ in range(90):
+                try:
+                    self.decoded(cache, [1])
+                except nsa.Refused as why:
+                    refused.append(str(why))
+
+        threads = [threading.Thread(target=append) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual((cache.lengths, len(refused)), ([100], 80))
+        self.assertRegex(refused[0], r"count: 1 tokens more, and sequences hold \[100\]: of at most 100")
+
+    def test_a_child_of_who_has_computed(self):
+        """OpenMP's threads are the parent's: a child that asked for two would wait for them for ever."""
+        program = ("import os, numpy as np, nsa; x = np.ones((1, 4096, 8, 32), np.float32); o = np.empty_like(x)\n"
+                   "l = np.empty((1, 4096, 8), np.float32); d = nsa.desc(1, 4096, 8, 8, 32, threads=2)\n"
+                   "go = lambda: nsa.attend_win_forward(nsa.Attend(q=x, k=x, v=x, out=o, lse=l), d)\n"
+                   "go(); child = os.fork(); go(); os._exit(0) if not child else 0\n"
+                   "print(os.waitpid(child, 0)[1], d.threads)")
+        found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
+                               env={**os.environ, "PYTHONPATH": str(_library.FOLDER.parent), "OMP_NUM_THREADS": "2"})
+        self.assertEqual(found.stdout.split(), ["0", "2"], found.stderr)
+
+    def test_fields_that_a_function_does_not_use(self):
+        """A window has no use for blocks: their fields may hold anything, as the header says."""
+        p = Problem()
+        nsa.attend_win_forward(p.attend(), p.desc)
+        expected = p.out.copy()
+        for fields in (dict(cmp_stride=5), dict(cmp_block=0, cmp_stride=0), dict(slc_block=0, slc_count=0), dict(slc_local=0)):
+            d, p.out[:] = copy.copy(p.desc), 0
+            for name, value in fields.items():
+                setattr(d, name, value)
+            nsa.attend_win_forward(p.attend(), d)
+            np.testing.assert_array_equal(p.out, expected)
+            with self.assertRaises(nsa.Refused):
+                nsa.select_blocks_workspace_size(d)
+        p.desc.slc_block, p.desc.slc_count = 0, 0
+        out = np.zeros((p.B, nsa.cmp_count(p.desc, p.T), p.Hk, p.D), np.float32)
+        nsa.compress_forward(nsa.Compress(dim=p.D, x=p.k, out=out), p.desc)
+        np.testing.assert_allclose(out[:, 1], p.k[:, 4:12].mean(1), rtol=1e-5, atol=1e-6)
+
+    def test_integers_beyond_those_of_c(self):
+        cache, d, p = self.cache(), nsa.desc(1, 64, 2, 1, 16), Problem()
+        for where, call in (
+                ("tokens", lambda: nsa.desc(1, 2**32 + 200, 2, 1, 16)), ("batch", lambda: nsa.desc(2**32 + 1, 8, 2, 1, 16)),
+                ("window", lambda: nsa.desc(1, 8, 2, 1, 16, window=np.int64(2**32 + 5))),
+                ("gate_stride", lambda: nsa.desc(1, 8, 2, 1, 16, gate_stride=2**64 + 1)),
+                ("length", lambda: cache.rewind(0, 2**32)), ("sequence", lambda: cache.rewind(2**32, 0)),
+                ("length", lambda: cache.fork(0, cache, 1, 2**32)), ("count", lambda: self.decoded_count(cache, 2**32 + 1)),
+                ("max_rewind", lambda: self.cache(max_rewind=2**32)), ("tokens", lambda: nsa.cmp_count(d, 2**32 + 64)),
+                ("query", lambda: nsa.rank_blocks([1.0], 2**32, d)), ("slc", lambda: nsa.block_overlap_range(d, 64, 2**32)),
+                ("tokens", lambda: nsa.block_map(d, 2**32)), ("x", lambda: nsa.bf16_to_f32(2**16)),
+                ("x", lambda: nsa.f16_to_f32(-1)), ("heads", lambda: nsa.Rope(heads=2**32 + 4, dim=16))):
+            with self.subTest(where), self.assertRaises(nsa.Refused) as caught:
+                call()
+            self.assertEqual(caught.exception.where, where)
+        self.assertEqual(nsa.desc(1, 8, 2, 1, 16, window=np.int64(5)).window, 5)
+
+    def decoded_count(self, cache, count):
+        cache.decode(nsa.Attention(), count)
+
+    def test_copies(self):
+        begins = np.array([0, 5, 12], np.int32)
+        d = nsa.desc(2, 7, 2, 1, 16, begins=begins, window=9)
+        for made in (copy.copy(d), copy.deepcopy(d), pickle.loads(pickle.dumps(d))):
+            self.assertEqual((made.window, made.tokens), (9, 7))
+            nsa.desc_check(made)
+        deep = copy.deepcopy(d)
+        begins[:] = 9, 5, 0
+        nsa.desc_check(deep)  # its begins are its own
+        with self.assertRaises(nsa.Refused):
+            nsa.desc_check(copy.copy(d))
+        x = copy.deepcopy(nsa.Attention(k_cmp=nsa.Compress(dim=16, x=rows(1, 8, 1, 16)), q=rows(1, 8, 1, 16)))
+        self.assertEqual([path for path, *_ in x.views()], ["k_cmp.x", "q"])
+        cache = self.cache(max_rewind=15)
+        self.decoded(cache, [5, 9])
+        other = copy.deepcopy(cache)
+        state = RNG.bit_generator.state
+        a = self.decoded(cache, [4, 4])
+        RNG.bit_generator.state = state
+        b = self.decoded(other, [4, 4])
+        np.testing.assert_array_equal(a["out"], b["out"])
+        other.rewind(0, 0)
+        self.assertEqual((cache.lengths, other.lengths), ([9, 13], [0, 13]))
+
+    def test_a_flag_of_dlpack(self):
+        class Locked:
+            def __init__(self, array):
+                self.array = array
+                array.setflags(write=False)
+
+            def __dlpack__(self, *, max_version=None, **_):
+                return self.array.__dlpack__(max_version=max_version)
+
+        if np.lib.NumpyVersion(np.__version__) < "2.1.0":
+            self.skipTest("numpy before 2.1 has no flag")
+        p = Problem()
+        with self.assertRaisesRegex(nsa.Refused, "out: is read-only"):
+            nsa.attend_win_forward(p.attend(out=Locked(p.out)), p.desc)
+        nsa.attend_win_forward(p.attend(q=Locked(p.q)), p.desc)
+
+
+class Words(unittest.TestCase):
+    def test_every_function_has_the_headers_words(self):
+        public = [(name, getattr(nsa, name)) for name in nsa.__all__ if callable(getattr(nsa, name))
+                  and not isinstance(getattr(nsa, name), type)]
+        public += [(name, of) for name, of in vars(nsa.Cache).items() if callable(of) and not name.startswith("_")]
+        self.assertGreater(len(public), 60)
+        self.assertEqual([name for name, of in public if not (of.__doc__ or "").strip()], [])
+        words = " ".join(re.sub(r"[/*]", " ", HEADER.read_text().split("#endif /* NSA_H */")[0]).split())
+        for name, (_, _, _, comment) in _abi.prototypes(ctypes.c_float).items():
+            of = getattr(nsa, name[4:], None)
+            if of is not None:
+                said, plain = " ".join(of.__doc__.split()), " ".join(re.sub(r"[/*]", " ", comment).split())
+                self.assertIn(plain[-60:].replace('"', "'"), " ".join(re.sub(r"[/*]", " ", said).split()).replace('"', "'"))
+                self.assertIn(plain[-60:], words)
+        self.assertIn("dx.lse, the incoming gradient of lse", nsa.attend_slc_backward.__doc__)
+
+    def test_a_refusal_names_the_rule_that_is_broken(self):
+        for fields, words in (
+                (dict(window=0), "window: NSA_ERROR_SIZE: 0, must be >= 1"),
+                (dict(slc_count=0), "slc_count: NSA_ERROR_SIZE: 0, must be 1 .. 2^29 - 1"),
+                (dict(slc_count=2), "slc_count: NSA_ERROR_SLC_COUNT: 2, must be at least slc_init + slc_local, 1 + 2, or "
+                                    'forced "on_top"'),
+                (dict(slc_local=0), 'slc_local: NSA_ERROR_SLC_LOCAL: 0, must be >= 1, or forced "on_top"'),
+                (dict(slc_block=24), "slc_block: NSA_ERROR_SLC_BLOCK: 24, must be a multiple of cmp_stride, 16, and at least "
+                                     "cmp_block, 32"),
+                (dict(kv_heads=3), "heads: NSA_ERROR_HEADS: 4, must be a multiple of kv_heads, which is 3"),
+                (dict(gate_heads=3), "gate_heads: NSA_ERROR_HEADS: 3, must be heads or kv_heads: 4 or 2"),
+                (dict(list_heads=3), "list_heads: NSA_ERROR_HEADS: 3, must be 0, or a multiple of kv_heads that divides heads: "
+                                     "of 2, dividing 4"),
+                (dict(first=65), "first: NSA_ERROR_RANGE: 65, must be 0 .. tokens, which is 64"),
+                (dict(first=60), "count: NSA_ERROR_RANGE: 64, must be 0 .. tokens - first, 64 - 60"),
+                (dict(gate=9), "gate: NSA_ERROR_OPTION: 9, must be of sigmoid (0), softmax (1), none (2)"),
+                (dict(scale=1e39), "scale: NSA_ERROR_SCALE: 1e+39: must be finite and at most 1e38")):
+            d = nsa.desc(1, 64, 4, 2, 16)
+            for name, value in fields.items():
+                setattr(d, name, value)
+            with self.subTest(words), self.assertRaises(nsa.Refused) as caught:
+                nsa.desc_check(d)
+            self.assertEqual(str(caught.exception), words)
+
+    def test_the_limits_that_are_named_are_the_librarys(self):
+        named = {**_library._RULES["SIZE"]}
+        for name, words in named.items():
+            least, most = {">=": (words.split()[-1], None), "0": (0, None)}.get(words.split()[0], (None, None))
+            if " .. " in words:
+                least, most = (int(eval(part.replace("^", "**"))) for part in words.split(" .. "))
+            if name not in nsa.Desc.kinds() or name in ("heads", "kv_heads", "gate_heads"):
+                continue  # others must be of one multiple
+            for value, kind in ((int(least) - 1, "SIZE"), *([(most + 1, "SIZE")] if most is not None and most < 2**31 - 1 else [])):
+                d = nsa.desc(1, 64, 4, 2, 16, forced="on_top", pages=np.zeros((1, 1), np.int32), table_width=1, page_tokens=64,
+                             page_count=1)
+                setattr(d, name, value)
+                status = _library.library().nsa_desc_check(ctypes.byref(d))
+                with self.subTest(name=name, value=value):
+                    self.assertEqual(nsa.Error(_library.library().nsa_status_kind(status)).name,
+                                     "HEADS" if name == "list_heads" and value > 0 else kind)
+                    self.assertEqual(_library.library().nsa_status_where(status).decode(), name)
+
+    def test_refused_everywhere(self):
+        p, cache = Problem(), Strangers.cache(self)
+        for call in (lambda: p.attend(q=p.q[0]), lambda: p.attend(q=p.q[..., ::2]), lambda: p.attend(q=p.q.astype(np.int64)),
+                     lambda: nsa.desc(1, 8, 2, 1, 16, gate="relu"), lambda: nsa.attend_win_forward(p.attend(k=p.k[:1]), p.desc),
+                     lambda: nsa.Cache(p.desc, "f31"), lambda: cache.rewind(0, 7), lambda: cache.rewind(5, 0),
+                     lambda: cache.fork(0, nsa.Cache(p.desc, "f64"), 0, 0), lambda: nsa.rank_blocks([1.0, 2.0], 0, p.desc),
+                     lambda: nsa.rank_blocks([], -1, p.desc), lambda: nsa.block_map(p.desc, -1)):
+            with self.assertRaises(nsa.Refused) as caught:
+                call()
+            self.assertIsInstance(caught.exception.kind, nsa.Error)
+            again = pickle.loads(pickle.dumps(caught.exception))
+            self.assertEqual((str(again), again.kind, again.where), (str(caught.exception), caught.exception.kind,
+                                                                     caught.exception.where))
 
 
 class Primitives(unittest.TestCase):
@@ -340,6 +597,15 @@ class Primitives(unittest.TestCase):
                          [0, 1, 5, 6])
         with self.assertRaises(nsa.Refused):
             nsa.cmp_count(nsa.desc(1, 256, 2, 1, 16, cmp_stride=0), 256)
+
+    def test_keys_that_stand_for_several_tokens(self):
+        p = Problem()
+        k, lists = rows(p.B, p.T // 4, p.Hk, p.D), np.full((p.B, p.T, p.Hk, 3), 77, np.int32)
+        x = nsa.Score(q=p.q, k=k, blocks=lists, stride=4)
+        nsa.score_blocks(x, p.desc)
+        self.assertIsNone(nsa.check_blocks(lists, p.desc))
+        with self.assertRaisesRegex(nsa.Refused, r"k: shape \(2, 96, 2, 16\), must be .* \(2, 24, 2, 16\)"):
+            nsa.score_blocks(nsa.Score(q=p.q, k=p.k, blocks=lists, stride=4), p.desc)
 
     def test_every_key_is_seen_and_each_head_has_lists(self):
         p = Problem(mask="none", list_heads=4)
@@ -523,7 +789,7 @@ class Serving(unittest.TestCase):
         self.assertIsNone(nsa.check_pages(self.desc((0, 0), (40, 60))))
         self.table[1, 2] = self.PAGES
         fault = nsa.check_pages(self.desc((0, 0), (40, 60)))
-        self.assertEqual((fault.sequence, fault.slot, fault.value, fault.reason), (1, 2, self.PAGES, b"not a page"))
+        self.assertEqual((fault.sequence, fault.slot, fault.value, fault.reason), (1, 2, self.PAGES, "not a page"))
         with self.assertRaises(nsa.Refused) as caught:
             self.step((0, 0), (40, 60))
         self.assertEqual((caught.exception.kind, caught.exception.where), (nsa.Error.PAGES, "pages"))

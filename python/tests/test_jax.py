@@ -288,6 +288,41 @@ class Jax(unittest.TestCase):
             np.testing.assert_array_equal(slc[:, part], nj.attend_slc(q, k, v, expected[1], **GEOMETRY)[0])
             np.testing.assert_array_equal(by_tokens[:, part], nj.score_blocks(q, k, **GEOMETRY))
 
+    def test_sizes_are_no_options(self):
+        for name in ("batch", "heads", "kv_heads", "dim", "dim_v", "count", "gate_heads", "gate_stride", "rows", "table_width",
+                     "page_tokens", "page_count"):
+            for call in (nj.attend_dense, nj.attend_win):
+                with self.subTest(name), self.assertRaisesRegex(nsa.Refused, f"{name}: no option; there are"):
+                    call(self.q, self.k, self.v, **{name: 200000})
+        with self.assertRaisesRegex(nsa.Refused, "tokens: no option"):
+            nj.attend_dense(self.q, self.k, self.v, tokens=200000)
+
+    def test_fewer_queries_than_tokens(self):
+        with self.assertRaisesRegex(nsa.Refused, "first: not given, and there are 12 rows of queries for 52 tokens"):
+            nj.attend_dense(self.q[:, 40:], self.k, self.v)
+        np.testing.assert_array_equal(nj.attend_dense(self.q[:, 40:], self.k, self.v, first=40)[0],
+                                      nj.attend_dense(self.q, self.k, self.v)[0][:, 40:])
+
+    def test_rows_of_no_sequence(self):
+        q, k, v = (x[:1, :37] for x in (self.q, self.k, self.v))
+        for begins, first in (([0, 20, 30], 0), ([5, 20, 37], 0), ([0, 20, 37], 4)):
+            at, rest = dict(begins=jnp.array(begins, jnp.int32), longest=20, first=first, **GEOMETRY), np.ones(37, bool)
+            for a, b in zip(begins, begins[1:]):
+                rest[a:b - first] = False
+            out, lse = nj.attend_win(q, k, v, **at)
+            whole, lists = nj.attention(q, k, v, k, v, k, v, rows(1, 37, HK, 3), blocks=True, **at)
+            turned = nj.rope(q, begins=at["begins"], longest=20, first=first)
+            for x, value in ((out, 0), (lse, -np.inf), (whole, 0), (lists, -1), (turned, 0)):
+                self.assertTrue((np.asarray(x)[0, rest] == value).all(), (begins, value))
+                self.assertFalse((np.asarray(x)[0, ~rest] == value).all())
+
+    def test_a_batch_of_none(self):
+        q, k, v = (x[:0] for x in (self.q, self.k, self.v))
+        w1 = rows(HK, 8, D)
+        out = nj.attention(q, k, v, k, v, k, v, rows(0, T, HK, 3), phi_k=("conv", {"w1": w1}), **GEOMETRY)
+        gradient = jax.grad(lambda w: nj.compress(k, {"w1": w}, phi="conv", cmp_block=8, cmp_stride=4).sum())(w1)
+        self.assertEqual((out.shape, float(abs(gradient).sum())), ((0, T, H, DV), 0))
+
     def test_refusals(self):
         ragged, at = self.q.reshape(1, B * T, H, D), jnp.zeros(2, jnp.int32)
         for words, call in (
@@ -301,8 +336,8 @@ class Jax(unittest.TestCase):
                 ("firsts, counts: one of them alone", lambda: nj.attend_win(ragged, self.k, self.v, counts=at))):
             with self.subTest(words), self.assertRaisesRegex(Exception, words):
                 jax.block_until_ready(call())
-        with self.assertRaisesRegex(Exception, "window: NSA_ERROR_SIZE"):
-            jax.block_until_ready(nj.attend_win(self.q, self.k, self.v, window=0))
+        with self.assertRaisesRegex(nsa.Refused, "window: NSA_ERROR_SIZE: 0, must be >= 1"):
+            nj.attend_win(self.q, self.k, self.v, window=0)
         with self.assertRaisesRegex(ValueError, "windows: no option"):
             nj.attend_win(self.q, self.k, self.v, windows=3)
         with self.assertRaisesRegex(ValueError, "v: shape"):

@@ -3,6 +3,7 @@
 References are plain torch in float64, which share nothing with the library. The same file runs with the torch of
 Debian 12, 1.13, whose autograd Functions take the operators' place; what only newer ones have is skipped there.
 """
+import contextlib
 import copy
 import gc
 import io
@@ -842,6 +843,145 @@ class Misuse(unittest.TestCase):
         with self.assertRaises((ValueError, RuntimeError, AttributeError)):
             nt.attend_win(None, k, v)
 
+    def test_sizes_are_no_options(self):
+        """An option that is a size would have the library read and write what the tensors do not have."""
+        q, k, v = (rows(B, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        gates = rows(B, T, HK, 3, dtype=torch.float32)
+        for name in ("batch", "tokens", "heads", "kv_heads", "dim", "dim_v", "first", "count", "gate_heads", "gate_stride", "rows",
+                     "table_width", "page_tokens", "page_count"):
+            calls = [lambda: operators.attend["dense"](q, k, v, None, None, None, None, None, T, 0, f"window=3,{name}=200000"),
+                     lambda: nt.NativeSparseAttention(32, H, HK, **{name: 7})]
+            if name not in ("tokens", "first"):
+                calls += [lambda: nt.attend_dense(q, k, v, **{name: 200000}), lambda: nt.compress(k, **{name: 3}),
+                          lambda: nt.attention(q, k, v, k, v, k, v, gates, **{name: 3})]
+            for call in calls:
+                with self.subTest(name), self.assertRaises((nsa.Refused, TypeError)) as caught:
+                    call()
+                self.assertRegex(str(caught.exception), f"{name}: no option; there are|multiple values|unexpected|takes")
+        for name in ("heads", "dim"):
+            with self.assertRaisesRegex(nsa.Refused, f"{name}: no option"):
+                nt.rope(q, **{name: 200})
+        with self.assertRaisesRegex(nsa.Refused, "tokens: no option"):
+            nt.attend_win(q, k, v, forced="inside,tokens=99")
+
+    def test_fewer_queries_than_tokens(self):
+        """Nobody guesses whether they are the first tokens or the last."""
+        q, k, v = (rows(B, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        few, gates = q[:, 40:], rows(B, T, HK, 3, dtype=torch.float32)
+        kc = nt.compress(k, **{name: GEOMETRY[name] for name in ("cmp_block", "cmp_stride")})
+        for call in (lambda **at: nt.attend_win(few, k, v, **at, **GEOMETRY), lambda **at: nt.attend_dense(few, k, v, **at),
+                     lambda **at: nt.attend_cmp(few, kc, kc, tokens=T, **at, **GEOMETRY),
+                     lambda **at: nt.score_blocks(few, k, **at, **GEOMETRY),
+                     lambda **at: nt.attention(few, k, v, k, v, k, v, gates[:, 40:], **at, **GEOMETRY)):
+            with self.assertRaisesRegex(nsa.Refused, "first: not given, and there are 12 rows of queries for 52 tokens"):
+                call()
+            call(first=40), call(first=0)
+        self.assertTrue(torch.equal(nt.attend_dense(few, k, v, first=40)[0], nt.attend_dense(q, k, v)[0][:, 40:]))
+
+    def test_rows_of_no_sequence(self):
+        """They are zeros, -inf and -1, in front, behind and the last `first` of each; and no gradient is NaN."""
+        q, k, v = (rows(1, 37, h, D, dtype=torch.float32) for h in (H, HK, HK))
+        gates = rows(1, 37, HK, 3, dtype=torch.float32)
+        for begins, first in (([0, 20, 30], 0), ([5, 20, 37], 0), ([0, 20, 37], 4), ([0], 0)):
+            at = dict(begins=torch.tensor(begins, dtype=torch.int32, device=DEVICE), longest=20)
+            rest = torch.ones(37, dtype=torch.bool)
+            for a, b in zip(begins, begins[1:]):
+                rest[a:b - first] = False
+            for _ in range(3):  # memory that others have left
+                junk = [torch.full((1, 37, H, D), math.nan) for _ in range(20)]
+                del junk
+                out, lse = nt.attend_win(q, k, v, first=first, **at, **GEOMETRY)
+                whole_out, lists = nt.attention(q, k, v, k, v, k, v, gates, first=first, blocks=True, **at, **GEOMETRY)
+                turned = nt.rope(q, first=first, **at)
+                scored, scores = nt.score_blocks(q, k, first=first, scores=True, **at, **GEOMETRY)
+                for x, value in ((out, 0), (lse, -math.inf), (whole_out, 0), (lists, -1), (turned, 0), (scored, -1),
+                                 (scores, -math.inf)):
+                    self.assertTrue(bool((x[0, rest] == value).all()), begins)
+                    self.assertFalse(bool((x[0, ~rest] == value).all()) and not rest.all())
+                weight = torch.ones(H * D, 3, requires_grad=True)
+                (whole_out.flatten(2) @ weight).sum().backward()
+                self.assertTrue(bool(weight.grad.isfinite().all() and q.grad.isfinite().all()))
+
+    def test_a_batch_of_none(self):
+        q, k, v = (rows(0, T, h, D, dtype=torch.float32) for h in (H, HK, HK))
+        w1 = rows(HK, 8, D, dtype=torch.float32)
+        y = nt.attention(q, k, v, k, v, k, v, rows(0, T, HK, 3, dtype=torch.float32), phi_k=("conv", dict(w1=w1)), **GEOMETRY)
+        y.sum().backward()
+        self.assertEqual((tuple(y.shape), tuple(q.grad.shape), int(w1.grad.abs().sum())), ((0, T, H, D), (0, T, H, D), 0))
+        self.assertEqual(nt.rope(q).shape[0] + nt.attend_win(q, k, v)[1].shape[0] + nt.merge(q, q[..., 0], q, q[..., 0])[0].shape[0]
+                         + nt.compress(k).shape[0] + len(nt.gate(rows(0, T, H, 3, dtype=torch.float32), q, q, q)), 0)
+        module = nt.NativeSparseAttention(32, H, HK, **GEOMETRY).to(DEVICE)
+        module(torch.randn(0, T, 32, device=DEVICE)).sum().backward()
+        self.assertEqual(float(module.W_Q.weight.grad.abs().sum()), 0)
+
+    @CPU
+    def test_what_is_written_to_has_another_version(self):
+        k, v, at = rows(B, T, HK, D, dtype=torch.float32, grad=False), rows(B, T, HK, D, dtype=torch.float32, grad=False), dict(
+            cmp_block=8, cmp_stride=4)
+        pair = torch.zeros(B, 12, HK, D), torch.zeros(B, 12, HK, D)
+        places = dict(firsts=int32(0, 0), counts=int32(T, T))
+        before = [x._version for x in pair]
+        nt.compress(k, out=pair[0], **places, **at)
+        self.assertEqual([x._version - n for x, n in zip(pair, before)], [1, 0])
+        q = rows(1, B * T, H, D, dtype=torch.float32, grad=False)
+        nt.attention(q, k, v, k, v, k, v, rows(1, B * T, HK, 3, dtype=torch.float32, grad=False), compressed=pair, **places,
+                     **GEOMETRY)
+        self.assertEqual([x._version - n for x, n in zip(pair, before)], [2, 1])
+
+    def test_numbers_as_others_give_them(self):
+        q, k, v = (rows(1, 50, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        begins = torch.tensor([0, 20, 50], dtype=torch.int32, device=DEVICE)
+        found = nt.attend_win(q, k, v, begins=begins, longest=torch.tensor(30))
+        self.assertTrue(torch.equal(found[0], nt.attend_win(q, k, v, begins=begins, longest=30)[0]))
+
+    @CPU
+    def test_memory_of_lazy_views_through_the_structs(self):
+        """nsa over torch's tensors reads what they mean, not what lies there, and writes to no copy."""
+        q, k, v = (rows(B, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        lazy, outs = torch.conj(torch.complex(torch.zeros_like(q), q)).imag, []
+        d = nsa.desc(B, T, H, HK, D, window=24)
+        for x in (lazy, -q):
+            outs.append((torch.empty_like(q), torch.empty(B, T, H)))
+            nsa.attend_win_forward(nsa.Attend(q=x, k=k, v=v, out=outs[-1][0], lse=outs[-1][1]), d)
+        self.assertTrue(torch.equal(outs[0][0], outs[1][0]))
+        with self.assertRaisesRegex(nsa.Refused, "out: is read-only"):
+            nsa.attend_win_forward(nsa.Attend(q=q, k=k, v=v, out=lazy, lse=outs[0][1]), d)
+
+    def test_tensors_without_memory(self):
+        q, k, v = (torch.empty(B, T, h, D, device="meta", requires_grad=True) for h in (H, HK, HK))
+        if not operators.HAS_OPERATORS:
+            self.skipTest("this torch has no fake kernels")
+        out, lse = nt.attend_win(q, k, v, **GEOMETRY)
+        out.sum().backward()
+        self.assertEqual((out.shape, out.requires_grad, q.grad.shape, q.grad.is_meta), (q.shape, True, q.shape, True))
+        module = nt.NativeSparseAttention(32, H, HK, **GEOMETRY).to("meta")
+        module(torch.empty(B, T, 32, device="meta", requires_grad=True)).sum().backward()
+        self.assertTrue(module.W_Q.weight.grad.is_meta)
+
+    @NEW
+    def test_gradients_in_a_batch(self):
+        """torch.autograd.grad(is_grads_batched=True): one backward for each."""
+        q, k, v = (rows(B, T, h, D, dtype=torch.float32) for h in (H, HK, HK))
+        out = nt.attend_win(q, k, v, **GEOMETRY)[0]
+        douts = rows(3, *out.shape, dtype=torch.float32, grad=False)
+        found = torch.autograd.grad(out, (q, k), douts, is_grads_batched=True, retain_graph=True)
+        for i, dout in enumerate(douts):
+            expected = torch.autograd.grad(out, (q, k), dout, retain_graph=True)
+            for a, b in zip(found, expected):
+                torch.testing.assert_close(a[i], b)
+
+    @NEW
+    def test_exported_for_any_length(self):
+        if not hasattr(torch, "export") or not hasattr(torch.export, "Dim"):
+            self.skipTest("this torch exports nothing")
+        module = nt.NativeSparseAttention(32, H, HK, **GEOMETRY).to(DEVICE).eval()
+        tokens = torch.export.Dim("tokens", min=2, max=4096)
+        exported = torch.export.export(module, (torch.randn(B, T, 32),), dynamic_shapes={"x": {1: tokens}, }
+                                       if False else ({1: tokens},))
+        for length in (3, 7, 8, 52, 100):
+            x = torch.randn(B, length, 32)
+            torch.testing.assert_close(exported.module()(x), module(x))
+
     def test_derivatives_that_are_not_there(self):
         q, k, v = (rows(B, T, h, D, dtype=torch.float32) for h in (H, HK, HK))
         for name, call in (("win", lambda x: nt.attend_win(x, k, v, **GEOMETRY)[0]), ("rope", nt.rope),
@@ -1135,6 +1275,13 @@ class Operators(unittest.TestCase):
             self.assertEqual(compiled(x).dtype, torch.bfloat16)
 
 
+def alone_rewind(module):
+    cache = module.cache(1, 80, max_rewind=25)
+    with torch.no_grad():
+        module(torch.randn(1, 35, 32), cache=cache)
+    cache.rewind(0, 5)
+
+
 class Module(unittest.TestCase):
     def make(self, **more):
         torch.manual_seed(4)
@@ -1166,6 +1313,92 @@ class Module(unittest.TestCase):
             self.assertEqual(cache.lengths, [T - 3, T])
             with self.assertRaisesRegex(ValueError, "room for 28"):
                 module(x, cache=cache)
+
+    #: With which dtype of module, of tokens, of autocast.
+    PRECISIONS = ((torch.float32, None), (torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16),
+                  (torch.float32, torch.float16))
+
+    @unittest.skipIf(DEVICE != "cpu", "the cache is the CPU's")
+    def test_training_prefill_and_decoding_have_the_same_bits(self):
+        """In every precision, by default. Debian's torch multiplies rows of float32 by OpenBLAS, whose bits are those of a
+        row's neighbours: there a product that has not is put in its place."""
+        def of_each_row(x, weight, bias=None):
+            y = (x.double()[..., None, :] * weight.double()).sum(-1)
+            return (y if bias is None else y + bias.double()).to(x.dtype)
+
+        patch = unittest.mock.patch("torch.nn.functional.linear", of_each_row)
+        plain = torch.backends.mkl.is_available() and operators.HAS_OPERATORS
+        for dtype, autocast in self.PRECISIONS:
+            with self.subTest(dtype=dtype, autocast=autocast), contextlib.ExitStack() as stack:
+                if not plain:
+                    if autocast is not None or dtype == torch.float16:
+                        continue  # which 1.13 has not on the CPU
+                    stack.enter_context(patch)
+                if autocast is not None:
+                    stack.enter_context(torch.autocast("cpu", dtype=autocast))
+                torch.manual_seed(4)
+                module = nt.NativeSparseAttention(64, H, HK, **GEOMETRY).to(dtype)
+                x = torch.randn(B, 200, 64).to(dtype)
+                trained = module(x)
+                cache = module.cache(B, 200, max_rewind=15)
+                bounds = [0, 101, *range(102, 140), 147, 200]
+                with torch.no_grad():
+                    parts = torch.cat([module(x[:, a:b], cache=cache) for a, b in zip(bounds, bounds[1:])], 1)
+                self.assertEqual(cache.dtype, autocast or dtype)
+                self.assertEqual(int((parts != trained).any(-1).sum()), 0, "tokens differ")
+
+    @unittest.skipIf(DEVICE != "cpu", "the cache is the CPU's")
+    def test_a_caches_dtype(self):
+        module = self.make().to(torch.bfloat16)
+        x = torch.randn(B, 9, 32).to(torch.bfloat16)
+        with torch.no_grad():
+            given, taken = module.cache(B, 80, dtype=torch.float32), module.cache(B, 80)
+            module(x, cache=given), module(x, cache=taken)
+            self.assertEqual((given.dtype, taken.dtype), (torch.float32, torch.bfloat16))
+            with self.assertRaisesRegex(nsa.Refused, "x: rows of torch.float32, and the cache holds torch.bfloat16"):
+                module.float()(x.float(), cache=taken)
+
+    @unittest.skipIf(DEVICE != "cpu", "the cache is the CPU's")
+    def test_a_caches_sequences(self):
+        """counts, fork, rewind by sequence, no tokens, copies, gradients, and what does not fit."""
+        module, x = self.make(), torch.randn(B, 30, 32)
+        alone = [self.make().cache(1, 80) for _ in range(B)]
+        cache = module.cache(B, 80, max_rewind=31)
+        with torch.no_grad():
+            y = module(x, cache=cache, counts=[30, 11])
+            self.assertEqual(cache.lengths, [30, 11])
+            self.assertEqual(int(y[1, 11:].abs().sum()), 0)
+            for b, n in enumerate((30, 11)):
+                torch.testing.assert_close(module(x[b:b + 1, :n], cache=alone[b])[0], y[b, :n])
+            z = module(x[:, :4], cache=cache, counts=torch.tensor([0, 4]))
+            self.assertTrue(cache.lengths == [30, 15] and int(z[0].abs().sum()) == 0)
+            torch.testing.assert_close(module(x[1:, :4], cache=alone[1]), z[1:])
+            self.assertEqual(module(x[:, :0], cache=cache).shape, (B, 0, 32))
+            other = copy.deepcopy(cache)
+            cache.fork(1, cache, 0, 30)
+            cache.rewind(0, 20), cache.rewind(1, 20)
+            self.assertEqual((cache.lengths, other.lengths), ([20, 20], [30, 15]))
+            both = module(x[:1, 20:].expand(B, 10, 32), cache=cache)
+            torch.testing.assert_close(both[0], both[1])
+            torch.testing.assert_close(both[0], y[0, 20:])
+            far = module.cache(1, 80, max_rewind=31)
+            far.fork(0, other, 1, 15)
+            torch.testing.assert_close(module(x[:1, :3], cache=far)[0], module(x[:1, :3].expand(B, 3, 32), cache=other)[1])
+        for words, call in (
+                ("x: 3 sequences, and the cache holds 2", lambda: module(torch.randn(3, 10, 32), cache=cache)),
+                ("x: 51 tokens, and the cache has room for 50", lambda: module(torch.randn(B, 51, 32), cache=cache)),
+                (r"x: \[51, 0\] tokens, and the cache has room for \[50, 50\]", lambda: module(
+                    torch.randn(B, 51, 32), cache=cache, counts=[51, 0])),
+                (r"counts: \[1, 5\], must be 2 numbers, 0 .. 4", lambda: module(x[:, :4], cache=cache, counts=[1, 5])),
+                ("cache: None, and counts", lambda: module(x, counts=[1, 1])),
+                ("cache: of another module", lambda: self.make(window=9)(x, cache=cache)),
+                ("begins: a cache has each", lambda: module(x[0], begins=int32(0, 30), longest=30, cache=cache)),
+                (r"length: 5, must be 0 or 10 .. 35", lambda: alone_rewind(module))):
+            with self.subTest(words), self.assertRaisesRegex(nsa.Refused, words):
+                call()
+        y = module(x[:, :2], cache=cache)
+        with self.assertRaisesRegex(NotImplementedError, "attention from a cache has no gradients"):
+            (y.sum() + x.sum()).backward()
 
     def test_packed(self):
         module, x = self.make(), torch.randn(50, 32, device=DEVICE)

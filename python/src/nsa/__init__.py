@@ -5,24 +5,30 @@
     nsa.attend_win_forward(x, d)
 
 Structs and functions are the header's without their nsa_; each struct's docstring has the shapes of its
-fields. Forward overwrites its outputs and backward adds to its gradients. A call that the library refuses
-raises Refused, a ValueError, and has touched nothing. float64 arrays are computed in double.
+fields. Forward overwrites its outputs, rows of no query with zeros, lse with -inf and lists with -1; backward
+adds to its gradients. A call that is refused, by the library or by this package, raises Refused, a ValueError,
+and has touched nothing. float64 arrays are computed in double. In a child of fork one thread computes if the
+parent has computed.
 
 nsa.torch and nsa.jax have differentiable operators. Not here: arithmetic.
 """
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Sequence
+import threading
+from typing import Any, Iterator, Sequence
 
 from . import _abi, _functions
 from ._abi import *  # noqa: F403
-from ._abi import VERSION, Attention, BlockFault, Desc, Dtype, Error, Isa, PageFault, Reads, Select
+from ._abi import VERSION, Attention, BlockFault, Desc, Dtype, Error, Isa, PageFault, Reads, Rope, Select
 from ._abi import Cache as _Cache
 from ._functions import *  # noqa: F403
-from ._library import (Library, Refused, call, check_arrays, check_shapes, checked, integers_in, library, library_for,
-                       memory, views_of)
-from ._struct import Array, Struct
+from . import _library
+from ._library import (Library, call, check_arrays, check_numbers, check_shapes, check_writable, checked, has_computed, integers_in,
+                       is_logarithm, library, library_for, memory, views_of)
+from ._refused import Refused, refused
+from ._rope import rope_options
+from ._struct import Array, Struct, check_int
 from ._views import describe
 
 __version__ = VERSION
@@ -66,7 +72,7 @@ def check_pages(desc: Desc) -> PageFault | None:
 
 def block_overlap_range(desc: Desc, tokens: int, slc: int) -> tuple[int, int]:
     """(begin, end) of the compressed blocks, of those of so many tokens, that overlap a selection block."""
-    desc_check(desc)
+    checked(library(), desc, "block_overlap_range")
     begin, end = ctypes.c_int(), ctypes.c_int()
     library().nsa_block_overlap_range(ctypes.byref(desc), tokens, slc, ctypes.byref(begin), ctypes.byref(end))
     return begin.value, end.value
@@ -83,20 +89,33 @@ def block_map(desc: Desc, tokens: int) -> tuple[list[int], list[int], list[float
 
 def cmp_begins(desc: Desc) -> list[int]:
     """Where each sequence's compressed rows begin: batch + 1 entries."""
-    desc_check(desc)
+    checked(library(), desc, "cmp_begins")
     begins = (ctypes.c_int32 * (desc.batch + 1))()
     library().check(library().nsa_cmp_begins(ctypes.byref(desc), begins))
     return list(begins)
+
+
+# ---- RoPE ---------------------------------------------------------------------------------------
+
+def rope_frequencies(rope: Rope) -> tuple[list[float], float]:
+    """(radians from one position to the next of each pair, what rows are multiplied by)."""
+    check_numbers(rope)
+    found, magnitude = (ctypes.c_double * max(1, rope.dim // 2))(), ctypes.c_double()
+    status = library().nsa_rope_frequencies(ctypes.byref(rope), found, ctypes.byref(magnitude))
+    library().check(status, rope)
+    return list(found)[:rope.dim // 2], magnitude.value
 
 
 # ---- Block lists --------------------------------------------------------------------------------
 
 def rank_blocks(scores: Sequence[float], query: int, desc: Desc) -> list[int]:
     """The ranking alone: the list of a query for scores of its candidates, blocks 0 .. query // l'."""
-    desc_check(desc)
+    checked(library(), desc, "rank_blocks")
+    if not 0 <= check_int("query", query) < max(1, desc.tokens):
+        raise refused("RANGE", "query", f"{query}, must be 0 .. {desc.tokens - 1}, a query of {desc.tokens} tokens")
     if len(scores) != _functions.slc_candidates(desc, query):
-        raise ValueError(f"scores: {len(scores)} of them, must be one for each of the "
-                         f"{_functions.slc_candidates(desc, query)} candidates of query {query}")
+        raise refused("SIZE", "scores", f"{len(scores)} of them, must be one for each of the "
+                                        f"{_functions.slc_candidates(desc, query)} candidates of query {query}")
     found = (ctypes.c_int32 * _functions.block_list_width(desc))()
     values = (ctypes.c_float * len(scores))(*scores)
     library().check(library().nsa_rank_blocks(values, query, ctypes.byref(desc), found))
@@ -105,7 +124,7 @@ def rank_blocks(scores: Sequence[float], query: int, desc: Desc) -> list[int]:
 
 def _lists(blocks: Array, desc: Desc) -> Select:
     x = Select(blocks=blocks)
-    desc_check(desc)
+    checked(library(), desc, "check_blocks")
     check_shapes(views_of([x]), desc, ())
     return x
 
@@ -125,7 +144,7 @@ def normalize_blocks(blocks: Array, desc: Desc) -> None:
     """Brings any lists into the form: sorted, no duplicates, candidates only, -1 behind the last."""
     x = _lists(blocks, desc)
     if describe(blocks, "blocks").readonly:
-        raise ValueError("blocks: is read-only, and would be written")
+        raise refused("NULL", "blocks", "is read-only, and would be written")
     library().check(library().nsa_normalize_blocks(ctypes.byref(x.blocks), ctypes.byref(desc)))
 
 
@@ -135,20 +154,36 @@ class Cache:
     """One layer's cache for desc.batch sequences of at most desc.tokens tokens each.
 
     dtype: of the rows that it holds; max_rewind: how far a sequence can be taken back, and max_rewind + 1
-    tokens at once at most. The work for a token is that of its own keys.
+    tokens at once at most. The work for a token is that of its own keys. Threads may share one: its calls wait for
+    each other. copy and deepcopy make one with memory of its own, and the same tokens.
     """
 
     def __init__(self, desc: Desc, dtype: Dtype | str = Dtype.F32, max_rewind: int = 0):
-        desc_check(desc)
-        kind = Dtype[dtype.upper()] if isinstance(dtype, str) else Dtype(dtype)
+        checked(library(), desc)
+        try:
+            kind = Dtype[dtype.upper()] if isinstance(dtype, str) else Dtype(dtype)
+        except (KeyError, ValueError):
+            raise refused("DTYPE", "dtype", f"{dtype!r}, must be of f32, bf16, f16, f64") from None
         self._lib: Library = library(kind == Dtype.F64)
         self.struct = _Cache()
         size = self._lib.nsa_cache_size(ctypes.byref(desc), kind, max_rewind)
         self._memory = memory(max(1, size))
-        self._lib.check(self._lib.nsa_cache_init(ctypes.byref(self.struct), ctypes.byref(desc), kind, max_rewind,
-                                                 ctypes.addressof(self._memory), len(self._memory)))
+        status = self._lib.nsa_cache_init(ctypes.byref(self.struct), ctypes.byref(desc), kind, max_rewind,
+                                          ctypes.addressof(self._memory), len(self._memory))
+        self._lib.check(status, desc, _Cache(max_rewind=max_rewind))
+        self._lock, self._dtype = threading.RLock(), kind
         self.desc = type(desc).from_buffer_copy(desc)
         self.desc.__dict__["arrays"] = {}
+
+    def __copy__(self) -> "Cache":
+        with self._lock:
+            made = Cache(self.desc, self._dtype, self.struct.max_rewind)
+            for sequence, length in enumerate(self.lengths):
+                made.fork(sequence, self, sequence, length)
+            return made
+
+    def __deepcopy__(self, memo: Any) -> "Cache":
+        return self.__copy__()
 
     @property
     def lengths(self) -> list[int]:
@@ -157,32 +192,76 @@ class Cache:
 
     def rewind(self, sequence: int, length: int) -> None:
         """Takes a sequence back to so many tokens; to 0 it may always go."""
-        self._lib.check(self._lib.nsa_cache_rewind(ctypes.byref(self.struct), sequence, length))
+        with self._lock:
+            self._sequence("sequence", sequence)
+            status = self._lib.nsa_cache_rewind(ctypes.byref(self.struct), sequence, length)
+            self._held(status, "length", length, sequence)
 
     def fork(self, sequence: int, source: "Cache", source_sequence: int, length: int) -> None:
         """Makes a sequence the copy of another's first tokens, of this or another cache."""
         if source._lib is not self._lib:
-            raise ValueError("source: a cache of float64, and this one is not, or the other way round")
-        self._lib.check(self._lib.nsa_cache_fork(ctypes.byref(self.struct), sequence, ctypes.byref(source.struct),
-                                                 source_sequence, length))
+            raise refused("CACHE", "source", "a cache of float64, and this one is not, or the other way round")
+        first, second = sorted((self, source), key=id)  # two threads that copy both ways take them in one order
+        with first._lock, second._lock:
+            self._sequence("sequence", sequence)
+            source._sequence("source_sequence", source_sequence)
+            status = self._lib.nsa_cache_fork(ctypes.byref(self.struct), sequence, ctypes.byref(source.struct),
+                                              source_sequence, length)
+            source._held(status, "length", length, source_sequence)
 
     def decode(self, x: Attention, count: int, counts: Array = None) -> list[Reads]:
         """Appends `count` rows to every sequence, or counts[b] <= count to sequence b, and attends from them.
 
-        The views of x hold the new rows, (B, count, ...). Returns the keys that each sequence's step read.
+        The views of x hold the new rows, (B, count, ...); of outputs the rows behind counts[b] become zeros, of lse -inf,
+        of lists -1. Returns the keys that each sequence's step read.
         """
+        check_int("count", count)
         rows = type(self.desc).from_buffer_copy(self.desc)
         rows.first, rows.count, rows.tokens, rows.begins = 0, count, count, None
         views = views_of([x])
         check_shapes(views, rows, ())
+        check_writable([view for view in views if view[3] not in ("k_cmp.out", "v_cmp.out")], False)
         if library_for(views) is not self._lib:
-            raise ValueError("x: arrays of float64 go with a cache of float64, and no others do")
+            raise refused("DTYPE", "x", "arrays of float64 go with a cache of float64, and no others do")
         each = None if counts is None else integers_in(counts, "counts", self.desc.batch)
         reads = (Reads * self.desc.batch)()
-        lib, cache = self._lib, ctypes.byref(self.struct)
-        room = memory(max(1, lib.nsa_decode_workspace_size(ctypes.byref(x), cache, count)))
-        lib.check(lib.nsa_decode(ctypes.byref(x), cache, count, each, reads, ctypes.addressof(room), len(room)))
+        with self._lock:
+            self._decode(x, count, each, reads)
+        if each is not None:
+            self._fill(views, count, list((ctypes.c_int32 * self.desc.batch).from_address(each)))
         return list(reads)
+
+    def _decode(self, x: Attention, count: int, each: int | None, reads: Any) -> None:
+        lib, cache = self._lib, ctypes.byref(self.struct)
+        if _library.threads_most is not None:
+            self.struct.desc.threads = _library.threads_most
+        has_computed()
+        room = memory(max(1, lib.nsa_decode_workspace_size(ctypes.byref(x), cache, count)))
+        status = lib.nsa_decode(ctypes.byref(x), cache, count, each, reads, ctypes.addressof(room), len(room))
+        if lib.nsa_status_kind(status) == Error.CACHE:
+            raise refused("CACHE", "count", f"{count} tokens more, and sequences hold {self.lengths}: of at most "
+                                            f"{self.desc.tokens}, {self.struct.max_rewind + 1} at once")
+        lib.check(status, x, self.desc)
+
+    def _fill(self, views: Any, count: int, counts: list[int]) -> None:
+        for _, _, struct, field, array in views:
+            if field in struct._outputs_ and isinstance(struct, Attention):
+                heads, width = (*array.shape[2:], 1)[:2]
+                for b, written in enumerate(counts):
+                    self._lib.fill(ctypes.byref(getattr(struct, field)), b, written, count, heads, width,
+                                   is_logarithm(field))
+
+    def _sequence(self, name: str, sequence: int) -> None:
+        if not 0 <= check_int(name, sequence) < self.desc.batch:
+            raise refused("RANGE", name, f"{sequence}, must be 0 .. {self.desc.batch - 1}")
+
+    def _held(self, status: int, name: str, length: int, sequence: int) -> None:
+        if self._lib.nsa_status_kind(status) == Error.REWIND:
+            newest = (ctypes.c_int32 * self.desc.batch).from_address(self.struct.newest or 0)[sequence]
+            least = max(0, newest - self.struct.max_rewind)
+            raise refused("REWIND", name, f"{length}, must be 0 or {least} .. {self.lengths[sequence]}: sequence {sequence} "
+                                          f"has had {newest} tokens and max_rewind is {self.struct.max_rewind}")
+        self._lib.check(status, self.desc)
 
 
 # ---- Numbers ------------------------------------------------------------------------------------
@@ -205,9 +284,24 @@ def f32_to_f16(x: float) -> int:
     return library().nsa_f32_to_f16(x)
 
 
+# ---- Documentation ------------------------------------------------------------------------------
+
+def _documented() -> Iterator[tuple[str, Any]]:
+    """The functions of the header that are written by hand, here."""
+    yield from ((name, globals()[name]) for name in (
+        "desc_check", "isa_available", "isa_name", "check_pages", "block_overlap_range", "block_map", "cmp_begins",
+        "rank_blocks", "check_blocks", "normalize_blocks", "rope_frequencies", "bf16_to_f32", "f32_to_bf16", "f16_to_f32", "f32_to_f16"))
+    yield from (("desc_default", desc), ("cache_rewind", Cache.rewind), ("cache_fork", Cache.fork), ("decode", Cache.decode))
+
+
+for _name, _function in _documented():
+    _function.__doc__ = "\n\n".join(filter(None, (
+        _function.__doc__, "The header: " + _abi.prototypes(ctypes.c_float)["nsa_" + _name][3])))
+
+
 __all__ = [
     "Refused", "bf16_to_f32", "block_map", "block_overlap_range", "check_blocks", "check_pages", "cmp_begins", "desc",
     "desc_check", "f16_to_f32", "f32_to_bf16", "f32_to_f16", "isa_available", "isa_name", "normalize_blocks",
-    "rank_blocks",
+    "rank_blocks", "rope_frequencies", "rope_options",
     *_abi.__all__, *_functions.__all__,
 ]

@@ -7,25 +7,36 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import pathlib
 import warnings
 from typing import Any, Sequence
 
 from . import _abi
 from ._abi import Desc, Error
-from ._struct import GATES, Array, Struct
+from ._refused import Refused, refused
+from ._struct import GATES, Array, Struct, check_int
 from ._views import F64, I32, Described, describe
 
 _PHIS = {int(member): member.name.lower() for member in _abi.Phi}
 FOLDER = pathlib.Path(__file__).resolve().parent
 
 
-class Refused(ValueError):
-    """What the library refuses, in its own words. kind: a member of Error; where: the field."""
+class _Function:
+    """A function of the library whose integers are held against the bits that they have there."""
 
-    def __init__(self, text: str, kind: Error, where: str):
-        super().__init__(text)
-        self.kind, self.where = kind, where
+    def __init__(self, function: Any, names: Sequence[str]):
+        self._function, self.argtypes = function, function.argtypes
+        self._integers = [(i, name, ctypes.sizeof(kind) * 8, kind is ctypes.c_uint16)
+                          for i, (name, kind) in enumerate(zip(names, self.argtypes))
+                          if kind in (ctypes.c_int, ctypes.c_int64, ctypes.c_uint16)]
+
+    def __call__(self, *arguments: Any) -> Any:
+        for i, name, bits, unsigned in self._integers:
+            value = check_int(name, arguments[i], bits + unsigned)
+            if unsigned and value < 0:
+                raise refused("SIZE", name, f"{value}, must be 0 .. {(1 << bits) - 1}")
+        return self._function(*arguments)
 
 
 class Library:
@@ -35,10 +46,14 @@ class Library:
         self.path, self.real = path, real
         self._handle = ctypes.CDLL(str(path))
         self._check_layout()
-        for name, (result, arguments, _, _) in _abi.prototypes(real).items():
+        for name, (result, arguments, names, _) in _abi.prototypes(real).items():
             function = getattr(self._handle, name)
             function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
+            setattr(self, name, _Function(function, names))
+        self.clear = self._handle.nsa_python_clear
+        self.fill, sizes = self._handle.nsa_python_fill, [*[ctypes.c_int64] * 3, ctypes.c_int]
+        self.clear.argtypes, self.clear.restype = [ctypes.c_void_p, ctypes.c_void_p, *sizes], None
+        self.fill.argtypes, self.fill.restype = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *sizes], None
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{self.path.name} has no function {name}")
@@ -62,16 +77,61 @@ class Library:
             raise ImportError(f"{self.path} and nsa/_abi.py were built from different headers; they differ in "
                               + ", ".join(differ))
 
-    def check(self, status: int) -> None:
+    def check(self, status: int, *structs: Struct) -> None:
         if status:
-            raise refusal(self, status)
+            raise refusal(self, status, *structs)
 
 
-def refusal(library: Any, status: int) -> Refused:
-    """The library's own words for a status."""
+#: The rule that a field has broken. The library's own words for a kind of error name the rules of all fields that can.
+_HEADS, _COUNT = "1 .. 2^30 - 1", "0 .. 2^29 - 1"
+_RULES = {
+    "SIZE": {"batch": ">= 1", "tokens": ">= 0", "heads": _HEADS, "kv_heads": _HEADS, "gate_heads": _HEADS, "dim": "1 .. 256",
+             "dim_v": "1 .. 256", "cmp_block": _HEADS, "cmp_stride": ">= 1", "slc_block": _HEADS,
+             "slc_count": "1 .. 2^29 - 1", "slc_init": _COUNT, "slc_local": _COUNT, "window": ">= 1",
+             "threads": "0 .. 65536", "list_heads": "0 or more", "rows": ">= 0", "table_width": ">= 0",
+             "page_tokens": ">= 1", "page_count": ">= 0", "max_rewind": ">= 0", "hidden": ">= 1"},
+    "HEADS": {"heads": "a multiple of kv_heads, which is {kv_heads}",
+              "gate_heads": "heads or kv_heads: {heads} or {kv_heads}",
+              "list_heads": "0, or a multiple of kv_heads that divides heads: of {kv_heads}, dividing {heads}"},
+    "CMP_STRIDE": {"cmp_stride": "a divisor of cmp_block, which is {cmp_block}",
+                   "page_tokens": "a multiple of cmp_stride, which is {cmp_stride}"},
+    "SLC_BLOCK": {"slc_block": "a multiple of cmp_stride, {cmp_stride}, and at least cmp_block, {cmp_block}"},
+    "SLC_COUNT": {"slc_count": "at least slc_init + slc_local, {slc_init} + {slc_local}, or forced \"on_top\""},
+    "SLC_LOCAL": {"slc_local": ">= 1, or forced \"on_top\""},
+    "RANGE": {"first": "0 .. tokens, which is {tokens}", "count": "0 .. tokens - first, {tokens} - {first}"},
+    "STRIDE": {"gate_stride": ">= 0"},
+}
+
+
+def _field(structs: Sequence[Struct], where: str) -> tuple[Any, Any]:
+    """(struct, value) of the field that a status names, "dx.k" or "k_cmp.dim"; None where nobody has it."""
+    first, _, rest = where.partition(".")
+    if first == "dx":
+        return _field(structs[:1], rest)
+    for x in structs:
+        if first in x.kinds():
+            kept = x.__dict__.get("arrays", {}).get(first)
+            return _field([getattr(x, first) if kept is None else kept], rest) if rest else (
+                x, kept if kept is not None else getattr(x, first))
+    return None, None
+
+
+def refusal(library: Any, status: int, *structs: Struct) -> Refused:
+    """The library's words for a status, and of one of these structs' fields the value, and the rule that it breaks."""
     where = library.nsa_status_where(status).decode()
-    words = f"{library.nsa_status_name(status).decode()}: {library.nsa_status_text(status).decode()}"
-    return Refused(f"{where}: {words}" if where else words, Error(library.nsa_status_kind(status)), where)
+    kind, text = Error(library.nsa_status_kind(status)), library.nsa_status_text(status).decode()
+    owner, value = _field(structs, where)
+    rule = _RULES.get(kind.name, {}).get(where.rpartition(".")[2]) if isinstance(owner, (Desc, _abi.Compress)) else None
+    if isinstance(value, Described):
+        text = f"{value.dtype_name}{list(value.shape)} of strides {list(value.strides)}: {text}"
+    elif rule is not None:
+        text = f"{value}, must be " + rule.format_map({name: getattr(owner, name) for name in owner.kinds()})
+    elif kind == Error.OPTION and owner is not None and where in owner._enums_:
+        text = f"{value}, must be of " + ", ".join(f"{member.name.lower()} ({int(member)})" for member in owner._enums_[where])
+    elif isinstance(value, (int, float)):
+        text = f"{value}: {text}"
+    words = f"NSA_ERROR_{kind.name}: {text}"
+    return Refused(f"{where}: {words}" if where else words, kind.name, where)
 
 
 def _load(name: str, real: Any) -> Library:
@@ -121,7 +181,7 @@ def check_arrays(desc: Desc) -> None:
     for name, array in desc.__dict__.get("arrays", {}).items():
         shape = {"begins": (desc.batch + 1,), "pages": (desc.batch, desc.table_width)}.get(name, (desc.batch,))
         if array.shape != shape:
-            raise ValueError(f"{name}: shape {array.shape}, must be {shape}")
+            raise refused("SIZE", name, f"shape {array.shape}, must be {shape}")
 
 
 def _integers(address: int | None, count: int) -> list[int]:
@@ -130,24 +190,29 @@ def _integers(address: int | None, count: int) -> list[int]:
 
 def extents(desc: Desc, of_queries: bool) -> dict[str, int]:
     """What the letters of the fields' shapes amount to, on the queries' side or the keys'. Rows of packed
-    sequences lie in one batch, those of pages in one for each page."""
-    cmp_count, begins = library().nsa_cmp_count, _integers(desc.begins, desc.batch + 1)
-    counts = _integers(desc.counts, desc.batch)
+    sequences lie in one batch, those of pages in one for each page. What it takes of fields that the function does not
+    use may be nonsense, and is not asked for then."""
+    begins, counts = _integers(desc.begins, desc.batch + 1), _integers(desc.counts, desc.batch)
+    stride, block = max(1, desc.cmp_stride), max(1, desc.slc_block)
     if desc.pages:
-        batch, tokens, rows = desc.page_count, desc.page_tokens, desc.page_tokens // desc.cmp_stride
+        batch, tokens, rows = desc.page_count, desc.page_tokens, desc.page_tokens // stride
     elif begins:
         batch, tokens = 1, begins[-1]
-        rows = sum(cmp_count(ctypes.byref(desc), b - a) for a, b in zip(begins, begins[1:]))
+        rows = sum(_cmp_count(desc, stride, b - a) for a, b in zip(begins, begins[1:]))
     else:
-        batch, tokens, rows = desc.batch, desc.tokens, cmp_count(ctypes.byref(desc), desc.tokens)
+        batch, tokens, rows = desc.batch, desc.tokens, _cmp_count(desc, stride, desc.tokens)
     count = sum(counts) if counts else begins[-1] if begins else desc.count
     if of_queries:
         batch = 1 if counts or begins else desc.batch
     return {"B": batch, "T": tokens, "count": count, "N": rows, "H": desc.heads,
-             "Hk": desc.kv_heads, "Dk": desc.dim, "Dv": desc.dim_v, "l": desc.cmp_block,
-             "gate_heads": desc.gate_heads, "list heads": desc.list_heads or desc.kv_heads,
-             "nsa_slc_count(T)": library().nsa_slc_count(ctypes.byref(desc), desc.tokens),
-             "nsa_block_list_width": library().nsa_block_list_width(ctypes.byref(desc))}
+            "Hk": desc.kv_heads, "Dk": desc.dim, "Dv": desc.dim_v, "l": desc.cmp_block,
+            "gate_heads": desc.gate_heads, "list heads": desc.list_heads or desc.kv_heads,
+            "nsa_slc_count(T)": -(-desc.tokens // block),
+            "nsa_block_list_width": library().nsa_block_list_width(ctypes.byref(desc))}
+
+
+def _cmp_count(desc: Desc, stride: int, tokens: int) -> int:
+    return max(0, (tokens - desc.cmp_block) // stride + 1) if tokens >= desc.cmp_block else 0
 
 
 @functools.lru_cache(None)
@@ -161,6 +226,8 @@ def check_shapes(views: Views, desc: Desc, words: tuple[str, ...]) -> None:
     """An array that is smaller than the descriptor says would be read beyond its end."""
     sides: dict[bool, dict[str, int]] = {}
     for _, path, struct, field, array in views:
+        if struct._doubles_:
+            check_numbers(struct)
         tag = (*words, _PHIS.get(int(struct.phi), "")) if isinstance(struct, _abi.Compress) else words
         shape = shape_for(type(struct), field, tag)
         if shape is None:
@@ -170,13 +237,25 @@ def check_shapes(views: Views, desc: Desc, words: tuple[str, ...]) -> None:
             sides[of_queries] = extents(desc, of_queries)
         known = sides[of_queries]
         wanted = tuple([known[axis] if axis in known else _extent(axis, known, struct) for axis in shape])
+        if field == "k" and isinstance(struct, _abi.Score) and struct.stride > 1:  # a key stands for so many tokens
+            own = _with_uses(desc, _SLC)
+            own.cmp_block = own.cmp_stride = struct.stride
+            wanted = (wanted[0], extents(own, False)["N"], *wanted[2:])
         if shape[0] == "Hk" and array.shape[:1] == (1,):
             wanted = (1, *wanted[1:])
         if array.shape != wanted:
-            raise ValueError(f"{path}: shape {array.shape}, must be ({', '.join(shape)}) = {wanted}")
+            raise refused("SIZE", path, f"shape {array.shape}, must be ({', '.join(shape)}) = {wanted}")
         if field in GATES and array.strides[-1] != (desc.gate_stride or 1):
-            raise ValueError(f"{path}: its gates lie {array.strides[-1]} elements apart, "
-                             f"desc.gate_stride is {desc.gate_stride}")
+            raise refused("STRIDE", path, f"its gates lie {array.strides[-1]} elements apart, "
+                                          f"desc.gate_stride is {desc.gate_stride}")
+
+
+def check_numbers(rope: Any) -> None:
+    """What is one number for each pair of nsa.Rope."""
+    for name in rope._doubles_:
+        array = rope.__dict__.get("arrays", {}).get(name)
+        if array is not None and array.shape != (rope.dim // 2,):
+            raise refused("SIZE", name, f"shape {array.shape}, must be (dim / 2) = ({rope.dim // 2},)")
 
 
 def _extent(axis: str, known: dict[str, int], struct: Struct) -> int:
@@ -194,23 +273,89 @@ def check_writable(views: Views, backward: bool) -> None:
         if not array.readonly:
             continue
         if (i == 0 and field not in ("out", "lse")) if backward else field in struct._outputs_:
-            raise ValueError(f"{path}: is read-only, and would be written")
+            raise refused("NULL", path, "is read-only, and would be written")
 
 
-def checked(lib: Library, desc: Desc) -> Any:
-    """The descriptor's address, once its rules hold."""
+#: What of cmp_block .. slc_local a function has a use for, where that is not all; by the words that its name begins with.
+_CMP, _SLC, _FORCED = 1, 2, 4
+_USES = {"attend_cmp": _CMP, "attend_slc": _SLC, "attend_win": 0, "attend_dense": 0, "compress": _CMP, "rope": 0, "merge": 0,
+         "gate": 0, "score_blocks": _SLC | _FORCED, "rank": _SLC | _FORCED, "check_blocks": _SLC, "normalize_blocks": _SLC,
+         "cmp_count": _CMP, "cmp_visible": _CMP, "cmp_begins": _CMP, "slc_count": _SLC, "slc_candidates": _SLC,
+         "window_begin": 0}
+
+
+@functools.lru_cache(None)
+def _uses(name: str) -> int:
+    plain = name.removeprefix("nsa_")
+    return next((uses for words, uses in _USES.items() if plain.startswith(words)), _CMP | _SLC | _FORCED)
+
+
+def _with_uses(desc: Desc, uses: int) -> Desc:
+    """The descriptor whose fields without use break no rule: what nsa.h's functions look at."""
+    own = Desc.from_buffer_copy(desc)
+    own.__dict__["arrays"] = {}
+    if not uses & _CMP:
+        own.cmp_block = own.cmp_stride = 1
+    if not uses & _SLC:
+        own.slc_block, own.slc_count = own.cmp_block, 1
+    elif not uses & _CMP:
+        own.cmp_block = own.cmp_stride = 1
+    if not uses & _SLC or not uses & _FORCED and own.forced == 0:
+        own.slc_init, own.slc_local = 0, 1
+    return own
+
+
+def checked(lib: Library, desc: Desc, name: str = "") -> Any:
+    """The descriptor's address, once the rules hold that the function `name` looks at."""
     check_arrays(desc)
-    lib.check(lib.nsa_desc_check(ctypes.byref(desc)))
+    desc = desc if threads_most is None else _alone(desc)
+    status = lib.nsa_desc_check(ctypes.byref(desc))
+    if status and _uses(name) != _CMP | _SLC | _FORCED:
+        status = lib.nsa_desc_check(ctypes.byref(_with_uses(desc, _uses(name))))
+    lib.check(status, desc)
     return ctypes.byref(desc)
+
+
+# ---- Children -----------------------------------------------------------------------------------
+
+#: None, or 1 in a child of a process that has computed: OpenMP's threads were the parent's, and GCC's runtime would
+#: wait for them for ever.
+threads_most: int | None = None
+_has_computed = False
+
+
+def has_computed() -> None:
+    """From now on children compute with one thread."""
+    global _has_computed
+    _has_computed = True
+
+
+def _in_a_child() -> None:
+    global threads_most
+    if _has_computed:
+        threads_most = 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_child)
+
+
+def _alone(desc: Desc) -> Desc:
+    own = Desc.from_buffer_copy(desc)
+    own.__dict__["arrays"] = {}
+    own.threads = 1
+    return own
 
 
 def call(name: str, structs: Sequence[Struct], desc: Desc, workspace: Array = None) -> None:
     """A function of the header that returns a status; it takes its workspace itself unless given one."""
     views = views_of(structs)
     lib = library_for(views)
-    d = checked(lib, desc)  # first, because what follows is computed from it
+    d = checked(lib, desc, name)  # first, because what follows is computed from it
+    backward = name.endswith("_backward")
     check_shapes(views, desc, tuple(name.split("_")))
-    check_writable(views, name.endswith("_backward"))
+    check_writable(views, backward)
+    has_computed()
     arguments: list[Any] = [ctypes.byref(x) for x in structs] + [d]
     size = getattr(lib, name + "_workspace_size", None)
     if size is not None:
@@ -221,7 +366,25 @@ def call(name: str, structs: Sequence[Struct], desc: Desc, workspace: Array = No
         else:
             given = describe_bytes(workspace)
             arguments += list(given)
-    lib.check(getattr(lib, name)(*arguments))
+    lib.check(getattr(lib, name)(*arguments), *structs, desc)
+    if desc.begins and not backward:
+        _clear(lib, views, desc, tuple(name.split("_")))
+
+
+def _clear(lib: Library, views: Views, desc: Desc, words: tuple[str, ...]) -> None:
+    """Rows of packed sequences that are no query's: 0, lse and scores -inf, lists -1."""
+    read = {array.address for *_, struct, field, array in views if field not in struct._outputs_}
+    for *_, struct, field, array in views:
+        shape = shape_for(type(struct), field, words)
+        if field in struct._outputs_ and shape and "count" in shape and array.address not in read:
+            heads, width = (*array.shape[2:], 1)[:2]
+            lib.clear(ctypes.byref(desc), ctypes.byref(getattr(struct, field)), array.shape[1], heads, width,
+                      is_logarithm(field))
+
+
+def is_logarithm(field: str) -> bool:
+    """Whether nothing is -inf in it."""
+    return field.startswith("lse") or field == "scores"
 
 
 def describe_bytes(workspace: Any) -> tuple[int, int]:
@@ -233,12 +396,12 @@ def describe_bytes(workspace: Any) -> tuple[int, int]:
 def number(name: str, structs: Sequence[Struct], desc: Desc, *integers: int) -> int:
     """A function of the header that returns a number."""
     lib = library_for(views_of(structs))
-    return int(getattr(lib, name)(*[ctypes.byref(x) for x in structs], checked(lib, desc), *integers))
+    return int(getattr(lib, name)(*[ctypes.byref(x) for x in structs], checked(lib, desc, name), *integers))
 
 
 def integers_in(array: Any, name: str, count: int) -> int:
     """The address of so many packed int32."""
     found = describe(array, name)
     if found.dtype != I32 or found.shape != (count,) or (count > 1 and found.strides != (1,)):
-        raise ValueError(f"{name}: {found.dtype_name}{list(found.shape)}, must be {count} packed int32")
+        raise refused("SIZE", name, f"{found.dtype_name}{list(found.shape)}, must be {count} packed int32")
     return found.address

@@ -11,7 +11,8 @@ from typing import Any, Sequence
 
 from . import _abi
 from ._abi import Desc
-from ._library import library
+from ._library import check_numbers, library
+from ._refused import refused
 from ._struct import check_int
 
 #: phi's parameters, in the order of the header.
@@ -72,18 +73,30 @@ class Packer:
 ARRAYS = {name: int(getattr(Desc, name).offset) for name in ("begins", "firsts", "counts", "pages")}
 
 
+#: What tensors say, and no option may: who gave it would have memory read and written that is not there.
+_SIZES = {"Desc": {"batch", "tokens", "heads", "kv_heads", "dim", "dim_v", "first", "count", "gate_heads", "gate_stride",
+                   "rows", "table_width", "page_tokens", "page_count"},
+          "Rope": {"heads", "dim"}}
+
+
 def parse(text: str, kind: Any) -> dict[str, Any]:
-    """"window=512,gate=softmax" for a struct's fields."""
+    """"window=512,gate=softmax" for a struct's fields that are options."""
     found: dict[str, Any] = {}
-    fields = kind.kinds()
+    fields = {name: of for name, of in kind.kinds().items() if name not in _SIZES[kind.__name__]
+              and (of in (ctypes.c_int, ctypes.c_double) or name in kind._doubles_)}
     for item in filter(None, text.split(",")):
         name, _, value = item.partition("=")
-        if fields.get(name) not in (ctypes.c_int, ctypes.c_double):
-            allowed = ", ".join(n for n, t in fields.items() if t in (ctypes.c_int, ctypes.c_double))
-            raise ValueError(f"{name}: no option; there are {allowed}")
+        if name not in fields:
+            raise refused("OPTION", name, f"no option; there are {', '.join(fields)}")
         try:
+            if name in kind._doubles_:
+                found[name] = tuple(float(x) for x in value.split("/"))
+                continue
             found[name] = float(value) if fields[name] is ctypes.c_double else int(value)
         except ValueError:
+            if name not in kind._enums_:
+                number = {ctypes.c_int: "an integer", ctypes.c_double: "a number"}.get(fields[name], "numbers")
+                raise refused("OPTION", name, f"{value}, must be {number}") from None
             found[name] = value  # an enum's member, which the struct looks up
     return found
 
@@ -91,13 +104,27 @@ def parse(text: str, kind: Any) -> dict[str, Any]:
 def options(**fields: Any) -> str:
     """Options in the form that the operators take: a string, for a graph holds nothing else."""
     return ",".join(f"{name}={value!r}" if isinstance(value, float) else f"{name}={getattr(value, 'value', value)}"
+                    if isinstance(value, (int, str)) or not hasattr(value, "__len__") or getattr(value, "shape", None) == ()
+                    else f"{name}=" + "/".join(repr(float(x)) for x in value)
                     for name, value in fields.items() if value is not None)
 
 
-def more(text: str, **fields: int) -> str:
-    """Options, and these."""
-    added = options(**fields)
-    return f"{text},{added}" if text else added
+@functools.lru_cache(None)
+def _kept(values: tuple[float, ...]) -> Any:
+    """Memory that lives as long as the process, because plans and graphs have its address."""
+    return (ctypes.c_double * len(values))(*values)
+
+
+def rope_fields(text: str, heads: int, dim: int) -> dict[str, tuple[Any, ...]]:
+    """nsa_rope without its views, for options as text."""
+    given, kinds = parse(text, _abi.Rope), _abi.Rope.kinds()
+    made = _abi.Rope(dim=dim, **given)
+    check_numbers(made)
+    fields: dict[str, tuple[Any, ...]] = {name: (getattr(made, name) or 0,) for name, of in kinds.items()
+                                          if of is not _abi.Tensor}
+    fields.update({name: (ctypes.addressof(_kept(given[name])),) for name in made._doubles_ if name in given})
+    fields.update(heads=(heads,), dim=(dim,))
+    return fields
 
 
 def problem(rows: tuple[Any, ...], arrays: Sequence[Any], tokens: Any, first: int) -> tuple[Any, Any]:
@@ -106,41 +133,56 @@ def problem(rows: tuple[Any, ...], arrays: Sequence[Any], tokens: Any, first: in
     of_each = {"begins": begins, "firsts": firsts, "counts": counts}
     for name, x in of_each.items():
         if x is not None and (len(x.shape) != 1 or rows[0] != 1):
-            raise ValueError(f"{name}: must be of one axis, with rows of (1, rows, heads, width)")
+            raise refused("SIZE", name, f"shape {tuple(x.shape)} for rows of {tuple(rows[:2])}, must be of one axis, "
+                                        "with rows of (1, rows, heads, width)")
     if pages is not None and len(pages.shape) != 2:
-        raise ValueError("pages: must be (B, pages of a sequence)")
+        raise refused("SIZE", "pages", f"shape {tuple(pages.shape)}, must be (B, pages of a sequence)")
     if begins is not None:
         if any(x is not None for x in (firsts, counts, pages)):
-            raise ValueError("begins: packed keys lie in no pages, and their queries have neither firsts nor counts")
+            raise refused("OPTION", "begins", "packed keys lie in no pages, and their queries have neither firsts nor counts")
+        if begins.shape[0] < 1:
+            raise refused("SIZE", "begins", "shape (0,), must be (B + 1,)")
         return begins.shape[0] - 1, tokens - first
     if (firsts is None) != (counts is None):
-        raise ValueError("firsts, counts: one of them alone")
+        raise refused("NULL", "firsts, counts", "one of them alone, must be both or none")
     batch, count = rows[0], rows[1]
     if counts is not None:
         batch, count = counts.shape[0], min(tokens, rows[1])
         if firsts.shape[0] != batch:
-            raise ValueError(f"firsts: {firsts.shape[0]}, and counts {batch}")
+            raise refused("SIZE", "firsts", f"{firsts.shape[0]}, and counts {batch}: must be as many")
     if pages is not None and pages.shape[0] != batch:
-        raise ValueError(f"pages: of {pages.shape[0]} sequences, must be of {batch}")
+        raise refused("SIZE", "pages", f"of {pages.shape[0]} sequences, must be of {batch}")
     return batch, count
+
+
+def first_of(first: int | None, shape: Sequence[Any], tokens: Any, arrays: Sequence[Any]) -> Any:
+    """Of queries (B, rows, H, D) over so many tokens. Some libraries align fewer queries with the end, some with the
+    beginning: here nobody guesses."""
+    if first is not None or any(x is not None for x in arrays[:3]):
+        return first or 0
+    if len(shape) == 4 and shape[1] != tokens:
+        raise refused("RANGE", "first", f"not given, and there are {shape[1]} rows of queries for {tokens} tokens: must be the "
+                                        "place of the first of them, 0 for the first tokens, tokens - rows for the last")
+    return 0
 
 
 @functools.lru_cache(4096)
 def desc_struct(text: str, batch: int, tokens: int, heads: int, kv_heads: int, dim: int, dim_v: int, first: int,
-                count: int, threads: int) -> Desc:
+                count: int, threads: int, **sizes: int) -> Desc:
+    """text: options. sizes: other fields, which tensors say."""
     for name, value in (("batch", batch), ("tokens", tokens), ("heads", heads), ("kv_heads", kv_heads), ("dim", dim)):
         check_int(name, value)
     made = library().nsa_desc_default(batch, tokens, heads, kv_heads, dim)
     made.__dict__["arrays"] = {}
     made.dim_v, made.first, made.count, made.threads = dim_v, first, count, threads
-    for name, value in parse(text, Desc).items():
+    for name, value in (*parse(text, Desc).items(), *sizes.items()):
         setattr(made, name, value)
     return made
 
 
-@functools.lru_cache(4096)
-def desc_bytes(*key: Any) -> bytes:
-    return bytes(desc_struct(*key))
+def in_pages(pages: Any, k: Any, stride: int) -> dict[str, int]:
+    """The sizes of k, (pages, rows of a page, ...), that has a row for every `stride` tokens."""
+    return dict(table_width=pages.shape[1], page_tokens=k.shape[1] * stride, page_count=k.shape[0])
 
 
 @functools.lru_cache(1024)
@@ -155,7 +197,9 @@ def list_width(text: str) -> int:
 
 
 def check_options(text: str) -> None:
-    library().check(library().nsa_desc_check(ctypes.byref(desc_struct(text, 1, 1, 1, 1, 1, 1, 0, 1, 1))))
+    """Raises for those that break a rule by themselves."""
+    made = desc_struct(text, 1, 1, 1, 1, 1, 1, 0, 1, 1)
+    library().check(library().nsa_desc_check(ctypes.byref(made)), made)
 
 
 def list_heads(text: str, kv_heads: Any) -> Any:
@@ -171,9 +215,9 @@ def slc_count(text: str, tokens: Any) -> Any:
     return (tokens + block - 1) // block
 
 
-def cmp_count(text: str, tokens: Any) -> Any:
-    """N(tokens); tokens may be symbolic."""
+def cmp_count(text: str, tokens: Any, most: Any = max) -> Any:
+    """N(tokens); tokens may be symbolic, with a function `most` that asks nothing of them."""
     block, stride = option(text, "cmp_block"), option(text, "cmp_stride")
     if stride < 1 or block < 1:
         check_options(text)
-    return 0 if tokens < block else (tokens - block) // stride + 1
+    return most(0, (tokens - block + stride) // stride)

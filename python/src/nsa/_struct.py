@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
 from typing import Any, Callable, Iterator, Union
 
-from ._views import I32, Described, describe, packed_strides
+from ._refused import refused
+from ._views import F64, I32, NAMES, Described, describe, packed_strides
 
 #: Views whose last axis may have a stride, desc.gate_stride.
 GATES = ("logits", "gates")
@@ -27,6 +29,7 @@ class Struct(ctypes.Structure):
     """
     _shapes_: dict[str, dict[str, tuple[str, ...]]] = {}
     _outputs_: tuple[str, ...] = ()
+    _doubles_: tuple[str, ...] = ()
     _enums_: dict[str, Any] = {}
     _kinds: dict[str, Any]
 
@@ -55,17 +58,15 @@ class Struct(ctypes.Structure):
             value = self._view(name, kind, value)
         elif isinstance(value, Struct):
             self._keep()[name] = value
-        elif kind is ctypes.c_int and isinstance(value, int):
-            check_int(name, value)
+        elif kind in _BITS:
+            value = check_int(name, value, _BITS[kind])
         elif kind is ctypes.c_void_p and value is not None and not isinstance(value, int):
-            array = describe(value, name)
-            packed = len(array.shape) in (1, 2) and all(
-                extent < 2 or step == wanted
-                for extent, step, wanted in zip(array.shape, array.strides, packed_strides(array.shape, 1)))
-            if array.dtype != I32 or not packed:
-                raise ValueError(f"{name}: {array.dtype_name}{list(array.shape)}, must be packed int32 of one axis or two")
-            self._keep()[name] = array
+            dtype = F64 if name in self._doubles_ else I32
+            array = _of_numbers(value, name, dtype) if isinstance(value, (list, tuple)) else describe(value, name)
+            self._keep()[name] = _packed(array, name, dtype)
             value = array.address
+        elif kind is ctypes.c_void_p:
+            self.__dict__.get("arrays", {}).pop(name, None)
         super().__setattr__(name, value)
 
     def _keep(self) -> dict[str, Any]:
@@ -82,7 +83,7 @@ class Struct(ctypes.Structure):
             return int(members[value.upper()])
         except KeyError:
             allowed = ", ".join(member.name.lower() for member in members)
-            raise ValueError(f"{name}: {value!r} is none of {allowed}") from None
+            raise refused("OPTION", name, f"{value!r} is none of {allowed}") from None
 
     def _view(self, name: str, kind: type[Struct], value: Any) -> Any:
         """A view of an array: its axes are batch, token, head and the packed one, or head, token and
@@ -93,7 +94,7 @@ class Struct(ctypes.Structure):
         array = describe(value, name)
         axes, packed = axes_of(type(self), name, len(array.shape))
         if packed and array.shape[-1] > 1 and array.strides[-1] != 1 and name not in GATES:
-            raise ValueError(f"{name}: the last axis must be packed, its stride is {array.strides[-1]} elements")
+            raise refused("STRIDE", name, f"the last axis must be packed, its stride is {array.strides[-1]} elements")
         strides = [0, 0, 0]
         for axis, extent, stride in zip(axes, array.shape, array.strides):
             if extent > 1:
@@ -103,12 +104,20 @@ class Struct(ctypes.Structure):
         return kind.from_buffer_copy(_packer(kind)(array.address, array.dtype, *strides))
 
     def views(self, prefix: str = "") -> Iterator[tuple[str, "Struct", str, Described]]:
-        """(path, the struct that holds it, field, array) of every array, those of inner structs too."""
+        """(path, the struct that holds it, field, array) of every view, those of inner structs too."""
         for name, value in self.__dict__.get("arrays", {}).items():
+            if self.kinds()[name] is ctypes.c_void_p:
+                continue
             if isinstance(value, Struct):
                 yield from value.views(prefix + name + ".")
             else:
                 yield prefix + name, self, name, value
+
+    def __reduce__(self) -> Any:
+        """For copy and pickle: its bytes, and the arrays, whose copies have addresses of their own."""
+        arrays = self.__dict__.get("arrays", {})
+        return _again, (type(self), bytes(self), {name: x if isinstance(x, Struct) else x.source
+                                                  for name, x in arrays.items()})
 
     def __repr__(self) -> str:
         values = []
@@ -119,10 +128,55 @@ class Struct(ctypes.Structure):
         return f"{type(self).__name__}({', '.join(values)})"
 
 
-def check_int(name: str, value: int) -> None:
-    """C's int has 32 bits; ctypes would take the lowest 32 of a larger number."""
-    if not -(1 << 31) <= value < 1 << 31:
-        raise ValueError(f"{name}: {value}, must be of 32 bits")
+def _again(kind: type[Struct], memory: bytes, arrays: dict[str, Any]) -> Struct:
+    made = kind.from_buffer_copy(memory)
+    made.__dict__["arrays"] = {}
+    for name, value in arrays.items():
+        setattr(made, name, value)
+    return made
+
+
+#: Integers of C, by their bits; ctypes would take the lowest of a larger number.
+_BITS = {ctypes.c_int: 32, ctypes.c_int64: 64}
+
+
+def check_int(name: str, value: Any, bits: int = 32) -> int:
+    """value, if C's integer of so many bits can hold it. A tensor or an array of one integer is one too."""
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: {value!r}, must be an integer") from None
+    if not -(1 << bits - 1) <= whole < 1 << bits - 1:
+        raise refused("SIZE", name, f"{whole}, must be of {bits} bits: -2^{bits - 1} .. 2^{bits - 1} - 1")
+    return whole
+
+
+def _of_numbers(values: Any, name: str, dtype: int) -> Described:
+    """Memory of its own for a list of Python's numbers."""
+    if dtype == F64:
+        memory: Any = (ctypes.c_double * len(values))(*values)
+    else:
+        memory = (ctypes.c_int32 * len(values))(*[check_int(name, value) for value in values])
+    return Described(ctypes.addressof(memory), dtype, (len(values),), (1,), False, memory, list(values))
+
+
+def _packed(array: Described, name: str, dtype: int) -> Described:
+    packed = len(array.shape) in (1, 2) and all(
+        extent < 2 or step == wanted
+        for extent, step, wanted in zip(array.shape, array.strides, packed_strides(array.shape, 1)))
+    if array.dtype != dtype or not packed:
+        allowed = next(word for word, number in NAMES.items() if number == dtype)
+        raise refused("DTYPE", name, f"{array.dtype_name}{list(array.shape)}, must be packed {allowed} of one axis or two")
+    return array
+
+
+class Words(property):
+    """A field that points to a text of C, as a str. `of`: what ctypes made of it, whose size and offset these are."""
+
+    def __init__(self, of: Any):
+        super().__init__(lambda struct: (of.__get__(struct) or b"").decode(),
+                         lambda struct, text: of.__set__(struct, text))
+        self.size, self.offset = of.size, of.offset
 
 
 @functools.lru_cache(None)
@@ -140,7 +194,7 @@ def axes_of(of: type[Struct], name: str, rank: int) -> tuple[tuple[int, ...], bo
     ranks = {len(shape) for shape in shapes.values()} or {2, 3, 4}
     if rank not in ranks:
         allowed = "; ".join("(" + ", ".join(shape) + ")" for shape in shapes.values()) or "2 to 4 axes"
-        raise ValueError(f"{name}: {rank} axes, must be {allowed}")
+        raise refused("SIZE", name, f"{rank} axes, must be {allowed}")
     if any(shape[0] == "Hk" for shape in shapes.values()):
         return (2, 1), True
     return (0, 1, 2)[:min(rank, 3)], rank == 4

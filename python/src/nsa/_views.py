@@ -7,19 +7,22 @@ from __future__ import annotations
 import ctypes
 from typing import Any, NamedTuple
 
+from ._refused import refused
+
 F32, BF16, F16, F64, I32 = range(5)
 NAMES = {"float32": F32, "bfloat16": BF16, "float16": F16, "float64": F64, "int32": I32}
 ALLOWED = ", ".join(NAMES)
 
 
 class Described(NamedTuple):
-    """An array's memory; strides in elements. `owner` keeps the memory alive."""
+    """An array's memory; strides in elements. `owner` keeps the memory alive, `source` is the array itself."""
     address: int
     dtype: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     readonly: bool
     owner: Any
+    source: Any
 
     @property
     def dtype_name(self) -> str:
@@ -42,7 +45,7 @@ def describe(array: Any, name: str) -> Described:
 
 def _dtype(spelled: str, name: str) -> int:
     if spelled not in NAMES:
-        raise ValueError(f"{name}: the dtype {spelled}; allowed are {ALLOWED}")
+        raise refused("DTYPE", name, f"the dtype {spelled}; allowed are {ALLOWED}")
     return NAMES[spelled]
 
 
@@ -57,9 +60,14 @@ def packed_strides(shape: tuple[int, ...], step: int) -> tuple[int, ...]:
 
 def _of_torch(array: Any, name: str) -> Described:
     if array.device.type != "cpu":
-        raise ValueError(f"{name}: lies on {array.device}; nsa.h computes on the CPU (nsa.torch has the operators for CUDA)")
+        raise refused("NULL", name, f"lies on {array.device}; nsa.h computes on the CPU (nsa.torch has the operators for CUDA)")
+    if getattr(array, "layout", None) is not None and str(array.layout) != "torch.strided":
+        raise refused("STRIDE", name, f"{array.layout}, must have memory of its own: torch.strided")
     dtype = _dtype(str(array.dtype).removeprefix("torch."), name)
-    return Described(array.data_ptr(), dtype, tuple(array.shape), tuple(array.stride()), False, array)
+    # The memory of a view that PyTorch has still to negate holds other values: a copy is read, and none written.
+    lazy = hasattr(array, "is_neg") and (array.is_neg() or array.is_conj())
+    memory = array.resolve_conj().resolve_neg() if lazy else array
+    return Described(memory.data_ptr(), dtype, tuple(memory.shape), tuple(memory.stride()), lazy, memory, array)
 
 
 #: By the names that numpy gives at once; asking a dtype for its own takes microseconds.
@@ -72,16 +80,16 @@ def _of_interface(array: Any, interface: dict[str, Any], name: str) -> Described
     if dtype is None:
         dtype = _dtype(str(array.dtype), name)
     if kind[0] == ">":
-        raise ValueError(f"{name}: bytes of another order than the machine's")
+        raise refused("DTYPE", name, "bytes of another order than the machine's")
     size = int(kind[2:])
     if steps is None:
         strides = packed_strides(shape, 1)
     elif any([step % size for step in steps]):
-        raise ValueError(f"{name}: strides of {tuple(steps)} bytes are no multiples of its elements'")
+        raise refused("STRIDE", name, f"strides of {tuple(steps)} bytes are no multiples of its elements'")
     else:
         strides = tuple([step // size for step in steps])
     address, readonly = interface["data"]
-    return Described(address, dtype, shape, strides, readonly, array)
+    return Described(address, dtype, shape, strides, readonly, array, array)
 
 
 # ---- DLPack -------------------------------------------------------------------------------------
@@ -93,27 +101,44 @@ class _DLTensor(ctypes.Structure):
                 ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64)]
 
 
+class _Managed(ctypes.Structure):
+    """DLManagedTensorVersioned."""
+    _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("manager", ctypes.c_void_p),
+                ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", _DLTensor)]
+
+
 _CPU, _INT, _FLOAT, _BFLOAT = 1, 0, 2, 4
+_READ_ONLY = 1
 _DLPACK_DTYPES = {(_FLOAT, 32): F32, (_BFLOAT, 16): BF16, (_FLOAT, 16): F16, (_FLOAT, 64): F64, (_INT, 32): I32}
+
+
+def _pointer(capsule: Any, name: bytes) -> int:
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return int(pointer(capsule, name))
 
 
 def _of_dlpack(array: Any, name: str) -> Described:
     # A capsule that nobody renames is freed, with what it holds, by its own destructor: it is the owner.
-    capsule = array.__dlpack__()
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    tensor = _DLTensor.from_address(pointer(capsule, b"dltensor"))
+    try:
+        capsule = array.__dlpack__(max_version=(1, 0))
+    except TypeError:  # the protocol of before 2024, which has no flag for arrays that must not be written
+        capsule = array.__dlpack__()
+    readonly = type(array).__module__.split(".")[0] in ("jax", "jaxlib")
+    if "dltensor_versioned" in repr(capsule):
+        managed = _Managed.from_address(_pointer(capsule, b"dltensor_versioned"))
+        tensor, readonly = managed.tensor, readonly or bool(managed.flags & _READ_ONLY)
+    else:
+        tensor = _DLTensor.from_address(_pointer(capsule, b"dltensor"))
     if tensor.device_type != _CPU:
-        raise ValueError(f"{name}: lies on DLPack's device {tensor.device_type}; nsa.h computes on the CPU")
+        raise refused("NULL", name, f"lies on DLPack's device {tensor.device_type}; nsa.h computes on the CPU")
     dtype = _DLPACK_DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
-        raise ValueError(f"{name}: DLPack's dtype {tensor.code}, {tensor.bits} bits x {tensor.lanes}; "
-                         f"allowed are {ALLOWED}")
+        raise refused("DTYPE", name, f"DLPack's dtype {tensor.code}, {tensor.bits} bits x {tensor.lanes}; "
+                                     f"allowed are {ALLOWED}")
     shape = tuple(tensor.shape[:tensor.ndim])
     if tensor.strides:
         strides = tuple(tensor.strides[:tensor.ndim])
     else:
         strides = packed_strides(shape, 1)
-    # This protocol has no flag for it; those who hand out immutable arrays say so by their type.
-    readonly = type(array).__module__.split(".")[0] in ("jax", "jaxlib")
-    return Described((tensor.data or 0) + tensor.byte_offset, dtype, shape, strides, readonly, capsule)
+    return Described((tensor.data or 0) + tensor.byte_offset, dtype, shape, strides, readonly, capsule, array)

@@ -2,8 +2,9 @@
 
     python -m nsa.build jax     once, after the package is installed: makes the handlers for XLA
 
-Arrays are (B, T, H, D). With `first`, q holds rows first .. of each sequence's keys. Options are fields of nsa.Desc by
-name: window=512, gate="softmax", mask="none", list_heads=8 (lists then have that many heads). Block lists carry no
+Arrays are (B, T, H, D). With `first`, q holds rows first .. of each sequence's keys; it must be given if there are
+fewer rows of q than tokens. Options are fields of nsa.Desc by name: window=512, gate="softmax", mask="none",
+list_heads=8 (lists then have that many heads); sizes are what the arrays say, and no options. Block lists carry no
 gradient. vmap runs the function once for each item. Where sequences differ in length, by arrays of int32:
 
     begins (B + 1)          packed: all arrays are (1, rows, H, D), sequence b is rows begins[b] .. begins[b + 1] - 1,
@@ -13,6 +14,10 @@ gradient. vmap runs the function once for each item. Where sequences differ in l
     pages (B, pages)        k and v are (page count, page tokens, Hk, D), compressed rows (page count, page tokens / d,
                             Hk, D): token s of sequence b lies in page pages[b, s // page tokens]. `longest` (0: what
                             the table has room for) bounds the tokens. No gradient
+
+Rows of packed sequences that belong to none, and the last `first` of each, are 0 in outputs, -inf in lse and -1 in
+lists. What shapes and options show is refused with nsa.Refused; what only the values of arrays show (begins, counts,
+lists) in the error that XLA raises when the call runs, with the same words.
 
 Twin: native/xla.c. Not here: CUDA.
 """
@@ -28,9 +33,10 @@ import numpy as np
 from jax import Array
 
 from . import _abi
-from ._library import FOLDER, library
-from ._pack import (ARRAYS, PHI, Packer, cmp_count, desc_bytes, list_heads, list_width, more, option,
-                    options as _options, parse, problem, slc_count)
+from ._library import FOLDER, checked, is_logarithm, library
+from ._pack import (ARRAYS, PHI, Packer, check_int, cmp_count, desc_struct, first_of, in_pages, list_heads, list_width,
+                    option, options as _options, parse, problem, rope_fields, slc_count)
+from ._refused import refused
 
 __all__ = ["attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention", "compress", "gate", "merge",
            "rank_queries", "rope", "score_blocks", "select_blocks"]
@@ -58,7 +64,7 @@ def _register() -> None:
 def _dtype(x: Any) -> int:
     name = jnp.dtype(x.dtype).name
     if name not in _DTYPES:
-        raise ValueError(f"the dtype {name}; allowed are {', '.join(_DTYPES)}")
+        raise refused("DTYPE", "arrays", f"the dtype {name}; allowed are {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -84,13 +90,15 @@ def _parameters(x: Any) -> tuple[int, ...]:
 class _Call:
     """One call of a function: its structs, and where in them the buffers' addresses go."""
 
-    def __init__(self, function: str, desc: bytes, arrays: Sequence[Any] = ()):
+    def __init__(self, function: str, desc: _abi.Desc, arrays: Sequence[Any] = ()):
         self.function, self.desc, self.arrays = function, desc, dict(zip(ARRAYS, arrays))
         self.structs: list[bytes] = []
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
         self._input_places: list[int] = []
         self._output_places: list[int] = []
+        self.constants: list[tuple[int, Any]] = []  # of int32, and where their addresses go
+        self._cleared = [0]  # of each output on the queries' side: offset of its view, rows, heads, width, whether -inf
 
     def add(self, packer: Packer, fixed: dict[str, tuple[Any, ...]], inputs: dict[str, Any], outputs: dict[str, Any],
             parameters: Sequence[str] = ()) -> None:
@@ -104,7 +112,15 @@ class _Call:
                 fields[name] = (_parameters if name in parameters else _rows)(x)
                 list_.append(x)
                 places.append(base + packer.offsets[name])
+                if list_ is self.outputs and self.arrays.get("begins") is not None and name in self._of_queries(packer):
+                    self._cleared += [places[-1], *(*x.shape, 1)[1:4], is_logarithm(name)]
         self.structs.append(packer.pack(fields))
+
+    def _of_queries(self, packer: Packer) -> set[str]:
+        """Fields of a forward's struct that have a row for every query."""
+        if packer is _COMPRESS or self.function.endswith("_backward"):
+            return set()
+        return {name for name in packer.offsets if name in ("out", "blocks", "scores") or name[:4] in ("out_", "lse", "lse_")}
 
     def run(self, zero: bool = False, rows: int = -1, updated: Sequence[Any] = ()) -> Sequence[Array]:
         """rows: how many queries counts must amount to. updated: inputs that the last results have written to."""
@@ -114,22 +130,29 @@ class _Call:
             if array is None:
                 continue
             if array.dtype != jnp.int32:
-                raise ValueError(f"{name}: {array.dtype}, must be int32")
+                raise refused("SIZE", name, f"{array.dtype}, must be int32")
             if name == "counts" and rows >= 0:
                 counted_by = len(inputs)
             inputs.append(array)
             places.append(sum(map(len, self.structs)) + ARRAYS[name])
+        for place, array in self.constants:
+            inputs.append(jnp.asarray(array))
+            places.append(place)
         aliases = {len(inputs) + i: len(self.outputs) - len(updated) + i for i in range(len(updated))}
         inputs += updated
         places += [-1] * len(updated)
-        structs = [*self.structs, self.desc]
+        nothing = self.desc.batch == 0  # which nsa.h refuses: nobody asks it for arrays without a sequence
+        if not nothing:
+            checked(library(), self.desc, self.function)
+        structs = [*self.structs, bytes(self.desc)]
         size = _abi.prototypes(ctypes.c_float).get(f"nsa_{self.function}_workspace_size")
         buffers = [*inputs, *self.outputs]
         call = jax.ffi.ffi_call("nsa", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.outputs],
                                 vmap_method="broadcast_all", input_output_aliases=aliases or None)
         return call(*inputs, function=self.function, f64=np.int64(any(_dtype(x) == 3 for x in buffers)),
                     structs=np.frombuffer(b"".join(structs), np.uint8), sizes=np.array([len(s) for s in structs], np.int64),
-                    counted=np.int64(-1 if size is None else len(size[1])), zero=np.int64(zero),
+                    counted=np.int64(-1 if size is None else len(size[1])), zero=np.int64(zero or nothing),
+                    nothing=np.int64(nothing), cleared=np.array(self._cleared, np.int64),
                     counted_by=np.int64(counted_by), rows=np.int64(rows),
                     places=np.array(places + self._output_places, np.int64),
                     items=np.array([x.size * jnp.dtype(x.dtype).itemsize for x in buffers], np.int64))
@@ -149,12 +172,12 @@ def _real(x: Any) -> Any:
 
 def _expect(name: str, x: Any, *shape: int) -> None:
     if tuple(x.shape) != shape:
-        raise ValueError(f"{name}: shape {tuple(x.shape)}, must be {shape}")
+        raise refused("SIZE", name, f"shape {tuple(x.shape)}, must be {shape}")
 
 
-def _in_pages(text: str, pages: Any, k: Any, stride: int) -> str:
-    """k, of (pages, rows of a page, ...), has a row for every `stride` tokens."""
-    return more(text, table_width=pages.shape[1], page_tokens=k.shape[1] * stride, page_count=k.shape[0])
+def _packed(begins: Any, x: Any) -> dict[str, int]:
+    """The sizes of packed rows."""
+    return {} if begins is None else {"rows": x.shape[1]}
 
 
 def _rows_of(arrays: Sequence[Any], q: Any) -> int:
@@ -167,21 +190,29 @@ def _rows_of(arrays: Sequence[Any], q: Any) -> int:
 def _rope_call(function: str, x: Any, arrays: Sequence[Any], longest: int, first: int) -> _Call:
     tokens = longest if arrays[0] is not None or arrays[2] is not None else first + x.shape[1]
     batch, count = problem(x.shape, arrays, tokens, first)
-    text = "" if arrays[0] is None else more("", rows=x.shape[1])
-    return _Call(function, desc_bytes(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, 0), arrays)
+    made = desc_struct("", batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, 0, **_packed(arrays[0], x))
+    return _Call(function, made, arrays)
 
 
 def _rope_fixed(x: Any, text: str) -> dict[str, tuple[Any, ...]]:
-    made = _abi.Rope(**parse(text, _abi.Rope))
-    fields = {name: (getattr(made, name),) for name, of in _abi.Rope.kinds().items() if of is not _abi.Tensor}
-    fields.update(heads=(x.shape[2],), dim=(x.shape[3],))
-    return fields
+    return {name: value for name, value in rope_fields(text, x.shape[2], x.shape[3]).items()
+            if name not in _abi.Rope._doubles_}
+
+
+def _rope_numbers(call: _Call, text: str) -> None:
+    """Lists of numbers of the options of the struct that was added last. They are constants of the graph: an address in
+    it would mean nothing in another process."""
+    base, given = sum(map(len, call.structs[:-1])), parse(text, _abi.Rope)
+    for name in _abi.Rope._doubles_:
+        if name in given:
+            call.constants.append((base + _ROPE.offsets[name], np.asarray(given[name]).view(np.int32)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _rope(x, positions, arrays, longest, first, text):
     call = _rope_call("rope_forward", x, arrays, longest, first)
     call.add(_ROPE, _rope_fixed(x, text), dict(x=x, positions=positions), dict(out=_like(x)))
+    _rope_numbers(call, text)
     return call.run(rows=_rows_of(arrays, x))[0]
 
 
@@ -194,6 +225,7 @@ def _rope_backward(longest, first, text, saved, dout):
     call = _rope_call("rope_backward", dout, arrays, longest, first)
     call.add(_ROPE, {}, dict(out=dout), dict(x=_like(dout)))
     call.add(_ROPE, _rope_fixed(dout, text), dict(x=dout, out=dout, positions=positions), {})
+    _rope_numbers(call, text)
     return call.run(zero=True, rows=_rows_of(arrays, dout))[0], None, None
 
 
@@ -202,7 +234,8 @@ _rope.defvjp(_rope_forward, _rope_backward)
 
 def rope(x: Array, positions: Array | None = None, *, begins: Array | None = None, firsts: Array | None = None,
          counts: Array | None = None, longest: int = 0, first: int = 0, **options: Any) -> Array:
-    """x (B, T, H, D) turned by its positions (B, T), int32; without them a row's place, from `first` or firsts on."""
+    """x (B, T, H, D) turned by its positions (B, T), int32; without them a row's place, from `first` or firsts on.
+    Options: those of nsa.Rope, as base=10000.0, frequencies=[...]; nsa.rope_options has those of a configuration."""
     if positions is not None:
         _expect("positions", positions, *x.shape[:2])
     return _rope(x, positions, (begins, firsts, counts, None), longest, first, _options(**options))
@@ -213,7 +246,9 @@ def rope(x: Array, positions: Array | None = None, *, begins: Array | None = Non
 def _phi_fixed(prefix: str, phi: str, x: Any, given: dict[str, Any], block: int) -> dict[str, tuple[Any, ...]]:
     unknown = set(given) - set(PHI)
     if unknown:
-        raise ValueError(f"phi: {', '.join(sorted(unknown))}: none of {', '.join(PHI)}")
+        raise refused("OPTION", "phi", f"{', '.join(sorted(unknown))}, must be of {', '.join(PHI)}")
+    if phi.upper() not in _abi.Phi.__members__:
+        raise refused("OPTION", "phi", f"{phi!r} is none of {', '.join(kind.name.lower() for kind in _abi.Phi)}")
     width = x.shape[3]
     hidden = given["w1"].shape[1] if phi == "mlp" and "w1" in given else 0
     shapes = {"pos": (block, width), "w2": (width, hidden), "b2": (1, width),
@@ -227,8 +262,8 @@ def _phi_fixed(prefix: str, phi: str, x: Any, given: dict[str, Any], block: int)
 def _compress_call(function: str, x: Any, begins: Any, longest: int, text: str) -> _Call:
     arrays, tokens = (begins, None, None, None), longest if begins is not None else x.shape[1]
     batch, count = problem(x.shape, arrays, tokens, 0)
-    text = text if begins is None else more(text, rows=x.shape[1])
-    return _Call(function, desc_bytes(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, 0), arrays)
+    made = desc_struct(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, 0, **_packed(begins, x))
+    return _Call(function, made, arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -270,8 +305,8 @@ def _compress_step(x, given, out, arrays, longest, phi, text):
     batch, _ = problem((1 if arrays[2] is not None else x.shape[0], tokens), arrays, tokens, 0)
     fixed = _phi_fixed("", phi, x, given, option(text, "cmp_block"))
     _new_rows("out", out, x, pages, tokens, text)
-    text = text if pages is None else _in_pages(text, pages, x, 1)
-    made = desc_bytes(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, tokens, 0)
+    sizes = {} if pages is None else in_pages(pages, x, 1)
+    made = desc_struct(text, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, tokens, 0, **sizes)
     call = _Call("compress_forward", made, arrays)
     call.add(_COMPRESS, fixed, dict(x=x, **given), dict(out=_like(out)), PHI)
     return call.run(updated=[out])[0]
@@ -287,7 +322,7 @@ def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str =
     if out is None:
         _only_with("out", firsts, counts, pages)
         return _compress(x, parameters or {}, begins, longest, phi, _options(**options))
-    _of_a_step(begins, 0)
+    _of_a_step(begins, None)
     x, out, given = jax.lax.stop_gradient((x, out, parameters or {}))
     return _compress_step(x, given, out, (None, firsts, counts, pages), longest, phi, _options(**options))
 
@@ -297,20 +332,20 @@ def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str =
 def _attend_call(branch, function, q, k, v, blocks, arrays, tokens, first, text):
     begins, _, _, pages = arrays
     batch, count = problem(q.shape, arrays, tokens, first)
+    sizes = _packed(begins, q)
     if pages is not None:
         batches, rows = k.shape[:2]
-        text = _in_pages(text, pages, k, option(text, "cmp_stride") if branch == "cmp" else 1)
+        sizes = in_pages(pages, k, option(text, "cmp_stride") if branch == "cmp" else 1)
     elif begins is None:
         batches, rows = batch, cmp_count(text, tokens) if branch == "cmp" else tokens
     else:
         batches, rows = 1, cmp_count(text, q.shape[1]) if branch == "cmp" else q.shape[1]
-        text = more(text, rows=q.shape[1])
     _expect("k", k, batches, rows, k.shape[2], q.shape[3])
     _expect("v", v, batches, rows, k.shape[2], v.shape[3])
     if branch == "slc":
         _expect("blocks", blocks, *_lists(q, k.shape[2], text).shape)
-    return _Call(function, desc_bytes(text, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count,
-                                      0), arrays)
+    return _Call(function, desc_struct(text, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count,
+                                       0, **sizes), arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 6, 7, 8))
@@ -338,10 +373,12 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _attend_public(branch, q, k, v, blocks, arrays, tokens, first, options):
+    tokens = check_int("tokens", tokens)
+    first = first_of(first, q.shape, tokens, arrays)
     return _attend(branch, q, k, v, blocks, arrays, tokens, first, _options(**options))
 
 
-def attend_cmp(q: Array, k: Array, v: Array, *, tokens: int, begins: Array | None = None, first: int = 0,
+def attend_cmp(q: Array, k: Array, v: Array, *, tokens: int, begins: Array | None = None, first: int | None = None,
                firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
     """(out (B, T, H, Dv), lse (B, T, H)) over compressed rows (B, N, Hk, D) of so many tokens (packed: of the
@@ -350,14 +387,14 @@ def attend_cmp(q: Array, k: Array, v: Array, *, tokens: int, begins: Array | Non
 
 
 def attend_slc(q: Array, k: Array, v: Array, blocks: Array, *, begins: Array | None = None, longest: int = 0,
-               first: int = 0, firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
+               first: int | None = None, firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
     """(out, lse) over the tokens of the blocks listed for each query and kv head: (B, T, Hk, n) int32."""
     return _attend_public("slc", q, k, v, blocks, (begins, firsts, counts, pages), _tokens(k, begins, pages, longest),
                           first, options)
 
 
-def attend_win(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int = 0,
+def attend_win(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int | None = None,
                firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                **options: Any) -> tuple[Array, Array]:
     """(out, lse) over the last `window` tokens."""
@@ -365,7 +402,7 @@ def attend_win(q: Array, k: Array, v: Array, *, begins: Array | None = None, lon
                           first, options)
 
 
-def attend_dense(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int = 0,
+def attend_dense(q: Array, k: Array, v: Array, *, begins: Array | None = None, longest: int = 0, first: int | None = None,
                  firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                  **options: Any) -> tuple[Array, Array]:
     """(out, lse) of causal attention."""
@@ -375,6 +412,7 @@ def attend_dense(q: Array, k: Array, v: Array, *, begins: Array | None = None, l
 
 def _tokens(k: Any, begins: Any, pages: Any, longest: int) -> int:
     """Of the longest sequence."""
+    longest = check_int("longest", longest)
     if pages is not None:
         return longest or pages.shape[-1] * k.shape[1]
     return k.shape[1] if begins is None else longest
@@ -382,12 +420,12 @@ def _tokens(k: Any, begins: Any, pages: Any, longest: int) -> int:
 
 def _only_with(name: str, *arrays: Any) -> None:
     if any(x is not None for x in arrays):
-        raise ValueError(f"{name}: firsts, counts and pages need it, for compressed rows of earlier steps lie there")
+        raise refused("SIZE", name, f"firsts, counts and pages need it, for compressed rows of earlier steps lie there")
 
 
-def _of_a_step(begins: Any, first: int) -> None:
+def _of_a_step(begins: Any, first: int | None) -> None:
     if begins is not None or first:
-        raise ValueError("begins, first: in a step firsts and counts say where each sequence is")
+        raise refused("OPTION", "begins, first", "in a step firsts and counts say where each sequence is")
 
 
 # ---- Merge --------------------------------------------------------------------------------------
@@ -399,7 +437,7 @@ def _merge_call(function, parts):
     batch, tokens, heads, width = parts[0].shape
     for name, x, shape in zip(_PARTS, parts, (parts[0].shape,) * 2 + (parts[0].shape[:3],) * 2):
         _expect(name, x, *shape)
-    return _Call(function, desc_bytes("", batch, tokens, heads, heads, 1, width, 0, tokens, 0))
+    return _Call(function, desc_struct("", batch, tokens, heads, heads, 1, width, 0, tokens, 0))
 
 
 @jax.custom_vjp
@@ -441,20 +479,21 @@ def _chosen(call: _Call, packer: Packer, fixed: dict[str, tuple[Any, ...]], inpu
     return tuple(found) if scores else found[0]
 
 
-def select_blocks(q: Array, k: Array, lse: Array, *, tokens: int, begins: Array | None = None, first: int = 0,
+def select_blocks(q: Array, k: Array, lse: Array, *, tokens: int, begins: Array | None = None, first: int | None = None,
                   firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
                   scores: bool = False, **options: Any) -> Any:
     """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. With scores=True
     also what they were chosen by, (B, T, Hk, selection blocks), -inf behind a query's candidates. No gradient."""
     q, k, lse = map(jax.lax.stop_gradient, (q, k, lse))
-    text, arrays = _options(**options), (begins, firsts, counts, pages)
+    text, arrays, tokens = _options(**options), (begins, firsts, counts, pages), check_int("tokens", tokens)
+    first = first_of(first, q.shape, tokens, arrays)
     call = _attend_call("cmp", "select_blocks", q, k, k, None, arrays, tokens, first, text)
     _expect("lse", lse, *q.shape[:3])
     return _chosen(call, _SELECT, {}, dict(q=q, k=k, lse=lse), _lists(q, k.shape[2], text), tokens, scores, text)
 
 
 def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str = "linear", pool: str = "max",
-                 begins: Array | None = None, longest: int = 0, first: int = 0, firsts: Array | None = None,
+                 begins: Array | None = None, longest: int = 0, first: int | None = None, firsts: Array | None = None,
                  counts: Array | None = None, pages: Array | None = None, scores: bool = False,
                  **options: Any) -> Any:
     """The lists (B, T, Hk, n) int32 of the best blocks by the score of their tokens, sum over the heads of a group of
@@ -465,22 +504,25 @@ def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str =
         _expect("weights", weights, *q.shape[:3])
         weights = jax.lax.stop_gradient(weights)
     text, tokens, kinds = _options(**options), _tokens(k, begins, pages, longest), _abi.Score(act=act, pool=pool)
-    call = _attend_call("score", "score_blocks", q, k, k, None, (begins, firsts, counts, pages), tokens, first, text)
+    arrays = begins, firsts, counts, pages
+    first = first_of(first, q.shape, tokens, arrays)
+    call = _attend_call("score", "score_blocks", q, k, k, None, arrays, tokens, first, text)
     return _chosen(call, _SCORE, dict(act=(kinds.act,), pool=(kinds.pool,)), dict(q=q, k=k, weights=weights),
                    _lists(q, k.shape[2], text), tokens, scores, text)
 
 
-def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, first: int = 0,
+def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, first: int | None = None,
                  firsts: Array | None = None, counts: Array | None = None, **options: Any) -> Array:
     """The lists (B, T, Hk, n) int32 of the best blocks by scores from elsewhere, (B, T, Hk, selection blocks of so many
     tokens), in float32 or, of doubles, float64."""
     scores, text = jax.lax.stop_gradient(scores), _options(**options)
-    arrays, heads = (begins, firsts, counts, None), scores.shape[2]
+    arrays, heads, tokens = (begins, firsts, counts, None), scores.shape[2], check_int("tokens", tokens)
+    first = first_of(first, scores.shape, tokens, arrays)
     batch, count = problem(scores.shape, arrays, tokens, first)
     _expect("scores", scores, *scores.shape[:3], slc_count(text, tokens))
     lists = _like(scores, *scores.shape[:3], list_width(text), dtype=jnp.int32)
-    text = text if begins is None else more(text, rows=scores.shape[1])
-    call = _Call("rank_queries", desc_bytes(text, batch, tokens, heads, heads, 1, 1, first, count, 0), arrays)
+    made = desc_struct(text, batch, tokens, heads, heads, 1, 1, first, count, 0, **_packed(begins, scores))
+    call = _Call("rank_queries", made, arrays)
     call.add(_RANK, {}, dict(scores=scores), dict(blocks=lists))
     return call.run(rows=_rows_of(arrays, scores))[0]
 
@@ -492,8 +534,8 @@ def _gate_call(function, logits, cmp, slc, win, text):
     _expect("slc", slc, *cmp.shape)
     _expect("win", win, *cmp.shape)
     _expect("logits", logits, batch, tokens, logits.shape[2], 3)
-    return _Call(function, desc_bytes(f"{text},gate_heads={logits.shape[2]}", batch, tokens, heads, logits.shape[2], 1,
-                                      width, 0, tokens, 0))
+    return _Call(function, desc_struct(text, batch, tokens, heads, logits.shape[2], 1, width, 0, tokens, 0,
+                                       gate_heads=logits.shape[2]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -543,13 +585,9 @@ def _whole_call(function, x, arrays, longest, first, text):
     _expect("k_slc", k, batches if pages is None else k.shape[0], rows, k.shape[2], q.shape[3])
     _expect("v_slc", v, *k.shape[:3], v.shape[3])
     _expect("gates", x["gates"], *q.shape[:2], x["gates"].shape[2], 3)
-    text = more(text, gate_heads=x["gates"].shape[2])
-    if begins is not None:
-        text = more(text, rows=q.shape[1])
-    if pages is not None:
-        text = _in_pages(text, pages, k, 1)
-    return _Call(function, desc_bytes(text, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count,
-                                      0), arrays)
+    sizes = dict(_packed(begins, q), gate_heads=x["gates"].shape[2], **({} if pages is None else in_pages(pages, k, 1)))
+    return _Call(function, desc_struct(text, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count,
+                                       0, **sizes), arrays)
 
 
 def _whole_fixed(x, phis, kinds, text):
@@ -616,7 +654,7 @@ def _attention_step(arrays, phis, compressed, places, longest, kinds, text):
 
 def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, k_win: Array, v_win: Array, gates: Array,
               *, phi_k: tuple[str, dict[str, Array]] | str = "mean", phi_v: tuple[str, dict[str, Array]] | str = "mean",
-              begins: Array | None = None, longest: int = 0, first: int = 0,
+              begins: Array | None = None, longest: int = 0, first: int | None = None,
               compressed: tuple[Array, Array] | None = None, firsts: Array | None = None, counts: Array | None = None,
               pages: Array | None = None, blocks: bool = False, **options: Any) -> Any:
     """The whole: out (B, T, H, Dv), and with blocks=True also the lists that were selected.
@@ -638,6 +676,8 @@ def attention(q: Array, k_cmp: Array, v_cmp: Array, k_slc: Array, v_slc: Array, 
         rows = step["k_cmp.out"], step["v_cmp.out"]
         return (step["out"], step["blocks"], rows) if blocks else (step["out"], rows)
     _only_with("compressed", firsts, counts, pages)
+    longest = check_int("longest", longest)
+    first = first_of(first, q.shape, k_slc.shape[1], (begins, firsts, counts))
     found = _attention((q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates), tuple(given for _, given in phis), begins,
                        longest, first, tuple(kind for kind, _ in phis), _options(**options))
     return (found["out"], found["blocks"]) if blocks else found["out"]

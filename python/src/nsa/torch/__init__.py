@@ -1,8 +1,9 @@
 """Native Sparse Attention for PyTorch: differentiable operators, and a module that drops into a model.
 
 Tensors are (B, T, H, D) with any strides whose last is 1; a head-first tensor is passed as x.transpose(1, 2).
-With `first`, q holds rows first .. of each sequence's keys. Options are fields of nsa.Desc, by name: window=512,
-gate="softmax", mask="none", list_heads=8 (lists then have that many heads). float64 is computed in double, bfloat16
+With `first`, q holds rows first .. of each sequence's keys; it must be given if there are fewer rows of q than
+tokens. Options are fields of nsa.Desc, by name: window=512, gate="softmax", mask="none", list_heads=8 (lists then have
+that many heads); sizes are what the tensors say, and no options. float64 is computed in double, bfloat16
 and float16 with sums in float32. Where sequences differ in length, by tensors of int32:
 
     begins (B + 1)          packed: all tensors are (1, rows, H, D), sequence b is rows begins[b] .. begins[b + 1] - 1
@@ -13,7 +14,8 @@ and float16 with sums in float32. Where sequences differ in length, by tensors o
                             Hk, D): token s of sequence b lies in page pages[b, s // page tokens]. `longest` (0: what
                             the table has room for) bounds the tokens. No gradient
 
-On CUDA counts must add up to the rows; on the CPU that is checked.
+On CUDA counts must add up to the rows; on the CPU that is checked. Rows of packed sequences that belong to none, and
+the last `first` of each, are 0 in outputs, -inf in lse and -1 in lists.
 
 The operators are torch.ops.nsa.*: they have fake kernels, gradients, and autocast as
 scaled_dot_product_attention has it. Block lists carry no gradient.
@@ -24,7 +26,8 @@ from typing import Any
 
 import torch as _torch
 
-from .._pack import PHI as _PHI, options as _options
+from .._pack import PHI as _PHI, first_of as _first_of, options as _options
+from .._refused import refused as _refused
 from . import _operators as _o
 from ._memory import release_memory
 from ._module import Cache, NativeSparseAttention
@@ -40,8 +43,9 @@ __all__ = ["Cache", "NativeSparseAttention", "attend_cmp", "attend_dense", "atte
 def rope(x: Tensor, positions: Tensor | None = None, *, begins: Tensor | None = None, firsts: Tensor | None = None,
          counts: Tensor | None = None, longest: int = 0, first: int = 0, **options: Any) -> Tensor:
     """x (B, T, H, D) turned by its positions (B, T), int32; without them a row's place, from `first` or firsts on.
-    Options: those of nsa.Rope, as base=10000.0, pairs="halves"."""
-    return _o.rope(x, positions, begins, firsts, counts, longest, first, _options(**options))
+    Options: those of nsa.Rope, as base=10000.0, pairs="halves", frequencies=[...]; nsa.rope_options has those of a
+    configuration."""
+    return _o.rope(x, positions, begins, firsts, counts, _o.integer("longest", longest), first, _options(**options))
 
 
 def compress(x: Tensor, pos: Tensor | None = None, w1: Tensor | None = None, b1: Tensor | None = None,
@@ -55,71 +59,86 @@ def compress(x: Tensor, pos: Tensor | None = None, w1: Tensor | None = None, b1:
     and is returned."""
     if out is None:
         _only_with("out", firsts, counts, pages)
-        return _o.compress(x, pos, w1, b1, w2, b2, begins, longest, phi, _options(**options))
-    _of_a_step(begins, 0)
+        return _o.compress(x, pos, w1, b1, w2, b2, begins, _o.integer("longest", longest), phi, _options(**options))
+    _of_a_step(begins, None)
     with _torch.no_grad():
         _o.compress_step(x, out, pos, w1, b1, w2, b2, firsts, counts, pages, _tokens(x, None, pages, longest), phi,
                          _options(**options))
     return out
 
 
-def attend_cmp(q: Tensor, k: Tensor, v: Tensor, *, tokens: int, begins: Tensor | None = None, first: int = 0,
+def attend_cmp(q: Tensor, k: Tensor, v: Tensor, *, tokens: int, begins: Tensor | None = None, first: int | None = None,
                firsts: Tensor | None = None, counts: Tensor | None = None, pages: Tensor | None = None,
                **options: Any) -> tuple[Tensor, Tensor]:
     """(out (B, T, H, Dv), lse (B, T, H)) over compressed rows k (B, N, Hk, Dk), v (B, N, Hk, Dv) of so many tokens
     (packed: of the longest sequence)."""
-    return _o.attend["cmp"](q, k, v, None, begins, firsts, counts, pages, tokens, first, _options(**options))
+    return _attended("cmp", q, k, v, None, begins, firsts, counts, pages, tokens, first, options)
 
 
 def attend_slc(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, begins: Tensor | None = None, longest: int = 0,
-               first: int = 0, firsts: Tensor | None = None, counts: Tensor | None = None,
+               first: int | None = None, firsts: Tensor | None = None, counts: Tensor | None = None,
                pages: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) over the tokens of the blocks listed for each query and kv head: (B, T, Hk, n) int32, in the form
     of select_blocks."""
-    return _o.attend["slc"](q, k, v, blocks, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
-                            _options(**options))
+    return _attended("slc", q, k, v, blocks, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
+                     options)
 
 
-def attend_win(q: Tensor, k: Tensor, v: Tensor, *, begins: Tensor | None = None, longest: int = 0, first: int = 0,
+def attend_win(q: Tensor, k: Tensor, v: Tensor, *, begins: Tensor | None = None, longest: int = 0, first: int | None = None,
                firsts: Tensor | None = None, counts: Tensor | None = None, pages: Tensor | None = None,
                **options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) over the last `window` tokens."""
-    return _o.attend["win"](q, k, v, None, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
-                            _options(**options))
+    return _attended("win", q, k, v, None, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
+                     options)
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, *, begins: Tensor | None = None, longest: int = 0, first: int = 0,
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, *, begins: Tensor | None = None, longest: int = 0, first: int | None = None,
                  firsts: Tensor | None = None, counts: Tensor | None = None, pages: Tensor | None = None,
                  **options: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of causal attention."""
-    return _o.attend["dense"](q, k, v, None, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
-                              _options(**options))
+    return _attended("dense", q, k, v, None, begins, firsts, counts, pages, _tokens(k, begins, pages, longest), first,
+                     options)
 
 
-def select_blocks(q: Tensor, k: Tensor, lse: Tensor, *, tokens: int, begins: Tensor | None = None, first: int = 0,
+def _attended(branch: str, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None, begins: Tensor | None,
+              firsts: Tensor | None, counts: Tensor | None, pages: Tensor | None, tokens: int, first: int | None,
+              options: dict[str, Any]) -> Any:
+    tokens = _o.integer("tokens", tokens)
+    first = _first_of(first, q.shape, tokens, (begins, firsts, counts))
+    return _o.attend[branch](q, k, v, blocks, begins, firsts, counts, pages, tokens, first,
+                             _options(**options) if options else "")
+
+
+def select_blocks(q: Tensor, k: Tensor, lse: Tensor, *, tokens: int, begins: Tensor | None = None, first: int | None = None,
                   firsts: Tensor | None = None, counts: Tensor | None = None, pages: Tensor | None = None,
                   scores: bool = False, **options: Any) -> Any:
     """Eq. 8 to 11: the lists (B, T, Hk, n) int32 for compressed keys k and the lse of attend_cmp. With scores=True
     also what they were chosen by, (B, T, Hk, selection blocks), -inf behind a query's candidates. No gradient."""
+    tokens = _o.integer("tokens", tokens)
+    first = _first_of(first, q.shape, tokens, (begins, firsts, counts))
     return _selected(_o.select_blocks(q, k, lse, begins, firsts, counts, pages, tokens, first, scores,
                                       _options(**options)), scores)
 
 
 def score_blocks(q: Tensor, k: Tensor, weights: Tensor | None = None, *, act: str = "linear", pool: str = "max",
-                 begins: Tensor | None = None, longest: int = 0, first: int = 0, firsts: Tensor | None = None,
+                 begins: Tensor | None = None, longest: int = 0, first: int | None = None, firsts: Tensor | None = None,
                  counts: Tensor | None = None, pages: Tensor | None = None, scores: bool = False,
                  **options: Any) -> Any:
     """The lists (B, T, Hk, n) int32 of the best blocks by the score of their tokens, sum over the heads of a group of
     weights (B, T, H) act(q . k), linear or relu; of a block the max or the mean. With scores=True also the scores of
     the blocks. No gradient."""
-    return _selected(_o.score_blocks(q, k, weights, begins, firsts, counts, pages, _tokens(k, begins, pages, longest),
-                                     first, act, pool, scores, _options(**options)), scores)
+    tokens = _tokens(k, begins, pages, longest)
+    first = _first_of(first, q.shape, tokens, (begins, firsts, counts))
+    return _selected(_o.score_blocks(q, k, weights, begins, firsts, counts, pages, tokens, first, act, pool, scores,
+                                     _options(**options)), scores)
 
 
-def rank_queries(scores: Tensor, *, tokens: int, begins: Tensor | None = None, first: int = 0,
+def rank_queries(scores: Tensor, *, tokens: int, begins: Tensor | None = None, first: int | None = None,
                  firsts: Tensor | None = None, counts: Tensor | None = None, **options: Any) -> Tensor:
     """The lists (B, T, Hk, n) int32 of the best blocks by scores from elsewhere, (B, T, Hk, selection blocks of so many
     tokens), in float32 or, of doubles, float64."""
+    tokens = _o.integer("tokens", tokens)
+    first = _first_of(first, scores.shape, tokens, (begins, firsts, counts))
     return _o.rank_queries(scores, begins, firsts, counts, tokens, first, _options(**options))
 
 
@@ -141,7 +160,7 @@ def gate(logits: Tensor, cmp: Tensor, slc: Tensor, win: Tensor, kind: str = "sig
 def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Tensor, k_win: Tensor, v_win: Tensor,
               gates: Tensor, *, phi_k: tuple[str, dict[str, Tensor]] | str = "mean",
               phi_v: tuple[str, dict[str, Tensor]] | str = "mean", begins: Tensor | None = None, longest: int = 0,
-              first: int = 0, compressed: tuple[Tensor, Tensor] | None = None, firsts: Tensor | None = None,
+              first: int | None = None, compressed: tuple[Tensor, Tensor] | None = None, firsts: Tensor | None = None,
               counts: Tensor | None = None, pages: Tensor | None = None, blocks: bool = False, **options: Any) -> Any:
     """The whole: out (B, T, H, Dv), and with blocks=True also the lists that were selected.
 
@@ -162,6 +181,8 @@ def attention(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_slc: Tensor, v_slc: Ten
         return found if blocks else found[0]
     if not (firsts is counts is pages is None):
         _only_with("compressed", firsts, counts, pages)
+    longest = _o.integer("longest", longest)
+    first = _first_of(first, q.shape, k_slc.shape[1], (begins, firsts, counts))
     found = _o.attention_of((*tensors, begins, longest, first, kind_k, kind_v, _options(**options) if options else ""),
                             2 if blocks else 1)
     return found[:2] if blocks else found[0]
@@ -174,12 +195,13 @@ def _phi(phi: tuple[str, dict[str, Tensor]]) -> tuple[str, list[Tensor | None]]:
     """Its kind, and its parameters as the operators take them."""
     kind, parameters = phi
     if not parameters.keys() <= set(_PHI):
-        raise ValueError(f"phi: parameters {', '.join(parameters)}, must be of {', '.join(_PHI)}")
+        raise _refused("OPTION", "phi", f"parameters {', '.join(parameters)}, must be of {', '.join(_PHI)}")
     return kind, [parameters.get(name) for name in _PHI]
 
 
 def _tokens(k: Tensor, begins: Tensor | None, pages: Tensor | None, longest: int) -> int:
     """Of the longest sequence."""
+    longest = _o.integer("longest", longest)
     if pages is not None:
         return longest or pages.shape[-1] * k.shape[1]
     return k.shape[1] if begins is None else longest
@@ -188,9 +210,9 @@ def _tokens(k: Tensor, begins: Tensor | None, pages: Tensor | None, longest: int
 def _only_with(name: str, *arrays: Tensor | None) -> None:
     for x in arrays:
         if x is not None:
-            raise ValueError(f"{name}: firsts, counts and pages need it, for compressed rows of earlier steps lie there")
+            raise _refused("NULL", name, "firsts, counts and pages need it, for compressed rows of earlier steps lie there")
 
 
-def _of_a_step(begins: Tensor | None, first: int) -> None:
+def _of_a_step(begins: Tensor | None, first: int | None) -> None:
     if begins is not None or first:
-        raise ValueError("begins, first: in a step firsts and counts say where each sequence is")
+        raise _refused("OPTION", "begins, first", "in a step firsts and counts say where each sequence is")

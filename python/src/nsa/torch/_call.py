@@ -109,7 +109,8 @@ def load(looks: Sequence[Callable[[], Any]]) -> _Library | None:
         loaded = _Library()
     except OSError:  # for this Python, or for this machine, it was not built
         return None
-    global _world  # whose objects must live as long
+    global _world, _loaded  # whose objects must live as long
+    _loaded = loaded
     _world = _World(describe, None, False, torch.Tensor, torch.nn.Parameter, tuple(looks), forward_ad, "_current_level",
                     torch.is_grad_enabled, "requires_grad", torch.Tensor.is_neg, torch.get_num_threads, torch.empty_like,
                     {"memory_format": torch.contiguous_format}, cpu_scratch, keep, "address", RECORDED)
@@ -131,7 +132,7 @@ class Site:
 
     def add(self, given: tuple[Any, ...], of: Callable[..., Any]) -> None:
         """A call like this one, which was done, will be done here from now on."""
-        made = of(given, self._is_tensor, torch.get_num_threads())
+        made = of(given, self._is_tensor, _world.threads())
         self._library.add(self._site, given, made, made)
 
     def forget(self) -> None:
@@ -139,6 +140,14 @@ class Site:
 
 
 _sites: list[Site] = []
+_loaded: _Library | None = None
+
+
+def count_threads_by(function: Callable[[], int]) -> None:
+    """What says how many threads a call has, instead of PyTorch."""
+    if _loaded is not None:
+        _world.threads = function
+        _loaded.world(_world)
 
 
 def forget() -> None:

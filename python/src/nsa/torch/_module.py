@@ -5,7 +5,9 @@ trainer loads. Not here: arithmetic (_operators.py), other parts of a model.
 """
 from __future__ import annotations
 
-from typing import Any
+import copy
+import threading
+from typing import Any, Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +16,23 @@ from torch.nn import functional
 import nsa
 
 from . import _operators as _o
-from .._pack import PHI, options, parse
+from .._pack import PHI, check_int, options, parse
+from .._refused import refused
 from ._native import DTYPES
 
 _BRANCHES = ("cmp", "slc", "win")
+_ROWS_LEAST = 16
+
+
+def _linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """layer(x). For few rows of float32 PyTorch has other products, which add up in another order: a token decoded alone
+    would not have the bits that it has among others. So it never stands among fewer than 16."""
+    if torch.compiler.is_compiling() if hasattr(torch, "compiler") else False:
+        return layer(x)
+    count = x.shape[:-1].numel()
+    if not 0 < count < _ROWS_LEAST:
+        return layer(x)
+    return layer(functional.pad(x.reshape(count, -1), (0, 0, 0, _ROWS_LEAST - count)))[:count].view(*x.shape[:-1], -1)
 
 
 class _Phi(nn.Module):
@@ -40,7 +55,7 @@ class _Phi(nn.Module):
             if bias:
                 self.b2 = nn.Parameter(torch.zeros(heads, width))
         elif kind != "mean":
-            raise ValueError(f"phi: {kind!r} is none of mean, conv, mlp")
+            raise refused("OPTION", "phi", f"{kind!r} is none of mean, conv, mlp")
 
     def given(self) -> list[Tensor | None]:
         """In the order and with the axes that the operators take."""
@@ -56,6 +71,7 @@ class NativeSparseAttention(nn.Module):
         y = attention(x, begins=cu_seqlens, longest=n)       # (rows, dim) of packed sequences
         cache = attention.cache(batch=1, tokens=4096)        # for decoding
         y = attention(x, cache=cache)                        # appends x's tokens
+        y = attention(x, cache=cache, counts=[1, 3])         # of sequence b the first counts[b] of them
 
     heads must be a multiple of kv_heads; head_dim and head_dim_v default to dim // heads. phi: mean, conv or mlp.
     gate: sigmoid or softmax of an MLP of the group's mean query. rope_base None leaves positions out. Options are
@@ -71,10 +87,11 @@ class NativeSparseAttention(nn.Module):
         self.dim_v = head_dim_v or self.dim_k
         # The first rule that is broken, in the library's words, before any parameter is made.
         self._fields = dict(fields, gate=gate)
+        self.options = options(**self._fields)
+        parse(self.options, nsa.Desc)
         self.desc = self._desc()
         nsa.desc_check(self.desc)
-        self.options = options(gate=gate, **fields)
-        self.rope_options = None if rope_base is None else options(base=float(rope_base), **(rope or {}))
+        self.rope_options = None if rope_base is None else options(**{"base": float(rope_base), **(rope or {})})
         nsa.Rope(**parse(self.rope_options or "", nsa.Rope))
         self.W_Q = nn.Linear(dim, heads * self.dim_k, bias=False)
         for branch in _BRANCHES:
@@ -102,11 +119,11 @@ class NativeSparseAttention(nn.Module):
     def _projected(self, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
         """q, the branches' k and v, and the gates' logits, before positions turn q and k."""
         batch, tokens, _ = x.shape
-        q = self.W_Q(x).view(batch, tokens, self.heads, self.dim_k)
-        k = [getattr(self, "W_K_" + b)(x).view(batch, tokens, self.kv_heads, self.dim_k) for b in _BRANCHES]
-        v = [getattr(self, "W_V_" + b)(x).view(batch, tokens, self.kv_heads, self.dim_v) for b in _BRANCHES]
+        q = _linear(self.W_Q, x).view(batch, tokens, self.heads, self.dim_k)
+        k = [_linear(getattr(self, "W_K_" + b), x).view(batch, tokens, self.kv_heads, self.dim_k) for b in _BRANCHES]
+        v = [_linear(getattr(self, "W_V_" + b), x).view(batch, tokens, self.kv_heads, self.dim_v) for b in _BRANCHES]
         mean = q.view(batch, tokens, self.kv_heads, self.heads // self.kv_heads, self.dim_k).mean(3)
-        gates = self.gate["fc2"](functional.silu(self.gate["fc1"](mean)))
+        gates = _linear(self.gate["fc2"], functional.silu(_linear(self.gate["fc1"], mean)))
         return q, k, v, gates
 
     def _turned(self, x: Tensor, positions: Tensor | None, begins: Tensor | None, longest: int) -> Tensor:
@@ -115,78 +132,163 @@ class NativeSparseAttention(nn.Module):
         return _o.rope(x, positions, begins, None, None, longest, 0, self.rope_options)
 
     def forward(self, x: Tensor, *, positions: Tensor | None = None, begins: Tensor | None = None, longest: int = 0,
-                cache: "Cache | None" = None) -> Tensor:
-        """x (B, T, dim), or (rows, dim) with begins; positions (B, T) int32, for RoPE, instead of a row's place."""
-        packed = begins is not None and x.dim() == 2
+                cache: "Cache | None" = None, counts: Sequence[int] | Tensor | None = None) -> Tensor:
+        """x (B, T, dim), or (rows, dim) with begins; positions (B, T) int32, for RoPE, instead of a row's place. With a
+        cache the tokens are appended to it, of sequence b the first counts[b]; rows behind them come back as zeros."""
+        longest, packed = _o.integer("longest", longest), begins is not None and x.dim() == 2
         x = x[None] if packed else x
         if x.dim() != 3:
-            raise ValueError(f"x: shape {tuple(x.shape)}, must be (B, T, dim), or with begins (rows, dim)")
-        if cache is not None and positions is None:
-            positions = cache.positions(x.shape[1])
+            raise refused("SIZE", "x", f"shape {tuple(x.shape)}, must be (B, T, dim), or with begins (rows, dim)")
+        if cache is not None:
+            return self._decoded(x, positions, begins, cache, counts)
+        if counts is not None:
+            raise refused("NULL", "cache", "None, and counts say how many tokens it gets")
         q, k, v, gates = self._projected(x)
         q, *k = (self._turned(t, positions, begins, longest) for t in (q, *k))
-        if cache is not None:
-            out = cache.decode(q, k, v, gates, self)
-        else:
-            out = _o.attention_of((q, k[0], v[0], k[1], v[1], k[2], v[2], gates, *self.phi_k.given(),
-                                   *self.phi_v.given(), begins, longest, 0, self.phi_k.kind, self.phi_v.kind,
-                                   self.options), 1)[0]
-        y = self.out(out.flatten(2))
+        out = _o.attention_of((q, k[0], v[0], k[1], v[1], k[2], v[2], gates, *self.phi_k.given(),
+                               *self.phi_v.given(), begins, longest, 0, self.phi_k.kind, self.phi_v.kind,
+                               self.options), 1)[0]
+        y = _linear(self.out, out.flatten(2))
         return y[0] if packed else y
 
-    def cache(self, batch: int, tokens: int, max_rewind: int = 127, dtype: torch.dtype = torch.float32) -> "Cache":
-        """An empty cache for so many sequences of at most so many tokens, max_rewind + 1 of them at once."""
+    def _decoded(self, x: Tensor, positions: Tensor | None, begins: Tensor | None, cache: "Cache",
+                 counts: Sequence[int] | Tensor | None) -> Tensor:
+        if begins is not None:
+            raise refused("OPTION", "begins", "a cache has each sequence for itself: must be None, with x (B, T, dim)")
+        with cache._lock:  # another thread must not append between the question for positions and the answer
+            each = cache.counts(counts, x.shape[0], x.shape[1], self)
+            q, k, v, gates = self._projected(x)
+            places = cache.positions(x.shape[1]) if positions is None else positions
+            q, *k = (self._turned(t, places, None, 0) for t in (q, *k))
+            out = _Decoded.apply(lambda: cache.decode(q, k, v, gates, self, each), q, *k, *v, gates,
+                                 *[p for p in (*self.phi_k.given(), *self.phi_v.given()) if p is not None])
+        return _linear(self.out, out.flatten(2))
+
+    def cache(self, batch: int, tokens: int, max_rewind: int = 127, dtype: torch.dtype | None = None) -> "Cache":
+        """An empty cache for so many sequences of at most so many tokens, max_rewind + 1 of them at once. dtype: that of the
+        tokens' rows unless given."""
         return Cache(self, batch, tokens, max_rewind, dtype)
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, kv_heads={self.kv_heads}, dim_k={self.dim_k}, dim_v={self.dim_v}, {self.options}"
 
 
-class Cache:
-    """What decoding keeps of one layer, on the CPU: see nsa.Cache, which this holds as `rows`. No gradients."""
+class _Decoded(torch.autograd.Function):
+    """What `decode` returns, which refuses to be differentiated: a cache holds no graph of its rows, and gradients that
+    end there would be wrong in silence."""
 
-    def __init__(self, module: NativeSparseAttention, batch: int, tokens: int, max_rewind: int, dtype: torch.dtype):
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype: {dtype}, must be " + ", ".join(map(str, DTYPES)))
-        d = type(module.desc).from_buffer_copy(module.desc)
-        d.__dict__["arrays"] = {}
-        d.batch, d.tokens, d.count, d.threads = batch, tokens, tokens, torch.get_num_threads()
-        self.rows = nsa.Cache(d, nsa.Dtype(DTYPES[dtype]), max_rewind)
+    @staticmethod
+    def forward(ctx: Any, decode: Callable[[], Tensor], *tensors: Tensor) -> Tensor:
+        return decode()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError("attention from a cache has no gradients: decode under torch.no_grad(), or call the module "
+                                  "without a cache to train")
+
+
+class Cache:
+    """What decoding keeps of one layer, on the CPU: see nsa.Cache, which this holds as `rows`.
+
+    Its rows have the dtype of the tokens that are appended first, under autocast that of the projections, unless a dtype
+    is given: only then do its outputs have the bits of the module without a cache. What it returns has no gradients, and
+    says so in a backward. Threads may share one, and wait for each other. copy and deepcopy make one of its own memory.
+    """
+
+    def __init__(self, module: NativeSparseAttention, batch: int, tokens: int, max_rewind: int,
+                 dtype: torch.dtype | None = None):
+        if dtype is not None and DTYPES.get(dtype, 4) == 4:
+            raise refused("DTYPE", "dtype", f"{dtype}, must be " + ", ".join(map(str, list(DTYPES)[:4])))
+        d = copy.copy(module.desc)
+        for name, value in (("batch", batch), ("tokens", tokens), ("count", tokens), ("threads", torch.get_num_threads())):
+            setattr(d, name, value)
+        weight = module.W_K_slc.weight.dtype
+        self._desc, self._max_rewind, self._given = d, check_int("max_rewind", max_rewind), dtype is not None
+        self._geometry, self._lock = bytes(module.desc), threading.RLock()
+        self._lay_out(dtype or (weight if DTYPES.get(weight, 4) < 4 else torch.float32))
         self.chunk = max_rewind + 1
+
+    def _lay_out(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.rows = nsa.Cache(self._desc, nsa.Dtype(DTYPES[dtype]), self._max_rewind)
+
+    def __copy__(self) -> "Cache":
+        made = object.__new__(Cache)
+        with self._lock:
+            made.__dict__.update(self.__dict__, rows=copy.copy(self.rows), _lock=threading.RLock())
+        return made
+
+    def __deepcopy__(self, memo: Any) -> "Cache":
+        return self.__copy__()
 
     @property
     def lengths(self) -> list[int]:
+        """Tokens that each sequence holds."""
         return self.rows.lengths
 
     def rewind(self, sequence: int, length: int) -> None:
-        """Takes a sequence back to so many tokens, at most max_rewind below its newest length."""
-        self.rows.rewind(sequence, length)
+        """Takes a sequence back to so many tokens, at most max_rewind below its newest length; to 0 it may always go."""
+        with self._lock:
+            self.rows.rewind(sequence, length)
+
+    def fork(self, sequence: int, source: "Cache", source_sequence: int, length: int) -> None:
+        """Makes a sequence the copy of another's first tokens, of this or another cache of the same module."""
+        first, second = sorted((self, source), key=id)
+        with first._lock, second._lock:
+            self._takes(source.dtype, "source")
+            self.rows.fork(sequence, source.rows, source_sequence, length)
+
+    def _takes(self, dtype: torch.dtype, name: str) -> None:
+        """Rows of that dtype, which an empty cache may still become."""
+        if dtype == self.dtype or self._given and (dtype == torch.float64) == (self.dtype == torch.float64):
+            return
+        if self._given or any(self.lengths):
+            raise refused("DTYPE", name, f"rows of {dtype}, and the cache holds {self.dtype}: must be the same")
+        self._lay_out(dtype)
 
     def positions(self, count: int) -> Tensor:
         """The places of the next `count` tokens of each sequence."""
-        return (torch.tensor(self.lengths, dtype=torch.int32)[:, None]
-                + torch.arange(count, dtype=torch.int32)).contiguous()
+        return (torch.tensor(self.lengths, dtype=torch.int32, device="cpu")[:, None]
+                + torch.arange(count, dtype=torch.int32, device="cpu")).contiguous()
+
+    def counts(self, counts: Any, batch: int, tokens: int, module: NativeSparseAttention) -> list[int]:
+        """How many of its `tokens` rows each sequence gets, if the cache has room for them."""
+        if bytes(module.desc) != self._geometry:
+            raise refused("CACHE", "cache", "of another module, must be of this one's geometry: module.cache()")
+        if batch != self._desc.batch:
+            raise refused("SIZE", "x", f"{batch} sequences, and the cache holds {self._desc.batch}: must be as many")
+        each = [tokens] * batch if counts is None else [check_int("counts", n) for n in counts]
+        if len(each) != batch or any(not 0 <= n <= tokens for n in each):
+            raise refused("RANGE", "counts", f"{each}, must be {batch} numbers, 0 .. {tokens}")
+        room = [self._desc.tokens - length for length in self.lengths]
+        if any(n > left for n, left in zip(each, room)):
+            raise refused("CACHE", "x", f"{max(each)} tokens, and the cache has room for {min(room)}" if counts is None
+                          else f"{each} tokens, and the cache has room for {room}")
+        return each
 
     @torch.no_grad()
-    def decode(self, q: Tensor, k: list[Tensor], v: list[Tensor], gates: Tensor, module: NativeSparseAttention) -> Tensor:
+    def decode(self, q: Tensor, k: list[Tensor], v: list[Tensor], gates: Tensor, module: NativeSparseAttention,
+               counts: list[int]) -> Tensor:
         """Appends the rows, a chunk at a time, and attends from them."""
-        room = self.rows.desc.tokens - max(self.lengths)
-        if q.shape[1] > room:
-            raise ValueError(f"x: {q.shape[1]} tokens, and the cache has room for {room}")
-        return torch.cat([self._chunk(q[:, i:i + self.chunk], [t[:, i:i + self.chunk] for t in k],
-                                      [t[:, i:i + self.chunk] for t in v], gates[:, i:i + self.chunk], module)
-                          for i in range(0, q.shape[1], self.chunk)], 1)
+        self._takes(k[1].dtype, "x")
+        found = [q.new_zeros(*q.shape[:3], module.dim_v)] if q.shape[1] == 0 else []
+        for i in range(0, q.shape[1], self.chunk):
+            part = slice(i, i + self.chunk)
+            found.append(self._chunk(q[:, part], [t[:, part] for t in k], [t[:, part] for t in v], gates[:, part], module,
+                                     [min(max(0, n - i), self.chunk) for n in counts]))
+        return torch.cat(found, 1)
 
-    def _chunk(self, q: Tensor, k: list[Tensor], v: list[Tensor], gates: Tensor, module: NativeSparseAttention) -> Tensor:
+    def _chunk(self, q: Tensor, k: list[Tensor], v: list[Tensor], gates: Tensor, module: NativeSparseAttention,
+               counts: list[int]) -> Tensor:
         heads, real = q.shape[:3], torch.float64 if q.dtype == torch.float64 else torch.float32
         out, out_cmp, out_slc, out_win = (q.new_empty(*heads, module.dim_v) for _ in range(4))
-        lses = [torch.empty(heads, dtype=real) for _ in range(3)]
-        blocks = torch.empty(*q.shape[:2], module.kv_heads, nsa.block_list_width(self.rows.desc), dtype=torch.int32)
+        lses = [torch.empty(heads, dtype=real, device="cpu") for _ in range(3)]
+        blocks = torch.empty(*q.shape[:2], module.kv_heads, nsa.block_list_width(self._desc), dtype=torch.int32, device="cpu")
         phis = [nsa.Compress(phi=phi.kind, dim=x.shape[3], hidden=x.shape[3], x=x,
                              **{n: None if p is None else p.detach().to(q.dtype) for n, p in zip(PHI, phi.given())})
                 for phi, x in ((module.phi_k, k[0]), (module.phi_v, v[0]))]
         self.rows.decode(nsa.Attention(
             q=q, k_cmp=phis[0], v_cmp=phis[1], k_slc=k[1], v_slc=v[1], k_win=k[2], v_win=v[2], gates=gates,
             blocks=blocks, out_cmp=out_cmp, out_slc=out_slc, out_win=out_win, lse_cmp=lses[0], lse_slc=lses[1],
-            lse_win=lses[2], out=out), q.shape[1])
+            lse_win=lses[2], out=out), q.shape[1], torch.tensor(counts, dtype=torch.int32, device="cpu"))
         return out

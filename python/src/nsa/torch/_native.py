@@ -12,14 +12,16 @@ import functools
 import math
 import os
 import pathlib
+import struct
 from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 from torch import empty, get_num_threads  # by themselves: in a call their module's names would be cold memory
 
 from .. import _abi
-from .._library import FOLDER, Library, library, refusal
+from .._library import FOLDER, Library, has_computed, library, refusal
 from .._pack import ARRAYS, NULL, Packer, desc_struct
+from .._refused import refused
 from . import _call, _memory
 from ._memory import POOL, Scratch, in_large_pages, keep, scratch
 
@@ -28,17 +30,36 @@ _BYTES = {torch.uint8: 1, torch.bfloat16: 2, torch.float16: 2, torch.float32: 4,
 PLANS_MAX = 4096  # of packed sequences each step has a form of its own
 
 
+
+def _one() -> int:
+    return 1
+
+
+def _in_a_child() -> None:
+    """The threads were the parent's: see _library.threads_most."""
+    global get_num_threads
+    get_num_threads = _one
+    _call.count_threads_by(_one)
+
+
+has_computed()  # PyTorch has, or will have, with the same runtime
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_child)
+
+
 # ---- Views --------------------------------------------------------------------------------------
 
 ALIGNED = 64
 
 
 class Room(NamedTuple):
-    """A tensor that a call returns; if `pooled`, a large one lies in the pool on the CPU."""
+    """A tensor that a call returns; if `pooled`, a large one lies in the pool on the CPU. `rest`: what rows hold that are
+    no query of any sequence, where sequences are packed."""
     shape: tuple[Any, ...]
     dtype: torch.dtype
     zeroed: bool = False
     pooled: bool = False
+    rest: float | None = None
 
     def empty(self, device: torch.device) -> torch.Tensor:
         return empty(self.shape, dtype=self.dtype, device=device)
@@ -88,7 +109,7 @@ class View:
     def integers(self, name: str) -> "View":
         """One piece of int32."""
         if self.dtype != torch.int32:
-            raise ValueError(f"{name}: {self.dtype}, must be int32")
+            raise refused("DTYPE", name, f"{self.dtype}, must be int32")
         if self.strides != View(self.slot, self.shape, self.dtype, self.device).strides:
             raise Unpacked(self.slot.place)
         return self
@@ -114,9 +135,9 @@ _DESC = Packer(_abi.Desc)
 
 
 def desc(text: str, batch: int, tokens: int, heads: int, kv_heads: int, dim: int, dim_v: int, first: int,
-         count: int, arrays: Sequence[View | None]) -> tuple[Packer, dict[str, tuple[Any, ...]]]:
+         count: int, arrays: Sequence[View | None], **sizes: int) -> tuple[Packer, dict[str, tuple[Any, ...]]]:
     """A descriptor with PyTorch's number of threads, as a struct of a plan. arrays: those of ARRAYS."""
-    made = desc_struct(text, batch, tokens, heads, kv_heads, dim, dim_v, first, count, torch.get_num_threads())
+    made = desc_struct(text, batch, tokens, heads, kv_heads, dim, dim_v, first, count, get_num_threads(), **sizes)
     fields: dict[str, tuple[Any, ...]] = {name: (getattr(made, name) or 0,) for name in _abi.Desc.kinds()}
     for name, array in zip(ARRAYS, arrays):
         if array is not None:
@@ -185,7 +206,7 @@ def native(device: torch.device, f64: bool) -> Native:
     if device.type == "cuda":
         return _cuda()
     if device.type != "cpu":
-        raise ValueError(f"a tensor on {device}: must be on the CPU or on CUDA")
+        raise refused("NULL", "tensors", f"on {device}, must be on the CPU or on CUDA")
     return _cpu(f64)
 
 
@@ -204,7 +225,11 @@ class Plan:
         self.device: torch.device = tensors[0][1].device
         for _, x in tensors:
             if x.device != self.device:
-                raise ValueError(f"tensors on {self.device} and on {x.device}: must be on one device")
+                raise refused("NULL", "tensors", f"on {self.device} and on {x.device}, must be on one device")
+        if self.device.type == "meta":  # tensors without memory: what the fake kernels do
+            self._form, shaped = None, [room for room in rooms(*arguments)][:returned]
+            self.run = lambda _: [room.empty(self.device) for room in shaped]  # type: ignore[method-assign]
+            return
         self.native = native(self.device, any(x.dtype == torch.float64 for _, x in tensors))
         self.function = self.native[name]
         self.places = [place for place, _ in tensors]
@@ -235,7 +260,12 @@ class Plan:
         self._workspace_at, self._name = within[-1], name
         self._size: int | None = 0 if self.native.has_workspace(name) else None
         # How many compressed rows there are is what the descriptor's arrays say, not their form.
-        self._varies = any(isinstance(made[-1][1][_DESC.place(field)], Slot) for field in ARRAYS)
+        of_desc = {field: made[-1][1][_DESC.place(field)] for field in (*ARRAYS, "batch")}
+        self._varies = any(isinstance(of_desc[field], Slot) for field in ARRAYS)
+        # Counts are held against the rows where they can be read.
+        packed = isinstance(of_desc["begins"], Slot) or self.native.stream and isinstance(of_desc["counts"], Slot)
+        self._nothing = of_desc["batch"] == 0  # which nsa.h refuses: nobody asks it for tensors without a sequence
+        self._rest = [(i, room) for i, room in enumerate(rooms) if room.rest is not None and (packed or self._nothing)]
         self._template = b""  # all structs
         self._begins: list[int] = []  # where each begins in it
         self._slots: list[tuple[int, int, int]] = []  # word, place of a tensor or of an output, bytes on
@@ -259,7 +289,8 @@ class Plan:
     def form(self) -> Any:
         """What native/call.c needs to do such calls, once one was done; None if it cannot."""
         if self._form is _UNKNOWN:
-            plain = self.device.type == "cpu" and not (self.copied or self._varies or self._pooled or self._large)
+            plain = self.device.type == "cpu" and not (self.copied or self._varies or self._pooled or self._large
+                                                       or self._nothing)
             self._form = _call.form(self.function, self._template, self._begins, self._slots, self._scratch_slots,
                                     self._workspace_at, self._size, self._fresh, self._zeroes) if plain else None
         return self._form
@@ -297,6 +328,11 @@ class Plan:
             in_large_pages(outputs[i])
         if self._zeroed:
             torch._foreach_zero_([outputs[i] for i in self._zeroed])
+        if self._nothing or self.native.stream:
+            for i, room in self._rest:
+                outputs[i].fill_(room.rest)
+        if self._nothing:
+            return outputs
         try:
             frame = self._frames.pop()
         except IndexError:
@@ -316,9 +352,19 @@ class Plan:
             status = self.function(*frame.given)
             keep(memory)
         if status:
-            raise refusal(self.native.words, status)
+            desc_of = _abi.Desc.from_buffer_copy(frame.words.cast("B")[self._begins[-1]:])
+            raise refusal(self.native.words, status, desc_of)
+        if self._rest and not self.native.stream:
+            self._clear(frame, outputs)
         self._frames.append(frame)
         return outputs
+
+    def _clear(self, frame: "Frame", outputs: Sequence[torch.Tensor]) -> None:
+        """Rows of packed sequences that no query has written."""
+        for i, room in self._rest:
+            shape, x = (*room.shape, 1)[:4], outputs[i]
+            view = _abi.Tensor.from_buffer_copy(_TENSOR.pack(x.data_ptr(), DTYPES[x.dtype], *(*x.stride(), 1)[:3]))
+            self.native.words.clear(frame.given[len(self._begins) - 1], ctypes.byref(view), *shape[1:], room.rest < -1)
 
 
 class Frame:
@@ -333,6 +379,7 @@ class Frame:
         self.given = [address + begin for begin in begins] + [0, 0] * workspace
 
 
+_TENSOR = struct.Struct("@Piqqq")  # of nsa_tensor
 _plans: dict[Any, Plan] = {}
 _UNKNOWN = object()
 

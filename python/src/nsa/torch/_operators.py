@@ -7,6 +7,7 @@ autograd Functions. Twin: __init__.py, the functions people call.
 """
 from __future__ import annotations
 
+import math
 from operator import itemgetter
 from typing import Any, Callable, Sequence
 
@@ -16,8 +17,10 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from .. import _abi
-from .._pack import (ARRAYS, PHI as _PHI, Packer, cmp_count, list_heads, list_width, more, option, parse, problem,
+from .. import _pack
+from .._pack import (ARRAYS, PHI as _PHI, Packer, check_int, in_pages, list_heads, list_width, option, problem, rope_fields,
                      slc_count)
+from .._refused import refused
 from . import _call
 from ._native import DTYPES, Room, Slot, View, desc, parameters, planned, rows
 
@@ -78,7 +81,7 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
             if given[i] is not None:
                 _check_form(argument, given[i])
             elif not optional:
-                raise ValueError(f"{argument}: None, must be a tensor")
+                raise refused("NULL", argument, "None, must be a tensor")
         return rooms(*given)
 
     def shaped(found: list[torch.Tensor]) -> Any:
@@ -99,9 +102,11 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
             _check_counts(given[counts], given[0].shape[1])
         for i in written:
             if given[i].is_neg():
-                raise ValueError("out: its memory would have the negatives of its values")
+                raise refused("NULL", "out", "its memory would have the negatives of its values")
         plan, tensors = planned(function, given, places, checked_rooms, structs, wanted)
         found = plan.run(tensors)
+        for i in written:
+            _increment_version(given[i])
         if sites is not None and plan.form is not None:
             sites[wanted].add(given, plan.form)
         return shaped(found)
@@ -122,6 +127,16 @@ def _define(name: str, schema: str, rooms: Callable, structs: Callable, setup: C
             _library.impl(name, _cast_for(operator, device, autocast), key)
     recorded = operator if backward is None else _function(kernel, setup, backward, places)
     return _direct(operator, kernel, recorded, places, results, sites)
+
+
+def _increment_version(x: torch.Tensor) -> None:
+    """What saved x for a backward must learn that it was written. Where the function for it is missing, an operation in
+    place on none of its elements does the same."""
+    if hasattr(torch.autograd.graph, "increment_version"):
+        torch.autograd.graph.increment_version(x)
+    else:
+        with torch.no_grad():
+            x.detach()[:0].zero_()
 
 
 def _at_rest() -> bool:
@@ -190,7 +205,10 @@ def _function(run: Callable, setup: Callable | None, backward: Callable, places:
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *gradients: Any) -> Any:
-            found = differentiate(ctx, *gradients)
+            if True in [x is not None and _is_batched(x) for x in gradients]:
+                found = _of_each(lambda *given: differentiate(ctx, *given), gradients)
+            else:
+                found = differentiate(ctx, *gradients)
             return None, *[found[i] for i in ctx.places]
 
     save, differentiate, apply = setup, backward, Function.apply
@@ -198,6 +216,19 @@ def _function(run: Callable, setup: Callable | None, backward: Callable, places:
     def recorded(*arguments: Any) -> Any:
         return apply(arguments, *[arguments[i] for i in places if arguments[i] is not None])
     return recorded
+
+
+_is_batched: Callable[[Any], bool] = getattr(getattr(_C, "_functorch", None), "is_legacy_batchedtensor", lambda x: False)
+
+
+def _of_each(function: Callable, given: Sequence[Any]) -> list[Any]:
+    """Of gradients in a batch, which torch.autograd.grad(is_grads_batched=True) gives: the function of each, in one."""
+    level = _C._vmapmode_increment_nesting() - 1
+    _C._vmapmode_decrement_nesting()
+    batches = [torch._remove_batch_dim(x, level, 1, 0) if x is not None and _is_batched(x) else None for x in given]
+    count = next(len(x) for x in batches if x is not None)
+    found = zip(*[function(*[x if of is None else of[i] for x, of in zip(given, batches)]) for i in range(count)])
+    return [None if of[0] is None else torch._add_batch_dim(torch.stack(of), 0, level) for of in found]
 
 
 def _differentiable(run: Callable, setup: Callable | None, backward: Callable | None, places: Sequence[int]) -> Callable:
@@ -256,17 +287,27 @@ def _check_form(name: str, x: Any) -> None:
     if name in ARRAYS:
         return
     if len(x.shape) != _RANKS.get(name, 4):
-        raise ValueError(f"{name}: shape {tuple(x.shape)}, must have {_RANKS.get(name, 4)} axes")
+        raise refused("SIZE", name, f"shape {tuple(x.shape)}, must have {_RANKS.get(name, 4)} axes")
     if name in ("blocks", "positions"):
         if x.dtype != torch.int32:
-            raise ValueError(f"{name}: {x.dtype}, must be int32")
+            raise refused("DTYPE", name, f"{x.dtype}, must be int32")
     elif x.dtype not in DTYPES and name != "kept":
-        raise ValueError(f"{name}: {x.dtype}, must be float32, bfloat16, float16 or float64")
+        raise refused("DTYPE", name, f"{x.dtype}, must be float32, bfloat16, float16 or float64")
 
 
 def _expect(name: str, x: Any, *shape: Any) -> None:
     if tuple(x.shape) != shape:
-        raise ValueError(f"{name}: shape {tuple(x.shape)}, must be {shape}")
+        raise refused("SIZE", name, f"shape {tuple(x.shape)}, must be {shape}")
+
+
+_SYMBOLIC = getattr(torch, "SymInt", ())
+
+
+def integer(name: str, value: Any) -> Any:
+    """A number of C; others give it as a tensor without axes (max_seqlen)."""
+    if type(value) is int and 0 <= value < 1 << 31 or isinstance(value, _SYMBOLIC):
+        return value
+    return check_int(name, value)
 
 
 def _real(x: Any) -> torch.dtype:
@@ -275,7 +316,11 @@ def _real(x: Any) -> torch.dtype:
 
 
 def _like(x: Any, *shape: Any) -> Room:
-    return Room(shape or tuple(x.shape), x.dtype)
+    return Room(shape or tuple(x.shape), x.dtype, rest=0.0)
+
+
+def _lse(q: Any) -> Room:
+    return Room(tuple(q.shape[:3]), _real(q), rest=-math.inf)
 
 
 def _check_counts(counts: torch.Tensor, rows_there: int) -> None:
@@ -285,16 +330,21 @@ def _check_counts(counts: torch.Tensor, rows_there: int) -> None:
         return
     total = int(counts.sum())
     if total != rows_there:
-        raise ValueError(f"counts: {total} queries in all, there are {rows_there} rows")
+        raise refused("SIZE", "counts", f"{total} queries in all, there are {rows_there} rows")
 
 
-def _in_pages(options: str, pages: Any, k: Any, stride: int) -> str:
-    """k, of (pages, rows of a page, ...), has a row for every `stride` tokens."""
-    return more(options, table_width=pages.shape[1], page_tokens=k.shape[1] * stride, page_count=k.shape[0])
+def cmp_count(options: str, tokens: Any) -> Any:
+    """N(tokens), of any length: a graph for lengths of more than one kind holds it too."""
+    return _pack.cmp_count(options, tokens, max if type(tokens) is int else torch.sym_max)
+
+
+def _packed(begins: Any, x: Any) -> dict[str, int]:
+    """The sizes of packed rows."""
+    return {} if begins is None else {"rows": x.shape[1]}
 
 
 def _lists(q: Any, kv_heads: Any, options: str) -> Room:
-    return Room((*q.shape[:2], list_heads(options, kv_heads), list_width(options)), torch.int32)
+    return Room((*q.shape[:2], list_heads(options, kv_heads), list_width(options)), torch.int32, rest=-1.0)
 
 
 def _gradients(tensors: Sequence[Any], mask: int) -> list[Room]:
@@ -329,15 +379,11 @@ def _rope_desc(x: View, positions: Any, begins: Any, firsts: Any, counts: Any, l
     batch, count = problem(x.shape, arrays, tokens, first)
     if positions is not None:
         _expect("positions", positions, *x.shape[:2])
-    options = "" if begins is None else more("", rows=x.shape[1])
-    return desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, arrays)
+    return desc("", batch, tokens, x.shape[2], x.shape[2], 1, 1, first, count, arrays, **_packed(begins, x))
 
 
 def _rope_fields(x: View, positions: Any, options: str) -> dict[str, tuple[Any, ...]]:
-    made = _abi.Rope(**parse(options, _abi.Rope))
-    fields = {name: (getattr(made, name),) for name, of in _abi.Rope.kinds().items() if of is not _abi.Tensor}
-    fields.update(heads=(x.shape[2],), dim=(x.shape[3],), x=rows(x), positions=rows(positions))
-    return fields
+    return dict(rope_fields(options, x.shape[2], x.shape[3]), x=rows(x), positions=rows(positions))
 
 
 def _rope_structs(arguments, returned):
@@ -387,7 +433,7 @@ def _phi_fields(prefix: str, phi: str, x: View, given: Sequence[Any], block: int
               "w1": (hidden, block * width) if phi == "mlp" else (block, width),
               "b1": (1, hidden if phi == "mlp" else width)}
     if phi not in _PHI_KINDS:
-        raise ValueError(f"phi: {phi!r} is none of {', '.join(_PHI_KINDS)}")
+        raise refused("OPTION", "phi", f"{phi!r} is none of {', '.join(_PHI_KINDS)}")
     fields = {prefix + "phi": (_PHI_KINDS[phi],), prefix + "dim": (width,), prefix + "hidden": (hidden,),
               prefix + "x": rows(x)}
     for name, tensor in zip(_PHI, given):
@@ -401,9 +447,7 @@ def _compress_desc(x: View, begins: Any, longest: int, options: str) -> Any:
     arrays = begins, None, None, None
     tokens = longest if begins is not None else x.shape[1]
     batch, count = problem(x.shape, arrays, tokens, 0)
-    if begins is not None:
-        options = more(options, rows=x.shape[1])
-    return desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, arrays)
+    return desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, count, arrays, **_packed(begins, x))
 
 
 def _compress_rooms(x, pos, w1, b1, w2, b2, begins, longest, phi, options):
@@ -459,7 +503,7 @@ def _new_rows(name: str, out: Any, x: Any, pages: Any, tokens: int, options: str
     count = cmp_count(options, tokens) if pages is None else x.shape[1] // step if step > 0 else 0
     _expect(name, out, x.shape[0], count, *x.shape[2:])
     if out.shape[-1] > 1 and out.strides[-1] != 1:
-        raise ValueError(f"{name}: the last axis must be packed")  # a copy would take what is written along
+        raise refused("STRIDE", name, "the last axis must be packed")  # a copy would take what is written along
     return {name: rows(out)}
 
 
@@ -469,8 +513,8 @@ def _compress_step_structs(arguments, returned):
     batch, _ = problem((1 if counts is not None else x.shape[0], tokens), arrays, tokens, 0)
     fields = _phi_fields("", phi, x, given, option(options, "cmp_block"))
     fields.update(_new_rows("out", out, x, pages, tokens, options))
-    options = options if pages is None else _in_pages(options, pages, x, 1)
-    return (_COMPRESS, fields), desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, tokens, arrays)
+    sizes = {} if pages is None else in_pages(pages, x, 1)
+    return (_COMPRESS, fields), desc(options, batch, tokens, x.shape[2], x.shape[2], 1, 1, 0, tokens, arrays, **sizes)
 
 
 compress_step = _define(
@@ -484,32 +528,30 @@ compress_step = _define(
 def _attend_desc(branch, q, k, v, blocks, arrays, tokens, first, options):
     begins, _, _, pages = arrays
     batch, count = problem(q.shape, arrays, tokens, first)
-    key_rows = k.shape[1]
+    key_rows, sizes = k.shape[1], _packed(begins, q)
     if pages is not None:
-        options = _in_pages(options, pages, k, option(options, "cmp_stride") if branch == "cmp" else 1)
-        batches = k.shape[0]
+        sizes, batches = in_pages(pages, k, option(options, "cmp_stride") if branch == "cmp" else 1), k.shape[0]
     elif begins is None:
         least, batches = cmp_count(options, tokens) if branch == "cmp" else tokens, batch
         if key_rows != least:
-            raise ValueError(f"k: {key_rows} rows, must be {least} for {tokens} tokens")
+            raise refused("SIZE", "k", f"{key_rows} rows, must be {least} for {tokens} tokens")
     else:
         least, batches = cmp_count(options, q.shape[1]) if branch == "cmp" else q.shape[1], 1
         if branch != "cmp" and key_rows != least:
-            raise ValueError(f"k: {key_rows} rows, must be as q's {least}")
+            raise refused("SIZE", "k", f"{key_rows} rows, must be as q's {least}")
         if key_rows < least:
-            raise ValueError(f"k: {key_rows} rows, must be {least}, what compress returns")
-        options = more(options, rows=q.shape[1])
+            raise refused("SIZE", "k", f"{key_rows} rows, must be {least}, what compress returns")
     _expect("k", k, batches, key_rows, k.shape[2], q.shape[3])
     _expect("v", v, batches, key_rows, k.shape[2], v.shape[3])
     if branch == "slc":
         if blocks is None:
-            raise ValueError("blocks: None, must be the lists that each query reads")
+            raise refused("NULL", "blocks", "None, must be the lists that each query reads")
         _expect("blocks", blocks, *_lists(q, k.shape[2], options).shape)
-    return desc(options, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count, arrays)
+    return desc(options, batch, tokens, q.shape[2], k.shape[2], q.shape[3], v.shape[3], first, count, arrays, **sizes)
 
 
 def _attend_rooms(q, k, v, *_):
-    return [_like(q, *q.shape[:3], v.shape[3]), Room(tuple(q.shape[:3]), _real(q))]
+    return [_like(q, *q.shape[:3], v.shape[3]), _lse(q)]
 
 
 def _attend_backward_rooms(dout, dlse, *arguments):
@@ -612,7 +654,9 @@ merge = _define("merge", "(Tensor out_a, Tensor out_b, Tensor lse_a, Tensor lse_
 def _selected(q: Any, kv_heads: Any, tokens: Any, options: str, scores: bool) -> list[Room]:
     """The lists, and what they were chosen by: of 0 tokens if nobody asks."""
     blocks = _lists(q, kv_heads, options)
-    return [blocks, Room((*blocks.shape[:3], slc_count(options, tokens)) if scores else (0,), _real(q))]
+    if not scores:
+        return [blocks, Room((0,), _real(q))]
+    return [blocks, Room((*blocks.shape[:3], slc_count(options, tokens)), _real(q), rest=-math.inf)]
 
 
 def _select_rooms(q, k, lse, *rest):
@@ -655,7 +699,7 @@ score_blocks = _define("score_blocks", f"(Tensor q, Tensor k, Tensor? weights, {
 
 
 def _rank_rooms(scores, *rest):
-    return [Room((*scores.shape[:3], list_width(rest[-1])), torch.int32)]
+    return [Room((*scores.shape[:3], list_width(rest[-1])), torch.int32, rest=-1.0)]
 
 
 def _rank_structs(arguments, returned):
@@ -664,10 +708,8 @@ def _rank_structs(arguments, returned):
     batch, count = problem(scores.shape, arrays, tokens, first)
     heads = scores.shape[2]
     _expect("scores", scores, *scores.shape[:3], slc_count(options, tokens))
-    if arrays[0] is not None:
-        options = more(options, rows=scores.shape[1])
     return ((_RANK, dict(scores=rows(scores), blocks=rows(returned[0]))),
-            desc(options, batch, tokens, heads, heads, 1, 1, first, count, arrays))
+            desc(options, batch, tokens, heads, heads, 1, 1, first, count, arrays, **_packed(arrays[0], scores)))
 
 
 rank_queries = _define("rank_queries", "(Tensor scores, Tensor? begins, Tensor? firsts, Tensor? counts, SymInt tokens, "
@@ -684,8 +726,7 @@ def _gate_desc(logits, cmp, slc, win, options):
     for name, x in (("slc", slc), ("win", win)):
         _expect(name, x, *cmp.shape)
     _expect("logits", logits, batch, tokens, logits.shape[2], 3)
-    options = more(options, gate_heads=logits.shape[2])
-    return desc(options, batch, tokens, heads, logits.shape[2], 1, width, 0, tokens, ())
+    return desc(options, batch, tokens, heads, logits.shape[2], 1, width, 0, tokens, (), gate_heads=logits.shape[2])
 
 
 def _gate_structs(arguments, returned):
@@ -763,14 +804,13 @@ def _whole(tensors, arrays, longest, first, phi_k, phi_v, options, written):
     batches = batch if begins is None else 1
     _expect("k_slc", k_slc, batches if pages is None else k_slc.shape[0], k_slc.shape[1], k_slc.shape[2], q.shape[3])
     _expect("v_slc", v_slc, *k_slc.shape[:3], v_slc.shape[3])
-    all_options = more(options, gate_heads=gates.shape[2])
+    sizes = dict(_packed(begins, q), gate_heads=gates.shape[2])
     if begins is not None:
         _expect("k_slc", k_slc, 1, q.shape[1], *k_slc.shape[2:])
-        all_options = more(all_options, rows=q.shape[1])
     if pages is not None:
-        all_options = _in_pages(all_options, pages, k_slc, 1)
+        sizes.update(in_pages(pages, k_slc, 1))
     _expect("gates", gates, *q.shape[:2], gates.shape[2], 3)
-    d = desc(all_options, batch, tokens, q.shape[2], k_slc.shape[2], q.shape[3], v_slc.shape[3], first, count, arrays)
+    d = desc(options, batch, tokens, q.shape[2], k_slc.shape[2], q.shape[3], v_slc.shape[3], first, count, arrays, **sizes)
     block = option(options, "cmp_block")
     fields = _phi_fields("k_cmp.", phi_k, k_cmp, tensors[8:13], block)
     fields.update(_phi_fields("v_cmp.", phi_v, v_cmp, tensors[13:18], block))
@@ -844,7 +884,7 @@ attention_of: Callable = attention.of  # type: ignore[attr-defined]
 def _step_rooms(*arguments):
     q, v_cmp, k_slc = arguments[0], arguments[2], arguments[3]
     heads, real = tuple(q.shape[:3]), _real(q)
-    scratch = [Room((*heads, v_cmp.shape[3]), q.dtype)] * 3 + [Room(heads, real)] * 3
+    scratch = [Room((*heads, v_cmp.shape[3]), q.dtype)] * 3 + [Room(heads, real)] * 3  # read by nobody
     return [_like(q, *heads, v_cmp.shape[3]), _lists(q, k_slc.shape[2], arguments[-1]), *scratch]
 
 

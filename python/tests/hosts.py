@@ -1,0 +1,50 @@
+"""hosts.py RESULTS HOST LOG: writes the row of a host into RESULTS, with the versions that this Python has, after its tests.
+
+Twin: hosts.sh, which calls it. Not here: running anything.
+"""
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+
+
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    try:  # a distribution's own package
+        return str(__import__(name).__version__)
+    except ImportError:
+        return None
+
+
+def machine():
+    try:
+        names = re.findall(r"^model name\s*: (.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def main(results, host, log):
+    said = pathlib.Path(log).read_text()
+    tests, skipped = re.search(r"Ran (\d+) tests", said), re.search(r"OK \(skipped=(\d+)\)", said)
+    fuzz = re.search(r"(\d+) calls computed, (\d+) refused, (\d+) arrays", said)
+    row = dict(host=host, python=platform.python_version(), **{name: version(name) for name in ("numpy", "torch", "jax")},
+               tests=int(tests[1]), skipped=int(skipped[1]) if skipped else 0, fuzzed_calls=int(fuzz[1]) + int(fuzz[2]))
+    path = pathlib.Path(results)
+    report = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    rows = [other for other in report["rows"] if other["host"] != host] + [row]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=path.parent, capture_output=True, text=True).stdout
+    report = dict(machine=machine(), date=datetime.date.today().isoformat(), commit=commit.strip(),
+                  rows=sorted(rows, key=lambda x: x["host"]))
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
