@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # cuda.sh BUILD DIR: nsa_cuda.cuh as users take it: both implementations in one .cu file with nvcc
-# alone, and a C99 host beside a .cu file with CMake, from an installed copy. What is run needs no GPU:
-# a null descriptor is refused before anything is launched. Exit code 77: no nvcc on this machine.
+# alone (examples/embed/window.cu), and a C99 host beside a .cu file with CMake, from an installed copy.
+# That host needs no GPU: a null descriptor is refused before anything is launched. Exit code 77: no nvcc
+# on this machine.
 set -euo pipefail
 
 build=$1
@@ -34,9 +35,12 @@ TEXT
 
 # Whether the two live in one file is seen without optimisation (-G) and without machine code, in a
 # sixth of the time; the other way has both.
-cat main.c kernels.cu >both.cu
-"$nvcc" -G -arch=compute_80 -code=compute_80 -I "$nsa" both.cu -o both
-./both
+"$nvcc" -G -arch=compute_80 -code=compute_80 -I "$nsa" "$nsa/../examples/embed/window.cu" -o window
+said=$(./window 2>&1) || true
+case $said in
+"NSA_OK: "* | "cudaMalloc: "*) ;; # without a GPU the runtime refuses the first call
+*) echo "examples/embed/window.cu: $said" && exit 1 ;;
+esac
 
 cmake --install "$build" --prefix "$dir/prefix" >/dev/null
 cmake -S . -B build -DCMAKE_PREFIX_PATH="$dir/prefix" -DCMAKE_CUDA_COMPILER="$nvcc" \
