@@ -173,6 +173,21 @@ endfunction()
 
 nsa_optional_library(ZLIB zlib.h z zlib1g-dev "zlib: the trainers do not read .gz")
 nsa_optional_library(ZSTD zstd.h zstd libzstd-dev "libzstd: the trainers do not read .zst")
+# Tokenizers of Qwen's kind bring text to Unicode's form C first. Without it they are refused.
+add_library(nsa_utf8proc INTERFACE)
+find_path(NSA_UTF8PROC_INCLUDE utf8proc.h)
+find_library(NSA_UTF8PROC_LIBRARY utf8proc)
+mark_as_advanced(NSA_UTF8PROC_INCLUDE NSA_UTF8PROC_LIBRARY)
+if(NSA_UTF8PROC_INCLUDE AND NSA_UTF8PROC_LIBRARY)
+    target_include_directories(nsa_utf8proc SYSTEM INTERFACE "${NSA_UTF8PROC_INCLUDE}")
+    target_link_libraries(nsa_utf8proc INTERFACE "${NSA_UTF8PROC_LIBRARY}")
+    target_compile_definitions(nsa_utf8proc INTERFACE NSA_HAVE_UTF8PROC=1)
+    nsa_part(UTF8PROC ON "${NSA_UTF8PROC_LIBRARY}")
+else()
+    nsa_part(UTF8PROC OFF
+        "no utf8proc: no tokenizers that normalize text, as Qwen's (Debian, Ubuntu: libutf8proc-dev)")
+endif()
+
 find_package(Threads QUIET)
 if(NOT Threads_FOUND)
     nsa_part(THREADS OFF "no POSIX threads: no trainers")

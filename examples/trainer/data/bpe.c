@@ -1,19 +1,19 @@
-/* bpe.c - encoding with GPT-2's BPE: text is split into words by the published pattern, then in
-   each word the neighbours of the lowest rank are joined, leftmost first, until none can be. Twin:
-   bpe.h. */
+/* bpe.c - encoding with byte-level BPE: text is split into words by the vocabulary's patterns, one
+   after the other, then in each word the neighbours of the lowest rank are joined, leftmost first,
+   until none can be. Twin: bpe.h. */
 #include "data/bpe.h"
 
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/text.h"
 #include "data/bpe_vocab.h"
-
-/* The splitter of GPT-2, as its authors published it. */
-static const char words[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|"
-                            "\\s+(?!\\S)|\\s+";
+#if NSA_HAVE_UTF8PROC
+#include <utf8proc.h>
+#endif
 
 /* A word being joined: a list of tokens, linked by their places. */
 typedef struct symbol {
@@ -26,39 +26,51 @@ typedef struct candidate {
     int32_t rank, place, left, right, merged;
 } candidate;
 
+/* What one match may take: words of ordinary patterns need some steps a byte. */
+enum { MATCH_STEPS = 10000000, MATCH_KIB = 1 << 16 };
+
 struct bpe {
+    char folder[1024]; /* to be named */
     bpe_vocab vocab;
-    pcre2_code *pattern;
-    pcre2_match_data *match;
+    pcre2_code *patterns[BPE_PATTERNS];
+    pcre2_match_data *matches[BPE_PATTERNS];
+    pcre2_match_context *bounds;
     symbol *symbols;
     candidate *heap;
     size_t room, waiting; /* symbols there is room for; entries of the heap */
 };
 
-bpe *bpe_open(const char *folder, fault *f) {
+static bool compile(bpe *b, int i, fault *f) {
     int error;
     PCRE2_SIZE where;
+    b->patterns[i] = pcre2_compile(
+        (PCRE2_SPTR)b->vocab.patterns[i], PCRE2_ZERO_TERMINATED,
+        PCRE2_UTF | PCRE2_UCP | PCRE2_MULTILINE | PCRE2_NEVER_BACKSLASH_C, &error, &where, NULL);
+    if (b->patterns[i]) {
+        (void)pcre2_jit_compile(b->patterns[i], PCRE2_JIT_COMPLETE); /* where it cannot, slower */
+        b->matches[i] = pcre2_match_data_create_from_pattern(b->patterns[i], NULL);
+    }
+    if (b->matches[i]) return true;
+    return fault_set(f,
+                     "%s: the regular expression library refuses the pattern that splits text into "
+                     "words (error %d)",
+                     b->folder, error);
+}
+
+bpe *bpe_open(const char *folder, fault *f) {
     bpe *b = calloc(1, sizeof *b);
-    if (!b) {
+    if (b) b->bounds = pcre2_match_context_create(NULL);
+    if (!b || !b->bounds) {
         fault_set(f, "out of memory");
+        free(b);
         return NULL;
     }
-    if (!bpe_vocab_load(&b->vocab, folder, f)) {
-        bpe_close(b);
-        return NULL;
-    }
-    const char *pattern = b->vocab.pattern ? b->vocab.pattern : words;
-    b->pattern = pcre2_compile((PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED,
-                               PCRE2_UTF | PCRE2_UCP | PCRE2_ANCHORED, &error, &where, NULL);
-    if (b->pattern) {
-        (void)pcre2_jit_compile(b->pattern, PCRE2_JIT_COMPLETE); /* where it cannot, slower */
-        b->match = pcre2_match_data_create_from_pattern(b->pattern, NULL);
-    }
-    if (b->match) return b;
-    fault_set(f,
-              "the regular expression library refuses the pattern that splits text into words "
-              "(error %d)",
-              error);
+    snprintf(b->folder, sizeof b->folder, "%s", folder);
+    pcre2_set_match_limit(b->bounds, MATCH_STEPS);
+    pcre2_set_heap_limit(b->bounds, MATCH_KIB);
+    bool ok = bpe_vocab_load(&b->vocab, folder, f);
+    for (int i = 0; ok && i < b->vocab.pattern_count; i++) ok = compile(b, i, f);
+    if (ok) return b;
     bpe_close(b);
     return NULL;
 }
@@ -66,8 +78,11 @@ bpe *bpe_open(const char *folder, fault *f) {
 void bpe_close(bpe *b) {
     if (!b) return;
     bpe_vocab_free(&b->vocab);
-    pcre2_match_data_free(b->match);
-    pcre2_code_free(b->pattern);
+    pcre2_match_context_free(b->bounds);
+    for (int i = 0; i < BPE_PATTERNS; i++) {
+        pcre2_match_data_free(b->matches[i]);
+        pcre2_code_free(b->patterns[i]);
+    }
     free(b->symbols);
     free(b->heap);
     free(b);
@@ -185,24 +200,80 @@ static size_t well_formed_bytes(const char *text, size_t bytes) {
     return at;
 }
 
-/* The text is known to be well-formed, so the library need not check it again at each word. */
-static bool encode_run(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
+/* The text is known to be well-formed, so the library need not check it at each word. The stack of
+   compiled patterns is small; where it ends, the interpreter takes memory up to MATCH_KIB. */
+static int match_from(bpe *b, int level, const char *text, size_t bytes, size_t at) {
+    const pcre2_code *pattern = b->patterns[level];
+    pcre2_match_data *match = b->matches[level];
+    uint32_t how = PCRE2_NO_UTF_CHECK;
+    int found = pcre2_match(pattern, (PCRE2_SPTR)text, bytes, at, how, match, b->bounds);
+    if (found != PCRE2_ERROR_JIT_STACKLIMIT) return found;
+    return pcre2_match(pattern, (PCRE2_SPTR)text, bytes, at, how | PCRE2_NO_JIT, match, b->bounds);
+}
+
+static bool encode_run(bpe *b, int level, const char *text, size_t bytes, token_list *out,
+                       fault *f);
+
+/* One piece of the pattern before, if it is none of nothing. */
+static bool encode_piece(bpe *b, int level, const char *text, size_t from, size_t to,
+                         token_list *out, fault *f) {
+    return from == to || encode_run(b, level, text + from, to - from, out, f);
+}
+
+/* Splits a text by the patterns from `level` on: each match is a piece, and so is what lies between
+   two; a match of nothing ends one piece and begins another. A piece knows nothing of what stands
+   around it. */
+static bool encode_run(bpe *b, int level, const char *text, size_t bytes, token_list *out,
+                       fault *f) {
+    if (level == b->vocab.pattern_count) return encode_word(b, text, bytes, out, f);
+    size_t from = 0; /* of the piece that is not ended */
     for (size_t at = 0; at < bytes;) {
-        int found = pcre2_match(b->pattern, (PCRE2_SPTR)text, bytes, at, PCRE2_NO_UTF_CHECK,
-                                b->match, NULL);
-        if (found < 1) return fault_set(f, "cannot split text at byte %zu (error %d)", at, found);
-        size_t end = pcre2_get_ovector_pointer(b->match)[1];
-        if (!encode_word(b, text + at, end - at, out, f)) return false;
-        at = end;
+        int found = match_from(b, level, text, bytes, at);
+        if (found == PCRE2_ERROR_NOMATCH) break;
+        if (found < 1)
+            return fault_set(f,
+                             "%s: its pattern number %d cannot split text at byte %zu (error %d of "
+                             "PCRE2%s)",
+                             b->folder, level, at, found,
+                             found == PCRE2_ERROR_MATCHLIMIT || found == PCRE2_ERROR_HEAPLIMIT
+                                 ? ": it takes too many steps"
+                                 : "");
+        const PCRE2_SIZE *match = pcre2_get_ovector_pointer(b->matches[level]);
+        size_t begin = match[0] < from ? from : match[0], end = match[1]; /* of \K: at or before */
+        if (end < begin) end = begin;
+        if (!encode_piece(b, level + 1, text, from, begin, out, f) ||
+            !encode_piece(b, level + 1, text, begin, end, out, f))
+            return false;
+        at = from = end;
+        if (end == begin && at < bytes) at += text_character(text + at, bytes - at);
     }
-    return true;
+    return encode_piece(b, level + 1, text, from, bytes, out, f);
+}
+
+/* A run in Unicode's form C, where the vocabulary wants it so. Characters below U+0300 are: they
+   begin with a byte below 0xcc. */
+static bool encode_normal(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
+    size_t plain = 0;
+    while (plain < bytes && (unsigned char)text[plain] < 0xcc) plain++;
+    if (!b->vocab.nfc || plain == bytes) return encode_run(b, 0, text, bytes, out, f);
+#if NSA_HAVE_UTF8PROC
+    utf8proc_uint8_t *normal = NULL;
+    utf8proc_ssize_t n = utf8proc_map((const utf8proc_uint8_t *)text, (utf8proc_ssize_t)bytes,
+                                      &normal, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
+    bool ok = n < 0 ? fault_set(f, "cannot normalize text (%s)", utf8proc_errmsg(n))
+                    : encode_run(b, 0, (const char *)normal, (size_t)n, out, f);
+    free(normal);
+    return ok;
+#else
+    return fault_set(f, "cannot normalize text: built without utf8proc");
+#endif
 }
 
 /* Bytes that are no UTF-8 are words of their own, so that every byte string survives. */
 static bool encode_plain(bpe *b, const char *text, size_t bytes, token_list *out, fault *f) {
     for (size_t at = 0; at < bytes;) {
         size_t good = well_formed_bytes(text + at, bytes - at);
-        if (good && !encode_run(b, text + at, good, out, f)) return false;
+        if (good && !encode_normal(b, text + at, good, out, f)) return false;
         at += good;
         if (at < bytes && !encode_word(b, text + at, 1, out, f)) return false;
         at += at < bytes;

@@ -47,6 +47,10 @@ static int64_t unspell(const char *from, const char *end, char *to) {
     return n;
 }
 
+bool bpe_vocab_spells(const char *token, int64_t byte) {
+    return byte_of_character(next_character(&token)) == byte && !*token;
+}
+
 static const char *bytes_of(const bpe_vocab *v, int32_t id) {
     return v->arena + v->tokens[id].begin;
 }
@@ -240,6 +244,21 @@ static bool load_merges(bpe_vocab *v, const char *path, fault *f) {
 
 /* ---- tokenizer.json ---- */
 
+/* The splitter of GPT-2, as its authors published it. */
+static const char gpt2_words[] = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|"
+                                 " ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
+
+static bool add_pattern(bpe_vocab *v, const char *text, fault *f) {
+    if (v->pattern_count == BPE_PATTERNS)
+        return fault_set(f, "more than %d splitters", BPE_PATTERNS);
+    size_t bytes = strlen(text) + 1;
+    char *copy = malloc(bytes);
+    if (!copy) return fault_set(f, "out of memory");
+    memcpy(copy, text, bytes);
+    v->patterns[v->pattern_count++] = copy;
+    return true;
+}
+
 static bool is_word(const json_t *object, const char *key, const char *word) {
     const char *text = json_string_value(json_object_get(object, key));
     return text && !strcmp(text, word);
@@ -252,31 +271,59 @@ static bool is_byte_level(const json_t *x, bool splits) {
            !json_is_false(json_object_get(x, "use_regex")) == splits;
 }
 
-/* GPT-2's splitter, or a pattern and then bytes. */
-static bool read_splitter(bpe_vocab *v, const json_t *x, const char *path, fault *f) {
-    const json_t *list = json_object_get(x, "pretokenizers"), *split = json_array_get(list, 0);
-    const json_t *regex = json_object_get(json_object_get(split, "pattern"), "Regex");
-    if (is_byte_level(x, true)) return true;
-    if (!is_word(x, "type", "Sequence") || json_array_size(list) != 2 ||
-        !is_word(split, "type", "Split") || !is_word(split, "behavior", "Isolated") ||
-        json_is_true(json_object_get(split, "invert")) || !json_is_string(regex) ||
-        !is_byte_level(json_array_get(list, 1), false))
+/* One of these splits a text of its own; ByteLevel is the last of them. */
+static bool read_splitter(bpe_vocab *v, const json_t *x, bool *last, fault *f) {
+    const json_t *list = json_object_get(x, "pretokenizers"), *regex;
+    if (*last) return fault_set(f, "ByteLevel must be the last of them");
+    if (is_word(x, "type", "Sequence")) {
+        bool ok = true;
+        for (size_t i = 0; ok && i < json_array_size(list); i++)
+            ok = !json_object_get(json_array_get(list, i), "pretokenizers") &&
+                 read_splitter(v, json_array_get(list, i), last, f);
+        return ok || fault_set(f, "a Sequence must be of Split, Digits and ByteLevel");
+    }
+    if (is_word(x, "type", "Digits")) {
+        bool each = json_is_true(json_object_get(x, "individual_digits"));
+        return add_pattern(v, each ? "\\p{N}" : "\\p{N}+", f);
+    }
+    regex = json_object_get(json_object_get(x, "pattern"), "Regex");
+    if (is_word(x, "type", "Split") && is_word(x, "behavior", "Isolated") && json_is_string(regex))
+        return add_pattern(v, json_string_value(regex),
+                           f); /* `invert` leaves the pieces as they are */
+    *last = is_byte_level(x, true) || is_byte_level(x, false);
+    return *last && (is_byte_level(x, false) || add_pattern(v, gpt2_words, f));
+}
+
+static bool read_splitters(bpe_vocab *v, const json_t *x, const char *path, fault *f) {
+    bool last = false;
+    fault unused;
+    return (read_splitter(v, x, &last, &unused) && last) ||
+           fault_set(f,
+                     "%s: pre_tokenizer: must be ByteLevel, or a Sequence of Split by a Regex "
+                     "(Isolated), Digits, and ByteLevel at its end, without add_prefix_space",
+                     path);
+}
+
+/* Text as it is, or in Unicode's form C. */
+static bool read_normalizer(bpe_vocab *v, const json_t *x, const char *path, fault *f) {
+    const json_t *list = json_object_get(x, "normalizers");
+    if (is_word(x, "type", "Sequence") && json_array_size(list) == 1) x = json_array_get(list, 0);
+    bool none = !x || json_is_null(x) || (is_word(x, "type", "Sequence") && !json_array_size(list));
+    v->nfc = is_word(x, "type", "NFC");
+    if (!none && !v->nfc) return fault_set(f, "%s: normalizer: must be null or NFC", path);
+#if !NSA_HAVE_UTF8PROC
+    if (v->nfc)
         return fault_set(f,
-                         "%s: pre_tokenizer: must be ByteLevel, or a Split by a Regex (Isolated) "
-                         "and then ByteLevel, without add_prefix_space",
+                         "%s: normalizer: NFC needs utf8proc (Debian's libutf8proc-dev), and this "
+                         "program was built without it",
                          path);
-    size_t bytes = json_string_length(regex) + 1;
-    v->pattern = malloc(bytes);
-    if (!v->pattern) return fault_set(f, "%s: out of memory", path);
-    memcpy(v->pattern, json_string_value(regex), bytes);
+#endif
     return true;
 }
 
-static bool check_kind(const json_t *root, const json_t *model, const char *path, fault *f) {
-    const json_t *normal = json_object_get(root, "normalizer");
+static bool check_kind(const json_t *model, const char *path, fault *f) {
     if (!is_word(model, "type", "BPE") || json_is_true(json_object_get(model, "byte_fallback")))
         return fault_set(f, "%s: model: must be BPE over bytes, without byte_fallback", path);
-    if (normal && !json_is_null(normal)) return fault_set(f, "%s: normalizer: must be null", path);
     return true;
 }
 
@@ -445,8 +492,9 @@ static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
     json_t *root = json_file_read(path, &json_of_tokens, f);
     json_t *model = json_object_get(root, "model"), *vocab = json_object_get(model, "vocab");
     const json_t *added = json_object_get(root, "added_tokens");
-    bool ok = root && check_kind(root, model, path, f) &&
-              read_splitter(v, json_object_get(root, "pre_tokenizer"), path, f) &&
+    bool ok = root && check_kind(model, path, f) &&
+              read_normalizer(v, json_object_get(root, "normalizer"), path, f) &&
+              read_splitters(v, json_object_get(root, "pre_tokenizer"), path, f) &&
               measure(v, vocab, path, &vocab_bytes, f);
     bytes = ok ? vocab_bytes : 0;
     ok = ok && measure_added(v, added, &bytes, path, f) && take_tokens(v, vocab, bytes, path, f) &&
@@ -471,7 +519,8 @@ bool bpe_vocab_load(bpe_vocab *v, const char *folder, fault *f) {
             "%s: tokens beside vocab.json and merges.txt are not read: the folder must "
             "have them in tokenizer.json, as transformers saves it",
             path);
-    return files_join(path, sizeof path, folder, "vocab.json", f) && load_vocab(v, path, f) &&
+    return add_pattern(v, gpt2_words, f) &&
+           files_join(path, sizeof path, folder, "vocab.json", f) && load_vocab(v, path, f) &&
            files_join(path, sizeof path, folder, "merges.txt", f) && load_merges(v, path, f);
 }
 
@@ -481,5 +530,5 @@ void bpe_vocab_free(bpe_vocab *v) {
     free(v->ids);
     free(v->merges);
     free(v->added);
-    free(v->pattern);
+    for (int i = 0; i < v->pattern_count; i++) free(v->patterns[i]);
 }

@@ -8,6 +8,8 @@
 
 #include "base/fault.h"
 
+enum { BPE_PATTERNS = 16 };
+
 typedef struct bpe_span {
     size_t begin, bytes; /* in arena; bytes 0: no such token */
 } bpe_span;
@@ -22,9 +24,11 @@ typedef struct bpe_vocab {
     int32_t prefix; /* what a text begins with; -1: nothing */
     int32_t *added; /* tokens that are taken out of a text before it is split into words */
     size_t added_count;
-    bool starts[256]; /* whether one of them begins with this byte */
-    char *pattern;    /* that splits a text into words; NULL: GPT-2's */
-    bool whole;       /* a word that is a token is not taken apart first */
+    bool starts[256];             /* whether one of them begins with this byte */
+    char *patterns[BPE_PATTERNS]; /* that split a text into words, each what the one before left */
+    int pattern_count;
+    bool nfc;   /* text is brought to Unicode's form C first */
+    bool whole; /* a word that is a token is not taken apart first */
     int32_t of_byte[256];
     bpe_span *tokens; /* by id */
     char *arena;
@@ -39,6 +43,9 @@ void bpe_vocab_free(bpe_vocab *v);
 
 /* The token of these bytes, or -1. */
 int32_t bpe_vocab_id(const bpe_vocab *v, const char *bytes, size_t count);
+
+/* Whether a token of one byte is spelled so. */
+bool bpe_vocab_spells(const char *token, int64_t byte);
 
 /* The merge of two neighbours, or NULL. */
 const bpe_merge *bpe_vocab_merge(const bpe_vocab *v, int32_t left, int32_t right);

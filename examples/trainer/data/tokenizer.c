@@ -5,6 +5,7 @@
 
 #include "config/config.h"
 #include "data/bpe.h"
+#include "data/bpe_vocab.h"
 
 /* Of the published GPT-2 vocabulary: enough to train on ready-made tokens without its files. */
 enum { GPT2_VOCAB_SIZE = 50257, GPT2_END_OF_TEXT = 50256 };
@@ -46,6 +47,10 @@ int32_t tokenizer_separator(const tokenizer *t) {
 
 int32_t tokenizer_end(const tokenizer *t) {
     return t->is_byte ? -1 : tokenizer_separator(t);
+}
+
+bool tokenizer_spells(const char *token, int64_t byte) {
+    return bpe_vocab_spells(token, byte);
 }
 
 int32_t tokenizer_prefix(const tokenizer *t) {

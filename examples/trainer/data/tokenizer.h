@@ -22,6 +22,9 @@ int32_t tokenizer_vocab_size(const tokenizer *t);
 int32_t tokenizer_separator(const tokenizer *t);
 bool tokenizer_is_byte(const tokenizer *t);
 
+/* Whether byte-level vocabularies spell this byte so. */
+bool tokenizer_spells(const char *token, int64_t byte);
+
 /* What ends a text where a model writes one: that token; -1 for bytes, of which a newline may be
    anywhere. */
 int32_t tokenizer_end(const tokenizer *t);
