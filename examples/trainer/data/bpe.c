@@ -29,9 +29,19 @@ typedef struct candidate {
 /* What one match may take: words of ordinary patterns need some steps a byte. */
 enum { MATCH_STEPS = 10000000, MATCH_KIB = 1 << 16 };
 
+/* An added token, as it stands in the vocabulary's arena. */
+typedef struct added_token {
+    const char *text;
+    size_t bytes, place; /* place: in the file's list */
+    int32_t id;
+} added_token;
+
+enum { ADDED_LONGEST = 4096 };
+
 struct bpe {
     char folder[1024]; /* to be named */
     bpe_vocab vocab;
+    added_token *added; /* sorted */
     pcre2_code *patterns[BPE_PATTERNS];
     pcre2_match_data *matches[BPE_PATTERNS];
     pcre2_match_context *bounds;
@@ -43,8 +53,14 @@ struct bpe {
 static bool compile(bpe *b, int i, fault *f) {
     int error;
     PCRE2_SIZE where;
+    const char *pattern = b->vocab.patterns[i], *unknown;
+    if (!bpe_pattern_is_known(pattern, &unknown))
+        return fault_set(f,
+                         "%s: pre_tokenizer: the pattern \"%.200s\" cannot be read here as the "
+                         "package tokenizers reads it, at \"%.40s\"",
+                         b->folder, pattern, unknown);
     b->patterns[i] = pcre2_compile(
-        (PCRE2_SPTR)b->vocab.patterns[i], PCRE2_ZERO_TERMINATED,
+        (PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED,
         PCRE2_UTF | PCRE2_UCP | PCRE2_MULTILINE | PCRE2_NEVER_BACKSLASH_C, &error, &where, NULL);
     if (b->patterns[i]) {
         (void)pcre2_jit_compile(b->patterns[i], PCRE2_JIT_COMPLETE); /* where it cannot, slower */
@@ -57,6 +73,8 @@ static bool compile(bpe *b, int i, fault *f) {
                      b->folder, error);
 }
 
+static bool sort_added(bpe *b, fault *f);
+
 bpe *bpe_open(const char *folder, fault *f) {
     bpe *b = calloc(1, sizeof *b);
     if (b) b->bounds = pcre2_match_context_create(NULL);
@@ -68,7 +86,7 @@ bpe *bpe_open(const char *folder, fault *f) {
     snprintf(b->folder, sizeof b->folder, "%s", folder);
     pcre2_set_match_limit(b->bounds, MATCH_STEPS);
     pcre2_set_heap_limit(b->bounds, MATCH_KIB);
-    bool ok = bpe_vocab_load(&b->vocab, folder, f);
+    bool ok = bpe_vocab_load(&b->vocab, folder, f) && sort_added(b, f);
     for (int i = 0; ok && i < b->vocab.pattern_count; i++) ok = compile(b, i, f);
     if (ok) return b;
     bpe_close(b);
@@ -78,6 +96,7 @@ bpe *bpe_open(const char *folder, fault *f) {
 void bpe_close(bpe *b) {
     if (!b) return;
     bpe_vocab_free(&b->vocab);
+    free(b->added);
     pcre2_match_context_free(b->bounds);
     for (int i = 0; i < BPE_PATTERNS; i++) {
         pcre2_match_data_free(b->matches[i]);
@@ -281,16 +300,58 @@ static bool encode_plain(bpe *b, const char *text, size_t bytes, token_list *out
     return true;
 }
 
-/* The longest added token that the text begins with, or -1. */
+/* ---- Added tokens -------------------------------------------------------------------------- */
+
+/* By their bytes; the first of equal ones is the first in the file. */
+static int added_order(const void *a, const void *b) {
+    const added_token *x = a, *y = b;
+    size_t shared = x->bytes < y->bytes ? x->bytes : y->bytes;
+    int order = memcmp(x->text, y->text, shared);
+    if (order) return order;
+    if (x->bytes != y->bytes) return x->bytes < y->bytes ? -1 : 1;
+    return (x->place > y->place) - (x->place < y->place);
+}
+
+static bool sort_added(bpe *b, fault *f) {
+    size_t count = b->vocab.added_count;
+    b->added = calloc(count + 1, sizeof *b->added);
+    if (!b->added) return fault_set(f, "%s: out of memory", b->folder);
+    for (size_t i = 0; i < count; i++) {
+        added_token *x = &b->added[i];
+        *x = (added_token){.id = b->vocab.added[i], .place = i};
+        x->text = bpe_bytes(b, x->id, &x->bytes);
+        if (x->bytes > ADDED_LONGEST)
+            return fault_set(f, "%s: added_tokens, number %zu: %zu bytes; at most %d are allowed",
+                             b->folder, i, x->bytes, ADDED_LONGEST);
+    }
+    if (count) qsort(b->added, count, sizeof *b->added, added_order);
+    return true;
+}
+
+/* Of the tokens from low to high, which share their first n bytes and have more, the first whose
+   next byte is not below `byte`. */
+static size_t first_not_below(const bpe *b, size_t low, size_t high, size_t n, int byte) {
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if ((unsigned char)b->added[middle].text[n] < byte)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* The longest added token that the text begins with, or -1: byte by byte fewer of the sorted tokens
+   are left. */
 static int32_t added_at(const bpe *b, const char *text, size_t left) {
     int32_t found = -1;
-    size_t most = 0;
-    for (size_t i = 0; i < b->vocab.added_count; i++) {
-        size_t bytes;
-        const char *token = bpe_bytes(b, b->vocab.added[i], &bytes);
-        if (bytes <= most || bytes > left || memcmp(token, text, bytes)) continue;
-        found = b->vocab.added[i];
-        most = bytes;
+    size_t low = 0, high = b->vocab.added_count;
+    for (size_t n = 0; low < high && n < left; n++) {
+        int byte = (unsigned char)text[n];
+        low = first_not_below(b, low, high, n, byte);
+        high = first_not_below(b, low, high, n, byte + 1);
+        if (low < high && b->added[low].bytes == n + 1) found = b->added[low].id;
+        while (low < high && b->added[low].bytes == n + 1) low++;
     }
     return found;
 }

@@ -47,6 +47,10 @@ int32_t bpe_vocab_id(const bpe_vocab *v, const char *bytes, size_t count);
 /* Whether a token of one byte is spelled so. */
 bool bpe_vocab_spells(const char *token, int64_t byte);
 
+/* Whether PCRE2 reads a pattern as the package tokenizers does; if not, *where is what it reads
+   otherwise. */
+bool bpe_pattern_is_known(const char *pattern, const char **where);
+
 /* The merge of two neighbours, or NULL. */
 const bpe_merge *bpe_vocab_merge(const bpe_vocab *v, int32_t left, int32_t right);
 
