@@ -30,6 +30,7 @@ nsa_option(NSA_BLAS "matrix products through a system CBLAS")
 nsa_option(NSA_DNNL "matrix products of the trainers through oneDNN")
 nsa_option(NSA_ZLIB "data in gzip through zlib")
 nsa_option(NSA_ZSTD "data in zstd through libzstd")
+nsa_option(NSA_UTF8PROC "tokenizers that normalize text through utf8proc")
 nsa_option(NSA_MPI "several processes through MPI")
 nsa_option(NSA_CUDA "the CUDA programs")
 

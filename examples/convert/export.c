@@ -4,9 +4,11 @@
 #include <jansson.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "base/files.h"
 #include "data/tokenizer.h"
+#include "import.h"
 
 enum { PATH_ROOM = CONFIG_PATH_BYTES + 256, FILE_LIMIT = 1 << 28 };
 
@@ -30,10 +32,11 @@ static bool write_json(const char *folder, const char *name, json_t *root, fault
 
 static json_t *rope_json(const config_model *m) {
     static const char *const pairs[] = {"interleaved", "halves"};
-    static const char *const scalings[] = {"none", "linear", "ntk", "yarn"};
-    return json_pack("{s:f, s:s, s:s, s:f, s:I}", "base", m->rope_base, "pairs",
+    static const char *const scalings[] = {"none", "linear", "ntk", "yarn", "llama3"};
+    return json_pack("{s:f, s:s, s:s, s:f, s:I, s:f, s:f}", "base", m->rope_base, "pairs",
                      pairs[m->rope_pairs], "scaling", scalings[m->rope_scaling], "factor",
-                     m->rope_factor, "trained_context", (json_int_t)m->rope_trained_context);
+                     m->rope_factor, "trained_context", (json_int_t)m->rope_trained_context, "fast",
+                     m->rope_fast, "slow", m->rope_slow);
 }
 
 /* One kind, or that of each layer. */
@@ -134,6 +137,8 @@ bool export_check(const config *c, fault *f) {
                                         "model.rope_scaling",
                                         "model.rope_factor",
                                         "model.rope_trained_context",
+                                        "model.rope_fast",
+                                        "model.rope_slow",
                                         "nsa.l",
                                         "nsa.d",
                                         "nsa.l_sel",
@@ -205,11 +210,22 @@ static json_t *byte_tokenizer(void) {
                      "vocab", vocab, "merges");
 }
 
+/* tokenizer_config.json. What forward takes, and where padding stands for generate, are said where
+   `settings` do not; it is given up here. */
+static bool write_tokenizer_settings(const char *folder, json_t *settings, int64_t context,
+                                     fault *f) {
+    json_t *more =
+        json_pack("{s:[s, s], s:s, s:I}", "model_input_names", "input_ids", "attention_mask",
+                  "padding_side", "left", "model_max_length", (json_int_t)context);
+    if (settings && more) json_object_update_missing(settings, more);
+    json_decref(more);
+    return write_json(folder, "tokenizer_config.json", settings, f);
+}
+
 static bool write_byte_tokenizer(const char *folder, int64_t context, fault *f) {
-    json_t *settings =
-        json_pack("{s:s, s:b, s:I}", "tokenizer_class", "PreTrainedTokenizerFast",
-                  "clean_up_tokenization_spaces", 0, "model_max_length", (json_int_t)context);
-    return write_json(folder, "tokenizer_config.json", settings, f) &&
+    json_t *settings = json_pack("{s:s, s:b}", "tokenizer_class", "PreTrainedTokenizerFast",
+                                 "clean_up_tokenization_spaces", 0);
+    return write_tokenizer_settings(folder, settings, context, f) &&
            write_json(folder, "tokenizer.json", byte_tokenizer(), f);
 }
 
@@ -230,17 +246,17 @@ static bool write_bpe_tokenizer(const char *from, const char *folder, int64_t co
     bool one_file = files_exist(path);
     if (!files_join(path, sizeof path, from, "tokenizer_config.json", f)) return false;
     bool ok = !one_file || copy_file(from, folder, "tokenizer.json", f);
-    if (one_file && files_exist(path))
-        return ok && copy_file(from, folder, "tokenizer_config.json", f);
-    json_t *settings = one_file
-                           ? json_pack("{s:s, s:I}", "tokenizer_class", "PreTrainedTokenizerFast",
-                                       "model_max_length", (json_int_t)context)
-                           : json_pack("{s:s, s:s, s:s, s:s, s:I}", "tokenizer_class",
-                                       "GPT2Tokenizer", "bos_token", end, "eos_token", end,
-                                       "unk_token", end, "model_max_length", (json_int_t)context);
-    ok = write_json(folder, "tokenizer_config.json", settings, f) && ok;
-    return ok && (one_file || (copy_file(from, folder, "vocab.json", f) &&
-                               copy_file(from, folder, "merges.txt", f)));
+    json_t *settings = one_file && files_exist(path)
+                           ? import_json(from, "tokenizer_config.json", &json_of_tokens, f)
+                       : one_file
+                           ? json_pack("{s:s}", "tokenizer_class", "PreTrainedTokenizerFast")
+                           : json_pack("{s:s, s:s, s:s, s:s}", "tokenizer_class", "GPT2Tokenizer",
+                                       "bos_token", end, "eos_token", end, "unk_token", end);
+    ok = ok && settings;
+    if (!ok) json_decref(settings);
+    return ok && write_tokenizer_settings(folder, settings, context, f) &&
+           (one_file ||
+            (copy_file(from, folder, "vocab.json", f) && copy_file(from, folder, "merges.txt", f)));
 }
 
 static bool write_tokenizer(const config *c, const char *folder, const listener *notes, fault *f) {
@@ -262,16 +278,82 @@ static json_t *generation_json(const tokenizer *t) {
     return root;
 }
 
+static bool has_file(const char *folder, const char *name) {
+    char path[PATH_ROOM];
+    fault unused;
+    return files_join(path, sizeof path, folder, name, &unused) && files_exist(path);
+}
+
+/* Whether what lies in the folder came from here. One that was not finished has no config.json. */
+static bool is_export(const char *folder) {
+    fault unused;
+    if (!has_file(folder, "config.json")) return has_file(folder, "modeling_nsa.py");
+    json_t *root = import_json(folder, "config.json", &json_of_settings, &unused);
+    const char *type = json_string_value(json_object_get(root, "model_type"));
+    bool ours = type && !strcmp(type, "nsa_decoder");
+    json_decref(root);
+    return ours;
+}
+
+static bool same_folder(const char *a, const char *b) {
+    struct stat x, y;
+    return b[0] && !stat(a, &x) && !stat(b, &y) && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+}
+
+/* Takes away what an older export left, first its name as a model, then its tokenizer. Another
+   model's files stay, and so does what transformers would read beside ours: a fault. */
+static bool clear_folder(const char *folder, const char *tokenizer_from, fault *f) {
+    enum kind { SETTINGS, TOKENIZER, WEIGHTS, OTHER };
+    static const struct {
+        const char *name;
+        enum kind kind;
+    } files[] = {
+        {"model.safetensors.index.json", OTHER},
+        {"pytorch_model.bin", OTHER},
+        {"pytorch_model.bin.index.json", OTHER},
+        {"adapter_config.json", OTHER},
+        {"tokenizer.model", OTHER},
+        {"spiece.model", OTHER},
+        {"special_tokens_map.json", OTHER},
+        {"added_tokens.json", OTHER},
+        {"chat_template.jinja", OTHER},
+        {"model.safetensors", WEIGHTS}, /* replaced as a whole */
+        {"config.json", SETTINGS},
+        {"tokenizer.json", TOKENIZER},
+        {"tokenizer_config.json", TOKENIZER},
+        {"vocab.json", TOKENIZER},
+        {"merges.txt", TOKENIZER},
+    };
+    char path[PATH_ROOM];
+    bool again = is_export(folder), source = same_folder(folder, tokenizer_from);
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        enum kind kind = files[i].kind;
+        if ((source && kind == TOKENIZER) || !has_file(folder, files[i].name)) continue;
+        if (!again || kind == OTHER)
+            return fault_set(f, "%s/%s: not of an export; FOLDER must be new, or an older export",
+                             folder, files[i].name);
+        if (kind == WEIGHTS) continue;
+        if (!files_join(path, sizeof path, folder, files[i].name, f)) return false;
+        if (remove(path)) return fault_errno(f, "%s: cannot be removed", path);
+    }
+    return true;
+}
+
+/* config.json comes last: a folder without it is none that opens. */
 bool export_folder(const checkpoint *k, const char *folder, const listener *notes, fault *f) {
     const config *c = &k->config;
+    if (!checkpoint_verify(k, f)) return false;
     tokenizer *t = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!t) return false;
     json_t *generation = generation_json(t);
     int64_t vocab = c->model.vocab_size ? c->model.vocab_size : tokenizer_vocab_size(t);
     tokenizer_close(t);
-    bool ok = checkpoint_verify(k, f) && files_make_folder(folder, f) &&
-              write_json(folder, "config.json", model_json(c, vocab), f);
-    ok = write_json(folder, "generation_config.json", generation, f) && ok;
-    return ok && write_file(folder, "modeling_nsa.py", modeling_nsa, modeling_nsa_bytes, f) &&
-           write_tokenizer(c, folder, notes, f) && write_model(k, folder, f);
+    if (!files_make_folder(folder, f) || !clear_folder(folder, c->data.tokenizer_path, f)) {
+        json_decref(generation);
+        return false;
+    }
+    return write_json(folder, "generation_config.json", generation, f) &&
+           write_file(folder, "modeling_nsa.py", modeling_nsa, modeling_nsa_bytes, f) &&
+           write_tokenizer(c, folder, notes, f) && write_model(k, folder, f) &&
+           write_json(folder, "config.json", model_json(c, vocab), f);
 }

@@ -1,4 +1,4 @@
-/* import.c - see import.h. */
+/* import.c - tensors and tokenizer; see import.h. What config.json says is import_settings.c's. */
 #include "import.h"
 
 #include <inttypes.h>
@@ -12,13 +12,9 @@
 #include "model/model.h"
 #include "train/train.h"
 
-enum {
-    PATH_ROOM = CONFIG_PATH_BYTES + 256,
-    NAME_ROOM = 2 * PARAM_NAME_BYTES,
-    CONTEXT_MOST = 1 << 20
-};
+enum { PATH_ROOM = CONFIG_PATH_BYTES + 256, NAME_ROOM = 2 * PARAM_NAME_BYTES };
 
-static json_t *read_json(const char *folder, const char *name, const json_limit *limit, fault *f) {
+json_t *import_json(const char *folder, const char *name, const json_limit *limit, fault *f) {
     char path[PATH_ROOM];
     if (!files_join(path, sizeof path, folder, name, f)) return NULL;
     json_t *root = json_file_read(path, limit, f);
@@ -32,130 +28,6 @@ static bool has_file(const char *folder, const char *name) {
     char path[PATH_ROOM];
     fault unused;
     return files_join(path, sizeof path, folder, name, &unused) && files_exist(path);
-}
-
-/* ---- Settings ------------------------------------------------------------------------------ */
-
-bool import_has_settings(const char *folder) {
-    return has_file(folder, "config.json");
-}
-
-/* "--dim=768"; the table below and what follows it stay far below IMPORT_FLAGS. */
-static void add_word(import_flags *x, const char *flag, const char *word) {
-    snprintf(x->text[x->count++], IMPORT_TEXT, "%s=%s", flag, word);
-}
-
-static void add(import_flags *x, const char *flag, const char *format, double value) {
-    char word[IMPORT_TEXT / 2];
-    snprintf(word, sizeof word, format, value);
-    add_word(x, flag, word);
-}
-
-/* A key of config.json that is a number, and the flag that takes it. Where it is missing, `other`
-   stands for it; where that is negative, it must be an integer and there. */
-static const struct {
-    const char *key, *flag, *format;
-    double other;
-    bool sparse; /* of models with block_size alone */
-} numbers[] = {
-    {"vocab_size", "--vocab-size", "%.0f", -1, false},
-    {"hidden_size", "--dim", "%.0f", -1, false},
-    {"num_hidden_layers", "--layers", "%.0f", -1, false},
-    {"num_attention_heads", "--heads", "%.0f", -1, false},
-    {"num_key_value_heads", "--kv-groups", "%.0f", -1, false},
-    {"intermediate_size", "--mlp-hidden", "%.0f", -1, false},
-    {"rms_norm_eps", "--norm-eps", "%.17g", 1e-6, false},
-    {"block_size", "--nsa-l", "%.0f", -1, true},
-    {"block_size", "--nsa-d", "%.0f", -1, true},
-    {"block_size", "--nsa-l-sel", "%.0f", -1, true},
-    {"block_counts", "--nsa-n-sel", "%.0f", -1, true},
-    {"window_size", "--nsa-w", "%.0f", -1, true},
-};
-
-static bool add_numbers(import_flags *x, const json_t *root, bool sparse, fault *f) {
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        const json_t *v = json_object_get(root, numbers[i].key);
-        if (numbers[i].sparse && !sparse) continue;
-        bool whole = numbers[i].other < 0; /* and must be there */
-        if (whole ? !json_is_integer(v) : v && !json_is_number(v))
-            return fault_set(f, "config.json: %s: must be %s", numbers[i].key,
-                             whole ? "an integer" : "a number");
-        double value = json_is_number(v) ? json_number_value(v) : numbers[i].other;
-        add(x, numbers[i].flag, numbers[i].format, value);
-    }
-    return true;
-}
-
-/* What a model may say and the trainers' model cannot do: it must be absent, or this. */
-static bool check_plain(const json_t *root, fault *f) {
-    static const char *const off[] = {"attention_bias", "mlp_bias", "use_qk_norm", "qk_norm"};
-    const char *act = json_string_value(json_object_get(root, "hidden_act"));
-    for (size_t i = 0; i < sizeof off / sizeof *off; i++)
-        if (json_is_true(json_object_get(root, off[i])))
-            return fault_set(f, "config.json: %s: must be false", off[i]);
-    if (act && strcmp(act, "silu"))
-        return fault_set(f, "config.json: hidden_act: %.60s; must be silu", act);
-    return true;
-}
-
-/* rope_theta and rope_scaling, or both in rope_parameters, as newer files have them. */
-static bool add_rope(import_flags *x, const json_t *root, fault *f) {
-    const json_t *scaling = json_object_get(root, "rope_scaling");
-    const json_t *base = json_object_get(root, "rope_theta");
-    const json_t *both = json_object_get(root, "rope_parameters");
-    if (json_is_object(both)) {
-        scaling = both;
-        if (json_is_number(json_object_get(both, "rope_theta")))
-            base = json_object_get(both, "rope_theta");
-    }
-    add(x, "--rope-base", "%.17g", json_is_number(base) ? json_number_value(base) : 10000);
-    const char *kind = json_string_value(json_object_get(scaling, "rope_type"));
-    if (!kind) kind = json_string_value(json_object_get(scaling, "type"));
-    if (!kind || !strcmp(kind, "default")) return true;
-    if (strcmp(kind, "linear"))
-        return fault_set(f, "config.json: rope_scaling: %.60s; must be linear, or none", kind);
-    add_word(x, "--rope-scaling", "linear");
-    add(x, "--rope-factor", "%.17g", json_number_value(json_object_get(scaling, "factor")));
-    return true;
-}
-
-/* Heads of a width of their own, or of an equal share. */
-static bool add_head_width(import_flags *x, const json_t *root, fault *f) {
-    const json_t *v = json_object_get(root, "head_dim");
-    json_int_t dim = json_integer_value(json_object_get(root, "hidden_size"));
-    json_int_t heads = json_integer_value(json_object_get(root, "num_attention_heads"));
-    json_int_t width = json_is_integer(v) ? json_integer_value(v) : heads > 0 ? dim / heads : 0;
-    if (width < 1) return fault_set(f, "config.json: head_dim: must be a number");
-    add(x, "--d-k", "%.0f", (double)width);
-    add(x, "--d-v", "%.0f", (double)width);
-    return true;
-}
-
-bool import_settings(import_flags *x, const char *folder, fault *f) {
-    json_t *root = read_json(folder, "config.json", &json_of_settings, f);
-    if (!root) return false;
-    memset(x, 0, sizeof *x);
-    bool sparse = json_object_get(root, "block_size") != NULL;
-    double context = json_number_value(json_object_get(root, "max_position_embeddings"));
-    bool ok = check_plain(root, f) && add_numbers(x, root, sparse, f) &&
-              add_head_width(x, root, f) && add_rope(x, root, f);
-    if (ok) {
-        add(x, "--seq-len", "%.0f",
-            context < 1              ? 2048
-            : context < CONTEXT_MOST ? context
-                                     : CONTEXT_MOST);
-        add_word(x, "--mlp", "swiglu");
-        add_word(x, "--rope-pairs", "halves");
-        add_word(x, "--attention", sparse ? "nsa" : "full");
-        add_word(x, "--tied-embeddings",
-                 json_is_true(json_object_get(root, "tie_word_embeddings")) ? "true" : "false");
-        add_word(x, "--shared-kv", "true");
-        add_word(x, "--nsa-gate-form", sparse ? "linear" : "mlp");
-        add_word(x, "--nsa-n-init", sparse ? "0" : "1");
-        add_word(x, "--nsa-n-local", sparse ? "1" : "2");
-    }
-    json_decref(root);
-    return ok;
 }
 
 /* ---- Names --------------------------------------------------------------------------------- */
@@ -173,6 +45,8 @@ static const struct {
     {"attn.W_Q.weight", "self_attn.q_proj.weight", NULL},
     {"attn.W_K.weight", "self_attn.k_proj.weight", NULL},
     {"attn.W_V.weight", "self_attn.v_proj.weight", NULL},
+    {"attn.q_norm.weight", "self_attn.q_norm.weight", NULL},
+    {"attn.k_norm.weight", "self_attn.k_norm.weight", NULL},
     {"attn.W_K_slc.weight", NULL, "attn.W_K_sel.weight"},
     {"attn.W_V_slc.weight", NULL, "attn.W_V_sel.weight"},
     {"attn.gate.weight", "self_attn.g_proj.weight", NULL},
@@ -293,7 +167,7 @@ static bool read_files(importer *x, const char *folder, bool tied, fault *f) {
     if (!has_file(folder, index_name))
         return files_join(path, sizeof path, folder, "model.safetensors", f) &&
                read_file(x, path, tied, f);
-    json_t *root = read_json(folder, index_name, &json_of_tensors, f), *done = json_object();
+    json_t *root = import_json(folder, index_name, &json_of_tensors, f), *done = json_object();
     json_t *map = json_object_get(root, "weight_map");
     bool ok = root && (json_is_object(map) ||
                        fault_set(f, "%s: weight_map: must be an object", index_name));
@@ -318,7 +192,15 @@ static bool all_found(const importer *x, const char *folder, fault *f) {
     return true;
 }
 
-static bool write_checkpoint(const config *c, const importer *x, const char *out_dir, fault *f) {
+/* The tokenizer goes by no path: a run's own is found beside its checkpoints (checkpoint_open). */
+static bool write_checkpoint(const config *given, const importer *x, const char *out_dir,
+                             fault *f) {
+    static config own;
+    const config *c = &own;
+    own = *given;
+    char place[PATH_ROOM];
+    if (!files_join(place, sizeof place, out_dir, "tokenizer", f)) return false;
+    if (!strcmp(own.data.tokenizer_path, place)) own.data.tokenizer_path[0] = 0;
     checkpoint_state state = {.seed = (uint64_t)c->train.seed, .loss_scale = 1};
     checkpoint_part part = {"model", x->tensors, (size_t)x->table->length};
     state.data.split_parts = state.data.split_size = -1;
@@ -371,23 +253,69 @@ static bool copy_file(const char *from, const char *to, const char *name, fault 
     return ok;
 }
 
+/* An export's own, bytes in the spelling of byte-level vocabularies and nothing else. */
+static bool is_byte_tokenizer(const char *folder) {
+    fault unused;
+    json_t *root = import_json(folder, "tokenizer.json", &json_of_tokens, &unused);
+    const json_t *bpe_of = json_object_get(root, "model"), *id;
+    const json_t *vocab = json_object_get(bpe_of, "vocab");
+    const char *token;
+    bool bytes = json_object_size(vocab) == 256 &&
+                 !json_array_size(json_object_get(bpe_of, "merges")) &&
+                 !json_array_size(json_object_get(root, "added_tokens"));
+    json_object_foreach((json_t *)vocab, token, id) {
+        bytes = bytes && json_is_integer(id) && tokenizer_spells(token, json_integer_value(id));
+    }
+    json_decref(root);
+    return bytes;
+}
+
+/* Vocabularies of other kinds, which the trainers do not read. */
+static bool check_others(const char *folder, fault *f) {
+    static const struct {
+        const char *name, *kind;
+    } others[] = {{"tokenizer.model", "SentencePiece or tiktoken"},
+                  {"spiece.model", "SentencePiece"},
+                  {"sentencepiece.bpe.model", "SentencePiece"},
+                  {"vocab.txt", "WordPiece"},
+                  {"tokenizer_config.json", "settings of a tokenizer that is not there"}};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        if (has_file(folder, others[i].name))
+            return fault_set(f,
+                             "%s/%s: %s; must be a tokenizer.json of byte-level BPE, or vocab.json "
+                             "and merges.txt (--tokenizer byte takes the weights alone)",
+                             folder, others[i].name, others[i].kind);
+    return true;
+}
+
+/* None: bytes where the embedding has as many rows, else numbers that no text becomes. */
+static bool without_tokenizer(config *c, const char *folder, const listener *notes, fault *f) {
+    bool bytes = !c->model.vocab_size || c->model.vocab_size == 256;
+    if (!check_others(folder, f)) return false;
+    listener_say(notes, "%s: no tokenizer.json, no merges.txt: tokens are %s", folder,
+                 bytes ? "bytes" : "numbers, and text needs --tokenizer-path");
+    return bytes || config_put(c, "data.tokenizer", "gpt2", f);
+}
+
 bool import_tokenizer(config *c, const char *folder, const char *out_dir, const listener *notes,
                       fault *f) {
     static const char *const wanted[] = {"tokenizer.json", "tokenizer_config.json", "vocab.json",
                                          "merges.txt"};
     char to[PATH_ROOM];
-    if (!has_file(folder, "tokenizer.json") && !has_file(folder, "merges.txt")) {
-        listener_say(notes, "%s: no tokenizer.json, no merges.txt: tokens are bytes", folder);
+    if (config_from(c, "data.tokenizer") == CONFIG_FROM_COMMAND_LINE ||
+        config_from(c, "data.tokenizer_path") == CONFIG_FROM_COMMAND_LINE)
         return true;
-    }
+    bool whole = has_file(folder, "tokenizer.json");
+    if (whole && is_byte_tokenizer(folder)) return true;
+    if (!whole && !(has_file(folder, "merges.txt") && has_file(folder, "vocab.json")))
+        return without_tokenizer(c, folder, notes, f);
+    tokenizer *readable = tokenizer_open(CONFIG_GPT2, folder, f); /* before anything is written */
+    if (!readable) return false;
+    tokenizer_close(readable);
     if (!files_join(to, sizeof to, out_dir, "tokenizer", f) || !files_make_folder(to, f))
         return false;
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
         if (has_file(folder, wanted[i]) && !copy_file(folder, to, wanted[i], f)) return false;
-    char *place = realpath(to, NULL); /* wherever generate is started */
-    bool ok = (place || fault_errno(f, "%s: cannot be found", to)) &&
-              config_put(c, "data.tokenizer", "gpt2", f) &&
-              config_put(c, "data.tokenizer_path", place, f);
-    free(place);
-    return ok;
+    return config_put(c, "data.tokenizer", "gpt2", f) &&
+           config_put(c, "data.tokenizer_path", to, f);
 }

@@ -1,9 +1,9 @@
 """A decoder over Native Sparse Attention (arXiv 2502.11089) in plain PyTorch, as transformers opens it.
 
 Twin of examples/trainer/model of the nsa library, whose checkpoints it reads with their names: `convert export` writes
-it beside config.json and model.safetensors. It needs torch and transformers. Where the package nsa is installed, it
-computes attention on the CPU; the results are the same within rounding. Plain attention here takes memory for every
-query and key of a chunk: it is for reading, short contexts and other devices.
+it beside config.json and model.safetensors. It needs torch and transformers, 4.57 or newer. Where the package nsa is
+installed, it computes attention on the CPU; the results are the same within rounding. Plain attention here takes memory
+for every query and key of a chunk: it is for reading, short contexts and other devices.
 
 Letters: B sequences, T keys, Q queries, H heads over Hk key-value heads, G = H / Hk.
 """
@@ -21,21 +21,26 @@ except ImportError:
     library = None
 
 BRANCHES = ("cmp", "slc", "win")
+# What an output calls its cache: transformers 5.24 renamed past_key_values.
+CACHE = "cache" if "cache" in getattr(CausalLMOutputWithPast, "__dataclass_fields__", ()) else "past_key_values"
 CHUNK = 512  # queries at a time
 
 
 class NSAConfig(PretrainedConfig):
     """Sizes by their usual names; those of sparse attention by nsa.h's. attention: nsa, cmp+slc, full or window, one
     for all layers or a list. phi: mean, conv or mlp. gate: sigmoid or softmax, its logits from an MLP of the group's
-    mean query (gate_form mlp) or a linear map of x (linear). rope: base, pairs, scaling, factor, trained_context."""
+    mean query (gate_form mlp) or a linear map of x (linear). rope: base, pairs, scaling (none, linear, ntk, yarn or
+    llama3), factor, trained_context, fast and slow."""
 
     model_type = "nsa_decoder"
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
     def __init__(self, vocab_size=256, hidden_size=128, num_hidden_layers=1, num_attention_heads=8,
                  num_key_value_heads=2, head_dim=16, v_head_dim=16, intermediate_size=512, mlp="silu",
                  rms_norm_eps=1e-6, tie_word_embeddings=False, max_position_embeddings=128, attention="nsa",
                  shared_kv=False, qk_norm=False, cmp_block=16, cmp_stride=8, slc_block=32, slc_count=8, slc_init=1,
-                 slc_local=2, window=64, phi="mean", gate="sigmoid", gate_form="mlp", rope=None, **kwargs):
+                 slc_local=2, window=64, phi="mean", gate="sigmoid", gate_form="mlp", rope=None, use_cache=True,
+                 **kwargs):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
@@ -60,6 +65,7 @@ class NSAConfig(PretrainedConfig):
         self.phi = phi
         self.gate = gate
         self.gate_form = gate_form
+        self.use_cache = use_cache
         self.rope = rope or {"base": 10000.0, "pairs": "interleaved", "scaling": "none", "factor": 1.0,
                              "trained_context": 0}
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
@@ -86,24 +92,31 @@ def frequencies(rope, width):
     plain = [base ** (-2 * i / width) for i in range(width // 2)]
     if scaling == "linear":
         return [f / factor for f in plain], 1.0
+    context, fast, slow = rope["trained_context"], rope.get("fast"), rope.get("slow") or 1  # turns over it
+    if scaling == "llama3":
+        fast = fast or 4
+        shares = [min(max((context * f / (2 * math.pi) - slow) / (fast - slow), 0), 1) for f in plain]
+        return [f / factor + s * (f - f / factor) for f, s in zip(plain, shares)], 1.0
     if scaling != "yarn":
         return plain, 1.0
-    low, high = (width * math.log(rope["trained_context"] / (turns * 2 * math.pi)) / (2 * math.log(base))
-                 for turns in (32, 1))
+    low, high = (width * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (fast or 32, slow))
     low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
     high = high if high > low else low + 0.001
     ramps = [min(max((i - low) / (high - low), 0), 1) for i in range(width // 2)]
     return [f + r * (f / factor - f) for f, r in zip(plain, ramps)], 0.1 * math.log(factor) + 1
 
 
-def turn(x, first, rope):
-    """RoPE of x (B, T, H, D), whose row 0 stands at position `first`."""
-    turns, magnitude = frequencies(rope, x.shape[-1])
-    places = torch.arange(first, first + x.shape[1], dtype=torch.float64)
-    angles = places[:, None, None] * torch.tensor(turns, dtype=torch.float64)
-    cosine = (angles.cos() * magnitude).to(x.device, x.dtype)
-    sine = (angles.sin() * magnitude).to(x.device, x.dtype)
-    if rope["pairs"] == "halves":
+def rotation(rope, width, places, like):
+    """(cosine, sine), each (B or 1, T, 1, width / 2), of the places (B or 1, T) of tokens in their sequences."""
+    turns, magnitude = frequencies(rope, width)
+    angles = places.to("cpu", torch.float64)[..., None, None] * torch.tensor(turns, dtype=torch.float64)
+    return [(y * magnitude).to(like.device, like.dtype) for y in (angles.cos(), angles.sin())]
+
+
+def turn(x, rotated_by, pairs):
+    """RoPE of x (B, T, H, D)."""
+    cosine, sine = rotated_by
+    if pairs == "halves":
         a, b = x.chunk(2, -1)
         return torch.cat((a * cosine - b * sine, a * sine + b * cosine), -1)
     a, b = x[..., 0::2], x[..., 1::2]
@@ -277,27 +290,42 @@ class NSAAttention(nn.Module):
         mean = q.unflatten(2, (self.config.num_key_value_heads, -1)).mean(3)
         return self.gate["fc2"](F.silu(self.gate["fc1"](mean)))
 
-    def keys(self, x, first, past):
+    def keys(self, x, first, rotated_by, past):
         """k and v of each branch, all tokens so far; the cache holds the branches' heads side by side."""
         config = self.config
         k = [getattr(self, "W_K" + n)(x).unflatten(-1, (-1, config.head_dim)) for n in self.branches]
         v = [getattr(self, "W_V" + n)(x).unflatten(-1, (-1, config.v_head_dim)) for n in self.branches]
         k, v = torch.cat(k, 2), torch.cat(v, 2)
-        k = turn(k if self.k_norm is None else self.k_norm(k), first, config.rope)
+        k = turn(k if self.k_norm is None else self.k_norm(k).to(v.dtype), rotated_by, config.rope["pairs"])
         if past is not None:
-            k, v = (y.transpose(1, 2) for y in past.update(k.transpose(1, 2), v.transpose(1, 2), self.layer))
+            k, v = remember(k, v, first, past, self.layer)
         return [x.split(config.num_key_value_heads, 2) * (1 if len(self.branches) > 1 else 3) for x in (k, v)]
 
-    def forward(self, x, first, past):
+    def forward(self, x, first, begins, rotated_by, past):
         config = self.config
         q = self.W_Q(x).unflatten(-1, (config.num_attention_heads, config.head_dim))
-        q = q if self.q_norm is None else self.q_norm(q)
+        q = q if self.q_norm is None else self.q_norm(q).to(q.dtype)
         gates = self.logits_of_gates(x, q) if self.sparse else None
-        q = turn(q, first, config.rope)
-        k, v = self.keys(x, first, past)
-        by_library = library is not None and x.device.type == "cpu"
-        attended = (self.by_library if by_library else self.by_torch)(q, k, v, gates, first)
-        return self.out(attended.flatten(2))
+        q = turn(q, rotated_by, config.rope["pairs"])
+        k, v = self.keys(x, first, rotated_by, past)
+        return self.out(self.attend(q, k, v, gates, first, begins).flatten(2))
+
+    def attend(self, q, k, v, gates, first, begins):
+        """Rows with as much padding in front go together, without it: each sequence is computed as it is alone."""
+        by_library = library is not None and q.device.type == "cpu"
+        compute = self.by_library if by_library else self.by_torch
+        if begins is None:
+            return compute(q, k, v, gates, first)
+        out = q.new_zeros((*q.shape[:3], self.config.v_head_dim))
+        for begin in set(begins):
+            rows = torch.tensor([i for i, b in enumerate(begins) if b == begin], device=q.device)
+            skip = max(begin - first, 0)
+            if skip >= q.shape[1]:
+                continue
+            some = [[y[rows, begin:] for y in x] for x in (k, v)]
+            some_gates = None if gates is None else gates[rows, skip:]
+            out[rows, skip:] = compute(q[rows, skip:], *some, some_gates, max(first - begin, 0))
+        return out
 
     def by_torch(self, q, k, v, gates, first):
         config = self.config
@@ -343,14 +371,16 @@ class NSABlock(nn.Module):
         self.norm2 = NSARMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = NSAMLP(config)
 
-    def forward(self, x, first, past):
-        x = x + self.attn(self.norm1(x), first, past)
+    def forward(self, x, first, begins, rotated_by, past):
+        x = x + self.attn(self.norm1(x), first, begins, rotated_by, past)
         return x + self.mlp(self.norm2(x))
 
 
 class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NSAConfig
     _no_split_modules = ["NSABlock"]
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # num_items_in_batch, of Trainer
 
     def __init__(self, config):
         super().__init__(config)
@@ -360,6 +390,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = None
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.gradient_checkpointing = False
         self.post_init()
 
     def _init_weights(self, module):
@@ -381,32 +412,112 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return self.lm_head
 
+    def set_output_embeddings(self, head):
+        self.lm_head = head
+
+    def create_masks_for_generate(self, attention_mask=None, **kwargs):
+        """For static caches transformers would make a mask of every key for every query; forward reads padding."""
+        return attention_mask
+
+    def prepare_inputs_for_generation(self, input_ids, *args, attention_mask=None, inputs_embeds=None, **kwargs):
+        if attention_mask is not None and not bool((attention_mask[:, -1] != 0).all()):
+            raise ValueError("attention_mask: a prompt ends with padding, and generate goes on behind it; padding must "
+                             "stand in front (tokenizer.padding_side = 'left')")
+        return super().prepare_inputs_for_generation(input_ids, *args, attention_mask=attention_mask,
+                                                     inputs_embeds=inputs_embeds, **kwargs)
+
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-                labels=None, use_cache=None, logits_to_keep=0, return_dict=None, **kwargs):
+                labels=None, use_cache=None, logits_to_keep=0, return_dict=None, output_hidden_states=None,
+                output_attentions=None, token_type_ids=None, num_items_in_batch=None, cache=None, **kwargs):
+        """As transformers' decoders. labels: the loss is the mean over labels, or their sum over num_items_in_batch.
+        Padding in front of a sequence's tokens or behind them, by attention_mask, changes nothing of their logits."""
+        refuse(output_attentions=output_attentions or self.config.output_attentions, **kwargs)
+        if token_type_ids is not None and bool((token_type_ids != 0).any()):
+            raise ValueError("token_type_ids: must be 0, a text has no parts")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: one of them must be given")
+        past = self.cache_of(past_key_values if cache is None else cache, use_cache)
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            from transformers import DynamicCache
-            past_key_values = DynamicCache()
-        first = 0 if past_key_values is None else past_key_values.get_seq_length()
-        check_places(attention_mask, position_ids, first, x.shape[1])
+        first = 0 if past is None else int(past.get_seq_length())
+        begins, places = places_of(attention_mask, position_ids, first, *x.shape[:2])
+        rotated_by = rotation(self.config.rope, self.config.head_dim, places, x)
+        states = [x]
         for block in self.blocks:
-            x = block(x, first, past_key_values)
-        x = self.norm(x)
-        kept = x[:, -logits_to_keep:] if logits_to_keep else x
+            if self.gradient_checkpointing and self.training:
+                x = self._gradient_checkpointing_func(block.__call__, x, first, begins, rotated_by, past)
+            else:
+                x = block(x, first, begins, rotated_by, past)
+            states.append(x)
+        states[-1] = x = self.norm(x)
+        kept = x[:, -logits_to_keep or None:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep]
         logits = F.linear(kept, self.embed.weight) if self.lm_head is None else self.lm_head(kept)
-        loss = None
-        if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
-        if return_dict is False:
-            return tuple(y for y in (loss, logits, past_key_values) if y is not None)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        loss = None if labels is None else loss_of(logits, labels, num_items_in_batch)
+        wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=tuple(states) if wants_states else None,
+                                     **{CACHE: past})
+        as_tuple = return_dict is False or (return_dict is None and getattr(self.config, "return_dict", True) is False)
+        return out.to_tuple() if as_tuple else out
+
+    def cache_of(self, past, use_cache):
+        """The cache to read and to extend, or None."""
+        if self.gradient_checkpointing and self.training:
+            if past is not None and int(past.get_seq_length()):
+                raise ValueError("past_key_values: a layer that is computed again would append its keys twice; must be "
+                                 "None with gradient checkpointing")
+            return None
+        if past is None and (self.config.use_cache and not self.training if use_cache is None else use_cache):
+            from transformers import DynamicCache
+            past = DynamicCache()
+        return past
 
 
-def check_places(mask, places, first, count):
-    """A token's block is its place in the sequence: padding in front, or positions of one's own, would move it."""
+def refuse(**given):
+    """Keywords that would change a result here, were they known: None, False and what is so anyway do not."""
+    for name, value in given.items():
+        if value is None or name == "cache_position" or value is (name == "is_causal"):
+            continue
+        raise ValueError(f"{name}: this model has no use for it; must be None")
+
+
+def remember(k, v, first, past, layer):
+    """k and v (B, T, H, D) of all tokens so far, these among them, from a cache and now in it."""
+    count, widths, more = k.shape[1], (k.shape[-1], v.shape[-1]), ()
+    if getattr(past, "is_compileable", False):  # static: in transformers 4 of one width, and told where to write
+        k, v = (F.pad(y, (0, max(widths) - y.shape[-1])) for y in (k, v))
+        more = ({"cache_position": torch.arange(first, first + count, device=k.device)},)
+    k, v = past.update(k.transpose(1, 2), v.transpose(1, 2), layer, *more)
+    if k.shape[2] < first + count:
+        raise ValueError(f"past_key_values: {type(past).__name__} kept {k.shape[2]} of {first + count} tokens; must be "
+                         "one that keeps all (DynamicCache, StaticCache)")
+    return [y[:, :, :first + count, :width].transpose(1, 2) for y, width in zip((k, v), widths)]
+
+
+def places_of(mask, positions, first, rows, count):
+    """(padding in front of each row or None, the places (B or 1, T) of these tokens in their sequences). A token's
+    block is its place in the sequence, so positions of one's own would move it."""
+    places, begins = torch.arange(first, first + count)[None], None
+    seen = torch.ones((rows, count), dtype=torch.bool)
     if mask is not None:
-        behind = mask.dim() == 2 and bool((mask[:, :1] != 0).all() and (mask[:, 1:] <= mask[:, :-1]).all())
-        if not behind:
-            raise ValueError("attention_mask: must be (B, T), with padding behind a sequence's tokens alone")
-    if places is not None and not bool((places == torch.arange(first, first + count, device=places.device)).all()):
-        raise ValueError(f"position_ids: must be {first} .. {first + count - 1}, the tokens' places")
+        if not torch.is_tensor(mask) or tuple(mask.shape) != (rows, first + count):
+            raise ValueError(f"attention_mask: must be (B, T) with the tokens of the cache, {(rows, first + count)}")
+        mask = mask.cpu() != 0
+        begin, some = (mask.cumsum(1) == 0).sum(1), mask.sum(1)
+        every = torch.arange(first + count)
+        if not bool((mask == ((every >= begin[:, None]) & (every < (begin + some)[:, None]))).all()):
+            raise ValueError("attention_mask: padding must stand in front of a sequence's tokens or behind them")
+        if bool(begin.any()):
+            begins, places = begin.tolist(), (places - begin[:, None]).clamp(min=0)
+        seen = mask[:, first:]
+    if positions is not None and not bool(((positions.cpu() == places) | ~seen).all()):
+        raise ValueError(f"position_ids: must be the tokens' places, {first} .. {first + count - 1} without padding")
+    return begins, places
+
+
+def loss_of(logits, labels, count):
+    """Of each token by the logits in front of it. With gradient accumulation a step's labels are counted by Trainer."""
+    if logits.shape[:2] != labels.shape:
+        raise ValueError(f"labels: must be {tuple(logits.shape[:2])}, a label for each row of logits, logits_to_keep 0")
+    labels = labels[:, 1:].to(logits.device).flatten()
+    how = "mean" if count is None else "sum"
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels, ignore_index=-100, reduction=how)
+    return loss if count is None else loss / (count.to(loss.device) if torch.is_tensor(count) else count)

@@ -27,7 +27,7 @@ static const struct {
     {"--rope-factor", "model.rope_factor",
      "context now over context trained with; default: the checkpoint's"},
     {"--rope-trained-context", "model.rope_trained_context",
-     "tokens trained with; needed by yarn; default: the checkpoint's"},
+     "tokens trained with; needed by yarn and llama3; default: the checkpoint's"},
 };
 
 enum { SHARED = sizeof shared / sizeof shared[0] };

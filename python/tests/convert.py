@@ -35,6 +35,7 @@ CASES = {
     "layers": "--attention window,cmp+slc,nsa,full --layers 4 --nsa-phi mlp --qk-norm",
     "full": "--attention full --rope-scaling linear --rope-factor 2",
     "window": "--attention window --tied-embeddings --rope-pairs halves",
+    "llama3": "--rope-scaling llama3 --rope-factor 8 --rope-trained-context 64 --rope-fast 5 --rope-pairs halves",
 }
 
 
@@ -42,6 +43,8 @@ CASES = {
 
 
 class StandInConfig:
+    output_attentions = output_hidden_states = False
+
     def __init__(self, tie_word_embeddings=True, **kwargs):
         self.tie_word_embeddings = tie_word_embeddings
         vars(self).update(kwargs)
@@ -64,6 +67,7 @@ class StandInOutput:
 def stand_in():
     top, outputs = types.ModuleType("transformers"), types.ModuleType("transformers.modeling_outputs")
     top.PretrainedConfig, top.PreTrainedModel, top.GenerationMixin = StandInConfig, StandInModel, object
+    top.DynamicCache = StandInCache
     outputs.CausalLMOutputWithPast = StandInOutput
     sys.modules.update({"transformers": top, "transformers.modeling_outputs": outputs})
 
@@ -182,16 +186,37 @@ def check_gradients(model, module, tokens):
 
 
 def check_refusals(model, tokens):
-    padded = torch.ones_like(tokens)
-    padded[0, 0] = 0
-    for what, arguments in (("attention_mask", {"attention_mask": padded}),
-                            ("position_ids", {"position_ids": torch.arange(tokens.shape[1])[None] + 1})):
+    hole = torch.ones_like(tokens)
+    hole[0, 1] = 0
+    for what, arguments in (("attention_mask", {"attention_mask": hole}),
+                            ("position_ids", {"position_ids": torch.arange(tokens.shape[1])[None] + 1}),
+                            ("nonsense", {"nonsense": 1})):
         try:
             model(tokens, **arguments)
         except ValueError as error:
             assert what in str(error), error
         else:
             raise AssertionError(f"{what} was not refused")
+
+
+@torch.no_grad()
+def check_padding(model, module, tokens):
+    """Rows of a padded batch have the logits that they have alone; by both ways, whole and through a cache."""
+    rows, library = [tokens[0, :count] for count in (120, 31, 7)], module.library
+    for module.library in (None, library):
+        for front in (True, False):
+            batch, mask = torch.zeros(3, 120, dtype=torch.long), torch.zeros(3, 120, dtype=torch.long)
+            places = [slice(120 - len(row), 120) if front else slice(0, len(row)) for row in rows]
+            for i, row in enumerate(rows):
+                batch[i, places[i]], mask[i, places[i]] = row, 1
+            cache = StandInCache()
+            made = [model(batch, attention_mask=mask).logits]
+            made.append(torch.cat([model(batch[:, at:at + 50], attention_mask=mask[:, :at + 50], past_key_values=cache,
+                                         use_cache=True).logits for at in range(0, 120, 50)], 1))
+            for i, row in enumerate(rows):
+                want = model(row[None]).logits[0]
+                for got in made:
+                    assert float((got[i, places[i]] - want).abs().max()) < 1e-5, (front, i)
 
 
 def check_ties(model, module):
@@ -352,7 +377,7 @@ def check_import(programs, folder, tokens):
     again = read_safetensors(folder / "again" / "model.safetensors")
     assert bool((again["blocks.1.attn.W_K.weight"] == tensors["model.layers.1.self_attn.k_proj.weight"].float()).all())
     run(train, "--init-from", folder / "imported", "--data", folder / "text", "--out-dir", folder / "tuned", "--steps",
-        "1", "--seq-len", "64", "--threads", "1", *settings_of(folder / "imported"))
+        "1", "--seq-len", "64", "--threads", "1")
 
 
 # ---- A tokenizer ----------------------------------------------------------------------------------------
@@ -454,20 +479,6 @@ def check_tokenizer(programs, folder, text, real):
         assert tokenizer(prompt)["input_ids"] == encode(prompt), (tokenizer(prompt)["input_ids"], encode(prompt))
 
 
-def settings_of(checkpoint):
-    """The flags of train_tiny that make the model of a checkpoint."""
-    latest = (checkpoint / "checkpoints" / "latest").resolve()
-    saved = json.loads((latest / "state.json").read_text())["content"]["config"]
-    flags = {"model.n_layers": "--layers", "model.n_heads": "--heads", "model.n_kv_groups": "--kv-groups"}
-    words = []
-    for key, value in saved.items():
-        if key.startswith(("model.", "nsa.")):
-            name = key.split(".")[1].replace("_", "-")
-            flag = flags.get(key) or ("--nsa-" + name if key.startswith("nsa.") else "--" + name)
-            words += [flag + "=" + str(value).lower()]
-    return words
-
-
 def check_vibe(programs, folder, tokens):
     """The names of nsa-vibe's byte model: W_K_sel for W_K_slc, norm_f for norm; one file, settings by hand. In f32
     nothing may change; f16 must be what its numbers are in f32."""
@@ -498,7 +509,7 @@ def check_import_refusals(convert, folder):
     """What has no counterpart, is missing, or is too much, by name."""
     tensors = random_llama(LLAMA, 5)
     for i, (change, words) in enumerate((({"hidden_act": "gelu"}, "hidden_act"), ({"mlp_bias": True}, "mlp_bias"),
-                                         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling: llama3"),
+                                         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling: longrope"),
                                          ({"vocab_size": "many"}, "vocab_size"), ({"block_counts": 0}, "nsa.n_sel"),
                                          ({"head_dim": 16}, "its shape is not"),
                                          ({"num_hidden_layers": 3}, "blocks.2."),
@@ -547,6 +558,8 @@ def main():
         check_ties(model, module)
         if real:
             check_generate(model, torch.tensor(tokens)[None])
+        else:
+            check_padding(model, module, torch.tensor(tokens)[None])
     check_import(programs, folder, tokens)
     check_vibe(programs, folder, tokens)
     check_tokenizer(programs, folder, text, real)

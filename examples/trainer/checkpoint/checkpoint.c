@@ -438,6 +438,23 @@ bool checkpoint_exists(const char *out_dir) {
     return count > 0;
 }
 
+/* A run that brought its tokenizer along has it beside its checkpoints, wherever the run lies by
+   now: OUT_DIR/tokenizer, and no path in the settings. */
+static bool find_tokenizer(checkpoint *k, fault *f) {
+    static const char root[] = "checkpoints/";
+    char path[PATH_ROOM];
+    const char *name = strrchr(k->path, '/');
+    size_t before = name ? (size_t)(name + 1 - k->path) : 0, length = sizeof root - 1;
+    if (k->config.data.tokenizer != CONFIG_GPT2 || k->config.data.tokenizer_path[0]) return true;
+    bool named = before >= length && !strncmp(k->path + before - length, root, length) &&
+                 (before == length || k->path[before - length - 1] == '/');
+    if (named)
+        snprintf(path, sizeof path, "%.*stokenizer", (int)(before - length), k->path);
+    else if (!files_join(path, sizeof path, k->path, "../../tokenizer", f))
+        return false;
+    return !files_exist(path) || config_put(&k->config, "data.tokenizer_path", path, f);
+}
+
 bool checkpoint_open(checkpoint *k, const char *path, fault *f) {
     char root[PATH_ROOM];
     memset(k, 0, sizeof *k);
@@ -450,7 +467,7 @@ bool checkpoint_open(checkpoint *k, const char *path, fault *f) {
                          "out_dir with one under checkpoints/",
                          path);
     }
-    if (read_state(k, f)) return true;
+    if (read_state(k, f) && find_tokenizer(k, f)) return true;
     checkpoint_close(k);
     return false;
 }

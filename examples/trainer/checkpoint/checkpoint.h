@@ -39,7 +39,8 @@ bool checkpoint_write(const char *out_dir, const config *c, const checkpoint_sta
 typedef struct checkpoint {
     char path[CONFIG_PATH_BYTES]; /* the folder itself */
     checkpoint_state state;
-    config config; /* the settings it was trained with */
+    config config; /* the settings it was trained with; the tokenizer that lies beside the
+                      checkpoints, out_dir/tokenizer, where they name none */
     struct json_t *files;
 } checkpoint;
 

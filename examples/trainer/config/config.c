@@ -160,6 +160,14 @@ static bool stands_in_file(const config *c, const option *e) {
            (!strncmp(e->key, "model.", 6) || !strncmp(e->key, "nsa.", 4));
 }
 
+/* A new run on weights that are there (train.init_from) takes what they mean from where they lie,
+   unless somebody says otherwise: the model, and the tokenizer. */
+static bool of_weights(const config *c, const option *e) {
+    return c->origin[e - config_entries].layer == CONFIG_FROM_DEFAULT &&
+           (!strncmp(e->key, "model.", 6) || !strncmp(e->key, "nsa.", 4) ||
+            !strncmp(e->key, "data.tokenizer", 14));
+}
+
 /* One setting of the checkpoint: below the environment and the command line, above the file. */
 static void take_kept(config *c, const config *kept, const option *e, const listener *notes) {
     char mine[CONFIG_PATH_BYTES], theirs[CONFIG_PATH_BYTES], place[CONFIG_PATH_BYTES + 32];
@@ -183,12 +191,13 @@ static void take_kept(config *c, const config *kept, const option *e, const list
 
 static bool recall(config *c, const config_program *program, const listener *notes, fault *f) {
     config kept;
-    if (!c->train.resume[0] || !program->recall) return true;
+    bool whole = c->train.resume[0] != 0;
+    if (!program->recall || (!whole && !c->train.init_from[0])) return true;
     memset(&kept, 0, sizeof kept);
     if (!program->recall(c, &kept, f)) return false;
     for (size_t i = 0; i < config_entry_count; i++)
         if (kept.origin[i].layer == CONFIG_FROM_CHECKPOINT &&
-            !stands_in_file(c, &config_entries[i]))
+            !stands_in_file(c, &config_entries[i]) && (whole || of_weights(c, &config_entries[i])))
             take_kept(c, &kept, &config_entries[i], notes);
     return true;
 }
@@ -215,6 +224,14 @@ static int64_t config_kinds(const config_model *m) {
     return count;
 }
 
+static double rope_fast(const config_model *m) {
+    return m->rope_fast > 0 ? m->rope_fast : m->rope_scaling == CONFIG_ROPE_YARN ? 32 : 4;
+}
+
+static double rope_slow(const config_model *m) {
+    return m->rope_slow > 0 ? m->rope_slow : 1;
+}
+
 bool config_check_model(const config *c, fault *f) {
     const config_model *m = &c->model;
     const config_nsa *n = &c->nsa;
@@ -222,8 +239,11 @@ bool config_check_model(const config *c, fault *f) {
                 "model.n_heads", f) &&
            rule(c, m->d_k % 2 == 0, "model.d_k", "must be even: RoPE takes pairs, by",
                 "model.rope_pairs", f) &&
-           rule(c, m->rope_scaling != NSA_ROPE_SCALING_YARN || m->rope_trained_context > 0,
+           rule(c, m->rope_scaling < CONFIG_ROPE_YARN || m->rope_trained_context > 0,
                 "model.rope_trained_context", "must be above 0 with", "model.rope_scaling", f) &&
+           rule(c, m->rope_scaling < CONFIG_ROPE_YARN || rope_slow(m) < rope_fast(m),
+                "model.rope_slow", "must be below (0: 1; 0: 32 with yarn, 4 with llama3)",
+                "model.rope_fast", f) &&
            rule(c, config_kinds(m) <= m->n_layers, "model.attention",
                 "must name at most as many kinds as there are layers,", "model.n_layers", f) &&
            rule(c, n->l % n->d == 0, "nsa.d", "must divide", "nsa.l", f) &&

@@ -12,11 +12,18 @@
 #include "base/option.h"
 
 #define CONFIG_PATH_BYTES  OPTION_BYTES
-#define CONFIG_ENTRIES_MAX 96
+#define CONFIG_ENTRIES_MAX 104
 
 /* Values of the settings that are words. Gate, phi and RoPE settings hold nsa.h's enums. */
-enum { CONFIG_SILU, CONFIG_SWIGLU };                 /* model.mlp */
-enum { CONFIG_GATE_MLP, CONFIG_GATE_LINEAR };        /* nsa.gate_form */
+enum { CONFIG_SILU, CONFIG_SWIGLU };          /* model.mlp */
+enum { CONFIG_GATE_MLP, CONFIG_GATE_LINEAR }; /* nsa.gate_form */
+enum {                                        /* model.rope_scaling */
+       CONFIG_ROPE_NONE,
+       CONFIG_ROPE_LINEAR,
+       CONFIG_ROPE_NTK,
+       CONFIG_ROPE_YARN,
+       CONFIG_ROPE_LLAMA3
+};
 enum { CONFIG_AUTO, CONFIG_CPU, CONFIG_CUDA };       /* runtime.device */
 enum { CONFIG_FP32, CONFIG_BF16, CONFIG_FP16 };      /* runtime.precision */
 enum { CONFIG_COSINE, CONFIG_CONSTANT, CONFIG_WSD }; /* train.lr_schedule */
@@ -48,8 +55,9 @@ typedef struct config_model {
     int64_t tied_embeddings, qk_norm, shared_kv;
     int64_t mlp, mlp_hidden; /* 0: 4 dim */
     double norm_eps;
-    int64_t rope_pairs, rope_scaling, rope_trained_context; /* nsa_rope_pairs, nsa_rope_scaling */
+    int64_t rope_pairs, rope_scaling, rope_trained_context; /* nsa_rope_pairs, CONFIG_ROPE_ */
     double rope_base, rope_factor;
+    double rope_fast, rope_slow; /* 0: as nsa_rope has it */
 } config_model;
 
 typedef struct config_nsa {
@@ -122,8 +130,9 @@ typedef struct config {
 typedef struct config_program {
     const char *name, *summary;   /* "train_tiny", one line for --help */
     const char *const *no_effect; /* keys that this program accepts without using; NULL ends it */
-    /* NULL, or what gives the settings of the checkpoint that train.resume names; those that it
-       does not know have CONFIG_FROM_DEFAULT as their origin. */
+    /* NULL, or what gives the settings of the checkpoint that train.resume names, or else
+       train.init_from, of which the model and the tokenizer are taken; those that it does not know
+       have CONFIG_FROM_DEFAULT as their origin. */
     bool (*recall)(const struct config *asked, struct config *kept, fault *f);
     const char *words;  /* what is given beside options, as in option.h; NULL: nothing */
     const char **given; /* and where it goes */

@@ -38,7 +38,7 @@ typedef struct model_config {
     double norm_eps;
     nsa_phi phi;
     nsa_gate_kind gate;
-    double rope_base, rope_factor;
+    double rope_base, rope_factor, rope_fast, rope_slow;
     nsa_rope_pairs rope_pairs;
     nsa_rope_scaling rope_scaling;
     int rope_trained_context;

@@ -301,6 +301,8 @@ static nsa_rope rotation(const model *m, int layer, void *x, int64_t x_stride, v
                   .pairs = c->rope_pairs,
                   .scaling = c->rope_scaling,
                   .factor = c->rope_factor,
+                  .fast = c->rope_fast,
+                  .slow = c->rope_slow,
                   .trained_context = c->rope_trained_context};
     if (m->split) r.positions = (nsa_tensor){m->places, NSA_I32, m->tokens_each, 1, 0};
     return r;

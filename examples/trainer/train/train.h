@@ -16,7 +16,7 @@ int train_run(const config *c, const ops *o, dist *d);
    the exit code. */
 int train_check(const config *c, const ops *o, dist *d);
 
-/* For config_program.recall: the settings of the checkpoint that a run goes on from. */
+/* For config_program.recall: those of the checkpoint that a run goes on from, or begins with. */
 bool train_recall(const config *asked, config *kept, fault *f);
 
 /* What runtime.precision names. */

@@ -12,6 +12,9 @@
 #include "train/train_inside.h"
 
 model_config train_model_config(const config *c, int vocab) {
+    static const nsa_rope_scaling scalings[] = {NSA_ROPE_SCALING_NONE, NSA_ROPE_SCALING_LINEAR,
+                                                NSA_ROPE_SCALING_NTK, NSA_ROPE_SCALING_YARN,
+                                                NSA_ROPE_SCALING_LLAMA3};
     const config_model *m = &c->model;
     if (m->vocab_size) vocab = (int)m->vocab_size;
     model_config x = tinylm(vocab, (int)m->dim, (int)m->n_layers, (int)m->n_heads,
@@ -33,7 +36,9 @@ model_config train_model_config(const config *c, int vocab) {
     x.rope_base = m->rope_base;
     x.rope_factor = m->rope_factor;
     x.rope_pairs = (nsa_rope_pairs)m->rope_pairs;
-    x.rope_scaling = (nsa_rope_scaling)m->rope_scaling;
+    x.rope_scaling = scalings[m->rope_scaling];
+    x.rope_fast = m->rope_fast;
+    x.rope_slow = m->rope_slow;
     x.rope_trained_context = (int)m->rope_trained_context;
     return x;
 }
@@ -45,14 +50,16 @@ static bool begins_again(const config *c) {
     return !strcmp(c->train.resume, "latest") && files_exist(folder) && !checkpoint_exists(folder);
 }
 
-static const char *resumed_path(const config *c) {
+/* Of a run that goes on, else the weights that a new one begins with. */
+static const char *kept_path(const config *c) {
+    if (!c->train.resume[0]) return c->train.init_from;
     return strcmp(c->train.resume, "latest") ? c->train.resume : c->train.out_dir;
 }
 
 bool train_recall(const config *asked, config *kept, fault *f) {
     checkpoint k;
     if (begins_again(asked)) return true;
-    if (!checkpoint_open(&k, resumed_path(asked), f)) return false;
+    if (!checkpoint_open(&k, kept_path(asked), f)) return false;
     *kept = k.config;
     checkpoint_close(&k);
     return true;
@@ -72,7 +79,7 @@ static bool same_optimizer(const config *c, const config *kept, fault *f) {
 /* A resumed run must be the same model under the same optimizer; all else may change, and its data
    goes on where it was. */
 static bool open_checkpoint(checkpoint *k, const config *c, fault *f) {
-    if (!checkpoint_open(k, resumed_path(c), f)) return false;
+    if (!checkpoint_open(k, kept_path(c), f)) return false;
     fault why;
     bool ok = (config_same_model(c, &k->config, &why) && same_optimizer(c, &k->config, &why)) ||
               fault_set(f, "%.400s: %s", k->path, why.text);
