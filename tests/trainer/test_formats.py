@@ -182,9 +182,9 @@ def test_strangers():
 
 def test_folder():
     """A hub's folder: the page beside the data is neither trained on nor validated on; what is passed over is said."""
-    files = {"README.md": b"# The set\n" * 9, "LICENSE": b"do as you like\n", "data.jsonl": LINES, ".gitattributes": b"*",
-             "sub/more.json": json.dumps(DOCUMENTS).encode(), "dataset_infos.json": b"{}", "book.txt": b"a book\nof two\n",
-             "empty.txt": b""}
+    files = {"README.md": b"# The set\n" * 9, "LICENSE": b"do as you like\n", "data.jsonl": LINES,
+             "sub/more.json": json.dumps(DOCUMENTS).encode(), "dataset_infos.json": b"{}", ".gitattributes": b"*",
+             "book.txt": b"a book\nof two\n", "empty.txt": b""}
     if "zlib" in libraries:
         files["c4.json.gz"] = gzip.compress(LINES)
     folder = place(files)
@@ -224,6 +224,12 @@ def test_names_for_validation():
             loss = float((out / "val.csv").read_text().splitlines()[-1].split(",")[1])
             last = float((out / "training.csv").read_text().splitlines()[-1].split(",")[1])
             check(loss > 4 > 2 > last, loss, last)
+    parts = place({"train/0001.jsonl": LINES, "validation/0007.jsonl": LINES, "test/0.jsonl": LINES})
+    found, said = convert(parts)
+    check("not trained on: validation/0007.jsonl" in said and "passed over: test/0.jsonl" in said, said)
+    check(found == READ, found)
+    code = place({"train.py": b"print(1)\n" * 99, "test_all.py": b"assert 1\n", "eval_it.py": b"pass\n"})
+    check(convert(code)[0].count(b"\n") == 101, "programs are no parts")
     folder = place({"test.txt": b"a book called test\n" * 99, "valid.txt": b"another\n" * 99})
     check("by their names" not in train(folder), "names of books")
 

@@ -114,8 +114,7 @@ def test_wide():
 
 
 def test_wrong_in_the_first_step():
-    """Data that cannot be used end a run with 2 before its first step, in whichever of its micro-batches they lie; later
-    with 1."""
+    """Data that cannot be used end a run with 2 before its first step, in whichever micro-batch they lie; later with 1."""
     values = [7] * 3000
     for place in (200, 1500, 2700):
         bad = [*values]

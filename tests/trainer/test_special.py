@@ -131,7 +131,8 @@ def test_both_ends():
     for name, files, words in (
             ("twice", {"tokenizer.json": tokenizer_json(vocab, added, forms["template"])}, "with one token before"),
             ("strange", {"tokenizer.json": tokenizer_json(vocab, added, {"type": "Other"})}, "post_processor: Other"),
-            ("beside", {"vocab.json": vocab | {"<|endoftext|>": 263}, "merges.txt": "t h\n", "added_tokens.json": {"<pad>": 261}},
+            ("beside", {"vocab.json": vocab | {"<|endoftext|>": 263}, "merges.txt": "t h\n",
+                        "added_tokens.json": {"<pad>": 261}},
              "added_tokens.json: tokens beside")):
         ran = subprocess.run([shards, runs.root / "refused", text, "--tokenizer-path", folder(name, files)],
                              capture_output=True, text=True, timeout=60)
@@ -148,8 +149,8 @@ def test_end(vocabulary):
     """A model of short documents ends its text, and generate with it; what stands around a text is not printed."""
     data = runs.root / "short.jsonl"
     data.write_text("".join(json.dumps({"text": "the thing in"}) + "\n" for _ in range(2000)))
-    model, _, _ = runs.train("short", "--tokenizer", "gpt2", "--tokenizer-path", vocabulary, "--data", data, "--steps", 60,
-                             "--eval-every", 0, "--lr", "1e-2")
+    model, _, _ = runs.train("short", "--tokenizer", "gpt2", "--tokenizer-path", vocabulary, "--data", data,
+                             "--steps", 60, "--eval-every", 0, "--lr", "1e-2")
     greedy = ("--temperature", "0", "--length", "40")
     text, said = write(model, "--prompt", "the", *greedy)
     check(text == "the thing in\n" and "(the end of the text)" in said, text, said)
@@ -167,7 +168,8 @@ def test_end(vocabulary):
                            (("--bench", "--ignore-eos"), "with --bench"),
                            (("--temperature", "0", "--min-p", "0.1"), "sample.temperature = 0"),
                            (("--repetition-window", "5"), "sample.repetition_penalty = 1"),
-                           (("--repetition-penalty", "0"), "must be a number above 0"), (("--min-p", "1.5"), "in 0 .. 1")):
+                           (("--repetition-penalty", "0"), "must be a number above 0"),
+                           (("--min-p", "1.5"), "in 0 .. 1")):
         check(words in write(model, *options, code=2)[1], options, words)
 
 

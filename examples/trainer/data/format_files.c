@@ -7,6 +7,7 @@
 #include <string.h>
 #include <strings.h>
 #include <sys/stat.h>
+#include <xxhash.h>
 
 #include "base/files.h"
 #include "config/config.h"
@@ -37,16 +38,35 @@ static bool goes_with_data(const char *path) {
     return is_among(stems, name, strcspn(name, "._-")) && is_among(endings, ending, strlen(ending));
 }
 
-/* Whether one of the words, between characters that are no letters, is in the file's name. */
-static bool has_word(const char *path, const char *const *words) {
+static const char *const train_words[] = {"train", "training", NULL};
+static const char *const test_words[] = {"test", NULL};
+static const char *const val_words[] = {"val", "valid", "validation", "dev", "eval", NULL};
+
+/* What a path says of the use of its file, by words between characters that are no letters. */
+typedef struct name_words {
+    bool train, validate, test;
+    uint64_t rest; /* a sum of the path without these words and without digits */
+} name_words;
+
+static name_words words_of(const char *path) {
     static const char letters[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ";
-    const char *slash = strrchr(path, '/');
-    for (const char *at = slash ? slash + 1 : path; *at;) {
-        size_t length = strspn(at, letters);
-        if (length && is_among(words, at, length)) return true;
-        at += length + strcspn(at + length, letters);
+    name_words w = {.rest = 0};
+    for (const char *at = path; *at;) {
+        size_t length = strspn(at, letters), digits = strspn(at, "0123456789");
+        bool train = length && is_among(train_words, at, length);
+        bool validate = length && is_among(val_words, at, length);
+        bool test = length && is_among(test_words, at, length);
+        w.train |= train;
+        w.validate |= validate;
+        w.test |= test;
+        size_t step = length ? length : digits ? digits : 1;
+        if (train || validate || test)
+            w.rest = XXH64("*", 1, w.rest);
+        else if (!digits)
+            w.rest = XXH64(at, step, w.rest);
+        at += step;
     }
-    return false;
+    return w;
 }
 
 /* ---- One line for all that is passed over ---- */
@@ -164,41 +184,57 @@ static bool check_kinds(format_files *l, const char *path, int64_t dataset, noti
     return true;
 }
 
-/* llm.c and others name the parts of a set: fineweb_val_000000.bin beside fineweb_train_000001.bin,
-   train.jsonl beside validation.jsonl. Where there are files to train on, those of the other names
-   are not among them. Without a "train" such words are only trusted in names of shards: a book may
-   be called test.txt. */
-static void part(format_files *l, const char *path, const listener *notes) {
-    static const char *const train[] = {"train", "training", NULL}, *const test[] = {"test", NULL};
-    static const char *const validate[] = {"val", "valid", "validation", "dev", "eval", NULL};
-    notice validation = {.used = 0}, tests = {.used = 0};
-    size_t kept = 0, named = 0, others = 0, held = 0;
-    for (size_t i = 0; i < l->count; i++) {
-        named += has_word(l->files[i].name, train);
-        others += !has_word(l->files[i].name, validate) && !has_word(l->files[i].name, test);
+static int by_value(const void *a, const void *b) {
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* The sums of the names of files to train on, sorted; how many other files there are. */
+static uint64_t *train_names(const format_files *l, size_t *count, size_t *others) {
+    uint64_t *names = calloc(l->count + 1, sizeof *names);
+    *count = *others = 0;
+    for (size_t i = 0; names && i < l->count; i++) {
+        name_words w = words_of(l->files[i].name);
+        if (w.train) names[(*count)++] = w.rest;
+        *others += w.train || (!w.validate && !w.test);
     }
-    bool shards = l->count && l->files[0].format.kind == FORMAT_SHARD;
-    if (!named && !(shards && others)) return;
-    format_file *last = calloc(l->count, sizeof *last);
-    if (!last) return; /* they stay as they are */
-    for (size_t i = 0; i < l->count; i++) {
+    if (*count) qsort(names, *count, sizeof *names, by_value);
+    return names;
+}
+
+/* Sets come in parts: fineweb_val_000000.bin beside fineweb_train_000001.bin, train/0.jsonl beside
+   validation/0.jsonl. A file is of another part where one to train on has the same name but for
+   that word and for digits; a shard also where there are other shards. (A book may be called
+   test.txt.) */
+static void part(format_files *l, const char *path, const listener *notes) {
+    notice validation = {.used = 0}, tests = {.used = 0};
+    size_t count, others, kept = 0, held = 0;
+    uint64_t *names = train_names(l, &count, &others);
+    format_file *last = calloc(l->count + 1, sizeof *last);
+    for (size_t i = 0; names && last && i < l->count; i++) {
         format_file *file = &l->files[i];
-        bool trains = has_word(file->name, train);
-        if (!trains && has_word(file->name, test)) {
+        name_words w = words_of(file->name);
+        bool other = !w.train && (w.validate || w.test) &&
+                     ((file->format.kind == FORMAT_SHARD && others) ||
+                      (count && bsearch(&w.rest, names, count, sizeof *names, by_value)));
+        if (!other) {
+            l->files[kept++] = *file;
+        } else if (w.test) {
             notice_add(&tests, file->name, "");
             free(file->path);
-        } else if (!trains && has_word(file->name, validate)) {
+        } else {
             notice_add(&validation, file->name, "");
             file->use = FORMAT_VALIDATE;
             last[held++] = *file;
-        } else {
-            l->files[kept++] = *file;
         }
     }
-    if (held) memcpy(l->files + kept, last, held * sizeof *last);
+    if (names && last) {
+        memcpy(l->files + kept, last, held * sizeof *last);
+        l->count = kept + held;
+        l->validate = held;
+    } /* else they stay as they are: no memory for names is none for data */
+    free(names);
     free(last);
-    l->count = kept + held;
-    l->validate = held;
     notice_say(&validation, path, "for validation by their names, not trained on", notes);
     notice_say(&tests, path, "for tests by their names, passed over", notes);
 }
