@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "base/files.h"
+#include "base/text.h"
 #include "config/config.h"
 #include "data/documents.h"
 #include "data/tokenizer.h"
@@ -197,9 +198,10 @@ static int run(job *j, fault *f) {
                                   j->vocabulary ? j->vocabulary : "", f);
     if (!j->tokenizer) return 2;
     if (!make(j, f)) return 1;
-    printf("%s: %" PRId64 " tokens of %" PRId64 " documents in %" PRId64
-           " shards, vocabulary of %d\n",
-           j->folder, j->tokens, j->documents, j->shards, tokenizer_vocab_size(j->tokenizer));
+    text_print_line(
+        stdout,
+        "%s: %" PRId64 " tokens of %" PRId64 " documents in %" PRId64 " shards, vocabulary of %d",
+        j->folder, j->tokens, j->documents, j->shards, tokenizer_vocab_size(j->tokenizer));
     return files_end_output(f) ? 0 : 1;
 }
 
