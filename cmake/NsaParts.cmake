@@ -174,20 +174,9 @@ endfunction()
 
 nsa_optional_library(ZLIB zlib.h z zlib1g-dev "zlib: the trainers do not read .gz")
 nsa_optional_library(ZSTD zstd.h zstd libzstd-dev "libzstd: the trainers do not read .zst")
-# Tokenizers of Qwen's kind bring text to Unicode's form C first. Without it they are refused.
-add_library(nsa_utf8proc INTERFACE)
-find_path(NSA_UTF8PROC_INCLUDE utf8proc.h)
-find_library(NSA_UTF8PROC_LIBRARY utf8proc)
-mark_as_advanced(NSA_UTF8PROC_INCLUDE NSA_UTF8PROC_LIBRARY)
-if(NSA_UTF8PROC_INCLUDE AND NSA_UTF8PROC_LIBRARY)
-    target_include_directories(nsa_utf8proc SYSTEM INTERFACE "${NSA_UTF8PROC_INCLUDE}")
-    target_link_libraries(nsa_utf8proc INTERFACE "${NSA_UTF8PROC_LIBRARY}")
-    target_compile_definitions(nsa_utf8proc INTERFACE NSA_HAVE_UTF8PROC=1)
-    nsa_part(UTF8PROC ON "${NSA_UTF8PROC_LIBRARY}")
-else()
-    nsa_part(UTF8PROC OFF
-        "no utf8proc: no tokenizers that normalize text, as Qwen's (Debian, Ubuntu: libutf8proc-dev)")
-endif()
+# Tokenizers of Qwen's kind bring text to Unicode's form C first.
+nsa_optional_library(UTF8PROC utf8proc.h utf8proc libutf8proc-dev
+    "utf8proc: tokenizers that normalize text, as Qwen's, are refused")
 
 find_package(Threads QUIET)
 if(NOT Threads_FOUND)
