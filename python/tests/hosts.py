@@ -1,4 +1,5 @@
-"""hosts.py RESULTS HOST LOG: writes the row of a host into RESULTS, with the versions that this Python has, after its tests.
+"""hosts.py RESULTS HOST LOG COMMIT: writes the row of a host into RESULTS, with the versions that this Python has, after its
+tests.
 
 Twin: hosts.sh, which calls it. Not here: running anything.
 """
@@ -8,7 +9,6 @@ import json
 import pathlib
 import platform
 import re
-import subprocess
 import sys
 
 
@@ -31,7 +31,7 @@ def machine():
     return names[0] if names else platform.machine()
 
 
-def main(results, host, log):
+def main(results, host, log, commit):
     said = pathlib.Path(log).read_text()
     tests, skipped = re.search(r"Ran (\d+) tests", said), re.search(r"OK \(skipped=(\d+)\)", said)
     fuzz = re.search(r"(\d+) calls computed, (\d+) refused, (\d+) arrays", said)
@@ -40,8 +40,7 @@ def main(results, host, log):
     path = pathlib.Path(results)
     report = json.loads(path.read_text()) if path.exists() else {"rows": []}
     rows = [other for other in report["rows"] if other["host"] != host] + [row]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=path.parent, capture_output=True, text=True).stdout
-    report = dict(machine=machine(), date=datetime.date.today().isoformat(), commit=commit.strip(),
+    report = dict(machine=machine(), date=datetime.date.today().isoformat(), commit=commit,
                   rows=sorted(rows, key=lambda x: x["host"]))
     path.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -38,7 +38,8 @@ python_of() {
 # The wheel serves every Python: it is built once for a tree, without the libraries for one thread, which newest.sh has.
 wheel() {
     local state
-    state=$(cd "$root" && git rev-parse HEAD && git diff HEAD -- python nsa | sha256sum)
+    state=$(cd "$root" && git rev-parse HEAD:python/src HEAD:python/native HEAD:nsa &&
+        git diff HEAD -- python/src python/native nsa | sha256sum)
     if [ "$(cat "$dir/wheel.of" 2>/dev/null)" != "$state" ]; then
         local builder
         builder=$(python_of 9 14)
@@ -46,6 +47,7 @@ wheel() {
         rm -rf "$dir/wheel"
         "$dir/build/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$dir/wheel" \
             --config-settings=cmake.define.NSA_PYTHON_SERIAL=OFF "$root/python"
+        git -C "$root" rev-parse --short HEAD >"$dir/wheel.commit"
         echo "$state" >"$dir/wheel.of"
     fi
     echo "$dir"/wheel/*.whl
@@ -76,7 +78,8 @@ held() {
     shift 2
     (cd "$tests" && "$python" -m unittest "$@" && "$python" fuzz.py "$fuzzed" --calls "${FUZZ:-200}") 2>&1 |
         tee "$dir/$name.log"
-    "$python" "$tests/hosts.py" "$root/bench/results/hosts.json" "$name" "$dir/$name.log"
+    "$python" "$tests/hosts.py" "$root/bench/results/hosts.json" "$name" "$dir/$name.log" \
+        "$(cat "$dir/wheel.commit")"
 }
 
 newest_jax=$(grep -o 'jax>=[0-9.]*' "$root/python/pyproject.toml")
