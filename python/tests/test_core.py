@@ -433,6 +433,7 @@ class Strangers(unittest.TestCase):
         p = Problem()
         with self.assertRaisesRegex(nsa.Refused, "out: is read-only"):
             nsa.attend_win_forward(p.attend(out=Locked(p.out)), p.desc)
+        p.out.setflags(write=True)
         nsa.attend_win_forward(p.attend(q=Locked(p.q)), p.desc)
 
 
