@@ -68,7 +68,8 @@
      In comments a shape is written (B, T, H, D) whatever the strides.
    - Query rows first .. first + count - 1 of `tokens` keys may be computed alone. Every view on the
      query's side (q, out, lse, blocks, gate logits, and their gradients) then starts at row
-     `first`: its row 0 is query `first`.
+     `first`: its row 0 is query `first`. Fewer queries than keys are not the last ones unless
+     `first` says so, tokens - count: other libraries align both ends.
    - Variable length: `begins` holds B + 1 offsets into packed rows; sequence b is rows begins[b] ..
      begins[b + 1] - 1, `tokens` the longest length; batch strides are not used. first and count
      then speak of every sequence alike (rows that a sequence does not have are skipped). Compressed
@@ -77,8 +78,8 @@
    - Ragged batch: with `firsts` and `counts` sequence b has the queries firsts[b] .. firsts[b] +
      counts[b] - 1, some a prompt's chunk, some one token, and keys up to the last of them (with
      `begins` those that it says). Rows on the query's side are packed, counts[b] of sequence b
-     behind those of b - 1; batch strides are not used there. `first` is not used, and `count` is
-     at least the largest of counts. Compression then makes the rows that the new tokens complete,
+     behind those of b - 1; batch strides are not used there. `first` is 0, and `count` at least the
+     largest of counts. Compression then makes the rows that the new tokens complete,
      nsa_cmp_count(firsts[b]) .. nsa_cmp_count(keys) - 1, behind those of earlier calls.
    - Pages: with `pages` token s of sequence b lies in row s % page_tokens of the page that entry
      s / page_tokens of its table names. Views of k and v (slc, win, dense, and what phi reads) are
@@ -99,7 +100,8 @@
    - The library allocates nothing, prints nothing, never aborts and keeps no global state.
      Workspace is the caller's, of any alignment, sized by the *_workspace_size function of the
      call; its content means nothing between calls. A workspace size of 0 is returned for a
-     descriptor that the call refuses, and where none is needed.
+     descriptor that the call refuses, and where none is needed. A call takes some 42 KB of stack,
+     and each of OpenMP's threads as much.
    - Arguments are checked once, before anything is written: a call that does not return NSA_OK has
      touched nothing.
    - An output shares no memory with an input or another output (RoPE's may be its input; gradients
@@ -193,7 +195,7 @@ enum {
     NSA_ERROR_SLC_BLOCK,  /* cmp_stride does not divide slc_block, or slc_block < cmp_block */
     NSA_ERROR_SLC_COUNT, /* slc_init + slc_local > slc_count, with forced blocks inside the count */
     NSA_ERROR_SLC_LOCAL, /* slc_local < 1, with forced blocks inside the count */
-    NSA_ERROR_RANGE,     /* first < 0, count < 0 or first + count > tokens */
+    NSA_ERROR_RANGE,     /* first < 0, count < 0, first + count > tokens, or first with firsts */
     NSA_ERROR_BEGINS,    /* begins descends, starts below 0, holds a sequence longer than tokens, or
                          ends behind rows */
     NSA_ERROR_OPTION,    /* an option that is no value of its enum */
@@ -231,9 +233,10 @@ typedef enum nsa_isa {
 NSA_API int nsa_isa_available(nsa_isa isa);
 NSA_API const char *nsa_isa_name(nsa_isa isa);
 
-/* How attention and selection multiply rows of bf16. A product takes pairs of bf16 if all that it
-   reads is bf16 and `isa` has such products. Sums stay f32; p and ds are rounded to bf16 once, as
-   on CUDA. All other rows are widened to f32, and so are those of nsa_score_blocks and of phi. In
+/* How attention and selection multiply rows of bf16. A product takes pairs of bf16 if the caller's
+   rows in it are bf16 (q k^T: q and k; p v: v alone; dout v^T: dx.out and v) and `isa` has such
+   products. Sums stay f32; p and ds are the library's own, and rounded to bf16 once there, as on
+   CUDA. All other rows are widened to f32, and so are those of nsa_score_blocks and of phi. In
    backward dx.out must be bf16 too. */
 typedef enum nsa_products {
     NSA_PRODUCTS_BF16 = 0, /* as bf16, where the instruction set has it */
@@ -324,9 +327,8 @@ typedef struct nsa_desc {
 NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim);
 
 /* NSA_OK, or the first rule that the descriptor breaks. Every function checks it; this is for
-   asking early. An attention, a compression, a ranking or a score that is no attention, called
-   alone, does not look at those of cmp_block .. slc_local that it has no use for: they may hold
-   anything, and need not agree. */
+   asking early, of a chain. A function called alone does not look at those of cmp_block ..
+   slc_local that it has no use for: they may hold anything, and need not agree. */
 NSA_API nsa_status nsa_desc_check(const nsa_desc *d);
 
 /* What is wrong with firsts, counts or pages, and where. */
@@ -529,7 +531,8 @@ NSA_API nsa_status nsa_attend_dense_backward(const nsa_attend *dx, const nsa_att
    softmax over both sets gives, if no key is in both. A part without keys (lse = -inf) changes no
    bit of the other; its out is not read. With it slc and win become one softmax, keys are split
    over owners, and an attention sink is a part whose out is 0 and whose lse is the sink's logit
-   (views with strides of 0 need one row of each). */
+   (views with strides of 0 need one row of each). An lse of +inf or NaN makes its row NaN, out and
+   lse, and no other: +inf is no logarithm of a sum of keys. */
 typedef struct nsa_merge {
     nsa_tensor out_a, out_b; /* (B, count, H, Dv) */
     nsa_tensor lse_a, lse_b; /* (B, count, H) of dtype NSA_REAL_DTYPE */
@@ -559,7 +562,8 @@ typedef struct nsa_select {
                           what the blocks were chosen by; -inf behind the query's candidates */
 } nsa_select;
 
-/* Entries of a list: slc_count, and with NSA_FORCED_ON_TOP slc_init + slc_local more. */
+/* Entries of a list: slc_count, and unless NSA_FORCED_INSIDE those of slc_init and slc_local that
+   are forced besides: with NSA_MASK_NONE none are, but the tail of NSA_FORCED_TAIL. */
 NSA_API int nsa_block_list_width(const nsa_desc *d);
 
 NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d);
@@ -1856,7 +1860,8 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP, 0 or 1 with "     \
                            "NSA_FORCED_TAIL)")                                                     \
     X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens; of every "      \
-                       "sequence too, and no count above desc.count: nsa_check_pages says where")  \
+                       "sequence too, and no count above desc.count: nsa_check_pages says where; " \
+                       "with firsts first is 0")                                                   \
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
     X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \
@@ -2044,6 +2049,7 @@ static nsa_status nsa__check_table(const nsa_desc *d, int b, nsa_page_fault *fau
 static nsa_status nsa__check_ragged(const nsa_desc *d, nsa_page_fault *fault) {
     if (!d->firsts != !d->counts)
         return nsa__error(NSA_ERROR_NULL, d->firsts ? NSA__AT_counts : NSA__AT_firsts);
+    if (!d->counts && !d->pages) return NSA_OK; /* there may be 2^31 sequences */
     for (fault->sequence = 0; fault->sequence < d->batch; fault->sequence++) {
         fault->slot = 0;
         if (d->counts) NSA__CHECK(nsa__check_queries(d, fault->sequence, fault));
@@ -2078,7 +2084,8 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
     }
     if (d->forced == NSA_FORCED_TAIL && d->slc_local > 1)
         return nsa__error(NSA_ERROR_SLC_LOCAL, NSA__AT_slc_local);
-    if (d->first < 0 || d->first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
+    if (d->first < 0 || d->first > d->tokens || (d->firsts && d->first))
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
     if (d->count < 0 || d->count > d->tokens - d->first)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
     if (!nsa__fits(d->batch, d->tokens, d->heads, NSA__MAX_DIM) ||
@@ -2379,7 +2386,10 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
     int threads = (int)nsa__max(1, nsa__min(team->threads, tasks));
 #pragma omp parallel for num_threads(threads) schedule(NSA__IN_ORDER) if (threads > 1)
     for (int64_t i = 0; i < tasks; i++)
-        task(context, i, team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num());
+        task(context, i,
+             team->scratch_bytes
+                 ? team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num()
+                 : NULL);
 #else
     for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
 #endif
@@ -6185,6 +6195,8 @@ NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, 
 }
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa__rope_check(x, d));
     nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
     NSA__CHECK(nsa__check_view(&x->x, shape, nsa__floats(), 0, NSA__AT_x));
@@ -6194,6 +6206,8 @@ NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {
 }
 
 NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa__rope_check(x, d));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
@@ -7657,8 +7671,10 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
     for (int some; begin < end; begin += some) {
         const char *at = (const char *)nsa__key(job, x, begin);
         some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
-        for (int r = 0; r < some; r++, at += (ptrdiff_t)x->token * (ptrdiff_t)bytes)
+        for (int r = 0; r < some; r++) {
+            if (r) at += (ptrdiff_t)x->token * (ptrdiff_t)bytes; /* of one row it may be anything */
             nsa__fetch(at, (size_t)width * bytes);
+        }
     }
 }
 
@@ -8822,11 +8838,11 @@ typedef struct nsa__backward_place {
    `own`, behind the place. Without a place it only counts the bytes of both arenas. */
 static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *place, nsa__arena *scratch,
                                        nsa__arena *own) {
-    nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : &any;
+    nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : NULL;
     own->base = (char *)place;
     nsa__alloc(own, 1, sizeof(nsa__backward_place));
-    nsa__backward_alloc(f, p, own, scratch);
-    return place ? f : NULL;
+    nsa__backward_alloc(f ? f : &any, p, own, scratch);
+    return f;
 }
 
 /* Task i of a head follows task i - 1 of that head. */
@@ -9284,6 +9300,8 @@ static nsa_status nsa__merge_check(const nsa_merge *x, const nsa_desc *d, int fo
 }
 
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__merge_check(x, d, 1));
@@ -9292,6 +9310,8 @@ NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
 }
 
 NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
@@ -9874,6 +9894,8 @@ static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forw
 }
 
 NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
@@ -9882,6 +9904,8 @@ NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
 }
 
 NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
@@ -10224,11 +10248,11 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
                      dv[] = {g->dv_cmp, sum[NSA__SUM_V_SLC].view, sum[NSA__SUM_V_WIN].view};
     int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
     nsa_gate logits = c.gate, dlogits;
+    memset(&dlogits, 0, sizeof dlogits);
     nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
     nsa_attend all;
     nsa__flush dq = nsa__chain_dq(&q->view, dx, d, &slice, at);
     memset(&all, 0, sizeof all);
-    memset(&dlogits, 0, sizeof dlogits);
     all.q = dx->q;
     all.out = dx->out;
     logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);

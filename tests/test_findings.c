@@ -367,6 +367,162 @@ static void test_scores_beyond_float(void) {
         CHECK(isfinite((double)sums[t]) == (t != 80), "lse of query %d: %g", t, (double)sums[t]);
 }
 
+/* ---- A descriptor's sizes that a function has no use for ---- */
+
+/* The structs of every primitive over one set of arrays. dx.lse stays away: it may not be lse. */
+static nsa_attend attend, dattend;
+static nsa_merge merge, dmerge;
+static nsa_gate gate, dgate;
+static nsa_rope rope, drope;
+static nsa_compress phi, dphi;
+static nsa_rank rank;
+static nsa_score score;
+static nsa_real more[4][T * D], scores[T];
+static int32_t list[T * 16]; /* slc_count is 16 */
+
+static void fill_structs(void) {
+    const nsa_desc d = small();
+    const nsa_tensor row = nsa_tensor_bthd(q, NSA_F32, T, 1, D);
+    const nsa_tensor result = nsa_tensor_bthd(out, NSA_F32, T, 1, D);
+    const nsa_tensor one = nsa_tensor_bthd(lse, NSA_REAL_DTYPE, T, 1, 1);
+    const nsa_tensor gradient = nsa_tensor_bthd(grad, NSA_REAL_DTYPE, T, 1, D);
+    for (int i = 0; i < T * D; i++) q[i] = (float)(i * 37 % 11) / 11, k[i] = (float)(i % 7) / 7;
+    attend = window();
+    attend.blocks = nsa_tensor_bthd(list, NSA_I32, T, 1, nsa_block_list_width(&d));
+    attend.blocks.token = 0; /* one list for all: block 0 */
+    memset(&dattend, 0, sizeof dattend);
+    dattend.out = row, dattend.q = gradient;
+    merge.out_a = merge.out_b = row, merge.lse_a = merge.lse_b = one;
+    merge.lse_a = nsa_tensor_bthd(more[0], NSA_REAL_DTYPE, T, 1, 1), merge.lse_b = merge.lse_a;
+    merge.out = result, merge.lse = one;
+    dmerge.out = row, dmerge.out_a = gradient;
+    gate.logits = nsa_tensor_bthd(q, NSA_F32, T, 1, 3);
+    gate.cmp = gate.slc = gate.win = row, gate.out = result;
+    dgate.out = row, dgate.cmp = gradient;
+    rope.x = row, rope.out = result, rope.heads = 1, rope.dim = D;
+    drope.out = row, drope.x = gradient;
+    phi.x = row, phi.out = result, phi.dim = D;
+    dphi.out = row, dphi.x = gradient;
+    score.q = row, score.k = nsa_tensor_bthd(k, NSA_F32, T, 1, D);
+    score.blocks = nsa_tensor_bthd(list, NSA_I32, T, 1, nsa_block_list_width(&d));
+    rank.scores = nsa_tensor_bthd(scores, NSA_REAL_DTYPE, T, 1, 1), rank.scores.token = 0;
+    rank.blocks = score.blocks;
+}
+
+#define ALONE(name, call)                               \
+    static nsa_status alone_##name(const nsa_desc *d) { \
+        return call;                                    \
+    }
+ALONE(cmp, nsa_attend_cmp_forward(&attend, d, workspace, sizeof workspace))
+ALONE(slc, nsa_attend_slc_forward(&attend, d, workspace, sizeof workspace))
+ALONE(win, nsa_attend_win_forward(&attend, d, workspace, sizeof workspace))
+ALONE(dense, nsa_attend_dense_forward(&attend, d, workspace, sizeof workspace))
+ALONE(dcmp, nsa_attend_cmp_backward(&dattend, &attend, d, workspace, sizeof workspace))
+ALONE(dslc, nsa_attend_slc_backward(&dattend, &attend, d, workspace, sizeof workspace))
+ALONE(dwin, nsa_attend_win_backward(&dattend, &attend, d, workspace, sizeof workspace))
+ALONE(ddense, nsa_attend_dense_backward(&dattend, &attend, d, workspace, sizeof workspace))
+ALONE(merge, nsa_merge_forward(&merge, d))
+ALONE(dmerge, nsa_merge_backward(&dmerge, &merge, d))
+ALONE(gate, nsa_gate_forward(&gate, d))
+ALONE(dgate, nsa_gate_backward(&dgate, &gate, d))
+ALONE(rope, nsa_rope_forward(&rope, d))
+ALONE(drope, nsa_rope_backward(&drope, &rope, d))
+ALONE(phi, nsa_compress_forward(&phi, d, workspace, sizeof workspace))
+ALONE(dphi, nsa_compress_backward(&dphi, &phi, d, workspace, sizeof workspace))
+ALONE(rank, nsa_rank_queries(&rank, d, workspace, sizeof workspace))
+ALONE(score, nsa_score_blocks(&score, d, workspace, sizeof workspace))
+
+enum { OF_CMP = 3, OF_SLC = 60, FORCED = 48 }; /* of cmp_block .. slc_local, as bits */
+
+/* What each of cmp_block .. slc_local may be for a function that does not look at it. */
+static void test_fields_without_use(void) {
+    static const struct {
+        const char *name;
+        nsa_status (*call)(const nsa_desc *d);
+        int looks; /* at these */
+    } functions[] = {{"attend_cmp_forward", alone_cmp, OF_CMP},
+                     {"attend_cmp_backward", alone_dcmp, OF_CMP},
+                     {"attend_slc_forward", alone_slc, OF_SLC & ~FORCED},
+                     {"attend_slc_backward", alone_dslc, OF_SLC & ~FORCED},
+                     {"attend_win_forward", alone_win, 0},
+                     {"attend_win_backward", alone_dwin, 0},
+                     {"attend_dense_forward", alone_dense, 0},
+                     {"attend_dense_backward", alone_ddense, 0},
+                     {"merge_forward", alone_merge, 0},
+                     {"merge_backward", alone_dmerge, 0},
+                     {"gate_forward", alone_gate, 0},
+                     {"gate_backward", alone_dgate, 0},
+                     {"rope_forward", alone_rope, 0},
+                     {"rope_backward", alone_drope, 0},
+                     {"compress_forward", alone_phi, OF_CMP},
+                     {"compress_backward", alone_dphi, OF_CMP},
+                     {"rank_queries", alone_rank, OF_SLC},
+                     {"score_blocks", alone_score, OF_SLC}};
+    static const int values[] = {0, -1, INT_MIN, 3, INT_MAX};
+    static float want[T * D];
+    static nsa_real want_grad[T * D];
+    fill_structs();
+    for (size_t f = 0; f < sizeof functions / sizeof *functions; f++)
+        for (int field = -1; field < 6; field++)
+            for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+                nsa_desc d = small();
+                int *const fields[] = {&d.cmp_block, &d.cmp_stride, &d.slc_block,
+                                       &d.slc_count, &d.slc_init,   &d.slc_local};
+                if (field >= 0 && functions[f].looks >> field & 1) continue;
+                if (field >= 0) *fields[field] = values[i];
+                for (int j = 0; j < T * D; j++) out[j] = -1, grad[j] = 0, more[0][j] = 1;
+                memset(lse, 0, sizeof lse), memset(list, 0xff, sizeof list), list[0] = 0;
+                check_case("%s, field %d of 6 is %d", functions[f].name, field, values[i]);
+                const nsa_status s = functions[f].call(&d);
+                CHECK(s == NSA_OK, "%s %s", nsa_status_name(s), nsa_status_where(s));
+                if (field < 0) memcpy(want, out, sizeof want);
+                if (field < 0) memcpy(want_grad, grad, sizeof want_grad);
+                CHECK(!memcmp(want, out, sizeof want), "another result");
+                CHECK(!memcmp(want_grad, grad, sizeof want_grad), "another gradient");
+            }
+}
+
+/* Of 2^31 - 1 sequences without arrays of their own nothing is looked at one by one: these calls
+   take a microsecond each, or the test its whole time limit. */
+static void test_many_sequences(void) {
+    check_case("2^31 - 1 sequences");
+    nsa_desc d = small();
+    d.batch = INT_MAX, d.tokens = d.count = 0;
+    for (int i = 0; i < 3000; i++) CHECK(nsa_desc_check(&d) == NSA_OK, "refused");
+}
+
+/* The strides of axes with one entry may be anything: they are multiplied by nothing. */
+static void test_strides_without_use(void) {
+    check_case("strides of one row");
+    nsa_desc d = small();
+    d.tokens = d.count = 1;
+    nsa_attend x = window(), dx;
+    memset(&dx, 0, sizeof dx);
+    dx.out = nsa_tensor_bthd(q, NSA_F32, 1, 1, D);
+    dx.k = dx.v = nsa_tensor_bthd(grad, NSA_REAL_DTYPE, 1, 1, D);
+    nsa_tensor *all[] = {&x.q, &x.k, &x.v, &x.out, &x.lse, &dx.out, &dx.k, &dx.v};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        all[i]->batch = all[i]->token = all[i]->head = INT64_MAX;
+    CHECK(nsa_attend_dense_forward(&x, &d, workspace, sizeof workspace) == NSA_OK, "forward");
+    CHECK(nsa_attend_dense_backward(&dx, &x, &d, workspace, sizeof workspace) == NSA_OK,
+          "backward");
+    CHECK(nsa_attend_win_forward(&x, &d, workspace, sizeof workspace) == NSA_OK, "win");
+}
+
+/* A ragged batch has its queries from firsts. */
+static void test_first_beside_firsts(void) {
+    static const int32_t firsts[] = {2}, counts[] = {2};
+    check_case("first beside firsts");
+    nsa_desc d = small();
+    fill_structs();
+    d.firsts = firsts, d.counts = counts;
+    CHECK(nsa_desc_check(&d) == NSA_OK, "refused without first");
+    d.first = 1, d.count = 2;
+    const nsa_status s = nsa_rope_forward(&rope, &d);
+    CHECK(nsa_status_kind(s) == NSA_ERROR_RANGE && !strcmp(nsa_status_where(s), "first"), "%s %s",
+          nsa_status_name(s), nsa_status_where(s));
+}
+
 int main(void) {
     for (int i = 0; i < T * D; i++) v[i] = 3;
     test_scale_beyond_float();
@@ -382,5 +538,9 @@ int main(void) {
     test_positions_of_packed_sequences();
     test_first_behind_every_sequence();
     test_rows_wider_than_a_part();
+    test_fields_without_use();
+    test_many_sequences();
+    test_strides_without_use();
+    test_first_beside_firsts();
     return check_done("test_findings");
 }

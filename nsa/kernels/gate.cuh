@@ -133,6 +133,8 @@ static nsa_status nsa__cuda_gate_backward_run(const nsa_gate *dx, const nsa_gate
 
 extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d,
                                             cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa__cuda_check_desc(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__cuda_gate_check(x, d, 1, &nsa__gate_names));
@@ -141,6 +143,8 @@ extern "C" nsa_status nsa_cuda_gate_forward(const nsa_gate *x, const nsa_desc *d
 
 extern "C" nsa_status nsa_cuda_gate_backward(const nsa_gate *dx, const nsa_gate *x,
                                              const nsa_desc *d, cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);

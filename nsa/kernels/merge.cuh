@@ -114,6 +114,8 @@ static nsa_status nsa__cuda_merge_check(const nsa_merge *x, const nsa_desc *d, i
 
 extern "C" nsa_status nsa_cuda_merge_forward(const nsa_merge *x, const nsa_desc *d,
                                              cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
@@ -128,6 +130,8 @@ extern "C" nsa_status nsa_cuda_merge_forward(const nsa_merge *x, const nsa_desc 
 
 extern "C" nsa_status nsa_cuda_merge_backward(const nsa_merge *dx, const nsa_merge *x,
                                               const nsa_desc *d, cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     nsa_status s = nsa__cuda_check_desc(d);
     if (s != NSA_OK) return s;
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);

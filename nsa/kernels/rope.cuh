@@ -104,6 +104,8 @@ static nsa_status nsa__cuda_rope_run(const nsa_rope *x, const nsa_desc *d, const
 
 extern "C" nsa_status nsa_cuda_rope_forward(const nsa_rope *x, const nsa_desc *d,
                                             cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa__cuda_rope_check(x, d));
     const nsa__shape shape = nsa__cuda_query_shape(d, x->heads, x->dim);
     NSA__CHECK(nsa__cuda_check_rows(&x->x, shape, NSA__FLOATS, 0, NSA__AT_x));
@@ -114,6 +116,8 @@ extern "C" nsa_status nsa_cuda_rope_forward(const nsa_rope *x, const nsa_desc *d
 /* dx.x += R^T dx.out */
 extern "C" nsa_status nsa_cuda_rope_backward(const nsa_rope *dx, const nsa_rope *x,
                                              const nsa_desc *d, cudaStream_t stream) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa__cuda_rope_check(x, d));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     const nsa__shape shape = nsa__cuda_query_shape(d, x->heads, x->dim);

@@ -67,7 +67,8 @@
      In comments a shape is written (B, T, H, D) whatever the strides.
    - Query rows first .. first + count - 1 of `tokens` keys may be computed alone. Every view on the
      query's side (q, out, lse, blocks, gate logits, and their gradients) then starts at row
-     `first`: its row 0 is query `first`.
+     `first`: its row 0 is query `first`. Fewer queries than keys are not the last ones unless
+     `first` says so, tokens - count: other libraries align both ends.
    - Variable length: `begins` holds B + 1 offsets into packed rows; sequence b is rows begins[b] ..
      begins[b + 1] - 1, `tokens` the longest length; batch strides are not used. first and count
      then speak of every sequence alike (rows that a sequence does not have are skipped). Compressed
@@ -76,8 +77,8 @@
    - Ragged batch: with `firsts` and `counts` sequence b has the queries firsts[b] .. firsts[b] +
      counts[b] - 1, some a prompt's chunk, some one token, and keys up to the last of them (with
      `begins` those that it says). Rows on the query's side are packed, counts[b] of sequence b
-     behind those of b - 1; batch strides are not used there. `first` is not used, and `count` is
-     at least the largest of counts. Compression then makes the rows that the new tokens complete,
+     behind those of b - 1; batch strides are not used there. `first` is 0, and `count` at least the
+     largest of counts. Compression then makes the rows that the new tokens complete,
      nsa_cmp_count(firsts[b]) .. nsa_cmp_count(keys) - 1, behind those of earlier calls.
    - Pages: with `pages` token s of sequence b lies in row s % page_tokens of the page that entry
      s / page_tokens of its table names. Views of k and v (slc, win, dense, and what phi reads) are
@@ -98,7 +99,8 @@
    - The library allocates nothing, prints nothing, never aborts and keeps no global state.
      Workspace is the caller's, of any alignment, sized by the *_workspace_size function of the
      call; its content means nothing between calls. A workspace size of 0 is returned for a
-     descriptor that the call refuses, and where none is needed.
+     descriptor that the call refuses, and where none is needed. A call takes some 42 KB of stack,
+     and each of OpenMP's threads as much.
    - Arguments are checked once, before anything is written: a call that does not return NSA_OK has
      touched nothing.
    - An output shares no memory with an input or another output (RoPE's may be its input; gradients
@@ -192,7 +194,7 @@ enum {
     NSA_ERROR_SLC_BLOCK,  /* cmp_stride does not divide slc_block, or slc_block < cmp_block */
     NSA_ERROR_SLC_COUNT, /* slc_init + slc_local > slc_count, with forced blocks inside the count */
     NSA_ERROR_SLC_LOCAL, /* slc_local < 1, with forced blocks inside the count */
-    NSA_ERROR_RANGE,     /* first < 0, count < 0 or first + count > tokens */
+    NSA_ERROR_RANGE,     /* first < 0, count < 0, first + count > tokens, or first with firsts */
     NSA_ERROR_BEGINS,    /* begins descends, starts below 0, holds a sequence longer than tokens, or
                          ends behind rows */
     NSA_ERROR_OPTION,    /* an option that is no value of its enum */
@@ -230,9 +232,10 @@ typedef enum nsa_isa {
 NSA_API int nsa_isa_available(nsa_isa isa);
 NSA_API const char *nsa_isa_name(nsa_isa isa);
 
-/* How attention and selection multiply rows of bf16. A product takes pairs of bf16 if all that it
-   reads is bf16 and `isa` has such products. Sums stay f32; p and ds are rounded to bf16 once, as
-   on CUDA. All other rows are widened to f32, and so are those of nsa_score_blocks and of phi. In
+/* How attention and selection multiply rows of bf16. A product takes pairs of bf16 if the caller's
+   rows in it are bf16 (q k^T: q and k; p v: v alone; dout v^T: dx.out and v) and `isa` has such
+   products. Sums stay f32; p and ds are the library's own, and rounded to bf16 once there, as on
+   CUDA. All other rows are widened to f32, and so are those of nsa_score_blocks and of phi. In
    backward dx.out must be bf16 too. */
 typedef enum nsa_products {
     NSA_PRODUCTS_BF16 = 0, /* as bf16, where the instruction set has it */
@@ -323,9 +326,8 @@ typedef struct nsa_desc {
 NSA_API nsa_desc nsa_desc_default(int batch, int tokens, int heads, int kv_heads, int dim);
 
 /* NSA_OK, or the first rule that the descriptor breaks. Every function checks it; this is for
-   asking early. An attention, a compression, a ranking or a score that is no attention, called
-   alone, does not look at those of cmp_block .. slc_local that it has no use for: they may hold
-   anything, and need not agree. */
+   asking early, of a chain. A function called alone does not look at those of cmp_block ..
+   slc_local that it has no use for: they may hold anything, and need not agree. */
 NSA_API nsa_status nsa_desc_check(const nsa_desc *d);
 
 /* What is wrong with firsts, counts or pages, and where. */
@@ -528,7 +530,8 @@ NSA_API nsa_status nsa_attend_dense_backward(const nsa_attend *dx, const nsa_att
    softmax over both sets gives, if no key is in both. A part without keys (lse = -inf) changes no
    bit of the other; its out is not read. With it slc and win become one softmax, keys are split
    over owners, and an attention sink is a part whose out is 0 and whose lse is the sink's logit
-   (views with strides of 0 need one row of each). */
+   (views with strides of 0 need one row of each). An lse of +inf or NaN makes its row NaN, out and
+   lse, and no other: +inf is no logarithm of a sum of keys. */
 typedef struct nsa_merge {
     nsa_tensor out_a, out_b; /* (B, count, H, Dv) */
     nsa_tensor lse_a, lse_b; /* (B, count, H) of dtype NSA_REAL_DTYPE */
@@ -558,7 +561,8 @@ typedef struct nsa_select {
                           what the blocks were chosen by; -inf behind the query's candidates */
 } nsa_select;
 
-/* Entries of a list: slc_count, and with NSA_FORCED_ON_TOP slc_init + slc_local more. */
+/* Entries of a list: slc_count, and unless NSA_FORCED_INSIDE those of slc_init and slc_local that
+   are forced besides: with NSA_MASK_NONE none are, but the tail of NSA_FORCED_TAIL. */
 NSA_API int nsa_block_list_width(const nsa_desc *d);
 
 NSA_API size_t nsa_select_blocks_workspace_size(const nsa_desc *d);

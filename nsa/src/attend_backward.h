@@ -278,11 +278,11 @@ typedef struct nsa__backward_place {
    `own`, behind the place. Without a place it only counts the bytes of both arenas. */
 static nsa__backward *nsa__backward_at(const nsa__attend_plan *p, void *place, nsa__arena *scratch,
                                        nsa__arena *own) {
-    nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : &any;
+    nsa__backward any, *f = place ? &((nsa__backward_place *)place)->task : NULL;
     own->base = (char *)place;
     nsa__alloc(own, 1, sizeof(nsa__backward_place));
-    nsa__backward_alloc(f, p, own, scratch);
-    return place ? f : NULL;
+    nsa__backward_alloc(f ? f : &any, p, own, scratch);
+    return f;
 }
 
 /* Task i of a head follows task i - 1 of that head. */

@@ -330,11 +330,11 @@ static nsa_status nsa__chain_heads_backward(const nsa__chain_gradient *g, const 
                      dv[] = {g->dv_cmp, sum[NSA__SUM_V_SLC].view, sum[NSA__SUM_V_WIN].view};
     int gate_head = at->kv_head * (d->gate_heads / d->kv_heads);
     nsa_gate logits = c.gate, dlogits;
+    memset(&dlogits, 0, sizeof dlogits);
     nsa__gate_job gate = nsa__gate_job_make(&dlogits, &logits, &slice);
     nsa_attend all;
     nsa__flush dq = nsa__chain_dq(&q->view, dx, d, &slice, at);
     memset(&all, 0, sizeof all);
-    memset(&dlogits, 0, sizeof dlogits);
     all.q = dx->q;
     all.out = dx->out;
     logits.logits = nsa__view_at(x->gates, at->seq.batch, at->seq.row, gate_head);

@@ -39,7 +39,8 @@
     X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP, 0 or 1 with "     \
                            "NSA_FORCED_TAIL)")                                                     \
     X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens; of every "      \
-                       "sequence too, and no count above desc.count: nsa_check_pages says where")  \
+                       "sequence too, and no count above desc.count: nsa_check_pages says where; " \
+                       "with firsts first is 0")                                                   \
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
     X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \
@@ -227,6 +228,7 @@ static nsa_status nsa__check_table(const nsa_desc *d, int b, nsa_page_fault *fau
 static nsa_status nsa__check_ragged(const nsa_desc *d, nsa_page_fault *fault) {
     if (!d->firsts != !d->counts)
         return nsa__error(NSA_ERROR_NULL, d->firsts ? NSA__AT_counts : NSA__AT_firsts);
+    if (!d->counts && !d->pages) return NSA_OK; /* there may be 2^31 sequences */
     for (fault->sequence = 0; fault->sequence < d->batch; fault->sequence++) {
         fault->slot = 0;
         if (d->counts) NSA__CHECK(nsa__check_queries(d, fault->sequence, fault));
@@ -261,7 +263,8 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
     }
     if (d->forced == NSA_FORCED_TAIL && d->slc_local > 1)
         return nsa__error(NSA_ERROR_SLC_LOCAL, NSA__AT_slc_local);
-    if (d->first < 0 || d->first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
+    if (d->first < 0 || d->first > d->tokens || (d->firsts && d->first))
+        return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
     if (d->count < 0 || d->count > d->tokens - d->first)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
     if (!nsa__fits(d->batch, d->tokens, d->heads, NSA__MAX_DIM) ||

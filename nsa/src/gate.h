@@ -142,6 +142,8 @@ static nsa_status nsa__gate_check(const nsa_gate *x, const nsa_desc *d, int forw
 }
 
 NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__gate_check(x, d, 1, &nsa__gate_names));
@@ -150,6 +152,8 @@ NSA_API nsa_status nsa_gate_forward(const nsa_gate *x, const nsa_desc *d) {
 }
 
 NSA_API nsa_status nsa_gate_backward(const nsa_gate *dx, const nsa_gate *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);

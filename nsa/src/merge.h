@@ -128,6 +128,8 @@ static nsa_status nsa__merge_check(const nsa_merge *x, const nsa_desc *d, int fo
 }
 
 NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     NSA__CHECK(nsa__merge_check(x, d, 1));
@@ -136,6 +138,8 @@ NSA_API nsa_status nsa_merge_forward(const nsa_merge *x, const nsa_desc *d) {
 }
 
 NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa_desc_check(d));
     if (!x) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments);
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);

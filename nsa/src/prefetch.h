@@ -37,8 +37,10 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
     for (int some; begin < end; begin += some) {
         const char *at = (const char *)nsa__key(job, x, begin);
         some = (int)nsa__min(end - begin, nsa__rows_together(&job->rows, begin));
-        for (int r = 0; r < some; r++, at += (ptrdiff_t)x->token * (ptrdiff_t)bytes)
+        for (int r = 0; r < some; r++) {
+            if (r) at += (ptrdiff_t)x->token * (ptrdiff_t)bytes; /* of one row it may be anything */
             nsa__fetch(at, (size_t)width * bytes);
+        }
     }
 }
 

@@ -93,6 +93,8 @@ NSA_API nsa_status nsa_rope_frequencies(const nsa_rope *x, double *frequencies, 
 }
 
 NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa__rope_check(x, d));
     nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);
     NSA__CHECK(nsa__check_view(&x->x, shape, nsa__floats(), 0, NSA__AT_x));
@@ -102,6 +104,8 @@ NSA_API nsa_status nsa_rope_forward(const nsa_rope *x, const nsa_desc *d) {
 }
 
 NSA_API nsa_status nsa_rope_backward(const nsa_rope *dx, const nsa_rope *x, const nsa_desc *d) {
+    nsa_desc own;
+    d = nsa__desc_using(d, 0, &own);
     NSA__CHECK(nsa__rope_check(x, d));
     if (!dx) return nsa__error(NSA_ERROR_NULL, NSA__AT_arguments | NSA__GRADIENT);
     nsa__shape shape = nsa__query_shape(d, x->heads, x->dim);

@@ -30,7 +30,10 @@ static void nsa__run(const nsa__team *team, int64_t tasks, nsa__task *task, cons
     int threads = (int)nsa__max(1, nsa__min(team->threads, tasks));
 #pragma omp parallel for num_threads(threads) schedule(NSA__IN_ORDER) if (threads > 1)
     for (int64_t i = 0; i < tasks; i++)
-        task(context, i, team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num());
+        task(context, i,
+             team->scratch_bytes
+                 ? team->scratch + team->scratch_bytes * (size_t)omp_get_thread_num()
+                 : NULL);
 #else
     for (int64_t i = 0; i < tasks; i++) task(context, i, team->scratch);
 #endif
