@@ -137,7 +137,7 @@
 
 #ifdef NSA_STATIC
 #if defined(__GNUC__) || defined(__clang__)
-#define NSA_API static __attribute__((unused))
+#define NSA_API static __attribute__((__unused__))
 #else
 #define NSA_API static
 #endif
@@ -1298,7 +1298,7 @@ typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), int) nsa__lane;
 typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), uint) nsa__bits_t;
 
 #if defined(__GNUC__) || defined(__clang__)
-#define NSA__INLINE static inline __attribute__((always_inline))
+#define NSA__INLINE static inline __attribute__((__always_inline__))
 #else
 #define NSA__INLINE static inline
 #endif
@@ -1419,7 +1419,7 @@ static void nsa__fetch(const void *at, size_t bytes) {
 #define NSA__ARITHMETIC _Pragma("clang fp reassociate(off) contract(on)")
 #elif defined(__GNUC__)
 #define NSA__COMPILED \
-    __attribute__((optimize("O3", "fp-contract=fast", "no-fast-math", "align-loops=64")))
+    __attribute__((__optimize__("O3", "fp-contract=fast", "no-fast-math", "align-loops=64")))
 #define NSA__ARITHMETIC
 #else
 #define NSA__COMPILED
@@ -2143,18 +2143,18 @@ static int64_t nsa__packed_cmp(const nsa_desc *d) {
 static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t width) {
     /* Query `first` of sequence b is row begins[b] of a packed view. The last sequence that has
        queries has the last row. */
-    int64_t packed = 0;
+    int64_t in_all = 0;
     if (d->counts) {
-        for (int b = 0; b < d->batch; b++) packed += d->counts[b];
-        nsa__shape ragged = {1, packed, heads, width};
+        for (int b = 0; b < d->batch; b++) in_all += d->counts[b];
+        nsa__shape ragged = {1, in_all, heads, width};
         return ragged;
     }
     for (int b = 0; d->begins && b < d->batch; b++) {
         int64_t length = d->begins[b + 1] - d->begins[b];
         int64_t rows = nsa__min(length - d->first, d->count);
-        if (rows > 0) packed = d->begins[b] + rows;
+        if (rows > 0) in_all = d->begins[b] + rows;
     }
-    return nsa__shape_of(d, d->count, packed, heads, width);
+    return nsa__shape_of(d, d->count, in_all, heads, width);
 }
 
 static nsa__shape nsa__paged_shape(const nsa_desc *d, int64_t page_rows, int64_t width) {
@@ -2233,7 +2233,7 @@ static int nsa__rows_together(const nsa__rows *rows, int key) {
 /* One sequence of the batch. Iterate with nsa__seq_begin and nsa__seq_next from the first one on,
    because packed rows are sums over the sequences before. */
 typedef struct nsa__seq {
-    int index;          /* b */
+    int nth;            /* b */
     int64_t batch, row; /* on the query's side: what batch strides multiply, and the view's row of
                            query `first` */
     nsa__rows keys, cmp;
@@ -2243,7 +2243,7 @@ typedef struct nsa__seq {
 
 /* Fills the fields that follow from `index`; behind the last sequence they keep their values. */
 static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
-    int b = s->index;
+    int b = s->nth;
     if (b >= d->batch) return;
     s->tokens = nsa__tokens_of(d, b);
     s->cmp_tokens = nsa_cmp_count(d, s->tokens);
@@ -2272,7 +2272,7 @@ static nsa__seq nsa__seq_begin(const nsa_desc *d) {
 static void nsa__seq_next(const nsa_desc *d, nsa__seq *s) {
     if (d->begins) s->cmp.row += s->cmp_tokens;
     if (d->counts) s->row += s->count;
-    s->index++;
+    s->nth++;
     nsa__seq_set(d, s);
 }
 
@@ -2362,7 +2362,7 @@ static nsa_status nsa__team_make(nsa__team *team, const nsa_desc *d, void *works
 /* A task: piece `index` of the work that `context` describes. It writes rows that no other task
    writes, each as a sum in one fixed order. So no bit depends on which thread runs the task, or
    when. */
-typedef void nsa__task(const void *context, int64_t index, void *scratch);
+typedef void nsa__task(const void *context, int64_t nth, void *scratch);
 
 #if defined(_OPENMP) && _OPENMP >= 201511
 #define NSA__IN_ORDER \
@@ -2694,7 +2694,7 @@ typedef struct nsa__tiles {
     /* how many of n numbers have bits of at least `least`, as integers */
     int (*at_least)(int n, const nsa_real *x, nsa__lane least);
     /* whether all numbers are finite; n is a multiple of 16 */
-    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
+    int (*all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
     /* to = factor x, for n numbers, a multiple of 16 */
     void (*scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to);
     /* to = g[0] x[0] + g[1] x[1] + g[2] x[2], for n numbers, a multiple of 16 */
@@ -2723,14 +2723,14 @@ typedef struct nsa__pairs {
        zeros. `wide` is a multiple of 16. Returns whether all numbers are finite. */
     int (*pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to);
     /* n numbers of each row become n / 2 pairs, rounded, from the row's start on */
-    void (*round)(int rows, int n, ptrdiff_t ld, nsa_real *x);
+    void (*round_rows)(int rows, int n, ptrdiff_t ld, nsa_real *x);
     /* The same of x times factor[row_index[r]], or times 1 if that is NULL; x becomes the pairs
        that rows 2 r and 2 r + 1 make, rows one after the other, `ld` apart. `by_row` may be NULL;
        its rows are ld / 2 apart. n and ld are multiples of 16. */
     void (*round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index, const nsa_real *factor,
                         nsa_real *x, nsa__packed *by_row);
     /* whether all numbers of n pairs a row are finite; n is a multiple of 8 */
-    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x);
+    int (*all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x);
     /* as nsa__store of bf16 */
     void (*store)(int n, const nsa_real *x, void *row);
 } nsa__pairs;
@@ -2769,22 +2769,22 @@ typedef struct nsa__pairs {
    of a number. */
 #if NSA__BYTES
 #define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
-typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
-    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+    __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 #if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
 #define NSA__L       1
-typedef nsa_real NSA__T(vector);
+typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
 #define NSA__HOLD(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vector)
+#define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
 #define NSA__TO(x)   (*(NSA__T(memory) *)(x))
 #define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
@@ -2826,7 +2826,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
 #ifdef NSA__MAX
     NSA__V larger;
     NSA__MAX(larger, a, b);
@@ -2835,7 +2835,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
 #ifdef NSA__MIN
     NSA__V smaller;
     NSA__MIN(smaller, a, b);
@@ -2846,10 +2846,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
 }
 /* Bits j .. j + NSA__L - 1 of a mask. */
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
-    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
-                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                          256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
     NSA__I zero = {0}, lane;
-    memcpy(&lane, bit, sizeof lane);
+    memcpy(&lane, one_bit, sizeof lane);
     return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
 }
 #endif
@@ -2860,10 +2860,10 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
     return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
@@ -2912,7 +2912,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
        2^r 2^e, because e is added to the exponent. x is cut at -127, where the exponent becomes 0
        and the result 0. NaN stays NaN: the NaN that arithmetic makes has no low bits. */
     if (sizeof(nsa_real) == sizeof(float)) {
-        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        x = NSA__T(greater)(NSA__T(splat)(-127), x);
         const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
         const NSA__V p = NSA__T(exp2_of_fraction)(r);
         return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
@@ -2927,7 +2927,8 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
 /* e^x, with e^most for what is larger. NaN stays NaN. */
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
+                        NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 /* The largest lane, by halves. */
@@ -2937,7 +2938,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
     NSA__I lane;
     memcpy(&lane, order, sizeof lane);
     for (int half = NSA__L / 2; half; half /= 2)
-        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+        x = NSA__T(greater)(x, __builtin_shuffle(x, lane ^ half));
     return x[0];
 #else
     nsa_real lane[NSA__LANES];
@@ -3115,7 +3116,7 @@ NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
 }
 
 /* The row's start takes the pairs: they lie before all that is still to be read. */
-NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+NSA__TARGET static void NSA__T(round_rows)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += NSA__L)
             NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
@@ -3143,7 +3144,7 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
 }
 
 /* As nsa__tiles.finite: both exponents of a pair at once. */
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
     uint32_t lane[8] = {0}, sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += 8)
@@ -3173,9 +3174,9 @@ NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, 
     return !(sum & 0x80008000u);
 }
 
-static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
-                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
-                                         NSA__T(store)};
+static const nsa__pairs NSA__T(pairs) = {
+    NSA__T(gemm),        NSA__T(gemm_singles), NSA__T(pair_rows), NSA__T(round_rows),
+    NSA__T(round_pairs), NSA__T(all_finite),   NSA__T(store)};
 #else
 /* Columns in whole pieces, then in single vectors, then one by one. The last loop is the same chain
    of multiply-adds, so an element has the same bits in each of the three. */
@@ -3225,7 +3226,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
                     NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
-            most = NSA__T(max)(NSA__FROM(x + j), most);
+            most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
         nsa_real *so_far = m + row_index[r];
@@ -3317,7 +3318,7 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
 }
 
 /* nsa__all_finite for rows. */
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     nsa__bits_t lane[NSA__LANES], sum = 0;
     for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
     for (int r = 0; r < rows; r++, x += ld)
@@ -3401,8 +3402,8 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
 }
 
 static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),   NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
+    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
@@ -3465,22 +3466,22 @@ static const nsa__tiles NSA__T(tiles) = {
 
 #if NSA__BYTES
 #define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
-typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
-    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+    __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 #if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
 #define NSA__L       1
-typedef nsa_real NSA__T(vector);
+typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
 #define NSA__HOLD(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vector)
+#define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
 #define NSA__TO(x)   (*(NSA__T(memory) *)(x))
 #define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
@@ -3521,7 +3522,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
 #ifdef NSA__MAX
     NSA__V larger;
     NSA__MAX(larger, a, b);
@@ -3530,7 +3531,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
 #ifdef NSA__MIN
     NSA__V smaller;
     NSA__MIN(smaller, a, b);
@@ -3541,10 +3542,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
 }
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
-    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
-                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                          256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
     NSA__I zero = {0}, lane;
-    memcpy(&lane, bit, sizeof lane);
+    memcpy(&lane, one_bit, sizeof lane);
     return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
 }
 #endif
@@ -3555,10 +3556,10 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
     return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
@@ -3602,7 +3603,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
 #elif NSA__BYTES
 
     if (sizeof(nsa_real) == sizeof(float)) {
-        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        x = NSA__T(greater)(NSA__T(splat)(-127), x);
         const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
         const NSA__V p = NSA__T(exp2_of_fraction)(r);
         return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
@@ -3616,7 +3617,8 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
 
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
+                        NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -3625,7 +3627,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
     NSA__I lane;
     memcpy(&lane, order, sizeof lane);
     for (int half = NSA__L / 2; half; half /= 2)
-        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+        x = NSA__T(greater)(x, __builtin_shuffle(x, lane ^ half));
     return x[0];
 #else
     nsa_real lane[NSA__LANES];
@@ -3788,7 +3790,7 @@ NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
     for (; j < n; j++) to[j] = nsa__to_bf16((float)x[j]);
 }
 
-NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+NSA__TARGET static void NSA__T(round_rows)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += NSA__L)
             NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
@@ -3813,7 +3815,7 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
     }
 }
 
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
     uint32_t lane[8] = {0}, sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += 8)
@@ -3843,9 +3845,9 @@ NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, 
     return !(sum & 0x80008000u);
 }
 
-static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
-                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
-                                         NSA__T(store)};
+static const nsa__pairs NSA__T(pairs) = {
+    NSA__T(gemm),        NSA__T(gemm_singles), NSA__T(pair_rows), NSA__T(round_rows),
+    NSA__T(round_pairs), NSA__T(all_finite),   NSA__T(store)};
 #else
 
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
@@ -3892,7 +3894,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
                     NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
-            most = NSA__T(max)(NSA__FROM(x + j), most);
+            most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
         nsa_real *so_far = m + row_index[r];
@@ -3975,7 +3977,7 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
     return sum;
 }
 
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     nsa__bits_t lane[NSA__LANES], sum = 0;
     for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
     for (int r = 0; r < rows; r++, x += ld)
@@ -4054,8 +4056,8 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
 }
 
 static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),   NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
+    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
@@ -4093,7 +4095,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__BYTES        32
 #define NSA__ROWS         6
 #define NSA__VECTORS      2
-#define NSA__TARGET       __attribute__((target("avx2,fma"))) NSA__COMPILED
+#define NSA__TARGET       __attribute__((__target__("avx2,fma"))) NSA__COMPILED
 #define NSA__HOLD(x)      __asm__("" : "+x"(x))
 #define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
 #define NSA__MIN(x, a, b) __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
@@ -4111,22 +4113,22 @@ static const nsa__tiles NSA__T(tiles) = {
 
 #if NSA__BYTES
 #define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
-typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
-    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+    __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 #if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
 #define NSA__L       1
-typedef nsa_real NSA__T(vector);
+typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
 #define NSA__HOLD(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vector)
+#define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
 #define NSA__TO(x)   (*(NSA__T(memory) *)(x))
 #define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
@@ -4167,7 +4169,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
 #ifdef NSA__MAX
     NSA__V larger;
     NSA__MAX(larger, a, b);
@@ -4176,7 +4178,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
 #ifdef NSA__MIN
     NSA__V smaller;
     NSA__MIN(smaller, a, b);
@@ -4187,10 +4189,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
 }
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
-    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
-                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                          256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
     NSA__I zero = {0}, lane;
-    memcpy(&lane, bit, sizeof lane);
+    memcpy(&lane, one_bit, sizeof lane);
     return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
 }
 #endif
@@ -4201,10 +4203,10 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
     return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
@@ -4248,7 +4250,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
 #elif NSA__BYTES
 
     if (sizeof(nsa_real) == sizeof(float)) {
-        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        x = NSA__T(greater)(NSA__T(splat)(-127), x);
         const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
         const NSA__V p = NSA__T(exp2_of_fraction)(r);
         return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
@@ -4262,7 +4264,8 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
 
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
+                        NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -4271,7 +4274,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
     NSA__I lane;
     memcpy(&lane, order, sizeof lane);
     for (int half = NSA__L / 2; half; half /= 2)
-        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+        x = NSA__T(greater)(x, __builtin_shuffle(x, lane ^ half));
     return x[0];
 #else
     nsa_real lane[NSA__LANES];
@@ -4434,7 +4437,7 @@ NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
     for (; j < n; j++) to[j] = nsa__to_bf16((float)x[j]);
 }
 
-NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+NSA__TARGET static void NSA__T(round_rows)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += NSA__L)
             NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
@@ -4459,7 +4462,7 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
     }
 }
 
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
     uint32_t lane[8] = {0}, sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += 8)
@@ -4489,9 +4492,9 @@ NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, 
     return !(sum & 0x80008000u);
 }
 
-static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
-                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
-                                         NSA__T(store)};
+static const nsa__pairs NSA__T(pairs) = {
+    NSA__T(gemm),        NSA__T(gemm_singles), NSA__T(pair_rows), NSA__T(round_rows),
+    NSA__T(round_pairs), NSA__T(all_finite),   NSA__T(store)};
 #else
 
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
@@ -4538,7 +4541,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
                     NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
-            most = NSA__T(max)(NSA__FROM(x + j), most);
+            most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
         nsa_real *so_far = m + row_index[r];
@@ -4621,7 +4624,7 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
     return sum;
 }
 
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     nsa__bits_t lane[NSA__LANES], sum = 0;
     for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
     for (int r = 0; r < rows; r++, x += ld)
@@ -4700,8 +4703,8 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
 }
 
 static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),   NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
+    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
@@ -4731,7 +4734,7 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__ROWS    6
 #define NSA__VECTORS 4
 #define NSA__TARGET \
-    __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+    __attribute__((__target__("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
 #define NSA__HOLD(x)      __asm__("" : "+v"(x))
 #define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
 #define NSA__WHOLE(e, x) \
@@ -4751,22 +4754,22 @@ static const nsa__tiles NSA__T(tiles) = {
 
 #if NSA__BYTES
 #define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
-typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
-    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+    __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 #if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
 #define NSA__L       1
-typedef nsa_real NSA__T(vector);
+typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
 #define NSA__HOLD(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vector)
+#define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
 #define NSA__TO(x)   (*(NSA__T(memory) *)(x))
 #define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
@@ -4807,7 +4810,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
 #ifdef NSA__MAX
     NSA__V larger;
     NSA__MAX(larger, a, b);
@@ -4816,7 +4819,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
 #ifdef NSA__MIN
     NSA__V smaller;
     NSA__MIN(smaller, a, b);
@@ -4827,10 +4830,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
 }
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
-    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
-                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                          256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
     NSA__I zero = {0}, lane;
-    memcpy(&lane, bit, sizeof lane);
+    memcpy(&lane, one_bit, sizeof lane);
     return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
 }
 #endif
@@ -4841,10 +4844,10 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
     return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
@@ -4888,7 +4891,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
 #elif NSA__BYTES
 
     if (sizeof(nsa_real) == sizeof(float)) {
-        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        x = NSA__T(greater)(NSA__T(splat)(-127), x);
         const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
         const NSA__V p = NSA__T(exp2_of_fraction)(r);
         return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
@@ -4902,7 +4905,8 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
 
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
+                        NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -4911,7 +4915,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
     NSA__I lane;
     memcpy(&lane, order, sizeof lane);
     for (int half = NSA__L / 2; half; half /= 2)
-        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+        x = NSA__T(greater)(x, __builtin_shuffle(x, lane ^ half));
     return x[0];
 #else
     nsa_real lane[NSA__LANES];
@@ -5074,7 +5078,7 @@ NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
     for (; j < n; j++) to[j] = nsa__to_bf16((float)x[j]);
 }
 
-NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+NSA__TARGET static void NSA__T(round_rows)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += NSA__L)
             NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
@@ -5099,7 +5103,7 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
     }
 }
 
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
     uint32_t lane[8] = {0}, sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += 8)
@@ -5129,9 +5133,9 @@ NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, 
     return !(sum & 0x80008000u);
 }
 
-static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
-                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
-                                         NSA__T(store)};
+static const nsa__pairs NSA__T(pairs) = {
+    NSA__T(gemm),        NSA__T(gemm_singles), NSA__T(pair_rows), NSA__T(round_rows),
+    NSA__T(round_pairs), NSA__T(all_finite),   NSA__T(store)};
 #else
 
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
@@ -5178,7 +5182,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
                     NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
-            most = NSA__T(max)(NSA__FROM(x + j), most);
+            most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
         nsa_real *so_far = m + row_index[r];
@@ -5261,7 +5265,7 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
     return sum;
 }
 
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     nsa__bits_t lane[NSA__LANES], sum = 0;
     for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
     for (int r = 0; r < rows; r++, x += ld)
@@ -5340,8 +5344,8 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
 }
 
 static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),   NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
+    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
@@ -5381,17 +5385,18 @@ static const nsa__tiles NSA__T(tiles) = {
 #define NSA__BYTES   64
 #define NSA__ROWS    6
 #define NSA__VECTORS 4
-#define NSA__TARGET \
-    __attribute__((target("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+#define NSA__TARGET                                                                       \
+    __attribute__((__target__("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) \
+    NSA__COMPILED
 #define NSA__HOLD(x) __asm__("" : "+v"(x))
 #define NSA__DOT(sum, a, b) \
     __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
 #define NSA__ROUND(halves, x) __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
 #elif defined(NSA__HAS_NEON_BF16)
 #ifdef __clang__
-#define NSA__BFDOT __attribute__((target("bf16")))
+#define NSA__BFDOT __attribute__((__target__("bf16")))
 #else
-#define NSA__BFDOT __attribute__((target("+bf16")))
+#define NSA__BFDOT __attribute__((__target__("+bf16")))
 #endif
 #define NSA__ISA            bf16
 #define NSA__BYTES          16
@@ -5416,22 +5421,22 @@ static const nsa__tiles NSA__T(tiles) = {
 
 #if NSA__BYTES
 #define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
-typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
-    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+    __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 #if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
 #define NSA__L       1
-typedef nsa_real NSA__T(vector);
+typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
 #define NSA__HOLD(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vector)
+#define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
 #define NSA__TO(x)   (*(NSA__T(memory) *)(x))
 #define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
@@ -5472,7 +5477,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
 #ifdef NSA__MAX
     NSA__V larger;
     NSA__MAX(larger, a, b);
@@ -5481,7 +5486,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
 #ifdef NSA__MIN
     NSA__V smaller;
     NSA__MIN(smaller, a, b);
@@ -5492,10 +5497,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
 }
 
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
-    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
-                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                          256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
     NSA__I zero = {0}, lane;
-    memcpy(&lane, bit, sizeof lane);
+    memcpy(&lane, one_bit, sizeof lane);
     return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
 }
 #endif
@@ -5506,10 +5511,10 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
     return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
@@ -5553,7 +5558,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
 #elif NSA__BYTES
 
     if (sizeof(nsa_real) == sizeof(float)) {
-        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        x = NSA__T(greater)(NSA__T(splat)(-127), x);
         const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
         const NSA__V p = NSA__T(exp2_of_fraction)(r);
         return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
@@ -5567,7 +5572,8 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
 
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
+                        NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
@@ -5576,7 +5582,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
     NSA__I lane;
     memcpy(&lane, order, sizeof lane);
     for (int half = NSA__L / 2; half; half /= 2)
-        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+        x = NSA__T(greater)(x, __builtin_shuffle(x, lane ^ half));
     return x[0];
 #else
     nsa_real lane[NSA__LANES];
@@ -5739,7 +5745,7 @@ NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
     for (; j < n; j++) to[j] = nsa__to_bf16((float)x[j]);
 }
 
-NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+NSA__TARGET static void NSA__T(round_rows)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += NSA__L)
             NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
@@ -5764,7 +5770,7 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
     }
 }
 
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
     uint32_t lane[8] = {0}, sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += 8)
@@ -5794,9 +5800,9 @@ NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, 
     return !(sum & 0x80008000u);
 }
 
-static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
-                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
-                                         NSA__T(store)};
+static const nsa__pairs NSA__T(pairs) = {
+    NSA__T(gemm),        NSA__T(gemm_singles), NSA__T(pair_rows), NSA__T(round_rows),
+    NSA__T(round_pairs), NSA__T(all_finite),   NSA__T(store)};
 #else
 
 NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *left,
@@ -5843,7 +5849,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
                     NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
-            most = NSA__T(max)(NSA__FROM(x + j), most);
+            most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
         nsa_real *so_far = m + row_index[r];
@@ -5926,7 +5932,7 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
     return sum;
 }
 
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     nsa__bits_t lane[NSA__LANES], sum = 0;
     for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
     for (int r = 0; r < rows; r++, x += ld)
@@ -6005,8 +6011,8 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
 }
 
 static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),   NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
+    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
@@ -6132,14 +6138,14 @@ enum { NSA__ROPE_TOKENS = 16 }; /* tokens of a task */
 /* Forward rotates x into out; backward rotates dout back and adds it to dx. Angles are computed
    once per token and serve all heads. They are doubles, because f32 has steps of 1/16 near an angle
    of 10^6 radians. */
-static void nsa__rope_task(const void *context, int64_t index, void *scratch) {
+static void nsa__rope_task(const void *context, int64_t nth, void *scratch) {
     const nsa__rope_job *p = (const nsa__rope_job *)context;
     const nsa_rope *x = p->x;
     double cosine[NSA__MAX_DIM / 2], sine[NSA__MAX_DIM / 2];
     nsa_real row[NSA__MAX_DIM];
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__ROPE_TOKENS);
+    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__ROPE_TOKENS);
     (void)scratch;
-    for (int64_t t = index * NSA__ROPE_TOKENS; t < end; t++) {
+    for (int64_t t = nth * NSA__ROPE_TOKENS; t < end; t++) {
         double position = (double)(p->seq.first + t);
         if (x->positions.data)
             position = *(const int32_t *)nsa__row(&x->positions, p->seq.batch, p->seq.row + t, 0);
@@ -6181,7 +6187,7 @@ static void nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc 
     p.dx = dx;
     p.d = d;
     nsa__rope_frequencies(x, p.frequency, &p.magnitude);
-    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
+    for (p.seq = nsa__seq_begin(d); p.seq.nth < d->batch; nsa__seq_next(d, &p.seq))
         nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__ROPE_TOKENS), nsa__rope_task, &p);
 }
 
@@ -6276,12 +6282,12 @@ static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
 
 /* Taps are the outer loop, because a tap's weights are then loaded once for all blocks of the task.
    A sum still runs over ascending j, so its bits depend on its own block alone. */
-static void nsa__filter_task(const void *context, int64_t index, void *scratch) {
+static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
     nsa__compress_job of_head = *(const nsa__compress_job *)context, *p = &of_head;
     const nsa_compress *x = p->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
-    p->head = (int)(index % p->d->kv_heads);
-    int64_t begin = nsa__compress_begin(p) + index / p->d->kv_heads * NSA__CMP_ROWS;
+    p->head = (int)(nth % p->d->kv_heads);
+    int64_t begin = nsa__compress_begin(p) + nth / p->d->kv_heads * NSA__CMP_ROWS;
     int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
     for (int64_t i = begin; i < end; i++) {
         memset(out + (i - begin) * x->dim, 0, (size_t)x->dim * sizeof *out);
@@ -6311,14 +6317,14 @@ static void nsa__covering(const nsa__compress_job *p, int64_t token, int64_t *be
 
 /* dx[t][c] = sum over the blocks i that cover t of w[t - i d][c] dout[i][c]: gathered by token, so
    that no two tasks add to one row. */
-static void nsa__filter_input_gradient_task(const void *context, int64_t index, void *scratch) {
+static void nsa__filter_input_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out, *to = &p->dx->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], sum[NSA__MAX_DIM];
     int dim = p->x->dim;
-    int64_t last = nsa__min(p->seq.tokens, (index + 1) * NSA__CMP_TOKENS);
+    int64_t last = nsa__min(p->seq.tokens, (nth + 1) * NSA__CMP_TOKENS);
     (void)scratch;
-    for (int64_t t = index * NSA__CMP_TOKENS; t < last; t++) {
+    for (int64_t t = nth * NSA__CMP_TOKENS; t < last; t++) {
         int64_t begin, end;
         nsa__covering(p, t, &begin, &end);
         if (begin >= end) continue;
@@ -6430,12 +6436,12 @@ static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_
 }
 
 /* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks; silu(h) = h sigmoid(h). */
-static void nsa__mlp_forward_task(const void *context, int64_t index, void *scratch) {
+static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa__arena a = {(char *)scratch, 0};
     nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = nsa__compress_begin(p) + index * NSA__CMP_ROWS;
+    int64_t begin = nsa__compress_begin(p) + nth * NSA__CMP_ROWS;
     int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
     nsa__mlp_rows_alloc(&f, p, &a);
     nsa__mlp_hidden(p, &f, begin, n);
@@ -6453,13 +6459,13 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
 /* act = silu(h), dact = dout w2, dh = dact silu'(h), with
      silu'(h) = sigmoid(h) (1 + h (1 - sigmoid(h))).
    h is computed again, because forward keeps nothing. dact is computed where dh will be. */
-static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, void *scratch) {
+static void nsa__mlp_hidden_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out;
     nsa__arena a = {(char *)scratch, 0};
     nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = index * NSA__CMP_ROWS;
+    int64_t begin = nth * NSA__CMP_ROWS;
     int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
     nsa_real *act = p->act + (p->row + begin) * hidden, *dh = p->dh + (p->row + begin) * hidden;
     nsa__mlp_rows_alloc(&f, p, &a);
@@ -6481,11 +6487,11 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
    must not add to one row. For each tap j the task takes the blocks whose token i d + j lies in its
    chunk: ceil((begin - j) / d) <= i < ceil((end - j) / d). Their rows of the sum are d tokens
    apart. */
-static void nsa__mlp_input_gradient_task(const void *context, int64_t index, void *scratch) {
+static void nsa__mlp_input_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa_real *sum = (nsa_real *)scratch;
     int hidden = p->x->hidden, dim = p->x->dim, stride = p->d->cmp_stride;
-    int64_t chunk = (int64_t)NSA__CMP_ROWS * stride, begin = index * chunk;
+    int64_t chunk = (int64_t)NSA__CMP_ROWS * stride, begin = nth * chunk;
     int64_t end = nsa__min(p->seq.tokens, begin + chunk);
     memset(sum, 0, (size_t)(end - begin) * (size_t)dim * sizeof *sum);
     for (int j = 0; j < p->d->cmp_block; j++) {
@@ -6610,7 +6616,7 @@ static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *tea
     int mlp = p->x->phi == NSA_PHI_MLP, heads = mlp ? 1 : p->d->kv_heads;
     for (p->head = 0; p->head < p->d->kv_heads; p->head += heads) {
         if (mlp) nsa__mlp_load_weights(p);
-        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
+        for (p->seq = nsa__seq_begin(p->d); p->seq.nth < p->d->batch;
              nsa__seq_next(p->d, &p->seq)) {
             p->seq.keys.ring = p->ring;
             int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
@@ -6668,7 +6674,7 @@ static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *te
             memset(p->dh_sum, 0, (size_t)p->x->hidden * sizeof *p->dh_sum);
         }
         p->row = 0;
-        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
+        for (p->seq = nsa__seq_begin(p->d); p->seq.nth < p->d->batch;
              nsa__seq_next(p->d, &p->seq)) {
             nsa__compress_backward_sequence(p, team, parameters);
             p->row += p->seq.cmp_tokens;
@@ -6856,11 +6862,11 @@ NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_
    stays set if enough scores are still at or above. */
 static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
                                       const nsa__tiles *tiles) {
-    nsa__bits_t order = 0, bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
-    for (int reached = n; bit && reached != room; bit >>= 1) {
-        int count = nsa__at_least(scores, n, order | bit, tiles);
+    nsa__bits_t order = 0, one_bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
+    for (int reached = n; one_bit && reached != room; one_bit >>= 1) {
+        int count = nsa__at_least(scores, n, order | one_bit, tiles);
         if (count < room) continue;
-        order |= bit;
+        order |= one_bit;
         reached = count;
     }
     return order;
@@ -6953,7 +6959,7 @@ static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
     NSA__CHECK(nsa__check_view(blocks,
                                nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
                                NSA__INTS, 0, NSA__AT_blocks));
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++) {
             const int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t);
             for (int head = 0; head < nsa__list_heads(d); head++) {
@@ -6963,7 +6969,7 @@ static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
                 if (nsa__list_ascends(list, nsa_block_list_width(d), candidates)) continue;
                 int slot = nsa__list_fault(d, candidates, list, &reason);
                 if (fault) {
-                    fault->batch = seq.index;
+                    fault->batch = seq.nth;
                     fault->query = seq.first + t;
                     fault->kv_head = head;
                     fault->slot = slot;
@@ -7003,7 +7009,7 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
     int width = nsa_block_list_width(d);
     NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, nsa__list_heads(d), width), NSA__INTS, 1,
                                NSA__AT_blocks));
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++)
             for (int head = 0; head < nsa__list_heads(d); head++) {
                 int32_t *list = (int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);
@@ -7120,16 +7126,16 @@ static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
 /* Head jobs at once: as many as make one token's rows some 256 numbers, because rows of
    neighbouring heads share pages. */
 static int nsa__heads_near(const nsa_desc *d) {
-    int64_t near = nsa__max(1, 256 / d->dim);
-    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_NEAR));
+    int64_t nearby = nsa__max(1, 256 / d->dim);
+    return (int)nsa__min(d->kv_heads, nsa__min(nearby, NSA__HEADS_NEAR));
 }
 
 /* Queries of a task of lists in a sequence of `tokens`; `near` are those of a short one. A block of
    a long sequence is in few lists, so tasks grow there until its readers fill a batch, about: that
    their rows leave L2 costs less than a tile for few of them. */
-static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t near, int64_t batch) {
+static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby, int64_t batch) {
     int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
-    return nsa__max(near, nsa__min(wanted, NSA__GROWTH * near));
+    return nsa__max(nearby, nsa__min(wanted, NSA__GROWTH * nearby));
 }
 
 /* Queries of a task of a sequence that has `tokens` and of which `count` are queries, as at least
@@ -7150,7 +7156,7 @@ static nsa__share nsa__share_of(const nsa__schedule *s) {
 
 /* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
    some heads, or 1. */
-static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int slots) {
+static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int seats) {
     const int lists = nsa__traits_of[branch].lists;
     nsa__schedule s;
     memset(&s, 0, sizeof s);
@@ -7159,8 +7165,8 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.tile_in_block = lists && d->slc_block % s.tile == 0;
     s.pack_ahead = (int)nsa__min(NSA__PACKED_AHEAD, s.tile);
     s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
-    s.head_slots = slots;
-    s.least_tasks = lists ? NSA__TASKS / slots : 1;
+    s.head_slots = seats;
+    s.least_tasks = lists ? NSA__TASKS / seats : 1;
     s.near_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
     s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
     return s;
@@ -7188,15 +7194,15 @@ static nsa__share nsa__share_among(const nsa__schedule *s, const nsa_desc *d, ns
    NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv are added; those
    of lists are larger yet. */
 static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branch, int group,
-                                            int slots) {
-    nsa__schedule s = nsa__schedule_of(d, branch, group, slots);
+                                            int seats) {
+    nsa__schedule s = nsa__schedule_of(d, branch, group, seats);
     const int numbers = nsa__row_numbers(d);
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
         s.near_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
     s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
-    s.head_slots = (int)nsa__min(slots, d->kv_heads); /* of which the call may have some */
+    s.head_slots = (int)nsa__min(seats, d->kv_heads); /* of which the call may have some */
     return s;
 }
 
@@ -7318,10 +7324,10 @@ static int nsa__max_keys(const nsa__attend_plan *p) {
 /* The job of the head that task `index` is for; the index becomes the task's among that head's.
    `jobs` points to the first of first->heads jobs. Tasks interleave heads, because rows of
    neighbouring heads share a page: this saves TLB misses. */
-static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
+static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *nth) {
     const nsa__head_job *first = (const nsa__head_job *)jobs;
-    const nsa__head_job *job = first + *index % first->heads;
-    *index /= first->heads;
+    const nsa__head_job *job = first + *nth % first->heads;
+    *nth /= first->heads;
     return job;
 }
 
@@ -7343,8 +7349,8 @@ static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
 }
 
 /* Head slots for heads of the call that are near each other. Sharers add to the same dk and dv. */
-static int nsa__slots_near(const nsa__attend_plan *p, int near) {
-    return p->sharers > 1 ? 1 : near;
+static int nsa__slots_near(const nsa__attend_plan *p, int nearby) {
+    return p->sharers > 1 ? 1 : nearby;
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
@@ -7352,7 +7358,7 @@ static int nsa__slots_near(const nsa__attend_plan *p, int near) {
    d may be some heads. */
 static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
                                             const nsa_desc *d, nsa__branch branch, int lists,
-                                            int near) {
+                                            int nearby) {
     nsa__attend_plan p;
     memset(&p, 0, sizeof p);
     p.x = x;
@@ -7365,7 +7371,7 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.group = d->heads / p.heads;
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];
-    p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, near));
+    p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, nearby));
     p.wide = nsa__whole_vectors(d->dim);
     p.wide_v = nsa__whole_vectors(d->dim_v);
     p.pairs = nsa__pairs_of(d);
@@ -7767,8 +7773,8 @@ static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
             if (held) nsa__load(row, x->dtype, nsa__key(job, x, tile_begin + r), width);
             if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
         }
-        const int finite = p->tiles->finite(NSA__LANES, wide, wide, to);
-        for (int i = 0; !finite && i < NSA__LANES; i++)
+        const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
+        for (int i = 0; !all_finite && i < NSA__LANES; i++)
             if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
                 nonfinite |= (uint64_t)1 << (first + i);
         if (transposed)
@@ -7819,10 +7825,10 @@ static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs,
 }
 
 /* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
-static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
+static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
-    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->cut.tile;
+    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth, key = tile * p->cut.tile;
     int begin = (int)key, n = (int)nsa__min(p->cut.tile, (int64_t)job->keys - begin);
     int dim = p->d->dim, dim_v = p->d->dim_v;
     (void)scratch;
@@ -7898,11 +7904,11 @@ static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor
 
 /* 1 if all numbers of n rows of values in place are finite. */
 static int nsa__finite_in_place(const nsa__attend_plan *p, const nsa__matrix *rows, int n) {
-    int (*finite)(int, int, ptrdiff_t, const nsa__packed *) =
-        p->values ? p->values->finite : p->tiles->finite;
-    if (!rows->rows) return finite(n, p->stride_v, rows->row, rows->data);
+    int (*all_finite)(int, int, ptrdiff_t, const nsa__packed *) =
+        p->values ? p->values->all_finite : p->tiles->all_finite;
+    if (!rows->rows) return all_finite(n, p->stride_v, rows->row, rows->data);
     for (int i = 0; i < n; i++)
-        if (!finite(1, p->stride_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
+        if (!all_finite(1, p->stride_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
     return 1;
 }
 
@@ -7914,9 +7920,9 @@ static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *
     nsa__matrix rows = {copy, pairs ? wide / 2 : wide, 1, NULL};
     for (int i = 0; i < n; i++, copy += rows.row) {
         const void *from = nsa__key(job, x, begin + i);
-        int finite = pairs ? nsa__copy_finite_pairs(copy, from, width, wide)
-                           : nsa__load_finite(copy, x->dtype, from, width);
-        if (!finite) *nonfinite |= (uint64_t)1 << i;
+        int all_finite = pairs ? nsa__copy_finite_pairs(copy, from, width, wide)
+                               : nsa__load_finite(copy, x->dtype, from, width);
+        if (!all_finite) *nonfinite |= (uint64_t)1 << i;
         if (!pairs) memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
     }
     return rows;
@@ -7997,7 +8003,7 @@ static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *jo
     nsa__matrix k = nsa__rows_in_place(job, x, begin, n, dim, p->wide, pairs, f->order);
     if (k.data) {
         nsa__in_place_product(f, job, it, b, &k, begin, n);
-        done = p->tiles->finite(n, columns, f->columns, f->s_t);
+        done = p->tiles->all_finite(n, columns, f->columns, f->s_t);
     }
     if (!done) {
         k = nsa__rows_copied(job, x, begin, n, dim, p->wide, pairs, f->rows, nonfinite);
@@ -8074,7 +8080,7 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
                             void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int head = 0; seq.count > p->cut.in_place_max && head < p->heads;
              head += jobs->heads) {
             nsa__pack_heads(jobs, team, &seq, head);
@@ -8086,9 +8092,9 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
    look at all rows costs little more than at one of them. */
 static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, int stride,
                                 nsa_real *x, unsigned char *nonfinite) {
-    if (p->tiles->finite(rows, wide, stride, x)) return;
+    if (p->tiles->all_finite(rows, wide, stride, x)) return;
     for (int r = 0; r < rows; r++, x += stride) {
-        if (p->tiles->finite(1, wide, 0, x)) continue;
+        if (p->tiles->all_finite(1, wide, 0, x)) continue;
         memset(x, 0, (size_t)wide * sizeof *x);
         nonfinite[r] = 1;
     }
@@ -8339,7 +8345,7 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
     const nsa__attend_plan *p = job->plan;
     p->tiles->softmax(b->rows, n, apart, p->cut.tile, p->group, b->mask, b->begin, b->row, s, f->s,
                       f->m, f->l, f->shrink);
-    if (p->values) p->values->round(b->rows, n, p->cut.tile, f->s);
+    if (p->values) p->values->round_rows(b->rows, n, p->cut.tile, f->s);
 }
 
 /* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
@@ -8435,13 +8441,13 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
    updates the running softmax of its rows. slc's tasks are large, and dense's last ones are its
    longest: these go from the last queries to the first, which have least to read, because no thread
    should begin much last. */
-static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
+static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &nth);
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
-    if (job->plan->is.last_first) index = nsa__head_tasks(job) - 1 - index;
+    if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
     nsa__forward_alloc(&f, job->plan, &a);
-    nsa__forward_begin(&f, job, index);
+    nsa__forward_begin(&f, job, nth);
     while (nsa__tile_iter_next(&f.iter, job))
         for (int i = 0; i < f.iter.tile_queries;) {
             nsa__batch b = nsa__batch_at(&f.iter, job, i);
@@ -8537,7 +8543,7 @@ static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *te
 static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, const nsa__team *team) {
     const nsa__attend_plan *p = any->plan;
     int n = 0;
-    for (nsa__seq seq = nsa__seq_begin(p->d); seq.index < p->d->batch; nsa__seq_next(p->d, &seq))
+    for (nsa__seq seq = nsa__seq_begin(p->d); seq.nth < p->d->batch; nsa__seq_next(p->d, &seq))
         for (int head = 0; seq.count && seq.count <= p->cut.in_place_max && head < p->heads;
              head++) {
             jobs[n] = *any;
@@ -8941,14 +8947,14 @@ static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
    task may come back in another thread, whose scratch does not have its masks, so it reads its tile
    again. */
 static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *scratch) {
-    int64_t index = place->task;
-    const nsa__head_job *job = nsa__job_of(turns->context, &index);
+    int64_t nth = place->task;
+    const nsa__head_job *job = nsa__job_of(turns->context, &nth);
     nsa__arena of_tile = {(char *)scratch, 0}, own = {NULL, 0};
     nsa__backward *f = nsa__backward_at(job->plan, place, &of_tile, &own);
     nsa__tile_iter *it = &f->iter;
     if (!place->begun) {
         /* from the last queries on: they have most to read, which no thread should begin last */
-        nsa__backward_begin(f, job, nsa__head_tasks(job) - 1 - index);
+        nsa__backward_begin(f, job, nsa__head_tasks(job) - 1 - nth);
         nsa__tile_iter_next(it, job);
         place->begun = 1;
         place->moved = 0;
@@ -8984,10 +8990,10 @@ static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to
 }
 
 /* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. */
-static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
+static void nsa__key_gradient_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
-    int tile = job->tile_begin + (int)index;
+    int tile = job->tile_begin + (int)nth;
     (void)scratch;
     if (job->head % p->sharers != p->sharers - 1) return;
     if (job->listed && !job->listed[tile]) return;
@@ -9035,9 +9041,10 @@ static int nsa__apart(int wide) {
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch,
                                            const nsa_desc *whole) {
-    const int near = nsa__heads_near(whole);
-    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, near);
-    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, near));
+    const int nearby = nsa__heads_near(whole);
+    nsa__attend_plan p =
+        nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
+    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
     nsa__plan_pairs(&p);
     p.stride = nsa__apart(p.stride);
     p.stride_v = nsa__apart(p.stride_v);
@@ -9264,11 +9271,11 @@ static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int 
 }
 
 /* Rows of x and out are read and written in one step, so a task needs no scratch. */
-static void nsa__merge_task(const void *context, int64_t index, void *scratch) {
+static void nsa__merge_task(const void *context, int64_t nth, void *scratch) {
     const nsa__merge_job *job = (const nsa__merge_job *)context;
-    int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__MERGE_TOKENS);
+    int64_t end = nsa__min(job->seq.count, (nth + 1) * NSA__MERGE_TOKENS);
     (void)scratch;
-    for (int64_t t = index * NSA__MERGE_TOKENS; t < end; t++)
+    for (int64_t t = nth * NSA__MERGE_TOKENS; t < end; t++)
         for (int h = 0; h < job->d->heads; h++) {
             if (job->dx)
                 nsa__merge_backward_row(job, job->seq.row + t, h);
@@ -9283,7 +9290,7 @@ static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_de
     job.x = x;
     job.dx = dx;
     job.d = d;
-    for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
+    for (job.seq = nsa__seq_begin(d); job.seq.nth < d->batch; nsa__seq_next(d, &job.seq))
         nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
 }
 
@@ -9342,12 +9349,12 @@ typedef struct nsa__rank_job {
 enum { NSA__RANK_QUERIES = 8 };
 
 /* Eq. 11 for some queries: their scores as reals, then as ordered integers, then the lists. */
-static void nsa__rank_task(const void *context, int64_t index, void *scratch) {
+static void nsa__rank_task(const void *context, int64_t nth, void *scratch) {
     const nsa__rank_job *job = (const nsa__rank_job *)context;
     const nsa_rank *x = job->x;
     nsa_real *scores = (nsa_real *)scratch;
-    int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__RANK_QUERIES);
-    for (int64_t t = index * NSA__RANK_QUERIES; t < end; t++)
+    int64_t end = nsa__min(job->seq.count, (nth + 1) * NSA__RANK_QUERIES);
+    for (int64_t t = nth * NSA__RANK_QUERIES; t < end; t++)
         for (int head = 0; head < nsa__list_heads(job->d); head++) {
             int query = job->seq.first + (int)t;
             int n = nsa__slc_candidates(job->d, job->seq.tokens, query);
@@ -9390,7 +9397,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     job.x = x;
     job.d = d;
     job.tiles = nsa__tiles_of(d->isa);
-    for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
+    for (job.seq = nsa__seq_begin(d); job.seq.nth < d->batch; nsa__seq_next(d, &job.seq))
         nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__RANK_QUERIES), nsa__rank_task, &job);
     return NSA_OK;
 }
@@ -9415,13 +9422,13 @@ static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, n
 /* Scores of all compressed keys up to the last query's, for all queries of a task; then their
    lists. Keys that a query does not see are not masked, because nsa__scores does not read their
    p_cmp. */
-static void nsa__select_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
+static void nsa__select_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
     nsa__selecting f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__selecting_alloc(&f, p, &a);
-    nsa__tile_iter_begin(&f.iter, job, index);
+    nsa__tile_iter_begin(&f.iter, job, nth);
     int rows = f.iter.queries * p->group;
     memset(f.nonfinite, 0, (size_t)rows);
     nsa__load_q(job, &f.iter, f.q, f.nonfinite);
@@ -9650,14 +9657,14 @@ static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const ns
 
 /* All tiles from 0 to the last query's. Each tile is one product for all rows of the task; then
    each query pools what it sees of the tile. */
-static void nsa__scorer_task(const void *context, int64_t index, void *scratch) {
+static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
     const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
-    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
     nsa__scorer f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__scorer_alloc(&f, p, &a);
-    nsa__scorer_begin(&f, job, x, index);
+    nsa__scorer_begin(&f, job, x, nth);
     const nsa__matrix q = {f.q, p->wide, 1, NULL};
     const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
@@ -9793,11 +9800,11 @@ static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
 enum { NSA__GATE_TOKENS = 16 };
 
 /* out of some tokens and all heads. */
-static void nsa__gate_forward_task(const void *context, int64_t index, void *scratch) {
+static void nsa__gate_forward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
     (void)scratch;
-    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
         for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
 }
 
@@ -9838,12 +9845,12 @@ static void nsa__gate_add_dots(const nsa__gate_job *p, int64_t at, int gate_head
 
 /* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
    without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
-static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
+static void nsa__gate_backward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
     (void)scratch;
-    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
         for (int h = 0; h < d->gate_heads; h++) {
             nsa_real g[3], dg[3] = {0, 0, 0};
             int64_t at = p->seq.row + t;
@@ -9865,7 +9872,7 @@ static void nsa__gate_backward_task(const void *context, int64_t index, void *sc
 /* Runs the job for every sequence: backward if it has a dx. */
 static void nsa__gate_run(nsa__gate_job p) {
     nsa__team team = {nsa__threads(p.d), NULL, 0};
-    for (p.seq = nsa__seq_begin(p.d); p.seq.index < p.d->batch; nsa__seq_next(p.d, &p.seq))
+    for (p.seq = nsa__seq_begin(p.d); p.seq.nth < p.d->batch; nsa__seq_next(p.d, &p.seq))
         nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
                  p.dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
 }
@@ -10045,11 +10052,11 @@ typedef struct nsa__flush {
 
 enum { NSA__FLUSH_ROWS = 64 }; /* of a task */
 
-static void nsa__flush_task(const void *context, int64_t index, void *scratch) {
+static void nsa__flush_task(const void *context, int64_t nth, void *scratch) {
     const nsa__flush *f = (const nsa__flush *)context;
-    int64_t end = nsa__min(f->rows, (index + 1) * NSA__FLUSH_ROWS);
+    int64_t end = nsa__min(f->rows, (nth + 1) * NSA__FLUSH_ROWS);
     (void)scratch;
-    for (int64_t t = index * NSA__FLUSH_ROWS; t < end; t++)
+    for (int64_t t = nth * NSA__FLUSH_ROWS; t < end; t++)
         for (int h = 0; h < f->heads; h++) {
             nsa_real *row = (nsa_real *)nsa__row(&f->from, 0, t, h);
             if (f->clear)
@@ -10145,7 +10152,7 @@ static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_
     size_t most = nsa__compress_bytes(&x->k_cmp, d, 1, threads),
            other = nsa__compress_bytes(&x->v_cmp, d, 1, threads);
     most = most > other ? most : other;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
         nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
         for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
             const nsa__attend_plan p =
@@ -10279,7 +10286,7 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++) {
         const nsa__sum *sum = &g->sum[i];
         if (!sum->owner) continue;
-        for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+        for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
             const nsa__flush f = {nsa__view_at(sum->view, seq.keys.batch, seq.keys.row, 0),
                                   nsa__view_at(*sum->to, seq.keys.batch, seq.keys.row, 0),
                                   seq.tokens,
@@ -10316,7 +10323,7 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
     nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
     int some = g->kv_heads;
     nsa__chain_at at;
-    for (at.seq = nsa__seq_begin(d); at.seq.index < d->batch; nsa__seq_next(d, &at.seq))
+    for (at.seq = nsa__seq_begin(d); at.seq.nth < d->batch; nsa__seq_next(d, &at.seq))
         for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
             int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
             NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, bytes));
@@ -10493,7 +10500,7 @@ static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
    before `length`. `newest` goes with them, because the rings are those of the source. */
 NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
                                   int from_sequence, int length) {
-    nsa__cache_part source[NSA__PARTS], target[NSA__PARTS];
+    nsa__cache_part source[NSA__PARTS], into[NSA__PARTS];
     nsa_cache copy;
     NSA__CHECK(nsa__check_length(from, from_sequence, length));
     if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
@@ -10503,15 +10510,15 @@ NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cach
         return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     copy = *from;
     nsa__cache_parts(&copy, source);
-    nsa__cache_parts(to, target);
+    nsa__cache_parts(to, into);
     for (int i = 0; i < NSA__PARTS && length; i++) {
         int compressed = i == NSA__PART_K_CMP || i == NSA__PART_V_CMP;
         int64_t rows = source[i].ring ? source[i].count
                        : compressed   ? nsa_cmp_count(&from->desc, length)
                                       : length;
-        memmove(nsa__row(target[i].rows, to_sequence, 0, 0),
+        memmove(nsa__row(into[i].rows, to_sequence, 0, 0),
                 nsa__row(source[i].rows, from_sequence, 0, 0),
-                (size_t)(rows * target[i].rows->token) * nsa__dtype_bytes(target[i].rows->dtype));
+                (size_t)(rows * into[i].rows->token) * nsa__dtype_bytes(into[i].rows->dtype));
     }
     to->newest[to_sequence] = length ? from->newest[from_sequence] : 0;
     to->lengths[to_sequence] = length;
@@ -10652,10 +10659,10 @@ static int nsa__decode_count(const nsa__decode_job *p, int b) {
 
 /* One task: append, compress, attend. It returns its status through p->results, because a task has
    no caller that could look at it. Its workspace is the thread's scratch. */
-static void nsa__decode_task(const void *context, int64_t index, void *scratch) {
+static void nsa__decode_task(const void *context, int64_t nth, void *scratch) {
     const nsa__decode_job *p = (const nsa__decode_job *)context;
-    int b = (int)(index / p->parts), head = (int)(index % p->parts);
-    nsa__decode_result *result = &p->results[index];
+    int b = (int)(nth / p->parts), head = (int)(nth % p->parts);
+    nsa__decode_result *result = &p->results[nth];
     nsa__arena a = nsa__arena_at(scratch);
     memset(result, 0, sizeof *result);
     if (!nsa__decode_count(p, b)) return;

@@ -136,7 +136,7 @@
 
 #ifdef NSA_STATIC
 #if defined(__GNUC__) || defined(__clang__)
-#define NSA_API static __attribute__((unused))
+#define NSA_API static __attribute__((__unused__))
 #else
 #define NSA_API static
 #endif

@@ -381,14 +381,14 @@ static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
    task may come back in another thread, whose scratch does not have its masks, so it reads its tile
    again. */
 static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *scratch) {
-    int64_t index = place->task;
-    const nsa__head_job *job = nsa__job_of(turns->context, &index);
+    int64_t nth = place->task;
+    const nsa__head_job *job = nsa__job_of(turns->context, &nth);
     nsa__arena of_tile = {(char *)scratch, 0}, own = {NULL, 0};
     nsa__backward *f = nsa__backward_at(job->plan, place, &of_tile, &own);
     nsa__tile_iter *it = &f->iter;
     if (!place->begun) {
         /* from the last queries on: they have most to read, which no thread should begin last */
-        nsa__backward_begin(f, job, nsa__head_tasks(job) - 1 - index);
+        nsa__backward_begin(f, job, nsa__head_tasks(job) - 1 - nth);
         nsa__tile_iter_next(it, job);
         place->begun = 1;
         place->moved = 0;
@@ -424,10 +424,10 @@ static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to
 }
 
 /* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. */
-static void nsa__key_gradient_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
+static void nsa__key_gradient_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
-    int tile = job->tile_begin + (int)index;
+    int tile = job->tile_begin + (int)nth;
     (void)scratch;
     if (job->head % p->sharers != p->sharers - 1) return;
     if (job->listed && !job->listed[tile]) return;
@@ -475,9 +475,10 @@ static int nsa__apart(int wide) {
 static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_attend *x,
                                            const nsa_desc *d, nsa__branch branch,
                                            const nsa_desc *whole) {
-    const int near = nsa__heads_near(whole);
-    nsa__attend_plan p = nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, near);
-    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, near));
+    const int nearby = nsa__heads_near(whole);
+    nsa__attend_plan p =
+        nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
+    p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
     nsa__plan_pairs(&p);
     p.stride = nsa__apart(p.stride);
     p.stride_v = nsa__apart(p.stride_v);

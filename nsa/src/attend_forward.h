@@ -73,7 +73,7 @@ static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, cons
     const nsa__attend_plan *p = job->plan;
     p->tiles->softmax(b->rows, n, apart, p->cut.tile, p->group, b->mask, b->begin, b->row, s, f->s,
                       f->m, f->l, f->shrink);
-    if (p->values) p->values->round(b->rows, n, p->cut.tile, f->s);
+    if (p->values) p->values->round_rows(b->rows, n, p->cut.tile, f->s);
 }
 
 /* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
@@ -169,13 +169,13 @@ static void nsa__forward_end(nsa__forward *f, const nsa__head_job *job) {
    updates the running softmax of its rows. slc's tasks are large, and dense's last ones are its
    longest: these go from the last queries to the first, which have least to read, because no thread
    should begin much last. */
-static void nsa__forward_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
+static void nsa__forward_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &nth);
     nsa__forward f;
     nsa__arena a = {(char *)scratch, 0};
-    if (job->plan->is.last_first) index = nsa__head_tasks(job) - 1 - index;
+    if (job->plan->is.last_first) nth = nsa__head_tasks(job) - 1 - nth;
     nsa__forward_alloc(&f, job->plan, &a);
-    nsa__forward_begin(&f, job, index);
+    nsa__forward_begin(&f, job, nth);
     while (nsa__tile_iter_next(&f.iter, job))
         for (int i = 0; i < f.iter.tile_queries;) {
             nsa__batch b = nsa__batch_at(&f.iter, job, i);
@@ -271,7 +271,7 @@ static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *te
 static void nsa__forward_few(const nsa__head_job *any, nsa__head_job *jobs, const nsa__team *team) {
     const nsa__attend_plan *p = any->plan;
     int n = 0;
-    for (nsa__seq seq = nsa__seq_begin(p->d); seq.index < p->d->batch; nsa__seq_next(p->d, &seq))
+    for (nsa__seq seq = nsa__seq_begin(p->d); seq.nth < p->d->batch; nsa__seq_next(p->d, &seq))
         for (int head = 0; seq.count && seq.count <= p->cut.in_place_max && head < p->heads;
              head++) {
             jobs[n] = *any;

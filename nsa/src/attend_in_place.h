@@ -33,11 +33,11 @@ static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor
 
 /* 1 if all numbers of n rows of values in place are finite. */
 static int nsa__finite_in_place(const nsa__attend_plan *p, const nsa__matrix *rows, int n) {
-    int (*finite)(int, int, ptrdiff_t, const nsa__packed *) =
-        p->values ? p->values->finite : p->tiles->finite;
-    if (!rows->rows) return finite(n, p->stride_v, rows->row, rows->data);
+    int (*all_finite)(int, int, ptrdiff_t, const nsa__packed *) =
+        p->values ? p->values->all_finite : p->tiles->all_finite;
+    if (!rows->rows) return all_finite(n, p->stride_v, rows->row, rows->data);
     for (int i = 0; i < n; i++)
-        if (!finite(1, p->stride_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
+        if (!all_finite(1, p->stride_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
     return 1;
 }
 
@@ -49,9 +49,9 @@ static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *
     nsa__matrix rows = {copy, pairs ? wide / 2 : wide, 1, NULL};
     for (int i = 0; i < n; i++, copy += rows.row) {
         const void *from = nsa__key(job, x, begin + i);
-        int finite = pairs ? nsa__copy_finite_pairs(copy, from, width, wide)
-                           : nsa__load_finite(copy, x->dtype, from, width);
-        if (!finite) *nonfinite |= (uint64_t)1 << i;
+        int all_finite = pairs ? nsa__copy_finite_pairs(copy, from, width, wide)
+                               : nsa__load_finite(copy, x->dtype, from, width);
+        if (!all_finite) *nonfinite |= (uint64_t)1 << i;
         if (!pairs) memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
     }
     return rows;
@@ -132,7 +132,7 @@ static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *jo
     nsa__matrix k = nsa__rows_in_place(job, x, begin, n, dim, p->wide, pairs, f->order);
     if (k.data) {
         nsa__in_place_product(f, job, it, b, &k, begin, n);
-        done = p->tiles->finite(n, columns, f->columns, f->s_t);
+        done = p->tiles->all_finite(n, columns, f->columns, f->s_t);
     }
     if (!done) {
         k = nsa__rows_copied(job, x, begin, n, dim, p->wide, pairs, f->rows, nonfinite);

@@ -49,8 +49,8 @@ static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
             if (held) nsa__load(row, x->dtype, nsa__key(job, x, tile_begin + r), width);
             if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
         }
-        const int finite = p->tiles->finite(NSA__LANES, wide, wide, to);
-        for (int i = 0; !finite && i < NSA__LANES; i++)
+        const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
+        for (int i = 0; !all_finite && i < NSA__LANES; i++)
             if (!nsa__clear_nonfinite(to + (ptrdiff_t)i * wide, wide))
                 nonfinite |= (uint64_t)1 << (first + i);
         if (transposed)
@@ -101,10 +101,10 @@ static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs,
 }
 
 /* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
-static void nsa__pack_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
+static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
-    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)index, key = tile * p->cut.tile;
+    ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth, key = tile * p->cut.tile;
     int begin = (int)key, n = (int)nsa__min(p->cut.tile, (int64_t)job->keys - begin);
     int dim = p->d->dim, dim_v = p->d->dim_v;
     (void)scratch;

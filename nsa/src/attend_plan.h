@@ -119,10 +119,10 @@ static int nsa__max_keys(const nsa__attend_plan *p) {
 /* The job of the head that task `index` is for; the index becomes the task's among that head's.
    `jobs` points to the first of first->heads jobs. Tasks interleave heads, because rows of
    neighbouring heads share a page: this saves TLB misses. */
-static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *index) {
+static const nsa__head_job *nsa__job_of(const void *jobs, int64_t *nth) {
     const nsa__head_job *first = (const nsa__head_job *)jobs;
-    const nsa__head_job *job = first + *index % first->heads;
-    *index /= first->heads;
+    const nsa__head_job *job = first + *nth % first->heads;
+    *nth /= first->heads;
     return job;
 }
 
@@ -144,8 +144,8 @@ static void *nsa__key(const nsa__head_job *job, const nsa_tensor *x, int key) {
 }
 
 /* Head slots for heads of the call that are near each other. Sharers add to the same dk and dv. */
-static int nsa__slots_near(const nsa__attend_plan *p, int near) {
-    return p->sharers > 1 ? 1 : near;
+static int nsa__slots_near(const nsa__attend_plan *p, int nearby) {
+    return p->sharers > 1 ? 1 : nearby;
 }
 
 /* The part of a plan that does not depend on what is computed. `lists`: blocks are read or written,
@@ -153,7 +153,7 @@ static int nsa__slots_near(const nsa__attend_plan *p, int near) {
    d may be some heads. */
 static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_attend *dx,
                                             const nsa_desc *d, nsa__branch branch, int lists,
-                                            int near) {
+                                            int nearby) {
     nsa__attend_plan p;
     memset(&p, 0, sizeof p);
     p.x = x;
@@ -166,7 +166,7 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.group = d->heads / p.heads;
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];
-    p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, near));
+    p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, nearby));
     p.wide = nsa__whole_vectors(d->dim);
     p.wide_v = nsa__whole_vectors(d->dim_v);
     p.pairs = nsa__pairs_of(d);

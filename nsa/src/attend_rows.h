@@ -40,7 +40,7 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
                             void (*work)(nsa__head_job *jobs, const nsa__team *team)) {
     const nsa__attend_plan *p = jobs->plan;
     const nsa_desc *d = p->d;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int head = 0; seq.count > p->cut.in_place_max && head < p->heads;
              head += jobs->heads) {
             nsa__pack_heads(jobs, team, &seq, head);
@@ -52,9 +52,9 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
    look at all rows costs little more than at one of them. */
 static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, int stride,
                                 nsa_real *x, unsigned char *nonfinite) {
-    if (p->tiles->finite(rows, wide, stride, x)) return;
+    if (p->tiles->all_finite(rows, wide, stride, x)) return;
     for (int r = 0; r < rows; r++, x += stride) {
-        if (p->tiles->finite(1, wide, 0, x)) continue;
+        if (p->tiles->all_finite(1, wide, 0, x)) continue;
         memset(x, 0, (size_t)wide * sizeof *x);
         nonfinite[r] = 1;
     }

@@ -127,11 +127,11 @@ typedef struct nsa__flush {
 
 enum { NSA__FLUSH_ROWS = 64 }; /* of a task */
 
-static void nsa__flush_task(const void *context, int64_t index, void *scratch) {
+static void nsa__flush_task(const void *context, int64_t nth, void *scratch) {
     const nsa__flush *f = (const nsa__flush *)context;
-    int64_t end = nsa__min(f->rows, (index + 1) * NSA__FLUSH_ROWS);
+    int64_t end = nsa__min(f->rows, (nth + 1) * NSA__FLUSH_ROWS);
     (void)scratch;
-    for (int64_t t = index * NSA__FLUSH_ROWS; t < end; t++)
+    for (int64_t t = nth * NSA__FLUSH_ROWS; t < end; t++)
         for (int h = 0; h < f->heads; h++) {
             nsa_real *row = (nsa_real *)nsa__row(&f->from, 0, t, h);
             if (f->clear)
@@ -227,7 +227,7 @@ static size_t nsa__chain_backward_bytes(const nsa__chain_gradient *g, const nsa_
     size_t most = nsa__compress_bytes(&x->k_cmp, d, 1, threads),
            other = nsa__compress_bytes(&x->v_cmp, d, 1, threads);
     most = most > other ? most : other;
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
         nsa_desc slice = nsa__chain_slice(d, &seq, g->kv_heads);
         for (int branch = NSA__CMP; branch <= NSA__WIN; branch++) {
             const nsa__attend_plan p =
@@ -361,7 +361,7 @@ static void nsa__chain_flush(const nsa__chain_gradient *g, const nsa_desc *d) {
     for (int i = NSA__SUM_K_CMP; i < NSA__SUMS; i++) {
         const nsa__sum *sum = &g->sum[i];
         if (!sum->owner) continue;
-        for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+        for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
             const nsa__flush f = {nsa__view_at(sum->view, seq.keys.batch, seq.keys.row, 0),
                                   nsa__view_at(*sum->to, seq.keys.batch, seq.keys.row, 0),
                                   seq.tokens,
@@ -398,7 +398,7 @@ static nsa_status nsa__attention_backward_run(nsa__chain_gradient *g, const nsa_
     nsa__zero_tensor(&g->dv_cmp, nsa__cmp_shape(d, d->dim_v), d);
     int some = g->kv_heads;
     nsa__chain_at at;
-    for (at.seq = nsa__seq_begin(d); at.seq.index < d->batch; nsa__seq_next(d, &at.seq))
+    for (at.seq = nsa__seq_begin(d); at.seq.nth < d->batch; nsa__seq_next(d, &at.seq))
         for (at.kv_head = 0; at.seq.count && at.kv_head < d->kv_heads; at.kv_head += some) {
             int heads = (int)nsa__min(some, d->kv_heads - (int64_t)at.kv_head);
             NSA__CHECK(nsa__chain_heads_backward(g, dx, x, d, &at, heads, bytes));

@@ -322,18 +322,18 @@ static int64_t nsa__packed_cmp(const nsa_desc *d) {
 static nsa__shape nsa__query_shape(const nsa_desc *d, int64_t heads, int64_t width) {
     /* Query `first` of sequence b is row begins[b] of a packed view. The last sequence that has
        queries has the last row. */
-    int64_t packed = 0;
+    int64_t in_all = 0;
     if (d->counts) {
-        for (int b = 0; b < d->batch; b++) packed += d->counts[b];
-        nsa__shape ragged = {1, packed, heads, width};
+        for (int b = 0; b < d->batch; b++) in_all += d->counts[b];
+        nsa__shape ragged = {1, in_all, heads, width};
         return ragged;
     }
     for (int b = 0; d->begins && b < d->batch; b++) {
         int64_t length = d->begins[b + 1] - d->begins[b];
         int64_t rows = nsa__min(length - d->first, d->count);
-        if (rows > 0) packed = d->begins[b] + rows;
+        if (rows > 0) in_all = d->begins[b] + rows;
     }
-    return nsa__shape_of(d, d->count, packed, heads, width);
+    return nsa__shape_of(d, d->count, in_all, heads, width);
 }
 
 static nsa__shape nsa__paged_shape(const nsa_desc *d, int64_t page_rows, int64_t width) {

@@ -60,12 +60,12 @@ static void nsa__load_taps(const nsa__compress_job *p, nsa_real *w, int j) {
 
 /* Taps are the outer loop, because a tap's weights are then loaded once for all blocks of the task.
    A sum still runs over ascending j, so its bits depend on its own block alone. */
-static void nsa__filter_task(const void *context, int64_t index, void *scratch) {
+static void nsa__filter_task(const void *context, int64_t nth, void *scratch) {
     nsa__compress_job of_head = *(const nsa__compress_job *)context, *p = &of_head;
     const nsa_compress *x = p->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], *out = (nsa_real *)scratch;
-    p->head = (int)(index % p->d->kv_heads);
-    int64_t begin = nsa__compress_begin(p) + index / p->d->kv_heads * NSA__CMP_ROWS;
+    p->head = (int)(nth % p->d->kv_heads);
+    int64_t begin = nsa__compress_begin(p) + nth / p->d->kv_heads * NSA__CMP_ROWS;
     int64_t end = nsa__min(p->seq.cmp_tokens, begin + NSA__CMP_ROWS);
     for (int64_t i = begin; i < end; i++) {
         memset(out + (i - begin) * x->dim, 0, (size_t)x->dim * sizeof *out);
@@ -95,14 +95,14 @@ static void nsa__covering(const nsa__compress_job *p, int64_t token, int64_t *be
 
 /* dx[t][c] = sum over the blocks i that cover t of w[t - i d][c] dout[i][c]: gathered by token, so
    that no two tasks add to one row. */
-static void nsa__filter_input_gradient_task(const void *context, int64_t index, void *scratch) {
+static void nsa__filter_input_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out, *to = &p->dx->x;
     nsa_real w[NSA__MAX_DIM], row[NSA__MAX_DIM], sum[NSA__MAX_DIM];
     int dim = p->x->dim;
-    int64_t last = nsa__min(p->seq.tokens, (index + 1) * NSA__CMP_TOKENS);
+    int64_t last = nsa__min(p->seq.tokens, (nth + 1) * NSA__CMP_TOKENS);
     (void)scratch;
-    for (int64_t t = index * NSA__CMP_TOKENS; t < last; t++) {
+    for (int64_t t = nth * NSA__CMP_TOKENS; t < last; t++) {
         int64_t begin, end;
         nsa__covering(p, t, &begin, &end);
         if (begin >= end) continue;
@@ -214,12 +214,12 @@ static void nsa__mlp_hidden(const nsa__compress_job *p, nsa__mlp_rows *f, int64_
 }
 
 /* out = w2 silu(h) + b2 for up to NSA__CMP_ROWS blocks; silu(h) = h sigmoid(h). */
-static void nsa__mlp_forward_task(const void *context, int64_t index, void *scratch) {
+static void nsa__mlp_forward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa__arena a = {(char *)scratch, 0};
     nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = nsa__compress_begin(p) + index * NSA__CMP_ROWS;
+    int64_t begin = nsa__compress_begin(p) + nth * NSA__CMP_ROWS;
     int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
     nsa__mlp_rows_alloc(&f, p, &a);
     nsa__mlp_hidden(p, &f, begin, n);
@@ -237,13 +237,13 @@ static void nsa__mlp_forward_task(const void *context, int64_t index, void *scra
 /* act = silu(h), dact = dout w2, dh = dact silu'(h), with
      silu'(h) = sigmoid(h) (1 + h (1 - sigmoid(h))).
    h is computed again, because forward keeps nothing. dact is computed where dh will be. */
-static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, void *scratch) {
+static void nsa__mlp_hidden_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     const nsa_tensor *dout = &p->dx->out;
     nsa__arena a = {(char *)scratch, 0};
     nsa__mlp_rows f;
     int hidden = p->x->hidden, dim = p->x->dim;
-    int64_t begin = index * NSA__CMP_ROWS;
+    int64_t begin = nth * NSA__CMP_ROWS;
     int n = (int)nsa__min(NSA__CMP_ROWS, p->seq.cmp_tokens - begin);
     nsa_real *act = p->act + (p->row + begin) * hidden, *dh = p->dh + (p->row + begin) * hidden;
     nsa__mlp_rows_alloc(&f, p, &a);
@@ -265,11 +265,11 @@ static void nsa__mlp_hidden_gradient_task(const void *context, int64_t index, vo
    must not add to one row. For each tap j the task takes the blocks whose token i d + j lies in its
    chunk: ceil((begin - j) / d) <= i < ceil((end - j) / d). Their rows of the sum are d tokens
    apart. */
-static void nsa__mlp_input_gradient_task(const void *context, int64_t index, void *scratch) {
+static void nsa__mlp_input_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__compress_job *p = (const nsa__compress_job *)context;
     nsa_real *sum = (nsa_real *)scratch;
     int hidden = p->x->hidden, dim = p->x->dim, stride = p->d->cmp_stride;
-    int64_t chunk = (int64_t)NSA__CMP_ROWS * stride, begin = index * chunk;
+    int64_t chunk = (int64_t)NSA__CMP_ROWS * stride, begin = nth * chunk;
     int64_t end = nsa__min(p->seq.tokens, begin + chunk);
     memset(sum, 0, (size_t)(end - begin) * (size_t)dim * sizeof *sum);
     for (int j = 0; j < p->d->cmp_block; j++) {
@@ -394,7 +394,7 @@ static void nsa__compress_forward_run(nsa__compress_job *p, const nsa__team *tea
     int mlp = p->x->phi == NSA_PHI_MLP, heads = mlp ? 1 : p->d->kv_heads;
     for (p->head = 0; p->head < p->d->kv_heads; p->head += heads) {
         if (mlp) nsa__mlp_load_weights(p);
-        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
+        for (p->seq = nsa__seq_begin(p->d); p->seq.nth < p->d->batch;
              nsa__seq_next(p->d, &p->seq)) {
             p->seq.keys.ring = p->ring;
             int64_t blocks = p->seq.cmp_tokens - nsa__compress_begin(p);
@@ -452,7 +452,7 @@ static void nsa__compress_backward_run(nsa__compress_job *p, const nsa__team *te
             memset(p->dh_sum, 0, (size_t)p->x->hidden * sizeof *p->dh_sum);
         }
         p->row = 0;
-        for (p->seq = nsa__seq_begin(p->d); p->seq.index < p->d->batch;
+        for (p->seq = nsa__seq_begin(p->d); p->seq.nth < p->d->batch;
              nsa__seq_next(p->d, &p->seq)) {
             nsa__compress_backward_sequence(p, team, parameters);
             p->row += p->seq.cmp_tokens;

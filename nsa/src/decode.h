@@ -147,7 +147,7 @@ static int nsa__same_geometry(const nsa_cache *a, const nsa_cache *b) {
    before `length`. `newest` goes with them, because the rings are those of the source. */
 NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cache *from,
                                   int from_sequence, int length) {
-    nsa__cache_part source[NSA__PARTS], target[NSA__PARTS];
+    nsa__cache_part source[NSA__PARTS], into[NSA__PARTS];
     nsa_cache copy;
     NSA__CHECK(nsa__check_length(from, from_sequence, length));
     if (!to) return nsa__error(NSA_ERROR_NULL, NSA__AT_cache);
@@ -157,15 +157,15 @@ NSA_API nsa_status nsa_cache_fork(nsa_cache *to, int to_sequence, const nsa_cach
         return nsa__error(NSA_ERROR_CACHE, NSA__AT_cache);
     copy = *from;
     nsa__cache_parts(&copy, source);
-    nsa__cache_parts(to, target);
+    nsa__cache_parts(to, into);
     for (int i = 0; i < NSA__PARTS && length; i++) {
         int compressed = i == NSA__PART_K_CMP || i == NSA__PART_V_CMP;
         int64_t rows = source[i].ring ? source[i].count
                        : compressed   ? nsa_cmp_count(&from->desc, length)
                                       : length;
-        memmove(nsa__row(target[i].rows, to_sequence, 0, 0),
+        memmove(nsa__row(into[i].rows, to_sequence, 0, 0),
                 nsa__row(source[i].rows, from_sequence, 0, 0),
-                (size_t)(rows * target[i].rows->token) * nsa__dtype_bytes(target[i].rows->dtype));
+                (size_t)(rows * into[i].rows->token) * nsa__dtype_bytes(into[i].rows->dtype));
     }
     to->newest[to_sequence] = length ? from->newest[from_sequence] : 0;
     to->lengths[to_sequence] = length;
@@ -306,10 +306,10 @@ static int nsa__decode_count(const nsa__decode_job *p, int b) {
 
 /* One task: append, compress, attend. It returns its status through p->results, because a task has
    no caller that could look at it. Its workspace is the thread's scratch. */
-static void nsa__decode_task(const void *context, int64_t index, void *scratch) {
+static void nsa__decode_task(const void *context, int64_t nth, void *scratch) {
     const nsa__decode_job *p = (const nsa__decode_job *)context;
-    int b = (int)(index / p->parts), head = (int)(index % p->parts);
-    nsa__decode_result *result = &p->results[index];
+    int b = (int)(nth / p->parts), head = (int)(nth % p->parts);
+    nsa__decode_result *result = &p->results[nth];
     nsa__arena a = nsa__arena_at(scratch);
     memset(result, 0, sizeof *result);
     if (!nsa__decode_count(p, b)) return;

@@ -41,11 +41,11 @@ static void nsa__gate_row(const nsa__gate_job *p, int64_t t, int head) {
 enum { NSA__GATE_TOKENS = 16 };
 
 /* out of some tokens and all heads. */
-static void nsa__gate_forward_task(const void *context, int64_t index, void *scratch) {
+static void nsa__gate_forward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
     (void)scratch;
-    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
         for (int h = 0; h < p->d->heads; h++) nsa__gate_row(p, t, h);
 }
 
@@ -86,12 +86,12 @@ static void nsa__gate_add_dots(const nsa__gate_job *p, int64_t at, int gate_head
 
 /* The derivative of the gate function: sigmoid dl = dg g (1 - g); softmax dl = g (dg - g . dg);
    without a function dl = dg. A task has all query heads of a gate head, so dg is one sum. */
-static void nsa__gate_backward_task(const void *context, int64_t index, void *scratch) {
+static void nsa__gate_backward_task(const void *context, int64_t nth, void *scratch) {
     const nsa__gate_job *p = (const nsa__gate_job *)context;
     const nsa_desc *d = p->d;
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__GATE_TOKENS);
+    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__GATE_TOKENS);
     (void)scratch;
-    for (int64_t t = index * NSA__GATE_TOKENS; t < end; t++)
+    for (int64_t t = nth * NSA__GATE_TOKENS; t < end; t++)
         for (int h = 0; h < d->gate_heads; h++) {
             nsa_real g[3], dg[3] = {0, 0, 0};
             int64_t at = p->seq.row + t;
@@ -113,7 +113,7 @@ static void nsa__gate_backward_task(const void *context, int64_t index, void *sc
 /* Runs the job for every sequence: backward if it has a dx. */
 static void nsa__gate_run(nsa__gate_job p) {
     nsa__team team = {nsa__threads(p.d), NULL, 0};
-    for (p.seq = nsa__seq_begin(p.d); p.seq.index < p.d->batch; nsa__seq_next(p.d, &p.seq))
+    for (p.seq = nsa__seq_begin(p.d); p.seq.nth < p.d->batch; nsa__seq_next(p.d, &p.seq))
         nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__GATE_TOKENS),
                  p.dx ? nsa__gate_backward_task : nsa__gate_forward_task, &p);
 }

@@ -46,11 +46,11 @@ NSA__COMPILED static int nsa__at_least(const nsa_real *scores, int n, nsa__bits_
    stays set if enough scores are still at or above. */
 static nsa__bits_t nsa__order_of_rank(const nsa_real *scores, int n, int room,
                                       const nsa__tiles *tiles) {
-    nsa__bits_t order = 0, bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
-    for (int reached = n; bit && reached != room; bit >>= 1) {
-        int count = nsa__at_least(scores, n, order | bit, tiles);
+    nsa__bits_t order = 0, one_bit = (nsa__bits_t)1 << (8 * sizeof order - 1);
+    for (int reached = n; one_bit && reached != room; one_bit >>= 1) {
+        int count = nsa__at_least(scores, n, order | one_bit, tiles);
         if (count < room) continue;
-        order |= bit;
+        order |= one_bit;
         reached = count;
     }
     return order;
@@ -143,7 +143,7 @@ static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
     NSA__CHECK(nsa__check_view(blocks,
                                nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),
                                NSA__INTS, 0, NSA__AT_blocks));
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++) {
             const int candidates = nsa__slc_candidates(d, seq.tokens, seq.first + t);
             for (int head = 0; head < nsa__list_heads(d); head++) {
@@ -153,7 +153,7 @@ static nsa_status nsa__check_lists(const nsa_tensor *blocks, const nsa_desc *d,
                 if (nsa__list_ascends(list, nsa_block_list_width(d), candidates)) continue;
                 int slot = nsa__list_fault(d, candidates, list, &reason);
                 if (fault) {
-                    fault->batch = seq.index;
+                    fault->batch = seq.nth;
                     fault->query = seq.first + t;
                     fault->kv_head = head;
                     fault->slot = slot;
@@ -193,7 +193,7 @@ NSA_API nsa_status nsa_normalize_blocks(const nsa_tensor *blocks, const nsa_desc
     int width = nsa_block_list_width(d);
     NSA__CHECK(nsa__check_view(blocks, nsa__query_shape(d, nsa__list_heads(d), width), NSA__INTS, 1,
                                NSA__AT_blocks));
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq))
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq))
         for (int t = 0; t < seq.count; t++)
             for (int head = 0; head < nsa__list_heads(d); head++) {
                 int32_t *list = (int32_t *)nsa__row(blocks, seq.batch, seq.row + t, head);

@@ -92,11 +92,11 @@ static void nsa__merge_backward_row(const nsa__merge_job *job, int64_t row, int 
 }
 
 /* Rows of x and out are read and written in one step, so a task needs no scratch. */
-static void nsa__merge_task(const void *context, int64_t index, void *scratch) {
+static void nsa__merge_task(const void *context, int64_t nth, void *scratch) {
     const nsa__merge_job *job = (const nsa__merge_job *)context;
-    int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__MERGE_TOKENS);
+    int64_t end = nsa__min(job->seq.count, (nth + 1) * NSA__MERGE_TOKENS);
     (void)scratch;
-    for (int64_t t = index * NSA__MERGE_TOKENS; t < end; t++)
+    for (int64_t t = nth * NSA__MERGE_TOKENS; t < end; t++)
         for (int h = 0; h < job->d->heads; h++) {
             if (job->dx)
                 nsa__merge_backward_row(job, job->seq.row + t, h);
@@ -111,7 +111,7 @@ static void nsa__merge_run(const nsa_merge *dx, const nsa_merge *x, const nsa_de
     job.x = x;
     job.dx = dx;
     job.d = d;
-    for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
+    for (job.seq = nsa__seq_begin(d); job.seq.nth < d->batch; nsa__seq_next(d, &job.seq))
         nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__MERGE_TOKENS), nsa__merge_task, &job);
 }
 

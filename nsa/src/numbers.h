@@ -22,7 +22,7 @@ typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), int) nsa__lane;
 typedef NSA__INT(NSA__REAL_BITS(NSA_REAL), uint) nsa__bits_t;
 
 #if defined(__GNUC__) || defined(__clang__)
-#define NSA__INLINE static inline __attribute__((always_inline))
+#define NSA__INLINE static inline __attribute__((__always_inline__))
 #else
 #define NSA__INLINE static inline
 #endif
@@ -143,7 +143,7 @@ static void nsa__fetch(const void *at, size_t bytes) {
 #define NSA__ARITHMETIC _Pragma("clang fp reassociate(off) contract(on)")
 #elif defined(__GNUC__)
 #define NSA__COMPILED \
-    __attribute__((optimize("O3", "fp-contract=fast", "no-fast-math", "align-loops=64")))
+    __attribute__((__optimize__("O3", "fp-contract=fast", "no-fast-math", "align-loops=64")))
 #define NSA__ARITHMETIC
 #else
 #define NSA__COMPILED

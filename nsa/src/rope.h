@@ -30,14 +30,14 @@ enum { NSA__ROPE_TOKENS = 16 }; /* tokens of a task */
 /* Forward rotates x into out; backward rotates dout back and adds it to dx. Angles are computed
    once per token and serve all heads. They are doubles, because f32 has steps of 1/16 near an angle
    of 10^6 radians. */
-static void nsa__rope_task(const void *context, int64_t index, void *scratch) {
+static void nsa__rope_task(const void *context, int64_t nth, void *scratch) {
     const nsa__rope_job *p = (const nsa__rope_job *)context;
     const nsa_rope *x = p->x;
     double cosine[NSA__MAX_DIM / 2], sine[NSA__MAX_DIM / 2];
     nsa_real row[NSA__MAX_DIM];
-    int64_t end = nsa__min(p->seq.count, (index + 1) * NSA__ROPE_TOKENS);
+    int64_t end = nsa__min(p->seq.count, (nth + 1) * NSA__ROPE_TOKENS);
     (void)scratch;
-    for (int64_t t = index * NSA__ROPE_TOKENS; t < end; t++) {
+    for (int64_t t = nth * NSA__ROPE_TOKENS; t < end; t++) {
         double position = (double)(p->seq.first + t);
         if (x->positions.data)
             position = *(const int32_t *)nsa__row(&x->positions, p->seq.batch, p->seq.row + t, 0);
@@ -79,7 +79,7 @@ static void nsa__rope_run(const nsa_rope *dx, const nsa_rope *x, const nsa_desc 
     p.dx = dx;
     p.d = d;
     nsa__rope_frequencies(x, p.frequency, &p.magnitude);
-    for (p.seq = nsa__seq_begin(d); p.seq.index < d->batch; nsa__seq_next(d, &p.seq))
+    for (p.seq = nsa__seq_begin(d); p.seq.nth < d->batch; nsa__seq_next(d, &p.seq))
         nsa__run(&team, nsa__ceil_div(p.seq.count, NSA__ROPE_TOKENS), nsa__rope_task, &p);
 }
 

@@ -102,16 +102,16 @@ static int nsa__tile_size(const nsa_desc *d, nsa__branch branch) {
 /* Head jobs at once: as many as make one token's rows some 256 numbers, because rows of
    neighbouring heads share pages. */
 static int nsa__heads_near(const nsa_desc *d) {
-    int64_t near = nsa__max(1, 256 / d->dim);
-    return (int)nsa__min(d->kv_heads, nsa__min(near, NSA__HEADS_NEAR));
+    int64_t nearby = nsa__max(1, 256 / d->dim);
+    return (int)nsa__min(d->kv_heads, nsa__min(nearby, NSA__HEADS_NEAR));
 }
 
 /* Queries of a task of lists in a sequence of `tokens`; `near` are those of a short one. A block of
    a long sequence is in few lists, so tasks grow there until its readers fill a batch, about: that
    their rows leave L2 costs less than a tile for few of them. */
-static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t near, int64_t batch) {
+static int64_t nsa__grown_queries(const nsa_desc *d, int tokens, int64_t nearby, int64_t batch) {
     int64_t wanted = batch * nsa_slc_count(d, tokens) / nsa__max(1, nsa_block_list_width(d));
-    return nsa__max(near, nsa__min(wanted, NSA__GROWTH * near));
+    return nsa__max(nearby, nsa__min(wanted, NSA__GROWTH * nearby));
 }
 
 /* Queries of a task of a sequence that has `tokens` and of which `count` are queries, as at least
@@ -132,7 +132,7 @@ static nsa__share nsa__share_of(const nsa__schedule *s) {
 
 /* Forward's, for `group` query heads a job. `slots`: nsa__heads_near of the call, of which d may be
    some heads, or 1. */
-static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int slots) {
+static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int group, int seats) {
     const int lists = nsa__traits_of[branch].lists;
     nsa__schedule s;
     memset(&s, 0, sizeof s);
@@ -141,8 +141,8 @@ static nsa__schedule nsa__schedule_of(const nsa_desc *d, nsa__branch branch, int
     s.tile_in_block = lists && d->slc_block % s.tile == 0;
     s.pack_ahead = (int)nsa__min(NSA__PACKED_AHEAD, s.tile);
     s.batch_queries = (int)nsa__max(1, NSA__BATCH_ROWS / group);
-    s.head_slots = slots;
-    s.least_tasks = lists ? NSA__TASKS / slots : 1;
+    s.head_slots = seats;
+    s.least_tasks = lists ? NSA__TASKS / seats : 1;
     s.near_queries = lists ? NSA__TASK_NUMBERS / nsa__row_numbers(d) / group : s.batch_queries;
     s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
     return s;
@@ -170,14 +170,14 @@ static nsa__share nsa__share_among(const nsa__schedule *s, const nsa_desc *d, ns
    NSA__BATCH_NUMBERS numbers. Tasks are large enough that few shares of dk and dv are added; those
    of lists are larger yet. */
 static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branch, int group,
-                                            int slots) {
-    nsa__schedule s = nsa__schedule_of(d, branch, group, slots);
+                                            int seats) {
+    nsa__schedule s = nsa__schedule_of(d, branch, group, seats);
     const int numbers = nsa__row_numbers(d);
     const int64_t rows = nsa__min(NSA__BATCH_NUMBERS / numbers, 2 * NSA__BATCH_ROWS);
     s.batch_queries = (int)nsa__max(s.batch_queries, rows / group);
     if (!nsa__traits_of[branch].lists)
         s.near_queries = (int)nsa__min(s.tile, NSA__TASK_NUMBERS / numbers / group);
     s.task_queries = nsa__task_queries(&s, d, branch, s.least_tasks, d->tokens, d->count);
-    s.head_slots = (int)nsa__min(slots, d->kv_heads); /* of which the call may have some */
+    s.head_slots = (int)nsa__min(seats, d->kv_heads); /* of which the call may have some */
     return s;
 }

@@ -135,14 +135,14 @@ static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const ns
 
 /* All tiles from 0 to the last query's. Each tile is one product for all rows of the task; then
    each query pools what it sees of the tile. */
-static void nsa__scorer_task(const void *context, int64_t index, void *scratch) {
+static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
     const nsa_score *x = ((const nsa__scorer_jobs *)context)->x;
-    const nsa__head_job *job = nsa__job_of(context, &index);
+    const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
     nsa__scorer f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__scorer_alloc(&f, p, &a);
-    nsa__scorer_begin(&f, job, x, index);
+    nsa__scorer_begin(&f, job, x, nth);
     const nsa__matrix q = {f.q, p->wide, 1, NULL};
     const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {

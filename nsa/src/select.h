@@ -15,12 +15,12 @@ typedef struct nsa__rank_job {
 enum { NSA__RANK_QUERIES = 8 };
 
 /* Eq. 11 for some queries: their scores as reals, then as ordered integers, then the lists. */
-static void nsa__rank_task(const void *context, int64_t index, void *scratch) {
+static void nsa__rank_task(const void *context, int64_t nth, void *scratch) {
     const nsa__rank_job *job = (const nsa__rank_job *)context;
     const nsa_rank *x = job->x;
     nsa_real *scores = (nsa_real *)scratch;
-    int64_t end = nsa__min(job->seq.count, (index + 1) * NSA__RANK_QUERIES);
-    for (int64_t t = index * NSA__RANK_QUERIES; t < end; t++)
+    int64_t end = nsa__min(job->seq.count, (nth + 1) * NSA__RANK_QUERIES);
+    for (int64_t t = nth * NSA__RANK_QUERIES; t < end; t++)
         for (int head = 0; head < nsa__list_heads(job->d); head++) {
             int query = job->seq.first + (int)t;
             int n = nsa__slc_candidates(job->d, job->seq.tokens, query);
@@ -63,7 +63,7 @@ NSA_API nsa_status nsa_rank_queries(const nsa_rank *x, const nsa_desc *d, void *
     job.x = x;
     job.d = d;
     job.tiles = nsa__tiles_of(d->isa);
-    for (job.seq = nsa__seq_begin(d); job.seq.index < d->batch; nsa__seq_next(d, &job.seq))
+    for (job.seq = nsa__seq_begin(d); job.seq.nth < d->batch; nsa__seq_next(d, &job.seq))
         nsa__run(&team, nsa__ceil_div(job.seq.count, NSA__RANK_QUERIES), nsa__rank_task, &job);
     return NSA_OK;
 }
@@ -88,13 +88,13 @@ static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, n
 /* Scores of all compressed keys up to the last query's, for all queries of a task; then their
    lists. Keys that a query does not see are not masked, because nsa__scores does not read their
    p_cmp. */
-static void nsa__select_task(const void *context, int64_t index, void *scratch) {
-    const nsa__head_job *job = nsa__job_of(context, &index);
+static void nsa__select_task(const void *context, int64_t nth, void *scratch) {
+    const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
     nsa__selecting f;
     nsa__arena a = {(char *)scratch, 0};
     nsa__selecting_alloc(&f, p, &a);
-    nsa__tile_iter_begin(&f.iter, job, index);
+    nsa__tile_iter_begin(&f.iter, job, nth);
     int rows = f.iter.queries * p->group;
     memset(f.nonfinite, 0, (size_t)rows);
     nsa__load_q(job, &f.iter, f.q, f.nonfinite);

@@ -30,7 +30,7 @@ static int nsa__rows_together(const nsa__rows *rows, int key) {
 /* One sequence of the batch. Iterate with nsa__seq_begin and nsa__seq_next from the first one on,
    because packed rows are sums over the sequences before. */
 typedef struct nsa__seq {
-    int index;          /* b */
+    int nth;            /* b */
     int64_t batch, row; /* on the query's side: what batch strides multiply, and the view's row of
                            query `first` */
     nsa__rows keys, cmp;
@@ -40,7 +40,7 @@ typedef struct nsa__seq {
 
 /* Fills the fields that follow from `index`; behind the last sequence they keep their values. */
 static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
-    int b = s->index;
+    int b = s->nth;
     if (b >= d->batch) return;
     s->tokens = nsa__tokens_of(d, b);
     s->cmp_tokens = nsa_cmp_count(d, s->tokens);
@@ -69,7 +69,7 @@ static nsa__seq nsa__seq_begin(const nsa_desc *d) {
 static void nsa__seq_next(const nsa_desc *d, nsa__seq *s) {
     if (d->begins) s->cmp.row += s->cmp_tokens;
     if (d->counts) s->row += s->count;
-    s->index++;
+    s->nth++;
     nsa__seq_set(d, s);
 }
 

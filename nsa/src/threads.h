@@ -6,7 +6,7 @@
 /* A task: piece `index` of the work that `context` describes. It writes rows that no other task
    writes, each as a sum in one fixed order. So no bit depends on which thread runs the task, or
    when. */
-typedef void nsa__task(const void *context, int64_t index, void *scratch);
+typedef void nsa__task(const void *context, int64_t nth, void *scratch);
 
 #if defined(_OPENMP) && _OPENMP >= 201511
 #define NSA__IN_ORDER \

@@ -67,7 +67,7 @@ typedef struct nsa__tiles {
     /* how many of n numbers have bits of at least `least`, as integers */
     int (*at_least)(int n, const nsa_real *x, nsa__lane least);
     /* whether all numbers are finite; n is a multiple of 16 */
-    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
+    int (*all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x);
     /* to = factor x, for n numbers, a multiple of 16 */
     void (*scale)(int n, nsa_real factor, const nsa_real *x, nsa_real *to);
     /* to = g[0] x[0] + g[1] x[1] + g[2] x[2], for n numbers, a multiple of 16 */
@@ -96,14 +96,14 @@ typedef struct nsa__pairs {
        zeros. `wide` is a multiple of 16. Returns whether all numbers are finite. */
     int (*pair_rows)(int n, int wide, const nsa__matrix *x, nsa__packed *to);
     /* n numbers of each row become n / 2 pairs, rounded, from the row's start on */
-    void (*round)(int rows, int n, ptrdiff_t ld, nsa_real *x);
+    void (*round_rows)(int rows, int n, ptrdiff_t ld, nsa_real *x);
     /* The same of x times factor[row_index[r]], or times 1 if that is NULL; x becomes the pairs
        that rows 2 r and 2 r + 1 make, rows one after the other, `ld` apart. `by_row` may be NULL;
        its rows are ld / 2 apart. n and ld are multiples of 16. */
     void (*round_pairs)(int rows, int n, ptrdiff_t ld, const int *row_index, const nsa_real *factor,
                         nsa_real *x, nsa__packed *by_row);
     /* whether all numbers of n pairs a row are finite; n is a multiple of 8 */
-    int (*finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x);
+    int (*all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x);
     /* as nsa__store of bf16 */
     void (*store)(int n, const nsa_real *x, void *row);
 } nsa__pairs;
@@ -162,7 +162,7 @@ typedef struct nsa__pairs {
 #define NSA__BYTES        32
 #define NSA__ROWS         6
 #define NSA__VECTORS      2
-#define NSA__TARGET       __attribute__((target("avx2,fma"))) NSA__COMPILED
+#define NSA__TARGET       __attribute__((__target__("avx2,fma"))) NSA__COMPILED
 #define NSA__HOLD(x)      __asm__("" : "+x"(x))
 #define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=x"(x) : "x"(a), "x"(b))
 #define NSA__MIN(x, a, b) __asm__(NSA__OF_TWO("min") : "=x"(x) : "x"(a), "x"(b))
@@ -173,7 +173,7 @@ typedef struct nsa__pairs {
 #define NSA__ROWS    6
 #define NSA__VECTORS 4
 #define NSA__TARGET \
-    __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+    __attribute__((__target__("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
 #define NSA__HOLD(x)      __asm__("" : "+v"(x))
 #define NSA__MAX(x, a, b) __asm__(NSA__OF_TWO("max") : "=v"(x) : "v"(a), "v"(b))
 #define NSA__WHOLE(e, x) \
@@ -195,17 +195,18 @@ typedef struct nsa__pairs {
 #define NSA__BYTES   64
 #define NSA__ROWS    6
 #define NSA__VECTORS 4
-#define NSA__TARGET \
-    __attribute__((target("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) NSA__COMPILED
+#define NSA__TARGET                                                                       \
+    __attribute__((__target__("avx512bf16,avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))) \
+    NSA__COMPILED
 #define NSA__HOLD(x) __asm__("" : "+v"(x))
 #define NSA__DOT(sum, a, b) \
     __asm__("vdpbf16ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b))
 #define NSA__ROUND(halves, x) __asm__("vcvtneps2bf16 {%1, %0|%0, %1}" : "=v"(halves) : "v"(x))
 #elif defined(NSA__HAS_NEON_BF16)
 #ifdef __clang__
-#define NSA__BFDOT __attribute__((target("bf16")))
+#define NSA__BFDOT __attribute__((__target__("bf16")))
 #else
-#define NSA__BFDOT __attribute__((target("+bf16")))
+#define NSA__BFDOT __attribute__((__target__("+bf16")))
 #endif
 #define NSA__ISA            bf16
 #define NSA__BYTES          16

@@ -18,22 +18,22 @@
    of a number. */
 #if NSA__BYTES
 #define NSA__L (NSA__BYTES / (int)sizeof(nsa_real))
-typedef nsa_real NSA__T(vector) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__lane NSA__T(lanes) __attribute__((vector_size(NSA__BYTES)));
-typedef nsa__bits_t NSA__T(bits) __attribute__((vector_size(NSA__BYTES)));
+typedef nsa_real NSA__T(vec) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__lane NSA__T(lanes) __attribute__((__vector_size__(NSA__BYTES)));
+typedef nsa__bits_t NSA__T(bits) __attribute__((__vector_size__(NSA__BYTES)));
 typedef nsa_real NSA__T(memory)
-    __attribute__((vector_size(NSA__BYTES), aligned(sizeof(nsa_real)), may_alias));
+    __attribute__((__vector_size__(NSA__BYTES), __aligned__(sizeof(nsa_real)), __may_alias__));
 #if NSA__OF_PAIRS
-typedef uint16_t NSA__T(halves) __attribute__((vector_size(NSA__BYTES / 2)));
+typedef uint16_t NSA__T(halves) __attribute__((__vector_size__(NSA__BYTES / 2)));
 #endif
 #else
 #define NSA__L       1
-typedef nsa_real NSA__T(vector);
+typedef nsa_real NSA__T(vec);
 typedef nsa__lane NSA__T(lanes);
 typedef nsa_real NSA__T(memory);
 #define NSA__HOLD(x) (void)(x)
 #endif
-#define NSA__V       NSA__T(vector)
+#define NSA__V       NSA__T(vec)
 #define NSA__I       NSA__T(lanes)
 #define NSA__TO(x)   (*(NSA__T(memory) *)(x))
 #define NSA__FROM(x) (*(const NSA__T(memory) *)(x))
@@ -75,7 +75,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(of_right)(nsa__matrix b, int p, int column
 NSA__INLINE NSA__TARGET NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return (NSA__V)(((NSA__I)a & on) | ((NSA__I)b & ~on));
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
 #ifdef NSA__MAX
     NSA__V larger;
     NSA__MAX(larger, a, b);
@@ -84,7 +84,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
     return NSA__T(pick)(a > b, a, b);
 #endif
 }
-NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__TARGET NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
 #ifdef NSA__MIN
     NSA__V smaller;
     NSA__MIN(smaller, a, b);
@@ -95,10 +95,10 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
 }
 /* Bits j .. j + NSA__L - 1 of a mask. */
 NSA__INLINE NSA__TARGET NSA__I NSA__T(seen)(uint64_t mask, int j) {
-    static const nsa__lane bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
-                                      256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    static const nsa__lane one_bit[16] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                          256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
     NSA__I zero = {0}, lane;
-    memcpy(&lane, bit, sizeof lane);
+    memcpy(&lane, one_bit, sizeof lane);
     return ((zero + (nsa__lane)(mask >> j & 0xffff)) & lane) != 0;
 }
 #endif
@@ -109,10 +109,10 @@ NSA__INLINE NSA__V NSA__T(splat)(nsa_real x) {
 NSA__INLINE NSA__V NSA__T(pick)(NSA__I on, NSA__V a, NSA__V b) {
     return on ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(max)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(greater)(NSA__V a, NSA__V b) {
     return a > b ? a : b;
 }
-NSA__INLINE NSA__V NSA__T(min)(NSA__V a, NSA__V b) {
+NSA__INLINE NSA__V NSA__T(lesser)(NSA__V a, NSA__V b) {
     return a < b ? a : b;
 }
 NSA__INLINE NSA__I NSA__T(seen)(uint64_t mask, int j) {
@@ -161,7 +161,7 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
        2^r 2^e, because e is added to the exponent. x is cut at -127, where the exponent becomes 0
        and the result 0. NaN stays NaN: the NaN that arithmetic makes has no low bits. */
     if (sizeof(nsa_real) == sizeof(float)) {
-        x = NSA__T(max)(NSA__T(splat)(-127), x);
+        x = NSA__T(greater)(NSA__T(splat)(-127), x);
         const NSA__V whole = NSA__T(splat)(12582912), e = x + whole, r = x - (e - whole);
         const NSA__V p = NSA__T(exp2_of_fraction)(r);
         return (NSA__V)((NSA__T(bits))p + ((NSA__T(bits))e << 23));
@@ -176,7 +176,8 @@ NSA__INLINE NSA__TARGET NSA__V NSA__T(exp2)(NSA__V x) {
 /* e^x, with e^most for what is larger. NaN stays NaN. */
 NSA__INLINE NSA__TARGET NSA__V NSA__T(exp_cut)(NSA__V x, nsa_real most) {
     NSA__ARITHMETIC
-    return NSA__T(exp2)(NSA__T(min)(NSA__T(splat)(most), x) * NSA__T(splat)((nsa_real)NSA__LOG2E));
+    return NSA__T(exp2)(NSA__T(lesser)(NSA__T(splat)(most), x) *
+                        NSA__T(splat)((nsa_real)NSA__LOG2E));
 }
 
 /* The largest lane, by halves. */
@@ -186,7 +187,7 @@ NSA__INLINE NSA__TARGET nsa_real NSA__T(largest)(NSA__V x) {
     NSA__I lane;
     memcpy(&lane, order, sizeof lane);
     for (int half = NSA__L / 2; half; half /= 2)
-        x = NSA__T(max)(x, __builtin_shuffle(x, lane ^ half));
+        x = NSA__T(greater)(x, __builtin_shuffle(x, lane ^ half));
     return x[0];
 #else
     nsa_real lane[NSA__LANES];
@@ -364,7 +365,7 @@ NSA__TARGET static void NSA__T(store)(int n, const nsa_real *x, void *row) {
 }
 
 /* The row's start takes the pairs: they lie before all that is still to be read. */
-NSA__TARGET static void NSA__T(round)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
+NSA__TARGET static void NSA__T(round_rows)(int rows, int n, ptrdiff_t ld, nsa_real *x) {
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += NSA__L)
             NSA__T(put_halves)((uint16_t *)x + j, NSA__T(rounded_factor)(NSA__FROM(x + j)));
@@ -392,7 +393,7 @@ NSA__TARGET static void NSA__T(round_pairs)(int rows, int n, ptrdiff_t ld, const
 }
 
 /* As nsa__tiles.finite: both exponents of a pair at once. */
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa__packed *x) {
     uint32_t lane[8] = {0}, sum = 0;
     for (int r = 0; r < rows; r++, x += ld)
         for (int j = 0; j < n; j += 8)
@@ -422,9 +423,9 @@ NSA__TARGET static int NSA__T(pair_rows)(int n, int wide, const nsa__matrix *x, 
     return !(sum & 0x80008000u);
 }
 
-static const nsa__pairs NSA__T(pairs) = {NSA__T(gemm),  NSA__T(gemm_singles), NSA__T(pair_rows),
-                                         NSA__T(round), NSA__T(round_pairs),  NSA__T(finite),
-                                         NSA__T(store)};
+static const nsa__pairs NSA__T(pairs) = {
+    NSA__T(gemm),        NSA__T(gemm_singles), NSA__T(pair_rows), NSA__T(round_rows),
+    NSA__T(round_pairs), NSA__T(all_finite),   NSA__T(store)};
 #else
 /* Columns in whole pieces, then in single vectors, then one by one. The last loop is the same chain
    of multiply-adds, so an element has the same bits in each of the three. */
@@ -474,7 +475,7 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
                     NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
-            most = NSA__T(max)(NSA__FROM(x + j), most);
+            most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
         nsa_real *so_far = m + row_index[r];
@@ -566,7 +567,7 @@ NSA__TARGET static int NSA__T(at_least)(int n, const nsa_real *x, nsa__lane leas
 }
 
 /* nsa__all_finite for rows. */
-NSA__TARGET static int NSA__T(finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
+NSA__TARGET static int NSA__T(all_finite)(int rows, int n, ptrdiff_t ld, const nsa_real *x) {
     nsa__bits_t lane[NSA__LANES], sum = 0;
     for (int j = 0; j < NSA__LANES; j++) lane[j] = 0;
     for (int r = 0; r < rows; r++, x += ld)
@@ -650,8 +651,8 @@ NSA__TARGET static void NSA__T(finish)(const nsa_real *sums, const nsa_real *m, 
 }
 
 static const nsa__tiles NSA__T(tiles) = {
-    NSA__T(gemm),   NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
-    NSA__T(finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
+    NSA__T(gemm),       NSA__T(softmax), NSA__T(finish), NSA__T(probability), NSA__T(at_least),
+    NSA__T(all_finite), NSA__T(scale),   NSA__T(gate),   NSA__T(transpose),   NSA__T(gradient)};
 #endif
 
 #undef NSA__PASTE_
