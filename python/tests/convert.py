@@ -467,7 +467,7 @@ def check_tokenizer(programs, folder, text, real):
     assert pieces == want, (pieces, want)
     run(convert, "export", folder / "bpe_in", folder / "bpe_out")
     assert json.loads((folder / "bpe_out" / "tokenizer.json").read_text()) == whole
-    for key, value, words in (("normalizer", {"type": "NFKC"}, "normalizer"), ("added_tokens", [], "no token"),
+    for key, value, words in (("normalizer", {"type": "NFKC"}, "normalizer"), ("added_tokens", [], "names a token"),
                               ("pre_tokenizer", {"type": "Whitespace"}, "pre_tokenizer"),
                               ("model", {**whole["model"], "byte_fallback": True}, "byte_fallback"),
                               ("model", {**whole["model"], "merges": [["a", "zz"]]}, "merges, number 0")):
