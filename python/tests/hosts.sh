@@ -27,7 +27,7 @@ python_of() {
     for ((minor = $2; minor >= $1; minor--)); do
         for python in ${PYTHONS:-} "python3.$minor" python3; do
             python=$(command -v "$python") || continue
-            [ "$("$python" -c 'import sys; print(*sys.version_info[:2])')" = "3 $minor" ] || continue
+            [ "$("$python" -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null)" = "3 $minor" ] || continue
             echo "$python" && return
         done
     done
@@ -56,10 +56,12 @@ wheel() {
 # environment NAME LEAST MOST PACKAGE...: its Python in $python, with the package and these.
 environment() {
     local name=$1 of
-    of=$(python_of "$2" "$3")
-    shift 3
     python=$dir/$name/bin/python
-    [ -x "$python" ] || "$of" -m venv "$dir/$name"
+    if [ ! -x "$python" ]; then
+        of=$(python_of "$2" "$3")
+        "$of" -m venv "$dir/$name"
+    fi
+    shift 3
     "$python" -m pip install --quiet --upgrade "$@"
     "$python" -m pip install --quiet --no-deps --force-reinstall "$(wheel)"
 }
@@ -82,20 +84,29 @@ held() {
         "$(cat "$dir/wheel.commit")"
 }
 
-newest_jax=$(grep -o 'jax>=[0-9.]*' "$root/python/pyproject.toml")
+oldest_jax=$(grep -o 'jax>=[0-9.]*' "$root/python/pyproject.toml")
 for host in "$@"; do
     echo "== $host"
     case $host in
-    jax-oldest) environment "$host" 10 13 "jax==${newest_jax#*>=}.*" && "$python" -m nsa.build jax && held "$host" jax test_jax ;;
-    jax-newest) environment "$host" 12 14 jax && "$python" -m nsa.build jax && held "$host" jax test_core test_jax ;;
-    torch-2.4) torch_environment "$host" 9 12 'torch==2.4.*' && held "$host" torch test_torch test_rope ;;
-    torch-newest) torch_environment "$host" 10 14 torch && held "$host" torch test_core test_torch test_rope ;;
-    numpy-1) environment "$host" 9 12 'numpy<2' && held "$host" numpy test_core test_rope ;;
-    numpy-2) environment "$host" 10 14 'numpy>=2' && held "$host" numpy test_core test_rope ;;
+    jax-*) # one by one: in a chain of && nothing would stop at what fails inside a function
+        if [ "$host" = jax-oldest ]; then environment "$host" 10 13 "jax==${oldest_jax#*>=}.*"; else environment "$host" 12 14 jax; fi
+        "$python" -m nsa.build jax
+        held "$host" jax test_core test_jax
+        ;;
+    torch-2.4 | torch-newest)
+        if [ "$host" = torch-2.4 ]; then torch_environment "$host" 9 12 'torch==2.4.*'; else torch_environment "$host" 10 14 torch; fi
+        held "$host" torch test_core test_torch test_rope
+        ;;
+    numpy-1 | numpy-2)
+        if [ "$host" = numpy-1 ]; then environment "$host" 9 12 'numpy<2'; else environment "$host" 10 14 'numpy>=2'; fi
+        held "$host" numpy test_core test_rope
+        ;;
     torch-debian)
         python=/usr/bin/python3
         rm -rf "${dir:?}/$host" && "$python" -m zipfile -e "$(wheel)" "$dir/$host"
-        (export PYTHONPATH=$dir/$host && held "$host" torch test_core test_torch test_rope)
+        export PYTHONPATH=$dir/$host
+        held "$host" torch test_core test_torch test_rope
+        unset PYTHONPATH
         ;;
     *) echo "hosts.sh: $host is no host" && exit 2 ;;
     esac
