@@ -2241,7 +2241,7 @@ typedef struct nsa__seq {
     int first, count; /* the queries to compute that it has: positions first .. first + count - 1 */
 } nsa__seq;
 
-/* Fills the fields that follow from `index`; behind the last sequence they keep their values. */
+/* Fills the fields that follow from `nth`; behind the last sequence they keep their values. */
 static void nsa__seq_set(const nsa_desc *d, nsa__seq *s) {
     int b = s->nth;
     if (b >= d->batch) return;

@@ -412,10 +412,10 @@ static void test_nested(int levels) {
 /* Queries of a task of each sequence, by what backward would set. */
 static void task_queries(const nsa_desc *d, int queries[]) {
     nsa__attend_plan p = nsa__backward_plan(NULL, NULL, d, NSA__SLC, d);
-    for (nsa__seq seq = nsa__seq_begin(d); seq.index < d->batch; nsa__seq_next(d, &seq)) {
+    for (nsa__seq seq = nsa__seq_begin(d); seq.nth < d->batch; nsa__seq_next(d, &seq)) {
         nsa__head_job job = nsa__job_make(&p);
         nsa__set_head(&job, &seq, 0, 1);
-        queries[seq.index] = job.task_queries;
+        queries[seq.nth] = job.task_queries;
     }
 }
 
