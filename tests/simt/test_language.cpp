@@ -20,9 +20,8 @@ static void test_indices() {
             EXPECT_EQUAL(v[b * 60 + t], b << 16 | t / 15 << 12 | t / 5 % 3 << 8 | t % 5);
 }
 
-/* Static and dynamic arrays, two instances of one template in one block. */
-template <int N> __device__ float through_shared(float x) {
-    NSA_SHARED(float, row, [N][2]);
+/* Static and dynamic arrays of one block, which a function that the kernel calls works on. */
+template <int N> __device__ float through_shared(float (&row)[N][2], float x) {
     row[threadIdx.x][1] = x;
     if (threadIdx.x + 64 < N) row[threadIdx.x + 64][1] = x;
     __syncthreads();
@@ -32,10 +31,12 @@ static __global__ void shared_kernel(float *out, int n) {
     NSA_SHARED_ALL(bytes);
     float *all = reinterpret_cast<float *>(bytes);
     NSA_SHARED(int, one, [1]);
+    NSA_SHARED(float, short_row, [64][2]);
+    NSA_SHARED(float, long_row, [65][2]);
     if (threadIdx.x == 0) one[0] = 7;
     all[threadIdx.x] = static_cast<float>(threadIdx.x);
-    const float a = through_shared<64>(static_cast<float>(threadIdx.x) + 0.5f);
-    const float b = through_shared<65>(static_cast<float>(threadIdx.x) - 0.5f);
+    const float a = through_shared(short_row, static_cast<float>(threadIdx.x) + 0.5f);
+    const float b = through_shared(long_row, static_cast<float>(threadIdx.x) - 0.5f);
     const int first = static_cast<int>(threadIdx.x);
     float sum = 0.0f;
     for (int i = 0; i < n; i++) sum += all[(first + i) % 64];
