@@ -107,6 +107,7 @@ int main(int argc, char **argv) {
 #endif
     nsa_desc d = gate_desc(&gate_cases[0]);
     suite s = suite_of(&gate_cases[0]);
+    s.unused = UNUSED_CMP | UNUSED_SLC | UNUSED_FORCED;
     suite_refusals(&s, &d);
     suite_refuse_gates(&s, &d, "dx.logits");
     return check_done("test_gate");

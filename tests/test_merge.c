@@ -273,6 +273,7 @@ int main(int argc, char **argv) {
 #endif
     nsa_desc d = desc_of(shape(merge_cases[0].shape));
     suite s = suite_of(&merge_cases[0], &d);
+    s.unused = UNUSED_CMP | UNUSED_SLC | UNUSED_FORCED;
     suite_refusals(&s, &d);
     copied_struct_is_refused(&s, &d);
     merge_is_one_softmax();

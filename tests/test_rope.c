@@ -594,6 +594,7 @@ int main(int argc, char **argv) {
     for (int given = 0; given < 3; given += 2) {
         nsa_desc d = desc_of(shape("small"));
         suite s = suite_of(&rope_cases[given]);
+        s.unused = UNUSED_CMP | UNUSED_SLC | UNUSED_FORCED;
         suite_refusals(&s, &d);
     }
     test_options();
