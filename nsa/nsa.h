@@ -78,8 +78,8 @@
    - Ragged batch: with `firsts` and `counts` sequence b has the queries firsts[b] .. firsts[b] +
      counts[b] - 1, some a prompt's chunk, some one token, and keys up to the last of them (with
      `begins` those that it says). Rows on the query's side are packed, counts[b] of sequence b
-     behind those of b - 1; batch strides are not used there. `first` is 0, and `count` at least the
-     largest of counts. Compression then makes the rows that the new tokens complete,
+     behind those of b - 1; batch strides are not used there. `first` is not used, and `count` is
+     at least the largest of counts. Compression then makes the rows that the new tokens complete,
      nsa_cmp_count(firsts[b]) .. nsa_cmp_count(keys) - 1, behind those of earlier calls.
    - Pages: with `pages` token s of sequence b lies in row s % page_tokens of the page that entry
      s / page_tokens of its table names. Views of k and v (slc, win, dense, and what phi reads) are
@@ -195,7 +195,7 @@ enum {
     NSA_ERROR_SLC_BLOCK,  /* cmp_stride does not divide slc_block, or slc_block < cmp_block */
     NSA_ERROR_SLC_COUNT, /* slc_init + slc_local > slc_count, with forced blocks inside the count */
     NSA_ERROR_SLC_LOCAL, /* slc_local < 1, with forced blocks inside the count */
-    NSA_ERROR_RANGE,     /* first < 0, count < 0, first + count > tokens, or first with firsts */
+    NSA_ERROR_RANGE,     /* first < 0, count < 0 or first + count > tokens */
     NSA_ERROR_BEGINS,    /* begins descends, starts below 0, holds a sequence longer than tokens, or
                          ends behind rows */
     NSA_ERROR_OPTION,    /* an option that is no value of its enum */
@@ -1860,8 +1860,7 @@ NSA_API const char *nsa_isa_name(nsa_isa isa) {
     X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP, 0 or 1 with "     \
                            "NSA_FORCED_TAIL)")                                                     \
     X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens; of every "      \
-                       "sequence too, and no count above desc.count: nsa_check_pages says where; " \
-                       "with firsts first is 0")                                                   \
+                       "sequence too, and no count above desc.count: nsa_check_pages says where")  \
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
     X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \
@@ -2084,9 +2083,9 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
     }
     if (d->forced == NSA_FORCED_TAIL && d->slc_local > 1)
         return nsa__error(NSA_ERROR_SLC_LOCAL, NSA__AT_slc_local);
-    if (d->first < 0 || d->first > d->tokens || (d->firsts && d->first))
-        return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
-    if (d->count < 0 || d->count > d->tokens - d->first)
+    const int first = d->firsts ? 0 : d->first;
+    if (first < 0 || first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
+    if (d->count < 0 || d->count > d->tokens - first)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
     if (!nsa__fits(d->batch, d->tokens, d->heads, NSA__MAX_DIM) ||
         !nsa__fits(d->batch, d->tokens, nsa__list_heads(d), nsa_block_list_width(d)))

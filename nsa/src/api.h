@@ -77,8 +77,8 @@
    - Ragged batch: with `firsts` and `counts` sequence b has the queries firsts[b] .. firsts[b] +
      counts[b] - 1, some a prompt's chunk, some one token, and keys up to the last of them (with
      `begins` those that it says). Rows on the query's side are packed, counts[b] of sequence b
-     behind those of b - 1; batch strides are not used there. `first` is 0, and `count` at least the
-     largest of counts. Compression then makes the rows that the new tokens complete,
+     behind those of b - 1; batch strides are not used there. `first` is not used, and `count` is
+     at least the largest of counts. Compression then makes the rows that the new tokens complete,
      nsa_cmp_count(firsts[b]) .. nsa_cmp_count(keys) - 1, behind those of earlier calls.
    - Pages: with `pages` token s of sequence b lies in row s % page_tokens of the page that entry
      s / page_tokens of its table names. Views of k and v (slc, win, dense, and what phi reads) are
@@ -194,7 +194,7 @@ enum {
     NSA_ERROR_SLC_BLOCK,  /* cmp_stride does not divide slc_block, or slc_block < cmp_block */
     NSA_ERROR_SLC_COUNT, /* slc_init + slc_local > slc_count, with forced blocks inside the count */
     NSA_ERROR_SLC_LOCAL, /* slc_local < 1, with forced blocks inside the count */
-    NSA_ERROR_RANGE,     /* first < 0, count < 0, first + count > tokens, or first with firsts */
+    NSA_ERROR_RANGE,     /* first < 0, count < 0 or first + count > tokens */
     NSA_ERROR_BEGINS,    /* begins descends, starts below 0, holds a sequence longer than tokens, or
                          ends behind rows */
     NSA_ERROR_OPTION,    /* an option that is no value of its enum */

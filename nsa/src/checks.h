@@ -39,8 +39,7 @@
     X(NSA_ERROR_SLC_LOCAL, "slc_local must be >= 1 (>= 0 with NSA_FORCED_ON_TOP, 0 or 1 with "     \
                            "NSA_FORCED_TAIL)")                                                     \
     X(NSA_ERROR_RANGE, "first and count must be >= 0, and first + count <= tokens; of every "      \
-                       "sequence too, and no count above desc.count: nsa_check_pages says where; " \
-                       "with firsts first is 0")                                                   \
+                       "sequence too, and no count above desc.count: nsa_check_pages says where")  \
     X(NSA_ERROR_BEGINS,                                                                            \
       "begins must ascend from 0 or more, and no sequence may be longer than tokens")              \
     X(NSA_ERROR_OPTION, "not a value of this option's enum, or one that is not computed here "     \
@@ -263,9 +262,9 @@ static nsa_status nsa__check_geometry(const nsa_desc *d) {
     }
     if (d->forced == NSA_FORCED_TAIL && d->slc_local > 1)
         return nsa__error(NSA_ERROR_SLC_LOCAL, NSA__AT_slc_local);
-    if (d->first < 0 || d->first > d->tokens || (d->firsts && d->first))
-        return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
-    if (d->count < 0 || d->count > d->tokens - d->first)
+    const int first = d->firsts ? 0 : d->first;
+    if (first < 0 || first > d->tokens) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
+    if (d->count < 0 || d->count > d->tokens - first)
         return nsa__error(NSA_ERROR_RANGE, NSA__AT_count);
     if (!nsa__fits(d->batch, d->tokens, d->heads, NSA__MAX_DIM) ||
         !nsa__fits(d->batch, d->tokens, nsa__list_heads(d), nsa_block_list_width(d)))

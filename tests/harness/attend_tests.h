@@ -213,6 +213,7 @@ static inline void test_logits(const branch *br, nsa_dtype dtype, double size, i
     double u = sizeof(nsa_real) == 8 ? 1.1e-16 : 6.0e-8, low = 0;
     if (dtype == NSA_BF16) low = ldexp(1, -9);
     if (dtype == NSA_F16) low = ldexp(1, -11);
+    if (dtype == NSA_F32 && sizeof(nsa_real) == 8) low = ldexp(1, -24); /* what is stored */
     double most = 4 * low + 16 * u + fmin(2 * u * largest, 2 * spread), dp = 0;
     for (size_t i = 0; i < in.nv; i++) dp = fabs(in.v[i]) > dp ? fabs(in.v[i]) : dp;
     dp *= check_norm(in.dout, in.nout);
