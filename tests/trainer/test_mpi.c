@@ -211,11 +211,11 @@ static void test_divided(void) {
 static double planned(const char *count, const char *gc, const char *out) {
     const char *const words[] = {"\n  all ", "\n  weights ", "\n  gradients ", "\n  moments "};
     double held = 0;
-    int code = train("--dataset", "synthetic", "--out-dir", out, "--context-parallel", count, gc,
-                     "--check", "--dim", "64", "--layers", "4", "--kv-groups", "1", "--d-k", "16",
-                     "--d-v", "16", "--nsa-l", "32", "--nsa-d", "16", "--nsa-l-sel", "64",
-                     "--nsa-n-sel", "16", "--nsa-w", "512", "--batch-size", "1", "--seq-len",
-                     "131072", "--threads", "1", NULL);
+    int code =
+        train("--dataset", "synthetic", "--out-dir", out, "--context-parallel", count, gc,
+              "--check", "--dim", "64", "--layers", "4", "--kv-groups", "1", "--d-k", "16", "--d-v",
+              "16", "--nsa-l", "32", "--nsa-d", "16", "--nsa-l-sel", "64", "--nsa-n-sel", "16",
+              "--nsa-w", "512", "--batch-size", "1", "--seq-len", "131072", "--threads", "1", NULL);
     for (int i = 0; i < 4; i++) {
         const char *at = strstr(output, words[i]);
         if (CHECK(code == 0 && at, "exit code %d, no %s: %s", code, words[i] + 3, output))
