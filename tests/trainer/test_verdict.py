@@ -135,7 +135,8 @@ said, _ = verdict(out, 0)
 check("uniformly random" in said["data"][1] and "not judged: random tokens" in said["loss"][1], said)
 noise = runs.root / "noise"
 noise.write_bytes(random.Random(1).randbytes(60000))
-out, _, _ = runs.train("noise_run", "--dataset", "text", "--data", noise, "--steps", 60, "--lr", "3e-4", "--eval-every", 30)
+out, _, _ = runs.train("noise_run", "--dataset", "text", "--data", noise, "--steps", 60, "--lr", "3e-4",
+                       "--eval-every", 30)
 check(not verdict(out, 1)[0]["loss"][0], "random bytes")
 first, _, _ = runs.train("earlier", "--data", corpus, "--steps", 6)
 out, _, _ = runs.train("goes_on", "--steps", 14, "--resume", first / "checkpoints/step_00000006")
