@@ -50,8 +50,10 @@ class Library:
             function = getattr(self._handle, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name, _Function(function, names))
-        self.clear = self._handle.nsa_python_clear
-        self.fill, sizes = self._handle.nsa_python_fill, [*[ctypes.c_int64] * 3, ctypes.c_int]
+        if not hasattr(self._handle, "nsa_python_clear"):
+            return  # the library of a device, whose rows are filled before a call
+        sizes = [*[ctypes.c_int64] * 3, ctypes.c_int]
+        self.clear, self.fill = self._handle.nsa_python_clear, self._handle.nsa_python_fill
         self.clear.argtypes, self.clear.restype = [ctypes.c_void_p, ctypes.c_void_p, *sizes], None
         self.fill.argtypes, self.fill.restype = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *sizes], None
 
