@@ -99,12 +99,12 @@ static inline nsa_status nsa__cuda_check_desc(const nsa_desc *d) {
     if (!d) return nsa__error(NSA_ERROR_NULL, NSA__AT_desc);
     nsa_desc host = *d;
     host.begins = host.firsts = host.counts = host.pages = NULL;
+    if (d->firsts) host.first = 0; /* not used there */
     host.isa = NSA_ISA_DETECT;
     NSA__CHECK(nsa_desc_check(&host));
     host.pages = d->pages ? &no_page : NULL;
     host.tokens = host.first = host.count = 0;
     NSA__CHECK(nsa_desc_check(&host));
-    if (d->firsts && d->first) return nsa__error(NSA_ERROR_RANGE, NSA__AT_first);
     if (!d->firsts != !d->counts)
         return nsa__error(NSA_ERROR_NULL, d->firsts ? NSA__AT_counts : NSA__AT_firsts);
     if (d->dim % 8 || d->dim > NSA_CUDA_MAX_DIM) return nsa__error(NSA_ERROR_SIZE, NSA__AT_dim);
