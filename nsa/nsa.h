@@ -592,7 +592,7 @@ typedef struct nsa_score {
     nsa_tensor blocks;  /* out: (B, count, list heads, nsa_block_list_width) i32 */
     nsa_tensor
         scores; /* out, optional: (B, count, list heads, nsa_slc_count(T)) of dtype NSA_REAL_DTYPE;
-                           -inf where t sees no key of the block */
+                           -inf where t sees no key of the block, and behind its candidates */
     int stride; /* tokens of a key; divides slc_block and page_tokens. 0 means 1 */
 } nsa_score;
 
