@@ -46,6 +46,38 @@ def window(tokens, width):
     return (s <= t) & (s > t - width)
 
 
+def scored_blocks(q, k, weights, tokens, stride, block, count, act, pool, forced, init, local, first=0):
+    """(lists, scores) of a sequence's queries (n, H, D) from `first` on, by keys (tokens // stride, Hk, D), as the header's
+    manual words it."""
+    group, blocks = q.shape[1] // k.shape[1], -(-tokens // block)
+    width = count + (init + local if forced != "inside" else 0)
+    scores = np.full((len(q), k.shape[1], blocks), -np.inf)
+    lists = np.full((len(q), k.shape[1], width), -1, np.int32)
+    for row, g in np.ndindex(*scores.shape[:2]):
+        t, dots = first + row, k[:, g].astype(float) @ q[row, g * group:(g + 1) * group].astype(float).T
+        of_heads = 1 if weights is None else weights[row, g * group:(g + 1) * group].astype(float)
+        value = ((np.maximum(dots, 0) if act == "relu" else dots) * of_heads).sum(1)
+        for j in range(blocks):
+            seen = [value[i] for i in range(len(k)) if i * stride // block == j and (i + 1) * stride - 1 <= t]
+            if seen and not (forced == "tail" and not local and j == (t + 1) // block):  # there it is no candidate
+                scores[row, g, j] = max(seen) if pool == "max" else np.mean(seen)
+        whole, tail = (t + 1) // block, (t + 1) % block > 0
+        places = list(range(whole if forced == "tail" else t // block + 1))
+        at_t = ([whole] if tail and local else []) if forced == "tail" else places[len(places) - min(local, len(places)):]
+        must = set(places[:init]) | set(at_t)
+        room = count - (len(must) if forced == "inside" else 0)
+        best = sorted(set(places) - must, key=lambda j: (-scores[row, g, j], j))[:room]
+        found = sorted(must | set(best))
+        lists[row, g, :len(found)] = found
+    return lists, scores
+
+
+#: (stride, act, pool, weights, forced, slc_init, slc_local)
+SCORED = ((1, "relu", "max", True, "tail", 0, 1), (2, "linear", "mean", False, "inside", 0, 1),
+          (4, "relu", "max", True, "tail", 1, 0), (4, "relu", "mean", True, "tail", 0, 1),
+          (8, "linear", "max", True, "on_top", 1, 2), (16, "linear", "max", False, "tail", 0, 1))
+
+
 class BFloat16:
     """numpy's uint16 as torch gives its tensors of bfloat16; numpy has none of its own."""
 
@@ -459,7 +491,7 @@ class Words(unittest.TestCase):
                 (dict(slc_count=0), "slc_count: NSA_ERROR_SIZE: 0, must be 1 .. 2^29 - 1"),
                 (dict(slc_count=2), "slc_count: NSA_ERROR_SLC_COUNT: 2, must be at least slc_init + slc_local, 1 + 2, or "
                                     'forced "on_top"'),
-                (dict(slc_local=0), 'slc_local: NSA_ERROR_SLC_LOCAL: 0, must be >= 1, or forced "on_top"'),
+                (dict(slc_local=0), 'slc_local: NSA_ERROR_SLC_LOCAL: 0, must be >= 1, or forced "on_top" (>= 0) or "tail" (0 or 1)'),
                 (dict(slc_block=24), "slc_block: NSA_ERROR_SLC_BLOCK: 24, must be a multiple of cmp_stride, 16, and at least "
                                      "cmp_block, 32"),
                 (dict(kv_heads=3), "heads: NSA_ERROR_HEADS: 4, must be a multiple of kv_heads, which is 3"),
@@ -600,13 +632,51 @@ class Primitives(unittest.TestCase):
             nsa.cmp_count(nsa.desc(1, 256, 2, 1, 16, cmp_stride=0), 256)
 
     def test_keys_that_stand_for_several_tokens(self):
+        for dtype in (np.float64, np.float32):
+            for stride, act, pool, weighs, forced, init, local in SCORED:
+                p = Problem(50, dtype, forced=forced, slc_init=init, slc_local=local)
+                k, weights = rows(p.B, 50 // stride, p.Hk, p.D, dtype=dtype), rows(p.B, 50, p.H, dtype=dtype)
+                lists = np.full((p.B, 50, p.Hk, nsa.block_list_width(p.desc)), 77, np.int32)
+                scores = np.zeros((p.B, 50, p.Hk, 4), p.lse.dtype)
+                x = nsa.Score(act=act, pool=pool, q=p.q, k=k, blocks=lists, scores=scores, stride=stride)
+                if weighs:
+                    x.weights = weights
+                nsa.score_blocks(x, p.desc)
+                self.assertIsNone(nsa.check_blocks(lists, p.desc))
+                for b in range(p.B):
+                    expected, its = scored_blocks(p.q[b], k[b], weights[b] if weighs else None, 50, stride, 16, 3, act, pool,
+                                                  forced, init, local)
+                    with self.subTest(stride=stride, forced=forced, dtype=dtype.__name__):
+                        np.testing.assert_allclose(scores[b], its, atol=1e-4 if dtype == np.float32 else 1e-12)
+                        if dtype == np.float64:
+                            np.testing.assert_array_equal(lists[b], expected)
+
+    def test_packed_keys_that_stand_for_several_tokens(self):
+        lengths, begins = (21, 0, 30), np.array([2, 23, 23, 53], np.int32)
+        d = nsa.desc(3, 30, 4, 2, 16, slc_block=16, slc_count=2, forced="tail", slc_init=0, slc_local=1, begins=begins)
+        q, whole = rows(55, 4, 16, dtype=np.float64), rows(12, 2, 16, dtype=np.float64)
+        lists = np.full((1, 55, 2, 3), 77, np.int32)
+        x = nsa.Score(q=q[None, :53], k=whole[None], blocks=lists[:, :53], stride=4)
+        nsa.score_blocks(x, d)
+        at = 0
+        for length, begin in zip(lengths, begins):
+            expected, _ = scored_blocks(q[begin:begin + length], whole[at:at + length // 4], None, length, 4, 16, 2, "linear",
+                                        "max", "tail", 0, 1)
+            np.testing.assert_array_equal(lists[0, begin:begin + length], expected)
+            at += length // 4
+        self.assertTrue((lists[0, :2] == -1).all())
+        self.assertTrue((lists[0, 53:] == 77).all())
+
+    def test_a_stride_that_does_not_fit_is_named(self):
         p = Problem()
-        k, lists = rows(p.B, p.T // 4, p.Hk, p.D), np.full((p.B, p.T, p.Hk, 3), 77, np.int32)
-        x = nsa.Score(q=p.q, k=k, blocks=lists, stride=4)
-        nsa.score_blocks(x, p.desc)
-        self.assertIsNone(nsa.check_blocks(lists, p.desc))
-        with self.assertRaisesRegex(nsa.Refused, r"k: shape \(2, 96, 2, 16\), must be .* \(2, 24, 2, 16\)"):
-            nsa.score_blocks(nsa.Score(q=p.q, k=p.k, blocks=lists, stride=4), p.desc)
+        lists = np.zeros((p.B, p.T, p.Hk, 3), np.int32)
+        for stride, k, words in ((4, p.k, r"k: shape \(2, 96, 2, 16\), must be .* \(2, 24, 2, 16\)"),
+                                 (3, p.k, "stride: 3, must be a divisor of slc_block, which is 16"),
+                                 (32, p.k, "stride: 32, must be a divisor of slc_block"),
+                                 (-1, p.k, "stride: -1, must be >= 0"),
+                                 (2**32 + 1, p.k, "stride: 4294967297, must be of 32 bits")):
+            with self.subTest(stride), self.assertRaisesRegex(nsa.Refused, words):
+                nsa.score_blocks(nsa.Score(q=p.q, k=k, blocks=lists, stride=stride), p.desc)
 
     def test_every_key_is_seen_and_each_head_has_lists(self):
         p = Problem(mask="none", list_heads=4)

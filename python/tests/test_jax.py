@@ -20,6 +20,7 @@ if not (pathlib.Path(nsa.__file__).parent / "libnsa_xla.so").exists():
     subprocess.run([sys.executable, "-m", "nsa.build", "jax"], check=True,
                    env={**os.environ, "PYTHONPATH": str(pathlib.Path(nsa.__file__).parents[1])})
 import nsa.jax as nj  # noqa: E402
+from test_core import SCORED, scored_blocks  # noqa: E402
 
 GEOMETRY = dict(cmp_block=8, cmp_stride=4, slc_block=16, slc_count=3, window=24)
 B, T, H, HK, D, DV = 2, 52, 4, 2, 16, 8
@@ -210,6 +211,24 @@ class Jax(unittest.TestCase):
         blocks, scores = nj.select_blocks(self.q, k, lse, tokens=T, scores=True, **GEOMETRY)
         np.testing.assert_array_equal(nj.rank_queries(scores, tokens=T, **GEOMETRY), blocks)
 
+    def test_keys_that_stand_for_several_tokens(self):
+        for stride, act, pool, weighs, forced, init, local in SCORED:
+            k, w = rows(B, T // stride, HK, D), rows(B, T, H) if weighs else None
+            how = dict(act=act, pool=pool, stride=stride, scores=True, slc_block=16, slc_count=2, forced=forced, slc_init=init,
+                       slc_local=local)
+            lists, scores = jax.jit(lambda *x: nj.score_blocks(*x, **how))(self.q, k, w)
+            late = nj.score_blocks(self.q[:, 30:], k, None if w is None else w[:, 30:], first=30, longest=T, **how)
+            for b in range(B):
+                expected, its = scored_blocks(*(None if x is None else np.asarray(x[b]) for x in (self.q, k, w)), T, stride, 16,
+                                              2, act, pool, forced, init, local)
+                with self.subTest(stride=stride, forced=forced):
+                    close(scores[b], its)
+                    np.testing.assert_array_equal(lists[b], expected)
+            np.testing.assert_array_equal(late[0], lists[:, 30:])
+            np.testing.assert_array_equal(late[1], scores[:, 30:])
+        with self.assertRaisesRegex(nsa.Refused, "stride: .*3, must be a divisor of slc_block"):
+            nj.score_blocks(self.q, self.k, stride=3, slc_block=16)
+
     def test_mask_and_list_heads(self):
         t, s = jnp.arange(T)[:, None], jnp.arange(T)
         both(lambda *x: nj.attend_win(*x, mask="none", **GEOMETRY)[0],
@@ -276,6 +295,9 @@ class Jax(unittest.TestCase):
         lists, scores = nj.select_blocks(q, k_cmp, lse, tokens=T, scores=True, **where, **GEOMETRY)
         ranked = nj.rank_queries(scores, tokens=T, **at, **GEOMETRY)
         slc, by_tokens = nj.attend_slc(q, k, v, lists, **where, **GEOMETRY)[0], nj.score_blocks(q, k, **where, **GEOMETRY)
+        four, tail = dict(cmp_block=4, cmp_stride=4), dict(stride=4, slc_block=16, slc_count=2, forced="tail", slc_local=0, slc_init=0)
+        means = nj.compress(k, out=jnp.zeros_like(compressed[0]), **four, **where)
+        by_means = nj.score_blocks(q, means, longest=T, **where, **tail)
         for b, n in enumerate(lengths):
             alone = [x[b:b + 1, :n] for x in (self.q, self.k, self.v, gates)]
             q, k, v, g = alone
@@ -287,6 +309,7 @@ class Jax(unittest.TestCase):
             np.testing.assert_array_equal(ranked[:, part], expected[1])
             np.testing.assert_array_equal(slc[:, part], nj.attend_slc(q, k, v, expected[1], **GEOMETRY)[0])
             np.testing.assert_array_equal(by_tokens[:, part], nj.score_blocks(q, k, **GEOMETRY))
+            np.testing.assert_array_equal(by_means[:, part], nj.score_blocks(q, nj.compress(k, **four), **tail))
 
     def test_sizes_are_no_options(self):
         for name in ("batch", "heads", "kv_heads", "dim", "dim_v", "count", "gate_heads", "gate_stride", "rows", "table_width",

@@ -99,7 +99,7 @@ _RULES = {
                    "page_tokens": "a multiple of cmp_stride, which is {cmp_stride}"},
     "SLC_BLOCK": {"slc_block": "a multiple of cmp_stride, {cmp_stride}, and at least cmp_block, {cmp_block}"},
     "SLC_COUNT": {"slc_count": "at least slc_init + slc_local, {slc_init} + {slc_local}, or forced \"on_top\""},
-    "SLC_LOCAL": {"slc_local": ">= 1, or forced \"on_top\""},
+    "SLC_LOCAL": {"slc_local": ">= 1, or forced \"on_top\" (>= 0) or \"tail\" (0 or 1)"},
     "RANGE": {"first": "0 .. tokens, which is {tokens}", "count": "0 .. tokens - first, {tokens} - {first}"},
     "STRIDE": {"gate_stride": ">= 0"},
 }
@@ -230,6 +230,8 @@ def check_shapes(views: Views, desc: Desc, words: tuple[str, ...]) -> None:
     for _, path, struct, field, array in views:
         if struct._doubles_:
             check_numbers(struct)
+        if isinstance(struct, _abi.Score):
+            check_key_stride(struct.stride, desc.slc_block, desc.page_tokens if desc.pages else 0)
         tag = (*words, _PHIS.get(int(struct.phi), "")) if isinstance(struct, _abi.Compress) else words
         shape = shape_for(type(struct), field, tag)
         if shape is None:
@@ -250,6 +252,15 @@ def check_shapes(views: Views, desc: Desc, words: tuple[str, ...]) -> None:
         if field in GATES and array.strides[-1] != (desc.gate_stride or 1):
             raise refused("STRIDE", path, f"its gates lie {array.strides[-1]} elements apart, "
                                           f"desc.gate_stride is {desc.gate_stride}")
+
+
+def check_key_stride(stride: int, slc_block: int, page_tokens: int) -> None:
+    """nsa_score.stride: in words of its own, for the header takes it for cmp_stride."""
+    if stride < 0:
+        raise refused("SIZE", "stride", f"{stride}, must be >= 0, of which 0 means 1")
+    for kind, name, size in ("SLC_BLOCK", "slc_block", slc_block), ("CMP_STRIDE", "page_tokens", page_tokens):
+        if stride and size % stride:
+            raise refused(kind, "stride", f"{stride}, must be a divisor of {name}, which is {size}")
 
 
 def check_numbers(rope: Any) -> None:

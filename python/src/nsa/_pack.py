@@ -11,7 +11,7 @@ from typing import Any, Sequence
 
 from . import _abi
 from ._abi import Desc
-from ._library import check_numbers, library
+from ._library import check_key_stride, check_numbers, library
 from ._refused import refused
 from ._struct import check_int
 
@@ -180,6 +180,28 @@ def desc_struct(text: str, batch: int, tokens: int, heads: int, kv_heads: int, d
     return made
 
 
+def key_stride(text: str, branch: str, stride: int) -> int:
+    """Tokens of a row of k: a compressed row begins every so many, and a key that is scored stands for so many."""
+    return option(text, "cmp_stride") if branch == "cmp" else max(1, stride)
+
+
+def key_rows(text: str, branch: str, stride: int, tokens: Any, most: Any = max) -> Any:
+    """Rows of k for so many tokens, which may be symbolic."""
+    return cmp_count(text, tokens, most) if branch == "cmp" else tokens // max(1, stride)
+
+
+def scored_tokens(text: str, stride: int, longest: int, first: int | None, q: Any, k: Any, arrays: Sequence[Any]) -> Any:
+    """Of the longest sequence, for score_blocks. How many tokens the last key lacks its rows do not say; those of all
+    queries do, or `longest`."""
+    begins, firsts, _, pages = arrays
+    check_key_stride(stride, option(text, "slc_block"), 0)
+    if begins is not None or longest and (stride > 1 or pages is not None):
+        return longest
+    if pages is not None:
+        return pages.shape[-1] * k.shape[1] * max(1, stride)
+    return q.shape[1] if stride > 1 and first is None and firsts is None else k.shape[1] * max(1, stride)
+
+
 def in_pages(pages: Any, k: Any, stride: int) -> dict[str, int]:
     """The sizes of k, (pages, rows of a page, ...), that has a row for every `stride` tokens."""
     return dict(table_width=pages.shape[1], page_tokens=k.shape[1] * stride, page_count=k.shape[0])
@@ -193,7 +215,10 @@ def option(text: str, name: str) -> Any:
 
 @functools.lru_cache(1024)
 def list_width(text: str) -> int:
-    return library().nsa_block_list_width(ctypes.byref(desc_struct(text, 1, 1, 1, 1, 1, 1, 0, 1, 1)))
+    made = desc_struct(text, 1, 1, 1, 1, 1, 1, 0, 1, 1)
+    if not all(0 <= x < 1 << 29 for x in (made.slc_count, made.slc_init, made.slc_local)):
+        check_options(text)  # their sum need not be a number of C's
+    return library().nsa_block_list_width(ctypes.byref(made))
 
 
 def check_options(text: str) -> None:

@@ -34,8 +34,8 @@ from jax import Array
 
 from . import _abi
 from ._library import FOLDER, checked, is_logarithm, library
-from ._pack import (ARRAYS, PHI, Packer, check_int, cmp_count, desc_struct, first_of, in_pages, list_heads, list_width,
-                    option, options as _options, parse, problem, rope_fields, slc_count)
+from ._pack import (ARRAYS, PHI, Packer, check_int, cmp_count, desc_struct, first_of, in_pages, key_rows, key_stride,
+                    list_heads, list_width, option, options as _options, parse, problem, rope_fields, scored_tokens, slc_count)
 from ._refused import refused
 
 __all__ = ["attend_cmp", "attend_dense", "attend_slc", "attend_win", "attention", "compress", "gate", "merge",
@@ -329,17 +329,17 @@ def compress(x: Array, parameters: dict[str, Array] | None = None, *, phi: str =
 
 # ---- Attention over few keys --------------------------------------------------------------------
 
-def _attend_call(branch, function, q, k, v, blocks, arrays, tokens, first, text):
+def _attend_call(branch, function, q, k, v, blocks, arrays, tokens, first, text, stride=1):
     begins, _, _, pages = arrays
     batch, count = problem(q.shape, arrays, tokens, first)
     sizes = _packed(begins, q)
     if pages is not None:
         batches, rows = k.shape[:2]
-        sizes = in_pages(pages, k, option(text, "cmp_stride") if branch == "cmp" else 1)
+        sizes = in_pages(pages, k, key_stride(text, branch, stride))
     elif begins is None:
-        batches, rows = batch, cmp_count(text, tokens) if branch == "cmp" else tokens
+        batches, rows = batch, key_rows(text, branch, stride, tokens)
     else:
-        batches, rows = 1, cmp_count(text, q.shape[1]) if branch == "cmp" else q.shape[1]
+        batches, rows = 1, key_rows(text, branch, stride, q.shape[1])
     _expect("k", k, batches, rows, k.shape[2], q.shape[3])
     _expect("v", v, batches, rows, k.shape[2], v.shape[3])
     if branch == "slc":
@@ -493,22 +493,28 @@ def select_blocks(q: Array, k: Array, lse: Array, *, tokens: int, begins: Array 
 
 
 def score_blocks(q: Array, k: Array, weights: Array | None = None, *, act: str = "linear", pool: str = "max",
-                 begins: Array | None = None, longest: int = 0, first: int | None = None, firsts: Array | None = None,
-                 counts: Array | None = None, pages: Array | None = None, scores: bool = False,
-                 **options: Any) -> Any:
+                 stride: int = 1, begins: Array | None = None, longest: int = 0, first: int | None = None,
+                 firsts: Array | None = None, counts: Array | None = None, pages: Array | None = None,
+                 scores: bool = False, **options: Any) -> Any:
     """The lists (B, T, Hk, n) int32 of the best blocks by the score of their tokens, sum over the heads of a group of
     weights (B, T, H) act(q . k), linear or relu; of a block the max or the mean. With scores=True also the scores of
-    the blocks. No gradient."""
+    the blocks. No gradient.
+
+    With `stride` row i of k, (B, T // stride, Hk, Dk), stands for tokens i stride .. (i + 1) stride - 1, and t sees it if all
+    of them lie at or before t; packed and in pages rows lie as compress with cmp_block = cmp_stride = stride has them. If
+    the rows of q are not all T tokens, T is `longest`, or without it k's rows times stride. forced="tail" (slc_local 0 or 1)
+    scores whole blocks alone."""
     q, k = map(jax.lax.stop_gradient, (q, k))
     if weights is not None:
         _expect("weights", weights, *q.shape[:3])
         weights = jax.lax.stop_gradient(weights)
-    text, tokens, kinds = _options(**options), _tokens(k, begins, pages, longest), _abi.Score(act=act, pool=pool)
+    text, kinds, stride = _options(**options), _abi.Score(act=act, pool=pool), check_int("stride", stride)
     arrays = begins, firsts, counts, pages
+    tokens = scored_tokens(text, stride, check_int("longest", longest), first, q, k, arrays)
     first = first_of(first, q.shape, tokens, arrays)
-    call = _attend_call("score", "score_blocks", q, k, k, None, arrays, tokens, first, text)
-    return _chosen(call, _SCORE, dict(act=(kinds.act,), pool=(kinds.pool,)), dict(q=q, k=k, weights=weights),
-                   _lists(q, k.shape[2], text), tokens, scores, text)
+    call = _attend_call("score", "score_blocks", q, k, k, None, arrays, tokens, first, text, stride)
+    fixed = dict(act=(kinds.act,), pool=(kinds.pool,), stride=(stride,))
+    return _chosen(call, _SCORE, fixed, dict(q=q, k=k, weights=weights), _lists(q, k.shape[2], text), tokens, scores, text)
 
 
 def rank_queries(scores: Array, *, tokens: int, begins: Array | None = None, first: int | None = None,

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch as _torch
 
-from .._pack import PHI as _PHI, first_of as _first_of, options as _options
+from .._pack import PHI as _PHI, first_of as _first_of, options as _options, scored_tokens as _scored_tokens
 from .._refused import refused as _refused
 from . import _operators as _o
 from ._memory import release_memory
@@ -121,16 +121,21 @@ def select_blocks(q: Tensor, k: Tensor, lse: Tensor, *, tokens: int, begins: Ten
 
 
 def score_blocks(q: Tensor, k: Tensor, weights: Tensor | None = None, *, act: str = "linear", pool: str = "max",
-                 begins: Tensor | None = None, longest: int = 0, first: int | None = None, firsts: Tensor | None = None,
-                 counts: Tensor | None = None, pages: Tensor | None = None, scores: bool = False,
-                 **options: Any) -> Any:
+                 stride: int = 1, begins: Tensor | None = None, longest: int = 0, first: int | None = None,
+                 firsts: Tensor | None = None, counts: Tensor | None = None, pages: Tensor | None = None,
+                 scores: bool = False, **options: Any) -> Any:
     """The lists (B, T, Hk, n) int32 of the best blocks by the score of their tokens, sum over the heads of a group of
     weights (B, T, H) act(q . k), linear or relu; of a block the max or the mean. With scores=True also the scores of
-    the blocks. No gradient."""
-    tokens = _tokens(k, begins, pages, longest)
-    first = _first_of(first, q.shape, tokens, (begins, firsts, counts))
-    return _selected(_o.score_blocks(q, k, weights, begins, firsts, counts, pages, tokens, first, act, pool, scores,
-                                     _options(**options)), scores)
+    the blocks. No gradient.
+
+    With `stride` row i of k, (B, T // stride, Hk, Dk), stands for tokens i stride .. (i + 1) stride - 1, and t sees it if all
+    of them lie at or before t; packed and in pages rows lie as compress with cmp_block = cmp_stride = stride has them. If
+    the rows of q are not all T tokens, T is `longest`, or without it k's rows times stride. forced="tail" (slc_local 0 or 1)
+    scores whole blocks alone."""
+    text, arrays, stride = _options(**options), (begins, firsts, counts, pages), _o.check_int("stride", stride)
+    tokens = _scored_tokens(text, stride, _o.integer("longest", longest), first, q, k, arrays)
+    first = _first_of(first, q.shape, tokens, arrays)
+    return _selected(_o.score_blocks(q, k, weights, *arrays, tokens, first, act, pool, stride, scores, text), scores)
 
 
 def rank_queries(scores: Tensor, *, tokens: int, begins: Tensor | None = None, first: int | None = None,

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from .. import _abi
 from .. import _pack
-from .._pack import (ARRAYS, PHI as _PHI, Packer, check_int, in_pages, list_heads, list_width, option, problem, rope_fields,
-                     slc_count)
+from .._pack import (ARRAYS, PHI as _PHI, Packer, check_int, in_pages, key_rows, key_stride, list_heads, list_width, option,
+                     problem, rope_fields, slc_count)
 from .._refused import refused
 from . import _call
 from ._native import DTYPES, Room, Slot, View, desc, parameters, planned, rows
@@ -333,9 +333,13 @@ def _check_counts(counts: torch.Tensor, rows_there: int) -> None:
         raise refused("SIZE", "counts", f"{total} queries in all, there are {rows_there} rows")
 
 
+def _most(tokens: Any) -> Any:
+    return max if type(tokens) is int else torch.sym_max
+
+
 def cmp_count(options: str, tokens: Any) -> Any:
     """N(tokens), of any length: a graph for lengths of more than one kind holds it too."""
-    return _pack.cmp_count(options, tokens, max if type(tokens) is int else torch.sym_max)
+    return _pack.cmp_count(options, tokens, _most(tokens))
 
 
 def _packed(begins: Any, x: Any) -> dict[str, int]:
@@ -525,24 +529,25 @@ compress_step = _define(
 
 # ---- Attention over few keys --------------------------------------------------------------------
 
-def _attend_desc(branch, q, k, v, blocks, arrays, tokens, first, options):
+def _attend_desc(branch, q, k, v, blocks, arrays, tokens, first, options, stride=1):
     begins, _, _, pages = arrays
     batch, count = problem(q.shape, arrays, tokens, first)
-    key_rows, sizes = k.shape[1], _packed(begins, q)
+    found, sizes = k.shape[1], _packed(begins, q)
     if pages is not None:
-        sizes, batches = in_pages(pages, k, option(options, "cmp_stride") if branch == "cmp" else 1), k.shape[0]
+        sizes, batches = in_pages(pages, k, key_stride(options, branch, stride)), k.shape[0]
     elif begins is None:
-        least, batches = cmp_count(options, tokens) if branch == "cmp" else tokens, batch
-        if key_rows != least:
-            raise refused("SIZE", "k", f"{key_rows} rows, must be {least} for {tokens} tokens")
+        least, batches = key_rows(options, branch, stride, tokens, _most(tokens)), batch
+        if found != least:
+            raise refused("SIZE", "k", f"{found} rows, must be {least} for {tokens} tokens")
     else:
-        least, batches = cmp_count(options, q.shape[1]) if branch == "cmp" else q.shape[1], 1
-        if branch != "cmp" and key_rows != least:
-            raise refused("SIZE", "k", f"{key_rows} rows, must be as q's {least}")
-        if key_rows < least:
-            raise refused("SIZE", "k", f"{key_rows} rows, must be {least}, what compress returns")
-    _expect("k", k, batches, key_rows, k.shape[2], q.shape[3])
-    _expect("v", v, batches, key_rows, k.shape[2], v.shape[3])
+        least, batches = key_rows(options, branch, stride, q.shape[1], _most(q.shape[1])), 1
+        of_tokens = branch != "cmp" and stride <= 1
+        if of_tokens and found != least:
+            raise refused("SIZE", "k", f"{found} rows, must be as q's {least}")
+        if found < least:
+            raise refused("SIZE", "k", f"{found} rows, must be {least}, what compress returns")
+    _expect("k", k, batches, found, k.shape[2], q.shape[3])
+    _expect("v", v, batches, found, k.shape[2], v.shape[3])
     if branch == "slc":
         if blocks is None:
             raise refused("NULL", "blocks", "None, must be the lists that each query reads")
@@ -678,23 +683,24 @@ select_blocks = _define("select_blocks", f"(Tensor q, Tensor k, Tensor lse, {_RO
 
 
 def _score_rooms(q, k, weights, *rest):
-    tokens, _, _, _, scores, options = rest[-6:]
+    tokens, *_, scores, options = rest[-7:]
     return _selected(q, k.shape[2], tokens, options, scores)
 
 
 def _score_structs(arguments, returned):
-    q, k, weights, *arrays, tokens, first, act, pool, scores, options = arguments
+    q, k, weights, *arrays, tokens, first, act, pool, stride, scores, options = arguments
     if weights is not None:
         _expect("weights", weights, *q.shape[:3])
     kinds = _abi.Score(act=act, pool=pool)
-    x = dict(act=(kinds.act,), pool=(kinds.pool,), q=rows(q), k=rows(k), weights=rows(weights), blocks=rows(returned[0]))
+    x = dict(act=(kinds.act,), pool=(kinds.pool,), stride=(stride,), q=rows(q), k=rows(k), weights=rows(weights),
+             blocks=rows(returned[0]))
     if scores:
         x["scores"] = rows(returned[1])
-    return (_SCORE, x), _attend_desc("score", q, k, k, None, arrays, tokens, first, options)
+    return (_SCORE, x), _attend_desc("score", q, k, k, None, arrays, tokens, first, options, stride)
 
 
 score_blocks = _define("score_blocks", f"(Tensor q, Tensor k, Tensor? weights, {_ROWS}, SymInt tokens, "
-                       "SymInt first, str act, str pool, bool scores, str options) -> (Tensor, Tensor)", _score_rooms,
+                       "SymInt first, str act, str pool, int stride, bool scores, str options) -> (Tensor, Tensor)", _score_rooms,
                        _score_structs, autocast=())
 
 
