@@ -1,6 +1,6 @@
 """Random calls of nsa, nsa.torch or nsa.jax, valid and not, with every array between two pages that nobody may touch.
 
-    fuzz.py numpy|torch|jax [--seed N] [--calls N]
+    fuzz.py numpy|torch|jax [--seed N] [--calls N] [--results FILE]
 
 What is read lies in pages that cannot be written, what is written has a mark everywhere before the call. A call either does
 it, and no mark is left, or is refused with nsa.Refused, and every mark is there. Anything else, a signal above all, is a
@@ -16,6 +16,7 @@ import sys
 
 import numpy as np
 
+import hosts
 import nsa
 from nsa import _abi, _functions, _library, _pack
 
@@ -26,8 +27,10 @@ libc.mprotect.argtypes, libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t
 MARK = 0x5B  # of every byte: no value that a call would write
 DESC_SIZES = ("batch", "tokens", "heads", "kv_heads", "dim", "dim_v", "first", "count", "gate_heads", "gate_stride", "rows",
               "table_width", "page_tokens", "page_count")
-WORDS = dict(gate=("sigmoid", "softmax", "none"), mask=("causal", "none"), forced=("inside", "on_top"),
+WORDS = dict(gate=("sigmoid", "softmax", "none"), mask=("causal", "none"), forced=("inside", "on_top", "tail"),
              score_map=("overlap_sum", "overlap_max"), window_rule=("counts_self", "before_self"))
+
+STRIDES = (0, 1, 2, 3, 4)  # of keys that stand for several tokens
 
 
 class Pages:
@@ -97,6 +100,12 @@ class Problem:
         self.begins = self.firsts = self.counts = self.table = None
         self.page_tokens = self.page_count = 0
         getattr(self, "_" + self.kind)()
+
+    def rows_of(self, stride):
+        """Of keys that stand for so many tokens each, as numpy holds them; the layers' packed ones have those of all rows."""
+        if self.begins is not None:
+            return int(sum((b - a) // stride for a, b in zip(self.begins, self.begins[1:])))
+        return (self.tokens if self.table is None else self.page_tokens) // stride
 
     def integers(self, values, shape=None):
         values = np.array(values, np.int32)
@@ -192,11 +201,15 @@ def filled(p, struct, words, d, dtype, x, backward=False):
             continue
         known = _library.extents(d, "count" in shape)
         shape = tuple(known[axis] if axis in known else _library._extent(axis, known, x) for axis in shape)
+        if struct is nsa.Score and field == "k" and x.stride > 1:
+            shape = (shape[0], p.rows_of(x.stride), *shape[2:])
         kind_of = np.int32 if field in ("blocks", "positions") else real if field[:3] == "lse" or field == "scores" else dtype
         output = field in struct._outputs_ and not backward or backward == "dx" and field not in ("out", "lse", "blocks", "positions")
         if backward == "dx" and field in ("blocks", "positions"):
             continue
-        if output:
+        if output and struct is nsa.Compress and p.counts is not None:  # rows of earlier steps, which are read too
+            array = p.pages.array(shape, kind_of, p.rng.standard_normal(tuple(max(0, n) for n in shape)), written=True)
+        elif output:
             array = p.pages.array(shape, kind_of)
             if backward == "dx":
                 array[...] = 0
@@ -225,7 +238,8 @@ def numpy_call(rng, pages, tally):
     words, backward = tuple(name.split("_")), name.endswith("_backward")
     struct, d, dtype = STRUCTS[words[0]], numpy_desc(p), (np.float32, np.float16, np.float64)[int(rng.integers(3))]
     sizes = dict(heads=p.heads, dim=max(2, p.dim // 2 * 2)) if struct is nsa.Rope else dict(
-        phi=int(rng.integers(3)), dim=p.dim, hidden=3) if struct is nsa.Compress else {}
+        phi=int(rng.integers(3)), dim=p.dim, hidden=3) if struct is nsa.Compress else dict(
+        act=int(rng.integers(2)), pool=int(rng.integers(2)), stride=int(rng.choice(STRIDES))) if struct is nsa.Score else {}
     x = struct(**sizes)
     try:
         written = filled(p, struct, words, d, dtype, x, "x" if backward else False)
@@ -306,8 +320,11 @@ def layer_call(module, make, p, rng, tally, results):
         options[spoiled[0]] = spoiled[1]
     if rng.random() < 0.1:
         del at["first"]
-    lists = p.options["slc_count"] + (p.options["forced"] == "on_top")
+    lists = p.options["slc_count"] + (p.options["forced"] != "inside")
     blocks = make(None, None, p.integers(np.full((*shape_q, p.kv, lists), -1)))
+    stride = int(rng.choice(STRIDES))
+    rows_k = shape_k[1] // stride if stride > 1 else shape_k[1]
+    scored, most = make((shape_k[0], rows_k, p.kv, p.dim), dtype), p.tokens if stride > 1 else longest
     rope_at = {name: value for name, value in at.items() if name != "pages"}
     gates = make((*shape_q, p.kv, 3), dtype)
     calls = {
@@ -315,7 +332,8 @@ def layer_call(module, make, p, rng, tally, results):
         "attend_dense": lambda: module.attend_dense(q, k, v, longest=longest, **{**at, **options}),
         "attend_slc": lambda: module.attend_slc(q, k, v, blocks, longest=longest, **{**at, **options}),
         "attend_cmp": lambda: module.attend_cmp(q, kc, vc, **{"tokens": p.tokens, **at, **options}),
-        "score_blocks": lambda: module.score_blocks(q, k, longest=longest, scores=True, **{**at, **options}),
+        "score_blocks": lambda: module.score_blocks(q, scored, stride=stride, longest=most, scores=True, **{
+            **at, **options}),
         "rope": lambda: module.rope(q, longest=p.tokens, **rope_at),
         "attention": lambda: module.attention(q, k, v[..., :], k, v, k, v, gates, longest=longest, **{
             **at, **options, **({"compressed": (kc, vc)} if "counts" in at or "pages" in at else {})}),
@@ -436,6 +454,7 @@ def main():
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--begin", type=int, default=0, help="the first call's number")
     parser.add_argument("--say", action="store_true", help="the number of each call before it, to find the one of a signal")
+    parser.add_argument("--results", help="the counts are written there, as bench/results/fuzz_python.json has them")
     a = parser.parse_args()
     faulthandler.enable()
     tally, arrays = Tally(), 0
@@ -453,6 +472,9 @@ def main():
         pages.free()
     print(f"{a.host}: {a.calls} problems, {tally.get('computed', 0)} calls computed, {tally.get('refused', 0)} refused, "
           f"{arrays} arrays between guards, no fault")
+    if a.results:
+        hosts.write_row(a.results, dict(host=a.host, version=hosts.version(a.host), problems=a.calls, seed=a.seed, **tally,
+                                        arrays_between_guards=arrays), hosts.commit())
     return 0
 
 

@@ -11,6 +11,9 @@ import platform
 import re
 import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "scripts"))
+from record_runs import commit, machine  # noqa: E402,F401
+
 
 def version(name):
     try:
@@ -23,12 +26,14 @@ def version(name):
         return None
 
 
-def machine():
-    try:
-        names = re.findall(r"^model name\s*: (.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        names = []
-    return names[0] if names else platform.machine()
+def write_row(results, row, commit):
+    """A host's row takes the place of its last one; all rows are of one commit, so those of another go."""
+    path = pathlib.Path(results)
+    report = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    rows = [other for other in report["rows"] if other["host"] != row["host"] and report["commit"] == commit] + [row]
+    report = dict(machine=machine(), date=datetime.date.today().isoformat(), commit=commit,
+                  rows=sorted(rows, key=lambda x: x["host"]))
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main(results, host, log, commit):
@@ -37,12 +42,7 @@ def main(results, host, log, commit):
     fuzz = re.search(r"(\d+) calls computed, (\d+) refused, (\d+) arrays", said)
     row = dict(host=host, python=platform.python_version(), **{name: version(name) for name in ("numpy", "torch", "jax")},
                tests=int(tests[1]), skipped=int(skipped[1]) if skipped else 0, fuzzed_calls=int(fuzz[1]) + int(fuzz[2]))
-    path = pathlib.Path(results)
-    report = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    rows = [other for other in report["rows"] if other["host"] != host] + [row]
-    report = dict(machine=machine(), date=datetime.date.today().isoformat(), commit=commit,
-                  rows=sorted(rows, key=lambda x: x["host"]))
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write_row(results, row, commit)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@
 # PYTHONS: the interpreters to choose from, by default those in PATH; a host takes the newest of them that it supports.
 # FUZZ: how many random calls a host's fuzz makes (200).
 set -euo pipefail
+shopt -s inherit_errexit # a wheel that does not build is no older one
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
 [ $# -ge 2 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0" && exit 2; }
@@ -47,7 +48,7 @@ wheel() {
         rm -rf "$dir/wheel"
         "$dir/build/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$dir/wheel" \
             --config-settings=cmake.define.NSA_PYTHON_SERIAL=OFF "$root/python"
-        git -C "$root" rev-parse --short HEAD >"$dir/wheel.commit"
+        git -C "$root" describe --always --dirty --exclude='*' >"$dir/wheel.commit"
         echo "$state" >"$dir/wheel.of"
     fi
     echo "$dir"/wheel/*.whl
