@@ -26,13 +26,13 @@ def version(name):
         return None
 
 
-def write_row(results, row, commit):
-    """A host's row takes the place of its last one; all rows are of one commit, so those of another go."""
+def write_row(results, row, commit, key="host"):
+    """A row takes the place of the last of its key; all rows are of one commit, so those of another go."""
     path = pathlib.Path(results)
     report = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    rows = [other for other in report["rows"] if other["host"] != row["host"] and report["commit"] == commit] + [row]
+    rows = [other for other in report["rows"] if other[key] != row[key] and report["commit"] == commit] + [row]
     report = dict(machine=machine(), date=datetime.date.today().isoformat(), commit=commit,
-                  rows=sorted(rows, key=lambda x: x["host"]))
+                  rows=sorted(rows, key=lambda x: x[key]))
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
