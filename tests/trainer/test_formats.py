@@ -93,6 +93,19 @@ def test_json():
     reads("array_named_as_text.txt", array, READ, trains=False)
     reads("nasty.json", json.dumps([{"a": "\\\"]}", "text": 'quote " and \\ and ]'}, {"text": ""}]).encode(),
           b'quote " and \\ and ]\n', trains=False)
+    numbers_json = b"".join(b'{"n": %s, "text": "document %d"}\n' % (n, i) for i, n in enumerate(
+        (b"18446744073709551615", b"-9223372036854775809", b"123456789012345678901234567890", b"1e300")))
+    reads("long_numbers.jsonl", numbers_json, b"".join(b"document %d\n" % i for i in range(4)), trains=False)
+    reads("put_together.jsonl", MARK + LINES + MARK + LINES, READ * 2)
+    refuses("infinite.jsonl", b'{"n": 1e999, "text": "a"}\n', "is not JSON: real number overflow near '1e999'")
+    refuses("nan.jsonl", b'{"n": NaN, "text": "a"}\n', "is not JSON: invalid token near 'NaN'")
+    refuses("half.jsonl", b'{"text": "\\ud800"}\n', "is not JSON: invalid Unicode '\\uD800'")
+    refuses("nested.jsonl", b'{"a": %s%s, "text": "b"}\n' % (b"[" * 70, b"]" * 70), "nested more than 64 deep")
+    kinds = ((None, "null"), (5, "a number"), (["a"], "an array"), ({}, "an object"), (True, "true or false"))
+    for value, kind in kinds:
+        refuses("kind.jsonl", json.dumps({"text": value}).encode(), f'has no "text" that is a string, but {kind}')
+    for order in ("le", "be"):
+        refuses("wide.jsonl", LINES.decode().encode(f"utf-16-{order}"))
     refuses("story.json", b'[{"story": "once", "id": 1},\n {"story": "twice"}]', 'has no "text" that is a string',
             'but "story", "id"', trains=True)
     refuses("whole.json", b'{"data": [{"text": "a"}]}', 'has no "text"', '"data"')
@@ -115,6 +128,18 @@ def test_text():
     path = place({"only_a_mark.txt": MARK}) / "only_a_mark.txt"
     check("an empty file" in train(path, code=2), "a mark alone")
     check(convert(path)[0] is None, "a mark alone")
+    for name, data, what in (
+            ("page.html", b"<!DOCTYPE html>\n<html lang=en>", "a page of the web"),
+            ("corpus.txt", b"\r\n  <HTML><body>404</body>", "a page of the web"),
+            ("wiki", b'<mediawiki xmlns="x">\n<page>', "a dump of a wiki"),
+            ("feed.txt", b'<?xml version="1.0"?>', "XML"),
+            ("a.csv", b"id,text\n1,once", "a table by its name"),
+            ("b.TSV", b"id\ttext\n1\tonce", "a table by its name")):
+        refuses(name, data + b" upon a time\n" * 40, what, "--dataset text takes it as it is", trains=True)
+        train(place({name: data + b" upon a time\n" * 40}) / name, "--dataset", "text")
+    refuses("corpus.jsonl", MARK + b"<html>\n<h1>Please log in</h1>",
+            "a page of the web (HTML): take its text out first")
+    reads("angle.txt", b"<htmx> is no page\n" * 40, b"<htmx> is no page\n" * 40)
     bare = place({"zeros.dat": b"a\0b\n" * 99}) / "zeros.dat"
     refuses("zeros.dat", b"a\0b\n" * 99, "holds zero bytes", "--dataset text", trains=True)
     train(bare, "--dataset", "text")
@@ -141,6 +166,7 @@ def test_packed():
         refuses(f"twice.jsonl{end}", pack(whole), "packed twice")
         refuses(f"tar.tar{end}", pack(b"name" + bytes(253) + b"ustar\0" + bytes(200)), "in it a tar archive")
         refuses(f"set.parquet{end}", pack(b"PAR1" + bytes(90)), "in it a Parquet file")
+        refuses(f"page.txt{end}", pack(b"<html>" + bytes(90)), "in it a page of the web (HTML)")
         refuses(f"shard.bin{end}", pack(struct.pack("<256i", 20240520, 1, 1, *[0] * 253) + b"ab"), "plain files")
         refuses(f"behind.jsonl{end}", whole + b"garbage behind", "damaged: cannot unpack it at byte")
     if "zlib" in libraries:
@@ -154,6 +180,9 @@ def test_packed():
     if "zstd" in libraries:
         skipped = struct.pack("<II", 0x184D2A53, 5) + b"notes"
         reads("skipped.jsonl.zst", skipped + zstd(LINES) + skipped, READ, trains=False)
+        # A window of 2 GiB, of zstd --ultra --long=31: no single segment, one raw block.
+        wide = struct.pack("<IBB", 0xFD2FB528, 0, (31 - 10) << 3) + struct.pack("<I", 1 | len(LINES) << 3)[:3] + LINES
+        reads("long.jsonl.zst", wide, READ)
         wrong = bytearray(zstd(LINES))
         wrong[9] |= 6  # a reserved kind of block
         refuses("block.jsonl.zst", bytes(wrong), "damaged: cannot unpack it at byte")
@@ -166,9 +195,11 @@ def test_strangers():
         "ORC": b"ORC\x11", "Avro": b"Obj\x01\x04", "SQLite": b"SQLite format 3\0", "HDF5": b"\x89HDF\r\n\x1a\n",
         "NumPy": b"\x93NUMPY\x01\0", "zip": b"PK\x03\x04\x14", "xz": b"\xfd7zXZ\0\0\4", "bzip2": b"BZh91AY&SY",
         "lz4": b"\x04\x22\x4d\x18", "7z": b"7z\xbc\xaf\x27\x1c\0\4", "RAR": b"Rar!\x1a\x07\1\0", "PDF": b"%PDF-1.7\n",
+        "a PDF": MARK + b"%PDF-1.4\n", "PostScript": b"%!PS-Adobe-3.0\n",
         "tar": b"a" + bytes(256) + b"ustar\x0000", "ELF": b"\x7fELF\2\1\1", "PNG": b"\x89PNG\r\n\x1a\n",
         "JPEG": b"\xff\xd8\xff\xe0\0", "GIF": b"GIF89a", "RIFF": b"RIFF\0\0\0\0WAVE", "GGUF": b"GGUF\3\0\0\0",
-        "safetensors": struct.pack("<Q", 40) + b'{"a": {}}', "pickle": b"\x80\x04\x95\0\0", "Office":
+        "safetensors": struct.pack("<Q", 40) + b'{"a": {}}', "(safetensors)":
+        struct.pack("<Q", 40) + b'{ \n"a": {}}', "pickle": b"\x80\x04\x95\0\0", "Office":
         b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "RTF": b"{\\rtf1\\ansi", "Git LFS":
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n",
         "UTF-16": b"\xff\xfe" + "text".encode("utf-16-le"), "iconv -f UTF-16": b"\xfe\xff" + "text".encode("utf-16-be"),
@@ -199,6 +230,15 @@ def test_folder():
     check(found == want, found)
     said = train(folder)
     check(words in said and "a stream of documents, 4 files" in said, said)
+    beside = place({"data.jsonl": LINES, "plot.png": b"\x89PNG\r\n\x1a\n" + bytes(99), "data.jsonl~": LINES,
+                    "tool": b"\x7fELF\2", "data.jsonl.md5": b"0 data.jsonl\n", "more.jsonl.part": b"{",
+                    "sub/Thumbs.db": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"})
+    words = (": passed over: data.jsonl.md5, data.jsonl~, more.jsonl.part, plot.png (a picture (PNG)), sub/Thumbs.db, "
+             "tool (a program (ELF))")
+    found, said = convert(beside)
+    check(found == READ and words in said, found, said)
+    check(words in train(beside), "what lies beside data")
+    check("a folder without text" in train(place({"a.png": b"\x89PNG\r\n\x1a\n"}), code=2), "pictures alone")
     check("a folder without text" in train(place({"README.md": b"words\n" * 99}), code=2), "a page alone is none")
     train(place({"README.md": b"words\n" * 99}) / "README.md")  # which is meant where it is named
     shard = struct.pack("<256i", 20240520, 1, 500, *[0] * 253) + b"ab" * 500

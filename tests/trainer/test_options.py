@@ -124,6 +124,11 @@ def try_words(program):
         program.refuses(*words, "--", "--help", says="--help: one too many, after 16")
     program.refuses(*words, "--nothing-like-it", says="--nothing-like-it: unknown option (--help lists all)")
     program.refuses(*words, "-x", says="-x: unknown option")
+    program.refuses(*words, "--version=1", says="--version=1: takes no value")
+    program.refuses(*words, "--help=", says="--help=: takes no value")
+    program.refuses(*words[:-1], "", says='"": ')
+    code, text, said = program.run(*words, "--zzed")
+    check(code == 2 and "did you mean --help" not in said, program.name, "--zzed", said)
     program.refuses(*words, "--hlep", says="--hlep: unknown option; did you mean --help?")
     program.refuses(*words, "--verison", says="--verison: unknown option; did you mean --version?")
 

@@ -2,6 +2,7 @@
 #include "base/json_file.h"
 
 #include <jansson.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/files.h"
@@ -31,11 +32,11 @@ static bool fits(const char *name, const char *text, size_t bytes, const json_li
         containers += opens;
         values += opens || c == ',';
         if (depth > JSON_DEPTH)
-            return fault_set(f, "%.400s: JSON nested more than %d deep", name, JSON_DEPTH);
+            return fault_set(f, "%.400sJSON nested more than %d deep", name, JSON_DEPTH);
     }
     if (bytes <= l->bytes && containers <= l->containers && values <= l->values) return true;
     return fault_set(f,
-                     "%.400s: JSON of %zu bytes, %zu objects and arrays and %zu values; allowed "
+                     "%.400sJSON of %zu bytes, %zu objects and arrays and %zu values; allowed "
                      "are %zu, %zu and %zu",
                      name, bytes, containers, values, l->bytes, l->containers, l->values);
 }
@@ -43,9 +44,14 @@ static bool fits(const char *name, const char *text, size_t bytes, const json_li
 json_t *json_file_parse(const char *name, const char *text, size_t bytes, const json_limit *limit,
                         size_t flags, fault *f) {
     json_error_t e;
-    if (!fits(name, text, bytes, limit, f)) return NULL;
+    char place[420] = "";
+    if (name) snprintf(place, sizeof place, "%.400s: ", name);
+    if (!fits(place, text, bytes, limit, f)) return NULL;
     json_t *root = json_loadb(text, bytes, flags, &e);
-    if (!root) fault_set(f, "%.400s:%d: not JSON: %s", name, e.line, e.text);
+    if (!root && name)
+        fault_set(f, "%.400s:%d: not JSON: %s", name, e.line, e.text);
+    else if (!root)
+        fault_set(f, "not JSON: %s", e.text);
     return root;
 }
 

@@ -20,7 +20,7 @@ extern const json_limit json_of_tokens;   /* tokenizer.json, vocab.json */
 extern const json_limit json_of_document; /* a line of a data set */
 
 /* NULL and a message that begins with `name`, and has the line, where it is too much or no JSON;
-   `flags` are jansson's. */
+   without a name the message alone. `flags` are jansson's. */
 struct json_t *json_file_parse(const char *name, const char *text, size_t bytes,
                                const json_limit *limit, size_t flags, fault *f);
 

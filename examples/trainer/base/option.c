@@ -329,7 +329,7 @@ static size_t distance(const char *a, const char *b) {
 const option *option_nearest(const option *rows, size_t count, const char *name,
                              option_name *name_of) {
     const option *nearest = NULL;
-    size_t best = strlen(name) / 3 + 1;
+    size_t best = strlen(name + (strncmp(name, "--", 2) ? 0 : 2)) / 3 + 1;
     for (size_t i = 0; i < count; i++) {
         const char *candidate = name_of(&rows[i]);
         size_t far = candidate ? distance(name, candidate) : SIZE_MAX;
@@ -479,6 +479,8 @@ static void suggest(const option_command *c, const char *name, char *text, size_
 static bool unknown_fault(const option_command *c, const char *text, size_t length, fault *f) {
     char name[96], meant[128];
     snprintf(name, sizeof name, "%.*s", (int)(length < 95 ? length : 95), text);
+    if (!strcmp(name, "--help") || !strcmp(name, "--version"))
+        return fault_set(f, "%.100s: takes no value", text);
     suggest(c, name, meant, sizeof meant);
     return fault_set(f, "%s: unknown option%s (--help lists all)", name, meant);
 }
@@ -504,7 +506,8 @@ static bool stray_fault(const option_command *c, const char *before, const char 
         snprintf(meant, sizeof meant, "; did you mean --%.200s?", word);
     else if (!known && owner)
         snprintf(meant, sizeof meant, "; did you mean %s %.200s?", owner, word);
-    return fault_set(f, "%.200s: belongs to no option%s (--help lists all)", word, meant);
+    return fault_set(f, "%.200s: belongs to no option%s (--help lists all)",
+                     word[0] ? word : "\"\"", meant);
 }
 
 static bool surplus_fault(const option_command *c, const char *before, const char *word,
@@ -574,6 +577,8 @@ static bool read_words(const option_command *c, int argc, char **argv, option_ta
             if (!take_option(c, argc, argv, &i, take, to, f)) return false;
         } else if (!most) {
             return stray_fault(c, argv[i - 1], word, f);
+        } else if (!word[0]) { /* of a variable of the shell that is not set */
+            return fault_set(f, "\"\": an empty word; %s: must be a name", c->words);
         } else if (count == most && !several) {
             return surplus_fault(c, argv[i - 1], word, words[count - 1], f);
         } else {

@@ -70,17 +70,28 @@ static void name_keys(documents *d, json_t *object) {
     }
 }
 
+static const char *kind_of(const json_t *value) {
+    return json_is_null(value)     ? "null"
+           : json_is_number(value) ? "a number"
+           : json_is_array(value)  ? "an array"
+           : json_is_object(value) ? "an object"
+                                   : "true or false";
+}
+
 /* A string, or an object with a text. */
 static bool take_value(documents *d, const char *text, size_t bytes, tokenizer *t, token_list *to,
                        fault *f) {
-    fault unused;
-    json_t *root = json_file_parse(d->lines.name, text, bytes, &json_of_document,
-                                   JSON_ALLOW_NUL | JSON_DECODE_ANY, &unused);
+    fault reason;
+    json_t *root = json_file_parse(NULL, text, bytes, &json_of_document,
+                                   JSON_ALLOW_NUL | JSON_DECODE_ANY | JSON_DECODE_INT_AS_REAL,
+                                   &reason); /* other keys' integers may be of any length */
     json_t *found = json_is_string(root) ? root : json_object_get(root, "text");
     bool ok = true;
     if (!root) {
-        snprintf(d->why, sizeof d->why, "is not JSON");
-    } else if (!json_is_string(found)) {
+        snprintf(d->why, sizeof d->why, "is %.180s", reason.text);
+    } else if (found && !json_is_string(found)) {
+        snprintf(d->why, sizeof d->why, "has no \"text\" that is a string, but %s", kind_of(found));
+    } else if (!found) {
         snprintf(d->why, sizeof d->why, "has no \"text\" that is a string");
         if (json_is_object(root)) name_keys(d, root);
     } else {
@@ -248,6 +259,10 @@ static lines_result next_line(documents *d, tokenizer *t, token_list *to, fault 
     bool plain = d->format.kind == FORMAT_TEXT;
     if (r != LINES_ONE) return r;
     while (bytes && (line[bytes - 1] == '\r' || (!plain && is_space(line[bytes - 1])))) bytes--;
+    if (!plain && bytes >= 3 && !memcmp(line, "\xef\xbb\xbf", 3)) { /* of files put together */
+        line += 3;
+        bytes -= 3;
+    }
     if (!bytes) return r;
     bool ok = plain ? tokenizer_encode_document(t, line, bytes, to, f)
                     : take_value(d, line, bytes, t, to, f);

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -13,16 +14,29 @@
 #include "config/config.h"
 #include "data/unpack.h"
 
+static size_t skip_space(const char *text, size_t bytes, size_t at) {
+    while (at < bytes &&
+           (text[at] == ' ' || text[at] == '\t' || text[at] == '\r' || text[at] == '\n'))
+        at++;
+    return at;
+}
+
+/* Of the byte order mark that programs of Windows put before UTF-8. */
+static size_t mark_bytes(const char *head, size_t bytes) {
+    return bytes >= 3 && !memcmp(head, "\xef\xbb\xbf", 3) ? 3 : 0;
+}
+
 /* ---- What is no data ---- */
 
 /* First bytes of files that people have, what they are, and what to do. */
 static const struct {
     const char *bytes;
     size_t count, at;
-    const char *what, *advice;
+    const char *what, *advice; /* of pictures and such: TEXT, and a folder's are passed over */
 } strangers[] = {
 #define TO_LINES "write it as JSON lines with a \"text\" first"
 #define UNPACKED "unpack it first"
+#define TEXT     "give text"
     {"PAR1", 4, 0, "a Parquet file", TO_LINES},
     {"ARROW1", 6, 0, "an Arrow file", TO_LINES},
     {"\xff\xff\xff\xff", 4, 0, "an Arrow stream", TO_LINES},
@@ -32,7 +46,7 @@ static const struct {
     {"\x89HDF\r\n\x1a\n", 8, 0, "an HDF5 file", TO_LINES},
     {"\x93NUMPY", 6, 0, "a NumPy array", "scripts may write it as a token shard (.bin)"},
     {"PK\x03\x04", 4, 0, "a zip archive, or a file in one (.docx, .npz, .pt)", UNPACKED},
-    {"PK\x05\x06", 4, 0, "an empty zip archive", "give text"},
+    {"PK\x05\x06", 4, 0, "an empty zip archive", TEXT},
     {"\xfd"
      "7zXZ\0",
      6, 0, "packed by xz", "unpack it first (xz -d), or pack it by zstd or gzip"},
@@ -44,38 +58,53 @@ static const struct {
     {"Rar!\x1a\x07", 6, 0, "a RAR archive", UNPACKED},
     {"ustar", 5, 257, "a tar archive", "unpack it first (tar -x) and give the folder"},
     {"%PDF-", 5, 0, "a PDF", "take its text out first (pdftotext)"},
+    {"%!PS", 4, 0, "PostScript", "take its text out first (ps2ascii)"},
     {"{\\rtf", 5, 0, "an RTF document", "save it as plain text"},
     {"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", 8, 0, "an old Office document", "save it as plain text"},
     {"\x7f"
      "ELF",
-     4, 0, "a program (ELF)", "give text"},
-    {"\xca\xfe\xba\xbe", 4, 0, "a program (Java, Mach-O)", "give text"},
-    {"\xcf\xfa\xed\xfe", 4, 0, "a program (Mach-O)", "give text"},
-    {"\0asm", 4, 0, "a program (WebAssembly)", "give text"},
-    {"\x89PNG\r\n\x1a\n", 8, 0, "a picture (PNG)", "give text"},
-    {"\xff\xd8\xff", 3, 0, "a picture (JPEG)", "give text"},
-    {"GIF8", 4, 0, "a picture (GIF)", "give text"},
-    {"RIFF", 4, 0, "sound or a picture (RIFF)", "give text"},
-    {"OggS", 4, 0, "sound (Ogg)", "give text"},
-    {"fLaC", 4, 0, "sound (FLAC)", "give text"},
-    {"ID3", 3, 0, "sound (MP3)", "give text"},
-    {"ftyp", 4, 4, "a film (MP4)", "give text"},
-    {"\x1a\x45\xdf\xa3", 4, 0, "a film (Matroska)", "give text"},
-    {"GGUF", 4, 0, "a model (GGUF)", "give text"},
+     4, 0, "a program (ELF)", TEXT},
+    {"\xca\xfe\xba\xbe", 4, 0, "a program (Java, Mach-O)", TEXT},
+    {"\xcf\xfa\xed\xfe", 4, 0, "a program (Mach-O)", TEXT},
+    {"\0asm", 4, 0, "a program (WebAssembly)", TEXT},
+    {"\x89PNG\r\n\x1a\n", 8, 0, "a picture (PNG)", TEXT},
+    {"\xff\xd8\xff", 3, 0, "a picture (JPEG)", TEXT},
+    {"GIF8", 4, 0, "a picture (GIF)", TEXT},
+    {"RIFF", 4, 0, "sound or a picture (RIFF)", TEXT},
+    {"OggS", 4, 0, "sound (Ogg)", TEXT},
+    {"fLaC", 4, 0, "sound (FLAC)", TEXT},
+    {"ID3", 3, 0, "sound (MP3)", TEXT},
+    {"ftyp", 4, 4, "a film (MP4)", TEXT},
+    {"\x1a\x45\xdf\xa3", 4, 0, "a film (Matroska)", TEXT},
+    {"GGUF", 4, 0, "a model (GGUF)", TEXT},
     {"version https://git-lfs.github.com/", 35, 0, "a pointer of Git LFS, not the data themselves",
      "fetch them (git lfs pull)"},
     {"\xff\xfe\0\0", 4, 0, "text in UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"},
     {"\0\0\xfe\xff", 4, 0, "text in UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"},
     {"\xff\xfe", 2, 0, "text in UTF-16", "convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)"},
     {"\xfe\xff", 2, 0, "text in UTF-16", "convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)"},
-#undef TO_LINES
 #undef UNPACKED
+};
+
+/* First words of text that is marked up, behind white space, in small letters. A page that says
+   that the data cannot be had is one too. */
+static const struct {
+    const char *begin, *what;
+} markups[] = {
+    {"<!doctype html", "a page of the web (HTML)"},
+    {"<html", "a page of the web (HTML)"},
+    {"<head", "a page of the web (HTML)"},
+    {"<body", "a page of the web (HTML)"},
+    {"<mediawiki", "a dump of a wiki (XML)"},
+    {"<svg", "a picture (SVG)"},
+    {"<?xml", "XML"},
 };
 
 /* A length in 8 bytes, then JSON. */
 static bool is_safetensors(const char *head, size_t bytes) {
-    return bytes > 9 && !memcmp(head + 5, "\0\0\0", 3) && head[8] == '{' &&
-           (head[9] == '"' || head[9] == '}');
+    size_t at = skip_space(head, bytes, 9);
+    return bytes > at && !memcmp(head + 5, "\0\0\0", 3) && head[8] == '{' &&
+           (head[at] == '"' || head[at] == '}');
 }
 
 /* Pickles of protocol 2 to 5 begin with its number. */
@@ -83,24 +112,29 @@ static bool is_pickle(const char *head, size_t bytes) {
     return bytes > 2 && head[0] == '\x80' && head[1] >= 2 && head[1] <= 5;
 }
 
-static bool refuse(fault *f, const char *name, const char *inside, const char *what,
-                   const char *advice) {
-    return fault_set(f, "%.700s: %s%s: %s", name, inside, what, advice);
+static bool refuse(fault *f, const char *name, bool inside, const char *what, const char *advice) {
+    return fault_set(f, "%.700s: %s%s: %s", name, inside ? "in it " : "", what, advice);
 }
 
-static bool check_stranger(const char *name, const char *head, size_t bytes, bool inside,
-                           fault *f) {
-    const char *where = inside ? "in it " : "";
-    for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++)
-        if (bytes >= strangers[i].at + strangers[i].count &&
-            !memcmp(head + strangers[i].at, strangers[i].bytes, strangers[i].count))
-            return refuse(f, name, where, strangers[i].what, strangers[i].advice);
+/* A mark of UTF-8 that a careless program has put before them does not hide the bytes. */
+static bool check_stranger(file_format *to, const char *name, const char *head, size_t bytes,
+                           bool inside, fault *f) {
+    size_t mark = mark_bytes(head, bytes);
+    for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++) {
+        size_t at = strangers[i].at + mark;
+        if (bytes < at + strangers[i].count ||
+            memcmp(head + at, strangers[i].bytes, strangers[i].count))
+            continue;
+        if (!strcmp(strangers[i].advice, TEXT)) to->no_data = strangers[i].what;
+        return refuse(f, name, inside, strangers[i].what, strangers[i].advice);
+    }
     if (is_safetensors(head, bytes))
-        return refuse(f, name, where, "a model (safetensors)", "give text");
-    if (is_pickle(head, bytes))
-        return refuse(f, name, where, "a pickle of Python", "write it as JSON lines first");
+        return refuse(f, name, inside, to->no_data = "a model (safetensors)", TEXT);
+    if (is_pickle(head, bytes)) return refuse(f, name, inside, "a pickle of Python", TO_LINES);
     return true;
 }
+#undef TO_LINES
+#undef TEXT
 
 /* ---- Names ---- */
 
@@ -127,6 +161,12 @@ static bool names_json(const char *name) {
     size_t n = plain_length(name);
     return ends_with(name, n, ".jsonl") || ends_with(name, n, ".json") ||
            ends_with(name, n, ".ndjson") || ends_with(name, n, ".jsonlines");
+}
+
+/* Tables look like text, and would be trained on with their commas and quotes. */
+static bool names_table(const char *name) {
+    size_t n = plain_length(name);
+    return ends_with(name, n, ".csv") || ends_with(name, n, ".tsv");
 }
 
 static bool names_shard(const char *name) {
@@ -182,13 +222,6 @@ static bool begins_shard(const char *head, size_t bytes) {
 
 /* ---- Text and JSON ---- */
 
-static size_t skip_space(const char *text, size_t bytes, size_t at) {
-    while (at < bytes &&
-           (text[at] == ' ' || text[at] == '\t' || text[at] == '\r' || text[at] == '\n'))
-        at++;
-    return at;
-}
-
 /* { and then ", or [ and then {: as no text begins that was meant as text. */
 static bool looks_like_json(const char *text, size_t bytes, size_t at) {
     char first = text[at];
@@ -200,16 +233,29 @@ static bool looks_like_json(const char *text, size_t bytes, size_t at) {
     return next < bytes && text[next] == '"';
 }
 
+/* What is text, but not such that anybody means its very bytes, who does not say so. */
+static bool check_markup(const char *name, const char *text, size_t bytes, bool inside, fault *f) {
+    const char *what = names_table(name) ? "a table by its name" : NULL;
+    for (size_t i = 0; i < sizeof markups / sizeof *markups; i++) {
+        size_t length = strlen(markups[i].begin);
+        if (bytes >= length && !strncasecmp(text, markups[i].begin, length)) what = markups[i].what;
+    }
+    return !what ||
+           refuse(f, name, inside, what,
+                  names_json(name) ? "take its text out first"
+                                   : "take its text out first (--dataset text takes it as it is)");
+}
+
 static bool judge_text(file_format *to, const char *name, const char *head, size_t bytes,
-                       format_wish wish, fault *f) {
-    static const char mark[] = "\xef\xbb\xbf";
+                       format_wish wish, bool inside, fault *f) {
     bool json = names_json(name);
-    size_t at = bytes >= 3 && !memcmp(head, mark, 3) ? 3 : 0;
+    size_t at = mark_bytes(head, bytes);
     to->begin = (int64_t)at;
     to->is_empty = at == bytes;
     to->kind = json ? FORMAT_JSON_LINES : FORMAT_TEXT;
     at = skip_space(head, bytes, at);
     if (at == bytes) return true;
+    if (wish != FORMAT_BYTES && !check_markup(name, head + at, bytes - at, inside, f)) return false;
     char first = head[at];
     if (json && first != '{' && first != '[' && first != '"')
         return fault_set(f,
@@ -222,7 +268,8 @@ static bool judge_text(file_format *to, const char *name, const char *head, size
     bool records = json || (wish == FORMAT_RECORDS && (first == '{' || strings)) ||
                    (wish != FORMAT_BYTES && looks_like_json(head, bytes, at));
     if (records) to->kind = first == '[' ? FORMAT_JSON_ARRAY : FORMAT_JSON_LINES;
-    if (records || wish == FORMAT_BYTES || !memchr(head, 0, bytes)) return true;
+    bool wide = next < bytes && !head[next]; /* a sign in 16 bits */
+    if ((records && !wide) || wish == FORMAT_BYTES || !memchr(head, 0, bytes)) return true;
     return fault_set(f,
                      "%s: holds zero bytes, as no text in UTF-8 does: a binary file, or UTF-16 "
                      "without its mark (--dataset text takes such bytes as they are)",
@@ -232,7 +279,7 @@ static bool judge_text(file_format *to, const char *name, const char *head, size
 /* Frames that zstd's readers skip may come first. */
 static format_packing packing_of(const char *head, size_t bytes) {
     const unsigned char *b = (const unsigned char *)head;
-    if (bytes >= 3 && b[0] == 0x1f && b[1] == 0x8b) return FORMAT_GZIP;
+    if (bytes >= 2 && b[0] == 0x1f && b[1] == 0x8b) return FORMAT_GZIP;
     if (bytes < 4) return FORMAT_PLAIN;
     bool skipped = b[0] >= 0x50 && b[0] <= 0x5f && b[1] == 0x2a && b[2] == 0x4d && b[3] == 0x18;
     bool frame = b[0] == 0x28 && b[1] == 0xb5 && b[2] == 0x2f && b[3] == 0xfd;
@@ -250,9 +297,9 @@ bool format_judge(file_format *to, const char *name, const char *head, size_t by
         return true;
     }
     if (begins_shard(head, bytes)) return judge_shard(to, name, head, bytes, size, inside, f);
-    if (!check_stranger(name, head, bytes, inside, f)) return false;
+    if (!check_stranger(to, name, head, bytes, inside, f)) return false;
     if (names_shard(name) && size >= 0) return judge_shard(to, name, head, bytes, size, inside, f);
-    return judge_text(to, name, head, bytes, wish, f);
+    return judge_text(to, name, head, bytes, wish, inside, f);
 }
 
 bool format_of(file_format *to, const char *path, format_wish wish, fault *f) {

@@ -24,7 +24,8 @@ typedef struct file_format {
     int64_t begin; /* bytes before the first: a byte order mark, a shard's header */
     int width;     /* a shard's: bytes of a token */
     int64_t tokens;
-    bool is_empty; /* nothing behind the mark */
+    bool is_empty;       /* nothing behind the mark */
+    const char *no_data; /* beside a fault: what it is, where no data are ever in such a file */
 } file_format;
 
 /* How a name and first bytes that may be either are read. */

@@ -20,21 +20,21 @@ static bool is_among(const char *const *list, const char *word, size_t length) {
     return false;
 }
 
-/* What goes with data sets and is none of the data: README.md, LICENSE, LICENSE-MIT. */
+/* What goes with data sets and is none of the data: README.md, LICENSE, LICENSE-MIT, sums of files,
+   what was not fetched whole, what an editor left. */
 static bool goes_with_data(const char *path) {
     static const char *const stems[] = {"README", "LICENSE", "LICENCE",  "COPYING",
                                         "NOTICE", "AUTHORS", "CITATION", NULL};
     static const char *const endings[] = {"", "md", "txt", "rst", "html", "cff", "bib", NULL};
-    static const char *const whole[] = {"dataset_info.json",
-                                        "dataset_infos.json",
-                                        "dataset_dict.json",
-                                        "SHA256SUMS",
-                                        "MD5SUMS",
-                                        "_SUCCESS",
-                                        NULL};
+    static const char *const sums[] = {"md5",  "sha1", "sha256", "sha512",
+                                       "lock", "part", "tmp",    NULL};
+    static const char *const whole[] = {
+        "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "SHA256SUMS", "MD5SUMS",
+        "_SUCCESS",          "Thumbs.db",          "desktop.ini",       NULL};
     const char *slash = strrchr(path, '/'), *name = slash ? slash + 1 : path;
     const char *dot = strrchr(name, '.'), *ending = dot ? dot + 1 : "";
     if (is_among(whole, name, strlen(name))) return true;
+    if (is_among(sums, ending, strlen(ending)) || name[strlen(name) - 1] == '~') return true;
     return is_among(stems, name, strcspn(name, "._-")) && is_among(endings, ending, strlen(ending));
 }
 
@@ -84,6 +84,12 @@ static void notice_add(notice *n, const char *name, const char *why) {
     n->used += more > 0 ? (size_t)more : 0;
 }
 
+static void notice_add_kind(notice *n, const char *name, const char *what) {
+    char why[64];
+    snprintf(why, sizeof why, " (%.60s)", what);
+    notice_add(n, name, why);
+}
+
 static void notice_say(const notice *n, const char *path, const char *what, const listener *notes) {
     enum { NAMED = 8 };
     char more[48] = "";
@@ -130,7 +136,7 @@ static bool add_folder(format_files *to, const char *folder, int64_t dataset, no
     to->files = calloc(list.count + 1, sizeof *to->files);
     if (!to->files) ok = fault_set(f, "out of memory");
     for (size_t i = 0; ok && i < list.count; i++) {
-        file_format is;
+        file_format is = {.no_data = NULL};
         const char *name = list.names[i];
         bool other = dataset == CONFIG_BIN && !is_bin(name);
         if (goes_with_data(name) || other) {
@@ -138,8 +144,10 @@ static bool add_folder(format_files *to, const char *folder, int64_t dataset, no
             continue;
         }
         ok = files_join(path, sizeof path, folder, name, f) &&
-             format_of(&is, path, wish_of(dataset), f);
-        if (ok && is.is_empty)
+             (format_of(&is, path, wish_of(dataset), f) || is.no_data);
+        if (ok && is.no_data)
+            notice_add_kind(passed, name, is.no_data);
+        else if (ok && is.is_empty)
             notice_add(passed, name, " (empty)");
         else if (ok)
             ok = add(to, folder, name, &is, f);

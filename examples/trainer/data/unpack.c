@@ -128,7 +128,10 @@ static void zstd_close(lines_filter *filter) {
 
 static bool zstd_open(lines_filter *filter, const char *name, fault *f) {
     zstd_state *z = calloc(1, sizeof *z);
-    if (!z || !(z->context = ZSTD_createDCtx())) {
+    /* What zstd --long=31 packs: the window's room is taken as it is filled. */
+    int widest = ZSTD_dParam_getBounds(ZSTD_d_windowLogMax).upperBound;
+    if (!z || !(z->context = ZSTD_createDCtx()) ||
+        ZSTD_isError(ZSTD_DCtx_setParameter(z->context, ZSTD_d_windowLogMax, widest))) {
         free(z);
         return fault_set(f, "%s: out of memory", name);
     }
