@@ -85,6 +85,7 @@ typedef struct importer {
     const params *table;
     safetensors_tensor *tensors; /* of the table, f32 */
     bool *found;
+    json_t *listed; /* tensors that an index names and no file has had; NULL: there is none */
 } importer;
 
 static int find(const importer *x, const char *name) {
@@ -108,6 +109,7 @@ static bool same_shape(const safetensors_tensor *a, const safetensors_tensor *b)
 static bool take(importer *x, const char *path, const safetensors_tensor *t, bool tied, fault *f) {
     int place = find(x, t->name);
     size_t count = safetensors_tensor_bytes(t);
+    json_object_del(x->listed, t->name);
     if (place < 0) { /* a head that is the embedding may stand there twice */
         if (is_ignored(t->name) || (tied && !strcmp(t->name, "lm_head.weight"))) return true;
         return fault_set(f, "%s: tensor %.100s: the model has none of this name", path, t->name);
@@ -130,8 +132,11 @@ static bool take(importer *x, const char *path, const safetensors_tensor *t, boo
     case SAFETENSORS_F16:
         for (size_t i = 0; i < count / 2; i++) out[i] = nsa_f16_to_f32(half[i]);
         return true;
+    case SAFETENSORS_F64:
+        for (size_t i = 0; i < count / 8; i++) out[i] = (float)((const double *)t->data)[i];
+        return true;
     default:
-        return fault_set(f, "%s: tensor %.100s: must be F32, BF16 or F16", path, t->name);
+        return fault_set(f, "%s: tensor %.100s: must be F64, F32, BF16 or F16", path, t->name);
     }
 }
 
@@ -158,19 +163,28 @@ static bool read_file(importer *x, const char *path, bool tied, fault *f) {
     return ok;
 }
 
-/* Every file that the index names, once: those of one file follow one another or do not. */
+/* What an index names and no file has: files are missing, or of another model. */
+static bool all_listed(const importer *x, const char *index_name, fault *f) {
+    const char *tensor = json_object_iter_key(json_object_iter(x->listed));
+    return !tensor || fault_set(f, "%s: tensor %.100s: no file has it", index_name, tensor);
+}
+
+/* One file as it is, as transformers does; else every file that the index names, once: those of one
+   file follow one another or do not. */
 static bool read_files(importer *x, const char *folder, bool tied, fault *f) {
     static const char index_name[] = "model.safetensors.index.json";
     char path[PATH_ROOM];
     const char *tensor, *name;
     json_t *value;
-    if (!has_file(folder, index_name))
+    if (has_file(folder, "model.safetensors") || !has_file(folder, index_name))
         return files_join(path, sizeof path, folder, "model.safetensors", f) &&
                read_file(x, path, tied, f);
     json_t *root = import_json(folder, index_name, &json_of_tensors, f), *done = json_object();
     json_t *map = json_object_get(root, "weight_map");
     bool ok = root && (json_is_object(map) ||
                        fault_set(f, "%s: weight_map: must be an object", index_name));
+    x->listed = json_copy(map);
+    if (ok && !x->listed) ok = fault_set(f, "%s: out of memory", index_name);
     json_object_foreach(map, tensor, value) {
         name = json_string_value(value);
         if (!ok || (name && json_object_get(done, name))) continue;
@@ -180,6 +194,8 @@ static bool read_files(importer *x, const char *folder, bool tied, fault *f) {
             ok = files_join(path, sizeof path, folder, name, f) && read_file(x, path, tied, f) &&
                  !json_object_set_new(done, name, json_true());
     }
+    ok = ok && all_listed(x, index_name, f);
+    json_decref(x->listed);
     json_decref(done);
     json_decref(root);
     return ok;
@@ -220,7 +236,8 @@ bool import_model(const config *c, const char *folder, const char *out_dir, faul
         return false;
     }
     size_t length = (size_t)m.params.length;
-    importer x = {&m.params, calloc(length, sizeof *x.tensors), calloc(length, sizeof *x.found)};
+    importer x = {&m.params, calloc(length, sizeof *x.tensors), calloc(length, sizeof *x.found),
+                  NULL};
     float *values = malloc((size_t)m.params.elements * sizeof *values);
     bool ok = (x.tensors && x.found && values) || fault_set(f, "out of memory for the model");
     for (size_t i = 0; ok && i < length; i++) {

@@ -246,12 +246,20 @@ static bool add_rows(import_flags *x, const json_t *root, const row *rows, size_
 
 #define ADD_ROWS(x, root, rows, f) add_rows(x, root, rows, sizeof(rows) / sizeof *(rows), f)
 
-static void add_context(import_flags *x, const json_t *root) {
-    double context = json_number_value(json_object_get(root, "max_position_embeddings"));
-    add_number(x, "--seq-len",
-               context < 1              ? 2048
-               : context < CONTEXT_MOST ? context
-                                        : CONTEXT_MOST);
+/* A key that must be a number where it is there, and may be null. */
+static bool number_or(const json_t *object, const char *key, double other, double *to, fault *f) {
+    const json_t *v = json_object_get(object, key);
+    *to = json_is_number(v) ? json_number_value(v) : other;
+    return !v || json_is_null(v) || json_is_number(v) ||
+           fault_set(f, "config.json: %s: must be a number", key);
+}
+
+static bool add_context(import_flags *x, const json_t *root, fault *f) {
+    double context;
+    if (!number_or(root, "max_position_embeddings", 2048, &context, f)) return false;
+    if (context < 1) return fault_set(f, "config.json: max_position_embeddings: must be 1 or more");
+    add_number(x, "--seq-len", context < CONTEXT_MOST ? context : CONTEXT_MOST);
+    return true;
 }
 
 /* ---- RoPE ---------------------------------------------------------------------------------- */
@@ -272,31 +280,65 @@ static const struct {
       "attention_factor", NULL}},
 };
 
-static double number_or(const json_t *object, const char *key, double other) {
-    const json_t *v = json_object_get(object, key);
-    return json_is_number(v) ? json_number_value(v) : other;
-}
-
 /* YaRN as the trainers have it: rounded ramps, and the magnitude that follows from the factor. */
 static bool check_yarn(const json_t *scaling, double factor, fault *f) {
-    double usual = 0.1 * log(factor) + 1;
+    double usual = 0.1 * log(factor) + 1, given;
     if (json_is_false(json_object_get(scaling, "truncate")))
         return fault_set(f, "config.json: rope_scaling: truncate: must be true");
-    if (fabs(number_or(scaling, "attention_factor", usual) - usual) > 1e-6)
-        return fault_set(f, "config.json: rope_scaling: attention_factor: must be null, or %.9g",
-                         usual);
-    return true;
+    if (!number_or(scaling, "attention_factor", usual, &given, f)) return false;
+    return fabs(given - usual) <= 1e-6 ||
+           fault_set(f, "config.json: rope_scaling: attention_factor: must be null, or %.9g",
+                     usual);
+}
+
+/* The ramp between channels that turn as they did and those that turn more slowly. YaRN's has ends
+   of its own where none are given; Llama's has none. */
+static bool add_ramp(import_flags *x, const json_t *root, const json_t *scaling, double factor,
+                     fault *f) {
+    static const char *const names[2][2] = {{"beta_fast", "beta_slow"},
+                                            {"high_freq_factor", "low_freq_factor"}};
+    bool llama3 = !strcmp(x->text[x->count - 2], "--rope-scaling=llama3");
+    double trained, fast, slow;
+    if (!number_or(root, "max_position_embeddings", 0, &trained, f) ||
+        !number_or(scaling, "original_max_position_embeddings", llama3 ? 0 : trained, &trained,
+                   f) ||
+        !number_or(scaling, names[llama3][0], 0, &fast, f) ||
+        !number_or(scaling, names[llama3][1], 0, &slow, f))
+        return false;
+    if (trained < 1)
+        return fault_set(f, "config.json: rope_scaling: original_max_position_embeddings: must be "
+                            "1 or more");
+    if (llama3 && (fast <= 0 || slow <= 0))
+        return fault_set(f, "config.json: rope_scaling: %s: must be a number above 0",
+                         names[1][fast > 0]);
+    add_number(x, "--rope-trained-context", trained);
+    add_number(x, "--rope-fast", fast);
+    add_number(x, "--rope-slow", slow);
+    return llama3 || check_yarn(scaling, factor, f);
+}
+
+/* Its name, under either key; "default" where it has none. */
+static bool scaling_kind(const json_t *scaling, const char **kind, fault *f) {
+    const char *word = json_string_value(json_object_get(scaling, "rope_type"));
+    const char *older = json_string_value(json_object_get(scaling, "type"));
+    *kind = word ? word : older ? older : "default";
+    if (!word && !older && json_object_get(scaling, "factor"))
+        return fault_set(f, "config.json: rope_scaling: rope_type: must be a word");
+    return !word || !older || !strcmp(word, older) ||
+           fault_set(f,
+                     "config.json: rope_scaling: rope_type is %.60s and type is %.60s: must be "
+                     "the same",
+                     word, older);
 }
 
 static bool add_scaling(import_flags *x, const json_t *root, const json_t *scaling, fault *f) {
     static const char *const common[] = {"rope_type", "type", "rope_theta", "partial_rotary_factor",
                                          NULL};
-    const char *kind = json_string_value(json_object_get(scaling, "rope_type"));
-    if (!kind) kind = json_string_value(json_object_get(scaling, "type"));
-    if (!kind && scaling && json_object_get(scaling, "factor"))
-        return fault_set(f, "config.json: rope_scaling: rope_type: must be a word");
+    const char *kind;
+    double factor;
     size_t i = 0, count = sizeof scalings / sizeof *scalings;
-    while (i < count && strcmp(scalings[i].kind, kind ? kind : "default")) i++;
+    if (!scaling_kind(scaling, &kind, f)) return false;
+    while (i < count && strcmp(scalings[i].kind, kind)) i++;
     if (i == count)
         return fault_set(f,
                          "config.json: rope_scaling: %.60s; must be default, linear, llama3 or "
@@ -305,33 +347,41 @@ static bool add_scaling(import_flags *x, const json_t *root, const json_t *scali
     if (!check_keys(scaling, common, scalings[i].keys, "rope_scaling: ", f)) return false;
     add_word(x, "--rope-scaling", scalings[i].word);
     if (!i) return true;
-    double factor = number_or(scaling, "factor", 0);
-    double trained = number_or(scaling, "original_max_position_embeddings",
-                               number_or(root, "max_position_embeddings", 0));
-    bool llama3 = !strcmp(scalings[i].word, "llama3"), yarn = !strcmp(scalings[i].word, "yarn");
+    if (!number_or(scaling, "factor", 0, &factor, f)) return false;
     if (factor < 1) return fault_set(f, "config.json: rope_scaling: factor: must be 1 or more");
     add_number(x, "--rope-factor", factor);
-    if (!llama3 && !yarn) return true;
-    add_number(x, "--rope-trained-context", trained);
-    add_number(x, "--rope-fast", number_or(scaling, yarn ? "beta_fast" : "high_freq_factor", 0));
-    add_number(x, "--rope-slow", number_or(scaling, yarn ? "beta_slow" : "low_freq_factor", 0));
-    return !yarn || check_yarn(scaling, factor, f);
+    return !strcmp(kind, "linear") || add_ramp(x, root, scaling, factor, f);
 }
 
-/* rope_theta and rope_scaling, or both in rope_parameters, as newer files have them. */
+/* rope_theta and rope_scaling, or both in rope_parameters, as newer files have them. Where a file
+   has both, versions of transformers differ in which one counts. */
 static bool add_rope(import_flags *x, const json_t *root, fault *f) {
-    const json_t *scaling = json_object_get(root, "rope_scaling");
-    const json_t *both = json_object_get(root, "rope_parameters");
-    if (json_is_object(both)) scaling = both;
-    if (scaling && !json_is_null(scaling) && !json_is_object(scaling))
-        return fault_set(f, "config.json: rope_scaling: must be an object, or null");
-    double base = number_or(root, "rope_theta", 10000);
-    if (json_object_get(both, "rope_theta")) base = number_or(both, "rope_theta", 0);
-    if (number_or(root, "partial_rotary_factor", 1) != 1 ||
-        number_or(scaling, "partial_rotary_factor", 1) != 1)
+    static const char *const names[] = {"rope_scaling", "rope_parameters"};
+    const json_t *found[2], *scaling = NULL;
+    double base, inner, partial, share;
+    for (int i = 0; i < 2; i++) {
+        found[i] = json_object_get(root, names[i]);
+        if (found[i] && !json_is_null(found[i]) && !json_is_object(found[i]))
+            return fault_set(f, "config.json: %s: must be an object, or null", names[i]);
+        if (!json_is_object(found[i])) continue;
+        if (scaling && !json_equal(scaling, found[i]))
+            return fault_set(f, "config.json: rope_scaling and rope_parameters: must be the same, "
+                                "or one of them absent");
+        scaling = found[i];
+    }
+    if (!number_or(root, "rope_theta", 0, &base, f) ||
+        !number_or(scaling, "rope_theta", base, &inner, f) ||
+        !number_or(root, "partial_rotary_factor", 1, &partial, f) ||
+        !number_or(scaling, "partial_rotary_factor", partial, &share, f))
+        return false;
+    if (json_is_number(json_object_get(root, "rope_theta")) && inner != base)
+        return fault_set(f, "config.json: rope_theta: is there twice, and not the same");
+    if (partial != 1 || share != 1)
         return fault_set(f, "config.json: partial_rotary_factor: must be 1");
-    add_number(x, "--rope-base", base);
-    return add_scaling(x, root, json_is_object(scaling) ? scaling : NULL, f);
+    bool given = json_is_number(json_object_get(root, "rope_theta")) ||
+                 json_is_number(json_object_get(scaling, "rope_theta"));
+    add_number(x, "--rope-base", given ? inner : 10000);
+    return add_scaling(x, root, scaling, f);
 }
 
 /* ---- Models of Llama's shape --------------------------------------------------------------- */
@@ -404,7 +454,7 @@ static bool add_llama(import_flags *x, const family *m, const json_t *root, faul
         !ADD_ROWS(x, root, rows, f) || !add_heads(x, m, root, f) || !add_rope(x, root, f) ||
         (sparse && !ADD_ROWS(x, root, blocks, f)))
         return false;
-    add_context(x, root);
+    if (!add_context(x, root, f)) return false;
     add_word(x, "--mlp", "swiglu");
     add_word(x, "--rope-pairs", "halves");
     add_word(x, "--attention", sparse ? "nsa" : "full");
@@ -479,7 +529,7 @@ static bool add_own(import_flags *x, const json_t *root, fault *f) {
     const char *phi = json_string_value(json_object_get(root, "phi"));
     if (!phi) return fault_set(f, "config.json: phi: must be a word");
     if (!json_is_object(rope)) return fault_set(f, "config.json: rope: must be an object");
-    add_context(x, root);
+    if (!add_context(x, root, f)) return false;
     add_word(x, "--nsa-phi", strcmp(phi, "mean") ? phi : "avg");
     return check_keys(root, own_keys, idle_keys, "", f) &&
            check_keys(rope, rope_keys, NULL, "rope: ", f) && ADD_ROWS(x, root, rows, f) &&

@@ -251,6 +251,12 @@ class Convert(unittest.TestCase):
                                ({**LLAMA3, "novelty": 1}, "rope_scaling: novelty"),
                                ({**LLAMA3, "factor": "big"}, "factor"), ({**LLAMA3, "factor": 0.5}, "factor"),
                                ({**LLAMA3, "high_freq_factor": 0.5}, "rope_slow"),
+                               ({**LLAMA3, "low_freq_factor": 0}, "low_freq_factor: must be a number above 0"),
+                               ({**LLAMA3, "high_freq_factor": None}, "high_freq_factor: must be a number above 0"),
+                               ({**LLAMA3, "low_freq_factor": "1"}, "low_freq_factor: must be a number"),
+                               ({**LLAMA3, "original_max_position_embeddings": None}, "original_max_position"),
+                               ({**LLAMA3, "type": "linear"}, "rope_type is llama3 and type is linear"),
+                               ({"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}, "beta_fast: must be a number"),
                                ({"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}, "mscale"),
                                ({"rope_type": "yarn", "factor": 4.0, "truncate": False}, "truncate"),
                                ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}, "attention_factor"),
@@ -259,6 +265,59 @@ class Convert(unittest.TestCase):
             self.refused(words, {**LLAMA, "rope_scaling": scaling})
             new = {name: x for name, x in LLAMA.items() if not name.startswith("rope")}
             self.refused(words, {**new, "rope_parameters": {"rope_theta": 1e4, **scaling}})
+
+    def test_a_key_of_another_kind(self):
+        """What is there and is no number does not mean what an absent key means; nor does a key that is there twice."""
+        for key, value, words in (("rope_theta", "500000", "rope_theta: must be a number"),
+                                  ("rope_theta", [5e5], "rope_theta: must be a number"),
+                                  ("max_position_embeddings", "2k", "max_position_embeddings: must be a number"),
+                                  ("max_position_embeddings", 0, "max_position_embeddings: must be 1 or more"),
+                                  ("partial_rotary_factor", "1", "partial_rotary_factor: must be a number"),
+                                  ("rope_parameters", "linear", "rope_parameters: must be an object"),
+                                  ("rope_parameters", {"rope_theta": 5e5}, "rope_theta: is there twice")):
+            self.refused(words, {**LLAMA, key: value})
+        both = {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+        self.refused("rope_scaling and rope_parameters: must be the same", {**LLAMA, **both})
+        same = self.settings({**LLAMA, "rope_scaling": LLAMA3, "rope_parameters": LLAMA3})
+        self.assertEqual(same, self.settings({**LLAMA, "rope_scaling": LLAMA3}))
+
+    # ---- Files of tensors ----
+
+    def test_index(self):
+        """A file as it is stands above an index, as transformers has it; an index that names too much is refused."""
+        whole = write_model(self.room / "whole", LLAMA)
+        run("convert", "import", whole, self.room / "a")
+        names = list(weights_of(LLAMA))
+        index = whole / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {names[0]: "gone.safetensors"}}))
+        run("convert", "import", whole, self.room / "b")
+        self.assertEqual(logits(self.room / "a", self.room), logits(self.room / "b", self.room))
+        (whole / "model.safetensors").rename(whole / "all.safetensors")
+        for extra, words in ((None, ""), ("model.layers.0.foo", "tensor model.layers.0.foo: no file has it")):
+            listed = {name: "all.safetensors" for name in names + [extra] * bool(extra)}
+            index.write_text(json.dumps({"weight_map": listed}))
+            done = run("convert", "import", whole, self.room / f"c{extra}", code=1 if extra else 0)
+            self.assertIn(words, done.stderr)
+        for name in ("..\\all.safetensors/x", "/dev/zero", "a" * 300, "all.safetensors\0", "CON/all", 5, None, []):
+            index.write_text(json.dumps({"weight_map": {**listed, names[1]: name}}))
+            run("convert", "import", whole, self.room / "d", code=1)
+        self.assertFalse((self.room / "d" / "checkpoints").exists())
+
+    def test_wide_numbers(self):
+        """The same weights in f64 are the same model."""
+        narrow, wide = write_model(self.room / "narrow", LLAMA), self.room / "wide"
+        shutil.copytree(narrow, wide)
+        raw = (narrow / "model.safetensors").read_bytes()
+        length = struct.unpack("<Q", raw[:8])[0]
+        header = json.loads(raw[8:8 + length])
+        for entry in header.values():
+            entry.update(dtype="F64", data_offsets=[2 * x for x in entry["data_offsets"]])
+        text = json.dumps(header).encode()
+        data = array.array("d", array.array("f", raw[8 + length:])).tobytes()
+        (wide / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+        for folder in (narrow, wide):
+            run("convert", "import", folder, self.room / f"of_{folder.name}")
+        self.assertEqual(logits(self.room / "of_narrow", self.room), logits(self.room / "of_wide", self.room))
 
     def test_absent_keys(self):
         """They mean what transformers' class of that type takes them for."""
