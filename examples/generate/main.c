@@ -129,12 +129,10 @@ static bool put(generator *g, stop_printer *p, int32_t token, fault *f) {
     return stop_put(p, text, bytes, f) && files_end_output(f);
 }
 
-/* The prompt as it was given: without what stands before a text, or stands for none. */
-static void put_prompt(generator *g, stop_printer *p, int prompt) {
-    const tokenizer *t = g->tokenizer;
-    bool alone = prompt == 1 && g->text.ids[0] == tokenizer_end(t);
-    for (int i = alone || tokenizer_prefix(t) >= 0; i < prompt; i++)
-        sample_put(&p->out, t, g->text.ids[i]);
+/* The prompt as it was given. */
+static void put_prompt(generator *g, stop_printer *p, size_t prompt) {
+    for (size_t i = sample_unseen(g->tokenizer, g->text.ids, prompt); i < prompt; i++)
+        sample_put(&p->out, g->tokenizer, g->text.ids[i]);
 }
 
 /* Token after token, until the length, the end of the text or --stop. */
@@ -167,7 +165,7 @@ static bool generate(generator *g, fault *f) {
     bool ok = model_append(&g->model, g->text.ids, prompt, 1, g->logits, f);
     double prefilled = clock_seconds();
     nsa_reads before = g->model.reads;
-    if (ok) put_prompt(g, &out, prompt);
+    if (ok) put_prompt(g, &out, (size_t)prompt);
     ok = ok && extend(g, &out, &r, f);
     stop_flush(&out);
     stop_close(&out);

@@ -335,6 +335,40 @@ static void test_bin(void) {
     test_bad_shards();
 }
 
+/* Tokens of 32 bits: each is what the file says, up to the last that a vocabulary may have. */
+static void test_wide_bin(void) {
+    enum { TOKENS = 4000 };
+    static const int32_t first[] = {0, 65536, (1 << 24) - 5, 1 << 30, INT32_MAX - TOKENS};
+    static uint32_t tokens[TOKENS];
+    for (size_t i = 0; i < sizeof first / sizeof *first; i++) {
+        check_case("tokens from %d on", first[i]);
+        for (uint32_t k = 0; k < TOKENS; k++) tokens[k] = (uint32_t)first[i] + k;
+        write_shard(test_path("wide.bin"), (shard_header){20240801, 7, TOKENS},
+                    (const uint16_t *)(const void *)tokens, 2 * (size_t)TOKENS);
+        data_options o = options_for(CONFIG_DATASET_AUTO, test_path("wide.bin"));
+        o.vocab_size = INT32_MAX;
+        data_config.val_fraction = 0;
+        o.val_batches = 0;
+        rows r = collect(o, 1, 20);
+        for (int64_t k = 0; k < r.count * 2 * SEQ; k++)
+            CHECK(r.values[k] >= first[i] && r.values[k] - first[i] < TOKENS, "token %d",
+                  r.values[k]);
+        free_rows(&r);
+    }
+    check_case("beyond what a vocabulary may have");
+    for (int k = 0; k < TOKENS; k++) tokens[k] = 1u << 31;
+    write_shard(test_path("wide.bin"), (shard_header){20240801, 7, TOKENS},
+                (const uint16_t *)(const void *)tokens, 2 * (size_t)TOKENS);
+    data_options o = options_for(CONFIG_BIN, test_path("wide.bin"));
+    o.vocab_size = INT32_MAX;
+    data_batch b;
+    data *d = data_open(&o, &why);
+    TEST_FAULT(d && data_next(d, &b, &why), &why,
+               "wide.bin: token 2147483648 at byte &must be below the vocabulary's 2147483647; a "
+               "vocabulary has 2147483647 at most, for a token is an int32");
+    data_close(d);
+}
+
 /* ---- Documents of their own ---- */
 
 /* A shard of GPT-2's tokens, each document by itself. */
@@ -494,6 +528,7 @@ int main(void) {
     test_little_validation();
     test_fingerprint();
     test_bin();
+    test_wide_bin();
     test_isolated_shards();
     test_leaps();
     test_refusals();

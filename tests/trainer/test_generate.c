@@ -81,7 +81,7 @@ static void test_texts(const char *name) {
 static token_list whole_text(model *m, tokenizer *t, const config_sample *c, uint64_t seed) {
     token_list text;
     CHECK(sample_prompt(t, "the quick", 9, 256, &text, &why), "%s", why.text);
-    CHECK(sample_text(m, c, seed, &text, &why), "%s", why.text);
+    CHECK(sample_text(m, c, seed, tokenizer_end(t), &text, &why), "%s", why.text);
     return text;
 }
 
@@ -90,7 +90,7 @@ static void compare_whole(const char *name, tokenizer *t, const token_list *text
     char command[512];
     size_t bytes;
     FILE *file = fopen(test_path("whole"), "wb");
-    sample_print(t, text, file);
+    sample_print(t, text, 0, file);
     fputc('\n', file);
     fclose(file);
     char *want = test_read(test_path("whole"), &bytes);

@@ -1,8 +1,9 @@
 """shards: its files as llm.c's format has them, and a run on them to the bit the run on the text.
 
-usage: test_shards.py TRAINER FOLDER SHARDS. Twin: examples/shards/main.c.
+usage: test_shards.py TRAINER FOLDER SHARDS [wider]. Twin: examples/shards/main.c.
 """
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -160,6 +161,26 @@ def test_refusals():
     check(not (runs.root / "new").exists(), "a folder was made")
 
 
+def test_wider():
+    """A vocabulary beyond 2^24, trained on: the first loss is that of a guess among all. It takes 2 GB."""
+    vocab, path = (1 << 24) + 100, runs.root / "wider.bin"
+    tokens = [(1 << 24) + 5 + i % 60 for i in range(400)]
+    path.write_bytes(struct.pack("<256i", 20240801, 7, len(tokens), *[0] * 253) + struct.pack("<400I", *tokens))
+    shape = ("--dim 2 --layers 1 --heads 1 --kv-groups 1 --d-k 2 --d-v 2 --tied-embeddings --seq-len 8 --batch-size 1 "
+             "--nsa-l 4 --nsa-d 2 --nsa-l-sel 4 --nsa-n-sel 4 --nsa-w 4 --val-fraction 0 --eval-every 0").split()
+    out, _, _ = runs.train("wider", "--data", path, "--vocab-size", vocab, *shape, "--steps", 2, "--lr", "1e-2")
+    first = float((out / "training.csv").read_text().splitlines()[1].split(",")[1])
+    check(abs(first - math.log(vocab)) < 0.1, first)
+    _, _, said = runs.train("widest", "--data", path, "--vocab-size", 2**31 - 1, "--steps", 1, code=2)
+    check("no memory for" in said, said)
+    _, _, said = runs.train("too_wide", "--data", path, "--vocab-size", 2**31, "--steps", 1, code=2)
+    check("must be an integer in 0 .. 2147483647" in said, said)
+
+
+if sys.argv[4:] == ["wider"]:
+    test_wider()
+    done()
+    sys.exit()
 test_bytes()
 test_vocabulary()
 test_lines()

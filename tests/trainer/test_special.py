@@ -151,6 +151,11 @@ def test_end(vocabulary):
     data.write_text("".join(json.dumps({"text": "the thing in"}) + "\n" for _ in range(2000)))
     model, _, _ = runs.train("short", "--tokenizer", "gpt2", "--tokenizer-path", vocabulary, "--data", data,
                              "--steps", 60, "--eval-every", 0, "--lr", "1e-2")
+    for prompt in ("the", ""):
+        _, said, _ = runs.train(f"sampled{prompt}", "--tokenizer", "gpt2", "--tokenizer-path", vocabulary,
+                                "--data", data, "--steps", 60, "--eval-every", 0, "--lr", "1e-2", "--sample", 40,
+                                "--temperature", 0, "--prompt", prompt)
+        check("---- sample after training ----\nthe thing in\n----\n" in said, "the trainer's own sample", said[-300:])
     greedy = ("--temperature", "0", "--length", "40")
     text, said = write(model, "--prompt", "the", *greedy)
     check(text == "the thing in\n" and "(the end of the text)" in said, text, said)

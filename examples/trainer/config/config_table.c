@@ -29,7 +29,7 @@
     { key, OPTION_STRING, AT(field), 0, 0, words, initial, flag, env, traits, help }
 
 const option config_entries[] = {
-    INTEGER("model.vocab_size", model.vocab_size, 0, 16777216, "0", "--vocab-size", NULL, 0,
+    INTEGER("model.vocab_size", model.vocab_size, 0, INT32_MAX, "0", "--vocab-size", NULL, 0,
             "rows of the embedding; 0: as many as the tokenizer has"),
     INTEGER("model.dim", model.dim, 1, 65536, "128", "--dim", NULL, 0,
             "width of the residual stream"),
@@ -227,7 +227,7 @@ const option config_entries[] = {
            "what that text goes on from"),
     NUMBER("sample.temperature", sample.temperature, 0, 100, "0.8", "--temperature",
            CONFIG_NOT_SAVED, "0: always the likeliest token"),
-    INTEGER("sample.top_k", sample.top_k, 0, 16777216, "0", "--top-k", NULL, CONFIG_NOT_SAVED,
+    INTEGER("sample.top_k", sample.top_k, 0, INT32_MAX, "0", "--top-k", NULL, CONFIG_NOT_SAVED,
             "draw from the k likeliest; 0: from all"),
     NUMBER("sample.top_p", sample.top_p, 0, 1, "0.95", "--top-p",
            OPTION_ABOVE_MIN | CONFIG_NOT_SAVED,

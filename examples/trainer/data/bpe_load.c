@@ -11,6 +11,8 @@
 #include "base/files.h"
 #include "base/json_file.h"
 
+/* A table has a row for each id, so that one large number would ask for any amount of memory; files
+   of FILE_LIMIT hold no more tokens than TOKEN_LIMIT. */
 enum { FILE_LIMIT = 1 << 26, TOKEN_LIMIT = 1 << 24, PATH_ROOM = 2048 };
 
 /* GPT-2 spells a byte as the character of that number where it is printable in Latin-1, and the
@@ -101,8 +103,11 @@ static bool measure(bpe_vocab *v, json_t *root, const char *path, size_t *bytes,
     json_object_foreach(root, token, id) {
         json_int_t value = json_is_integer(id) ? json_integer_value(id) : -1;
         if (value < 0 || value >= TOKEN_LIMIT)
-            return fault_set(f, "%s: token \"%.60s\": its id must be an integer in 0 .. %d", path,
-                             token, TOKEN_LIMIT - 1);
+            return fault_set(
+                f,
+                "%s: token \"%.60s\": its id must be an integer in 0 .. %d: there is a "
+                "table of all ids",
+                path, token, TOKEN_LIMIT - 1);
         if (value > largest) largest = value;
         *bytes += strlen(token);
     }

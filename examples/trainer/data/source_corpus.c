@@ -78,9 +78,12 @@ static bool read_disk(corpus *c, size_t i, int64_t first, int64_t count, int32_t
     for (int64_t k = 0; k < count; k++) {
         int64_t token = token_at(c->bytes + k * p->width, p->width);
         if (token >= vocab)
-            return fault_set(f, "%s: token %lld at byte %lld: must be below the vocabulary's %lld",
-                             p->path, (long long)token, (long long)(offset + k * p->width),
-                             (long long)vocab);
+            return fault_set(
+                f, "%s: token %lld at byte %lld: must be below the vocabulary's %lld%s", p->path,
+                (long long)token, (long long)(offset + k * p->width), (long long)vocab,
+                token < INT32_MAX ? ""
+                                  : "; a vocabulary has 2147483647 at most, for a "
+                                    "token is an int32 where it is used");
         tokens[k] = (int32_t)token;
     }
     return true;

@@ -15,8 +15,8 @@ static bool before(const real *x, int32_t a, int32_t b) {
     return x[a] > x[b] || (!(x[a] < x[b]) && a < b);
 }
 
-static void sift(const real *x, int32_t *heap, int root, int count) {
-    for (int child; (child = 2 * root + 1) < count; root = child) {
+static void sift(const real *x, int32_t *heap, int64_t root, int64_t count) {
+    for (int64_t child; (child = 2 * root + 1) < count; root = child) {
         if (child + 1 < count && before(x, heap[child + 1], heap[child])) child++;
         if (!before(x, heap[child], heap[root])) return;
         int32_t held = heap[root];
@@ -85,23 +85,25 @@ void sample_discourage(real *logits, int vocab, const config_sample *c, const to
 
 /* ---- Text ---------------------------------------------------------------------------------- */
 
-static bool extend(model *m, const config_sample *c, uint64_t seed, token_list *text, real *logits,
-                   int32_t *order, fault *f) {
+static bool extend(model *m, const config_sample *c, uint64_t seed, int32_t end, token_list *text,
+                   real *logits, int32_t *order, fault *f) {
     size_t most = (size_t)model_longest(m);
     for (int64_t i = 0; i < c->length; i++) {
         size_t count = text->count < most ? text->count : most;
         if (!model_next(m, text->ids + text->count - count, (int)count, logits, f)) return false;
         sample_discourage(logits, m->config.vocab, c, text, order);
         int32_t next = sample_token(logits, m->config.vocab, c, seed, (uint64_t)i, order);
+        if (next == end) return true;
         if (!token_list_push(text, next)) return fault_set(f, "sample: out of memory");
     }
     return true;
 }
 
-bool sample_text(model *m, const config_sample *c, uint64_t seed, token_list *text, fault *f) {
+bool sample_text(model *m, const config_sample *c, uint64_t seed, int32_t end, token_list *text,
+                 fault *f) {
     real *logits = malloc((size_t)m->config.vocab * sizeof *logits);
     int32_t *order = malloc((size_t)m->config.vocab * sizeof *order);
-    bool ok = logits && order ? extend(m, c, seed, text, logits, order, f)
+    bool ok = logits && order ? extend(m, c, seed, end, text, logits, order, f)
                               : fault_set(f, "sample: out of memory");
     free(logits);
     free(order);
@@ -122,6 +124,10 @@ bool sample_prompt(tokenizer *t, const char *text, size_t bytes, int vocab, toke
                            vocab - 1);
     if (!ok) token_list_free(prompt);
     return ok;
+}
+
+size_t sample_unseen(const tokenizer *t, const int32_t *prompt, size_t count) {
+    return tokenizer_prefix(t) >= 0 || (count == 1 && prompt[0] == tokenizer_end(t));
 }
 
 /* ---- Writing ------------------------------------------------------------------------------- */
@@ -177,8 +183,8 @@ void sample_flush(sample_printer *p) {
     fflush(p->out);
 }
 
-void sample_print(const tokenizer *t, const token_list *text, FILE *out) {
+void sample_print(const tokenizer *t, const token_list *text, size_t first, FILE *out) {
     sample_printer p = {.out = out};
-    for (size_t i = 0; i < text->count; i++) sample_put(&p, t, text->ids[i]);
+    for (size_t i = first; i < text->count; i++) sample_put(&p, t, text->ids[i]);
     sample_flush(&p);
 }

@@ -24,14 +24,19 @@ int32_t sample_token(real *logits, int vocab, const config_sample *c, uint64_t s
 void sample_discourage(real *logits, int vocab, const config_sample *c, const token_list *text,
                        int32_t *order);
 
-/* Appends c->length tokens to `text`, which holds the prompt: at least one token. The context is
-   the last m->options.tokens tokens. */
-bool sample_text(model *m, const config_sample *c, uint64_t seed, token_list *text, fault *f);
+/* Appends c->length tokens to `text`, which holds the prompt: at least one token; fewer where `end`
+   is drawn, which ends a text and is not appended (-1: none does). The context is the last
+   m->options.tokens tokens. */
+bool sample_text(model *m, const config_sample *c, uint64_t seed, int32_t end, token_list *text,
+                 fault *f);
 
 /* The prompt as tokens, to be freed: as a document of training begins, so behind what the tokenizer
    puts before one; where it is empty, what separates documents. */
 bool sample_prompt(tokenizer *t, const char *text, size_t bytes, int vocab, token_list *prompt,
                    fault *f);
+
+/* How many tokens of a prompt are not printed: what stands before a text, or for none. */
+size_t sample_unseen(const tokenizer *t, const int32_t *prompt, size_t count);
 
 /* Writes tokens as text, one after another: control bytes other than newline and tab, and what is
    no UTF-8, as escapes, so that a terminal stays in order. A character whose bytes are in several
@@ -46,6 +51,7 @@ void sample_put(sample_printer *p, const tokenizer *t, int32_t token);
 void sample_put_bytes(sample_printer *p, const char *bytes, size_t count);
 void sample_flush(sample_printer *p);
 
-void sample_print(const tokenizer *t, const token_list *text, FILE *out);
+/* The tokens from the one numbered `first` on. */
+void sample_print(const tokenizer *t, const token_list *text, size_t first, FILE *out);
 
 #endif

@@ -64,12 +64,14 @@ static bool print_text(trainer *t, const token_list *list, const char *when, fau
     size_t bytes;
     FILE *out = open_memstream(&text, &bytes);
     if (!out) return fault_set(f, "out of memory");
-    sample_print(t->tokenizer, list, out);
+    sample_print(t->tokenizer, list, sample_unseen(t->tokenizer, t->prompt.ids, t->prompt.count),
+                 out);
     bool ok = !fclose(out) || fault_set(f, "out of memory");
     if (ok) {
         telemetry_say(t->telemetry, "---- sample %s training ----", when);
         telemetry_print(t->telemetry, text, bytes);
-        telemetry_say(t->telemetry, "\n----");
+        telemetry_print(t->telemetry, "\n", 1); /* which a line may not hold */
+        telemetry_say(t->telemetry, "----");
     }
     free(text);
     return ok;
@@ -84,7 +86,8 @@ static bool print_sample(trainer *t, const char *when, fault *f) {
     t->o->mark(t->o, PHASE_SAMPLE, -1);
     for (size_t i = 0; ok && i < t->prompt.count; i++)
         if (!token_list_push(&text, t->prompt.ids[i])) ok = fault_set(f, "out of memory");
-    ok = ok && sample_text(&t->model, c, t->state.seed, &text, f);
+    int32_t end = tokenizer_end(t->tokenizer);
+    ok = ok && sample_text(&t->model, c, t->state.seed, end, &text, f);
     if (ok && t->dist->rank == 0) ok = print_text(t, &text, when, f);
     token_list_free(&text);
     return ok;
