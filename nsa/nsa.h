@@ -2668,22 +2668,31 @@ typedef struct nsa__result {
     nsa__asks *asks;      /* NULL, or what to ask for meanwhile */
 } nsa__result;
 
+/* Scores of one tile, for rows of some queries: keys first .. first + n - 1, n a multiple of 16. */
+typedef struct nsa__scored {
+    int rows, n, group, first;
+    const uint64_t *mask; /* bit j of mask[r / group] is 1 if row r sees key j of the tile */
+    const int *row;       /* row r is row row[r] of what is kept for a task */
+} nsa__scored;
+
+/* The running softmax of a task's rows. */
+typedef struct nsa__running {
+    nsa_real *m; /* of every row: the largest score so far */
+    nsa_real *l; /* of every row: 16 partial sums of p */
+    nsa_real
+        *shrink; /* of the rows at hand: what earlier sums of p are to be multiplied by; written
+                         in whole vectors, so it has room for 16 more */
+} nsa__running;
+
 typedef struct nsa__tiles {
     /* c[m][n] = a[m][k] b[k][n] */
     void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
                  const nsa__result *c);
-    /* Takes n scores of one tile into the running softmax of their rows.
-         s              scores of keys first .. first + n - 1, rows `ld` apart; masked ones become
-                        the lowest number
-         p              gets exp(s - m), rows `ld_p` apart; it may be s
-         m, l           state of rows row_index[r]: the maximum, and 16 partial sums of p
-         shrink         of each row r: what earlier sums of p are to be multiplied by; written in
-                        whole vectors, so it has room for 16 more
-         mask[r/group]  bit j is 1 if row r sees key j of the tile; other keys get p = 0
-       A row that sees none of the keys keeps its state to the bit. n is a multiple of 16. */
-    void (*softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group, const uint64_t *mask,
-                    int first, const int *row_index, nsa_real *s, nsa_real *p, nsa_real *m,
-                    nsa_real *l, nsa_real *shrink);
+    /* Takes scores s, rows `ld` apart, into the running softmax. p gets exp(s - m), 0 where masked,
+       with rows `ld_p` apart; it may be s, whose masked scores become the lowest number. A row that
+       sees none of the keys keeps its state to the bit. */
+    void (*softmax)(const nsa__scored *x, ptrdiff_t ld, nsa_real *s, ptrdiff_t ld_p, nsa_real *p,
+                    const nsa__running *so_far);
     /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = m + ln l.
        A row without keys, whose l is 0, has over = 0 and lse = -inf. */
     void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over, nsa_real *lse);
@@ -2702,11 +2711,10 @@ typedef struct nsa__tiles {
        be read and written: both hold a multiple of 16 rows or numbers of them. */
     void (*transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x, ptrdiff_t ld_to,
                       nsa_real *to);
-    /* s becomes p = exp(s - lse), 0 where masked, and dp becomes ds = p (dp - delta), with lse and
-       delta of rows row_index[r] */
-    void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                     const int *row_index, const nsa_real *lse, const nsa_real *delta, nsa_real *s,
-                     nsa_real *dp);
+    /* s becomes p = exp(s - lse), 0 where masked, and dp becomes ds = p (dp - delta), rows `ld`
+       apart, with lse and delta of the task's rows */
+    void (*gradient)(const nsa__scored *x, ptrdiff_t ld, const nsa_real *lse, const nsa_real *delta,
+                     nsa_real *s, nsa_real *dp);
 } nsa__tiles;
 
 /* Products of rows of bf16. Their operands are pairs along k, their sums f32. */
@@ -3211,27 +3219,27 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
 
 /* Three loops over the rows: the maxima, the shrinks of all rows as vectors, then p and the sums.
    See nsa__tiles for the arguments. A mask of ones, which most tiles have, needs no picking. */
-NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group,
-                                        const uint64_t *mask, int first, const int *row_index,
-                                        nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
-                                        nsa_real *shrink) {
+NSA__TARGET static void NSA__T(softmax)(const nsa__scored *scored, ptrdiff_t ld, nsa_real *s,
+                                        ptrdiff_t ld_p, nsa_real *p, const nsa__running *so_far) {
     NSA__ARITHMETIC
+    const int rows = scored->rows, n = scored->n, *row = scored->row;
+    nsa_real *m = so_far->m, *l = so_far->l, *shrink = so_far->shrink;
     const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) { /* the largest so far; masked scores become the lowest */
-        const uint64_t seen = mask[r / group];
+        const uint64_t seen = scored->mask[r / scored->group];
         nsa_real *x = s + r * ld;
         NSA__V most = lowest;
         for (int j = 0; j < n; j += NSA__L) {
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
-                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+                    NSA__T(pick)(NSA__T(seen)(seen, scored->first + j), NSA__FROM(x + j), lowest);
             most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
-        nsa_real *so_far = m + row_index[r];
-        shrink[r] = *so_far;
-        *so_far = largest > *so_far ? largest : *so_far;
-        shrink[r] -= *so_far;
+        nsa_real *highest = m + row[r];
+        shrink[r] = *highest;
+        *highest = largest > *highest ? largest : *highest;
+        shrink[r] -= *highest;
     }
     /* shrink = exp(the maximum before - the maximum now) */
     for (int r = 0; r < rows; r += NSA__L)
@@ -3240,9 +3248,9 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
        lowest - lowest = 0 would make 1. Key j adds to partial sum j % 16, for vectors of any width.
      */
     for (int r = 0; r < rows; r++) {
-        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        const NSA__V most = NSA__T(splat)(m[row[r]] == NSA__LOWEST ? 0 : m[row[r]]);
         const nsa_real *x = s + r * ld;
-        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
+        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row[r] * NSA__LANES;
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
@@ -3257,21 +3265,19 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
 
 /* p = exp(s - lse), at most 1 though lse be another program's, and ds = p (dp - delta), where delta
    is dout . out - dlse. s and dp are overwritten. */
-NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
-                                         const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
-                                         nsa_real *dp) {
+NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, const nsa_real *lse,
+                                         const nsa_real *delta, nsa_real *s, nsa_real *dp) {
     NSA__ARITHMETIC
-    for (int r = 0; r < rows; r++) {
-        const uint64_t seen = mask[r / group];
-        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
-                     of_row = NSA__T(splat)(delta[row_index[r]]);
+    const int n = x->n, *row = x->row;
+    for (int r = 0; r < x->rows; r++) {
+        const uint64_t seen = x->mask[r / x->group];
+        const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
             NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) { /* ds too: what is masked may overflow, and 0 inf is NaN */
-                const NSA__I on = NSA__T(seen)(seen, first + j);
+                const NSA__I on = NSA__T(seen)(seen, x->first + j);
                 p = NSA__T(pick)(on, p, zero);
                 ds = NSA__T(pick)(on, ds, zero);
             }
@@ -3879,36 +3885,36 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
         }
 }
 
-NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group,
-                                        const uint64_t *mask, int first, const int *row_index,
-                                        nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
-                                        nsa_real *shrink) {
+NSA__TARGET static void NSA__T(softmax)(const nsa__scored *scored, ptrdiff_t ld, nsa_real *s,
+                                        ptrdiff_t ld_p, nsa_real *p, const nsa__running *so_far) {
     NSA__ARITHMETIC
+    const int rows = scored->rows, n = scored->n, *row = scored->row;
+    nsa_real *m = so_far->m, *l = so_far->l, *shrink = so_far->shrink;
     const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) {
-        const uint64_t seen = mask[r / group];
+        const uint64_t seen = scored->mask[r / scored->group];
         nsa_real *x = s + r * ld;
         NSA__V most = lowest;
         for (int j = 0; j < n; j += NSA__L) {
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
-                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+                    NSA__T(pick)(NSA__T(seen)(seen, scored->first + j), NSA__FROM(x + j), lowest);
             most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
-        nsa_real *so_far = m + row_index[r];
-        shrink[r] = *so_far;
-        *so_far = largest > *so_far ? largest : *so_far;
-        shrink[r] -= *so_far;
+        nsa_real *highest = m + row[r];
+        shrink[r] = *highest;
+        *highest = largest > *highest ? largest : *highest;
+        shrink[r] -= *highest;
     }
 
     for (int r = 0; r < rows; r += NSA__L)
         NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r) * log2e);
 
     for (int r = 0; r < rows; r++) {
-        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        const NSA__V most = NSA__T(splat)(m[row[r]] == NSA__LOWEST ? 0 : m[row[r]]);
         const nsa_real *x = s + r * ld;
-        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
+        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row[r] * NSA__LANES;
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
@@ -3921,21 +3927,19 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
     }
 }
 
-NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
-                                         const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
-                                         nsa_real *dp) {
+NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, const nsa_real *lse,
+                                         const nsa_real *delta, nsa_real *s, nsa_real *dp) {
     NSA__ARITHMETIC
-    for (int r = 0; r < rows; r++) {
-        const uint64_t seen = mask[r / group];
-        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
-                     of_row = NSA__T(splat)(delta[row_index[r]]);
+    const int n = x->n, *row = x->row;
+    for (int r = 0; r < x->rows; r++) {
+        const uint64_t seen = x->mask[r / x->group];
+        const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
             NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
-                const NSA__I on = NSA__T(seen)(seen, first + j);
+                const NSA__I on = NSA__T(seen)(seen, x->first + j);
                 p = NSA__T(pick)(on, p, zero);
                 ds = NSA__T(pick)(on, ds, zero);
             }
@@ -4526,36 +4530,36 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
         }
 }
 
-NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group,
-                                        const uint64_t *mask, int first, const int *row_index,
-                                        nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
-                                        nsa_real *shrink) {
+NSA__TARGET static void NSA__T(softmax)(const nsa__scored *scored, ptrdiff_t ld, nsa_real *s,
+                                        ptrdiff_t ld_p, nsa_real *p, const nsa__running *so_far) {
     NSA__ARITHMETIC
+    const int rows = scored->rows, n = scored->n, *row = scored->row;
+    nsa_real *m = so_far->m, *l = so_far->l, *shrink = so_far->shrink;
     const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) {
-        const uint64_t seen = mask[r / group];
+        const uint64_t seen = scored->mask[r / scored->group];
         nsa_real *x = s + r * ld;
         NSA__V most = lowest;
         for (int j = 0; j < n; j += NSA__L) {
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
-                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+                    NSA__T(pick)(NSA__T(seen)(seen, scored->first + j), NSA__FROM(x + j), lowest);
             most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
-        nsa_real *so_far = m + row_index[r];
-        shrink[r] = *so_far;
-        *so_far = largest > *so_far ? largest : *so_far;
-        shrink[r] -= *so_far;
+        nsa_real *highest = m + row[r];
+        shrink[r] = *highest;
+        *highest = largest > *highest ? largest : *highest;
+        shrink[r] -= *highest;
     }
 
     for (int r = 0; r < rows; r += NSA__L)
         NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r) * log2e);
 
     for (int r = 0; r < rows; r++) {
-        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        const NSA__V most = NSA__T(splat)(m[row[r]] == NSA__LOWEST ? 0 : m[row[r]]);
         const nsa_real *x = s + r * ld;
-        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
+        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row[r] * NSA__LANES;
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
@@ -4568,21 +4572,19 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
     }
 }
 
-NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
-                                         const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
-                                         nsa_real *dp) {
+NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, const nsa_real *lse,
+                                         const nsa_real *delta, nsa_real *s, nsa_real *dp) {
     NSA__ARITHMETIC
-    for (int r = 0; r < rows; r++) {
-        const uint64_t seen = mask[r / group];
-        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
-                     of_row = NSA__T(splat)(delta[row_index[r]]);
+    const int n = x->n, *row = x->row;
+    for (int r = 0; r < x->rows; r++) {
+        const uint64_t seen = x->mask[r / x->group];
+        const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
             NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
-                const NSA__I on = NSA__T(seen)(seen, first + j);
+                const NSA__I on = NSA__T(seen)(seen, x->first + j);
                 p = NSA__T(pick)(on, p, zero);
                 ds = NSA__T(pick)(on, ds, zero);
             }
@@ -5167,36 +5169,36 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
         }
 }
 
-NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group,
-                                        const uint64_t *mask, int first, const int *row_index,
-                                        nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
-                                        nsa_real *shrink) {
+NSA__TARGET static void NSA__T(softmax)(const nsa__scored *scored, ptrdiff_t ld, nsa_real *s,
+                                        ptrdiff_t ld_p, nsa_real *p, const nsa__running *so_far) {
     NSA__ARITHMETIC
+    const int rows = scored->rows, n = scored->n, *row = scored->row;
+    nsa_real *m = so_far->m, *l = so_far->l, *shrink = so_far->shrink;
     const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) {
-        const uint64_t seen = mask[r / group];
+        const uint64_t seen = scored->mask[r / scored->group];
         nsa_real *x = s + r * ld;
         NSA__V most = lowest;
         for (int j = 0; j < n; j += NSA__L) {
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
-                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+                    NSA__T(pick)(NSA__T(seen)(seen, scored->first + j), NSA__FROM(x + j), lowest);
             most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
-        nsa_real *so_far = m + row_index[r];
-        shrink[r] = *so_far;
-        *so_far = largest > *so_far ? largest : *so_far;
-        shrink[r] -= *so_far;
+        nsa_real *highest = m + row[r];
+        shrink[r] = *highest;
+        *highest = largest > *highest ? largest : *highest;
+        shrink[r] -= *highest;
     }
 
     for (int r = 0; r < rows; r += NSA__L)
         NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r) * log2e);
 
     for (int r = 0; r < rows; r++) {
-        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        const NSA__V most = NSA__T(splat)(m[row[r]] == NSA__LOWEST ? 0 : m[row[r]]);
         const nsa_real *x = s + r * ld;
-        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
+        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row[r] * NSA__LANES;
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
@@ -5209,21 +5211,19 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
     }
 }
 
-NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
-                                         const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
-                                         nsa_real *dp) {
+NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, const nsa_real *lse,
+                                         const nsa_real *delta, nsa_real *s, nsa_real *dp) {
     NSA__ARITHMETIC
-    for (int r = 0; r < rows; r++) {
-        const uint64_t seen = mask[r / group];
-        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
-                     of_row = NSA__T(splat)(delta[row_index[r]]);
+    const int n = x->n, *row = x->row;
+    for (int r = 0; r < x->rows; r++) {
+        const uint64_t seen = x->mask[r / x->group];
+        const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
             NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
-                const NSA__I on = NSA__T(seen)(seen, first + j);
+                const NSA__I on = NSA__T(seen)(seen, x->first + j);
                 p = NSA__T(pick)(on, p, zero);
                 ds = NSA__T(pick)(on, ds, zero);
             }
@@ -5834,36 +5834,36 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
         }
 }
 
-NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group,
-                                        const uint64_t *mask, int first, const int *row_index,
-                                        nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
-                                        nsa_real *shrink) {
+NSA__TARGET static void NSA__T(softmax)(const nsa__scored *scored, ptrdiff_t ld, nsa_real *s,
+                                        ptrdiff_t ld_p, nsa_real *p, const nsa__running *so_far) {
     NSA__ARITHMETIC
+    const int rows = scored->rows, n = scored->n, *row = scored->row;
+    nsa_real *m = so_far->m, *l = so_far->l, *shrink = so_far->shrink;
     const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) {
-        const uint64_t seen = mask[r / group];
+        const uint64_t seen = scored->mask[r / scored->group];
         nsa_real *x = s + r * ld;
         NSA__V most = lowest;
         for (int j = 0; j < n; j += NSA__L) {
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
-                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+                    NSA__T(pick)(NSA__T(seen)(seen, scored->first + j), NSA__FROM(x + j), lowest);
             most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
-        nsa_real *so_far = m + row_index[r];
-        shrink[r] = *so_far;
-        *so_far = largest > *so_far ? largest : *so_far;
-        shrink[r] -= *so_far;
+        nsa_real *highest = m + row[r];
+        shrink[r] = *highest;
+        *highest = largest > *highest ? largest : *highest;
+        shrink[r] -= *highest;
     }
 
     for (int r = 0; r < rows; r += NSA__L)
         NSA__TO(shrink + r) = NSA__T(exp2)(NSA__FROM(shrink + r) * log2e);
 
     for (int r = 0; r < rows; r++) {
-        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        const NSA__V most = NSA__T(splat)(m[row[r]] == NSA__LOWEST ? 0 : m[row[r]]);
         const nsa_real *x = s + r * ld;
-        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
+        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row[r] * NSA__LANES;
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
@@ -5876,21 +5876,19 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
     }
 }
 
-NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
-                                         const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
-                                         nsa_real *dp) {
+NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, const nsa_real *lse,
+                                         const nsa_real *delta, nsa_real *s, nsa_real *dp) {
     NSA__ARITHMETIC
-    for (int r = 0; r < rows; r++) {
-        const uint64_t seen = mask[r / group];
-        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
-                     of_row = NSA__T(splat)(delta[row_index[r]]);
+    const int n = x->n, *row = x->row;
+    for (int r = 0; r < x->rows; r++) {
+        const uint64_t seen = x->mask[r / x->group];
+        const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
             NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) {
-                const NSA__I on = NSA__T(seen)(seen, first + j);
+                const NSA__I on = NSA__T(seen)(seen, x->first + j);
                 p = NSA__T(pick)(on, p, zero);
                 ds = NSA__T(pick)(on, ds, zero);
             }
@@ -7205,6 +7203,94 @@ static nsa__schedule nsa__backward_schedule(const nsa_desc *d, nsa__branch branc
     return s;
 }
 
+/* ---- Attention: formats of operands -------------------------------------------------------------
+   Twin: kernels/tiles.cuh. Not here: products (tiles.inl), how rows are read (attend_rows.h,
+   attend_pack.h, attend_in_place.h).
+   Attention multiplies along rows, q k and dout v, and over rows, as p v and ds k. A format says
+   how a row lies and which products take it: numbers, or pairs of bf16. In rows that are multiplied
+   along, a pair is two neighbours of a row; over rows it is one column of two neighbouring rows. */
+
+/* Rows of q and k, or of dout and v. */
+typedef struct nsa__operand {
+    const nsa__tiles *tiles;
+    const nsa__pairs *pairs; /* of bf16; NULL: numbers */
+    int width, wide;         /* dim or dim_v, and rounded up to whole vectors */
+    int depth;               /* what a product sums along a row: width, or half of it in pairs */
+    int stride; /* of a row: wide, or half of it; in backward rows may lie further apart */
+    nsa_real
+        scale; /* of q k. q is loaded times it; in pairs, which would round, products have it */
+} nsa__operand;
+
+static nsa__operand nsa__operand_of(const nsa__tiles *tiles, int width, double scale) {
+    const int wide = nsa__whole_vectors(width);
+    const nsa__operand o = {tiles, NULL, width, wide, width, wide, (nsa_real)scale};
+    return o;
+}
+
+static void nsa__operand_pair(nsa__operand *o, const nsa__pairs *pairs) {
+    o->pairs = pairs;
+    o->depth = (o->width + 1) / 2;
+    o->stride = o->wide / 2;
+}
+
+/* c = scale a b, along the rows of both. The order of a sum is the same from packed keys and in
+   place, and each multiplies q by k as k by q. */
+static void nsa__product_along(const nsa__operand *o, int m, int n, const nsa__matrix *a,
+                               const nsa__matrix *b, const nsa__result *c) {
+    if (o->pairs)
+        o->pairs->gemm(m, n, o->depth, a, b, c, o->scale);
+    else
+        o->tiles->gemm(m, n, o->depth, a, b, c);
+}
+
+/* c = a b, over n rows of b. */
+static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__matrix *a,
+                              const nsa__matrix *b, const nsa__result *c) {
+    if (o->pairs)
+        o->pairs->gemm(m, o->wide, (n + 1) / 2, a, b, c, 1);
+    else
+        o->tiles->gemm(m, o->wide, n, a, b, c);
+}
+
+/* What so many rows are to such a product: rows, or pairs of them. */
+static ptrdiff_t nsa__rows_over(const nsa__operand *o, ptrdiff_t rows) {
+    return o->pairs ? rows / 2 : rows;
+}
+
+/* What a sum over rows of q lacks: the scale, if rows were not loaded times it. */
+static nsa_real nsa__sum_scale(const nsa__operand *o) {
+    return o->pairs ? o->scale : 1;
+}
+
+/* Whether n rows of a matrix are finite. */
+static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int n) {
+    int (*all_finite)(int, int, ptrdiff_t, const nsa__packed *) =
+        o->pairs ? o->pairs->all_finite : o->tiles->all_finite;
+    if (!rows->rows) return all_finite(n, o->stride, rows->row, rows->data);
+    for (int i = 0; i < n; i++)
+        if (!all_finite(1, o->stride, 0, rows->data + rows->rows[i] * rows->row)) return 0;
+    return 1;
+}
+
+/* Numbers of the format from row to row of a view, and whether products read its rows where they
+   lie: they are of the format, whole vectors, and pairs begin where a pair may lie. */
+static ptrdiff_t nsa__operand_apart(const nsa__operand *o, const nsa_tensor *x) {
+    return (ptrdiff_t)(o->pairs ? x->token / 2 : x->token);
+}
+static int nsa__is_operand(const nsa__operand *o, const nsa_tensor *x) {
+    if (o->width != o->wide) return 0;
+    if (!o->pairs) return x->dtype == NSA_REAL_DTYPE;
+    return (uintptr_t)x->data % sizeof(nsa__packed) == 0 && !((x->batch | x->token | x->head) & 1);
+}
+
+/* Copies a row, with zeros behind it. One that is not finite becomes zeros: then 0 is returned. */
+static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, nsa_dtype dtype,
+                             const void *from) {
+    if (o->pairs) return nsa__copy_finite_pairs(to, from, o->width, o->wide);
+    memset(to + o->width, 0, (size_t)(o->wide - o->width) * sizeof *to);
+    return nsa__load_finite(to, dtype, from, o->width);
+}
+
 /* ---- Attention: plan and spans ----------------------------------------------------------------
    Twin: kernels/attend_keys.cuh. Not here: packing, products.
    The branches differ in one thing: which spans of key rows a query sees (nsa__span). All else is
@@ -7234,21 +7320,15 @@ typedef struct nsa__attend_plan {
     nsa__traits is;
     nsa__schedule cut;
     nsa__attend_options options;
-    int heads;        /* head jobs of a sequence: kv heads, or heads with lists of their own */
-    int sharers;      /* jobs that read one kv head: 1, or list heads of a kv head */
-    int group;        /* query heads of a job */
-    int list_width;   /* entries of a block list */
-    int wide, wide_v; /* dim and dim_v rounded up to whole vectors */
-    const nsa__pairs *pairs;  /* products of bf16 that the machine has and the caller wants */
-    const nsa__pairs *scores; /* the same for q k if q and k are bf16, else NULL */
-    const nsa__pairs *values; /* the same for p v */
-    int depth, depth_v;       /* of q k: dim, or half of it in pairs; of dout v the same */
-    int stride;               /* of a row of q, and of a copied one of k: wide, or half of it */
-    int stride_v;             /* of a row of dout, and of a copied one of v: likewise of wide_v */
-    int stride_p;             /* backward: of a row of p and ds */
-    nsa_real scale;           /* of q k */
-    size_t shared;            /* bytes of workspace that all threads share */
-    size_t scratch;           /* bytes of workspace for each thread */
+    int heads;      /* head jobs of a sequence: kv heads, or heads with lists of their own */
+    int sharers;    /* jobs that read one kv head: 1, or list heads of a kv head */
+    int group;      /* query heads of a job */
+    int list_width; /* entries of a block list */
+    const nsa__pairs *pairs; /* products of bf16 that the machine has and the caller wants */
+    nsa__operand k, v;       /* rows of q and k, and of dout and v */
+    int stride_p;            /* backward: of a row of p and ds */
+    size_t shared;           /* bytes of workspace that all threads share */
+    size_t scratch;          /* bytes of workspace for each thread */
 } nsa__attend_plan;
 
 /* State of one branch's kernel for one (sequence, kv head). The arrays are workspace and serve one
@@ -7371,15 +7451,9 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];
     p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, nearby));
-    p.wide = nsa__whole_vectors(d->dim);
-    p.wide_v = nsa__whole_vectors(d->dim_v);
     p.pairs = nsa__pairs_of(d);
-    p.depth = d->dim;
-    p.depth_v = d->dim_v;
-    p.stride = p.wide;
-    p.stride_v = p.wide_v;
-    double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
-    p.scale = (nsa_real)scale;
+    p.k = nsa__operand_of(p.tiles, d->dim, d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim));
+    p.v = nsa__operand_of(p.tiles, d->dim_v, 1);
     return p;
 }
 
@@ -7392,16 +7466,8 @@ static void nsa__plan_pairs(nsa__attend_plan *p) {
     int scores = x->q.dtype == NSA_BF16 && x->k.dtype == NSA_BF16;
     int values = x->v.data && x->v.dtype == NSA_BF16;
     if (dx && !(scores && values)) return;
-    if (scores) {
-        p->scores = p->pairs;
-        p->depth = (p->d->dim + 1) / 2;
-        p->stride = p->wide / 2;
-    }
-    if (values) {
-        p->values = p->pairs;
-        p->depth_v = (p->d->dim_v + 1) / 2;
-        p->stride_v = p->wide_v / 2;
-    }
+    if (scores) nsa__operand_pair(&p->k, p->pairs);
+    if (values) nsa__operand_pair(&p->v, p->pairs);
 }
 
 static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {
@@ -7595,17 +7661,6 @@ static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
     return 0;
 }
 
-/* c = scale a b, scores. One of a and b holds rows of q, which are scaled when they are
-   loaded unless they are pairs: bf16 would round the scaled. The order of a sum is the same from
-   packed keys and in place, and each multiplies q by k as k by q. */
-static void nsa__score_product(const nsa__attend_plan *p, int m, int n, const nsa__matrix *a,
-                               const nsa__matrix *b, const nsa__result *c) {
-    if (p->scores)
-        p->scores->gemm(m, n, p->depth, a, b, c, p->scale);
-    else
-        p->tiles->gemm(m, n, p->depth, a, b, c);
-}
-
 /* Queries that go through a tile at once. In place they are neighbours, because there their rows
    are columns of one matrix. */
 typedef struct nsa__batch {
@@ -7615,6 +7670,7 @@ typedef struct nsa__batch {
     const int *row;       /* which of the task's rows */
     int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
     int first, last;      /* the same in whole pairs, for products where keys are rows */
+    int key, held; /* key `begin` of the tile is the sequence's `key`; the keys that there are */
 } nsa__batch;
 
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
@@ -7623,7 +7679,8 @@ typedef struct nsa__batch {
    a key keeps its lane of the partial sums, so the cut changes no bit. */
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
     const nsa__attend_plan *p = job->plan;
-    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0};
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0,
+                    0, 0};
     int most = (int)nsa__min(p->cut.batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
@@ -7636,7 +7693,15 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
     for (b.first = b.begin; !(seen >> b.first & 3);) b.first += 2;
     for (b.last = b.end; !(seen >> (b.last - 2) & 3);) b.last -= 2;
+    b.key = it->tile * p->cut.tile + b.begin;
+    b.held = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
     return b;
+}
+
+/* The batch as what its scores go to sees it. */
+static nsa__scored nsa__batch_scored(const nsa__attend_plan *p, const nsa__batch *b) {
+    const nsa__scored x = {b->rows, b->end - b->begin, p->group, b->begin, b->mask, b->row};
+    return x;
 }
 
 /* ---- Attention: prefetching ---------------------------------------------------------------------
@@ -7683,17 +7748,22 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
     }
 }
 
-/* Before row r of a tile of x is packed, asks for the row that is packed cut.pack_ahead later: of
-   x, or behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
-static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
-                          int tile_begin, int r) {
+/* K or V. */
+static const nsa_tensor *nsa__operand_view(const nsa__head_job *job, const nsa__operand *o) {
+    return o == &job->plan->k ? &job->plan->x->k : &job->plan->x->v;
+}
+
+/* Before row r of a tile of k or v is packed, asks for the row that is packed cut.pack_ahead later:
+   of the same, or behind k's last one of v. Negative r ask for the first rows. */
+static void nsa__pack_ask(const nsa__head_job *job, const nsa__operand *o, int tile_begin, int r) {
     const nsa__attend_plan *p = job->plan;
     const int ahead = r + p->cut.pack_ahead, later = ahead >= p->cut.tile;
     const int64_t key = (int64_t)tile_begin + ahead - (later ? p->cut.tile : 0);
-    const nsa_tensor *of = later ? next : x;
-    if (!of || key >= job->keys) return;
-    const int width = of == &p->x->k ? p->d->dim : p->d->dim_v;
-    nsa__fetch(nsa__key(job, of, (int)key), (size_t)width * nsa__dtype_bytes(of->dtype));
+    if (later && (o == &p->v || !(job->v || job->v_t))) return;
+    if (later) o = &p->v;
+    if (key >= job->keys) return;
+    const nsa_tensor *x = nsa__operand_view(job, o);
+    nsa__fetch(nsa__key(job, x, (int)key), (size_t)o->width * nsa__dtype_bytes(x->dtype));
 }
 
 /* Pieces that so many numbers take. */
@@ -7705,7 +7775,7 @@ static int nsa__asks_of(int64_t numbers) {
    tile's rows of k and v. */
 static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.batch_queries * p->group + 3 * p->cut.tile;
-    asks->room = rows * (nsa__asks_of(p->wide) + nsa__asks_of(p->wide_v));
+    asks->room = rows * (nsa__asks_of(p->k.wide) + nsa__asks_of(p->v.wide));
     asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
 }
 
@@ -7719,7 +7789,7 @@ static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
 /* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
 static int nsa__keys_are_far(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    const int64_t numbers = 3 * (int64_t)p->wide + 2 * (int64_t)p->wide_v; /* of a key */
+    const int64_t numbers = 3 * (int64_t)p->k.wide + 2 * (int64_t)p->v.wide; /* of a key */
     return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->cut.head_slots > NSA__FAR;
 }
 
@@ -7739,7 +7809,7 @@ static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int tra
     job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
     if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
     job->k_t = nsa__alloc_packed(a, size * p->d->dim);
-    if (rows) job->k = nsa__alloc_packed(a, size * p->wide);
+    if (rows) job->k = nsa__alloc_packed(a, size * p->k.wide);
     if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
 }
 
@@ -7747,29 +7817,30 @@ static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int tra
    another: the first clears them, the last adds them to dx. */
 static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     const nsa__attend_plan *p = job->plan;
-    size_t keys = (size_t)p->cut.tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
+    size_t keys = (size_t)p->cut.tile, wide = (size_t)p->k.wide, wide_v = (size_t)p->v.wide;
     ptrdiff_t key = tile * p->cut.tile;
     if (!job->nonfinite_keys || job->head % p->sharers) return;
     job->nonfinite_keys[tile] = 0;
-    if (job->dk) memset(job->dk + key * p->wide, 0, keys * wide * sizeof *job->dk);
-    if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
+    if (job->dk) memset(job->dk + key * p->k.wide, 0, keys * wide * sizeof *job->dk);
+    if (job->dv) memset(job->dv + key * p->v.wide, 0, keys * wide_v * sizeof *job->dv);
 }
 
-/* Fills a tile's rows and their transpose from n rows of x, as many at a time as a transpose takes.
-   Rows behind them, and non-finite ones, are zeros: products then need no short tiles. Returns the
-   mask of the non-finite ones. Either target may be NULL. */
-static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
-                               const nsa_tensor *next, int tile_begin, int n, int width, int wide,
-                               nsa__packed *rows, nsa__packed *transposed) {
+/* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
+   transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
+   short tiles. Returns the mask of the non-finite ones. Either target may be NULL. */
+static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *o, int begin,
+                                  nsa__packed *rows, nsa__packed *transposed) {
     const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *x = nsa__operand_view(job, o);
+    const int width = o->width, wide = o->wide, n = job->keys - begin;
     nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
     uint64_t nonfinite = 0;
     for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
             nsa_real *row = to + (ptrdiff_t)i * wide;
-            nsa__pack_ask(job, x, next, tile_begin, r);
+            nsa__pack_ask(job, o, begin, r);
             const int held = r < n ? width : 0;
-            if (held) nsa__load(row, x->dtype, nsa__key(job, x, tile_begin + r), width);
+            if (held) nsa__load(row, x->dtype, nsa__key(job, x, begin + r), width);
             if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
         }
         const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
@@ -7795,32 +7866,36 @@ NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
     }
 }
 
-/* As nsa__pack_rows, in pairs: of neighbouring rows, and in the transpose of neighbouring numbers
-   of a row. */
-static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x,
-                                const nsa_tensor *next, int tile_begin, int n, int width, int wide,
+/* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
+   row. */
+static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
                                 nsa__packed *rows, nsa__packed *transposed) {
-    const int tile = job->plan->cut.tile;
+    const nsa_tensor *x = nsa__operand_view(job, o);
+    const int tile = job->plan->cut.tile, wide = o->wide, n = job->keys - begin;
     nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
         nsa_real *to = row[r & 1];
-        nsa__pack_ask(job, x, next, tile_begin, r);
+        nsa__pack_ask(job, o, begin, r);
         if (r >= n)
             memset(to, 0, sizeof row[0]);
-        else if (!nsa__copy_finite_pairs(to, nsa__key(job, x, tile_begin + r), width, wide))
+        else if (!nsa__copy_operand(o, to, x->dtype, nsa__key(job, x, begin + r)))
             nonfinite |= (uint64_t)1 << r;
         if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, row[0], row[1], wide);
-        for (int c = 0; transposed && c < (width + 1) / 2; c++)
+        for (int c = 0; transposed && c < o->depth; c++)
             transposed[(ptrdiff_t)c * tile + r] = to[c];
     }
     return nonfinite;
 }
 
+static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
+                          nsa__packed *rows, nsa__packed *transposed) {
+    return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed);
+}
+
 /* Where key `key` of packed rows begins, or the pair that begins with it. */
-static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs, ptrdiff_t key,
-                                     int wide) {
-    return rows ? rows + (pairs ? key / 2 : key) * wide : NULL;
+static nsa__packed *nsa__packed_rows(const nsa__operand *o, nsa__packed *rows, ptrdiff_t key) {
+    return rows ? rows + nsa__rows_over(o, key) * o->wide : NULL;
 }
 
 /* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
@@ -7828,21 +7903,16 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
     ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth, key = tile * p->cut.tile;
-    int begin = (int)key, n = (int)nsa__min(p->cut.tile, (int64_t)job->keys - begin);
-    int dim = p->d->dim, dim_v = p->d->dim_v;
+    const nsa__operand *k = &p->k, *v = &p->v;
     (void)scratch;
-    const nsa_tensor *values = job->v || job->v_t ? &p->x->v : NULL;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
-    uint64_t nonfinite = (p->scores ? nsa__pack_pairs : nsa__pack_rows)(
-        job, &p->x->k, values, begin, n, dim, p->wide,
-        nsa__packed_rows(job->k, p->scores, key, p->wide), job->k_t + key * p->depth);
-    if (values)
-        nonfinite |= (p->values ? nsa__pack_pairs : nsa__pack_rows)(
-            job, values, NULL, begin, n, dim_v, p->wide_v,
-            nsa__packed_rows(job->v, p->values, key, p->wide_v),
-            job->v_t ? job->v_t + key * p->depth_v : NULL);
+    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, k, (int)key, r);
+    uint64_t nonfinite =
+        nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key), job->k_t + key * k->depth);
+    if (job->v || job->v_t)
+        nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
+                               job->v_t ? job->v_t + key * v->depth : NULL);
     job->nonfinite[tile] = nonfinite;
 }
 
@@ -7865,9 +7935,9 @@ static void nsa__mark_listed(const nsa__head_job *job) {
 }
 
 /* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
-static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__packed *transposed,
-                                           int width, ptrdiff_t key) {
-    return transposed + key / p->cut.tile * p->cut.tile * width + key % p->cut.tile;
+static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__operand *o,
+                                           const nsa__packed *transposed, ptrdiff_t key) {
+    return transposed + key / p->cut.tile * p->cut.tile * o->depth + key % p->cut.tile;
 }
 
 /* ---- Attention: in-place keys -----------------------------------------------------------------
@@ -7875,20 +7945,16 @@ static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa_
    Small query counts (decoding) use K and V in place, unpacked, because packing a tile would cost
    more than its products do. */
 
-/* 1 if every row of bf16 begins where a pair may lie. */
-static int nsa__rows_of_pairs(const nsa_tensor *x) {
-    return (uintptr_t)x->data % sizeof(nsa__packed) == 0 && !((x->batch | x->token | x->head) & 1);
-}
-
-/* Rows of x from key `begin` on, where they lie. From page to page and around a ring's end they do
+/* The batch's rows of x, where they lie. From page to page and around a ring's end they do
    not follow each other: `order` then says where each one lies. Without data if no product can read
    them: they are neither reals nor pairs, no whole vectors, or lie apart by what is no multiple of
    a row's stride. */
-static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor *x, int begin,
-                                      int n, int width, int wide, int pairs, int *order) {
-    nsa__matrix rows = {NULL, (ptrdiff_t)(pairs ? x->token / 2 : x->token), 1, NULL};
+static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor *x,
+                                      const nsa__operand *o, const nsa__batch *b, int *order) {
+    nsa__matrix rows = {NULL, nsa__operand_apart(o, x), 1, NULL};
+    const int begin = b->key, n = b->held;
     const nsa__packed *first = (const nsa__packed *)nsa__key(job, x, begin);
-    if ((pairs ? !nsa__rows_of_pairs(x) : x->dtype != NSA_REAL_DTYPE) || width != wide) return rows;
+    if (!nsa__is_operand(o, x)) return rows;
     for (int i = 0, some; n > nsa__rows_together(&job->rows, begin) && i < n; i += some) {
         ptrdiff_t apart = (const nsa__packed *)nsa__key(job, x, begin + i) - first;
         ptrdiff_t at = rows.row ? apart / rows.row : 0;
@@ -7898,32 +7964,6 @@ static nsa__matrix nsa__rows_in_place(const nsa__head_job *job, const nsa_tensor
         rows.rows = order;
     }
     rows.data = first;
-    return rows;
-}
-
-/* 1 if all numbers of n rows of values in place are finite. */
-static int nsa__finite_in_place(const nsa__attend_plan *p, const nsa__matrix *rows, int n) {
-    int (*all_finite)(int, int, ptrdiff_t, const nsa__packed *) =
-        p->values ? p->values->all_finite : p->tiles->all_finite;
-    if (!rows->rows) return all_finite(n, p->stride_v, rows->row, rows->data);
-    for (int i = 0; i < n; i++)
-        if (!all_finite(1, p->stride_v, 0, rows->data + rows->rows[i] * rows->row)) return 0;
-    return 1;
-}
-
-/* Copies n rows of x from key `begin` on. A non-finite row becomes zeros and sets its bit of
-   `nonfinite`. */
-static nsa__matrix nsa__rows_copied(const nsa__head_job *job, const nsa_tensor *x, int begin, int n,
-                                    int width, int wide, int pairs, nsa_real *copy,
-                                    uint64_t *nonfinite) {
-    nsa__matrix rows = {copy, pairs ? wide / 2 : wide, 1, NULL};
-    for (int i = 0; i < n; i++, copy += rows.row) {
-        const void *from = nsa__key(job, x, begin + i);
-        int all_finite = pairs ? nsa__copy_finite_pairs(copy, from, width, wide)
-                               : nsa__load_finite(copy, x->dtype, from, width);
-        if (!all_finite) *nonfinite |= (uint64_t)1 << i;
-        if (!pairs) memset(copy + width, 0, (size_t)(wide - width) * sizeof *copy);
-    }
     return rows;
 }
 
@@ -7944,6 +7984,7 @@ typedef struct nsa__in_place {
     nsa_real *rows;      /* copies of rows that no product can read in place */
     nsa__packed *paired; /* values as pairs of rows */
     int *order;          /* of rows in place that do not follow each other */
+    uint64_t nonfinite;  /* keys of the batch whose rows of k or v were copied as zeros */
     int columns; /* rows of a batch in whole vectors, and one vector more: a product reads whole
                     vectors from any row on that a batch begins with */
 } nsa__in_place;
@@ -7955,26 +7996,26 @@ static void nsa__in_place_alloc(nsa__in_place *f, const nsa__attend_plan *p, nsa
     f->s_t = nsa__alloc_reals(a, (int64_t)p->cut.tile * f->columns);
     f->order = (int *)nsa__alloc(a, p->cut.tile, sizeof *f->order);
     f->rows =
-        nsa__alloc_reals(a, (int64_t)p->cut.tile * (p->wide > p->wide_v ? p->wide : p->wide_v));
-    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->wide_v);
+        nsa__alloc_reals(a, (int64_t)p->cut.tile * (p->k.wide > p->v.wide ? p->k.wide : p->v.wide));
+    if (p->pairs) f->paired = nsa__alloc_packed(a, (int64_t)p->cut.tile / 2 * p->v.wide);
 }
 
 /* Transposes the task's queries; columns behind the last are zeros. */
 static void nsa__in_place_begin(const nsa__in_place *f, const nsa__attend_plan *p,
                                 const nsa_real *q, int rows) {
-    memset(f->q_t, 0, (size_t)p->depth * (size_t)f->columns * sizeof *f->q_t);
+    memset(f->q_t, 0, (size_t)p->k.depth * (size_t)f->columns * sizeof *f->q_t);
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < p->depth; c++)
-            f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->stride + c];
+        for (int c = 0; c < p->k.depth; c++)
+            f->q_t[(ptrdiff_t)c * f->columns + r] = q[(ptrdiff_t)r * p->k.stride + c];
 }
 
-/* s_t = k q_t for n keys from `begin` on. Before each part of the product its values and the next
+/* s_t = k q_t for the batch's keys. Before each part of the product its values and the next
    tile's keys are prefetched. Every score is the same sum in the same order as from packed keys. */
 static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *job,
                                   const nsa__tile_iter *it, const nsa__batch *b,
-                                  const nsa__matrix *keys, int begin, int n) {
+                                  const nsa__matrix *keys) {
     const nsa__attend_plan *p = job->plan;
-    int ahead = nsa__tile_iter_peek(it, job), dim = p->d->dim;
+    const int ahead = nsa__tile_iter_peek(it, job), begin = b->key, n = b->held;
     int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES;
     const nsa__matrix q_t = {f->q_t + (ptrdiff_t)b->query[0] * p->group, f->columns, 1, NULL};
     for (int i = 0; i < n; i += NSA__KEYS_AT_ONCE) {
@@ -7983,61 +8024,67 @@ static void nsa__in_place_product(const nsa__in_place *f, const nsa__head_job *j
                                keys->rows ? keys->rows + i : NULL};
         const nsa__result s_t = {
             f->s_t + (ptrdiff_t)i * f->columns, f->columns, NULL, 0, NULL, NULL};
-        nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->d->dim_v);
-        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, dim);
-        nsa__score_product(p, some, columns, &k, &q_t, &s_t);
+        nsa__fetch_rows(job, &p->x->v, begin + i, begin + i + some, p->v.width);
+        nsa__fetch_rows(job, &p->x->k, ahead + i, ahead + i + some, p->k.width);
+        nsa__product_along(&p->k, some, columns, &k, &q_t, &s_t);
     }
 }
 
-/* The batch's scores of n keys from `begin` on, as rows of s, `apart` numbers from each other. A
-   non-finite key makes a non-finite score, so keys are tested one by one, in copies, only if a
-   score is not finite. */
-static void nsa__in_place_scores(const nsa__in_place *f, const nsa__head_job *job,
-                                 const nsa__tile_iter *it, const nsa__batch *b, int begin, int n,
-                                 ptrdiff_t apart, nsa_real *s, uint64_t *nonfinite) {
+/* A copy of the batch's rows of x. A non-finite row becomes zeros and sets its bit of
+   f->nonfinite. */
+static nsa__matrix nsa__rows_copied(nsa__in_place *f, const nsa__head_job *job, const nsa_tensor *x,
+                                    const nsa__operand *o, const nsa__batch *b) {
+    nsa__matrix rows = {f->rows, o->stride, 1, NULL};
+    nsa_real *copy = f->rows;
+    for (int i = 0; i < b->held; i++, copy += o->stride)
+        if (!nsa__copy_operand(o, copy, x->dtype, nsa__key(job, x, b->key + i)))
+            f->nonfinite |= (uint64_t)1 << i;
+    return rows;
+}
+
+/* The batch's scores as rows of s, `apart` numbers from each other. A non-finite key makes a
+   non-finite score, so keys are tested one by one, in copies, only if a score is not finite. The
+   last tile may be short: of its keys only `held` exist, and masks hide the rest. */
+static void nsa__in_place_scores(nsa__in_place *f, const nsa__head_job *job,
+                                 const nsa__tile_iter *it, const nsa__batch *b, ptrdiff_t apart,
+                                 nsa_real *s) {
     const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *x = &p->x->k;
-    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, done = 0;
-    const int pairs = p->scores != NULL, dim = p->d->dim;
-    nsa__matrix k = nsa__rows_in_place(job, x, begin, n, dim, p->wide, pairs, f->order);
+    int columns = (int)nsa__ceil_div(b->rows, NSA__LANES) * NSA__LANES, n = b->held, done = 0;
+    nsa__matrix k = nsa__rows_in_place(job, &p->x->k, &p->k, b, f->order);
+    f->nonfinite = 0;
     if (k.data) {
-        nsa__in_place_product(f, job, it, b, &k, begin, n);
+        nsa__in_place_product(f, job, it, b, &k);
         done = p->tiles->all_finite(n, columns, f->columns, f->s_t);
     }
     if (!done) {
-        k = nsa__rows_copied(job, x, begin, n, dim, p->wide, pairs, f->rows, nonfinite);
-        nsa__in_place_product(f, job, it, b, &k, begin, n);
+        k = nsa__rows_copied(f, job, &p->x->k, &p->k, b);
+        nsa__in_place_product(f, job, it, b, &k);
     }
     p->tiles->transpose(n, b->rows, f->columns, f->s_t, apart, s);
     for (int r = 0; n < b->end - b->begin && r < b->rows; r++, s += apart)
         for (int i = n; i < b->end - b->begin; i++) s[i] = 0;
 }
 
-/* out = out * shrink + p v for n keys from `begin` on. Non-finite rows of values come from copies,
-   as zeros. For more rows than a piece has, values of bf16 are paired ahead. */
-static void nsa__in_place_sums(const nsa__in_place *f, const nsa__head_job *job, int begin, int n,
-                               int rows, const nsa__matrix *weights, const nsa__result *out,
-                               uint64_t *nonfinite) {
+/* out = out * shrink + p v for the batch's keys. Non-finite rows of values come from copies, as
+   zeros. For more rows than a piece has, values of bf16 are paired ahead. */
+static void nsa__in_place_sums(nsa__in_place *f, const nsa__head_job *job, const nsa__batch *b,
+                               const nsa__matrix *weights, const nsa__result *out) {
     const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *x = &p->x->v;
-    const int pairs = p->values != NULL, dim_v = p->d->dim_v, wide_v = p->wide_v;
-    const int ahead = pairs && rows > NSA__PIECE_ROWS;
-    const nsa__matrix paired = {f->paired, wide_v, 1, NULL};
-    nsa__matrix v = nsa__rows_in_place(job, x, begin, n, dim_v, wide_v, pairs, f->order);
+    const nsa__operand *o = &p->v;
+    const int ahead = o->pairs && b->rows > NSA__PIECE_ROWS, n = b->held;
+    const nsa__matrix paired = {f->paired, o->wide, 1, NULL};
+    nsa__matrix v = nsa__rows_in_place(job, &p->x->v, o, b, f->order);
     int done = 0;
     if (v.data)
-        done =
-            ahead ? p->values->pair_rows(n, wide_v, &v, f->paired) : nsa__finite_in_place(p, &v, n);
+        done = ahead ? o->pairs->pair_rows(n, o->wide, &v, f->paired) : nsa__finite_rows(o, &v, n);
     if (!done) {
-        v = nsa__rows_copied(job, x, begin, n, dim_v, wide_v, pairs, f->rows, nonfinite);
-        if (ahead) p->values->pair_rows(n, wide_v, &v, f->paired);
+        v = nsa__rows_copied(f, job, &p->x->v, o, b);
+        if (ahead) o->pairs->pair_rows(n, o->wide, &v, f->paired);
     }
-    if (ahead)
-        p->values->gemm(rows, wide_v, (n + 1) / 2, weights, &paired, out, 1);
-    else if (pairs)
-        p->values->gemm_singles(rows, wide_v, n, weights, &v, out);
+    if (o->pairs && !ahead)
+        o->pairs->gemm_singles(b->rows, o->wide, n, weights, &v, out);
     else
-        p->tiles->gemm(rows, wide_v, n, weights, &v, out);
+        nsa__product_over(o, b->rows, n, weights, ahead ? &paired : &v, out);
 }
 
 /* ---- Attention: heads and queries ---------------------------------------------------------------
@@ -8089,58 +8136,51 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
 
 /* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
    look at all rows costs little more than at one of them. */
-static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, int stride,
-                                nsa_real *x, unsigned char *nonfinite) {
-    if (p->tiles->all_finite(rows, wide, stride, x)) return;
-    for (int r = 0; r < rows; r++, x += stride) {
-        if (p->tiles->all_finite(1, wide, 0, x)) continue;
-        memset(x, 0, (size_t)wide * sizeof *x);
+static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
+                                unsigned char *nonfinite) {
+    if (o->tiles->all_finite(rows, o->wide, o->stride, x)) return;
+    for (int r = 0; r < rows; r++, x += o->stride) {
+        if (o->tiles->all_finite(1, o->wide, 0, x)) continue;
+        memset(x, 0, (size_t)o->wide * sizeof *x);
         nonfinite[r] = 1;
     }
 }
 
-/* Loads the rows of a task's queries, times factor, with zeros up to `wide`, `stride` apart. A row
-   with a non-finite value becomes zeros, and its nonfinite[r] is set. */
-static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
-                              const nsa_tensor *x, int width, int wide, int stride, nsa_real factor,
-                              nsa_real *to, unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    int rows = it->queries * p->group, in_place = nsa__rows_of_reals(x, width);
+/* Loads the rows of a task's queries, times the operand's scale, with zeros behind them. A row with
+   a non-finite value becomes zeros, and its nonfinite[r] is set. */
+static void nsa__load_numbers(const nsa__head_job *job, const nsa__tile_iter *it,
+                              const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
+                              unsigned char *nonfinite) {
+    const int rows = it->queries * job->plan->group, width = o->width, wide = o->wide,
+              in_place = nsa__rows_of_reals(x, width);
     for (int r = 0; r < rows; r++) {
-        nsa_real *row = to + (ptrdiff_t)r * stride;
+        nsa_real *row = to + (ptrdiff_t)r * o->stride;
         const void *from = nsa__query_row(job, it, x, r);
         nsa__fetch_query(job, it, x, width, r);
         if (!in_place) {
             nsa__load(row, x->dtype, from, width);
             memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
         }
-        p->tiles->scale(wide, factor, in_place ? (const nsa_real *)from : row, row);
+        o->tiles->scale(wide, o->scale, in_place ? (const nsa_real *)from : row, row);
     }
-    nsa__zero_nonfinite(p, rows, wide, stride, to, nonfinite);
+    nsa__zero_nonfinite(o, rows, to, nonfinite);
 }
 
 /* The same as pairs, which are not multiplied. */
-static void nsa__load_query_pairs(const nsa__head_job *job, const nsa__tile_iter *it,
-                                  const nsa_tensor *x, int width, int wide, int stride,
-                                  nsa_real *to, unsigned char *nonfinite) {
+static void nsa__load_pairs(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
+                            const nsa__operand *o, nsa_real *to, unsigned char *nonfinite) {
     int rows = it->queries * job->plan->group;
-    for (int r = 0; r < rows; r++, to += stride) {
-        nsa__fetch_query(job, it, x, width, r);
-        if (!nsa__copy_finite_pairs(to, nsa__query_row(job, it, x, r), width, wide))
-            nonfinite[r] = 1;
+    for (int r = 0; r < rows; r++, to += o->stride) {
+        nsa__fetch_query(job, it, x, o->width, r);
+        if (!nsa__copy_operand(o, to, x->dtype, nsa__query_row(job, it, x, r))) nonfinite[r] = 1;
     }
 }
 
-/* q for products: pairs, or numbers times scale. */
-static void nsa__load_q(const nsa__head_job *job, const nsa__tile_iter *it, nsa_real *to,
-                        unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *q = &p->x->q;
-    int dim = p->d->dim;
-    if (p->scores)
-        nsa__load_query_pairs(job, it, q, dim, p->wide, p->stride, to, nonfinite);
-    else
-        nsa__load_queries(job, it, q, dim, p->wide, p->stride, p->scale, to, nonfinite);
+/* Rows of q or dout as products take them. */
+static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
+                              const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
+                              unsigned char *nonfinite) {
+    (o->pairs ? nsa__load_pairs : nsa__load_numbers)(job, it, x, o, to, nonfinite);
 }
 
 /* lse of a row. If it is not finite, the result is 0 and the row is marked. That marks
@@ -8303,8 +8343,8 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
             some = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
-    f->q = nsa__alloc_reals(a, rows * p->wide);
-    f->out = nsa__alloc_reals(a, rows * p->wide_v);
+    f->q = nsa__alloc_reals(a, rows * p->k.wide);
+    f->out = nsa__alloc_reals(a, rows * p->v.wide);
     f->m = nsa__alloc_reals(a, rows + NSA__LANES);
     f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
     f->shrink = nsa__alloc_reals(a, some + NSA__LANES);
@@ -8323,28 +8363,29 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     int rows = f->iter.queries * p->group;
     int ended = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES; /* as tiles->finish does */
     memset(f->nonfinite, 0, (size_t)rows);
-    memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
+    memset(f->out, 0, (size_t)rows * (size_t)p->v.wide * sizeof *f->out);
     memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
     for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
-    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
+    nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
     if (job->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
 }
 
-/* Where the scores of a batch go, of keys from `keys` on, and how far apart its rows are. If lists
-   are selected, they stay in the task's scores; rows of a batch of cmp are neighbours. */
+/* Where the scores of a batch go, and how far apart its rows are. If lists are selected, they stay
+   in the task's scores; rows of a batch of cmp are neighbours. */
 static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_plan *p,
-                                     const nsa__batch *b, int keys, ptrdiff_t *apart) {
+                                     const nsa__batch *b, ptrdiff_t *apart) {
     *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->cut.tile;
-    return p->options.select ? f->scoring.s + b->row[0] * *apart + keys : f->s;
+    return p->options.select ? f->scoring.s + b->row[0] * *apart + b->key : f->s;
 }
 
-/* f->s = p, the softmax so far of n scores s, as pairs if v is. l sums p before it is rounded. */
+/* f->s = p, the softmax so far of scores s, as pairs if v is. l sums p before it is rounded. */
 static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
-                                 int n, nsa_real *s, ptrdiff_t apart) {
+                                 nsa_real *s, ptrdiff_t apart) {
     const nsa__attend_plan *p = job->plan;
-    p->tiles->softmax(b->rows, n, apart, p->cut.tile, p->group, b->mask, b->begin, b->row, s, f->s,
-                      f->m, f->l, f->shrink);
-    if (p->values) p->values->round_rows(b->rows, n, p->cut.tile, f->s);
+    const nsa__scored x = nsa__batch_scored(p, b);
+    const nsa__running so_far = {f->m, f->l, f->shrink};
+    p->tiles->softmax(&x, apart, s, p->cut.tile, f->s, &so_far);
+    if (p->v.pairs) p->v.pairs->round_rows(x.rows, x.n, p->cut.tile, f->s);
 }
 
 /* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
@@ -8365,42 +8406,34 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
 /* s = q k^T, with q scaled; p = softmax so far; out = out * shrink + p v */
 static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int tile = p->cut.tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
-    const nsa__matrix q = {f->q, p->stride, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
+    const nsa__operand *k = &p->k, *v = &p->v;
+    int tile = p->cut.tile, cut = b->first - b->begin;
+    const nsa__matrix q = {f->q, k->stride, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
     ptrdiff_t apart;
-    nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
+    nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
     const nsa__result s = {scores, apart, NULL, 0, NULL, NULL};
-    nsa__score_product(p, b->rows, n, &q, &k_t, &s);
-    nsa__forward_softmax(f, job, b, n, scores, apart);
-    int cut = b->first - b->begin, held = b->last - b->first;
-    const nsa__matrix weights = {f->s + (p->values ? cut / 2 : cut), tile, 1, NULL};
-    const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys + cut, p->wide_v), p->wide_v, 1,
-                           NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
-    if (p->values)
-        p->values->gemm(b->rows, p->wide_v, held / 2, &weights, &v, &out, 1);
-    else
-        p->tiles->gemm(b->rows, p->wide_v, held, &weights, &v, &out);
+    nsa__product_along(k, b->rows, b->end - b->begin, &q, &k_t, &s);
+    nsa__forward_softmax(f, job, b, scores, apart);
+    const nsa__matrix weights = {f->s + nsa__rows_over(v, cut), tile, 1, NULL};
+    const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key + cut), v->wide, 1, NULL};
+    const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink, NULL};
+    nsa__product_over(v, b->rows, b->last - b->first, &weights, &values, &out);
     nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
 }
 
-/* The same from keys and values in place. The last tile may be short there: of n keys only `held`
-   exist, and masks hide the rest. */
+/* The same from keys and values in place. */
 static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *job,
                                         const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int n = b->end - b->begin, keys = f->iter.tile * p->cut.tile + b->begin;
-    int held = (int)nsa__min(n, job->keys - (int64_t)keys);
-    uint64_t nonfinite = 0;
     ptrdiff_t apart;
-    nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
-    nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, apart, scores, &nonfinite);
-    nsa__forward_softmax(f, job, b, n, scores, apart);
+    nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
+    nsa__in_place_scores(&f->in_place, job, &f->iter, b, apart, scores);
+    nsa__forward_softmax(f, job, b, scores, apart);
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
-    nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
-    nsa__forward_note(f, job, b, nonfinite << b->begin);
+    const nsa__result out = {f->out, p->v.wide, b->row, 1, f->shrink, NULL};
+    nsa__in_place_sums(&f->in_place, job, b, &weights, &out);
+    nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
 }
 
 /* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
@@ -8412,8 +8445,8 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     const nsa_tensor *out = &p->x->out;
     void *row = nsa__query_row(job, &f->iter, out, r);
     int in_place = nsa__rows_of_reals(out, p->d->dim_v);
-    nsa_real *sums = f->out + (ptrdiff_t)r * p->wide_v, *to = in_place ? (nsa_real *)row : sums;
-    p->tiles->scale(p->wide_v, over, sums, to);
+    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
+    p->tiles->scale(p->v.wide, over, sums, to);
     if (over != 0 && f->nonfinite[r]) {
         for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
         lse = nsa__nan();
@@ -8477,7 +8510,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
         if (p->d->count <= p->cut.in_place_max) continue;
         nsa__alloc_keys(job, shared, 0, 0);
-        job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->wide_v);
+        job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
     }
     return few;
 }
@@ -8533,7 +8566,7 @@ static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *te
         work += keys * jobs[i].seq.count;
         jobs[i].heads = n;
     }
-    some.threads = nsa__threads_for(team->threads, work * p->group * (p->wide + p->wide_v));
+    some.threads = nsa__threads_for(team->threads, work * p->group * (p->k.wide + p->v.wide));
     nsa__run(&some, n, nsa__forward_task, jobs);
 }
 
@@ -8606,22 +8639,22 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
             some = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
-    f->q = nsa__alloc_reals(a, rows * p->stride);
-    f->dq = nsa__alloc_reals(a, rows * p->wide);
-    f->dout = nsa__alloc_reals(a, rows * p->stride_v);
+    f->q = nsa__alloc_reals(a, rows * p->k.stride);
+    f->dq = nsa__alloc_reals(a, rows * p->k.wide);
+    f->dout = nsa__alloc_reals(a, rows * p->v.stride);
     f->lse = nsa__alloc_reals(a, rows);
     f->delta = nsa__alloc_reals(a, rows);
     f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
-    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->wide);
-    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->wide_v);
+    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->k.wide);
+    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->v.wide);
     nsa__asks_alloc(&f->asks, p, of_tile);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
     f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
-    f->paired = nsa__alloc_packed(of_tile, (some + 1) / 2 * nsa__max(p->wide, p->wide_v));
+    f->paired = nsa__alloc_packed(of_tile, (some + 1) / 2 * nsa__max(p->k.wide, p->v.wide));
 }
 
 /* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
@@ -8640,31 +8673,17 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
    factor of p and ds later. */
 static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
-    nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v, g = nsa__backward_gate(f, job, r);
-    if (p->values) {
+    nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride, g = nsa__backward_gate(f, job, r);
+    if (p->v.pairs) {
         f->gate[r] = g;
         if (nsa__is_finite((double)g)) return 1;
         f->gate[r] = 0;
     } else {
-        p->tiles->scale(p->wide_v, g, dout, dout);
+        p->tiles->scale(p->v.wide, g, dout, dout);
         return g;
     }
     f->nonfinite[r] = 1;
     return 0;
-}
-
-/* Loads q and dout of all rows. */
-static void nsa__backward_load(nsa__backward *f, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *dout = &p->dx->out;
-    int dim_v = p->d->dim_v;
-    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
-    if (p->values)
-        nsa__load_query_pairs(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, f->dout,
-                              f->nonfinite);
-    else
-        nsa__load_queries(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, 1, f->dout,
-                          f->nonfinite);
 }
 
 /* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
@@ -8673,7 +8692,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     const nsa__attend_plan *p = job->plan;
     const nsa__tile_iter *it = &f->iter;
     const nsa_tensor *of_out = &p->x->out, *of_dout = &p->dx->out;
-    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v;
+    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride;
     int dim_v = p->d->dim_v;
     nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
     nsa__fetch_query(job, it, of_out, dim_v, r);
@@ -8681,14 +8700,14 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     const int in_place = nsa__rows_of_reals(of_out, dim_v);
     if (!in_place) {
         nsa__load(out, of_out->dtype, row, dim_v);
-        memset(out + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *out);
+        memset(out + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *out);
     }
-    if (p->values || f->nonfinite[r]) {
+    if (p->v.pairs || f->nonfinite[r]) {
         nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
-        memset(again + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *again);
+        memset(again + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *again);
         dout = again;
     }
-    return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->wide_v);
+    return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->v.wide);
 }
 
 /* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a
@@ -8701,8 +8720,9 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
-    memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
-    nsa__backward_load(f, job);
+    memset(f->dq, 0, (size_t)rows * (size_t)p->k.wide * sizeof *f->dq);
+    nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
+    nsa__load_queries(job, &f->iter, &p->dx->out, &p->v, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         nsa_real dot = nsa__backward_dot(f, job, r);
         if (options->dots)
@@ -8711,8 +8731,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
         f->delta[r] = dot;
     }
     /* a gate may be NaN, and its product with dout too large */
-    if (options->gate && !p->values)
-        nsa__zero_nonfinite(p, rows, p->wide_v, p->stride_v, f->dout, f->nonfinite);
+    if (options->gate && !p->v.pairs) nsa__zero_nonfinite(&p->v, rows, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
@@ -8737,85 +8756,69 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
     }
 }
 
-/* The gradients' products of a batch, from p, ds and the operands of nsa__backward_batch, in pairs.
-   Both p and ds are paired by row for dv and dk, and ds by key for dq. */
-static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job,
-                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
-                                const nsa__result *dq, const nsa__result *dk,
-                                const nsa__result *dv) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa__pairs *pairs = p->pairs;
-    int ld = p->stride_p, n = b->end - b->begin, rows = b->rows, half = (rows + 1) / 2;
-    int cut = b->first - b->begin, keys = b->last - b->first;
+/* In pairs p or ds of a batch becomes pairs by row, times the gate; `by_row`, which may be NULL,
+   gets pairs by key. */
+static void nsa__backward_round(const nsa__backward *f, const nsa__attend_plan *p,
+                                const nsa__batch *b, nsa_real *x, nsa__packed *by_row) {
     const nsa_real *gate = p->options.gate ? f->gate : NULL;
-    if (job->dv) {
-        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
-        pairs->round_pairs(rows, n, ld, b->row, gate, f->p, NULL);
-        const nsa__matrix right = {f->paired, p->wide_v, 1, NULL};
-        pairs->pair_rows(rows, p->wide_v, dout, f->paired);
-        pairs->gemm(keys, p->wide_v, half, &p_t, &right, dv, 1);
-    }
-    if (job->dk || p->dx->q.data) pairs->round_pairs(rows, n, ld, b->row, gate, f->ds, f->ds_rows);
-    if (job->dk) {
-        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
-        const nsa__matrix right = {f->paired, p->wide, 1, NULL};
-        pairs->pair_rows(rows, p->wide, q, f->paired);
-        pairs->gemm(keys, p->wide, half, &ds_t, &right, dk, 1);
-    }
-    if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->cut.tile + b->first;
-        const nsa__matrix ds = {f->ds_rows + cut / 2, ld / 2, 1, NULL};
-        const nsa__matrix k = {job->k + first / 2 * p->wide, p->wide, 1, NULL};
-        pairs->gemm(rows, p->wide, keys / 2, &ds, &k, dq, 1);
-    }
+    if (!p->v.pairs) return;
+    p->v.pairs->round_pairs(b->rows, b->end - b->begin, p->stride_p, b->row, gate, x, by_row);
 }
 
-/* The same in f32. */
-static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job,
-                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
-                                const nsa__result *dq, const nsa__result *dk,
-                                const nsa__result *dv) {
+/* Rows of a batch of q or dout as a product over them takes them. */
+static nsa__matrix nsa__backward_rows(const nsa__backward *f, const nsa__operand *o,
+                                      const nsa__batch *b, const nsa_real *x) {
+    const nsa__matrix rows = {x, o->stride, 1, b->row}, paired = {f->paired, o->wide, 1, NULL};
+    if (!o->pairs) return rows;
+    o->pairs->pair_rows(b->rows, o->wide, &rows, f->paired);
+    return paired;
+}
+
+/* The gradients' products of a batch from p and ds: dv += p^T dout, dk += ds^T q, dq += ds k */
+static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
+                                   const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int ld = p->stride_p, rows = b->rows, cut = b->first - b->begin, keys = b->last - b->first;
+    const nsa__operand *k = &p->k, *v = &p->v;
+    const int ld = p->stride_p, cut = b->first - b->begin, keys = b->last - b->first;
+    const ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * p->cut.tile + b->first;
     if (job->dv) {
         const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
-        p->tiles->gemm(keys, p->wide_v, rows, &p_t, dout, dv);
+        const nsa__result dv = {f->dv + share * v->wide, v->wide, NULL, f->add, NULL, &f->asks};
+        nsa__backward_round(f, p, b, f->p, NULL);
+        const nsa__matrix dout = nsa__backward_rows(f, v, b, f->dout);
+        nsa__product_over(v, keys, b->rows, &p_t, &dout, &dv);
     }
+    if (job->dk || p->dx->q.data) nsa__backward_round(f, p, b, f->ds, f->ds_rows);
     if (job->dk) {
         const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
-        p->tiles->gemm(keys, p->wide, rows, &ds_t, q, dk);
+        const nsa__result dk = {f->dk + share * k->wide, k->wide, NULL, f->add, NULL, &f->asks};
+        const nsa__matrix q = nsa__backward_rows(f, k, b, f->q);
+        nsa__product_over(k, keys, b->rows, &ds_t, &q, &dk);
     }
     if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->cut.tile + b->first;
-        const nsa__matrix ds = {f->ds + cut, ld, 1, NULL};
-        const nsa__matrix k = {job->k + first * p->wide, p->wide, 1, NULL};
-        p->tiles->gemm(rows, p->wide, keys, &ds, &k, dq);
+        const nsa__packed *by_row = k->pairs ? f->ds_rows : f->ds;
+        const nsa__matrix ds = {by_row + nsa__rows_over(k, cut), nsa__rows_over(k, ld), 1, NULL};
+        const nsa__matrix rows = {nsa__packed_rows(k, job->k, b->key + cut), k->wide, 1, NULL};
+        const nsa__result dq = {f->dq, k->wide, b->row, 1, NULL, &f->asks};
+        nsa__product_over(k, b->rows, keys, &ds, &rows, &dq);
     }
 }
 
-/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta);
-   dv += p^T dout, dk += ds^T q, dq += ds k */
+/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta), then the gradients' products */
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int tile = p->cut.tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
-    ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
-    ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
-    const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
-    const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
-    nsa__asks *asks = &f->asks;
-    const nsa__result s = {f->p, ld, NULL, 0, NULL, asks}, dp = {f->ds, ld, NULL, 0, NULL, asks};
-    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, asks};
-    const nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, asks};
-    const nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, asks};
-    nsa__score_product(p, rows, n, &q, &k_t, &s);
-    if (p->values)
-        p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
-    else
-        p->tiles->gemm(rows, n, p->depth_v, &dout, &v_t, &dp);
-    p->tiles->gradient(rows, n, ld, p->group, b->mask, b->begin, b->row, f->lse, f->delta, f->p,
-                       f->ds);
-    (p->values ? nsa__backward_pairs : nsa__backward_reals)(f, job, b, &q, &dout, &dq, &dk, &dv);
+    const nsa__operand *k = &p->k, *v = &p->v;
+    const nsa__scored x = nsa__batch_scored(p, b);
+    const int tile = p->cut.tile, ld = p->stride_p;
+    const nsa__matrix q = {f->q, k->stride, 1, b->row}, dout = {f->dout, v->stride, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
+    const nsa__matrix v_t = {nsa__key_columns(p, v, job->v_t, b->key), tile, 1, NULL};
+    const nsa__result s = {f->p, ld, NULL, 0, NULL, &f->asks},
+                      dp = {f->ds, ld, NULL, 0, NULL, &f->asks};
+    nsa__product_along(k, x.rows, x.n, &q, &k_t, &s);
+    nsa__product_along(v, x.rows, x.n, &dout, &v_t, &dp);
+    p->tiles->gradient(&x, ld, f->lse, f->delta, f->p, f->ds);
+    nsa__backward_products(f, job, b);
     nsa__backward_note(f, job, b);
 }
 
@@ -8825,11 +8828,11 @@ static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     const nsa_tensor *to = &p->dx->q;
     int dim = p->d->dim, rows = to->data ? f->iter.queries * p->group : 0;
     for (int r = 0; r < rows; r++) {
-        nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
+        nsa_real *dq = f->dq + (ptrdiff_t)r * p->k.wide;
         nsa__fetch_query(job, &f->iter, to, dim, r);
         if (!f->reads[r / p->group]) continue;
         for (int c = 0; f->nonfinite[r] && c < dim; c++) dq[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->scale, dq, dim);
+        nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->k.scale, dq, dim);
     }
 }
 
@@ -8867,17 +8870,17 @@ static void nsa__backward_ask_ahead(nsa__backward *f, const nsa__head_job *job, 
     const int64_t key = (int64_t)it->tile * p->cut.tile, next = key + p->cut.tile + from;
     const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->cut.batch_queries);
     if (!from)
-        nsa__ask(&f->asks, nsa__packed_rows(job->k, p->scores, key, p->wide),
-                 (p->scores ? p->cut.tile / 2 : p->cut.tile) * p->wide);
+        nsa__ask(&f->asks, nsa__packed_rows(&p->k, job->k, key),
+                 nsa__rows_over(&p->k, p->cut.tile) * p->k.wide);
     if (it->tile + 1 < it->tile_end) {
-        nsa__ask(&f->asks, job->k_t + next * p->depth, some * p->depth);
-        nsa__ask(&f->asks, job->v_t + next * p->depth_v, some * p->depth_v);
+        nsa__ask(&f->asks, job->k_t + next * p->k.depth, some * p->k.depth);
+        nsa__ask(&f->asks, job->v_t + next * p->v.depth, some * p->v.depth);
     }
     for (int reader = (int)nsa__max(f->asked, at); reader < end; reader++)
         for (int g = 0; g < p->group; g++) {
             const ptrdiff_t r = (ptrdiff_t)it->list[reader] * p->group + g;
-            nsa__ask(&f->asks, f->q + r * p->stride, p->depth);
-            nsa__ask(&f->asks, f->dout + r * p->stride_v, p->depth_v);
+            nsa__ask(&f->asks, f->q + r * p->k.stride, p->k.depth);
+            nsa__ask(&f->asks, f->dout + r * p->v.stride, p->v.depth);
         }
     f->asked = (int)nsa__max(f->asked, end);
 }
@@ -8891,8 +8894,8 @@ static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i,
     const int64_t from = p->cut.tile * i / queries, some = p->cut.tile * end / queries - from;
     const int64_t key = tile * p->cut.tile + from;
     f->asks.next = f->asks.count = 0;
-    if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->wide_v, some * p->wide_v);
-    if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->wide, some * p->wide);
+    if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->v.wide, some * p->v.wide);
+    if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->k.wide, some * p->k.wide);
     if (p->is.lists && nsa__keys_are_far(job))
         nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
 }
@@ -8912,10 +8915,10 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
         int whole = b.last - b.first == p->cut.tile;
         if (!f->add && !whole) {
-            memset(f->dk + newest * p->cut.tile * p->wide, 0,
-                   keys * (size_t)p->wide * sizeof *f->dk);
-            memset(f->dv + newest * p->cut.tile * p->wide_v, 0,
-                   keys * (size_t)p->wide_v * sizeof *f->dv);
+            memset(f->dk + newest * p->cut.tile * p->k.wide, 0,
+                   keys * (size_t)p->k.wide * sizeof *f->dk);
+            memset(f->dv + newest * p->cut.tile * p->v.wide, 0,
+                   keys * (size_t)p->v.wide * sizeof *f->dv);
             f->add = 1;
         }
         nsa__backward_ask(f, job, i, i + b.queries, soon);
@@ -8933,7 +8936,7 @@ NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
 static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int32_t oldest = f->oldest, tile = f->held_tile[oldest];
-    int n = p->cut.tile * p->wide, n_v = p->cut.tile * p->wide_v;
+    int n = p->cut.tile * p->k.wide, n_v = p->cut.tile * p->v.wide;
     if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
     if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
     job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
@@ -8975,20 +8978,21 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
 }
 
 /* Adds a tile's sum to dk or dv. Keys that a NaN row has read get NaN. */
-static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to, int tile,
-                                  nsa_real factor, nsa_real *sum, int width, int wide) {
+static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to,
+                                  const nsa__operand *o, int tile, nsa_real factor, nsa_real *sum) {
     const nsa__attend_plan *p = job->plan;
     int begin = tile * p->cut.tile, end = (int)nsa__min((int64_t)begin + p->cut.tile, job->keys);
     for (int key = begin; sum && key < end; key++) {
-        nsa_real *row = sum + (ptrdiff_t)key * wide;
-        nsa__fetch_key(job, to, width, key, end);
-        for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < width; c++)
+        nsa_real *row = sum + (ptrdiff_t)key * o->wide;
+        nsa__fetch_key(job, to, o->width, key, end);
+        for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < o->width; c++)
             row[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__key(job, to, key), factor, row, width);
+        nsa__add(to->dtype, nsa__key(job, to, key), factor, row, o->width);
     }
 }
 
-/* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. */
+/* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. q was loaded
+   times scale, in pairs as it is. */
 static void nsa__key_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
@@ -8996,10 +9000,8 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
     (void)scratch;
     if (job->head % p->sharers != p->sharers - 1) return;
     if (job->listed && !job->listed[tile]) return;
-    /* q was loaded times scale, in pairs as it is */
-    const nsa_real factor = p->scores ? p->scale : 1;
-    nsa__key_gradient_add(job, &p->dx->k, tile, factor, job->dk, p->d->dim, p->wide);
-    nsa__key_gradient_add(job, &p->dx->v, tile, 1, job->dv, p->d->dim_v, p->wide_v);
+    nsa__key_gradient_add(job, &p->dx->k, &p->k, tile, nsa__sum_scale(&p->k), job->dk);
+    nsa__key_gradient_add(job, &p->dx->v, &p->v, tile, 1, job->dv);
 }
 
 /* The turns of these jobs' tasks. nsa__backward_heads sets `tasks` when it knows the queries. */
@@ -9021,8 +9023,8 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
         *job = nsa__job_make(p);
         job->progress = progress;
         nsa__alloc_keys(job, shared, 1, 1);
-        job->dk = nsa__alloc_reals(shared, tiles * p->cut.tile * p->wide);
-        job->dv = nsa__alloc_reals(shared, tiles * p->cut.tile * p->wide_v);
+        job->dk = nsa__alloc_reals(shared, tiles * p->cut.tile * p->k.wide);
+        job->dv = nsa__alloc_reals(shared, tiles * p->cut.tile * p->v.wide);
         job->nonfinite_keys = (uint64_t *)nsa__alloc(shared, tiles, sizeof *job->nonfinite_keys);
         if (p->dx && !p->dx->k.data) job->dk = NULL;
         if (p->dx && !p->dx->v.data) job->dv = NULL;
@@ -9045,8 +9047,8 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
         nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
     p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
     nsa__plan_pairs(&p);
-    p.stride = nsa__apart(p.stride);
-    p.stride_v = nsa__apart(p.stride_v);
+    p.k.stride = nsa__apart(p.k.stride);
+    p.v.stride = nsa__apart(p.v.stride);
     p.stride_p = nsa__apart(p.cut.tile);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};
@@ -9413,7 +9415,7 @@ static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, n
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     nsa__scoring_alloc(&f->scoring, p, a);
-    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->q = nsa__alloc_reals(a, rows * p->k.wide);
     f->lse = nsa__alloc_reals(a, rows);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
@@ -9430,15 +9432,15 @@ static void nsa__select_task(const void *context, int64_t nth, void *scratch) {
     nsa__tile_iter_begin(&f.iter, job, nth);
     int rows = f.iter.queries * p->group;
     memset(f.nonfinite, 0, (size_t)rows);
-    nsa__load_q(job, &f.iter, f.q, f.nonfinite);
+    nsa__load_queries(job, &f.iter, &p->x->q, &p->k, f.q, f.nonfinite);
     for (int r = 0; r < rows; r++) f.lse[r] = nsa__load_lse(job, &f.iter, r, f.nonfinite);
-    const nsa__matrix q = {f.q, p->stride, 1, NULL};
+    const nsa__matrix q = {f.q, p->k.stride, 1, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         ptrdiff_t key = (ptrdiff_t)tile * p->cut.tile;
-        const nsa__matrix k_t = {job->k_t + key * p->depth, p->cut.tile, 1, NULL};
+        const nsa__matrix k_t = {job->k_t + key * p->k.depth, p->cut.tile, 1, NULL};
         const nsa__result scores = {
             f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL};
-        nsa__score_product(p, rows, p->cut.tile, &q, &k_t, &scores);
+        nsa__product_along(&p->k, rows, p->cut.tile, &q, &k_t, &scores);
     }
     nsa__select_queries(job, &f.iter, &f.scoring, f.lse, f.nonfinite);
 }
@@ -9550,7 +9552,7 @@ static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__ar
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->stride = nsa__ceil_div(nsa_slc_count(p->d, p->d->tokens), NSA__LANES) * NSA__LANES;
-    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->q = nsa__alloc_reals(a, rows * p->k.wide);
     f->s = nsa__alloc_reals(a, rows * p->cut.tile);
     f->scores = nsa__alloc_reals(a, p->cut.task_queries * f->stride);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
@@ -9643,7 +9645,7 @@ static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const ns
     nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
     memset(f->nonfinite, 0, (size_t)rows);
-    nsa__load_queries(job, &f->iter, &x->q, p->d->dim, p->wide, p->wide, 1, f->q, f->nonfinite);
+    nsa__load_queries(job, &f->iter, &x->q, &p->k, f->q, f->nonfinite);
     for (int r = 0; x->weights.data && r < rows; r++) {
         nsa_real weight;
         nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, r), 1);
@@ -9664,12 +9666,12 @@ static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
     nsa__arena a = {(char *)scratch, 0};
     nsa__scorer_alloc(&f, p, &a);
     nsa__scorer_begin(&f, job, x, nth);
-    const nsa__matrix q = {f.q, p->wide, 1, NULL};
+    const nsa__matrix q = {f.q, p->k.wide, 1, NULL};
     const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->cut.tile * p->d->dim, p->cut.tile,
                                  1, NULL};
-        p->tiles->gemm(f.iter.queries * p->group, p->cut.tile, p->d->dim, &q, &k_t, &products);
+        nsa__product_along(&p->k, f.iter.queries * p->group, p->cut.tile, &q, &k_t, &products);
         for (int i = 0; i < f.iter.queries; i++) nsa__scorer_tile(&f, job, x, i, tile);
     }
     for (int i = 0; i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
@@ -9691,6 +9693,7 @@ static nsa__branch nsa__scorer_keys(const nsa_desc *d) {
 static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
     nsa__attend_plan p =
         nsa__attend_plan_of(x, NULL, d, nsa__scorer_keys(d), 1, nsa__heads_near(d));
+    p.k.scale = 1;
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};

@@ -15,18 +15,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LINES = {"tiles.inl": 720}  # of a file; 750 elsewhere
 PARAMETERS = 6
 LONG = {
-    "NSA__T(columns)": 8, "NSA__T(gradient)": 11, "NSA__T(piece)": 9, "NSA__T(product)": 8, "NSA__T(round_pairs)":
-    7, "NSA__T(softmax)": 13, "nsa__backward_pairs": 8, "nsa__backward_reals": 8, "nsa__chain_branch_backward": 7,
-    "nsa__chain_compress_backward": 7, "nsa__chain_heads_backward": 7, "nsa__compress_go": 7,
-    "nsa__in_place_product": 7, "nsa__in_place_scores": 9, "nsa__in_place_sums": 8, "nsa__key_gradient_add": 7,
-    "nsa__load_queries": 9, "nsa__load_query_pairs": 8, "nsa__pack_pairs": 9, "nsa__pack_rows": 9,
-    "nsa__rows_copied": 9, "nsa__rows_in_place": 8, "nsa_decode": 7}
+    "NSA__T(columns)": 8, "NSA__T(piece)": 9, "NSA__T(product)": 8, "NSA__T(round_pairs)": 7,
+    "nsa__chain_branch_backward": 7, "nsa__chain_compress_backward": 7, "nsa__chain_heads_backward": 7,
+    "nsa__compress_go": 7, "nsa_decode": 7}
 # Where a branch may be told from another: its rule for spans, and its row of traits.
 SPANS = {"nsa__span", "nsa__span_begin", "nsa__span_end"}
 FUNCTION = re.compile(r"^(?:static|NSA_API|NSA__\w+)\b[^;={}()]*(?:\([^()]*\)[^;={}()]*)??"
                       r"\b(nsa_\w+|NSA__T\(\w+\))\(([^;{}]*)\)\s*\{(.*?)^\}", re.M | re.S)
 BRANCH_TEST = re.compile(r"\bbranch [!=]= NSA__")
-FORMAT = re.compile(r"(?:\bp|->|\bplan)(?:->|\.)(?:scores|values|pairs)\b|\bpairs \?|\(!?pairs\b")
+FORMAT = re.compile(r"(?:->|\.)pairs\b")  # outside operand.h, whose subject they are
 PREFETCH = re.compile(r"\bnsa__(?:fetch|ask|pack_ask|gate_fetch)\w*\(|NSA__PREFETCH|\basks\b")
 
 

@@ -54,6 +54,7 @@ extern "C" {
 #include "compress.h"
 #include "lists.h"
 #include "schedule.h"
+#include "operand.h"
 #include "attend_plan.h"
 #include "attend_tiles.h"
 #include "prefetch.h"

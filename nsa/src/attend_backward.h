@@ -41,22 +41,22 @@ static void nsa__backward_alloc(nsa__backward *f, const nsa__attend_plan *p, nsa
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
             some = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, of_tile);
-    f->q = nsa__alloc_reals(a, rows * p->stride);
-    f->dq = nsa__alloc_reals(a, rows * p->wide);
-    f->dout = nsa__alloc_reals(a, rows * p->stride_v);
+    f->q = nsa__alloc_reals(a, rows * p->k.stride);
+    f->dq = nsa__alloc_reals(a, rows * p->k.wide);
+    f->dout = nsa__alloc_reals(a, rows * p->v.stride);
     f->lse = nsa__alloc_reals(a, rows);
     f->delta = nsa__alloc_reals(a, rows);
     f->p = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->ds = nsa__alloc_reals(of_tile, some * p->stride_p);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
     f->reads = (unsigned char *)nsa__alloc(a, p->cut.task_queries, 1);
-    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->wide);
-    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->wide_v);
+    f->dk = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->k.wide);
+    f->dv = nsa__alloc_reals(a, (int64_t)NSA__HELD * p->cut.tile * p->v.wide);
     nsa__asks_alloc(&f->asks, p, of_tile);
     if (!p->pairs) return;
     f->gate = nsa__alloc_reals(a, rows);
     f->ds_rows = nsa__alloc_packed(of_tile, some * p->stride_p / 2);
-    f->paired = nsa__alloc_packed(of_tile, (some + 1) / 2 * nsa__max(p->wide, p->wide_v));
+    f->paired = nsa__alloc_packed(of_tile, (some + 1) / 2 * nsa__max(p->k.wide, p->v.wide));
 }
 
 /* The gate of a row's dout: out = sum_c g[c] out_c  =>  dout_c = g[c] dout. */
@@ -75,31 +75,17 @@ static nsa_real nsa__backward_gate(const nsa__backward *f, const nsa__head_job *
    factor of p and ds later. */
 static nsa_real nsa__backward_scale(nsa__backward *f, const nsa__head_job *job, int r) {
     const nsa__attend_plan *p = job->plan;
-    nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v, g = nsa__backward_gate(f, job, r);
-    if (p->values) {
+    nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride, g = nsa__backward_gate(f, job, r);
+    if (p->v.pairs) {
         f->gate[r] = g;
         if (nsa__is_finite((double)g)) return 1;
         f->gate[r] = 0;
     } else {
-        p->tiles->scale(p->wide_v, g, dout, dout);
+        p->tiles->scale(p->v.wide, g, dout, dout);
         return g;
     }
     f->nonfinite[r] = 1;
     return 0;
-}
-
-/* Loads q and dout of all rows. */
-static void nsa__backward_load(nsa__backward *f, const nsa__head_job *job) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *dout = &p->dx->out;
-    int dim_v = p->d->dim_v;
-    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
-    if (p->values)
-        nsa__load_query_pairs(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, f->dout,
-                              f->nonfinite);
-    else
-        nsa__load_queries(job, &f->iter, dout, dim_v, p->wide_v, p->stride_v, 1, f->dout,
-                          f->nonfinite);
 }
 
 /* dout . out of a row, before the gate. dout is read again where f->dout has pairs, or zeros in
@@ -108,7 +94,7 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     const nsa__attend_plan *p = job->plan;
     const nsa__tile_iter *it = &f->iter;
     const nsa_tensor *of_out = &p->x->out, *of_dout = &p->dx->out;
-    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->stride_v;
+    const nsa_real *dout = f->dout + (ptrdiff_t)r * p->v.stride;
     int dim_v = p->d->dim_v;
     nsa_real out[NSA__MAX_DIM], again[NSA__MAX_DIM];
     nsa__fetch_query(job, it, of_out, dim_v, r);
@@ -116,14 +102,14 @@ static nsa_real nsa__backward_dot(const nsa__backward *f, const nsa__head_job *j
     const int in_place = nsa__rows_of_reals(of_out, dim_v);
     if (!in_place) {
         nsa__load(out, of_out->dtype, row, dim_v);
-        memset(out + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *out);
+        memset(out + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *out);
     }
-    if (p->values || f->nonfinite[r]) {
+    if (p->v.pairs || f->nonfinite[r]) {
         nsa__load(again, of_dout->dtype, nsa__query_row(job, it, of_dout, r), dim_v);
-        memset(again + dim_v, 0, (size_t)(p->wide_v - dim_v) * sizeof *again);
+        memset(again + dim_v, 0, (size_t)(p->v.wide - dim_v) * sizeof *again);
         dout = again;
     }
-    return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->wide_v);
+    return nsa__dot(in_place ? (const nsa_real *)row : out, dout, p->v.wide);
 }
 
 /* Loads q, dout and lse, and computes delta = dout . out - dlse of every row. A row that read a
@@ -136,8 +122,9 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
     int rows = f->iter.queries * p->group;
     memset(f->reads, 0, (size_t)f->iter.queries);
     memset(f->nonfinite, 0, (size_t)rows);
-    memset(f->dq, 0, (size_t)rows * (size_t)p->wide * sizeof *f->dq);
-    nsa__backward_load(f, job);
+    memset(f->dq, 0, (size_t)rows * (size_t)p->k.wide * sizeof *f->dq);
+    nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
+    nsa__load_queries(job, &f->iter, &p->dx->out, &p->v, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         nsa_real dot = nsa__backward_dot(f, job, r);
         if (options->dots)
@@ -146,8 +133,7 @@ static void nsa__backward_begin(nsa__backward *f, const nsa__head_job *job, int6
         f->delta[r] = dot;
     }
     /* a gate may be NaN, and its product with dout too large */
-    if (options->gate && !p->values)
-        nsa__zero_nonfinite(p, rows, p->wide_v, p->stride_v, f->dout, f->nonfinite);
+    if (options->gate && !p->v.pairs) nsa__zero_nonfinite(&p->v, rows, f->dout, f->nonfinite);
     for (int r = 0; r < rows; r++) {
         f->lse[r] = nsa__load_lse(job, &f->iter, r, f->nonfinite);
         if (p->dx->lse.data) f->delta[r] -= nsa__load_dlse(job, &f->iter, r, f->nonfinite);
@@ -172,85 +158,69 @@ static void nsa__backward_note(nsa__backward *f, const nsa__head_job *job, const
     }
 }
 
-/* The gradients' products of a batch, from p, ds and the operands of nsa__backward_batch, in pairs.
-   Both p and ds are paired by row for dv and dk, and ds by key for dq. */
-static void nsa__backward_pairs(const nsa__backward *f, const nsa__head_job *job,
-                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
-                                const nsa__result *dq, const nsa__result *dk,
-                                const nsa__result *dv) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa__pairs *pairs = p->pairs;
-    int ld = p->stride_p, n = b->end - b->begin, rows = b->rows, half = (rows + 1) / 2;
-    int cut = b->first - b->begin, keys = b->last - b->first;
+/* In pairs p or ds of a batch becomes pairs by row, times the gate; `by_row`, which may be NULL,
+   gets pairs by key. */
+static void nsa__backward_round(const nsa__backward *f, const nsa__attend_plan *p,
+                                const nsa__batch *b, nsa_real *x, nsa__packed *by_row) {
     const nsa_real *gate = p->options.gate ? f->gate : NULL;
-    if (job->dv) {
-        const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
-        pairs->round_pairs(rows, n, ld, b->row, gate, f->p, NULL);
-        const nsa__matrix right = {f->paired, p->wide_v, 1, NULL};
-        pairs->pair_rows(rows, p->wide_v, dout, f->paired);
-        pairs->gemm(keys, p->wide_v, half, &p_t, &right, dv, 1);
-    }
-    if (job->dk || p->dx->q.data) pairs->round_pairs(rows, n, ld, b->row, gate, f->ds, f->ds_rows);
-    if (job->dk) {
-        const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
-        const nsa__matrix right = {f->paired, p->wide, 1, NULL};
-        pairs->pair_rows(rows, p->wide, q, f->paired);
-        pairs->gemm(keys, p->wide, half, &ds_t, &right, dk, 1);
-    }
-    if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->cut.tile + b->first;
-        const nsa__matrix ds = {f->ds_rows + cut / 2, ld / 2, 1, NULL};
-        const nsa__matrix k = {job->k + first / 2 * p->wide, p->wide, 1, NULL};
-        pairs->gemm(rows, p->wide, keys / 2, &ds, &k, dq, 1);
-    }
+    if (!p->v.pairs) return;
+    p->v.pairs->round_pairs(b->rows, b->end - b->begin, p->stride_p, b->row, gate, x, by_row);
 }
 
-/* The same in f32. */
-static void nsa__backward_reals(const nsa__backward *f, const nsa__head_job *job,
-                                const nsa__batch *b, const nsa__matrix *q, const nsa__matrix *dout,
-                                const nsa__result *dq, const nsa__result *dk,
-                                const nsa__result *dv) {
+/* Rows of a batch of q or dout as a product over them takes them. */
+static nsa__matrix nsa__backward_rows(const nsa__backward *f, const nsa__operand *o,
+                                      const nsa__batch *b, const nsa_real *x) {
+    const nsa__matrix rows = {x, o->stride, 1, b->row}, paired = {f->paired, o->wide, 1, NULL};
+    if (!o->pairs) return rows;
+    o->pairs->pair_rows(b->rows, o->wide, &rows, f->paired);
+    return paired;
+}
+
+/* The gradients' products of a batch from p and ds: dv += p^T dout, dk += ds^T q, dq += ds k */
+static void nsa__backward_products(nsa__backward *f, const nsa__head_job *job,
+                                   const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int ld = p->stride_p, rows = b->rows, cut = b->first - b->begin, keys = b->last - b->first;
+    const nsa__operand *k = &p->k, *v = &p->v;
+    const int ld = p->stride_p, cut = b->first - b->begin, keys = b->last - b->first;
+    const ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * p->cut.tile + b->first;
     if (job->dv) {
         const nsa__matrix p_t = {f->p + cut, 1, ld, NULL};
-        p->tiles->gemm(keys, p->wide_v, rows, &p_t, dout, dv);
+        const nsa__result dv = {f->dv + share * v->wide, v->wide, NULL, f->add, NULL, &f->asks};
+        nsa__backward_round(f, p, b, f->p, NULL);
+        const nsa__matrix dout = nsa__backward_rows(f, v, b, f->dout);
+        nsa__product_over(v, keys, b->rows, &p_t, &dout, &dv);
     }
+    if (job->dk || p->dx->q.data) nsa__backward_round(f, p, b, f->ds, f->ds_rows);
     if (job->dk) {
         const nsa__matrix ds_t = {f->ds + cut, 1, ld, NULL};
-        p->tiles->gemm(keys, p->wide, rows, &ds_t, q, dk);
+        const nsa__result dk = {f->dk + share * k->wide, k->wide, NULL, f->add, NULL, &f->asks};
+        const nsa__matrix q = nsa__backward_rows(f, k, b, f->q);
+        nsa__product_over(k, keys, b->rows, &ds_t, &q, &dk);
     }
     if (p->dx->q.data) {
-        const ptrdiff_t first = (ptrdiff_t)f->iter.tile * p->cut.tile + b->first;
-        const nsa__matrix ds = {f->ds + cut, ld, 1, NULL};
-        const nsa__matrix k = {job->k + first * p->wide, p->wide, 1, NULL};
-        p->tiles->gemm(rows, p->wide, keys, &ds, &k, dq);
+        const nsa__packed *by_row = k->pairs ? f->ds_rows : f->ds;
+        const nsa__matrix ds = {by_row + nsa__rows_over(k, cut), nsa__rows_over(k, ld), 1, NULL};
+        const nsa__matrix rows = {nsa__packed_rows(k, job->k, b->key + cut), k->wide, 1, NULL};
+        const nsa__result dq = {f->dq, k->wide, b->row, 1, NULL, &f->asks};
+        nsa__product_over(k, b->rows, keys, &ds, &rows, &dq);
     }
 }
 
-/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta);
-   dv += p^T dout, dk += ds^T q, dq += ds k */
+/* s = q k^T, p = exp(s - lse), dp = dout v^T, ds = p (dp - delta), then the gradients' products */
 static void nsa__backward_batch(nsa__backward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int tile = p->cut.tile, ld = p->stride_p, n = b->end - b->begin, rows = b->rows;
-    ptrdiff_t keys = (ptrdiff_t)f->iter.tile * tile + b->begin;
-    ptrdiff_t share = (ptrdiff_t)nsa__backward_newest(f) * tile + b->first;
-    const nsa__matrix q = {f->q, p->stride, 1, b->row}, dout = {f->dout, p->stride_v, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
-    const nsa__matrix v_t = {nsa__key_columns(p, job->v_t, p->depth_v, keys), tile, 1, NULL};
-    nsa__asks *asks = &f->asks;
-    const nsa__result s = {f->p, ld, NULL, 0, NULL, asks}, dp = {f->ds, ld, NULL, 0, NULL, asks};
-    const nsa__result dq = {f->dq, p->wide, b->row, 1, NULL, asks};
-    const nsa__result dk = {f->dk + share * p->wide, p->wide, NULL, f->add, NULL, asks};
-    const nsa__result dv = {f->dv + share * p->wide_v, p->wide_v, NULL, f->add, NULL, asks};
-    nsa__score_product(p, rows, n, &q, &k_t, &s);
-    if (p->values)
-        p->values->gemm(rows, n, p->depth_v, &dout, &v_t, &dp, 1);
-    else
-        p->tiles->gemm(rows, n, p->depth_v, &dout, &v_t, &dp);
-    p->tiles->gradient(rows, n, ld, p->group, b->mask, b->begin, b->row, f->lse, f->delta, f->p,
-                       f->ds);
-    (p->values ? nsa__backward_pairs : nsa__backward_reals)(f, job, b, &q, &dout, &dq, &dk, &dv);
+    const nsa__operand *k = &p->k, *v = &p->v;
+    const nsa__scored x = nsa__batch_scored(p, b);
+    const int tile = p->cut.tile, ld = p->stride_p;
+    const nsa__matrix q = {f->q, k->stride, 1, b->row}, dout = {f->dout, v->stride, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
+    const nsa__matrix v_t = {nsa__key_columns(p, v, job->v_t, b->key), tile, 1, NULL};
+    const nsa__result s = {f->p, ld, NULL, 0, NULL, &f->asks},
+                      dp = {f->ds, ld, NULL, 0, NULL, &f->asks};
+    nsa__product_along(k, x.rows, x.n, &q, &k_t, &s);
+    nsa__product_along(v, x.rows, x.n, &dout, &v_t, &dp);
+    p->tiles->gradient(&x, ld, f->lse, f->delta, f->p, f->ds);
+    nsa__backward_products(f, job, b);
     nsa__backward_note(f, job, b);
 }
 
@@ -260,11 +230,11 @@ static void nsa__backward_end(nsa__backward *f, const nsa__head_job *job) {
     const nsa_tensor *to = &p->dx->q;
     int dim = p->d->dim, rows = to->data ? f->iter.queries * p->group : 0;
     for (int r = 0; r < rows; r++) {
-        nsa_real *dq = f->dq + (ptrdiff_t)r * p->wide;
+        nsa_real *dq = f->dq + (ptrdiff_t)r * p->k.wide;
         nsa__fetch_query(job, &f->iter, to, dim, r);
         if (!f->reads[r / p->group]) continue;
         for (int c = 0; f->nonfinite[r] && c < dim; c++) dq[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->scale, dq, dim);
+        nsa__add(to->dtype, nsa__query_row(job, &f->iter, to, r), p->k.scale, dq, dim);
     }
 }
 
@@ -302,17 +272,17 @@ static void nsa__backward_ask_ahead(nsa__backward *f, const nsa__head_job *job, 
     const int64_t key = (int64_t)it->tile * p->cut.tile, next = key + p->cut.tile + from;
     const int end = (int)nsa__min(it->list_begin[it->tile_end], at + p->cut.batch_queries);
     if (!from)
-        nsa__ask(&f->asks, nsa__packed_rows(job->k, p->scores, key, p->wide),
-                 (p->scores ? p->cut.tile / 2 : p->cut.tile) * p->wide);
+        nsa__ask(&f->asks, nsa__packed_rows(&p->k, job->k, key),
+                 nsa__rows_over(&p->k, p->cut.tile) * p->k.wide);
     if (it->tile + 1 < it->tile_end) {
-        nsa__ask(&f->asks, job->k_t + next * p->depth, some * p->depth);
-        nsa__ask(&f->asks, job->v_t + next * p->depth_v, some * p->depth_v);
+        nsa__ask(&f->asks, job->k_t + next * p->k.depth, some * p->k.depth);
+        nsa__ask(&f->asks, job->v_t + next * p->v.depth, some * p->v.depth);
     }
     for (int reader = (int)nsa__max(f->asked, at); reader < end; reader++)
         for (int g = 0; g < p->group; g++) {
             const ptrdiff_t r = (ptrdiff_t)it->list[reader] * p->group + g;
-            nsa__ask(&f->asks, f->q + r * p->stride, p->depth);
-            nsa__ask(&f->asks, f->dout + r * p->stride_v, p->depth_v);
+            nsa__ask(&f->asks, f->q + r * p->k.stride, p->k.depth);
+            nsa__ask(&f->asks, f->dout + r * p->v.stride, p->v.depth);
         }
     f->asked = (int)nsa__max(f->asked, end);
 }
@@ -326,8 +296,8 @@ static void nsa__backward_ask(nsa__backward *f, const nsa__head_job *job, int i,
     const int64_t from = p->cut.tile * i / queries, some = p->cut.tile * end / queries - from;
     const int64_t key = tile * p->cut.tile + from;
     f->asks.next = f->asks.count = 0;
-    if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->wide_v, some * p->wide_v);
-    if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->wide, some * p->wide);
+    if (soon && job->dv) nsa__ask(&f->asks, job->dv + key * p->v.wide, some * p->v.wide);
+    if (soon && job->dk) nsa__ask(&f->asks, job->dk + key * p->k.wide, some * p->k.wide);
     if (p->is.lists && nsa__keys_are_far(job))
         nsa__backward_ask_ahead(f, job, from, some, f->iter.list_begin[tile] + end);
 }
@@ -347,10 +317,10 @@ static void nsa__backward_tile(nsa__backward *f, const nsa__head_job *job, int s
         nsa__batch b = nsa__batch_at(&f->iter, job, i);
         int whole = b.last - b.first == p->cut.tile;
         if (!f->add && !whole) {
-            memset(f->dk + newest * p->cut.tile * p->wide, 0,
-                   keys * (size_t)p->wide * sizeof *f->dk);
-            memset(f->dv + newest * p->cut.tile * p->wide_v, 0,
-                   keys * (size_t)p->wide_v * sizeof *f->dv);
+            memset(f->dk + newest * p->cut.tile * p->k.wide, 0,
+                   keys * (size_t)p->k.wide * sizeof *f->dk);
+            memset(f->dv + newest * p->cut.tile * p->v.wide, 0,
+                   keys * (size_t)p->v.wide * sizeof *f->dv);
             f->add = 1;
         }
         nsa__backward_ask(f, job, i, i + b.queries, soon);
@@ -368,7 +338,7 @@ NSA__COMPILED static void nsa__sum_up(nsa_real *sum, const nsa_real *x, int n) {
 static int32_t nsa__backward_add(nsa__backward *f, const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
     int32_t oldest = f->oldest, tile = f->held_tile[oldest];
-    int n = p->cut.tile * p->wide, n_v = p->cut.tile * p->wide_v;
+    int n = p->cut.tile * p->k.wide, n_v = p->cut.tile * p->v.wide;
     if (job->dk) nsa__sum_up(job->dk + (ptrdiff_t)tile * n, f->dk + oldest * n, n);
     if (job->dv) nsa__sum_up(job->dv + (ptrdiff_t)tile * n_v, f->dv + oldest * n_v, n_v);
     job->nonfinite_keys[tile] |= f->nonfinite_keys[oldest];
@@ -410,20 +380,21 @@ static int nsa__backward_go(const nsa__turns *turns, nsa__place *place, void *sc
 }
 
 /* Adds a tile's sum to dk or dv. Keys that a NaN row has read get NaN. */
-static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to, int tile,
-                                  nsa_real factor, nsa_real *sum, int width, int wide) {
+static void nsa__key_gradient_add(const nsa__head_job *job, const nsa_tensor *to,
+                                  const nsa__operand *o, int tile, nsa_real factor, nsa_real *sum) {
     const nsa__attend_plan *p = job->plan;
     int begin = tile * p->cut.tile, end = (int)nsa__min((int64_t)begin + p->cut.tile, job->keys);
     for (int key = begin; sum && key < end; key++) {
-        nsa_real *row = sum + (ptrdiff_t)key * wide;
-        nsa__fetch_key(job, to, width, key, end);
-        for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < width; c++)
+        nsa_real *row = sum + (ptrdiff_t)key * o->wide;
+        nsa__fetch_key(job, to, o->width, key, end);
+        for (int c = 0; job->nonfinite_keys[tile] >> (key - begin) & 1 && c < o->width; c++)
             row[c] = nsa__nan();
-        nsa__add(to->dtype, nsa__key(job, to, key), factor, row, width);
+        nsa__add(to->dtype, nsa__key(job, to, key), factor, row, o->width);
     }
 }
 
-/* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. */
+/* The last step: a tile's sums go to dx.k and dx.v, when all tasks have added to them. q was loaded
+   times scale, in pairs as it is. */
 static void nsa__key_gradient_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
@@ -431,10 +402,8 @@ static void nsa__key_gradient_task(const void *context, int64_t nth, void *scrat
     (void)scratch;
     if (job->head % p->sharers != p->sharers - 1) return;
     if (job->listed && !job->listed[tile]) return;
-    /* q was loaded times scale, in pairs as it is */
-    const nsa_real factor = p->scores ? p->scale : 1;
-    nsa__key_gradient_add(job, &p->dx->k, tile, factor, job->dk, p->d->dim, p->wide);
-    nsa__key_gradient_add(job, &p->dx->v, tile, 1, job->dv, p->d->dim_v, p->wide_v);
+    nsa__key_gradient_add(job, &p->dx->k, &p->k, tile, nsa__sum_scale(&p->k), job->dk);
+    nsa__key_gradient_add(job, &p->dx->v, &p->v, tile, 1, job->dv);
 }
 
 /* The turns of these jobs' tasks. nsa__backward_heads sets `tasks` when it knows the queries. */
@@ -456,8 +425,8 @@ static void nsa__backward_layout(nsa__head_job *jobs, const nsa__attend_plan *p,
         *job = nsa__job_make(p);
         job->progress = progress;
         nsa__alloc_keys(job, shared, 1, 1);
-        job->dk = nsa__alloc_reals(shared, tiles * p->cut.tile * p->wide);
-        job->dv = nsa__alloc_reals(shared, tiles * p->cut.tile * p->wide_v);
+        job->dk = nsa__alloc_reals(shared, tiles * p->cut.tile * p->k.wide);
+        job->dv = nsa__alloc_reals(shared, tiles * p->cut.tile * p->v.wide);
         job->nonfinite_keys = (uint64_t *)nsa__alloc(shared, tiles, sizeof *job->nonfinite_keys);
         if (p->dx && !p->dx->k.data) job->dk = NULL;
         if (p->dx && !p->dx->v.data) job->dv = NULL;
@@ -480,8 +449,8 @@ static nsa__attend_plan nsa__backward_plan(const nsa_attend *dx, const nsa_atten
         nsa__attend_plan_of(x, dx, d, branch, nsa__traits_of[branch].lists, nearby);
     p.cut = nsa__backward_schedule(d, branch, p.group, nsa__slots_near(&p, nearby));
     nsa__plan_pairs(&p);
-    p.stride = nsa__apart(p.stride);
-    p.stride_v = nsa__apart(p.stride_v);
+    p.k.stride = nsa__apart(p.k.stride);
+    p.v.stride = nsa__apart(p.v.stride);
     p.stride_p = nsa__apart(p.cut.tile);
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__arena shared = {NULL, 0};

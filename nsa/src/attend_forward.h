@@ -32,8 +32,8 @@ static void nsa__forward_alloc(nsa__forward *f, const nsa__attend_plan *p, nsa__
     int64_t rows = (int64_t)p->cut.task_queries * p->group,
             some = (int64_t)p->cut.batch_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
-    f->q = nsa__alloc_reals(a, rows * p->wide);
-    f->out = nsa__alloc_reals(a, rows * p->wide_v);
+    f->q = nsa__alloc_reals(a, rows * p->k.wide);
+    f->out = nsa__alloc_reals(a, rows * p->v.wide);
     f->m = nsa__alloc_reals(a, rows + NSA__LANES);
     f->l = nsa__alloc_reals(a, (rows + NSA__LANES) * NSA__LANES);
     f->shrink = nsa__alloc_reals(a, some + NSA__LANES);
@@ -52,28 +52,29 @@ static void nsa__forward_begin(nsa__forward *f, const nsa__head_job *job, int64_
     int rows = f->iter.queries * p->group;
     int ended = (int)nsa__ceil_div(rows, NSA__LANES) * NSA__LANES; /* as tiles->finish does */
     memset(f->nonfinite, 0, (size_t)rows);
-    memset(f->out, 0, (size_t)rows * (size_t)p->wide_v * sizeof *f->out);
+    memset(f->out, 0, (size_t)rows * (size_t)p->v.wide * sizeof *f->out);
     memset(f->l, 0, (size_t)ended * NSA__LANES * sizeof *f->l);
     for (int r = 0; r < ended; r++) f->m[r] = NSA__LOWEST;
-    nsa__load_q(job, &f->iter, f->q, f->nonfinite);
+    nsa__load_queries(job, &f->iter, &p->x->q, &p->k, f->q, f->nonfinite);
     if (job->in_place) nsa__in_place_begin(&f->in_place, p, f->q, rows);
 }
 
-/* Where the scores of a batch go, of keys from `keys` on, and how far apart its rows are. If lists
-   are selected, they stay in the task's scores; rows of a batch of cmp are neighbours. */
+/* Where the scores of a batch go, and how far apart its rows are. If lists are selected, they stay
+   in the task's scores; rows of a batch of cmp are neighbours. */
 static nsa_real *nsa__forward_scores(const nsa__forward *f, const nsa__attend_plan *p,
-                                     const nsa__batch *b, int keys, ptrdiff_t *apart) {
+                                     const nsa__batch *b, ptrdiff_t *apart) {
     *apart = p->options.select ? (ptrdiff_t)f->scoring.stride : p->cut.tile;
-    return p->options.select ? f->scoring.s + b->row[0] * *apart + keys : f->s;
+    return p->options.select ? f->scoring.s + b->row[0] * *apart + b->key : f->s;
 }
 
-/* f->s = p, the softmax so far of n scores s, as pairs if v is. l sums p before it is rounded. */
+/* f->s = p, the softmax so far of scores s, as pairs if v is. l sums p before it is rounded. */
 static void nsa__forward_softmax(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b,
-                                 int n, nsa_real *s, ptrdiff_t apart) {
+                                 nsa_real *s, ptrdiff_t apart) {
     const nsa__attend_plan *p = job->plan;
-    p->tiles->softmax(b->rows, n, apart, p->cut.tile, p->group, b->mask, b->begin, b->row, s, f->s,
-                      f->m, f->l, f->shrink);
-    if (p->values) p->values->round_rows(b->rows, n, p->cut.tile, f->s);
+    const nsa__scored x = nsa__batch_scored(p, b);
+    const nsa__running so_far = {f->m, f->l, f->shrink};
+    p->tiles->softmax(&x, apart, s, p->cut.tile, f->s, &so_far);
+    if (p->v.pairs) p->v.pairs->round_rows(x.rows, x.n, p->cut.tile, f->s);
 }
 
 /* Counts the keys that the batch has read, and marks its rows that read a non-finite one. A marked
@@ -94,42 +95,34 @@ static void nsa__forward_note(nsa__forward *f, const nsa__head_job *job, const n
 /* s = q k^T, with q scaled; p = softmax so far; out = out * shrink + p v */
 static void nsa__forward_batch(nsa__forward *f, const nsa__head_job *job, const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int tile = p->cut.tile, n = b->end - b->begin, keys = f->iter.tile * tile + b->begin;
-    const nsa__matrix q = {f->q, p->stride, 1, b->row};
-    const nsa__matrix k_t = {nsa__key_columns(p, job->k_t, p->depth, keys), tile, 1, NULL};
+    const nsa__operand *k = &p->k, *v = &p->v;
+    int tile = p->cut.tile, cut = b->first - b->begin;
+    const nsa__matrix q = {f->q, k->stride, 1, b->row};
+    const nsa__matrix k_t = {nsa__key_columns(p, k, job->k_t, b->key), tile, 1, NULL};
     ptrdiff_t apart;
-    nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
+    nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
     const nsa__result s = {scores, apart, NULL, 0, NULL, NULL};
-    nsa__score_product(p, b->rows, n, &q, &k_t, &s);
-    nsa__forward_softmax(f, job, b, n, scores, apart);
-    int cut = b->first - b->begin, held = b->last - b->first;
-    const nsa__matrix weights = {f->s + (p->values ? cut / 2 : cut), tile, 1, NULL};
-    const nsa__matrix v = {nsa__packed_rows(job->v, p->values, keys + cut, p->wide_v), p->wide_v, 1,
-                           NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
-    if (p->values)
-        p->values->gemm(b->rows, p->wide_v, held / 2, &weights, &v, &out, 1);
-    else
-        p->tiles->gemm(b->rows, p->wide_v, held, &weights, &v, &out);
+    nsa__product_along(k, b->rows, b->end - b->begin, &q, &k_t, &s);
+    nsa__forward_softmax(f, job, b, scores, apart);
+    const nsa__matrix weights = {f->s + nsa__rows_over(v, cut), tile, 1, NULL};
+    const nsa__matrix values = {nsa__packed_rows(v, job->v, b->key + cut), v->wide, 1, NULL};
+    const nsa__result out = {f->out, v->wide, b->row, 1, f->shrink, NULL};
+    nsa__product_over(v, b->rows, b->last - b->first, &weights, &values, &out);
     nsa__forward_note(f, job, b, job->nonfinite[f->iter.tile]);
 }
 
-/* The same from keys and values in place. The last tile may be short there: of n keys only `held`
-   exist, and masks hide the rest. */
+/* The same from keys and values in place. */
 static void nsa__forward_batch_in_place(nsa__forward *f, const nsa__head_job *job,
                                         const nsa__batch *b) {
     const nsa__attend_plan *p = job->plan;
-    int n = b->end - b->begin, keys = f->iter.tile * p->cut.tile + b->begin;
-    int held = (int)nsa__min(n, job->keys - (int64_t)keys);
-    uint64_t nonfinite = 0;
     ptrdiff_t apart;
-    nsa_real *scores = nsa__forward_scores(f, p, b, keys, &apart);
-    nsa__in_place_scores(&f->in_place, job, &f->iter, b, keys, held, apart, scores, &nonfinite);
-    nsa__forward_softmax(f, job, b, n, scores, apart);
+    nsa_real *scores = nsa__forward_scores(f, p, b, &apart);
+    nsa__in_place_scores(&f->in_place, job, &f->iter, b, apart, scores);
+    nsa__forward_softmax(f, job, b, scores, apart);
     const nsa__matrix weights = {f->s, p->cut.tile, 1, NULL};
-    const nsa__result out = {f->out, p->wide_v, b->row, 1, f->shrink, NULL};
-    nsa__in_place_sums(&f->in_place, job, keys, held, b->rows, &weights, &out, &nonfinite);
-    nsa__forward_note(f, job, b, nonfinite << b->begin);
+    const nsa__result out = {f->out, p->v.wide, b->row, 1, f->shrink, NULL};
+    nsa__in_place_sums(&f->in_place, job, b, &weights, &out);
+    nsa__forward_note(f, job, b, f->in_place.nonfinite << b->begin);
 }
 
 /* out of one row, times `over` = 1 / l, and lse; both are NaN if the row used what is not finite.
@@ -141,8 +134,8 @@ static void nsa__forward_row(nsa__forward *f, const nsa__head_job *job, int r, n
     const nsa_tensor *out = &p->x->out;
     void *row = nsa__query_row(job, &f->iter, out, r);
     int in_place = nsa__rows_of_reals(out, p->d->dim_v);
-    nsa_real *sums = f->out + (ptrdiff_t)r * p->wide_v, *to = in_place ? (nsa_real *)row : sums;
-    p->tiles->scale(p->wide_v, over, sums, to);
+    nsa_real *sums = f->out + (ptrdiff_t)r * p->v.wide, *to = in_place ? (nsa_real *)row : sums;
+    p->tiles->scale(p->v.wide, over, sums, to);
     if (over != 0 && f->nonfinite[r]) {
         for (int c = 0; c < p->d->dim_v; c++) to[c] = nsa__nan();
         lse = nsa__nan();
@@ -206,7 +199,7 @@ static nsa__head_job *nsa__forward_layout(nsa__head_job *jobs, const nsa__attend
         if (p->options.select) job->stencil = nsa__alloc_reals(shared, nsa__stencil_size(p->d));
         if (p->d->count <= p->cut.in_place_max) continue;
         nsa__alloc_keys(job, shared, 0, 0);
-        job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->wide_v);
+        job->v = nsa__alloc_packed(shared, tiles * p->cut.tile * p->v.wide);
     }
     return few;
 }
@@ -262,7 +255,7 @@ static void nsa__forward_few_run(nsa__head_job *jobs, int n, const nsa__team *te
         work += keys * jobs[i].seq.count;
         jobs[i].heads = n;
     }
-    some.threads = nsa__threads_for(team->threads, work * p->group * (p->wide + p->wide_v));
+    some.threads = nsa__threads_for(team->threads, work * p->group * (p->k.wide + p->v.wide));
     nsa__run(&some, n, nsa__forward_task, jobs);
 }
 

@@ -16,7 +16,7 @@ static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int tra
     job->nonfinite = (uint64_t *)nsa__alloc(a, tiles, sizeof *job->nonfinite);
     if (p->is.lists) job->listed = (unsigned char *)nsa__alloc(a, tiles, 1);
     job->k_t = nsa__alloc_packed(a, size * p->d->dim);
-    if (rows) job->k = nsa__alloc_packed(a, size * p->wide);
+    if (rows) job->k = nsa__alloc_packed(a, size * p->k.wide);
     if (transposed_values) job->v_t = nsa__alloc_packed(a, size * p->d->dim_v);
 }
 
@@ -24,29 +24,30 @@ static void nsa__alloc_keys(nsa__head_job *job, nsa__arena *a, int rows, int tra
    another: the first clears them, the last adds them to dx. */
 static void nsa__key_gradient_clear(const nsa__head_job *job, ptrdiff_t tile) {
     const nsa__attend_plan *p = job->plan;
-    size_t keys = (size_t)p->cut.tile, wide = (size_t)p->wide, wide_v = (size_t)p->wide_v;
+    size_t keys = (size_t)p->cut.tile, wide = (size_t)p->k.wide, wide_v = (size_t)p->v.wide;
     ptrdiff_t key = tile * p->cut.tile;
     if (!job->nonfinite_keys || job->head % p->sharers) return;
     job->nonfinite_keys[tile] = 0;
-    if (job->dk) memset(job->dk + key * p->wide, 0, keys * wide * sizeof *job->dk);
-    if (job->dv) memset(job->dv + key * p->wide_v, 0, keys * wide_v * sizeof *job->dv);
+    if (job->dk) memset(job->dk + key * p->k.wide, 0, keys * wide * sizeof *job->dk);
+    if (job->dv) memset(job->dv + key * p->v.wide, 0, keys * wide_v * sizeof *job->dv);
 }
 
-/* Fills a tile's rows and their transpose from n rows of x, as many at a time as a transpose takes.
-   Rows behind them, and non-finite ones, are zeros: products then need no short tiles. Returns the
-   mask of the non-finite ones. Either target may be NULL. */
-static uint64_t nsa__pack_rows(const nsa__head_job *job, const nsa_tensor *x,
-                               const nsa_tensor *next, int tile_begin, int n, int width, int wide,
-                               nsa__packed *rows, nsa__packed *transposed) {
+/* Fills a tile's rows and their transpose from rows of x, keys `begin` on, as many at a time as a
+   transpose takes. Rows behind the last key, and non-finite ones, are zeros: products then need no
+   short tiles. Returns the mask of the non-finite ones. Either target may be NULL. */
+static uint64_t nsa__pack_numbers(const nsa__head_job *job, const nsa__operand *o, int begin,
+                                  nsa__packed *rows, nsa__packed *transposed) {
     const nsa__attend_plan *p = job->plan;
+    const nsa_tensor *x = nsa__operand_view(job, o);
+    const int width = o->width, wide = o->wide, n = job->keys - begin;
     nsa_real some[NSA__LANES * NSA__MAX_DIM], *to = rows ? rows : some;
     uint64_t nonfinite = 0;
     for (int first = 0; first < p->cut.tile; first += NSA__LANES) {
         for (int i = 0, r = first; i < NSA__LANES; i++, r++) {
             nsa_real *row = to + (ptrdiff_t)i * wide;
-            nsa__pack_ask(job, x, next, tile_begin, r);
+            nsa__pack_ask(job, o, begin, r);
             const int held = r < n ? width : 0;
-            if (held) nsa__load(row, x->dtype, nsa__key(job, x, tile_begin + r), width);
+            if (held) nsa__load(row, x->dtype, nsa__key(job, x, begin + r), width);
             if (held < wide) memset(row + held, 0, (size_t)(wide - held) * sizeof *row);
         }
         const int all_finite = p->tiles->all_finite(NSA__LANES, wide, wide, to);
@@ -72,32 +73,36 @@ NSA__COMPILED static void nsa__pair_rows(nsa__packed *to, const nsa_real *first,
     }
 }
 
-/* As nsa__pack_rows, in pairs: of neighbouring rows, and in the transpose of neighbouring numbers
-   of a row. */
-static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa_tensor *x,
-                                const nsa_tensor *next, int tile_begin, int n, int width, int wide,
+/* The same in pairs: of neighbouring rows, and in the transpose of neighbouring numbers of a
+   row. */
+static uint64_t nsa__pack_pairs(const nsa__head_job *job, const nsa__operand *o, int begin,
                                 nsa__packed *rows, nsa__packed *transposed) {
-    const int tile = job->plan->cut.tile;
+    const nsa_tensor *x = nsa__operand_view(job, o);
+    const int tile = job->plan->cut.tile, wide = o->wide, n = job->keys - begin;
     nsa_real row[2][NSA__MAX_DIM / 2] = {{0}};
     uint64_t nonfinite = 0;
     for (int r = 0; r < tile; r++) {
         nsa_real *to = row[r & 1];
-        nsa__pack_ask(job, x, next, tile_begin, r);
+        nsa__pack_ask(job, o, begin, r);
         if (r >= n)
             memset(to, 0, sizeof row[0]);
-        else if (!nsa__copy_finite_pairs(to, nsa__key(job, x, tile_begin + r), width, wide))
+        else if (!nsa__copy_operand(o, to, x->dtype, nsa__key(job, x, begin + r)))
             nonfinite |= (uint64_t)1 << r;
         if (rows && r & 1) nsa__pair_rows(rows + r / 2 * wide, row[0], row[1], wide);
-        for (int c = 0; transposed && c < (width + 1) / 2; c++)
+        for (int c = 0; transposed && c < o->depth; c++)
             transposed[(ptrdiff_t)c * tile + r] = to[c];
     }
     return nonfinite;
 }
 
+static uint64_t nsa__pack(const nsa__head_job *job, const nsa__operand *o, int begin,
+                          nsa__packed *rows, nsa__packed *transposed) {
+    return (o->pairs ? nsa__pack_pairs : nsa__pack_numbers)(job, o, begin, rows, transposed);
+}
+
 /* Where key `key` of packed rows begins, or the pair that begins with it. */
-static nsa__packed *nsa__packed_rows(nsa__packed *rows, const nsa__pairs *pairs, ptrdiff_t key,
-                                     int wide) {
-    return rows ? rows + (pairs ? key / 2 : key) * wide : NULL;
+static nsa__packed *nsa__packed_rows(const nsa__operand *o, nsa__packed *rows, ptrdiff_t key) {
+    return rows ? rows + nsa__rows_over(o, key) * o->wide : NULL;
 }
 
 /* Packs one tile of one head: K transposed, and what else the layout has given memory for. */
@@ -105,21 +110,16 @@ static void nsa__pack_task(const void *context, int64_t nth, void *scratch) {
     const nsa__head_job *job = nsa__job_of(context, &nth);
     const nsa__attend_plan *p = job->plan;
     ptrdiff_t tile = job->tile_begin + (ptrdiff_t)nth, key = tile * p->cut.tile;
-    int begin = (int)key, n = (int)nsa__min(p->cut.tile, (int64_t)job->keys - begin);
-    int dim = p->d->dim, dim_v = p->d->dim_v;
+    const nsa__operand *k = &p->k, *v = &p->v;
     (void)scratch;
-    const nsa_tensor *values = job->v || job->v_t ? &p->x->v : NULL;
     nsa__key_gradient_clear(job, tile);
     if (job->listed && !job->listed[tile]) return;
-    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, &p->x->k, NULL, begin, r);
-    uint64_t nonfinite = (p->scores ? nsa__pack_pairs : nsa__pack_rows)(
-        job, &p->x->k, values, begin, n, dim, p->wide,
-        nsa__packed_rows(job->k, p->scores, key, p->wide), job->k_t + key * p->depth);
-    if (values)
-        nonfinite |= (p->values ? nsa__pack_pairs : nsa__pack_rows)(
-            job, values, NULL, begin, n, dim_v, p->wide_v,
-            nsa__packed_rows(job->v, p->values, key, p->wide_v),
-            job->v_t ? job->v_t + key * p->depth_v : NULL);
+    for (int r = -p->cut.pack_ahead; r < 0; r++) nsa__pack_ask(job, k, (int)key, r);
+    uint64_t nonfinite =
+        nsa__pack(job, k, (int)key, nsa__packed_rows(k, job->k, key), job->k_t + key * k->depth);
+    if (job->v || job->v_t)
+        nonfinite |= nsa__pack(job, v, (int)key, nsa__packed_rows(v, job->v, key),
+                               job->v_t ? job->v_t + key * v->depth : NULL);
     job->nonfinite[tile] = nonfinite;
 }
 
@@ -142,7 +142,7 @@ static void nsa__mark_listed(const nsa__head_job *job) {
 }
 
 /* Column `key` of a transpose. The columns behind it in its tile follow; rows are a tile apart. */
-static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__packed *transposed,
-                                           int width, ptrdiff_t key) {
-    return transposed + key / p->cut.tile * p->cut.tile * width + key % p->cut.tile;
+static const nsa__packed *nsa__key_columns(const nsa__attend_plan *p, const nsa__operand *o,
+                                           const nsa__packed *transposed, ptrdiff_t key) {
+    return transposed + key / p->cut.tile * p->cut.tile * o->depth + key % p->cut.tile;
 }

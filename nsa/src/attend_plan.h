@@ -7,8 +7,7 @@
    state as it is, to the bit. The core takes one sequence and a few kv heads at a time. It packs
    their keys once, then runs tasks of neighbouring queries and one head side by side. */
 #pragma once
-#include "schedule.h"
-#include "tiles.h"
+#include "operand.h"
 
 /* What the chain and the cache ask of a branch beside its arguments. All zeros: nothing. */
 typedef struct nsa__attend_options {
@@ -30,21 +29,15 @@ typedef struct nsa__attend_plan {
     nsa__traits is;
     nsa__schedule cut;
     nsa__attend_options options;
-    int heads;        /* head jobs of a sequence: kv heads, or heads with lists of their own */
-    int sharers;      /* jobs that read one kv head: 1, or list heads of a kv head */
-    int group;        /* query heads of a job */
-    int list_width;   /* entries of a block list */
-    int wide, wide_v; /* dim and dim_v rounded up to whole vectors */
-    const nsa__pairs *pairs;  /* products of bf16 that the machine has and the caller wants */
-    const nsa__pairs *scores; /* the same for q k if q and k are bf16, else NULL */
-    const nsa__pairs *values; /* the same for p v */
-    int depth, depth_v;       /* of q k: dim, or half of it in pairs; of dout v the same */
-    int stride;               /* of a row of q, and of a copied one of k: wide, or half of it */
-    int stride_v;             /* of a row of dout, and of a copied one of v: likewise of wide_v */
-    int stride_p;             /* backward: of a row of p and ds */
-    nsa_real scale;           /* of q k */
-    size_t shared;            /* bytes of workspace that all threads share */
-    size_t scratch;           /* bytes of workspace for each thread */
+    int heads;      /* head jobs of a sequence: kv heads, or heads with lists of their own */
+    int sharers;    /* jobs that read one kv head: 1, or list heads of a kv head */
+    int group;      /* query heads of a job */
+    int list_width; /* entries of a block list */
+    const nsa__pairs *pairs; /* products of bf16 that the machine has and the caller wants */
+    nsa__operand k, v;       /* rows of q and k, and of dout and v */
+    int stride_p;            /* backward: of a row of p and ds */
+    size_t shared;           /* bytes of workspace that all threads share */
+    size_t scratch;          /* bytes of workspace for each thread */
 } nsa__attend_plan;
 
 /* State of one branch's kernel for one (sequence, kv head). The arrays are workspace and serve one
@@ -167,15 +160,9 @@ static nsa__attend_plan nsa__attend_plan_of(const nsa_attend *x, const nsa_atten
     p.list_width = nsa_block_list_width(d);
     p.is = nsa__traits_of[branch];
     p.cut = nsa__schedule_of(d, branch, p.group, nsa__slots_near(&p, nearby));
-    p.wide = nsa__whole_vectors(d->dim);
-    p.wide_v = nsa__whole_vectors(d->dim_v);
     p.pairs = nsa__pairs_of(d);
-    p.depth = d->dim;
-    p.depth_v = d->dim_v;
-    p.stride = p.wide;
-    p.stride_v = p.wide_v;
-    double scale = d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim);
-    p.scale = (nsa_real)scale;
+    p.k = nsa__operand_of(p.tiles, d->dim, d->scale != 0 ? d->scale : 1 / sqrt((double)d->dim));
+    p.v = nsa__operand_of(p.tiles, d->dim_v, 1);
     return p;
 }
 
@@ -188,16 +175,8 @@ static void nsa__plan_pairs(nsa__attend_plan *p) {
     int scores = x->q.dtype == NSA_BF16 && x->k.dtype == NSA_BF16;
     int values = x->v.data && x->v.dtype == NSA_BF16;
     if (dx && !(scores && values)) return;
-    if (scores) {
-        p->scores = p->pairs;
-        p->depth = (p->d->dim + 1) / 2;
-        p->stride = p->wide / 2;
-    }
-    if (values) {
-        p->values = p->pairs;
-        p->depth_v = (p->d->dim_v + 1) / 2;
-        p->stride_v = p->wide_v / 2;
-    }
+    if (scores) nsa__operand_pair(&p->k, p->pairs);
+    if (values) nsa__operand_pair(&p->v, p->pairs);
 }
 
 static nsa__packed *nsa__alloc_packed(nsa__arena *a, int64_t count) {

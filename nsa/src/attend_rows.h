@@ -50,58 +50,51 @@ static void nsa__each_heads(nsa__head_job *jobs, const nsa__team *team,
 
 /* Sets rows with a non-finite value to zeros, and their nonfinite[r]. Few tasks have one, and a
    look at all rows costs little more than at one of them. */
-static void nsa__zero_nonfinite(const nsa__attend_plan *p, int rows, int wide, int stride,
-                                nsa_real *x, unsigned char *nonfinite) {
-    if (p->tiles->all_finite(rows, wide, stride, x)) return;
-    for (int r = 0; r < rows; r++, x += stride) {
-        if (p->tiles->all_finite(1, wide, 0, x)) continue;
-        memset(x, 0, (size_t)wide * sizeof *x);
+static void nsa__zero_nonfinite(const nsa__operand *o, int rows, nsa_real *x,
+                                unsigned char *nonfinite) {
+    if (o->tiles->all_finite(rows, o->wide, o->stride, x)) return;
+    for (int r = 0; r < rows; r++, x += o->stride) {
+        if (o->tiles->all_finite(1, o->wide, 0, x)) continue;
+        memset(x, 0, (size_t)o->wide * sizeof *x);
         nonfinite[r] = 1;
     }
 }
 
-/* Loads the rows of a task's queries, times factor, with zeros up to `wide`, `stride` apart. A row
-   with a non-finite value becomes zeros, and its nonfinite[r] is set. */
-static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
-                              const nsa_tensor *x, int width, int wide, int stride, nsa_real factor,
-                              nsa_real *to, unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    int rows = it->queries * p->group, in_place = nsa__rows_of_reals(x, width);
+/* Loads the rows of a task's queries, times the operand's scale, with zeros behind them. A row with
+   a non-finite value becomes zeros, and its nonfinite[r] is set. */
+static void nsa__load_numbers(const nsa__head_job *job, const nsa__tile_iter *it,
+                              const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
+                              unsigned char *nonfinite) {
+    const int rows = it->queries * job->plan->group, width = o->width, wide = o->wide,
+              in_place = nsa__rows_of_reals(x, width);
     for (int r = 0; r < rows; r++) {
-        nsa_real *row = to + (ptrdiff_t)r * stride;
+        nsa_real *row = to + (ptrdiff_t)r * o->stride;
         const void *from = nsa__query_row(job, it, x, r);
         nsa__fetch_query(job, it, x, width, r);
         if (!in_place) {
             nsa__load(row, x->dtype, from, width);
             memset(row + width, 0, (size_t)(wide - width) * sizeof *row);
         }
-        p->tiles->scale(wide, factor, in_place ? (const nsa_real *)from : row, row);
+        o->tiles->scale(wide, o->scale, in_place ? (const nsa_real *)from : row, row);
     }
-    nsa__zero_nonfinite(p, rows, wide, stride, to, nonfinite);
+    nsa__zero_nonfinite(o, rows, to, nonfinite);
 }
 
 /* The same as pairs, which are not multiplied. */
-static void nsa__load_query_pairs(const nsa__head_job *job, const nsa__tile_iter *it,
-                                  const nsa_tensor *x, int width, int wide, int stride,
-                                  nsa_real *to, unsigned char *nonfinite) {
+static void nsa__load_pairs(const nsa__head_job *job, const nsa__tile_iter *it, const nsa_tensor *x,
+                            const nsa__operand *o, nsa_real *to, unsigned char *nonfinite) {
     int rows = it->queries * job->plan->group;
-    for (int r = 0; r < rows; r++, to += stride) {
-        nsa__fetch_query(job, it, x, width, r);
-        if (!nsa__copy_finite_pairs(to, nsa__query_row(job, it, x, r), width, wide))
-            nonfinite[r] = 1;
+    for (int r = 0; r < rows; r++, to += o->stride) {
+        nsa__fetch_query(job, it, x, o->width, r);
+        if (!nsa__copy_operand(o, to, x->dtype, nsa__query_row(job, it, x, r))) nonfinite[r] = 1;
     }
 }
 
-/* q for products: pairs, or numbers times scale. */
-static void nsa__load_q(const nsa__head_job *job, const nsa__tile_iter *it, nsa_real *to,
-                        unsigned char *nonfinite) {
-    const nsa__attend_plan *p = job->plan;
-    const nsa_tensor *q = &p->x->q;
-    int dim = p->d->dim;
-    if (p->scores)
-        nsa__load_query_pairs(job, it, q, dim, p->wide, p->stride, to, nonfinite);
-    else
-        nsa__load_queries(job, it, q, dim, p->wide, p->stride, p->scale, to, nonfinite);
+/* Rows of q or dout as products take them. */
+static void nsa__load_queries(const nsa__head_job *job, const nsa__tile_iter *it,
+                              const nsa_tensor *x, const nsa__operand *o, nsa_real *to,
+                              unsigned char *nonfinite) {
+    (o->pairs ? nsa__load_pairs : nsa__load_numbers)(job, it, x, o, to, nonfinite);
 }
 
 /* lse of a row. If it is not finite, the result is 0 and the row is marked. That marks

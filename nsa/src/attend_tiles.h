@@ -173,17 +173,6 @@ static int nsa__tile_iter_next(nsa__tile_iter *it, const nsa__head_job *job) {
     return 0;
 }
 
-/* c = scale a b, scores. One of a and b holds rows of q, which are scaled when they are
-   loaded unless they are pairs: bf16 would round the scaled. The order of a sum is the same from
-   packed keys and in place, and each multiplies q by k as k by q. */
-static void nsa__score_product(const nsa__attend_plan *p, int m, int n, const nsa__matrix *a,
-                               const nsa__matrix *b, const nsa__result *c) {
-    if (p->scores)
-        p->scores->gemm(m, n, p->depth, a, b, c, p->scale);
-    else
-        p->tiles->gemm(m, n, p->depth, a, b, c);
-}
-
 /* Queries that go through a tile at once. In place they are neighbours, because there their rows
    are columns of one matrix. */
 typedef struct nsa__batch {
@@ -193,6 +182,7 @@ typedef struct nsa__batch {
     const int *row;       /* which of the task's rows */
     int begin, end;       /* keys of the tile that any of them sees, in whole vectors */
     int first, last;      /* the same in whole pairs, for products where keys are rows */
+    int key, held; /* key `begin` of the tile is the sequence's `key`; the keys that there are */
 } nsa__batch;
 
 /* The batch that begins with tile query `from`. Keys that none of its queries sees are cut off at
@@ -201,7 +191,8 @@ typedef struct nsa__batch {
    a key keeps its lane of the partial sums, so the cut changes no bit. */
 static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *job, int from) {
     const nsa__attend_plan *p = job->plan;
-    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0};
+    nsa__batch b = {0, 0, it->tile_query + from, it->mask + from, it->row, 0, p->cut.tile, 0, 0,
+                    0, 0};
     int most = (int)nsa__min(p->cut.batch_queries, it->tile_queries - from);
     uint64_t seen = 0;
     for (; b.queries < most; b.queries++) {
@@ -214,5 +205,13 @@ static nsa__batch nsa__batch_at(const nsa__tile_iter *it, const nsa__head_job *j
     while (!(seen >> (b.end - NSA__LANES) & 0xffff)) b.end -= NSA__LANES;
     for (b.first = b.begin; !(seen >> b.first & 3);) b.first += 2;
     for (b.last = b.end; !(seen >> (b.last - 2) & 3);) b.last -= 2;
+    b.key = it->tile * p->cut.tile + b.begin;
+    b.held = (int)nsa__min(b.end - b.begin, job->keys - (int64_t)b.key);
     return b;
+}
+
+/* The batch as what its scores go to sees it. */
+static nsa__scored nsa__batch_scored(const nsa__attend_plan *p, const nsa__batch *b) {
+    const nsa__scored x = {b->rows, b->end - b->begin, p->group, b->begin, b->mask, b->row};
+    return x;
 }

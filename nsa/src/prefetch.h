@@ -44,17 +44,22 @@ static void nsa__fetch_rows(const nsa__head_job *job, const nsa_tensor *x, int b
     }
 }
 
-/* Before row r of a tile of x is packed, asks for the row that is packed cut.pack_ahead later: of
-   x, or behind its last one of `next`, which may be NULL. Negative r ask for the first rows. */
-static void nsa__pack_ask(const nsa__head_job *job, const nsa_tensor *x, const nsa_tensor *next,
-                          int tile_begin, int r) {
+/* K or V. */
+static const nsa_tensor *nsa__operand_view(const nsa__head_job *job, const nsa__operand *o) {
+    return o == &job->plan->k ? &job->plan->x->k : &job->plan->x->v;
+}
+
+/* Before row r of a tile of k or v is packed, asks for the row that is packed cut.pack_ahead later:
+   of the same, or behind k's last one of v. Negative r ask for the first rows. */
+static void nsa__pack_ask(const nsa__head_job *job, const nsa__operand *o, int tile_begin, int r) {
     const nsa__attend_plan *p = job->plan;
     const int ahead = r + p->cut.pack_ahead, later = ahead >= p->cut.tile;
     const int64_t key = (int64_t)tile_begin + ahead - (later ? p->cut.tile : 0);
-    const nsa_tensor *of = later ? next : x;
-    if (!of || key >= job->keys) return;
-    const int width = of == &p->x->k ? p->d->dim : p->d->dim_v;
-    nsa__fetch(nsa__key(job, of, (int)key), (size_t)width * nsa__dtype_bytes(of->dtype));
+    if (later && (o == &p->v || !(job->v || job->v_t))) return;
+    if (later) o = &p->v;
+    if (key >= job->keys) return;
+    const nsa_tensor *x = nsa__operand_view(job, o);
+    nsa__fetch(nsa__key(job, x, (int)key), (size_t)o->width * nsa__dtype_bytes(x->dtype));
 }
 
 /* Pieces that so many numbers take. */
@@ -66,7 +71,7 @@ static int nsa__asks_of(int64_t numbers) {
    tile's rows of k and v. */
 static void nsa__asks_alloc(nsa__asks *asks, const nsa__attend_plan *p, nsa__arena *a) {
     int64_t rows = (int64_t)p->cut.batch_queries * p->group + 3 * p->cut.tile;
-    asks->room = rows * (nsa__asks_of(p->wide) + nsa__asks_of(p->wide_v));
+    asks->room = rows * (nsa__asks_of(p->k.wide) + nsa__asks_of(p->v.wide));
     asks->at = (const char **)nsa__alloc(a, asks->room, sizeof *asks->at);
 }
 
@@ -80,6 +85,6 @@ static void nsa__ask(nsa__asks *asks, const nsa_real *x, int64_t numbers) {
 /* Whether keys, values and the sums of their gradients, of all heads at once, are more. */
 static int nsa__keys_are_far(const nsa__head_job *job) {
     const nsa__attend_plan *p = job->plan;
-    const int64_t numbers = 3 * (int64_t)p->wide + 2 * (int64_t)p->wide_v; /* of a key */
+    const int64_t numbers = 3 * (int64_t)p->k.wide + 2 * (int64_t)p->v.wide; /* of a key */
     return job->keys * numbers * (int64_t)sizeof(nsa_real) * p->cut.head_slots > NSA__FAR;
 }

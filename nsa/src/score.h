@@ -29,7 +29,7 @@ static void nsa__scorer_alloc(nsa__scorer *f, const nsa__attend_plan *p, nsa__ar
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     f->stride = nsa__ceil_div(nsa_slc_count(p->d, p->d->tokens), NSA__LANES) * NSA__LANES;
-    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->q = nsa__alloc_reals(a, rows * p->k.wide);
     f->s = nsa__alloc_reals(a, rows * p->cut.tile);
     f->scores = nsa__alloc_reals(a, p->cut.task_queries * f->stride);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
@@ -122,7 +122,7 @@ static void nsa__scorer_begin(nsa__scorer *f, const nsa__head_job *job, const ns
     nsa__tile_iter_begin(&f->iter, job, task);
     int rows = f->iter.queries * p->group;
     memset(f->nonfinite, 0, (size_t)rows);
-    nsa__load_queries(job, &f->iter, &x->q, p->d->dim, p->wide, p->wide, 1, f->q, f->nonfinite);
+    nsa__load_queries(job, &f->iter, &x->q, &p->k, f->q, f->nonfinite);
     for (int r = 0; x->weights.data && r < rows; r++) {
         nsa_real weight;
         nsa__load(&weight, x->weights.dtype, nsa__query_row(job, &f->iter, &x->weights, r), 1);
@@ -143,12 +143,12 @@ static void nsa__scorer_task(const void *context, int64_t nth, void *scratch) {
     nsa__arena a = {(char *)scratch, 0};
     nsa__scorer_alloc(&f, p, &a);
     nsa__scorer_begin(&f, job, x, nth);
-    const nsa__matrix q = {f.q, p->wide, 1, NULL};
+    const nsa__matrix q = {f.q, p->k.wide, 1, NULL};
     const nsa__result products = {f.s, p->cut.tile, NULL, 0, NULL, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         const nsa__matrix k_t = {job->k_t + (ptrdiff_t)tile * p->cut.tile * p->d->dim, p->cut.tile,
                                  1, NULL};
-        p->tiles->gemm(f.iter.queries * p->group, p->cut.tile, p->d->dim, &q, &k_t, &products);
+        nsa__product_along(&p->k, f.iter.queries * p->group, p->cut.tile, &q, &k_t, &products);
         for (int i = 0; i < f.iter.queries; i++) nsa__scorer_tile(&f, job, x, i, tile);
     }
     for (int i = 0; i < f.iter.queries; i++) nsa__scorer_end(&f, job, x, i);
@@ -170,6 +170,7 @@ static nsa__branch nsa__scorer_keys(const nsa_desc *d) {
 static nsa__attend_plan nsa__scorer_plan(const nsa_attend *x, const nsa_desc *d) {
     nsa__attend_plan p =
         nsa__attend_plan_of(x, NULL, d, nsa__scorer_keys(d), 1, nsa__heads_near(d));
+    p.k.scale = 1;
     nsa__head_job jobs[NSA__HEADS_NEAR];
     nsa__scorer f;
     nsa__arena shared = {NULL, 0}, scratch = {NULL, 0};

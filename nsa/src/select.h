@@ -80,7 +80,7 @@ static void nsa__selecting_alloc(nsa__selecting *f, const nsa__attend_plan *p, n
     int64_t rows = (int64_t)p->cut.task_queries * p->group;
     nsa__tile_iter_alloc(&f->iter, p, a, a);
     nsa__scoring_alloc(&f->scoring, p, a);
-    f->q = nsa__alloc_reals(a, rows * p->wide);
+    f->q = nsa__alloc_reals(a, rows * p->k.wide);
     f->lse = nsa__alloc_reals(a, rows);
     f->nonfinite = (unsigned char *)nsa__alloc(a, rows, 1);
 }
@@ -97,15 +97,15 @@ static void nsa__select_task(const void *context, int64_t nth, void *scratch) {
     nsa__tile_iter_begin(&f.iter, job, nth);
     int rows = f.iter.queries * p->group;
     memset(f.nonfinite, 0, (size_t)rows);
-    nsa__load_q(job, &f.iter, f.q, f.nonfinite);
+    nsa__load_queries(job, &f.iter, &p->x->q, &p->k, f.q, f.nonfinite);
     for (int r = 0; r < rows; r++) f.lse[r] = nsa__load_lse(job, &f.iter, r, f.nonfinite);
-    const nsa__matrix q = {f.q, p->stride, 1, NULL};
+    const nsa__matrix q = {f.q, p->k.stride, 1, NULL};
     for (int tile = 0; tile < f.iter.tile_end; tile++) {
         ptrdiff_t key = (ptrdiff_t)tile * p->cut.tile;
-        const nsa__matrix k_t = {job->k_t + key * p->depth, p->cut.tile, 1, NULL};
+        const nsa__matrix k_t = {job->k_t + key * p->k.depth, p->cut.tile, 1, NULL};
         const nsa__result scores = {
             f.scoring.s + key, (ptrdiff_t)f.scoring.stride, NULL, 0, NULL, NULL};
-        nsa__score_product(p, rows, p->cut.tile, &q, &k_t, &scores);
+        nsa__product_along(&p->k, rows, p->cut.tile, &q, &k_t, &scores);
     }
     nsa__select_queries(job, &f.iter, &f.scoring, f.lse, f.nonfinite);
 }

@@ -42,22 +42,31 @@ typedef struct nsa__result {
     nsa__asks *asks;      /* NULL, or what to ask for meanwhile */
 } nsa__result;
 
+/* Scores of one tile, for rows of some queries: keys first .. first + n - 1, n a multiple of 16. */
+typedef struct nsa__scored {
+    int rows, n, group, first;
+    const uint64_t *mask; /* bit j of mask[r / group] is 1 if row r sees key j of the tile */
+    const int *row;       /* row r is row row[r] of what is kept for a task */
+} nsa__scored;
+
+/* The running softmax of a task's rows. */
+typedef struct nsa__running {
+    nsa_real *m; /* of every row: the largest score so far */
+    nsa_real *l; /* of every row: 16 partial sums of p */
+    nsa_real
+        *shrink; /* of the rows at hand: what earlier sums of p are to be multiplied by; written
+                         in whole vectors, so it has room for 16 more */
+} nsa__running;
+
 typedef struct nsa__tiles {
     /* c[m][n] = a[m][k] b[k][n] */
     void (*gemm)(int m, int n, int k, const nsa__matrix *a, const nsa__matrix *b,
                  const nsa__result *c);
-    /* Takes n scores of one tile into the running softmax of their rows.
-         s              scores of keys first .. first + n - 1, rows `ld` apart; masked ones become
-                        the lowest number
-         p              gets exp(s - m), rows `ld_p` apart; it may be s
-         m, l           state of rows row_index[r]: the maximum, and 16 partial sums of p
-         shrink         of each row r: what earlier sums of p are to be multiplied by; written in
-                        whole vectors, so it has room for 16 more
-         mask[r/group]  bit j is 1 if row r sees key j of the tile; other keys get p = 0
-       A row that sees none of the keys keeps its state to the bit. n is a multiple of 16. */
-    void (*softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group, const uint64_t *mask,
-                    int first, const int *row_index, nsa_real *s, nsa_real *p, nsa_real *m,
-                    nsa_real *l, nsa_real *shrink);
+    /* Takes scores s, rows `ld` apart, into the running softmax. p gets exp(s - m), 0 where masked,
+       with rows `ld_p` apart; it may be s, whose masked scores become the lowest number. A row that
+       sees none of the keys keeps its state to the bit. */
+    void (*softmax)(const nsa__scored *x, ptrdiff_t ld, nsa_real *s, ptrdiff_t ld_p, nsa_real *p,
+                    const nsa__running *so_far);
     /* Of 16 rows, with l the sum of a row's 16 partial sums: over = 1 / l, lse = m + ln l.
        A row without keys, whose l is 0, has over = 0 and lse = -inf. */
     void (*finish)(const nsa_real *sums, const nsa_real *m, nsa_real *over, nsa_real *lse);
@@ -76,11 +85,10 @@ typedef struct nsa__tiles {
        be read and written: both hold a multiple of 16 rows or numbers of them. */
     void (*transpose)(int rows, int columns, ptrdiff_t ld, const nsa_real *x, ptrdiff_t ld_to,
                       nsa_real *to);
-    /* s becomes p = exp(s - lse), 0 where masked, and dp becomes ds = p (dp - delta), with lse and
-       delta of rows row_index[r] */
-    void (*gradient)(int rows, int n, ptrdiff_t ld, int group, const uint64_t *mask, int first,
-                     const int *row_index, const nsa_real *lse, const nsa_real *delta, nsa_real *s,
-                     nsa_real *dp);
+    /* s becomes p = exp(s - lse), 0 where masked, and dp becomes ds = p (dp - delta), rows `ld`
+       apart, with lse and delta of the task's rows */
+    void (*gradient)(const nsa__scored *x, ptrdiff_t ld, const nsa_real *lse, const nsa_real *delta,
+                     nsa_real *s, nsa_real *dp);
 } nsa__tiles;
 
 /* Products of rows of bf16. Their operands are pairs along k, their sums f32. */

@@ -461,27 +461,27 @@ NSA__TARGET static void NSA__T(gemm)(int m, int n, int k, const nsa__matrix *lef
 
 /* Three loops over the rows: the maxima, the shrinks of all rows as vectors, then p and the sums.
    See nsa__tiles for the arguments. A mask of ones, which most tiles have, needs no picking. */
-NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t ld_p, int group,
-                                        const uint64_t *mask, int first, const int *row_index,
-                                        nsa_real *s, nsa_real *p, nsa_real *m, nsa_real *l,
-                                        nsa_real *shrink) {
+NSA__TARGET static void NSA__T(softmax)(const nsa__scored *scored, ptrdiff_t ld, nsa_real *s,
+                                        ptrdiff_t ld_p, nsa_real *p, const nsa__running *so_far) {
     NSA__ARITHMETIC
+    const int rows = scored->rows, n = scored->n, *row = scored->row;
+    nsa_real *m = so_far->m, *l = so_far->l, *shrink = so_far->shrink;
     const NSA__V lowest = NSA__T(splat)(NSA__LOWEST), log2e = NSA__T(splat)((nsa_real)NSA__LOG2E);
     for (int r = 0; r < rows; r++) { /* the largest so far; masked scores become the lowest */
-        const uint64_t seen = mask[r / group];
+        const uint64_t seen = scored->mask[r / scored->group];
         nsa_real *x = s + r * ld;
         NSA__V most = lowest;
         for (int j = 0; j < n; j += NSA__L) {
             if (seen != ~(uint64_t)0)
                 NSA__TO(x + j) =
-                    NSA__T(pick)(NSA__T(seen)(seen, first + j), NSA__FROM(x + j), lowest);
+                    NSA__T(pick)(NSA__T(seen)(seen, scored->first + j), NSA__FROM(x + j), lowest);
             most = NSA__T(greater)(NSA__FROM(x + j), most);
         }
         const nsa_real largest = NSA__T(largest)(most);
-        nsa_real *so_far = m + row_index[r];
-        shrink[r] = *so_far;
-        *so_far = largest > *so_far ? largest : *so_far;
-        shrink[r] -= *so_far;
+        nsa_real *highest = m + row[r];
+        shrink[r] = *highest;
+        *highest = largest > *highest ? largest : *highest;
+        shrink[r] -= *highest;
     }
     /* shrink = exp(the maximum before - the maximum now) */
     for (int r = 0; r < rows; r += NSA__L)
@@ -490,9 +490,9 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
        lowest - lowest = 0 would make 1. Key j adds to partial sum j % 16, for vectors of any width.
      */
     for (int r = 0; r < rows; r++) {
-        const NSA__V most = NSA__T(splat)(m[row_index[r]] == NSA__LOWEST ? 0 : m[row_index[r]]);
+        const NSA__V most = NSA__T(splat)(m[row[r]] == NSA__LOWEST ? 0 : m[row[r]]);
         const nsa_real *x = s + r * ld;
-        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row_index[r] * NSA__LANES;
+        nsa_real *to = p + r * ld_p, *sum = l + (ptrdiff_t)row[r] * NSA__LANES;
         for (int j = 0; j < NSA__LANES; j += NSA__L) {
             NSA__V of_lane = NSA__FROM(sum + j) * NSA__T(splat)(shrink[r]);
             for (int at = j; at < n; at += NSA__LANES) {
@@ -507,21 +507,19 @@ NSA__TARGET static void NSA__T(softmax)(int rows, int n, ptrdiff_t ld, ptrdiff_t
 
 /* p = exp(s - lse), at most 1 though lse be another program's, and ds = p (dp - delta), where delta
    is dout . out - dlse. s and dp are overwritten. */
-NSA__TARGET static void NSA__T(gradient)(int rows, int n, ptrdiff_t ld, int group,
-                                         const uint64_t *mask, int first, const int *row_index,
-                                         const nsa_real *lse, const nsa_real *delta, nsa_real *s,
-                                         nsa_real *dp) {
+NSA__TARGET static void NSA__T(gradient)(const nsa__scored *x, ptrdiff_t ld, const nsa_real *lse,
+                                         const nsa_real *delta, nsa_real *s, nsa_real *dp) {
     NSA__ARITHMETIC
-    for (int r = 0; r < rows; r++) {
-        const uint64_t seen = mask[r / group];
-        const NSA__V of_sum = NSA__T(splat)(lse[row_index[r]]),
-                     of_row = NSA__T(splat)(delta[row_index[r]]);
+    const int n = x->n, *row = x->row;
+    for (int r = 0; r < x->rows; r++) {
+        const uint64_t seen = x->mask[r / x->group];
+        const NSA__V of_sum = NSA__T(splat)(lse[row[r]]), of_row = NSA__T(splat)(delta[row[r]]);
         const NSA__V zero = NSA__T(splat)(0);
         for (int j = 0; j < n; j += NSA__L) {
             NSA__V p = NSA__T(exp_cut)(NSA__FROM(s + r * ld + j) - of_sum, 0);
             NSA__V ds = p * (NSA__FROM(dp + r * ld + j) - of_row);
             if (seen != ~(uint64_t)0) { /* ds too: what is masked may overflow, and 0 inf is NaN */
-                const NSA__I on = NSA__T(seen)(seen, first + j);
+                const NSA__I on = NSA__T(seen)(seen, x->first + j);
                 p = NSA__T(pick)(on, p, zero);
                 ds = NSA__T(pick)(on, ds, zero);
             }

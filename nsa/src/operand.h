@@ -1,0 +1,89 @@
+/* ---- Attention: formats of operands -------------------------------------------------------------
+   Twin: kernels/tiles.cuh. Not here: products (tiles.inl), how rows are read (attend_rows.h,
+   attend_pack.h, attend_in_place.h).
+   Attention multiplies along rows, q k and dout v, and over rows, as p v and ds k. A format says
+   how a row lies and which products take it: numbers, or pairs of bf16. In rows that are multiplied
+   along, a pair is two neighbours of a row; over rows it is one column of two neighbouring rows. */
+#pragma once
+#include "schedule.h"
+
+/* Rows of q and k, or of dout and v. */
+typedef struct nsa__operand {
+    const nsa__tiles *tiles;
+    const nsa__pairs *pairs; /* of bf16; NULL: numbers */
+    int width, wide;         /* dim or dim_v, and rounded up to whole vectors */
+    int depth;               /* what a product sums along a row: width, or half of it in pairs */
+    int stride; /* of a row: wide, or half of it; in backward rows may lie further apart */
+    nsa_real
+        scale; /* of q k. q is loaded times it; in pairs, which would round, products have it */
+} nsa__operand;
+
+static nsa__operand nsa__operand_of(const nsa__tiles *tiles, int width, double scale) {
+    const int wide = nsa__whole_vectors(width);
+    const nsa__operand o = {tiles, NULL, width, wide, width, wide, (nsa_real)scale};
+    return o;
+}
+
+static void nsa__operand_pair(nsa__operand *o, const nsa__pairs *pairs) {
+    o->pairs = pairs;
+    o->depth = (o->width + 1) / 2;
+    o->stride = o->wide / 2;
+}
+
+/* c = scale a b, along the rows of both. The order of a sum is the same from packed keys and in
+   place, and each multiplies q by k as k by q. */
+static void nsa__product_along(const nsa__operand *o, int m, int n, const nsa__matrix *a,
+                               const nsa__matrix *b, const nsa__result *c) {
+    if (o->pairs)
+        o->pairs->gemm(m, n, o->depth, a, b, c, o->scale);
+    else
+        o->tiles->gemm(m, n, o->depth, a, b, c);
+}
+
+/* c = a b, over n rows of b. */
+static void nsa__product_over(const nsa__operand *o, int m, int n, const nsa__matrix *a,
+                              const nsa__matrix *b, const nsa__result *c) {
+    if (o->pairs)
+        o->pairs->gemm(m, o->wide, (n + 1) / 2, a, b, c, 1);
+    else
+        o->tiles->gemm(m, o->wide, n, a, b, c);
+}
+
+/* What so many rows are to such a product: rows, or pairs of them. */
+static ptrdiff_t nsa__rows_over(const nsa__operand *o, ptrdiff_t rows) {
+    return o->pairs ? rows / 2 : rows;
+}
+
+/* What a sum over rows of q lacks: the scale, if rows were not loaded times it. */
+static nsa_real nsa__sum_scale(const nsa__operand *o) {
+    return o->pairs ? o->scale : 1;
+}
+
+/* Whether n rows of a matrix are finite. */
+static int nsa__finite_rows(const nsa__operand *o, const nsa__matrix *rows, int n) {
+    int (*all_finite)(int, int, ptrdiff_t, const nsa__packed *) =
+        o->pairs ? o->pairs->all_finite : o->tiles->all_finite;
+    if (!rows->rows) return all_finite(n, o->stride, rows->row, rows->data);
+    for (int i = 0; i < n; i++)
+        if (!all_finite(1, o->stride, 0, rows->data + rows->rows[i] * rows->row)) return 0;
+    return 1;
+}
+
+/* Numbers of the format from row to row of a view, and whether products read its rows where they
+   lie: they are of the format, whole vectors, and pairs begin where a pair may lie. */
+static ptrdiff_t nsa__operand_apart(const nsa__operand *o, const nsa_tensor *x) {
+    return (ptrdiff_t)(o->pairs ? x->token / 2 : x->token);
+}
+static int nsa__is_operand(const nsa__operand *o, const nsa_tensor *x) {
+    if (o->width != o->wide) return 0;
+    if (!o->pairs) return x->dtype == NSA_REAL_DTYPE;
+    return (uintptr_t)x->data % sizeof(nsa__packed) == 0 && !((x->batch | x->token | x->head) & 1);
+}
+
+/* Copies a row, with zeros behind it. One that is not finite becomes zeros: then 0 is returned. */
+static int nsa__copy_operand(const nsa__operand *o, nsa_real *to, nsa_dtype dtype,
+                             const void *from) {
+    if (o->pairs) return nsa__copy_finite_pairs(to, from, o->width, o->wide);
+    memset(to + o->width, 0, (size_t)(o->wide - o->width) * sizeof *to);
+    return nsa__load_finite(to, dtype, from, o->width);
+}
