@@ -3379,7 +3379,8 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
                 if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
         }
 #endif
-    for (; c < columns; c++)
+    /* counted down: of c < columns GCC 10 warns that c might pass 2^31, where no column is left */
+    for (int left = columns - c; left > 0; left--, c++)
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
@@ -4033,7 +4034,8 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
                 if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
         }
 #endif
-    for (; c < columns; c++)
+
+    for (int left = columns - c; left > 0; left--, c++)
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
@@ -4678,7 +4680,8 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
                 if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
         }
 #endif
-    for (; c < columns; c++)
+
+    for (int left = columns - c; left > 0; left--, c++)
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
@@ -5317,7 +5320,8 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
                 if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
         }
 #endif
-    for (; c < columns; c++)
+
+    for (int left = columns - c; left > 0; left--, c++)
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
@@ -5982,7 +5986,8 @@ NSA__TARGET static void NSA__T(transpose)(int rows, int columns, ptrdiff_t ld, c
                 if (c + i < columns) NSA__TO(to + (c + i) * ld_to + r) = block[i];
         }
 #endif
-    for (; c < columns; c++)
+
+    for (int left = columns - c; left > 0; left--, c++)
         for (int r = 0; r < rows; r++) to[c * ld_to + r] = x[r * ld + c];
 }
 
