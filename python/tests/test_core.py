@@ -667,6 +667,28 @@ class Primitives(unittest.TestCase):
         self.assertTrue((lists[0, :2] == -1).all())
         self.assertTrue((lists[0, 53:] == 77).all())
 
+    def test_a_refusal_says_which_sequence_and_what_of_it(self):
+        def call(d, n, keys=(1, 50), dtype=np.float32):
+            x = nsa.Attend(q=rows(1, n, 4, 16).astype(dtype), k=rows(*keys, 2, 16), v=rows(*keys, 2, 16), out=rows(1, n, 4, 16),
+                           lse=rows(1, n, 4))
+            nsa.attend_win_forward(x, d)
+        packed = [nsa.desc(2, 30, 4, 2, 16, begins=np.array(b, np.int32)) for b in ((0, 40, 50), (0, 25, 50))]
+        firsts = [nsa.desc(2, 30, 4, 2, 16, count=4, firsts=np.array(f, np.int32), counts=np.array(c, np.int32))
+                  for f, c in (((28, 0), (4, 1)), ((0, 31), (4, 1)))]
+        for words, arguments in (("begins: .*sequence 0 has 40 tokens, must be at most the longest, which is 30", (packed[0], 50)),
+                                 ("count 4 of sequence 0, must be 0 .. 2", (firsts[0], 5, (2, 30))),
+                                 ("first 31 of sequence 1, must be 0 .. 30", (firsts[1], 5, (2, 30))),
+                                 ("q: NSA_ERROR_DTYPE: int32, must be float32, ", (packed[1], 50, (1, 50), np.int32))):
+            with self.subTest(words), self.assertRaisesRegex(nsa.Refused, words):
+                call(*arguments)
+        with self.assertRaisesRegex(nsa.Refused, "blocks: NSA_ERROR_DTYPE: must be int32$"):
+            nsa.check_blocks(rows(2, 96, 2, 3), Problem().desc)
+        for bits in (1 << 16, -1, 1 << 40):
+            with self.subTest(bits), self.assertRaisesRegex(nsa.Refused, f"x: {bits}, must be 0 .. 65535"):
+                nsa.bf16_to_f32(bits)
+        with self.assertRaisesRegex(TypeError, "source: NoneType, must be a Cache"):
+            nsa.Cache(Problem().desc).fork(0, None, 0, 0)
+
     def test_a_stride_that_does_not_fit_is_named(self):
         p = Problem()
         lists = np.zeros((p.B, p.T, p.Hk, 3), np.int32)

@@ -270,6 +270,26 @@ class Gradients(unittest.TestCase):
             self.assertTrue(torch.equal(lists[:, part], alone))
             at += length
 
+    @CPU
+    def test_a_refusal_says_which_sequence_and_what_of_it(self):
+        q, k, v = (rows(1, T, h, D, dtype=torch.float32, grad=False) for h in (H, HK, HK))
+        for begins, longest, words in (
+                ((0, 20, T), 0, "begins: .*sequence 0 has 20 tokens, must be at most the longest, which is 0"),
+                ((0, 40, 20, T), T, "begins: .*40 and 20 of sequence 1, must ascend from 0 or more"),
+                ((0, 60), 60, "rows: .*52, must be at least begins' last, which is 60")):
+            with self.subTest(begins), self.assertRaisesRegex(nsa.Refused, words):
+                nt.attend_win(q, k, v, begins=int32(*begins), longest=longest)
+        two = torch.cat([k, k])
+        for firsts, counts, words in (((60, 0), (1, 1), "first 60 of sequence 0, must be 0 .. 52"),
+                                      ((0, 51), (1, 2), "count 2 of sequence 1, must be 0 .. 1")):
+            with self.subTest(firsts), self.assertRaisesRegex(nsa.Refused, words):
+                nt.attend_win(q[:, :sum(counts)], two, two, firsts=int32(*firsts), counts=int32(*counts))
+        with self.assertRaisesRegex(nsa.Refused, "q: NSA_ERROR_DTYPE: must be float32, bfloat16, float16 or float64$"):
+            nt.attend_win(q.int(), k, v)
+        for i in range(3):
+            with self.subTest(i), self.assertRaisesRegex(nsa.Refused, "layout torch.sparse_coo, must be torch.strided"):
+                nt.attend_win(*(x.to_sparse() if i == j else x for j, x in enumerate((q, k, v))), first=0)
+
     def test_a_stride_that_does_not_fit_is_named(self):
         q, k = rows(B, T, H, D, grad=False), rows(B, T, HK, D, grad=False)
         for stride, words in ((4, "k: .*52 rows, must be 13 for 52 tokens"), (3, "stride: .*3, must be a divisor of slc_block"),

@@ -199,6 +199,8 @@ class Cache:
 
     def fork(self, sequence: int, source: "Cache", source_sequence: int, length: int) -> None:
         """Makes a sequence the copy of another's first tokens, of this or another cache."""
+        if not isinstance(source, Cache):
+            raise TypeError(f"source: {type(source).__name__}, must be a Cache")
         if source._lib is not self._lib:
             raise refused("CACHE", "source", "a cache of float64, and this one is not, or the other way round")
         first, second = sorted((self, source), key=id)  # two threads that copy both ways take them in one order

@@ -33,8 +33,8 @@ class _Function:
 
     def __call__(self, *arguments: Any) -> Any:
         for i, name, bits, unsigned in self._integers:
-            value = check_int(name, arguments[i], bits + unsigned)
-            if unsigned and value < 0:
+            value = check_int(name, arguments[i], 64 if unsigned else bits)
+            if unsigned and not 0 <= value < 1 << bits:
                 raise refused("SIZE", name, f"{value}, must be 0 .. {(1 << bits) - 1}")
         return self._function(*arguments)
 
@@ -118,19 +118,53 @@ def _field(structs: Sequence[Struct], where: str) -> tuple[Any, Any]:
     return None, None
 
 
-def refusal(library: Any, status: int, *structs: Struct) -> Refused:
-    """The library's words for a status, and of one of these structs' fields the value, and the rule that it breaks."""
+#: Of which dtype a field is, where it is not of those of rows.
+_DTYPES = {"blocks": "int32", "positions": "int32", **dict.fromkeys(
+    ("lse", "lse_a", "lse_b", "lse_cmp", "lse_slc", "lse_win", "scores"), "float32, or float64 beside rows of float64")}
+
+
+def _of_sequences(desc: Desc, kind: str, where: str) -> str | None:
+    """Which sequence breaks a rule of begins, firsts and counts, and how."""
+    begins = _integers(desc.begins, desc.batch + 1)
+    if kind == "BEGINS" and begins:
+        if where == "rows":
+            return f"{desc.rows}, must be at least begins' last, which is {begins[-1]}"
+        for b, (start, end) in enumerate(zip(begins, begins[1:])):
+            if start < 0 or end < start:
+                return f"{start} and {end} of sequence {b}, must ascend from 0 or more"
+            if end - start > desc.tokens:
+                return f"sequence {b} has {end - start} tokens, must be at most the longest, which is {desc.tokens}"
+    if kind == "RANGE" and desc.firsts and desc.counts:
+        for b, (first, count) in enumerate(zip(_integers(desc.firsts, desc.batch), _integers(desc.counts, desc.batch))):
+            there = min(desc.tokens, begins[b + 1] - begins[b]) if begins else desc.tokens
+            if first < 0 or first > there:
+                return f"first {first} of sequence {b}, must be 0 .. {there}"
+            if not 0 <= count <= min(desc.count, there - first):
+                return f"count {count} of sequence {b}, must be 0 .. {min(desc.count, there - first)}"
+    return None
+
+
+def refusal(library: Any, status: int, *structs: Struct, on_host: bool = True) -> Refused:
+    """The library's words for a status, and of one of these structs' fields the value, and the rule that it breaks.
+    on_host: whether the descriptor's arrays can be read here."""
     where = library.nsa_status_where(status).decode()
     kind, text = Error(library.nsa_status_kind(status)), library.nsa_status_text(status).decode()
     owner, value = _field(structs, where)
+    desc = next((x for x in structs if isinstance(x, Desc)), None)
+    found = _of_sequences(desc, kind.name, where) if desc is not None and on_host else None
     rule = _RULES.get(kind.name, {}).get(where.rpartition(".")[2]) if isinstance(owner, (Desc, _abi.Compress)) else None
-    if isinstance(value, Described):
+    if found is not None:
+        text = found
+    elif kind == Error.DTYPE:
+        allowed = _DTYPES.get(where.rpartition(".")[2], "float32, bfloat16, float16 or float64")
+        text = (f"{value.dtype_name}, " if isinstance(value, Described) else "") + f"must be {allowed}"
+    elif isinstance(value, Described):
         text = f"{value.dtype_name}{list(value.shape)} of strides {list(value.strides)}: {text}"
     elif rule is not None:
         text = f"{value}, must be " + rule.format_map({name: getattr(owner, name) for name in owner.kinds()})
     elif kind == Error.OPTION and owner is not None and where in owner._enums_:
         text = f"{value}, must be of " + ", ".join(f"{member.name.lower()} ({int(member)})" for member in owner._enums_[where])
-    elif isinstance(value, (int, float)):
+    elif isinstance(value, (int, float)) and owner.kinds().get(where) is not ctypes.c_void_p:
         text = f"{value}: {text}"
     words = f"NSA_ERROR_{kind.name}: {text}"
     return Refused(f"{where}: {words}" if where else words, kind.name, where)

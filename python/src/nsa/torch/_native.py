@@ -226,6 +226,8 @@ class Plan:
         for _, x in tensors:
             if x.device != self.device:
                 raise refused("NULL", "tensors", f"on {self.device} and on {x.device}, must be on one device")
+            if x.layout is not torch.strided:
+                raise refused("STRIDE", "tensors", f"one of layout {x.layout}, must be torch.strided: x.to_dense()")
         if self.device.type == "meta":  # tensors without memory: what the fake kernels do
             self._form, shaped = None, [room for room in rooms(*arguments)][:returned]
             self.run = lambda _: [room.empty(self.device) for room in shaped]  # type: ignore[method-assign]
@@ -353,7 +355,7 @@ class Plan:
             keep(memory)
         if status:
             desc_of = _abi.Desc.from_buffer_copy(frame.words.cast("B")[self._begins[-1]:])
-            raise refusal(self.native.words, status, desc_of)
+            raise refusal(self.native.words, status, desc_of, on_host=self.device.type == "cpu")
         if self._rest and not self.native.stream:
             self._clear(frame, outputs)
         self._frames.append(frame)
