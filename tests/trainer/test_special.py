@@ -109,6 +109,66 @@ def test_template():
     return vocabulary
 
 
+def told_apart(text):
+    """A vocabulary whose tokens are all pairs of neighbours in the text: where it is split shows."""
+    pairs = sorted({text[i:i + 2] for i in range(len(text) - 1)})
+    spelled = [[SPELLED[pair[0]], SPELLED[pair[1]]] for pair in pairs]
+    words = [SPELLED[b] for b in range(256)] + [a + b for a, b in spelled] + ["<|endoftext|>"]
+    return {word: i for i, word in enumerate(words)}, spelled
+
+
+def compare(name, whole, text, same=True):
+    """What shards makes of a text, beside what the package makes of it; or, not `same`, that it is refused."""
+    path, out = folder(name, {"tokenizer.json": whole}), runs.root / f"{name}_made"
+    given = runs.root / f"{name}.txt"
+    given.write_bytes(text)
+    ran = subprocess.run([shards, out, given, "--tokenizer-path", path], capture_output=True, text=True, timeout=60)
+    if not same:
+        check(ran.returncode == 2 and "tokenizer.json" in ran.stderr or "pattern" in ran.stderr, name, ran)
+        return
+    check(ran.returncode == 0, name, ran)
+    data = (out / "shard_000000.bin").read_bytes()[1024:]
+    found = list(struct.unpack(f"<{len(data) // 2}H", data))
+    want = Tokenizer.from_file(str(path / "tokenizer.json")).encode(text.decode()).ids
+    check(found[:-1] == want, name, found, want)
+
+
+def test_patterns():
+    """Regular expressions as the package has them, or refused: spaces of all scripts, case, flags in the middle."""
+    spaces = "a\u0085b\u200bc\u180ed\u00a0e\u2028f \u3000g\v\u1680h\u202fi\u205f" * 3
+    cases = (("\\s+", spaces, True), ("\\S+", spaces, True), ("[^\\sa]+", spaces, True), ("[\\s\\p{L}]", spaces, True),
+             ("\\s+(?!\\S)|\\s", spaces, True), ("[\\S]", spaces, False), ("(?i:'S|'ll)", "it's IT'S 'LL 'lL", True),
+             ("(?i)b|c", "ab aB c C", True), ("a(?i)b|c", "ab aB c C", False), ("(?i:ss)", "ss \u00df", False),
+             ("(?i:\u00e9)", "\u00e9\u00c9", False), ("(?i:fi)", "fi \ufb01", False), ("(?i:K)", "kK\u212a", True))
+    for i, (pattern, text, same) in enumerate(cases):
+        vocab, merges = told_apart(text.encode())
+        whole = tokenizer_json(vocab, [], None)
+        level = whole["pre_tokenizer"] | {"use_regex": False}
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+        whole["model"]["merges"] = merges
+        compare(f"pattern{i}", whole, text.encode(), same)
+
+
+def test_odd_tokenizers():
+    """Added tokens that the vocabulary has by another number, and what would give other tokens."""
+    vocab = {w: i for i, w in enumerate([*WORDS, "<|endoftext|>"])}
+    text = b"a the<x>the in a"
+    for i, added in enumerate((token(300, "the"), token(300, "a"), token(261, "<x>"), token(257, "the"))):
+        compare(f"added{i}", tokenizer_json(vocab, [added], None), text)
+    composed = tokenizer_json(vocab, [token(300, "e\u0301") | {"normalized": True}], None)
+    compare("normal", composed | {"normalizer": {"type": "NFC"}}, text, False)
+    for key, value in (("dropout", 0.5), ("end_of_word_suffix", "</w>"), ("continuing_subword_prefix", "##"),
+                       ("byte_fallback", True), ("merges", [["t", "h", "e"]])):
+        whole = tokenizer_json(vocab, [], None)
+        whole["model"][key] = value
+        compare(f"odd_{key}", whole, text, False)
+    pair = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}], "pair": [],
+            "special_tokens": {}}
+    compare("odd_template", tokenizer_json(vocab, [], pair), text, False)
+    compare("odd_added", tokenizer_json(vocab, {"a": 1}, None), text, False)
+
+
 def test_both_ends():
     """Templates that say what ends a text too, of either kind: a document is what the package makes of it."""
     vocab = {w: i for i, w in enumerate([*WORDS, "spare"])}  # none of the usual names
@@ -179,6 +239,8 @@ def test_end(vocabulary):
 
 
 test_same_tokens()
+test_patterns()
+test_odd_tokenizers()
 test_both_ends()
 test_end(test_template())
 done()

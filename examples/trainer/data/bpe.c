@@ -59,9 +59,12 @@ static bool compile(bpe *b, int i, fault *f) {
                          "%s: pre_tokenizer: the pattern \"%.200s\" cannot be read here as the "
                          "package tokenizers reads it, at \"%.40s\"",
                          b->folder, pattern, unknown);
+    char *written = bpe_pattern_written_out(pattern);
+    if (!written) return fault_set(f, "%s: out of memory", b->folder);
     b->patterns[i] = pcre2_compile(
-        (PCRE2_SPTR)pattern, PCRE2_ZERO_TERMINATED,
+        (PCRE2_SPTR)written, PCRE2_ZERO_TERMINATED,
         PCRE2_UTF | PCRE2_UCP | PCRE2_MULTILINE | PCRE2_NEVER_BACKSLASH_C, &error, &where, NULL);
+    free(written);
     if (b->patterns[i]) {
         (void)pcre2_jit_compile(b->patterns[i], PCRE2_JIT_COMPLETE); /* where it cannot, slower */
         b->matches[i] = pcre2_match_data_create_from_pattern(b->patterns[i], NULL);

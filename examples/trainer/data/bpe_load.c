@@ -326,32 +326,52 @@ static bool read_normalizer(bpe_vocab *v, const json_t *x, const char *path, fau
     return true;
 }
 
+/* What would give other tokens must not be there: null, an empty word or 0. */
 static bool check_kind(const json_t *model, const char *path, fault *f) {
-    if (!is_word(model, "type", "BPE") || json_is_true(json_object_get(model, "byte_fallback")))
-        return fault_set(f, "%s: model: must be BPE over bytes, without byte_fallback", path);
+    static const char *const off[] = {"byte_fallback", "dropout", "continuing_subword_prefix",
+                                      "end_of_word_suffix"};
+    if (!is_word(model, "type", "BPE"))
+        return fault_set(f, "%s: model: must be BPE over bytes", path);
+    for (size_t i = 0; i < sizeof off / sizeof *off; i++) {
+        const json_t *x = json_object_get(model, off[i]);
+        bool is_off = !x || json_is_null(x) || json_is_false(x) ||
+                      (json_is_number(x) && json_number_value(x) == 0) ||
+                      (json_is_string(x) && !json_string_length(x));
+        if (!is_off) return fault_set(f, "%s: model: %s: must be absent or null", path, off[i]);
+    }
     return true;
 }
 
-/* Of an added token its id, -1 where it is none that is taken as it stands. */
-static json_int_t added_id(const json_t *x) {
+/* Of an added token its id, -1 where it is none that is taken as it stands. The package knows a
+   token that the vocabulary spells so by the vocabulary's id, whatever its own is. Where text is
+   normalized first, so is a token that asks for it: one of plain characters stays as it is. */
+static json_int_t added_id(const bpe_vocab *v, const json_t *vocab, const json_t *x) {
     static const char *const off[] = {"lstrip", "rstrip", "single_word"};
-    const json_t *id = json_object_get(x, "id");
+    const char *content = json_string_value(json_object_get(x, "content"));
+    const json_t *known = content ? json_object_get(vocab, content) : NULL;
+    const json_t *id = known ? known : json_object_get(x, "id");
+    bool normal = v->nfc && json_is_true(json_object_get(x, "normalized"));
     for (size_t i = 0; i < sizeof off / sizeof *off; i++)
         if (json_is_true(json_object_get(x, off[i]))) return -1;
+    for (const char *c = content; normal && c && *c; c++)
+        if ((unsigned char)*c >= 0xcc) return -1;
     json_int_t value = json_is_integer(id) ? json_integer_value(id) : -1;
     return value < TOKEN_LIMIT && json_string_length(json_object_get(x, "content")) ? value : -1;
 }
 
 /* How many tokens and bytes the added ones need. */
-static bool measure_added(bpe_vocab *v, const json_t *list, size_t *bytes, const char *path,
-                          fault *f) {
+static bool measure_added(bpe_vocab *v, const json_t *vocab, const json_t *list, size_t *bytes,
+                          const char *path, fault *f) {
+    if (list && !json_is_null(list) && !json_is_array(list))
+        return fault_set(f, "%s: added_tokens: must be a list", path);
     for (size_t i = 0; i < json_array_size(list); i++) {
         const json_t *x = json_array_get(list, i);
-        json_int_t id = added_id(x);
+        json_int_t id = added_id(v, vocab, x);
         if (id < 0)
             return fault_set(f,
                              "%s: added_tokens, number %zu: must have an id in 0 .. %d and a "
-                             "content; lstrip, rstrip and single_word must be false",
+                             "content; lstrip, rstrip and single_word must be false, and with NFC "
+                             "normalized too where it is more than plain letters",
                              path, i, TOKEN_LIMIT - 1);
         if (id >= v->size) v->size = (int32_t)id + 1;
         *bytes += json_string_length(json_object_get(x, "content"));
@@ -360,12 +380,13 @@ static bool measure_added(bpe_vocab *v, const json_t *list, size_t *bytes, const
 }
 
 /* The added tokens behind those of the vocabulary; `used` is where the arena is free. */
-static bool fill_added(bpe_vocab *v, const json_t *list, size_t used, const char *path, fault *f) {
+static bool fill_added(bpe_vocab *v, const json_t *vocab, const json_t *list, size_t used,
+                       const char *path, fault *f) {
     v->added = malloc((json_array_size(list) + 1) * sizeof *v->added);
     if (!v->added) return fault_set(f, "%s: out of memory", path);
     for (size_t i = 0; i < json_array_size(list); i++) {
         const json_t *x = json_array_get(list, i), *content = json_object_get(x, "content");
-        int32_t id = (int32_t)added_id(x);
+        int32_t id = (int32_t)added_id(v, vocab, x);
         bpe_span span = {used, json_string_length(content)};
         memcpy(v->arena + used, json_string_value(content), span.bytes);
         used += span.bytes;
@@ -401,9 +422,9 @@ static bool fill_merge_list(bpe_vocab *v, const json_t *list, char *room, size_t
         const json_t *x = json_array_get(list, i);
         const char *a = json_string_value(json_is_array(x) ? json_array_get(x, 0) : x);
         const char *b = json_string_value(json_array_get(x, 1));
-        int n = !a || (json_is_array(x) && !b) ? -1
-                : b                            ? snprintf(room, bytes, "%s %s", a, b)
-                                               : snprintf(room, bytes, "%s", a);
+        int n = !a || (json_is_array(x) && (!b || json_array_size(x) != 2)) ? -1
+                : b ? snprintf(room, bytes, "%s %s", a, b)
+                    : snprintf(room, bytes, "%s", a);
         if (n < 0 || !add_merge(v, room, (size_t)n, (int32_t)i, room + bytes, &why))
             return fault_set(f, "%s: merges, number %zu: %s", path, i,
                              n < 0 ? "must be two tokens" : why);
@@ -461,7 +482,8 @@ static bool read_template(bpe_vocab *v, const json_t *x, const char *path, fault
     const json_t *single = json_object_get(x, "single");
     size_t count = json_array_size(single), text = 0;
     while (text < count && !json_object_get(json_array_get(single, text), "Sequence")) text++;
-    if (text == count || text > 1 || count - text > 2)
+    const json_t *whole = json_object_get(json_array_get(single, text), "Sequence");
+    if (text == count || !is_word(whole, "id", "A") || text > 1 || count - text > 2)
         return fault_set(f,
                          "%s: post_processor: its template must be the text, with one token before "
                          "and one behind it at most",
@@ -502,8 +524,9 @@ static bool load_tokenizer(bpe_vocab *v, const char *path, fault *f) {
               read_splitters(v, json_object_get(root, "pre_tokenizer"), path, f) &&
               measure(v, vocab, path, &vocab_bytes, f);
     bytes = ok ? vocab_bytes : 0;
-    ok = ok && measure_added(v, added, &bytes, path, f) && take_tokens(v, vocab, bytes, path, f) &&
-         fill_added(v, added, vocab_bytes, path, f) && find_bytes(v, path, f) &&
+    ok = ok && measure_added(v, vocab, added, &bytes, path, f) &&
+         take_tokens(v, vocab, bytes, path, f) &&
+         fill_added(v, vocab, added, vocab_bytes, path, f) && find_bytes(v, path, f) &&
          read_around(v, json_object_get(root, "post_processor"), path, f) && find_end(v, path, f) &&
          load_merge_list(v, json_object_get(model, "merges"), path, f);
     if (ok) v->whole = json_is_true(json_object_get(model, "ignore_merges"));

@@ -4,8 +4,12 @@
    The package tokenizers reads patterns with Oniguruma, this program with PCRE2. What the two read
    alike is a list: all else is refused, for a split that is a little different is a model that is a
    little wrong. Elsewhere \h is a hexadecimal digit, (?m) lets a dot be a newline, \w takes marks,
-   && intersects sets, and {,2} is a count. */
+   && intersects sets, and {,2} is a count; (?i) in the middle takes the alternatives behind it into
+   its group, and lets one character stand for two, as U+00DF for ss. \s takes U+180E here alone,
+   and is written out. */
+#include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 #include "data/bpe_vocab.h"
 
@@ -22,15 +26,15 @@ static size_t escape_bytes(const char *at) {
     return 1;
 }
 
-/* Behind "(": what opens a group, or -1. */
-static int group_bytes(const char *at) {
+/* Behind "(", the first of the pattern or not: what opens a group, or -1. */
+static int group_bytes(const char *at, bool first) {
     if (at[0] == '*') return -1;
     if (at[0] != '?') return 0;
     if (at[1] && strchr(groups, at[1])) return 2;
     if (at[1] == '<' && (at[2] == '=' || at[2] == '!')) return 3;
     size_t flags = strspn(at + 1, "i-");
     char end = at[1 + flags];
-    return flags && (end == ':' || end == ')') ? (int)flags + 1 : -1;
+    return flags && (end == ':' || (end == ')' && first)) ? (int)flags + 1 : -1;
 }
 
 /* From behind "[" to behind its "]"; NULL: what is in it is not read alike. */
@@ -39,16 +43,31 @@ static const char *set_end(const char *at) {
     if (*at == ']') return NULL; /* the first of a set, or its end */
     while (*at && *at != ']') {
         size_t escaped = *at == '\\' ? escape_bytes(at + 1) : 0;
-        if (*at == '[' || !strncmp(at, "&&", 2) || (*at == '\\' && !escaped)) return NULL;
+        bool other = *at == '[' || !strncmp(at, "&&", 2) || !strncmp(at, "\\S", 2);
+        if (other || (*at == '\\' && !escaped)) return NULL;
         at += 1 + escaped;
     }
     return *at ? at + 1 : NULL;
 }
 
+/* Where case does not count: what folds to several characters, or is folded to. */
+static const char *folded_otherwise(const char *pattern) {
+    static const char *const pairs[] = {"ss", "st", "ff", "fi", "fl"};
+    if (!strstr(pattern, "(?i") && !strstr(pattern, "(?-i")) return NULL;
+    for (const char *at = pattern; *at; at++) {
+        if ((unsigned char)*at >= 0x80) return at;
+        for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
+            if (!strncasecmp(at, pairs[i], 2)) return at;
+    }
+    return NULL;
+}
+
 bool bpe_pattern_is_known(const char *pattern, const char **where) {
+    *where = folded_otherwise(pattern);
+    if (*where) return false;
     for (const char *at = pattern; *at;) {
         size_t escaped = *at == '\\' ? escape_bytes(at + 1) : 0;
-        int group = *at == '(' ? group_bytes(at + 1) : 0;
+        int group = *at == '(' ? group_bytes(at + 1, at == pattern) : 0;
         const char *end = *at == '[' ? set_end(at + 1) : at + 1 + escaped + (group > 0 ? group : 0);
         bool known = end && group >= 0 && (*at != '\\' || escaped) && strncmp(at, "{,", 2);
         *where = at;
@@ -56,4 +75,24 @@ bool bpe_pattern_is_known(const char *pattern, const char **where) {
         at = end;
     }
     return true;
+}
+
+char *bpe_pattern_written_out(const char *pattern) {
+    static const char space[] = "\\p{Z}\\t-\\r\\x{85}";
+    char *out = malloc(strlen(pattern) * sizeof space * 2 + 1), *to = out;
+    bool in_set = false;
+    for (const char *at = pattern; out && *at; at++) {
+        bool escape = *at == '\\', is_space = escape && (at[1] == 's' || at[1] == 'S');
+        if (!escape) in_set = *at == '[' || (in_set && *at != ']');
+        if (is_space && in_set)
+            to = stpcpy(to, space);
+        else if (is_space)
+            to = stpcpy(stpcpy(stpcpy(to, at[1] == 's' ? "[" : "[^"), space), "]");
+        else
+            *to++ = *at;
+        if (escape && !is_space) *to++ = at[1];
+        at += escape;
+    }
+    if (out) *to = 0;
+    return out;
 }

@@ -51,6 +51,9 @@ bool bpe_vocab_spells(const char *token, int64_t byte);
    otherwise. */
 bool bpe_pattern_is_known(const char *pattern, const char **where);
 
+/* One that is known, as PCRE2 is to have it, to be freed; NULL: out of memory. */
+char *bpe_pattern_written_out(const char *pattern);
+
 /* The merge of two neighbours, or NULL. */
 const bpe_merge *bpe_vocab_merge(const bpe_vocab *v, int32_t left, int32_t right);
 
