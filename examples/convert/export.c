@@ -9,6 +9,8 @@
 #include "base/files.h"
 #include "data/tokenizer.h"
 #include "import.h"
+#include "model/model.h"
+#include "train/train.h"
 
 enum { PATH_ROOM = CONFIG_PATH_BYTES + 256, FILE_LIMIT = 1 << 28 };
 
@@ -116,6 +118,46 @@ static bool write_model(const checkpoint *k, const char *folder, fault *f) {
     safetensors_close(from);
     free(list);
     free(block);
+    return ok;
+}
+
+static bool same_tensor(const param *p, const safetensors_tensor *t) {
+    bool same = p->dims == t->dims && !strcmp(p->name, t->name);
+    for (int i = 0; same && i < p->dims; i++) same = p->shape[i] == t->shape[i];
+    return same;
+}
+
+/* Whether the file holds the tensors of the table, in its order, and no others. */
+static bool same_tensors(const params *table, const safetensors_file *file, const char *path,
+                         fault *f) {
+    int count = (int)safetensors_count(file);
+    for (int i = 0; i < table->length; i++) {
+        if (i == count)
+            return fault_set(f, "%s: no tensor for the model's %s", path, table->list[i].name);
+        safetensors_tensor t = safetensors_info(file, (size_t)i);
+        if (!same_tensor(&table->list[i], &t))
+            return fault_set(f, "%s: tensor %.100s: by the settings it must be %s, of its shape",
+                             path, t.name, table->list[i].name);
+    }
+    return count == table->length ||
+           fault_set(f, "%s: tensor %.100s: the model has none of this name", path,
+                     safetensors_info(file, (size_t)table->length).name);
+}
+
+/* The settings and the weights of a checkpoint have sums of their own, and may be of two models. */
+static bool check_weights(const checkpoint *k, int32_t vocab, fault *f) {
+    char path[PATH_ROOM];
+    model m;
+    ops o = {0};
+    model_config shape = train_model_config(&k->config, vocab);
+    if (!files_join(path, sizeof path, k->path, "model.safetensors", f) || !ops_cpu_open(&o, 1, f))
+        return false;
+    bool described = model_describe(&m, &shape, &o, f);
+    safetensors_file *file = described ? safetensors_open(path, f) : NULL;
+    bool ok = file && same_tensors(&m.params, file, path, f);
+    if (file) safetensors_close(file);
+    if (described) model_close(&m);
+    ops_cpu_close(&o);
     return ok;
 }
 
@@ -346,9 +388,11 @@ bool export_folder(const checkpoint *k, const char *folder, const listener *note
     tokenizer *t = tokenizer_open(c->data.tokenizer, c->data.tokenizer_path, f);
     if (!t) return false;
     json_t *generation = generation_json(t);
-    int64_t vocab = c->model.vocab_size ? c->model.vocab_size : tokenizer_vocab_size(t);
+    int32_t tokens = tokenizer_vocab_size(t);
+    int64_t vocab = c->model.vocab_size ? c->model.vocab_size : tokens;
     tokenizer_close(t);
-    if (!files_make_folder(folder, f) || !clear_folder(folder, c->data.tokenizer_path, f)) {
+    if (!check_weights(k, tokens, f) || !files_make_folder(folder, f) ||
+        !clear_folder(folder, c->data.tokenizer_path, f)) {
         json_decref(generation);
         return false;
     }

@@ -447,6 +447,21 @@ class Convert(unittest.TestCase):
         self.assertIn("checksum", done.stderr)
         self.assertFalse((self.room / "hf").exists())
 
+    def test_export_of_other_weights(self):
+        """Settings that ask for other tensors than there are make no folder; here a tokenizer has one token more."""
+        for name in ("one", "two"):
+            (self.room / name).mkdir()
+            whole = tokenizer()
+            if name == "two":
+                whole["added_tokens"].append({**whole["added_tokens"][0], "content": "<more>",
+                                              "id": whole["added_tokens"][0]["id"] + 1})
+            (self.room / name / "tokenizer.json").write_text(json.dumps(whole))
+        model = self.train("of_one", "--tokenizer", "gpt2", "--tokenizer-path", self.room / "one")
+        done = run("convert", "export", model, self.room / "hf", "--tokenizer-path", self.room / "two", code=(1, 2))
+        self.assertIn("model.safetensors: tensor embed.weight: by the settings it must be embed.weight", done.stderr)
+        self.assertFalse((self.room / "hf").exists())
+        run("convert", "export", model, self.room / "hf", "--tokenizer-path", self.room / "one")
+
     def test_export_over_an_older_one(self):
         """Nothing of it is left; another model's files are not touched."""
         folder = self.room / "tokens"
