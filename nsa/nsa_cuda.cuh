@@ -167,6 +167,15 @@ size_t nsa_cuda_score_blocks_workspace_size(const nsa_desc *d);
 nsa_status nsa_cuda_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
                                  size_t bytes, nsa_cuda_stream stream);
 
+/* A block that is no candidate of its query has the score -inf, and no gradient. */
+size_t nsa_cuda_score_blocks_forward_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_score_blocks_forward(const nsa_score *x, const nsa_desc *d, void *workspace,
+                                         size_t bytes, nsa_cuda_stream stream);
+size_t nsa_cuda_score_blocks_backward_workspace_size(const nsa_desc *d);
+nsa_status nsa_cuda_score_blocks_backward(const nsa_score *dx, const nsa_score *x,
+                                          const nsa_desc *d, void *workspace, size_t bytes,
+                                          nsa_cuda_stream stream);
+
 /* scores and list lie on the device. */
 nsa_status nsa_cuda_rank_blocks(const float *scores, int query, const nsa_desc *d, int32_t *list,
                                 nsa_cuda_stream stream);
@@ -258,6 +267,7 @@ nsa_status nsa_cuda_load_decode(const nsa_attention *x, nsa_cache *cache, int co
 #include "kernels/select_blocks.cuh"
 #include "kernels/select_lists.cuh"
 #include "kernels/score_blocks.cuh"
+#include "kernels/score_lists.cuh"
 #include "kernels/gate.cuh"
 #include "kernels/attention.cuh"
 #include "kernels/decode.cuh"

@@ -3,7 +3,7 @@
    Twin: nsa.h's "Selection". */
 #include "harness/suite.h"
 
-enum { SLOT_Q, SLOT_K, SLOT_LSE, SLOT_BLOCKS, SLOT_SCORES };
+enum { SLOT_Q, SLOT_K, SLOT_LSE, SLOT_BLOCKS, SLOT_SCORES, SLOT_P_CMP };
 
 /* ---- The primitive as a suite ---- */
 
@@ -63,6 +63,13 @@ static void select_reference(const suite *s, const nsa_desc *d, int tokens, ref_
         for (int j = 0, J = ref_slc_count(&r, tokens); j < s->slots[SLOT_SCORES].width; j++)
             x[SLOT_SCORES][row * s->slots[SLOT_SCORES].width + j] =
                 j < ref_candidates(&r, row / heads) ? scores[row * J + j] : -INFINITY;
+    for (int row = 0; row < tokens * heads && s->slots[SLOT_P_CMP].name; row++) {
+        double *p_cmp = x[SLOT_P_CMP] + row * s->slots[SLOT_P_CMP].width;
+        int t = row / heads, group = d->heads / heads;
+        for (int i = 0; i < s->slots[SLOT_P_CMP].width; i++) p_cmp[i] = 0;
+        for (int h = row % heads * group; h < (row % heads + 1) * group; h++)
+            ref_p_cmp(&r, t, h, x[SLOT_Q], x[SLOT_K], x[SLOT_LSE], p_cmp);
+    }
     free(scores), free(blocks);
 }
 
@@ -82,12 +89,15 @@ static suite suite_of(const char *name, const nsa_desc *d) {
     return s;
 }
 
-/* With the view of scores, whose rows are as wide as the longest sequence. */
+/* With the views of scores and p_cmp, whose rows are as wide as the longest sequence. */
 static suite suite_with_scores(const char *name, const nsa_desc *d) {
     suite s = suite_of(name, d);
     slot *scores = suite_add(&s, "scores", offsetof(nsa_select, scores), ROWS_QUERY,
                              list_heads_of(d), nsa_slc_count(d, d->tokens));
     scores->output = scores->optional = 1, scores->dtype = NSA_REAL_DTYPE;
+    slot *p_cmp = suite_add(&s, "p_cmp", offsetof(nsa_select, p_cmp), ROWS_QUERY, list_heads_of(d),
+                            nsa_cmp_count(d, d->tokens));
+    p_cmp->output = p_cmp->optional = 1, p_cmp->dtype = NSA_REAL_DTYPE;
     return s;
 }
 
@@ -159,14 +169,14 @@ static void compare_lists(const nsa_desc *d, const values *in, const double *got
 }
 
 /* Scores are f32 sums of probabilities: rounding, whatever the dtype of q and k. */
-static void compare_scores(const instance *p, const values *want) {
-    size_t n = tensor_count(&p->x[SLOT_SCORES]);
-    double *got = ref_zeros(n), *w = copy_numbers(want->x[SLOT_SCORES], n),
-           *b = copy_numbers(want->x[SLOT_SCORES], n);
-    tensor_get(&p->x[SLOT_SCORES], got);
-    plan_zero_outside(&p->d, got, p->x[SLOT_SCORES].heads * p->x[SLOT_SCORES].width);
+static void compare_scores(const instance *p, const values *want, int at) {
+    const tensor *x = &p->x[at];
+    size_t n = tensor_count(x);
+    double *got = ref_zeros(n), *w = copy_numbers(want->x[at], n), *b = copy_numbers(w, n);
+    tensor_get(x, got);
+    plan_zero_outside(&p->d, got, x->heads * x->width);
     check_empty_rows(got, w, b, n);
-    CHECK_NEAR("scores", got, w, n, (size_t)p->x[SLOT_SCORES].width,
+    CHECK_NEAR(p->s->slots[at].name, got, w, n, (size_t)x->width,
                allowed_error(1, w, b, n) + 1e-6 * check_norm(w, n) * (NSA_REAL_DTYPE == NSA_F32));
     free(got), free(w), free(b);
 }
@@ -192,7 +202,7 @@ static void test_reference(const geometry *g, const nsa_desc *options, nsa_dtype
         tensor_get(&p.x[SLOT_BLOCKS], got);
         compare_lists(&d, &in, got, want.x[SLOT_BLOCKS], 1);
         free(got);
-        if (!(i % 2)) compare_scores(&p, &want);
+        if (!(i % 2)) compare_scores(&p, &want, SLOT_SCORES), compare_scores(&p, &want, SLOT_P_CMP);
         values_free(&in), values_free(&zeros), values_free(&want);
         guards_free();
     }

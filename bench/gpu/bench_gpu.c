@@ -246,7 +246,8 @@ static nsa_status run_cmp(problem *p) {
     return nsa_cuda_attend_cmp_forward(&x, &p->d, p->workspace, p->bytes, NULL);
 }
 static nsa_status run_select(problem *p) {
-    nsa_select x = {p->x.q, p->x.k_cmp.out, p->x.lse_cmp, p->x.blocks, {NULL, NSA_F32, 0, 0, 0}};
+    nsa_select x = {p->x.q,      p->x.k_cmp.out,           p->x.lse_cmp,
+                    p->x.blocks, {NULL, NSA_F32, 0, 0, 0}, {NULL, NSA_F32, 0, 0, 0}};
     return nsa_cuda_select_blocks(&x, &p->d, p->workspace, p->bytes, NULL);
 }
 static nsa_status run_slc(problem *p) {

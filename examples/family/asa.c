@@ -45,7 +45,7 @@ static void with_nsa(global_layer *g) {
     nsa_compress mean = {0}, dmean = {0};
     mean.phi = NSA_PHI_MEAN, mean.dim = D, mean.x = slc.k, mean.out = cmp.k;
     dmean.x = dslc.k, dmean.out = dcmp.k;
-    nsa_select select = {slc.q, cmp.k, cmp.lse, slc.blocks, {0}};
+    nsa_select select = {slc.q, cmp.k, cmp.lse, slc.blocks, {0}, {0}};
     nsa_tensor gates = view(g->gates, T, H, 3), out = view(g->p.out, T, H, D);
     nsa_gate gate = {gates, cmp.out, slc.out, cmp.out, out}; /* there is no window: g is 0 */
     nsa_gate dgate = {view(g->dgates, T, H, 3), dcmp.out, dslc.out, {0}, gradients_of(&g->p).out};

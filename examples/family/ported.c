@@ -196,7 +196,8 @@ static void mean_of_logits(void) {
     cmp.q = view(mean, T, HK, D), cmp.out = view(out, T, HK, D), cmp.lse = view(p.lse, T, HK, 1);
     WITH_WORKSPACE(nsa_attend_cmp_forward_workspace_size(&d),
                    nsa_attend_cmp_forward(&cmp, &d, workspace, bytes));
-    nsa_select select = {cmp.q, cmp.k, cmp.lse, nsa_tensor_bthd(lists, NSA_I32, T, HK, COUNT), {0}};
+    nsa_select select = {cmp.q, cmp.k, cmp.lse, nsa_tensor_bthd(lists, NSA_I32, T, HK, COUNT),
+                         {0},   {0}};
     WITH_WORKSPACE(nsa_select_blocks_workspace_size(&d),
                    nsa_select_blocks(&select, &d, workspace, bytes));
     for (int row = 0; row < T * HK; row++) {

@@ -94,7 +94,7 @@ static void with_nsa(problem *p, video *w) {
     fine.slc_count = LIST, coarse.slc_count = COUNT;
     nsa_attend x = views_of(p), dx = gradients_of(p);
     nsa_attend c = views_of(&w->cubes), dc = gradients_of(&w->cubes);
-    nsa_select select = {c.q, c.k, c.lse, {0}, {0}};
+    nsa_select select = {c.q, c.k, c.lse, {0}, {0}, {0}};
     select.blocks = nsa_tensor_bthd(w->of_cubes, NSA_I32, CUBES, H, COUNT);
     x.blocks = nsa_tensor_bthd(w->of_tokens, NSA_I32, T, H, LIST);
     pool(x.q, w->cubes.q, &fine), pool(x.k, w->cubes.k, &fine), pool(x.v, w->cubes.v, &fine);

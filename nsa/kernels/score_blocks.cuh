@@ -118,7 +118,11 @@ extern "C" size_t nsa_cuda_score_blocks_workspace_size(const nsa_desc *d) {
     return nsa__cuda_check_desc(d) == NSA_OK ? nsa__cuda_score_bytes(d) : 0;
 }
 
-static nsa_status nsa__cuda_score_check(const nsa_score *x, const nsa_desc *d) {
+static nsa__shape nsa__cuda_score_key_shape(const nsa_desc *d) {
+    return d->cmp_stride > 1 ? nsa__cuda_cmp_shape(d, d->dim) : nsa__cuda_key_shape(d, d->dim);
+}
+
+static nsa_status nsa__cuda_score_inputs_check(const nsa_score *x, const nsa_desc *d) {
     const unsigned dtypes = nsa__cuda_one_dtype(x->q.dtype);
     if (static_cast<unsigned>(x->act) > NSA_SCORE_RELU)
         return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
@@ -127,13 +131,15 @@ static nsa_status nsa__cuda_score_check(const nsa_score *x, const nsa_desc *d) {
     nsa_status s = nsa__cuda_check_rows(&x->q, nsa__cuda_query_shape(d, d->heads, d->dim), dtypes,
                                         0, NSA__AT_q);
     if (s != NSA_OK) return s;
-    s = nsa__cuda_check_rows(
-        &x->k, d->cmp_stride > 1 ? nsa__cuda_cmp_shape(d, d->dim) : nsa__cuda_key_shape(d, d->dim),
-        dtypes, 0, NSA__AT_k);
+    s = nsa__cuda_check_rows(&x->k, nsa__cuda_score_key_shape(d), dtypes, 0, NSA__AT_k);
+    if (s != NSA_OK || !x->weights.data) return s;
+    return nsa__check_view(&x->weights, nsa__cuda_query_shape(d, d->heads, 1), NSA__FLOATS, 0,
+                           NSA__AT_weights);
+}
+
+static nsa_status nsa__cuda_score_check(const nsa_score *x, const nsa_desc *d) {
+    nsa_status s = nsa__cuda_score_inputs_check(x, d);
     if (s != NSA_OK) return s;
-    if (x->weights.data && (s = nsa__check_view(&x->weights, nsa__cuda_query_shape(d, d->heads, 1),
-                                                NSA__FLOATS, 0, NSA__AT_weights)) != NSA_OK)
-        return s;
     if ((s = nsa__cuda_check_scores(&x->scores, d)) != NSA_OK) return s;
     return nsa__check_view(&x->blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS,
                            1, NSA__AT_blocks);

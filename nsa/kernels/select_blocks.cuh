@@ -393,13 +393,70 @@ struct nsa__cuda_select_call {
     }
 };
 
+enum { NSA__P_CMP_THREADS = 128 };
+
+/* p_cmp where it is asked for: of one query and list, a thread to a key. The kernels above keep
+   sums of few keys at a time, and write none. */
+static __global__ void __launch_bounds__(NSA__P_CMP_THREADS)
+    nsa__cuda_p_cmp_kernel(nsa_desc d, nsa_select x, nsa__cuda_extent rows,
+                           const int32_t *cmp_begins, int sharers, float scale) {
+    const int list = static_cast<int>(blockIdx.x) % d.kv_heads, group = d.heads / d.kv_heads;
+    const nsa__cuda_thing at =
+        nsa__cuda_thing_at(d, rows, static_cast<int>(blockIdx.x) / d.kv_heads);
+    const nsa__sequence s = nsa__sequence_of(d, at.b);
+    const int row = static_cast<int>(at.local);
+    if (row >= s.count) return;
+    const bool bad = nsa__cuda_select_is_bad<true>(x, d, s, row, list);
+    const int visible = bad ? 0 : nsa__cmp_visible(d, s.tokens, s.first + row);
+    float *const to = nsa__row_of<float>(x.p_cmp, s.batch, s.row + row, list);
+    for (int i = static_cast<int>(threadIdx.x); i < nsa__cmp_count(d, d.tokens);
+         i += NSA__P_CMP_THREADS) {
+        float sum = 0.0f;
+        for (int g = 0; i < visible && g < group; g++) {
+            const int64_t head = static_cast<int64_t>(list) * group + g;
+            const void *const q = nsa__row_at(x.q, s.batch, s.row + row, head);
+            const void *const k = nsa__element_at(
+                x.k, nsa__cuda_key_offset(d, x.k, s, at.b, true, nsa__cmp_row(d, cmp_begins, at.b),
+                                          i, list / sharers));
+            float product = 0.0f;
+            for (int c = 0; c < d.dim; c += 8) {
+                float a[8], b[8];
+                nsa__load8(a, x.q.dtype, q, c);
+                nsa__load8(b, x.k.dtype, k, c);
+#pragma unroll
+                for (int e = 0; e < 8; e++) product = fmaf(a[e], b[e], product);
+            }
+            sum += nsa__exp(__fmul_rn(product, scale) -
+                            *nsa__row_of<const float>(x.lse, s.batch, s.row + row, head));
+        }
+        to[i] = sum;
+    }
+}
+
+/* Behind the selection, whose workspace begins with where compressed rows do. */
+static nsa_status nsa__cuda_p_cmp_run(const nsa_select *x, const nsa_desc *d, int sharers,
+                                      void *workspace, cudaStream_t stream) {
+    dim3 grid;
+    const double scale = d->scale != 0 ? d->scale : 1 / sqrt(static_cast<double>(d->dim));
+    const nsa__cuda_extent rows = nsa__cuda_query_extent_of(d, d->count, 1, 1, 0);
+    nsa__cuda_arena a = nsa__cuda_arena_at(workspace);
+    const int32_t *const cmp_begins = nsa__cuda_take<int32_t>(&a, 0);
+    const nsa_status s = nsa__cuda_grid(rows.total * d->kv_heads, &grid);
+    if (s != NSA_OK) return s;
+    return nsa__cuda_status(NSA_LAUNCH(nsa__cuda_p_cmp_kernel, grid, dim3(NSA__P_CMP_THREADS), 0,
+                                       stream, *d, *x, rows, cmp_begins, sharers,
+                                       static_cast<float>(scale)));
+}
+
 /* The launches alone, for the entry point and for the chain. */
 static nsa_status nsa__cuda_select_run(const nsa_select *x, const nsa_desc *d, void *workspace,
                                        cudaStream_t stream) {
     if (d->count == 0) return NSA_OK;
     const nsa_desc all = nsa__cuda_all_queries(d), by = nsa__cuda_by_list(&all);
     const nsa__cuda_select_call call = {x, &by, nsa__cuda_key_sharers(d), workspace, stream};
-    return nsa__cuda_select_choose(x->q.dtype, &by, call);
+    const nsa_status s = nsa__cuda_select_choose(x->q.dtype, &by, call);
+    if (s != NSA_OK || !x->p_cmp.data) return s;
+    return nsa__cuda_p_cmp_run(x, &by, nsa__cuda_key_sharers(d), workspace, stream);
 }
 
 /* A caller's workspace serves every dtype: of all kernels' needs, the largest. */
@@ -437,6 +494,10 @@ static nsa_status nsa__cuda_check_scores(const nsa_tensor *scores, const nsa_des
     const nsa__shape shape = nsa__cuda_list_shape(d, nsa_slc_count(d, d->tokens));
     return scores->data ? nsa__check_view(scores, shape, 1u << NSA_F32, 1, NSA__AT_scores) : NSA_OK;
 }
+static nsa_status nsa__cuda_check_p_cmp(const nsa_tensor *p_cmp, const nsa_desc *d) {
+    const nsa__shape shape = nsa__cuda_list_shape(d, nsa_cmp_count(d, d->tokens));
+    return p_cmp->data ? nsa__check_view(p_cmp, shape, 1u << NSA_F32, 1, NSA__AT_p_cmp) : NSA_OK;
+}
 
 static nsa_status nsa__cuda_select_check(const nsa_select *x, const nsa_desc *d,
                                          const nsa__cuda_select_fields *at) {
@@ -449,6 +510,7 @@ static nsa_status nsa__cuda_select_check(const nsa_select *x, const nsa_desc *d,
     s = nsa__check_view(&x->lse, nsa__cuda_query_shape(d, d->heads, 1), 1u << NSA_F32, 0, at->lse);
     if (s != NSA_OK) return s;
     if ((s = nsa__cuda_check_scores(&x->scores, d)) != NSA_OK) return s;
+    if ((s = nsa__cuda_check_p_cmp(&x->p_cmp, d)) != NSA_OK) return s;
     return nsa__check_view(&x->blocks, nsa__cuda_list_shape(d, nsa_block_list_width(d)), NSA__INTS,
                            1, at->blocks);
 }

@@ -68,6 +68,7 @@ extern "C" {
 #include "merge.h"
 #include "select.h"
 #include "score.h"
+#include "score_lists.h"
 #include "gate.h"
 #include "attention.h"
 #include "decode.h"

@@ -550,15 +550,15 @@ NSA_API nsa_status nsa_merge_backward(const nsa_merge *dx, const nsa_merge *x, c
    maximum the order matters); then the forced blocks and the best of the rest. Equal scores: the
    lower index wins. NaN ranks last. It has no gradient. */
 typedef struct nsa_select {
-    nsa_tensor q;   /* (B, count, H, Dk) */
-    nsa_tensor k;   /* (B, N, Hk, Dk): compressed keys */
-    nsa_tensor lse; /* (B, count, H): of nsa_attend_cmp_forward */
-    nsa_tensor
-        blocks; /* out: (B, count, list heads, nsa_block_list_width) i32: ascending, no duplicates,
-                          -1 behind the last */
-    nsa_tensor
-        scores; /* out, optional: (B, count, list heads, nsa_slc_count(T)) of dtype NSA_REAL_DTYPE:
+    nsa_tensor q;      /* (B, count, H, Dk) */
+    nsa_tensor k;      /* (B, N, Hk, Dk): compressed keys */
+    nsa_tensor lse;    /* (B, count, H): of nsa_attend_cmp_forward */
+    nsa_tensor blocks; /* out: (B, count, list heads, nsa_block_list_width) i32: ascending, no
+                          duplicates, -1 behind the last */
+    nsa_tensor scores; /* out, optional: (B, count, list heads, nsa_slc_count(T)) of NSA_REAL_DTYPE:
                           what the blocks were chosen by; -inf behind the query's candidates */
+    nsa_tensor p_cmp;  /* out, optional: (B, count, list heads, N(T)) of dtype NSA_REAL_DTYPE; 0
+                         where t sees no block, and of a query with a value that is not finite */
 } nsa_select;
 
 /* Entries of a list: slc_count, and unless NSA_FORCED_INSIDE those of slc_init and slc_local that
@@ -574,14 +574,13 @@ NSA_API nsa_status nsa_select_blocks(const nsa_select *x, const nsa_desc *d, voi
    score sum over the heads h of a group of weights[h] act(q[t, h] . k[s]); block j the maximum or
    the mean over those of its tokens that t sees. desc.scale is not used. A list serves one kv head:
    ask with kv_heads 1 for one list that all heads share. A block with a key that is not finite
-   ranks last; a query with such a value has scores of 0. It has no gradient.
+   ranks last; a query with such a value has scores of 0. The lists have no gradient.
    With `stride` a key stands for so many tokens (Qwen's QSA, DeepSeek's CSA): key i for tokens
    [i stride, (i + 1) stride), and t sees it if all of them lie at or before t. The rows of k are
    then those of compressed blocks with cmp_block = cmp_stride = stride. A block none of whose keys
    t sees has the score -inf; NSA_FORCED_TAIL keeps it out of the list, or takes it besides. */
 typedef enum nsa_score_act { NSA_SCORE_LINEAR = 0, NSA_SCORE_RELU } nsa_score_act;
 typedef enum nsa_score_pool { NSA_POOL_MAX = 0, NSA_POOL_MEAN } nsa_score_pool;
-
 typedef struct nsa_score {
     nsa_score_act act;
     nsa_score_pool pool;
@@ -589,15 +588,25 @@ typedef struct nsa_score {
     nsa_tensor k;       /* (B, T, Hk, Dk); with a stride (B, T / stride, Hk, Dk) */
     nsa_tensor weights; /* optional: (B, count, H); without it every head weighs 1 */
     nsa_tensor blocks;  /* out: (B, count, list heads, nsa_block_list_width) i32 */
-    nsa_tensor
-        scores; /* out, optional: (B, count, list heads, nsa_slc_count(T)) of dtype NSA_REAL_DTYPE;
-                           -inf where t sees no key of the block, and behind its candidates */
-    int stride; /* tokens of a key; divides slc_block and page_tokens. 0 means 1 */
+    nsa_tensor scores;  /* out, optional: (B, count, list heads, nsa_slc_count(T)) of
+                           NSA_REAL_DTYPE; -inf where t sees no key of it, behind candidates too */
+    int stride;         /* tokens of a key; divides slc_block and page_tokens. 0 means 1 */
 } nsa_score;
 
 NSA_API size_t nsa_score_blocks_workspace_size(const nsa_desc *d);
 NSA_API nsa_status nsa_score_blocks(const nsa_score *x, const nsa_desc *d, void *workspace,
                                     size_t bytes);
+
+/* The scores of given lists, and their gradient: x.blocks is read, x.scores is (B, count, list
+   heads, nsa_block_list_width), -inf behind a list and where t sees no key. A maximum's gradient is
+   its first key's. A value that is not finite makes all NaN that its entry reads. */
+NSA_API size_t nsa_score_blocks_forward_workspace_size(const nsa_desc *d);
+NSA_API nsa_status nsa_score_blocks_forward(const nsa_score *x, const nsa_desc *d, void *workspace,
+                                            size_t bytes);
+/* dx.scores in; adds to dx.q, dx.k, dx.weights. It takes no pages. */
+NSA_API size_t nsa_score_blocks_backward_workspace_size(const nsa_desc *d);
+NSA_API nsa_status nsa_score_blocks_backward(const nsa_score *dx, const nsa_score *x,
+                                             const nsa_desc *d, void *workspace, size_t bytes);
 
 /* The ranking alone, for scores from elsewhere: scores[j] of blocks j = 0 ..
    nsa_slc_candidates(query) - 1, list of nsa_block_list_width entries. */

@@ -200,16 +200,20 @@ static const nsa_desc *nsa__score_desc(const nsa_desc *d, int stride, nsa_desc *
     return d;
 }
 
-static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
+static nsa_status nsa__score_inputs_check(const nsa_score *x, const nsa_desc *d) {
     if ((unsigned)x->act > NSA_SCORE_RELU) return nsa__error(NSA_ERROR_OPTION, NSA__AT_act);
     if ((unsigned)x->pool > NSA_POOL_MEAN) return nsa__error(NSA_ERROR_OPTION, NSA__AT_pool);
     NSA__CHECK(
         nsa__check_view(&x->q, nsa__query_shape(d, d->heads, d->dim), nsa__floats(), 0, NSA__AT_q));
     NSA__CHECK(nsa__check_view(&x->k, nsa__branch_shape(d, nsa__scorer_keys(d), d->dim),
                                nsa__floats(), 0, NSA__AT_k));
-    if (x->weights.data)
-        NSA__CHECK(nsa__check_view(&x->weights, nsa__query_shape(d, d->heads, 1), nsa__floats(), 0,
-                                   NSA__AT_weights));
+    return x->weights.data ? nsa__check_view(&x->weights, nsa__query_shape(d, d->heads, 1),
+                                             nsa__floats(), 0, NSA__AT_weights)
+                           : NSA_OK;
+}
+
+static nsa_status nsa__score_check(const nsa_score *x, const nsa_desc *d) {
+    NSA__CHECK(nsa__score_inputs_check(x, d));
     NSA__CHECK(nsa__check_scores(&x->scores, d));
     return nsa__check_view(&x->blocks,
                            nsa__query_shape(d, nsa__list_heads(d), nsa_block_list_width(d)),

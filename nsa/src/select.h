@@ -168,6 +168,11 @@ static nsa_status nsa__check_scores(const nsa_tensor *scores, const nsa_desc *d)
     return scores->data ? nsa__check_view(scores, shape, nsa__real_dtypes(), 1, NSA__AT_scores)
                         : NSA_OK;
 }
+static nsa_status nsa__check_p_cmp(const nsa_tensor *p_cmp, const nsa_desc *d) {
+    nsa__shape shape = nsa__query_shape(d, nsa__list_heads(d), nsa_cmp_count(d, d->tokens));
+    return p_cmp->data ? nsa__check_view(p_cmp, shape, nsa__real_dtypes(), 1, NSA__AT_p_cmp)
+                       : NSA_OK;
+}
 
 static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
                                     const nsa__attend_fields *at) {
@@ -178,6 +183,7 @@ static nsa_status nsa__select_check(const nsa_select *x, const nsa_desc *d,
     NSA__CHECK(
         nsa__check_view(&x->lse, nsa__query_shape(d, d->heads, 1), nsa__real_dtypes(), 0, at->lse));
     NSA__CHECK(nsa__check_scores(&x->scores, d));
+    NSA__CHECK(nsa__check_p_cmp(&x->p_cmp, d));
     return nsa__check_view(&x->blocks, lists, NSA__INTS, 1, at->blocks);
 }
 

@@ -85,6 +85,15 @@ static void nsa__store_scores(const nsa__head_job *job, const nsa_tensor *x, int
     for (int j = n; j < nsa_slc_count(p->d, p->d->tokens); j++) to[j] = nsa__minus_infinity();
 }
 
+/* Stores p_cmp of the first `n` compressed blocks, and 0 behind them. */
+static void nsa__store_p_cmp(const nsa__head_job *job, const nsa_tensor *x, int query,
+                             const nsa_real *p_cmp, int n) {
+    nsa_real *to =
+        (nsa_real *)nsa__row(x, job->seq.batch, job->seq.row + query - job->seq.first, job->head);
+    memcpy(to, p_cmp, (size_t)n * sizeof *to);
+    for (int i = n; i < nsa_cmp_count(job->plan->d, job->plan->d->tokens); i++) to[i] = 0;
+}
+
 /* p_cmp, scores and list of every query of a task. A query that read a non-finite number gets the
    list of equal scores, because its real scores are NaN and a list must still be valid. */
 static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *it,
@@ -104,6 +113,9 @@ static void nsa__select_queries(const nsa__head_job *job, const nsa__tile_iter *
         for (int j = 0; nonfinite && j < candidates; j++) f->scores[j] = 0;
         int64_t row = job->seq.row + query - job->seq.first;
         nsa__store_scores(job, &p->options.select->scores, query, f->scores);
+        if (p->options.select->p_cmp.data)
+            nsa__store_p_cmp(job, &p->options.select->p_cmp, query, f->p_cmp,
+                             nonfinite ? 0 : visible);
         nsa__rank(f->scores, candidates, nsa__forced_local(p->d, job->seq.tokens, query), p->d,
                   p->tiles,
                   (int32_t *)nsa__row(&p->options.select->blocks, job->seq.batch, row, job->head));

@@ -87,6 +87,7 @@
     X(max_rewind, "max_rewind")               \
     X(query, "query")                         \
     X(scores, "scores")                       \
+    X(p_cmp, "p_cmp")                         \
     X(act, "act")                             \
     X(pool, "pool")                           \
     X(stride, "stride")                       \

@@ -18,7 +18,7 @@ STANDINS = {
     # makes the programs: each says what it was asked; some misbehave
     "cmake": """[ "$1" = --build ] || exit 0
 mkdir -p "$2/bin" && cd "$2/bin"
-for name in attention decode attend_slc attend_cmp attend_win attend_dense select_blocks score_blocks \\
+for name in attention decode attend_slc attend_cmp attend_win attend_dense select_blocks score_blocks score_lists \\
     rank_queries compress merge gate rope block_index; do
     echo "#!/bin/sh
 echo $name \\$* \\$NSA_TEST_GRAPH" >gpu_$name

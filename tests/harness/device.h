@@ -243,6 +243,24 @@ static inline nsa_status device_score_blocks(const nsa_score *x, const nsa_desc 
         nsa_cuda_score_blocks(x_device, device_d, device_of(workspace), bytes, device_stream()));
 }
 
+static inline nsa_status device_score_blocks_forward(const nsa_score *x, const nsa_desc *d,
+                                                     void *workspace, size_t bytes) {
+    device_begin(d);
+    DEVICE_COPY_BY(nsa_score, x, device_score)
+    return device_end(nsa_cuda_score_blocks_forward(x_device, device_d, device_of(workspace), bytes,
+                                                    device_stream()));
+}
+
+static inline nsa_status device_score_blocks_backward(const nsa_score *dx, const nsa_score *x,
+                                                      const nsa_desc *d, void *workspace,
+                                                      size_t bytes) {
+    device_begin(d);
+    DEVICE_COPY_BY(nsa_score, x, device_score)
+    DEVICE_COPY_BY(nsa_score, dx, device_score)
+    return device_end(nsa_cuda_score_blocks_backward(
+        dx_device, x_device, device_d, device_of(workspace), bytes, device_stream()));
+}
+
 static inline nsa_status device_rank_blocks(const float *scores, int query, const nsa_desc *d,
                                             int32_t *list) {
     nsa_desc ranked; /* compressed blocks are none of it */
@@ -450,6 +468,10 @@ static inline nsa_status device_block_map(const nsa_desc *d, int tokens, int32_t
 #define nsa_select_blocks                        device_select_blocks
 #define nsa_score_blocks_workspace_size          nsa_cuda_score_blocks_workspace_size
 #define nsa_score_blocks                         device_score_blocks
+#define nsa_score_blocks_forward_workspace_size  nsa_cuda_score_blocks_forward_workspace_size
+#define nsa_score_blocks_forward                 device_score_blocks_forward
+#define nsa_score_blocks_backward_workspace_size nsa_cuda_score_blocks_backward_workspace_size
+#define nsa_score_blocks_backward                device_score_blocks_backward
 #define nsa_rank_blocks                          device_rank_blocks
 #define nsa_rank_queries_workspace_size          device_rank_queries_workspace_size
 #define nsa_rank_queries                         device_rank_queries

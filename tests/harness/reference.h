@@ -553,6 +553,90 @@ static inline void ref_token_scores(const ref_desc *d, const ref_scorer *x, doub
     }
 }
 
+/* Scores of given lists, and their gradient. */
+typedef struct ref_lists {
+    int width;
+    const double *blocks;       /* [T][heads with lists][width], -1 behind the last */
+    double *listed;             /* out: likewise; -inf behind the last, and where t sees no key */
+    const double *dlisted;      /* NULL: no gradient; else the incoming one */
+    double *dq, *dk, *dweights; /* added to; dweights may be NULL */
+} ref_lists;
+
+/* The score of key for the heads of a list at t. */
+static inline double ref_key_score(const ref_desc *d, const ref_scorer *x, int t, int list,
+                                   int key) {
+    int G = d->heads / d->list_heads, hk = list / (d->list_heads / d->kv_heads);
+    double score = 0;
+    for (int h = list * G; h < (list + 1) * G; h++) {
+        size_t query = (size_t)(t * d->heads + h);
+        double dot = ref_dot(x->prec, x->q + query * (size_t)d->dim,
+                             x->k + (size_t)(key * d->kv_heads + hk) * (size_t)d->dim, d->dim);
+        if (x->relu && dot < 0) dot = 0;
+        score = ref_sum(x->prec, score + (x->weights ? x->weights[query] : 1) * dot);
+    }
+    return score;
+}
+
+/* Adds what a key's score with gradient g brings: score = sum_h w_h act(q_h . k), so dw_h = g act,
+   dq_h = g w_h act' k, dk = g sum_h w_h act' q_h. act' of a ReLU is 0 at 0. */
+static inline void ref_key_gradient(const ref_desc *d, const ref_scorer *x, const ref_lists *l,
+                                    int t, int list, int key, double g) {
+    int G = d->heads / d->list_heads, hk = list / (d->list_heads / d->kv_heads);
+    size_t D = (size_t)d->dim;
+    for (int h = list * G; h < (list + 1) * G; h++) {
+        size_t query = (size_t)(t * d->heads + h), row = (size_t)(key * d->kv_heads + hk);
+        double dot = ref_dot(x->prec, x->q + query * D, x->k + row * D, d->dim);
+        double w = x->weights ? x->weights[query] : 1, slope = x->relu && !(dot > 0) ? 0 : 1;
+        if (isnan(g)) slope = 1; /* reaches all that the entry read */
+        if (l->dweights)
+            l->dweights[query] = ref_sum(x->prec, l->dweights[query] + (slope != 0 ? g * dot : 0));
+        for (size_t c = 0; c < D; c++) {
+            double *dq = &l->dq[query * D + c], *dk = &l->dk[row * D + c];
+            *dq = ref_sum(x->prec, *dq + g * w * slope * x->k[row * D + c]);
+            *dk = ref_sum(x->prec, *dk + g * w * slope * x->q[query * D + c]);
+        }
+    }
+}
+
+/* Entry i of a list: the maximum, whose gradient goes to the first key that has it, or the mean
+   over the keys of the block that t sees. An entry that reads a value that is not finite is NaN,
+   and so is all that its gradient reaches. */
+static inline void ref_list_entry(const ref_desc *d, const ref_scorer *x, const ref_lists *l, int t,
+                                  int list, size_t at) {
+    int G = d->heads / d->list_heads, hk = list / (d->list_heads / d->kv_heads);
+    int j = (int)l->blocks[at], n = 0, best = -1, begin = -1;
+    double sum = 0, largest = -INFINITY, bad = 0;
+    l->listed[at] = -INFINITY;
+    for (int key = 0; j >= 0 && (key + 1) * x->stride <= d->tokens; key++) {
+        int first = key * x->stride, last = first + x->stride - 1;
+        if (first / d->slc_block != j || (last > t && !d->not_causal)) continue;
+        double score = ref_key_score(d, x, t, list, key);
+        if (!n++) begin = key;
+        if (!isfinite(score)) bad = NAN;
+        sum = ref_sum(x->prec, sum + score);
+        if (score > largest) largest = score, best = key;
+        for (int h = 0; h < G; h++) /* a ReLU hides what is not finite below 0 */
+            for (int c = 0; c < d->dim; c++)
+                if (!isfinite(x->q[(size_t)((t * d->heads + list * G + h) * d->dim + c)]) ||
+                    !isfinite(x->k[(size_t)((key * d->kv_heads + hk) * d->dim + c)]))
+                    bad = NAN;
+    }
+    if (!n) return;
+    l->listed[at] = bad + (x->mean ? ref_sum(x->prec, sum / n) : largest);
+    if (!l->dlisted) return;
+    double g = l->dlisted[at] + bad;
+    for (int key = begin; key < begin + n; key++)
+        if (x->mean || key == best || isnan(g))
+            ref_key_gradient(d, x, l, t, list, key, x->mean ? g / n : g);
+}
+
+static inline void ref_listed_scores(const ref_desc *d, const ref_scorer *x, const ref_lists *l) {
+    for (int row = 0; row < d->tokens * d->list_heads; row++)
+        for (int i = 0; i < l->width; i++)
+            ref_list_entry(d, x, l, row / d->list_heads, row % d->list_heads,
+                           (size_t)row * (size_t)l->width + (size_t)i);
+}
+
 /* ---- RoPE ---- */
 
 typedef struct ref_rope {

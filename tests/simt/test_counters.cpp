@@ -282,7 +282,7 @@ static work select_side(const problem &p) {
 
 static void test_select(const problem &p) {
     const nsa_attend x = p.x();
-    const nsa_select s = {x.q, x.k, x.lse, x.blocks, {}};
+    const nsa_select s = {x.q, x.k, x.lse, x.blocks, {}, {}};
     simt::reset_counters();
     EXPECT(nsa_cuda_select_blocks(&s, &p.d, p.workspace.data, p.workspace.count, nullptr) ==
            NSA_OK);

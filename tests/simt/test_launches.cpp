@@ -82,6 +82,10 @@ static void ask_select(const nsa_desc &d) {
     y.k = view(d.tokens, d.kv_heads, d.dim);
     y.blocks = lists(d);
     ASK(score_blocks, &y, &d, ROOM);
+    y.scores = view(d.count, d.list_heads ? d.list_heads : d.kv_heads, nsa_block_list_width(&d),
+                    NSA_F32);
+    ASK(score_blocks_forward, &y, &d, ROOM);
+    ASK(score_blocks_backward, &y, &y, &d, ROOM);
     nsa_rank z = {};
     z.scores = view(d.count, d.list_heads ? d.list_heads : d.kv_heads, nsa_slc_count(&d, d.tokens),
                     NSA_F32);
